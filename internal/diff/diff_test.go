@@ -1,0 +1,78 @@
+package diff
+
+import (
+	"math/rand/v2"
+	"slices"
+	"testing"
+)
+
+type pair struct{ k, v int }
+
+func key(p pair) int { return p.k }
+
+func TestOfSaysAddReplaceRemoveInInputOrder(t *testing.T) {
+	have := []pair{{1, 1}, {2, 1}, {3, 1}}
+	want := []pair{{5, 1}, {2, 2}, {3, 1}, {4, 1}}
+	add, replace, remove := Of(have, want, key)
+	if !slices.Equal(add, []pair{{5, 1}, {4, 1}}) || !slices.Equal(replace, []pair{{2, 2}}) || !slices.Equal(remove, []pair{{1, 1}}) {
+		t.Fatalf("add %v, replace %v, remove %v", add, replace, remove)
+	}
+}
+
+func TestOfIsEmptyForEqualInputs(t *testing.T) {
+	same := []pair{{1, 1}, {2, 2}}
+	if add, replace, remove := Of(same, same, key); len(add)+len(replace)+len(remove) != 0 {
+		t.Fatalf("add %v, replace %v, remove %v", add, replace, remove)
+	}
+}
+
+// Applying the plan to a map, the slow and obvious way, must give want.
+func TestOfAppliedGivesWant(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	list := func() []pair {
+		l := make([]pair, rng.IntN(8))
+		for i := range l {
+			l[i] = pair{rng.IntN(6), rng.IntN(3)}
+		}
+		return l
+	}
+	asMap := func(l []pair) map[int]int {
+		m := map[int]int{}
+		for _, p := range l {
+			m[p.k] = p.v
+		}
+		return m
+	}
+	for range 10_000 {
+		have, want := list(), list()
+		add, replace, remove := Of(have, want, key)
+		got := asMap(have)
+		for _, p := range add {
+			if _, there := got[p.k]; there {
+				t.Fatalf("have %v, want %v: adds %v, which is there", have, want, p)
+			}
+			got[p.k] = p.v
+		}
+		for _, p := range replace {
+			if v, there := got[p.k]; !there || v == p.v {
+				t.Fatalf("have %v, want %v: replaces %v for nothing", have, want, p)
+			}
+			got[p.k] = p.v
+		}
+		for _, p := range remove {
+			if _, there := got[p.k]; !there {
+				t.Fatalf("have %v, want %v: removes %v twice", have, want, p)
+			}
+			delete(got, p.k)
+		}
+		wanted := asMap(want)
+		if len(got) != len(wanted) {
+			t.Fatalf("have %v, want %v: got %v", have, want, got)
+		}
+		for k, v := range wanted {
+			if got[k] != v {
+				t.Fatalf("have %v, want %v: got %v", have, want, got)
+			}
+		}
+	}
+}
