@@ -1,0 +1,84 @@
+# `make` lists the targets. Everything CI does is `make test`; nothing is done anywhere else.
+
+VERSION  ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
+FUZZTIME ?= 30s
+BENCH    ?= .
+
+BIN      := bin
+LDFLAGS  := -s -w -X main.version=$(VERSION)
+GOLANGCI := $(BIN)/tools/golangci-lint
+
+# One static binary. The race detector is the only thing here that needs cgo, and `make test` switches it on there alone.
+export CGO_ENABLED = 0
+
+.DEFAULT_GOAL := help
+.PHONY: help
+help: ## Print this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: build
+build: ## Build bin/isthmus, static and reproducible
+	go build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/isthmus ./cmd/isthmus
+
+.PHONY: demo
+demo: build ## Three clusters with the same PodCIDR on this machine, joined, with real traffic (root)
+	@if [ "$$(id -u)" -ne 0 ]; then \
+		echo "make demo needs root, because it makes network namespaces and TUN devices: try 'sudo make demo'"; exit 1; fi
+	$(BIN)/isthmus demo
+
+.PHONY: test
+test: deps ## Everything CI runs: generated files, vet, lint, all tests with -race (as root: in namespaces too)
+	@go run ./internal/ci
+
+.PHONY: lint
+lint: $(GOLANGCI) ## golangci-lint over both modules
+	$(GOLANGCI) run --allow-parallel-runners ./...
+	cd test && ../$(GOLANGCI) run --allow-parallel-runners --config ../.golangci.yml ./...
+
+# The linter is built from its own module: its three hundred dependencies never meet ours.
+$(GOLANGCI): internal/tools/lint/go.mod internal/tools/lint/go.sum
+	@echo "building golangci-lint, once (about a minute and a half on two cores)"
+	@mkdir -p $(@D)
+	go build -C internal/tools/lint -o $(CURDIR)/$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+
+.PHONY: bench
+bench: ## Micro-benchmarks; BENCH=regexp chooses among them
+	go test -run '^$$' -bench '$(BENCH)' -benchmem ./...
+
+.PHONY: fuzz
+fuzz: ## Every fuzz target, one after the other, FUZZTIME each (30s)
+	@set -e; for dir in . test; do for pkg in $$(go -C $$dir list ./...); do \
+		for target in $$(go -C $$dir test -list '^Fuzz' $$pkg | grep '^Fuzz' || true); do \
+			echo "== $$pkg $$target, $(FUZZTIME)"; \
+			go -C $$dir test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) $$pkg; \
+		done; done; done
+
+.PHONY: generate
+generate: ## Regenerate what is generated (deepcopy, CRDs)
+	go generate ./...
+
+# Compared with the files as they were, not with git: uncommitted work is not an error, stale output is.
+.PHONY: generate-check
+generate-check: ## Fail when `make generate` would change a file
+	@set -e; before=$$(mktemp); after=$$(mktemp); trap 'rm -f "$$before" "$$after"' EXIT; \
+	sums() { find . \( -path ./.git -o -path ./$(BIN) \) -prune -o -type f -exec sha256sum {} + | sort -k2; }; \
+	sums > "$$before"; $(MAKE) --no-print-directory generate; sums > "$$after"; \
+	if ! diff "$$before" "$$after" | sed -n 's/^[<>] [0-9a-f]*  /  /p' | sort -u | grep .; then exit 0; fi; \
+	echo "the files above were not up to date: run 'make generate' and commit them"; exit 1
+
+# Each command the tests call, and the Debian package that has it.
+COMMANDS := nft:nftables iptables:iptables wireguard-go:wireguard-go gcc:gcc
+
+.PHONY: deps
+deps: ## Install the Debian packages that tests need, where missing and allowed
+	@missing=; for c in $(COMMANDS); do command -v "$${c%%:*}" >/dev/null || missing="$$missing $${c##*:}"; done; \
+	if [ -z "$$missing" ]; then exit 0; fi; \
+	if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then \
+		echo "not installed:$$missing; the tests that need them will be skipped ('sudo make deps' on Debian installs them)"; exit 0; fi; \
+	case "$$missing" in *gcc*) missing="$$missing libc6-dev";; esac; \
+	echo "installing for the tests: apt-get install$$missing"; \
+	apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null
+
+.PHONY: clean
+clean: ## Remove bin/
+	rm -rf $(BIN)

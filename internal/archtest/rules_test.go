@@ -1,0 +1,195 @@
+// Package archtest holds the project's import rules as code: which package may import what, and where the clock may be
+// read. Its test applies them to the whole module.
+//
+//	cmd ─► manager, gateway, routeagent, internal/source ─► fabric ─► apis
+//	                                                          └────► natengine ─► packet ─► standard library
+//
+// Arrows point one way, so that a reader can start at any package and never has to look back up, and so that a bug has
+// one possible home.
+package archtest
+
+import (
+	"fmt"
+	"slices"
+	"strings"
+)
+
+// Module is the path of the main module.
+const Module = "github.com/isthmus-net/isthmus"
+
+// A File is one Go source file of the module as the rules see it.
+type File struct {
+	Package string   // import path without Module and its slash, e.g. "gateway/tun"; "" is the root
+	Name    string   // base name
+	Test    bool     // a _test.go file
+	Imports []string // import paths in full
+	Clock   []string // calls that read the clock or wait by it, e.g. "time.Now"
+}
+
+// A Rule says something about one file. Check returns why the file breaks it, or "".
+type Rule struct {
+	Name  string
+	Check func(File) string
+}
+
+// Rules are all rules. Test files are exempt except where a rule says otherwise: they may use anything to judge.
+var Rules = []Rule{
+	{"packet imports only the standard library", only([]string{"packet"}, nil, nil)},
+	{"natengine imports packet and one prefix table", only([]string{"natengine"}, []string{"packet"}, []string{"github.com/gaissmai/bart"})},
+	{"fabric imports apis, natengine and nothing heavy", only([]string{"fabric"}, []string{"apis", "natengine"}, nil)},
+	{"apis imports nothing of ours", only([]string{"apis"}, nil, []string{"k8s.io/apimachinery"})},
+	{"internal/diff imports only the standard library", only([]string{"internal/diff"}, nil, nil)},
+
+	{"pure packages do no I/O", without([]string{"packet", "natengine", "fabric"},
+		"os", "os/*", "io/ioutil", "net", "net/http", "net/rpc", "net/smtp", "net/textproto", "syscall", "log", "log/*", "plugin", "crypto/rand", "testing")},
+	{"pure packages read no clock", noClock("packet", "natengine", "fabric")},
+
+	{"Kubernetes clients stay in manager and internal/source/kube", onlyIn([]string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"},
+		inPackage("manager"), inPackage("internal/source/kube"))},
+	{"netlink stays in one file per component", onlyIn([]string{"github.com/vishvananda/netlink", "github.com/mdlayher/netlink", "github.com/jsimonetti/rtnetlink"},
+		inFile("gateway", "host.go"), inFile("routeagent", "netlink_linux.go"), inPackage("internal/lab"), inPackage("benchmarks"))},
+	{"wireguard-go stays in gateway", onlyIn([]string{"golang.zx2c4.com/wireguard"}, inPackage("gateway"), inPackage("benchmarks"))},
+	{"gVisor stays in gateway", onlyIn([]string{"gvisor.dev/gvisor"}, inPackage("gateway"))},
+
+	{"arrows point one way", downwards},
+}
+
+// layers, from the bottom: a package may import those below its own layer, and its own tree. The longest match counts.
+var layers = map[string]int{
+	"internal/diff":   0,
+	"packet":          0,
+	"natengine":       1,
+	"apis":            1,
+	"fabric":          2,
+	"internal/source": 3,
+	"internal/lab":    3, // makes clusters and writes their configuration; runs the binary, does not import it
+	"gateway":         3,
+	"routeagent":      3,
+	"manager":         3,
+	"cmd":             4,
+	"benchmarks":      4,
+}
+
+func downwards(f File) string {
+	mine, myTree, ok := layerOf(f.Package)
+	if !ok {
+		return ""
+	}
+	for _, imp := range f.ours() {
+		its, itsTree, ok := layerOf(imp)
+		switch {
+		case !ok:
+			if strings.HasPrefix(imp, "internal/") {
+				continue // helpers without a layer are checked where they import something
+			}
+			return fmt.Sprintf("imports %s, which has no layer: add it to the table", imp)
+		case its > mine:
+			return fmt.Sprintf("imports %s, which lies above it", imp)
+		case its == mine && itsTree != myTree:
+			return fmt.Sprintf("imports %s, which lies beside it: only cmd knows both", imp)
+		}
+	}
+	return ""
+}
+
+func layerOf(pkg string) (layer int, tree string, ok bool) {
+	for name, n := range layers {
+		if within(pkg, name) && len(name) > len(tree) {
+			layer, tree, ok = n, name, true
+		}
+	}
+	return layer, tree, ok
+}
+
+// only: files in trees import the standard library, their own tree, the given packages of ours and of others.
+func only(trees, ours, others []string) func(File) string {
+	return func(f File) string {
+		if f.Test || !withinAny(f.Package, trees) {
+			return ""
+		}
+		for _, imp := range f.Imports {
+			rel, isOurs := strings.CutPrefix(imp, Module+"/")
+			switch {
+			case isOurs && (withinAny(rel, trees) || withinAny(rel, ours)):
+			case !isOurs && (isStandard(imp) || withinAny(imp, others)):
+			default:
+				return "imports " + imp
+			}
+		}
+		return ""
+	}
+}
+
+// without: files in trees import none of the given packages. "net" is that package alone, so that net/netip passes;
+// "os/*" is everything below os.
+func without(trees []string, banned ...string) func(File) string {
+	return func(f File) string {
+		if f.Test || !withinAny(f.Package, trees) || strings.HasSuffix(f.Package, "test") {
+			return "" // packettest: helpers for tests
+		}
+		for _, imp := range f.Imports {
+			for _, b := range banned {
+				if tree, all := strings.CutSuffix(b, "*"); imp == b || all && strings.HasPrefix(imp, tree) {
+					return "imports " + imp
+				}
+			}
+		}
+		return ""
+	}
+}
+
+func noClock(trees ...string) func(File) string {
+	return func(f File) string {
+		if !f.Test && withinAny(f.Package, trees) && len(f.Clock) > 0 {
+			return "calls " + f.Clock[0]
+		}
+		return ""
+	}
+}
+
+// onlyIn: the given modules are imported only where one of the places says so.
+func onlyIn(modules []string, places ...func(File) bool) func(File) string {
+	return func(f File) string {
+		if f.Test || slices.ContainsFunc(places, func(here func(File) bool) bool { return here(f) }) {
+			return ""
+		}
+		for _, imp := range f.Imports {
+			if withinAny(imp, modules) {
+				return "imports " + imp
+			}
+		}
+		return ""
+	}
+}
+
+func inPackage(tree string) func(File) bool {
+	return func(f File) bool { return within(f.Package, tree) }
+}
+
+func inFile(pkg, name string) func(File) bool {
+	return func(f File) bool { return f.Package == pkg && f.Name == name }
+}
+
+// ours lists the module's own packages that f imports, as relative paths. Tests are left out: they may look anywhere.
+func (f File) ours() (paths []string) {
+	if f.Test {
+		return nil
+	}
+	for _, imp := range f.Imports {
+		if rel, ok := strings.CutPrefix(imp, Module+"/"); ok {
+			paths = append(paths, rel)
+		}
+	}
+	return paths
+}
+
+func isStandard(path string) bool {
+	first, _, _ := strings.Cut(path, "/")
+	return !strings.Contains(first, ".")
+}
+
+func within(path, tree string) bool { return path == tree || strings.HasPrefix(path, tree+"/") }
+
+func withinAny(path string, trees []string) bool {
+	return slices.ContainsFunc(trees, func(tree string) bool { return within(path, tree) })
+}

@@ -1,0 +1,165 @@
+// Command ci runs what a change has to pass, in order, and goes on after a failure so that one run says everything.
+// `make test` calls it, CI calls `make test`.
+//
+// Its last line is "N passed, N failed, N skipped" over all Go tests and subtests of both modules. A step that is not a
+// test (lint, generated files) shows in the exit code and in the table of steps above that line, not in the count.
+package main
+
+import (
+	"bufio"
+	"context"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"os/signal"
+	"strings"
+	"syscall"
+	"time"
+)
+
+// A step is one thing that passes or fails. Its output is shown while it runs.
+type step struct {
+	name string
+	run  func(context.Context) error
+}
+
+type result struct {
+	name    string
+	err     error
+	elapsed time.Duration
+}
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if !check(ctx) {
+		os.Exit(1)
+	}
+}
+
+func check(ctx context.Context) bool {
+	tests := &tally{}
+	steps := []step{
+		{"generated files", command("make", "--no-print-directory", "generate-check")},
+		{"vet", command("go", "vet", "./...")},
+		{"vet test/", command("go", "-C", "test", "vet", "./...")},
+		{"lint", command("make", "--no-print-directory", "lint")},
+		{"tests", goTest(".", tests)},
+		{"tests in test/", goTest("test", tests)},
+	}
+	if os.Geteuid() != 0 {
+		fmt.Println("not root: tests that make network namespaces will be skipped, each with its reason below")
+	}
+
+	var results []result
+	for _, s := range steps {
+		if ctx.Err() != nil {
+			break
+		}
+		fmt.Printf("\n=== %s\n", s.name)
+		start := time.Now()
+		err := s.run(ctx)
+		results = append(results, result{s.name, err, time.Since(start)})
+	}
+	return report(os.Stdout, results, tests, ctx.Err())
+}
+
+// report prints the table of steps, why tests were skipped, and the count, which stays alone on the last line.
+func report(w io.Writer, results []result, tests *tally, interrupted error) (ok bool) {
+	ok = tests.failed == 0 && interrupted == nil
+	fmt.Fprintf(w, "\n=== summary\n")
+	for _, r := range results {
+		mark := "ok"
+		if r.err != nil {
+			mark, ok = "FAILED: "+r.err.Error(), false
+		}
+		fmt.Fprintf(w, "%8s  %-16s %s\n", r.elapsed.Round(100*time.Millisecond), r.name, mark)
+	}
+	if interrupted != nil {
+		fmt.Fprintln(w, "interrupted, later steps did not run")
+	}
+	for _, reason := range tests.skipReasons() {
+		fmt.Fprintf(w, "skipped: %s\n", reason)
+	}
+	for _, name := range tests.failures {
+		fmt.Fprintf(w, "failed: %s\n", name)
+	}
+	fmt.Fprintf(w, "%d passed, %d failed, %d skipped\n", tests.passed, tests.failed, tests.skipped)
+	return ok
+}
+
+func command(name string, args ...string) func(context.Context) error {
+	return func(ctx context.Context) error {
+		cmd := newCommand(ctx, name, args...)
+		cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+		return cmd.Run()
+	}
+}
+
+// newCommand ends a whole tree of processes politely when ctx does: tests clean up their namespaces on SIGTERM.
+func newCommand(ctx context.Context, name string, args ...string) *exec.Cmd {
+	cmd := exec.CommandContext(ctx, name, args...)
+	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
+	cmd.WaitDelay = 20 * time.Second
+	return cmd
+}
+
+// goTest runs the tests of the module in dir and counts them. -count=1: a cached result says nothing about the
+// kernel the tests talk to.
+func goTest(dir string, t *tally) func(context.Context) error {
+	return func(ctx context.Context) error {
+		args := []string{"-C", dir, "test", "-json", "-count=1", "-timeout=10m"}
+		cgo := "CGO_ENABLED=0"
+		if _, err := exec.LookPath("gcc"); err == nil {
+			args, cgo = append(args, "-race"), "CGO_ENABLED=1"
+		} else {
+			fmt.Println("no gcc: running without the race detector")
+		}
+		cmd := newCommand(ctx, "go", append(args, "./...")...)
+		cmd.Env = append(os.Environ(), cgo)
+		cmd.Stderr = os.Stderr
+		out, err := cmd.StdoutPipe()
+		if err != nil {
+			return err
+		}
+		if err := cmd.Start(); err != nil {
+			return err
+		}
+		if err := follow(out, os.Stdout, t); err != nil {
+			return err
+		}
+		return cmd.Wait()
+	}
+}
+
+// follow reads `go test -json` into t, prints what a person wants to see of it, and says every half minute what is
+// still running, so that a slow package does not look like a hanging one.
+func follow(r io.Reader, w io.Writer, t *tally) error {
+	lines := make(chan []byte)
+	scanned := make(chan error, 1)
+	go func() {
+		defer close(lines)
+		s := bufio.NewScanner(r)
+		s.Buffer(nil, 16<<20)
+		for s.Scan() {
+			lines <- append([]byte(nil), s.Bytes()...)
+		}
+		scanned <- s.Err()
+	}()
+	patience := time.NewTicker(30 * time.Second)
+	defer patience.Stop()
+	for {
+		select {
+		case line, more := <-lines:
+			if !more {
+				return <-scanned
+			}
+			fmt.Fprint(w, t.add(line))
+		case <-patience.C:
+			if running := t.running(); len(running) > 0 {
+				fmt.Fprintf(w, "      still running: %s\n", strings.Join(running, ", "))
+			}
+		}
+	}
+}

@@ -1,0 +1,149 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"regexp"
+	"slices"
+	"strings"
+	"time"
+)
+
+// event is one line of `go test -json` (go doc test2json).
+type event struct {
+	Action     string
+	Package    string
+	ImportPath string // of build-output
+	Test       string // empty: about the package
+	Elapsed    float64
+	Output     string
+}
+
+type testName struct{ pkg, test string }
+
+// tally counts tests and keeps the output of those whose fate is not known yet.
+type tally struct {
+	passed, failed, skipped int
+	failures                []string // names, in the order they failed
+
+	reasons map[string]int // why tests were skipped, and how many for that reason
+	output  map[testName]string
+	inTest  map[testName]bool // running tests
+	counts  map[string][3]int // passed, failed, skipped of the running packages
+}
+
+// add takes one line and returns what to print for it, often nothing. A line that is not JSON (the go command's own
+// complaints) is printed as it is.
+func (t *tally) add(line []byte) (show string) {
+	var e event
+	if err := json.Unmarshal(line, &e); err != nil || e.Action == "" {
+		return string(line) + "\n"
+	}
+	if t.output == nil {
+		t.reasons, t.output = map[string]int{}, map[testName]string{}
+		t.inTest, t.counts = map[testName]bool{}, map[string][3]int{}
+	}
+	name := testName{e.Package, e.Test}
+	switch e.Action {
+	case "build-output":
+		return e.Output
+	case "output":
+		t.output[name] += e.Output
+	case "run":
+		t.inTest[name] = true
+	case "pass", "fail", "skip":
+		if e.Test == "" {
+			return t.endPackage(e)
+		}
+		return t.endTest(name, e.Action)
+	}
+	return ""
+}
+
+func (t *tally) endTest(name testName, action string) (show string) {
+	out, c := t.output[name], t.counts[name.pkg]
+	delete(t.output, name)
+	delete(t.inTest, name)
+	switch action {
+	case "pass":
+		t.passed++
+		c[0]++
+	case "fail":
+		t.failed++
+		c[1]++
+		t.failures = append(t.failures, name.pkg+" "+name.test)
+		show = out
+	case "skip":
+		t.skipped++
+		c[2]++
+		t.reasons[skipReason(out)]++
+	}
+	t.counts[name.pkg] = c
+	return show
+}
+
+// endPackage prints one line per package that has tests. A package that failed though none of its tests did (it does
+// not compile, TestMain failed, it ran out of time) counts as one failed test, or it would be missing from the sum.
+func (t *tally) endPackage(e event) (show string) {
+	c := t.counts[e.Package]
+	out := t.output[testName{e.Package, ""}]
+	for name := range t.inTest {
+		if name.pkg == e.Package {
+			delete(t.inTest, name)
+		}
+	}
+	delete(t.counts, e.Package)
+	delete(t.output, testName{e.Package, ""})
+	if e.Action == "fail" && c[1] == 0 {
+		c[1]++
+		t.failed++
+		t.failures = append(t.failures, e.Package)
+	}
+	if e.Action == "skip" || c == [3]int{} {
+		return "" // no test files
+	}
+	mark := "ok"
+	if e.Action == "fail" {
+		mark, show = "FAIL", out
+	}
+	elapsed := time.Duration(e.Elapsed * float64(time.Second)).Round(100 * time.Millisecond)
+	show += fmt.Sprintf("%-4s %7s  %s: %d passed, %d failed", mark, elapsed, e.Package, c[0], c[1])
+	if c[2] > 0 {
+		show += fmt.Sprintf(", %d skipped", c[2])
+	}
+	return show + "\n"
+}
+
+// running lists the tests that have begun and not ended, without the parents of running subtests.
+func (t *tally) running() (names []string) {
+	for name := range t.inTest {
+		parent := false
+		for other := range t.inTest {
+			parent = parent || other.pkg == name.pkg && strings.HasPrefix(other.test, name.test+"/")
+		}
+		if !parent {
+			names = append(names, name.pkg[strings.LastIndexByte(name.pkg, '/')+1:]+"."+name.test)
+		}
+	}
+	slices.Sort(names)
+	return names
+}
+
+func (t *tally) skipReasons() (reasons []string) {
+	for reason, n := range t.reasons {
+		reasons = append(reasons, fmt.Sprintf("%d × %s", n, reason))
+	}
+	slices.Sort(reasons)
+	return reasons
+}
+
+var skipLine = regexp.MustCompile(`(?m)^\s+\S+\.go:\d+: (.*)$`)
+
+// skipReason is what the test said to t.Skip.
+func skipReason(output string) string {
+	m := skipLine.FindAllStringSubmatch(output, -1)
+	if len(m) == 0 {
+		return "no reason given"
+	}
+	return m[len(m)-1][1]
+}

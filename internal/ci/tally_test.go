@@ -1,0 +1,103 @@
+package main
+
+import (
+	"bytes"
+	"errors"
+	"strings"
+	"testing"
+)
+
+// What go 1.26 prints for a package with one test of each fate, one that does not compile, and one whose TestMain
+// ends with an error after all its tests passed.
+const golden = `{"Action":"start","Package":"m/a"}
+{"Action":"run","Package":"m/a","Test":"TestPasses"}
+{"Action":"output","Package":"m/a","Test":"TestPasses","Output":"    a_test.go:3: noise\n"}
+{"Action":"pass","Package":"m/a","Test":"TestPasses","Elapsed":0}
+{"Action":"run","Package":"m/a","Test":"TestFails"}
+{"Action":"run","Package":"m/a","Test":"TestFails/sub"}
+{"Action":"output","Package":"m/a","Test":"TestFails/sub","Output":"    a_test.go:5: got 1, want 2\n"}
+{"Action":"fail","Package":"m/a","Test":"TestFails/sub","Elapsed":0}
+{"Action":"fail","Package":"m/a","Test":"TestFails","Elapsed":0}
+{"Action":"run","Package":"m/a","Test":"TestSkips"}
+{"Action":"output","Package":"m/a","Test":"TestSkips","Output":"    a_test.go:9: needs root to make network namespaces\n"}
+{"Action":"output","Package":"m/a","Test":"TestSkips","Output":"--- SKIP: TestSkips (0.00s)\n"}
+{"Action":"skip","Package":"m/a","Test":"TestSkips","Elapsed":0}
+{"Action":"fail","Package":"m/a","Elapsed":0.3}
+{"ImportPath":"m/b","Action":"build-output","Output":"b/b.go:3:1: undefined: x\n"}
+{"ImportPath":"m/b","Action":"build-fail"}
+{"Action":"start","Package":"m/b"}
+{"Action":"fail","Package":"m/b","Elapsed":0,"FailedBuild":"m/b"}
+{"Action":"run","Package":"m/c","Test":"TestPasses"}
+{"Action":"pass","Package":"m/c","Test":"TestPasses","Elapsed":0}
+{"Action":"output","Package":"m/c","Output":"goleak: found unexpected goroutines\n"}
+{"Action":"fail","Package":"m/c","Elapsed":0.1}
+{"Action":"skip","Package":"m/notests","Elapsed":0}
+`
+
+func tallyOf(t *testing.T, in string) (*tally, string) {
+	t.Helper()
+	var out bytes.Buffer
+	sum := &tally{}
+	if err := follow(strings.NewReader(in), &out, sum); err != nil {
+		t.Fatal(err)
+	}
+	return sum, out.String()
+}
+
+func TestTallyCountsEachFateAndPackagesThatFailOnTheirOwn(t *testing.T) {
+	sum, out := tallyOf(t, golden)
+	if sum.passed != 2 || sum.failed != 4 || sum.skipped != 1 {
+		t.Errorf("got %d passed, %d failed, %d skipped; want 2, 4, 1", sum.passed, sum.failed, sum.skipped)
+	}
+	for _, want := range []string{"got 1, want 2", "undefined: x", "goleak: found", "FAIL"} {
+		if !strings.Contains(out, want) {
+			t.Errorf("output lacks %q:\n%s", want, out)
+		}
+	}
+	if strings.Contains(out, "noise") {
+		t.Errorf("output shows what a passing test said:\n%s", out)
+	}
+	if left := sum.running(); len(left) != 0 {
+		t.Errorf("still running at the end: %v", left)
+	}
+}
+
+func TestSummaryClosesWithTheCountAndNamesSkips(t *testing.T) {
+	sum, _ := tallyOf(t, golden)
+	var out bytes.Buffer
+	if report(&out, nil, sum, nil) {
+		t.Error("a run with failed tests passed")
+	}
+	lines := strings.Split(strings.TrimSpace(out.String()), "\n")
+	if last := lines[len(lines)-1]; last != "2 passed, 4 failed, 1 skipped" {
+		t.Errorf("last line is %q", last)
+	}
+	if !strings.Contains(out.String(), "skipped: 1 × needs root to make network namespaces\n") {
+		t.Errorf("the reason for skipping is missing:\n%s", out.String())
+	}
+}
+
+func TestAFailedStepFailsTheRunThoughEveryTestPassed(t *testing.T) {
+	for name, tc := range map[string]struct {
+		results     []result
+		interrupted error
+		want        bool
+	}{
+		"clean":       {[]result{{name: "lint"}}, nil, true},
+		"lint failed": {[]result{{name: "lint", err: errors.New("exit status 1")}}, nil, false},
+		"interrupted": {[]result{{name: "lint"}}, errors.New("context canceled"), false},
+	} {
+		if got := report(&bytes.Buffer{}, tc.results, &tally{passed: 3}, tc.interrupted); got != tc.want {
+			t.Errorf("%s: passed = %v, want %v", name, got, tc.want)
+		}
+	}
+}
+
+func TestRunningNamesTheInnermostTest(t *testing.T) {
+	sum, _ := tallyOf(t, `{"Action":"run","Package":"m/a","Test":"TestX"}
+{"Action":"run","Package":"m/a","Test":"TestX/slow"}
+`)
+	if got := strings.Join(sum.running(), ","); got != "a.TestX/slow" {
+		t.Errorf("running: %q", got)
+	}
+}
