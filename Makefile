@@ -35,11 +35,11 @@ lint: $(GOLANGCI) ## golangci-lint over both modules
 	$(GOLANGCI) run --allow-parallel-runners ./...
 	cd test && ../$(GOLANGCI) run --allow-parallel-runners --config ../.golangci.yml ./...
 
-# The linter is built from its own module: its three hundred dependencies never meet ours.
-$(GOLANGCI): internal/tools/lint/go.mod internal/tools/lint/go.sum
+# The linter is built from the tools' own module: its dependencies never meet ours.
+$(GOLANGCI): internal/tools/go.mod internal/tools/go.sum
 	@echo "building golangci-lint, once (about a minute and a half on two cores)"
 	@mkdir -p $(@D)
-	go build -C internal/tools/lint -o $(CURDIR)/$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
+	go build -C internal/tools -o $(CURDIR)/$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
 .PHONY: bench
 bench: ## Micro-benchmarks; BENCH=regexp chooses among them
