@@ -1,0 +1,116 @@
+package packet
+
+import (
+	"encoding/binary"
+	"math/bits"
+)
+
+var (
+	be = binary.BigEndian
+	le = binary.LittleEndian
+)
+
+// ChecksumState says what the transport checksum field of a packet holds.
+type ChecksumState uint8
+
+const (
+	// ChecksumComplete: the field holds a finished Internet checksum.
+	ChecksumComplete ChecksumState = iota
+	// ChecksumPartial: the field holds the folded sum of the pseudo-header, not inverted; whoever sends the packet adds
+	// the rest (virtio NEEDS_CSUM, the kernel's CHECKSUM_PARTIAL). Addresses are in that sum, ports are not.
+	ChecksumPartial
+	// ChecksumAbsent: there is none to keep right: a later fragment, UDP without a checksum (RFC 768, for IPv6 RFC 6935),
+	// a protocol whose checksum does not cover addresses (SCTP) or is unknown here.
+	ChecksumAbsent
+)
+
+// Checksum returns the Internet checksum (RFC 1071) of b, inverted, ready for the field. sum is what goes before b: any
+// unfolded sum of big-endian 16-bit or 32-bit words below 1<<48. An odd last octet is padded with zero.
+func Checksum(b []byte, sum uint64) uint16 { return ^fold(sum + uint64(sum16(b))) }
+
+// sum16 returns the folded ones'-complement sum of b, not inverted. It adds in little-endian 64-bit words, because the sum
+// is the same in either byte order up to a swap of the result (RFC 1071, section 2). Two chains of additions with carry
+// run side by side: one alone is bound by the latency of the carry.
+func sum16(b []byte) uint16 {
+	var s0, s1, over, c uint64
+	for len(b) >= 128 {
+		p, q := b[:64:64], b[64:128:128]
+		s0, c = bits.Add64(s0, le.Uint64(p[0:]), 0)
+		s0, c = bits.Add64(s0, le.Uint64(p[8:]), c)
+		s0, c = bits.Add64(s0, le.Uint64(p[16:]), c)
+		s0, c = bits.Add64(s0, le.Uint64(p[24:]), c)
+		s0, c = bits.Add64(s0, le.Uint64(p[32:]), c)
+		s0, c = bits.Add64(s0, le.Uint64(p[40:]), c)
+		s0, c = bits.Add64(s0, le.Uint64(p[48:]), c)
+		s0, c = bits.Add64(s0, le.Uint64(p[56:]), c)
+		over += c
+		s1, c = bits.Add64(s1, le.Uint64(q[0:]), 0)
+		s1, c = bits.Add64(s1, le.Uint64(q[8:]), c)
+		s1, c = bits.Add64(s1, le.Uint64(q[16:]), c)
+		s1, c = bits.Add64(s1, le.Uint64(q[24:]), c)
+		s1, c = bits.Add64(s1, le.Uint64(q[32:]), c)
+		s1, c = bits.Add64(s1, le.Uint64(q[40:]), c)
+		s1, c = bits.Add64(s1, le.Uint64(q[48:]), c)
+		s1, c = bits.Add64(s1, le.Uint64(q[56:]), c)
+		over += c
+		b = b[128:]
+	}
+	for len(b) >= 32 {
+		s0, c = bits.Add64(s0, le.Uint64(b[0:8]), 0)
+		s0, c = bits.Add64(s0, le.Uint64(b[8:16]), c)
+		s0, c = bits.Add64(s0, le.Uint64(b[16:24]), c)
+		s0, c = bits.Add64(s0, le.Uint64(b[24:32]), c)
+		over += c
+		b = b[32:]
+	}
+	for len(b) >= 8 {
+		s0, c = bits.Add64(s0, le.Uint64(b), 0)
+		over += c
+		b = b[8:]
+	}
+	var last uint64 // what is left, at most 7 octets
+	if len(b) >= 4 {
+		last = uint64(le.Uint32(b))
+		b = b[4:]
+	}
+	if len(b) >= 2 {
+		last += uint64(le.Uint16(b))
+		b = b[2:]
+	}
+	if len(b) == 1 {
+		last += uint64(b[0])
+	}
+	s0, c = bits.Add64(s0, s1, 0)
+	over += c
+	s0, c = bits.Add64(s0, last, 0)
+	over += c
+	s0, c = bits.Add64(s0, over, 0)
+	s0 += c // cannot carry again: over is small, so s0 is too when c is 1
+	return bits.ReverseBytes16(fold(s0))
+}
+
+// fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0.
+func fold(sum uint64) uint16 {
+	sum = sum>>32 + sum&0xffffffff
+	sum = sum>>16 + sum&0xffff
+	sum = sum>>16 + sum&0xffff
+	sum = sum>>16 + sum&0xffff
+	return uint16(sum)
+}
+
+// delta32 and delta16 are what replacing a field adds to a sum: ~m + m' of RFC 1624, equation 3. Field and sum have to
+// have the same alignment, else delta16 takes swapped octets.
+func delta32(old, new uint32) uint64 { return uint64(^old) + uint64(new) }
+func delta16(old, new uint16) uint64 { return uint64(^old) + uint64(new) }
+
+// updated applies a delta to a finished checksum (RFC 1624, equation 3).
+func updated(sum uint16, delta uint64) uint16 { return ^fold(uint64(^sum) + delta) }
+
+// pseudoAddrs returns the sum of the addresses as they lie in an IP header: 8 octets for IPv4, 32 for IPv6.
+func pseudoAddrs(b []byte) uint64 {
+	var sum uint64
+	for ; len(b) >= 4; b = b[4:] {
+		sum += uint64(be.Uint32(b))
+	}
+	return sum
+}

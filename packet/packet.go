@@ -1,0 +1,110 @@
+// Package packet is bytes in, bytes out: it parses IP packets, rewrites their addresses and ports with incremental
+// checksums, cuts superpackets into segments and joins segments into runs. It has no state between packets, no clock, no
+// file descriptor and imports the standard library alone.
+//
+//	out:  TUN ─► VirtioHeader.Decode ─► View.Parse ─► VirtioHeader.Validate ─► (NAT) ─► Segmenter ─► WireGuard
+//	in:   WireGuard ─► Coalescer.Add ─► Coalescer.Runs ─► (NAT, once a run) ─► Run.Header, View, Tail ─► TUN
+//
+// Parse proves every length once; what comes after it indexes without asking again. A View borrows the bytes it was given
+// and never copies them. Nothing here allocates once its scratch has grown.
+package packet
+
+// Protocol numbers (IANA) that this package knows by name.
+const (
+	ICMP   uint8 = 1
+	TCP    uint8 = 6
+	UDP    uint8 = 17
+	ESP    uint8 = 50
+	ICMPv6 uint8 = 58
+	SCTP   uint8 = 132
+)
+
+// IPv6 extension headers (RFC 8200, section 4) and the "no next header" mark.
+const (
+	hopByHop           uint8 = 0
+	routing            uint8 = 43
+	fragmentHeader     uint8 = 44
+	authentication     uint8 = 51
+	noNextHeader       uint8 = 59
+	destinationOptions uint8 = 60
+)
+
+// TCP flags, the low eight bits of the flag field (RFC 9293, section 3.1).
+const (
+	TCPFin uint8 = 1 << iota
+	TCPSyn
+	TCPRst
+	TCPPsh
+	TCPAck
+	TCPUrg
+	TCPEce
+	TCPCwr
+)
+
+// Header lengths in octets.
+const (
+	ipv4Len   = 20 // without options
+	ipv6Len   = 40 // without extension headers
+	tcpLen    = 20 // without options
+	udpLen    = 8
+	icmpLen   = 8 // type, code, checksum and the four octets that every type has
+	maxPacket = 65535
+)
+
+// Offsets of the checksum field in the transport header.
+const (
+	tcpSumOffset  = 16
+	udpSumOffset  = 6
+	icmpSumOffset = 2
+)
+
+// Error is why bytes were refused. The list is closed and the values are comparable; converting one to error does not
+// allocate, so that a flood of malformed packets costs no garbage.
+type Error uint8
+
+// The reasons, in the order in which a packet is examined.
+const (
+	ErrTruncated       Error = iota + 1 // fewer octets than the IP header says
+	ErrVersion                          // neither IPv4 nor IPv6
+	ErrHeaderLength                     // IPv4 header length below 20 octets or beyond the packet
+	ErrTotalLength                      // IPv4 total length below the header length
+	ErrOption                           // IPv4 options that do not add up
+	ErrSourceRoute                      // IPv4 source route, or IPv6 routing header with segments left: the destination is not the final one
+	ErrExtensionHeader                  // IPv6 extension headers out of order, cut off or too many
+	ErrTinyFragment                     // first fragment without its whole transport header, or a fragment that would overwrite one (RFC 1858, 3128, 7112)
+	ErrFragmentRange                    // fragment that ends beyond 65535, is empty, or is not a multiple of 8 though more follow
+	ErrTransportHeader                  // TCP, UDP or ICMP header cut off, or with an impossible length
+	ErrPartialChecksum                  // partial checksum on a fragment or on a protocol other than TCP and UDP
+	ErrQuote                            // ICMP error that quotes no usable IP header
+	ErrICMPChecksum                     // ICMP error with a wrong checksum of its own
+	ErrHeaderChecksum                   // quoted IPv4 header with a wrong checksum
+	ErrVirtioHeader                     // virtio header that contradicts its packet
+	ErrGSO                              // superpacket that cannot be segmented
+)
+
+var errorTexts = [...]string{
+	ErrTruncated:       "packet truncated",
+	ErrVersion:         "not IPv4 or IPv6",
+	ErrHeaderLength:    "bad IPv4 header length",
+	ErrTotalLength:     "bad IPv4 total length",
+	ErrOption:          "bad IPv4 options",
+	ErrSourceRoute:     "source route",
+	ErrExtensionHeader: "bad IPv6 extension headers",
+	ErrTinyFragment:    "tiny fragment",
+	ErrFragmentRange:   "fragment out of range",
+	ErrTransportHeader: "bad transport header",
+	ErrPartialChecksum: "partial checksum not possible here",
+	ErrQuote:           "bad quoted packet in ICMP error",
+	ErrICMPChecksum:    "bad ICMP checksum",
+	ErrHeaderChecksum:  "bad quoted header checksum",
+	ErrVirtioHeader:    "virtio header contradicts packet",
+	ErrGSO:             "superpacket cannot be segmented",
+}
+
+// Error returns the reason in words, without the name of the package.
+func (e Error) Error() string {
+	if e == 0 || int(e) >= len(errorTexts) {
+		return "unknown packet error"
+	}
+	return errorTexts[e]
+}

@@ -1,0 +1,229 @@
+package packet
+
+import (
+	"math/bits"
+	"net/netip"
+)
+
+// SetSrc rewrites the source address and keeps all checksums right. The address has to be of the packet's family; another
+// is a mistake of the caller and panics before anything is written.
+func (v *View) SetSrc(a netip.Addr) {
+	if v.is4 {
+		a4 := a.As4()
+		v.SetSrc4(be.Uint32(a4[:]))
+		return
+	}
+	v.set16(8, a)
+}
+
+// SetDst rewrites the destination address; see SetSrc.
+func (v *View) SetDst(a netip.Addr) {
+	if v.is4 {
+		a4 := a.As4()
+		v.SetDst4(be.Uint32(a4[:]))
+		return
+	}
+	v.set16(24, a)
+}
+
+// SetSrc4 rewrites the IPv4 source address, in host order. Only when Is4.
+func (v *View) SetSrc4(a uint32) {
+	b := v.b[:ipv4Len:ipv4Len]
+	delta := delta32(be.Uint32(b[12:16]), a)
+	be.PutUint32(b[12:16], a)
+	be.PutUint16(b[10:12], updated(be.Uint16(b[10:12]), delta))
+	if v.pseudo {
+		v.addressChanged(delta)
+	}
+}
+
+// SetDst4 rewrites the IPv4 destination address, in host order. Only when Is4.
+func (v *View) SetDst4(a uint32) {
+	b := v.b[:ipv4Len:ipv4Len]
+	delta := delta32(be.Uint32(b[16:20]), a)
+	be.PutUint32(b[16:20], a)
+	be.PutUint16(b[10:12], updated(be.Uint16(b[10:12]), delta))
+	if v.pseudo {
+		v.addressChanged(delta)
+	}
+}
+
+func (v *View) set16(at int, a netip.Addr) {
+	if !a.Is6() {
+		panic("packet: IPv4 address for an IPv6 packet")
+	}
+	new := a.As16()
+	field := v.b[at : at+16]
+	delta := replaced16(field, &new)
+	if v.pseudo {
+		v.addressChanged(delta)
+	}
+}
+
+// replaced16 writes an IPv6 address over field and returns the delta for the checksums that cover it.
+func replaced16(field []byte, a *[16]byte) uint64 {
+	var delta uint64
+	for i := 0; i < 16; i += 4 {
+		delta += delta32(be.Uint32(field[i:]), be.Uint32(a[i:]))
+	}
+	copy(field, a[:])
+	return delta
+}
+
+// addressChanged brings a checksum that covers the pseudo-header up to date. In a first fragment it covers octets that are
+// elsewhere; the update needs none of them.
+func (v *View) addressChanged(delta uint64) {
+	field := v.b[v.sum : v.sum+2]
+	switch sum := be.Uint16(field); v.csum {
+	case ChecksumPartial: // plain pseudo-header sum; the kernel adds the rest
+		be.PutUint16(field, fold(uint64(sum)+delta))
+	case ChecksumComplete:
+		sum = updated(sum, delta)
+		if sum == 0 && v.proto == UDP {
+			sum = 0xffff // zero on the wire would say "none" (RFC 768)
+		}
+		be.PutUint16(field, sum)
+	}
+}
+
+// contentChanged brings a finished checksum up to date after a change of the transport header. A partial one holds the
+// pseudo-header alone and stays.
+func (v *View) contentChanged(delta uint64) {
+	if v.csum == ChecksumComplete {
+		v.addressChanged(delta)
+	}
+}
+
+// SetSrcPort rewrites the source port. It does nothing unless HasPorts.
+func (v *View) SetSrcPort(port uint16) {
+	if v.ports {
+		v.setWord(int(v.transport), port)
+	}
+}
+
+// SetDstPort rewrites the destination port. It does nothing unless HasPorts.
+func (v *View) SetDstPort(port uint16) {
+	if v.ports {
+		v.setWord(int(v.transport)+2, port)
+	}
+}
+
+// SetICMPID rewrites the identifier of an ICMP query. It does nothing unless IsICMPQuery.
+func (v *View) SetICMPID(id uint16) {
+	if v.IsICMPQuery() {
+		v.setWord(int(v.transport)+4, id)
+	}
+}
+
+func (v *View) setWord(at int, new uint16) {
+	field := v.b[at : at+2]
+	delta := delta16(be.Uint16(field), new)
+	be.PutUint16(field, new)
+	v.contentChanged(delta)
+}
+
+// ClampMSS lowers the MSS options of a TCP SYN to mss and reports whether it changed anything. It never raises one and
+// never adds one: a SYN without the option says 536 (RFC 9293, section 3.7.1). All of them are lowered when there are
+// several, since receivers take the last. Options that do not add up end the walk. mss 0 means no limit.
+func (v *View) ClampMSS(mss uint16) bool {
+	if mss == 0 || v.TCPFlags()&TCPSyn == 0 {
+		return false
+	}
+	changed := false
+	for at, end := int(v.transport)+tcpLen, int(v.payload); at < end; {
+		kind := v.b[at]
+		if kind == 0 { // end of options
+			break
+		}
+		if kind == 1 { // no operation
+			at++
+			continue
+		}
+		if at+2 > end {
+			break
+		}
+		size := int(v.b[at+1])
+		if size < 2 || at+size > end {
+			break
+		}
+		if kind == 2 && size == 4 {
+			if old := be.Uint16(v.b[at+2:]); old > mss {
+				be.PutUint16(v.b[at+2:], mss)
+				new := mss
+				if (at-int(v.transport))%2 != 0 { // the field straddles two words of the sum
+					old, new = bits.ReverseBytes16(old), bits.ReverseBytes16(new)
+				}
+				v.contentChanged(delta16(old, new))
+				changed = true
+			}
+		}
+		at += size
+	}
+	return changed
+}
+
+// CompleteChecksum finishes a partial checksum, for a packet that is sent as it is and not segmented. It does nothing in
+// the other states and nothing to the head of a run, whose other segments it cannot see.
+func (v *View) CompleteChecksum() {
+	if v.csum != ChecksumPartial || int(v.length) != len(v.b) {
+		return
+	}
+	// The pseudo-header sum is in the field, so that the sum over everything includes it.
+	sum := Checksum(v.covered(), 0)
+	if sum == 0 && v.proto == UDP {
+		sum = 0xffff
+	}
+	be.PutUint16(v.b[v.sum:], sum)
+	v.csum = ChecksumComplete
+}
+
+// covered is what the transport checksum covers besides the pseudo-header.
+func (v *View) covered() []byte {
+	t := v.b[v.transport:]
+	if v.proto == UDP {
+		t = t[:be.Uint16(t[4:6])]
+	}
+	return t
+}
+
+// pseudoSum is the sum of the pseudo-header for a transport packet of the given length (RFC 9293, section 3.1; RFC 8200,
+// section 8.1).
+func (v *View) pseudoSum(length int) uint64 {
+	sum := uint64(v.proto) + uint64(length)
+	if v.is4 {
+		return sum + pseudoAddrs(v.b[12:20])
+	}
+	return sum + pseudoAddrs(v.b[8:40])
+}
+
+// ValidChecksums verifies everything that can be verified in this packet: the IPv4 header checksum and the transport
+// checksum, a partial one against the pseudo-header. Of a fragment only the header counts.
+func (v *View) ValidChecksums() bool {
+	if v.is4 && sum16(v.b[:int(v.b[0]&15)*4]) != 0xffff {
+		return false
+	}
+	if v.sum == 0 || v.csum == ChecksumAbsent || v.more {
+		return true
+	}
+	return v.validTransport()
+}
+
+func (v *View) validTransport() bool {
+	if v.csum == ChecksumPartial {
+		size := int(v.length) - int(v.transport)
+		if v.proto == UDP {
+			size = int(be.Uint16(v.b[v.transport+4:]))
+		}
+		// 0 and 0xffff are the same number here.
+		return be.Uint16(v.b[v.sum:])%0xffff == fold(v.pseudoSum(size))%0xffff
+	}
+	if int(v.length) != len(v.b) {
+		return false
+	}
+	t := v.covered()
+	var sum uint64
+	if v.pseudo {
+		sum = v.pseudoSum(len(t))
+	}
+	return Checksum(t, sum) == 0
+}

@@ -1,0 +1,444 @@
+package packet
+
+import "net/netip"
+
+// View is one parsed IP packet over borrowed bytes. It is small, holds no pointer but the slice and is meant to be reused:
+// keep one per goroutine and Parse into it. Methods that read a transport field want a packet that has one (HasPorts,
+// IsICMPQuery ...); they return zero otherwise, and the setters then do nothing. Not for concurrent use.
+type View struct {
+	b         []byte // the packet; the first packet alone for the head of a run
+	length    uint32 // of the whole packet or run, IPv6 header included: at most 65575
+	fragID    uint32
+	fragOff   uint16 // octets
+	transport uint16 // offset of the transport header or, in a later fragment, of the data
+	payload   uint16 // offset of what follows the transport header
+	sum       uint16 // offset of the transport checksum, 0 when there is none
+	proto     uint8
+	csum      ChecksumState
+	is4       bool
+	more      bool // more fragments follow
+	ports     bool // TCP or UDP with its header here
+	icmp      bool // ICMP or ICMPv6 with its header here
+	pseudo    bool // the transport checksum covers the addresses: TCP, UDP, ICMPv6
+}
+
+// Parse proves the lengths of the one whole IP packet at the start of b: IPv4 with options, IPv6 with extension headers,
+// the transport header of TCP, UDP, ICMP and ICMPv6; other protocols are opaque. b may be longer than the packet; the view
+// ends where the packet ends. csum is what the virtio header said, ChecksumComplete or ChecksumPartial; where there is no
+// checksum the view says ChecksumAbsent instead.
+//
+// v keeps b until the next Parse. After an error (always of type Error) v holds nothing useful. No checksum is verified
+// here: the kernel did it for what it hands out and does it for what it is given, and an incremental update keeps a wrong
+// checksum wrong. A source route is refused, because the destination in the header is then neither the one to translate
+// nor the one in the pseudo-header, and because it would lead past the rules of the gateway (RFC 5095, RFC 7126).
+func (v *View) Parse(b []byte, csum ChecksumState) error {
+	if len(b) == 0 {
+		return ErrTruncated
+	}
+	switch b[0] >> 4 {
+	case 4:
+		if err := v.parse4(b, csum); err != 0 {
+			return err
+		}
+		return nil
+	case 6:
+		if err := v.parse6(b, csum); err != 0 {
+			return err
+		}
+		return nil
+	}
+	return ErrVersion
+}
+
+func (v *View) parse4(b []byte, csum ChecksumState) Error {
+	if len(b) < ipv4Len {
+		return ErrTruncated
+	}
+	header := int(b[0]&15) * 4
+	total := int(be.Uint16(b[2:4]))
+	switch {
+	case header < ipv4Len:
+		return ErrHeaderLength
+	case total < header:
+		return ErrTotalLength
+	case total > len(b):
+		return ErrTruncated
+	}
+	if header > ipv4Len {
+		if err := options4(b[ipv4Len:header]); err != 0 {
+			return err
+		}
+	}
+	v.b = b[:total:total]
+	v.length = uint32(total)
+	v.is4 = true
+	v.proto = b[9]
+	v.transport = uint16(header)
+	v.fragID = uint32(be.Uint16(b[4:6]))
+	v.fragOff, v.more = 0, false
+	if word := be.Uint16(b[6:8]); word&0x3fff != 0 {
+		if err := v.fragment(int(word&0x1fff)*8, word&0x2000 != 0, header); err != 0 {
+			return err
+		}
+	}
+	return v.parseTransport(csum)
+}
+
+// options4 walks IPv4 options (RFC 791, section 3.1): type, length, data; 0 ends the list, 1 is a lone octet.
+func options4(o []byte) Error {
+	for len(o) > 0 && o[0] != 0 {
+		if o[0] == 1 {
+			o = o[1:]
+			continue
+		}
+		if len(o) < 2 || o[1] < 2 || int(o[1]) > len(o) {
+			return ErrOption
+		}
+		if o[0] == 131 || o[0] == 137 { // loose and strict source route
+			return ErrSourceRoute
+		}
+		o = o[o[1]:]
+	}
+	return 0
+}
+
+// maxExtensions bounds the walk over IPv6 extension headers. RFC 8200 lists six places for them; senders use one or two.
+const maxExtensions = 8
+
+func (v *View) parse6(b []byte, csum ChecksumState) Error {
+	if len(b) < ipv6Len {
+		return ErrTruncated
+	}
+	total := ipv6Len + int(be.Uint16(b[4:6]))
+	if total > len(b) {
+		return ErrTruncated
+	}
+	v.b = b[:total:total]
+	v.length = uint32(total)
+	v.is4 = false
+	v.proto = b[6]
+	v.transport = ipv6Len
+	v.fragID, v.fragOff, v.more = 0, 0, false
+	if !isExtension(v.proto) {
+		return v.parseTransport(csum)
+	}
+	if err := v.extensions(); err != 0 {
+		return err
+	}
+	return v.parseTransport(csum)
+}
+
+func isExtension(proto uint8) bool {
+	switch proto {
+	case hopByHop, routing, fragmentHeader, authentication, destinationOptions:
+		return true
+	}
+	return false
+}
+
+// extensionLen is the length of the extension header e of the given kind, of which two octets are known to be there.
+func extensionLen(kind uint8, e []byte) int {
+	switch kind {
+	case fragmentHeader:
+		return 8
+	case authentication:
+		return (int(e[1]) + 2) * 4 // in 4-octet units, unlike all others (RFC 4302, section 2.2)
+	}
+	return (int(e[1]) + 1) * 8
+}
+
+// extensions walks the extension headers and leaves v.proto and v.transport at the upper-layer header, or at the data of a
+// later fragment. Proto of a later fragment is what the fragment header says, which need not be the upper layer: reassembly
+// goes by source, destination and identification alone (RFC 8200, section 4.5).
+func (v *View) extensions() Error {
+	seen := false // a fragment header
+	at := ipv6Len
+	for n := 0; isExtension(v.proto); n++ {
+		e := v.b[at:]
+		short := ErrExtensionHeader
+		if v.more {
+			short = ErrTinyFragment // RFC 7112: the first fragment holds the whole chain
+		}
+		if n == maxExtensions || v.proto == hopByHop && n > 0 {
+			return ErrExtensionHeader
+		}
+		if len(e) < 8 {
+			return short
+		}
+		size := extensionLen(v.proto, e)
+		if size > len(e) {
+			return short
+		}
+		at += size
+		v.transport = uint16(at)
+		switch v.proto {
+		case routing:
+			if e[3] != 0 {
+				return ErrSourceRoute
+			}
+		case fragmentHeader:
+			if seen {
+				return ErrExtensionHeader
+			}
+			seen = true
+			word := be.Uint16(e[2:4])
+			v.fragID = be.Uint32(e[4:8])
+			if word&0xfff9 != 0 { // else an atomic fragment: a whole packet (RFC 6946)
+				if err := v.fragment(int(word&0xfff8), word&1 != 0, at-8-ipv6Len); err != 0 {
+					return err
+				}
+			}
+			if v.fragOff > 0 {
+				v.proto = e[0]
+				return 0
+			}
+		}
+		v.proto = e[0]
+	}
+	return 0
+}
+
+// fragment notes that this is a fragment of a datagram and checks its place in it. before is what the length field of the
+// reassembled datagram counts ahead of the fragmented part. RFC 791 and RFC 8200 want all but the last a multiple of 8.
+func (v *View) fragment(off int, more bool, before int) Error {
+	size := len(v.b) - int(v.transport)
+	v.fragOff, v.more = uint16(off), more
+	switch {
+	case size == 0 && off == 0:
+		return ErrTinyFragment
+	case size == 0, more && size%8 != 0, before+off+size > maxPacket:
+		return ErrFragmentRange
+	}
+	return 0
+}
+
+// parseTransport proves the transport header and decides what becomes of the checksum.
+func (v *View) parseTransport(csum ChecksumState) Error {
+	v.payload = v.transport
+	v.sum, v.ports, v.icmp, v.pseudo = 0, false, false, false
+	if v.fragOff != 0 {
+		return v.laterFragment(csum)
+	}
+	t := v.b[v.transport:]
+	switch v.proto {
+	case TCP:
+		if len(t) < tcpLen {
+			return v.shortTransport()
+		}
+		header := int(t[12]>>4) * 4
+		if header < tcpLen {
+			return ErrTransportHeader
+		}
+		if header > len(t) {
+			return v.shortTransport()
+		}
+		v.payload += uint16(header)
+		v.sum = v.transport + tcpSumOffset
+		v.ports, v.pseudo = true, true
+	case UDP:
+		if len(t) < udpLen {
+			return v.shortTransport()
+		}
+		// A length below that of the IP payload is allowed: the rest is the surplus area of RFC 9868, which the
+		// checksum does not cover. In a first fragment the length is that of the datagram.
+		if size := int(be.Uint16(t[4:6])); size < udpLen || size > len(t) && !v.more {
+			return ErrTransportHeader
+		}
+		v.payload += udpLen
+		v.ports = true
+		if csum == ChecksumComplete && be.Uint16(t[udpSumOffset:]) == 0 {
+			csum = ChecksumAbsent
+		} else {
+			v.sum = v.transport + udpSumOffset
+			v.pseudo = true
+		}
+	default:
+		return v.parseOther(t, csum)
+	}
+	if csum == ChecksumPartial && v.more {
+		return ErrPartialChecksum
+	}
+	v.csum = csum
+	return 0
+}
+
+func (v *View) laterFragment(csum ChecksumState) Error {
+	if csum == ChecksumPartial {
+		return ErrPartialChecksum
+	}
+	if v.proto == TCP && v.fragOff < tcpLen { // would overwrite ports or flags that were judged already
+		return ErrTinyFragment
+	}
+	v.csum = ChecksumAbsent
+	return 0
+}
+
+func (v *View) parseOther(t []byte, csum ChecksumState) Error {
+	if csum == ChecksumPartial {
+		return ErrPartialChecksum
+	}
+	// ICMP of the other family has no meaning and stays opaque.
+	if v.is4 && v.proto == ICMP || !v.is4 && v.proto == ICMPv6 {
+		if len(t) < icmpLen {
+			return v.shortTransport()
+		}
+		v.payload += icmpLen
+		v.sum = v.transport + icmpSumOffset
+		v.icmp, v.pseudo = true, !v.is4
+		v.csum = csum
+		return 0
+	}
+	v.csum = ChecksumAbsent
+	return 0
+}
+
+func (v *View) shortTransport() Error {
+	if v.more {
+		return ErrTinyFragment
+	}
+	return ErrTransportHeader
+}
+
+// Bytes returns the packet: len == Len(), but for the head of a run, where it is the first packet of it. The slice is the
+// one given to Parse, cut to length.
+func (v *View) Bytes() []byte { return v.b }
+
+// Len returns the length of the packet or run in octets, IP header included.
+func (v *View) Len() int { return int(v.length) }
+
+// Is4 reports whether this is IPv4; it is IPv6 otherwise.
+func (v *View) Is4() bool { return v.is4 }
+
+// Src returns the source address.
+func (v *View) Src() netip.Addr {
+	if v.is4 {
+		return netip.AddrFrom4([4]byte(v.b[12:16]))
+	}
+	return netip.AddrFrom16([16]byte(v.b[8:24]))
+}
+
+// Dst returns the destination address.
+func (v *View) Dst() netip.Addr {
+	if v.is4 {
+		return netip.AddrFrom4([4]byte(v.b[16:20]))
+	}
+	return netip.AddrFrom16([16]byte(v.b[24:40]))
+}
+
+// Src4 returns the IPv4 source address in host order. Only when Is4.
+func (v *View) Src4() uint32 { return be.Uint32(v.b[12:16]) }
+
+// Dst4 returns the IPv4 destination address in host order. Only when Is4.
+func (v *View) Dst4() uint32 { return be.Uint32(v.b[16:20]) }
+
+// TTL returns the time to live or hop limit.
+func (v *View) TTL() uint8 {
+	if v.is4 {
+		return v.b[8]
+	}
+	return v.b[7]
+}
+
+// Proto returns the upper-layer protocol, behind any IPv6 extension headers. In a later fragment it is what the IP or
+// fragment header says.
+func (v *View) Proto() uint8 { return v.proto }
+
+// Fragment tells where a fragment belongs: off in octets, more when others follow, id the identification (16 bits in
+// IPv4). is is false for a whole packet, also for an IPv6 atomic fragment (RFC 6946); id is then of no use to a NAT.
+func (v *View) Fragment() (off int, more bool, id uint32, is bool) {
+	return int(v.fragOff), v.more, v.fragID, v.more || v.fragOff != 0
+}
+
+// LaterFragment reports whether this is a fragment other than the first, so without a transport header.
+func (v *View) LaterFragment() bool { return v.fragOff != 0 }
+
+// TransportOffset returns where the transport header begins or, in a later fragment, the data.
+func (v *View) TransportOffset() int { return int(v.transport) }
+
+// PayloadOffset returns where the data behind the TCP (with options), UDP or ICMP (8 octets) header begins; for other
+// protocols and later fragments it is TransportOffset.
+func (v *View) PayloadOffset() int { return int(v.payload) }
+
+// HasPorts reports whether this is TCP or UDP with the transport header in this packet.
+func (v *View) HasPorts() bool { return v.ports }
+
+// SrcPort returns the source port, 0 unless HasPorts.
+func (v *View) SrcPort() uint16 {
+	if !v.ports {
+		return 0
+	}
+	return be.Uint16(v.b[v.transport:])
+}
+
+// DstPort returns the destination port, 0 unless HasPorts.
+func (v *View) DstPort() uint16 {
+	if !v.ports {
+		return 0
+	}
+	return be.Uint16(v.b[v.transport+2:])
+}
+
+// TCPFlags returns the flags (TCPFin ...), 0 unless this is TCP with its header here.
+func (v *View) TCPFlags() uint8 {
+	if !v.ports || v.proto != TCP {
+		return 0
+	}
+	return v.b[v.transport+13]
+}
+
+// ICMPType returns the type of an ICMP or ICMPv6 message, 0 when there is none here.
+func (v *View) ICMPType() uint8 {
+	if !v.icmp {
+		return 0
+	}
+	return v.b[v.transport]
+}
+
+// ICMPCode returns the code of an ICMP or ICMPv6 message, 0 when there is none here.
+func (v *View) ICMPCode() uint8 {
+	if !v.icmp {
+		return 0
+	}
+	return v.b[v.transport+1]
+}
+
+// ICMPID returns the identifier of an ICMP query, 0 unless IsICMPQuery.
+func (v *View) ICMPID() uint16 {
+	if !v.IsICMPQuery() {
+		return 0
+	}
+	return be.Uint16(v.b[v.transport+4:])
+}
+
+// IsICMPQuery reports whether this is an ICMP request or reply with an identifier: echo, in IPv4 also timestamp,
+// information and address mask.
+func (v *View) IsICMPQuery() bool { return v.icmp && queryType(v.is4, v.b[v.transport]) }
+
+// IsICMPError reports whether this is an ICMP error, which quotes a packet: in IPv4 types 3, 4, 5, 11 and 12, in IPv6 all
+// below 128 (RFC 4443, section 2.1).
+func (v *View) IsICMPError() bool { return v.icmp && errorType(v.is4, v.b[v.transport]) }
+
+func queryType(is4 bool, kind uint8) bool {
+	if !is4 {
+		return kind == 128 || kind == 129
+	}
+	switch kind {
+	case 0, 8, 13, 14, 15, 16, 17, 18:
+		return true
+	}
+	return false
+}
+
+func errorType(is4 bool, kind uint8) bool {
+	if !is4 {
+		return kind < 128
+	}
+	switch kind {
+	case 3, 4, 5, 11, 12:
+		return true
+	}
+	return false
+}
+
+// Checksum says what the transport checksum field holds.
+func (v *View) Checksum() ChecksumState { return v.csum }
