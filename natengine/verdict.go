@@ -1,0 +1,143 @@
+package natengine
+
+// Direction says which way a packet crosses the gateway.
+type Direction uint8
+
+const (
+	Outbound Direction = iota // from the cluster towards the tunnel
+	Inbound                   // from the tunnel towards the cluster
+	directions
+)
+
+// String is "outbound" or "inbound", the value of the metrics label direction.
+func (d Direction) String() string {
+	if d == Outbound {
+		return "outbound"
+	}
+	return "inbound"
+}
+
+// Action is what the caller does with a packet after the engine has seen it.
+type Action uint8
+
+const (
+	Discard Action = iota // drop it; Verdict.Drop says why and has been counted
+	Forward               // send it on: outbound into the tunnel of Verdict.Peer, inbound to the TUN
+	Deliver               // inbound only: hand it to the in-process endpoint (Config.Self4, Self6)
+	Hold                  // a fragment was copied and waits for the first of its set; it is not lost
+)
+
+// String is the action in lower case.
+func (a Action) String() string {
+	switch a {
+	case Forward:
+		return "forward"
+	case Deliver:
+		return "deliver"
+	case Hold:
+		return "hold"
+	default:
+		return "discard"
+	}
+}
+
+// Verdict is the engine's answer for one packet.
+type Verdict struct {
+	Action Action
+	Drop   Drop       // the reason, only with Discard
+	Peer   *PeerState // nil when no peer has the address
+
+	// Released are fragments that were held and that this packet, the first of their set, set free: whole IP
+	// packets, already rewritten, owned by the caller. They take the same Action as this packet and go after it.
+	Released [][]byte
+}
+
+// Drop is the reason why a packet was not forwarded. The list is closed: a new reason is a new constant here, with
+// its metrics label and its sentence below.
+type Drop uint8
+
+const (
+	DropNone Drop = iota
+
+	// What the bytes are.
+	DropMalformed   // not a whole, parseable IP packet
+	DropBadChecksum // a checksum that has to be right is wrong
+	DropFragment    // tiny first fragment, fragment that overlaps the TCP header, beyond 65,535 octets
+
+	// Who may talk to whom: default deny.
+	DropNoPeer      // outbound: no peer has the destination; inbound: no peer has the source
+	DropPeerDown    // the peer has no WireGuard session
+	DropSource      // outbound: martian source; inbound: source that no packet of a peer may have
+	DropDestination // inbound: neither in the PodCIDR as the peer sees it nor a mapped address
+	DropNoMapping   // inbound: address of the ExternalCIDR to which nothing is mapped (for this source)
+	DropNoFlow      // to the NAPT address without a known flow, or a packet that cannot begin a flow (TCP RST, ICMP reply)
+
+	// What state there is.
+	DropPortsExhausted    // no free port or ICMP id towards this peer
+	DropFlowTableFull     // flow bound reached and nothing may be evicted
+	DropFlowClash         // the tuple belongs to another flow already
+	DropFragmentStoreFull // fragment bound reached
+	DropFragmentTimeout   // held, but the first fragment never came
+	DropICMPError         // ICMP error that quotes no known flow or rule, is damaged, or is about an error
+	DropProtocol          // NAPT of a protocol without ports, when the remote address is taken or the type is link-local
+
+	// Counted by the gateway around the engine.
+	DropVirtioHeader // virtio-net header contradicts its packet
+	DropTooBig       // larger than the tunnel MTU and not to be fragmented
+	DropTUNWrite     // the kernel refused the packet
+	DropLocalQueue   // queue of the in-process endpoint is full
+	DropTunnelQueue  // queue towards the tunnel is full
+
+	numDrops
+)
+
+// drops holds label and explanation of each reason, in the order of the constants.
+var drops = [numDrops]struct{ label, text string }{
+	DropNone:              {"none", "not dropped"},
+	DropMalformed:         {"malformed", "not a whole, well-formed IP packet"},
+	DropBadChecksum:       {"bad_checksum", "a checksum is wrong"},
+	DropFragment:          {"fragment", "tiny, overlapping or oversized fragment"},
+	DropNoPeer:            {"no_peer", "no peer has this address"},
+	DropPeerDown:          {"peer_down", "the peer has no WireGuard session"},
+	DropSource:            {"source", "the source address is not allowed"},
+	DropDestination:       {"destination", "the destination is not in the PodCIDR as this peer sees it, nor mapped"},
+	DropNoMapping:         {"no_mapping", "nothing is mapped to this address of the ExternalCIDR"},
+	DropNoFlow:            {"no_flow", "no flow is known for this packet and it cannot begin one"},
+	DropPortsExhausted:    {"ports_exhausted", "no port is free at the NAPT address of this peer"},
+	DropFlowTableFull:     {"flow_table_full", "the flow bound is reached and no half-open flow is left to evict"},
+	DropFlowClash:         {"flow_clash", "another flow already has this tuple"},
+	DropFragmentStoreFull: {"fragment_store_full", "the fragment store is full"},
+	DropFragmentTimeout:   {"fragment_timeout", "the first fragment did not come in time"},
+	DropICMPError:         {"icmp_error", "the ICMP error quotes no packet of a known flow or rule"},
+	DropProtocol:          {"protocol", "this protocol has no ports and cannot be told apart behind the NAPT address"},
+	DropVirtioHeader:      {"virtio_header", "the virtio-net header contradicts its packet"},
+	DropTooBig:            {"too_big", "larger than the tunnel MTU"},
+	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},
+	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full"},
+	DropTunnelQueue:       {"tunnel_queue", "the queue towards the tunnel is full"},
+}
+
+// Drops lists every reason, without DropNone, in the order of the constants.
+func Drops() []Drop {
+	all := make([]Drop, 0, numDrops-1)
+	for d := DropNone + 1; d < numDrops; d++ {
+		all = append(all, d)
+	}
+	return all
+}
+
+// String is the reason in snake_case, the value of the metrics label reason.
+func (d Drop) String() string {
+	if d >= numDrops {
+		return "unknown"
+	}
+	return drops[d].label
+}
+
+// Explain is the reason as half a sentence for people.
+func (d Drop) Explain() string {
+	if d >= numDrops {
+		return "unknown reason"
+	}
+	return drops[d].text
+}
