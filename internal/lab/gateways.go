@@ -1,0 +1,3 @@
+package lab
+
+type gateway struct{ done chan struct{} }

@@ -1,0 +1,178 @@
+package lab
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// netnsDir is where iproute2 keeps named network namespaces, so that "ip netns exec" finds those of a lab.
+const netnsDir = "/run/netns"
+
+// netnsPrefix begins the name of every namespace of every lab: isthmus.LAB.HOST.
+const netnsPrefix = "isthmus."
+
+// A Host is one network namespace of a lab: the underlay, a node, a pod or an on-prem server. Its methods may be used
+// from any goroutine, several at once. What was opened through them (listeners, connections) works from any thread and
+// is the caller's to close; the namespace exists until it is.
+type Host struct {
+	Name string // unique in the lab: "underlay", "a-node1", "a-pod1", "a-onprem"
+
+	lab string
+}
+
+// Netns is the name of the host's namespace, as "ip netns exec" takes it.
+func (h *Host) Netns() string { return netnsPrefix + h.lab + "." + h.Name }
+
+// String returns the host's name.
+func (h *Host) String() string { return h.Name }
+
+// Do runs f inside the host's namespace and returns its error. f runs on a thread of its own that ends with it; what f
+// starts on other goroutines is outside. Do not end a test in f (t.Fatal): it is not the test's goroutine.
+func (h *Host) Do(f func() error) error {
+	return onOwnThread(func() error {
+		if err := enter(filepath.Join(netnsDir, h.Netns())); err != nil {
+			return fmt.Errorf("%s: %w", h.Name, err)
+		}
+		return f()
+	})
+}
+
+// enter moves the calling thread, which has to be locked, into the namespace at path.
+func enter(path string) error {
+	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return &os.PathError{Op: "open namespace", Path: path, Err: err}
+	}
+	defer unix.Close(fd)
+	if err := unix.Setns(fd, unix.CLONE_NEWNET); err != nil {
+		return &os.PathError{Op: "enter namespace", Path: path, Err: err}
+	}
+	return nil
+}
+
+// onOwnThread runs f on a thread that ends afterwards, so that f may leave it in any state. The main thread is spared: it
+// cannot end before the process does, would hold the namespace until then, and is what /proc/PID/ns/net shows.
+func onOwnThread(f func() error) error {
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread()
+		if unix.Gettid() == unix.Getpid() {
+			defer runtime.UnlockOSThread()
+			done <- onOwnThread(f) // this goroutine keeps the main thread busy meanwhile
+			return
+		}
+		// No unlock: the thread ends with the goroutine. done is sent from a defer so that runtime.Goexit in f is an error too.
+		err := errors.New("the function left its goroutine")
+		defer func() { done <- err }()
+		err = f()
+	}()
+	return <-done
+}
+
+// Dial connects from inside the host, as net.Dialer does. The address is IP:port; names are not resolved inside.
+func (h *Host) Dial(ctx context.Context, network, address string) (conn net.Conn, err error) {
+	err = h.Do(func() (err error) {
+		var d net.Dialer
+		conn, err = d.DialContext(ctx, network, address)
+		return err
+	})
+	return conn, err
+}
+
+// Listen is net.Listen inside the host.
+func (h *Host) Listen(network, address string) (l net.Listener, err error) {
+	err = h.Do(func() (err error) {
+		l, err = net.Listen(network, address)
+		return err
+	})
+	return l, err
+}
+
+// ListenPacket is net.ListenPacket inside the host.
+func (h *Host) ListenPacket(network, address string) (c net.PacketConn, err error) {
+	err = h.Do(func() (err error) {
+		c, err = net.ListenPacket(network, address)
+		return err
+	})
+	return c, err
+}
+
+// A Cmd is an exec.Cmd whose process starts inside a host.
+type Cmd struct {
+	*exec.Cmd
+
+	host *Host
+}
+
+// Command returns the command to run the named program inside the host. The program's file, its mounts and its user are
+// the caller's. It is killed when ctx is done, and at the latest when the lab goes down.
+func (h *Host) Command(ctx context.Context, name string, args ...string) *Cmd {
+	return &Cmd{exec.CommandContext(ctx, name, args...), h}
+}
+
+// Start is exec.Cmd.Start inside the host.
+func (c *Cmd) Start() error {
+	c.Env = append(c.Environ(), environment+"="+c.host.lab)
+	return c.host.Do(c.Cmd.Start)
+}
+
+// Run is exec.Cmd.Run inside the host.
+func (c *Cmd) Run() error {
+	if err := c.Start(); err != nil {
+		return err
+	}
+	return c.Wait()
+}
+
+// Output is exec.Cmd.Output inside the host, except that an error carries the standard error's text.
+func (c *Cmd) Output() ([]byte, error) {
+	var out, text bytes.Buffer
+	c.Stdout = &out
+	if c.Stderr == nil {
+		c.Stderr = &text
+	}
+	err := c.Run()
+	if err != nil {
+		err = fmt.Errorf("%s: %s: %w", c.host.Name, strings.Join(c.Args, " "), err)
+		if t := bytes.TrimSpace(text.Bytes()); len(t) > 0 {
+			err = fmt.Errorf("%w: %s", err, t)
+		}
+	}
+	return out.Bytes(), err
+}
+
+// CombinedOutput is exec.Cmd.CombinedOutput inside the host.
+func (c *Cmd) CombinedOutput() ([]byte, error) {
+	var out bytes.Buffer
+	c.Stdout, c.Stderr = &out, &out
+	err := c.Run()
+	return out.Bytes(), err
+}
+
+// Exec replaces the calling process by the named program, inside the host. It returns only an error.
+func (h *Host) Exec(args, env []string) error {
+	path, err := exec.LookPath(args[0])
+	if err != nil {
+		return err
+	}
+	// execve leaves the thread that calls it as the only one of the process, with its namespace.
+	return h.Do(func() error {
+		return &os.PathError{Op: "exec", Path: path, Err: unix.Exec(path, args, env)}
+	})
+}
+
+// setSysctl writes one of the calling thread's namespace's settings; name is a path below /proc/sys/net.
+func setSysctl(name, value string) error {
+	// Of /proc/sys/net the kernel shows that of the reading thread's namespace.
+	return os.WriteFile(filepath.Join("/proc/sys/net", name), []byte(value), 0)
+}

@@ -1,0 +1,5 @@
+package lab
+
+import "net/netip"
+
+type View struct{ Pod, External netip.Prefix }

@@ -1,0 +1,342 @@
+package lab
+
+import (
+	"context"
+	"errors"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+)
+
+// up makes a lab for one test.
+func up(t *testing.T, spec Spec) *Lab {
+	t.Helper()
+	if err := Available(); err != nil {
+		t.Skip(err)
+	}
+	spec.Name = UniqueName("test")
+	l, err := Up(t.Context(), spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := l.Down(); err != nil {
+			t.Error(err)
+		}
+		if left := traces(l.Name); len(left) > 0 {
+			t.Errorf("left behind: %v", left)
+		}
+	})
+	return l
+}
+
+// traces lists everything that there is of a lab.
+func traces(name string) []string {
+	left := namespacesOf(name)
+	if _, err := os.Stat(dirOf(name)); err == nil {
+		left = append(left, dirOf(name))
+	}
+	return left
+}
+
+func mustPing(t *testing.T, from *Host, to netip.Addr) {
+	t.Helper()
+	if _, err := from.Ping(t.Context(), to); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestEveryHostReachesItsOwnClusterAndTheUnderlay(t *testing.T) {
+	for _, filter := range []RPFilter{RPFilterOff, RPFilterLoose, RPFilterStrict} {
+		t.Run(string(filter), func(t *testing.T) {
+			t.Parallel()
+			l := up(t, Spec{RPFilter: filter, Clusters: []ClusterSpec{{Nodes: 3, PodsPerNode: 1}, {}}})
+			a, b := l.Clusters[0], l.Clusters[1]
+			inside := []*Host{a.OnPrem.Host}
+			addrs := []netip.Addr{a.OnPrem.Addr}
+			for _, n := range a.Nodes {
+				inside, addrs = append(inside, n.Host), append(addrs, n.Addr)
+			}
+			for _, p := range a.Pods {
+				inside, addrs = append(inside, p.Host), append(addrs, p.Addr)
+			}
+			for _, from := range inside {
+				for _, to := range addrs {
+					mustPing(t, from, to)
+				}
+			}
+			for _, n := range a.Nodes {
+				mustPing(t, n.Host, b.Gateway().Addr)
+			}
+		})
+	}
+}
+
+func TestPodsAreNotReachableFromOtherClustersWithoutGateways(t *testing.T) {
+	l := up(t, Spec{Clusters: Clusters(2)})
+	a, b := l.Clusters[0], l.Clusters[1]
+	o := PingOptions{Wait: 200 * time.Millisecond}
+	if _, err := a.Pods[0].PingWith(t.Context(), b.Gateway().Addr, o); err == nil {
+		t.Error("the underlay knows a way back to a pod")
+	}
+	if _, err := a.Pods[0].PingWith(t.Context(), netip.MustParseAddr("10.246.0.11"), o); err == nil {
+		t.Error("somebody answers for a remote pod")
+	}
+}
+
+func TestPingReportsICMPErrors(t *testing.T) {
+	l := up(t, Spec{Clusters: Clusters(2)})
+	a, b := l.Clusters[0], l.Clusters[1]
+	var refused *ICMPError
+	_, err := a.Gateway().PingWith(t.Context(), b.Gateway().Addr, PingOptions{TTL: 1})
+	if !errors.As(err, &refused) || refused.Type != 11 || refused.From != netip.MustParseAddr("172.30.1.1") {
+		t.Errorf("time exceeded at the router: got %v", err)
+	}
+	_, err = a.Gateway().PingWith(t.Context(), netip.MustParseAddr("10.99.0.1"), PingOptions{})
+	if !errors.As(err, &refused) || refused.Type != 3 {
+		t.Errorf("no route at the router: got %v", err)
+	}
+}
+
+func TestCommandsAndSocketsAreInside(t *testing.T) {
+	l := up(t, Spec{Clusters: Clusters(1)})
+	pod := l.Clusters[0].Pods[0]
+	out, err := pod.Command(t.Context(), "cat", "/proc/self/net/fib_trie").Output()
+	if err != nil || !strings.Contains(string(out), pod.Addr.String()) {
+		t.Errorf("%v: %s", err, out)
+	}
+	_, err = pod.Command(t.Context(), "sh", "-c", "echo why it failed >&2; exit 3").Output()
+	if err == nil || !strings.Contains(err.Error(), "why it failed") {
+		t.Errorf("the error does not carry what the command said: %v", err)
+	}
+	if err := l.ServeHosts(); err != nil {
+		t.Fatal(err)
+	}
+	got, err := l.Clusters[0].Pods[1].Get(t.Context(), "http://"+pod.Addr.String()+"/")
+	if err != nil || got != "a-pod1 sees 10.244.0.12\n" {
+		t.Errorf("%q, %v", got, err)
+	}
+	rate, err := l.Clusters[0].Pods[1].Download(t.Context(), pod.Addr, 64<<20, 10*time.Second)
+	if err != nil || rate.Bytes != 64<<20 {
+		t.Errorf("%+v, %v", rate, err)
+	}
+}
+
+func TestDoOnTheMainThreadLeavesItOutside(t *testing.T) {
+	l := up(t, Spec{Clusters: Clusters(1)})
+	before, _ := nsfsInode("/proc/self/ns/net")
+	for range 200 {
+		if err := l.Underlay.Do(func() error { time.Sleep(time.Microsecond); return nil }); err != nil {
+			t.Fatal(err)
+		}
+		if now, _ := nsfsInode("/proc/self/ns/net"); now != before {
+			t.Fatal("the process's main thread is in the lab")
+		}
+	}
+}
+
+func TestSmallMTUHoldsEverywhere(t *testing.T) {
+	l := up(t, Spec{MTU: 1280, Clusters: Clusters(2)})
+	a, b := l.Clusters[0], l.Clusters[1]
+	for _, h := range []*Host{a.Gateway().Host, a.Pods[0].Host} {
+		k, err := openKernel(h)
+		if err != nil {
+			t.Fatal(err)
+		}
+		link, err := k.nl.LinkByName("eth0")
+		if err != nil || link.Attrs().MTU != 1280 {
+			t.Errorf("%s: %v, %v", h, link, err)
+		}
+		k.close()
+	}
+	if _, err := a.Gateway().PingWith(t.Context(), b.Gateway().Addr, PingOptions{Size: 4000}); err != nil {
+		t.Error("a ping in fragments: ", err)
+	}
+}
+
+func TestTwoLabsStandSideBySide(t *testing.T) {
+	one := up(t, Spec{Clusters: Clusters(2)})
+	two := up(t, Spec{Clusters: Clusters(2)})
+	for _, l := range []*Lab{one, two} {
+		mustPing(t, l.Clusters[0].Gateway().Host, l.Clusters[1].Gateway().Addr)
+	}
+	if err := one.Down(); err != nil {
+		t.Fatal(err)
+	}
+	mustPing(t, two.Clusters[0].Gateway().Host, two.Clusters[1].Gateway().Addr)
+	if err := one.Down(); err != nil {
+		t.Errorf("a second Down: %v", err)
+	}
+}
+
+func TestDownEndsProcessesEvenStubbornOnes(t *testing.T) {
+	l := up(t, Spec{Clusters: Clusters(1)})
+	cmd := l.Clusters[0].Pods[0].Command(context.Background(), "sh", "-c", "trap '' TERM; sleep 1000 & wait; wait")
+	if err := cmd.Start(); err != nil {
+		t.Fatal(err)
+	}
+	done := make(chan error, 1)
+	go func() { done <- cmd.Wait() }()
+	time.Sleep(50 * time.Millisecond)
+	if err := l.Down(); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case <-done:
+	case <-time.After(5 * time.Second):
+		t.Error("the process lives on")
+	}
+}
+
+func TestALabIsInUseUntilItsOwnerIsGone(t *testing.T) {
+	l := up(t, Spec{Clusters: Clusters(1)})
+	if _, err := Up(t.Context(), Spec{Name: l.Name, Clusters: Clusters(1)}); !errors.Is(err, ErrInUse) {
+		t.Errorf("a second lab of that name: %v", err)
+	}
+	opened, err := Open(l.Name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mustPing(t, opened.Clusters[0].Pods[0].Host, opened.Clusters[0].Pods[1].Addr)
+	if err := opened.Down(); !errors.Is(err, ErrInUse) {
+		t.Errorf("Down by somebody else: %v", err)
+	}
+	if err := Sweep(); err != nil {
+		t.Error(err)
+	}
+	mustPing(t, l.Clusters[0].Pods[0].Host, l.Clusters[0].Pods[1].Addr)
+}
+
+func TestPersistentLabOutlivesItsOwnerUntilDown(t *testing.T) {
+	l := up(t, Spec{Clusters: Clusters(1)})
+	if err := l.Persist(); err != nil {
+		t.Fatal(err)
+	}
+	l.owner.Close() // as the end of the process would
+	if err := Sweep(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Up(t.Context(), Spec{Name: l.Name, Clusters: Clusters(1)}); !errors.Is(err, ErrExists) {
+		t.Errorf("Up over a persistent lab: %v", err)
+	}
+	opened, err := Open(l.Name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	mustPing(t, opened.Clusters[0].Pods[0].Host, opened.Clusters[0].Pods[1].Addr)
+	if err := opened.Down(); err != nil {
+		t.Error(err)
+	}
+	if _, err := Open(l.Name); !errors.Is(err, ErrNotFound) {
+		t.Errorf("Open after Down: %v", err)
+	}
+}
+
+func TestPersistentLabOfAnEarlierBootIsSwept(t *testing.T) {
+	l := up(t, Spec{Clusters: Clusters(1)})
+	l.state.Boot = "another"
+	if err := l.Persist(); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Open(l.Name); !errors.Is(err, ErrNotFound) {
+		t.Errorf("opened: %v", err)
+	}
+	l.owner.Close()
+	l.owner = nil
+	if err := Sweep(); err != nil {
+		t.Fatal(err)
+	}
+	if left := traces(l.Name); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+// ownerEnv makes this test binary the owner of a lab, for TestNextUpSweepsTheLabOfAKilledOwner.
+const ownerEnv = "ISTHMUS_LAB_TEST_OWNER"
+
+func TestNextUpSweepsTheLabOfAKilledOwner(t *testing.T) {
+	if err := Available(); err != nil {
+		t.Skip(err)
+	}
+	if name := os.Getenv(ownerEnv); name != "" {
+		l, err := Up(context.Background(), Spec{Name: name, Clusters: Clusters(2)})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := l.Clusters[0].Pods[0].Command(context.Background(), "sleep", "1000").Start(); err != nil {
+			t.Fatal(err)
+		}
+		os.Stdout.WriteString("up\n")
+		select {}
+	}
+	name := UniqueName("killed")
+	bystander := up(t, Spec{Clusters: Clusters(1)})
+	owner := bystander.Underlay.Command(t.Context(), os.Args[0], "-test.run=^"+t.Name()+"$")
+	owner.Env = append(os.Environ(), ownerEnv+"="+name)
+	stdout, err := owner.StdoutPipe()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := owner.Start(); err != nil {
+		t.Fatal(err)
+	}
+	word := make([]byte, 3)
+	if _, err := stdout.Read(word); err != nil || string(word) != "up\n" {
+		t.Fatalf("%q, %v", word, err)
+	}
+	if err := Sweep(); err != nil || len(traces(name)) == 0 {
+		t.Fatalf("swept the lab of a live owner (%v)", err)
+	}
+	if err := owner.Process.Kill(); err != nil {
+		t.Fatal(err)
+	}
+	owner.Wait()
+	if len(traces(name)) == 0 || len(crowdOf(name).members()) != 1 {
+		t.Fatalf("the killed owner should have left its lab with one process: %v, %v", traces(name), crowdOf(name).members())
+	}
+	crowd := crowdOf(name)
+	up(t, Spec{Clusters: Clusters(1)})
+	if left := traces(name); len(left) > 0 {
+		t.Errorf("left of the dead owner's lab: %v", left)
+	}
+	if left := crowd.members(); len(left) > 0 {
+		t.Errorf("processes left of the dead owner's lab: %v", left)
+	}
+}
+
+func TestSweepRemovesNamespacesWithoutState(t *testing.T) {
+	l := up(t, Spec{Clusters: Clusters(1)})
+	l.owner.Close()
+	l.owner = nil
+	if err := os.RemoveAll(l.Dir); err != nil {
+		t.Fatal(err)
+	}
+	// What a crash between the creation of the name and the mount leaves is a plain file.
+	if err := os.WriteFile(filepath.Join(netnsDir, netnsPrefix+l.Name+".half"), nil, 0o444); err != nil {
+		t.Fatal(err)
+	}
+	if err := Sweep(); err != nil {
+		t.Fatal(err)
+	}
+	if left := traces(l.Name); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}
+
+func TestFailedUpLeavesNothing(t *testing.T) {
+	if err := Available(); err != nil {
+		t.Skip(err)
+	}
+	name := UniqueName("fails")
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := Up(ctx, Spec{Name: name, Clusters: Clusters(2)}); !errors.Is(err, context.Canceled) {
+		t.Errorf("error %v", err)
+	}
+	if left := traces(name); len(left) > 0 {
+		t.Errorf("left: %v", left)
+	}
+}

@@ -1,0 +1,180 @@
+package lab
+
+import (
+	"errors"
+	"fmt"
+	"io/fs"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// kernel is a namespace under construction: a handle on it and a netlink socket inside it.
+type kernel struct {
+	host *Host
+	ns   netns.NsHandle
+	nl   *netlink.Handle
+}
+
+// newKernel makes the host's namespace with loopback up, IPv6 off and the given settings below /proc/sys/net.
+func newKernel(h *Host, settings map[string]string) (*kernel, error) {
+	k := &kernel{host: h, ns: netns.None()}
+	err := onOwnThread(func() (err error) {
+		if k.ns, err = netns.NewNamed(h.Netns()); err != nil {
+			return fmt.Errorf("create: %w", err)
+		}
+		for _, c := range []string{"all", "default", "lo"} {
+			// Router solicitations and duplicate address detection would only be noise in captures and counters.
+			err := setSysctl("ipv6/conf/"+c+"/disable_ipv6", "1")
+			if err != nil && !errors.Is(err, fs.ErrNotExist) { // a kernel without IPv6
+				return err
+			}
+		}
+		for name, value := range settings {
+			if err := setSysctl(name, value); err != nil {
+				return err
+			}
+		}
+		k.nl, err = netlink.NewHandle(unix.NETLINK_ROUTE)
+		return err
+	})
+	if err == nil {
+		err = k.up("lo")
+	}
+	if err != nil {
+		k.close()
+		return nil, fmt.Errorf("namespace %s: %w", h.Netns(), err)
+	}
+	return k, nil
+}
+
+// openKernel opens the existing namespace of a host.
+func openKernel(h *Host) (*kernel, error) {
+	ns, err := netns.GetFromPath(filepath.Join(netnsDir, h.Netns()))
+	if err != nil {
+		return nil, fmt.Errorf("namespace %s: %w", h.Netns(), err)
+	}
+	k := &kernel{host: h, ns: ns}
+	if k.nl, err = netlink.NewHandleAt(ns, unix.NETLINK_ROUTE); err != nil {
+		k.close()
+		return nil, fmt.Errorf("namespace %s: %w", h.Netns(), err)
+	}
+	return k, nil
+}
+
+func (k *kernel) close() {
+	if k.nl != nil {
+		k.nl.Close()
+	}
+	if k.ns.IsOpen() {
+		k.ns.Close()
+	}
+}
+
+// veth connects two namespaces. The pair is made inside k, its far end directly inside the other: at no time is there a
+// device in the namespace of the caller.
+func (k *kernel) veth(name string, mtu int, far *kernel, farName string) error {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name, attrs.MTU = name, mtu
+	link := netlink.NewVeth(attrs)
+	link.PeerName, link.PeerMTU, link.PeerNamespace = farName, uint32(mtu), netlink.NsFd(far.ns)
+	if err := k.nl.LinkAdd(link); err != nil {
+		return fmt.Errorf("%s: add veth %s to %s of %s: %w", k.host.Name, name, farName, far.host.Name, err)
+	}
+	return errors.Join(k.up(name), far.up(farName))
+}
+
+func (k *kernel) bridge(name string, mtu int) error {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name, attrs.MTU = name, mtu
+	if err := k.nl.LinkAdd(&netlink.Bridge{LinkAttrs: attrs}); err != nil {
+		return fmt.Errorf("%s: add bridge %s: %w", k.host.Name, name, err)
+	}
+	return k.up(name)
+}
+
+func (k *kernel) enslave(name, bridge string) error {
+	link, err := k.nl.LinkByName(name)
+	if err != nil {
+		return fmt.Errorf("%s: %s: %w", k.host.Name, name, err)
+	}
+	master, err := k.nl.LinkByName(bridge)
+	if err != nil {
+		return fmt.Errorf("%s: %s: %w", k.host.Name, bridge, err)
+	}
+	if err := k.nl.LinkSetMaster(link, master); err != nil {
+		return fmt.Errorf("%s: put %s into %s: %w", k.host.Name, name, bridge, err)
+	}
+	return nil
+}
+
+func (k *kernel) up(name string) error {
+	link, err := k.nl.LinkByName(name)
+	if err != nil {
+		return fmt.Errorf("%s: %s: %w", k.host.Name, name, err)
+	}
+	if err := k.nl.LinkSetUp(link); err != nil {
+		return fmt.Errorf("%s: set %s up: %w", k.host.Name, name, err)
+	}
+	return nil
+}
+
+func (k *kernel) address(dev string, addr netip.Prefix) error {
+	link, err := k.nl.LinkByName(dev)
+	if err != nil {
+		return fmt.Errorf("%s: %s: %w", k.host.Name, dev, err)
+	}
+	if err := k.nl.AddrAdd(link, &netlink.Addr{IPNet: ipNet(addr)}); err != nil {
+		return fmt.Errorf("%s: add %v to %s: %w", k.host.Name, addr, dev, err)
+	}
+	return nil
+}
+
+// route sets the route to a network through dev; via is the next hop or the zero Addr.
+func (k *kernel) route(to netip.Prefix, via netip.Addr, dev string) error {
+	link, err := k.nl.LinkByName(dev)
+	if err != nil {
+		return fmt.Errorf("%s: %s: %w", k.host.Name, dev, err)
+	}
+	r := &netlink.Route{LinkIndex: link.Attrs().Index, Dst: ipNet(to)}
+	if via.IsValid() {
+		r.Gw = via.AsSlice()
+	} else {
+		r.Scope = netlink.SCOPE_LINK
+	}
+	if err := k.nl.RouteReplace(r); err != nil {
+		return fmt.Errorf("%s: route %v via %v dev %s: %w", k.host.Name, to, via, dev, err)
+	}
+	return nil
+}
+
+var everywhere = netip.MustParsePrefix("0.0.0.0/0")
+
+func ipNet(p netip.Prefix) *net.IPNet {
+	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
+}
+
+// removeNamespace removes the name; the kernel removes the namespace and its devices with the last user.
+func removeNamespace(path string) error {
+	// EINVAL: nothing is mounted there, as after a reboot or a crash in the middle of newKernel.
+	if err := unix.Unmount(path, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, fs.ErrNotExist) {
+		return &os.PathError{Op: "unmount", Path: path, Err: err}
+	}
+	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// newNamespace moves the calling thread into a new namespace without a name.
+func newNamespace() error {
+	if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+		return os.NewSyscallError("unshare", err)
+	}
+	return nil
+}

@@ -1,0 +1,162 @@
+package lab
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"time"
+
+	"golang.org/x/net/icmp"
+	"golang.org/x/net/ipv4"
+)
+
+// An ICMPError is the answer to a packet that could not be delivered.
+type ICMPError struct {
+	From netip.Addr // who says so
+	Type int        // RFC 792: 3 unreachable, 11 time exceeded, ...
+	Code int
+}
+
+func (e *ICMPError) Error() string {
+	return fmt.Sprintf("%v answers ICMP %v, code %d", e.From, ipv4.ICMPType(e.Type), e.Code)
+}
+
+// PingOptions are what PingWith can vary. The zero value is an ordinary ping.
+type PingOptions struct {
+	Source netip.Addr    // bound source; zero: the kernel chooses
+	Size   int           // octets of data after the ICMP header, up to 65507; default 56
+	TTL    int           // default: the kernel's, 64
+	Wait   time.Duration // for the answer; default 1 s
+}
+
+// Ping sends ICMP echo requests from the host until one is answered, a second apart, and returns that one's round trip
+// time. It gives up when ctx is done or, without a deadline, after 5 requests. Whoever wants exactly one request uses PingWith.
+func (h *Host) Ping(ctx context.Context, dst netip.Addr) (time.Duration, error) {
+	var last error
+	for range 5 {
+		rtt, err := h.PingWith(ctx, dst, PingOptions{})
+		if err == nil {
+			return rtt, nil
+		}
+		if last = err; ctx.Err() != nil {
+			break
+		}
+		var refused *ICMPError
+		if errors.As(err, &refused) { // came at once: keep the pace
+			select {
+			case <-ctx.Done():
+			case <-time.After(time.Second):
+			}
+		}
+	}
+	return 0, last
+}
+
+// PingWith sends one ICMP echo request and waits for its answer. An ICMP error about it is an *ICMPError.
+func (h *Host) PingWith(ctx context.Context, dst netip.Addr, o PingOptions) (rtt time.Duration, err error) {
+	defer func() {
+		if err != nil {
+			err = fmt.Errorf("ping %v from %s: %w", dst, h.Name, err)
+		}
+	}()
+	if !dst.Is4() {
+		return 0, errors.New("a lab is IPv4 only")
+	}
+	if o.Size == 0 {
+		o.Size = 56
+	}
+	if o.Wait == 0 {
+		o.Wait = time.Second
+	}
+	source := "0.0.0.0"
+	if o.Source.IsValid() {
+		source = o.Source.String()
+	}
+	// A raw socket, because it also gets the ICMP errors. It gets those of everybody, so each call has its own number.
+	conn, err := h.ListenPacket("ip4:icmp", source)
+	if err != nil {
+		return 0, err
+	}
+	defer conn.Close()
+	if o.TTL > 0 {
+		if err := ipv4.NewPacketConn(conn).SetTTL(o.TTL); err != nil {
+			return 0, err
+		}
+	}
+	var number [4]byte
+	rand.Read(number[:])
+	id, seq := int(binary.BigEndian.Uint16(number[:])), int(binary.BigEndian.Uint16(number[2:]))
+	request := icmp.Message{Type: ipv4.ICMPTypeEcho, Body: &icmp.Echo{ID: id, Seq: seq, Data: make([]byte, o.Size)}}
+	packet, err := request.Marshal(nil)
+	if err != nil {
+		return 0, err
+	}
+	start := time.Now()
+	if _, err := conn.WriteTo(packet, &net.IPAddr{IP: dst.AsSlice()}); err != nil {
+		return 0, err
+	}
+	deadline := start.Add(o.Wait)
+	if d, ok := ctx.Deadline(); ok && d.Before(deadline) {
+		deadline = d
+	}
+	if err := conn.SetReadDeadline(deadline); err != nil {
+		return 0, err
+	}
+	stop := context.AfterFunc(ctx, func() { conn.SetReadDeadline(time.Unix(1, 0)) })
+	defer stop()
+	buf := make([]byte, 65536)
+	for {
+		n, from, err := conn.ReadFrom(buf)
+		if err != nil {
+			if ctx.Err() != nil {
+				return 0, ctx.Err()
+			}
+			if errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
+				return 0, fmt.Errorf("no answer within %v", time.Since(start).Round(time.Millisecond))
+			}
+			return 0, err
+		}
+		arrived := time.Now()
+		message, err := icmp.ParseMessage(1, buf[:n])
+		if err != nil {
+			continue
+		}
+		sender, _ := netip.AddrFromSlice(from.(*net.IPAddr).IP.To4())
+		switch body := message.Body.(type) {
+		case *icmp.Echo:
+			if message.Type == ipv4.ICMPTypeEchoReply && body.ID == id && body.Seq == seq && sender == dst {
+				return arrived.Sub(start), nil
+			}
+		case *icmp.DstUnreach:
+			if quotes(body.Data, dst, id, seq) {
+				return 0, &ICMPError{sender, int(message.Type.(ipv4.ICMPType)), message.Code}
+			}
+		case *icmp.TimeExceeded:
+			if quotes(body.Data, dst, id, seq) {
+				return 0, &ICMPError{sender, int(message.Type.(ipv4.ICMPType)), message.Code}
+			}
+		}
+	}
+}
+
+func isTimeout(err error) bool {
+	var ne net.Error
+	return errors.As(err, &ne) && ne.Timeout()
+}
+
+// quotes tells whether the packet that an ICMP error quotes is our echo request.
+func quotes(packet []byte, dst netip.Addr, id, seq int) bool {
+	if len(packet) < 20 || packet[9] != 1 || netip.AddrFrom4([4]byte(packet[16:20])) != dst {
+		return false
+	}
+	length := int(packet[0]&0x0f) * 4
+	if length < 20 || len(packet) < length+8 {
+		return false
+	}
+	header := packet[length:]
+	return header[0] == 8 && int(binary.BigEndian.Uint16(header[4:])) == id && int(binary.BigEndian.Uint16(header[6:])) == seq
+}

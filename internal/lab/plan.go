@@ -1,0 +1,250 @@
+package lab
+
+import (
+	"crypto/sha256"
+	"errors"
+	"fmt"
+	"math/bits"
+	"net/netip"
+	"regexp"
+	"slices"
+)
+
+// Fixed addresses of every lab. A lab's namespaces are its own, so two labs use the same ones without clashing.
+var (
+	underlayNetwork = netip.MustParsePrefix("172.30.0.0/16")     // cluster n has 172.30.n.0/24 of it
+	onPremNetwork   = netip.MustParsePrefix("192.168.77.0/24")   // behind node 1 of every cluster
+	onPremGateway   = netip.MustParseAddr("192.168.77.1")        // node 1 there
+	onPremServer    = netip.MustParseAddr("192.168.77.10")       // the server there
+	serviceNetwork  = netip.MustParsePrefix("10.96.0.0/12")      // kubeadm's ServiceCIDR: never given to a peer
+	defaultPodCIDR  = netip.MustParsePrefix("10.244.0.0/16")     // kubeadm's and kind's PodCIDR
+	linkLocal       = netip.MustParsePrefix("169.254.0.0/16")    // the gateway's own addresses
+	loopback        = netip.MustParsePrefix("127.0.0.0/8")       // never a network of pods
+	multicast       = netip.MustParsePrefix("224.0.0.0/3")       // nor this
+	labName         = regexp.MustCompile(`^[a-z0-9][a-z0-9-]*$`) // no dot: it separates the parts of a namespace's name
+	clusterName     = regexp.MustCompile(`^[a-z][a-z0-9]*$`)
+)
+
+const (
+	firstHostNumber = 10 // host n of a network has address network+10+n, where there is room
+	maxLabName      = 32
+	maxClusterName  = 7 // "<cluster>-node99" has to fit into the 15 bytes of an interface name
+	maxNodes        = 99
+	maxClusters     = 99
+	minMTU          = 576
+	maxMTU          = 65535
+)
+
+// RPFilter is the reverse path filter of all nodes, pods and servers of a lab (net.ipv4.conf.*.rp_filter, RFC 3704).
+type RPFilter string
+
+// The values of an RPFilter. The zero value means loose.
+const (
+	RPFilterOff    RPFilter = "off"    // the kernel's own default
+	RPFilterLoose  RPFilter = "loose"  // systemd's default since 240: Debian, Ubuntu, Fedora
+	RPFilterStrict RPFilter = "strict" // RHEL and its relatives
+)
+
+func (f RPFilter) sysctl() (string, error) {
+	switch f {
+	case RPFilterOff:
+		return "0", nil
+	case RPFilterStrict:
+		return "1", nil
+	case RPFilterLoose, "":
+		return "2", nil
+	}
+	return "", fmt.Errorf("rp_filter %q: want %s, %s or %s", f, RPFilterOff, RPFilterLoose, RPFilterStrict)
+}
+
+// A Spec says what a lab consists of. The zero values of its fields, apart from Clusters, mean the defaults.
+type Spec struct {
+	// Name tells labs apart: up to 32 lower-case letters, digits and dashes. Default "lab".
+	Name string `json:"name"`
+	// MTU of the underlay in octets, 576 to 65535: links of nodes and routers. Pods keep the same. Default 1500.
+	MTU int `json:"mtu,omitempty"`
+	// RPFilter of every host but the underlay. Default loose.
+	RPFilter RPFilter `json:"rpFilter,omitempty"`
+	// Clusters are 1 to 99.
+	Clusters []ClusterSpec `json:"clusters"`
+}
+
+// A ClusterSpec describes one cluster of a Spec.
+type ClusterSpec struct {
+	// Name is up to 7 lower-case letters and digits, unique in the lab. Default "a", "b", ...
+	Name string `json:"name"`
+	// ID is the cluster's identity. Default: a UUID made from Name, the same each time.
+	ID string `json:"id,omitempty"`
+	// PodCIDR may equal that of other clusters. Default 10.244.0.0/16.
+	PodCIDR netip.Prefix `json:"podCIDR"`
+	// ExternalCIDR default: chosen as Liqo's IPAM does, with the length of PodCIDR.
+	ExternalCIDR netip.Prefix `json:"externalCIDR"`
+	// Nodes are 1 to 99. Default 1.
+	Nodes int `json:"nodes,omitempty"`
+	// PodsPerNode: 0 means the default 2, a negative number none.
+	PodsPerNode int `json:"podsPerNode,omitempty"`
+}
+
+// Clusters returns n default clusters, called "a", "b" and so on.
+func Clusters(n int) []ClusterSpec { return make([]ClusterSpec, n) }
+
+// withDefaults returns a complete copy of the spec or an error that names everything wrong with it.
+func (s Spec) withDefaults() (Spec, error) {
+	var errs []error
+	bad := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	if s.Name == "" {
+		s.Name = "lab"
+	}
+	if len(s.Name) > maxLabName || !labName.MatchString(s.Name) {
+		bad("lab name %q: want up to %d lower-case letters, digits and dashes", s.Name, maxLabName)
+	}
+	if s.MTU == 0 {
+		s.MTU = 1500
+	}
+	if s.MTU < minMTU || s.MTU > maxMTU {
+		bad("mtu %d: want %d to %d", s.MTU, minMTU, maxMTU)
+	}
+	if s.RPFilter == "" {
+		s.RPFilter = RPFilterLoose
+	}
+	if _, err := s.RPFilter.sysctl(); err != nil {
+		errs = append(errs, err)
+	}
+	if n := len(s.Clusters); n < 1 || n > maxClusters {
+		bad("%d clusters: want 1 to %d", n, maxClusters)
+	}
+	s.Clusters = slices.Clone(s.Clusters)
+	names := map[string]bool{}
+	for i := range s.Clusters {
+		c := &s.Clusters[i]
+		if c.Name == "" {
+			c.Name = defaultClusterName(i)
+		}
+		if len(c.Name) > maxClusterName || !clusterName.MatchString(c.Name) {
+			bad("cluster name %q: want a letter and up to %d letters and digits, lower case", c.Name, maxClusterName-1)
+		}
+		if names[c.Name] {
+			bad("two clusters are called %q", c.Name)
+		}
+		names[c.Name] = true
+		if err := c.complete(); err != nil {
+			bad("cluster %s: %w", c.Name, err)
+		}
+	}
+	return s, errors.Join(errs...)
+}
+
+func (c *ClusterSpec) complete() error {
+	if c.ID == "" {
+		c.ID = clusterID(c.Name)
+	}
+	if !c.PodCIDR.IsValid() {
+		c.PodCIDR = defaultPodCIDR
+	}
+	if c.Nodes == 0 {
+		c.Nodes = 1
+	}
+	if c.Nodes < 1 || c.Nodes > maxNodes {
+		return fmt.Errorf("%d nodes: want 1 to %d", c.Nodes, maxNodes)
+	}
+	if c.PodsPerNode == 0 {
+		c.PodsPerNode = 2
+	}
+	if err := checkNetwork("PodCIDR", c.PodCIDR); err != nil {
+		return err
+	}
+	if err := checkRoom(c.PodCIDR, c.Nodes, c.PodsPerNode); err != nil {
+		return err
+	}
+	if !c.ExternalCIDR.IsValid() {
+		x, err := allocate(reservedNetworks(c.PodCIDR), c.PodCIDR.Bits())
+		if err != nil {
+			return fmt.Errorf("ExternalCIDR: %w", err)
+		}
+		c.ExternalCIDR = x
+	}
+	if err := checkNetwork("ExternalCIDR", c.ExternalCIDR); err != nil {
+		return err
+	}
+	if c.ExternalCIDR.Overlaps(c.PodCIDR) {
+		return fmt.Errorf("ExternalCIDR %v overlaps PodCIDR %v", c.ExternalCIDR, c.PodCIDR)
+	}
+	return nil
+}
+
+func checkNetwork(what string, p netip.Prefix) error {
+	switch {
+	case !p.Addr().Is4():
+		return fmt.Errorf("%s %v: a lab is IPv4 only", what, p)
+	case p != p.Masked():
+		return fmt.Errorf("%s %v has host bits set; want %v", what, p, p.Masked())
+	}
+	for _, other := range []netip.Prefix{underlayNetwork, onPremNetwork, linkLocal, loopback, multicast} {
+		if p.Overlaps(other) {
+			return fmt.Errorf("%s %v overlaps %v, which the lab needs itself", what, p, other)
+		}
+	}
+	return nil
+}
+
+// sliceBits is the length of a node's part of the PodCIDR: 24 as with kube-controller-manager, longer where the PodCIDR
+// is too small for that.
+func sliceBits(podCIDR netip.Prefix, nodes int) int {
+	return max(24, podCIDR.Bits()+bits.Len(uint(nodes-1)))
+}
+
+func checkRoom(podCIDR netip.Prefix, nodes, pods int) error {
+	length := sliceBits(podCIDR, nodes)
+	// Not for pods: the network address, the node's address and the last address.
+	if length > 30 || pods > 1<<(32-length)-3 {
+		return fmt.Errorf("PodCIDR %v has no room for %d nodes with %d pods each", podCIDR, nodes, pods)
+	}
+	return nil
+}
+
+// nodeSlice is the part of the PodCIDR that belongs to node i, counted from 0.
+func nodeSlice(podCIDR netip.Prefix, nodes, i int) netip.Prefix {
+	length := sliceBits(podCIDR, nodes)
+	return netip.PrefixFrom(offset(podCIDR.Addr(), i<<(32-length)), length)
+}
+
+// podAddr is the address of pod j, counted from 0, in a node's slice. The slice's first host is the node.
+func podAddr(slice netip.Prefix, pods, j int) netip.Addr {
+	if 1+firstHostNumber+pods < 1<<(32-slice.Bits()) {
+		return offset(slice.Addr(), firstHostNumber+1+j)
+	}
+	return offset(slice.Addr(), 2+j)
+}
+
+// offset returns the IPv4 address n after addr.
+func offset(addr netip.Addr, n int) netip.Addr {
+	b := addr.As4()
+	v := uint32(b[0])<<24 | uint32(b[1])<<16 | uint32(b[2])<<8 | uint32(b[3])
+	v += uint32(n)
+	return netip.AddrFrom4([4]byte{byte(v >> 24), byte(v >> 16), byte(v >> 8), byte(v)})
+}
+
+// move puts the host bits of addr onto the network to, which has the length of from.
+func move(addr netip.Addr, from, to netip.Prefix) netip.Addr {
+	a, f := addr.As4(), from.Addr().As4()
+	n := 0
+	for i := range a {
+		n = n<<8 | int(a[i]^f[i])
+	}
+	return offset(to.Addr(), n)
+}
+
+func defaultClusterName(i int) string {
+	if i < 26 {
+		return string(rune('a' + i))
+	}
+	return fmt.Sprintf("c%d", i+1)
+}
+
+// clusterID makes a UUID (version 4 in form) of a cluster's name, so that files of equal labs are equal.
+func clusterID(name string) string {
+	h := sha256.Sum256([]byte("isthmus lab cluster " + name))
+	h[6] = h[6]&0x0f | 0x40
+	h[8] = h[8]&0x3f | 0x80
+	return fmt.Sprintf("%x-%x-%x-%x-%x", h[0:4], h[4:6], h[6:8], h[8:10], h[10:16])
+}

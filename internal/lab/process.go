@@ -1,0 +1,112 @@
+package lab
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// environment is the variable that marks what was started inside a lab; its value is the lab's name.
+const environment = "ISTHMUS_LAB"
+
+// A crowd is what belongs to a lab: the processes with their main thread inside one of its namespaces, however they got
+// there, and those that were started through Host.Command, wherever their threads went.
+type crowd struct {
+	namespaces map[uint64]bool
+	mark       []byte
+}
+
+func crowdOf(lab string) crowd {
+	c := crowd{map[uint64]bool{}, []byte(environment + "=" + lab)}
+	for _, path := range namespacesOf(lab) {
+		if ino, ok := nsfsInode(path); ok {
+			c.namespaces[ino] = true
+		}
+	}
+	return c
+}
+
+func (c crowd) has(pid int) bool {
+	dir := filepath.Join("/proc", strconv.Itoa(pid))
+	if ino, ok := nsfsInode(filepath.Join(dir, "ns/net")); !ok { // none: a zombie or a kernel thread's
+		return false
+	} else if c.namespaces[ino] {
+		return true
+	}
+	env, err := os.ReadFile(filepath.Join(dir, "environ"))
+	return err == nil && slices.ContainsFunc(bytes.Split(env, []byte{0}), func(v []byte) bool { return bytes.Equal(v, c.mark) })
+}
+
+// members returns the process IDs of the crowd without our own.
+func (c crowd) members() []int {
+	entries, err := os.ReadDir("/proc")
+	if err != nil {
+		return nil
+	}
+	var pids []int
+	for _, e := range entries {
+		if pid, err := strconv.Atoi(e.Name()); err == nil && pid != os.Getpid() && c.has(pid) {
+			pids = append(pids, pid)
+		}
+	}
+	return pids
+}
+
+// signal sends sig to a member. The process ID may have changed hands since it was read, a pidfd cannot: membership is
+// looked up again once we have one.
+func (c crowd) signal(pid int, sig unix.Signal) {
+	fd, err := unix.PidfdOpen(pid, 0)
+	if err != nil {
+		return
+	}
+	defer unix.Close(fd)
+	if c.has(pid) {
+		_ = unix.PidfdSendSignal(fd, sig, nil, 0) // ended meanwhile is as good
+	}
+}
+
+// end ends all members: by SIGTERM, after the grace period by SIGKILL.
+func (c crowd) end(grace time.Duration) error {
+	pids := c.members()
+	for _, pid := range pids {
+		c.signal(pid, unix.SIGTERM)
+	}
+	for deadline := time.Now().Add(grace); len(pids) > 0 && time.Now().Before(deadline); pids = c.members() {
+		time.Sleep(5 * time.Millisecond)
+	}
+	for deadline := time.Now().Add(5 * time.Second); len(pids) > 0; pids = c.members() {
+		if time.Now().After(deadline) {
+			return fmt.Errorf("processes %v do not end", pids)
+		}
+		for _, pid := range pids {
+			c.signal(pid, unix.SIGKILL)
+		}
+		time.Sleep(5 * time.Millisecond)
+	}
+	return nil
+}
+
+// nsfsInode identifies the namespace at path; false when there is none (a plain file left by a reboot, for example).
+func nsfsInode(path string) (uint64, bool) {
+	var fs unix.Statfs_t
+	var st unix.Stat_t
+	if unix.Statfs(path, &fs) != nil || fs.Type != unix.NSFS_MAGIC || unix.Stat(path, &st) != nil {
+		return 0, false
+	}
+	return st.Ino, true
+}
+
+// namespacesOf returns the paths of all named namespaces of a lab.
+func namespacesOf(lab string) []string {
+	paths, err := filepath.Glob(filepath.Join(netnsDir, netnsPrefix+lab+".*"))
+	if err != nil {
+		return nil // only for a bad pattern, which no lab's name makes
+	}
+	return paths
+}

@@ -1,0 +1,212 @@
+package lab
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+
+	"golang.org/x/sys/unix"
+)
+
+// What a lab leaves on disk while it stands:
+//
+//	/run/isthmus-lab/.lock           held while labs are made, swept and removed
+//	/run/isthmus-lab/NAME/lock       held by the owner for as long as it lives
+//	/run/isthmus-lab/NAME/lab.json   state, below
+//	/run/isthmus-lab/NAME/CLUSTER/   configuration directory of the cluster's gateway
+//	/run/isthmus-lab/NAME/log/       what the gateways print
+//	/run/netns/isthmus.NAME.HOST     its namespaces
+//
+// An flock ends with the process that holds it however that ends, so an unheld lock is a dead owner.
+const stateDir = "/run/isthmus-lab"
+
+const (
+	lockFile  = "lock"
+	stateFile = "lab.json"
+	logDir    = "log"
+)
+
+// state is what another process needs to use or remove the lab.
+type state struct {
+	Spec       Spec      `json:"spec"`       // complete
+	Persistent bool      `json:"persistent"` // outlives its owner
+	Boot       string    `json:"boot"`       // kernel boot ID: what a lab of an earlier boot was made of is gone
+	Owner      int       `json:"owner"`      // process ID, for messages only
+	Joins      []join    `json:"joins"`
+	Mappings   []mapping `json:"mappings"`
+}
+
+// join is one pair of clusters and the networks under which each sees the other.
+type join struct {
+	A   string `json:"a"`
+	B   string `json:"b"`
+	AtA View   `json:"atA"` // B's networks as A sees them
+	AtB View   `json:"atB"`
+}
+
+// mapping is one address of a cluster's ExternalCIDR that stands for an endpoint outside its pods.
+type mapping struct {
+	Cluster  string     `json:"cluster"`
+	Real     netip.Addr `json:"real"`
+	External netip.Addr `json:"external"`
+}
+
+func dirOf(name string) string { return filepath.Join(stateDir, name) }
+
+// locked runs f while no other process makes, sweeps or removes labs.
+func locked(f func() error) error {
+	unlock, err := lockAll()
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	return f()
+}
+
+func lockAll() (unlock func(), err error) {
+	path := filepath.Join(stateDir, ".lock")
+	for {
+		if err := os.MkdirAll(stateDir, 0o755); err != nil {
+			return nil, err
+		}
+		file, err := os.OpenFile(path, os.O_CREATE|os.O_RDWR, 0o644)
+		if errors.Is(err, fs.ErrNotExist) {
+			continue // the last lab went away in between, and the directory with it
+		}
+		if err != nil {
+			return nil, err
+		}
+		if err := flock(file, unix.LOCK_EX); err != nil {
+			file.Close()
+			return nil, err
+		}
+		// The holder before us may have removed the file that we waited for.
+		if !isFile(file, path) {
+			file.Close()
+			continue
+		}
+		return func() {
+			if entries, err := os.ReadDir(stateDir); err == nil && len(entries) == 1 {
+				os.Remove(path)
+				os.Remove(stateDir)
+			}
+			file.Close()
+		}, nil
+	}
+}
+
+func isFile(file *os.File, path string) bool {
+	have, err := file.Stat()
+	if err != nil {
+		return false
+	}
+	want, err := os.Stat(path)
+	return err == nil && os.SameFile(have, want)
+}
+
+func flock(file *os.File, how int) error {
+	for {
+		err := unix.Flock(int(file.Fd()), how)
+		if err == nil {
+			return nil
+		}
+		if err != unix.EINTR {
+			return &os.PathError{Op: "flock", Path: file.Name(), Err: err}
+		}
+	}
+}
+
+// claim takes the owner's lock of a lab, creating its directory. ErrInUse when a live process holds it.
+func claim(name string) (*os.File, error) {
+	if err := os.MkdirAll(dirOf(name), 0o755); err != nil {
+		return nil, err
+	}
+	file, err := os.OpenFile(filepath.Join(dirOf(name), lockFile), os.O_CREATE|os.O_RDWR, 0o644)
+	if err != nil {
+		return nil, err
+	}
+	if err := flock(file, unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		file.Close()
+		if errors.Is(err, unix.EWOULDBLOCK) {
+			return nil, fmt.Errorf("lab %s: %w", name, ErrInUse)
+		}
+		return nil, err
+	}
+	return file, nil
+}
+
+// names lists all labs of which there is anything, whether alive or not.
+func names() ([]string, error) {
+	var all []string
+	dirs, err := os.ReadDir(stateDir)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return nil, err
+	}
+	for _, d := range dirs {
+		if d.IsDir() {
+			all = append(all, d.Name())
+		}
+	}
+	namespaces, err := filepath.Glob(filepath.Join(netnsDir, netnsPrefix+"*.*"))
+	if err != nil {
+		return nil, err
+	}
+	for _, n := range namespaces {
+		name, _, _ := strings.Cut(strings.TrimPrefix(filepath.Base(n), netnsPrefix), ".")
+		all = append(all, name)
+	}
+	slices.Sort(all)
+	return slices.Compact(all), nil
+}
+
+func readState(name string) (state, error) {
+	var s state
+	data, err := os.ReadFile(filepath.Join(dirOf(name), stateFile))
+	if errors.Is(err, fs.ErrNotExist) {
+		return s, fmt.Errorf("lab %s: %w", name, ErrNotFound)
+	}
+	if err != nil {
+		return s, err
+	}
+	if err := json.Unmarshal(data, &s); err != nil {
+		return s, fmt.Errorf("lab %s: %s: %w", name, stateFile, err)
+	}
+	return s, nil
+}
+
+func (s state) write() error {
+	data, err := json.MarshalIndent(s, "", "  ")
+	if err != nil {
+		return err
+	}
+	return writeFile(filepath.Join(dirOf(s.Spec.Name), stateFile), append(data, '\n'), 0o644)
+}
+
+// writeFile replaces a file in one step, so that who reads it meanwhile sees the old or the new one. The file in the
+// making has a name that no reader of a configuration directory looks at.
+func writeFile(path string, data []byte, perm fs.FileMode) error {
+	part, err := os.CreateTemp(filepath.Dir(path), ".new-*")
+	if err != nil {
+		return err
+	}
+	defer os.Remove(part.Name())
+	_, err = part.Write(data)
+	if err := errors.Join(err, part.Chmod(perm), part.Close()); err != nil {
+		return err
+	}
+	return os.Rename(part.Name(), path)
+}
+
+func bootID() string {
+	id, err := os.ReadFile("/proc/sys/kernel/random/boot_id")
+	if err != nil {
+		return ""
+	}
+	return strings.TrimSpace(string(id))
+}
