@@ -1,0 +1,132 @@
+package datapath
+
+import (
+	"errors"
+	"os"
+	"slices"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// inbound is the scratch of one Write. Writes of several peers run at once, so it
+// comes from a pool.
+type inbound struct {
+	coalescer packet.Coalescer
+	header    [packet.VirtioHeaderLen]byte
+	vector    [][]byte // header, packet, payloads: what one Link.Write takes
+	whole     []byte   // a run put together for the in-process endpoint,
+	segment   []byte   // and one packet of it
+	segmenter packet.Segmenter
+	view      packet.View
+	traffic   traffic
+	now       time.Duration
+	closed    bool
+}
+
+func newInbound(o Options) *inbound {
+	in := &inbound{traffic: traffic{direction: natengine.Inbound}}
+	in.coalescer.UDP = o.CoalesceUDP
+	return in
+}
+
+// Write translates decrypted packets, each at offset of its buffer, and hands
+// them to the link or to the in-process endpoint; it implements tun.Device. All
+// packets of one call came from one peer, in the order given. The buffers are
+// changed, and not kept. Packets that are dropped are counted and are no error;
+// os.ErrClosed means that the link is closed.
+func (d *Device) Write(bufs [][]byte, offset int) (int, error) {
+	in := d.writers.Get().(*inbound)
+	in.now = d.Now()
+	in.closed = false
+	for _, b := range bufs {
+		if err := in.coalescer.Add(b[offset:]); err != nil {
+			d.engine.Count(nil, natengine.Inbound, dropOf(err))
+		}
+	}
+	runs := in.coalescer.Runs()
+	for i := range runs {
+		d.inbound(in, &runs[i])
+	}
+	in.traffic.flush()
+	in.coalescer.Reset()
+	closed := in.closed
+	d.writers.Put(in)
+	if closed {
+		return 0, os.ErrClosed
+	}
+	return len(bufs), nil
+}
+
+// inbound handles one run.
+func (d *Device) inbound(in *inbound, run *packet.Run) {
+	v := d.engine.Inbound(&run.View, in.now)
+	switch v.Action {
+	case natengine.Forward:
+		headers := run.View.PayloadOffset()
+		in.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*headers)
+		d.writeLink(in, v.Peer, run.Header, run.View.Bytes(), run.Tail)
+	case natengine.Deliver:
+		in.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*run.View.PayloadOffset())
+		d.deliver(in, v.Peer, run)
+	default: // discarded and counted by the engine, or held
+		return
+	}
+	for _, p := range v.Released {
+		in.traffic.add(v.Peer, 1, len(p))
+		if v.Action == natengine.Deliver {
+			d.deliverPacket(v.Peer, p)
+		} else {
+			d.writeLink(in, v.Peer, packet.VirtioHeader{}, p, nil)
+		}
+	}
+}
+
+// writeLink writes one packet or superpacket to the link.
+func (d *Device) writeLink(in *inbound, peer *natengine.PeerState, h packet.VirtioHeader, head []byte, tail [][]byte) {
+	h.Encode(in.header[:])
+	in.vector = append(append(in.vector[:0], in.header[:], head), tail...)
+	err := d.link.Write(in.vector)
+	clear(in.vector) // the pool must not keep packets alive
+	if err == nil {
+		return
+	}
+	in.closed = in.closed || errors.Is(err, os.ErrClosed)
+	d.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
+}
+
+// deliver hands a run to the in-process endpoint, packet by packet: its sockets
+// know no superpackets.
+func (d *Device) deliver(in *inbound, peer *natengine.PeerState, run *packet.Run) {
+	if run.Segments == 1 {
+		d.deliverPacket(peer, run.View.Bytes())
+		return
+	}
+	in.whole = append(in.whole[:0], run.View.Bytes()...)
+	for _, b := range run.Tail {
+		in.whole = append(in.whole, b...)
+	}
+	err := in.view.Parse(in.whole, packet.ChecksumPartial)
+	if err == nil {
+		err = in.segmenter.Reset(&in.view, int(run.Header.GSOSize))
+	}
+	if err != nil {
+		d.engine.Count(peer, natengine.Inbound, dropOf(err))
+		return
+	}
+	in.segment = slices.Grow(in.segment[:0], run.View.PayloadOffset()+int(run.Header.GSOSize))
+	for in.segmenter.Remaining() > 0 {
+		n := in.segmenter.Next(in.segment[:cap(in.segment)])
+		d.deliverPacket(peer, in.segment[:n]) // copies
+	}
+}
+
+// deliverPacket hands one packet to the in-process endpoint.
+func (d *Device) deliverPacket(peer *natengine.PeerState, p []byte) {
+	if d.local == nil {
+		d.engine.Count(peer, natengine.Inbound, natengine.DropLocalQueue)
+		return
+	}
+	d.local.deliver(p)
+}

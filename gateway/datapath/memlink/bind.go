@@ -1,0 +1,231 @@
+package memlink
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+)
+
+// bindQueueLen is how many datagrams a Bind holds before it drops, about what a
+// UDP socket with 7 MiB of buffer holds.
+const bindQueueLen = 4096
+
+// Network connects Binds by address. The zero value loses nothing but what
+// overflows a queue.
+type Network struct {
+	// Loss and Reorder are the shares (0 to 1) of WireGuard's data messages that are
+	// lost, and that are held back until the next one to the same receiver has
+	// passed; handshake messages always pass, because their retry takes five
+	// seconds. Seed makes the choice repeatable. Set them before use.
+	Loss, Reorder float64
+	Seed          uint64
+
+	mu    sync.RWMutex
+	binds map[netip.AddrPort]*Bind
+
+	lost, overflowed, reordered atomic.Uint64
+}
+
+// Lost counts the datagrams lost by Loss, Overflowed those that a full queue or
+// a closed receiver cost, Reordered those that were overtaken.
+func (n *Network) Lost() uint64       { return n.lost.Load() }
+func (n *Network) Overflowed() uint64 { return n.overflowed.Load() }
+func (n *Network) Reordered() uint64  { return n.reordered.Load() }
+
+// Bind returns a bind with the given IP address. Its port is the one that
+// wireguard-go opens it with, or 51820 for 0.
+func (n *Network) Bind(addr netip.Addr) *Bind {
+	return &Bind{
+		network: n,
+		addr:    addr,
+		queue:   make(chan *datagram, bindQueueLen),
+		rng:     rand.New(rand.NewPCG(n.Seed, uint64(addr.As16()[15]))),
+	}
+}
+
+// Bind is a UDP socket in memory. It implements conn.Bind.
+type Bind struct {
+	network *Network
+	addr    netip.Addr
+	queue   chan *datagram
+
+	mu     sync.Mutex
+	local  netip.AddrPort
+	closed chan struct{} // nil while not open
+
+	rng  *rand.Rand                   // guarded by mu
+	held map[netip.AddrPort]*datagram // per receiver, guarded by mu
+}
+
+type datagram struct {
+	from conn.Endpoint
+	n    int
+	b    [2048]byte
+	big  []byte // used when b is too small
+}
+
+func (d *datagram) bytes() []byte {
+	if d.big != nil {
+		return d.big
+	}
+	return d.b[:d.n]
+}
+
+var datagrams = sync.Pool{New: func() any { return new(datagram) }}
+
+// Open implements conn.Bind.
+func (b *Bind) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
+	if port == 0 {
+		port = 51820
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed != nil {
+		return nil, 0, conn.ErrBindAlreadyOpen
+	}
+	local := netip.AddrPortFrom(b.addr, port)
+	n := b.network
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	if n.binds[local] != nil {
+		return nil, 0, fmt.Errorf("%s is in use", local)
+	}
+	if n.binds == nil {
+		n.binds = make(map[netip.AddrPort]*Bind)
+	}
+	n.binds[local] = b
+	b.local, b.held = local, make(map[netip.AddrPort]*datagram)
+	closed := make(chan struct{})
+	b.closed = closed
+	receive := func(bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
+		select {
+		case <-closed:
+			return 0, net.ErrClosed
+		case d := <-b.queue:
+			i := 0
+			for {
+				sizes[i], eps[i] = copy(bufs[i], d.bytes()), d.from
+				d.big = nil
+				datagrams.Put(d)
+				if i++; i == len(bufs) {
+					return i, nil
+				}
+				select {
+				case d = <-b.queue:
+				default:
+					return i, nil
+				}
+			}
+		}
+	}
+	return []conn.ReceiveFunc{receive}, port, nil
+}
+
+// Close implements conn.Bind.
+func (b *Bind) Close() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed == nil {
+		return nil
+	}
+	b.network.mu.Lock()
+	delete(b.network.binds, b.local)
+	b.network.mu.Unlock()
+	close(b.closed)
+	b.closed = nil
+	return nil
+}
+
+// SetMark implements conn.Bind.
+func (b *Bind) SetMark(uint32) error { return nil }
+
+// BatchSize implements conn.Bind.
+func (b *Bind) BatchSize() int { return conn.IdealBatchSize }
+
+// ParseEndpoint implements conn.Bind.
+func (b *Bind) ParseEndpoint(s string) (conn.Endpoint, error) {
+	ap, err := netip.ParseAddrPort(s)
+	if err != nil {
+		return nil, err
+	}
+	return Endpoint{ap}, nil
+}
+
+// Send implements conn.Bind. It never waits.
+func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
+	to, ok := ep.(Endpoint)
+	if !ok {
+		return conn.ErrWrongEndpointType
+	}
+	n := b.network
+	n.mu.RLock()
+	peer := n.binds[to.AddrPort]
+	n.mu.RUnlock()
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.closed == nil {
+		return net.ErrClosed
+	}
+	if peer == nil {
+		n.overflowed.Add(uint64(len(bufs)))
+		return nil
+	}
+	for _, p := range bufs {
+		data := len(p) > 0 && p[0] == device.MessageTransportType
+		if data && n.Loss > 0 && b.rng.Float64() < n.Loss {
+			n.lost.Add(1)
+			continue
+		}
+		d := datagrams.Get().(*datagram)
+		if d.from, d.n = (Endpoint{b.local}), len(p); len(p) > len(d.b) {
+			d.big = append([]byte(nil), p...)
+		} else {
+			copy(d.b[:], p)
+		}
+		held := b.held[to.AddrPort]
+		if held == nil && data && n.Reorder > 0 && b.rng.Float64() < n.Reorder {
+			b.held[to.AddrPort] = d
+			n.reordered.Add(1)
+			continue
+		}
+		peer.enqueue(d)
+		if held != nil {
+			delete(b.held, to.AddrPort)
+			peer.enqueue(held)
+		}
+	}
+	return nil
+}
+
+// enqueue takes no lock: two binds that send to each other would lock each other
+// out.
+func (b *Bind) enqueue(d *datagram) {
+	select {
+	case b.queue <- d:
+	default:
+		b.network.overflowed.Add(1)
+		d.big = nil
+		datagrams.Put(d)
+	}
+}
+
+// Endpoint is an address in a Network.
+type Endpoint struct{ netip.AddrPort }
+
+func (e Endpoint) ClearSrc()           {}
+func (e Endpoint) SrcToString() string { return "" }
+func (e Endpoint) SrcIP() netip.Addr   { return netip.Addr{} }
+func (e Endpoint) DstIP() netip.Addr   { return e.Addr() }
+func (e Endpoint) DstToString() string { return e.String() }
+func (e Endpoint) DstToBytes() []byte  { b, _ := e.MarshalBinary(); return b }
+
+var (
+	_ conn.Bind     = (*Bind)(nil)
+	_ conn.Endpoint = Endpoint{}
+)

@@ -1,0 +1,159 @@
+// Package memlink puts the gateway's data path between hosts and a network that
+// are memory: tests need no kernel, no privileges and no real addresses.
+//
+//	Host (gVisor) ⇄ Link (a TUN) ⇄ datapath ⇄ wireguard-go ⇄ Bind ⇄ Bind ⇄ …
+//
+// A Link behaves as a Linux TUN with virtio-net header and offloads does: it
+// drops what does not fit its queue, and what is written to it is handled before
+// Write returns.
+package memlink
+
+import (
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// queueLen is the default txqueuelen of a Linux TUN (drivers/net/tun.c,
+// TUN_READQ_SIZE).
+const queueLen = 500
+
+// maxPacket is the largest packet with its virtio header.
+const maxPacket = packet.VirtioHeaderLen + 65535
+
+// Link is a TUN in memory. It implements datapath.Link.
+type Link struct {
+	name    string
+	mtu     atomic.Int64
+	receive atomic.Pointer[func(bufs [][]byte) error]
+
+	queue  chan []byte // from the host to the gateway; the elements come from buffers
+	woken  chan struct{}
+	closed chan struct{}
+	once   sync.Once
+
+	dropped atomic.Uint64
+	buffers sync.Pool
+}
+
+var _ datapath.Link = (*Link)(nil)
+
+// NewLink returns a link whose host side is silent: Inject sends to the gateway,
+// OnReceive takes what the gateway writes. mtu is in octets.
+func NewLink(name string, mtu int) *Link {
+	l := &Link{
+		name:   name,
+		queue:  make(chan []byte, queueLen),
+		woken:  make(chan struct{}, 1),
+		closed: make(chan struct{}),
+	}
+	l.mtu.Store(int64(mtu))
+	l.buffers.New = func() any { b := make([]byte, 0, maxPacket); return &b }
+	return l
+}
+
+// Inject sends one packet from the host to the gateway: the concatenation of
+// bufs, virtio header first. It copies bufs. It never waits: like a TUN it drops
+// the packet when the queue is full, counts it, and says false.
+func (l *Link) Inject(bufs ...[]byte) bool {
+	b := (*l.buffers.Get().(*[]byte))[:0]
+	for _, part := range bufs {
+		b = append(b, part...)
+	}
+	select {
+	case <-l.closed:
+		return false
+	default:
+	}
+	select {
+	case l.queue <- b:
+		return true
+	default:
+		l.dropped.Add(1)
+		l.buffers.Put(&b)
+		return false
+	}
+}
+
+// Dropped counts the packets that Inject found no place for.
+func (l *Link) Dropped() uint64 { return l.dropped.Load() }
+
+// OnReceive sets the function that takes packets from the gateway, on the
+// goroutine that writes them; several may at once. bufs, virtio header first, is
+// borrowed until f returns. Without one, packets vanish.
+func (l *Link) OnReceive(f func(bufs [][]byte) error) { l.receive.Store(&f) }
+
+// Read implements datapath.Link.
+func (l *Link) Read(p []byte, wait bool) (int, error) {
+	select {
+	case <-l.closed:
+		return 0, os.ErrClosed
+	default:
+	}
+	select {
+	case b := <-l.queue:
+		return l.take(p, b)
+	default:
+	}
+	if !wait {
+		return 0, datapath.ErrAgain
+	}
+	select {
+	case b := <-l.queue:
+		return l.take(p, b)
+	case <-l.woken:
+		return 0, datapath.ErrWoken
+	case <-l.closed:
+		return 0, os.ErrClosed
+	}
+}
+
+func (l *Link) take(p, b []byte) (int, error) {
+	n := copy(p, b)
+	short := n < len(b)
+	l.buffers.Put(&b)
+	if short {
+		return 0, fmt.Errorf("link %s: packet of %d octets for a buffer of %d", l.name, len(b), len(p))
+	}
+	return n, nil
+}
+
+// Wake implements datapath.Link.
+func (l *Link) Wake() {
+	select {
+	case l.woken <- struct{}{}:
+	default:
+	}
+}
+
+// Write implements datapath.Link.
+func (l *Link) Write(bufs [][]byte) error {
+	select {
+	case <-l.closed:
+		return os.ErrClosed
+	default:
+	}
+	if f := l.receive.Load(); f != nil {
+		return (*f)(bufs)
+	}
+	return nil
+}
+
+// Name implements datapath.Link.
+func (l *Link) Name() string { return l.name }
+
+// MTU implements datapath.Link.
+func (l *Link) MTU() int { return int(l.mtu.Load()) }
+
+// SetMTU changes the MTU.
+func (l *Link) SetMTU(mtu int) { l.mtu.Store(int64(mtu)) }
+
+// Close implements datapath.Link.
+func (l *Link) Close() error {
+	l.once.Do(func() { close(l.closed) })
+	return nil
+}

@@ -1,0 +1,234 @@
+package datapath
+
+import (
+	"errors"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+const (
+	// scratchLen holds the largest packet. Its header is at an offset that puts
+	// the packet on a 16-octet boundary.
+	scratchPad = 16 - packet.VirtioHeaderLen
+	scratchLen = scratchPad + packet.VirtioHeaderLen + 65535
+
+	// messageTail is what a transport needs behind a packet: up to 15 octets of
+	// padding and the 16 of the Poly1305 tag.
+	messageTail = 15 + 16
+
+	// localBurst is how many packets of the in-process endpoint go before those of
+	// the link in one batch.
+	localBurst = 32
+)
+
+// outbound is the scratch of the one goroutine that reads.
+type outbound struct {
+	scratch   []byte // a packet of the link, virtio header first
+	header    packet.VirtioHeader
+	view      packet.View
+	segmenter packet.Segmenter // what of the last superpacket did not fit the batch; reads scratch
+	released  [][]byte         // fragments that did not fit the batch
+	traffic   traffic
+	now       time.Duration
+}
+
+func newOutbound() outbound {
+	return outbound{
+		scratch: make([]byte, scratchLen)[scratchPad:],
+		traffic: traffic{direction: natengine.Outbound},
+	}
+}
+
+// batch is the buffers of one Read, all of one length, and how many are full.
+type batch struct {
+	bufs   [][]byte
+	sizes  []int
+	offset int
+	n      int
+}
+
+func (b *batch) full() bool { return b.n == len(b.bufs) }
+
+// room is the largest packet that a buffer takes.
+func (b *batch) room() int { return len(b.bufs[0]) - b.offset - messageTail }
+
+// next is the place of the next packet; the caller writes it and calls done.
+func (b *batch) next() []byte { return b.bufs[b.n][b.offset:] }
+
+func (b *batch) done(size int) {
+	b.sizes[b.n] = size
+	b.n++
+}
+
+// Read fills bufs with translated packets, each whole, with complete checksums
+// and at most as large as the link's MTU, and implements tun.Device. It waits for
+// the first packet only. A superpacket ends the batch, because it is work for a
+// whole batch by itself; single packets are collected until the link has no more,
+// so that they too travel in batches. A superpacket of more segments than there
+// are buffers goes on in the next Read.
+//
+// All buffers are of one length, in every Read, with 31 octets to spare behind the
+// largest packet. The only error is the end of the link, os.ErrClosed after Close.
+func (d *Device) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
+	o := &d.out
+	b := batch{bufs: bufs, sizes: sizes, offset: offset}
+	o.now = d.Now()
+	d.readKept(&b)
+	d.readLocal(&b)
+	var err error
+	for !b.full() {
+		waited := b.n == 0
+		var n int
+		if n, err = d.link.Read(o.scratch, waited); err != nil {
+			if errors.Is(err, ErrWoken) {
+				err = nil
+				o.now = d.Now()
+				d.readLocal(&b)
+				continue
+			}
+			if errors.Is(err, ErrAgain) {
+				err = nil
+			}
+			break
+		}
+		if waited {
+			o.now = d.Now()
+		}
+		if d.outbound(&b, o.scratch[:n]) {
+			break
+		}
+	}
+	o.traffic.flush()
+	return b.n, err
+}
+
+// readKept hands on what the batch before had no place for.
+func (d *Device) readKept(b *batch) {
+	o := &d.out
+	for o.segmenter.Remaining() > 0 && !b.full() {
+		b.done(o.segmenter.Next(b.next()))
+	}
+	if len(o.released) > 0 {
+		d.readReleased(b)
+	}
+}
+
+// readReleased hands on fragments that the engine had held.
+func (d *Device) readReleased(b *batch) {
+	o := &d.out
+	i := 0
+	for ; i < len(o.released) && !b.full(); i++ {
+		b.done(copy(b.next(), o.released[i]))
+	}
+	rest := copy(o.released, o.released[i:])
+	clear(o.released[rest:])
+	o.released = o.released[:rest]
+}
+
+// readLocal hands on packets of the in-process endpoint. When it leaves some in
+// the queue, the batch is not empty, so that Read will not wait.
+func (d *Device) readLocal(b *batch) {
+	if d.local == nil {
+		return
+	}
+	o := &d.out
+	if o.segmenter.Remaining() > 0 {
+		return // scratch still belongs to a superpacket, and the batch is full
+	}
+	for first := b.n; !b.full() && b.n-first < localBurst; {
+		n := d.local.next(o.scratch)
+		if n == 0 {
+			return
+		}
+		if err := o.view.Parse(o.scratch[:n], packet.ChecksumComplete); err != nil {
+			d.engine.Count(nil, natengine.Outbound, dropOf(err))
+			continue
+		}
+		d.translate(b, 0, true)
+	}
+}
+
+// outbound handles one packet of the link. It says whether that was a superpacket.
+func (d *Device) outbound(b *batch, p []byte) bool {
+	o := &d.out
+	if err := o.header.Decode(p); err != nil {
+		d.engine.Count(nil, natengine.Outbound, natengine.DropVirtioHeader)
+		return false
+	}
+	if err := o.view.Parse(p[packet.VirtioHeaderLen:], o.header.ChecksumState()); err != nil {
+		d.engine.Count(nil, natengine.Outbound, dropOf(err))
+		return false
+	}
+	gsoSize, err := o.header.Validate(&o.view)
+	if err != nil {
+		d.engine.Count(nil, natengine.Outbound, natengine.DropVirtioHeader)
+		return false
+	}
+	d.translate(b, gsoSize, false)
+	return gsoSize > 0
+}
+
+// translate gives the parsed packet to the engine and does what it says. local
+// says that the packet is the in-process endpoint's, which may talk to a peer that
+// counts as down: its packets are how the peer is found to be back.
+func (d *Device) translate(b *batch, gsoSize int, local bool) {
+	o := &d.out
+	v := d.engine.Outbound(&o.view, o.now)
+	if v.Action != natengine.Forward {
+		return // discarded and counted by the engine, or held
+	}
+	if v.Peer.Down() && !local {
+		for range 1 + len(v.Released) {
+			d.engine.Count(v.Peer, natengine.Outbound, natengine.DropPeerDown)
+		}
+		return
+	}
+	d.forward(b, gsoSize, v.Peer)
+	if len(v.Released) > 0 {
+		d.release(b, v)
+	}
+}
+
+// release hands on the fragments that the packet before them has set free.
+func (d *Device) release(b *batch, v natengine.Verdict) {
+	o := &d.out
+	for _, p := range v.Released {
+		if len(p) > b.room() {
+			d.engine.Count(v.Peer, natengine.Outbound, natengine.DropTooBig)
+			continue
+		}
+		o.released = append(o.released, p)
+		o.traffic.add(v.Peer, 1, len(p))
+	}
+	d.readReleased(b)
+}
+
+// forward puts the translated packet or its segments into the batch.
+func (d *Device) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
+	o := &d.out
+	if gsoSize == 0 {
+		o.view.CompleteChecksum()
+		p := o.view.Bytes()
+		if len(p) > b.room() {
+			d.engine.Count(peer, natengine.Outbound, natengine.DropTooBig)
+			return
+		}
+		b.done(copy(b.next(), p))
+		o.traffic.add(peer, 1, len(p))
+		return
+	}
+	headers := o.view.PayloadOffset()
+	if headers+gsoSize > b.room() {
+		d.engine.Count(peer, natengine.Outbound, natengine.DropTooBig)
+		return
+	}
+	if err := o.segmenter.Reset(&o.view, gsoSize); err != nil {
+		d.engine.Count(peer, natengine.Outbound, natengine.DropVirtioHeader)
+		return
+	}
+	segments := o.segmenter.Remaining()
+	o.traffic.add(peer, segments, o.view.Len()+(segments-1)*headers)
+	d.readKept(b)
+}

@@ -1,0 +1,373 @@
+// Package tun opens a Linux TUN interface that carries superpackets.
+//
+//	kernel ── ndo_start_xmit ──► queue ── read(2) ──► Device.Read ──► datapath
+//	kernel ◄─ netif_rx ◄──────── writev(2) ◄───────── Device.Write ◄─ datapath
+//
+// The descriptor is opened with IFF_VNET_HDR: each packet has a legacy
+// virtio-net header of ten octets in front (drivers/net/tun.c,
+// include/linux/virtio_net.h). With the offloads on, the kernel hands over TCP
+// superpackets of up to 64 KiB whose checksum holds the pseudo-header sum alone,
+// and takes such packets back. hdr_len of that header is not to be trusted on
+// forwarded traffic; package packet recomputes it.
+//
+// Waiting is done by the runtime's poller, never in poll(2): a blocking system
+// call holds one of the scheduler's processors until the monitor thread takes it
+// away.
+package tun
+
+import (
+	"errors"
+	"fmt"
+	"os"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// clonePath is where the kernel offers TUN interfaces.
+const clonePath = "/dev/net/tun"
+
+// maxIOVecs is UIO_MAXIOV (include/uapi/linux/uio.h): writev(2) takes no more.
+const maxIOVecs = 1024
+
+// What Open could not get; use errors.Is. The text names the remedy.
+var (
+	// ErrNoTUN: /dev/net/tun is missing or has no driver behind it.
+	ErrNoTUN = errors.New("no TUN driver: " + clonePath + " is missing (load the module tun, or mount the device into the container)")
+	// ErrOpenDenied: the process may not open /dev/net/tun.
+	ErrOpenDenied = errors.New("opening " + clonePath + " is not permitted (the container's device rules must allow c 10:200 rwm)")
+	// ErrNetAdmin: the process opened the device but may not make an interface.
+	ErrNetAdmin = errors.New("making a TUN interface is not permitted (CAP_NET_ADMIN in the user namespace that owns the network namespace is missing)")
+)
+
+// Options choose what Open asks of the kernel. The zero value is the default.
+type Options struct {
+	// USO lets the kernel hand over UDP superpackets (UDP_SEGMENT of a local or
+	// forwarded sender; Linux 6.2 and later). It is off by default because UDP
+	// offloads behind a TUN have broken VXLAN elsewhere.
+	USO bool
+	// NoOffload asks for no offload at all: each packet then comes alone and with
+	// a complete checksum. It is the switch for a kernel whose offloads misbehave.
+	NoOffload bool
+}
+
+// Offloads says which kinds of unfinished packets the kernel hands over. The
+// kernel takes superpackets from Write whatever is set here.
+type Offloads struct {
+	Checksum   bool // TUN_F_CSUM: transport checksum left partial
+	TSO4, TSO6 bool // TUN_F_TSO4, TUN_F_TSO6: TCP superpackets
+	USO4, USO6 bool // TUN_F_USO4, TUN_F_USO6: UDP superpackets (Linux 6.2)
+}
+
+// Device is a TUN interface. It implements datapath.Link: one reader, any number
+// of concurrent writers.
+type Device struct {
+	name     string
+	file     *os.File
+	raw      syscall.RawConn
+	control  *controlSocket
+	offloads Offloads
+
+	woken  atomic.Bool // a Wake is on its way to the reader
+	closed atomic.Bool
+
+	// State of the one reader. The callbacks are made once, because a closure per
+	// call would be an allocation per packet.
+	readBuf   []byte
+	readN     int
+	readErrno unix.Errno
+	readWait  func(fd uintptr) bool
+	readOnce  func(fd uintptr)
+
+	writers sync.Pool // of *writer
+}
+
+var _ datapath.Link = (*Device)(nil)
+
+// Open makes the interface name (at most 15 octets; a "%d" in it is replaced by
+// the kernel) with the given MTU in octets in the network namespace of the
+// calling thread, where it and its control socket stay whatever thread is used
+// later. The interface goes away with Close. It is not brought up.
+func Open(name string, mtu int) (*Device, error) {
+	return OpenWith(name, mtu, Options{})
+}
+
+// OpenWith is Open with options.
+func OpenWith(name string, mtu int, o Options) (*Device, error) {
+	d, err := open(name, mtu, o)
+	if err != nil {
+		return nil, fmt.Errorf("tun %s: %w", name, err)
+	}
+	return d, nil
+}
+
+func open(name string, mtu int, o Options) (*Device, error) {
+	ifr, err := unix.NewIfreq(name)
+	if err != nil {
+		return nil, fmt.Errorf("interface name of %d octets, at most %d fit: %w", len(name), unix.IFNAMSIZ-1, err)
+	}
+	fd, err := unix.Open(clonePath, unix.O_RDWR|unix.O_CLOEXEC|unix.O_NONBLOCK, 0)
+	if err != nil {
+		return nil, openError(err)
+	}
+	ifr.SetUint16(unix.IFF_TUN | unix.IFF_NO_PI | unix.IFF_VNET_HDR)
+	if err := unix.IoctlIfreq(fd, unix.TUNSETIFF, ifr); err != nil {
+		unix.Close(fd)
+		return nil, setIffError(err)
+	}
+	// A persistent interface may have kept another header length from its last owner.
+	if err := unix.IoctlSetPointerInt(fd, unix.TUNSETVNETHDRSZ, packet.VirtioHeaderLen); err != nil {
+		unix.Close(fd)
+		return nil, fmt.Errorf("TUNSETVNETHDRSZ %d: %w", packet.VirtioHeaderLen, err)
+	}
+	offloads, err := probeOffloads(fd, o)
+	if err != nil {
+		unix.Close(fd)
+		return nil, err
+	}
+	control, err := newControlSocket(ifr.Name())
+	if err != nil {
+		unix.Close(fd)
+		return nil, err
+	}
+	if err := control.setMTU(mtu); err != nil {
+		control.close()
+		unix.Close(fd)
+		return nil, err
+	}
+
+	// Only now may the descriptor enter the poller: before TUNSETIFF it reports an
+	// error condition.
+	file := os.NewFile(uintptr(fd), clonePath)
+	raw, err := file.SyscallConn()
+	if err == nil {
+		err = file.SetReadDeadline(time.Time{}) // proves that the poller has taken it
+	}
+	if err != nil {
+		control.close()
+		file.Close()
+		return nil, fmt.Errorf("runtime poller: %w", err)
+	}
+	d := &Device{name: ifr.Name(), file: file, raw: raw, control: control, offloads: offloads}
+	d.readWait = func(fd uintptr) bool {
+		// The poller is edge triggered and forgets the edge when a wait starts, so
+		// the read has to be tried here, after each wake-up and before each wait.
+		d.read(fd)
+		return d.readErrno != unix.EAGAIN
+	}
+	d.readOnce = d.read
+	d.writers.New = func() any { return newWriter() }
+	return d, nil
+}
+
+// openError explains why /dev/net/tun did not open.
+func openError(err error) error {
+	switch {
+	case errors.Is(err, unix.ENOENT), errors.Is(err, unix.ENODEV), errors.Is(err, unix.ENXIO), errors.Is(err, unix.ENOTDIR):
+		return fmt.Errorf("%w: %w", ErrNoTUN, err)
+	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
+		return fmt.Errorf("%w: %w", ErrOpenDenied, err)
+	}
+	return fmt.Errorf("open %s: %w", clonePath, err)
+}
+
+// setIffError explains why TUNSETIFF did not make the interface.
+func setIffError(err error) error {
+	switch {
+	case errors.Is(err, unix.EPERM):
+		return fmt.Errorf("%w: %w", ErrNetAdmin, err)
+	case errors.Is(err, unix.EBUSY):
+		return fmt.Errorf("TUNSETIFF: another process has the interface open: %w", err)
+	}
+	return fmt.Errorf("TUNSETIFF: %w", err)
+}
+
+// probeOffloads switches on the most that the kernel accepts. TUN_F_TSO_ECN is
+// left out: the kernel then segments flows in congestion (CWR in the first
+// segment only) itself.
+func probeOffloads(fd int, o Options) (Offloads, error) {
+	const tcp = unix.TUN_F_CSUM | unix.TUN_F_TSO4 | unix.TUN_F_TSO6
+	type attempt struct {
+		flags int
+		means Offloads
+	}
+	attempts := []attempt{
+		{tcp | unix.TUN_F_USO4 | unix.TUN_F_USO6, Offloads{true, true, true, true, true}},
+		{tcp, Offloads{Checksum: true, TSO4: true, TSO6: true}},
+		{unix.TUN_F_CSUM, Offloads{Checksum: true}},
+		{0, Offloads{}},
+	}
+	switch {
+	case o.NoOffload:
+		attempts = attempts[3:]
+	case !o.USO:
+		attempts = attempts[1:]
+	}
+	var err error
+	for _, a := range attempts {
+		if err = unix.IoctlSetInt(fd, unix.TUNSETOFFLOAD, a.flags); err == nil {
+			return a.means, nil
+		}
+	}
+	return Offloads{}, fmt.Errorf("TUNSETOFFLOAD: %w", err)
+}
+
+// Read reads one packet, virtio header first, into p; see datapath.Link. Only
+// one goroutine may read.
+func (d *Device) Read(p []byte, wait bool) (int, error) {
+	if len(p) == 0 {
+		return 0, fmt.Errorf("tun %s: read: %w", d.name, unix.EINVAL)
+	}
+	d.readBuf = p
+	var err error
+	if wait {
+		err = d.raw.Read(d.readWait)
+	} else {
+		// Not through the poller: a deadline that Wake has set must neither hide a
+		// packet nor be used up by a read that would not have waited.
+		err = d.raw.Control(d.readOnce)
+	}
+	d.readBuf = nil
+	switch {
+	case err == nil && d.readErrno == 0:
+		return d.readN, nil
+	case d.closed.Load():
+		return 0, os.ErrClosed
+	case errors.Is(err, os.ErrDeadlineExceeded):
+		// This order loses no wake-up: a Wake before the Store has published its work
+		// already, which the caller now looks for; a Wake after it sets a new deadline.
+		if err := d.file.SetReadDeadline(time.Time{}); err != nil {
+			if d.closed.Load() {
+				return 0, os.ErrClosed
+			}
+			return 0, fmt.Errorf("tun %s: clear deadline: %w", d.name, err)
+		}
+		d.woken.Store(false)
+		return 0, datapath.ErrWoken
+	case err != nil:
+		return 0, fmt.Errorf("tun %s: read: %w", d.name, err)
+	case d.readErrno == unix.EAGAIN:
+		return 0, datapath.ErrAgain
+	}
+	return 0, fmt.Errorf("tun %s: read: %w", d.name, d.readErrno) // EBADFD: the interface was deleted
+}
+
+// read is one nonblocking read(2). The raw system call is right here since it
+// cannot block: it spares the scheduler two bookkeeping steps per packet.
+func (d *Device) read(fd uintptr) {
+	for {
+		n, _, errno := unix.RawSyscall(unix.SYS_READ, fd, uintptr(unsafe.Pointer(&d.readBuf[0])), uintptr(len(d.readBuf)))
+		if errno != unix.EINTR {
+			d.readN, d.readErrno = int(n), errno
+			return
+		}
+	}
+}
+
+// Wake ends a waiting Read with ErrWoken; see datapath.Link.
+func (d *Device) Wake() {
+	if !d.woken.Swap(true) {
+		// The only error is a closed file, and then Read has ended anyway.
+		_ = d.file.SetReadDeadline(time.Unix(1, 0))
+	}
+}
+
+// writer is the scratch of one Write: the vector and the callback that uses it.
+type writer struct {
+	iovecs []unix.Iovec
+	n      int
+	errno  unix.Errno
+	writev func(fd uintptr)
+}
+
+func newWriter() *writer {
+	w := &writer{iovecs: make([]unix.Iovec, 0, 130)} // wireguard's largest batch in one run, its header, its first packet
+	w.writev = func(fd uintptr) {
+		for {
+			n, _, errno := unix.RawSyscall(unix.SYS_WRITEV, fd, uintptr(unsafe.Pointer(&w.iovecs[0])), uintptr(len(w.iovecs)))
+			if errno != unix.EINTR {
+				w.n, w.errno = int(n), errno
+				return
+			}
+		}
+	}
+	return w
+}
+
+// Write gives the kernel one packet by one writev(2); see datapath.Link. The
+// kernel handles it to the end of its own receive path before Write returns.
+// EINVAL means a virtio header that does not suit the packet, EIO an interface
+// that is down.
+func (d *Device) Write(bufs [][]byte) error {
+	w := d.writers.Get().(*writer)
+	defer d.writers.Put(w)
+	iovecs, total := w.iovecs[:0], 0
+	for _, b := range bufs {
+		if len(b) == 0 {
+			continue
+		}
+		v := unix.Iovec{Base: &b[0]}
+		v.SetLen(len(b))
+		iovecs = append(iovecs, v)
+		total += len(b)
+	}
+	if len(iovecs) == 0 || len(iovecs) > maxIOVecs {
+		return unix.EINVAL
+	}
+	w.iovecs = iovecs
+	// Control, not RawConn.Write: that one holds a lock for the whole call, and
+	// there is one writing goroutine per peer.
+	err := d.raw.Control(w.writev)
+	clear(iovecs) // the pool must not keep packets alive
+	switch {
+	case err != nil && d.closed.Load():
+		return os.ErrClosed
+	case err != nil:
+		return err
+	case w.errno != 0:
+		return w.errno
+	case w.n != total:
+		return unix.EMSGSIZE // the kernel has cut the packet
+	}
+	return nil
+}
+
+// Name is the interface name at the time of Open.
+func (d *Device) Name() string { return d.name }
+
+// Offloads says what the probe at Open has switched on.
+func (d *Device) Offloads() Offloads { return d.offloads }
+
+// MTU asks the kernel for the interface's MTU in octets; 0 when the interface is
+// gone.
+func (d *Device) MTU() int {
+	mtu, err := d.control.mtu()
+	if err != nil {
+		return 0
+	}
+	return mtu
+}
+
+// SetMTU sets the interface's MTU in octets (68 to 65521, drivers/net/tun.c).
+func (d *Device) SetMTU(mtu int) error {
+	if err := d.control.setMTU(mtu); err != nil {
+		return fmt.Errorf("tun %s: %w", d.name, err)
+	}
+	return nil
+}
+
+// Close removes the interface unless it is persistent, and ends Read and Write
+// with os.ErrClosed. Further calls do nothing.
+func (d *Device) Close() error {
+	if d.closed.Swap(true) {
+		return nil
+	}
+	return errors.Join(d.file.Close(), d.control.close())
+}
