@@ -1,0 +1,29 @@
+// Package v1alpha1 holds the kinds of the API group net.liqo.io/v1alpha1:
+// NetworkConfig, TunnelEndpoint, NatMapping and IpamStorage.
+//
+// The group belongs to Liqo. Names, JSON fields, defaults and printer columns
+// are those of Liqo v0.9.4 (and of v0.6 to v0.10, which exchange the same
+// NetworkConfig), so that a cluster that runs Liqo and one that runs Isthmus
+// can be peered, and so that `kubectl get -o yaml` of one is input for the
+// other. Its oddities stay in this package: the literal "None" where a network
+// is not remapped, decimal ports in strings, and "backend_config" in snake
+// case. Package fabric turns them into typed values.
+//
+//	NetworkConfig (ours) ──replicated──► peer     peer answers in the status
+//	NetworkConfig (peer's) ◄─replicated── peer    we answer in the status
+//	        └── both, answered ──► TunnelEndpoint ──► gateway, route agents
+//	                               NatMapping     ──► gateway
+//	IpamStorage: which networks were given to whom
+//
+// What is new against Liqo: the schemas validate. Liqo's only demand that
+// fields are present; ours refuse what no gateway could carry out, because a
+// NetworkConfig is written by the peer. Everything that a real Liqo writes
+// passes. IPv6 passes too, although Liqo's own networks are IPv4. And
+// status.conditions exists in the kinds that have a status, where Liqo has
+// none; it is omitted when empty.
+//
+// +kubebuilder:object:generate=true
+// +groupName=net.liqo.io
+package v1alpha1
+
+//go:generate go -C ../../.. tool -modfile=internal/tools/go.mod controller-gen object crd paths=./apis/net/v1alpha1 output:crd:dir=deploy/crds

@@ -1,0 +1,98 @@
+package v1alpha1
+
+// None stands in a NAT field for "this network is not remapped". It has to be
+// spelled out: a Liqo gateway rejects a TunnelEndpoint whose NAT field is
+// empty, and copies what it finds in the status of a NetworkConfig unmodified.
+const None = "None"
+
+// BackendWireGuard is the only backendType there is.
+const BackendWireGuard = "wireguard"
+
+// Keys of backend_config and of status.connection.peerConfiguration.
+const (
+	// ConfigPublicKey holds a WireGuard public key, base64 of 32 octets.
+	ConfigPublicKey = "publicKey"
+	// ConfigPort holds the UDP port of the gateway, decimal.
+	ConfigPort = "port"
+	// ConfigEndpointIP holds the address that the endpoint resolved to
+	// (peerConfiguration only).
+	ConfigEndpointIP = "endpointIP"
+	// ConfigAllowedIPs holds PodCIDR and ExternalCIDR of the peer as seen
+	// here, separated by a comma and a blank (peerConfiguration only).
+	ConfigAllowedIPs = "allowedIPs"
+)
+
+// Labels of NetworkConfigs. The original lies in the cluster it describes, the
+// copy in the cluster it is addressed to.
+const (
+	// LabelReplication is "true" on an original, which is to be replicated,
+	// and "false" on a copy.
+	LabelReplication = "liqo.io/replication"
+	// LabelRemoteID is the clusterID of the receiver, on both.
+	LabelRemoteID = "liqo.io/remoteID"
+	// LabelOriginID is the clusterID of the sender, on the copy only.
+	LabelOriginID = "liqo.io/originID"
+	// LabelReplicated is "true" on the copy only.
+	LabelReplicated = "liqo.io/replicated"
+	// LabelOwnership is OwnershipNetworkConfigCreator on the original; the
+	// replicator removes it from the copy.
+	LabelOwnership = "liqo.io/ownership"
+	// OwnershipNetworkConfigCreator is the value of LabelOwnership.
+	OwnershipNetworkConfigCreator = "netcfgCreator"
+)
+
+// Labels of the other objects of the network fabric.
+const (
+	// LabelClusterID is the clusterID of the peer, on TunnelEndpoints and
+	// NatMappings. Other components of Liqo find the TunnelEndpoint by it.
+	LabelClusterID = "clusterID"
+	// LabelNatMapping is "true" on NatMappings.
+	LabelNatMapping = "net.liqo.io/natmapping"
+	// LabelIpamStorage is "true" on the IpamStorage.
+	LabelIpamStorage = "net.liqo.io/ipamstorage"
+	// LabelKey is "wireguard" on the Secret with the key of the gateways.
+	LabelKey = "net.liqo.io/key"
+	// LabelGateway is "true" on the Service of the gateway, and GatewayActive
+	// or GatewayStandby on its Pods.
+	LabelGateway = "net.liqo.io/gateway"
+	// GatewayActive marks the Pod that the Service selects.
+	GatewayActive = "active"
+	// GatewayStandby marks the Pods that wait.
+	GatewayStandby = "standby"
+	// LabelShadowPod is "true" on Pods that run in another cluster.
+	LabelShadowPod = "liqo.io/shadowPod"
+)
+
+// Annotations.
+const (
+	// AnnotationGatewayNodeIP, on the Service of the gateway, is the address
+	// of the node where the active gateway runs.
+	AnnotationGatewayNodeIP = "net.liqo.io/gatewayNodeIP"
+	// AnnotationOverrideAddress, on the Service of the gateway, replaces the
+	// address that is published to peers.
+	AnnotationOverrideAddress = "liqo.io/override-address"
+	// AnnotationOverridePort, on the Service of the gateway, replaces the
+	// port that is published to peers.
+	AnnotationOverridePort = "liqo.io/override-port"
+	// AnnotationVXLANMAC, on the Pods of the route agent, is the MAC address
+	// of the overlay device of their node.
+	AnnotationVXLANMAC = "net.liqo.io/vxlan.mac.address"
+)
+
+// Finalizers.
+const (
+	// FinalizerReplicator is set on original NetworkConfigs (and on
+	// ForeignClusters) until the copy is gone.
+	FinalizerReplicator = "crdReplicator.liqo.io"
+	// FinalizerTunnelEndpointCreator is set on both NetworkConfigs of a
+	// peering.
+	FinalizerTunnelEndpointCreator = "tunnelendpointcreator.net.liqo.io"
+	// FinalizerGateway is set on TunnelEndpoints.
+	FinalizerGateway = "liqo-gateway.net.liqo.io"
+)
+
+// FinalizerRoute is the finalizer that the route agent on the node with the
+// given IP sets on TunnelEndpoints.
+func FinalizerRoute(nodeIP string) string {
+	return "liqo-route." + nodeIP + ".net.liqo.io"
+}

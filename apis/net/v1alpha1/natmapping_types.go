@@ -1,0 +1,76 @@
+package v1alpha1
+
+import (
+	"maps"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// NatMappingSpec lists the endpoints outside of our PodCIDR that one peer may
+// reach. The manager writes it.
+// +kubebuilder:validation:XValidation:rule="!isCIDR(self.externalCIDR) || self.clusterMappings.all(e, !isIP(self.clusterMappings[e]) || cidr(self.externalCIDR).containsIP(self.clusterMappings[e]))",message="the values of clusterMappings must be addresses in externalCIDR",fieldPath=".clusterMappings",reason=FieldValueInvalid
+type NatMappingSpec struct {
+	// ClusterID is the remote cluster.
+	ClusterID ClusterID `json:"clusterID"`
+	// PodCIDR is the network of the peer's pods as seen here: the only sources
+	// that may use the mappings.
+	PodCIDR CIDR `json:"podCIDR"`
+	// ExternalCIDR is our ExternalCIDR as seen by the peer.
+	ExternalCIDR CIDR `json:"externalCIDR"`
+	// ClusterMappings maps the real address of each endpoint to the address
+	// out of externalCIDR by which the peer reaches it. The tunnel address
+	// 169.254.0.1 is always among them, and the only link-local one.
+	ClusterMappings EndpointMap `json:"clusterMappings"`
+}
+
+// EndpointMap maps addresses of endpoints to addresses in the ExternalCIDR.
+// +kubebuilder:validation:MaxProperties=16384
+// +kubebuilder:validation:XValidation:rule="self.all(e, isIP(e) && (ip(e).isGlobalUnicast() || e == '169.254.0.1'))",message="keys must be unicast IP addresses, not loopback, and not link-local but for 169.254.0.1",reason=FieldValueInvalid
+// +kubebuilder:object:generate=false
+type EndpointMap map[string]IPAddress
+
+// DeepCopy returns a copy that shares nothing with in.
+func (in EndpointMap) DeepCopy() EndpointMap { return maps.Clone(in) }
+
+// DeepCopyInto makes *out such a copy.
+func (in EndpointMap) DeepCopyInto(out *EndpointMap) { *out = maps.Clone(in) }
+
+// NatMappingStatus has nothing that Liqo would know.
+type NatMappingStatus struct {
+	// Conditions say what became of this object in this cluster. Liqo has
+	// none.
+	// +optional
+	// +listType=map
+	// +listMapKey=type
+	// +patchStrategy=merge
+	// +patchMergeKey=type
+	// +kubebuilder:validation:MaxItems=16
+	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
+}
+
+// NatMapping makes endpoints outside of the PodCIDR (the gateway's own tunnel
+// address, external hosts, pods of third clusters) reachable for one peer. It
+// never leaves its cluster.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:path=natmappings,scope=Cluster,categories=liqo
+type NatMapping struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// Spec is written by the manager.
+	Spec NatMappingSpec `json:"spec"`
+	// Status is written by the gateway.
+	// +optional
+	Status NatMappingStatus `json:"status,omitzero"`
+}
+
+// NatMappingList is a list of NatMappings.
+//
+// +kubebuilder:object:root=true
+type NatMappingList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []NatMapping `json:"items"`
+}

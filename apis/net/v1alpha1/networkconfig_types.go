@@ -1,0 +1,90 @@
+package v1alpha1
+
+import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+// NetworkConfigSpec is what a cluster tells a peer about its network. It is
+// written by the sender, and in the receiver's cluster by the replicator that
+// works for the sender.
+// +kubebuilder:validation:XValidation:rule="!isCIDR(self.podCIDR) || !isCIDR(self.externalCIDR) || !(cidr(self.podCIDR).containsCIDR(self.externalCIDR) || cidr(self.externalCIDR).containsCIDR(self.podCIDR))",message="podCIDR and externalCIDR must not overlap",fieldPath=".externalCIDR",reason=FieldValueInvalid
+type NetworkConfigSpec struct {
+	// RemoteCluster is the cluster this object is addressed to, in the
+	// original and in the copy.
+	RemoteCluster ClusterIdentity `json:"cluster"`
+	// PodCIDR is the network of the sender's pods.
+	PodCIDR CIDR `json:"podCIDR"`
+	// ExternalCIDR is the network that stands for endpoints that the sender
+	// makes reachable and that are not its pods.
+	ExternalCIDR CIDR `json:"externalCIDR"`
+	// EndpointIP is where the sender's gateway is reached, an IP address or a
+	// DNS name.
+	EndpointIP EndpointHost `json:"endpointIP"`
+	// BackendType is the tunnel driver, wireguard.
+	BackendType BackendType `json:"backendType"`
+	// BackendConfig holds publicKey and port of the sender's gateway.
+	BackendConfig BackendConfig `json:"backend_config"`
+}
+
+// NetworkConfigStatus is the receiver's answer. The receiver writes it into
+// the copy, and the sender's replicator brings it back to the original.
+// +kubebuilder:validation:XValidation:rule="!self.processed || (has(self.podCIDRNAT) && has(self.externalCIDRNAT))",message="podCIDRNAT and externalCIDRNAT must be set, to None if need be, once processed is true",reason=FieldValueRequired
+type NetworkConfigStatus struct {
+	// Processed says that the receiver has answered; both NAT fields are set
+	// together with it.
+	// +kubebuilder:default=false
+	Processed bool `json:"processed"`
+	// PodCIDRNAT is the network that the receiver uses for the sender's pods,
+	// of the length of spec.podCIDR, or None if it uses spec.podCIDR itself.
+	// +optional
+	PodCIDRNAT NATCIDR `json:"podCIDRNAT,omitempty"`
+	// ExternalCIDRNAT is the same for spec.externalCIDR.
+	// +optional
+	ExternalCIDRNAT NATCIDR `json:"externalCIDRNAT,omitempty"`
+	// Conditions say what became of this object in this cluster. Liqo has
+	// none.
+	// +optional
+	// +listType=map
+	// +listMapKey=type
+	// +patchStrategy=merge
+	// +patchMergeKey=type
+	// +kubebuilder:validation:MaxItems=16
+	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
+}
+
+// NetworkConfig carries the network parameters of one cluster to another. Each
+// side of a peering has two: its own (label liqo.io/replication "true"), and
+// the copy of the peer's.
+//
+// The lengths of NAT networks are compared with spec only when an answer is
+// written. An answer that spec has outgrown must not keep the sender from
+// publishing new parameters.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:path=networkconfigs,categories=liqo
+// +kubebuilder:printcolumn:name="Peering Cluster",type=string,JSONPath=`.spec.cluster.clusterName`
+// +kubebuilder:printcolumn:name="Endpoint IP",type=string,priority=1,JSONPath=`.spec.endpointIP`
+// +kubebuilder:printcolumn:name="VPN Backend",type=string,priority=1,JSONPath=`.spec.backendType`
+// +kubebuilder:printcolumn:name="Processed",type=string,JSONPath=`.status.processed`
+// +kubebuilder:printcolumn:name="Local",type=string,JSONPath=`.metadata.labels.liqo\.io/replication`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:validation:XValidation:rule="!has(self.status) || !has(self.status.podCIDRNAT) || (has(oldSelf.status) && has(oldSelf.status.podCIDRNAT) && oldSelf.status.podCIDRNAT == self.status.podCIDRNAT) || !isCIDR(self.status.podCIDRNAT) || !isCIDR(self.spec.podCIDR) || (cidr(self.status.podCIDRNAT).prefixLength() == cidr(self.spec.podCIDR).prefixLength() && cidr(self.status.podCIDRNAT).ip().family() == cidr(self.spec.podCIDR).ip().family())",message="podCIDRNAT must have the address family and prefix length of spec.podCIDR",fieldPath=".status.podCIDRNAT",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!has(self.status) || !has(self.status.externalCIDRNAT) || (has(oldSelf.status) && has(oldSelf.status.externalCIDRNAT) && oldSelf.status.externalCIDRNAT == self.status.externalCIDRNAT) || !isCIDR(self.status.externalCIDRNAT) || !isCIDR(self.spec.externalCIDR) || (cidr(self.status.externalCIDRNAT).prefixLength() == cidr(self.spec.externalCIDR).prefixLength() && cidr(self.status.externalCIDRNAT).ip().family() == cidr(self.spec.externalCIDR).ip().family())",message="externalCIDRNAT must have the address family and prefix length of spec.externalCIDR",fieldPath=".status.externalCIDRNAT",reason=FieldValueInvalid
+type NetworkConfig struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// Spec is written by the sender.
+	Spec NetworkConfigSpec `json:"spec"`
+	// Status is written by the receiver.
+	// +optional
+	Status NetworkConfigStatus `json:"status,omitzero"`
+}
+
+// NetworkConfigList is a list of NetworkConfigs.
+//
+// +kubebuilder:object:root=true
+type NetworkConfigList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []NetworkConfig `json:"items"`
+}

@@ -1,0 +1,204 @@
+package v1alpha1
+
+import (
+	"maps"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// TunnelEndpointSpec is all that the gateway and the route agents need to know
+// about one peer: the two networks of each side, how the other side sees them,
+// and where the peer's gateway is. The manager writes it.
+// +kubebuilder:validation:XValidation:rule="!isCIDR(self.localPodCIDR) || !isCIDR(self.localExternalCIDR) || !(cidr(self.localPodCIDR).containsCIDR(self.localExternalCIDR) || cidr(self.localExternalCIDR).containsCIDR(self.localPodCIDR))",message="localPodCIDR and localExternalCIDR must not overlap",fieldPath=".localExternalCIDR",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!isCIDR(self.remotePodCIDR) || !isCIDR(self.remoteExternalCIDR) || !(cidr(self.remotePodCIDR).containsCIDR(self.remoteExternalCIDR) || cidr(self.remoteExternalCIDR).containsCIDR(self.remotePodCIDR))",message="remotePodCIDR and remoteExternalCIDR must not overlap",fieldPath=".remoteExternalCIDR",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!has(self.localNATPodCIDR) || !isCIDR(self.localNATPodCIDR) || !isCIDR(self.localPodCIDR) || (cidr(self.localNATPodCIDR).prefixLength() == cidr(self.localPodCIDR).prefixLength() && cidr(self.localNATPodCIDR).ip().family() == cidr(self.localPodCIDR).ip().family())",message="localNATPodCIDR must have the address family and prefix length of localPodCIDR",fieldPath=".localNATPodCIDR",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!has(self.localNATExternalCIDR) || !isCIDR(self.localNATExternalCIDR) || !isCIDR(self.localExternalCIDR) || (cidr(self.localNATExternalCIDR).prefixLength() == cidr(self.localExternalCIDR).prefixLength() && cidr(self.localNATExternalCIDR).ip().family() == cidr(self.localExternalCIDR).ip().family())",message="localNATExternalCIDR must have the address family and prefix length of localExternalCIDR",fieldPath=".localNATExternalCIDR",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!has(self.remoteNATPodCIDR) || !isCIDR(self.remoteNATPodCIDR) || !isCIDR(self.remotePodCIDR) || (cidr(self.remoteNATPodCIDR).prefixLength() == cidr(self.remotePodCIDR).prefixLength() && cidr(self.remoteNATPodCIDR).ip().family() == cidr(self.remotePodCIDR).ip().family())",message="remoteNATPodCIDR must have the address family and prefix length of remotePodCIDR",fieldPath=".remoteNATPodCIDR",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!has(self.remoteNATExternalCIDR) || !isCIDR(self.remoteNATExternalCIDR) || !isCIDR(self.remoteExternalCIDR) || (cidr(self.remoteNATExternalCIDR).prefixLength() == cidr(self.remoteExternalCIDR).prefixLength() && cidr(self.remoteNATExternalCIDR).ip().family() == cidr(self.remoteExternalCIDR).ip().family())",message="remoteNATExternalCIDR must have the address family and prefix length of remoteExternalCIDR",fieldPath=".remoteNATExternalCIDR",reason=FieldValueInvalid
+type TunnelEndpointSpec struct {
+	// ClusterIdentity is the remote cluster.
+	ClusterIdentity ClusterIdentity `json:"clusterIdentity"`
+	// LocalPodCIDR is the network of our pods.
+	LocalPodCIDR CIDR `json:"localPodCIDR"`
+	// LocalNATPodCIDR is the network that the peer uses for our pods, of the
+	// length of localPodCIDR, or None if it uses localPodCIDR itself.
+	// +optional
+	// +kubebuilder:default="None"
+	LocalNATPodCIDR NATCIDR `json:"localNATPodCIDR"`
+	// LocalExternalCIDR is the network that stands for our mapped endpoints.
+	LocalExternalCIDR CIDR `json:"localExternalCIDR"`
+	// LocalNATExternalCIDR is the network that the peer uses for
+	// localExternalCIDR, or None.
+	// +optional
+	// +kubebuilder:default="None"
+	LocalNATExternalCIDR NATCIDR `json:"localNATExternalCIDR"`
+	// RemotePodCIDR is the network of the peer's pods, as the peer knows it.
+	RemotePodCIDR CIDR `json:"remotePodCIDR"`
+	// RemoteNATPodCIDR is the network that we use for the peer's pods, or
+	// None.
+	// +optional
+	// +kubebuilder:default="None"
+	RemoteNATPodCIDR NATCIDR `json:"remoteNATPodCIDR"`
+	// RemoteExternalCIDR is the network that stands for the peer's mapped
+	// endpoints, as the peer knows it.
+	RemoteExternalCIDR CIDR `json:"remoteExternalCIDR"`
+	// RemoteNATExternalCIDR is the network that we use for remoteExternalCIDR,
+	// or None.
+	// +optional
+	// +kubebuilder:default="None"
+	RemoteNATExternalCIDR NATCIDR `json:"remoteNATExternalCIDR"`
+	// EndpointIP is where the peer's gateway is reached, an IP address or a
+	// DNS name.
+	EndpointIP EndpointHost `json:"endpointIP"`
+	// BackendType is the tunnel driver, wireguard.
+	BackendType BackendType `json:"backendType"`
+	// BackendConfig holds publicKey and port of the peer's gateway.
+	BackendConfig BackendConfig `json:"backend_config"`
+}
+
+// ConnectionStatus is the state of the tunnel to a peer. Liqo's virtual nodes
+// are ready only while it is Connected.
+// +kubebuilder:validation:Enum=Connected;Connecting;Error
+type ConnectionStatus string
+
+// The states of a tunnel, and what Liqo says about them in statusMessage.
+const (
+	// Connected: the peer answers the connection check.
+	Connected ConnectionStatus = "Connected"
+	// Connecting: the peer was just configured and has not answered yet.
+	Connecting ConnectionStatus = "Connecting"
+	// ConnectionError: the peer has not answered for ten seconds, or it could
+	// not be configured.
+	ConnectionError ConnectionStatus = "Error"
+
+	// ConnectedMessage goes with Connected.
+	ConnectedMessage = "VPN connection established"
+	// ConnectingMessage goes with Connecting.
+	ConnectingMessage = "Waiting VPN connection to be established"
+	// ConnectionErrorMessage goes with ConnectionError when the peer does not
+	// answer.
+	ConnectionErrorMessage = "No network connectivity towards remote cluster"
+
+	// LatencyUnknown is the latency value without a measurement.
+	LatencyUnknown = "N/A"
+)
+
+// ConnectionLatency is the last measured round-trip time to the peer.
+type ConnectionLatency struct {
+	// Value is N/A or a whole number of milliseconds, below one millisecond of
+	// microseconds: 7ms, 690μs. The letter is the Greek mu, U+03BC; the micro
+	// sign U+00B5 is taken too. It is negative when the clock was set back
+	// between ping and pong.
+	// +optional
+	// +kubebuilder:validation:MaxLength=32
+	// +kubebuilder:validation:XValidation:rule="self.matches('^(N/A|-?[0-9]+(s|ms|[μµ]s))$')",message="must be N/A or a whole number of ms or μs",reason=FieldValueInvalid
+	Value string `json:"value,omitempty"`
+	// Timestamp is when the value was measured; absent without a value.
+	// +optional
+	Timestamp *metav1.Time `json:"timestamp,omitempty"`
+}
+
+// PeerConfiguration holds the parameters that the tunnel driver was given.
+// +kubebuilder:validation:MaxProperties=16
+// +kubebuilder:object:generate=false
+type PeerConfiguration map[string]ConfigValue
+
+// DeepCopy returns a copy that shares nothing with in.
+func (in PeerConfiguration) DeepCopy() PeerConfiguration { return maps.Clone(in) }
+
+// DeepCopyInto makes *out such a copy.
+func (in PeerConfiguration) DeepCopyInto(out *PeerConfiguration) { *out = maps.Clone(in) }
+
+// Connection is the state of the tunnel to the peer.
+type Connection struct {
+	// Status is Connected, Connecting or Error.
+	// +optional
+	Status ConnectionStatus `json:"status,omitempty"`
+	// StatusMessage explains the status to people.
+	// +optional
+	// +kubebuilder:validation:MaxLength=32768
+	StatusMessage string `json:"statusMessage,omitempty"`
+	// PeerConfiguration is what the tunnel driver was given: endpointIP (as
+	// resolved), port, publicKey and allowedIPs.
+	// +optional
+	PeerConfiguration PeerConfiguration `json:"peerConfiguration,omitempty"`
+	// Latency is the last measured round-trip time.
+	// +optional
+	Latency ConnectionLatency `json:"latency,omitzero"`
+}
+
+// TunnelEndpointStatus is written by the active gateway.
+type TunnelEndpointStatus struct {
+	// GatewayIP is the IP of the node where the active gateway runs. The route
+	// agents do nothing until it is set.
+	// +optional
+	GatewayIP IPAddress `json:"gatewayIP,omitempty"`
+	// VethIFaceIndex is the interface index of the way into the gateway, on
+	// the gateway's node.
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	// +kubebuilder:validation:Maximum=2147483647
+	VethIFaceIndex int `json:"vethIFaceIndex,omitempty"`
+	// VethIFaceName is the name of that interface.
+	// +optional
+	// +kubebuilder:validation:MaxLength=15
+	VethIFaceName string `json:"vethIFaceName,omitempty"`
+	// VethIP is the next hop towards the gateway, on the gateway's node.
+	// +optional
+	VethIP IPAddress `json:"vethIP,omitempty"`
+	// TunnelIFaceIndex is the interface index of the tunnel. Liqo v0.9.4 never
+	// writes it.
+	// +optional
+	// +kubebuilder:validation:Minimum=0
+	// +kubebuilder:validation:Maximum=2147483647
+	TunnelIFaceIndex int `json:"tunnelIFaceIndex,omitempty"`
+	// TunnelIFaceName is the name of the tunnel interface. Liqo v0.9.4 never
+	// writes it.
+	// +optional
+	// +kubebuilder:validation:MaxLength=15
+	TunnelIFaceName string `json:"tunnelIFaceName,omitempty"`
+	// Connection is the state of the tunnel.
+	// +optional
+	Connection Connection `json:"connection,omitzero"`
+	// Conditions say what became of this object in this cluster. Liqo has
+	// none.
+	// +optional
+	// +listType=map
+	// +listMapKey=type
+	// +patchStrategy=merge
+	// +patchMergeKey=type
+	// +kubebuilder:validation:MaxItems=16
+	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
+}
+
+// TunnelEndpoint is one peer, with both answers joined: what the gateway makes
+// true. It never leaves its cluster.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:path=tunnelendpoints,categories=liqo
+// +kubebuilder:printcolumn:name="Peering Cluster",type=string,JSONPath=`.spec.clusterIdentity.clusterName`
+// +kubebuilder:printcolumn:name="Endpoint IP",type=string,priority=1,JSONPath=`.spec.endpointIP`
+// +kubebuilder:printcolumn:name="Backend type",type=string,JSONPath=`.spec.backendType`
+// +kubebuilder:printcolumn:name="Latency",type=string,priority=1,JSONPath=`.status.connection.latency.value`
+// +kubebuilder:printcolumn:name="Connection status",type=string,JSONPath=`.status.connection.status`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+type TunnelEndpoint struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// Spec is written by the manager.
+	Spec TunnelEndpointSpec `json:"spec"`
+	// Status is written by the active gateway.
+	// +optional
+	Status TunnelEndpointStatus `json:"status,omitzero"`
+}
+
+// TunnelEndpointList is a list of TunnelEndpoints.
+//
+// +kubebuilder:object:root=true
+type TunnelEndpointList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []TunnelEndpoint `json:"items"`
+}
