@@ -1,0 +1,326 @@
+package packet
+
+import (
+	"bytes"
+	"math/bits"
+	"slices"
+)
+
+// Coalescer makes runs out of the packets of one batch, as the kernel's GRO does (net/ipv4/tcp_offload.c,
+// tcp_gro_receive; udp_offload.c; include/net/gro.h): what belongs to one flow and differs only in what segmentation
+// makes different becomes one superpacket. The packets of a flow keep their order: one that cannot join closes the run
+// before it. Payload is not copied. The zero value is ready; all its scratch is kept over Reset, so that a warm one does
+// not allocate. Not for concurrent use.
+type Coalescer struct {
+	// UDP also joins UDP datagrams (GSOUDPL4). Set it before the first Add; it needs a TUN that takes them.
+	UDP bool
+
+	runs   []Run
+	joined []joined // segments other than the first of their run, in order of arrival
+	tails  [][]byte
+	sealed int // how many of runs are finished
+
+	tags  [maxOpen]uint64 // of open: packed, since every packet is compared with all of them
+	open  [maxOpen]openRun
+	opens int
+	evict int // which to close next when all are in use
+}
+
+// Run is one superpacket or, with Segments == 1, one packet. Header, View.Bytes() and Tail, written by one writev, are
+// what the TUN takes.
+type Run struct {
+	// View is the first packet with the headers of the whole: Len is that of the superpacket, Bytes is the first packet
+	// alone, the checksum is partial. It may be rewritten; the partial checksum follows. Of a single packet it is simply the
+	// packet, complete.
+	View View
+	// Header is zero for a single packet.
+	Header VirtioHeader
+	// Tail is the transport data of the second and later packets.
+	Tail [][]byte
+	// Segments is how many packets the run holds.
+	Segments int
+}
+
+type joined struct {
+	data []byte
+	run  int
+}
+
+// openRun is a run that may still grow. What else has to be known is in its view.
+type openRun struct {
+	run      int
+	seq      uint32 // TCP sequence number that comes next
+	fixedID  bool   // the IPv4 identification stays the same instead of counting up
+	verified bool   // the checksums of the first packet were found right
+}
+
+// maxOpen is how many runs can be open at once. With more flows than that in one batch the oldest run is closed.
+const maxOpen = 64
+
+// Segment limits of a run: writev takes 1024 buffers, and the kernel cuts a UDP superpacket into at most 64 datagrams in
+// older versions (UDP_MAX_SEGMENTS, 128 since 6.9).
+const (
+	maxTCPSegments = 512
+	maxUDPSegments = 64
+)
+
+// Reset forgets all runs and lets go of the bytes they borrowed.
+func (c *Coalescer) Reset() {
+	clear(c.runs)
+	clear(c.joined)
+	clear(c.tails)
+	c.runs, c.joined, c.tails = c.runs[:0], c.joined[:0], c.tails[:0]
+	c.sealed, c.opens, c.evict = 0, 0, 0
+}
+
+// Add takes one decrypted packet, whole and with complete checksums. b is borrowed until Reset; the headers of the first
+// packet of a run are changed in it. A packet that cannot join is a run of its own. Checksums are verified before packets
+// are joined, since the joined packet gets a new one: a packet with a wrong checksum goes alone and unchanged, and whoever
+// it is for drops it. The error is that of View.Parse, and the packet is then not added.
+func (c *Coalescer) Add(b []byte) error {
+	n := len(c.runs)
+	c.runs = append(c.runs, Run{})
+	r := &c.runs[n]
+	v := &r.View
+	if err := v.Parse(b, ChecksumComplete); err != nil {
+		c.runs = c.runs[:n]
+		return err
+	}
+	r.Segments = 1
+	if !v.ports {
+		if v.fragOff != 0 {
+			c.closeHosts(v)
+		}
+		return nil
+	}
+	if v.proto == UDP && !c.UDP {
+		return nil
+	}
+	tag := flowTag(v)
+	fits := joinable(v)
+	if i := c.find(tag, v); i >= 0 {
+		if fits && c.join(i, v) {
+			c.runs[n] = Run{}
+			c.runs = c.runs[:n]
+			return nil
+		}
+		c.close(i)
+	}
+	if fits && !ends(v) {
+		c.begin(tag, n, v)
+	}
+	return nil
+}
+
+// joinable reports whether a packet may be part of a run at all: not a fragment, no IP options or extension headers, with
+// data, TCP with no flag but ACK, PSH and ECE, UDP with a checksum and no surplus area.
+func joinable(v *View) bool {
+	plain := v.transport == ipv6Len
+	if v.is4 {
+		plain = v.transport == ipv4Len
+	}
+	if !plain || v.more || int(v.payload) == len(v.b) || v.csum != ChecksumComplete {
+		return false
+	}
+	t := v.b[v.transport:]
+	if v.proto == UDP {
+		return int(be.Uint16(t[4:6])) == len(t)
+	}
+	return t[13]&^(TCPPsh|TCPEce) == TCPAck
+}
+
+// ends reports whether a packet is the last of its run: TCP with PSH.
+func ends(v *View) bool { return v.proto == TCP && v.b[v.transport+13]&TCPPsh != 0 }
+
+// flowTag condenses addresses, ports and protocol into one word. Tags may collide; find compares the rest.
+func flowTag(v *View) uint64 {
+	ports := uint64(be.Uint32(v.b[v.transport:]))<<8 | uint64(v.proto)
+	if v.is4 {
+		return le.Uint64(v.b[12:20]) ^ bits.RotateLeft64(ports, 20)
+	}
+	a := v.b[8:40]
+	return le.Uint64(a) ^ bits.RotateLeft64(le.Uint64(a[8:]), 13) ^ bits.RotateLeft64(le.Uint64(a[16:]), 29) ^
+		bits.RotateLeft64(le.Uint64(a[24:]), 43) ^ bits.RotateLeft64(ports, 20)
+}
+
+// find returns the open run of the flow of v, or -1.
+func (c *Coalescer) find(tag uint64, v *View) int {
+	for i, t := range c.tags[:c.opens] {
+		if t == tag && sameFlow(&c.runs[c.open[i].run].View, v) {
+			return i
+		}
+	}
+	return -1
+}
+
+func sameHosts(a, b *View) bool {
+	if a.is4 != b.is4 || a.proto != b.proto {
+		return false
+	}
+	if a.is4 {
+		return le.Uint64(a.b[12:20]) == le.Uint64(b.b[12:20])
+	}
+	return [32]byte(a.b[8:40]) == [32]byte(b.b[8:40])
+}
+
+func sameFlow(a, b *View) bool {
+	return sameHosts(a, b) && le.Uint32(a.b[a.transport:]) == le.Uint32(b.b[b.transport:])
+}
+
+// join appends v to an open run if it continues it, and reports whether it did.
+func (c *Coalescer) join(i int, v *View) bool {
+	o := &c.open[i]
+	r := &c.runs[o.run]
+	first := &r.View
+	data := len(v.b) - int(v.payload)
+	size := len(first.b) - int(first.payload)
+	if v.payload != first.payload || data > size || int(first.length)+data > maxPacket {
+		return false
+	}
+	fixedID, ok := o.sameHeader(first, v, r.Segments)
+	if !ok {
+		return false
+	}
+	if v.proto == TCP {
+		ok = r.Segments < maxTCPSegments && sameTCP(first.b[first.transport:first.payload], v.b[v.transport:v.payload], o.seq)
+	} else {
+		ok = r.Segments < maxUDPSegments
+	}
+	if !ok || !o.verify(first) || !v.ValidChecksums() {
+		return false
+	}
+
+	o.fixedID = fixedID
+	o.seq += uint32(data)
+	r.Segments++
+	first.length += uint32(data)
+	c.joined = append(c.joined, joined{data: v.b[v.payload:], run: o.run})
+	last := ends(v)
+	if last {
+		first.b[first.transport+13] |= TCPPsh // the checksum is made anew when the run is sealed
+	}
+	if last || data < size {
+		c.close(i)
+	}
+	return true
+}
+
+func (o *openRun) verify(first *View) bool {
+	o.verified = o.verified || first.ValidChecksums()
+	return o.verified
+}
+
+// sameHeader compares the IP headers. IPv4: type of service, TTL and the flags are equal, and the identification counts up
+// with the segments or, with DF, stays what it was (inet_gro_flush); IPv6: traffic class, flow label and hop limit are equal.
+func (o *openRun) sameHeader(first, v *View, segments int) (fixedID, ok bool) {
+	a, b := first.b[:ipv4Len], v.b[:ipv4Len]
+	if !v.is4 {
+		return false, le.Uint32(a) == le.Uint32(b) && a[7] == b[7]
+	}
+	if a[1] != b[1] || a[8] != b[8] || le.Uint16(a[6:]) != le.Uint16(b[6:]) {
+		return false, false
+	}
+	fixedID = o.fixedID
+	step := be.Uint16(b[4:]) - be.Uint16(a[4:])
+	if segments == 1 && step == 0 && b[6]&0x40 != 0 {
+		fixedID = true
+	}
+	if fixedID {
+		return true, step == 0
+	}
+	return false, step == uint16(segments)
+}
+
+// sameTCP compares TCP headers: the sequence number is the next one; acknowledgement, flags but PSH, window, urgent pointer
+// and options are equal.
+func sameTCP(first, t []byte, seq uint32) bool {
+	const psh = uint32(TCPPsh) << 16
+	return be.Uint32(t[4:8]) == seq &&
+		le.Uint32(t[8:12]) == le.Uint32(first[8:12]) &&
+		(be.Uint32(t[12:16])^be.Uint32(first[12:16]))&^psh == 0 &&
+		bytes.Equal(t[18:], first[18:])
+}
+
+// begin opens run n.
+func (c *Coalescer) begin(tag uint64, n int, v *View) {
+	i := c.opens
+	if i == maxOpen {
+		i = c.evict
+		c.evict = (c.evict + 1) % maxOpen
+	} else {
+		c.opens++
+	}
+	c.tags[i] = tag
+	c.open[i] = openRun{run: n}
+	if v.proto == TCP {
+		c.open[i].seq = be.Uint32(v.b[v.transport+4:]) + uint32(len(v.b)-int(v.payload))
+	}
+}
+
+// close keeps an open run from growing.
+func (c *Coalescer) close(i int) {
+	c.opens--
+	c.tags[i], c.open[i] = c.tags[c.opens], c.open[c.opens]
+}
+
+// closeHosts closes the runs that a fragment without ports may belong to.
+func (c *Coalescer) closeHosts(v *View) {
+	for i := c.opens - 1; i >= 0; i-- {
+		if sameHosts(&c.runs[c.open[i].run].View, v) {
+			c.close(i)
+		}
+	}
+}
+
+// Runs finishes the runs and returns them in the order of their first packets. The slice and all it leads to are valid
+// until Reset. Packets added later make new runs.
+func (c *Coalescer) Runs() []Run {
+	c.opens = 0
+	c.tails = slices.Grow(c.tails, len(c.joined))
+	n := len(c.tails)
+	for i := c.sealed; i < len(c.runs); i++ {
+		if r := &c.runs[i]; r.Segments > 1 {
+			r.seal()
+			r.Tail = c.tails[n : n : n+r.Segments-1]
+			n += r.Segments - 1
+		}
+	}
+	c.tails = c.tails[:n]
+	for _, j := range c.joined {
+		r := &c.runs[j.run]
+		r.Tail = append(r.Tail, j.data)
+	}
+	clear(c.joined)
+	c.joined = c.joined[:0]
+	c.sealed = len(c.runs)
+	return c.runs
+}
+
+// seal turns the headers of the first packet into those of the superpacket.
+func (r *Run) seal() {
+	v := &r.View
+	kind := GSOUDPL4
+	if v.is4 {
+		ip := v.b[:ipv4Len]
+		delta := delta16(be.Uint16(ip[2:4]), uint16(v.length))
+		be.PutUint16(ip[2:4], uint16(v.length))
+		be.PutUint16(ip[10:12], updated(be.Uint16(ip[10:12]), delta))
+	} else {
+		be.PutUint16(v.b[4:6], uint16(v.length-ipv6Len))
+	}
+	length := int(v.length) - int(v.transport)
+	switch {
+	case v.proto == UDP:
+		be.PutUint16(v.b[v.transport+4:], uint16(length))
+	case v.is4:
+		kind = GSOTCPv4
+	default:
+		kind = GSOTCPv6
+	}
+	be.PutUint16(v.b[v.sum:], fold(v.pseudoSum(length)))
+	v.csum = ChecksumPartial
+	r.Header = VirtioHeader{
+		Flags: VirtioNeedsCsum, GSOType: kind, HdrLen: v.payload, GSOSize: uint16(len(v.b) - int(v.payload)),
+		CsumStart: v.transport, CsumOffset: v.sum - v.transport,
+	}
+}

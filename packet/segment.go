@@ -1,0 +1,112 @@
+package packet
+
+// Segmenter cuts one superpacket into the packets that a network card would send (the kernel's tcp_gso_segment,
+// __udp_gso_segment and inet_gso_segment): TCP sequence numbers advance, FIN and PSH stay with the last segment and CWR
+// with the first, the IPv4 identification counts up, every checksum is complete. It takes segments one by one, so that a
+// superpacket with more of them than there are buffers is continued later. The zero value has none left. The bytes of the
+// view are borrowed, and must not change, until Remaining is 0. Not for concurrent use.
+type Segmenter struct {
+	b         []byte
+	size      int // transport data in each segment but the last
+	header    int // length of all headers
+	transport int
+	next      int // offset of the data of the next segment
+	left      int // segments
+	seq       uint32
+	id        uint16
+	flags     uint8
+	is4       bool
+	tcp       bool
+
+	ipSum        uint64 // IPv4 header without length, identification and checksum
+	transportSum uint64 // pseudo-header and transport header without lengths, sequence number, flags and checksum
+}
+
+// Reset starts on a superpacket, as parsed and rewritten: TCP or UDP with a partial checksum. gsoSize, at least 1, is what
+// VirtioHeader.Validate returned; data that fits one segment makes one. The error is ErrGSO; s then has nothing left.
+//
+// The value in the partial checksum field is not used: the sum of each segment is made from its addresses, because its
+// length is another anyway.
+func (s *Segmenter) Reset(v *View, gsoSize int) error {
+	s.left = 0
+	if gsoSize < 1 || !v.segmentable() {
+		return ErrGSO
+	}
+	*s = Segmenter{
+		b: v.b, size: gsoSize, header: int(v.payload), transport: int(v.transport), next: int(v.payload),
+		is4: v.is4, tcp: v.proto == TCP,
+	}
+	s.left = max(1, (len(s.b)-s.header+gsoSize-1)/gsoSize)
+	if s.is4 {
+		ip := s.b[:s.transport]
+		s.id = be.Uint16(ip[4:6])
+		s.ipSum = uint64(be.Uint16(ip[0:2])) + uint64(sum16(ip[6:10])) + uint64(sum16(ip[12:]))
+	}
+	t := s.b[s.transport:s.header]
+	s.transportSum = v.pseudoSum(0)
+	if s.tcp {
+		s.seq = be.Uint32(t[4:8])
+		s.flags = t[13]
+		s.transportSum += uint64(sum16(t[:4])) + uint64(sum16(t[8:12])) + uint64(t[12])<<8 + uint64(be.Uint16(t[14:16])) +
+			uint64(sum16(t[18:]))
+	} else {
+		s.transportSum += uint64(be.Uint32(t[:4]))
+	}
+	return nil
+}
+
+// Remaining returns how many segments are not yet taken.
+func (s *Segmenter) Remaining() int { return s.left }
+
+// Next writes the next segment, one whole IP packet, to the start of dst and returns its length. It returns 0, and takes
+// nothing, when there is none left or dst is too short.
+func (s *Segmenter) Next(dst []byte) int {
+	if s.left == 0 {
+		return 0
+	}
+	data := s.b[s.next:]
+	if len(data) > s.size {
+		data = data[:s.size]
+	}
+	total := s.header + len(data)
+	if len(dst) < total {
+		return 0
+	}
+	dst = dst[:total]
+	copy(dst, s.b[:s.header])
+	copy(dst[s.header:], data)
+
+	if s.is4 {
+		be.PutUint16(dst[2:4], uint16(total))
+		be.PutUint16(dst[4:6], s.id)
+		be.PutUint16(dst[10:12], ^fold(s.ipSum+uint64(total)+uint64(s.id)))
+		s.id++
+	} else {
+		be.PutUint16(dst[4:6], uint16(total-ipv6Len))
+	}
+
+	t := dst[s.transport:]
+	length := uint64(len(t))
+	sum := s.transportSum + length + uint64(sum16(t[s.header-s.transport:]))
+	if s.tcp {
+		flags := s.flags
+		if s.left > 1 {
+			flags &^= TCPFin | TCPPsh
+		}
+		be.PutUint32(t[4:8], s.seq)
+		t[13] = flags
+		be.PutUint16(t[16:18], ^fold(sum+uint64(s.seq)+uint64(flags)))
+		s.seq += uint32(len(data))
+		s.flags &^= TCPCwr
+	} else {
+		be.PutUint16(t[4:6], uint16(length))
+		check := ^fold(sum + length)
+		if check == 0 {
+			check = 0xffff // zero on the wire would say "none" (RFC 768)
+		}
+		be.PutUint16(t[6:8], check)
+	}
+	s.next += len(data)
+	s.left--
+	return total
+}

@@ -1,0 +1,111 @@
+package packet
+
+import "encoding/binary"
+
+// VirtioHeaderLen is the length of struct virtio_net_hdr, which a TUN opened with IFF_VNET_HDR puts ahead of each packet.
+const VirtioHeaderLen = 10
+
+// Flags and GSO types of the virtio header (include/uapi/linux/virtio_net.h).
+const (
+	VirtioNeedsCsum uint8 = 1 // the transport checksum is partial
+	VirtioDataValid uint8 = 2 // the transport checksum was verified
+
+	GSONone  uint8 = 0
+	GSOTCPv4 uint8 = 1
+	GSOTCPv6 uint8 = 4
+	GSOUDPL4 uint8 = 5    // UDP segmentation into datagrams, Linux 6.2 and later on a TUN
+	GSOECN   uint8 = 0x80 // a bit beside the type: CWR belongs to the first segment alone
+)
+
+// VirtioHeader is struct virtio_net_hdr. On the wire it is in native byte order, which is little endian wherever this runs.
+type VirtioHeader struct {
+	Flags      uint8
+	GSOType    uint8
+	HdrLen     uint16 // of all headers; what the kernel says for forwarded packets is not to be trusted
+	GSOSize    uint16 // transport data in each segment but the last
+	CsumStart  uint16 // where the checksummed part begins: the transport header
+	CsumOffset uint16 // of the checksum field from CsumStart
+}
+
+// Decode reads the first VirtioHeaderLen octets of b. It judges nothing but the length: Validate does.
+func (h *VirtioHeader) Decode(b []byte) error {
+	if len(b) < VirtioHeaderLen {
+		return ErrVirtioHeader
+	}
+	ne := binary.NativeEndian
+	*h = VirtioHeader{
+		Flags: b[0], GSOType: b[1],
+		HdrLen: ne.Uint16(b[2:4]), GSOSize: ne.Uint16(b[4:6]), CsumStart: ne.Uint16(b[6:8]), CsumOffset: ne.Uint16(b[8:10]),
+	}
+	return nil
+}
+
+// Encode writes all VirtioHeaderLen octets at the start of b, which has to hold them.
+func (h VirtioHeader) Encode(b []byte) {
+	b = b[:VirtioHeaderLen]
+	ne := binary.NativeEndian
+	b[0], b[1] = h.Flags, h.GSOType
+	ne.PutUint16(b[2:4], h.HdrLen)
+	ne.PutUint16(b[4:6], h.GSOSize)
+	ne.PutUint16(b[6:8], h.CsumStart)
+	ne.PutUint16(b[8:10], h.CsumOffset)
+}
+
+// ChecksumState returns what to give to View.Parse.
+func (h VirtioHeader) ChecksumState() ChecksumState {
+	if h.Flags&VirtioNeedsCsum != 0 {
+		return ChecksumPartial
+	}
+	return ChecksumComplete
+}
+
+// Validate checks every field against the packet that follows, which was parsed with h.ChecksumState(). gsoSize is the size
+// of the data in each segment when the packet is a superpacket, and 0 when it is to be sent as it is: no GSO type, or data
+// that fits one segment. HdrLen is not looked at; PayloadOffset of the view is what it should say. The error is
+// ErrVirtioHeader or, for a superpacket that cannot be cut, ErrGSO.
+func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
+	if h.Flags&^(VirtioNeedsCsum|VirtioDataValid) != 0 {
+		return 0, ErrVirtioHeader
+	}
+	partial := h.Flags&VirtioNeedsCsum != 0
+	if partial != (v.csum == ChecksumPartial) {
+		return 0, ErrVirtioHeader
+	}
+	if partial && (h.CsumStart != v.transport || h.CsumStart+h.CsumOffset != v.sum) {
+		return 0, ErrVirtioHeader
+	}
+	if h.GSOType == GSONone {
+		return 0, nil
+	}
+	fits := false
+	switch h.GSOType &^ GSOECN {
+	case GSOTCPv4:
+		fits = v.is4 && v.proto == TCP
+	case GSOTCPv6:
+		fits = !v.is4 && v.proto == TCP
+	case GSOUDPL4:
+		fits = v.proto == UDP && h.GSOType == GSOUDPL4 // ECN is of TCP
+	}
+	if !fits || h.GSOSize == 0 || !partial {
+		return 0, ErrVirtioHeader
+	}
+	if !v.segmentable() {
+		return 0, ErrGSO
+	}
+	if v.Len()-v.PayloadOffset() <= int(h.GSOSize) {
+		return 0, nil
+	}
+	return int(h.GSOSize), nil
+}
+
+// segmentable reports whether the packet may be a superpacket: whole, with a partial checksum, TCP without SYN, RST and
+// URG (which no sender leaves to segmentation, since every segment would repeat them) or UDP without a surplus area.
+func (v *View) segmentable() bool {
+	if !v.ports || v.more || v.csum != ChecksumPartial || int(v.length) != len(v.b) {
+		return false
+	}
+	if v.proto == UDP {
+		return int(be.Uint16(v.b[v.transport+4:])) == len(v.b)-int(v.transport)
+	}
+	return v.b[v.transport+13]&(TCPSyn|TCPRst|TCPUrg) == 0
+}
