@@ -1,5 +1,365 @@
 package lab
 
-import "net/netip"
+import (
+	"bytes"
+	"crypto/ecdh"
+	"crypto/rand"
+	"crypto/sha256"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
 
-type View struct{ Pod, External netip.Prefix }
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// Ports of every gateway of a lab; each is in a namespace of its own.
+const (
+	wireGuardPort = 5871
+	metricsPort   = 5872
+	statusPort    = 5873
+)
+
+const keyFile = "private.key"
+
+// tunnelAddr is the address of Liqo's tunnel, mapped to the first host of the ExternalCIDR for the connection check.
+var tunnelAddr = netip.MustParseAddr("169.254.0.1")
+
+// A View is how one cluster sees the two networks of another: PodCIDR and ExternalCIDR after remapping.
+type View struct {
+	Pod      netip.Prefix `json:"pod"`
+	External netip.Prefix `json:"external"`
+}
+
+// JoinOptions choose the remapped networks of a Join. A zero Prefix: chosen as Liqo's IPAM does. The other cluster's real
+// network: not remapped, Liqo's "None". Nothing else is checked but the length, so that a test can have what a gateway
+// has to refuse.
+type JoinOptions struct {
+	AtA View // b's networks as a sees them
+	AtB View // a's networks as b sees them
+}
+
+// Join makes two clusters peers: it decides how each sees the other and writes a TunnelEndpoint and a NatMapping into
+// each one's ConfigDir, together with gateway.yaml and a private key where they are missing. Nodes without a gateway get
+// routes to the peer through node 1. Joining a pair again replaces what was.
+func (l *Lab) Join(a, b *Cluster, o JoinOptions) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	j := join{A: a.Name, B: b.Name}
+	l.state.Joins = slices.DeleteFunc(l.state.Joins, func(old join) bool { return old.isOf(a, b) })
+	var err error
+	if j.AtA, err = l.viewAt(a, b, o.AtA); err == nil {
+		j.AtB, err = l.viewAt(b, a, o.AtB)
+	}
+	if err == nil {
+		l.state.Joins = append(l.state.Joins, j)
+		err = errors.Join(l.state.write(), l.writePeer(a, b), l.writePeer(b, a), l.routePeer(a, j.AtA), l.routePeer(b, j.AtB))
+	}
+	if err != nil {
+		return fmt.Errorf("join %s and %s: %w", a.Name, b.Name, err)
+	}
+	return nil
+}
+
+// JoinAll joins each pair of clusters, remapped as Liqo does.
+func (l *Lab) JoinAll() error {
+	for i, a := range l.Clusters {
+		for _, b := range l.Clusters[i+1:] {
+			if err := l.Join(a, b, JoinOptions{}); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+// Unjoin removes what Join wrote into the two ConfigDirs.
+func (l *Lab) Unjoin(a, b *Cluster) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.state.Joins = slices.DeleteFunc(l.state.Joins, func(j join) bool { return j.isOf(a, b) })
+	errs := []error{l.state.write()}
+	for _, file := range []string{PeerFile(a, b), PeerFile(b, a)} {
+		if err := os.Remove(file); err != nil && !errors.Is(err, fs.ErrNotExist) {
+			errs = append(errs, err)
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// PeerFile is the path of the file in at's ConfigDir that holds the objects about the peer.
+func PeerFile(at, peer *Cluster) string {
+	return filepath.Join(at.ConfigDir, "peer-"+peer.Name+".yaml")
+}
+
+func (j join) isOf(a, b *Cluster) bool {
+	return j.A == a.Name && j.B == b.Name || j.A == b.Name && j.B == a.Name
+}
+
+// Map gives an endpoint outside the pods of c, such as its OnPrem server, an address of c's ExternalCIDR and tells all
+// peers that c has now. Each peer sees it under that address moved onto its view of the ExternalCIDR: see Seen. It is
+// for peers that are there already: join first.
+func (l *Lab) Map(c *Cluster, endpoint netip.Addr) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if _, ok := l.mapped(c, endpoint); !ok {
+		external := c.ExternalCIDR.Addr().Next() // the first host is the tunnel address
+		for _, m := range l.state.Mappings {
+			if m.Cluster == c.Name {
+				external = m.External
+			}
+		}
+		external = external.Next()
+		if !c.ExternalCIDR.Contains(external.Next()) { // the last address is not for hosts
+			return fmt.Errorf("cluster %s: ExternalCIDR %v is full", c.Name, c.ExternalCIDR)
+		}
+		l.state.Mappings = append(l.state.Mappings, mapping{c.Name, endpoint, external})
+	}
+	errs := []error{l.state.write()}
+	for _, peer := range l.Clusters {
+		if _, ok := l.view(peer, c); ok {
+			errs = append(errs, l.writePeer(c, peer))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (l *Lab) mapped(c *Cluster, endpoint netip.Addr) (netip.Addr, bool) {
+	for _, m := range l.state.Mappings {
+		if m.Cluster == c.Name && m.Real == endpoint {
+			return m.External, true
+		}
+	}
+	return netip.Addr{}, false
+}
+
+// View returns how cluster at sees the networks of another; false when they are not joined.
+func (l *Lab) View(at, of *Cluster) (View, bool) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.view(at, of)
+}
+
+func (l *Lab) view(at, of *Cluster) (View, bool) {
+	for _, j := range l.state.Joins {
+		switch {
+		case j.A == at.Name && j.B == of.Name:
+			return j.AtA, true
+		case j.B == at.Name && j.A == of.Name:
+			return j.AtB, true
+		}
+	}
+	return View{}, false
+}
+
+// Seen returns the address under which cluster at reaches an address of cluster of: a pod's or a mapped endpoint's. For
+// a cluster's own hosts, and for the nodes of all clusters, that is the address itself.
+func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if at == of || underlayNetwork.Contains(addr) {
+		return addr, nil
+	}
+	view, ok := l.view(at, of)
+	if !ok {
+		return netip.Addr{}, fmt.Errorf("clusters %s and %s are not joined", at.Name, of.Name)
+	}
+	if of.PodCIDR.Contains(addr) {
+		return move(addr, of.PodCIDR, view.Pod), nil
+	}
+	external, ok := l.mapped(of, addr)
+	if !ok {
+		return netip.Addr{}, fmt.Errorf("%v is neither in the PodCIDR of cluster %s nor mapped", addr, of.Name)
+	}
+	return move(external, of.ExternalCIDR, view.External), nil
+}
+
+// viewAt completes what is wanted of at's view of a peer, as Liqo decides: the PodCIDR first.
+func (l *Lab) viewAt(at, peer *Cluster, want View) (View, error) {
+	taken := reservedNetworks(at.PodCIDR, at.ExternalCIDR)
+	for _, c := range l.Clusters {
+		if v, ok := l.view(at, c); ok {
+			taken = append(taken, v.Pod, v.External)
+		}
+	}
+	choose := func(what string, wanted, network netip.Prefix) (netip.Prefix, error) {
+		if !wanted.IsValid() {
+			chosen, err := remap(taken, network)
+			if err != nil {
+				return chosen, fmt.Errorf("%s's view of the peer's %s %v: %w", at.Name, what, network, err)
+			}
+			taken = append(taken, chosen)
+			return chosen, nil
+		}
+		if wanted.Bits() != network.Bits() || !wanted.Addr().Is4() || wanted != wanted.Masked() {
+			return wanted, fmt.Errorf("%s cannot see the peer's %s %v under %v: want a network of the same length", at.Name, what, network, wanted)
+		}
+		taken = append(taken, wanted)
+		return wanted, nil
+	}
+	var v View
+	var err error
+	if v.Pod, err = choose("PodCIDR", want.Pod, peer.PodCIDR); err != nil {
+		return v, err
+	}
+	v.External, err = choose("ExternalCIDR", want.External, peer.ExternalCIDR)
+	return v, err
+}
+
+// writePeer writes at's side of a joined pair.
+func (l *Lab) writePeer(at, peer *Cluster) error {
+	ofPeer, _ := l.view(at, peer)
+	ofUs, _ := l.view(peer, at)
+	if err := ensureGatewayFile(at); err != nil {
+		return err
+	}
+	key, err := publicKey(peer)
+	if err != nil {
+		return err
+	}
+	meta := metav1.ObjectMeta{Name: uniqueName(peer), Labels: map[string]string{v1alpha1.LabelClusterID: peer.ID}}
+	tunnel := v1alpha1.TunnelEndpoint{
+		TypeMeta:   metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "TunnelEndpoint"},
+		ObjectMeta: meta,
+		Spec: v1alpha1.TunnelEndpointSpec{
+			ClusterIdentity:       v1alpha1.ClusterIdentity{ClusterID: peer.ID, ClusterName: peer.Name},
+			LocalPodCIDR:          at.PodCIDR.String(),
+			LocalNATPodCIDR:       remapped(at.PodCIDR, ofUs.Pod),
+			LocalExternalCIDR:     at.ExternalCIDR.String(),
+			LocalNATExternalCIDR:  remapped(at.ExternalCIDR, ofUs.External),
+			RemotePodCIDR:         peer.PodCIDR.String(),
+			RemoteNATPodCIDR:      remapped(peer.PodCIDR, ofPeer.Pod),
+			RemoteExternalCIDR:    peer.ExternalCIDR.String(),
+			RemoteNATExternalCIDR: remapped(peer.ExternalCIDR, ofPeer.External),
+			EndpointIP:            peer.Gateway().Addr.String(),
+			BackendType:           v1alpha1.BackendWireGuard,
+			BackendConfig:         map[string]string{v1alpha1.ConfigPublicKey: key, v1alpha1.ConfigPort: strconv.Itoa(wireGuardPort)},
+		},
+	}
+	tunnel.Namespace = "liqo-tenant-" + uniqueName(peer)
+	mappings := map[string]string{tunnelAddr.String(): move(at.ExternalCIDR.Addr().Next(), at.ExternalCIDR, ofUs.External).String()}
+	for _, m := range l.state.Mappings {
+		if m.Cluster == at.Name {
+			mappings[m.Real.String()] = move(m.External, at.ExternalCIDR, ofUs.External).String()
+		}
+	}
+	nat := v1alpha1.NatMapping{
+		TypeMeta:   metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "NatMapping"},
+		ObjectMeta: metav1.ObjectMeta{Name: "natmapping-" + peer.Name, Labels: map[string]string{v1alpha1.LabelClusterID: peer.ID, v1alpha1.LabelNatMapping: "true"}},
+		Spec: v1alpha1.NatMappingSpec{
+			ClusterID:       peer.ID,
+			PodCIDR:         ofPeer.Pod.String(),
+			ExternalCIDR:    ofUs.External.String(),
+			ClusterMappings: mappings,
+		},
+	}
+	var text bytes.Buffer
+	fmt.Fprintf(&text, "# Cluster %s's side of its peering with %s.\n", at.Name, peer.Name)
+	for i, object := range []any{tunnel, nat} {
+		document, err := yaml.Marshal(object)
+		if err != nil {
+			return err
+		}
+		if i > 0 {
+			text.WriteString("---\n")
+		}
+		text.Write(document)
+	}
+	return writeFile(PeerFile(at, peer), text.Bytes(), 0o644)
+}
+
+// remapped is Liqo's way to say how a network is seen.
+func remapped(network, seen netip.Prefix) string {
+	if seen == network {
+		return v1alpha1.None
+	}
+	return seen.String()
+}
+
+// uniqueName is the name that Liqo gives to objects about a cluster.
+func uniqueName(c *Cluster) string {
+	hash := sha256.Sum256([]byte(c.ID))
+	return fmt.Sprintf("%s-%x", c.Name, hash[:3])
+}
+
+// ensureGatewayFile writes the gateway's own file and its key where they are missing.
+func ensureGatewayFile(c *Cluster) error {
+	if _, err := ensureKey(c); err != nil {
+		return err
+	}
+	path := filepath.Join(c.ConfigDir, "gateway.yaml")
+	if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	return writeFile(path, fmt.Appendf(nil, `apiVersion: isthmus.net/v1alpha1
+kind: Gateway
+clusterID: %s
+clusterName: %s
+privateKeyFile: %s
+listenPort: %d
+mtu: auto
+metricsAddress: ":%d"
+statusAddress: "127.0.0.1:%d"
+`, c.ID, c.Name, keyFile, wireGuardPort, metricsPort, statusPort), 0o644)
+}
+
+// ensureKey returns the cluster's private key, made when there is none.
+func ensureKey(c *Cluster) (*ecdh.PrivateKey, error) {
+	path := filepath.Join(c.ConfigDir, keyFile)
+	text, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		key := make([]byte, 32)
+		rand.Read(key)
+		key[0] &= 248 // as "wg genkey" does (RFC 7748, section 5); X25519 would do it anyway
+		key[31] = key[31]&127 | 64
+		text = []byte(base64.StdEncoding.EncodeToString(key) + "\n")
+		err = writeFile(path, text, 0o600)
+	}
+	if err != nil {
+		return nil, err
+	}
+	key, err := base64.StdEncoding.DecodeString(strings.TrimSpace(string(text)))
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	private, err := ecdh.X25519().NewPrivateKey(key)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", path, err)
+	}
+	return private, nil
+}
+
+func publicKey(c *Cluster) (string, error) {
+	private, err := ensureKey(c)
+	if err != nil {
+		return "", err
+	}
+	return base64.StdEncoding.EncodeToString(private.PublicKey().Bytes()), nil
+}
+
+// routePeer sends a peer's networks from the nodes without a gateway to the one that has it, and the way back is the
+// route to the pods that each node has anyway.
+func (l *Lab) routePeer(c *Cluster, v View) error {
+	var errs []error
+	for _, n := range c.Nodes[1:] {
+		node, err := openKernel(n.Host)
+		if err != nil {
+			errs = append(errs, err)
+			continue
+		}
+		for _, network := range []netip.Prefix{v.Pod, v.External} {
+			errs = append(errs, node.route(network, c.Gateway().Addr, "eth0"))
+		}
+		node.close()
+	}
+	return errors.Join(errs...)
+}
