@@ -1,0 +1,313 @@
+package fabric
+
+import (
+	"cmp"
+	"encoding/base64"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// Gateway is what a gateway has to make true, complete: a peer that is not in
+// it has to go.
+type Gateway struct {
+	Peers   []GatewayPeer // sorted by ID
+	Waiting []Waiting     // mappings whose peer is missing, sorted; nothing to apply, only to show
+}
+
+// GatewayPeer is everything about one peer that a gateway needs.
+type GatewayPeer struct {
+	ID, Name  string
+	Local     Networks // ours, and as the peer sees them
+	Remote    Networks // the peer's, and as we see them
+	PublicKey [32]byte
+	Endpoint  string // IP address or DNS name
+	Port      uint16
+
+	// AllowedIPs are exactly Pb@A and Xb@A, in this order (Liqo facts, 6.2).
+	// They overlap with those of no other peer.
+	AllowedIPs [2]netip.Prefix
+
+	// Rules are for the NAT engine, whose SetPeers accepts the rules of all
+	// peers of one Gateway together.
+	Rules natengine.Peer
+
+	// Probe is where the connection check sends its PINGs: the first host of
+	// Xb@A, UDP port 12345 (Liqo facts, section 8).
+	Probe netip.AddrPort
+
+	Origin Origin // the object this peer was read from
+}
+
+// GatewayFor decides what the gateway has to be. mss is the highest TCP maximum
+// segment size for IPv4 that fits the tunnel, 0 for no clamping.
+//
+// A peer is refused when it is wrong by itself or contradicts one that is kept:
+// the same cluster ID, the same public key, a network as we see it that overlaps
+// with another peer's, own networks that differ. Peers are taken in the order of
+// age, then ID, then origin, and the first of two is kept. A mapping that is
+// wrong is left out alone, so that its address is answered by nobody and the
+// peer's pods stay connected. Problems are sorted.
+//
+// The gateway's own address is always mapped to the first host of Xa@B, with or
+// without a NatMapping that says so: the peer sends its connection check there
+// and nowhere else. A NatMapping that puts 169.254.0.1 at another address is a
+// leftover of an earlier peering (Liqo's answers are sticky) and is refused,
+// because following it would leave every check of the peer unanswered.
+func GatewayFor(in Intent, mss uint16) (Gateway, []Problem) {
+	var (
+		gw       Gateway
+		problems []Problem
+		kept     = keeper{id: in.ClusterID, key: in.PublicKey, ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
+	)
+	peers := slices.Clone(in.Peers)
+	slices.SortFunc(peers, byAge)
+	for i := range peers {
+		p := &peers[i]
+		wrong := p.check()
+		if len(wrong) == 0 {
+			wrong = kept.check(p)
+		}
+		if len(wrong) > 0 {
+			problems = append(problems, wrong...)
+			continue
+		}
+		kept.keep(p)
+		endpoints, wrong := endpointsFor(p)
+		problems = append(problems, wrong...)
+		gw.Peers = append(gw.Peers, gatewayPeer(p, endpoints, mss))
+	}
+	slices.SortFunc(gw.Peers, func(a, b GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })
+	gw.Waiting = slices.SortedFunc(slices.Values(in.Waiting), func(a, b Waiting) int {
+		return cmp.Or(cmp.Compare(a.ID, b.ID), a.Origin.compare(b.Origin))
+	})
+	return gw, SortProblems(problems)
+}
+
+func gatewayPeer(p *Peer, endpoints []natengine.Endpoint, mss uint16) GatewayPeer {
+	return GatewayPeer{
+		ID:         p.ID,
+		Name:       p.Name,
+		Local:      p.Local,
+		Remote:     p.Remote,
+		PublicKey:  p.PublicKey,
+		Endpoint:   p.Endpoint,
+		Port:       p.Port,
+		AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen},
+		Rules: natengine.Peer{
+			ID:             p.ID,
+			RemotePods:     []netip.Prefix{p.Remote.PodSeen},
+			RemoteExternal: []netip.Prefix{p.Remote.ExternalSeen},
+			Pods:           []natengine.Remap{{From: p.Local.Pod, To: p.Local.PodSeen}},
+			External:       []netip.Prefix{p.Local.ExternalSeen},
+			Endpoints:      endpoints,
+			MSS:            mss,
+		},
+		Probe:  netip.AddrPortFrom(FirstHost(p.Remote.ExternalSeen), ProbePort),
+		Origin: p.Origin,
+	}
+}
+
+// byAge orders peers so that of two that contradict each other the one to keep
+// comes first. It is total but for peers that are equal in every respect.
+func byAge(a, b Peer) int {
+	order := cmp.Or(
+		cmp.Compare(a.Created, b.Created), // unknown is 0 and counts as oldest: such a file was written by hand, on purpose
+		cmp.Compare(a.ID, b.ID),
+		a.Origin.compare(b.Origin),
+	)
+	if order == 0 { // the same object twice, perhaps with different contents
+		order = cmp.Compare(fmt.Sprintf("%+v", a), fmt.Sprintf("%+v", b))
+	}
+	return order
+}
+
+// endpointsFor makes the engine's endpoints out of a peer's mappings and the
+// gateway's own address, sorted by the address seen.
+func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
+	var (
+		r        = report{origin: p.MappingsOrigin}
+		external = p.Local.ExternalSeen
+		self     = Mapping{gatewayAddrFor(external), FirstHost(external)}
+		real     = make(map[netip.Addr]int, len(p.Mappings))
+		seen     = make(map[netip.Addr]int, len(p.Mappings))
+	)
+	mappings := slices.SortedFunc(slices.Values(p.Mappings), Mapping.compare)
+	mappings = slices.Compact(mappings)
+	for _, m := range mappings {
+		real[m.Real]++
+		seen[m.Seen]++
+	}
+	endpoints := make([]natengine.Endpoint, 0, len(mappings)+1)
+	endpoints = append(endpoints, natengine.Endpoint{Real: self.Real, Seen: self.Seen})
+	for _, m := range mappings {
+		field := "spec.clusterMappings[" + quote(m.Real.String()) + "]"
+		switch {
+		case m == self:
+			// said explicitly what holds anyway
+		case !m.Real.IsValid() || !m.Seen.IsValid():
+			r.add(field, "has no address; want an endpoint and the address at which cluster %s sees it", quote(p.ID))
+		case !external.Contains(m.Seen):
+			r.add(field, "%v is outside %v, our ExternalCIDR as cluster %s sees it (%s); want an address inside", m.Seen, external, quote(p.ID), p.Origin)
+		case m.Real.Is4() != m.Seen.Is4():
+			r.add(field, "%v is of another family than %v; want addresses of one family", m.Real, m.Seen)
+		case m.Real == self.Real:
+			r.add(field, "%v is not where cluster %s checks the connection; want %v, the first host of %v", m.Seen, quote(p.ID), self.Seen, external)
+		case m.Seen == self.Seen:
+			r.add(field, "%v is the gateway's own address, the first host of %v; want another address", m.Seen, external)
+		case checkReal(m.Real) != "":
+			r.add(field, "%s", checkReal(m.Real))
+		case seen[m.Seen] > 1:
+			r.add(field, "%v is mapped to %d endpoints; want an address for each", m.Seen, seen[m.Seen])
+		case real[m.Real] > 1:
+			r.add(field, "has %d addresses, one of them %v; want one address for each endpoint", real[m.Real], m.Seen)
+		default:
+			endpoints = append(endpoints, natengine.Endpoint{Real: m.Real, Seen: m.Seen})
+		}
+	}
+	slices.SortFunc(endpoints, func(a, b natengine.Endpoint) int { return a.Seen.Compare(b.Seen) })
+	return endpoints, r.problems
+}
+
+// keeper remembers the peers that are kept, to find contradictions with them.
+type keeper struct {
+	id      string   // our own cluster ID
+	key     [32]byte // our own public key
+	first   *Peer    // sets what our own networks are
+	ids     map[string]*Peer
+	keys    map[[32]byte]*Peer
+	remotes []remote // disjoint, sorted by address
+}
+
+type remote struct {
+	prefix netip.Prefix
+	field  string
+	peer   *Peer
+}
+
+func (k *keeper) keep(p *Peer) {
+	if k.first == nil {
+		k.first = p
+	}
+	k.ids[p.ID], k.keys[p.PublicKey] = p, p
+	_, _, pod, external := p.pairs()
+	for _, n := range []pair{pod, external} {
+		at, _ := k.find(n.seen)
+		k.remotes = slices.Insert(k.remotes, at, remote{n.seen, n.field(), p})
+	}
+}
+
+// find returns where prefix belongs in k.remotes, or the first of those it overlaps.
+func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *remote) {
+	at, _ = slices.BinarySearchFunc(k.remotes, prefix, func(r remote, p netip.Prefix) int {
+		return r.prefix.Addr().Compare(p.Addr())
+	})
+	// Prefixes overlap only when one contains the other, so among disjoint
+	// ones it is enough to look at both neighbours.
+	for i := max(at-1, 0); i <= at && i < len(k.remotes); i++ {
+		if k.remotes[i].prefix.Overlaps(prefix) {
+			return at, &k.remotes[i]
+		}
+	}
+	return at, nil
+}
+
+// check finds what p, sound by itself, contradicts.
+func (k *keeper) check(p *Peer) []Problem {
+	r := report{origin: p.Origin}
+	if p.ID == k.id {
+		r.add("spec.clusterIdentity.clusterID", "%s is our own cluster ID; want the ID of the remote cluster", quote(p.ID))
+	}
+	if other := k.ids[p.ID]; other != nil {
+		r.add("spec.clusterIdentity.clusterID", "%s is also the cluster of %s; want one TunnelEndpoint for each cluster", quote(p.ID), other.Origin)
+	}
+	if p.PublicKey == k.key {
+		r.add("spec.backend_config.publicKey", "is our own public key; want that of cluster %s", quote(p.ID))
+	}
+	if other := k.keys[p.PublicKey]; other != nil {
+		r.add("spec.backend_config.publicKey", "is also the key of cluster %s (%s); want a key for each cluster", quote(other.ID), other.Origin)
+	}
+	localPod, localExternal, remotePod, remoteExternal := p.pairs()
+	if k.first != nil {
+		firstPod, firstExternal, _, _ := k.first.pairs()
+		for _, n := range [][2]pair{{localPod, firstPod}, {localExternal, firstExternal}} {
+			if n[0].own != n[1].own {
+				r.add(n[0].ownField, "%v is not the %v that %s has; want the same own network towards all peers", n[0].own, n[1].own, k.first.Origin)
+			}
+		}
+	}
+	for _, n := range []pair{remotePod, remoteExternal} {
+		if _, other := k.find(n.seen); other != nil {
+			r.add(n.field(), "%v overlaps %v of cluster %s (%s: %s); want a network that no other peer has here",
+				n.seen, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
+		}
+	}
+	return r.problems
+}
+
+// RoutePrefixes returns the networks that the host has to route to the gateway,
+// Pb@A and Xb@A of every peer, sorted. They do not overlap.
+func (g Gateway) RoutePrefixes() []netip.Prefix {
+	prefixes := make([]netip.Prefix, 0, 2*len(g.Peers))
+	for _, p := range g.Peers {
+		prefixes = append(prefixes, p.AllowedIPs[:]...)
+	}
+	slices.SortFunc(prefixes, netip.Prefix.Compare)
+	return prefixes
+}
+
+// String prints the gateway as a plan: the WireGuard peer as wg(8) would be told,
+// the host routes and the address translation in words. The same Gateway prints
+// the same, and two that differ in what has to be done print differently.
+func (g Gateway) String() string {
+	var b strings.Builder
+	for _, p := range g.Peers {
+		b.WriteString(p.String())
+	}
+	for _, w := range g.Waiting {
+		fmt.Fprintf(&b, "waiting: %s has mappings for cluster %s, which is no peer yet\n", w.Origin, quote(w.ID))
+	}
+	return b.String()
+}
+
+// String prints one peer as in Gateway.String.
+func (p GatewayPeer) String() string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "peer %s (%s)\n", p.ID, p.Name)
+	fmt.Fprintf(&b, "  wg set peer %s endpoint %s allowed-ips %v,%v\n", base64.StdEncoding.EncodeToString(p.PublicKey[:]),
+		net.JoinHostPort(p.Endpoint, strconv.Itoa(int(p.Port))), p.AllowedIPs[0], p.AllowedIPs[1])
+	for _, prefix := range p.AllowedIPs {
+		fmt.Fprintf(&b, "  route %v\n", prefix)
+	}
+	for _, m := range p.Rules.Pods {
+		if m.From == m.To {
+			fmt.Fprintf(&b, "  out source %v stays\n", m.From)
+		} else {
+			fmt.Fprintf(&b, "  out source %v -> %v\n", m.From, m.To)
+		}
+		fmt.Fprintf(&b, "  out source other -> %v with ports\n", m.To.Addr())
+	}
+	for _, m := range p.Rules.Pods {
+		if m.From == m.To {
+			fmt.Fprintf(&b, "  in destination %v stays\n", m.To)
+		} else {
+			fmt.Fprintf(&b, "  in destination %v -> %v\n", m.To, m.From)
+		}
+	}
+	for _, e := range p.Rules.Endpoints {
+		fmt.Fprintf(&b, "  in destination %v -> %v\n", e.Seen, e.Real)
+	}
+	for _, prefix := range p.Rules.External {
+		fmt.Fprintf(&b, "  in destination other of %v drop\n", prefix)
+	}
+	if p.Rules.MSS != 0 {
+		fmt.Fprintf(&b, "  mss %d\n", p.Rules.MSS)
+	}
+	fmt.Fprintf(&b, "  probe %v\n", p.Probe)
+	return b.String()
+}

@@ -1,0 +1,304 @@
+package file
+
+import (
+	"bytes"
+	stdjson "encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"unicode"
+	"unicode/utf8"
+
+	"go.yaml.in/yaml/v2"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/json"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// loader collects what the files of one directory hold.
+type loader struct {
+	gateways      []gatewayObject
+	gatewayBroken bool // there is a Gateway, but it could not be read
+	peers         []fabric.Peer
+	mappings      []fabric.MappingSet
+	seen          map[fabric.Origin]string // object without file → the file it is in
+	problems      []fabric.Problem
+}
+
+type gatewayObject struct {
+	origin fabric.Origin
+	file   GatewayFile
+}
+
+func (l *loader) problem(origin fabric.Origin, field, format string, args ...any) {
+	l.problems = append(l.problems, fabric.Problem{Origin: origin, Field: field, Message: fmt.Sprintf(format, args...)})
+}
+
+// file reads all documents of one file. JSON is read as such: it is nearly, but
+// not quite, a subset of the YAML that the decoder knows (surrogate pairs).
+func (l *loader) file(name string, data []byte) {
+	data = bytes.TrimPrefix(data, []byte("\ufeff"))
+	origin := fabric.Origin{File: name}
+	if stdjson.Valid(data) {
+		l.object(origin, "", data)
+		return
+	}
+	decoder := yaml.NewDecoder(bytes.NewReader(data))
+	decoder.SetStrict(true) // a key given twice is an error
+	for n := 1; ; n++ {
+		var value any
+		err := decoder.Decode(&value)
+		switch broken := (*yaml.TypeError)(nil); {
+		case errors.Is(err, io.EOF):
+			return
+		case errors.As(err, &broken): // this document is lost, the next can still be read
+			for _, text := range broken.Errors {
+				l.yamlProblem(origin, text)
+			}
+			continue
+		case err != nil:
+			l.yamlProblem(origin, err.Error())
+			return
+		case value == nil:
+			continue // an empty document, or comments alone
+		}
+		where := ""
+		if n > 1 {
+			where = fmt.Sprintf("document %d", n)
+		}
+		if value, err = jsonValue(value); err != nil {
+			l.problem(origin, where, "%v", err)
+			continue
+		}
+		raw, err := stdjson.Marshal(value)
+		if err != nil {
+			l.problem(origin, where, "%v", err)
+			continue
+		}
+		l.object(origin, where, raw)
+	}
+}
+
+var yamlLine = regexp.MustCompile(`^(?:yaml: )?(?:line (\d+): )?`)
+
+// yamlProblem reports an error of the YAML decoder with its line.
+func (l *loader) yamlProblem(origin fabric.Origin, text string) {
+	match := yamlLine.FindStringSubmatch(text)
+	message := printable(text[len(match[0]):])
+	line, _ := strconv.Atoi(match[1])
+	// The decoder counts from zero in errors of its grammar and leaves a line
+	// zero out, but counts from one in all others (go.yaml.in/yaml/v2 v2.4.4, decode.go, fail).
+	if line == 0 || slices.ContainsFunc(grammarErrors, func(s string) bool { return strings.HasPrefix(message, s) }) {
+		line++
+	}
+	l.problem(origin, fmt.Sprintf("line %d", line), "%s", message)
+}
+
+var grammarErrors = []string{
+	"did not find expected <",
+	"did not find expected node content",
+	"did not find expected key",
+	"did not find expected '-' indicator",
+	"did not find expected ',' or",
+}
+
+// jsonValue turns what the YAML decoder makes into what encoding/json takes.
+func jsonValue(v any) (any, error) {
+	switch v := v.(type) {
+	case map[any]any:
+		object := make(map[string]any, len(v))
+		for key, value := range v {
+			name, ok := key.(string)
+			if !ok {
+				return nil, fmt.Errorf("the key %v is not a string; want it in quotes", key)
+			}
+			value, err := jsonValue(value)
+			if err != nil {
+				return nil, err
+			}
+			object[name] = value
+		}
+		return object, nil
+	case []any:
+		for i := range v {
+			value, err := jsonValue(v[i])
+			if err != nil {
+				return nil, err
+			}
+			v[i] = value
+		}
+		return v, nil
+	case float64:
+		if math.IsNaN(v) || math.IsInf(v, 0) {
+			return nil, errors.New("a number is infinite or none; want one that JSON can hold")
+		}
+	}
+	return v, nil
+}
+
+// object reads one object, or the objects of a List. where says which part of
+// the file it is, for as long as no name does.
+func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
+	var head struct {
+		APIVersion string `json:"apiVersion"`
+		Kind       string `json:"kind"`
+		Metadata   struct {
+			Namespace string `json:"namespace"`
+			Name      string `json:"name"`
+		} `json:"metadata"`
+		Items []stdjson.RawMessage `json:"items"`
+	}
+	if err := json.UnmarshalCaseSensitivePreserveInts(raw, &head); err != nil {
+		l.decodeProblem(origin, where, err)
+		return
+	}
+	type kind struct{ apiVersion, kind string }
+	is := kind{head.APIVersion, head.Kind}
+	if is == (kind{"v1", "List"}) {
+		for i, item := range head.Items {
+			l.object(origin, strings.TrimSpace(fmt.Sprintf("%s items[%d]", where, i)), item)
+		}
+		return
+	}
+	origin.Kind, origin.Namespace, origin.Name = printable(head.Kind), printable(head.Metadata.Namespace), printable(head.Metadata.Name)
+	if origin.Name != "" {
+		where = ""
+	}
+	switch is {
+	case kind{GatewayAPIVersion, GatewayKind}:
+		l.gateway(fabric.Origin{File: origin.File, Kind: GatewayKind}, raw)
+	case kind{v1alpha1.GroupVersion.String(), "TunnelEndpoint"}:
+		if l.first(origin, where) {
+			l.tunnelEndpoint(origin, raw)
+		}
+	case kind{v1alpha1.GroupVersion.String(), "NatMapping"}:
+		if l.first(origin, where) {
+			l.natMapping(origin, raw)
+		}
+	default:
+		l.problem(origin, where, "is of kind %q, apiVersion %q; want TunnelEndpoint or NatMapping (%s), Gateway (%s), or a List (v1) of them",
+			printable(head.Kind), printable(head.APIVersion), v1alpha1.GroupVersion, GatewayAPIVersion)
+	}
+}
+
+// first checks that an object has a name and occurs once.
+func (l *loader) first(origin fabric.Origin, where string) bool {
+	if origin.Name == "" {
+		l.problem(origin, strings.TrimSpace(where+" metadata.name"), "is empty; want the name of the object")
+		return false
+	}
+	key := origin
+	key.File = ""
+	if other, again := l.seen[key]; again {
+		l.problem(origin, "", "is also in %s; want each object once", other)
+		return false
+	}
+	l.seen[key] = origin.File
+	return true
+}
+
+// tunnelEndpoint reads one TunnelEndpoint. Only what is used is decoded: status
+// and the fields a server adds can be whatever they like.
+func (l *loader) tunnelEndpoint(origin fabric.Origin, raw []byte) {
+	var object struct {
+		Metadata struct {
+			CreationTimestamp metav1.Time `json:"creationTimestamp"`
+		} `json:"metadata"`
+		Spec v1alpha1.TunnelEndpointSpec `json:"spec"`
+	}
+	if !l.decode(origin, raw, &object) {
+		return
+	}
+	te := v1alpha1.TunnelEndpoint{Spec: object.Spec}
+	te.CreationTimestamp = object.Metadata.CreationTimestamp
+	peer, problems := fabric.PeerFrom(&te, origin)
+	if len(problems) > 0 {
+		l.problems = append(l.problems, problems...)
+		return
+	}
+	l.peers = append(l.peers, peer)
+}
+
+func (l *loader) natMapping(origin fabric.Origin, raw []byte) {
+	var object struct {
+		Spec v1alpha1.NatMappingSpec `json:"spec"`
+	}
+	if !l.decode(origin, raw, &object) {
+		return
+	}
+	id, mappings, problems := fabric.MappingsFrom(&v1alpha1.NatMapping{Spec: object.Spec}, origin)
+	l.problems = append(l.problems, problems...)
+	if id != "" {
+		l.mappings = append(l.mappings, fabric.MappingSet{ID: id, Mappings: mappings, Origin: origin})
+	}
+}
+
+// decode reads raw into v, case-sensitively as an API server does. Unknown
+// fields pass, because a later Liqo may have more; duplicate ones do not.
+func (l *loader) decode(origin fabric.Origin, raw []byte, v any) bool {
+	duplicates, err := json.UnmarshalStrict(raw, v, json.DisallowDuplicateFields)
+	if err != nil {
+		l.decodeProblem(origin, "", err)
+		return false
+	}
+	return !l.strictProblems(origin, duplicates)
+}
+
+// strictProblems reports fields that are unknown or there twice; false means none.
+func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
+	for _, err := range errs {
+		field, what := "", printable(err.Error())
+		if f, ok := err.(json.FieldError); ok {
+			field = printable(f.FieldPath())
+			what, _, _ = strings.Cut(what, " \"")
+		}
+		switch what {
+		case "unknown field":
+			what = "is not a field of this kind; want it removed or spelled as documented"
+		case "duplicate field":
+			what = "is given twice; want it once"
+		}
+		l.problem(origin, field, "%s", what)
+	}
+	return len(errs) > 0
+}
+
+// decodeProblem reports an error of the JSON decoder. A value is never repeated,
+// since a wrong place may hold a key.
+func (l *loader) decodeProblem(origin fabric.Origin, where string, err error) {
+	var wrong *stdjson.UnmarshalTypeError
+	if !errors.As(err, &wrong) {
+		l.problem(origin, where, "%s", printable(err.Error()))
+		return
+	}
+	found, _, _ := strings.Cut(wrong.Value, " ") // "number 70000" → "number"
+	want := map[string]string{
+		"string": "a string (in quotes, if it looks like a number)", "struct": "an object", "map": "an object", "slice": "a list",
+	}[wrong.Type.Kind().String()]
+	if want == "" {
+		want = "a " + wrong.Type.Kind().String()
+	}
+	field := strings.TrimSpace(where + " " + printable(wrong.Field))
+	l.problem(origin, field, "is of type %s; want %s", found, want)
+}
+
+// printable makes a string from outside safe to print: as it is when it is
+// short and plain, else quoted and cut.
+func printable(s string) string {
+	const limit = 253
+	plain := utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) })
+	switch {
+	case plain && len(s) <= limit:
+		return s
+	case len(s) > limit:
+		s = s[:limit] + "..."
+	}
+	return strconv.Quote(s)
+}

@@ -1,0 +1,247 @@
+// Package file reads the intent of a gateway from a directory: the same
+// TunnelEndpoint and NatMapping objects that `kubectl get -o yaml` prints, and
+// one file of our own for the gateway itself. A bug report is such a directory,
+// and so is a test case.
+//
+//	dir/gateway.yaml     kind Gateway, see GatewayFile
+//	dir/private.key      the WireGuard key, wherever privateKeyFile says
+//	dir/*.yaml           TunnelEndpoint, NatMapping: one object, several
+//	                     documents, or kind List; JSON as well
+//
+//	files ─ decode ─► objects ─ fabric.PeerFrom, MappingsFrom, Attach ─► Snapshot
+//
+// A directory is taken as a whole or not at all: with any problem there is no
+// Snapshot, so that the caller keeps the last good one, and the error holds all
+// problems at once.
+package file
+
+import (
+	"cmp"
+	"crypto/ecdh"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// Bounds on what is read. A larger file is refused, because whatever it is, it
+// is not the configuration of a gateway: 16 MiB hold some ten thousand peers.
+const (
+	MaxFileSize = 16 << 20 // bytes of one file
+	MaxFiles    = 4096     // files of one directory
+	maxKeySize  = 4096     // bytes of a key file
+)
+
+// Snapshot is the complete content of a directory. Treat it as read-only.
+type Snapshot struct {
+	Gateway    GatewayFile
+	PrivateKey PrivateKey    // of Gateway.PrivateKeyFile
+	Intent     fabric.Intent // GatewayFor accepts it without a Problem
+}
+
+// PrivateKey is a WireGuard private key. It prints as "(private key)", so that
+// it does not get into a log by accident.
+type PrivateKey [32]byte
+
+// String hides the key.
+func (PrivateKey) String() string { return "(private key)" }
+
+// GoString hides the key from %#v.
+func (PrivateKey) GoString() string { return "(private key)" }
+
+// Format hides the key from every verb, %x and %d included.
+func (PrivateKey) Format(f fmt.State, _ rune) { io.WriteString(f, "(private key)") }
+
+// Load reads a directory. It looks at regular files (and symbolic links to such)
+// called *.yaml, *.yml or *.json that do not begin with a dot, which leaves out
+// the ..data directories of a mounted ConfigMap.
+//
+// The error joins all problems by errors.Join, sorted; those found in the
+// contents are of type fabric.Problem. It names files and fields and never holds
+// a private key. A directory that is being written while it is read is read again;
+// if that does not end within about a second, that is the error.
+func Load(dir string) (Snapshot, error) {
+	snapshot, _, err := loadSettled(dir)
+	return snapshot, err
+}
+
+// errUnsettled says that files change faster than they can be read.
+var errUnsettled = errors.New("files keep changing while they are read")
+
+func loadSettled(dir string) (Snapshot, fingerprint, error) {
+	for range 20 {
+		snapshot, read, err := load(dir)
+		if read.equal(fingerprintOf(dir, read.key)) {
+			return snapshot, read, err
+		}
+		time.Sleep(50 * time.Millisecond) // whoever writes needs a moment to finish
+	}
+	return Snapshot{}, fingerprint{}, fmt.Errorf("%s: %w", dir, errUnsettled)
+}
+
+// load reads the directory once. The fingerprint is that of the files at the time
+// when each was opened.
+func load(dir string) (Snapshot, fingerprint, error) {
+	names, err := list(dir)
+	if err != nil {
+		return Snapshot{}, fingerprint{err: err.Error()}, err
+	}
+	var (
+		l    = loader{seen: map[fabric.Origin]string{}}
+		read fingerprint
+	)
+	for _, name := range names {
+		data, info, err := readFile(filepath.Join(dir, name), MaxFileSize)
+		read.files = append(read.files, stamp{name, info})
+		switch {
+		case errors.Is(err, errDirectory):
+		case err != nil:
+			l.problem(fabric.Origin{File: printable(name)}, "", "%v", err)
+		default:
+			l.file(printable(name), data)
+		}
+	}
+	var snapshot Snapshot
+	snapshot.Gateway = l.theGateway()
+	if name := snapshot.Gateway.PrivateKeyFile; name != "" {
+		path := name
+		if !filepath.IsAbs(path) {
+			path = filepath.Join(dir, path)
+		}
+		data, info, err := readFile(path, maxKeySize)
+		read.key = path
+		read.files = append(read.files, stamp{path, info})
+		snapshot.PrivateKey = l.privateKey(name, data, err)
+	}
+	snapshot.Intent = l.intent(snapshot.Gateway, snapshot.PrivateKey)
+
+	if problems := fabric.SortProblems(l.problems); len(problems) > 0 {
+		errs := make([]error, len(problems))
+		for i, p := range problems {
+			errs[i] = p
+		}
+		return Snapshot{}, read, errors.Join(errs...)
+	}
+	return snapshot, read, nil
+}
+
+// list returns the names of the files to look at, sorted.
+func list(dir string) ([]string, error) {
+	d, err := os.Open(dir)
+	if err != nil {
+		return nil, err
+	}
+	defer d.Close()
+	var names []string
+	for {
+		some, err := d.Readdirnames(256)
+		for _, name := range some {
+			if strings.HasPrefix(name, ".") {
+				continue
+			}
+			switch filepath.Ext(name) {
+			case ".yaml", ".yml", ".json":
+				names = append(names, name)
+			}
+		}
+		switch {
+		case len(names) > MaxFiles:
+			return nil, fmt.Errorf("%s: more than %d files; want a directory that holds only the configuration", dir, MaxFiles)
+		case err == io.EOF:
+			slices.Sort(names)
+			return names, nil
+		case err != nil:
+			return nil, err
+		}
+	}
+}
+
+var errDirectory = errors.New("is a directory")
+
+// readFile reads a regular file of at most limit bytes. info describes it when
+// it was opened, nil if it could not be.
+func readFile(path string, limit int64) (data []byte, info os.FileInfo, err error) {
+	if info, err = os.Stat(path); err != nil {
+		return nil, nil, withoutPath(err)
+	}
+	switch {
+	case info.IsDir():
+		return nil, info, errDirectory
+	case !info.Mode().IsRegular(): // opening a FIFO would wait for a writer
+		return nil, info, errors.New("is not a regular file")
+	}
+	f, err := os.Open(path)
+	if err != nil {
+		return nil, info, withoutPath(err)
+	}
+	defer f.Close()
+	if info, err = f.Stat(); err != nil {
+		return nil, info, withoutPath(err)
+	}
+	if data, err = io.ReadAll(io.LimitReader(f, limit+1)); err != nil {
+		return nil, info, withoutPath(err)
+	}
+	if int64(len(data)) > limit {
+		return nil, info, fmt.Errorf("is larger than %d bytes", limit)
+	}
+	return data, info, nil
+}
+
+// withoutPath takes the path out of an error that is printed next to it.
+func withoutPath(err error) error {
+	if p := (*os.PathError)(nil); errors.As(err, &p) {
+		return p.Err
+	}
+	return err
+}
+
+// theGateway returns the one Gateway object. What it cannot use is zero.
+func (l *loader) theGateway() GatewayFile {
+	if len(l.gateways) == 0 {
+		if !l.gatewayBroken {
+			l.problem(fabric.Origin{}, "", "no object of kind Gateway (%s); want one, usually in gateway.yaml", GatewayAPIVersion)
+		}
+		return GatewayFile{}
+	}
+	for _, g := range l.gateways[1:] {
+		l.problem(g.origin, "", "is the second Gateway, %s has one already; want one", l.gateways[0].origin.File)
+	}
+	return l.gateways[0].file
+}
+
+// privateKey makes a key of the content of a file. Its messages never hold any of it.
+func (l *loader) privateKey(name string, data []byte, err error) (key PrivateKey) {
+	origin := l.gateways[0].origin
+	if err != nil {
+		l.problem(origin, "privateKeyFile", "%s: %v", printable(name), err)
+		return key
+	}
+	parsed, err := fabric.ParseKey(strings.TrimSpace(string(data)))
+	if err != nil {
+		l.problem(origin, "privateKeyFile", "the content of %s %v", printable(name), err)
+	}
+	return parsed
+}
+
+// intent puts everything together and has it checked as a whole.
+func (l *loader) intent(g GatewayFile, key PrivateKey) fabric.Intent {
+	in := fabric.Intent{ClusterID: g.ClusterID, ClusterName: g.ClusterName}
+	if key != (PrivateKey{}) {
+		if k, err := ecdh.X25519().NewPrivateKey(key[:]); err == nil {
+			in.PublicKey = [32]byte(k.PublicKey().Bytes())
+		}
+	}
+	var problems []fabric.Problem
+	in.Peers, in.Waiting, problems = fabric.Attach(l.peers, l.mappings)
+	l.problems = append(l.problems, problems...)
+	slices.SortFunc(in.Peers, func(a, b fabric.Peer) int { return cmp.Compare(a.ID, b.ID) })
+	_, problems = fabric.GatewayFor(in, 0)
+	l.problems = append(l.problems, problems...)
+	return in
+}

@@ -1,0 +1,195 @@
+package file
+
+import (
+	stdjson "encoding/json"
+	"fmt"
+	"net"
+	"strconv"
+	"strings"
+
+	"sigs.k8s.io/json"
+
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// GatewayAPIVersion and GatewayKind mark the object that GatewayFile describes.
+const (
+	GatewayAPIVersion = "isthmus.net/v1alpha1"
+	GatewayKind       = "Gateway"
+)
+
+// Defaults of the fields that a Gateway object may leave out.
+const (
+	DefaultListenPort     = 5871             // Liqo's port
+	DefaultMetricsAddress = ":5872"          // Liqo's port for metrics
+	DefaultStatusAddress  = "127.0.0.1:5873" // for the CLI on the same machine
+)
+
+// Bounds of the fields that are numbers.
+const (
+	MinMTU   = 576     // what every IPv4 host has to accept (RFC 791)
+	MaxMTU   = 65475   // 65535 less outer IPv4 and UDP headers (28) and WireGuard's header and tag (32)
+	MaxFlows = 1 << 26 // more would be some ten gigabytes
+)
+
+// GatewayFile is the gateway's own part of the configuration, not a Kubernetes
+// object. Marshalled to YAML or JSON and loaded again, it is the same.
+//
+//	apiVersion: isthmus.net/v1alpha1
+//	kind: Gateway
+//	clusterID: 11111111-1111-4111-8111-111111111111
+//	clusterName: alpha
+//	privateKeyFile: private.key
+type GatewayFile struct {
+	APIVersion string `json:"apiVersion"` // always GatewayAPIVersion
+	Kind       string `json:"kind"`       // always GatewayKind
+
+	ClusterID   string `json:"clusterID"`             // our own cluster; a Kubernetes label value
+	ClusterName string `json:"clusterName,omitempty"` // for people; may be empty
+
+	// PrivateKeyFile holds our WireGuard private key, in base64 as wg(8) prints
+	// it. A relative name is relative to the directory of the configuration.
+	PrivateKeyFile string `json:"privateKeyFile"`
+
+	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
+	MTU            MTU    `json:"mtu,omitempty"`            // of the tunnel in octets, or "auto" (default)
+	MaxFlows       int    `json:"maxFlows,omitempty"`       // entries of the flow table; 0 is the engine's default
+	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default ":5872"
+	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"
+}
+
+// MTU is an MTU in octets. The zero value is AutoMTU; its JSON is "auto".
+type MTU int
+
+// AutoMTU means an MTU derived from the path to the peers.
+const AutoMTU MTU = 0
+
+// MarshalJSON returns a number, or "auto".
+func (m MTU) MarshalJSON() ([]byte, error) {
+	if m == AutoMTU {
+		return []byte(`"auto"`), nil
+	}
+	return strconv.AppendInt(nil, int64(m), 10), nil
+}
+
+// UnmarshalJSON takes a number from MinMTU to MaxMTU, or "auto".
+func (m *MTU) UnmarshalJSON(b []byte) error {
+	if string(b) == `"auto"` {
+		*m = AutoMTU
+		return nil
+	}
+	n, wrong := integer(b, MinMTU, MaxMTU)
+	if wrong != "" {
+		return fmt.Errorf("%s, or \"auto\"", wrong)
+	}
+	*m = MTU(n)
+	return nil
+}
+
+// String returns "auto" or the number.
+func (m MTU) String() string {
+	if m == AutoMTU {
+		return "auto"
+	}
+	return strconv.Itoa(int(m))
+}
+
+// integer reads a JSON number; wrong says what is wrong with it, or is "".
+func integer(b []byte, least, most int64) (n int64, wrong string) {
+	n, err := strconv.ParseInt(string(b), 10, 64)
+	if err != nil || n < least || n > most {
+		found := "is no whole number"
+		if err == nil {
+			found = "is " + string(b)
+		}
+		return 0, fmt.Sprintf("%s; want a number from %d to %d", found, least, most)
+	}
+	return n, ""
+}
+
+// gateway reads the Gateway object: strictly, because a misspelt field of our
+// own would silently be a default.
+func (l *loader) gateway(origin fabric.Origin, raw []byte) {
+	// Numbers stay raw, so that each wrong one has its own message.
+	var in struct {
+		APIVersion     string             `json:"apiVersion"`
+		Kind           string             `json:"kind"`
+		ClusterID      string             `json:"clusterID"`
+		ClusterName    string             `json:"clusterName"`
+		PrivateKeyFile string             `json:"privateKeyFile"`
+		ListenPort     stdjson.RawMessage `json:"listenPort"`
+		MTU            stdjson.RawMessage `json:"mtu"`
+		MaxFlows       stdjson.RawMessage `json:"maxFlows"`
+		MetricsAddress string             `json:"metricsAddress"`
+		StatusAddress  string             `json:"statusAddress"`
+	}
+	l.gatewayBroken = true
+	before := len(l.problems)
+	strict, err := json.UnmarshalStrict(raw, &in)
+	if err != nil {
+		l.decodeProblem(origin, "", err)
+		return
+	}
+	l.strictProblems(origin, strict)
+
+	g := GatewayFile{
+		APIVersion:     in.APIVersion,
+		Kind:           in.Kind,
+		ClusterID:      in.ClusterID,
+		ClusterName:    in.ClusterName,
+		PrivateKeyFile: in.PrivateKeyFile,
+		ListenPort:     DefaultListenPort,
+		MetricsAddress: DefaultMetricsAddress,
+		StatusAddress:  DefaultStatusAddress,
+	}
+	if wrong := fabric.CheckClusterID(g.ClusterID); wrong != "" {
+		l.problem(origin, "clusterID", "%s", wrong)
+	}
+	if wrong := fabric.CheckClusterName(g.ClusterName); wrong != "" {
+		l.problem(origin, "clusterName", "%s", wrong)
+	}
+	switch {
+	case g.PrivateKeyFile == "":
+		l.problem(origin, "privateKeyFile", "is empty; want the name of the file with the WireGuard private key")
+	case strings.HasSuffix(g.PrivateKeyFile, "="): // as all keys in base64 do
+		l.problem(origin, "privateKeyFile", "looks like a key (not shown); want the name of a file that holds it")
+	}
+	if in.ListenPort != nil {
+		port, wrong := integer(in.ListenPort, 1, 65535)
+		if g.ListenPort = uint16(port); wrong != "" {
+			l.problem(origin, "listenPort", "%s", wrong)
+		}
+	}
+	if in.MTU != nil {
+		if err := g.MTU.UnmarshalJSON(in.MTU); err != nil {
+			l.problem(origin, "mtu", "%v", err)
+		}
+	}
+	if in.MaxFlows != nil {
+		flows, wrong := integer(in.MaxFlows, 0, MaxFlows)
+		if g.MaxFlows = int(flows); wrong != "" {
+			l.problem(origin, "maxFlows", "%s", wrong)
+		}
+	}
+	l.address(origin, "metricsAddress", in.MetricsAddress, &g.MetricsAddress)
+	l.address(origin, "statusAddress", in.StatusAddress, &g.StatusAddress)
+	if len(l.problems) == before {
+		l.gateways = append(l.gateways, gatewayObject{origin, g})
+	}
+}
+
+// address reads a TCP listen address into to, which keeps its default when value is empty.
+func (l *loader) address(origin fabric.Origin, field, value string, to *string) {
+	if value == "" {
+		return
+	}
+	_, port, err := net.SplitHostPort(value)
+	if err == nil {
+		_, err = strconv.ParseUint(port, 10, 16)
+	}
+	if err != nil {
+		l.problem(origin, field, "%q is no listen address; want host:port, such as %q", printable(value), *to)
+		return
+	}
+	*to = value
+}

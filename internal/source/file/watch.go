@@ -1,0 +1,130 @@
+package file
+
+import (
+	"context"
+	"os"
+	"path/filepath"
+	"reflect"
+	"time"
+)
+
+// How Watch looks at the directory.
+const (
+	pollInterval   = time.Second
+	settleInterval = 200 * time.Millisecond // no change for so long: whoever wrote is done
+	settleLimit    = 10 * time.Second       // then what is there is read, even if it still changes
+)
+
+// Watch calls back with the content of the directory: once at the start, and
+// again whenever what Load returns has changed, be it to another Snapshot, to an
+// error, from one error to another, or back to the Snapshot before the error.
+// Files that are written again with the same content are no change. It returns
+// when ctx ends, and never calls back after that, nor twice at a time.
+//
+// Watch polls once a second, because that works with every file system and with
+// the way a mounted ConfigMap is swapped (one symbolic link for all files),
+// where an inotify watch on a file dies. It compares name, inode, size and
+// modification time, waits until they have been the same for 200 ms and reads
+// then, so that a file is rarely seen half written. A change is reported within
+// about 1.5 s.
+func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
+	var (
+		last     Snapshot
+		lastErr  string
+		first    = true
+		loaded   fingerprint
+		confirm  bool // read once more: a file may have changed within the resolution of its time
+		deadline = time.NewTicker(pollInterval)
+	)
+	defer deadline.Stop()
+	for {
+		if now := fingerprintOf(dir, loaded.key); first || confirm || !now.equal(loaded) {
+			if !first && !confirm && !settle(ctx, dir, now) {
+				return
+			}
+			snapshot, read, err := loadSettled(dir)
+			if ctx.Err() != nil {
+				return
+			}
+			text := ""
+			if err != nil {
+				text = err.Error()
+			}
+			changed := first || text != lastErr || err == nil && !reflect.DeepEqual(snapshot, last)
+			confirm = !read.equal(loaded)
+			last, lastErr, loaded, first = snapshot, text, read, false
+			if changed {
+				callback(snapshot, err)
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-deadline.C:
+		}
+	}
+}
+
+// settle waits until the directory has stayed the same for a while; false means
+// that ctx has ended.
+func settle(ctx context.Context, dir string, before fingerprint) bool {
+	for range settleLimit / settleInterval {
+		select {
+		case <-ctx.Done():
+			return false
+		case <-time.After(settleInterval):
+		}
+		now := fingerprintOf(dir, before.key)
+		if now.equal(before) {
+			break
+		}
+		before = now
+	}
+	return true
+}
+
+// fingerprint tells whether files have changed without reading them.
+type fingerprint struct {
+	err   string // why the directory cannot be listed
+	key   string // path of the private key, as far as known
+	files []stamp
+}
+
+type stamp struct {
+	name string
+	info os.FileInfo // nil when the file is not there
+}
+
+func fingerprintOf(dir, key string) fingerprint {
+	names, err := list(dir)
+	if err != nil {
+		return fingerprint{err: err.Error()}
+	}
+	f := fingerprint{key: key, files: make([]stamp, 0, len(names)+1)}
+	for _, name := range names {
+		info, _ := os.Stat(filepath.Join(dir, name))
+		f.files = append(f.files, stamp{name, info})
+	}
+	if key != "" {
+		info, _ := os.Stat(key)
+		f.files = append(f.files, stamp{key, info})
+	}
+	return f
+}
+
+func (f fingerprint) equal(g fingerprint) bool {
+	if f.err != g.err || f.key != g.key || len(f.files) != len(g.files) {
+		return false
+	}
+	for i := range f.files {
+		a, b := f.files[i], g.files[i]
+		if a.name != b.name || (a.info == nil) != (b.info == nil) {
+			return false
+		}
+		if a.info != nil && !(os.SameFile(a.info, b.info) && a.info.Size() == b.info.Size() &&
+			a.info.ModTime().Equal(b.info.ModTime()) && a.info.Mode() == b.info.Mode()) {
+			return false
+		}
+	}
+	return true
+}
