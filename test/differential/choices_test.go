@@ -1,0 +1,216 @@
+package differential
+
+import (
+	"bytes"
+	"encoding/binary"
+	"slices"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// Where the engine is not the kernel. Each choice has its test below, and each test asserts what both do, so that a
+// change of either shows.
+//
+//   - TTL: the kernel counts down at each hop. The engine leaves it to the kernel around its TUN.
+//   - NAPT port: each chooses its own (napt_test.go compares up to it).
+//   - Fragments: conntrack puts a datagram together and cuts it again. The engine translates fragments as they come, in
+//     their order and sizes; where there is no conntrack the kernel does so too, and then the bytes are equal.
+//   - ICMP errors: the kernel translates those that quote a flow it knows and whose quote holds eight octets of the
+//     transport header. For a 1:1 map the engine needs neither.
+//   - What conntrack calls invalid (no connection, wrong checksum) the kernel forwards untranslated, with an address
+//     nobody at the other side can answer. The engine translates every packet 1:1 that has a rule, and drops the others.
+//   - The network address of the PodCIDR is the NAPT address, and is never mapped 1:1.
+
+// reference is a 1:1 translation in full: new addresses, every checksum computed anew.
+func reference(p plan, from side, b []byte) (wire, out []byte) {
+	to := from.other()
+	wire = slices.Clone(b)
+	copy(wire[12:], move(source(b), p.pods[from], p.podsSeen[from]).AsSlice())
+	seal(wire)
+	out = slices.Clone(wire)
+	copy(out[16:], move(destination(b), p.podsSeen[to], p.pods[to]).AsSlice())
+	seal(out)
+	return wire, out
+}
+
+// untranslated: the kernel lets the packet through as it is, but for its hops.
+func (x *exchange) untranslated(from side, b []byte) {
+	x.Helper()
+	_, out := x.kernel.send(from, b)
+	if len(out) != 1 || !bytes.Equal(countUp(out[0], hopsToPod), b) {
+		x.Errorf("%v: the kernel was expected to forward the packet as it is\nsent:\n%sgot:\n%s", from, dump(one(b)), dump(out))
+	}
+}
+
+// onlyEngine: the packet comes out of the engines like this, whatever the kernel does.
+func (x *exchange) onlyEngine(from side, b, want []byte) {
+	x.Helper()
+	o := x.engines.send(from, b)
+	if len(o.out) != 1 || !bytes.Equal(o.out[0], want) {
+		x.Errorf("%v: engine, dropped %v\ngot:\n%swant:\n%s", from, o.drops, dump(o.out), dump(one(want)))
+	}
+}
+
+// bothRemapped has different ranges on the two sides, so that an untranslated packet still has a route to the far pod.
+func bothRemapped(t *testing.T) *exchange { return newExchange(t, plans[3], statefulRules) }
+
+func TestChoiceTTLIsLeftToTheKernelAroundTheTUN(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 1)
+	b := ip(header{ttl: 9}, src, dst, protoUDP, udp(src, dst, 1, 2, nil))
+	_, out := x.kernel.send(A, b)
+	if o := x.engines.send(A, b); len(out) != 1 || len(o.out) != 1 || out[0][8] != 7 || o.out[0][8] != 9 {
+		t.Errorf("TTL 9 became %d in the kernel (want 7), %d in the engine (want 9)", out[0][8], o.out[0][8])
+	}
+}
+
+func TestChoiceFragmentsAreTranslatedAsTheyCome(t *testing.T) {
+	for _, p := range plans {
+		t.Run(p.name, func(t *testing.T) {
+			x := newExchange(t, p, statelessRules)
+			for _, from := range []side{A, B} {
+				for _, d := range x.datagrams(from, 2) {
+					f := fragment(d, 40, 1400, 1408, 2800)
+					for _, order := range [][]int{{0, 1, 2, 3, 4}, {4, 3, 2, 1, 0}, {2, 0, 4, 1, 3}} {
+						var sent [][]byte
+						for _, i := range order {
+							sent = append(sent, f[i])
+						}
+						o := x.engines.send(from, sent...)
+						wire, out := x.kernel.send(from, sent...)
+						if !equal(o.wire, counted(wire, hopsToWire)) || !equal(o.out, counted(out, hopsToPod)) {
+							t.Errorf("%v, order %v: engine:\n%skernel without conntrack:\n%s", from, order, dump(o.out), dump(out))
+						}
+					}
+				}
+			}
+		})
+	}
+}
+
+func counted(packets [][]byte, hops uint8) (up [][]byte) {
+	for _, b := range packets {
+		up = append(up, countUp(b, hops))
+	}
+	return up
+}
+
+func TestChoiceICMPErrorNeedsNoKnownFlow(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 3)
+	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("a flow of yesterday")))
+	_, arrived := reference(x.plan, A, sent)
+	e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, -1)
+	x.untranslated(B, e)
+	x.onlyEngine(B, e, icmpAboutSeen(sent, unreachable, 3, 0, -1))
+}
+
+func TestChoiceICMPErrorMayQuoteTheHeaderAlone(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 4)
+	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("question")))
+	arrived := x.send(A, sent)[0]
+	for _, quote := range []int{0, 4, 7} {
+		e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, quote)
+		x.untranslated(B, e)
+		x.onlyEngine(B, e, icmpAboutSeen(sent, unreachable, 3, 0, quote))
+	}
+}
+
+// icmpAboutSeen is the error as A's pod has to get it: about the packet it sent, from the address it sent it to.
+func icmpAboutSeen(sent []byte, kind, code uint8, rest uint32, quote int) []byte {
+	return icmpAbout(sent, destination(sent), kind, code, rest, quote)
+}
+
+func TestChoicePacketsInvalidForConntrackAreTranslatedAllTheSame(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 5)
+	for name, b := range map[string][]byte{
+		"RST of no connection":      ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, rst, nil, nil)),
+		"no flags":                  ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, 0, nil, nil)),
+		"echo reply to nothing":     ip(header{}, src, dst, protoICMP, icmp(echoReply, 0, uint32(x.freshPort())<<16, nil)),
+		"SYN and FIN":               ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, syn|fin, nil, nil)),
+		"ICMP of a type unassigned": ip(header{}, src, dst, protoICMP, icmp(200, 0, 0, []byte("?"))),
+	} {
+		t.Run(name, func(t *testing.T) {
+			run := *x
+			run.T = t
+			_, want := reference(x.plan, A, b)
+			run.untranslated(A, b)
+			run.onlyEngine(A, b, want)
+		})
+	}
+}
+
+func TestChoiceWrongTransportChecksumStaysWrong(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 6)
+	for _, proto := range []uint8{protoUDP, protoTCP} {
+		s := udp(src, dst, x.freshPort(), 53, []byte("damaged on the way"))
+		if proto == protoTCP {
+			s = tcp(src, dst, x.freshPort(), 80, 1, 0, syn, nil, nil)
+		}
+		b := ip(header{}, src, dst, proto, s)
+		at := headerLen(b) + map[uint8]int{protoUDP: 6, protoTCP: 16}[proto]
+		right := binary.BigEndian.Uint16(b[at:])
+		binary.BigEndian.PutUint16(b[at:], right^0x0100)
+		x.untranslated(A, b)
+		_, want := reference(x.plan, A, b)
+		o := x.engines.send(A, b)
+		if len(o.out) != 1 {
+			t.Fatalf("protocol %d: dropped for %v", proto, o.drops)
+		}
+		got := o.out[0]
+		if binary.BigEndian.Uint16(got[at:]) == binary.BigEndian.Uint16(want[at:]) {
+			t.Errorf("protocol %d: the engine made a wrong checksum right", proto)
+		}
+		copy(got[at:at+2], want[at:])
+		if !bytes.Equal(got, want) {
+			t.Errorf("protocol %d: differs in more than the checksum\ngot:\n%swant:\n%s", proto, dump(one(got)), dump(one(want)))
+		}
+	}
+}
+
+func TestChoiceNetworkAddressIsForNAPTAlone(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.plan.pod(A, 7), x.plan.natIP(B)
+	b := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil))
+	_, out := x.kernel.send(A, b)
+	if len(out) != 1 || destination(out[0]) != x.plan.pods[B].Addr() {
+		t.Errorf("the kernel was expected to map it like any other address:\n%s", dump(out))
+	}
+	if o := x.engines.send(A, b); len(o.out) > 0 || !slices.Equal(o.drops, []natengine.Drop{natengine.DropNoFlow}) {
+		t.Errorf("to the NAPT address without a flow: %v\n%s", o.drops, dump(o.out))
+	}
+
+	// As a source it is not a pod either: both show the same address, the engine with a port of its own choice.
+	src, dst = x.plan.pods[A].Addr(), x.plan.podSeen(B, 7)
+	x.sendNAPT(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
+}
+
+// Not choices: here both refuse.
+
+func TestUnmappedAddressOfTheExternalCIDRIsRefusedByBoth(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.plan.pod(A, 8), nth(x.plan.extSeen[B], 99)
+	x.dropped(A, natengine.DropNoMapping, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
+}
+
+func TestAddressOfNoPeerDoesNotEnterTheTunnel(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.plan.pod(A, 9), address(0x08080808)
+	x.dropped(A, natengine.DropNoPeer, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
+}
+
+func TestICMPErrorWithAWrongChecksumIsRefusedByTheEngine(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 10)
+	arrived := x.send(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))[0]
+	e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, -1)
+	e[headerLen(e)+2] ^= 1
+	if o := x.engines.send(B, e); len(o.out) > 0 {
+		t.Errorf("RFC 5508 REQ-3: let through\n%s", dump(o.out))
+	}
+	x.untranslated(B, e)
+}

@@ -1,0 +1,100 @@
+package differential
+
+import (
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// engines are what is judged: one engine per gateway, each with the other cluster as its only peer.
+type engines struct {
+	t       *testing.T
+	engines [2]*natengine.Engine
+	now     time.Duration
+}
+
+func newEngines(t *testing.T, p plan) *engines {
+	e := &engines{t: t}
+	for _, s := range []side{A, B} {
+		r := s.other()
+		e.engines[s] = natengine.New(natengine.Config{})
+		err := e.engines[s].SetPeers([]natengine.Peer{{
+			ID:             r.String(),
+			RemotePods:     []netip.Prefix{p.podsSeen[r]},
+			RemoteExternal: []netip.Prefix{p.extSeen[r]},
+			Pods:           []natengine.Remap{{From: p.pods[s], To: p.podsSeen[s]}},
+			External:       []netip.Prefix{p.extSeen[s]},
+			Endpoints:      []natengine.Endpoint{{Real: p.endpoint(s), Seen: p.mapped(s)}},
+		}})
+		if err != nil {
+			t.Fatalf("engine of %v: %v", s, err)
+		}
+	}
+	return e
+}
+
+// outcome is what became of packets sent through both engines. drops are the reasons, in order, of those that did not
+// make it.
+type outcome struct {
+	wire, out [][]byte
+	drops     []natengine.Drop
+}
+
+// send takes complete packets from one side's pods to the other's.
+func (e *engines) send(from side, packets ...[]byte) (o outcome) {
+	e.t.Helper()
+	for _, b := range packets {
+		wire := e.cross(from, natengine.Outbound, packet.ChecksumComplete, b, &o)
+		o.wire = append(o.wire, wire...)
+		for _, w := range wire {
+			o.out = append(o.out, e.cross(from.other(), natengine.Inbound, packet.ChecksumComplete, w, &o)...)
+		}
+	}
+	return o
+}
+
+// sendPartial is send for one packet that comes from a TUN with its checksum unfinished; it is finished before the wire,
+// as the segmenter does.
+func (e *engines) sendPartial(from side, b []byte) (o outcome) {
+	e.t.Helper()
+	for _, w := range e.cross(from, natengine.Outbound, packet.ChecksumPartial, b, &o) {
+		o.wire = append(o.wire, w)
+		o.out = append(o.out, e.cross(from.other(), natengine.Inbound, packet.ChecksumComplete, w, &o)...)
+	}
+	return o
+}
+
+// cross takes one packet through one engine and returns what comes out: the packet, perhaps none, perhaps fragments that
+// had waited for it. b is not touched.
+func (e *engines) cross(at side, dir natengine.Direction, sum packet.ChecksumState, b []byte, o *outcome) [][]byte {
+	e.t.Helper()
+	e.now += time.Millisecond
+	b = slices.Clone(b)
+	var v packet.View
+	if err := v.Parse(b, sum); err != nil {
+		e.t.Fatalf("gateway %v, %v: %v: % x", at, dir, err, b)
+	}
+	var verdict natengine.Verdict
+	if dir == natengine.Outbound {
+		verdict = e.engines[at].Outbound(&v, e.now)
+	} else {
+		verdict = e.engines[at].Inbound(&v, e.now)
+	}
+	switch verdict.Action {
+	case natengine.Forward:
+		if v.Checksum() == packet.ChecksumPartial {
+			v.CompleteChecksum()
+		}
+		return append([][]byte{v.Bytes()}, verdict.Released...)
+	case natengine.Discard:
+		o.drops = append(o.drops, verdict.Drop)
+	case natengine.Deliver:
+		e.t.Errorf("gateway %v, %v: delivered to an endpoint that the plan does not have: % x", at, dir, b)
+	case natengine.Hold: // it comes back as Released
+	}
+	return nil
+}

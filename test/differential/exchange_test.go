@@ -1,0 +1,161 @@
+package differential
+
+import (
+	"bytes"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/gopacket/gopacket"
+	"github.com/gopacket/gopacket/layers"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// An exchange is one conversation between A and B that both judges see.
+type exchange struct {
+	*testing.T
+	plan    plan
+	kernel  *kernel
+	engines *engines
+	port    uint16 // last port given out: conntrack must not meet a flow twice
+}
+
+func newExchange(t *testing.T, p plan, rules func(plan, side) string) *exchange {
+	return &exchange{T: t, plan: p, kernel: newKernel(t, p, rules), engines: newEngines(t, p), port: 1024}
+}
+
+// freshPort is a port no flow of this exchange has used.
+func (x *exchange) freshPort() uint16 {
+	x.port++
+	return x.port
+}
+
+// pods are the addresses of a conversation between the n-th pods: src is the sender's own address, dst is the receiver as
+// the sender sees it.
+func (x *exchange) pods(from side, n int) (src, dst netip.Addr) {
+	return x.plan.pod(from, n), x.plan.podSeen(from.other(), n)
+}
+
+// send takes packets of one sender to the other side by both ways, wants the same bytes on the wire and at the end, and
+// returns what arrived. Of more than one packet, or of fragments, the datagrams are compared: the kernel's conntrack puts
+// them together and cuts them again as it likes, the engine translates each as it comes.
+func (x *exchange) send(from side, packets ...[]byte) (arrived [][]byte) {
+	x.Helper()
+	o := x.engines.send(from, packets...)
+	if len(o.out) != len(packets) {
+		x.Fatalf("%v: %d of %d packets came out of the engines, dropped: %v\n%s", from, len(o.out), len(packets), o.drops, dump(packets))
+	}
+	wire, out := x.kernel.send(from, packets...)
+	x.same(from, "on the wire", o.wire, wire, hopsToWire)
+	x.same(from, "at the destination", o.out, out, hopsToPod)
+	if len(packets) == 1 {
+		x.checkAddresses(from, packets[0], o.wire[0], o.out[0])
+		if p := partial(packets[0]); p != nil {
+			unfinished := x.engines.sendPartial(from, p)
+			if !equal(unfinished.wire, o.wire) || !equal(unfinished.out, o.out) {
+				x.Errorf("%v: the same packet with a partial checksum came out differently\ncomplete:\n%spartial:\n%s", from, dump(o.out), dump(unfinished.out))
+			}
+		}
+	}
+	for _, b := range slices.Concat(o.wire, o.out) {
+		x.checkSums(b)
+	}
+	return o.out
+}
+
+// same compares what the engines and the kernel made of one datagram, once the kernel's hops are taken back.
+func (x *exchange) same(from side, where string, engine, kernel [][]byte, hops uint8) {
+	x.Helper()
+	k, ok := reassemble(kernel)
+	if !ok {
+		x.Fatalf("%v, %s: the kernel let through no whole datagram, the engine did\nkernel:\n%sengine:\n%s", from, where, dump(kernel), dump(engine))
+	}
+	e, ok := reassemble(engine)
+	if !ok {
+		x.Fatalf("%v, %s: no whole datagram came out of the engine:\n%s", from, where, dump(engine))
+	}
+	if k = countUp(k, hops); !bytes.Equal(e, k) {
+		x.Fatalf("%v, %s: engine and kernel differ\nengine:\n%skernel:\n%s", from, where, dump([][]byte{e}), dump([][]byte{k}))
+	}
+}
+
+// dropped sends packets that neither way lets through.
+func (x *exchange) dropped(from side, want natengine.Drop, packets ...[]byte) {
+	x.Helper()
+	if o := x.engines.send(from, packets...); len(o.out) > 0 || len(o.drops) == 0 || o.drops[0] != want {
+		x.Errorf("%v: engine let through %d packets, dropped for %v, want %v", from, len(o.out), o.drops, want)
+	}
+	if _, out := x.kernel.send(from, packets...); len(out) > 0 {
+		x.Errorf("%v: the kernel let through\n%s", from, dump(out))
+	}
+}
+
+// checkAddresses is section 7.2 of the facts: inside the tunnel the source is as the receiver sees it and the destination
+// as the sender sees it; at the destination that one is the receiver's own.
+func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
+	x.Helper()
+	p, to := x.plan, from.other()
+	src, dst := source(sent), destination(sent)
+	wantSrc, wantDst := p.natIP(from), dst
+	switch {
+	case src == p.endpoint(from) && source(wire) == p.mapped(from): // a reply, which only flow state tells from a new flow
+		wantSrc = p.mapped(from)
+	case p.pods[from].Contains(src) && src != p.pods[from].Addr():
+		wantSrc = move(src, p.pods[from], p.podsSeen[from])
+	}
+	arrives := destination(out)
+	switch {
+	case dst == p.mapped(to):
+		wantDst = p.endpoint(to)
+	case dst == p.natIP(to): // a reply to something that is no pod: flow state, checked by the case
+		wantDst = arrives
+	default:
+		wantDst = move(dst, p.podsSeen[to], p.pods[to])
+	}
+	if source(wire) != wantSrc || destination(wire) != dst {
+		x.Errorf("%v: in the tunnel %v -> %v, want %v -> %v", from, source(wire), destination(wire), wantSrc, dst)
+	}
+	if source(out) != wantSrc || arrives != wantDst {
+		x.Errorf("%v: at the destination %v -> %v, want %v -> %v", from, source(out), arrives, wantSrc, wantDst)
+	}
+}
+
+// checkSums asks gopacket whether every checksum of a packet is right, that of a quoted IPv4 header included. Transport
+// checksums of fragments cannot be judged one by one; same compares the datagram.
+func (x *exchange) checkSums(b []byte) {
+	x.Helper()
+	layer := gopacket.LayerType(layers.LayerTypeIPv4)
+	parsed := gopacket.NewPacket(b, layer, gopacket.DecodeOptions{NoCopy: true, SkipDecodeRecovery: true})
+	if header, ok := parsed.Layer(layer).(*layers.IPv4); !ok {
+		x.Fatalf("gopacket sees no IPv4 header in % x", b)
+	} else if err, sum := header.VerifyChecksum(); err != nil || !sum.Valid {
+		x.Errorf("header checksum %#x, gopacket wants %#x: % x", sum.Actual, sum.Correct, b)
+	}
+	if isFragment(b) {
+		return
+	}
+	if err, wrong := parsed.VerifyChecksums(); err != nil {
+		x.Errorf("gopacket: %v: % x", err, b)
+	} else if len(wrong) > 0 {
+		x.Errorf("gopacket finds wrong checksums %+v: % x", wrong, b)
+	}
+}
+
+func equal(a, b [][]byte) bool { return slices.EqualFunc(a, b, bytes.Equal) }
+
+// dump prints packets for people: a line of addresses and a line of hex each.
+func dump(packets [][]byte) string {
+	var s strings.Builder
+	for _, b := range packets {
+		if len(b) < 20 {
+			fmt.Fprintf(&s, "  % x\n", b)
+			continue
+		}
+		fmt.Fprintf(&s, "  %v -> %v protocol %d, %d octets, ttl %d, fragment %#04x\n    % x\n    % x\n",
+			source(b), destination(b), b[9], len(b), b[8], fragmentWord(b), b[:headerLen(b)], segment(b)[:min(64, len(segment(b)))])
+	}
+	return s.String()
+}

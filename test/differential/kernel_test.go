@@ -1,0 +1,138 @@
+package differential
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/test/internal/hosts"
+)
+
+// A kernel is the oracle: two gateways with nftables rules between two raw sockets.
+type kernel struct {
+	t    *testing.T
+	pods [2]*hosts.Raw // at the pods' ends of the lan links
+	wire [2]*hosts.Raw // at each gateway's wan device: what arrives there from the other one
+}
+
+// hops is how often the kernel has counted down a packet's TTL when it is on the wire and when it has arrived.
+const (
+	hopsToWire = 1
+	hopsToPod  = 2
+)
+
+// newKernel builds the namespaces. rules writes the nftables ruleset of one gateway.
+func newKernel(t *testing.T, p plan, rules func(plan, side) string) *kernel {
+	hosts.Need(t, "nft")
+	k := &kernel{t: t}
+	var pods, gateways [2]*hosts.Host
+	for _, s := range []side{A, B} {
+		pods[s], gateways[s] = hosts.New(t, "pod"+s.String()), hosts.New(t, "gw"+s.String())
+		hosts.Veth(gateways[s], "lan", pods[s], "eth0", 1500)
+	}
+	hosts.Veth(gateways[A], "wan", gateways[B], "wan", 1500)
+	mac := func(h *hosts.Host, dev string) net.HardwareAddr { return h.Link(dev).Attrs().HardwareAddr }
+	for _, s := range []side{A, B} {
+		g := gateways[s]
+		// Next hops nobody owns, known by MAC address: no ARP, and no address of a gateway that could take part.
+		lan, wan := netip.MustParseAddr("169.254.77.1"), netip.MustParseAddr("169.254.77.2")
+		g.Route(netip.MustParsePrefix("0.0.0.0/0"), lan, "lan")
+		g.Neighbour(lan, mac(pods[s], "eth0"), "lan")
+		for _, remote := range []netip.Prefix{p.podsSeen[s.other()], p.extSeen[s.other()]} {
+			g.Route(remote, wan, "wan")
+		}
+		g.Neighbour(wan, mac(gateways[s.other()], "wan"), "wan")
+		g.Run(rules(p, s), "nft", "-f", "-")
+		k.pods[s] = pods[s].Raw("eth0", mac(g, "lan"))
+		k.wire[s] = g.Raw("wan", nil)
+	}
+	return k
+}
+
+// statefulRules are section 7.3 of the facts, plus the oracle of the NAT requirements: NETMAP and SNAT by conntrack.
+func statefulRules(p plan, s side) string {
+	r := s.other()
+	var post, pre []string
+	remote := fmt.Sprintf("{ %s, %s }", p.podsSeen[r], p.extSeen[r])
+	remapped := p.pods[s] != p.podsSeen[s]
+	if remapped {
+		post = append(post, fmt.Sprintf(`oifname "wan" ip daddr %s ip saddr %s snat ip prefix to ip saddr map { %[2]s : %[3]s }`, remote, p.pods[s], p.podsSeen[s]))
+		pre = append(pre, fmt.Sprintf(`iifname "wan" ip saddr %s ip daddr %s dnat ip prefix to ip daddr map { %[2]s : %[3]s }`, p.podsSeen[r], p.podsSeen[s], p.pods[s]))
+	}
+	post = append(post, fmt.Sprintf(`oifname "wan" ip daddr %s ip saddr != %s snat to %s`, remote, p.pods[s], p.natIP(s)))
+	pre = append(pre, fmt.Sprintf(`iifname "wan" ip saddr %s ip daddr %s dnat to %s`, p.podsSeen[r], p.mapped(s), p.endpoint(s)))
+	return ruleset(map[string][]string{
+		"type nat hook postrouting priority srcnat": post,
+		"type nat hook prerouting priority dstnat":  pre,
+		"type filter hook forward priority filter":  {fmt.Sprintf(`iifname "wan" ip saddr %s ip daddr %s drop`, p.podsSeen[r], p.extSeen[s])},
+		"type filter hook prerouting priority -500": {},
+	})
+}
+
+// statelessRules do the prefix maps alone, without conntrack and so without putting fragments together.
+func statelessRules(p plan, s side) string {
+	r := s.other()
+	set := func(field string, from, to netip.Prefix) string {
+		host := ^number(netip.PrefixFrom(address(0xffffffff), from.Bits()).Masked().Addr())
+		return fmt.Sprintf("ip %s %s ip %[1]s set ip %[1]s & %s | %s", field, from, address(host), to.Addr())
+	}
+	if p.pods[s] == p.podsSeen[s] {
+		return ruleset()
+	}
+	return ruleset(
+		chain{"filter hook postrouting priority srcnat", []string{
+			fmt.Sprintf(`oifname "wan" ip daddr %s %s`, p.podsSeen[r], set("saddr", p.pods[s], p.podsSeen[s])),
+		}},
+		chain{"filter hook prerouting priority raw", []string{
+			fmt.Sprintf(`iifname "wan" ip saddr %s %s`, p.podsSeen[r], set("daddr", p.podsSeen[s], p.pods[s])),
+		}})
+}
+
+type chain struct {
+	hook  string
+	rules []string
+}
+
+func ruleset(chains ...chain) string {
+	var b strings.Builder
+	b.WriteString("table ip oracle {\n")
+	for i, c := range chains {
+		fmt.Fprintf(&b, "  chain c%d {\n    type %s; policy accept;\n    %s\n  }\n", i, c.hook, strings.Join(c.rules, "\n    "))
+	}
+	b.WriteString("}\n")
+	return b.String()
+}
+
+// send injects packets at one side's pod, in order, and returns what was on the wire and what came out at the other pod,
+// when both are whole datagrams; or whatever was there when nothing more comes.
+func (k *kernel) send(from side, packets ...[]byte) (wire, out [][]byte) {
+	k.t.Helper()
+	to := from.other()
+	k.wire[to].Drain()
+	k.pods[to].Drain()
+	for _, b := range packets {
+		k.pods[from].Send(b)
+	}
+	wire, out = collect(k.wire[to]), collect(k.pods[to])
+	if more := k.pods[to].Receive(0); more != nil {
+		k.t.Errorf("the kernel sent one packet more than there are: %x", more)
+	}
+	return wire, out
+}
+
+// collect waits for whole datagrams. The first packet either comes within microseconds or was dropped.
+func collect(r *hosts.Raw) (packets [][]byte) {
+	for {
+		b := r.Receive(250 * time.Millisecond)
+		if b == nil {
+			return packets
+		}
+		packets = append(packets, b)
+		if _, whole := reassemble(packets); whole {
+			return packets
+		}
+	}
+}

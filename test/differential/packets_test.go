@@ -1,0 +1,266 @@
+package differential
+
+import (
+	"encoding/binary"
+	"hash/crc32"
+	"net/netip"
+	"slices"
+)
+
+// Packets are built here byte by byte, with checksums computed in full and one word at a time: nothing is shared with
+// the packages under test.
+
+const (
+	protoICMP = 1
+	protoTCP  = 6
+	protoUDP  = 17
+	protoSCTP = 132
+	protoTest = 253 // RFC 3692: for experiments; nobody knows its header
+
+	echoReply, unreachable, redirect, echoRequest, timeExceeded, parameterProblem = 0, 3, 5, 8, 11, 12
+	fragmentationNeeded                                                           = 4 // code of unreachable
+
+	fin, syn, rst, psh, ack = 1, 2, 4, 8, 16
+
+	flagDF, flagMF = 0x4000, 0x2000
+)
+
+// header is what of an IPv4 header a case may want to choose. Zero values: TTL 64, ID 0x1234.
+type header struct {
+	tos, ttl uint8
+	id       uint16
+	flags    uint16 // and fragment offset
+	options  []byte
+}
+
+// ip wraps a transport segment, whose checksum has to be right already.
+func ip(h header, src, dst netip.Addr, proto uint8, segment []byte) []byte {
+	if h.ttl == 0 {
+		h.ttl = 64
+	}
+	if h.id == 0 {
+		h.id = 0x1234
+	}
+	options := append(slices.Clone(h.options), make([]byte, (4-len(h.options)%4)%4)...)
+	b := make([]byte, 20, 20+len(options)+len(segment))
+	b = append(append(b, options...), segment...)
+	b[0] = 0x40 | uint8(20+len(options))/4
+	b[1] = h.tos
+	binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
+	binary.BigEndian.PutUint16(b[4:], h.id)
+	binary.BigEndian.PutUint16(b[6:], h.flags)
+	b[8], b[9] = h.ttl, proto
+	copy(b[12:], src.AsSlice())
+	copy(b[16:], dst.AsSlice())
+	sealHeader(b)
+	return b
+}
+
+func udp(src, dst netip.Addr, sport, dport uint16, data []byte) []byte {
+	b := make([]byte, 8, 8+len(data))
+	binary.BigEndian.PutUint16(b[0:], sport)
+	binary.BigEndian.PutUint16(b[2:], dport)
+	binary.BigEndian.PutUint16(b[4:], uint16(8+len(data)))
+	b = append(b, data...)
+	sealTransport(b, src, dst, protoUDP)
+	return b
+}
+
+func tcp(src, dst netip.Addr, sport, dport uint16, seq, ackno uint32, flags uint8, options, data []byte) []byte {
+	b := make([]byte, 20, 20+len(options)+len(data))
+	binary.BigEndian.PutUint16(b[0:], sport)
+	binary.BigEndian.PutUint16(b[2:], dport)
+	binary.BigEndian.PutUint32(b[4:], seq)
+	binary.BigEndian.PutUint32(b[8:], ackno)
+	b[12], b[13] = uint8(20+len(options))/4<<4, flags
+	binary.BigEndian.PutUint16(b[14:], 64000)
+	b = append(append(b, options...), data...)
+	sealTransport(b, src, dst, protoTCP)
+	return b
+}
+
+// icmp is a message; rest are the four octets after the checksum (id and sequence, or unused and MTU).
+func icmp(kind, code uint8, rest uint32, body []byte) []byte {
+	b := make([]byte, 8, 8+len(body))
+	b[0], b[1] = kind, code
+	binary.BigEndian.PutUint32(b[4:], rest)
+	b = append(b, body...)
+	sealTransport(b, netip.Addr{}, netip.Addr{}, protoICMP)
+	return b
+}
+
+func sctp(sport, dport uint16, tag uint32, chunk []byte) []byte {
+	b := make([]byte, 12, 12+len(chunk))
+	binary.BigEndian.PutUint16(b[0:], sport)
+	binary.BigEndian.PutUint16(b[2:], dport)
+	binary.BigEndian.PutUint32(b[4:], tag)
+	b = append(b, chunk...)
+	binary.LittleEndian.PutUint32(b[8:], crc32.Checksum(b, crc32.MakeTable(crc32.Castagnoli)))
+	return b
+}
+
+// icmpAbout is an ICMP error about packet b, sent by src to b's sender. quote octets of b's payload are quoted; -1: all.
+func icmpAbout(b []byte, src netip.Addr, kind, code uint8, rest uint32, quote int) []byte {
+	n := headerLen(b) + quote
+	if quote < 0 || n > len(b) {
+		n = len(b)
+	}
+	return ip(header{tos: 0xc0, id: 0x7777}, src, source(b), protoICMP, icmp(kind, code, rest, b[:n]))
+}
+
+// Reading.
+
+func headerLen(b []byte) int          { return int(b[0]&15) * 4 }
+func source(b []byte) netip.Addr      { return netip.AddrFrom4([4]byte(b[12:16])) }
+func destination(b []byte) netip.Addr { return netip.AddrFrom4([4]byte(b[16:20])) }
+func segment(b []byte) []byte         { return b[headerLen(b):] }
+func fragmentWord(b []byte) uint16    { return binary.BigEndian.Uint16(b[6:]) }
+func isFragment(b []byte) bool        { return fragmentWord(b)&(flagMF|0x1fff) != 0 }
+
+// The port of an ICMP query is its identifier: same place for both directions.
+func portsAt(b []byte) (src, dst int) {
+	h := headerLen(b)
+	if b[9] == protoICMP {
+		return h + 4, h + 4
+	}
+	return h, h + 2
+}
+
+func sourcePort(b []byte) uint16 {
+	at, _ := portsAt(b)
+	return binary.BigEndian.Uint16(b[at:])
+}
+
+// withPort is b with another source or destination port and every checksum computed anew.
+func withPort(b []byte, sourceSide bool, port uint16) []byte {
+	b = slices.Clone(b)
+	at, dst := portsAt(b)
+	if !sourceSide {
+		at = dst
+	}
+	binary.BigEndian.PutUint16(b[at:], port)
+	seal(b)
+	return b
+}
+
+// Checksums.
+
+// seal computes the header checksum and, of a whole datagram, that of its transport. A UDP checksum of 0 stays.
+func seal(b []byte) {
+	sealHeader(b)
+	if s := segment(b); !isFragment(b) && (b[9] != protoUDP || binary.BigEndian.Uint16(s[6:]) != 0) {
+		sealTransport(s, source(b), destination(b), b[9])
+	}
+}
+
+func sealHeader(b []byte) {
+	b[10], b[11] = 0, 0
+	binary.BigEndian.PutUint16(b[10:], internetSum(b[:headerLen(b)]))
+}
+
+func sealTransport(s []byte, src, dst netip.Addr, proto uint8) {
+	at, ok := map[uint8]int{protoUDP: 6, protoTCP: 16, protoICMP: 2}[proto]
+	if !ok {
+		return
+	}
+	s[at], s[at+1] = 0, 0
+	sum := internetSum(append(pseudo(s, src, dst, proto), s...))
+	if proto == protoUDP && sum == 0 {
+		sum = 0xffff
+	}
+	binary.BigEndian.PutUint16(s[at:], sum)
+}
+
+func pseudo(s []byte, src, dst netip.Addr, proto uint8) []byte {
+	if proto == protoICMP {
+		return nil
+	}
+	p := append(src.AsSlice(), dst.AsSlice()...)
+	return append(p, 0, proto, uint8(len(s)>>8), uint8(len(s)))
+}
+
+// internetSum is RFC 1071 as it stands there.
+func internetSum(b []byte) uint16 {
+	var sum uint32
+	for len(b) > 1 {
+		sum += uint32(b[0])<<8 | uint32(b[1])
+		b = b[2:]
+	}
+	if len(b) == 1 {
+		sum += uint32(b[0]) << 8
+	}
+	for sum>>16 != 0 {
+		sum = sum&0xffff + sum>>16
+	}
+	return ^uint16(sum)
+}
+
+// partial is b as a TUN with offload would hand it over: the transport checksum field holds the sum of the pseudo-header,
+// folded and not inverted. It is nil where there is no such state.
+func partial(b []byte) []byte {
+	at := map[uint8]int{protoUDP: 6, protoTCP: 16}[b[9]]
+	if at == 0 || isFragment(b) || b[9] == protoUDP && binary.BigEndian.Uint16(segment(b)[6:]) == 0 {
+		return nil
+	}
+	b = slices.Clone(b)
+	s := segment(b)
+	binary.BigEndian.PutUint16(s[at:], ^internetSum(pseudo(s, source(b), destination(b), b[9])))
+	return b
+}
+
+// countUp is b as it was before its TTL was counted down hops times.
+func countUp(b []byte, hops uint8) []byte {
+	b = slices.Clone(b)
+	b[8] += hops
+	sealHeader(b)
+	return b
+}
+
+// Fragments.
+
+// fragment cuts a datagram after the given numbers of payload octets (multiples of 8, ascending). Options are not copied
+// to later fragments unless they have the copy bit; the cases use options without it on fragments or none.
+func fragment(b []byte, cuts ...int) (fragments [][]byte) {
+	payload, from := segment(b), 0
+	for _, to := range append(cuts, len(payload)) {
+		f := append(slices.Clone(b[:headerLen(b)]), payload[from:to]...)
+		binary.BigEndian.PutUint16(f[2:], uint16(len(f)))
+		word := fragmentWord(b) | uint16(from/8)
+		if to < len(payload) {
+			word |= flagMF
+		}
+		binary.BigEndian.PutUint16(f[6:], word)
+		sealHeader(f)
+		fragments = append(fragments, f)
+		from = to
+	}
+	return fragments
+}
+
+// reassemble puts one datagram together, whatever the order of its parts. A packet that is no fragment is itself.
+func reassemble(packets [][]byte) (datagram []byte, whole bool) {
+	if len(packets) == 0 {
+		return nil, false
+	}
+	if len(packets) == 1 && !isFragment(packets[0]) {
+		return packets[0], true
+	}
+	parts := slices.SortedFunc(slices.Values(packets), func(a, b []byte) int {
+		return int(fragmentWord(a)&0x1fff) - int(fragmentWord(b)&0x1fff)
+	})
+	var payload []byte
+	for i, p := range parts {
+		if int(fragmentWord(p)&0x1fff)*8 != len(payload) {
+			return nil, false
+		}
+		payload = append(payload, segment(p)...)
+		if last := fragmentWord(p)&flagMF == 0; last != (i == len(parts)-1) {
+			return nil, false
+		}
+	}
+	datagram = append(slices.Clone(parts[0][:headerLen(parts[0])]), payload...)
+	binary.BigEndian.PutUint16(datagram[2:], uint16(len(datagram)))
+	binary.BigEndian.PutUint16(datagram[6:], fragmentWord(parts[0])&flagDF)
+	sealHeader(datagram)
+	return datagram, true
+}

@@ -1,0 +1,199 @@
+// Package hosts makes network namespaces for the tests of this module: unnamed ones, which the kernel removes together
+// with the test process however that ends, joined by veth pairs, with raw packet sockets at their edges.
+//
+// It knows nothing of Isthmus, and shares no code with internal/lab, because what it carries judges Isthmus.
+package hosts
+
+import (
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"runtime"
+	"strings"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netns"
+	"golang.org/x/sys/unix"
+)
+
+// A Host is one network namespace with a netlink handle inside. It closes with the test.
+type Host struct {
+	Name string
+
+	t  testing.TB
+	ns netns.NsHandle
+	nl *netlink.Handle
+}
+
+// Need skips the test unless it runs as root and all commands are installed.
+func Need(t testing.TB, commands ...string) {
+	t.Helper()
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to make network namespaces")
+	}
+	for _, c := range commands {
+		if _, err := exec.LookPath(c); err != nil {
+			t.Skipf("needs the command %s: 'make deps' installs it", c)
+		}
+	}
+}
+
+// New makes a namespace in which IPv4 is forwarded freely (no reverse path filter, no redirects) and IPv6 is off, so that
+// nothing but the test sends packets there.
+func New(t testing.TB, name string) *Host {
+	t.Helper()
+	h := &Host{Name: name, t: t}
+	err := onThread(func() (err error) {
+		if h.ns, err = netns.New(); err != nil {
+			return err
+		}
+		h.nl, err = netlink.NewHandle()
+		return err
+	})
+	if err != nil {
+		t.Fatalf("namespace %s: %v", name, err)
+	}
+	t.Cleanup(func() {
+		h.nl.Close()
+		h.ns.Close()
+	})
+	for key, value := range map[string]string{
+		"ipv4/ip_forward":                  "1",
+		"ipv4/conf/all/rp_filter":          "0",
+		"ipv4/conf/default/rp_filter":      "0",
+		"ipv4/conf/all/send_redirects":     "0",
+		"ipv4/conf/default/send_redirects": "0",
+		"ipv6/conf/all/disable_ipv6":       "1",
+		"ipv6/conf/default/disable_ipv6":   "1",
+	} {
+		h.Sysctl(key, value)
+	}
+	h.must(h.nl.LinkSetUp(h.Link("lo")), "lo up")
+	return h
+}
+
+// Do runs f in the namespace, on a thread that f shares with nobody. f must not call t.Fatal.
+func (h *Host) Do(f func() error) error {
+	return onThread(func() error {
+		if err := netns.Set(h.ns); err != nil {
+			return err
+		}
+		return f()
+	})
+}
+
+// onThread runs f on a locked thread and puts the thread back into its namespace afterwards.
+func onThread(f func() error) error {
+	done := make(chan error)
+	go func() {
+		runtime.LockOSThread()
+		before, err := netns.Get()
+		if err != nil {
+			done <- err
+			return
+		}
+		defer before.Close()
+		err = f()
+		if back := netns.Set(before); back == nil {
+			runtime.UnlockOSThread() // else the thread ends with this goroutine
+		}
+		done <- err
+	}()
+	return <-done
+}
+
+// Sysctl writes /proc/sys/net/KEY of the namespace.
+func (h *Host) Sysctl(key, value string) {
+	h.t.Helper()
+	h.must(h.Do(func() error {
+		return os.WriteFile(filepath.Join("/proc/sys/net", key), []byte(value), 0)
+	}), "sysctl "+key)
+}
+
+// Run runs a command in the namespace with the given standard input and returns what it prints.
+func (h *Host) Run(stdin, name string, args ...string) string {
+	h.t.Helper()
+	cmd := exec.Command(name, args...)
+	cmd.Stdin = strings.NewReader(stdin)
+	var out []byte
+	err := h.Do(func() (err error) {
+		out, err = cmd.CombinedOutput()
+		return err
+	})
+	h.must(err, fmt.Sprintf("%s\n%s%s", cmd, stdin, out))
+	return string(out)
+}
+
+// Start starts a command in the namespace; the caller waits for it.
+func (h *Host) Start(cmd *exec.Cmd) {
+	h.t.Helper()
+	h.must(h.Do(cmd.Start), cmd.String())
+}
+
+// Veth joins two hosts.
+func Veth(a *Host, nameA string, b *Host, nameB string, mtu int) {
+	a.t.Helper()
+	a.must(a.nl.LinkAdd(&netlink.Veth{
+		LinkAttrs: netlink.LinkAttrs{Name: nameA, MTU: mtu}, PeerName: nameB, PeerNamespace: netlink.NsFd(b.ns),
+	}), "veth "+nameA)
+	a.must(a.nl.LinkSetUp(a.Link(nameA)), nameA+" up")
+	b.must(b.nl.LinkSetMTU(b.Link(nameB), mtu), nameB+" mtu")
+	b.must(b.nl.LinkSetUp(b.Link(nameB)), nameB+" up")
+}
+
+// Link returns the device as it is now.
+func (h *Host) Link(dev string) netlink.Link {
+	h.t.Helper()
+	link, err := h.nl.LinkByName(dev)
+	h.must(err, dev)
+	return link
+}
+
+// SetUp brings a device up.
+func (h *Host) SetUp(dev string) {
+	h.t.Helper()
+	h.must(h.nl.LinkSetUp(h.Link(dev)), dev+" up")
+}
+
+// Addr adds an address.
+func (h *Host) Addr(dev string, addr netip.Prefix) {
+	h.t.Helper()
+	h.must(h.nl.AddrAdd(h.Link(dev), &netlink.Addr{IPNet: ipNet(addr)}), "address "+addr.String())
+}
+
+// Route adds a route through dev, by way of the on-link next hop via unless that is the zero value.
+func (h *Host) Route(to netip.Prefix, via netip.Addr, dev string) {
+	h.t.Helper()
+	route := &netlink.Route{Dst: ipNet(to.Masked()), LinkIndex: h.Link(dev).Attrs().Index, Scope: netlink.SCOPE_LINK}
+	if via.IsValid() {
+		route.Gw, route.Scope, route.Flags = via.AsSlice(), netlink.SCOPE_UNIVERSE, int(netlink.FLAG_ONLINK)
+	}
+	h.must(h.nl.RouteAdd(route), "route "+to.String())
+}
+
+// Neighbour says for good which MAC address stands behind an address, so that nobody has to answer ARP.
+func (h *Host) Neighbour(addr netip.Addr, mac net.HardwareAddr, dev string) {
+	h.t.Helper()
+	h.must(h.nl.NeighSet(&netlink.Neigh{
+		LinkIndex: h.Link(dev).Attrs().Index, State: netlink.NUD_PERMANENT, IP: addr.AsSlice(), HardwareAddr: mac,
+	}), "neighbour "+addr.String())
+}
+
+func ipNet(p netip.Prefix) *net.IPNet {
+	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
+}
+
+func (h *Host) must(err error, what string) {
+	h.t.Helper()
+	if err != nil {
+		h.t.Fatalf("%s: %s: %v", h.Name, what, err)
+	}
+}
+
+var ethIP = htons(unix.ETH_P_IP)
+
+func htons(v uint16) uint16 { return v<<8 | v>>8 }

@@ -1,0 +1,85 @@
+package hosts
+
+import (
+	"errors"
+	"net"
+	"os"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// A Raw sends and receives whole IPv4 packets on one device, past the namespace's own IP stack: no address, no socket and
+// no route of that namespace takes part.
+type Raw struct {
+	h     *Host
+	fd    int
+	index int
+	mac   net.HardwareAddr // of the device at the far end, where packets go
+}
+
+// Raw opens dev. far is the MAC address packets are sent to, nil on a device without.
+// The socket sees only what arrives at dev; to see what leaves it too, use Tap.
+func (h *Host) Raw(dev string, far net.HardwareAddr) *Raw {
+	h.t.Helper()
+	return h.open(dev, far, ethIP)
+}
+
+// Tap opens dev for looking: both directions, for devices such as tunnels whose packets matter on their way out too.
+func (h *Host) Tap(dev string) *Raw {
+	h.t.Helper()
+	return h.open(dev, nil, htons(unix.ETH_P_ALL))
+}
+
+func (h *Host) open(dev string, far net.HardwareAddr, proto uint16) *Raw {
+	h.t.Helper()
+	r := &Raw{h: h, index: h.Link(dev).Attrs().Index, mac: far}
+	h.must(h.Do(func() (err error) {
+		if r.fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, int(proto)); err != nil {
+			return os.NewSyscallError("socket", err)
+		}
+		// What arrived on other devices before the bind is thrown away by reading it below.
+		return os.NewSyscallError("bind", unix.Bind(r.fd, &unix.SockaddrLinklayer{Protocol: proto, Ifindex: r.index}))
+	}), "packet socket on "+dev)
+	h.t.Cleanup(func() { unix.Close(r.fd) })
+	r.Drain()
+	return r
+}
+
+// Send puts one IP packet on the wire.
+func (r *Raw) Send(b []byte) {
+	r.h.t.Helper()
+	to := &unix.SockaddrLinklayer{Protocol: ethIP, Ifindex: r.index, Halen: uint8(len(r.mac))}
+	copy(to.Addr[:], r.mac)
+	r.h.must(unix.Sendto(r.fd, b, 0, to), "send")
+}
+
+// Receive returns the next packet, or nil when none came in time.
+func (r *Raw) Receive(wait time.Duration) []byte {
+	r.h.t.Helper()
+	buf := make([]byte, 1<<16)
+	for deadline := time.Now().Add(wait); ; {
+		n, _, err := unix.Recvfrom(r.fd, buf, unix.MSG_DONTWAIT)
+		switch {
+		case err == nil:
+			return buf[:n:n]
+		case !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EINTR):
+			r.h.must(err, "receive")
+		}
+		left := time.Until(deadline)
+		if left <= 0 {
+			return nil
+		}
+		_, err = unix.Poll([]unix.PollFd{{Fd: int32(r.fd), Events: unix.POLLIN}}, int(left/time.Millisecond)+1)
+		if err != nil && !errors.Is(err, unix.EINTR) {
+			r.h.must(err, "poll")
+		}
+	}
+}
+
+// Drain throws away what has arrived so far.
+func (r *Raw) Drain() {
+	r.h.t.Helper()
+	for r.Receive(0) != nil {
+	}
+}
