@@ -57,19 +57,18 @@ func statefulRules(p plan, s side) string {
 	r := s.other()
 	var post, pre []string
 	remote := fmt.Sprintf("{ %s, %s }", p.podsSeen[r], p.extSeen[r])
-	remapped := p.pods[s] != p.podsSeen[s]
-	if remapped {
+	if p.pods[s] != p.podsSeen[s] {
 		post = append(post, fmt.Sprintf(`oifname "wan" ip daddr %s ip saddr %s snat ip prefix to ip saddr map { %[2]s : %[3]s }`, remote, p.pods[s], p.podsSeen[s]))
 		pre = append(pre, fmt.Sprintf(`iifname "wan" ip saddr %s ip daddr %s dnat ip prefix to ip daddr map { %[2]s : %[3]s }`, p.podsSeen[r], p.podsSeen[s], p.pods[s]))
 	}
 	post = append(post, fmt.Sprintf(`oifname "wan" ip daddr %s ip saddr != %s snat to %s`, remote, p.pods[s], p.natIP(s)))
 	pre = append(pre, fmt.Sprintf(`iifname "wan" ip saddr %s ip daddr %s dnat to %s`, p.podsSeen[r], p.mapped(s), p.endpoint(s)))
-	return ruleset(map[string][]string{
-		"type nat hook postrouting priority srcnat": post,
-		"type nat hook prerouting priority dstnat":  pre,
-		"type filter hook forward priority filter":  {fmt.Sprintf(`iifname "wan" ip saddr %s ip daddr %s drop`, p.podsSeen[r], p.extSeen[s])},
-		"type filter hook prerouting priority -500": {},
-	})
+	return ruleset(
+		chain{"nat hook postrouting priority srcnat", post},
+		chain{"nat hook prerouting priority dstnat", pre},
+		chain{"filter hook forward priority filter", []string{
+			fmt.Sprintf(`iifname "wan" ip saddr %s ip daddr %s drop`, p.podsSeen[r], p.extSeen[s]),
+		}})
 }
 
 // statelessRules do the prefix maps alone, without conntrack and so without putting fragments together.
