@@ -13,7 +13,7 @@ import "maps"
 // no allocation by Liqo, whose largest pool is a /8, falls outside of them.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="isCIDR(self)",message="must be a network in CIDR notation, such as 10.244.0.0/16",reason=FieldValueInvalid
-// +kubebuilder:validation:XValidation:rule="!isCIDR(self) || string(cidr(self).masked()) == self",message="must be in canonical form, with all host bits zero",messageExpression="'must be in canonical form, with all host bits zero: ' + string(cidr(self).masked())",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!isCIDR(self) || string(cidr(self).masked()) == self",message="must be in canonical form, with all host bits zero",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (cidr(self).ip().family() == 4 ? cidr(self).prefixLength() >= 8 && cidr(self).prefixLength() <= 30 : cidr(self).prefixLength() >= 16 && cidr(self).prefixLength() <= 126)",message="must have a prefix length from 8 to 30 (IPv4) or from 16 to 126 (IPv6)",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (!['0.0.0.0/8', '127.0.0.0/8', '169.254.0.0/16', '224.0.0.0/4', '::/8', 'fe80::/10', 'ff00::/8'].exists(n, cidr(n).containsCIDR(self)) && !['0.0.0.0', '127.0.0.0', '169.254.0.0', '224.0.0.0', '255.255.255.255', '::', 'fe80::', 'ff00::'].exists(a, cidr(self).containsIP(a)))",message="must be a unicast network, apart from unspecified, loopback, link-local, multicast and broadcast addresses",reason=FieldValueInvalid
 type CIDR = string
@@ -22,7 +22,7 @@ type CIDR = string
 // the literal None if that one is used as it is.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self == 'None' || isCIDR(self)",message="must be None or a network in CIDR notation, such as 10.246.0.0/16",reason=FieldValueInvalid
-// +kubebuilder:validation:XValidation:rule="!isCIDR(self) || string(cidr(self).masked()) == self",message="must be in canonical form, with all host bits zero",messageExpression="'must be in canonical form, with all host bits zero: ' + string(cidr(self).masked())",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!isCIDR(self) || string(cidr(self).masked()) == self",message="must be in canonical form, with all host bits zero",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (cidr(self).ip().family() == 4 ? cidr(self).prefixLength() >= 8 && cidr(self).prefixLength() <= 30 : cidr(self).prefixLength() >= 16 && cidr(self).prefixLength() <= 126)",message="must have a prefix length from 8 to 30 (IPv4) or from 16 to 126 (IPv6)",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self) || (!['0.0.0.0/8', '127.0.0.0/8', '169.254.0.0/16', '224.0.0.0/4', '::/8', 'fe80::/10', 'ff00::/8'].exists(n, cidr(n).containsCIDR(self)) && !['0.0.0.0', '127.0.0.0', '169.254.0.0', '224.0.0.0', '255.255.255.255', '::', 'fe80::', 'ff00::'].exists(a, cidr(self).containsIP(a)))",message="must be a unicast network, apart from unspecified, loopback, link-local, multicast and broadcast addresses",reason=FieldValueInvalid
 type NATCIDR = string

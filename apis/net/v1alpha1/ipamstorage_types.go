@@ -6,13 +6,13 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 // known. Which networks make sense is the IPAM's business: reserved ones may
 // be of any kind and length.
 // +kubebuilder:validation:MaxLength=43
-// +kubebuilder:validation:XValidation:rule="self == ” || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty or a network in canonical CIDR notation",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="self.size() == 0 || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredCIDR = string
 
 // StoredNATCIDR is the answer of a peer in the books of the IPAM: a network,
 // None, or empty while there is no answer.
 // +kubebuilder:validation:MaxLength=43
-// +kubebuilder:validation:XValidation:rule="self == ” || self == 'None' || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty, None or a network in canonical CIDR notation",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="self.size() == 0 || self == 'None' || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty, None or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredNATCIDR = string
 
 // ListedCIDR is a network in a list of the IPAM.
