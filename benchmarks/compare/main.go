@@ -1,0 +1,387 @@
+// Command compare measures Isthmus beside other ways to join two pod networks,
+// all in one run and interleaved, between the same two pods on this machine.
+//
+//	go run ./benchmarks/compare -rounds 5 -out benchmarks
+//
+// It builds one lab of two clusters with a node and a pod each, and in each
+// round starts every peer (see the peer_*.go files, one small file each), puts
+// the same load on it and stops it again. Figures are medians with the smallest
+// and the largest; what is worth quoting is the ratio to wireguard-go with
+// kernel NETMAP of the same run, since the machine's speed drifts.
+//
+// It needs root and, for the NETMAP peer, nft.
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log"
+	"net/netip"
+	"os"
+	"os/signal"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/vishvananda/netlink"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+const wgPort = 5871
+
+// A start brings one peer up between the two nodes of the bench. What it has
+// started is in the result even when it fails.
+type start func(context.Context, *bench) (*running, error)
+
+type running struct {
+	target   netip.Addr    // where pod A finds pod B
+	gateways []*os.Process // whose CPU time and memory are counted
+	cleanup  []func() error
+}
+
+// peers, in the order of the table; the first with NETMAP is the baseline.
+var peers = []struct {
+	name  string
+	start start
+}{
+	{"veth", veth},
+	{"wireguard-go", wireguardGo(false)},
+	{"wireguard-go + NETMAP", wireguardGo(true)},
+	{"isthmus", isthmus},
+}
+
+const baseline = "wireguard-go + NETMAP"
+
+// A bench is the lab with what the peers need to know of it.
+type bench struct {
+	lab    *lab.Lab
+	self   string // this program
+	binary string // isthmus
+	mtu    int    // of the underlay
+	nodes  [2]*node
+}
+
+// A node is one end: the cluster's only node and its only pod.
+type node struct {
+	cluster  *lab.Cluster
+	host     *lab.Host
+	pod      *lab.Pod
+	underlay netip.Addr
+	cidr     netip.Prefix // the cluster's PodCIDR
+	seen     netip.Prefix // as the other cluster sees it
+}
+
+// seenPod is the pod's address as the other cluster sees it.
+func (n *node) seenPod() netip.Addr {
+	a, net := n.pod.Addr.As4(), n.seen.Addr().As4()
+	for i := range a {
+		keep := byte(0xff)
+		if bits := n.seen.Bits() - 8*i; bits >= 8 {
+			keep = 0
+		} else if bits > 0 {
+			keep = 0xff >> bits
+		}
+		a[i] = a[i]&keep | net[i]&^keep
+	}
+	return netip.AddrFrom4(a)
+}
+
+// tunnelMTU leaves room for IPv4, UDP and WireGuard, as Liqo reckons.
+func (b *bench) tunnelMTU() int { return b.mtu - 60 }
+
+func main() {
+	log.SetFlags(0)
+	if len(os.Args) > 1 && os.Args[1] == "load" {
+		if err := load(os.Args[2:]); err != nil {
+			log.Fatal(err)
+		}
+		return
+	}
+	if len(os.Args) == 4 && os.Args[1] == "wireguard-go" {
+		mtu, _ := strconv.Atoi(os.Args[3])
+		if err := runWireGuardGo(os.Args[2], mtu); err != nil {
+			log.Fatal(err)
+		}
+		return
+	}
+	rounds := flag.Int("rounds", 5, "rounds; each measures every peer once")
+	d := flag.Duration("duration", 2*time.Second, "duration of one load")
+	mtu := flag.Int("mtu", 1500, "MTU of the underlay")
+	binary := flag.String("isthmus", "bin/isthmus", "the isthmus binary")
+	only := flag.String("peers", "", "only the peers whose names contain one of these words, comma separated")
+	out := flag.String("out", "", "write compare.md and compare.json into this folder")
+	flag.Parse()
+
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, *rounds, *d, *mtu, *binary, *only, *out); err != nil {
+		log.Fatal(err)
+	}
+}
+
+func run(ctx context.Context, rounds int, d time.Duration, mtu int, binary, only, out string) (err error) {
+	b, err := newBench(ctx, mtu, binary)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, b.lab.Down()) }()
+
+	stopLoad, err := b.startListeners(ctx)
+	if err != nil {
+		return err
+	}
+	defer stopLoad()
+
+	var all []sample
+	for round := range rounds {
+		for _, p := range peers {
+			if !wanted(p.name, only) {
+				continue
+			}
+			s, err := b.measure(ctx, p.start, d)
+			if err != nil {
+				return fmt.Errorf("%s: %w", p.name, err)
+			}
+			s.Peer, s.Round = p.name, round
+			all = append(all, s)
+			log.Printf("round %d/%d  %-24s %s", round+1, rounds, p.name, s)
+		}
+	}
+	return report(all, describe(mtu, rounds, d), out)
+}
+
+func wanted(name, only string) bool {
+	return only == "" || slices.ContainsFunc(strings.Split(only, ","), func(w string) bool { return strings.Contains(name, w) })
+}
+
+func newBench(ctx context.Context, mtu int, binary string) (*bench, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	spec := lab.Spec{Name: "bench" + strconv.Itoa(os.Getpid()), MTU: mtu, Clusters: []lab.ClusterSpec{
+		{Name: "a", PodCIDR: netip.MustParsePrefix("10.201.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.211.0.0/16"), Nodes: 1, PodsPerNode: 1},
+		{Name: "b", PodCIDR: netip.MustParsePrefix("10.202.0.0/16"), ExternalCIDR: netip.MustParsePrefix("10.212.0.0/16"), Nodes: 1, PodsPerNode: 1},
+	}}
+	l, err := lab.Up(ctx, spec)
+	if err != nil {
+		return nil, err
+	}
+	b := &bench{lab: l, self: self, binary: binary, mtu: mtu}
+	for i, c := range l.Clusters {
+		b.nodes[i] = &node{
+			cluster: c, host: c.Nodes[0].Host, pod: c.Pods[0], underlay: c.Nodes[0].Addr, cidr: c.PodCIDR,
+			seen: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(246 + i)}), 16),
+		}
+	}
+	return b, nil
+}
+
+// startListeners puts sink and echo into pod B for the whole run.
+func (b *bench) startListeners(ctx context.Context) (func(), error) {
+	var procs []*os.Process
+	stop := func() {
+		for _, p := range procs {
+			_ = p.Kill()
+			_, _ = p.Wait()
+		}
+	}
+	for _, what := range []string{"sink", "echo"} {
+		p, err := b.spawn(ctx, b.nodes[1].pod.Host, "load", what)
+		if err != nil {
+			stop()
+			return nil, err
+		}
+		procs = append(procs, p)
+	}
+	return stop, nil
+}
+
+// spawn starts this program again inside h and waits until it says ready.
+func (b *bench) spawn(ctx context.Context, h *lab.Host, args ...string) (*os.Process, error) {
+	cmd := h.Command(ctx, b.self, args...)
+	cmd.Stderr = os.Stderr
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || line != "ready\n" {
+		_ = cmd.Process.Kill()
+		return nil, errors.Join(fmt.Errorf("%s in %s did not start: %q: %w", args[0], h.Name, line, err), cmd.Wait())
+	}
+	return cmd.Process, nil
+}
+
+// run runs a command inside h to its end, stdin being its input.
+func (b *bench) run(ctx context.Context, h *lab.Host, stdin, name string, args ...string) error {
+	cmd := h.Command(ctx, name, args...)
+	cmd.Stdin = strings.NewReader(stdin)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("%s %s in %s: %w: %s", name, strings.Join(args, " "), h.Name, err, out)
+	}
+	return nil
+}
+
+// measureLoad runs one load process in pod A and adds up what the gateways used.
+func (b *bench) measureLoad(ctx context.Context, r *running, args ...string) (loadResult, float64, error) {
+	var res loadResult
+	before := cpuSeconds(r.gateways)
+	out, err := b.nodes[0].pod.Command(ctx, b.self, append([]string{"load"}, args...)...).Output()
+	if err != nil {
+		return res, 0, err
+	}
+	used := cpuSeconds(r.gateways) - before
+	return res, used, json.Unmarshal(out, &res)
+}
+
+// A sample is one peer in one round.
+type sample struct {
+	Peer   string
+	Round  int
+	TCP1   float64 // Gbit/s
+	TCP4   float64
+	CPU    float64 // CPU seconds of both gateways per Gbit, over both TCP loads
+	Flood  float64 // received 64 octet datagrams, thousands a second
+	FloodC float64 // CPU microseconds of both gateways per received datagram
+	Paced  float64 // the same with 20 000 datagrams a second
+	P50    float64 // round trip, microseconds
+	P99    float64
+	RSS    float64 // largest peak memory of one gateway, MiB
+}
+
+func (s sample) String() string {
+	return fmt.Sprintf("TCP %.2f / %.2f Gbit/s, %.3f CPU s/Gbit, UDP %.0f kpps, %.1f us/pkt paced, RTT %.0f / %.0f us, %.0f MiB",
+		s.TCP1, s.TCP4, s.CPU, s.Flood, s.Paced, s.P50, s.P99, s.RSS)
+}
+
+func (b *bench) measure(ctx context.Context, up start, d time.Duration) (s sample, err error) {
+	r, err := up(ctx, b)
+	defer func() { err = errors.Join(err, b.stop(r)) }()
+	if err != nil {
+		return s, err
+	}
+	if err := b.waitReady(ctx, r); err != nil {
+		return s, err
+	}
+	ms := strconv.Itoa(int(d.Milliseconds()))
+	to := r.target.String()
+	if _, _, err := b.measureLoad(ctx, r, "tcp", to, "1", "300"); err != nil { // warm-up
+		return s, err
+	}
+	var bits, cpu float64
+	for _, l := range []struct {
+		streams string
+		into    *float64
+	}{{"1", &s.TCP1}, {"4", &s.TCP4}} {
+		res, used, err := b.measureLoad(ctx, r, "tcp", to, l.streams, ms)
+		if err != nil {
+			return s, err
+		}
+		*l.into = float64(res.Bytes) * 8 / res.Seconds / 1e9
+		bits += float64(res.Bytes) * 8 / 1e9
+		cpu += used
+	}
+	s.CPU = cpu / bits
+	res, _, err := b.measureLoad(ctx, r, "rtt", to, ms)
+	if err != nil {
+		return s, err
+	}
+	s.P50, s.P99 = res.P50, res.P99
+	if res, cpu, err = b.measureLoad(ctx, r, "udp", to, "64", ms, "20000"); err != nil {
+		return s, err
+	}
+	s.Paced = cpu / float64(max(1, res.Packets)) * 1e6
+	if res, cpu, err = b.measureLoad(ctx, r, "udp", to, "64", ms, "0"); err != nil {
+		return s, err
+	}
+	s.Flood = float64(res.Packets) / res.Seconds / 1e3
+	s.FloodC = cpu / float64(max(1, res.Packets)) * 1e6
+	for _, g := range r.gateways {
+		s.RSS = max(s.RSS, peakMiB(g.Pid))
+	}
+	return s, nil
+}
+
+// waitReady waits for the first answer through the tunnel.
+func (b *bench) waitReady(ctx context.Context, r *running) error {
+	var err error
+	for range 50 {
+		if _, err = b.nodes[0].pod.Ping(ctx, r.target); err == nil {
+			return nil
+		}
+		time.Sleep(100 * time.Millisecond)
+	}
+	return fmt.Errorf("no answer from %v: %w", r.target, err)
+}
+
+func (b *bench) stop(r *running) error {
+	if r == nil {
+		return nil
+	}
+	var errs []error
+	for _, c := range slices.Backward(r.cleanup) {
+		errs = append(errs, c())
+	}
+	for _, g := range r.gateways {
+		_ = g.Signal(syscall.SIGTERM)
+		_, _ = g.Wait()
+	}
+	return errors.Join(errs...)
+}
+
+// route sends a prefix to a device of the node's namespace; it goes with the
+// device.
+func (n *node) route(to netip.Prefix, dev string) error {
+	return n.host.Do(func() error {
+		link, err := netlink.LinkByName(dev)
+		if err != nil {
+			return fmt.Errorf("%s: %w", dev, err)
+		}
+		if err := netlink.LinkSetUp(link); err != nil {
+			return err
+		}
+		return netlink.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: ipNet(to), Scope: netlink.SCOPE_LINK})
+	})
+}
+
+// cpuSeconds is user and system time of the processes, from /proc/PID/stat.
+func cpuSeconds(procs []*os.Process) float64 {
+	var ticks float64
+	for _, p := range procs {
+		stat, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", p.Pid))
+		if err != nil {
+			continue
+		}
+		_, rest, _ := strings.Cut(string(stat), ") ")
+		f := strings.Fields(rest)
+		for _, i := range []int{11, 12} {
+			n, _ := strconv.ParseFloat(f[i], 64)
+			ticks += n
+		}
+	}
+	return ticks / 100 // USER_HZ is 100 on every Linux architecture that Go knows
+}
+
+func peakMiB(pid int) float64 {
+	f, err := os.Open(fmt.Sprintf("/proc/%d/status", pid))
+	if err != nil {
+		return 0
+	}
+	defer func() { _ = f.Close() }()
+	all, _ := io.ReadAll(f)
+	_, rest, _ := strings.Cut(string(all), "VmHWM:")
+	var kib float64
+	_, _ = fmt.Sscan(rest, &kib)
+	return kib / 1024
+}

@@ -1,0 +1,44 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// isthmus is our gateway, as a user runs it: a process per node with a
+// namespace of its own, NAT, default deny, counters and connection check all on.
+func isthmus(ctx context.Context, b *bench) (*running, error) {
+	a, z := b.nodes[0], b.nodes[1]
+	r := &running{target: z.seenPod()}
+	o := lab.JoinOptions{
+		AtA: lab.View{Pod: z.seen, External: z.cluster.ExternalCIDR},
+		AtB: lab.View{Pod: a.seen, External: a.cluster.ExternalCIDR},
+	}
+	if err := b.lab.Join(a.cluster, z.cluster, o); err != nil {
+		return r, err
+	}
+	// Not as r.gateways end: the lab waits for them, and checks how they ended.
+	r.cleanup = append(r.cleanup, func() error {
+		r.gateways = nil
+		return errors.Join(b.lab.StopGateways(), b.lab.Unjoin(a.cluster, z.cluster))
+	})
+	if err := b.lab.StartGateways(ctx, b.binary); err != nil {
+		return r, err
+	}
+	for _, n := range b.nodes {
+		pid, ok := b.lab.GatewayProcess(n.cluster)
+		if !ok {
+			return r, fmt.Errorf("gateway of %s has ended", n.cluster)
+		}
+		p, err := os.FindProcess(pid)
+		if err != nil {
+			return r, err
+		}
+		r.gateways = append(r.gateways, p)
+	}
+	return r, nil
+}

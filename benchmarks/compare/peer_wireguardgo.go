@@ -1,0 +1,111 @@
+package main
+
+import (
+	"context"
+	"crypto/rand"
+	"encoding/hex"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/signal"
+	"strings"
+	"syscall"
+
+	"golang.org/x/crypto/curve25519"
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+	"golang.zx2c4.com/wireguard/tun"
+)
+
+// wireguardGo is the unmodified wireguard-go of our go.mod, its own TUN and
+// its own sockets, as a process in the host namespace of each node. With
+// netmap the node's kernel translates the prefixes by nftables and conntrack,
+// which is what Liqo does when it falls back to userspace WireGuard; without,
+// nothing is translated.
+func wireguardGo(netmap bool) start {
+	return func(ctx context.Context, b *bench) (*running, error) {
+		keys := [2][32]byte{newKey(), newKey()}
+		var r running
+		for i := range b.nodes {
+			own, other := b.nodes[i], b.nodes[1-i]
+			remote, ownSeen := other.cidr, own.cidr
+			if netmap {
+				remote, ownSeen = other.seen, own.seen
+			}
+			pub, err := curve25519.X25519(keys[1-i][:], curve25519.Basepoint)
+			if err != nil {
+				return &r, err
+			}
+			uapi := fmt.Sprintf("private_key=%s\nlisten_port=%d\npublic_key=%s\nendpoint=%s\nallowed_ip=%s\npersistent_keepalive_interval=1\n",
+				hex.EncodeToString(keys[i][:]), wgPort, hex.EncodeToString(pub), netip.AddrPortFrom(other.underlay, wgPort), remote)
+			gw, err := b.spawn(ctx, own.host, "wireguard-go", uapi, fmt.Sprint(b.tunnelMTU()))
+			if err != nil {
+				return &r, err
+			}
+			r.gateways = append(r.gateways, gw)
+			if err := own.route(remote, "wg0"); err != nil {
+				return &r, err
+			}
+			if netmap {
+				rules := prefixNAT("wg0", own.cidr, ownSeen, remote)
+				if err := b.run(ctx, own.host, rules, "nft", "-f", "-"); err != nil {
+					return &r, err
+				}
+				r.cleanup = append(r.cleanup, func() error {
+					return b.run(context.WithoutCancel(ctx), own.host, "", "nft", "delete", "table", "ip", "bench")
+				})
+			}
+		}
+		r.target = b.nodes[1].pod.Addr
+		if netmap {
+			r.target = b.nodes[1].seenPod()
+		}
+		return &r, nil
+	}
+}
+
+// prefixNAT is kernel NETMAP in nftables words, facts section 7.3: own source
+// to the range under which the peer sees us, and back.
+func prefixNAT(dev string, own, seen, remote netip.Prefix) string {
+	return strings.NewReplacer("DEV", dev, "OWN", own.String(), "SEEN", seen.String(), "REMOTE", remote.String()).Replace(`
+table ip bench {
+	chain post {
+		type nat hook postrouting priority srcnat;
+		oifname "DEV" ip saddr OWN ip daddr REMOTE snat ip prefix to ip saddr map { OWN : SEEN }
+	}
+	chain pre {
+		type nat hook prerouting priority dstnat;
+		iifname "DEV" ip saddr REMOTE ip daddr SEEN dnat ip prefix to ip daddr map { SEEN : OWN }
+	}
+}
+`)
+}
+
+func newKey() (k [32]byte) {
+	_, _ = rand.Read(k[:]) // never fails, see crypto/rand
+	return k
+}
+
+// runWireGuardGo is the gateway process: a device, nothing else.
+func runWireGuardGo(uapi string, mtu int) error {
+	t, err := tun.CreateTUN("wg0", mtu)
+	if err != nil {
+		return err
+	}
+	d := device.NewDevice(t, conn.NewDefaultBind(), device.NewLogger(device.LogLevelError, ""))
+	defer d.Close()
+	if err := d.IpcSet(uapi); err != nil {
+		return err
+	}
+	if err := d.Up(); err != nil {
+		return err
+	}
+	fmt.Println("ready")
+	stop := make(chan os.Signal, 1)
+	signal.Notify(stop, syscall.SIGTERM, os.Interrupt)
+	select {
+	case <-stop:
+	case <-d.Wait():
+	}
+	return nil
+}
