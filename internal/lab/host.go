@@ -159,15 +159,25 @@ func (c *Cmd) CombinedOutput() ([]byte, error) {
 	return out.Bytes(), err
 }
 
-// Exec replaces the calling process by the named program, inside the host. It returns only an error.
-func (h *Host) Exec(args, env []string) error {
+// Exec replaces the calling process by the named program, inside the host. It returns only an error. The directory of
+// the calling program is added to PATH, so that inside a lab it is found under its name.
+func (h *Host) Exec(args []string) error {
+	if self, err := os.Executable(); err == nil {
+		path := os.Getenv("PATH") + string(filepath.ListSeparator) + filepath.Dir(self)
+		if err := os.Setenv("PATH", path); err != nil {
+			return err
+		}
+	}
+	if err := os.Setenv(environment, h.lab); err != nil {
+		return err
+	}
 	path, err := exec.LookPath(args[0])
 	if err != nil {
 		return err
 	}
 	// execve leaves the thread that calls it as the only one of the process, with its namespace.
 	return h.Do(func() error {
-		return &os.PathError{Op: "exec", Path: path, Err: unix.Exec(path, args, env)}
+		return &os.PathError{Op: "exec", Path: path, Err: unix.Exec(path, args, os.Environ())}
 	})
 }
 

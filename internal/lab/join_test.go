@@ -6,6 +6,8 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
 func TestJoinWritesBothSidesOfTheSameDecision(t *testing.T) {
@@ -137,11 +139,17 @@ func TestJoinWithChosenNetworks(t *testing.T) {
 	}
 }
 
-func TestJoinKeepsKeysAndEditedGatewayFile(t *testing.T) {
+func TestJoinWritesWhatAGatewayReadsAndKeepsKeyAndGatewayFile(t *testing.T) {
 	l := up(t, Spec{Clusters: Clusters(2)})
 	a, b := l.Clusters[0], l.Clusters[1]
 	if err := l.JoinAll(); err != nil {
 		t.Fatal(err)
+	}
+	for _, c := range l.Clusters {
+		loaded, err := file.Load(c.ConfigDir)
+		if err != nil || len(loaded.Intent.Peers) != 1 || loaded.Gateway.ClusterID != c.ID || len(loaded.Intent.Peers[0].Mappings) != 1 {
+			t.Errorf("a gateway would read %+v, %v", loaded, err)
+		}
 	}
 	key, err := os.ReadFile(filepath.Join(a.ConfigDir, keyFile))
 	if err != nil {
@@ -162,5 +170,44 @@ func TestJoinKeepsKeysAndEditedGatewayFile(t *testing.T) {
 	}
 	if again, _ := os.ReadFile(edited); string(again) != "edited" {
 		t.Error("another Join changed gateway.yaml")
+	}
+}
+
+func TestDescribeShowsEachAddressAsEachClusterSeesIt(t *testing.T) {
+	l := up(t, Spec{Clusters: Clusters(2)})
+	if err := l.JoinAll(); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Map(l.Clusters[1], l.Clusters[1].OnPrem.Addr); err != nil {
+		t.Fatal(err)
+	}
+	var got strings.Builder
+	if err := l.Describe(&got); err != nil {
+		t.Fatal(err)
+	}
+	const want = `host       what it is                   seen from a     seen from b
+----       ----------                   -----------     -----------
+a-node1    node with the gateway        172.30.1.11     -
+a-pod1     pod on a-node1               10.244.0.11     10.246.0.11
+a-pod2     pod on a-node1               10.244.0.12     10.246.0.12
+a-onprem   server outside the cluster   192.168.77.10   -
+b-node1    node with the gateway        -               172.30.2.11
+b-pod1     pod on b-node1               10.246.0.11     10.244.0.11
+b-pod2     pod on b-node1               10.246.0.12     10.244.0.12
+b-onprem   server outside the cluster   10.247.0.2      192.168.77.10
+`
+	if got.String() != want {
+		t.Errorf("got:\n%s\nwant:\n%s", got.String(), want)
+	}
+	a := l.Clusters[0]
+	for name, want := range map[string]string{"b-pod2": "10.246.0.12", "a-pod2": "10.244.0.12", "b-onprem": "10.247.0.2", "10.1.2.3": "10.1.2.3"} {
+		if got, err := l.Lookup(a.Pods[0].Host, name); err != nil || got.String() != want {
+			t.Errorf("%s is %v, %v; want %s", name, got, err, want)
+		}
+	}
+	for _, name := range []string{"a-pod9", "underlay"} {
+		if got, err := l.Lookup(a.Pods[0].Host, name); err == nil {
+			t.Errorf("%s is %v", name, got)
+		}
 	}
 }

@@ -1,0 +1,96 @@
+package lab
+
+import (
+	"fmt"
+	"io"
+	"net/netip"
+	"strings"
+	"text/tabwriter"
+)
+
+// Describe writes which addresses the lab's pods and servers have and under which ones each cluster sees them, as a
+// table for people.
+func (l *Lab) Describe(w io.Writer) error {
+	table := tabwriter.NewWriter(w, 0, 8, 3, ' ', 0)
+	row := func(cells ...string) { fmt.Fprintln(table, strings.Join(cells, "\t")) }
+	head, rule := []string{"host", "what it is"}, []string{"----", "----------"}
+	for _, c := range l.Clusters {
+		head, rule = append(head, "seen from "+c.Name), append(rule, "-----------")
+	}
+	row(head...)
+	row(rule...)
+	line := func(of *Cluster, h *Host, what string, addr netip.Addr) {
+		cells := []string{h.Name, what}
+		for _, at := range l.Clusters {
+			seen, err := l.Seen(at, of, addr)
+			if err != nil || at != of && underlayNetwork.Contains(addr) { // gateways give no way to a peer's nodes
+				cells = append(cells, "-")
+				continue
+			}
+			cells = append(cells, seen.String())
+		}
+		row(cells...)
+	}
+	for _, c := range l.Clusters {
+		for i, n := range c.Nodes {
+			what := "node"
+			if i == 0 {
+				what = "node with the gateway"
+			}
+			line(c, n.Host, what, n.Addr)
+		}
+		for _, p := range c.Pods {
+			line(c, p.Host, "pod on "+p.Node.Name, p.Addr)
+		}
+		line(c, c.OnPrem.Host, "server outside the cluster", c.OnPrem.Addr)
+	}
+	return table.Flush()
+}
+
+// Lookup returns the address under which host from reaches what is called name: a host of the lab or an IPv4 address.
+func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
+	if addr, err := netip.ParseAddr(name); err == nil {
+		return addr, nil
+	}
+	at := l.clusterOf(from)
+	for _, c := range l.Clusters {
+		addr, ok := c.address(name)
+		if !ok {
+			continue
+		}
+		if at == nil { // the underlay
+			return addr, nil
+		}
+		return l.Seen(at, c, addr)
+	}
+	_, err := l.Host(name)
+	if err == nil {
+		err = fmt.Errorf("%s has no address of its own", name)
+	}
+	return netip.Addr{}, err
+}
+
+// clusterOf returns the cluster of a host; nil for the underlay.
+func (l *Lab) clusterOf(h *Host) *Cluster {
+	for _, c := range l.Clusters {
+		if _, ok := c.address(h.Name); ok {
+			return c
+		}
+	}
+	return nil
+}
+
+// address returns the address of a host of the cluster.
+func (c *Cluster) address(name string) (netip.Addr, bool) {
+	for _, n := range c.Nodes {
+		if n.Name == name {
+			return n.Addr, true
+		}
+	}
+	for _, p := range c.Pods {
+		if p.Name == name {
+			return p.Addr, true
+		}
+	}
+	return c.OnPrem.Addr, c.OnPrem.Name == name
+}
