@@ -1,0 +1,403 @@
+package gateway
+
+import (
+	"encoding/json"
+	"errors"
+	"log/slog"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+)
+
+// Liqo's connection check (facts, section 8): UDP port 12345 of the gateways'
+// own addresses, one JSON object a message. Each side sends PING to the other
+// every two seconds and answers the other's with PONG. What is sent and how the
+// state follows is Liqo's to the letter, because Liqo makes the readiness of a
+// virtual node depend on it; what is believed is less, see pong.
+const (
+	checkInterval  = 2 * time.Second
+	checkThreshold = 5 // intervals without an answer until the peer counts as lost
+	checkObserve   = checkThreshold * checkInterval / 10
+	checkMaxLen    = 1024 // Liqo's read buffer; a real message has about 113 bytes
+
+	// checkWindow is over how many probes loss is measured: one minute's.
+	checkWindow = 30
+
+	// A peer may ask this often, in bursts of as much as it saved up. A real
+	// one asks every two seconds.
+	checkRate  = 20 // per second
+	checkBurst = 40
+)
+
+// CheckState is the state of a peer by the connection check, in Liqo's words.
+type CheckState string
+
+const (
+	Connecting   CheckState = "Connecting" // no answer yet, for less than ten seconds
+	Connected    CheckState = "Connected"  // answers
+	Disconnected CheckState = "Error"      // no answer for ten seconds
+)
+
+// Message is the explanation that Liqo gives with the state.
+func (s CheckState) Message() string {
+	switch s {
+	case Connected:
+		return "VPN connection established"
+	case Connecting:
+		return "Waiting VPN connection to be established"
+	}
+	return "No network connectivity towards remote cluster"
+}
+
+// rejection is why a message of the check was ignored. The list is closed; the
+// strings are the metrics label.
+type rejection uint8
+
+const (
+	rejectOversize  rejection = iota // longer than 1024 bytes
+	rejectMalformed                  // not the JSON object it should be
+	rejectType                       // neither PING nor PONG
+	rejectSource                     // from an address that is not that peer's
+	rejectPeer                       // a PONG about a cluster that is no peer
+	rejectTimestamp                  // a PONG to no PING of ours, or to one that is answered
+	rejectRate                       // too many PINGs
+	numRejections
+)
+
+var rejections = [numRejections]string{"oversize", "malformed", "type", "source", "unknown_peer", "timestamp", "rate"}
+
+// checkMessage is the JSON object, its fields in Liqo's order.
+type checkMessage struct {
+	ClusterID string `json:"clusterID"` // in a PING: the cluster that is pinged; a PONG repeats it
+	MsgType   string `json:"msgType"`
+	Timestamp string `json:"timeStamp"` // RFC 3339 with nanoseconds, of the PING, by the pinger's clock
+}
+
+// checkPeer is what the check has to know of a peer. When anything of it
+// changes, the peer begins anew as Connecting.
+type checkPeer struct {
+	id       string
+	probe    netip.AddrPort
+	allowed  [2]netip.Prefix
+	key      [32]byte
+	endpoint string
+	port     uint16
+}
+
+// CheckResult is what the check found out about one peer.
+type CheckResult struct {
+	State    CheckState
+	RTT      time.Duration // of the last answer; 0 when not connected
+	Loss     float64       // share of the probes of the last minute without an answer, 0 to 1
+	Sent     int           // probes that Loss is made of
+	Since    time.Time     // of the state
+	Answered time.Time     // last answer; zero: never
+}
+
+// checker is both roles of the check for all peers. Methods may be called
+// concurrently.
+type checker struct {
+	conn net.PacketConn
+	log  *slog.Logger
+	rtt  func(id string, rtt time.Duration) // called for each answer
+
+	done chan struct{}
+	wg   sync.WaitGroup
+
+	rejected [numRejections]atomic.Uint64
+	answered atomic.Uint64 // PINGs answered
+
+	mu    sync.Mutex
+	peers map[string]*checked
+}
+
+// checked is the state of one peer.
+type checked struct {
+	checkPeer
+	result CheckResult
+	begun  time.Time // when it was configured
+	newest time.Time // sending time of the newest PING that was answered
+
+	sent [checkWindow]probe // ring
+	n    int                // probes ever sent
+
+	tokens float64 // for answering its PINGs
+	filled time.Time
+}
+
+type probe struct {
+	at       time.Time
+	answered bool
+}
+
+// newChecker starts both roles on conn, which it owns.
+func newChecker(conn net.PacketConn, log *slog.Logger, rtt func(string, time.Duration)) *checker {
+	c := &checker{conn: conn, log: log, rtt: rtt, done: make(chan struct{}), peers: make(map[string]*checked)}
+	c.wg.Go(c.receive)
+	c.wg.Go(c.send)
+	return c
+}
+
+// close ends both roles and the socket.
+func (c *checker) close() {
+	close(c.done)
+	c.conn.Close()
+	c.wg.Wait()
+}
+
+// set replaces the peers. One that did not change keeps its state.
+func (c *checker) set(peers []checkPeer) {
+	now := time.Now()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	old := c.peers
+	c.peers = make(map[string]*checked, len(peers))
+	for _, p := range peers {
+		if was := old[p.id]; was != nil && was.checkPeer == p {
+			c.peers[p.id] = was
+			continue
+		}
+		c.peers[p.id] = &checked{checkPeer: p, begun: now, tokens: checkBurst, filled: now,
+			result: CheckResult{State: Connecting, Since: now}}
+	}
+}
+
+// results are the findings by peer ID.
+func (c *checker) results() map[string]CheckResult {
+	now := time.Now()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	all := make(map[string]CheckResult, len(c.peers))
+	for id, p := range c.peers {
+		r := p.result
+		r.Loss, r.Sent = p.loss(now)
+		all[id] = r
+	}
+	return all
+}
+
+// send pings every peer each interval and looks in between who has not answered.
+func (c *checker) send() {
+	pings := time.NewTicker(checkInterval)
+	defer pings.Stop()
+	looks := time.NewTicker(checkObserve)
+	defer looks.Stop()
+	c.pingAll()
+	for {
+		select {
+		case <-c.done:
+			return
+		case <-pings.C:
+			c.pingAll()
+		case <-looks.C:
+			c.observe(time.Now())
+		}
+	}
+}
+
+func (c *checker) pingAll() {
+	type ping struct {
+		to   *net.UDPAddr
+		text []byte
+	}
+	var pings []ping
+	c.mu.Lock()
+	for _, p := range c.peers {
+		now := time.Now()
+		p.sent[p.n%checkWindow] = probe{at: now}
+		p.n++
+		text, err := json.Marshal(checkMessage{p.id, "PING", now.UTC().Format(time.RFC3339Nano)})
+		if err == nil {
+			pings = append(pings, ping{net.UDPAddrFromAddrPort(p.probe), text})
+		}
+	}
+	c.mu.Unlock()
+	for _, p := range pings {
+		c.conn.WriteTo(p.text, p.to) // lost or refused: no answer will come, which is what counts
+	}
+}
+
+// observe finds the peers that have not answered for too long.
+func (c *checker) observe(now time.Time) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, p := range c.peers {
+		last := p.result.Answered
+		if last.IsZero() {
+			last = p.begun
+		}
+		if p.result.State != Disconnected && now.Sub(last) > checkThreshold*checkInterval+p.result.RTT {
+			p.result.RTT = 0
+			c.enter(p, Disconnected, now)
+		}
+	}
+}
+
+func (c *checker) enter(p *checked, s CheckState, now time.Time) {
+	p.result.State, p.result.Since = s, now
+	if s == Connected {
+		c.log.Info("peer connected", "peer", p.id, "rtt", p.result.RTT.String())
+	} else {
+		c.log.Warn("peer does not answer", "peer", p.id, "probe", p.probe.String())
+	}
+}
+
+func (c *checker) receive() {
+	buf := make([]byte, checkMaxLen+1)
+	for {
+		n, from, err := c.conn.ReadFrom(buf)
+		if errors.Is(err, net.ErrClosed) {
+			return
+		}
+		if err != nil {
+			select {
+			case <-c.done:
+				return
+			case <-time.After(checkObserve): // nothing known makes it fail for ever without being closed
+				continue
+			}
+		}
+		if addr, ok := from.(*net.UDPAddr); ok {
+			ap := addr.AddrPort()
+			c.message(buf[:n], netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port()))
+		}
+	}
+}
+
+// message handles one datagram. Whatever is wrong with it is counted and has no
+// other effect.
+func (c *checker) message(b []byte, from netip.AddrPort) {
+	if len(b) > checkMaxLen {
+		c.reject(rejectOversize)
+		return
+	}
+	var m checkMessage
+	if err := json.Unmarshal(b, &m); err != nil { // unknown fields are none of our business, as with Liqo
+		c.reject(rejectMalformed)
+		return
+	}
+	stamp, err := time.Parse(time.RFC3339Nano, m.Timestamp)
+	if err != nil {
+		c.reject(rejectMalformed)
+		return
+	}
+	switch m.MsgType {
+	case "PING":
+		c.ping(m, from)
+	case "PONG":
+		c.pong(m, stamp, from)
+	default:
+		c.reject(rejectType)
+	}
+}
+
+// ping answers with the same object, now a PONG. Neither the cluster ID nor the
+// time is looked at: they are the pinger's own business. An answer is no longer
+// than its question and goes to the peer that asked, so nothing can be amplified.
+func (c *checker) ping(m checkMessage, from netip.AddrPort) {
+	now := time.Now()
+	c.mu.Lock()
+	p := c.peerAt(from.Addr())
+	allowed := p != nil && p.mayAsk(now)
+	c.mu.Unlock()
+	switch {
+	case p == nil:
+		c.reject(rejectSource)
+		return
+	case !allowed:
+		c.reject(rejectRate)
+		return
+	}
+	m.MsgType = "PONG"
+	text, err := json.Marshal(m)
+	if err != nil || len(text) > checkMaxLen { // escapes may grow: the peer could not read it
+		c.reject(rejectOversize)
+		return
+	}
+	c.answered.Add(1)
+	c.conn.WriteTo(text, net.UDPAddrFromAddrPort(from))
+}
+
+// peerAt finds the peer by an address of its networks. The caller holds c.mu.
+func (c *checker) peerAt(a netip.Addr) *checked {
+	for _, p := range c.peers {
+		if p.allowed[0].Contains(a) || p.allowed[1].Contains(a) {
+			return p
+		}
+	}
+	return nil
+}
+
+// mayAsk takes a token. The caller holds the checker's mu.
+func (p *checked) mayAsk(now time.Time) bool {
+	p.tokens = min(checkBurst, p.tokens+now.Sub(p.filled).Seconds()*checkRate)
+	p.filled = now
+	if p.tokens < 1 {
+		return false
+	}
+	p.tokens--
+	return true
+}
+
+// pong takes an answer. It is believed only if it comes from the address that
+// was pinged and repeats the time of one of our own PINGs to the nanosecond: a
+// peer cannot speak for another, nor for the past or the future. The round trip
+// is taken from our own record of that PING, so that a step of the clock or a
+// made-up time does not matter.
+func (c *checker) pong(m checkMessage, stamp time.Time, from netip.AddrPort) {
+	now := time.Now()
+	c.mu.Lock()
+	p := c.peers[m.ClusterID]
+	if p == nil {
+		c.mu.Unlock()
+		c.reject(rejectPeer)
+		return
+	}
+	if from != p.probe {
+		c.mu.Unlock()
+		c.reject(rejectSource)
+		return
+	}
+	i := slices.IndexFunc(p.sent[:min(p.n, checkWindow)], func(s probe) bool { return s.at.Equal(stamp) && !s.answered })
+	if i < 0 {
+		c.mu.Unlock()
+		c.reject(rejectTimestamp)
+		return
+	}
+	p.sent[i].answered = true
+	at := p.sent[i].at
+	if at.Before(p.newest) { // overtaken by a newer one: not lost, but old news
+		c.mu.Unlock()
+		return
+	}
+	rtt := now.Sub(at)
+	p.newest, p.result.Answered, p.result.RTT = at, now, rtt
+	if p.result.State != Connected {
+		c.enter(p, Connected, now)
+	}
+	c.mu.Unlock()
+	c.rtt(m.ClusterID, rtt)
+}
+
+// loss is the share of unanswered probes. One sent less than an interval ago may
+// still be answered and does not count yet.
+func (p *checked) loss(now time.Time) (share float64, of int) {
+	lost := 0
+	for _, s := range p.sent[:min(p.n, checkWindow)] {
+		if !s.answered && now.Sub(s.at) < checkInterval {
+			continue
+		}
+		if of++; !s.answered {
+			lost++
+		}
+	}
+	if of == 0 {
+		return 0, 0
+	}
+	return float64(lost) / float64(of), of
+}
+
+func (c *checker) reject(r rejection) { c.rejected[r].Add(1) }

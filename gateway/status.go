@@ -1,0 +1,299 @@
+package gateway
+
+import (
+	"crypto/ecdh"
+	"encoding/base64"
+	"maps"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// Status is the answer of /status. Sizes are in octets, times in seconds; what
+// is unknown is left out.
+type Status struct {
+	Version     string    `json:"version"`
+	ClusterID   string    `json:"clusterID"`
+	ClusterName string    `json:"clusterName,omitempty"`
+	PublicKey   string    `json:"publicKey"`
+	ListenPort  uint16    `json:"listenPort"`
+	Started     time.Time `json:"started"`
+	Ready       bool      `json:"ready"`
+
+	// Namespace is the gateway's network namespace, for `nsenter --net=`.
+	Namespace string `json:"namespace"`
+	TUN       string `json:"tun"`
+	MTU       int    `json:"mtu"`
+	MTUAuto   bool   `json:"mtuAuto"` // derived from the ways to the peers
+
+	Config   ConfigStatus   `json:"config"`
+	Sessions SessionsStatus `json:"sessions"`
+	Peers    []PeerStatus   `json:"peers"`
+	Drops    []DropStatus   `json:"drops,omitempty"` // of packets that belong to no peer
+	Waiting  []string       `json:"waiting,omitempty"`
+	Check    CheckStatus    `json:"check"`
+
+	// Flows are in the answer of /status?flows=N only.
+	Flows []FlowStatus `json:"flows,omitempty"`
+}
+
+// ConfigStatus says which configuration is in force.
+type ConfigStatus struct {
+	Generation int       `json:"generation"`
+	Since      time.Time `json:"since"`
+	Errors     []string  `json:"errors,omitempty"`   // why the newest configuration is not in force
+	Problems   []string  `json:"problems,omitempty"` // what could not be made true and is tried again
+}
+
+// SessionsStatus is the state of the NAT engine over all peers.
+type SessionsStatus struct {
+	Flows  int `json:"flows"`
+	Limit  int `json:"limit"`
+	Memory int `json:"memoryBytes"`
+}
+
+// CheckStatus is the connection check over all peers.
+type CheckStatus struct {
+	Answered uint64            `json:"answered"` // PINGs of peers
+	Rejected map[string]uint64 `json:"rejected,omitempty"`
+}
+
+// PeerStatus is one peer.
+type PeerStatus struct {
+	ID      string     `json:"id"`
+	Name    string     `json:"name,omitempty"`
+	State   CheckState `json:"state"` // Connected, Connecting or Error, by the connection check
+	Message string     `json:"message"`
+	Since   time.Time  `json:"since"`          // of the state
+	Down    bool       `json:"down,omitempty"` // no WireGuard session for long: packets to it are dropped
+	Problem string     `json:"problem,omitempty"`
+
+	Endpoint   string `json:"endpoint,omitempty"` // where it is now
+	Configured string `json:"configuredEndpoint"`
+	PublicKey  string `json:"publicKey"`
+
+	LastHandshake *time.Time `json:"lastHandshake,omitempty"`
+	HandshakeAge  float64    `json:"handshakeAgeSeconds,omitempty"`
+	RTT           float64    `json:"rttSeconds,omitempty"`
+	Loss          float64    `json:"lossRatio"`
+	Probe         string     `json:"probe"`
+
+	Receive   TrafficStatus `json:"receive"`
+	Transmit  TrafficStatus `json:"transmit"`
+	WireGuard struct {
+		Receive  uint64 `json:"receiveBytes"`
+		Transmit uint64 `json:"transmitBytes"`
+	} `json:"wireguard"`
+
+	Rules    RulesStatus  `json:"rules"`
+	Sessions int          `json:"sessions"`
+	Drops    []DropStatus `json:"drops,omitempty"`
+}
+
+// TrafficStatus counts IP packets in the tunnel.
+type TrafficStatus struct {
+	Packets uint64 `json:"packets"`
+	Bytes   uint64 `json:"bytes"`
+}
+
+// RulesStatus is what is translated for one peer.
+type RulesStatus struct {
+	RemotePods     netip.Prefix     `json:"remotePodCIDR"`      // as it is there
+	RemotePodsHere netip.Prefix     `json:"remotePodCIDRHere"`  // as we see it
+	RemoteExternal netip.Prefix     `json:"remoteExternalHere"` // as we see it
+	LocalPods      netip.Prefix     `json:"localPodCIDR"`       // as it is here
+	LocalPodsThere netip.Prefix     `json:"localPodCIDRThere"`  // as the peer sees it
+	LocalExternal  netip.Prefix     `json:"localExternalThere"` // as the peer sees it
+	NAPT           netip.Addr       `json:"naptAddress"`        // what everything that is no pod looks like there
+	Endpoints      []EndpointStatus `json:"endpoints,omitempty"`
+	MSS            uint16           `json:"mss,omitempty"`
+}
+
+// EndpointStatus is one mapped endpoint.
+type EndpointStatus struct {
+	Real netip.Addr `json:"real"`
+	Seen netip.Addr `json:"seen"`
+}
+
+// DropStatus is a counter that is not 0.
+type DropStatus struct {
+	Direction string `json:"direction"`
+	Reason    string `json:"reason"`
+	Packets   uint64 `json:"packets"`
+	Text      string `json:"text"`
+}
+
+// FlowStatus is one NAT flow.
+type FlowStatus struct {
+	Peer     string         `json:"peer"`
+	Kind     string         `json:"kind"`
+	Protocol string         `json:"protocol"`
+	Local    netip.AddrPort `json:"local"`
+	Mapped   netip.AddrPort `json:"mapped"`
+	Remote   netip.AddrPort `json:"remote"`
+	State    string         `json:"state"`
+	Idle     float64        `json:"idleSeconds"`
+	Left     float64        `json:"leftSeconds"`
+}
+
+// current is a copy of what is in force. What it points to is never modified.
+func (g *gateway) current() current {
+	g.mu.RLock()
+	defer g.mu.RUnlock()
+	return g.now
+}
+
+func (g *gateway) peerStates() map[string]*natengine.PeerState {
+	states := make(map[string]*natengine.PeerState)
+	for _, p := range g.engine.Peers() {
+		states[p.ID()] = p
+	}
+	return states
+}
+
+// status describes the gateway, with at most that many flows.
+func (g *gateway) status(flows int) (Status, error) {
+	now := g.current()
+	tunnel, err := g.tunnel.stats()
+	if err != nil {
+		return Status{}, err
+	}
+	stats := g.engine.Stats()
+	in := now.config.Intent
+	s := Status{
+		Version:     g.version,
+		ClusterID:   in.ClusterID,
+		ClusterName: in.ClusterName,
+		PublicKey:   publicKey(now.config.PrivateKey),
+		ListenPort:  now.config.ListenPort,
+		Started:     g.started,
+		Ready:       now.ready,
+		Namespace:   g.host.namespacePath(),
+		TUN:         TunName,
+		MTU:         now.mtu,
+		MTUAuto:     now.config.MTU == 0,
+		Config: ConfigStatus{
+			Generation: now.generation,
+			Since:      now.reloaded,
+			Errors:     texts(now.configErr),
+			Problems:   texts(now.applyErr),
+		},
+		Sessions: SessionsStatus{stats.Flows, stats.MaxFlows, stats.Bytes},
+		Peers:    []PeerStatus{},
+		Check:    CheckStatus{Answered: g.checker.answered.Load()},
+	}
+	for _, d := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
+		s.Drops = appendDrops(s.Drops, d, func(r natengine.Drop) uint64 { return noPeerDrops(stats, d, r) })
+	}
+	for r, name := range rejections {
+		if n := g.checker.rejected[r].Load(); n > 0 {
+			if s.Check.Rejected == nil {
+				s.Check.Rejected = make(map[string]uint64)
+			}
+			s.Check.Rejected[name] = n
+		}
+	}
+	for _, w := range now.gateway.Waiting {
+		s.Waiting = append(s.Waiting, w.Origin.String())
+	}
+
+	perPeer := make(map[string]natengine.PeerStats)
+	for _, p := range stats.Peers {
+		perPeer[p.ID] = p
+	}
+	states, checks, at := g.peerStates(), g.checker.results(), time.Now()
+	for _, p := range now.gateway.Peers {
+		check, wg := checks[p.ID], tunnel[p.PublicKey]
+		ps := PeerStatus{
+			ID: p.ID, Name: p.Name,
+			State: check.State, Message: check.State.Message(), Since: check.Since,
+			Configured: hostPort(p.Endpoint, p.Port),
+			PublicKey:  base64.StdEncoding.EncodeToString(p.PublicKey[:]),
+			RTT:        check.RTT.Seconds(), Loss: check.Loss, Probe: p.Probe.String(),
+			Rules: RulesStatus{
+				RemotePods: p.Remote.Pod, RemotePodsHere: p.Remote.PodSeen, RemoteExternal: p.Remote.ExternalSeen,
+				LocalPods: p.Local.Pod, LocalPodsThere: p.Local.PodSeen, LocalExternal: p.Local.ExternalSeen,
+				NAPT: p.Local.PodSeen.Addr(), MSS: p.Rules.MSS,
+			},
+			Sessions: perPeer[p.ID].Flows,
+		}
+		for _, e := range p.Rules.Endpoints {
+			ps.Rules.Endpoints = append(ps.Rules.Endpoints, EndpointStatus{e.Real, e.Seen})
+		}
+		if wg.endpoint.IsValid() {
+			ps.Endpoint = wg.endpoint.String()
+		}
+		if _, err := g.resolver.endpoint(p.ID); err != nil {
+			ps.Problem = err.Error()
+		}
+		if !wg.handshake.IsZero() {
+			ps.LastHandshake, ps.HandshakeAge = &wg.handshake, at.Sub(wg.handshake).Seconds()
+		}
+		ps.WireGuard.Receive, ps.WireGuard.Transmit = wg.rx, wg.tx
+		if state := states[p.ID]; state != nil {
+			ps.Down = state.Down()
+			ps.Receive.Packets, ps.Receive.Bytes = state.Traffic(natengine.Inbound)
+			ps.Transmit.Packets, ps.Transmit.Bytes = state.Traffic(natengine.Outbound)
+			for _, d := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
+				ps.Drops = appendDrops(ps.Drops, d, func(r natengine.Drop) uint64 { return state.Drops(d, r) })
+			}
+		}
+		s.Peers = append(s.Peers, ps)
+	}
+	if flows > 0 {
+		for _, f := range g.engine.Flows(flows) {
+			s.Flows = append(s.Flows, FlowStatus{f.Peer, f.Kind, protocolName(f.Proto), f.Local, f.Mapped, f.Remote,
+				f.State, f.Idle.Seconds(), f.Left.Seconds()})
+		}
+	}
+	return s, nil
+}
+
+func appendDrops(list []DropStatus, d natengine.Direction, count func(natengine.Drop) uint64) []DropStatus {
+	for _, r := range natengine.Drops() {
+		if n := count(r); n > 0 {
+			list = append(list, DropStatus{d.String(), r.String(), n, r.Explain()})
+		}
+	}
+	return list
+}
+
+func texts(err error) []string {
+	if err == nil {
+		return nil
+	}
+	var all []string
+	for _, e := range unjoin(err) {
+		all = append(all, e.Error())
+	}
+	return all
+}
+
+func publicKey(private Key) string {
+	k, err := ecdh.X25519().NewPrivateKey(private[:])
+	if err != nil {
+		return ""
+	}
+	return base64.StdEncoding.EncodeToString(k.PublicKey().Bytes())
+}
+
+// Healthy says whether there is nothing for anybody to do: the newest
+// configuration is in force and true, and every peer answers. The text names
+// what is wrong.
+func (s Status) Healthy() (bool, []string) {
+	var wrong []string
+	wrong = append(wrong, s.Config.Errors...)
+	wrong = append(wrong, s.Config.Problems...)
+	peers := make(map[string]string)
+	for _, p := range s.Peers {
+		if p.State != Connected {
+			peers[p.ID] = "peer " + p.ID + ": " + p.Message
+		}
+	}
+	for _, id := range slices.Sorted(maps.Keys(peers)) {
+		wrong = append(wrong, peers[id])
+	}
+	return len(wrong) == 0, wrong
+}
