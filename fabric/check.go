@@ -145,9 +145,9 @@ func (p *Peer) check() []Problem {
 
 	if wrong := checkEndpoint(p.Endpoint); wrong != "" {
 		r.add("spec.endpointIP", "%s", wrong)
-	} else if addr, err := netip.ParseAddr(p.Endpoint); err == nil {
+	} else if addr, err := netip.ParseAddr(p.Endpoint); err == nil && sound {
 		for _, n := range []pair{remotePod, remoteExternal} {
-			if n.seen.IsValid() && n.seen.Contains(addr) {
+			if n.seen.Contains(addr) {
 				// The host would route the tunnel's own UDP packets into the tunnel.
 				r.add("spec.endpointIP", "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.field())
 			}
@@ -170,10 +170,8 @@ func (r *report) network(n pair) bool {
 		return sound
 	}
 	sound = r.prefix(n.seenField, n.seen) && sound
-	if !n.own.IsValid() || !n.seen.IsValid() {
-		return false
-	}
 	switch {
+	case !sound:
 	case n.own.Addr().Is4() != n.seen.Addr().Is4():
 		r.add(n.seenField, "%v is %s, but %s is %v; want a network of the same family", n.seen, family(n.seen), n.ownField, n.own)
 		sound = false
