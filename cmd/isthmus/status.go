@@ -1,0 +1,281 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"strconv"
+	"strings"
+	"syscall"
+	"text/tabwriter"
+	"time"
+
+	"github.com/spf13/cobra"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/source/file"
+)
+
+func newStatusCommand() *cobra.Command {
+	var address, output string
+	var flows int
+	cmd := &cobra.Command{
+		Use:   "status",
+		Short: "Show the peers of the gateway on this machine",
+		Long: `Ask the running gateway for its peers: how each is reached, when it was last
+heard, under which ranges the two clusters see each other, and what was dropped.
+The exit code is 1 when a peer does not answer or a configuration is not in force.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			path := "/status"
+			if flows > 0 {
+				path += "?flows=" + strconv.Itoa(flows)
+			}
+			switch output {
+			case "table", "wide", "json", "yaml":
+			default:
+				return &codeError{exitUsage, fmt.Errorf("--output %q: want table, wide, json or yaml", output)}
+			}
+			raw, err := ask(cmd.Context(), address, path)
+			if err != nil {
+				return err
+			}
+			var s gateway.Status
+			if err := json.Unmarshal(raw, &s); err != nil {
+				return unreachable(fmt.Errorf("answer of %s: %w", address, err))
+			}
+			out := cmd.OutOrStdout()
+			switch output {
+			case "json":
+				_, err = out.Write(raw)
+			case "yaml":
+				var text []byte
+				if text, err = yaml.JSONToYAML(raw); err == nil {
+					_, err = out.Write(text)
+				}
+			default:
+				err = printStatus(out, s, output == "wide")
+			}
+			if err != nil {
+				return err
+			}
+			if fine, _ := s.Healthy(); !fine {
+				return problemFound
+			}
+			return nil
+		},
+	}
+	addAddressFlag(cmd, &address)
+	cmd.Flags().StringVarP(&output, "output", "o", "table", "table, wide, json or yaml")
+	cmd.Flags().IntVar(&flows, "flows", 0, "also show up to so many NAT flows")
+	return cmd
+}
+
+func addAddressFlag(cmd *cobra.Command, address *string) {
+	cmd.Flags().StringVar(address, "address", file.DefaultStatusAddress, "the gateway's statusAddress")
+}
+
+// ask gets a path from the running gateway.
+func ask(ctx context.Context, address, path string) ([]byte, error) {
+	if ctx == nil {
+		ctx = context.Background()
+	}
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+path, nil)
+	if err != nil {
+		return nil, &codeError{exitUsage, fmt.Errorf("--address %q: want host:port, such as %s", address, file.DefaultStatusAddress)}
+	}
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // no proxy: it is on this machine
+	resp, err := client.Do(req)
+	if err != nil {
+		if u := (*url.Error)(nil); errors.As(err, &u) {
+			err = u.Err
+		}
+		if errors.Is(err, syscall.ECONNREFUSED) {
+			err = fmt.Errorf("nothing listens there (is the gateway running, in this network namespace?)")
+		}
+		return nil, unreachable(fmt.Errorf("gateway at %s: %w", address, err))
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, 64<<20))
+	if err != nil {
+		return nil, unreachable(fmt.Errorf("gateway at %s: %w", address, err))
+	}
+	if resp.StatusCode != http.StatusOK {
+		return nil, unreachable(fmt.Errorf("gateway at %s: %s", address, strings.TrimSpace(string(body))))
+	}
+	return body, nil
+}
+
+// printStatus prints the status for people.
+func printStatus(w io.Writer, s gateway.Status, wide bool) error {
+	mtu := strconv.Itoa(s.MTU)
+	if s.MTUAuto {
+		mtu += " (auto)"
+	}
+	fmt.Fprintf(w, "cluster %s, listening on %d/udp, MTU %s, %d of %d NAT sessions, configuration %d\n",
+		nameAndID(s.ClusterName, s.ClusterID), s.ListenPort, mtu, s.Sessions.Flows, s.Sessions.Limit, s.Config.Generation)
+	if wide {
+		fmt.Fprintf(w, "version %s, public key %s, namespace %s\n", s.Version, s.PublicKey, s.Namespace)
+	}
+	for _, e := range s.Config.Errors {
+		fmt.Fprintf(w, "configuration not in force: %s\n", e)
+	}
+	for _, e := range s.Config.Problems {
+		fmt.Fprintf(w, "not applied, trying again: %s\n", e)
+	}
+	if !s.Ready {
+		fmt.Fprintln(w, "still starting")
+	}
+	fmt.Fprintln(w)
+	if len(s.Peers) == 0 {
+		fmt.Fprintln(w, "no peers")
+	} else {
+		printPeers(w, s, wide)
+	}
+	for _, p := range s.Peers {
+		if p.Problem != "" {
+			fmt.Fprintf(w, "%s: %s\n", nameOrID(p.Name, p.ID), p.Problem)
+		}
+		if p.Down {
+			fmt.Fprintf(w, "%s: no WireGuard session for long, packets to it are dropped\n", nameOrID(p.Name, p.ID))
+		}
+	}
+	printDrops(w, s)
+	for _, o := range s.Waiting {
+		fmt.Fprintf(w, "%s waits for its peer\n", o)
+	}
+	return printFlows(w, s.Flows)
+}
+
+func printPeers(w io.Writer, s gateway.Status, wide bool) {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	header := "PEER\tSTATE\tENDPOINT\tHANDSHAKE\tRTT\tLOSS\tRX\tTX\tITS PODS\tOUR PODS\tDROPS"
+	if wide {
+		header += "\tID\tITS EXTERNAL\tOUR EXTERNAL\tENDPOINTS\tSESSIONS\tRX PACKETS\tTX PACKETS"
+	}
+	fmt.Fprintln(t, header)
+	for _, p := range s.Peers {
+		endpoint := p.Endpoint
+		if endpoint == "" {
+			endpoint = p.Configured + " (unresolved)"
+		}
+		handshake, rtt := "never", "-"
+		if p.LastHandshake != nil {
+			handshake = age(p.HandshakeAge)
+		}
+		if p.RTT > 0 {
+			rtt = milliseconds(p.RTT)
+		}
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%.0f%%\t%s\t%s\t%s\t%s\t%d",
+			nameOrID(p.Name, p.ID), p.State, endpoint, handshake, rtt, p.Loss*100, size(p.Receive.Bytes), size(p.Transmit.Bytes),
+			seen(p.Rules.RemotePods.String(), p.Rules.RemotePodsHere.String()),
+			seen(p.Rules.LocalPods.String(), p.Rules.LocalPodsThere.String()), total(p.Drops))
+		if wide {
+			fmt.Fprintf(t, "\t%s\t%s\t%s\t%d\t%d\t%d\t%d", p.ID, p.Rules.RemoteExternal, p.Rules.LocalExternal,
+				len(p.Rules.Endpoints), p.Sessions, p.Receive.Packets, p.Transmit.Packets)
+		}
+		fmt.Fprintln(t)
+	}
+	t.Flush()
+}
+
+func printDrops(w io.Writer, s gateway.Status) {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	rows := 0
+	print := func(peer string, drops []gateway.DropStatus) {
+		for _, d := range drops {
+			if rows++; rows == 1 {
+				fmt.Fprintln(t, "\nDROPPED\tPEER\tDIRECTION\tREASON\t")
+			}
+			fmt.Fprintf(t, "%d\t%s\t%s\t%s\t%s\n", d.Packets, peer, d.Direction, d.Reason, d.Text)
+		}
+	}
+	for _, p := range s.Peers {
+		print(nameOrID(p.Name, p.ID), p.Drops)
+	}
+	print("-", s.Drops)
+	t.Flush()
+}
+
+func printFlows(w io.Writer, flows []gateway.FlowStatus) error {
+	if len(flows) == 0 {
+		return nil
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "\nPEER\tKIND\tPROTOCOL\tOURS\tAS SEEN THERE\tTHEIRS\tSTATE\tIDLE\tLEFT")
+	for _, f := range flows {
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", f.Peer, f.Kind, f.Protocol, f.Local, f.Mapped, f.Remote, f.State, age(f.Idle), age(f.Left))
+	}
+	return t.Flush()
+}
+
+// seen is a network and what the other side makes of it.
+func seen(own, there string) string {
+	if own == there {
+		return own
+	}
+	return own + " as " + there
+}
+
+func nameOrID(name, id string) string {
+	if name != "" {
+		return name
+	}
+	return id
+}
+
+func nameAndID(name, id string) string {
+	if name == "" {
+		return id
+	}
+	return name + " (" + id + ")"
+}
+
+func total(drops []gateway.DropStatus) (n uint64) {
+	for _, d := range drops {
+		n += d.Packets
+	}
+	return n
+}
+
+func age(seconds float64) string {
+	d := time.Duration(seconds * float64(time.Second))
+	switch {
+	case d < time.Minute:
+		return fmt.Sprintf("%ds", int(d.Seconds()))
+	case d < time.Hour:
+		return fmt.Sprintf("%dm%ds", int(d.Minutes()), int(d.Seconds())%60)
+	case d < 48*time.Hour:
+		return fmt.Sprintf("%dh%dm", int(d.Hours()), int(d.Minutes())%60)
+	}
+	return fmt.Sprintf("%dd", int(d.Hours())/24)
+}
+
+func milliseconds(seconds float64) string {
+	switch ms := seconds * 1000; {
+	case ms < 1:
+		return fmt.Sprintf("%.2fms", ms)
+	case ms < 10:
+		return fmt.Sprintf("%.1fms", ms)
+	default:
+		return fmt.Sprintf("%.0fms", ms)
+	}
+}
+
+func size(bytes uint64) string {
+	if bytes < 1024 {
+		return fmt.Sprintf("%d B", bytes)
+	}
+	v, unit := float64(bytes)/1024, 0
+	for v >= 1024 && unit < 4 {
+		v, unit = v/1024, unit+1
+	}
+	return fmt.Sprintf("%.1f %ciB", v, "KMGTP"[unit])
+}

@@ -1,0 +1,141 @@
+package main
+
+import (
+	"encoding/json"
+	"fmt"
+	"io"
+	"net/url"
+
+	"github.com/spf13/cobra"
+
+	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/source/file"
+)
+
+func newTraceCommand() *cobra.Command {
+	var address, output, dir, direction string
+	cmd := &cobra.Command{
+		Use:   "trace SRC[:PORT] DST[:PORT] [tcp|udp|icmp]",
+		Short: "Say what would happen to a packet",
+		Long: `Ask the NAT engine of the running gateway, or with --config an engine with the
+configuration of a directory, what it would do with a packet: which peer, which
+rule, which rewrite, or why it would be dropped. Nothing is sent.
+
+Addresses are those that the packet has when it reaches the gateway. Outbound, that
+is our pod and the peer's pod as we see it. Inbound, it is the peer's pod as we see
+it and our pod as the peer sees it. Without --direction it is the one that makes
+sense. For ICMP a port is the identifier of an echo request.
+
+The exit code is 1 when the packet would be dropped.`,
+		Example: `  isthmus trace 10.244.1.10 10.246.1.20:80
+  isthmus trace 10.246.1.20 10.247.0.5:53 udp --direction in
+  isthmus trace --config ./bug-report 10.244.1.10 10.246.1.20 icmp`,
+		Args: cobra.RangeArgs(2, 3),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			q := gateway.TraceQuery{Protocol: "tcp", Direction: direction}
+			if len(args) == 3 {
+				q.Protocol = args[2]
+			}
+			var err error
+			if q.Src, err = gateway.ParseTraceAddr(args[0]); err != nil {
+				return &codeError{exitUsage, fmt.Errorf("source: %w", err)}
+			}
+			if q.Dst, err = gateway.ParseTraceAddr(args[1]); err != nil {
+				return &codeError{exitUsage, fmt.Errorf("destination: %w", err)}
+			}
+			var steps []gateway.TraceStep
+			if dir != "" {
+				s, err := file.Load(dir)
+				if err != nil {
+					return unreachable(fmt.Errorf("configuration: %w", err))
+				}
+				if steps, err = gateway.TraceOffline(configOf(s), q); err != nil {
+					return &codeError{exitUsage, err}
+				}
+			} else {
+				query := url.Values{"src": {args[0]}, "dst": {args[1]}, "protocol": {q.Protocol}, "direction": {direction}}
+				raw, err := ask(cmd.Context(), address, "/trace?"+query.Encode())
+				if err != nil {
+					return err
+				}
+				if err := json.Unmarshal(raw, &steps); err != nil {
+					return unreachable(fmt.Errorf("answer of %s: %w", address, err))
+				}
+			}
+			switch out := cmd.OutOrStdout(); output {
+			case "text":
+				printTrace(out, steps)
+			case "json":
+				e := json.NewEncoder(out)
+				e.SetIndent("", "  ")
+				if err := e.Encode(steps); err != nil {
+					return err
+				}
+			default:
+				return &codeError{exitUsage, fmt.Errorf("--output %q: want text or json", output)}
+			}
+			for _, s := range steps {
+				if s.Drop != "" {
+					return problemFound
+				}
+			}
+			return nil
+		},
+	}
+	addAddressFlag(cmd, &address)
+	cmd.Flags().StringVar(&dir, "config", "", "use the configuration in this directory instead of the running gateway")
+	cmd.Flags().StringVar(&direction, "direction", "", "out (towards the tunnel) or in (from it)")
+	cmd.Flags().StringVarP(&output, "output", "o", "text", "text or json")
+	return cmd
+}
+
+func printTrace(w io.Writer, steps []gateway.TraceStep) {
+	for i, s := range steps {
+		if i > 0 {
+			fmt.Fprintln(w)
+		}
+		way := "outbound, towards the tunnel"
+		if s.Direction == "inbound" {
+			way = "inbound, from the tunnel"
+		}
+		fmt.Fprintf(w, "%s %s -> %s, %s\n", s.Protocol, s.Src, s.Dst, way)
+		line := func(what, text string) { fmt.Fprintf(w, "  %-9s %s\n", what, text) }
+		if s.Peer != "" {
+			line("peer", nameAndID(s.PeerName, s.Peer))
+		}
+		if s.Rule != "" {
+			line("rule", s.Rule)
+		}
+		if s.Flow != "" {
+			line("flow", s.Flow)
+		}
+		if s.Drop != "" {
+			line("verdict", fmt.Sprintf("dropped: %s (%s)", s.Drop, s.Text))
+			continue
+		}
+		rewritten := false
+		if s.NewSrc != "" && s.NewSrc != s.Src {
+			line("source", s.Src+" becomes "+s.NewSrc)
+			rewritten = true
+		}
+		if s.NewDst != "" && s.NewDst != s.Dst {
+			line("dest", s.Dst+" becomes "+s.NewDst)
+			rewritten = true
+		}
+		if !rewritten {
+			line("rewrite", "none, both addresses stay")
+		}
+		switch s.Action {
+		case "forward":
+			if s.Direction == "inbound" {
+				line("verdict", "forwarded to our pods")
+			} else {
+				line("verdict", "forwarded into the tunnel")
+			}
+		case "deliver":
+			line("verdict", "for the gateway itself")
+		default:
+			line("verdict", s.Action)
+		}
+	}
+}
