@@ -22,6 +22,12 @@
 // status.conditions exists in the kinds that have a status, where Liqo has
 // none; it is omitted when empty.
 //
+// The rules use the IP and CIDR functions of CEL, which API servers have since
+// Kubernetes 1.31. They say whether a value has the right form. Whether it
+// makes sense beside the networks of this cluster and of other peers is for
+// package fabric and the manager to say, and for whoever reads these objects
+// from files, where no server has looked at them.
+//
 // +kubebuilder:object:generate=true
 // +groupName=net.liqo.io
 package v1alpha1

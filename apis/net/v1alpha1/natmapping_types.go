@@ -25,7 +25,7 @@ type NatMappingSpec struct {
 
 // EndpointMap maps addresses of endpoints to addresses in the ExternalCIDR.
 // +kubebuilder:validation:MaxProperties=16384
-// +kubebuilder:validation:XValidation:rule="self.all(e, isIP(e) && (ip(e).isGlobalUnicast() || e == '169.254.0.1'))",message="keys must be unicast IP addresses, not loopback, and not link-local but for 169.254.0.1",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="self.all(e, isIP(e) && (ip(e).isGlobalUnicast() && !e.startsWith('0.') || e == '169.254.0.1'))",message="keys must be unicast IP addresses, not unspecified, not loopback, and not link-local but for 169.254.0.1",reason=FieldValueInvalid
 // +kubebuilder:object:generate=false
 type EndpointMap map[string]IPAddress
 

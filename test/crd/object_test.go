@@ -1,0 +1,198 @@
+package crd
+
+import (
+	"regexp"
+	"strings"
+	"testing"
+
+	structuralschema "k8s.io/apiextensions-apiserver/pkg/apiserver/schema"
+	"k8s.io/apimachinery/pkg/runtime"
+)
+
+// A change sets one value of an object; the path is one key per element, since
+// keys may have dots in them. The value absent removes the key.
+type change struct {
+	path  []string
+	value any
+}
+
+type absentValue struct{}
+
+var absent absentValue
+
+func set(value any, path ...string) change { return change{path, value} }
+
+// at splits a path whose keys have no dots.
+func at(path string) []string { return strings.Split(path, ".") }
+
+// with returns a copy of obj with the changes made.
+func with(obj object, changes ...change) object {
+	obj = runtime.DeepCopyJSON(obj)
+	for _, c := range changes {
+		m := obj
+		last := len(c.path) - 1
+		for _, key := range c.path[:last] {
+			child, ok := m[key].(object)
+			if !ok {
+				child = object{}
+				m[key] = child
+			}
+			m = child
+		}
+		if c.value == absent {
+			delete(m, c.path[last])
+		} else {
+			m[c.path[last]] = c.value
+		}
+	}
+	return obj
+}
+
+// get returns the value at a path whose keys have no dots, nil if there is none.
+func get(obj object, path string) any {
+	var v any = obj
+	for _, key := range at(path) {
+		m, _ := v.(object)
+		v = m[key]
+	}
+	return v
+}
+
+// A rule is one x-kubernetes-validations entry of a CRD, by the place where its
+// error appears. Keys of maps and indices of lists are left out of the path.
+type rule struct{ kind, path, message string }
+
+var subscript = regexp.MustCompile(`\[[^\]]*\]`)
+
+// rules lists the rules of a CRD.
+func rules(s *server) []rule {
+	var all []rule
+	walk(s.structural, "", func(path string, n *structuralschema.Structural) {
+		for _, v := range n.XValidations {
+			all = append(all, rule{s.crd.Spec.Names.Kind, strings.TrimPrefix(subscript.ReplaceAllString(path, "")+v.FieldPath, "."), v.Message})
+		}
+	})
+	return all
+}
+
+// walk visits a schema from the top.
+func walk(s *structuralschema.Structural, path string, visit func(path string, s *structuralschema.Structural)) {
+	visit(path, s)
+	for name, child := range s.Properties {
+		walk(&child, path+"."+name, visit)
+	}
+	if s.AdditionalProperties != nil && s.AdditionalProperties.Structural != nil {
+		walk(s.AdditionalProperties.Structural, path+"[]", visit)
+	}
+	if s.Items != nil {
+		walk(s.Items, path+"[]", visit)
+	}
+}
+
+// Without bounds, the size of objects is bounded by etcd alone, and so is the
+// price of the rules.
+func TestEveryStringListAndMapIsBounded(t *testing.T) {
+	for kind, s := range servers(t) {
+		walk(s.structural, "", func(path string, n *structuralschema.Structural) {
+			v := n.ValueValidation
+			if v == nil {
+				v = &structuralschema.ValueValidation{}
+			}
+			switch {
+			case path == ".apiVersion" || path == ".kind" || path == ".metadata": // the server's
+			case n.Type == "string" && v.MaxLength == nil && len(v.Enum) == 0 && v.Format != "date-time" && v.Format != "byte",
+				n.Type == "array" && v.MaxItems == nil,
+				n.AdditionalProperties != nil && v.MaxProperties == nil:
+				t.Errorf("%s%s has no bound", kind, path)
+			}
+		})
+	}
+}
+
+// What a client shows people is Liqo's table.
+func TestNamesAndColumnsAreThoseOfLiqo(t *testing.T) {
+	want := map[string]string{
+		"NetworkConfig": `networkconfigs networkconfig NetworkConfigList Namespaced [liqo] [] status=true
+Peering Cluster|string|0|.spec.cluster.clusterName
+Endpoint IP|string|1|.spec.endpointIP
+VPN Backend|string|1|.spec.backendType
+Processed|string|0|.status.processed
+Local|string|0|.metadata.labels.liqo\.io/replication
+Age|date|0|.metadata.creationTimestamp
+`,
+		"TunnelEndpoint": `tunnelendpoints tunnelendpoint TunnelEndpointList Namespaced [liqo] [] status=true
+Peering Cluster|string|0|.spec.clusterIdentity.clusterName
+Endpoint IP|string|1|.spec.endpointIP
+Backend type|string|0|.spec.backendType
+Latency|string|1|.status.connection.latency.value
+Connection status|string|0|.status.connection.status
+Age|date|0|.metadata.creationTimestamp
+`,
+		// Without columns of its own a kind is shown with its age.
+		"NatMapping": `natmappings natmapping NatMappingList Cluster [liqo] [] status=true
+`,
+		"IpamStorage": `ipamstorages ipamstorage IpamStorageList Cluster [liqo] [] status=false
+`,
+	}
+	for kind, s := range servers(t) {
+		if have := table(s); have != want[kind] {
+			t.Errorf("%s: have\n%swant\n%s", kind, have, want[kind])
+		}
+		if v := s.crd.Spec.Versions; len(v) != 1 || v[0].Name != "v1alpha1" || !v[0].Served || !v[0].Storage || s.crd.Spec.Group != "net.liqo.io" {
+			t.Errorf("%s: want net.liqo.io/v1alpha1 served and stored, have %v", kind, v)
+		}
+	}
+}
+
+// Fields that Liqo requires are required, and those it leaves out may be left
+// out; status.conditions is the only one that Liqo does not know.
+func TestRequiredFieldsAndDefaultsAreThoseOfLiqo(t *testing.T) {
+	want := map[string]map[string]string{
+		"NetworkConfig": {
+			"spec":         "backendType backend_config cluster endpointIP externalCIDR podCIDR",
+			"spec.cluster": "clusterID clusterName",
+			"status":       "processed",
+		},
+		"TunnelEndpoint": {
+			"spec":                 "backendType backend_config clusterIdentity endpointIP localExternalCIDR localPodCIDR remoteExternalCIDR remotePodCIDR",
+			"spec.clusterIdentity": "clusterID clusterName",
+		},
+		"NatMapping": {"spec": "clusterID clusterMappings externalCIDR podCIDR"},
+		"IpamStorage": {
+			"spec":                    "clusterSubnets endpointMappings externalCIDR natMappingsConfigured podCIDR pools prefixes reservedSubnets serviceCIDR",
+			"spec.clusterSubnets[]":   "localNATExternalCIDR localNATPodCIDR remoteExternalCIDR remotePodCIDR",
+			"spec.endpointMappings[]": "ExternalCIDROriginalIP clusterMappings",
+			"spec.endpointMappings[].clusterMappings[]": "ExternalCIDRNattedIP",
+		},
+	}
+	defaults := map[string]any{
+		"NetworkConfig status.processed":            false,
+		"TunnelEndpoint spec.localNATPodCIDR":       "None",
+		"TunnelEndpoint spec.localNATExternalCIDR":  "None",
+		"TunnelEndpoint spec.remoteNATPodCIDR":      "None",
+		"TunnelEndpoint spec.remoteNATExternalCIDR": "None",
+	}
+	for kind, s := range servers(t) {
+		walk(s.structural, "", func(path string, n *structuralschema.Structural) {
+			path = strings.TrimPrefix(path, ".")
+			if path != "" && path != "status.conditions[]" && n.ValueValidation != nil {
+				if have := strings.Join(n.ValueValidation.Required, " "); have != want[kind][path] {
+					t.Errorf("%s %s requires %q, want %q", kind, path, have, want[kind][path])
+				}
+				delete(want[kind], path)
+			}
+			if d, ok := defaults[kind+" "+path]; n.Default.Object != nil || ok {
+				if n.Default.Object != d {
+					t.Errorf("%s %s: the default is %v, want %v", kind, path, n.Default.Object, d)
+				}
+				delete(defaults, kind+" "+path)
+			}
+		})
+		if len(want[kind]) > 0 {
+			t.Errorf("%s: no such fields: %v", kind, want[kind])
+		}
+	}
+	if len(defaults) > 0 {
+		t.Errorf("no such fields: %v", defaults)
+	}
+}

@@ -1,0 +1,210 @@
+package crd
+
+import (
+	"bytes"
+	"context"
+	"fmt"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	apiextensionsvalidation "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/validation"
+	structuralschema "k8s.io/apiextensions-apiserver/pkg/apiserver/schema"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/cel"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/defaulting"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/listtype"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/objectmeta"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/schema/pruning"
+	"k8s.io/apiextensions-apiserver/pkg/apiserver/validation"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/validation/field"
+	celconfig "k8s.io/apiserver/pkg/apis/cel"
+	"sigs.k8s.io/yaml"
+)
+
+// object is a custom resource as the API server handles it.
+type object = map[string]any
+
+// A server does with the objects of one kind what an API server does between
+// decoding a request and storing the object, with the API server's own code.
+// Validation ratcheting is off: each write is judged as if nothing was there
+// before, but for the rules that name oldSelf.
+type server struct {
+	crd        *apiextensions.CustomResourceDefinition
+	structural *structuralschema.Structural
+	schema     validation.SchemaValidator
+	rules      *cel.Validator
+	subStatus  bool
+}
+
+// servers has a server for each CRD in deploy/crds, by kind.
+func servers(t *testing.T) map[string]*server {
+	t.Helper()
+	files, err := filepath.Glob("../../deploy/crds/net.liqo.io_*.yaml")
+	if err != nil || len(files) != 4 {
+		t.Fatalf("want the CRDs of four kinds in deploy/crds, found %v, %v", files, err)
+	}
+	all := map[string]*server{}
+	for _, file := range files {
+		s := newServer(t, file)
+		all[s.crd.Spec.Names.Kind] = s
+	}
+	return all
+}
+
+func newServer(t *testing.T, file string) *server {
+	t.Helper()
+	text, err := os.ReadFile(file)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var external apiextensionsv1.CustomResourceDefinition
+	if err := yaml.UnmarshalStrict(text, &external); err != nil {
+		t.Fatalf("%s: %v", file, err)
+	}
+	apiextensionsv1.SetDefaults_CustomResourceDefinition(&external)
+	apiextensionsv1.SetDefaults_CustomResourceDefinitionSpec(&external.Spec)
+	external.Status.StoredVersions = []string{"v1alpha1"} // as the server sets it on creation
+	crd := &apiextensions.CustomResourceDefinition{}
+	if err := apiextensionsv1.Convert_v1_CustomResourceDefinition_To_apiextensions_CustomResourceDefinition(&external, crd, nil); err != nil {
+		t.Fatalf("%s: %v", file, err)
+	}
+	// The internal form has the schema of a single version at the top.
+	if len(external.Spec.Versions) != 1 || crd.Spec.Validation == nil || crd.Spec.Validation.OpenAPIV3Schema == nil {
+		t.Fatalf("%s: want one version with a schema", file)
+	}
+	schema := crd.Spec.Validation.OpenAPIV3Schema
+	structural, err := structuralschema.NewStructural(schema)
+	if err != nil {
+		t.Fatalf("%s: %v", file, err)
+	}
+	if errs := structuralschema.ValidateStructural(nil, structural); len(errs) > 0 {
+		t.Fatalf("%s: not structural: %v", file, errs.ToAggregate())
+	}
+	validator, _, err := validation.NewSchemaValidator(schema)
+	if err != nil {
+		t.Fatalf("%s: %v", file, err)
+	}
+	return &server{
+		crd:        crd,
+		structural: structural,
+		schema:     validator,
+		rules:      cel.NewValidator(structural, true, celconfig.PerCallLimit),
+		subStatus:  crd.Spec.Subresources != nil && crd.Spec.Subresources.Status != nil,
+	}
+}
+
+// decode parses an object, drops what the schema does not know, and sets
+// defaults. It returns the paths of what it dropped.
+func (s *server) decode(obj object) (object, []string) {
+	obj = runtime.DeepCopyJSON(obj)
+	dropped := pruning.PruneWithOptions(obj, s.structural, true, structuralschema.UnknownFieldPathOptions{TrackUnknownFieldPaths: true})
+	defaulting.PruneNonNullableNullsWithoutDefaults(obj, s.structural)
+	defaulting.Default(obj, s.structural)
+	return obj, dropped
+}
+
+// create is a POST. It returns the object as it would be stored.
+func (s *server) create(obj object) (object, field.ErrorList) {
+	obj, _ = s.decode(obj)
+	if s.subStatus {
+		delete(obj, "status")
+	}
+	return obj, s.validate(obj, nil)
+}
+
+// update is a PUT on the object.
+func (s *server) update(obj, old object) (object, field.ErrorList) {
+	obj, _ = s.decode(obj)
+	if s.subStatus {
+		delete(obj, "status")
+		if status, ok := old["status"]; ok {
+			obj["status"] = status
+		}
+	}
+	return obj, s.validate(obj, old)
+}
+
+// updateStatus is a PUT on the status subresource.
+func (s *server) updateStatus(obj, old object) (object, field.ErrorList) {
+	if !s.subStatus {
+		return nil, field.ErrorList{field.NotFound(field.NewPath("status"), nil)}
+	}
+	obj, _ = s.decode(obj)
+	stored := runtime.DeepCopyJSON(old)
+	delete(stored, "status")
+	if status, ok := obj["status"]; ok {
+		stored["status"] = status
+	}
+	return stored, s.validate(stored, old)
+}
+
+// put stores an object with its status, whatever that takes.
+func (s *server) put(obj object) (object, field.ErrorList) {
+	stored, errs := s.create(obj)
+	if _, ok := obj["status"]; ok && s.subStatus && len(errs) == 0 {
+		return s.updateStatus(obj, stored)
+	}
+	return stored, errs
+}
+
+func (s *server) validate(obj, old object) field.ErrorList {
+	errs := validation.ValidateCustomResource(nil, obj, s.schema)
+	errs = append(errs, objectmeta.Validate(context.Background(), nil, obj, s.structural, false)...)
+	errs = append(errs, listtype.ValidateListSetsAndMaps(nil, s.structural, obj)...)
+	for _, err := range errs {
+		// The server does not run the rules on what has the wrong shape.
+		switch err.Type {
+		case field.ErrorTypeNotSupported, field.ErrorTypeRequired, field.ErrorTypeTooLong, field.ErrorTypeTooMany, field.ErrorTypeTypeInvalid:
+			return errs
+		}
+	}
+	var before any // nil, not a nil map: there is no old object
+	if old != nil {
+		before = old
+	}
+	found, _ := s.rules.Validate(context.Background(), nil, s.structural, obj, before, celconfig.RuntimeCELCostBudget)
+	return append(errs, found...)
+}
+
+// read parses one YAML document.
+func read(t *testing.T, text string) object {
+	t.Helper()
+	var obj object
+	if err := yaml.UnmarshalStrict([]byte(text), &obj); err != nil {
+		t.Fatalf("%v in\n%s", err, text)
+	}
+	return obj
+}
+
+// goldens are the documents in the package's testdata, by file name without
+// its extension.
+func goldens(t *testing.T) map[string]object {
+	t.Helper()
+	files, err := filepath.Glob("../../apis/net/v1alpha1/testdata/*.yaml")
+	if err != nil || len(files) == 0 {
+		t.Fatalf("no golden documents: %v", err)
+	}
+	all := map[string]object{}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		all[strings.TrimSuffix(filepath.Base(file), ".yaml")] = read(t, string(bytes.TrimSpace(text)))
+	}
+	return all
+}
+
+// The rules have a price, estimated from the bounds in the schema, and a CRD
+// that could cost too much is refused by the server.
+func TestServerTakesTheCRDs(t *testing.T) {
+	for kind, s := range servers(t) {
+		if errs := apiextensionsvalidation.ValidateCustomResourceDefinition(context.Background(), s.crd); len(errs) > 0 {
+			t.Errorf("%s: %v", kind, strings.ReplaceAll(fmt.Sprint(errs.ToAggregate()), "], [", "\n"))
+		}
+	}
+}
