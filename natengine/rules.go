@@ -1,28 +1,360 @@
 package natengine
 
-import "net/netip"
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"github.com/gaissmai/bart"
+)
 
 // A Remap translates one prefix onto another of the same length: the network bits change, the host bits stay. It is
 // netfilter's NETMAP. From and To may be equal (identity).
 type Remap struct{ From, To netip.Prefix }
 
 // Map translates addr; false when addr is outside From or the remap is not well formed.
-func (r Remap) Map(addr netip.Addr) (netip.Addr, bool) { return addr, r.From.Contains(addr) }
+func (r Remap) Map(a netip.Addr) (netip.Addr, bool) {
+	if r.check() != nil || !r.From.Contains(a) {
+		return netip.Addr{}, false
+	}
+	return prefixOf(r.To).move(addrOf(a)).netip(), true
+}
 
 // Reverse is the translation that undoes r.
 func (r Remap) Reverse() Remap { return Remap{From: r.To, To: r.From} }
 
-// Endpoint is one entry of a Liqo NatMapping: an address of ours that is not one of the peer's view of our pods, and
-// the address under which the peer reaches it.
+// String is the remap in words, "10.244.0.0/16 -> 10.246.0.0/16".
+func (r Remap) String() string { return r.From.String() + " -> " + r.To.String() }
+
+func (r Remap) check() error {
+	switch {
+	case checkPrefix(r.From) != nil:
+		return checkPrefix(r.From)
+	case checkPrefix(r.To) != nil:
+		return checkPrefix(r.To)
+	case r.From.Addr().Is4() != r.To.Addr().Is4():
+		return fmt.Errorf("%v is not of one family", r)
+	case r.From.Bits() != r.To.Bits():
+		return fmt.Errorf("%v has masks of different length", r)
+	}
+	return nil
+}
+
+// Endpoint is one entry of a Liqo NatMapping (facts 6.3): an address of our side and the address out of Peer.External
+// under which the peer reaches it.
 type Endpoint struct{ Real, Seen netip.Addr }
 
-// Peer holds the rules for one peer. Prefixes are masked, of either family.
+// String is the endpoint in words, as the peer's packets meet it.
+func (e Endpoint) String() string { return e.Seen.String() + " -> " + e.Real.String() }
+
+// Peer holds the rules for one peer, in the notation of the facts (section 7) at cluster A with peer B. Prefixes are
+// masked and may be of either family.
 type Peer struct {
 	ID             string
 	RemotePods     []netip.Prefix // Pb@A: destinations outbound, sources inbound
-	RemoteExternal []netip.Prefix // Xb@A: the same, but its sources begin no flow (facts 7.3)
-	Pods           []Remap        // Pa -> Pa@B, at most one per family; the network address of To is the NAPT address
+	RemoteExternal []netip.Prefix // Xb@A: the same, but a packet from there begins no flow (7.3)
+	Pods           []Remap        // Pa -> Pa@B, at most one of each family; the network address of To is the NAPT address
 	External       []netip.Prefix // Xa@B
-	Endpoints      []Endpoint     // real address -> address inside External
-	MSS            uint16         // upper bound for the MSS of IPv4 SYNs both ways (IPv6: 20 less); 0 = leave alone
+	Endpoints      []Endpoint     // what is reached under the addresses of External; nothing else is
+	MSS            uint16         // upper bound for the MSS of IPv4 SYNs both ways, IPv6 gets 20 less; 0 = leave alone
+}
+
+func (p Peer) equal(q Peer) bool {
+	return p.ID == q.ID && p.MSS == q.MSS && slices.Equal(p.RemotePods, q.RemotePods) &&
+		slices.Equal(p.RemoteExternal, q.RemoteExternal) && slices.Equal(p.Pods, q.Pods) &&
+		slices.Equal(p.External, q.External) && slices.Equal(p.Endpoints, q.Endpoints)
+}
+
+// ruleTable is everything a packet is judged by. It is never changed after it was published.
+type ruleTable struct {
+	remotes bart.Fast[*remote]
+	rules   []*rule // sorted by peer ID
+}
+
+// remote is one prefix of a peer as we see it: the destination outbound, the source inbound. What the fast path needs
+// of the rule is copied here, so that it is in one cache line.
+type remote struct {
+	out, in map4
+	mss     uint16
+	pods    bool // RemotePods, not RemoteExternal
+	peer    *PeerState
+	rule    *rule
+	prefix  netip.Prefix
+}
+
+// map4 is a 1:1 map of IPv4. A map that must not be used on the fast path matches no address: mask 0, from 1.
+type map4 struct{ mask, from, to uint32 }
+
+var noMap4 = map4{from: 1}
+
+// rule is the compiled form of one Peer.
+type rule struct {
+	peer      *PeerState
+	spec      Peer
+	pods      [2]podMap // by family
+	external  []prefix
+	seen      map[addr]addr     // Endpoint.Seen -> Endpoint.Real
+	endpoints map[addr]struct{} // Endpoint.Real inside Pods.From: their packets may be replies, so flows come first
+	remotes   []remotePrefix
+
+	// guarded: a prefix reaches into special-purpose addresses (a /1 does), so that each address has to be asked.
+	guarded bool
+}
+
+type remotePrefix struct {
+	prefix
+	pods bool
+}
+
+// podMap is the 1:1 map of one family and the NAPT address that it implies.
+type podMap struct {
+	ok       bool
+	from, to prefix
+
+	// single: the prefix is one address, so the network address, which is the NAPT address, is also the pod. Flows come
+	// first then and the map takes what they leave.
+	single bool
+}
+
+// natAddr is where NAPT puts everything that is no pod: the network address of Pa@B (facts 7.2).
+func (m *podMap) natAddr() addr { return m.to.net }
+
+// mapOut translates one of our pods to what the peer sees. The network address is no pod: as a source it takes NAPT,
+// since the peer's replies to it could not be told from those to a flow.
+func (m *podMap) mapOut(a addr) (addr, bool) {
+	if !m.ok || !m.from.contains(a) || a == m.from.net && !m.single {
+		return addr{}, false
+	}
+	return m.to.move(a), true
+}
+
+// mapIn is the reverse of mapOut.
+func (m *podMap) mapIn(a addr) (addr, bool) {
+	if !m.ok || !m.to.contains(a) || a == m.to.net && !m.single {
+		return addr{}, false
+	}
+	return m.from.move(a), true
+}
+
+func (r *rule) isExternal(a addr) bool {
+	for _, p := range r.external {
+		if p.contains(a) {
+			return true
+		}
+	}
+	return false
+}
+
+// isRemote reports whether a is an address of the peer, and whether of one of its pods.
+func (r *rule) isRemote(a addr) (remote, pods bool) {
+	for _, p := range r.remotes { // they overlap nothing
+		if p.contains(a) {
+			return true, p.pods
+		}
+	}
+	return false, false
+}
+
+// permits reports whether a flow could be opened under this rule as it is.
+func (r *rule) permits(kind flowKind, local, mapped, peer addr) bool {
+	known, pods := r.isRemote(peer)
+	if !known {
+		return false
+	}
+	m := &r.pods[peer.family()]
+	if kind == endpointFlow {
+		at, ok := r.seen[mapped]
+		return ok && at == local && pods
+	}
+	_, pod := m.mapOut(local)
+	return m.ok && mapped == m.natAddr() && !pod
+}
+
+// compile makes the table for peers. state gives the PeerState of an ID. The error names every peer and rule at fault.
+func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*ruleTable, error) {
+	var errs []error
+	ids := map[string]bool{}
+	var taken bart.Table[string] // remote prefixes of all peers and whose they are
+	for _, p := range peers {
+		if p.ID == "" {
+			errs = append(errs, errors.New("peer without ID"))
+			continue
+		}
+		for _, err := range p.check(self) {
+			errs = append(errs, fmt.Errorf("peer %s: %w", p.ID, err))
+		}
+		if ids[p.ID] {
+			errs = append(errs, fmt.Errorf("peer %s: named twice", p.ID))
+		}
+		ids[p.ID] = true
+		for _, remote := range slices.Concat(p.RemotePods, p.RemoteExternal) {
+			if checkPrefix(remote) != nil {
+				continue // reported above
+			}
+			if taken.OverlapsPrefix(remote) {
+				errs = append(errs, fmt.Errorf("peer %s: remote network %v overlaps %s", p.ID, remote, owner(&taken, remote)))
+			}
+			taken.Insert(remote, p.ID)
+		}
+	}
+	if len(errs) > 0 {
+		return nil, errors.Join(errs...)
+	}
+	t := &ruleTable{}
+	for _, p := range peers {
+		t.add(newRule(p, state(p.ID)))
+	}
+	slices.SortFunc(t.rules, func(a, b *rule) int {
+		if a.spec.ID < b.spec.ID {
+			return -1
+		}
+		return 1
+	})
+	return t, nil
+}
+
+// owner says in words what of the table is in the way of p.
+func owner(taken *bart.Table[string], p netip.Prefix) string {
+	for net, id := range taken.All() {
+		if net.Overlaps(p) {
+			return fmt.Sprintf("%v of peer %s", net, id)
+		}
+	}
+	return "another"
+}
+
+func checkPrefix(p netip.Prefix) error {
+	switch {
+	case !p.IsValid():
+		return errors.New("invalid prefix")
+	case p.Addr().Is4In6():
+		return fmt.Errorf("%v is IPv4 written as IPv6", p)
+	case p != p.Masked():
+		return fmt.Errorf("%v has host bits set", p)
+	case p.Bits() == 0:
+		return fmt.Errorf("%v is everything", p)
+	case p.Addr().Is6() && p.Overlaps(netip.MustParsePrefix("::ffff:0:0/96")):
+		return fmt.Errorf("%v contains IPv4-mapped addresses", p)
+	}
+	return nil
+}
+
+// check lists what contradicts inside one peer's rules.
+func (p Peer) check(self [2]addr) (errs []error) {
+	fail := func(format string, args ...any) { errs = append(errs, fmt.Errorf(format, args...)) }
+	for _, c := range []struct {
+		name string
+		list []netip.Prefix
+	}{{"remote pods", p.RemotePods}, {"remote external", p.RemoteExternal}, {"external", p.External}} {
+		for _, net := range c.list {
+			if err := checkPrefix(net); err != nil {
+				fail("%s: %w", c.name, err)
+			}
+		}
+	}
+	var family [2]bool
+	for _, m := range p.Pods {
+		if err := m.check(); err != nil {
+			fail("pods: %w", err)
+			continue
+		}
+		if f := addrOf(m.To.Addr()).family(); family[f] {
+			fail("pods: %v is a second map of its family", m)
+		} else {
+			family[f] = true
+		}
+		for _, x := range p.External {
+			if m.To.Overlaps(x) {
+				fail("external: %v overlaps the pods as the peer sees them, %v", x, m.To)
+			}
+		}
+	}
+	at := map[netip.Addr]netip.Addr{}
+	for _, e := range p.Endpoints {
+		if err := p.checkEndpoint(e, self); err != nil {
+			fail("endpoint %v: %w", e, err)
+			continue
+		}
+		if other, ok := at[e.Seen]; ok && other != e.Real {
+			fail("endpoint %v: %v is seen there already", e, other)
+		}
+		at[e.Seen] = e.Real
+	}
+	if p.MSS != 0 && p.MSS < 88 { // Linux will not go below either: TCP_MIN_MSS
+		fail("MSS %d is too small", p.MSS)
+	}
+	return errs
+}
+
+func (p Peer) checkEndpoint(e Endpoint, self [2]addr) error {
+	switch {
+	case !e.Real.IsValid() || !e.Seen.IsValid():
+		return errors.New("without address")
+	case e.Real.Is4() != e.Seen.Is4():
+		return errors.New("not of one family")
+	case e.Real.Zone() != "" || e.Real.Is4In6() || e.Seen.Is4In6():
+		return errors.New("not a plain address")
+	case addrOf(e.Real) != self[addrOf(e.Real).family()] && unreachable(addrOf(e.Real), e.Real.Is4()):
+		return fmt.Errorf("%v may not be reached by a peer", e.Real)
+	}
+	for _, x := range p.External {
+		if x.Contains(e.Seen) {
+			return nil
+		}
+	}
+	return fmt.Errorf("%v is not in the external networks", e.Seen)
+}
+
+func newRule(p Peer, peer *PeerState) *rule {
+	p.RemotePods, p.RemoteExternal = slices.Clone(p.RemotePods), slices.Clone(p.RemoteExternal)
+	p.Pods, p.External, p.Endpoints = slices.Clone(p.Pods), slices.Clone(p.External), slices.Clone(p.Endpoints)
+	r := &rule{peer: peer, spec: p, seen: map[addr]addr{}, endpoints: map[addr]struct{}{}}
+	for _, m := range p.Pods {
+		from := prefixOf(m.From)
+		r.pods[from.net.family()] = podMap{ok: true, from: from, to: prefixOf(m.To), single: m.From.IsSingleIP()}
+		r.guarded = r.guarded || reachesSpecial(m.From)
+	}
+	for _, x := range p.External {
+		r.external = append(r.external, prefixOf(x))
+	}
+	for _, e := range p.Endpoints {
+		at := addrOf(e.Real)
+		r.seen[addrOf(e.Seen)] = at
+		if m := &r.pods[at.family()]; m.ok && m.from.contains(at) {
+			r.endpoints[at] = struct{}{}
+		}
+	}
+	for _, net := range p.RemotePods {
+		r.remotes = append(r.remotes, remotePrefix{prefixOf(net), true})
+		r.guarded = r.guarded || reachesSpecial(net)
+	}
+	for _, net := range p.RemoteExternal {
+		r.remotes = append(r.remotes, remotePrefix{prefixOf(net), false})
+		r.guarded = r.guarded || reachesSpecial(net)
+	}
+	return r
+}
+
+// add enters the remote prefixes of r.
+func (t *ruleTable) add(r *rule) {
+	t.rules = append(t.rules, r)
+	base := remote{out: noMap4, in: noMap4, mss: r.spec.MSS, peer: r.peer, rule: r}
+	if m := &r.pods[0]; m.ok && !m.single && !r.guarded {
+		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
+		base.in = map4{mask, to, from}
+		if len(r.endpoints) == 0 {
+			base.out = map4{mask, from, to}
+		}
+	}
+	for _, net := range r.spec.RemotePods {
+		e := base
+		e.pods, e.prefix = true, net
+		t.remotes.Insert(net, &e)
+	}
+	for _, net := range r.spec.RemoteExternal {
+		e := base
+		e.prefix = net
+		t.remotes.Insert(net, &e)
+	}
 }

@@ -1,0 +1,97 @@
+package natengine
+
+import (
+	"encoding/binary"
+	"net/netip"
+)
+
+// addr is an address in two words: IPv6, or IPv4 in its mapped form ::ffff:0:0/96. No rule accepts a mapped address of
+// IPv6, so the two families cannot be confused. Off the IPv4 fast path everything is computed on this form, once.
+type addr struct{ hi, lo uint64 }
+
+const mapped4 = 0xffff << 32
+
+func addr4(a uint32) addr { return addr{0, mapped4 | uint64(a)} }
+
+func addrOf(a netip.Addr) addr {
+	b := a.As16()
+	return addr{binary.BigEndian.Uint64(b[:8]), binary.BigEndian.Uint64(b[8:])}
+}
+
+func (a addr) is4() bool { return a.hi == 0 && a.lo>>32 == 0xffff }
+
+// family is the index for arrays of per-family values: 0 for IPv4, 1 for IPv6.
+func (a addr) family() int {
+	if a.is4() {
+		return 0
+	}
+	return 1
+}
+
+func (a addr) netip() netip.Addr {
+	var b [16]byte
+	binary.BigEndian.PutUint64(b[:8], a.hi)
+	binary.BigEndian.PutUint64(b[8:], a.lo)
+	return netip.AddrFrom16(b).Unmap()
+}
+
+// prefix is a network in the same two words. The zero prefix contains everything; absence is said elsewhere.
+type prefix struct{ net, mask addr }
+
+func prefixOf(p netip.Prefix) prefix {
+	n := p.Bits()
+	if p.Addr().Is4() {
+		n += 96
+	}
+	mask := addr{^uint64(0) << (64 - min(n, 64)), ^uint64(0) << (128 - max(n, 64))}
+	return prefix{addrOf(p.Addr()), mask}
+}
+
+func (p prefix) contains(a addr) bool {
+	return a.hi&p.mask.hi == p.net.hi && a.lo&p.mask.lo == p.net.lo
+}
+
+// move carries the host bits of a onto the network of p.
+func (p prefix) move(a addr) addr {
+	return addr{p.net.hi | a.hi&^p.mask.hi, p.net.lo | a.lo&^p.mask.lo}
+}
+
+// martian reports whether no packet in the fabric may have a as its source: unspecified, loopback, multicast, limited
+// broadcast, IPv6 link-local and IPv4 addresses written as IPv6 (RFC 1812, section 5.3.7, RFC 6890). 240.0.0.0/4 is
+// allowed, because nodes have overlay addresses in 240.0.0.0/8 (facts 10), and so is 169.254.0.0/16, the network
+// between the node and the gateway namespace (facts 2.2).
+func martian(a addr, is4 bool) bool {
+	if is4 {
+		b := uint32(a.lo)
+		return b>>24 == 0 || b>>24 == 127 || b>>28 == 0xe || b == 0xffffffff
+	}
+	switch {
+	case a.hi>>56 == 0xff, a.hi>>54 == 0xfe80>>6: // multicast, link-local
+		return true
+	case a.hi == 0: // ::, ::1, mapped IPv4
+		return a.lo <= 1 || a.lo>>32 == 0xffff
+	}
+	return false
+}
+
+// unreachable reports whether no packet of a peer may be sent to a: all of the above and IPv4 link-local, where cloud
+// metadata services live. The in-process endpoint is an exception that the caller makes.
+func unreachable(a addr, is4 bool) bool {
+	return martian(a, is4) || is4 && uint32(a.lo)>>16 == 0xa9fe
+}
+
+// specials are the networks of martian and unreachable, to find out at compile time whether a prefix reaches into one.
+var specials = []netip.Prefix{
+	netip.MustParsePrefix("0.0.0.0/8"), netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("169.254.0.0/16"),
+	netip.MustParsePrefix("224.0.0.0/4"), netip.MustParsePrefix("255.255.255.255/32"),
+	netip.MustParsePrefix("::/127"), netip.MustParsePrefix("fe80::/10"), netip.MustParsePrefix("ff00::/8"),
+}
+
+func reachesSpecial(p netip.Prefix) bool {
+	for _, s := range specials {
+		if s.Overlaps(p) {
+			return true
+		}
+	}
+	return false
+}

@@ -1,0 +1,148 @@
+package natengine
+
+import (
+	"errors"
+
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// ICMP errors are translated by the packet they quote, which is one of ours on its way out (inbound error) or one of the
+// peer's on its way in (outbound error). The quoted packet shows the far side's view of our end and is put back to ours,
+// or the reverse; the outer header follows. An error opens, refreshes and ends nothing (RFC 4787, REQ-12; RFC 5508,
+// REQ-4 to 6); type and code stay.
+//
+//	inbound    peer's router ─► mapped   quoting  mapped ─► remote      mapped becomes local, twice
+//	outbound   our router ─► remote      quoting  remote ─► local       local becomes mapped; our router what it can be
+
+// quote reads and judges the quoted packet. A redirect is dropped like by Linux (nf_nat_icmp_reply_translation): the
+// gateway it names is no address of the other side.
+func quote(v *packet.View, q *packet.Quote) Drop {
+	switch err := v.Quote(q); {
+	case errors.Is(err, packet.ErrICMPChecksum), errors.Is(err, packet.ErrHeaderChecksum):
+		return DropBadChecksum
+	case err != nil, q.IsICMPError(), v.Is4() && v.ICMPType() == 5:
+		return DropICMPError
+	}
+	return DropNone
+}
+
+// quoteKey is the tuple of the quoted packet as direction dir matches it. ok is false when the quote does not reach to
+// the ports, without which no flow can be told.
+func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool) {
+	var nearPort, remotePort uint16
+	switch class := classOf(q.Proto(), q.Is4()); {
+	case q.LaterFragment():
+		return key{}, false
+	case class == icmpIDs:
+		if !q.IsICMPQuery() {
+			return key{}, false
+		}
+		nearPort = q.ICMPID()
+	case class != noPorts:
+		if !q.HasPorts() {
+			return key{}, false
+		}
+		nearPort, remotePort = q.SrcPort(), q.DstPort()
+		if dir == Outbound { // quotes a packet that came in: our end is its destination
+			nearPort, remotePort = remotePort, nearPort
+		}
+	}
+	return keyOf(dir, near, remote, q.Proto(), nearPort, remotePort), true
+}
+
+// quotedFlow is the flow that the quoted packet belongs to.
+func (e *Engine) quotedFlow(q *packet.Quote, r *remote, dir Direction, near, remote addr, now tick) (match, bool) {
+	k, ok := quoteKey(q, dir, near, remote)
+	if !ok {
+		return match{}, false
+	}
+	f, ok := r.peer.flows.find(dir, &k)
+	return f, ok && !f.expired(&e.lifetimes, now)
+}
+
+// inboundError translates an error about a packet that we sent. Its outer source is an address of the peer and stays.
+func (e *Engine) inboundError(v *packet.View, r *remote, _, dst addr, now tick, tr *Trace) Verdict {
+	var q packet.Quote
+	if drop := quote(v, &q); drop != DropNone {
+		return e.refuse(r, Inbound, drop, tr)
+	}
+	near, to := addrOf(q.Src()), addrOf(q.Dst())
+	if known, _ := r.rule.isRemote(to); near != dst || !known { // errors go to who sent the packet, and we sent it to this peer
+		return e.refuse(r, Inbound, DropICMPError, tr)
+	}
+	m := &r.rule.pods[dst.family()]
+	local, pod := m.mapIn(near)
+	port := samePort
+	if !pod || m.single {
+		switch f, ok := e.quotedFlow(&q, r, Inbound, near, to, now); {
+		case ok:
+			tr.known(&f)
+			local, port = f.other, int(f.otherPort(Inbound))
+		case pod:
+			tr.prefixMapIn(r.rule, dst.family())
+		case r.rule.seen[near] != (addr{}), m.ok && near == m.natAddr():
+			return e.refuse(r, Inbound, DropICMPError, tr)
+		case r.rule.isExternal(near):
+			return e.refuse(r, Inbound, DropNoMapping, tr)
+		default:
+			return e.refuse(r, Inbound, DropDestination, tr)
+		}
+	} else {
+		tr.prefixMapIn(r.rule, dst.family())
+	}
+	if pod && unreachable(local, v.Is4()) && local != e.self[local.family()] {
+		return e.refuse(r, Inbound, DropDestination, tr)
+	}
+	q.SetSrc(local.netip())
+	if port != samePort {
+		q.SetSrcPort(uint16(port))
+		q.SetICMPID(uint16(port))
+	}
+	return e.forward(v, r, Inbound, local, samePort)
+}
+
+// outboundError translates an error about a packet that the peer sent. Its outer source shows who reports: a pod as the
+// peer sees it, the end of the flow as the peer addressed it, anybody else as the NAPT address, for which no flow is
+// needed.
+func (e *Engine) outboundError(v *packet.View, r *remote, src, dst addr, now tick, tr *Trace) Verdict {
+	var q packet.Quote
+	if drop := quote(v, &q); drop != DropNone {
+		return e.refuse(r, Outbound, drop, tr)
+	}
+	near, from := addrOf(q.Dst()), addrOf(q.Src())
+	if from != dst {
+		return e.refuse(r, Outbound, DropICMPError, tr)
+	}
+	m := &r.rule.pods[dst.family()]
+	mapped, pod := m.mapOut(near)
+	port := samePort
+	if !pod || m.single || r.rule.isEndpoint(near) {
+		switch f, ok := e.quotedFlow(&q, r, Outbound, near, from, now); {
+		case ok:
+			tr.known(&f)
+			mapped, port = f.other, int(f.otherPort(Outbound))
+		case pod:
+			tr.prefixMap(r.rule, dst.family())
+		default:
+			return e.refuse(r, Outbound, DropICMPError, tr)
+		}
+	} else {
+		tr.prefixMap(r.rule, dst.family())
+	}
+	outer, isPod := m.mapOut(src)
+	switch {
+	case src == near:
+		outer = mapped
+	case isPod && src != e.self[src.family()]:
+	case m.ok:
+		outer = m.natAddr()
+	default:
+		return e.refuse(r, Outbound, DropSource, tr)
+	}
+	q.SetDst(mapped.netip())
+	if port != samePort {
+		q.SetDstPort(uint16(port))
+		q.SetICMPID(uint16(port))
+	}
+	return e.forward(v, r, Outbound, outer, samePort)
+}

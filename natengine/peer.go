@@ -1,0 +1,61 @@
+package natengine
+
+import (
+	"hash/maphash"
+	"sync/atomic"
+)
+
+// PeerState is what the engine keeps about one peer: flows, held fragments and counters. There is one per peer ID, and it
+// stays the same across rule changes until the peer is gone. All methods may be called concurrently.
+type PeerState struct {
+	id    string
+	down  atomic.Bool
+	quota atomic.Int64 // bound for flows
+	rule  *rule        // the newest, which new flows have to be permitted by; with flows.mu
+
+	flows     flowTable
+	fragments [directions]fragmentStore
+	drops     [directions][numDrops]atomic.Uint64
+	traffic   [directions]traffic
+}
+
+// traffic has a cache line of its own, so that the two directions do not slow each other down.
+type traffic struct {
+	_              [64]byte
+	packets, bytes atomic.Uint64
+}
+
+func newPeerState(id string, seed maphash.Seed, total *atomic.Int64) *PeerState {
+	p := &PeerState{id: id}
+	p.flows.seed, p.flows.napt.seed, p.flows.total = seed, seed, total
+	for dir := range p.fragments {
+		p.fragments[dir].lost = func(d Drop, n int) { p.drops[dir][d].Add(uint64(n)) }
+	}
+	return p
+}
+
+// ID is the peer's cluster ID.
+func (p *PeerState) ID() string { return p.id }
+
+// Drops is the number of packets dropped for one reason since the peer is known.
+func (p *PeerState) Drops(dir Direction, d Drop) uint64 { return p.drops[dir][d].Load() }
+
+// CountTraffic adds packets that were forwarded, and their octets without tunnel overhead; once for a batch.
+func (p *PeerState) CountTraffic(dir Direction, packets, bytes int) {
+	t := &p.traffic[dir]
+	t.packets.Add(uint64(packets))
+	t.bytes.Add(uint64(bytes))
+}
+
+// Traffic is the sum of what CountTraffic was told.
+func (p *PeerState) Traffic(dir Direction) (packets, bytes uint64) {
+	t := &p.traffic[dir]
+	return t.packets.Load(), t.bytes.Load()
+}
+
+// SetDown says whether the peer has been without a WireGuard session for too long. The engine translates all the same;
+// it is the caller who then counts DropPeerDown instead of handing the packet on.
+func (p *PeerState) SetDown(down bool) { p.down.Store(down) }
+
+// Down is what SetDown said last.
+func (p *PeerState) Down() bool { return p.down.Load() }

@@ -1,0 +1,138 @@
+package natengine
+
+import (
+	"net/netip"
+	"time"
+
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// Stats is a snapshot for metrics and status. Its numbers are not taken at one instant.
+type Stats struct {
+	Flows, MaxFlows int
+	Bytes           int         // memory of flow tables, NAPT mappings and held fragments
+	Peers           []PeerStats // sorted by ID
+}
+
+// PeerStats is the part of one peer.
+type PeerStats struct {
+	ID              string
+	Down            bool
+	Flows, MaxFlows int
+	HalfOpen        int // flows that may be evicted at the bound; counted by the last Sweep
+	Mappings        int // ports and ICMP ids in use at the NAPT addresses
+	FragmentSets    int // datagrams of which fragments are remembered
+	FragmentBytes   int // octets held
+	Bytes           int // memory
+
+	Created, Expired, Evicted, Purged uint64 // flows so far: opened; idle too long; half-open at the bound; not permitted by new rules
+}
+
+// Peers lists the peers in force, sorted by ID.
+func (e *Engine) Peers() []*PeerState {
+	rules := e.rules.Load().rules
+	peers := make([]*PeerState, len(rules))
+	for i, r := range rules {
+		peers[i] = r.peer
+	}
+	return peers
+}
+
+// Stats takes a snapshot. It holds each peer's lock for microseconds.
+func (e *Engine) Stats() Stats {
+	s := Stats{Flows: int(e.total.Load()), MaxFlows: e.config.MaxFlows}
+	for dir := range e.noPeer {
+		s.NoPeerDrops[dir] = make([]uint64, numDrops)
+		for d := range e.noPeer[dir] {
+			s.NoPeerDrops[dir][d] = e.noPeer[dir][d].Load()
+		}
+	}
+	for _, p := range e.Peers() {
+		ps := p.Stats()
+		s.Bytes += ps.Bytes
+		s.Peers = append(s.Peers, ps)
+	}
+	return s
+}
+
+// Stats takes a snapshot of one peer.
+func (p *PeerState) Stats() PeerStats {
+	t := &p.flows
+	s := PeerStats{
+		ID: p.id, Down: p.Down(), Flows: int(t.live.Load()), MaxFlows: int(p.quota.Load()), HalfOpen: int(t.halfOpen.Load()),
+		Created: t.created.Load(), Expired: t.expired.Load(), Evicted: t.evicted.Load(), Purged: t.purged.Load(),
+	}
+	for dir := range p.fragments {
+		sets, bytes := p.fragments[dir].stats()
+		s.FragmentSets += sets
+		s.FragmentBytes += bytes
+	}
+	t.mu.Lock()
+	s.Mappings, s.Bytes = t.napt.live, t.bytes()+s.FragmentBytes
+	t.mu.Unlock()
+	return s
+}
+
+// FlowInfo is one flow, for the status.
+type FlowInfo struct {
+	Peer       string
+	Kind       string // "napt": opened from our side; "endpoint": opened by the peer
+	Proto      uint8
+	Local      netip.AddrPort // our end; its port is the identifier of an ICMP query, 0 of other protocols
+	Mapped     netip.AddrPort // our end as the peer knows it
+	Remote     netip.AddrPort // the peer's end as we know it
+	State      string         // "half-open", "established", "closing"
+	Idle, Left time.Duration  // since its last packet, and until it ends, at the time of the last Sweep
+}
+
+// Flows lists up to max flows, peer by peer, in no order within one. It takes no lock; a flow that comes or goes at that
+// moment may be missing.
+func (e *Engine) Flows(max int) []FlowInfo {
+	now := tick(e.swept.Load())
+	var flows []FlowInfo
+	for _, p := range e.Peers() {
+		slab := p.flows.slab.Load()
+		if slab == nil {
+			continue
+		}
+		for _, c := range *slab {
+			for i := range c.entries {
+				if len(flows) >= max {
+					return flows
+				}
+				if f, ok := c.entries[i].info(&e.lifetimes, now); ok {
+					f.Peer = p.id
+					flows = append(flows, f)
+				}
+			}
+		}
+	}
+	return flows
+}
+
+// info is a consistent copy of a live entry.
+func (e *entry) info(l *lifetimes, now tick) (FlowInfo, bool) {
+	seq, word := e.seq.Load(), e.word.Load()
+	out, in, seen := e.keyAt(Outbound), e.keyAt(Inbound), tick(e.seen.Load())
+	if word&stateLive == 0 || seq&1 != 0 || e.seq.Load() != seq {
+		return FlowInfo{}, false
+	}
+	idle := max(now.since(seen), 0)
+	f := FlowInfo{
+		Kind: "napt", Proto: protoOf(word), State: "established",
+		Local:  netip.AddrPortFrom(out.near.netip(), out.nearPort(Outbound)),
+		Mapped: netip.AddrPortFrom(in.near.netip(), in.nearPort(Inbound)),
+		Remote: netip.AddrPortFrom(out.remote.netip(), out.remotePort()),
+		Idle:   duration(idle), Left: duration(max(l.of(word)-idle, 0)),
+	}
+	if kindOf(word) == endpointFlow {
+		f.Kind = "endpoint"
+	}
+	if halfOpen(word) {
+		f.State = "half-open"
+		if protoOf(word) == packet.TCP && word&(stateFin|stateRst) != 0 {
+			f.State = "closing"
+		}
+	}
+	return f, true
+}

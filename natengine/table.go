@@ -1,0 +1,415 @@
+package natengine
+
+import (
+	"hash/maphash"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+)
+
+// flowTable holds the flows of one peer. Readers take no lock: they go through an index, whose slots never move and
+// whose arrays are replaced as a whole, to an entry, whose chunk never moves. Writers hold mu.
+type flowTable struct {
+	seed  maphash.Seed
+	total *atomic.Int64 // flows of all peers
+	index [directions]index
+	slab  atomic.Pointer[[]*chunk]
+
+	mu     sync.Mutex
+	live   atomic.Int64 // entries in use; changed under mu
+	used   uint32       // entries that were ever in use
+	free   uint32       // list of entries that were and are not, through side.next
+	queue  queue
+	napt   napt
+	closed bool // the peer is gone; nothing may be inserted
+
+	created, expired, evicted, purged atomic.Uint64
+	halfOpen                          atomic.Int64 // counted by the last sweep
+}
+
+const (
+	chunkBits = 10
+	chunkSize = 1 << chunkBits
+)
+
+// chunk is 1024 entries and, apart from them so that a hit touches one cache line, what only writers need.
+type chunk struct {
+	entries [chunkSize]entry
+	sides   [chunkSize]side
+}
+
+// side numbers are one more than the index they mean, 0 is none.
+type side struct {
+	mapping    uint32 // in napt, 0 for a flow without a port of its own
+	prev, next uint32 // in the queue, or in the free list
+}
+
+func (t *flowTable) entry(i uint32) *entry {
+	slab := *t.slab.Load()
+	return &slab[i>>chunkBits].entries[i%chunkSize]
+}
+
+func (t *flowTable) side(i uint32) *side {
+	slab := *t.slab.Load()
+	return &slab[i>>chunkBits].sides[i%chunkSize]
+}
+
+// find looks for the flow with key k. It may be called with and without mu; without, a flow that is inserted or removed
+// at the same moment may or may not be found.
+func (t *flowTable) find(dir Direction, k *key) (match, bool) {
+	h := k.hash(t.seed)
+	s := t.index[dir].shards[h>>shardShift].slots.Load()
+	if s == nil {
+		return match{}, false
+	}
+	tag := uint32(h)
+	mask := uint32(len(s.list) - 1)
+	for at := tag & mask; ; at = (at + 1) & mask {
+		slot := s.list[at].Load()
+		if slot == 0 {
+			return match{}, false
+		}
+		if uint32(slot>>32) != tag || uint32(slot) == 0 {
+			continue
+		}
+		m := match{index: uint32(slot) - 1}
+		m.entry = t.entry(m.index)
+		if m.read(dir, k) {
+			return m, true
+		}
+	}
+}
+
+// read copies the entry into m if it is the flow of k.
+func (m *match) read(dir Direction, k *key) bool {
+	e := m.entry
+	seq := e.seq.Load()
+	m.word = e.word.Load()
+	if seq&1 != 0 || (m.word^k.word)&matchMask[dir] != 0 || m.word&stateLive == 0 {
+		return false
+	}
+	near, other := &e.near[dir], &e.near[1-dir]
+	if near[1].Load() != k.near.lo || e.remote[1].Load() != k.remote.lo ||
+		near[0].Load() != k.near.hi || e.remote[0].Load() != k.remote.hi {
+		return false
+	}
+	m.other = addr{other[0].Load(), other[1].Load()}
+	return e.seq.Load() == seq
+}
+
+// keyAt is the key of a live entry. With mu.
+func (e *entry) keyAt(dir Direction) key {
+	return key{
+		near:   addr{e.near[dir][0].Load(), e.near[dir][1].Load()},
+		remote: addr{e.remote[0].Load(), e.remote[1].Load()},
+		word:   e.word.Load() & matchMask[dir],
+	}
+}
+
+// insert adds a flow of which neither tuple is in the table. With mu.
+func (t *flowTable) insert(local, mapped, remote addr, word uint64, mapping uint32, now tick) match {
+	i := t.take()
+	e := t.entry(i)
+	e.seq.Add(1)
+	e.near[Outbound][0].Store(local.hi)
+	e.near[Outbound][1].Store(local.lo)
+	e.near[Inbound][0].Store(mapped.hi)
+	e.near[Inbound][1].Store(mapped.lo)
+	e.remote[0].Store(remote.hi)
+	e.remote[1].Store(remote.lo)
+	e.word.Store(word)
+	e.seen.Store(uint32(now))
+	e.seq.Add(1)
+	s := t.side(i)
+	*s = side{mapping: mapping}
+	t.queue.push(t, i)
+	for dir := range t.index {
+		k := e.keyAt(Direction(dir))
+		t.index[dir].insert(k.hash(t.seed), i)
+	}
+	t.live.Add(1)
+	t.total.Add(1)
+	t.created.Add(1)
+	return match{entry: e, index: i, word: word}
+}
+
+// take returns an entry that is not in use. With mu.
+func (t *flowTable) take() uint32 {
+	if t.free != 0 {
+		i := t.free - 1
+		t.free = t.side(i).next
+		return i
+	}
+	i := t.used
+	t.used++
+	var slab []*chunk
+	if p := t.slab.Load(); p != nil {
+		slab = *p
+	}
+	if int(i>>chunkBits) == len(slab) {
+		// Readers keep the old slice header; what it shows of the array does not change.
+		slab = append(slab, new(chunk))
+		t.slab.Store(&slab)
+	}
+	return i
+}
+
+// remove takes a live flow out, with its hold on a port. With mu.
+func (t *flowTable) remove(i uint32) {
+	e, s := t.entry(i), t.side(i)
+	for dir := range t.index {
+		k := e.keyAt(Direction(dir))
+		t.index[dir].remove(k.hash(t.seed), i)
+	}
+	e.seq.Add(1)
+	e.word.Store(0)
+	e.seq.Add(1)
+	t.queue.unlink(t, i)
+	if s.mapping != 0 {
+		t.napt.release(s.mapping)
+	}
+	*s = side{next: t.free}
+	t.free = i + 1
+	t.live.Add(-1)
+	t.total.Add(-1)
+}
+
+// each calls f with the number of every live flow, and its word. With mu; f may remove the flow.
+func (t *flowTable) each(f func(i uint32, e *entry, word uint64)) {
+	for i := range t.used {
+		e := t.entry(i)
+		if word := e.word.Load(); word&stateLive != 0 {
+			f(i, e, word)
+		}
+	}
+}
+
+// sweep removes what has expired and returns how many flows that were. It reads without the lock, chunk by chunk, and
+// takes it only for a chunk in which there is something to do, so that new flows never wait for more than one chunk.
+func (t *flowTable) sweep(l *lifetimes, now tick) (removed int) {
+	slab := t.slab.Load()
+	if slab == nil {
+		return 0
+	}
+	halfOpens := 0
+	for c, chunk := range *slab {
+		locked := false
+		for n := range chunk.entries {
+			e := &chunk.entries[n]
+			word := e.word.Load()
+			if word&stateLive == 0 {
+				continue
+			}
+			half := halfOpen(word)
+			if half {
+				halfOpens++
+			}
+			closing := half && word&(stateRst|stateFin) != 0
+			late := now.since(tick(e.seen.Load())) > l.of(word)
+			if !late && !closing {
+				continue
+			}
+			if !locked {
+				t.mu.Lock()
+				locked = true
+			}
+			// Look again: it may have been seen, ended or even been replaced before the lock was ours.
+			i := uint32(c)<<chunkBits | uint32(n)
+			word = e.word.Load()
+			switch {
+			case word&stateLive == 0:
+			case now.since(tick(e.seen.Load())) > l.of(word):
+				t.remove(i)
+				removed++
+			case halfOpen(word) && !t.queue.has(t, i):
+				t.queue.push(t, i) // closed connections may be evicted again
+			}
+		}
+		if locked {
+			t.mu.Unlock()
+		}
+	}
+	t.halfOpen.Store(int64(max(halfOpens-removed, 0)))
+	t.expired.Add(uint64(removed))
+	return removed
+}
+
+// evictSteps bounds the work of one eviction: flows that became established since they were queued are taken off the
+// queue as they are met, and each is met once.
+const evictSteps = 32
+
+// evict removes the oldest half-open flow. With mu.
+func (t *flowTable) evict() bool {
+	for range evictSteps {
+		i, ok := t.queue.first()
+		if !ok {
+			return false
+		}
+		if halfOpen(t.entry(i).word.Load()) {
+			t.remove(i)
+			t.evicted.Add(1)
+			return true
+		}
+		t.queue.unlink(t, i)
+	}
+	return false
+}
+
+// evictable reports whether evict would find something. With mu.
+func (t *flowTable) evictable() bool {
+	for n, at := 0, t.queue.head; n < evictSteps && at != 0; n++ {
+		if halfOpen(t.entry(at - 1).word.Load()) {
+			return true
+		}
+		at = t.side(at - 1).next
+	}
+	return false
+}
+
+// bytes is the memory of the table. With mu.
+func (t *flowTable) bytes() int {
+	n := t.napt.bytes()
+	if slab := t.slab.Load(); slab != nil {
+		n += len(*slab)*int(unsafe.Sizeof(chunk{})) + cap(*slab)*8
+	}
+	for dir := range t.index {
+		for i := range t.index[dir].shards {
+			if s := t.index[dir].shards[i].slots.Load(); s != nil {
+				n += len(s.list) * 8
+			}
+		}
+	}
+	return n
+}
+
+// queue is the list of flows that were half-open when they were entered, oldest first.
+type queue struct{ head, tail uint32 }
+
+func (q *queue) first() (uint32, bool) { return q.head - 1, q.head != 0 }
+
+func (q *queue) has(t *flowTable, i uint32) bool { return t.side(i).prev != 0 || q.head == i+1 }
+
+func (q *queue) push(t *flowTable, i uint32) {
+	s := t.side(i)
+	s.prev, s.next = q.tail, 0
+	if q.tail == 0 {
+		q.head = i + 1
+	} else {
+		t.side(q.tail - 1).next = i + 1
+	}
+	q.tail = i + 1
+}
+
+// unlink takes i off the queue if it is there.
+func (q *queue) unlink(t *flowTable, i uint32) {
+	if !q.has(t, i) {
+		return
+	}
+	s := t.side(i)
+	if s.prev == 0 {
+		q.head = s.next
+	} else {
+		t.side(s.prev - 1).next = s.next
+	}
+	if s.next == 0 {
+		q.tail = s.prev
+	} else {
+		t.side(s.next - 1).prev = s.prev
+	}
+	s.prev, s.next = 0, 0
+}
+
+// index finds entries by the hash of one tuple: open addressing with linear probing, in shards that grow one at a time
+// so that no insert waits for more than a sixteenth of the table to be copied.
+type index struct{ shards [1 << (64 - shardShift)]shard }
+
+const (
+	shardShift = 60
+	minSlots   = 32
+)
+
+type shard struct {
+	slots  atomic.Pointer[slots]
+	live   int // slots in use
+	filled int // slots in use or with a tombstone
+}
+
+// slots is an array of (low 32 bits of the hash) << 32 | (number of the entry + 1); 0 is an empty slot, where a search
+// ends, and tombstone one where it goes on. A slot's flow never moves within an array, so a search without lock cannot
+// miss it.
+type slots struct{ list []atomic.Uint64 }
+
+const tombstone = 1 << 32
+
+// insert enters entry i under hash h. With mu.
+func (x *index) insert(h uint64, i uint32) {
+	s := &x.shards[h>>shardShift]
+	list := s.room()
+	tag, mask := uint32(h), uint32(len(list)-1)
+	for at := tag & mask; ; at = (at + 1) & mask {
+		slot := list[at].Load()
+		if uint32(slot) != 0 {
+			continue
+		}
+		if slot == 0 {
+			s.filled++
+		}
+		s.live++
+		list[at].Store(uint64(tag)<<32 | uint64(i+1))
+		return
+	}
+}
+
+// room returns slots with room for one more, at most three quarters filled. Copying into an array of the same size only
+// drops the tombstones.
+func (s *shard) room() []atomic.Uint64 {
+	old := s.slots.Load()
+	if old != nil && (s.filled+1)*4 <= len(old.list)*3 {
+		return old.list
+	}
+	size := minSlots
+	if old != nil {
+		size = len(old.list)
+		if s.live*8 > size*5 {
+			size *= 2
+		}
+	}
+	list := make([]atomic.Uint64, size)
+	mask := uint32(size - 1)
+	if old != nil {
+		for n := range old.list {
+			slot := old.list[n].Load()
+			if uint32(slot) == 0 {
+				continue
+			}
+			at := uint32(slot>>32) & mask
+			for list[at].Load() != 0 {
+				at = (at + 1) & mask
+			}
+			list[at].Store(slot)
+		}
+	}
+	s.filled = s.live
+	s.slots.Store(&slots{list})
+	return list
+}
+
+// remove takes entry i out, which was entered under hash h. With mu.
+func (x *index) remove(h uint64, i uint32) {
+	s := &x.shards[h>>shardShift]
+	list := s.slots.Load().list
+	want := h<<32 | uint64(i+1)
+	mask := uint32(len(list) - 1)
+	at := uint32(h) & mask
+	for list[at].Load() != want {
+		at = (at + 1) & mask
+	}
+	s.live--
+	list[at].Store(tombstone)
+	// Tombstones before an empty slot keep no search going: nothing lies behind them.
+	for list[(at+1)&mask].Load() == 0 && list[at].Load() == tombstone {
+		list[at].Store(0)
+		s.filled--
+		at = (at - 1) & mask
+	}
+}

@@ -1,0 +1,185 @@
+package natengine
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+	"time"
+
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// Tuple names the ends of a packet. Ports are 0 where there are none; of an ICMP query the identifier is the port of our
+// end.
+type Tuple struct {
+	Proto    uint8
+	Src, Dst netip.AddrPort
+}
+
+// String is the tuple as "udp 10.0.0.1:53 > 10.0.0.2:40000"; without ports where they are 0.
+func (t Tuple) String() string {
+	return protoName(t.Proto) + " " + endName(t.Src) + " > " + endName(t.Dst)
+}
+
+func endName(a netip.AddrPort) string {
+	if a.Port() == 0 {
+		return a.Addr().String()
+	}
+	return a.String()
+}
+
+func protoName(p uint8) string {
+	switch p {
+	case packet.ICMP:
+		return "icmp"
+	case packet.TCP:
+		return "tcp"
+	case packet.UDP:
+		return "udp"
+	case packet.ICMPv6:
+		return "icmpv6"
+	case packet.SCTP:
+		return "sctp"
+	}
+	return fmt.Sprintf("proto %d", p)
+}
+
+// Trace says what the engine does with a packet and why, for people.
+type Trace struct {
+	Direction Direction
+	Peer      string // "" when no peer has the address
+	Rule      string // "prefix map 10.244.0.0/16 -> 10.246.0.0/16"; "" when it did not come so far
+	Flow      string // "known", "new", or "" where no flow is needed
+	Before    Tuple
+	After     Tuple // equal to Before when the packet is not forwarded
+	Action    Action
+	Drop      Drop
+}
+
+// String is the trace on one line per fact.
+func (t Trace) String() string {
+	var b strings.Builder
+	line := func(name, format string, args ...any) {
+		fmt.Fprintf(&b, "%-10s"+format+"\n", append([]any{name}, args...)...)
+	}
+	line("packet", "%v, %v", t.Before, t.Direction)
+	if t.Peer != "" {
+		line("peer", "%s", t.Peer)
+	}
+	if t.Rule != "" {
+		line("rule", "%s", t.Rule)
+	}
+	if t.Flow != "" {
+		line("flow", "%s", t.Flow)
+	}
+	switch t.Action {
+	case Discard:
+		line("drop", "%v: %s", t.Drop, t.Drop.Explain())
+	case Hold:
+		line("hold", "a fragment that waits for the first of its datagram")
+	default:
+		line(t.Action.String(), "%v", t.After)
+	}
+	return b.String()
+}
+
+// Trace judges a copy of the packet as Outbound or Inbound would, on the general path, of which their fast path is a
+// shortcut. It changes nothing: not the packet, no flow, no counter, no port. For a new NAPT flow whose port cannot be
+// kept, the port in After is only an example. Not for the head of a run.
+func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
+	tr := Trace{Direction: dir, Before: tupleOf(v, dir)}
+	tr.After = tr.Before
+	var w packet.View
+	if err := w.Parse(append([]byte(nil), v.Bytes()...), v.Checksum()); err != nil {
+		tr.Drop = DropMalformed
+		return tr
+	}
+	far, judge := w.Dst(), e.outbound
+	if dir == Inbound {
+		far, judge = w.Src(), e.inbound
+	}
+	r, ok := e.rules.Load().remotes.Lookup(far)
+	if !ok {
+		tr.Drop = DropNoPeer
+		return tr
+	}
+	tr.Peer = r.peer.ID()
+	verdict := judge(&w, r, tickOf(now), &tr)
+	tr.Action, tr.Drop = verdict.Action, verdict.Drop
+	if tr.Action == Forward || tr.Action == Deliver {
+		tr.After = tupleOf(&w, dir)
+	} else if tr.Action == Discard {
+		tr.Flow = strings.TrimPrefix(tr.Flow, "new")
+	}
+	return tr
+}
+
+func tupleOf(v *packet.View, dir Direction) Tuple {
+	src, dst := v.SrcPort(), v.DstPort()
+	if dir == Outbound {
+		src += v.ICMPID() // at most one of them is not 0
+	} else {
+		dst += v.ICMPID()
+	}
+	return Tuple{v.Proto(), netip.AddrPortFrom(v.Src(), src), netip.AddrPortFrom(v.Dst(), dst)}
+}
+
+// The general path tells a trace which rule it followed by the methods below. They do nothing on nil.
+
+func (t *Trace) prefixMap(r *rule, family int) {
+	if t != nil {
+		t.Rule = "prefix map " + r.remap(family).String()
+	}
+}
+
+func (t *Trace) prefixMapIn(r *rule, family int) {
+	if t != nil {
+		t.Rule = "prefix map " + r.remap(family).Reverse().String()
+	}
+}
+
+func (r *rule) remap(family int) Remap {
+	for _, m := range r.spec.Pods {
+		if addrOf(m.From.Addr()).family() == family {
+			return m
+		}
+	}
+	return Remap{}
+}
+
+func (t *Trace) known(f *match) {
+	if t != nil {
+		t.Flow = "known"
+		out, in := f.keyAt(Outbound), f.keyAt(Inbound)
+		t.describe(f.kind(), out.near, in.near)
+	}
+}
+
+func (t *Trace) describe(kind flowKind, local, mapped addr) {
+	if kind == endpointFlow {
+		t.Rule = "endpoint " + Endpoint{Real: local.netip(), Seen: mapped.netip()}.String()
+	} else {
+		t.Rule = fmt.Sprintf("NAPT %v -> %v", local.netip(), mapped.netip())
+	}
+}
+
+// preview is what open does when nothing may change. With mu.
+func (t *flowTable) preview(kind flowKind, k *key, other addr, class portClass, full bool, tr *Trace) (match, Drop) {
+	tr.Flow = "new"
+	local, mapped, dir := k.near, other, Outbound
+	if kind == endpointFlow {
+		local, mapped, dir = other, k.near, Inbound
+	}
+	tr.describe(kind, local, mapped)
+	port := k.nearPort(dir)
+	if kind == naptFlow && class != noPorts {
+		var ok bool
+		if port, ok = t.napt.preview(local, port, class); !ok {
+			return match{}, DropPortsExhausted
+		}
+	}
+	if full && !t.evictable() {
+		return match{}, DropFlowTableFull
+	}
+	return match{word: uint64(port) << nearShift[1-dir], other: other}, DropNone
+}
