@@ -11,6 +11,7 @@ import (
 type Stats struct {
 	Flows, MaxFlows int
 	Bytes           int         // memory of flow tables, NAPT mappings and held fragments
+	NoPeerDrops     [2][]uint64 // by direction and Drop: packets for which no peer was known
 	Peers           []PeerStats // sorted by ID
 }
 
