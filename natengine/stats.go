@@ -39,13 +39,16 @@ func (e *Engine) Peers() []*PeerState {
 	return peers
 }
 
+// NoPeerDrops is the number of packets dropped for a reason while no peer was known for them.
+func (e *Engine) NoPeerDrops(dir Direction, d Drop) uint64 { return e.noPeer[dir][d].Load() }
+
 // Stats takes a snapshot. It holds each peer's lock for microseconds.
 func (e *Engine) Stats() Stats {
 	s := Stats{Flows: int(e.total.Load()), MaxFlows: e.config.MaxFlows}
 	for dir := range e.noPeer {
 		s.NoPeerDrops[dir] = make([]uint64, numDrops)
 		for d := range e.noPeer[dir] {
-			s.NoPeerDrops[dir][d] = e.noPeer[dir][d].Load()
+			s.NoPeerDrops[dir][d] = e.NoPeerDrops(Direction(dir), Drop(d))
 		}
 	}
 	for _, p := range e.Peers() {
@@ -124,7 +127,7 @@ func (e *entry) info(l *lifetimes, now tick) (FlowInfo, bool) {
 		Local:  netip.AddrPortFrom(out.near.netip(), out.nearPort(Outbound)),
 		Mapped: netip.AddrPortFrom(in.near.netip(), in.nearPort(Inbound)),
 		Remote: netip.AddrPortFrom(out.remote.netip(), out.remotePort()),
-		Idle:   duration(idle), Left: duration(max(l.of(word)-idle, 0)),
+		Idle:   duration(idle), Expires: duration(max(l.of(word)-idle, 0)),
 	}
 	if kindOf(word) == endpointFlow {
 		f.Kind = "endpoint"
