@@ -79,14 +79,14 @@ func (p *PeerState) Stats() PeerStats {
 
 // FlowInfo is one flow, for the status.
 type FlowInfo struct {
-	Peer       string
-	Kind       string // "napt": opened from our side; "endpoint": opened by the peer
-	Proto      uint8
-	Local      netip.AddrPort // our end; its port is the identifier of an ICMP query, 0 of other protocols
-	Mapped     netip.AddrPort // our end as the peer knows it
-	Remote     netip.AddrPort // the peer's end as we know it
-	State      string         // "half-open", "established", "closing"
-	Idle, Left time.Duration  // since its last packet, and until it ends, at the time of the last Sweep
+	Peer          string
+	Kind          string // "napt": opened from our side; "endpoint": opened by the peer
+	Proto         uint8
+	Local         netip.AddrPort // our end; its port is the identifier of an ICMP query, 0 of other protocols
+	Mapped        netip.AddrPort // our end as the peer knows it
+	Remote        netip.AddrPort // the peer's end as we know it
+	State         string         // "half-open", "established", "closing"
+	Idle, Expires time.Duration  // since its last packet, and until it ends, at the time of the last Sweep
 }
 
 // Flows lists up to max flows, peer by peer, in no order within one. It takes no lock; a flow that comes or goes at that
