@@ -174,7 +174,7 @@ func Up(ctx context.Context, spec Spec) (*Lab, error) {
 		}
 		if s, err := readState(spec.Name); err == nil && s.Persistent { // sweep has left it
 			owner.Close()
-			return fmt.Errorf("lab %s %w", spec.Name, ErrExists)
+			return fmt.Errorf("lab %q %w", spec.Name, ErrExists)
 		}
 		l.owner = owner
 		return l.state.write()
@@ -196,7 +196,7 @@ func Open(name string) (*Lab, error) {
 		return nil, err
 	}
 	if s.Boot != bootID() {
-		return nil, fmt.Errorf("lab %s %w: it was made before the machine's last start", name, ErrNotFound)
+		return nil, fmt.Errorf("lab %q %w: it was made before the machine's last start", name, ErrNotFound)
 	}
 	return fromState(s), nil
 }

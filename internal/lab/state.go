@@ -134,7 +134,7 @@ func claim(name string) (*os.File, error) {
 	if err := flock(file, unix.LOCK_EX|unix.LOCK_NB); err != nil {
 		file.Close()
 		if errors.Is(err, unix.EWOULDBLOCK) {
-			return nil, fmt.Errorf("lab %s: %w", name, ErrInUse)
+			return nil, fmt.Errorf("lab %q %w", name, ErrInUse)
 		}
 		return nil, err
 	}
@@ -169,7 +169,7 @@ func readState(name string) (state, error) {
 	var s state
 	data, err := os.ReadFile(filepath.Join(dirOf(name), stateFile))
 	if errors.Is(err, fs.ErrNotExist) {
-		return s, fmt.Errorf("lab %s: %w", name, ErrNotFound)
+		return s, fmt.Errorf("lab %q %w", name, ErrNotFound)
 	}
 	if err != nil {
 		return s, err
