@@ -39,16 +39,13 @@ func (e *Engine) Peers() []*PeerState {
 	return peers
 }
 
-// NoPeerDrops is the number of packets dropped for a reason while no peer was known for them.
-func (e *Engine) NoPeerDrops(dir Direction, d Drop) uint64 { return e.noPeer[dir][d].Load() }
-
 // Stats takes a snapshot. It holds each peer's lock for microseconds.
 func (e *Engine) Stats() Stats {
 	s := Stats{Flows: int(e.total.Load()), MaxFlows: e.config.MaxFlows}
 	for dir := range e.noPeer {
 		s.NoPeerDrops[dir] = make([]uint64, numDrops)
 		for d := range e.noPeer[dir] {
-			s.NoPeerDrops[dir][d] = e.NoPeerDrops(Direction(dir), Drop(d))
+			s.NoPeerDrops[dir][d] = e.noPeer[dir][d].Load()
 		}
 	}
 	for _, p := range e.Peers() {
@@ -79,14 +76,14 @@ func (p *PeerState) Stats() PeerStats {
 
 // FlowInfo is one flow, for the status.
 type FlowInfo struct {
-	Peer          string
-	Kind          string // "napt": opened from our side; "endpoint": opened by the peer
-	Proto         uint8
-	Local         netip.AddrPort // our end; its port is the identifier of an ICMP query, 0 of other protocols
-	Mapped        netip.AddrPort // our end as the peer knows it
-	Remote        netip.AddrPort // the peer's end as we know it
-	State         string         // "half-open", "established", "closing"
-	Idle, Expires time.Duration  // since its last packet, and until it ends, at the time of the last Sweep
+	Peer       string
+	Kind       string // "napt": opened from our side; "endpoint": opened by the peer
+	Proto      uint8
+	Local      netip.AddrPort // our end; its port is the identifier of an ICMP query, 0 of other protocols
+	Mapped     netip.AddrPort // our end as the peer knows it
+	Remote     netip.AddrPort // the peer's end as we know it
+	State      string         // "half-open", "established", "closing"
+	Idle, Left time.Duration  // since its last packet, and until it ends, at the time of the last Sweep
 }
 
 // Flows lists up to max flows, peer by peer, in no order within one. It takes no lock; a flow that comes or goes at that
@@ -127,7 +124,7 @@ func (e *entry) info(l *lifetimes, now tick) (FlowInfo, bool) {
 		Local:  netip.AddrPortFrom(out.near.netip(), out.nearPort(Outbound)),
 		Mapped: netip.AddrPortFrom(in.near.netip(), in.nearPort(Inbound)),
 		Remote: netip.AddrPortFrom(out.remote.netip(), out.remotePort()),
-		Idle:   duration(idle), Expires: duration(max(l.of(word)-idle, 0)),
+		Idle:   duration(idle), Left: duration(max(l.of(word)-idle, 0)),
 	}
 	if kindOf(word) == endpointFlow {
 		f.Kind = "endpoint"
