@@ -23,7 +23,7 @@ type Coalescer struct {
 	tags  [maxOpen]uint64 // of open: packed, since every packet is compared with all of them
 	open  [maxOpen]openRun
 	opens int
-	evict int // which to close next when all are in use
+	evict int // whose turn it is to be closed when all are in use
 }
 
 // Run is one superpacket or, with Segments == 1, one packet. Header, View.Bytes() and Tail, written by one writev, are
@@ -54,11 +54,11 @@ type openRun struct {
 	verified bool   // the checksums of the first packet were found right
 }
 
-// maxOpen is how many runs can be open at once. With more flows than that in one batch the oldest run is closed.
+// maxOpen is how many runs can be open at once. With more flows than that in one batch they take turns.
 const maxOpen = 64
 
-// Segment limits of a run: writev takes 1024 buffers, and the kernel cuts a UDP superpacket into at most 64 datagrams in
-// older versions (UDP_MAX_SEGMENTS, 128 since 6.9).
+// Segment limits of a run: writev takes 1024 buffers, and the kernel refuses a UDP superpacket of more than
+// UDP_MAX_SEGMENTS datagrams, which is 64 in older versions and 128 in newer ones (checked 2026-11).
 const (
 	maxTCPSegments = 512
 	maxUDPSegments = 64
@@ -154,7 +154,7 @@ func (c *Coalescer) find(tag uint64, v *View) int {
 }
 
 func sameHosts(a, b *View) bool {
-	if a.is4 != b.is4 || a.proto != b.proto {
+	if a.is4 != b.is4 {
 		return false
 	}
 	if a.is4 {
@@ -164,7 +164,7 @@ func sameHosts(a, b *View) bool {
 }
 
 func sameFlow(a, b *View) bool {
-	return sameHosts(a, b) && le.Uint32(a.b[a.transport:]) == le.Uint32(b.b[b.transport:])
+	return a.proto == b.proto && sameHosts(a, b) && le.Uint32(a.b[a.transport:]) == le.Uint32(b.b[b.transport:])
 }
 
 // join appends v to an open run if it continues it, and reports whether it did.

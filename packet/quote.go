@@ -150,11 +150,15 @@ func (q *Quote) DstPort() uint16 {
 }
 
 // IsICMPQuery reports whether the quoted packet is an ICMP query and the quote reaches to its identifier.
-func (q *Quote) IsICMPQuery() bool { return q.isICMP() && q.has(6) && queryType(q.is4, q.b[q.transport]) }
+func (q *Quote) IsICMPQuery() bool {
+	return q.isICMP() && q.has(6) && queryType(q.is4, q.b[q.transport])
+}
 
 // IsICMPError reports whether the quoted packet is itself an ICMP error, about which there may be no error (RFC 1122,
 // section 3.2.2).
-func (q *Quote) IsICMPError() bool { return q.isICMP() && q.has(1) && errorType(q.is4, q.b[q.transport]) }
+func (q *Quote) IsICMPError() bool {
+	return q.isICMP() && q.has(1) && errorType(q.is4, q.b[q.transport])
+}
 
 func (q *Quote) isICMP() bool { return q.is4 && q.proto == ICMP || !q.is4 && q.proto == ICMPv6 }
 
