@@ -44,17 +44,19 @@ var (
 	descRejected   = desc("probe_rejected_total", "Messages of the connection check that were ignored.", "reason")
 	descDrops      = desc("drops_total", "Packets dropped, by reason; peer is empty when no peer has the address.", "peer", "direction", "reason")
 
-	descInfo      = desc("peer_info", "Always 1; the name of the peer.", "peer", "name")
-	descUp        = desc("peer_up", "1 if the peer answers the connection check.", "peer")
-	descRxBytes   = desc("peer_receive_bytes_total", "Octets of IP packets from the peer.", "peer")
-	descRxPackets = desc("peer_receive_packets_total", "IP packets from the peer.", "peer")
-	descTxBytes   = desc("peer_transmit_bytes_total", "Octets of IP packets to the peer.", "peer")
-	descTxPackets = desc("peer_transmit_packets_total", "IP packets to the peer.", "peer")
-	descWgRx      = desc("peer_wireguard_receive_bytes_total", "Octets of WireGuard messages from the peer.", "peer")
-	descWgTx      = desc("peer_wireguard_transmit_bytes_total", "Octets of WireGuard messages to the peer.", "peer")
-	descHandshake = desc("peer_last_handshake_timestamp_seconds", "When the present WireGuard session began; 0 if there was none yet.", "peer")
-	descLoss      = desc("peer_probe_loss_ratio", "Share of the probes of the last minute that were not answered, 0 to 1.", "peer")
-	descPeerFlows = desc("peer_nat_sessions", "NAT flows of the peer.", "peer")
+	descInfo       = desc("peer_info", "Always 1; the name of the peer.", "peer", "name")
+	descUp         = desc("peer_up", "1 if the peer answers the connection check.", "peer")
+	descRxBytes    = desc("peer_receive_bytes_total", "Octets of IP packets from the peer.", "peer")
+	descRxPackets  = desc("peer_receive_packets_total", "IP packets from the peer.", "peer")
+	descTxBytes    = desc("peer_transmit_bytes_total", "Octets of IP packets to the peer.", "peer")
+	descTxPackets  = desc("peer_transmit_packets_total", "IP packets to the peer.", "peer")
+	descWgRx       = desc("peer_wireguard_receive_bytes_total", "Octets of WireGuard messages from the peer.", "peer")
+	descWgTx       = desc("peer_wireguard_transmit_bytes_total", "Octets of WireGuard messages to the peer.", "peer")
+	descHandshake  = desc("peer_last_handshake_timestamp_seconds", "When the present WireGuard session began; 0 if there was none yet.", "peer")
+	descLoss       = desc("peer_probe_loss_ratio", "Share of the probes of the last minute that were not answered, 0 to 1.", "peer")
+	descPeerFlows  = desc("peer_nat_sessions", "NAT flows of the peer.", "peer")
+	descPeerLimit  = desc("peer_nat_sessions_limit", "NAT flows that the peer may have.", "peer")
+	descFlowEvents = desc("peer_nat_session_events_total", "NAT flows created, expired, evicted because the limit was reached, and purged because new rules do not permit them.", "peer", "event")
 )
 
 func newMetrics(g *gateway) *metrics {
@@ -130,18 +132,18 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	gauge(descSessions, float64(stats.Flows))
 	gauge(descLimit, float64(stats.MaxFlows))
 	gauge(descNATBytes, float64(stats.Bytes))
-	for d := range stats.NoPeerDrops {
+	for _, d := range directions {
 		for _, reason := range natengine.Drops() {
-			counter(descDrops, noPeerDrops(stats, natengine.Direction(d), reason), "", natengine.Direction(d).String(), reason.String())
+			counter(descDrops, noPeerDrops(stats, d, reason), "", d.String(), reason.String())
 		}
 	}
 	for r, reason := range rejections {
 		counter(descRejected, g.checker.rejected[r].Load(), reason)
 	}
 
-	flows := make(map[string]int)
+	flows := make(map[string]natengine.PeerStats)
 	for _, p := range stats.Peers {
-		flows[p.ID] = p.Flows
+		flows[p.ID] = p
 	}
 	states := g.peerStates()
 	checks := g.checker.results()
@@ -150,7 +152,13 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		gauge(descInfo, 1, p.ID, p.Name)
 		gauge(descUp, truth(checks[p.ID].State == Connected), p.ID)
 		gauge(descLoss, checks[p.ID].Loss, p.ID)
-		gauge(descPeerFlows, float64(flows[p.ID]), p.ID)
+		f := flows[p.ID]
+		gauge(descPeerFlows, float64(f.Flows), p.ID)
+		gauge(descPeerLimit, float64(f.MaxFlows), p.ID)
+		counter(descFlowEvents, f.Created, p.ID, "created")
+		counter(descFlowEvents, f.Expired, p.ID, "expired")
+		counter(descFlowEvents, f.Evicted, p.ID, "evicted")
+		counter(descFlowEvents, f.Purged, p.ID, "purged")
 		wg := tunnel[p.PublicKey]
 		counter(descWgRx, wg.rx, p.ID)
 		counter(descWgTx, wg.tx, p.ID)
@@ -170,7 +178,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		packets, bytes = state.Traffic(natengine.Outbound)
 		counter(descTxPackets, packets, p.ID)
 		counter(descTxBytes, bytes, p.ID)
-		for _, d := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
+		for _, d := range directions {
 			for _, reason := range natengine.Drops() {
 				counter(descDrops, state.Drops(d, reason), p.ID, d.String(), reason.String())
 			}
@@ -178,12 +186,14 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	}
 }
 
-// noPeerDrops are the drops of packets that belong to no peer.
+var directions = []natengine.Direction{natengine.Outbound, natengine.Inbound}
+
+// noPeerDrops counts the packets that belong to no peer.
 func noPeerDrops(s natengine.Stats, d natengine.Direction, reason natengine.Drop) uint64 {
-	if int(reason) < len(s.NoPeerDrops[d]) {
-		return s.NoPeerDrops[d][reason]
+	if int(reason) >= len(s.NoPeerDrops[d]) {
+		return 0
 	}
-	return 0
+	return s.NoPeerDrops[d][reason]
 }
 
 func truth(b bool) float64 {

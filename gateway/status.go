@@ -135,7 +135,7 @@ type FlowStatus struct {
 	Remote   netip.AddrPort `json:"remote"`
 	State    string         `json:"state"`
 	Idle     float64        `json:"idleSeconds"`
-	Left     float64        `json:"leftSeconds"`
+	Expires  float64        `json:"expiresSeconds"` // until it expires if nothing comes
 }
 
 // current is a copy of what is in force. What it points to is never modified.
@@ -184,7 +184,7 @@ func (g *gateway) status(flows int) (Status, error) {
 		Peers:    []PeerStatus{},
 		Check:    CheckStatus{Answered: g.checker.answered.Load()},
 	}
-	for _, d := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
+	for _, d := range directions {
 		s.Drops = appendDrops(s.Drops, d, func(r natengine.Drop) uint64 { return noPeerDrops(stats, d, r) })
 	}
 	for r, name := range rejections {
@@ -236,7 +236,7 @@ func (g *gateway) status(flows int) (Status, error) {
 			ps.Down = state.Down()
 			ps.Receive.Packets, ps.Receive.Bytes = state.Traffic(natengine.Inbound)
 			ps.Transmit.Packets, ps.Transmit.Bytes = state.Traffic(natengine.Outbound)
-			for _, d := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
+			for _, d := range directions {
 				ps.Drops = appendDrops(ps.Drops, d, func(r natengine.Drop) uint64 { return state.Drops(d, r) })
 			}
 		}

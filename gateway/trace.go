@@ -115,7 +115,7 @@ func stepOf(t natengine.Trace, protocol string) TraceStep {
 		Src: end(t.Before.Src), Dst: end(t.Before.Dst),
 		Peer: t.Peer, Rule: t.Rule, Flow: t.Flow, Action: t.Action.String(),
 	}
-	if t.After.Src.Addr().IsValid() {
+	if t.Action == natengine.Forward || t.Action == natengine.Deliver {
 		s.NewSrc, s.NewDst = end(t.After.Src), end(t.After.Dst)
 	}
 	if t.Drop != natengine.DropNone {

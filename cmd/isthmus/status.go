@@ -209,9 +209,9 @@ func printFlows(w io.Writer, flows []gateway.FlowStatus) error {
 		return nil
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	fmt.Fprintln(t, "\nPEER\tKIND\tPROTOCOL\tOURS\tAS SEEN THERE\tTHEIRS\tSTATE\tIDLE\tLEFT")
+	fmt.Fprintln(t, "\nPEER\tKIND\tPROTOCOL\tOURS\tAS SEEN THERE\tTHEIRS\tSTATE\tIDLE\tEXPIRES")
 	for _, f := range flows {
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", f.Peer, f.Kind, f.Protocol, f.Local, f.Mapped, f.Remote, f.State, age(f.Idle), age(f.Left))
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", f.Peer, f.Kind, f.Protocol, f.Local, f.Mapped, f.Remote, f.State, age(f.Idle), age(f.Expires))
 	}
 	return t.Flush()
 }
