@@ -36,15 +36,24 @@ type Host struct {
 
 const hostNIC = 1
 
-// NewHost attaches a stack with the given addresses to the link. tso switches
-// superpackets on. Close ends it.
-func NewHost(link *Link, tso bool, addrs ...netip.Addr) (*Host, error) {
+// HostOptions describe a Host.
+type HostOptions struct {
+	Addrs []netip.Addr
+	TSO   bool // superpackets with partial checksums
+	MTU   int  // of the pods' interfaces; 0: the link's. The link may have a smaller one, as a tunnel does
+}
+
+// NewHost attaches a stack to the link. Close ends it.
+func NewHost(link *Link, o HostOptions) (*Host, error) {
 	s := stack.New(stack.Options{
 		NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol, ipv6.NewProtocol},
 		TransportProtocols: []stack.TransportProtocolFactory{tcp.NewProtocol, udp.NewProtocol, icmp.NewProtocol4, icmp.NewProtocol6},
 	})
-	h := &Host{Stack: s, link: link, ep: &hostEndpoint{link: link, tso: tso}}
+	h := &Host{Stack: s, link: link, ep: &hostEndpoint{link: link, tso: o.TSO}}
 	h.ep.mtu.Store(uint32(link.MTU()))
+	if o.MTU != 0 {
+		h.ep.mtu.Store(uint32(o.MTU))
+	}
 	sack := tcpip.TCPSACKEnabled(true)
 	if err := s.SetTransportProtocolOption(tcp.ProtocolNumber, &sack); err != nil {
 		return nil, fmt.Errorf("SACK: %s", err)
@@ -52,7 +61,7 @@ func NewHost(link *Link, tso bool, addrs ...netip.Addr) (*Host, error) {
 	if err := s.CreateNIC(hostNIC, h.ep); err != nil {
 		return nil, fmt.Errorf("NIC: %s", err)
 	}
-	for _, a := range addrs {
+	for _, a := range o.Addrs {
 		pa := tcpip.ProtocolAddress{Protocol: protocolOf(a), AddressWithPrefix: tcpip.AddrFromSlice(a.AsSlice()).WithPrefix()}
 		if err := s.AddProtocolAddress(hostNIC, pa, stack.AddressProperties{}); err != nil {
 			return nil, fmt.Errorf("address %s: %s", a, err)
@@ -62,9 +71,13 @@ func NewHost(link *Link, tso bool, addrs ...netip.Addr) (*Host, error) {
 		{Destination: header.IPv4EmptySubnet, NIC: hostNIC},
 		{Destination: header.IPv6EmptySubnet, NIC: hostNIC},
 	})
-	link.OnReceive(h.ep.receive)
+	link.OnReceive(h.Receive)
 	return h, nil
 }
+
+// Receive is what takes packets from the gateway. A test that wants to see them
+// sets its own function with OnReceive and calls this one from there.
+func (h *Host) Receive(bufs [][]byte) error { return h.ep.receive(bufs) }
 
 // Close ends the stack; the link stays open.
 func (h *Host) Close() {
@@ -72,15 +85,23 @@ func (h *Host) Close() {
 	h.Stack.Destroy()
 }
 
-// Superpackets counts the superpackets sent and received; BadHeaders the packets
-// from the gateway that a kernel would have refused or that were damaged.
+// Superpackets counts the superpackets sent and received.
 func (h *Host) Superpackets() (sent, received uint64) {
 	return h.ep.superOut.Load(), h.ep.superIn.Load()
 }
+
+// BadHeaders counts the packets from the gateway that a kernel would have refused.
 func (h *Host) BadHeaders() uint64 { return h.ep.bad.Load() }
 
-// SetMTU changes the MTU of the stack's interface.
-func (h *Host) SetMTU(mtu int) { h.ep.mtu.Store(uint32(mtu)) }
+// TooBig counts the packets that did not fit the link's MTU. Where a kernel would
+// answer with an ICMP error, they vanish.
+func (h *Host) TooBig() uint64 { return h.ep.tooBig.Load() }
+
+// BadChecksums counts the packets from the gateway that the stack found damaged.
+func (h *Host) BadChecksums() uint64 {
+	s := h.Stack.Stats()
+	return s.TCP.ChecksumErrors.Value() + s.UDP.ChecksumErrors.Value() + s.IP.MalformedPacketsReceived.Value()
+}
 
 // ListenTCP listens on one of the host's addresses.
 func (h *Host) ListenTCP(at netip.AddrPort) (net.Listener, error) {
@@ -164,14 +185,22 @@ func fullAddress(ap netip.AddrPort) tcpip.FullAddress {
 	return tcpip.FullAddress{NIC: hostNIC, Addr: tcpip.AddrFromSlice(ap.Addr().AsSlice()), Port: ap.Port()}
 }
 
+// From include/uapi/linux/virtio_net.h.
+const (
+	flagNeedsChecksum = 1
+	gsoTCPv4          = 1
+	gsoTCPv6          = 4
+	gsoUDPL4          = 5
+)
+
 // hostEndpoint is the stack's side of the link.
 type hostEndpoint struct {
 	link       *Link
 	tso        bool
-	mtu        atomic.Uint32
+	mtu        atomic.Uint32 // of the stack, at least the link's
 	dispatcher atomic.Pointer[stack.NetworkDispatcher]
 
-	superOut, superIn, bad atomic.Uint64
+	superOut, superIn, bad, tooBig atomic.Uint64
 }
 
 // WritePackets sends with a virtio header what the stack has made.
@@ -180,16 +209,21 @@ func (e *hostEndpoint) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Err
 		var hdr packet.VirtioHeader
 		gso := pkt.GSOOptions
 		if gso.Type == stack.GSOTCPv4 || gso.Type == stack.GSOTCPv6 {
-			hdr.Flags = 1 // VIRTIO_NET_HDR_F_NEEDS_CSUM
+			hdr.Flags = flagNeedsChecksum
 			hdr.CsumStart, hdr.CsumOffset = gso.L3HdrLen, gso.CsumOffset
 			if pkt.Data().Size() > int(gso.MSS) {
-				if hdr.GSOType = 1; gso.Type == stack.GSOTCPv6 { // VIRTIO_NET_HDR_GSO_TCPV4
-					hdr.GSOType = 4 // VIRTIO_NET_HDR_GSO_TCPV6
+				if hdr.GSOType = gsoTCPv4; gso.Type == stack.GSOTCPv6 {
+					hdr.GSOType = gsoTCPv6
 				}
 				hdr.GSOSize = gso.MSS
 				hdr.HdrLen = uint16(pkt.Size()) // as the kernel may fill it in on a forwarding path
 				e.superOut.Add(1)
 			}
+		}
+		if size := pkt.Size(); hdr.GSOType == 0 && size > e.link.MTU() ||
+			hdr.GSOType != 0 && pkt.HeaderSize()+int(hdr.GSOSize) > e.link.MTU() {
+			e.tooBig.Add(1)
+			continue
 		}
 		var head [packet.VirtioHeaderLen]byte
 		hdr.Encode(head[:])
@@ -209,19 +243,66 @@ func (e *hostEndpoint) receive(bufs [][]byte) error {
 		e.bad.Add(1)
 		return err
 	}
-	b = b[packet.VirtioHeaderLen:]
+	udpSize := 0
+	if b[1] == gsoUDPL4 {
+		udpSize = int(binary.LittleEndian.Uint16(b[4:]))
+	}
+	for _, p := range splitUDP(b[packet.VirtioHeaderLen:], udpSize) {
+		e.deliver(p)
+	}
+	return nil
+}
+
+// splitUDP cuts a UDP superpacket into datagrams, which go to the socket one by
+// one; gVisor takes TCP superpackets as they are.
+func splitUDP(p []byte, size int) [][]byte {
+	if size == 0 {
+		return [][]byte{p}
+	}
+	headers := 40
+	if p[0]>>4 == 4 {
+		headers = int(p[0]&15) * 4
+	}
+	var out [][]byte
+	for payload := p[headers+8:]; len(payload) > 0; {
+		n := min(size, len(payload))
+		d := append(append([]byte(nil), p[:headers+8]...), payload[:n]...)
+		payload = payload[n:]
+		binary.BigEndian.PutUint16(d[headers+4:], uint16(8+n))
+		binary.BigEndian.PutUint16(d[headers+6:], 0)
+		src, dst := tcpip.AddrFromSlice(d[8:24]), tcpip.AddrFromSlice(d[24:40])
+		if d[0]>>4 == 4 {
+			h := header.IPv4(d)
+			h.SetTotalLength(uint16(len(d)))
+			h.SetChecksum(0)
+			h.SetChecksum(^h.CalculateChecksum())
+			src, dst = h.SourceAddress(), h.DestinationAddress()
+		} else {
+			header.IPv6(d).SetPayloadLength(uint16(8 + n))
+		}
+		sum := header.PseudoHeaderChecksum(udp.ProtocolNumber, src, dst, uint16(8+n))
+		sum = ^checksum.Checksum(d[headers:], sum)
+		if sum == 0 {
+			sum = 0xffff
+		}
+		binary.BigEndian.PutUint16(d[headers+6:], sum)
+		out = append(out, d)
+	}
+	return out
+}
+
+func (e *hostEndpoint) deliver(b []byte) {
 	proto := ipv4.ProtocolNumber
 	if b[0]>>4 == 6 {
 		proto = ipv6.ProtocolNumber
 	}
 	d := e.dispatcher.Load()
 	if d == nil || *d == nil {
-		return nil
+		return
 	}
 	pkt := stack.NewPacketBuffer(stack.PacketBufferOptions{Payload: buffer.MakeWithData(b)})
 	(*d).DeliverNetworkPacket(proto, pkt)
 	pkt.DecRef()
-	return nil
 }
 
 // check is a plain reading of virtio_net_hdr_to_skb (include/linux/virtio_net.h)
@@ -245,24 +326,23 @@ func (e *hostEndpoint) check(b []byte) error {
 	}
 	if gsoType != 0 {
 		e.superIn.Add(1)
-		want := map[bool]byte{true: 1, false: 4}[v4]
 		switch {
-		case flags&1 == 0:
+		case flags&flagNeedsChecksum == 0:
 			return fmt.Errorf("superpacket without NEEDS_CSUM")
-		case gsoType == 5 && gsoSize > 0: // VIRTIO_NET_HDR_GSO_UDP_L4
-		case gsoType != want:
+		case gsoType == gsoUDPL4, gsoType == gsoTCPv4 && v4, gsoType == gsoTCPv6 && !v4:
+		default:
 			return fmt.Errorf("GSO type %d", gsoType)
 		}
 		if gsoSize == 0 || hdrLen <= start || len(p) <= hdrLen || len(p)-hdrLen <= gsoSize {
 			return fmt.Errorf("GSO size %d, header %d, packet %d", gsoSize, hdrLen, len(p))
 		}
-		if hdrLen+gsoSize > int(e.mtu.Load()) {
-			return fmt.Errorf("GSO size %d with header %d above MTU %d", gsoSize, hdrLen, e.mtu.Load())
+		if hdrLen+gsoSize > e.link.MTU() {
+			return fmt.Errorf("GSO size %d with header %d above MTU %d", gsoSize, hdrLen, e.link.MTU())
 		}
-	} else if len(p) > int(e.mtu.Load()) {
-		return fmt.Errorf("packet of %d octets above MTU %d", len(p), e.mtu.Load())
+	} else if len(p) > e.link.MTU() {
+		return fmt.Errorf("packet of %d octets above MTU %d", len(p), e.link.MTU())
 	}
-	if flags&1 != 0 {
+	if flags&flagNeedsChecksum != 0 {
 		if start < 20 || start+offset+2 > len(p) {
 			return fmt.Errorf("checksum at %d+%d of %d octets", start, offset, len(p))
 		}

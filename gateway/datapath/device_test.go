@@ -1,0 +1,669 @@
+package datapath_test
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"golang.zx2c4.com/wireguard/tun"
+	"gvisor.dev/gvisor/pkg/tcpip/header"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+var self = netip.MustParseAddr("169.254.0.1")
+
+// rules are ours for a peer that uses the same range for its pods as it sees us in.
+func rules(id string) natengine.Peer {
+	return natengine.Peer{
+		ID:             id,
+		RemotePods:     []netip.Prefix{netip.MustParsePrefix("10.71.0.0/16")},
+		RemoteExternal: []netip.Prefix{netip.MustParsePrefix("10.90.0.0/20")},
+		Pods:           []natengine.Remap{{From: netip.MustParsePrefix("10.244.0.0/16"), To: netip.MustParsePrefix("10.71.0.0/16")}},
+		External:       []netip.Prefix{netip.MustParsePrefix("10.90.0.0/24")},
+		Endpoints:      []natengine.Endpoint{{Real: self, Seen: netip.MustParseAddr("10.90.0.1")}},
+		MSS:            1380,
+	}
+}
+
+func newEngine(t testing.TB, peers ...natengine.Peer) *natengine.Engine {
+	t.Helper()
+	if len(peers) == 0 {
+		peers = []natengine.Peer{rules("b")}
+	}
+	e := natengine.New(natengine.Config{Self4: self})
+	if err := e.SetPeers(peers); err != nil {
+		t.Fatal(err)
+	}
+	return e
+}
+
+func newDevice(t testing.TB, link datapath.Link, e *natengine.Engine, o datapath.Options) *datapath.Device {
+	t.Helper()
+	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := datapath.New(link, e, local, o)
+	t.Cleanup(func() { d.Close() })
+	return d
+}
+
+func read(t testing.TB, d *datapath.Device, b *buffers) int {
+	t.Helper()
+	n, err := d.Read(b.bufs, b.sizes, offset)
+	if err != nil {
+		t.Fatalf("read: %v", err)
+	}
+	return n
+}
+
+// drops is what the engine counted for peer "b" and for no peer.
+func drops(e *natengine.Engine, dir natengine.Direction, d natengine.Drop) uint64 {
+	n := e.Stats().NoPeerDrops[dir][d]
+	for _, p := range e.Peers() {
+		n += p.Drops(dir, d)
+	}
+	return n
+}
+
+func at(a netip.Addr, port uint16) netip.AddrPort { return netip.AddrPortFrom(a, port) }
+
+func random(n int) []byte {
+	rng := rand.NewChaCha8([32]byte{byte(n)})
+	b := make([]byte, n)
+	rng.Read(b)
+	return b
+}
+
+// --- out
+
+func TestReadSegmentsASuperpacketAfterTranslatingIt(t *testing.T) {
+	payload := random(10*1380 + 100)
+	e := newEngine(t)
+	d := newDevice(t, newScript(super4(at(podA, 4000), at(podB, 80), 1000, 1380, payload)), e, datapath.Options{})
+	b := newBuffers(128, 2048)
+	n := read(t, d, b)
+	if n != 11 {
+		t.Fatalf("%d segments: want 11", n)
+	}
+	var got []byte
+	total := 0
+	for i := range n {
+		p := b.packet(i)
+		checkPacket(t, p, podASee, podB)
+		total += len(p)
+		h := header.TCP(header.IPv4(p).Payload())
+		if want := uint32(1000 + 1380*i); h.SequenceNumber() != want {
+			t.Errorf("segment %d: sequence %d: want %d", i, h.SequenceNumber(), want)
+		}
+		got = append(got, h.Payload()...)
+	}
+	if !bytes.Equal(got, payload) {
+		t.Error("payload differs")
+	}
+	if packets, octets := e.Peers()[0].Traffic(natengine.Outbound); packets != 11 || octets != uint64(total) {
+		t.Errorf("traffic %d packets, %d octets: want 11, %d", packets, octets, total)
+	}
+}
+
+func TestReadGoesOnWithASuperpacketThatIsLargerThanTheBatch(t *testing.T) {
+	payload := random(60_000)
+	script := newScript(
+		super4(at(podA, 4000), at(podB, 80), 0, 300, payload), // 200 segments
+		plain(udp4(at(podA, 5), at(podB, 6), []byte("after"))),
+	)
+	d := newDevice(t, script, newEngine(t), datapath.Options{})
+	b := newBuffers(128, 2048)
+	var got []byte
+	counts := []int{}
+	last := 0
+	for range 2 {
+		n := read(t, d, b)
+		counts = append(counts, n)
+		for i := range n {
+			checkPacket(t, b.packet(i), podASee, podB)
+			if h := header.IPv4(b.packet(i)); h.TransportProtocol() == header.TCPProtocolNumber {
+				got = append(got, header.TCP(h.Payload()).Payload()...)
+			} else {
+				last++
+			}
+		}
+	}
+	if counts[0] != 128 || counts[1] != 73 || last != 1 {
+		t.Errorf("batches %v, %d packets after it: want [128 73], 1", counts, last)
+	}
+	if !bytes.Equal(got, payload) {
+		t.Error("payload differs")
+	}
+}
+
+func TestReadCollectsSinglePacketsUntilTheLinkHasNoMore(t *testing.T) {
+	var packets [][]byte
+	for i := range 5 {
+		packets = append(packets, plain(udp4(at(podA, 4000), at(podB, 80), random(i+1))))
+	}
+	d := newDevice(t, newScript(packets...), newEngine(t), datapath.Options{})
+	b := newBuffers(128, 2048)
+	if n := read(t, d, b); n != 5 {
+		t.Fatalf("%d packets in the batch: want 5", n)
+	}
+	for i := range 5 {
+		checkPacket(t, b.packet(i), podASee, podB)
+		if got := len(b.packet(i)); got != 28+i+1 {
+			t.Errorf("packet %d has %d octets: want %d, the order must be kept", i, got, 28+i+1)
+		}
+	}
+}
+
+func TestReadHandsASuperpacketOnAtOnce(t *testing.T) {
+	single := plain(udp4(at(podA, 4000), at(podB, 80), []byte("x")))
+	super := super4(at(podA, 4000), at(podB, 80), 0, 1000, random(2500))
+	d := newDevice(t, newScript(single, super, single, single), newEngine(t), datapath.Options{})
+	b := newBuffers(128, 2048)
+	if first, second := read(t, d, b), read(t, d, b); first != 4 || second != 2 {
+		t.Errorf("batches of %d and %d: want 1+3, 2", first, second)
+	}
+}
+
+func TestReadStopsAtAFullBatch(t *testing.T) {
+	single := plain(udp4(at(podA, 4000), at(podB, 80), []byte("x")))
+	d := newDevice(t, newScript(single, single, single, single, single), newEngine(t), datapath.Options{})
+	b := newBuffers(2, 2048)
+	for i, want := range []int{2, 2, 1} {
+		if n := read(t, d, b); n != want {
+			t.Errorf("batch %d has %d: want %d", i, n, want)
+		}
+	}
+}
+
+func TestReadCompletesAPartialChecksum(t *testing.T) {
+	p := super4(at(podA, 4000), at(podB, 80), 0, 0, random(100))
+	p[1] = 0 // no GSO: NEEDS_CSUM alone
+	d := newDevice(t, newScript(p), newEngine(t), datapath.Options{})
+	b := newBuffers(8, 2048)
+	if n := read(t, d, b); n != 1 {
+		t.Fatalf("%d packets: want 1", n)
+	}
+	checkPacket(t, b.packet(0), podASee, podB)
+}
+
+func TestReadCountsWhatItDropsAndGoesOn(t *testing.T) {
+	good := plain(udp4(at(podA, 4000), at(podB, 80), []byte("good")))
+	udp := func(dst netip.Addr, size int) []byte { return plain(udp4(at(podA, 1), at(dst, 2), random(size))) }
+	mangle := func(f func(p []byte)) []byte {
+		p := super4(at(podA, 4000), at(podB, 80), 0, 1000, random(3000))
+		f(p)
+		return p
+	}
+	for _, tc := range []struct {
+		name string
+		p    []byte
+		want natengine.Drop
+	}{
+		{"short virtio header", []byte{0, 0, 0}, natengine.DropVirtioHeader},
+		{"no packet", plain(nil), natengine.DropMalformed},
+		{"cut short", plain(udp4(at(podA, 1), at(podB, 2), random(50))[:40]), natengine.DropMalformed},
+		{"superpacket without GSO size", mangle(func(p []byte) { p[4], p[5] = 0, 0 }), natengine.DropVirtioHeader},
+		{"superpacket of IPv6 type", mangle(func(p []byte) { p[1] = 4 }), natengine.DropVirtioHeader},
+		{"checksum elsewhere", mangle(func(p []byte) { p[6] = 60 }), natengine.DropVirtioHeader},
+		{"no peer", udp(netip.MustParseAddr("10.99.0.1"), 4), natengine.DropNoPeer},
+		{"larger than a buffer", udp(podB, 2100), natengine.DropTooBig},
+		{"segments larger than a buffer", super4(at(podA, 4000), at(podB, 80), 0, 2500, random(6000)), natengine.DropTooBig},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			e := newEngine(t)
+			d := newDevice(t, newScript(tc.p, good), e, datapath.Options{})
+			b := newBuffers(8, 2048)
+			if n := read(t, d, b); n != 1 || !bytes.HasSuffix(b.packet(0), []byte("good")) {
+				t.Errorf("%d packets: want the good one alone", n)
+			}
+			if got := drops(e, natengine.Outbound, tc.want); got != 1 {
+				t.Errorf("%s counted %d times: want 1", tc.want, got)
+			}
+		})
+	}
+}
+
+func TestReadDropsForAPeerThatIsDownExceptOurOwn(t *testing.T) {
+	e := newEngine(t)
+	e.Peers()[0].SetDown(true)
+	link := newScript(plain(udp4(at(podA, 4000), at(podB, 80), []byte("x"))))
+	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := datapath.New(link, e, local, datapath.Options{})
+	defer d.Close()
+	c, err := local.ListenUDP(12345)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := c.WriteTo([]byte("ping"), udpAddr("10.90.0.1:12345")); err != nil {
+		t.Fatal(err)
+	}
+	b := newBuffers(8, 2048)
+	if n := read(t, d, b); n != 1 || !bytes.HasSuffix(b.packet(0), []byte("ping")) {
+		t.Fatalf("%d packets: want the endpoint's alone", n)
+	}
+	// Non-pod source: it leaves from the network address of the remapped PodCIDR.
+	checkPacket(t, b.packet(0), netip.MustParseAddr("10.71.0.0"), netip.MustParseAddr("10.90.0.1"))
+	if got := drops(e, natengine.Outbound, natengine.DropPeerDown); got != 1 {
+		t.Errorf("peer_down counted %d times: want 1", got)
+	}
+}
+
+func TestReadReleasesHeldFragmentsAfterTheFirst(t *testing.T) {
+	// A node's address is translated by ports, so later fragments wait for the first.
+	// More of them than fit one batch.
+	frags := fragments(ip4(nodeA, podB, header.UDPProtocolNumber, 77, udpPart(at(nodeA, 3000), at(podB, 80), random(6*512-8))), 512)
+	if len(frags) != 6 {
+		t.Fatalf("%d fragments", len(frags))
+	}
+	link := newScript()
+	for _, i := range []int{3, 1, 5, 2, 4, 0} {
+		link.add(plain(frags[i]))
+	}
+	e := newEngine(t)
+	d := newDevice(t, link, e, datapath.Options{})
+	b := newBuffers(4, 2048)
+	var order []uint16
+	for _, want := range []int{4, 2} {
+		n := read(t, d, b)
+		if n != want {
+			t.Fatalf("batch of %d: want %d", n, want)
+		}
+		for i := range n {
+			checkPacket(t, b.packet(i), netip.MustParseAddr("10.71.0.0"), podB)
+			order = append(order, header.IPv4(b.packet(i)).FragmentOffset()/512)
+		}
+	}
+	if order[0] != 0 {
+		t.Errorf("order %v: want the first fragment first", order)
+	}
+	if packets, _ := e.Peers()[0].Traffic(natengine.Outbound); packets != 6 {
+		t.Errorf("%d packets counted: want 6", packets)
+	}
+}
+
+func TestReadWaitsForPacketsOfTheEndpointToo(t *testing.T) {
+	link := newScript()
+	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := datapath.New(link, newEngine(t), local, datapath.Options{})
+	defer d.Close()
+	c, err := local.ListenUDP(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	b := newBuffers(128, 2048)
+	got := make(chan int)
+	go func() {
+		n, _ := d.Read(b.bufs, b.sizes, offset)
+		got <- n
+	}()
+	time.Sleep(10 * time.Millisecond)
+	if _, err := c.WriteTo([]byte("hello"), udpAddr("10.71.3.4:9")); err != nil {
+		t.Fatal(err)
+	}
+	select {
+	case n := <-got:
+		if n != 1 || !bytes.HasSuffix(b.packet(0), []byte("hello")) {
+			t.Errorf("%d packets", n)
+		}
+	case <-time.After(5 * time.Second):
+		t.Fatal("the endpoint's packet did not wake the reader")
+	}
+}
+
+func TestEndpointQueueIsBoundedAndDoesNotStarveTheLink(t *testing.T) {
+	e := newEngine(t)
+	link := newScript(plain(udp4(at(podA, 4000), at(podB, 80), []byte("from the link"))))
+	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := datapath.New(link, e, local, datapath.Options{})
+	defer d.Close()
+	c, err := local.ListenUDP(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	const sent = datapath.LocalQueueLen + 44
+	for range sent {
+		c.WriteTo([]byte("x"), udpAddr("10.71.3.4:9"))
+	}
+	if got := drops(e, natengine.Outbound, natengine.DropLocalQueue); got != 44 {
+		t.Errorf("local_queue counted %d times: want 44", got)
+	}
+	b := newBuffers(128, 2048)
+	n := read(t, d, b)
+	if !bytes.HasSuffix(b.packet(n-1), []byte("from the link")) {
+		t.Errorf("batch of %d without the link's packet", n)
+	}
+	total := n
+	for total < datapath.LocalQueueLen+1 {
+		total += read(t, d, b)
+	}
+}
+
+// --- in
+
+// segments is a stream of TCP packets as the peer's gateway sends them to podA.
+func segments(n, mss int) (packets [][]byte, payload []byte) {
+	payload = random(n * mss)
+	for i := range n {
+		packets = append(packets, tcp4(at(podB, 80), at(podASee, 4000), uint32(1000+i*mss), header.TCPFlagAck, payload[i*mss:(i+1)*mss]))
+	}
+	return packets, payload
+}
+
+func TestWriteHandsARunToTheLinkAsOneSuperpacket(t *testing.T) {
+	packets, payload := segments(20, 1380)
+	e := newEngine(t)
+	link := newScript()
+	d := newDevice(t, link, e, datapath.Options{})
+	if n, err := d.Write(behindOffset(packets...), offset); n != 20 || err != nil {
+		t.Fatalf("%d, %v", n, err)
+	}
+	if len(link.written) != 1 {
+		t.Fatalf("%d packets written: want 1", len(link.written))
+	}
+	w := link.written[0]
+	if w[0] != 1 || w[1] != 1 || int(w[4])|int(w[5])<<8 != 1380 {
+		t.Errorf("virtio header % x: want NEEDS_CSUM, TCPv4, 1380", w[:10])
+	}
+	p := w[10:]
+	h := header.IPv4(p)
+	if int(h.TotalLength()) != len(p) || !h.IsChecksumValid() || h.DestinationAddress() != addrOf(podA) {
+		t.Errorf("IP header of the superpacket: % x", p[:20])
+	}
+	want := header.PseudoHeaderChecksum(header.TCPProtocolNumber, addrOf(podB), addrOf(podA), uint16(len(p)-20))
+	if got := header.TCP(p[20:]).Checksum(); got != want {
+		t.Errorf("partial checksum %#x: want the pseudo-header's %#x", got, want)
+	}
+	if !bytes.Equal(p[40:], payload) {
+		t.Error("payload differs")
+	}
+	if packets, octets := e.Peers()[0].Traffic(natengine.Inbound); packets != 20 || octets != 20*1420 {
+		t.Errorf("traffic %d packets, %d octets: want 20, %d", packets, octets, 20*1420)
+	}
+}
+
+func TestWriteLeavesUDPAloneUnlessSwitchedOn(t *testing.T) {
+	for _, on := range []bool{false, true} {
+		t.Run(fmt.Sprint(on), func(t *testing.T) {
+			link := newScript()
+			d := newDevice(t, link, newEngine(t), datapath.Options{CoalesceUDP: on})
+			var packets [][]byte
+			for range 10 {
+				packets = append(packets, udp4(at(podB, 80), at(podASee, 4000), random(500)))
+			}
+			if _, err := d.Write(behindOffset(packets...), offset); err != nil {
+				t.Fatal(err)
+			}
+			if want := map[bool]int{false: 10, true: 1}[on]; len(link.written) != want {
+				t.Errorf("%d packets written: want %d", len(link.written), want)
+			}
+			if !on {
+				for _, w := range link.written {
+					if !bytes.Equal(w[:10], make([]byte, 10)) {
+						t.Errorf("virtio header % x: want zeros", w[:10])
+					}
+					checkPacket(t, w[10:], podB, podA)
+				}
+			}
+		})
+	}
+}
+
+func TestWriteAnswersPingsToTheEndpoint(t *testing.T) {
+	e := newEngine(t)
+	link := newScript()
+	d := newDevice(t, link, e, datapath.Options{})
+	seen := netip.MustParseAddr("10.90.0.1")
+	if _, err := d.Write(behindOffset(echo4(podB, seen, 5, 1)), offset); err != nil {
+		t.Fatal(err)
+	}
+	b := newBuffers(8, 2048)
+	if n := read(t, d, b); n != 1 {
+		t.Fatalf("%d packets: want the reply", n)
+	}
+	checkPacket(t, b.packet(0), seen, podB)
+	if h := header.ICMPv4(header.IPv4(b.packet(0)).Payload()); h.Type() != header.ICMPv4EchoReply || h.Ident() != 5 {
+		t.Errorf("ICMP type %d id %d: want a reply with id 5", h.Type(), h.Ident())
+	}
+	if len(link.written) != 0 {
+		t.Error("a packet to the endpoint reached the link")
+	}
+}
+
+func TestWriteDeliversTheDatagramsOfARunOneByOne(t *testing.T) {
+	link := newScript()
+	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := datapath.New(link, newEngine(t), local, datapath.Options{CoalesceUDP: true})
+	defer d.Close()
+	c, err := local.ListenUDP(12345)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	var packets [][]byte
+	for i := range 5 {
+		packets = append(packets, udp4(at(podB, 12345), at(netip.MustParseAddr("10.90.0.1"), 12345), bytes.Repeat([]byte{byte(i)}, 100)))
+	}
+	if _, err := d.Write(behindOffset(packets...), offset); err != nil {
+		t.Fatal(err)
+	}
+	c.SetReadDeadline(time.Now().Add(5 * time.Second))
+	p := make([]byte, 2000)
+	for i := range 5 {
+		n, from, err := c.ReadFrom(p)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if n != 100 || p[0] != byte(i) || from.String() != "10.71.3.4:12345" {
+			t.Errorf("datagram %d: %d octets of %d from %v", i, n, p[0], from)
+		}
+	}
+}
+
+func TestWriteCountsWhatItDrops(t *testing.T) {
+	good := udp4(at(podB, 80), at(podASee, 4000), []byte("good"))
+	badSum := udp4(at(podB, 80), at(podASee, 4000), []byte("x"))
+	badSum[10] ^= 0xff
+	for _, tc := range []struct {
+		name string
+		p    []byte
+		want natengine.Drop
+	}{
+		{"malformed", good[:25], natengine.DropMalformed},
+		{"header checksum", badSum, natengine.DropBadChecksum},
+		{"tiny fragment", fragments(tcp4(at(podB, 80), at(podASee, 4000), 1, header.TCPFlagAck, random(64)), 16)[0], natengine.DropFragment},
+		{"node address", udp4(at(podB, 80), at(nodeA, 22), []byte("x")), natengine.DropDestination},
+		{"foreign source", udp4(at(nodeA, 80), at(podASee, 22), []byte("x")), natengine.DropNoPeer},
+		{"unmapped", udp4(at(podB, 80), at(netip.MustParseAddr("10.90.0.9"), 22), []byte("x")), natengine.DropNoMapping},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			e := newEngine(t)
+			link := newScript()
+			d := newDevice(t, link, e, datapath.Options{})
+			if _, err := d.Write(behindOffset(tc.p, good), offset); err != nil {
+				t.Fatal(err)
+			}
+			if len(link.written) != 1 || !bytes.HasSuffix(link.written[0], []byte("good")) {
+				t.Errorf("%d packets written: want the good one alone", len(link.written))
+			}
+			if got := drops(e, natengine.Inbound, tc.want); got != 1 {
+				t.Errorf("%s counted %d times: want 1", tc.want, got)
+			}
+		})
+	}
+}
+
+func TestWriteCountsWhatTheLinkRefuses(t *testing.T) {
+	e := newEngine(t)
+	link := newScript()
+	d := newDevice(t, link, e, datapath.Options{})
+	p := udp4(at(podB, 80), at(podASee, 4000), []byte("x"))
+	link.fail = unix.EINVAL
+	if _, err := d.Write(behindOffset(p), offset); err != nil {
+		t.Errorf("%v: a refused packet is no error", err)
+	}
+	link.fail = os.ErrClosed
+	if _, err := d.Write(behindOffset(p), offset); !errors.Is(err, os.ErrClosed) {
+		t.Errorf("%v: want os.ErrClosed", err)
+	}
+	if got := e.Peers()[0].Drops(natengine.Inbound, natengine.DropTUNWrite); got != 2 {
+		t.Errorf("tun_write counted %d times: want 2", got)
+	}
+}
+
+func TestWriteReleasesHeldFragmentsAfterTheFirst(t *testing.T) {
+	// Replies to the NAPT address, whose fragments arrive the wrong way round.
+	e := newEngine(t)
+	link := newScript(plain(udp4(at(nodeA, 3000), at(podB, 80), []byte("request"))))
+	d := newDevice(t, link, e, datapath.Options{})
+	b := newBuffers(8, 2048)
+	read(t, d, b)
+	request := header.IPv4(b.packet(0))
+	mapped := at(netip.MustParseAddr("10.71.0.0"), header.UDP(request.Payload()).SourcePort())
+	frags := fragments(udp4(at(podB, 80), mapped, random(3*512-8)), 512)
+	if _, err := d.Write(behindOffset(frags[2], frags[1], frags[0]), offset); err != nil {
+		t.Fatal(err)
+	}
+	if len(link.written) != 3 {
+		t.Fatalf("%d fragments written: want 3", len(link.written))
+	}
+	for i, w := range link.written {
+		checkPacket(t, w[10:], podB, nodeA)
+		if first := header.IPv4(w[10:]).FragmentOffset() == 0; first != (i == 0) {
+			t.Errorf("fragment %d: want the first one first", i)
+		}
+	}
+}
+
+// --- life
+
+func TestMTUChangeIsAnEvent(t *testing.T) {
+	d := newDevice(t, newScript(), newEngine(t), datapath.Options{})
+	if mtu, err := d.MTU(); mtu != 1420 || err != nil {
+		t.Errorf("MTU %d, %v: want the link's 1420", mtu, err)
+	}
+	for i := range 10 {
+		d.SetMTU(1300 + i) // nobody listens: must not block
+	}
+	select {
+	case ev := <-d.Events():
+		if mtu, _ := d.MTU(); ev != tun.EventMTUUpdate || mtu != 1309 {
+			t.Errorf("event %v, MTU %d: want an update to 1309", ev, mtu)
+		}
+	default:
+		t.Error("no event")
+	}
+}
+
+func TestCloseEndsReadWriteEventsAndSockets(t *testing.T) {
+	link := newScript()
+	local, err := datapath.NewLocal(self, netip.MustParseAddr("fe80::1"), 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	d := datapath.New(link, newEngine(t), local, datapath.Options{})
+	c, err := local.ListenUDP(12345)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ended := make(chan error, 2)
+	go func() {
+		b := newBuffers(8, 2048)
+		_, err := d.Read(b.bufs, b.sizes, offset)
+		ended <- err
+	}()
+	go func() { _, _, err := c.ReadFrom(make([]byte, 100)); ended <- err }()
+	time.Sleep(10 * time.Millisecond)
+	for range 2 {
+		if err := d.Close(); err != nil {
+			t.Error(err)
+		}
+	}
+	for range 2 {
+		select {
+		case err := <-ended:
+			if !errors.Is(err, os.ErrClosed) && !errors.Is(err, errNetClosed) {
+				t.Errorf("%v: want closed", err)
+			}
+		case <-time.After(5 * time.Second):
+			t.Fatal("Close did not end Read or ReadFrom")
+		}
+	}
+	if _, open := <-d.Events(); open {
+		t.Error("Events is open")
+	}
+	d.SetMTU(1300) // must not panic
+}
+
+func TestLocalCarriesIPv6(t *testing.T) {
+	self6 := netip.MustParseAddr("fd00:1::1")
+	local, err := datapath.NewLocal(self, self6, 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := natengine.New(natengine.Config{Self4: self, Self6: self6})
+	if err := e.SetPeers([]natengine.Peer{{
+		ID:             "b",
+		RemotePods:     []netip.Prefix{netip.MustParsePrefix("fd00:b::/64")},
+		RemoteExternal: []netip.Prefix{netip.MustParsePrefix("fd00:bb::/64")},
+		Pods:           []natengine.Remap{{From: netip.MustParsePrefix("fd00:a::/64"), To: netip.MustParsePrefix("fd00:c::/64")}},
+		External:       []netip.Prefix{netip.MustParsePrefix("fd00:cc::/64")},
+		Endpoints:      []natengine.Endpoint{{Real: self6, Seen: netip.MustParseAddr("fd00:cc::1")}},
+	}}); err != nil {
+		t.Fatal(err)
+	}
+	d := datapath.New(newScript(), e, local, datapath.Options{})
+	defer d.Close()
+	c, err := local.ListenUDP(12345)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := c.WriteTo([]byte("six"), udpAddr("[fd00:bb::1]:12345")); err != nil {
+		t.Fatal(err)
+	}
+	b := newBuffers(8, 2048)
+	if n := read(t, d, b); n != 1 {
+		t.Fatalf("%d packets: want 1", n)
+	}
+	h := header.IPv6(b.packet(0))
+	if h.SourceAddress() != addrOf(netip.MustParseAddr("fd00:c::")) || !bytes.HasSuffix(h, []byte("six")) {
+		t.Errorf("source %v: want the NAPT address fd00:c::", h.SourceAddress())
+	}
+}
+
+func TestNewLocalRefusesWrongFamilies(t *testing.T) {
+	for _, a := range [][2]netip.Addr{
+		{{}, {}},
+		{netip.MustParseAddr("fd00::1"), {}},
+		{{}, self},
+	} {
+		if l, err := datapath.NewLocal(a[0], a[1], 1420); err == nil {
+			l.Close()
+			t.Errorf("%v: want an error", a)
+		}
+	}
+}
