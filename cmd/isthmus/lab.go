@@ -261,7 +261,7 @@ func labShow(out io.Writer, l *lab.Lab) error {
 	gateway := from.Gateway()
 	fmt.Fprintf(out, "\nThe configuration of the gateway of cluster %s: %s\nand what it prints: %s\n\nTry:\n",
 		from, from.ConfigDir, l.GatewayLog(from))
-	if len(from.Pods) > 0 && len(to.Pods) > 0 {
+	if _, joined := l.View(from, to); joined && len(from.Pods) > 0 && len(to.Pods) > 0 {
 		seen, err := l.Seen(from, to, to.Pods[0].Addr)
 		if err != nil {
 			return err

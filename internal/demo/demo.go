@@ -115,23 +115,25 @@ the PodCIDR %v, and even the same addresses in use:
 
 // picture draws the clusters side by side.
 func (s *show) picture() {
-	const width = 26
 	row := func(cell func(*lab.Cluster) string) {
 		var line strings.Builder
 		for _, c := range s.lab.Clusters {
-			fmt.Fprintf(&line, "  %-*s", width-2, cell(c))
+			fmt.Fprintf(&line, "  %-26s", cell(c))
 		}
 		s.say("%s", strings.TrimRight(line.String(), " "))
 	}
+	host := func(mark string, h *lab.Host, addr netip.Addr) string {
+		return fmt.Sprintf("%s %-8s %v", mark, h, addr)
+	}
 	row(func(c *lab.Cluster) string { return "cluster " + c.Name })
 	for i := range s.a.Pods {
-		row(func(c *lab.Cluster) string { return fmt.Sprintf("|- %-9s %v", c.Pods[i], c.Pods[i].Addr) })
+		row(func(c *lab.Cluster) string { return host("|-", c.Pods[i].Host, c.Pods[i].Addr) })
 	}
-	row(func(c *lab.Cluster) string { return fmt.Sprintf("|- %-8s %v", c.OnPrem, c.OnPrem.Addr) })
-	row(func(c *lab.Cluster) string { return fmt.Sprintf("|  %-9s %s", "", "(not a pod)") })
-	row(func(c *lab.Cluster) string { return fmt.Sprintf("'- %-9s %v", c.Gateway(), c.Gateway().Addr) })
-	row(func(c *lab.Cluster) string { return "      |" })
-	s.say("  ====== Internet: only the nodes can reach one another =======")
+	row(func(c *lab.Cluster) string { return host("|-", c.OnPrem.Host, c.OnPrem.Addr) })
+	row(func(*lab.Cluster) string { return "|           (not a pod)" })
+	row(func(c *lab.Cluster) string { return host("'-", c.Gateway().Host, c.Gateway().Addr) })
+	row(func(*lab.Cluster) string { return "      |" })
+	s.say("  ======= underlay: only the nodes can reach one another, as on the Internet =======\n")
 }
 
 // join writes the configuration, starts the gateways and waits until all are connected.
