@@ -301,28 +301,45 @@ func Fragments(b []byte, size int, id uint32) [][]byte {
 // last segment, CWR with the first, the IPv4 identification counts up, all checksums are complete.
 func Segments(super []byte, size int) [][]byte {
 	p := MustDecode(super)
+	if p.Proto != 6 && p.Proto != 17 {
+		panic(fmt.Sprintf("packettest: cannot segment protocol %d", p.Proto))
+	}
+	at := p.TransportOffset
+	header := super[:len(super)-len(p.Data)]
 	var out [][]byte
 	for off := 0; off == 0 || off < len(p.Data); off += size {
-		piece := p.Data[off:min(off+size, len(p.Data))]
-		last := off+size >= len(p.Data)
-		h := IP{Src: p.Src, Dst: p.Dst, TTL: p.TTL, TOS: p.TOS, ID: p.ID + uint16(len(out)), DF: p.DF, FlowLabel: p.FlowLabel,
-			Options: p.Options, Extensions: p.Extensions}
-		switch p.Proto {
-		case 6:
-			flags := p.Flags
-			if !last {
-				flags &^= FIN | PSH
-			}
-			if off > 0 {
-				flags &^= CWR
-			}
-			out = append(out, Build(h, TCP{SrcPort: p.SrcPort, DstPort: p.DstPort, Seq: p.Seq + uint32(off), Ack: p.Ack, Flags: flags,
-				Window: p.Window, Urgent: p.Urgent, Options: p.TCPOptions, Data: piece}))
-		case 17:
-			out = append(out, Build(h, UDP{SrcPort: p.SrcPort, DstPort: p.DstPort, Data: piece}))
-		default:
-			panic(fmt.Sprintf("packettest: cannot segment protocol %d", p.Proto))
+		s := append([]byte(nil), header...)
+		s = append(s, p.Data[off:min(off+size, len(p.Data))]...)
+		if s[0]>>4 == 4 {
+			binary.BigEndian.PutUint16(s[2:], uint16(len(s)))
+			binary.BigEndian.PutUint16(s[4:], p.ID+uint16(len(out)))
+			s[10], s[11] = 0, 0
+			binary.BigEndian.PutUint16(s[10:], InternetChecksum(s[:at]))
+		} else {
+			binary.BigEndian.PutUint16(s[4:], uint16(len(s)-40))
 		}
+		t := s[at:]
+		pseudo := pseudoHeader(p.Src, p.Dst, p.Proto, len(t))
+		if p.Proto == 6 {
+			binary.BigEndian.PutUint32(t[4:], p.Seq+uint32(off))
+			if off > 0 {
+				t[13] &^= CWR
+			}
+			if off+size < len(p.Data) {
+				t[13] &^= FIN | PSH
+			}
+			t[16], t[17] = 0, 0
+			binary.BigEndian.PutUint16(t[16:], InternetChecksum(pseudo, t))
+		} else {
+			binary.BigEndian.PutUint16(t[4:], uint16(len(t)))
+			t[6], t[7] = 0, 0
+			sum := InternetChecksum(pseudo, t)
+			if sum == 0 {
+				sum = 0xffff
+			}
+			binary.BigEndian.PutUint16(t[6:], sum)
+		}
+		out = append(out, s)
 	}
 	return out
 }
