@@ -5,7 +5,7 @@ FUZZTIME ?= 30s
 BENCH    ?= .
 
 BIN      := bin
-LDFLAGS  := -s -w -X main.version=$(VERSION)
+LDFLAGS  := -s -w -X main.release=$(VERSION)
 GOLANGCI := $(BIN)/tools/golangci-lint
 
 # One static binary. The race detector is the only thing here that needs cgo, and `make test` switches it on there alone.

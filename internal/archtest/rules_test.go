@@ -47,7 +47,7 @@ var Rules = []Rule{
 	{"Kubernetes clients stay in manager and internal/source/kube", onlyIn([]string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"},
 		inPackage("manager"), inPackage("internal/source/kube"))},
 	{"netlink stays in one file per component", onlyIn([]string{"github.com/vishvananda/netlink", "github.com/mdlayher/netlink", "github.com/jsimonetti/rtnetlink"},
-		inFile("gateway", "host.go"), inFile("routeagent", "netlink_linux.go"), inPackage("internal/lab"), inPackage("benchmarks"))},
+		inFile("gateway", "host_linux.go"), inFile("routeagent", "netlink_linux.go"), inPackage("internal/lab"), inPackage("benchmarks"))},
 	{"wireguard-go stays in gateway", onlyIn([]string{"golang.zx2c4.com/wireguard"}, inPackage("gateway"), inPackage("benchmarks"))},
 	{"gVisor stays in gateway", onlyIn([]string{"gvisor.dev/gvisor"}, inPackage("gateway"))},
 

@@ -13,10 +13,8 @@ func TestEngineEqualsKernelNETMAP(t *testing.T) {
 			for _, c := range conversations {
 				t.Run(c.name, func(t *testing.T) {
 					for _, from := range []side{A, B} {
-						run := *x
-						run.T = t
-						c.run(&run, from)
-						x.port = run.port
+						run := x.in(t)
+						c.run(run, from)
 					}
 				})
 			}
@@ -148,6 +146,19 @@ var conversations = []struct {
 		src, dst := x.pods(from, 22)
 		x.errorsAbout(from, ip(header{options: []byte{1, 1, 1, 148, 4, 0, 0, 1}}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("options in the quote"))))
 	}},
+	{"ICMP errors with extensions", func(x *exchange, from side) {
+		src, dst := x.pods(from, 32)
+		got := x.send(from, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 33434, bytes.Repeat([]byte{0x40}, 300))))[0]
+		// RFC 4884: 32 words of quote, then the structure with an MPLS label stack (RFC 4950), as a router's traceroute shows.
+		structure := []byte{0x20, 0, 0, 0, 0, 8, 1, 1, 0x00, 0x01, 0x01, 0xff}
+		sum := internetSum(structure)
+		structure[2], structure[3] = byte(sum>>8), byte(sum)
+		message := icmp(timeExceeded, 0, 32<<16, append(bytes.Clone(got[:128]), structure...))
+		back := x.send(from.other(), ip(header{}, destination(got), source(got), protoICMP, message))[0]
+		if !bytes.HasSuffix(back, structure) {
+			x.Errorf("the extension arrived as % x", back[len(back)-len(structure):])
+		}
+	}},
 	{"ICMP errors about the answer", func(x *exchange, from side) {
 		src, dst := x.pods(from, 23)
 		got := x.send(from, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("question"))))
@@ -178,7 +189,7 @@ var conversations = []struct {
 	}},
 	{"fragments and their answer in fragments", func(x *exchange, from side) {
 		for _, d := range x.datagrams(from, 27) {
-			got, ok := reassemble(x.send(from, fragment(d, 1000)...))
+			got, ok := reassemble(x.send(from, fragment(d, 1000, 2000)...))
 			if !ok {
 				x.Fatal("what arrived is not whole")
 			}

@@ -3,6 +3,7 @@ package differential
 import (
 	"bytes"
 	"encoding/binary"
+	"net/netip"
 	"slices"
 	"testing"
 
@@ -18,6 +19,8 @@ import (
 //     their order and sizes; where there is no conntrack the kernel does so too, and then the bytes are equal.
 //   - ICMP errors: the kernel translates those that quote a flow it knows and whose quote holds eight octets of the
 //     transport header. For a 1:1 map the engine needs neither.
+//   - ICMP errors from somebody on the way: the kernel shows the receiver of the packet as their sender. The engine shows
+//     a pod under its own address and a node as the NAPT address, so that a traceroute tells them apart.
 //   - What conntrack calls invalid (no connection, wrong checksum) the kernel forwards untranslated, with an address
 //     nobody at the other side can answer. The engine translates every packet 1:1 that has a rule, and drops the others.
 //   - The network address of the PodCIDR is the NAPT address, and is never mapped 1:1.
@@ -37,7 +40,7 @@ func reference(p plan, from side, b []byte) (wire, out []byte) {
 // untranslated: the kernel lets the packet through as it is, but for its hops.
 func (x *exchange) untranslated(from side, b []byte) {
 	x.Helper()
-	_, out := x.kernel.send(from, b)
+	_, out := x.kernel.send(x.T, from, b)
 	if len(out) != 1 || !bytes.Equal(countUp(out[0], hopsToPod), b) {
 		x.Errorf("%v: the kernel was expected to forward the packet as it is\nsent:\n%sgot:\n%s", from, dump(one(b)), dump(out))
 	}
@@ -46,7 +49,7 @@ func (x *exchange) untranslated(from side, b []byte) {
 // onlyEngine: the packet comes out of the engines like this, whatever the kernel does.
 func (x *exchange) onlyEngine(from side, b, want []byte) {
 	x.Helper()
-	o := x.engines.send(from, b)
+	o := x.engines.send(x.T, from, b)
 	if len(o.out) != 1 || !bytes.Equal(o.out[0], want) {
 		x.Errorf("%v: engine, dropped %v\ngot:\n%swant:\n%s", from, o.drops, dump(o.out), dump(one(want)))
 	}
@@ -59,8 +62,8 @@ func TestChoiceTTLIsLeftToTheKernelAroundTheTUN(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 1)
 	b := ip(header{ttl: 9}, src, dst, protoUDP, udp(src, dst, 1, 2, nil))
-	_, out := x.kernel.send(A, b)
-	if o := x.engines.send(A, b); len(out) != 1 || len(o.out) != 1 || out[0][8] != 7 || o.out[0][8] != 9 {
+	_, out := x.kernel.send(x.T, A, b)
+	if o := x.engines.send(x.T, A, b); len(out) != 1 || len(o.out) != 1 || out[0][8] != 7 || o.out[0][8] != 9 {
 		t.Errorf("TTL 9 became %d in the kernel (want 7), %d in the engine (want 9)", out[0][8], o.out[0][8])
 	}
 }
@@ -77,8 +80,8 @@ func TestChoiceFragmentsAreTranslatedAsTheyCome(t *testing.T) {
 						for _, i := range order {
 							sent = append(sent, f[i])
 						}
-						o := x.engines.send(from, sent...)
-						wire, out := x.kernel.send(from, sent...)
+						o := x.engines.send(x.T, from, sent...)
+						wire, out := x.kernel.send(x.T, from, sent...)
 						if !equal(o.wire, counted(wire, hopsToWire)) || !equal(o.out, counted(out, hopsToPod)) {
 							t.Errorf("%v, order %v: engine:\n%skernel without conntrack:\n%s", from, order, dump(o.out), dump(out))
 						}
@@ -111,9 +114,13 @@ func TestChoiceICMPErrorMayQuoteTheHeaderAlone(t *testing.T) {
 	src, dst := x.pods(A, 4)
 	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("question")))
 	arrived := x.send(A, sent)[0]
-	for _, quote := range []int{0, 4, 7} {
+	for _, quote := range []int{0, 3, 4, 7} {
 		e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, quote)
-		x.untranslated(B, e)
+		if quote < 4 { // no ports: no flow
+			x.untranslated(B, e)
+		} else if _, out := x.kernel.send(x.T, B, e); len(out) > 0 { // a flow, but too little of it to translate
+			x.Errorf("a quote of %d octets: the kernel was expected to drop the error:\n%s", quote, dump(out))
+		}
 		x.onlyEngine(B, e, icmpAboutSeen(sent, unreachable, 3, 0, quote))
 	}
 }
@@ -121,6 +128,23 @@ func TestChoiceICMPErrorMayQuoteTheHeaderAlone(t *testing.T) {
 // icmpAboutSeen is the error as A's pod has to get it: about the packet it sent, from the address it sent it to.
 func icmpAboutSeen(sent []byte, kind, code uint8, rest uint32, quote int) []byte {
 	return icmpAbout(sent, destination(sent), kind, code, rest, quote)
+}
+
+func TestChoiceICMPErrorShowsWhoSentIt(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 11)
+	sent := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, []byte("question")))
+	arrived := x.send(A, sent)[0]
+	for reporter, want := range map[netip.Addr]netip.Addr{
+		x.plan.node(B, 1): x.plan.natIP(B),
+		x.plan.pod(B, 99): x.plan.podSeen(B, 99),
+	} {
+		e := icmpAbout(arrived, reporter, timeExceeded, 0, 0, 8)
+		x.onlyEngine(B, e, icmpAbout(sent, want, timeExceeded, 0, 0, 8))
+		if _, out := x.kernel.send(x.T, B, e); len(out) != 1 || source(out[0]) != dst {
+			t.Errorf("the kernel was expected to show %v as the sender:\n%s", dst, dump(out))
+		}
+	}
 }
 
 func TestChoicePacketsInvalidForConntrackAreTranslatedAllTheSame(t *testing.T) {
@@ -134,8 +158,7 @@ func TestChoicePacketsInvalidForConntrackAreTranslatedAllTheSame(t *testing.T) {
 		"ICMP of a type unassigned": ip(header{}, src, dst, protoICMP, icmp(200, 0, 0, []byte("?"))),
 	} {
 		t.Run(name, func(t *testing.T) {
-			run := *x
-			run.T = t
+			run := x.in(t)
 			_, want := reference(x.plan, A, b)
 			run.untranslated(A, b)
 			run.onlyEngine(A, b, want)
@@ -157,7 +180,7 @@ func TestChoiceWrongTransportChecksumStaysWrong(t *testing.T) {
 		binary.BigEndian.PutUint16(b[at:], right^0x0100)
 		x.untranslated(A, b)
 		_, want := reference(x.plan, A, b)
-		o := x.engines.send(A, b)
+		o := x.engines.send(x.T, A, b)
 		if len(o.out) != 1 {
 			t.Fatalf("protocol %d: dropped for %v", proto, o.drops)
 		}
@@ -176,11 +199,11 @@ func TestChoiceNetworkAddressIsForNAPTAlone(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.plan.pod(A, 7), x.plan.natIP(B)
 	b := ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil))
-	_, out := x.kernel.send(A, b)
+	_, out := x.kernel.send(x.T, A, b)
 	if len(out) != 1 || destination(out[0]) != x.plan.pods[B].Addr() {
 		t.Errorf("the kernel was expected to map it like any other address:\n%s", dump(out))
 	}
-	if o := x.engines.send(A, b); len(o.out) > 0 || !slices.Equal(o.drops, []natengine.Drop{natengine.DropNoFlow}) {
+	if o := x.engines.send(x.T, A, b); len(o.out) > 0 || !slices.Equal(o.drops, []natengine.Drop{natengine.DropNoFlow}) {
 		t.Errorf("to the NAPT address without a flow: %v\n%s", o.drops, dump(o.out))
 	}
 
@@ -203,13 +226,20 @@ func TestAddressOfNoPeerDoesNotEnterTheTunnel(t *testing.T) {
 	x.dropped(A, natengine.DropNoPeer, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }
 
+func TestRedirectIsRefusedByBoth(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 12)
+	arrived := x.send(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))[0]
+	x.dropped(B, natengine.DropICMPError, icmpAbout(arrived, destination(arrived), redirect, 1, number(x.plan.node(B, 1)), -1))
+}
+
 func TestICMPErrorWithAWrongChecksumIsRefusedByTheEngine(t *testing.T) {
 	x := bothRemapped(t)
 	src, dst := x.pods(A, 10)
 	arrived := x.send(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))[0]
 	e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, -1)
 	e[headerLen(e)+2] ^= 1
-	if o := x.engines.send(B, e); len(o.out) > 0 {
+	if o := x.engines.send(x.T, B, e); len(o.out) > 0 {
 		t.Errorf("RFC 5508 REQ-3: let through\n%s", dump(o.out))
 	}
 	x.untranslated(B, e)

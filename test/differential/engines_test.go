@@ -12,13 +12,12 @@ import (
 
 // engines are what is judged: one engine per gateway, each with the other cluster as its only peer.
 type engines struct {
-	t       *testing.T
 	engines [2]*natengine.Engine
 	now     time.Duration
 }
 
 func newEngines(t *testing.T, p plan) *engines {
-	e := &engines{t: t}
+	e := &engines{}
 	for _, s := range []side{A, B} {
 		r := s.other()
 		e.engines[s] = natengine.New(natengine.Config{})
@@ -45,13 +44,13 @@ type outcome struct {
 }
 
 // send takes complete packets from one side's pods to the other's.
-func (e *engines) send(from side, packets ...[]byte) (o outcome) {
-	e.t.Helper()
+func (e *engines) send(t *testing.T, from side, packets ...[]byte) (o outcome) {
+	t.Helper()
 	for _, b := range packets {
-		wire := e.cross(from, natengine.Outbound, packet.ChecksumComplete, b, &o)
+		wire := e.cross(t, from, natengine.Outbound, packet.ChecksumComplete, b, &o)
 		o.wire = append(o.wire, wire...)
 		for _, w := range wire {
-			o.out = append(o.out, e.cross(from.other(), natengine.Inbound, packet.ChecksumComplete, w, &o)...)
+			o.out = append(o.out, e.cross(t, from.other(), natengine.Inbound, packet.ChecksumComplete, w, &o)...)
 		}
 	}
 	return o
@@ -59,24 +58,24 @@ func (e *engines) send(from side, packets ...[]byte) (o outcome) {
 
 // sendPartial is send for one packet that comes from a TUN with its checksum unfinished; it is finished before the wire,
 // as the segmenter does.
-func (e *engines) sendPartial(from side, b []byte) (o outcome) {
-	e.t.Helper()
-	for _, w := range e.cross(from, natengine.Outbound, packet.ChecksumPartial, b, &o) {
+func (e *engines) sendPartial(t *testing.T, from side, b []byte) (o outcome) {
+	t.Helper()
+	for _, w := range e.cross(t, from, natengine.Outbound, packet.ChecksumPartial, b, &o) {
 		o.wire = append(o.wire, w)
-		o.out = append(o.out, e.cross(from.other(), natengine.Inbound, packet.ChecksumComplete, w, &o)...)
+		o.out = append(o.out, e.cross(t, from.other(), natengine.Inbound, packet.ChecksumComplete, w, &o)...)
 	}
 	return o
 }
 
 // cross takes one packet through one engine and returns what comes out: the packet, perhaps none, perhaps fragments that
 // had waited for it. b is not touched.
-func (e *engines) cross(at side, dir natengine.Direction, sum packet.ChecksumState, b []byte, o *outcome) [][]byte {
-	e.t.Helper()
+func (e *engines) cross(t *testing.T, at side, dir natengine.Direction, sum packet.ChecksumState, b []byte, o *outcome) [][]byte {
+	t.Helper()
 	e.now += time.Millisecond
 	b = slices.Clone(b)
 	var v packet.View
 	if err := v.Parse(b, sum); err != nil {
-		e.t.Fatalf("gateway %v, %v: %v: % x", at, dir, err, b)
+		t.Fatalf("gateway %v, %v: %v: % x", at, dir, err, b)
 	}
 	var verdict natengine.Verdict
 	if dir == natengine.Outbound {
@@ -93,7 +92,7 @@ func (e *engines) cross(at side, dir natengine.Direction, sum packet.ChecksumSta
 	case natengine.Discard:
 		o.drops = append(o.drops, verdict.Drop)
 	case natengine.Deliver:
-		e.t.Errorf("gateway %v, %v: delivered to an endpoint that the plan does not have: % x", at, dir, b)
+		t.Errorf("gateway %v, %v: delivered to an endpoint that the plan does not have: % x", at, dir, b)
 	case natengine.Hold: // it comes back as Released
 	}
 	return nil

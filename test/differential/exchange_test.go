@@ -20,17 +20,25 @@ type exchange struct {
 	plan    plan
 	kernel  *kernel
 	engines *engines
-	port    uint16 // last port given out: conntrack must not meet a flow twice
+	port    *uint16 // last port given out: conntrack must not meet a flow twice
 }
 
 func newExchange(t *testing.T, p plan, rules func(plan, side) string) *exchange {
-	return &exchange{T: t, plan: p, kernel: newKernel(t, p, rules), engines: newEngines(t, p), port: 1024}
+	port := uint16(1024)
+	return &exchange{T: t, plan: p, kernel: newKernel(t, p, rules), engines: newEngines(t, p), port: &port}
+}
+
+// in is the same exchange inside a subtest.
+func (x *exchange) in(t *testing.T) *exchange {
+	sub := *x
+	sub.T = t
+	return &sub
 }
 
 // freshPort is a port no flow of this exchange has used.
 func (x *exchange) freshPort() uint16 {
-	x.port++
-	return x.port
+	*x.port++
+	return *x.port
 }
 
 // pods are the addresses of a conversation between the n-th pods: src is the sender's own address, dst is the receiver as
@@ -44,17 +52,17 @@ func (x *exchange) pods(from side, n int) (src, dst netip.Addr) {
 // them together and cuts them again as it likes, the engine translates each as it comes.
 func (x *exchange) send(from side, packets ...[]byte) (arrived [][]byte) {
 	x.Helper()
-	o := x.engines.send(from, packets...)
+	o := x.engines.send(x.T, from, packets...)
 	if len(o.out) != len(packets) {
 		x.Fatalf("%v: %d of %d packets came out of the engines, dropped: %v\n%s", from, len(o.out), len(packets), o.drops, dump(packets))
 	}
-	wire, out := x.kernel.send(from, packets...)
+	wire, out := x.kernel.send(x.T, from, packets...)
 	x.same(from, "on the wire", o.wire, wire, hopsToWire)
 	x.same(from, "at the destination", o.out, out, hopsToPod)
 	if len(packets) == 1 {
 		x.checkAddresses(from, packets[0], o.wire[0], o.out[0])
 		if p := partial(packets[0]); p != nil {
-			unfinished := x.engines.sendPartial(from, p)
+			unfinished := x.engines.sendPartial(x.T, from, p)
 			if !equal(unfinished.wire, o.wire) || !equal(unfinished.out, o.out) {
 				x.Errorf("%v: the same packet with a partial checksum came out differently\ncomplete:\n%spartial:\n%s", from, dump(o.out), dump(unfinished.out))
 			}
@@ -85,10 +93,10 @@ func (x *exchange) same(from side, where string, engine, kernel [][]byte, hops u
 // dropped sends packets that neither way lets through.
 func (x *exchange) dropped(from side, want natengine.Drop, packets ...[]byte) {
 	x.Helper()
-	if o := x.engines.send(from, packets...); len(o.out) > 0 || len(o.drops) == 0 || o.drops[0] != want {
+	if o := x.engines.send(x.T, from, packets...); len(o.out) > 0 || len(o.drops) == 0 || o.drops[0] != want {
 		x.Errorf("%v: engine let through %d packets, dropped for %v, want %v", from, len(o.out), o.drops, want)
 	}
-	if _, out := x.kernel.send(from, packets...); len(out) > 0 {
+	if _, out := x.kernel.send(x.T, from, packets...); len(out) > 0 {
 		x.Errorf("%v: the kernel let through\n%s", from, dump(out))
 	}
 }
@@ -127,20 +135,50 @@ func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
 // checksums of fragments cannot be judged one by one; same compares the datagram.
 func (x *exchange) checkSums(b []byte) {
 	x.Helper()
-	layer := gopacket.LayerType(layers.LayerTypeIPv4)
-	parsed := gopacket.NewPacket(b, layer, gopacket.DecodeOptions{NoCopy: true, SkipDecodeRecovery: true})
-	if header, ok := parsed.Layer(layer).(*layers.IPv4); !ok {
+	parsed := gopacket.NewPacket(b, layers.LayerTypeIPv4, gopacket.DecodeOptions{SkipDecodeRecovery: true})
+	header, ok := parsed.Layer(layers.LayerTypeIPv4).(*layers.IPv4)
+	if !ok {
 		x.Fatalf("gopacket sees no IPv4 header in % x", b)
-	} else if err, sum := header.VerifyChecksum(); err != nil || !sum.Valid {
-		x.Errorf("header checksum %#x, gopacket wants %#x: % x", sum.Actual, sum.Correct, b)
 	}
+	x.checkSum(header, b)
 	if isFragment(b) {
 		return
 	}
-	if err, wrong := parsed.VerifyChecksums(); err != nil {
-		x.Errorf("gopacket: %v: % x", err, b)
-	} else if len(wrong) > 0 {
-		x.Errorf("gopacket finds wrong checksums %+v: % x", wrong, b)
+	// The layer right above: gopacket would also go on into what a packet of protocol 4 happens to hold.
+	switch l := parsed.Layers()[min(1, len(parsed.Layers())-1)].(type) {
+	case *layers.UDP:
+		x.must(l.SetNetworkLayerForChecksum(header))
+		x.checkSum(l, b)
+	case *layers.TCP:
+		x.must(l.SetNetworkLayerForChecksum(header))
+		x.checkSum(l, b)
+	case *layers.ICMPv4:
+		x.checkSum(l, b)
+		if isError(b) {
+			quoted := gopacket.NewPacket(l.LayerPayload(), layers.LayerTypeIPv4, gopacket.NoCopy)
+			if inner, ok := quoted.Layer(layers.LayerTypeIPv4).(*layers.IPv4); ok {
+				x.checkSum(inner, b)
+			} else {
+				x.Errorf("gopacket sees no quoted IPv4 header in % x", b)
+			}
+		}
+	}
+}
+
+func (x *exchange) checkSum(layer interface {
+	gopacket.Layer
+	VerifyChecksum() (error, gopacket.ChecksumVerificationResult)
+}, b []byte) {
+	x.Helper()
+	if err, sum := layer.VerifyChecksum(); err != nil || !sum.Valid {
+		x.Errorf("%v checksum is %#x, gopacket wants %#x (%v): % x", layer.LayerType(), sum.Actual, sum.Correct, err, b)
+	}
+}
+
+func (x *exchange) must(err error) {
+	x.Helper()
+	if err != nil {
+		x.Fatal(err)
 	}
 }
 

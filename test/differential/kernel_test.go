@@ -13,7 +13,6 @@ import (
 
 // A kernel is the oracle: two gateways with nftables rules between two raw sockets.
 type kernel struct {
-	t    *testing.T
 	pods [2]*hosts.Raw // at the pods' ends of the lan links
 	wire [2]*hosts.Raw // at each gateway's wan device: what arrives there from the other one
 }
@@ -27,7 +26,7 @@ const (
 // newKernel builds the namespaces. rules writes the nftables ruleset of one gateway.
 func newKernel(t *testing.T, p plan, rules func(plan, side) string) *kernel {
 	hosts.Need(t, "nft")
-	k := &kernel{t: t}
+	k := &kernel{}
 	var pods, gateways [2]*hosts.Host
 	for _, s := range []side{A, B} {
 		pods[s], gateways[s] = hosts.New(t, "pod"+s.String()), hosts.New(t, "gw"+s.String())
@@ -76,7 +75,7 @@ func statelessRules(p plan, s side) string {
 	r := s.other()
 	set := func(field string, from, to netip.Prefix) string {
 		host := ^number(netip.PrefixFrom(address(0xffffffff), from.Bits()).Masked().Addr())
-		return fmt.Sprintf("ip %s %s ip %[1]s set ip %[1]s & %s | %s", field, from, address(host), to.Addr())
+		return fmt.Sprintf("ip %[1]s %[2]s ip %[1]s set ip %[1]s & %[3]s | %[4]s", field, from, address(host), to.Addr())
 	}
 	if p.pods[s] == p.podsSeen[s] {
 		return ruleset()
@@ -107,25 +106,25 @@ func ruleset(chains ...chain) string {
 
 // send injects packets at one side's pod, in order, and returns what was on the wire and what came out at the other pod,
 // when both are whole datagrams; or whatever was there when nothing more comes.
-func (k *kernel) send(from side, packets ...[]byte) (wire, out [][]byte) {
-	k.t.Helper()
+func (k *kernel) send(t *testing.T, from side, packets ...[]byte) (wire, out [][]byte) {
+	t.Helper()
 	to := from.other()
-	k.wire[to].Drain()
-	k.pods[to].Drain()
+	k.wire[to].Drain(t)
+	k.pods[to].Drain(t)
 	for _, b := range packets {
-		k.pods[from].Send(b)
+		k.pods[from].Send(t, b)
 	}
-	wire, out = collect(k.wire[to]), collect(k.pods[to])
-	if more := k.pods[to].Receive(0); more != nil {
-		k.t.Errorf("the kernel sent one packet more than there are: %x", more)
+	wire, out = collect(t, k.wire[to]), collect(t, k.pods[to])
+	if more := k.pods[to].Receive(t, 0); more != nil {
+		t.Errorf("the kernel sent one packet more than there are: %x", more)
 	}
 	return wire, out
 }
 
 // collect waits for whole datagrams. The first packet either comes within microseconds or was dropped.
-func collect(r *hosts.Raw) (packets [][]byte) {
+func collect(t *testing.T, r *hosts.Raw) (packets [][]byte) {
 	for {
-		b := r.Receive(250 * time.Millisecond)
+		b := r.Receive(t, 250*time.Millisecond)
 		if b == nil {
 			return packets
 		}

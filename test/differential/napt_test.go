@@ -17,11 +17,11 @@ type flow struct{ engine, kernel []byte }
 // sendNAPT takes packets of a source that is no pod to the other side.
 func (x *exchange) sendNAPT(from side, packets ...[]byte) flow {
 	x.Helper()
-	o := x.engines.send(from, packets...)
+	o := x.engines.send(x.T, from, packets...)
 	if len(o.out) != len(packets) {
 		x.Fatalf("%v: %d of %d packets came out of the engines, dropped: %v\n%s", from, len(o.out), len(packets), o.drops, dump(packets))
 	}
-	kernelWire, kernelOut := x.kernel.send(from, packets...)
+	kernelWire, kernelOut := x.kernel.send(x.T, from, packets...)
 	x.sameButPort(from, "on the wire", o.wire, kernelWire, hopsToWire, true)
 	f := x.sameButPort(from, "at the destination", o.out, kernelOut, hopsToPod, true)
 	if natIP := x.plan.natIP(from); source(f.engine) != natIP || source(f.kernel) != natIP {
@@ -36,8 +36,8 @@ func (x *exchange) sendNAPT(from side, packets ...[]byte) flow {
 // reply sends each judge the reply to its own packet and wants the same to come back to the sender.
 func (x *exchange) reply(to side, f flow, build func(arrived []byte) [][]byte) []byte {
 	x.Helper()
-	o := x.engines.send(to, build(f.engine)...)
-	wire, out := x.kernel.send(to, build(f.kernel)...)
+	o := x.engines.send(x.T, to, build(f.engine)...)
+	wire, out := x.kernel.send(x.T, to, build(f.kernel)...)
 	if b := build(f.engine)[0]; !isError(b) { // the port in an error's quote is not at portsAt
 		x.sameButPort(to, "reply on the wire", o.wire, wire, hopsToWire, false)
 	}
@@ -88,14 +88,12 @@ func TestNodesReachPodsAndEndpointsLikeKernelSNAT(t *testing.T) {
 			for _, c := range naptCases {
 				t.Run(c.name, func(t *testing.T) {
 					for _, from := range []side{A, B} {
-						run := *x
-						run.T = t
+						run := x.in(t)
 						// To a pod of the other side, then to its mapped endpoint.
-						c.run(&run, from, p.node(from, 1), p.podSeen(from.other(), 3))
-						c.run(&run, from, p.node(from, 2), p.mapped(from.other()))
+						c.run(run, from, p.node(from, 1), p.podSeen(from.other(), 3))
+						c.run(run, from, p.node(from, 2), p.mapped(from.other()))
 						// What is mapped for the peer begins flows of its own as everybody else does (facts 7.4).
-						c.run(&run, from, p.endpoint(from), p.podSeen(from.other(), 4))
-						x.port = run.port
+						c.run(run, from, p.endpoint(from), p.podSeen(from.other(), 4))
 					}
 				})
 			}

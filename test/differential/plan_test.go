@@ -80,7 +80,7 @@ func (p plan) natIP(s side) netip.Addr { return p.podsSeen[s].Addr() }
 
 // node and endpoint are in no prefix of any plan. mapped is the address under which the other cluster reaches endpoint.
 func (p plan) node(s side, n int) netip.Addr {
-	return nth(netip.MustParsePrefix("172.30.0.0/16"), uint32(s)<<8|uint32(n))
+	return nth(netip.MustParsePrefix("192.0.2.0/24"), uint32(s)<<7|uint32(n))
 }
 func (p plan) endpoint(s side) netip.Addr {
 	return nth(netip.MustParsePrefix("203.0.113.0/24"), 10+uint32(s))

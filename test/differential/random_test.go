@@ -19,10 +19,8 @@ func TestEngineEqualsKernelOnRandomPackets(t *testing.T) {
 			for round := range randomRounds {
 				rng := rand.New(rand.NewPCG(uint64(i), uint64(round)))
 				ok := t.Run(fmt.Sprint(round), func(t *testing.T) {
-					run := *x
-					run.T = t
+					run := x.in(t)
 					run.random(rng)
-					x.port = run.port
 				})
 				if !ok && !testing.Verbose() {
 					t.Fatal("the other rounds of this plan would say the same")
@@ -77,13 +75,16 @@ func (x *exchange) random(rng *rand.Rand) {
 		x.send(from.other(), answer(arrived, data[:min(len(data), 1400)]))
 	}
 	if len(packets) == 1 && rng.IntN(2) == 0 {
-		kind := []uint8{unreachable, timeExceeded, parameterProblem}[rng.IntN(3)]
+		kind, rest := []uint8{unreachable, timeExceeded, parameterProblem}[rng.IntN(3)], uint32(0)
+		if kind == parameterProblem {
+			rest = rng.Uint32N(256) << 24 // the pointer; the octets after it are unused or a length (RFC 4884)
+		}
 		quote := 8 + rng.IntN(len(segment(arrived))+1)
 		if most := 1500 - 28 - headerLen(arrived); quote > most {
 			quote = most
 		}
 		if len(segment(arrived)) >= 8 { // conntrack wants that much of a quote
-			x.send(from.other(), icmpAbout(arrived, destination(arrived), kind, byte(rng.IntN(2)), rng.Uint32(), quote))
+			x.send(from.other(), icmpAbout(arrived, destination(arrived), kind, byte(rng.IntN(2)), rest, quote))
 		}
 	}
 }

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"net"
 	"os"
+	"testing"
 	"time"
 
 	"golang.org/x/sys/unix"
@@ -42,21 +43,23 @@ func (h *Host) open(dev string, far net.HardwareAddr, proto uint16) *Raw {
 		return os.NewSyscallError("bind", unix.Bind(r.fd, &unix.SockaddrLinklayer{Protocol: proto, Ifindex: r.index}))
 	}), "packet socket on "+dev)
 	h.t.Cleanup(func() { unix.Close(r.fd) })
-	r.Drain()
+	r.Drain(h.t)
 	return r
 }
 
 // Send puts one IP packet on the wire.
-func (r *Raw) Send(b []byte) {
-	r.h.t.Helper()
+func (r *Raw) Send(t testing.TB, b []byte) {
+	t.Helper()
 	to := &unix.SockaddrLinklayer{Protocol: ethIP, Ifindex: r.index, Halen: uint8(len(r.mac))}
 	copy(to.Addr[:], r.mac)
-	r.h.must(unix.Sendto(r.fd, b, 0, to), "send")
+	if err := unix.Sendto(r.fd, b, 0, to); err != nil {
+		t.Fatalf("%s: send %d octets: %v", r.h.Name, len(b), err)
+	}
 }
 
 // Receive returns the next packet, or nil when none came in time.
-func (r *Raw) Receive(wait time.Duration) []byte {
-	r.h.t.Helper()
+func (r *Raw) Receive(t testing.TB, wait time.Duration) []byte {
+	t.Helper()
 	buf := make([]byte, 1<<16)
 	for deadline := time.Now().Add(wait); ; {
 		n, _, err := unix.Recvfrom(r.fd, buf, unix.MSG_DONTWAIT)
@@ -64,7 +67,7 @@ func (r *Raw) Receive(wait time.Duration) []byte {
 		case err == nil:
 			return buf[:n:n]
 		case !errors.Is(err, unix.EAGAIN) && !errors.Is(err, unix.EINTR):
-			r.h.must(err, "receive")
+			t.Fatalf("%s: receive: %v", r.h.Name, err)
 		}
 		left := time.Until(deadline)
 		if left <= 0 {
@@ -72,14 +75,14 @@ func (r *Raw) Receive(wait time.Duration) []byte {
 		}
 		_, err = unix.Poll([]unix.PollFd{{Fd: int32(r.fd), Events: unix.POLLIN}}, int(left/time.Millisecond)+1)
 		if err != nil && !errors.Is(err, unix.EINTR) {
-			r.h.must(err, "poll")
+			t.Fatalf("%s: poll: %v", r.h.Name, err)
 		}
 	}
 }
 
 // Drain throws away what has arrived so far.
-func (r *Raw) Drain() {
-	r.h.t.Helper()
-	for r.Receive(0) != nil {
+func (r *Raw) Drain(t testing.TB) {
+	t.Helper()
+	for r.Receive(t, 0) != nil {
 	}
 }

@@ -1,0 +1,690 @@
+// Package interop joins a real `isthmus gateway` with a peer that shares no code with it: Debian's wireguard-go package,
+// a hand-made kernel configuration without any NAT, and a ping/pong peer written from section 8 of the Liqo facts.
+//
+//	pod a ── node of A ═ isthmus gateway ══ UDP ══ wireguard-go ─ all of cluster B, addresses as A sees them
+//
+// Where a real gateway of B would translate b@A to b, the peer simply owns b@A: what is in the tunnel is the same.
+package interop
+
+import (
+	"bytes"
+	"context"
+	"crypto/ecdh"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/json"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/test/internal/hosts"
+)
+
+const (
+	idA = "aaaaaaaa-1111-4111-8111-111111111111"
+	idB = "bbbbbbbb-2222-4222-8222-222222222222"
+)
+
+// Both clusters have the same networks; each side remapped the other's, to ranges of its own choice. The notation is that
+// of the facts: podsA is Pa, podsAatB is Pa@B.
+var (
+	podsA, podsAatB = netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.246.0.0/16")
+	extA, extAatB   = netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.248.0.0/16")
+	podsB, podsBatA = netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.245.0.0/16")
+	extB, extBatA   = netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.249.0.0/16")
+
+	a, aAtB   = netip.MustParseAddr("10.244.1.10"), netip.MustParseAddr("10.246.1.10")
+	bAtA      = netip.MustParseAddr("10.245.1.20")
+	endpoint  = netip.MustParseAddr("198.51.100.7") // no pod, beside pod a
+	endpointX = netip.MustParseAddr("10.248.0.9")   // x@B: how B reaches it
+	serverX   = netip.MustParseAddr("10.249.0.5")   // x@A: an endpoint of B as A reaches it
+
+	natIPofA = podsAatB.Addr() // everything of A that is no pod, as B sees it
+	natIPofB = podsBatA.Addr()
+	checkA   = extAatB.Addr().Next()
+	checkB   = extBatA.Addr().Next()
+
+	nodeUnderlay = netip.MustParseAddr("192.0.2.1")
+	peerUnderlay = netip.MustParseAddr("192.0.2.2")
+)
+
+type site struct {
+	*testing.T
+	pod, node, peer *hosts.Host
+	wg              *wgDevice
+	keyA, keyB      *ecdh.PrivateKey
+	tap             *hosts.Raw // the peer's tunnel device, both directions
+	responder       *responder
+}
+
+func TestInteropWithWireGuardGo(t *testing.T) {
+	s := newSite(t)
+	s.step("handshake", (*site).handshake)
+	s.step("connection check: our PING", (*site).ourPings)
+	s.step("connection check: our PONG", (*site).ourPongs)
+	s.step("addresses in the tunnel", (*site).addressesInTheTunnel)
+	s.step("ping of a full MTU", (*site).bigPing)
+	s.step("TCP both ways with ten megabytes each", (*site).tcpBothWays)
+	s.step("node to remote pod", (*site).nodeToPod)
+	s.step("pod to an external endpoint of the peer", (*site).podToExternal)
+	s.step("peer to an external endpoint of ours", (*site).peerToEndpoint)
+	s.step("allowed IPs are exactly the two networks", (*site).allowedIPs)
+	s.step("default deny towards everything else", (*site).defaultDeny)
+	s.step("a silent peer becomes Error, a speaking one Connected", (*site).silence)
+}
+
+func (s *site) step(name string, f func(*site)) {
+	s.Run(name, func(t *testing.T) {
+		in := *s
+		in.T = t
+		f(&in)
+	})
+}
+
+// newSite builds both sides and waits until each has seen the other.
+func newSite(t *testing.T) *site {
+	hosts.Need(t, "wireguard-go")
+	if _, err := os.Stat("/dev/net/tun"); err != nil {
+		t.Skip("needs /dev/net/tun")
+	}
+	s := &site{T: t, keyA: newKey(t), keyB: newKey(t),
+		pod: hosts.New(t, "pod"), node: hosts.New(t, "node"), peer: hosts.New(t, "peer")}
+	hosts.Veth(s.node, "lan", s.pod, "eth0", 1500)
+	hosts.Veth(s.node, "eth0", s.peer, "eth0", 1500)
+
+	s.node.Addr("lan", netip.MustParsePrefix("10.244.1.1/24"))
+	s.node.Route(netip.PrefixFrom(endpoint, 32), a, "lan")
+	s.node.Addr("eth0", netip.PrefixFrom(nodeUnderlay, 24))
+	s.pod.Addr("eth0", netip.PrefixFrom(a, 24))
+	s.pod.Addr("lo", netip.PrefixFrom(endpoint, 32))
+	s.pod.Route(netip.MustParsePrefix("0.0.0.0/0"), netip.MustParseAddr("10.244.1.1"), "eth0")
+	s.peer.Addr("eth0", netip.PrefixFrom(peerUnderlay, 24))
+
+	s.wg = startWireGuardGo(t, s.peer)
+	for _, addr := range []netip.Addr{bAtA, natIPofB, checkB, serverX} {
+		s.peer.Addr(s.wg.name, netip.PrefixFrom(addr, 32))
+	}
+	s.peer.SetUp(s.wg.name)
+	for _, p := range []netip.Prefix{podsAatB, extAatB} {
+		s.peer.Route(p, netip.Addr{}, s.wg.name)
+	}
+	s.wg.configure(s.keyB, 51820, s.keyA.PublicKey(), netip.AddrPortFrom(nodeUnderlay, 5871), podsAatB, extAatB)
+	s.tap = s.peer.Tap(s.wg.name)
+	s.responder = respond(s.peer, checkB)
+	s.startGateway()
+	return s
+}
+
+// startGateway builds isthmus, writes a configuration as `kubectl get -o yaml` would print it, and runs the gateway.
+func (s *site) startGateway() {
+	s.Helper()
+	dir := s.TempDir()
+	binary := filepath.Join(s.TempDir(), "isthmus")
+	build := exec.Command("go", "build", "-C", filepath.Join("..", ".."), "-o", binary, "./cmd/isthmus")
+	build.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := build.CombinedOutput(); err != nil {
+		s.Fatalf("go build: %v\n%s", err, out)
+	}
+	for name, content := range map[string]string{
+		"private.key":  text(s.keyA.Bytes()) + "\n",
+		"gateway.yaml": gatewayYAML,
+		"peers.yaml":   fmt.Sprintf(peersYAML, text(s.keyB.PublicKey().Bytes())),
+	} {
+		if err := os.WriteFile(filepath.Join(dir, name), []byte(content), 0o600); err != nil {
+			s.Fatal(err)
+		}
+	}
+	log, err := os.Create(filepath.Join(dir, "gateway.log"))
+	if err != nil {
+		s.Fatal(err)
+	}
+	cmd := exec.Command(binary, "gateway", "--config", dir)
+	cmd.Stdout, cmd.Stderr = log, log
+	s.node.Start(cmd)
+	s.Cleanup(func() {
+		cmd.Process.Signal(syscall.SIGTERM)
+		killer := time.AfterFunc(15*time.Second, func() { cmd.Process.Kill() })
+		if err := cmd.Wait(); err != nil {
+			s.Errorf("the gateway ended with %v after SIGTERM", err)
+		}
+		killer.Stop()
+		if said, _ := os.ReadFile(log.Name()); s.Failed() {
+			s.Logf("the gateway said:\n%s", tail(string(said), 60))
+		}
+		log.Close()
+	})
+	s.eventually(20*time.Second, "the gateway serves its status", func() error {
+		_, err := s.status()
+		return err
+	})
+}
+
+const gatewayYAML = `
+apiVersion: isthmus.net/v1alpha1
+kind: Gateway
+clusterID: ` + idA + `
+clusterName: alpha
+privateKeyFile: private.key
+listenPort: 5871
+mtu: auto
+`
+
+const peersYAML = `
+apiVersion: net.liqo.io/v1alpha1
+kind: TunnelEndpoint
+metadata:
+  name: bravo-924e89
+  namespace: liqo-tenant-bravo-924e89
+  labels:
+    clusterID: ` + idB + `
+spec:
+  clusterIdentity:
+    clusterID: ` + idB + `
+    clusterName: bravo
+  localPodCIDR: 10.244.0.0/16
+  localNATPodCIDR: 10.246.0.0/16
+  localExternalCIDR: 10.247.0.0/16
+  localNATExternalCIDR: 10.248.0.0/16
+  remotePodCIDR: 10.244.0.0/16
+  remoteNATPodCIDR: 10.245.0.0/16
+  remoteExternalCIDR: 10.247.0.0/16
+  remoteNATExternalCIDR: 10.249.0.0/16
+  endpointIP: 192.0.2.2
+  backendType: wireguard
+  backend_config:
+    port: "51820"
+    publicKey: %s
+---
+apiVersion: net.liqo.io/v1alpha1
+kind: NatMapping
+metadata:
+  name: natmapping-x7k2p
+  labels:
+    clusterID: ` + idB + `
+    net.liqo.io/natmapping: "true"
+spec:
+  clusterID: ` + idB + `
+  podCIDR: 10.245.0.0/16
+  externalCIDR: 10.248.0.0/16
+  clusterMappings:
+    169.254.0.1: 10.248.0.1
+    198.51.100.7: 10.248.0.9
+`
+
+// gatewayStatus is what this test reads of the gateway's status.
+type gatewayStatus struct {
+	Drops []dropStatus `json:"drops"`
+	Peers []struct {
+		ID    string       `json:"id"`
+		State string       `json:"state"`
+		RTT   float64      `json:"rttSeconds"`
+		Drops []dropStatus `json:"drops"`
+	} `json:"peers"`
+}
+
+type dropStatus struct {
+	Direction string `json:"direction"`
+	Reason    string `json:"reason"`
+	Packets   uint64 `json:"packets"`
+}
+
+func (s *site) status() (st gatewayStatus, err error) {
+	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{
+		DisableKeepAlives: true,
+		DialContext: func(_ context.Context, _, addr string) (net.Conn, error) {
+			to, err := netip.ParseAddrPort(addr)
+			if err != nil {
+				return nil, err
+			}
+			return s.node.DialTCP(netip.Addr{}, to)
+		},
+	}}
+	resp, err := client.Get("http://127.0.0.1:5873/status")
+	if err != nil {
+		return st, err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return st, fmt.Errorf("status: %s", resp.Status)
+	}
+	return st, json.NewDecoder(resp.Body).Decode(&st)
+}
+
+// inState waits until the gateway says that about its only peer.
+func (s *site) inState(want string, within time.Duration) {
+	s.Helper()
+	s.eventually(within, "the peer is "+want, func() error {
+		st, err := s.status()
+		if err != nil {
+			return err
+		}
+		if len(st.Peers) != 1 || st.Peers[0].ID != idB || st.Peers[0].State != want {
+			return fmt.Errorf("peers are %+v", st.Peers)
+		}
+		return nil
+	})
+}
+
+// drops is how many inbound packets of the peer were dropped for a reason.
+func (s *site) drops(reason string) (n uint64) {
+	s.Helper()
+	st, err := s.status()
+	if err != nil {
+		s.Fatal(err)
+	}
+	for _, list := range [][]dropStatus{st.Drops, st.Peers[0].Drops} {
+		for _, d := range list {
+			if d.Direction == "inbound" && d.Reason == reason {
+				n += d.Packets
+			}
+		}
+	}
+	return n
+}
+
+func (s *site) eventually(within time.Duration, what string, try func() error) {
+	s.Helper()
+	deadline := time.Now().Add(within)
+	for {
+		err := try()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			s.Fatalf("not within %v: %s: %v", within, what, err)
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+}
+
+func (s *site) handshake() {
+	s.eventually(15*time.Second, "a handshake, begun by either side", func() error {
+		if at := s.wg.value("last_handshake_time_sec"); at == "" || at == "0" {
+			return fmt.Errorf("wireguard-go's last handshake is at %q", at)
+		}
+		return nil
+	})
+	s.inState("Connected", 15*time.Second)
+}
+
+// ourPings looks at what the gateway asked, letter by letter.
+func (s *site) ourPings() {
+	s.eventually(10*time.Second, "three PINGs", func() error {
+		if pings, _ := s.responder.heard(); len(pings) < 3 {
+			return fmt.Errorf("%d so far", len(pings))
+		}
+		return nil
+	})
+	pings, broken := s.responder.heard()
+	if len(broken) > 0 {
+		s.Errorf("no PINGs: %q", broken)
+	}
+	for i, p := range pings {
+		if p.from.Addr() != natIPofA {
+			s.Errorf("PING came from %v, want the NAPT address %v", p.from, natIPofA)
+		}
+		fields := map[string]string{}
+		if err := json.Unmarshal([]byte(p.raw), &fields); err != nil || len(fields) != 3 {
+			s.Fatalf("PING %s: want an object of three strings: %v", p.raw, err)
+		}
+		if fields["clusterID"] != idB || fields["msgType"] != "PING" {
+			s.Errorf("PING %s: want clusterID %s, that of who is pinged", p.raw, idB)
+		}
+		sent, err := time.Parse(time.RFC3339Nano, fields["timeStamp"])
+		if age := p.at.Sub(sent); err != nil || age < 0 || age > time.Second {
+			s.Errorf("PING %s: the time stamp is %v old (%v)", p.raw, age, err)
+		}
+		if len(p.raw) > 1024 {
+			s.Errorf("PING of %d octets", len(p.raw))
+		}
+		if i > 0 {
+			if gap := p.at.Sub(pings[i-1].at); gap < time.Second || gap > 4*time.Second {
+				s.Errorf("%v between two PINGs, want 2s", gap)
+			}
+		}
+	}
+	st, err := s.status()
+	if err != nil {
+		s.Fatal(err)
+	}
+	if rtt := st.Peers[0].RTT; rtt <= 0 || rtt > 1 {
+		s.Errorf("round trip time %vs", rtt)
+	}
+}
+
+// ourPongs asks as the peer's gateway would, from its NAPT address.
+func (s *site) ourPongs() {
+	c := s.peer.ListenUDP(netip.AddrPortFrom(natIPofB, checkPort))
+	to := netip.AddrPortFrom(checkA, checkPort)
+	// The answer is the same object, whatever the clusterID says.
+	for _, id := range []string{idA, idB, "somebody-else"} {
+		m := message{ClusterID: id, MsgType: "PING", TimeStamp: time.Now().Truncate(0)}
+		got, from := askPong(s.T, c, to, m)
+		if from != to {
+			s.Errorf("PONG came from %v, want %v", from, to)
+		}
+		var answer message
+		if err := json.Unmarshal([]byte(got), &answer); err != nil {
+			s.Fatalf("PONG %s: %v", got, err)
+		}
+		if answer.ClusterID != id || answer.MsgType != "PONG" || !answer.TimeStamp.Equal(m.TimeStamp) {
+			s.Errorf("PONG %s does not answer %+v", got, m)
+		}
+	}
+}
+
+// addressesInTheTunnel captures a ping each way on the peer's tunnel device: table 7.2 of the facts.
+func (s *site) addressesInTheTunnel() {
+	s.Run("pod to pod", func(t *testing.T) {
+		s := s.in(t)
+		s.tap.Drain(t)
+		s.ping(s.pod, a, bAtA, 0xa001, 56)
+		s.captured(0xa001, [2]netip.Addr{aAtB, bAtA}, [2]netip.Addr{bAtA, aAtB})
+	})
+	s.Run("the peer's pod to ours", func(t *testing.T) {
+		s := s.in(t)
+		s.tap.Drain(t)
+		s.ping(s.peer, bAtA, aAtB, 0xa002, 56)
+		s.captured(0xa002, [2]netip.Addr{bAtA, aAtB}, [2]netip.Addr{aAtB, bAtA})
+	})
+	s.Run("the peer pings the gateway", func(t *testing.T) {
+		s := s.in(t)
+		s.tap.Drain(t)
+		s.ping(s.peer, natIPofB, checkA, 0xa003, 56)
+		s.captured(0xa003, [2]netip.Addr{natIPofB, checkA}, [2]netip.Addr{checkA, natIPofB})
+	})
+}
+
+func (s *site) in(t *testing.T) *site {
+	sub := *s
+	sub.T = t
+	return &sub
+}
+
+// captured wants an echo request and its reply on the tap, with these sources and destinations.
+func (s *site) captured(id uint16, request, reply [2]netip.Addr) {
+	s.Helper()
+	found := map[byte]bool{}
+	for len(found) < 2 {
+		b := s.tap.Receive(s.T, time.Second)
+		if b == nil {
+			break
+		}
+		if len(b) < 28 || b[0] != 0x45 || b[9] != 1 || binary.BigEndian.Uint16(b[24:]) != id {
+			continue // the connection check, mostly
+		}
+		want, kind := request, b[20]
+		if kind == 0 {
+			want = reply
+		}
+		got := [2]netip.Addr{netip.AddrFrom4([4]byte(b[12:16])), netip.AddrFrom4([4]byte(b[16:20]))}
+		if got != want {
+			s.Errorf("ICMP type %d in the tunnel: %v, want %v", kind, got, want)
+		}
+		found[kind] = true
+	}
+	if !found[8] || !found[0] {
+		s.Errorf("request seen: %v, reply seen: %v", found[8], found[0])
+	}
+}
+
+// ping sends one echo request of that many octets of data and waits for its reply.
+func (s *site) ping(from *hosts.Host, src, dst netip.Addr, id uint16, size int) {
+	s.Helper()
+	c := from.ListenICMP(src)
+	m := make([]byte, 8+size)
+	m[0] = 8
+	binary.BigEndian.PutUint16(m[4:], id)
+	for i := range size {
+		m[8+i] = byte(i)
+	}
+	var sum uint32
+	for i := 0; i < len(m); i += 2 {
+		sum += uint32(m[i])<<8 | uint32(m[i+1])
+	}
+	for sum>>16 != 0 {
+		sum = sum&0xffff + sum>>16
+	}
+	binary.BigEndian.PutUint16(m[2:], ^uint16(sum))
+	if _, err := c.WriteTo(m, &net.IPAddr{IP: dst.AsSlice()}); err != nil {
+		s.Fatal(err)
+	}
+	buf := make([]byte, 1<<16)
+	for deadline := time.Now().Add(5 * time.Second); ; {
+		if err := c.SetReadDeadline(deadline); err != nil {
+			s.Fatal(err)
+		}
+		n, who, err := c.ReadFrom(buf)
+		if err != nil {
+			s.Fatalf("ping %v -> %v: %v", src, dst, err)
+		}
+		if n >= 8 && buf[0] == 0 && binary.BigEndian.Uint16(buf[4:]) == id {
+			if who.String() != dst.String() || !bytes.Equal(buf[8:n], m[8:]) {
+				s.Errorf("ping %v -> %v: the reply is from %v, %d octets of data", src, dst, who, n-8)
+			}
+			return
+		}
+	}
+}
+
+// bigPing has to be fragmented, once on the way out and once on the way in.
+func (s *site) bigPing() {
+	s.ping(s.pod, a, bAtA, 0xb001, 4000)
+	s.ping(s.peer, bAtA, aAtB, 0xb002, 4000)
+}
+
+func (s *site) tcpBothWays() {
+	s.transfer(s.pod, netip.Addr{}, s.peer, netip.AddrPortFrom(bAtA, 8080), netip.AddrPortFrom(bAtA, 8080), aAtB)
+	s.transfer(s.peer, bAtA, s.pod, netip.AddrPortFrom(aAtB, 8080), netip.AddrPortFrom(a, 8080), bAtA)
+}
+
+// nodeToPod goes out from the node's own address: from the one it has in the pod network it would be a pod.
+func (s *site) nodeToPod() {
+	s.transfer(s.node, nodeUnderlay, s.peer, netip.AddrPortFrom(bAtA, 8081), netip.AddrPortFrom(bAtA, 8081), natIPofA)
+}
+
+func (s *site) podToExternal() {
+	s.transfer(s.pod, a, s.peer, netip.AddrPortFrom(serverX, 8082), netip.AddrPortFrom(serverX, 8082), aAtB)
+}
+
+func (s *site) peerToEndpoint() {
+	s.transfer(s.peer, bAtA, s.pod, netip.AddrPortFrom(endpointX, 8083), netip.AddrPortFrom(endpoint, 8083), bAtA)
+}
+
+// transfer opens a connection and sends ten megabytes each way at the same time, compared by their hash. The server has
+// to see the client as seen.
+func (s *site) transfer(client *hosts.Host, src netip.Addr, server *hosts.Host, dst, listen netip.AddrPort, seen netip.Addr) {
+	s.Helper()
+	const size = 10 << 20
+	l := server.ListenTCP(listen)
+	served := make(chan error, 1)
+	go func() {
+		c, err := l.AcceptTCP()
+		if err != nil {
+			served <- err
+			return
+		}
+		defer c.Close()
+		if got := c.RemoteAddr().(*net.TCPAddr).AddrPort().Addr(); got != seen {
+			served <- fmt.Errorf("the server sees %v, want %v", got, seen)
+			return
+		}
+		served <- exchange(c, 2, 1, size)
+	}()
+	c, err := client.DialTCP(src, dst)
+	if err != nil {
+		s.Fatalf("%s -> %v: %v", client.Name, dst, err)
+	}
+	defer c.Close()
+	if err := exchange(c, 1, 2, size); err != nil {
+		s.Errorf("client %s -> %v: %v", client.Name, dst, err)
+	}
+	if err := <-served; err != nil {
+		s.Errorf("server at %v: %v", listen, err)
+	}
+	l.Close()
+}
+
+// exchange writes a stream of one pattern and reads one of another.
+func exchange(c *net.TCPConn, mine, theirs byte, size int64) error {
+	if err := c.SetDeadline(time.Now().Add(60 * time.Second)); err != nil {
+		return err
+	}
+	var written sync.WaitGroup
+	var writeErr error
+	written.Go(func() {
+		if _, writeErr = io.CopyN(c, &pattern{seed: mine}, size); writeErr == nil {
+			writeErr = c.CloseWrite()
+		}
+	})
+	got, want := sha256.New(), sha256.New()
+	n, err := io.Copy(got, c)
+	written.Wait()
+	io.CopyN(want, &pattern{seed: theirs}, size) // a hash takes everything
+	switch {
+	case err != nil:
+		return fmt.Errorf("read after %d octets: %w", n, err)
+	case writeErr != nil:
+		return fmt.Errorf("write: %w", writeErr)
+	case !bytes.Equal(got.Sum(nil), want.Sum(nil)):
+		return fmt.Errorf("%d octets arrived, and not those that were sent", n)
+	}
+	return nil
+}
+
+// pattern is an endless stream that does not repeat at packet boundaries.
+type pattern struct {
+	seed byte
+	n    uint64
+}
+
+func (p *pattern) Read(b []byte) (int, error) {
+	for i := range b {
+		b[i] = byte(p.n*2654435761>>13) ^ p.seed
+		p.n++
+	}
+	return len(b), nil
+}
+
+// allowedIPs: of all sources the peer may invent, only those in its two networks get through. The others are dropped by
+// WireGuard itself.
+func (s *site) allowedIPs() {
+	at := netip.AddrPortFrom(a, 9000)
+	inbox := s.pod.ListenUDP(at)
+	to := netip.AddrPortFrom(aAtB, at.Port())
+	last := netip.AddrPortFrom(lastOf(podsBatA), 0)
+	for _, src := range []string{
+		"192.168.77.1",                 // anybody
+		"10.244.1.20",                  // the pod's real address, which is also one of ours
+		"10.244.255.255",               // one below the pod network as we see it
+		"10.246.0.1",                   // one above it, and our own pods as the peer sees them
+		"10.248.255.255", "10.250.0.0", // around the external network
+		"169.254.0.1", "192.0.2.2",
+	} {
+		s.sendFrom(netip.MustParseAddr(src), to, src)
+	}
+	for _, src := range []netip.Addr{bAtA, last.Addr()} {
+		s.sendFrom(src, to, "ok")
+	}
+	for range 2 {
+		if got, from := s.receive(inbox); got != "ok" {
+			s.Errorf("%q from %v got through", got, from)
+		}
+	}
+	s.nothing(inbox)
+}
+
+// defaultDeny: a hostile peer routes anything to us; only pods and mapped endpoints are reached, the rest is counted.
+func (s *site) defaultDeny() {
+	everything := netip.MustParsePrefix("0.0.0.0/0")
+	s.wg.configure(s.keyB, 51820, s.keyA.PublicKey(), netip.AddrPortFrom(nodeUnderlay, 5871), everything)
+	defer s.wg.configure(s.keyB, 51820, s.keyA.PublicKey(), netip.AddrPortFrom(nodeUnderlay, 5871), podsAatB, extAatB)
+	any := netip.AddrPortFrom(netip.IPv4Unspecified(), 9001)
+	inboxes := []*net.UDPConn{s.pod.ListenUDP(any), s.node.ListenUDP(any)}
+	for _, c := range []struct{ dst, reason string }{
+		{"10.246.0.0", "no_flow"},                                      // the NAPT address, no flow
+		{"10.248.0.77", "no_mapping"},                                  // nothing is mapped there
+		{"10.244.1.10", "destination"},                                 // a pod's real address
+		{"10.244.1.1", "destination"}, {"198.51.100.7", "destination"}, // the node; the endpoint by its own address
+		{"169.254.0.1", "destination"}, {"169.254.100.1", "destination"}, // the gateway's own
+		{"10.249.0.9", "destination"}, {"8.8.8.8", "destination"}, // nobody here
+	} {
+		before := s.drops(c.reason)
+		dst := netip.MustParseAddr(c.dst)
+		if !podsAatB.Contains(dst) && !extAatB.Contains(dst) {
+			s.peer.Route(netip.PrefixFrom(dst, 32), netip.Addr{}, s.wg.name)
+		}
+		s.sendFrom(bAtA, netip.AddrPortFrom(dst, 9001), c.dst)
+		s.eventually(2*time.Second, c.dst+" is counted as "+c.reason, func() error {
+			if n := s.drops(c.reason); n != before+1 {
+				return fmt.Errorf("counted %d times", n-before)
+			}
+			return nil
+		})
+	}
+	for _, inbox := range inboxes {
+		s.nothing(inbox)
+	}
+}
+
+// sendFrom sends a datagram into the tunnel from an address the peer need not have.
+func (s *site) sendFrom(src netip.Addr, to netip.AddrPort, what string) {
+	s.Helper()
+	c := s.peer.ListenTransparent(s.T, src)
+	defer c.Close()
+	if _, err := c.WriteToUDPAddrPort([]byte(what), to); err != nil {
+		s.Fatalf("%v -> %v: %v", src, to, err)
+	}
+}
+
+func (s *site) receive(c *net.UDPConn) (string, netip.AddrPort) {
+	s.Helper()
+	if err := c.SetReadDeadline(time.Now().Add(5 * time.Second)); err != nil {
+		s.Fatal(err)
+	}
+	buf := make([]byte, 100)
+	n, from, err := c.ReadFromUDPAddrPort(buf)
+	if err != nil {
+		s.Fatal(err)
+	}
+	return string(buf[:n]), from
+}
+
+func (s *site) nothing(c *net.UDPConn) {
+	s.Helper()
+	if err := c.SetReadDeadline(time.Now().Add(300 * time.Millisecond)); err != nil {
+		s.Fatal(err)
+	}
+	buf := make([]byte, 100)
+	if n, from, err := c.ReadFromUDPAddrPort(buf); err == nil {
+		s.Errorf("%q from %v got through", buf[:n], from)
+	}
+}
+
+// silence takes the longest: ten seconds without an answer are needed (facts, section 8).
+func (s *site) silence() {
+	s.responder.silence(true)
+	began := time.Now()
+	s.inState("Error", 14*time.Second)
+	if took := time.Since(began); took < 8*time.Second {
+		s.Errorf("Error after %v, want ten seconds of silence", took)
+	}
+	s.responder.silence(false)
+	s.inState("Connected", 4*time.Second)
+}
+
+func lastOf(p netip.Prefix) netip.Addr {
+	b := p.Addr().As4()
+	n := binary.BigEndian.Uint32(b[:]) | (1<<(32-p.Bits()) - 1)
+	binary.BigEndian.PutUint32(b[:], n)
+	return netip.AddrFrom4(b)
+}

@@ -1,0 +1,104 @@
+package interop
+
+import (
+	"encoding/json"
+	"net"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/test/internal/hosts"
+)
+
+// checkPort is where Liqo's gateways ping each other (facts, section 8).
+const checkPort = 12345
+
+// A message of the connection check. In a PING, ClusterID is that of the peer being pinged.
+type message struct {
+	ClusterID string    `json:"clusterID"`
+	MsgType   string    `json:"msgType"`
+	TimeStamp time.Time `json:"timeStamp"`
+}
+
+// A responder answers PINGs as Liqo's gateway does: the same object with another msgType, to where it came from.
+type responder struct {
+	conn *net.UDPConn
+
+	mu     sync.Mutex
+	mute   bool
+	pings  []ping
+	broken []string
+}
+
+type ping struct {
+	raw  string
+	from netip.AddrPort
+	at   time.Time
+}
+
+func respond(h *hosts.Host, at netip.Addr) *responder {
+	r := &responder{conn: h.ListenUDP(netip.AddrPortFrom(at, checkPort))}
+	go r.serve()
+	return r
+}
+
+func (r *responder) serve() {
+	buf := make([]byte, 1024)
+	for {
+		n, from, err := r.conn.ReadFromUDPAddrPort(buf)
+		if err != nil {
+			return
+		}
+		r.mu.Lock()
+		var m message
+		if err := json.Unmarshal(buf[:n], &m); err != nil || m.MsgType != "PING" {
+			r.broken = append(r.broken, string(buf[:n]))
+		} else {
+			r.pings = append(r.pings, ping{string(buf[:n]), from, time.Now()})
+		}
+		mute := r.mute
+		r.mu.Unlock()
+		if mute {
+			continue
+		}
+		m.MsgType = "PONG"
+		answer, _ := json.Marshal(m)
+		r.conn.WriteToUDPAddrPort(answer, from)
+	}
+}
+
+// silence makes the peer deaf and dumb, or not.
+func (r *responder) silence(on bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.mute = on
+}
+
+// heard returns the PINGs so far and what was no PING.
+func (r *responder) heard() (pings []ping, broken []string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return append(pings, r.pings...), append(broken, r.broken...)
+}
+
+// askPong sends one PING and returns the answer and who sent it; nothing within two seconds is an error of the test.
+func askPong(t *testing.T, c *net.UDPConn, to netip.AddrPort, m message) (answer string, from netip.AddrPort) {
+	t.Helper()
+	b, err := json.Marshal(m)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := c.WriteToUDPAddrPort(b, to); err != nil {
+		t.Fatal(err)
+	}
+	if err := c.SetReadDeadline(time.Now().Add(2 * time.Second)); err != nil {
+		t.Fatal(err)
+	}
+	buf := make([]byte, 1024)
+	n, from, err := c.ReadFromUDPAddrPort(buf)
+	if err != nil {
+		t.Fatalf("no PONG for %s: %v", b, err)
+	}
+	return string(buf[:n]), from
+}
