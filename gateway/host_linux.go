@@ -271,8 +271,8 @@ func (h *host) have(want hostState) (hostState, error) {
 	if a, b := ends[VethHost], ends[VethGateway]; a != nil && b != nil && a.ParentIndex == b.Index && b.ParentIndex == a.Index {
 		s.veth = []veth{{}}
 	}
-	collect(h.haveRoutes(&s, hostSide, RouteTable))
 	collect(h.haveRoutes(&s, gatewaySide, mainTable))
+	collect(h.haveRoutes(&s, hostSide, RouteTable)) // last, so that it is removed first
 	collect(h.haveRules(&s))
 	collect(h.haveSysctls(&s, want.sysctls))
 	return s, errors.Join(errs...)

@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -28,6 +29,9 @@ the gateway made.
 It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if dir == "" {
+				return &codeError{exitUsage, errors.New("want --config DIR")}
+			}
 			var l slog.Level
 			if err := l.UnmarshalText([]byte(level)); err != nil {
 				return &codeError{exitUsage, fmt.Errorf("--log-level %q: want debug, info, warn or error", level)}
@@ -44,7 +48,6 @@ It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 	}
 	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
-	cmd.MarkFlagRequired("config")
 	return cmd
 }
 

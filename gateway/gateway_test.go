@@ -1,0 +1,798 @@
+package gateway
+
+import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"crypto/ecdh"
+	"crypto/rand"
+
+	"github.com/vishvananda/netlink"
+	"go.uber.org/goleak"
+	"golang.org/x/net/icmp"
+	"golang.org/x/net/ipv4"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/source/file"
+)
+
+// The tests run gateways as processes of their own, because a gateway serves the
+// namespace of its process: this binary, called again with childConfig set.
+const childConfig = "ISTHMUS_TEST_GATEWAY_CONFIG"
+
+func TestMain(m *testing.M) {
+	if dir := os.Getenv(childConfig); dir != "" {
+		os.Exit(child(dir))
+	}
+	os.Exit(m.Run())
+}
+
+// child is a gateway that also looks whether it left anything in its process.
+func child(dir string) int {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	err := Run(ctx, Options{
+		Source:  testSource(dir),
+		Log:     slog.New(slog.NewJSONHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
+		Version: "test",
+	})
+	stop()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "error:", err)
+		return 1
+	}
+	if err := goleak.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv")); err != nil {
+		fmt.Fprintln(os.Stderr, "left behind:", err)
+		return 3
+	}
+	entries, _ := os.ReadDir("/proc/self/fd")
+	for _, e := range entries {
+		to, _ := os.Readlink("/proc/self/fd/" + e.Name())
+		if strings.HasPrefix(to, "net:") || strings.HasSuffix(to, "/ns/net") || strings.HasPrefix(to, "socket:") || to == "/dev/net/tun" {
+			fmt.Fprintln(os.Stderr, "left open:", to)
+			return 3
+		}
+	}
+	tasks, _ := filepath.Glob("/proc/self/task/*/ns/net")
+	own, _ := os.Readlink("/proc/self/ns/net")
+	for _, t := range tasks {
+		if in, err := os.Readlink(t); err == nil && in != own {
+			fmt.Fprintln(os.Stderr, "thread left in another namespace:", t, in)
+			return 3
+		}
+	}
+	return 0
+}
+
+func testSource(dir string) Source {
+	return func(ctx context.Context, deliver func(Config, error)) {
+		file.Watch(ctx, dir, func(s file.Snapshot, err error) {
+			deliver(Config{
+				Intent: s.Intent, PrivateKey: Key(s.PrivateKey), ListenPort: s.Gateway.ListenPort, MTU: int(s.Gateway.MTU),
+				MaxFlows: s.Gateway.MaxFlows, MetricsAddress: s.Gateway.MetricsAddress, StatusAddress: s.Gateway.StatusAddress,
+			}, err)
+		})
+	}
+}
+
+func needRoot(t *testing.T) {
+	t.Helper()
+	if os.Getuid() != 0 {
+		t.Skip("needs root for network namespaces")
+	}
+	if _, err := os.Stat("/dev/net/tun"); err != nil {
+		t.Skip("needs /dev/net/tun")
+	}
+}
+
+// space is a network namespace of a test.
+type space struct {
+	t    *testing.T
+	name string
+	file *os.File
+	nl   *netlink.Handle
+}
+
+func newSpace(t *testing.T, name string) *space {
+	t.Helper()
+	f, err := newNamespace()
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &space{t: t, name: name, file: f}
+	t.Cleanup(func() { s.nl.Close(); f.Close() })
+	s.do(func() (err error) {
+		s.nl, err = netlink.NewHandle(unix.NETLINK_ROUTE)
+		return err
+	})
+	s.must(s.nl.LinkSetUp(s.link("lo")))
+	return s
+}
+
+func (s *space) must(err error) {
+	s.t.Helper()
+	if err != nil {
+		s.t.Fatalf("%s: %v", s.name, err)
+	}
+}
+
+// in runs fn in the namespace.
+func (s *space) in(fn func() error) error {
+	return onDyingThread(func() error {
+		if err := unix.Setns(int(s.file.Fd()), unix.CLONE_NEWNET); err != nil {
+			return err
+		}
+		return fn()
+	})
+}
+
+func (s *space) do(fn func() error) {
+	s.t.Helper()
+	s.must(s.in(fn))
+}
+
+func (s *space) link(name string) netlink.Link {
+	s.t.Helper()
+	l, err := s.nl.LinkByName(name)
+	s.must(err)
+	return l
+}
+
+func (s *space) sysctl(path, value string) {
+	s.t.Helper()
+	s.do(func() error { return os.WriteFile("/proc/sys/"+path, []byte(value), 0) })
+}
+
+func (s *space) address(link, prefix string) {
+	s.t.Helper()
+	a, err := netlink.ParseAddr(prefix)
+	s.must(err)
+	s.must(s.nl.AddrAdd(s.link(link), a))
+	s.must(s.nl.LinkSetUp(s.link(link)))
+}
+
+// veth joins two namespaces.
+func veth2(a *space, nameA string, b *space, nameB string, mtu int) {
+	a.t.Helper()
+	l := netlink.NewVeth(netlink.LinkAttrs{Name: nameA, MTU: mtu, TxQLen: -1})
+	l.PeerName, l.PeerNamespace, l.PeerMTU = nameB, netlink.NsFd(b.file.Fd()), uint32(mtu)
+	a.must(a.nl.LinkAdd(l))
+	a.must(a.nl.LinkSetUp(a.link(nameA)))
+	b.must(b.nl.LinkSetUp(b.link(nameB)))
+}
+
+// site is one cluster: a node with a gateway and a pod. All sites have the same
+// PodCIDR and ExternalCIDR.
+type site struct {
+	*space
+	pod     *space
+	id      string
+	addr    string // underlay
+	dir     string
+	private [32]byte
+	gateway *process
+}
+
+const podAddr = "10.244.1.10"
+
+func newSite(t *testing.T, name string, n int, wire *space, mtu int) *site {
+	t.Helper()
+	s := &site{space: newSpace(t, name), id: strings.Repeat(strconv.Itoa(n), 8) + "-0000-4000-8000-000000000000",
+		addr: fmt.Sprintf("192.0.2.%d", n), dir: t.TempDir()}
+	rand.Read(s.private[:])
+	s.pod = newSpace(t, name+"-pod")
+	veth2(s.space, "eth0", wire, name, mtu)
+	wire.must(wire.nl.LinkSetMaster(wire.link(name), wire.link("br0")))
+	s.address("eth0", s.addr+"/24")
+	veth2(s.space, "pod", s.pod, "eth0", mtu)
+	s.address("pod", "10.244.1.1/24")
+	s.pod.address("eth0", podAddr+"/24")
+	s.pod.must(s.pod.nl.RouteAdd(&netlink.Route{Gw: net.IPv4(10, 244, 1, 1)}))
+	s.sysctl("net/ipv4/ip_forward", "1")
+	s.write("private.key", base64.StdEncoding.EncodeToString(s.private[:]))
+	s.write("gateway.yaml", fmt.Sprintf("apiVersion: isthmus.net/v1alpha1\nkind: Gateway\nclusterID: %s\nclusterName: %s\nprivateKeyFile: private.key\n", s.id, name))
+	return s
+}
+
+func newWire(t *testing.T) *space {
+	t.Helper()
+	wire := newSpace(t, "wire")
+	wire.must(wire.nl.LinkAdd(&netlink.Bridge{LinkAttrs: netlink.LinkAttrs{Name: "br0", TxQLen: -1}}))
+	wire.must(wire.nl.LinkSetUp(wire.link("br0")))
+	return wire
+}
+
+func (s *site) write(name, text string) {
+	s.t.Helper()
+	tmp := filepath.Join(s.dir, "."+name)
+	s.must(os.WriteFile(tmp, []byte(text), 0o600))
+	s.must(os.Rename(tmp, filepath.Join(s.dir, name)))
+}
+
+func (s *site) publicKey() string {
+	k, err := ecdh.X25519().NewPrivateKey(s.private[:])
+	s.must(err)
+	return base64.StdEncoding.EncodeToString(k.PublicKey().Bytes())
+}
+
+// peering is how s sees other: pods as 10.pods.0.0/16, external addresses as
+// 10.(pods+1).0.0/16; other sees s as 10.theirs.0.0/16 and the next.
+func (s *site) peering(other *site, pods, theirs int, endpoint string) string {
+	return fmt.Sprintf(`apiVersion: net.liqo.io/v1alpha1
+kind: TunnelEndpoint
+metadata: {name: %[1]s, namespace: liqo-tenant-%[1]s}
+spec:
+  clusterIdentity: {clusterID: %[2]s, clusterName: %[1]s}
+  localPodCIDR: 10.244.0.0/16
+  localNATPodCIDR: 10.%[3]d.0.0/16
+  localExternalCIDR: 10.245.0.0/16
+  localNATExternalCIDR: 10.%[4]d.0.0/16
+  remotePodCIDR: 10.244.0.0/16
+  remoteNATPodCIDR: 10.%[5]d.0.0/16
+  remoteExternalCIDR: 10.245.0.0/16
+  remoteNATExternalCIDR: 10.%[6]d.0.0/16
+  endpointIP: %[7]s
+  backendType: wireguard
+  backend_config: {port: "5871", publicKey: "%[8]s"}
+`, other.name, other.id, theirs, theirs+1, pods, pods+1, endpoint, other.publicKey())
+}
+
+// process is a gateway that runs.
+type process struct {
+	cmd  *exec.Cmd
+	done chan error
+	mu   sync.Mutex
+	log  bytes.Buffer
+}
+
+func (p *process) Write(b []byte) (int, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.log.Write(b)
+}
+
+func (p *process) text() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.log.String()
+}
+
+// launch starts a gateway without waiting for it to be ready.
+func (s *site) launch() *process {
+	s.t.Helper()
+	p := &process{done: make(chan error, 1)}
+	p.cmd = exec.Command("/proc/self/exe")
+	p.cmd.Env = append(os.Environ(), childConfig+"="+s.dir)
+	p.cmd.Stderr, p.cmd.Stdout = p, p
+	s.do(p.cmd.Start) // a child starts in the namespace of the thread that starts it
+	go func() { p.done <- p.cmd.Wait() }()
+	s.t.Cleanup(func() {
+		p.cmd.Process.Kill()
+		if s.t.Failed() {
+			s.t.Logf("gateway %s:\n%s", s.name, p.text())
+		}
+	})
+	return p
+}
+
+func (s *site) start() {
+	s.t.Helper()
+	s.gateway = s.launch()
+	s.within(10*time.Second, "gateway not ready", func() error {
+		select {
+		case err := <-s.gateway.done:
+			s.t.Fatalf("%s: gateway ended: %v\n%s", s.name, err, s.gateway.text())
+		default:
+		}
+		_, err := s.get("http://127.0.0.1:5872/readyz")
+		return err
+	})
+}
+
+func (s *site) stop() {
+	s.t.Helper()
+	s.gateway.cmd.Process.Signal(syscall.SIGTERM)
+	select {
+	case err := <-s.gateway.done:
+		if err != nil {
+			s.t.Errorf("%s: gateway ended with %v\n%s", s.name, err, s.gateway.text())
+		}
+	case <-time.After(10 * time.Second):
+		s.t.Fatalf("%s: gateway does not end", s.name)
+	}
+}
+
+func (s *site) within(d time.Duration, what string, try func() error) {
+	s.t.Helper()
+	deadline := time.Now().Add(d)
+	for {
+		err := try()
+		if err == nil {
+			return
+		}
+		if time.Now().After(deadline) {
+			s.t.Fatalf("%s: %s: %v", s.name, what, err)
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+func (s *space) get(url string) (string, error) {
+	var body string
+	dial := func(ctx context.Context, network, addr string) (c net.Conn, err error) {
+		err = s.in(func() error {
+			c, err = (&net.Dialer{}).DialContext(ctx, network, addr)
+			return err
+		})
+		return c, err
+	}
+	client := &http.Client{Timeout: 5 * time.Second, Transport: &http.Transport{DialContext: dial, DisableKeepAlives: true}}
+	resp, err := client.Get(url)
+	if err != nil {
+		return "", err
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if body = string(b); err == nil && resp.StatusCode != 200 {
+		err = errors.New(resp.Status + " " + body)
+	}
+	return body, err
+}
+
+func (s *site) status() (st Status) {
+	s.t.Helper()
+	text, err := s.get("http://127.0.0.1:5873/status?flows=10")
+	s.must(err)
+	s.must(json.Unmarshal([]byte(text), &st))
+	return st
+}
+
+func (s *site) metric(line string) string {
+	s.t.Helper()
+	text, err := s.get("http://127.0.0.1:5872/metrics")
+	s.must(err)
+	for l := range strings.SplitSeq(text, "\n") {
+		if v, ok := strings.CutPrefix(l, line+" "); ok {
+			return v
+		}
+	}
+	return ""
+}
+
+// pinger sends echo requests from the namespace.
+type pinger struct {
+	conn *net.IPConn
+	dst  net.IP
+	id   int
+}
+
+func (s *space) pinger(dst string) *pinger {
+	s.t.Helper()
+	p := &pinger{dst: net.ParseIP(dst), id: int(time.Now().UnixNano() & 0xffff)}
+	s.do(func() (err error) {
+		p.conn, err = net.ListenIP("ip4:icmp", nil)
+		return err
+	})
+	s.t.Cleanup(func() { p.conn.Close() })
+	return p
+}
+
+func (p *pinger) send(seq, size int) error {
+	m := icmp.Message{Type: ipv4.ICMPTypeEcho, Body: &icmp.Echo{ID: p.id, Seq: seq, Data: make([]byte, size)}}
+	b, err := m.Marshal(nil)
+	if err == nil {
+		_, err = p.conn.WriteTo(b, &net.IPAddr{IP: p.dst})
+	}
+	return err
+}
+
+// receive returns the number of an answer.
+func (p *pinger) receive(deadline time.Time) (int, error) {
+	buf := make([]byte, 65536)
+	p.conn.SetReadDeadline(deadline)
+	for {
+		n, from, err := p.conn.ReadFrom(buf)
+		if err != nil {
+			return 0, err
+		}
+		m, err := icmp.ParseMessage(1, buf[:n])
+		if err != nil {
+			continue
+		}
+		if e, ok := m.Body.(*icmp.Echo); ok && m.Type == ipv4.ICMPTypeEchoReply && e.ID == p.id && from.(*net.IPAddr).IP.Equal(p.dst) {
+			return e.Seq, nil
+		}
+	}
+}
+
+// ping tries for some seconds, each try for half a second.
+func (s *space) ping(dst string) {
+	s.t.Helper()
+	s.pingWithin(dst, 8*time.Second)
+}
+
+func (s *space) pingWithin(dst string, d time.Duration) {
+	s.t.Helper()
+	p := s.pinger(dst)
+	var err error
+	for end, seq := time.Now().Add(d), 1; time.Now().Before(end); seq++ {
+		if err = p.send(seq, 8); err == nil {
+			if _, err = p.receive(time.Now().Add(500 * time.Millisecond)); err == nil {
+				return
+			}
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	s.t.Fatalf("%s: no answer from %s: %v", s.name, dst, err)
+}
+
+// flood pings until the returned function is called, which gives what was sent
+// and what came back.
+func (s *space) flood(dst string, every time.Duration) (stop func() (sent, got int)) {
+	s.t.Helper()
+	p := s.pinger(dst)
+	ctx, cancel := context.WithCancel(context.Background())
+	var wg sync.WaitGroup
+	sent, got := 0, 0
+	wg.Go(func() {
+		tick := time.NewTicker(every)
+		defer tick.Stop()
+		for ctx.Err() == nil {
+			if p.send(sent&0xffff, 56) == nil {
+				sent++
+			}
+			<-tick.C
+		}
+	})
+	wg.Go(func() {
+		var end time.Time
+		for {
+			if ctx.Err() != nil && end.IsZero() {
+				end = time.Now().Add(time.Second)
+			}
+			if !end.IsZero() && time.Now().After(end) {
+				return
+			}
+			if _, err := p.receive(time.Now().Add(100 * time.Millisecond)); err == nil {
+				got++
+			}
+		}
+	})
+	return func() (int, int) {
+		cancel()
+		wg.Wait()
+		return sent, got
+	}
+}
+
+// ours lists what a gateway has in its host's namespace.
+func (s *space) ours() []string {
+	s.t.Helper()
+	var all []string
+	links, err := s.nl.LinkList()
+	s.must(err)
+	for _, l := range links {
+		if strings.HasPrefix(l.Attrs().Name, "isthmus") {
+			all = append(all, "link "+l.Attrs().Name)
+		}
+	}
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		rules, err := s.nl.RuleList(family)
+		s.must(err)
+		for _, r := range rules {
+			if r.Priority == RulePriority {
+				all = append(all, r.String())
+			}
+		}
+		routes, err := s.nl.RouteListFiltered(family, &netlink.Route{}, netlink.RT_FILTER_TABLE)
+		s.must(err)
+		for _, r := range routes {
+			if r.Protocol == RouteProtocol || r.Table == RouteTable {
+				all = append(all, "route "+r.String())
+			}
+		}
+	}
+	return all
+}
+
+// Three clusters with the same PodCIDR; a is joined with b and with c.
+func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
+	needRoot(t)
+	wire := newWire(t)
+	a, b, c := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500), newSite(t, "c", 3, wire, 1500)
+	a.write("b.yaml", a.peering(b, 246, 250, b.addr))
+	a.write("c.yaml", a.peering(c, 248, 246, c.addr))
+	b.write("a.yaml", b.peering(a, 250, 246, a.addr))
+	c.write("a.yaml", c.peering(a, 246, 248, a.addr))
+	// Foreign objects near ours, which have to survive.
+	foreign := netlink.NewRule()
+	foreign.Priority, foreign.Table, foreign.Family = RulePriority+1, RouteTable, netlink.FAMILY_V4
+	a.must(a.nl.RuleAdd(foreign))
+	for _, s := range []*site{a, b, c} {
+		s.start()
+	}
+
+	t.Run("pods reach pods both ways", func(t *testing.T) {
+		a.pod.ping("10.246.1.10")
+		b.pod.ping("10.250.1.10")
+		a.pod.ping("10.248.1.10")
+		c.pod.ping("10.246.1.10")
+	})
+	t.Run("a node reaches a remote pod", func(t *testing.T) { a.ping("10.246.1.10") })
+	t.Run("the connection check finds the peers", func(t *testing.T) {
+		a.within(5*time.Second, "not connected", func() error {
+			st := a.status()
+			if fine, wrong := st.Healthy(); !fine {
+				return fmt.Errorf("%q", wrong)
+			}
+			if len(st.Peers) != 2 || st.Peers[0].RTT <= 0 || st.Peers[0].LastHandshake == nil || st.MTU != 1440 || !st.MTUAuto {
+				return fmt.Errorf("%+v", st)
+			}
+			return nil
+		})
+		if up := a.metric(`isthmus_peer_up{peer="` + b.id + `"}`); up != "1" {
+			t.Errorf("isthmus_peer_up is %q", up)
+		}
+		if n := a.metric(`isthmus_peer_receive_packets_total{peer="` + b.id + `"}`); n == "" || n == "0" {
+			t.Errorf("received packets: %q", n)
+		}
+	})
+	t.Run("a full-size packet passes and a larger one is told the tunnel MTU", func(t *testing.T) {
+		p := a.pod.pinger("10.246.1.10")
+		raw, err := p.conn.SyscallConn()
+		if err != nil {
+			t.Fatal(err)
+		}
+		raw.Control(func(fd uintptr) {
+			err = unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO)
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := p.send(1, 1440-28); err != nil {
+			t.Fatal(err)
+		}
+		if _, err := p.receive(time.Now().Add(2 * time.Second)); err != nil {
+			t.Errorf("1440 octets: %v", err)
+		}
+		p.send(2, 1441-28)
+		time.Sleep(100 * time.Millisecond)
+		if err := p.send(3, 1441-28); !errors.Is(err, unix.EMSGSIZE) {
+			t.Errorf("1441 octets a second time: %v, want EMSGSIZE", err)
+		}
+	})
+	t.Run("status shows namespace and flows", func(t *testing.T) {
+		st := a.status()
+		if f, err := os.Open(st.Namespace); err != nil {
+			t.Error(err)
+		} else {
+			f.Close()
+		}
+		if len(st.Flows) == 0 {
+			t.Error("no flows, although a node pinged and probes were sent")
+		}
+	})
+	t.Run("what somebody deletes is back within a second", func(t *testing.T) {
+		rule := netlink.NewRule()
+		rule.Priority, rule.Table, rule.Family = RulePriority, RouteTable, netlink.FAMILY_V4
+		prefix := ipNet(netip.MustParsePrefix("10.246.0.0/16"))
+		for _, deleted := range []struct {
+			what string
+			del  func() error
+		}{
+			{"rule", func() error { return a.nl.RuleDel(rule) }},
+			{"route", func() error { return a.nl.RouteDel(&netlink.Route{Table: RouteTable, Dst: prefix}) }},
+			{"veth", func() error { return a.nl.LinkDel(a.link(VethHost)) }},
+			{"veth up", func() error { return a.nl.LinkSetDown(a.link(VethHost)) }},
+			{"inner route", func() error {
+				return inNamespace(a.status().Namespace, func() error {
+					return netlink.RouteDel(&netlink.Route{Dst: prefix, Table: mainTable, Scope: netlink.SCOPE_LINK})
+				})
+			}},
+			{"inner neighbour", func() error {
+				return inNamespace(a.status().Namespace, func() error {
+					l, err := netlink.LinkByName(VethGateway)
+					if err != nil {
+						return err
+					}
+					return netlink.NeighDel(&netlink.Neigh{LinkIndex: l.Attrs().Index, IP: hopHost4.AsSlice(), State: netlink.NUD_PERMANENT})
+				})
+			}},
+		} {
+			what, del := deleted.what, deleted.del
+			before := a.ours()
+			if err := del(); err != nil {
+				t.Fatalf("%s: %v", what, err)
+			}
+			start := time.Now()
+			a.pod.pingWithin("10.246.1.10", time.Second)
+			a.within(time.Second-time.Since(start), what+" not back", func() error {
+				if now := a.ours(); len(now) != len(before) {
+					return fmt.Errorf("have %q, had %q", now, before)
+				}
+				return nil
+			})
+			t.Logf("%s back after %v", what, time.Since(start).Round(time.Millisecond))
+		}
+	})
+	t.Run("a change of one peer costs another no packet", func(t *testing.T) {
+		before := a.status()
+		stop := a.pod.flood("10.246.1.10", 2*time.Millisecond)
+		generation := func(n int) {
+			a.within(4*time.Second, "change not applied", func() error {
+				if g := a.status().Config.Generation; g < n {
+					return fmt.Errorf("generation %d, want %d", g, n)
+				}
+				return nil
+			})
+		}
+		g := before.Config.Generation
+		a.write("c.yaml", a.peering(c, 248, 246, "192.0.2.33")) // endpoint
+		generation(g + 1)
+		rand.Read(c.private[:]) // key
+		a.write("c.yaml", a.peering(c, 252, 246, c.addr))
+		generation(g + 2)
+		os.Remove(filepath.Join(a.dir, "c.yaml")) // removed
+		generation(g + 3)
+		if m := a.metric(`isthmus_peer_up{peer="` + c.id + `"}`); m != "" {
+			t.Errorf("the removed peer still has a series: %q", m)
+		}
+		a.write("c.yaml", a.peering(c, 248, 246, c.addr))
+		generation(g + 4)
+		if sent, got := stop(); sent != got || sent < 1000 {
+			t.Errorf("sent %d, received %d", sent, got)
+		} else {
+			t.Logf("%d of %d", got, sent)
+		}
+		for _, p := range a.status().Peers {
+			if p.ID == b.id && !p.LastHandshake.Equal(*before.Peers[0].LastHandshake) {
+				t.Error("the session with b was renewed")
+			}
+		}
+		// c learns its new key.
+		c.write("private.key", base64.StdEncoding.EncodeToString(c.private[:]))
+		c.pod.ping("10.246.1.10")
+		a.pod.ping("10.248.1.10")
+	})
+	t.Run("a broken file is reported and changes nothing", func(t *testing.T) {
+		stop := a.pod.flood("10.246.1.10", 5*time.Millisecond)
+		a.write("b.yaml", strings.Replace(a.peering(b, 246, 250, b.addr), "10.246.0.0/16", "10.246.1.0/16", 1))
+		a.within(4*time.Second, "not reported", func() error {
+			if e := a.status().Config.Errors; len(e) != 1 || !strings.Contains(e[0], "b.yaml") || !strings.Contains(e[0], "spec.remoteNATPodCIDR") {
+				return fmt.Errorf("%q", e)
+			}
+			return nil
+		})
+		if m := a.metric("isthmus_config_last_reload_successful"); m != "0" {
+			t.Errorf("isthmus_config_last_reload_successful is %q", m)
+		}
+		time.Sleep(1500 * time.Millisecond)
+		if n := strings.Count(a.gateway.text(), "configuration not usable"); n != 1 {
+			t.Errorf("logged %d times", n)
+		}
+		a.write("b.yaml", a.peering(b, 246, 250, b.addr))
+		a.within(4*time.Second, "not repaired", func() error {
+			if m := a.metric("isthmus_config_last_reload_successful"); m != "1" {
+				return fmt.Errorf("%q", m)
+			}
+			return nil
+		})
+		if sent, got := stop(); sent != got {
+			t.Errorf("sent %d, received %d", sent, got)
+		}
+	})
+	t.Run("one gateway in a namespace", func(t *testing.T) {
+		p := a.launch()
+		if err := <-p.done; err == nil || !strings.Contains(p.text(), "another isthmus gateway (process "+strconv.Itoa(a.gateway.cmd.Process.Pid)+")") {
+			t.Errorf("%v: %s", err, p.text())
+		}
+		a.pod.ping("10.246.1.10")
+	})
+	t.Run("a killed gateway leaks nothing and its leftovers are adopted", func(t *testing.T) {
+		a.gateway.cmd.Process.Kill()
+		<-a.gateway.done
+		p := a.pod.pinger("10.246.1.10")
+		p.send(1, 8)
+		a.within(2*time.Second, "still reachable or sent elsewhere", func() error {
+			r, err := a.nl.RouteGet(net.ParseIP("10.246.1.10"))
+			if !errors.Is(err, unix.EHOSTUNREACH) {
+				return fmt.Errorf("route %v, %v", r, err)
+			}
+			return nil
+		})
+		a.start()
+		a.pod.ping("10.246.1.10")
+		b.pod.ping("10.250.1.10")
+		rules := 0
+		for _, o := range a.ours() {
+			if strings.HasPrefix(o, "ip rule") {
+				rules++
+			}
+		}
+		if rules != 1 {
+			t.Errorf("%d rules: %q", rules, a.ours())
+		}
+	})
+	t.Run("SIGTERM leaves nothing behind", func(t *testing.T) {
+		for _, s := range []*site{a, b, c} {
+			s.stop()
+			if left := s.ours(); len(left) > 0 {
+				t.Errorf("%s: %q", s.name, left)
+			}
+		}
+		foreign.Priority = RulePriority + 1
+		if err := a.nl.RuleDel(foreign); err != nil {
+			t.Errorf("the foreign rule: %v", err)
+		}
+	})
+}
+
+func inNamespace(path string, fn func() error) error {
+	f, err := os.Open(path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	return onDyingThread(func() error {
+		if err := unix.Setns(int(f.Fd()), unix.CLONE_NEWNET); err != nil {
+			return err
+		}
+		return fn()
+	})
+}
+
+func TestAGatewayThatCannotStartSaysWhyAndLeavesNothing(t *testing.T) {
+	needRoot(t)
+	wire := newWire(t)
+	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
+	try := func(t *testing.T, want string) {
+		t.Helper()
+		p := a.launch()
+		select {
+		case <-p.done:
+		case <-time.After(10 * time.Second):
+			t.Fatal("still runs")
+		}
+		if !strings.Contains(p.text(), want) || p.cmd.ProcessState.ExitCode() != 1 {
+			t.Errorf("want %q and exit code 1, got %v:\n%s", want, p.cmd.ProcessState, p.text())
+		}
+		if left := a.ours(); len(left) > 0 {
+			t.Errorf("left %q", left)
+		}
+	}
+	t.Run("broken configuration", func(t *testing.T) {
+		a.write("b.yaml", strings.Replace(a.peering(b, 246, 250, b.addr), "10.246.0.0/16", "10.246.1.0/16", 1))
+		try(t, "b.yaml: TunnelEndpoint liqo-tenant-b/b: spec.remoteNATPodCIDR")
+		a.write("b.yaml", a.peering(b, 246, 250, b.addr))
+	})
+	t.Run("listen port in use", func(t *testing.T) {
+		var c net.PacketConn
+		a.do(func() (err error) { c, err = net.ListenPacket("udp", ":5871"); return err })
+		defer c.Close()
+		try(t, "listen port 5871/udp is in use by another process")
+	})
+	t.Run("metrics address in use", func(t *testing.T) {
+		var l net.Listener
+		a.do(func() (err error) { l, err = net.Listen("tcp", ":5872"); return err })
+		defer l.Close()
+		try(t, "metrics address")
+	})
+}
