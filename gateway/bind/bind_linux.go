@@ -1,0 +1,208 @@
+// Package bind is the UDP side of the tunnel: wireguard-go's conn.Bind for
+// Linux.
+//
+// It differs from wireguard-go's own in what it does for one datagram. Many
+// datagrams of one size leave by one sendmsg(2) with UDP_SEGMENT that gathers
+// them where they lie; a datagram that the kernel has put together by UDP_GRO is
+// taken apart with one copy for each but the first; small datagrams are received
+// until there are no more, so that they reach the device in batches; and an
+// endpoint is one value for each remote address, not one for each datagram.
+//
+//	device ── Send ────► sendmsg, UDP_SEGMENT ──► socket ══ peer
+//	device ◄─ receive ── recvmsg, UDP_GRO ◄────── socket ══ peer
+package bind
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"syscall"
+
+	"golang.org/x/sys/unix"
+	"golang.zx2c4.com/wireguard/conn"
+)
+
+const (
+	// bufferSize of both socket buffers, octets: what wireguard-go asks for. It takes
+	// CAP_NET_ADMIN to exceed net.core.{r,w}mem_max.
+	bufferSize = 7 << 20
+
+	// maxSegments is UDP_MAX_SEGMENTS of older kernels and UDP_GRO_CNT_MAX
+	// (include/linux/udp.h, net/ipv4/udp_offload.c): datagrams in one.
+	maxSegments = 64
+
+	// maxPayload is the largest UDP payload over IPv4.
+	maxPayload = 65535 - 20 - 8
+)
+
+// Bind is a pair of UDP sockets, IPv4 and IPv6, on one port. It implements
+// conn.Bind; all methods may be used concurrently. The zero value is ready.
+type Bind struct {
+	mu     sync.RWMutex // guards the two; held to read by senders
+	v4, v6 *socket
+}
+
+var _ conn.Bind = (*Bind)(nil)
+
+// New returns a closed Bind.
+func New() *Bind { return new(Bind) }
+
+// BatchSize implements conn.Bind.
+func (b *Bind) BatchSize() int { return conn.IdealBatchSize }
+
+// Open implements conn.Bind: it binds port, 0 for a free one, for both families,
+// or for the one that the machine has. An occupied port is syscall.EADDRINUSE.
+func (b *Bind) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.v4 != nil || b.v6 != nil {
+		return nil, 0, conn.ErrBindAlreadyOpen
+	}
+	const attempts = 100 // to find a port that is free for both families
+	for try := 1; ; try++ {
+		v4, v6, actual, err := openBoth(port)
+		if err == nil {
+			b.v4, b.v6 = v4, v6
+			var fns []conn.ReceiveFunc
+			for _, s := range []*socket{v4, v6} {
+				if s != nil {
+					fns = append(fns, s.receive)
+				}
+			}
+			return fns, actual, nil
+		}
+		if port != 0 || try == attempts || !errors.Is(err, unix.EADDRINUSE) {
+			return nil, 0, err
+		}
+	}
+}
+
+func openBoth(port uint16) (v4, v6 *socket, actual uint16, err error) {
+	v4, err = open("udp4", port)
+	if err != nil && !errors.Is(err, unix.EAFNOSUPPORT) {
+		return nil, nil, 0, err
+	}
+	if v4 != nil {
+		port = v4.port()
+	}
+	v6, err = open("udp6", port)
+	switch {
+	case err == nil:
+		port = v6.port()
+	case v4 == nil || !errors.Is(err, unix.EAFNOSUPPORT):
+		return nil, nil, 0, errors.Join(err, v4.close())
+	}
+	return v4, v6, port, nil
+}
+
+// Close implements conn.Bind. Receiving ends with net.ErrClosed.
+func (b *Bind) Close() error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	err := errors.Join(b.v4.close(), b.v6.close())
+	b.v4, b.v6 = nil, nil
+	return err
+}
+
+// SetMark implements conn.Bind: SO_MARK, for policy rules of the underlay. It
+// takes CAP_NET_ADMIN.
+func (b *Bind) SetMark(mark uint32) error {
+	b.mu.RLock()
+	defer b.mu.RUnlock()
+	var errs []error
+	for _, s := range []*socket{b.v4, b.v6} {
+		if s == nil {
+			continue
+		}
+		var err error
+		errs = append(errs, s.raw.Control(func(fd uintptr) {
+			err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MARK, int(mark))
+		}), err)
+	}
+	return errors.Join(errs...)
+}
+
+// ParseEndpoint implements conn.Bind; s is IP:port.
+func (b *Bind) ParseEndpoint(s string) (conn.Endpoint, error) {
+	dst, err := netip.ParseAddrPort(s)
+	if err != nil {
+		return nil, fmt.Errorf("endpoint: %w", err)
+	}
+	return newEndpoint(dst, netip.Addr{}), nil
+}
+
+// Send implements conn.Bind. It waits while the socket's buffer is full.
+func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
+	e, ok := ep.(*endpoint)
+	if !ok {
+		return conn.ErrWrongEndpointType
+	}
+	b.mu.RLock()
+	s := b.v4
+	if e.dst.Addr().Is6() {
+		s = b.v6
+	}
+	b.mu.RUnlock()
+	if s == nil {
+		return unix.EAFNOSUPPORT
+	}
+	return s.send(bufs, e)
+}
+
+// socket is one of the two.
+type socket struct {
+	conn  *net.UDPConn
+	raw   syscall.RawConn
+	noGSO atomic.Bool // the device behind the route cannot do it
+
+	senders sync.Pool // of *sender
+	in      receiver
+}
+
+func open(network string, port uint16) (*socket, error) {
+	lc := net.ListenConfig{Control: prepare}
+	c, err := lc.ListenPacket(context.Background(), network, ":"+strconv.Itoa(int(port)))
+	if err != nil {
+		return nil, err
+	}
+	s := &socket{conn: c.(*net.UDPConn)}
+	if s.raw, err = s.conn.SyscallConn(); err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	s.senders.New = func() any { return newSender() }
+	s.in.init()
+	return s, nil
+}
+
+// prepare sets the options of a socket before it is bound.
+func prepare(network, _ string, c syscall.RawConn) error {
+	var err error
+	control := c.Control(func(fd uintptr) {
+		set := func(level, option, value int) error { return unix.SetsockoptInt(int(fd), level, option, value) }
+		for _, option := range []int{unix.SO_RCVBUF, unix.SO_SNDBUF, unix.SO_RCVBUFFORCE, unix.SO_SNDBUFFORCE} {
+			_ = set(unix.SOL_SOCKET, option, bufferSize) // as large as we may have
+		}
+		_ = set(unix.IPPROTO_UDP, unix.UDP_GRO, 1) // Linux 5.0; without it datagrams come one by one
+		if network == "udp6" {
+			err = errors.Join(set(unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1), set(unix.IPPROTO_IPV6, unix.IPV6_RECVPKTINFO, 1))
+		} else {
+			err = set(unix.IPPROTO_IP, unix.IP_PKTINFO, 1)
+		}
+	})
+	return errors.Join(control, err)
+}
+
+func (s *socket) port() uint16 { return s.conn.LocalAddr().(*net.UDPAddr).AddrPort().Port() }
+
+// close closes a socket that may be nil.
+func (s *socket) close() error {
+	if s == nil {
+		return nil
+	}
+	return s.conn.Close()
+}

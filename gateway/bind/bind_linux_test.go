@@ -1,0 +1,264 @@
+package bind
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	"golang.zx2c4.com/wireguard/conn"
+)
+
+// end is one Bind with what the device would have: buffers and goroutines.
+type end struct {
+	*Bind
+	port uint16
+	got  chan datagram
+	done chan error
+}
+
+type datagram struct {
+	b  []byte
+	ep conn.Endpoint
+}
+
+func newEnd(t *testing.T) *end {
+	t.Helper()
+	e := &end{Bind: New(), got: make(chan datagram, 4096), done: make(chan error, 2)}
+	fns, port, err := e.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.port = port
+	for _, fn := range fns {
+		go func() { e.done <- e.pump(fn) }()
+	}
+	t.Cleanup(func() {
+		if err := e.Close(); err != nil {
+			t.Error(err)
+		}
+		for range fns {
+			if err := <-e.done; !errors.Is(err, net.ErrClosed) {
+				t.Errorf("receiving ended with %v, want net.ErrClosed", err)
+			}
+		}
+	})
+	return e
+}
+
+func (e *end) pump(fn conn.ReceiveFunc) error {
+	packets, sizes, eps := buffers()
+	for {
+		n, err := fn(packets, sizes, eps)
+		if err != nil {
+			return err
+		}
+		for i := range n {
+			e.got <- datagram{bytes.Clone(packets[i][:sizes[i]]), eps[i]}
+		}
+	}
+}
+
+func buffers() ([][]byte, []int, []conn.Endpoint) {
+	packets := make([][]byte, conn.IdealBatchSize)
+	for i := range packets {
+		packets[i] = make([]byte, 65535)
+	}
+	return packets, make([]int, len(packets)), make([]conn.Endpoint, len(packets))
+}
+
+func (e *end) next(t *testing.T) datagram {
+	t.Helper()
+	select {
+	case d := <-e.got:
+		return d
+	case <-time.After(5 * time.Second):
+		t.Fatal("no datagram within 5 s")
+		return datagram{}
+	}
+}
+
+func (e *end) at(t *testing.T, addr string) conn.Endpoint {
+	t.Helper()
+	ep, err := New().ParseEndpoint(netip.AddrPortFrom(netip.MustParseAddr(addr), e.port).String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return ep
+}
+
+func TestDatagramsArriveAsTheyWereSent(t *testing.T) {
+	for _, addr := range []string{"127.0.0.1", "::1"} {
+		for _, gso := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s/gso=%v", addr, gso), func(t *testing.T) {
+				a, b := newEnd(t), newEnd(t)
+				if a.v6 == nil && addr == "::1" {
+					t.Skip("this machine has no IPv6")
+				}
+				for _, s := range []*socket{a.v4, a.v6} {
+					if s != nil {
+						s.noGSO.Store(!gso)
+					}
+				}
+				to := b.at(t, addr)
+				rng := rand.New(rand.NewPCG(1, 2))
+				for range 50 {
+					batch := randBatch(rng)
+					if err := a.Send(batch, to); err != nil {
+						t.Fatal(err)
+					}
+					for i, want := range batch {
+						got := b.next(t)
+						if !bytes.Equal(got.b, want) {
+							t.Fatalf("datagram %d of %d: %d octets, want %d", i, len(batch), len(got.b), len(want))
+						}
+						if got.ep.DstIP() != netip.MustParseAddr(addr) || got.ep.DstToString() != netip.AddrPortFrom(netip.MustParseAddr(addr), a.port).String() {
+							t.Fatalf("came from %s, want port %d of %s", got.ep.DstToString(), a.port, addr)
+						}
+					}
+				}
+			})
+		}
+	}
+}
+
+// randBatch is what a device sends: runs of one size with shorter last ones,
+// single small packets, and sometimes more than one sendmsg may take.
+func randBatch(rng *rand.Rand) [][]byte {
+	var batch [][]byte
+	for n := 1 + rng.IntN(conn.IdealBatchSize); len(batch) < n; {
+		size := []int{32, 80, 148, 1452, 8952}[rng.IntN(5)]
+		for run := 1 + rng.IntN(70); run > 0 && len(batch) < n; run-- {
+			b := make([]byte, size)
+			if run == 1 {
+				b = b[:1+rng.IntN(size)]
+			}
+			for i := range b {
+				b[i] = byte(rng.Uint32())
+			}
+			batch = append(batch, b)
+		}
+	}
+	return batch
+}
+
+func TestRepliesLeaveFromTheAddressThatWasAsked(t *testing.T) {
+	a, b := newEnd(t), newEnd(t)
+	if err := a.Send([][]byte{{1}}, b.at(t, "127.0.0.77")); err != nil {
+		t.Fatal(err)
+	}
+	asked := b.next(t)
+	if got := asked.ep.SrcIP(); got != netip.MustParseAddr("127.0.0.77") {
+		t.Fatalf("local address %v, want 127.0.0.77", got)
+	}
+	if err := b.Send([][]byte{{2}}, asked.ep); err != nil {
+		t.Fatal(err)
+	}
+	if got := a.next(t).ep.DstIP(); got != netip.MustParseAddr("127.0.0.77") {
+		t.Fatalf("the reply came from %v, want 127.0.0.77", got)
+	}
+	asked.ep.ClearSrc()
+	if err := b.Send([][]byte{{3}}, asked.ep); err != nil {
+		t.Fatal(err)
+	}
+	if got := a.next(t).ep.DstIP(); got != netip.MustParseAddr("127.0.0.1") {
+		t.Fatalf("after ClearSrc the reply came from %v, want the kernel's choice 127.0.0.1", got)
+	}
+}
+
+func TestLocalAddressThatIsGoneIsForgotten(t *testing.T) {
+	a, b := newEnd(t), newEnd(t)
+	to := newEndpoint(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), b.port), netip.MustParseAddr("192.0.2.1"))
+	if err := a.Send([][]byte{{1}, {2}}, to); err != nil {
+		t.Fatal(err)
+	}
+	if b.next(t); to.SrcIP().IsValid() {
+		t.Fatalf("still pinned to %v", to.SrcIP())
+	}
+}
+
+func TestEndpointIsOneValuePerRemoteAddress(t *testing.T) {
+	a, b := newEnd(t), newEnd(t)
+	to := b.at(t, "127.0.0.1")
+	var first conn.Endpoint
+	for range 3 {
+		if err := a.Send([][]byte{{1}}, to); err != nil {
+			t.Fatal(err)
+		}
+		ep := b.next(t).ep
+		if first == nil {
+			first = ep
+		}
+		if ep != first {
+			t.Fatal("a second endpoint for the same remote and local address")
+		}
+	}
+	first.ClearSrc()
+	if err := a.Send([][]byte{{1}}, to); err != nil {
+		t.Fatal(err)
+	}
+	if ep := b.next(t).ep; ep == first || !ep.SrcIP().IsValid() {
+		t.Fatal("a datagram after ClearSrc must bring the local address back, in a new endpoint")
+	}
+}
+
+func TestOpenTwiceAndOccupiedPortAreErrors(t *testing.T) {
+	a := newEnd(t)
+	if _, _, err := a.Open(0); !errors.Is(err, conn.ErrBindAlreadyOpen) {
+		t.Errorf("second Open: %v", err)
+	}
+	if _, _, err := New().Open(a.port); !errors.Is(err, unix.EADDRINUSE) {
+		t.Errorf("occupied port: %v", err)
+	}
+}
+
+func TestSendWithoutSocketIsAnError(t *testing.T) {
+	a := newEnd(t)
+	ep := a.at(t, "127.0.0.1")
+	if err := New().Send([][]byte{{1}}, ep); !errors.Is(err, unix.EAFNOSUPPORT) {
+		t.Errorf("closed Bind: %v", err)
+	}
+	if err := a.Send([][]byte{{1}}, &conn.StdNetEndpoint{}); !errors.Is(err, conn.ErrWrongEndpointType) {
+		t.Errorf("foreign endpoint: %v", err)
+	}
+}
+
+// One sender and one receiver, no goroutine between them, so that the count is
+// theirs alone.
+func TestSendAndReceiveDoNotAllocate(t *testing.T) {
+	a, b := New(), New()
+	if _, _, err := a.Open(0); err != nil {
+		t.Fatal(err)
+	}
+	fns, port, err := b.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = errors.Join(a.Close(), b.Close()) })
+	to := newEndpoint(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), port), netip.Addr{})
+	batch := make([][]byte, 40)
+	for i := range batch {
+		batch[i] = make([]byte, 1452)
+	}
+	packets, sizes, eps := buffers()
+	allocs := testing.AllocsPerRun(100, func() {
+		if err := a.Send(batch, to); err != nil {
+			t.Fatal(err)
+		}
+		for n := 0; n < len(batch); {
+			got, err := fns[0](packets, sizes, eps)
+			if err != nil {
+				t.Fatal(err)
+			}
+			n += got
+		}
+	})
+	if allocs > 0 {
+		t.Errorf("%v allocations for a batch, want 0", allocs)
+	}
+}

@@ -1,0 +1,95 @@
+package bind
+
+import (
+	"encoding/binary"
+	"net/netip"
+	"sync/atomic"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+	"golang.zx2c4.com/wireguard/conn"
+)
+
+// endpoint is the remote address of a peer and, once a datagram has come from
+// there, the local address that it came to: replies leave from it, since a peer
+// behind NAT or a firewall expects them from where it sends to. It is immutable
+// but for ClearSrc and shared by everyone who has it.
+type endpoint struct {
+	dst     netip.AddrPort
+	src     netip.Addr // zero: let the kernel choose
+	cleared atomic.Bool
+
+	name    [unix.SizeofSockaddrInet6]byte // dst as a sockaddr
+	nameLen uint32
+	info    [pktinfoSpace]byte // src as a control message
+	infoLen int
+}
+
+var _ conn.Endpoint = (*endpoint)(nil)
+
+// pktinfoSpace is what the larger of IP_PKTINFO and IPV6_PKTINFO takes as a
+// control message on a 64-bit machine.
+const pktinfoSpace = 40
+
+func newEndpoint(dst netip.AddrPort, src netip.Addr) *endpoint {
+	e := &endpoint{dst: dst, src: src}
+	if dst.Addr().Is4() {
+		sa := unix.RawSockaddrInet4{Family: unix.AF_INET, Addr: dst.Addr().As4()}
+		binary.BigEndian.PutUint16(asBytes(&sa.Port), dst.Port())
+		e.nameLen = uint32(copy(e.name[:], asBytes(&sa)))
+		if src.IsValid() {
+			info := unix.Inet4Pktinfo{Spec_dst: src.As4()}
+			e.infoLen = putControl(e.info[:], unix.IPPROTO_IP, unix.IP_PKTINFO, asBytes(&info))
+		}
+		return e
+	}
+	sa := unix.RawSockaddrInet6{Family: unix.AF_INET6, Addr: dst.Addr().As16(), Scope_id: zoneID(dst.Addr())}
+	binary.BigEndian.PutUint16(asBytes(&sa.Port), dst.Port())
+	e.nameLen = uint32(copy(e.name[:], asBytes(&sa)))
+	if src.IsValid() {
+		info := unix.Inet6Pktinfo{Addr: src.As16(), Ifindex: zoneID(src)}
+		e.infoLen = putControl(e.info[:], unix.IPPROTO_IPV6, unix.IPV6_PKTINFO, asBytes(&info))
+	}
+	return e
+}
+
+// ClearSrc implements conn.Endpoint: the device calls it when a handshake gets no
+// answer, because the local address may have gone.
+func (e *endpoint) ClearSrc() { e.cleared.Store(true) }
+
+// SrcIP implements conn.Endpoint; it is the zero Addr while none is set.
+func (e *endpoint) SrcIP() netip.Addr {
+	if e.cleared.Load() {
+		return netip.Addr{}
+	}
+	return e.src
+}
+
+// SrcToString implements conn.Endpoint.
+func (e *endpoint) SrcToString() string { return e.SrcIP().String() }
+
+// DstIP implements conn.Endpoint.
+func (e *endpoint) DstIP() netip.Addr { return e.dst.Addr() }
+
+// DstToString implements conn.Endpoint.
+func (e *endpoint) DstToString() string { return e.dst.String() }
+
+// DstToBytes implements conn.Endpoint. Cookies are bound to it, so it is the true
+// remote address and port.
+func (e *endpoint) DstToBytes() []byte {
+	b, _ := e.dst.MarshalBinary() // never fails
+	return b
+}
+
+// putControl writes a control message and returns the space that it takes.
+func putControl(b []byte, level, kind int32, data []byte) int {
+	h := (*unix.Cmsghdr)(unsafe.Pointer(&b[0]))
+	h.Level, h.Type = level, kind
+	h.SetLen(unix.CmsgLen(len(data)))
+	copy(b[unix.CmsgLen(0):], data)
+	return unix.CmsgSpace(len(data))
+}
+
+func asBytes[T any](v *T) []byte {
+	return unsafe.Slice((*byte)(unsafe.Pointer(v)), unsafe.Sizeof(*v))
+}

@@ -1,0 +1,151 @@
+package bind
+
+import (
+	"errors"
+	"unsafe"
+
+	"golang.org/x/sys/unix"
+)
+
+// gsoSpace is what UDP_SEGMENT takes as a control message on a 64-bit machine.
+const gsoSpace = 24
+
+// sender is the scratch of one Send. The device sends from one goroutine per peer.
+type sender struct {
+	header  unix.Msghdr
+	iovecs  [maxSegments]unix.Iovec
+	control [pktinfoSpace + gsoSpace]byte
+	errno   unix.Errno
+	again   bool // the socket's buffer was full
+	try     func(fd uintptr)
+	wait    func(fd uintptr) bool
+}
+
+func newSender() *sender {
+	m := new(sender)
+	m.header.Iov = &m.iovecs[0]
+	m.try = func(fd uintptr) { m.sendmsg(fd) }
+	m.wait = func(fd uintptr) bool {
+		m.sendmsg(fd)
+		return m.errno != unix.EAGAIN
+	}
+	return m
+}
+
+// sendmsg is raw because the socket does not block.
+func (m *sender) sendmsg(fd uintptr) {
+	for {
+		_, _, m.errno = unix.RawSyscall(unix.SYS_SENDMSG, fd, uintptr(unsafe.Pointer(&m.header)), unix.MSG_NOSIGNAL)
+		if m.errno != unix.EINTR {
+			return
+		}
+	}
+}
+
+// send sends datagrams to e, in order and as few calls as the kernel allows. It
+// goes on after an error, which it returns.
+func (s *socket) send(bufs [][]byte, e *endpoint) error {
+	m := s.senders.Get().(*sender)
+	defer s.senders.Put(m)
+	m.header.Name, m.header.Namelen = &e.name[0], e.nameLen
+	var errs error
+	for len(bufs) > 0 {
+		n := 1
+		if !s.noGSO.Load() {
+			n = sameSize(bufs)
+		}
+		err := s.sendOne(m, bufs[:n], e)
+		if n > 1 && errors.Is(err, unix.EIO) {
+			s.noGSO.Store(true) // no checksum offload behind the route, see udp(7)
+		}
+		if n > 1 && refusesGSO(err) {
+			err = nil
+			for i := range bufs[:n] {
+				err = errors.Join(err, s.sendOne(m, bufs[i:i+1], e))
+			}
+		}
+		if err != nil {
+			errs = errors.Join(errs, err)
+		}
+		bufs = bufs[n:]
+	}
+	clear(m.iovecs[:]) // the pool must not keep packets alive
+	m.header.Name = nil
+	return errs
+}
+
+// sameSize is how many of the first datagrams may go as one: they are of one
+// size, but that the last may be shorter.
+func sameSize(bufs [][]byte) int {
+	size := len(bufs[0])
+	total := size
+	n := 1
+	for n < len(bufs) && n < maxSegments {
+		next := len(bufs[n])
+		if next > size || next == 0 || total+next > maxPayload {
+			break
+		}
+		total += next
+		n++
+		if next < size {
+			break
+		}
+	}
+	return n
+}
+
+// refusesGSO says that the datagrams may still pass one by one: the device cannot
+// do it (EIO), or a segment exceeds the path MTU, where single datagrams are
+// fragmented (EINVAL, EMSGSIZE; __ip_append_data in net/ipv4/ip_output.c).
+func refusesGSO(err error) bool {
+	return errors.Is(err, unix.EIO) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE)
+}
+
+// sendOne sends datagrams that go as one.
+func (s *socket) sendOne(m *sender, bufs [][]byte, e *endpoint) error {
+	for i, b := range bufs {
+		m.iovecs[i].Base = unsafe.SliceData(b)
+		m.iovecs[i].SetLen(len(b))
+	}
+	m.header.SetIovlen(len(bufs))
+	pinned := e.infoLen > 0 && !e.cleared.Load()
+	err := s.sendFrom(m, bufs, e, pinned)
+	if pinned && refusesSource(err) && s.sendFrom(m, bufs, e, false) == nil {
+		e.ClearSrc()
+		return nil
+	}
+	return err
+}
+
+// refusesSource says that the address may not be ours any more, or has no way to
+// the peer (ip_route_output_key_hash_rcu in net/ipv4/route.c).
+func refusesSource(err error) bool {
+	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENETUNREACH) || errors.Is(err, unix.EADDRNOTAVAIL)
+}
+
+// sendFrom makes one sendmsg of what is in m, with the source of e or without.
+func (s *socket) sendFrom(m *sender, bufs [][]byte, e *endpoint, source bool) error {
+	control := 0
+	if source {
+		control = copy(m.control[:], e.info[:e.infoLen])
+	}
+	if len(bufs) > 1 {
+		size := uint16(len(bufs[0]))
+		control += putControl(m.control[control:], unix.IPPROTO_UDP, unix.UDP_SEGMENT, asBytes(&size))
+	}
+	m.header.Control = nil
+	if control > 0 {
+		m.header.Control = &m.control[0]
+	}
+	m.header.SetControllen(control)
+	// Not RawConn.Write at once: it holds a lock for the whole call, and there is
+	// one sending goroutine per peer.
+	err := s.raw.Control(m.try)
+	if err == nil && m.errno == unix.EAGAIN {
+		err = s.raw.Write(m.wait)
+	}
+	if err == nil && m.errno != 0 {
+		return m.errno
+	}
+	return err
+}
