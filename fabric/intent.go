@@ -156,8 +156,11 @@ type Origin struct {
 // String returns "peers.yaml: TunnelEndpoint tenant/name", less what is empty.
 func (o Origin) String() string {
 	object := o.Name
-	if o.Namespace != "" {
+	switch {
+	case o.Namespace != "" && o.Name != "":
 		object = o.Namespace + "/" + o.Name
+	case o.Namespace != "":
+		object = o.Namespace
 	}
 	object = strings.TrimSpace(o.Kind + " " + object)
 	if o.File == "" || object == "" {

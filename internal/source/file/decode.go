@@ -11,6 +11,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 	"unicode"
 	"unicode/utf8"
 
@@ -24,12 +25,12 @@ import (
 
 // loader collects what the files of one directory hold.
 type loader struct {
-	gateways      []gatewayObject
-	gatewayBroken bool // there is a Gateway, but it could not be read
-	peers         []fabric.Peer
-	mappings      []fabric.MappingSet
-	seen          map[fabric.Origin]string // object without file → the file it is in
-	problems      []fabric.Problem
+	gateways []gatewayObject
+	unread   bool // something could not be read, which may have been the Gateway
+	peers    []fabric.Peer
+	mappings []fabric.MappingSet
+	seen     map[fabric.Origin]string // object without file → the file it is in
+	problems []fabric.Problem
 }
 
 type gatewayObject struct {
@@ -99,6 +100,7 @@ func (l *loader) yamlProblem(origin fabric.Origin, text string) {
 		line++
 	}
 	l.problem(origin, fmt.Sprintf("line %d", line), "%s", message)
+	l.unread = true
 }
 
 var grammarErrors = []string{
@@ -274,6 +276,10 @@ func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
 // since a wrong place may hold a key.
 func (l *loader) decodeProblem(origin fabric.Origin, where string, err error) {
 	var wrong *stdjson.UnmarshalTypeError
+	if noTime := (*time.ParseError)(nil); errors.As(err, &noTime) {
+		l.problem(origin, "metadata.creationTimestamp", "is no time; want one such as 2026-11-20T09:30:00Z")
+		return
+	}
 	if !errors.As(err, &wrong) {
 		l.problem(origin, where, "%s", printable(err.Error()))
 		return

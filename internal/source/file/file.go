@@ -74,7 +74,10 @@ func Load(dir string) (Snapshot, error) {
 // errUnsettled says that files change faster than they can be read.
 var errUnsettled = errors.New("files keep changing while they are read")
 
-func loadSettled(dir string) (Snapshot, fingerprint, error) {
+func loadSettled(dir string) (Snapshot, fingerprint, error) { return untilSettled(dir, load) }
+
+// untilSettled reads with load until the files are still the same afterwards.
+func untilSettled(dir string, load func(string) (Snapshot, fingerprint, error)) (Snapshot, fingerprint, error) {
 	for range 20 {
 		snapshot, read, err := load(dir)
 		if read.equal(fingerprintOf(dir, read.key)) {
@@ -103,6 +106,7 @@ func load(dir string) (Snapshot, fingerprint, error) {
 		case errors.Is(err, errDirectory):
 		case err != nil:
 			l.problem(fabric.Origin{File: printable(name)}, "", "%v", err)
+			l.unread = true
 		default:
 			l.file(printable(name), data)
 		}
@@ -204,7 +208,7 @@ func withoutPath(err error) error {
 // theGateway returns the one Gateway object. What it cannot use is zero.
 func (l *loader) theGateway() GatewayFile {
 	if len(l.gateways) == 0 {
-		if !l.gatewayBroken {
+		if !l.unread {
 			l.problem(fabric.Origin{}, "", "no object of kind Gateway (%s); want one, usually in gateway.yaml", GatewayAPIVersion)
 		}
 		return GatewayFile{}

@@ -123,7 +123,7 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 		MetricsAddress string             `json:"metricsAddress"`
 		StatusAddress  string             `json:"statusAddress"`
 	}
-	l.gatewayBroken = true
+	l.unread = true
 	before := len(l.problems)
 	strict, err := json.UnmarshalStrict(raw, &in)
 	if err != nil {

@@ -29,19 +29,21 @@ const (
 // about 1.5 s.
 func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
 	var (
-		last     Snapshot
-		lastErr  string
-		first    = true
-		loaded   fingerprint
-		confirm  bool // read once more: a file may have changed within the resolution of its time
-		deadline = time.NewTicker(pollInterval)
+		last    Snapshot
+		lastErr string
+		first   = true
+		loaded  fingerprint
+		confirm bool // read once more: a file may have changed within the resolution of its time
+		poll    = time.NewTicker(pollInterval)
 	)
-	defer deadline.Stop()
+	defer poll.Stop()
 	for {
-		if now := fingerprintOf(dir, loaded.key); first || confirm || !now.equal(loaded) {
-			if !first && !confirm && !settle(ctx, dir, now) {
-				return
-			}
+		now := fingerprintOf(dir, loaded.key)
+		changed := !now.equal(loaded)
+		if changed && !first && !settle(ctx, dir, now) {
+			return
+		}
+		if changed || confirm {
 			snapshot, read, err := loadSettled(dir)
 			if ctx.Err() != nil {
 				return
@@ -50,17 +52,17 @@ func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
 			if err != nil {
 				text = err.Error()
 			}
-			changed := first || text != lastErr || err == nil && !reflect.DeepEqual(snapshot, last)
+			differs := first || text != lastErr || err == nil && !reflect.DeepEqual(snapshot, last)
 			confirm = !read.equal(loaded)
 			last, lastErr, loaded, first = snapshot, text, read, false
-			if changed {
+			if differs {
 				callback(snapshot, err)
 			}
 		}
 		select {
 		case <-ctx.Done():
 			return
-		case <-deadline.C:
+		case <-poll.C:
 		}
 	}
 }

@@ -1,0 +1,456 @@
+package file
+
+import (
+	"encoding/base64"
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"reflect"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+// Each directory of testdata is a configuration; want.txt holds what comes out of it, the plan or the problems.
+func TestDirectories(t *testing.T) {
+	dirs, err := filepath.Glob("testdata/*/want.txt")
+	if err != nil || len(dirs) == 0 {
+		t.Fatal("no test directories", err)
+	}
+	for _, golden := range dirs {
+		dir := filepath.Dir(golden)
+		t.Run(filepath.Base(dir), func(t *testing.T) {
+			var got string
+			if snapshot, err := Load(dir); err != nil {
+				if !reflect.DeepEqual(snapshot, Snapshot{}) {
+					t.Errorf("an error and %+v", snapshot)
+				}
+				got = err.Error() + "\n"
+			} else {
+				gw, problems := fabric.GatewayFor(snapshot.Intent, 1300)
+				if len(problems) > 0 {
+					t.Error(problems)
+				}
+				engineAccepts(t, gw)
+				text, err := yaml.Marshal(snapshot.Gateway)
+				if err != nil {
+					t.Error(err)
+				}
+				got = fmt.Sprintf("%s\n%s", text, gw)
+			}
+			if *update {
+				if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, err := os.ReadFile(golden)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got != string(want) {
+				t.Errorf("got:\n%s\nwant:\n%s", got, want)
+			}
+		})
+	}
+}
+
+func engineAccepts(t testing.TB, gw fabric.Gateway) {
+	t.Helper()
+	var rules []natengine.Peer
+	for _, p := range gw.Peers {
+		rules = append(rules, p.Rules)
+	}
+	if err := natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6}).SetPeers(rules); err != nil {
+		t.Errorf("the engine refuses\n%s%v", gw, err)
+	}
+}
+
+func keyText(b byte) string {
+	return base64.StdEncoding.EncodeToString([]byte(strings.Repeat(string(rune(b)), 32)))
+}
+
+// wantPublicKey belongs to the private key of 32 times "k", by RFC 7748 in another language.
+const wantPublicKey = "hGL7PweY+f4sOfOCO7Qc0+/+cLtcgXNb5GoUMTXFhFQ="
+
+const gatewayYAML = `apiVersion: isthmus.net/v1alpha1
+kind: Gateway
+clusterID: alpha-id
+privateKeyFile: private.key
+`
+
+// peerYAML is the TunnelEndpoint of a cluster; n makes it differ from others.
+func peerYAML(n int) string {
+	return fmt.Sprintf(`apiVersion: net.liqo.io/v1alpha1
+kind: TunnelEndpoint
+metadata:
+  name: peer%d
+  namespace: tenant
+spec:
+  clusterIdentity: {clusterID: id%d, clusterName: name%d}
+  localPodCIDR: 10.244.0.0/16
+  localNATPodCIDR: 10.246.0.0/16
+  localExternalCIDR: 10.245.0.0/16
+  localNATExternalCIDR: None
+  remotePodCIDR: 10.244.0.0/16
+  remoteNATPodCIDR: 11.%d.0.0/16
+  remoteExternalCIDR: 10.245.0.0/16
+  remoteNATExternalCIDR: 12.%d.0.0/16
+  endpointIP: 192.0.2.1
+  backendType: wireguard
+  backend_config:
+    port: "5871"
+    publicKey: %s
+`, n, n, n, n, n, keyText(byte('a'+n)))
+}
+
+const mappingYAML = `apiVersion: net.liqo.io/v1alpha1
+kind: NatMapping
+metadata: {name: nm}
+spec:
+  clusterID: id1
+  podCIDR: 11.1.0.0/16
+  externalCIDR: 10.245.0.0/16
+  clusterMappings: {172.30.0.9: 10.245.0.9}
+`
+
+func writeDir(t testing.TB, files map[string]string) string {
+	t.Helper()
+	dir := t.TempDir()
+	for name, text := range files {
+		write(t, filepath.Join(dir, name), text)
+	}
+	return dir
+}
+
+func write(t testing.TB, path, text string) {
+	t.Helper()
+	if err := os.WriteFile(path, []byte(text), 0o644); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// valid is a directory without a fault; changes replace files, "-" takes one away.
+func valid(changes map[string]string) map[string]string {
+	files := map[string]string{"gateway.yaml": gatewayYAML, "private.key": keyText('k') + "\n", "peers.yaml": peerYAML(1), "mapping.yaml": mappingYAML}
+	for name, text := range changes {
+		if files[name] = text; text == "-" {
+			delete(files, name)
+		}
+	}
+	return files
+}
+
+func TestLoadReadsEverything(t *testing.T) {
+	dir := writeDir(t, valid(nil))
+	got, err := Load(dir)
+	if err != nil {
+		t.Fatal(err)
+	}
+	wantGateway := GatewayFile{APIVersion: "isthmus.net/v1alpha1", Kind: "Gateway", ClusterID: "alpha-id", PrivateKeyFile: "private.key",
+		ListenPort: 5871, MTU: AutoMTU, MetricsAddress: ":5872", StatusAddress: "127.0.0.1:5873"}
+	if got.Gateway != wantGateway {
+		t.Errorf("gateway %+v\nwant    %+v", got.Gateway, wantGateway)
+	}
+	if string(got.PrivateKey[:]) != strings.Repeat("k", 32) {
+		t.Errorf("key %x", [32]byte(got.PrivateKey))
+	}
+	if got, want := base64.StdEncoding.EncodeToString(got.Intent.PublicKey[:]), wantPublicKey; got != want {
+		t.Errorf("public key %s, want %s", got, want)
+	}
+	if in := got.Intent; in.ClusterID != "alpha-id" || len(in.Peers) != 1 || in.Peers[0].ID != "id1" ||
+		in.Peers[0].Origin != (fabric.Origin{File: "peers.yaml", Kind: "TunnelEndpoint", Namespace: "tenant", Name: "peer1"}) ||
+		in.Peers[0].MappingsOrigin != (fabric.Origin{File: "mapping.yaml", Kind: "NatMapping", Name: "nm"}) || len(in.Peers[0].Mappings) != 1 {
+		t.Errorf("intent %+v", in)
+	}
+}
+
+func TestPrivateKeyDoesNotPrint(t *testing.T) {
+	s := Snapshot{PrivateKey: PrivateKey([]byte(strings.Repeat("k", 32)))}
+	for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%x", "%d", "%q"} {
+		for _, v := range []any{s, &s, s.PrivateKey, []PrivateKey{s.PrivateKey}} {
+			if text := fmt.Sprintf(verb, v); strings.Contains(text, "kk") || strings.Contains(text, "6b6b") || strings.Contains(text, "107") || strings.Contains(text, "0x6b") {
+				t.Errorf("%s of %T prints %s", verb, v, text)
+			}
+		}
+	}
+}
+
+func TestGatewayFileRoundTrips(t *testing.T) {
+	for _, g := range []GatewayFile{
+		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", 5871, AutoMTU, 0, ":5872", "127.0.0.1:5873"},
+		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 1, MinMTU, MaxFlows, "[::1]:0", "localhost:65535"},
+		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 65535, MaxMTU, 1, ":1", ":2"},
+	} {
+		text, err := yaml.Marshal(g)
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, err := Load(writeDir(t, valid(map[string]string{"gateway.yaml": string(text)})))
+		if err != nil || got.Gateway != g {
+			t.Errorf("%+v, %v\nwant %+v", got.Gateway, err, g)
+		}
+	}
+}
+
+func TestLoadAccepts(t *testing.T) {
+	outside := filepath.Join(t.TempDir(), "key")
+	write(t, outside, "  "+keyText('k')+"\r\n\n")
+	for name, changes := range map[string]map[string]string{
+		"byte order mark and CRLF":       {"peers.yaml": "\ufeff" + strings.ReplaceAll(peerYAML(1), "\n", "\r\n")},
+		"an empty file":                  {"empty.yaml": ""},
+		"comments alone":                 {"empty.yaml": "# nothing\n---\n# more of it\n"},
+		"an empty list":                  {"empty.yaml": "apiVersion: v1\nkind: List\nitems: []\n"},
+		"a list in a list":               {"peers.yaml": "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: List\n"},
+		"the gateway in a list":          {"gateway.yaml": "-", "g.json": `{"apiVersion": "v1", "kind": "List", "items": [{"apiVersion": "isthmus.net/v1alpha1", "kind": "Gateway", "clusterID": "a", "privateKeyFile": "private.key"}]}`},
+		"a key elsewhere":                {"gateway.yaml": strings.Replace(gatewayYAML, "private.key", outside, 1), "private.key": "-"},
+		"fields of a later Liqo":         {"peers.yaml": peerYAML(1) + "  keepalive: 25\nstatus: 7\n"},
+		"a null creation time":           {"peers.yaml": strings.Replace(peerYAML(1), "metadata:", "metadata:\n  creationTimestamp: null", 1)},
+		"aliases":                        {"peers.yaml": strings.Replace(strings.Replace(peerYAML(1), "localPodCIDR: 10", "localPodCIDR: &p 10", 1), "remotePodCIDR: 10.244.0.0/16", "remotePodCIDR: *p", 1)},
+		"hidden and foreign files":       {".x.yaml": "{", "README.md": "{", "x.yaml~": "{", "x.yaml.bak": "{"},
+		"a mapping whose peer is coming": {"peers.yaml": "-"},
+		"empty addresses are defaults":   {"gateway.yaml": gatewayYAML + "metricsAddress: \"\"\n"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if _, err := Load(writeDir(t, valid(changes))); err != nil {
+				t.Error(err)
+			}
+		})
+	}
+}
+
+func TestLoadRefuses(t *testing.T) {
+	const te, gw = "peers.yaml: TunnelEndpoint tenant/peer1: ", "gateway.yaml: Gateway: "
+	const kinds = `; want TunnelEndpoint or NatMapping (net.liqo.io/v1alpha1), Gateway (isthmus.net/v1alpha1), or a List (v1) of them`
+	peer := func(old, new string) map[string]string {
+		text := strings.Replace(peerYAML(1), old, new, 1)
+		if text == peerYAML(1) {
+			t.Fatalf("%q is not there", old)
+		}
+		return map[string]string{"peers.yaml": text}
+	}
+	gateway := func(line string) map[string]string {
+		return map[string]string{"gateway.yaml": gatewayYAML + line + "\n"}
+	}
+	key := func(text string) map[string]string { return map[string]string{"private.key": text} }
+	for _, test := range []struct {
+		changes map[string]string
+		want    []string
+	}{
+		// Text that is no YAML, with its line.
+		{map[string]string{"x.yaml": "a: 1\nb: [1\nc: 2\n"}, []string{"x.yaml: line 3: did not find expected ',' or ']'"}},
+		{map[string]string{"x.yaml": "a: 1\nb: c: d\n"}, []string{"x.yaml: line 2: mapping values are not allowed in this context"}},
+		{map[string]string{"x.yaml": "a:\n\t b: 1\n"}, []string{"x.yaml: line 2: found character that cannot start any token"}},
+		{map[string]string{"x.yaml": "}"}, []string{"x.yaml: line 1: did not find expected node content"}},
+		{map[string]string{"x.yaml": peerYAML(2) + "---\nmetadata:\n  name: x\n namespace: y\n"}, []string{"x.yaml: line 24: did not find expected key"}},
+		{map[string]string{"x.yaml": "a: 1\nb: 2\na: 3\n"}, []string{`x.yaml: line 3: key "a" already set in map`}},
+		{map[string]string{"x.yaml": `{"kind": "List"}` + "\n" + `{"kind": "List"}`}, []string{"x.yaml: line 2: did not find expected <document start>", "x.yaml: List: is of kind \"List\", apiVersion \"\"" + kinds}},
+		{map[string]string{"x.yaml": "a: *b\n"}, []string{"x.yaml: line 1: unknown anchor 'b' referenced"}},
+		{map[string]string{"x.yaml": "a: \x00\n"}, []string{"x.yaml: line 1: control characters are not allowed"}},
+		{map[string]string{"x.yaml": "a: &a [*a]\n"}, []string{"x.yaml: line 1: anchor 'a' value contains itself"}},
+		// Documents that are no objects of ours.
+		{map[string]string{"x.yaml": "hello\n"}, []string{"x.yaml: is of type string; want an object"}},
+		{map[string]string{"x.yaml": "# one\n--- # empty\n---\n[]\n"}, []string{"x.yaml: document 2: is of type array; want an object"}},
+		{map[string]string{"x.yaml": "1: 2\n"}, []string{"x.yaml: the key 1 is not a string; want it in quotes"}},
+		{map[string]string{"x.yaml": "a: .inf\n"}, []string{"x.yaml: a number is infinite or none; want one that JSON can hold"}},
+		{map[string]string{"x.yaml": "{}"}, []string{`x.yaml: is of kind "", apiVersion ""` + kinds}},
+		{map[string]string{"x.yaml": "apiVersion: v1\nkind: Secret\nmetadata: {name: x, namespace: ns}\n"}, []string{`x.yaml: Secret ns/x: is of kind "Secret", apiVersion "v1"` + kinds}},
+		{map[string]string{"x.yaml": "apiVersion: v1\nkind: List\nitems: [{kind: A}]\n"}, []string{`x.yaml: A: items[0]: is of kind "A", apiVersion ""` + kinds}},
+		{map[string]string{"x.yaml": "apiVersion: v1\nkind: List\nitems: {}\n"}, []string{"x.yaml: items: is of type object; want a list"}},
+		{map[string]string{"x.yaml": "kind: \"\\e[2J\"\n"}, []string{`x.yaml: "\x1b[2J": is of kind "\"\\x1b[2J\"", apiVersion ""` + kinds}},
+		{peer("net.liqo.io/v1alpha1", "net.liqo.io/v1beta1"), []string{te + `is of kind "TunnelEndpoint", apiVersion "net.liqo.io/v1beta1"` + kinds}},
+		// Objects.
+		{peer("  name: peer1\n", ""), []string{"peers.yaml: TunnelEndpoint tenant: metadata.name: is empty; want the name of the object"}},
+		{peer(`"5871"`, "5871"), []string{te + "spec.backend_config: is of type number; want a string (in quotes, if it looks like a number)"}},
+		{peer("remotePodCIDR", "remotePodCidr"), []string{te + "spec.remotePodCIDR: is empty; want a CIDR such as 10.244.0.0/16"}},
+		{peer("10.244.0.0/16", "10.244.1.0/16"), []string{te + `spec.localPodCIDR: "10.244.1.0/16" has host bits set; want 10.244.0.0/16`}},
+		{peer("metadata:", "metadata:\n  creationTimestamp: yesterday"), []string{te + "metadata.creationTimestamp: is no time; want one such as 2026-11-20T09:30:00Z"}},
+		{map[string]string{"again.yaml": peerYAML(1)}, []string{te + "is also in again.yaml; want each object once"}},
+		{map[string]string{"peers.yaml": peerYAML(1) + "---\n" + peerYAML(1)}, []string{te + "is also in peers.yaml; want each object once"}},
+		{map[string]string{"peers.yaml": `{"apiVersion": "net.liqo.io/v1alpha1", "kind": "NatMapping", "metadata": {"name": "x"}, "spec": {"clusterID": "a", "clusterID": "b", "podCIDR": "11.1.0.0/16", "externalCIDR": "10.9.0.0/16", "clusterMappings": {}}}`},
+			[]string{"peers.yaml: NatMapping x: spec.clusterID: is given twice; want it once"}},
+		{map[string]string{"mapping.yaml": strings.Replace(mappingYAML, "10.245.0.9", "10.245.0.1", 1)},
+			[]string{`mapping.yaml: NatMapping nm: spec.clusterMappings["172.30.0.9"]: 10.245.0.1 is the gateway's own address, the first host of 10.245.0.0/16; want another address`}},
+		{map[string]string{"mapping.yaml": strings.Replace(mappingYAML, "172.30.0.9", "127.0.0.1", 1)},
+			[]string{`mapping.yaml: NatMapping nm: spec.clusterMappings["127.0.0.1"]: key: 127.0.0.1 is in 127.0.0.0/8 (loopback); want an address that can be reached from our pod network`}},
+		{map[string]string{"x.yaml": strings.Replace(mappingYAML, "nm", "other", 1)},
+			[]string{`x.yaml: NatMapping other: spec.clusterID: cluster "id1" has its mappings in mapping.yaml: NatMapping nm already; want one NatMapping for each cluster`}},
+		{map[string]string{"x.yaml": strings.Replace(peerYAML(2), "11.2.0.0", "11.1.0.0", 1)},
+			[]string{`x.yaml: TunnelEndpoint tenant/peer2: spec.remoteNATPodCIDR: 11.1.0.0/16 overlaps 11.1.0.0/16 of cluster "id1" (peers.yaml: TunnelEndpoint tenant/peer1: spec.remoteNATPodCIDR); want a network that no other peer has here`}},
+		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "alpha-id", "id1", 1)},
+			[]string{te + `spec.clusterIdentity.clusterID: "id1" is our own cluster ID; want the ID of the remote cluster`}},
+		{peer(keyText('b'), wantPublicKey), []string{te + `spec.backend_config.publicKey: is our own public key; want that of cluster "id1"`}},
+		// The gateway.
+		{map[string]string{"gateway.yaml": "-"}, []string{"no object of kind Gateway (isthmus.net/v1alpha1); want one, usually in gateway.yaml"}},
+		{map[string]string{"h.yaml": gatewayYAML}, []string{"h.yaml: Gateway: is the second Gateway, gateway.yaml has one already; want one"}},
+		{gateway("listenport: 1"), []string{gw + "listenport: is not a field of this kind; want it removed or spelled as documented"}},
+		{gateway("metadata: {name: x}"), []string{gw + "metadata: is not a field of this kind; want it removed or spelled as documented"}},
+		{gateway("clusterID: x"), []string{`gateway.yaml: line 5: key "clusterID" already set in map`}},
+		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "alpha-id", "alpha/id", 1)}, []string{gw + `clusterID: "alpha/id" has a character that does not belong there; want at most 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit`}},
+		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "alpha-id", "17", 1)}, []string{gw + "clusterID: is of type number; want a string (in quotes, if it looks like a number)"}},
+		{gateway(`clusterName: "a\nb"`), []string{gw + `clusterName: "a\nb" has a character that cannot be printed; want at most 253 printable characters`}},
+		{gateway("listenPort: 0"), []string{gw + "listenPort: is 0; want a number from 1 to 65535"}},
+		{gateway("listenPort: 70000"), []string{gw + "listenPort: is 70000; want a number from 1 to 65535"}},
+		{gateway(`listenPort: "5871"`), []string{gw + "listenPort: is no whole number; want a number from 1 to 65535"}},
+		{gateway("listenPort: null"), []string{gw + "listenPort: is no whole number; want a number from 1 to 65535"}},
+		{gateway("mtu: 575"), []string{gw + `mtu: is 575; want a number from 576 to 65475, or "auto"`}},
+		{gateway("mtu: 65476"), []string{gw + `mtu: is 65476; want a number from 576 to 65475, or "auto"`}},
+		{gateway("mtu: Auto"), []string{gw + `mtu: is no whole number; want a number from 576 to 65475, or "auto"`}},
+		{gateway("mtu: 1340.5"), []string{gw + `mtu: is no whole number; want a number from 576 to 65475, or "auto"`}},
+		{gateway("maxFlows: -1"), []string{gw + "maxFlows: is -1; want a number from 0 to 67108864"}},
+		{gateway("metricsAddress: 5872"), []string{gw + "metricsAddress: is of type number; want a string (in quotes, if it looks like a number)"}},
+		{gateway(`metricsAddress: "5872"`), []string{gw + `metricsAddress: "5872" is no listen address; want host:port, such as ":5872"`}},
+		{gateway(`statusAddress: "127.0.0.1:http"`), []string{gw + `statusAddress: "127.0.0.1:http" is no listen address; want host:port, such as "127.0.0.1:5873"`}},
+		// The private key: named, never shown.
+		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "privateKeyFile: private.key\n", "", 1)}, []string{gw + "privateKeyFile: is empty; want the name of the file with the WireGuard private key"}},
+		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "private.key", keyText('s'), 1)}, []string{gw + "privateKeyFile: looks like a key (not shown); want the name of a file that holds it"}},
+		{map[string]string{"private.key": "-"}, []string{gw + "privateKeyFile: private.key: no such file or directory"}},
+		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "private.key", ".", 1)}, []string{gw + "privateKeyFile: .: is a directory"}},
+		{key(""), []string{gw + "privateKeyFile: the content of private.key has 0 bytes; want 32 bytes in 44 base64 characters"}},
+		{key("secret"), []string{gw + "privateKeyFile: the content of private.key is not base64; want 32 bytes in 44 base64 characters"}},
+		{key(keyText('k')[:40]), []string{gw + "privateKeyFile: the content of private.key has 30 bytes; want 32 bytes in 44 base64 characters"}},
+		{key(keyText('k') + keyText('k')), []string{gw + "privateKeyFile: the content of private.key is not base64; want 32 bytes in 44 base64 characters"}},
+		{key(keyText(0)), []string{gw + "privateKeyFile: the content of private.key is all zero; want a key"}},
+		{key(strings.Repeat("A", 5000)), []string{gw + "privateKeyFile: private.key: is larger than 4096 bytes"}},
+		// All at once, in the order of files.
+		{map[string]string{"gateway.yaml": gatewayYAML + "x: 1\nlistenPort: 0\n", "a.yaml": "x", "z.yaml": "[", "peers.yaml": strings.Replace(peerYAML(1), "192.0.2.1", "", 1)}, []string{
+			"a.yaml: is of type string; want an object",
+			gw + "listenPort: is 0; want a number from 1 to 65535",
+			gw + "x: is not a field of this kind; want it removed or spelled as documented",
+			te + "spec.endpointIP: is empty; want the IP address or DNS name of the peer's gateway",
+			"z.yaml: line 2: did not find expected node content",
+		}},
+	} {
+		t.Run(test.want[0], func(t *testing.T) {
+			snapshot, err := Load(writeDir(t, valid(test.changes)))
+			if err == nil {
+				t.Fatal("no error")
+			}
+			if want := strings.Join(test.want, "\n"); err.Error() != want {
+				t.Errorf("got:\n%v\nwant:\n%s", err, want)
+			}
+			if !reflect.DeepEqual(snapshot, Snapshot{}) {
+				t.Errorf("an error and %+v", snapshot)
+			}
+			if joined, ok := err.(interface{ Unwrap() []error }); !ok || len(joined.Unwrap()) != len(test.want) {
+				t.Error("the error does not join one error for each problem")
+			}
+		})
+	}
+}
+
+func TestLoadNeverShowsAKey(t *testing.T) {
+	secret := keyText('s')
+	for _, file := range []string{"gateway.yaml", "peers.yaml", "private.key", "x.yaml"} {
+		for _, text := range []string{secret, gatewayYAML + secret, gatewayYAML + "privateKey: " + secret, gatewayYAML + "listenPort: " + secret,
+			gatewayYAML + "mtu: " + secret, "apiVersion: " + secret, "metadata: " + secret, "kind: [" + secret, "x" + secret,
+			strings.Replace(gatewayYAML, "private.key", secret, 1), strings.Replace(gatewayYAML, "private.key", "["+secret+"]", 1),
+			strings.Replace(peerYAML(1), keyText('b'), secret[1:], 1), strings.Replace(peerYAML(1), keyText('b'), "["+secret+"]", 1)} {
+			if file == "private.key" && text == secret || strings.HasPrefix(text, "apiVersion: c") {
+				continue // a sound key; a value that is not a key's place and is shown to find it
+			}
+			_, err := Load(writeDir(t, valid(map[string]string{file: text})))
+			if err == nil {
+				t.Errorf("%s with %q: no error", file, text)
+			} else if strings.Contains(err.Error(), secret[1:20]) {
+				t.Errorf("%s: %v", file, err)
+			}
+		}
+	}
+}
+
+func TestLoadIsBounded(t *testing.T) {
+	dir := writeDir(t, valid(nil))
+	big := filepath.Join(dir, "big.yaml")
+	write(t, big, "")
+	if err := os.Truncate(big, MaxFileSize+1); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Load(dir); err == nil || err.Error() != "big.yaml: is larger than 16777216 bytes" {
+		t.Errorf("16 MiB and a byte: %v", err)
+	}
+	os.Remove(big)
+	write(t, big, "# "+strings.Repeat("x", MaxFileSize-2))
+	if _, err := Load(dir); err != nil {
+		t.Errorf("16 MiB: %v", err)
+	}
+	os.Remove(big)
+
+	for i := range MaxFiles {
+		write(t, filepath.Join(dir, fmt.Sprintf("%d.yaml", i)), "")
+	}
+	if _, err := Load(dir); err == nil || err.Error() != dir+": more than 4096 files; want a directory that holds only the configuration" {
+		t.Errorf("too many files: %v", err)
+	}
+}
+
+func TestLoadIsNotHeldUpByOddFiles(t *testing.T) {
+	dir := writeDir(t, valid(nil))
+	if err := os.Mkdir(filepath.Join(dir, "sub.yaml"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Load(dir); err != nil {
+		t.Errorf("a directory: %v", err)
+	}
+	if err := syscall.Mkfifo(filepath.Join(dir, "pipe.yaml"), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Symlink("nowhere", filepath.Join(dir, "link.yaml")); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := Load(dir); err == nil || err.Error() != "link.yaml: no such file or directory\npipe.yaml: is not a regular file" {
+		t.Errorf("a pipe and a dead link: %v", err)
+	}
+	missing := filepath.Join(dir, "missing")
+	if _, err := Load(missing); err == nil || err.Error() != "open "+missing+": no such file or directory" {
+		t.Errorf("no directory: %v", err)
+	}
+}
+
+// FuzzLoad gives two files of any content; what is accepted is a snapshot that everything behind it can use.
+func FuzzLoad(f *testing.F) {
+	matches, _ := filepath.Glob("testdata/*/*.*")
+	for _, path := range matches {
+		if text, err := os.ReadFile(path); err == nil && filepath.Ext(path) != ".txt" {
+			f.Add(string(text), mappingYAML)
+		}
+	}
+	f.Add(gatewayYAML+"---\n"+peerYAML(1)+"---\n"+peerYAML(2), mappingYAML)
+	f.Add("a: &a [1,2]\nb: [*a,*a]\n", "{\"kind\": \"\\ud83d\\ude00\"}")
+	dir := f.TempDir()
+	write(f, filepath.Join(dir, "private.key"), keyText('k'))
+	f.Fuzz(func(t *testing.T, one, two string) {
+		write(t, filepath.Join(dir, "one.yaml"), one)
+		write(t, filepath.Join(dir, "two.yaml"), two)
+		write(t, filepath.Join(dir, "gateway.yaml"), "")
+		if !strings.Contains(one+two, GatewayKind) {
+			write(t, filepath.Join(dir, "gateway.yaml"), gatewayYAML)
+		}
+		s, err := Load(dir)
+		if err != nil {
+			if text := err.Error(); !reflect.DeepEqual(s, Snapshot{}) || strings.ContainsFunc(strings.ReplaceAll(text, "\n", ""), func(r rune) bool { return r < ' ' || r == 0x7f }) {
+				t.Errorf("error %q", text)
+			}
+			return
+		}
+		gw, problems := fabric.GatewayFor(s.Intent, 1300)
+		if len(problems) > 0 || len(gw.Peers) != len(s.Intent.Peers) {
+			t.Errorf("accepted, yet %v", problems)
+		}
+		engineAccepts(t, gw)
+		if again, err := Load(dir); err != nil || !reflect.DeepEqual(s, again) {
+			t.Errorf("differs when read again: %v\n%+v\n%+v", err, s, again)
+		}
+		if text, err := yaml.Marshal(s.Gateway); err != nil || !slices.Contains([]byte(text), ':') {
+			t.Errorf("%s, %v", text, err)
+		}
+	})
+}
