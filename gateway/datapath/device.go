@@ -137,11 +137,8 @@ func (d *Device) Close() error {
 
 // dropOf names the reason to drop a packet that does not parse.
 func dropOf(err error) natengine.Drop {
-	switch {
-	case errors.Is(err, packet.ErrTinyFragment), errors.Is(err, packet.ErrFragmentRange):
+	if errors.Is(err, packet.ErrTinyFragment) || errors.Is(err, packet.ErrFragmentRange) {
 		return natengine.DropFragment
-	case errors.Is(err, packet.ErrHeaderChecksum):
-		return natengine.DropBadChecksum
 	}
 	return natengine.DropMalformed
 }

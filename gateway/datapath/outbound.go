@@ -96,7 +96,7 @@ func (d *Device) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
 		if waited {
 			o.now = d.Now()
 		}
-		if d.outbound(&b, o.scratch[:n]) {
+		if d.outbound(&b, o.scratch[:n]) && b.n > 0 {
 			break
 		}
 	}

@@ -44,13 +44,13 @@ func plain(p []byte) []byte { return virtio(0, 0, 0, 0, 0, 0, p) }
 
 func addrOf(a netip.Addr) tcpip.Address { return tcpip.AddrFromSlice(a.AsSlice()) }
 
-// ip4 puts an IPv4 header in front of a payload.
+// ip4 puts an IPv4 header with DF in front of a payload.
 func ip4(src, dst netip.Addr, proto tcpip.TransportProtocolNumber, id uint16, payload []byte) []byte {
 	b := make([]byte, header.IPv4MinimumSize, header.IPv4MinimumSize+len(payload))
 	h := header.IPv4(b)
 	h.Encode(&header.IPv4Fields{
 		TotalLength: uint16(len(b) + len(payload)), ID: id, TTL: 64, Protocol: uint8(proto),
-		SrcAddr: addrOf(src), DstAddr: addrOf(dst),
+		Flags: header.IPv4FlagDontFragment, SrcAddr: addrOf(src), DstAddr: addrOf(dst),
 	})
 	h.SetChecksum(^h.CalculateChecksum())
 	return append(b, payload...)
@@ -67,7 +67,7 @@ func tcp4(src, dst netip.AddrPort, seq uint32, flags header.TCPFlags, payload []
 	sum := header.PseudoHeaderChecksum(header.TCPProtocolNumber, addrOf(src.Addr()), addrOf(dst.Addr()), uint16(len(b)+len(payload)))
 	sum = checksum.Checksum(payload, sum)
 	h.SetChecksum(^h.CalculateChecksum(sum))
-	return ip4(src.Addr(), dst.Addr(), header.TCPProtocolNumber, uint16(seq/1000), append(b, payload...))
+	return ip4(src.Addr(), dst.Addr(), header.TCPProtocolNumber, 0, append(b, payload...))
 }
 
 // super4 is a TCP superpacket as the kernel gives it: partial checksum, and a

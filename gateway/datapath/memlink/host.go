@@ -103,6 +103,9 @@ func (h *Host) BadChecksums() uint64 {
 	return s.TCP.ChecksumErrors.Value() + s.UDP.ChecksumErrors.Value() + s.IP.MalformedPacketsReceived.Value()
 }
 
+// SetMTU changes the MTU of the pods' interfaces.
+func (h *Host) SetMTU(mtu int) { h.ep.mtu.Store(uint32(mtu)) }
+
 // ListenTCP listens on one of the host's addresses.
 func (h *Host) ListenTCP(at netip.AddrPort) (net.Listener, error) {
 	return gonet.ListenTCP(h.Stack, fullAddress(at), protocolOf(at.Addr()))

@@ -1,0 +1,632 @@
+package datapath_test
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"runtime"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/crypto/curve25519"
+	"golang.zx2c4.com/wireguard/device"
+	"gvisor.dev/gvisor/pkg/tcpip/header"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// Two gateways without a kernel: everything between two pods is ours or
+// wireguard-go's, and runs with real handshakes.
+//
+//	pods, node (gVisor) ⇄ link ⇄ Device ⇄ wireguard-go ⇄ memory ⇄ wireguard-go ⇄ Device ⇄ link ⇄ pods, node
+
+const (
+	tunnelMTU = 1420
+	podMTU    = 1500 // of the pods: only the MSS clamp keeps their TCP inside the tunnel
+)
+
+// plan is the address plan of two clusters a and b.
+type plan struct {
+	name         string
+	pods         [2]string // Pa, Pb
+	podsSeen     [2]string // Pa@B, Pb@A
+	externalSeen [2]string // Xa@B, Xb@A
+}
+
+var plans = []plan{
+	{
+		name:         "same pods, same remapped range, different external sizes",
+		pods:         [2]string{"10.244.0.0/16", "10.244.0.0/16"},
+		podsSeen:     [2]string{"10.71.0.0/16", "10.71.0.0/16"},
+		externalSeen: [2]string{"10.90.0.0/24", "10.90.0.0/20"},
+	},
+	{
+		name:         "pods of different sizes in the same remapped range, one external not remapped",
+		pods:         [2]string{"10.244.0.0/16", "10.244.0.0/18"},
+		podsSeen:     [2]string{"10.71.0.0/16", "10.71.0.0/18"},
+		externalSeen: [2]string{"10.245.0.0/16", "10.90.0.0/27"},
+	},
+}
+
+// side is one cluster with its gateway.
+type side struct {
+	host   *memlink.Host
+	link   *memlink.Link
+	engine *natengine.Engine
+	local  *datapath.Local
+	device *datapath.Device
+	wg     *device.Device
+	rules  natengine.Peer
+
+	pod, pod2, node, external netip.Addr // of this cluster, as they are
+}
+
+// seen is an address of this cluster as the other one sees it.
+func (s *side) seen(a netip.Addr) netip.Addr {
+	for _, e := range s.rules.Endpoints {
+		if e.Real == a {
+			return e.Seen
+		}
+	}
+	if seen, ok := s.rules.Pods[0].Map(a); ok {
+		return seen
+	}
+	return s.rules.Pods[0].To.Addr() // NAPT
+}
+
+func startGateways(t testing.TB, network *memlink.Network, p plan, o datapath.Options) (a, b *side) {
+	t.Helper()
+	sides := [2]*side{}
+	keys := [2]key{newKey(1), newKey(2)}
+	wan := [2]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")}
+	for i, id := range []string{"b", "a"} { // the peer's
+		j := 1 - i
+		pods, podsSeen := netip.MustParsePrefix(p.pods[i]), netip.MustParsePrefix(p.podsSeen[i])
+		external := netip.MustParsePrefix(p.externalSeen[i])
+		remotePods, remoteExternal := netip.MustParsePrefix(p.podsSeen[j]), netip.MustParsePrefix(p.externalSeen[j])
+		s := &side{
+			pod:      pods.Addr().Next().Next(),
+			pod2:     pods.Addr().Next().Next().Next(),
+			node:     netip.AddrFrom4([4]byte{172, 16, byte(i), 9}),
+			external: netip.AddrFrom4([4]byte{10, 0, 50, byte(5 + i)}),
+			link:     memlink.NewLink("mem", tunnelMTU),
+			engine:   natengine.New(natengine.Config{Self4: self}),
+		}
+		s.rules = natengine.Peer{
+			ID: id, MSS: tunnelMTU - 40,
+			RemotePods: []netip.Prefix{remotePods}, RemoteExternal: []netip.Prefix{remoteExternal},
+			Pods:     []natengine.Remap{{From: pods, To: podsSeen}},
+			External: []netip.Prefix{external},
+			Endpoints: []natengine.Endpoint{
+				{Real: self, Seen: external.Addr().Next()},
+				{Real: s.external, Seen: external.Addr().Next().Next()},
+			},
+		}
+		if err := s.engine.SetPeers([]natengine.Peer{s.rules}); err != nil {
+			t.Fatal(err)
+		}
+		var err error
+		s.host, err = memlink.NewHost(s.link, memlink.HostOptions{
+			Addrs: []netip.Addr{s.pod, s.pod2, s.node, s.external}, TSO: true, MTU: podMTU,
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if s.local, err = datapath.NewLocal(self, netip.Addr{}, tunnelMTU); err != nil {
+			t.Fatal(err)
+		}
+		s.device = datapath.New(s.link, s.engine, s.local, o)
+		logger := device.NewLogger(device.LogLevelError, "gateway of "+map[string]string{"b": "a", "a": "b"}[id]+": ")
+		logger.Errorf = func(format string, args ...any) { t.Errorf(format, args...) }
+		s.wg = device.NewDevice(s.device, network.Bind(wan[i]), logger)
+		config := fmt.Sprintf("private_key=%s\nlisten_port=5871\npublic_key=%s\nendpoint=%s:5871\nallowed_ip=%s\nallowed_ip=%s\n",
+			keys[i].private, keys[j].public, wan[j], remotePods, remoteExternal)
+		if err := s.wg.IpcSet(config); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.wg.Up(); err != nil {
+			t.Fatal(err)
+		}
+		sides[i] = s
+		t.Cleanup(func() {
+			s.host.Close()
+			s.wg.Close() // closes s.device, which closes link and endpoint
+		})
+	}
+	return sides[0], sides[1]
+}
+
+type key struct{ private, public string }
+
+func newKey(seed byte) key {
+	private := bytes.Repeat([]byte{seed}, 32)
+	private[0] &= 248
+	private[31] = private[31]&127 | 64
+	public, _ := curve25519.X25519(private, curve25519.Basepoint)
+	return key{hex.EncodeToString(private), hex.EncodeToString(public)}
+}
+
+// checkHealthy fails the test if anything was damaged on the way.
+func checkHealthy(t *testing.T, sides ...*side) {
+	t.Helper()
+	for _, s := range sides {
+		if n := s.host.BadHeaders(); n != 0 {
+			t.Errorf("cluster of peer %s: %d packets with a wrong virtio header", s.rules.ID, n)
+		}
+		if n := s.host.BadChecksums(); n != 0 {
+			t.Errorf("cluster of peer %s: %d packets with a wrong checksum", s.rules.ID, n)
+		}
+	}
+}
+
+// lost describes everything that was dropped anywhere; "" when nothing was.
+func lost(network *memlink.Network, sides ...*side) string {
+	var out []string
+	add := func(what string, n uint64) {
+		if n > 0 {
+			out = append(out, fmt.Sprintf("%s: %d", what, n))
+		}
+	}
+	add("network", network.Lost()+network.Overflowed())
+	for _, s := range sides {
+		add("link queue of peer "+s.rules.ID, s.link.Dropped())
+		add("too big at peer "+s.rules.ID, s.host.TooBig())
+		for _, dir := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
+			for _, d := range natengine.Drops() {
+				add(fmt.Sprintf("%s %s at peer %s", dir, d, s.rules.ID), drops(s.engine, dir, d))
+			}
+		}
+	}
+	return strings.Join(out, ", ")
+}
+
+// transfer opens a connection and sends size octets of a stream of its own in
+// each direction at once, comparing hashes.
+func transfer(ctx context.Context, client *side, from netip.Addr, server *side, at netip.Addr, port uint16, size int) error {
+	l, err := server.host.ListenTCP(netip.AddrPortFrom(at, port))
+	if err != nil {
+		return fmt.Errorf("listen: %w", err)
+	}
+	defer l.Close()
+	streams := [2][]byte{make([]byte, size), make([]byte, size)}
+	for i, b := range streams {
+		rand.NewChaCha8([32]byte{byte(port), byte(port >> 8), byte(i)}).Read(b)
+	}
+	both := func(c net.Conn, send, want []byte) error {
+		sent := make(chan error, 1)
+		go func() { _, err := c.Write(send); sent <- err }()
+		h := sha256.New()
+		n, err := io.CopyN(h, c, int64(size))
+		if err != nil {
+			return fmt.Errorf("after %d octets: %w", n, err)
+		}
+		if err := <-sent; err != nil {
+			return err
+		}
+		if [32]byte(h.Sum(nil)) != sha256.Sum256(want) {
+			return fmt.Errorf("what arrived differs from what was sent")
+		}
+		return nil
+	}
+	type end struct {
+		conn net.Conn
+		err  error
+	}
+	served := make(chan end, 1)
+	go func() {
+		c, err := l.Accept()
+		if err == nil {
+			stop := context.AfterFunc(ctx, func() { c.Close() })
+			defer stop()
+			err = both(c, streams[1], streams[0])
+		}
+		served <- end{c, err}
+	}()
+	c, err := client.host.DialTCP(ctx, from, netip.AddrPortFrom(server.seen(at), port))
+	if err != nil {
+		return fmt.Errorf("dial: %w", err)
+	}
+	defer c.Close()
+	stop := context.AfterFunc(ctx, func() { c.Close() })
+	defer stop()
+	err = both(c, streams[0], streams[1])
+	if err != nil {
+		c.Close()
+		l.Close()
+	}
+	s := <-served
+	if s.conn != nil {
+		s.conn.Close()
+	}
+	if err != nil {
+		return fmt.Errorf("client: %w", err)
+	}
+	if s.err != nil {
+		return fmt.Errorf("server: %w", s.err)
+	}
+	return nil
+}
+
+// transfers runs flows of pods, both ways, at once.
+func transfers(t *testing.T, a, b *side, flows, size int) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
+	defer cancel()
+	var wg sync.WaitGroup
+	for i := range flows {
+		wg.Go(func() {
+			client, server := a, b
+			if i%2 == 1 {
+				client, server = b, a
+			}
+			if err := transfer(ctx, client, client.pod, server, server.pod2, uint16(8000+i), size); err != nil {
+				t.Errorf("flow %d: %v", i, err)
+			}
+		})
+	}
+	wg.Wait()
+}
+
+func TestTwoGatewaysCarryTCPUnaltered(t *testing.T) {
+	for _, p := range plans {
+		t.Run(p.name, func(t *testing.T) {
+			network := &memlink.Network{}
+			a, b := startGateways(t, network, p, datapath.Options{})
+			transfers(t, a, b, 4, 3<<20)
+			checkHealthy(t, a, b)
+			for _, s := range []*side{a, b} {
+				sent, received := s.host.Superpackets()
+				if sent == 0 || received == 0 {
+					t.Errorf("superpackets sent %d, received %d: want both", sent, received)
+				}
+			}
+			// Every octet that a has sent through the tunnel, b has received.
+			if l := lost(network, a, b); l != "" {
+				t.Logf("lost on the way and sent again by TCP: %s", l)
+			} else {
+				ap, ab := a.engine.Peers()[0].Traffic(natengine.Outbound)
+				bp, bb := b.engine.Peers()[0].Traffic(natengine.Inbound)
+				if ap != bp || ab != bb {
+					t.Errorf("a has sent %d packets, %d octets; b has received %d, %d", ap, ab, bp, bb)
+				}
+			}
+		})
+	}
+}
+
+func TestTwoGatewaysCarryTCPOfNodesAndExternalEndpoints(t *testing.T) {
+	network := &memlink.Network{}
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	for i, f := range []struct {
+		client *side
+		from   netip.Addr
+		server *side
+		at     netip.Addr
+	}{
+		{a, a.node, b, b.pod},     // NAPT to the network address of Pa@B
+		{b, b.node, a, a.pod},     // and the other way
+		{a, a.pod, b, b.external}, // a mapped endpoint, whose replies leave as the mapped address
+		{b, b.node, a, a.external},
+	} {
+		if err := transfer(ctx, f.client, f.from, f.server, f.at, uint16(9000+i), 1<<20); err != nil {
+			t.Errorf("%v -> %v: %v", f.from, f.at, err)
+		}
+	}
+	checkHealthy(t, a, b)
+}
+
+func TestTwoGatewaysClampTheMSS(t *testing.T) {
+	network := &memlink.Network{}
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
+	var syns, wrong atomic.Int64
+	for _, s := range []*side{a, b} {
+		s.link.OnReceive(func(bufs [][]byte) error {
+			p := bytes.Join(bufs, nil)[10:]
+			if ip := header.IPv4(p); ip.TransportProtocol() == header.TCPProtocolNumber {
+				h := header.TCP(ip.Payload())
+				if h.Flags()&header.TCPFlagSyn != 0 {
+					syns.Add(1)
+					if o := header.ParseSynOptions(h.Options(), h.Flags()&header.TCPFlagAck != 0); o.MSS != tunnelMTU-40 {
+						wrong.Add(1)
+					}
+				}
+			}
+			return s.host.Receive(bufs)
+		})
+	}
+	transfers(t, a, b, 2, 1<<20)
+	if syns.Load() < 4 || wrong.Load() != 0 {
+		t.Errorf("%d SYNs, %d of them with an MSS other than %d", syns.Load(), wrong.Load(), tunnelMTU-40)
+	}
+	if n := a.host.TooBig() + b.host.TooBig(); n != 0 {
+		t.Errorf("%d packets did not fit the tunnel", n)
+	}
+}
+
+func TestTwoGatewaysCarryUDP(t *testing.T) {
+	for _, noChecksum := range []bool{false, true} {
+		t.Run(fmt.Sprintf("no checksum %v", noChecksum), func(t *testing.T) {
+			network := &memlink.Network{}
+			a, b := startGateways(t, network, plans[0], datapath.Options{})
+			var zero, other atomic.Int64
+			b.link.OnReceive(func(bufs [][]byte) error {
+				if ip := header.IPv4(bytes.Join(bufs, nil)[10:]); ip.TransportProtocol() == header.UDPProtocolNumber {
+					if header.UDP(ip.Payload()).Checksum() == 0 {
+						zero.Add(1)
+					} else {
+						other.Add(1)
+					}
+				}
+				return b.host.Receive(bufs)
+			})
+			for _, from := range []netip.Addr{a.pod, a.node} {
+				for _, to := range []netip.Addr{b.pod, b.external} {
+					if err := echoUDP(a, from, b, to, 50, noChecksum, nil); err != nil {
+						t.Errorf("%v -> %v: %v", from, to, err)
+					}
+				}
+			}
+			if noChecksum && other.Load() != 0 || !noChecksum && zero.Load() != 0 {
+				t.Errorf("%d datagrams without checksum arrived, %d with one", zero.Load(), other.Load())
+			}
+			checkHealthy(t, a, b)
+		})
+	}
+}
+
+// echoUDP sends n datagrams of different sizes and wants each back, unaltered and
+// from the address it was sent to.
+func echoUDP(client *side, from netip.Addr, server *side, at netip.Addr, n int, noChecksum bool, between func(i int)) error {
+	const port = 7
+	s, err := server.host.ListenUDP(netip.AddrPortFrom(at, port), noChecksum)
+	if err != nil {
+		return err
+	}
+	defer s.Close()
+	go func() {
+		p := make([]byte, 2000)
+		for {
+			n, from, err := s.ReadFrom(p)
+			if err != nil {
+				return
+			}
+			s.WriteTo(p[:n], from)
+		}
+	}()
+	c, err := client.host.ListenUDP(netip.AddrPortFrom(from, 0), noChecksum)
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	to := udpAddr(netip.AddrPortFrom(server.seen(at), port).String())
+	got := make([]byte, 2000)
+	for i := range n {
+		want := random(1 + i*27%1390)
+		if _, err := c.WriteTo(want, to); err != nil {
+			return err
+		}
+		c.SetReadDeadline(time.Now().Add(5 * time.Second))
+		size, from, err := c.ReadFrom(got)
+		if err != nil {
+			return fmt.Errorf("datagram %d: %w", i, err)
+		}
+		if !bytes.Equal(got[:size], want) || from.String() != to.String() {
+			return fmt.Errorf("datagram %d differs, or came from %v instead of %v", i, from, to)
+		}
+		if between != nil {
+			between(i)
+		}
+	}
+	return nil
+}
+
+func TestTwoGatewaysAnswerPings(t *testing.T) {
+	network := &memlink.Network{}
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	for _, tc := range []struct {
+		name     string
+		s        *side
+		from, to netip.Addr
+	}{
+		{"pod to pod", a, a.pod, b.seen(b.pod)},
+		{"and back", b, b.pod, a.seen(a.pod)},
+		{"node to pod", a, a.node, b.seen(b.pod2)},
+		{"pod to external endpoint", a, a.pod2, b.seen(b.external)},
+		{"pod to the gateway's endpoint", a, a.pod, b.seen(self)},
+		{"node to the gateway's endpoint", b, b.node, a.seen(self)},
+	} {
+		if _, err := tc.s.host.Ping(ctx, tc.from, tc.to, random(1000)); err != nil {
+			t.Errorf("%s: %v", tc.name, err)
+		}
+	}
+	checkHealthy(t, a, b)
+}
+
+func TestTwoGatewaysCarryFragments(t *testing.T) {
+	network := &memlink.Network{}
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
+	a.host.SetMTU(tunnelMTU)
+	b.host.SetMTU(tunnelMTU)
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	for _, from := range []netip.Addr{a.pod, a.node} { // stateless, and by the store of NAPT
+		for _, to := range []netip.Addr{b.seen(b.pod), b.seen(b.external), b.seen(self)} {
+			if _, err := a.host.Ping(ctx, from, to, random(5000)); err != nil {
+				t.Errorf("%v -> %v: %v", from, to, err)
+			}
+		}
+	}
+	checkHealthy(t, a, b)
+}
+
+// The connection check: both sides' endpoints speak UDP 12345 to the first
+// address of the other's ExternalCIDR.
+func TestTwoGatewaysConnectionCheck(t *testing.T) {
+	network := &memlink.Network{}
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
+	conns := map[*side]net.PacketConn{}
+	for _, s := range []*side{a, b} {
+		c, err := s.local.ListenUDP(12345)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer c.Close()
+		conns[s] = c
+	}
+	go func() { // b answers from the same socket
+		p := make([]byte, 1024)
+		for {
+			n, from, err := conns[b].ReadFrom(p)
+			if err != nil {
+				return
+			}
+			conns[b].WriteTo(bytes.Replace(p[:n], []byte("PING"), []byte("PONG"), 1), from)
+		}
+	}()
+	to := netip.AddrPortFrom(b.seen(self), 12345).String()
+	if _, err := conns[a].WriteTo([]byte("PING"), udpAddr(to)); err != nil {
+		t.Fatal(err)
+	}
+	p := make([]byte, 1024)
+	conns[a].SetReadDeadline(time.Now().Add(5 * time.Second))
+	n, from, err := conns[a].ReadFrom(p)
+	if err != nil || string(p[:n]) != "PONG" || from.String() != to {
+		t.Errorf("%q from %v, %v: want PONG from %s", p[:n], from, err, to)
+	}
+}
+
+func TestRuleChangeInTheMiddleOfATransferLosesNothing(t *testing.T) {
+	network := &memlink.Network{}
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
+	other := func(i int) natengine.Peer {
+		return natengine.Peer{
+			ID:         fmt.Sprintf("c%d", i),
+			RemotePods: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(100 + i), 0, 0}), 16)},
+			Pods:       a.rules.Pods,
+			External:   a.rules.External,
+		}
+	}
+	stop, changes := make(chan struct{}), 0
+	var changing sync.WaitGroup
+	changing.Go(func() {
+		for {
+			for _, s := range []*side{a, b} {
+				peers := []natengine.Peer{s.rules}
+				for i := range changes % 4 {
+					peers = append(peers, other(i))
+				}
+				if changes%2 == 1 { // the peer itself changes too: one more mapping
+					peers[0].Endpoints = append([]natengine.Endpoint{{
+						Real: netip.MustParseAddr("10.0.50.99"), Seen: peers[0].External[0].Addr().Next().Next().Next(),
+					}}, peers[0].Endpoints...)
+				}
+				if err := s.engine.SetPeers(peers); err != nil {
+					t.Errorf("rule change %d: %v", changes, err)
+				}
+			}
+			changes++
+			select {
+			case <-stop:
+				return
+			case <-time.After(time.Millisecond):
+			}
+		}
+	})
+	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	defer cancel()
+	var wg sync.WaitGroup
+	for i, f := range []struct{ from, to netip.Addr }{{a.pod, b.pod}, {a.node, b.pod2}, {a.pod2, b.external}} {
+		wg.Go(func() {
+			if err := transfer(ctx, a, f.from, b, f.to, uint16(9000+i), 2<<20); err != nil {
+				t.Errorf("TCP %v -> %v: %v", f.from, f.to, err)
+			}
+		})
+	}
+	wg.Go(func() { // nothing sends a datagram again
+		if err := echoUDP(a, a.node, b, b.pod, 300, false, nil); err != nil {
+			t.Errorf("UDP: %v", err)
+		}
+	})
+	wg.Wait()
+	close(stop)
+	changing.Wait()
+	t.Logf("%d rule changes", changes)
+	if changes < 20 {
+		t.Errorf("%d rule changes during the transfers: want more", changes)
+	}
+	for _, s := range []*side{a, b} {
+		for _, dir := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
+			for _, d := range natengine.Drops() {
+				if n := drops(s.engine, dir, d); n != 0 {
+					t.Errorf("%s %s: %d dropped", dir, d, n)
+				}
+			}
+		}
+	}
+	checkHealthy(t, a, b)
+}
+
+func TestTwoGatewaysOverALossyReorderingNetwork(t *testing.T) {
+	network := &memlink.Network{Loss: 0.01, Reorder: 0.01, Seed: 1}
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
+	transfers(t, a, b, 2, 512<<10)
+	checkHealthy(t, a, b)
+	if network.Lost() == 0 || network.Reordered() == 0 {
+		t.Errorf("%d lost, %d reordered: want some", network.Lost(), network.Reordered())
+	}
+	t.Logf("%d lost, %d reordered", network.Lost(), network.Reordered())
+}
+
+func TestTwoGatewaysCoalesceUDPWhenSwitchedOn(t *testing.T) {
+	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1)) // so that the datagrams of a burst share a batch
+	network := &memlink.Network{}
+	a, b := startGateways(t, network, plans[0], datapath.Options{CoalesceUDP: true})
+	s, err := b.host.ListenUDP(netip.AddrPortFrom(b.pod, 7), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer s.Close()
+	c, err := a.host.ListenUDP(netip.AddrPortFrom(a.pod, 0), false)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	const n = 300
+	to := udpAddr(netip.AddrPortFrom(b.seen(b.pod), 7).String())
+	got, buf := 0, make([]byte, 2000)
+	for i := 0; i < n; i += 20 {
+		for j := range 20 {
+			c.WriteTo(bytes.Repeat([]byte{byte(i + j)}, 400), to)
+		}
+		for j := range 20 {
+			s.SetReadDeadline(time.Now().Add(5 * time.Second))
+			size, _, err := s.ReadFrom(buf)
+			if err != nil {
+				t.Fatalf("after %d datagrams: %v", got, err)
+			}
+			if !bytes.Equal(buf[:size], bytes.Repeat([]byte{byte(i + j)}, 400)) {
+				t.Fatalf("datagram %d differs", i+j)
+			}
+			got++
+		}
+	}
+	if _, received := b.host.Superpackets(); received == 0 {
+		t.Error("no UDP superpacket was received")
+	}
+	checkHealthy(t, a, b)
+}
