@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"os"
 	"os/signal"
 	"syscall"
@@ -31,11 +30,7 @@ also after Ctrl-C, unless --keep is given.`,
 			}
 			o.Out = cmd.OutOrStdout()
 			o.Color = o.Out == os.Stdout && isTerminal(os.Stdout)
-			err = demo.Run(ctx, o)
-			if ctx.Err() != nil && errors.Is(err, ctx.Err()) {
-				return errors.New("interrupted")
-			}
-			return err
+			return demo.Run(ctx, o)
 		},
 	}
 	cmd.Flags().BoolVar(&o.Keep, "keep", false, "leave the lab standing")

@@ -129,12 +129,11 @@ func startLabServer(ctx context.Context, l *lab.Lab, self string) error {
 	if err := cmd.Start(); err != nil {
 		return err
 	}
-	stop := context.AfterFunc(ctx, func() { cmd.Process.Kill() })
+	stop := context.AfterFunc(ctx, func() { _ = cmd.Process.Kill() }) // the read below then ends
 	defer stop()
-	if said, _ := io.ReadAll(stdout); string(said) != serving {
-		cmd.Process.Kill()
-		cmd.Wait()
-		return fmt.Errorf("the lab's web server: %s", strings.TrimSpace(text.String()))
+	if said, err := io.ReadAll(stdout); err != nil || string(said) != serving {
+		_ = cmd.Process.Kill() // if it has not ended by itself
+		return fmt.Errorf("the lab's web server: %w: %s", errors.Join(err, cmd.Wait()), strings.TrimSpace(text.String()))
 	}
 	return cmd.Process.Release()
 }

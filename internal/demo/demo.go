@@ -44,6 +44,9 @@ var metricsToShow = []string{
 	"isthmus_nat_sessions", "isthmus_nat_sessions_limit", metricDrops,
 }
 
+// ErrInterrupted is the error of a Run whose context ended first.
+var ErrInterrupted = errors.New("interrupted")
+
 // A show is one run of the demo.
 type show struct {
 	Options
@@ -66,7 +69,9 @@ func Run(ctx context.Context, o Options) (err error) {
 		if err != nil && ctx.Err() == nil {
 			s.explain()
 		}
-		err = errors.Join(err, s.leave(err == nil, start))
+		if tidy := s.leave(err == nil, start); tidy != nil {
+			err = errors.Join(err, tidy)
+		}
 	}()
 	steps := []struct {
 		title string
@@ -87,7 +92,7 @@ func Run(ctx context.Context, o Options) (err error) {
 		s.heading(fmt.Sprintf("%d. %s", i+1, step.title))
 		if err := step.do(); err != nil {
 			if ctx.Err() != nil {
-				return ctx.Err()
+				return ErrInterrupted
 			}
 			return fmt.Errorf("step %d, %q: %w", i+1, step.title, err)
 		}
@@ -337,8 +342,8 @@ func (s *show) refused() error {
 		if err == nil {
 			return fmt.Errorf("%v, %s, answers", attempt.dst, attempt.why)
 		}
-		if s.ctx.Err() != nil {
-			return s.ctx.Err()
+		if err := s.ctx.Err(); err != nil {
+			return err
 		}
 		after, err := s.lab.Metric(s.ctx, s.b, metricDrops, labels...)
 		if err != nil {

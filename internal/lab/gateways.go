@@ -56,7 +56,7 @@ func (l *Lab) startGateway(ctx context.Context, c *Cluster, binary string) error
 		ctx, cancel = context.WithTimeout(ctx, startTimeout)
 		defer cancel()
 	}
-	if pid, ok := l.gatewayPID(c); ok {
+	if pid, ok := l.GatewayProcess(c); ok {
 		return fmt.Errorf("runs already, as process %d", pid)
 	}
 	if err := ensureGatewayFile(c); err != nil {
@@ -141,7 +141,7 @@ func (l *Lab) KillGateway(c *Cluster) error {
 }
 
 func (l *Lab) endGateway(c *Cluster, signal unix.Signal) error {
-	pid, ok := l.gatewayPID(c)
+	pid, ok := l.GatewayProcess(c)
 	if !ok {
 		return nil
 	}
@@ -174,14 +174,12 @@ func (l *Lab) endGateway(c *Cluster, signal unix.Signal) error {
 }
 
 // GatewayProcess returns the process ID of a cluster's gateway, whoever started it; false when none runs.
-func (l *Lab) GatewayProcess(c *Cluster) (pid int, ok bool) { return l.gatewayPID(c) }
-
-func (l *Lab) gatewayPID(c *Cluster) (int, bool) {
+func (l *Lab) GatewayProcess(c *Cluster) (pid int, ok bool) {
 	text, err := os.ReadFile(l.pidFile(c))
 	if err != nil {
 		return 0, false
 	}
-	pid, err := strconv.Atoi(string(text))
+	pid, err = strconv.Atoi(string(text))
 	// The number may belong to somebody else by now.
 	return pid, err == nil && crowdOf(l.Name).has(pid)
 }

@@ -42,7 +42,7 @@ func fakeGateway(behaviour, dir string) int {
 		}
 	})
 	http.HandleFunc("/metrics", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprint(w, "up 1\n") })
-	go http.ListenAndServe(fmt.Sprintf(":%d", metricsPort), nil)
+	go func() { fmt.Fprintln(os.Stderr, http.ListenAndServe(fmt.Sprintf(":%d", metricsPort), nil)) }()
 	<-term
 	if behaviour == "stubborn" {
 		time.Sleep(time.Hour)

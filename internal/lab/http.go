@@ -154,7 +154,7 @@ func (h *Host) Download(ctx context.Context, addr netip.Addr, n int64, atMost ti
 		got += int64(m)
 	}
 	t := Throughput{got, time.Since(start)}
-	if err == io.EOF || request.Err() != nil && ctx.Err() == nil && got > 0 {
+	if errors.Is(err, io.EOF) || request.Err() != nil && ctx.Err() == nil && got > 0 {
 		return t, nil
 	}
 	return t, fmt.Errorf("from %s: get %s: after %d octets: %w", h.Name, req.URL, got, err)

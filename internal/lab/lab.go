@@ -226,8 +226,9 @@ func (l *Lab) Down() error {
 			return err
 		}
 	}
-	for _, s := range l.servers {
-		s()
+	var errs []error
+	for _, stop := range l.servers {
+		errs = append(errs, stop())
 	}
 	l.servers = nil
 	// Not under the lock that all labs share: a process may take its time.
@@ -238,14 +239,15 @@ func (l *Lab) Down() error {
 		<-g.done
 	}
 	clear(l.gateways)
-	return locked(func() error {
+	errs = append(errs, locked(func() error {
 		if err := destroy(l.Name); err != nil {
 			return err
 		}
 		l.owner.Close()
 		l.owner = nil
 		return nil
-	})
+	}))
+	return errors.Join(errs...)
 }
 
 // Sweep removes all labs whose owner has died and that were not declared persistent, and persistent ones of an earlier

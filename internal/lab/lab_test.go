@@ -3,6 +3,7 @@ package lab
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -185,7 +186,10 @@ func TestDownEndsProcessesEvenStubbornOnes(t *testing.T) {
 		t.Fatal(err)
 	}
 	select {
-	case <-done:
+	case err := <-done:
+		if err == nil {
+			t.Error("it ended by itself")
+		}
 	case <-time.After(5 * time.Second):
 		t.Error("the process lives on")
 	}
@@ -269,7 +273,7 @@ func TestNextUpSweepsTheLabOfAKilledOwner(t *testing.T) {
 		if err := l.Clusters[0].Pods[0].Command(context.Background(), "sleep", "1000").Start(); err != nil {
 			t.Fatal(err)
 		}
-		os.Stdout.WriteString("up\n")
+		fmt.Println("up")
 		select {}
 	}
 	name := UniqueName("killed")
@@ -293,7 +297,9 @@ func TestNextUpSweepsTheLabOfAKilledOwner(t *testing.T) {
 	if err := owner.Process.Kill(); err != nil {
 		t.Fatal(err)
 	}
-	owner.Wait()
+	if err := owner.Wait(); err == nil {
+		t.Fatal("the owner ended by itself")
+	}
 	if len(traces(name)) == 0 || len(crowdOf(name).members()) != 1 {
 		t.Fatalf("the killed owner should have left its lab with one process: %v, %v", traces(name), crowdOf(name).members())
 	}

@@ -106,7 +106,7 @@ func (h *Host) PingWith(ctx context.Context, dst netip.Addr, o PingOptions) (rtt
 	if err := conn.SetReadDeadline(deadline); err != nil {
 		return 0, err
 	}
-	stop := context.AfterFunc(ctx, func() { conn.SetReadDeadline(time.Unix(1, 0)) })
+	stop := context.AfterFunc(ctx, func() { _ = conn.SetReadDeadline(time.Unix(1, 0)) }) // fails when we are done
 	defer stop()
 	buf := make([]byte, 65536)
 	for {

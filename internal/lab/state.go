@@ -93,8 +93,7 @@ func lockAll() (unlock func(), err error) {
 		}
 		return func() {
 			if entries, err := os.ReadDir(stateDir); err == nil && len(entries) == 1 {
-				os.Remove(path)
-				os.Remove(stateDir)
+				_ = errors.Join(os.Remove(path), os.Remove(stateDir)) // an empty directory that stays does no harm
 			}
 			file.Close()
 		}, nil
@@ -195,7 +194,7 @@ func writeFile(path string, data []byte, perm fs.FileMode) error {
 	if err != nil {
 		return err
 	}
-	defer os.Remove(part.Name())
+	defer func() { _ = os.Remove(part.Name()) }() // fails when it has been renamed
 	_, err = part.Write(data)
 	if err := errors.Join(err, part.Chmod(perm), part.Close()); err != nil {
 		return err
