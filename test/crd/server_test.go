@@ -43,7 +43,7 @@ type server struct {
 // servers has a server for each CRD in deploy/crds, by kind.
 func servers(t *testing.T) map[string]*server {
 	t.Helper()
-	files, err := filepath.Glob("../../deploy/crds/net.liqo.io_*.yaml")
+	files, err := filepath.Glob("testdata/crds/net.liqo.io_*.yaml")
 	if err != nil || len(files) != 4 {
 		t.Fatalf("want the CRDs of four kinds in deploy/crds, found %v, %v", files, err)
 	}
@@ -184,7 +184,7 @@ func read(t *testing.T, text string) object {
 // its extension.
 func goldens(t *testing.T) map[string]object {
 	t.Helper()
-	files, err := filepath.Glob("../../apis/net/v1alpha1/testdata/*.yaml")
+	files, err := filepath.Glob("testdata/golden/*.yaml")
 	if err != nil || len(files) == 0 {
 		t.Fatalf("no golden documents: %v", err)
 	}

@@ -59,9 +59,6 @@ type BackendConfig map[string]ConfigValue
 // because controller-gen v0.23 does not copy maps with aliases in them.
 func (in BackendConfig) DeepCopy() BackendConfig { return maps.Clone(in) }
 
-// DeepCopyInto makes *out such a copy.
-func (in BackendConfig) DeepCopyInto(out *BackendConfig) { *out = maps.Clone(in) }
-
 // BackendType names the tunnel driver. Liqo's field is a plain string, but
 // WireGuard is the only driver any version since v0.2 has, and an object that
 // names another one could only be ignored later.

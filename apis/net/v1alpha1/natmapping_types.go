@@ -32,9 +32,6 @@ type EndpointMap map[string]IPAddress
 // DeepCopy returns a copy that shares nothing with in.
 func (in EndpointMap) DeepCopy() EndpointMap { return maps.Clone(in) }
 
-// DeepCopyInto makes *out such a copy.
-func (in EndpointMap) DeepCopyInto(out *EndpointMap) { *out = maps.Clone(in) }
-
 // NatMappingStatus has nothing that Liqo would know.
 type NatMappingStatus struct {
 	// Conditions say what became of this object in this cluster. Liqo has

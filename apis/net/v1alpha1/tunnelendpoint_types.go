@@ -106,9 +106,6 @@ type PeerConfiguration map[string]ConfigValue
 // DeepCopy returns a copy that shares nothing with in.
 func (in PeerConfiguration) DeepCopy() PeerConfiguration { return maps.Clone(in) }
 
-// DeepCopyInto makes *out such a copy.
-func (in PeerConfiguration) DeepCopyInto(out *PeerConfiguration) { *out = maps.Clone(in) }
-
 // Connection is the state of the tunnel to the peer.
 type Connection struct {
 	// Status is Connected, Connecting or Error.
