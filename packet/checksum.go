@@ -89,6 +89,15 @@ func sum16(b []byte) uint16 {
 	return bits.ReverseBytes16(fold(s0))
 }
 
+// sumHeader4 is sum16 for an IPv4 header, quicker for one without options.
+func sumHeader4(h []byte) uint16 {
+	if len(h) != ipv4Len {
+		return sum16(h)
+	}
+	return fold(uint64(be.Uint32(h[0:4])) + uint64(be.Uint32(h[4:8])) + uint64(be.Uint32(h[8:12])) + uint64(be.Uint32(h[12:16])) +
+		uint64(be.Uint32(h[16:20])))
+}
+
 // fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0.
 func fold(sum uint64) uint16 {
 	sum = sum>>32 + sum&0xffffffff

@@ -83,6 +83,7 @@ func (c *Coalescer) Add(b []byte) error {
 	r := &c.runs[n]
 	v := &r.View
 	if err := v.Parse(b, ChecksumComplete); err != nil {
+		v.b = nil
 		c.runs = c.runs[:n]
 		return err
 	}
@@ -100,7 +101,7 @@ func (c *Coalescer) Add(b []byte) error {
 	fits := joinable(v)
 	if i := c.find(tag, v); i >= 0 {
 		if fits && c.join(i, v) {
-			c.runs[n] = Run{}
+			v.b = nil // the slot lies beyond what Reset clears
 			c.runs = c.runs[:n]
 			return nil
 		}

@@ -65,7 +65,7 @@ func (q *Quote) parse4() error {
 	if header < ipv4Len || header > len(p) || total < header {
 		return ErrQuote
 	}
-	if sum16(p[:header]) != 0xffff {
+	if sumHeader4(p[:header]) != 0xffff {
 		return ErrHeaderChecksum
 	}
 	q.end = min(q.end, quoted+total) // padding is not part of the packet

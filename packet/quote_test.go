@@ -297,3 +297,49 @@ func TestQuoteDoesNotAllocate(t *testing.T) {
 		t.Errorf("%v allocations", n)
 	}
 }
+
+// The length octet of RFC 4884 ends the quote for the types that have one, here within the TCP header: the checksum field
+// behind it is part of an extension and must not be touched. In other types that octet belongs to an address, an MTU or a
+// pointer.
+func TestQuoteEndsWhereRFC4884SaysSo(t *testing.T) {
+	for _, c := range []struct {
+		kind uint8
+		v6   bool
+		ends bool
+	}{
+		{3, false, true}, {11, false, true}, {12, false, true}, {4, false, false}, {5, false, false},
+		{1, true, true}, {3, true, true}, {2, true, false}, {4, true, false},
+	} {
+		h, rest := ip4(), uint32(7)<<16 // 28 octets
+		if c.v6 {
+			h, rest = ip6(), 6<<24 // 48 octets
+		}
+		inner := packettest.Build(h, packettest.TCP{SrcPort: 7, DstPort: 8, Data: make([]byte, 40)})
+		b := packettest.Build(h, packettest.ICMPError{Type: c.kind, Rest: rest, Quote: inner})
+		before := slices.Clone(b)
+		var q packet.Quote
+		if err := parse(t, b, packet.ChecksumComplete).Quote(&q); err != nil {
+			t.Fatal(err)
+		}
+		q.SetSrcPort(9)
+		packettest.Check(t, b, packettest.ValidChecksums(), packettest.Quote(packettest.Ports(9, 8)))
+		at := len(b) - 60 + 8
+		if bytes.Equal(b[at:], before[at:]) != c.ends {
+			t.Errorf("type %d, IPv6 %t: what follows the length octet's end changed: %t", c.kind, c.v6, c.ends)
+		}
+	}
+}
+
+// A length octet that leads beyond the message is noise: the quote reaches to the end.
+func TestQuoteWithLengthBeyondTheMessage(t *testing.T) {
+	inner := packettest.Build(ip4(), packettest.TCP{SrcPort: 7, DstPort: 8})
+	for _, words := range []uint32{10, 11, 255} { // 10 is exactly all
+		b := packettest.Build(ip4(), packettest.ICMPError{Type: 3, Rest: words << 16, Quote: inner})
+		var q packet.Quote
+		if err := parse(t, b, packet.ChecksumComplete).Quote(&q); err != nil {
+			t.Fatal(err)
+		}
+		q.SetSrcPort(9)
+		packettest.Check(t, b, packettest.ValidChecksums(), packettest.Quote(packettest.Ports(9, 8), packettest.ValidChecksums()))
+	}
+}

@@ -199,7 +199,7 @@ func (v *View) pseudoSum(length int) uint64 {
 // ValidChecksums verifies everything that can be verified in this packet: the IPv4 header checksum and the transport
 // checksum, a partial one against the pseudo-header. Of a fragment only the header counts.
 func (v *View) ValidChecksums() bool {
-	if v.is4 && sum16(v.b[:int(v.b[0]&15)*4]) != 0xffff {
+	if v.is4 && sumHeader4(v.b[:int(v.b[0]&15)*4]) != 0xffff {
 		return false
 	}
 	if v.sum == 0 || v.csum == ChecksumAbsent || v.more {
