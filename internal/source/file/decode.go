@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"math"
+	"reflect"
 	"regexp"
 	"slices"
 	"strconv"
@@ -186,7 +187,7 @@ func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
 		}
 	default:
 		l.problem(origin, where, "is of kind %q, apiVersion %q; want TunnelEndpoint or NatMapping (%s), Gateway (%s), or a List (v1) of them",
-			printable(head.Kind), printable(head.APIVersion), v1alpha1.GroupVersion, GatewayAPIVersion)
+			cut(head.Kind), cut(head.APIVersion), v1alpha1.GroupVersion, GatewayAPIVersion)
 	}
 }
 
@@ -211,7 +212,7 @@ func (l *loader) first(origin fabric.Origin, where string) bool {
 func (l *loader) tunnelEndpoint(origin fabric.Origin, raw []byte) {
 	var object struct {
 		Metadata struct {
-			CreationTimestamp metav1.Time `json:"creationTimestamp"`
+			CreationTimestamp *string `json:"creationTimestamp"`
 		} `json:"metadata"`
 		Spec v1alpha1.TunnelEndpointSpec `json:"spec"`
 	}
@@ -219,7 +220,14 @@ func (l *loader) tunnelEndpoint(origin fabric.Origin, raw []byte) {
 		return
 	}
 	te := v1alpha1.TunnelEndpoint{Spec: object.Spec}
-	te.CreationTimestamp = object.Metadata.CreationTimestamp
+	if created := object.Metadata.CreationTimestamp; created != nil {
+		t, err := time.Parse(time.RFC3339, *created)
+		if err != nil {
+			l.problem(origin, "metadata.creationTimestamp", "is no time; want one such as 2026-11-20T09:30:00Z")
+			return
+		}
+		te.CreationTimestamp = metav1.NewTime(t)
+	}
 	peer, problems := fabric.PeerFrom(&te, origin)
 	if len(problems) > 0 {
 		l.problems = append(l.problems, problems...)
@@ -276,35 +284,36 @@ func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
 // since a wrong place may hold a key.
 func (l *loader) decodeProblem(origin fabric.Origin, where string, err error) {
 	var wrong *stdjson.UnmarshalTypeError
-	if noTime := (*time.ParseError)(nil); errors.As(err, &noTime) {
-		l.problem(origin, "metadata.creationTimestamp", "is no time; want one such as 2026-11-20T09:30:00Z")
-		return
-	}
 	if !errors.As(err, &wrong) {
 		l.problem(origin, where, "%s", printable(err.Error()))
 		return
 	}
 	found, _, _ := strings.Cut(wrong.Value, " ") // "number 70000" → "number"
-	want := map[string]string{
-		"string": "a string (in quotes, if it looks like a number)", "struct": "an object", "map": "an object", "slice": "a list",
-	}[wrong.Type.Kind().String()]
-	if want == "" {
-		want = "a " + wrong.Type.Kind().String()
+	want := "an object"
+	switch wrong.Type.Kind() {
+	case reflect.String:
+		want = "a string (in quotes, if it looks like something else)"
+	case reflect.Slice:
+		want = "a list"
 	}
-	field := strings.TrimSpace(where + " " + printable(wrong.Field))
-	l.problem(origin, field, "is of type %s; want %s", found, want)
+	l.problem(origin, strings.TrimSpace(where+" "+printable(wrong.Field)), "is of type %s; want %s", found, want)
 }
 
 // printable makes a string from outside safe to print: as it is when it is
 // short and plain, else quoted and cut.
 func printable(s string) string {
-	const limit = 253
 	plain := utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) })
-	switch {
-	case plain && len(s) <= limit:
-		return s
-	case len(s) > limit:
-		s = s[:limit] + "..."
+	if short := cut(s); !plain || short != s {
+		return strconv.Quote(short)
 	}
-	return strconv.Quote(s)
+	return s
+}
+
+// cut shortens a string from outside to what a name in Kubernetes can have.
+func cut(s string) string {
+	const limit = 253
+	if len(s) > limit {
+		return s[:limit] + "..."
+	}
+	return s
 }

@@ -49,14 +49,13 @@ type Snapshot struct {
 // it does not get into a log by accident.
 type PrivateKey [32]byte
 
-// String hides the key.
-func (PrivateKey) String() string { return "(private key)" }
+const hiddenKey = "(private key)"
 
-// GoString hides the key from %#v.
-func (PrivateKey) GoString() string { return "(private key)" }
+// Format hides the key from every verb of package fmt.
+func (PrivateKey) Format(f fmt.State, _ rune) { io.WriteString(f, hiddenKey) }
 
-// Format hides the key from every verb, %x and %d included.
-func (PrivateKey) Format(f fmt.State, _ rune) { io.WriteString(f, "(private key)") }
+// MarshalText hides the key from JSON, YAML and structured logs.
+func (PrivateKey) MarshalText() ([]byte, error) { return []byte(hiddenKey), nil }
 
 // Load reads a directory. It looks at regular files (and symbolic links to such)
 // called *.yaml, *.yml or *.json that do not begin with a dot, which leaves out

@@ -175,6 +175,9 @@ func TestLoadReadsEverything(t *testing.T) {
 
 func TestPrivateKeyDoesNotPrint(t *testing.T) {
 	s := Snapshot{PrivateKey: PrivateKey([]byte(strings.Repeat("k", 32)))}
+	if text, err := yaml.Marshal(s); err != nil || strings.Contains(string(text), "107") || !strings.Contains(string(text), hiddenKey) {
+		t.Errorf("marshals as %s, %v", text, err)
+	}
 	for _, verb := range []string{"%v", "%+v", "%#v", "%s", "%x", "%d", "%q"} {
 		for _, v := range []any{s, &s, s.PrivateKey, []PrivateKey{s.PrivateKey}} {
 			if text := fmt.Sprintf(verb, v); strings.Contains(text, "kk") || strings.Contains(text, "6b6b") || strings.Contains(text, "107") || strings.Contains(text, "0x6b") {
@@ -265,14 +268,16 @@ func TestLoadRefuses(t *testing.T) {
 		{map[string]string{"x.yaml": "apiVersion: v1\nkind: Secret\nmetadata: {name: x, namespace: ns}\n"}, []string{`x.yaml: Secret ns/x: is of kind "Secret", apiVersion "v1"` + kinds}},
 		{map[string]string{"x.yaml": "apiVersion: v1\nkind: List\nitems: [{kind: A}]\n"}, []string{`x.yaml: A: items[0]: is of kind "A", apiVersion ""` + kinds}},
 		{map[string]string{"x.yaml": "apiVersion: v1\nkind: List\nitems: {}\n"}, []string{"x.yaml: items: is of type object; want a list"}},
-		{map[string]string{"x.yaml": "kind: \"\\e[2J\"\n"}, []string{`x.yaml: "\x1b[2J": is of kind "\"\\x1b[2J\"", apiVersion ""` + kinds}},
+		{map[string]string{"x.yaml": "kind: \"\\e[2J\"\n"}, []string{`x.yaml: "\x1b[2J": is of kind "\x1b[2J", apiVersion ""` + kinds}},
 		{peer("net.liqo.io/v1alpha1", "net.liqo.io/v1beta1"), []string{te + `is of kind "TunnelEndpoint", apiVersion "net.liqo.io/v1beta1"` + kinds}},
 		// Objects.
 		{peer("  name: peer1\n", ""), []string{"peers.yaml: TunnelEndpoint tenant: metadata.name: is empty; want the name of the object"}},
-		{peer(`"5871"`, "5871"), []string{te + "spec.backend_config: is of type number; want a string (in quotes, if it looks like a number)"}},
+		{peer(`"5871"`, "5871"), []string{te + "spec.backend_config: is of type number; want a string (in quotes, if it looks like something else)"}},
 		{peer("remotePodCIDR", "remotePodCidr"), []string{te + "spec.remotePodCIDR: is empty; want a CIDR such as 10.244.0.0/16"}},
 		{peer("10.244.0.0/16", "10.244.1.0/16"), []string{te + `spec.localPodCIDR: "10.244.1.0/16" has host bits set; want 10.244.0.0/16`}},
 		{peer("metadata:", "metadata:\n  creationTimestamp: yesterday"), []string{te + "metadata.creationTimestamp: is no time; want one such as 2026-11-20T09:30:00Z"}},
+		{peer("metadata:", "metadata:\n  creationTimestamp: 5"), []string{te + "metadata.creationTimestamp: is of type number; want a string (in quotes, if it looks like something else)"}},
+		{map[string]string{"x.yaml": "kind: " + strings.Repeat("k", 300)}, []string{`x.yaml: "` + strings.Repeat("k", 253) + `...": is of kind "` + strings.Repeat("k", 253) + `...", apiVersion ""` + kinds}},
 		{map[string]string{"again.yaml": peerYAML(1)}, []string{te + "is also in again.yaml; want each object once"}},
 		{map[string]string{"peers.yaml": peerYAML(1) + "---\n" + peerYAML(1)}, []string{te + "is also in peers.yaml; want each object once"}},
 		{map[string]string{"peers.yaml": `{"apiVersion": "net.liqo.io/v1alpha1", "kind": "NatMapping", "metadata": {"name": "x"}, "spec": {"clusterID": "a", "clusterID": "b", "podCIDR": "11.1.0.0/16", "externalCIDR": "10.9.0.0/16", "clusterMappings": {}}}`},
@@ -295,7 +300,7 @@ func TestLoadRefuses(t *testing.T) {
 		{gateway("metadata: {name: x}"), []string{gw + "metadata: is not a field of this kind; want it removed or spelled as documented"}},
 		{gateway("clusterID: x"), []string{`gateway.yaml: line 5: key "clusterID" already set in map`}},
 		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "alpha-id", "alpha/id", 1)}, []string{gw + `clusterID: "alpha/id" has a character that does not belong there; want at most 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit`}},
-		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "alpha-id", "17", 1)}, []string{gw + "clusterID: is of type number; want a string (in quotes, if it looks like a number)"}},
+		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "alpha-id", "17", 1)}, []string{gw + "clusterID: is of type number; want a string (in quotes, if it looks like something else)"}},
 		{gateway(`clusterName: "a\nb"`), []string{gw + `clusterName: "a\nb" has a character that cannot be printed; want at most 253 printable characters`}},
 		{gateway("listenPort: 0"), []string{gw + "listenPort: is 0; want a number from 1 to 65535"}},
 		{gateway("listenPort: 70000"), []string{gw + "listenPort: is 70000; want a number from 1 to 65535"}},
@@ -306,7 +311,7 @@ func TestLoadRefuses(t *testing.T) {
 		{gateway("mtu: Auto"), []string{gw + `mtu: is no whole number; want a number from 576 to 65475, or "auto"`}},
 		{gateway("mtu: 1340.5"), []string{gw + `mtu: is no whole number; want a number from 576 to 65475, or "auto"`}},
 		{gateway("maxFlows: -1"), []string{gw + "maxFlows: is -1; want a number from 0 to 67108864"}},
-		{gateway("metricsAddress: 5872"), []string{gw + "metricsAddress: is of type number; want a string (in quotes, if it looks like a number)"}},
+		{gateway("metricsAddress: 5872"), []string{gw + "metricsAddress: is of type number; want a string (in quotes, if it looks like something else)"}},
 		{gateway(`metricsAddress: "5872"`), []string{gw + `metricsAddress: "5872" is no listen address; want host:port, such as ":5872"`}},
 		{gateway(`statusAddress: "127.0.0.1:http"`), []string{gw + `statusAddress: "127.0.0.1:http" is no listen address; want host:port, such as "127.0.0.1:5873"`}},
 		// The private key: named, never shown.

@@ -52,7 +52,7 @@ type GatewayFile struct {
 	PrivateKeyFile string `json:"privateKeyFile"`
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
-	MTU            MTU    `json:"mtu,omitempty"`            // of the tunnel in octets, or "auto" (default)
+	MTU            MTU    `json:"mtu"`                      // of the tunnel in octets, or "auto" (default)
 	MaxFlows       int    `json:"maxFlows,omitempty"`       // entries of the flow table; 0 is the engine's default
 	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default ":5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"

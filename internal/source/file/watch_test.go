@@ -109,7 +109,7 @@ func TestWatchReportsABrokenDirectoryOnce(t *testing.T) {
 		write(t, peers, "{ ")
 		w.expect(time.Minute)
 		write(t, peers, at(1, "[]"))
-		w.expect(1500*time.Millisecond, `error: peers.yaml: TunnelEndpoint tenant/peer1: spec.endpointIP: is of type array; want a string (in quotes, if it looks like a number)`)
+		w.expect(1500*time.Millisecond, `error: peers.yaml: TunnelEndpoint tenant/peer1: spec.endpointIP: is of type array; want a string (in quotes, if it looks like something else)`)
 		write(t, peers, peerYAML(1)) // as it was before: the error is over, and that is a change
 		w.expect(1500*time.Millisecond, "id1@192.0.2.1")
 
