@@ -295,7 +295,7 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 	}
 	m := &r.rule.pods[dst.family()]
 	local, pod := m.mapIn(dst)
-	if pod && unreachable(local, v.Is4()) {
+	if pod && e.offLimits(local, v.Is4()) {
 		return e.refuse(r, Inbound, DropDestination, tr)
 	}
 	if pod && !m.single {
@@ -318,6 +318,11 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 	}
 	to, port, drop := e.flowIn(v, r, src, dst, endpoint, local, pod, now, tr)
 	return e.place(v, r, Inbound, to, port, drop, now, tr)
+}
+
+// offLimits reports whether a prefix map must not lead to a: the in-process endpoint is reached as a mapped one only.
+func (e *Engine) offLimits(a addr, is4 bool) bool {
+	return unreachable(a, is4) || a == e.self[a.family()]
 }
 
 // flowIn finds the flow of an inbound packet to the NAPT address or to a mapped one, or opens one to a mapped endpoint,

@@ -191,9 +191,11 @@ func (m *match) expired(l *lifetimes, now tick) bool {
 
 // touch records a packet of the flow: its state, and that it was seen. Both directions refresh: outbound as RFC 4787,
 // REQ-6 demands, inbound as it allows, because peers are authenticated and only the exact tuple matches, and because
-// conntrack at real Liqo peers does so too. A RST refreshes nothing (RFC 7857, section 2).
+// conntrack at real Liqo peers does so too. A RST refreshes nothing (RFC 7857, section 2), but for the one that ends an
+// established connection: with it the transitory timeout begins (RFC 6146, section 3.5.2.2).
 func (m *match) touch(v *packet.View, dir Direction, now tick) {
 	word := m.word
+	refresh := v.TCPFlags()&packet.TCPRst == 0 || !halfOpen(word)
 	for {
 		next := after(word, dir, v)
 		if next == word || m.entry.word.CompareAndSwap(word, next) {
@@ -203,7 +205,7 @@ func (m *match) touch(v *packet.View, dir Direction, now tick) {
 			return // it ended under way
 		}
 	}
-	if v.TCPFlags()&packet.TCPRst == 0 && now.since(tick(m.seen.Load())) > 0 {
+	if refresh && now.since(tick(m.seen.Load())) > 0 {
 		m.seen.Store(uint32(now))
 	}
 }

@@ -78,7 +78,7 @@ func (e *Engine) inboundError(v *packet.View, r *remote, _, dst addr, now tick, 
 		case ok:
 			tr.known(&f)
 			local, port = f.other, int(f.otherPort(Inbound))
-		case pod:
+		case pod && !e.offLimits(local, v.Is4()):
 			tr.prefixMapIn(r.rule, dst.family())
 		case r.rule.seen[near] != (addr{}), m.ok && near == m.natAddr():
 			return e.refuse(r, Inbound, DropICMPError, tr)
@@ -87,10 +87,7 @@ func (e *Engine) inboundError(v *packet.View, r *remote, _, dst addr, now tick, 
 		default:
 			return e.refuse(r, Inbound, DropDestination, tr)
 		}
-	} else {
-		tr.prefixMapIn(r.rule, dst.family())
-	}
-	if pod && unreachable(local, v.Is4()) && local != e.self[local.family()] {
+	} else if tr.prefixMapIn(r.rule, dst.family()); e.offLimits(local, v.Is4()) {
 		return e.refuse(r, Inbound, DropDestination, tr)
 	}
 	q.SetSrc(local.netip())

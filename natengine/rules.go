@@ -98,7 +98,8 @@ type rule struct {
 	endpoints map[addr]struct{} // Endpoint.Real inside Pods.From: their packets may be replies, so flows come first
 	remotes   []remotePrefix
 
-	// guarded: a prefix reaches into special-purpose addresses (a /1 does), so that each address has to be asked.
+	// guarded: a prefix reaches into special-purpose addresses (a /1 does) or contains the in-process endpoint, so that
+	// each address has to be asked.
 	guarded bool
 }
 
@@ -203,7 +204,7 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 	}
 	t := &ruleTable{}
 	for _, p := range peers {
-		t.add(newRule(p, state(p.ID)))
+		t.add(newRule(p, state(p.ID), self))
 	}
 	slices.SortFunc(t.rules, func(a, b *rule) int {
 		if a.spec.ID < b.spec.ID {
@@ -306,14 +307,14 @@ func (p Peer) checkEndpoint(e Endpoint, self [2]addr) error {
 	return fmt.Errorf("%v is not in the external networks", e.Seen)
 }
 
-func newRule(p Peer, peer *PeerState) *rule {
+func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 	p.RemotePods, p.RemoteExternal = slices.Clone(p.RemotePods), slices.Clone(p.RemoteExternal)
 	p.Pods, p.External, p.Endpoints = slices.Clone(p.Pods), slices.Clone(p.External), slices.Clone(p.Endpoints)
 	r := &rule{peer: peer, spec: p, seen: map[addr]addr{}, endpoints: map[addr]struct{}{}}
 	for _, m := range p.Pods {
 		from := prefixOf(m.From)
 		r.pods[from.net.family()] = podMap{ok: true, from: from, to: prefixOf(m.To), single: m.From.IsSingleIP()}
-		r.guarded = r.guarded || reachesSpecial(m.From)
+		r.guarded = r.guarded || reachesSpecial(m.From) || from.contains(self[from.net.family()])
 	}
 	for _, x := range p.External {
 		r.external = append(r.external, prefixOf(x))

@@ -1,0 +1,40 @@
+package natengine
+
+import (
+	"net/netip"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+func ip(s string) netip.Addr    { return netip.MustParseAddr(s) }
+func pfx(s string) netip.Prefix { return netip.MustParsePrefix(s) }
+
+func pfxs(s ...string) (ps []netip.Prefix) {
+	for _, p := range s {
+		ps = append(ps, pfx(p))
+	}
+	return ps
+}
+
+// parse wants b to be a packet.
+func parse(t testing.TB, v *packet.View, b []byte) {
+	t.Helper()
+	if err := v.Parse(b, packet.ChecksumComplete); err != nil {
+		t.Fatalf("parse %x: %v", b, err)
+	}
+}
+
+// send gives the engine a copy of b and returns what became of it.
+func send(t testing.TB, e *Engine, dir Direction, b []byte, now tick) ([]byte, Verdict) {
+	t.Helper()
+	var v packet.View
+	parse(t, &v, append([]byte(nil), b...))
+	at := duration(int32(now))
+	if dir == Outbound {
+		verdict := e.Outbound(&v, at)
+		return v.Bytes(), verdict
+	}
+	verdict := e.Inbound(&v, at)
+	return v.Bytes(), verdict
+}

@@ -1,0 +1,308 @@
+package natengine_test
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+// oddTimeouts are no multiple of ten seconds, and time in these tests moves by tens of seconds, so that nothing hangs on
+// the engine's coarse clock.
+var oddTimeouts = natengine.Timeouts{
+	UDP: 305 * time.Second, TCPEstablished: 7445 * time.Second, TCPTransitory: 245 * time.Second,
+	ICMP: 65 * time.Second, Generic: 305 * time.Second, Fragment: 5 * time.Second,
+}
+
+// world is a random set of rules and the addresses worth sending from and to.
+type world struct {
+	rng         *rand.Rand
+	is4         bool
+	peers       []natengine.Peer
+	near, far   []netip.Addr // our addresses, addresses of peers
+	nearAtPeers []netip.Addr // our addresses as peers see them
+}
+
+func (w *world) prefix(bits int) netip.Prefix {
+	for {
+		b := make([]byte, 16)
+		for i := range b {
+			b[i] = byte(w.rng.Uint32())
+		}
+		a := netip.AddrFrom4([4]byte(b[:4]))
+		if !w.is4 {
+			b[0] = 0xfd
+			a = netip.AddrFrom16([16]byte(b))
+		}
+		p, err := a.Prefix(bits)
+		if err != nil {
+			panic(err)
+		}
+		return p
+	}
+}
+
+func (w *world) in(p netip.Prefix) netip.Addr {
+	random := w.prefix(p.Addr().BitLen()).Addr()
+	switch a := moved(random, p); w.rng.IntN(8) {
+	case 0:
+		return p.Addr()
+	case 1:
+		if next := p.Addr().Next(); p.Contains(next) {
+			return next
+		}
+		fallthrough
+	default:
+		return a
+	}
+}
+
+// bits is a prefix length, with the short and the long ones among them.
+func (w *world) bits() int {
+	if w.is4 {
+		return 1 + w.rng.IntN(32)
+	}
+	return 8 + w.rng.IntN(121)
+}
+
+func overlapsAny(p netip.Prefix, list []netip.Prefix) bool {
+	for _, q := range list {
+		if q.Overlaps(p) {
+			return true
+		}
+	}
+	return false
+}
+
+// newWorld draws rules: masks of their own on either side, each side remapped or not, ranges that coincide where the
+// facts (7.5) allow it, a few mapped endpoints of which one is the in-process one and some are pods.
+func newWorld(rng *rand.Rand, self netip.Addr) *world {
+	w := &world{rng: rng, is4: self.Is4()}
+	pa := w.prefix(w.bits())
+	w.near = append(w.near, self, pa.Addr())
+	for range 4 {
+		w.near = append(w.near, w.in(pa), w.prefix(self.BitLen()).Addr())
+	}
+	var remotes []netip.Prefix
+	free := func(bits int) (netip.Prefix, bool) {
+		for range 50 {
+			if p := w.prefix(bits); !overlapsAny(p, remotes) {
+				remotes = append(remotes, p)
+				return p, true
+			}
+		}
+		return netip.Prefix{}, false
+	}
+	for i := range 1 + rng.IntN(3) {
+		p := natengine.Peer{ID: fmt.Sprint("peer", i), MSS: uint16(rng.IntN(2) * 1200)}
+		pb, ok := free(w.bits())
+		if !ok {
+			continue
+		}
+		p.RemotePods = []netip.Prefix{pb}
+		if xb, ok := free(w.bits()); ok {
+			p.RemoteExternal = []netip.Prefix{xb}
+			w.far = append(w.far, w.in(xb), w.in(xb))
+		}
+		to := pa
+		switch rng.IntN(3) {
+		case 0:
+			to = w.prefix(pa.Bits())
+		case 1:
+			if pb.Bits() == pa.Bits() {
+				to = pb // both use the same range
+			}
+		}
+		p.Pods = []natengine.Remap{{From: pa, To: to}}
+		w.far = append(w.far, w.in(pb), w.in(pb), w.in(pb), pb.Addr())
+		w.nearAtPeers = append(w.nearAtPeers, to.Addr(), w.in(to), w.in(to), w.in(to), w.prefix(self.BitLen()).Addr())
+		for range 20 {
+			if xa := w.prefix(w.bits()); !xa.Overlaps(to) {
+				p.External = []netip.Prefix{xa}
+				break
+			}
+		}
+		if len(p.External) == 1 {
+			w.endpoints(&p, self, pa)
+		}
+		w.peers = append(w.peers, p)
+	}
+	return w
+}
+
+func (w *world) endpoints(p *natengine.Peer, self netip.Addr, pa netip.Prefix) {
+	xa := p.External[0]
+	taken := map[netip.Addr]bool{}
+	real := []netip.Addr{self, w.in(pa), w.prefix(self.BitLen()).Addr(), w.far[w.rng.IntN(len(w.far))]}
+	for _, a := range real {
+		seen := w.in(xa)
+		if taken[seen] || a != self && offLimits(a) {
+			continue
+		}
+		taken[seen] = true
+		p.Endpoints = append(p.Endpoints, natengine.Endpoint{Real: a, Seen: seen})
+		w.near = append(w.near, a)
+		w.nearAtPeers = append(w.nearAtPeers, seen, w.in(xa))
+	}
+}
+
+func pick[T any](rng *rand.Rand, list []T) T { return list[rng.IntN(len(list))] }
+
+// body draws a payload; few ports, so that flows are hit and ports clash.
+func (w *world) body() packettest.Body {
+	ports := []uint16{0, 53, 80, 1023, 1024, 40000, 40001, 65535}
+	src, dst := pick(w.rng, ports), pick(w.rng, ports)
+	switch w.rng.IntN(12) {
+	case 0, 1, 2:
+		return packettest.UDP{SrcPort: src, DstPort: dst, Data: []byte("datagram")}
+	case 3:
+		return packettest.UDP{SrcPort: src, DstPort: dst, NoChecksum: w.is4, Data: []byte("x")}
+	case 4, 5, 6, 7:
+		flags := []uint8{packettest.SYN, packettest.SYN | packettest.ACK, packettest.ACK, packettest.ACK, packettest.ACK,
+			packettest.ACK | packettest.PSH, packettest.FIN | packettest.ACK, packettest.RST, packettest.RST | packettest.ACK, 0}
+		return packettest.TCP{SrcPort: src, DstPort: dst, Flags: pick(w.rng, flags), Data: []byte("stream")}
+	case 8, 9:
+		return packettest.Echo{ID: src, Seq: 1, Reply: w.rng.IntN(3) == 0, Data: []byte("ping")}
+	case 10:
+		return packettest.Raw{Proto: 47, Data: []byte("tunnelled")}
+	default:
+		return packettest.Raw{Proto: 132, Data: []byte("sctp with ports that NAT leaves alone")}
+	}
+}
+
+// about makes an ICMP error that quotes a packet as it was forwarded, cut somewhere.
+func (w *world) about(quote []byte, src, dst netip.Addr) []byte {
+	header := 20
+	kinds := []uint8{3, 3, 3, 11, 12, 4, 5}
+	if !w.is4 {
+		header, kinds = 40, []uint8{1, 2, 3, 4}
+	}
+	cut := len(quote)
+	switch w.rng.IntN(4) {
+	case 0:
+		cut = min(cut, header+8)
+	case 1:
+		cut = min(cut, header+w.rng.IntN(8))
+	}
+	return packettest.Build(packettest.IP{Src: src, Dst: dst}, packettest.ICMPError{Type: pick(w.rng, kinds), Code: 1, Quote: quote[:cut]})
+}
+
+// converse sends n random packets in both directions through e and compares each with the reference.
+func (w *world) converse(t *testing.T, e *natengine.Engine, r *reference, n int) map[string]int {
+	seen := map[string]int{}
+	var sent [2][]packettest.Packet // forwarded, by direction
+	var raw [2][][]byte
+	now := time.Duration(0)
+	for i := range n {
+		if w.rng.IntN(20) == 0 {
+			now += time.Duration(w.rng.IntN(12)) * 10 * time.Second
+			e.Sweep(now)
+		}
+		dir := natengine.Direction(w.rng.IntN(2))
+		src, dst := pick(w.rng, w.near), pick(w.rng, w.far)
+		if dir == natengine.Inbound {
+			src, dst = dst, pick(w.rng, w.nearAtPeers)
+		}
+		var in []byte
+		switch kind := w.rng.IntN(6); {
+		case kind == 0 && len(sent[1-dir]) > 0: // an error about a packet of the other direction
+			j := w.rng.IntN(len(sent[1-dir]))
+			q := sent[1-dir][j]
+			if w.rng.IntN(2) == 0 {
+				src = q.Dst
+			}
+			in = w.about(raw[1-dir][j], src, q.Src)
+		case kind <= 3 && len(sent[1-dir]) > 0: // an answer
+			q := pick(w.rng, sent[1-dir])
+			body := w.body()
+			switch b := body.(type) {
+			case packettest.UDP:
+				b.SrcPort, b.DstPort = q.DstPort, q.SrcPort
+				body = b
+			case packettest.TCP:
+				b.SrcPort, b.DstPort = q.DstPort, q.SrcPort
+				body = b
+			case packettest.Echo:
+				b.ID, b.Reply = q.ICMPID, true
+				body = b
+			}
+			in = packettest.Build(packettest.IP{Src: q.Dst, Dst: q.Src}, body)
+		default:
+			in = packettest.Build(packettest.IP{Src: src, Dst: dst}, w.body())
+		}
+		out := append([]byte(nil), in...)
+		var v packet.View
+		if err := v.Parse(out, packet.ChecksumComplete); err != nil {
+			t.Fatalf("parse %x: %v", in, err)
+		}
+		trace := e.Trace(&v, dir, now)
+		var verdict natengine.Verdict
+		if dir == natengine.Outbound {
+			verdict = e.Outbound(&v, now)
+		} else {
+			verdict = e.Inbound(&v, now)
+		}
+		if err := r.judge(dir, in, out, verdict, now); err != nil {
+			t.Fatalf("packet %d at %v, %v: %v\nin  %x\nout %x\n%v\nrules %+v", i, now, dir, err, in, out, trace, w.peers)
+		}
+		if trace.Action != verdict.Action || trace.Drop != verdict.Drop {
+			t.Fatalf("packet %d: trace says\n%vengine %v/%v", i, trace, verdict.Action, verdict.Drop)
+		}
+		seen[fmt.Sprint(dir, " ", verdict.Action, " ", verdict.Drop)]++
+		if verdict.Action != natengine.Discard {
+			p := packettest.MustDecode(out)
+			if !isError(p) {
+				sent[dir] = append(sent[dir], p)
+				raw[dir] = append(raw[dir], out)
+			}
+		}
+	}
+	return seen
+}
+
+// TestEngineAgreesWithReference compares engine and reference over random rules and random conversations: all four
+// combinations of remapping, masks that differ between the two sides, coinciding ranges, both families.
+func TestEngineAgreesWithReference(t *testing.T) {
+	for _, self := range []netip.Addr{netip.MustParseAddr("169.254.0.1"), netip.MustParseAddr("fd00::1")} {
+		t.Run(map[bool]string{true: "IPv4", false: "IPv6"}[self.Is4()], func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(1, 2))
+			seen := map[string]int{}
+			worlds := 150
+			if testing.Short() {
+				worlds = 30
+			}
+			for range worlds {
+				w := newWorld(rng, self)
+				if len(w.peers) == 0 || len(w.far) == 0 {
+					continue
+				}
+				c := natengine.Config{Timeouts: oddTimeouts}
+				if self.Is6() {
+					c.Self6 = self
+				}
+				e := natengine.New(c)
+				if err := e.SetPeers(w.peers); err != nil {
+					t.Fatalf("%v\n%+v", err, w.peers)
+				}
+				r := &reference{self: []netip.Addr{self}, timeouts: oddTimeouts, peers: w.peers}
+				for what, n := range w.converse(t, e, r, 400) {
+					seen[what] += n
+				}
+			}
+			t.Log(seen)
+			for _, what := range []string{
+				"outbound forward none", "inbound forward none", "inbound deliver none", "outbound discard icmp_error", "inbound discard icmp_error",
+				"inbound discard no_flow", "inbound discard no_mapping", "inbound discard destination", "inbound discard flow_clash", "outbound discard protocol",
+			} {
+				if seen[what] == 0 {
+					t.Errorf("the conversations never led to %q", what)
+				}
+			}
+		})
+	}
+}
