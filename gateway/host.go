@@ -210,9 +210,10 @@ type op struct {
 // A plan is a list of changes in the order in which to make them.
 type plan []op
 
-// planHost compares. Links come first, because the rest hangs on them, then
-// additions before removals, then removals in the opposite order: a moment with
-// two routes is harmless, a moment with none is an outage.
+// planHost compares. Links come first, because the rest hangs on them, and come
+// up when their sysctls are set; then additions before removals, and removals in
+// the opposite order: a moment with two routes is harmless, a moment with none is
+// an outage.
 func planHost(have, want hostState) plan {
 	var adds, removes plan
 
@@ -238,8 +239,8 @@ func planHost(have, want hostState) plan {
 		have = have.without(hostSide, VethHost).without(gatewaySide, VethGateway)
 	}
 
-	planKind(&adds, &removes, have.links, want.links, func(l link) [2]any { return [2]any{l.side, l.name} })
 	planKind(&adds, &removes, have.sysctls, want.sysctls, func(s sysctl) [2]any { return [2]any{s.side, s.path} })
+	planKind(&adds, &removes, have.links, want.links, func(l link) [2]any { return [2]any{l.side, l.name} })
 	planKind(&adds, &removes, have.addresses, want.addresses, func(a address) address { return a })
 	planKind(&adds, &removes, have.neighbors, want.neighbors, func(n neighbor) [3]any { return [3]any{n.side, n.link, n.addr} })
 	planKind(&adds, &removes, have.routes, want.routes, func(r route) [4]any { return [4]any{r.side, r.table, r.prefix, r.metric} })

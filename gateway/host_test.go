@@ -1,0 +1,165 @@
+package gateway
+
+import (
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+func prefixes(list ...string) []netip.Prefix {
+	var all []netip.Prefix
+	for _, s := range list {
+		all = append(all, netip.MustParsePrefix(s))
+	}
+	return all
+}
+
+// fresh is what a new namespace with an open TUN has.
+func fresh() hostState {
+	return hostState{links: []link{{side: gatewaySide, name: TunName, mtu: defaultMTU}}}
+}
+
+// golden compares with testdata/NAME; -update is not offered, because a plan is
+// short enough to be changed by hand, with thought.
+func golden(t *testing.T, name, got string) {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Join("testdata", name))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got != string(b) {
+		t.Errorf("%s: got\n%s\nwant\n%s", name, got, b)
+	}
+}
+
+func TestPlanPrintsTheCommandsAnOperatorCouldType(t *testing.T) {
+	one, two := prefixes("10.246.0.0/16", "10.247.0.0/16"), prefixes("10.246.0.0/16", "10.247.0.0/16", "fd00:1::/48")
+	for _, tc := range []struct {
+		file       string
+		have, want hostState
+	}{
+		{"plan-fresh.txt", fresh(), wantHost(one, 1440)},
+		{"plan-ipv6-peer.txt", wantHost(one, 1440), wantHost(two, 1440)},
+		{"plan-peer-removed.txt", wantHost(one, 1440), wantHost(nil, 1440)},
+		{"plan-mtu.txt", wantHost(nil, 1440), wantHost(nil, 1380)},
+		{"plan-veth-lost.txt", wantHost(one, 1440).without(hostSide, VethHost).without(gatewaySide, VethGateway).lost(), wantHost(one, 1440)},
+		{"plan-leftover.txt", leftover(one), wantHost(one, 1440)},
+		{"plan-teardown.txt", wantHost(one, 1440), hostState{}},
+	} {
+		golden(t, tc.file, planHost(tc.have, tc.want).Commands("/proc/1/fd/9"))
+	}
+}
+
+func (s hostState) lost() hostState { s.veth = nil; return s }
+
+// leftover is what a killed gateway leaves: rules, routes without a device, and
+// for a moment the host's end of its veth.
+func leftover(remote []netip.Prefix) hostState {
+	s := wantHost(remote, 1440)
+	have := fresh()
+	have.links = append(have.links, link{side: hostSide, name: VethHost, mtu: 1440, mac: macHost, up: true})
+	have.rules = s.rules
+	have.routes = deleted(s.routes, func(r route) bool { return !r.unreachable })
+	return have
+}
+
+func TestPlanForWhatIsThereIsEmpty(t *testing.T) {
+	for _, remote := range [][]netip.Prefix{nil, prefixes("10.1.0.0/16"), prefixes("10.1.0.0/16", "fd00:1::/48")} {
+		if p := planHost(wantHost(remote, 1400), wantHost(remote, 1400)); len(p) != 0 {
+			t.Errorf("%v:\n%s", remote, p.Commands("NS"))
+		}
+	}
+	if p := planHost(hostState{}, hostState{}); len(p) != 0 {
+		t.Errorf("nothing:\n%s", p.Commands("NS"))
+	}
+}
+
+func TestPlanDoesNotDependOnTheOrderOfPrefixes(t *testing.T) {
+	remote := prefixes("10.1.0.0/16", "10.2.0.0/16", "10.3.0.0/16", "fd00:1::/48")
+	want := planHost(fresh(), wantHost(remote, 1440)).Commands("NS")
+	rng := rand.New(rand.NewPCG(1, 2))
+	for range 20 {
+		rng.Shuffle(len(remote), func(i, j int) { remote[i], remote[j] = remote[j], remote[i] })
+		if got := planHost(fresh(), wantHost(append(remote, remote[0]), 1440)).Commands("NS"); got != want {
+			t.Fatalf("%v:\n%s", remote, got)
+		}
+	}
+}
+
+// Whatever part is missing, the plan brings exactly that back.
+func TestPlanRestoresAnySingleLoss(t *testing.T) {
+	want := wantHost(prefixes("10.1.0.0/16", "fd00:1::/48"), 1440)
+	check := func(what string, have hostState, contains string) {
+		p := planHost(have, want)
+		if len(p) != 1 || !strings.Contains(p.Commands("NS"), contains) {
+			t.Errorf("without %s:\n%s", what, p.Commands("NS"))
+		}
+	}
+	for i, r := range want.routes {
+		have := want
+		have.routes = slices.Delete(slices.Clone(want.routes), i, i+1)
+		check(r.prefix.String(), have, "route replace")
+	}
+	for i := range want.neighbors {
+		have := want
+		have.neighbors = slices.Delete(slices.Clone(want.neighbors), i, i+1)
+		check("neighbour", have, "nud permanent")
+	}
+	for i := range want.rules {
+		have := want
+		have.rules = slices.Delete(slices.Clone(want.rules), i, i+1)
+		check("rule", have, "rule add")
+	}
+	for i := range want.sysctls {
+		have := want
+		have.sysctls = slices.Clone(want.sysctls)
+		have.sysctls[i].value = "7"
+		check("sysctl", have, "sysctl -w")
+	}
+}
+
+// A remote prefix is routed inside before the host sends anything there, and the
+// host stops before the inside does: else packets would circle between the two.
+func TestPlanNeverLeavesTheHostRouteAlone(t *testing.T) {
+	in := func(p plan, v verb, s side) int {
+		return slices.IndexFunc(p, func(o op) bool {
+			r, ok := o.object.(route)
+			return ok && o.verb == v && r.side == s && r.prefix == netip.MustParsePrefix("10.1.0.0/16") && !r.unreachable
+		})
+	}
+	with, without := wantHost(prefixes("10.1.0.0/16"), 1440), wantHost(nil, 1440)
+	if p := planHost(without, with); in(p, add, gatewaySide) > in(p, add, hostSide) {
+		t.Errorf("added:\n%s", p.Commands("NS"))
+	}
+	if p := planHost(with, without); in(p, remove, hostSide) > in(p, remove, gatewaySide) {
+		t.Errorf("removed:\n%s", p.Commands("NS"))
+	}
+}
+
+func TestTunnelMTUFitsEveryPath(t *testing.T) {
+	v4, v6 := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")
+	for _, tc := range []struct {
+		paths []underlay
+		want  int
+	}{
+		{nil, 1440},
+		{[]underlay{{v4, 1500}}, 1440},
+		{[]underlay{{v6, 1500}}, 1420},
+		{[]underlay{{v4, 1500}, {v6, 1500}}, 1420},
+		{[]underlay{{v4, 1500}, {v4, 1400}}, 1340},
+		{[]underlay{{v4, 9001}}, 8940},
+		{[]underlay{{v4, 65536}}, 8940}, // loopback
+		{[]underlay{{v4, 1280}}, 1280},  // IPv6 inside needs it
+	} {
+		if got := tunnelMTU(tc.paths); got != tc.want {
+			t.Errorf("%v: %d, want %d", tc.paths, got, tc.want)
+		}
+	}
+	if mssFor(1440) != 1400 {
+		t.Error(mssFor(1440))
+	}
+}
