@@ -49,18 +49,18 @@ var conversations = []struct {
 			x.Errorf("arrived with checksum % x", sum)
 		}
 	}},
-	{"UDP whose checksum becomes 0xffff", func(x *exchange, from side) {
+	{"UDP whose checksum is 0xffff somewhere on the way, and ICMP errors about it", func(x *exchange, from side) {
 		src, dst := x.pods(from, 8)
-		// Two octets are chosen so that the sum at the destination is zero, which is sent as 0xffff (RFC 768).
-		data := []byte{0, 0, 1, 2, 3, 4}
-		port := x.freshPort()
-		seenSrc, seenDst := x.plan.podSeen(from, 8), x.plan.pod(from.other(), 8)
-		data[0], data[1] = 0, 0
-		rest := udp(seenSrc, seenDst, port, 7, data)
-		data[0], data[1] = rest[6], rest[7]
-		got := x.send(from, ip(header{}, src, dst, protoUDP, udp(src, dst, port, 7, data)))
-		if sum := segment(got[0])[6:8]; sum[0] != 0xff || sum[1] != 0xff {
-			x.Errorf("arrived with checksum % x, want ff ff", sum)
+		seenSrc, ownDst := x.plan.podSeen(from, 8), x.plan.pod(from.other(), 8)
+		for _, at := range [][2]netip.Addr{{src, dst}, {seenSrc, dst}, {seenSrc, ownDst}} {
+			// Two octets are chosen so that the sum there is zero, which is sent as 0xffff (RFC 768).
+			port, data := x.freshPort(), []byte{0, 0, 1, 2, 3, 4}
+			rest := udp(at[0], at[1], port, 7, data)
+			copy(data, rest[6:8])
+			if there := udp(at[0], at[1], port, 7, data); there[6] != 0xff || there[7] != 0xff {
+				x.Fatalf("the checksum between %v is % x", at, there[6:8])
+			}
+			x.errorsAbout(from, ip(header{}, src, dst, protoUDP, udp(src, dst, port, 7, data)))
 		}
 	}},
 	{"a whole TCP conversation", func(x *exchange, from side) { x.tcpConversation(from, false) }},
