@@ -5,8 +5,10 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"net"
 	"net/netip"
 	"os"
+	"sync"
 	"testing"
 	"time"
 
@@ -602,7 +604,7 @@ func TestCloseEndsReadWriteEventsAndSockets(t *testing.T) {
 	for range 2 {
 		select {
 		case err := <-ended:
-			if !errors.Is(err, os.ErrClosed) && !errors.Is(err, errNetClosed) {
+			if !errors.Is(err, os.ErrClosed) && !errors.Is(err, net.ErrClosed) {
 				t.Errorf("%v: want closed", err)
 			}
 		case <-time.After(5 * time.Second):
@@ -613,10 +615,46 @@ func TestCloseEndsReadWriteEventsAndSockets(t *testing.T) {
 		t.Error("Events is open")
 	}
 	d.SetMTU(1300) // must not panic
+	if _, err := local.ListenUDP(1); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("ListenUDP after Close: %v: want net.ErrClosed", err)
+	}
+	if _, err := c.WriteTo([]byte("x"), udpAddr("10.71.3.4:9")); err == nil {
+		t.Error("WriteTo after Close succeeded")
+	}
+}
+
+// wireguard-go's goroutines may still be writing while the device is closed.
+func TestCloseDuringWriteAndRead(t *testing.T) {
+	for range 50 {
+		link := newScript()
+		local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
+		if err != nil {
+			t.Fatal(err)
+		}
+		d := datapath.New(link, newEngine(t), local, datapath.Options{})
+		var wg sync.WaitGroup
+		for i := range 2 {
+			wg.Go(func() {
+				for j := range 20 {
+					d.Write(behindOffset(echo4(podB, netip.MustParseAddr("10.90.0.1"), uint16(i), uint16(j))), offset)
+				}
+			})
+		}
+		wg.Go(func() {
+			b := newBuffers(8, 2048)
+			for {
+				if _, err := d.Read(b.bufs, b.sizes, offset); err != nil {
+					return
+				}
+			}
+		})
+		time.Sleep(200 * time.Microsecond)
+		d.Close()
+		wg.Wait()
+	}
 }
 
 func TestLocalCarriesIPv6(t *testing.T) {
-	self6 := netip.MustParseAddr("fd00:1::1")
 	local, err := datapath.NewLocal(self, self6, 1420)
 	if err != nil {
 		t.Fatal(err)

@@ -6,7 +6,6 @@ import (
 	"io"
 	"net"
 	"net/netip"
-	"sync"
 	"sync/atomic"
 
 	"gvisor.dev/gvisor/pkg/buffer"
@@ -37,10 +36,10 @@ const (
 //
 // Safe for concurrent use.
 type Local struct {
-	stack *stack.Stack
-	link  *localLink
-	has6  bool
-	once  sync.Once
+	stack  *stack.Stack
+	link   *localLink
+	has6   bool
+	closed atomic.Bool
 }
 
 // NewLocal makes an endpoint with an IPv4 address (Liqo's 169.254.0.1), an IPv6
@@ -95,6 +94,9 @@ func (l *Local) configure(addr4, addr6 netip.Addr) error {
 // addresses. Its addresses are *net.UDPAddr; IPv4 addresses are in four octets.
 // After Close of the socket or of the endpoint its methods return net.ErrClosed.
 func (l *Local) ListenUDP(port uint16) (net.PacketConn, error) {
+	if l.closed.Load() {
+		return nil, net.ErrClosed
+	}
 	network := tcpip.NetworkProtocolNumber(ipv4.ProtocolNumber)
 	if l.has6 {
 		network = ipv6.ProtocolNumber // without IPV6_V6ONLY, so IPv4 too
@@ -111,11 +113,12 @@ func (l *Local) SetMTU(mtu int) { l.link.SetMTU(uint32(mtu)) }
 
 // Close ends the endpoint and its sockets. Further calls do nothing.
 func (l *Local) Close() {
-	l.once.Do(func() {
-		l.link.wake.Store(nil)
-		l.stack.Destroy()
-		l.link.Endpoint.Close()
-	})
+	if l.closed.Swap(true) {
+		return
+	}
+	l.link.wake.Store(nil)
+	l.stack.Destroy()
+	l.link.Endpoint.Close()
 }
 
 // attach sets what is called when the queue has got a packet, and when it had no

@@ -47,6 +47,7 @@ type batch struct {
 	sizes  []int
 	offset int
 	n      int
+	timed  bool // the clock was read for this batch
 }
 
 func (b *batch) full() bool { return b.n == len(b.bufs) }
@@ -74,7 +75,6 @@ func (b *batch) done(size int) {
 func (d *Device) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
 	o := &d.out
 	b := batch{bufs: bufs, sizes: sizes, offset: offset}
-	o.now = d.Now()
 	d.readKept(&b)
 	d.readLocal(&b)
 	var err error
@@ -84,7 +84,7 @@ func (d *Device) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
 		if n, err = d.link.Read(o.scratch, waited); err != nil {
 			if errors.Is(err, ErrWoken) {
 				err = nil
-				o.now = d.Now()
+				b.timed = false
 				d.readLocal(&b)
 				continue
 			}
@@ -94,7 +94,7 @@ func (d *Device) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
 			break
 		}
 		if waited {
-			o.now = d.Now()
+			b.timed = false
 		}
 		if d.outbound(&b, o.scratch[:n]) && b.n > 0 {
 			break
@@ -175,6 +175,9 @@ func (d *Device) outbound(b *batch, p []byte) bool {
 // counts as down: its packets are how the peer is found to be back.
 func (d *Device) translate(b *batch, gsoSize int, local bool) {
 	o := &d.out
+	if !b.timed {
+		o.now, b.timed = d.Now(), true
+	}
 	v := d.engine.Outbound(&o.view, o.now)
 	if v.Action != natengine.Forward {
 		return // discarded and counted by the engine, or held

@@ -276,6 +276,4 @@ func behindOffset(packets ...[]byte) [][]byte {
 	return out
 }
 
-var errNetClosed = net.ErrClosed
-
 func udpAddr(s string) *net.UDPAddr { return net.UDPAddrFromAddrPort(netip.MustParseAddrPort(s)) }
