@@ -16,7 +16,7 @@ import (
 // own addresses, one JSON object a message. Each side sends PING to the other
 // every two seconds and answers the other's with PONG. What is sent and how the
 // state follows is Liqo's to the letter, because Liqo makes the readiness of a
-// virtual node depend on it; what is believed is less, see pong.
+// virtual node depend on it; what is believed is less, see take.
 const (
 	checkInterval  = 2 * time.Second
 	checkThreshold = 5 // intervals without an answer until the peer counts as lost
@@ -104,8 +104,9 @@ type checker struct {
 	log  *slog.Logger
 	rtt  func(id string, rtt time.Duration) // called for each answer
 
-	done chan struct{}
-	wg   sync.WaitGroup
+	fresh chan struct{} // there are peers that were never pinged
+	done  chan struct{}
+	wg    sync.WaitGroup
 
 	rejected [numRejections]atomic.Uint64
 	answered atomic.Uint64 // PINGs answered
@@ -135,7 +136,8 @@ type probe struct {
 
 // newChecker starts both roles on conn, which it owns.
 func newChecker(conn net.PacketConn, log *slog.Logger, rtt func(string, time.Duration)) *checker {
-	c := &checker{conn: conn, log: log, rtt: rtt, done: make(chan struct{}), peers: make(map[string]*checked)}
+	c := &checker{conn: conn, log: log, rtt: rtt,
+		fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked)}
 	c.wg.Go(c.receive)
 	c.wg.Go(c.send)
 	return c
@@ -162,6 +164,10 @@ func (c *checker) set(peers []checkPeer) {
 		}
 		c.peers[p.id] = &checked{checkPeer: p, begun: now, tokens: checkBurst, filled: now,
 			result: CheckResult{State: Connecting, Since: now}}
+		select {
+		case c.fresh <- struct{}{}:
+		default:
+		}
 	}
 }
 
@@ -179,26 +185,28 @@ func (c *checker) results() map[string]CheckResult {
 	return all
 }
 
-// send pings every peer each interval and looks in between who has not answered.
+// send pings a new peer at once and every peer each interval, and looks in
+// between who has not answered.
 func (c *checker) send() {
 	pings := time.NewTicker(checkInterval)
 	defer pings.Stop()
 	looks := time.NewTicker(checkObserve)
 	defer looks.Stop()
-	c.pingAll()
 	for {
 		select {
 		case <-c.done:
 			return
+		case <-c.fresh:
+			c.ping(func(p *checked) bool { return p.n == 0 })
 		case <-pings.C:
-			c.pingAll()
+			c.ping(func(*checked) bool { return true })
 		case <-looks.C:
 			c.observe(time.Now())
 		}
 	}
 }
 
-func (c *checker) pingAll() {
+func (c *checker) ping(which func(*checked) bool) {
 	type ping struct {
 		to   *net.UDPAddr
 		text []byte
@@ -206,6 +214,9 @@ func (c *checker) pingAll() {
 	var pings []ping
 	c.mu.Lock()
 	for _, p := range c.peers {
+		if !which(p) {
+			continue
+		}
 		now := time.Now()
 		p.sent[p.n%checkWindow] = probe{at: now}
 		p.n++
@@ -286,18 +297,18 @@ func (c *checker) message(b []byte, from netip.AddrPort) {
 	}
 	switch m.MsgType {
 	case "PING":
-		c.ping(m, from)
+		c.answer(m, from)
 	case "PONG":
-		c.pong(m, stamp, from)
+		c.take(m, stamp, from)
 	default:
 		c.reject(rejectType)
 	}
 }
 
-// ping answers with the same object, now a PONG. Neither the cluster ID nor the
+// answer sends the same object back, now a PONG. Neither the cluster ID nor the
 // time is looked at: they are the pinger's own business. An answer is no longer
 // than its question and goes to the peer that asked, so nothing can be amplified.
-func (c *checker) ping(m checkMessage, from netip.AddrPort) {
+func (c *checker) answer(m checkMessage, from netip.AddrPort) {
 	now := time.Now()
 	c.mu.Lock()
 	p := c.peerAt(from.Addr())
@@ -342,12 +353,12 @@ func (p *checked) mayAsk(now time.Time) bool {
 	return true
 }
 
-// pong takes an answer. It is believed only if it comes from the address that
+// take takes a PONG. It is believed only if it comes from the address that
 // was pinged and repeats the time of one of our own PINGs to the nanosecond: a
 // peer cannot speak for another, nor for the past or the future. The round trip
 // is taken from our own record of that PING, so that a step of the clock or a
 // made-up time does not matter.
-func (c *checker) pong(m checkMessage, stamp time.Time, from netip.AddrPort) {
+func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
 	now := time.Now()
 	c.mu.Lock()
 	p := c.peers[m.ClusterID]

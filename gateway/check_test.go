@@ -1,0 +1,358 @@
+package gateway
+
+import (
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// socket is a net.PacketConn in memory that works inside synctest's bubble.
+type socket struct {
+	in     chan datagram
+	out    func(b []byte, to netip.AddrPort) // what the checker sends
+	closed chan struct{}
+}
+
+type datagram struct {
+	b    []byte
+	from netip.AddrPort
+}
+
+func newSocket(out func([]byte, netip.AddrPort)) *socket {
+	return &socket{in: make(chan datagram, 100), out: out, closed: make(chan struct{})}
+}
+
+func (s *socket) ReadFrom(p []byte) (int, net.Addr, error) {
+	select {
+	case d := <-s.in:
+		return copy(p, d.b), net.UDPAddrFromAddrPort(d.from), nil
+	case <-s.closed:
+		return 0, nil, net.ErrClosed
+	}
+}
+
+func (s *socket) WriteTo(b []byte, to net.Addr) (int, error) {
+	s.out(append([]byte(nil), b...), to.(*net.UDPAddr).AddrPort())
+	return len(b), nil
+}
+
+func (s *socket) Close() error                     { close(s.closed); return nil }
+func (s *socket) LocalAddr() net.Addr              { return &net.UDPAddr{} }
+func (s *socket) SetDeadline(time.Time) error      { return nil }
+func (s *socket) SetReadDeadline(time.Time) error  { return nil }
+func (s *socket) SetWriteDeadline(time.Time) error { return nil }
+
+const bravo = "22222222-0000-4000-8000-000000000000"
+
+var bravoPeer = checkPeer{
+	id:      bravo,
+	probe:   netip.MustParseAddrPort("10.247.0.1:12345"),
+	allowed: [2]netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")},
+}
+
+// liqo answers PINGs as a real Liqo gateway does: it decodes the object with a
+// time.Time, changes the type and encodes it again.
+type liqo struct {
+	mu     sync.Mutex
+	silent bool
+	delay  time.Duration
+	pings  []checkMessage
+	pongs  []checkMessage
+	socket *socket
+}
+
+func (l *liqo) receive(b []byte, to netip.AddrPort) {
+	var m struct {
+		ClusterID string    `json:"clusterID"`
+		MsgType   string    `json:"msgType"`
+		TimeStamp time.Time `json:"timeStamp"`
+	}
+	if err := json.Unmarshal(b, &m); err != nil {
+		panic(err)
+	}
+	var raw checkMessage
+	json.Unmarshal(b, &raw)
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if m.MsgType == "PONG" {
+		l.pongs = append(l.pongs, raw)
+		return
+	}
+	l.pings = append(l.pings, raw)
+	if l.silent {
+		return
+	}
+	m.MsgType = "PONG"
+	answer, _ := json.Marshal(m)
+	time.AfterFunc(l.delay, func() { l.socket.in <- datagram{answer, to} })
+}
+
+func (l *liqo) set(silent bool) { l.mu.Lock(); l.silent = silent; l.mu.Unlock() }
+
+// bubble runs a test with a checker, a peer and a clock of its own.
+func bubble(t *testing.T, test func(c *checker, l *liqo, result func() CheckResult)) {
+	synctest.Test(t, func(t *testing.T) {
+		l := &liqo{delay: 7 * time.Millisecond}
+		l.socket = newSocket(l.receive)
+		c := newChecker(l.socket, quiet, func(string, time.Duration) {})
+		defer c.close()
+		c.set([]checkPeer{bravoPeer})
+		test(c, l, func() CheckResult { synctest.Wait(); return c.results()[bravo] })
+	})
+}
+
+func TestCheckSendsLiqosObjectEveryTwoSeconds(t *testing.T) {
+	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+		begin := time.Now()
+		time.Sleep(20*time.Second + time.Millisecond)
+		synctest.Wait()
+		l.mu.Lock()
+		defer l.mu.Unlock()
+		if n := len(l.pings); n != 11 { // one at once
+			t.Errorf("%d PINGs in 20 s", n)
+		}
+		for i, p := range l.pings {
+			at, err := time.Parse(time.RFC3339Nano, p.Timestamp)
+			if p.ClusterID != bravo || p.MsgType != "PING" || err != nil || !at.Equal(begin.Add(time.Duration(i)*2*time.Second)) {
+				t.Errorf("%+v, %v", p, err)
+			}
+		}
+	})
+	text, _ := json.Marshal(checkMessage{"id", "PING", "t"})
+	if string(text) != `{"clusterID":"id","msgType":"PING","timeStamp":"t"}` {
+		t.Errorf("%s", text)
+	}
+}
+
+func TestCheckStateFollowsTheAnswers(t *testing.T) {
+	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+		if r := result(); r.State != Connecting || r.RTT != 0 {
+			t.Errorf("at first: %+v", r)
+		}
+		time.Sleep(10 * time.Millisecond)
+		if r := result(); r.State != Connected {
+			t.Errorf("after the first answer: %+v", r)
+		}
+		time.Sleep(2 * time.Second)
+		if r := result(); r.State != Connected || r.RTT != 7*time.Millisecond || r.Loss != 0 {
+			t.Errorf("after an answer: %+v", r)
+		}
+		l.set(true) // the last answer came at 2.007 s
+		time.Sleep(9 * time.Second)
+		if r := result(); r.State != Connected {
+			t.Errorf("after 9 s of silence: %+v", r)
+		}
+		time.Sleep(2 * time.Second)
+		if r := result(); r.State != Disconnected || r.RTT != 0 {
+			t.Errorf("after 11 s of silence: %+v", r)
+		}
+		l.set(false)
+		time.Sleep(2 * time.Second)
+		if r := result(); r.State != Connected {
+			t.Errorf("2 s after it is back: %+v", r)
+		}
+	})
+}
+
+func TestCheckGivesUpConnectingAfterTenSeconds(t *testing.T) {
+	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+		l.set(true)
+		time.Sleep(10 * time.Second)
+		if r := result(); r.State != Connecting {
+			t.Errorf("after 10 s: %+v", r)
+		}
+		time.Sleep(1100 * time.Millisecond)
+		if r := result(); r.State != Disconnected || r.Loss != 1 {
+			t.Errorf("after 11 s: %+v", r)
+		}
+	})
+}
+
+func TestCheckMeasuresLossOverOneMinute(t *testing.T) {
+	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+		l.set(true)
+		time.Sleep(4*time.Second + time.Millisecond) // three unanswered, the last too young
+		if r := result(); r.Loss != 1 || r.Sent != 2 {
+			t.Errorf("%+v", r)
+		}
+		l.set(false)
+		time.Sleep(54*time.Second + 10*time.Millisecond) // 27 answered
+		if r := result(); r.Sent != 30 || r.Loss != 0.1 {
+			t.Errorf("%+v", r)
+		}
+		time.Sleep(6 * time.Second)
+		if r := result(); r.Loss != 0 {
+			t.Errorf("%+v", r)
+		}
+	})
+}
+
+func TestCheckBeginsAnewForAPeerThatChangedOnly(t *testing.T) {
+	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+		time.Sleep(3 * time.Second)
+		c.set([]checkPeer{bravoPeer, {id: "other"}})
+		if r := result(); r.State != Connected {
+			t.Errorf("unchanged: %+v", r)
+		}
+		moved := bravoPeer
+		moved.endpoint = "192.0.2.9"
+		c.set([]checkPeer{moved})
+		if r := result(); r.State != Connecting || r.Sent != 0 {
+			t.Errorf("changed: %+v", r)
+		}
+		c.set(nil)
+		if n := len(c.results()); n != 0 {
+			t.Errorf("%d results for no peers", n)
+		}
+	})
+}
+
+func TestCheckAnswersWithTheSameObject(t *testing.T) {
+	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+		// The pinger's NAPT address, any cluster ID, a clock far away: all its own business.
+		from := netip.MustParseAddrPort("10.246.0.0:33333")
+		for _, stamp := range []string{"2001-02-03T04:05:06.070000001+02:00", "2999-01-01T00:00:00Z"} {
+			l.socket.in <- datagram{[]byte(`{"clusterID":"me","msgType":"PING","timeStamp":"` + stamp + `","more":1}`), from}
+			synctest.Wait()
+			l.mu.Lock()
+			if len(l.pongs) != 1 || l.pongs[0] != (checkMessage{"me", "PONG", stamp}) {
+				t.Errorf("%+v", l.pongs)
+			}
+			l.pongs = nil
+			l.mu.Unlock()
+		}
+	})
+}
+
+func TestCheckIgnoresAndCountsHostileMessages(t *testing.T) {
+	now := func() string { return time.Now().UTC().Format(time.RFC3339Nano) }
+	for _, tc := range []struct {
+		name string
+		text func(l *liqo) string
+		from string
+		want rejection
+	}{
+		{"long", func(*liqo) string { return `{"clusterID":"` + strings.Repeat("x", 1100) + `"}` }, "10.247.0.1:12345", rejectOversize},
+		{"grows when encoded", func(*liqo) string {
+			return `{"clusterID":"` + strings.Repeat("<", 900) + `","msgType":"PING","timeStamp":"` + now() + `"}`
+		}, "10.246.0.0:1", rejectOversize},
+		{"no JSON", func(*liqo) string { return "\x00\x01{" }, "10.247.0.1:12345", rejectMalformed},
+		{"empty", func(*liqo) string { return "" }, "10.247.0.1:12345", rejectMalformed},
+		{"array", func(*liqo) string { return "[1]" }, "10.247.0.1:12345", rejectMalformed},
+		{"deep", func(*liqo) string { return strings.Repeat("[", 1000) }, "10.247.0.1:12345", rejectMalformed},
+		{"wrong type of field", func(*liqo) string { return `{"clusterID":1,"msgType":"PONG","timeStamp":"` + now() + `"}` }, "10.247.0.1:12345", rejectMalformed},
+		{"no time", func(*liqo) string { return `{"clusterID":"` + bravo + `","msgType":"PONG","timeStamp":"noon"}` }, "10.247.0.1:12345", rejectMalformed},
+		{"other kind", func(*liqo) string {
+			return `{"clusterID":"` + bravo + `","msgType":"PUNG","timeStamp":"` + now() + `"}`
+		}, "10.247.0.1:12345", rejectType},
+		{"PING of nobody", func(*liqo) string { return `{"clusterID":"x","msgType":"PING","timeStamp":"` + now() + `"}` }, "10.99.0.0:1", rejectSource},
+		{"PONG of nobody", func(*liqo) string { return `{"clusterID":"x","msgType":"PONG","timeStamp":"` + now() + `"}` }, "10.247.0.1:12345", rejectPeer},
+		{"PONG in the name of another", func(l *liqo) string { return l.pong(-1) }, "10.249.0.1:12345", rejectSource},
+		{"PONG from a pod", func(l *liqo) string { return l.pong(-1) }, "10.246.0.9:12345", rejectSource},
+		{"PONG of the future", func(*liqo) string {
+			return fmt.Sprintf(`{"clusterID":%q,"msgType":"PONG","timeStamp":%q}`, bravo, time.Now().Add(time.Hour).Format(time.RFC3339Nano))
+		}, "10.247.0.1:12345", rejectTimestamp},
+		{"PONG of the past", func(*liqo) string {
+			return fmt.Sprintf(`{"clusterID":%q,"msgType":"PONG","timeStamp":%q}`, bravo, time.Now().Add(-time.Hour).Format(time.RFC3339Nano))
+		}, "10.247.0.1:12345", rejectTimestamp},
+		{"PONG twice", func(l *liqo) string { return l.pong(0) }, "10.247.0.1:12345", rejectTimestamp},
+	} {
+		bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+			time.Sleep(3 * time.Second)
+			l.set(true)
+			time.Sleep(2 * time.Second)
+			before := result()
+			text := tc.text(l)
+			l.socket.in <- datagram{[]byte(text), netip.MustParseAddrPort(tc.from)}
+			synctest.Wait()
+			for r := range rejections {
+				want := uint64(0)
+				if rejection(r) == tc.want {
+					want = 1
+				}
+				if got := c.rejected[r].Load(); got != want {
+					t.Errorf("%s: rejected as %s: %d, want %d", tc.name, rejections[r], got, want)
+				}
+			}
+			if after := result(); after != before {
+				t.Errorf("%s: %+v became %+v", tc.name, before, after)
+			}
+			if l.mu.Lock(); len(l.pongs) != 0 {
+				t.Errorf("%s: answered", tc.name)
+			}
+			l.mu.Unlock()
+		})
+	}
+}
+
+// pong is the answer to a PING that was sent: 0 the first, -1 the last.
+func (l *liqo) pong(i int) string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if i < 0 {
+		i += len(l.pings)
+	}
+	m := l.pings[i]
+	m.MsgType = "PONG"
+	b, _ := json.Marshal(m)
+	return string(b)
+}
+
+func TestCheckAnswersAFloodAtABoundedRateAndOthersStill(t *testing.T) {
+	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
+		other := checkPeer{id: "other", probe: netip.MustParseAddrPort("10.9.0.1:12345"), allowed: [2]netip.Prefix{netip.MustParsePrefix("10.8.0.0/16"), netip.MustParsePrefix("10.9.0.0/16")}}
+		c.set([]checkPeer{bravoPeer, other})
+		text := []byte(`{"clusterID":"me","msgType":"PING","timeStamp":"2026-01-01T00:00:00Z"}`)
+		for range 500 {
+			l.socket.in <- datagram{text, netip.MustParseAddrPort("10.246.0.0:1")}
+			synctest.Wait()
+		}
+		if got := c.rejected[rejectRate].Load(); got != 500-checkBurst {
+			t.Errorf("%d of 500 refused", got)
+		}
+		answered := c.answered.Load()
+		l.socket.in <- datagram{text, netip.MustParseAddrPort("10.8.0.0:1")}
+		synctest.Wait()
+		if c.answered.Load() != answered+1 {
+			t.Error("the other peer got no answer")
+		}
+	})
+}
+
+func FuzzCheckMessage(f *testing.F) {
+	f.Add([]byte(`{"clusterID":"`+bravo+`","msgType":"PING","timeStamp":"2026-01-01T00:00:00Z"}`), true)
+	f.Add([]byte(`{"clusterID":"`+bravo+`","msgType":"PONG","timeStamp":"2026-01-01T00:00:00.000000001Z"}`), false)
+	f.Fuzz(func(t *testing.T, b []byte, probe bool) {
+		sent := 0
+		s := newSocket(func(out []byte, _ netip.AddrPort) {
+			sent++
+			var m checkMessage
+			if err := json.Unmarshal(out, &m); err != nil || m.MsgType != "PONG" || len(out) > checkMaxLen {
+				t.Errorf("sent %q, %v", out, err)
+			}
+		})
+		c := &checker{conn: s, log: quiet, rtt: func(string, time.Duration) {}, peers: map[string]*checked{}}
+		c.set([]checkPeer{bravoPeer})
+		from := netip.MustParseAddrPort("10.246.0.0:9")
+		if probe {
+			from = bravoPeer.probe
+		}
+		c.message(b, from)
+		rejected := uint64(0)
+		for r := range c.rejected {
+			rejected += c.rejected[r].Load()
+		}
+		if rejected+uint64(sent) != 1 {
+			t.Errorf("%q: answered %d, rejected %d", b, sent, rejected)
+		}
+		if c.results()[bravo].State != Connecting {
+			t.Error("believed")
+		}
+	})
+}
