@@ -28,9 +28,8 @@ import (
 	"sync"
 	"time"
 
-	"golang.zx2c4.com/wireguard/conn"
-
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/tun"
 	"github.com/isthmus-net/isthmus/natengine"
@@ -223,7 +222,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 
 	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: c.MaxFlows})
 	g.datapath = datapath.New(link, g.engine, local, datapath.Options{})
-	g.tunnel = newTunnel(g.datapath, conn.NewDefaultBind(), o.Log)
+	g.tunnel = newTunnel(g.datapath, bind.New(), o.Log)
 	undo = append(undo, g.tunnel.close)
 	if err := g.tunnel.start(c.PrivateKey, c.ListenPort); err != nil {
 		return nil, err

@@ -53,9 +53,12 @@ func ParseTraceAddr(s string) (netip.AddrPort, error) {
 	if ap, err := netip.ParseAddrPort(s); err == nil {
 		return netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port()), nil
 	}
-	bare := strings.TrimSuffix(strings.TrimPrefix(s, "["), "]")
+	bare, bracket := strings.CutPrefix(s, "[")
+	if bracket {
+		bare, bracket = strings.CutSuffix(bare, "]")
+	}
 	a, err := netip.ParseAddr(bare)
-	if err != nil || a.Zone() != "" || (len(bare) != len(s) && !a.Is6()) {
+	if err != nil || a.Zone() != "" || (bare != s && !(bracket && a.Is6())) {
 		return netip.AddrPort{}, fmt.Errorf("%q is no address; want one such as 10.0.0.1, 10.0.0.1:80 or [fd00::1]:80", s)
 	}
 	return netip.AddrPortFrom(a.Unmap(), 0), nil

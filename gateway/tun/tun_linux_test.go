@@ -250,6 +250,87 @@ func TestUSOIsOnOnlyWhenAskedFor(t *testing.T) {
 	t.Logf("USO: %v", o.USO4)
 }
 
+// With USO a sender's UDP_SEGMENT comes as one packet; what is written back as one
+// is received as the datagrams it was made of. Without, the kernel segments.
+func TestUDPSuperpacketsBothWays(t *testing.T) {
+	for _, uso := range []bool{true, false} {
+		t.Run(fmt.Sprintf("USO %v", uso), func(t *testing.T) {
+			ns := newNamespace(t)
+			d := ns.open(t, "tuntest0", mtu, Options{USO: uso})
+			if uso && !d.Offloads().USO4 {
+				t.Skip("this kernel has no USO (Linux 6.2 and later)")
+			}
+			var c net.PacketConn
+			ns.do(t, func() (err error) {
+				if err := setUp("tuntest0", "10.9.0.1/24"); err != nil {
+					return err
+				}
+				c, err = net.ListenPacket("udp4", "10.9.0.1:7000")
+				return err
+			})
+			defer c.Close()
+			raw, err := c.(*net.UDPConn).SyscallConn()
+			if err != nil {
+				t.Fatal(err)
+			}
+			raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_UDP, unix.UDP_SEGMENT, 1000) })
+			if err != nil {
+				t.Fatal(err)
+			}
+			sent := make([]byte, 4500)
+			rand.NewChaCha8([32]byte{}).Read(sent)
+			if _, err := c.WriteTo(sent, &net.UDPAddr{IP: net.IPv4(10, 9, 0, 2), Port: 8000}); err != nil {
+				t.Fatal(err)
+			}
+			var payload []byte
+			p := make([]byte, packet.VirtioHeaderLen+65535)
+			packets := 0
+			for len(payload) < len(sent) {
+				n, err := d.Read(p, true)
+				if err != nil {
+					t.Fatal(err)
+				}
+				var h packet.VirtioHeader
+				var v packet.View
+				if err := h.Decode(p[:n]); err != nil {
+					t.Fatal(err)
+				}
+				if err := v.Parse(p[packet.VirtioHeaderLen:n], h.ChecksumState()); err != nil || v.Proto() != packet.UDP || v.DstPort() != 8000 {
+					continue
+				}
+				size, err := h.Validate(&v)
+				if want := map[bool]int{true: 1000, false: 0}[uso]; err != nil || size != want {
+					t.Fatalf("GSO size %d, %v: want %d", size, err, want)
+				}
+				packets++
+				payload = append(payload, v.Bytes()[v.PayloadOffset():]...)
+				src, dst, from, to := v.Src(), v.Dst(), v.SrcPort(), v.DstPort()
+				v.SetSrc(dst)
+				v.SetDst(src)
+				v.SetSrcPort(to)
+				v.SetDstPort(from)
+				if err := d.Write([][]byte{p[:packet.VirtioHeaderLen], v.Bytes()}); err != nil {
+					t.Fatal(err)
+				}
+			}
+			if want := map[bool]int{true: 1, false: 5}[uso]; packets != want {
+				t.Errorf("%d packets from the kernel: want %d", packets, want)
+			}
+			c.SetReadDeadline(time.Now().Add(5 * time.Second))
+			for rest := sent; len(rest) > 0; {
+				n, _, err := c.ReadFrom(p)
+				if err != nil {
+					t.Fatal(err)
+				}
+				if want := rest[:min(1000, len(rest))]; string(p[:n]) != string(want) {
+					t.Fatalf("a datagram of %d octets that differs from the %d sent", n, len(want))
+				}
+				rest = rest[n:]
+			}
+		})
+	}
+}
+
 // echoRequest is a packet that makes the kernel of 10.9.0.1 answer, with a virtio
 // header in front.
 func echoRequest() []byte {

@@ -1,0 +1,307 @@
+package gateway
+
+import (
+	"encoding/json"
+	"net/http/httptest"
+	"net/netip"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"golang.zx2c4.com/wireguard/conn"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+func fabricPeer(n byte, id, name, podsHere, externalHere string) fabric.Peer {
+	p := netip.MustParsePrefix
+	return fabric.Peer{
+		ID: id, Name: name, Endpoint: "192.0.2.1", Port: 5871, PublicKey: key(n),
+		Local:    fabric.Networks{Pod: p("10.244.0.0/16"), PodSeen: p("10.250.0.0/16"), External: p("10.245.0.0/16"), ExternalSeen: p("10.251.0.0/16")},
+		Remote:   fabric.Networks{Pod: p("10.244.0.0/16"), PodSeen: p(podsHere), External: p("10.245.0.0/16"), ExternalSeen: p(externalHere)},
+		Mappings: []fabric.Mapping{{Real: netip.MustParseAddr("172.16.0.9"), Seen: netip.MustParseAddr("10.251.0.9")}},
+	}
+}
+
+var (
+	alphaBravo = fabricPeer(1, bravo, "bravo", "10.246.0.0/16", "10.247.0.0/16")
+	charlie    = fabricPeer(2, "33333333-0000-4000-8000-000000000000", "charlie", "10.248.0.0/16", "10.249.0.0/16")
+)
+
+// without is a gateway without a kernel: all but host and datapath is real.
+func without(t *testing.T, peers ...fabric.Peer) *gateway {
+	t.Helper()
+	null, err := os.Open(os.DevNull)
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := &gateway{log: quiet, version: "v1", started: time.Now(), host: &host{log: quiet, netns: null}, wake: make(chan struct{}, 1)}
+	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: 1000})
+	g.tunnel = newTunnel(newIdle(), conn.NewDefaultBind(), quiet)
+	g.metrics = newMetrics(g)
+	g.resolver = newResolver(nil, func() {}, quiet)
+	g.checker = newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, g.metrics.observeRTT)
+	t.Cleanup(func() { g.checker.close(); g.resolver.close(); g.tunnel.close(); null.Close() })
+	g.put0(t, peers...)
+	return g
+}
+
+// put0 is what accept and put do, without a kernel.
+func (g *gateway) put0(t *testing.T, peers ...fabric.Peer) {
+	t.Helper()
+	c := Config{Intent: fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", Peers: peers}, PrivateKey: Key(key(9)), ListenPort: 5871}
+	gw, problems := fabric.GatewayFor(c.Intent, 1400)
+	if len(problems) > 0 {
+		t.Fatal(problems)
+	}
+	if err := g.engine.SetPeers(rulesFor(c.Intent, 1440)); err != nil {
+		t.Fatal(err)
+	}
+	var checks []checkPeer
+	for _, p := range gw.Peers {
+		checks = append(checks, checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs})
+	}
+	g.checker.set(checks)
+	g.resolver.set(gw.Peers)
+	g.metrics.keep(gw.Peers)
+	g.now.config, g.now.gateway, g.now.mtu, g.now.ready = c, gw, 1440, true
+	g.now.generation++
+	g.now.reloaded = time.Now()
+}
+
+// send puts a packet through the engine and returns whether it passed.
+func (g *gateway) send(t *testing.T, d natengine.Direction, src, dst string, sport, dport uint16) bool {
+	t.Helper()
+	b, err := TraceQuery{Src: netip.AddrPortFrom(netip.MustParseAddr(src), sport), Dst: netip.AddrPortFrom(netip.MustParseAddr(dst), dport), Protocol: "udp"}.packet()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var v packet.View
+	if err := v.Parse(b, packet.ChecksumComplete); err != nil {
+		t.Fatal(err)
+	}
+	f := g.engine.Outbound
+	if d == natengine.Inbound {
+		f = g.engine.Inbound
+	}
+	verdict := f(&v, time.Second)
+	if verdict.Peer != nil && verdict.Action != natengine.Discard {
+		verdict.Peer.CountTraffic(d, 1, v.Len())
+	}
+	return verdict.Action != natengine.Discard
+}
+
+func TestMetricsCountWhatHappens(t *testing.T) {
+	g := without(t, alphaBravo, charlie)
+	for range 3 {
+		if !g.send(t, natengine.Outbound, "10.244.1.1", "10.246.1.1", 1, 2) {
+			t.Fatal("pod to pod dropped")
+		}
+	}
+	g.send(t, natengine.Inbound, "10.246.1.1", "10.250.1.1", 2, 1)
+	g.send(t, natengine.Outbound, "192.168.0.1", "10.246.1.1", 1, 2) // NAPT
+	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)   // nobody's
+	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2)    // not ours
+	g.metrics.observeRTT(bravo, 3*time.Millisecond)
+	g.checker.reject(rejectType)
+
+	want := `
+# HELP isthmus_config_generation Configurations put into force since the start.
+# TYPE isthmus_config_generation gauge
+isthmus_config_generation 1
+# HELP isthmus_nat_sessions NAT flows.
+# TYPE isthmus_nat_sessions gauge
+isthmus_nat_sessions 1
+# HELP isthmus_nat_sessions_limit NAT flows that there may be.
+# TYPE isthmus_nat_sessions_limit gauge
+isthmus_nat_sessions_limit 1000
+# HELP isthmus_peer_info Always 1; the name of the peer.
+# TYPE isthmus_peer_info gauge
+isthmus_peer_info{name="bravo",peer="22222222-0000-4000-8000-000000000000"} 1
+isthmus_peer_info{name="charlie",peer="33333333-0000-4000-8000-000000000000"} 1
+# HELP isthmus_peer_receive_packets_total IP packets from the peer.
+# TYPE isthmus_peer_receive_packets_total counter
+isthmus_peer_receive_packets_total{peer="22222222-0000-4000-8000-000000000000"} 1
+isthmus_peer_receive_packets_total{peer="33333333-0000-4000-8000-000000000000"} 0
+# HELP isthmus_peer_transmit_bytes_total Octets of IP packets to the peer.
+# TYPE isthmus_peer_transmit_bytes_total counter
+isthmus_peer_transmit_bytes_total{peer="22222222-0000-4000-8000-000000000000"} 112
+isthmus_peer_transmit_bytes_total{peer="33333333-0000-4000-8000-000000000000"} 0
+# HELP isthmus_peer_up 1 if the peer answers the connection check.
+# TYPE isthmus_peer_up gauge
+isthmus_peer_up{peer="22222222-0000-4000-8000-000000000000"} 0
+isthmus_peer_up{peer="33333333-0000-4000-8000-000000000000"} 0
+# HELP isthmus_tunnel_mtu_bytes MTU of the tunnel.
+# TYPE isthmus_tunnel_mtu_bytes gauge
+isthmus_tunnel_mtu_bytes 1440
+`
+	if err := testutil.GatherAndCompare(g.metrics.registry, strings.NewReader(want), "isthmus_config_generation", "isthmus_nat_sessions",
+		"isthmus_nat_sessions_limit", "isthmus_peer_info", "isthmus_peer_receive_packets_total", "isthmus_peer_transmit_bytes_total",
+		"isthmus_peer_up", "isthmus_tunnel_mtu_bytes"); err != nil {
+		t.Error(err)
+	}
+	text := g.scrape(t)
+	for _, line := range []string{
+		`isthmus_drops_total{direction="outbound",peer="",reason="no_peer"} 1`,
+		`isthmus_drops_total{direction="inbound",peer="` + bravo + `",reason="destination"} 1`,
+		`isthmus_drops_total{direction="inbound",peer="` + charlie.ID + `",reason="destination"} 0`,
+		`isthmus_probe_rejected_total{reason="type"} 1`,
+		`isthmus_peer_probe_rtt_seconds_bucket{peer="` + bravo + `",le="0.0032"} 1`,
+		`isthmus_peer_nat_session_events_total{event="created",peer="` + bravo + `"} 1`,
+		`isthmus_config_last_reload_successful 1`,
+	} {
+		if !strings.Contains(text, line+"\n") {
+			t.Errorf("missing: %s", line)
+		}
+	}
+	problems, err := testutil.GatherAndLint(g.metrics.registry)
+	if err != nil {
+		t.Error(err)
+	}
+	for _, p := range problems {
+		t.Errorf("%s: %s", p.Metric, p.Text)
+	}
+}
+
+func (g *gateway) scrape(t *testing.T) string {
+	t.Helper()
+	w := httptest.NewRecorder()
+	g.metricsHandler().ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))
+	if w.Code != 200 {
+		t.Fatal(w.Code, w.Body)
+	}
+	return w.Body.String()
+}
+
+func TestSeriesVanishWithTheirPeer(t *testing.T) {
+	g := without(t, alphaBravo, charlie)
+	g.metrics.observeRTT(bravo, time.Millisecond)
+	g.send(t, natengine.Outbound, "192.168.0.1", "10.246.1.1", 1, 2)
+	if !strings.Contains(g.scrape(t), bravo) {
+		t.Fatal("no series of bravo")
+	}
+	g.put0(t, charlie)
+	g.metrics.observeRTT(bravo, time.Millisecond) // an answer that was under way
+	if text := g.scrape(t); strings.Contains(text, bravo) {
+		t.Error("series of bravo remain")
+	} else if !strings.Contains(text, charlie.ID) {
+		t.Error("series of charlie are gone")
+	}
+}
+
+func TestStatusIsJSONWithoutSecrets(t *testing.T) {
+	g := without(t, alphaBravo)
+	g.send(t, natengine.Outbound, "192.168.0.1", "10.246.1.1", 1, 2)
+	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)
+	w := httptest.NewRecorder()
+	g.statusHandler().ServeHTTP(w, httptest.NewRequest("GET", "/status?flows=5", nil))
+	var s Status
+	if err := json.Unmarshal(w.Body.Bytes(), &s); err != nil || w.Code != 200 {
+		t.Fatal(w.Code, err, w.Body)
+	}
+	private := key(9)
+	for _, secret := range []string{string(private[:]), "CQAAAAAAAAA", "0900000000"} {
+		if strings.Contains(w.Body.String(), secret) {
+			t.Errorf("the private key is in it")
+		}
+	}
+	if len(s.Peers) != 1 || s.Peers[0].Rules.NAPT.String() != "10.250.0.0" || len(s.Peers[0].Rules.Endpoints) != 2 ||
+		len(s.Flows) != 1 || s.Flows[0].Protocol != "udp" || len(s.Drops) != 1 || s.Drops[0].Reason != "no_peer" || s.Sessions.Limit != 1000 {
+		t.Errorf("%s", w.Body)
+	}
+	if fine, wrong := s.Healthy(); fine || len(wrong) != 1 || !strings.Contains(wrong[0], bravo) {
+		t.Errorf("healthy %v: %q", fine, wrong)
+	}
+	for _, path := range []string{"/status?flows=x", "/status?flows=-1", "/status?flows=99999", "/trace", "/trace?src=1&dst=2"} {
+		w := httptest.NewRecorder()
+		g.statusHandler().ServeHTTP(w, httptest.NewRequest("GET", path, nil))
+		if w.Code != 400 {
+			t.Errorf("%s: %d", path, w.Code)
+		}
+	}
+}
+
+func TestTraceAddressesInEveryForm(t *testing.T) {
+	for in, want := range map[string]string{
+		"10.0.0.1": "10.0.0.1:0", "10.0.0.1:80": "10.0.0.1:80", "fd00::1": "[fd00::1]:0", "[fd00::1]": "[fd00::1]:0", "[fd00::1]:80": "[fd00::1]:80",
+		"::ffff:10.0.0.1": "10.0.0.1:0",
+	} {
+		if got, err := ParseTraceAddr(in); err != nil || got.String() != want {
+			t.Errorf("%s: %s, %v", in, got, err)
+		}
+	}
+	for _, in := range []string{"", "x", "10.0.0.1:", "10.0.0.1:99999", "[10.0.0.1]", "fe80::1%eth0", "10.0.0.0/8", "[fd00::1"} {
+		if got, err := ParseTraceAddr(in); err == nil {
+			t.Errorf("%q: %s", in, got)
+		}
+	}
+}
+
+func TestTracePacketsAreWhole(t *testing.T) {
+	for _, protocol := range []string{"tcp", "udp", "icmp"} {
+		for _, ends := range [][2]string{{"10.244.1.1:1234", "10.246.1.1:80"}, {"[fd00::1]:1234", "[fd01::1]:80"}} {
+			b, err := TraceQuery{Src: netip.MustParseAddrPort(ends[0]), Dst: netip.MustParseAddrPort(ends[1]), Protocol: protocol}.packet()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := packettest.Decode(b); err != nil { // checks lengths and checksums by itself
+				t.Errorf("%s %v: %v", protocol, ends, err)
+			}
+			var v packet.View
+			if err := v.Parse(b, packet.ChecksumComplete); err != nil || !v.ValidChecksums() {
+				t.Errorf("%s %v: %v, checksums %v", protocol, ends, err, v.ValidChecksums())
+			}
+		}
+	}
+}
+
+func TestTrace(t *testing.T) {
+	c := Config{Intent: fabric.Intent{Peers: []fabric.Peer{alphaBravo, charlie}}}
+	for _, tc := range []struct {
+		src, dst, protocol, direction string
+		want                          []string // direction, peer, new source, new destination, drop
+	}{
+		{"10.244.1.1:5", "10.246.1.1:6", "tcp", "", []string{"outbound bravo 10.250.1.1:5 10.246.1.1:6 "}},
+		{"10.244.1.1", "10.246.1.1", "tcp", "out", []string{"outbound bravo 10.250.1.1:40000 10.246.1.1:80 "}},
+		{"10.248.1.1:5", "10.250.1.1:6", "udp", "", []string{"inbound charlie 10.248.1.1:5 10.244.1.1:6 "}},
+		{"10.248.1.1:5", "10.251.0.9:53", "udp", "", []string{"inbound charlie 10.248.1.1:5 172.16.0.9:53 "}},
+		{"10.248.1.1:5", "10.251.0.8:53", "udp", "", []string{"inbound charlie   no_mapping"}},
+		{"10.244.1.1", "10.99.0.1", "icmp", "", []string{"outbound    no_peer"}},
+		{"10.244.1.1", "10.246.1.1", "tcp", "in", []string{"inbound    no_peer"}},
+	} {
+		src, err := ParseTraceAddr(tc.src)
+		if err != nil {
+			t.Fatal(err)
+		}
+		dst, err := ParseTraceAddr(tc.dst)
+		if err != nil {
+			t.Fatal(err)
+		}
+		steps, err := TraceOffline(c, TraceQuery{src, dst, tc.protocol, tc.direction})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var got []string
+		for _, s := range steps {
+			got = append(got, strings.Join([]string{s.Direction, s.PeerName, s.NewSrc, s.NewDst, s.Drop}, " "))
+		}
+		if strings.Join(got, "; ") != strings.Join(tc.want, "; ") {
+			t.Errorf("%s %s %s: got %q, want %q", tc.src, tc.dst, tc.protocol, got, tc.want)
+		}
+	}
+	for _, q := range []TraceQuery{
+		{Src: netip.MustParseAddrPort("1.2.3.4:0"), Dst: netip.MustParseAddrPort("[::1]:0"), Protocol: "tcp"},
+		{Src: netip.MustParseAddrPort("1.2.3.4:0"), Dst: netip.MustParseAddrPort("1.2.3.5:0"), Protocol: "sctp"},
+		{Src: netip.MustParseAddrPort("1.2.3.4:0"), Dst: netip.MustParseAddrPort("1.2.3.5:0"), Protocol: "tcp", Direction: "up"},
+		{},
+	} {
+		if steps, err := TraceOffline(c, q); err == nil {
+			t.Errorf("%+v: %+v", q, steps)
+		}
+	}
+}
