@@ -340,6 +340,22 @@ func TestCoalesceKeepsInterleavedFlowsOpen(t *testing.T) {
 	}
 }
 
+// Two flows whose condensed keys are equal: bit 4 of the source address and bit 0 of the destination port fall together.
+func TestCoalesceTellsFlowsApartThatShareATag(t *testing.T) {
+	h, s := ip4(), packettest.TCP{SrcPort: 5, DstPort: 80, Seq: 1, Flags: packettest.ACK, Data: make([]byte, 10)}
+	h.DF, h.Src = true, addr("10.1.0.1")
+	one := packettest.Build(h, s)
+	s.Seq = 11
+	h.ID = 1
+	two := packettest.Build(h, s)
+	h.Src, s.DstPort = addr("10.1.0.17"), 81
+	twin := packettest.Build(h, s)
+	var c packet.Coalescer
+	if runs := coalesce(t, &c, one, twin, two); len(runs) != 2 || runs[0].Segments != 2 || runs[1].Segments != 1 {
+		t.Errorf("%d runs", len(runs))
+	}
+}
+
 func TestCoalesceWithMoreFlowsThanFit(t *testing.T) {
 	var packets [][]byte
 	for i := range 2 {

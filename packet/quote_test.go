@@ -343,3 +343,27 @@ func TestQuoteWithLengthBeyondTheMessage(t *testing.T) {
 		packettest.Check(t, b, packettest.ValidChecksums(), packettest.Quote(packettest.Ports(9, 8), packettest.ValidChecksums()))
 	}
 }
+
+// Octets behind the quoted packet's own length are padding, though they may look like its checksum.
+func TestQuoteEndsWhereTheQuotedPacketEnds(t *testing.T) {
+	h6 := ip6()
+	for _, inner := range [][]byte{
+		packettest.Build(ip4(), packettest.Raw{Proto: 17, Data: []byte{0, 7, 0, 8}}),
+		packettest.Build(h6, packettest.Raw{Proto: 17, Data: []byte{0, 7, 0, 8}}),
+	} {
+		h, e := ip4(), packettest.ICMPError{Type: 3, Quote: append(inner, 1, 2, 3, 4, 5, 6, 7, 8)}
+		if inner[0]>>4 == 6 {
+			h, e.Type = h6, 1
+		}
+		b := packettest.Build(h, e)
+		var q packet.Quote
+		if err := parse(t, b, packet.ChecksumComplete).Quote(&q); err != nil {
+			t.Fatal(err)
+		}
+		q.SetSrcPort(99)
+		packettest.Check(t, b, packettest.ValidChecksums())
+		if want := []byte{0, 99, 0, 8, 1, 2, 3, 4, 5, 6, 7, 8}; !bytes.HasSuffix(b, want) {
+			t.Errorf("% x, want % x at the end", b, want)
+		}
+	}
+}

@@ -101,7 +101,7 @@ func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
 // segmentable reports whether the packet may be a superpacket: whole, with a partial checksum, TCP without SYN, RST and
 // URG (which no sender leaves to segmentation, since every segment would repeat them) or UDP without a surplus area.
 func (v *View) segmentable() bool {
-	if !v.ports || v.more || v.csum != ChecksumPartial || int(v.length) != len(v.b) {
+	if v.csum != ChecksumPartial || int(v.length) != len(v.b) { // Parse lets whole TCP and UDP packets alone be partial
 		return false
 	}
 	if v.proto == UDP {
