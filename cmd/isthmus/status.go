@@ -151,14 +151,14 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 	for _, o := range s.Waiting {
 		fmt.Fprintf(w, "%s waits for its peer\n", o)
 	}
-	return printFlows(w, s.Flows)
+	return printFlows(w, s)
 }
 
 func printPeers(w io.Writer, s gateway.Status, wide bool) {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	header := "PEER\tSTATE\tENDPOINT\tHANDSHAKE\tRTT\tLOSS\tRX\tTX\tITS PODS\tOUR PODS\tDROPS"
+	header := "PEER\tSTATE\tENDPOINT\tHANDSHAKE\tRTT\tLOSS\tRX\tTX\tITS PODS HERE\tOUR PODS THERE\tDROPS"
 	if wide {
-		header += "\tID\tITS EXTERNAL\tOUR EXTERNAL\tENDPOINTS\tSESSIONS\tRX PACKETS\tTX PACKETS"
+		header += "\tID\tITS PODS\tOUR PODS\tITS EXTERNAL HERE\tOUR EXTERNAL THERE\tMAPPED\tSESSIONS\tRX PACKETS\tTX PACKETS"
 	}
 	fmt.Fprintln(t, header)
 	for _, p := range s.Peers {
@@ -175,10 +175,9 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) {
 		}
 		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%.0f%%\t%s\t%s\t%s\t%s\t%d",
 			nameOrID(p.Name, p.ID), p.State, endpoint, handshake, rtt, p.Loss*100, size(p.Receive.Bytes), size(p.Transmit.Bytes),
-			seen(p.Rules.RemotePods.String(), p.Rules.RemotePodsHere.String()),
-			seen(p.Rules.LocalPods.String(), p.Rules.LocalPodsThere.String()), total(p.Drops))
+			p.Rules.RemotePodsHere, p.Rules.LocalPodsThere, total(p.Drops))
 		if wide {
-			fmt.Fprintf(t, "\t%s\t%s\t%s\t%d\t%d\t%d\t%d", p.ID, p.Rules.RemoteExternal, p.Rules.LocalExternal,
+			fmt.Fprintf(t, "\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%d", p.ID, p.Rules.RemotePods, p.Rules.LocalPods, p.Rules.RemoteExternal, p.Rules.LocalExternal,
 				len(p.Rules.Endpoints), p.Sessions, p.Receive.Packets, p.Transmit.Packets)
 		}
 		fmt.Fprintln(t)
@@ -192,7 +191,7 @@ func printDrops(w io.Writer, s gateway.Status) {
 	print := func(peer string, drops []gateway.DropStatus) {
 		for _, d := range drops {
 			if rows++; rows == 1 {
-				fmt.Fprintln(t, "\nDROPPED\tPEER\tDIRECTION\tREASON\t")
+				fmt.Fprintln(t, "\nDROPPED\tPEER\tDIRECTION\tREASON")
 			}
 			fmt.Fprintf(t, "%d\t%s\t%s\t%s\t%s\n", d.Packets, peer, d.Direction, d.Reason, d.Text)
 		}
@@ -204,24 +203,20 @@ func printDrops(w io.Writer, s gateway.Status) {
 	t.Flush()
 }
 
-func printFlows(w io.Writer, flows []gateway.FlowStatus) error {
-	if len(flows) == 0 {
+func printFlows(w io.Writer, s gateway.Status) error {
+	if len(s.Flows) == 0 {
 		return nil
+	}
+	names := make(map[string]string)
+	for _, p := range s.Peers {
+		names[p.ID] = nameOrID(p.Name, p.ID)
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	fmt.Fprintln(t, "\nPEER\tKIND\tPROTOCOL\tOURS\tAS SEEN THERE\tTHEIRS\tSTATE\tIDLE\tEXPIRES")
-	for _, f := range flows {
-		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", f.Peer, f.Kind, f.Protocol, f.Local, f.Mapped, f.Remote, f.State, age(f.Idle), age(f.Expires))
+	for _, f := range s.Flows {
+		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\t%s\n", names[f.Peer], f.Kind, f.Protocol, f.Local, f.Mapped, f.Remote, f.State, age(f.Idle), age(f.Expires))
 	}
 	return t.Flush()
-}
-
-// seen is a network and what the other side makes of it.
-func seen(own, there string) string {
-	if own == there {
-		return own
-	}
-	return own + " as " + there
 }
 
 func nameOrID(name, id string) string {

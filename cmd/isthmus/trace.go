@@ -99,7 +99,7 @@ func printTrace(w io.Writer, steps []gateway.TraceStep) {
 			way = "inbound, from the tunnel"
 		}
 		fmt.Fprintf(w, "%s %s -> %s, %s\n", s.Protocol, s.Src, s.Dst, way)
-		line := func(what, text string) { fmt.Fprintf(w, "  %-9s %s\n", what, text) }
+		line := func(what, text string) { fmt.Fprintf(w, "  %-12s %s\n", what, text) }
 		if s.Peer != "" {
 			line("peer", nameAndID(s.PeerName, s.Peer))
 		}
@@ -119,7 +119,7 @@ func printTrace(w io.Writer, steps []gateway.TraceStep) {
 			rewritten = true
 		}
 		if s.NewDst != "" && s.NewDst != s.Dst {
-			line("dest", s.Dst+" becomes "+s.NewDst)
+			line("destination", s.Dst+" becomes "+s.NewDst)
 			rewritten = true
 		}
 		if !rewritten {
