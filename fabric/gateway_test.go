@@ -54,6 +54,7 @@ func TestGatewayForPlan(t *testing.T) {
 		p.Local.PodSeen, p.Local.ExternalSeen = p.Local.Pod, p.Local.External
 		p.Endpoint = "gw.example.com"
 	})
+	b.Created, c.Created = 2000, 1000 // age decides what is kept, not where it stands
 	gw, problems := GatewayFor(Intent{ClusterID: idA, PublicKey: keyOf(1), Peers: []Peer{c, b},
 		Waiting: []Waiting{{"x", Origin{Kind: "NatMapping", Name: "x"}}}}, 1300)
 	wantTexts(t, problems)

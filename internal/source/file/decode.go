@@ -46,7 +46,6 @@ func (l *loader) problem(origin fabric.Origin, field, format string, args ...any
 // file reads all documents of one file. JSON is read as such: it is nearly, but
 // not quite, a subset of the YAML that the decoder knows (surrogate pairs).
 func (l *loader) file(name string, data []byte) {
-	data = bytes.TrimPrefix(data, []byte("\ufeff"))
 	origin := fabric.Origin{File: name}
 	if stdjson.Valid(data) {
 		l.object(origin, "", data)

@@ -94,33 +94,48 @@ func load(dir string) (Snapshot, fingerprint, error) {
 	if err != nil {
 		return Snapshot{}, fingerprint{err: err.Error()}, err
 	}
-	var (
-		l    = loader{seen: map[fabric.Origin]string{}}
-		read fingerprint
-	)
+	var read fingerprint
+	contents := make([]content, 0, len(names))
 	for _, name := range names {
 		data, info, err := readFile(filepath.Join(dir, name), MaxFileSize)
 		read.files = append(read.files, stamp{name, info})
-		switch {
-		case errors.Is(err, errDirectory):
-		case err != nil:
-			l.problem(fabric.Origin{File: printable(name)}, "", "%v", err)
-			l.unread = true
-		default:
-			l.file(printable(name), data)
+		if !errors.Is(err, errDirectory) {
+			contents = append(contents, content{name, data, err})
 		}
 	}
-	var snapshot Snapshot
-	snapshot.Gateway = l.theGateway()
-	if name := snapshot.Gateway.PrivateKeyFile; name != "" {
-		path := name
-		if !filepath.IsAbs(path) {
-			path = filepath.Join(dir, path)
+	snapshot, err := parse(contents, func(name string) content {
+		if read.key = name; !filepath.IsAbs(name) {
+			read.key = filepath.Join(dir, name)
 		}
-		data, info, err := readFile(path, maxKeySize)
-		read.key = path
-		read.files = append(read.files, stamp{path, info})
-		snapshot.PrivateKey = l.privateKey(name, data, err)
+		data, info, err := readFile(read.key, maxKeySize)
+		read.files = append(read.files, stamp{read.key, info})
+		return content{name, data, err}
+	})
+	return snapshot, read, err
+}
+
+// content is what is in a file, or why that is not known.
+type content struct {
+	name string
+	data []byte
+	err  error
+}
+
+// parse makes a snapshot of the contents of files. It calls key at most once, for
+// the content of the private key file.
+func parse(contents []content, key func(name string) content) (Snapshot, error) {
+	l := loader{seen: map[fabric.Origin]string{}}
+	for _, c := range contents {
+		if c.err != nil {
+			l.problem(fabric.Origin{File: printable(c.name)}, "", "%v", c.err)
+			l.unread = true
+			continue
+		}
+		l.file(printable(c.name), c.data)
+	}
+	snapshot := Snapshot{Gateway: l.theGateway()}
+	if name := snapshot.Gateway.PrivateKeyFile; name != "" {
+		snapshot.PrivateKey = l.privateKey(key(name))
 	}
 	snapshot.Intent = l.intent(snapshot.Gateway, snapshot.PrivateKey)
 
@@ -129,9 +144,9 @@ func load(dir string) (Snapshot, fingerprint, error) {
 		for i, p := range problems {
 			errs[i] = p
 		}
-		return Snapshot{}, read, errors.Join(errs...)
+		return Snapshot{}, errors.Join(errs...)
 	}
-	return snapshot, read, nil
+	return snapshot, nil
 }
 
 // list returns the names of the files to look at, sorted.
@@ -219,17 +234,17 @@ func (l *loader) theGateway() GatewayFile {
 }
 
 // privateKey makes a key of the content of a file. Its messages never hold any of it.
-func (l *loader) privateKey(name string, data []byte, err error) (key PrivateKey) {
+func (l *loader) privateKey(c content) PrivateKey {
 	origin := l.gateways[0].origin
-	if err != nil {
-		l.problem(origin, "privateKeyFile", "%s: %v", printable(name), err)
-		return key
+	if c.err != nil {
+		l.problem(origin, "privateKeyFile", "%s: %v", printable(c.name), c.err)
+		return PrivateKey{}
 	}
-	parsed, err := fabric.ParseKey(strings.TrimSpace(string(data)))
+	key, err := fabric.ParseKey(strings.TrimSpace(string(c.data)))
 	if err != nil {
-		l.problem(origin, "privateKeyFile", "the content of %s %v", printable(name), err)
+		l.problem(origin, "privateKeyFile", "the content of %s %v", printable(c.name), err)
 	}
-	return parsed
+	return key
 }
 
 // intent puts everything together and has it checked as a whole.

@@ -205,14 +205,14 @@ func TestWatchFollowsAConfigMap(t *testing.T) {
 	})
 }
 
-// The same name, size and time are not the same file.
+// The same name, time and size, or the same name, time and inode, are not the same file.
 func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, dir)
 		defer w.end()
-		w.expect(0, "id1@192.0.2.1")
+		w.expect(10*time.Second, "id1@192.0.2.1")
 		info, err := os.Stat(peers)
 		if err != nil {
 			t.Fatal(err)
@@ -224,7 +224,12 @@ func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 		if err := os.Rename(peers+".new", peers); err != nil {
 			t.Fatal(err)
 		}
-		w.expect(1500*time.Millisecond, "id1@192.0.2.2")
+		w.expect(10*time.Second, "id1@192.0.2.2")
+		write(t, peers, at(1, "192.0.2.33"))
+		if err := os.Chtimes(peers, time.Time{}, info.ModTime()); err != nil {
+			t.Fatal(err)
+		}
+		w.expect(1500*time.Millisecond, "id1@192.0.2.33")
 	})
 }
 
@@ -262,6 +267,12 @@ func TestWatchFollowsTheKeyFile(t *testing.T) {
 		write(t, key, "")
 		w.expect(1500*time.Millisecond, "error: gateway.yaml: Gateway: privateKeyFile: the content of "+key+" has 0 bytes; want 32 bytes in 44 base64 characters")
 	})
+}
+
+func TestWatchNeverCallsBackAfterTheEndOfItsContext(t *testing.T) {
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	Watch(ctx, writeDir(t, valid(nil)), func(Snapshot, error) { t.Error("called back") })
 }
 
 func TestWatchEndsWhileItWaits(t *testing.T) {
