@@ -107,7 +107,7 @@ func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
 	x.Helper()
 	p, to := x.plan, from.other()
 	src, dst := source(sent), destination(sent)
-	wantSrc, wantDst := p.natIP(from), dst
+	wantSrc := p.natIP(from)
 	switch {
 	case src == p.endpoint(from) && source(wire) == p.mapped(from): // a reply, which only flow state tells from a new flow
 		wantSrc = p.mapped(from)
@@ -115,6 +115,7 @@ func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
 		wantSrc = move(src, p.pods[from], p.podsSeen[from])
 	}
 	arrives := destination(out)
+	var wantDst netip.Addr
 	switch {
 	case dst == p.mapped(to):
 		wantDst = p.endpoint(to)

@@ -34,13 +34,11 @@ const (
 	idB = "bbbbbbbb-2222-4222-8222-222222222222"
 )
 
-// Both clusters have the same networks; each side remapped the other's, to ranges of its own choice. The notation is that
-// of the facts: podsA is Pa, podsAatB is Pa@B.
+// Both clusters have the PodCIDR 10.244.0.0/16 and the ExternalCIDR 10.247.0.0/16; each side remapped the other's, to
+// ranges of its own choice. The notation is that of the facts: podsAatB is Pa@B.
 var (
-	podsA, podsAatB = netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.246.0.0/16")
-	extA, extAatB   = netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.248.0.0/16")
-	podsB, podsBatA = netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.245.0.0/16")
-	extB, extBatA   = netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.249.0.0/16")
+	podsAatB, extAatB = netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.248.0.0/16")
+	podsBatA, extBatA = netip.MustParsePrefix("10.245.0.0/16"), netip.MustParsePrefix("10.249.0.0/16")
 
 	a, aAtB   = netip.MustParseAddr("10.244.1.10"), netip.MustParseAddr("10.246.1.10")
 	bAtA      = netip.MustParseAddr("10.245.1.20")
