@@ -21,8 +21,12 @@ func TestMain(m *testing.M) {
 	if behaviour := os.Getenv(fakeEnv); behaviour != "" && len(os.Args) == 4 && os.Args[1] == "gateway" && os.Args[2] == "--config" {
 		os.Exit(fakeGateway(behaviour, os.Args[3]))
 	}
+	firstNetns, _ = nsfsInode("/proc/self/ns/net")
 	os.Exit(m.Run())
 }
+
+// firstNetns is where the main thread was before any test.
+var firstNetns uint64
 
 func fakeGateway(behaviour, dir string) int {
 	if _, err := os.Stat(filepath.Join(dir, "gateway.yaml")); err != nil {
