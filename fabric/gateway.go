@@ -45,7 +45,8 @@ type GatewayPeer struct {
 }
 
 // GatewayFor decides what the gateway has to be. mss is the highest TCP maximum
-// segment size for IPv4 that fits the tunnel, 0 for no clamping.
+// segment size for IPv4 that fits the tunnel, 0 for no clamping; the engine takes
+// no value below 88, which is Linux's TCP_MIN_MSS.
 //
 // A peer is refused when it is wrong by itself or contradicts one that is kept:
 // the same cluster ID, the same public key, a network as we see it that overlaps

@@ -219,7 +219,7 @@ func TestGatewayForLeavesOutMappings(t *testing.T) {
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			b := peer(t, idB, func(p *Peer) {
-				p.Mappings, p.MappingsOrigin = append(test.mappings, good), Origin{Kind: "NatMapping", Name: "m"}
+				p.Mappings, p.MappingsOrigin = append([]Mapping{good}, test.mappings...), Origin{Kind: "NatMapping", Name: "m"}
 			})
 			gw, problems := GatewayFor(Intent{ClusterID: idA, Peers: []Peer{b}}, 0)
 			wantTexts(t, problems, test.want...)
@@ -382,6 +382,25 @@ func TestProblemsAreDistinct(t *testing.T) {
 	p := Problem{Origin{}, "f", "m"}
 	if got := SortProblems([]Problem{{Origin{}, "g", "m"}, p, p}); !slices.Equal(got, []Problem{p, {Origin{}, "g", "m"}}) {
 		t.Errorf("got %v", got)
+	}
+}
+
+// Ten thousand peers are decided upon at each change of one of them.
+func BenchmarkGatewayFor(b *testing.B) {
+	var in Intent
+	for i := range 10_000 {
+		in.Peers = append(in.Peers, peer(b, fmt.Sprintf("id%d", i), func(p *Peer) {
+			p.PublicKey = [32]byte{1, byte(i), byte(i >> 8)}
+			p.Remote.Pod, p.Remote.External = pfx("10.0.0.0/24"), pfx("10.0.1.0/24")
+			p.Remote.PodSeen = netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(i >> 8), byte(i), 0}), 24)
+			p.Remote.ExternalSeen = netip.PrefixFrom(netip.AddrFrom4([4]byte{12, byte(i >> 8), byte(i), 0}), 24)
+		}))
+	}
+	b.ReportAllocs()
+	for b.Loop() {
+		if gw, problems := GatewayFor(in, 0); len(gw.Peers) != 10_000 {
+			b.Fatal(len(gw.Peers), problems[0])
+		}
 	}
 }
 

@@ -264,7 +264,7 @@ func (l *loader) decode(origin fabric.Origin, raw []byte, v any) bool {
 func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
 	for _, err := range errs {
 		field, what := "", printable(err.Error())
-		if f, ok := err.(json.FieldError); ok {
+		if f := json.FieldError(nil); errors.As(err, &f) {
 			field = printable(f.FieldPath())
 			what, _, _ = strings.Cut(what, " \"")
 		}

@@ -52,7 +52,7 @@ type PrivateKey [32]byte
 const hiddenKey = "(private key)"
 
 // Format hides the key from every verb of package fmt.
-func (PrivateKey) Format(f fmt.State, _ rune) { io.WriteString(f, hiddenKey) }
+func (PrivateKey) Format(f fmt.State, _ rune) { fmt.Fprint(f, hiddenKey) }
 
 // MarshalText hides the key from JSON, YAML and structured logs.
 func (PrivateKey) MarshalText() ([]byte, error) { return []byte(hiddenKey), nil }

@@ -6,6 +6,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -16,6 +17,7 @@ import (
 type watched struct {
 	t     *testing.T
 	dir   string
+	mu    sync.Mutex
 	calls []string // "error: ..." or the endpoints of the peers
 	stop  context.CancelFunc
 	done  chan struct{}
@@ -30,6 +32,8 @@ func watch(t *testing.T, dir string) *watched {
 			if ctx.Err() != nil {
 				t.Error("called back after the end of its context")
 			}
+			w.mu.Lock()
+			defer w.mu.Unlock()
 			if err != nil {
 				w.calls = append(w.calls, "error: "+err.Error())
 				return
@@ -49,6 +53,8 @@ func (w *watched) expect(after time.Duration, want ...string) {
 	w.t.Helper()
 	time.Sleep(after)
 	synctest.Wait()
+	w.mu.Lock()
+	defer w.mu.Unlock()
 	if got := strings.Join(w.calls, "\n"); got != strings.Join(want, "\n") {
 		w.t.Errorf("called back with\n%s\nwant\n%s", got, strings.Join(want, "\n"))
 	}
