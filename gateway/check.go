@@ -85,6 +85,11 @@ type checkPeer struct {
 	key      [32]byte
 	endpoint string
 	port     uint16
+	// second leaves the first PING to the peer, for a second. It is what opens a
+	// session, and of two handshakes that cross on the way WireGuard drops both,
+	// to try again after five seconds; gateways that start together did that for
+	// up to a quarter of a minute.
+	second bool
 }
 
 // CheckResult is what the check found out about one peer.
@@ -121,6 +126,8 @@ type checked struct {
 	result CheckResult
 	begun  time.Time // when it was configured
 	newest time.Time // sending time of the newest PING that was answered
+
+	asked bool // it has sent a PING: there is a session
 
 	sent [checkWindow]probe // ring
 	n    int                // probes ever sent
@@ -164,10 +171,15 @@ func (c *checker) set(peers []checkPeer) {
 		}
 		c.peers[p.id] = &checked{checkPeer: p, begun: now, tokens: checkBurst, filled: now,
 			result: CheckResult{State: Connecting, Since: now}}
-		select {
-		case c.fresh <- struct{}{}:
-		default:
-		}
+		c.look()
+	}
+}
+
+// look wakes send for a peer that was never pinged.
+func (c *checker) look() {
+	select {
+	case c.fresh <- struct{}{}:
+	default:
 	}
 }
 
@@ -185,8 +197,8 @@ func (c *checker) results() map[string]CheckResult {
 	return all
 }
 
-// send pings a new peer at once and every peer each interval, and looks in
-// between who has not answered.
+// send pings a new peer at once (or a little later, see checkPeer.second) and
+// every peer each interval, and looks in between who has not answered.
 func (c *checker) send() {
 	pings := time.NewTicker(checkInterval)
 	defer pings.Stop()
@@ -197,10 +209,11 @@ func (c *checker) send() {
 		case <-c.done:
 			return
 		case <-c.fresh:
-			c.ping(func(p *checked) bool { return p.n == 0 })
+			c.ping(func(p *checked) bool { return p.n == 0 && (!p.second || p.asked) })
 		case <-pings.C:
 			c.ping(func(*checked) bool { return true })
 		case <-looks.C:
+			c.ping(func(p *checked) bool { return p.n == 0 })
 			c.observe(time.Now())
 		}
 	}
@@ -313,6 +326,10 @@ func (c *checker) answer(m checkMessage, from netip.AddrPort) {
 	c.mu.Lock()
 	p := c.peerAt(from.Addr())
 	allowed := p != nil && p.mayAsk(now)
+	if p != nil && !p.asked {
+		p.asked = true
+		c.look()
+	}
 	c.mu.Unlock()
 	switch {
 	case p == nil:

@@ -17,6 +17,7 @@
 package gateway
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
@@ -477,12 +478,14 @@ func (g *gateway) put(mtu int) {
 	gw, _ := fabric.GatewayFor(c.Intent, mssFor(mtu))
 
 	want := wgConfig{privateKey: c.PrivateKey, listenPort: c.ListenPort}
+	own := publicKey(c.PrivateKey)
 	checks := make([]checkPeer, 0, len(gw.Peers))
 	sessions := make(map[string]*session, len(gw.Peers))
 	for _, p := range gw.Peers {
 		at, _ := g.resolver.endpoint(p.ID) // the resolver has logged its error
 		want.peers = append(want.peers, wgPeerFor(p.PublicKey, at, p.AllowedIPs))
-		checks = append(checks, checkPeer{p.ID, p.Probe, p.AllowedIPs, p.PublicKey, p.Endpoint, p.Port})
+		second := bytes.Compare(own, p.PublicKey[:]) > 0 // the peer decides the other way round
+		checks = append(checks, checkPeer{p.ID, p.Probe, p.AllowedIPs, p.PublicKey, p.Endpoint, p.Port, second})
 		if sessions[p.ID] = g.now.sessions[p.ID]; sessions[p.ID] == nil || sessions[p.ID].key != p.PublicKey {
 			sessions[p.ID] = &session{key: p.PublicKey, since: time.Now()}
 		}

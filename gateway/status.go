@@ -166,7 +166,7 @@ func (g *gateway) status(flows int) (Status, error) {
 		Version:     g.version,
 		ClusterID:   in.ClusterID,
 		ClusterName: in.ClusterName,
-		PublicKey:   publicKey(now.config.PrivateKey),
+		PublicKey:   base64.StdEncoding.EncodeToString(publicKey(now.config.PrivateKey)),
 		ListenPort:  now.config.ListenPort,
 		Started:     g.started,
 		Ready:       now.ready,
@@ -271,12 +271,12 @@ func texts(err error) []string {
 	return all
 }
 
-func publicKey(private Key) string {
+func publicKey(private Key) []byte {
 	k, err := ecdh.X25519().NewPrivateKey(private[:])
 	if err != nil {
-		return ""
+		return nil // of another length, which the type excludes
 	}
-	return base64.StdEncoding.EncodeToString(k.PublicKey().Bytes())
+	return k.PublicKey().Bytes()
 }
 
 // Healthy says whether there is nothing for anybody to do: the newest

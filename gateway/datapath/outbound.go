@@ -134,9 +134,7 @@ func (d *Device) readLocal(b *batch) {
 		return
 	}
 	o := &d.out
-	if o.segmenter.Remaining() > 0 {
-		return // scratch still belongs to a superpacket, and the batch is full
-	}
+	// While scratch belongs to a superpacket that goes on, the batch is full.
 	for first := b.n; !b.full() && b.n-first < localBurst; {
 		n := d.local.next(o.scratch)
 		if n == 0 {
