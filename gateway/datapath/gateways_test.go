@@ -533,14 +533,14 @@ func connectionCheck(t *testing.T, a, b *side) {
 			conns[b].WriteTo(bytes.Replace(p[:n], []byte("PING"), []byte("PONG"), 1), from)
 		}
 	}()
-	to := netip.AddrPortFrom(b.seen(b.self), 12345).String()
-	if _, err := conns[a].WriteTo([]byte("PING"), udpAddr(to)); err != nil {
+	to := netip.AddrPortFrom(b.seen(b.self), 12345)
+	if _, err := conns[a].WriteTo([]byte("PING"), net.UDPAddrFromAddrPort(to)); err != nil {
 		t.Fatal(err)
 	}
 	p := make([]byte, 1024)
 	conns[a].SetReadDeadline(time.Now().Add(5 * time.Second))
 	n, from, err := conns[a].ReadFrom(p)
-	if err != nil || string(p[:n]) != "PONG" || from.String() != to {
+	if err != nil || string(p[:n]) != "PONG" || from.(*net.UDPAddr).AddrPort() != to {
 		t.Errorf("%q from %v, %v: want PONG from %s", p[:n], from, err, to)
 	}
 }
