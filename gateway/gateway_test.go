@@ -30,6 +30,7 @@ import (
 	"go.uber.org/goleak"
 	"golang.org/x/net/icmp"
 	"golang.org/x/net/ipv4"
+	"golang.org/x/net/ipv6"
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/internal/source/file"
@@ -165,6 +166,9 @@ func (s *space) address(link, prefix string) {
 	s.t.Helper()
 	a, err := netlink.ParseAddr(prefix)
 	s.must(err)
+	if strings.Contains(prefix, ":") {
+		a.Flags = unix.IFA_F_NODAD
+	}
 	s.must(s.nl.AddrAdd(s.link(link), a))
 	s.must(s.nl.LinkSetUp(s.link(link)))
 }
@@ -189,6 +193,7 @@ type site struct {
 	dir     string
 	private [32]byte
 	gateway *process
+	dropped uintptr // a capability that gateways are to lack
 }
 
 const podAddr = "10.244.1.10"
@@ -255,6 +260,24 @@ spec:
 `, other.name, other.id, theirs, theirs+1, pods, pods+1, endpoint, other.publicKey())
 }
 
+// overIPv6 gives a site IPv6 in addition: on the underlay and for its pod.
+func (s *site) overIPv6(n int) {
+	s.address("eth0", fmt.Sprintf("2001:db8::%d/64", n))
+	s.address("pod", "fd00:244::1/64")
+	s.pod.address("eth0", "fd00:244::10/64")
+	s.pod.must(s.pod.nl.RouteAdd(&netlink.Route{Gw: net.ParseIP("fd00:244::1"), Dst: ipNet(netip.MustParsePrefix("::/0"))}))
+	s.sysctl("net/ipv6/conf/all/forwarding", "1")
+}
+
+// peering6 is peering with IPv6 inside and outside.
+func (s *site) peering6(other *site, pods, theirs int, endpoint string) string {
+	text := s.peering(other, pods, theirs, endpoint)
+	for _, n := range []int{244, 245, pods, pods + 1, theirs, theirs + 1} {
+		text = strings.ReplaceAll(text, fmt.Sprintf(" 10.%d.0.0/16", n), fmt.Sprintf(" fd00:%d::/32", n))
+	}
+	return text
+}
+
 // process is a gateway that runs.
 type process struct {
 	cmd  *exec.Cmd
@@ -282,7 +305,14 @@ func (s *site) launch() *process {
 	p.cmd = exec.Command("/proc/self/exe")
 	p.cmd.Env = append(os.Environ(), childConfig+"="+s.dir)
 	p.cmd.Stderr, p.cmd.Stdout = p, p
-	s.do(p.cmd.Start) // a child starts in the namespace of the thread that starts it
+	s.do(func() error { // a child starts in the namespace, and with the bounding set, of the thread that starts it
+		if s.dropped != 0 {
+			if err := unix.Prctl(unix.PR_CAPBSET_DROP, s.dropped, 0, 0, 0); err != nil {
+				return err
+			}
+		}
+		return p.cmd.Start()
+	})
 	go func() { p.done <- p.cmd.Wait() }()
 	s.t.Cleanup(func() {
 		p.cmd.Process.Kill()
@@ -382,13 +412,18 @@ type pinger struct {
 	conn *net.IPConn
 	dst  net.IP
 	id   int
+	six  bool
 }
 
 func (s *space) pinger(dst string) *pinger {
 	s.t.Helper()
-	p := &pinger{dst: net.ParseIP(dst), id: int(time.Now().UnixNano() & 0xffff)}
+	p := &pinger{dst: net.ParseIP(dst), id: int(time.Now().UnixNano() & 0xffff), six: strings.Contains(dst, ":")}
 	s.do(func() (err error) {
-		p.conn, err = net.ListenIP("ip4:icmp", nil)
+		network := "ip4:icmp"
+		if p.six {
+			network = "ip6:ipv6-icmp"
+		}
+		p.conn, err = net.ListenIP(network, nil)
 		return err
 	})
 	s.t.Cleanup(func() { p.conn.Close() })
@@ -397,6 +432,9 @@ func (s *space) pinger(dst string) *pinger {
 
 func (p *pinger) send(seq, size int) error {
 	m := icmp.Message{Type: ipv4.ICMPTypeEcho, Body: &icmp.Echo{ID: p.id, Seq: seq, Data: make([]byte, size)}}
+	if p.six {
+		m.Type = ipv6.ICMPTypeEchoRequest // the kernel sets the checksum
+	}
 	b, err := m.Marshal(nil)
 	if err == nil {
 		_, err = p.conn.WriteTo(b, &net.IPAddr{IP: p.dst})
@@ -413,11 +451,15 @@ func (p *pinger) receive(deadline time.Time) (int, error) {
 		if err != nil {
 			return 0, err
 		}
-		m, err := icmp.ParseMessage(1, buf[:n])
+		protocol, reply := 1, icmp.Type(ipv4.ICMPTypeEchoReply)
+		if p.six {
+			protocol, reply = 58, ipv6.ICMPTypeEchoReply
+		}
+		m, err := icmp.ParseMessage(protocol, buf[:n])
 		if err != nil {
 			continue
 		}
-		if e, ok := m.Body.(*icmp.Echo); ok && m.Type == ipv4.ICMPTypeEchoReply && e.ID == p.id && from.(*net.IPAddr).IP.Equal(p.dst) {
+		if e, ok := m.Body.(*icmp.Echo); ok && m.Type == reply && e.ID == p.id && from.(*net.IPAddr).IP.Equal(p.dst) {
 			return e.Seq, nil
 		}
 	}
@@ -745,6 +787,37 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 	})
 }
 
+// Liqo has no IPv6; the gateway does, with the same TunnelEndpoint.
+func TestGatewaysJoinClustersOverIPv6(t *testing.T) {
+	needRoot(t)
+	wire := newWire(t)
+	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
+	a.overIPv6(1)
+	b.overIPv6(2)
+	a.write("b.yaml", a.peering6(b, 246, 250, "2001:db8::2"))
+	b.write("a.yaml", b.peering6(a, 250, 246, "2001:db8::1"))
+	a.start()
+	b.start()
+	a.pod.ping("fd00:246::10")
+	b.pod.ping("fd00:250::10")
+	a.ping("fd00:246::10") // the node, by NAPT
+	a.within(5*time.Second, "not connected", func() error {
+		st := a.status()
+		if fine, wrong := st.Healthy(); !fine || st.MTU != 1420 || !strings.HasPrefix(st.Peers[0].Endpoint, "[2001:db8::2]:") {
+			return fmt.Errorf("%q, MTU %d, endpoint %s", wrong, st.MTU, st.Peers[0].Endpoint)
+		}
+		return nil
+	})
+	a.must(a.nl.LinkDel(a.link(VethHost)))
+	a.pod.pingWithin("fd00:246::10", time.Second)
+	for _, s := range []*site{a, b} {
+		s.stop()
+		if left := s.ours(); len(left) > 0 {
+			t.Errorf("%s: %q", s.name, left)
+		}
+	}
+}
+
 func inNamespace(path string, fn func() error) error {
 	f, err := os.Open(path)
 	if err != nil {
@@ -783,6 +856,13 @@ func TestAGatewayThatCannotStartSaysWhyAndLeavesNothing(t *testing.T) {
 		try(t, "b.yaml: TunnelEndpoint liqo-tenant-b/b: spec.remoteNATPodCIDR")
 		a.write("b.yaml", a.peering(b, 246, 250, b.addr))
 	})
+	for name, cap := range map[string]uintptr{"CAP_SYS_ADMIN": unix.CAP_SYS_ADMIN, "CAP_NET_ADMIN": unix.CAP_NET_ADMIN} {
+		t.Run("without "+name, func(t *testing.T) {
+			a.dropped = cap
+			defer func() { a.dropped = 0 }()
+			try(t, name)
+		})
+	}
 	t.Run("listen port in use", func(t *testing.T) {
 		var c net.PacketConn
 		a.do(func() (err error) { c, err = net.ListenPacket("udp", ":5871"); return err })

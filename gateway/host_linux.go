@@ -11,6 +11,7 @@ import (
 	"os"
 	"runtime"
 	"strings"
+	"sync"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -25,6 +26,9 @@ type host struct {
 	lock  *net.UnixListener // one gateway per host namespace
 	inner *netlink.Handle   // its socket stays in the gateway's namespace
 	outer *netlink.Handle
+	wg    sync.WaitGroup // readers of events
+
+	indexes map[string]int // of our links, during one apply
 }
 
 // lockName is an abstract Unix address. Those belong to a network namespace and
@@ -157,8 +161,8 @@ func (h *host) events(ctx context.Context, notify func()) error {
 		return fmt.Errorf("netlink events of the gateway's namespace: %w", err)
 	}
 	for _, f := range []*os.File{outer, inner} {
-		context.AfterFunc(ctx, func() { f.Close() })
-		go func() {
+		h.wg.Go(func() { <-ctx.Done(); f.Close() })
+		h.wg.Go(func() {
 			buf := make([]byte, 1<<16)
 			for {
 				switch _, err := f.Read(buf); {
@@ -170,7 +174,7 @@ func (h *host) events(ctx context.Context, notify func()) error {
 				}
 				notify()
 			}
-		}()
+		})
 	}
 	return nil
 }
@@ -203,6 +207,7 @@ func (h *host) apply(want hostState) (plan, error) {
 		return nil, fmt.Errorf("reading the kernel's state: %w", err)
 	}
 	p := planHost(have, want)
+	h.indexes = make(map[string]int)
 	var errs []error
 	for _, o := range p {
 		if err := h.do(o); err != nil {
@@ -220,6 +225,7 @@ func (h *host) clear() error {
 }
 
 func (h *host) release() {
+	h.wg.Wait()
 	if h.inner != nil {
 		h.inner.Close()
 	}
@@ -502,10 +508,14 @@ func (h *host) doRoute(what verb, v route) error {
 }
 
 func (h *host) index(s side, name string) (int, error) {
+	if i, ok := h.indexes[name]; ok { // the plan makes links before it uses them
+		return i, nil
+	}
 	l, err := h.handle(s).LinkByName(name)
 	if err != nil {
 		return 0, err
 	}
+	h.indexes[name] = l.Attrs().Index
 	return l.Attrs().Index, nil
 }
 
