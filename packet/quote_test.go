@@ -367,3 +367,30 @@ func TestQuoteEndsWhereTheQuotedPacketEnds(t *testing.T) {
 		}
 	}
 }
+
+// A quoted UDP checksum that becomes zero is written as 0xffff, and one that is zero stays.
+func TestQuotedUDPChecksumZero(t *testing.T) {
+	for _, h := range []packettest.IP{ip4(), ip6()} {
+		kind := uint8(3)
+		if h.Src.Is6() {
+			kind = 1
+		}
+		u := packettest.UDP{SrcPort: 1, DstPort: 2, Data: []byte("x")}
+		check := binary.BigEndian.Uint16(packettest.MustDecode(packettest.Build(h, u)).Transport[6:])
+		zero := u.SrcPort + check // adding the checksum to a covered word makes the sum 0xffff
+		for _, none := range []bool{false, true} {
+			u.NoChecksum = none
+			b := packettest.Build(h, packettest.ICMPError{Type: kind, Quote: packettest.Build(h, u)})
+			var q packet.Quote
+			if err := parse(t, b, packet.ChecksumComplete).Quote(&q); err != nil {
+				t.Fatal(err)
+			}
+			q.SetSrcPort(zero)
+			inner, _ := packettest.DecodeQuote(packettest.MustDecode(b).Data)
+			if got := binary.BigEndian.Uint16(inner.Transport[6:]); none && got != 0 || !none && got != 0xffff {
+				t.Errorf("checksum %#04x, none %t", got, none)
+			}
+			packettest.Check(t, b, packettest.ValidChecksums(), packettest.Quote(packettest.ValidChecksums()))
+		}
+	}
+}

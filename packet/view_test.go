@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"errors"
+	"net/netip"
 	"os/exec"
 	"slices"
 	"strings"
@@ -273,6 +274,30 @@ func TestParseAcceptsTheLargest(t *testing.T) {
 	f := packettest.Build(ip4(), packettest.Raw{Proto: 17, Data: make([]byte, 7)})
 	f[6], f[7] = 0x1f, 0xfc // offset 65504: 20 + 65504 + 7 = 65531
 	parse(t, f, packet.ChecksumComplete)
+}
+
+func TestParseAcceptsOptions(t *testing.T) {
+	for _, o := range [][]byte{{7, 2, 7, 2}, {1, 1, 7, 2}, {7, 4, 0, 0}, {0, 131, 1, 1}, {7, 3, 0, 0, 131, 1, 0, 0}} {
+		h := ip4()
+		h.Options = o
+		if v := parse(t, packettest.Build(h, packettest.UDP{DstPort: 9}), packet.ChecksumComplete); v.DstPort() != 9 {
+			t.Errorf("% x: %+v", o, v)
+		}
+	}
+}
+
+// A pseudo-header that sums up to zero may be written as either of its two forms.
+func TestPartialChecksumOfEitherZeroIsValid(t *testing.T) {
+	h, s := ip4(), packettest.TCP{SrcPort: 1, DstPort: 2}
+	sum := ^packettest.InternetChecksum(h.Src.AsSlice(), []byte{10, 2, 0, 0, 0, 6, 0, 20})
+	h.Dst = netip.AddrFrom4([4]byte{10, 2, byte(^sum >> 8), byte(^sum)})
+	b := packettest.Partial(packettest.Build(h, s))
+	for _, field := range []uint16{0, 0xffff, 1, 0xfffe} {
+		binary.BigEndian.PutUint16(b[36:], field)
+		if parse(t, b, packet.ChecksumPartial).ValidChecksums() != (field == 0 || field == 0xffff) {
+			t.Errorf("%#04x misjudged", field)
+		}
+	}
 }
 
 func TestUDPSurplusAreaIsNotCovered(t *testing.T) {
