@@ -1,0 +1,578 @@
+package natengine
+
+import (
+	"fmt"
+	"math/bits"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+// peerB is the usual peer of these tests: our 10.244.0.0/16 is 10.246.0.0/16 there, so the NAPT address is 10.246.0.0.
+func peerB() Peer {
+	return Peer{
+		ID: "b", RemotePods: pfxs("10.71.0.0/16"), RemoteExternal: pfxs("10.72.0.0/16"),
+		Pods: []Remap{{pfx("10.244.0.0/16"), pfx("10.246.0.0/16")}}, External: pfxs("10.247.0.0/16"),
+		Endpoints: []Endpoint{{ip("169.254.0.1"), ip("10.247.0.1")}, {ip("192.168.7.7"), ip("10.247.0.9")}},
+	}
+}
+
+// peerC is a second one that sees us under the same ranges.
+func peerC() Peer {
+	p := peerB()
+	p.ID, p.RemotePods, p.RemoteExternal = "c", pfxs("10.73.0.0/16"), pfxs("10.74.0.0/16")
+	return p
+}
+
+func newEngine(t testing.TB, c Config, peers ...Peer) *Engine {
+	t.Helper()
+	e := New(c)
+	if err := e.SetPeers(peers); err != nil {
+		t.Fatal(err)
+	}
+	return e
+}
+
+// at is the clock after so many seconds.
+func at(seconds int) tick { return tickOf(time.Duration(seconds) * time.Second) }
+
+func udp(src, dst string, data ...byte) []byte {
+	s, d := netip.MustParseAddrPort(src), netip.MustParseAddrPort(dst)
+	return packettest.Build(packettest.IP{Src: s.Addr(), Dst: d.Addr()}, packettest.UDP{SrcPort: s.Port(), DstPort: d.Port(), Data: data})
+}
+
+func tcp(src, dst string, flags uint8) []byte {
+	s, d := netip.MustParseAddrPort(src), netip.MustParseAddrPort(dst)
+	return packettest.Build(packettest.IP{Src: s.Addr(), Dst: d.Addr()}, packettest.TCP{SrcPort: s.Port(), DstPort: d.Port(), Flags: flags})
+}
+
+// out and in send a packet that has to pass, and return source and destination as it left.
+func out(t testing.TB, e *Engine, b []byte, now tick) (src, dst netip.AddrPort) {
+	t.Helper()
+	return pass(t, e, Outbound, b, now)
+}
+
+func in(t testing.TB, e *Engine, b []byte, now tick) (src, dst netip.AddrPort) {
+	t.Helper()
+	return pass(t, e, Inbound, b, now)
+}
+
+func pass(t testing.TB, e *Engine, dir Direction, b []byte, now tick) (src, dst netip.AddrPort) {
+	t.Helper()
+	got, v := send(t, e, dir, b, now)
+	if v.Action != Forward && v.Action != Deliver {
+		t.Fatalf("%v packet: %v, %v", dir, v.Action, v.Drop)
+	}
+	packettest.Check(t, got, packettest.ValidChecksums())
+	p := packettest.MustDecode(got)
+	return netip.AddrPortFrom(p.Src, p.SrcPort), netip.AddrPortFrom(p.Dst, p.DstPort)
+}
+
+// refused sends a packet that must not pass, and wants it untouched and counted.
+func refused(t testing.TB, e *Engine, dir Direction, b []byte, now tick, want Drop) {
+	t.Helper()
+	count := func() uint64 {
+		n := e.noPeer[dir][want].Load()
+		for _, p := range e.Peers() {
+			n += p.Drops(dir, want)
+		}
+		return n
+	}
+	before := count()
+	got, v := send(t, e, dir, b, now)
+	if v.Action != Discard || v.Drop != want {
+		t.Fatalf("%v packet: %v, %v; want %v", dir, v.Action, v.Drop, want)
+	}
+	if string(got) != string(b) {
+		t.Errorf("a refused packet was changed")
+	}
+	if n := count(); n != before+1 {
+		t.Errorf("counter of %v went from %d to %d", want, before, n)
+	}
+}
+
+func port(s string) netip.AddrPort { return netip.MustParseAddrPort(s) }
+
+func wantEnd(t testing.TB, got netip.AddrPort, want string) {
+	t.Helper()
+	if got != port(want) {
+		t.Errorf("got %v, want %s", got, want)
+	}
+}
+
+func TestNAPTKeepsPortAcrossRuleChange(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	other, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), 0)
+	changed := peerB()
+	changed.Endpoints = changed.Endpoints[:1]
+	changed.MSS = 1200
+	if err := e.SetPeers([]Peer{peerC(), changed}); err != nil {
+		t.Fatal(err)
+	}
+	if again, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), 0); again != other {
+		t.Errorf("%v became %v", other, again)
+	}
+	_, dst := in(t, e, udp("10.71.0.5:53", other.String()), 0)
+	wantEnd(t, dst, "192.168.1.2:4000")
+}
+
+func TestRuleChangeEndsWhatIsNotPermitted(t *testing.T) {
+	e := newEngine(t, Config{}, peerB(), peerC())
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0) // NAPT, goes when the NAPT address moves
+	in(t, e, udp("10.71.0.5:99", "10.247.0.9:80"), 0)     // endpoint, goes when the endpoint does
+	in(t, e, udp("10.71.0.5:99", "10.247.0.1:80"), 0)     // stays
+	out(t, e, udp("192.168.1.1:4000", "10.73.0.5:53"), 0) // goes with its peer
+	changed := peerB()
+	changed.Pods[0].To = pfx("10.248.0.0/16")
+	changed.Endpoints[1].Real = ip("192.168.7.8")
+	if err := e.SetPeers([]Peer{changed}); err != nil {
+		t.Fatal(err)
+	}
+	refused(t, e, Inbound, udp("10.71.0.5:53", "10.246.0.0:4000"), 0, DropDestination)
+	refused(t, e, Inbound, udp("10.71.0.5:53", "10.248.0.0:4000"), 0, DropNoFlow)
+	src, _ := out(t, e, udp("192.168.7.7:80", "10.71.0.5:99"), 0)
+	wantEnd(t, src, "10.248.0.0:80")
+	src, _ = out(t, e, udp("169.254.0.1:80", "10.71.0.5:99"), 0)
+	wantEnd(t, src, "10.247.0.1:80")
+	refused(t, e, Outbound, udp("192.168.1.1:4000", "10.73.0.5:53"), 0, DropNoPeer)
+	if s := e.Stats(); s.Flows != 2 || s.Peers[0].Purged != 2 {
+		t.Errorf("%+v", s)
+	}
+}
+
+// TestPacketUnderWayCannotOpenWhatNewRulesForbid: a goroutine that loaded the old table is late.
+func TestPacketUnderWayCannotOpenWhatNewRulesForbid(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	old := e.rules.Load()
+	changed := peerB()
+	changed.Endpoints = nil
+	if err := e.SetPeers([]Peer{changed}); err != nil {
+		t.Fatal(err)
+	}
+	var v packet.View
+	parse(t, &v, udp("10.71.0.5:53", "10.247.0.9:80"))
+	r, _ := old.remotes.Lookup(v.Src())
+	if verdict := e.inbound(&v, r, 0, nil); verdict.Drop != DropNoFlow {
+		t.Errorf("%v %v", verdict.Action, verdict.Drop)
+	}
+}
+
+func TestNAPTMappingIsEndpointIndependent(t *testing.T) { // RFC 4787, REQ-1
+	e := newEngine(t, Config{}, peerB())
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0) // takes 4000
+	first, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), 0)
+	for _, dst := range []string{"10.71.0.5:54", "10.71.0.6:53", "10.72.9.9:1"} {
+		if src, _ := out(t, e, udp("192.168.1.2:4000", dst), 0); src != first {
+			t.Errorf("%v towards %s, %v before", src, dst, first)
+		}
+	}
+	if n := e.Stats().Peers[0].Mappings; n != 2 {
+		t.Errorf("%d mappings", n)
+	}
+}
+
+func TestNAPTKeepsPortAndRange(t *testing.T) { // RFC 4787, REQ-3a and 3b
+	e := newEngine(t, Config{}, peerB())
+	for host := range 200 {
+		for _, want := range []uint16{1, 1023, 1024, 65535} {
+			src, _ := out(t, e, udp(fmt.Sprintf("192.168.1.%d:%d", host, want), "10.71.0.5:53"), 0)
+			if host == 0 && src.Port() != want {
+				t.Errorf("port %d became %d although it was free", want, src.Port())
+			}
+			if (src.Port() < 1024) != (want < 1024) || src.Port() == 0 {
+				t.Errorf("port %d became %d", want, src.Port())
+			}
+		}
+	}
+}
+
+func TestNAPTPortsAreRandom(t *testing.T) { // RFC 6056
+	e := newEngine(t, Config{}, peerB())
+	out(t, e, udp("192.168.0.1:4000", "10.71.0.5:53"), 0)
+	ports := map[uint16]bool{}
+	neighbours := 0
+	last := uint16(0)
+	for host := range 100 {
+		src, _ := out(t, e, udp(fmt.Sprintf("192.168.1.%d:4000", host), "10.71.0.5:53"), 0)
+		ports[src.Port()] = true
+		if src.Port()-last == 1 {
+			neighbours++
+		}
+		last = src.Port()
+	}
+	if len(ports) != 100 || neighbours > 5 {
+		t.Errorf("%d ports, %d of them in sequence", len(ports), neighbours)
+	}
+}
+
+func TestProtocolsAndPeersHavePortsOfTheirOwn(t *testing.T) {
+	e := newEngine(t, Config{}, peerB(), peerC())
+	for _, b := range [][]byte{
+		udp("192.168.1.1:4000", "10.71.0.5:53"), tcp("192.168.1.2:4000", "10.71.0.5:53", packettest.SYN), udp("192.168.1.3:4000", "10.73.0.5:53"),
+	} {
+		src, _ := out(t, e, b, 0)
+		wantEnd(t, src, "10.246.0.0:4000")
+	}
+}
+
+func TestICMPQueriesShareTheAddressByID(t *testing.T) { // RFC 5508, REQ-1
+	e := newEngine(t, Config{}, peerB())
+	ids := map[uint16]string{}
+	for _, host := range []string{"192.168.1.1", "192.168.1.2", "192.168.1.3"} {
+		got, v := send(t, e, Outbound, packettest.Build(packettest.IP{Src: ip(host), Dst: ip("10.71.0.5")}, packettest.Echo{ID: 0}), 0)
+		if v.Action != Forward {
+			t.Fatal(v.Drop)
+		}
+		packettest.Check(t, got, packettest.ValidChecksums())
+		ids[packettest.MustDecode(got).ICMPID] = host
+	}
+	if len(ids) != 3 || ids[0] != "192.168.1.1" {
+		t.Fatalf("identifiers %v", ids)
+	}
+	for id, host := range ids {
+		got, v := send(t, e, Inbound, packettest.Build(packettest.IP{Src: ip("10.71.0.5"), Dst: ip("10.246.0.0")}, packettest.Echo{ID: id, Seq: 1, Reply: true}), 0)
+		if v.Action != Forward {
+			t.Fatal(v.Drop)
+		}
+		packettest.Check(t, got, packettest.Dst(ip(host)), packettest.ICMPID(0), packettest.ValidChecksums())
+	}
+	request := packettest.Build(packettest.IP{Src: ip("10.71.0.5"), Dst: ip("10.246.0.0")}, packettest.Echo{ID: 0})
+	refused(t, e, Inbound, request, 0, DropNoFlow)
+}
+
+func TestProtocolWithoutPortsHasOneHostPerRemote(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	gre := func(src, dst string) []byte {
+		return packettest.Build(packettest.IP{Src: ip(src), Dst: ip(dst)}, packettest.Raw{Proto: 47, Data: []byte("gre")})
+	}
+	out(t, e, gre("192.168.1.1", "10.71.0.5"), 0)
+	refused(t, e, Outbound, gre("192.168.1.2", "10.71.0.5"), 0, DropProtocol)
+	out(t, e, gre("192.168.1.2", "10.71.0.6"), 0)
+	if _, dst := in(t, e, gre("10.71.0.5", "10.246.0.0"), 0); dst.Addr() != ip("192.168.1.1") {
+		t.Error(dst)
+	}
+	later := at(301)
+	out(t, e, gre("192.168.1.2", "10.71.0.5"), later) // the other's time is over, also without a sweep
+	if _, dst := in(t, e, gre("10.71.0.5", "10.246.0.0"), later); dst.Addr() != ip("192.168.1.2") {
+		t.Error(dst)
+	}
+}
+
+func TestPortExhaustionFailsNewFlowsOnlyAndRecovers(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	var v packet.View
+	b := udp("192.168.1.1:4000", "10.71.0.5:53")
+	open := func(host, p int, now tick) Drop {
+		pkt := append([]byte(nil), b...)
+		parse(t, &v, pkt)
+		v.SetSrc4(0xc0a80000 + uint32(host))
+		v.SetSrcPort(uint16(p))
+		return e.Outbound(&v, duration(int32(now))).Drop
+	}
+	for p := 1; p < 1<<16; p++ {
+		if d := open(1, p, 0); d != DropNone {
+			t.Fatalf("port %d: %v", p, d)
+		}
+	}
+	used := e.Peers()[0].flows.napt.ports[0][udpPorts]
+	n := 0
+	for _, w := range used {
+		n += bits.OnesCount64(w)
+	}
+	if n != 1<<16-1 || used.has(0) {
+		t.Errorf("%d ports in use, 0 among them: %v", n, used.has(0))
+	}
+	if d := open(2, 4000, 0); d != DropPortsExhausted {
+		t.Errorf("one too many: %v", d)
+	}
+	if d := open(2, 80, 0); d != DropPortsExhausted {
+		t.Errorf("one too many: %v", d)
+	}
+	if d := open(1, 4000, 0); d != DropNone {
+		t.Errorf("an established flow: %v", d)
+	}
+	out(t, e, tcp("192.168.1.2:4000", "10.71.0.5:53", packettest.SYN), 0) // TCP has ports of its own
+	for p := 1; p < 1<<16; p += 2 {
+		open(1, p, at(200))
+	}
+	now := at(301)
+	e.Sweep(duration(int32(now)))
+	if d := open(2, 4000, now); d != DropNone {
+		t.Errorf("after half of the flows expired: %v", d)
+	}
+	used = e.Peers()[0].flows.napt.ports[0][udpPorts]
+	if n := e.Stats().Peers[0].Mappings; n != 1<<15+1 {
+		t.Errorf("%d mappings", n)
+	}
+}
+
+func TestWellKnownPortTakesUserPortWhenItsRangeIsFull(t *testing.T) {
+	var s portSet
+	for p := range uint16(1024) {
+		s.take(p)
+	}
+	if p, ok := s.choose(80, tcpPorts); !ok || p < 1024 {
+		t.Error(p, ok)
+	}
+	for p := 1024; p < 1<<16; p++ {
+		s.take(uint16(p))
+	}
+	s.give(80)
+	if p, ok := s.choose(4000, tcpPorts); ok {
+		t.Errorf("a user port became %d", p)
+	}
+	if p, ok := s.choose(443, tcpPorts); !ok || p != 80 {
+		t.Error(p, ok)
+	}
+}
+
+// TestScanFindsEveryFreePort: one free port, any search range.
+func TestScanFindsEveryFreePort(t *testing.T) {
+	for free := range 300 {
+		var s portSet
+		for i := range s {
+			s[i] = ^uint64(0)
+		}
+		s.give(uint16(free))
+		for first := range uint32(300) {
+			last := first + uint32(free)%130
+			p, ok := s.scan(first, last)
+			if want := uint32(free) >= first && uint32(free) <= last; ok != want || ok && p != uint16(free) {
+				t.Fatalf("free %d, range %d-%d: %d %v", free, first, last, p, ok)
+			}
+		}
+	}
+}
+
+func TestMappedEndpointAnswersAsSeen(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	_, dst := in(t, e, tcp("10.71.0.5:5000", "10.247.0.9:80", packettest.SYN), 0)
+	wantEnd(t, dst, "192.168.7.7:80")
+	src, _ := out(t, e, tcp("192.168.7.7:80", "10.71.0.5:5000", packettest.SYN|packettest.ACK), 0)
+	wantEnd(t, src, "10.247.0.9:80")
+	src, _ = out(t, e, tcp("192.168.7.7:81", "10.71.0.5:5000", packettest.SYN), 0) // a flow that the endpoint begins
+	wantEnd(t, src, "10.246.0.0:81")
+	refused(t, e, Inbound, tcp("10.71.0.5:5000", "10.247.0.8:80", packettest.SYN), 0, DropNoMapping)
+	refused(t, e, Inbound, tcp("10.72.0.5:5000", "10.247.0.9:80", packettest.SYN), 0, DropNoFlow) // from RemoteExternal
+	refused(t, e, Inbound, tcp("10.71.0.5:5001", "10.247.0.9:80", packettest.RST), 0, DropNoFlow)
+}
+
+func TestMappedPodAnswersAsAddressed(t *testing.T) {
+	p := peerB()
+	p.Endpoints = append(p.Endpoints, Endpoint{ip("10.244.3.3"), ip("10.247.0.33")})
+	e := newEngine(t, Config{}, p)
+	in(t, e, udp("10.71.0.5:1", "10.247.0.33:80"), 0)
+	in(t, e, udp("10.71.0.5:2", "10.246.3.3:80"), 0)
+	src, _ := out(t, e, udp("10.244.3.3:80", "10.71.0.5:1"), 0)
+	wantEnd(t, src, "10.247.0.33:80")
+	src, _ = out(t, e, udp("10.244.3.3:80", "10.71.0.5:2"), 0)
+	wantEnd(t, src, "10.246.3.3:80")
+}
+
+func TestTupleOfAnotherFlowIsNotTaken(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	out(t, e, udp("192.168.7.7:80", "10.71.0.5:5000"), 0) // the endpoint itself began
+	refused(t, e, Inbound, udp("10.71.0.5:5000", "10.247.0.9:80"), 0, DropFlowClash)
+	later := at(301)
+	in(t, e, udp("10.71.0.5:5000", "10.247.0.9:80"), later)
+}
+
+// established opens a TCP connection from host to peer b.
+func established(t testing.TB, e *Engine, src, dst string, now tick) netip.AddrPort {
+	t.Helper()
+	seen, _ := out(t, e, tcp(src, dst, packettest.SYN), now)
+	in(t, e, tcp(dst, seen.String(), packettest.SYN|packettest.ACK), now)
+	out(t, e, tcp(src, dst, packettest.ACK), now)
+	return seen
+}
+
+func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2.2; RFC 7857, section 2
+	const src, dst = "192.168.1.1:4000", "10.71.0.5:80"
+	ack, fin, rst := uint8(packettest.ACK), uint8(packettest.ACK|packettest.FIN), uint8(packettest.RST)
+	for _, c := range []struct {
+		name     string
+		prepare  func(e *Engine, seen string)
+		lifetime tick
+	}{
+		{"half-open", nil, 240},
+		{"established", func(e *Engine, seen string) { established(t, e, src, dst, 0) }, 7440},
+		{"half-closed stays", func(e *Engine, seen string) { established(t, e, src, dst, 0); out(t, e, tcp(src, dst, fin), 0) }, 7440},
+		{"closed", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			out(t, e, tcp(src, dst, fin), 0)
+			in(t, e, tcp(dst, seen, fin), 0)
+		}, 240},
+		{"reset", func(e *Engine, seen string) { established(t, e, src, dst, 0); in(t, e, tcp(dst, seen, rst), 0) }, 240},
+		{"reset, but goes on", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			in(t, e, tcp(dst, seen, rst), 0)
+			out(t, e, tcp(src, dst, ack), 0)
+		}, 7440},
+		{"reset does not refresh", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			in(t, e, tcp(dst, seen, rst), 0)
+			in(t, e, tcp(dst, seen, rst), at(200))
+		}, 240},
+		{"a long idle connection gets its transitory time", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			in(t, e, tcp(dst, seen, rst), at(7000))
+		}, 7240},
+		{"reopened", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			out(t, e, tcp(src, dst, fin), 0)
+			in(t, e, tcp(dst, seen, fin), 0)
+			established(t, e, src, dst, 0)
+		}, 7440},
+		{"simultaneous open", func(e *Engine, seen string) {
+			in(t, e, tcp(dst, seen, packettest.SYN), 0)
+			out(t, e, tcp(src, dst, packettest.SYN|packettest.ACK), 0)
+			in(t, e, tcp(dst, seen, packettest.SYN|packettest.ACK), 0)
+		}, 7440},
+		{"a SYN into a connection changes nothing", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			in(t, e, tcp(dst, seen, packettest.SYN), 0)
+		}, 7440},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			for late := range 2 {
+				e := newEngine(t, Config{}, peerB())
+				seen, _ := out(t, e, tcp(src, dst, packettest.SYN), 0)
+				if c.prepare != nil {
+					c.prepare(e, seen.String())
+				}
+				now := tick(time.Duration(c.lifetime)*time.Second>>tickShift) - 4
+				if late == 1 {
+					now += 8
+				}
+				e.Sweep(duration(int32(now)))
+				if n := e.Stats().Flows; n != 1-late {
+					t.Errorf("%d flows after %v", n, duration(int32(now)))
+				}
+			}
+		})
+	}
+}
+
+func TestIdleTimeouts(t *testing.T) { // RFC 4787, REQ-5; RFC 5508, REQ-2
+	for _, c := range []struct {
+		b        []byte
+		lifetime tick
+	}{
+		{udp("192.168.1.1:4000", "10.71.0.5:53"), 300},
+		{packettest.Build(packettest.IP{Src: ip("192.168.1.1"), Dst: ip("10.71.0.5")}, packettest.Echo{ID: 1}), 60},
+		{packettest.Build(packettest.IP{Src: ip("192.168.1.1"), Dst: ip("10.71.0.5")}, packettest.Raw{Proto: 47}), 300},
+	} {
+		e := newEngine(t, Config{}, peerB())
+		edge := tick(time.Duration(c.lifetime) * time.Second >> tickShift)
+		out(t, e, c.b, 0)
+		out(t, e, c.b, edge/2) // refreshes
+		e.Sweep(duration(int32(edge + edge/2 - 4)))
+		if e.Stats().Flows != 1 {
+			t.Errorf("lifetime %d: ended too early", c.lifetime)
+		}
+		e.Sweep(duration(int32(edge + edge/2 + 4)))
+		if s := e.Stats(); s.Flows != 0 || s.Peers[0].Mappings != 0 || s.Peers[0].Expired != 1 {
+			t.Errorf("lifetime %d: %+v", c.lifetime, s)
+		}
+	}
+}
+
+func TestInboundRefreshesToo(t *testing.T) { // RFC 4787, REQ-6: allowed, and chosen
+	e := newEngine(t, Config{}, peerB())
+	seen, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	in(t, e, udp("10.71.0.5:53", seen.String()), at(200))
+	e.Sweep(duration(int32(at(400))))
+	if e.Stats().Flows != 1 {
+		t.Error("the flow ended")
+	}
+}
+
+func TestFilteringIsByAddressAndPort(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	seen, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	refused(t, e, Inbound, udp("10.71.0.5:54", seen.String()), 0, DropNoFlow)
+	refused(t, e, Inbound, udp("10.71.0.6:53", seen.String()), 0, DropNoFlow)
+	refused(t, e, Inbound, tcp("10.71.0.5:53", seen.String(), packettest.ACK), 0, DropNoFlow)
+}
+
+func TestFlowBoundEvictsTheOldestHalfOpenFlow(t *testing.T) {
+	e := newEngine(t, Config{MaxFlows: 4}, peerB())
+	kept := established(t, e, "192.168.1.9:9", "10.71.0.5:80", 0)
+	for i := 1; i <= 3; i++ {
+		out(t, e, udp(fmt.Sprintf("192.168.1.%d:4000", i), "10.71.0.5:53"), 0)
+	}
+	out(t, e, udp("192.168.1.4:4000", "10.71.0.5:53"), 0)
+	if s := e.Stats(); s.Flows != 4 || s.Peers[0].Evicted != 1 {
+		t.Errorf("%+v", s)
+	}
+	refused(t, e, Inbound, udp("10.71.0.5:53", "10.246.0.0:4000"), 0, DropNoFlow) // that was 192.168.1.1
+	_, dst := in(t, e, tcp("10.71.0.5:80", kept.String(), packettest.ACK), 0)
+	wantEnd(t, dst, "192.168.1.9:9")
+}
+
+func TestEstablishedFlowsAreNeverEvicted(t *testing.T) {
+	e := newEngine(t, Config{MaxFlows: 2}, peerB())
+	for i := 1; i <= 2; i++ {
+		src := fmt.Sprintf("192.168.1.%d:4000", i)
+		seen, _ := out(t, e, udp(src, "10.71.0.5:53"), 0)
+		in(t, e, udp("10.71.0.5:53", seen.String()), 0)
+	}
+	before := e.Stats().Peers[0].Mappings
+	refused(t, e, Outbound, udp("192.168.1.3:4000", "10.71.0.5:53"), 0, DropFlowTableFull)
+	refused(t, e, Inbound, udp("10.71.0.5:53", "10.247.0.9:53"), 0, DropFlowTableFull)
+	if s := e.Stats().Peers[0]; s.Flows != 2 || s.Mappings != before {
+		t.Errorf("%+v", s)
+	}
+}
+
+func TestClosedConnectionsMayBeEvicted(t *testing.T) {
+	e := newEngine(t, Config{MaxFlows: 1}, peerB())
+	seen := established(t, e, "192.168.1.1:4000", "10.71.0.5:80", 0)
+	refused(t, e, Outbound, udp("192.168.1.3:4000", "10.71.0.5:53"), 0, DropFlowTableFull)
+	in(t, e, tcp("10.71.0.5:80", seen.String(), packettest.RST), 0)
+	e.Sweep(0) // puts it back into the queue
+	out(t, e, udp("192.168.1.3:4000", "10.71.0.5:53"), 0)
+}
+
+func TestOnePeersFloodLeavesOthersAlone(t *testing.T) {
+	e := newEngine(t, Config{MaxFlows: 1000}, peerB(), peerC())
+	seen := established(t, e, "192.168.1.1:4000", "10.71.0.5:80", 0)
+	var v packet.View
+	flood := udp("10.73.0.5:53", "10.247.0.9:80")
+	for i := range 20_000 { // peer c opens flows to a mapped endpoint
+		parse(t, &v, append([]byte(nil), flood...))
+		v.SetSrc4(0x0a490000 + uint32(i))
+		if verdict := e.Inbound(&v, 0); verdict.Action != Forward {
+			t.Fatal(verdict.Drop)
+		}
+	}
+	s := e.Stats()
+	if s.Peers[1].Flows != 500 || s.Peers[1].Evicted != 19_500 || s.Peers[0].Evicted != 0 {
+		t.Errorf("%+v", s)
+	}
+	_, dst := in(t, e, tcp("10.71.0.5:80", seen.String(), packettest.ACK), 0)
+	wantEnd(t, dst, "192.168.1.1:4000")
+	for i := range 400 {
+		out(t, e, udp(fmt.Sprintf("192.168.2.%d:%d", i/100, 1000+i), "10.71.0.5:53"), 0)
+	}
+	if e.Stats().Flows > 1000 {
+		t.Error("more than MaxFlows")
+	}
+}
+
+func TestPortIsFreeAgainAfterItsLastFlow(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.6:53"), at(200))
+	e.Sweep(duration(int32(at(301))))
+	if src, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.6:53"), at(301)); src.Port() == 4000 {
+		t.Error("port 4000 was given out although a flow has it")
+	}
+	e.Sweep(duration(int32(at(700))))
+	src, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.6:53"), at(700))
+	wantEnd(t, src, "10.246.0.0:4000")
+}
