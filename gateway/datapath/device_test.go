@@ -329,6 +329,26 @@ func TestReadWaitsForPacketsOfTheEndpointToo(t *testing.T) {
 	}
 }
 
+// The engine must not be given the time at which a wait began.
+func TestReadAsksForTheTimeAfterEachWait(t *testing.T) {
+	e := newEngine(t)
+	link := newScript(plain(udp4(at(podA, 1), at(netip.MustParseAddr("10.99.0.1"), 2), []byte("for no peer"))))
+	d := newDevice(t, link, e, datapath.Options{})
+	go func() { // meanwhile Read has dropped the first packet and waits again
+		time.Sleep(300 * time.Millisecond)
+		link.add(plain(udp4(at(nodeA, 3000), at(podB, 80), []byte("begins a flow"))))
+		link.Wake()
+	}()
+	b := newBuffers(8, 2048)
+	if n := read(t, d, b); n != 1 {
+		t.Fatalf("%d packets: want 1", n)
+	}
+	e.Sweep(d.Now())
+	if flows := e.Flows(1); len(flows) != 1 || flows[0].Idle > 200*time.Millisecond {
+		t.Errorf("flows %+v: want one that was just used", flows)
+	}
+}
+
 func TestEndpointQueueIsBoundedAndDoesNotStarveTheLink(t *testing.T) {
 	e := newEngine(t)
 	link := newScript(plain(udp4(at(podA, 4000), at(podB, 80), []byte("from the link"))))

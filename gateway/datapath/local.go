@@ -187,11 +187,6 @@ func (c *localConn) ReadFrom(b []byte) (int, net.Addr, error) {
 	if err != nil {
 		return 0, nil, c.errorOf(err)
 	}
-	if a, ok := from.(*net.UDPAddr); ok {
-		if ip4 := a.IP.To4(); ip4 != nil {
-			a.IP = ip4
-		}
-	}
 	return n, from, nil
 }
 

@@ -79,12 +79,14 @@ func (d *Device) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
 	d.readLocal(&b)
 	var err error
 	for !b.full() {
-		waited := b.n == 0
+		wait := b.n == 0
+		if wait {
+			b.timed = false // whatever comes, it comes later
+		}
 		var n int
-		if n, err = d.link.Read(o.scratch, waited); err != nil {
+		if n, err = d.link.Read(o.scratch, wait); err != nil {
 			if errors.Is(err, ErrWoken) {
 				err = nil
-				b.timed = false
 				d.readLocal(&b)
 				continue
 			}
@@ -92,9 +94,6 @@ func (d *Device) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
 				err = nil
 			}
 			break
-		}
-		if waited {
-			b.timed = false
 		}
 		if d.outbound(&b, o.scratch[:n]) && b.n > 0 {
 			break
