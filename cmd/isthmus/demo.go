@@ -1,6 +1,8 @@
 package main
 
 import (
+	"errors"
+	"fmt"
 	"os"
 	"os/signal"
 	"syscall"
@@ -9,6 +11,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/internal/demo"
+	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
 func newDemoCommand() *cobra.Command {
@@ -30,7 +33,16 @@ also after Ctrl-C, unless --keep is given.`,
 			}
 			o.Out = cmd.OutOrStdout()
 			o.Color = o.Out == os.Stdout && isTerminal(os.Stdout)
-			return demo.Run(ctx, o)
+			err = labHint(demo.Run(ctx, o), o.Name)
+			if !o.Keep {
+				return err
+			}
+			l, e := lab.Open(o.Name)
+			if e != nil {
+				return err // the demo did not come to make one
+			}
+			fmt.Fprintf(o.Out, "\nThe lab stands:\n\n")
+			return errors.Join(err, startLabServer(cmd.Context(), l, o.Binary), labShow(o.Out, l))
 		},
 	}
 	cmd.Flags().BoolVar(&o.Keep, "keep", false, "leave the lab standing")

@@ -83,11 +83,8 @@ func labUp(ctx context.Context, out io.Writer, spec lab.Spec, bare bool) (err er
 		return err
 	}
 	l, err := lab.Up(ctx, spec)
-	if errors.Is(err, lab.ErrExists) || errors.Is(err, lab.ErrInUse) {
-		return fmt.Errorf("%w; try \"isthmus lab show --name %s\" or \"isthmus lab down --name %s\"", err, spec.Name, spec.Name)
-	}
 	if err != nil {
-		return err
+		return labHint(err, spec.Name)
 	}
 	defer func() {
 		if err != nil {
@@ -114,6 +111,14 @@ func labUp(ctx context.Context, out io.Writer, spec lab.Spec, bare bool) (err er
 		return err
 	}
 	return labShow(out, l)
+}
+
+// labHint says how to get rid of a lab that is in the way.
+func labHint(err error, name string) error {
+	if errors.Is(err, lab.ErrExists) {
+		return fmt.Errorf("%w; \"isthmus lab --name %s show\" shows it, \"isthmus lab --name %s down\" removes it", err, name, name)
+	}
+	return err
 }
 
 // startLabServer runs the lab's web server in a process of its own, as this one ends.

@@ -20,7 +20,7 @@ type Options struct {
 	Out    io.Writer // what the reader follows
 	Binary string    // the isthmus program; absolute path
 	Name   string    // of the lab; default "demo"
-	Keep   bool      // leave the lab standing
+	Keep   bool      // leave the lab and its gateways standing, as a persistent lab, without its web servers
 	Color  bool      // the reader's terminal shows it
 }
 
@@ -398,7 +398,7 @@ func (s *show) leave(passed bool, start time.Time) error {
 		return nil
 	}
 	if s.Keep {
-		return s.keep()
+		return errors.Join(s.lab.StopServing(), s.lab.Persist())
 	}
 	s.heading("Tidy up")
 	err := errors.Join(s.lab.StopGateways(), s.lab.Down())
@@ -409,18 +409,6 @@ func (s *show) leave(passed bool, start time.Time) error {
 	if passed {
 		s.say("\nEverything worked, in %.1f s.", time.Since(start).Seconds())
 	}
-	return nil
-}
-
-func (s *show) keep() error {
-	if err := s.lab.Persist(); err != nil {
-		return err
-	}
-	s.say(`
-The lab stands. Its web servers end with this program, its gateways do not. Try:
-  isthmus lab --name %[1]s ping a-pod1 c-pod2
-  isthmus lab --name %[1]s exec b-node1 -- isthmus status
-  isthmus lab --name %[1]s down`, s.Name)
 	return nil
 }
 

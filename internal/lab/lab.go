@@ -226,11 +226,7 @@ func (l *Lab) Down() error {
 			return err
 		}
 	}
-	var errs []error
-	for _, stop := range l.servers {
-		errs = append(errs, stop())
-	}
-	l.servers = nil
+	errs := []error{l.stopServing()}
 	// Not under the lock that all labs share: a process may take its time.
 	if err := crowdOf(l.Name).end(3 * time.Second); err != nil {
 		return fmt.Errorf("lab %s: %w", l.Name, err)
