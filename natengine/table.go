@@ -142,16 +142,21 @@ func (t *flowTable) take() uint32 {
 	}
 	i := t.used
 	t.used++
+	if i%chunkSize == 0 {
+		t.addChunk()
+	}
+	return i
+}
+
+// addChunk makes room for another 1024 entries. Readers keep the old slice header; what it shows of the array does not
+// change.
+func (t *flowTable) addChunk() {
 	var slab []*chunk
 	if p := t.slab.Load(); p != nil {
 		slab = *p
 	}
-	if int(i>>chunkBits) == len(slab) {
-		// Readers keep the old slice header; what it shows of the array does not change.
-		slab = append(slab, new(chunk))
-		t.slab.Store(&slab)
-	}
-	return i
+	slab = append(slab, new(chunk))
+	t.slab.Store(&slab)
 }
 
 // remove takes a live flow out, with its hold on a port. With mu.

@@ -1,0 +1,551 @@
+package natengine
+
+import (
+	"net/netip"
+	"os/exec"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+func TestImportsOnlyPacketAndPrefixTable(t *testing.T) {
+	out, err := exec.Command("go", "list", "-deps", "-f", "{{if not .Standard}}{{.ImportPath}}{{end}}", ".").Output()
+	if err != nil {
+		t.Skip(err)
+	}
+	for dep := range strings.FieldsSeq(string(out)) {
+		if !strings.HasPrefix(dep, "github.com/gaissmai/bart") && !strings.HasPrefix(dep, "github.com/isthmus-net/isthmus/packet") &&
+			!strings.HasPrefix(dep, "github.com/isthmus-net/isthmus/natengine") {
+			t.Errorf("natengine must stay kernel-free, yet it imports %s", dep)
+		}
+	}
+}
+
+func TestEveryDropHasALabelOfItsOwn(t *testing.T) {
+	seen := map[string]bool{}
+	for _, d := range Drops() {
+		if l := d.String(); l == "" || seen[l] || strings.ToLower(l) != l || strings.Contains(l, " ") || d.Explain() == "" {
+			t.Errorf("drop %d: label %q, %q", d, l, d.Explain())
+		}
+		seen[d.String()] = true
+	}
+}
+
+func TestRemapMapAndReverse(t *testing.T) {
+	r := Remap{pfx("10.244.0.0/16"), pfx("10.246.0.0/16")}
+	a, ok := r.Map(ip("10.244.1.2"))
+	if !ok || a != ip("10.246.1.2") {
+		t.Error(a, ok)
+	}
+	if back, ok := r.Reverse().Map(a); !ok || back != ip("10.244.1.2") {
+		t.Error(back, ok)
+	}
+	for _, bad := range []Remap{r, {pfx("10.0.0.0/8"), pfx("10.246.0.0/16")}, {}} {
+		if a, ok := bad.Map(ip("10.1.0.0")); ok {
+			t.Errorf("%v maps to %v", bad, a)
+		}
+	}
+}
+
+func TestSetPeersRefusesContradictions(t *testing.T) {
+	for _, c := range []struct {
+		want   string
+		change func(b, c *Peer)
+	}{
+		{"peer c: remote network 10.71.128.0/17 overlaps 10.71.0.0/16 of peer b", func(b, c *Peer) { c.RemotePods = pfxs("10.71.128.0/17") }},
+		{"peer b: remote network 10.71.0.0/16 overlaps", func(b, c *Peer) { b.RemoteExternal = b.RemotePods }},
+		{"peer b: pods: 10.244.0.0/16 -> 10.246.0.0/17 has masks of different length", func(b, c *Peer) { b.Pods[0].To = pfx("10.246.0.0/17") }},
+		{"peer b: pods: 10.244.0.0/16 -> fd00::/16 is not of one family", func(b, c *Peer) { b.Pods[0].To = pfx("fd00::/16") }},
+		{"peer b: pods: 10.250.0.0/16 -> 10.251.0.0/16 is a second map", func(b, c *Peer) {
+			b.Pods = append(b.Pods, Remap{pfx("10.250.0.0/16"), pfx("10.251.0.0/16")})
+		}},
+		{"peer b: remote pods: 10.71.0.1/16 has host bits set", func(b, c *Peer) { b.RemotePods = pfxs("10.71.0.1/16") }},
+		{"peer b: external: 0.0.0.0/0 is everything", func(b, c *Peer) { b.External = pfxs("0.0.0.0/0") }},
+		{"peer b: external: invalid prefix", func(b, c *Peer) { b.External = make([]netip.Prefix, 1) }},
+		{"peer b: remote pods: ::/64 contains IPv4-mapped addresses", func(b, c *Peer) { b.RemotePods = pfxs("::/64") }},
+		{"peer b: external: 10.246.128.0/17 overlaps the pods as the peer sees them", func(b, c *Peer) { b.External = pfxs("10.246.128.0/17") }},
+		{"peer b: endpoint 10.247.0.9 -> 192.168.7.8: 192.168.7.7 is seen there already", func(b, c *Peer) {
+			b.Endpoints = append(b.Endpoints, Endpoint{ip("192.168.7.8"), ip("10.247.0.9")})
+		}},
+		{"peer b: endpoint 10.99.0.9 -> 192.168.7.7: 10.99.0.9 is not in the external networks", func(b, c *Peer) { b.Endpoints[1].Seen = ip("10.99.0.9") }},
+		{"169.254.169.254 may not be reached by a peer", func(b, c *Peer) { b.Endpoints[1].Real = ip("169.254.169.254") }},
+		{"127.0.0.1 may not be reached by a peer", func(b, c *Peer) { b.Endpoints[1].Real = ip("127.0.0.1") }},
+		{"not of one family", func(b, c *Peer) { b.Endpoints[1].Real = ip("fd00::1") }},
+		{"without address", func(b, c *Peer) { b.Endpoints[1].Real = netip.Addr{} }},
+		{"peer b: named twice", func(b, c *Peer) { c.ID = "b" }},
+		{"peer without ID", func(b, c *Peer) { c.ID = "" }},
+		{"peer b: MSS 20 is too small", func(b, c *Peer) { b.MSS = 20 }},
+	} {
+		e := newEngine(t, Config{}, peerB())
+		b, other := peerB(), peerC()
+		c.change(&b, &other)
+		err := e.SetPeers([]Peer{b, other})
+		if err == nil || !strings.Contains(err.Error(), c.want) {
+			t.Errorf("error %v, want %q", err, c.want)
+		}
+		if src, _ := out(t, e, udp("10.244.1.1:1", "10.71.0.5:2"), 0); len(e.Peers()) != 1 || src != port("10.246.1.1:1") {
+			t.Errorf("%q: the old rules are gone", c.want)
+		}
+	}
+}
+
+func TestRulesAreKeyedByPeerAndDirection(t *testing.T) { // facts 7.5
+	b, c := peerB(), peerC() // both see us under one range, and
+	b.RemotePods = pfxs("10.246.0.0/16")
+	c.RemotePods = pfxs("10.247.0.0/16") // what is our ExternalCIDR to them is their pods to us
+	e := newEngine(t, Config{}, b, c)
+	src, dst := out(t, e, udp("10.244.1.1:1", "10.246.1.1:1"), 0)
+	wantEnd(t, src, "10.246.1.1:1")
+	wantEnd(t, dst, "10.246.1.1:1")
+	_, dst = in(t, e, udp("10.246.1.1:1", "10.246.1.1:1"), 0)
+	wantEnd(t, dst, "10.244.1.1:1")
+	_, dst = in(t, e, udp("10.247.1.1:1", "10.247.0.9:1"), 0)
+	wantEnd(t, dst, "192.168.7.7:1")
+}
+
+// TestDefaultDeny is section 4 of the design: a peer reaches our pods as it sees them, mapped endpoints, nothing else.
+func TestDefaultDeny(t *testing.T) {
+	e := newEngine(t, Config{}, peerB(), peerC())
+	for _, c := range []struct {
+		dir      Direction
+		src, dst string
+		want     Drop
+	}{
+		{Inbound, "10.99.0.1:1", "10.246.1.1:2", DropNoPeer},
+		{Inbound, "10.71.0.5:1", "10.244.1.1:2", DropDestination}, // our pod by its own address
+		{Inbound, "10.71.0.5:1", "192.168.1.1:2", DropDestination},
+		{Inbound, "10.71.0.5:1", "192.168.7.7:2", DropDestination}, // a mapped endpoint by its own address
+		{Inbound, "10.71.0.5:1", "10.96.0.1:443", DropDestination},
+		{Inbound, "10.71.0.5:1", "169.254.0.1:12345", DropDestination},
+		{Inbound, "10.71.0.5:1", "169.254.169.254:80", DropDestination},
+		{Inbound, "10.71.0.5:1", "127.0.0.1:2", DropDestination},
+		{Inbound, "10.71.0.5:1", "224.0.0.1:2", DropDestination},
+		{Inbound, "10.71.0.5:1", "255.255.255.255:2", DropDestination},
+		{Inbound, "10.71.0.5:1", "10.73.0.5:2", DropDestination}, // another peer
+		{Inbound, "10.71.0.5:1", "10.246.0.0:2", DropNoFlow},
+		{Inbound, "10.71.0.5:1", "10.247.0.2:2", DropNoMapping},
+		{Inbound, "10.72.0.5:1", "10.247.0.9:2", DropNoFlow},
+		{Outbound, "10.244.1.1:1", "10.99.0.1:2", DropNoPeer},
+		{Outbound, "10.244.1.1:1", "10.246.1.1:2", DropNoPeer}, // our own range at the peer: hairpinning is refused
+		{Outbound, "127.0.0.1:1", "10.71.0.5:2", DropSource},
+		{Outbound, "0.0.0.0:1", "10.71.0.5:2", DropSource},
+		{Outbound, "224.0.0.5:1", "10.71.0.5:2", DropSource},
+		{Outbound, "255.255.255.255:1", "10.71.0.5:2", DropSource},
+	} {
+		t.Run(c.dir.String()+" "+c.src+" "+c.dst, func(t *testing.T) { refused(t, e, c.dir, udp(c.src, c.dst), 0, c.want) })
+	}
+	for _, c := range []struct {
+		dir      Direction
+		src, dst string
+	}{
+		{Inbound, "10.72.0.5:1", "10.246.1.1:2"},  // external of the peer to a pod
+		{Outbound, "240.30.0.1:1", "10.71.0.5:2"}, // overlay address of a node
+		{Outbound, "169.254.100.1:1", "10.71.0.5:2"},
+		{Outbound, "10.73.0.5:1", "10.71.0.5:2"}, // transit
+		{Outbound, "10.244.0.0:1", "10.71.0.5:2"},
+	} {
+		pass(t, e, c.dir, udp(c.src, c.dst), 0)
+	}
+}
+
+// TestSpecialAddressesInsideAWidePrefix: 10.0.0.0/8 reaches into nothing, 0.0.0.0/1 into a lot.
+func TestSpecialAddressesInsideAWidePrefix(t *testing.T) {
+	p := Peer{ID: "b", RemotePods: pfxs("128.0.0.0/1"), Pods: []Remap{{pfx("0.0.0.0/1"), pfx("128.0.0.0/1")}}}
+	e := newEngine(t, Config{}, p)
+	out(t, e, udp("1.2.3.4:1", "129.2.3.4:2"), 0)
+	refused(t, e, Outbound, udp("127.2.3.4:1", "129.2.3.4:2"), 0, DropSource)
+	refused(t, e, Outbound, udp("1.2.3.4:1", "224.0.0.1:2"), 0, DropDestination)
+	refused(t, e, Outbound, udp("1.2.3.4:1", "169.254.169.254:2"), 0, DropDestination)
+	in(t, e, udp("129.2.3.4:1", "129.2.3.4:2"), 0)
+	refused(t, e, Inbound, udp("224.0.0.1:1", "129.2.3.4:2"), 0, DropSource)
+	refused(t, e, Inbound, udp("129.2.3.4:1", "255.0.0.1:2"), 0, DropDestination)
+}
+
+func TestSingleAddressIsPodAndNAPTAddress(t *testing.T) {
+	p := Peer{ID: "b", RemotePods: pfxs("10.71.0.0/16"), Pods: []Remap{{pfx("10.244.1.1/32"), pfx("10.246.1.1/32")}}}
+	e := newEngine(t, Config{}, p)
+	src, _ := out(t, e, udp("10.244.1.1:1", "10.71.0.5:2"), 0)
+	wantEnd(t, src, "10.246.1.1:1")
+	_, dst := in(t, e, udp("10.71.0.5:2", "10.246.1.1:1"), 0)
+	wantEnd(t, dst, "10.244.1.1:1")
+	out(t, e, udp("192.168.1.1:7", "10.71.0.5:2"), 0)
+	_, dst = in(t, e, udp("10.71.0.5:2", "10.246.1.1:7"), 0)
+	wantEnd(t, dst, "192.168.1.1:7")
+	refused(t, e, Outbound, udp("10.244.1.1:7", "10.71.0.5:2"), 0, DropFlowClash)
+}
+
+func TestMSSIsClampedBothWays(t *testing.T) {
+	p := peerB()
+	p.MSS = 1300
+	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
+	p.Pods = append(p.Pods, Remap{pfx("fd44::/64"), pfx("fd46::/64")})
+	e := newEngine(t, Config{}, p)
+	for _, c := range []struct {
+		dir      Direction
+		src, dst string
+		want     byte
+	}{
+		{Outbound, "10.244.1.1", "10.71.0.5", 1300 - 1280}, {Inbound, "10.71.0.5", "10.246.1.1", 1300 - 1280}, // prefix map
+		{Outbound, "192.168.1.1", "10.71.0.5", 1300 - 1280}, {Inbound, "10.71.0.5", "10.247.0.9", 1300 - 1280}, // flows
+		{Outbound, "fd44::1", "fd71::5", 0}, {Inbound, "fd71::5", "fd46::1", 0},
+	} {
+		for _, flags := range []uint8{packettest.SYN, packettest.SYN | packettest.ACK} {
+			b := packettest.Build(packettest.IP{Src: ip(c.src), Dst: ip(c.dst)}, packettest.TCP{SrcPort: 1, DstPort: 2, Flags: flags, Options: []byte{2, 4, 1460 >> 8, 1460 & 255}})
+			got, v := send(t, e, c.dir, b, 0)
+			if v.Action != Forward {
+				t.Fatal(v.Drop)
+			}
+			packettest.Check(t, got, packettest.ValidChecksums())
+			if o := packettest.MustDecode(got).TCPOptions; o[2] != 1280>>8 || o[3] != c.want {
+				t.Errorf("%v %s: MSS %d", c.dir, c.src, int(o[2])<<8+int(o[3]))
+			}
+		}
+	}
+}
+
+// TestPartialChecksumsStayPartial: a superpacket from the TUN has the sum of the pseudo-header in its checksum field.
+func TestPartialChecksumsStayPartial(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	out(t, e, tcp("192.168.9.9:4000", "10.71.0.5:80", packettest.SYN), 0) // so that the port has to change
+	for _, src := range []string{"10.244.1.1:4000", "192.168.1.1:4000"} {
+		var v packet.View
+		if err := v.Parse(packettest.Partial(tcp(src, "10.71.0.5:80", packettest.ACK)), packet.ChecksumPartial); err != nil {
+			t.Fatal(err)
+		}
+		if verdict := e.Outbound(&v, 0); verdict.Action != Forward {
+			t.Fatal(verdict.Drop)
+		}
+		packettest.Check(t, v.Bytes(), packettest.PartialChecksum())
+	}
+}
+
+func TestTraceChangesNothing(t *testing.T) {
+	e := newEngine(t, Config{MaxFlows: 2}, peerB())
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	in(t, e, udp("10.71.0.5:5", "10.247.0.9:80"), 0)
+	_, fragments := datagram("192.168.1.1:9", "10.71.0.5:53", 1)
+	before := e.Stats()
+	for _, c := range []struct {
+		dir  Direction
+		b    []byte
+		want []string
+	}{
+		{Outbound, udp("10.244.1.1:1", "10.71.0.5:2"), []string{"peer      b", "prefix map 10.244.0.0/16 -> 10.246.0.0/16", "forward   udp 10.246.1.1:1 > 10.71.0.5:2"}},
+		{Inbound, udp("10.71.0.5:2", "10.246.1.1:1"), []string{"prefix map 10.246.0.0/16 -> 10.244.0.0/16", "forward   udp 10.71.0.5:2 > 10.244.1.1:1"}},
+		{Outbound, udp("192.168.1.1:4000", "10.71.0.5:53"), []string{"NAPT 192.168.1.1 -> 10.246.0.0", "flow      known", "forward   udp 10.246.0.0:4000 > "}},
+		{Outbound, udp("192.168.1.9:4001", "10.71.0.5:53"), []string{"NAPT 192.168.1.9 -> 10.246.0.0", "flow      new", "forward   udp 10.246.0.0:4001 > "}},
+		{Outbound, udp("192.168.7.7:80", "10.71.0.5:5"), []string{"endpoint 10.247.0.9 -> 192.168.7.7", "flow      known", "forward   udp 10.247.0.9:80 > "}},
+		{Inbound, udp("10.71.0.5:6", "10.247.0.1:80"), []string{"endpoint 10.247.0.1 -> 169.254.0.1", "flow      new", "deliver   udp 10.71.0.5:6 > 169.254.0.1:80"}},
+		{Inbound, udp("10.71.0.5:6", "10.247.0.5:80"), []string{"drop      no_mapping: nothing is mapped"}},
+		{Inbound, udp("10.9.9.9:6", "10.247.0.5:80"), []string{"drop      no_peer: no peer has this address"}},
+		{Outbound, fragments[1], []string{"hold      a fragment that waits"}},
+		{Inbound, fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4000", "10.71.0.5:53"), 28), []string{"flow      known", "icmp 10.71.0.1 > 192.168.1.1"}},
+	} {
+		var v packet.View
+		parse(t, &v, slices.Clone(c.b))
+		s := e.Trace(&v, c.dir, 0).String()
+		for _, want := range c.want {
+			if !strings.Contains(s, want) {
+				t.Errorf("trace lacks %q:\n%s", want, s)
+			}
+		}
+		if string(v.Bytes()) != string(c.b) {
+			t.Error("the packet was changed")
+		}
+	}
+	now := e.Stats()
+	if now.Flows != before.Flows || now.Bytes != before.Bytes || now.Peers[0].Mappings != before.Peers[0].Mappings || now.Peers[0].Evicted != 0 {
+		t.Errorf("before %+v\nafter %+v", before, now)
+	}
+	for _, d := range Drops() {
+		for dir := range directions {
+			if n := e.Peers()[0].Drops(dir, d) + now.NoPeerDrops[dir][d]; n != 0 {
+				t.Errorf("%v %v counted", dir, d)
+			}
+		}
+	}
+}
+
+func TestFlowsAreListed(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	in(t, e, tcp("10.71.0.5:5", "10.247.0.9:80", packettest.SYN), 0)
+	established(t, e, "192.168.1.2:1", "10.71.0.5:80", 0)
+	in(t, e, tcp("10.71.0.5:80", "10.246.0.0:1", packettest.RST), 0)
+	e.Sweep(10 * time.Second)
+	flows := e.Flows(10)
+	for i := range flows {
+		if d := flows[i].Idle - 10*time.Second; d < -time.Second || d > time.Second || flows[i].Left <= 0 {
+			t.Errorf("idle %v, left %v", flows[i].Idle, flows[i].Left)
+		}
+		flows[i].Idle, flows[i].Left = 0, 0
+	}
+	want := []FlowInfo{
+		{Peer: "b", Kind: "napt", Proto: 17, Local: port("192.168.1.1:4000"), Mapped: port("10.246.0.0:4000"), Remote: port("10.71.0.5:53"), State: "half-open"},
+		{Peer: "b", Kind: "endpoint", Proto: 6, Local: port("192.168.7.7:80"), Mapped: port("10.247.0.9:80"), Remote: port("10.71.0.5:5"), State: "half-open"},
+		{Peer: "b", Kind: "napt", Proto: 6, Local: port("192.168.1.2:1"), Mapped: port("10.246.0.0:1"), Remote: port("10.71.0.5:80"), State: "closing"},
+	}
+	if !slices.Equal(flows, want) {
+		t.Errorf("got  %+v\nwant %+v", flows, want)
+	}
+	if n := len(e.Flows(2)); n != 2 {
+		t.Errorf("%d flows with a limit of two", n)
+	}
+}
+
+func TestPeerStateIsStableAndCounts(t *testing.T) {
+	e := newEngine(t, Config{}, peerB(), peerC())
+	b := e.Peers()[0]
+	b.CountTraffic(Outbound, 3, 300)
+	b.SetDown(true)
+	e.Count(b, Inbound, DropTUNWrite)
+	e.Count(nil, Outbound, DropMalformed)
+	changed := peerB()
+	changed.MSS = 1000
+	if err := e.SetPeers([]Peer{changed}); err != nil {
+		t.Fatal(err)
+	}
+	if e.Peers()[0] != b || b.ID() != "b" || !b.Down() || b.Drops(Inbound, DropTUNWrite) != 1 || e.Stats().NoPeerDrops[Outbound][DropMalformed] != 1 {
+		t.Error("the state of the peer was lost")
+	}
+	if p, o := b.Traffic(Outbound); p != 3 || o != 300 {
+		t.Error(p, o)
+	}
+	if p, _ := b.Traffic(Inbound); p != 0 {
+		t.Error(p)
+	}
+}
+
+// TestKnownPathsDoNotAllocate: also the opening of a flow, apart from the growth of tables.
+func TestKnownPathsDoNotAllocate(t *testing.T) {
+	p := peerB()
+	p.MSS = 1300
+	e := newEngine(t, Config{}, p)
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	check := func(name string, dir Direction, b []byte, prepare func(i int, v *packet.View)) {
+		work := slices.Clone(b)
+		var v packet.View
+		parse(t, &v, work)
+		i := 0
+		n := testing.AllocsPerRun(1000, func() {
+			copy(work, b)
+			prepare(i, &v)
+			i++
+			verdict := Verdict{}
+			if dir == Outbound {
+				verdict = e.Outbound(&v, 0)
+			} else {
+				verdict = e.Inbound(&v, 0)
+			}
+			_ = verdict
+		})
+		if n != 0 {
+			t.Errorf("%s: %v allocations", name, n)
+		}
+	}
+	same := func(int, *packet.View) {}
+	check("prefix map out", Outbound, udp("10.244.1.1:1", "10.71.0.5:2"), same)
+	check("prefix map in", Inbound, udp("10.71.0.5:2", "10.246.1.1:1"), same)
+	check("prefix map SYN", Outbound, tcp("10.244.1.1:1", "10.71.0.5:2", packettest.SYN), same)
+	check("NAPT hit out", Outbound, udp("192.168.1.1:4000", "10.71.0.5:53"), same)
+	check("NAPT hit in", Inbound, udp("10.71.0.5:53", "10.246.0.0:4000"), same)
+	check("NAPT insert", Outbound, udp("192.168.1.1:4000", "10.71.0.5:53"), func(i int, v *packet.View) { v.SetDstPort(uint16(i)) })
+	check("NAPT insert, new port", Outbound, udp("192.168.1.1:4000", "10.71.0.5:53"), func(i int, v *packet.View) { v.SetSrcPort(uint16(5000 + i)) })
+	check("endpoint insert", Inbound, udp("10.71.0.5:53", "10.247.0.9:80"), func(i int, v *packet.View) { v.SetSrcPort(uint16(5000 + i)) })
+	check("drop", Inbound, udp("10.71.0.5:53", "10.246.0.0:9"), same)
+	check("no peer", Inbound, udp("10.99.0.5:53", "10.246.0.0:9"), same)
+	check("ICMP error", Inbound, fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4000", "10.71.0.5:53"), 28), same)
+}
+
+// TestEverythingAtOnce is for the race detector: packets both ways, rules that change, sweeps, statistics. What passes
+// has to be translated by the old rules or by the new ones, checksums included.
+func TestEverythingAtOnce(t *testing.T) {
+	e := newEngine(t, Config{MaxFlows: 300}, peerB(), peerC())
+	var done, wg sync.WaitGroup
+	stop := make(chan struct{})
+	work := func(f func(i int)) {
+		wg.Go(func() {
+			for i := 0; ; i++ {
+				select {
+				case <-stop:
+					return
+				default:
+					f(i)
+				}
+			}
+		})
+	}
+	changed := peerB()
+	changed.Pods[0].To = pfx("10.248.0.0/16")
+	changed.Endpoints[1].Real = ip("192.168.7.8")
+	nats := []netip.Addr{ip("10.246.0.0"), ip("10.248.0.0")}
+	hosts := []netip.Addr{ip("192.168.7.7"), ip("192.168.7.8")}
+	for g := range 2 {
+		done.Go(func() {
+			tmpl := udp("192.168.1.1:4000", "10.71.0.5:53")
+			var v packet.View
+			for i := range 20_000 {
+				b := slices.Clone(tmpl)
+				parse(t, &v, b)
+				v.SetSrcPort(uint16(i % 500))
+				v.SetSrc4(0xc0a80100 + uint32(g))
+				if e.Outbound(&v, time.Duration(i)*time.Millisecond).Action != Forward {
+					continue
+				}
+				if !slices.Contains(nats, v.Src()) || !v.ValidChecksums() {
+					t.Errorf("left as %v", v.Src())
+				}
+				at := netip.AddrPortFrom(v.Src(), v.SrcPort()).String()
+				parse(t, &v, udp("10.71.0.5:53", at))
+				if e.Inbound(&v, 0).Action == Forward && (v.Dst() != ip("192.168.1.0") && v.Dst() != ip("192.168.1.1") || !v.ValidChecksums()) {
+					t.Errorf("came back to %v", v.Dst())
+				}
+			}
+		})
+	}
+	done.Go(func() {
+		tmpl := udp("10.71.0.5:4000", "10.247.0.9:53")
+		_, fragments := datagram("192.168.1.9:4000", "10.71.0.5:53", 1)
+		var v packet.View
+		for i := range 20_000 {
+			parse(t, &v, slices.Clone(tmpl))
+			v.SetSrcPort(uint16(i % 1000))
+			if e.Inbound(&v, 0).Action == Forward && !slices.Contains(hosts, v.Dst()) {
+				t.Errorf("went to %v", v.Dst())
+			}
+			if i%10 == 0 {
+				parse(t, &v, slices.Clone(fragments[i/10%3]))
+				e.Outbound(&v, 0)
+			}
+		}
+	})
+	work(func(i int) {
+		peers := [][]Peer{{peerB(), peerC()}, {changed}, {peerC(), changed}}
+		if err := e.SetPeers(peers[i%3]); err != nil {
+			t.Error(err)
+		}
+		time.Sleep(200 * time.Microsecond)
+	})
+	work(func(i int) { e.Sweep(time.Duration(i) * 10 * time.Millisecond); time.Sleep(100 * time.Microsecond) })
+	work(func(int) { e.Stats(); e.Flows(100); time.Sleep(100 * time.Microsecond) })
+	work(func(int) {
+		var v packet.View
+		parse(t, &v, udp("192.168.1.77:4000", "10.71.0.5:53"))
+		e.Trace(&v, Outbound, 0)
+		time.Sleep(100 * time.Microsecond)
+	})
+	done.Wait()
+	close(stop)
+	wg.Wait()
+	e.checkTables(t)
+	if s := e.Stats(); s.Flows > 300+2 {
+		t.Errorf("%d flows", s.Flows)
+	}
+	if err := e.SetPeers(nil); err != nil {
+		t.Fatal(err)
+	}
+	if n := e.total.Load(); n != 0 {
+		t.Errorf("%d flows without a peer", n)
+	}
+}
+
+// checkTables wants every table to be consistent: each flow in both indexes, each mapping counted right, nothing else.
+func (e *Engine) checkTables(t testing.TB) {
+	t.Helper()
+	total := 0
+	for _, p := range e.Peers() {
+		f := &p.flows
+		live := 0
+		refs := map[uint32]uint32{}
+		queued := map[uint32]bool{}
+		for at := f.queue.head; at != 0; at = f.side(at - 1).next {
+			if queued[at-1] {
+				t.Fatal("the queue goes round")
+			}
+			queued[at-1] = true
+		}
+		f.each(func(i uint32, en *entry, word uint64) {
+			live++
+			for dir := range directions {
+				k := en.keyAt(dir)
+				if m, ok := f.find(dir, &k); !ok || m.index != i {
+					t.Errorf("flow %d cannot be found %v", i, dir)
+				}
+			}
+			if m := f.side(i).mapping; m != 0 {
+				refs[m]++
+				out, in := en.keyAt(Outbound), en.keyAt(Inbound)
+				if got := f.napt.mappings[m-1]; got.inside != out.near || got.port != out.nearPort(Outbound) || got.mapped != in.nearPort(Inbound) {
+					t.Errorf("flow %d has mapping %+v", i, got)
+				}
+			}
+			if halfOpen(word) && !queued[i] && word&(stateRst|stateFin) == 0 {
+				t.Errorf("half-open flow %d cannot be evicted", i)
+			}
+		})
+		if live != int(f.live.Load()) || len(refs) != f.napt.live {
+			t.Errorf("%d flows and %d mappings, counted %d and %d", live, len(refs), f.live.Load(), f.napt.live)
+		}
+		for m, n := range refs {
+			if f.napt.mappings[m-1].refs != n {
+				t.Errorf("mapping %d has %d flows, counted %d", m, n, f.napt.mappings[m-1].refs)
+			}
+		}
+		for dir := range f.index {
+			n := 0
+			for i := range f.index[dir].shards {
+				s := &f.index[dir].shards[i]
+				n += s.live
+				if list := s.slots.Load(); list != nil {
+					filled := 0
+					for j := range list.list {
+						if list.list[j].Load() != 0 {
+							filled++
+						}
+					}
+					if filled != s.filled {
+						t.Errorf("shard %d has %d filled slots, counted %d", i, filled, s.filled)
+					}
+				}
+			}
+			if n != live {
+				t.Errorf("index %d has %d slots for %d flows", dir, n, live)
+			}
+		}
+		total += live
+	}
+	if total != int(e.total.Load()) {
+		t.Errorf("%d flows, counted %d", total, e.total.Load())
+	}
+}
+
+// TestTableStaysConsistent opens, expires and evicts flows at random for a while.
+func TestTableStaysConsistent(t *testing.T) {
+	e := newEngine(t, Config{MaxFlows: 5000}, peerB())
+	var v packet.View
+	tmpl := udp("192.168.1.1:4000", "10.71.0.5:53")
+	for i := range 200_000 {
+		parse(t, &v, slices.Clone(tmpl))
+		x := uint32(i) * 2654435761
+		v.SetSrcPort(uint16(x>>8)%2000 + 1)
+		v.SetDstPort(uint16(x >> 20))
+		now := time.Duration(i) * 20 * time.Millisecond // at the bound after 100 s
+		if i >= 100_000 {
+			now += time.Duration(i-100_000) * 100 * time.Millisecond // half full when the first expire
+		}
+		e.Outbound(&v, now)
+		if i%1000 == 0 {
+			e.Sweep(now)
+		}
+	}
+	e.checkTables(t)
+	s := e.Stats().Peers[0]
+	if s.Evicted == 0 || s.Expired == 0 || s.Flows > 5000 {
+		t.Errorf("%+v", s)
+	}
+}
