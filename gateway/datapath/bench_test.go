@@ -71,6 +71,9 @@ func inShapes() map[string]*inBatch {
 }
 
 func TestReadDoesNotAllocate(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector makes sync.Pool allocate")
+	}
 	for name, link := range outShapes() {
 		t.Run(name, func(t *testing.T) {
 			d := newDevice(t, link, newEngine(t), datapath.Options{})
@@ -87,6 +90,9 @@ func TestReadDoesNotAllocate(t *testing.T) {
 }
 
 func TestWriteDoesNotAllocate(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector makes sync.Pool allocate")
+	}
 	for name, batch := range inShapes() {
 		t.Run(name, func(t *testing.T) {
 			link := newScript()

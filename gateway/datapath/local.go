@@ -97,7 +97,7 @@ func (l *Local) ListenUDP(port uint16) (net.PacketConn, error) {
 	if l.closed.Load() {
 		return nil, net.ErrClosed
 	}
-	network := tcpip.NetworkProtocolNumber(ipv4.ProtocolNumber)
+	network := ipv4.ProtocolNumber
 	if l.has6 {
 		network = ipv6.ProtocolNumber // without IPV6_V6ONLY, so IPv4 too
 	}
@@ -147,7 +147,7 @@ func (l *Local) next(p []byte) int {
 // deliver hands the endpoint one whole packet, which it copies. Answers (ICMP
 // echo) may be in the queue before it returns.
 func (l *Local) deliver(b []byte) {
-	protocol := tcpip.NetworkProtocolNumber(ipv4.ProtocolNumber)
+	protocol := ipv4.ProtocolNumber
 	if b[0]>>4 == 6 {
 		protocol = ipv6.ProtocolNumber
 	}

@@ -169,7 +169,6 @@ type scriptLink struct {
 	written   [][]byte
 	discard   bool
 	fail      error
-	woken     bool
 	wakeups   chan struct{}
 	closeOnce sync.Once
 	closed    chan struct{}

@@ -138,9 +138,8 @@ func open(name string, mtu int, o Options) (*Device, error) {
 		return nil, err
 	}
 	if err := control.setMTU(mtu); err != nil {
-		control.close()
 		unix.Close(fd)
-		return nil, err
+		return nil, errors.Join(err, control.close())
 	}
 
 	// Only now may the descriptor enter the poller: before TUNSETIFF it reports an
@@ -151,9 +150,8 @@ func open(name string, mtu int, o Options) (*Device, error) {
 		err = file.SetReadDeadline(time.Time{}) // proves that the poller has taken it
 	}
 	if err != nil {
-		control.close()
 		file.Close()
-		return nil, fmt.Errorf("runtime poller: %w", err)
+		return nil, errors.Join(fmt.Errorf("runtime poller: %w", err), control.close())
 	}
 	d := &Device{name: ifr.Name(), file: file, raw: raw, control: control, offloads: offloads}
 	d.readWait = func(fd uintptr) bool {

@@ -346,6 +346,9 @@ func echoRequest() []byte {
 }
 
 func TestReadAndWriteDoNotAllocate(t *testing.T) {
+	if raceEnabled {
+		t.Skip("the race detector makes sync.Pool allocate")
+	}
 	ns := newNamespace(t)
 	d := ns.open(t, "tuntest0", mtu, Options{})
 	ns.do(t, func() error { return setUp("tuntest0", "10.9.0.1/24") })

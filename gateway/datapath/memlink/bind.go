@@ -32,11 +32,14 @@ type Network struct {
 	lost, overflowed, reordered atomic.Uint64
 }
 
-// Lost counts the datagrams lost by Loss, Overflowed those that a full queue or
-// a closed receiver cost, Reordered those that were overtaken.
-func (n *Network) Lost() uint64       { return n.lost.Load() }
+// Lost counts the datagrams lost by Loss.
+func (n *Network) Lost() uint64 { return n.lost.Load() }
+
+// Overflowed counts the datagrams that a full queue or an absent receiver cost.
 func (n *Network) Overflowed() uint64 { return n.overflowed.Load() }
-func (n *Network) Reordered() uint64  { return n.reordered.Load() }
+
+// Reordered counts the datagrams that were overtaken.
+func (n *Network) Reordered() uint64 { return n.reordered.Load() }
 
 // Bind returns a bind with the given IP address. Its port is the one that
 // wireguard-go opens it with, or 51820 for 0.
@@ -218,12 +221,26 @@ func (b *Bind) enqueue(d *datagram) {
 // Endpoint is an address in a Network.
 type Endpoint struct{ netip.AddrPort }
 
-func (e Endpoint) ClearSrc()           {}
+// ClearSrc implements conn.Endpoint. There is no source address to forget.
+func (e Endpoint) ClearSrc() {}
+
+// SrcToString implements conn.Endpoint.
 func (e Endpoint) SrcToString() string { return "" }
-func (e Endpoint) SrcIP() netip.Addr   { return netip.Addr{} }
-func (e Endpoint) DstIP() netip.Addr   { return e.Addr() }
+
+// SrcIP implements conn.Endpoint.
+func (e Endpoint) SrcIP() netip.Addr { return netip.Addr{} }
+
+// DstIP implements conn.Endpoint.
+func (e Endpoint) DstIP() netip.Addr { return e.Addr() }
+
+// DstToString implements conn.Endpoint.
 func (e Endpoint) DstToString() string { return e.String() }
-func (e Endpoint) DstToBytes() []byte  { b, _ := e.MarshalBinary(); return b }
+
+// DstToBytes implements conn.Endpoint.
+func (e Endpoint) DstToBytes() []byte {
+	b, _ := e.MarshalBinary() // never fails
+	return b
+}
 
 var (
 	_ conn.Bind     = (*Bind)(nil)

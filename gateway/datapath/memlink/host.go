@@ -153,7 +153,7 @@ func (h *Host) Ping(ctx context.Context, from, to netip.Addr, payload []byte) (t
 		return 0, fmt.Errorf("connect %s: %s", to, err)
 	}
 	c := gonet.NewUDPConn(&wq, ep)
-	defer c.Close()
+	defer func() { _ = c.Close() }() // never fails
 	msg := make([]byte, 8+len(payload))
 	msg[0] = request
 	binary.BigEndian.PutUint16(msg[6:], 1)
@@ -164,7 +164,9 @@ func (h *Host) Ping(ctx context.Context, from, to netip.Addr, payload []byte) (t
 		if _, err := c.Write(msg); err != nil {
 			return 0, err
 		}
-		c.SetReadDeadline(start.Add(time.Second / 2))
+		if err := c.SetReadDeadline(start.Add(time.Second / 2)); err != nil {
+			return 0, err
+		}
 		n, err := c.Read(answer)
 		switch {
 		case err == nil && n == len(msg) && answer[0] == reply && string(answer[8:n]) == string(payload):
