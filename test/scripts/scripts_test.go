@@ -55,6 +55,7 @@ func TestScripts(t *testing.T) {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
 	}
+	t.Setenv("GOTMPDIR", t.TempDir()) // testscript leaves its directory behind
 	bin := t.TempDir()
 	build := exec.Command("go", "build", "-o", filepath.Join(bin, "isthmus"), "./cmd/isthmus")
 	build.Dir = "../.."
