@@ -112,7 +112,7 @@ type hostState struct {
 
 // wantHost says what both namespaces should hold so that packets for the remote
 // prefixes reach the TUN and everything else that leaves the TUN reaches the
-// host. The order of remote does not matter.
+// host. The order of remote does not matter; each occurs once.
 //
 // The veth has the MTU of the tunnel at both ends. A pod's packet that is too
 // big is then refused by the host, whose answer (fragmentation needed, packet
@@ -123,7 +123,6 @@ type hostState struct {
 func wantHost(remote []netip.Prefix, mtu int) hostState {
 	remote = slices.Clone(remote)
 	slices.SortFunc(remote, comparePrefix)
-	remote = slices.Compact(remote)
 	six := slices.ContainsFunc(remote, func(p netip.Prefix) bool { return p.Addr().Is6() })
 
 	s := hostState{

@@ -260,6 +260,17 @@ func TestTracePacketsAreWhole(t *testing.T) {
 	}
 }
 
+// Zero in the checksum field of UDP would say that there is none (RFC 768).
+func TestTraceDatagramsHaveAChecksum(t *testing.T) {
+	q := TraceQuery{Src: netip.MustParseAddrPort("10.244.1.1:1"), Dst: netip.MustParseAddrPort("10.246.1.1:80"), Protocol: "udp"}
+	for port := 1; port < 65536; port++ {
+		q.Src = netip.AddrPortFrom(q.Src.Addr(), uint16(port))
+		if b, err := q.packet(); err != nil || b[26] == 0 && b[27] == 0 {
+			t.Fatalf("from port %d: % x, %v", port, b, err)
+		}
+	}
+}
+
 func TestTrace(t *testing.T) {
 	c := Config{Intent: fabric.Intent{Peers: []fabric.Peer{alphaBravo, charlie}}}
 	for _, tc := range []struct {

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -42,11 +43,11 @@ type tunnel struct {
 	dev *device.Device
 
 	mu sync.Mutex
-	// applied is the configuration as last set. Peers and allowed IPs are read
-	// back from the device each time; endpoints cannot be, because the device
-	// follows a peer that roams, which must not look like a difference.
-	applied   wgConfig
-	endpoints map[[32]byte]netip.AddrPort
+	// What was last set. The rest is read back from the device each time;
+	// endpoints cannot be, because the device follows a peer that roams, which
+	// must not look like a difference.
+	privateKey [32]byte
+	endpoints  map[[32]byte]netip.AddrPort
 }
 
 // newTunnel makes the device; it neither listens nor knows anybody yet. It owns
@@ -66,7 +67,7 @@ func (t *tunnel) start(privateKey [32]byte, listenPort uint16) error {
 	if err := t.dev.Up(); err != nil {
 		return portError(err, listenPort)
 	}
-	t.applied = want
+	t.privateKey = privateKey
 	return nil
 }
 
@@ -81,22 +82,18 @@ func (t *tunnel) apply(want wgConfig) error {
 	}
 	var errs []error
 	if want.listenPort != have.listenPort {
-		if err := t.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", want.listenPort)); err != nil {
+		// The device closes its socket before it opens the next: ask first.
+		if err := portFree(want.listenPort); err != nil {
 			errs = append(errs, portError(err, want.listenPort))
-			// The device has closed its socket already.
-			if err := t.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", have.listenPort)); err != nil {
-				errs = append(errs, portError(err, have.listenPort))
-			}
 			want.listenPort = have.listenPort
 		}
-		have.listenPort = want.listenPort
 	}
 	if text := wgDiff(have, want); text != "" {
 		if err := t.dev.IpcSet(text); err != nil {
 			return errors.Join(append(errs, fmt.Errorf("wireguard: %w", err))...)
 		}
 	}
-	t.applied = wgConfig{privateKey: want.privateKey, listenPort: want.listenPort}
+	t.privateKey = want.privateKey
 	clear(t.endpoints)
 	for _, p := range want.peers {
 		t.endpoints[p.key] = p.endpoint
@@ -106,11 +103,23 @@ func (t *tunnel) apply(want wgConfig) error {
 
 // have is the device's own view, with endpoints as they were last set.
 func (t *tunnel) have() (wgConfig, error) {
-	stats, err := t.stats()
+	text, err := t.dev.IpcGet()
+	if err != nil {
+		return wgConfig{}, fmt.Errorf("wireguard: %w", err)
+	}
+	stats, err := parseStats(text)
 	if err != nil {
 		return wgConfig{}, err
 	}
-	have := wgConfig{privateKey: t.applied.privateKey, listenPort: t.applied.listenPort}
+	have := wgConfig{privateKey: t.privateKey}
+	if _, after, ok := strings.Cut(text, "\nlisten_port="); ok { // absent when there is no socket
+		line, _, _ := strings.Cut(after, "\n")
+		port, err := strconv.ParseUint(line, 10, 16)
+		if err != nil {
+			return wgConfig{}, fmt.Errorf("wireguard: listen port: %w", err)
+		}
+		have.listenPort = uint16(port)
+	}
 	for key, s := range stats {
 		have.peers = append(have.peers, wgPeer{key: key, endpoint: t.endpoints[key], allowedIPs: s.allowedIPs})
 	}
@@ -267,6 +276,21 @@ func parseStats(text string) (map[[32]byte]wgStats, error) {
 func wgPeerFor(key [32]byte, endpoint netip.AddrPort, allowedIPs [2]netip.Prefix) wgPeer {
 	slices.SortFunc(allowedIPs[:], comparePrefix)
 	return wgPeer{key, endpoint, allowedIPs}
+}
+
+// portFree tries a UDP port of both families, as the device will.
+func portFree(port uint16) error {
+	for _, network := range []string{"udp4", "udp6"} {
+		c, err := net.ListenPacket(network, hostPort("", port))
+		if errors.Is(err, unix.EAFNOSUPPORT) {
+			continue
+		}
+		if err != nil {
+			return err
+		}
+		c.Close()
+	}
+	return nil
 }
 
 // portError makes an error about the UDP socket readable.

@@ -184,11 +184,23 @@ func TestAListenPortInUseIsNamedAndTheOldOneStays(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if err := tun.apply(wgConfig{privateKey: key(9), listenPort: port}); err == nil || !strings.Contains(err.Error(), "is in use") {
-		t.Errorf("change: %v", err)
+	for range 2 { // it is tried again
+		if err := tun.apply(wgConfig{privateKey: key(9), listenPort: port}); err == nil || !strings.Contains(err.Error(), "is in use") {
+			t.Errorf("change: %v", err)
+		}
 	}
 	if text, _ := tun.dev.IpcGet(); !strings.Contains(text, "listen_port="+hostPort("", free)[1:]+"\n") {
 		t.Errorf("listens elsewhere than on %d:\n%s", free, strings.SplitN(text, "\n", 2)[1])
+	}
+	taken.Close()
+	if err := tun.apply(wgConfig{privateKey: key(9), listenPort: port}); err != nil {
+		t.Errorf("once it is free: %v", err)
+	}
+	if err := portFree(port); err == nil {
+		t.Error("nothing listens on the new port")
+	}
+	if err := portFree(free); err != nil {
+		t.Errorf("the old port: %v", err)
 	}
 }
 
