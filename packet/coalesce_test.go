@@ -241,6 +241,9 @@ func TestCoalesceStopsWhereTheKernelDoes(t *testing.T) {
 	tcp := func(f func(*packettest.TCP)) step { return step{tcp: f} }
 	flags := func(n uint8) step { return tcp(func(s *packettest.TCP) { s.Flags = n }) }
 	plain := step{}
+	router := ip(func(h *packettest.IP) {
+		h.Options, h.Extensions = []byte{148, 4, 0, 0}, []packettest.Extension{{Kind: 60}}
+	})
 	shift := tcp(func(s *packettest.TCP) { s.Seq += 5 })
 	for _, c := range []struct {
 		name   string
@@ -274,6 +277,8 @@ func TestCoalesceStopsWhereTheKernelDoes(t *testing.T) {
 		{"flow label", true, false, []step{plain, ip(func(h *packettest.IP) { h.FlowLabel = 4 }), plain}, []int{1, 1, 1}},
 		{"extension header", true, false, []step{plain, ip(func(h *packettest.IP) { h.Extensions = []packettest.Extension{{Kind: 60}} }), plain}, []int{1, 1, 1}},
 		{"options", false, true, []step{plain, ip(func(h *packettest.IP) { h.Options = []byte{1, 1, 1, 1} }), plain}, []int{1, 1, 1}},
+		{"options on all", false, true, []step{router, router}, []int{1, 1}},
+		{"extension header on all", true, false, []step{router, router}, []int{1, 1}},
 		{"DF on one", false, true, []step{plain, ip(func(h *packettest.IP) { h.DF = false }), plain}, []int{1, 1, 1}},
 		{"DF on none", false, true, []step{ip(func(h *packettest.IP) { h.DF = false }), ip(func(h *packettest.IP) { h.DF = false })}, []int{2}},
 		{"identification jumps", false, true, []step{plain, ip(func(h *packettest.IP) { h.ID = 99 }), plain}, []int{1, 1, 1}},
@@ -351,8 +356,12 @@ func TestCoalesceTellsFlowsApartThatShareATag(t *testing.T) {
 	h.Src, s.DstPort = addr("10.1.0.17"), 81
 	twin := packettest.Build(h, s)
 	var c packet.Coalescer
-	if runs := coalesce(t, &c, one, twin, two); len(runs) != 2 || runs[0].Segments != 2 || runs[1].Segments != 1 {
-		t.Errorf("%d runs", len(runs))
+	runs := coalesce(t, &c, one, twin, two)
+	if len(runs) != 2 || !bytes.Equal(whole(&runs[1]), twin) {
+		t.Fatalf("%d runs", len(runs))
+	}
+	if out := expand(t, &runs[0]); len(out) != 2 || !bytes.Equal(out[1], two) {
+		t.Errorf("%x", out)
 	}
 }
 

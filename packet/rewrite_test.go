@@ -32,6 +32,32 @@ func TestChecksumMatchesReferenceAtEveryLength(t *testing.T) {
 	}
 }
 
+func TestChecksumCarriesAllTheWay(t *testing.T) {
+	ones := bytes.Repeat([]byte{0xff}, 16)
+	for _, b := range [][]byte{
+		append(slices.Clone(ones), 1, 0, 0, 0, 0, 0, 0, 0), // the sum of 64-bit words is all ones when the carry comes in
+		append(slices.Clone(ones), 0, 0, 0, 0, 0, 0, 0, 1),
+	} {
+		if got, want := packet.Checksum(b, 0), packettest.InternetChecksum(b); got != want {
+			t.Errorf("% x: %#04x, want %#04x", b, got, want)
+		}
+	}
+	for shift := range 48 {
+		for _, base := range []uint64{0, 0xffff, 0x1ffff, 0xffffffff, 0x1ffffffff, 1<<48 - 1} {
+			for _, sum := range []uint64{base, base + 1<<shift, base - 1<<shift, 1<<shift - 1} {
+				sum &= 1<<48 - 1
+				want := ^uint16(sum % 0xffff)
+				if sum > 0 && sum%0xffff == 0 {
+					want = 0
+				}
+				if got := packet.Checksum(nil, sum); got != want {
+					t.Errorf("%#x: %#04x, want %#04x", sum, got, want)
+				}
+			}
+		}
+	}
+}
+
 // rewriting is one change to a packet, and how it is undone.
 type rewriting struct {
 	src, dst         netip.Addr

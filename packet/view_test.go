@@ -270,10 +270,20 @@ func TestParseAcceptsTheLargest(t *testing.T) {
 			t.Errorf("Len %d, want %d", v.Len(), len(b))
 		}
 	}
-	// The last fragment that still fits: 65528 + 7 less the IPv4 header.
-	f := packettest.Build(ip4(), packettest.Raw{Proto: 17, Data: make([]byte, 7)})
-	f[6], f[7] = 0x1f, 0xfc // offset 65504: 20 + 65504 + 7 = 65531
-	parse(t, f, packet.ChecksumComplete)
+	// The last fragment that still fits, and one octet more.
+	h6 := ip6()
+	h6.Extensions = []packettest.Extension{{Kind: 44, Data: []byte{0xff, 0xf8, 0, 0, 0, 1}}}
+	for n := range 2 {
+		f := packettest.Build(ip4(), packettest.Raw{Proto: 17, Data: make([]byte, 11+n)})
+		f[6], f[7] = 0x1f, 0xfc                                                        // 20 + 65504 + 11 = 65535
+		f6 := packettest.Build(h6, packettest.Raw{Proto: 17, Data: make([]byte, 7+n)}) // 65528 + 7 = 65535
+		for _, b := range [][]byte{f, f6} {
+			var v packet.View
+			if err := v.Parse(b, packet.ChecksumComplete); (err == nil) != (n == 0) {
+				t.Errorf("%d octets beyond: %v", n, err)
+			}
+		}
+	}
 }
 
 func TestParseAcceptsOptions(t *testing.T) {
