@@ -101,7 +101,8 @@ func New(c Config) *Engine {
 	if c.Self6.IsValid() {
 		e.self[1] = addrOf(c.Self6)
 	}
-	e.rules.Store(&ruleTable{})
+	empty, _ := compile(nil, e.self, nil)
+	e.rules.Store(empty)
 	return e
 }
 
@@ -175,11 +176,12 @@ func (p *PeerState) setRule(r *rule) {
 // What stands here is the common case, a pod that is mapped 1:1 over IPv4; everything else goes to outbound, which would
 // do the same.
 func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
-	r, ok := e.rules.Load().remotes.Lookup(v.Dst())
-	if !ok {
-		return e.discard(nil, Outbound, DropNoPeer)
+	t := e.rules.Load()
+	if !v.Is4() {
+		return e.outbound(v, t.remote(v.Dst()), tickOf(now), nil)
 	}
-	if v.Is4() {
+	r := t.remotes4.lookup(v.Dst4())
+	if r != nil {
 		src, m := v.Src4(), &r.out
 		if src&m.mask == m.from && src != m.from && !v.IsICMPError() {
 			if m.from != m.to {
@@ -190,6 +192,9 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
+		if verdict, ok := e.known(v, r, Outbound, tickOf(now)); ok {
+			return verdict
+		}
 	}
 	return e.outbound(v, r, tickOf(now), nil)
 }
@@ -197,11 +202,12 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 // Inbound judges a packet that came out of the tunnel and rewrites its destination, which the peer knows, to the address
 // that it has here. See Outbound.
 func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
-	r, ok := e.rules.Load().remotes.Lookup(v.Src())
-	if !ok {
-		return e.discard(nil, Inbound, DropNoPeer)
+	t := e.rules.Load()
+	if !v.Is4() {
+		return e.inbound(v, t.remote(v.Src()), tickOf(now), nil)
 	}
-	if v.Is4() {
+	r := t.remotes4.lookup(v.Src4())
+	if r != nil {
 		dst, m := v.Dst4(), &r.in
 		if dst&m.mask == m.from && dst != m.from && !v.IsICMPError() {
 			if m.from != m.to {
@@ -212,14 +218,43 @@ func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
+		if verdict, ok := e.known(v, r, Inbound, tickOf(now)); ok {
+			return verdict
+		}
 	}
 	return e.inbound(v, r, tickOf(now), nil)
 }
 
-// outbound is the general path. tr is nil, or a trace: then v is a copy and nothing else may change.
+// known is the shortcut for a whole TCP or UDP packet over IPv4 of a flow that is there: the rules let it be opened, and
+// would have ended it since if they did not permit it any more, so that there is nothing else to ask.
+func (e *Engine) known(v *packet.View, r *remote, dir Direction, now tick) (Verdict, bool) {
+	if _, _, _, fragment := v.Fragment(); fragment || !v.HasPorts() {
+		return Verdict{}, false
+	}
+	near, far := v.Src4(), v.Dst4()
+	nearPort, farPort := v.SrcPort(), v.DstPort()
+	if dir == Inbound {
+		near, far, nearPort, farPort = far, near, farPort, nearPort
+	}
+	k := keyOf(dir, addr4(near), addr4(far), v.Proto(), nearPort, farPort)
+	f, ok := r.peer.flows.find(dir, &k)
+	if !ok || f.expired(&e.lifetimes, now) {
+		return Verdict{}, false
+	}
+	f.touch(v, dir, now)
+	port := samePort
+	if p := f.otherPort(dir); p != nearPort {
+		port = int(p)
+	}
+	return e.forward(v, r, dir, f.other, port), true
+}
+
+// outbound is the general path, r the remote of the destination or nil. tr is nil, or a trace: then v is a copy and nothing else may change.
 func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
 	src, dst := source(v), destination(v)
 	switch {
+	case r == nil:
+		return e.refuse(nil, Outbound, DropNoPeer, tr)
 	case martian(src, v.Is4()):
 		return e.refuse(r, Outbound, DropSource, tr)
 	case r.rule.guarded && unreachable(dst, v.Is4()):
@@ -286,6 +321,8 @@ func (e *Engine) flowOut(v *packet.View, r *remote, m *podMap, src, dst, seen ad
 func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
 	src, dst := source(v), destination(v)
 	switch {
+	case r == nil:
+		return e.refuse(nil, Inbound, DropNoPeer, tr)
 	case r.rule.guarded && unreachable(src, v.Is4()):
 		return e.refuse(r, Inbound, DropSource, tr)
 	case v.IsICMPError():
@@ -559,16 +596,15 @@ func (r *rule) isEndpoint(a addr) bool {
 	return ok
 }
 
-// refuse is discard for the general path, where a trace must not count.
+// refuse discards a packet and counts it, unless it is only traced. r is nil when no peer is known.
 func (e *Engine) refuse(r *remote, dir Direction, d Drop, tr *Trace) Verdict {
-	if tr != nil {
-		return Verdict{Drop: d, Peer: r.peer}
+	var p *PeerState
+	if r != nil {
+		p = r.peer
 	}
-	return e.discard(r.peer, dir, d)
-}
-
-func (e *Engine) discard(p *PeerState, dir Direction, d Drop) Verdict {
-	e.Count(p, dir, d)
+	if tr == nil {
+		e.Count(p, dir, d)
+	}
 	return Verdict{Drop: d, Peer: p}
 }
 

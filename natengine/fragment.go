@@ -83,7 +83,7 @@ func (e *Engine) laterFragment(v *packet.View, r *remote, dir Direction, now tic
 	to, drop, held := s.follow(v, now, e)
 	switch {
 	case drop != DropNone:
-		return e.discard(r.peer, dir, drop)
+		return e.refuse(r, dir, drop, nil)
 	case held:
 		return Verdict{Action: Hold, Peer: r.peer}
 	}

@@ -155,7 +155,7 @@ func TestPacketUnderWayCannotOpenWhatNewRulesForbid(t *testing.T) {
 	}
 	var v packet.View
 	parse(t, &v, udp("10.71.0.5:53", "10.247.0.9:80"))
-	r, _ := old.remotes.Lookup(v.Src())
+	r := old.remote(v.Src())
 	if verdict := e.inbound(&v, r, 0, nil); verdict.Drop != DropNoFlow {
 		t.Errorf("%v %v", verdict.Action, verdict.Drop)
 	}

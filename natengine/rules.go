@@ -1,6 +1,7 @@
 package natengine
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -68,19 +69,29 @@ func (p Peer) equal(q Peer) bool {
 
 // ruleTable is everything a packet is judged by. It is never changed after it was published.
 type ruleTable struct {
-	remotes bart.Fast[*remote]
-	rules   []*rule // sorted by peer ID
+	remotes4 table4
+	remotes6 bart.Fast[*remote]
+	rules    []*rule // sorted by peer ID
 }
 
-// remote is one prefix of a peer as we see it: the destination outbound, the source inbound. What the fast path needs
-// of the rule is copied here, so that it is in one cache line.
+// remote finds the peer that has an address; nil when none has.
+func (t *ruleTable) remote(a netip.Addr) *remote {
+	if a.Is4() {
+		a4 := a.As4()
+		return t.remotes4.lookup(binary.BigEndian.Uint32(a4[:]))
+	}
+	r, _ := t.remotes6.Lookup(a)
+	return r
+}
+
+// remote is what the rule tables say about an address of a peer: the destination outbound, the source inbound. What the
+// fast path needs of the rule is copied here, so that it is in one cache line.
 type remote struct {
 	out, in map4
 	mss     uint16
 	pods    bool // RemotePods, not RemoteExternal
 	peer    *PeerState
 	rule    *rule
-	prefix  netip.Prefix
 }
 
 // map4 is a 1:1 map of IPv4. A map that must not be used on the fast path matches no address: mask 0, from 1.
@@ -199,10 +210,14 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 			taken.Insert(remote, p.ID)
 		}
 	}
+	if n := taken.Size4(); n >= deeper {
+		errs = append(errs, fmt.Errorf("%d IPv4 networks of peers are too many", n))
+	}
 	if len(errs) > 0 {
 		return nil, errors.Join(errs...)
 	}
 	t := &ruleTable{}
+	t.remotes4.remotes = make([]*remote, 1)
 	for _, p := range peers {
 		t.add(newRule(p, state(p.ID), self))
 	}
@@ -348,14 +363,17 @@ func (t *ruleTable) add(r *rule) {
 			base.out = map4{mask, from, to}
 		}
 	}
-	for _, net := range r.spec.RemotePods {
-		e := base
-		e.pods, e.prefix = true, net
-		t.remotes.Insert(net, &e)
+	pods := base
+	pods.pods = true
+	insert := func(list []netip.Prefix, r *remote) {
+		for _, net := range list {
+			if net.Addr().Is4() {
+				t.remotes4.insert(net, r)
+			} else {
+				t.remotes6.Insert(net, r)
+			}
+		}
 	}
-	for _, net := range r.spec.RemoteExternal {
-		e := base
-		e.prefix = net
-		t.remotes.Insert(net, &e)
-	}
+	insert(r.spec.RemotePods, &pods)
+	insert(r.spec.RemoteExternal, &base)
 }

@@ -98,12 +98,10 @@ func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 	if dir == Inbound {
 		far, judge = w.Src(), e.inbound
 	}
-	r, ok := e.rules.Load().remotes.Lookup(far)
-	if !ok {
-		tr.Drop = DropNoPeer
-		return tr
+	r := e.rules.Load().remote(far)
+	if r != nil {
+		tr.Peer = r.peer.ID()
 	}
-	tr.Peer = r.peer.ID()
 	verdict := judge(&w, r, tickOf(now), &tr)
 	tr.Action, tr.Drop = verdict.Action, verdict.Drop
 	if tr.Action == Forward || tr.Action == Deliver {
