@@ -240,7 +240,7 @@ func (c *checker) ping(which func(*checked) bool) {
 	}
 	c.mu.Unlock()
 	for _, p := range pings {
-		c.conn.WriteTo(p.text, p.to) // lost or refused: no answer will come, which is what counts
+		_, _ = c.conn.WriteTo(p.text, p.to) // lost or refused: no answer will come, which is what counts
 	}
 }
 
@@ -346,7 +346,7 @@ func (c *checker) answer(m checkMessage, from netip.AddrPort) {
 		return
 	}
 	c.answered.Add(1)
-	c.conn.WriteTo(text, net.UDPAddrFromAddrPort(from))
+	_, _ = c.conn.WriteTo(text, net.UDPAddrFromAddrPort(from)) // as above
 }
 
 // peerAt finds the peer by an address of its networks. The caller holds c.mu.

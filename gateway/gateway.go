@@ -210,7 +210,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	if err != nil {
 		return nil, err
 	}
-	undo = append(undo, func() { link.Close() })
+	undo = append(undo, func() { _ = link.Close() })
 	local, err := datapath.NewLocal(fabric.GatewayAddr, fabric.GatewayAddr6, mtu)
 	if err != nil {
 		return nil, err

@@ -381,7 +381,7 @@ func (s *space) get(url string) (string, error) {
 	}
 	defer resp.Body.Close()
 	b, err := io.ReadAll(resp.Body)
-	if body = string(b); err == nil && resp.StatusCode != 200 {
+	if body = string(b); err == nil && resp.StatusCode != http.StatusOK {
 		err = errors.New(resp.Status + " " + body)
 	}
 	return body, err
@@ -756,7 +756,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 		a.within(2*time.Second, "still reachable or sent elsewhere", func() error {
 			r, err := a.nl.RouteGet(net.ParseIP("10.246.1.10"))
 			if !errors.Is(err, unix.EHOSTUNREACH) {
-				return fmt.Errorf("route %v, %v", r, err)
+				return fmt.Errorf("route %v, error %w", r, err)
 			}
 			return nil
 		})

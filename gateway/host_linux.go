@@ -79,8 +79,8 @@ func lockOwner() string {
 		return ""
 	}
 	var cred *unix.Ucred
-	raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
-	if err != nil || cred == nil {
+	failed := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	if failed != nil || err != nil {
 		return ""
 	}
 	return fmt.Sprintf(" (process %d)", cred.Pid)
@@ -366,7 +366,7 @@ func (h *host) haveRules(s *hostState) error {
 }
 
 func (h *host) haveSysctls(s *hostState, want []sysctl) error {
-	read := func(where side) error {
+	read := func(where side) {
 		_, err := os.Stat("/proc/sys/net/ipv6")
 		ipv6 := err == nil
 		for _, c := range want {
@@ -383,9 +383,12 @@ func (h *host) haveSysctls(s *hostState, want []sysctl) error {
 				s.sysctls = append(s.sysctls, c)
 			}
 		}
-		return nil
 	}
-	return errors.Join(read(hostSide), h.inside(func() error { return read(gatewaySide) }))
+	read(hostSide)
+	return h.inside(func() error {
+		read(gatewaySide)
+		return nil
+	})
 }
 
 // do carries out one change. Adding what is there and removing what is gone is

@@ -143,5 +143,5 @@ func writeJSON(w http.ResponseWriter, v any) {
 	w.Header().Set("Content-Type", "application/json")
 	e := json.NewEncoder(w)
 	e.SetIndent("", "  ")
-	e.Encode(v) // an error here is the client's
+	_ = e.Encode(v) // an error here is the client's
 }

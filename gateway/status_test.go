@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"encoding/json"
+	"net/http"
 	"net/http/httptest"
 	"net/netip"
 	"os"
@@ -171,7 +172,7 @@ isthmus_tunnel_mtu_bytes 1440
 func (g *gateway) scrape(t *testing.T) string {
 	t.Helper()
 	w := httptest.NewRecorder()
-	g.metricsHandler().ServeHTTP(w, httptest.NewRequest("GET", "/metrics", nil))
+	g.metricsHandler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/metrics", nil))
 	if w.Code != 200 {
 		t.Fatal(w.Code, w.Body)
 	}
@@ -199,7 +200,7 @@ func TestStatusIsJSONWithoutSecrets(t *testing.T) {
 	g.send(t, natengine.Outbound, "192.168.0.1", "10.246.1.1", 1, 2)
 	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)
 	w := httptest.NewRecorder()
-	g.statusHandler().ServeHTTP(w, httptest.NewRequest("GET", "/status?flows=5", nil))
+	g.statusHandler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/status?flows=5", nil))
 	var s Status
 	if err := json.Unmarshal(w.Body.Bytes(), &s); err != nil || w.Code != 200 {
 		t.Fatal(w.Code, err, w.Body)
@@ -219,7 +220,7 @@ func TestStatusIsJSONWithoutSecrets(t *testing.T) {
 	}
 	for _, path := range []string{"/status?flows=x", "/status?flows=-1", "/status?flows=99999", "/trace", "/trace?src=1&dst=2"} {
 		w := httptest.NewRecorder()
-		g.statusHandler().ServeHTTP(w, httptest.NewRequest("GET", path, nil))
+		g.statusHandler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, path, nil))
 		if w.Code != 400 {
 			t.Errorf("%s: %d", path, w.Code)
 		}

@@ -37,8 +37,6 @@ func TestWireGuardIsToldTheDifferenceOnly(t *testing.T) {
 	rekeyed.key = key(3)
 	unresolved := a
 	unresolved.endpoint = netip.AddrPort{}
-	swapped := b
-	swapped.allowedIPs = a.allowedIPs
 	config := func(peers ...wgPeer) wgConfig { return wgConfig{key(9), 5871, peers} }
 	for _, tc := range []struct {
 		name       string

@@ -137,7 +137,9 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 	if len(s.Peers) == 0 {
 		fmt.Fprintln(w, "no peers")
 	} else {
-		printPeers(w, s, wide)
+		if err := printPeers(w, s, wide); err != nil {
+			return err
+		}
 	}
 	for _, p := range s.Peers {
 		if p.Problem != "" {
@@ -147,14 +149,16 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 			fmt.Fprintf(w, "%s: no WireGuard session for long, packets to it are dropped\n", nameOrID(p.Name, p.ID))
 		}
 	}
-	printDrops(w, s)
+	if err := printDrops(w, s); err != nil {
+		return err
+	}
 	for _, o := range s.Waiting {
 		fmt.Fprintf(w, "%s waits for its peer\n", o)
 	}
 	return printFlows(w, s)
 }
 
-func printPeers(w io.Writer, s gateway.Status, wide bool) {
+func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	header := "PEER\tSTATE\tENDPOINT\tHANDSHAKE\tRTT\tLOSS\tRX\tTX\tITS PODS HERE\tOUR PODS THERE\tDROPS"
 	if wide {
@@ -182,10 +186,10 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) {
 		}
 		fmt.Fprintln(t)
 	}
-	t.Flush()
+	return t.Flush()
 }
 
-func printDrops(w io.Writer, s gateway.Status) {
+func printDrops(w io.Writer, s gateway.Status) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	rows := 0
 	print := func(peer string, drops []gateway.DropStatus) {
@@ -200,7 +204,7 @@ func printDrops(w io.Writer, s gateway.Status) {
 		print(nameOrID(p.Name, p.ID), p.Drops)
 	}
 	print("-", s.Drops)
-	t.Flush()
+	return t.Flush()
 }
 
 func printFlows(w io.Writer, s gateway.Status) error {
