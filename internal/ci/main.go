@@ -45,8 +45,10 @@ func check(ctx context.Context) bool {
 		{"vet", command("go", "vet", "./...")},
 		{"vet test/", command("go", "-C", "test", "vet", "./...")},
 		{"lint", command("make", "--no-print-directory", "lint")},
-		{"tests", goTest(".", tests)},
-		{"tests in test/", goTest("test", tests)},
+		{"tests", goTest(".", tests, raceDetector, "./...")},
+		{"tests in test/", goTest("test", tests, raceDetector, "./...")},
+		// The race detector allocates, so tests of "no allocation" skip themselves under it and run here.
+		{"allocations", goTest(".", tests, "", "-run=NotAllocate", "./...")},
 	}
 	if os.Geteuid() != 0 {
 		fmt.Println("not root: tests that make network namespaces will be skipped, each with its reason below")
@@ -105,18 +107,22 @@ func newCommand(ctx context.Context, name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
-// goTest runs the tests of the module in dir and counts them. -count=1: a cached result says nothing about the
-// kernel the tests talk to.
-func goTest(dir string, t *tally) func(context.Context) error {
+// raceDetector is the flag, where there is a C compiler for it.
+const raceDetector = "-race"
+
+// goTest runs tests of the module in dir and counts them. -count=1: a cached result says nothing about the kernel the
+// tests talk to.
+func goTest(dir string, t *tally, race string, args ...string) func(context.Context) error {
 	return func(ctx context.Context) error {
-		args := []string{"-C", dir, "test", "-json", "-count=1", "-timeout=10m"}
-		cgo := "CGO_ENABLED=0"
-		if _, err := exec.LookPath("gcc"); err == nil {
-			args, cgo = append(args, "-race"), "CGO_ENABLED=1"
-		} else {
-			fmt.Println("no gcc: running without the race detector")
+		flags, cgo := []string{"-C", dir, "test", "-json", "-count=1", "-timeout=10m"}, "CGO_ENABLED=0"
+		if race != "" {
+			if _, err := exec.LookPath("gcc"); err == nil {
+				flags, cgo = append(flags, race), "CGO_ENABLED=1"
+			} else {
+				fmt.Println("no gcc: running without the race detector")
+			}
 		}
-		cmd := newCommand(ctx, "go", append(args, "./...")...)
+		cmd := newCommand(ctx, "go", append(flags, args...)...)
 		cmd.Env = append(os.Environ(), cgo)
 		cmd.Stderr = os.Stderr
 		out, err := cmd.StdoutPipe()

@@ -72,7 +72,7 @@ func (t *tally) endTest(name testName, action string) (show string) {
 		t.failed++
 		c[1]++
 		t.failures = append(t.failures, name.pkg+" "+name.test)
-		show = out
+		show = withoutRunLines(out)
 	case "skip":
 		t.skipped++
 		c[2]++
@@ -80,6 +80,17 @@ func (t *tally) endTest(name testName, action string) (show string) {
 	}
 	t.counts[name.pkg] = c
 	return show
+}
+
+// withoutRunLines drops what go test says when it begins or goes on with a test.
+func withoutRunLines(out string) string {
+	var kept strings.Builder
+	for line := range strings.Lines(out) {
+		if !strings.HasPrefix(line, "=== ") {
+			kept.WriteString(line)
+		}
+	}
+	return kept.String()
 }
 
 // endPackage prints one line per package that has tests. A package that failed though none of its tests did (it does
