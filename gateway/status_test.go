@@ -70,6 +70,10 @@ func (g *gateway) put0(t *testing.T, peers ...fabric.Peer) {
 	g.checker.set(checks)
 	g.resolver.set(gw.Peers)
 	g.metrics.keep(gw.Peers)
+	g.now.sessions = make(map[string]*session)
+	for _, p := range gw.Peers {
+		g.now.sessions[p.ID] = &session{key: p.PublicKey, since: time.Now()}
+	}
 	g.now.config, g.now.gateway, g.now.mtu, g.now.ready = c, gw, 1440, true
 	g.now.generation++
 	g.now.reloaded = time.Now()
@@ -223,6 +227,29 @@ func TestStatusIsJSONWithoutSecrets(t *testing.T) {
 		g.statusHandler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, path, nil))
 		if w.Code != 400 {
 			t.Errorf("%s: %d", path, w.Code)
+		}
+	}
+}
+
+func TestAPeerWithoutASessionIsDownForEngineStatusAndTrace(t *testing.T) {
+	g := without(t, alphaBravo, charlie)
+	q := TraceQuery{Src: netip.MustParseAddrPort("10.244.1.1:1"), Dst: netip.MustParseAddrPort("10.246.1.1:80"), Protocol: "tcp"}
+	for _, tc := range []struct {
+		after time.Duration
+		down  bool
+		drop  string
+	}{{time.Second, false, ""}, {sessionFirst + time.Second, true, "peer_down"}} {
+		g.tick(time.Now().Add(tc.after))
+		s, err := g.status(0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		steps, err := Trace(g.engine, q, 0)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if s.Peers[0].Down != tc.down || g.peerStates()[bravo].Down() != tc.down || len(steps) != 1 || steps[0].Drop != tc.drop {
+			t.Errorf("after %v: status %v, engine %v, trace %+v", tc.after, s.Peers[0].Down, g.peerStates()[bravo].Down(), steps)
 		}
 	}
 }

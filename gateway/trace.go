@@ -76,7 +76,15 @@ func Trace(e *natengine.Engine, q TraceQuery, now time.Duration) ([]TraceStep, e
 		if err := v.Parse(append([]byte(nil), b...), packet.ChecksumComplete); err != nil {
 			return TraceStep{}, fmt.Errorf("the packet to trace: %w", err)
 		}
-		return stepOf(e.Trace(&v, d, now), q.Protocol), nil
+		trace := e.Trace(&v, d, now)
+		if trace.Drop == natengine.DropNone && d == natengine.Outbound {
+			for _, p := range e.Peers() {
+				if p.ID() == trace.Peer && p.Down() { // the datapath looks at that, not the engine
+					trace.Action, trace.Drop = natengine.Discard, natengine.DropPeerDown
+				}
+			}
+		}
+		return stepOf(trace, q.Protocol), nil
 	}
 	switch q.Direction {
 	case "out", "in":
