@@ -313,7 +313,7 @@ func (p Packet) validChecksums(partial bool) error {
 		return nil
 	}
 	pseudo := pseudoHeader(p.Src, p.Dst, p.Proto, len(p.Transport))
-	field := 0
+	var field int
 	switch {
 	case p.Proto == 6:
 		field = 16
