@@ -59,6 +59,25 @@ func (h VirtioHeader) ChecksumState() ChecksumState {
 	return ChecksumComplete
 }
 
+// FinishInner computes a partial checksum that is not the packet's own but lies further inside, and clears the header's
+// request for it: the packet is to be parsed again, as complete. The kernel leaves such a one when a pod has a tunnel of
+// its own (VXLAN, IPIP), because NETIF_F_HW_CSUM promises a checksum from any offset; the outer checksum, if there is one,
+// was made for the finished packet (Documentation/networking/checksum-offloads.rst, LCO). b is the packet and is changed
+// only without an error, which is ErrVirtioHeader: nothing to compute, a superpacket, or offsets outside the packet.
+func (h *VirtioHeader) FinishInner(b []byte) error {
+	field := int(h.CsumStart) + int(h.CsumOffset)
+	if h.Flags&VirtioNeedsCsum == 0 || h.GSOType != GSONone || h.CsumStart < ipv4Len || field+2 > len(b) {
+		return ErrVirtioHeader
+	}
+	sum := Checksum(b[h.CsumStart:], 0) // with the pseudo-header sum that is in the field
+	if sum == 0 {
+		sum = 0xffff // for UDP zero means none; for others both are the same number, and so the kernel does it
+	}
+	be.PutUint16(b[field:], sum)
+	*h = VirtioHeader{}
+	return nil
+}
+
 // Validate checks every field against the packet that follows, which was parsed with h.ChecksumState(). gsoSize is the size
 // of the data in each segment when the packet is a superpacket, and 0 when it is to be sent as it is: no GSO type, or data
 // that fits one segment. HdrLen is not looked at; PayloadOffset of the view is what it should say. The error is

@@ -98,3 +98,20 @@ func TestVirtioValidate(t *testing.T) {
 		t.Errorf("view parsed as complete: %v", err)
 	}
 }
+
+func TestFinishInnerRefusesWhatIsNotASinglePartialChecksumInside(t *testing.T) {
+	const needs = packet.VirtioNeedsCsum
+	b := packettest.Build(ip4(), packettest.Raw{Proto: 4, Data: make([]byte, 40)})
+	for _, h := range []packet.VirtioHeader{
+		{CsumStart: 40, CsumOffset: 16},
+		{Flags: needs, GSOType: packet.GSOTCPv4, CsumStart: 40, CsumOffset: 16},
+		{Flags: needs, CsumStart: 10, CsumOffset: 0},
+		{Flags: needs, CsumStart: 40, CsumOffset: 19},
+		{Flags: needs, CsumStart: 0xffff, CsumOffset: 0xffff},
+	} {
+		before := bytes.Clone(b)
+		if err := h.FinishInner(b); !errors.Is(err, packet.ErrVirtioHeader) || !bytes.Equal(b, before) {
+			t.Errorf("%+v: %v", h, err)
+		}
+	}
+}

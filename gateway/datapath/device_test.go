@@ -18,6 +18,8 @@ import (
 
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
 var self = netip.MustParseAddr("169.254.0.1")
@@ -195,6 +197,33 @@ func TestReadCompletesAPartialChecksum(t *testing.T) {
 		t.Fatalf("%d packets: want 1", n)
 	}
 	checkPacket(t, b.packet(0), podASee, podB)
+}
+
+// A pod with a tunnel of its own leaves the checksum of what is inside to the
+// device: VXLAN and IPIP of the kernel do, seen from a TUN with TUN_F_CSUM.
+func TestReadCompletesTheChecksumInsideAPodsOwnTunnel(t *testing.T) {
+	inner := packettest.IP{Src: netip.MustParseAddr("192.168.1.1"), Dst: netip.MustParseAddr("192.168.1.2"), TTL: 64}
+	tcp := packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK, Data: random(101)}
+	outer := packettest.IP{Src: podA, Dst: podB, TTL: 64}
+	vxlan := append(make([]byte, 8+14), packettest.Partial(packettest.Build(inner, tcp))...)
+	for _, tc := range []struct {
+		name  string
+		b     []byte
+		inner int // where the inner IP packet begins
+	}{
+		{"VXLAN", packettest.Build(outer, packettest.UDP{SrcPort: 5, DstPort: 4789, NoChecksum: true, Data: vxlan}), 20 + 8 + 8 + 14},
+		{"IPIP", packettest.Build(outer, packettest.Raw{Proto: 4, Data: vxlan[8+14:]}), 20},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			d := newDevice(t, newScript(virtio(packet.VirtioNeedsCsum, 0, 0, 0, tc.inner+20, 16, tc.b)), newEngine(t), datapath.Options{})
+			b := newBuffers(8, 2048)
+			if n := read(t, d, b); n != 1 {
+				t.Fatalf("%d packets: want 1", n)
+			}
+			packettest.Check(t, b.packet(0), packettest.Src(podASee), packettest.Dst(podB), packettest.ValidChecksums())
+			packettest.Check(t, b.packet(0)[tc.inner:], packettest.Data(tcp.Data), packettest.ValidChecksums())
+		})
+	}
 }
 
 func TestReadCountsWhatItDropsAndGoesOn(t *testing.T) {

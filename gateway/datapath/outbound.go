@@ -154,17 +154,28 @@ func (d *Device) outbound(b *batch, p []byte) bool {
 		d.engine.Count(nil, natengine.Outbound, natengine.DropVirtioHeader)
 		return false
 	}
-	if err := o.view.Parse(p[packet.VirtioHeaderLen:], o.header.ChecksumState()); err != nil {
-		d.engine.Count(nil, natengine.Outbound, dropOf(err))
-		return false
+	gsoSize, drop := o.parse(p[packet.VirtioHeaderLen:])
+	if drop != natengine.DropNone && o.header.FinishInner(p[packet.VirtioHeaderLen:]) == nil {
+		gsoSize, drop = o.parse(p[packet.VirtioHeaderLen:])
 	}
-	gsoSize, err := o.header.Validate(&o.view)
-	if err != nil {
-		d.engine.Count(nil, natengine.Outbound, natengine.DropVirtioHeader)
+	if drop != natengine.DropNone {
+		d.engine.Count(nil, natengine.Outbound, drop)
 		return false
 	}
 	d.translate(b, gsoSize, false)
 	return gsoSize > 0
+}
+
+// parse parses a packet of the link and checks its header against it.
+func (o *outbound) parse(p []byte) (gsoSize int, drop natengine.Drop) {
+	if err := o.view.Parse(p, o.header.ChecksumState()); err != nil {
+		return 0, dropOf(err)
+	}
+	gsoSize, err := o.header.Validate(&o.view)
+	if err != nil {
+		return 0, natengine.DropVirtioHeader
+	}
+	return gsoSize, natengine.DropNone
 }
 
 // translate gives the parsed packet to the engine and does what it says. local
