@@ -438,7 +438,9 @@ func rulesFor(in fabric.Intent, mtu int) []natengine.Peer {
 // autoMTU asks the kernel for the way to every peer whose address is known.
 func (g *gateway) autoMTU(peers []fabric.GatewayPeer) int {
 	var paths []underlay
+	six := false
 	for _, p := range peers {
+		six = six || slices.ContainsFunc(p.AllowedIPs[:], func(n netip.Prefix) bool { return n.Addr().Is6() })
 		at, _ := g.resolver.endpoint(p.ID)
 		if !at.IsValid() {
 			continue
@@ -453,7 +455,7 @@ func (g *gateway) autoMTU(peers []fabric.GatewayPeer) int {
 	if len(paths) == 0 && g.now.mtu != 0 {
 		return g.now.mtu // all ways gone for the moment: nothing new is known
 	}
-	return tunnelMTU(paths)
+	return tunnelMTU(paths, six)
 }
 
 // reapply makes the configuration in force true again, whatever changed around it.

@@ -367,13 +367,11 @@ func (h *host) haveRules(s *hostState) error {
 
 func (h *host) haveSysctls(s *hostState, want []sysctl) error {
 	read := func(where side) {
-		_, err := os.Stat("/proc/sys/net/ipv6")
-		ipv6 := err == nil
 		for _, c := range want {
 			if c.side != where {
 				continue
 			}
-			if !ipv6 && strings.HasPrefix(c.path, "net/ipv6/") {
+			if withoutIPv6(c.path) {
 				s.sysctls = append(s.sysctls, c) // nothing to switch off
 				continue
 			}
@@ -391,6 +389,20 @@ func (h *host) haveSysctls(s *hostState, want []sysctl) error {
 	})
 }
 
+// withoutIPv6 reports that a sysctl of IPv6 has nothing to act on: the kernel
+// has no IPv6, or has taken it from a device with an MTU below 1280
+// (addrconf_notify in net/ipv6/addrconf.c).
+func withoutIPv6(path string) bool {
+	rest, ok := strings.CutPrefix(path, "net/ipv6/conf/")
+	if !ok {
+		return false
+	}
+	device, _, _ := strings.Cut(rest, "/")
+	_, without := os.Stat("/proc/sys/net/ipv6/conf/" + device)
+	_, err := os.Stat("/proc/sys/net/ipv4/conf/" + device)
+	return without != nil && err == nil
+}
+
 // do carries out one change. Adding what is there and removing what is gone is
 // success.
 func (h *host) do(o op) error {
@@ -404,7 +416,12 @@ func (h *host) do(o op) error {
 	case link:
 		return h.doLink(o.verb, v)
 	case sysctl:
-		write := func() error { return os.WriteFile("/proc/sys/"+v.path, []byte(v.value), 0) }
+		write := func() error {
+			if withoutIPv6(v.path) {
+				return nil
+			}
+			return os.WriteFile("/proc/sys/"+v.path, []byte(v.value), 0)
+		}
 		if v.side == gatewaySide {
 			return h.inside(write)
 		}

@@ -11,9 +11,11 @@ const (
 
 	// defaultMTU is for a gateway that knows no way to any peer yet: Ethernet.
 	defaultMTU = 1500 - overhead4
-	// minAutoMTU is what IPv6 asks of a link (RFC 8200, section 5). On a smaller
-	// underlay the outer packets are fragmented.
-	minAutoMTU = 1280
+	// minAutoMTU is what every IPv4 host has to accept (RFC 791); minAutoMTU6 is
+	// what IPv6 asks of a link (RFC 8200, section 5). On a smaller underlay the
+	// outer packets are fragmented, which costs most of the throughput.
+	minAutoMTU  = 576
+	minAutoMTU6 = 1280
 	// maxAutoMTU is for jumbo frames. More is found on loopback and on virtual
 	// links only, whose size says nothing about the path behind them.
 	maxAutoMTU = 9000 - overhead4
@@ -26,8 +28,8 @@ type underlay struct {
 }
 
 // tunnelMTU is the largest packet, in octets, that fits into one outer packet on
-// the way to every peer.
-func tunnelMTU(paths []underlay) int {
+// the way to every peer. six says that IPv6 goes through the tunnel.
+func tunnelMTU(paths []underlay, six bool) int {
 	mtu := maxAutoMTU
 	for _, p := range paths {
 		overhead := overhead4
@@ -38,6 +40,9 @@ func tunnelMTU(paths []underlay) int {
 	}
 	if len(paths) == 0 {
 		return defaultMTU
+	}
+	if six {
+		return max(mtu, minAutoMTU6)
 	}
 	return max(mtu, minAutoMTU)
 }
