@@ -4,7 +4,6 @@ import (
 	"cmp"
 	"encoding/base64"
 	"fmt"
-	"net"
 	"net/netip"
 	"slices"
 	"strconv"
@@ -183,6 +182,13 @@ type keeper struct {
 	ids     map[string]*Peer
 	keys    map[[32]byte]*Peer
 	remotes []remote // disjoint, sorted by address
+	gates   []gate   // sorted by address; peers behind one NAT share theirs
+}
+
+// gate is the literal address of a peer's gateway.
+type gate struct {
+	addr netip.Addr
+	peer *Peer
 }
 
 type remote struct {
@@ -201,6 +207,16 @@ func (k *keeper) keep(p *Peer) {
 		at, _ := k.find(n.seen)
 		k.remotes = slices.Insert(k.remotes, at, remote{n.seen, n.field(), p})
 	}
+	if addr, err := netip.ParseAddr(p.Endpoint); err == nil {
+		at := k.gateAt(addr)
+		k.gates = slices.Insert(k.gates, at, gate{addr, p})
+	}
+}
+
+// gateAt returns where in k.gates the first address that is not below addr is, or belongs.
+func (k *keeper) gateAt(addr netip.Addr) int {
+	at, _ := slices.BinarySearchFunc(k.gates, addr, func(g gate, a netip.Addr) int { return g.addr.Compare(a) })
+	return at
 }
 
 // find returns where prefix belongs in k.remotes, or the first of those it overlaps.
@@ -247,6 +263,18 @@ func (k *keeper) check(p *Peer) []Problem {
 			r.add(n.field(), "%v overlaps %v of cluster %s (%s: %s); want a network that no other peer has here",
 				n.seen, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
 		}
+		// Either would send the UDP packets of one tunnel into another.
+		if at := k.gateAt(n.seen.Addr()); at < len(k.gates) && n.seen.Contains(k.gates[at].addr) {
+			g := k.gates[at]
+			r.add(n.field(), "%v contains %v, the gateway of cluster %s (%s: spec.endpointIP); want a network without gateways of peers",
+				n.seen, g.addr, quote(g.peer.ID), g.peer.Origin)
+		}
+	}
+	if addr, err := netip.ParseAddr(p.Endpoint); err == nil {
+		if _, other := k.find(netip.PrefixFrom(addr, addr.BitLen())); other != nil {
+			r.add("spec.endpointIP", "%v is inside %v of cluster %s (%s: %s), which is reached through a tunnel; want an address outside",
+				addr, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
+		}
 	}
 	return r.problems
 }
@@ -281,7 +309,7 @@ func (p GatewayPeer) String() string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "peer %s (%s)\n", p.ID, p.Name)
 	fmt.Fprintf(&b, "  wg set peer %s endpoint %s allowed-ips %v,%v\n", base64.StdEncoding.EncodeToString(p.PublicKey[:]),
-		net.JoinHostPort(p.Endpoint, strconv.Itoa(int(p.Port))), p.AllowedIPs[0], p.AllowedIPs[1])
+		hostPort(p.Endpoint, p.Port), p.AllowedIPs[0], p.AllowedIPs[1])
 	for _, prefix := range p.AllowedIPs {
 		fmt.Fprintf(&b, "  route %v\n", prefix)
 	}
@@ -311,4 +339,12 @@ func (p GatewayPeer) String() string {
 	}
 	fmt.Fprintf(&b, "  probe %v\n", p.Probe)
 	return b.String()
+}
+
+// hostPort is net.JoinHostPort, for which this package would have to import net.
+func hostPort(host string, port uint16) string {
+	if strings.Contains(host, ":") {
+		host = "[" + host + "]"
+	}
+	return host + ":" + strconv.Itoa(int(port))
 }

@@ -164,6 +164,11 @@ func TestGatewayForRefusesContradictions(t *testing.T) {
 		{"a network around another's", func(p *Peer) {
 			p.Remote.External, p.Remote.ExternalSeen = pfx("10.0.0.0/15"), pfx("10.246.0.0/15")
 		}, `TunnelEndpoint tenant/c: spec.remoteNATExternalCIDR: 10.246.0.0/15 overlaps 10.246.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no other peer has here`, "b"},
+		{"endpoint inside another's network", func(p *Peer) { p.Endpoint = "10.247.3.3" }, `TunnelEndpoint tenant/c: spec.endpointIP: 10.247.3.3 is inside 10.247.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATExternalCIDR), which is reached through a tunnel; want an address outside`, "b"},
+		{"network around another's endpoint", func(p *Peer) {
+			p.Remote.Pod, p.Remote.PodSeen = pfx("192.0.2.0/24"), pfx("192.0.2.0/24")
+			p.Endpoint = "198.51.100.1"
+		}, `TunnelEndpoint tenant/c: spec.remotePodCIDR: 192.0.2.0/24 contains 192.0.2.98, the gateway of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.endpointIP); want a network without gateways of peers`, "b"},
 		{"older than the other", func(p *Peer) { p.PublicKey, p.Created = keyOf('b'), 1000 }, `TunnelEndpoint tenant/b: spec.backend_config.publicKey: is also the key of cluster "` + idC + `" (TunnelEndpoint tenant/c); want a key for each cluster`, "c"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
