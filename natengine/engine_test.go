@@ -166,6 +166,21 @@ func TestSpecialAddressesInsideAWidePrefix(t *testing.T) {
 	refused(t, e, Inbound, udp("129.2.3.4:1", "255.0.0.1:2"), 0, DropDestination)
 }
 
+func TestPrefixMapNeverLeadsToTheInProcessEndpoint(t *testing.T) {
+	p := peerB()
+	p.Endpoints = []Endpoint{{ip("10.244.0.77"), ip("10.247.0.1")}}
+	e := newEngine(t, Config{Self4: ip("10.244.0.77")}, p)
+	refused(t, e, Inbound, udp("10.71.0.5:1", "10.246.0.77:2"), 0, DropDestination)
+	in(t, e, udp("10.71.0.5:1", "10.246.0.78:2"), 0)
+	if _, v := send(t, e, Inbound, udp("10.71.0.5:1", "10.247.0.1:2"), 0); v.Action != Deliver {
+		t.Error(v.Action, v.Drop)
+	}
+	src, _ := out(t, e, udp("10.244.0.77:3", "10.71.0.5:1"), 0)
+	wantEnd(t, src, "10.246.0.0:3")
+	b := fault("10.71.0.1", "10.246.0.77", udp("10.246.0.77:2", "10.71.0.5:1"), 28)
+	refused(t, e, Inbound, b, 0, DropDestination)
+}
+
 func TestSingleAddressIsPodAndNAPTAddress(t *testing.T) {
 	p := Peer{ID: "b", RemotePods: pfxs("10.71.0.0/16"), Pods: []Remap{{pfx("10.244.1.1/32"), pfx("10.246.1.1/32")}}}
 	e := newEngine(t, Config{}, p)
@@ -521,6 +536,34 @@ func (e *Engine) checkTables(t testing.TB) {
 	}
 	if total != int(e.total.Load()) {
 		t.Errorf("%d flows, counted %d", total, e.total.Load())
+	}
+}
+
+// TestLookupComparesTheWholeTuple: the 32 bits of hash in a slot are no proof.
+func TestLookupComparesTheWholeTuple(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	entry := e.Peers()[0].flows.entry(0)
+	for dir := range directions {
+		right := entry.keyAt(dir)
+		if m := (match{entry: entry}); !m.read(dir, &right) {
+			t.Errorf("%v: %+v is not found", dir, right)
+		}
+		for i, change := range []func(k *key){
+			func(k *key) { k.near.hi ^= 1 }, func(k *key) { k.near.lo ^= 1 }, func(k *key) { k.remote.hi ^= 1 }, func(k *key) { k.remote.lo ^= 1 },
+			func(k *key) { k.word ^= 1 << nearShift[dir] }, func(k *key) { k.word ^= 1 << remoteShift }, func(k *key) { k.word ^= 1 << protoShift },
+		} {
+			wrong := right
+			change(&wrong)
+			if m := (match{entry: entry}); m.read(dir, &wrong) {
+				t.Errorf("%v: change %d does not matter", dir, i)
+			}
+		}
+		entry.seq.Add(1)
+		if m := (match{entry: entry}); m.read(dir, &right) {
+			t.Errorf("%v: an entry that is being written is found", dir)
+		}
+		entry.seq.Add(1)
 	}
 }
 

@@ -186,6 +186,30 @@ func TestIdentificationMayBeUsedAgain(t *testing.T) {
 	}
 }
 
+func TestDuplicateFirstFragmentBeginsAgain(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
+	left, held := sendAll(t, e, Outbound, fragments, []int{0, 2, 0, 1}, 0)
+	if len(left) != 4 || held != 0 {
+		t.Errorf("%d left, %d held", len(left), held)
+	}
+}
+
+func TestOneDatagramCannotTakeAllOctets(t *testing.T) {
+	e := newEngine(t, Config{MaxFragmentBytes: 2000}, peerB())
+	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
+	sendAll(t, e, Outbound, fragments, []int{1}, 0)
+	if _, v := send(t, e, Outbound, fragments[2], 0); v.Drop != DropFragmentStoreFull {
+		t.Errorf("%v %v", v.Action, v.Drop)
+	}
+	if s := e.Stats().Peers[0]; s.FragmentBytes != 0 || s.FragmentSets != 0 {
+		t.Errorf("%+v", s)
+	}
+	if n := e.Peers()[0].Drops(Outbound, DropFragmentStoreFull); n != 2 {
+		t.Errorf("%d counted for the fragment that was held and the one that was not", n)
+	}
+}
+
 func TestHeldFragmentsTimeOut(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)

@@ -481,6 +481,19 @@ func TestIdleTimeouts(t *testing.T) { // RFC 4787, REQ-5; RFC 5508, REQ-2
 	}
 }
 
+func TestExpiredFlowIsGoneWithoutSweep(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	refused(t, e, Inbound, udp("10.71.0.5:53", "10.246.0.0:4000"), at(301), DropNoFlow)
+	refused(t, e, Inbound, fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4000", "10.71.0.5:53"), 28), at(301), DropICMPError)
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), at(301)) // opens it again
+	in(t, e, udp("10.71.0.5:53", "10.246.0.0:4000"), at(301))
+	if s := e.Stats().Peers[0]; s.Flows != 1 || s.Created != 2 || s.Expired != 1 {
+		t.Errorf("%+v", s)
+	}
+	e.checkTables(t)
+}
+
 func TestInboundRefreshesToo(t *testing.T) { // RFC 4787, REQ-6: allowed, and chosen
 	e := newEngine(t, Config{}, peerB())
 	seen, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)

@@ -356,7 +356,7 @@ func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 func (t *ruleTable) add(r *rule) {
 	t.rules = append(t.rules, r)
 	base := remote{out: noMap4, in: noMap4, mss: r.spec.MSS, peer: r.peer, rule: r}
-	if m := &r.pods[0]; m.ok && !m.single && !r.guarded {
+	if m := &r.pods[0]; m.ok && !r.guarded { // a single address is its network address, which the fast path leaves out
 		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
 		base.in = map4{mask, to, from}
 		if len(r.endpoints) == 0 {
