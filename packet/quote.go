@@ -40,6 +40,10 @@ func (v *View) Quote(q *Quote) error {
 	return q.parse6()
 }
 
+// minExtended is the least length of the original datagram field when extensions follow (RFC 4884, section 3). Less says
+// nothing: the octet was unused before, and not everybody left it zero.
+const minExtended = 128
+
 // extent returns where the original datagram field ends. RFC 4884 gives it a length, in 32-bit words for IPv4 and 64-bit
 // words for IPv6, when extensions follow; only some types have that octet.
 func (q *Quote) extent() int {
@@ -50,7 +54,7 @@ func (q *Quote) extent() int {
 	case !q.is4 && (kind == 1 || kind == 3):
 		size = int(q.b[4]) * 8
 	}
-	if size == 0 || quoted+size > len(q.b) {
+	if size < minExtended || quoted+size > len(q.b) {
 		return len(q.b)
 	}
 	return quoted + size

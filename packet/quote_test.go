@@ -298,36 +298,60 @@ func TestQuoteDoesNotAllocate(t *testing.T) {
 	}
 }
 
-// The length octet of RFC 4884 ends the quote for the types that have one, here within the TCP header: the checksum field
-// behind it is part of an extension and must not be touched. In other types that octet belongs to an address, an MTU or a
-// pointer.
+// The length octet of RFC 4884 ends the quote for the types that have one, here within a TCP header behind extension
+// headers: the checksum field behind it is part of an extension and must not be touched. In other types that octet belongs
+// to an MTU or a pointer.
 func TestQuoteEndsWhereRFC4884SaysSo(t *testing.T) {
 	for _, c := range []struct {
 		kind uint8
-		v6   bool
 		ends bool
-	}{
-		{3, false, true}, {11, false, true}, {12, false, true}, {4, false, false}, {5, false, false},
-		{1, true, true}, {3, true, true}, {2, true, false}, {4, true, false},
-	} {
-		h, rest := ip4(), uint32(7)<<16 // 28 octets
-		if c.v6 {
-			h, rest = ip6(), 6<<24 // 48 octets
-		}
-		inner := packettest.Build(h, packettest.TCP{SrcPort: 7, DstPort: 8, Data: make([]byte, 40)})
-		b := packettest.Build(h, packettest.ICMPError{Type: c.kind, Rest: rest, Quote: inner})
-		before := slices.Clone(b)
-		var q packet.Quote
-		if err := parse(t, b, packet.ChecksumComplete).Quote(&q); err != nil {
-			t.Fatal(err)
-		}
-		q.SetSrcPort(9)
-		packettest.Check(t, b, packettest.ValidChecksums(), packettest.Quote(packettest.Ports(9, 8)))
-		at := len(b) - 60 + 8
-		if bytes.Equal(b[at:], before[at:]) != c.ends {
-			t.Errorf("type %d, IPv6 %t: what follows the length octet's end changed: %t", c.kind, c.v6, c.ends)
+	}{{1, true}, {3, true}, {2, false}, {4, false}} {
+		h := ip6()
+		h.Extensions = []packettest.Extension{{Kind: 60, Data: make([]byte, 78)}} // the TCP header begins at 120
+		b := quoteWithLength(h, c.kind, 16)
+		if touched := quotedChecksumTouched(t, b); touched == c.ends {
+			t.Errorf("type %d: the TCP checksum behind 128 octets was rewritten: %t", c.kind, touched)
 		}
 	}
+}
+
+// A length below 128 octets is none: the octet was unused before RFC 4884.
+func TestQuoteLengthBelow128OctetsIsNone(t *testing.T) {
+	for _, kind := range []uint8{3, 11, 12} {
+		if !quotedChecksumTouched(t, quoteWithLength(ip4(), kind, 7)) {
+			t.Errorf("IPv4 type %d: length 28 ends the quote", kind)
+		}
+	}
+	for _, kind := range []uint8{1, 3} {
+		if !quotedChecksumTouched(t, quoteWithLength(ip6(), kind, 6)) {
+			t.Errorf("IPv6 type %d: length 48 ends the quote", kind)
+		}
+	}
+}
+
+// quoteWithLength is an ICMP error that quotes a TCP segment of 40 octets of data, with a length octet.
+func quoteWithLength(h packettest.IP, kind uint8, words uint32) []byte {
+	inner := packettest.Build(h, packettest.TCP{SrcPort: 7, DstPort: 8, Data: make([]byte, 40)})
+	shift := 16
+	if h.Src.Is6() {
+		shift = 24
+	}
+	h.Extensions = nil
+	return packettest.Build(h, packettest.ICMPError{Type: kind, Rest: words << shift, Quote: inner})
+}
+
+// quotedChecksumTouched rewrites the quoted source port and reports whether the TCP checksum of the quote followed.
+func quotedChecksumTouched(t *testing.T, b []byte) bool {
+	t.Helper()
+	before := slices.Clone(b)
+	var q packet.Quote
+	if err := parse(t, b, packet.ChecksumComplete).Quote(&q); err != nil {
+		t.Fatal(err)
+	}
+	q.SetSrcPort(9)
+	packettest.Check(t, b, packettest.ValidChecksums(), packettest.Quote(packettest.Ports(9, 8)))
+	behindPorts := len(b) - (20 + 40) + 4 // of the TCP segment, which ends the message
+	return !bytes.Equal(b[behindPorts:], before[behindPorts:])
 }
 
 // A length octet that leads beyond the message is noise: the quote reaches to the end.

@@ -83,6 +83,11 @@ func (v *View) addressChanged(delta uint64) {
 			sum = 0xffff // zero on the wire would say "none" (RFC 768)
 		}
 		be.PutUint16(field, sum)
+		if sum == 0 && v.icmp && sum16(v.b[v.transport:]) == 0 {
+			// A message of zeros alone, which without pseudo-header only an echo reply can be: 0xffff is right, and the one
+			// case that RFC 1624, equation 3 cannot tell from its opposite.
+			be.PutUint16(field, 0xffff)
+		}
 	}
 }
 

@@ -377,3 +377,14 @@ func TestRewritingDoesNotAllocate(t *testing.T) {
 		}
 	}
 }
+
+// The whole message becomes zero, which is the one sum that an incremental update cannot tell from 0xffff.
+func TestSetICMPIDOfAnEchoReplyThatBecomesZero(t *testing.T) {
+	for _, data := range [][]byte{nil, make([]byte, 5)} {
+		b := packettest.Build(ip4(), packettest.Echo{Reply: true, ID: 7, Data: data})
+		parse(t, b, packet.ChecksumComplete).SetICMPID(0)
+		packettest.Check(t, b, packettest.ICMPID(0), packettest.ValidChecksums())
+		parse(t, b, packet.ChecksumComplete).SetICMPID(7)
+		packettest.Check(t, b, packettest.ICMPID(7), packettest.ValidChecksums())
+	}
+}
