@@ -304,7 +304,6 @@ func TestPortExhaustionFailsNewFlowsOnlyAndRecovers(t *testing.T) {
 	if d := open(2, 4000, now); d != DropNone {
 		t.Errorf("after half of the flows expired: %v", d)
 	}
-	used = e.Peers()[0].flows.napt.ports[0][udpPorts]
 	if n := e.Stats().Peers[0].Mappings; n != 1<<15+1 {
 		t.Errorf("%d mappings", n)
 	}

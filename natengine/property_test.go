@@ -29,22 +29,20 @@ type world struct {
 }
 
 func (w *world) prefix(bits int) netip.Prefix {
-	for {
-		b := make([]byte, 16)
-		for i := range b {
-			b[i] = byte(w.rng.Uint32())
-		}
-		a := netip.AddrFrom4([4]byte(b[:4]))
-		if !w.is4 {
-			b[0] = 0xfd
-			a = netip.AddrFrom16([16]byte(b))
-		}
-		p, err := a.Prefix(bits)
-		if err != nil {
-			panic(err)
-		}
-		return p
+	b := make([]byte, 16)
+	for i := range b {
+		b[i] = byte(w.rng.Uint32())
 	}
+	a := netip.AddrFrom4([4]byte(b[:4]))
+	if !w.is4 {
+		b[0] = 0xfd
+		a = netip.AddrFrom16([16]byte(b))
+	}
+	p, err := a.Prefix(bits)
+	if err != nil {
+		panic(err)
+	}
+	return p
 }
 
 func (w *world) in(p netip.Prefix) netip.Addr {

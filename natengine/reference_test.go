@@ -487,7 +487,7 @@ func (r *reference) outboundError(peer natengine.Peer, p packettest.Packet, now 
 func (r *reference) judge(dir natengine.Direction, in, out []byte, v natengine.Verdict, now time.Duration) error {
 	p := packettest.MustDecode(in)
 	r.forget(now)
-	want := outcome{}
+	var want outcome
 	if dir == natengine.Outbound {
 		want = r.outbound(p, now)
 	} else {

@@ -15,13 +15,12 @@ type flowTable struct {
 	index [directions]index
 	slab  atomic.Pointer[[]*chunk]
 
-	mu     sync.Mutex
-	live   atomic.Int64 // entries in use; changed under mu
-	used   uint32       // entries that were ever in use
-	free   uint32       // list of entries that were and are not, through side.next
-	queue  queue
-	napt   napt
-	closed bool // the peer is gone; nothing may be inserted
+	mu    sync.Mutex
+	live  atomic.Int64 // entries in use; changed under mu
+	used  uint32       // entries that were ever in use
+	free  uint32       // list of entries that were and are not, through side.next
+	queue queue
+	napt  napt
 
 	created, expired, evicted, purged atomic.Uint64
 	halfOpen                          atomic.Int64 // counted by the last sweep

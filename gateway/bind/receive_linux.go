@@ -78,20 +78,16 @@ func (s *socket) receive(packets [][]byte, sizes []int, eps []conn.Endpoint) (in
 		} else {
 			err = s.raw.Control(in.try)
 		}
+		if n > 0 && (err != nil || in.errno != 0) {
+			return n, nil //nolint:nilerr // no more for now, or an error that the next call will meet too
+		}
 		switch {
-		case err != nil && n == 0:
+		case err != nil:
 			return 0, net.ErrClosed
-		case err != nil, in.errno == unix.EAGAIN:
-			return n, nil
-		case in.errno != 0 && n == 0:
-			return 0, in.errno
 		case in.errno != 0:
-			return n, nil
-		case in.header.Flags&unix.MSG_TRUNC != 0 && n == 0:
-			sizes[0] = 0 // larger than any WireGuard message
-			return 1, nil
+			return 0, in.errno
 		case in.header.Flags&unix.MSG_TRUNC != 0:
-			continue
+			in.n = 0 // larger than any WireGuard message
 		}
 		segment, source := in.controls()
 		ep := in.endpoint(source)

@@ -16,7 +16,6 @@ type sender struct {
 	iovecs  [maxSegments]unix.Iovec
 	control [pktinfoSpace + gsoSpace]byte
 	errno   unix.Errno
-	again   bool // the socket's buffer was full
 	try     func(fd uintptr)
 	wait    func(fd uintptr) bool
 }
