@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"os"
 	"os/signal"
+	"runtime"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -39,6 +40,7 @@ It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
 			defer stop()
 			context.AfterFunc(ctx, stop) // a second signal ends at once
+			shareProcessors()
 			return gateway.Run(ctx, gateway.Options{
 				Source:  fileSource(dir),
 				Log:     slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: l})),
@@ -49,6 +51,14 @@ It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	return cmd
+}
+
+// shareProcessors lets the gateway use half of the processors that it may have,
+// at least one, unless GOMAXPROCS says otherwise. See docs/decisions/0005.
+func shareProcessors() {
+	if os.Getenv("GOMAXPROCS") == "" {
+		runtime.GOMAXPROCS(max(1, runtime.GOMAXPROCS(0)/2))
+	}
 }
 
 // fileSource watches a directory.
