@@ -47,7 +47,7 @@ type running struct {
 	cleanup  []func() error
 }
 
-// peers, in the order of the table; the first with NETMAP is the baseline.
+// peers, in the order of the table.
 var peers = []struct {
 	name  string
 	start start
@@ -55,6 +55,7 @@ var peers = []struct {
 	{"veth", veth},
 	{"wireguard-go", wireguardGo(false)},
 	{"wireguard-go + NETMAP", wireguardGo(true)},
+	{"the same, GOMAXPROCS=1", wireguardGo(true, "GOMAXPROCS=1")},
 	{"isthmus", isthmus},
 }
 
@@ -195,7 +196,7 @@ func (b *bench) startListeners(ctx context.Context) (func(), error) {
 		}
 	}
 	for _, what := range []string{"sink", "echo"} {
-		p, err := b.spawn(ctx, b.nodes[1].pod.Host, "load", what)
+		p, err := b.spawn(ctx, b.nodes[1].pod.Host, nil, "load", what)
 		if err != nil {
 			stop()
 			return nil, err
@@ -206,8 +207,9 @@ func (b *bench) startListeners(ctx context.Context) (func(), error) {
 }
 
 // spawn starts this program again inside h and waits until it says ready.
-func (b *bench) spawn(ctx context.Context, h *lab.Host, args ...string) (*os.Process, error) {
+func (b *bench) spawn(ctx context.Context, h *lab.Host, env []string, args ...string) (*os.Process, error) {
 	cmd := h.Command(ctx, b.self, args...)
+	cmd.Env = append(os.Environ(), env...)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
 	if err != nil {

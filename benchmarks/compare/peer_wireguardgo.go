@@ -21,8 +21,8 @@ import (
 // its own sockets, as a process in the host namespace of each node. With
 // netmap the node's kernel translates the prefixes by nftables and conntrack,
 // which is what Liqo does when it falls back to userspace WireGuard; without,
-// nothing is translated.
-func wireguardGo(netmap bool) start {
+// nothing is translated. env is added to the process's environment.
+func wireguardGo(netmap bool, env ...string) start {
 	return func(ctx context.Context, b *bench) (*running, error) {
 		keys := [2][32]byte{newKey(), newKey()}
 		var r running
@@ -38,7 +38,7 @@ func wireguardGo(netmap bool) start {
 			}
 			uapi := fmt.Sprintf("private_key=%s\nlisten_port=%d\npublic_key=%s\nendpoint=%s\nallowed_ip=%s\npersistent_keepalive_interval=1\n",
 				hex.EncodeToString(keys[i][:]), wgPort, hex.EncodeToString(pub), netip.AddrPortFrom(other.underlay, wgPort), remote)
-			gw, err := b.spawn(ctx, own.host, "wireguard-go", uapi, fmt.Sprint(b.tunnelMTU()))
+			gw, err := b.spawn(ctx, own.host, env, "wireguard-go", uapi, fmt.Sprint(b.tunnelMTU()))
 			if err != nil {
 				return &r, err
 			}
