@@ -3,6 +3,7 @@
 VERSION  ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 FUZZTIME ?= 30s
 BENCH    ?= .
+ROUNDS   ?= 5
 
 BIN      := bin
 LDFLAGS  := -s -w -X main.release=$(VERSION)
@@ -42,15 +43,17 @@ $(GOLANGCI): internal/tools/go.mod internal/tools/go.sum
 	go build -C internal/tools -o $(CURDIR)/$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
 .PHONY: bench
-bench: ## Micro-benchmarks; BENCH=regexp chooses among them
+bench: build deps ## Micro-benchmarks (BENCH=regexp), then the comparison with other gateways between pods (root, 5 minutes)
 	go test -run '^$$' -bench '$(BENCH)' -benchmem ./...
+	@if [ "$$(id -u)" -ne 0 ]; then echo "the comparison needs root: 'sudo make bench'"; else \
+		go run ./benchmarks/compare -isthmus $(BIN)/isthmus -rounds $(ROUNDS) -out benchmarks; fi
 
 .PHONY: fuzz
 fuzz: ## Every fuzz target, one after the other, FUZZTIME each (30s)
 	@set -e; for dir in . test; do for pkg in $$(go -C $$dir list ./...); do \
 		for target in $$(go -C $$dir test -list '^Fuzz' $$pkg | grep '^Fuzz' || true); do \
 			echo "== $$pkg $$target, $(FUZZTIME)"; \
-			go -C $$dir test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) $$pkg; \
+			go -C $$dir test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 10x $$pkg; \
 		done; done; done
 
 .PHONY: generate

@@ -4,9 +4,9 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"runtime"
-	"runtime/debug"
 	"slices"
 	"strings"
 	"time"
@@ -44,16 +44,12 @@ func describe(mtu, rounds int, d time.Duration) string {
 			cpu, _, _ = strings.Cut(rest, "\n")
 		}
 	}
-	commit := "unknown"
-	if bi, ok := debug.ReadBuildInfo(); ok {
-		for _, s := range bi.Settings {
-			if s.Key == "vcs.revision" {
-				commit = s.Value[:12]
-			}
-		}
+	commit, err := exec.Command("git", "describe", "--always", "--dirty").Output()
+	if err != nil {
+		commit = []byte("unknown")
 	}
 	return fmt.Sprintf("%s, %d CPUs, Linux %s, %s, commit %s, %s; underlay MTU %d, %d interleaved rounds, %v a load",
-		cpu, runtime.NumCPU(), unix.ByteSliceToString(u.Release[:]), runtime.Version(), commit,
+		cpu, runtime.NumCPU(), unix.ByteSliceToString(u.Release[:]), runtime.Version(), strings.TrimSpace(string(commit)),
 		time.Now().UTC().Format("2006-01-02"), mtu, rounds, d)
 }
 
