@@ -93,7 +93,7 @@ func sameNumber(a, b []byte) bool {
 		fields = append(fields, 10)
 	}
 	if p.FragmentOffset == 0 {
-		if off, ok := map[uint8]int{6: 16, 17: 6, 1: 2, 58: 2}[p.Proto]; ok && len(b) >= p.TransportOffset+off+2 {
+		if off, ok := map[uint8]int{6: 16, 17: 6, 1: 2, 58: 2, 33: 6, 136: 6}[p.Proto]; ok && len(b) >= p.TransportOffset+off+2 {
 			fields = append(fields, p.TransportOffset+off)
 		}
 	}

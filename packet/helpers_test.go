@@ -103,7 +103,7 @@ func randBody(rng *rand.Rand) packettest.Body {
 	case 5:
 		return packettest.Echo{Reply: rng.IntN(2) == 0, ID: word(rng), Seq: word(rng), Data: data}
 	}
-	return packettest.Raw{Proto: [...]uint8{47, 50, 59, 132, 136, 200}[rng.IntN(6)], Data: data}
+	return packettest.Raw{Proto: [...]uint8{47, 50, 59, 132, 200}[rng.IntN(5)], Data: data}
 }
 
 // sample is a random packet in one of the three checksum states.

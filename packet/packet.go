@@ -11,12 +11,14 @@ package packet
 
 // Protocol numbers (IANA) that this package knows by name.
 const (
-	ICMP   uint8 = 1
-	TCP    uint8 = 6
-	UDP    uint8 = 17
-	ESP    uint8 = 50
-	ICMPv6 uint8 = 58
-	SCTP   uint8 = 132
+	ICMP    uint8 = 1
+	TCP     uint8 = 6
+	UDP     uint8 = 17
+	DCCP    uint8 = 33
+	ESP     uint8 = 50
+	ICMPv6  uint8 = 58
+	SCTP    uint8 = 132
+	UDPLite uint8 = 136
 )
 
 // IPv6 extension headers (RFC 8200, section 4) and the "no next header" mark.

@@ -79,8 +79,8 @@ func (v *View) addressChanged(delta uint64) {
 		be.PutUint16(field, fold(uint64(sum)+delta))
 	case ChecksumComplete:
 		sum = updated(sum, delta)
-		if sum == 0 && v.proto == UDP {
-			sum = 0xffff // zero on the wire would say "none" (RFC 768)
+		if sum == 0 && (v.proto == UDP || v.proto == UDPLite) {
+			sum = 0xffff // zero on the wire would say "none" (RFC 768, RFC 3828)
 		}
 		be.PutUint16(field, sum)
 		if sum == 0 && v.icmp && sum16(v.b[v.transport:]) == 0 {
@@ -185,8 +185,11 @@ func (v *View) CompleteChecksum() {
 // covered is what the transport checksum covers besides the pseudo-header.
 func (v *View) covered() []byte {
 	t := v.b[v.transport:]
-	if v.proto == UDP {
-		t = t[:be.Uint16(t[4:6])]
+	switch v.proto { // Parse has checked what they say
+	case UDP:
+		return t[:be.Uint16(t[4:6])]
+	case UDPLite, DCCP:
+		return t[:v.coverage(t)]
 	}
 	return t
 }
@@ -227,7 +230,10 @@ func (v *View) validTransport() bool {
 	}
 	t := v.covered()
 	var sum uint64
-	if v.pseudo {
+	switch {
+	case v.proto == UDPLite || v.proto == DCCP: // whatever the coverage (RFC 3828, section 3.1; RFC 4340, section 9.1)
+		sum = v.pseudoSum(len(v.b) - int(v.transport))
+	case v.pseudo:
 		sum = v.pseudoSum(len(t))
 	}
 	return Checksum(t, sum) == 0

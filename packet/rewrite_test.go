@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/binary"
 	"encoding/hex"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"testing"
@@ -387,4 +388,51 @@ func TestSetICMPIDOfAnEchoReplyThatBecomesZero(t *testing.T) {
 		parse(t, b, packet.ChecksumComplete).SetICMPID(7)
 		packettest.Check(t, b, packettest.ICMPID(7), packettest.ValidChecksums())
 	}
+}
+
+// UDP-Lite and DCCP cover the pseudo-header and as much of the rest as they say: the first octets here, or all of it.
+func TestRewriteKeepsTheChecksumOfUDPLiteAndDCCP(t *testing.T) {
+	rng := rand.New(rand.NewPCG(5, 6))
+	for _, h := range []packettest.IP{ip4(), ip6()} {
+		for _, proto := range []uint8{packet.UDPLite, packet.DCCP} {
+			for _, covered := range []int{16, 57} {
+				data := make([]byte, 57)
+				for i := range data {
+					data[i] = byte(rng.Uint32())
+				}
+				coverage := covered % 57 // 0 means all
+				if proto == packet.UDPLite {
+					data[4], data[5] = 0, byte(coverage)
+				} else {
+					data[4], data[5] = 3, byte(coverage/4+1-3)&15 // data offset 3 words
+					if coverage == 0 {
+						data[5] = 0
+					}
+				}
+				data[6], data[7] = 0, 0
+				sum := packettest.InternetChecksum(pseudo(h.Src, h.Dst, proto, len(data)), data[:covered])
+				data[6], data[7] = byte(sum>>8), byte(sum)
+				b := packettest.Build(h, packettest.Raw{Proto: proto, Data: data})
+				v := parse(t, b, packet.ChecksumComplete)
+				if !v.ValidChecksums() {
+					t.Fatalf("protocol %d, %d octets covered: not valid as built", proto, covered)
+				}
+				src, dst := h.Dst, h.Src.Next()
+				v.SetSrc(src)
+				v.SetDst(dst)
+				got := b[v.TransportOffset():]
+				if packettest.InternetChecksum(pseudo(src, dst, proto, len(data)), got[:covered]) != 0 || !v.ValidChecksums() {
+					t.Errorf("protocol %d, %d octets covered: the checksum did not follow", proto, covered)
+				}
+			}
+		}
+	}
+}
+
+func pseudo(src, dst netip.Addr, proto uint8, size int) []byte {
+	b := append(src.AsSlice(), dst.AsSlice()...)
+	if src.Is4() {
+		return append(b, 0, proto, byte(size>>8), byte(size))
+	}
+	return append(b, 0, 0, byte(size>>8), byte(size), 0, 0, 0, proto)
 }

@@ -288,8 +288,40 @@ func (v *View) parseOther(t []byte, csum ChecksumState) Error {
 		v.csum = csum
 		return 0
 	}
+	// UDP-Lite (RFC 3828) and DCCP (RFC 4340) have a checksum in the place of UDP's, over the pseudo-header and a part of
+	// the rest that they say. Otherwise they are opaque.
+	if v.proto == UDPLite || v.proto == DCCP {
+		if len(t) < udpLen {
+			return v.shortTransport()
+		}
+		if size := v.coverage(t); size < udpLen || size > len(t) && !v.more {
+			return ErrTransportHeader
+		}
+		v.sum = v.transport + udpSumOffset
+		v.pseudo = true
+		v.csum = csum
+		return 0
+	}
 	v.csum = ChecksumAbsent
 	return 0
+}
+
+// coverage is how many octets of t the checksum of UDP-Lite or DCCP covers, 0 when what they say makes no sense.
+func (v *View) coverage(t []byte) int {
+	if v.proto == UDPLite {
+		if size := int(be.Uint16(t[4:6])); size != 0 {
+			return size
+		}
+		return len(t)
+	}
+	header, more := int(t[4]), int(t[5]&15)
+	switch {
+	case header < 3: // the shortest generic header
+		return 0
+	case more == 0:
+		return max(len(t), header*4)
+	}
+	return (header + more - 1) * 4
 }
 
 func (v *View) shortTransport() Error {

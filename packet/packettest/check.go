@@ -322,6 +322,16 @@ func (p Packet) validChecksums(partial bool) error {
 		if !partial && p.Transport[6] == 0 && p.Transport[7] == 0 {
 			return nil
 		}
+	case p.Proto == 136: // UDP-Lite: octets 4 and 5 are the coverage, 0 all
+		field = 6
+		if n := uint16(p.Transport[4])*256 + uint16(p.Transport[5]); n > 0 {
+			p.Transport = p.Transport[:n]
+		}
+	case p.Proto == 33: // DCCP: header length and coverage in words
+		field = 6
+		if n := p.Transport[5] % 16; n > 0 {
+			p.Transport = p.Transport[:4*int(p.Transport[4])+4*int(n)-4]
+		}
 	case p.Proto == 1 && p.Src.Is4():
 		field, pseudo = 2, nil
 	case p.Proto == 58 && p.Src.Is6():
