@@ -228,6 +228,38 @@ func TestSendWithoutSocketIsAnError(t *testing.T) {
 	}
 }
 
+func TestSegmentsWithoutPlaceAreForTheNextCall(t *testing.T) {
+	a, b := New(), New()
+	if _, _, err := a.Open(0); err != nil {
+		t.Fatal(err)
+	}
+	fns, port, err := b.Open(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = errors.Join(a.Close(), b.Close()) })
+	batch := make([][]byte, 60)
+	for i := range batch {
+		batch[i] = bytes.Repeat([]byte{byte(i)}, 1000)
+	}
+	if err := a.Send(batch, newEndpoint(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), port), netip.Addr{})); err != nil {
+		t.Fatal(err)
+	}
+	packets, sizes, eps := buffers()
+	for i := 0; i < len(batch); {
+		n, err := fns[0](packets[:7], sizes[:7], eps[:7])
+		if err != nil {
+			t.Fatal(err)
+		}
+		for k := range n {
+			if !bytes.Equal(packets[k][:sizes[k]], batch[i]) || eps[k] == nil {
+				t.Fatalf("segment %d: %d octets of %d", i, sizes[k], packets[k][0])
+			}
+			i++
+		}
+	}
+}
+
 // One sender and one receiver, no goroutine between them, so that the count is
 // theirs alone.
 func TestSendAndReceiveDoNotAllocate(t *testing.T) {

@@ -32,6 +32,14 @@ type receiver struct {
 	try     func(fd uintptr)
 	wait    func(fd uintptr) bool
 
+	// What was received, and what of it no call has had place for yet. It is not
+	// received into the device's buffers at once, because a datagram that GRO has put
+	// together would leave all 64 KiB of a buffer in memory for one segment's use.
+	scratch []byte
+	rest    []byte
+	segment int
+	source  *endpoint
+
 	endpoints map[remote]*endpoint
 	last      *endpoint // most datagrams come from where the one before came from
 	lastName  [unix.SizeofSockaddrInet6]byte
@@ -39,6 +47,9 @@ type receiver struct {
 }
 
 func (in *receiver) init() {
+	in.scratch = make([]byte, 65535) // more than any UDP payload
+	in.iovec.Base = &in.scratch[0]
+	in.iovec.SetLen(len(in.scratch))
 	in.header.Name = &in.name[0]
 	in.header.Iov = &in.iovec
 	in.header.SetIovlen(1)
@@ -64,14 +75,12 @@ func (in *receiver) recvmsg(fd uintptr) {
 }
 
 // receive is the socket's conn.ReceiveFunc. It waits for the first datagram and
-// takes what else is there already. A datagram put together by UDP_GRO lands in
-// the buffer of its first segment, and the others are copied to theirs.
+// takes what else is there already. A datagram that was put together by UDP_GRO
+// is cut into its segments; those without place are for the next call.
 func (s *socket) receive(packets [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
 	in := &s.in
-	n := 0
-	for len(packets)-n >= maxSegments || n == 0 {
-		in.iovec.Base = unsafe.SliceData(packets[n])
-		in.iovec.SetLen(len(packets[n]))
+	n := in.take(packets, sizes, eps)
+	for n < len(packets) {
 		var err error
 		if n == 0 {
 			err = s.raw.Read(in.wait)
@@ -86,28 +95,24 @@ func (s *socket) receive(packets [][]byte, sizes []int, eps []conn.Endpoint) (in
 			return 0, net.ErrClosed
 		case in.errno != 0:
 			return 0, in.errno
-		case in.header.Flags&unix.MSG_TRUNC != 0:
-			in.n = 0 // larger than any WireGuard message
 		}
 		segment, source := in.controls()
-		ep := in.endpoint(source)
-		n += split(packets[n:], sizes[n:], eps[n:], in.n, segment, ep)
+		in.rest, in.segment, in.source = in.scratch[:in.n], segment, in.endpoint(source)
+		n += in.take(packets[n:], sizes[n:], eps[n:])
 	}
 	return n, nil
 }
 
-// split cuts the size octets in packets[0] into segments, which go to the buffers
-// after it, and returns how many there are.
-func split(packets [][]byte, sizes []int, eps []conn.Endpoint, size, segment int, ep *endpoint) int {
-	if segment <= 0 || segment > size {
-		segment = size
-	}
-	sizes[0], eps[0] = segment, ep
-	n := 1
-	for at := segment; at < size && n < len(packets); at += segment {
-		sizes[n] = copy(packets[n], packets[0][at:min(at+segment, size)])
-		eps[n] = ep
-		n++
+// take copies segments into packets and returns how many.
+func (in *receiver) take(packets [][]byte, sizes []int, eps []conn.Endpoint) int {
+	n := 0
+	for ; len(in.rest) > 0 && n < len(packets); n++ {
+		size := len(in.rest)
+		if in.segment > 0 {
+			size = min(size, in.segment)
+		}
+		sizes[n], eps[n] = copy(packets[n], in.rest[:size]), in.source
+		in.rest = in.rest[size:]
 	}
 	return n
 }
