@@ -63,13 +63,18 @@ func (h VirtioHeader) ChecksumState() ChecksumState {
 // request for it: the packet is to be parsed again, as complete. The kernel leaves such a one when a pod has a tunnel of
 // its own (VXLAN, IPIP), because NETIF_F_HW_CSUM promises a checksum from any offset; the outer checksum, if there is one,
 // was made for the finished packet (Documentation/networking/checksum-offloads.rst, LCO). b is the packet and is changed
-// only without an error, which is ErrVirtioHeader: nothing to compute, a superpacket, or offsets outside the packet.
+// only without an error, which is ErrVirtioHeader: nothing to compute, a superpacket, a fragment, TCP, which carries no
+// tunnel, or offsets that are not behind the packet's own transport header.
 func (h *VirtioHeader) FinishInner(b []byte) error {
-	field := int(h.CsumStart) + int(h.CsumOffset)
-	if h.Flags&VirtioNeedsCsum == 0 || h.GSOType != GSONone || h.CsumStart < ipv4Len || field+2 > len(b) {
+	var v View
+	if h.Flags != VirtioNeedsCsum || h.GSOType != GSONone || v.Parse(b, ChecksumComplete) != nil {
 		return ErrVirtioHeader
 	}
-	sum := Checksum(b[h.CsumStart:], 0) // with the pseudo-header sum that is in the field
+	field := int(h.CsumStart) + int(h.CsumOffset)
+	if v.proto == TCP || v.more || v.fragOff != 0 || h.CsumStart < v.payload || field+2 > len(v.b) {
+		return ErrVirtioHeader
+	}
+	sum := Checksum(v.b[h.CsumStart:], 0) // with the pseudo-header sum that is in the field
 	if sum == 0 {
 		sum = 0xffff // for UDP zero means none; for others both are the same number, and so the kernel does it
 	}

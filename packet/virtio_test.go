@@ -101,17 +101,32 @@ func TestVirtioValidate(t *testing.T) {
 
 func TestFinishInnerRefusesWhatIsNotASinglePartialChecksumInside(t *testing.T) {
 	const needs = packet.VirtioNeedsCsum
-	b := packettest.Build(ip4(), packettest.Raw{Proto: 4, Data: make([]byte, 40)})
-	for _, h := range []packet.VirtioHeader{
-		{CsumStart: 40, CsumOffset: 16},
-		{Flags: needs, GSOType: packet.GSOTCPv4, CsumStart: 40, CsumOffset: 16},
-		{Flags: needs, CsumStart: 10, CsumOffset: 0},
-		{Flags: needs, CsumStart: 40, CsumOffset: 19},
-		{Flags: needs, CsumStart: 0xffff, CsumOffset: 0xffff},
+	ipip := packettest.Build(ip4(), packettest.Raw{Proto: 4, Data: make([]byte, 40)})
+	udp := packettest.Build(ip4(), packettest.UDP{SrcPort: 5, DstPort: 4789, Data: make([]byte, 80)})
+	tcp := packettest.Build(ip4(), packettest.TCP{Flags: packettest.ACK, Data: make([]byte, 80)})
+	inner := packet.VirtioHeader{Flags: needs, CsumStart: 70, CsumOffset: 16}
+	for _, c := range []struct {
+		name string
+		h    packet.VirtioHeader
+		b    []byte
+	}{
+		{"nothing asked for", packet.VirtioHeader{CsumStart: 40, CsumOffset: 16}, ipip},
+		{"unknown flag", packet.VirtioHeader{Flags: needs | 4, CsumStart: 40, CsumOffset: 16}, ipip},
+		{"superpacket", packet.VirtioHeader{Flags: needs, GSOType: packet.GSOTCPv4, CsumStart: 40, CsumOffset: 16}, ipip},
+		{"in the IP header", packet.VirtioHeader{Flags: needs, CsumStart: 10}, ipip},
+		{"beyond the end", packet.VirtioHeader{Flags: needs, CsumStart: 40, CsumOffset: 19}, ipip},
+		{"far beyond the end", packet.VirtioHeader{Flags: needs, CsumStart: 0xffff, CsumOffset: 0xffff}, ipip},
+		{"in the UDP header", packet.VirtioHeader{Flags: needs, CsumStart: 24, CsumOffset: 6}, udp},
+		{"TCP", inner, tcp},
+		{"fragment", inner, packettest.Fragments(udp, 80, 7)[0]},
+		{"not a packet", inner, udp[:90]},
 	} {
-		before := bytes.Clone(b)
-		if err := h.FinishInner(b); !errors.Is(err, packet.ErrVirtioHeader) || !bytes.Equal(b, before) {
-			t.Errorf("%+v: %v", h, err)
+		before := bytes.Clone(c.b)
+		if err := c.h.FinishInner(c.b); !errors.Is(err, packet.ErrVirtioHeader) || !bytes.Equal(c.b, before) {
+			t.Errorf("%s: %v", c.name, err)
 		}
+	}
+	if err := inner.FinishInner(udp); err != nil {
+		t.Errorf("behind the UDP header: %v", err)
 	}
 }
