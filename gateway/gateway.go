@@ -396,7 +396,7 @@ func (g *gateway) accept(c Config) error {
 	if mtu == 0 {
 		mtu = g.autoMTU(gw.Peers)
 	}
-	if err := g.engine.SetPeers(rulesFor(c.Intent, mtu)); err != nil {
+	if err := g.engine.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
 		g.resolver.set(g.now.gateway.Peers)
 		return err
 	}
@@ -420,17 +420,18 @@ func (g *gateway) accept(c Config) error {
 	g.now.generation++
 	g.now.reloaded = time.Now()
 	g.mu.Unlock()
-	g.put(mtu)
+	g.put(gw, mtu)
 	g.log.Info("configuration in force", "generation", g.now.generation, "peers", len(gw.Peers))
 	return nil
 }
 
-// rulesFor are the engine's rules of an intent that GatewayFor accepts.
-func rulesFor(in fabric.Intent, mtu int) []natengine.Peer {
-	gw, _ := fabric.GatewayFor(in, mssFor(mtu))
-	rules := make([]natengine.Peer, len(gw.Peers))
-	for i, p := range gw.Peers {
-		rules[i] = p.Rules
+// rulesFor sets the MSS that fits the MTU in peers, which the caller owns, and
+// returns their rules.
+func rulesFor(peers []fabric.GatewayPeer, mtu int) []natengine.Peer {
+	rules := make([]natengine.Peer, len(peers))
+	for i := range peers {
+		peers[i].Rules.MSS = mssFor(mtu)
+		rules[i] = peers[i].Rules
 	}
 	return rules
 }
@@ -460,25 +461,24 @@ func (g *gateway) autoMTU(peers []fabric.GatewayPeer) int {
 
 // reapply makes the configuration in force true again, whatever changed around it.
 func (g *gateway) reapply() {
-	mtu := g.now.config.MTU
+	gw, mtu := g.now.gateway, g.now.config.MTU
 	if mtu == 0 {
-		mtu = g.autoMTU(g.now.gateway.Peers)
+		mtu = g.autoMTU(gw.Peers)
 	}
 	if mtu != g.now.mtu {
-		if err := g.engine.SetPeers(rulesFor(g.now.config.Intent, mtu)); err != nil {
+		gw.Peers = slices.Clone(gw.Peers) // others read the old ones
+		if err := g.engine.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
 			g.log.Error("rules for another MTU", "mtu", mtu, "error", err) // they differ in the MSS alone
 			return
 		}
 	}
-	g.put(mtu)
+	g.put(gw, mtu)
 }
 
 // put makes everything but the engine's rules true, which are swapped already.
 // It goes on after a failure; what failed is tried again every second.
-func (g *gateway) put(mtu int) {
+func (g *gateway) put(gw fabric.Gateway, mtu int) {
 	c, was := g.now.config, g.now.mtu
-	gw, _ := fabric.GatewayFor(c.Intent, mssFor(mtu))
-
 	want := wgConfig{privateKey: c.PrivateKey, listenPort: c.ListenPort}
 	own := publicKey(c.PrivateKey)
 	checks := make([]checkPeer, 0, len(gw.Peers))

@@ -56,11 +56,11 @@ func without(t *testing.T, peers ...fabric.Peer) *gateway {
 func (g *gateway) put0(t *testing.T, peers ...fabric.Peer) {
 	t.Helper()
 	c := Config{Intent: fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", Peers: peers}, PrivateKey: Key(key(9)), ListenPort: 5871}
-	gw, problems := fabric.GatewayFor(c.Intent, 1400)
+	gw, problems := fabric.GatewayFor(c.Intent, 0)
 	if len(problems) > 0 {
 		t.Fatal(problems)
 	}
-	if err := g.engine.SetPeers(rulesFor(c.Intent, 1440)); err != nil {
+	if err := g.engine.SetPeers(rulesFor(gw.Peers, 1440)); err != nil {
 		t.Fatal(err)
 	}
 	var checks []checkPeer

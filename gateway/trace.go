@@ -233,7 +233,8 @@ func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 		mtu = defaultMTU
 	}
 	e := natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: c.MaxFlows})
-	if err := e.SetPeers(rulesFor(c.Intent, mtu)); err != nil {
+	gw, _ := fabric.GatewayFor(c.Intent, 0) // whoever made the configuration has told its problems
+	if err := e.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
 		return nil, err
 	}
 	steps, err := Trace(e, q, 0)
