@@ -326,7 +326,7 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 	case r.rule.guarded && unreachable(src, v.Is4()):
 		return e.refuse(r, Inbound, DropSource, tr)
 	case v.IsICMPError():
-		return e.inboundError(v, r, src, dst, now, tr)
+		return e.inboundError(v, r, dst, now, tr)
 	case linkScope(v):
 		return e.refuse(r, Inbound, DropProtocol, tr)
 	}

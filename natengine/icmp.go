@@ -61,7 +61,7 @@ func (e *Engine) quotedFlow(q *packet.Quote, r *remote, dir Direction, near, rem
 }
 
 // inboundError translates an error about a packet that we sent. Its outer source is an address of the peer and stays.
-func (e *Engine) inboundError(v *packet.View, r *remote, _, dst addr, now tick, tr *Trace) Verdict {
+func (e *Engine) inboundError(v *packet.View, r *remote, dst addr, now tick, tr *Trace) Verdict {
 	var q packet.Quote
 	if drop := quote(v, &q); drop != DropNone {
 		return e.refuse(r, Inbound, drop, tr)

@@ -32,8 +32,8 @@ const (
 	// CAP_NET_ADMIN to exceed net.core.{r,w}mem_max.
 	bufferSize = 7 << 20
 
-	// maxSegments is UDP_MAX_SEGMENTS of older kernels and UDP_GRO_CNT_MAX
-	// (include/linux/udp.h, net/ipv4/udp_offload.c): datagrams in one.
+	// maxSegments is UDP_MAX_SEGMENTS of older kernels (include/linux/udp.h): datagrams
+	// that one sendmsg may carry.
 	maxSegments = 64
 
 	// maxPayload is the largest UDP payload over IPv4.
