@@ -1,5 +1,49 @@
 package v1alpha1
 
+import (
+	"crypto/sha256"
+	"encoding/hex"
+)
+
+// UniqueName is the name of the cluster in object names: clusterName, a dash and
+// the first six hexadecimal digits of the SHA-256 of clusterID. A NetworkConfig,
+// original and copy, has the unique name of the receiver, a TunnelEndpoint that
+// of the peer.
+func (c ClusterIdentity) UniqueName() string {
+	sum := sha256.Sum256([]byte(c.ClusterID))
+	return c.ClusterName + "-" + hex.EncodeToString(sum[:])[:6]
+}
+
+// TenantNamespace is the name that Liqo gives to the namespace of a peering with
+// the cluster.
+func (c ClusterIdentity) TenantNamespace() string { return "liqo-tenant-" + c.UniqueName() }
+
+// Labels of a tenant namespace.
+const (
+	// LabelTenantClusterID is the clusterID of the peer.
+	LabelTenantClusterID = "discovery.liqo.io/cluster-id"
+	// LabelTenantNamespace is "true".
+	LabelTenantNamespace = "discovery.liqo.io/tenant-namespace"
+)
+
+// ConditionAccepted is the condition of a NetworkConfig's copy: whether the
+// receiver takes what it says. It travels back to the original with the status,
+// so that the sender learns why it is refused. The message names the field.
+const ConditionAccepted = "Accepted"
+
+// Reasons of ConditionAccepted. Only the first goes with True.
+const (
+	ReasonAnswered     = "Answered"     // and the status holds the answer
+	ReasonNotPeered    = "NotPeered"    // nobody here wants to be joined with the sender
+	ReasonWrongOrigin  = "WrongOrigin"  // the labels name another cluster than the namespace belongs to
+	ReasonInvalid      = "Invalid"      // a value makes no sense here
+	ReasonKeyConflict  = "KeyConflict"  // the public key is ours or that of another peer
+	ReasonEndpoint     = "BadEndpoint"  // the gateway's address lies where it cannot be
+	ReasonExhausted    = "Exhausted"    // no network of that length is free
+	ReasonCIDRConflict = "CIDRConflict" // the network that a Peering demands for it is taken
+	ReasonAmbiguous    = "Ambiguous"    // the sender has more than one NetworkConfig here
+)
+
 // None stands in a NAT field for "this network is not remapped". It has to be
 // spelled out: a Liqo gateway rejects a TunnelEndpoint whose NAT field is
 // empty, and copies what it finds in the status of a NetworkConfig unmodified.

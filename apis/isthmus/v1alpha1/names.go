@@ -1,0 +1,85 @@
+package v1alpha1
+
+// FinalizerPeering keeps a Peering until everything that the manager made for
+// it, here and at the peer, is gone.
+const FinalizerPeering = "isthmus.net/peering"
+
+// AnnotationForce, "true" on a Peering that is being deleted, ends the wait for
+// the peer: what lies there stays there, and an Event says what that is.
+const AnnotationForce = "isthmus.net/force-unpeer"
+
+// DefaultIdentitySecret is the Secret in the local tenant namespace with which
+// the manager speaks to the peer's API server, unless the Peering names another.
+const DefaultIdentitySecret = "isthmus-identity"
+
+// SecretKubeconfig is the key of an identity Secret that holds a kubeconfig. A
+// Secret without it is read as Liqo's: private-key, certificate, apiServerUrl,
+// apiServerCa.
+const SecretKubeconfig = "kubeconfig"
+
+// Condition types of a Peering, in the order in which they become true. All are
+// there from the first reconcile on, Unknown if need be.
+const (
+	// ConditionReady sums up the others: traffic can flow.
+	ConditionReady = "Ready"
+	// ConditionIdentity: the peer's API server takes our identity.
+	ConditionIdentity = "IdentityReady"
+	// ConditionPublished: our NetworkConfig lies at the peer as it is now.
+	ConditionPublished = "Published"
+	// ConditionAnswered: the peer has said how it sees our networks.
+	ConditionAnswered = "Answered"
+	// ConditionPeerConfig: the peer's NetworkConfig is here, accepted and
+	// answered.
+	ConditionPeerConfig = "PeerConfigAccepted"
+	// ConditionTunnelEndpoint: the TunnelEndpoint says what both sides agreed.
+	ConditionTunnelEndpoint = "TunnelEndpointReady"
+	// ConditionConnected: the gateway hears the peer.
+	ConditionConnected = "Connected"
+)
+
+// Reasons of the conditions of a Peering. Those of a refused NetworkConfig
+// (ConditionPeerConfig, ConditionAnswered) are taken over from its condition
+// Accepted, see package net/v1alpha1.
+const (
+	// Ready
+	ReasonConnected  = "Connected"  // everything is true
+	ReasonNotReady   = "NotReady"   // the message names the first condition that is not true
+	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message says what is waited for
+	ReasonConflict   = "Conflict"   // another Peering is for the same cluster or namespace
+	ReasonLocalSetup = "LocalSetup" // our own side lacks something: key, gateway Service, PodCIDR
+
+	// IdentityReady
+	ReasonIdentityAccepted = "Accepted"         // the peer's API server answers
+	ReasonSecretMissing    = "SecretMissing"    // no Secret of that name, or not readable for us
+	ReasonSecretInvalid    = "SecretInvalid"    // it holds neither a kubeconfig nor Liqo's identity
+	ReasonUnauthorized     = "Unauthorized"     // revoked or expired
+	ReasonUnreachable      = "Unreachable"      // the peer's API server does not answer
+	ReasonNotReplicated    = "ReplicatedByLiqo" // Liqo's crd-replicator does it
+
+	// Published
+	ReasonUpToDate      = "UpToDate"
+	ReasonForbidden     = "Forbidden"     // the peer's RBAC or quota refuses us
+	ReasonRefusedByPeer = "RefusedByPeer" // the peer's API server finds our object invalid
+	ReasonNamespaceGone = "NamespaceGone" // no tenant namespace at the peer
+	ReasonPublishing    = "Publishing"    // not done yet
+
+	// Answered, PeerConfigAccepted
+	ReasonAnswered      = "Answered"
+	ReasonWaitingAnswer = "WaitingForAnswer"
+	ReasonWaitingPeer   = "WaitingForPeer" // the peer has not published anything here yet
+	ReasonPeerWithdrew  = "PeerWithdrew"   // it had, and has deleted it: it un-peered
+	ReasonAmbiguous     = "Ambiguous"      // more than one NetworkConfig of the peer
+
+	// TunnelEndpointReady
+	ReasonAgreed  = "Agreed"
+	ReasonInvalid = "Invalid" // what the two sides said does not go together
+	ReasonWaiting = "Waiting" // for the exchange
+
+	// Connected: taken from status.connection of the TunnelEndpoint
+	ReasonConnecting = "Connecting"
+	ReasonNoGateway  = "NoGateway" // no gateway has written a status yet
+	ReasonLost       = "ConnectionLost"
+
+	// ReasonUnknown: not looked at yet.
+	ReasonUnknown = "Unknown"
+)

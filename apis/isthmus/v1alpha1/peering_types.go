@@ -1,0 +1,148 @@
+package v1alpha1
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	net "github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// Namespace is the name of a Kubernetes namespace.
+// +kubebuilder:validation:MinLength=1
+// +kubebuilder:validation:MaxLength=63
+// +kubebuilder:validation:Pattern=`^[a-z0-9]([a-z0-9-]*[a-z0-9])?$`
+type Namespace = string
+
+// PeeringSpec says with which cluster to be joined and how to reach its API
+// server. A person or `isthmus peer` writes it.
+type PeeringSpec struct {
+	// Cluster is the peer. It is set once: another cluster is another Peering.
+	// +kubebuilder:validation:XValidation:rule="self.clusterID == oldSelf.clusterID && self.clusterName == oldSelf.clusterName",message="cluster is immutable",reason=FieldValueInvalid
+	Cluster net.ClusterIdentity `json:"cluster"`
+	// TenantNamespace is where the objects of this peering live on each side.
+	TenantNamespace TenantNamespace `json:"tenantNamespace"`
+	// IdentitySecretName is the Secret in the local tenant namespace with our
+	// identity at the peer: a kubeconfig under the key kubeconfig, or Liqo's
+	// certificate (private-key, certificate, apiServerUrl, apiServerCa).
+	// +kubebuilder:default=isthmus-identity
+	// +kubebuilder:validation:MinLength=1
+	// +kubebuilder:validation:MaxLength=253
+	// +optional
+	IdentitySecretName string `json:"identitySecretName,omitempty"`
+	// Overrides replace what would be chosen otherwise.
+	// +optional
+	Overrides Overrides `json:"overrides,omitzero"`
+}
+
+// TenantNamespace names the namespaces of a peering.
+type TenantNamespace struct {
+	// Local is the namespace here, of which the peer may use the NetworkConfigs
+	// and nothing else. It is set once.
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.local is immutable",reason=FieldValueInvalid
+	Local Namespace `json:"local"`
+	// Remote is the namespace at the peer.
+	Remote Namespace `json:"remote"`
+}
+
+// Overrides are for networks that cannot find out by themselves. Each is
+// optional.
+type Overrides struct {
+	// Address is where this peer reaches our gateway, instead of what the
+	// gateway's Service says.
+	// +optional
+	Address *net.EndpointHost `json:"address,omitempty"`
+	// Port is the UDP port there.
+	// +kubebuilder:validation:Minimum=1
+	// +kubebuilder:validation:Maximum=65535
+	// +optional
+	Port int32 `json:"port,omitempty"`
+	// PodCIDR is the network to use here for the peer's pods, of the length of
+	// its PodCIDR, instead of one that the IPAM picks.
+	// +optional
+	PodCIDR *net.CIDR `json:"podCIDR,omitempty"`
+	// ExternalCIDR is the same for the peer's ExternalCIDR.
+	// +optional
+	ExternalCIDR *net.CIDR `json:"externalCIDR,omitempty"`
+}
+
+// PeeringStatus is the whole story of a peering. The manager writes it.
+type PeeringStatus struct {
+	// ObservedGeneration is the metadata.generation that the rest is about.
+	// +optional
+	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
+	// Conditions are Ready, IdentityReady, Published, Answered,
+	// PeerConfigAccepted, TunnelEndpointReady and Connected.
+	// +optional
+	// +listType=map
+	// +listMapKey=type
+	// +patchStrategy=merge
+	// +patchMergeKey=type
+	// +kubebuilder:validation:MaxItems=16
+	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
+	// Local are our networks, and as the peer sees them.
+	// +optional
+	Local Networks `json:"local,omitzero"`
+	// Remote are the peer's networks, and as we see them.
+	// +optional
+	Remote Networks `json:"remote,omitzero"`
+	// Endpoint is where the peer's gateway is reached, address and port.
+	// +optional
+	Endpoint string `json:"endpoint,omitempty"`
+	// Latency is the round trip time to the peer's gateway, as in the
+	// TunnelEndpoint.
+	// +optional
+	Latency string `json:"latency,omitempty"`
+}
+
+// Networks are the two networks of one cluster. What is not agreed upon yet is
+// empty.
+type Networks struct {
+	// PodCIDR is the network of its pods.
+	// +optional
+	PodCIDR string `json:"podCIDR,omitempty"`
+	// PodCIDRSeen is the network that the other side uses for it; equal to
+	// podCIDR when it is not remapped.
+	// +optional
+	PodCIDRSeen string `json:"podCIDRSeen,omitempty"`
+	// ExternalCIDR is the network for its endpoints that are no pods.
+	// +optional
+	ExternalCIDR string `json:"externalCIDR,omitempty"`
+	// ExternalCIDRSeen is the network that the other side uses for that.
+	// +optional
+	ExternalCIDRSeen string `json:"externalCIDRSeen,omitempty"`
+}
+
+// Peering joins this cluster with another one, which has a Peering for this
+// one.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:subresource:status
+// +kubebuilder:resource:path=peerings,scope=Cluster,categories=isthmus,shortName=peer
+// +kubebuilder:printcolumn:name="Cluster",type=string,JSONPath=`.spec.cluster.clusterName`
+// +kubebuilder:printcolumn:name="Their pods here",type=string,JSONPath=`.status.remote.podCIDRSeen`
+// +kubebuilder:printcolumn:name="Our pods there",type=string,JSONPath=`.status.local.podCIDRSeen`
+// +kubebuilder:printcolumn:name="Ready",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].status`
+// +kubebuilder:printcolumn:name="Reason",type=string,JSONPath=`.status.conditions[?(@.type=="Ready")].reason`
+// +kubebuilder:printcolumn:name="Latency",type=string,JSONPath=`.status.latency`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+// +kubebuilder:printcolumn:name="Endpoint",type=string,priority=1,JSONPath=`.status.endpoint`
+// +kubebuilder:printcolumn:name="Cluster ID",type=string,priority=1,JSONPath=`.spec.cluster.clusterID`
+// +kubebuilder:printcolumn:name="Message",type=string,priority=1,JSONPath=`.status.conditions[?(@.type=="Ready")].message`
+type Peering struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// Spec is written by people.
+	Spec PeeringSpec `json:"spec"`
+	// Status is written by the manager.
+	// +optional
+	Status PeeringStatus `json:"status,omitzero"`
+}
+
+// PeeringList is a list of Peerings.
+//
+// +kubebuilder:object:root=true
+type PeeringList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []Peering `json:"items"`
+}

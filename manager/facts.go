@@ -1,0 +1,34 @@
+// Package manager is the control plane of one cluster: it exchanges
+// NetworkConfigs with the peers, answers theirs, and makes the TunnelEndpoints
+// and NatMappings that gateways and route agents carry out.
+package manager
+
+import (
+	"context"
+	"net/netip"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// Facts are what this cluster knows about itself. A zero field is not known yet;
+// Missing says why.
+type Facts struct {
+	Cluster      v1alpha1.ClusterIdentity
+	PodCIDR      netip.Prefix
+	ServiceCIDR  netip.Prefix
+	ExternalCIDR netip.Prefix
+	Nodes        []netip.Addr // addresses of the nodes, sorted
+	Endpoint     string       // where peers reach our gateway: IP address or DNS name
+	Port         uint16       // UDP
+	PublicKey    [32]byte     // WireGuard
+
+	// Missing has a sentence for each thing without which no NetworkConfig can
+	// be published, such as `Secret isthmus-system/wireguard-pubkey: not there
+	// yet; the gateway makes it`.
+	Missing []string
+}
+
+// A FactsReader gathers the Facts from the cache.
+type FactsReader interface {
+	Facts(ctx context.Context) (Facts, error)
+}
