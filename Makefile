@@ -31,6 +31,10 @@ demo: build ## Three clusters with the same PodCIDR on this machine, joined, wit
 test: deps ## Everything CI runs: generated files, vet, lint, all tests with -race (as root: in namespaces too)
 	@go run ./internal/ci
 
+.PHONY: kube
+kube: ## Build etcd and kube-apiserver for the tests and the demo, where missing (4 minutes, once)
+	@go run ./internal/kubetest/build
+
 .PHONY: lint
 lint: $(GOLANGCI) ## golangci-lint over both modules
 	$(GOLANGCI) run --allow-parallel-runners ./...

@@ -1,0 +1,115 @@
+package kubetest
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"syscall"
+	"time"
+)
+
+// A guard makes sure that nothing of a server outlives its owner, also when the owner is killed by SIGKILL or runs into
+// a panic. It is a shell that leads the process group of all programs, reads a pipe whose other end only the owner has,
+// and at its end removes the folder and kills the group, itself included. The usual Stop takes this way too.
+//
+// Why not Pdeathsig: it fires when the parent's thread ends, and a program that is started inside a network namespace is
+// started by a thread that ends right after. Why not a list of process IDs: they change hands; a group exists, and its
+// number stays taken, as long as the guard does.
+type guard struct {
+	shell *exec.Cmd
+	pipe  *os.File // the owner's end
+}
+
+func newGuard(dir string) (*guard, error) {
+	r, w, err := os.Pipe()
+	if err != nil {
+		return nil, err
+	}
+	defer r.Close()
+	shell := exec.Command("sh", "-c", `read -r _; rm -rf -- "$1"; kill -9 0`, "kubetest-guard", dir)
+	shell.Stdin = r
+	shell.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if err := shell.Start(); err != nil {
+		w.Close()
+		return nil, fmt.Errorf("guard: %w", err)
+	}
+	return &guard{shell, w}, nil
+}
+
+// end kills whatever is left in the group and removes the folder.
+func (g *guard) end() {
+	g.pipe.Close()
+	_ = g.shell.Wait() // always "killed": it does that itself
+}
+
+// A process is a program of a server that was started, and its log.
+type process struct {
+	cmd   *exec.Cmd
+	log   string // path
+	ended chan struct{}
+	err   error // why it ended; to be read once ended is closed
+}
+
+// start starts the program inside the guard's group. Its log goes on where an earlier one of the same name ended. It is
+// a file, not a pipe: a program must not wait for its owner to read.
+func (g *guard) start(starter func(*exec.Cmd) error, dir, path string, args ...string) (*process, error) {
+	name := filepath.Base(path)
+	p := &process{cmd: exec.Command(path, args...), log: filepath.Join(dir, name+".log"), ended: make(chan struct{})}
+	log, err := os.OpenFile(p.log, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err != nil {
+		return nil, err
+	}
+	defer log.Close()
+	p.cmd.Dir, p.cmd.Stdout, p.cmd.Stderr = dir, log, log
+	p.cmd.SysProcAttr = &syscall.SysProcAttr{Setpgid: true, Pgid: g.shell.Process.Pid}
+	if starter == nil {
+		starter = (*exec.Cmd).Start
+	}
+	if err := starter(p.cmd); err != nil {
+		return nil, fmt.Errorf("start %s: %w", name, err)
+	}
+	go func() {
+		p.err = p.cmd.Wait()
+		close(p.ended)
+	}()
+	return p, nil
+}
+
+// kill ends the process and waits until it is gone.
+func (p *process) kill() error {
+	if err := p.cmd.Process.Kill(); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return fmt.Errorf("kill %s: %w", p.cmd.Path, err)
+	}
+	select {
+	case <-p.ended:
+		return nil
+	case <-time.After(10 * time.Second):
+		return fmt.Errorf("%s (process %d) does not end", p.cmd.Path, p.cmd.Process.Pid)
+	}
+}
+
+// tail returns the last lines of the log, at most 64 KiB.
+func (p *process) tail(lines int) string {
+	f, err := os.Open(p.log)
+	if err != nil {
+		return ""
+	}
+	defer f.Close()
+	if end, err := f.Seek(0, io.SeekEnd); err == nil {
+		_, _ = f.Seek(max(0, end-64<<10), io.SeekStart) // cannot fail where the first one did not
+	}
+	b, err := io.ReadAll(f)
+	if err != nil {
+		return ""
+	}
+	b = bytes.TrimRight(b, "\n")
+	from := len(b)
+	for ; lines > 0 && from > 0; lines-- {
+		from = max(0, bytes.LastIndexByte(b[:from], '\n'))
+	}
+	return string(bytes.TrimLeft(b[from:], "\n"))
+}

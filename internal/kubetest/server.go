@@ -1,0 +1,439 @@
+// Package kubetest starts real Kubernetes API servers for tests and the demo: etcd, kube-apiserver and, where wanted, the
+// controllers that tests wait for (namespaces, garbage collection, service accounts and their tokens, quotas, certificate
+// requests, aggregated roles). Any number of them run side by side; one is ready in a few seconds and leaves nothing
+// behind.
+//
+//	dir, err := kubetest.Build(ctx, os.Stderr)               // once, minutes; afterwards milliseconds
+//	s, err := kubetest.Start(ctx, kubetest.Options{Name: "a", Dir: dir})
+//	defer s.Stop()
+//	config, err := clientcmd.RESTConfigFromKubeConfig(s.Kubeconfig())
+//
+// There are no nodes: objects exist, pods do not run. The package needs no Kubernetes library.
+package kubetest
+
+import (
+	"bytes"
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+)
+
+// readyTimeout bounds a start whose context has no earlier end: a machine with a load of ten needs half a minute.
+const readyTimeout = 2 * time.Minute
+
+// controllers are those of the controller manager that objects need to be deleted, tokens to exist and requests to be
+// answered. Those that make pods, or look after nodes, have nothing to do here.
+const controllers = "namespace-controller,garbage-collector-controller,resourcequota-controller,serviceaccount-controller," +
+	"serviceaccount-token-controller,certificatesigningrequest-signing-controller," +
+	"certificatesigningrequest-approving-controller,clusterrole-aggregation-controller"
+
+// Options of a server. The zero value is a server on a free port of 127.0.0.1 without controllers.
+type Options struct {
+	// Name is the cluster's, the context's and the user's in the kubeconfig. Default: "kubetest".
+	Name string
+	// Dir has the programs, as Build returns it. Default: what Build returns, with its progress on standard error.
+	Dir string
+	// Host is the address to listen on and to advertise. Default: 127.0.0.1.
+	Host netip.Addr
+	// APIPort is the port to listen on. Default: a free one, or 6443 with a Starter, which may start programs in another
+	// network namespace, where this package cannot look for a free one.
+	APIPort uint16
+	// ServiceCIDR is what cluster IPs are taken from, of the same family as Host, with at most 2^20 addresses. Default:
+	// 10.96.0.0/12 (fd00:96::/108 where Host is IPv6).
+	ServiceCIDR netip.Prefix
+	// Controllers says that the controller manager is to run: without it namespaces are never gone, there are no owner
+	// references, service accounts or quotas.
+	Controllers bool
+	// Starter starts a prepared command, for example inside a network namespace. It must keep SysProcAttr, Dir, Stdout and
+	// Stderr as they are. Default: cmd.Start.
+	Starter func(cmd *exec.Cmd) error
+	// Dial reaches the server from here, where Starter put it elsewhere. Default: net.Dialer.
+	Dial func(ctx context.Context, network, address string) (net.Conn, error)
+}
+
+// A Server is a running control plane. Its methods may be called concurrently, but none after or beside Stop.
+type Server struct {
+	opts Options
+	dir  string // of this server alone: data, keys, logs
+	ca   *authority
+
+	admin      []byte // kubeconfig
+	client     *http.Client
+	guard      *guard
+	port       *reservation // nil where the caller chose
+	etcd       *process
+	controller *process // nil without Controllers
+
+	mu  sync.Mutex
+	api *process // another one after RestartAPIServer
+}
+
+// Start starts a server and returns when it answers /readyz; controllers begin within the next second or two. ctx bounds
+// the start alone. The caller ends it with Stop. An error says what the program that failed said last.
+func Start(ctx context.Context, opts Options) (s *Server, err error) {
+	if err := opts.complete(); err != nil {
+		return nil, err
+	}
+	if opts.Dir == "" {
+		if opts.Dir, err = Build(ctx, os.Stderr); err != nil {
+			return nil, err
+		}
+	}
+	if opts.Dir, err = filepath.Abs(opts.Dir); err != nil { // programs run in a folder of their own
+		return nil, err
+	}
+	if err := missing(opts.Dir); err != nil {
+		return nil, fmt.Errorf("folder of programs: %w", err)
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, readyTimeout, fmt.Errorf("not ready within %v", readyTimeout))
+	defer cancel()
+	s = &Server{opts: opts}
+	if err := s.start(ctx); err != nil {
+		err = fmt.Errorf("API server %s: %w", opts.Name, err)
+		return nil, errors.Join(err, s.Stop())
+	}
+	return s, nil
+}
+
+var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$`)
+
+// complete fills in the defaults and refuses what the programs would refuse later and less clearly.
+func (o *Options) complete() error {
+	if o.Name == "" {
+		o.Name = "kubetest"
+	}
+	if !validName.MatchString(o.Name) {
+		return fmt.Errorf("Name: %q is not of the form %s", o.Name, validName)
+	}
+	if !o.Host.IsValid() {
+		o.Host = netip.AddrFrom4([4]byte{127, 0, 0, 1})
+	}
+	if o.Host = o.Host.Unmap(); o.Host.IsUnspecified() || o.Host.IsMulticast() || o.Host.Zone() != "" {
+		return fmt.Errorf("Host: %s is not one unicast address that a certificate can name", o.Host)
+	}
+	if o.APIPort == 0 && o.Starter != nil {
+		o.APIPort = 6443
+	}
+	if o.ServiceCIDR == (netip.Prefix{}) {
+		o.ServiceCIDR = netip.MustParsePrefix("10.96.0.0/12")
+		if o.Host.Is6() {
+			o.ServiceCIDR = netip.MustParsePrefix("fd00:96::/108")
+		}
+	}
+	cidr := o.ServiceCIDR
+	if hostBits := cidr.Addr().BitLen() - cidr.Bits(); !cidr.IsValid() || cidr != cidr.Masked() || hostBits < 3 || hostBits > 20 {
+		return fmt.Errorf("ServiceCIDR: %s has to be a network of 2^3 to 2^20 addresses without host bits", cidr)
+	}
+	if cidr.Addr().Is4() != o.Host.Is4() {
+		return fmt.Errorf("ServiceCIDR: %s is not of the same family as the host %s", cidr, o.Host)
+	}
+	if o.Dial == nil {
+		o.Dial = new(net.Dialer).DialContext
+	}
+	return nil
+}
+
+// start does what Start promises; what it leaves half done is for Stop.
+func (s *Server) start(ctx context.Context) (err error) {
+	if s.dir, err = os.MkdirTemp("", "kubetest-"+s.opts.Name+"-"); err != nil {
+		return err
+	}
+	if s.guard, err = newGuard(s.dir); err != nil {
+		return err
+	}
+	if s.opts.APIPort == 0 {
+		if s.port, err = reserve(s.opts.Host); err != nil {
+			return fmt.Errorf("find a free port of %s: %w", s.opts.Host, err)
+		}
+		s.opts.APIPort = s.port.number
+	}
+	if err := s.credentials(); err != nil {
+		return err
+	}
+	if err := s.startEtcd(); err != nil {
+		return err
+	}
+	if err := s.startAPI(); err != nil {
+		return err
+	}
+	if err := s.awaitReady(ctx); err != nil {
+		return err
+	}
+	if s.opts.Controllers {
+		return s.startControllers() // not earlier: it gives up when the API server takes ten seconds
+	}
+	return nil
+}
+
+// credentials makes all keys, certificates and kubeconfigs, and the client of this package.
+func (s *Server) credentials() (err error) {
+	if s.ca, err = newAuthority("kubernetes"); err != nil {
+		return err
+	}
+	firstService := s.opts.ServiceCIDR.Addr().Next() // what the service "kubernetes" gets
+	loopback := netip.AddrFrom4([4]byte{127, 0, 0, 1})
+	serverCert, serverKey, err := s.ca.server(s.opts.Host, loopback, netip.IPv6Loopback(), firstService)
+	if err != nil {
+		return err
+	}
+	adminCert, adminKey, err := s.ca.client("kubernetes-admin", []string{"system:masters"})
+	if err != nil {
+		return err
+	}
+	_, tokenKey, err := newKey()
+	if err != nil {
+		return err
+	}
+	s.admin = kubeconfig(s.opts.Name, s.URL(), s.ca.certPEM, adminCert, adminKey)
+	for name, content := range map[string][]byte{
+		"ca.crt": s.ca.certPEM, "ca.key": s.ca.keyPEM, "server.crt": serverCert, "server.key": serverKey,
+		"tokens.key": tokenKey, "admin.kubeconfig": s.admin,
+	} {
+		if err := os.WriteFile(filepath.Join(s.dir, name), content, 0o600); err != nil {
+			return err
+		}
+	}
+
+	pair, err := tls.X509KeyPair(adminCert, adminKey)
+	if err != nil {
+		return err
+	}
+	roots := x509.NewCertPool()
+	roots.AddCert(s.ca.cert)
+	s.client = &http.Client{
+		Timeout: 5 * time.Second,
+		Transport: &http.Transport{
+			DialContext:     s.opts.Dial,
+			TLSClientConfig: &tls.Config{RootCAs: roots, Certificates: []tls.Certificate{pair}, MinVersion: tls.VersionTLS12},
+		},
+	}
+	return nil
+}
+
+// startEtcd starts etcd on a Unix socket: no port to find, the same in every network namespace, and nobody else's. It
+// insists on advertising something with a port, which a cluster of one never uses.
+func (s *Server) startEtcd() (err error) {
+	const unused = "http://localhost:2380"
+	s.etcd, err = s.run("etcd",
+		"--name=etcd", "--data-dir=etcd", "--unsafe-no-fsync",
+		"--listen-client-urls=unix://etcd.sock", "--advertise-client-urls="+unused,
+		"--listen-peer-urls=unix://peer.sock", "--initial-advertise-peer-urls="+unused, "--initial-cluster=etcd="+unused,
+		"--heartbeat-interval=20", "--election-timeout=200", // in ms: the one member elects itself sooner
+		"--log-level=warn")
+	return err
+}
+
+func (s *Server) startAPI() error {
+	endpoints, disabled := "lease", ""
+	if s.opts.Host.IsLoopback() {
+		endpoints = "none" // a loopback address is refused as an endpoint of the service, every ten seconds, in the log
+	}
+	if !s.opts.Controllers {
+		disabled = "ServiceAccount" // it lets no pod in before the controllers have made an account
+	}
+	args := []string{
+		"--etcd-servers=unix://etcd.sock",
+		"--bind-address=" + s.opts.Host.String(), fmt.Sprintf("--secure-port=%d", s.opts.APIPort),
+		"--advertise-address=" + s.opts.Host.String(), "--endpoint-reconciler-type=" + endpoints,
+		"--tls-cert-file=server.crt", "--tls-private-key-file=server.key", "--client-ca-file=ca.crt",
+		"--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+		"--service-account-key-file=tokens.key", "--service-account-signing-key-file=tokens.key",
+		"--authorization-mode=Node,RBAC", "--enable-admission-plugins=NodeRestriction", "--disable-admission-plugins=" + disabled,
+		"--service-cluster-ip-range=" + s.opts.ServiceCIDR.String(), "--allow-privileged=true",
+	}
+	if s.port != nil {
+		args = append(args, "--permit-port-sharing")
+	}
+	api, err := s.run("kube-apiserver", args...)
+	if err != nil {
+		return err
+	}
+	s.api = api
+	return nil
+}
+
+func (s *Server) startControllers() (err error) {
+	s.controller, err = s.run("kube-controller-manager",
+		"--kubeconfig=admin.kubeconfig", "--leader-elect=false", "--secure-port=0", "--controllers="+controllers,
+		"--service-account-private-key-file=tokens.key", "--root-ca-file=ca.crt",
+		"--cluster-signing-cert-file=ca.crt", "--cluster-signing-key-file=ca.key",
+		"--kube-api-qps=100", "--kube-api-burst=200") // tests delete many namespaces at once
+	return err
+}
+
+func (s *Server) run(name string, args ...string) (*process, error) {
+	return s.guard.start(s.opts.Starter, s.dir, filepath.Join(s.opts.Dir, name), args...)
+}
+
+// awaitReady returns when /readyz is 200, or when a program ended.
+func (s *Server) awaitReady(ctx context.Context) error {
+	for {
+		unready := s.ready(ctx)
+		if unready == nil {
+			return nil
+		}
+		select {
+		case <-s.etcd.ended:
+			return fmt.Errorf("etcd ended: %w\n%s", s.etcd.err, s.etcd.tail(20))
+		case <-s.api.ended:
+			return fmt.Errorf("kube-apiserver ended: %w\n%s", s.api.err, s.api.tail(20))
+		case <-ctx.Done():
+			return fmt.Errorf("%w: %w\n%s", context.Cause(ctx), unready, s.api.tail(20))
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+func (s *Server) ready(ctx context.Context) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.URL()+"/readyz", http.NoBody)
+	if err != nil {
+		return err
+	}
+	resp, err := s.client.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(io.LimitReader(resp.Body, 64<<10))
+	if err != nil {
+		return err
+	}
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("readyz: %s: %s", resp.Status, body)
+	}
+	return nil
+}
+
+// URL is the API server's address, https://HOST:PORT.
+func (s *Server) URL() string {
+	return "https://" + netip.AddrPortFrom(s.opts.Host, s.opts.APIPort).String()
+}
+
+// CA returns the certificate, as PEM, that the server's and all clients' are signed with.
+func (s *Server) CA() []byte { return bytes.Clone(s.ca.certPEM) }
+
+// ClientCert returns a new client certificate and its key, as PEM, by which the API server knows the user and the groups.
+func (s *Server) ClientCert(user string, groups ...string) (cert, key []byte, err error) {
+	return s.ca.client(user, groups)
+}
+
+// Kubeconfig returns a kubeconfig, as YAML, of an administrator who may do everything. Its one context is called Name.
+func (s *Server) Kubeconfig() []byte { return bytes.Clone(s.admin) }
+
+// WriteKubeconfig writes Kubeconfig to a file that only its owner can read.
+func (s *Server) WriteKubeconfig(path string) error { return os.WriteFile(path, s.admin, 0o600) }
+
+func kubeconfig(name, url string, ca, cert, key []byte) []byte {
+	b64 := base64.StdEncoding.EncodeToString
+	return fmt.Appendf(nil, `apiVersion: v1
+kind: Config
+current-context: %[1]s
+clusters:
+- name: %[1]s
+  cluster:
+    server: %[2]s
+    certificate-authority-data: %[3]s
+users:
+- name: %[1]s
+  user:
+    client-certificate-data: %[4]s
+    client-key-data: %[5]s
+contexts:
+- name: %[1]s
+  context:
+    cluster: %[1]s
+    user: %[1]s
+`, name, url, b64(ca), b64(cert), b64(key))
+}
+
+// Freeze stops the API server in the middle of whatever it does, as a machine without CPU would: connections stay, new
+// ones are accepted by the kernel, nothing is answered until Thaw.
+func (s *Server) Freeze() error { return s.signal(syscall.SIGSTOP) }
+
+// Thaw lets a frozen API server go on.
+func (s *Server) Thaw() error { return s.signal(syscall.SIGCONT) }
+
+func (s *Server) signal(sig syscall.Signal) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err := s.api.cmd.Process.Signal(sig); err != nil {
+		return fmt.Errorf("API server %s: %v: %w", s.opts.Name, sig, err)
+	}
+	return nil
+}
+
+// RestartAPIServer kills the API server, frozen or not, starts it again on the same port and data, and returns when it is
+// ready. Its clients lose their connections and watches.
+func (s *Server) RestartAPIServer(ctx context.Context) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	ctx, cancel := context.WithTimeoutCause(ctx, readyTimeout, fmt.Errorf("not ready within %v", readyTimeout))
+	defer cancel()
+	err := s.api.kill()
+	if err == nil {
+		s.client.CloseIdleConnections()
+		err = s.startAPI()
+	}
+	if err == nil {
+		err = s.awaitReady(ctx)
+	}
+	if err != nil {
+		return fmt.Errorf("API server %s: restart: %w", s.opts.Name, err)
+	}
+	return nil
+}
+
+// Logs returns the last lines of each program's log.
+func (s *Server) Logs(lines int) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var b strings.Builder
+	for _, p := range []*process{s.etcd, s.api, s.controller} {
+		if p != nil {
+			fmt.Fprintf(&b, "=== %s of %s\n%s\n", filepath.Base(p.cmd.Path), s.opts.Name, p.tail(lines))
+		}
+	}
+	return b.String()
+}
+
+// Stop kills all programs and removes all files. Nothing is saved, so nothing is ended politely; etcd is the last, because
+// the others would wait for it. A second call does nothing.
+func (s *Server) Stop() error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var errs []error
+	for _, p := range []*process{s.controller, s.api, s.etcd} {
+		if p != nil {
+			errs = append(errs, p.kill())
+		}
+	}
+	if s.guard != nil {
+		s.guard.end()
+	}
+	if s.client != nil {
+		s.client.CloseIdleConnections()
+	}
+	if s.port != nil {
+		s.port.release()
+	}
+	if s.dir != "" {
+		errs = append(errs, os.RemoveAll(s.dir)) // the guard did, if there was one
+	}
+	s.controller, s.api, s.etcd, s.guard, s.port, s.dir = nil, nil, nil, nil, nil, ""
+	return errors.Join(errs...)
+}

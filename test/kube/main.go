@@ -1,0 +1,35 @@
+// Command kube is etcd, kube-apiserver and kube-controller-manager in one binary, for tests and the demo. The name it is
+// called by (a link beside it) chooses the program; the arguments are that program's own.
+//
+// One binary, because the three share most of their packages: it builds in little more time than the API server alone, and
+// running programs share its pages. It is a module of its own, because k8s.io/kubernetes fixes the versions of all client
+// libraries, and the project's own are newer. Package internal/kubetest builds and starts it.
+package main
+
+import (
+	"fmt"
+	"os"
+	"path/filepath"
+
+	"go.etcd.io/etcd/server/v3/etcdmain"
+	"k8s.io/component-base/cli"
+	_ "k8s.io/component-base/logs/json/register" // --logging-format=json, as in the official programs
+	_ "k8s.io/component-base/metrics/prometheus/clientgo"
+	_ "k8s.io/component-base/metrics/prometheus/version"
+	apiserver "k8s.io/kubernetes/cmd/kube-apiserver/app"
+	controllermanager "k8s.io/kubernetes/cmd/kube-controller-manager/app"
+)
+
+func main() {
+	switch name := filepath.Base(os.Args[0]); name {
+	case "etcd":
+		etcdmain.Main(os.Args)
+	case "kube-apiserver":
+		os.Exit(cli.Run(apiserver.NewAPIServerCommand()))
+	case "kube-controller-manager":
+		os.Exit(cli.Run(controllermanager.NewControllerManagerCommand()))
+	default:
+		fmt.Fprintf(os.Stderr, "%s: call me by a link named etcd, kube-apiserver or kube-controller-manager\n", name)
+		os.Exit(2)
+	}
+}
