@@ -208,10 +208,11 @@ func (l *Lab) Metric(ctx context.Context, c *Cluster, name string, labels ...str
 	if err != nil {
 		return 0, err
 	}
-	return sumMetric(text, name, labels)
+	return SumMetric(text, name, labels)
 }
 
-func sumMetric(text, name string, labels []string) (float64, error) {
+// SumMetric does what Metric does, for a text in the exposition format that the caller has.
+func SumMetric(text, name string, labels []string) (float64, error) {
 	sum := 0.0
 lines:
 	for line := range strings.Lines(text) {

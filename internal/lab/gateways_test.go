@@ -149,7 +149,7 @@ plain 42
 		{"plain", nil, 42},
 		{"none", nil, 0},
 	} {
-		if got, err := sumMetric(text, tc.name, tc.labels); err != nil || got != tc.want {
+		if got, err := SumMetric(text, tc.name, tc.labels); err != nil || got != tc.want {
 			t.Errorf("%s%v = %v, %v; want %v", tc.name, tc.labels, got, err, tc.want)
 		}
 	}

@@ -126,6 +126,9 @@ func (c *Cmd) Start() error {
 	return c.host.Do(c.Cmd.Start)
 }
 
+// Start starts any command inside the host, as if Command had made it.
+func (h *Host) Start(cmd *exec.Cmd) error { return (&Cmd{cmd, h}).Start() }
+
 // Run is exec.Cmd.Run inside the host.
 func (c *Cmd) Run() error {
 	if err := c.Start(); err != nil {

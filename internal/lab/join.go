@@ -174,13 +174,13 @@ func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 		return netip.Addr{}, fmt.Errorf("clusters %s and %s are not joined", at.Name, of.Name)
 	}
 	if of.PodCIDR.Contains(addr) {
-		return move(addr, of.PodCIDR, view.Pod), nil
+		return Move(addr, of.PodCIDR, view.Pod), nil
 	}
 	external, ok := l.mapped(of, addr)
 	if !ok {
 		return netip.Addr{}, fmt.Errorf("%v is neither in the PodCIDR of cluster %s nor mapped", addr, of.Name)
 	}
-	return move(external, of.ExternalCIDR, view.External), nil
+	return Move(external, of.ExternalCIDR, view.External), nil
 }
 
 // viewAt completes what is wanted of at's view of a peer, as Liqo decides: the PodCIDR first.
@@ -246,10 +246,10 @@ func (l *Lab) writePeer(at, peer *Cluster) error {
 		},
 	}
 	tunnel.Namespace = "liqo-tenant-" + uniqueName(peer)
-	mappings := map[string]string{tunnelAddr.String(): move(at.ExternalCIDR.Addr().Next(), at.ExternalCIDR, ofUs.External).String()}
+	mappings := map[string]string{tunnelAddr.String(): Move(at.ExternalCIDR.Addr().Next(), at.ExternalCIDR, ofUs.External).String()}
 	for _, m := range l.state.Mappings {
 		if m.Cluster == at.Name {
-			mappings[m.Real.String()] = move(m.External, at.ExternalCIDR, ofUs.External).String()
+			mappings[m.Real.String()] = Move(m.External, at.ExternalCIDR, ofUs.External).String()
 		}
 	}
 	nat := v1alpha1.NatMapping{

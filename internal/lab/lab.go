@@ -69,6 +69,7 @@ type Cluster struct {
 	Nodes        []*Node // the gateway runs on the first
 	Pods         []*Pod  // those of node 1 first
 	OnPrem       *Server // a server outside the cluster, on a network of node 1
+	Control      *Server // the machine for the control plane; nil unless ClusterSpec.Control
 	ConfigDir    string  // what "isthmus gateway --config" reads
 }
 
@@ -108,7 +109,7 @@ func (l *Lab) Cluster(name string) *Cluster {
 	return nil
 }
 
-// Hosts returns all hosts: the underlay, then per cluster its nodes, pods and server.
+// Hosts returns all hosts: the underlay, then per cluster its nodes, pods, server and control plane.
 func (l *Lab) Hosts() []*Host {
 	hosts := []*Host{l.Underlay}
 	for _, c := range l.Clusters {
@@ -119,6 +120,9 @@ func (l *Lab) Hosts() []*Host {
 			hosts = append(hosts, p.Host)
 		}
 		hosts = append(hosts, c.OnPrem.Host)
+		if c.Control != nil {
+			hosts = append(hosts, c.Control.Host)
+		}
 	}
 	return hosts
 }
@@ -297,6 +301,9 @@ func fromState(s state) *Lab {
 			ConfigDir: filepath.Join(dirOf(name), "config-"+cs.Name),
 		}
 		network := underlayOf(i)
+		if cs.Control {
+			c.Control = &Server{host("%s-control", cs.Name), offset(network.Addr(), firstHostNumber)}
+		}
 		for n := range cs.Nodes {
 			node := &Node{host("%s-node%d", c.Name, n+1), offset(network.Addr(), firstHostNumber+1+n), nodeSlice(c.PodCIDR, cs.Nodes, n)}
 			c.Nodes = append(c.Nodes, node)
@@ -357,6 +364,11 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 		forward[name] = value
 	}
 
+	if c.Control != nil {
+		if err := l.buildControl(underlay, bridge, c, network, end); err != nil {
+			return err
+		}
+	}
 	pods, podsPerNode := c.Pods, len(c.Pods)/len(c.Nodes)
 	for i, n := range c.Nodes {
 		node, err := newKernel(n.Host, forward)
@@ -398,6 +410,23 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 		pods = pods[podsPerNode:]
 	}
 	return nil
+}
+
+// buildControl makes the machine of the control plane, beside the nodes in the underlay: pods are out of its reach.
+func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network netip.Prefix, settings map[string]string) error {
+	control, err := newKernel(c.Control.Host, settings)
+	if err != nil {
+		return err
+	}
+	defer control.close()
+	if err := underlay.veth(c.Control.Name, l.Spec.MTU, control, "eth0"); err != nil {
+		return err
+	}
+	return errors.Join(
+		underlay.enslave(c.Control.Name, bridge),
+		control.address("eth0", netip.PrefixFrom(c.Control.Addr, network.Bits())),
+		control.route(everywhere, network.Addr().Next(), "eth0"),
+	)
 }
 
 // buildPod makes a pod as the ptp CNI plugin does, which is kind's and, in the essence, Calico's way.

@@ -83,6 +83,8 @@ type ClusterSpec struct {
 	Nodes int `json:"nodes,omitempty"`
 	// PodsPerNode: 0 means the default 2, a negative number none.
 	PodsPerNode int `json:"podsPerNode,omitempty"`
+	// Control adds a machine for the cluster's control plane.
+	Control bool `json:"control,omitempty"`
 }
 
 // Clusters returns n default clusters, called "a", "b" and so on.
@@ -224,8 +226,8 @@ func offset(addr netip.Addr, n int) netip.Addr {
 	return netip.AddrFrom4([4]byte{byte(v >> 24), byte(v >> 16), byte(v >> 8), byte(v)})
 }
 
-// move puts the host bits of addr onto the network to, which has the length of from.
-func move(addr netip.Addr, from, to netip.Prefix) netip.Addr {
+// Move puts the host bits of addr onto the network to, which has the length of from.
+func Move(addr netip.Addr, from, to netip.Prefix) netip.Addr {
 	a, f := addr.As4(), from.Addr().As4()
 	n := 0
 	for i := range a {

@@ -131,11 +131,11 @@ func TestPodAddressesAreDistinctAndInsideTheirSlice(t *testing.T) {
 
 func TestMoveKeepsHostBits(t *testing.T) {
 	p := netip.MustParsePrefix
-	got := move(netip.MustParseAddr("10.244.3.7"), p("10.244.0.0/16"), p("10.246.0.0/16"))
+	got := Move(netip.MustParseAddr("10.244.3.7"), p("10.244.0.0/16"), p("10.246.0.0/16"))
 	if got.String() != "10.246.3.7" {
 		t.Error(got)
 	}
-	got = move(netip.MustParseAddr("10.255.255.255"), p("10.128.0.0/9"), p("100.0.0.0/9"))
+	got = Move(netip.MustParseAddr("10.255.255.255"), p("10.128.0.0/9"), p("100.0.0.0/9"))
 	if got.String() != "100.127.255.255" {
 		t.Error(got)
 	}

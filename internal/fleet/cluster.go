@@ -1,0 +1,167 @@
+package fleet
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strconv"
+	"time"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/util/intstr"
+	"k8s.io/apimachinery/pkg/util/wait"
+	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// Namespace is where Isthmus is installed in each cluster.
+const Namespace = "isthmus-system"
+
+const wireGuardPort = 5871
+
+// startServer starts the control plane on the cluster's own machine.
+func (c *Cluster) startServer(ctx context.Context, kube string) error {
+	if err := os.MkdirAll(c.dir, 0o700); err != nil {
+		return err
+	}
+	server, err := kubetest.Start(ctx, kubetest.Options{
+		Name: c.Control.Netns(), Dir: kube, Host: c.Control.Addr, Controllers: true,
+		Starter: c.Control.Start, Dial: c.Control.Dial,
+	})
+	if err != nil {
+		return err
+	}
+	c.Server = server
+	if c.config, err = clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig()); err != nil {
+		return err
+	}
+	c.config.Dial = c.Control.Dial
+	c.config.QPS = -1
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
+		if err := add(scheme); err != nil {
+			return err
+		}
+	}
+	c.Client, err = client.New(c.config, client.Options{Scheme: scheme})
+	return err
+}
+
+// describe writes the objects that kubelets and people would have written.
+func (c *Cluster) describe(ctx context.Context) error {
+	for _, n := range c.Nodes {
+		node := &corev1.Node{
+			ObjectMeta: metav1.ObjectMeta{Name: n.Name},
+			Spec:       corev1.NodeSpec{PodCIDR: n.PodCIDR.String(), PodCIDRs: []string{n.PodCIDR.String()}},
+			Status: corev1.NodeStatus{
+				Addresses:  []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: n.Addr.String()}},
+				Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}},
+			},
+		}
+		if err := c.create(ctx, node); err != nil {
+			return err
+		}
+	}
+	for _, namespace := range []string{metav1.NamespaceDefault, Namespace} {
+		if err := c.waitForServiceAccount(ctx, namespace); err != nil {
+			return err
+		}
+	}
+	for _, p := range c.Pods {
+		if err := c.create(ctx, pod(metav1.NamespaceDefault, p.Name, p.Node.Name, p.Addr, p.Node.Addr)); err != nil {
+			return err
+		}
+	}
+	for i, n := range c.Nodes[:min(len(c.Nodes), gateways)] {
+		gateway := pod(Namespace, gatewayPod(i), n.Name, n.Addr, n.Addr)
+		gateway.Labels = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}
+		gateway.Spec.HostNetwork = true
+		if err := c.create(ctx, gateway); err != nil {
+			return err
+		}
+	}
+	return c.create(ctx, &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: "isthmus-gateway", Namespace: Namespace,
+			Labels:      map[string]string{v1alpha1.LabelGateway: "true"},
+			Annotations: map[string]string{v1alpha1.AnnotationOverridePort: strconv.Itoa(wireGuardPort)},
+		},
+		Spec: corev1.ServiceSpec{
+			Type:     corev1.ServiceTypeNodePort,
+			Selector: map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive},
+			Ports:    []corev1.ServicePort{{Name: "wireguard", Protocol: corev1.ProtocolUDP, Port: wireGuardPort, TargetPort: intstr.FromInt32(wireGuardPort)}},
+		},
+	})
+}
+
+func pod(namespace, name, node string, addr, host netip.Addr) *corev1.Pod {
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: name},
+		Spec: corev1.PodSpec{
+			NodeName:                     node,
+			AutomountServiceAccountToken: new(bool),
+			Containers:                   []corev1.Container{{Name: "main", Image: "none"}},
+		},
+		Status: corev1.PodStatus{
+			Phase: corev1.PodRunning, HostIP: host.String(),
+			PodIP: addr.String(), PodIPs: []corev1.PodIP{{IP: addr.String()}},
+		},
+	}
+}
+
+// create creates an object and writes the status that it came with.
+func (c *Cluster) create(ctx context.Context, o client.Object) error {
+	kind := fmt.Sprintf("%T %s", o, client.ObjectKeyFromObject(o))
+	with := o.DeepCopyObject().(client.Object)
+	if err := c.Client.Create(ctx, o); apierrors.IsAlreadyExists(err) {
+		return nil
+	} else if err != nil {
+		return fmt.Errorf("%s: %w", kind, err)
+	}
+	switch with.(type) {
+	case *corev1.Node, *corev1.Pod:
+		with.SetResourceVersion(o.GetResourceVersion())
+		with.SetUID(o.GetUID())
+		if err := c.Client.Status().Update(ctx, with); err != nil {
+			return fmt.Errorf("status of %s: %w", kind, err)
+		}
+	}
+	return nil
+}
+
+// waitForServiceAccount waits for the ServiceAccount without which the API server admits no Pod.
+func (c *Cluster) waitForServiceAccount(ctx context.Context, namespace string) error {
+	return wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, 30*time.Second, true, func(ctx context.Context) (bool, error) {
+		err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: "default"}, &corev1.ServiceAccount{})
+		return err == nil, client.IgnoreNotFound(err)
+	})
+}
+
+// identity writes a kubeconfig with a token of a ServiceAccount and returns its path.
+func (c *Cluster) identity(ctx context.Context, account string) (string, error) {
+	token := &authenticationv1.TokenRequest{}
+	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: Namespace, Name: account}}
+	if err := c.Client.SubResource("token").Create(ctx, sa, token); err != nil {
+		return "", fmt.Errorf("token of ServiceAccount %s: %w", account, err)
+	}
+	config, err := clientcmd.Load(c.Server.Kubeconfig())
+	if err != nil {
+		return "", err
+	}
+	for _, user := range config.AuthInfos {
+		user.ClientCertificateData, user.ClientKeyData, user.Token = nil, nil, token.Status.Token
+	}
+	path := filepath.Join(c.dir, account+".kubeconfig")
+	return path, clientcmd.WriteToFile(*config, path)
+}

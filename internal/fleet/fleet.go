@@ -1,0 +1,188 @@
+// Package fleet makes a lab whose clusters are real to their control planes: each has an etcd, a kube-apiserver and a
+// kube-controller-manager of its own, and runs manager, gateways and route agents as processes with the rights of their
+// ServiceAccounts.
+//
+//	underlay ─┬─ a-control   etcd, kube-apiserver, kube-controller-manager, isthmus manager
+//	          ├─ a-node1     isthmus gateway, isthmus route-agent, pods
+//	          ├─ a-node2     isthmus gateway (standby), isthmus route-agent, pods
+//	          └─ the same for b, c, ...
+//
+// What is missing is the kubelet: nodes and pods are the lab's namespaces, and the fleet writes the Node and Pod objects
+// that describe them. There is no kube-proxy, so the gateway's Service publishes the node's own port.
+package fleet
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// Options of Up.
+type Options struct {
+	Spec     lab.Spec  // its clusters get a control plane and, unless they say otherwise, two nodes
+	Binary   string    // the isthmus program
+	Kube     string    // the folder that kubetest.Build returned
+	Progress io.Writer // a line for each step; nil: none
+}
+
+// A Fleet is the clusters of one lab.
+type Fleet struct {
+	Lab        *lab.Lab
+	Clusters   []*Cluster
+	Kubeconfig string // file with a context of administrators for each cluster, named after it
+
+	binary string
+}
+
+// A Cluster is one cluster with its control plane.
+type Cluster struct {
+	*lab.Cluster
+	Server *kubetest.Server
+	Client client.Client // an administrator; its connections start inside the lab
+
+	config    *rest.Config
+	dir       string
+	binary    string
+	mu        sync.Mutex
+	processes map[string]*process
+}
+
+// Up makes the lab, starts the control planes and, in each cluster, installs what `isthmus install` installs and starts
+// the components. It returns when all are ready. A failed Up leaves nothing.
+func Up(ctx context.Context, o Options) (*Fleet, error) {
+	if o.Progress == nil {
+		o.Progress = io.Discard
+	}
+	for i := range o.Spec.Clusters {
+		c := &o.Spec.Clusters[i]
+		c.Control = true
+		if c.Nodes == 0 {
+			c.Nodes = 2
+		}
+	}
+	l, err := lab.Up(ctx, o.Spec)
+	if err != nil {
+		return nil, err
+	}
+	f := newFleet(l, o.Binary)
+	if err := f.up(ctx, o); err != nil {
+		return nil, errors.Join(err, f.Down())
+	}
+	return f, nil
+}
+
+func newFleet(l *lab.Lab, binary string) *Fleet {
+	f := &Fleet{Lab: l, binary: binary, Kubeconfig: filepath.Join(l.Dir, "kubeconfig")}
+	for _, c := range l.Clusters {
+		f.Clusters = append(f.Clusters, &Cluster{
+			Cluster: c, binary: binary, dir: filepath.Join(l.Dir, "kube-"+c.Name), processes: map[string]*process{},
+		})
+	}
+	return f
+}
+
+func (f *Fleet) up(ctx context.Context, o Options) error {
+	if err := f.each(func(c *Cluster) error { return c.startServer(ctx, o.Kube) }); err != nil {
+		return err
+	}
+	fmt.Fprintf(o.Progress, "%d control planes run\n", len(f.Clusters))
+	if err := f.writeKubeconfig(); err != nil {
+		return err
+	}
+	return f.each(func(c *Cluster) error {
+		out, err := f.Isthmus(ctx, "install", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID)
+		if err != nil {
+			return fmt.Errorf("isthmus install: %w\n%s", err, out)
+		}
+		if err := c.describe(ctx); err != nil {
+			return err
+		}
+		if err := c.startComponents(ctx); err != nil {
+			return err
+		}
+		fmt.Fprintf(o.Progress, "cluster %s: installed, %d nodes and %d pods described, components run\n", c.Name, len(c.Nodes), len(c.Pods))
+		return nil
+	})
+}
+
+// each runs f for all clusters in parallel.
+func (f *Fleet) each(do func(*Cluster) error) error {
+	errs := make([]error, len(f.Clusters))
+	var group sync.WaitGroup
+	for i, c := range f.Clusters {
+		group.Go(func() {
+			if err := do(c); err != nil {
+				errs[i] = fmt.Errorf("cluster %s: %w", c.Name, err)
+			}
+		})
+	}
+	group.Wait()
+	return errors.Join(errs...)
+}
+
+// Down ends everything and removes the lab.
+func (f *Fleet) Down() error {
+	err := f.each(func(c *Cluster) error {
+		err := c.stopAll()
+		if c.Server != nil {
+			err = errors.Join(err, c.Server.Stop())
+		}
+		return err
+	})
+	return errors.Join(err, f.Lab.Down())
+}
+
+// Cluster returns the cluster with that name, or nil.
+func (f *Fleet) Cluster(name string) *Cluster {
+	for _, c := range f.Clusters {
+		if c.Name == name {
+			return c
+		}
+	}
+	return nil
+}
+
+// Isthmus runs the program in the underlay, from where all API servers can be reached, with the Fleet's Kubeconfig, and
+// returns what it prints, both streams together.
+func (f *Fleet) Isthmus(ctx context.Context, args ...string) (string, error) {
+	var out strings.Builder
+	err := f.IsthmusTo(ctx, &out, args...)
+	return out.String(), err
+}
+
+// IsthmusTo is Isthmus with its output as it comes.
+func (f *Fleet) IsthmusTo(ctx context.Context, out io.Writer, args ...string) error {
+	cmd := f.Lab.Underlay.Command(ctx, f.binary, args...)
+	cmd.Env = append(os.Environ(), "KUBECONFIG="+f.Kubeconfig)
+	cmd.Stdout, cmd.Stderr = out, out
+	return cmd.Run()
+}
+
+// writeKubeconfig joins the clusters' kubeconfigs into one with a context each.
+func (f *Fleet) writeKubeconfig() error {
+	all := clientcmdapi.NewConfig()
+	for _, c := range f.Clusters {
+		one, err := clientcmd.Load(c.Server.Kubeconfig())
+		if err != nil {
+			return fmt.Errorf("cluster %s: kubeconfig: %w", c.Name, err)
+		}
+		context := one.Contexts[one.CurrentContext]
+		all.Clusters[c.Name] = one.Clusters[context.Cluster]
+		all.AuthInfos[c.Name] = one.AuthInfos[context.AuthInfo]
+		all.Contexts[c.Name] = &clientcmdapi.Context{Cluster: c.Name, AuthInfo: c.Name}
+	}
+	return clientcmd.WriteToFile(*all, f.Kubeconfig)
+}

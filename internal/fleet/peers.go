@@ -1,0 +1,123 @@
+package fleet
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// Peering returns cluster c's Peering with another cluster; an error when there is none.
+func (c *Cluster) Peering(ctx context.Context, with *Cluster) (*isthmus.Peering, error) {
+	var list isthmus.PeeringList
+	if err := c.Client.List(ctx, &list); err != nil {
+		return nil, fmt.Errorf("cluster %s: %w", c.Name, err)
+	}
+	for i := range list.Items {
+		if list.Items[i].Spec.Cluster.ClusterID == with.ID {
+			return &list.Items[i], nil
+		}
+	}
+	return nil, fmt.Errorf("cluster %s has no Peering with %s", c.Name, with.Name)
+}
+
+// Seen is the address under which c reaches a pod's address of another cluster, by what the two agreed upon.
+func (c *Cluster) Seen(ctx context.Context, of *Cluster, addr netip.Addr) (netip.Addr, error) {
+	if of == c {
+		return addr, nil
+	}
+	p, err := c.Peering(ctx, of)
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	seen, err := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen)
+	if err != nil {
+		return netip.Addr{}, fmt.Errorf("cluster %s has not agreed with %s on networks yet", c.Name, of.Name)
+	}
+	return lab.Move(addr, of.PodCIDR, seen), nil
+}
+
+// ActiveGateway returns the number of the node, counted from 0, whose gateway is the active one.
+func (c *Cluster) ActiveGateway(ctx context.Context) (int, error) {
+	var pods corev1.PodList
+	err := c.Client.List(ctx, &pods, client.InNamespace(Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive})
+	if err != nil {
+		return 0, fmt.Errorf("cluster %s: %w", c.Name, err)
+	}
+	var names []string
+	for _, p := range pods.Items {
+		for i, n := range c.Nodes {
+			if p.Spec.NodeName == n.Name {
+				names = append(names, n.Name)
+				if len(pods.Items) == 1 {
+					return i, nil
+				}
+			}
+		}
+	}
+	return 0, fmt.Errorf("cluster %s: active gateways on [%s]; want exactly one", c.Name, strings.Join(names, " "))
+}
+
+// RemotePod returns a pod of the cluster on a node whose gateway is not the active one.
+func (c *Cluster) RemotePod(ctx context.Context) (*lab.Pod, error) {
+	active, err := c.ActiveGateway(ctx)
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range c.Pods {
+		if p.Node != c.Nodes[active] {
+			return p, nil
+		}
+	}
+	return nil, fmt.Errorf("cluster %s has no pod on a node other than that of the gateway", c.Name)
+}
+
+// WaitReady waits until cluster c's Peering with another one is Ready. The error says what it lacked.
+func (c *Cluster) WaitReady(ctx context.Context, with *Cluster, atMost time.Duration) error {
+	last := "there is no Peering"
+	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, atMost, true, func(ctx context.Context) (bool, error) {
+		p, err := c.Peering(ctx, with)
+		if err != nil {
+			return false, nil
+		}
+		for _, condition := range p.Status.Conditions {
+			if condition.Type == isthmus.ConditionReady {
+				last = fmt.Sprintf("%s: %s", condition.Reason, condition.Message)
+				return condition.Status == "True", nil
+			}
+		}
+		return false, nil
+	})
+	if err != nil {
+		return fmt.Errorf("cluster %s is not ready for %s after %v: %s", c.Name, with.Name, atMost, last)
+	}
+	return nil
+}
+
+// Metrics returns what the active gateway answers at /metrics.
+func (c *Cluster) Metrics(ctx context.Context) (string, error) {
+	active, err := c.ActiveGateway(ctx)
+	if err != nil {
+		return "", err
+	}
+	return c.Nodes[active].Get(ctx, fmt.Sprintf("http://127.0.0.1:%d/metrics", gatewayPort))
+}
+
+// Metric returns the sum of all series of a metric of the active gateway that have all the given labels, each written as
+// in the exposition format (`direction="inbound"`).
+func (c *Cluster) Metric(ctx context.Context, name string, labels ...string) (float64, error) {
+	text, err := c.Metrics(ctx)
+	if err != nil {
+		return 0, err
+	}
+	return lab.SumMetric(text, name, labels)
+}

@@ -1,0 +1,227 @@
+package fleet
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// gateways is how many nodes of a cluster run one: the active and a standby.
+const gateways = 2
+
+// Ports of the components on their machines.
+const (
+	managerHealthPort = 8081
+	gatewayPort       = 5872
+	agentPort         = 5874
+)
+
+// Manager is the name of the manager's process. The others are Gateway(i) and Agent(i).
+const Manager = "manager"
+
+// Gateway is the name of the gateway's process on node i, counted from 0.
+func Gateway(i int) string { return fmt.Sprintf("gateway-%d", i+1) }
+
+// Agent is the name of the route agent's process on node i, counted from 0.
+func Agent(i int) string { return fmt.Sprintf("route-agent-%d", i+1) }
+
+func gatewayPod(i int) string { return Gateway(i) }
+
+// A process is one component that runs, or is to be started again.
+type process struct {
+	host  *lab.Host
+	args  []string
+	env   []string
+	ready string // URL inside the host; empty: none
+
+	cmd  *lab.Cmd
+	done chan struct{}
+}
+
+// startComponents starts manager, gateways and route agents with their own identities and waits until they are ready.
+func (c *Cluster) startComponents(ctx context.Context) error {
+	manager, err := c.identity(ctx, "isthmus-manager")
+	if err != nil {
+		return err
+	}
+	gateway, err := c.identity(ctx, "isthmus-gateway")
+	if err != nil {
+		return err
+	}
+	agent, err := c.identity(ctx, "isthmus-route-agent")
+	if err != nil {
+		return err
+	}
+	add := func(name string, p *process) { c.processes[name] = p }
+	add(Manager, &process{
+		host: c.Control.Host,
+		args: []string{"manager", "--kubeconfig", manager, "--namespace", Namespace,
+			"--pod-cidr", c.PodCIDR.String(), "--reserved", lab.Reserved()},
+		env:   []string{"POD_NAME=manager-1"},
+		ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", managerHealthPort),
+	})
+	for i, n := range c.Nodes {
+		env := []string{"POD_IP=" + n.Addr.String(), "POD_NAMESPACE=" + Namespace, "NODE_NAME=" + n.Name}
+		if i < gateways {
+			add(Gateway(i), &process{
+				host:  n.Host,
+				args:  []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace},
+				env:   append(env[:len(env):len(env)], "POD_NAME="+gatewayPod(i)),
+				ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", gatewayPort),
+			})
+		}
+		add(Agent(i), &process{
+			host:  n.Host,
+			args:  []string{"route-agent", "--kubeconfig", agent},
+			env:   append(env[:len(env):len(env)], "POD_NAME="+Agent(i)),
+			ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", agentPort),
+		})
+	}
+	var group sync.WaitGroup
+	errs := make([]error, 0, len(c.processes))
+	var mu sync.Mutex
+	for name := range c.processes {
+		group.Go(func() {
+			err := c.Start(ctx, name)
+			mu.Lock()
+			errs = append(errs, err)
+			mu.Unlock()
+		})
+	}
+	group.Wait()
+	return errors.Join(errs...)
+}
+
+// Start starts a component that does not run and waits until it is ready.
+func (c *Cluster) Start(ctx context.Context, name string) error {
+	p := c.processes[name]
+	if p == nil {
+		return fmt.Errorf("cluster %s has no %s", c.Name, name)
+	}
+	log, err := os.OpenFile(c.Log(name), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err != nil {
+		return err
+	}
+	defer log.Close()
+	// Not the caller's context: that one ends the waiting, not the component.
+	cmd := p.host.Command(context.Background(), c.binary, p.args...)
+	cmd.Env = append(os.Environ(), p.env...)
+	cmd.Stdout, cmd.Stderr = log, log
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	if err := cmd.Start(); err != nil {
+		return fmt.Errorf("%s of cluster %s: %w", name, c.Name, err)
+	}
+	done := make(chan struct{})
+	go func() {
+		_ = cmd.Wait() // how it ended shows in cmd.ProcessState
+		close(done)
+	}()
+	c.mu.Lock()
+	p.cmd, p.done = cmd, done
+	c.mu.Unlock()
+	return c.waitReady(ctx, name, p)
+}
+
+func (c *Cluster) waitReady(ctx context.Context, name string, p *process) error {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	for {
+		attempt, cancel := context.WithTimeout(ctx, time.Second)
+		_, err := p.host.Get(attempt, p.ready)
+		cancel()
+		if err == nil {
+			return nil
+		}
+		select {
+		case <-p.done:
+			return fmt.Errorf("%s of cluster %s ended before it was ready: %s\n%s", name, c.Name, p.cmd.ProcessState, c.Tail(name, 20))
+		case <-ctx.Done():
+			return fmt.Errorf("%s of cluster %s is not ready: %w\n%s", name, c.Name, err, c.Tail(name, 20))
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// Stop ends a component by SIGTERM and waits for its end; Kill does so by SIGKILL.
+func (c *Cluster) Stop(name string) error { return c.end(name, syscall.SIGTERM) }
+
+// Kill ends a component without its knowing.
+func (c *Cluster) Kill(name string) error { return c.end(name, syscall.SIGKILL) }
+
+// Running reports whether a component runs.
+func (c *Cluster) Running(name string) bool {
+	c.mu.Lock()
+	p := c.processes[name]
+	running := p != nil && p.cmd != nil
+	c.mu.Unlock()
+	if !running {
+		return false
+	}
+	select {
+	case <-p.done:
+		return false
+	default:
+		return true
+	}
+}
+
+func (c *Cluster) end(name string, signal syscall.Signal) error {
+	if !c.Running(name) {
+		return nil
+	}
+	p := c.processes[name]
+	if err := p.cmd.Process.Signal(signal); err != nil && !errors.Is(err, os.ErrProcessDone) {
+		return err
+	}
+	select {
+	case <-p.done:
+		return nil
+	case <-time.After(10 * time.Second):
+		_ = p.cmd.Process.Kill()
+		<-p.done
+		return fmt.Errorf("%s of cluster %s did not end within 10 s of %v\n%s", name, c.Name, signal, c.Tail(name, 20))
+	}
+}
+
+// stopAll ends all components: the gateways and agents first, since they have something to take down.
+func (c *Cluster) stopAll() error {
+	var group sync.WaitGroup
+	var mu sync.Mutex
+	var all error
+	for name := range c.processes {
+		group.Go(func() {
+			err := c.Stop(name)
+			mu.Lock()
+			all = errors.Join(all, err)
+			mu.Unlock()
+		})
+	}
+	group.Wait()
+	return all
+}
+
+// Log is the file that gets what a component prints, over all its starts.
+func (c *Cluster) Log(name string) string { return filepath.Join(c.dir, name+".log") }
+
+// Tail returns the last lines of a component's log.
+func (c *Cluster) Tail(name string, lines int) string {
+	text, err := os.ReadFile(c.Log(name))
+	if err != nil {
+		return "\t(" + err.Error() + ")"
+	}
+	all := strings.Split(strings.TrimRight(string(text), "\n"), "\n")
+	return "\t" + strings.Join(all[max(0, len(all)-lines):], "\n\t")
+}
+
+// Components returns the names of all components of the cluster, sorted.
+func (c *Cluster) Components() []string { return slices.Sorted(maps.Keys(c.processes)) }
