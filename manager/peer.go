@@ -5,8 +5,16 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"maps"
+	"slices"
 
+	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -37,9 +45,28 @@ type Peer struct {
 // Replicated reports whether we carry the NetworkConfig to the peer ourselves.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
+// begun reports whether something may be made for the peer: not before there is
+// the finalizer that sees to its removal.
+func (p Peer) begun() bool {
+	if _, ours := p.Owner.(*isthmus.Peering); ours && !controllerutil.ContainsFinalizer(p.Owner, isthmus.FinalizerPeering) {
+		return false
+	}
+	return !p.Leaving
+}
+
 // Peers finds the peers of this cluster. It reads a cache with the indexes that
 // addIndexes makes; its methods may be called concurrently.
-type Peers struct{ Reader client.Reader }
+//
+// A Peering is for nobody when an older one (of the same age: one with a smaller
+// UID) is for the same cluster or has the same tenant namespace, or when it is
+// for this cluster itself. A ForeignCluster gives way to any Peering.
+type Peers struct {
+	Reader client.Reader
+	// Self is the ID of this cluster.
+	Self string
+	// ForeignClusters says that they exist in this cluster and are to be read.
+	ForeignClusters bool
+}
 
 // ByID returns the peer with the given cluster ID, or ErrNoPeer.
 func (p Peers) ByID(ctx context.Context, id string) (Peer, error) {
@@ -52,28 +79,163 @@ func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) 
 	return p.one(ctx, indexTenantNamespace, namespace)
 }
 
-// one returns the oldest Peering with the given value of an index.
+// List returns all peers, sorted by cluster ID.
+func (p Peers) List(ctx context.Context) ([]Peer, error) {
+	byID := make(map[string]Peer)
+	var peerings isthmus.PeeringList
+	if err := p.Reader.List(ctx, &peerings); err != nil {
+		return nil, fmt.Errorf("peerings: %w", err)
+	}
+	ids, namespaces := make(map[string]bool), make(map[string]bool)
+	slices.SortFunc(peerings.Items, func(a, b isthmus.Peering) int { return compareAge(&a, &b) })
+	for i := range peerings.Items {
+		peer := peerFrom(&peerings.Items[i])
+		id, ns := peer.Cluster.ClusterID, peer.LocalNamespace
+		if id != p.Self && !ids[id] && !namespaces[ns] {
+			byID[id] = peer
+		}
+		ids[id], namespaces[ns] = true, true
+	}
+	if p.ForeignClusters {
+		var list ForeignClusterList
+		if err := p.Reader.List(ctx, &list); err != nil {
+			return nil, fmt.Errorf("foreign clusters: %w", err)
+		}
+		slices.SortFunc(list.Items, func(a, b ForeignCluster) int { return compareAge(&a, &b) })
+		for i := range list.Items {
+			peer, ok := peerFromForeign(&list.Items[i])
+			id, ns := peer.Cluster.ClusterID, peer.LocalNamespace
+			if ok && id != p.Self && !ids[id] && !namespaces[ns] {
+				byID[id] = peer
+			}
+			ids[id], namespaces[ns] = true, true
+		}
+	}
+	return slices.SortedFunc(maps.Values(byID), func(a, b Peer) int { return cmp.Compare(a.Cluster.ClusterID, b.Cluster.ClusterID) }), nil
+}
+
+// one returns the peer with the given value of an index.
 func (p Peers) one(ctx context.Context, index, value string) (Peer, error) {
+	none := fmt.Errorf("%q: %w", value, ErrNoPeer)
 	var list isthmus.PeeringList
 	if err := p.Reader.List(ctx, &list, client.MatchingFields{index: value}); err != nil {
 		return Peer{}, fmt.Errorf("peerings with %s %q: %w", index, value, err)
 	}
-	if len(list.Items) == 0 {
-		return Peer{}, fmt.Errorf("%q: %w", value, ErrNoPeer)
+	if len(list.Items) > 0 {
+		first := oldest(list.Items)
+		conflict, err := p.conflict(ctx, first)
+		switch {
+		case err != nil:
+			return Peer{}, err
+		case conflict != "":
+			return Peer{}, none
+		}
+		return peerFrom(first), nil
 	}
-	return peerFrom(&list.Items[oldest(list.Items)]), nil
+	if !p.ForeignClusters {
+		return Peer{}, none
+	}
+	return p.oneForeign(ctx, index, value)
 }
 
-// oldest returns the index of the Peering that is right when several are for the
-// same cluster or namespace: of the same age, the one with the smaller UID.
-func oldest(items []isthmus.Peering) (best int) {
+// conflict says why nobody is joined because of a Peering, or "".
+func (p Peers) conflict(ctx context.Context, peering *isthmus.Peering) (string, error) {
+	id, ns := peering.Spec.Cluster.ClusterID, peering.Spec.TenantNamespace.Local
+	if id == p.Self {
+		return fmt.Sprintf("spec.cluster.clusterID: %s is this cluster itself; want that of another one", id), nil
+	}
+	for _, same := range []struct{ index, value, what string }{
+		{indexClusterID, id, "is for the same cluster"},
+		{indexTenantNamespace, ns, "has the same tenant namespace " + ns},
+	} {
+		var list isthmus.PeeringList
+		if err := p.Reader.List(ctx, &list, client.MatchingFields{same.index: same.value}); err != nil {
+			return "", fmt.Errorf("peerings with %s %q: %w", same.index, same.value, err)
+		}
+		if len(list.Items) == 0 {
+			continue
+		}
+		if first := oldest(list.Items); compareAge(first, peering) < 0 {
+			return fmt.Sprintf("Peering %s is older and %s; delete one of them", first.Name, same.what), nil
+		}
+	}
+	return "", nil
+}
+
+// neighbours returns the Peerings that a change of the given one may concern: all
+// for the same cluster or with the same tenant namespace, itself included.
+func (p Peers) neighbours(ctx context.Context, peering *isthmus.Peering) []*isthmus.Peering {
+	found := []*isthmus.Peering{peering}
+	for index, value := range map[string]string{
+		indexClusterID:       peering.Spec.Cluster.ClusterID,
+		indexTenantNamespace: peering.Spec.TenantNamespace.Local,
+	} {
+		var list isthmus.PeeringList
+		if err := p.Reader.List(ctx, &list, client.MatchingFields{index: value}); err != nil {
+			continue // without the index nothing works, and others say so
+		}
+		for i := range list.Items {
+			if list.Items[i].UID != peering.UID {
+				found = append(found, &list.Items[i])
+			}
+		}
+	}
+	return found
+}
+
+// watch makes b reconcile what requests says when a peer comes, changes (its
+// status apart) or goes.
+func (p Peers) watch(b *builder.Builder, requests func(Peer) []reconcile.Request) *builder.Builder {
+	b = b.Watches(&isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
+		for _, peering := range p.neighbours(ctx, o.(*isthmus.Peering)) {
+			all = append(all, requests(peerFrom(peering))...)
+		}
+		return all
+	}), builder.WithPredicates(peeringChanged))
+	if p.ForeignClusters {
+		b = b.Watches(&ForeignCluster{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+			peer, ok := peerFromForeign(o.(*ForeignCluster))
+			if !ok {
+				return nil
+			}
+			return requests(peer)
+		}))
+	}
+	return b
+}
+
+// peeringChanged leaves out what only the status writer did.
+var peeringChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+	a, b := e.ObjectOld, e.ObjectNew
+	return a.GetGeneration() != b.GetGeneration() || a.GetUID() != b.GetUID() ||
+		a.GetDeletionTimestamp().IsZero() != b.GetDeletionTimestamp().IsZero() ||
+		!slices.Equal(a.GetFinalizers(), b.GetFinalizers()) || !maps.Equal(a.GetAnnotations(), b.GetAnnotations())
+}}
+
+// requestFor names what is reconciled by the ID of a cluster.
+func requestFor(id string) reconcile.Request {
+	var r reconcile.Request
+	r.Name = id
+	return r
+}
+
+// oldest returns the Peering that is right when several are for the same cluster
+// or namespace. There has to be one.
+func oldest(items []isthmus.Peering) *isthmus.Peering {
+	best := &items[0]
 	for i := range items {
-		a, b := &items[i], &items[best]
-		if cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.UID, b.UID)) < 0 {
-			best = i
+		if compareAge(&items[i], best) < 0 {
+			best = &items[i]
 		}
 	}
 	return best
+}
+
+// compareAge is negative when a comes before b: the older first, of the same age
+// the one with the smaller UID.
+func compareAge(a, b client.Object) int {
+	at, bt := a.GetCreationTimestamp(), b.GetCreationTimestamp()
+	return cmp.Or(at.Compare(bt.Time), cmp.Compare(a.GetUID(), b.GetUID()))
 }
 
 func peerFrom(p *isthmus.Peering) Peer {
