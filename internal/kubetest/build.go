@@ -167,7 +167,7 @@ func build(ctx context.Context, src, version, dir string, progress io.Writer) er
 	if err != nil {
 		return err
 	}
-	defer os.RemoveAll(tmp)
+	defer func() { _ = os.RemoveAll(tmp) }() // renamed, or removed by the next build
 	if err := os.Chmod(tmp, 0o755); err != nil {
 		return err
 	}
@@ -296,7 +296,9 @@ func (r *reporter) downloaded() {
 func (r *reporter) compiling(all int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.done, r.all, r.stage = 0, all, "compiling"
+	if r.done, r.all, r.stage = 0, all, fmt.Sprintf("compiling %d packages", all); all < 2 { // itself, at most
+		r.stage = "linking"
+	}
 }
 
 func (r *reporter) compiled(pkg string) {

@@ -72,11 +72,23 @@ func (g *guard) start(starter func(*exec.Cmd) error, dir, path string, args ...s
 	if err := starter(p.cmd); err != nil {
 		return nil, fmt.Errorf("start %s: %w", name, err)
 	}
+	if p.cmd.Process == nil {
+		return nil, fmt.Errorf("start %s: Starter did not start it", name)
+	}
 	go func() {
 		p.err = p.cmd.Wait()
 		close(p.ended)
 	}()
 	return p, nil
+}
+
+func (p *process) hasEnded() bool {
+	select {
+	case <-p.ended:
+		return true
+	default:
+		return false
+	}
 }
 
 // kill ends the process and waits until it is gone.

@@ -66,7 +66,7 @@ type Options struct {
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
 }
 
-// A Server is a running control plane. Its methods may be called concurrently, but none after or beside Stop.
+// A Server is a running control plane. Its methods may be called concurrently, also after Stop.
 type Server struct {
 	opts Options
 	dir  string // of this server alone: data, keys, logs
@@ -83,8 +83,8 @@ type Server struct {
 	api *process // another one after RestartAPIServer
 }
 
-// Start starts a server and returns when it answers /readyz; controllers begin within the next second or two. ctx bounds
-// the start alone. The caller ends it with Stop. An error says what the program that failed said last.
+// Start starts a server and returns when it is ready, and its controllers work where they are wanted. ctx bounds the start
+// alone. The caller ends the server with Stop. An error says what the program that failed said last.
 func Start(ctx context.Context, opts Options) (s *Server, err error) {
 	if err := opts.complete(); err != nil {
 		return nil, err
@@ -118,13 +118,13 @@ func (o *Options) complete() error {
 		o.Name = "kubetest"
 	}
 	if !validName.MatchString(o.Name) {
-		return fmt.Errorf("Name: %q is not of the form %s", o.Name, validName)
+		return fmt.Errorf("option Name: %q is not of the form %s", o.Name, validName)
 	}
 	if !o.Host.IsValid() {
 		o.Host = netip.AddrFrom4([4]byte{127, 0, 0, 1})
 	}
 	if o.Host = o.Host.Unmap(); o.Host.IsUnspecified() || o.Host.IsMulticast() || o.Host.Zone() != "" {
-		return fmt.Errorf("Host: %s is not one unicast address that a certificate can name", o.Host)
+		return fmt.Errorf("option Host: %s is not one unicast address that a certificate can name", o.Host)
 	}
 	if o.APIPort == 0 && o.Starter != nil {
 		o.APIPort = 6443
@@ -137,10 +137,10 @@ func (o *Options) complete() error {
 	}
 	cidr := o.ServiceCIDR
 	if hostBits := cidr.Addr().BitLen() - cidr.Bits(); !cidr.IsValid() || cidr != cidr.Masked() || hostBits < 3 || hostBits > 20 {
-		return fmt.Errorf("ServiceCIDR: %s has to be a network of 2^3 to 2^20 addresses without host bits", cidr)
+		return fmt.Errorf("option ServiceCIDR: %s has to be a network of 2^3 to 2^20 addresses without host bits", cidr)
 	}
 	if cidr.Addr().Is4() != o.Host.Is4() {
-		return fmt.Errorf("ServiceCIDR: %s is not of the same family as the host %s", cidr, o.Host)
+		return fmt.Errorf("option ServiceCIDR: %s is not of the same family as the host %s", cidr, o.Host)
 	}
 	if o.Dial == nil {
 		o.Dial = new(net.Dialer).DialContext
@@ -171,13 +171,16 @@ func (s *Server) start(ctx context.Context) (err error) {
 	if err := s.startAPI(); err != nil {
 		return err
 	}
-	if err := s.awaitReady(ctx); err != nil {
+	if err := s.await(ctx, readyz); err != nil {
 		return err
 	}
-	if s.opts.Controllers {
-		return s.startControllers() // not earlier: it gives up when the API server takes ten seconds
+	if !s.opts.Controllers {
+		return nil
 	}
-	return nil
+	if err := s.startControllers(); err != nil { // not earlier: it gives up when the API server takes ten seconds
+		return err
+	}
+	return s.await(ctx, "/api/v1/namespaces/default/serviceaccounts/default") // a controller has made it
 }
 
 // credentials makes all keys, certificates and kubeconfigs, and the client of this package.
@@ -228,7 +231,7 @@ func (s *Server) credentials() (err error) {
 // startEtcd starts etcd on a Unix socket: no port to find, the same in every network namespace, and nobody else's. It
 // insists on advertising something with a port, which a cluster of one never uses.
 func (s *Server) startEtcd() (err error) {
-	const unused = "http://localhost:2380"
+	const unused = "http://127.0.0.1:2380"
 	s.etcd, err = s.run("etcd",
 		"--name=etcd", "--data-dir=etcd", "--unsafe-no-fsync",
 		"--listen-client-urls=unix://etcd.sock", "--advertise-client-urls="+unused,
@@ -280,27 +283,31 @@ func (s *Server) run(name string, args ...string) (*process, error) {
 	return s.guard.start(s.opts.Starter, s.dir, filepath.Join(s.opts.Dir, name), args...)
 }
 
-// awaitReady returns when /readyz is 200, or when a program ended.
-func (s *Server) awaitReady(ctx context.Context) error {
+// readyz is where the API server says that it is ready.
+const readyz = "/readyz"
+
+// await returns when a GET of path is answered with 200, or when a program ended.
+func (s *Server) await(ctx context.Context, path string) error {
 	for {
-		unready := s.ready(ctx)
-		if unready == nil {
+		problem := s.get(ctx, path)
+		if problem == nil {
 			return nil
 		}
+		for _, p := range []*process{s.etcd, s.api, s.controller} {
+			if p != nil && p.hasEnded() {
+				return fmt.Errorf("%s ended: %w\n%s", filepath.Base(p.cmd.Path), p.err, p.tail(20))
+			}
+		}
 		select {
-		case <-s.etcd.ended:
-			return fmt.Errorf("etcd ended: %w\n%s", s.etcd.err, s.etcd.tail(20))
-		case <-s.api.ended:
-			return fmt.Errorf("kube-apiserver ended: %w\n%s", s.api.err, s.api.tail(20))
 		case <-ctx.Done():
-			return fmt.Errorf("%w: %w\n%s", context.Cause(ctx), unready, s.api.tail(20))
+			return fmt.Errorf("%w: %w\n%s", context.Cause(ctx), problem, s.api.tail(20))
 		case <-time.After(20 * time.Millisecond):
 		}
 	}
 }
 
-func (s *Server) ready(ctx context.Context) error {
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.URL()+"/readyz", http.NoBody)
+func (s *Server) get(ctx context.Context, path string) error {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, s.URL()+path, http.NoBody)
 	if err != nil {
 		return err
 	}
@@ -314,7 +321,7 @@ func (s *Server) ready(ctx context.Context) error {
 		return err
 	}
 	if resp.StatusCode != http.StatusOK {
-		return fmt.Errorf("readyz: %s: %s", resp.Status, body)
+		return fmt.Errorf("GET %s: %s: %s", path, resp.Status, body)
 	}
 	return nil
 }
@@ -371,17 +378,25 @@ func (s *Server) Thaw() error { return s.signal(syscall.SIGCONT) }
 func (s *Server) signal(sig syscall.Signal) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.api == nil {
+		return s.stopped()
+	}
 	if err := s.api.cmd.Process.Signal(sig); err != nil {
 		return fmt.Errorf("API server %s: %v: %w", s.opts.Name, sig, err)
 	}
 	return nil
 }
 
+func (s *Server) stopped() error { return fmt.Errorf("API server %s was stopped", s.opts.Name) }
+
 // RestartAPIServer kills the API server, frozen or not, starts it again on the same port and data, and returns when it is
 // ready. Its clients lose their connections and watches.
 func (s *Server) RestartAPIServer(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.api == nil {
+		return s.stopped()
+	}
 	ctx, cancel := context.WithTimeoutCause(ctx, readyTimeout, fmt.Errorf("not ready within %v", readyTimeout))
 	defer cancel()
 	err := s.api.kill()
@@ -390,7 +405,7 @@ func (s *Server) RestartAPIServer(ctx context.Context) error {
 		err = s.startAPI()
 	}
 	if err == nil {
-		err = s.awaitReady(ctx)
+		err = s.await(ctx, readyz)
 	}
 	if err != nil {
 		return fmt.Errorf("API server %s: restart: %w", s.opts.Name, err)
