@@ -1,0 +1,231 @@
+// Package routeagent makes fabric.Node true on one node of a cluster: the VXLAN
+// device between the nodes, the routes and rules by which pods on every node
+// reach the gateway, and those by which answers come back the same way.
+//
+//	Nodes, Pods, TunnelEndpoints ─► fabric.NodeIntent ─ fabric.NodeFor ─► fabric.Node ─ diff ─► netlink
+//	                                                                         netlink events ─┘ (compare again)
+//
+// The kernel is the only memory of what is there: an agent that was killed is
+// followed by one that finds everything as it should be and touches nothing.
+package routeagent
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// How often the agent compares.
+const (
+	compareGap      = 100 * time.Millisecond // at least between two comparisons: events come in bursts
+	compareInterval = 10 * time.Second       // without any event
+	retryInterval   = time.Second            // after a failure
+)
+
+// A Source delivers the complete intent, and what is wrong with the objects it
+// was read from: once when everything is known for the first time, and again
+// after every change. Self and UnderlayMTU are filled in by the agent. It returns
+// when ctx ends, or with an error when it cannot go on. It does not call deliver
+// twice at a time, and delivers nothing rather than less than it knew before.
+type Source func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error
+
+// Options of Run.
+type Options struct {
+	Node           string // name of the Node on which the agent runs
+	Source         Source
+	Log            *slog.Logger
+	Version        string
+	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: none
+	StatusAddress  string // TCP host:port of /status; empty: none
+}
+
+// Run makes the network namespace of the process what the source says, until ctx
+// ends; then it removes everything that is its own and returns nil. Until the
+// source has delivered for the first time, whatever an agent before it left stays
+// in force. When the source fails, Run returns its error and leaves all as it is.
+func Run(ctx context.Context, o Options) error {
+	k, err := openKernel(o.Log)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	a := &agent{opts: o, log: o.Log, kernel: k, wake: make(chan struct{}, 1)}
+	a.metrics = newMetrics(a)
+	defer k.close()
+	defer cancel()
+	servers, err := a.listen()
+	if err != nil {
+		return err
+	}
+	defer servers.close()
+	if err := k.events(ctx, a.notify); err != nil {
+		return err
+	}
+
+	failed := make(chan error, 1)
+	var source sync.WaitGroup
+	defer source.Wait()
+	defer cancel()
+	source.Go(func() {
+		if err := o.Source(ctx, a.deliver); err != nil && ctx.Err() == nil {
+			failed <- err
+		}
+	})
+	return a.loop(ctx, failed)
+}
+
+// agent is one run. Only loop touches the kernel.
+type agent struct {
+	opts    Options
+	log     *slog.Logger
+	kernel  *kernel
+	metrics *metrics
+	wake    chan struct{}
+
+	mu       sync.Mutex
+	intent   *fabric.NodeIntent // nil: not delivered yet
+	broken   []fabric.Problem   // of reading intent
+	revision int                // of intent, from 1
+	state    state
+}
+
+// state is the outcome of the last comparison.
+type state struct {
+	revision int // of the intent compared with; 0: none yet
+	node     fabric.Node
+	problems []fabric.Problem
+	err      error
+	applied  time.Time // when err was last nil
+}
+
+func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
+	a.mu.Lock()
+	a.intent, a.broken = &in, broken
+	a.revision++
+	a.mu.Unlock()
+	a.notify()
+}
+
+// notify says "compare again".
+func (a *agent) notify() {
+	select {
+	case a.wake <- struct{}{}:
+	default: // it will
+	}
+}
+
+func (a *agent) loop(ctx context.Context, failed <-chan error) error {
+	timer := time.NewTimer(compareInterval)
+	defer timer.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			if _, err := a.kernel.apply(fabric.Node{}); err != nil {
+				return fmt.Errorf("cleaning up: %w", err)
+			}
+			a.log.Info("route agent ended, everything of it is removed")
+			return nil
+		case err := <-failed:
+			return fmt.Errorf("source: %w", err)
+		case <-a.wake:
+		case <-timer.C:
+		}
+		if a.compare() {
+			timer.Reset(compareInterval)
+		} else {
+			timer.Reset(retryInterval)
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(compareGap):
+		}
+	}
+}
+
+// compare makes the kernel's state what it should be now; false means that some
+// of it failed.
+func (a *agent) compare() bool {
+	a.mu.Lock()
+	revision, broken, before := a.revision, a.broken, a.state
+	var in fabric.NodeIntent
+	if a.intent != nil {
+		in = *a.intent
+	}
+	a.mu.Unlock()
+	if revision == 0 {
+		return true // what is there stays
+	}
+
+	now := state{revision: revision, node: before.node, applied: before.applied}
+	in.Self = a.opts.Node
+	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
+	var changes plan
+	if self < 0 {
+		// The Node is made anew, or --node-name is wrong: no reason to cut off what works.
+		now.err = fmt.Errorf("no Node is called %q; want the name of the one on which the agent runs", in.Self)
+	} else {
+		var unknownMTU, err error
+		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
+			in.UnderlayMTU, unknownMTU = a.kernel.underlayMTU(addr)
+		}
+		now.node, now.problems = fabric.NodeFor(in)
+		changes, err = a.kernel.apply(now.node)
+		now.err = errors.Join(err, unknownMTU, forwards())
+	}
+	now.problems = fabric.SortProblems(append(now.problems, broken...))
+	if now.err == nil {
+		now.applied = time.Now()
+	}
+	a.report(before, now, changes)
+	a.mu.Lock()
+	a.state = now
+	a.mu.Unlock()
+	return now.err == nil
+}
+
+// report logs and counts what a comparison brought, and says nothing twice.
+func (a *agent) report(before, now state, changes plan) {
+	drift := before.revision == now.revision && before.err == nil
+	for _, o := range changes {
+		if drift {
+			a.log.Warn("repaired", "command", o.command())
+		} else {
+			a.log.Debug("changed", "command", o.command())
+		}
+	}
+	if drift {
+		a.metrics.repaired.Add(float64(len(changes)))
+	} else if len(changes) > 0 {
+		a.log.Info("node changed", "changes", len(changes), "rules", len(now.node.Rules), "routes", len(now.node.Routes))
+	}
+	if now.err != nil {
+		a.metrics.errors.Inc()
+		if before.err == nil || before.err.Error() != now.err.Error() {
+			a.log.Error("the node is not as it should be, trying again", "error", now.err)
+		}
+	} else if before.err != nil {
+		a.log.Info("the node is as it should be again")
+	}
+	for _, p := range now.problems {
+		if !slices.Contains(before.problems, p) {
+			a.log.Warn("refused", "problem", p.Error())
+		}
+	}
+	for _, p := range before.problems {
+		if !slices.Contains(now.problems, p) {
+			a.log.Info("no longer refused", "problem", p.Error())
+		}
+	}
+}
+
+func (a *agent) current() state {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.state
+}
