@@ -1,0 +1,219 @@
+// Package kube is the Kubernetes side of gateway and route agent: it watches the
+// objects that say what is wanted and hands them on as fabric's values, and for
+// the gateway it elects the active replica and writes what became of the wish.
+//
+//	TunnelEndpoints, NatMappings, key Secret ─ watch ─► Snapshot ─► gateway
+//	TunnelEndpoint.status, labels, annotation ◄─ write ─ Report ◄──┘
+//
+// An event only says "look again": every look takes all objects from the cache,
+// so that a lost or repeated event is harmless. While the API server is away the
+// last snapshot stays in force, for ever.
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/rest"
+	toolscache "k8s.io/client-go/tools/cache"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// RESTConfig says how to reach the API server: as a kubeconfig file does, or,
+// with an empty path, as a Pod is told.
+func RESTConfig(kubeconfig string) (*rest.Config, error) {
+	if kubeconfig == "" {
+		config, err := rest.InClusterConfig()
+		if errors.Is(err, rest.ErrNotInCluster) {
+			return nil, errors.New("this is no Pod (KUBERNETES_SERVICE_HOST is not set); want --kubeconfig FILE")
+		}
+		return config, err
+	}
+	rules := &clientcmd.ClientConfigLoadingRules{ExplicitPath: kubeconfig}
+	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, nil).ClientConfig()
+	if err != nil {
+		return nil, fmt.Errorf("kubeconfig: %w", err)
+	}
+	return config, nil
+}
+
+// UseLogger makes the Kubernetes libraries log to log, for the whole process.
+func UseLogger(log *slog.Logger) {
+	klog.SetLogger(logr.FromSlogHandler(log.Handler()))
+	ctrllog.SetLogger(logr.FromSlogHandler(log.Handler()))
+}
+
+// newScheme knows the kinds that are read and written here.
+func newScheme() *runtime.Scheme {
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, v1alpha1.AddToScheme} {
+		if err := add(scheme); err != nil {
+			panic(err) // two Go types for one kind: not at run time
+		}
+	}
+	return scheme
+}
+
+// objects is a cache of the objects that are watched.
+type objects struct {
+	cache.Cache
+	log *slog.Logger
+
+	mu      sync.Mutex
+	trouble map[string]string // kind → why it is not read at the moment
+}
+
+// newObjects makes a cache of exactly the given kinds, each restricted to what is
+// needed of it.
+func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log *slog.Logger) (*objects, error) {
+	o := &objects{log: log, trouble: make(map[string]string)}
+	var err error
+	o.Cache, err = cache.New(config, cache.Options{
+		Scheme:                      newScheme(),
+		ByObject:                    kinds,
+		DefaultTransform:            cache.TransformStripManagedFields(),
+		ReaderFailOnMissingInformer: true,
+		DefaultWatchErrorHandler: func(_ context.Context, r *toolscache.Reflector, err error) {
+			o.failed(r.TypeDescription(), err)
+		},
+	})
+	return o, err
+}
+
+// failed notes why a kind could not be read; the informer tries again by itself,
+// every few seconds.
+func (o *objects) failed(kind string, err error) {
+	if apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
+		return // an old resource version: it lists again
+	}
+	kind = kind[strings.LastIndexByte(kind, '.')+1:] // "*v1alpha1.TunnelEndpoint"
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	if text := err.Error(); o.trouble[kind] != text {
+		o.trouble[kind] = text
+		o.log.Warn("not read, trying again; what is known stays in force", "kind", kind, "error", err)
+	}
+}
+
+// watch starts the cache, calls notify for every change of the kinds, and returns
+// when each has been read once. It gives up only when ctx ends. waiting is told,
+// about once a second, what is being waited for.
+func (o *objects) watch(ctx context.Context, notify func(), waiting func(error), kinds ...client.Object) error {
+	handler := toolscache.ResourceEventHandlerFuncs{
+		AddFunc:    func(any) { notify() },
+		UpdateFunc: func(any, any) { notify() },
+		DeleteFunc: func(any) { notify() },
+	}
+	for _, kind := range kinds {
+		name := strings.TrimPrefix(fmt.Sprintf("%T", kind), "*")
+		name = name[strings.LastIndexByte(name, '.')+1:]
+		var registered toolscache.ResourceEventHandlerRegistration
+		err := retry(ctx, waiting, func() error {
+			informer, err := o.GetInformer(ctx, kind, cache.BlockUntilSynced(false))
+			switch {
+			case meta.IsNoMatchError(err):
+				return fmt.Errorf("%s: the API server does not know this kind; install the CRDs", name)
+			case err != nil:
+				return fmt.Errorf("%s: %w", name, err)
+			}
+			registered, err = informer.AddEventHandler(handler)
+			return err
+		})
+		if err != nil {
+			return err
+		}
+		err = retry(ctx, waiting, func() error {
+			if registered.HasSynced() {
+				return nil
+			}
+			o.mu.Lock()
+			defer o.mu.Unlock()
+			return fmt.Errorf("%s: not read yet: %s", name, o.trouble[name])
+		})
+		if err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// retry calls try until it succeeds or ctx ends, soon at first, then once a second.
+func retry(ctx context.Context, waiting func(error), try func() error) error {
+	pause := 10 * time.Millisecond
+	for {
+		err := try()
+		if err == nil {
+			return nil
+		}
+		if pause *= 2; pause > time.Second {
+			pause = time.Second
+			waiting(err)
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(pause):
+		}
+	}
+}
+
+// A signal says that something may have changed since it was last received.
+type signal chan struct{}
+
+func newSignal() signal { return make(signal, 1) }
+
+// set never blocks.
+func (s signal) set() {
+	select {
+	case s <- struct{}{}:
+	default:
+	}
+}
+
+// Changes of one cause come together: they are waited for as long as more keep
+// coming, but not for ever.
+const (
+	coalesceQuiet = 20 * time.Millisecond
+	coalesceMost  = 200 * time.Millisecond
+)
+
+// coalesce calls look once for each group of signals, until ctx ends.
+func (s signal) coalesce(ctx context.Context, look func()) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-s:
+		}
+		most := time.After(coalesceMost)
+	group:
+		for {
+			select {
+			case <-ctx.Done():
+				return
+			case <-s:
+			case <-time.After(coalesceQuiet):
+				break group
+			case <-most:
+				break group
+			}
+		}
+		look()
+	}
+}
