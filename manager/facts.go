@@ -11,7 +11,7 @@ import (
 )
 
 // Facts are what this cluster knows about itself. A zero field is not known yet;
-// Missing says why.
+// Missing and NoEndpoint say why.
 type Facts struct {
 	Cluster      v1alpha1.ClusterIdentity
 	PodCIDR      netip.Prefix
@@ -26,9 +26,12 @@ type Facts struct {
 	// be published, such as `Secret isthmus-system/wireguard-pubkey: not there
 	// yet; the gateway makes it`.
 	Missing []string
+	// NoEndpoint is such a sentence about Endpoint or Port, which a Peering may
+	// override; empty when both are known.
+	NoEndpoint string
 }
 
-// A FactsReader gathers the Facts from the cache.
+// A FactsReader knows the Facts.
 type FactsReader interface {
 	Facts(ctx context.Context) (Facts, error)
 }
