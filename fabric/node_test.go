@@ -1,0 +1,286 @@
+package fabric
+
+import (
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+)
+
+// Three nodes of cluster A, whose gateway is on n1; peer B is 10.246.0.0/16 and 10.247.0.0/16 here.
+func nodeIntent(t testing.TB, self string) NodeIntent {
+	node := func(name, addr, pods string) ClusterNode {
+		return ClusterNode{Name: name, Addrs: []netip.Addr{ip(addr)}, PodCIDRs: []netip.Prefix{pfx(pods)}, Created: 1}
+	}
+	return NodeIntent{
+		Self:        self,
+		UnderlayMTU: 1400,
+		Nodes:       []ClusterNode{node("n1", "172.30.1.11", "10.244.1.0/24"), node("n2", "172.30.1.12", "10.244.2.0/24"), node("n3", "172.30.1.13", "10.244.3.0/24")},
+		Pods: []NodePod{
+			{ip("10.244.1.5"), "n1", 1}, {ip("10.244.2.5"), "n2", 1}, {ip("10.244.3.5"), "n3", 1},
+			{ip("10.244.77.7"), "n3", 1},   // in no node's network
+			{ip("10.244.2.99"), "n3", 1},   // in that of another node
+			{ip("10.244.3.99"), "n1", 1},   // on the gateway's node itself, in that of another
+			{ip("10.244.99.1"), "n1", 1},   // on the gateway's node
+			{ip("172.30.1.12"), "n2", 1},   // a node's address
+			{ip("10.244.98.1"), "", 1},     // not placed yet
+			{ip("10.244.97.1"), "n9", 1},   // on a node that is gone
+			{ip("fd00::5"), "n2", 1},       // IPv6
+			{ip("10.244.96.1"), "n2", 100}, // has the address that a pod on n3 had
+			{ip("10.244.96.1"), "n3", 99},
+		},
+		Tunnels: []Tunnel{{peer(t, idB, nil), ip("172.30.1.11")}},
+	}
+}
+
+const overlayOnN1 = `ip link add isthmus.vxlan type vxlan id 4200 local 172.30.1.11 dstport 4800 nolearning
+sysctl -w net/ipv4/conf/isthmus.vxlan/forwarding=1
+sysctl -w net/ipv4/conf/isthmus.vxlan/rp_filter=2
+ip link set isthmus.vxlan address 66:41:a8:85:d7:fe mtu 1350 up
+ip addr replace 240.30.1.11/8 dev isthmus.vxlan noprefixroute
+bridge fdb replace 66:63:0d:94:68:4e dev isthmus.vxlan dst 172.30.1.12 self permanent
+bridge fdb replace 66:98:5d:57:51:75 dev isthmus.vxlan dst 172.30.1.13 self permanent
+ip neigh replace 240.30.1.12 lladdr 66:63:0d:94:68:4e dev isthmus.vxlan nud permanent
+ip neigh replace 240.30.1.13 lladdr 66:98:5d:57:51:75 dev isthmus.vxlan nud permanent
+ip route replace 240.0.0.0/8 dev isthmus.vxlan proto 72
+`
+
+func TestNodeWithTheGatewayLeadsRemoteSourcesThroughTheOverlay(t *testing.T) {
+	n, problems := NodeFor(nodeIntent(t, "n1"))
+	wantTexts(t, problems)
+	const want = overlayOnN1 + `ip route replace 10.244.2.0/24 via 240.30.1.12 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace 10.244.2.99/32 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace 10.244.3.0/24 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace throw 10.244.3.99/32 table 4201 proto 72
+ip route replace 10.244.77.7/32 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace 10.244.96.1/32 via 240.30.1.12 dev isthmus.vxlan onlink table 4201 proto 72
+ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
+ip rule add priority 4199 from 10.246.0.0/16 lookup 4201 protocol 72
+ip rule add priority 4199 from 10.247.0.0/16 lookup 4201 protocol 72
+`
+	if got := n.String(); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+func TestNodeWithoutTheGatewayLeadsRemoteNetworksThroughTheOverlay(t *testing.T) {
+	n, problems := NodeFor(nodeIntent(t, "n2"))
+	wantTexts(t, problems)
+	const want = `ip route replace 10.246.0.0/16 via 240.30.1.11 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace unreachable 10.246.0.0/16 table 4201 metric 420000 proto 72
+ip route replace 10.247.0.0/16 via 240.30.1.11 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace unreachable 10.247.0.0/16 table 4201 metric 420000 proto 72
+ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
+ip rule add priority 4199 to 10.246.0.0/16 lookup 4201 protocol 72
+ip rule add priority 4199 to 10.247.0.0/16 lookup 4201 protocol 72
+`
+	if got := n.String(); !strings.HasSuffix(got, "proto 72\n"+want) {
+		t.Errorf("got\n%s\nwant at the end\n%s", got, want)
+	}
+}
+
+func TestNodeDoesNothingForAPeerBeforeThereIsAGateway(t *testing.T) {
+	in := nodeIntent(t, "n1")
+	in.Tunnels[0].Gateway = netip.Addr{}
+	n, problems := NodeFor(in)
+	wantTexts(t, problems)
+	if got, want := n.String(), overlayOnN1+"ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72\n"; got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// Whatever is missing on the way to a gateway, traffic for the peer does not leave in the clear.
+func TestNodeRefusesTrafficWhenItKnowsNoWayToTheGateway(t *testing.T) {
+	for name, tc := range map[string]struct {
+		change   func(*NodeIntent)
+		problems []string
+	}{
+		"the gateway's node is gone": {
+			func(in *NodeIntent) { in.Nodes = in.Nodes[1:] },
+			[]string{"TunnelEndpoint tenant/b: status.gatewayIP: 172.30.1.11 is no node's InternalIP; want that of the node with the active gateway"},
+		},
+		"the gateway's node has no IPv4": {
+			func(in *NodeIntent) {
+				in.Nodes[0].Addrs = []netip.Addr{ip("fd00::11")}
+				in.Tunnels[0].Gateway = ip("fd00::11")
+			},
+			[]string{"Node n1: status.addresses: has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4"},
+		},
+		"our node has no IPv4": {
+			func(in *NodeIntent) { in.Nodes[1].Addrs = nil },
+			[]string{"Node n2: status.addresses: has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4"},
+		},
+		"our node has the overlay address of an older one": {
+			func(in *NodeIntent) { in.Nodes[1].Addrs, in.Nodes[1].Created = []netip.Addr{ip("10.30.1.13")}, 2 },
+			[]string{"Node n2: status.addresses: 10.30.1.13 and 172.30.1.13 of Node n3 would both have 240.30.1.13 in the overlay; want addresses that differ in the last three octets"},
+		},
+		"our node cannot have an overlay address": {
+			func(in *NodeIntent) { in.Nodes[1].Addrs = []netip.Addr{ip("11.0.0.0")} },
+			[]string{"Node n2: status.addresses: 11.0.0.0 would have 240.0.0.0 in the overlay, which no host can have; want another address"},
+		},
+	} {
+		in := nodeIntent(t, "n2")
+		tc.change(&in)
+		n, problems := NodeFor(in)
+		if got := texts(problems); !slices.Equal(got, tc.problems) {
+			t.Errorf("%s: problems %q", name, got)
+		}
+		const refused = "ip route replace unreachable 10.246.0.0/16 table 4201"
+		if s := n.String(); !strings.Contains(s, refused) || strings.Contains(s, "10.246.0.0/16 via") || !strings.Contains(s, "to 10.246.0.0/16 lookup 4201") {
+			t.Errorf("%s:\n%s", name, s)
+		}
+	}
+}
+
+func TestNodeLeavesOutWhatTheOverlayCannotCarry(t *testing.T) {
+	for name, tc := range map[string]struct {
+		change func(*NodeIntent)
+		want   string
+	}{
+		"a remote network with our nodes in it": {
+			func(in *NodeIntent) { in.Tunnels[0].Peer.Remote.PodSeen = pfx("172.30.0.0/16") },
+			"TunnelEndpoint tenant/b: spec.remoteNATPodCIDR: 172.30.0.0/16 contains 172.30.1.11, the address of Node n1; want a network without nodes",
+		},
+		"a remote network in the overlay's": {
+			func(in *NodeIntent) {
+				in.Tunnels[0].Peer.Remote.External, in.Tunnels[0].Peer.Remote.ExternalSeen = pfx("240.9.0.0/16"), pfx("240.9.0.0/16")
+			},
+			"TunnelEndpoint tenant/b: spec.remoteExternalCIDR: 240.9.0.0/16 overlaps 240.0.0.0/8, the overlay between the nodes; want a network outside",
+		},
+		"a second peer with the networks of the first": {
+			func(in *NodeIntent) {
+				in.Tunnels = append(in.Tunnels, in.Tunnels[0])
+				in.Tunnels[0].Peer = peer(t, idC, func(p *Peer) { remotes("10.246.0.0/16", "10.249.0.0/16")(p); p.Created = 2 })
+				in.Tunnels[1].Peer.Created = 1
+			},
+			"TunnelEndpoint tenant/c: spec.remoteNATPodCIDR: 10.246.0.0/16 overlaps 10.246.0.0/16 of cluster \"" + idB +
+				"\" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no other peer has here",
+		},
+	} {
+		in := nodeIntent(t, "n2")
+		tc.change(&in)
+		n, problems := NodeFor(in)
+		if got := texts(problems); !slices.Equal(got, []string{tc.want}) {
+			t.Errorf("%s: problems\n%q\nwant\n%q", name, got, tc.want)
+		}
+		to := 0
+		for _, r := range n.Rules {
+			if r.To.IsValid() {
+				to++
+			}
+		}
+		if want := 2 * (len(in.Tunnels) - 1); to != want {
+			t.Errorf("%s: %d rules to remote networks, want %d\n%s", name, to, want, n)
+		}
+	}
+}
+
+func TestNodeTellsAboutTwoNodesWithOnePodNetwork(t *testing.T) {
+	in := nodeIntent(t, "n1")
+	in.Nodes[2].PodCIDRs = []netip.Prefix{pfx("10.244.2.0/25")}
+	n, problems := NodeFor(in)
+	wantTexts(t, problems, "Node n3: spec.podCIDRs: 10.244.2.0/25 overlaps a network of Node n2; want one of its own")
+	for _, want := range []string{"10.244.2.0/24 via 240.30.1.12", "10.244.3.5/32 via 240.30.1.13", "10.244.2.99/32 via 240.30.1.13"} {
+		if !strings.Contains(n.String(), want) {
+			t.Errorf("no %s in\n%s", want, n)
+		}
+	}
+}
+
+func TestNodeThatIsNotInTheClusterHasNothingToDo(t *testing.T) {
+	n, problems := NodeFor(nodeIntent(t, "n7"))
+	wantTexts(t, problems, "Node n7: is not there; want the name of the Node on which the agent runs")
+	if n.String() != "" {
+		t.Error(n)
+	}
+}
+
+func TestNodeDoesNotDependOnTheOrderOfItsInput(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	for _, self := range []string{"n1", "n2"} {
+		in := nodeIntent(t, self)
+		in.Nodes = append(in.Nodes, ClusterNode{Name: "n4", Addrs: []netip.Addr{ip("10.30.1.13")}, Created: 7, PodCIDRs: []netip.Prefix{pfx("10.244.0.0/22")}})
+		in.Tunnels = append(in.Tunnels, Tunnel{peer(t, idC, remotes("10.248.0.0/16", "10.249.0.0/16")), ip("172.30.1.12")})
+		want, wantProblems := NodeFor(in)
+		for range 50 {
+			rng.Shuffle(len(in.Nodes), func(i, j int) { in.Nodes[i], in.Nodes[j] = in.Nodes[j], in.Nodes[i] })
+			rng.Shuffle(len(in.Pods), func(i, j int) { in.Pods[i], in.Pods[j] = in.Pods[j], in.Pods[i] })
+			rng.Shuffle(len(in.Tunnels), func(i, j int) { in.Tunnels[i], in.Tunnels[j] = in.Tunnels[j], in.Tunnels[i] })
+			if got, problems := NodeFor(in); !reflect.DeepEqual(got, want) || !reflect.DeepEqual(problems, wantProblems) {
+				t.Fatalf("%v\n%v\nwant\n%v\n%v", got, problems, want, wantProblems)
+			}
+		}
+	}
+}
+
+// The way of every pod's answers is the way of what it is sent, whatever the nodes' networks say.
+func TestNodeFindsEveryPodWhereItIs(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 4))
+	names := []string{"n1", "n2", "n3"}
+	for range 2000 {
+		in := nodeIntent(t, "n1")
+		for i := range in.Nodes {
+			in.Nodes[i].PodCIDRs = nil
+			if rng.IntN(4) > 0 {
+				in.Nodes[i].PodCIDRs = []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 244, byte(rng.IntN(4)), 0}), 22+rng.IntN(4)).Masked()}
+			}
+		}
+		in.Pods = nil
+		for i := range rng.IntN(12) {
+			in.Pods = append(in.Pods, NodePod{netip.AddrFrom4([4]byte{10, 244, byte(rng.IntN(4)), byte(i)}), names[rng.IntN(3)], 1})
+		}
+		n, _ := NodeFor(in)
+		for _, p := range in.Pods {
+			best, found := Route{}, false // the slow and obvious longest match
+			for _, r := range n.Routes {
+				if r.Table == NodeTable && r.Prefix.Contains(p.Addr) && (!found || r.Prefix.Bits() > best.Prefix.Bits()) {
+					best, found = r, true
+				}
+			}
+			leaves := found && best.Kind == ViaOverlay
+			if leaves != (p.Node != "n1") || leaves && best.Via != map[string]netip.Addr{"n2": ip("240.30.1.12"), "n3": ip("240.30.1.13")}[p.Node] {
+				t.Fatalf("pod %v on %s: %+v\nnodes %v\n%s", p.Addr, p.Node, best, in.Nodes, n)
+			}
+		}
+	}
+}
+
+func TestTunnelFromNamesAGatewayThatIsNoAddress(t *testing.T) {
+	te := endpointB()
+	te.Status.GatewayIP = "172.30.1.11"
+	got, problems := TunnelFrom(te, Origin{Kind: "TunnelEndpoint", Name: "b"})
+	wantTexts(t, problems)
+	if got.Gateway != ip("172.30.1.11") || got.Peer.ID != idB {
+		t.Error(got)
+	}
+	for _, bad := range []string{"gateway", "0.0.0.0", "fe80::1%eth0", "::ffff:10.0.0.1"} {
+		te.Status.GatewayIP = bad
+		got, problems := TunnelFrom(te, Origin{Kind: "TunnelEndpoint", Name: "b"})
+		wantTexts(t, problems, `TunnelEndpoint b: status.gatewayIP: "`+bad+`" is no address; want the InternalIP of the node with the active gateway`)
+		if !reflect.DeepEqual(got, Tunnel{}) {
+			t.Error(got)
+		}
+	}
+}
+
+func TestOverlayMACIsALocalUnicastAddress(t *testing.T) {
+	for _, name := range []string{"", "n1", "node-with-a-long-name.example.com"} {
+		if m := OverlayMAC(name); m[0]&1 != 0 || m[0]&2 == 0 {
+			t.Errorf("%s: %v", name, m)
+		}
+	}
+}
+
+// An overlay MTU is never below what a WireGuard tunnel over the same underlay needs.
+func TestNodeOverlayHasRoomForTheTunnel(t *testing.T) {
+	for underlay, want := range map[int]int{0: 1450, 1500: 1450, 1400: 1350, 9001: 8951, 65536: 65485, 500: 576} {
+		in := nodeIntent(t, "n1")
+		in.UnderlayMTU = underlay
+		n, _ := NodeFor(in)
+		if got := n.Links[0].MTU; got != want {
+			t.Errorf("underlay %d: %d, want %d", underlay, got, want)
+		}
+	}
+}
