@@ -1,0 +1,115 @@
+package manager
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// The API server of all tests of this package, with our CRDs. A test uses
+// namespaces and cluster IDs of its own, and does not run in parallel with others
+// that use it, because managers see everything.
+var (
+	testServer *kubetest.Server
+	testConfig *rest.Config
+	testClient client.Client // straight to the API server, without a cache
+)
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	code := 1
+	err := func() error {
+		if testing.Short() {
+			code = m.Run()
+			return nil
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first time it is built
+		defer cancel()
+		var err error
+		if testServer, err = kubetest.Start(ctx, kubetest.Options{Name: "manager-test", Controllers: true}); err != nil {
+			return err
+		}
+		defer testServer.Stop() //nolint:errcheck // nothing to do about it
+		if testConfig, err = clientcmd.RESTConfigFromKubeConfig(testServer.Kubeconfig()); err != nil {
+			return err
+		}
+		testConfig.QPS = -1
+		scheme, err := newScheme()
+		if err != nil {
+			return err
+		}
+		if err := apiextensions.AddToScheme(scheme); err != nil {
+			return err
+		}
+		if testClient, err = client.New(testConfig, client.Options{Scheme: scheme}); err != nil {
+			return err
+		}
+		if err := applyCRDs(ctx, "../deploy/crds"); err != nil {
+			return err
+		}
+		code = m.Run()
+		return nil
+	}()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+	os.Exit(code)
+}
+
+// applyCRDs creates the CRDs in a folder and waits until they are served.
+func applyCRDs(ctx context.Context, dir string) error {
+	files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
+	if err != nil || len(files) == 0 {
+		return fmt.Errorf("CRDs in %s: none (%w)", dir, err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		var crd apiextensions.CustomResourceDefinition
+		if err := yaml.UnmarshalStrict(text, &crd); err != nil {
+			return fmt.Errorf("%s: %w", file, err)
+		}
+		if err := testClient.Create(ctx, &crd); err != nil {
+			return fmt.Errorf("%s: %w", file, err)
+		}
+		for !established(&crd) {
+			time.Sleep(20 * time.Millisecond)
+			if err := testClient.Get(ctx, client.ObjectKeyFromObject(&crd), &crd); err != nil {
+				return fmt.Errorf("%s: %w", file, err)
+			}
+		}
+	}
+	for { // established a moment before it is served
+		var list isthmus.PeeringList
+		err := testClient.List(ctx, &list)
+		if err == nil || !meta.IsNoMatchError(err) && ctx.Err() != nil {
+			return err
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+func established(crd *apiextensions.CustomResourceDefinition) bool {
+	for _, c := range crd.Status.Conditions {
+		if c.Type == apiextensions.Established && c.Status == apiextensions.ConditionTrue {
+			return true
+		}
+	}
+	return false
+}

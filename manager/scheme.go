@@ -1,0 +1,17 @@
+package manager
+
+import (
+	"errors"
+
+	"k8s.io/apimachinery/pkg/runtime"
+	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// newScheme knows all kinds that a manager reads or writes.
+func newScheme() (*runtime.Scheme, error) {
+	scheme := runtime.NewScheme()
+	return scheme, errors.Join(clientgoscheme.AddToScheme(scheme), isthmus.AddToScheme(scheme), v1alpha1.AddToScheme(scheme), addForeignClusters(scheme))
+}
