@@ -236,7 +236,7 @@ func (s *Server) startEtcd() (err error) {
 		"--name=etcd", "--data-dir=etcd", "--unsafe-no-fsync",
 		"--listen-client-urls=unix://etcd.sock", "--advertise-client-urls="+unused,
 		"--listen-peer-urls=unix://peer.sock", "--initial-advertise-peer-urls="+unused, "--initial-cluster=etcd="+unused,
-		"--heartbeat-interval=20", "--election-timeout=200", // in ms: the one member elects itself sooner
+		"--election-timeout=500", // ms: the one member elects itself half a second sooner
 		"--log-level=warn")
 	return err
 }
