@@ -55,6 +55,9 @@ PodCIDR.`,
 	}
 	root.AddCommand(
 		newGatewayCommand(),
+		newInstallCommand(),
+		newPeerCommand(),
+		newUnpeerCommand(),
 		newStatusCommand(),
 		newTraceCommand(),
 		newGenkeyCommand(),

@@ -18,28 +18,38 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
 func newStatusCommand() *cobra.Command {
 	var address, output string
 	var flows int
+	var access peering.Access
 	cmd := &cobra.Command{
 		Use:   "status",
-		Short: "Show the peers of the gateway on this machine",
-		Long: `Ask the running gateway for its peers: how each is reached, when it was last
-heard, under which ranges the two clusters see each other, and what was dropped.
-The exit code is 1 when a peer does not answer or a configuration is not in force.`,
+		Short: "Show the peerings of a cluster, or the peers of the gateway on this machine",
+		Long: `Where there is a kubeconfig, show the peerings of the cluster: under which ranges
+the clusters see each other, how the peer is reached, and what is wrong. The exit
+code is 1 when a peering is not ready.
+
+With --gateway, or where there is no cluster, ask the gateway that runs on this
+machine for its peers: how each is reached, when it was last heard, and what was
+dropped. The exit code is 1 when a peer does not answer or a configuration is not
+in force.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			path := "/status"
-			if flows > 0 {
-				path += "?flows=" + strconv.Itoa(flows)
-			}
 			switch output {
 			case "table", "wide", "json", "yaml":
 			default:
 				return &codeError{exitUsage, fmt.Errorf("--output %q: want table, wide, json or yaml", output)}
+			}
+			if aboutCluster(cmd) {
+				return clusterStatus(cmd, access, output)
+			}
+			path := "/status"
+			if flows > 0 {
+				path += "?flows=" + strconv.Itoa(flows)
 			}
 			raw, err := ask(cmd.Context(), address, path)
 			if err != nil {
@@ -70,9 +80,11 @@ The exit code is 1 when a peer does not answer or a configuration is not in forc
 			return nil
 		},
 	}
-	addAddressFlag(cmd, &address)
+	addAccessFlags(cmd.Flags(), &access, "", "")
 	cmd.Flags().StringVarP(&output, "output", "o", "table", "table, wide, json or yaml")
-	cmd.Flags().IntVar(&flows, "flows", 0, "also show up to so many NAT flows")
+	cmd.Flags().Bool("gateway", false, "the gateway on this machine, not the cluster")
+	addAddressFlag(cmd, &address)
+	cmd.Flags().IntVar(&flows, "flows", 0, "the gateway, and up to so many of its NAT flows")
 	return cmd
 }
 

@@ -1,0 +1,52 @@
+package main
+
+import (
+	"github.com/spf13/cobra"
+
+	"github.com/isthmus-net/isthmus/internal/peering"
+)
+
+// aboutCluster says whether `isthmus status` is about a cluster or about the
+// gateway on this machine: what the flags say, else a cluster where there is a
+// kubeconfig or we run in a Pod.
+func aboutCluster(cmd *cobra.Command) bool {
+	for _, flag := range []string{"gateway", "address", "flows"} {
+		if cmd.Flags().Changed(flag) {
+			return false
+		}
+	}
+	for _, flag := range []string{"kubeconfig", "context", "namespace"} {
+		if cmd.Flags().Changed(flag) {
+			return true
+		}
+	}
+	return peering.HasKubeconfig()
+}
+
+func clusterStatus(cmd *cobra.Command, access peering.Access, output string) error {
+	c, err := connect(access)
+	if err != nil {
+		return err
+	}
+	ctx, stop := untilSignal(cmd)
+	defer stop()
+	if err := c.Identify(ctx); err != nil {
+		return clusterError(err)
+	}
+	s, err := peering.StatusOf(ctx, c)
+	if err != nil {
+		return clusterError(err)
+	}
+	if output == "json" || output == "yaml" {
+		err = printAs(cmd.OutOrStdout(), output, s)
+	} else {
+		err = s.Print(cmd.OutOrStdout(), output == "wide")
+	}
+	if err != nil {
+		return err
+	}
+	if !s.Ready() {
+		return problemFound
+	}
+	return nil
+}

@@ -1,0 +1,100 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/peering"
+)
+
+func newInstallCommand() *cobra.Command {
+	var access peering.Access
+	var o peering.InstallOptions
+	var service string
+	cmd := &cobra.Command{
+		Use:   "install --cluster-name NAME",
+		Short: "Install the custom resource definitions and rights in a cluster",
+		Long: `Apply what the components of Isthmus need in a cluster: the custom resource
+definitions, a namespace, a ServiceAccount with the least rights for each
+component, and the identity by which peers know the cluster. Repeating it changes
+nothing, or brings an older installation up to date.`,
+		Example: "  isthmus install --context paris --cluster-name paris --gateway-service LoadBalancer",
+		Args:    cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			switch o.Service = corev1.ServiceType(service); service {
+			case "none":
+				o.Service = ""
+			case string(corev1.ServiceTypeNodePort), string(corev1.ServiceTypeLoadBalancer):
+			default:
+				return &codeError{exitUsage, fmt.Errorf("--gateway-service %q: want none, NodePort or LoadBalancer", service)}
+			}
+			if o.Port < 1 || o.Port > 65535 {
+				return &codeError{exitUsage, fmt.Errorf("--gateway-port %d: want 1 to 65535", o.Port)}
+			}
+			c, err := connect(access)
+			if err != nil {
+				return err
+			}
+			ctx, stop := untilSignal(cmd)
+			defer stop()
+			o.Report = reporter(cmd)
+			return clusterError(c.Install(ctx, o))
+		},
+	}
+	addAccessFlags(cmd.Flags(), &access, "", "")
+	cmd.Flags().StringVar(&o.Identity.ClusterName, "cluster-name", "", "how peers are to call the cluster (needed the first time)")
+	cmd.Flags().StringVar(&o.Identity.ClusterID, "cluster-id", "", "what tells the cluster from all others (default the UID of its namespace kube-system)")
+	cmd.Flags().StringVar(&service, "gateway-service", "none", "make the gateway's Service: NodePort, LoadBalancer or none")
+	cmd.Flags().Int32Var(&o.Port, "gateway-port", 5871, "UDP port of the gateway's Service")
+	return cmd
+}
+
+// addAccessFlags adds the flags that say which cluster is meant, as kubectl has
+// them; prefix "remote-" is for the other one.
+func addAccessFlags(flags *pflag.FlagSet, a *peering.Access, prefix, of string) {
+	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+of+" (default $KUBECONFIG or ~/.kube/config)")
+	flags.StringVar(&a.Context, prefix+"context", "", "context"+of+" in the kubeconfig (default the current one)")
+	flags.StringVar(&a.Namespace, prefix+"namespace", deploy.Namespace, "namespace of the installation"+of)
+}
+
+func connect(a peering.Access) (*peering.Cluster, error) {
+	c, err := peering.Connect(a)
+	if err != nil {
+		return nil, unreachable(err)
+	}
+	return c, nil
+}
+
+// clusterError gives an error its exit code.
+func clusterError(err error) error {
+	if errors.Is(err, peering.ErrUnreachable) && !errors.Is(err, peering.ErrNotReady) {
+		return unreachable(err)
+	}
+	return err
+}
+
+// reporter prints a line at a time.
+func reporter(cmd *cobra.Command) func(string) {
+	return func(line string) { fmt.Fprintln(cmd.OutOrStdout(), line) }
+}
+
+// untilSignal is a context that ends with the first signal; a second one ends
+// the program.
+func untilSignal(cmd *cobra.Command) (context.Context, context.CancelFunc) {
+	parent := cmd.Context()
+	if parent == nil {
+		parent = context.Background()
+	}
+	ctx, stop := signal.NotifyContext(parent, os.Interrupt, syscall.SIGTERM)
+	context.AfterFunc(ctx, stop)
+	return ctx, stop
+}

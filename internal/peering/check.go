@@ -1,0 +1,206 @@
+package peering
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"sync"
+	"time"
+
+	authorizationv1 "k8s.io/api/authorization/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+// both does the same on two sides at once. It does not stop at the first error:
+// a person wants to hear of both.
+func both(a, b *side, do func(*side) error) error {
+	var errs [2]error
+	var group sync.WaitGroup
+	group.Go(func() { errs[0] = do(a) })
+	group.Go(func() { errs[1] = do(b) })
+	group.Wait()
+	return errors.Join(errs[:]...)
+}
+
+// distinct refuses two clusters that are one, or that peers could not tell
+// apart.
+func distinct(a, b *Cluster) error {
+	switch {
+	case a.uid == b.uid:
+		return fmt.Errorf("%s and %s are the same cluster (its namespace kube-system has the UID %s): want two", a.context, b.context, a.uid)
+	case a.Identity.ClusterID == b.Identity.ClusterID:
+		return fmt.Errorf("%s and %s have the same cluster ID %s: install one of them with another --cluster-id", a, b, Printable(a.Identity.ClusterID))
+	}
+	return nil
+}
+
+// findPeering finds what s has for its peer already, or decides what it is to
+// get. name is that of a new Peering; empty: the peer's unique name.
+func (s *side) findPeering(ctx context.Context, name string) error {
+	var list isthmus.PeeringList
+	if err := s.client.List(ctx, &list); err != nil {
+		return s.explain("Peerings", err)
+	}
+	identity := s.peer.Identity
+	if name == "" {
+		name = identity.UniqueName()
+	}
+	s.peering = newPeering(name, identity, identity.TenantNamespace(), s.Identity.TenantNamespace())
+	for i := range list.Items {
+		p := &list.Items[i]
+		switch {
+		case p.Spec.Cluster.ClusterID == identity.ClusterID && s.exists:
+			return fmt.Errorf("%s: Peerings %s and %s are for the same cluster %s: delete one", s.Cluster, s.peering.Name, p.Name, s.peer.Cluster)
+		case p.Spec.Cluster.ClusterID == identity.ClusterID:
+			s.peering, s.exists = p, true
+		case p.Name == name:
+			return fmt.Errorf("%s: Peering %s is for the cluster %s (%s): choose another name", s.Cluster, p.Name,
+				Printable(p.Spec.Cluster.ClusterName), Printable(p.Spec.Cluster.ClusterID))
+		}
+	}
+	s.namespace, s.secret = s.peering.Spec.TenantNamespace.Local, s.peering.Spec.IdentitySecretName
+	return nil
+}
+
+// agreed refuses Peerings that cannot go together, such as those that a person
+// wrote by hand.
+func (s *side) agreed() error {
+	p := s.peering
+	switch {
+	case !p.DeletionTimestamp.IsZero():
+		return fmt.Errorf("%s: Peering %s is being deleted: wait for it, or finish it by `isthmus unpeer`", s.Cluster, p.Name)
+	case p.Spec.Cluster != s.peer.Identity:
+		return fmt.Errorf("%s: Peering %s calls the peer %s, and it calls itself %s: un-peer first", s.Cluster, p.Name,
+			Printable(p.Spec.Cluster.ClusterName), Printable(s.peer.Identity.ClusterName))
+	case p.Spec.TenantNamespace.Remote != s.peer.namespace:
+		return fmt.Errorf("%s: Peering %s: spec.tenantNamespace.remote is %s, and the namespace at %s is %s: un-peer first", s.Cluster, p.Name,
+			p.Spec.TenantNamespace.Remote, s.peer.Cluster, s.peer.namespace)
+	}
+	return nil
+}
+
+// checkNamespace refuses a tenant namespace that belongs to another cluster or
+// is on its way out.
+func (s *side) checkNamespace(ctx context.Context) error {
+	var n corev1.Namespace
+	if err := s.client.Get(ctx, client.ObjectKey{Name: s.namespace}, &n); apierrors.IsNotFound(err) {
+		return nil
+	} else if err != nil {
+		return s.explain("Namespace "+s.namespace, err)
+	}
+	if !n.DeletionTimestamp.IsZero() {
+		return fmt.Errorf("%s: Namespace %s is still being deleted: try again when it is gone", s.Cluster, s.namespace)
+	}
+	if id, ok := n.Labels[v1alpha1.LabelTenantClusterID]; ok && id != s.peer.Identity.ClusterID {
+		return fmt.Errorf("%s: Namespace %s belongs to the cluster %s (label %s), not to %s", s.Cluster, s.namespace,
+			Printable(id), v1alpha1.LabelTenantClusterID, Printable(s.peer.Identity.ClusterID))
+	}
+	return nil
+}
+
+// managerLease is the Lease that the active manager holds.
+const managerLease = deploy.ManagerServiceAccount
+
+// A Holder is who holds a Lease.
+type Holder struct {
+	Name string `json:"name,omitempty"` // empty: nobody
+	// Problem says why nobody does.
+	Problem string `json:"problem,omitempty"`
+}
+
+// manager says which manager is at work.
+func (c *Cluster) manager(ctx context.Context) (Holder, error) {
+	var lease coordinationv1.Lease
+	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: managerLease}, &lease)
+	name := "Lease " + c.Namespace + "/" + managerLease
+	if apierrors.IsNotFound(err) {
+		return Holder{Problem: name + " is not there"}, nil
+	}
+	if err != nil {
+		return Holder{}, c.explain(name, err)
+	}
+	return holder(name, lease.Spec, time.Now()), nil
+}
+
+// holder allows the clocks of the two machines half a minute of difference.
+func holder(name string, l coordinationv1.LeaseSpec, now time.Time) Holder {
+	if l.HolderIdentity == nil || *l.HolderIdentity == "" {
+		return Holder{Problem: name + " is held by nobody"}
+	}
+	if l.RenewTime != nil && l.LeaseDurationSeconds != nil {
+		if until := l.RenewTime.Add(time.Duration(*l.LeaseDurationSeconds) * time.Second); now.After(until.Add(30 * time.Second)) {
+			return Holder{Problem: fmt.Sprintf("%s was last renewed by %s at %s", name, Printable(*l.HolderIdentity), l.RenewTime.UTC().Format(time.RFC3339))}
+		}
+	}
+	return Holder{Name: *l.HolderIdentity}
+}
+
+func (s *side) checkManager(ctx context.Context) error {
+	h, err := s.manager(ctx)
+	if err == nil && h.Name == "" {
+		err = fmt.Errorf("%s: no manager is at work: %s. Start `isthmus manager`, or use --timeout 0 to set up without waiting for it", s.Cluster, h.Problem)
+	}
+	return err
+}
+
+// checkRights asks the API server whether the person may do what is going to be
+// done. RBAC lets nobody give away more than they have, so what the peer gets is
+// asked for too.
+func (s *side) checkRights(ctx context.Context) error {
+	var wanted []authorizationv1.ResourceAttributes
+	want := func(namespace, group, resource string, verbs ...string) {
+		resource, sub, _ := strings.Cut(resource, "/")
+		for _, verb := range verbs {
+			wanted = append(wanted, authorizationv1.ResourceAttributes{Namespace: namespace, Group: group, Resource: resource, Subresource: sub, Verb: verb})
+		}
+	}
+	want("", "", "namespaces", "get", "create", "patch")
+	want("", isthmus.GroupVersion.Group, "peerings", "get", "create", "patch")
+	want(s.namespace, "", "serviceaccounts", "create", "patch")
+	want(s.namespace, "", "serviceaccounts/token", "create")
+	want(s.namespace, "", "secrets", "get", "list", "watch", "create", "patch")
+	want(s.namespace, "", "resourcequotas", "create", "patch")
+	want(s.namespace, rbacv1.GroupName, "roles", "create", "patch")
+	want(s.namespace, rbacv1.GroupName, "rolebindings", "create", "patch")
+	want(s.namespace, v1alpha1.GroupVersion.Group, "networkconfigs", "get", "list", "watch", "create", "update", "patch", "delete")
+
+	denied := make([]string, len(wanted))
+	errs := make([]error, len(wanted))
+	var group sync.WaitGroup
+	for i := range wanted {
+		group.Go(func() {
+			review := authorizationv1.SelfSubjectAccessReview{Spec: authorizationv1.SelfSubjectAccessReviewSpec{ResourceAttributes: &wanted[i]}}
+			if errs[i] = s.client.Create(ctx, &review); errs[i] == nil && !review.Status.Allowed {
+				denied[i] = wanted[i].Verb + " " + wanted[i].Resource
+				if wanted[i].Subresource != "" {
+					denied[i] += "/" + wanted[i].Subresource
+				}
+			}
+		})
+	}
+	group.Wait()
+	for _, err := range errs {
+		if err != nil {
+			return s.explain("review of your rights", err)
+		}
+	}
+	var missing []string
+	for _, d := range denied {
+		if d != "" {
+			missing = append(missing, d)
+		}
+	}
+	if len(missing) > 0 {
+		return fmt.Errorf("%s: you may not %s (namespaced ones in %s)", s.Cluster, strings.Join(missing, ", "), s.namespace)
+	}
+	return nil
+}

@@ -1,0 +1,226 @@
+// Package peering is what a person does to clusters from outside: install what
+// Isthmus needs in them, join two of them, part them, and look at how it goes.
+// It writes namespaces, rights, identities and Peerings; all the rest is the
+// managers' work.
+//
+//	Connect ─► Install                 CRDs and rights, one cluster
+//	Connect ─► Peer, Unpeer            two clusters
+//	Connect ─► StatusOf                one cluster
+//
+// Everything can be repeated: a second run changes nothing, or repairs what is
+// missing.
+package peering
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"net/url"
+	"os"
+	"regexp"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+// requestTimeout bounds each request: an API server that hangs is one that is away.
+const requestTimeout = 10 * time.Second
+
+// ErrUnreachable says that a cluster could not be asked at all.
+var ErrUnreachable = errors.New("unreachable")
+
+// Access says which cluster is meant and how a person gets there.
+type Access struct {
+	// Kubeconfig is the path of a file; empty: $KUBECONFIG, ~/.kube/config, or
+	// the ServiceAccount of the Pod.
+	Kubeconfig string
+	// Context is the one to use of that file; empty: its current one.
+	Context string
+	// Namespace is that of the installation; empty: deploy.Namespace.
+	Namespace string
+	// Server is the URL at which the other cluster's manager reaches the API
+	// server; empty: the one of the kubeconfig.
+	Server string
+}
+
+// A Cluster is one that can be spoken to. Its methods may be called
+// concurrently.
+type Cluster struct {
+	// Identity is that of the installation; set by Identify.
+	Identity v1alpha1.ClusterIdentity
+	// Namespace is that of the installation.
+	Namespace string
+
+	context string // for messages as long as there is no name
+	server  string // URL that is given to the peer
+	uid     string // of kube-system, which no two clusters share
+	config  *rest.Config
+	client  client.Client
+}
+
+// Connect prepares to speak to a cluster. It sends nothing yet, so that its
+// errors are about the kubeconfig.
+func Connect(a Access) (*Cluster, error) {
+	config, name, err := load(a)
+	if err != nil {
+		return nil, err
+	}
+	config.Timeout = requestTimeout
+	config.QPS = -1 // a person waits, and there are few requests
+	config.WarningHandler = rest.NoWarnings{}
+	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), context: name, server: cmp.Or(a.Server, config.Host), config: config}
+	if u, err := url.Parse(c.server); err != nil || u.Scheme != "https" || u.Host == "" {
+		return nil, fmt.Errorf("%s: API server %s: want a URL such as https://192.0.2.1:6443", c, Printable(c.server))
+	}
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
+		if err := add(scheme); err != nil {
+			return nil, err
+		}
+	}
+	if c.client, err = client.New(config, client.Options{Scheme: scheme}); err != nil {
+		return nil, fmt.Errorf("%s: %w", c, err)
+	}
+	return c, nil
+}
+
+func load(a Access) (config *rest.Config, name string, err error) {
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.ExplicitPath = a.Kubeconfig
+	kubeconfig := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: a.Context})
+	raw, err := kubeconfig.RawConfig()
+	switch {
+	case errors.Is(err, fs.ErrNotExist):
+		return nil, "", fmt.Errorf("kubeconfig %s: no such file", a.Kubeconfig)
+	case err != nil:
+		return nil, "", fmt.Errorf("kubeconfig: %w", err)
+	}
+	name = cmp.Or(a.Context, raw.CurrentContext, "this cluster")
+	if a.Context != "" && raw.Contexts[a.Context] == nil {
+		return nil, "", fmt.Errorf("kubeconfig: no context %s", Printable(a.Context))
+	}
+	config, err = kubeconfig.ClientConfig()
+	if clientcmd.IsEmptyConfig(err) || errors.Is(err, rest.ErrNotInCluster) {
+		return nil, "", errors.New("no kubeconfig: want --kubeconfig, $KUBECONFIG or ~/.kube/config")
+	}
+	if err != nil {
+		return nil, "", fmt.Errorf("context %s: %w", Printable(name), err)
+	}
+	return config, name, nil
+}
+
+// HasKubeconfig reports whether a cluster is meant where none is named: there is
+// a kubeconfig where kubectl looks for it, or we run in a Pod.
+func HasKubeconfig() bool {
+	for _, file := range clientcmd.NewDefaultClientConfigLoadingRules().Precedence {
+		if _, err := os.Stat(file); err == nil {
+			return true
+		}
+	}
+	return os.Getenv("KUBERNETES_SERVICE_HOST") != ""
+}
+
+// String is how messages call the cluster.
+func (c *Cluster) String() string {
+	return Printable(cmp.Or(c.Identity.ClusterName, c.context))
+}
+
+// The ConfigMap that says who the cluster is: that of Liqo's, found by its label.
+const (
+	identityConfigMap  = "isthmus-cluster"
+	labelName          = "app.kubernetes.io/name"
+	identityLabelValue = "clusterid-configmap"
+	keyClusterID       = "CLUSTER_ID"
+	keyClusterName     = "CLUSTER_NAME"
+)
+
+// Identify asks the cluster who it is. What is not installed is an error that
+// says how to install it.
+func (c *Cluster) Identify(ctx context.Context) error {
+	if err := c.readUID(ctx); err != nil {
+		return err
+	}
+	identity, err := c.identity(ctx)
+	if err != nil {
+		return err
+	}
+	if identity == nil {
+		return fmt.Errorf("%s: namespace %s has no ConfigMap with the identity of the cluster: run `isthmus install --context %s --cluster-name NAME`",
+			c, c.Namespace, c.context)
+	}
+	if err := checkIdentity(*identity); err != nil {
+		return fmt.Errorf("%s: ConfigMap with the identity of the cluster in namespace %s: %w", c, c.Namespace, err)
+	}
+	c.Identity = *identity
+	return nil
+}
+
+func (c *Cluster) readUID(ctx context.Context) error {
+	var system corev1.Namespace
+	if err := c.client.Get(ctx, client.ObjectKey{Name: metav1.NamespaceSystem}, &system); err != nil {
+		return c.explain("namespace kube-system", err)
+	}
+	c.uid = string(system.UID)
+	return nil
+}
+
+// identity returns what the ConfigMap says, nil when there is none.
+func (c *Cluster) identity(ctx context.Context) (*v1alpha1.ClusterIdentity, error) {
+	var list corev1.ConfigMapList
+	if err := c.client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingLabels{labelName: identityLabelValue}); err != nil {
+		return nil, c.explain("ConfigMaps in namespace "+c.Namespace, err)
+	}
+	switch len(list.Items) {
+	case 0:
+		return nil, nil
+	case 1:
+		data := list.Items[0].Data
+		return &v1alpha1.ClusterIdentity{ClusterID: data[keyClusterID], ClusterName: data[keyClusterName]}, nil
+	}
+	return nil, fmt.Errorf("%s: namespace %s has %d ConfigMaps labelled %s=%s; want one", c, c.Namespace, len(list.Items), labelName, identityLabelValue)
+}
+
+var (
+	clusterID   = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?$`)
+	clusterName = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,42}[a-z0-9])?$`) // liqo-tenant-NAME-123456 is a namespace of at most 63
+)
+
+func checkIdentity(i v1alpha1.ClusterIdentity) error {
+	if !clusterName.MatchString(i.ClusterName) {
+		return fmt.Errorf("cluster name %s: want lower case letters, digits and '-', at most 44, since namespaces are called after it", Printable(i.ClusterName))
+	}
+	if !clusterID.MatchString(i.ClusterID) {
+		return fmt.Errorf("cluster ID %s: want letters, digits, '-', '_' and '.', at most 63, such as a UUID", Printable(i.ClusterID))
+	}
+	return nil
+}
+
+// explain says what an error of the API server means for a person.
+func (c *Cluster) explain(what string, err error) error {
+	switch {
+	case err == nil:
+		return nil
+	case meta.IsNoMatchError(err):
+		return fmt.Errorf("%s: %s: the custom resource definitions are not installed: run `isthmus install --context %s`", c, what, c.context)
+	case apierrors.IsUnauthorized(err):
+		return fmt.Errorf("%s: %s: %w: the API server does not accept the credentials of the kubeconfig", c, what, ErrUnreachable)
+	case apierrors.ReasonForError(err) == metav1.StatusReasonUnknown && !errors.Is(err, context.Canceled):
+		// No answer of an API server at all.
+		return fmt.Errorf("%s: %s: %w: %w", c, what, ErrUnreachable, err)
+	}
+	return fmt.Errorf("%s: %s: %w", c, what, err)
+}

@@ -1,0 +1,170 @@
+package peering
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"math"
+	"os"
+	"strings"
+	"time"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// tokenLife is how long an identity is wished to last. API servers may grant
+// less; the manager renews it in time.
+const tokenLife = 90 * 24 * time.Hour
+
+// giveIdentity sees to it that s has an identity at its peer that works, and
+// says what it did; nothing when the one that is there works.
+func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
+	wrong, err := s.whatIsWrongWithIdentity(ctx)
+	if err != nil || wrong == "" {
+		return "", err
+	}
+	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: new(int64(tokenLife / time.Second))}}
+	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: s.peer.namespace, Name: peerAccount}}
+	if err := s.peer.client.SubResource("token").Create(ctx, account, token); err != nil {
+		return "", s.peer.explain("token of ServiceAccount "+s.peer.namespace+"/"+peerAccount, err)
+	}
+	kubeconfig, err := s.peer.kubeconfigFor(token.Status.Token, s.peer.namespace)
+	if err != nil {
+		return "", err
+	}
+	if _, err := s.apply(ctx, &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Namespace: s.namespace, Name: s.secret, Labels: ours()},
+		Data:       map[string][]byte{isthmus.SecretKubeconfig: kubeconfig},
+	}); err != nil {
+		return "", err
+	}
+	until := token.Status.ExpirationTimestamp.Time
+	return fmt.Sprintf("%s: has an identity at %s until %s (%s); %s", s.Cluster, s.peer.Cluster, until.UTC().Format(time.DateOnly), life(time.Until(until)), wrong), nil
+}
+
+// life is a duration of days or hours for people.
+func life(d time.Duration) string {
+	if d < 48*time.Hour {
+		return fmt.Sprintf("%.0f h", d.Hours())
+	}
+	return fmt.Sprintf("%.0f days", math.Round(d.Hours()/24))
+}
+
+// whatIsWrongWithIdentity says why s needs a new identity, "" when it needs
+// none. The peer's API server is asked whether it takes the token.
+func (s *side) whatIsWrongWithIdentity(ctx context.Context) (string, error) {
+	var secret corev1.Secret
+	err := s.client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
+	if apierrors.IsNotFound(err) {
+		return "it had none", nil
+	}
+	if err != nil {
+		return "", s.explain("Secret "+s.namespace+"/"+s.secret, err)
+	}
+	have, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig])
+	if err != nil || have.Contexts[have.CurrentContext] == nil {
+		return "the old one could not be read", nil
+	}
+	in := have.Contexts[have.CurrentContext]
+	user := have.AuthInfos[in.AuthInfo]
+	if user == nil || user.Token == "" {
+		return "the old one had no token", nil
+	}
+	want, err := s.peer.kubeconfigFor(user.Token, s.peer.namespace)
+	if err != nil {
+		return "", err
+	}
+	if there, err := clientcmd.Load(want); err != nil {
+		return "", err
+	} else if !sameCluster(have.Clusters[in.Cluster], there.Clusters[there.Contexts[there.CurrentContext].Cluster]) {
+		return "the old one was for another address or authority", nil
+	}
+	return s.peer.whatIsWrongWithToken(ctx, user.Token)
+}
+
+func sameCluster(a, b *clientcmdapi.Cluster) bool {
+	return a != nil && b != nil && a.Server == b.Server && a.TLSServerName == b.TLSServerName &&
+		string(a.CertificateAuthorityData) == string(b.CertificateAuthorityData)
+}
+
+// accountOf returns the UID of the ServiceAccount that a token was made for, ""
+// when it says none. Nothing is verified.
+func accountOf(token string) string {
+	var claims struct {
+		Kubernetes struct {
+			ServiceAccount struct {
+				UID string `json:"uid"`
+			} `json:"serviceaccount"`
+		} `json:"kubernetes.io"`
+	}
+	parts := strings.Split(token, ".")
+	if len(parts) != 3 {
+		return ""
+	}
+	if text, err := base64.RawURLEncoding.DecodeString(parts[1]); err != nil || json.Unmarshal(text, &claims) != nil {
+		return ""
+	}
+	return claims.Kubernetes.ServiceAccount.UID
+}
+
+// whatIsWrongWithToken looks at a token of peerAccount and asks the API server
+// about it. Asking is not enough: an API server takes a token of a ServiceAccount
+// that is gone for some seconds more.
+func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, error) {
+	var account corev1.ServiceAccount
+	if err := s.client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: peerAccount}, &account); err != nil {
+		return "", s.explain("ServiceAccount "+s.namespace+"/"+peerAccount, err)
+	}
+	if uid := accountOf(token); uid != string(account.UID) {
+		return "the old one was revoked", nil
+	}
+	config := rest.AnonymousClientConfig(s.config)
+	config.BearerToken = token
+	bearer, err := client.New(config, client.Options{Scheme: s.client.Scheme(), Mapper: s.client.RESTMapper()})
+	if err != nil {
+		return "", fmt.Errorf("%s: %w", s.Cluster, err)
+	}
+	err = bearer.Create(ctx, &authenticationv1.SelfSubjectReview{})
+	switch {
+	case apierrors.IsUnauthorized(err):
+		return "the old one was revoked or had expired", nil
+	case apierrors.IsForbidden(err): // it knows who asks, but not everybody may know it
+		return "", nil
+	case err != nil:
+		return "", s.explain("review of the identity it gave", err)
+	}
+	return "", nil
+}
+
+// kubeconfigFor is a kubeconfig for the peer's manager: the address and
+// authority of the API server, and a token.
+func (c *Cluster) kubeconfigFor(token, namespace string) ([]byte, error) {
+	if c.config.Insecure {
+		return nil, fmt.Errorf("%s: the kubeconfig says insecure-skip-tls-verify: want a certificate authority, since the peer gets a token for it", c)
+	}
+	ca := c.config.CAData
+	if len(ca) == 0 && c.config.CAFile != "" {
+		var err error
+		if ca, err = os.ReadFile(c.config.CAFile); err != nil {
+			return nil, fmt.Errorf("%s: certificate authority: %w", c, err)
+		}
+	}
+	name := c.Identity.ClusterName
+	config := clientcmdapi.NewConfig()
+	config.Clusters[name] = &clientcmdapi.Cluster{Server: c.server, CertificateAuthorityData: ca, TLSServerName: c.config.ServerName}
+	config.AuthInfos[peerAccount] = &clientcmdapi.AuthInfo{Token: token}
+	config.Contexts[name] = &clientcmdapi.Context{Cluster: name, AuthInfo: peerAccount, Namespace: namespace}
+	config.CurrentContext = name
+	text, err := clientcmd.Write(*config)
+	return text, err
+}

@@ -1,0 +1,346 @@
+package peering
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// pollInterval is how often a waiting command looks. Looking survives what a
+// watch would have to be repaired after: an API server that restarts.
+const pollInterval = 100 * time.Millisecond
+
+// ErrNotReady says that a peering was set up, or taken down, and what that
+// leads to did not come true in time.
+var ErrNotReady = errors.New("not in time")
+
+// PeerOptions are the choices of Peer.
+type PeerOptions struct {
+	// Names of new Peerings, here and there; empty: the unique name of the peer.
+	Name, RemoteName string
+	// Timeout bounds the wait; zero: no wait.
+	Timeout time.Duration
+	// Report gets a line for each thing done or come true.
+	Report func(line string)
+}
+
+// Peer joins two clusters: on both sides the tenant namespace, the peer's
+// rights, our identity at the peer, and a Peering. Then it waits until traffic
+// flows. Whatever can be found wrong is found before anything is written. It
+// returns the Peerings as they are at the end.
+func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings [2]*isthmus.Peering, err error) {
+	started := time.Now()
+	a, b := &side{Cluster: local}, &side{Cluster: remote}
+	a.peer, b.peer = b, a
+	if err := both(a, b, func(s *side) error { return s.Identify(ctx) }); err != nil {
+		return peerings, err
+	}
+	if err := check(ctx, a, b, o); err != nil {
+		return peerings, err
+	}
+	changed, err := setUp(ctx, a, b, o)
+	if err != nil {
+		return peerings, interrupted(ctx, err)
+	}
+	if o.Timeout > 0 {
+		w := &waiter{sides: [2]*side{a, b}, report: o.Report, quiet: !changed}
+		err = w.wait(ctx, o.Timeout)
+	}
+	// Not earlier: until the controller of quotas has seen a new one, and a new
+	// kind for half a minute, the API server admits nothing that it counts.
+	if quotaChanged, quotaErr := setQuotas(context.WithoutCancel(ctx), a, b, o); quotaErr != nil || quotaChanged {
+		changed, err = true, errors.Join(err, quotaErr)
+	}
+	peerings = [2]*isthmus.Peering{a.peering, b.peering}
+	switch {
+	case err != nil:
+		return peerings, interrupted(ctx, err)
+	case !changed && o.Timeout > 0:
+		o.Report(fmt.Sprintf("%s and %s are peered already, nothing changed", a.Cluster, b.Cluster))
+	case !changed:
+		o.Report("nothing changed")
+	case o.Timeout > 0:
+		o.Report(fmt.Sprintf("%s and %s are peered, after %.2f s", a.Cluster, b.Cluster, time.Since(started).Seconds()))
+	}
+	return peerings, nil
+}
+
+// interrupted says how to go on when the person does not want to wait.
+func interrupted(ctx context.Context, err error) error {
+	if err != nil && errors.Is(ctx.Err(), context.Canceled) {
+		return errors.New("interrupted: the same command goes on where this one ended, `isthmus unpeer` takes it back")
+	}
+	return err
+}
+
+// check finds out whether the clusters can be joined.
+func check(ctx context.Context, a, b *side, o PeerOptions) error {
+	if err := distinct(a.Cluster, b.Cluster); err != nil {
+		return err
+	}
+	names := map[*side]string{a: o.Name, b: o.RemoteName}
+	if err := both(a, b, func(s *side) error { return s.findPeering(ctx, names[s]) }); err != nil {
+		return err
+	}
+	return both(a, b, func(s *side) error {
+		if err := s.agreed(); err != nil {
+			return err
+		}
+		if _, err := s.kubeconfigFor("", ""); err != nil {
+			return err
+		}
+		if err := s.checkNamespace(ctx); err != nil {
+			return err
+		}
+		if err := s.checkRights(ctx); err != nil || o.Timeout == 0 {
+			return err
+		}
+		return s.checkManager(ctx)
+	})
+}
+
+// setUp writes what is missing: rights on both sides before identities, so that
+// each works when it is there, and Peerings last, so that the managers find all
+// that they need.
+func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err error) {
+	for _, step := range []func(*side) (string, error){
+		func(s *side) (string, error) { return s.setRights(ctx) },
+		func(s *side) (string, error) { return s.giveIdentity(ctx) },
+		func(s *side) (string, error) { return s.setPeering(ctx) },
+	} {
+		did, err := onBoth(a, b, o, step)
+		changed = changed || did
+		if err != nil {
+			return changed, err
+		}
+	}
+	return changed, nil
+}
+
+// onBoth does a step on both sides and reports what it did, a's first.
+func onBoth(a, b *side, o PeerOptions, step func(*side) (string, error)) (changed bool, err error) {
+	var reports [2]string
+	err = both(a, b, func(s *side) (err error) {
+		i := 0
+		if s == b {
+			i = 1
+		}
+		reports[i], err = step(s)
+		return err
+	})
+	for _, r := range reports {
+		if r != "" {
+			o.Report(r)
+			changed = true
+		}
+	}
+	return changed, err
+}
+
+// setRights makes the tenant namespace and the rights in it.
+func (s *side) setRights(ctx context.Context) (string, error) {
+	namespace := s.tenantNamespace()
+	var there corev1.Namespace
+	if err := s.client.Get(ctx, client.ObjectKeyFromObject(namespace), &there); err != nil && !apierrors.IsNotFound(err) {
+		return "", s.explain("Namespace "+s.namespace, err)
+	} else if err != nil || there.Labels[labelManagedBy] == managedBy {
+		namespace.Labels[labelManagedBy] = managedBy // else it is not ours to delete
+	}
+	var done []string
+	for _, o := range append([]client.Object{namespace}, s.rights()...) {
+		outcome, err := s.apply(ctx, o)
+		if err != nil {
+			return "", err
+		}
+		if outcome != Unchanged {
+			u, err := s.unstructured(o)
+			if err != nil {
+				return "", err
+			}
+			done = append(done, u.GetKind()+" "+u.GetName())
+		}
+	}
+	if len(done) == 0 {
+		return "", nil
+	}
+	return fmt.Sprintf("%s: %s set up for %s: %s", s.Cluster, s.namespace, s.peer.Cluster, strings.Join(done, ", ")), nil
+}
+
+// setPeering makes the Peering where there is none.
+func (s *side) setPeering(ctx context.Context) (string, error) {
+	if s.exists {
+		return "", nil
+	}
+	if _, err := s.apply(ctx, s.peering); err != nil {
+		return "", err
+	}
+	return fmt.Sprintf("%s: Peering %s created", s.Cluster, s.peering.Name), nil
+}
+
+func setQuotas(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err error) {
+	return onBoth(a, b, o, func(s *side) (string, error) {
+		outcome, err := s.apply(ctx, s.quota())
+		if err != nil || outcome == Unchanged {
+			return "", err
+		}
+		return fmt.Sprintf("%s: %s may hold %d NetworkConfigs", s.Cluster, s.namespace, maxNetworkConfigs), nil
+	})
+}
+
+// A waiter looks at the Peerings of both sides until both are ready, and tells
+// what has become true since it looked last.
+type waiter struct {
+	sides  [2]*side
+	report func(string)
+	quiet  bool // what is true at the first look is no news
+
+	told  [2]map[string]bool
+	trial [2]error // of the last look
+}
+
+func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, timeout, ErrNotReady)
+	defer cancel()
+	w.told = [2]map[string]bool{{}, {}}
+	for first := true; ; first = false {
+		ready := 0
+		for i, s := range w.sides {
+			if w.look(ctx, i, s, first && w.quiet) {
+				ready++
+			}
+		}
+		if ready == len(w.sides) {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return w.missing(timeout)
+		case <-time.After(pollInterval):
+		}
+	}
+}
+
+// look reads one side's Peering and reports whether it is ready.
+func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
+	p := &isthmus.Peering{}
+	if err := s.client.Get(ctx, client.ObjectKeyFromObject(s.peering), p); err != nil {
+		if ctx.Err() == nil {
+			w.trial[i] = s.explain("Peering "+s.peering.Name, err)
+		}
+		return false
+	}
+	w.trial[i], s.peering = nil, p
+	for _, t := range steps {
+		if !isTrue(p, t) {
+			delete(w.told[i], t) // it may become true again
+			continue
+		}
+		if !w.told[i][t] && !quiet {
+			w.report(tell(s, t))
+		}
+		w.told[i][t] = true
+	}
+	return isTrue(p, isthmus.ConditionReady)
+}
+
+// steps are the conditions in the order in which they become true.
+var steps = []string{
+	isthmus.ConditionIdentity, isthmus.ConditionPublished, isthmus.ConditionAnswered,
+	isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected,
+}
+
+// isTrue reports whether a condition is true of the Peering as it is now.
+func isTrue(p *isthmus.Peering, t string) bool {
+	c := meta.FindStatusCondition(p.Status.Conditions, t)
+	return c != nil && c.Status == metav1.ConditionTrue && max(c.ObservedGeneration, p.Status.ObservedGeneration) >= p.Generation
+}
+
+// tell says in a sentence what has become true on side s.
+func tell(s *side, t string) string {
+	me, peer, status := s.Cluster, s.peer.Cluster, s.peering.Status
+	switch t {
+	case isthmus.ConditionIdentity:
+		return fmt.Sprintf("%s: identity accepted by %s", me, peer)
+	case isthmus.ConditionPublished:
+		return fmt.Sprintf("%s: NetworkConfig published at %s", me, peer)
+	case isthmus.ConditionAnswered:
+		return fmt.Sprintf("%s sees %s's pods %s", peer, me, seen(status.Local))
+	case isthmus.ConditionPeerConfig:
+		return fmt.Sprintf("%s: NetworkConfig of %s accepted", me, peer)
+	case isthmus.ConditionTunnelEndpoint:
+		return fmt.Sprintf("%s: agreed, the gateway of %s is at %s", me, peer, orDash(status.Endpoint))
+	case isthmus.ConditionConnected:
+		return fmt.Sprintf("%s: connected to %s%s", me, peer, latency(status.Latency))
+	}
+	return fmt.Sprintf("%s: %s", me, t)
+}
+
+func seen(n isthmus.Networks) string {
+	if n.PodCIDR == n.PodCIDRSeen {
+		return orDash(n.PodCIDR) + " as they are"
+	}
+	return orDash(n.PodCIDR) + " as " + orDash(n.PodCIDRSeen)
+}
+
+func latency(l string) string {
+	if l == "" {
+		return ""
+	}
+	return ", " + Printable(l)
+}
+
+// missing says what is not true on which side.
+func (w *waiter) missing(timeout time.Duration) error {
+	errs := []error{fmt.Errorf("%w: not peered within %v", ErrNotReady, timeout)}
+	for i, s := range w.sides {
+		switch c := FirstProblem(s.peering); {
+		case w.trial[i] != nil:
+			errs = append(errs, w.trial[i])
+		case c != nil:
+			errs = append(errs, fmt.Errorf("%s: %s", s.Cluster, problem(c)))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// FirstProblem returns the first condition, in the order in which they become
+// true, that is not true; nil when the Peering is ready.
+func FirstProblem(p *isthmus.Peering) *metav1.Condition {
+	if isTrue(p, isthmus.ConditionReady) {
+		return nil
+	}
+	for _, t := range append(steps[:len(steps):len(steps)], isthmus.ConditionReady) {
+		c := meta.FindStatusCondition(p.Status.Conditions, t)
+		if c == nil || isTrue(p, t) {
+			continue
+		}
+		// One of the first may be unknown where Ready knows better: while being
+		// deleted, or in conflict with another Peering.
+		if ready := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady); c.Status == metav1.ConditionUnknown && ready != nil &&
+			ready.Status == metav1.ConditionFalse && ready.Reason != isthmus.ReasonNotReady {
+			return ready
+		}
+		return c
+	}
+	return &metav1.Condition{Type: isthmus.ConditionReady, Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
+		Message: "the manager has not looked at it yet"}
+}
+
+// problem is a condition as a sentence; its message may come from the peer.
+func problem(c *metav1.Condition) string {
+	text := fmt.Sprintf("%s is %s (%s)", Printable(c.Type), c.Status, Printable(c.Reason))
+	if c.Message != "" {
+		text += ": " + Printable(c.Message)
+	}
+	return text
+}

@@ -1,0 +1,233 @@
+package peering
+
+import (
+	"context"
+	"errors"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+func contains(t *testing.T, text string, wants ...string) {
+	t.Helper()
+	for _, w := range wants {
+		if !strings.Contains(text, w) {
+			t.Errorf("no %q in\n%s", w, text)
+		}
+	}
+}
+
+func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "story")
+	must(t, p.peer(t))
+	story := p.said()
+	t.Log("\n" + story)
+	contains(t, story,
+		"story-a: liqo-tenant-story-b-", "set up for story-b: Namespace liqo-tenant-story-b-", "ServiceAccount isthmus-peer",
+		"story-a: has an identity at story-b until ", " days); it had none",
+		"story-b: Peering story-a-", " created",
+		"story-a: identity accepted by story-b", "story-b sees story-a's pods 10.244.0.0/16 as 10.246.0.0/16",
+		"story-b: connected to story-a, 700µs", "may hold 4 NetworkConfigs", "story-a and story-b are peered, after ")
+
+	before := p.everything(t)
+	if len(before) != 18 {
+		t.Errorf("want 9 objects on each side: %v", before)
+	}
+	must(t, p.peer(t))
+	if said := p.said(); said != "story-a and story-b are peered already, nothing changed" {
+		t.Errorf("the second time it says\n%s", said)
+	}
+	if changed := diff(before, p.everything(t)); changed != nil {
+		t.Errorf("the second time it changed %v", changed)
+	}
+}
+
+func TestPeerRepairsWhatIsMissing(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "repair")
+	must(t, p.peer(t))
+	p.said()
+	inA, inB := p.b.Identity.TenantNamespace(), p.a.Identity.TenantNamespace()
+	object := func(o client.Object, namespace, name string) client.Object {
+		o.SetNamespace(namespace)
+		o.SetName(name)
+		return o
+	}
+	for _, tc := range []struct {
+		name    string
+		breakIt func() error
+		says    string
+		changes []string
+	}{
+		{"a binding is gone", func() error { return p.a.client.Delete(t.Context(), object(&rbacv1.RoleBinding{}, inA, peerAccount)) },
+			"RoleBinding isthmus-peer", []string{"repair-a: *v1.RoleBinding isthmus-peer"}},
+		{"the peer was given more than it should have", func() error {
+			var role rbacv1.Role
+			if err := p.b.client.Get(t.Context(), client.ObjectKey{Namespace: inB, Name: peerAccount}, &role); err != nil {
+				return err
+			}
+			role.Rules = append(role.Rules, rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"secrets"}, Verbs: []string{"get"}})
+			return p.b.client.Update(t.Context(), &role)
+		}, "repair-b: " + inB + " set up for repair-a: Role isthmus-peer", []string{"repair-b: *v1.Role isthmus-peer"}},
+		{"the identity is revoked", func() error { return p.b.client.Delete(t.Context(), object(&corev1.ServiceAccount{}, inB, peerAccount)) },
+			"repair-a: has an identity at repair-b until ", []string{"repair-a: *v1.Secret isthmus-identity", "repair-b: *v1.ServiceAccount isthmus-peer"}},
+		{"the Secret is broken", func() error {
+			return p.b.client.Patch(t.Context(), object(&corev1.Secret{}, inB, isthmus.DefaultIdentitySecret),
+				client.RawPatch("application/merge-patch+json", []byte(`{"data":{"kubeconfig":"e30="}}`)))
+		}, "the old one could not be read", []string{"repair-b: *v1.Secret isthmus-identity"}},
+		{"the Secret is for elsewhere", func() error {
+			there := *p.a
+			there.server = "https://192.0.2.1:6443"
+			text, err := there.kubeconfigFor("token", inA)
+			if err != nil {
+				return err
+			}
+			s := &corev1.Secret{Data: map[string][]byte{"kubeconfig": text}}
+			return p.b.client.Update(t.Context(), object(s, inB, isthmus.DefaultIdentitySecret))
+		}, "the old one was for another address", []string{"repair-b: *v1.Secret isthmus-identity"}},
+		{"the quota is gone", func() error { return p.a.client.Delete(t.Context(), object(&corev1.ResourceQuota{}, inA, peerAccount)) },
+			"repair-a: " + inA + " may hold 4", []string{"repair-a: *v1.ResourceQuota isthmus-peer"}},
+	} {
+		before := p.everything(t)
+		must(t, tc.breakIt())
+		if err := p.peer(t); err != nil {
+			t.Errorf("%s: %v", tc.name, err)
+		}
+		said := p.said()
+		if !strings.Contains(said, tc.says) {
+			t.Errorf("%s: no %q in\n%s", tc.name, tc.says, said)
+		}
+		after := p.everything(t)
+		var changed []string
+		for _, k := range diff(before, after) {
+			if !strings.Contains(k, "Peering") { // its status may have gone to and fro
+				changed = append(changed, k)
+			}
+		}
+		if strings.Join(changed, ";") != strings.Join(tc.changes, ";") {
+			t.Errorf("%s: changed %q, want %q", tc.name, changed, tc.changes)
+		}
+	}
+}
+
+func TestPeerSaysWhichConditionIsMissingOnWhichSide(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "late")
+	p.managers[1].set(isthmus.ConditionPeerConfig, "spec.podCIDR: \x1b[31mevil\u202e and\nlong "+strings.Repeat("x", 1000))
+	p.managers[1].set(isthmus.ConditionConnected, "cannot be")
+	_, err := Peer(t.Context(), p.a, p.b, PeerOptions{Timeout: 1500 * time.Millisecond, Report: p.report})
+	if !errors.Is(err, ErrNotReady) {
+		t.Fatal(err)
+	}
+	contains(t, err.Error(), "not peered within 1.5s", `late-b: PeerConfigAccepted is False (Broken): spec.podCIDR: \u001b[31mevil\u202e and\u000along xxx`)
+	if strings.Contains(err.Error(), "late-a") || len(err.Error()) > 700 {
+		t.Errorf("%v", err)
+	}
+	contains(t, p.said(), "late-a: connected to late-b", "may hold 4")
+
+	p.managers[1].set(isthmus.ConditionPeerConfig, "")
+	p.managers[1].set(isthmus.ConditionConnected, "")
+	must(t, p.peer(t))
+}
+
+func TestPeerCanBeInterruptedAndGoesOn(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "stop")
+	p.managers[0].set(isthmus.ConditionAnswered, "later")
+	ctx, cancel := context.WithCancel(t.Context())
+	_, err := Peer(ctx, p.a, p.b, PeerOptions{Timeout: time.Minute, Report: func(line string) {
+		if strings.Contains(line, "identity accepted") {
+			cancel()
+		}
+	}})
+	if err == nil || !strings.Contains(err.Error(), "interrupted: the same command goes on") {
+		t.Fatal(err)
+	}
+	p.managers[0].set(isthmus.ConditionAnswered, "")
+	must(t, p.peer(t))
+}
+
+func TestPeerRefusesBeforeItWrites(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "no")
+	again := connectTo(t, Access{Kubeconfig: files.a, Namespace: p.a.Namespace})
+	twin := func() *Cluster { // the ID of a on the server of b
+		const namespace = "install-no-twin"
+		must(t, p.b.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: namespace}}))
+		must(t, p.b.client.Create(t.Context(), &corev1.ConfigMap{
+			ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "who", Labels: map[string]string{labelName: identityLabelValue}},
+			Data:       map[string]string{keyClusterID: p.a.Identity.ClusterID, keyClusterName: "other"},
+		}))
+		return connectTo(t, Access{Kubeconfig: files.b, Namespace: namespace})
+	}()
+	dead, err := Connect(Access{Kubeconfig: files.b, Namespace: p.b.Namespace})
+	must(t, err)
+	dead.config.Host = "https://127.0.0.1:1"
+	dead.client, err = client.New(dead.config, client.Options{Scheme: p.b.client.Scheme(), Mapper: p.b.client.RESTMapper()})
+	must(t, err)
+	mine, theirs := p.b.Identity.TenantNamespace(), p.a.Identity.TenantNamespace()
+
+	refused := func(name string, a, b *Cluster, o PeerOptions, wants ...string) error {
+		t.Helper()
+		o.Report = func(line string) { t.Errorf("%s: does something: %s", name, line) }
+		if o.Timeout == 0 {
+			o.Timeout = time.Second
+		}
+		_, err := Peer(t.Context(), a, b, o)
+		if err == nil {
+			t.Errorf("%s: accepted", name)
+			return nil
+		}
+		t.Logf("%s: %v", name, err)
+		contains(t, err.Error(), wants...)
+		if !gone(t, p.a, &corev1.Namespace{}, mine) {
+			t.Errorf("%s: namespace %s was made", name, mine)
+		}
+		return err
+	}
+	refused("same cluster", p.a, again, PeerOptions{}, "are the same cluster")
+	refused("same ID", p.a, twin, PeerOptions{}, "have the same cluster ID no-A-0000", "--cluster-id")
+	refused("not installed", p.a, connectTo(t, Access{Kubeconfig: files.b, Namespace: "nowhere"}), PeerOptions{}, "run `isthmus install --context b")
+	if err := refused("unreachable", p.a, dead, PeerOptions{}, "unreachable", "127.0.0.1:1"); !errors.Is(err, ErrUnreachable) {
+		t.Error(err)
+	}
+	must(t, p.a.client.Create(t.Context(), newPeering("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
+	refused("a name that is taken", p.a, p.b, PeerOptions{Name: "taken"}, "Peering taken is for the cluster")
+	p.managers[1].renew(t, time.Now().Add(-time.Hour))
+	refused("manager away", p.a, p.b, PeerOptions{}, "no-b: no manager is at work: Lease install-no/isthmus-manager was last renewed by manager-1")
+	p.managers[1].renew(t, time.Now())
+	must(t, p.b.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs, Labels: map[string]string{v1alpha1.LabelTenantClusterID: "x"}}}))
+	refused("foreign namespace", p.a, p.b, PeerOptions{}, "Namespace "+theirs+" belongs to the cluster x")
+	must(t, p.b.client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs}}))
+
+	// A person who may look at everything and change nothing.
+	must(t, p.b.client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"},
+		RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "view"},
+		Subjects: []rbacv1.Subject{{Kind: rbacv1.UserKind, APIGroup: rbacv1.GroupName, Name: "viewer"}}}))
+	must(t, p.b.client.Create(t.Context(), &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer"}, Rules: []rbacv1.PolicyRule{
+		{APIGroups: []string{"isthmus.net"}, Resources: []string{"peerings"}, Verbs: []string{"get", "list"}},
+		{APIGroups: []string{""}, Resources: []string{"namespaces"}, Verbs: []string{"get"}}}}))
+	must(t, p.b.client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: "no-viewer-2"},
+		RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "no-viewer"},
+		Subjects: []rbacv1.Subject{{Kind: rbacv1.UserKind, APIGroup: rbacv1.GroupName, Name: "viewer"}}}))
+	viewer := connectTo(t, Access{Kubeconfig: files.b, Namespace: p.b.Namespace})
+	viewer.config.Impersonate.UserName = "viewer"
+	viewer.client, err = client.New(viewer.config, client.Options{Scheme: p.b.client.Scheme(), Mapper: p.b.client.RESTMapper()})
+	must(t, err)
+	for range 100 { // the authorizer sees new bindings a moment later; the namespace goes
+		if gone(t, p.b, &corev1.Namespace{}, theirs) && viewer.client.List(t.Context(), &isthmus.PeeringList{}) == nil {
+			break
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	refused("missing rights", p.a, viewer, PeerOptions{}, "no-b: you may not create namespaces, patch namespaces", "create peerings", "create secrets", "create serviceaccounts/token")
+}

@@ -1,0 +1,146 @@
+package peering
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"text/tabwriter"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// Status is how it goes with the peerings of a cluster.
+type Status struct {
+	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
+	Namespace string                   `json:"namespace"` // of the installation
+	Manager   Holder                   `json:"manager"`   // the active one
+	Gateways  []GatewayPod             `json:"gateways"`  // the active ones: one, when all is well
+	Peerings  []PeeringStatus          `json:"peerings"`  // sorted by name
+}
+
+// A GatewayPod is the Pod of an active gateway.
+type GatewayPod struct {
+	Pod  string `json:"pod"`
+	Node string `json:"node"`
+	IP   string `json:"ip"`
+}
+
+// PeeringStatus is how it goes with one of them.
+type PeeringStatus struct {
+	Name       string                   `json:"name"`
+	Cluster    v1alpha1.ClusterIdentity `json:"cluster"`
+	Ready      bool                     `json:"ready"`
+	Reason     string                   `json:"reason"`            // of the condition Ready
+	Problem    string                   `json:"problem,omitempty"` // the first thing that is not as it should be
+	Deleting   bool                     `json:"deleting,omitempty"`
+	Namespace  string                   `json:"namespace"` // the tenant namespace
+	Local      isthmus.Networks         `json:"local"`     // our networks, and as the peer sees them
+	Remote     isthmus.Networks         `json:"remote"`    // its networks, and as we see them
+	Endpoint   string                   `json:"endpoint,omitempty"`
+	Latency    string                   `json:"latency,omitempty"`
+	Conditions []metav1.Condition       `json:"conditions"`
+}
+
+// StatusOf reads the status of a cluster that was identified.
+func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
+	s = Status{Cluster: c.Identity, Namespace: c.Namespace, Gateways: []GatewayPod{}, Peerings: []PeeringStatus{}}
+	var list isthmus.PeeringList
+	if err := c.client.List(ctx, &list); err != nil {
+		return s, c.explain("Peerings", err)
+	}
+	for i := range list.Items {
+		s.Peerings = append(s.Peerings, peeringStatus(&list.Items[i]))
+	}
+	slices.SortFunc(s.Peerings, func(a, b PeeringStatus) int { return cmp.Compare(a.Name, b.Name) })
+	if s.Manager, err = c.manager(ctx); err != nil {
+		return s, err
+	}
+	var pods corev1.PodList
+	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
+		return s, c.explain("Pods in namespace "+c.Namespace, err)
+	}
+	for _, p := range pods.Items {
+		s.Gateways = append(s.Gateways, GatewayPod{Pod: p.Name, Node: p.Spec.NodeName, IP: p.Status.PodIP})
+	}
+	return s, nil
+}
+
+func peeringStatus(p *isthmus.Peering) PeeringStatus {
+	s := PeeringStatus{
+		Name: p.Name, Cluster: p.Spec.Cluster, Ready: isTrue(p, isthmus.ConditionReady), Reason: isthmus.ReasonUnknown,
+		Deleting: !p.DeletionTimestamp.IsZero(), Namespace: p.Spec.TenantNamespace.Local, Local: p.Status.Local, Remote: p.Status.Remote,
+		Endpoint: p.Status.Endpoint, Latency: p.Status.Latency, Conditions: p.Status.Conditions,
+	}
+	for _, c := range p.Status.Conditions {
+		if c.Type == isthmus.ConditionReady {
+			s.Reason = c.Reason
+		}
+	}
+	if c := FirstProblem(p); c != nil {
+		s.Problem = problem(c)
+	}
+	return s
+}
+
+// Ready reports whether all peerings are.
+func (s Status) Ready() bool {
+	return !slices.ContainsFunc(s.Peerings, func(p PeeringStatus) bool { return !p.Ready })
+}
+
+// Print writes the status for people. Nothing that others wrote reaches the
+// terminal unescaped.
+func (s Status) Print(w io.Writer, wide bool) error {
+	manager := Printable(s.Manager.Name)
+	if s.Manager.Name == "" {
+		manager = "none: " + s.Manager.Problem
+	}
+	gateways := make([]string, 0, len(s.Gateways))
+	for _, g := range s.Gateways {
+		gateways = append(gateways, Printable(g.Pod)+" on node "+orDash(g.Node))
+	}
+	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n\n", Printable(s.Cluster.ClusterName), Printable(s.Cluster.ClusterID), manager,
+		cmp.Or(strings.Join(gateways, ", "), "none is active"))
+	if len(s.Peerings) == 0 {
+		_, err := fmt.Fprintln(w, "no peerings")
+		return err
+	}
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	header := "PEERING\tCLUSTER\tREADY\tTHEIR PODS HERE\tOUR PODS THERE\tENDPOINT\tLATENCY\tREASON"
+	if wide {
+		header += "\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE"
+	}
+	fmt.Fprintln(t, header)
+	for _, p := range s.Peerings {
+		ready := "no"
+		if p.Ready {
+			ready = "yes"
+		}
+		cells := []string{p.Name, p.Cluster.ClusterName, ready, p.Remote.PodCIDRSeen, p.Local.PodCIDRSeen, p.Endpoint, p.Latency, p.Reason}
+		if wide {
+			cells = append(cells, p.Cluster.ClusterID, p.Namespace, p.Remote.ExternalCIDRSeen, p.Local.ExternalCIDRSeen)
+		}
+		for i := range cells {
+			cells[i] = orDash(cells[i])
+		}
+		fmt.Fprintln(t, strings.Join(cells, "\t"))
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	for _, p := range s.Peerings {
+		if p.Problem != "" {
+			if _, err := fmt.Fprintf(w, "%s: %s\n", Printable(p.Name), p.Problem); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}

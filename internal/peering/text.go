@@ -1,0 +1,40 @@
+package peering
+
+import (
+	"fmt"
+	"strings"
+	"unicode"
+)
+
+// maxText is how much of a text that others wrote is shown.
+const maxText = 400
+
+// Printable makes a text of unknown origin fit for a terminal: what is not
+// printable (control and bidirectional characters, line ends) is escaped, and a
+// long text cut.
+func Printable(s string) string {
+	if s == "" {
+		return `""`
+	}
+	var b strings.Builder
+	for i, r := range s {
+		if i >= maxText {
+			b.WriteString("...")
+			break
+		}
+		if unicode.IsPrint(r) && r != unicode.ReplacementChar {
+			b.WriteRune(r)
+		} else {
+			fmt.Fprintf(&b, `\u%04x`, r)
+		}
+	}
+	return b.String()
+}
+
+// orDash is Printable for a cell of a table.
+func orDash(s string) string {
+	if s == "" {
+		return "-"
+	}
+	return Printable(s)
+}

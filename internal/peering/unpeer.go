@@ -1,0 +1,355 @@
+package peering
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// UnpeerOptions are the choices of Unpeer.
+type UnpeerOptions struct {
+	// Name is the Peering or the peer's name in the first cluster; empty where
+	// the second cluster is given.
+	Name string
+	// Force does not wait for the peer: what lies there stays there.
+	Force bool
+	// Timeout bounds the wait.
+	Timeout time.Duration
+	// Report gets a line for each thing done or waited for.
+	Report func(line string)
+}
+
+// A farewell is what there is to be removed from one cluster.
+type farewell struct {
+	*Cluster
+	peer      v1alpha1.ClusterIdentity
+	peering   string // its name; empty: gone already
+	namespace string // the tenant namespace; empty: not found
+	secret    string // the identity at the peer, in it
+	remains   string // what stays at the peer when it is not waited for
+	waitedFor string // as last reported
+}
+
+// Unpeer parts two clusters, or one from the other where remote is nil: first
+// the Peerings, whose finalizers the managers remove when all that they made is
+// gone; then what Peer had set up. What is gone already is no error.
+func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error {
+	sides, err := findFarewells(ctx, local, remote, o)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, ErrNotReady)
+	defer cancel()
+	nothing := true
+	for _, f := range sides {
+		nothing = nothing && f.peering == "" && f.namespace == ""
+	}
+	if nothing {
+		o.Report("nothing to do: there is no such peering")
+		return nil
+	}
+	for _, f := range sides {
+		if err := f.deletePeering(ctx, o); err != nil {
+			return err
+		}
+	}
+	// The rights go last, on both sides: each manager needs its own at the other.
+	for _, step := range []func(*farewell) (string, error){
+		func(f *farewell) (string, error) { return f.peeringGone(ctx) },
+		func(f *farewell) (string, error) { return f.removeRest(ctx) },
+		func(f *farewell) (string, error) { return f.namespaceGone(ctx) },
+	} {
+		if err := until(ctx, sides, o, step); err != nil {
+			return err
+		}
+	}
+	if len(sides) == 2 {
+		o.Report(fmt.Sprintf("%s and %s are not peered any more", sides[0].Cluster, sides[1].Cluster))
+	} else {
+		o.Report(fmt.Sprintf("%s is not peered with %s any more", sides[0].Cluster, Printable(sides[0].peer.ClusterName)))
+	}
+	return nil
+}
+
+// findFarewells finds out what is meant and what is left of it.
+func findFarewells(ctx context.Context, local, remote *Cluster, o UnpeerOptions) ([]*farewell, error) {
+	if remote == nil {
+		if err := local.Identify(ctx); err != nil {
+			return nil, err
+		}
+		f, err := local.farewellTo(ctx, func(p *isthmus.Peering) bool { return p.Name == o.Name || p.Spec.Cluster.ClusterName == o.Name },
+			func(n *corev1.Namespace) bool {
+				return strings.TrimPrefix(n.Name, tenantPrefix) == o.Name || cutHash(n.Name) == tenantPrefix+o.Name
+			})
+		if err != nil {
+			return nil, err
+		}
+		if f.peer.ClusterName == "" {
+			f.peer.ClusterName = o.Name
+		}
+		return []*farewell{f}, nil
+	}
+	a, b := &side{Cluster: local}, &side{Cluster: remote}
+	if err := both(a, b, func(s *side) error { return s.Identify(ctx) }); err != nil {
+		return nil, err
+	}
+	if err := distinct(local, remote); err != nil {
+		return nil, err
+	}
+	var found []*farewell
+	for _, pair := range [][2]*Cluster{{local, remote}, {remote, local}} {
+		peer := pair[1].Identity
+		f, err := pair[0].farewellTo(ctx, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer.ClusterID },
+			func(n *corev1.Namespace) bool { return n.Labels[v1alpha1.LabelTenantClusterID] == peer.ClusterID })
+		if err != nil {
+			return nil, err
+		}
+		if o.Name != "" && pair[0] == local && f.peering != "" && o.Name != f.peering && o.Name != peer.ClusterName {
+			return nil, fmt.Errorf("%s: the Peering with %s is %s, not %s", local, remote, f.peering, Printable(o.Name))
+		}
+		f.peer = peer
+		found = append(found, f)
+	}
+	return found, nil
+}
+
+const tenantPrefix = "liqo-tenant-"
+
+// cutHash removes the hexadecimal digits that make a cluster's name unique.
+func cutHash(name string) string {
+	if i := strings.LastIndexByte(name, '-'); i >= 0 {
+		return name[:i]
+	}
+	return name
+}
+
+// farewellTo finds the Peering that is meant, or, where that is gone already,
+// the tenant namespace that a run before this one left.
+func (c *Cluster) farewellTo(ctx context.Context, is func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*farewell, error) {
+	f := &farewell{Cluster: c, secret: isthmus.DefaultIdentitySecret}
+	var list isthmus.PeeringList
+	if err := c.client.List(ctx, &list); err != nil {
+		return nil, c.explain("Peerings", err)
+	}
+	for i := range list.Items {
+		p := &list.Items[i]
+		if !is(p) {
+			continue
+		}
+		if f.peering != "" {
+			return nil, fmt.Errorf("%s: both Peerings %s and %s are meant: say which one", c, f.peering, p.Name)
+		}
+		f.peering, f.peer, f.namespace, f.secret = p.Name, p.Spec.Cluster, p.Spec.TenantNamespace.Local, p.Spec.IdentitySecretName
+		f.remains = c.remainsOf(ctx, p)
+	}
+	if f.peering != "" {
+		return f, nil
+	}
+	var namespaces corev1.NamespaceList
+	if err := c.client.List(ctx, &namespaces, client.MatchingLabels{v1alpha1.LabelTenantNamespace: "true", labelManagedBy: managedBy}); err != nil {
+		return nil, c.explain("Namespaces", err)
+	}
+	for i := range namespaces.Items {
+		if left(&namespaces.Items[i]) {
+			if f.namespace != "" {
+				return nil, fmt.Errorf("%s: both namespaces %s and %s are meant: say which one", c, f.namespace, namespaces.Items[i].Name)
+			}
+			f.namespace = namespaces.Items[i].Name
+		}
+	}
+	return f, nil
+}
+
+// remainsOf names what the peer keeps of us when nobody waits for it.
+func (c *Cluster) remainsOf(ctx context.Context, p *isthmus.Peering) string {
+	server := "its API server"
+	var secret corev1.Secret
+	key := client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}
+	if err := c.client.Get(ctx, key, &secret); err == nil { // without it the name of the server is all that is lacking
+		if config, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig]); err == nil && config.Contexts[config.CurrentContext] != nil {
+			if cluster := config.Clusters[config.Contexts[config.CurrentContext].Cluster]; cluster != nil {
+				server = Printable(cluster.Server)
+			}
+		}
+	}
+	return fmt.Sprintf("at %s, %s: NetworkConfig %s in namespace %s, its Peering, and what else is in that namespace",
+		Printable(p.Spec.Cluster.ClusterName), server, p.Spec.Cluster.UniqueName(), p.Spec.TenantNamespace.Remote)
+}
+
+func (f *farewell) deletePeering(ctx context.Context, o UnpeerOptions) error {
+	if f.peering == "" {
+		return nil
+	}
+	p := &isthmus.Peering{}
+	p.Name = f.peering
+	if o.Force {
+		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{%q:"true"}}}`, isthmus.AnnotationForce)
+		err := f.client.Patch(ctx, p.DeepCopy(), client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager))
+		if client.IgnoreNotFound(err) != nil {
+			return f.explain("annotate Peering "+f.peering, err)
+		}
+		o.Report(fmt.Sprintf("%s: does not wait for %s. What may stay %s", f.Cluster, Printable(f.peer.ClusterName), f.remains))
+	}
+	if err := f.client.Delete(ctx, p); client.IgnoreNotFound(err) != nil {
+		return f.explain("delete Peering "+f.peering, err)
+	}
+	o.Report(fmt.Sprintf("%s: Peering %s deleted", f.Cluster, f.peering))
+	return nil
+}
+
+// errWaiting says what a step waits for.
+type errWaiting struct{ what string }
+
+func (e *errWaiting) Error() string { return e.what }
+
+// until repeats a step on each side until it is done, and tells what it waits
+// for whenever that changes.
+func until(ctx context.Context, sides []*farewell, o UnpeerOptions, step func(*farewell) (string, error)) error {
+	done := make([]bool, len(sides))
+	for {
+		var waiting []error
+		for i, f := range sides {
+			if done[i] {
+				continue
+			}
+			report, err := step(f)
+			wait := (*errWaiting)(nil)
+			switch {
+			case err == nil:
+				done[i] = true
+				if report != "" {
+					o.Report(f.String() + ": " + report)
+				}
+			case ctx.Err() != nil:
+				waiting = append(waiting, fmt.Errorf("%s: %s", f.Cluster, f.waitedFor))
+			case errors.As(err, &wait) || errors.Is(err, ErrUnreachable): // it may come back
+				waiting = append(waiting, fmt.Errorf("%s: %w", f.Cluster, err))
+				if f.waitedFor != err.Error() {
+					f.waitedFor = err.Error()
+					o.Report(f.String() + ": " + f.waitedFor)
+				}
+			default:
+				return err
+			}
+		}
+		if len(waiting) == 0 {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			if !errors.Is(context.Cause(ctx), ErrNotReady) {
+				return errors.New("interrupted: the same command goes on where this one ended")
+			}
+			return fmt.Errorf("%w: not un-peered within %v\n%w", ErrNotReady, o.Timeout, errors.Join(waiting...))
+		case <-time.After(pollInterval):
+		}
+	}
+}
+
+// peeringGone waits until the manager has taken down what it made.
+func (f *farewell) peeringGone(ctx context.Context) (string, error) {
+	if f.peering == "" {
+		return "", nil
+	}
+	var p isthmus.Peering
+	err := f.client.Get(ctx, client.ObjectKey{Name: f.peering}, &p)
+	if apierrors.IsNotFound(err) {
+		return "what the manager had made is gone", nil
+	}
+	if err != nil {
+		return "", f.explain("Peering "+f.peering, err)
+	}
+	what := "waits for the manager, which removes the finalizers " + strings.Join(p.Finalizers, ", ")
+	if c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady); c != nil && c.Reason == isthmus.ReasonUnpeering {
+		what = "waits: " + Printable(c.Message)
+	}
+	return "", &errWaiting{what}
+}
+
+// removeRest removes what Peer had set up: the tenant namespace, where Peer made
+// it, else what Peer put into it.
+func (f *farewell) removeRest(ctx context.Context) (string, error) {
+	if f.namespace == "" {
+		return "", nil
+	}
+	var n corev1.Namespace
+	err := f.client.Get(ctx, client.ObjectKey{Name: f.namespace}, &n)
+	if apierrors.IsNotFound(err) {
+		f.namespace = ""
+		return "", nil
+	}
+	if err != nil {
+		return "", f.explain("Namespace "+f.namespace, err)
+	}
+	// First of all the peer's way in, whatever becomes of the namespace.
+	s := &side{Cluster: f.Cluster, peer: &side{Cluster: &Cluster{Identity: f.peer}}, namespace: f.namespace, secret: f.secret}
+	secret := &corev1.Secret{}
+	secret.Namespace, secret.Name = s.namespace, s.secret
+	for _, o := range append(s.rights(), secret, s.quota()) {
+		if err := f.deleteOurs(ctx, o); err != nil {
+			return "", err
+		}
+	}
+	if n.Labels[labelManagedBy] != managedBy {
+		f.namespace = ""
+		return fmt.Sprintf("rights and identity removed; namespace %s stays, since `isthmus peer` did not make it", n.Name), nil
+	}
+	if err := f.client.Delete(ctx, &n, client.Preconditions{UID: &n.UID}); client.IgnoreNotFound(err) != nil {
+		return "", f.explain("delete Namespace "+n.Name, err)
+	}
+	return "rights and identity removed, namespace " + n.Name + " deleted", nil
+}
+
+// deleteOurs deletes an object that carries our label.
+func (f *farewell) deleteOurs(ctx context.Context, o client.Object) error {
+	u, err := f.unstructured(o)
+	if err != nil {
+		return err
+	}
+	err = f.client.Get(ctx, client.ObjectKeyFromObject(o), o)
+	if apierrors.IsNotFound(err) || err == nil && o.GetLabels()[labelManagedBy] != managedBy {
+		return nil
+	}
+	if err != nil {
+		return f.explain(describe(u), err)
+	}
+	if err := f.client.Delete(ctx, o); client.IgnoreNotFound(err) != nil {
+		return f.explain("delete "+describe(u), err)
+	}
+	return nil
+}
+
+// namespaceGone waits until the namespace is gone, so that the same two clusters
+// can be peered again at once.
+func (f *farewell) namespaceGone(ctx context.Context) (string, error) {
+	if f.namespace == "" {
+		return "", nil
+	}
+	var n corev1.Namespace
+	err := f.client.Get(ctx, client.ObjectKey{Name: f.namespace}, &n)
+	if apierrors.IsNotFound(err) {
+		return "namespace " + f.namespace + " is gone", nil
+	}
+	if err != nil {
+		return "", f.explain("Namespace "+f.namespace, err)
+	}
+	what := "waits until namespace " + f.namespace + " is gone"
+	for _, c := range n.Status.Conditions {
+		if c.Status == corev1.ConditionTrue && (c.Type == corev1.NamespaceContentRemaining || c.Type == corev1.NamespaceFinalizersRemaining) {
+			what += ": " + Printable(c.Message)
+		}
+	}
+	return "", &errWaiting{what}
+}
