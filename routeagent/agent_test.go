@@ -1,0 +1,607 @@
+package routeagent
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/exec"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// The tests run agents as processes of their own, because an agent serves the
+// namespace of its process: this binary, called again with these set.
+const (
+	childNode   = "ISTHMUS_TEST_AGENT_NODE"
+	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON
+	statusAt    = "127.0.0.1:5875"
+	metricsAt   = "127.0.0.1:5874"
+)
+
+func TestMain(m *testing.M) {
+	if node := os.Getenv(childNode); node != "" {
+		os.Exit(child(node, os.Getenv(childIntent)))
+	}
+	os.Exit(m.Run())
+}
+
+// child is an agent that also looks whether it left anything in its process.
+func child(node, path string) int {
+	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	err := Run(ctx, Options{
+		Node: node, Source: fileSource(path), Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt,
+		Log: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
+	})
+	stop()
+	if err == nil {
+		err = goleak.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv"))
+	}
+	if err != nil {
+		fmt.Fprintln(os.Stderr, "error:", err)
+		return 1
+	}
+	return 0
+}
+
+// fileSource reads a file as often as it changes. One that is not there (yet) delivers nothing.
+func fileSource(path string) Source {
+	return func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
+		var last []byte
+		for ctx.Err() == nil {
+			if b, err := os.ReadFile(path); err == nil && !bytes.Equal(b, last) {
+				var in fabric.NodeIntent
+				if err := json.Unmarshal(b, &in); err != nil {
+					return err
+				}
+				last = b
+				deliver(in, nil)
+			}
+			select {
+			case <-ctx.Done():
+			case <-time.After(20 * time.Millisecond):
+			}
+		}
+		return nil
+	}
+}
+
+// Remote networks as cluster a sees them, and addresses in them; the PodCIDR of a has another length than both.
+var (
+	localPods      = netip.MustParsePrefix("10.64.0.0/14")
+	remotePods     = netip.MustParsePrefix("10.246.0.0/16")
+	remoteExternal = netip.MustParsePrefix("10.250.16.0/20")
+	remotePod      = netip.MustParseAddr("10.246.7.7")
+	remoteEndpoint = netip.MustParseAddr("10.250.17.1")
+)
+
+// cluster is a lab of one cluster with strict reverse path filtering. A stand-in for gateway and remote cluster is on
+// node 1: its way into the gateway is the rule and table that a gateway makes, to a host that has remote addresses.
+type cluster struct {
+	*lab.Cluster
+	t      testing.TB
+	ctx    context.Context
+	intent string // file
+	in     fabric.NodeIntent
+	agents map[*lab.Node]*agentProcess
+}
+
+func newCluster(t testing.TB, nodes int) *cluster {
+	t.Helper()
+	for _, program := range []string{"ip", "bridge"} {
+		if _, err := exec.LookPath(program); err != nil {
+			t.Skip(err)
+		}
+	}
+	if err := lab.Available(); err != nil {
+		t.Skip(err)
+	}
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
+	l, err := lab.Up(ctx, lab.Spec{Name: lab.UniqueName("agent"), RPFilter: lab.RPFilterStrict,
+		Clusters: []lab.ClusterSpec{{PodCIDR: localPods, Nodes: nodes, PodsPerNode: 2}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	c := &cluster{Cluster: l.Clusters[0], t: t, ctx: ctx, intent: filepath.Join(t.TempDir(), "intent.json"), agents: map[*lab.Node]*agentProcess{}}
+	t.Cleanup(func() {
+		for _, a := range c.agents {
+			a.end(unix.SIGKILL)
+			if t.Failed() {
+				t.Logf("%s:\n%s", a.node.Name, a.log.String())
+			}
+		}
+		cancel()
+		if err := l.Down(); err != nil {
+			t.Error(err)
+		}
+	})
+	c.standIn(c.Nodes[0], "lan", c.OnPrem.Host, c.OnPrem.Addr)
+
+	for _, n := range c.Nodes {
+		c.in.Nodes = append(c.in.Nodes, fabric.ClusterNode{Name: n.Name, Addrs: []netip.Addr{n.Addr}, PodCIDRs: []netip.Prefix{n.PodCIDR}})
+	}
+	for _, p := range c.Pods {
+		c.in.Pods = append(c.in.Pods, fabric.NodePod{Addr: p.Addr, Node: p.Node.Name})
+	}
+	c.in.Tunnels = []fabric.Tunnel{{Gateway: c.Nodes[0].Addr, Peer: fabric.Peer{
+		ID: "b", Name: "b", Endpoint: "192.0.2.1", Port: 5871, PublicKey: [32]byte{1},
+		Local: fabric.Networks{Pod: localPods, PodSeen: netip.MustParsePrefix("10.80.0.0/14"),
+			External: netip.MustParsePrefix("10.84.0.0/14"), ExternalSeen: netip.MustParsePrefix("10.84.0.0/14")},
+		Remote: fabric.Networks{Pod: netip.MustParsePrefix("10.64.0.0/16"), PodSeen: remotePods, External: remoteExternal, ExternalSeen: remoteExternal},
+		Origin: fabric.Origin{Kind: "TunnelEndpoint", Name: "b"},
+	}}}
+	c.want()
+	return c
+}
+
+// standIn makes what a gateway makes on its node, with a host behind the device that answers for remote addresses.
+func (c *cluster) standIn(n *lab.Node, dev string, far *lab.Host, addr netip.Addr) {
+	c.run(n.Host, "ip rule add priority %d lookup %d protocol %d", gateway.RulePriority, gateway.RouteTable, gateway.RouteProtocol)
+	for _, p := range []netip.Prefix{remotePods, remoteExternal} {
+		c.run(n.Host, "ip route add %v via %v dev %s table %d proto %d", p, addr, dev, gateway.RouteTable, gateway.RouteProtocol)
+		c.run(n.Host, "ip route add unreachable %v table %d metric 420000 proto %d", p, gateway.RouteTable, gateway.RouteProtocol)
+	}
+	for _, a := range []netip.Addr{remotePod, remoteEndpoint} {
+		c.run(far, "ip addr add %v/32 dev lo", a)
+	}
+}
+
+// pod is the first pod of node i, counted from 0.
+func (c *cluster) pod(i int) *lab.Pod { return c.Pods[2*i] }
+
+// want writes the intent for all agents, at once.
+func (c *cluster) want() {
+	c.t.Helper()
+	b, err := json.Marshal(c.in)
+	if err == nil {
+		err = os.WriteFile(c.intent+".new", b, 0o600)
+	}
+	if err == nil {
+		err = os.Rename(c.intent+".new", c.intent)
+	}
+	if err != nil {
+		c.t.Fatal(err)
+	}
+}
+
+func (c *cluster) run(h *lab.Host, format string, args ...any) string {
+	c.t.Helper()
+	command := strings.Fields(fmt.Sprintf(format, args...))
+	out, err := h.Command(c.ctx, command[0], command[1:]...).CombinedOutput()
+	if err != nil {
+		c.t.Fatalf("%s: %v: %v: %s", h, command, err, out)
+	}
+	return string(out)
+}
+
+type agentProcess struct {
+	node *lab.Node
+	cmd  *lab.Cmd
+	log  *syncBuffer
+	done chan struct{}
+	err  error
+}
+
+type syncBuffer struct {
+	mu sync.Mutex
+	b  bytes.Buffer
+}
+
+func (s *syncBuffer) Write(p []byte) (int, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.Write(p)
+}
+
+func (s *syncBuffer) String() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.b.String()
+}
+
+// start starts an agent on the node and waits until everything is as it should be.
+func (c *cluster) start(nodes ...*lab.Node) {
+	c.t.Helper()
+	for _, n := range nodes {
+		a := c.launch(n)
+		c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); return err })
+		c.agents[n] = a
+	}
+}
+
+func (c *cluster) launch(n *lab.Node) *agentProcess {
+	c.t.Helper()
+	a := &agentProcess{node: n, log: &syncBuffer{}, done: make(chan struct{})}
+	a.cmd = n.Command(c.ctx, "/proc/self/exe")
+	a.cmd.Path, a.cmd.Err = os.Args[0], nil
+	a.cmd.Env = append(os.Environ(), childNode+"="+n.Name, childIntent+"="+c.intent)
+	a.cmd.Stderr = a.log
+	if err := a.cmd.Start(); err != nil {
+		c.t.Fatal(err)
+	}
+	go func() { a.err = a.cmd.Wait(); close(a.done) }()
+	return a
+}
+
+func (a *agentProcess) end(sig syscall.Signal) error {
+	_ = a.cmd.Process.Signal(sig)
+	<-a.done
+	return a.err
+}
+
+func (c *cluster) eventually(n *lab.Node, try func() error) {
+	c.t.Helper()
+	var err error
+	for end := time.Now().Add(5 * time.Second); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+		if err = try(); err == nil {
+			return
+		}
+	}
+	c.t.Fatalf("%s: %v", n, err)
+}
+
+func (c *cluster) ping(from *lab.Host, to netip.Addr) {
+	c.t.Helper()
+	ctx, cancel := context.WithTimeout(c.ctx, 2*time.Second)
+	defer cancel()
+	if _, err := from.Ping(ctx, to); err != nil {
+		c.t.Errorf("%s to %v: %v", from, to, err)
+	}
+}
+
+// snapshot is what iproute2 says about everything in the namespace that an agent could touch, less what changes by itself.
+func (c *cluster) snapshot(n *lab.Node) string {
+	var b strings.Builder
+	for _, command := range []string{"ip rule show", "ip route show table all", "ip -o -d link show type vxlan", "ip -o addr show",
+		"ip neigh show nud permanent", "bridge fdb show dev " + fabric.OverlayDevice, "cat /proc/sys/net/ipv4/conf/" + fabric.OverlayDevice + "/rp_filter"} {
+		f := strings.Fields(command)
+		out, err := n.Command(c.ctx, f[0], f[1:]...).CombinedOutput()
+		if err != nil {
+			out = []byte("none\n") // the device is away
+		}
+		var lines []string
+		for line := range strings.Lines(string(out)) {
+			if strings.Contains(line, ": "+fabric.OverlayDevice) {
+				_, line, _ = strings.Cut(line, ": ") // its index
+			}
+			if !strings.Contains(line, "fe80::") && !strings.Contains(line, "ff00::") { // after duplicate address detection
+				lines = append(lines, line)
+			}
+		}
+		slices.Sort(lines) // the kernel lists rules of one priority as they came
+		b.WriteString(strings.Join(lines, ""))
+	}
+	return b.String()
+}
+
+func TestPodsOnEveryNodeReachRemotePodsAndAreReachedThroughTheOverlayOnly(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 3)
+	short, cancel := context.WithTimeout(c.ctx, 300*time.Millisecond)
+	defer cancel()
+	if _, err := c.pod(1).Ping(short, remotePod); err == nil {
+		t.Fatal("a pod on node 2 reaches the remote pod without agents: the test proves nothing")
+	}
+	c.start(c.Nodes...)
+	captures := make([]*capture, len(c.Nodes))
+	for i, n := range c.Nodes {
+		captures[i] = newCapture(t, n)
+	}
+	for _, p := range c.Pods {
+		c.ping(p.Host, remotePod)
+		c.ping(p.Host, remoteEndpoint)
+	}
+	seen := c.remoteSees(c.Nodes[1].Host)
+	if want := fabric.OverlayAddr(c.Nodes[1].Addr); seen != want {
+		t.Errorf("node 2 comes as %v, want %v", seen, want)
+	}
+	for _, p := range c.Pods {
+		if got := c.remoteSees(p.Host); got != p.Addr {
+			t.Errorf("pod %v comes as %v", p.Addr, got)
+		}
+		// Ping from a remote address: the host has it on lo, and its default route leads to node 1.
+		c.run(c.OnPrem.Host, "ip route replace %v via 192.168.77.1 src %v", p.Addr, remotePod)
+		c.ping(c.OnPrem.Host, p.Addr)
+	}
+	for i, p := range captures {
+		p.stop()
+		if p.bare > 0 {
+			t.Errorf("%s: %d packets with a remote address were outside VXLAN", c.Nodes[i], p.bare)
+		}
+		if p.inner == 0 {
+			t.Errorf("%s: no packet with a remote address was inside VXLAN", c.Nodes[i])
+		}
+	}
+}
+
+// remoteSees returns the source address that a connection from the host has at the remote pod.
+func (c *cluster) remoteSees(from *lab.Host) netip.Addr {
+	c.t.Helper()
+	l, err := c.OnPrem.Listen("tcp", netip.AddrPortFrom(remotePod, 0).String())
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer l.Close()
+	ctx, cancel := context.WithTimeout(c.ctx, 2*time.Second)
+	defer cancel()
+	conn, err := from.Dial(ctx, "tcp", l.Addr().String())
+	if err != nil {
+		c.t.Error(err)
+		return netip.Addr{}
+	}
+	defer conn.Close()
+	other, err := l.Accept()
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer other.Close()
+	return netip.MustParseAddrPort(other.RemoteAddr().String()).Addr()
+}
+
+func TestWhatIsDeletedOrChangedIsBackWithinASecond(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 3)
+	c.start(c.Nodes[:2]...)
+	const dev = fabric.OverlayDevice
+	n2, n3 := c.Nodes[1], c.Nodes[2]
+	other := fabric.OverlayAddr(n3.Addr)
+	for _, tc := range []struct {
+		node     int
+		commands []string
+	}{
+		{1, []string{fmt.Sprintf("ip route del %v table 4201 metric 0", remotePods)}},
+		{1, []string{fmt.Sprintf("ip route del unreachable %v table 4201", remoteExternal)}},
+		{1, []string{fmt.Sprintf("ip route replace %v via %v dev %s onlink table 4201 proto 72", remotePods, other, dev)}},
+		{1, []string{fmt.Sprintf("ip route replace %v via %v dev eth0 onlink table 4201 proto 72", remotePods, n3.Addr)}},
+		{1, []string{fmt.Sprintf("ip route replace unreachable %v table 4201", remotePods)}},
+		{1, []string{"ip route flush table 4201"}},
+		{1, []string{"ip route del 240.0.0.0/8"}},
+		{1, []string{fmt.Sprintf("ip rule del to %v", remotePods)}},
+		{1, []string{"ip rule del priority 4198"}},
+		{1, []string{"ip rule add priority 4199 to 10.99.0.0/16 lookup 4201 protocol 72"}},
+		{1, []string{"ip addr flush dev " + dev}},
+		{1, []string{"ip addr add 240.9.9.9/32 dev " + dev}},
+		{1, []string{fmt.Sprintf("ip neigh del %v dev %s", other, dev)}},
+		{1, []string{fmt.Sprintf("ip neigh replace %v lladdr 66:00:00:00:00:01 dev %s nud permanent", other, dev)}},
+		{1, []string{fmt.Sprintf("bridge fdb del %v dev %s dst %v self", fabric.OverlayMAC(n3.Name), dev, n3.Addr)}},
+		{1, []string{fmt.Sprintf("bridge fdb append 00:00:00:00:00:00 dev %s dst 192.0.2.1 self permanent", dev)}},
+		{1, []string{"ip link del " + dev}},
+		{1, []string{"ip link set down dev " + dev}},
+		{1, []string{"ip link set mtu 1000 dev " + dev}},
+		{1, []string{"ip link set address 66:00:00:00:00:02 dev " + dev}},
+		{1, []string{"ip link del " + dev, "ip link add " + dev + " type vxlan id 7 dstport 4801 learning", "ip link set up dev " + dev}},
+		{1, []string{"ip link del " + dev, "ip link add " + dev + " type bridge"}},
+		{1, []string{"sysctl -q -w net/ipv4/conf/" + dev + "/rp_filter=1"}},
+		{0, []string{fmt.Sprintf("ip rule del from %v", remotePods)}},
+		{0, []string{fmt.Sprintf("ip route del %v table 4201", n2.PodCIDR)}},
+		{0, []string{"ip link del " + dev}},
+	} {
+		n := c.Nodes[tc.node]
+		before := c.snapshot(n)
+		for _, command := range tc.commands {
+			if strings.HasPrefix(command, "sysctl") {
+				if err := n.Do(func() error { return os.WriteFile("/proc/sys/net/ipv4/conf/"+dev+"/rp_filter", []byte("1"), 0) }); err != nil {
+					t.Fatal(err)
+				}
+				continue
+			}
+			c.run(n.Host, "%s", command)
+		}
+		start := time.Now()
+		for c.snapshot(n) != before {
+			if time.Since(start) > 3*time.Second {
+				t.Fatalf("%s: %v: not repaired\nbefore\n%s\nnow\n%s", n, tc.commands, before, c.snapshot(n))
+			}
+		}
+		if took := time.Since(start); took > time.Second {
+			t.Errorf("%s: %v: repaired after %v", n, tc.commands, took)
+		}
+	}
+	c.start(n3)
+	c.ping(c.pod(1).Host, remotePod)
+	metrics, err := c.Nodes[1].Get(c.ctx, "http://"+metricsAt+"/metrics")
+	if err != nil || !strings.Contains(metrics, "isthmus_route_agent_drift_repaired_total ") || strings.Contains(metrics, "isthmus_route_agent_drift_repaired_total 0\n") {
+		t.Errorf("%v\n%s", err, metrics)
+	}
+}
+
+func TestAnAgentThatEndsLeavesWhatWasThereAndNothingElse(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 3)
+	for i, n := range c.Nodes[:2] {
+		for _, foreign := range []string{
+			"ip route add 10.99.0.0/16 via 172.30.1.1 table 4201 proto 4",
+			"ip route add 10.98.0.0/16 via 172.30.1.1 proto static",
+			"ip rule add priority 4199 to 10.99.0.0/16 lookup 4201",
+			"ip rule add priority 4198 to 10.97.0.0/16 lookup main protocol 71",
+			"ip link add other.vxlan type vxlan id 4200 local " + n.Addr.String() + " dstport 4879 nolearning",
+			"bridge fdb append 00:00:00:00:00:00 dev other.vxlan dst 192.0.2.1 self permanent",
+			"ip neigh add 192.0.2.7 lladdr 66:00:00:00:00:01 dev other.vxlan nud permanent",
+		} {
+			c.run(n.Host, "%s", foreign)
+		}
+		before := c.snapshot(n)
+		c.start(n)
+		during := c.snapshot(n)
+		for line := range strings.Lines(before) {
+			if line != "none\n" && !strings.Contains(during, line) {
+				t.Errorf("%s: an agent took away %s", n, line)
+			}
+		}
+		if err := c.agents[n].end(unix.SIGTERM); err != nil {
+			t.Errorf("%s: %v\n%s", n, err, c.agents[n].log)
+		}
+		if after := c.snapshot(n); after != before {
+			t.Errorf("node %d: before\n%s\nafter\n%s", i+1, before, after)
+		}
+	}
+}
+
+func TestAnAgentAfterAKilledOneTouchesNothingThatIsRight(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	c.start(c.Nodes...)
+	ctx, stop := context.WithCancel(c.ctx)
+	lost, sent := 0, 0
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		for ctx.Err() == nil {
+			one, cancel := context.WithTimeout(c.ctx, time.Second)
+			if _, err := c.pod(1).Ping(one, remotePod); err != nil {
+				lost++
+			}
+			sent++
+			cancel()
+			time.Sleep(5 * time.Millisecond)
+		}
+	}()
+	for _, n := range c.Nodes {
+		before := c.snapshot(n) + c.run(n.Host, "ip -o link show %s", fabric.OverlayDevice) // with its index
+		_ = c.agents[n].end(unix.SIGKILL)
+		time.Sleep(200 * time.Millisecond)
+		c.start(n)
+		time.Sleep(200 * time.Millisecond)
+		if after := c.snapshot(n) + c.run(n.Host, "ip -o link show %s", fabric.OverlayDevice); after != before {
+			t.Errorf("%s: before\n%s\nafter\n%s", n, before, after)
+		}
+		if log := c.agents[n].log.String(); strings.Contains(log, "changed") || strings.Contains(log, "repaired") {
+			t.Errorf("%s: the second agent changed something:\n%s", n, log)
+		}
+	}
+	stop()
+	<-done
+	if lost > 0 || sent < 50 {
+		t.Errorf("%d of %d pings lost", lost, sent)
+	}
+
+	// What became wrong while no agent ran goes.
+	n := c.Nodes[1]
+	_ = c.agents[n].end(unix.SIGKILL)
+	c.in.Tunnels = nil
+	c.want()
+	c.start(n)
+	if s := c.snapshot(n); strings.Contains(s, remotePods.String()) {
+		t.Errorf("still there:\n%s", s)
+	}
+}
+
+// A gateway that was killed leaves routes that refuse traffic. When another node has the gateway, they are not in the way.
+func TestWhenTheGatewayMovesEveryNodeFollows(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 3)
+	c.start(c.Nodes...)
+	n1, n2, n3 := c.Nodes[0], c.Nodes[1], c.Nodes[2]
+	c.ping(c.pod(2).Host, remotePod)
+
+	// Node 1 loses its gateway. Node 2 gets one: its second pod stands in for the remote cluster.
+	c.run(n1.Host, "ip route del %v table %d metric 0", remotePods, gateway.RouteTable)
+	far := c.Pods[3]
+	c.standIn(n2, "pod2", far.Host, far.Addr)
+	c.in.Tunnels[0].Gateway = n2.Addr
+	start := time.Now()
+	c.want()
+	for i := range c.Nodes {
+		p := c.pod(i)
+		c.eventually(p.Node, func() error {
+			ctx, cancel := context.WithTimeout(c.ctx, 200*time.Millisecond)
+			defer cancel()
+			_, err := p.Ping(ctx, remotePod)
+			return err
+		})
+	}
+	t.Logf("all nodes followed within %v", time.Since(start))
+	if s := c.snapshot(n3); !strings.Contains(s, fmt.Sprintf("%v via %v", remotePods, fabric.OverlayAddr(n2.Addr))) {
+		t.Errorf("%s:\n%s", n3, s)
+	}
+
+	// The peer goes: every node forgets it.
+	c.in.Tunnels = nil
+	c.want()
+	for _, n := range c.Nodes {
+		c.eventually(n, func() error {
+			if s := c.snapshot(n); strings.Contains(s, "table 4201") || strings.Contains(s, "lookup 4201") {
+				return errors.New(s)
+			}
+			return nil
+		})
+	}
+}
+
+func TestAnAgentSaysWhatIsWrong(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	n := c.Nodes[1]
+	c.in.Nodes = append(c.in.Nodes, fabric.ClusterNode{Name: "clash", Addrs: []netip.Addr{netip.MustParseAddr("10.30.1.11")}, Created: 9})
+	c.want()
+	c.start(n)
+
+	second := c.launch(n)
+	<-second.done
+	if !strings.Contains(second.log.String(), "another isthmus route agent runs") {
+		t.Errorf("a second agent: %v\n%s", second.err, second.log)
+	}
+	status := func(want ...string) {
+		t.Helper()
+		c.eventually(n, func() error {
+			s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
+			for _, w := range want {
+				if !strings.Contains(s, w) {
+					return fmt.Errorf("no %q in\n%s%w", w, s, err)
+				}
+			}
+			return nil
+		})
+	}
+	status(`"ready": true`, "would both have 240.30.1.11 in the overlay", "ip rule add priority 4199 to 10.246.0.0/16")
+
+	if err := n.Do(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("0"), 0) }); err != nil {
+		t.Fatal(err)
+	}
+	status(`"ready": false`, "net.ipv4.ip_forward is 0: the node does not forward packets of pods; want 1")
+	if _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); err == nil {
+		t.Error("ready, but does not forward")
+	}
+	if err := n.Do(func() error { return os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0) }); err != nil {
+		t.Fatal(err)
+	}
+	status(`"ready": true`)
+
+	// Our Node goes from the cluster: said, but nothing is torn down.
+	before := c.snapshot(n)
+	nodes := c.in.Nodes
+	c.in.Nodes = nodes[:1]
+	c.want()
+	status(`"ready": false`, `no Node is called`)
+	if after := c.snapshot(n); after != before {
+		t.Errorf("before\n%s\nafter\n%s", before, after)
+	}
+	c.in.Nodes = nodes
+	c.in.Nodes[1].Addrs = []netip.Addr{netip.MustParseAddr("172.30.1.99")}
+	c.want()
+	status(`"ready": false`, "no device here has 172.30.1.99")
+}
+
+func TestTheGatewaysTableIsTheOneThatTheOverlayLeadsTo(t *testing.T) {
+	if fabric.GatewayTable != gateway.RouteTable || fabric.NodeRulePriority >= gateway.RulePriority ||
+		fabric.OverlayRulePriority >= fabric.NodeRulePriority || fabric.NodeProtocol == gateway.RouteProtocol || fabric.NodeTable == gateway.RouteTable {
+		t.Error("constants of gateway and route agent do not fit")
+	}
+}

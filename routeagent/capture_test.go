@@ -1,0 +1,98 @@
+package routeagent
+
+import (
+	"encoding/binary"
+	"net"
+	"net/netip"
+	"os"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// capture counts packets with a remote address on a node's device to the underlay.
+type capture struct {
+	file        *os.File
+	done        chan struct{}
+	bare, inner int // valid after stop
+}
+
+func newCapture(t *testing.T, n *lab.Node) *capture {
+	t.Helper()
+	c := &capture{done: make(chan struct{})}
+	err := n.Do(func() error {
+		all := binary.BigEndian.AppendUint16(nil, unix.ETH_P_ALL)
+		fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, int(binary.NativeEndian.Uint16(all)))
+		if err != nil {
+			return err
+		}
+		c.file = os.NewFile(uintptr(fd), "capture")
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	index := 0
+	if err := n.Do(func() error {
+		i, err := net.InterfaceByName("eth0")
+		if err == nil {
+			index = i.Index
+		}
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Bind(int(c.file.Fd()), &unix.SockaddrLinklayer{Protocol: binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, unix.ETH_P_ALL)), Ifindex: index}); err != nil {
+		t.Fatal(err)
+	}
+	go func() {
+		defer close(c.done)
+		buf := make([]byte, 1<<16)
+		for {
+			k, err := c.file.Read(buf)
+			if err != nil {
+				return
+			}
+			c.count(buf[:k])
+		}
+	}()
+	t.Cleanup(c.stop)
+	return c
+}
+
+func (c *capture) stop() {
+	c.file.Close()
+	<-c.done
+}
+
+func (c *capture) count(frame []byte) {
+	ip, ok := ipv4(frame)
+	if !ok {
+		return
+	}
+	if remote(ip) {
+		c.bare++
+	}
+	const udp, headers = 20, 20 + 8 + 8 // no IP options here
+	if ip[9] == unix.IPPROTO_UDP && len(ip) > headers && binary.BigEndian.Uint16(ip[udp+2:]) == fabric.OverlayPort {
+		if inside, ok := ipv4(ip[headers:]); ok && remote(inside) {
+			c.inner++
+		}
+	}
+}
+
+func ipv4(frame []byte) ([]byte, bool) {
+	return frame[min(14, len(frame)):], len(frame) >= 14+20 && binary.BigEndian.Uint16(frame[12:]) == unix.ETH_P_IP
+}
+
+func remote(ip []byte) bool {
+	for _, a := range [][4]byte{[4]byte(ip[12:16]), [4]byte(ip[16:20])} {
+		if addr := netip.AddrFrom4(a); remotePods.Contains(addr) || remoteExternal.Contains(addr) {
+			return true
+		}
+	}
+	return false
+}
