@@ -1,0 +1,137 @@
+package replication
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// pace has the times by which workers go.
+type pace struct {
+	request  time.Duration // bound of one request other than a watch
+	watch    time.Duration // how long one watch lasts at most; a revoked identity is noticed when the next one begins
+	settled  time.Duration // a watch that lasted so long ends a series of failures; less than three quarters of watch
+	min, max time.Duration // pause after the first failure in a series, and after any
+	renew    time.Duration // least time between two attempts to renew a token
+}
+
+// usual is the pace outside of tests. Two watches a minute and peer are what it costs to notice a revoked identity within
+// a minute, and a peer that is gone without a word: the API server does not end watches of an identity that it does not take
+// any more.
+var usual = pace{
+	request: 10 * time.Second, watch: 45 * time.Second, settled: 10 * time.Second,
+	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second,
+}
+
+// backoff counts the failures of a series. The zero value has seen none.
+type backoff struct{ failures int }
+
+// next returns the pause after one more failure: twice the last one, at most max, and up to half of it less at random, so
+// that many workers do not come back together.
+func (b *backoff) next(p pace) time.Duration {
+	d := p.max
+	if b.failures < 20 { // 2^20 times anything is more than max
+		d = min(p.max, p.min<<b.failures)
+		b.failures++
+	}
+	return d - rand.N(d/2+1)
+}
+
+func (b *backoff) reset() { b.failures = 0 }
+
+// A change is what follow found: either why it could not, or all objects there are, or one that changed.
+type change struct {
+	err    error
+	full   bool
+	all    []client.Object // with full
+	more   bool            // with full: there are more objects than these
+	object client.Object   // without full
+	gone   bool            // object was deleted
+}
+
+// A feed lists and watches some objects of an API server.
+type feed struct {
+	list  func(ctx context.Context, o metav1.ListOptions) (all []client.Object, meta metav1.ListInterface, err error)
+	watch func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error)
+}
+
+// maxListed is how many objects of a feed are looked at. There is one where everything is as it should be.
+const maxListed = 64
+
+// follow tells emit what a feed has and how that changes, until ctx is done. It lists, watches from there on, and lists
+// again after anything that may have lost an event. b is its own while it runs.
+func (p pace) follow(ctx context.Context, f feed, b *backoff, emit func(change)) {
+	for ctx.Err() == nil {
+		c, version := p.list(ctx, f)
+		if ctx.Err() != nil {
+			return
+		}
+		emit(c)
+		if c.err == nil && !c.more {
+			for p.watchOnce(ctx, f, &version, b, emit) {
+			}
+		}
+		select {
+		case <-time.After(b.next(p)):
+		case <-ctx.Done():
+		}
+	}
+}
+
+func (p pace) list(ctx context.Context, f feed) (c change, version string) {
+	ctx, cancel := context.WithTimeout(ctx, p.request)
+	defer cancel()
+	all, meta, err := f.list(ctx, metav1.ListOptions{Limit: maxListed})
+	if err != nil {
+		return change{err: err}, ""
+	}
+	return change{full: true, all: all, more: meta.GetContinue() != ""}, meta.GetResourceVersion()
+}
+
+// watchOnce watches from version on, which it moves on, and reports whether a watch from there can follow at once: the last
+// one ended in good order and not suspiciously soon.
+func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff, emit func(change)) bool {
+	lasting := p.watch - rand.N(p.watch/4)
+	ctx, cancel := context.WithTimeout(ctx, lasting+p.request) // for a server that does not end it
+	defer cancel()
+	seconds := int64(max(lasting, time.Second) / time.Second)
+	began := time.Now()
+	defer func() {
+		if time.Since(began) >= p.settled {
+			b.reset()
+		}
+	}()
+	w, err := f.watch(ctx, metav1.ListOptions{ResourceVersion: *version, AllowWatchBookmarks: true, TimeoutSeconds: &seconds})
+	if err != nil {
+		if !expired(err) {
+			emit(change{err: err})
+		}
+		return false
+	}
+	defer w.Stop()
+	for e := range w.ResultChan() {
+		object, ok := e.Object.(client.Object)
+		switch {
+		case e.Type == watch.Error:
+			if err := apierrors.FromObject(e.Object); !expired(err) {
+				emit(change{err: err})
+			}
+			return false
+		case !ok: // nothing that a server of ours would send
+			emit(change{err: errors.New("the watch sent something that is no object")})
+			return false
+		case e.Type != watch.Bookmark:
+			emit(change{object: object, gone: e.Type == watch.Deleted})
+		}
+		*version = object.GetResourceVersion()
+	}
+	return ctx.Err() == nil && time.Since(began) >= p.settled
+}
+
+func expired(err error) bool { return apierrors.IsResourceExpired(err) || apierrors.IsGone(err) }

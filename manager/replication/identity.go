@@ -1,0 +1,230 @@
+package replication
+
+import (
+	"cmp"
+	"crypto/tls"
+	"crypto/x509"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/url"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// An endpoint is an API server and the TLS identity for it. Connections are shared among peers with the same one.
+type endpoint struct {
+	server     string // https URL, without a slash at the end
+	serverName string // that its certificate has to be for; empty: the host of server
+	insecure   bool   // its certificate is not checked
+	proxy      string // URL; empty: as the environment says
+	ca         string // PEM; empty: the system's
+	cert, key  string // PEM; both empty: a token is used
+}
+
+// An identity is how to speak to the peer's API server.
+type identity struct {
+	endpoint
+	token string
+	user  string // of the kubeconfig, to which token belongs
+}
+
+// Keys of Liqo's identity Secret.
+const (
+	liqoServer = "apiServerUrl"
+	liqoCA     = "apiServerCa"
+	liqoCert   = "certificate"
+	liqoKey    = "private-key"
+	liqoProxy  = "proxyURL"
+)
+
+// identityFrom reads an identity Secret: a kubeconfig or Liqo's certificate. The Secret is data: what would make us run a
+// program or read a file is refused. The error names the key or field of the Secret.
+func identityFrom(s *corev1.Secret) (id identity, err error) {
+	switch {
+	case len(s.Data[isthmus.SecretKubeconfig]) > 0:
+		if id, err = fromKubeconfig(s.Data[isthmus.SecretKubeconfig]); err != nil {
+			return identity{}, fmt.Errorf("%s: %w", isthmus.SecretKubeconfig, err)
+		}
+	case len(s.Data[liqoServer]) > 0:
+		id.endpoint = endpoint{
+			server: string(s.Data[liqoServer]), ca: string(s.Data[liqoCA]), proxy: string(s.Data[liqoProxy]),
+			cert: string(s.Data[liqoCert]), key: string(s.Data[liqoKey]),
+		}
+		if id.cert == "" || id.key == "" {
+			return identity{}, fmt.Errorf("%s and %s: both are needed; Liqo's identities for EKS are not supported", liqoCert, liqoKey)
+		}
+	default:
+		return identity{}, fmt.Errorf("has neither the key %s nor %s, %s and %s", isthmus.SecretKubeconfig, liqoServer, liqoCert, liqoKey)
+	}
+	if err := id.complete(); err != nil {
+		return identity{}, err
+	}
+	return id, nil
+}
+
+// fromKubeconfig reads the current context.
+func fromKubeconfig(b []byte) (identity, error) {
+	config, err := clientcmd.Load(b)
+	if err != nil {
+		return identity{}, errors.New("not a kubeconfig") // the parser's words may quote keys
+	}
+	context := config.Contexts[config.CurrentContext]
+	if context == nil {
+		return identity{}, fmt.Errorf("current-context %q is not among the contexts", config.CurrentContext)
+	}
+	cluster, user := config.Clusters[context.Cluster], config.AuthInfos[context.AuthInfo]
+	switch {
+	case cluster == nil:
+		return identity{}, fmt.Errorf("cluster %q of context %q is missing", context.Cluster, config.CurrentContext)
+	case user == nil:
+		return identity{}, fmt.Errorf("user %q of context %q is missing", context.AuthInfo, config.CurrentContext)
+	case user.Exec != nil:
+		return identity{}, refused(context.AuthInfo, "exec", "a Secret must not run programs")
+	case user.AuthProvider != nil:
+		return identity{}, refused(context.AuthInfo, "auth-provider", "a Secret must not run programs")
+	case user.TokenFile != "":
+		return identity{}, refused(context.AuthInfo, "tokenFile", "a Secret must not read files; use token")
+	case user.ClientCertificate != "":
+		return identity{}, refused(context.AuthInfo, "client-certificate", "a Secret must not read files; use client-certificate-data")
+	case user.ClientKey != "":
+		return identity{}, refused(context.AuthInfo, "client-key", "a Secret must not read files; use client-key-data")
+	case user.Username != "" || user.Password != "":
+		return identity{}, refused(context.AuthInfo, "username", "API servers do not take passwords; use a token or a client certificate")
+	case user.Impersonate != "" || user.ImpersonateUID != "" || len(user.ImpersonateGroups)+len(user.ImpersonateUserExtra) > 0:
+		return identity{}, refused(context.AuthInfo, "as", "impersonation is not supported")
+	case cluster.CertificateAuthority != "":
+		return identity{}, fmt.Errorf("cluster %q: certificate-authority: refused: a Secret must not read files; use certificate-authority-data",
+			context.Cluster)
+	}
+	return identity{
+		endpoint: endpoint{
+			server: cluster.Server, serverName: cluster.TLSServerName, insecure: cluster.InsecureSkipTLSVerify, proxy: cluster.ProxyURL,
+			ca: string(cluster.CertificateAuthorityData), cert: string(user.ClientCertificateData), key: string(user.ClientKeyData),
+		},
+		token: user.Token, user: context.AuthInfo,
+	}, nil
+}
+
+func refused(user, field, why string) error {
+	return fmt.Errorf("user %q: %s: refused: %s", user, field, why)
+}
+
+// complete checks an identity and brings it into the one form in which equal ones are equal.
+func (id *identity) complete() error {
+	u, err := url.Parse(id.server)
+	switch {
+	case err != nil || u.Scheme != "https" || u.Host == "" || u.User != nil || u.RawQuery != "" || u.Fragment != "":
+		return fmt.Errorf("server: want an address such as https://198.51.100.7:6443, found %q", id.server)
+	case id.token == "" && id.cert == "":
+		return errors.New("has neither a token nor a client certificate")
+	case strings.ContainsFunc(id.token, func(r rune) bool { return r <= ' ' || r > '~' }):
+		return errors.New("token: has characters that no token has")
+	case id.insecure && id.ca != "":
+		return errors.New("insecure-skip-tls-verify and a CA contradict each other")
+	}
+	id.server = strings.TrimRight(id.server, "/")
+	if id.proxy != "" {
+		p, err := url.Parse(id.proxy)
+		if err != nil || p.Host == "" || !slices.Contains([]string{"http", "https", "socks5", "socks5h"}, p.Scheme) {
+			return errors.New("proxy: want an http, https or socks5 URL")
+		}
+	}
+	_, err = id.tlsConfig()
+	return err
+}
+
+// tlsConfig does not quote keys or certificates in errors.
+func (e endpoint) tlsConfig() (*tls.Config, error) {
+	c := &tls.Config{MinVersion: tls.VersionTLS12, ServerName: e.serverName, InsecureSkipVerify: e.insecure}
+	if e.ca != "" {
+		if c.RootCAs = x509.NewCertPool(); !c.RootCAs.AppendCertsFromPEM([]byte(e.ca)) {
+			return nil, errors.New("CA: no certificate in PEM")
+		}
+	}
+	if e.cert != "" || e.key != "" {
+		pair, err := tls.X509KeyPair([]byte(e.cert), []byte(e.key))
+		if err != nil {
+			return nil, fmt.Errorf("client certificate and key: %w", err)
+		}
+		c.Certificates = []tls.Certificate{pair}
+	}
+	return c, nil
+}
+
+// withToken returns the kubeconfig with another token of the user.
+func withToken(kubeconfig []byte, user, token string) ([]byte, error) {
+	config, err := clientcmd.Load(kubeconfig)
+	if err != nil {
+		return nil, errors.New("not a kubeconfig")
+	}
+	info := cmp.Or(config.AuthInfos[user], clientcmdapi.NewAuthInfo())
+	info.Token = token
+	config.AuthInfos[user] = info
+	return clientcmd.Write(*config)
+}
+
+// A serviceToken is what the token of a ServiceAccount says about itself. Nobody here verifies it: it only tells when and
+// for what a new one is to be asked.
+type serviceToken struct {
+	issued, expires    time.Time
+	namespace, account string
+	audiences          []string
+	secret, secretUID  string // to which it is bound, if to any: it ends with this Secret
+}
+
+// readToken returns what a token says, false if it is not a ServiceAccount's that expires.
+func readToken(token string) (serviceToken, bool) {
+	parts := strings.Split(token, ".")
+	if len(parts) != 3 {
+		return serviceToken{}, false
+	}
+	payload, err := base64.RawURLEncoding.DecodeString(parts[1])
+	if err != nil {
+		return serviceToken{}, false
+	}
+	var claims struct {
+		Issued     int64           `json:"iat"`
+		Expires    int64           `json:"exp"`
+		Audience   json.RawMessage `json:"aud"`
+		Kubernetes struct {
+			Namespace string `json:"namespace"`
+			Account   struct {
+				Name string `json:"name"`
+			} `json:"serviceaccount"`
+			Secret struct {
+				Name string `json:"name"`
+				UID  string `json:"uid"`
+			} `json:"secret"`
+		} `json:"kubernetes.io"`
+	}
+	if err := json.Unmarshal(payload, &claims); err != nil {
+		return serviceToken{}, false
+	}
+	k := claims.Kubernetes
+	if k.Namespace == "" || k.Account.Name == "" || claims.Issued <= 0 || claims.Expires <= claims.Issued {
+		return serviceToken{}, false
+	}
+	t := serviceToken{
+		issued: time.Unix(claims.Issued, 0).UTC(), expires: time.Unix(claims.Expires, 0).UTC(),
+		namespace: k.Namespace, account: k.Account.Name, secret: k.Secret.Name, secretUID: k.Secret.UID,
+	}
+	var one string
+	if json.Unmarshal(claims.Audience, &one) == nil && one != "" { // RFC 7519, 4.1.3: a string or several
+		t.audiences = []string{one}
+	} else {
+		_ = json.Unmarshal(claims.Audience, &t.audiences) // none: the API server's own
+	}
+	return t, true
+}
+
+// renewal is when two thirds of the token's life are over.
+func (t serviceToken) renewal() time.Time { return t.issued.Add(t.expires.Sub(t.issued) / 3 * 2) }

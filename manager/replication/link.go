@@ -1,0 +1,284 @@
+package replication
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"sync"
+	"time"
+
+	authv1 "k8s.io/api/authentication/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/runtime/serializer"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/watch"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// maxAnswer bounds the octets of one answer of a peer's API server, after decompression; a watch that reaches it begins
+// again. An object that etcd takes is below 1.5 MiB, and one that we made far below.
+const maxAnswer = 4 << 20
+
+var errAnswerTooLong = fmt.Errorf("sent more than %d MiB at once", maxAnswer>>20)
+
+// A link is a client of a peer's API server that knows NetworkConfigs in one namespace, and can ask for a token.
+type link struct {
+	identity
+	namespace string
+	configs   rest.Interface // of net.liqo.io/v1alpha1
+	core      rest.Interface // of v1
+	pool      *pool
+}
+
+// newLink returns a link; nothing is sent before it is used. The caller closes it.
+func newLink(p *pool, id identity, namespace string) (*link, error) {
+	transport, err := p.get(id.endpoint)
+	if err != nil {
+		return nil, err
+	}
+	l := &link{identity: id, namespace: namespace, pool: p}
+	client := &http.Client{
+		Transport: guarded{next: transport, token: id.token},
+		// To follow a redirect would be to send our token, or requests out of our network, where the peer likes.
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}
+	if l.configs, err = restClient(id.server, v1alpha1.GroupVersion, client); err == nil {
+		l.core, err = restClient(id.server, schema.GroupVersion{Version: "v1"}, client)
+	}
+	if err != nil {
+		l.close()
+		return nil, err
+	}
+	return l, nil
+}
+
+func (l *link) close() { l.pool.put(l.endpoint) }
+
+// codecs and parameters are for all kinds that travel over a link.
+var codecs, parameters = func() (serializer.CodecFactory, runtime.ParameterCodec) {
+	s := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{v1alpha1.AddToScheme, authv1.AddToScheme} {
+		if err := add(s); err != nil {
+			panic(err) // of two kinds of the same name
+		}
+	}
+	metav1.AddToGroupVersion(s, schema.GroupVersion{Version: "v1"})
+	return serializer.NewCodecFactory(s), runtime.NewParameterCodec(s)
+}()
+
+func restClient(server string, gv schema.GroupVersion, c *http.Client) (rest.Interface, error) {
+	path := "/apis"
+	if gv.Group == "" {
+		path = "/api"
+	}
+	return rest.RESTClientForConfigAndClient(&rest.Config{
+		Host: server, APIPath: path, QPS: -1, WarningHandler: rest.NoWarnings{},
+		ContentConfig: rest.ContentConfig{GroupVersion: &gv, NegotiatedSerializer: codecs.WithoutConversion()},
+	}, c)
+}
+
+// request prepares one for the NetworkConfigs. It is not repeated inside the client: the worker knows better when.
+func (l *link) request(verb string) *rest.Request {
+	return l.configs.Verb(verb).Namespace(l.namespace).Resource("networkconfigs").MaxRetries(0)
+}
+
+// feed has the NetworkConfigs that were replicated by the cluster with the given ID.
+func (l *link) feed(origin string) feed {
+	labels := v1alpha1.LabelOriginID + "=" + origin + "," + v1alpha1.LabelReplicated + "=true"
+	return feed{
+		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
+			o.LabelSelector = labels
+			var list v1alpha1.NetworkConfigList
+			err := l.request(http.MethodGet).VersionedParams(&o, parameters).Do(ctx).Into(&list)
+			all := make([]client.Object, 0, min(len(list.Items), maxListed))
+			for i := range list.Items {
+				if len(all) < maxListed { // whatever limit it was asked to keep
+					all = append(all, &list.Items[i])
+				}
+			}
+			return all, &list, err
+		},
+		watch: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+			o.LabelSelector, o.Watch = labels, true
+			return l.request(http.MethodGet).VersionedParams(&o, parameters).Watch(ctx)
+		},
+	}
+}
+
+func (l *link) get(ctx context.Context, name string) (*v1alpha1.NetworkConfig, error) {
+	var found v1alpha1.NetworkConfig
+	return &found, l.request(http.MethodGet).Name(name).Do(ctx).Into(&found)
+}
+
+func (l *link) create(ctx context.Context, o *v1alpha1.NetworkConfig) (*v1alpha1.NetworkConfig, error) {
+	var made v1alpha1.NetworkConfig
+	return &made, l.request(http.MethodPost).Body(o).Do(ctx).Into(&made)
+}
+
+func (l *link) update(ctx context.Context, o *v1alpha1.NetworkConfig) (*v1alpha1.NetworkConfig, error) {
+	var made v1alpha1.NetworkConfig
+	return &made, l.request(http.MethodPut).Name(o.Name).Body(o).Do(ctx).Into(&made)
+}
+
+func (l *link) delete(ctx context.Context, name string, uid types.UID) error {
+	return l.request(http.MethodDelete).Name(name).Body(metav1.NewPreconditionDeleteOptions(string(uid))).Do(ctx).Error()
+}
+
+// wishedLife is the life of a new token. Most API servers grant it, some shorten it.
+const wishedLife = 90 * 24 * time.Hour
+
+// newToken asks for a token of the same account, for the same audience, bound to the same Secret.
+func (l *link) newToken(ctx context.Context, old serviceToken) (string, error) {
+	seconds := int64(wishedLife / time.Second)
+	ask := &authv1.TokenRequest{Spec: authv1.TokenRequestSpec{Audiences: old.audiences, ExpirationSeconds: &seconds}}
+	if old.secret != "" {
+		ask.Spec.BoundObjectRef = &authv1.BoundObjectReference{
+			Kind: "Secret", APIVersion: "v1", Name: old.secret, UID: types.UID(old.secretUID),
+		}
+	}
+	var answer authv1.TokenRequest
+	err := l.core.Post().Namespace(old.namespace).Resource("serviceaccounts").Name(old.account).SubResource("token").
+		Body(ask).MaxRetries(0).Do(ctx).Into(&answer)
+	return answer.Status.Token, err
+}
+
+// guarded adds the token to each request and bounds each answer.
+type guarded struct {
+	next  http.RoundTripper
+	token string
+}
+
+func (g guarded) RoundTrip(req *http.Request) (*http.Response, error) {
+	if g.token != "" {
+		req = req.Clone(req.Context())
+		req.Header.Set("Authorization", "Bearer "+g.token)
+	}
+	resp, err := g.next.RoundTrip(req)
+	if err != nil {
+		return nil, err
+	}
+	resp.Body = &bounded{ReadCloser: resp.Body, left: maxAnswer}
+	return resp, nil
+}
+
+// bounded is a body of at most left octets; then it is an error.
+type bounded struct {
+	io.ReadCloser
+	left int
+}
+
+func (b *bounded) Read(p []byte) (int, error) {
+	if b.left == 0 {
+		return 0, errAnswerTooLong
+	}
+	n, err := b.ReadCloser.Read(p[:min(len(p), b.left)])
+	b.left -= n
+	return n, err
+}
+
+// A pool shares connections among links to the same endpoint and closes them with the last one. The zero value is empty.
+type pool struct {
+	mu    sync.Mutex
+	users map[endpoint]*users
+}
+
+type users struct {
+	transport *http.Transport
+	number    int
+
+	mu    sync.Mutex
+	conns map[net.Conn]struct{}
+}
+
+// dial keeps the connection until it is closed: the transport does not close one on which a request was just given up, and
+// an identity that is not ours any more must not live on in a connection.
+func (u *users) dial(ctx context.Context, network, address string) (net.Conn, error) {
+	d := net.Dialer{Timeout: 10 * time.Second, KeepAlive: 15 * time.Second}
+	c, err := d.DialContext(ctx, network, address)
+	if err != nil {
+		return nil, err
+	}
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	if u.conns == nil { // closed meanwhile
+		c.Close()
+		return nil, net.ErrClosed
+	}
+	u.conns[c] = struct{}{}
+	return tracked{c, u}, nil
+}
+
+func (u *users) close() {
+	u.transport.CloseIdleConnections()
+	u.mu.Lock()
+	defer u.mu.Unlock()
+	for c := range u.conns {
+		c.Close()
+	}
+	u.conns = nil
+}
+
+type tracked struct {
+	net.Conn
+	by *users
+}
+
+func (t tracked) Close() error {
+	t.by.mu.Lock()
+	delete(t.by.conns, t.Conn)
+	t.by.mu.Unlock()
+	return t.Conn.Close()
+}
+
+func (p *pool) get(e endpoint) (http.RoundTripper, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if u := p.users[e]; u != nil {
+		u.number++
+		return u.transport, nil
+	}
+	config, err := e.tlsConfig()
+	if err != nil {
+		return nil, err
+	}
+	proxy := http.ProxyFromEnvironment
+	if e.proxy != "" {
+		u, err := url.Parse(e.proxy)
+		if err != nil {
+			return nil, err
+		}
+		proxy = http.ProxyURL(u)
+	}
+	if p.users == nil {
+		p.users = map[endpoint]*users{}
+	}
+	u := &users{number: 1, conns: map[net.Conn]struct{}{}}
+	u.transport = &http.Transport{
+		Proxy: proxy, TLSClientConfig: config, ForceAttemptHTTP2: true, DialContext: u.dial,
+		TLSHandshakeTimeout: 10 * time.Second, ResponseHeaderTimeout: 10 * time.Second, IdleConnTimeout: 90 * time.Second,
+		MaxIdleConnsPerHost: 2, MaxResponseHeaderBytes: 64 << 10,
+		// A peer that froze or whose packets vanish is noticed although a watch waits for nothing.
+		HTTP2: &http.HTTP2Config{SendPingTimeout: 15 * time.Second, PingTimeout: 10 * time.Second},
+	}
+	p.users[e] = u
+	return u.transport, nil
+}
+
+func (p *pool) put(e endpoint) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if u := p.users[e]; u != nil {
+		if u.number--; u.number == 0 {
+			delete(p.users, e)
+			u.close()
+		}
+	}
+}

@@ -1,0 +1,139 @@
+package replication
+
+import (
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// A step is one request of a plan.
+type step uint8
+
+const (
+	hold    step = iota // set our finalizer on the original, before there is a copy
+	create              // the copy
+	update              // the copy's spec, whoever changed it
+	answer              // take the copy's status over into the original
+	remove              // a copy
+	release             // ask whether the copy is really gone, then drop our finalizer
+)
+
+func (s step) String() string {
+	return [...]string{"hold", "create", "update", "answer", "remove", "release"}[s]
+}
+
+// An action is a step and the copy that it is about, by name.
+type action struct {
+	step step
+	name string
+}
+
+// replicated reports whether the original is to have a copy at the peer: an object here that says otherwise, or that is
+// addressed to another cluster, is none of ours.
+func replicated(original *v1alpha1.NetworkConfig, peer string) bool {
+	return original != nil && original.DeletionTimestamp.IsZero() &&
+		original.Labels[v1alpha1.LabelReplication] == "true" && original.Labels[v1alpha1.LabelRemoteID] == peer
+}
+
+// leaving reports whether the original goes and waits for its copy.
+func leaving(original *v1alpha1.NetworkConfig) bool {
+	return original != nil && !original.DeletionTimestamp.IsZero() && slices.Contains(original.Finalizers, v1alpha1.FinalizerReplicator)
+}
+
+// plan returns what turns the copies into what the original says, and the original's status into the copy's, in this order.
+// Copies of ours without an original are removed. original may be nil.
+func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1alpha1.NetworkConfig) (actions []action) {
+	wanted := ""
+	if replicated(original, peer) {
+		wanted = original.Name
+	}
+	for _, name := range slices.Sorted(maps.Keys(copies)) {
+		if name != wanted && copies[name].DeletionTimestamp.IsZero() {
+			actions = append(actions, action{remove, name})
+		}
+	}
+	if leaving(original) && copies[original.Name] == nil {
+		return append(actions, action{release, original.Name})
+	}
+	if wanted == "" {
+		return actions
+	}
+	if !slices.Contains(original.Finalizers, v1alpha1.FinalizerReplicator) {
+		actions = append(actions, action{hold, wanted})
+	}
+	switch c := copies[wanted]; {
+	case c == nil:
+		actions = append(actions, action{create, wanted})
+	case !c.DeletionTimestamp.IsZero(): // a new one when it is gone
+	default:
+		if !equality.Semantic.DeepEqual(c.Spec, original.Spec) {
+			actions = append(actions, action{update, wanted})
+		}
+		if !equality.Semantic.DeepEqual(c.Status, original.Status) {
+			actions = append(actions, action{answer, wanted})
+		}
+	}
+	return actions
+}
+
+// copyOf returns the copy as it is created at the peer.
+func copyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.NetworkConfig {
+	labels := maps.Clone(original.Labels)
+	delete(labels, v1alpha1.LabelOwnership)
+	labels[v1alpha1.LabelReplication] = "false"
+	labels[v1alpha1.LabelReplicated] = "true"
+	labels[v1alpha1.LabelOriginID] = own
+	return &v1alpha1.NetworkConfig{
+		ObjectMeta: metav1.ObjectMeta{
+			Name: original.Name, Namespace: namespace, Labels: labels, Annotations: maps.Clone(original.Annotations),
+		},
+		Spec: *original.Spec.DeepCopy(),
+	}
+}
+
+// A view is what is known about a peer when its State is told.
+type view struct {
+	peer     Peer
+	server   string // "" without an identity
+	original *v1alpha1.NetworkConfig
+	copies   map[string]*v1alpha1.NetworkConfig
+	listed   bool // copies were seen at this server, if not just now
+}
+
+// published says whether the copy is what the original is, as far as was seen.
+func (v view) published() Condition {
+	where := fmt.Sprintf("NetworkConfig %s in namespace %s at %s", v.peer.Cluster.UniqueName(), v.peer.RemoteNamespace, v.server)
+	no := func(format string, args ...any) Condition {
+		return Condition{metav1.ConditionFalse, isthmus.ReasonPublishing, fmt.Sprintf(format, args...)}
+	}
+	name := v.peer.Cluster.UniqueName()
+	c := v.copies[name]
+	switch {
+	case v.server == "":
+		return Condition{metav1.ConditionUnknown, isthmus.ReasonPublishing, "there is no identity with which to look at the peer"}
+	case leaving(v.original) && c == nil && v.listed:
+		return no("%s is gone", where)
+	case leaving(v.original) && c != nil && len(c.Finalizers) > 0 && !c.DeletionTimestamp.IsZero():
+		return no("waiting until %s is gone: the peer still has to remove its finalizers %s", where, quote(strings.Join(c.Finalizers, ", ")))
+	case leaving(v.original):
+		return no("waiting until %s is gone", where)
+	case !v.listed:
+		return Condition{metav1.ConditionUnknown, isthmus.ReasonPublishing, "the peer has not yet shown what it has of us"}
+	case !replicated(v.original, v.peer.ID):
+		return no("there is no NetworkConfig %s for the peer in namespace %s here", name, v.peer.LocalNamespace)
+	case c == nil:
+		return no("%s is not there yet", where)
+	case !c.DeletionTimestamp.IsZero():
+		return no("%s is being deleted by the peer; it is made again when it is gone", where)
+	case !equality.Semantic.DeepEqual(c.Spec, v.original.Spec):
+		return no("%s is not up to date yet", where)
+	}
+	return Condition{metav1.ConditionTrue, isthmus.ReasonUpToDate, where}
+}

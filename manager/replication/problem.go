@@ -1,0 +1,119 @@
+package replication
+
+import (
+	"context"
+	"crypto/tls"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"strings"
+	"syscall"
+	"time"
+	"unicode"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// diagnose says why a request to the peer's API server went wrong: a reason of package apis/isthmus/v1alpha1, and what the
+// server said or did. The text is the same for the same cause, however often it is tried: no ports of ours, no times of day.
+func diagnose(err error) (reason, text string) {
+	var status apierrors.APIStatus
+	if !errors.As(err, &status) {
+		return isthmus.ReasonUnreachable, cause(err)
+	}
+	said := "says " + quote(status.Status().Message)
+	switch code := status.Status().Code; {
+	case code == http.StatusUnauthorized:
+		return isthmus.ReasonUnauthorized, said
+	case apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause), missingNamespace(status):
+		return isthmus.ReasonNamespaceGone, said
+	case code == http.StatusForbidden:
+		return isthmus.ReasonForbidden, said
+	case code == http.StatusTooManyRequests, code >= 500, code < 400:
+		return isthmus.ReasonUnreachable, said
+	default: // 422, 400, 404 without a namespace (no such CRD), 409, 413, ...
+		return isthmus.ReasonRefusedByPeer, said
+	}
+}
+
+func missingNamespace(s apierrors.APIStatus) bool {
+	d := s.Status().Details
+	return s.Status().Code == http.StatusNotFound && d != nil && d.Kind == "namespaces"
+}
+
+// cause finds what is stable in an error of the network.
+func cause(err error) string {
+	var (
+		name    *net.DNSError
+		cert    *tls.CertificateVerificationError
+		invalid x509.CertificateInvalidError
+		number  syscall.Errno
+		timeout interface{ Timeout() bool }
+	)
+	switch {
+	case errors.Is(err, errAnswerTooLong):
+		return errAnswerTooLong.Error()
+	case errors.As(err, &name):
+		return fmt.Sprintf("has a name without address: %s: %s", quote(name.Name), name.Err)
+	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // its words have the time of day
+		return fmt.Sprintf("shows a certificate that is valid from %s to %s only",
+			invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339))
+	case errors.As(err, &cert):
+		return "shows a certificate that the CA in the Secret does not vouch for: " + quote(cert.Err.Error())
+	case errors.As(err, &number):
+		return "does not answer: " + number.Error()
+	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &timeout) && timeout.Timeout():
+		return "does not answer in time"
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), strings.Contains(err.Error(), "connection lost"),
+		strings.Contains(err.Error(), "GOAWAY"):
+		return "closes the connection"
+	}
+	for next := err; next != nil; next = errors.Unwrap(next) {
+		err = next
+	}
+	return "does not answer: " + quote(err.Error())
+}
+
+// maxQuote is more than what API servers say about a NetworkConfig, and fits into a condition many times.
+const maxQuote = 600
+
+// quote makes words of a peer fit for a message: one line of bounded length.
+func quote(s string) string {
+	if len(s) > 4*maxQuote {
+		s = s[:4*maxQuote]
+	}
+	runes := []rune(strings.Join(strings.FieldsFunc(strings.ToValidUTF8(s, "?"), func(r rune) bool {
+		return unicode.IsSpace(r) || !unicode.IsPrint(r)
+	}), " "))
+	if len(runes) > maxQuote {
+		runes = append(runes[:maxQuote], '…')
+	}
+	return `"` + string(runes) + `"`
+}
+
+// remedies say what a person can do.
+var remedies = map[string]string{
+	isthmus.ReasonUnauthorized:  "the identity was revoked or has expired: run isthmus peer again, or put a new one into the Secret",
+	isthmus.ReasonForbidden:     "the peer has to grant its Role for networkconfigs in this namespace, and leave quota for one: run isthmus peer again",
+	isthmus.ReasonNamespaceGone: "the peer un-peered, or its tenant namespace was deleted: run isthmus peer again, or isthmus unpeer",
+	isthmus.ReasonRefusedByPeer: "its CRD, or a webhook, does not take what we publish",
+	isthmus.ReasonUnreachable:   "it is tried again at least every half minute",
+}
+
+// failure is the condition for a failed request to server.
+func failure(server string, err error) Condition {
+	reason, text := diagnose(err)
+	return Condition{metav1.ConditionFalse, reason, fmt.Sprintf("%s %s; %s", server, text, remedies[reason])}
+}
+
+// breaks reports whether a reason is about the identity or the way to the server, not about one request.
+func breaks(reason string) bool {
+	return reason == isthmus.ReasonUnauthorized || reason == isthmus.ReasonUnreachable
+}

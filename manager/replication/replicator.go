@@ -1,0 +1,299 @@
+// Package replication carries our NetworkConfigs to the API servers of the peers and their answers back, as Liqo's
+// crd-replicator does:
+//
+//	         here                                            at the peer
+//	original UniqueName(peer) ── spec, labels once ──► copy UniqueName(peer)
+//	in LocalNamespace         ◄──────── status ─────── in RemoteNamespace
+//
+// Each peer has a worker of its own, a goroutine that owns all that is known about this peer. It is told what changed by
+// three sources, each of which only means "compare again": the identity Secret (one object, watched by name), the copies at
+// the peer, and the original in the manager's cache. Nothing that happens at one peer can hold up another.
+//
+//	Secret ──follow──► worker ──► link (client of the peer's API server) ──follow──► worker: plan, do, State
+//
+// A peer is hostile until proven otherwise: what its API server sends is bounded in size, in rate and in time; redirects are
+// not followed; its answer is judged by the CRD here.
+package replication
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	corev1client "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/rest"
+	toolscache "k8s.io/client-go/tools/cache"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// A Peer is a cluster to replicate to. Two equal Peers are the same work.
+type Peer struct {
+	ID              string                   // clusterID of the peer
+	Cluster         v1alpha1.ClusterIdentity // the original has its UniqueName
+	LocalNamespace  string                   // tenant namespace here, with the original and the identity Secret
+	RemoteNamespace string                   // tenant namespace at the peer, for the copy
+	IdentitySecret  string                   // empty: somebody else replicates for this peer
+}
+
+// A Condition is what State says about one thing. Its message is stable: it changes only when something does.
+type Condition struct {
+	Status  metav1.ConditionStatus // empty: nothing to say
+	Reason  string
+	Message string
+}
+
+// State is how the replication to a peer goes. Reasons are those of package apis/isthmus/v1alpha1.
+type State struct {
+	// Identity: whether the peer's API server takes our identity (ConditionIdentity).
+	Identity Condition
+	// Published: whether the copy at the peer says what the original says (ConditionPublished). While the peer is not
+	// reached it says what was last seen, and becomes False when the original has changed since. Once the original is being
+	// deleted, its message says what is waited for.
+	Published Condition
+	// Answered is empty, or False with ReasonInvalid when the peer's answer is nothing that the API server here takes: the
+	// original then keeps its last good status.
+	Answered Condition
+}
+
+// Options of a Replicator. All are required but Log and Now.
+type Options struct {
+	// ClusterID is our own.
+	ClusterID string
+	// Client writes finalizers and statuses of the originals.
+	Client client.Client
+	// Cache has the NetworkConfigs. The Replicator reads and watches it; the caller runs it.
+	Cache cache.Cache
+	// Config reaches our own API server. It is used for the identity Secrets, which are listed and watched one by one, by
+	// name, and patched when a token is renewed.
+	Config *rest.Config
+	Log    *slog.Logger
+	// Now is the clock by which the age of tokens is judged. Default: time.Now.
+	Now func() time.Time
+}
+
+// A Replicator replicates to any number of peers. Its methods may be called concurrently.
+type Replicator struct {
+	opts    Options
+	pace    pace
+	secrets corev1client.SecretsGetter
+	pool    pool
+	changed chan event.GenericEvent
+
+	mu      sync.Mutex
+	peers   map[string]Peer // as Set said
+	workers map[string]*worker
+	ending  map[string]*worker // the last one of each ID that was let go, until it has ended
+	byHome  map[string]*worker // by LocalNamespace
+	ctx     context.Context    // of Start; nil before and after
+	running sync.WaitGroup
+	states  map[string]State
+	news    map[string]struct{} // IDs whose State changed and that Changed has not told yet
+	bell    chan struct{}
+}
+
+// New returns a Replicator without peers. Nothing happens before Start.
+func New(o Options) *Replicator {
+	if o.Log == nil {
+		o.Log = slog.New(slog.DiscardHandler)
+	}
+	if o.Now == nil {
+		o.Now = time.Now
+	}
+	return &Replicator{
+		opts: o, pace: usual,
+		changed: make(chan event.GenericEvent),
+		peers:   map[string]Peer{}, workers: map[string]*worker{}, ending: map[string]*worker{}, byHome: map[string]*worker{},
+		states: map[string]State{}, news: map[string]struct{}{}, bell: make(chan struct{}, 1),
+	}
+}
+
+// NeedLeaderElection makes the manager start the Replicator on the leader only.
+func (r *Replicator) NeedLeaderElection() bool { return true }
+
+// Start replicates until ctx is done and returns when all workers have ended. It is to be called once.
+func (r *Replicator) Start(ctx context.Context) error {
+	config := rest.CopyConfig(r.opts.Config)
+	config.QPS = -1 // each worker sends one request at a time and pauses after a failure
+	core, err := corev1client.NewForConfig(config)
+	if err != nil {
+		return fmt.Errorf("client for identity Secrets: %w", err)
+	}
+	r.secrets = core
+	informer, err := r.opts.Cache.GetInformer(ctx, &v1alpha1.NetworkConfig{})
+	if err != nil {
+		return fmt.Errorf("watch NetworkConfigs: %w", err)
+	}
+	registration, err := informer.AddEventHandler(toolscache.ResourceEventHandlerFuncs{
+		AddFunc:    r.observe,
+		UpdateFunc: func(_, object any) { r.observe(object) },
+		DeleteFunc: r.observe,
+	})
+	if err != nil {
+		return fmt.Errorf("watch NetworkConfigs: %w", err)
+	}
+	defer informer.RemoveEventHandler(registration)
+	if !r.opts.Cache.WaitForCacheSync(ctx) { // an original that is not seen yet would cost the peer its copy
+		return nil
+	}
+
+	r.mu.Lock()
+	r.ctx = ctx
+	for _, p := range r.peers {
+		r.employ(p)
+	}
+	r.mu.Unlock()
+	r.tell(ctx)
+
+	r.mu.Lock()
+	r.ctx = nil // no more workers
+	r.mu.Unlock()
+	r.running.Wait()
+	return nil
+}
+
+func (r *Replicator) observe(object any) {
+	if gone, ok := object.(toolscache.DeletedFinalStateUnknown); ok {
+		object = gone.Obj
+	}
+	if o, ok := object.(client.Object); ok {
+		r.Enqueue(o.GetNamespace(), o.GetName())
+	}
+}
+
+// Set says which peers there are, all of them. It may be called at any time and returns at once. A peer that is not among
+// them any more, or is another than before, is let go: its worker ends, what lies at the peer stays as it is. Peers without
+// an identity Secret are left out. Of several with the same ID or the same local namespace the first one counts.
+func (r *Replicator) Set(peers []Peer) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	want, homes := make(map[string]Peer, len(peers)), make(map[string]bool, len(peers))
+	for _, p := range peers {
+		if _, twice := want[p.ID]; p.IdentitySecret == "" || twice || homes[p.LocalNamespace] {
+			continue
+		}
+		want[p.ID], homes[p.LocalNamespace] = p, true
+	}
+	for id, p := range r.peers {
+		if want[id] != p {
+			r.dismiss(id)
+		}
+	}
+	for id, p := range want {
+		if r.workers[id] == nil && r.ctx != nil {
+			r.employ(p)
+		}
+	}
+	r.peers = want
+}
+
+// employ starts the worker of a peer, after the one that had its ID before has ended. r.mu is held.
+func (r *Replicator) employ(p Peer) {
+	ctx, cancel := context.WithCancel(r.ctx)
+	w := newWorker(r, p, cancel)
+	before := r.ending[p.ID]
+	r.workers[p.ID], r.byHome[p.LocalNamespace] = w, w
+	r.running.Go(func() {
+		if before != nil {
+			<-before.done
+		}
+		w.run(ctx)
+		close(w.done)
+		r.mu.Lock()
+		defer r.mu.Unlock()
+		if r.ending[p.ID] == w {
+			delete(r.ending, p.ID)
+		}
+	})
+}
+
+// dismiss lets the worker of a peer end. r.mu is held.
+func (r *Replicator) dismiss(id string) {
+	delete(r.states, id)
+	w := r.workers[id]
+	if w == nil {
+		return
+	}
+	w.cancel()
+	delete(r.workers, id)
+	if r.byHome[w.peer.LocalNamespace] == w {
+		delete(r.byHome, w.peer.LocalNamespace)
+	}
+	r.ending[id] = w
+}
+
+// State returns how the replication to a peer goes; false before its worker has found out anything, and for peers that Set
+// left out.
+func (r *Replicator) State(id string) (State, bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	s, ok := r.states[id]
+	return s, ok
+}
+
+// Changed gives an event for each peer whose State changed; the name of its object is the cluster ID. Changes that nobody
+// has fetched yet are one event. There is one channel, never closed.
+func (r *Replicator) Changed() <-chan event.GenericEvent { return r.changed }
+
+// Enqueue says that a NetworkConfig here changed. The Replicator watches the cache and calls it itself.
+func (r *Replicator) Enqueue(namespace, name string) {
+	r.mu.Lock()
+	w := r.byHome[namespace]
+	r.mu.Unlock()
+	if w != nil && w.name == name {
+		ring(w.wake)
+	}
+}
+
+// report keeps the state that a worker found and tells the rest of the manager when it is another one.
+func (r *Replicator) report(w *worker, s State) (before State, changed bool) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.workers[w.peer.ID] != w { // let go meanwhile
+		return State{}, false
+	}
+	before, known := r.states[w.peer.ID]
+	if known && before == s {
+		return before, false
+	}
+	r.states[w.peer.ID] = s
+	r.news[w.peer.ID] = struct{}{}
+	ring(r.bell)
+	return before, true
+}
+
+// tell feeds Changed until ctx is done. Workers never wait for whoever reads it.
+func (r *Replicator) tell(ctx context.Context) {
+	for {
+		r.mu.Lock()
+		news := r.news
+		r.news = map[string]struct{}{}
+		r.mu.Unlock()
+		for id := range news {
+			select {
+			case r.changed <- event.GenericEvent{Object: &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: id}}}:
+			case <-ctx.Done():
+				return
+			}
+		}
+		select {
+		case <-r.bell:
+		case <-ctx.Done():
+			return
+		}
+	}
+}
+
+// ring makes the reader of a channel with room for one look again.
+func ring(bell chan<- struct{}) {
+	select {
+	case bell <- struct{}{}:
+	default: // it is going to
+	}
+}

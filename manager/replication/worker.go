@@ -1,0 +1,554 @@
+package replication
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"time"
+
+	"golang.org/x/time/rate"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/watch"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// A worker replicates to one peer. All fields below done belong to run.
+type worker struct {
+	r      *Replicator
+	peer   Peer
+	name   string // of the original and the copy
+	log    *slog.Logger
+	cancel context.CancelFunc
+	wake   chan struct{} // the original changed
+	done   chan struct{}
+
+	secret *corev1.Secret // nil: none, or not seen yet
+	link   *link          // nil: no usable identity
+	unlink func()         // ends what feeds remote
+	remote chan change    // from the peer; nil without link
+	pause  *backoff       // of the way to the peer, and of steps that failed
+	retry  time.Time      // of steps that failed; zero: none did
+
+	copies map[string]*v1alpha1.NetworkConfig // at the peer, that are ours
+	listed bool                               // copies are from this API server, if not from just now
+	up     bool                               // it answered last time
+
+	state   State
+	renewal renewal
+}
+
+func newWorker(r *Replicator, p Peer, cancel context.CancelFunc) *worker {
+	return &worker{
+		r: r, peer: p, name: p.Cluster.UniqueName(), log: r.opts.Log.With("peer", p.ID), cancel: cancel,
+		wake: make(chan struct{}, 1), done: make(chan struct{}), pause: &backoff{},
+	}
+}
+
+// run works until ctx is done.
+func (w *worker) run(ctx context.Context) {
+	secrets := make(chan change)
+	finished := make(chan struct{})
+	go func() {
+		defer close(finished)
+		w.r.pace.follow(ctx, w.secretFeed(), &backoff{}, deliver(ctx, secrets))
+	}()
+	defer func() {
+		w.disconnect()
+		<-finished
+	}()
+
+	// A peer that changes its objects without end, or undoes what we do, costs two rounds a second.
+	limiter := rate.NewLimiter(2, 10)
+	dirty := false
+	for {
+		var wait <-chan time.Time
+		if dirty {
+			next := limiter.Reserve()
+			delay := next.Delay()
+			if delay == 0 {
+				dirty = false
+				w.sync(ctx)
+				continue
+			}
+			next.Cancel()
+			wait = time.After(delay)
+		} else if at := w.due(); !at.IsZero() {
+			wait = time.After(time.Until(at))
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case c := <-secrets:
+			dirty = w.takeSecret(ctx, c) || dirty
+		case c := <-w.remote:
+			w.takeRemote(c)
+			dirty = true
+		case <-w.wake:
+			dirty = true
+		case <-wait:
+			dirty = true
+		}
+	}
+}
+
+// deliver returns a function that hands updates to the reader of a channel.
+func deliver(ctx context.Context, to chan<- change) func(change) {
+	return func(c change) {
+		select {
+		case to <- c:
+		case <-ctx.Done():
+		}
+	}
+}
+
+// due is when there is something to do that no event will tell.
+func (w *worker) due() time.Time {
+	at := w.retry
+	if next := w.renewal.next; w.up && !next.IsZero() && (at.IsZero() || next.Before(at)) {
+		at = next
+	}
+	return at
+}
+
+func (w *worker) secretFeed() feed {
+	secrets := w.r.secrets.Secrets(w.peer.LocalNamespace)
+	only := "metadata.name=" + w.peer.IdentitySecret // RBAC knows it by this as a request for one object
+	return feed{
+		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
+			o.FieldSelector = only
+			list, err := secrets.List(ctx, o)
+			if err != nil {
+				return nil, nil, err
+			}
+			all := make([]client.Object, len(list.Items))
+			for i := range list.Items {
+				all[i] = &list.Items[i]
+			}
+			return all, list, nil
+		},
+		watch: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+			o.FieldSelector = only
+			return secrets.Watch(ctx, o)
+		},
+	}
+}
+
+// takeSecret makes the link that the Secret asks for and reports whether anything changed. While our own API server is away,
+// the last Secret counts.
+func (w *worker) takeSecret(ctx context.Context, c change) bool {
+	where := fmt.Sprintf("Secret %s/%s", w.peer.LocalNamespace, w.peer.IdentitySecret)
+	without := func(reason, format string, args ...any) bool {
+		w.secret, w.renewal = nil, renewal{}
+		w.disconnect()
+		w.state.Identity = Condition{metav1.ConditionFalse, reason, fmt.Sprintf(format, args...)}
+		return true
+	}
+	var secret *corev1.Secret
+	switch {
+	case apierrors.IsForbidden(c.err) && w.link == nil: // with one: an API server that has just started may say so too
+		return without(isthmus.ReasonSecretMissing, "%s: we may not read it: %s", where, quote(c.err.Error()))
+	case c.err != nil:
+		w.log.Warn("watch the identity", "secret", where, "err", c.err)
+		return false
+	case c.full && len(c.all) > 0:
+		secret, _ = c.all[0].(*corev1.Secret)
+	case !c.full && !c.gone:
+		secret, _ = c.object.(*corev1.Secret)
+	}
+	if secret == nil {
+		return without(isthmus.ReasonSecretMissing, "%s is not there: isthmus peer makes it", where)
+	}
+	id, err := identityFrom(secret)
+	if err != nil {
+		return without(isthmus.ReasonSecretInvalid, "%s: %v", where, err)
+	}
+	w.secret = secret
+	if w.link != nil && w.link.identity == id {
+		return false
+	}
+	w.renewal = newRenewal(id.token)
+	w.pause.reset() // whatever failed did so with another identity
+	if err := w.connect(ctx, id, 0); err != nil {
+		return without(isthmus.ReasonSecretInvalid, "%s: %v", where, err)
+	}
+	return true
+}
+
+// connect makes a link and follows the copies over it, after a delay. What is known about the copies stays, unless it is
+// from another API server.
+func (w *worker) connect(ctx context.Context, id identity, delay time.Duration) error {
+	next, err := newLink(&w.r.pool, id, w.peer.RemoteNamespace)
+	if err != nil {
+		return err
+	}
+	if w.link != nil && w.link.server != id.server {
+		w.copies, w.listed = nil, false
+	}
+	w.disconnect()
+	ctx, cancel := context.WithCancel(ctx)
+	changes, finished := make(chan change), make(chan struct{})
+	go func() {
+		defer close(finished)
+		select {
+		case <-time.After(delay):
+			w.r.pace.follow(ctx, next.feed(w.r.opts.ClusterID), w.pause, deliver(ctx, changes))
+		case <-ctx.Done():
+		}
+	}()
+	w.link, w.remote = next, changes
+	w.unlink = func() {
+		cancel()
+		<-finished
+		next.close()
+	}
+	return nil
+}
+
+// disconnect ends the link, if there is one.
+func (w *worker) disconnect() {
+	if w.link == nil {
+		return
+	}
+	w.unlink()
+	w.link, w.unlink, w.remote, w.up, w.retry = nil, nil, nil, false, time.Time{}
+}
+
+// takeRemote notes what the peer's API server said.
+func (w *worker) takeRemote(c change) {
+	switch {
+	case c.err != nil:
+		w.up = false
+		w.blame(c.err)
+	case c.full:
+		w.up, w.listed = true, true
+		w.copies = make(map[string]*v1alpha1.NetworkConfig, len(c.all))
+		for _, o := range c.all {
+			w.keep(o)
+		}
+	case c.gone:
+		delete(w.copies, c.object.GetName())
+	default:
+		w.keep(c.object)
+	}
+	if c.err == nil {
+		w.accepted()
+	}
+}
+
+func (w *worker) keep(o client.Object) {
+	c, ok := o.(*v1alpha1.NetworkConfig)
+	if !ok || c.Name != w.name && len(w.copies) >= maxListed { // orphans beyond that are seen at the next list
+		return
+	}
+	c.ManagedFields = nil
+	w.copies[c.Name] = c
+}
+
+// accepted notes that the API server took our identity.
+func (w *worker) accepted() {
+	w.state.Identity = Condition{metav1.ConditionTrue, isthmus.ReasonIdentityAccepted, w.link.server + " takes our identity"}
+}
+
+// blame puts an error of the peer's API server where it belongs: to the identity, or to what we publish.
+func (w *worker) blame(err error) {
+	c := failure(w.link.server, err)
+	switch {
+	case !breaks(c.Reason):
+		w.accepted()
+		w.state.Published = c
+	case c.Reason == isthmus.ReasonUnauthorized && w.renewal.token.expires.Before(w.r.opts.Now()) && !w.renewal.token.expires.IsZero():
+		c.Message += "; the token expired " + w.renewal.token.expires.Format(time.RFC3339)
+		fallthrough
+	default:
+		w.state.Identity, w.state.Published = c, Condition{}
+	}
+}
+
+// sync compares, does what is to be done, and tells the State.
+func (w *worker) sync(ctx context.Context) {
+	w.retry = time.Time{}
+	original, err := w.original(ctx)
+	if err != nil { // of the cache: a kind that is not there, or the end
+		w.again(ctx, "read the original", err)
+		return
+	}
+	w.state.Answered = Condition{}
+	if w.up {
+		w.renew(ctx)
+		w.carryOut(ctx, original)
+	}
+	w.tell(original)
+}
+
+// original returns the original as the cache has it, nil if there is none.
+func (w *worker) original(ctx context.Context) (*v1alpha1.NetworkConfig, error) {
+	var o v1alpha1.NetworkConfig
+	err := w.r.opts.Cache.Get(ctx, types.NamespacedName{Namespace: w.peer.LocalNamespace, Name: w.name}, &o)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	return &o, err
+}
+
+// carryOut does what plan says. One failure does not keep it from the other steps, except that nothing is published that
+// cannot be held.
+func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig) {
+	w.state.Published = Condition{} // what failed is tried again now, or is not wanted any more
+	failed := false
+	for _, a := range plan(w.peer.ID, original, w.copies) {
+		err := w.do(ctx, a, original)
+		var there *remoteError
+		switch {
+		case ctx.Err() != nil:
+			return
+		case err == nil:
+		case errors.As(err, &there):
+			w.blame(there.err)
+			w.log.Warn("replicate", "step", a.step.String(), "object", a.name, "err", err)
+			if reason, _ := diagnose(there.err); breaks(reason) {
+				w.reconnect(ctx)
+				return
+			}
+			failed = true
+		case a.step == answer && apierrors.IsInvalid(err):
+			w.state.Answered = Condition{
+				metav1.ConditionFalse, isthmus.ReasonInvalid,
+				"the peer's answer cannot be taken: " + quote(err.Error()),
+			}
+		default:
+			w.again(ctx, a.step.String(), err)
+			if a.step == hold {
+				return
+			}
+		}
+	}
+	if failed && w.retry.IsZero() {
+		w.retry = time.Now().Add(w.pause.next(w.r.pace))
+	}
+}
+
+// again asks for another round after a pause, because our own API server did not do what it was asked for. That somebody
+// else was faster is no news.
+func (w *worker) again(ctx context.Context, what string, err error) {
+	if ctx.Err() == nil && !apierrors.IsConflict(err) {
+		w.log.Warn("replicate", "step", what, "err", err)
+	}
+	w.retry = time.Now().Add(w.pause.next(w.r.pace))
+}
+
+// reconnect begins again with the way to the peer, after a pause.
+func (w *worker) reconnect(ctx context.Context) {
+	id := w.link.identity
+	w.disconnect()
+	if err := w.connect(ctx, id, w.pause.next(w.r.pace)); err != nil {
+		w.log.Error("connect to the peer", "err", err) // it worked before
+	}
+}
+
+// A remoteError came from the peer's API server, or from the way there.
+type remoteError struct{ err error }
+
+func (e *remoteError) Error() string { return e.err.Error() }
+func (e *remoteError) Unwrap() error { return e.err }
+
+func remotely(err error) error {
+	if err == nil {
+		return nil
+	}
+	return &remoteError{err}
+}
+
+// do carries out one action and notes its result, so that the next comparison does not have to wait for an event.
+func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkConfig) error {
+	ctx, cancel := context.WithTimeout(ctx, w.r.pace.request)
+	defer cancel()
+	switch a.step {
+	case hold:
+		base := original.DeepCopy()
+		controllerutil.AddFinalizer(original, v1alpha1.FinalizerReplicator)
+		return w.r.opts.Client.Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
+
+	case create:
+		made, err := w.link.create(ctx, copyOf(original, w.r.opts.ClusterID, w.peer.RemoteNamespace))
+		if apierrors.IsAlreadyExists(err) { // and our watch does not show it: nothing of ours, or not yet
+			err = fmt.Errorf("%w, without our labels: delete it there", err)
+		}
+		if err != nil {
+			return remotely(err)
+		}
+		w.keep(made)
+		return nil
+
+	case update:
+		c := w.copies[a.name].DeepCopy()
+		c.Spec = *original.Spec.DeepCopy()
+		made, err := w.link.update(ctx, c)
+		switch {
+		case apierrors.IsConflict(err), apierrors.IsNotFound(err): // the watch is going to tell
+			w.retry = time.Now().Add(w.pause.next(w.r.pace))
+			return nil
+		case err != nil:
+			return remotely(err)
+		}
+		w.keep(made)
+		return nil
+
+	case answer:
+		base := original.DeepCopy()
+		original.Status = *w.copies[a.name].Status.DeepCopy()
+		err := w.r.opts.Client.Status().Patch(ctx, original, client.MergeFrom(base))
+		return client.IgnoreNotFound(err)
+
+	case remove:
+		c := w.copies[a.name]
+		err := w.link.delete(ctx, a.name, c.UID)
+		switch {
+		case apierrors.IsNotFound(err):
+			delete(w.copies, a.name)
+			return nil
+		case apierrors.IsConflict(err): // another object by now
+			w.retry = time.Now().Add(w.pause.next(w.r.pace))
+			return nil
+		}
+		return remotely(err)
+
+	case release:
+		found, err := w.link.get(ctx, a.name)
+		if err == nil && found.Labels[v1alpha1.LabelOriginID] == w.r.opts.ClusterID {
+			w.keep(found) // made so recently that the watch has not told yet
+			w.retry = time.Now().Add(w.pause.next(w.r.pace))
+			return nil
+		}
+		if err != nil && !apierrors.IsNotFound(err) {
+			return remotely(err)
+		}
+		base := original.DeepCopy()
+		controllerutil.RemoveFinalizer(original, v1alpha1.FinalizerReplicator)
+		err = w.r.opts.Client.Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
+		return client.IgnoreNotFound(err)
+	}
+	return nil
+}
+
+// tell completes the State and hands it on.
+func (w *worker) tell(original *v1alpha1.NetworkConfig) {
+	s := w.state
+	v := view{peer: w.peer, original: original, copies: w.copies, listed: w.listed}
+	if w.link != nil {
+		v.server = w.link.server
+	}
+	if s.Identity.Status == "" {
+		return // nothing was found out yet
+	}
+	if s.Identity.Status == metav1.ConditionTrue {
+		s.Identity.Message += w.renewal.warning()
+	}
+	if s.Published.Status == "" {
+		s.Published = v.published()
+	}
+	before, changed := w.r.report(w, s)
+	if !changed {
+		return
+	}
+	if before.Identity != s.Identity {
+		w.log.Info("identity", "status", s.Identity.Status, "reason", s.Identity.Reason, "message", s.Identity.Message)
+	}
+	if before.Published != s.Published {
+		w.log.Info("published", "status", s.Published.Status, "reason", s.Published.Reason, "message", s.Published.Message)
+	}
+	if before.Answered != s.Answered && s.Answered.Status != "" {
+		w.log.Warn("answer", "reason", s.Answered.Reason, "message", s.Answered.Message)
+	}
+}
+
+// A renewal is about the token of the identity, if that is one that ends.
+type renewal struct {
+	token   serviceToken // zero: nothing to renew
+	next    time.Time    // when to look again, by the real clock; zero: now
+	tried   bool         // to renew it
+	refusal string       // why that did not work
+}
+
+func newRenewal(token string) (r renewal) {
+	if t, ok := readToken(token); ok {
+		r.token = t
+	}
+	return r
+}
+
+func (r renewal) warning() string {
+	if r.refusal == "" {
+		return ""
+	}
+	return fmt.Sprintf("; its token expires %s and is not renewed: %s", r.token.expires.Format(time.RFC3339), r.refusal)
+}
+
+// renew asks for a new token when two thirds of the life of this one are over, and puts it into the Secret, from where it
+// comes back like any other change. A refusal changes nothing but the State: the token is good until it expires.
+func (w *worker) renew(ctx context.Context) {
+	n := &w.renewal
+	if n.token.expires.IsZero() {
+		return
+	}
+	now := w.r.opts.Now()
+	if early := n.token.renewal().Sub(now); early > 0 {
+		n.next = time.Now().Add(early)
+		return
+	}
+	if n.tried && time.Now().Before(n.next) {
+		return
+	}
+	n.tried = true
+	// A tenth of what remains: often enough to succeed in time, and never in a hurry.
+	n.next = time.Now().Add(max(w.r.pace.renew, n.token.expires.Sub(now)/10))
+	if err := w.renewToken(ctx); err != nil {
+		n.refusal = cmp.Or(err.Error(), "unknown")
+		w.log.Warn("renew the token", "account", n.token.namespace+"/"+n.token.account, "expires", n.token.expires, "err", err)
+		return
+	}
+	w.log.Info("renewed the token", "account", n.token.namespace+"/"+n.token.account)
+	n.refusal = ""
+}
+
+func (w *worker) renewToken(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, 2*w.r.pace.request)
+	defer cancel()
+	old := w.renewal.token
+	token, err := w.link.newToken(ctx, old)
+	if err != nil {
+		_, text := diagnose(err)
+		return fmt.Errorf("%s %s; it has to allow us to create serviceaccounts/token for %s", w.link.server, text, old.account)
+	}
+	fresh, ok := readToken(token)
+	if !ok || !fresh.expires.After(old.expires) || fresh.account != old.account || fresh.namespace != old.namespace ||
+		!slices.Equal(fresh.audiences, old.audiences) {
+		return fmt.Errorf("%s gave a token that is no better than the one we have", w.link.server)
+	}
+	kubeconfig, err := withToken(w.secret.Data[isthmus.SecretKubeconfig], w.link.user, token)
+	if err != nil {
+		return err
+	}
+	patch, err := json.Marshal(map[string]any{
+		"metadata": map[string]string{"resourceVersion": w.secret.ResourceVersion}, // not over somebody else's new identity
+		"data":     map[string][]byte{isthmus.SecretKubeconfig: kubeconfig},
+	})
+	if err != nil {
+		return err
+	}
+	_, err = w.r.secrets.Secrets(w.peer.LocalNamespace).Patch(ctx, w.peer.IdentitySecret, types.MergePatchType, patch, metav1.PatchOptions{})
+	if err != nil {
+		return fmt.Errorf("put the new token into Secret %s/%s: %w", w.peer.LocalNamespace, w.peer.IdentitySecret, err)
+	}
+	return nil
+}
