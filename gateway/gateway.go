@@ -23,11 +23,14 @@ import (
 	"fmt"
 	"log/slog"
 	"net"
+	"net/http"
 	"net/netip"
 	"reflect"
 	"slices"
 	"sync"
 	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/bind"
@@ -67,7 +70,24 @@ type Options struct {
 	Source  Source
 	Log     *slog.Logger // nil: slog.Default()
 	Version string       // for metrics and status
+
+	// Beside, if any, runs as long as the gateway does: from when the first Config
+	// is in force until its context ends, which is before anything is taken down.
+	Beside func(ctx context.Context, r Running)
 }
+
+// Running is a gateway that runs. Its methods may be called concurrently, until
+// Options.Beside has returned.
+type Running struct{ g *gateway }
+
+// Status describes the gateway, without its flows.
+func (r Running) Status() (Status, error) { return r.g.status(0) }
+
+// StatusHandler answers /status and /trace, as on Config.StatusAddress.
+func (r Running) StatusHandler() http.Handler { return r.g.statusHandler() }
+
+// Gatherer has the gateway's metrics.
+func (r Running) Gatherer() prometheus.Gatherer { return r.g.metrics.registry }
 
 // Timing of the control loop.
 const (
@@ -122,9 +142,22 @@ func Run(ctx context.Context, o Options) error {
 		if err != nil {
 			return err
 		}
-		err = g.run(ctx, w.config, wishes)
+		err = g.run(ctx, w.config, wishes, o.Beside)
 		return errors.Join(err, g.close())
 	}
+}
+
+// Clear removes what a gateway that was killed left in the network namespace of
+// the process: routes that lead nowhere, which keep the traffic of its peers from
+// leaving in the clear, but also from any other way to them. It is for a process
+// that does not become a gateway itself.
+func Clear(log *slog.Logger) error {
+	h, err := openHost(log)
+	if err != nil {
+		return err
+	}
+	defer h.release()
+	return h.clear()
 }
 
 type wish struct {
@@ -284,7 +317,7 @@ func (g *gateway) sweep() {
 }
 
 // run applies the first configuration and then whatever comes.
-func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish) error {
+func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside func(context.Context, Running)) error {
 	if err := g.accept(c); err != nil {
 		return fmt.Errorf("configuration: %w", err)
 	}
@@ -301,6 +334,12 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish) error {
 	g.mu.Unlock()
 	g.log.Info("gateway ready", "peers", len(g.now.gateway.Peers), "mtu", g.now.mtu,
 		"listenPort", c.ListenPort, "namespace", g.host.namespacePath())
+	if beside != nil {
+		var group sync.WaitGroup
+		defer group.Wait()
+		defer stop()
+		group.Go(func() { beside(events, Running{g}) })
+	}
 
 	second := time.NewTicker(time.Second)
 	defer second.Stop()

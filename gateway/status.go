@@ -4,6 +4,7 @@ import (
 	"crypto/ecdh"
 	"encoding/base64"
 	"maps"
+	"net"
 	"net/netip"
 	"slices"
 	"time"
@@ -24,6 +25,7 @@ type Status struct {
 
 	// Namespace is the gateway's network namespace, for `nsenter --net=`.
 	Namespace string `json:"namespace"`
+	Host      Way    `json:"host"`
 	TUN       string `json:"tun"`
 	MTU       int    `json:"mtu"`
 	MTUAuto   bool   `json:"mtuAuto"` // derived from the ways to the peers
@@ -37,6 +39,13 @@ type Status struct {
 
 	// Flows are in the answer of /status?flows=N only.
 	Flows []FlowStatus `json:"flows,omitempty"`
+}
+
+// Way is how the host reaches the gateway's namespace.
+type Way struct {
+	Interface string     `json:"interface"`
+	Index     int        `json:"index"` // of the interface; 0 while it is missing
+	NextHop   netip.Addr `json:"nextHop"`
 }
 
 // ConfigStatus says which configuration is in force.
@@ -70,9 +79,10 @@ type PeerStatus struct {
 	Down    bool       `json:"down,omitempty"` // no WireGuard session for long: packets to it are dropped
 	Problem string     `json:"problem,omitempty"`
 
-	Endpoint   string `json:"endpoint,omitempty"` // where it is now
-	Configured string `json:"configuredEndpoint"`
-	PublicKey  string `json:"publicKey"`
+	Endpoint   string         `json:"endpoint,omitempty"` // where it is now
+	Configured string         `json:"configuredEndpoint"`
+	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured one
+	PublicKey  string         `json:"publicKey"`
 
 	LastHandshake *time.Time `json:"lastHandshake,omitempty"`
 	HandshakeAge  float64    `json:"handshakeAgeSeconds,omitempty"`
@@ -171,6 +181,7 @@ func (g *gateway) status(flows int) (Status, error) {
 		Started:     g.started,
 		Ready:       now.ready,
 		Namespace:   g.host.namespacePath(),
+		Host:        Way{Interface: VethHost, NextHop: hopGateway4},
 		TUN:         TunName,
 		MTU:         now.mtu,
 		MTUAuto:     now.config.MTU == 0,
@@ -183,6 +194,9 @@ func (g *gateway) status(flows int) (Status, error) {
 		Sessions: SessionsStatus{stats.Flows, stats.MaxFlows, stats.Bytes},
 		Peers:    []PeerStatus{},
 		Check:    CheckStatus{Answered: g.checker.answered.Load()},
+	}
+	if link, err := net.InterfaceByName(VethHost); err == nil {
+		s.Host.Index = link.Index
 	}
 	for _, d := range directions {
 		s.Drops = appendDrops(s.Drops, d, func(r natengine.Drop) uint64 { return noPeerDrops(stats, d, r) })
@@ -225,8 +239,9 @@ func (g *gateway) status(flows int) (Status, error) {
 		if wg.endpoint.IsValid() {
 			ps.Endpoint = wg.endpoint.String()
 		}
-		if _, err := g.resolver.endpoint(p.ID); err != nil {
-			ps.Problem = err.Error()
+		var unresolved error
+		if ps.Resolved, unresolved = g.resolver.endpoint(p.ID); unresolved != nil {
+			ps.Problem = unresolved.Error()
 		}
 		if !wg.handshake.IsZero() {
 			ps.LastHandshake, ps.HandshakeAge = &wg.handshake, at.Sub(wg.handshake).Seconds()

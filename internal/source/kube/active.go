@@ -1,0 +1,201 @@
+package kube
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// What the Pods and the Service of the gateway are found by, as with Liqo.
+var (
+	podLabels     = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}
+	serviceLabels = map[string]string{v1alpha1.LabelGateway: "true"}
+)
+
+// writeInterval is how often the writer looks without being told.
+const writeInterval = time.Second
+
+// Write keeps the API objects true while this replica is the active one: which Pod
+// is active, where the Service leads, how each TunnelEndpoint fares. report is
+// asked for the state of the running gateway about once a second. Write returns
+// when ctx ends, and leaves all objects as they are.
+//
+// Nothing is written that is so already. Each object has its own retries, so that
+// one that cannot be written holds up no other.
+func (g *Gateway) Write(ctx context.Context, report func() (Report, error)) {
+	w := &writer{Gateway: g, memory: make(map[types.UID]*memory)}
+	tick := time.NewTicker(writeInterval)
+	defer tick.Stop()
+	for {
+		w.write(ctx, report)
+		g.mu.Lock()
+		wished := g.wished
+		g.mu.Unlock()
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		case <-wished: // an object has changed
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(coalesceMost): // for the gateway to take it up
+			}
+		}
+	}
+}
+
+// writer is the state of one Write.
+type writer struct {
+	*Gateway
+	memory map[types.UID]*memory
+	said   string // about Pods and Service
+}
+
+// memory is what is remembered of one object that is written.
+type memory struct {
+	version  string    // that was written to: a cache that still has it is late
+	written  time.Time // last success
+	next     time.Time // not before
+	failures int
+	rtt      time.Duration // smoothed
+	seen     bool          // in this round
+}
+
+func (w *writer) of(o client.Object) *memory {
+	m := w.memory[o.GetUID()]
+	if m == nil {
+		m = new(memory)
+		w.memory[o.GetUID()] = m
+	}
+	m.seen = true
+	return m
+}
+
+// due says whether an object may be written now.
+func (m *memory) due(o client.Object, now time.Time) bool {
+	return o.GetResourceVersion() != m.version && !now.Before(m.next)
+}
+
+// patch writes the difference between two versions of an object, unless somebody
+// else has changed it since.
+func (w *writer) patch(ctx context.Context, kind string, have, want client.Object, status bool) {
+	m := w.of(have)
+	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+	defer cancel()
+	patch := client.MergeFromWithOptions(have, client.MergeFromWithOptimisticLock{})
+	var err error
+	if status {
+		err = w.client.Status().Patch(ctx, want, patch)
+	} else {
+		err = w.client.Patch(ctx, want, patch)
+	}
+	now := time.Now()
+	switch {
+	case err == nil:
+		m.version, m.written, m.next, m.failures = have.GetResourceVersion(), now, time.Time{}, 0
+		w.metrics.writes.WithLabelValues(kind, "success").Inc()
+	case errors.Is(ctx.Err(), context.Canceled):
+	default:
+		m.next = now.Add(min(time.Second<<min(m.failures, 5), 30*time.Second))
+		m.failures++
+		w.metrics.writes.WithLabelValues(kind, "error").Inc()
+		if m.failures == 1 {
+			w.log.Warn("not written, trying again", "object", kind+" "+client.ObjectKeyFromObject(have).String(), "error", err)
+		}
+	}
+}
+
+// write is one round.
+func (w *writer) write(ctx context.Context, report func() (Report, error)) {
+	w.place(ctx)
+	w.statuses(ctx, report)
+	for uid, m := range w.memory {
+		if !m.seen {
+			delete(w.memory, uid)
+		}
+		m.seen = false
+	}
+}
+
+// place marks the Pods and the Service.
+func (w *writer) place(ctx context.Context) {
+	var pods corev1.PodList
+	var services corev1.ServiceList
+	if err := errors.Join(w.objects.List(ctx, &pods), w.objects.List(ctx, &services)); err != nil {
+		w.say(err.Error())
+		return
+	}
+	trouble := ""
+	if !slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Name == w.o.Pod }) {
+		trouble = fmt.Sprintf("Pod %s/%s: not there, or without the labels %s; the Service does not find the active gateway", w.o.Namespace, w.o.Pod, text(podLabels))
+	}
+	if n := len(services.Items); n != 1 {
+		trouble = cmp.Or(trouble, fmt.Sprintf("namespace %s has %d Services labelled %s; want one, by which peers reach the gateway", w.o.Namespace, n, text(serviceLabels)))
+	}
+	w.say(trouble)
+
+	now := time.Now()
+	// The active one first: until it is marked, the Service leads nowhere.
+	slices.SortFunc(pods.Items, func(a, b corev1.Pod) int { return cmp.Compare(rank(a, w.o.Pod), rank(b, w.o.Pod)) })
+	for i := range pods.Items {
+		have := &pods.Items[i]
+		role := v1alpha1.GatewayStandby
+		if have.Name == w.o.Pod {
+			role = v1alpha1.GatewayActive
+		}
+		if m := w.of(have); have.Labels[v1alpha1.LabelGateway] == role || !m.due(have, now) {
+			continue
+		}
+		want := have.DeepCopy()
+		want.Labels[v1alpha1.LabelGateway] = role
+		w.patch(ctx, "Pod", have, want, false)
+	}
+	if len(services.Items) != 1 {
+		return
+	}
+	have := &services.Items[0]
+	if m := w.of(have); have.Annotations[v1alpha1.AnnotationGatewayNodeIP] == w.o.PodIP.String() || !m.due(have, now) {
+		return
+	}
+	want := have.DeepCopy()
+	if want.Annotations == nil {
+		want.Annotations = make(map[string]string)
+	}
+	want.Annotations[v1alpha1.AnnotationGatewayNodeIP] = w.o.PodIP.String()
+	w.patch(ctx, "Service", have, want, false)
+}
+
+func rank(p corev1.Pod, self string) int {
+	if p.Name == self {
+		return 0
+	}
+	return 1
+}
+
+// say logs what keeps the Pods or the Service from being marked, when it is
+// something else.
+func (w *writer) say(trouble string) {
+	if trouble != w.said && trouble != "" {
+		w.log.Warn("peers may not find the active gateway", "problem", trouble)
+	}
+	w.said = trouble
+}
+
+func text(labels map[string]string) string {
+	b, err := json.Marshal(labels)
+	if err != nil {
+		panic(err) // strings
+	}
+	return string(b)
+}

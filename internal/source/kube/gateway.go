@@ -1,0 +1,477 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// writeTimeout bounds one request that writes.
+const writeTimeout = 5 * time.Second
+
+// GatewayOptions say which replica of the gateway this is. All but Cluster and
+// Log are required.
+type GatewayOptions struct {
+	Config    *rest.Config
+	Namespace string     // of the installation: key Secret, Lease, Service and Pods are there
+	Pod       string     // name of this replica's Pod, and its identity in the election
+	PodIP     netip.Addr // the address of its node, whose network it has
+	// Cluster is ours. Without an ID it is found out: from the ConfigMap in
+	// Namespace that Liqo and `isthmus install` write, else the ID is the UID of
+	// the namespace kube-system.
+	Cluster v1alpha1.ClusterIdentity
+	Log     *slog.Logger // nil: slog.Default()
+}
+
+// A Gateway is one replica of the gateway as the API server knows it. Its methods
+// may be called concurrently.
+type Gateway struct {
+	o       GatewayOptions
+	log     *slog.Logger
+	client  client.Client // not cached, with its own limit
+	objects *objects
+	look    signal
+	metrics *gatewayMetrics
+
+	mu       sync.Mutex
+	election *election // nil until the first Snapshot
+	wait     error     // why there is no Snapshot yet
+	wish     wish
+	wished   chan struct{} // closed when wish is replaced
+	keyTries time.Time     // when the Secret may be made again
+	logged   string        // problems that were logged
+}
+
+// A Snapshot is what the objects ask of the gateway, complete.
+type Snapshot struct {
+	// Intent holds no peer and no mapping that fabric.GatewayFor would refuse, so
+	// that a broken object concerns no other one.
+	Intent     fabric.Intent
+	PrivateKey [32]byte
+}
+
+// wish is a Snapshot with what was left out of it.
+type wish struct {
+	snapshot Snapshot
+	err      error // why snapshot is an old one
+	problems []fabric.Problem
+	valid    bool
+}
+
+// NewGateway connects to nothing yet.
+func NewGateway(o GatewayOptions) (*Gateway, error) {
+	if o.Log == nil {
+		o.Log = slog.Default()
+	}
+	g := &Gateway{o: o, log: o.Log, look: newSignal(), wished: make(chan struct{}), wait: errors.New("starting")}
+	g.metrics = newGatewayMetrics(g)
+	config := rest.CopyConfig(o.Config)
+	config.QPS, config.Burst = 20, 50 // of writes: when many peers change at once, the API server gets them one after the other
+	var err error
+	if g.client, err = client.New(config, client.Options{Scheme: newScheme()}); err != nil {
+		return nil, err
+	}
+	config = rest.CopyConfig(o.Config)
+	config.QPS = -1 // few and long requests
+	here := map[string]cache.Config{o.Namespace: {}}
+	named := func(name string) map[string]cache.Config {
+		return map[string]cache.Config{o.Namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}}
+	}
+	g.objects, err = newObjects(config, map[client.Object]cache.ByObject{
+		&v1alpha1.TunnelEndpoint{}: {},
+		&v1alpha1.NatMapping{}:     {},
+		&corev1.Secret{}:           {Namespaces: named(KeySecret)}, // no other Secret may be read
+		&coordinationv1.Lease{}:    {Namespaces: named(Lease)},
+		&corev1.Pod{}:              {Namespaces: here, Label: labels.SelectorFromSet(podLabels)},
+		&corev1.Service{}:          {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
+	}, o.Log)
+	return g, err
+}
+
+// Run watches, takes part in the election, and calls serve whenever this replica
+// becomes the active one; the context of serve ends when it is not any more. Before
+// anything else another replica is seen to be active, standby is called once, to
+// clear what an earlier life of this one may have left. Run returns when ctx ends,
+// the Lease released, or when serve or standby fails.
+//
+// While the API server cannot be reached for the first Snapshot, Run waits:
+// Ready and the log say for what.
+func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, standby func() error) error {
+	ctx, cancel := context.WithCancel(ctx)
+	var group sync.WaitGroup
+	defer group.Wait()
+	defer cancel()
+	group.Go(func() { _ = g.objects.Start(ctx) }) // it only ends with ctx
+	if err := g.prepare(ctx, &group); err != nil {
+		return nil // ctx has ended
+	}
+	e, err := newElection(g.o.Config, g.o.Namespace, g.o.Pod, g.log)
+	if err != nil {
+		return err
+	}
+	if err := g.watchLease(ctx, e); err != nil {
+		return nil
+	}
+	g.mu.Lock()
+	g.election = e
+	g.mu.Unlock()
+
+	electing, leave := context.WithCancel(ctx)
+	var elector sync.WaitGroup
+	elector.Go(func() { e.run(electing) })
+	err = g.follow(ctx, e, serve, standby)
+	leave()
+	elector.Wait()
+	if released := e.release(); released != nil {
+		g.log.Warn("Lease not released; a standby waits until it expires", "error", released)
+	}
+	return err
+}
+
+// follow serves while this replica is active.
+func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Context) error, standby func() error) error {
+	cleared := false
+	for {
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-e.changed:
+		}
+		if !e.active() {
+			if !cleared {
+				if err := standby(); err != nil {
+					return err
+				}
+				cleared = true
+			}
+			continue
+		}
+		cleared = true // what there was has been adopted, and serve removes it
+		g.metrics.takeovers.Inc()
+		serving, stop := context.WithCancel(ctx)
+		done := make(chan error, 1)
+		go func() { done <- serve(serving) }()
+		for e.active() {
+			select {
+			case err := <-done:
+				stop()
+				if err == nil && ctx.Err() == nil {
+					err = errors.New("the gateway ended by itself")
+				}
+				return err
+			case <-e.changed:
+			}
+		}
+		g.log.Warn("another replica is active: this one is a standby again")
+		stop()
+		if err := <-done; err != nil {
+			return err
+		}
+		e.changed.set() // it may have changed back meanwhile
+	}
+}
+
+// prepare returns when there is a Snapshot that can be used. What it starts ends
+// with ctx.
+func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
+	waiting := g.waiter()
+	err := g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Pod{}, &corev1.Service{}, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{})
+	if err != nil {
+		return err
+	}
+	var cluster v1alpha1.ClusterIdentity
+	err = retry(ctx, waiting, func() (err error) {
+		cluster, err = g.identity(ctx)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	g.look.set()
+	group.Go(func() { g.look.coalesce(ctx, func() { g.refresh(ctx, cluster) }) })
+	err = retry(ctx, waiting, func() error {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		switch {
+		case g.wish.valid:
+			return nil
+		case g.wish.err != nil:
+			return g.wish.err
+		}
+		return errors.New("the first look at the objects")
+	})
+	if err != nil {
+		return err
+	}
+	g.mu.Lock()
+	g.wait = nil
+	g.mu.Unlock()
+	g.log.Info("objects read", "cluster", cluster.ClusterID, "name", cluster.ClusterName, "peers", len(g.wish.snapshot.Intent.Peers))
+	return nil
+}
+
+// waiter returns a function that says what is being waited for, in the log
+// whenever it is something else and twice a minute.
+func (g *Gateway) waiter() func(error) {
+	var said time.Time
+	var last string
+	return func(err error) {
+		if err == nil {
+			return
+		}
+		g.mu.Lock()
+		g.wait = err
+		g.mu.Unlock()
+		if text := err.Error(); text != last || time.Since(said) > 30*time.Second {
+			last, said = text, time.Now()
+			g.log.Warn("waiting, no data plane yet", "error", err)
+		}
+	}
+}
+
+// identity finds out who we are.
+func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error) {
+	id := g.o.Cluster
+	if id.ClusterID == "" {
+		ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+		defer cancel()
+		var maps corev1.ConfigMapList
+		err := g.client.List(ctx, &maps, client.InNamespace(g.o.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "clusterid-configmap"})
+		switch {
+		case err != nil:
+			return id, fmt.Errorf("ConfigMap with the cluster's identity: %w", err)
+		case len(maps.Items) > 1:
+			return id, fmt.Errorf("namespace %s has %d ConfigMaps labelled app.kubernetes.io/name=clusterid-configmap; want one, or --cluster-id", g.o.Namespace, len(maps.Items))
+		case len(maps.Items) == 1:
+			data := maps.Items[0].Data
+			id.ClusterID = data["CLUSTER_ID"]
+			if id.ClusterName == "" {
+				id.ClusterName = data["CLUSTER_NAME"]
+			}
+		default:
+			var ns corev1.Namespace
+			if err := g.client.Get(ctx, client.ObjectKey{Name: "kube-system"}, &ns); err != nil {
+				return id, fmt.Errorf("Namespace kube-system, whose UID is the cluster's ID: %w", err)
+			}
+			id.ClusterID = string(ns.UID)
+		}
+	}
+	if wrong := fabric.CheckClusterID(id.ClusterID); wrong != "" {
+		return id, errors.New("our own cluster ID: " + wrong)
+	}
+	return id, nil
+}
+
+// watchLease lets the election know at once when the Lease is free.
+func (g *Gateway) watchLease(ctx context.Context, e *election) error {
+	look := func() {
+		var lease coordinationv1.Lease
+		err := g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: Lease}, &lease)
+		if apierrors.IsNotFound(err) || err == nil && (lease.Spec.HolderIdentity == nil || *lease.Spec.HolderIdentity == "") {
+			e.released.set()
+		}
+	}
+	return g.objects.watch(ctx, look, g.waiter(), &coordinationv1.Lease{})
+}
+
+// refresh gathers all objects, decides and publishes.
+func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity) {
+	g.mu.Lock()
+	old := g.wish
+	g.mu.Unlock()
+	private, mismatch, err := g.key(ctx, old.snapshot.PrivateKey)
+	var endpoints v1alpha1.TunnelEndpointList
+	var mappings v1alpha1.NatMappingList
+	if err = errors.Join(err, g.objects.List(ctx, &endpoints), g.objects.List(ctx, &mappings)); err != nil {
+		old.err = err
+		g.publish(old)
+		return
+	}
+	next := wish{valid: true}
+	next.snapshot.Intent, next.problems = intentFor(cluster, private, endpoints.Items, mappings.Items)
+	next.snapshot.PrivateKey = private
+	next.problems = append(mismatch, next.problems...)
+	g.publish(next)
+}
+
+// key reads the key, or sees to it that there is one. The problems are of a key
+// that can be used all the same.
+func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.Problem, error) {
+	var secret corev1.Secret
+	err := g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: KeySecret}, &secret)
+	switch {
+	case err == nil:
+		return keyFrom(&secret)
+	case !apierrors.IsNotFound(err):
+		return inUse, nil, err
+	}
+	missing := fmt.Errorf("Secret %s/%s: not there", g.o.Namespace, KeySecret)
+	if now := time.Now(); now.After(g.keyTries) {
+		g.keyTries = now.Add(time.Second)
+		time.AfterFunc(time.Second, g.look.set) // whether or not this succeeds
+		if err := g.createKey(ctx, inUse); err != nil {
+			missing = err
+		}
+	}
+	if inUse != ([32]byte{}) {
+		return inUse, nil, nil // nothing is worse for the peers yet
+	}
+	return inUse, nil, missing
+}
+
+// intentFor decides what is wanted. What is wrong is left out of it; each problem
+// names the object and the field.
+func intentFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Intent, []fabric.Problem) {
+	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: [32]byte(publicKey(private))}
+	var peers []fabric.Peer
+	var sets []fabric.MappingSet
+	var problems []fabric.Problem
+	for i := range endpoints {
+		te := &endpoints[i]
+		if !te.DeletionTimestamp.IsZero() {
+			continue // somebody's finalizer holds it; we are done with it
+		}
+		peer, wrong := fabric.PeerFrom(te, originOf(te))
+		problems = append(problems, wrong...)
+		if len(wrong) == 0 {
+			peers = append(peers, peer)
+		}
+	}
+	for i := range mappings {
+		nm := &mappings[i]
+		if !nm.DeletionTimestamp.IsZero() {
+			continue
+		}
+		origin := fabric.Origin{Kind: "NatMapping", Name: nm.Name}
+		id, found, wrong := fabric.MappingsFrom(nm, origin)
+		problems = append(problems, wrong...)
+		if id != "" {
+			sets = append(sets, fabric.MappingSet{ID: id, Mappings: found, Origin: origin})
+		}
+	}
+	var wrong []fabric.Problem
+	in.Peers, in.Waiting, wrong = fabric.Attach(peers, sets)
+	problems = append(problems, wrong...)
+	in, wrong = accepted(in)
+	return in, fabric.SortProblems(append(problems, wrong...))
+}
+
+func originOf(te *v1alpha1.TunnelEndpoint) fabric.Origin {
+	return fabric.Origin{Kind: "TunnelEndpoint", Namespace: te.Namespace, Name: te.Name}
+}
+
+// accepted leaves out of an intent what fabric.GatewayFor refuses: the gateway
+// takes an intent as a whole or not at all.
+func accepted(in fabric.Intent) (fabric.Intent, []fabric.Problem) {
+	gw, problems := fabric.GatewayFor(in, 0)
+	kept := make(map[fabric.Origin]fabric.GatewayPeer, len(gw.Peers))
+	for _, p := range gw.Peers {
+		kept[p.Origin] = p
+	}
+	var peers []fabric.Peer
+	for _, p := range in.Peers {
+		k, ok := kept[p.Origin]
+		if !ok {
+			continue
+		}
+		good := make(map[fabric.Mapping]bool, len(k.Rules.Endpoints))
+		for _, e := range k.Rules.Endpoints {
+			good[fabric.Mapping{Real: e.Real, Seen: e.Seen}] = true
+		}
+		var mappings []fabric.Mapping
+		for _, m := range p.Mappings {
+			if good[m] {
+				mappings = append(mappings, m)
+			}
+		}
+		p.Mappings = mappings
+		peers = append(peers, p)
+	}
+	slices.SortFunc(peers, func(a, b fabric.Peer) int { return strings.Compare(a.ID, b.ID) })
+	in.Peers = peers
+	return in, problems
+}
+
+// publish replaces the wish.
+func (g *Gateway) publish(next wish) {
+	texts := make([]string, len(next.problems))
+	for i, p := range next.problems {
+		texts[i] = p.Error()
+	}
+	if all := strings.Join(texts, "\n"); all != g.logged { // only refresh calls this
+		g.logged = all
+		for _, p := range next.problems {
+			g.log.Warn("left out", "object", p.Origin.String(), "field", p.Field, "problem", p.Message)
+		}
+	}
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.wish = next
+	close(g.wished)
+	g.wished = make(chan struct{})
+}
+
+// Snapshots calls deliver with the present Snapshot and with each that differs from
+// the one before, until ctx ends. An error says why the Snapshot before it is not
+// what is wanted now; it stays in force.
+func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) {
+	var last wish
+	for {
+		g.mu.Lock()
+		w, wished := g.wish, g.wished
+		g.mu.Unlock()
+		repaired := last.err != nil && w.err == nil
+		if w.valid && (repaired || !last.valid || !reflect.DeepEqual(w.snapshot, last.snapshot)) {
+			deliver(w.snapshot, nil)
+		}
+		if w.valid && w.err != nil && (last.err == nil || last.err.Error() != w.err.Error()) {
+			deliver(w.snapshot, w.err)
+		}
+		if w.valid {
+			last = w
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-wished:
+		}
+	}
+}
+
+// Ready says why this replica could become or be no active one, or nil.
+func (g *Gateway) Ready() error {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.wait
+}
+
+// Active returns the name of the active replica's Pod, empty while it is not
+// known, and whether this is it.
+func (g *Gateway) Active() (pod string, self bool) {
+	g.mu.Lock()
+	e := g.election
+	g.mu.Unlock()
+	if e == nil {
+		return "", false
+	}
+	return e.lock.holder(), e.active()
+}

@@ -1,0 +1,103 @@
+package kube
+
+import (
+	"bytes"
+	"context"
+	"crypto/ecdh"
+	"crypto/rand"
+	"encoding/base64"
+	"errors"
+	"fmt"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// The Secret with the WireGuard key that all replicas share, as Liqo has it
+// (facts, section 6.1): both values are base64 text, as wg(8) prints keys.
+const (
+	KeySecret     = "wireguard-pubkey"
+	keyPrivate    = "privateKey"
+	keyPublic     = "publicKey"
+	keyLabelValue = "wireguard"
+)
+
+// keyFrom reads the private key. A wrong public key is only reported: peers are
+// told what no gateway has, but those that know better go on.
+func keyFrom(secret *corev1.Secret) (private [32]byte, problems []fabric.Problem, err error) {
+	origin := fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}
+	private, err = parseKey(secret.Data, keyPrivate)
+	if err != nil {
+		return private, nil, fabric.Problem{Origin: origin, Field: "data." + keyPrivate, Message: err.Error()}
+	}
+	public, err := parseKey(secret.Data, keyPublic)
+	if err == nil && !bytes.Equal(public[:], publicKey(private)) {
+		err = errors.New("does not belong to data." + keyPrivate)
+	}
+	if err != nil {
+		problems = []fabric.Problem{{Origin: origin, Field: "data." + keyPublic, Message: err.Error() +
+			"; want the public key of data." + keyPrivate + ": delete the Secret, and the gateway makes it anew with the private key in use"}}
+	}
+	return private, problems, nil
+}
+
+func parseKey(data map[string][]byte, field string) ([32]byte, error) {
+	text, ok := data[field]
+	if !ok {
+		return [32]byte{}, errors.New("is absent; want a WireGuard key, 32 bytes in 44 base64 characters")
+	}
+	return fabric.ParseKey(string(text))
+}
+
+func publicKey(private [32]byte) []byte {
+	k, err := ecdh.X25519().NewPrivateKey(private[:])
+	if err != nil {
+		panic(err) // of another length, which the type excludes
+	}
+	return k.PublicKey().Bytes()
+}
+
+func newKey() (private [32]byte) {
+	rand.Read(private[:]) // it ends the program rather than fail
+	private[0] &= 248     // RFC 7748, section 5, as wg(8) does before it prints
+	private[31] = private[31]&127 | 64
+	return private
+}
+
+func keySecret(namespace string, private [32]byte) *corev1.Secret {
+	text := func(key []byte) []byte { return []byte(base64.StdEncoding.EncodeToString(key)) }
+	return &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: namespace, Name: KeySecret,
+			Labels: map[string]string{v1alpha1.LabelKey: keyLabelValue},
+		},
+		Data: map[string][]byte{keyPrivate: text(private[:]), keyPublic: text(publicKey(private))},
+	}
+}
+
+// createKey makes the Secret, with the key in use where there is one, so that its
+// loss costs no connection. Of several replicas one succeeds; the others will read
+// what it made.
+func (g *Gateway) createKey(ctx context.Context, inUse [32]byte) error {
+	private := inUse
+	if private == ([32]byte{}) {
+		private = newKey()
+	}
+	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+	defer cancel()
+	secret := keySecret(g.o.Namespace, private)
+	err := g.client.Create(ctx, secret)
+	switch {
+	case apierrors.IsAlreadyExists(err):
+		return nil
+	case err != nil:
+		return fmt.Errorf("Secret %s: %w", client.ObjectKeyFromObject(secret), err)
+	}
+	g.log.Info("key Secret made", "secret", KeySecret, "newKey", inUse == [32]byte{})
+	return nil
+}

@@ -1,0 +1,215 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// A Report is what a running gateway knows of itself and its peers.
+type Report struct {
+	Interface string     // the way into the gateway, on its node
+	Index     int        // of that interface
+	NextHop   netip.Addr // behind it
+	Peers     []PeerReport
+}
+
+// PeerReport is what a running gateway knows of one peer.
+type PeerReport struct {
+	ID         string
+	Status     v1alpha1.ConnectionStatus
+	Message    string
+	RTT        time.Duration  // of the last answer; 0 when not connected
+	Endpoint   netip.AddrPort // where the configured endpoint was found to be; zero: nowhere yet
+	PublicKey  string
+	AllowedIPs [2]netip.Prefix
+}
+
+// Reasons of the condition Accepted on a TunnelEndpoint.
+const (
+	ReasonConfigured = "Configured" // True: the gateway does what the object says
+	ReasonInvalid    = v1alpha1.ReasonInvalid
+)
+
+// A latency is written when the connection comes about, and again when it has been
+// the same for latencyInterval and is now another one: by more than a fifth and by
+// no less than latencyStep. So the value at hand is right to a fifth or to a
+// millisecond, and a peer at rest causes no write at all.
+const (
+	latencyInterval = 30 * time.Second
+	latencyStep     = time.Millisecond
+
+	// messageInterval is for a message that changes while the state does not, such
+	// as a resolver's.
+	messageInterval = 30 * time.Second
+)
+
+// statuses writes what became of each TunnelEndpoint.
+func (w *writer) statuses(ctx context.Context, ask func() (Report, error)) {
+	report, err := ask()
+	if err != nil {
+		w.log.Error("state of the gateway", "error", err)
+		return
+	}
+	var endpoints v1alpha1.TunnelEndpointList
+	if err := w.objects.List(ctx, &endpoints); err != nil {
+		w.log.Error("TunnelEndpoints", "error", err)
+		return
+	}
+	w.mu.Lock()
+	wish := w.wish
+	w.mu.Unlock()
+	problems := make(map[fabric.Origin][]fabric.Problem)
+	for _, p := range wish.problems {
+		problems[p.Origin] = append(problems[p.Origin], p)
+	}
+	chosen := make(map[fabric.Origin]bool)
+	for _, p := range wish.snapshot.Intent.Peers {
+		chosen[p.Origin] = true
+	}
+	peers := make(map[string]PeerReport, len(report.Peers))
+	for _, p := range report.Peers {
+		peers[p.ID] = p
+	}
+
+	for i := range endpoints.Items {
+		if ctx.Err() != nil {
+			return
+		}
+		have := &endpoints.Items[i]
+		m, now, origin := w.of(have), time.Now(), originOf(have)
+		peer, known := peers[have.Spec.ClusterIdentity.ClusterID]
+		if known && chosen[origin] {
+			m.rtt = smooth(m.rtt, peer.RTT)
+			peer.RTT = m.rtt
+		}
+		var status v1alpha1.TunnelEndpointStatus
+		switch {
+		case !have.DeletionTimestamp.IsZero():
+			continue
+		case len(problems[origin]) > 0:
+			status = refusedStatus(have, problems[origin])
+		case known && chosen[origin]:
+			status = statusFor(have, w.o.PodIP, report, peer, now)
+		default:
+			continue // too new for one of the two; the next round knows
+		}
+		if equality.Semantic.DeepEqual(have.Status, status) || !m.due(have, now) || onlyWords(have.Status, status) && now.Sub(m.written) < messageInterval {
+			continue
+		}
+		want := have.DeepCopy()
+		want.Status = status
+		w.patch(ctx, "TunnelEndpoint", have, want, true)
+	}
+}
+
+// refusedStatus says what is wrong with a TunnelEndpoint. The peer is no peer of
+// the gateway then, but where the gateway is stays written.
+func refusedStatus(te *v1alpha1.TunnelEndpoint, problems []fabric.Problem) v1alpha1.TunnelEndpointStatus {
+	lines := make([]string, len(problems))
+	for i, p := range problems {
+		lines[i] = strings.TrimPrefix(p.Field+": "+p.Message, ": ")
+	}
+	message := cut(strings.Join(lines, "; "), 32768)
+	want := *te.Status.DeepCopy()
+	want.Connection = v1alpha1.Connection{
+		Status: v1alpha1.ConnectionError, StatusMessage: message,
+		Latency: v1alpha1.ConnectionLatency{Value: v1alpha1.LatencyUnknown},
+	}
+	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse,
+		Reason: ReasonInvalid, Message: message, ObservedGeneration: te.Generation})
+	return want
+}
+
+// statusFor decides what is to be said of a peer that is in force (Liqo facts,
+// sections 2.2 and 8).
+func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerReport, now time.Time) v1alpha1.TunnelEndpointStatus {
+	want := *te.Status.DeepCopy()
+	want.GatewayIP = node.String()
+	want.VethIFaceName, want.VethIFaceIndex, want.VethIP = r.Interface, r.Index, r.NextHop.String()
+	was := te.Status.Connection
+	want.Connection = v1alpha1.Connection{
+		Status: p.Status, StatusMessage: cut(p.Message, 32768),
+		Latency: v1alpha1.ConnectionLatency{Value: v1alpha1.LatencyUnknown},
+		PeerConfiguration: v1alpha1.PeerConfiguration{
+			v1alpha1.ConfigPublicKey:  p.PublicKey,
+			v1alpha1.ConfigAllowedIPs: p.AllowedIPs[0].String() + ", " + p.AllowedIPs[1].String(),
+		},
+	}
+	if p.Endpoint.IsValid() {
+		want.Connection.PeerConfiguration[v1alpha1.ConfigEndpointIP] = p.Endpoint.Addr().String()
+		want.Connection.PeerConfiguration[v1alpha1.ConfigPort] = strconv.Itoa(int(p.Endpoint.Port()))
+	}
+	switch {
+	case p.Status != v1alpha1.Connected:
+	case was.Status == v1alpha1.Connected && !outdated(was.Latency, p.RTT, now):
+		want.Connection.Latency = was.Latency
+	default:
+		at := metav1.NewTime(now.Truncate(time.Second)) // as it is stored
+		want.Connection.Latency = v1alpha1.ConnectionLatency{Value: latencyText(p.RTT), Timestamp: &at}
+	}
+	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue,
+		Reason: ReasonConfigured, Message: "the gateway does what this object says", ObservedGeneration: te.Generation})
+	return want
+}
+
+// smooth follows a round trip time as TCP does (RFC 6298): one late answer is no
+// news.
+func smooth(old, rtt time.Duration) time.Duration {
+	if old == 0 || rtt == 0 {
+		return rtt
+	}
+	return old + (rtt-old)/8
+}
+
+// outdated says whether a written latency has to be replaced.
+func outdated(l v1alpha1.ConnectionLatency, rtt time.Duration, now time.Time) bool {
+	was, ok := parseLatency(l.Value)
+	if !ok || l.Timestamp == nil {
+		return true
+	}
+	age := now.Sub(l.Timestamp.Time)
+	if age >= 0 && age < latencyInterval { // a clock that was set back makes no value last for ever
+		return false
+	}
+	moved := (rtt - was).Abs()
+	return moved >= latencyStep && moved > was/5
+}
+
+// latencyText prints as Liqo does: whole milliseconds, below one whole
+// microseconds, with the Greek mu U+03BC.
+func latencyText(d time.Duration) string {
+	if d < time.Millisecond {
+		return fmt.Sprintf("%dμs", d.Microseconds())
+	}
+	return fmt.Sprintf("%dms", d.Milliseconds())
+}
+
+func parseLatency(text string) (time.Duration, bool) {
+	d, err := time.ParseDuration(text) // it knows both letters
+	return d, err == nil
+}
+
+// onlyWords says whether two statuses differ in nothing but words for people.
+func onlyWords(a, b v1alpha1.TunnelEndpointStatus) bool {
+	a.Connection.StatusMessage = b.Connection.StatusMessage
+	return equality.Semantic.DeepEqual(a, b)
+}
+
+// cut shortens a text to the limit of its field.
+func cut(s string, limit int) string {
+	if len(s) <= limit {
+		return s
+	}
+	return strings.ToValidUTF8(s[:limit-3], "") + "..."
+}
