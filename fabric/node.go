@@ -289,7 +289,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	s.Links = []Link{{MAC: OverlayMAC(d.self.Name), MTU: mtu, Up: true}}
 	s.Sysctls = []Sysctl{
 		{"net/ipv4/conf/" + OverlayDevice + "/forwarding", "1"},
-		{"net/ipv4/conf/" + OverlayDevice + "/rp_filter", "2"}, // pods of other nodes come by it, which the main table knows elsewhere
+		{"net/ipv4/conf/" + OverlayDevice + "/rp_filter", "2"}, // a pod of another node comes by it before we know where that pod is
 	}
 	s.Addresses = []Address{{netip.PrefixFrom(own, overlayNetwork.Bits())}}
 	s.Routes = append(s.Routes, Route{Prefix: overlayNetwork, Kind: OnOverlay, Table: mainTable})
