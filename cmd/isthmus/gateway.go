@@ -2,7 +2,6 @@ package main
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -18,39 +17,67 @@ import (
 
 func newGatewayCommand() *cobra.Command {
 	var dir, level string
+	kube := kubeGateway{port: file.DefaultListenPort}
 	cmd := &cobra.Command{
-		Use:   "gateway --config DIR",
+		Use:   "gateway",
 		Short: "Run a gateway in this network namespace (root)",
-		Long: `Run a gateway with the configuration in a directory: gateway.yaml and the
+		Long: `Run a gateway as a replica of a Kubernetes cluster: it watches TunnelEndpoints and
+NatMappings, makes or reads the key Secret wireguard-pubkey, and stands for
+election by the Lease isthmus-gateway. The active replica connects the peers, marks
+itself (Pod label, annotation of the Service) and writes the status of each
+TunnelEndpoint; the others wait with everything read. An active gateway goes on
+when the API server is away; one that starts then waits for it.
+
+With --config it needs no cluster: it reads a directory with gateway.yaml and the
 TunnelEndpoint and NatMapping objects that "kubectl get -o yaml" prints. A change
 of the files is applied without disturbing other peers; a broken file is reported
-and the last good configuration stays in force. SIGTERM removes everything that
-the gateway made.
+and the last good configuration stays in force.
 
-It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
+SIGTERM removes everything that the gateway made in the kernel. It needs
+CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if dir == "" {
-				return &codeError{exitUsage, errors.New("want --config DIR")}
-			}
 			var l slog.Level
 			if err := l.UnmarshalText([]byte(level)); err != nil {
-				return &codeError{exitUsage, fmt.Errorf("--log-level %q: want debug, info, warn or error", level)}
+				return usage("--log-level %q: want debug, info, warn or error", level)
+			}
+			log := slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: l}))
+			serve := func(ctx context.Context) error {
+				return gateway.Run(ctx, gateway.Options{Source: fileSource(dir), Log: log, Version: version()})
+			}
+			if dir == "" {
+				if err := kube.complete(); err != nil {
+					return err
+				}
+				serve = func(ctx context.Context) error { return kube.run(ctx, log) }
+			} else if name := firstChanged(cmd, kubeGatewayFlags); name != "" {
+				return usage("--%s is for a gateway without --config; with it, gateway.yaml says that", name)
 			}
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
 			defer stop()
 			context.AfterFunc(ctx, stop) // a second signal ends at once
 			shareProcessors()
-			return gateway.Run(ctx, gateway.Options{
-				Source:  fileSource(dir),
-				Log:     slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: l})),
-				Version: version(),
-			})
+			return serve(ctx)
 		},
 	}
-	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration")
+	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration, instead of a cluster")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
+	kube.addFlags(cmd.Flags())
 	return cmd
+}
+
+func usage(format string, args ...any) error {
+	return &codeError{exitUsage, fmt.Errorf(format, args...)}
+}
+
+// firstChanged returns the first of the flags that the user gave.
+func firstChanged(cmd *cobra.Command, names []string) string {
+	for _, name := range names {
+		if cmd.Flags().Changed(name) {
+			return name
+		}
+	}
+	return ""
 }
 
 // shareProcessors lets the gateway use half of the processors that it may have,

@@ -1,0 +1,290 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"strconv"
+	"sync"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"github.com/prometheus/client_golang/prometheus/collectors"
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	"github.com/spf13/pflag"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/source/file"
+	"github.com/isthmus-net/isthmus/internal/source/kube"
+)
+
+// kubeGateway is a gateway that takes its configuration from a cluster.
+type kubeGateway struct {
+	kubeconfig, namespace   string
+	cluster                 v1alpha1.ClusterIdentity
+	port                    uint16
+	mtu                     string
+	maxFlows                int
+	metricsAddr, statusAddr string
+
+	// What follows is set by complete.
+	source kube.GatewayOptions
+	tunnel int // MTU; 0: derived
+}
+
+// kubeGatewayFlags are the flags that addFlags adds.
+var kubeGatewayFlags = []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "mtu", "max-flows", "metrics-address", "status-address"}
+
+func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
+	f.StringVar(&k.kubeconfig, "kubeconfig", "", "how to reach the API server; without it as a Pod does")
+	f.StringVar(&k.namespace, "namespace", "", "namespace of the installation (default: $POD_NAMESPACE, else "+deploy.Namespace+")")
+	f.StringVar(&k.cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: of the ConfigMap that `isthmus install` writes, else the UID of kube-system)")
+	f.StringVar(&k.cluster.ClusterName, "cluster-name", "", "name of this cluster, for people")
+	f.Uint16Var(&k.port, "port", file.DefaultListenPort, "UDP port of WireGuard")
+	f.StringVar(&k.mtu, "mtu", "auto", "MTU of the tunnel in octets, or auto: derived from the ways to the peers")
+	f.IntVar(&k.maxFlows, "max-flows", 0, "NAT flows over all peers (default: the engine's)")
+	f.StringVar(&k.metricsAddr, "metrics-address", file.DefaultMetricsAddress, "TCP address of /metrics, /healthz and /readyz; empty: none")
+	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty: none")
+}
+
+// complete checks flags and environment.
+func (k *kubeGateway) complete() error {
+	if k.namespace == "" {
+		k.namespace = os.Getenv("POD_NAMESPACE")
+	}
+	if k.namespace == "" {
+		k.namespace = deploy.Namespace
+	}
+	if k.port == 0 {
+		return usage("--port 0: want a UDP port from 1 to 65535")
+	}
+	if k.mtu != "auto" {
+		n, err := strconv.Atoi(k.mtu)
+		if err != nil || n < file.MinMTU || n > file.MaxMTU {
+			return usage("--mtu %q: want auto or a number from %d to %d", k.mtu, file.MinMTU, file.MaxMTU)
+		}
+		k.tunnel = n
+	}
+	if k.maxFlows < 0 || k.maxFlows > file.MaxFlows {
+		return usage("--max-flows %d: want a number from 0 to %d", k.maxFlows, file.MaxFlows)
+	}
+	for _, a := range []struct{ flag, address string }{{"metrics-address", k.metricsAddr}, {"status-address", k.statusAddr}} {
+		if _, _, err := net.SplitHostPort(a.address); a.address != "" && err != nil {
+			return usage("--%s %q: want host:port, or :port for all addresses", a.flag, a.address)
+		}
+	}
+	if k.cluster.ClusterID != "" {
+		if wrong := fabric.CheckClusterID(k.cluster.ClusterID); wrong != "" {
+			return usage("--cluster-id: %s", wrong)
+		}
+	}
+	if wrong := fabric.CheckClusterName(k.cluster.ClusterName); wrong != "" {
+		return usage("--cluster-name: %s", wrong)
+	}
+	config, err := kube.RESTConfig(k.kubeconfig)
+	if err != nil {
+		return usage("%w; without a cluster, want --config DIR", err)
+	}
+	pod := os.Getenv("POD_NAME")
+	if pod == "" {
+		return usage("POD_NAME is not set; want the name of this Pod, which is its name in the election")
+	}
+	ip, err := netip.ParseAddr(os.Getenv("POD_IP"))
+	if err != nil {
+		return usage("POD_IP is %q; want the address of this Pod, which is that of its node", os.Getenv("POD_IP"))
+	}
+	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip, Cluster: k.cluster}
+	return nil
+}
+
+// run is one replica, until ctx ends.
+func (k *kubeGateway) run(ctx context.Context, log *slog.Logger) error {
+	k.source.Log = log
+	kube.UseLogger(log)
+	replica, err := kube.NewGateway(k.source)
+	if err != nil {
+		return err
+	}
+	front := &front{replica: replica, own: prometheus.NewRegistry(), idle: prometheus.NewRegistry()}
+	front.own.MustRegister(replica.Collector())
+	front.idle.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	stop, err := front.serve(k.metricsAddr, k.statusAddr, log)
+	if err != nil {
+		return err
+	}
+	defer stop()
+	log.Info("replica starts", "pod", k.source.Pod, "node", os.Getenv("NODE_NAME"), "address", k.source.PodIP, "version", version())
+
+	active := func(ctx context.Context) error {
+		return gateway.Run(ctx, gateway.Options{
+			Log: log, Version: version(),
+			Source: func(ctx context.Context, deliver func(gateway.Config, error)) {
+				replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
+					deliver(gateway.Config{Intent: s.Intent, PrivateKey: gateway.Key(s.PrivateKey), ListenPort: k.port, MTU: k.tunnel, MaxFlows: k.maxFlows}, err)
+				})
+			},
+			Beside: func(ctx context.Context, r gateway.Running) {
+				front.set(&r)
+				defer front.set(nil)
+				replica.Write(ctx, func() (kube.Report, error) {
+					s, err := r.Status()
+					return reportOf(s), err
+				})
+			},
+		})
+	}
+	return replica.Run(ctx, active, func() error { return gateway.Clear(log) })
+}
+
+// reportOf takes out of a status what TunnelEndpoints tell.
+func reportOf(s gateway.Status) kube.Report {
+	r := kube.Report{Interface: s.Host.Interface, Index: s.Host.Index, NextHop: s.Host.NextHop}
+	for _, p := range s.Peers {
+		peer := kube.PeerReport{
+			ID: p.ID, Status: v1alpha1.ConnectionStatus(p.State), Message: p.Message, Endpoint: p.Resolved, PublicKey: p.PublicKey,
+			RTT:        time.Duration(p.RTT * float64(time.Second)),
+			AllowedIPs: [2]netip.Prefix{p.Rules.RemotePodsHere, p.Rules.RemoteExternal},
+		}
+		if p.State != gateway.Connected && p.Problem != "" {
+			peer.Message = p.Problem
+		}
+		r.Peers = append(r.Peers, peer)
+	}
+	return r
+}
+
+// front answers over HTTP, whether or not this replica is the active one.
+type front struct {
+	replica *kube.Gateway
+	own     *prometheus.Registry // of the replica
+	idle    *prometheus.Registry // of the process; a running gateway has it among its own
+
+	mu      sync.RWMutex // held for reading while running is used
+	running *gateway.Running
+}
+
+// set waits until nobody uses the one before.
+func (f *front) set(r *gateway.Running) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.running = r
+}
+
+// serve listens until stop is called.
+func (f *front) serve(metricsAddr, statusAddr string, log *slog.Logger) (stop func(), err error) {
+	var servers []*http.Server
+	stop = func() {
+		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+		defer cancel()
+		for _, s := range servers {
+			if s.Shutdown(ctx) != nil {
+				s.Close()
+			}
+		}
+	}
+	for _, l := range []struct {
+		flag, address string
+		handler       http.Handler
+	}{{"metrics-address", metricsAddr, f.metrics()}, {"status-address", statusAddr, f.using(f.status)}} {
+		if l.address == "" {
+			continue
+		}
+		listener, err := net.Listen("tcp", l.address)
+		if err != nil {
+			stop()
+			return nil, fmt.Errorf("--%s: %w", l.flag, err)
+		}
+		s := &http.Server{Handler: l.handler, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
+			WriteTimeout: 30 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 1 << 14,
+			ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
+		servers = append(servers, s)
+		go func() {
+			if err := s.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
+				log.Error("HTTP server ended", "address", l.address, "error", err)
+			}
+		}()
+	}
+	return stop, nil
+}
+
+func (f *front) metrics() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /metrics", f.using(func(w http.ResponseWriter, r *http.Request) {
+		all := prometheus.Gatherers{f.own, f.idle}
+		if f.running != nil {
+			all[1] = f.running.Gatherer()
+		}
+		promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
+	}))
+	// Alive: it answers. Neither a peer nor an API server that is away must get the process killed.
+	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
+	// Ready: it is active and the data plane is there, or it could become active.
+	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
+		pod, self := f.replica.Active()
+		f.mu.RLock()
+		running := f.running != nil
+		f.mu.RUnlock()
+		switch err := f.replica.Ready(); {
+		case err != nil:
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
+		case running:
+			fmt.Fprintln(w, "ok, active")
+		case self:
+			http.Error(w, "becoming active", http.StatusServiceUnavailable)
+		case pod == "":
+			http.Error(w, "no gateway is active", http.StatusServiceUnavailable)
+		default:
+			fmt.Fprintf(w, "ok, standby for %s\n", pod)
+		}
+	})
+	return mux
+}
+
+// using lets a handler use f.running. Its answer is sent afterwards, since whoever
+// asked may be slow and the gateway may want to end.
+func (f *front) using(handler http.HandlerFunc) http.HandlerFunc {
+	return func(w http.ResponseWriter, r *http.Request) {
+		answer := answer{header: w.Header(), code: http.StatusOK}
+		f.mu.RLock()
+		handler(&answer, r)
+		f.mu.RUnlock()
+		w.WriteHeader(answer.code)
+		_, _ = answer.body.WriteTo(w) // an error here is the client's
+	}
+}
+
+// answer is a http.ResponseWriter in memory.
+type answer struct {
+	header http.Header
+	code   int
+	body   bytes.Buffer
+}
+
+func (a *answer) Header() http.Header         { return a.header }
+func (a *answer) WriteHeader(code int)        { a.code = code }
+func (a *answer) Write(b []byte) (int, error) { return a.body.Write(b) }
+
+func (f *front) status(w http.ResponseWriter, r *http.Request) {
+	if f.running == nil {
+		pod, _ := f.replica.Active()
+		reason := "this gateway is a standby; the active one is Pod " + pod
+		if pod == "" {
+			reason = "no gateway is active yet"
+		}
+		if err := f.replica.Ready(); err != nil {
+			reason = "this gateway waits: " + err.Error()
+		}
+		http.Error(w, reason, http.StatusServiceUnavailable)
+		return
+	}
+	f.running.StatusHandler().ServeHTTP(w, r)
+}
