@@ -63,6 +63,16 @@ type NodeIntent struct {
 	Tunnels     []Tunnel
 }
 
+// Sort brings the lists into an order that depends on nothing but what is in
+// them, so that equal intents are reflect.DeepEqual.
+func (in *NodeIntent) Sort() {
+	slices.SortFunc(in.Nodes, func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
+	slices.SortFunc(in.Pods, func(a, b NodePod) int {
+		return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(a.Node, b.Node), cmp.Compare(a.Created, b.Created))
+	})
+	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
+}
+
 // ClusterNode is one node of our own cluster.
 type ClusterNode struct {
 	Name     string

@@ -55,6 +55,7 @@ PodCIDR.`,
 	}
 	root.AddCommand(
 		newGatewayCommand(),
+		newRouteAgentCommand(),
 		newInstallCommand(),
 		newPeerCommand(),
 		newUnpeerCommand(),

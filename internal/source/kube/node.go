@@ -1,0 +1,176 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"reflect"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/fields"
+	"k8s.io/apimachinery/pkg/labels"
+	"k8s.io/apimachinery/pkg/selection"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/cache"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// WatchNode watches what the route agent of any node has to know: Nodes, Pods
+// and TunnelEndpoints, all of the cluster. It calls deliver with everything when
+// each kind has been read once, and again after every change that says something
+// new, never twice at a time. Self and UnderlayMTU of the intent are empty. A
+// TunnelEndpoint that is broken is left out and is among the problems.
+//
+// It only reads, and returns when ctx ends. While the API server is away it
+// delivers nothing, so that what is known stays in force.
+func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
+	config = rest.CopyConfig(config)
+	config.QPS = -1 // few and long requests
+	visible, err := labels.NewRequirement(v1alpha1.LabelShadowPod, selection.NotEquals, []string{"true"})
+	if err != nil {
+		return err
+	}
+	objects, err := newObjects(config, map[client.Object]cache.ByObject{
+		&v1alpha1.TunnelEndpoint{}: {},
+		&corev1.Node{}:             {Transform: slimNode},
+		&corev1.Pod{}: {
+			Transform: slimPod,
+			Label:     labels.NewSelector().Add(*visible), // a shadow Pod has an address in another cluster
+			Field: fields.AndSelectors( // one that has ended has none any more
+				fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
+				fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))),
+		},
+	}, log)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	var group sync.WaitGroup
+	defer group.Wait()
+	defer cancel()
+	group.Go(func() { _ = objects.Start(ctx) }) // it only ends with ctx
+
+	look, said := newSignal(), ""
+	waiting := func(err error) {
+		if text := err.Error(); text != said {
+			said = text
+			log.Warn("waiting for the API server", "error", err)
+		}
+	}
+	if err := objects.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}, &v1alpha1.TunnelEndpoint{}); err != nil {
+		return nil // ctx has ended
+	}
+	var last *nodeSnapshot
+	see := func() {
+		now, err := objects.node(ctx)
+		if err != nil {
+			if ctx.Err() == nil {
+				log.Error("objects in the cache", "error", err) // a kind that is not watched
+			}
+			return
+		}
+		if last == nil || !reflect.DeepEqual(now, last) {
+			last = now
+			deliver(now.intent, now.problems)
+		}
+	}
+	see()
+	look.coalesce(ctx, see)
+	return nil
+}
+
+type nodeSnapshot struct {
+	intent   fabric.NodeIntent
+	problems []fabric.Problem
+}
+
+// node makes a snapshot of what is in the cache. The cache lists in no particular
+// order, so that everything is sorted.
+func (o *objects) node(ctx context.Context) (*nodeSnapshot, error) {
+	var (
+		nodes     corev1.NodeList
+		pods      corev1.PodList
+		endpoints v1alpha1.TunnelEndpointList
+		s         nodeSnapshot
+	)
+	for _, list := range []client.ObjectList{&nodes, &pods, &endpoints} {
+		if err := o.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return nil, fmt.Errorf("list %T: %w", list, err)
+		}
+	}
+	for i := range nodes.Items {
+		s.intent.Nodes = append(s.intent.Nodes, nodeFrom(&nodes.Items[i]))
+	}
+	for i := range pods.Items {
+		s.intent.Pods = append(s.intent.Pods, podsFrom(&pods.Items[i])...)
+	}
+	for i := range endpoints.Items {
+		e := &endpoints.Items[i]
+		tunnel, problems := fabric.TunnelFrom(e, fabric.Origin{Kind: "TunnelEndpoint", Namespace: e.Namespace, Name: e.Name})
+		if s.problems = append(s.problems, problems...); len(problems) == 0 {
+			s.intent.Tunnels = append(s.intent.Tunnels, tunnel)
+		}
+	}
+	s.intent.Sort()
+	fabric.SortProblems(s.problems)
+	return &s, nil
+}
+
+func nodeFrom(n *corev1.Node) fabric.ClusterNode {
+	node := fabric.ClusterNode{Name: n.Name, Created: n.CreationTimestamp.Unix()}
+	for _, a := range n.Status.Addresses {
+		if addr, err := netip.ParseAddr(a.Address); err == nil && a.Type == corev1.NodeInternalIP {
+			node.Addrs = append(node.Addrs, addr)
+		}
+	}
+	cidrs := n.Spec.PodCIDRs
+	if len(cidrs) == 0 && n.Spec.PodCIDR != "" {
+		cidrs = []string{n.Spec.PodCIDR}
+	}
+	for _, s := range cidrs {
+		if p, err := netip.ParsePrefix(s); err == nil {
+			node.PodCIDRs = append(node.PodCIDRs, p)
+		}
+	}
+	return node
+}
+
+func podsFrom(p *corev1.Pod) (pods []fabric.NodePod) {
+	if p.Spec.HostNetwork || p.Spec.NodeName == "" {
+		return nil
+	}
+	for _, s := range p.Status.PodIPs {
+		if addr, err := netip.ParseAddr(s.IP); err == nil {
+			pods = append(pods, fabric.NodePod{Addr: addr, Node: p.Spec.NodeName, Created: p.CreationTimestamp.Unix()})
+		}
+	}
+	return pods
+}
+
+// slimNode and slimPod keep what nodeFrom and podsFrom read: on a large cluster
+// every agent has every Pod in memory.
+func slimNode(o any) (any, error) {
+	if n, ok := o.(*corev1.Node); ok {
+		return &corev1.Node{ObjectMeta: slimMeta(n.ObjectMeta), Spec: corev1.NodeSpec{PodCIDR: n.Spec.PodCIDR, PodCIDRs: n.Spec.PodCIDRs},
+			Status: corev1.NodeStatus{Addresses: n.Status.Addresses}}, nil
+	}
+	return o, nil
+}
+
+func slimPod(o any) (any, error) {
+	if p, ok := o.(*corev1.Pod); ok {
+		return &corev1.Pod{ObjectMeta: slimMeta(p.ObjectMeta), Spec: corev1.PodSpec{NodeName: p.Spec.NodeName, HostNetwork: p.Spec.HostNetwork},
+			Status: corev1.PodStatus{PodIPs: p.Status.PodIPs}}, nil
+	}
+	return o, nil
+}
+
+func slimMeta(m metav1.ObjectMeta) metav1.ObjectMeta {
+	return metav1.ObjectMeta{Name: m.Name, Namespace: m.Namespace, UID: m.UID, ResourceVersion: m.ResourceVersion, CreationTimestamp: m.CreationTimestamp}
+}
