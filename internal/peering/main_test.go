@@ -12,6 +12,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/go-logr/logr"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -21,6 +22,7 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -34,6 +36,7 @@ var files struct{ a, b, servers string }
 func TestMain(m *testing.M) { os.Exit(testMain(m)) }
 
 func testMain(m *testing.M) int {
+	log.SetLogger(logr.Discard())
 	ctx := context.Background()
 	dir, err := os.MkdirTemp("", "peering-test-")
 	if err != nil {
@@ -109,6 +112,33 @@ func newPair(t *testing.T, name string) *pair {
 	}
 	return p
 }
+
+// counting waits until both clusters count NetworkConfigs, which takes them up to half a minute after the kind is there.
+var counting = sync.OnceValue(func() error {
+	for _, file := range []string{files.a, files.b} {
+		c, err := Connect(Access{Kubeconfig: file})
+		if err != nil {
+			return err
+		}
+		s := &side{Cluster: c, namespace: "default"}
+		for begin := time.Now(); ; {
+			said, err := s.setQuota(context.Background())
+			if err != nil {
+				return err
+			}
+			if strings.Contains(said, "may hold") {
+				break
+			}
+			if time.Since(begin) > 50*time.Second {
+				return fmt.Errorf("%s does not count NetworkConfigs", c)
+			}
+		}
+		if err := c.client.Delete(context.Background(), s.quota()); err != nil {
+			return err
+		}
+	}
+	return nil
+})
 
 func connectTo(t *testing.T, a Access) *Cluster {
 	t.Helper()

@@ -56,8 +56,7 @@ func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings 
 		w := &waiter{sides: [2]*side{a, b}, report: o.Report, quiet: !changed}
 		err = w.wait(ctx, o.Timeout)
 	}
-	// Not earlier: until the controller of quotas has seen a new one, and a new
-	// kind for half a minute, the API server admits nothing that it counts.
+	// Not earlier: the API server admits no NetworkConfig before it is counted.
 	if quotaChanged, quotaErr := setQuotas(context.WithoutCancel(ctx), a, b, o); quotaErr != nil || quotaChanged {
 		changed, err = true, errors.Join(err, quotaErr)
 	}
@@ -188,13 +187,52 @@ func (s *side) setPeering(ctx context.Context) (string, error) {
 }
 
 func setQuotas(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err error) {
-	return onBoth(a, b, o, func(s *side) (string, error) {
+	return onBoth(a, b, o, func(s *side) (string, error) { return s.setQuota(ctx) })
+}
+
+// setQuota limits the NetworkConfigs of the tenant namespace. The controller of
+// quotas looks for new kinds each half a minute; to a quota that it saw before
+// that it returns after five minutes, and until then the API server admits no
+// NetworkConfig at all. Such a quota is worse than none: it is removed.
+func (s *side) setQuota(ctx context.Context) (string, error) {
+	for range 2 { // one that is there and not counted gets a second chance as a new one
 		outcome, err := s.apply(ctx, s.quota())
-		if err != nil || outcome == Unchanged {
+		if err != nil {
 			return "", err
 		}
-		return fmt.Sprintf("%s: %s may hold %d NetworkConfigs", s.Cluster, s.namespace, maxNetworkConfigs), nil
-	})
+		counted, err := s.isCounted(ctx)
+		switch {
+		case err != nil:
+			return "", err
+		case counted && outcome == Unchanged:
+			return "", nil
+		case counted:
+			return fmt.Sprintf("%s: %s may hold %d NetworkConfigs", s.Cluster, s.namespace, maxNetworkConfigs), nil
+		}
+		if err := s.client.Delete(ctx, s.quota()); client.IgnoreNotFound(err) != nil {
+			return "", s.explain("delete ResourceQuota "+s.namespace+"/"+peerAccount, err)
+		}
+		if outcome == Created {
+			break
+		}
+	}
+	return fmt.Sprintf("%s: no limit on the NetworkConfigs in %s yet, since the cluster does not count them yet; the same command sets it in a minute",
+		s.Cluster, s.namespace), nil
+}
+
+// isCounted reports whether the quota is counted within a second.
+func (s *side) isCounted(ctx context.Context) (bool, error) {
+	for range 20 {
+		q := s.quota()
+		if err := s.client.Get(ctx, client.ObjectKeyFromObject(q), q); err != nil {
+			return false, s.explain("ResourceQuota "+s.namespace+"/"+peerAccount, err)
+		}
+		if len(q.Status.Used) > 0 {
+			return true, nil
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	return false, nil
 }
 
 // A waiter looks at the Peerings of both sides until both are ready, and tells
@@ -319,6 +357,13 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 	if isTrue(p, isthmus.ConditionReady) {
 		return nil
 	}
+	unseen := &metav1.Condition{Type: isthmus.ConditionReady, Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
+		Message: "the manager has not looked at it yet"}
+	ready := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady)
+	if ready != nil && max(ready.ObservedGeneration, p.Status.ObservedGeneration) < p.Generation {
+		unseen.Message += ", as it is now"
+		return unseen
+	}
 	for _, t := range append(steps[:len(steps):len(steps)], isthmus.ConditionReady) {
 		c := meta.FindStatusCondition(p.Status.Conditions, t)
 		if c == nil || isTrue(p, t) {
@@ -326,14 +371,12 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 		}
 		// One of the first may be unknown where Ready knows better: while being
 		// deleted, or in conflict with another Peering.
-		if ready := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady); c.Status == metav1.ConditionUnknown && ready != nil &&
-			ready.Status == metav1.ConditionFalse && ready.Reason != isthmus.ReasonNotReady {
+		if c.Status == metav1.ConditionUnknown && ready != nil && ready.Status == metav1.ConditionFalse && ready.Reason != isthmus.ReasonNotReady {
 			return ready
 		}
 		return c
 	}
-	return &metav1.Condition{Type: isthmus.ConditionReady, Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
-		Message: "the manager has not looked at it yet"}
+	return unseen
 }
 
 // problem is a condition as a sentence; its message may come from the peer.

@@ -27,6 +27,7 @@ func contains(t *testing.T, text string, wants ...string) {
 
 func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
 	t.Parallel()
+	must(t, counting())
 	p := newPair(t, "story")
 	must(t, p.peer(t))
 	story := p.said()
@@ -53,6 +54,7 @@ func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
 
 func TestPeerRepairsWhatIsMissing(t *testing.T) {
 	t.Parallel()
+	must(t, counting())
 	p := newPair(t, "repair")
 	must(t, p.peer(t))
 	p.said()
@@ -78,7 +80,9 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 			role.Rules = append(role.Rules, rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"secrets"}, Verbs: []string{"get"}})
 			return p.b.client.Update(t.Context(), &role)
 		}, "repair-b: " + inB + " set up for repair-a: Role isthmus-peer", []string{"repair-b: *v1.Role isthmus-peer"}},
-		{"the identity is revoked", func() error { return p.b.client.Delete(t.Context(), object(&corev1.ServiceAccount{}, inB, peerAccount)) },
+		{"the identity is revoked", func() error {
+			return p.b.client.Delete(t.Context(), object(&corev1.ServiceAccount{}, inB, peerAccount))
+		},
 			"repair-a: has an identity at repair-b until ", []string{"repair-a: *v1.Secret isthmus-identity", "repair-b: *v1.ServiceAccount isthmus-peer"}},
 		{"the Secret is broken", func() error {
 			return p.b.client.Patch(t.Context(), object(&corev1.Secret{}, inB, isthmus.DefaultIdentitySecret),
@@ -132,7 +136,7 @@ func TestPeerSaysWhichConditionIsMissingOnWhichSide(t *testing.T) {
 	if strings.Contains(err.Error(), "late-a") || len(err.Error()) > 700 {
 		t.Errorf("%v", err)
 	}
-	contains(t, p.said(), "late-a: connected to late-b", "may hold 4")
+	contains(t, p.said(), "late-a: connected to late-b", "NetworkConfigs")
 
 	p.managers[1].set(isthmus.ConditionPeerConfig, "")
 	p.managers[1].set(isthmus.ConditionConnected, "")

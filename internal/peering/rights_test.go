@@ -1,0 +1,330 @@
+package peering
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/http"
+	"net/url"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+// A request is one thing that an identity may try.
+type request struct{ verb, group, resource, namespace, name string }
+
+func (r request) String() string {
+	return fmt.Sprintf("%s %s.%s %s/%s", r.verb, r.resource, r.group, r.namespace, r.name)
+}
+
+// A right is what an identity is to have: an independent statement of what the manifests say. An empty namespace or name
+// is any.
+type right struct{ verbs, group, resources, namespace, name string }
+
+func (r right) covers(q request) bool {
+	return slices.Contains(strings.Fields(r.verbs), q.verb) && r.group == q.group && slices.Contains(strings.Fields(r.resources), q.resource) &&
+		(r.namespace == "" || r.namespace == q.namespace) && (r.name == "" || r.name == q.name)
+}
+
+// everybody may ask about themselves.
+var everybody = []right{
+	{"create", "authorization.k8s.io", "selfsubjectaccessreviews selfsubjectrulesreviews", "", ""},
+	{"create", "authentication.k8s.io", "selfsubjectreviews", "", ""},
+}
+
+var verbs = []string{"get", "list", "watch", "create", "update", "patch", "delete", "deletecollection"}
+
+// names are those that the sweep tries beside one that means nothing.
+var names = map[string][]string{
+	"secrets": {"wireguard-pubkey", isthmus.DefaultIdentitySecret}, "serviceaccounts": {peerAccount, "default"}, "serviceaccounts/token": {peerAccount, "default"},
+	"roles": {peerAccount, managerRole}, "rolebindings": {peerAccount, managerRole}, "resourcequotas": {peerAccount},
+	"leases": {"isthmus-manager", "isthmus-gateway"}, "configmaps": {"kubeadm-config"}, "namespaces": {"kube-system"}, "servicecidrs": {"kubernetes"},
+	"clusterroles": {"cluster-admin"}, "clusterrolebindings": {"cluster-admin"},
+}
+
+// try sends a request that changes nothing even where it is allowed, and reports whether RBAC let it pass.
+func try(ctx context.Context, c *http.Client, host, version string, r request) (allowed bool, err error) {
+	path := "/apis/" + r.group + "/" + version
+	if r.group == "" {
+		path = "/api/" + version
+	}
+	if r.namespace != "" {
+		path += "/namespaces/" + r.namespace
+	}
+	resource, sub, _ := strings.Cut(r.resource, "/")
+	path += "/" + resource
+	query := url.Values{}
+	if sub != "" || slices.Contains([]string{"get", "update", "patch", "delete"}, r.verb) {
+		path += "/" + r.name
+		if sub != "" {
+			path += "/" + sub
+		}
+	} else if r.name != "" && r.verb != "create" {
+		query.Set("fieldSelector", "metadata.name="+r.name)
+	}
+	if r.verb == "watch" {
+		query.Set("watch", "1")
+		query.Set("timeoutSeconds", "1")
+	}
+	method := map[string]string{"get": "GET", "list": "GET", "watch": "GET", "create": "POST", "update": "PUT", "patch": "PATCH", "delete": "DELETE",
+		"deletecollection": "DELETE"}[r.verb]
+	body := ""
+	if method == "POST" || method == "PUT" || method == "PATCH" {
+		body = "{}"
+	}
+	req, err := http.NewRequestWithContext(ctx, method, host+path+"?"+query.Encode(), strings.NewReader(body))
+	if err != nil {
+		return false, err
+	}
+	req.Header.Set("Content-Type", "application/json")
+	if method == "PATCH" {
+		req.Header.Set("Content-Type", "application/merge-patch+json")
+	}
+	resp, err := c.Do(req)
+	if err != nil {
+		return false, err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode == http.StatusUnauthorized {
+		return false, fmt.Errorf("%v: %s", r, resp.Status)
+	}
+	if resp.StatusCode != http.StatusForbidden {
+		return true, nil
+	}
+	text, err := io.ReadAll(resp.Body)
+	return !strings.Contains(string(text), " cannot "), err
+}
+
+// sweep tries every verb on every resource that the server has, in the given namespaces and cluster-wide, and compares
+// with the rights.
+func sweep(t *testing.T, admin *Cluster, config *rest.Config, namespaces []string, rights []right) {
+	t.Helper()
+	rights = append(rights, everybody...)
+	d, err := discovery.NewDiscoveryClientForConfig(admin.config)
+	must(t, err)
+	_, lists, err := d.ServerGroupsAndResources()
+	must(t, err)
+	httpClient, err := rest.HTTPClientFor(config)
+	must(t, err)
+	defer httpClient.CloseIdleConnections()
+
+	type attempt struct {
+		request
+		version string
+	}
+	var attempts []attempt
+	used := make([]bool, len(rights))
+	for _, l := range lists {
+		group, version, ok := strings.Cut(l.GroupVersion, "/")
+		if !ok {
+			group, version = "", l.GroupVersion
+		}
+		for _, resource := range l.APIResources {
+			places := []string{""}
+			if resource.Namespaced {
+				places = append(places, namespaces...)
+			}
+			for _, namespace := range places {
+				for _, name := range append([]string{"sweep"}, names[resource.Name]...) {
+					for _, verb := range verbs {
+						byName := slices.Contains([]string{"get", "update", "patch", "delete"}, verb) || strings.Contains(resource.Name, "/")
+						if byName && resource.Namespaced && namespace == "" || verb == "create" && resource.Namespaced && namespace == "" {
+							continue // there is no such path
+						}
+						if strings.Contains(resource.Name, "/") && (verb == "list" || verb == "watch" || verb == "deletecollection") {
+							continue
+						}
+						r := request{verb, group, resource.Name, namespace, name}
+						if !byName && name == "sweep" {
+							r.name = "" // all of them
+						}
+						attempts = append(attempts, attempt{r, version})
+					}
+				}
+			}
+		}
+	}
+	allowed := make([]bool, len(attempts))
+	errs := make([]error, len(attempts))
+	var group sync.WaitGroup
+	limit := make(chan bool, 16)
+	for i, a := range attempts {
+		group.Go(func() {
+			limit <- true
+			defer func() { <-limit }()
+			allowed[i], errs[i] = try(t.Context(), httpClient, config.Host, a.version, a.request)
+		})
+	}
+	group.Wait()
+	count := 0
+	for i, a := range attempts {
+		must(t, errs[i])
+		want := false
+		for j, r := range rights {
+			if r.covers(a.request) {
+				want, used[j] = true, true
+			}
+		}
+		if allowed[i] {
+			count++
+		}
+		if allowed[i] != want {
+			t.Errorf("%v: allowed is %v, want %v", a.request, allowed[i], want)
+		}
+	}
+	for j, r := range rights {
+		if !used[j] {
+			t.Errorf("%v was never tried", r)
+		}
+	}
+	t.Logf("%d requests, %d of them allowed", len(attempts), count)
+	for _, path := range []string{"/metrics", "/logs", "/debug/pprof/", "/configz"} {
+		resp, err := httpClient.Get(config.Host + path)
+		must(t, err)
+		resp.Body.Close()
+		if resp.StatusCode != http.StatusForbidden {
+			t.Errorf("GET %s: %s", path, resp.Status)
+		}
+	}
+}
+
+func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
+	t.Parallel()
+	must(t, counting())
+	p := newPair(t, "rights")
+	must(t, p.peer(t))
+	here, there := p.b.Identity.TenantNamespace(), p.a.Identity.TenantNamespace()
+
+	var secret corev1.Secret // of b, for a
+	must(t, p.b.client.Get(t.Context(), client.ObjectKey{Namespace: there, Name: isthmus.DefaultIdentitySecret}, &secret))
+	config, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[isthmus.SecretKubeconfig])
+	must(t, err)
+	config.QPS = -1
+	sweep(t, p.a, config, []string{here, p.a.Namespace, "kube-system", "default"}, []right{
+		{"get list watch create update patch delete", "net.liqo.io", "networkconfigs", here, ""},
+		{"create", "", "serviceaccounts/token", here, peerAccount},
+	})
+
+	// What it is for, done for real, as far as the quota lets it.
+	peer, err := p.b.asPeer(t.Context(), there)
+	must(t, err)
+	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: here, Name: peerAccount}}
+	must(t, peer.SubResource("token").Create(t.Context(), account, &authenticationv1.TokenRequest{}))
+	config4 := func(i int) *v1alpha1.NetworkConfig {
+		return &v1alpha1.NetworkConfig{
+			ObjectMeta: metav1.ObjectMeta{Namespace: here, Name: fmt.Sprintf("n%d", i)},
+			Spec: v1alpha1.NetworkConfigSpec{RemoteCluster: p.a.Identity, PodCIDR: "10.60.0.0/20", ExternalCIDR: "10.61.0.0/20", EndpointIP: "192.0.2.2",
+				BackendType: v1alpha1.BackendWireGuard, BackendConfig: map[string]string{"port": "5871", "publicKey": "3p7bfXt9wbTTW2HC7OQ1Nz+DQ8hbeGdNrfx+FG+IK08="}},
+		}
+	}
+	for i := range maxNetworkConfigs {
+		must(t, peer.Create(t.Context(), config4(i)))
+	}
+	if err := peer.Create(t.Context(), config4(maxNetworkConfigs)); !apierrors.IsForbidden(err) || !strings.Contains(err.Error(), "exceeded quota") {
+		t.Errorf("one more than the quota: %v", err)
+	}
+	mine := config4(0)
+	must(t, peer.Get(t.Context(), client.ObjectKeyFromObject(mine), mine))
+	mine.Spec.PodCIDR = "10.62.0.0/20"
+	must(t, peer.Update(t.Context(), mine))
+	mine.Status.Processed = true
+	if err := peer.Status().Update(t.Context(), mine); !apierrors.IsForbidden(err) {
+		t.Errorf("writes the answer itself: %v", err)
+	}
+	must(t, peer.Delete(t.Context(), mine))
+
+	// Revoked means revoked, within the time that API servers remember tokens.
+	must(t, p.a.client.Delete(t.Context(), account))
+	for begin := time.Now(); ; time.Sleep(200 * time.Millisecond) {
+		if err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)); apierrors.IsUnauthorized(err) {
+			break
+		}
+		if time.Since(begin) > 20*time.Second {
+			t.Fatal("a revoked identity still works after 20 s")
+		}
+	}
+}
+
+// as returns what a component is to the API server.
+func (c *Cluster) as(t *testing.T, namespace, account string) *rest.Config {
+	t.Helper()
+	token := &authenticationv1.TokenRequest{}
+	must(t, c.client.SubResource("token").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: account}}, token))
+	config := rest.AnonymousClientConfig(c.config)
+	config.BearerToken = token.Status.Token
+	return config
+}
+
+func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
+	t.Parallel()
+	const home = deploy.Namespace
+	c := connectTo(t, Access{Kubeconfig: files.a})
+	for _, tc := range []struct {
+		account string
+		rights  []right
+	}{
+		{deploy.ManagerServiceAccount, []right{
+			{"get list watch update patch", "isthmus.net", "peerings", "", ""},
+			{"patch", "isthmus.net", "peerings/status", "", ""},
+			{"get list watch create update patch delete", "net.liqo.io", "networkconfigs tunnelendpoints natmappings", "", ""},
+			{"patch", "net.liqo.io", "networkconfigs/status", "", ""},
+			{"get list watch create update patch", "net.liqo.io", "ipamstorages", "", ""},
+			{"get list watch", "", "nodes namespaces", "", ""},
+			{"get", "networking.k8s.io", "servicecidrs", "", "kubernetes"},
+			{"create patch", "", "events", "", ""},
+			{"create patch", "events.k8s.io", "events", "", ""},
+			{"get list watch", "", "secrets", home, "wireguard-pubkey"},
+			{"get list watch", "", "configmaps services", home, ""},
+			{"get", "", "configmaps", "kube-system", "kubeadm-config"},
+			{"create", "coordination.k8s.io", "leases", home, ""},
+			{"get update", "coordination.k8s.io", "leases", home, "isthmus-manager"},
+		}},
+		{deploy.GatewayServiceAccount, []right{
+			{"get list watch", "net.liqo.io", "tunnelendpoints natmappings", "", ""},
+			{"patch", "net.liqo.io", "tunnelendpoints/status", "", ""},
+			{"get", "", "namespaces", "", "kube-system"},
+			{"create", "", "secrets", home, ""},
+			{"get list watch", "", "secrets", home, "wireguard-pubkey"},
+			{"list", "", "configmaps", home, ""},
+			{"list watch patch", "", "pods services", home, ""},
+			{"create", "coordination.k8s.io", "leases", home, ""},
+			{"get list watch update", "coordination.k8s.io", "leases", home, "isthmus-gateway"},
+		}},
+		{deploy.RouteAgentServiceAccount, []right{
+			{"get list watch", "net.liqo.io", "tunnelendpoints", "", ""},
+			{"get list watch", "", "nodes", "", ""},
+			{"list watch", "", "pods", "", ""},
+		}},
+	} {
+		t.Run(tc.account, func(t *testing.T) {
+			sweep(t, c, c.as(t, home, tc.account), []string{home, "kube-system", "default"}, tc.rights)
+		})
+	}
+}
+
+func TestTheManagerReadsItsIdentityInATenantNamespaceAndNoOtherSecret(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "keys")
+	must(t, p.a.client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: deploy.ManagerServiceAccount}}))
+	must(t, p.peer(t))
+	here := p.b.Identity.TenantNamespace()
+	sweep(t, p.a, p.a.as(t, p.a.Namespace, deploy.ManagerServiceAccount), []string{here, p.a.Namespace, deploy.Namespace}, []right{
+		{"get list watch patch", "", "secrets", here, isthmus.DefaultIdentitySecret},
+	})
+}

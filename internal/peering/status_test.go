@@ -1,0 +1,198 @@
+package peering
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+// conditions makes those of a Peering: "Type=Status(Reason) message", the rest True.
+func conditions(ready string, others ...string) []metav1.Condition {
+	set := map[string]string{isthmus.ConditionReady: ready}
+	for _, o := range others {
+		name, rest, _ := strings.Cut(o, "=")
+		set[name] = rest
+	}
+	var all []metav1.Condition
+	for _, t := range append([]string{isthmus.ConditionReady}, steps...) {
+		c := metav1.Condition{Type: t, Status: metav1.ConditionTrue, Reason: "Fine", ObservedGeneration: 1}
+		if text, ok := set[t]; ok && text != "True" {
+			status, rest, _ := strings.Cut(text, "(")
+			reason, message, _ := strings.Cut(rest, ") ")
+			c.Status, c.Reason, c.Message = metav1.ConditionStatus(status), strings.TrimSuffix(reason, ")"), message
+		}
+		all = append(all, c)
+	}
+	return all
+}
+
+func TestTheFirstProblemIsTheOneToActOn(t *testing.T) {
+	for _, tc := range []struct {
+		name       string
+		generation int64
+		conditions []metav1.Condition
+		want       string // "" none
+	}{
+		{"all is well", 1, conditions("True"), ""},
+		{"not looked at yet", 1, nil, "Ready is Unknown (Unknown): the manager has not looked at it yet"},
+		{"of an older generation", 2, conditions("True"), "Ready is Unknown (Unknown): the manager has not looked at it yet, as it is now"},
+		{"the earliest step counts", 1, conditions("False(NotReady) x", "Connected=Unknown(Unknown)", "Published=False(Forbidden) quota"), "Published is False (Forbidden): quota"},
+		{"Ready knows better", 1, conditions("False(Conflict) another Peering", "IdentityReady=Unknown(Unknown)"), "Ready is False (Conflict): another Peering"},
+		{"only Ready", 1, conditions("False(LocalSetup) no key"), "Ready is False (LocalSetup): no key"},
+	} {
+		p := &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Generation: tc.generation}, Status: isthmus.PeeringStatus{Conditions: tc.conditions}}
+		got := ""
+		if c := FirstProblem(p); c != nil {
+			got = problem(c)
+		}
+		if got != tc.want {
+			t.Errorf("%s: %q, want %q", tc.name, got, tc.want)
+		}
+	}
+}
+
+func TestStatusIsATableWithoutSurprises(t *testing.T) {
+	peerings := []isthmus.Peering{
+		{ObjectMeta: metav1.ObjectMeta{Name: "b-1a2b3c", Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "B", ClusterName: "b"},
+			TenantNamespace: isthmus.TenantNamespace{Local: "liqo-tenant-b-1a2b3c"}},
+			Status: isthmus.PeeringStatus{Conditions: conditions("True"), Local: isthmus.Networks{PodCIDRSeen: "10.246.0.0/16", ExternalCIDRSeen: "10.247.0.0/16"},
+				Remote: isthmus.Networks{PodCIDRSeen: "10.60.0.0/20", ExternalCIDRSeen: "10.61.0.0/20"}, Endpoint: "192.0.2.2:5871", Latency: "700µs"}},
+		{ObjectMeta: metav1.ObjectMeta{Name: "c-4d5e6f", Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "C", ClusterName: "c"}},
+			Status: isthmus.PeeringStatus{Conditions: conditions("False(NotReady) see there", "Answered=False(Invalid) \x1b]0;title\a\n\u202edesrever"),
+				Endpoint: "evil\tcell\u009b1m"}},
+	}
+	s := Status{Cluster: v1alpha1.ClusterIdentity{ClusterID: "A", ClusterName: "a"}, Manager: Holder{Problem: "Lease x/y is not there"},
+		Gateways: []GatewayPod{{Pod: "gateway-1", Node: "a-node1"}}}
+	for i := range peerings {
+		s.Peerings = append(s.Peerings, peeringStatus(&peerings[i]))
+	}
+	var b strings.Builder
+	must(t, s.Print(&b, false))
+	const want = `cluster a (A)
+manager none: Lease x/y is not there
+gateway gateway-1 on node a-node1
+
+PEERING   CLUSTER  READY  THEIR PODS HERE  OUR PODS THERE  ENDPOINT                 LATENCY  REASON
+b-1a2b3c  b        yes    10.60.0.0/20     10.246.0.0/16   192.0.2.2:5871           700µs    Fine
+c-4d5e6f  c        no     -                -               evil\u0009cell\u009b1m  -        NotReady
+c-4d5e6f: Answered is False (Invalid): \u001b]0;title\u0007\u000a\u202edesrever
+`
+	if got := b.String(); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+	b.Reset()
+	must(t, s.Print(&b, true))
+	contains(t, b.String(), "OUR EXTERNAL THERE\n", "liqo-tenant-b-1a2b3c  10.61.0.0/20         10.247.0.0/16\n")
+	if s.Ready() {
+		t.Error("c is not ready")
+	}
+	if s.Peerings = s.Peerings[:1]; !s.Ready() {
+		t.Error("b is")
+	}
+	b.Reset()
+	must(t, Status{}.Print(&b, false))
+	contains(t, b.String(), "no peerings")
+}
+
+func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
+	now := time.Date(2026, 11, 21, 12, 0, 0, 0, time.UTC)
+	held := func(by string, ago time.Duration) coordinationv1.LeaseSpec {
+		return coordinationv1.LeaseSpec{HolderIdentity: &by, LeaseDurationSeconds: new(int32(15)), RenewTime: &metav1.MicroTime{Time: now.Add(-ago)}}
+	}
+	for _, tc := range []struct {
+		lease   coordinationv1.LeaseSpec
+		holder  string
+		problem string
+	}{
+		{held("m", 10*time.Second), "m", ""},
+		{held("m", 40*time.Second), "m", ""}, // the clocks of two machines
+		{held("m", -time.Hour), "m", ""},
+		{held("m", time.Minute), "", "L was last renewed by m at 2026-11-21T11:59:00Z"},
+		{held("", time.Second), "", "L is held by nobody"},
+		{coordinationv1.LeaseSpec{}, "", "L is held by nobody"},
+	} {
+		if got := holder("L", tc.lease, now); got.Name != tc.holder || got.Problem != tc.problem {
+			t.Errorf("%v: %+v", tc, got)
+		}
+	}
+}
+
+func TestAnIdentityIsChosenOnceAndForEver(t *testing.T) {
+	id := func(id, name string) v1alpha1.ClusterIdentity {
+		return v1alpha1.ClusterIdentity{ClusterID: id, ClusterName: name}
+	}
+	have := id("X", "x")
+	for _, tc := range []struct {
+		have       *v1alpha1.ClusterIdentity
+		wish, want v1alpha1.ClusterIdentity
+		err        string
+	}{
+		{nil, id("", "a"), id("uid", "a"), ""},
+		{nil, id("me", "a"), id("me", "a"), ""},
+		{nil, id("me", ""), id("", ""), "want --cluster-name"},
+		{nil, id("me", "Größe"), id("", ""), "cluster name Größe: want lower case letters"},
+		{nil, id("me", "a.b"), id("", ""), "want lower case letters"},
+		{nil, id("me", strings.Repeat("a", 45)), id("", ""), "at most 44"},
+		{nil, id("me and you", "a"), id("", ""), "cluster ID me and you: want"},
+		{&have, id("", ""), have, ""},
+		{&have, id("X", ""), have, ""},
+		{&have, id("", "y"), id("", ""), "it is x (X) already, not y (X)"},
+	} {
+		got, err := chooseIdentity(tc.have, tc.wish, "uid")
+		if tc.err == "" && (err != nil || got != tc.want) || tc.err != "" && (err == nil || !strings.Contains(err.Error(), tc.err)) {
+			t.Errorf("%v, %v: %v, %v", tc.have, tc.wish, got, err)
+		}
+	}
+	if longest := id("X", strings.Repeat("a", 44)).TenantNamespace(); len(longest) > 63 {
+		t.Errorf("%s is no namespace", longest)
+	}
+}
+
+func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
+	t.Parallel()
+	c := connectTo(t, Access{Kubeconfig: files.a})
+	var said []string
+	o := InstallOptions{Service: "NodePort", Port: 5871, Report: func(line string) { said = append(said, line) }}
+	must(t, c.Install(t.Context(), o))
+	for _, line := range said {
+		if !strings.HasSuffix(line, " unchanged") {
+			t.Error(line)
+		}
+	}
+	if c.Identity.ClusterName != "a" || c.Identity.ClusterID != c.uid {
+		t.Errorf("it is %v", c.Identity)
+	}
+	said = nil
+	o.Identity.ClusterID = "another"
+	if err := c.Install(t.Context(), o); err == nil || !strings.Contains(err.Error(), "already") || said != nil {
+		t.Errorf("%v, %v", err, said)
+	}
+}
+
+func TestManifestsMoveIntoAnotherNamespace(t *testing.T) {
+	all, err := manifests(deploy.Files, "elsewhere")
+	must(t, err)
+	for i, u := range all {
+		text, err := u.MarshalJSON()
+		must(t, err)
+		if strings.Contains(string(text), `"`+deploy.Namespace+`"`) {
+			t.Errorf("%s still says %s", describe(u), deploy.Namespace)
+		}
+		if strings.Contains(string(text), `"*"`) || strings.Contains(string(text), `"deletecollection"`) {
+			t.Errorf("%s allows everything", describe(u))
+		}
+		if i > 0 && rank(all[i-1]) > rank(u) {
+			t.Errorf("%s comes after %s", describe(u), describe(all[i-1]))
+		}
+	}
+	if all[0].GetName() != "elsewhere" || all[1].GetKind() != "CustomResourceDefinition" {
+		t.Errorf("begins with %s, %s", describe(all[0]), describe(all[1]))
+	}
+}
