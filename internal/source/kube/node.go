@@ -36,7 +36,7 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 	if err != nil {
 		return err
 	}
-	objects, err := newObjects(config, map[client.Object]cache.ByObject{
+	kinds := map[client.Object]cache.ByObject{
 		&v1alpha1.TunnelEndpoint{}: {},
 		&corev1.Node{}:             {Transform: slimNode},
 		&corev1.Pod{}: {
@@ -46,16 +46,7 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 				fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
 				fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))),
 		},
-	}, log)
-	if err != nil {
-		return err
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	var group sync.WaitGroup
-	defer group.Wait()
-	defer cancel()
-	group.Go(func() { _ = objects.Start(ctx) }) // it only ends with ctx
-
 	look, said := newSignal(), ""
 	waiting := func(err error) {
 		if text := err.Error(); text != said {
@@ -63,6 +54,20 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 			log.Warn("waiting for the API server", "error", err)
 		}
 	}
+	var objects *objects
+	err = retry(ctx, waiting, func() (err error) { // it asks the API server whether it has the kinds
+		objects, err = newObjects(config, kinds, log)
+		return err
+	})
+	if err != nil {
+		return nil // ctx has ended
+	}
+	ctx, cancel := context.WithCancel(ctx)
+	var group sync.WaitGroup
+	defer group.Wait()
+	defer cancel()
+	group.Go(func() { _ = objects.Start(ctx) }) // it only ends with ctx
+
 	if err := objects.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}, &v1alpha1.TunnelEndpoint{}); err != nil {
 		return nil // ctx has ended
 	}
