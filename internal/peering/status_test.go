@@ -79,8 +79,8 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 manager none: Lease x/y is not there
 gateway gateway-1 on node a-node1
 
-PEERING   CLUSTER  READY  THEIR PODS HERE  OUR PODS THERE  ENDPOINT                 LATENCY  REASON
-b-1a2b3c  b        yes    10.60.0.0/20     10.246.0.0/16   192.0.2.2:5871           700µs    Fine
+PEERING   CLUSTER  READY  THEIR PODS HERE  OUR PODS THERE  ENDPOINT                LATENCY  REASON
+b-1a2b3c  b        yes    10.60.0.0/20     10.246.0.0/16   192.0.2.2:5871          700µs    Fine
 c-4d5e6f  c        no     -                -               evil\u0009cell\u009b1m  -        NotReady
 c-4d5e6f: Answered is False (Invalid): \u001b]0;title\u0007\u000a\u202edesrever
 `

@@ -1,0 +1,216 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmusv1alpha1 "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// noCluster makes the environment one without any kubeconfig.
+func noCluster(t *testing.T) {
+	t.Helper()
+	t.Setenv("KUBECONFIG", filepath.Join(t.TempDir(), "none"))
+	t.Setenv("KUBERNETES_SERVICE_HOST", "")
+}
+
+// unreachableCluster is a kubeconfig for an API server that is not there.
+func unreachableCluster(t *testing.T) (path string) {
+	t.Helper()
+	path = filepath.Join(t.TempDir(), "kubeconfig")
+	const text = `{apiVersion: v1, kind: Config, current-context: gone, contexts: [{name: gone, context: {cluster: c}}],
+		clusters: [{name: c, cluster: {server: "https://127.0.0.1:1"}}]}`
+	if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func TestCommandsForClustersSayWhatTheyWant(t *testing.T) {
+	noCluster(t)
+	gone := unreachableCluster(t)
+	for _, tc := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"peer"}, "want --remote-context"},
+		{[]string{"peer", "--remote-context", "b", "--timeout", "-1s"}, "--timeout -1s: want a duration"},
+		{[]string{"peer", "--remote-context", "b", "-o", "wide"}, "want json or yaml"},
+		{[]string{"peer", "extra"}, "unknown command"},
+		{[]string{"peer", "--remote-context", "b"}, "no kubeconfig: want --kubeconfig"},
+		{[]string{"peer", "--kubeconfig", gone, "--remote-context", "nope"}, "no context nope"},
+		{[]string{"peer", "--kubeconfig", "/no/such/file", "--remote-context", "b"}, "kubeconfig /no/such/file: no such file"},
+		{[]string{"peer", "--kubeconfig", gone, "--remote-context", "gone"}, "gone: namespace kube-system: unreachable"},
+		{[]string{"peer", "--kubeconfig", gone, "--remote-context", "gone", "--server", "http://192.0.2.1"}, "API server http://192.0.2.1: want a URL"},
+		{[]string{"unpeer"}, "want the NAME of a Peering, or --remote-context"},
+		{[]string{"unpeer", "b", "--timeout", "0s"}, "--timeout 0s: want a duration"},
+		{[]string{"unpeer", "b", "c"}, "accepts at most 1"},
+		{[]string{"unpeer", "--kubeconfig", gone, "b"}, "unreachable"},
+		{[]string{"install", "--gateway-service", "ClusterIP"}, "want none, NodePort or LoadBalancer"},
+		{[]string{"install", "--gateway-port", "70000"}, "--gateway-port 70000: want 1 to 65535"},
+		{[]string{"install", "--kubeconfig", gone, "--cluster-name", "a"}, "unreachable"},
+		{[]string{"status", "--kubeconfig", gone}, "unreachable"},
+		{[]string{"status", "--context", "x"}, "no context x"},
+	} {
+		out, errs, code := isthmus("", tc.args...)
+		if code != 2 || !strings.Contains(errs, tc.want) || out != "" {
+			t.Errorf("%q: code %d, stderr %q, stdout %q", tc.args, code, errs, out)
+		}
+	}
+}
+
+func TestStatusIsAboutTheClusterWhereThereIsOne(t *testing.T) {
+	noCluster(t)
+	ask := func(want string, args ...string) {
+		t.Helper()
+		if _, errs, code := isthmus("", append([]string{"status"}, args...)...); code != 2 || !strings.Contains(errs, want) {
+			t.Errorf("%q: code %d, %s", args, code, errs)
+		}
+	}
+	const gateway = "gateway at 127.0.0.1:"
+	ask(gateway)
+	t.Setenv("KUBECONFIG", unreachableCluster(t))
+	ask("gone: namespace kube-system: unreachable")
+	ask(gateway, "--gateway")
+	ask(gateway, "--address", "127.0.0.1:1")
+	ask(gateway, "--flows", "3")
+}
+
+func TestTwoClustersByTheCommandLine(t *testing.T) {
+	if testing.Short() {
+		t.Skip("starts two API servers")
+	}
+	config := twoClusters(t)
+	t.Setenv("KUBECONFIG", config)
+	run := func(code int, wants string, args ...string) string {
+		t.Helper()
+		out, errs, got := isthmus("", args...)
+		if got != code {
+			t.Fatalf("%q: code %d, want %d\n%s%s", args, got, code, out, errs)
+		}
+		for want := range strings.SplitSeq(wants, "|") {
+			if !strings.Contains(out+errs, want) {
+				t.Errorf("%q: no %q in\n%s%s", args, want, out, errs)
+			}
+		}
+		return out
+	}
+	run(1, "a: namespace isthmus-system has no ConfigMap|run `isthmus install --context a --cluster-name NAME`", "peer", "--context", "a", "--remote-context", "b")
+	run(1, "want --cluster-name", "install", "--context", "a")
+	run(0, "a: Namespace isthmus-system created|CustomResourceDefinition peerings.isthmus.net created|Service isthmus-system/isthmus-gateway created",
+		"install", "--context", "a", "--cluster-name", "a", "--gateway-service", "NodePort")
+	run(0, "b: Role isthmus-system/isthmus-gateway created", "install", "--context", "b", "--cluster-name", "b", "--cluster-id", "bbbb")
+	if out := run(0, "", "install", "--context", "a"); strings.Contains(out, "created") || strings.Contains(out, "changed\n") && !strings.Contains(out, "unchanged\n") {
+		t.Errorf("the second time:\n%s", out)
+	}
+	run(1, "a: no manager is at work: Lease isthmus-system/isthmus-manager is not there|b: no manager", "peer", "--context", "a", "--remote-context", "b")
+	run(0, "cluster a (|manager none|no peerings", "status", "--context", "a")
+
+	a, b := clientOf(t, config, "a"), clientOf(t, config, "b")
+	for _, c := range []client.Client{a, b} {
+		if err := c.Create(t.Context(), &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "isthmus-manager"},
+			Spec: coordinationv1.LeaseSpec{HolderIdentity: new("m"), LeaseDurationSeconds: new(int32(3600)), RenewTime: &metav1.MicroTime{Time: time.Now()}}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	run(1, "a: Peering b-|has an identity at b until|not peered within 300ms|a: Ready is Unknown (Unknown): the manager has not looked at it yet|b: Ready",
+		"peer", "--context", "a", "--remote-context", "b", "--timeout", "300ms")
+	run(1, "PEERING|b-|manager m\n|the manager has not looked at it yet", "status", "--context", "a")
+
+	for _, c := range []client.Client{a, b} {
+		var list isthmusv1alpha1.PeeringList
+		if err := c.List(t.Context(), &list); err != nil || len(list.Items) != 1 {
+			t.Fatal(err, list)
+		}
+		p := list.Items[0]
+		p.Status.Conditions = []metav1.Condition{{Type: "Ready", Status: "True", Reason: "Connected", ObservedGeneration: p.Generation, LastTransitionTime: metav1.Now()}}
+		p.Status.Latency = "0.7ms"
+		if err := c.Status().Update(t.Context(), &p); err != nil {
+			t.Fatal(err)
+		}
+	}
+	run(0, "a and b are peered", "peer", "--context", "a", "--remote-context", "b")
+	out, _, code := isthmus("", "peer", "--context", "b", "--remote-context", "a", "-o", "json")
+	var both map[string]isthmusv1alpha1.Peering
+	if err := json.Unmarshal([]byte(out), &both); err != nil || code != 0 || both["remote"].Spec.Cluster.ClusterName != "b" {
+		t.Errorf("code %d, %v:\n%s", code, err, out)
+	}
+	run(0, "yes|0.7ms", "status", "--context", "a")
+	run(0, "latency: 0.7ms|ready: true|clusterName: b", "status", "--context", "a", "-o", "yaml")
+	run(0, "CLUSTER ID|bbbb", "status", "--context", "a", "-o", "wide")
+	run(0, "a: Peering b-|deleted|a and b are not peered any more", "unpeer", "--context", "a", "--remote-context", "b")
+	run(0, "nothing to do", "unpeer", "--context", "a", "b")
+	run(0, "no peerings", "status", "--context", "b")
+}
+
+// twoClusters starts two API servers and returns a kubeconfig with contexts a and b.
+func twoClusters(t *testing.T) (path string) {
+	t.Helper()
+	kube, err := kubetest.Build(t.Context(), os.Stderr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	path = filepath.Join(t.TempDir(), "kubeconfig")
+	servers, errs := [2]*kubetest.Server{}, [2]error{}
+	var group sync.WaitGroup
+	for i, name := range []string{"a", "b"} {
+		group.Go(func() {
+			servers[i], errs[i] = kubetest.Start(context.Background(), kubetest.Options{Name: name, Dir: kube, Controllers: true})
+		})
+	}
+	group.Wait()
+	for i, s := range servers {
+		if errs[i] != nil {
+			t.Fatal(errs[i])
+		}
+		t.Cleanup(func() { _ = s.Stop() })
+	}
+	all, err := clientcmd.Load(servers[0].Kubeconfig())
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := clientcmd.Load(servers[1].Kubeconfig())
+	if err != nil {
+		t.Fatal(err)
+	}
+	all.Clusters["b"], all.AuthInfos["b"], all.Contexts["b"] = other.Clusters["b"], other.AuthInfos["b"], other.Contexts["b"]
+	if err := clientcmd.WriteToFile(*all, path); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
+func clientOf(t *testing.T, path, context string) client.Client {
+	t.Helper()
+	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(&clientcmd.ClientConfigLoadingRules{ExplicitPath: path},
+		&clientcmd.ConfigOverrides{CurrentContext: context}).ClientConfig()
+	if err != nil {
+		t.Fatal(err)
+	}
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, isthmusv1alpha1.AddToScheme} {
+		if err := add(scheme); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c, err := client.New(config, client.Options{Scheme: scheme})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
