@@ -1,0 +1,279 @@
+package ipam
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+)
+
+// special are the networks that can belong to no cluster's pods, as in package
+// fabric. 240.0.0.0/4 is not among them: clusters do use it for pods.
+var special = []netip.Prefix{
+	netip.MustParsePrefix("0.0.0.0/8"),
+	netip.MustParsePrefix("127.0.0.0/8"),
+	netip.MustParsePrefix("169.254.0.0/16"),
+	netip.MustParsePrefix("224.0.0.0/4"),
+	netip.MustParsePrefix("255.255.255.255/32"),
+	netip.MustParsePrefix("::/8"),
+	netip.MustParsePrefix("100::/64"),
+	netip.MustParsePrefix("fe80::/10"),
+	netip.MustParsePrefix("ff00::/8"),
+}
+
+// A Conflict is an overlap that came about after a network was given out, because
+// something about this cluster changed since, or by an edit.
+type Conflict struct {
+	Peer    string       // whose network it is, as used here; empty: ours
+	Network string       // "PodCIDR", "ServiceCIDR" or "ExternalCIDR"
+	Prefix  netip.Prefix // zero: no ExternalCIDR could be chosen
+	With    string       // what it overlaps, such as "our ServiceCIDR"
+	Other   netip.Prefix
+}
+
+// String is a sentence for people.
+func (c Conflict) String() string {
+	if !c.Prefix.IsValid() {
+		return "no ExternalCIDR: " + c.With
+	}
+	whose := "our " + c.Network
+	if c.Peer != "" {
+		whose = c.Network + " of peer " + c.Peer
+	}
+	return fmt.Sprintf("%s, %v here, overlaps %s, %v", whose, c.Prefix, c.With, c.Other)
+}
+
+// Configure says what is true of this cluster now. It may be called at any time:
+// networks that were given out stay where they are, and so does an ExternalCIDR
+// that was chosen while there was any peer. The conflicts are those of Conflicts.
+//
+// When the ExternalCIDR changes, mapped endpoints keep their host bits if it has
+// the same length, and get new addresses otherwise. Answers of peers that no
+// longer fit the length of our networks are forgotten until they answer again.
+func (b Book) Configure(c Config) (Book, []Conflict) {
+	if c.Pools == nil {
+		c.Pools = DefaultPools()
+	}
+	own := Config{
+		PodCIDR:      c.PodCIDR.Masked(),
+		ServiceCIDR:  c.ServiceCIDR.Masked(),
+		ExternalCIDR: c.ExternalCIDR.Masked(),
+		Pools:        networks(c.Pools),
+		Reserved:     networks(c.Reserved),
+		Nodes:        slices.Clone(c.Nodes),
+	}
+	slices.SortFunc(own.Reserved, comparePrefix)
+	own.Reserved = slices.Compact(own.Reserved)
+	slices.SortFunc(own.Nodes, netip.Addr.Compare)
+	own.Nodes = slices.Compact(own.Nodes)
+
+	was := b.own.ExternalCIDR
+	b.own = own
+	b.fill()
+	if !own.ExternalCIDR.IsValid() {
+		b.own.ExternalCIDR = b.chooseExternal(was)
+		b.taken = b.taken.with(b.own.ExternalCIDR)
+	}
+	b.readdress(was)
+	return b, b.Conflicts()
+}
+
+func networks(list []netip.Prefix) []netip.Prefix {
+	out := make([]netip.Prefix, 0, len(list))
+	for _, p := range list {
+		if p.IsValid() {
+			out = append(out, p.Masked())
+		}
+	}
+	return out
+}
+
+func comparePrefix(a, b netip.Prefix) int {
+	return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
+}
+
+// fill makes the trees of networks out of the rest of the Book.
+func (b *Book) fill() {
+	b.taken, b.nodes = tree{}, tree{}
+	for o := range b.obstacles {
+		if o.node {
+			b.nodes = b.nodes.with(o.prefix)
+		} else {
+			b.taken = b.taken.with(o.prefix)
+		}
+	}
+	for _, p := range b.peers {
+		b.taken = b.taken.with(p.Pod).with(p.External)
+	}
+}
+
+// chooseExternal picks our ExternalCIDR as Liqo does. The former one stays if it
+// is not in the way, or once there are peers that may know it.
+func (b *Book) chooseExternal(was netip.Prefix) netip.Prefix {
+	pod := b.own.PodCIDR
+	if was.IsValid() && (len(b.peers) > 0 || !pod.IsValid() || fits(was, pod) && b.free(was)) {
+		return was
+	}
+	if !pod.IsValid() {
+		return netip.Prefix{}
+	}
+	chosen, _ := b.allocate(pod)
+	return chosen
+}
+
+// readdress makes everything that depends on our own networks fit them again,
+// after the ExternalCIDR was another one.
+func (b *Book) readdress(was netip.Prefix) {
+	external := b.own.ExternalCIDR
+	peers := make(map[string]*peer, len(b.peers))
+	endpoints := make(map[netip.Addr]*endpoint)
+	b.addresses = tree{}.with(host(external.Addr())).with(host(firstHost(external))).with(host(lastAddr(external)))
+
+	for _, real := range slices.SortedFunc(maps.Keys(b.endpoints), netip.Addr.Compare) {
+		e := *b.endpoints[real]
+		e.peers = 0
+		switch {
+		case external == was:
+		case !external.IsValid() || external.Addr().BitLen() != real.BitLen() || external.Contains(real):
+			continue
+		case external.Bits() == was.Bits():
+			e.addr = move(e.addr, external)
+		default:
+			addr, ok := b.addresses.lowest(external)
+			if !ok {
+				continue
+			}
+			e.addr = addr
+		}
+		b.addresses = b.addresses.with(host(e.addr))
+		endpoints[real] = &e
+	}
+	for id, old := range b.peers {
+		p := *old
+		if p.podSeen.IsValid() && !fits(p.podSeen, b.own.PodCIDR) {
+			p.podSeen = netip.Prefix{}
+		}
+		if p.externalSeen.IsValid() && !fits(p.externalSeen, external) {
+			p.externalSeen = netip.Prefix{}
+		}
+		p.endpoints = nil
+		for real := range old.endpoints {
+			if e := endpoints[real]; e != nil && p.externalSeen.IsValid() {
+				p.endpoints = withKey(p.endpoints, real)
+				e.peers++
+			}
+		}
+		if external == was && p.podSeen == old.podSeen && p.externalSeen == old.externalSeen && len(p.endpoints) == len(old.endpoints) {
+			peers[id] = old // so that Changed does not name it
+		} else {
+			peers[id] = &p
+		}
+	}
+	for real, e := range endpoints {
+		if e.peers == 0 {
+			b.addresses = b.addresses.without(host(e.addr))
+			delete(endpoints, real)
+		}
+	}
+	b.peers, b.endpoints = peers, endpoints
+}
+
+// An obstacle is something that no peer's network may overlap.
+type obstacle struct {
+	name   string
+	prefix netip.Prefix
+	node   bool
+}
+
+// obstacles yields everything but the networks of peers.
+func (b *Book) obstacles(yield func(obstacle) bool) {
+	all := func(name string, prefixes ...netip.Prefix) bool {
+		for _, p := range prefixes {
+			if p.IsValid() && !yield(obstacle{name: name, prefix: p}) {
+				return false
+			}
+		}
+		return true
+	}
+	if !all("our PodCIDR", b.own.PodCIDR) || !all("our ServiceCIDR", b.own.ServiceCIDR) || !all("our ExternalCIDR", b.own.ExternalCIDR) ||
+		!all("a reserved network", b.own.Reserved...) || !all("a special range", special...) {
+		return
+	}
+	for _, addr := range b.own.Nodes {
+		if addr.IsValid() && !yield(obstacle{name: "the address of a node", prefix: host(addr), node: true}) {
+			return
+		}
+	}
+}
+
+// Conflicts returns all overlaps that there are now, ours first, then sorted by
+// peer; for each network of a peer the first one.
+func (b Book) Conflicts() []Conflict {
+	var conflicts []Conflict
+	own := b.own
+	if !own.ExternalCIDR.IsValid() && own.PodCIDR.IsValid() {
+		conflicts = append(conflicts, Conflict{Network: "ExternalCIDR",
+			With: fmt.Sprintf("no %s is free in %v", length(own.PodCIDR), b.own.Pools)})
+	}
+	ours := []Conflict{{Network: "PodCIDR", Prefix: own.PodCIDR}, {Network: "ServiceCIDR", Prefix: own.ServiceCIDR}, {Network: "ExternalCIDR", Prefix: own.ExternalCIDR}}
+	for i, n := range ours {
+		for o := range b.obstacles {
+			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // or said by a later one
+			// Nodes among pods are normal: clouds give both addresses out of one network.
+			if !itself && n.Prefix.Overlaps(o.prefix) && (!o.node || n.Network == "ExternalCIDR") {
+				n.With, n.Other = o.name, o.prefix
+				conflicts = append(conflicts, n)
+			}
+		}
+	}
+	for _, id := range b.Peers() {
+		p := b.peers[id]
+		for _, n := range []Conflict{{Peer: id, Network: "PodCIDR", Prefix: p.Pod}, {Peer: id, Network: "ExternalCIDR", Prefix: p.External}} {
+			if !n.Prefix.IsValid() || !b.taken.without(n.Prefix).overlaps(n.Prefix) && !b.nodes.overlaps(n.Prefix) {
+				continue
+			}
+			n.With, n.Other = b.holder(n.Prefix, id)
+			conflicts = append(conflicts, n)
+		}
+	}
+	return conflicts
+}
+
+// holder says what overlaps p, leaving out the networks of one peer.
+func (b *Book) holder(p netip.Prefix, except string) (name string, prefix netip.Prefix) {
+	for o := range b.obstacles {
+		if o.prefix.Overlaps(p) {
+			return o.name, o.prefix
+		}
+	}
+	for _, id := range b.Peers() {
+		if other := b.peers[id]; id == except {
+			continue
+		} else if other.Pod.Overlaps(p) {
+			return "the network used for the pods of peer " + id, other.Pod
+		} else if other.External.Overlaps(p) {
+			return "the network used for the ExternalCIDR of peer " + id, other.External
+		}
+	}
+	return "nothing", netip.Prefix{}
+}
+
+func host(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }
+
+// lastAddr returns the broadcast address of p.
+func lastAddr(p netip.Prefix) netip.Addr {
+	if !p.IsValid() {
+		return netip.Addr{}
+	}
+	ones := netip.IPv6Unspecified().AsSlice()
+	for i := range ones {
+		ones[i] = 0xff
+	}
+	if p.Addr().Is4() {
+		return move(netip.AddrFrom4([4]byte(ones[:4])), p)
+	}
+	return move(netip.AddrFrom16([16]byte(ones)), p)
+}
+
+func length(p netip.Prefix) string { return fmt.Sprintf("/%d", p.Bits()) }

@@ -1,0 +1,209 @@
+package ipam
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// ErrNoConfiguration says that a peer has no networks here, or has not said yet
+// how it sees ours.
+var ErrNoConfiguration = errors.New("has no network configuration yet")
+
+// MapEndpoint returns the address by which the peer reaches our endpoint ip. A
+// pod's address is moved onto the network that the peer uses for our pods, and
+// nothing has to be remembered. Any other endpoint gets an address out of our
+// ExternalCIDR, one for all peers, which is moved onto the network that the peer
+// uses for that; asking again gives the same.
+//
+// The endpoint may lie anywhere but where nothing can be reached: in our own
+// ExternalCIDR or in a special range. An address in a network granted to a peer
+// is legal; that is how one cluster passes on pods of a third one.
+func (b Book) MapEndpoint(id string, ip netip.Addr) (Book, netip.Addr, error) {
+	p := b.peers[id]
+	if err := b.checkEndpoint(ip); err != nil {
+		return b, netip.Addr{}, err
+	}
+	switch inPods := b.own.PodCIDR.Contains(ip); {
+	case p == nil || inPods && !p.podSeen.IsValid() || !inPods && !p.externalSeen.IsValid():
+		return b, netip.Addr{}, fmt.Errorf("cluster %q %w", id, ErrNoConfiguration)
+	case inPods:
+		return b, move(ip, p.podSeen), nil
+	case ip.BitLen() != p.externalSeen.Addr().BitLen():
+		return b, netip.Addr{}, fmt.Errorf("endpoint %v: is not of the family of our ExternalCIDR, %v", ip, b.own.ExternalCIDR)
+	case ip == gatewayAddr(b.own.ExternalCIDR):
+		return b, move(firstHost(b.own.ExternalCIDR), p.externalSeen), nil
+	}
+
+	if e := b.endpoints[ip]; e != nil {
+		return b.mapTo(id, ip, e.addr), move(e.addr, p.externalSeen), nil
+	}
+	if len(b.endpoints) >= MaxEndpoints-1 {
+		return b, netip.Addr{}, &Refusal{v1alpha1.ReasonExhausted, "", fmt.Sprintf("endpoint %v: %d endpoints are mapped already, and there is no room for more",
+			ip, MaxEndpoints), ErrExhausted}
+	}
+	addr, ok := b.addresses.lowest(b.own.ExternalCIDR)
+	if !ok {
+		return b, netip.Addr{}, &Refusal{v1alpha1.ReasonExhausted, "", fmt.Sprintf("endpoint %v: no address is free in our ExternalCIDR, %v",
+			ip, b.own.ExternalCIDR), ErrExhausted}
+	}
+	return b.mapTo(id, ip, addr), move(addr, p.externalSeen), nil
+}
+
+// RestoreEndpoint maps the endpoint so that the peer reaches it by the address
+// that it knows already: seen, in the network that it uses for our ExternalCIDR.
+// It is for books that were lost. The Book is the same as before when the
+// endpoint has another address here, or that address is another endpoint's.
+func (b Book) RestoreEndpoint(id string, ip, seen netip.Addr) Book {
+	p := b.peers[id]
+	if p == nil || !p.externalSeen.Contains(seen) || b.checkEndpoint(ip) != nil || ip.BitLen() != seen.BitLen() || len(b.endpoints) >= MaxEndpoints-1 {
+		return b
+	}
+	addr := move(seen, b.own.ExternalCIDR)
+	if e := b.endpoints[ip]; e != nil && e.addr != addr || e == nil && b.addresses.overlaps(host(addr)) {
+		return b
+	}
+	return b.mapTo(id, ip, addr)
+}
+
+// mapTo lets the peer have the endpoint at the address of our ExternalCIDR that
+// is free or this endpoint's.
+func (b Book) mapTo(id string, ip, addr netip.Addr) Book {
+	p := *b.peers[id]
+	if _, mapped := p.endpoints[ip]; mapped {
+		return b
+	}
+	next := endpoint{addr: addr, peers: 1}
+	if e := b.endpoints[ip]; e != nil {
+		next.peers += e.peers
+	} else {
+		b.addresses = b.addresses.with(host(addr))
+	}
+	endpoints := make(map[netip.Addr]*endpoint, len(b.endpoints)+1)
+	maps.Copy(endpoints, b.endpoints)
+	endpoints[ip] = &next
+	b.endpoints = endpoints
+	p.endpoints = withKey(maps.Clone(p.endpoints), ip)
+	return b.withPeer(id, &p)
+}
+
+// UnmapEndpoint undoes MapEndpoint for one peer. When it was the last one, the
+// address is free for another endpoint at once. What is not mapped, and the
+// gateway's own address, stay as they are.
+func (b Book) UnmapEndpoint(id string, ip netip.Addr) Book {
+	p := b.peers[id]
+	if p == nil {
+		return b
+	}
+	if _, mapped := p.endpoints[ip]; !mapped {
+		return b
+	}
+	changed := *p
+	changed.endpoints = maps.Clone(p.endpoints)
+	delete(changed.endpoints, ip)
+	b.endpoints = maps.Clone(b.endpoints)
+	b.drop(ip)
+	return b.withPeer(id, &changed)
+}
+
+// unmapAll takes the peer off all endpoints. The peer itself is not changed.
+func (b Book) unmapAll(p *peer) Book {
+	if len(p.endpoints) == 0 {
+		return b
+	}
+	b.endpoints = maps.Clone(b.endpoints)
+	for ip := range p.endpoints {
+		b.drop(ip)
+	}
+	return b
+}
+
+// drop takes one peer off an endpoint in a map that is b's alone.
+func (b *Book) drop(ip netip.Addr) {
+	e := *b.endpoints[ip]
+	if e.peers--; e.peers > 0 {
+		b.endpoints[ip] = &e
+		return
+	}
+	delete(b.endpoints, ip)
+	b.addresses = b.addresses.without(host(e.addr))
+}
+
+// HomePodIP returns how we see the pod of the peer that has the address ip there.
+func (b Book) HomePodIP(id string, ip netip.Addr) (netip.Addr, error) {
+	grant, ok := b.GrantOf(id)
+	switch {
+	case !ok:
+		return netip.Addr{}, fmt.Errorf("cluster %q %w", id, ErrNoConfiguration)
+	case !ip.IsValid() || ip.Zone() != "" || ip.BitLen() != grant.Pod.Addr().BitLen():
+		return netip.Addr{}, fmt.Errorf("pod %v: is not of the family of the network for the pods of cluster %q, %v", ip, id, grant.Pod)
+	}
+	return move(ip, grant.Pod), nil
+}
+
+// NatMapping returns what the NatMapping of the peer has to say. It is false
+// until the peer has both claimed its networks and answered.
+func (b Book) NatMapping(id string) (v1alpha1.NatMappingSpec, bool) {
+	p := b.peers[id]
+	if p == nil || !p.Pod.IsValid() || !p.externalSeen.IsValid() {
+		return v1alpha1.NatMappingSpec{}, false
+	}
+	mappings := make(v1alpha1.EndpointMap, len(p.endpoints)+1)
+	mappings[gatewayAddr(b.own.ExternalCIDR).String()] = move(firstHost(b.own.ExternalCIDR), p.externalSeen).String()
+	for ip := range p.endpoints {
+		mappings[ip.String()] = move(b.endpoints[ip].addr, p.externalSeen).String()
+	}
+	return v1alpha1.NatMappingSpec{
+		ClusterID:       id,
+		PodCIDR:         p.Pod.String(),
+		ExternalCIDR:    p.externalSeen.String(),
+		ClusterMappings: mappings,
+	}, true
+}
+
+// checkEndpoint says what is wrong with an endpoint that is to be mapped.
+func (b *Book) checkEndpoint(ip netip.Addr) error {
+	const want = "want an address that can be reached from our pod network"
+	switch {
+	case !ip.IsValid() || ip.Zone() != "" || ip.Is4In6():
+		return fmt.Errorf("endpoint %v: is no IP address without a zone and not in mapped form; %s", ip, want)
+	case b.own.ExternalCIDR.Contains(ip):
+		return fmt.Errorf("endpoint %v: is in our ExternalCIDR, %v, whose addresses stand for endpoints; %s", ip, b.own.ExternalCIDR, want)
+	case ip == gatewayAddr(b.own.ExternalCIDR):
+		return nil
+	}
+	for _, s := range special {
+		if s.Contains(ip) {
+			return fmt.Errorf("endpoint %v: is in the special range %v; %s", ip, s, want)
+		}
+	}
+	return nil
+}
+
+// gatewayAddr is the gateway's own address in the family of our ExternalCIDR.
+func gatewayAddr(external netip.Prefix) netip.Addr {
+	if external.IsValid() && !external.Addr().Is4() {
+		return fabric.GatewayAddr6
+	}
+	return fabric.GatewayAddr
+}
+
+// firstHost is the address that stands for the gateway, for the connection check.
+func firstHost(external netip.Prefix) netip.Addr {
+	if !external.IsValid() {
+		return netip.Addr{}
+	}
+	return fabric.FirstHost(external)
+}
+
+func withKey[K comparable](m map[K]struct{}, key K) map[K]struct{} {
+	if m == nil {
+		m = make(map[K]struct{})
+	}
+	m[key] = struct{}{}
+	return m
+}

@@ -1,0 +1,288 @@
+package ipam
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"strconv"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// Spec returns the whole Book, nodes apart, as text. Fields are never nil.
+// Liqo's prefixes stay empty: what they would say follows from the rest.
+func (b Book) Spec() v1alpha1.IpamStorageSpec {
+	spec := v1alpha1.IpamStorageSpec{
+		Prefixes:              map[string][]byte{},
+		Pools:                 texts(b.own.Pools),
+		ReservedSubnets:       texts(b.own.Reserved),
+		ClusterSubnets:        make(map[string]v1alpha1.Subnets, len(b.peers)),
+		ExternalCIDR:          text(b.own.ExternalCIDR),
+		EndpointMappings:      make(map[string]v1alpha1.EndpointMapping, len(b.endpoints)+1),
+		PodCIDR:               text(b.own.PodCIDR),
+		ServiceCIDR:           text(b.own.ServiceCIDR),
+		NatMappingsConfigured: make(map[string]v1alpha1.ConfiguredCluster),
+	}
+	for ip, e := range b.endpoints {
+		spec.EndpointMappings[ip.String()] = v1alpha1.EndpointMapping{
+			ExternalCIDROriginalIP: e.addr.String(),
+			ClusterMappings:        make(map[string]v1alpha1.ClusterMapping, e.peers),
+		}
+	}
+	gateway := v1alpha1.EndpointMapping{
+		ExternalCIDROriginalIP: firstHost(b.own.ExternalCIDR).String(),
+		ClusterMappings:        make(map[string]v1alpha1.ClusterMapping),
+	}
+	for id, p := range b.peers {
+		spec.ClusterSubnets[id] = v1alpha1.Subnets{
+			LocalNATPodCIDR:      nat(p.podSeen, b.own.PodCIDR),
+			RemotePodCIDR:        text(p.Pod),
+			LocalNATExternalCIDR: nat(p.externalSeen, b.own.ExternalCIDR),
+			RemoteExternalCIDR:   text(p.External),
+		}
+		if !p.externalSeen.IsValid() {
+			continue
+		}
+		gateway.ClusterMappings[id] = v1alpha1.ClusterMapping{ExternalCIDRNattedIP: move(firstHost(b.own.ExternalCIDR), p.externalSeen).String()}
+		spec.NatMappingsConfigured[id] = v1alpha1.ConfiguredCluster{}
+		for ip := range p.endpoints {
+			spec.EndpointMappings[ip.String()].ClusterMappings[id] = v1alpha1.ClusterMapping{
+				ExternalCIDRNattedIP: move(b.endpoints[ip].addr, p.externalSeen).String(),
+			}
+		}
+	}
+	if len(gateway.ClusterMappings) > 0 {
+		spec.EndpointMappings[gatewayAddr(b.own.ExternalCIDR).String()] = gateway
+	}
+	return spec
+}
+
+func text(p netip.Prefix) string {
+	if !p.IsValid() {
+		return ""
+	}
+	return p.String()
+}
+
+func texts(list []netip.Prefix) []string {
+	out := make([]string, len(list))
+	for i, p := range list {
+		out[i] = p.String()
+	}
+	return out
+}
+
+func nat(seen, own netip.Prefix) string {
+	if seen == own && own.IsValid() {
+		return v1alpha1.None
+	}
+	return text(seen)
+}
+
+// Read makes a Book out of what Spec wrote, or Liqo, or a person. The error names
+// the first field that makes no sense, in the order of their names. What follows
+// from other fields is not looked at: prefixes, natMappingsConfigured, and who
+// reaches the gateway's own address. Nodes are not part of it, so that Configure
+// has to say them again.
+func Read(spec *v1alpha1.IpamStorageSpec) (Book, error) {
+	if n := len(spec.ClusterSubnets); n > MaxPeers {
+		return Book{}, fmt.Errorf("spec.clusterSubnets: has %d peers; want at most %d", n, MaxPeers)
+	}
+	if n := len(spec.EndpointMappings); n > MaxEndpoints {
+		return Book{}, fmt.Errorf("spec.endpointMappings: has %d endpoints; want at most %d", n, MaxEndpoints)
+	}
+	var (
+		b    Book
+		r    reader
+		list = func(field string, values []string) (out []netip.Prefix) {
+			for i, v := range values {
+				out = append(out, r.prefix(fmt.Sprintf("%s[%d]", field, i), v))
+			}
+			return out
+		}
+	)
+	b.own.Pools = list("spec.pools", spec.Pools)
+	b.own.Reserved = list("spec.reservedSubnets", spec.ReservedSubnets)
+	slices.SortFunc(b.own.Reserved, comparePrefix)
+	b.own.Reserved = slices.Compact(b.own.Reserved)
+	b.own.PodCIDR = r.optional("spec.podCIDR", spec.PodCIDR)
+	b.own.ServiceCIDR = r.optional("spec.serviceCIDR", spec.ServiceCIDR)
+	b.own.ExternalCIDR = r.optional("spec.externalCIDR", spec.ExternalCIDR)
+	if r.err != nil {
+		return Book{}, r.err
+	}
+	b.peers = r.peers(spec.ClusterSubnets, &b.own)
+	b.endpoints = r.endpoints(spec.EndpointMappings, b.own.ExternalCIDR, b.peers)
+	if r.err != nil {
+		return Book{}, r.err
+	}
+	b.fill()
+	b.readdress(b.own.ExternalCIDR)
+	return b, nil
+}
+
+// A reader remembers the first thing that is wrong; after that its results are
+// of no use, but harmless.
+type reader struct{ err error }
+
+func (r *reader) fail(field, format string, args ...any) {
+	if r.err == nil {
+		r.err = fmt.Errorf("%s: %s", field, fmt.Sprintf(format, args...))
+	}
+}
+
+// quote prints what may be a megabyte of anything.
+func quote(s string) string {
+	if len(s) > 100 {
+		s = s[:100] + "..."
+	}
+	return strconv.Quote(s)
+}
+
+func (r *reader) prefix(field, value string) netip.Prefix {
+	p, err := netip.ParsePrefix(value)
+	if err != nil || p != p.Masked() || p.String() != value {
+		r.fail(field, "%s is not a network in canonical CIDR notation, such as 10.244.0.0/16", quote(value))
+		return netip.Prefix{}
+	}
+	return p
+}
+
+func (r *reader) optional(field, value string) netip.Prefix {
+	if value == "" {
+		return netip.Prefix{}
+	}
+	return r.prefix(field, value)
+}
+
+// network reads an optional network that pods can have.
+func (r *reader) network(field, value string) netip.Prefix {
+	p := r.optional(field, value)
+	if p.IsValid() {
+		if wrong := checkNetwork(p); wrong != "" {
+			r.fail(field, "%s", wrong)
+		}
+	}
+	return p
+}
+
+// seen reads how a peer sees one of our networks.
+func (r *reader) seen(field, value string, own netip.Prefix, ownField string) netip.Prefix {
+	if value == "" {
+		return netip.Prefix{}
+	}
+	if !own.IsValid() {
+		r.fail(field, "is %s, but %s is empty; want both or none", quote(value), ownField)
+		return netip.Prefix{}
+	}
+	if value == v1alpha1.None {
+		value = own.String()
+	}
+	p := r.network(field, value)
+	if r.err == nil && !fits(p, own) {
+		r.fail(field, "%v does not have the family and length of %s, %v; want a %s", p, ownField, own, length(own))
+	}
+	return p
+}
+
+func (r *reader) peers(subnets map[string]v1alpha1.Subnets, own *Config) map[string]*peer {
+	peers := make(map[string]*peer, len(subnets))
+	var granted tree
+	for _, id := range slices.Sorted(maps.Keys(subnets)) {
+		s, field := subnets[id], "spec.clusterSubnets["+quote(id)+"]"
+		if wrong := fabric.CheckClusterID(id); wrong != "" {
+			r.fail(field, "the key %s", wrong)
+		}
+		p := &peer{
+			Grant: Grant{
+				Pod:      r.network(field+".remotePodCIDR", s.RemotePodCIDR),
+				External: r.network(field+".remoteExternalCIDR", s.RemoteExternalCIDR),
+			},
+			podSeen:      r.seen(field+".localNATPodCIDR", s.LocalNATPodCIDR, own.PodCIDR, "spec.podCIDR"),
+			externalSeen: r.seen(field+".localNATExternalCIDR", s.LocalNATExternalCIDR, own.ExternalCIDR, "spec.externalCIDR"),
+		}
+		if p.Pod.IsValid() != p.External.IsValid() || p.Pod.Addr().BitLen() != p.External.Addr().BitLen() {
+			r.fail(field+".remoteExternalCIDR", "is %s, but remotePodCIDR is %s; want both of one family, or none",
+				quote(s.RemoteExternalCIDR), quote(s.RemotePodCIDR))
+		}
+		for _, n := range []struct {
+			field  string
+			prefix netip.Prefix
+		}{{".remotePodCIDR", p.Pod}, {".remoteExternalCIDR", p.External}} {
+			if n.prefix.IsValid() && granted.overlaps(n.prefix) {
+				r.fail(field+n.field, "%v overlaps another network of a peer; want one of its own", n.prefix)
+			}
+			granted = granted.with(n.prefix)
+		}
+		if r.err != nil {
+			return peers
+		}
+		peers[id] = p
+	}
+	return peers
+}
+
+// endpoints reads the mappings, and notes them in the peers that they are for.
+func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, external netip.Prefix, peers map[string]*peer) map[netip.Addr]*endpoint {
+	endpoints := make(map[netip.Addr]*endpoint, len(mappings))
+	owners := make(map[netip.Addr]string, len(mappings))
+	for _, key := range slices.Sorted(maps.Keys(mappings)) {
+		m, field := mappings[key], "spec.endpointMappings["+quote(key)+"]"
+		if !external.IsValid() {
+			r.fail(field, "is mapped, but spec.externalCIDR is empty; want a network to map it to")
+			return endpoints
+		}
+		ip := r.addr(field, key)
+		addr := r.addr(field+".ExternalCIDROriginalIP", m.ExternalCIDROriginalIP)
+		if r.err != nil {
+			return endpoints
+		}
+		gateway := ip == gatewayAddr(external)
+		switch first := firstHost(external); {
+		case gateway && addr != first:
+			r.fail(field+".ExternalCIDROriginalIP", "%v is not the first host of spec.externalCIDR; want %v", addr, first)
+		case gateway:
+			continue // follows from the answers
+		case !external.Contains(addr) || addr == external.Addr() || addr == first || addr == lastAddr(external):
+			r.fail(field+".ExternalCIDROriginalIP", "%v is no address for endpoints; want one in %v, neither its first two nor its last", addr, external)
+		case owners[addr] != "":
+			r.fail(field+".ExternalCIDROriginalIP", "%v is that of endpoint %s already; want one of its own", addr, owners[addr])
+		}
+		if err := (&Book{own: Config{ExternalCIDR: external}}).checkEndpoint(ip); err != nil {
+			r.fail(field, "%v", err)
+		}
+		if ip.BitLen() != external.Addr().BitLen() {
+			r.fail(field, "is not of the family of spec.externalCIDR, %v", external)
+		}
+		owners[addr] = key
+		for _, id := range slices.Sorted(maps.Keys(m.ClusterMappings)) {
+			field := field + ".clusterMappings[" + quote(id) + "]"
+			p := peers[id]
+			if p == nil || !p.externalSeen.IsValid() {
+				r.fail(field, "there is no spec.clusterSubnets[%s].localNATExternalCIDR; want one, or not this entry", quote(id))
+				return endpoints
+			}
+			natted := r.addr(field+".ExternalCIDRNattedIP", m.ClusterMappings[id].ExternalCIDRNattedIP)
+			if want := move(addr, p.externalSeen); r.err == nil && natted != want {
+				r.fail(field+".ExternalCIDRNattedIP", "%v is not %v moved onto %v; want %v", natted, addr, p.externalSeen, want)
+			}
+			p.endpoints = withKey(p.endpoints, ip)
+		}
+		if r.err != nil {
+			return endpoints
+		}
+		endpoints[ip] = &endpoint{addr: addr}
+	}
+	return endpoints
+}
+
+func (r *reader) addr(field, value string) netip.Addr {
+	a, err := netip.ParseAddr(value)
+	if err != nil || a.Zone() != "" || a.Is4In6() || a.String() != value {
+		r.fail(field, "%s is not an IP address in canonical notation, such as 10.0.0.1", quote(value))
+		return netip.Addr{}
+	}
+	return a
+}

@@ -1,0 +1,224 @@
+package ipam
+
+import (
+	"iter"
+	"net/netip"
+)
+
+// A tree is a persistent set of networks of one family or both. A network may
+// be in it several times, and inside of another one. Changing a tree copies the
+// nodes on one path, so that every older tree stays what it was.
+type tree struct{ v4, v6 *node }
+
+// A node is the network that its path spells. What is below a nil node is free.
+type node struct {
+	child [2]*node
+	count int     // how often this very network is in the tree
+	free  lengths // of the largest free blocks below
+}
+
+// lengths is a set of prefix lengths from 1 to 128; bit n-1 is length n. Length
+// 0, the whole family, counts as 1: no pool is that large.
+type lengths [2]uint64
+
+func (l lengths) has(bits int) bool     { i := max(bits, 1) - 1; return l[i/64]>>(i%64)&1 != 0 }
+func (l *lengths) add(bits int)         { i := max(bits, 1) - 1; l[i/64] |= 1 << (i % 64) }
+func (l *lengths) addAll(other lengths) { l[0] |= other[0]; l[1] |= other[1] }
+
+// with returns the tree with p in it once more.
+func (t tree) with(p netip.Prefix) tree { return t.change(p, +1) }
+
+// without returns the tree with p, which is in it, in it once less.
+func (t tree) without(p netip.Prefix) tree { return t.change(p, -1) }
+
+func (t tree) change(p netip.Prefix, delta int) tree {
+	switch {
+	case !p.IsValid():
+	case p.Addr().Is4():
+		t.v4 = change(t.v4, p, 0, delta)
+	default:
+		t.v6 = change(t.v6, p, 0, delta)
+	}
+	return t
+}
+
+func change(old *node, p netip.Prefix, depth, delta int) *node {
+	var n node
+	if old != nil {
+		n = *old
+	}
+	if depth == p.Bits() {
+		n.count += delta
+	} else {
+		b := bit(p.Addr(), depth)
+		n.child[b] = change(n.child[b], p, depth+1, delta)
+	}
+	if n.count == 0 && n.child == [2]*node{} {
+		return nil
+	}
+	n.free = lengths{}
+	if n.count == 0 {
+		for _, c := range n.child {
+			if c == nil {
+				n.free.add(depth + 1)
+			} else {
+				n.free.addAll(c.free)
+			}
+		}
+	}
+	return &n
+}
+
+// at returns the node of p, and whether p or a network around it is in the tree.
+func (t tree) at(p netip.Prefix) (n *node, covered bool) {
+	n = t.v6
+	if p.Addr().Is4() {
+		n = t.v4
+	}
+	for depth := range p.Bits() {
+		if n == nil || n.count > 0 {
+			return n, n != nil
+		}
+		n = n.child[bit(p.Addr(), depth)]
+	}
+	return n, n != nil && n.count > 0
+}
+
+// overlaps reports whether a network of the tree has an address in common with p.
+func (t tree) overlaps(p netip.Prefix) bool {
+	n, _ := t.at(p)
+	return n != nil
+}
+
+// fit finds a free network of the given length in the pool, as Liqo's allocator
+// does: in the smallest free block that is large enough, the lowest one of
+// several. What avoid has in it is left out too, but does not cut free blocks
+// into smaller ones.
+func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) {
+	n, covered := t.at(pool)
+	if covered || bits < pool.Bits() {
+		return netip.Prefix{}, false
+	}
+	for length := bits; length >= pool.Bits(); length-- {
+		if n != nil && !n.free.has(length) || n == nil && length != pool.Bits() {
+			continue
+		}
+		for block := range n.blocks(pool, length) {
+			around, _ := avoid.at(block)
+			if found, ok := around.clear(block, bits); ok {
+				return found, true
+			}
+		}
+	}
+	return netip.Prefix{}, false
+}
+
+// blocks yields the largest free blocks that have the given length, from the
+// lowest up; p is the network of n.
+func (n *node) blocks(p netip.Prefix, length int) iter.Seq[netip.Prefix] {
+	return func(yield func(netip.Prefix) bool) { n.eachBlock(p, length, yield) }
+}
+
+func (n *node) eachBlock(p netip.Prefix, length int, yield func(netip.Prefix) bool) bool {
+	if n == nil {
+		return p.Bits() != length || yield(p)
+	}
+	if !n.free.has(length) {
+		return true
+	}
+	return n.child[0].eachBlock(half(p, 0), length, yield) && n.child[1].eachBlock(half(p, 1), length, yield)
+}
+
+// clear returns the lowest network of the given length in p, the network of n,
+// that has nothing in it.
+func (n *node) clear(p netip.Prefix, bits int) (netip.Prefix, bool) {
+	switch {
+	case n == nil:
+		return netip.PrefixFrom(p.Addr(), bits), true
+	case n.count > 0 || p.Bits() >= bits:
+		return netip.Prefix{}, false
+	}
+	if found, ok := n.child[0].clear(half(p, 0), bits); ok {
+		return found, true
+	}
+	return n.child[1].clear(half(p, 1), bits)
+}
+
+// lowest returns the lowest free address of p.
+func (t tree) lowest(p netip.Prefix) (netip.Addr, bool) {
+	n, _ := t.at(p)
+	for n != nil {
+		b := 0
+		switch {
+		case n.free == lengths{}:
+			return netip.Addr{}, false
+		case n.child[0] != nil && n.child[0].free == lengths{}:
+			b = 1
+		}
+		n, p = n.child[b], half(p, b)
+	}
+	return p.Addr(), true
+}
+
+// used returns how many addresses of p are in the tree.
+func (t tree) used(p netip.Prefix) float64 {
+	n, covered := t.at(p)
+	if covered {
+		return size(p)
+	}
+	return n.used(p)
+}
+
+func (n *node) used(p netip.Prefix) float64 {
+	switch {
+	case n == nil:
+		return 0
+	case n.count > 0:
+		return size(p)
+	}
+	return n.child[0].used(half(p, 0)) + n.child[1].used(half(p, 1))
+}
+
+// size returns the number of addresses in p, exact up to 2^53.
+func size(p netip.Prefix) float64 {
+	n := 1.0
+	for range p.Addr().BitLen() - p.Bits() {
+		n *= 2
+	}
+	return n
+}
+
+// bit returns bit i of the address, counted from the most significant one.
+func bit(a netip.Addr, i int) int {
+	if a.Is4() {
+		b := a.As4()
+		return int(b[i/8]>>(7-i%8)) & 1
+	}
+	b := a.As16()
+	return int(b[i/8]>>(7-i%8)) & 1
+}
+
+// half returns the lower (0) or upper (1) half of p.
+func half(p netip.Prefix, b int) netip.Prefix {
+	i := p.Bits()
+	if p.Addr().Is4() {
+		a := p.Addr().As4()
+		a[i/8] |= byte(b << (7 - i%8))
+		return netip.PrefixFrom(netip.AddrFrom4(a), i+1)
+	}
+	a := p.Addr().As16()
+	a[i/8] |= byte(b << (7 - i%8))
+	return netip.PrefixFrom(netip.AddrFrom16(a), i+1)
+}
+
+// move puts the host bits of a onto the network to, which has a's family.
+func move(a netip.Addr, to netip.Prefix) netip.Addr {
+	host, network := a.AsSlice(), to.Addr().AsSlice()
+	for i := range host {
+		keep := min(max(to.Bits()-8*i, 0), 8) // bits of this byte that belong to the network
+		mask := byte(uint(0xff00) >> keep)
+		host[i] = network[i]&mask | host[i]&^mask
+	}
+	moved, _ := netip.AddrFromSlice(host)
+	return moved
+}

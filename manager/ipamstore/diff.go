@@ -1,0 +1,83 @@
+package ipamstore
+
+import (
+	"encoding/json"
+	"maps"
+	"reflect"
+	"slices"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// diff returns the JSON merge patch that gives the object the wanted spec, or nil
+// if it has it. The patch is as long as the difference, and it names the version
+// of the object, so that it cannot undo what somebody else wrote.
+func diff(object *v1alpha1.IpamStorage, want v1alpha1.IpamStorageSpec) []byte {
+	have, spec := &object.Spec, make(map[string]any)
+	set := func(field string, differs bool, value any) {
+		if differs {
+			spec[field] = value
+		}
+	}
+	sub := func(field string, value map[string]any, absent bool) { set(field, len(value) > 0 || absent, value) }
+	set("pools", !slices.Equal(have.Pools, want.Pools), want.Pools)
+	set("reservedSubnets", !slices.Equal(have.ReservedSubnets, want.ReservedSubnets), want.ReservedSubnets)
+	set("podCIDR", have.PodCIDR != want.PodCIDR, want.PodCIDR)
+	set("serviceCIDR", have.ServiceCIDR != want.ServiceCIDR, want.ServiceCIDR)
+	set("externalCIDR", have.ExternalCIDR != want.ExternalCIDR, want.ExternalCIDR)
+	sub("prefixes", entries(have.Prefixes, want.Prefixes), have.Prefixes == nil)
+	sub("clusterSubnets", entries(have.ClusterSubnets, want.ClusterSubnets), have.ClusterSubnets == nil)
+	sub("natMappingsConfigured", entries(have.NatMappingsConfigured, want.NatMappingsConfigured), have.NatMappingsConfigured == nil)
+
+	mappings := make(map[string]any)
+	for ip, w := range want.EndpointMappings {
+		h, ok := have.EndpointMappings[ip]
+		switch {
+		case !ok || h.ExternalCIDROriginalIP != w.ExternalCIDROriginalIP && h.ClusterMappings == nil:
+			mappings[ip] = w
+			continue
+		case maps.Equal(h.ClusterMappings, w.ClusterMappings) && h.ExternalCIDROriginalIP == w.ExternalCIDROriginalIP:
+			continue
+		}
+		mapping := map[string]any{"clusterMappings": entries(h.ClusterMappings, w.ClusterMappings)}
+		if h.ExternalCIDROriginalIP != w.ExternalCIDROriginalIP {
+			mapping["ExternalCIDROriginalIP"] = w.ExternalCIDROriginalIP
+		}
+		mappings[ip] = mapping
+	}
+	for ip := range have.EndpointMappings {
+		if _, ok := want.EndpointMappings[ip]; !ok {
+			mappings[ip] = nil
+		}
+	}
+	sub("endpointMappings", mappings, have.EndpointMappings == nil)
+
+	if len(spec) == 0 {
+		return nil
+	}
+	patch, err := json.Marshal(map[string]any{
+		"metadata": map[string]any{"resourceVersion": object.ResourceVersion},
+		"spec":     spec,
+	})
+	if err != nil {
+		panic(err) // maps of strings can be marshalled
+	}
+	return patch
+}
+
+// entries is the merge patch of one map: what is new or other, and null for what
+// has to go.
+func entries[V any](have, want map[string]V) map[string]any {
+	patch := make(map[string]any)
+	for key, w := range want {
+		if h, ok := have[key]; !ok || !reflect.DeepEqual(h, w) {
+			patch[key] = w
+		}
+	}
+	for key := range have {
+		if _, ok := want[key]; !ok {
+			patch[key] = nil
+		}
+	}
+	return patch
+}

@@ -1,0 +1,292 @@
+// Package ipamstore keeps the Book of package ipam in the one IpamStorage of the
+// cluster, where people can read it and a restart finds it again.
+//
+//	Load ──► Book ──► Update ──► merge patch of what differs ──► IpamStorage
+//	          ▲                        │ conflict: somebody else wrote
+//	          └──────── read again ◄───┘
+//
+// The object has the last word, because another manager may have written it. What
+// cannot be read has none: then the Book stays and replaces it.
+package ipamstore
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"slices"
+	"sync"
+	"sync/atomic"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+// ErrNotLoaded says that Load has to succeed first.
+var ErrNotLoaded = errors.New("the IPAM's books are not loaded yet")
+
+// A Store keeps one Book. Its methods may be called concurrently.
+type Store struct {
+	client client.Client
+	reader client.Reader
+	log    *slog.Logger
+
+	book atomic.Pointer[ipam.Book]
+
+	mu          sync.Mutex            // one update at a time
+	loaded      bool
+	object      *v1alpha1.IpamStorage // as the server had it last; nil when there is none
+	subscribers []chan event.GenericEvent
+}
+
+// New makes a Store. c writes; it may read from a cache. reader reads from the
+// API server itself.
+func New(c client.Client, reader client.Reader, log *slog.Logger) *Store {
+	s := &Store{client: c, reader: reader, log: log}
+	s.book.Store(new(ipam.Book))
+	return s
+}
+
+// Book returns the Book as it is now; the zero Book before Load.
+func (s *Store) Book() ipam.Book { return *s.book.Load() }
+
+// Load reads the books; of several objects the oldest counts. When there are
+// none, or they are empty or cannot be read, the Book is rebuilt from what was
+// made of it: TunnelEndpoints, NetworkConfigs and NatMappings. It may be called
+// again after an error.
+func (s *Store) Load(ctx context.Context) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	object, err := s.find(ctx)
+	if err != nil {
+		return err
+	}
+	var book ipam.Book
+	lost := object == nil || blank(&object.Spec)
+	if !lost {
+		if book, err = ipam.Read(&object.Spec); err != nil {
+			s.log.Error("IpamStorage makes no sense and is made anew from the objects of the peerings", "name", object.Name, "err", err)
+			lost = true
+		}
+	}
+	if lost {
+		if book, err = s.rebuild(ctx); err != nil {
+			return fmt.Errorf("rebuild the IPAM's books: %w", err)
+		}
+	}
+	s.object = object
+	if _, err = s.write(ctx, func(ipam.Book) (ipam.Book, error) { return book, nil }); err != nil {
+		return err
+	}
+	s.loaded = true
+	return nil
+}
+
+// Update changes the Book by f, writes what differs and returns the new Book, or
+// the old one and an error. f is called again when somebody else wrote meanwhile,
+// so it should do nothing but compute. Its error is returned as it is, and
+// nothing is written. When nothing changes, nothing is written either.
+func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)) (ipam.Book, error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.loaded {
+		return s.Book(), ErrNotLoaded
+	}
+	return s.write(ctx, f)
+}
+
+// Refresh looks whether somebody else has changed or deleted the object, which
+// otherwise shows with the next Update. What they wrote counts if it can be read;
+// if not, or if the object is gone, it is written again.
+func (s *Store) Refresh(ctx context.Context) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if !s.loaded {
+		return ErrNotLoaded
+	}
+	if s.object != nil {
+		var seen v1alpha1.IpamStorage
+		err := s.client.Get(ctx, client.ObjectKeyFromObject(s.object), &seen)
+		if err == nil && seen.ResourceVersion == s.object.ResourceVersion {
+			return nil
+		}
+		if client.IgnoreNotFound(err) != nil {
+			return fmt.Errorf("IpamStorage %s: %w", s.object.Name, err)
+		}
+		if err := s.reread(ctx); err != nil {
+			return err
+		}
+	}
+	_, err := s.write(ctx, func(b ipam.Book) (ipam.Book, error) { return b, nil })
+	return err
+}
+
+// Subscribe returns a channel with an event after every change. The name of its
+// object is the ID of the peer whose networks, answer or mappings changed, or
+// empty when more did: our own networks, or all. Events of the same peer that
+// nobody has received yet become one. A Store never waits for a subscriber.
+func (s *Store) Subscribe() <-chan event.GenericEvent {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	ch := make(chan event.GenericEvent, 2*ipam.MaxPeers)
+	s.subscribers = append(s.subscribers, ch)
+	return ch
+}
+
+// write brings the object to what f makes of the Book.
+func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error)) (ipam.Book, error) {
+	for {
+		book := s.Book()
+		next, err := f(book)
+		if err != nil {
+			return book, err
+		}
+		err = s.put(ctx, next)
+		switch {
+		case err == nil:
+			s.publish(next)
+			return next, nil
+		case !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) || ctx.Err() != nil:
+			return book, err
+		}
+		if err := s.reread(ctx); err != nil {
+			return s.Book(), err
+		}
+	}
+}
+
+// put makes the object say what the Book says. The API server refuses with
+// Conflict or NotFound if it is not the one that was read last.
+func (s *Store) put(ctx context.Context, book ipam.Book) error {
+	if s.object == nil {
+		object := &v1alpha1.IpamStorage{
+			ObjectMeta: metav1.ObjectMeta{GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}},
+			Spec:       book.Spec(),
+		}
+		if err := s.client.Create(ctx, object); err != nil {
+			return fmt.Errorf("create IpamStorage: %w", err)
+		}
+		s.object = object
+		return nil
+	}
+	patch := diff(s.object, book.Spec())
+	if patch == nil {
+		return nil
+	}
+	object := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: s.object.Name}}
+	if err := s.client.Patch(ctx, object, client.RawPatch(types.MergePatchType, patch)); err != nil {
+		return fmt.Errorf("patch IpamStorage %s: %w", s.object.Name, err)
+	}
+	s.object = object
+	return nil
+}
+
+// reread takes over what somebody else has written.
+func (s *Store) reread(ctx context.Context) error {
+	object, err := s.find(ctx)
+	if err != nil {
+		return err
+	}
+	was := s.object
+	s.object = object
+	if object == nil {
+		s.log.Warn("IpamStorage was deleted and is made again", "name", was.Name)
+		return nil
+	}
+	if blank(&object.Spec) {
+		s.log.Warn("IpamStorage was emptied and is filled again", "name", object.Name)
+		return nil
+	}
+	book, err := ipam.Read(&object.Spec)
+	if err != nil {
+		s.log.Error("IpamStorage was changed by someone else, makes no sense now and is written again as it was", "name", object.Name, "err", err)
+		return nil
+	}
+	if nodes := s.Book().Own().Nodes; len(nodes) > 0 { // which the object does not keep
+		own := book.Own()
+		own.Nodes = nodes
+		book, _ = book.Configure(own)
+	}
+	if was != nil {
+		if change := diff(was, object.Spec); change != nil {
+			s.log.Info("IpamStorage was changed by someone else", "name", object.Name, "change", string(change[:min(len(change), 1000)]))
+		}
+	}
+	s.publish(book)
+	return nil
+}
+
+// find returns the oldest IpamStorage, or nil.
+func (s *Store) find(ctx context.Context) (*v1alpha1.IpamStorage, error) {
+	var list v1alpha1.IpamStorageList
+	if err := s.reader.List(ctx, &list, client.MatchingLabels{v1alpha1.LabelIpamStorage: "true"}); err != nil {
+		return nil, fmt.Errorf("list IpamStorages: %w", err)
+	}
+	items := slices.DeleteFunc(list.Items, func(o v1alpha1.IpamStorage) bool { return !o.DeletionTimestamp.IsZero() })
+	if len(items) == 0 {
+		return nil, nil
+	}
+	slices.SortFunc(items, func(a, b v1alpha1.IpamStorage) int {
+		return cmp.Or(a.CreationTimestamp.Compare(b.CreationTimestamp.Time), cmp.Compare(a.UID, b.UID))
+	})
+	for _, other := range items[1:] {
+		s.log.Warn("there is more than one IpamStorage, and only the oldest counts", "counts", items[0].Name, "ignored", other.Name)
+	}
+	return &items[0], nil
+}
+
+// blank reports whether nothing was ever kept in the spec.
+func blank(spec *v1alpha1.IpamStorageSpec) bool {
+	return len(spec.ClusterSubnets) == 0 && len(spec.EndpointMappings) == 0 && spec.PodCIDR == "" && spec.ServiceCIDR == "" && spec.ExternalCIDR == ""
+}
+
+// publish makes next the Book and tells the subscribers who changed.
+func (s *Store) publish(next ipam.Book) {
+	was := s.book.Swap(&next)
+	names := next.Changed(*was)
+	if !sameConfig(next.Own(), was.Own()) {
+		names = []string{""}
+	}
+	if len(names) == 0 {
+		return
+	}
+	for _, ch := range s.subscribers {
+		send(ch, names)
+	}
+}
+
+func sameConfig(a, b ipam.Config) bool {
+	return a.PodCIDR == b.PodCIDR && a.ServiceCIDR == b.ServiceCIDR && a.ExternalCIDR == b.ExternalCIDR &&
+		slices.Equal(a.Pools, b.Pools) && slices.Equal(a.Reserved, b.Reserved) && slices.Equal(a.Nodes, b.Nodes)
+}
+
+// send never blocks: what nobody has received yet is taken back and joined with
+// what is new. Only one goroutine sends.
+func send(ch chan event.GenericEvent, names []string) {
+	pending := make(map[string]bool)
+	for waiting := true; waiting; {
+		select {
+		case e := <-ch:
+			if name := e.Object.GetName(); !pending[name] {
+				pending[name] = true
+				names = append(names, name)
+			}
+		default:
+			waiting = false
+		}
+	}
+	if len(names) > cap(ch) || slices.Contains(names, "") {
+		names = []string{""}
+	}
+	slices.Sort(names)
+	for _, name := range slices.Compact(names) {
+		ch <- event.GenericEvent{Object: &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: name}}}
+	}
+}
