@@ -25,13 +25,14 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
 // The tests run agents as processes of their own, because an agent serves the
 // namespace of its process: this binary, called again with these set.
 const (
 	childNode   = "ISTHMUS_TEST_AGENT_NODE"
-	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON
+	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON, or a kubeconfig
 	statusAt    = "127.0.0.1:5875"
 	metricsAt   = "127.0.0.1:5874"
 )
@@ -46,13 +47,22 @@ func TestMain(m *testing.M) {
 // child is an agent that also looks whether it left anything in its process.
 func child(node, path string) int {
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
-	err := Run(ctx, Options{
-		Node: node, Source: fileSource(path), Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt,
-		Log: slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug})),
-	})
+	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	source := fileSource(path)
+	if filepath.Ext(path) == ".kubeconfig" {
+		source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
+			config, err := kube.RESTConfig(path)
+			if err != nil {
+				return err
+			}
+			return kube.WatchNode(ctx, config, log, deliver)
+		}
+	}
+	err := Run(ctx, Options{Node: node, Source: source, Log: log, Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt})
 	stop()
 	if err == nil {
-		err = goleak.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv"))
+		err = goleak.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv"),
+			goleak.IgnoreAnyFunction("golang.org/x/net/http2.(*ClientConn).readLoop")) // idle; client-go keeps it for the next client
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, "error:", err)
@@ -115,7 +125,7 @@ func newCluster(t testing.TB, nodes int) *cluster {
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	l, err := lab.Up(ctx, lab.Spec{Name: lab.UniqueName("agent"), RPFilter: lab.RPFilterStrict,
-		Clusters: []lab.ClusterSpec{{PodCIDR: localPods, Nodes: nodes, PodsPerNode: 2}}})
+		Clusters: []lab.ClusterSpec{{PodCIDR: localPods, Nodes: nodes, PodsPerNode: 2, Control: true}}})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -396,7 +406,7 @@ func TestWhatIsDeletedOrChangedIsBackWithinASecond(t *testing.T) {
 		n := c.Nodes[tc.node]
 		before := c.snapshot(n)
 		time.Sleep(2 * compareGap) // the agent has seen the events of its own repair: the next one is found by its own
-		if len(tc.commands) > 1 { // else the agent may be between them
+		if len(tc.commands) > 1 {  // else the agent may be between them
 			_ = c.agents[n].cmd.Process.Signal(unix.SIGSTOP)
 		}
 		for _, command := range tc.commands {

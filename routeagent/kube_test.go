@@ -1,0 +1,144 @@
+package routeagent
+
+import (
+	"encoding/base64"
+	"fmt"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// A cluster with a real API server: what is written there is what the nodes do, and what stays when it is away.
+func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 3)
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	server, err := kubetest.Start(c.ctx, kubetest.Options{Name: "nodes", Host: c.Control.Addr, Starter: c.Control.Start, Dial: c.Control.Dial})
+	must(err)
+	t.Cleanup(func() { _ = server.Stop() })
+	c.intent = filepath.Join(t.TempDir(), "admin.kubeconfig")
+	must(server.WriteKubeconfig(c.intent))
+	config, err := clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig())
+	must(err)
+	config.Dial = c.Control.Dial
+	scheme := runtime.NewScheme()
+	must(corev1.AddToScheme(scheme))
+	must(v1alpha1.AddToScheme(scheme))
+	api, err := client.New(config, client.Options{Scheme: scheme})
+	must(err)
+	create := func(o client.Object) { // with its status
+		t.Helper()
+		whole := o.DeepCopyObject().(client.Object)
+		must(api.Create(c.ctx, o))
+		whole.SetResourceVersion(o.GetResourceVersion())
+		must(api.Status().Update(c.ctx, whole))
+	}
+	crd := &unstructured.Unstructured{}
+	b, err := deploy.Files.ReadFile("crds/net.liqo.io_tunnelendpoints.yaml")
+	must(err)
+	must(yaml.Unmarshal(b, &crd.Object))
+	must(api.Create(c.ctx, crd))
+
+	for _, n := range c.Nodes {
+		create(&corev1.Node{
+			ObjectMeta: metav1.ObjectMeta{Name: n.Name},
+			Spec:       corev1.NodeSpec{PodCIDR: n.PodCIDR.String(), PodCIDRs: []string{n.PodCIDR.String()}},
+			Status:     corev1.NodeStatus{Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: n.Addr.String()}}},
+		})
+	}
+	for _, p := range c.Pods {
+		create(&corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: p.Name},
+			Spec:       corev1.PodSpec{NodeName: p.Node.Name, Containers: []corev1.Container{{Name: "c", Image: "i"}}},
+			Status:     corev1.PodStatus{Phase: corev1.PodRunning, PodIP: p.Addr.String(), PodIPs: []corev1.PodIP{{IP: p.Addr.String()}}},
+		})
+	}
+	te := &v1alpha1.TunnelEndpoint{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "b"},
+		Spec: v1alpha1.TunnelEndpointSpec{
+			ClusterIdentity: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "b"},
+			LocalPodCIDR:    localPods.String(), LocalNATPodCIDR: "10.80.0.0/14", LocalExternalCIDR: "10.84.0.0/14", LocalNATExternalCIDR: "None",
+			RemotePodCIDR: "10.64.0.0/16", RemoteNATPodCIDR: remotePods.String(), RemoteExternalCIDR: remoteExternal.String(), RemoteNATExternalCIDR: "None",
+			EndpointIP: "192.0.2.1", BackendType: v1alpha1.BackendWireGuard,
+			BackendConfig: v1alpha1.BackendConfig{"port": "5871", "publicKey": base64.StdEncoding.EncodeToString([]byte(strings.Repeat("k", 32)))},
+		},
+	}
+	create(te)
+	c.start(c.Nodes...)
+	if s := c.snapshot(c.Nodes[1]); strings.Contains(s, remotePods.String()) {
+		t.Errorf("without a gateway node 2 has\n%s", s)
+	}
+
+	must(api.Get(c.ctx, client.ObjectKeyFromObject(te), te))
+	te.Status.GatewayIP = c.Nodes[0].Addr.String()
+	begin := time.Now()
+	must(api.Status().Update(c.ctx, te))
+	for i, n := range c.Nodes {
+		want := fmt.Sprintf("to %v lookup 4201", remoteExternal)
+		if i == 0 {
+			want = fmt.Sprintf("from %v lookup 4201", remoteExternal)
+		}
+		c.eventually(n, func() error {
+			if s := c.snapshot(n); !strings.Contains(s, want) {
+				return fmt.Errorf("no %q in\n%s", want, s)
+			}
+			return nil
+		})
+	}
+	t.Logf("three nodes followed within %v", time.Since(begin))
+	for i := range c.Nodes {
+		c.ping(c.pod(i).Host, remotePod)
+	}
+
+	// The API server is away: traffic goes on, and what somebody deletes still comes back.
+	must(server.Freeze())
+	n := c.Nodes[1]
+	before := c.snapshot(n)
+	c.run(n.Host, "ip link del %s", fabric.OverlayDevice)
+	c.eventually(n, func() error {
+		if now := c.snapshot(n); now != before {
+			return fmt.Errorf("not repaired:\n%s", now)
+		}
+		return nil
+	})
+	c.ping(c.pod(1).Host, remotePod)
+	must(server.Thaw())
+
+	must(api.Delete(c.ctx, te))
+	for _, n := range c.Nodes {
+		c.eventually(n, func() error {
+			if s := c.snapshot(n); strings.Contains(s, "lookup 4201") {
+				return fmt.Errorf("the peer is gone, and still there is\n%s", s)
+			}
+			return nil
+		})
+	}
+	for _, n := range c.Nodes {
+		if err := c.agents[n].end(unix.SIGTERM); err != nil {
+			t.Errorf("%s: %v", n, err)
+		}
+		if s := c.snapshot(n); strings.Contains(s, fabric.OverlayDevice) || strings.Contains(s, "proto 72") {
+			t.Errorf("%s: left behind\n%s", n, s)
+		}
+	}
+}
