@@ -56,6 +56,7 @@ func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings 
 		w := &waiter{sides: [2]*side{a, b}, report: o.Report, quiet: !changed}
 		err = w.wait(ctx, o.Timeout)
 	}
+	elapsed := time.Since(started)
 	// Not earlier: the API server admits no NetworkConfig before it is counted.
 	if quotaChanged, quotaErr := setQuotas(context.WithoutCancel(ctx), a, b, o); quotaErr != nil || quotaChanged {
 		changed, err = true, errors.Join(err, quotaErr)
@@ -69,7 +70,7 @@ func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings 
 	case !changed:
 		o.Report("nothing changed")
 	case o.Timeout > 0:
-		o.Report(fmt.Sprintf("%s and %s are peered, after %.2f s", a.Cluster, b.Cluster, time.Since(started).Seconds()))
+		o.Report(fmt.Sprintf("%s and %s are peered, after %.2f s", a.Cluster, b.Cluster, elapsed.Seconds()))
 	}
 	return peerings, nil
 }
@@ -156,12 +157,13 @@ func (s *side) setRights(ctx context.Context) (string, error) {
 		namespace.Labels[labelManagedBy] = managedBy // else it is not ours to delete
 	}
 	var done []string
+	fresh := false
 	for _, o := range append([]client.Object{namespace}, s.rights()...) {
 		outcome, err := s.apply(ctx, o)
 		if err != nil {
 			return "", err
 		}
-		if outcome != Unchanged {
+		if fresh = fresh || o == client.Object(namespace) && outcome == Created; outcome != Unchanged {
 			u, err := s.unstructured(o)
 			if err != nil {
 				return "", err
@@ -169,10 +171,13 @@ func (s *side) setRights(ctx context.Context) (string, error) {
 			done = append(done, u.GetKind()+" "+u.GetName())
 		}
 	}
-	if len(done) == 0 {
-		return "", nil
+	switch {
+	case fresh:
+		return fmt.Sprintf("%s: namespace %s made, with the rights of %s in it", s.Cluster, s.namespace, s.peer.Cluster), nil
+	case len(done) > 0:
+		return fmt.Sprintf("%s: in namespace %s repaired for %s: %s", s.Cluster, s.namespace, s.peer.Cluster, strings.Join(done, ", ")), nil
 	}
-	return fmt.Sprintf("%s: %s set up for %s: %s", s.Cluster, s.namespace, s.peer.Cluster, strings.Join(done, ", ")), nil
+	return "", nil
 }
 
 // setPeering makes the Peering where there is none.

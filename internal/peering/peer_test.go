@@ -33,7 +33,7 @@ func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
 	story := p.said()
 	t.Log("\n" + story)
 	contains(t, story,
-		"story-a: liqo-tenant-story-b-", "set up for story-b: Namespace liqo-tenant-story-b-", "ServiceAccount isthmus-peer",
+		"story-a: namespace liqo-tenant-story-b-", " made, with the rights of story-b in it",
 		"story-a: has an identity at story-b until ", " days); it had none",
 		"story-b: Peering story-a-", " created",
 		"story-a: identity accepted by story-b", "story-b sees story-a's pods 10.244.0.0/16 as 10.246.0.0/16",
@@ -79,7 +79,7 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 			}
 			role.Rules = append(role.Rules, rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"secrets"}, Verbs: []string{"get"}})
 			return p.b.client.Update(t.Context(), &role)
-		}, "repair-b: " + inB + " set up for repair-a: Role isthmus-peer", []string{"repair-b: *v1.Role isthmus-peer"}},
+		}, "repair-b: in namespace " + inB + " repaired for repair-a: Role isthmus-peer", []string{"repair-b: *v1.Role isthmus-peer"}},
 		{"the identity is revoked", func() error {
 			return p.b.client.Delete(t.Context(), object(&corev1.ServiceAccount{}, inB, peerAccount))
 		},

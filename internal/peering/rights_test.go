@@ -280,7 +280,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 		rights  []right
 	}{
 		{deploy.ManagerServiceAccount, []right{
-			{"get list watch update patch", "isthmus.net", "peerings", "", ""},
+			{"get list watch patch", "isthmus.net", "peerings", "", ""},
 			{"patch", "isthmus.net", "peerings/status", "", ""},
 			{"get list watch create update patch delete", "net.liqo.io", "networkconfigs tunnelendpoints natmappings", "", ""},
 			{"patch", "net.liqo.io", "networkconfigs/status", "", ""},
