@@ -8,48 +8,60 @@ import (
 	"sync"
 	"time"
 
-	"github.com/go-logr/logr"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	coordination "k8s.io/client-go/kubernetes/typed/coordination/v1"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/leaderelection"
-	"k8s.io/client-go/tools/leaderelection/resourcelock"
-	"k8s.io/klog/v2"
 )
 
 // Lease is the name of the Lease whose holder is the active gateway.
 const Lease = "isthmus-gateway"
 
-// Timing of the election, Liqo's. A replica that died is replaced after
-// leaseDuration and at most two (jittered) retryPeriods.
+// Timing of the election, Liqo's but for the renew deadline, which there is none of.
 const (
 	leaseDuration = 7 * time.Second
-	renewDeadline = 5 * time.Second
 	retryPeriod   = 2 * time.Second
-	leaseTimeout  = renewDeadline / 2 // of one request
+	leaseTimeout  = 2500 * time.Millisecond // of one request
+
+	// contactGap is a time without an answer that cannot come from slowness.
+	contactGap = retryPeriod + leaseTimeout + time.Second/2
 )
 
-// election decides which replica is active. It is client-go's, seen through a
-// witness of everything that is read from or written to the Lease, and the
-// witness alone is believed:
+// election decides which replica is active, by what is written in the Lease alone:
 //
-//   - This replica becomes active when it has written its name into the Lease.
-//   - It stays active, with or without an API server, until it reads another
-//     name there. client-go's elector gives up when it could not renew for
-//     renewDeadline; it is simply started again.
-//   - After a time without an API server a standby waits for another
-//     leaseDuration before it takes the Lease: it cannot tell an active replica
-//     that died from one that could not reach the API server either.
+//   - This replica becomes active when it has written its name into the Lease,
+//     because nobody's was there or the Lease had not changed for leaseDuration.
+//   - It stays active, with or without an API server, until it reads another name.
+//   - Time without contact to the API server does not count: a standby cannot tell
+//     an active replica that died from one that could not reach the API server
+//     either, and gives it another leaseDuration to show itself.
 //
-// A replica that alone is cut off from the API server is thus active beside its
+// client-go's elector differs in each of the three: it gives up when it could not
+// renew for a while, and the first to find the API server back takes over. It also
+// looks at the Lease only every two to four seconds; this one is told of changes,
+// and takes over as soon as the Lease has expired. The Lease itself means the same
+// to both.
+//
+// A replica that alone is cut off from the API server is active beside its
 // successor until it is back. That does less harm than the reverse, a data plane
 // that stops with the API server: peers answer whoever spoke last.
 type election struct {
-	lock     *witness
+	leases   coordination.LeaseInterface
+	identity string
 	log      *slog.Logger
 	changed  signal // what holder returns
-	released signal // the Lease is free: do not wait for the next retry
+	look     signal // something happened to the Lease
+
+	// Of run alone.
+	lease   *coordinationv1.Lease // as last read or written; nil: unknown, or there is none
+	version string                // that was seen first at ...
+	seen    time.Time
+
+	mu   sync.Mutex
+	name string    // in the Lease when it was last seen; not emptied when it is freed
+	last time.Time // contact with the API server
+	away bool
 }
 
 func newElection(config *rest.Config, namespace, identity string, log *slog.Logger) (*election, error) {
@@ -60,177 +72,177 @@ func newElection(config *rest.Config, namespace, identity string, log *slog.Logg
 	if err != nil {
 		return nil, err
 	}
-	e := &election{log: log, changed: newSignal(), released: newSignal()}
-	e.lock = &witness{
-		Interface: &resourcelock.LeaseLock{
-			LeaseMeta:  metav1.ObjectMeta{Namespace: namespace, Name: Lease},
-			Client:     leases,
-			LockConfig: resourcelock.ResourceLockConfig{Identity: identity},
-		},
-		log: log, changed: e.changed, now: time.Now,
-	}
-	return e, nil
+	return &election{leases: leases.Leases(namespace), identity: identity, log: log, changed: newSignal(), look: newSignal()}, nil
 }
 
 // run takes part until ctx ends.
 func (e *election) run(ctx context.Context) {
-	silent := klog.NewContext(ctx, logr.Discard()) // the witness logs, once
-	for ctx.Err() == nil {
-		elector, err := leaderelection.NewLeaderElector(leaderelection.LeaderElectionConfig{
-			Lock: e.lock, LeaseDuration: leaseDuration, RenewDeadline: renewDeadline, RetryPeriod: retryPeriod, Name: Lease,
-			Callbacks: leaderelection.LeaderCallbacks{OnStartedLeading: func(context.Context) {}, OnStoppedLeading: func() {}},
-		})
-		if err != nil {
-			panic(err) // the constants above contradict each other
-		}
-		attempt, cancel := context.WithCancel(silent)
-		done := make(chan struct{})
-		go func() { elector.Run(attempt); close(done) }()
-	wait:
-		for {
+	for {
+		next := time.After(e.step(ctx))
+		for waiting := true; waiting; {
 			select {
-			case <-done:
-				break wait
-			case <-e.released:
-				if e.lock.holder() == e.lock.Identity() {
-					continue
-				}
-				cancel() // and begin again, which looks at once
+			case <-ctx.Done():
+				return
+			case <-next:
+				waiting = false
+			case <-e.look:
+				waiting = e.active() // then it was this replica's own doing, or the next renewal will tell
 			}
 		}
-		cancel()
 	}
 }
 
+// step reads the Lease, writes it if this replica is to be or to stay its holder,
+// and says when to do so again at the latest.
+func (e *election) step(ctx context.Context) time.Duration {
+	if e.lease == nil || !e.active() {
+		lease, err := e.leases.Get(ctx, Lease, metav1.GetOptions{})
+		if !e.reached(err) {
+			return retryPeriod
+		}
+		if apierrors.IsNotFound(err) {
+			lease = nil
+		}
+		e.observe(lease, time.Now())
+	}
+	now := time.Now()
+	if wait := standDown(e.lease, e.identity, e.seen, now); wait > 0 {
+		return min(wait, retryPeriod)
+	}
+	lease, err := e.write(ctx, claim(e.lease, e.identity, now))
+	if !e.reached(err) || err != nil { // in case of a conflict another replica was faster
+		e.lease = nil
+		return retryPeriod / 10
+	}
+	e.observe(lease, now)
+	return retryPeriod
+}
+
+func (e *election) write(ctx context.Context, lease *coordinationv1.Lease) (*coordinationv1.Lease, error) {
+	if lease.ResourceVersion == "" {
+		return e.leases.Create(ctx, lease, metav1.CreateOptions{})
+	}
+	return e.leases.Update(ctx, lease, metav1.UpdateOptions{})
+}
+
+// standDown says how long a replica has to leave the Lease alone; 0: write it now.
+// seen is when it was first seen as it is, in contact with the API server.
+func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time) time.Duration {
+	if holder := holderOf(lease); holder == "" || holder == identity {
+		return 0
+	}
+	duration := leaseDuration
+	if s := lease.Spec.LeaseDurationSeconds; s != nil && *s > 0 {
+		duration = time.Duration(*s) * time.Second
+	}
+	return max(0, seen.Add(duration).Sub(now))
+}
+
+// claim returns the Lease with this replica as its holder.
+func claim(lease *coordinationv1.Lease, identity string, now time.Time) *coordinationv1.Lease {
+	at, seconds := metav1.NewMicroTime(now), int32(leaseDuration/time.Second)
+	if lease == nil {
+		lease = new(coordinationv1.Lease)
+		lease.Name = Lease
+	} else {
+		lease = lease.DeepCopy()
+	}
+	if holderOf(lease) != identity {
+		transitions := int32(1)
+		if t := lease.Spec.LeaseTransitions; t != nil {
+			transitions += *t
+		}
+		lease.Spec.AcquireTime, lease.Spec.LeaseTransitions = &at, &transitions
+	}
+	lease.Spec.HolderIdentity, lease.Spec.LeaseDurationSeconds, lease.Spec.RenewTime = &identity, &seconds, &at
+	return lease
+}
+
+func holderOf(lease *coordinationv1.Lease) string {
+	if lease == nil || lease.Spec.HolderIdentity == nil {
+		return ""
+	}
+	return *lease.Spec.HolderIdentity
+}
+
+// observe notes what the Lease says.
+func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
+	e.lease = lease
+	version := ""
+	if lease != nil {
+		version = lease.ResourceVersion
+	}
+	if version != e.version || e.seen.IsZero() {
+		e.version, e.seen = version, now
+	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	holder := holderOf(lease)
+	if holder == "" || holder == e.name {
+		return
+	}
+	e.log.Info("active gateway", "pod", holder, "before", e.name)
+	e.name = holder
+	e.changed.set()
+}
+
+// reached notes whether the API server answered: with an error about the Lease it
+// did, too.
+func (e *election) reached(err error) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	now := time.Now()
+	if err != nil && !apierrors.IsNotFound(err) && !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) {
+		if !e.away && !errors.Is(err, context.Canceled) {
+			e.away = true
+			e.log.Warn("Lease not reached; the active gateway stays the same", "error", err)
+		}
+		return false
+	}
+	if now.Sub(e.last) > contactGap {
+		e.seen = now
+	}
+	e.last = now
+	if e.away {
+		e.away = false
+		e.log.Info("the Lease can be read and written again")
+	}
+	return true
+}
+
 // active reports whether this replica is the active one.
-func (e *election) active() bool { return e.lock.holder() == e.lock.Identity() }
+func (e *election) active() bool { return e.holder() == e.identity }
+
+// holder is the name that was last seen in the Lease.
+func (e *election) holder() string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.name
+}
+
+// lastContact is when the Lease was last read or written.
+func (e *election) lastContact() time.Time {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.last
+}
 
 // release frees the Lease if this replica holds it, so that a standby need not
 // wait. To be called when run has returned.
 func (e *election) release() error {
 	ctx, cancel := context.WithTimeout(context.Background(), leaseTimeout)
 	defer cancel()
-	record, _, err := e.lock.Interface.Get(ctx)
-	switch {
-	case apierrors.IsNotFound(err):
-		return nil
-	case err != nil:
-		return fmt.Errorf("Lease %s: %w", e.lock.Describe(), err)
-	case record.HolderIdentity != e.lock.Identity():
+	lease, err := e.leases.Get(ctx, Lease, metav1.GetOptions{})
+	if apierrors.IsNotFound(err) {
 		return nil
 	}
-	now := metav1.Now()
-	err = e.lock.Interface.Update(ctx, resourcelock.LeaderElectionRecord{
-		LeaseDurationSeconds: 1, AcquireTime: now, RenewTime: now, LeaderTransitions: record.LeaderTransitions,
-	})
+	if err == nil && holderOf(lease) == e.identity {
+		nobody := ""
+		lease.Spec.HolderIdentity = &nobody
+		_, err = e.write(ctx, lease)
+	}
 	if err != nil {
-		return fmt.Errorf("Lease %s: %w", e.lock.Describe(), err)
+		return fmt.Errorf("Lease %s: %w", Lease, err)
 	}
 	return nil
-}
-
-// errSettling keeps the elector from taking a Lease that looks expired.
-var errSettling = errors.New("the API server was away: the active gateway gets time to renew its Lease")
-
-// A witness stands between the elector and the Lease.
-type witness struct {
-	resourcelock.Interface
-	log     *slog.Logger
-	changed signal
-	now     func() time.Time
-
-	mu    sync.Mutex
-	name  string    // in the Lease when it was last seen; not emptied when it is freed
-	since time.Time // end of the last gap in the contact with the API server; zero: there was none
-	last  time.Time // contact
-	away  bool
-}
-
-// Get implements resourcelock.Interface.
-func (w *witness) Get(ctx context.Context) (*resourcelock.LeaderElectionRecord, []byte, error) {
-	record, raw, err := w.Interface.Get(ctx)
-	switch {
-	case apierrors.IsNotFound(err):
-		w.contact()
-		return nil, nil, err
-	case err != nil:
-		w.noContact(err)
-		return nil, nil, err
-	}
-	since := w.contact()
-	w.saw(record.HolderIdentity)
-	if holder := record.HolderIdentity; holder != "" && holder != w.Identity() && w.now().Sub(since) < leaseDuration {
-		return nil, nil, errSettling
-	}
-	return record, raw, nil
-}
-
-// Create implements resourcelock.Interface.
-func (w *witness) Create(ctx context.Context, record resourcelock.LeaderElectionRecord) error {
-	return w.wrote(w.Interface.Create(ctx, record), record)
-}
-
-// Update implements resourcelock.Interface.
-func (w *witness) Update(ctx context.Context, record resourcelock.LeaderElectionRecord) error {
-	return w.wrote(w.Interface.Update(ctx, record), record)
-}
-
-func (w *witness) wrote(err error, record resourcelock.LeaderElectionRecord) error {
-	switch {
-	case err == nil:
-		w.contact()
-		w.saw(record.HolderIdentity)
-	case apierrors.IsConflict(err) || apierrors.IsAlreadyExists(err):
-		w.contact() // another replica was faster
-	default:
-		w.noContact(err)
-	}
-	return err
-}
-
-func (w *witness) holder() string {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.name
-}
-
-func (w *witness) lastContact() time.Time {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	return w.last
-}
-
-func (w *witness) saw(holder string) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if holder == "" || holder == w.name {
-		return
-	}
-	w.log.Info("active gateway", "pod", holder, "before", w.name)
-	w.name = holder
-	w.changed.set()
-}
-
-// contact returns when the last gap ended.
-func (w *witness) contact() time.Time {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	now := w.now()
-	if !w.last.IsZero() && now.Sub(w.last) > renewDeadline {
-		w.since = now
-	}
-	if w.last = now; w.away {
-		w.away = false
-		w.log.Info("the Lease can be read and written again")
-	}
-	return w.since
-}
-
-func (w *witness) noContact(err error) {
-	w.mu.Lock()
-	defer w.mu.Unlock()
-	if !w.away && !errors.Is(err, context.Canceled) {
-		w.away = true
-		w.log.Warn("Lease not reached; the active gateway stays the same", "error", err)
-	}
 }

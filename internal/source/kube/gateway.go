@@ -85,7 +85,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	g := &Gateway{o: o, log: o.Log, look: newSignal(), wished: make(chan struct{}), wait: errors.New("starting")}
 	g.metrics = newGatewayMetrics(g)
 	config := rest.CopyConfig(o.Config)
-	config.QPS, config.Burst = 20, 50 // of writes: when many peers change at once, the API server gets them one after the other
+	config.QPS, config.Burst = 100, 100 // of writes: 500 peers change within seconds, and the API server is not flooded
 	var err error
 	if g.client, err = client.New(config, client.Options{Scheme: newScheme()}); err != nil {
 		return nil, err
@@ -128,7 +128,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	if err != nil {
 		return err
 	}
-	if err := g.watchLease(ctx, e); err != nil {
+	if err := g.objects.watch(ctx, e.look.set, g.waiter(), &coordinationv1.Lease{}); err != nil {
 		return nil
 	}
 	g.mu.Lock()
@@ -279,18 +279,6 @@ func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error
 		return id, errors.New("our own cluster ID: " + wrong)
 	}
 	return id, nil
-}
-
-// watchLease lets the election know at once when the Lease is free.
-func (g *Gateway) watchLease(ctx context.Context, e *election) error {
-	look := func() {
-		var lease coordinationv1.Lease
-		err := g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: Lease}, &lease)
-		if apierrors.IsNotFound(err) || err == nil && (lease.Spec.HolderIdentity == nil || *lease.Spec.HolderIdentity == "") {
-			e.released.set()
-		}
-	}
-	return g.objects.watch(ctx, look, g.waiter(), &coordinationv1.Lease{})
 }
 
 // refresh gathers all objects, decides and publishes.
@@ -473,5 +461,5 @@ func (g *Gateway) Active() (pod string, self bool) {
 	if e == nil {
 		return "", false
 	}
-	return e.lock.holder(), e.active()
+	return e.holder(), e.active()
 }

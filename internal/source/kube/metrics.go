@@ -56,7 +56,7 @@ func (m *gatewayMetrics) Collect(ch chan<- prometheus.Metric) {
 	m.g.mu.Unlock()
 	var contact time.Time
 	if e != nil {
-		contact = e.lock.lastContact()
+		contact = e.lastContact()
 	}
 	if contact.IsZero() {
 		contact = time.UnixMilli(0)
