@@ -1,0 +1,193 @@
+package manager
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+const (
+	someKey    = "AQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQE="
+	anotherKey = "AgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAgI="
+)
+
+var bravo = v1alpha1.ClusterIdentity{ClusterID: "bbbbbbbb-2222-4222-8222-222222222222", ClusterName: "bravo"}
+
+// agreedState is a peering in which everything is true. Our pods have a /16, the
+// peer's a /18, and both sides remap.
+func agreedState(t *testing.T) peeringState {
+	t.Helper()
+	original := &v1alpha1.NetworkConfig{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "tenant", Name: bravo.UniqueName()},
+		Spec: v1alpha1.NetworkConfigSpec{
+			RemoteCluster: bravo, PodCIDR: "10.244.0.0/16", ExternalCIDR: "10.245.0.0/16",
+			EndpointIP: "192.0.2.1", BackendType: v1alpha1.BackendWireGuard,
+			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "5871", v1alpha1.ConfigPublicKey: someKey},
+		},
+		Status: v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: "10.70.0.0/16", ExternalCIDRNAT: v1alpha1.None},
+	}
+	theirs := v1alpha1.NetworkConfig{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "tenant", Name: "alpha-111111"},
+		Spec: v1alpha1.NetworkConfigSpec{
+			RemoteCluster: v1alpha1.ClusterIdentity{ClusterID: "aaaaaaaa", ClusterName: "alpha"},
+			PodCIDR:       "10.244.64.0/18", ExternalCIDR: "10.60.0.0/18",
+			EndpointIP: "gw.example.org", BackendType: v1alpha1.BackendWireGuard,
+			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "31000", v1alpha1.ConfigPublicKey: anotherKey},
+		},
+		Status: v1alpha1.NetworkConfigStatus{
+			Processed: true, PodCIDRNAT: "10.246.0.0/18", ExternalCIDRNAT: v1alpha1.None,
+			Conditions: []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered}},
+		},
+	}
+	spec, problems := fabric.TunnelEndpointFor(original, &theirs, bravo)
+	if len(problems) > 0 {
+		t.Fatal(problems)
+	}
+	te := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: "tenant", Name: bravo.UniqueName()}, Spec: spec}
+	te.Status.Connection = v1alpha1.Connection{Status: v1alpha1.Connected, Latency: v1alpha1.ConnectionLatency{Value: "7ms"}}
+	return peeringState{
+		peering: &isthmus.Peering{
+			ObjectMeta: metav1.ObjectMeta{Name: "bravo", Generation: 3},
+			Spec: isthmus.PeeringSpec{
+				Cluster:         bravo,
+				TenantNamespace: isthmus.TenantNamespace{Local: "tenant", Remote: "tenant-a"},
+			},
+		},
+		identity: yes(isthmus.ReasonIdentityAccepted, "https://b accepts us"), published: yes(isthmus.ReasonUpToDate, "https://b has it"),
+		original: original, copies: []v1alpha1.NetworkConfig{theirs}, endpoint: te,
+	}
+}
+
+func TestConditionsOfAPeering(t *testing.T) {
+	deleted := metav1.NewTime(time.Unix(1, 0))
+	refusal := []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse, Reason: v1alpha1.ReasonKeyConflict,
+		Message: "spec.backend_config.publicKey: is ours\x1b[2J; want another"}}
+	remembered := func(reason string) []metav1.Condition {
+		return []metav1.Condition{{Type: isthmus.ConditionPeerConfig, Status: metav1.ConditionTrue, Reason: reason}}
+	}
+	for _, c := range []struct {
+		name    string
+		change  func(*peeringState)
+		which   string // the condition looked at, besides Ready
+		reason  string // its reason
+		ready   string // reason of Ready
+		message string // part of the message of Ready
+	}{
+		{"all is well", func(*peeringState) {}, isthmus.ConditionConnected, isthmus.ReasonConnected, isthmus.ReasonConnected, "traffic can flow"},
+		{"nothing is known", func(s *peeringState) {
+			*s = peeringState{peering: s.peering, identity: unknown, published: unknown}
+		}, isthmus.ConditionIdentity, isthmus.ReasonUnknown, isthmus.ReasonNotReady, "IdentityReady: not looked at yet"},
+		{"our side lacks something and nothing is published", func(s *peeringState) {
+			s.lacking, s.original, s.endpoint = []string{"Secret x: not there"}, nil, nil
+		}, isthmus.ConditionPublished, isthmus.ReasonPublishing, isthmus.ReasonLocalSetup, "Secret x: not there"},
+		{"our side lacks something and all is published", func(s *peeringState) { s.lacking = []string{"Secret x: gone"} },
+			isthmus.ConditionPublished, isthmus.ReasonUpToDate, isthmus.ReasonConnected, "traffic can flow"},
+		{"identity revoked", func(s *peeringState) { s.identity = no(isthmus.ReasonUnauthorized, "https://b: Unauthorized") },
+			isthmus.ConditionIdentity, isthmus.ReasonUnauthorized, isthmus.ReasonNotReady, "IdentityReady: https://b: Unauthorized"},
+		{"not published", func(s *peeringState) { s.published = no(isthmus.ReasonForbidden, "https://b: forbidden") },
+			isthmus.ConditionPublished, isthmus.ReasonForbidden, isthmus.ReasonNotReady, "Published: https://b: forbidden"},
+		{"not answered", func(s *peeringState) { s.original.Status = v1alpha1.NetworkConfigStatus{} },
+			isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer, isthmus.ReasonNotReady, "has not answered"},
+		{"the peer refuses us, in words that may be hostile", func(s *peeringState) { s.original.Status.Conditions = refusal },
+			isthmus.ConditionAnswered, v1alpha1.ReasonKeyConflict, isthmus.ReasonNotReady, "publicKey: is ours [2J; want another"},
+		{"the peer has not come", func(s *peeringState) { s.copies, s.endpoint = nil, nil },
+			isthmus.ConditionPeerConfig, isthmus.ReasonWaitingPeer, isthmus.ReasonNotReady, "has not published"},
+		{"the peer's is being deleted", func(s *peeringState) { s.copies[0].DeletionTimestamp = &deleted },
+			isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew, isthmus.ReasonNotReady, "deleted its NetworkConfig"},
+		{"the peer's was here and is gone", func(s *peeringState) {
+			s.copies, s.endpoint, s.peering.Status.Conditions = nil, nil, remembered(isthmus.ReasonAnswered)
+		}, isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew, isthmus.ReasonNotReady, "deleted its NetworkConfig"},
+		{"the peer's has been gone for long", func(s *peeringState) {
+			s.copies, s.endpoint, s.peering.Status.Conditions = nil, nil, remembered(isthmus.ReasonPeerWithdrew)
+		}, isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew, isthmus.ReasonNotReady, "deleted its NetworkConfig"},
+		{"we refuse the peer", func(s *peeringState) { s.copies[0].Status.Conditions = refusal },
+			isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict, isthmus.ReasonNotReady, "is refused"},
+		{"we have not looked at the peer's", func(s *peeringState) { s.copies[0].Status = v1alpha1.NetworkConfigStatus{} },
+			isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer, isthmus.ReasonNotReady, "not answered yet"},
+		{"the peer has two", func(s *peeringState) { s.copies = append(s.copies, s.copies[0]) },
+			isthmus.ConditionPeerConfig, isthmus.ReasonAmbiguous, isthmus.ReasonNotReady, "more than one"},
+		{"answers that do not fit", func(s *peeringState) { s.original.Status.PodCIDRNAT = "10.70.0.0/20" },
+			isthmus.ConditionTunnelEndpoint, isthmus.ReasonInvalid, isthmus.ReasonNotReady, "podCIDRNAT"},
+		{"no TunnelEndpoint yet", func(s *peeringState) { s.endpoint = nil },
+			isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting, isthmus.ReasonNotReady, "not written yet"},
+		{"a TunnelEndpoint that is behind", func(s *peeringState) { s.endpoint.Spec.RemoteNATPodCIDR = "10.99.0.0/18" },
+			isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting, isthmus.ReasonNotReady, "agreed upon yet"},
+		{"no gateway", func(s *peeringState) { s.endpoint.Status = v1alpha1.TunnelEndpointStatus{} },
+			isthmus.ConditionConnected, isthmus.ReasonNoGateway, isthmus.ReasonNotReady, "no gateway"},
+		{"connecting", func(s *peeringState) { s.endpoint.Status.Connection.Status = v1alpha1.Connecting },
+			isthmus.ConditionConnected, isthmus.ReasonConnecting, isthmus.ReasonNotReady, "gw.example.org:31000"},
+		{"lost", func(s *peeringState) {
+			s.endpoint.Status.Connection.Status, s.endpoint.Status.Connection.StatusMessage = v1alpha1.ConnectionError, "no answer"
+		}, isthmus.ConditionConnected, isthmus.ReasonLost, isthmus.ReasonNotReady, "no answer"},
+		{"another Peering is older", func(s *peeringState) { s.conflict = "Peering x is older" },
+			isthmus.ConditionConnected, isthmus.ReasonConflict, isthmus.ReasonConflict, "Peering x is older"},
+		{"being deleted", func(s *peeringState) { s.peering.DeletionTimestamp, s.waiting = &deleted, "the copy" },
+			isthmus.ConditionConnected, isthmus.ReasonConnected, isthmus.ReasonUnpeering, "waiting for the copy"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			s := agreedState(t)
+			c.change(&s)
+			status := statusFor(s)
+			if len(status.Conditions) != 7 || status.ObservedGeneration != 3 {
+				t.Errorf("want 7 conditions and generation 3: %+v", status)
+			}
+			for _, condition := range status.Conditions {
+				if condition.Reason == "" || condition.Message == "" || condition.ObservedGeneration != 3 || condition.LastTransitionTime.IsZero() {
+					t.Errorf("incomplete: %+v", condition)
+				}
+			}
+			if got := meta.FindStatusCondition(status.Conditions, c.which); got == nil || got.Reason != c.reason {
+				t.Errorf("%s is %+v, want reason %s", c.which, got, c.reason)
+			}
+			ready := meta.FindStatusCondition(status.Conditions, isthmus.ConditionReady)
+			if ready.Reason != c.ready || !strings.Contains(ready.Message, c.message) {
+				t.Errorf("Ready is %+v, want reason %s and %q", ready, c.ready, c.message)
+			}
+			if (ready.Status == metav1.ConditionTrue) != (c.ready == isthmus.ReasonConnected) {
+				t.Errorf("Ready is %s with reason %s", ready.Status, ready.Reason)
+			}
+		})
+	}
+}
+
+func TestStatusShowsBothSidesNetworksAsOwnAndAsSeen(t *testing.T) {
+	status := statusFor(agreedState(t))
+	want := isthmus.PeeringStatus{
+		Local:    isthmus.Networks{PodCIDR: "10.244.0.0/16", PodCIDRSeen: "10.70.0.0/16", ExternalCIDR: "10.245.0.0/16", ExternalCIDRSeen: "10.245.0.0/16"},
+		Remote:   isthmus.Networks{PodCIDR: "10.244.64.0/18", PodCIDRSeen: "10.246.0.0/18", ExternalCIDR: "10.60.0.0/18", ExternalCIDRSeen: "10.60.0.0/18"},
+		Endpoint: "gw.example.org:31000", Latency: "7ms",
+	}
+	if status.Local != want.Local || status.Remote != want.Remote || status.Endpoint != want.Endpoint || status.Latency != want.Latency {
+		t.Errorf("got %+v\nwant %+v", status, want)
+	}
+}
+
+func TestStatusIsStableWhenNothingChanged(t *testing.T) {
+	s := agreedState(t)
+	s.peering.Status = statusFor(s)
+	for i := range s.peering.Status.Conditions {
+		s.peering.Status.Conditions[i].LastTransitionTime = metav1.NewTime(time.Unix(1000, 0))
+	}
+	again := statusFor(s)
+	for _, c := range again.Conditions {
+		if c.LastTransitionTime.Unix() != 1000 {
+			t.Errorf("%s has a new transition time without a transition", c.Type)
+		}
+	}
+}
+
+func TestWordsOfAPeerAreCutAndMadePrintable(t *testing.T) {
+	if got := plain(strings.Repeat("ä\n", 10_000)); len([]rune(got)) > 510 || strings.ContainsAny(got, "\n\x1b") {
+		t.Errorf("%d runes: %.40q", len([]rune(got)), got)
+	}
+	if got := plain("\xff\xfe"); got != "?" {
+		t.Errorf("got %q", got)
+	}
+}

@@ -1,0 +1,43 @@
+package manager
+
+import (
+	"context"
+
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/isthmus-net/isthmus/manager/replication"
+)
+
+// feeder tells the replicator which peers there are: always all of them, however
+// many changed, so that it has one request for any change. A peer stays among them
+// until its Peering is gone, because its copy has to be deleted.
+type feeder struct {
+	Peers      Peers
+	Replicator replicator
+}
+
+// SetupWithManager makes mgr call Reconcile when a peer comes, changes or goes.
+func (f *feeder) SetupWithManager(mgr ctrl.Manager) error {
+	all := []reconcile.Request{requestFor("peers")}
+	return f.Peers.watch(ctrl.NewControllerManagedBy(mgr).Named("peers"), func(Peer) []reconcile.Request { return all }).Complete(f)
+}
+
+// Reconcile hands over the peers.
+func (f *feeder) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
+	peers, err := f.Peers.List(ctx)
+	if err != nil {
+		return ctrl.Result{}, err
+	}
+	var ours []replication.Peer
+	for _, p := range peers {
+		if p.Replicated() {
+			ours = append(ours, replication.Peer{
+				ID: p.Cluster.ClusterID, Cluster: p.Cluster,
+				LocalNamespace: p.LocalNamespace, RemoteNamespace: p.RemoteNamespace, IdentitySecret: p.IdentitySecret,
+			})
+		}
+	}
+	f.Replicator.Set(ours)
+	return ctrl.Result{}, nil
+}

@@ -1,0 +1,128 @@
+package manager
+
+import (
+	"context"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// installLiqo installs the CRD of ForeignClusters for one test.
+func installLiqo(t *testing.T) {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
+	if err := applyCRDs(t.Context(), "testdata/liqo"); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		crd := &apiextensions.CustomResourceDefinition{ObjectMeta: metav1.ObjectMeta{Name: "foreignclusters.discovery.liqo.io"}}
+		if err := testClient.Delete(context.Background(), crd); err != nil {
+			t.Error(err)
+		}
+		for client.IgnoreNotFound(testClient.Get(context.Background(), client.ObjectKeyFromObject(crd), crd)) == nil && crd.DeletionTimestamp != nil {
+			time.Sleep(50 * time.Millisecond)
+			if err := testClient.Get(context.Background(), client.ObjectKeyFromObject(crd), crd); err != nil {
+				return
+			}
+		}
+	})
+}
+
+// foreign creates a ForeignCluster for a peer as Liqo's controllers write it.
+func (r *remote) foreign(peeringType, incoming, outgoing string) {
+	r.w.t.Helper()
+	fc := r.foreignObject(peeringType, incoming, outgoing)
+	status := fc.Object["status"]
+	r.w.create(fc)
+	fc.Object["status"] = status
+	r.w.ok(testClient.Status().Update(r.w.ctx, fc))
+	r.w.t.Cleanup(func() { r.w.drop(fc) })
+}
+
+func (r *remote) foreignObject(peeringType, incoming, outgoing string) *unstructured.Unstructured {
+	fc := &unstructured.Unstructured{Object: map[string]any{
+		"metadata": map[string]any{"name": r.cluster.ClusterName, "labels": map[string]any{"discovery.liqo.io/cluster-id": r.cluster.ClusterID}},
+		"spec": map[string]any{
+			"clusterIdentity": map[string]any{"clusterID": r.cluster.ClusterID, "clusterName": r.cluster.ClusterName},
+			"foreignAuthUrl":  "https://192.0.2.9", "peeringType": peeringType,
+		},
+		"status": map[string]any{
+			"tenantNamespace": map[string]any{"local": r.ns, "remote": "liqo-tenant-us"},
+			"peeringConditions": []any{
+				map[string]any{"type": "IncomingPeering", "status": incoming},
+				map[string]any{"type": "OutgoingPeering", "status": outgoing},
+				map[string]any{"type": "NetworkStatus", "status": "External"},
+			},
+		},
+	}}
+	fc.SetGroupVersionKind(foreignClusterVersion.WithKind("ForeignCluster"))
+	return fc
+}
+
+func TestForeignClustersAreServedLikePeerings(t *testing.T) {
+	installLiqo(t)
+	w := newWorld(t, true)
+	w.gateway("192.0.2.1")
+	peer := func(name, peeringType, incoming, outgoing string) *remote {
+		r := w.describe(name)
+		w.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.ns}})
+		r.foreign(peeringType, incoming, outgoing)
+		return r
+	}
+	incoming, outgoing := peer("in", "OutOfBand", "Established", "None"), peer("out", "OutOfBand", "None", "Established")
+	pending, inBand := peer("pending", "OutOfBand", "None", "Pending"), peer("inband", "InBand", "Established", "Established")
+	for _, r := range []*remote{incoming, outgoing} {
+		nc := r.untilPublished()
+		if owner := metav1.GetControllerOf(nc); owner == nil || owner.Kind != "ForeignCluster" || owner.Name != r.cluster.ClusterName || owner.APIVersion != "discovery.liqo.io/v1alpha1" {
+			t.Errorf("controlled by %+v", owner)
+		}
+		if nc.Labels[v1alpha1.LabelRemoteID] != r.cluster.ClusterID || nc.Name != r.cluster.UniqueName() {
+			t.Errorf("%s with labels %v", nc.Name, nc.Labels)
+		}
+	}
+	w.always("nothing for those that are not peered, or peered by Liqo's CLI", func() bool { return pending.original() == nil && inBand.original() == nil })
+	if w.stub.has(incoming.cluster.ClusterID) {
+		t.Error("Liqo's crd-replicator replicates for ForeignClusters, not we")
+	}
+
+	fc := outgoing.foreignObject("OutOfBand", "None", "None")
+	w.ok(testClient.Status().Patch(w.ctx, fc, client.RawPatch(types.MergePatchType,
+		[]byte(`{"status":{"peeringConditions":[{"type":"OutgoingPeering","status":"None"}]}}`))))
+	w.until("what was made goes when the peering ends", func() bool { return outgoing.original() == nil })
+
+	// A Peering for the same cluster takes over.
+	w.create(incoming.peering)
+	w.until("the Peering owns it", func() bool {
+		owner := metav1.GetControllerOf(incoming.original())
+		return owner != nil && owner.Kind == "Peering"
+	})
+	w.until("we replicate now", func() bool { return w.stub.has(incoming.cluster.ClusterID) })
+}
+
+func TestForeignClusterWithoutIdentityOrNamespaceIsNoPeerYet(t *testing.T) {
+	for _, change := range []func(*ForeignCluster){
+		func(f *ForeignCluster) { f.Spec.ClusterIdentity.ClusterID = "" },
+		func(f *ForeignCluster) { f.Status.TenantNamespace.Local = "" },
+	} {
+		var f ForeignCluster
+		f.Spec.ClusterIdentity, f.Status.TenantNamespace.Local = bravo, "tenant"
+		f.Status.PeeringConditions = []PeeringCondition{{"IncomingPeering", "Established"}}
+		if _, ok := peerFromForeign(&f); !ok {
+			t.Fatal("the sound one is no peer")
+		}
+		change(&f)
+		if _, ok := peerFromForeign(&f); ok {
+			t.Errorf("%+v is a peer", f)
+		}
+	}
+}

@@ -1,0 +1,57 @@
+package manager
+
+import (
+	"context"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus"
+	"k8s.io/apimachinery/pkg/api/meta"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+var (
+	descPeering = prometheus.NewDesc("isthmus_manager_peering_ready",
+		"1 if the Peering is Ready, else 0; reason is that of the condition.", []string{"peering", "peer", "reason"}, nil)
+	descAddresses = prometheus.NewDesc("isthmus_ipam_addresses",
+		"Addresses of a pool from which networks are given to peers, used and free; what is ours counts as used.", []string{"pool", "state"}, nil)
+)
+
+// collector reads the manager's own series from where they are when somebody
+// asks, so that those of a peer vanish with it.
+type collector struct {
+	peers client.Reader
+	store interface{ Book() ipam.Book }
+}
+
+// Describe says which series there may be.
+func (c *collector) Describe(out chan<- *prometheus.Desc) {
+	out <- descPeering
+	out <- descAddresses
+}
+
+// Collect sends the series.
+func (c *collector) Collect(out chan<- prometheus.Metric) {
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	var list isthmus.PeeringList
+	if err := c.peers.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		out <- prometheus.NewInvalidMetric(descPeering, err)
+	}
+	for i := range list.Items {
+		p, ready, reason := &list.Items[i], 0.0, isthmus.ReasonUnknown
+		if c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady); c != nil {
+			reason = c.Reason
+			if c.Status == "True" {
+				ready = 1
+			}
+		}
+		out <- prometheus.MustNewConstMetric(descPeering, prometheus.GaugeValue, ready, p.Name, p.Spec.Cluster.ClusterID, reason)
+	}
+	for _, u := range c.store.Book().Usage() {
+		out <- prometheus.MustNewConstMetric(descAddresses, prometheus.GaugeValue, u.Used, u.Pool.String(), "used")
+		out <- prometheus.MustNewConstMetric(descAddresses, prometheus.GaugeValue, u.Free, u.Pool.String(), "free")
+	}
+}

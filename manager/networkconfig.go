@@ -1,0 +1,259 @@
+package manager
+
+import (
+	"cmp"
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+	"strconv"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// NetworkConfigReconciler keeps, for each peer, the one NetworkConfig in which
+// this cluster tells the peer about its network: the original. Requests are named
+// by the cluster ID of the peer.
+type NetworkConfigReconciler struct {
+	Client client.Client
+	Peers  Peers
+	Facts  FactsReader
+	// FactsChanged gets a value after every change of the Facts.
+	FactsChanged <-chan event.GenericEvent
+	Log          *slog.Logger
+}
+
+// SetupWithManager makes mgr call Reconcile for each peer that something happened
+// to, and for all when the Facts changed.
+func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
+	b := ctrl.NewControllerManagedBy(mgr).Named("networkconfig").
+		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(r.peerOf)).
+		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(r.peerIn)).
+		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(r.everyPeer)))
+	return r.Peers.watch(b, func(p Peer) []reconcile.Request {
+		return []reconcile.Request{requestFor(p.Cluster.ClusterID)}
+	}).Complete(r)
+}
+
+// peerOf names the peer that a NetworkConfig belongs to, by where it lies: its
+// labels are what somebody may have broken, and a copy may have taken our name.
+func (r *NetworkConfigReconciler) peerOf(ctx context.Context, o client.Object) []reconcile.Request {
+	return r.peerAt(ctx, o.GetNamespace())
+}
+
+func (r *NetworkConfigReconciler) peerIn(ctx context.Context, namespace client.Object) []reconcile.Request {
+	return r.peerAt(ctx, namespace.GetName())
+}
+
+func (r *NetworkConfigReconciler) peerAt(ctx context.Context, namespace string) []reconcile.Request {
+	peer, err := r.Peers.ByNamespace(ctx, namespace)
+	if err != nil {
+		return nil
+	}
+	return []reconcile.Request{requestFor(peer.Cluster.ClusterID)}
+}
+
+func (r *NetworkConfigReconciler) everyPeer(ctx context.Context, _ client.Object) (all []reconcile.Request) {
+	peers, err := r.Peers.List(ctx)
+	if err != nil {
+		r.Log.Error("new facts reach no peer", "error", err)
+	}
+	for _, peer := range peers {
+		all = append(all, requestFor(peer.Cluster.ClusterID))
+	}
+	return all
+}
+
+// Reconcile makes, corrects or deletes the original for the peer.
+func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	peer, err := r.Peers.ByID(ctx, req.Name)
+	if errors.Is(err, ErrNoPeer) {
+		return ctrl.Result{}, nil // what was made for it had an owner or a finalizer
+	}
+	if err != nil {
+		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)
+	}
+	current, others, err := r.originals(ctx, peer)
+	if err != nil {
+		return ctrl.Result{}, fmt.Errorf("peer %s: %w", req.Name, err)
+	}
+	for i := range others {
+		r.Log.Info("a second NetworkConfig for the same peer is deleted", "peer", req.Name, "namespace", peer.LocalNamespace, "name", others[i].Name)
+		err = errors.Join(err, r.remove(ctx, &others[i]))
+	}
+	switch {
+	case err != nil:
+	case peer.Leaving && current != nil:
+		err = r.remove(ctx, current)
+	case peer.begun():
+		err = r.publish(ctx, peer, current)
+	}
+	if apierrors.IsAlreadyExists(err) || apierrors.IsConflict(err) {
+		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
+	}
+	if err != nil {
+		return ctrl.Result{}, fmt.Errorf("peer %s: NetworkConfig %s/%s: %w", req.Name, peer.LocalNamespace, peer.Cluster.UniqueName(), err)
+	}
+	return ctrl.Result{}, nil
+}
+
+// originals returns the original for the peer, nil when there is none, and others
+// that call themselves that. Its name is fixed, so that the copy's is.
+func (r *NetworkConfigReconciler) originals(ctx context.Context, peer Peer) (current *v1alpha1.NetworkConfig, others []v1alpha1.NetworkConfig, err error) {
+	current = new(v1alpha1.NetworkConfig)
+	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
+	switch err := r.Client.Get(ctx, name, current); {
+	case apierrors.IsNotFound(err):
+		current = nil
+	case err != nil:
+		return nil, nil, fmt.Errorf("NetworkConfig %s: %w", name, err)
+	}
+	var list v1alpha1.NetworkConfigList
+	if err := r.Client.List(ctx, &list, client.InNamespace(peer.LocalNamespace), client.MatchingLabels{
+		v1alpha1.LabelReplication: "true", v1alpha1.LabelRemoteID: peer.Cluster.ClusterID,
+	}); err != nil {
+		return nil, nil, fmt.Errorf("NetworkConfigs in %s: %w", peer.LocalNamespace, err)
+	}
+	others = slices.DeleteFunc(list.Items, func(nc v1alpha1.NetworkConfig) bool { return nc.Name == name.Name })
+	return current, others, nil
+}
+
+// publish writes what the peer is to know, if it is known and not there yet.
+func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, current *v1alpha1.NetworkConfig) error {
+	facts, err := r.Facts.Facts(ctx)
+	if err != nil {
+		return err
+	}
+	spec, problems := networkConfigFor(facts, peer)
+	if len(problems) > 0 || current != nil && !current.DeletionTimestamp.IsZero() {
+		return nil // the Peering says so; a deleted one is made anew when it is gone
+	}
+	if current != nil {
+		if notOurs(current, peer) != "" {
+			return nil
+		}
+		want := current.DeepCopy()
+		if err := shape(want, peer, spec, r.Client.Scheme()); err != nil {
+			return err
+		}
+		if equality.Semantic.DeepEqual(current, want) {
+			return nil
+		}
+		r.Log.Info("NetworkConfig corrected", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
+		return r.Client.Patch(ctx, want, client.MergeFrom(current))
+	}
+	if problem, err := namespaceProblem(ctx, r.Client, peer.LocalNamespace); problem != "" || err != nil {
+		return err
+	}
+	want := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}}
+	if err := shape(want, peer, spec, r.Client.Scheme()); err != nil {
+		return err
+	}
+	r.Log.Info("NetworkConfig created", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
+	return r.Client.Create(ctx, want)
+}
+
+// shape gives nc what an original for the peer has, and leaves the rest.
+func shape(nc *v1alpha1.NetworkConfig, peer Peer, spec v1alpha1.NetworkConfigSpec, scheme *runtime.Scheme) error {
+	nc.Spec = spec
+	if nc.Labels == nil {
+		nc.Labels = make(map[string]string)
+	}
+	maps.Copy(nc.Labels, map[string]string{
+		v1alpha1.LabelReplication: "true",
+		v1alpha1.LabelRemoteID:    peer.Cluster.ClusterID,
+		v1alpha1.LabelOwnership:   v1alpha1.OwnershipNetworkConfigCreator,
+	})
+	delete(nc.Labels, v1alpha1.LabelOriginID)
+	delete(nc.Labels, v1alpha1.LabelReplicated)
+	if metav1.IsControlledBy(nc, peer.Owner) {
+		return nil
+	}
+	nc.OwnerReferences = nil // of a peer before this one, or by a stranger's hand
+	return controllerutil.SetControllerReference(peer.Owner, nc, scheme)
+}
+
+// notOurs says why the object with the name of our original is not that, or "".
+// The peer may create objects in its tenant namespace, also of that name.
+func notOurs(nc *v1alpha1.NetworkConfig, peer Peer) string {
+	if origin, ok := nc.Labels[v1alpha1.LabelOriginID]; ok && !metav1.IsControlledBy(nc, peer.Owner) {
+		return fmt.Sprintf("NetworkConfig %s/%s has the name of ours, but comes from cluster %q (label %s); delete it",
+			nc.Namespace, nc.Name, origin, v1alpha1.LabelOriginID)
+	}
+	return ""
+}
+
+func (r *NetworkConfigReconciler) remove(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
+	if !nc.DeletionTimestamp.IsZero() {
+		return nil
+	}
+	return client.IgnoreNotFound(r.Client.Delete(ctx, nc, client.Preconditions{UID: &nc.UID}))
+}
+
+// networkConfigFor decides what the peer is told about this cluster. The problems
+// are sentences that say what keeps us from telling it anything.
+func networkConfigFor(f Facts, p Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
+	endpoint, port := f.Endpoint, f.Port
+	if p.Overrides.Address != nil {
+		endpoint = *p.Overrides.Address
+	}
+	port = cmp.Or(uint16(p.Overrides.Port), port)
+	problems = slices.Clone(f.Missing)
+	if endpoint == "" || port == 0 {
+		problems = append(problems, cmp.Or(f.NoEndpoint, "the gateway's Service has no address or port"))
+	}
+	if len(problems) > 0 {
+		return spec, problems
+	}
+	spec = v1alpha1.NetworkConfigSpec{
+		RemoteCluster: p.Cluster,
+		PodCIDR:       f.PodCIDR.String(),
+		ExternalCIDR:  f.ExternalCIDR.String(),
+		EndpointIP:    endpoint,
+		BackendType:   v1alpha1.BackendWireGuard,
+		BackendConfig: v1alpha1.BackendConfig{
+			v1alpha1.ConfigPublicKey: base64.StdEncoding.EncodeToString(f.PublicKey[:]),
+			v1alpha1.ConfigPort:      strconv.FormatUint(uint64(port), 10),
+		},
+	}
+	_, wrong := fabric.ClaimFrom(&v1alpha1.NetworkConfig{Spec: spec}, fabric.Origin{})
+	for _, problem := range wrong {
+		problems = append(problems, "our own NetworkConfig would not be taken: "+problem.Error())
+	}
+	return spec, problems
+}
+
+// namespaceProblem says why nothing can be made in a namespace, or "".
+func namespaceProblem(ctx context.Context, reader client.Reader, name string) (string, error) {
+	var ns metav1.PartialObjectMetadata
+	ns.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Namespace"))
+	switch err := reader.Get(ctx, types.NamespacedName{Name: name}, &ns); {
+	case apierrors.IsNotFound(err):
+		return fmt.Sprintf("tenant namespace %s: not there; `isthmus peer` creates it", name), nil
+	case err != nil:
+		return "", fmt.Errorf("namespace %s: %w", name, err)
+	case !ns.DeletionTimestamp.IsZero():
+		return fmt.Sprintf("tenant namespace %s: is being deleted", name), nil
+	}
+	return "", nil
+}

@@ -1,0 +1,198 @@
+package manager
+
+import (
+	"encoding/base64"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
+	key, err := base64.StdEncoding.DecodeString(someKey)
+	if err != nil {
+		t.Fatal(err)
+	}
+	all := Facts{
+		PodCIDR: netip.MustParsePrefix("10.1.0.0/18"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"), ExternalCIDR: netip.MustParsePrefix("10.2.0.0/18"),
+		Endpoint: "192.0.2.1", Port: 31871, PublicKey: [32]byte(key),
+	}
+	address := "vpn.example.org"
+	for _, c := range []struct {
+		name           string
+		change         func(*Facts)
+		overrides      isthmus.Overrides
+		endpoint, port string
+		problem        string
+	}{
+		{"as it is", func(*Facts) {}, isthmus.Overrides{}, "192.0.2.1", "31871", ""},
+		{"address overridden", func(*Facts) {}, isthmus.Overrides{Address: &address}, address, "31871", ""},
+		{"port overridden", func(*Facts) {}, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", ""},
+		{"an override makes up for what is not known", func(f *Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
+			isthmus.Overrides{Address: &address, Port: 443}, address, "443", ""},
+		{"half an override does not", func(f *Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
+			isthmus.Overrides{Address: &address}, "", "", "no Service"},
+		{"something is missing", func(f *Facts) { f.Missing = []string{"PodCIDR: set --pod-cidr"} }, isthmus.Overrides{}, "", "", "set --pod-cidr"},
+		{"an address that no peer would take", func(f *Facts) { f.Endpoint = "127.0.0.1" }, isthmus.Overrides{}, "", "", "spec.endpointIP"},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			facts := all
+			c.change(&facts)
+			spec, problems := networkConfigFor(facts, Peer{Cluster: bravo, Overrides: c.overrides})
+			if text := strings.Join(problems, "\n"); (text == "") != (c.problem == "") || !strings.Contains(text, c.problem) {
+				t.Fatalf("problems %q, want %q", text, c.problem)
+			}
+			if c.problem != "" {
+				return
+			}
+			want := v1alpha1.NetworkConfigSpec{
+				RemoteCluster: bravo, PodCIDR: "10.1.0.0/18", ExternalCIDR: "10.2.0.0/18", EndpointIP: c.endpoint, BackendType: "wireguard",
+			}
+			got := spec.BackendConfig
+			spec.BackendConfig = nil
+			if spec.RemoteCluster != want.RemoteCluster || spec.PodCIDR != want.PodCIDR || spec.ExternalCIDR != want.ExternalCIDR ||
+				spec.EndpointIP != want.EndpointIP || spec.BackendType != want.BackendType {
+				t.Errorf("got %+v\nwant %+v", spec, want)
+			}
+			if len(got) != 2 || got["publicKey"] != someKey || got["port"] != c.port {
+				t.Errorf("backend_config is %v", got)
+			}
+		})
+	}
+}
+
+func TestNetworkConfigIsLiqosObject(t *testing.T) {
+	w := newWorld(t, false)
+	w.gateway("192.0.2.1")
+	p := w.peer("b")
+	nc := p.untilPublished()
+	var service corev1.Service
+	w.ok(testClient.Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: "isthmus-gateway"}, &service))
+	if nc.Spec.PodCIDR != "10.244.0.0/16" || nc.Spec.EndpointIP != "192.0.2.1" || nc.Spec.RemoteCluster != p.cluster ||
+		netip.MustParsePrefix(nc.Spec.ExternalCIDR).Bits() != 16 || int32(atoi(nc.Spec.BackendConfig["port"])) != service.Spec.Ports[0].NodePort {
+		t.Errorf("spec is %+v", nc.Spec)
+	}
+	for label, want := range map[string]string{"liqo.io/replication": "true", "liqo.io/remoteID": p.cluster.ClusterID, "liqo.io/ownership": "netcfgCreator"} {
+		if nc.Labels[label] != want {
+			t.Errorf("label %s is %q, want %q", label, nc.Labels[label], want)
+		}
+	}
+	if len(nc.Labels) != 3 || len(nc.OwnerReferences) != 1 || !metav1.IsControlledBy(nc, p.peering) {
+		t.Errorf("labels %v, owners %v", nc.Labels, nc.OwnerReferences)
+	}
+}
+
+func atoi(s string) (n int) {
+	for _, c := range s {
+		n = 10*n + int(c-'0')
+	}
+	return n
+}
+
+func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
+	w := newWorld(t, false)
+	w.gateway("192.0.2.1")
+	p := w.peer("b")
+	right := p.untilPublished()
+	same := func() bool {
+		nc := p.original()
+		return nc != nil && nc.DeletionTimestamp.IsZero() && nc.Spec.EndpointIP == right.Spec.EndpointIP && len(nc.Spec.BackendConfig) == 2 &&
+			len(nc.Labels) == 3 && nc.Labels[v1alpha1.LabelRemoteID] == p.cluster.ClusterID && nc.Labels[v1alpha1.LabelReplication] == "true" &&
+			len(nc.OwnerReferences) == 1
+	}
+	edit := func(what, patch string) {
+		t.Helper()
+		w.ok(testClient.Patch(w.ctx, p.original(), client.RawPatch(types.MergePatchType, []byte(patch))))
+		w.until(what+" is put right", same)
+	}
+	edit("the endpoint", `{"spec":{"endpointIP":"203.0.113.66"}}`)
+	edit("a key too many", `{"spec":{"backend_config":{"extra":"1"}}}`)
+	edit("missing labels", `{"metadata":{"labels":{"liqo.io/replication":null,"liqo.io/remoteID":null}}}`)
+	edit("the labels of a copy", `{"metadata":{"labels":{"liqo.io/replicated":"true","liqo.io/originID":"x"}}}`)
+	edit("no owner", `{"metadata":{"ownerReferences":null}}`)
+
+	w.ok(testClient.Delete(w.ctx, p.original()))
+	w.until("a deleted one is made anew", func() bool { nc := p.original(); return nc != nil && nc.UID != right.UID && same() })
+
+	second := p.original().DeepCopy()
+	second.ObjectMeta = metav1.ObjectMeta{Namespace: p.ns, Name: "aaa-first-in-the-alphabet", Labels: second.Labels}
+	w.create(second)
+	w.until("a second one is deleted", func() bool {
+		nc, err := found(w.ctx, testClient, client.ObjectKeyFromObject(second), new(v1alpha1.NetworkConfig))
+		w.ok(err)
+		return nc == nil
+	})
+	if !same() {
+		t.Error("and the right one has stayed")
+	}
+}
+
+func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
+	w := newWorld(t, false)
+	w.gateway("192.0.2.1")
+	peers := []*remote{w.peer("b"), w.peer("c"), w.peer("d")}
+	for _, p := range peers {
+		p.untilPublished()
+	}
+	var service corev1.Service
+	name := types.NamespacedName{Namespace: w.system, Name: "isthmus-gateway"}
+	for _, c := range []struct {
+		what, patch string
+		done        func(v1alpha1.NetworkConfigSpec) bool
+	}{
+		{"another active gateway", `{"metadata":{"annotations":{"net.liqo.io/gatewayNodeIP":"192.0.2.99"}}}`,
+			func(s v1alpha1.NetworkConfigSpec) bool { return s.EndpointIP == "192.0.2.99" }},
+		{"overrides", `{"metadata":{"annotations":{"liqo.io/override-address":"vpn.example.org","liqo.io/override-port":"443"}}}`,
+			func(s v1alpha1.NetworkConfigSpec) bool {
+				return s.EndpointIP == "vpn.example.org" && s.BackendConfig["port"] == "443"
+			}},
+	} {
+		w.ok(testClient.Get(w.ctx, name, &service))
+		start := time.Now()
+		w.ok(testClient.Patch(w.ctx, &service, client.RawPatch(types.MergePatchType, []byte(c.patch))))
+		for _, p := range peers {
+			w.until(c.what+" is published", func() bool { return c.done(p.original().Spec) })
+		}
+		if took := time.Since(start); took > 3*time.Second {
+			t.Errorf("%s: published after %v", c.what, took)
+		}
+	}
+	var secret corev1.Secret
+	w.ok(testClient.Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: keySecret}, &secret))
+	secret.Data["publicKey"] = []byte(anotherKey)
+	w.ok(testClient.Update(w.ctx, &secret))
+	for _, p := range peers {
+		w.until("another key is published", func() bool { return p.original().Spec.BackendConfig["publicKey"] == anotherKey })
+	}
+
+	// An unusable key publishes nothing, and what was published stays.
+	secret.Data["publicKey"] = []byte("not base64")
+	w.ok(testClient.Update(w.ctx, &secret))
+	w.until("the Peering says so", func() bool {
+		return strings.Contains(peers[0].message(isthmus.ConditionReady), "publicKey is not base64")
+	})
+	w.always("the last good key stays", func() bool { return peers[0].original().Spec.BackendConfig["publicKey"] == anotherKey })
+}
+
+func TestPeerCannotSquatTheNameOfOurNetworkConfig(t *testing.T) {
+	w := newWorld(t, false)
+	p := w.describe("b")
+	w.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: p.ns}})
+	squatter := p.theirs()
+	squatter.Name = p.cluster.UniqueName()
+	w.create(squatter)
+	w.gateway("192.0.2.1")
+	w.create(p.peering)
+	w.until("the Peering names it", func() bool { return strings.Contains(p.message(isthmus.ConditionReady), "has the name of ours") })
+	w.always("it stays as it is", func() bool { return p.original().Labels[v1alpha1.LabelOriginID] == p.cluster.ClusterID })
+	w.ok(testClient.Delete(w.ctx, squatter))
+	w.until("ours comes when it is gone", func() bool { nc := p.original(); return nc != nil && metav1.IsControlledBy(nc, p.peering) })
+}

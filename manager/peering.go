@@ -1,0 +1,316 @@
+package manager
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/replication"
+)
+
+const (
+	workers = 4                      // per controller: a slow write holds up a few peers, not all
+	soon    = 100 * time.Millisecond // when the cache was behind what we know
+)
+
+// reasonLeftBehind is that of the Event about what a forced un-peering leaves.
+const reasonLeftBehind = "LeftBehind"
+
+// A replicator carries NetworkConfigs to the peers; see replication.Replicator.
+type replicator interface {
+	Set(peers []replication.Peer)
+	State(id string) (replication.State, bool)
+}
+
+// PeeringReconciler tells the story of each Peering in its status, and takes a
+// Peering that is deleted down in the right order: TunnelEndpoint, NetworkConfig
+// and its copy at the peer, networks of the IPAM, finalizer.
+type PeeringReconciler struct {
+	Client     client.Client
+	Peers      Peers
+	Facts      FactsReader
+	Store      bookkeeper
+	Replicator replicator
+	// FactsChanged gets a value after every change of the Facts, PeerChanged one
+	// named by the cluster ID after every change of a State of the replicator.
+	FactsChanged, PeerChanged <-chan event.GenericEvent
+	Events                    events.EventRecorder
+	Log                       *slog.Logger
+}
+
+// SetupWithManager makes mgr call Reconcile for each Peering that something
+// happened to.
+func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
+	inNamespace := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+		return r.peerings(ctx, client.MatchingFields{indexTenantNamespace: o.GetNamespace()})
+	})
+	return ctrl.NewControllerManagedBy(mgr).Named("peering").
+		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		Watches(&isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
+			for _, peering := range r.Peers.neighbours(ctx, o.(*isthmus.Peering)) {
+				all = append(all, requestFor(peering.Name))
+			}
+			return all
+		}), builder.WithPredicates(peeringChanged)).
+		Watches(&v1alpha1.NetworkConfig{}, inNamespace).
+		Watches(&v1alpha1.TunnelEndpoint{}, inNamespace).
+		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+			return r.peerings(ctx, client.MatchingFields{indexTenantNamespace: o.GetName()})
+		})).
+		WatchesRawSource(source.Channel(r.PeerChanged, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+			return r.peerings(ctx, client.MatchingFields{indexClusterID: o.GetName()})
+		}))).
+		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
+			return r.peerings(ctx)
+		}))).
+		Complete(r)
+}
+
+func (r *PeeringReconciler) peerings(ctx context.Context, which ...client.ListOption) (all []reconcile.Request) {
+	var list isthmus.PeeringList
+	if err := r.Client.List(ctx, &list, which...); err != nil {
+		r.Log.Error("a change reaches no Peering", "error", err)
+	}
+	for i := range list.Items {
+		all = append(all, requestFor(list.Items[i].Name))
+	}
+	return all
+}
+
+// Reconcile brings the status of one Peering up to date and goes on with its
+// removal if that is wanted.
+func (r *PeeringReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	err := r.reconcile(ctx, req.Name)
+	if apierrors.IsConflict(err) {
+		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
+	}
+	if err != nil {
+		return ctrl.Result{}, fmt.Errorf("Peering %s: %w", req.Name, err)
+	}
+	return ctrl.Result{}, nil
+}
+
+func (r *PeeringReconciler) reconcile(ctx context.Context, name string) error {
+	var peering isthmus.Peering
+	if err := r.Client.Get(ctx, types.NamespacedName{Name: name}, &peering); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	leaving := !peering.DeletionTimestamp.IsZero()
+	switch has := controllerutil.ContainsFinalizer(&peering, isthmus.FinalizerPeering); {
+	case leaving && !has:
+		return nil // others' finalizers
+	case !leaving && !has:
+		before := peering.DeepCopy()
+		controllerutil.AddFinalizer(&peering, isthmus.FinalizerPeering)
+		if err := r.Client.Patch(ctx, &peering, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); err != nil {
+			return err
+		}
+	}
+	state, err := r.gather(ctx, &peering)
+	if err != nil {
+		return err
+	}
+	if leaving {
+		done, err := r.leave(ctx, &state)
+		if done || err != nil {
+			return err
+		}
+	}
+	return r.write(ctx, state)
+}
+
+func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering) (s peeringState, err error) {
+	peer := peerFrom(peering)
+	s = peeringState{peering: peering, identity: unknown, published: unknown}
+	if s.conflict, err = r.Peers.conflict(ctx, peering); s.conflict != "" || err != nil {
+		return s, err
+	}
+	facts, err := r.Facts.Facts(ctx)
+	if err != nil {
+		return s, err
+	}
+	_, s.lacking = networkConfigFor(facts, peer)
+	if problem, err := namespaceProblem(ctx, r.Client, peer.LocalNamespace); err != nil {
+		return s, err
+	} else if problem != "" {
+		s.lacking = append([]string{problem}, s.lacking...)
+	}
+	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
+	if s.original, err = found(ctx, r.Client, name, new(v1alpha1.NetworkConfig)); err != nil {
+		return s, err
+	}
+	if s.original != nil {
+		if problem := notOurs(s.original, peer); problem != "" {
+			s.original, s.lacking = nil, append(s.lacking, problem)
+		}
+	}
+	if s.endpoint, err = found(ctx, r.Client, name, new(v1alpha1.TunnelEndpoint)); err != nil {
+		return s, err
+	}
+	var copies v1alpha1.NetworkConfigList
+	if err := r.Client.List(ctx, &copies, client.InNamespace(peer.LocalNamespace), client.Limit(2),
+		client.MatchingLabels{v1alpha1.LabelOriginID: peer.Cluster.ClusterID}); err != nil {
+		return s, fmt.Errorf("NetworkConfigs in %s: %w", peer.LocalNamespace, err)
+	}
+	s.copies = copies.Items
+	if state, ok := r.Replicator.State(peer.Cluster.ClusterID); ok {
+		s.identity, s.published = verdictOf(state.Identity, unknown), verdictOf(state.Published, unknown)
+		s.unreadable = verdictOf(state.Answered, verdict{})
+	}
+	return s, nil
+}
+
+// found reads an object; nil when there is none.
+func found[T client.Object](ctx context.Context, reader client.Reader, name types.NamespacedName, into T) (T, error) {
+	var none T
+	switch err := reader.Get(ctx, name, into); {
+	case apierrors.IsNotFound(err):
+		return none, nil
+	case err != nil:
+		return none, fmt.Errorf("%T %s: %w", into, name, err)
+	}
+	return into, nil
+}
+
+// leave goes on with the removal of a Peering, as far as it goes now; done says
+// that nothing is left. The NetworkConfig is deleted by its own reconciler.
+func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
+	if s.conflict == "" {
+		if s.endpoint != nil && s.endpoint.DeletionTimestamp.IsZero() {
+			if err := r.Client.Delete(ctx, s.endpoint, client.Preconditions{UID: &s.endpoint.UID}); client.IgnoreNotFound(err) != nil {
+				return false, fmt.Errorf("TunnelEndpoint %s/%s: %w", s.endpoint.Namespace, s.endpoint.Name, err)
+			}
+		}
+		if err := r.force(ctx, s); err != nil {
+			return false, err
+		}
+		if s.waiting = waitingFor(*s); s.waiting != "" {
+			return false, nil
+		}
+		// Where our NetworkConfig never came to be, the peer's may have got networks.
+		if _, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+			return b.Release(s.peering.Spec.Cluster.ClusterID), nil
+		}); err != nil {
+			return false, fmt.Errorf("release the networks of the peer: %w", err)
+		}
+	}
+	before := s.peering.DeepCopy()
+	controllerutil.RemoveFinalizer(s.peering, isthmus.FinalizerPeering)
+	err = r.Client.Patch(ctx, s.peering, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+	if err = client.IgnoreNotFound(err); err == nil {
+		r.Log.Info("peering taken down", "peering", s.peering.Name, "peer", s.peering.Spec.Cluster.ClusterID)
+	}
+	return true, err
+}
+
+// force ends the wait for the peer, if that is wanted, and says what stays there.
+func (r *PeeringReconciler) force(ctx context.Context, s *peeringState) error {
+	nc := s.original
+	if !peerFrom(s.peering).Forced || nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {
+		return nil
+	}
+	before := nc.DeepCopy()
+	controllerutil.RemoveFinalizer(nc, v1alpha1.FinalizerReplicator)
+	if err := r.Client.Patch(ctx, nc, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); client.IgnoreNotFound(err) != nil {
+		return fmt.Errorf("NetworkConfig %s/%s: %w", nc.Namespace, nc.Name, err)
+	}
+	left := fmt.Sprintf("un-peering was forced: NetworkConfig %s/%s may stay at the peer, cluster %s (%s)",
+		s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peering.Spec.Cluster.ClusterID, s.peerSays())
+	r.Log.Warn(left, "peering", s.peering.Name)
+	r.Events.Eventf(s.peering, nil, corev1.EventTypeWarning, reasonLeftBehind, "ForceUnpeer", "%s", left)
+	return nil
+}
+
+// peerSays is what is known about the way to the peer's API server.
+func (s *peeringState) peerSays() string {
+	if s.identity.status != metav1.ConditionTrue {
+		return s.identity.message
+	}
+	return s.published.message
+}
+
+// waitingFor says what has to be gone before a Peering can go, or "".
+func waitingFor(s peeringState) string {
+	var all []string
+	if te := s.endpoint; te != nil {
+		what := fmt.Sprintf("TunnelEndpoint %s/%s to be gone", te.Namespace, te.Name)
+		if len(te.Finalizers) > 0 {
+			what += fmt.Sprintf(" (finalizers %s)", strings.Join(te.Finalizers, ", "))
+		}
+		all = append(all, what)
+	}
+	switch nc := s.original; {
+	case nc == nil:
+	case controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator):
+		all = append(all, fmt.Sprintf("the peer's API server to delete NetworkConfig %s/%s there (%s); the annotation %s=true ends the wait and leaves it there",
+			s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peerSays(), isthmus.AnnotationForce))
+	default:
+		all = append(all, fmt.Sprintf("NetworkConfig %s/%s to be gone", nc.Namespace, nc.Name))
+	}
+	return strings.Join(all, "; ")
+}
+
+// write writes the status if it differs, and an Event for each transition.
+func (r *PeeringReconciler) write(ctx context.Context, s peeringState) error {
+	want := s.peering.DeepCopy()
+	want.Status = statusFor(s)
+	if equality.Semantic.DeepEqual(want.Status, s.peering.Status) {
+		return nil
+	}
+	// The lock, because the conditions remember what was there before: they must
+	// not be computed from an old status.
+	if err := r.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(s.peering, client.MergeFromWithOptimisticLock{})); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	r.announce(s.peering, want)
+	return nil
+}
+
+// announce makes Events of what a person may want to hear of: Ready changes, or
+// something that was fine is not any more.
+func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
+	for i := range after.Status.Conditions {
+		c := &after.Status.Conditions[i]
+		old := meta.FindStatusCondition(before.Status.Conditions, c.Type)
+		wasTrue, isTrue := old != nil && old.Status == metav1.ConditionTrue, c.Status == metav1.ConditionTrue
+		ready := c.Type == isthmus.ConditionReady
+		switch {
+		case ready && isTrue && !wasTrue:
+			r.Log.Info("peering ready", "peering", after.Name, "message", c.Message)
+			r.Events.Eventf(after, nil, corev1.EventTypeNormal, c.Reason, "Reconcile", "%s", c.Message)
+		case !isTrue && wasTrue, ready && old != nil && !isTrue && old.Reason != c.Reason:
+			r.Log.Warn("peering not ready", "peering", after.Name, "condition", c.Type, "reason", c.Reason, "message", c.Message)
+			r.Events.Eventf(after, nil, corev1.EventTypeWarning, c.Reason, "Reconcile", "%s: %s", c.Type, c.Message)
+		}
+	}
+}
+
+// verdictOf reads what the replicator says, or returns silent when it says nothing.
+func verdictOf(c replication.Condition, silent verdict) verdict {
+	if c.Status == "" {
+		return silent
+	}
+	return verdict{c.Status, c.Reason, c.Message}
+}
