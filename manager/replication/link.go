@@ -90,9 +90,9 @@ func (l *link) request(verb string) *rest.Request {
 	return l.configs.Verb(verb).Namespace(l.namespace).Resource("networkconfigs").MaxRetries(0)
 }
 
-// feed has the NetworkConfigs that were replicated by the cluster with the given ID.
-func (l *link) feed(origin string) feed {
-	labels := v1alpha1.LabelOriginID + "=" + origin + "," + v1alpha1.LabelReplicated + "=true"
+// feed has the NetworkConfigs that the cluster with the ID origin replicated for the peer.
+func (l *link) feed(origin, peer string) feed {
+	labels := v1alpha1.LabelOriginID + "=" + origin + "," + v1alpha1.LabelRemoteID + "=" + peer + "," + v1alpha1.LabelReplicated + "=true"
 	return feed{
 		list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
 			o.LabelSelector = labels

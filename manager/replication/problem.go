@@ -110,7 +110,11 @@ var remedies = map[string]string{
 // failure is the condition for a failed request to server.
 func failure(server string, err error) Condition {
 	reason, text := diagnose(err)
-	return Condition{metav1.ConditionFalse, reason, fmt.Sprintf("%s %s; %s", server, text, remedies[reason])}
+	remedy := remedies[reason]
+	if apierrors.IsAlreadyExists(err) { // and our watch does not show it
+		remedy = "what is there does not have the labels of our copy: delete it there"
+	}
+	return Condition{metav1.ConditionFalse, reason, fmt.Sprintf("%s %s; %s", server, text, remedy)}
 }
 
 // breaks reports whether a reason is about the identity or the way to the server, not about one request.

@@ -37,8 +37,9 @@ type worker struct {
 	link   *link          // nil: no usable identity
 	unlink func()         // ends what feeds remote
 	remote chan change    // from the peer; nil without link
-	pause  *backoff       // of the way to the peer, and of steps that failed
-	retry  time.Time      // of steps that failed; zero: none did
+	pause  *backoff       // of the way to the peer; what feeds remote uses it
+	tries  backoff        // of steps that failed
+	retry  time.Time      // of them; zero: none did
 
 	copies map[string]*v1alpha1.NetworkConfig // at the peer, that are ours
 	listed bool                               // copies are from this API server, if not from just now
@@ -51,7 +52,7 @@ type worker struct {
 func newWorker(r *Replicator, p Peer, cancel context.CancelFunc) *worker {
 	return &worker{
 		r: r, peer: p, name: p.Cluster.UniqueName(), log: r.opts.Log.With("peer", p.ID), cancel: cancel,
-		wake: make(chan struct{}, 1), done: make(chan struct{}), pause: &backoff{},
+		wake: make(chan struct{}, 1), done: make(chan struct{}),
 	}
 }
 
@@ -178,16 +179,16 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 		return false
 	}
 	w.renewal = newRenewal(id.token)
-	w.pause.reset() // whatever failed did so with another identity
-	if err := w.connect(ctx, id, 0); err != nil {
+	w.tries.reset() // whatever failed did so with another identity
+	if err := w.connect(ctx, id, 0, &backoff{}); err != nil {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v", where, err)
 	}
 	return true
 }
 
-// connect makes a link and follows the copies over it, after a delay. What is known about the copies stays, unless it is
-// from another API server.
-func (w *worker) connect(ctx context.Context, id identity, delay time.Duration) error {
+// connect makes a link and follows the copies over it, after a delay, with pauses of the given series of failures. What is
+// known about the copies stays, unless it is from another API server.
+func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, pause *backoff) error {
 	next, err := newLink(&w.r.pool, id, w.peer.RemoteNamespace)
 	if err != nil {
 		return err
@@ -202,11 +203,11 @@ func (w *worker) connect(ctx context.Context, id identity, delay time.Duration) 
 		defer close(finished)
 		select {
 		case <-time.After(delay):
-			w.r.pace.follow(ctx, next.feed(w.r.opts.ClusterID), w.pause, deliver(ctx, changes))
+			w.r.pace.follow(ctx, next.feed(w.r.opts.ClusterID, w.peer.ID), pause, deliver(ctx, changes))
 		case <-ctx.Done():
 		}
 	}()
-	w.link, w.remote = next, changes
+	w.link, w.remote, w.pause = next, changes, pause
 	w.unlink = func() {
 		cancel()
 		<-finished
@@ -315,7 +316,7 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 		case err == nil:
 		case errors.As(err, &there):
 			w.blame(there.err)
-			w.log.Warn("replicate", "step", a.step.String(), "object", a.name, "err", err)
+			w.log.Debug("replicate", "step", a.step.String(), "object", a.name, "err", err)
 			if reason, _ := diagnose(there.err); breaks(reason) {
 				w.reconnect(ctx)
 				return
@@ -333,8 +334,11 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 			}
 		}
 	}
-	if failed && w.retry.IsZero() {
-		w.retry = time.Now().Add(w.pause.next(w.r.pace))
+	switch {
+	case failed && w.retry.IsZero():
+		w.retry = time.Now().Add(w.tries.next(w.r.pace))
+	case w.retry.IsZero():
+		w.tries.reset()
 	}
 }
 
@@ -344,14 +348,14 @@ func (w *worker) again(ctx context.Context, what string, err error) {
 	if ctx.Err() == nil && !apierrors.IsConflict(err) {
 		w.log.Warn("replicate", "step", what, "err", err)
 	}
-	w.retry = time.Now().Add(w.pause.next(w.r.pace))
+	w.retry = time.Now().Add(w.tries.next(w.r.pace))
 }
 
 // reconnect begins again with the way to the peer, after a pause.
 func (w *worker) reconnect(ctx context.Context) {
 	id := w.link.identity
 	w.disconnect()
-	if err := w.connect(ctx, id, w.pause.next(w.r.pace)); err != nil {
+	if err := w.connect(ctx, id, w.pause.next(w.r.pace), w.pause); err != nil {
 		w.log.Error("connect to the peer", "err", err) // it worked before
 	}
 }
@@ -381,9 +385,6 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 
 	case create:
 		made, err := w.link.create(ctx, copyOf(original, w.r.opts.ClusterID, w.peer.RemoteNamespace))
-		if apierrors.IsAlreadyExists(err) { // and our watch does not show it: nothing of ours, or not yet
-			err = fmt.Errorf("%w, without our labels: delete it there", err)
-		}
 		if err != nil {
 			return remotely(err)
 		}
@@ -396,7 +397,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		made, err := w.link.update(ctx, c)
 		switch {
 		case apierrors.IsConflict(err), apierrors.IsNotFound(err): // the watch is going to tell
-			w.retry = time.Now().Add(w.pause.next(w.r.pace))
+			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
 		case err != nil:
 			return remotely(err)
@@ -418,7 +419,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 			delete(w.copies, a.name)
 			return nil
 		case apierrors.IsConflict(err): // another object by now
-			w.retry = time.Now().Add(w.pause.next(w.r.pace))
+			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
 		}
 		return remotely(err)
@@ -427,7 +428,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		found, err := w.link.get(ctx, a.name)
 		if err == nil && found.Labels[v1alpha1.LabelOriginID] == w.r.opts.ClusterID {
 			w.keep(found) // made so recently that the watch has not told yet
-			w.retry = time.Now().Add(w.pause.next(w.r.pace))
+			w.retry = time.Now().Add(w.tries.next(w.r.pace))
 			return nil
 		}
 		if err != nil && !apierrors.IsNotFound(err) {

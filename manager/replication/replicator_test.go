@@ -1,0 +1,669 @@
+package replication
+
+import (
+	"bytes"
+	"fmt"
+	"maps"
+	"net"
+	"os"
+	"regexp"
+	"runtime"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/resource"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+var answered = v1alpha1.NetworkConfigStatus{
+	Processed: true, PodCIDRNAT: "10.61.0.0/16", ExternalCIDRNAT: v1alpha1.None,
+	Conditions: []metav1.Condition{{
+		Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, Message: "fine",
+		LastTransitionTime: metav1.NewTime(time.Date(2026, 11, 1, 12, 0, 0, 0, time.UTC)),
+	}},
+}
+
+// established is a pair whose original was published and answered.
+func established(t *testing.T, identity func(*pair) map[string][]byte) *pair {
+	t.Helper()
+	p := newPair(t)
+	p.identify(identity(p))
+	p.create(home, p.original())
+	p.start()
+	p.awaitUpToDate()
+	p.answer(answered)
+	p.eventually(func() string { return p.unanswered(answered) })
+	return p
+}
+
+func (p *pair) unanswered(want v1alpha1.NetworkConfigStatus) string {
+	if got := p.here().Status; got.Processed != want.Processed || got.PodCIDRNAT != want.PodCIDRNAT ||
+		got.ExternalCIDRNAT != want.ExternalCIDRNAT || len(got.Conditions) != len(want.Conditions) {
+		return fmt.Sprintf("status here: %+v", got)
+	}
+	return ""
+}
+
+func (p *pair) outdated() string {
+	a, b := p.here(), p.there()
+	if a == nil || b == nil || a.Spec.EndpointIP != b.Spec.EndpointIP || a.Spec.PodCIDR != b.Spec.PodCIDR {
+		return fmt.Sprintf("copy is not the original:\n%+v\n%+v", a, b)
+	}
+	return ""
+}
+
+func move(to string) func(*v1alpha1.NetworkConfig) {
+	return func(o *v1alpha1.NetworkConfig) { o.Spec.EndpointIP = to }
+}
+
+func TestSpecGoesOutAndStatusComesBackAsLiqoDoesIt(t *testing.T) {
+	for name, identity := range map[string]func(*pair) map[string][]byte{
+		"token": (*pair).byToken, "certificate": (*pair).byCert, "Liqo's Secret": (*pair).byLiqo,
+	} {
+		t.Run(name, func(t *testing.T) {
+			p := established(t, identity)
+			here, there := p.here(), p.there()
+			wantLabels := map[string]string{
+				v1alpha1.LabelReplication: "false", v1alpha1.LabelReplicated: "true", v1alpha1.LabelOriginID: p.own,
+				v1alpha1.LabelRemoteID: p.peer.ID, "team": "blue",
+			}
+			if !maps.Equal(there.Labels, wantLabels) || there.Annotations["note"] != "kept" ||
+				len(there.OwnerReferences)+len(there.Finalizers) != 0 {
+				t.Errorf("metadata of the copy: %+v", there.ObjectMeta)
+			}
+			if !slices.Contains(here.Finalizers, v1alpha1.FinalizerReplicator) {
+				t.Errorf("finalizers of the original: %v", here.Finalizers)
+			}
+			if got := here.Status.Conditions[0]; !got.LastTransitionTime.Equal(&answered.Conditions[0].LastTransitionTime) || got.Message != "fine" {
+				t.Errorf("condition came back as %+v", got)
+			}
+
+			p.change(home, p.here, func(o *v1alpha1.NetworkConfig) { o.Labels["team"], o.Spec.EndpointIP = "red", "198.51.100.8" })
+			p.eventually(p.outdated)
+			p.change(away, p.there, func(o *v1alpha1.NetworkConfig) {
+				o.Spec.EndpointIP, o.Spec.BackendConfig["more"] = "203.0.113.99", "x"
+				o.Annotations["theirs"] = "stays"
+			})
+			p.eventually(func() string {
+				if p.there().Spec.BackendConfig["more"] != "" {
+					return "an edit of the spec at the peer was not undone"
+				}
+				return p.outdated()
+			})
+			if there := p.there(); there.Labels["team"] != "blue" || there.Annotations["theirs"] != "stays" {
+				t.Errorf("labels and annotations are set on create only: %+v", there.ObjectMeta)
+			}
+
+			p.answer(v1alpha1.NetworkConfigStatus{}) // taken back
+			p.eventually(func() string { return p.unanswered(v1alpha1.NetworkConfigStatus{}) })
+			if s, _ := p.r.State(p.peer.ID); s.Answered != (Condition{}) || s.Published.Status != metav1.ConditionTrue {
+				t.Errorf("state %+v", s)
+			}
+		})
+	}
+}
+
+func TestACopyThatThePeerDeletesIsMadeAgain(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
+	old := p.there()
+	p.must(away.admin.Delete(t.Context(), old))
+	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonPublishing, "being deleted by the peer")
+	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil })
+	p.eventually(func() string {
+		if c := p.there(); c == nil || c.UID == old.UID {
+			return "no new copy"
+		}
+		return p.unanswered(v1alpha1.NetworkConfigStatus{}) // as the new copy says
+	})
+	p.awaitUpToDate()
+}
+
+func TestTheOriginalStaysUntilTheCopyIsGone(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
+	p.must(home.admin.Delete(t.Context(), p.here()))
+	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonPublishing, "waiting until", p.peer.RemoteNamespace, v1alpha1.FinalizerTunnelEndpointCreator)
+	time.Sleep(300 * time.Millisecond)
+	if p.here() == nil {
+		t.Fatal("the original is gone before its copy")
+	}
+	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil })
+	p.eventually(func() string {
+		if p.here() != nil || p.there() != nil {
+			return "original or copy is still there"
+		}
+		return ""
+	})
+	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonPublishing, "no NetworkConfig")
+
+	p.create(home, p.original()) // and again
+	p.awaitUpToDate()
+}
+
+func TestOnlyWhatIsOursAndForThisPeerIsTouched(t *testing.T) {
+	p := newPair(t)
+	p.identify(p.byToken())
+	strange := p.original()
+	strange.Labels[v1alpha1.LabelRemoteID] = "another"
+	p.create(home, strange)
+	copyNamed := func(name, origin string) *v1alpha1.NetworkConfig {
+		c := copyOf(p.original(), origin, p.peer.RemoteNamespace)
+		c.Name = name
+		return c
+	}
+	foreign, orphan := copyNamed("foreign", "somebody"), copyNamed("orphan", p.own)
+	p.create(away, foreign, orphan)
+	p.start()
+	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonPublishing, "no NetworkConfig")
+	p.eventually(func() string {
+		if err := away.admin.Get(t.Context(), client.ObjectKeyFromObject(orphan), orphan); !apierrors.IsNotFound(err) {
+			return fmt.Sprint("a copy without original is still there: ", err)
+		}
+		return ""
+	})
+	if p.there() != nil || len(p.here().Finalizers) > 0 {
+		t.Error("an original for another cluster was replicated, or held")
+	}
+	if err := away.admin.Get(t.Context(), client.ObjectKeyFromObject(foreign), foreign); err != nil {
+		t.Error("the copy of another origin: ", err)
+	}
+	p.change(home, p.here, func(o *v1alpha1.NetworkConfig) { o.Labels[v1alpha1.LabelRemoteID] = p.peer.ID })
+	p.awaitUpToDate()
+}
+
+func TestHundredsOfCopiesWithoutOriginalAreRemoved(t *testing.T) {
+	p := newPair(t)
+	p.identify(p.byToken())
+	for i := range 3*maxListed + 5 {
+		c := copyOf(p.original(), p.own, p.peer.RemoteNamespace)
+		c.Name = fmt.Sprintf("orphan-%d", i)
+		p.create(away, c)
+	}
+	p.create(home, p.original())
+	p.start()
+	p.awaitUpToDate()
+	p.eventually(func() string {
+		var list v1alpha1.NetworkConfigList
+		p.must(away.admin.List(t.Context(), &list, client.InNamespace(p.peer.RemoteNamespace)))
+		if len(list.Items) != 1 {
+			return fmt.Sprintf("%d objects are left", len(list.Items))
+		}
+		return ""
+	})
+}
+
+func TestWhatIsWrongWithTheSecretIsTold(t *testing.T) {
+	p := newPair(t)
+	p.create(home, p.original())
+	p.start()
+	where := p.peer.LocalNamespace + "/" + p.peer.IdentitySecret
+	p.awaitState(isthmus.ReasonSecretMissing, isthmus.ReasonPublishing, where)
+	p.identify(map[string][]byte{"other": []byte("x")})
+	p.awaitState(isthmus.ReasonSecretInvalid, isthmus.ReasonPublishing, where, "neither the key kubeconfig nor")
+	p.identify(withKubeconfig(kubeconfig(away.URL(), away.CA(), &clientcmdapi.AuthInfo{
+		Exec: &clientcmdapi.ExecConfig{APIVersion: "client.authentication.k8s.io/v1", Command: "/bin/false", InteractiveMode: "Never"},
+	})))
+	p.awaitState(isthmus.ReasonSecretInvalid, isthmus.ReasonPublishing, "exec", "must not run programs")
+	p.identify(withKubeconfig(kubeconfig(away.URL(), away.CA(), &clientcmdapi.AuthInfo{Token: "no.such.token"})))
+	p.awaitState(isthmus.ReasonUnauthorized, isthmus.ReasonPublishing, away.URL(), "Unauthorized", "isthmus peer")
+	p.identify(withKubeconfig(kubeconfig(away.URL(), home.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
+	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "certificate")
+	p.identify(withKubeconfig(kubeconfig("https://"+closedPort(t), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
+	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "connection refused")
+	if len(p.here().Finalizers) > 0 {
+		t.Error("the original is held although nothing was ever published")
+	}
+
+	p.identify(p.byToken())
+	p.within(5*time.Second, func() string { // at once, however long the last pause was
+		if s, _ := p.r.State(p.peer.ID); s.Published.Reason != isthmus.ReasonUpToDate {
+			return "not up to date"
+		}
+		return ""
+	})
+	p.must(home.admin.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.peer.LocalNamespace, Name: p.peer.IdentitySecret}}))
+	p.awaitState(isthmus.ReasonSecretMissing, isthmus.ReasonPublishing, "is not there")
+}
+
+func closedPort(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
+	t.Run("revoked", func(t *testing.T) {
+		p := established(t, (*pair).byToken)
+		account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.peer.RemoteNamespace, Name: "peer"}}
+		p.must(away.admin.Delete(t.Context(), account))
+		// It was seen in order last: what is published is as it was, but the identity is not.
+		p.awaitState(isthmus.ReasonUnauthorized, isthmus.ReasonUpToDate, "isthmus peer")
+		p.change(home, p.here, move("198.51.100.8"))
+		p.awaitState(isthmus.ReasonUnauthorized, isthmus.ReasonPublishing, "not up to date")
+		account.ResourceVersion = ""
+		p.create(away, account)
+		p.identify(p.byToken())
+		p.eventually(p.outdated)
+		p.awaitUpToDate()
+	})
+	t.Run("no rights", func(t *testing.T) {
+		p := established(t, (*pair).byCert)
+		right := binding(p.peer.RemoteNamespace, "peer")
+		p.must(away.admin.Get(t.Context(), client.ObjectKeyFromObject(right), right))
+		p.must(away.admin.Delete(t.Context(), right))
+		p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonForbidden, "cannot")
+		right.ResourceVersion = ""
+		p.create(away, right)
+		p.awaitUpToDate()
+	})
+	t.Run("quota", func(t *testing.T) {
+		p := newPair(t)
+		p.identify(p.byToken())
+		quota := &corev1.ResourceQuota{
+			ObjectMeta: metav1.ObjectMeta{Namespace: p.peer.RemoteNamespace, Name: "none"},
+			Spec:       corev1.ResourceQuotaSpec{Hard: corev1.ResourceList{"count/networkconfigs.net.liqo.io": resource.MustParse("0")}},
+		}
+		p.create(away, quota)
+		p.eventually(func() string {
+			p.must(away.admin.Get(t.Context(), client.ObjectKeyFromObject(quota), quota))
+			if quota.Status.Hard == nil {
+				return "quota is not in force"
+			}
+			return ""
+		})
+		p.create(home, p.original())
+		p.start()
+		p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonForbidden, "exceeded quota")
+		p.must(away.admin.Delete(t.Context(), quota))
+		p.awaitUpToDate()
+	})
+	t.Run("namespace gone", func(t *testing.T) {
+		p := newPair(t)
+		p.user = "system:admin"
+		cert, key, err := away.ClientCert(p.user, "system:masters") // rights that do not end with the namespace
+		p.must(err)
+		p.identify(withKubeconfig(kubeconfig(away.URL(), away.CA(), &clientcmdapi.AuthInfo{ClientCertificateData: cert, ClientKeyData: key})))
+		p.create(home, p.original())
+		p.start()
+		p.awaitUpToDate()
+		p.must(away.admin.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: p.peer.RemoteNamespace}}))
+		p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonNamespaceGone, p.peer.RemoteNamespace)
+		p.eventually(func() string {
+			s, _ := p.r.State(p.peer.ID)
+			if !strings.Contains(s.Published.Message, "not found") {
+				return "the namespace is not quite gone"
+			}
+			return ""
+		})
+		p.must(home.admin.Delete(t.Context(), p.here())) // nothing there to wait for
+		p.eventually(func() string {
+			if p.here() != nil {
+				return "the original is still there"
+			}
+			return ""
+		})
+	})
+	t.Run("something in the way", func(t *testing.T) {
+		p := newPair(t)
+		p.identify(p.byToken())
+		obstacle := copyOf(p.original(), p.own, p.peer.RemoteNamespace)
+		obstacle.Labels = nil
+		p.create(away, obstacle)
+		p.create(home, p.original())
+		p.start()
+		p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonRefusedByPeer, "already exists", "delete it there")
+		p.must(away.admin.Delete(t.Context(), obstacle))
+		p.awaitUpToDate()
+	})
+}
+
+func TestAnAnswerThatTheCRDHereRefusesNamesTheFieldAndIsNotTaken(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	for field, bad := range map[string]v1alpha1.NetworkConfigStatus{
+		"podCIDRNAT":      {Processed: true, PodCIDRNAT: "10.61.0.1/16", ExternalCIDRNAT: v1alpha1.None},
+		"externalCIDRNAT": {Processed: true, PodCIDRNAT: "10.61.0.0/16", ExternalCIDRNAT: "127.0.0.0/8"},
+		"conditions":      {Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None, Conditions: make([]metav1.Condition, 17)},
+		"Too long":        {Processed: true, PodCIDRNAT: strings.Repeat("1", 1<<20), ExternalCIDRNAT: v1alpha1.None},
+	} {
+		before := writes(t, home)
+		p.answer(bad)
+		p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonUpToDate, field)
+		if s, _ := p.r.State(p.peer.ID); s.Answered.Status != metav1.ConditionFalse || s.Answered.Reason != isthmus.ReasonInvalid ||
+			len(s.Answered.Message) > 1000 {
+			t.Errorf("%s: %+v", field, s.Answered)
+		}
+		if wrong := p.unanswered(answered); wrong != "" {
+			t.Errorf("%s: the last good answer is gone: %s", field, wrong)
+		}
+		time.Sleep(time.Second)
+		if n := writes(t, home) - before; n > 3 {
+			t.Errorf("%s: %d writes within a second for one bad answer", field, n)
+		}
+		p.change(home, p.here, move(fmt.Sprintf("198.51.100.%d", len(field)))) // goes out all the same
+		p.eventually(p.outdated)
+	}
+	p.answer(answered)
+	p.eventually(func() string {
+		if s, _ := p.r.State(p.peer.ID); s.Answered != (Condition{}) {
+			return "the refusal stays"
+		}
+		return p.unanswered(answered)
+	})
+}
+
+func TestANewIdentityIsTakenLiveAndTheOldOneHasNoConnectionLeft(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	for i, identity := range []func(*pair) map[string][]byte{(*pair).byCert, (*pair).byLiqo, (*pair).byToken, (*pair).byCert} {
+		data := identity(p)
+		p.change(home, p.here, move(fmt.Sprintf("198.51.100.%d", 20+i)))
+		p.identify(data)
+		p.answer(v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: fmt.Sprintf("10.%d.0.0/16", 70+i), ExternalCIDRNAT: v1alpha1.None})
+		want := p.there().Status
+		p.eventually(p.outdated)
+		p.eventually(func() string { return p.unanswered(want) })
+		p.awaitUpToDate()
+		p.eventually(func() string {
+			p.r.pool.mu.Lock()
+			defer p.r.pool.mu.Unlock()
+			if n := len(p.r.pool.users); n != 1 {
+				return fmt.Sprintf("%d endpoints are in use", n)
+			}
+			for e := range p.r.pool.users {
+				if _, cert := data[liqoCert]; cert && e.cert != string(data[liqoCert]) {
+					return "the connection is the old identity's"
+				}
+			}
+			return ""
+		})
+	}
+}
+
+func TestATokenIsRenewedWhenTwoThirdsOfItsLifeAreOver(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	secret := func() *corev1.Secret {
+		var s corev1.Secret
+		p.must(home.admin.Get(t.Context(), client.ObjectKey{Namespace: p.peer.LocalNamespace, Name: p.peer.IdentitySecret}, &s))
+		return &s
+	}
+	first := secret()
+	p.ahead.Store(int64(6 * time.Minute)) // of ten
+	p.change(home, p.here, move("198.51.100.8"))
+	p.eventually(p.outdated)
+	if got := secret(); got.ResourceVersion != first.ResourceVersion {
+		t.Error("renewed before two thirds were over")
+	}
+
+	// Not allowed: nothing breaks, and the State says when it will.
+	grant := role(p.peer.RemoteNamespace, "peer", rule("net.liqo.io", "networkconfigs", "get list watch create update patch delete"))
+	p.must(away.admin.Update(t.Context(), grant))
+	p.ahead.Store(int64(7 * time.Minute))
+	p.change(home, p.here, move("198.51.100.9"))
+	p.eventually(p.outdated)
+	old, _ := readToken(tokenOf(t, first))
+	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonUpToDate, "its token expires "+old.expires.Format(time.RFC3339), "serviceaccounts/token")
+
+	grant.ResourceVersion = ""
+	grant.Rules = append(grant.Rules, rule("", "serviceaccounts/token", "create", "peer"))
+	p.must(away.admin.Update(t.Context(), grant))
+	p.within(30*time.Second, func() string { // a tenth of what remains
+		if secret().ResourceVersion == first.ResourceVersion {
+			p.r.Enqueue(p.peer.LocalNamespace, p.peer.Cluster.UniqueName())
+			return "the token is still the old one"
+		}
+		return ""
+	})
+	fresh, ok := readToken(tokenOf(t, secret()))
+	if !ok || !fresh.expires.After(old.expires.Add(time.Hour)) || fresh.account != "peer" || !slices.Equal(fresh.audiences, old.audiences) {
+		t.Errorf("renewed %+v to %+v", old, fresh)
+	}
+	if !bytes.Contains(secret().Data[isthmus.SecretKubeconfig], []byte("namespace: kept")) {
+		t.Error("the rest of the kubeconfig was not kept")
+	}
+	p.awaitUpToDate()
+	p.eventually(func() string {
+		if s, _ := p.r.State(p.peer.ID); strings.Contains(s.Identity.Message, "expires") {
+			return "still warns"
+		}
+		return ""
+	})
+	p.change(home, p.here, move("198.51.100.10"))
+	p.eventually(p.outdated)
+}
+
+func tokenOf(t *testing.T, s *corev1.Secret) string {
+	t.Helper()
+	config, err := clientcmd.Load(s.Data[isthmus.SecretKubeconfig])
+	if err != nil {
+		t.Fatal(err)
+	}
+	return config.AuthInfos["us"].Token
+}
+
+func TestAPeerThatIsGoneHoldsTheOriginalAndNothingElse(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	other := p.peer // another peer, which is well
+	other.ID, other.Cluster.ClusterID, other.LocalNamespace = other.ID+"-b", other.ID+"-b", other.LocalNamespace+"-b"
+
+	p.identify(withKubeconfig(kubeconfig("https://"+closedPort(t), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
+	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing)
+	p.must(home.admin.Delete(t.Context(), p.here()))
+	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "waiting until")
+	told := p.told.Load()
+	time.Sleep(2 * time.Second)
+	if p.here() == nil {
+		t.Fatal("the original went although nobody has seen its copy go")
+	}
+	if n := p.told.Load() - told; n > 0 {
+		t.Errorf("the state changed %d times though nothing did", n)
+	}
+
+	p.change(home, p.here, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil }) // forced
+	p.r.Set([]Peer{other})
+	p.eventually(func() string {
+		if _, known := p.r.State(p.peer.ID); known || p.here() != nil {
+			return "the peer is still known"
+		}
+		return ""
+	})
+	if p.there() == nil {
+		t.Error("the copy at the peer should have stayed behind")
+	}
+	p.identify(p.byToken())
+	p.create(home, p.original())
+	p.r.Set([]Peer{p.peer, other}) // and back
+	p.awaitUpToDate()
+}
+
+func TestAFrozenAPIServerLosesNothingOnEitherSide(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	freeze := 8 * time.Second
+	if s := os.Getenv("ISTHMUS_FREEZE"); s != "" {
+		freeze, _ = time.ParseDuration(s)
+	}
+	p.must(away.Freeze())
+	p.change(home, p.here, move("198.51.100.8"))
+	time.Sleep(freeze)
+	s, _ := p.r.State(p.peer.ID)
+	p.must(away.Thaw())
+	if s.Identity.Reason != isthmus.ReasonUnreachable || s.Published.Reason != isthmus.ReasonPublishing {
+		t.Errorf("state of a frozen peer: %+v", s)
+	}
+	p.eventually(p.outdated)
+	p.awaitUpToDate()
+
+	told := p.told.Load()
+	p.must(home.Freeze())
+	later := answered
+	later.PodCIDRNAT = "10.99.0.0/16"
+	p.answer(later)
+	time.Sleep(freeze)
+	p.must(home.Thaw())
+	p.eventually(func() string { return p.unanswered(later) })
+	p.change(home, p.here, move("198.51.100.9"))
+	p.eventually(p.outdated)
+	p.awaitUpToDate()
+	if n := p.told.Load() - told; n > 2 { // not up to date, up to date
+		t.Errorf("the state changed %d times while our own API server was away", n)
+	}
+}
+
+func TestARestartedAPIServerLosesNothingOnEitherSide(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	for i, c := range []cluster{away, home} {
+		p.must(c.RestartAPIServer(t.Context()))
+		p.change(home, p.here, move(fmt.Sprintf("198.51.100.%d", 30+i)))
+		p.eventually(p.outdated)
+		later := answered
+		later.PodCIDRNAT = fmt.Sprintf("10.%d.0.0/16", 80+i)
+		p.answer(later)
+		p.eventually(func() string { return p.unanswered(later) })
+		p.awaitUpToDate()
+	}
+}
+
+func TestARestartedReplicatorGoesOnWhereverItWas(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	restart := func(meanwhile func()) {
+		p.stop()
+		meanwhile()
+		p.prepare(p.r.opts.Config)
+		p.start()
+	}
+	restart(func() { p.change(home, p.here, move("198.51.100.40")) })
+	p.eventually(p.outdated)
+	restart(func() { p.must(away.admin.Delete(t.Context(), p.there())) })
+	p.awaitUpToDate()
+	p.eventually(p.outdated)
+	restart(func() { p.must(home.admin.Delete(t.Context(), p.here())) })
+	p.eventually(func() string {
+		if p.here() != nil || p.there() != nil {
+			return "original or copy is still there"
+		}
+		return ""
+	})
+}
+
+func TestNothingIsWrittenAtRest(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	p.awaitUpToDate()
+	time.Sleep(time.Second)
+	told, h, a := p.told.Load(), writes(t, home), writes(t, away)
+	time.Sleep(7 * time.Second) // more than two watches
+	if h, a := writes(t, home)-h, writes(t, away)-a; h+a > 0 {
+		t.Errorf("%d writes at home and %d at the peer, with nothing to do", h, a)
+	}
+	if n := p.told.Load() - told; n > 0 {
+		t.Errorf("the state changed %d times", n)
+	}
+}
+
+var requestTotal = regexp.MustCompile(`(?m)^apiserver_request_total\{([^}]*)\} (\S+)$`)
+
+// writes is how many requests for NetworkConfigs, Secrets and ServiceAccounts an API server has had that were not reads.
+func writes(t *testing.T, c cluster) (n int) {
+	t.Helper()
+	core, err := v1.NewForConfig(c.config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	text, err := core.RESTClient().Get().AbsPath("/metrics").DoRaw(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, m := range requestTotal.FindAllSubmatch(text, -1) {
+		labels := string(m[1])
+		if !strings.Contains(labels, `resource="networkconfigs"`) && !strings.Contains(labels, `resource="secrets"`) &&
+			!strings.Contains(labels, `resource="serviceaccounts"`) {
+			continue
+		}
+		if strings.Contains(labels, `verb="GET"`) || strings.Contains(labels, `verb="LIST"`) || strings.Contains(labels, `verb="WATCH"`) {
+			continue
+		}
+		v, err := strconv.ParseFloat(string(m[2]), 64)
+		if err != nil {
+			t.Fatal(err)
+		}
+		n += int(v)
+	}
+	return n
+}
+
+// With ISTHMUS_PEERS=500 it takes a minute and prints the figures of that many.
+func TestManyPeersCostLittleEach(t *testing.T) {
+	p := newPair(t)
+	number := 20
+	if s := os.Getenv("ISTHMUS_PEERS"); s != "" {
+		number, _ = strconv.Atoi(s)
+	}
+	q := &pair{t: t, own: p.own, peer: Peer{LocalNamespace: metav1.NamespaceAll}}
+	q.prepare(home.config)
+	q.r.pace = usual
+	p.r, p.stop = q.r, func() { q.stop() }
+	identity := p.byCert()
+	var peers []Peer
+	for i := range number {
+		c := &pair{t: t, own: p.own, peer: p.peer}
+		c.peer.ID = fmt.Sprintf("%s-%d", p.peer.ID, i)
+		c.peer.Cluster.ClusterID, c.peer.LocalNamespace = c.peer.ID, fmt.Sprintf("%s-%d", p.peer.LocalNamespace, i)
+		p.create(home, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.peer.LocalNamespace}}, c.original(),
+			&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.peer.LocalNamespace, Name: c.peer.IdentitySecret}, Data: identity})
+		peers = append(peers, c.peer)
+	}
+	memory, goroutines := used()
+	began := time.Now()
+	q.r.Set(peers)
+	q.start()
+	p.within(2*time.Minute, func() string {
+		for _, peer := range peers {
+			if s, _ := q.r.State(peer.ID); s.Published.Reason != isthmus.ReasonUpToDate {
+				return fmt.Sprintf("%s: %+v", peer.ID, s)
+			}
+		}
+		return ""
+	})
+	took := time.Since(began)
+	after, more := used()
+	each := float64(more-goroutines) / float64(number)
+	t.Logf("%d peers: up to date after %v, %.1f goroutines and %d KiB each", number, took, each, (after-memory)/uint64(number)/1024)
+	if number >= 20 && each > 12 {
+		t.Errorf("%.1f goroutines for each peer", each)
+	}
+	h, a := writes(t, home), writes(t, away)
+	time.Sleep(2 * time.Second)
+	if h, a := writes(t, home)-h, writes(t, away)-a; h+a > 0 {
+		t.Errorf("%d writes at home and %d at the peer, with nothing to do", h, a)
+	}
+	q.r.Set(nil)
+	p.eventually(func() string {
+		if _, now := used(); now > goroutines+20 {
+			return fmt.Sprintf("%d goroutines, %d before", now, goroutines)
+		}
+		return ""
+	})
+}
+
+// used returns the memory of heap and stacks, and the number of goroutines.
+func used() (memory uint64, goroutines int) {
+	runtime.GC()
+	runtime.GC()
+	var m runtime.MemStats
+	runtime.ReadMemStats(&m)
+	return m.HeapInuse + m.StackInuse, runtime.NumGoroutine()
+}
