@@ -1,0 +1,571 @@
+package manager
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
+)
+
+// maxRefused is how many objects of one namespace get a condition that says why
+// they are refused. A peer may fill its namespace; that must not keep us writing.
+const maxRefused = 16
+
+// errNotWanted ends a change of the books for a peer that has left meanwhile.
+var errNotWanted = errors.New("the peering is being taken down")
+
+// Answers are the reconcilers that turn what both sides of each peering say into
+// answers, TunnelEndpoints and NatMappings:
+//
+//	copy ─ AnswerReconciler ─► status of the copy, grant in the books ─┐
+//	original with the peer's answer ──────────────────────────────────┴─ TunnelEndpointReconciler ─► TunnelEndpoint
+//	                                        answer in the books ─ NatMappingReconciler ─► NatMapping ─┘ (exists first)
+//
+// All but FactsChanged may be shared; the books have to be loaded.
+type Answers struct {
+	Client client.Client
+	Peers  Peers
+	Facts  FactsReader
+	Store  *ipamstore.Store
+	// FactsChanged gets a value after every change of the Facts.
+	FactsChanged <-chan event.GenericEvent
+	Log          *slog.Logger
+}
+
+// SetupWithManager makes mgr run the three, and its cache index what they look up.
+func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
+	if err := addExchangeIndexes(mgr.GetFieldIndexer()); err != nil {
+		return fmt.Errorf("indexes: %w", err)
+	}
+	return errors.Join(
+		(&AnswerReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, FactsChanged: a.FactsChanged, Log: a.Log}).SetupWithManager(mgr),
+		(&TunnelEndpointReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
+		(&NatMappingReconciler{Client: a.Client, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
+	)
+}
+
+// AnswerReconciler answers the NetworkConfigs of the peers: it finds out whether
+// what they claim can be taken here, has the IPAM choose the networks that stand
+// for theirs, and writes both into their status. Requests are named by the tenant
+// namespace and the cluster ID that the label liqo.io/originID says.
+//
+// A refusal is a condition and not an error: what it depends upon (the Facts, the
+// Peering, the books, the other peers) makes a new request when it changes.
+type AnswerReconciler struct {
+	Client client.Client
+	Peers  Peers
+	Facts  FactsReader
+	Store  *ipamstore.Store
+	// FactsChanged gets a value after every change of the Facts.
+	FactsChanged <-chan event.GenericEvent
+	Log          *slog.Logger
+
+	waiting requestSet // for a network or an address to become free
+}
+
+// SetupWithManager makes mgr call Reconcile for each peer that something happened
+// to. The indexes have to be there.
+func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
+	b := ctrl.NewControllerManagedBy(mgr).Named("answer").
+		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(r.copyAndRivals)).
+		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+			return append(r.waiting.all(), r.rivals(ctx, o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig)...)
+		}), builder.WithPredicates(notStatusAlone)).
+		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(everyExchange(r.Peers, r.Log)))).
+		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+			if o.GetName() == "" {
+				return everyExchange(r.Peers, r.Log)(ctx, o)
+			}
+			all := r.waiting.all()
+			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // its networks may have been changed by hand
+				all = append(all, exchangeWith(peer))
+			}
+			return all
+		})))
+	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(r)
+}
+
+// copyAndRivals names the sender of a copy and whoever says to have the same key.
+func (r *AnswerReconciler) copyAndRivals(ctx context.Context, o client.Object) []reconcile.Request {
+	origin, ok := o.GetLabels()[v1alpha1.LabelOriginID]
+	if !ok {
+		return nil
+	}
+	return append(r.rivals(ctx, o.(*v1alpha1.NetworkConfig).Spec.BackendConfig),
+		reconcile.Request{NamespacedName: types.NamespacedName{Namespace: o.GetNamespace(), Name: origin}})
+}
+
+// rivals names the peers in whose namespaces there are copies with the same key:
+// however many there are, each peer once.
+func (r *AnswerReconciler) rivals(ctx context.Context, config v1alpha1.BackendConfig) (all []reconcile.Request) {
+	var list v1alpha1.NetworkConfigList
+	if err := r.Client.List(ctx, &list, client.MatchingFields{indexPublicKey: config[v1alpha1.ConfigPublicKey]}, client.UnsafeDisableDeepCopy); err != nil {
+		r.Log.Error("a key that changes hands reaches no other peer", "error", err)
+	}
+	known := make(map[string]bool)
+	for i := range list.Items {
+		ns := list.Items[i].Namespace
+		if known[ns] {
+			continue
+		}
+		known[ns] = true
+		if peer, err := r.Peers.ByNamespace(ctx, ns); err == nil {
+			all = append(all, exchangeWith(peer))
+		}
+	}
+	return all
+}
+
+// Reconcile answers the copies of one sender in one namespace.
+func (r *AnswerReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	err := r.reconcile(ctx, req)
+	switch {
+	case apierrors.IsConflict(err):
+		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
+	case apierrors.IsInvalid(err):
+		// No repetition changes that. Whatever is edited comes back here.
+		return ctrl.Result{}, reconcile.TerminalError(fmt.Errorf("NetworkConfig of %s in %s: %w", req.Name, req.Namespace, err))
+	case err != nil:
+		return ctrl.Result{}, fmt.Errorf("NetworkConfig of %s in %s: %w", req.Name, req.Namespace, err)
+	}
+	return ctrl.Result{}, nil
+}
+
+func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) error {
+	copies, err := copiesOf(ctx, r.Client, req.Namespace, req.Name)
+	copies = slices.DeleteFunc(copies, func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
+	if err != nil || len(copies) == 0 {
+		r.waiting.remove(req)
+		return err
+	}
+	peer, refusal, err := sender(ctx, r.Peers, req.Namespace, req.Name)
+	switch {
+	case err != nil:
+		return err
+	case refusal != nil:
+		r.waiting.remove(req)
+		return r.refuseStranger(ctx, copies, *refusal)
+	case !peer.begun():
+		return nil
+	case len(copies) > 1:
+		r.waiting.remove(req)
+		return r.refuse(ctx, copies, fabric.Refusal{Reason: v1alpha1.ReasonAmbiguous, Problem: fabric.Problem{
+			Message: fmt.Sprintf("there are %d NetworkConfigs of this cluster in namespace %s; want one", len(copies), req.Namespace)}})
+	}
+	// Before the attempt, so that what becomes free during it is not missed.
+	r.waiting.add(req)
+	nc := &copies[0]
+	grant, claim, refusals, err := r.decide(ctx, peer, nc)
+	switch {
+	case errors.Is(err, errNotWanted):
+		return nil
+	case err != nil:
+		return err
+	case len(refusals) > 0:
+		if !slices.ContainsFunc(refusals, passing) {
+			r.waiting.remove(req)
+		}
+		return r.refuse(ctx, copies, refusals...)
+	}
+	r.waiting.remove(req)
+	answer := v1alpha1.NetworkConfigStatus{Processed: true}
+	answer.PodCIDRNAT, answer.ExternalCIDRNAT = fabric.AnswerFor(claim, grant.Pod, grant.External)
+	return r.write(ctx, nc, answer, metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered,
+		Message: fmt.Sprintf("podCIDR is %v here, externalCIDR %v", grant.Pod, grant.External)})
+}
+
+// passing reports whether a refusal may end when the books change.
+func passing(r fabric.Refusal) bool {
+	switch r.Reason {
+	case v1alpha1.ReasonExhausted, v1alpha1.ReasonCIDRConflict, v1alpha1.ReasonEndpoint:
+		return true
+	}
+	return false
+}
+
+// sender finds out whose NetworkConfigs with the given origin in a namespace are.
+// A refusal says that they are not a peer's.
+func sender(ctx context.Context, peers Peers, namespace, origin string) (Peer, *fabric.Refusal, error) {
+	const field = "metadata.labels[" + v1alpha1.LabelOriginID + "]"
+	refusal := func(reason, format string, args ...any) *fabric.Refusal {
+		return &fabric.Refusal{Reason: reason, Problem: fabric.Problem{Field: field, Message: fmt.Sprintf(format, args...)}}
+	}
+	peer, err := peers.ByNamespace(ctx, namespace)
+	switch {
+	case errors.Is(err, ErrNoPeer):
+		return Peer{}, refusal(v1alpha1.ReasonNotPeered, "nobody here wants to be joined with cluster %s in namespace %s", origin, namespace), nil
+	case err != nil:
+		return Peer{}, nil, err
+	case peer.Cluster.ClusterID != origin:
+		return Peer{}, refusal(v1alpha1.ReasonWrongOrigin, "is %q, but namespace %s is for cluster %s", origin, namespace, peer.Cluster.ClusterID), nil
+	case peer.Leaving:
+		return Peer{}, refusal(v1alpha1.ReasonNotPeered, "the peering with cluster %s is being taken down here", origin), nil
+	}
+	return peer, nil, nil
+}
+
+// decide finds out whether the claim of a peer is taken, and which networks it
+// gets.
+func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
+	var grant ipam.Grant
+	j := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Books: r.Store}
+	claim, refusals, err := j.judge(ctx, peer, nc)
+	if err != nil || len(refusals) > 0 {
+		return grant, claim, refusals, err
+	}
+	id := peer.Cluster.ClusterID
+	asked := ipam.Claim{ID: id, Pod: claim.Pod, External: claim.External}
+	for _, o := range []struct {
+		override *string
+		field    string
+		want     *netip.Prefix
+	}{
+		{peer.Overrides.PodCIDR, "spec.overrides.podCIDR", &asked.WantPod},
+		{peer.Overrides.ExternalCIDR, "spec.overrides.externalCIDR", &asked.WantExternal},
+	} {
+		if o.override == nil {
+			continue
+		}
+		if *o.want, err = netip.ParsePrefix(*o.override); err != nil {
+			return grant, claim, []fabric.Refusal{{Reason: v1alpha1.ReasonCIDRConflict, Problem: fabric.Problem{
+				Field: o.field, Message: "of the receiver's Peering is not a CIDR"}}}, nil
+		}
+	}
+	_, err = r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+		// Releases are serialised with this: what is granted after the peer has
+		// left would stay for ever.
+		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) || err == nil && (!now.begun() || now.LocalNamespace != peer.LocalNamespace) {
+			return b, errNotWanted
+		} else if err != nil {
+			return b, err
+		}
+		next, got, inside, err := grantClearOf(b, asked, func(p netip.Prefix) ([]netip.Addr, error) {
+			return gatewaysIn(ctx, r.Client, peer, claim, p)
+		})
+		if err != nil {
+			return b, err
+		}
+		if refusals = fabric.CheckGrant(claim, got.Pod, got.External, inside); len(refusals) > 0 {
+			return b, nil
+		}
+		grant = got
+		return next, nil
+	})
+	var refusal *ipam.Refusal
+	if errors.As(err, &refusal) {
+		return grant, claim, []fabric.Refusal{{Reason: refusal.Reason, Problem: fabric.Problem{Field: refusal.Field, Message: refusal.Message}}}, nil
+	}
+	return grant, claim, refusals, err
+}
+
+// grantClearOf gives a claim its networks, such that no gateway of a peer is in
+// them if that can be helped: its packets would be routed into a tunnel. inside
+// are the gateways that are in them nevertheless, because networks that were given
+// out stay where they are.
+func grantClearOf(b ipam.Book, claim ipam.Claim, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.Book, grant ipam.Grant, inside []netip.Addr, err error) {
+	var avoid []netip.Addr
+	for {
+		asked := b
+		if len(avoid) > 0 {
+			own := b.Own()
+			own.Nodes = append(own.Nodes, avoid...)
+			asked, _ = b.Configure(own)
+		}
+		if next, grant, err = asked.Grant(claim); err != nil {
+			return b, ipam.Grant{}, nil, err
+		}
+		inside = nil
+		for _, p := range []netip.Prefix{grant.Pod, grant.External} {
+			found, err := gateways(p)
+			if err != nil {
+				return b, ipam.Grant{}, nil, err
+			}
+			inside = append(inside, found...)
+		}
+		fresh := slices.DeleteFunc(slices.Clone(inside), func(a netip.Addr) bool { return slices.Contains(avoid, a) })
+		if len(fresh) == 0 {
+			if len(avoid) > 0 {
+				next, _ = next.Configure(b.Own())
+			}
+			return next, grant, inside, nil
+		}
+		avoid = append(avoid, fresh...)
+	}
+}
+
+// gatewaysIn returns the gateways of peers, the claim's own among them, whose
+// addresses are in a network.
+func gatewaysIn(ctx context.Context, reader client.Reader, peer Peer, claim fabric.Claim, p netip.Prefix) (found []netip.Addr, err error) {
+	var list v1alpha1.TunnelEndpointList
+	if err := reader.List(ctx, &list, client.MatchingFields{indexGatewayIn: p.String()}); err != nil {
+		return nil, fmt.Errorf("gateways in %v: %w", p, err)
+	}
+	for i := range list.Items {
+		if list.Items[i].Namespace == peer.LocalNamespace {
+			continue // perhaps it was there before
+		}
+		if addr, err := netip.ParseAddr(list.Items[i].Spec.EndpointIP); err == nil {
+			found = append(found, addr)
+		}
+	}
+	if addr, err := netip.ParseAddr(claim.Endpoint); err == nil && p.Contains(addr) {
+		found = append(found, addr)
+	}
+	return found, nil
+}
+
+// refuseStranger refuses what lies in a namespace where it does not belong.
+func (r *AnswerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1.NetworkConfig, refusal fabric.Refusal) error {
+	var list v1alpha1.NetworkConfigList
+	if err := r.Client.List(ctx, &list, client.InNamespace(copies[0].Namespace), client.Limit(maxRefused+1), client.UnsafeDisableDeepCopy); err != nil {
+		return fmt.Errorf("count the others: %w", err)
+	}
+	if len(list.Items) > maxRefused {
+		return nil
+	}
+	return r.refuse(ctx, copies, refusal)
+}
+
+// refuse says in the oldest of the copies why they are refused. An answer that was
+// given before stays as long as it is still right.
+func (r *AnswerReconciler) refuse(ctx context.Context, copies []v1alpha1.NetworkConfig, refusals ...fabric.Refusal) (err error) {
+	var messages []string
+	for _, refusal := range refusals {
+		messages = append(messages, refusal.Error())
+	}
+	condition := metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: strings.Join(messages, "; ")}
+	for i := range copies[:min(len(copies), maxRefused)] {
+		nc := &copies[i]
+		var answer v1alpha1.NetworkConfigStatus
+		switch condition.Reason {
+		case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin: // whose network would it be
+		default:
+			if answerInForce(r.Store.Book(), nc) {
+				answer = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: nc.Status.PodCIDRNAT, ExternalCIDRNAT: nc.Status.ExternalCIDRNAT}
+			}
+		}
+		err = errors.Join(err, r.write(ctx, nc, answer, condition))
+	}
+	return err
+}
+
+// answerInForce reports whether the status of a copy answers what the sender
+// claims, with the networks that it has in the books.
+func answerInForce(b ipam.Book, nc *v1alpha1.NetworkConfig) bool {
+	grant, granted := b.GrantOf(nc.Labels[v1alpha1.LabelOriginID])
+	pod, external, answered := fabric.SeenBy(nc)
+	return granted && answered && grant == ipam.Grant{Pod: pod, External: external}
+}
+
+// write writes the status of a copy if it differs. All of it is ours: conditions
+// that the sender may have written there are gone.
+func (r *AnswerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig, answer v1alpha1.NetworkConfigStatus, accepted metav1.Condition) error {
+	if old := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted); old != nil {
+		answer.Conditions = []metav1.Condition{*old}
+	}
+	accepted.Type, accepted.ObservedGeneration = v1alpha1.ConditionAccepted, nc.Generation
+	meta.SetStatusCondition(&answer.Conditions, accepted)
+	if equality.Semantic.DeepEqual(nc.Status, answer) {
+		return nil
+	}
+	want := nc.DeepCopy()
+	want.Status = answer
+	// The lock, because the answer is to the spec that was read.
+	if err := r.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(nc, client.MergeFromWithOptimisticLock{})); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	level := slog.LevelInfo
+	if accepted.Status != metav1.ConditionTrue {
+		level = slog.LevelWarn
+	}
+	r.Log.Log(ctx, level, "NetworkConfig of a peer answered", "peer", nc.Labels[v1alpha1.LabelOriginID], "namespace", nc.Namespace, "name", nc.Name,
+		"reason", accepted.Reason, "message", accepted.Message)
+	return nil
+}
+
+// A judge finds out whether the claim of a peer may be taken. It looks at what we
+// hold true ourselves: in Liqo's RBAC the peer may write any status.
+type judge struct {
+	Reader client.Reader
+	Peers  Peers
+	Facts  FactsReader
+	Books  interface{ Book() ipam.Book }
+}
+
+func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (fabric.Claim, []fabric.Refusal, error) {
+	claim, problems := fabric.ClaimFrom(nc, fabric.Origin{})
+	if id := nc.Spec.RemoteCluster.ClusterID; id != j.Peers.Self {
+		problems = append(problems, fabric.Problem{Field: "spec.cluster.clusterID", Message: fmt.Sprintf("is %q; want %s, the receiver", id, j.Peers.Self)})
+	}
+	if len(problems) > 0 {
+		var refusals []fabric.Refusal
+		for _, p := range problems {
+			refusals = append(refusals, fabric.Refusal{Reason: v1alpha1.ReasonInvalid, Problem: p})
+		}
+		return claim, refusals, nil
+	}
+	facts, err := j.Facts.Facts(ctx)
+	if err != nil {
+		return claim, nil, err
+	}
+	own := fabric.Own{
+		PublicKey: facts.PublicKey, Pod: facts.PodCIDR, Service: facts.ServiceCIDR, External: facts.ExternalCIDR, Nodes: facts.Nodes,
+		Endpoint: facts.Endpoint, Port: cmp.Or(uint16(peer.Overrides.Port), facts.Port),
+	}
+	if peer.Overrides.Address != nil {
+		own.Endpoint = *peer.Overrides.Address
+	}
+	others := fabric.Neighbours{EndpointIn: networkOfAnother(j.Books.Book(), peer.Cluster.ClusterID, claim.Endpoint)}
+	if others.KeyTaken, err = j.keyTaken(ctx, peer, nc); err != nil {
+		return claim, nil, err
+	}
+	return claim, fabric.CheckClaim(claim, own, others), nil
+}
+
+// networkOfAnother returns the network in use here for another peer that an
+// address is inside; zero: none, or the endpoint is a name.
+func networkOfAnother(b ipam.Book, id, endpoint string) netip.Prefix {
+	addr, err := netip.ParseAddr(endpoint)
+	if err != nil {
+		return netip.Prefix{}
+	}
+	for _, other := range b.Peers() {
+		if other == id {
+			continue
+		}
+		grant, _ := b.GrantOf(other)
+		for _, p := range []netip.Prefix{grant.Pod, grant.External} {
+			if p.Contains(addr) {
+				return p
+			}
+		}
+	}
+	return netip.Prefix{}
+}
+
+// A holder is a peer that says to have a key.
+type holder struct {
+	applied bool // there is a TunnelEndpoint with it
+	copied  *v1alpha1.NetworkConfig
+}
+
+// keyTaken reports whether another peer has the key of a claim, and before this
+// one. Public keys are public: whoever claims that of a peer must not push the
+// peer out, so it is not enough to be older.
+func (j judge) keyTaken(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (bool, error) {
+	key := nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey]
+	var list v1alpha1.NetworkConfigList
+	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
+		return false, fmt.Errorf("NetworkConfigs with the same key: %w", err)
+	}
+	var us *holder
+	peers := make(map[string]Peer)
+	for i := range list.Items {
+		other := &list.Items[i]
+		if other.Namespace == nc.Namespace {
+			continue
+		}
+		owner, known := peers[other.Namespace]
+		if !known {
+			var err error
+			if owner, err = j.Peers.ByNamespace(ctx, other.Namespace); err != nil && !errors.Is(err, ErrNoPeer) {
+				return false, err
+			}
+			peers[other.Namespace] = owner
+		}
+		if owner.Cluster.ClusterID == "" || owner.Cluster.ClusterID != other.Labels[v1alpha1.LabelOriginID] {
+			continue // a stranger's
+		}
+		them := holder{copied: other}
+		var err error
+		if them.applied, err = j.applied(ctx, owner, key); err != nil {
+			return false, err
+		}
+		if !them.applied && (owner.Leaving || !other.DeletionTimestamp.IsZero()) {
+			continue
+		}
+		if us == nil {
+			us = &holder{copied: nc}
+			if us.applied, err = j.applied(ctx, peer, key); err != nil {
+				return false, err
+			}
+		}
+		if them.before(*us) {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+func (h holder) before(other holder) bool {
+	if h.applied != other.applied {
+		return h.applied
+	}
+	return compareAge(h.copied, other.copied) < 0
+}
+
+// applied reports whether the TunnelEndpoint of a peer has a key.
+func (j judge) applied(ctx context.Context, peer Peer, key string) (bool, error) {
+	var te v1alpha1.TunnelEndpoint
+	err := j.Reader.Get(ctx, types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}, &te)
+	if apierrors.IsNotFound(err) {
+		return false, nil
+	}
+	return err == nil && te.Spec.BackendConfig[v1alpha1.ConfigPublicKey] == key, err
+}
+
+// requestSet is a set of requests. The zero value is empty.
+type requestSet struct {
+	mu  sync.Mutex
+	set map[reconcile.Request]struct{}
+}
+
+func (s *requestSet) add(r reconcile.Request) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.set == nil {
+		s.set = make(map[reconcile.Request]struct{})
+	}
+	s.set[r] = struct{}{}
+}
+
+func (s *requestSet) remove(r reconcile.Request) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.set, r)
+}
+
+func (s *requestSet) all() []reconcile.Request {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	all := make([]reconcile.Request, 0, len(s.set))
+	for r := range s.set {
+		all = append(all, r)
+	}
+	return all
+}

@@ -1,0 +1,186 @@
+package manager
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"fmt"
+	"log/slog"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/util/workqueue"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
+)
+
+// natMappingPrefix is what the names of NatMappings begin with.
+const natMappingPrefix = "natmapping-"
+
+// NatMappingReconciler keeps one NatMapping for each peer that has answered, as the
+// books of the IPAM have it, and none for anybody else. Requests are named by the
+// cluster ID of the peer.
+type NatMappingReconciler struct {
+	Client client.Client
+	Store  *ipamstore.Store
+	Log    *slog.Logger
+}
+
+// SetupWithManager makes mgr call Reconcile for each peer whose mappings changed in
+// the books or in the API. The indexes have to be there.
+func (r *NatMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
+	return ctrl.NewControllerManagedBy(mgr).Named("natmapping").
+		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		Watches(&v1alpha1.NatMapping{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+			return mappedFor(append(valueOf(o, v1alpha1.LabelClusterID), o.(*v1alpha1.NatMapping).Spec.ClusterID)...)
+		})).
+		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(r.changed))).
+		WatchesRawSource(source.Func(func(ctx context.Context, q workqueue.TypedRateLimitingInterface[reconcile.Request]) error {
+			for _, request := range r.changed(ctx, new(v1alpha1.NatMapping)) { // nothing is known of the time before the start
+				q.Add(request)
+			}
+			return nil
+		})).
+		Complete(r)
+}
+
+// changed names the peer that an event of the books is about; all when it names
+// none.
+func (r *NatMappingReconciler) changed(ctx context.Context, o client.Object) []reconcile.Request {
+	if id := o.GetName(); id != "" {
+		return mappedFor(id)
+	}
+	ids := r.Store.Book().Peers()
+	var list v1alpha1.NatMappingList
+	if err := r.Client.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		r.Log.Error("a change of the books does not reach the NatMappings of peers that are gone", "error", err)
+	}
+	for i := range list.Items {
+		ids = append(ids, list.Items[i].Spec.ClusterID)
+	}
+	return mappedFor(ids...)
+}
+
+func mappedFor(ids ...string) (all []reconcile.Request) {
+	for _, id := range ids {
+		all = append(all, requestFor(id))
+	}
+	return all
+}
+
+// Reconcile makes, corrects or deletes the NatMapping of one peer.
+func (r *NatMappingReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	err := r.reconcile(ctx, req.Name)
+	switch {
+	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
+		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
+	case apierrors.IsInvalid(err):
+		return ctrl.Result{}, reconcile.TerminalError(fmt.Errorf("NatMapping of %s: %w", req.Name, err))
+	case err != nil:
+		return ctrl.Result{}, fmt.Errorf("NatMapping of %s: %w", req.Name, err)
+	}
+	return ctrl.Result{}, nil
+}
+
+func (r *NatMappingReconciler) reconcile(ctx context.Context, id string) error {
+	all, err := natMappingsOf(ctx, r.Client, id)
+	if err != nil {
+		return err
+	}
+	spec, wanted := r.Store.Book().NatMapping(id)
+	// What is for another peer by its specification is that peer's, whatever its label says.
+	all = slices.DeleteFunc(all, func(nm v1alpha1.NatMapping) bool { return nm.Spec.ClusterID != id && r.isFor(nm.Spec.ClusterID) })
+	kept := slices.IndexFunc(all, func(nm v1alpha1.NatMapping) bool { return wanted && nm.DeletionTimestamp.IsZero() })
+	for i := range all {
+		if i == kept {
+			continue
+		}
+		if err := r.remove(ctx, &all[i]); err != nil {
+			return err
+		}
+	}
+	switch {
+	case !wanted:
+		return nil
+	case kept < 0:
+		return r.create(ctx, id, spec)
+	}
+	want := all[kept].DeepCopy()
+	if want.Labels == nil {
+		want.Labels = make(map[string]string)
+	}
+	want.Labels[v1alpha1.LabelClusterID], want.Labels[v1alpha1.LabelNatMapping] = id, "true"
+	want.Spec = spec
+	if equality.Semantic.DeepEqual(&all[kept], want) {
+		return nil
+	}
+	if err := r.Client.Patch(ctx, want, client.MergeFrom(&all[kept])); err != nil {
+		return fmt.Errorf("%s: %w", want.Name, err)
+	}
+	return nil
+}
+
+// isFor reports whether there has to be a NatMapping for a cluster.
+func (r *NatMappingReconciler) isFor(id string) bool {
+	_, ok := r.Store.Book().NatMapping(id)
+	return ok
+}
+
+// create makes the NatMapping of a peer. Its name looks generated, as Liqo's is,
+// but follows from the cluster ID: a cache that is behind cannot lead to a second.
+func (r *NatMappingReconciler) create(ctx context.Context, id string, spec v1alpha1.NatMappingSpec) error {
+	sum := sha256.Sum256([]byte(id))
+	nm := &v1alpha1.NatMapping{
+		ObjectMeta: metav1.ObjectMeta{
+			GenerateName: natMappingPrefix,
+			Name:         natMappingPrefix + hex.EncodeToString(sum[:5]),
+			Labels:       map[string]string{v1alpha1.LabelClusterID: id, v1alpha1.LabelNatMapping: "true"},
+		},
+		Spec: spec,
+	}
+	if err := r.Client.Create(ctx, nm); err != nil {
+		return err
+	}
+	r.Log.Info("NatMapping created", "peer", id, "name", nm.Name)
+	return nil
+}
+
+// remove takes the label away before it deletes, as Liqo does: watches with that
+// label see a deletion even if finalizers hold the object.
+func (r *NatMappingReconciler) remove(ctx context.Context, nm *v1alpha1.NatMapping) error {
+	if _, labelled := nm.Labels[v1alpha1.LabelNatMapping]; labelled {
+		before := nm.DeepCopy()
+		delete(nm.Labels, v1alpha1.LabelNatMapping)
+		if err := r.Client.Patch(ctx, nm, client.MergeFrom(before)); err != nil {
+			return client.IgnoreNotFound(err)
+		}
+	}
+	if !nm.DeletionTimestamp.IsZero() {
+		return nil
+	}
+	if err := r.Client.Delete(ctx, nm, client.Preconditions{UID: &nm.UID}); client.IgnoreNotFound(err) != nil {
+		return fmt.Errorf("%s: %w", nm.Name, err)
+	}
+	r.Log.Info("NatMapping deleted", "peer", nm.Spec.ClusterID, "name", nm.Name)
+	return nil
+}
+
+// natMappingsOf returns the NatMappings that say to be for a peer, by label or
+// specification, the oldest first.
+func natMappingsOf(ctx context.Context, reader client.Reader, id string) ([]v1alpha1.NatMapping, error) {
+	var list v1alpha1.NatMappingList
+	if err := reader.List(ctx, &list, client.MatchingFields{indexMappedFor: id}); err != nil {
+		return nil, fmt.Errorf("NatMappings: %w", err)
+	}
+	slices.SortFunc(list.Items, func(a, b v1alpha1.NatMapping) int { return compareAge(&a, &b) })
+	return list.Items, nil
+}

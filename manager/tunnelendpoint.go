@@ -1,0 +1,519 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
+	"sigs.k8s.io/controller-runtime/pkg/controller"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
+)
+
+// TunnelEndpointReconciler joins the two NetworkConfigs of each peering to the one
+// TunnelEndpoint that gateway and route agents carry out, and takes it down with
+// them. Requests are named by the tenant namespace and the cluster ID of the peer.
+//
+// Nothing is ever half changed: as long as something does not fit, the
+// TunnelEndpoint stays as it was. It goes when either side withdraws. Its status
+// is the gateway's.
+type TunnelEndpointReconciler struct {
+	Client client.Client
+	Peers  Peers
+	Facts  FactsReader
+	Store  *ipamstore.Store
+	Log    *slog.Logger
+}
+
+// SetupWithManager makes mgr call Reconcile for each peer that something happened
+// to. The indexes have to be there. The Facts need no watch: when they matter, they
+// change a NetworkConfig or the condition of one.
+func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
+	b := ctrl.NewControllerManagedBy(mgr).Named("tunnelendpoint").
+		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
+		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+			return exchangeOf(o, o.GetLabels()[v1alpha1.LabelOriginID], o.GetLabels()[v1alpha1.LabelRemoteID])
+		})).
+		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+			return exchangeOf(o, o.GetLabels()[v1alpha1.LabelClusterID], o.(*v1alpha1.TunnelEndpoint).Spec.ClusterIdentity.ClusterID)
+		}), builder.WithPredicates(notStatusAlone)).
+		Watches(&v1alpha1.NatMapping{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+			return r.exchangesWith(ctx, o.(*v1alpha1.NatMapping).Spec.ClusterID)
+		}))
+	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(r)
+}
+
+// exchangesWith names the peer in every namespace where there is a NetworkConfig
+// for it, also when nobody wants to be joined with it any more.
+func (r *TunnelEndpointReconciler) exchangesWith(ctx context.Context, id string) (all []reconcile.Request) {
+	var list v1alpha1.NetworkConfigList
+	if err := r.Client.List(ctx, &list, client.MatchingFields{indexReceiver: id}, client.UnsafeDisableDeepCopy); err != nil {
+		r.Log.Error("a NatMapping reaches no peer", "error", err)
+	}
+	for i := range list.Items {
+		all = append(all, exchangeOf(&list.Items[i], id)...)
+	}
+	return all
+}
+
+// Reconcile makes, corrects or deletes the TunnelEndpoint of one peer.
+func (r *TunnelEndpointReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
+	err := r.reconcile(ctx, req)
+	switch {
+	case apierrors.IsConflict(err), apierrors.IsAlreadyExists(err):
+		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
+	case apierrors.IsInvalid(err):
+		return ctrl.Result{}, reconcile.TerminalError(fmt.Errorf("exchange with %s in %s: %w", req.Name, req.Namespace, err))
+	case err != nil:
+		return ctrl.Result{}, fmt.Errorf("exchange with %s in %s: %w", req.Name, req.Namespace, err)
+	}
+	return ctrl.Result{}, nil
+}
+
+// An exchange is all that there is about one peer in one namespace.
+type exchange struct {
+	id        string
+	peer      Peer                      // zero unless wanted or leaving
+	wanted    bool                      // the namespace is that of a peer which does not leave
+	elsewhere bool                      // the cluster is a peer, but not in this namespace
+	originals []v1alpha1.NetworkConfig  // that call themselves ours; the right one first
+	copies    []v1alpha1.NetworkConfig  // of the peer, the oldest first
+	endpoints []v1alpha1.TunnelEndpoint // for the peer
+}
+
+func (r *TunnelEndpointReconciler) gather(ctx context.Context, req ctrl.Request) (*exchange, error) {
+	x := &exchange{id: req.Name}
+	peer, err := r.Peers.ByID(ctx, x.id)
+	switch {
+	case errors.Is(err, ErrNoPeer):
+	case err != nil:
+		return nil, err
+	case peer.LocalNamespace != req.Namespace:
+		x.elsewhere = true
+	default:
+		x.peer, x.wanted = peer, !peer.Leaving
+	}
+	var list v1alpha1.NetworkConfigList
+	if err := r.Client.List(ctx, &list, client.InNamespace(req.Namespace), client.MatchingFields{indexReceiver: x.id}); err != nil {
+		return nil, fmt.Errorf("our NetworkConfigs: %w", err)
+	}
+	x.originals = list.Items
+	slices.SortFunc(x.originals, func(a, b v1alpha1.NetworkConfig) int {
+		if x.peer.Cluster.ClusterID != "" {
+			if right := x.peer.Cluster.UniqueName(); a.Name == right || b.Name == right {
+				return compareBool(b.Name == right, a.Name == right)
+			}
+		}
+		return compareAge(&a, &b)
+	})
+	if x.copies, err = copiesOf(ctx, r.Client, req.Namespace, x.id); err != nil {
+		return nil, err
+	}
+	var endpoints v1alpha1.TunnelEndpointList
+	if err := r.Client.List(ctx, &endpoints, client.InNamespace(req.Namespace), client.MatchingLabels{v1alpha1.LabelClusterID: x.id}); err != nil {
+		return nil, fmt.Errorf("TunnelEndpoints: %w", err)
+	}
+	x.endpoints = endpoints.Items
+	return x, nil
+}
+
+func (r *TunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Request) error {
+	x, err := r.gather(ctx, req)
+	switch {
+	case err != nil:
+		return err
+	case !x.wanted:
+		return r.end(ctx, x)
+	case !x.peer.begun():
+		return nil
+	}
+	return r.join(ctx, x)
+}
+
+// end takes down what there is for a cluster that is no peer here (any more). What
+// the gateways and route agents still hold (they have finalizers on the
+// TunnelEndpoint) is nobody else's until they have let go.
+func (r *TunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
+	if err := r.deleteEndpoints(ctx, x); err != nil {
+		return err
+	}
+	for i := range x.copies {
+		if err := r.letGo(ctx, &x.copies[i]); err != nil {
+			return err
+		}
+	}
+	if len(x.endpoints) > 0 || slices.ContainsFunc(x.originals, alive) {
+		return nil // somebody deletes ours, too
+	}
+	if !x.elsewhere {
+		if gone, err := r.release(ctx, x); err != nil || !gone {
+			return err
+		}
+	}
+	for i := range x.originals {
+		if err := r.letGo(ctx, &x.originals[i]); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// release takes the networks of a peer back. It is false until the NatMapping,
+// which follows the books, is gone.
+func (r *TunnelEndpointReconciler) release(ctx context.Context, x *exchange) (gone bool, err error) {
+	if _, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+		switch peer, err := r.Peers.ByID(ctx, x.id); {
+		case err == nil && !peer.Leaving:
+			return b, errWantedAgain
+		case err != nil && !errors.Is(err, ErrNoPeer):
+			return b, err
+		}
+		return b.Release(x.id), nil
+	}); errors.Is(err, errWantedAgain) {
+		return false, nil // and its Peering has made another request
+	} else if err != nil {
+		return false, fmt.Errorf("release the networks of the peer: %w", err)
+	}
+	mappings, err := natMappingsOf(ctx, r.Client, x.id)
+	return len(mappings) == 0, err
+}
+
+var errWantedAgain = errors.New("there is a new peering with the cluster")
+
+// join makes the TunnelEndpoint be what both sides agreed upon.
+func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error {
+	live := slices.DeleteFunc(slices.Clone(x.copies), func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
+	original := x.original()
+	if len(live) == 0 || original != nil && !alive(*original) {
+		// One side has withdrawn. Ours is a mistake then, because the Peering stays,
+		// and with it the networks that the peer knows.
+		if err := r.deleteEndpoints(ctx, x); err != nil {
+			return err
+		}
+	}
+	for i := range x.copies {
+		if !alive(x.copies[i]) {
+			if err := r.letGo(ctx, &x.copies[i]); err != nil {
+				return err
+			}
+		}
+	}
+	for i := range x.originals {
+		if !alive(x.originals[i]) {
+			if err := r.letGo(ctx, &x.originals[i]); err != nil {
+				return err
+			}
+		}
+	}
+	if original == nil || !alive(*original) {
+		return nil
+	}
+	if err := r.hold(ctx, original); err != nil {
+		return err
+	}
+	if len(live) != 1 {
+		return nil
+	}
+	copied := &live[0]
+	spec, err := r.decide(ctx, x.peer, original, copied)
+	if err != nil || spec == nil {
+		return err
+	}
+	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
+		return err
+	}
+	if err := r.hold(ctx, copied); err != nil {
+		return err
+	}
+	return r.write(ctx, x.peer, original, *spec)
+}
+
+// original is our NetworkConfig, nil when there is none.
+func (x *exchange) original() *v1alpha1.NetworkConfig {
+	if len(x.originals) == 0 || x.originals[0].Name != x.peer.Cluster.UniqueName() {
+		return nil
+	}
+	return &x.originals[0]
+}
+
+// decide returns what the TunnelEndpoint has to be; nil: what there is stays, since
+// something is still on its way, or does not fit and a condition says so.
+//
+// The peer may write both NetworkConfigs and, in Liqo's RBAC, their status. So what
+// is ours in them is compared with what we know: an edit is not followed in the
+// moment before it is undone.
+func (r *TunnelEndpointReconciler) decide(ctx context.Context, peer Peer, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
+	facts, err := r.Facts.Facts(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if original.Spec.PodCIDR != facts.PodCIDR.String() || original.Spec.ExternalCIDR != facts.ExternalCIDR.String() {
+		return nil, nil
+	}
+	if !answerInForce(r.Store.Book(), copied) {
+		return nil, nil
+	}
+	_, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Books: r.Store}.judge(ctx, peer, copied)
+	if err != nil || len(refusals) > 0 {
+		return nil, err
+	}
+	spec, problems := fabric.TunnelEndpointFor(original, copied, peer.Cluster)
+	for _, p := range problems {
+		r.Log.Debug("no TunnelEndpoint yet", "peer", peer.Cluster.ClusterID, "problem", p.Error())
+	}
+	if len(problems) > 0 {
+		return nil, nil
+	}
+	return &spec, nil
+}
+
+// mapped puts the answer of the peer into the books. It is true when the NatMapping
+// is there that goes with it: the gateway finds both or none.
+func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, original *v1alpha1.NetworkConfig) (bool, error) {
+	pod, external, ok := fabric.SeenBy(original)
+	if !ok {
+		return false, nil
+	}
+	book, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+		if peer, err := r.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) || err == nil && peer.Leaving {
+			return b, errNotWanted
+		} else if err != nil {
+			return b, err
+		}
+		if _, granted := b.GrantOf(id); !granted {
+			return b, errNotWanted // it was taken back meanwhile
+		}
+		return b.Answered(id, pod, external), nil
+	})
+	if errors.Is(err, errNotWanted) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("note the peer's answer: %w", err)
+	}
+	want, ok := book.NatMapping(id)
+	if !ok {
+		return false, nil
+	}
+	mappings, err := natMappingsOf(ctx, r.Client, id)
+	return slices.ContainsFunc(mappings, func(nm v1alpha1.NatMapping) bool {
+		return nm.DeletionTimestamp.IsZero() && nm.Spec.PodCIDR == want.PodCIDR && nm.Spec.ExternalCIDR == want.ExternalCIDR
+	}), err
+}
+
+// write creates or corrects the TunnelEndpoint.
+func (r *TunnelEndpointReconciler) write(ctx context.Context, peer Peer, original *v1alpha1.NetworkConfig, spec v1alpha1.TunnelEndpointSpec) error {
+	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
+	var current v1alpha1.TunnelEndpoint
+	err := r.Client.Get(ctx, name, &current)
+	if client.IgnoreNotFound(err) != nil {
+		return fmt.Errorf("TunnelEndpoint %s: %w", name, err)
+	}
+	gvk, gvkErr := apiutil.GVKForObject(peer.Owner, r.Client.Scheme())
+	if gvkErr != nil {
+		return gvkErr
+	}
+	want := current.DeepCopy()
+	want.Namespace, want.Name, want.Spec = name.Namespace, name.Name, spec
+	if want.Labels == nil {
+		want.Labels = make(map[string]string)
+	}
+	want.Labels[v1alpha1.LabelClusterID] = peer.Cluster.ClusterID
+	want.OwnerReferences = []metav1.OwnerReference{ // as Liqo has them
+		{APIVersion: v1alpha1.GroupVersion.String(), Kind: "NetworkConfig", Name: original.Name, UID: original.UID},
+		*metav1.NewControllerRef(peer.Owner, gvk),
+	}
+	switch {
+	case apierrors.IsNotFound(err):
+		if err = r.Client.Create(ctx, want); err == nil {
+			r.Log.Info("TunnelEndpoint created", "peer", peer.Cluster.ClusterID, "namespace", name.Namespace, "name", name.Name)
+		}
+	case !current.DeletionTimestamp.IsZero():
+		return nil // made anew when it is gone
+	case equality.Semantic.DeepEqual(&current, want):
+		return nil
+	default:
+		if err = r.Client.Patch(ctx, want, client.MergeFromWithOptions(&current, client.MergeFromWithOptimisticLock{})); err == nil {
+			r.Log.Info("TunnelEndpoint changed", "peer", peer.Cluster.ClusterID, "namespace", name.Namespace, "name", name.Name)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("TunnelEndpoint %s: %w", name, err)
+	}
+	return nil
+}
+
+// deleteEndpoints deletes the TunnelEndpoints of a peer, if that is not done yet.
+func (r *TunnelEndpointReconciler) deleteEndpoints(ctx context.Context, x *exchange) error {
+	for i := range x.endpoints {
+		te := &x.endpoints[i]
+		if !te.DeletionTimestamp.IsZero() {
+			continue
+		}
+		if err := client.IgnoreNotFound(r.Client.Delete(ctx, te, client.Preconditions{UID: &te.UID})); err != nil {
+			return fmt.Errorf("TunnelEndpoint %s/%s: %w", te.Namespace, te.Name, err)
+		}
+		r.Log.Info("TunnelEndpoint deleted", "peer", x.id, "namespace", te.Namespace, "name", te.Name)
+	}
+	return nil
+}
+
+// hold keeps a NetworkConfig until what was made of it is gone.
+func (r *TunnelEndpointReconciler) hold(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
+	return r.finalizer(ctx, nc, controllerutil.AddFinalizer)
+}
+
+// letGo is the opposite of hold.
+func (r *TunnelEndpointReconciler) letGo(ctx context.Context, nc *v1alpha1.NetworkConfig) error {
+	return r.finalizer(ctx, nc, controllerutil.RemoveFinalizer)
+}
+
+func (r *TunnelEndpointReconciler) finalizer(ctx context.Context, nc *v1alpha1.NetworkConfig, change func(client.Object, string) bool) error {
+	before := nc.DeepCopy()
+	if !change(nc, v1alpha1.FinalizerTunnelEndpointCreator) {
+		return nil
+	}
+	// The list is replaced as a whole, and others have finalizers in it.
+	if err := r.Client.Patch(ctx, nc, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); client.IgnoreNotFound(err) != nil {
+		return fmt.Errorf("finalizer of NetworkConfig %s/%s: %w", nc.Namespace, nc.Name, err)
+	}
+	return nil
+}
+
+func alive(nc v1alpha1.NetworkConfig) bool { return nc.DeletionTimestamp.IsZero() }
+
+func compareBool(a, b bool) int {
+	switch {
+	case a == b:
+		return 0
+	case a:
+		return 1
+	}
+	return -1
+}
+
+// Indexes of the cache for the exchange of NetworkConfigs.
+const (
+	indexOrigin    = "originID"  // copies, by the cluster ID of the sender
+	indexReceiver  = "remoteID"  // originals, by the cluster ID of the receiver
+	indexPublicKey = "publicKey" // copies, by what they say is the key of the sender's gateway
+	// indexGatewayIn has TunnelEndpoints by every network that their gateway's
+	// address is inside, so that those in one network are a single look-up.
+	indexGatewayIn = "gatewayIn"
+	indexMappedFor = "mappedFor" // NatMappings, by the cluster ID of the peer
+)
+
+func addExchangeIndexes(indexer client.FieldIndexer) error {
+	ctx := context.Background() // it waits for nothing
+	return errors.Join(
+		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexOrigin, func(o client.Object) []string {
+			return valueOf(o, v1alpha1.LabelOriginID)
+		}),
+		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexReceiver, func(o client.Object) []string {
+			if o.GetLabels()[v1alpha1.LabelReplication] != "true" {
+				return nil
+			}
+			return valueOf(o, v1alpha1.LabelRemoteID)
+		}),
+		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexPublicKey, func(o client.Object) []string {
+			if len(valueOf(o, v1alpha1.LabelOriginID)) == 0 {
+				return nil
+			}
+			return []string{o.(*v1alpha1.NetworkConfig).Spec.BackendConfig[v1alpha1.ConfigPublicKey]}
+		}),
+		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexGatewayIn, func(o client.Object) []string {
+			return networksAround(o.(*v1alpha1.TunnelEndpoint).Spec.EndpointIP)
+		}),
+		indexer.IndexField(ctx, &v1alpha1.NatMapping{}, indexMappedFor, func(o client.Object) []string {
+			return slices.Compact(append(valueOf(o, v1alpha1.LabelClusterID), o.(*v1alpha1.NatMapping).Spec.ClusterID))
+		}),
+	)
+}
+
+func valueOf(o client.Object, label string) []string {
+	if value, ok := o.GetLabels()[label]; ok {
+		return []string{value}
+	}
+	return nil
+}
+
+// networksAround returns all networks of pods that an address can be inside; none
+// for a DNS name.
+func networksAround(endpoint string) (all []string) {
+	addr, err := netip.ParseAddr(endpoint)
+	if err != nil {
+		return nil
+	}
+	for bits := 8; bits <= addr.BitLen()-2; bits++ {
+		all = append(all, netip.PrefixFrom(addr, bits).Masked().String())
+	}
+	return all
+}
+
+// copiesOf returns the NetworkConfigs of a sender in a namespace, the oldest first.
+func copiesOf(ctx context.Context, reader client.Reader, namespace, origin string) ([]v1alpha1.NetworkConfig, error) {
+	var list v1alpha1.NetworkConfigList
+	if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingFields{indexOrigin: origin}); err != nil {
+		return nil, fmt.Errorf("NetworkConfigs of the peer: %w", err)
+	}
+	slices.SortFunc(list.Items, func(a, b v1alpha1.NetworkConfig) int { return compareAge(&a, &b) })
+	return list.Items, nil
+}
+
+// exchangeWith is the request about a peer.
+func exchangeWith(p Peer) reconcile.Request {
+	return reconcile.Request{NamespacedName: types.NamespacedName{Namespace: p.LocalNamespace, Name: p.Cluster.ClusterID}}
+}
+
+// exchangeOf are the requests about an object and the clusters that it names.
+func exchangeOf(o client.Object, ids ...string) (all []reconcile.Request) {
+	for _, id := range ids {
+		if id != "" {
+			all = append(all, reconcile.Request{NamespacedName: types.NamespacedName{Namespace: o.GetNamespace(), Name: id}})
+		}
+	}
+	return all
+}
+
+// everyExchange names all peers.
+func everyExchange(peers Peers, log *slog.Logger) handler.MapFunc {
+	return func(ctx context.Context, _ client.Object) (all []reconcile.Request) {
+		list, err := peers.List(ctx)
+		if err != nil {
+			log.Error("new facts reach no peer", "error", err)
+		}
+		for _, peer := range list {
+			all = append(all, exchangeWith(peer))
+		}
+		return all
+	}
+}
+
+// notStatusAlone leaves out what only changed a status.
+var notStatusAlone = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+	a, b := e.ObjectOld, e.ObjectNew
+	return a.GetGeneration() != b.GetGeneration() || a.GetUID() != b.GetUID() ||
+		a.GetDeletionTimestamp().IsZero() != b.GetDeletionTimestamp().IsZero() ||
+		!maps.Equal(a.GetLabels(), b.GetLabels()) || !slices.Equal(a.GetFinalizers(), b.GetFinalizers()) ||
+		!equality.Semantic.DeepEqual(a.GetOwnerReferences(), b.GetOwnerReferences())
+}}
