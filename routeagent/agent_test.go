@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"net/netip"
 	"os"
@@ -326,6 +327,7 @@ func TestPodsOnEveryNodeReachRemotePodsAndAreReachedThroughTheOverlayOnly(t *tes
 		if got := c.remoteSees(p.Host); got != p.Addr {
 			t.Errorf("pod %v comes as %v", p.Addr, got)
 		}
+		c.transfer(p.Host)
 		// Ping from a remote address: the host has it on lo, and its default route leads to node 1.
 		c.run(c.OnPrem.Host, "ip route replace %v via 192.168.77.1 src %v", p.Addr, remotePod)
 		c.ping(c.OnPrem.Host, p.Addr)
@@ -363,6 +365,42 @@ func (c *cluster) remoteSees(from *lab.Host) netip.Addr {
 	}
 	defer other.Close()
 	return netip.MustParseAddrPort(other.RemoteAddr().String()).Addr()
+}
+
+// transfer sends more than fits one packet to the remote pod and back, so that the overlay's smaller MTU and the kernel's
+// offloads have their say.
+func (c *cluster) transfer(from *lab.Host) {
+	c.t.Helper()
+	l, err := c.OnPrem.Listen("tcp", netip.AddrPortFrom(remotePod, 0).String())
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	defer l.Close()
+	go func() {
+		if conn, err := l.Accept(); err == nil {
+			_, _ = io.Copy(conn, conn)
+			conn.Close()
+		}
+	}()
+	ctx, cancel := context.WithTimeout(c.ctx, 5*time.Second)
+	defer cancel()
+	conn, err := from.Dial(ctx, "tcp", l.Addr().String())
+	if err != nil {
+		c.t.Errorf("%s: %v", from, err)
+		return
+	}
+	defer conn.Close()
+	deadline, _ := ctx.Deadline()
+	_ = conn.SetDeadline(deadline)
+	sent := make([]byte, 1<<20)
+	for i := range sent {
+		sent[i] = byte(i * 7 >> 3)
+	}
+	go func() { _, _ = conn.Write(sent) }()
+	got := make([]byte, len(sent))
+	if _, err := io.ReadFull(conn, got); err != nil || !bytes.Equal(got, sent) {
+		c.t.Errorf("%s: what came back is not what was sent: %v", from, err)
+	}
 }
 
 func TestWhatIsDeletedOrChangedIsBackWithinASecond(t *testing.T) {
