@@ -90,21 +90,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	if g.client, err = client.New(config, client.Options{Scheme: newScheme()}); err != nil {
 		return nil, err
 	}
-	config = rest.CopyConfig(o.Config)
-	config.QPS = -1 // few and long requests
-	here := map[string]cache.Config{o.Namespace: {}}
-	named := func(name string) map[string]cache.Config {
-		return map[string]cache.Config{o.Namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}}
-	}
-	g.objects, err = newObjects(config, map[client.Object]cache.ByObject{
-		&v1alpha1.TunnelEndpoint{}: {},
-		&v1alpha1.NatMapping{}:     {},
-		&corev1.Secret{}:           {Namespaces: named(KeySecret)}, // no other Secret may be read
-		&coordinationv1.Lease{}:    {Namespaces: named(Lease)},
-		&corev1.Pod{}:              {Namespaces: here, Label: labels.SelectorFromSet(podLabels)},
-		&corev1.Service{}:          {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
-	}, o.Log)
-	return g, err
+	return g, nil
 }
 
 // Run watches, takes part in the election, and calls serve whenever this replica
@@ -120,7 +106,6 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	var group sync.WaitGroup
 	defer group.Wait()
 	defer cancel()
-	group.Go(func() { _ = g.objects.Start(ctx) }) // it only ends with ctx
 	if err := g.prepare(ctx, &group); err != nil {
 		return nil // ctx has ended
 	}
@@ -194,7 +179,15 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 // with ctx.
 func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 	waiting := g.waiter()
-	err := g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Pod{}, &corev1.Service{}, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{})
+	err := retry(ctx, waiting, func() (err error) {
+		g.objects, err = newObjects(g.restConfig(), g.kinds(), g.log)
+		return err
+	})
+	if err != nil {
+		return err
+	}
+	group.Go(func() { _ = g.objects.Start(ctx) }) // it only ends with ctx
+	err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Pod{}, &corev1.Service{}, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{})
 	if err != nil {
 		return err
 	}
@@ -227,6 +220,29 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 	g.mu.Unlock()
 	g.log.Info("objects read", "cluster", cluster.ClusterID, "name", cluster.ClusterName, "peers", len(g.wish.snapshot.Intent.Peers))
 	return nil
+}
+
+// restConfig is for watches: few and long requests.
+func (g *Gateway) restConfig() *rest.Config {
+	config := rest.CopyConfig(g.o.Config)
+	config.QPS = -1
+	return config
+}
+
+// kinds are what is watched.
+func (g *Gateway) kinds() map[client.Object]cache.ByObject {
+	here := map[string]cache.Config{g.o.Namespace: {}}
+	named := func(name string) map[string]cache.Config {
+		return map[string]cache.Config{g.o.Namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}}
+	}
+	return map[client.Object]cache.ByObject{
+		&v1alpha1.TunnelEndpoint{}: {},
+		&v1alpha1.NatMapping{}:     {},
+		&corev1.Secret{}:           {Namespaces: named(KeySecret)}, // no other Secret may be read
+		&coordinationv1.Lease{}:    {Namespaces: named(Lease)},
+		&corev1.Pod{}:              {Namespaces: here, Label: labels.SelectorFromSet(podLabels)},
+		&corev1.Service{}:          {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
+	}
 }
 
 // waiter returns a function that says what is being waited for, in the log

@@ -81,7 +81,7 @@ type objects struct {
 }
 
 // newObjects makes a cache of exactly the given kinds, each restricted to what is
-// needed of it.
+// needed of it. It asks the API server whether it has them.
 func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log *slog.Logger) (*objects, error) {
 	o := &objects{log: log, trouble: make(map[string]string)}
 	var err error
@@ -94,6 +94,9 @@ func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log
 			o.failed(r.TypeDescription(), err)
 		},
 	})
+	if meta.IsNoMatchError(err) {
+		err = fmt.Errorf("the API server does not know all kinds; install the CRDs (`isthmus install`): %w", err)
+	}
 	return o, err
 }
 
@@ -127,10 +130,7 @@ func (o *objects) watch(ctx context.Context, notify func(), waiting func(error),
 		var registered toolscache.ResourceEventHandlerRegistration
 		err := retry(ctx, waiting, func() error {
 			informer, err := o.GetInformer(ctx, kind, cache.BlockUntilSynced(false))
-			switch {
-			case meta.IsNoMatchError(err):
-				return fmt.Errorf("%s: the API server does not know this kind; install the CRDs", name)
-			case err != nil:
+			if err != nil {
 				return fmt.Errorf("%s: %w", name, err)
 			}
 			registered, err = informer.AddEventHandler(handler)

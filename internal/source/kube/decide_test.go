@@ -1,0 +1,337 @@
+package kube
+
+import (
+	"encoding/base64"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+func keyText(n byte) string {
+	k := [32]byte{8, n, 1}
+	return base64.StdEncoding.EncodeToString(publicKey(k))
+}
+
+// endpoint is a sound TunnelEndpoint of peer n: its pods are 10.(100+n).0.0/20 here.
+func endpoint(n int) v1alpha1.TunnelEndpoint {
+	te := v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: "tenants", Name: fmt.Sprintf("peer%d", n), Generation: 3}}
+	te.CreationTimestamp = metav1.Unix(int64(1_000+n), 0)
+	te.Spec = v1alpha1.TunnelEndpointSpec{
+		ClusterIdentity: v1alpha1.ClusterIdentity{ClusterID: fmt.Sprintf("id-%d", n), ClusterName: "peer"},
+		LocalPodCIDR:    "10.244.0.0/16", LocalNATPodCIDR: "10.200.0.0/16", LocalExternalCIDR: "10.245.0.0/24", LocalNATExternalCIDR: v1alpha1.None,
+		RemotePodCIDR: "10.244.0.0/20", RemoteNATPodCIDR: fmt.Sprintf("10.%d.0.0/20", 100+n), RemoteExternalCIDR: "10.245.0.0/22", RemoteNATExternalCIDR: fmt.Sprintf("10.%d.128.0/22", 100+n),
+		EndpointIP: "192.0.2.9", BackendType: "wireguard", BackendConfig: v1alpha1.BackendConfig{"port": "5871", "publicKey": keyText(byte(n))},
+	}
+	return te
+}
+
+func natMapping(n int, entries map[string]string) v1alpha1.NatMapping {
+	nm := v1alpha1.NatMapping{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("natmapping-%d", n)}}
+	nm.Spec = v1alpha1.NatMappingSpec{ClusterID: fmt.Sprintf("id-%d", n), PodCIDR: fmt.Sprintf("10.%d.0.0/20", 100+n), ExternalCIDR: "10.245.0.0/24", ClusterMappings: entries}
+	return nm
+}
+
+var self = v1alpha1.ClusterIdentity{ClusterID: "id-self", ClusterName: "self"}
+
+func TestABrokenObjectIsLeftOutAlone(t *testing.T) {
+	private := [32]byte{8, 200}
+	for _, tc := range []struct {
+		name   string
+		break_ func(te *v1alpha1.TunnelEndpoint, nm *v1alpha1.NatMapping)
+		peers  string // that are left, of 1, 2 and 3; number 2 is broken
+		field  string
+	}{
+		{"nothing", func(*v1alpha1.TunnelEndpoint, *v1alpha1.NatMapping) {}, "id-1 id-2 id-3", ""},
+		{"empty NAT field", func(te *v1alpha1.TunnelEndpoint, _ *v1alpha1.NatMapping) { te.Spec.LocalNATPodCIDR = "" }, "id-1 id-3", "spec.localNATPodCIDR"},
+		{"another peer's network", func(te *v1alpha1.TunnelEndpoint, _ *v1alpha1.NatMapping) { te.Spec.RemoteNATPodCIDR = "10.101.0.0/20" }, "id-1 id-3", "spec.remoteNATPodCIDR"},
+		{"our own key", func(te *v1alpha1.TunnelEndpoint, _ *v1alpha1.NatMapping) {
+			te.Spec.BackendConfig["publicKey"] = base64.StdEncoding.EncodeToString(publicKey(private))
+		}, "id-1 id-3", "spec.backend_config.publicKey"},
+		{"ourselves", func(te *v1alpha1.TunnelEndpoint, _ *v1alpha1.NatMapping) {
+			te.Spec.ClusterIdentity.ClusterID = self.ClusterID
+		}, "id-1 id-3", "spec.clusterIdentity.clusterID"},
+		{"one mapping", func(_ *v1alpha1.TunnelEndpoint, nm *v1alpha1.NatMapping) {
+			nm.Spec.ClusterMappings["10.9.9.9"] = "10.1.1.1"
+		}, "id-1 id-2 id-3", `spec.clusterMappings["10.9.9.9"]`},
+		{"being deleted", func(te *v1alpha1.TunnelEndpoint, _ *v1alpha1.NatMapping) { te.DeletionTimestamp = new(metav1.Now()) }, "id-1 id-3", ""},
+	} {
+		endpoints := []v1alpha1.TunnelEndpoint{endpoint(3), endpoint(2), endpoint(1)}
+		mappings := []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"}), natMapping(2, map[string]string{"10.8.8.8": "10.245.0.7"})}
+		tc.break_(&endpoints[1], &mappings[1])
+		in, problems := intentFor(self, private, endpoints, mappings)
+		var ids []string
+		for _, p := range in.Peers {
+			ids = append(ids, p.ID)
+			if p.ID == "id-1" && len(p.Mappings) != 1 {
+				t.Errorf("%s: mappings of id-1: %v", tc.name, p.Mappings)
+			}
+			if p.ID == "id-2" && (len(p.Mappings) != 1 || p.Mappings[0].Real != netip.MustParseAddr("10.8.8.8")) {
+				t.Errorf("%s: mappings of id-2: %v", tc.name, p.Mappings)
+			}
+		}
+		if got := strings.Join(ids, " "); got != tc.peers {
+			t.Errorf("%s: peers %s, want %s", tc.name, got, tc.peers)
+		}
+		found := tc.field == "" && len(problems) == 0
+		for _, p := range problems {
+			found = found || p.Field == tc.field && (p.Origin.Name == "peer2" || p.Origin.Name == "natmapping-2")
+		}
+		if !found {
+			t.Errorf("%s: problems %v, want one about %q", tc.name, problems, tc.field)
+		}
+		if _, again := fabric.GatewayFor(in, 0); len(again) > 0 {
+			t.Errorf("%s: the gateway would refuse what is left: %v", tc.name, again)
+		}
+	}
+}
+
+// Whatever is thrown together, what is left is accepted as a whole and makes the
+// same gateway.
+func TestWhatIsLeftIsAlwaysAccepted(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	for range 500 {
+		var peers []fabric.Peer
+		for i := range rng.IntN(8) {
+			te := endpoint(rng.IntN(5))
+			te.Name = fmt.Sprint("te", i)
+			te.CreationTimestamp = metav1.Unix(rng.Int64N(3), 0)
+			if rng.IntN(3) == 0 {
+				te.Spec.RemoteNATExternalCIDR = fmt.Sprintf("10.%d.128.0/22", 100+rng.IntN(5))
+			}
+			p, wrong := fabric.PeerFrom(&te, originOf(&te))
+			if len(wrong) > 0 {
+				continue
+			}
+			for range rng.IntN(4) {
+				p.Mappings = append(p.Mappings, fabric.Mapping{
+					Real: netip.AddrFrom4([4]byte{10, 9, 9, byte(rng.IntN(4))}), Seen: netip.AddrFrom4([4]byte{10, 245, byte(rng.IntN(2)), byte(rng.IntN(4))})})
+			}
+			peers = append(peers, p)
+		}
+		in := fabric.Intent{ClusterID: "id-self", Peers: peers}
+		want, problems := fabric.GatewayFor(in, 0)
+		left, reported := accepted(in)
+		got, again := fabric.GatewayFor(left, 0)
+		if len(again) > 0 || !reflect.DeepEqual(got, want) || !reflect.DeepEqual(problems, reported) {
+			t.Fatalf("%v\n got %v %v\nwant %v", peers, got, again, want)
+		}
+	}
+}
+
+func TestStatusOfAPeer(t *testing.T) {
+	now := time.Date(2026, 11, 21, 12, 0, 30, 123456789, time.UTC)
+	node := netip.MustParseAddr("172.30.1.11")
+	report := Report{Interface: "isthmus.host", Index: 7, NextHop: netip.MustParseAddr("169.254.100.1")}
+	peer := PeerReport{ID: "id-1", Status: v1alpha1.Connected, Message: v1alpha1.ConnectedMessage, RTT: 7900 * time.Microsecond,
+		Endpoint: netip.MustParseAddrPort("192.0.2.9:5871"), PublicKey: "key",
+		AllowedIPs: [2]netip.Prefix{netip.MustParsePrefix("10.101.0.0/20"), netip.MustParsePrefix("10.101.128.0/22")}}
+	te := endpoint(1)
+	first := statusFor(&te, node, report, peer, now)
+	c := first.Connection
+	if first.GatewayIP != "172.30.1.11" || first.VethIFaceIndex != 7 || first.VethIFaceName != "isthmus.host" || first.VethIP != "169.254.100.1" ||
+		c.Status != "Connected" || c.Latency.Value != "7ms" || !c.Latency.Timestamp.Equal(new(metav1.NewTime(now.Truncate(time.Second)))) ||
+		!reflect.DeepEqual(c.PeerConfiguration, v1alpha1.PeerConfiguration{"endpointIP": "192.0.2.9", "port": "5871", "publicKey": "key", "allowedIPs": "10.101.0.0/20, 10.101.128.0/22"}) ||
+		len(first.Conditions) != 1 || first.Conditions[0].Status != "True" || first.Conditions[0].ObservedGeneration != 3 {
+		t.Fatalf("first status: %+v", first)
+	}
+	te.Status = first
+	for _, tc := range []struct {
+		name    string
+		after   time.Duration
+		rtt     time.Duration
+		latency string
+	}{
+		{"soon, whatever it is", 29 * time.Second, time.Second, "7ms"},
+		{"later and the same", time.Hour, 7 * time.Millisecond, "7ms"},
+		{"moved by less than a millisecond", time.Hour, 6100 * time.Microsecond, "7ms"},
+		{"moved by less than a fifth", time.Hour, 8300 * time.Microsecond, "7ms"},
+		{"moved by more than both", 31 * time.Second, 8600 * time.Microsecond, "8ms"},
+		{"below a millisecond", time.Hour, 690 * time.Microsecond, "690\u03bcs"},
+		{"the clock was set back", -time.Hour, 20 * time.Millisecond, "20ms"},
+	} {
+		p := peer
+		p.RTT = tc.rtt
+		next := statusFor(&te, node, report, p, now.Add(tc.after))
+		if next.Connection.Latency.Value != tc.latency {
+			t.Errorf("%s: latency %s, want %s", tc.name, next.Connection.Latency.Value, tc.latency)
+		}
+		if same := reflect.DeepEqual(next, first); same != (tc.latency == "7ms") {
+			t.Errorf("%s: same %v", tc.name, same)
+		}
+	}
+
+	lost := peer
+	lost.Status, lost.Message, lost.RTT, lost.Endpoint = v1alpha1.ConnectionError, "resolving gw.example: no such host", 0, netip.AddrPort{}
+	gone := statusFor(&te, node, report, lost, now)
+	if l := gone.Connection.Latency; l.Value != "N/A" || l.Timestamp != nil || gone.Connection.PeerConfiguration["endpointIP"] != "" {
+		t.Errorf("lost: %+v", gone.Connection)
+	}
+	lost.Message = "resolving gw.example: i/o timeout"
+	if other := statusFor(&te, node, report, lost, now); !onlyWords(gone, other) || onlyWords(gone, first) {
+		t.Error("only the words differ, and they differ from those of a connection by more")
+	}
+
+	refused := refusedStatus(&te, []fabric.Problem{{Field: "spec.endpointIP", Message: "is wrong"}, {Message: strings.Repeat("é", 20_000)}})
+	if c := refused.Connection; c.Status != "Error" || !strings.HasPrefix(c.StatusMessage, "spec.endpointIP: is wrong; é") || len(c.StatusMessage) > 32768 || c.PeerConfiguration != nil {
+		t.Errorf("refused: %+v", refused)
+	}
+	if refused.Conditions[0].Status != "False" || refused.Conditions[0].Reason != "Invalid" || refused.GatewayIP != "172.30.1.11" {
+		t.Errorf("refused: %+v", refused)
+	}
+}
+
+func TestALateAnswerIsNoNews(t *testing.T) {
+	rtt := 2 * time.Millisecond
+	if got := smooth(rtt, 8*time.Millisecond); got != 2750*time.Microsecond {
+		t.Errorf("one late answer: %v", got)
+	}
+	for range 60 {
+		rtt = smooth(rtt, 8*time.Millisecond)
+	}
+	if rtt < 7900*time.Microsecond {
+		t.Errorf("sixty late answers: %v", rtt)
+	}
+	if smooth(0, 5) != 5 || smooth(5, 0) != 0 {
+		t.Error("begin and end")
+	}
+}
+
+func TestWhoMayTakeTheLease(t *testing.T) {
+	seen := time.Unix(1000, 0)
+	lease := func(holder string, seconds int32) *coordinationv1.Lease {
+		return &coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: &seconds}}
+	}
+	for _, tc := range []struct {
+		name  string
+		lease *coordinationv1.Lease
+		after time.Duration
+		wait  time.Duration
+	}{
+		{"there is none", nil, 0, 0},
+		{"nobody's", lease("", 7), 0, 0},
+		{"no holder at all", &coordinationv1.Lease{}, 0, 0},
+		{"ours, however old", lease("me", 7), time.Hour, 0},
+		{"another's", lease("you", 7), 2 * time.Second, 5 * time.Second},
+		{"another's, expired", lease("you", 7), 7 * time.Second, 0},
+		{"another's, which lasts longer", lease("you", 15), 7 * time.Second, 8 * time.Second},
+		{"another's, with nonsense", lease("you", -1), 2 * time.Second, 5 * time.Second},
+	} {
+		if got := standDown(tc.lease, "me", seen, seen.Add(tc.after)); got != tc.wait {
+			t.Errorf("%s: wait %v, want %v", tc.name, got, tc.wait)
+		}
+	}
+	taken := claim(lease("you", 15), "me", seen)
+	if holderOf(taken) != "me" || *taken.Spec.LeaseTransitions != 1 || *taken.Spec.LeaseDurationSeconds != 7 {
+		t.Errorf("taken: %+v", taken.Spec)
+	}
+	renewed := claim(taken, "me", seen.Add(time.Second))
+	if *renewed.Spec.LeaseTransitions != 1 || !renewed.Spec.AcquireTime.Equal(taken.Spec.AcquireTime) || renewed.Spec.RenewTime.Equal(taken.Spec.RenewTime) {
+		t.Errorf("renewed: %+v", renewed.Spec)
+	}
+}
+
+// A standby counts the time of a Lease anew after a gap: whoever held it could not
+// renew it either.
+func TestTimeWithoutContactDoesNotCount(t *testing.T) {
+	e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal()}
+	holder := "you"
+	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder}}
+	e.reached(nil)
+	e.observe(lease, time.Now())
+	long := time.Now().Add(-time.Hour)
+	e.seen = long
+	e.reached(nil)
+	e.observe(lease, time.Now())
+	if e.seen != long {
+		t.Error("with contact, the Lease has aged")
+	}
+	e.last = time.Now().Add(-contactGap - time.Millisecond)
+	e.reached(nil)
+	e.observe(lease, time.Now())
+	if wait := standDown(lease, "me", e.seen, time.Now()); wait < leaseDuration-time.Second {
+		t.Errorf("after a gap: wait %v", wait)
+	}
+}
+
+func TestKeySecret(t *testing.T) {
+	private := newKey()
+	good := keySecret("ns", private)
+	text := func(b []byte) []byte { return []byte(base64.StdEncoding.EncodeToString(b)) }
+	other := newKey()
+	for _, tc := range []struct {
+		name         string
+		data         map[string][]byte
+		usable       bool
+		field, words string
+	}{
+		{"as made", good.Data, true, "", ""},
+		{"empty", nil, false, "data.privateKey", "is absent"},
+		{"raw bytes", map[string][]byte{"privateKey": private[:]}, false, "data.privateKey", "is not base64"},
+		{"too short", map[string][]byte{"privateKey": text(private[:31])}, false, "data.privateKey", "has 31 bytes"},
+		{"all zero", map[string][]byte{"privateKey": text(make([]byte, 32))}, false, "data.privateKey", "is all zero"},
+		{"no public key", map[string][]byte{"privateKey": text(private[:])}, true, "data.publicKey", "is absent"},
+		{"another public key", map[string][]byte{"privateKey": text(private[:]), "publicKey": text(publicKey(other))}, true, "data.publicKey", "does not belong to data.privateKey"},
+	} {
+		got, problems, err := keyFrom(&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: KeySecret}, Data: tc.data})
+		if (err == nil) != tc.usable || tc.usable && got != private {
+			t.Errorf("%s: %v, %v", tc.name, got, err)
+		}
+		said := ""
+		if err != nil {
+			said = err.Error()
+		}
+		for _, p := range problems {
+			said += p.Error()
+		}
+		if !strings.Contains(said, tc.field) || !strings.Contains(said, tc.words) || (said == "") != (tc.field == "") {
+			t.Errorf("%s: said %q", tc.name, said)
+		}
+		if said != "" && !strings.HasPrefix(said, "Secret ns/wireguard-pubkey: ") || strings.Contains(said, base64.StdEncoding.EncodeToString(private[:])) {
+			t.Errorf("%s: said %q, which does not name the Secret or tells the key", tc.name, said)
+		}
+	}
+}
+
+func TestSignalsThatComeTogetherAreOne(t *testing.T) {
+	s, looks := newSignal(), make(chan time.Time, 100)
+	go s.coalesce(t.Context(), func() { looks <- time.Now() })
+	begin := time.Now()
+	for time.Since(begin) < 100*time.Millisecond {
+		s.set()
+		time.Sleep(2 * time.Millisecond)
+	}
+	<-looks
+	select {
+	case <-looks:
+		t.Error("looked twice")
+	case <-time.After(2 * coalesceQuiet):
+	}
+	begin = time.Now()
+	stop := make(chan struct{})
+	go func() {
+		for {
+			select {
+			case <-stop:
+				return
+			default:
+				s.set()
+				time.Sleep(time.Millisecond)
+			}
+		}
+	}()
+	if at := <-looks; at.Sub(begin) > coalesceMost+200*time.Millisecond {
+		t.Errorf("under constant change looked after %v", at.Sub(begin))
+	}
+	close(stop)
+}

@@ -1,0 +1,410 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io/fs"
+	"log/slog"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/testutil"
+	"go.uber.org/goleak"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+var quiet = slog.New(slog.DiscardHandler)
+
+// apiServer is a real one with an administrator's client.
+type apiServer struct {
+	*kubetest.Server
+	config *rest.Config
+	client client.Client
+}
+
+func newAPIServer(t *testing.T) *apiServer {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
+	if _, err := kubetest.Build(t.Context(), os.Stderr); err != nil {
+		t.Fatal(err)
+	}
+	server, err := kubetest.Start(t.Context(), kubetest.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = server.Stop() })
+	s := &apiServer{Server: server}
+	if s.config, err = clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig()); err != nil {
+		t.Fatal(err)
+	}
+	s.config.QPS = -1
+	scheme := newScheme()
+	if err := errors.Join(apiextensionsv1.AddToScheme(scheme), rbacv1.AddToScheme(scheme)); err != nil {
+		t.Fatal(err)
+	}
+	if s.client, err = client.New(s.config, client.Options{Scheme: scheme}); err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func (s *apiServer) create(t *testing.T, objects ...client.Object) {
+	t.Helper()
+	for _, o := range objects {
+		if err := s.client.Create(t.Context(), o); err != nil && !apierrors.IsAlreadyExists(err) {
+			t.Fatal(err)
+		}
+	}
+}
+
+func (s *apiServer) namespace(t *testing.T, name string) {
+	t.Helper()
+	s.create(t, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: name}})
+}
+
+func (s *apiServer) installCRDs(t *testing.T) {
+	t.Helper()
+	names, err := fs.Glob(deploy.Files, "crds/net.liqo.io_*.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, name := range names {
+		text, err := deploy.Files.ReadFile(name)
+		if err != nil {
+			t.Fatal(err)
+		}
+		crd := &apiextensionsv1.CustomResourceDefinition{}
+		if err := yaml.Unmarshal(text, crd); err != nil {
+			t.Fatal(err)
+		}
+		s.create(t, crd)
+	}
+	within(t, 10*time.Second, "the kinds are served", func() error { return s.client.List(t.Context(), &v1alpha1.TunnelEndpointList{}) })
+}
+
+// restricted is an identity with the given rules, everywhere.
+func (s *apiServer) restricted(t *testing.T, user string, rules ...rbacv1.PolicyRule) *rest.Config {
+	t.Helper()
+	cert, key, err := s.ClientCert(user)
+	if err != nil {
+		t.Fatal(err)
+	}
+	s.create(t, &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: user}, Rules: rules},
+		&rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: user}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: user},
+			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: "User", Name: user}}})
+	config := rest.CopyConfig(s.config)
+	config.CertData, config.KeyData = cert, key
+	return config
+}
+
+func within(t *testing.T, d time.Duration, what string, try func() error) {
+	t.Helper()
+	var err error
+	for end := time.Now().Add(d); time.Now().Before(end); time.Sleep(10 * time.Millisecond) {
+		if err = try(); err == nil {
+			return
+		}
+	}
+	t.Fatalf("%s: not within %v: %v", what, d, err)
+}
+
+// testReplica is a Gateway without a data plane.
+type testReplica struct {
+	*Gateway
+	stop    func()
+	serving chan bool // true when serve begins, false when it ends
+}
+
+func start(t *testing.T, o GatewayOptions) *testReplica {
+	t.Helper()
+	if o.Log == nil {
+		o.Log = quiet
+	}
+	o.PodIP = netip.MustParseAddr("172.30.1.11")
+	g, err := NewGateway(o)
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	r := &testReplica{Gateway: g, serving: make(chan bool, 10)}
+	done := make(chan error, 1)
+	go func() {
+		done <- g.Run(ctx, func(ctx context.Context) error {
+			r.serving <- true
+			<-ctx.Done()
+			r.serving <- false
+			return nil
+		}, func() error { return nil })
+	}()
+	var once sync.Once
+	r.stop = func() {
+		once.Do(func() {
+			cancel()
+			if err := <-done; err != nil {
+				t.Error(err)
+			}
+		})
+	}
+	t.Cleanup(r.stop)
+	return r
+}
+
+func TestGatewayAgainstAnAPIServer(t *testing.T) {
+	s := newAPIServer(t)
+	leaks := goleak.IgnoreCurrent() // of the administrator's client
+	t.Cleanup(func() {
+		if err := goleak.Find(leaks); err != nil {
+			t.Error(err)
+		}
+	})
+
+	t.Run("without the CRDs it waits and says so", func(t *testing.T) {
+		s.namespace(t, "waits")
+		r := start(t, GatewayOptions{Config: s.config, Namespace: "waits", Pod: "p"})
+		within(t, 15*time.Second, "reason", func() error {
+			if err := r.Ready(); err == nil || !strings.Contains(err.Error(), "install the CRDs") {
+				return fmt.Errorf("ready: %v", err)
+			}
+			return nil
+		})
+		s.installCRDs(t)
+		within(t, 15*time.Second, "ready", r.Ready)
+		if !<-r.serving {
+			t.Error("not active")
+		}
+		r.mu.Lock()
+		id := r.wish.snapshot.Intent.ClusterID
+		r.mu.Unlock()
+		var ns corev1.Namespace
+		if err := s.client.Get(t.Context(), client.ObjectKey{Name: "kube-system"}, &ns); err != nil || id != string(ns.UID) {
+			t.Errorf("cluster ID %q, want the UID of kube-system, %q (%v)", id, ns.UID, err)
+		}
+	})
+
+	t.Run("without an API server it waits and says so", func(t *testing.T) {
+		config := rest.CopyConfig(s.config)
+		config.Host = "https://127.0.0.1:1"
+		r := start(t, GatewayOptions{Config: config, Namespace: "waits", Pod: "p"})
+		within(t, 10*time.Second, "reason", func() error {
+			if err := r.Ready(); err == nil || !strings.Contains(err.Error(), "connection refused") {
+				return fmt.Errorf("ready: %v", err)
+			}
+			return nil
+		})
+	})
+
+	t.Run("replicas that start together agree on one key and one active", func(t *testing.T) {
+		s.namespace(t, "together")
+		s.create(t, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "together", Name: "any", Labels: map[string]string{"app.kubernetes.io/name": "clusterid-configmap"}},
+			Data: map[string]string{"CLUSTER_ID": "id-self", "CLUSTER_NAME": "self"}})
+		var replicas []*testReplica
+		for i := range 4 {
+			replicas = append(replicas, start(t, GatewayOptions{Config: s.config, Namespace: "together", Pod: fmt.Sprint("pod-", i)}))
+		}
+		active := func() (pods []string) {
+			for i, r := range replicas {
+				if _, self := r.Active(); self {
+					pods = append(pods, fmt.Sprint("pod-", i))
+				}
+			}
+			return pods
+		}
+		within(t, 10*time.Second, "everyone knows", func() error {
+			for _, r := range replicas {
+				if pod, _ := r.Active(); pod == "" || r.Ready() != nil {
+					return fmt.Errorf("active %q, ready %v", pod, r.Ready())
+				}
+			}
+			return nil
+		})
+		if got := active(); len(got) != 1 {
+			t.Errorf("active: %v", got)
+		}
+		keys := make(map[[32]byte]bool)
+		for _, r := range replicas {
+			r.mu.Lock()
+			keys[r.wish.snapshot.PrivateKey] = true
+			if got := r.wish.snapshot.Intent; got.ClusterID != "id-self" || got.ClusterName != "self" {
+				t.Errorf("identity %s %s", got.ClusterID, got.ClusterName)
+			}
+			r.mu.Unlock()
+		}
+		if len(keys) != 1 {
+			t.Errorf("%d keys", len(keys))
+		}
+
+		// The active one ends cleanly: another takes over at once, and one only.
+		first := active()[0]
+		begin := time.Now()
+		for i, r := range replicas {
+			if fmt.Sprint("pod-", i) == first {
+				r.stop()
+				replicas[i] = nil
+			}
+		}
+		replicas = append([]*testReplica{}, compact(replicas)...)
+		within(t, 3*time.Second, "successor", func() error {
+			for _, r := range replicas {
+				if pod, _ := r.Active(); pod == first {
+					return fmt.Errorf("%s is still believed active", first)
+				}
+			}
+			return nil
+		})
+		t.Logf("successor known to all after %v", time.Since(begin).Round(time.Millisecond))
+		var lease coordinationv1.Lease
+		if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "together", Name: Lease}, &lease); err != nil || *lease.Spec.LeaseTransitions != 2 {
+			t.Errorf("Lease %+v, %v", lease.Spec, err)
+		}
+	})
+
+	t.Run("the loss of a Secret keeps the key, and a broken one changes nothing", func(t *testing.T) {
+		s.namespace(t, "keys")
+		r := start(t, GatewayOptions{Config: s.config, Namespace: "keys", Pod: "p", Cluster: self})
+		<-r.serving
+		key := client.ObjectKey{Namespace: "keys", Name: KeySecret}
+		var before, after corev1.Secret
+		if err := s.client.Get(t.Context(), key, &before); err != nil {
+			t.Fatal(err)
+		}
+		if err := s.client.Delete(t.Context(), before.DeepCopy()); err != nil {
+			t.Fatal(err)
+		}
+		within(t, 5*time.Second, "Secret", func() error { return s.client.Get(t.Context(), key, &after) })
+		if string(after.Data["privateKey"]) != string(before.Data["privateKey"]) {
+			t.Error("another key")
+		}
+		type delivery struct {
+			s   Snapshot
+			err error
+		}
+		got := make(chan delivery, 10)
+		go r.Snapshots(t.Context(), func(s Snapshot, err error) { got <- delivery{s, err} })
+		first := <-got
+		after.Data["privateKey"] = []byte("nonsense")
+		if err := s.client.Update(t.Context(), &after); err != nil {
+			t.Fatal(err)
+		}
+		if d := <-got; d.err == nil || !strings.Contains(d.err.Error(), "data.privateKey") || d.s.PrivateKey != first.s.PrivateKey {
+			t.Errorf("delivered %+v", d)
+		}
+		after.Data["privateKey"] = before.Data["privateKey"]
+		if err := s.client.Update(t.Context(), &after); err != nil {
+			t.Fatal(err)
+		}
+		if d := <-got; d.err != nil || d.s.PrivateKey != first.s.PrivateKey {
+			t.Errorf("delivered %+v", d)
+		}
+	})
+
+	t.Run("a status that cannot be written holds up no other", func(t *testing.T) {
+		s.namespace(t, "writes")
+		s.namespace(t, "tenants")
+		all := []string{"get", "list", "watch", "create", "update", "patch"}
+		config := s.restricted(t, "writer",
+			rbacv1.PolicyRule{APIGroups: []string{"", "coordination.k8s.io"}, Resources: []string{"secrets", "pods", "services", "leases", "configmaps"}, Verbs: all},
+			rbacv1.PolicyRule{APIGroups: []string{"net.liqo.io"}, Resources: []string{"tunnelendpoints", "natmappings"}, Verbs: []string{"list", "watch"}},
+			rbacv1.PolicyRule{APIGroups: []string{"net.liqo.io"}, Resources: []string{"tunnelendpoints/status"}, ResourceNames: []string{"peer2", "peer3"}, Verbs: []string{"patch"}})
+		r := start(t, GatewayOptions{Config: config, Namespace: "writes", Pod: "p", Cluster: self})
+		<-r.serving
+		ctx, cancel := context.WithCancel(t.Context())
+		var group sync.WaitGroup
+		defer group.Wait()
+		defer cancel()
+		rtt := 5 * time.Millisecond
+		var mu sync.Mutex
+		group.Go(func() {
+			r.Write(ctx, func() (Report, error) {
+				mu.Lock()
+				defer mu.Unlock()
+				report := Report{Interface: "isthmus.host", Index: 7, NextHop: netip.MustParseAddr("169.254.100.1")}
+				for i := range 3 {
+					report.Peers = append(report.Peers, PeerReport{ID: fmt.Sprint("id-", i+1), Status: v1alpha1.Connected, Message: v1alpha1.ConnectedMessage, RTT: rtt})
+				}
+				return report, nil
+			})
+		})
+		for n := 1; n <= 3; n++ {
+			te := endpoint(n)
+			te.CreationTimestamp, te.Generation = metav1.Time{}, 0
+			s.create(t, &te)
+		}
+		version := func(n int) string {
+			var te v1alpha1.TunnelEndpoint
+			if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "tenants", Name: fmt.Sprint("peer", n)}, &te); err != nil {
+				t.Fatal(err)
+			}
+			if (te.Status.Connection.Status == v1alpha1.Connected) != (n > 1) {
+				return ""
+			}
+			return te.ResourceVersion
+		}
+		within(t, 5*time.Second, "the two that can be written", func() error {
+			if version(2) == "" || version(3) == "" {
+				return errors.New("not yet")
+			}
+			return nil
+		})
+		v2, v3 := version(2), version(3)
+
+		// Somebody else writes: what the gateway says is put back, once.
+		var te v1alpha1.TunnelEndpoint
+		if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "tenants", Name: "peer2"}, &te); err != nil {
+			t.Fatal(err)
+		}
+		te.Status.GatewayIP = "192.0.2.66"
+		if err := s.client.Status().Update(t.Context(), &te); err != nil {
+			t.Fatal(err)
+		}
+		within(t, 3*time.Second, "what was edited", func() error {
+			if err := s.client.Get(t.Context(), client.ObjectKeyFromObject(&te), &te); err != nil {
+				return err
+			}
+			if te.Status.GatewayIP != "172.30.1.11" {
+				return errors.New(te.Status.GatewayIP)
+			}
+			return nil
+		})
+		mu.Lock()
+		rtt = 500 * time.Millisecond // a latency that is news, but too soon
+		mu.Unlock()
+		v2 = te.ResourceVersion
+		time.Sleep(4 * time.Second)
+		if version(2) != v2 || version(3) != v3 || version(1) == "" {
+			t.Error("written at rest")
+		}
+		// The refused one was tried again a few times, ever more rarely.
+		if n := testutil.ToFloat64(r.metrics.writes.WithLabelValues("TunnelEndpoint", "error")); n < 2 || n > 5 {
+			t.Errorf("%v failed writes", n)
+		}
+	})
+}
+
+func compact(replicas []*testReplica) (some []*testReplica) {
+	for _, r := range replicas {
+		if r != nil {
+			some = append(some, r)
+		}
+	}
+	return some
+}
