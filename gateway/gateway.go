@@ -150,10 +150,13 @@ func Run(ctx context.Context, o Options) error {
 // Clear removes what a gateway that was killed left in the network namespace of
 // the process: routes that lead nowhere, which keep the traffic of its peers from
 // leaving in the clear, but also from any other way to them. It is for a process
-// that does not become a gateway itself.
+// that does not become a gateway itself. What a gateway that lives has made stays.
 func Clear(log *slog.Logger) error {
 	h, err := openHost(log)
-	if err != nil {
+	switch {
+	case errors.Is(err, errOther):
+		return nil
+	case err != nil:
 		return err
 	}
 	defer h.release()

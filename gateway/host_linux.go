@@ -36,6 +36,8 @@ type host struct {
 // one gateway's.
 const lockName = "@isthmus.net/gateway"
 
+var errOther = errors.New("another isthmus gateway")
+
 // openHost takes the lock of the host's namespace and makes the gateway's, still
 // empty. The caller closes it with close.
 func openHost(log *slog.Logger) (_ *host, err error) {
@@ -47,7 +49,7 @@ func openHost(log *slog.Logger) (_ *host, err error) {
 	}()
 	if h.lock, err = net.ListenUnix("unix", &net.UnixAddr{Name: lockName, Net: "unix"}); err != nil {
 		if errors.Is(err, unix.EADDRINUSE) {
-			return nil, fmt.Errorf("another isthmus gateway%s runs in this network namespace", lockOwner())
+			return nil, fmt.Errorf("%w%s runs in this network namespace", errOther, lockOwner())
 		}
 		return nil, fmt.Errorf("lock of the network namespace: %w", err)
 	}

@@ -102,7 +102,8 @@ func (k *kubeGateway) complete() error {
 	if err != nil {
 		return usage("POD_IP is %q; want the address of this Pod, which is that of its node", os.Getenv("POD_IP"))
 	}
-	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip, Cluster: k.cluster}
+	config.UserAgent = "isthmus-gateway/" + version()
+	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Cluster: k.cluster}
 	return nil
 }
 

@@ -444,6 +444,16 @@ func TestGatewaysLiveFromAPIServers(t *testing.T) {
 		return 0
 	}
 
+	t.Run("a gateway that is restarted goes on", func(t *testing.T) {
+		begin := time.Now()
+		a1.end(syscall.SIGKILL)
+		a1 = a.start(0)
+		t.Logf("first ping %v after the kill", firstPing(t, a.Pods[0].Host, begin).Round(time.Millisecond))
+		if h := holder(a); h != "gateway-1" {
+			t.Errorf("the Lease is held by %q", h)
+		}
+	})
+
 	t.Run("a killed gateway is replaced", func(t *testing.T) {
 		begin := time.Now()
 		a1.end(syscall.SIGKILL)
@@ -483,6 +493,9 @@ func TestGatewaysLiveFromAPIServers(t *testing.T) {
 		begin := time.Now()
 		a2.end(syscall.SIGTERM)
 		ended := time.Since(begin)
+		if code := a2.cmd.ProcessState.ExitCode(); code != 0 {
+			t.Errorf("exit code %d", code)
+		}
 		took := firstPing(t, a.Pods[0].Host, begin)
 		t.Logf("ended after %v, first ping through the standby after %v", ended.Round(time.Millisecond), took.Round(time.Millisecond))
 		if took > 4*time.Second {
