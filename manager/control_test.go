@@ -35,6 +35,7 @@ import (
 // is not ours: the replicator, the books, the answers and the gateway.
 type world struct {
 	t      *testing.T
+	api    client.Client // straight to the API server
 	ctx    context.Context
 	prefix string // of the names of everything in it
 	system string // the install namespace
@@ -116,7 +117,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	}
 	prefix := fmt.Sprintf("c1-%06x", rand.N(1<<24))
 	w := &world{
-		t: t, prefix: prefix, system: prefix + "-system",
+		t: t, api: testClient, prefix: prefix, system: prefix + "-system",
 		self:   v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"},
 		stub:   &stubReplicator{states: make(map[string]replication.State), changed: make(chan event.GenericEvent, 1024)},
 		books:  &stubBooks{},
@@ -139,7 +140,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	own := &Own{
 		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.books, Cluster: w.self, Namespace: w.system, Log: log,
 		BooksChanged: make(chan event.GenericEvent),
-		Networks: Networks{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")},
+		Networks:     Networks{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")},
 	}
 	ended := make(chan error, 1)
 	go func() { ended <- mgr.Start(w.ctx) }()
@@ -172,32 +173,32 @@ func (w *world) cleanUp() {
 	w.stop()
 	w.ctx = context.Background()
 	var peerings isthmus.PeeringList
-	w.ok(testClient.List(w.ctx, &peerings))
+	w.ok(w.api.List(w.ctx, &peerings))
 	for i := range peerings.Items {
 		if o := &peerings.Items[i]; strings.HasPrefix(o.Name, w.prefix) {
 			w.drop(o)
 		}
 	}
 	var configs v1alpha1.NetworkConfigList
-	w.ok(testClient.List(w.ctx, &configs))
+	w.ok(w.api.List(w.ctx, &configs))
 	for i := range configs.Items {
 		if o := &configs.Items[i]; strings.HasPrefix(o.Namespace, w.prefix) {
 			w.drop(o)
 		}
 	}
 	var namespaces corev1.NamespaceList
-	w.ok(testClient.List(w.ctx, &namespaces))
+	w.ok(w.api.List(w.ctx, &namespaces))
 	for i := range namespaces.Items {
 		if o := &namespaces.Items[i]; strings.HasPrefix(o.Name, w.prefix) {
-			w.ok(client.IgnoreNotFound(testClient.Delete(w.ctx, o)))
+			w.ok(client.IgnoreNotFound(w.api.Delete(w.ctx, o)))
 		}
 	}
 }
 
 func (w *world) drop(o client.Object) {
 	w.t.Helper()
-	w.ok(client.IgnoreNotFound(testClient.Delete(w.ctx, o)))
-	w.ok(client.IgnoreNotFound(testClient.Patch(w.ctx, o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
+	w.ok(client.IgnoreNotFound(w.api.Delete(w.ctx, o)))
+	w.ok(client.IgnoreNotFound(w.api.Patch(w.ctx, o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
 }
 
 func (w *world) ok(err error) {
@@ -209,7 +210,7 @@ func (w *world) ok(err error) {
 
 func (w *world) create(o client.Object) {
 	w.t.Helper()
-	w.ok(testClient.Create(w.ctx, o))
+	w.ok(w.api.Create(w.ctx, o))
 }
 
 // until waits for something to become true.
@@ -236,9 +237,14 @@ func (w *world) always(what string, f func() bool) {
 // annotation of the active one.
 func (w *world) gateway(nodeIP string) {
 	w.t.Helper()
+	w.gatewayWith(nodeIP, someKey)
+}
+
+func (w *world) gatewayWith(nodeIP, key string) {
+	w.t.Helper()
 	w.create(&corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: keySecret, Labels: map[string]string{v1alpha1.LabelKey: "wireguard"}},
-		Data:       map[string][]byte{"publicKey": []byte(someKey), "privateKey": []byte(anotherKey)},
+		Data:       map[string][]byte{"publicKey": []byte(key), "privateKey": []byte("not ours to read")},
 	})
 	w.create(&corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: "isthmus-gateway", Labels: map[string]string{v1alpha1.LabelGateway: "true"},
@@ -277,7 +283,7 @@ func (w *world) describe(name string) *remote {
 // status returns the Peering's status now.
 func (r *remote) status() isthmus.PeeringStatus {
 	var p isthmus.Peering
-	if err := testClient.Get(r.w.ctx, client.ObjectKeyFromObject(r.peering), &p); err != nil {
+	if err := r.w.api.Get(r.w.ctx, client.ObjectKeyFromObject(r.peering), &p); err != nil {
 		return isthmus.PeeringStatus{}
 	}
 	return p.Status
@@ -313,14 +319,14 @@ func (r *remote) key() types.NamespacedName {
 // original returns our NetworkConfig for the peer, nil when there is none.
 func (r *remote) original() *v1alpha1.NetworkConfig {
 	r.w.t.Helper()
-	nc, err := found(r.w.ctx, testClient, r.key(), new(v1alpha1.NetworkConfig))
+	nc, err := found(r.w.ctx, r.w.api, r.key(), new(v1alpha1.NetworkConfig))
 	r.w.ok(err)
 	return nc
 }
 
 func (r *remote) endpoint() *v1alpha1.TunnelEndpoint {
 	r.w.t.Helper()
-	te, err := found(r.w.ctx, testClient, r.key(), new(v1alpha1.TunnelEndpoint))
+	te, err := found(r.w.ctx, r.w.api, r.key(), new(v1alpha1.TunnelEndpoint))
 	r.w.ok(err)
 	return te
 }
@@ -356,17 +362,17 @@ func (r *remote) join() {
 	r.w.t.Helper()
 	nc := r.untilPublished()
 	controllerutil.AddFinalizer(nc, v1alpha1.FinalizerReplicator)
-	r.w.ok(testClient.Update(r.w.ctx, nc))
+	r.w.ok(r.w.api.Update(r.w.ctx, nc))
 	r.w.stub.say(r.cluster.ClusterID, replicated)
 	nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: "10.70.0.0/16", ExternalCIDRNAT: v1alpha1.None}
-	r.w.ok(testClient.Status().Update(r.w.ctx, nc))
+	r.w.ok(r.w.api.Status().Update(r.w.ctx, nc))
 	theirs := r.theirs()
 	r.w.create(theirs)
 	theirs.Status = v1alpha1.NetworkConfigStatus{
 		Processed: true, PodCIDRNAT: "10.246.0.0/18", ExternalCIDRNAT: v1alpha1.None,
 		Conditions: []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, LastTransitionTime: metav1.Now()}},
 	}
-	r.w.ok(testClient.Status().Update(r.w.ctx, theirs))
+	r.w.ok(r.w.api.Status().Update(r.w.ctx, theirs))
 	spec, problems := fabric.TunnelEndpointFor(nc, theirs, r.cluster)
 	if len(problems) > 0 {
 		r.w.t.Fatal(problems)
@@ -374,6 +380,6 @@ func (r *remote) join() {
 	te := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: r.ns, Name: r.key().Name}, Spec: spec}
 	r.w.create(te)
 	te.Status.Connection = v1alpha1.Connection{Status: v1alpha1.Connected, Latency: v1alpha1.ConnectionLatency{Value: "7ms"}}
-	r.w.ok(testClient.Status().Update(r.w.ctx, te))
+	r.w.ok(r.w.api.Status().Update(r.w.ctx, te))
 	r.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
 }

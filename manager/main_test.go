@@ -4,6 +4,7 @@ import (
 	"context"
 	"flag"
 	"fmt"
+	"log/slog"
 	"os"
 	"path/filepath"
 	"testing"
@@ -31,6 +32,7 @@ var (
 
 func TestMain(m *testing.M) {
 	flag.Parse()
+	logToSlog(slog.New(slog.DiscardHandler))
 	code := 1
 	err := func() error {
 		if testing.Short() {
@@ -44,21 +46,7 @@ func TestMain(m *testing.M) {
 			return err
 		}
 		defer testServer.Stop() //nolint:errcheck // nothing to do about it
-		if testConfig, err = clientcmd.RESTConfigFromKubeConfig(testServer.Kubeconfig()); err != nil {
-			return err
-		}
-		testConfig.QPS = -1
-		scheme, err := newScheme()
-		if err != nil {
-			return err
-		}
-		if err := apiextensions.AddToScheme(scheme); err != nil {
-			return err
-		}
-		if testClient, err = client.New(testConfig, client.Options{Scheme: scheme}); err != nil {
-			return err
-		}
-		if err := applyCRDs(ctx, "../deploy/crds"); err != nil {
+		if testConfig, testClient, err = connect(ctx, testServer); err != nil {
 			return err
 		}
 		code = m.Run()
@@ -70,8 +58,29 @@ func TestMain(m *testing.M) {
 	os.Exit(code)
 }
 
+// connect returns the ways to a server, after our CRDs are there.
+func connect(ctx context.Context, server *kubetest.Server) (*rest.Config, client.Client, error) {
+	cfg, err := clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig())
+	if err != nil {
+		return nil, nil, err
+	}
+	cfg.QPS = -1
+	scheme, err := newScheme()
+	if err != nil {
+		return nil, nil, err
+	}
+	if err := apiextensions.AddToScheme(scheme); err != nil {
+		return nil, nil, err
+	}
+	api, err := client.New(cfg, client.Options{Scheme: scheme})
+	if err != nil {
+		return nil, nil, err
+	}
+	return cfg, api, applyCRDs(ctx, api, "../deploy/crds")
+}
+
 // applyCRDs creates the CRDs in a folder and waits until they are served.
-func applyCRDs(ctx context.Context, dir string) error {
+func applyCRDs(ctx context.Context, api client.Client, dir string) error {
 	files, err := filepath.Glob(filepath.Join(dir, "*.yaml"))
 	if err != nil || len(files) == 0 {
 		return fmt.Errorf("CRDs in %s: none (%w)", dir, err)
@@ -85,19 +94,19 @@ func applyCRDs(ctx context.Context, dir string) error {
 		if err := yaml.UnmarshalStrict(text, &crd); err != nil {
 			return fmt.Errorf("%s: %w", file, err)
 		}
-		if err := testClient.Create(ctx, &crd); err != nil {
+		if err := api.Create(ctx, &crd); err != nil {
 			return fmt.Errorf("%s: %w", file, err)
 		}
 		for !established(&crd) {
 			time.Sleep(20 * time.Millisecond)
-			if err := testClient.Get(ctx, client.ObjectKeyFromObject(&crd), &crd); err != nil {
+			if err := api.Get(ctx, client.ObjectKeyFromObject(&crd), &crd); err != nil {
 				return fmt.Errorf("%s: %w", file, err)
 			}
 		}
 	}
 	for { // established a moment before it is served
 		var list isthmus.PeeringList
-		err := testClient.List(ctx, &list)
+		err := api.List(ctx, &list)
 		if err == nil || !meta.IsNoMatchError(err) && ctx.Err() != nil {
 			return err
 		}
