@@ -237,11 +237,15 @@ func (c *cluster) start(nodes ...*lab.Node) {
 	}
 }
 
-func (c *cluster) launch(n *lab.Node) *agentProcess {
+func (c *cluster) launch(n *lab.Node, wrapper ...string) *agentProcess {
 	c.t.Helper()
 	a := &agentProcess{node: n, log: &syncBuffer{}, done: make(chan struct{})}
-	a.cmd = n.Command(c.ctx, "/proc/self/exe")
-	a.cmd.Path, a.cmd.Err = os.Args[0], nil
+	program, err := filepath.Abs(os.Args[0])
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	command := append(wrapper, program)
+	a.cmd = n.Command(c.ctx, command[0], command[1:]...)
 	a.cmd.Env = append(os.Environ(), childNode+"="+n.Name, childIntent+"="+c.intent)
 	a.cmd.Stderr = a.log
 	if err := a.cmd.Start(); err != nil {
@@ -650,6 +654,34 @@ func TestAnAgentSaysWhatIsWrong(t *testing.T) {
 	c.in.Nodes[1].Addrs = []netip.Addr{netip.MustParseAddr("172.30.1.99")}
 	c.want()
 	status(`"ready": false`, "no device here has 172.30.1.99")
+}
+
+// In an unprivileged container /proc/sys cannot be written. That is no reason to fail where the values serve as they are.
+func TestAnAgentThatCannotWriteSysctlsMindsOnlyThoseThatMatter(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	n := c.Nodes[1]
+	set := func(path, value string) {
+		t.Helper()
+		if err := n.Do(func() error { return os.WriteFile("/proc/sys/net/ipv4/"+path, []byte(value), 0) }); err != nil {
+			t.Fatal(err)
+		}
+	}
+	c.agents[n] = c.launch(n, "unshare", "--mount", "sh", "-c",
+		`mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec "$0"`)
+	c.eventually(n, func() error {
+		s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
+		if !strings.Contains(s, "isthmus.vxlan/rp_filter=2: open") || !strings.Contains(s, "read-only file system") {
+			return fmt.Errorf("strict filtering is not told: %s%w", s, err)
+		}
+		return nil
+	})
+	set("conf/all/rp_filter", "2")
+	c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); return err })
+	time.Sleep(3 * compareGap)
+	if log := c.agents[n].log.String(); strings.Contains(log, "repaired") || strings.Count(log, "ip link add") != 1 {
+		t.Errorf("not at rest:\n%s", log)
+	}
 }
 
 func TestTheGatewaysTableIsTheOneThatTheOverlayLeadsTo(t *testing.T) {
