@@ -48,6 +48,16 @@ type Config struct {
 	Nodes []netip.Addr
 }
 
+// Equal reports whether both say the same, in the same order.
+func (c Config) Equal(other Config) bool {
+	return c.sameNetworks(other) && slices.Equal(c.Nodes, other.Nodes)
+}
+
+func (c Config) sameNetworks(other Config) bool {
+	return c.PodCIDR == other.PodCIDR && c.ServiceCIDR == other.ServiceCIDR && c.ExternalCIDR == other.ExternalCIDR &&
+		slices.Equal(c.Pools, other.Pools) && slices.Equal(c.Reserved, other.Reserved)
+}
+
 // DefaultPools returns the pools of Liqo, in their order.
 func DefaultPools() []netip.Prefix {
 	return []netip.Prefix{

@@ -69,6 +69,12 @@ func (b Book) Configure(c Config) (Book, []Conflict) {
 	own.Nodes = slices.Compact(own.Nodes)
 
 	was := b.own.ExternalCIDR
+	if !own.ExternalCIDR.IsValid() && len(b.peers) > 0 {
+		own.ExternalCIDR = was // they may know it
+	}
+	if own.ExternalCIDR.IsValid() && own.Equal(b.own) {
+		return b, b.Conflicts()
+	}
 	b.own = own
 	b.fill()
 	if !own.ExternalCIDR.IsValid() {
@@ -109,10 +115,10 @@ func (b *Book) fill() {
 }
 
 // chooseExternal picks our ExternalCIDR as Liqo does. The former one stays if it
-// is not in the way, or once there are peers that may know it.
+// is not in the way.
 func (b *Book) chooseExternal(was netip.Prefix) netip.Prefix {
 	pod := b.own.PodCIDR
-	if was.IsValid() && (len(b.peers) > 0 || !pod.IsValid() || fits(was, pod) && b.free(was)) {
+	if was.IsValid() && (!pod.IsValid() || fits(was, pod) && b.free(was)) {
 		return was
 	}
 	if !pod.IsValid() {
@@ -230,7 +236,7 @@ func (b Book) Conflicts() []Conflict {
 	for _, id := range b.Peers() {
 		p := b.peers[id]
 		for _, n := range []Conflict{{Peer: id, Network: "PodCIDR", Prefix: p.Pod}, {Peer: id, Network: "ExternalCIDR", Prefix: p.External}} {
-			if !n.Prefix.IsValid() || !b.taken.without(n.Prefix).overlaps(n.Prefix) && !b.nodes.overlaps(n.Prefix) {
+			if !n.Prefix.IsValid() || b.taken.alone(n.Prefix) && !b.nodes.overlaps(n.Prefix) {
 				continue
 			}
 			n.With, n.Other = b.holder(n.Prefix, id)

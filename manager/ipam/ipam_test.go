@@ -1,8 +1,16 @@
 package ipam
 
 import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
 	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
 	"testing"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
 func pfx(s string) netip.Prefix {
@@ -12,48 +20,444 @@ func pfx(s string) netip.Prefix {
 	return netip.MustParsePrefix(s)
 }
 
-func liqoDefaults() Config { return Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12")} }
+func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
+
+// ours is the configuration of a cluster that kubeadm and flannel made.
+func ours() Config { return Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12")} }
+
+func configured(t *testing.T, c Config) Book {
+	t.Helper()
+	b, conflicts := Book{}.Configure(c)
+	if len(conflicts) > 0 {
+		t.Fatalf("%+v: conflicts: %v", c, conflicts)
+	}
+	return b
+}
+
+func claim(id, pod, external string) Claim {
+	return Claim{ID: id, Pod: pfx(pod), External: pfx(external)}
+}
+
+func grant(t *testing.T, b Book, c Claim) (Book, Grant) {
+	t.Helper()
+	b, g, err := b.Grant(c)
+	if err != nil {
+		t.Fatalf("%+v: %v", c, err)
+	}
+	return b, g
+}
 
 // The sequences of the Liqo facts, section 5.
 func TestGrantFollowsTheSequencesSeenWithLiqo(t *testing.T) {
 	for _, tc := range []struct {
+		name   string
 		config Config
 		claims [][2]string
-		want   []string // ExternalCIDR, then pod and external network of each peer
+		want   string // ExternalCIDR, then pod and external network of each peer
 	}{
-		{liqoDefaults(), [][2]string{{"10.244.0.0/16", "10.245.0.0/16"}, {"10.244.0.0/16", "10.245.0.0/16"}},
-			[]string{"10.245.0.0/16", "10.246.0.0/16", "10.247.0.0/16", "10.240.0.0/16", "10.241.0.0/16"}},
-		{Config{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12")}, [][2]string{{"10.200.0.0/16", "10.201.0.0/16"}},
-			[]string{"10.201.0.0/16", "10.202.0.0/16", "10.203.0.0/16"}},
-		// Nothing overlaps: used as they are, in a pool and outside of all.
-		{liqoDefaults(), [][2]string{{"10.50.0.0/16", "10.51.0.0/16"}, {"100.64.0.0/18", "192.0.2.0/24"}},
-			[]string{"10.245.0.0/16", "10.50.0.0/16", "10.51.0.0/16", "100.64.0.0/18", "192.0.2.0/24"}},
-		// A whole pool is remapped if possible, otherwise used whole.
-		{liqoDefaults(), [][2]string{{"192.168.0.0/16", "10.0.0.0/8"}}, []string{"10.245.0.0/16"}},
-		{liqoDefaults(), [][2]string{{"192.168.0.0/16", "172.16.0.0/12"}}, []string{"10.245.0.0/16", "10.246.0.0/16", "10.112.0.0/12"}},
+		{"identical clusters", ours(), [][2]string{{"10.244.0.0/16", "10.245.0.0/16"}, {"10.244.0.0/16", "10.245.0.0/16"}},
+			"10.245.0.0/16 10.246.0.0/16 10.247.0.0/16 10.240.0.0/16 10.241.0.0/16"},
+		{"another PodCIDR", Config{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12")}, [][2]string{{"10.200.0.0/16", "10.201.0.0/16"}},
+			"10.201.0.0/16 10.202.0.0/16 10.203.0.0/16"},
+		{"nothing overlaps, in a pool and outside of all", ours(), [][2]string{{"10.50.0.0/16", "10.51.0.0/16"}, {"100.64.0.0/18", "192.0.2.0/24"}},
+			"10.245.0.0/16 10.50.0.0/16 10.51.0.0/16 100.64.0.0/18 192.0.2.0/24"},
+		{"a mask of its own", ours(), [][2]string{{"10.244.128.0/20", "10.245.0.0/24"}}, "10.245.0.0/16 10.246.0.0/20 10.246.16.0/24"},
+		{"a whole pool is remapped if possible", ours(), [][2]string{{"192.168.0.0/16", "192.0.2.0/24"}}, "10.245.0.0/16 10.246.0.0/16 192.0.2.0/24"},
+		{"and used whole if not", Config{PodCIDR: pfx("10.0.0.0/9"), ServiceCIDR: pfx("10.128.0.0/9"), ExternalCIDR: pfx("172.16.0.0/12"), Pools: DefaultPools()},
+			[][2]string{{"192.168.0.0/16", "100.64.0.0/16"}}, "172.16.0.0/12 192.168.0.0/16 100.64.0.0/16"},
+		{"pools in their order", Config{PodCIDR: pfx("10.0.0.0/16"), ServiceCIDR: pfx("10.1.0.0/16"), Pools: append([]netip.Prefix{pfx("10.0.0.0/15")}, DefaultPools()[1:]...)},
+			[][2]string{{"10.0.0.0/16", "10.1.0.0/16"}}, "192.168.0.0/16 172.16.0.0/16 172.17.0.0/16"},
+		{"IPv6 used as it is", ours(), [][2]string{{"fd01::/48", "fd02::/64"}}, "10.245.0.0/16 fd01::/48 fd02::/64"},
+		{"IPv6 with a pool", Config{PodCIDR: pfx("fd01::/48"), ServiceCIDR: pfx("fd03::/112"), Pools: []netip.Prefix{pfx("fd10::/16")}},
+			[][2]string{{"fd01::/48", "fd10::/48"}}, "fd10::/48 fd10:0:1::/48 fd10:0:2::/48"},
 	} {
-		b, conflicts := Book{}.Configure(tc.config)
-		if len(conflicts) > 0 {
-			t.Errorf("%v: conflicts %v", tc.config, conflicts)
-		}
+		b := configured(t, tc.config)
 		got := []string{b.Own().ExternalCIDR.String()}
 		for i, c := range tc.claims {
-			next, g, err := b.Grant(Claim{ID: string(rune('a' + i)), Pod: pfx(c[0]), External: pfx(c[1])})
-			if err != nil {
-				t.Log(err)
-				continue
-			}
-			b, got = next, append(got, g.Pod.String(), g.External.String())
+			var g Grant
+			b, g = grant(t, b, claim(fmt.Sprint("peer-", i), c[0], c[1]))
+			got = append(got, g.Pod.String(), g.External.String())
 		}
-		if len(got) != len(tc.want) {
-			t.Errorf("claims %v: got %v, want %v", tc.claims, got, tc.want)
+		if strings.Join(got, " ") != tc.want {
+			t.Errorf("%s:\n got: %s\nwant: %s", tc.name, strings.Join(got, " "), tc.want)
+		}
+	}
+}
+
+func TestNodesAreAvoidedButDoNotChangeWhatIsChosenOtherwise(t *testing.T) {
+	c := ours()
+	for i := range 20 {
+		c.Nodes = append(c.Nodes, netip.AddrFrom4([4]byte{10, 0, byte(i), 7}))
+	}
+	b := configured(t, c)
+	if got := b.Own().ExternalCIDR; got != pfx("10.245.0.0/16") {
+		t.Errorf("ExternalCIDR %v", got)
+	}
+	c.Nodes = []netip.Addr{addr("10.246.3.4"), addr("10.247.0.1")}
+	b = configured(t, c)
+	b, g := grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	if g != (Grant{pfx("10.240.0.0/16"), pfx("10.241.0.0/16")}) {
+		t.Errorf("with nodes in 10.246 and 10.247: %v", g)
+	}
+	_, g = grant(t, b, claim("c", "10.246.0.0/16", "10.250.0.0/16"))
+	if g.Pod == pfx("10.246.0.0/16") || g.External != pfx("10.250.0.0/16") {
+		t.Errorf("a network with a node in it: %v", g)
+	}
+}
+
+func TestGrantIsStickyWhileFamilyAndLengthFit(t *testing.T) {
+	b, first := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	again, g := grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	if g != first || len(again.Changed(b)) > 0 {
+		t.Errorf("the same claim: %v, changed %v", g, again.Changed(b))
+	}
+	if _, g = grant(t, b, claim("b", "10.50.0.0/16", "10.51.0.0/16")); g != first {
+		t.Errorf("other networks of the same length: %v, want %v as before", g, first)
+	}
+	longer, g := grant(t, b, claim("b", "10.50.0.0/18", "10.51.0.0/16"))
+	if g.Pod != pfx("10.50.0.0/18") || g.External != first.External {
+		t.Errorf("a longer PodCIDR: %v", g)
+	}
+	if _, g = grant(t, longer, claim("c", "10.246.0.0/16", "10.52.0.0/16")); g.Pod != pfx("10.246.0.0/16") {
+		t.Errorf("what was given up is not free: %v", g)
+	}
+	if _, g = grant(t, b, claim("b", "fd01::/64", "fd02::/64")); g.Pod != pfx("fd01::/64") {
+		t.Errorf("another family: %v", g)
+	}
+}
+
+func TestGrantPutsNetworksWhereTheyAreWanted(t *testing.T) {
+	b := configured(t, ours())
+	want := claim("b", "10.244.0.0/16", "10.60.0.0/16")
+	want.WantPod, want.WantExternal = pfx("10.60.0.0/16"), pfx("203.0.0.0/16") // one where the other would stay
+	b, g := grant(t, b, want)
+	if g != (Grant{want.WantPod, want.WantExternal}) {
+		t.Fatalf("got %v", g)
+	}
+	if _, g = grant(t, b, claim("b", "10.244.0.0/16", "10.60.0.0/16")); g.Pod != want.WantPod {
+		t.Errorf("no wish any more, yet it moved: %v", g)
+	}
+	want.WantPod = pfx("10.61.0.0/16")
+	if _, g = grant(t, b, want); g != (Grant{want.WantPod, want.WantExternal}) {
+		t.Errorf("another wish: %v", g)
+	}
+
+	for name, tc := range map[string]struct {
+		want, reason, message string
+		is                    error
+	}{
+		"ours":          {"10.96.0.0/16", v1alpha1.ReasonCIDRConflict, "our ServiceCIDR, 10.96.0.0/12", ErrTaken},
+		"of a peer":     {"10.60.0.0/16", v1alpha1.ReasonCIDRConflict, "the pods of peer b, 10.60.0.0/16", ErrTaken},
+		"special":       {"169.254.0.0/16", v1alpha1.ReasonInvalid, "special range 169.254.0.0/16", nil},
+		"other length":  {"10.70.0.0/17", v1alpha1.ReasonInvalid, "want a /16", nil},
+		"other family":  {"fd00::/16", v1alpha1.ReasonInvalid, "family", nil},
+		"host bits set": {"10.70.0.1/16", v1alpha1.ReasonInvalid, "want 10.70.0.0/16", nil},
+	} {
+		c := claim("c", "10.244.0.0/16", "10.245.0.0/16")
+		c.WantPod = pfx(tc.want)
+		next, g, err := b.Grant(c)
+		var refusal *Refusal
+		if !errors.As(err, &refusal) || refusal.Reason != tc.reason || refusal.Field != "spec.overrides.podCIDR" ||
+			!strings.Contains(refusal.Message, tc.message) || tc.is != nil && !errors.Is(err, tc.is) {
+			t.Errorf("%s: %#v", name, err)
+		}
+		if g != (Grant{}) || len(next.Changed(b)) > 0 {
+			t.Errorf("%s: half applied: %v", name, g)
+		}
+	}
+}
+
+func TestGrantRefusesWhatMakesNoSense(t *testing.T) {
+	b := configured(t, ours())
+	for _, tc := range []struct{ id, pod, external, field string }{
+		{"b", "0.0.0.0/0", "10.245.0.0/16", "spec.podCIDR"},
+		{"b", "10.244.0.1/16", "10.245.0.0/16", "spec.podCIDR"},
+		{"b", "127.0.0.0/16", "10.245.0.0/16", "spec.podCIDR"},
+		{"b", "10.244.0.0/16", "169.254.0.0/24", "spec.externalCIDR"},
+		{"b", "10.244.0.0/16", "224.0.0.0/8", "spec.externalCIDR"},
+		{"b", "10.244.0.0/31", "10.245.0.0/16", "spec.podCIDR"},
+		{"b", "10.244.0.0/16", "", "spec.externalCIDR"},
+		{"b", "10.244.0.0/16", "10.244.128.0/24", "spec.externalCIDR"},
+		{"b", "10.244.0.0/16", "fd00::/64", "spec.externalCIDR"},
+		{"b", "::ffff:10.244.0.0/112", "fd00::/64", "spec.podCIDR"},
+		{"", "10.244.0.0/16", "10.245.0.0/16", "cluster ID"},
+		{strings.Repeat("x", 1<<20), "10.244.0.0/16", "10.245.0.0/16", "cluster ID"},
+	} {
+		next, g, err := b.Grant(claim(tc.id, tc.pod, tc.external))
+		var refusal *Refusal
+		if !errors.As(err, &refusal) || refusal.Field != tc.field || refusal.Reason != v1alpha1.ReasonInvalid || len(err.Error()) > 500 {
+			t.Errorf("%.20q %s %s: %v", tc.id, tc.pod, tc.external, err)
+		}
+		if g != (Grant{}) || len(next.Peers()) > 0 {
+			t.Errorf("%.20q %s %s: applied", tc.id, tc.pod, tc.external)
+		}
+	}
+}
+
+func TestExhaustionIsARefusalAndEndsWithARelease(t *testing.T) {
+	c := ours()
+	c.Pools = []netip.Prefix{pfx("172.20.0.0/14")} // room for four
+	c.ExternalCIDR = pfx("10.245.0.0/16")
+	b := configured(t, c)
+	b, _ = grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b, _ = grant(t, b, claim("c", "10.244.0.0/16", "10.100.0.0/16"))
+	before := b.Spec()
+	next, g, err := b.Grant(claim("d", "10.50.0.0/16", "10.245.0.0/16"))
+	var refusal *Refusal
+	if !errors.Is(err, ErrExhausted) || !errors.As(err, &refusal) || refusal.Reason != v1alpha1.ReasonExhausted || refusal.Field != "spec.externalCIDR" {
+		t.Fatalf("got %v %v", g, err)
+	}
+	if !reflect.DeepEqual(next.Spec(), before) {
+		t.Errorf("half applied: %+v", next.Spec())
+	}
+	if usage := b.Usage(); len(usage) != 1 || usage[0] != (PoolUsage{c.Pools[0], 0, 4 << 16}) {
+		t.Errorf("usage %v", usage)
+	}
+	if _, g, err = b.Release("c").Grant(claim("d", "10.50.0.0/16", "10.245.0.0/16")); err != nil || g != (Grant{pfx("10.50.0.0/16"), pfx("172.22.0.0/16")}) {
+		t.Errorf("after a release: %v %v", g, err)
+	}
+	c.Pools = append(c.Pools, pfx("172.24.0.0/16"))
+	larger, _ := b.Configure(c)
+	if _, g, err = larger.Grant(claim("d", "10.50.0.0/16", "10.245.0.0/16")); err != nil || g.External != pfx("172.24.0.0/16") {
+		t.Errorf("after another pool: %v %v", g, err)
+	}
+}
+
+func TestABookHasAsManyPeersAsItsObjectMayHave(t *testing.T) {
+	b := configured(t, ours())
+	for i := range MaxPeers {
+		b, _ = grant(t, b, claim(fmt.Sprint("peer-", i), "10.244.0.0/24", "10.245.0.0/24"))
+	}
+	if _, _, err := b.Grant(claim("one-more", "10.50.0.0/24", "10.51.0.0/24")); !errors.Is(err, ErrExhausted) {
+		t.Errorf("got %v", err)
+	}
+	if n := len(b.Answered("one-more", pfx("10.1.0.0/16"), pfx("10.2.0.0/16")).Peers()); n != MaxPeers {
+		t.Errorf("%d peers by an answer", n)
+	}
+	spec := b.Spec()
+	if _, err := Read(&spec); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestConfigureReportsConflictsAndMovesNothing(t *testing.T) {
+	b, before := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
+	for name, tc := range map[string]struct {
+		change func(*Config)
+		want   string
+	}{
+		"PodCIDR":     {func(c *Config) { c.PodCIDR = pfx("10.246.0.0/17") }, "PodCIDR of peer b, 10.246.0.0/16 here, overlaps our PodCIDR, 10.246.0.0/17"},
+		"ServiceCIDR": {func(c *Config) { c.ServiceCIDR = pfx("10.50.4.0/24") }, "ExternalCIDR of peer b, 10.50.0.0/16 here, overlaps our ServiceCIDR, 10.50.4.0/24"},
+		"reserved":    {func(c *Config) { c.Reserved = []netip.Prefix{pfx("10.246.0.0/24")} }, "PodCIDR of peer b, 10.246.0.0/16 here, overlaps a reserved network, 10.246.0.0/24"},
+		"node":        {func(c *Config) { c.Nodes = []netip.Addr{addr("10.50.0.9")} }, "ExternalCIDR of peer b, 10.50.0.0/16 here, overlaps the address of a node, 10.50.0.9/32"},
+		"ours":        {func(c *Config) { c.ServiceCIDR = pfx("10.245.4.0/24") }, "our ExternalCIDR, 10.245.0.0/16 here, overlaps our ServiceCIDR, 10.245.4.0/24"},
+		"pools":       {func(c *Config) { c.Pools = []netip.Prefix{} }, ""},
+		"nothing":     {func(*Config) {}, ""},
+	} {
+		c := ours()
+		tc.change(&c)
+		changed, conflicts := b.Configure(c)
+		var got []string
+		for _, c := range conflicts {
+			got = append(got, c.String())
+		}
+		if strings.Join(got, "; ") != tc.want {
+			t.Errorf("%s:\n got: %s\nwant: %s", name, strings.Join(got, "; "), tc.want)
+		}
+		if g, _ := changed.GrantOf("b"); g != before || changed.Own().ExternalCIDR != pfx("10.245.0.0/16") {
+			t.Errorf("%s: renumbered: %v, ExternalCIDR %v", name, g, changed.Own().ExternalCIDR)
+		}
+		if back, conflicts := changed.Configure(ours()); len(conflicts) > 0 || !same(back, b) {
+			t.Errorf("%s and back is not what it was: %v", name, conflicts)
+		}
+	}
+}
+
+func TestExternalCIDRIsChosenAnewOnlyWhileNobodyKnowsIt(t *testing.T) {
+	b := configured(t, ours())
+	moved := b
+	for _, c := range []Config{
+		{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.245.0.0/16")}, // in the way
+		{PodCIDR: pfx("10.244.0.0/18"), ServiceCIDR: pfx("10.96.0.0/12")},  // of another length
+	} {
+		moved = configured(t, c)
+		if next, conflicts := b.Configure(c); len(conflicts) > 0 || next.Own().ExternalCIDR != moved.Own().ExternalCIDR {
+			t.Errorf("%v: %v, want %v; %v", c, next.Own().ExternalCIDR, moved.Own().ExternalCIDR, conflicts)
+		}
+	}
+	none, conflicts := Book{}.Configure(Config{PodCIDR: pfx("fd00::/48")})
+	if none.Own().ExternalCIDR.IsValid() || len(conflicts) != 1 || !strings.Contains(conflicts[0].String(), "no ExternalCIDR: no /48 is free") {
+		t.Errorf("no IPv6 pool: %v, %v", none.Own(), conflicts)
+	}
+	if early, conflicts := (Book{}).Configure(Config{}); len(conflicts) > 0 || early.Own().ExternalCIDR.IsValid() {
+		t.Errorf("nothing known: %v", conflicts)
+	}
+}
+
+func TestOrderOfWhatIsTrueAtOnceDoesNotMatter(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 4))
+	c := ours()
+	for range 20 {
+		c.Reserved = append(c.Reserved, randNetwork(rng, 24))
+		c.Nodes = append(c.Nodes, netip.AddrFrom4([4]byte{10, byte(rng.Uint32()), 1, 1}))
+	}
+	b, _ := Book{}.Configure(c)
+	rng.Shuffle(20, func(i, j int) {
+		c.Reserved[i], c.Reserved[j] = c.Reserved[j], c.Reserved[i]
+		c.Nodes[i], c.Nodes[j] = c.Nodes[j], c.Nodes[i]
+	})
+	if other, _ := (Book{}).Configure(c); !same(b, other) {
+		t.Error("the order of reserved networks or nodes shows")
+	}
+	three := []Claim{claim("b", "10.244.0.0/16", "10.245.0.0/16"), claim("c", "10.244.0.0/20", "10.9.0.0/24"), claim("d", "100.64.0.0/10", "10.10.0.0/16")}
+	for _, c := range three {
+		b, _ = grant(t, b, c)
+	}
+	x, y := b.Release("b").Release("d"), b.Release("d").Release("b")
+	if !same(x, y) {
+		t.Error("the order of releases shows")
+	}
+}
+
+// A random walk through everything that can happen to a Book.
+func TestWhateverHappensABookStaysSound(t *testing.T) {
+	for seed := range uint64(20) {
+		rng := rand.New(rand.NewPCG(seed, 2))
+		config := randConfig(rng, 24)
+		b, _ := Book{}.Configure(config)
+		replay := func(Book) Book { return b }
+		for range 150 {
+			id := fmt.Sprint("peer-", rng.IntN(12))
+			ip := netip.AddrFrom4([4]byte{198, 18, 0, byte(rng.IntN(40))})
+			before, spec := b, b.Spec()
+			switch rng.IntN(10) {
+			case 0:
+				replay = func(b Book) Book { return b.Release(id) }
+			case 1:
+				next := randConfig(rng, 24)
+				replay = func(b Book) Book { b, _ = b.Configure(next); return b }
+			case 2, 3:
+				pod, external := randNetwork(rng, 24), randNetwork(rng, 24)
+				if own := b.own; rng.IntN(2) == 0 && own.PodCIDR.IsValid() && own.ExternalCIDR.IsValid() {
+					pod, external = netip.PrefixFrom(pod.Addr(), own.PodCIDR.Bits()).Masked(), netip.PrefixFrom(external.Addr(), own.ExternalCIDR.Bits()).Masked()
+				}
+				replay = func(b Book) Book { return b.Answered(id, pod, external) }
+			case 4, 5:
+				replay = func(b Book) Book { b, _, _ = b.MapEndpoint(id, ip); return b }
+			case 6:
+				replay = func(b Book) Book { return b.UnmapEndpoint(id, ip) }
+			default:
+				c := Claim{ID: id, Pod: randNetwork(rng, 24), External: randNetwork(rng, 24)}
+				if rng.IntN(5) == 0 {
+					c.WantPod = netip.PrefixFrom(randNetwork(rng, 24).Addr(), c.Pod.Bits()).Masked()
+				}
+				replay = func(b Book) Book {
+					had, _ := b.GrantOf(c.ID)
+					next, g, err := b.Grant(c)
+					if err == nil && g != had {
+						granted(t, b, c, had, g)
+					}
+					return next
+				}
+			}
+			b = replay(before)
+			if !same(b, replay(before)) {
+				t.Fatalf("seed %d: the same question has two answers", seed)
+			}
+			if !reflect.DeepEqual(before.Spec(), spec) {
+				t.Fatalf("seed %d: an older Book changed", seed)
+			}
+			sound(t, b)
+			if have, want := Delta(before, b); reflect.DeepEqual(have, want) != reflect.DeepEqual(spec, b.Spec()) || len(want.ClusterSubnets) > len(b.peers) {
+				t.Errorf("Delta has %+v and %+v for\n%+v and\n%+v", have, want, spec, b.Spec())
+			}
+			if t.Failed() {
+				t.Fatalf("seed %d", seed)
+			}
+		}
+	}
+}
+
+// granted checks what was newly given against everything else, one by one.
+func granted(t *testing.T, b Book, c Claim, had, got Grant) {
+	t.Helper()
+	if got.Pod.Bits() != c.Pod.Bits() || got.External.Bits() != c.External.Bits() || got.Pod.Overlaps(got.External) {
+		t.Errorf("%+v got %v", c, got)
+	}
+	for _, n := range []struct{ had, got netip.Prefix }{{had.Pod, got.Pod}, {had.External, got.External}} {
+		if n.had == n.got {
 			continue
 		}
-		for i := range got {
-			if got[i] != tc.want[i] {
-				t.Errorf("claims %v: got %v, want %v", tc.claims, got, tc.want)
-				break
+		for id := range b.peers {
+			if g, _ := b.GrantOf(id); id != c.ID && (g.Pod.Overlaps(n.got) || g.External.Overlaps(n.got)) {
+				t.Errorf("%v of %s overlaps %v of %s", n.got, c.ID, g, id)
 			}
 		}
+		for _, p := range append([]netip.Prefix{b.own.PodCIDR, b.own.ServiceCIDR, b.own.ExternalCIDR}, append(b.own.Reserved, special...)...) {
+			if p.Overlaps(n.got) {
+				t.Errorf("%v of %s overlaps %v", n.got, c.ID, p)
+			}
+		}
+	}
+}
+
+// sound checks the Book by its text, and that its text is the whole Book.
+func sound(t *testing.T, b Book) {
+	t.Helper()
+	spec := b.Spec()
+	back, err := Read(&spec)
+	if err != nil {
+		t.Errorf("what Spec writes, Read refuses: %v", err)
+		return
+	}
+	back, _ = back.Configure(b.Own())
+	if !same(b, back) {
+		t.Errorf("Read(Spec(b)) is another Book:\n%+v\n%+v", spec, back.Spec())
+	}
+	for _, id := range b.Peers() {
+		nm, ok := b.NatMapping(id)
+		if s := spec.ClusterSubnets[id]; ok != (s.RemotePodCIDR != "" && s.LocalNATExternalCIDR != "") {
+			t.Errorf("NatMapping of %s: %v, but %+v", id, ok, s)
+		}
+		values := make(map[string]bool)
+		for _, seen := range nm.ClusterMappings {
+			if values[seen] || !pfx(nm.ExternalCIDR).Contains(addr(seen)) {
+				t.Errorf("NatMapping of %s: %s is used twice or outside of %s", id, seen, nm.ExternalCIDR)
+			}
+			values[seen] = true
+		}
+	}
+}
+
+// same compares everything, down to the shape of the trees, which follows from
+// what is in them.
+func same(a, b Book) bool {
+	if !reflect.DeepEqual(a.Spec(), b.Spec()) || !slices.Equal(a.own.Nodes, b.own.Nodes) {
+		return false
+	}
+	for _, trees := range [][2]tree{{a.taken, b.taken}, {a.nodes, b.nodes}, {a.addresses, b.addresses}} {
+		if !reflect.DeepEqual(trees[0], trees[1]) {
+			return false
+		}
+	}
+	return reflect.DeepEqual(a.endpoints, b.endpoints) || len(a.endpoints)+len(b.endpoints) == 0
+}
+
+func TestChangedNamesThosePeersOnly(t *testing.T) {
+	b := configured(t, ours())
+	for _, id := range []string{"b", "c", "d"} {
+		b, _ = grant(t, b, claim(id, "10.244.0.0/16", "10.245.0.0/16"))
+		b = b.Answered(id, pfx("10.1.0.0/16"), pfx("10.2.0.0/16"))
+	}
+	next, _, err := b.MapEndpoint("c", addr("198.51.100.1"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	next, _ = grant(t, next.Release("b"), claim("e", "10.9.0.0/16", "10.8.0.0/16"))
+	if got := next.Changed(b); !slices.Equal(got, []string{"b", "c", "e"}) {
+		t.Errorf("changed: %v", got)
+	}
+	if again, _ := next.Configure(next.Own()); len(again.Changed(next)) > 0 {
+		t.Errorf("the same configuration changed %v", again.Changed(next))
 	}
 }

@@ -14,28 +14,67 @@ import (
 // Spec returns the whole Book, nodes apart, as text. Fields are never nil.
 // Liqo's prefixes stay empty: what they would say follows from the rest.
 func (b Book) Spec() v1alpha1.IpamStorageSpec {
+	return b.part(slices.Collect(maps.Keys(b.peers)), slices.Collect(maps.Keys(b.endpoints)))
+}
+
+// Delta returns those parts of the Specs of two Books that differ, with as little
+// else as it takes to compare them. When one was made of the other by changing
+// a few peers, that is cheap however many there are.
+func Delta(was, is Book) (have, want v1alpha1.IpamStorageSpec) {
+	if !was.own.sameNetworks(is.own) {
+		return was.Spec(), is.Spec()
+	}
+	ids, ips := is.Changed(was), make(map[netip.Addr]struct{})
+	for _, id := range ids {
+		for _, b := range []Book{was, is} {
+			if p := b.peers[id]; p != nil {
+				maps.Copy(ips, p.endpoints)
+			}
+		}
+	}
+	of := slices.Collect(maps.Keys(ips))
+	return was.part(ids, of), is.part(ids, of)
+}
+
+// part is the Spec with no peers but those, and no endpoints but those, among
+// which have to be all of the peers.
+func (b Book) part(ids []string, ips []netip.Addr) v1alpha1.IpamStorageSpec {
 	spec := v1alpha1.IpamStorageSpec{
 		Prefixes:              map[string][]byte{},
 		Pools:                 texts(b.own.Pools),
 		ReservedSubnets:       texts(b.own.Reserved),
-		ClusterSubnets:        make(map[string]v1alpha1.Subnets, len(b.peers)),
+		ClusterSubnets:        make(map[string]v1alpha1.Subnets, len(ids)),
 		ExternalCIDR:          text(b.own.ExternalCIDR),
-		EndpointMappings:      make(map[string]v1alpha1.EndpointMapping, len(b.endpoints)+1),
+		EndpointMappings:      make(map[string]v1alpha1.EndpointMapping, len(ips)+1),
 		PodCIDR:               text(b.own.PodCIDR),
 		ServiceCIDR:           text(b.own.ServiceCIDR),
 		NatMappingsConfigured: make(map[string]v1alpha1.ConfiguredCluster),
 	}
-	for ip, e := range b.endpoints {
+	for _, ip := range ips {
+		e := b.endpoints[ip]
+		if e == nil {
+			continue
+		}
 		spec.EndpointMappings[ip.String()] = v1alpha1.EndpointMapping{
 			ExternalCIDROriginalIP: e.addr.String(),
-			ClusterMappings:        make(map[string]v1alpha1.ClusterMapping, e.peers),
+			ClusterMappings:        make(map[string]v1alpha1.ClusterMapping),
 		}
 	}
 	gateway := v1alpha1.EndpointMapping{
 		ExternalCIDROriginalIP: firstHost(b.own.ExternalCIDR).String(),
 		ClusterMappings:        make(map[string]v1alpha1.ClusterMapping),
 	}
-	for id, p := range b.peers {
+	for _, p := range b.peers {
+		if p.externalSeen.IsValid() { // then the gateway's own address is mapped, whoever the peer is
+			spec.EndpointMappings[gatewayAddr(b.own.ExternalCIDR).String()] = gateway
+			break
+		}
+	}
+	for _, id := range ids {
+		p := b.peers[id]
+		if p == nil {
+			continue
+		}
 		spec.ClusterSubnets[id] = v1alpha1.Subnets{
 			LocalNATPodCIDR:      nat(p.podSeen, b.own.PodCIDR),
 			RemotePodCIDR:        text(p.Pod),
@@ -52,9 +91,6 @@ func (b Book) Spec() v1alpha1.IpamStorageSpec {
 				ExternalCIDRNattedIP: move(b.endpoints[ip].addr, p.externalSeen).String(),
 			}
 		}
-	}
-	if len(gateway.ClusterMappings) > 0 {
-		spec.EndpointMappings[gatewayAddr(b.own.ExternalCIDR).String()] = gateway
 	}
 	return spec
 }
@@ -97,6 +133,7 @@ func Read(spec *v1alpha1.IpamStorageSpec) (Book, error) {
 		b    Book
 		r    reader
 		list = func(field string, values []string) (out []netip.Prefix) {
+			out = []netip.Prefix{} // not nil, which Configure would take for DefaultPools
 			for i, v := range values {
 				out = append(out, r.prefix(fmt.Sprintf("%s[%d]", field, i), v))
 			}

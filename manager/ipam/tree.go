@@ -90,6 +90,21 @@ func (t tree) overlaps(p netip.Prefix) bool {
 	return n != nil
 }
 
+// alone reports whether p, which is in the tree, overlaps nothing else in it.
+func (t tree) alone(p netip.Prefix) bool {
+	n := t.v6
+	if p.Addr().Is4() {
+		n = t.v4
+	}
+	for depth := range p.Bits() {
+		if n.count > 0 {
+			return false
+		}
+		n = n.child[bit(p.Addr(), depth)]
+	}
+	return n.count == 1 && n.child == [2]*node{}
+}
+
 // fit finds a free network of the given length in the pool, as Liqo's allocator
 // does: in the smallest free block that is large enough, the lowest one of
 // several. What avoid has in it is left out too, but does not cut free blocks

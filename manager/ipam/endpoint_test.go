@@ -1,0 +1,182 @@
+package ipam
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"reflect"
+	"strings"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// joined is a Book with a peer that sees our networks under those two.
+func joined(t *testing.T, c Config, pod, external string) Book {
+	t.Helper()
+	b, _ := grant(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b = b.Answered("b", pfx(pod), pfx(external))
+	return b
+}
+
+func mapped(t *testing.T, b Book, id, ip, want string) Book {
+	t.Helper()
+	b, got, err := b.MapEndpoint(id, addr(ip))
+	if err != nil || got != addr(want) {
+		t.Fatalf("%s for %s: %v %v, want %s", ip, id, got, err, want)
+	}
+	return b
+}
+
+func TestMapEndpointAsLiqo(t *testing.T) {
+	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
+	if pod := mapped(t, b, "b", "10.244.3.4", "10.200.3.4"); len(pod.Changed(b)) > 0 {
+		t.Error("a pod's address is remembered")
+	}
+	mapped(t, b, "b", "169.254.0.1", "10.247.0.1")
+	b = mapped(t, b, "b", "198.51.100.7", "10.247.0.2")
+	b = mapped(t, b, "b", "10.246.9.9", "10.247.0.3") // in a network granted to a peer: a pod of a third cluster
+	if again := mapped(t, b, "b", "198.51.100.7", "10.247.0.2"); len(again.Changed(b)) > 0 {
+		t.Error("mapping again changes something")
+	}
+
+	// Another peer has the same address of ours, under its own network.
+	b, _ = grant(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
+	if _, _, err := b.MapEndpoint("c", addr("198.51.100.7")); !errors.Is(err, ErrNoConfiguration) {
+		t.Errorf("mapped for a peer that has not answered: %v", err)
+	}
+	b = b.Answered("c", pfx("10.244.0.0/16"), pfx("10.245.0.0/16"))
+	mapped(t, b, "c", "10.244.3.4", "10.244.3.4")
+	b = mapped(t, b, "c", "198.51.100.7", "10.245.0.2")
+
+	nm, ok := b.NatMapping("b")
+	want := v1alpha1.NatMappingSpec{ClusterID: "b", PodCIDR: "10.246.0.0/16", ExternalCIDR: "10.247.0.0/16", ClusterMappings: v1alpha1.EndpointMap{
+		"169.254.0.1": "10.247.0.1", "198.51.100.7": "10.247.0.2", "10.246.9.9": "10.247.0.3"}}
+	if !ok || !reflect.DeepEqual(nm, want) {
+		t.Errorf("NatMapping %+v, want %+v", nm, want)
+	}
+
+	// The address is released with its last peer, and used again at once.
+	b = b.UnmapEndpoint("b", addr("198.51.100.7")).UnmapEndpoint("b", addr("198.51.100.7")).UnmapEndpoint("b", addr("169.254.0.1"))
+	mapped(t, b, "b", "198.51.100.8", "10.247.0.4")
+	b = b.UnmapEndpoint("c", addr("198.51.100.7")).UnmapEndpoint("nobody", addr("198.51.100.7"))
+	b = mapped(t, b, "b", "198.51.100.8", "10.247.0.2")
+	mapped(t, b, "b", "169.254.0.1", "10.247.0.1")
+
+	// A release takes the mappings along.
+	b = b.Release("b")
+	if len(b.endpoints) > 0 {
+		t.Errorf("left over: %v", b.Spec().EndpointMappings)
+	}
+	if _, ok := b.NatMapping("b"); ok {
+		t.Error("a NatMapping for a peer that is gone")
+	}
+}
+
+func TestMapEndpointRefusesWhatNobodyCanReach(t *testing.T) {
+	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
+	for _, ip := range []netip.Addr{{}, addr("127.0.0.1"), addr("0.0.0.0"), addr("169.254.169.254"), addr("224.0.0.5"), addr("255.255.255.255"),
+		addr("::1"), addr("fe80::1"), addr("fe80::1%eth0"), addr("::ffff:10.0.0.1"), addr("fd00::1"), addr("10.245.0.9")} {
+		if next, got, err := b.MapEndpoint("b", ip); err == nil || len(next.Changed(b)) > 0 {
+			t.Errorf("%v: mapped to %v", ip, got)
+		}
+	}
+	if _, _, err := b.MapEndpoint("nobody", addr("198.51.100.7")); !errors.Is(err, ErrNoConfiguration) || !strings.Contains(err.Error(), "nobody") {
+		t.Errorf("a stranger: %v", err)
+	}
+}
+
+func TestEndpointsExhaustTheExternalCIDRAndRecover(t *testing.T) {
+	c := ours()
+	c.ExternalCIDR = pfx("192.0.2.0/28") // .0, .1 and .15 are not for endpoints
+	b := joined(t, c, "10.200.0.0/16", "203.0.113.16/28")
+	for i := range 13 {
+		b = mapped(t, b, "b", fmt.Sprint("198.51.100.", i), fmt.Sprint("203.0.113.", 18+i))
+	}
+	if _, _, err := b.MapEndpoint("b", addr("198.51.100.13")); !errors.Is(err, ErrExhausted) {
+		t.Errorf("got %v", err)
+	}
+	b = b.UnmapEndpoint("b", addr("198.51.100.4"))
+	mapped(t, b, "b", "198.51.100.13", "203.0.113.22")
+}
+
+func TestEndpointsAreBounded(t *testing.T) {
+	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
+	spec := b.Spec()
+	for i := range MaxEndpoints - 2 { // and the gateway's own
+		x := [2]byte{byte((i + 2) >> 8), byte(i + 2)}
+		spec.EndpointMappings[netip.AddrFrom4([4]byte{198, 18, x[0], x[1]}).String()] = v1alpha1.EndpointMapping{
+			ExternalCIDROriginalIP: netip.AddrFrom4([4]byte{10, 245, x[0], x[1]}).String(),
+			ClusterMappings:        map[string]v1alpha1.ClusterMapping{"b": {ExternalCIDRNattedIP: netip.AddrFrom4([4]byte{10, 247, x[0], x[1]}).String()}},
+		}
+	}
+	b, err := Read(&spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	b = mapped(t, b, "b", "198.51.100.1", "10.247.64.0")
+	if _, _, err := b.MapEndpoint("b", addr("198.51.100.2")); !errors.Is(err, ErrExhausted) || !strings.Contains(err.Error(), "16384") {
+		t.Errorf("got %v", err)
+	}
+	sound(t, b)
+}
+
+func TestMappingsFollowChangesOfOurNetworksAndOfAnswers(t *testing.T) {
+	b := mapped(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "b", "198.51.100.7", "10.247.0.2")
+	b = mapped(t, b, "b", "192.0.2.7", "10.247.0.3")
+	b = mapped(t, b.Answered("b", netip.Prefix{}, pfx("10.77.0.0/16")), "b", "198.51.100.7", "10.77.0.2")
+	if got := b.Answered("b", pfx("10.200.0.0/20"), pfx("127.0.0.0/16")); !same(got, b) {
+		t.Error("an answer that does not fit was taken")
+	}
+
+	c := ours()
+	c.ExternalCIDR = pfx("172.20.0.0/16")
+	moved, _ := b.Configure(c) // the peer has not heard of it yet
+	mapped(t, moved, "b", "192.0.2.7", "10.77.0.3")
+	if got := moved.Spec().EndpointMappings["192.0.2.7"].ExternalCIDROriginalIP; got != "172.20.0.3" {
+		t.Errorf("host bits are not kept: %s", got)
+	}
+	c.ExternalCIDR = pfx("192.0.2.0/24")
+	shorter, _ := b.Configure(c)
+	if _, ok := shorter.NatMapping("b"); ok {
+		t.Error("an answer for another length still counts")
+	}
+	sound(t, moved)
+	sound(t, shorter)
+}
+
+func TestHomePodIPMovesHostBits(t *testing.T) {
+	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
+	if got, err := b.HomePodIP("b", addr("10.244.3.4")); err != nil || got != addr("10.246.3.4") {
+		t.Errorf("got %v %v", got, err)
+	}
+	for _, ip := range []netip.Addr{{}, addr("fd00::1"), addr("::ffff:10.0.0.1")} {
+		if got, err := b.HomePodIP("b", ip); err == nil {
+			t.Errorf("%v: %v", ip, got)
+		}
+	}
+	if _, err := b.HomePodIP("nobody", addr("10.244.3.4")); !errors.Is(err, ErrNoConfiguration) {
+		t.Errorf("a stranger: %v", err)
+	}
+}
+
+func TestLostMappingsAreRestoredAtTheirAddresses(t *testing.T) {
+	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
+	want := b
+	for i, ip := range []string{"198.51.100.1", "198.51.100.2", "198.51.100.3"} {
+		want = mapped(t, want, "b", ip, fmt.Sprint("10.247.0.", i+2))
+	}
+	want = want.UnmapEndpoint("b", addr("198.51.100.1"))
+	nm, _ := want.NatMapping("b")
+	for ip, seen := range nm.ClusterMappings {
+		b = b.RestoreEndpoint("b", addr(ip), addr(seen))
+	}
+	if !same(b, want) {
+		t.Errorf("got %+v, want %+v", b.Spec(), want.Spec())
+	}
+	for ip, seen := range map[string]string{"198.51.100.9": "10.247.0.3", "198.51.100.2": "10.247.0.9", "198.51.100.8": "10.1.1.1", "127.0.0.1": "10.247.0.9"} {
+		if got := b.RestoreEndpoint("b", addr(ip), addr(seen)); !same(got, b) {
+			t.Errorf("restored %s at %s", ip, seen)
+		}
+	}
+}
