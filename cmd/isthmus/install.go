@@ -8,11 +8,9 @@ import (
 	"os/signal"
 	"syscall"
 
-	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
 	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
-	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/peering"
@@ -69,7 +67,6 @@ func addAccessFlags(flags *pflag.FlagSet, a *peering.Access, prefix, of string) 
 }
 
 func connect(a peering.Access) (*peering.Cluster, error) {
-	log.SetLogger(logr.Discard()) // the client's library complains on standard error where nobody has decided
 	c, err := peering.Connect(a)
 	if err != nil {
 		return nil, unreachable(err)

@@ -22,6 +22,7 @@ import (
 	"regexp"
 	"time"
 
+	"github.com/go-logr/logr"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -31,6 +32,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -75,6 +77,7 @@ type Cluster struct {
 // Connect prepares to speak to a cluster. It sends nothing yet, so that its
 // errors are about the kubeconfig.
 func Connect(a Access) (*Cluster, error) {
+	log.SetLogger(logr.Discard()) // else the client's library complains on standard error that nobody has decided
 	config, name, err := load(a)
 	if err != nil {
 		return nil, err

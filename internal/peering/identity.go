@@ -72,8 +72,11 @@ func (s *side) whatIsWrongWithIdentity(ctx context.Context) (string, error) {
 		return "", s.explain("Secret "+s.namespace+"/"+s.secret, err)
 	}
 	have, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig])
-	if err != nil || have.Contexts[have.CurrentContext] == nil {
-		return "the old one could not be read", nil
+	if err != nil {
+		return "the old one could not be read: " + Printable(err.Error()), nil //nolint:nilerr // it is what is wrong
+	}
+	if have.Contexts[have.CurrentContext] == nil {
+		return "the old one could not be read: it has no current context", nil
 	}
 	in := have.Contexts[have.CurrentContext]
 	user := have.AuthInfos[in.AuthInfo]

@@ -3,6 +3,7 @@ package peering
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"os"
@@ -12,7 +13,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/go-logr/logr"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -22,21 +22,18 @@ import (
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
-	"sigs.k8s.io/controller-runtime/pkg/log"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// The two API servers of this package's tests, by name: kubeconfig files in which Isthmus is installed, and one where
-// nothing is.
-var files struct{ a, b, servers string }
+// The kubeconfig files of the two clusters that this package's tests share. Isthmus is installed in both.
+var files struct{ a, b string }
 
 func TestMain(m *testing.M) { os.Exit(testMain(m)) }
 
 func testMain(m *testing.M) int {
-	log.SetLogger(logr.Discard())
 	ctx := context.Background()
 	dir, err := os.MkdirTemp("", "peering-test-")
 	if err != nil {
@@ -47,16 +44,17 @@ func testMain(m *testing.M) int {
 	if err != nil {
 		panic(err)
 	}
-	servers := make([]*kubetest.Server, 2)
+	servers, errs := make([]*kubetest.Server, 2), make([]error, 2)
 	var group sync.WaitGroup
 	for i, name := range []string{"a", "b"} {
 		group.Go(func() {
-			if servers[i], err = kubetest.Start(ctx, kubetest.Options{Name: name, Dir: kube, Controllers: true}); err != nil {
-				panic(err)
-			}
+			servers[i], errs[i] = kubetest.Start(ctx, kubetest.Options{Name: name, Dir: kube, Controllers: true})
 		})
 	}
 	group.Wait()
+	if err := errors.Join(errs...); err != nil {
+		panic(err)
+	}
 	for i, file := range []*string{&files.a, &files.b} {
 		defer servers[i].Stop()
 		*file = fmt.Sprintf("%s/%c.kubeconfig", dir, 'a'+i)
@@ -227,7 +225,6 @@ type manager struct {
 	mu   sync.Mutex
 	dead map[string]string // conditions that do not come true, and why
 	hold string            // why no Peering may go; empty: they may
-	stop bool
 }
 
 func (m *manager) renew(t *testing.T, at time.Time) {

@@ -282,9 +282,9 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 		{deploy.ManagerServiceAccount, []right{
 			{"get list watch patch", "isthmus.net", "peerings", "", ""},
 			{"patch", "isthmus.net", "peerings/status", "", ""},
-			{"get list watch create update patch delete", "net.liqo.io", "networkconfigs tunnelendpoints natmappings", "", ""},
+			{"get list watch create patch delete", "net.liqo.io", "networkconfigs tunnelendpoints natmappings", "", ""},
 			{"patch", "net.liqo.io", "networkconfigs/status", "", ""},
-			{"get list watch create update patch", "net.liqo.io", "ipamstorages", "", ""},
+			{"get list watch create patch", "net.liqo.io", "ipamstorages", "", ""},
 			{"get list watch", "", "nodes namespaces", "", ""},
 			{"get", "networking.k8s.io", "servicecidrs", "", "kubernetes"},
 			{"create patch", "", "events", "", ""},

@@ -23,7 +23,7 @@ type Status struct {
 	Namespace string                   `json:"namespace"` // of the installation
 	Manager   Holder                   `json:"manager"`   // the active one
 	Gateways  []GatewayPod             `json:"gateways"`  // the active ones: one, when all is well
-	Peerings  []PeeringStatus          `json:"peerings"`  // sorted by name
+	Peerings  []Row                    `json:"peerings"`  // sorted by name
 }
 
 // A GatewayPod is the Pod of an active gateway.
@@ -33,8 +33,8 @@ type GatewayPod struct {
 	IP   string `json:"ip"`
 }
 
-// PeeringStatus is how it goes with one of them.
-type PeeringStatus struct {
+// A Row is how it goes with one of them.
+type Row struct {
 	Name       string                   `json:"name"`
 	Cluster    v1alpha1.ClusterIdentity `json:"cluster"`
 	Ready      bool                     `json:"ready"`
@@ -51,15 +51,15 @@ type PeeringStatus struct {
 
 // StatusOf reads the status of a cluster that was identified.
 func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
-	s = Status{Cluster: c.Identity, Namespace: c.Namespace, Gateways: []GatewayPod{}, Peerings: []PeeringStatus{}}
+	s = Status{Cluster: c.Identity, Namespace: c.Namespace, Gateways: []GatewayPod{}, Peerings: []Row{}}
 	var list isthmus.PeeringList
 	if err := c.client.List(ctx, &list); err != nil {
 		return s, c.explain("Peerings", err)
 	}
 	for i := range list.Items {
-		s.Peerings = append(s.Peerings, peeringStatus(&list.Items[i]))
+		s.Peerings = append(s.Peerings, rowOf(&list.Items[i]))
 	}
-	slices.SortFunc(s.Peerings, func(a, b PeeringStatus) int { return cmp.Compare(a.Name, b.Name) })
+	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
 	if s.Manager, err = c.manager(ctx); err != nil {
 		return s, err
 	}
@@ -73,8 +73,8 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 	return s, nil
 }
 
-func peeringStatus(p *isthmus.Peering) PeeringStatus {
-	s := PeeringStatus{
+func rowOf(p *isthmus.Peering) Row {
+	s := Row{
 		Name: p.Name, Cluster: p.Spec.Cluster, Ready: isTrue(p, isthmus.ConditionReady), Reason: isthmus.ReasonUnknown,
 		Deleting: !p.DeletionTimestamp.IsZero(), Namespace: p.Spec.TenantNamespace.Local, Local: p.Status.Local, Remote: p.Status.Remote,
 		Endpoint: p.Status.Endpoint, Latency: p.Status.Latency, Conditions: p.Status.Conditions,
@@ -92,7 +92,7 @@ func peeringStatus(p *isthmus.Peering) PeeringStatus {
 
 // Ready reports whether all peerings are.
 func (s Status) Ready() bool {
-	return !slices.ContainsFunc(s.Peerings, func(p PeeringStatus) bool { return !p.Ready })
+	return !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
 }
 
 // Print writes the status for people. Nothing that others wrote reaches the

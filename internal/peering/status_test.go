@@ -71,7 +71,7 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 	s := Status{Cluster: v1alpha1.ClusterIdentity{ClusterID: "A", ClusterName: "a"}, Manager: Holder{Problem: "Lease x/y is not there"},
 		Gateways: []GatewayPod{{Pod: "gateway-1", Node: "a-node1"}}}
 	for i := range peerings {
-		s.Peerings = append(s.Peerings, peeringStatus(&peerings[i]))
+		s.Peerings = append(s.Peerings, rowOf(&peerings[i]))
 	}
 	var b strings.Builder
 	must(t, s.Print(&b, false))
