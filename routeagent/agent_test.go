@@ -244,7 +244,7 @@ func (c *cluster) launch(n *lab.Node, wrapper ...string) *agentProcess {
 	if err != nil {
 		c.t.Fatal(err)
 	}
-	command := append(wrapper, program)
+	command := slices.Concat(wrapper, []string{program})
 	a.cmd = n.Command(c.ctx, command[0], command[1:]...)
 	a.cmd.Env = append(os.Environ(), childNode+"="+n.Name, childIntent+"="+c.intent)
 	a.cmd.Stderr = a.log
