@@ -1,8 +1,6 @@
 package main
 
 import (
-	"errors"
-	"fmt"
 	"os"
 	"os/signal"
 	"syscall"
@@ -11,7 +9,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/internal/demo"
-	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
 func newDemoCommand() *cobra.Command {
@@ -19,10 +17,14 @@ func newDemoCommand() *cobra.Command {
 	cmd := &cobra.Command{
 		Use:   "demo",
 		Short: "Join three clusters with the same PodCIDR on this machine and show what works (root)",
-		Long: `Make three clusters out of network namespaces of this machine, all with the same
-PodCIDR, join each pair and show with real traffic what works and what is refused.
-Each step is checked; the exit code is 0 when all went well. Nothing is left behind,
-also after Ctrl-C, unless --keep is given.`,
+		Long: `Make three clusters out of network namespaces of this machine, each with two nodes
+and an API server of its own, all with the same PodCIDR; peer each pair by the
+command line and show with real traffic what works and what is refused. Each step
+is checked; the exit code is 0 when all went well. Nothing is left behind, also
+after Ctrl-C.
+
+It needs etcd and kube-apiserver, which it builds from source where they are
+missing. That takes some minutes, once, and works in a checkout of the source.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			ctx, stop := signal.NotifyContext(cmd.Context(), os.Interrupt, syscall.SIGTERM, syscall.SIGHUP)
@@ -33,19 +35,13 @@ also after Ctrl-C, unless --keep is given.`,
 			}
 			o.Out = cmd.OutOrStdout()
 			o.Color = o.Out == os.Stdout && isTerminal(os.Stdout)
-			err = labHint(demo.Run(ctx, o), o.Name)
-			if !o.Keep {
+			if o.Kube, err = kubetest.Build(ctx, cmd.ErrOrStderr()); err != nil {
 				return err
 			}
-			l, e := lab.Open(o.Name)
-			if e != nil {
-				return err // the demo did not come to make one
-			}
-			fmt.Fprintf(o.Out, "\nThe lab stands:\n\n")
-			return errors.Join(err, startLabServer(cmd.Context(), l, o.Binary), labShow(o.Out, l))
+			return labHint(demo.Run(ctx, o), o.Name)
 		},
 	}
-	cmd.Flags().BoolVar(&o.Keep, "keep", false, "leave the lab standing")
+	cmd.Flags().BoolVar(&o.Keep, "keep", false, "let the clusters stand at the end, until Ctrl-C")
 	cmd.Flags().StringVar(&o.Name, "name", "demo", "name of the lab")
 	return cmd
 }

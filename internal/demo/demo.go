@@ -1,5 +1,5 @@
-// Package demo shows what Isthmus does, with real packets, in a lab of three clusters that all use the same PodCIDR. Each
-// step checks what it shows: a demo that comes to its end has proved it.
+// Package demo shows what Isthmus does, with real packets and real API servers, in a lab of three clusters that all use
+// the same PodCIDR. Each step checks what it shows: a demo that comes to its end has proved it.
 package demo
 
 import (
@@ -11,38 +11,28 @@ import (
 	"strings"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
-	"github.com/isthmus-net/isthmus/natengine"
 )
 
 // Options of a demo.
 type Options struct {
 	Out    io.Writer // what the reader follows
 	Binary string    // the isthmus program; absolute path
+	Kube   string    // folder with etcd, kube-apiserver and kube-controller-manager
 	Name   string    // of the lab; default "demo"
-	Keep   bool      // leave the lab and its gateways standing, as a persistent lab, without its web servers
+	Keep   bool      // let the clusters stand at the end until the context ends
 	Color  bool      // the reader's terminal shows it
 }
 
 const (
-	connectTimeout  = 20 * time.Second // from the start of the gateways to all peers connected
+	readyTimeout    = 30 * time.Second // from `isthmus peer` to both sides ready
+	failoverTimeout = 30 * time.Second // from the end of the active gateway to the first ping through the other
 	downloadSize    = 4 << 30
 	downloadTime    = 3 * time.Second
 	downloadAtLeast = 16 << 20 // octets; below that something holds the traffic up
-	logLines        = 20       // of each gateway's log after a failure
+	logLines        = 15       // of each component's log after a failure
 )
-
-// Metrics of the gateway that the demo reads.
-const (
-	metricConnected = "isthmus_peer_up"
-	metricDrops     = "isthmus_drops_total"
-)
-
-// metricsToShow are those that are printed where they are not 0.
-var metricsToShow = []string{
-	metricConnected, "isthmus_peer_receive_bytes_total", "isthmus_peer_transmit_bytes_total", "isthmus_peer_probe_loss_ratio",
-	"isthmus_nat_sessions", "isthmus_nat_sessions_limit", metricDrops,
-}
 
 // ErrInterrupted is the error of a Run whose context ended first.
 var ErrInterrupted = errors.New("interrupted")
@@ -50,15 +40,15 @@ var ErrInterrupted = errors.New("interrupted")
 // A show is one run of the demo.
 type show struct {
 	Options
-	ctx context.Context
-	lab *lab.Lab
-	a   *lab.Cluster
-	b   *lab.Cluster
-	c   *lab.Cluster
+	ctx   context.Context
+	fleet *fleet.Fleet
+	a     *fleet.Cluster
+	b     *fleet.Cluster
+	c     *fleet.Cluster
 }
 
 // Run runs the demo and removes its lab, whatever happens. The error says which step failed and how; the ends of the
-// gateways' logs have then been written to o.Out.
+// components' logs have then been written to o.Out.
 func Run(ctx context.Context, o Options) (err error) {
 	if o.Name == "" {
 		o.Name = "demo"
@@ -78,15 +68,17 @@ func Run(ctx context.Context, o Options) (err error) {
 		do    func() error
 	}{
 		{"Three clusters, one PodCIDR", s.build},
-		{"Join each pair", s.join},
-		{"Pod to pod: ping and HTTP, all six directions", s.podToPod},
+		{"Peer a and b with one command", s.peer},
+		{"Peer the others, and look at what was agreed", s.peerOthers},
+		{"Pod to pod, from and to nodes without a gateway, all six directions", s.podToPod},
 		{"A node reaches a remote pod", s.nodeToPod},
-		{"A server outside the cluster, mapped for the peers", s.mapped},
+		{"A server outside the cluster, mapped for a peer", s.mapped},
 		{"A large download", s.download},
 		{"What the gateways do to a packet", s.trace},
 		{"What is not allowed is refused, and counted", s.refused},
-		{"Status of a gateway", s.status},
-		{"Some of its metrics", s.metrics},
+		{"Status", s.status},
+		{"The gateway of a dies, the standby takes over", s.failover},
+		{"Un-peer a and c", s.unpeer},
 	}
 	for i, step := range steps {
 		s.heading(fmt.Sprintf("%d. %s", i+1, step.title))
@@ -100,112 +92,171 @@ func Run(ctx context.Context, o Options) (err error) {
 	return nil
 }
 
-// build makes the lab.
+// build makes the clusters.
 func (s *show) build() error {
 	begin := time.Now()
-	l, err := lab.Up(s.ctx, lab.Spec{Name: s.Name, Clusters: lab.Clusters(3)})
+	s.say(`Each has two nodes, an etcd, a kube-apiserver and a kube-controller-manager of its own; manager, gateways and
+route agents run as processes, each with the rights of its ServiceAccount and no others.
+`)
+	f, err := fleet.Up(s.ctx, fleet.Options{
+		Spec: lab.Spec{Name: s.Name, Clusters: lab.Clusters(3)}, Binary: s.Binary, Kube: s.Kube, Progress: indent(s.Out),
+	})
 	if err != nil {
 		return err
 	}
-	s.lab, s.a, s.b, s.c = l, l.Clusters[0], l.Clusters[1], l.Clusters[2]
-	if err := l.ServeHosts(); err != nil {
+	s.fleet, s.a, s.b, s.c = f, f.Clusters[0], f.Clusters[1], f.Clusters[2]
+	if err := f.Lab.ServeHosts(); err != nil {
 		return err
 	}
-	s.say(`Made of network namespaces on this machine, %d of them, in %v. All three clusters have
-the PodCIDR %v, and even the same addresses in use:
-`, len(l.Hosts()), since(begin), s.a.PodCIDR)
+	s.ok("ready after %v. All three have the PodCIDR %v, and even the same addresses in use:\n", since(begin), s.a.PodCIDR)
 	s.picture()
 	return nil
 }
 
 // picture draws the clusters side by side.
 func (s *show) picture() {
-	row := func(cell func(*lab.Cluster) string) {
+	row := func(cell func(*fleet.Cluster) string) {
 		var line strings.Builder
-		for _, c := range s.lab.Clusters {
-			fmt.Fprintf(&line, "  %-26s", cell(c))
+		for _, c := range s.fleet.Clusters {
+			fmt.Fprintf(&line, "  %-28s", cell(c))
 		}
 		s.say("%s", strings.TrimRight(line.String(), " "))
 	}
 	host := func(mark string, h *lab.Host, addr netip.Addr) string {
-		return fmt.Sprintf("%s %-8s %v", mark, h, addr)
+		return fmt.Sprintf("%s %-10s %v", mark, h, addr)
 	}
-	row(func(c *lab.Cluster) string { return "cluster " + c.Name })
-	for i := range s.a.Pods {
-		row(func(c *lab.Cluster) string { return host("|-", c.Pods[i].Host, c.Pods[i].Addr) })
+	row(func(c *fleet.Cluster) string { return "cluster " + c.Name })
+	row(func(c *fleet.Cluster) string { return host("|-", c.Control.Host, c.Control.Addr) })
+	for i, n := range s.a.Nodes {
+		row(func(c *fleet.Cluster) string { return host("|-", c.Nodes[i].Host, c.Nodes[i].Addr) })
+		for j, p := range s.a.Pods {
+			if p.Node == n {
+				row(func(c *fleet.Cluster) string { return host("|  |-", c.Pods[j].Host, c.Pods[j].Addr) })
+			}
+		}
 	}
-	row(func(c *lab.Cluster) string { return host("|-", c.OnPrem.Host, c.OnPrem.Addr) })
-	row(func(*lab.Cluster) string { return "|           (not a pod)" })
-	row(func(c *lab.Cluster) string { return host("'-", c.Gateway().Host, c.Gateway().Addr) })
-	row(func(*lab.Cluster) string { return "      |" })
-	s.say("  ======= underlay: only the nodes can reach one another, as on the Internet =======\n")
+	row(func(c *fleet.Cluster) string { return host("'-", c.OnPrem.Host, c.OnPrem.Addr) })
+	s.say("  ======= underlay: only nodes and control planes can reach one another, as on the Internet =======")
 }
 
-// join writes the configuration, starts the gateways and waits until all are connected.
-func (s *show) join() error {
-	begin := time.Now()
-	if err := s.lab.JoinAll(); err != nil {
+// peer peers a and b and measures how long it takes until a pod of one, far from its gateway, hears one of the other.
+func (s *show) peer() error {
+	from, err := s.a.RemotePod(s.ctx)
+	if err != nil {
 		return err
 	}
-	for _, c := range s.lab.Clusters {
-		if err := s.lab.Map(c, c.OnPrem.Addr); err != nil {
-			return err
-		}
-	}
-	if err := s.lab.StartGateways(s.ctx, s.Binary); err != nil {
+	to, err := s.b.RemotePod(s.ctx)
+	if err != nil {
 		return err
 	}
-	s.say(`Each cluster gives its peers networks that are free in it, as Liqo's IPAM does. So a pod has
-one address at home and another for each peer:
-`)
-	if err := s.lab.Describe(indent(s.Out)); err != nil {
-		return err
-	}
-	s.say(`
-A gateway per cluster reads that from YAML files (those of cluster a are in
-%s) and connects to the others over WireGuard.`, s.a.ConfigDir)
-	ctx, cancel := context.WithTimeout(s.ctx, connectTimeout)
+	ctx, cancel := context.WithTimeout(s.ctx, readyTimeout)
 	defer cancel()
-	for _, c := range s.lab.Clusters {
-		if err := s.connected(ctx, c); err != nil {
-			return err
-		}
+	type answer struct {
+		after time.Duration
+		err   error
 	}
-	s.ok("all six sides connected after %v", since(begin))
+	first := make(chan answer, 1)
+	begin := time.Now()
+	go func() {
+		err := s.firstPing(ctx, s.a, from, s.b, to.Addr)
+		first <- answer{time.Since(begin), err}
+	}()
+	err = s.isthmus("peer", "--context", "a", "--remote-context", "b")
+	if err != nil {
+		cancel()
+		<-first
+		return err
+	}
+	got := <-first
+	if got.err != nil {
+		return got.err
+	}
+	s.ok("%s -> %s: first ping answered %.2f s after `isthmus peer` was started", from, to, got.after.Seconds())
 	return nil
 }
 
-// connected waits until the gateway of c has heard from all its peers.
-func (s *show) connected(ctx context.Context, c *lab.Cluster) error {
-	for {
-		peers, err := s.lab.Metric(ctx, c, metricConnected)
-		if err == nil && int(peers) == len(s.lab.Clusters)-1 {
-			return nil
+// firstPing waits until cluster at knows an address for the other's pod, and then until it answers.
+func (s *show) firstPing(ctx context.Context, at *fleet.Cluster, from *lab.Pod, of *fleet.Cluster, addr netip.Addr) error {
+	last := errors.New("the clusters have not agreed on networks")
+	for ctx.Err() == nil {
+		seen, err := at.Seen(ctx, of, addr)
+		if err == nil {
+			if _, err = from.PingWith(ctx, seen, lab.PingOptions{Wait: 50 * time.Millisecond}); err == nil {
+				return nil
+			}
+		}
+		if ctx.Err() == nil {
+			last = err
 		}
 		select {
 		case <-ctx.Done():
-			if err == nil {
-				err = fmt.Errorf("%v of %d peers after %v", peers, len(s.lab.Clusters)-1, connectTimeout)
-			}
-			return fmt.Errorf("the gateway of cluster %s is not connected: %w", c, err)
-		case <-time.After(50 * time.Millisecond):
+		case <-time.After(20 * time.Millisecond):
 		}
 	}
+	return fmt.Errorf("no ping from %s was answered: %w", from, last)
 }
 
-// podToPod has the first pod of each cluster talk to the second one of each other.
-func (s *show) podToPod() error {
-	for _, at := range s.lab.Clusters {
-		for _, of := range s.lab.Clusters {
+// peerOthers peers the other two pairs and shows the objects.
+func (s *show) peerOthers() error {
+	for _, pair := range [][2]*fleet.Cluster{{s.a, s.c}, {s.b, s.c}} {
+		if err := s.isthmus("peer", "--context", pair[0].Name, "--remote-context", pair[1].Name); err != nil {
+			return err
+		}
+	}
+	s.say("\nWho sees whose pods where:\n")
+	for _, at := range s.fleet.Clusters {
+		for _, of := range s.fleet.Clusters {
 			if at == of {
 				continue
 			}
-			from, to := at.Pods[0], of.Pods[1]
-			caller, err := s.lab.Seen(of, at, from.Addr)
+			if err := at.WaitReady(s.ctx, of, readyTimeout); err != nil {
+				return err
+			}
+			p, err := at.Peering(s.ctx, of)
 			if err != nil {
 				return err
 			}
-			if err := s.talk(from.Host, at, to.Host, of, to.Addr, caller); err != nil {
+			s.say("  %s calls the pods of %s %-14s and its mapped endpoints %s", at, of, p.Status.Remote.PodCIDRSeen, p.Status.Remote.ExternalCIDRSeen)
+		}
+	}
+	for _, list := range []struct{ command, path string }{
+		{"get peerings", "/apis/isthmus.net/v1alpha1/peerings"},
+		{"get networkconfigs -A", "/apis/net.liqo.io/v1alpha1/networkconfigs"},
+		{"get tunnelendpoints -A", "/apis/net.liqo.io/v1alpha1/tunnelendpoints"},
+	} {
+		s.say("\n  $ kubectl --context a %s", list.command)
+		if err := s.a.Table(s.ctx, indent(s.Out), list.path, false); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// podToPod has a pod of each cluster talk to one of each other, both on nodes without an active gateway: the packets
+// cross VXLAN, the tunnel and VXLAN again.
+func (s *show) podToPod() error {
+	for _, at := range s.fleet.Clusters {
+		from, err := at.RemotePod(s.ctx)
+		if err != nil {
+			return err
+		}
+		for _, of := range s.fleet.Clusters {
+			if at == of {
+				continue
+			}
+			to, err := of.RemotePod(s.ctx)
+			if err != nil {
+				return err
+			}
+			seen, err := at.Seen(s.ctx, of, to.Addr)
+			if err != nil {
+				return err
+			}
+			caller, err := of.Seen(s.ctx, at, from.Addr)
+			if err != nil {
+				return err
+			}
+			if err := s.talk(from.Host, to.Host, seen, caller); err != nil {
 				return err
 			}
 		}
@@ -216,38 +267,34 @@ func (s *show) podToPod() error {
 
 // nodeToPod shows the NAPT of sources that are not pods.
 func (s *show) nodeToPod() error {
-	view, _ := s.lab.View(s.b, s.a)
-	err := s.talk(s.a.Gateway().Host, s.a, s.b.Pods[0].Host, s.b, s.b.Pods[0].Addr, view.Pod.Addr())
+	to, err := s.b.RemotePod(s.ctx)
 	if err != nil {
 		return err
 	}
-	s.say("A node has no address that b could know: it shares the network address of a's range at b.")
-	return nil
-}
-
-// mapped shows an endpoint of a NatMapping.
-func (s *show) mapped() error {
-	server := s.b.OnPrem
-	s.say("%s, %v, is no pod: a NatMapping of cluster b gives it an address of b's ExternalCIDR.", server, server.Addr)
-	for _, at := range []*lab.Cluster{s.a, s.c} {
-		caller, err := s.lab.Seen(s.b, at, at.Pods[0].Addr)
-		if err != nil {
-			return err
-		}
-		if err := s.talk(at.Pods[0].Host, at, server.Host, s.b, server.Addr, caller); err != nil {
-			return err
-		}
-	}
-	return nil
-}
-
-// talk pings and fetches from one host to another one, at addr in its own cluster, and checks that the answer comes from
-// it and names the caller's address as expected.
-func (s *show) talk(from *lab.Host, at *lab.Cluster, to *lab.Host, of *lab.Cluster, addr, caller netip.Addr) error {
-	seen, err := s.lab.Seen(at, of, addr)
+	seen, err := s.a.Seen(s.ctx, s.b, to.Addr)
 	if err != nil {
 		return err
 	}
+	p, err := s.b.Peering(s.ctx, s.a)
+	if err != nil {
+		return err
+	}
+	network, err := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen)
+	if err != nil {
+		return err
+	}
+	for _, n := range s.a.Nodes {
+		if err := s.talk(n.Host, to.Host, seen, network.Addr()); err != nil {
+			return err
+		}
+	}
+	s.say("Nodes have no address that b could know: they share the network address of a's range at b.")
+	return nil
+}
+
+// talk pings and fetches from one host to another one under the address seen, and checks that the answer comes from it
+// and names the caller's address as expected.
+func (s *show) talk(from, to *lab.Host, seen, caller netip.Addr) error {
 	rtt, err := from.Ping(s.ctx, seen)
 	if err != nil {
 		return err
@@ -269,7 +316,7 @@ func (s *show) talk(from *lab.Host, at *lab.Cluster, to *lab.Host, of *lab.Clust
 // download moves as much as goes in a few seconds.
 func (s *show) download() error {
 	from, to := s.a.Pods[0], s.c.Pods[0]
-	seen, err := s.lab.Seen(s.a, s.c, to.Addr)
+	seen, err := s.a.Seen(s.ctx, s.c, to.Addr)
 	if err != nil {
 		return err
 	}
@@ -285,129 +332,129 @@ func (s *show) download() error {
 	return nil
 }
 
-// trace asks both gateways what happens to the same packet.
-func (s *show) trace() error {
-	src, dst := s.a.Pods[0].Addr, s.b.Pods[1].Addr
-	seenDst, err := s.lab.Seen(s.a, s.b, dst)
-	if err != nil {
+// status prints the table of peerings.
+func (s *show) status() error {
+	if err := s.isthmus("status", "--context", "b"); err != nil {
 		return err
 	}
-	seenSrc, err := s.lab.Seen(s.b, s.a, src)
-	if err != nil {
-		return err
-	}
-	s.say("a-pod1 sends to b-pod2. Cluster a's gateway rewrites the source, on the way into the tunnel:\n")
-	if err := s.run(s.a, "trace", "--direction", "out", src.String()+":40000", seenDst.String()+":80", "tcp"); err != nil {
-		return err
-	}
-	s.say("\nCluster b's gateway rewrites the destination, on the way out of it:\n")
-	return s.run(s.b, "trace", "--direction", "in", seenSrc.String()+":40000", seenDst.String()+":80", "tcp")
+	return s.atGateway(s.b, "status", "--gateway")
 }
 
-// status prints the table of peers.
-func (s *show) status() error { return s.run(s.b, "status") }
+// failover kills the active gateway of a.
+func (s *show) failover() error {
+	active, err := s.a.ActiveGateway(s.ctx)
+	if err != nil {
+		return err
+	}
+	from, to := s.a.Pods[0], s.b.Pods[0]
+	seen, err := s.a.Seen(s.ctx, s.b, to.Addr)
+	if err != nil {
+		return err
+	}
+	if err := s.a.Kill(fleet.Gateway(active)); err != nil {
+		return err
+	}
+	begin := time.Now()
+	s.say("  kill -9 of the gateway on %s", s.a.Nodes[active])
+	ctx, cancel := context.WithTimeout(s.ctx, failoverTimeout)
+	defer cancel()
+	for {
+		_, err = from.PingWith(ctx, seen, lab.PingOptions{Wait: 100 * time.Millisecond})
+		now, labelErr := s.a.ActiveGateway(ctx)
+		if err == nil && labelErr == nil && now != active {
+			s.ok("%s -> %s answers again after %.1f s, through %s", from, to, time.Since(begin).Seconds(), s.a.Nodes[now])
+			break
+		}
+		if ctx.Err() != nil {
+			return fmt.Errorf("no answer through the standby: %w", errors.Join(err, labelErr))
+		}
+	}
+	return s.a.Start(s.ctx, fleet.Gateway(active))
+}
 
-// run runs the isthmus program next to a cluster's gateway and shows what it prints.
-func (s *show) run(c *lab.Cluster, args ...string) error {
-	s.say("  %s$ isthmus %s", c.Gateway(), strings.Join(args, " "))
-	out, err := c.Gateway().Command(s.ctx, s.Binary, args...).Output()
+// unpeer takes one peering down and looks at what is left.
+func (s *show) unpeer() error {
+	to := s.c.Pods[0]
+	seen, err := s.a.Seen(s.ctx, s.c, to.Addr)
+	if err != nil {
+		return err
+	}
+	if err := s.isthmus("unpeer", "--context", "a", "--remote-context", "c"); err != nil {
+		return err
+	}
+	if _, err := s.a.Pods[0].PingWith(s.ctx, seen, lab.PingOptions{Wait: 300 * time.Millisecond}); err == nil {
+		return fmt.Errorf("%v still answers", seen)
+	}
+	s.ok("%s -> %s: no answer any more", s.a.Pods[0], to)
+	if err := s.talkTo(s.a, s.b); err != nil {
+		return err
+	}
+	return s.isthmus("status", "--context", "a")
+}
+
+// talkTo is talk between two clusters' first pods.
+func (s *show) talkTo(at, of *fleet.Cluster) error {
+	seen, err := at.Seen(s.ctx, of, of.Pods[0].Addr)
+	if err != nil {
+		return err
+	}
+	caller, err := of.Seen(s.ctx, at, at.Pods[0].Addr)
+	if err != nil {
+		return err
+	}
+	return s.talk(at.Pods[0].Host, of.Pods[0].Host, seen, caller)
+}
+
+// isthmus runs the program where an administrator would and shows what it prints.
+func (s *show) isthmus(args ...string) error {
+	s.say("  $ isthmus %s", strings.Join(args, " "))
+	return s.fleet.IsthmusTo(s.ctx, indent(s.Out), args...)
+}
+
+// atGateway runs the program next to the active gateway of a cluster.
+func (s *show) atGateway(c *fleet.Cluster, args ...string) error {
+	active, err := c.ActiveGateway(s.ctx)
+	if err != nil {
+		return err
+	}
+	s.say("  %s$ isthmus %s", c.Nodes[active], strings.Join(args, " "))
+	out, err := c.Nodes[active].Command(s.ctx, s.Binary, args...).Output()
 	fmt.Fprint(indent(s.Out), string(out))
 	return err
 }
 
-// refused sends where nothing is mapped and looks at the counter of the gateway that refuses it.
-func (s *show) refused() error {
-	view, ok := s.lab.View(s.a, s.b)
-	if !ok {
-		return errors.New("clusters a and b are not joined")
-	}
-	nobody := view.External.Addr()
-	for range 99 {
-		nobody = nobody.Next()
-	}
-	for _, attempt := range []struct {
-		dst    netip.Addr
-		why    string
-		reason natengine.Drop
-	}{
-		{nobody, "an address of b's ExternalCIDR that is mapped to nothing", natengine.DropNoMapping},
-		{view.Pod.Addr(), "the address that nodes share, without a flow of theirs", natengine.DropNoFlow},
-	} {
-		labels := []string{fmt.Sprintf("direction=%q", natengine.Inbound), fmt.Sprintf("peer=%q", s.a.ID), fmt.Sprintf("reason=%q", attempt.reason)}
-		before, err := s.lab.Metric(s.ctx, s.b, metricDrops, labels...)
-		if err != nil {
-			return err
-		}
-		_, err = s.a.Pods[0].PingWith(s.ctx, attempt.dst, lab.PingOptions{Wait: 300 * time.Millisecond})
-		if err == nil {
-			return fmt.Errorf("%v, %s, answers", attempt.dst, attempt.why)
-		}
-		if err := s.ctx.Err(); err != nil {
-			return err
-		}
-		after, err := s.lab.Metric(s.ctx, s.b, metricDrops, labels...)
-		if err != nil {
-			return err
-		}
-		if after <= before {
-			return fmt.Errorf("b's gateway did not count the packet to %v: %s{%s} stays %v", attempt.dst, metricDrops, strings.Join(labels, ","), before)
-		}
-		s.ok("a-pod1 -> %-12v no answer: %s", attempt.dst, attempt.why)
-		s.say("     counted at b, for peer a: %s{%s,%s} %v -> %v", metricDrops, labels[0], labels[2], before, after)
-	}
-	return nil
-}
-
-// metrics shows lines of /metrics that people look at first.
-func (s *show) metrics() error {
-	text, err := s.lab.Metrics(s.ctx, s.b)
-	if err != nil {
-		return err
-	}
-	s.say("  %s$ curl -s http://127.0.0.1:5872/metrics", s.b.Gateway())
-	shown := 0
-	out := indent(s.Out)
-	for line := range strings.Lines(text) {
-		for _, name := range metricsToShow {
-			if (strings.HasPrefix(line, name+"{") || strings.HasPrefix(line, name+" ")) && !strings.HasSuffix(line, " 0\n") {
-				fmt.Fprint(out, line)
-				shown++
-			}
-		}
-	}
-	if shown == 0 {
-		return errors.New("none of the metrics is there")
-	}
-	return nil
-}
-
-// explain shows what the gateways have to say after a failure.
+// explain shows what the components have to say after a failure.
 func (s *show) explain() {
-	if s.lab == nil {
+	if s.fleet == nil {
 		return
 	}
-	for _, c := range s.lab.Clusters {
-		s.heading(fmt.Sprintf("Log of the gateway of cluster %s, its end", c))
-		s.say("%s", s.lab.GatewayTail(c, logLines))
+	for _, c := range s.fleet.Clusters {
+		for _, name := range c.Components() {
+			s.heading(fmt.Sprintf("Log of %s of cluster %s, its end", name, c))
+			s.say("%s", c.Tail(name, logLines))
+		}
 	}
 }
 
-// leave removes the lab, or leaves it standing where that was asked for.
+// leave removes the lab, after the reader has seen enough of it where that was asked for.
 func (s *show) leave(passed bool, start time.Time) error {
-	if s.lab == nil {
+	if s.fleet == nil {
 		return nil
 	}
-	if s.Keep {
-		return errors.Join(s.lab.StopServing(), s.lab.Persist())
+	took := time.Since(start)
+	if s.Keep && s.ctx.Err() == nil {
+		s.heading("The clusters stand until Ctrl-C")
+		s.say("  ip netns exec %s env KUBECONFIG=%s %s status --context a", s.fleet.Lab.Underlay.Netns(), s.fleet.Kubeconfig, s.Binary)
+		s.say("  ip netns exec %s ping %s", s.a.Pods[0].Netns(), s.a.Pods[1].Addr)
+		<-s.ctx.Done()
 	}
 	s.heading("Tidy up")
-	err := errors.Join(s.lab.StopGateways(), s.lab.Down())
-	if err != nil {
+	if err := s.fleet.Down(); err != nil {
 		return fmt.Errorf("tidy up: %w", err)
 	}
-	s.ok("gateways stopped, %d namespaces removed: nothing is left", len(s.lab.Hosts()))
+	s.ok("all processes ended, %d namespaces removed: nothing is left", len(s.fleet.Lab.Hosts()))
 	if passed {
-		s.say("\nEverything worked, in %.1f s.", time.Since(start).Seconds())
+		s.say("\nEverything worked, in %.1f s.", took.Seconds())
 	}
 	return nil
 }

@@ -3,10 +3,13 @@ package fleet
 import (
 	"context"
 	"fmt"
+	"net"
 	"net/netip"
 	"strings"
 	"time"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -14,6 +17,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
 // Peering returns cluster c's Peering with another cluster; an error when there is none.
@@ -120,4 +124,22 @@ func (c *Cluster) Metric(ctx context.Context, name string, labels ...string) (fl
 		return 0, err
 	}
 	return lab.SumMetric(text, name, labels)
+}
+
+// MapEndpoint asks the manager of c, as a virtual kubelet does, for the address under which another cluster reaches an
+// endpoint of c that is no pod.
+func (c *Cluster) MapEndpoint(ctx context.Context, endpoint netip.Addr, peer *Cluster) (netip.Addr, error) {
+	conn, err := grpc.NewClient(fmt.Sprintf("passthrough:///127.0.0.1:%d", ipamPort), grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
+			return c.Control.Dial(ctx, "tcp", address)
+		}))
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	defer conn.Close()
+	var answer ipamrpc.MapResponse
+	if err := conn.Invoke(ctx, "/ipam/MapEndpointIP", &ipamrpc.MapRequest{ClusterID: peer.ID, Ip: endpoint.String()}, &answer); err != nil {
+		return netip.Addr{}, fmt.Errorf("manager of cluster %s: map %v for %s: %w", c.Name, endpoint, peer.Name, err)
+	}
+	return netip.ParseAddr(answer.GetIp())
 }

@@ -21,7 +21,8 @@ const gateways = 2
 
 // Ports of the components on their machines.
 const (
-	managerHealthPort = 8081
+	managerHealthPort = 5877
+	ipamPort          = 6000
 	gatewayPort       = 5872
 	agentPort         = 5874
 )

@@ -1,0 +1,102 @@
+package demo
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+const metricDrops = "isthmus_drops_total"
+
+// mapped asks b's manager to make an endpoint that is no pod reachable from a.
+func (s *show) mapped() error {
+	server := s.b.OnPrem
+	seen, err := s.b.MapEndpoint(s.ctx, server.Addr, s.a)
+	if err != nil {
+		return err
+	}
+	s.say("%s, %v, is no pod. The IPAM of b is asked over gRPC, as Liqo's virtual kubelet does: a reaches it at %v.", server, server.Addr, seen)
+	from, err := s.a.RemotePod(s.ctx)
+	if err != nil {
+		return err
+	}
+	caller, err := s.b.Seen(s.ctx, s.a, from.Addr)
+	if err != nil {
+		return err
+	}
+	return s.talk(from.Host, server.Host, seen, caller)
+}
+
+// trace asks both gateways what happens to the same packet.
+func (s *show) trace() error {
+	src, dst := s.a.Pods[0].Addr, s.b.Pods[1].Addr
+	seenDst, err := s.a.Seen(s.ctx, s.b, dst)
+	if err != nil {
+		return err
+	}
+	seenSrc, err := s.b.Seen(s.ctx, s.a, src)
+	if err != nil {
+		return err
+	}
+	s.say("a-pod1 sends to b-pod2. Cluster a's gateway rewrites the source, on the way into the tunnel:\n")
+	if err := s.atGateway(s.a, "trace", "--direction", "out", src.String()+":40000", seenDst.String()+":80", "tcp"); err != nil {
+		return err
+	}
+	s.say("\nCluster b's gateway rewrites the destination, on the way out of it:\n")
+	return s.atGateway(s.b, "trace", "--direction", "in", seenSrc.String()+":40000", seenDst.String()+":80", "tcp")
+}
+
+// refused sends where nothing is mapped and looks at the counter of the gateway that refuses it.
+func (s *show) refused() error {
+	p, err := s.a.Peering(s.ctx, s.b)
+	if err != nil {
+		return err
+	}
+	pods, err := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen)
+	if err != nil {
+		return err
+	}
+	external, err := netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen)
+	if err != nil {
+		return err
+	}
+	nobody := external.Addr()
+	for range 99 {
+		nobody = nobody.Next()
+	}
+	for _, attempt := range []struct {
+		dst    netip.Addr
+		why    string
+		reason natengine.Drop
+	}{
+		{nobody, "an address of b's ExternalCIDR that is mapped to nothing", natengine.DropNoMapping},
+		{pods.Addr(), "the address that nodes share, without a flow of theirs", natengine.DropNoFlow},
+	} {
+		labels := []string{fmt.Sprintf("direction=%q", natengine.Inbound), fmt.Sprintf("peer=%q", s.a.ID), fmt.Sprintf("reason=%q", attempt.reason)}
+		before, err := s.b.Metric(s.ctx, metricDrops, labels...)
+		if err != nil {
+			return err
+		}
+		_, err = s.a.Pods[0].PingWith(s.ctx, attempt.dst, lab.PingOptions{Wait: 300 * time.Millisecond})
+		if err == nil {
+			return fmt.Errorf("%v, %s, answers", attempt.dst, attempt.why)
+		}
+		if err := s.ctx.Err(); err != nil {
+			return err
+		}
+		after, err := s.b.Metric(s.ctx, metricDrops, labels...)
+		if err != nil {
+			return err
+		}
+		if after <= before {
+			return fmt.Errorf("b's gateway did not count the packet to %v: %s{%s} stays %v", attempt.dst, metricDrops, strings.Join(labels, ","), before)
+		}
+		s.ok("a-pod1 -> %-12v no answer: %s", attempt.dst, attempt.why)
+		s.say("     counted at b, for peer a: %s{%s,%s} %v -> %v", metricDrops, labels[0], labels[2], before, after)
+	}
+	return nil
+}

@@ -1,0 +1,367 @@
+// Package control tests the control plane as a whole: clusters with real API servers and the real manager as a process,
+// peered by the real command line. Gateways are played by the test, which writes what a gateway writes; whole clusters
+// with packets are the demo's and internal/fleet's business.
+package control
+
+import (
+	"context"
+	"crypto/ecdh"
+	"crypto/rand"
+	"encoding/base64"
+	"fmt"
+	"net"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"sync"
+	"syscall"
+	"testing"
+	"time"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// installed is the namespace of Isthmus.
+const installed = "isthmus-system"
+
+// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes both.
+var binary, kube string
+
+func TestMain(m *testing.M) { os.Exit(run(m)) }
+
+func run(m *testing.M) int {
+	dir, err := os.MkdirTemp("", "isthmus-control-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	binary = filepath.Join(dir, "isthmus")
+	build := exec.Command("go", "build", "-o", binary, "./cmd/isthmus")
+	build.Dir = "../.."
+	if out, err := build.CombinedOutput(); err != nil {
+		fmt.Fprintf(os.Stderr, "%v: %v\n%s", build.Args, err, out)
+		return 1
+	}
+	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return m.Run()
+}
+
+// A site is one cluster: a control plane, and a manager once it is started.
+type site struct {
+	t          *testing.T
+	name, id   string
+	podCIDR    string
+	server     *kubetest.Server
+	config     *rest.Config
+	client     client.WithWatch
+	kubeconfig string // of an administrator
+	dir        string
+	args       []string // of the manager, beyond the usual
+	health     string
+
+	manager *exec.Cmd
+	ended   chan struct{}
+}
+
+// newSites starts clusters called a, b, ... with the given PodCIDRs, installs Isthmus, and plays their gateways.
+func newSites(t *testing.T, podCIDRs ...string) []*site {
+	t.Helper()
+	sites := make([]*site, len(podCIDRs))
+	errs := make([]error, len(podCIDRs))
+	var group sync.WaitGroup
+	for i, cidr := range podCIDRs {
+		name := string(rune('a' + i))
+		s := &site{t: t, name: name, id: fmt.Sprintf("%s%s%s%s0000-1111-4222-8333-%012d", name, name, name, name, i), podCIDR: cidr, dir: t.TempDir()}
+		sites[i] = s
+		t.Cleanup(s.end)
+		group.Go(func() { errs[i] = s.start() })
+	}
+	group.Wait()
+	for i, err := range errs {
+		if err != nil {
+			t.Fatalf("cluster %s: %v", sites[i].name, err)
+		}
+	}
+	return sites
+}
+
+func (s *site) start() (err error) {
+	ctx := s.t.Context()
+	if s.server, err = kubetest.Start(ctx, kubetest.Options{Name: s.name, Dir: kube, Controllers: true}); err != nil {
+		return err
+	}
+	s.kubeconfig = filepath.Join(s.dir, "kubeconfig")
+	if err := s.server.WriteKubeconfig(s.kubeconfig); err != nil {
+		return err
+	}
+	if s.config, err = clientcmd.RESTConfigFromKubeConfig(s.server.Kubeconfig()); err != nil {
+		return err
+	}
+	s.config.QPS = -1
+	if s.client, err = client.NewWithWatch(s.config, client.Options{Scheme: scheme()}); err != nil {
+		return err
+	}
+	if out, err := s.isthmus("install", "--kubeconfig", s.kubeconfig, "--cluster-name", s.name, "--cluster-id", s.id); err != nil {
+		return fmt.Errorf("isthmus install: %w\n%s", err, out)
+	}
+	return s.playGateway(ctx)
+}
+
+func scheme() *runtime.Scheme {
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
+		if err := add(scheme); err != nil {
+			panic(err) // two kinds of one name: a mistake in the code, not in the run
+		}
+	}
+	return scheme
+}
+
+// playGateway writes what a gateway writes, and goes on to report every TunnelEndpoint as connected.
+func (s *site) playGateway(ctx context.Context) error {
+	key, err := ecdh.X25519().GenerateKey(rand.Reader)
+	if err != nil {
+		return err
+	}
+	text := func(b []byte) []byte { return []byte(base64.StdEncoding.EncodeToString(b)) }
+	service := &corev1.Service{
+		ObjectMeta: metav1.ObjectMeta{Name: "isthmus-gateway", Namespace: installed, Labels: map[string]string{v1alpha1.LabelGateway: "true"}},
+		Spec: corev1.ServiceSpec{
+			Type:  corev1.ServiceTypeLoadBalancer,
+			Ports: []corev1.ServicePort{{Name: "wireguard", Protocol: corev1.ProtocolUDP, Port: 5871}},
+		},
+	}
+	secret := &corev1.Secret{
+		ObjectMeta: metav1.ObjectMeta{Name: "wireguard-pubkey", Namespace: installed, Labels: map[string]string{v1alpha1.LabelKey: v1alpha1.BackendWireGuard}},
+		Data:       map[string][]byte{"privateKey": text(key.Bytes()), "publicKey": text(key.PublicKey().Bytes())},
+	}
+	for _, o := range []client.Object{service, secret} {
+		if err := s.client.Create(ctx, o); err != nil {
+			return err
+		}
+	}
+	service.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: fmt.Sprintf("203.0.113.%d", s.name[0]-'a'+1)}}
+	if err := s.client.Status().Update(ctx, service); err != nil {
+		return err
+	}
+	go s.connect(ctx)
+	return nil
+}
+
+// connect reports TunnelEndpoints as connected until ctx ends.
+func (s *site) connect(ctx context.Context) {
+	for ctx.Err() == nil {
+		watch, err := s.client.Watch(ctx, &v1alpha1.TunnelEndpointList{})
+		if err != nil {
+			time.Sleep(100 * time.Millisecond)
+			continue
+		}
+		for event := range watch.ResultChan() {
+			te, ok := event.Object.(*v1alpha1.TunnelEndpoint)
+			if !ok || event.Type == "DELETED" || te.Status.Connection.Status == "Connected" {
+				continue
+			}
+			te.Status.GatewayIP = "192.0.2.1"
+			te.Status.Connection.Status, te.Status.Connection.StatusMessage = "Connected", "VPN connection established"
+			te.Status.Connection.Latency.Value = "1ms"
+			_ = s.client.Status().Update(ctx, te) // a conflict comes again as an event
+		}
+	}
+}
+
+// startManager starts the manager with the rights of its ServiceAccount and waits until it is ready.
+func (s *site) startManager(args ...string) {
+	s.t.Helper()
+	s.args = args
+	s.restartManager()
+}
+
+func (s *site) restartManager() {
+	s.t.Helper()
+	identity := s.identity("isthmus-manager")
+	health, ipam := freePort(s.t), freePort(s.t)
+	log, err := os.OpenFile(s.log(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	defer log.Close()
+	args := append([]string{"manager", "--kubeconfig", identity, "--namespace", installed, "--pod-cidr", s.podCIDR,
+		"--health-address", health, "--metrics-address", "0", "--ipam-address", ipam}, s.args...)
+	s.health = health
+	s.manager = exec.Command(binary, args...)
+	s.manager.Stdout, s.manager.Stderr = log, log
+	s.manager.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	if err := s.manager.Start(); err != nil {
+		s.t.Fatal(err)
+	}
+	s.ended = make(chan struct{})
+	go func(cmd *exec.Cmd, ended chan struct{}) {
+		_ = cmd.Wait()
+		close(ended)
+	}(s.manager, s.ended)
+}
+
+func (s *site) log() string { return filepath.Join(s.dir, "manager.log") }
+
+// killManager ends the manager without its knowing.
+func (s *site) killManager() {
+	if s.manager != nil {
+		_ = s.manager.Process.Kill()
+		<-s.ended
+		s.manager = nil
+	}
+}
+
+func (s *site) end() {
+	s.killManager()
+	if s.t.Failed() {
+		if text, err := os.ReadFile(s.log()); err == nil {
+			lines := strings.Split(string(text), "\n")
+			s.t.Logf("manager of %s:\n%s", s.name, strings.Join(lines[max(0, len(lines)-30):], "\n"))
+		}
+	}
+	if s.server != nil {
+		if err := s.server.Stop(); err != nil {
+			s.t.Error(err)
+		}
+	}
+}
+
+// identity writes a kubeconfig with a token of a ServiceAccount in the namespace of Isthmus.
+func (s *site) identity(account string) string {
+	s.t.Helper()
+	token := &authenticationv1.TokenRequest{}
+	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: installed, Name: account}}
+	if err := s.client.SubResource("token").Create(s.t.Context(), sa, token); err != nil {
+		s.t.Fatalf("token of %s: %v", account, err)
+	}
+	config, err := clientcmd.Load(s.server.Kubeconfig())
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	for _, user := range config.AuthInfos {
+		user.ClientCertificateData, user.ClientKeyData, user.Token = nil, nil, token.Status.Token
+	}
+	path := filepath.Join(s.dir, account+".kubeconfig")
+	if err := clientcmd.WriteToFile(*config, path); err != nil {
+		s.t.Fatal(err)
+	}
+	return path
+}
+
+func (s *site) isthmus(args ...string) (string, error) {
+	ctx, cancel := context.WithTimeout(s.t.Context(), 2*time.Minute)
+	defer cancel()
+	out, err := exec.CommandContext(ctx, binary, args...).CombinedOutput()
+	return string(out), err
+}
+
+// peer peers two clusters by the command line and waits until both say Ready.
+func peer(t *testing.T, a, b *site) {
+	t.Helper()
+	if out, err := a.isthmus("peer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig); err != nil {
+		t.Fatalf("isthmus peer %s %s: %v\n%s", a.name, b.name, err, out)
+	}
+	a.ready(b)
+	b.ready(a)
+}
+
+// unpeer takes a peering down by the command line.
+func unpeer(t *testing.T, a, b *site) {
+	t.Helper()
+	if out, err := a.isthmus("unpeer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", b.kubeconfig); err != nil {
+		t.Fatalf("isthmus unpeer %s %s: %v\n%s", a.name, b.name, err, out)
+	}
+}
+
+// peering returns the Peering with another cluster, nil when there is none.
+func (s *site) peering(other *site) *isthmus.Peering {
+	var list isthmus.PeeringList
+	if err := s.client.List(s.t.Context(), &list); err != nil {
+		return nil
+	}
+	for i := range list.Items {
+		if list.Items[i].Spec.Cluster.ClusterID == other.id {
+			return &list.Items[i]
+		}
+	}
+	return nil
+}
+
+// ready waits until the Peering with another cluster is Ready.
+func (s *site) ready(other *site) { s.t.Helper(); s.condition(other, isthmus.ConditionReady, metav1.ConditionTrue, "") }
+
+// condition waits until a condition of the Peering has the status and, unless empty, the reason.
+func (s *site) condition(other *site, kind string, status metav1.ConditionStatus, reason string) *metav1.Condition {
+	s.t.Helper()
+	var found *metav1.Condition
+	s.eventually(fmt.Sprintf("%s's Peering with %s: %s=%s %s", s.name, other.name, kind, status, reason), func() (string, bool) {
+		p := s.peering(other)
+		if p == nil {
+			return "there is no Peering", false
+		}
+		found = meta.FindStatusCondition(p.Status.Conditions, kind)
+		if found == nil {
+			return "there is no such condition", false
+		}
+		return fmt.Sprintf("%s %s: %s", found.Status, found.Reason, found.Message), found.Status == status && (reason == "" || found.Reason == reason)
+	})
+	return found
+}
+
+const patience = 30 * time.Second
+
+// eventually waits until f says true; its text says what there is instead.
+func (s *site) eventually(what string, f func() (have string, ok bool)) {
+	s.t.Helper()
+	have, ok := f()
+	for deadline := time.Now().Add(patience); !ok; have, ok = f() {
+		if time.Now().After(deadline) {
+			s.t.Fatalf("%s did not come within %v; there is: %s", what, patience, have)
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+// tunnelEndpoint returns the TunnelEndpoint about another cluster, nil when there is none.
+func (s *site) tunnelEndpoint(other *site) *v1alpha1.TunnelEndpoint {
+	identity := v1alpha1.ClusterIdentity{ClusterID: other.id, ClusterName: other.name}
+	te := &v1alpha1.TunnelEndpoint{}
+	err := s.client.Get(s.t.Context(), client.ObjectKey{Namespace: identity.TenantNamespace(), Name: identity.UniqueName()}, te)
+	if apierrors.IsNotFound(err) {
+		return nil
+	}
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return te
+}
+
+// freePort returns an address of this machine on which nobody listens.
+func freePort(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
