@@ -28,7 +28,7 @@ func diagnose(err error) (reason, text string) {
 	if !errors.As(err, &status) {
 		return isthmus.ReasonUnreachable, cause(err)
 	}
-	said := "says " + quote(status.Status().Message)
+	said := "says: " + quote(status.Status().Message)
 	switch code := status.Status().Code; {
 	case code == http.StatusUnauthorized:
 		return isthmus.ReasonUnauthorized, said
@@ -95,7 +95,7 @@ func quote(s string) string {
 	if len(runes) > maxQuote {
 		runes = append(runes[:maxQuote], '…')
 	}
-	return `"` + string(runes) + `"`
+	return string(runes)
 }
 
 // remedies say what a person can do.

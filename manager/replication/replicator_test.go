@@ -73,6 +73,7 @@ func TestSpecGoesOutAndStatusComesBackAsLiqoDoesIt(t *testing.T) {
 		"token": (*pair).byToken, "certificate": (*pair).byCert, "Liqo's Secret": (*pair).byLiqo,
 	} {
 		t.Run(name, func(t *testing.T) {
+			t.Parallel()
 			p := established(t, identity)
 			here, there := p.here(), p.there()
 			wantLabels := map[string]string{
@@ -116,6 +117,7 @@ func TestSpecGoesOutAndStatusComesBackAsLiqoDoesIt(t *testing.T) {
 }
 
 func TestACopyThatThePeerDeletesIsMadeAgain(t *testing.T) {
+	t.Parallel()
 	p := established(t, (*pair).byToken)
 	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
 	old := p.there()
@@ -132,6 +134,7 @@ func TestACopyThatThePeerDeletesIsMadeAgain(t *testing.T) {
 }
 
 func TestTheOriginalStaysUntilTheCopyIsGone(t *testing.T) {
+	t.Parallel()
 	p := established(t, (*pair).byToken)
 	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
 	p.must(home.admin.Delete(t.Context(), p.here()))
@@ -154,6 +157,7 @@ func TestTheOriginalStaysUntilTheCopyIsGone(t *testing.T) {
 }
 
 func TestOnlyWhatIsOursAndForThisPeerIsTouched(t *testing.T) {
+	t.Parallel()
 	p := newPair(t)
 	p.identify(p.byToken())
 	strange := p.original()
@@ -185,6 +189,7 @@ func TestOnlyWhatIsOursAndForThisPeerIsTouched(t *testing.T) {
 }
 
 func TestHundredsOfCopiesWithoutOriginalAreRemoved(t *testing.T) {
+	t.Parallel()
 	p := newPair(t)
 	p.identify(p.byToken())
 	for i := range 3*maxListed + 5 {
@@ -206,6 +211,7 @@ func TestHundredsOfCopiesWithoutOriginalAreRemoved(t *testing.T) {
 }
 
 func TestWhatIsWrongWithTheSecretIsTold(t *testing.T) {
+	t.Parallel()
 	p := newPair(t)
 	p.create(home, p.original())
 	p.start()
@@ -249,7 +255,9 @@ func closedPort(t *testing.T) string {
 }
 
 func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
+	t.Parallel()
 	t.Run("revoked", func(t *testing.T) {
+		t.Parallel()
 		p := established(t, (*pair).byToken)
 		account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.peer.RemoteNamespace, Name: "peer"}}
 		p.must(away.admin.Delete(t.Context(), account))
@@ -264,6 +272,7 @@ func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
 		p.awaitUpToDate()
 	})
 	t.Run("no rights", func(t *testing.T) {
+		t.Parallel()
 		p := established(t, (*pair).byCert)
 		right := binding(p.peer.RemoteNamespace, "peer")
 		p.must(away.admin.Get(t.Context(), client.ObjectKeyFromObject(right), right))
@@ -274,6 +283,7 @@ func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
 		p.awaitUpToDate()
 	})
 	t.Run("quota", func(t *testing.T) {
+		t.Parallel()
 		p := newPair(t)
 		p.identify(p.byToken())
 		quota := &corev1.ResourceQuota{
@@ -290,11 +300,12 @@ func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
 		})
 		p.create(home, p.original())
 		p.start()
-		p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonForbidden, "exceeded quota")
+		p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonForbidden, "quota: none")
 		p.must(away.admin.Delete(t.Context(), quota))
 		p.awaitUpToDate()
 	})
 	t.Run("namespace gone", func(t *testing.T) {
+		t.Parallel()
 		p := newPair(t)
 		p.user = "system:admin"
 		cert, key, err := away.ClientCert(p.user, "system:masters") // rights that do not end with the namespace
@@ -321,6 +332,7 @@ func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
 		})
 	})
 	t.Run("something in the way", func(t *testing.T) {
+		t.Parallel()
 		p := newPair(t)
 		p.identify(p.byToken())
 		obstacle := copyOf(p.original(), p.own, p.peer.RemoteNamespace)
@@ -369,6 +381,7 @@ func TestAnAnswerThatTheCRDHereRefusesNamesTheFieldAndIsNotTaken(t *testing.T) {
 }
 
 func TestANewIdentityIsTakenLiveAndTheOldOneHasNoConnectionLeft(t *testing.T) {
+	t.Parallel()
 	p := established(t, (*pair).byToken)
 	for i, identity := range []func(*pair) map[string][]byte{(*pair).byCert, (*pair).byLiqo, (*pair).byToken, (*pair).byCert} {
 		data := identity(p)
@@ -396,6 +409,7 @@ func TestANewIdentityIsTakenLiveAndTheOldOneHasNoConnectionLeft(t *testing.T) {
 }
 
 func TestATokenIsRenewedWhenTwoThirdsOfItsLifeAreOver(t *testing.T) {
+	t.Parallel()
 	p := established(t, (*pair).byToken)
 	secret := func() *corev1.Secret {
 		var s corev1.Secret
@@ -413,7 +427,7 @@ func TestATokenIsRenewedWhenTwoThirdsOfItsLifeAreOver(t *testing.T) {
 	// Not allowed: nothing breaks, and the State says when it will.
 	grant := role(p.peer.RemoteNamespace, "peer", rule("net.liqo.io", "networkconfigs", "get list watch create update patch delete"))
 	p.must(away.admin.Update(t.Context(), grant))
-	p.ahead.Store(int64(7 * time.Minute))
+	p.ahead.Store(int64(9*time.Minute + 30*time.Second))
 	p.change(home, p.here, move("198.51.100.9"))
 	p.eventually(p.outdated)
 	old, _ := readToken(tokenOf(t, first))
@@ -422,9 +436,8 @@ func TestATokenIsRenewedWhenTwoThirdsOfItsLifeAreOver(t *testing.T) {
 	grant.ResourceVersion = ""
 	grant.Rules = append(grant.Rules, rule("", "serviceaccounts/token", "create", "peer"))
 	p.must(away.admin.Update(t.Context(), grant))
-	p.within(30*time.Second, func() string { // a tenth of what remains
+	p.eventually(func() string { // after a tenth of what remained
 		if secret().ResourceVersion == first.ResourceVersion {
-			p.r.Enqueue(p.peer.LocalNamespace, p.peer.Cluster.UniqueName())
 			return "the token is still the old one"
 		}
 		return ""
@@ -457,6 +470,7 @@ func tokenOf(t *testing.T, s *corev1.Secret) string {
 }
 
 func TestAPeerThatIsGoneHoldsTheOriginalAndNothingElse(t *testing.T) {
+	t.Parallel()
 	p := established(t, (*pair).byToken)
 	other := p.peer // another peer, which is well
 	other.ID, other.Cluster.ClusterID, other.LocalNamespace = other.ID+"-b", other.ID+"-b", other.LocalNamespace+"-b"
@@ -493,11 +507,11 @@ func TestAPeerThatIsGoneHoldsTheOriginalAndNothingElse(t *testing.T) {
 
 func TestAFrozenAPIServerLosesNothingOnEitherSide(t *testing.T) {
 	p := established(t, (*pair).byToken)
-	freeze := 8 * time.Second
+	freeze := 6 * time.Second
 	if s := os.Getenv("ISTHMUS_FREEZE"); s != "" {
 		freeze, _ = time.ParseDuration(s)
 	}
-	p.must(away.Freeze())
+	p.must(away.freeze(t.Context()))
 	p.change(home, p.here, move("198.51.100.8"))
 	time.Sleep(freeze)
 	s, _ := p.r.State(p.peer.ID)
@@ -509,7 +523,7 @@ func TestAFrozenAPIServerLosesNothingOnEitherSide(t *testing.T) {
 	p.awaitUpToDate()
 
 	told := p.told.Load()
-	p.must(home.Freeze())
+	p.must(home.freeze(t.Context()))
 	later := answered
 	later.PodCIDRNAT = "10.99.0.0/16"
 	p.answer(later)
@@ -539,6 +553,7 @@ func TestARestartedAPIServerLosesNothingOnEitherSide(t *testing.T) {
 }
 
 func TestARestartedReplicatorGoesOnWhereverItWas(t *testing.T) {
+	t.Parallel()
 	p := established(t, (*pair).byToken)
 	restart := func(meanwhile func()) {
 		p.stop()
@@ -565,7 +580,7 @@ func TestNothingIsWrittenAtRest(t *testing.T) {
 	p.awaitUpToDate()
 	time.Sleep(time.Second)
 	told, h, a := p.told.Load(), writes(t, home), writes(t, away)
-	time.Sleep(7 * time.Second) // more than two watches
+	time.Sleep(6 * time.Second) // two watches
 	if h, a := writes(t, home)-h, writes(t, away)-a; h+a > 0 {
 		t.Errorf("%d writes at home and %d at the peer, with nothing to do", h, a)
 	}

@@ -1,0 +1,182 @@
+package replication
+
+import (
+	"context"
+	"errors"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/watch"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// A script is an API server for follow, in the time of a synctest bubble.
+type script struct {
+	lists, watches int
+	version        string // of the last watch
+	down           error
+	more           bool
+	watching       func(ctx context.Context, w *watch.FakeWatcher, o metav1.ListOptions)
+}
+
+func (s *script) feed() feed {
+	return feed{
+		list: func(context.Context, metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
+			s.lists++
+			list := &v1alpha1.NetworkConfigList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}}
+			if s.more {
+				list.Continue = "more"
+			}
+			return nil, list, s.down
+		},
+		watch: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+			s.watches++
+			s.version = o.ResourceVersion
+			if s.down != nil {
+				return nil, s.down
+			}
+			w := watch.NewFakeWithOptions(watch.FakeOptions{})
+			go func() {
+				s.watching(ctx, w, o)
+				w.Stop()
+			}()
+			return w, nil
+		},
+	}
+}
+
+// untilEnd is a watch without events, which the server ends in time.
+func untilEnd(ctx context.Context, _ *watch.FakeWatcher, o metav1.ListOptions) {
+	select {
+	case <-ctx.Done():
+	case <-time.After(time.Duration(*o.TimeoutSeconds) * time.Second):
+	}
+}
+
+// during lets follow run for a time and returns what it emitted.
+func (s *script) during(t *testing.T, d time.Duration, meanwhile func()) (all []change) {
+	t.Helper()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		usual.follow(ctx, s.feed(), &backoff{}, func(c change) { all = append(all, c) })
+	}()
+	if meanwhile != nil {
+		meanwhile()
+	}
+	time.Sleep(d)
+	cancel()
+	<-done
+	return all
+}
+
+func TestFollowAtRestIsTwoWatchesAMinuteAndOneList(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &script{watching: untilEnd}
+		all := s.during(t, time.Hour, nil)
+		if s.lists != 1 || s.watches < 80 || s.watches > 110 || len(all) != 1 {
+			t.Errorf("%d lists, %d watches, %d changes in an hour", s.lists, s.watches, len(all))
+		}
+	})
+}
+
+func TestFollowTriesAPeerThatIsAwayTwiceAMinuteForEver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &script{watching: untilEnd, down: errors.New("away")}
+		s.during(t, time.Hour, nil)
+		if s.lists < 120 || s.lists > 260 || s.watches > 0 {
+			t.Errorf("%d lists, %d watches in an hour", s.lists, s.watches)
+		}
+		s = &script{watching: untilEnd, down: errors.New("away")}
+		var back time.Time
+		all := s.during(t, time.Minute, func() {
+			time.Sleep(time.Hour)
+			s.down, back = nil, time.Now()
+		})
+		if last := all[len(all)-1]; last.err != nil || !last.full {
+			t.Errorf("a minute after %v: %+v", back, last)
+		}
+	})
+}
+
+func TestFollowGoesOnFromBookmarksAndListsAgainWhenTheyAreTooOld(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		object := func(version string) *v1alpha1.NetworkConfig {
+			return &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Name: "n", ResourceVersion: version}}
+		}
+		s := &script{}
+		s.watching = func(ctx context.Context, w *watch.FakeWatcher, o metav1.ListOptions) {
+			switch s.watches {
+			case 1:
+				w.Add(object("11"))
+				w.Action(watch.Bookmark, object("20"))
+			case 2:
+				w.Delete(object("21"))
+			case 3:
+				e := apierrors.NewResourceExpired("too old")
+				w.Error(&e.ErrStatus)
+				return
+			}
+			untilEnd(ctx, w, o)
+			switch want := map[int]string{1: "10", 2: "20", 3: "21", 4: "10"}[s.watches]; {
+			case want != "" && s.version != want:
+				t.Errorf("watch %d began at %s, want %s", s.watches, s.version, want)
+			}
+		}
+		all := s.during(t, 4*time.Minute, nil)
+		if s.lists != 2 || len(all) != 4 || !all[0].full || all[1].gone || !all[2].gone || !all[3].full {
+			t.Errorf("%d lists, changes %+v", s.lists, all)
+		}
+	})
+}
+
+func TestFollowIsNotHurriedByAServerThatEndsEveryWatchAtOnce(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &script{watching: func(context.Context, *watch.FakeWatcher, metav1.ListOptions) {}}
+		s.during(t, time.Hour, nil)
+		if s.lists+s.watches > 600 {
+			t.Errorf("%d lists, %d watches in an hour", s.lists, s.watches)
+		}
+		s = &script{watching: untilEnd, more: true}
+		if s.during(t, time.Hour, nil); s.lists > 300 || s.watches > 0 {
+			t.Errorf("with too many objects: %d lists, %d watches in an hour", s.lists, s.watches)
+		}
+	})
+}
+
+func TestFollowEndsAWatchThatTheServerDoesNot(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &script{watching: func(ctx context.Context, _ *watch.FakeWatcher, _ metav1.ListOptions) { <-ctx.Done() }}
+		s.during(t, 10*time.Minute, nil)
+		if s.watches < 9 {
+			t.Errorf("%d watches in ten minutes", s.watches)
+		}
+	})
+}
+
+func TestPausesDoubleUpToTheMaximumAndDiffer(t *testing.T) {
+	var b backoff
+	seen := map[time.Duration]bool{}
+	want := usual.min
+	for range 1000 {
+		d := b.next(usual)
+		if d > want || d < want/2 {
+			t.Fatalf("pause %v, want at most %v and at least half of it", d, want)
+		}
+		seen[d] = true
+		want = min(2*want, usual.max)
+	}
+	if len(seen) < 900 {
+		t.Errorf("%d different pauses of 1000", len(seen))
+	}
+	b.reset()
+	if d := b.next(usual); d > usual.min {
+		t.Errorf("first pause %v", d)
+	}
+}

@@ -1,0 +1,184 @@
+package replication
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+type edit = func(*v1alpha1.NetworkConfig)
+
+func config(name string, edits ...edit) *v1alpha1.NetworkConfig {
+	o := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{
+		v1alpha1.LabelReplication: "true", v1alpha1.LabelRemoteID: "b",
+	}}}
+	for _, e := range edits {
+		e(o)
+	}
+	return o
+}
+
+var (
+	held    edit = func(o *v1alpha1.NetworkConfig) { o.Finalizers = append(o.Finalizers, v1alpha1.FinalizerReplicator) }
+	claimed edit = func(o *v1alpha1.NetworkConfig) {
+		o.Finalizers = append(o.Finalizers, v1alpha1.FinalizerTunnelEndpointCreator)
+	}
+	dying      edit = func(o *v1alpha1.NetworkConfig) { o.DeletionTimestamp = &metav1.Time{Time: time.Unix(1, 0)} }
+	strange    edit = func(o *v1alpha1.NetworkConfig) { o.Labels[v1alpha1.LabelRemoteID] = "c" }
+	unlabelled edit = func(o *v1alpha1.NetworkConfig) { delete(o.Labels, v1alpha1.LabelReplication) }
+	moved      edit = func(o *v1alpha1.NetworkConfig) { o.Spec.EndpointIP = "198.51.100.8" }
+	processed  edit = func(o *v1alpha1.NetworkConfig) { o.Status.Processed = true }
+)
+
+func TestPlan(t *testing.T) {
+	for name, tc := range map[string]struct {
+		original *v1alpha1.NetworkConfig
+		copies   []*v1alpha1.NetworkConfig
+		want     string
+	}{
+		"nothing":                       {nil, nil, ""},
+		"new":                           {config("n"), nil, "hold n, create n"},
+		"held, no copy":                 {config("n", held), nil, "create n"},
+		"all well":                      {config("n", held), []*v1alpha1.NetworkConfig{config("n")}, ""},
+		"copy without finalizer here":   {config("n"), []*v1alpha1.NetworkConfig{config("n")}, "hold n"},
+		"spec differs":                  {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n")}, "update n"},
+		"edited at the peer":            {config("n", held), []*v1alpha1.NetworkConfig{config("n", moved)}, "update n"},
+		"status differs":                {config("n", held), []*v1alpha1.NetworkConfig{config("n", processed)}, "answer n"},
+		"both differ":                   {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", processed)}, "update n, answer n"},
+		"answer taken back":             {config("n", held, processed), []*v1alpha1.NetworkConfig{config("n")}, "answer n"},
+		"peer deletes the copy":         {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", claimed, dying)}, ""},
+		"original goes":                 {config("n", held, dying), []*v1alpha1.NetworkConfig{config("n")}, "remove n"},
+		"original and copy go":          {config("n", held, dying), []*v1alpha1.NetworkConfig{config("n", claimed, dying)}, ""},
+		"original goes, copy gone":      {config("n", held, dying), nil, "release n"},
+		"original goes, never held":     {config("n", claimed, dying), nil, ""},
+		"not held, but the copy exists": {config("n", claimed, dying), []*v1alpha1.NetworkConfig{config("n")}, "remove n"},
+		"for another cluster":           {config("n", strange), nil, ""},
+		"not to be replicated":          {config("n", unlabelled), nil, ""},
+		"not any more":                  {config("n", held, unlabelled), []*v1alpha1.NetworkConfig{config("n")}, "remove n"},
+		"not any more, and it goes":     {config("n", held, unlabelled, dying), nil, "release n"},
+		"orphans":                       {config("n", held), []*v1alpha1.NetworkConfig{config("z"), config("a"), config("y", dying), config("n")}, "remove a, remove z"},
+		"no original at all":            {nil, []*v1alpha1.NetworkConfig{config("n")}, "remove n"},
+	} {
+		var got []string
+		for _, a := range plan("b", tc.original, byName(tc.copies)) {
+			got = append(got, a.step.String()+" "+a.name)
+		}
+		if s := strings.Join(got, ", "); s != tc.want {
+			t.Errorf("%s: %q, want %q", name, s, tc.want)
+		}
+	}
+}
+
+func byName(copies []*v1alpha1.NetworkConfig) map[string]*v1alpha1.NetworkConfig {
+	m := map[string]*v1alpha1.NetworkConfig{}
+	for _, c := range copies {
+		m[c.Name] = c
+	}
+	return m
+}
+
+// From any state, carrying out plans again and again ends in a state that needs none, and nothing is ever published that is
+// not held, nor released while a copy is there.
+func TestPlansEnd(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	pick := func(edits ...edit) (some []edit) {
+		for _, e := range edits {
+			if rng.IntN(2) == 0 {
+				some = append(some, e)
+			}
+		}
+		return some
+	}
+	for range 5000 {
+		var original *v1alpha1.NetworkConfig
+		if rng.IntN(5) > 0 {
+			original = config("n", pick(held, claimed, dying, strange, unlabelled, moved, processed)...)
+		}
+		var copies []*v1alpha1.NetworkConfig
+		for _, name := range []string{"n", "m"} {
+			if rng.IntN(2) == 0 {
+				copies = append(copies, config(name, pick(claimed, dying, moved, processed)...))
+			}
+		}
+		there := byName(copies)
+		story := fmt.Sprintf("%+v\n%+v", original, there)
+		rounds := 0
+		for actions := plan("b", original, there); len(actions) > 0; actions = plan("b", original, there) {
+			if rounds++; rounds > 4 {
+				t.Fatalf("%s\ndoes not end: %v", story, actions)
+			}
+			for _, a := range actions {
+				switch a.step {
+				case hold:
+					held(original)
+				case create:
+					if !slices.Contains(original.Finalizers, v1alpha1.FinalizerReplicator) {
+						t.Fatalf("%s\ncreates what is not held", story)
+					}
+					there[a.name] = config(a.name)
+					there[a.name].Spec = original.Spec
+				case update:
+					there[a.name].Spec = original.Spec
+				case answer:
+					original.Status = there[a.name].Status
+				case remove:
+					if dying(there[a.name]); len(there[a.name].Finalizers) == 0 {
+						delete(there, a.name)
+					}
+				case release:
+					if there[a.name] != nil {
+						t.Fatalf("%s\nreleases although there is a copy", story)
+					}
+					original.Finalizers = slices.DeleteFunc(original.Finalizers, func(f string) bool { return f == v1alpha1.FinalizerReplicator })
+				}
+			}
+			maps.DeleteFunc(there, func(_ string, c *v1alpha1.NetworkConfig) bool { // the peer lets go
+				return !c.DeletionTimestamp.IsZero() && rng.IntN(2) == 0
+			})
+		}
+	}
+}
+
+func TestPublishedSaysWhatIsWaitedFor(t *testing.T) {
+	peer := Peer{ID: "b", Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "bravo"}, LocalNamespace: "here", RemoteNamespace: "there"}
+	name := peer.Cluster.UniqueName()
+	for _, tc := range []struct {
+		original, copy *v1alpha1.NetworkConfig
+		listed         bool
+		status         metav1.ConditionStatus
+		words          string
+	}{
+		{nil, nil, false, metav1.ConditionUnknown, "not yet shown"},
+		{nil, nil, true, metav1.ConditionFalse, "no NetworkConfig " + name},
+		{config(name), nil, true, metav1.ConditionFalse, "not there yet"},
+		{config(name, held, moved), config(name), true, metav1.ConditionFalse, "not up to date"},
+		{config(name, held, processed), config(name), true, metav1.ConditionTrue, "namespace there at https://b"},
+		{config(name, held), config(name, claimed, dying), true, metav1.ConditionFalse, "deleted by the peer"},
+		{config(name, held, dying), config(name), true, metav1.ConditionFalse, "waiting until"},
+		{config(name, held, dying), config(name, claimed, dying), true, metav1.ConditionFalse, v1alpha1.FinalizerTunnelEndpointCreator},
+		{config(name, held, dying), nil, true, metav1.ConditionFalse, "is gone"},
+		{config(name, held, dying), nil, false, metav1.ConditionFalse, "waiting until"},
+	} {
+		v := view{peer: peer, server: "https://b", original: tc.original, copies: map[string]*v1alpha1.NetworkConfig{}, listed: tc.listed}
+		if tc.copy != nil {
+			v.copies[name] = tc.copy
+		}
+		got := v.published()
+		reason := isthmus.ReasonPublishing
+		if tc.status == metav1.ConditionTrue {
+			reason = isthmus.ReasonUpToDate
+		}
+		if got.Status != tc.status || got.Reason != reason || !strings.Contains(got.Message, tc.words) {
+			t.Errorf("%+v, want %s with %q", got, tc.status, tc.words)
+		}
+	}
+}
