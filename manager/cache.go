@@ -21,7 +21,7 @@ import (
 
 // prepare does what every manager does, leader or not: indexes, caches, health.
 func prepare(ctx context.Context, mgr ctrl.Manager, foreign bool) error {
-	if err := errors.Join(addIndexes(ctx, mgr.GetFieldIndexer(), foreign), addExchangeIndexes(mgr.GetFieldIndexer())); err != nil {
+	if err := addIndexes(ctx, mgr.GetFieldIndexer(), foreign); err != nil {
 		if noMatch := (*meta.NoKindMatchError)(nil); errors.As(err, &noMatch) {
 			return fmt.Errorf("%w: the CRDs have to be installed first, see `isthmus install`", err)
 		}

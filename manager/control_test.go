@@ -35,7 +35,7 @@ import (
 // is not ours: the replicator, the books, the answers and the gateway.
 type world struct {
 	t      *testing.T
-	api    client.Client // straight to the API server
+	other  client.Client // of another API server than that of all tests
 	ctx    context.Context
 	prefix string // of the names of everything in it
 	system string // the install namespace
@@ -44,6 +44,14 @@ type world struct {
 	books  *stubBooks
 	events *events.FakeRecorder
 	stop   func()
+}
+
+// api goes straight to the API server.
+func (w *world) api() client.Client {
+	if w.other != nil {
+		return w.other
+	}
+	return testClient
 }
 
 // stubReplicator says what a test wants it to say.
@@ -117,7 +125,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	}
 	prefix := fmt.Sprintf("c1-%06x", rand.N(1<<24))
 	w := &world{
-		t: t, api: testClient, prefix: prefix, system: prefix + "-system",
+		t: t, prefix: prefix, system: prefix + "-system",
 		self:   v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"},
 		stub:   &stubReplicator{states: make(map[string]replication.State), changed: make(chan event.GenericEvent, 1024)},
 		books:  &stubBooks{},
@@ -173,32 +181,32 @@ func (w *world) cleanUp() {
 	w.stop()
 	w.ctx = context.Background()
 	var peerings isthmus.PeeringList
-	w.ok(w.api.List(w.ctx, &peerings))
+	w.ok(w.api().List(w.ctx, &peerings))
 	for i := range peerings.Items {
 		if o := &peerings.Items[i]; strings.HasPrefix(o.Name, w.prefix) {
 			w.drop(o)
 		}
 	}
 	var configs v1alpha1.NetworkConfigList
-	w.ok(w.api.List(w.ctx, &configs))
+	w.ok(w.api().List(w.ctx, &configs))
 	for i := range configs.Items {
 		if o := &configs.Items[i]; strings.HasPrefix(o.Namespace, w.prefix) {
 			w.drop(o)
 		}
 	}
 	var namespaces corev1.NamespaceList
-	w.ok(w.api.List(w.ctx, &namespaces))
+	w.ok(w.api().List(w.ctx, &namespaces))
 	for i := range namespaces.Items {
 		if o := &namespaces.Items[i]; strings.HasPrefix(o.Name, w.prefix) {
-			w.ok(client.IgnoreNotFound(w.api.Delete(w.ctx, o)))
+			w.ok(client.IgnoreNotFound(w.api().Delete(w.ctx, o)))
 		}
 	}
 }
 
 func (w *world) drop(o client.Object) {
 	w.t.Helper()
-	w.ok(client.IgnoreNotFound(w.api.Delete(w.ctx, o)))
-	w.ok(client.IgnoreNotFound(w.api.Patch(w.ctx, o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
+	w.ok(client.IgnoreNotFound(w.api().Delete(w.ctx, o)))
+	w.ok(client.IgnoreNotFound(w.api().Patch(w.ctx, o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
 }
 
 func (w *world) ok(err error) {
@@ -210,7 +218,7 @@ func (w *world) ok(err error) {
 
 func (w *world) create(o client.Object) {
 	w.t.Helper()
-	w.ok(w.api.Create(w.ctx, o))
+	w.ok(w.api().Create(w.ctx, o))
 }
 
 // until waits for something to become true.
@@ -283,7 +291,7 @@ func (w *world) describe(name string) *remote {
 // status returns the Peering's status now.
 func (r *remote) status() isthmus.PeeringStatus {
 	var p isthmus.Peering
-	if err := r.w.api.Get(r.w.ctx, client.ObjectKeyFromObject(r.peering), &p); err != nil {
+	if err := r.w.api().Get(r.w.ctx, client.ObjectKeyFromObject(r.peering), &p); err != nil {
 		return isthmus.PeeringStatus{}
 	}
 	return p.Status
@@ -319,14 +327,14 @@ func (r *remote) key() types.NamespacedName {
 // original returns our NetworkConfig for the peer, nil when there is none.
 func (r *remote) original() *v1alpha1.NetworkConfig {
 	r.w.t.Helper()
-	nc, err := found(r.w.ctx, r.w.api, r.key(), new(v1alpha1.NetworkConfig))
+	nc, err := found(r.w.ctx, r.w.api(), r.key(), new(v1alpha1.NetworkConfig))
 	r.w.ok(err)
 	return nc
 }
 
 func (r *remote) endpoint() *v1alpha1.TunnelEndpoint {
 	r.w.t.Helper()
-	te, err := found(r.w.ctx, r.w.api, r.key(), new(v1alpha1.TunnelEndpoint))
+	te, err := found(r.w.ctx, r.w.api(), r.key(), new(v1alpha1.TunnelEndpoint))
 	r.w.ok(err)
 	return te
 }
@@ -362,17 +370,17 @@ func (r *remote) join() {
 	r.w.t.Helper()
 	nc := r.untilPublished()
 	controllerutil.AddFinalizer(nc, v1alpha1.FinalizerReplicator)
-	r.w.ok(r.w.api.Update(r.w.ctx, nc))
+	r.w.ok(r.w.api().Update(r.w.ctx, nc))
 	r.w.stub.say(r.cluster.ClusterID, replicated)
 	nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: "10.70.0.0/16", ExternalCIDRNAT: v1alpha1.None}
-	r.w.ok(r.w.api.Status().Update(r.w.ctx, nc))
+	r.w.ok(r.w.api().Status().Update(r.w.ctx, nc))
 	theirs := r.theirs()
 	r.w.create(theirs)
 	theirs.Status = v1alpha1.NetworkConfigStatus{
 		Processed: true, PodCIDRNAT: "10.246.0.0/18", ExternalCIDRNAT: v1alpha1.None,
 		Conditions: []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, LastTransitionTime: metav1.Now()}},
 	}
-	r.w.ok(r.w.api.Status().Update(r.w.ctx, theirs))
+	r.w.ok(r.w.api().Status().Update(r.w.ctx, theirs))
 	spec, problems := fabric.TunnelEndpointFor(nc, theirs, r.cluster)
 	if len(problems) > 0 {
 		r.w.t.Fatal(problems)
@@ -380,6 +388,6 @@ func (r *remote) join() {
 	te := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: r.ns, Name: r.key().Name}, Spec: spec}
 	r.w.create(te)
 	te.Status.Connection = v1alpha1.Connection{Status: v1alpha1.Connected, Latency: v1alpha1.ConnectionLatency{Value: "7ms"}}
-	r.w.ok(r.w.api.Status().Update(r.w.ctx, te))
+	r.w.ok(r.w.api().Status().Update(r.w.ctx, te))
 	r.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
 }

@@ -45,7 +45,7 @@ func (r *remote) foreign(peeringType, incoming, outgoing string) {
 	status := fc.Object["status"]
 	r.w.create(fc)
 	fc.Object["status"] = status
-	r.w.ok(r.w.api.Status().Update(r.w.ctx, fc))
+	r.w.ok(r.w.api().Status().Update(r.w.ctx, fc))
 	r.w.t.Cleanup(func() { r.w.drop(fc) })
 }
 
@@ -96,7 +96,7 @@ func TestForeignClustersAreServedLikePeerings(t *testing.T) {
 	}
 
 	fc := outgoing.foreignObject("OutOfBand", "None", "None")
-	w.ok(w.api.Status().Patch(w.ctx, fc, client.RawPatch(types.MergePatchType,
+	w.ok(w.api().Status().Patch(w.ctx, fc, client.RawPatch(types.MergePatchType,
 		[]byte(`{"status":{"peeringConditions":[{"type":"OutgoingPeering","status":"None"}]}}`))))
 	w.until("what was made goes when the peering ends", func() bool { return outgoing.original() == nil })
 

@@ -75,7 +75,7 @@ func TestNetworkConfigIsLiqosObject(t *testing.T) {
 	p := w.peer("b")
 	nc := p.untilPublished()
 	var service corev1.Service
-	w.ok(w.api.Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: "isthmus-gateway"}, &service))
+	w.ok(w.api().Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: "isthmus-gateway"}, &service))
 	if nc.Spec.PodCIDR != "10.244.0.0/16" || nc.Spec.EndpointIP != "192.0.2.1" || nc.Spec.RemoteCluster != p.cluster ||
 		netip.MustParsePrefix(nc.Spec.ExternalCIDR).Bits() != 16 || int32(atoi(nc.Spec.BackendConfig["port"])) != service.Spec.Ports[0].NodePort {
 		t.Errorf("spec is %+v", nc.Spec)
@@ -110,7 +110,7 @@ func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
 	}
 	edit := func(what, patch string) {
 		t.Helper()
-		w.ok(w.api.Patch(w.ctx, p.original(), client.RawPatch(types.MergePatchType, []byte(patch))))
+		w.ok(w.api().Patch(w.ctx, p.original(), client.RawPatch(types.MergePatchType, []byte(patch))))
 		w.until(what+" is put right", same)
 	}
 	edit("the endpoint", `{"spec":{"endpointIP":"203.0.113.66"}}`)
@@ -119,14 +119,14 @@ func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
 	edit("the labels of a copy", `{"metadata":{"labels":{"liqo.io/replicated":"true","liqo.io/originID":"x"}}}`)
 	edit("no owner", `{"metadata":{"ownerReferences":null}}`)
 
-	w.ok(w.api.Delete(w.ctx, p.original()))
+	w.ok(w.api().Delete(w.ctx, p.original()))
 	w.until("a deleted one is made anew", func() bool { nc := p.original(); return nc != nil && nc.UID != right.UID && same() })
 
 	second := p.original().DeepCopy()
 	second.ObjectMeta = metav1.ObjectMeta{Namespace: p.ns, Name: "aaa-first-in-the-alphabet", Labels: second.Labels}
 	w.create(second)
 	w.until("a second one is deleted", func() bool {
-		nc, err := found(w.ctx, w.api, client.ObjectKeyFromObject(second), new(v1alpha1.NetworkConfig))
+		nc, err := found(w.ctx, w.api(), client.ObjectKeyFromObject(second), new(v1alpha1.NetworkConfig))
 		w.ok(err)
 		return nc == nil
 	})
@@ -155,9 +155,9 @@ func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 				return s.EndpointIP == "vpn.example.org" && s.BackendConfig["port"] == "443"
 			}},
 	} {
-		w.ok(w.api.Get(w.ctx, name, &service))
+		w.ok(w.api().Get(w.ctx, name, &service))
 		start := time.Now()
-		w.ok(w.api.Patch(w.ctx, &service, client.RawPatch(types.MergePatchType, []byte(c.patch))))
+		w.ok(w.api().Patch(w.ctx, &service, client.RawPatch(types.MergePatchType, []byte(c.patch))))
 		for _, p := range peers {
 			w.until(c.what+" is published", func() bool { return c.done(p.original().Spec) })
 		}
@@ -166,16 +166,16 @@ func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 		}
 	}
 	var secret corev1.Secret
-	w.ok(w.api.Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: keySecret}, &secret))
+	w.ok(w.api().Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: keySecret}, &secret))
 	secret.Data["publicKey"] = []byte(anotherKey)
-	w.ok(w.api.Update(w.ctx, &secret))
+	w.ok(w.api().Update(w.ctx, &secret))
 	for _, p := range peers {
 		w.until("another key is published", func() bool { return p.original().Spec.BackendConfig["publicKey"] == anotherKey })
 	}
 
 	// An unusable key publishes nothing, and what was published stays.
 	secret.Data["publicKey"] = []byte("not base64")
-	w.ok(w.api.Update(w.ctx, &secret))
+	w.ok(w.api().Update(w.ctx, &secret))
 	w.until("the Peering says so", func() bool {
 		return strings.Contains(peers[0].message(isthmus.ConditionReady), "publicKey is not base64")
 	})
@@ -193,6 +193,6 @@ func TestPeerCannotSquatTheNameOfOurNetworkConfig(t *testing.T) {
 	w.create(p.peering)
 	w.until("the Peering names it", func() bool { return strings.Contains(p.message(isthmus.ConditionReady), "has the name of ours") })
 	w.always("it stays as it is", func() bool { return p.original().Labels[v1alpha1.LabelOriginID] == p.cluster.ClusterID })
-	w.ok(w.api.Delete(w.ctx, squatter))
+	w.ok(w.api().Delete(w.ctx, squatter))
 	w.until("ours comes when it is gone", func() bool { nc := p.original(); return nc != nil && metav1.IsControlledBy(nc, p.peering) })
 }

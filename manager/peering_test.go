@@ -18,11 +18,11 @@ import (
 
 func (r *remote) delete() {
 	r.w.t.Helper()
-	r.w.ok(r.w.api.Delete(r.w.ctx, r.peering))
+	r.w.ok(r.w.api().Delete(r.w.ctx, r.peering))
 }
 
 func (r *remote) gone() bool {
-	p, err := found(r.w.ctx, r.w.api, types.NamespacedName{Name: r.peering.Name}, new(isthmus.Peering))
+	p, err := found(r.w.ctx, r.w.api(), types.NamespacedName{Name: r.peering.Name}, new(isthmus.Peering))
 	r.w.ok(err)
 	return p == nil
 }
@@ -32,7 +32,7 @@ func (r *remote) copyGone() {
 	r.w.t.Helper()
 	nc := r.original()
 	controllerutil.RemoveFinalizer(nc, v1alpha1.FinalizerReplicator)
-	r.w.ok(r.w.api.Update(r.w.ctx, nc))
+	r.w.ok(r.w.api().Update(r.w.ctx, nc))
 }
 
 func TestPeeringTellsItsStoryStepByStep(t *testing.T) {
@@ -68,7 +68,7 @@ func TestPeeringTellsItsStoryStepByStep(t *testing.T) {
 	te := p.endpoint()
 	te.Status.Connection.Status = v1alpha1.ConnectionError
 	te.Status.Connection.StatusMessage = "No network connectivity towards remote cluster"
-	w.ok(w.api.Status().Update(w.ctx, te))
+	w.ok(w.api().Status().Update(w.ctx, te))
 	p.untilIs(isthmus.ConditionConnected, isthmus.ReasonLost)
 	p.untilIs(isthmus.ConditionReady, isthmus.ReasonNotReady)
 
@@ -124,7 +124,7 @@ func TestForcedUnpeeringWaitsForNobodyAndSaysWhatStays(t *testing.T) {
 		Identity: replication.Condition{Status: metav1.ConditionFalse, Reason: isthmus.ReasonUnreachable, Message: "https://b:6443 does not answer"}})
 	p.untilIs(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
 	force := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"`+isthmus.AnnotationForce+`":"true"}}}`))
-	w.ok(w.api.Patch(w.ctx, p.peering.DeepCopy(), force))
+	w.ok(w.api().Patch(w.ctx, p.peering.DeepCopy(), force))
 	w.always("without a deletion it means nothing", func() bool { return p.original().DeletionTimestamp.IsZero() })
 	p.delete()
 	w.until("the Peering is gone", p.gone)
@@ -157,9 +157,9 @@ func TestPeerThatWithdrawsIsToldFromOneThatNeverCame(t *testing.T) {
 	p.untilIs(isthmus.ConditionPeerConfig, isthmus.ReasonWaitingPeer)
 	p.join()
 	theirs := p.theirs()
-	w.ok(w.api.Delete(w.ctx, theirs))
+	w.ok(w.api().Delete(w.ctx, theirs))
 	p.untilIs(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
-	w.ok(w.api.Delete(w.ctx, p.endpoint())) // as the other half of the manager does
+	w.ok(w.api().Delete(w.ctx, p.endpoint())) // as the other half of the manager does
 	p.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
 	if !p.is(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew) {
 		t.Errorf("forgotten: %s", p.message(isthmus.ConditionPeerConfig))
@@ -217,7 +217,7 @@ func TestNothingIsWrittenAtRest(t *testing.T) {
 		var all []string
 		for _, p := range peers {
 			var peering isthmus.Peering
-			w.ok(w.api.Get(w.ctx, client.ObjectKeyFromObject(p.peering), &peering))
+			w.ok(w.api().Get(w.ctx, client.ObjectKeyFromObject(p.peering), &peering))
 			all = append(all, peering.ResourceVersion, p.original().ResourceVersion, p.endpoint().ResourceVersion)
 		}
 		return strings.Join(all, " ")
