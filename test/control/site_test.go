@@ -19,7 +19,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/go-logr/logr"
 	authenticationv1 "k8s.io/api/authentication/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -29,6 +31,7 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -44,6 +47,7 @@ var binary, kube string
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
+	ctrllog.SetLogger(logr.Discard())
 	dir, err := os.MkdirTemp("", "isthmus-control-")
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
@@ -75,7 +79,8 @@ type site struct {
 	kubeconfig string // of an administrator
 	dir        string
 	args       []string // of the manager, beyond the usual
-	health     string
+
+	health, metrics, ipam string // addresses of the manager
 
 	manager *exec.Cmd
 	ended   chan struct{}
@@ -197,18 +202,18 @@ func (s *site) startManager(args ...string) {
 func (s *site) restartManager() {
 	s.t.Helper()
 	identity := s.identity("isthmus-manager")
-	health, ipam := freePort(s.t), freePort(s.t)
+	s.health, s.metrics, s.ipam = freePort(s.t), freePort(s.t), freePort(s.t)
 	log, err := os.OpenFile(s.log(), os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o644)
 	if err != nil {
 		s.t.Fatal(err)
 	}
 	defer log.Close()
 	args := append([]string{"manager", "--kubeconfig", identity, "--namespace", installed, "--pod-cidr", s.podCIDR,
-		"--health-address", health, "--metrics-address", "0", "--ipam-address", ipam}, s.args...)
-	s.health = health
+		"--health-address", s.health, "--metrics-address", s.metrics, "--ipam-address", s.ipam}, s.args...)
 	s.manager = exec.Command(binary, args...)
 	s.manager.Stdout, s.manager.Stderr = log, log
 	s.manager.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
+	started := time.Now()
 	if err := s.manager.Start(); err != nil {
 		s.t.Fatal(err)
 	}
@@ -217,6 +222,14 @@ func (s *site) restartManager() {
 		_ = cmd.Wait()
 		close(ended)
 	}(s.manager, s.ended)
+	s.eventually("a manager of "+s.name+" that holds the Lease", func() (string, bool) {
+		lease := &coordinationv1.Lease{}
+		if err := s.client.Get(s.t.Context(), client.ObjectKey{Namespace: installed, Name: "isthmus-manager"}, lease); err != nil {
+			return err.Error(), false
+		}
+		renewed := lease.Spec.RenewTime
+		return fmt.Sprintf("%+v", lease.Spec), renewed != nil && renewed.After(started)
+	})
 }
 
 func (s *site) log() string { return filepath.Join(s.dir, "manager.log") }
@@ -307,7 +320,10 @@ func (s *site) peering(other *site) *isthmus.Peering {
 }
 
 // ready waits until the Peering with another cluster is Ready.
-func (s *site) ready(other *site) { s.t.Helper(); s.condition(other, isthmus.ConditionReady, metav1.ConditionTrue, "") }
+func (s *site) ready(other *site) {
+	s.t.Helper()
+	s.condition(other, isthmus.ConditionReady, metav1.ConditionTrue, "")
+}
 
 // condition waits until a condition of the Peering has the status and, unless empty, the reason.
 func (s *site) condition(other *site, kind string, status metav1.ConditionStatus, reason string) *metav1.Condition {
