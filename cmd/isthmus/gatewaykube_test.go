@@ -520,11 +520,14 @@ func TestGatewaysLiveFromAPIServers(t *testing.T) {
 			lease.Spec.HolderIdentity = &name
 			return a.client.Update(t.Context(), &lease)
 		})
+		a.within(2*time.Second, "the former one as a standby", func() error {
+			if text := a.ready(0); !strings.Contains(text, "standby for gateway-2") || !a1.running() {
+				return errors.New(text)
+			}
+			return nil
+		})
 		a.connected("b", a.Nodes[1].Addr.String())
 		marked(t, 1)
-		if text := a.ready(0); !strings.Contains(text, "standby for gateway-2") || !a1.running() {
-			t.Errorf("the former one: %q", text)
-		}
 		if _, err := a.Pods[1].Ping(t.Context(), podB); err != nil {
 			t.Error(err)
 		}

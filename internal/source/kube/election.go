@@ -50,8 +50,9 @@ type election struct {
 	leases   coordination.LeaseInterface
 	identity string
 	log      *slog.Logger
-	changed  signal // what holder returns
-	look     signal // something happened to the Lease
+	changed  signal        // what holder returns
+	look     signal        // something happened to the Lease
+	cached   func() string // its holder by the watch, which may be late
 
 	// Of run alone.
 	lease   *coordinationv1.Lease // as last read or written; nil: unknown, or there is none
@@ -64,7 +65,7 @@ type election struct {
 	away bool
 }
 
-func newElection(config *rest.Config, namespace, identity string, log *slog.Logger) (*election, error) {
+func newElection(config *rest.Config, namespace, identity string, cached func() string, log *slog.Logger) (*election, error) {
 	config = rest.CopyConfig(config)
 	config.Timeout = leaseTimeout
 	config.QPS, config.Burst = 5, 10 // of its own, so that no other request can delay it
@@ -72,7 +73,7 @@ func newElection(config *rest.Config, namespace, identity string, log *slog.Logg
 	if err != nil {
 		return nil, err
 	}
-	return &election{leases: leases.Leases(namespace), identity: identity, log: log, changed: newSignal(), look: newSignal()}, nil
+	return &election{leases: leases.Leases(namespace), identity: identity, cached: cached, log: log, changed: newSignal(), look: newSignal()}, nil
 }
 
 // run takes part until ctx ends.
@@ -86,7 +87,10 @@ func (e *election) run(ctx context.Context) {
 			case <-next:
 				waiting = false
 			case <-e.look:
-				waiting = e.active() // then it was this replica's own doing, or the next renewal will tell
+				if e.active() && e.cached() == e.identity {
+					continue // its own doing
+				}
+				e.lease, waiting = nil, false // read it
 			}
 		}
 	}

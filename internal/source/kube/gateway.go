@@ -109,7 +109,14 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	if err := g.prepare(ctx, &group); err != nil {
 		return nil // ctx has ended
 	}
-	e, err := newElection(g.o.Config, g.o.Namespace, g.o.Pod, g.log)
+	cached := func() string {
+		var lease coordinationv1.Lease
+		if g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: Lease}, &lease) != nil {
+			return ""
+		}
+		return holderOf(&lease)
+	}
+	e, err := newElection(g.o.Config, g.o.Namespace, g.o.Pod, cached, g.log)
 	if err != nil {
 		return err
 	}
