@@ -9,11 +9,11 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// diff returns the JSON merge patch that gives the object the wanted spec, or nil
-// if it has it. The patch is as long as the difference, and it names the version
-// of the object, so that it cannot undo what somebody else wrote.
-func diff(object *v1alpha1.IpamStorage, want v1alpha1.IpamStorageSpec) []byte {
-	have, spec := &object.Spec, make(map[string]any)
+// diff returns the JSON merge patch that gives an IpamStorage the wanted spec, or
+// nil if it has it. The patch is as long as the difference, and it names the
+// version of the object, so that it cannot undo what somebody else wrote.
+func diff(version string, have, want *v1alpha1.IpamStorageSpec) []byte {
+	spec := make(map[string]any)
 	set := func(field string, differs bool, value any) {
 		if differs {
 			spec[field] = value
@@ -33,7 +33,7 @@ func diff(object *v1alpha1.IpamStorage, want v1alpha1.IpamStorageSpec) []byte {
 	for ip, w := range want.EndpointMappings {
 		h, ok := have.EndpointMappings[ip]
 		switch {
-		case !ok || h.ExternalCIDROriginalIP != w.ExternalCIDROriginalIP && h.ClusterMappings == nil:
+		case !ok:
 			mappings[ip] = w
 			continue
 		case maps.Equal(h.ClusterMappings, w.ClusterMappings) && h.ExternalCIDROriginalIP == w.ExternalCIDROriginalIP:
@@ -56,7 +56,9 @@ func diff(object *v1alpha1.IpamStorage, want v1alpha1.IpamStorageSpec) []byte {
 		return nil
 	}
 	patch, err := json.Marshal(map[string]any{
-		"metadata": map[string]any{"resourceVersion": object.ResourceVersion},
+		// One empty entry strips managedFields. They would be longer than all the rest, cost the API server more than
+		// the write itself, and come back with every answer; the object has one writer.
+		"metadata": map[string]any{"resourceVersion": version, "managedFields": []any{map[string]any{}}},
 		"spec":     spec,
 	})
 	if err != nil {

@@ -40,9 +40,10 @@ type Store struct {
 
 	book atomic.Pointer[ipam.Book]
 
-	mu          sync.Mutex            // one update at a time
+	mu          sync.Mutex // one update at a time
 	loaded      bool
-	object      *v1alpha1.IpamStorage // as the server had it last; nil when there is none
+	object      *v1alpha1.IpamStorage // as it was read last; nil when there is none
+	synced      bool                  // object has what Book says, and its version is current, though its spec may not be
 	subscribers []chan event.GenericEvent
 }
 
@@ -81,7 +82,7 @@ func (s *Store) Load(ctx context.Context) error {
 			return fmt.Errorf("rebuild the IPAM's books: %w", err)
 		}
 	}
-	s.object = object
+	s.object, s.synced = object, false
 	if _, err = s.write(ctx, func(ipam.Book) (ipam.Book, error) { return book, nil }); err != nil {
 		return err
 	}
@@ -173,18 +174,25 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 		if err := s.client.Create(ctx, object); err != nil {
 			return fmt.Errorf("create IpamStorage: %w", err)
 		}
-		s.object = object
+		s.object, s.synced = object, true
 		return nil
 	}
-	patch := diff(s.object, book.Spec())
-	if patch == nil {
-		return nil
+	var have, want v1alpha1.IpamStorageSpec
+	if s.synced {
+		have, want = ipam.Delta(s.Book(), book)
+	} else {
+		have, want = s.object.Spec, book.Spec()
 	}
-	object := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: s.object.Name}}
-	if err := s.client.Patch(ctx, object, client.RawPatch(types.MergePatchType, patch)); err != nil {
-		return fmt.Errorf("patch IpamStorage %s: %w", s.object.Name, err)
+	if patch := diff(s.object.ResourceVersion, &have, &want); patch != nil {
+		// The answer without the spec: it would be as long as all peers together.
+		answer := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: s.object.Name}}
+		answer.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
+		if err := s.client.Patch(ctx, answer, client.RawPatch(types.MergePatchType, patch)); err != nil {
+			return fmt.Errorf("patch IpamStorage %s: %w", s.object.Name, err)
+		}
+		s.object.ObjectMeta = answer.ObjectMeta
 	}
-	s.object = object
+	s.synced = true
 	return nil
 }
 
@@ -194,10 +202,11 @@ func (s *Store) reread(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	was := s.object
-	s.object = object
+	before := s.Book()
+	known := s.synced // and so does the log
+	s.object, s.synced = object, false
 	if object == nil {
-		s.log.Warn("IpamStorage was deleted and is made again", "name", was.Name)
+		s.log.Warn("IpamStorage was deleted and is made again")
 		return nil
 	}
 	if blank(&object.Spec) {
@@ -209,13 +218,13 @@ func (s *Store) reread(ctx context.Context) error {
 		s.log.Error("IpamStorage was changed by someone else, makes no sense now and is written again as it was", "name", object.Name, "err", err)
 		return nil
 	}
-	if nodes := s.Book().Own().Nodes; len(nodes) > 0 { // which the object does not keep
+	if nodes := before.Own().Nodes; len(nodes) > 0 { // which the object does not keep
 		own := book.Own()
 		own.Nodes = nodes
 		book, _ = book.Configure(own)
 	}
-	if was != nil {
-		if change := diff(was, object.Spec); change != nil {
+	if was := before.Spec(); known {
+		if change := diff(object.ResourceVersion, &was, &object.Spec); change != nil {
 			s.log.Info("IpamStorage was changed by someone else", "name", object.Name, "change", string(change[:min(len(change), 1000)]))
 		}
 	}
@@ -251,7 +260,7 @@ func blank(spec *v1alpha1.IpamStorageSpec) bool {
 func (s *Store) publish(next ipam.Book) {
 	was := s.book.Swap(&next)
 	names := next.Changed(*was)
-	if !sameConfig(next.Own(), was.Own()) {
+	if !next.Own().Equal(was.Own()) {
 		names = []string{""}
 	}
 	if len(names) == 0 {
@@ -260,11 +269,6 @@ func (s *Store) publish(next ipam.Book) {
 	for _, ch := range s.subscribers {
 		send(ch, names)
 	}
-}
-
-func sameConfig(a, b ipam.Config) bool {
-	return a.PodCIDR == b.PodCIDR && a.ServiceCIDR == b.ServiceCIDR && a.ExternalCIDR == b.ExternalCIDR &&
-		slices.Equal(a.Pools, b.Pools) && slices.Equal(a.Reserved, b.Reserved) && slices.Equal(a.Nodes, b.Nodes)
 }
 
 // send never blocks: what nobody has received yet is taken back and joined with

@@ -1,0 +1,101 @@
+package ipamstore
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	corev1 "k8s.io/api/core/v1"
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// The API server of all tests of this package. The IpamStorage is one for the
+// whole cluster, so that tests do not run in parallel and begin with none.
+var (
+	testScheme = runtime.NewScheme()
+	testConfig *rest.Config
+	testClient client.Client
+)
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	ctrllog.SetLogger(logr.Discard())
+	code := 1
+	err := func() error {
+		for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, apiextensions.AddToScheme, v1alpha1.AddToScheme} {
+			if err := add(testScheme); err != nil {
+				return err
+			}
+		}
+		if testing.Short() {
+			code = m.Run()
+			return nil
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first time it is built
+		defer cancel()
+		server, err := kubetest.Start(ctx, kubetest.Options{Name: "ipamstore"})
+		if err != nil {
+			return err
+		}
+		defer server.Stop() //nolint:errcheck // nothing to do about it
+		if testConfig, err = clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig()); err != nil {
+			return err
+		}
+		testConfig.QPS = -1
+		if testClient, err = client.New(testConfig, client.Options{Scheme: testScheme}); err != nil {
+			return err
+		}
+		if err := applyCRDs(ctx); err != nil {
+			return err
+		}
+		code = m.Run()
+		return nil
+	}()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+	os.Exit(code)
+}
+
+func applyCRDs(ctx context.Context) error {
+	files, err := filepath.Glob("../../deploy/crds/net.liqo.io_*.yaml")
+	if err != nil || len(files) == 0 {
+		return fmt.Errorf("no CRDs (%w)", err)
+	}
+	for _, file := range files {
+		text, err := os.ReadFile(file)
+		if err != nil {
+			return err
+		}
+		var crd apiextensions.CustomResourceDefinition
+		if err := yaml.UnmarshalStrict(text, &crd); err != nil {
+			return fmt.Errorf("%s: %w", file, err)
+		}
+		if err := testClient.Create(ctx, &crd); err != nil {
+			return err
+		}
+	}
+	for _, list := range []client.ObjectList{&v1alpha1.IpamStorageList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.NatMappingList{}} {
+		for testClient.List(ctx, list) != nil {
+			if ctx.Err() != nil {
+				return ctx.Err()
+			}
+			time.Sleep(20 * time.Millisecond)
+		}
+	}
+	return nil
+}

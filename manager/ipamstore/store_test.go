@@ -1,0 +1,709 @@
+package ipamstore
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"maps"
+	"net/http"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+func pfx(s string) netip.Prefix { return netip.MustParsePrefix(s) }
+
+var ours = ipam.Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), Nodes: []netip.Addr{netip.MustParseAddr("10.240.0.9")}}
+
+func claim(id, pod, external string) ipam.Claim {
+	return ipam.Claim{ID: id, Pod: pfx(pod), External: pfx(external)}
+}
+
+// A harness is a Store with what it says and sends.
+type harness struct {
+	*Store
+	t        *testing.T
+	mu       sync.Mutex
+	log      bytes.Buffer
+	requests []string // methods
+	sizes    []int    // of their bodies
+	answers  []int64  // lengths of the bodies of the answers
+}
+
+type roundTripper func(*http.Request) (*http.Response, error)
+
+func (f roundTripper) RoundTrip(r *http.Request) (*http.Response, error) { return f(r) }
+
+func (h *harness) Write(p []byte) (int, error) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.log.Write(p)
+}
+
+func (h *harness) said() string {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	return h.log.String()
+}
+
+// sent returns the methods since the last call, and the sizes of their bodies.
+func (h *harness) sent() ([]string, []int, []int64) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	methods, sizes, answers := h.requests, h.sizes, h.answers
+	h.requests, h.sizes, h.answers = nil, nil, nil
+	return methods, sizes, answers
+}
+
+// newStore is like another process.
+func newStore(t *testing.T) *harness {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
+	h := &harness{t: t}
+	config := rest.CopyConfig(testConfig)
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper {
+		return roundTripper(func(r *http.Request) (*http.Response, error) {
+			size := 0
+			if r.Body != nil {
+				body, err := io.ReadAll(r.Body)
+				if err != nil {
+					return nil, err
+				}
+				size, r.Body = len(body), io.NopCloser(bytes.NewReader(body))
+			}
+			answer, err := next.RoundTrip(r)
+			var length int64
+			if err == nil {
+				body, err := io.ReadAll(answer.Body)
+				if err != nil {
+					return nil, err
+				}
+				answer.Body.Close()
+				length, answer.Body = int64(len(body)), io.NopCloser(bytes.NewReader(body))
+			}
+			if strings.Contains(r.URL.Path, "/ipamstorages") {
+				h.mu.Lock()
+				defer h.mu.Unlock()
+				h.requests, h.sizes, h.answers = append(h.requests, r.Method), append(h.sizes, size), append(h.answers, length)
+			}
+			return answer, err
+		})
+	})
+	c, err := client.New(config, client.Options{Scheme: testScheme})
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.Store = New(c, c, slog.New(slog.NewTextHandler(h, nil)))
+	return h
+}
+
+func loaded(t *testing.T) *harness {
+	t.Helper()
+	h := newStore(t)
+	if err := h.Load(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	return h
+}
+
+// fresh is a Store in a cluster that had none.
+func fresh(t *testing.T) *harness {
+	t.Helper()
+	h := newStore(t)
+	clean := func(ctx context.Context) {
+		for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &v1alpha1.NatMapping{}} {
+			if err := testClient.DeleteAllOf(ctx, kind); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	clean(t.Context())
+	t.Cleanup(func() { clean(context.Background()) })
+	if err := h.Load(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	h.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
+	return h
+}
+
+func (h *harness) update(f func(ipam.Book) ipam.Book) ipam.Book {
+	h.t.Helper()
+	b, err := h.Update(h.t.Context(), func(b ipam.Book) (ipam.Book, error) { return f(b), nil })
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return b
+}
+
+func (h *harness) grant(c ipam.Claim) (g ipam.Grant) {
+	h.t.Helper()
+	_, err := h.Update(h.t.Context(), func(b ipam.Book) (next ipam.Book, err error) {
+		next, g, err = b.Grant(c)
+		return next, err
+	})
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return g
+}
+
+func (h *harness) answered(id, pod, external string) {
+	h.t.Helper()
+	h.update(func(b ipam.Book) ipam.Book { return b.Answered(id, pfx(pod), pfx(external)) })
+}
+
+func (h *harness) mapEndpoint(id, ip string) (seen netip.Addr) {
+	h.t.Helper()
+	_, err := h.Update(h.t.Context(), func(b ipam.Book) (next ipam.Book, err error) {
+		next, seen, err = b.MapEndpoint(id, netip.MustParseAddr(ip))
+		return next, err
+	})
+	if err != nil {
+		h.t.Fatal(err)
+	}
+	return seen
+}
+
+// object is the one IpamStorage there is.
+func object(t *testing.T) *v1alpha1.IpamStorage {
+	t.Helper()
+	var list v1alpha1.IpamStorageList
+	if err := testClient.List(t.Context(), &list); err != nil || len(list.Items) != 1 {
+		t.Fatalf("%d IpamStorages, %v", len(list.Items), err)
+	}
+	return &list.Items[0]
+}
+
+// agree checks that the object says what the Book says.
+func (h *harness) agree() *v1alpha1.IpamStorage {
+	h.t.Helper()
+	o := object(h.t)
+	if got, want := o.Spec, h.Book().Spec(); !reflect.DeepEqual(got, want) {
+		h.t.Errorf("the object says\n%+v\nthe Book\n%+v", got, want)
+	}
+	return o
+}
+
+func edit(t *testing.T, change func(*v1alpha1.IpamStorage)) {
+	t.Helper()
+	o := object(t)
+	change(o)
+	if err := testClient.Update(t.Context(), o); err != nil {
+		t.Fatal(err)
+	}
+}
+
+func TestTheObjectIsLiqosAndReadable(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("bbbbbbbb-2222", "10.244.0.0/16", "10.245.0.0/16"))
+	h.answered("bbbbbbbb-2222", "10.246.0.0/16", "10.247.0.0/16")
+	h.mapEndpoint("bbbbbbbb-2222", "198.51.100.7")
+	o := h.agree()
+	if !strings.HasPrefix(o.Name, "ipamstorage-") || o.Labels["net.liqo.io/ipamstorage"] != "true" {
+		t.Errorf("name %s, labels %v", o.Name, o.Labels)
+	}
+	text, err := yaml.Marshal(o.Spec)
+	if err != nil || len(o.Spec.Prefixes) > 0 {
+		t.Error(err, o.Spec.Prefixes)
+	}
+	t.Logf("\n%s", text)
+}
+
+func TestARestartFindsEverythingAndWritesNothing(t *testing.T) {
+	h := fresh(t)
+	g := h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
+	h.mapEndpoint("b", "198.51.100.7")
+	before := h.agree()
+
+	again := loaded(t)
+	if got := again.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")); got != g {
+		t.Errorf("another network: %v, was %v", got, g)
+	}
+	again.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
+	if got := again.mapEndpoint("b", "198.51.100.7"); got != netip.MustParseAddr("10.247.0.2") {
+		t.Errorf("another address: %v", got)
+	}
+	if err := again.Refresh(t.Context()); err != nil {
+		t.Error(err)
+	}
+	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET", "GET"}) {
+		t.Errorf("a restart sends %v", methods)
+	}
+	if after := again.agree(); after.ResourceVersion != before.ResourceVersion {
+		t.Error("a restart writes")
+	}
+}
+
+func TestAnUpdateIsOneSmallPatchHoweverManyPeersThereAre(t *testing.T) {
+	h := fresh(t)
+	h.update(func(b ipam.Book) ipam.Book {
+		for i := range 500 {
+			b, _, _ = b.Grant(claim(fmt.Sprint("peer-", i), "10.244.0.0/20", "10.245.0.0/20"))
+			b = b.Answered(fmt.Sprint("peer-", i), ours.PodCIDR, b.Own().ExternalCIDR)
+		}
+		return b
+	})
+	h.sent()
+	for name, f := range map[string]func(ipam.Book) (ipam.Book, error){
+		"a grant": func(b ipam.Book) (ipam.Book, error) {
+			b, _, err := b.Grant(claim("one-more", "10.244.0.0/20", "10.245.0.0/20"))
+			return b, err
+		},
+		"a release": func(b ipam.Book) (ipam.Book, error) { return b.Release("peer-77"), nil },
+		"an answer": func(b ipam.Book) (ipam.Book, error) {
+			return b.Answered("peer-78", pfx("10.1.0.0/16"), pfx("10.2.0.0/16")), nil
+		},
+		"an endpoint": func(b ipam.Book) (ipam.Book, error) {
+			b, _, err := b.MapEndpoint("peer-79", netip.MustParseAddr("198.51.100.7"))
+			return b, err
+		},
+	} {
+		if _, err := h.Update(t.Context(), f); err != nil {
+			t.Fatal(err)
+		}
+		methods, sizes, answers := h.sent()
+		if !slices.Equal(methods, []string{"PATCH"}) || sizes[0] > 450 || answers[0] > 2000 {
+			t.Errorf("%s: %v with %v bytes, answered by %v", name, methods, sizes, answers)
+		}
+		t.Logf("%s: %v bytes, answered by %v", name, sizes, answers)
+	}
+	h.agree()
+	h.sent()
+	h.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
+	h.update(func(b ipam.Book) ipam.Book { return b.Release("nobody") })
+	if methods, _, _ := h.sent(); len(methods) > 0 {
+		t.Errorf("nothing changed, but %v", methods)
+	}
+}
+
+func TestAnErrorWritesNothing(t *testing.T) {
+	h := fresh(t)
+	h.sent()
+	want := errors.New("no")
+	before := h.Book()
+	got, err := h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) { return b.Release("b"), want })
+	if err != want || len(got.Changed(before)) > 0 || len(h.Book().Changed(before)) > 0 { //nolint:errorlint // it has to be that very error
+		t.Errorf("got %v", err)
+	}
+	if methods, _, _ := h.sent(); len(methods) > 0 {
+		t.Errorf("sent %v", methods)
+	}
+	if _, err := newStore(t).Update(t.Context(), nil); !errors.Is(err, ErrNotLoaded) {
+		t.Errorf("before Load: %v", err)
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if _, err := h.Update(ctx, func(b ipam.Book) (ipam.Book, error) { return b.Answered("b", ours.PodCIDR, b.Own().ExternalCIDR), nil }); err == nil {
+		t.Error("a write that was never made is taken for done")
+	}
+	if len(h.Book().Peers()) > 0 {
+		t.Error("the Book has what the object does not")
+	}
+}
+
+func TestTwoStoresNeverLoseAnUpdateNorGiveOutTheSame(t *testing.T) {
+	a := fresh(t)
+	b := loaded(t)
+	const each = 25
+	var wg sync.WaitGroup
+	for i, h := range []*harness{a, b, a, b} {
+		wg.Go(func() {
+			for j := range each {
+				id := fmt.Sprintf("peer-%d-%d", i, j)
+				_, err := h.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) {
+					b, _, err := b.Grant(claim(id, "10.244.0.0/20", "10.245.0.0/24"))
+					if err != nil {
+						return b, err
+					}
+					b, _, err = b.Answered(id, ours.PodCIDR, b.Own().ExternalCIDR).MapEndpoint(id, netip.AddrFrom4([4]byte{198, 18, byte(i), byte(j)}))
+					return b, err
+				})
+				if err != nil {
+					t.Error(err)
+				}
+			}
+		})
+	}
+	wg.Wait()
+	o := object(t)
+	if n := len(o.Spec.ClusterSubnets); n != 4*each {
+		t.Errorf("%d peers, want %d", n, 4*each)
+	}
+	if n := len(o.Spec.EndpointMappings); n != 4*each+1 {
+		t.Errorf("%d endpoints, want %d", n, 4*each+1)
+	}
+	if _, err := ipam.Read(&o.Spec); err != nil { // it refuses overlaps and addresses used twice
+		t.Error(err)
+	}
+	for _, h := range []*harness{a, b} {
+		if err := h.Refresh(t.Context()); err != nil {
+			t.Error(err)
+		}
+		h.agree()
+		if nodes := h.Book().Own().Nodes; h == a && !slices.Equal(nodes, ours.Nodes) {
+			t.Errorf("the nodes were forgotten: %v", nodes)
+		}
+	}
+}
+
+func TestEditsByHand(t *testing.T) {
+	subnets := func(s *v1alpha1.IpamStorageSpec, f func(*v1alpha1.Subnets)) {
+		v := s.ClusterSubnets["b"]
+		f(&v)
+		s.ClusterSubnets["b"] = v
+	}
+	for _, tc := range []struct {
+		name   string
+		edit   func(*v1alpha1.IpamStorageSpec)
+		said   string
+		pod    string // of peer b afterwards, empty: none
+		mapped bool
+	}{
+		{"a deleted entry is believed", func(s *v1alpha1.IpamStorageSpec) {
+			delete(s.ClusterSubnets, "b")
+			delete(s.EndpointMappings, "198.51.100.7")
+		}, `changed by someone else`, "", false},
+		{"another network is believed", func(s *v1alpha1.IpamStorageSpec) {
+			subnets(s, func(v *v1alpha1.Subnets) { v.RemotePodCIDR = "10.66.0.0/16" })
+		}, `10.66.0.0/16`, "10.66.0.0/16", true},
+		{"an overlap is not", func(s *v1alpha1.IpamStorageSpec) {
+			subnets(s, func(v *v1alpha1.Subnets) { v.RemotePodCIDR = "10.247.4.0/24" })
+		}, `spec.clusterSubnets[`, "10.246.0.0/16", true},
+		{"half an entry is not", func(s *v1alpha1.IpamStorageSpec) {
+			subnets(s, func(v *v1alpha1.Subnets) { *v = v1alpha1.Subnets{RemotePodCIDR: "10.247.4.0/24"} })
+		}, `remoteExternalCIDR`, "10.246.0.0/16", true},
+		{"an endpoint of nobody is not", func(s *v1alpha1.IpamStorageSpec) {
+			s.EndpointMappings["198.51.100.7"].ClusterMappings["who"] = v1alpha1.ClusterMapping{ExternalCIDRNattedIP: "10.1.1.1"}
+		},
+			`clusterMappings[`, "10.246.0.0/16", true},
+		{"an emptied object is filled", func(s *v1alpha1.IpamStorageSpec) {
+			*s = ipam.Book{}.Spec()
+		}, `was emptied`, "10.246.0.0/16", true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			h := fresh(t)
+			h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+			h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
+			h.mapEndpoint("b", "198.51.100.7")
+			edit(t, func(o *v1alpha1.IpamStorage) { tc.edit(&o.Spec) })
+			h.grant(claim("c", "10.50.0.0/16", "10.51.0.0/16")) // meets the edit as a conflict
+			g, _ := h.Book().GrantOf("b")
+			if got := g.Pod; tc.pod == "" && got.IsValid() || tc.pod != "" && got != pfx(tc.pod) {
+				t.Errorf("b has %v, want %q", got, tc.pod)
+			}
+			if _, mapped := h.Book().Spec().EndpointMappings["198.51.100.7"]; mapped != tc.mapped {
+				t.Errorf("endpoint mapped: %v", mapped)
+			}
+			if !strings.Contains(h.said(), tc.said) {
+				t.Errorf("log: %s", h.said())
+			}
+			h.agree()
+		})
+	}
+}
+
+func TestADeletedObjectIsMadeAgainFromMemory(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	for _, notice := range []func(){
+		func() { h.grant(claim("c", "10.50.0.0/16", "10.51.0.0/16")) },
+		func() {
+			if err := h.Refresh(t.Context()); err != nil {
+				t.Error(err)
+			}
+		},
+	} {
+		if err := testClient.Delete(t.Context(), object(t)); err != nil {
+			t.Fatal(err)
+		}
+		notice()
+		if got := slices.Sorted(maps.Keys(h.agree().Spec.ClusterSubnets)); !slices.Equal(got, []string{"b", "c"}) {
+			t.Errorf("peers %v", got)
+		}
+	}
+}
+
+func TestOfSeveralObjectsTheOldestCounts(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	other := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "a-younger-one", UID: "", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}}}
+	other.Spec = ipam.Book{}.Spec()
+	if err := testClient.Create(t.Context(), other); err != nil {
+		t.Fatal(err)
+	}
+	again := newStore(t)
+	first, err := again.find(t.Context())
+	if err != nil || !strings.Contains(again.said(), "more than one IpamStorage") {
+		t.Errorf("%v, log: %s", err, again.said())
+	}
+	if first.CreationTimestamp.After(other.CreationTimestamp.Time) {
+		t.Errorf("took %s of %v rather than %s of %v", first.Name, first.CreationTimestamp, other.Name, other.CreationTimestamp)
+	}
+}
+
+func TestLostBooksAreRebuiltFromWhatWasMadeOfThem(t *testing.T) {
+	h := fresh(t)
+	for i, id := range []string{"b-0001", "c-0002"} {
+		h.grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
+		h.answered(id, fmt.Sprintf("10.%d.0.0/16", 70+i), fmt.Sprintf("10.%d.0.0/16", 80+i))
+	}
+	h.grant(claim("d-0003", "100.64.0.0/18", "192.0.2.0/24"))
+	h.mapEndpoint("b-0001", "198.51.100.1")
+	h.mapEndpoint("b-0001", "198.51.100.2")
+	h.mapEndpoint("c-0002", "198.51.100.2")
+	h.update(func(b ipam.Book) ipam.Book { return b.UnmapEndpoint("b-0001", netip.MustParseAddr("198.51.100.1")) })
+	want := h.agree().Spec
+
+	for _, id := range []string{"b-0001", "c-0002", "d-0003"} {
+		makeTraces(t, h.Book(), id)
+	}
+	// A peer that claims the network of another one in its own namespace, and
+	// what it writes about a cluster that it is not.
+	evil := namespace(t, "evil-0004")
+	create(t, networkConfig(evil, "evil-0004", "evil-0004", "10.244.0.0/16", "10.246.0.0/16"))
+	create(t, networkConfig(evil, "b-0001", "b-0001", "10.244.0.0/16", "10.66.0.0/16"))
+	create(t, networkConfig(namespace(t, ""), "nobody", "nobody", "10.244.0.0/16", "10.67.0.0/16"))
+
+	for _, lose := range []func(*v1alpha1.IpamStorage){
+		func(o *v1alpha1.IpamStorage) { o.Spec = ipam.Book{}.Spec() },
+		func(o *v1alpha1.IpamStorage) {
+			o.Spec.ClusterSubnets["b-0001"] = v1alpha1.Subnets{RemotePodCIDR: "10.0.0.0/7"}
+		},
+		nil,
+	} {
+		if lose == nil {
+			if err := testClient.Delete(t.Context(), object(t)); err != nil {
+				t.Fatal(err)
+			}
+		} else {
+			edit(t, lose)
+		}
+		again := loaded(t)
+		again.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
+		if got := again.agree().Spec; !reflect.DeepEqual(got, want) {
+			t.Errorf("rebuilt\n%+v\nwant\n%+v\nlog: %s", got, want, again.said())
+		}
+		if !strings.Contains(again.said(), "evil-0004") {
+			t.Errorf("log: %s", again.said())
+		}
+	}
+}
+
+// makeTraces makes the objects that follow from the Book for one peer: for d, who
+// has not answered, the copy alone.
+func makeTraces(t *testing.T, b ipam.Book, id string) {
+	t.Helper()
+	ns := namespace(t, id)
+	g, _ := b.GrantOf(id)
+	s, own := b.Spec().ClusterSubnets[id], b.Own()
+	backend := v1alpha1.BackendConfig{"publicKey": strings.Repeat("B", 42) + "A=", "port": "5871"}
+	nm, answered := b.NatMapping(id)
+	if answered && id == "b-0001" {
+		create(t, &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: ns, Name: id}, Spec: v1alpha1.TunnelEndpointSpec{
+			ClusterIdentity: v1alpha1.ClusterIdentity{ClusterID: id, ClusterName: id},
+			LocalPodCIDR:    own.PodCIDR.String(), LocalNATPodCIDR: s.LocalNATPodCIDR,
+			LocalExternalCIDR: own.ExternalCIDR.String(), LocalNATExternalCIDR: s.LocalNATExternalCIDR,
+			RemotePodCIDR: "10.244.0.0/16", RemoteNATPodCIDR: g.Pod.String(),
+			RemoteExternalCIDR: "10.245.0.0/16", RemoteNATExternalCIDR: g.External.String(),
+			EndpointIP: "203.0.113.1", BackendType: "wireguard", BackendConfig: backend,
+		}})
+	} else {
+		copied := networkConfig(ns, "copy", id, "10.244.0.0/16", g.Pod.String())
+		copied.Status.ExternalCIDRNAT = g.External.String()
+		if id == "d-0003" {
+			copied.Spec.PodCIDR, copied.Spec.ExternalCIDR = g.Pod.String(), g.External.String()
+			copied.Status.PodCIDRNAT, copied.Status.ExternalCIDRNAT = v1alpha1.None, v1alpha1.None
+		}
+		create(t, copied)
+		if answered {
+			original := networkConfig(ns, "original", "", own.PodCIDR.String(), s.LocalNATPodCIDR)
+			original.Labels = map[string]string{v1alpha1.LabelReplication: "true", v1alpha1.LabelRemoteID: id}
+			original.Spec.RemoteCluster.ClusterID, original.Status.ExternalCIDRNAT = id, s.LocalNATExternalCIDR
+			create(t, original)
+		}
+	}
+	if answered {
+		create(t, &v1alpha1.NatMapping{ObjectMeta: metav1.ObjectMeta{Name: id}, Spec: nm})
+	}
+}
+
+// networkConfig is the copy of a peer's, answered with a network for its pods.
+func networkConfig(ns, name, origin, pod, podNAT string) *v1alpha1.NetworkConfig {
+	return &v1alpha1.NetworkConfig{
+		ObjectMeta: metav1.ObjectMeta{Namespace: ns, Name: name, Labels: map[string]string{v1alpha1.LabelReplication: "false", v1alpha1.LabelOriginID: origin}},
+		Spec: v1alpha1.NetworkConfigSpec{
+			RemoteCluster: v1alpha1.ClusterIdentity{ClusterID: "ours", ClusterName: "ours"}, PodCIDR: pod, ExternalCIDR: "10.245.0.0/16",
+			EndpointIP: "203.0.113.2", BackendType: "wireguard", BackendConfig: v1alpha1.BackendConfig{"publicKey": strings.Repeat("B", 42) + "A=", "port": "5871"},
+		},
+		Status: v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: podNAT, ExternalCIDRNAT: "10.68.0.0/16"},
+	}
+}
+
+var namespaces int
+
+// namespace makes the tenant namespace of a peer; of nobody if id is empty. It is
+// emptied in the end, since nothing here deletes namespaces.
+func namespace(t *testing.T, id string) string {
+	t.Helper()
+	namespaces++
+	ns := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprint("liqo-tenant-", namespaces)}}
+	if id != "" {
+		ns.Labels = map[string]string{v1alpha1.LabelTenantClusterID: id, v1alpha1.LabelTenantNamespace: "true"}
+	}
+	create(t, ns)
+	t.Cleanup(func() {
+		for _, kind := range []client.Object{&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}} {
+			if err := testClient.DeleteAllOf(context.Background(), kind, client.InNamespace(ns.Name)); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+	return ns.Name
+}
+
+// create makes the object, with its status.
+func create(t *testing.T, o client.Object) {
+	t.Helper()
+	wanted := o.DeepCopyObject().(client.Object)
+	if err := testClient.Create(t.Context(), o); err != nil {
+		t.Fatal(err)
+	}
+	if nc, ok := wanted.(*v1alpha1.NetworkConfig); ok {
+		nc.ResourceVersion = o.GetResourceVersion()
+		if err := testClient.Status().Update(t.Context(), nc); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+func TestSubscribersHearWhoChangedAndNeverHoldUpAnybody(t *testing.T) {
+	h := fresh(t)
+	lazy, lively := h.Subscribe(), h.Subscribe()
+	names := func(ch <-chan event.GenericEvent) (all []string) {
+		for {
+			select {
+			case e := <-ch:
+				all = append(all, e.Object.GetName())
+			default:
+				return all
+			}
+		}
+	}
+	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	if got := names(lively); !slices.Equal(got, []string{"b"}) {
+		t.Errorf("heard %v", got)
+	}
+	h.grant(claim("c", "10.244.0.0/16", "10.245.0.0/16"))
+	h.answered("b", "10.70.0.0/16", "10.71.0.0/16")
+	if got := names(lively); !slices.Equal(got, []string{"b", "c"}) {
+		t.Errorf("heard %v", got)
+	}
+	if got := names(lazy); !slices.Equal(got, []string{"b", "c"}) {
+		t.Errorf("one who slept heard %v", got)
+	}
+	c := ours
+	c.Reserved = []netip.Prefix{pfx("10.9.0.0/16")}
+	h.answered("b", "10.72.0.0/16", "10.71.0.0/16")
+	h.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(c); return b })
+	if got := names(lively); !slices.Equal(got, []string{""}) {
+		t.Errorf("our own networks changed, heard %v", got)
+	}
+}
+
+// Every patch is what its name says: applied as RFC 7386 demands, it makes one
+// spec the other.
+func TestAPatchMakesOneSpecTheOther(t *testing.T) {
+	base, _ := ipam.Book{}.Configure(ours)
+	join := func(b ipam.Book, ids ...string) ipam.Book {
+		for _, id := range ids {
+			b, _, _ = b.Grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
+			b = b.Answered(id, pfx("10.7.0.0/16"), pfx("10.8.0.0/16"))
+			b, _, _ = b.MapEndpoint(id, netip.MustParseAddr("198.51.100.1"))
+			b, _, _ = b.MapEndpoint(id, netip.AddrFrom4([4]byte{198, 51, 100, id[0]}))
+		}
+		return b
+	}
+	other, _ := join(base, "b").Configure(ipam.Config{PodCIDR: pfx("10.200.0.0/18"), ExternalCIDR: pfx("172.20.0.0/16")})
+	books := map[string]ipam.Book{"zero": {}, "base": base, "b": join(base, "b"), "bc": join(base, "b", "c"), "bcd": join(base, "b", "c", "d"),
+		"cd": join(base, "b", "c", "d").Release("b"), "other": other,
+		"unmapped": join(base, "b", "c").UnmapEndpoint("b", netip.MustParseAddr("198.51.100.1"))}
+	for from, a := range books {
+		for to, b := range books {
+			whole, want := a.Spec(), b.Spec()
+			have, part := ipam.Delta(a, b)
+			for name, patch := range map[string][]byte{"whole": diff("1", &whole, &want), "delta": diff("1", &have, &part)} {
+				if (patch == nil) != reflect.DeepEqual(whole, want) {
+					t.Errorf("%s of %s to %s: %s", name, from, to, patch)
+				}
+				var got v1alpha1.IpamStorage
+				merged, err := json.Marshal(merge(tree(t, v1alpha1.IpamStorage{Spec: whole}), tree(t, json.RawMessage(cmpOr(patch, []byte("{}"))))))
+				if err == nil {
+					err = json.Unmarshal(merged, &got)
+				}
+				if err != nil || !reflect.DeepEqual(got.Spec, want) {
+					t.Errorf("%s of %s to %s: %v\n%s\n got %+v\nwant %+v", name, from, to, err, patch, got.Spec, want)
+				}
+			}
+		}
+	}
+}
+
+func cmpOr(a, b []byte) []byte {
+	if a == nil {
+		return b
+	}
+	return a
+}
+
+func tree(t *testing.T, v any) (out any) {
+	t.Helper()
+	text, err := json.Marshal(v)
+	if err == nil {
+		err = json.Unmarshal(text, &out)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return out
+}
+
+// merge is the algorithm of RFC 7386, section 2.
+func merge(target, patch any) any {
+	p, ok := patch.(map[string]any)
+	if !ok {
+		return patch
+	}
+	m, ok := target.(map[string]any)
+	if !ok {
+		m = make(map[string]any)
+	}
+	for k, v := range p {
+		if v == nil {
+			delete(m, k)
+		} else {
+			m[k] = merge(m[k], v)
+		}
+	}
+	return m
+}
