@@ -18,8 +18,8 @@ import (
 // A script is an API server for follow, in the time of a synctest bubble.
 type script struct {
 	lists, watches int
-	version        string // of the last watch
-	down           error
+	version        string    // of the last watch
+	away           time.Time // until then it does not answer
 	more           bool
 	watching       func(ctx context.Context, w *watch.FakeWatcher, o metav1.ListOptions)
 }
@@ -32,13 +32,13 @@ func (s *script) feed() feed {
 			if s.more {
 				list.Continue = "more"
 			}
-			return nil, list, s.down
+			return nil, list, s.down()
 		},
 		watch: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
 			s.watches++
 			s.version = o.ResourceVersion
-			if s.down != nil {
-				return nil, s.down
+			if err := s.down(); err != nil {
+				return nil, err
 			}
 			w := watch.NewFakeWithOptions(watch.FakeOptions{})
 			go func() {
@@ -50,6 +50,13 @@ func (s *script) feed() feed {
 	}
 }
 
+func (s *script) down() error {
+	if time.Now().Before(s.away) {
+		return errors.New("away")
+	}
+	return nil
+}
+
 // untilEnd is a watch without events, which the server ends in time.
 func untilEnd(ctx context.Context, _ *watch.FakeWatcher, o metav1.ListOptions) {
 	select {
@@ -59,7 +66,7 @@ func untilEnd(ctx context.Context, _ *watch.FakeWatcher, o metav1.ListOptions) {
 }
 
 // during lets follow run for a time and returns what it emitted.
-func (s *script) during(t *testing.T, d time.Duration, meanwhile func()) (all []change) {
+func (s *script) during(t *testing.T, d time.Duration) (all []change) {
 	t.Helper()
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan struct{})
@@ -67,9 +74,6 @@ func (s *script) during(t *testing.T, d time.Duration, meanwhile func()) (all []
 		defer close(done)
 		usual.follow(ctx, s.feed(), &backoff{}, func(c change) { all = append(all, c) })
 	}()
-	if meanwhile != nil {
-		meanwhile()
-	}
 	time.Sleep(d)
 	cancel()
 	<-done
@@ -79,7 +83,7 @@ func (s *script) during(t *testing.T, d time.Duration, meanwhile func()) (all []
 func TestFollowAtRestIsTwoWatchesAMinuteAndOneList(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: untilEnd}
-		all := s.during(t, time.Hour, nil)
+		all := s.during(t, time.Hour)
 		if s.lists != 1 || s.watches < 80 || s.watches > 110 || len(all) != 1 {
 			t.Errorf("%d lists, %d watches, %d changes in an hour", s.lists, s.watches, len(all))
 		}
@@ -88,19 +92,15 @@ func TestFollowAtRestIsTwoWatchesAMinuteAndOneList(t *testing.T) {
 
 func TestFollowTriesAPeerThatIsAwayTwiceAMinuteForEver(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
-		s := &script{watching: untilEnd, down: errors.New("away")}
-		s.during(t, time.Hour, nil)
+		s := &script{watching: untilEnd, away: time.Now().Add(time.Hour)}
+		s.during(t, time.Hour)
 		if s.lists < 120 || s.lists > 260 || s.watches > 0 {
 			t.Errorf("%d lists, %d watches in an hour", s.lists, s.watches)
 		}
-		s = &script{watching: untilEnd, down: errors.New("away")}
-		var back time.Time
-		all := s.during(t, time.Minute, func() {
-			time.Sleep(time.Hour)
-			s.down, back = nil, time.Now()
-		})
+		s = &script{watching: untilEnd, away: time.Now().Add(time.Hour)}
+		all := s.during(t, time.Hour+31*time.Second)
 		if last := all[len(all)-1]; last.err != nil || !last.full {
-			t.Errorf("a minute after %v: %+v", back, last)
+			t.Errorf("half a minute after it is back: %+v", last)
 		}
 	})
 }
@@ -129,7 +129,7 @@ func TestFollowGoesOnFromBookmarksAndListsAgainWhenTheyAreTooOld(t *testing.T) {
 				t.Errorf("watch %d began at %s, want %s", s.watches, s.version, want)
 			}
 		}
-		all := s.during(t, 4*time.Minute, nil)
+		all := s.during(t, 4*time.Minute)
 		if s.lists != 2 || len(all) != 4 || !all[0].full || all[1].gone || !all[2].gone || !all[3].full {
 			t.Errorf("%d lists, changes %+v", s.lists, all)
 		}
@@ -139,12 +139,12 @@ func TestFollowGoesOnFromBookmarksAndListsAgainWhenTheyAreTooOld(t *testing.T) {
 func TestFollowIsNotHurriedByAServerThatEndsEveryWatchAtOnce(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: func(context.Context, *watch.FakeWatcher, metav1.ListOptions) {}}
-		s.during(t, time.Hour, nil)
+		s.during(t, time.Hour)
 		if s.lists+s.watches > 600 {
 			t.Errorf("%d lists, %d watches in an hour", s.lists, s.watches)
 		}
 		s = &script{watching: untilEnd, more: true}
-		if s.during(t, time.Hour, nil); s.lists > 300 || s.watches > 0 {
+		if s.during(t, time.Hour); s.lists > 300 || s.watches > 0 {
 			t.Errorf("with too many objects: %d lists, %d watches in an hour", s.lists, s.watches)
 		}
 	})
@@ -153,7 +153,7 @@ func TestFollowIsNotHurriedByAServerThatEndsEveryWatchAtOnce(t *testing.T) {
 func TestFollowEndsAWatchThatTheServerDoesNot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: func(ctx context.Context, _ *watch.FakeWatcher, _ metav1.ListOptions) { <-ctx.Done() }}
-		s.during(t, 10*time.Minute, nil)
+		s.during(t, 10*time.Minute)
 		if s.watches < 9 {
 			t.Errorf("%d watches in ten minutes", s.watches)
 		}

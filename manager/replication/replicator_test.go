@@ -631,6 +631,7 @@ func TestManyPeersCostLittleEach(t *testing.T) {
 	q.prepare(home.config)
 	q.r.pace = usual
 	p.r, p.stop = q.r, func() { q.stop() }
+	p.create(home, p.original())
 	identity := p.byCert()
 	var peers []Peer
 	for i := range number {
@@ -641,10 +642,12 @@ func TestManyPeersCostLittleEach(t *testing.T) {
 			&corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.peer.LocalNamespace, Name: c.peer.IdentitySecret}, Data: identity})
 		peers = append(peers, c.peer)
 	}
+	q.r.Set(nil)
+	q.start()
+	p.must(q.r.opts.Cache.Get(t.Context(), client.ObjectKeyFromObject(p.original()), &v1alpha1.NetworkConfig{}))
 	memory, goroutines := used()
 	began := time.Now()
 	q.r.Set(peers)
-	q.start()
 	p.within(2*time.Minute, func() string {
 		for _, peer := range peers {
 			if s, _ := q.r.State(peer.ID); s.Published.Reason != isthmus.ReasonUpToDate {
