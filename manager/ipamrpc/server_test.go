@@ -1,0 +1,386 @@
+package ipamrpc
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"reflect"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/go-logr/logr"
+	"go.uber.org/goleak"
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials/insecure"
+	"google.golang.org/grpc/status"
+	"google.golang.org/protobuf/proto"
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
+)
+
+// The API server and its one IpamStorage, of all tests of this package. Peers and
+// endpoints are each test's own.
+var (
+	testServer *kubetest.Server
+	testStore  *ipamstore.Store
+)
+
+func TestMain(m *testing.M) {
+	flag.Parse()
+	ctrllog.SetLogger(logr.Discard())
+	code := 1
+	err := func() error {
+		if testing.Short() {
+			code = m.Run()
+			return nil
+		}
+		ctx, cancel := context.WithTimeout(context.Background(), 10*time.Minute) // the first time it is built
+		defer cancel()
+		var err error
+		if testServer, err = kubetest.Start(ctx, kubetest.Options{Name: "ipamrpc"}); err != nil {
+			return err
+		}
+		defer testServer.Stop() //nolint:errcheck // nothing to do about it
+		if testStore, err = newStore(ctx, testServer.Kubeconfig()); err != nil {
+			return err
+		}
+		code = m.Run()
+		return nil
+	}()
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+	}
+	os.Exit(code)
+}
+
+func newStore(ctx context.Context, kubeconfig []byte) (*ipamstore.Store, error) {
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{apiextensions.AddToScheme, v1alpha1.AddToScheme} {
+		if err := add(scheme); err != nil {
+			return nil, err
+		}
+	}
+	config, err := clientcmd.RESTConfigFromKubeConfig(kubeconfig)
+	if err != nil {
+		return nil, err
+	}
+	config.QPS = -1
+	c, err := client.New(config, client.Options{Scheme: scheme})
+	if err != nil {
+		return nil, err
+	}
+	for _, kind := range []string{"ipamstorages", "tunnelendpoints", "networkconfigs", "natmappings"} {
+		text, err := os.ReadFile("../../deploy/crds/net.liqo.io_" + kind + ".yaml")
+		if err != nil {
+			return nil, err
+		}
+		var crd apiextensions.CustomResourceDefinition
+		if err := yaml.UnmarshalStrict(text, &crd); err != nil {
+			return nil, err
+		}
+		if err := c.Create(ctx, &crd); err != nil {
+			return nil, err
+		}
+	}
+	s := ipamstore.New(c, c, slog.New(slog.DiscardHandler))
+	for s.Load(ctx) != nil { // until the CRDs are served
+		if ctx.Err() != nil {
+			return nil, ctx.Err()
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	_, err = s.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+		b, _ = b.Configure(ipam.Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), ExternalCIDR: pfx("10.245.0.0/24")})
+		return b, nil
+	})
+	return s, err
+}
+
+func pfx(s string) netip.Prefix { return netip.MustParsePrefix(s) }
+
+// A kubelet is a virtual kubelet, as far as it asks for addresses. It knows the
+// service by the names and numbers of the facts alone.
+type kubelet struct {
+	t    *testing.T
+	conn *grpc.ClientConn
+}
+
+// newKubelet starts a server of its own and connects to it.
+func newKubelet(t *testing.T) kubelet {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
+	listener, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- serve(ctx, listener, testStore, slog.New(slog.DiscardHandler)) }()
+	conn, err := grpc.NewClient(listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		conn.Close()
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+	return kubelet{t, conn}
+}
+
+func (k kubelet) call(method string, in, out proto.Message) error {
+	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	defer cancel()
+	return k.conn.Invoke(ctx, "/ipam/"+method, in, out)
+}
+
+func (k kubelet) mapIP(id, ip, want string) {
+	k.t.Helper()
+	var out MapResponse
+	if err := k.call("MapEndpointIP", &MapRequest{ClusterID: id, Ip: ip}, &out); err != nil || out.GetIp() != want {
+		k.t.Errorf("map %s for %s: %q %v, want %s", ip, id, out.GetIp(), err, want)
+	}
+}
+
+func (k kubelet) unmapIP(id, ip string) {
+	k.t.Helper()
+	if err := k.call("UnmapEndpointIP", &UnmapRequest{ClusterID: id, Ip: ip}, &UnmapResponse{}); err != nil {
+		k.t.Errorf("unmap %s for %s: %v", ip, id, err)
+	}
+}
+
+// peer is a cluster with networks like ours, which sees us under those two.
+func peer(t *testing.T, id, podSeen, externalSeen string) {
+	t.Helper()
+	_, err := testStore.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) {
+		b, _, err := b.Grant(ipam.Claim{ID: id, Pod: pfx("10.244.0.0/16"), External: pfx("10.245.0.0/24")})
+		return b.Answered(id, pfx(podSeen), pfx(externalSeen)), err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if _, err := testStore.Update(context.Background(), func(b ipam.Book) (ipam.Book, error) { return b.Release(id), nil }); err != nil {
+			t.Error(err)
+		}
+	})
+}
+
+func TestAVirtualKubeletMapsEndpoints(t *testing.T) {
+	k := newKubelet(t)
+	peer(t, "bravo", "10.200.0.0/16", "10.201.7.0/24")
+	peer(t, "charlie", "10.244.0.0/16", "10.245.0.0/24") // which remaps nothing
+
+	k.mapIP("bravo", "10.244.3.4", "10.200.3.4") // a pod
+	k.mapIP("charlie", "10.244.3.4", "10.244.3.4")
+	k.mapIP("bravo", "169.254.0.1", "10.201.7.1") // mapped since the answer
+	k.mapIP("charlie", "169.254.0.1", "10.245.0.1")
+	k.mapIP("bravo", "198.51.100.1", "10.201.7.2") // a host outside
+	k.mapIP("bravo", "198.51.100.1", "10.201.7.2")
+	k.mapIP("bravo", "::ffff:198.51.100.1", "10.201.7.2")
+	k.mapIP("charlie", "198.51.100.1", "10.245.0.2")
+	k.mapIP("charlie", "10.96.0.1", "10.245.0.3") // the API server's ClusterIP
+	third, _ := testStore.Book().GrantOf("bravo")
+	k.mapIP("charlie", third.Pod.Addr().Next().String(), "10.245.0.4") // a pod of bravo, for charlie
+
+	nm, _ := testStore.Book().NatMapping("charlie")
+	want := v1alpha1.EndpointMap{"169.254.0.1": "10.245.0.1", "198.51.100.1": "10.245.0.2", "10.96.0.1": "10.245.0.3", third.Pod.Addr().Next().String(): "10.245.0.4"}
+	if !reflect.DeepEqual(nm.ClusterMappings, want) {
+		t.Errorf("NatMapping %v, want %v", nm.ClusterMappings, want)
+	}
+
+	k.unmapIP("bravo", "198.51.100.1")
+	k.mapIP("bravo", "198.51.100.9", "10.201.7.5") // charlie has .2 still
+	k.unmapIP("charlie", "198.51.100.1")
+	k.unmapIP("charlie", "198.51.100.1")
+	k.unmapIP("charlie", "169.254.0.1") // is not his to undo
+	k.unmapIP("nobody", "198.51.100.1")
+	k.mapIP("bravo", "198.51.100.8", "10.201.7.2") // used again at once
+	k.mapIP("charlie", "169.254.0.1", "10.245.0.1")
+}
+
+func TestAVirtualKubeletAsksForHomeAddresses(t *testing.T) {
+	k := newKubelet(t)
+	peer(t, "delta", "10.200.0.0/16", "10.201.7.0/24")
+	g, _ := testStore.Book().GrantOf("delta")
+	a := g.Pod.Addr().As4()
+	var home GetHomePodIPResponse
+	if err := k.call("GetHomePodIP", &GetHomePodIPRequest{ClusterID: "delta", Ip: "10.244.3.4"}, &home); err != nil || home.GetHomeIP() != fmt.Sprintf("%d.%d.3.4", a[0], a[1]) {
+		t.Errorf("home of 10.244.3.4: %q %v", home.GetHomeIP(), err)
+	}
+	for ip, want := range map[string]bool{"10.244.255.255": true, "::ffff:10.244.0.1": true, "10.245.0.1": false, "fd00::1": false} {
+		var out BelongsResponse
+		if err := k.call("BelongsToPodCIDR", &BelongsRequest{Ip: ip}, &out); err != nil || out.GetBelongs() != want {
+			t.Errorf("%s belongs: %v %v", ip, out.GetBelongs(), err)
+		}
+	}
+}
+
+func TestBadQuestionsGetErrorsLikeLiqos(t *testing.T) {
+	k := newKubelet(t)
+	peer(t, "echo", "10.200.0.0/16", "10.201.7.0/24")
+	before := testStore.Book()
+	for _, tc := range []struct {
+		method, id, ip, want string
+	}{
+		{"MapEndpointIP", "echo", "10.244.3", "not an IP address"},
+		{"MapEndpointIP", "echo", "", "not an IP address"},
+		{"MapEndpointIP", "echo", "fe80::1%eth0", "not an IP address"},
+		{"MapEndpointIP", "", "198.51.100.1", "clusterID is empty"},
+		{"MapEndpointIP", "nobody", "198.51.100.1", `"nobody" has no network configuration`},
+		{"MapEndpointIP", "nobody", "10.244.3.4", `"nobody" has no network configuration`},
+		{"MapEndpointIP", "echo", "127.0.0.1", "special range"},
+		{"MapEndpointIP", "echo", "169.254.169.254", "special range"},
+		{"MapEndpointIP", "echo", "10.245.0.7", "our ExternalCIDR"},
+		{"MapEndpointIP", "echo", "fd00::1", "family"},
+		{"UnmapEndpointIP", "echo", "x", "not an IP address"},
+		{"UnmapEndpointIP", "", "198.51.100.1", "clusterID is empty"},
+		{"GetHomePodIP", "echo", "x", "not an IP address"},
+		{"GetHomePodIP", "", "10.244.3.4", "clusterID is empty"},
+		{"GetHomePodIP", "nobody", "10.244.3.4", "no network configuration"},
+		{"GetHomePodIP", "echo", "fd00::1", "family"},
+		{"BelongsToPodCIDR", "", "x", "not an IP address"},
+		{"MapEndpointIP", strings.Repeat("i", 2000), "198.51.100.1", "no network configuration"},
+	} {
+		in := proto.Message(&MapRequest{ClusterID: tc.id, Ip: tc.ip}) // the numbers are the same in all
+		if tc.method == "BelongsToPodCIDR" {
+			in = &BelongsRequest{Ip: tc.ip}
+		}
+		err := k.call(tc.method, in, &UnmapResponse{})
+		if status.Code(err) != codes.Unknown || !strings.Contains(err.Error(), tc.want) {
+			t.Errorf("%s %.20q %q: %v", tc.method, tc.id, tc.ip, err)
+		}
+	}
+	if err := k.call("MapEndpointIP", &MapRequest{ClusterID: strings.Repeat("i", 1<<20)}, &MapResponse{}); status.Code(err) != codes.ResourceExhausted {
+		t.Errorf("a megabyte: %v", err)
+	}
+	if err := k.call("MapNetworkEndpoint", &MapRequest{}, &MapResponse{}); status.Code(err) != codes.Unimplemented {
+		t.Errorf("a method that is not there: %v", err)
+	}
+	if changed := testStore.Book().Changed(before); len(changed) > 0 {
+		t.Errorf("bad questions changed %v", changed)
+	}
+}
+
+func TestManyKubeletsNeverGetTheSameAddressAndExhaustionIsAnError(t *testing.T) {
+	k := newKubelet(t)
+	peer(t, "foxtrot", "10.200.0.0/16", "10.201.7.0/24")
+	var (
+		wg    sync.WaitGroup
+		mu    sync.Mutex
+		seen  = make(map[string]string)
+		fails int
+	)
+	for i := range 8 {
+		wg.Go(func() {
+			for j := range 33 { // 264 for 253 addresses
+				ip := fmt.Sprintf("203.0.%d.%d", i, j)
+				var out MapResponse
+				err := k.call("MapEndpointIP", &MapRequest{ClusterID: "foxtrot", Ip: ip}, &out)
+				mu.Lock()
+				switch other := seen[out.GetIp()]; {
+				case err != nil && strings.Contains(err.Error(), "no address is free in our ExternalCIDR, 10.245.0.0/24"):
+					fails++
+				case err != nil:
+					t.Error(err)
+				case other != "":
+					t.Errorf("%s and %s both have %s", ip, other, out.GetIp())
+				default:
+					seen[out.GetIp()] = ip
+				}
+				mu.Unlock()
+			}
+		})
+	}
+	wg.Wait()
+	if len(seen) != 253 || fails != 11 {
+		t.Errorf("%d mapped, %d refused; want 253 and 11", len(seen), fails)
+	}
+}
+
+func TestWhatIsMappedIsAnsweredWhileTheAPIServerIsAway(t *testing.T) {
+	k := newKubelet(t)
+	peer(t, "golf", "10.200.0.0/16", "10.201.7.0/24")
+	k.mapIP("golf", "198.51.100.1", "10.201.7.2")
+	if err := testServer.Freeze(); err != nil {
+		t.Fatal(err)
+	}
+	k.mapIP("golf", "198.51.100.1", "10.201.7.2")
+	k.mapIP("golf", "10.244.9.9", "10.200.9.9")
+	k.unmapIP("golf", "198.51.100.2")
+	if err := testServer.Thaw(); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// The field numbers on the wire, by hand: 0x0a is field 1, 0x12 field 2, both
+// strings; 0x08 is field 1, a varint.
+func TestMessagesHaveLiqosNumbers(t *testing.T) {
+	for _, tc := range []struct {
+		m    proto.Message
+		want string
+	}{
+		{&MapRequest{ClusterID: "c", Ip: "i"}, "\x0a\x01c\x12\x01i"},
+		{&MapResponse{Ip: "i"}, "\x0a\x01i"},
+		{&UnmapRequest{ClusterID: "c", Ip: "i"}, "\x0a\x01c\x12\x01i"},
+		{&UnmapResponse{}, ""},
+		{&GetHomePodIPRequest{ClusterID: "c", Ip: "i"}, "\x0a\x01c\x12\x01i"},
+		{&GetHomePodIPResponse{HomeIP: "i"}, "\x0a\x01i"},
+		{&BelongsRequest{Ip: "i"}, "\x0a\x01i"},
+		{&BelongsResponse{Belongs: true}, "\x08\x01"},
+	} {
+		if got, err := proto.Marshal(tc.m); err != nil || string(got) != tc.want {
+			t.Errorf("%T: %x %v, want %x", tc.m, got, err, tc.want)
+		}
+	}
+}
+
+func TestServeEndsWithItsContextAndLeavesNothing(t *testing.T) {
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
+	ignore := goleak.IgnoreCurrent()
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- Serve(ctx, "127.0.0.1:0", testStore, slog.New(slog.DiscardHandler)) }()
+	time.Sleep(50 * time.Millisecond)
+	cancel()
+	select {
+	case err := <-ended:
+		if err != nil {
+			t.Error(err)
+		}
+	case <-time.After(2 * drain):
+		t.Fatal("does not end")
+	}
+	goleak.VerifyNone(t, ignore)
+
+	taken, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer taken.Close()
+	if err := Serve(context.Background(), taken.Addr().String(), testStore, slog.New(slog.DiscardHandler)); err == nil {
+		t.Error("a port that is taken is no error")
+	}
+}
