@@ -171,6 +171,14 @@ func TestStatusOfAPeer(t *testing.T) {
 		}
 	}
 
+	quick := te
+	quick.Status.Connection.Latency.Value = "300\u03bcs"
+	p := peer
+	p.RTT = 1200 * time.Microsecond
+	if next := statusFor(&quick, node, report, p, now.Add(time.Hour)); next.Connection.Latency.Value != "300\u03bcs" {
+		t.Errorf("on a near peer: latency %s, which is noise", next.Connection.Latency.Value)
+	}
+
 	lost := peer
 	lost.Status, lost.Message, lost.RTT, lost.Endpoint = v1alpha1.ConnectionError, "resolving gw.example: no such host", 0, netip.AddrPort{}
 	gone := statusFor(&te, node, report, lost, now)
