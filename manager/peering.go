@@ -297,6 +297,11 @@ func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
 		wasTrue, isTrue := old != nil && old.Status == metav1.ConditionTrue, c.Status == metav1.ConditionTrue
 		ready := c.Type == isthmus.ConditionReady
 		switch {
+		case !after.DeletionTimestamp.IsZero():
+			if ready && (old == nil || old.Reason != c.Reason) { // all else is meant to end
+				r.Log.Info("peering is taken down", "peering", after.Name, "message", c.Message)
+				r.Events.Eventf(after, nil, corev1.EventTypeNormal, c.Reason, "Reconcile", "%s", c.Message)
+			}
 		case ready && isTrue && !wasTrue:
 			r.Log.Info("peering ready", "peering", after.Name, "message", c.Message)
 			r.Events.Eventf(after, nil, corev1.EventTypeNormal, c.Reason, "Reconcile", "%s", c.Message)

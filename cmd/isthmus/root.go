@@ -54,6 +54,7 @@ PodCIDR.`,
 		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
 	}
 	root.AddCommand(
+		newManagerCommand(),
 		newGatewayCommand(),
 		newRouteAgentCommand(),
 		newInstallCommand(),

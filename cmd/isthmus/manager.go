@@ -1,0 +1,160 @@
+package main
+
+import (
+	"cmp"
+	"context"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"os/signal"
+	"strconv"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager"
+)
+
+// managerFlags are what the manager is told, as text where it has to be read.
+type managerFlags struct {
+	options                            manager.Options
+	podCIDR, serviceCIDR, externalCIDR string
+	pools, reserved                    []string
+	level                              string
+}
+
+func newManagerCommand() *cobra.Command {
+	var f managerFlags
+	cmd := &cobra.Command{
+		Use:   "manager",
+		Short: "Run the control plane of this cluster",
+		Long: `Run the control plane of this cluster. For each Peering it publishes a
+NetworkConfig to the peer's API server, answers that of the peer with networks that
+overlap nothing here, and writes the TunnelEndpoint and NatMapping that gateways and
+route agents carry out. The status of the Peering tells how far that is.
+
+What is not given by flags is found out: the cluster's identity from the ConfigMap
+that "isthmus install" (or Liqo) writes, the PodCIDR from kubeadm's configuration,
+the ServiceCIDR from the API server, the gateway's address and key from its Service
+and Secret. What cannot be found out stands in the status of each Peering.
+
+Several may run, of which one works. It needs no privileges.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			level, err := f.complete()
+			if err != nil {
+				return err
+			}
+			f.options.Log = slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: level}))
+			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
+			defer stop()
+			context.AfterFunc(ctx, stop) // a second signal ends at once
+			return manager.Run(ctx, f.options)
+		},
+	}
+	flags, o := cmd.Flags(), &f.options
+	flags.StringVar(&o.Kubeconfig, "kubeconfig", "", "how to reach the API server; without it as a Pod does")
+	flags.StringVar(&o.Namespace, "namespace", "", "namespace of the installation (default: $POD_NAMESPACE, else "+deploy.Namespace+")")
+	flags.StringVar(&o.Cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: of the ConfigMap that `isthmus install` writes, else the UID of kube-system)")
+	flags.StringVar(&o.Cluster.ClusterName, "cluster-name", "", "name of this cluster, a part of object names (default: of that ConfigMap)")
+	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods of this cluster (default: what kubeadm was given)")
+	flags.StringVar(&f.serviceCIDR, "service-cidr", "", "network of the Services (default: what the API server says)")
+	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are no pods (default: a free one of the length of the PodCIDR)")
+	flags.StringSliceVar(&f.pools, "pools", nil, "networks from which those of peers are taken when they overlap (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12)")
+	flags.StringSliceVar(&f.reserved, "reserved", nil, "networks that are never used for peers")
+	flags.BoolVar(&o.LeaderElect, "leader-elect", true, "let several run, of which one works")
+	flags.StringVar(&o.IPAMAddress, "ipam-address", ":6000", "TCP address of Liqo's gRPC service ipam; empty: none")
+	flags.StringVar(&o.MetricsAddress, "metrics-address", ":5876", "TCP address of /metrics; empty: none")
+	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty: none")
+	flags.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
+	return cmd
+}
+
+// complete checks flags and environment.
+func (f *managerFlags) complete() (level slog.Level, err error) {
+	o := &f.options
+	if err := level.UnmarshalText([]byte(f.level)); err != nil {
+		return level, usage("--log-level %q: want debug, info, warn or error", f.level)
+	}
+	o.Namespace = cmp.Or(o.Namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace)
+	if id := o.Cluster.ClusterID; id != "" {
+		if wrong := fabric.CheckClusterID(id); wrong != "" {
+			return level, usage("--cluster-id: %s", wrong)
+		}
+	}
+	n := &o.Networks
+	for _, one := range []struct {
+		flag, text string
+		into       *netip.Prefix
+	}{{"pod-cidr", f.podCIDR, &n.PodCIDR}, {"service-cidr", f.serviceCIDR, &n.ServiceCIDR}, {"external-cidr", f.externalCIDR, &n.ExternalCIDR}} {
+		if one.text == "" {
+			continue
+		}
+		if *one.into, err = network(one.flag, one.text); err != nil {
+			return level, err
+		}
+	}
+	if n.Pools, err = networks("pools", f.pools); err != nil {
+		return level, err
+	}
+	if n.Reserved, err = networks("reserved", f.reserved); err != nil {
+		return level, err
+	}
+	if err := apart("service-cidr", n.ServiceCIDR, "pod-cidr", n.PodCIDR); err != nil {
+		return level, err
+	}
+	if err := apart("external-cidr", n.ExternalCIDR, "pod-cidr", n.PodCIDR); err != nil {
+		return level, err
+	}
+	if err := apart("external-cidr", n.ExternalCIDR, "service-cidr", n.ServiceCIDR); err != nil {
+		return level, err
+	}
+	for _, a := range []struct{ flag, address string }{
+		{"ipam-address", o.IPAMAddress}, {"metrics-address", o.MetricsAddress}, {"health-address", o.HealthAddress},
+	} {
+		if a.address == "" {
+			continue
+		}
+		_, port, err := net.SplitHostPort(a.address)
+		if err == nil {
+			_, err = strconv.ParseUint(port, 10, 16)
+		}
+		if err != nil {
+			return level, usage("--%s %q: want an address and a port such as 127.0.0.1:5876, or only :5876", a.flag, a.address)
+		}
+	}
+	return level, nil
+}
+
+func networks(flag string, texts []string) (all []netip.Prefix, err error) {
+	for _, text := range texts {
+		p, err := network(flag, strings.TrimSpace(text))
+		if err != nil {
+			return nil, err
+		}
+		all = append(all, p)
+	}
+	return all, nil
+}
+
+func network(flag, text string) (netip.Prefix, error) {
+	p, err := netip.ParsePrefix(text)
+	switch {
+	case err != nil:
+		return p, usage("--%s %q: want a network such as 10.244.0.0/16", flag, text)
+	case p != p.Masked():
+		return p, usage("--%s %q: has host bits set; want %v", flag, text, p.Masked())
+	}
+	return p, nil
+}
+
+func apart(flag string, p netip.Prefix, otherFlag string, other netip.Prefix) error {
+	if p.IsValid() && other.IsValid() && p.Overlaps(other) {
+		return usage("--%s %v: overlaps --%s, %v; want a network of its own", flag, p, otherFlag, other)
+	}
+	return nil
+}

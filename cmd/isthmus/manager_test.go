@@ -1,0 +1,37 @@
+package main
+
+import (
+	"strings"
+	"testing"
+)
+
+func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
+	for _, c := range []struct{ args, want string }{
+		{"--pod-cidr 10.244.0.0", `--pod-cidr "10.244.0.0": want a network`},
+		{"--pod-cidr 10.244.0.1/16", `--pod-cidr "10.244.0.1/16": has host bits set; want 10.244.0.0/16`},
+		{"--service-cidr 10.96.0.0/33", "--service-cidr"},
+		{"--pod-cidr 10.0.0.0/8 --service-cidr 10.96.0.0/12", "--service-cidr 10.96.0.0/12: overlaps --pod-cidr, 10.0.0.0/8"},
+		{"--pod-cidr 10.1.0.0/16 --external-cidr 10.1.128.0/17", "--external-cidr"},
+		{"--pools 10.0.0.0/8,nonsense", `--pools "nonsense"`},
+		{"--reserved 192.168.1.1/24", "--reserved"},
+		{"--cluster-id a/b", "--cluster-id"},
+		{"--ipam-address 6000", `--ipam-address "6000"`},
+		{"--metrics-address :99999", "--metrics-address"},
+		{"--log-level loud", "--log-level"},
+		{"--leader-elect=perhaps", "--leader-elect"},
+		{"surplus", "surplus"},
+	} {
+		_, stderr, code := isthmus("", append([]string{"manager"}, strings.Fields(c.args)...)...)
+		if code != exitUsage || !strings.Contains(stderr, c.want) {
+			t.Errorf("%s: exit %d, %q; want exit %d and %q", c.args, code, stderr, exitUsage, c.want)
+		}
+	}
+}
+
+func TestManagerWithoutClusterSaysSo(t *testing.T) {
+	t.Setenv("KUBERNETES_SERVICE_HOST", "")
+	_, stderr, code := isthmus("", "manager", "--kubeconfig", "testdata/there-is-none")
+	if code != exitProblem || !strings.Contains(stderr, "way to the API server") {
+		t.Errorf("exit %d, %q", code, stderr)
+	}
+}

@@ -1,0 +1,362 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	"github.com/go-logr/logr"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/klog/v2"
+	"k8s.io/utils/ptr"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	runtimemanager "sigs.k8s.io/controller-runtime/pkg/manager"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipamrpc"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
+	"github.com/isthmus-net/isthmus/manager/replication"
+)
+
+// component is the name of the Lease and the reporter of Events.
+const component = "isthmus-manager"
+
+// lookForKinds is how often we look whether Liqo was installed: one small request.
+const lookForKinds = 30 * time.Second
+
+// Options say what Run runs.
+type Options struct {
+	// Kubeconfig is the path of a kubeconfig of this cluster; empty means the
+	// service account of the Pod that we run in.
+	Kubeconfig string
+	// Namespace is where the gateway's Service and Secret are, and our Lease.
+	Namespace string
+	// Cluster is this cluster. What is empty is found out, see identify.
+	Cluster v1alpha1.ClusterIdentity
+	// Networks are what a person said about the networks of this cluster.
+	Networks Networks
+	// LeaderElect lets several managers run, of which one works.
+	LeaderElect bool
+	// IPAMAddress, MetricsAddress and HealthAddress are TCP addresses to listen
+	// on, such as ":6000"; empty means not to.
+	// The registry of metrics is that of the process: of several managers in one
+	// process only one can have a MetricsAddress.
+	IPAMAddress, MetricsAddress, HealthAddress string
+	Log                                        *slog.Logger
+}
+
+// errAgain ends a run whose cluster has got another set of kinds since.
+var errAgain = errors.New("ForeignClusters have come or gone")
+
+// Run is the manager until ctx ends. It waits for an API server that does not
+// answer, and ends with an error when it is not the leader any more, because
+// another one may be by then.
+func Run(ctx context.Context, o Options) error {
+	logToSlog(o.Log)
+	cfg, err := restConfig(o.Kubeconfig)
+	if err != nil {
+		return fmt.Errorf("way to the API server: %w", err)
+	}
+	for {
+		err := runOnce(ctx, o, cfg)
+		if !errors.Is(err, errAgain) || ctx.Err() != nil {
+			return err
+		}
+		o.Log.Info("starting again", "reason", err)
+	}
+}
+
+var logOnce sync.Once
+
+// logToSlog sends what the Kubernetes libraries log to log: of the whole process,
+// and the first one for good, since they have no other way.
+func logToSlog(log *slog.Logger) {
+	logOnce.Do(func() {
+		ctrl.SetLogger(logr.FromSlogHandler(log.Handler()))
+		klog.SetSlogLogger(log)
+	})
+}
+
+func restConfig(kubeconfig string) (cfg *rest.Config, err error) {
+	if kubeconfig == "" {
+		cfg, err = rest.InClusterConfig()
+	} else {
+		cfg, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
+	}
+	if err != nil {
+		return nil, err
+	}
+	cfg.QPS = -1 // the API server has its own fairness; a burst of peerings must not wait for ours
+	cfg.UserAgent = component
+	return cfg, nil
+}
+
+// runOnce runs the manager for the kinds that the cluster has now.
+func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
+	ctx, cancel := context.WithCancelCause(ctx)
+	defer cancel(nil)
+	scheme, err := newScheme()
+	if err != nil {
+		return err
+	}
+	direct, err := client.New(cfg, client.Options{Scheme: scheme})
+	if err != nil {
+		return err
+	}
+	kinds, err := discovery.NewDiscoveryClientForConfig(cfg)
+	if err != nil {
+		return err
+	}
+	var foreign bool
+	if err := untilAnswered(ctx, o.Log, func() (err error) {
+		if o.Cluster, err = identify(ctx, direct, o.Namespace, o.Cluster); err != nil {
+			return err
+		}
+		foreign, err = hasForeignClusters(kinds)
+		return err
+	}); err != nil {
+		return err
+	}
+	o.Log.Info("manager starts", "clusterID", o.Cluster.ClusterID, "clusterName", o.Cluster.ClusterName, "foreignClusters", foreign)
+
+	mgr, err := ctrl.NewManager(cfg, ctrl.Options{
+		Scheme:                        scheme,
+		Cache:                         cacheOptions(o.Namespace),
+		Logger:                        logr.FromSlogHandler(o.Log.Handler()),
+		LeaderElection:                o.LeaderElect,
+		LeaderElectionID:              component,
+		LeaderElectionNamespace:       o.Namespace,
+		LeaderElectionReleaseOnCancel: true,
+		GracefulShutdownTimeout:       ptr.To(10 * time.Second),
+		Metrics:                       metricsserver.Options{BindAddress: orNone(o.MetricsAddress)},
+		HealthProbeBindAddress:        orNone(o.HealthAddress),
+		Controller:                    config.Controller{SkipNameValidation: ptr.To(true)}, // errAgain makes them anew
+	})
+	if err != nil {
+		return err
+	}
+	if err := prepare(ctx, mgr, foreign); err != nil {
+		return err
+	}
+	l := &leader{
+		Options: o, mgr: mgr,
+		client: client.WithFieldOwner(mgr.GetClient(), component),
+		peers:  Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: foreign},
+		config: cfg,
+	}
+	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
+	if o.MetricsAddress != "" {
+		collector := &collector{peers: mgr.GetCache(), store: l.store}
+		if err := metrics.Registry.Register(collector); err != nil {
+			return fmt.Errorf("metrics: %w", err)
+		}
+		defer metrics.Registry.Unregister(collector)
+	}
+	if err := errors.Join(
+		mgr.Add(runtimemanager.RunnableFunc(l.lead)),
+		mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
+			watchKinds(ctx, kinds, foreign, lookForKinds, func() { cancel(errAgain) })
+			return nil
+		})),
+	); err != nil {
+		return err
+	}
+	if err := mgr.Start(ctx); err != nil {
+		return err
+	}
+	if errors.Is(context.Cause(ctx), errAgain) {
+		return errAgain
+	}
+	return nil
+}
+
+// A leader is the part of a manager that only one at a time has.
+type leader struct {
+	Options
+	mgr    ctrl.Manager
+	client client.Client
+	peers  Peers
+	store  *ipamstore.Store
+	config *rest.Config
+}
+
+// lead works until ctx ends. Controllers start after the books of the IPAM have
+// been read and our own networks are in them: an answer given earlier could give
+// away what is in use.
+func (l *leader) lead(ctx context.Context) error {
+	own := &Own{
+		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
+		Cluster: l.Cluster, Namespace: l.Namespace, Networks: l.Networks, BooksChanged: l.store.Subscribe(), Log: l.Log,
+	}
+	if err := untilDone(ctx, l.Log, func() error {
+		if err := l.store.Load(ctx); err != nil {
+			return fmt.Errorf("books of the IPAM: %w", err)
+		}
+		_, err := own.Reconcile(ctx, ctrl.Request{})
+		return err
+	}); err != nil {
+		return nil // ctx ended
+	}
+	replicator := replication.New(replication.Options{
+		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
+	})
+	if err := l.mgr.Add(replicator); err != nil {
+		return err
+	}
+	if l.IPAMAddress != "" {
+		if err := l.mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
+			return ipamrpc.Serve(ctx, l.IPAMAddress, l.store, l.Log)
+		})); err != nil {
+			return err
+		}
+	}
+	for _, r := range []interface{ SetupWithManager(ctrl.Manager) error }{
+		own,
+		&books{l.store},
+		&feeder{Peers: l.peers, Replicator: replicator},
+		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, FactsChanged: own.Subscribe(), Log: l.Log},
+		&NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Log: l.Log},
+		&PeeringReconciler{
+			Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Replicator: replicator,
+			FactsChanged: own.Subscribe(), PeerChanged: replicator.Changed(),
+			Events: l.mgr.GetEventRecorder(component), Log: l.Log,
+		},
+	} {
+		if err := r.SetupWithManager(l.mgr); err != nil {
+			return fmt.Errorf("%T: %w", r, err)
+		}
+	}
+	<-ctx.Done()
+	return nil
+}
+
+// untilDone calls f until it succeeds, with growing pauses, or until ctx ends.
+func untilDone(ctx context.Context, log *slog.Logger, f func() error) error {
+	for pause := 250 * time.Millisecond; ; pause = min(2*pause, 10*time.Second) {
+		err := f()
+		if err == nil {
+			return nil
+		}
+		log.Error("trying again", "error", err, "in", pause.String())
+		select {
+		case <-ctx.Done():
+			return context.Cause(ctx)
+		case <-time.After(pause):
+		}
+	}
+}
+
+// untilAnswered is untilDone, but gives up when the API server answers and its
+// answer is not going to change.
+func untilAnswered(ctx context.Context, log *slog.Logger, f func() error) error {
+	var final error
+	if err := untilDone(ctx, log, func() error {
+		err := f()
+		if errors.Is(err, errIdentity) || apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
+			final = err
+			return nil
+		}
+		return err
+	}); err != nil {
+		return nil // ended while waiting
+	}
+	return final
+}
+
+var errIdentity = errors.New("which cluster this is, is not known")
+
+// identify completes the identity of this cluster: from the ConfigMap that Liqo
+// and `isthmus install` make, and as a last resort the UID of the namespace
+// kube-system, which lives as long as the cluster. There is no last resort for
+// the name.
+func identify(ctx context.Context, reader client.Reader, namespace string, said v1alpha1.ClusterIdentity) (v1alpha1.ClusterIdentity, error) {
+	id := said
+	if id.ClusterID == "" || id.ClusterName == "" {
+		const label = "app.kubernetes.io/name"
+		var list corev1.ConfigMapList
+		if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingLabels{label: "clusterid-configmap"}); err != nil {
+			return id, fmt.Errorf("ConfigMap with label %s=clusterid-configmap in %s: %w", label, namespace, err)
+		}
+		if len(list.Items) > 1 {
+			return id, fmt.Errorf("%w: namespace %s has %d ConfigMaps with label %s=clusterid-configmap; want one, or --cluster-id and --cluster-name",
+				errIdentity, namespace, len(list.Items), label)
+		}
+		for i := range list.Items {
+			if id.ClusterID == "" {
+				id.ClusterID = list.Items[i].Data["CLUSTER_ID"]
+			}
+			if id.ClusterName == "" {
+				id.ClusterName = list.Items[i].Data["CLUSTER_NAME"]
+			}
+		}
+	}
+	if id.ClusterID == "" {
+		var ns corev1.Namespace
+		if err := reader.Get(ctx, types.NamespacedName{Name: metav1.NamespaceSystem}, &ns); err != nil {
+			return id, fmt.Errorf("UID of namespace kube-system: %w", err)
+		}
+		id.ClusterID = string(ns.UID)
+	}
+	if wrong := fabric.CheckClusterID(id.ClusterID); wrong != "" {
+		return id, fmt.Errorf("%w: cluster ID %s", errIdentity, wrong)
+	}
+	if id.ClusterName == "" {
+		return id, fmt.Errorf("%w: no name; want --cluster-name, or `isthmus install --cluster-name`", errIdentity)
+	}
+	return id, nil
+}
+
+func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
+	list, err := kinds.ServerResourcesForGroupVersion(foreignClusterVersion.String())
+	if apierrors.IsNotFound(err) {
+		return false, nil
+	}
+	if err != nil {
+		return false, fmt.Errorf("kinds of %s: %w", foreignClusterVersion, err)
+	}
+	for _, r := range list.APIResources {
+		if r.Kind == "ForeignCluster" {
+			return true, nil
+		}
+	}
+	return false, nil
+}
+
+// watchKinds calls changed when there are ForeignClusters where there were none,
+// or the other way round: people install Liqo later, and remove it.
+func watchKinds(ctx context.Context, kinds *discovery.DiscoveryClient, had bool, every time.Duration, changed func()) {
+	tick := time.NewTicker(every)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			if has, err := hasForeignClusters(kinds); err == nil && has != had {
+				changed()
+				return
+			}
+		}
+	}
+}
+
+func orNone(address string) string {
+	if address == "" {
+		return "0" // controller-runtime's word for it
+	}
+	return address
+}

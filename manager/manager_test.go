@@ -1,0 +1,419 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// freeAddress returns an address of this host on which nobody listens.
+func freeAddress(t *testing.T) string {
+	t.Helper()
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	return l.Addr().String()
+}
+
+// runManager runs the whole manager until the test or stop ends it.
+func (w *world) runManager(o Options) (stop func()) {
+	w.t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	ended := make(chan error, 1)
+	go func() { ended <- Run(ctx, o) }()
+	stopped := false
+	stop = func() {
+		if stopped {
+			return
+		}
+		stopped = true
+		cancel()
+		select {
+		case err := <-ended:
+			if err != nil {
+				w.t.Errorf("the manager ended with: %v", err)
+			}
+		case <-time.After(15 * time.Second):
+			w.t.Error("the manager does not end")
+		}
+	}
+	return stop
+}
+
+// bare is a world without reconcilers: for tests that run the whole manager.
+func bare(t *testing.T) *world {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
+	prefix := fmt.Sprintf("c1-%06x", rand.N(1<<24))
+	w := &world{t: t, ctx: context.Background(), prefix: prefix, system: prefix + "-system", stop: func() {}}
+	w.self = v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"}
+	w.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: w.system}})
+	t.Cleanup(w.cleanUp)
+	return w
+}
+
+// A side is one of two clusters with API servers of their own, its manager, and
+// stand-ins for its gateway.
+type side struct {
+	*world
+	server          *kubetest.Server
+	pods            string
+	peer            *remote // the other side, as this one has it
+	stop            func()
+	health, metrics string
+	log             lines // of its managers, warnings and errors
+}
+
+// twoSides starts two managers whose pods have networks of different lengths, the
+// second one inside the first one, and peers them as ` + "`isthmus peer`" + ` would.
+func twoSides(t *testing.T) (a, b *side) {
+	t.Helper()
+	w := bare(t)
+	a = &side{world: w, server: testServer, pods: "10.200.0.0/17"}
+	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "manager-peer", Controllers: true})
+	w.ok(err)
+	t.Cleanup(func() { w.ok(server.Stop()) })
+	_, api, err := connect(t.Context(), server)
+	w.ok(err)
+	v := &world{t: t, other: api, ctx: w.ctx, prefix: w.prefix, system: w.system, stop: func() {}}
+	v.self = v1alpha1.ClusterIdentity{ClusterID: w.prefix + "-that", ClusterName: w.prefix + "-that"}
+	v.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: v.system}})
+	b = &side{world: v, server: server, pods: "10.200.64.0/19"}
+	for _, s := range []*side{a, b} {
+		s.create(&corev1.ConfigMap{
+			ObjectMeta: metav1.ObjectMeta{Namespace: s.system, Name: "isthmus-cluster", Labels: map[string]string{"app.kubernetes.io/name": "clusterid-configmap"}},
+			Data:       map[string]string{"CLUSTER_ID": s.self.ClusterID, "CLUSTER_NAME": s.self.ClusterName},
+		})
+		s.manage()
+	}
+	a.gatewayWith("192.0.2.1", someKey)
+	b.gatewayWith("192.0.2.2", anotherKey)
+	for _, s := range [][2]*side{{a, b}, {b, a}} {
+		s[0].peerWith(s[1])
+	}
+	return a, b
+}
+
+// lines collects a log.
+type lines struct {
+	mu   sync.Mutex
+	text strings.Builder
+}
+
+func (l *lines) Write(b []byte) (int, error) {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.Write(b)
+}
+
+func (l *lines) String() string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return l.text.String()
+}
+
+// permit makes the ServiceAccount's rights of deploy/rbac, in the namespace of the
+// test, and returns a kubeconfig of a client that has those and no others.
+func (s *side) permit() (kubeconfig string) {
+	s.t.Helper()
+	text, err := os.ReadFile("../deploy/rbac/manager.yaml")
+	s.ok(err)
+	for _, document := range strings.Split(string(text), "\n---\n") {
+		var o unstructured.Unstructured
+		s.ok(yaml.Unmarshal([]byte(strings.ReplaceAll(document, "isthmus-system", s.system)), &o.Object))
+		s.ok(client.IgnoreAlreadyExists(s.api().Create(s.ctx, &o)))
+		s.t.Cleanup(func() { s.ok(client.IgnoreNotFound(s.api().Delete(context.Background(), &o))) })
+	}
+	cert, key, err := s.server.ClientCert("system:serviceaccount:"+s.system+":isthmus-manager", "system:serviceaccounts", "system:authenticated")
+	s.ok(err)
+	config, err := clientcmd.Load(s.server.Kubeconfig())
+	s.ok(err)
+	for _, user := range config.AuthInfos {
+		user.ClientCertificateData, user.ClientKeyData = cert, key
+	}
+	kubeconfig = filepath.Join(s.t.TempDir(), "kubeconfig")
+	s.ok(clientcmd.WriteToFile(*config, kubeconfig))
+	return kubeconfig
+}
+
+// manage runs the manager of a side, with the rights that it has in a cluster.
+func (s *side) manage() {
+	s.t.Helper()
+	kubeconfig := s.permit()
+	if s.health = freeAddress(s.t); s.server == testServer {
+		s.metrics = freeAddress(s.t)
+	}
+	s.stop = s.runManager(Options{
+		Kubeconfig: kubeconfig, Namespace: s.system, LeaderElect: true,
+		Log:           slog.New(slog.NewTextHandler(&s.log, &slog.HandlerOptions{Level: slog.LevelWarn})),
+		Networks:      Networks{PodCIDR: netip.MustParsePrefix(s.pods)}, // the ServiceCIDR is found out
+		HealthAddress: s.health, MetricsAddress: s.metrics, IPAMAddress: freeAddress(s.t),
+	})
+	s.t.Cleanup(s.stop)
+}
+
+// peerWith makes namespace, identity and Peering for the other side.
+func (s *side) peerWith(other *side) {
+	s.t.Helper()
+	s.peer = &remote{w: s.world, cluster: other.self, ns: other.self.TenantNamespace(), peering: &isthmus.Peering{
+		ObjectMeta: metav1.ObjectMeta{Name: other.self.UniqueName()},
+		Spec: isthmus.PeeringSpec{Cluster: other.self,
+			TenantNamespace: isthmus.TenantNamespace{Local: other.self.TenantNamespace(), Remote: s.self.TenantNamespace()}},
+	}}
+	s.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: s.peer.ns}})
+	name := metav1.ObjectMeta{Namespace: s.peer.ns, Name: isthmus.DefaultIdentitySecret}
+	s.create(&rbacv1.Role{ObjectMeta: name, Rules: []rbacv1.PolicyRule{{
+		APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{name.Name}, Verbs: []string{"get", "list", "watch", "patch"},
+	}}})
+	s.create(&rbacv1.RoleBinding{ObjectMeta: name, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: name.Name},
+		Subjects: []rbacv1.Subject{{Kind: "ServiceAccount", Namespace: s.system, Name: "isthmus-manager"}}})
+	s.create(&corev1.Secret{ObjectMeta: name,
+		Data: map[string][]byte{isthmus.SecretKubeconfig: other.server.Kubeconfig()}})
+	s.create(s.peer.peering)
+}
+
+// connected says, for the gateway, that the tunnel works.
+func (s *side) connected() {
+	s.t.Helper()
+	s.until("there is a TunnelEndpoint", func() bool { return s.peer.endpoint() != nil })
+	te := s.peer.endpoint()
+	te.Status.Connection.Status = v1alpha1.Connected
+	s.ok(s.api().Status().Update(s.ctx, te))
+}
+
+func TestTwoManagersNegotiateAndPart(t *testing.T) {
+	leaks := goleak.IgnoreCurrent()
+	a, b := twoSides(t)
+	started := time.Now()
+	for _, s := range []*side{a, b} {
+		s.peer.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonAgreed)
+	}
+	t.Logf("TunnelEndpoints on both sides after %v", time.Since(started))
+	for _, s := range []*side{a, b} {
+		s.connected()
+		s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	}
+	as, bs := a.peer.status(), b.peer.status()
+	if as.Local != bs.Remote || as.Remote != bs.Local {
+		t.Errorf("the two sides do not mirror each other:\n%+v\n%+v", as, bs)
+	}
+	if as.Local.PodCIDR != a.pods || as.Remote.PodCIDR != b.pods || as.Remote.PodCIDRSeen == b.pods || as.Local.PodCIDRSeen == a.pods {
+		t.Errorf("overlapping networks have to be seen as others: %+v", as)
+	}
+	for url, want := range map[string]string{
+		"http://" + a.health + "/healthz":  "ok",
+		"http://" + a.health + "/readyz":   "ok",
+		"http://" + a.metrics + "/metrics": fmt.Sprintf(`isthmus_manager_peering_ready{peer=%q,peering=%q,reason="Connected"} 1`, b.self.ClusterID, a.peer.peering.Name),
+	} {
+		if got := get(t, url); !strings.Contains(got, want) {
+			t.Errorf("%s: no %q in %.300s", url, want, got)
+		}
+	}
+
+	// A manager that starts again finds everything as it is and writes nothing.
+	before := a.versions() + b.versions()
+	a.stop()
+	var lease coordinationv1.Lease
+	a.ok(a.api().Get(a.ctx, types.NamespacedName{Namespace: a.system, Name: component}, &lease))
+	if holder := lease.Spec.HolderIdentity; holder != nil && *holder != "" {
+		t.Errorf("the lease is still held by %q", *holder)
+	}
+	a.manage()
+	a.until("it leads again", func() bool {
+		a.ok(a.api().Get(a.ctx, types.NamespacedName{Namespace: a.system, Name: component}, &lease))
+		return lease.Spec.HolderIdentity != nil && *lease.Spec.HolderIdentity != ""
+	})
+	time.Sleep(2 * time.Second)
+	if after := a.versions() + b.versions(); after != before {
+		t.Errorf("resource versions were\n%s and are\n%s", before, after)
+	}
+
+	// One side parts: the other one says so and keeps nothing that works.
+	b.peer.delete()
+	b.until("the Peering of the one side is gone", b.peer.gone)
+	a.peer.untilIs(isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew)
+	a.until("the other side has no TunnelEndpoint", func() bool { return a.peer.endpoint() == nil })
+	a.peer.delete()
+	a.until("the Peering of the other side is gone", a.peer.gone)
+	for _, s := range []*side{a, b} {
+		var mappings v1alpha1.NatMappingList
+		s.ok(s.api().List(s.ctx, &mappings))
+		for i := range mappings.Items {
+			if strings.HasPrefix(mappings.Items[i].Spec.ClusterID, s.prefix) {
+				t.Errorf("NatMapping %s has stayed", mappings.Items[i].Name)
+			}
+		}
+		var configs v1alpha1.NetworkConfigList
+		s.ok(s.api().List(s.ctx, &configs, client.InNamespace(s.peer.ns)))
+		if n := len(configs.Items); n > 0 {
+			t.Errorf("%d NetworkConfigs have stayed", n)
+		}
+		s.stop()
+		if text := s.log.String(); strings.Contains(text, "forbidden") || strings.Contains(text, "Reconciler error") {
+			t.Errorf("the manager of %s had trouble:\n%s", s.self.ClusterName, text)
+		}
+	}
+	http.DefaultClient.CloseIdleConnections()
+	if err := goleak.Find(leaks,
+		goleak.IgnoreAnyFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"),
+		// controller-runtime v0.25.2: a cache that ends with an event on its way leaves its sender behind.
+		goleak.IgnoreAnyFunction("k8s.io/apimachinery/pkg/watch.(*filteredWatch).loop"),
+		// of the second API server and the test's ways to it
+		goleak.IgnoreAnyFunction("github.com/isthmus-net/isthmus/internal/kubetest.(*guard).start.func1"),
+		goleak.IgnoreAnyFunction("net/http.(*persistConn).readLoop"), goleak.IgnoreAnyFunction("net/http.(*persistConn).writeLoop"),
+		goleak.IgnoreAnyFunction("internal/poll.runtime_pollWait"),
+	); err != nil {
+		t.Error(err)
+	}
+}
+
+// versions are the resource versions of all objects of the peering.
+func (s *side) versions() string {
+	s.t.Helper()
+	var all strings.Builder
+	for _, list := range []client.ObjectList{&isthmus.PeeringList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NatMappingList{}, &v1alpha1.IpamStorageList{}} {
+		s.ok(s.api().List(s.ctx, list))
+		s.ok(meta.EachListItem(list, func(o runtime.Object) error {
+			m, err := meta.Accessor(o)
+			fmt.Fprintf(&all, "%T %s %s\n", o, m.GetName(), m.GetResourceVersion())
+			return err
+		}))
+	}
+	return all.String()
+}
+
+func get(t *testing.T, url string) string {
+	t.Helper()
+	resp, err := http.Get(url)
+	if err != nil {
+		return err.Error()
+	}
+	defer resp.Body.Close()
+	body, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return err.Error()
+	}
+	return string(body)
+}
+
+func TestIdentityOfTheCluster(t *testing.T) {
+	w := bare(t)
+	var kubeSystem corev1.Namespace
+	w.ok(w.api().Get(w.ctx, types.NamespacedName{Name: "kube-system"}, &kubeSystem))
+	uid := string(kubeSystem.UID)
+	cm := func(name, id, clusterName string) *corev1.ConfigMap {
+		return &corev1.ConfigMap{
+			ObjectMeta: metav1.ObjectMeta{Namespace: w.system, Name: name, Labels: map[string]string{"app.kubernetes.io/name": "clusterid-configmap"}},
+			Data:       map[string]string{"CLUSTER_ID": id, "CLUSTER_NAME": clusterName},
+		}
+	}
+	check := func(what string, said, want v1alpha1.ClusterIdentity, problem string) {
+		t.Helper()
+		got, err := identify(w.ctx, w.api(), w.system, said)
+		if problem != "" {
+			if !errors.Is(err, errIdentity) || !strings.Contains(err.Error(), problem) {
+				t.Errorf("%s: %v, want %q", what, err, problem)
+			}
+			return
+		}
+		if err != nil || got != want {
+			t.Errorf("%s: %+v, %v; want %+v", what, got, err, want)
+		}
+	}
+	id := func(id, name string) v1alpha1.ClusterIdentity {
+		return v1alpha1.ClusterIdentity{ClusterID: id, ClusterName: name}
+	}
+	check("said", id("x", "y"), id("x", "y"), "")
+	check("name said, ID from kube-system", id("", "y"), id(uid, "y"), "")
+	check("nothing at all", id("", ""), id("", ""), "want --cluster-name")
+	w.create(cm("one", "from-map", "named"))
+	check("ConfigMap", id("", ""), id("from-map", "named"), "")
+	check("a flag goes before the ConfigMap", id("x", ""), id("x", "named"), "")
+	w.create(cm("two", "other", "other"))
+	check("two ConfigMaps", id("", ""), id("", ""), "has 2 ConfigMaps")
+	check("bad ID", id("a b", "y"), id("", ""), "character")
+}
+
+func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
+	w := bare(t)
+	own := &Own{Cache: w.api(), Direct: w.api(), Store: &stubBooks{}, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler)}
+	f, err := own.gather(w.ctx)
+	w.ok(err)
+	if f.PodCIDR.IsValid() || !strings.Contains(strings.Join(f.Missing, "\n"), "set --pod-cidr") {
+		t.Errorf("without kubeadm: PodCIDR %v, missing %q", f.PodCIDR, f.Missing)
+	}
+	kubeadm := &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "kubeadm-config"},
+		Data:       map[string]string{"ClusterConfiguration": "kind: ClusterConfiguration\nnetworking:\n  podSubnet: 10.32.0.0/19\n"},
+	}
+	w.create(kubeadm)
+	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), kubeadm)) })
+	f, err = own.gather(w.ctx)
+	w.ok(err)
+	if f.PodCIDR.String() != "10.32.0.0/19" || f.ServiceCIDR.String() != "10.96.0.0/12" || !f.ExternalCIDR.IsValid() {
+		t.Errorf("with kubeadm: %+v", f)
+	}
+	own.Networks.ServiceCIDR = netip.MustParsePrefix("10.32.16.0/24")
+	f, err = own.gather(w.ctx)
+	w.ok(err)
+	if !strings.Contains(strings.Join(f.Missing, "\n"), "overlaps ServiceCIDR") {
+		t.Errorf("overlap: missing %q", f.Missing)
+	}
+}
+
+func TestInstallationOfLiqoIsNoticed(t *testing.T) {
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
+	kinds, err := discovery.NewDiscoveryClientForConfig(testConfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+	changed := make(chan struct{})
+	go watchKinds(t.Context(), kinds, false, 50*time.Millisecond, func() { close(changed) })
+	select {
+	case <-changed:
+		t.Fatal("noticed before it happened")
+	case <-time.After(300 * time.Millisecond):
+	}
+	installLiqo(t)
+	select {
+	case <-changed:
+	case <-time.After(10 * time.Second):
+		t.Fatal("not noticed")
+	}
+}
