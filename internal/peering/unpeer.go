@@ -1,6 +1,7 @@
 package peering
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -39,7 +40,8 @@ type farewell struct {
 	namespace string // the tenant namespace; empty: not found
 	secret    string // the identity at the peer, in it
 	remains   string // what stays at the peer when it is not waited for
-	waitedFor string // as last reported
+	waitsFor  string // as last seen, with the cluster
+	told      string // as last reported
 }
 
 // Unpeer parts two clusters, or one from the other where remote is nil: first
@@ -214,11 +216,15 @@ type errWaiting struct{ what string }
 
 func (e *errWaiting) Error() string { return e.what }
 
+// patience is how long a step may take before a person is told what it waits
+// for.
+const patience = time.Second
+
 // until repeats a step on each side until it is done, and tells what it waits
 // for whenever that changes.
 func until(ctx context.Context, sides []*farewell, o UnpeerOptions, step func(*farewell) (string, error)) error {
 	done := make([]bool, len(sides))
-	for {
+	for begun := time.Now(); ; {
 		var waiting []error
 		for i, f := range sides {
 			if done[i] {
@@ -232,13 +238,16 @@ func until(ctx context.Context, sides []*farewell, o UnpeerOptions, step func(*f
 				if report != "" {
 					o.Report(f.String() + ": " + report)
 				}
-			case ctx.Err() != nil:
-				waiting = append(waiting, fmt.Errorf("%s: %s", f.Cluster, f.waitedFor))
+			case ctx.Err() != nil: // what it waits for has been seen before
+				waiting = append(waiting, errors.New(cmp.Or(f.waitsFor, f.String()+": "+err.Error())))
 			case errors.As(err, &wait) || errors.Is(err, ErrUnreachable): // it may come back
-				waiting = append(waiting, fmt.Errorf("%s: %w", f.Cluster, err))
-				if f.waitedFor != err.Error() {
-					f.waitedFor = err.Error()
-					o.Report(f.String() + ": " + f.waitedFor)
+				if f.waitsFor = err.Error(); wait != nil {
+					f.waitsFor = f.String() + ": " + wait.what
+				}
+				waiting = append(waiting, errors.New(f.waitsFor))
+				if f.told != f.waitsFor && time.Since(begun) > patience {
+					f.told = f.waitsFor
+					o.Report(f.told)
 				}
 			default:
 				return err
@@ -271,9 +280,9 @@ func (f *farewell) peeringGone(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", f.explain("Peering "+f.peering, err)
 	}
-	what := "waits for the manager, which removes the finalizers " + strings.Join(p.Finalizers, ", ")
+	what := "waiting for the manager, which removes the finalizers " + strings.Join(p.Finalizers, ", ")
 	if c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady); c != nil && c.Reason == isthmus.ReasonUnpeering {
-		what = "waits: " + Printable(c.Message)
+		what = Printable(c.Message)
 	}
 	return "", &errWaiting{what}
 }
@@ -345,7 +354,7 @@ func (f *farewell) namespaceGone(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", f.explain("Namespace "+f.namespace, err)
 	}
-	what := "waits until namespace " + f.namespace + " is gone"
+	what := "waiting until namespace " + f.namespace + " is gone"
 	for _, c := range n.Status.Conditions {
 		if c.Status == corev1.ConditionTrue && (c.Type == corev1.NamespaceContentRemaining || c.Type == corev1.NamespaceFinalizersRemaining) {
 			what += ": " + Printable(c.Message)

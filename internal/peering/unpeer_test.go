@@ -40,12 +40,12 @@ func TestUnpeerSaysWhatItWaitsForAndKeepsTheRightsMeanwhile(t *testing.T) {
 	must(t, p.peer(t))
 	p.said()
 	p.managers[0].keep("hold-b does not answer:\x1b[2J its copy of NetworkConfig x is still there")
-	o := UnpeerOptions{Timeout: time.Second, Report: p.report}
+	o := UnpeerOptions{Timeout: 2 * time.Second, Report: p.report}
 	err := Unpeer(t.Context(), p.a, p.b, o)
 	if !errors.Is(err, ErrNotReady) {
 		t.Fatal(err)
 	}
-	contains(t, err.Error(), "not un-peered within 1s", `hold-a: waits: hold-b does not answer:\u001b[2J its copy`)
+	contains(t, err.Error(), "not un-peered within 2s", `hold-a: hold-b does not answer:\u001b[2J its copy`)
 	if said := p.said(); strings.Count(said, "its copy") != 1 {
 		t.Errorf("said once, please:\n%s", said)
 	}
