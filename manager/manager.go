@@ -16,6 +16,7 @@ import (
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
 	ctrl "sigs.k8s.io/controller-runtime"
@@ -35,6 +36,9 @@ import (
 // component is the name of the Lease and the reporter of Events.
 const component = "isthmus-manager"
 
+// renewDeadline is how long a leader goes on without its Lease; controller-runtime's.
+const renewDeadline = 10 * time.Second
+
 // lookForKinds is how often we look whether Liqo was installed: one small request.
 const lookForKinds = 30 * time.Second
 
@@ -51,6 +55,10 @@ type Options struct {
 	Networks Networks
 	// LeaderElect lets several managers run, of which one works.
 	LeaderElect bool
+	// Name is that of this manager among them, such as its Pod's: one that was
+	// killed and started again under its name goes on at once. Empty: another
+	// one at each start, which waits until the Lease of the one before is over.
+	Name string
 	// IPAMAddress, MetricsAddress and HealthAddress are TCP addresses to listen
 	// on, such as ":6000"; empty means not to.
 	// The registry of metrics is that of the process: of several managers in one
@@ -133,18 +141,27 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	}
 	o.Log.Info("manager starts", "clusterID", o.Cluster.ClusterID, "clusterName", o.Cluster.ClusterName, "foreignClusters", foreign)
 
+	var lock resourcelock.Interface
+	if o.LeaderElect && o.Name != "" {
+		if lock, err = resourcelock.NewFromKubeconfig(resourcelock.LeasesResourceLock, o.Namespace, component,
+			resourcelock.ResourceLockConfig{Identity: o.Name}, cfg, renewDeadline); err != nil {
+			return err
+		}
+	}
 	mgr, err := ctrl.NewManager(cfg, ctrl.Options{
-		Scheme:                        scheme,
-		Cache:                         cacheOptions(o.Namespace),
-		Logger:                        logr.FromSlogHandler(o.Log.Handler()),
-		LeaderElection:                o.LeaderElect,
-		LeaderElectionID:              component,
-		LeaderElectionNamespace:       o.Namespace,
-		LeaderElectionReleaseOnCancel: true,
-		GracefulShutdownTimeout:       ptr.To(10 * time.Second),
-		Metrics:                       metricsserver.Options{BindAddress: orNone(o.MetricsAddress)},
-		HealthProbeBindAddress:        orNone(o.HealthAddress),
-		Controller:                    config.Controller{SkipNameValidation: ptr.To(true)}, // errAgain makes them anew
+		Scheme:                              scheme,
+		Cache:                               cacheOptions(o.Namespace),
+		Logger:                              logr.FromSlogHandler(o.Log.Handler()),
+		LeaderElection:                      o.LeaderElect,
+		LeaderElectionID:                    component,
+		LeaderElectionNamespace:             o.Namespace,
+		LeaderElectionReleaseOnCancel:       true,
+		LeaderElectionResourceLockInterface: lock,
+		RenewDeadline:                       ptr.To(renewDeadline),
+		GracefulShutdownTimeout:             ptr.To(10 * time.Second),
+		Metrics:                             metricsserver.Options{BindAddress: orNone(o.MetricsAddress)},
+		HealthProbeBindAddress:              orNone(o.HealthAddress),
+		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // errAgain makes them anew
 	})
 	if err != nil {
 		return err

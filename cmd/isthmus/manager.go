@@ -80,6 +80,7 @@ func (f *managerFlags) complete() (level slog.Level, err error) {
 	if err := level.UnmarshalText([]byte(f.level)); err != nil {
 		return level, usage("--log-level %q: want debug, info, warn or error", f.level)
 	}
+	o.Name = os.Getenv("POD_NAME")
 	o.Namespace = cmp.Or(o.Namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace)
 	if id := o.Cluster.ClusterID; id != "" {
 		if wrong := fabric.CheckClusterID(id); wrong != "" {
