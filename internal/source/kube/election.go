@@ -246,7 +246,7 @@ func (e *election) release() error {
 		_, err = e.write(ctx, lease)
 	}
 	if err != nil {
-		return fmt.Errorf("Lease %s: %w", Lease, err)
+		return fmt.Errorf("the Lease %s: %w", Lease, err)
 	}
 	return nil
 }

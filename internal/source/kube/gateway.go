@@ -281,7 +281,7 @@ func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error
 		err := g.client.List(ctx, &maps, client.InNamespace(g.o.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "clusterid-configmap"})
 		switch {
 		case err != nil:
-			return id, fmt.Errorf("ConfigMap with the cluster's identity: %w", err)
+			return id, fmt.Errorf("the ConfigMap with the cluster's identity: %w", err)
 		case len(maps.Items) > 1:
 			return id, fmt.Errorf("namespace %s has %d ConfigMaps labelled app.kubernetes.io/name=clusterid-configmap; want one, or --cluster-id", g.o.Namespace, len(maps.Items))
 		case len(maps.Items) == 1:
@@ -293,7 +293,7 @@ func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error
 		default:
 			var ns corev1.Namespace
 			if err := g.client.Get(ctx, client.ObjectKey{Name: "kube-system"}, &ns); err != nil {
-				return id, fmt.Errorf("Namespace kube-system, whose UID is the cluster's ID: %w", err)
+				return id, fmt.Errorf("the namespace kube-system, whose UID is the cluster's ID: %w", err)
 			}
 			id.ClusterID = string(ns.UID)
 		}
@@ -335,7 +335,7 @@ func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.P
 	case !apierrors.IsNotFound(err):
 		return inUse, nil, err
 	}
-	missing := fmt.Errorf("Secret %s/%s: not there", g.o.Namespace, KeySecret)
+	missing := fmt.Errorf("the Secret %s/%s: not there", g.o.Namespace, KeySecret)
 	if now := time.Now(); now.After(g.keyTries) {
 		g.keyTries = now.Add(time.Second)
 		time.AfterFunc(time.Second, g.look.set) // whether or not this succeeds

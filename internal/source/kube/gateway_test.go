@@ -183,8 +183,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		s.namespace(t, "waits")
 		r := start(t, GatewayOptions{Config: s.config, Namespace: "waits", Pod: "p"})
 		within(t, 15*time.Second, "reason", func() error {
-			if err := r.Ready(); err == nil || !strings.Contains(err.Error(), "install the CRDs") {
-				return fmt.Errorf("ready: %v", err)
+			if err := r.Ready(); !strings.Contains(fmt.Sprint(err), "install the CRDs") {
+				return fmt.Errorf("it waits for something else: %w", err)
 			}
 			return nil
 		})
@@ -207,8 +207,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		config.Host = "https://127.0.0.1:1"
 		r := start(t, GatewayOptions{Config: config, Namespace: "waits", Pod: "p"})
 		within(t, 10*time.Second, "reason", func() error {
-			if err := r.Ready(); err == nil || !strings.Contains(err.Error(), "connection refused") {
-				return fmt.Errorf("ready: %v", err)
+			if err := r.Ready(); !strings.Contains(fmt.Sprint(err), "connection refused") {
+				return fmt.Errorf("it waits for something else: %w", err)
 			}
 			return nil
 		})
@@ -232,8 +232,11 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 		within(t, 10*time.Second, "everyone knows", func() error {
 			for _, r := range replicas {
-				if pod, _ := r.Active(); pod == "" || r.Ready() != nil {
-					return fmt.Errorf("active %q, ready %v", pod, r.Ready())
+				if err := r.Ready(); err != nil {
+					return err
+				}
+				if pod, _ := r.Active(); pod == "" {
+					return errors.New("nobody is active")
 				}
 			}
 			return nil
@@ -366,7 +369,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			}
 			return nil
 		})
-		v2, v3 := version(2), version(3)
+		v3 := version(3)
 
 		// Somebody else writes: what the gateway says is put back, once.
 		var te v1alpha1.TunnelEndpoint
@@ -389,7 +392,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		mu.Lock()
 		rtt = 500 * time.Millisecond // a latency that is news, but too soon
 		mu.Unlock()
-		v2 = te.ResourceVersion
+		v2 := te.ResourceVersion
 		time.Sleep(4 * time.Second)
 		if version(2) != v2 || version(3) != v3 || version(1) == "" {
 			t.Error("written at rest")

@@ -96,7 +96,7 @@ func (g *Gateway) createKey(ctx context.Context, inUse [32]byte) error {
 	case apierrors.IsAlreadyExists(err):
 		return nil
 	case err != nil:
-		return fmt.Errorf("Secret %s: %w", client.ObjectKeyFromObject(secret), err)
+		return fmt.Errorf("the Secret %s: %w", client.ObjectKeyFromObject(secret), err)
 	}
 	g.log.Info("key Secret made", "secret", KeySecret, "newKey", inUse == [32]byte{})
 	return nil
