@@ -1,0 +1,199 @@
+// Package fleet tests Isthmus as a whole: clusters with API servers, managers, gateways and route agents of their own, peered
+// by the command line, with real packets between pods while components and API servers fail. It needs root.
+//
+// With -long the faults last as long as the project promises to bear them; otherwise they are shorter.
+package fleet
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+var long = flag.Bool("long", false, "let faults last for a minute and more")
+
+// patience is how long a test waits for what has to come.
+const patience = 30 * time.Second
+
+// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes both.
+var binary, kube string
+
+func TestMain(m *testing.M) { os.Exit(run(m)) }
+
+func run(m *testing.M) int {
+	flag.Parse()
+	if lab.Available() != nil {
+		return m.Run() // the tests say why they are skipped
+	}
+	dir, err := os.MkdirTemp("", "isthmus-fleet-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	binary = filepath.Join(dir, "isthmus")
+	build := exec.Command("go", "build", "-o", binary, "./cmd/isthmus")
+	build.Dir = "../.."
+	if out, err := build.CombinedOutput(); err != nil {
+		fmt.Fprintf(os.Stderr, "%v: %v\n%s", build.Args, err, out)
+		return 1
+	}
+	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return m.Run()
+}
+
+// up makes a fleet that ends with the test, after the ends of all logs if it failed.
+func up(t *testing.T, spec lab.Spec) *fleet.Fleet {
+	t.Helper()
+	if err := lab.Available(); err != nil {
+		t.Skip(err)
+	}
+	spec.Name = lab.UniqueName("fleet")
+	begin := time.Now()
+	f, err := fleet.Up(t.Context(), fleet.Options{Spec: spec, Binary: binary, Kube: kube})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%d clusters are up after %.1f s", len(f.Clusters), time.Since(begin).Seconds())
+	t.Cleanup(func() {
+		if t.Failed() {
+			for _, c := range f.Clusters {
+				for _, name := range c.Components() {
+					t.Logf("the end of the log of %s of cluster %s:\n%s", name, c, c.Tail(name, 20))
+				}
+			}
+		}
+		if err := f.Down(); err != nil {
+			t.Error(err)
+		}
+	})
+	if err := f.Lab.ServeHosts(); err != nil {
+		t.Fatal(err)
+	}
+	return f
+}
+
+func clusterSpec(podCIDR string, nodes int) lab.ClusterSpec {
+	return lab.ClusterSpec{PodCIDR: netip.MustParsePrefix(podCIDR), Nodes: nodes}
+}
+
+// isthmus runs the program as an administrator does.
+func isthmus(t *testing.T, f *fleet.Fleet, args ...string) {
+	t.Helper()
+	if out, err := f.Isthmus(t.Context(), args...); err != nil {
+		t.Fatalf("isthmus %v: %v\n%s", args, err, out)
+	}
+}
+
+// peer peers two clusters and waits until both are ready.
+func peer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
+	t.Helper()
+	isthmus(t, f, "peer", "--context", a.Name, "--remote-context", b.Name)
+	ready(t, a, b)
+}
+
+func ready(t *testing.T, a, b *fleet.Cluster) {
+	t.Helper()
+	for _, pair := range [][2]*fleet.Cluster{{a, b}, {b, a}} {
+		if err := pair[0].WaitReady(t.Context(), pair[1], patience); err != nil {
+			t.Fatal(err)
+		}
+	}
+}
+
+// seen is the address under which a cluster reaches an address of another one's pods.
+func seen(t *testing.T, at, of *fleet.Cluster, addr netip.Addr) netip.Addr {
+	t.Helper()
+	s, err := at.Seen(t.Context(), of, addr)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+// active is the number of the node with the active gateway.
+func active(t *testing.T, c *fleet.Cluster) int {
+	t.Helper()
+	var i int
+	eventually(t, "one active gateway", func() (err error) {
+		i, err = c.ActiveGateway(t.Context())
+		return err
+	})
+	return i
+}
+
+// remotePod is a pod on a node without the active gateway.
+func remotePod(t *testing.T, c *fleet.Cluster) *lab.Pod {
+	t.Helper()
+	p, err := c.RemotePod(t.Context())
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// podOn is the first pod of node i.
+func podOn(t *testing.T, c *fleet.Cluster, i int) *lab.Pod {
+	t.Helper()
+	for _, p := range c.Pods {
+		if p.Node == c.Nodes[i] {
+			return p
+		}
+	}
+	t.Fatalf("no pod on %s", c.Nodes[i])
+	return nil
+}
+
+// eventually waits until f returns nil.
+func eventually(t *testing.T, what string, f func() error) {
+	t.Helper()
+	err := f()
+	for deadline := time.Now().Add(patience); err != nil; err = f() {
+		if time.Now().After(deadline) {
+			t.Fatalf("%s did not come within %v: %v", what, patience, err)
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+// must ends the test on an error.
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// firstPing waits for an answer to an echo request, one every 100 ms, and says how long it took.
+func firstPing(ctx context.Context, from *lab.Host, to func() (netip.Addr, error)) (time.Duration, error) {
+	begin := time.Now()
+	for {
+		addr, err := to()
+		if err == nil {
+			_, err = from.PingWith(ctx, addr, lab.PingOptions{Wait: 100 * time.Millisecond})
+		}
+		if err == nil {
+			return time.Since(begin), nil
+		}
+		if ctx.Err() != nil {
+			return 0, fmt.Errorf("no ping from %s was answered within %v: %w", from, time.Since(begin).Round(time.Millisecond), err)
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}

@@ -1,0 +1,194 @@
+package fleet
+
+import (
+	"context"
+	"crypto/ecdh"
+	"crypto/rand"
+	"encoding/base64"
+	"fmt"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// takeover is how long traffic may stand still when the active gateway of a side dies: the Lease lasts 7 s.
+const takeover = 15 * time.Second
+
+func TestGatewayFaults(t *testing.T) {
+	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 3), clusterSpec("10.240.0.0/12", 2)}})
+	a, b := f.Clusters[0], f.Clusters[1]
+	peer(t, f, a, b)
+
+	for _, end := range []struct {
+		name string
+		do   func(c *fleet.Cluster, component string) error
+		most time.Duration
+	}{
+		{"ActiveKilledStandbyTakesOver", (*fleet.Cluster).Kill, takeover},
+		{"ActiveStoppedStandbyTakesOver", (*fleet.Cluster).Stop, takeover / 2},
+	} {
+		t.Run(end.name, func(t *testing.T) {
+			was := active(t, a)
+			during := startTraffic(t, a, b)
+			begin := time.Now()
+			must(t, end.do(a, fleet.Gateway(was)))
+			from, to := podOn(t, a, len(a.Nodes)-1), podOn(t, b, 1)
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			defer cancel()
+			var through int
+			_, err := firstPing(ctx, from.Host, func() (netip.Addr, error) {
+				var err error
+				if through, err = a.ActiveGateway(ctx); err != nil || through == was {
+					return netip.Addr{}, fmt.Errorf("active: %d, %w", through, err)
+				}
+				return a.Seen(ctx, b, to.Addr)
+			})
+			must(t, err)
+			t.Logf("%s -> %s answers again through %s %.2f s after the end of the gateway on %s", from, to, a.Nodes[through], time.Since(begin).Seconds(), a.Nodes[was])
+			time.Sleep(time.Second)
+			for _, o := range during.end(t) {
+				if o.outage > end.most {
+					t.Errorf("pings were lost over %v; want at most %v", o.outage, end.most)
+				}
+			}
+			podsToPods(t, a, b)
+			must(t, a.Start(t.Context(), fleet.Gateway(was)))
+			time.Sleep(time.Second)
+			if now := active(t, a); now != through {
+				t.Errorf("the gateway that came back is active; want it to stand by for %s", a.Nodes[through])
+			}
+			podsToPods(t, b, a)
+		})
+	}
+
+	t.Run("AloneWithoutAPIServerStaysActive", func(t *testing.T) {
+		was := active(t, a)
+		standby := 1 - was
+		must(t, a.Stop(fleet.Gateway(standby)))
+		during := startTraffic(t, a, b)
+		heal := cut(t, a, a.Nodes[was])
+		time.Sleep(outage())
+		heal()
+		time.Sleep(time.Second)
+		during.endWithoutLoss(t)
+		if now := active(t, a); now != was {
+			t.Errorf("active: %s; want %s", a.Nodes[now], a.Nodes[was])
+		}
+		must(t, a.Start(t.Context(), fleet.Gateway(standby)))
+	})
+
+	t.Run("WithoutAPIServerStaysActiveUntilItSeesAnother", func(t *testing.T) {
+		was := active(t, a)
+		during := startTraffic(t, a, b)
+		heal := cut(t, a, a.Nodes[was])
+		begin := time.Now()
+		eventually(t, "the standby's turn", func() error {
+			if now := active(t, a); now == was {
+				return fmt.Errorf("active: %s", a.Nodes[now])
+			}
+			return nil
+		})
+		t.Logf("the standby took over after %.1f s", time.Since(begin).Seconds())
+		time.Sleep(5 * time.Second)
+		if text, err := a.Nodes[was].Get(t.Context(), "http://127.0.0.1:5872/readyz"); err != nil || text != "ok, active\n" {
+			t.Errorf("the gateway that cannot know of another says %q, %v; want it to be active", text, err)
+		}
+		heal()
+		begin = time.Now()
+		eventually(t, "one active gateway", func() error {
+			text, err := a.Nodes[was].Get(t.Context(), "http://127.0.0.1:5872/readyz")
+			if err == nil && text == "ok, active\n" {
+				err = fmt.Errorf("%s: %s", a.Nodes[was], text)
+			}
+			return err
+		})
+		t.Logf("the one that was cut off stood down %.1f s after it was not any more", time.Since(begin).Seconds())
+		ready(t, a, b)
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		from, to := podOn(t, a, 2), podOn(t, b, 1)
+		took, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return a.Seen(ctx, b, to.Addr) })
+		must(t, err)
+		t.Logf("%s -> %s answers %.2f s later", from, to, took.Seconds())
+		time.Sleep(time.Second)
+		during.end(t)
+		podsToPods(t, a, b)
+	})
+
+	t.Run("KeyIsReplaced", func(t *testing.T) {
+		during := startTraffic(t, a, b)
+		key, err := ecdh.X25519().GenerateKey(rand.Reader)
+		must(t, err)
+		var secret corev1.Secret
+		must(t, a.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: "wireguard-pubkey"}, &secret))
+		text := func(b []byte) []byte { return []byte(base64.StdEncoding.EncodeToString(b)) }
+		secret.Data = map[string][]byte{"privateKey": text(key.Bytes()), "publicKey": text(key.PublicKey().Bytes())}
+		begin := time.Now()
+		must(t, a.Client.Update(t.Context(), &secret))
+		from, to := podOn(t, a, 2), podOn(t, b, 1)
+		back := func() (netip.Addr, error) { return a.Seen(t.Context(), b, to.Addr) }
+		eventually(t, "the peer's knowing the new key", func() error {
+			var list v1alpha1.TunnelEndpointList
+			if err := b.Client.List(t.Context(), &list); err != nil {
+				return err
+			}
+			for _, te := range list.Items {
+				if has := te.Spec.BackendConfig["publicKey"]; has != string(secret.Data["publicKey"]) {
+					return fmt.Errorf("it has %s", has)
+				}
+			}
+			return nil
+		})
+		t.Logf("the peer knows the key after %.2f s", time.Since(begin).Seconds())
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		_, err = firstPing(ctx, from.Host, back)
+		must(t, err)
+		t.Logf("first ping with the new key after %.2f s", time.Since(begin).Seconds())
+		begin = time.Now()
+		for i := range 2 {
+			must(t, a.Stop(fleet.Gateway(i)))
+			must(t, a.Start(t.Context(), fleet.Gateway(i)))
+		}
+		_, err = firstPing(ctx, from.Host, back)
+		must(t, err)
+		t.Logf("and %.2f s after both gateways were restarted, one after the other", time.Since(begin).Seconds())
+		ready(t, a, b)
+		time.Sleep(time.Second)
+		during.end(t)
+		podsToPods(t, a, b)
+	})
+}
+
+// outage is how long a fault lasts that must not be felt.
+func outage() time.Duration {
+	if *long {
+		return time.Minute
+	}
+	return 12 * time.Second // longer than the Lease
+}
+
+// cut takes a node's access to the API server away: answers do not come back.
+func cut(t *testing.T, c *fleet.Cluster, n *lab.Node) (heal func()) {
+	t.Helper()
+	blackhole := netlink.Route{Dst: netlink.NewIPNet(n.Addr.AsSlice()), Type: unix.RTN_BLACKHOLE}
+	must(t, c.Control.Do(func() error { return netlink.RouteAdd(&blackhole) }))
+	healed := false
+	heal = func() {
+		if !healed {
+			healed = true
+			must(t, c.Control.Do(func() error { return netlink.RouteDel(&blackhole) }))
+		}
+	}
+	t.Cleanup(heal)
+	return heal
+}

@@ -1,0 +1,274 @@
+package fleet
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"fmt"
+	"io"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// Three clusters, of which a and b overlap with different masks, over an underlay with a cloud's MTU.
+func TestPeering(t *testing.T) {
+	f := up(t, lab.Spec{MTU: 1450, Clusters: []lab.ClusterSpec{
+		clusterSpec("10.244.0.0/16", 3), clusterSpec("10.244.128.0/18", 2), clusterSpec("172.20.0.0/22", 2),
+	}})
+	a, b, c := f.Clusters[0], f.Clusters[1], f.Clusters[2]
+	had := map[*fleet.Cluster][]string{}
+	for _, x := range f.Clusters {
+		var err error
+		had[x], err = inventory(t.Context(), x)
+		must(t, err)
+	}
+
+	t.Run("FirstPingBetweenNodesWithoutGatewayWithinSeconds", func(t *testing.T) { firstPingAfterPeer(t, f, a, b) })
+	if t.Failed() {
+		return
+	}
+	peer(t, f, a, c)
+	peer(t, f, b, c)
+	t.Run("PodsReachPodsOnAllNodes", func(t *testing.T) {
+		for _, at := range f.Clusters {
+			for _, of := range f.Clusters {
+				if at != of {
+					podsToPods(t, at, of)
+				}
+			}
+		}
+	})
+	t.Run("NodesReachPods", func(t *testing.T) { nodesToPods(t, a, b); nodesToPods(t, c, a) })
+	t.Run("MappedEndpointIsReached", func(t *testing.T) { mappedEndpoint(t, a, b) })
+	t.Run("LargePacketsAndStreamsArriveWhole", func(t *testing.T) { largePackets(t, a, b); largePackets(t, c, b) })
+	t.Run("NothingIsWrittenAtRest", func(t *testing.T) { atRest(t, f) })
+	t.Run("NothingIsLeftAfterUnpeer", func(t *testing.T) {
+		isthmus(t, f, "unpeer", "--context", "a", "--remote-context", "b")
+		podsToPods(t, a, c) // the others do not notice
+		podsToPods(t, c, b)
+		isthmus(t, f, "unpeer", "--context", "a", "--remote-context", "c")
+		isthmus(t, f, "unpeer", "--context", "b", "--remote-context", "c")
+		for _, x := range f.Clusters {
+			sameInventory(t, x, had[x])
+		}
+	})
+	t.Run("PeeringAgainWorks", func(t *testing.T) {
+		firstPingAfterPeer(t, f, b, a)
+		podsToPods(t, a, b)
+	})
+}
+
+// firstPingAfterPeer runs `isthmus peer` and measures the time until a pod hears one of the other cluster, both on nodes
+// without the active gateway.
+func firstPingAfterPeer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
+	from, to := remotePod(t, a), remotePod(t, b)
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	begin := time.Now()
+	failed := make(chan error, 1)
+	var out string
+	var command time.Duration
+	go func() {
+		var err error
+		out, err = f.Isthmus(ctx, "peer", "--context", a.Name, "--remote-context", b.Name)
+		command = time.Since(begin)
+		failed <- err
+	}()
+	took, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return a.Seen(ctx, b, to.Addr) })
+	if err := <-failed; err != nil {
+		t.Fatalf("isthmus peer: %v\n%s", err, out)
+	}
+	must(t, err)
+	t.Logf("%s -> %s: first ping answered %.2f s after `isthmus peer` was started, which took %.2f s", from, to, took.Seconds(), command.Seconds())
+	if took > 15*time.Second {
+		t.Errorf("the first ping was answered after %v; want 5 s on a machine of its own, 15 s anywhere", took)
+	}
+	ready(t, a, b)
+}
+
+// podsToPods talks from a pod on every node of a cluster to one on every node of another. Each answer has to come from the
+// right pod and to name the right caller.
+func podsToPods(t *testing.T, at, of *fleet.Cluster) {
+	t.Helper()
+	for i := range at.Nodes {
+		for j := range of.Nodes {
+			from, to := podOn(t, at, i), podOn(t, of, j)
+			visit(t, from.Host, to.Host, seen(t, at, of, to.Addr), seen(t, of, at, from.Addr))
+		}
+	}
+}
+
+// visit pings a host and fetches a page from it, which says who asked.
+func visit(t *testing.T, from, to *lab.Host, addr, caller netip.Addr) {
+	t.Helper()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	if _, err := from.PingWith(ctx, addr, lab.PingOptions{Wait: 5 * time.Second}); err != nil {
+		t.Errorf("%s -> %s: %v", from, to, err)
+		return
+	}
+	got, err := from.Get(ctx, fmt.Sprintf("http://%v/", addr))
+	if want := fmt.Sprintf("%s sees %v\n", to, caller); err != nil || got != want {
+		t.Errorf("%s -> %s: %q, %v; want %q", from, to, got, err, want)
+	}
+}
+
+func nodesToPods(t *testing.T, at, of *fleet.Cluster) {
+	t.Helper()
+	network := seen(t, of, at, at.PodCIDR.Addr()) // all nodes share it
+	for _, n := range at.Nodes {
+		for j := range of.Nodes {
+			to := podOn(t, of, j)
+			visit(t, n.Host, to.Host, seen(t, at, of, to.Addr), network)
+		}
+	}
+}
+
+func mappedEndpoint(t *testing.T, at, of *fleet.Cluster) {
+	server := of.OnPrem
+	addr, err := of.MapEndpoint(t.Context(), server.Addr, at)
+	must(t, err)
+	for i := range at.Nodes {
+		from := podOn(t, at, i)
+		eventually(t, fmt.Sprintf("%s -> %s at %v", from, server, addr), func() error {
+			_, err := from.PingWith(t.Context(), addr, lab.PingOptions{Wait: 200 * time.Millisecond})
+			return err
+		})
+		visit(t, from.Host, server.Host, addr, seen(t, of, at, from.Addr))
+	}
+}
+
+// largePackets sends pings that have to be fragmented, and a stream as fast as it goes, between pods on nodes without the
+// active gateway.
+func largePackets(t *testing.T, at, of *fleet.Cluster) {
+	from, to := remotePod(t, at), remotePod(t, of)
+	addr := seen(t, at, of, to.Addr)
+	for _, size := range []int{1000, 1300, 1350, 1372, 1400, 1422, 1472, 3000, 8000, 30000} {
+		if _, err := from.PingWith(t.Context(), addr, lab.PingOptions{Size: size, Wait: 3 * time.Second}); err != nil {
+			// A first packet that is too large teaches the path its MTU; the second one has to arrive.
+			if _, err := from.PingWith(t.Context(), addr, lab.PingOptions{Size: size, Wait: 3 * time.Second}); err != nil {
+				t.Errorf("%d octets: %v", size, err)
+			}
+		}
+	}
+	const octets = 64 << 20
+	listener, err := to.Listen("tcp4", to.Addr.String()+":0")
+	must(t, err)
+	defer listener.Close()
+	var received [sha256.Size]byte
+	done := make(chan error, 1)
+	go func() {
+		conn, err := listener.Accept()
+		if err != nil {
+			done <- err
+			return
+		}
+		defer conn.Close()
+		sum := sha256.New()
+		_, err = io.Copy(sum, conn)
+		received = [sha256.Size]byte(sum.Sum(nil))
+		done <- err
+	}()
+	ctx, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	_, port, _ := strings.Cut(listener.Addr().String(), ":")
+	conn, err := from.Dial(ctx, "tcp4", addr.String()+":"+port)
+	must(t, err)
+	defer conn.Close()
+	must(t, conn.SetDeadline(time.Now().Add(patience)))
+	data := make([]byte, octets)
+	_, _ = rand.NewChaCha8([32]byte{1}).Read(data)
+	begin := time.Now()
+	_, err = io.Copy(conn, bytes.NewReader(data))
+	must(t, err)
+	conn.Close()
+	must(t, <-done)
+	t.Logf("%s -> %s: %.2f Gbit/s", from, to, octets*8/time.Since(begin).Seconds()/1e9)
+	if received != sha256.Sum256(data) {
+		t.Errorf("%s -> %s: other octets arrived", from, to)
+	}
+}
+
+// atRest looks for twenty seconds whether anything is written. A gateway may refresh a latency, at most every 30 s for each peer:
+// that is one write to a TunnelEndpoint here.
+func atRest(t *testing.T, f *fleet.Fleet) {
+	const quiet = 20 * time.Second
+	settled(t, f)
+	type state struct {
+		versions  map[string]string
+		writes    map[string]float64
+		latencies map[string]string
+	}
+	look := func(c *fleet.Cluster) (s state) {
+		var err error
+		s.versions, err = objects(t.Context(), c)
+		must(t, err)
+		s.writes, err = writes(t.Context(), c)
+		must(t, err)
+		var list v1alpha1.TunnelEndpointList
+		must(t, c.Client.List(t.Context(), &list))
+		s.latencies = map[string]string{}
+		for _, te := range list.Items {
+			s.latencies["TunnelEndpoint "+te.Namespace+"/"+te.Name] = te.Status.Connection.Latency.Timestamp.String()
+		}
+		return s
+	}
+	before := map[*fleet.Cluster]state{}
+	for _, c := range f.Clusters {
+		before[c] = look(c)
+	}
+	time.Sleep(quiet)
+	for _, c := range f.Clusters {
+		after, refreshed := look(c), 0.0
+		for name, version := range after.versions {
+			switch {
+			case before[c].versions[name] == version:
+			case before[c].latencies[name] != after.latencies[name]:
+				refreshed++
+			default:
+				t.Errorf("cluster %s: %s was written", c, name)
+			}
+		}
+		for labels, n := range after.writes {
+			if more := n - before[c].writes[labels]; more > 0 && !(strings.Contains(labels, `resource="tunnelendpoints"`) && more <= refreshed) {
+				t.Errorf("cluster %s: %v requests to write: %s", c, more, labels)
+			}
+		}
+		t.Logf("cluster %s: %d objects, %v latencies refreshed in %v", c, len(after.versions), refreshed, quiet)
+	}
+}
+
+// settled waits until nothing has been written for two seconds.
+func settled(t *testing.T, f *fleet.Fleet) {
+	t.Helper()
+	for _, c := range f.Clusters {
+		var last map[string]string
+		eventually(t, fmt.Sprintf("rest of cluster %s", c), func() error {
+			now, err := objects(t.Context(), c)
+			if err != nil {
+				return err
+			}
+			var busy []string
+			for name, version := range now {
+				if last[name] != version {
+					busy = append(busy, name)
+				}
+			}
+			if last = maps.Clone(now); len(busy) == 0 {
+				return nil
+			}
+			slices.Sort(busy)
+			time.Sleep(2 * time.Second)
+			return fmt.Errorf("written within two seconds: %v", busy)
+		})
+	}
+}

@@ -1,0 +1,208 @@
+package fleet
+
+import (
+	"context"
+	"crypto/sha256"
+	"fmt"
+	"hash"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+const (
+	pingInterval   = 50 * time.Millisecond
+	pingWait       = 3 * time.Second // an answer later than that is none
+	streamInterval = 20 * time.Millisecond
+	streamChunk    = 16 << 10 // octets each streamInterval: 6.5 Mbit/s
+)
+
+// A traffic is a ping, twenty times a second, and a TCP connection whose other end sends everything back, both between the
+// same two pods, for as long as a fault lasts.
+type traffic struct {
+	name   string
+	stop   context.CancelFunc
+	done   sync.WaitGroup
+	stream net.Conn
+
+	mu    sync.Mutex
+	pings []echo
+
+	sent, returned int64
+	stall          time.Duration // the longest time without an octet returned
+	out, back      hash.Hash
+	err            error
+}
+
+// An echo is one request and what became of it.
+type echo struct {
+	at  time.Time
+	err error
+}
+
+// talk starts traffic from one pod to another one under the address that the first one's cluster sees.
+func talk(t *testing.T, from, to *lab.Pod, at netip.Addr) *traffic {
+	t.Helper()
+	listener, err := to.Listen("tcp4", to.Addr.String()+":0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer listener.Close()
+	port := uint16(listener.Addr().(*net.TCPAddr).Port)
+	accepted := make(chan net.Conn, 1)
+	go func() {
+		conn, err := listener.Accept()
+		if err != nil {
+			close(accepted)
+			return
+		}
+		accepted <- conn
+	}()
+	dialing, cancel := context.WithTimeout(t.Context(), patience)
+	defer cancel()
+	conn, err := from.Dial(dialing, "tcp4", netip.AddrPortFrom(at, port).String())
+	if err != nil {
+		t.Fatalf("%s -> %s: %v", from, to, err)
+	}
+	far, ok := <-accepted
+	if !ok {
+		t.Fatalf("%s did not accept", to)
+	}
+	ctx, stop := context.WithCancel(t.Context())
+	r := &traffic{name: fmt.Sprintf("%s -> %s", from, to), stop: stop, stream: conn, out: sha256.New(), back: sha256.New()}
+	t.Cleanup(func() { stop(); conn.Close(); far.Close() })
+	r.done.Go(func() {
+		defer far.Close()
+		_, _ = io.Copy(far, far) // what is missing shows at the other end
+	})
+	r.done.Go(func() { r.send(ctx) })
+	r.done.Go(r.receive)
+	r.done.Go(func() { r.ping(t.Context(), ctx, from.Host, at) })
+	return r
+}
+
+func (r *traffic) send(ctx context.Context) {
+	var seed [32]byte
+	source := rand.NewChaCha8(seed)
+	chunk := make([]byte, streamChunk)
+	tick := time.NewTicker(streamInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			_ = r.stream.(*net.TCPConn).CloseWrite()
+			return
+		case <-tick.C:
+		}
+		_, _ = source.Read(chunk) // it never fails
+		n, err := r.stream.Write(chunk)
+		r.out.Write(chunk[:n])
+		r.sent += int64(n)
+		if err != nil {
+			r.mu.Lock()
+			r.err = fmt.Errorf("send: %w", err)
+			r.mu.Unlock()
+			return
+		}
+	}
+}
+
+func (r *traffic) receive() {
+	buf := make([]byte, 256<<10)
+	last := time.Now()
+	for {
+		n, err := r.stream.Read(buf)
+		r.stall = max(r.stall, time.Since(last))
+		last = time.Now()
+		r.back.Write(buf[:n])
+		r.returned += int64(n)
+		if err == io.EOF {
+			return
+		}
+		if err != nil {
+			r.mu.Lock()
+			r.err = fmt.Errorf("receive: %w", err)
+			r.mu.Unlock()
+			return
+		}
+	}
+}
+
+// ping sends until ctx ends; what is under way then may still be answered.
+func (r *traffic) ping(test, ctx context.Context, from *lab.Host, to netip.Addr) {
+	var group sync.WaitGroup
+	defer group.Wait()
+	tick := time.NewTicker(pingInterval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		group.Go(func() {
+			at := time.Now()
+			_, err := from.PingWith(test, to, lab.PingOptions{Wait: pingWait})
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			r.pings = append(r.pings, echo{at, err})
+		})
+	}
+}
+
+// An outcome is what a traffic suffered.
+type outcome struct {
+	pings, lost int
+	outage      time.Duration // from the first lost ping to the last one
+	octets      int64         // sent, and all returned
+	stall       time.Duration
+}
+
+func (o outcome) String() string {
+	return fmt.Sprintf("%d of %d pings lost (%.1f s from the first to the last of them), TCP: %.1f MB there and back, longest stall %.2f s",
+		o.lost, o.pings, o.outage.Seconds(), float64(o.octets)/1e6, o.stall.Seconds())
+}
+
+// end ends the traffic. TCP has to have delivered every octet, both ways.
+func (r *traffic) end(t *testing.T) outcome {
+	t.Helper()
+	r.stop()
+	_ = r.stream.SetDeadline(time.Now().Add(patience))
+	r.done.Wait()
+	r.stream.Close()
+	if r.err != nil {
+		t.Errorf("%s: TCP after %d octets: %v", r.name, r.sent, r.err)
+	} else if r.sent == 0 || r.returned != r.sent || [32]byte(r.back.Sum(nil)) != [32]byte(r.out.Sum(nil)) {
+		t.Errorf("%s: TCP: %d octets sent, %d returned, or others", r.name, r.sent, r.returned)
+	}
+	o := outcome{pings: len(r.pings), octets: r.sent, stall: r.stall}
+	var first, last time.Time
+	for _, p := range r.pings {
+		if p.err == nil {
+			continue
+		}
+		if o.lost++; o.lost == 1 || p.at.Before(first) {
+			first = p.at
+		}
+		if p.at.After(last) {
+			last = p.at
+		}
+	}
+	o.outage = last.Sub(first)
+	t.Logf("%s: %v", r.name, o)
+	return o
+}
+
+// endWithoutLoss is end for faults that must not be felt.
+func (r *traffic) endWithoutLoss(t *testing.T) {
+	t.Helper()
+	if o := r.end(t); o.lost > 0 {
+		t.Errorf("%s: %d of %d pings lost within %v; want none", r.name, o.lost, o.pings, o.outage)
+	}
+}
