@@ -177,8 +177,8 @@ func TestWithTokenKeepsTheRest(t *testing.T) {
 }
 
 func FuzzIdentity(f *testing.F) {
-	f.Add([]byte(kubeconfig("https://b", nil, &clientcmdapi.AuthInfo{Token: "a.b.c"})), "https://b", "x")
-	f.Add([]byte(kubeconfig("https://b", nil, &clientcmdapi.AuthInfo{Exec: &clientcmdapi.ExecConfig{Command: "sh"}})), "", "")
+	f.Add(kubeconfig("https://b", nil, &clientcmdapi.AuthInfo{Token: "a.b.c"}), "https://b", "x")
+	f.Add(kubeconfig("https://b", nil, &clientcmdapi.AuthInfo{Exec: &clientcmdapi.ExecConfig{Command: "sh"}}), "", "")
 	f.Add([]byte(nil), "https://b", jwt(`{"iat":1,"exp":2}`))
 	f.Fuzz(func(t *testing.T, kube []byte, server, token string) {
 		id, err := identityFrom(&corev1.Secret{Data: map[string][]byte{

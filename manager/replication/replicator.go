@@ -127,6 +127,9 @@ func (r *Replicator) Start(ctx context.Context) error {
 	}
 	r.secrets = core
 	informer, err := r.opts.Cache.GetInformer(ctx, &v1alpha1.NetworkConfig{})
+	if ctx.Err() != nil {
+		return nil
+	}
 	if err != nil {
 		return fmt.Errorf("watch NetworkConfigs: %w", err)
 	}
@@ -138,8 +141,8 @@ func (r *Replicator) Start(ctx context.Context) error {
 	if err != nil {
 		return fmt.Errorf("watch NetworkConfigs: %w", err)
 	}
-	defer informer.RemoveEventHandler(registration)
-	if !r.opts.Cache.WaitForCacheSync(ctx) { // an original that is not seen yet would cost the peer its copy
+	defer informer.RemoveEventHandler(registration) //nolint:errcheck // of an informer that has ended
+	if !r.opts.Cache.WaitForCacheSync(ctx) {        // an original that is not seen yet would cost the peer its copy
 		return nil
 	}
 
