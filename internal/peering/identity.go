@@ -73,7 +73,7 @@ func (s *side) whatIsWrongWithIdentity(ctx context.Context) (string, error) {
 	}
 	have, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig])
 	if err != nil {
-		return "the old one could not be read: " + Printable(err.Error()), nil //nolint:nilerr // it is what is wrong
+		return "the old one could not be read: " + Printable(err.Error()), nil
 	}
 	if have.Contexts[have.CurrentContext] == nil {
 		return "the old one could not be read: it has no current context", nil
