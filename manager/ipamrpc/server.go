@@ -61,7 +61,9 @@ func serve(ctx context.Context, listener net.Listener, s *ipamstore.Store, log *
 	impatient := time.AfterFunc(drain, g.Stop)
 	defer impatient.Stop()
 	g.GracefulStop()
-	<-ended
+	if err := <-ended; !errors.Is(err, grpc.ErrServerStopped) { // which says that ctx ended before it began
+		return err
+	}
 	return nil
 }
 

@@ -56,7 +56,7 @@ func TestMain(m *testing.M) {
 		if testServer, err = kubetest.Start(ctx, kubetest.Options{Name: "ipamrpc"}); err != nil {
 			return err
 		}
-		defer testServer.Stop() //nolint:errcheck // nothing to do about it
+		defer testServer.Stop()
 		if testStore, err = newStore(ctx, testServer.Kubeconfig()); err != nil {
 			return err
 		}

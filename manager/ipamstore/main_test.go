@@ -51,7 +51,7 @@ func TestMain(m *testing.M) {
 		if err != nil {
 			return err
 		}
-		defer server.Stop() //nolint:errcheck // nothing to do about it
+		defer server.Stop()
 		if testConfig, err = clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig()); err != nil {
 			return err
 		}
