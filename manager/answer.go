@@ -476,7 +476,7 @@ type holder struct {
 
 // keyTaken reports whether another peer has the key of a claim, and before this
 // one. Public keys are public: whoever claims that of a peer must not push the
-// peer out, so it is not enough to be older.
+// peer out, so it is not enough to be older when the other one has a tunnel.
 func (j judge) keyTaken(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (bool, error) {
 	key := nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey]
 	var list v1alpha1.NetworkConfigList

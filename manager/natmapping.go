@@ -97,9 +97,12 @@ func (r *NatMappingReconciler) reconcile(ctx context.Context, id string) error {
 		return err
 	}
 	spec, wanted := r.Store.Book().NatMapping(id)
-	// What is for another peer by its specification is that peer's, whatever its label says.
-	all = slices.DeleteFunc(all, func(nm v1alpha1.NatMapping) bool { return nm.Spec.ClusterID != id && r.isFor(nm.Spec.ClusterID) })
-	kept := slices.IndexFunc(all, func(nm v1alpha1.NatMapping) bool { return wanted && nm.DeletionTimestamp.IsZero() })
+	kept := -1
+	for i := range all {
+		if wanted && all[i].DeletionTimestamp.IsZero() && (kept < 0 || all[i].Name == natMappingName(id)) {
+			kept = i
+		}
+	}
 	for i := range all {
 		if i == kept {
 			continue
@@ -129,20 +132,13 @@ func (r *NatMappingReconciler) reconcile(ctx context.Context, id string) error {
 	return nil
 }
 
-// isFor reports whether there has to be a NatMapping for a cluster.
-func (r *NatMappingReconciler) isFor(id string) bool {
-	_, ok := r.Store.Book().NatMapping(id)
-	return ok
-}
-
 // create makes the NatMapping of a peer. Its name looks generated, as Liqo's is,
 // but follows from the cluster ID: a cache that is behind cannot lead to a second.
 func (r *NatMappingReconciler) create(ctx context.Context, id string, spec v1alpha1.NatMappingSpec) error {
-	sum := sha256.Sum256([]byte(id))
 	nm := &v1alpha1.NatMapping{
 		ObjectMeta: metav1.ObjectMeta{
 			GenerateName: natMappingPrefix,
-			Name:         natMappingPrefix + hex.EncodeToString(sum[:5]),
+			Name:         natMappingName(id),
 			Labels:       map[string]string{v1alpha1.LabelClusterID: id, v1alpha1.LabelNatMapping: "true"},
 		},
 		Spec: spec,
@@ -174,13 +170,22 @@ func (r *NatMappingReconciler) remove(ctx context.Context, nm *v1alpha1.NatMappi
 	return nil
 }
 
-// natMappingsOf returns the NatMappings that say to be for a peer, by label or
-// specification, the oldest first.
+func natMappingName(id string) string {
+	sum := sha256.Sum256([]byte(id))
+	return natMappingPrefix + hex.EncodeToString(sum[:5])
+}
+
+// natMappingsOf returns the NatMappings for a peer, the oldest first. Where label
+// and specification disagree, which takes an edit by hand, the name decides.
 func natMappingsOf(ctx context.Context, reader client.Reader, id string) ([]v1alpha1.NatMapping, error) {
 	var list v1alpha1.NatMappingList
 	if err := reader.List(ctx, &list, client.MatchingFields{indexMappedFor: id}); err != nil {
 		return nil, fmt.Errorf("NatMappings: %w", err)
 	}
+	list.Items = slices.DeleteFunc(list.Items, func(nm v1alpha1.NatMapping) bool {
+		return nm.Name != natMappingName(id) && slices.ContainsFunc(append(valueOf(&nm, v1alpha1.LabelClusterID), nm.Spec.ClusterID),
+			func(other string) bool { return nm.Name == natMappingName(other) })
+	})
 	slices.SortFunc(list.Items, func(a, b v1alpha1.NatMapping) int { return compareAge(&a, &b) })
 	return list.Items, nil
 }

@@ -1,0 +1,302 @@
+package manager
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+func isConflict(err error) bool { return apierrors.IsConflict(err) }
+
+// The first is what Liqo answers (facts, section 5); the masks differ from ours.
+func TestAnswersInTheFourCombinations(t *testing.T) {
+	a := newAnswering(t)
+	a.partner("both", 2).claims("10.244.0.0/16", "10.245.0.0/16").untilAccepted("10.246.0.0/16 10.247.0.0/16")
+	a.partner("pods", 3).claims("10.244.64.0/18", "100.64.0.0/20").untilAccepted("10.240.0.0/18 None")
+	a.partner("external", 4).claims("100.65.0.0/17", "10.245.0.0/24").untilAccepted("None 10.240.64.0/24")
+	a.partner("neither", 5).claims("10.64.0.0/14", "192.168.8.0/21").untilAccepted("None None")
+}
+
+func TestAnswersAreStickyAndSurviveARestart(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/16", "10.245.0.0/16")
+	p.untilAccepted("10.246.0.0/16 10.247.0.0/16")
+	edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR, nc.Spec.EndpointIP = "10.200.0.0/16", "192.0.2.99" })
+	p.untilAccepted("10.246.0.0/16 10.247.0.0/16") // of the same length: it stays
+	edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = "10.244.0.0/20" })
+	p.untilAccepted("10.246.0.0/20 10.247.0.0/16")
+
+	before := a.versions()
+	a.stop()
+	a.start()
+	a.always("a restart writes nothing", func() bool { return maps.Equal(a.versions(), before) })
+	a.partner("charlie", 3).claims("10.244.0.0/16", "10.245.0.0/16").untilAccepted("10.240.0.0/16 10.241.0.0/16")
+}
+
+// What the API server lets through makes no sense here.
+func TestHostileClaimsAreRefusedWithAConditionThatNamesTheField(t *testing.T) {
+	a := newAnswering(t)
+	bravo := a.partner("bravo", 2).claims("10.244.0.0/16", "10.245.0.0/16").publish().answer("None", "None")
+	bravo.joined()
+	for i, c := range []struct {
+		name   string
+		change func(*v1alpha1.NetworkConfig)
+		want   string
+	}{
+		{"our-key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(1) },
+			"KeyConflict: spec.backend_config.publicKey: is the public key of the receiver itself; want that of the sender's gateway"},
+		{"peers-key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(2) },
+			"KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster"},
+		{"pod", func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "10.244.1.1" },
+			"BadEndpoint: spec.endpointIP: 10.244.1.1 is inside 10.244.0.0/16, the receiver's PodCIDR; want an address outside"},
+		{"service", func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "10.96.0.1" },
+			"BadEndpoint: spec.endpointIP: 10.96.0.1 is inside 10.96.0.0/12, the receiver's ServiceCIDR; want an address outside"},
+		{"node", func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "172.30.0.1" },
+			"BadEndpoint: spec.endpointIP: 172.30.0.1 is a node of the receiver; want the address of the sender's gateway"},
+		{"gateway", func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "198.51.100.1" },
+			"BadEndpoint: spec.endpointIP: \"198.51.100.1:5871\" is the gateway of the receiver itself; want that of the sender"},
+		{"tunnel", func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "10.246.7.7" },
+			"BadEndpoint: spec.endpointIP: 10.246.7.7 is inside 10.246.0.0/16, which the receiver reaches through a tunnel; want an address outside"},
+		{"special", func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR, nc.Spec.ExternalCIDR = "100::/64", "fd00::/64" },
+			"Invalid: spec.podCIDR: 100::/64 overlaps 100::/64 (discard-only, RFC 6666); want a network that pods can have"},
+		{"addressed", func(nc *v1alpha1.NetworkConfig) { nc.Spec.RemoteCluster.ClusterID = "another" },
+			"Invalid: spec.cluster.clusterID: is \"another\"; want " + a.self.ClusterID + ", the receiver"},
+		{"origin", func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelOriginID] = bravo.cluster.ClusterID },
+			"WrongOrigin: metadata.labels[liqo.io/originID]: is \"" + bravo.cluster.ClusterID + "\", but namespace " + a.prefix +
+				"-tenant-origin is for cluster " + a.prefix + ".origin"},
+	} {
+		p := a.partner(c.name, byte(10+i))
+		nc := p.claim("10.244.64.0/18", "10.64.0.0/20")
+		c.change(nc)
+		a.create(nc)
+		p.untilAccepted(c.want)
+		if p.granted() || p.copied().Status.PodCIDRNAT != "" {
+			t.Errorf("%s: refused, and yet it got networks: %+v", c.name, p.copied().Status)
+		}
+	}
+	bravo.untilAccepted("10.246.0.0/16 10.247.0.0/16")
+}
+
+func TestOverlapsAreNoneOfTheRefused(t *testing.T) {
+	a := newAnswering(t)
+	for i, pod := range []string{"10.96.0.0/12", "172.30.0.0/24", "10.244.0.0/16", "10.245.0.0/16"} {
+		p := a.partner(fmt.Sprint("p", i), byte(20+i)).claims(pod, "192.168.0.0/24")
+		a.until("answered", func() bool { return p.copied().Status.Processed })
+		for _, seen := range []string{p.copied().Status.PodCIDRNAT, p.copied().Status.ExternalCIDRNAT} {
+			if seen == "None" {
+				continue
+			}
+			if got := netip.MustParsePrefix(seen); got.Overlaps(netip.MustParsePrefix(pod)) {
+				t.Errorf("%s is remapped to %s", pod, seen)
+			}
+		}
+	}
+}
+
+func TestExhaustionIsAConditionUntilAPoolIsAdded(t *testing.T) {
+	a := newAnswering(t)
+	a.configure([]netip.Prefix{netip.MustParsePrefix("10.244.0.0/15")}, nil) // both of ours
+	p := a.partner("bravo", 2).claims("10.244.0.0/16", "10.64.0.0/20")
+	p.untilAccepted("Exhausted: spec.podCIDR: 10.244.0.0/16 overlaps our PodCIDR, 10.244.0.0/16, and no /16 is free in the pools [10.244.0.0/15]; " +
+		"want a network that overlaps nothing, or a larger pool")
+	if p.granted() {
+		t.Error("half a grant")
+	}
+	a.configure([]netip.Prefix{netip.MustParsePrefix("10.244.0.0/15"), netip.MustParsePrefix("172.16.0.0/12")}, nil)
+	p.untilAccepted("172.16.0.0/16 None")
+}
+
+func TestExhaustionEndsWhenAnotherPeerLeaves(t *testing.T) {
+	a := newAnswering(t)
+	a.configure([]netip.Prefix{netip.MustParsePrefix("10.244.0.0/15"), netip.MustParsePrefix("172.16.0.0/16")}, nil)
+	bravo := a.partner("bravo", 2).claims("10.244.0.0/16", "10.64.0.0/20")
+	bravo.untilAccepted("172.16.0.0/16 None")
+	charlie := a.partner("charlie", 3).claims("10.244.0.0/16", "10.65.0.0/20")
+	a.until("exhausted", func() bool { return strings.HasPrefix(accepted(charlie.copied()), "Exhausted: ") })
+	a.ok(testClient.Delete(a.ctx, bravo.peering))
+	charlie.untilAccepted("172.16.0.0/16 None")
+	bravo.untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: the peering with cluster " + bravo.cluster.ClusterID + " is being taken down here")
+}
+
+func TestOverridesAreFollowedOrRefused(t *testing.T) {
+	a := newAnswering(t)
+	bravo := a.partner("bravo", 2, func(p *isthmus.Peering) {
+		p.Spec.Overrides.PodCIDR, p.Spec.Overrides.ExternalCIDR = ptr.To("10.9.0.0/18"), ptr.To("10.8.0.0/20")
+	}).claims("10.64.0.0/18", "10.65.0.0/20")
+	bravo.untilAccepted("10.9.0.0/18 10.8.0.0/20")
+	charlie := a.partner("charlie", 3, func(p *isthmus.Peering) { p.Spec.Overrides.PodCIDR = ptr.To("10.9.0.0/16") }).claims("10.66.0.0/16", "10.67.0.0/20")
+	a.until("refused", func() bool {
+		return strings.HasPrefix(accepted(charlie.copied()), "CIDRConflict: spec.overrides.podCIDR: 10.9.0.0/16 overlaps")
+	})
+	edit(a, bravo.peering, func(p *isthmus.Peering) { p.Spec.Overrides = isthmus.Overrides{PodCIDR: ptr.To("10.10.0.0/18")} })
+	bravo.untilAccepted("10.10.0.0/18 10.8.0.0/20")
+	charlie.untilAccepted("10.9.0.0/16 None")
+}
+
+// Public keys are public: to claim one is easy, and must not push its owner out.
+func TestAKeyStaysWithThePeerThatHasIt(t *testing.T) {
+	a := newAnswering(t)
+	older := a.partner("older", 2).claims("10.64.0.0/18", "10.65.0.0/20")
+	older.untilAccepted("None None")
+	owner := a.partner("owner", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
+	owner.joined()
+	edit(a, older.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(3) })
+	older.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
+	owner.untilAccepted("None None")
+	// A key that changes is a key that is free.
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(4) })
+	older.untilAccepted("None None")
+	a.until("the TunnelEndpoint has the new key", func() bool { return owner.endpoint().Spec.BackendConfig["publicKey"] == testKeyText(4) })
+}
+
+func TestTwoNetworkConfigsOfOnePeerAreAmbiguous(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/18", "100.65.0.0/20").publish().answer("None", "None")
+	before := p.joined()
+	second := p.claim("100.99.0.0/18", "100.98.0.0/20")
+	second.Name = "second"
+	a.create(second)
+	const message = "Ambiguous: there are 2 NetworkConfigs of this cluster in namespace %s; want one"
+	want := fmt.Sprintf(message, p.ns)
+	p.untilAccepted(want + " (10.246.0.0/18 None)")
+	a.until("the second is refused, too", func() bool {
+		a.ok(testClient.Get(a.ctx, client.ObjectKeyFromObject(second), second))
+		return accepted(second) == want
+	})
+	if after := p.endpoint(); after.ResourceVersion != before.ResourceVersion {
+		t.Errorf("the TunnelEndpoint changed from %+v to %+v", before, after)
+	}
+	a.ok(testClient.Delete(a.ctx, second))
+	p.untilAccepted("10.246.0.0/18 None")
+}
+
+func TestAForgedStatusIsPutRight(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
+	p.untilAccepted("10.246.0.0/18 None")
+	editStatus(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
+		nc.Status.PodCIDRNAT = "10.99.0.0/18"
+		for i := range 15 {
+			nc.Status.Conditions = append(nc.Status.Conditions, metav1.Condition{
+				Type: fmt.Sprint("Forged", i), Status: metav1.ConditionTrue, Reason: "Forged", LastTransitionTime: metav1.Now()})
+		}
+	})
+	p.untilAccepted("10.246.0.0/18 None")
+	a.until("the conditions are ours again", func() bool { return len(p.copied().Status.Conditions) == 1 })
+}
+
+func TestStrangersGetNothing(t *testing.T) {
+	a := newAnswering(t)
+	r := a.describe("stranger") // without a Peering
+	p := &partner{remote: r, a: a, key: 9}
+	a.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.ns}})
+	p.claims("10.244.0.0/18", "10.65.0.0/20").untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: nobody here wants to be joined with cluster " +
+		r.cluster.ClusterID + " in namespace " + r.ns)
+	// Until somebody does.
+	r.peering.Finalizers = []string{isthmus.FinalizerPeering}
+	a.create(r.peering)
+	p.untilAccepted("10.246.0.0/18 None")
+}
+
+// A peer that fills its namespace gets few words, and stops nobody.
+func TestAFloodOfNetworkConfigsIsMostlyIgnored(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("flood", 2)
+	other := a.partner("other", 3)
+	for i := range 60 {
+		nc := p.claim("10.244.0.0/18", "10.65.0.0/20")
+		nc.Name = fmt.Sprint("flood-", i)
+		if i%2 == 0 {
+			nc.Labels[v1alpha1.LabelOriginID] = fmt.Sprint("origin-", i)
+		}
+		a.create(nc)
+	}
+	other.claims("10.244.0.0/18", "10.65.0.0/20").untilAccepted("10.246.0.0/18 None")
+	answers := func() (ambiguous, all int) {
+		var list v1alpha1.NetworkConfigList
+		a.ok(testClient.List(a.ctx, &list, client.InNamespace(p.ns)))
+		for i := range list.Items {
+			switch text := accepted(&list.Items[i]); {
+			case text == "no answer":
+			case strings.HasPrefix(text, "Ambiguous: "):
+				ambiguous++
+				all++
+			default:
+				all++
+			}
+		}
+		return ambiguous, all
+	}
+	a.until("the oldest are refused", func() bool { ambiguous, _ := answers(); return ambiguous >= maxRefused })
+	if ambiguous, all := answers(); all > 60-20 {
+		t.Errorf("%d objects got a condition, %d of them since they are ambiguous", all, ambiguous)
+	}
+	if p.granted() {
+		t.Error("and got networks")
+	}
+}
+
+func TestNoNetworkHasAGatewayInIt(t *testing.T) {
+	a := newAnswering(t)
+	bravo := a.partner("bravo", 2)
+	nc := bravo.claim("100.64.0.0/18", "100.65.0.0/20")
+	nc.Spec.EndpointIP = "10.246.0.9" // an underlay out of the pools
+	a.create(nc)
+	bravo.publish().answer("None", "None").joined()
+	a.until("the cache has it", func() bool {
+		var list v1alpha1.TunnelEndpointList
+		a.ok(a.mgr.GetClient().List(a.ctx, &list, client.InNamespace(bravo.ns)))
+		return len(list.Items) == 1
+	})
+	a.partner("charlie", 3).claims("10.244.0.0/16", "10.245.0.0/16").untilAccepted("10.247.0.0/16 10.240.0.0/16")
+	// Its own neither.
+	delta := a.partner("delta", 4)
+	nc = delta.claim("10.244.0.0/17", "10.249.0.0/20")
+	nc.Spec.EndpointIP = "10.249.0.7"
+	a.create(nc)
+	a.until("answered", func() bool { return delta.copied().Status.Processed })
+	grant, _ := a.store.Book().GrantOf(delta.cluster.ClusterID)
+	for _, p := range []netip.Prefix{grant.Pod, grant.External} {
+		if p.Contains(netip.MustParseAddr("10.249.0.7")) || p.Contains(netip.MustParseAddr("10.246.0.9")) {
+			t.Errorf("a gateway is inside %v", p)
+		}
+	}
+	if nodes := a.store.Book().Own().Nodes; len(nodes) != 1 {
+		t.Errorf("gateways have become nodes: %v", nodes)
+	}
+}
+
+func TestAnswersFollowTheFacts(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.64.0.0/18", "10.65.0.0/20")
+	p.untilAccepted("None None")
+	a.facts.change(func(f *Facts) { f.Nodes = append(f.Nodes, netip.MustParseAddr("192.0.2.2")) })
+	p.untilAccepted("BadEndpoint: spec.endpointIP: 192.0.2.2 is a node of the receiver; want the address of the sender's gateway (None None)")
+	a.facts.change(func(f *Facts) { f.Nodes = f.Nodes[:1] })
+	p.untilAccepted("None None")
+}
+
+func TestAnswersFollowTheBooks(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
+	p.untilAccepted("10.246.0.0/18 None")
+	_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) { // as after an edit of the IpamStorage
+		b, _, err := b.Release(p.cluster.ClusterID).Grant(ipam.Claim{ID: p.cluster.ClusterID,
+			Pod: netip.MustParsePrefix("10.244.0.0/18"), External: netip.MustParsePrefix("10.65.0.0/20"), WantPod: netip.MustParsePrefix("10.8.0.0/18")})
+		return b, err
+	})
+	a.ok(err)
+	p.untilAccepted("10.8.0.0/18 None")
+}

@@ -1,0 +1,352 @@
+package manager
+
+import (
+	"bytes"
+	"context"
+	"encoding/base64"
+	"fmt"
+	"log/slog"
+	"math/rand/v2"
+	"net/netip"
+	"sync"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/utils/ptr"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/config"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
+)
+
+// answering is a world with the reconcilers of the answering half and real books.
+// The test stands in for the other half of the manager and for the peers.
+type answering struct {
+	*world
+	facts *stubFacts
+	store *ipamstore.Store
+	mgr   ctrl.Manager
+}
+
+// stubFacts are what a test says.
+type stubFacts struct {
+	mu      sync.Mutex
+	facts   Facts
+	changed chan event.GenericEvent
+}
+
+func (f *stubFacts) Facts(context.Context) (Facts, error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.facts, nil
+}
+
+func (f *stubFacts) change(change func(*Facts)) {
+	f.mu.Lock()
+	change(&f.facts)
+	f.mu.Unlock()
+	f.changed <- event.GenericEvent{Object: new(metav1.PartialObjectMetadata)}
+}
+
+// newAnswering starts the reconcilers in a cluster on 10.244.0.0/16.
+func newAnswering(t *testing.T) *answering {
+	t.Helper()
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
+	prefix := fmt.Sprintf("c2-%06x", rand.N(1<<24))
+	self := v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"}
+	a := &answering{
+		world: &world{t: t, prefix: prefix, system: prefix + "-system", self: self, stop: func() {}},
+		facts: &stubFacts{changed: make(chan event.GenericEvent, 16), facts: Facts{
+			Cluster: self, PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
+			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16"), Nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1")},
+			Endpoint: "198.51.100.1", Port: 5871, PublicKey: testKey(1),
+		}},
+	}
+	a.ctx = context.Background()
+	t.Cleanup(a.cleanUp)
+	a.start()
+	return a
+}
+
+// start starts a manager, the first one or one after another.
+func (a *answering) start() {
+	a.t.Helper()
+	ctx, cancel := context.WithCancel(context.Background())
+	scheme, err := newScheme()
+	a.ok(err)
+	log := slog.New(slog.NewTextHandler(testLog{a.t}, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	a.mgr, err = ctrl.NewManager(testConfig, ctrl.Options{
+		Scheme: scheme, Cache: cacheOptions(a.system), Metrics: metricsserver.Options{BindAddress: "0"},
+		Controller: config.Controller{SkipNameValidation: ptr.To(true)},
+	})
+	a.ok(err)
+	a.ok(prepare(ctx, a.mgr, false))
+	ended := make(chan error, 1)
+	go func() { ended <- a.mgr.Start(ctx) }()
+	a.stop = sync.OnceFunc(func() {
+		cancel()
+		if err := <-ended; err != nil {
+			a.t.Error(err)
+		}
+	})
+	if !a.mgr.GetCache().WaitForCacheSync(ctx) {
+		a.t.Fatal("caches are not filled")
+	}
+	a.store = ipamstore.New(a.mgr.GetClient(), a.mgr.GetAPIReader(), log)
+	a.ok(a.store.Load(ctx))
+	a.configure(nil, nil)
+	a.ok((&Answers{
+		Client: a.mgr.GetClient(), Peers: Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Facts: a.facts, Store: a.store,
+		FactsChanged: a.facts.changed, Log: log,
+	}).SetupWithManager(a.mgr))
+}
+
+// testLog writes to the log of the test.
+type testLog struct{ t *testing.T }
+
+func (l testLog) Write(line []byte) (int, error) {
+	l.t.Log(string(bytes.TrimSpace(line)))
+	return len(line), nil
+}
+
+// configure tells the books what the Facts say; nil pools are Liqo's.
+func (a *answering) configure(pools, reserved []netip.Prefix) {
+	a.t.Helper()
+	f, _ := a.facts.Facts(a.ctx)
+	_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) {
+		next, _ := b.Configure(ipam.Config{PodCIDR: f.PodCIDR, ServiceCIDR: f.ServiceCIDR, ExternalCIDR: f.ExternalCIDR,
+			Pools: pools, Reserved: reserved, Nodes: f.Nodes})
+		return next, nil
+	})
+	a.ok(err)
+}
+
+// cleanUp leaves nothing from which the books of the next test could be rebuilt.
+func (a *answering) cleanUp() {
+	a.world.cleanUp()
+	var endpoints v1alpha1.TunnelEndpointList
+	a.ok(testClient.List(a.ctx, &endpoints))
+	for i := range endpoints.Items {
+		a.drop(&endpoints.Items[i])
+	}
+	var mappings v1alpha1.NatMappingList
+	a.ok(testClient.List(a.ctx, &mappings))
+	for i := range mappings.Items {
+		a.drop(&mappings.Items[i])
+	}
+	var books v1alpha1.IpamStorageList
+	a.ok(testClient.List(a.ctx, &books))
+	for i := range books.Items {
+		a.drop(&books.Items[i])
+	}
+}
+
+func testKey(b byte) (key [32]byte) {
+	for i := range key {
+		key[i] = b
+	}
+	return key
+}
+
+func testKeyText(b byte) string {
+	key := testKey(b)
+	return base64.StdEncoding.EncodeToString(key[:])
+}
+
+// A partner is a peer that exchanges NetworkConfigs with us.
+type partner struct {
+	*remote
+	a   *answering
+	key byte // each has another
+}
+
+// partner makes a peer with a Peering that the other half of the manager has
+// taken up.
+func (a *answering) partner(name string, key byte, change ...func(*isthmus.Peering)) *partner {
+	a.t.Helper()
+	r := a.describe(name)
+	for _, f := range change {
+		f(r.peering)
+	}
+	controllerutil.AddFinalizer(r.peering, isthmus.FinalizerPeering)
+	a.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.ns}})
+	a.create(r.peering)
+	return &partner{remote: r, a: a, key: key}
+}
+
+// claim is the NetworkConfig that the partner's replicator brings.
+func (p *partner) claim(pod, external string) *v1alpha1.NetworkConfig {
+	return &v1alpha1.NetworkConfig{
+		ObjectMeta: metav1.ObjectMeta{Namespace: p.ns, Name: p.a.self.UniqueName(), Labels: map[string]string{
+			v1alpha1.LabelReplication: "false", v1alpha1.LabelReplicated: "true",
+			v1alpha1.LabelOriginID: p.cluster.ClusterID, v1alpha1.LabelRemoteID: p.a.self.ClusterID,
+		}},
+		Spec: v1alpha1.NetworkConfigSpec{
+			RemoteCluster: p.a.self, PodCIDR: pod, ExternalCIDR: external,
+			EndpointIP: fmt.Sprintf("192.0.2.%d", p.key), BackendType: v1alpha1.BackendWireGuard,
+			BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: testKeyText(p.key), v1alpha1.ConfigPort: "5871"},
+		},
+	}
+}
+
+// claims creates that NetworkConfig.
+func (p *partner) claims(pod, external string) *partner {
+	p.a.t.Helper()
+	p.a.create(p.claim(pod, external))
+	return p
+}
+
+// copied is that NetworkConfig as it is now, nil when there is none.
+func (p *partner) copied() *v1alpha1.NetworkConfig {
+	p.a.t.Helper()
+	nc, err := found(p.a.ctx, testClient, client.ObjectKey{Namespace: p.ns, Name: p.a.self.UniqueName()}, new(v1alpha1.NetworkConfig))
+	p.a.ok(err)
+	return nc
+}
+
+// edit changes an object as often as it takes.
+func edit[T client.Object](a *answering, o T, change func(T)) {
+	a.t.Helper()
+	a.until("the object can be written", func() bool {
+		a.ok(testClient.Get(a.ctx, client.ObjectKeyFromObject(o), o))
+		change(o)
+		err := testClient.Update(a.ctx, o)
+		if err != nil && !isConflict(err) {
+			a.t.Fatal(err)
+		}
+		return err == nil
+	})
+}
+
+// editStatus is edit for the status.
+func editStatus[T client.Object](a *answering, o T, change func(T)) {
+	a.t.Helper()
+	a.until("the status can be written", func() bool {
+		a.ok(testClient.Get(a.ctx, client.ObjectKeyFromObject(o), o))
+		change(o)
+		err := testClient.Status().Update(a.ctx, o)
+		if err != nil && !isConflict(err) {
+			a.t.Fatal(err)
+		}
+		return err == nil
+	})
+}
+
+// accepted is what the condition says, "reason: message", and the NAT fields.
+func accepted(nc *v1alpha1.NetworkConfig) string {
+	if nc == nil {
+		return "no NetworkConfig"
+	}
+	c := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
+	switch {
+	case c == nil || c.ObservedGeneration != nc.Generation:
+		return "no answer"
+	case nc.Status.Processed && c.Status == metav1.ConditionTrue:
+		return fmt.Sprintf("%s %s", nc.Status.PodCIDRNAT, nc.Status.ExternalCIDRNAT)
+	case nc.Status.Processed:
+		return fmt.Sprintf("%s: %s (%s %s)", c.Reason, c.Message, nc.Status.PodCIDRNAT, nc.Status.ExternalCIDRNAT)
+	}
+	return c.Reason + ": " + c.Message
+}
+
+// untilAccepted waits for the answer, as accepted prints it.
+func (p *partner) untilAccepted(want string) {
+	p.a.t.Helper()
+	defer func() {
+		if p.a.t.Failed() {
+			p.a.t.Logf("%s: is   %s\nwant %s", p.cluster.ClusterID, accepted(p.copied()), want)
+		}
+	}()
+	p.a.until("the answer is "+want, func() bool { return accepted(p.copied()) == want })
+}
+
+// publish makes our NetworkConfig for the partner, as the other half would.
+func (p *partner) publish() *partner {
+	p.a.t.Helper()
+	var peering isthmus.Peering
+	p.a.ok(testClient.Get(p.a.ctx, client.ObjectKeyFromObject(p.peering), &peering))
+	facts, _ := p.a.facts.Facts(p.a.ctx)
+	spec, problems := networkConfigFor(facts, peerFrom(&peering))
+	if len(problems) > 0 {
+		p.a.t.Fatal(problems)
+	}
+	nc := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: p.ns, Name: p.cluster.UniqueName()}}
+	p.a.ok(shape(nc, peerFrom(&peering), spec, testClient.Scheme()))
+	p.a.create(nc)
+	return p
+}
+
+// answer is what the partner answers us, brought back by the replicator.
+func (p *partner) answer(podNAT, externalNAT string) *partner {
+	p.a.t.Helper()
+	editStatus(p.a, p.original(), func(nc *v1alpha1.NetworkConfig) {
+		nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: podNAT, ExternalCIDRNAT: externalNAT}
+	})
+	return p
+}
+
+// joined waits for the TunnelEndpoint and returns it.
+func (p *partner) joined() *v1alpha1.TunnelEndpoint {
+	p.a.t.Helper()
+	p.a.until("the TunnelEndpoint is there", func() bool { te := p.endpoint(); return te != nil && te.DeletionTimestamp.IsZero() })
+	return p.endpoint()
+}
+
+// mappings are the NatMappings for the partner.
+func (p *partner) mappings() (all []v1alpha1.NatMapping) {
+	p.a.t.Helper()
+	var list v1alpha1.NatMappingList
+	p.a.ok(testClient.List(p.a.ctx, &list))
+	for _, nm := range list.Items {
+		if nm.Spec.ClusterID == p.cluster.ClusterID {
+			all = append(all, nm)
+		}
+	}
+	return all
+}
+
+func (p *partner) granted() bool {
+	_, ok := p.a.store.Book().GrantOf(p.cluster.ClusterID)
+	return ok
+}
+
+// versions are the resource versions of everything that the reconcilers write.
+func (a *answering) versions() map[string]string {
+	a.t.Helper()
+	all := make(map[string]string)
+	note := func(kind string, o client.Object) {
+		all[kind+" "+o.GetNamespace()+"/"+o.GetName()] = o.GetResourceVersion()
+	}
+	var configs v1alpha1.NetworkConfigList
+	a.ok(testClient.List(a.ctx, &configs))
+	for i := range configs.Items {
+		note("NetworkConfig", &configs.Items[i])
+	}
+	var endpoints v1alpha1.TunnelEndpointList
+	a.ok(testClient.List(a.ctx, &endpoints))
+	for i := range endpoints.Items {
+		note("TunnelEndpoint", &endpoints.Items[i])
+	}
+	var mappings v1alpha1.NatMappingList
+	a.ok(testClient.List(a.ctx, &mappings))
+	for i := range mappings.Items {
+		note("NatMapping", &mappings.Items[i])
+	}
+	var books v1alpha1.IpamStorageList
+	a.ok(testClient.List(a.ctx, &books))
+	for i := range books.Items {
+		note("IpamStorage", &books.Items[i])
+	}
+	return all
+}

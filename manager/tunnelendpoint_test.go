@@ -1,0 +1,235 @@
+package manager
+
+import (
+	"fmt"
+	"maps"
+	"reflect"
+	"runtime"
+	"slices"
+	"testing"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+func holds(nc *v1alpha1.NetworkConfig) bool {
+	return controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerTunnelEndpointCreator)
+}
+
+func TestTunnelEndpointJoinsBothSides(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2)
+	p.claims("10.244.0.0/18", "10.130.0.0/20").untilAccepted("10.246.0.0/18 None")
+	p.publish()
+	a.always("there is no TunnelEndpoint before the peer has answered", func() bool { return p.endpoint() == nil })
+	p.answer("172.16.0.0/16", "None")
+	te := p.joined()
+	want := v1alpha1.TunnelEndpointSpec{
+		ClusterIdentity: p.cluster,
+		LocalPodCIDR:    "10.244.0.0/16", LocalNATPodCIDR: "172.16.0.0/16",
+		LocalExternalCIDR: "10.245.0.0/16", LocalNATExternalCIDR: "None",
+		RemotePodCIDR: "10.244.0.0/18", RemoteNATPodCIDR: "10.246.0.0/18",
+		RemoteExternalCIDR: "10.130.0.0/20", RemoteNATExternalCIDR: "None",
+		EndpointIP: "192.0.2.2", BackendType: "wireguard",
+		BackendConfig: v1alpha1.BackendConfig{"publicKey": testKeyText(2), "port": "5871"},
+	}
+	if !reflect.DeepEqual(te.Spec, want) {
+		t.Errorf("got  %+v\nwant %+v", te.Spec, want)
+	}
+	if te.Labels[v1alpha1.LabelClusterID] != p.cluster.ClusterID {
+		t.Errorf("labels are %v", te.Labels)
+	}
+	var peering isthmus.Peering
+	a.ok(testClient.Get(a.ctx, client.ObjectKeyFromObject(p.peering), &peering))
+	if owners := te.OwnerReferences; len(owners) != 2 || owners[0].UID != p.original().UID || owners[0].Controller != nil || !metav1.IsControlledBy(te, &peering) {
+		t.Errorf("owners are %+v", owners)
+	}
+	if !holds(p.original()) || !holds(p.copied()) {
+		t.Error("the finalizer is not on both NetworkConfigs")
+	}
+	mappings := p.mappings()
+	if len(mappings) != 1 || mappings[0].CreationTimestamp.After(te.CreationTimestamp.Time) {
+		t.Fatalf("NatMappings are %+v", mappings)
+	}
+	if spec := mappings[0].Spec; spec.PodCIDR != "10.246.0.0/18" || spec.ExternalCIDR != "10.245.0.0/16" ||
+		!maps.Equal(spec.ClusterMappings, v1alpha1.EndpointMap{"169.254.0.1": "10.245.0.1"}) {
+		t.Errorf("the NatMapping is %+v", spec)
+	}
+	before := a.versions()
+	a.facts.change(func(*Facts) {})
+	a.always("nothing is written at rest", func() bool { return maps.Equal(a.versions(), before) })
+}
+
+// The peer chooses what its answer says, and may write both NetworkConfigs.
+func TestHostileAnswersAreNotFollowed(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish()
+	p.untilAccepted("10.246.0.0/18 None")
+	for _, answer := range [][2]string{
+		{"172.16.0.0/16", "172.16.0.0/16"}, // both the same
+		{"240.0.0.0/8", "None"},            // refused by the API server: another length
+		{"fd00::/16", "None"},
+	} {
+		nc := p.original()
+		nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: answer[0], ExternalCIDRNAT: answer[1]}
+		_ = testClient.Status().Update(a.ctx, nc)
+		a.always(fmt.Sprintf("no TunnelEndpoint out of %v", answer), func() bool { return p.endpoint() == nil && len(p.mappings()) == 0 })
+	}
+	p.answer("172.16.0.0/16", "None")
+	before := p.joined()
+
+	p.answer("172.16.0.0/16", "172.16.0.0/16")
+	edit(a, p.original(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = "10.77.0.0/16" })
+	a.always("what was agreed upon stays", func() bool { return p.endpoint().ResourceVersion == before.ResourceVersion })
+	edit(a, p.original(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = "10.244.0.0/16" })
+	p.answer("172.17.0.0/16", "172.18.0.0/16")
+	a.until("the TunnelEndpoint follows", func() bool { return p.endpoint().Spec.LocalNATExternalCIDR == "172.18.0.0/16" })
+	if mappings := p.mappings(); len(mappings) != 1 || mappings[0].Spec.ClusterMappings["169.254.0.1"] != "172.18.0.1" {
+		t.Errorf("NatMappings are %+v", mappings)
+	}
+	if uid := p.endpoint().UID; uid != before.UID {
+		t.Error("the TunnelEndpoint is another one")
+	}
+}
+
+func TestTunnelEndpointIsPutRightByHandAndItsStatusIsNot(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
+	spec := p.joined().Spec
+	editStatus(a, p.endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Status.GatewayIP = "172.30.0.1" })
+	edit(a, p.endpoint(), func(te *v1alpha1.TunnelEndpoint) {
+		te.Spec.EndpointIP, te.Spec.RemoteNATPodCIDR, te.OwnerReferences, te.Labels = "203.0.113.1", "None", nil, nil
+		te.Spec.RemotePodCIDR = "10.9.0.0/18"
+	})
+	a.until("it is as it was", func() bool {
+		te := p.endpoint()
+		return reflect.DeepEqual(te.Spec, spec) && len(te.OwnerReferences) == 2 && te.Labels[v1alpha1.LabelClusterID] == p.cluster.ClusterID
+	})
+	if ip := p.endpoint().Status.GatewayIP; ip != "172.30.0.1" {
+		t.Errorf("gatewayIP is %q", ip)
+	}
+	uid := p.endpoint().UID
+	a.ok(testClient.Delete(a.ctx, p.endpoint()))
+	a.until("it is made again", func() bool { te := p.endpoint(); return te != nil && te.UID != uid })
+}
+
+func TestWhenThePeerWithdrawsTheTunnelEndpointGoesAndTheNetworksStay(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
+	te := p.joined()
+	edit(a, te, func(te *v1alpha1.TunnelEndpoint) { controllerutil.AddFinalizer(te, v1alpha1.FinalizerGateway) })
+	a.ok(testClient.Delete(a.ctx, p.copied()))
+	a.until("the NetworkConfig does not wait for the gateway", func() bool { return p.copied() == nil })
+	a.until("the TunnelEndpoint is deleted", func() bool { return !p.endpoint().DeletionTimestamp.IsZero() })
+	if !p.granted() || !holds(p.original()) || len(p.mappings()) != 1 {
+		t.Error("more went than the TunnelEndpoint")
+	}
+	// It is back before the gateway has let go.
+	p.claims("10.244.0.0/18", "10.130.0.0/20").untilAccepted("10.246.0.0/18 None")
+	a.always("the old one is still there", func() bool { return p.endpoint().UID == te.UID })
+	edit(a, p.endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Finalizers = nil })
+	a.until("there is a new one", func() bool { now := p.endpoint(); return now != nil && now.UID != te.UID })
+}
+
+func TestOurNetworkConfigDeletedByHandCostsNoNetworks(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
+	p.joined()
+	a.ok(testClient.Delete(a.ctx, p.original()))
+	a.until("ours is gone, and what was made of it", func() bool { return p.original() == nil && p.endpoint() == nil })
+	if !p.granted() {
+		t.Error("the networks are free, and the Peering is still there")
+	}
+	p.publish().answer("None", "None").joined()
+	p.untilAccepted("10.246.0.0/18 None")
+}
+
+// un-peering: TunnelEndpoint, and only when the gateway has let go NatMapping and
+// networks, then our NetworkConfig.
+func TestUnpeeringTakesDownInOrder(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
+	edit(a, p.joined(), func(te *v1alpha1.TunnelEndpoint) { controllerutil.AddFinalizer(te, v1alpha1.FinalizerGateway) })
+	a.ok(testClient.Delete(a.ctx, p.peering)) // its finalizer is the other half's
+	a.until("the TunnelEndpoint is deleted", func() bool { return !p.endpoint().DeletionTimestamp.IsZero() })
+	a.ok(testClient.Delete(a.ctx, p.original()))
+	a.always("all waits for the gateway", func() bool {
+		return p.original() != nil && holds(p.original()) && p.granted() && len(p.mappings()) == 1
+	})
+	a.until("the peer is not held up", func() bool { return !holds(p.copied()) })
+	edit(a, p.endpoint(), func(te *v1alpha1.TunnelEndpoint) { te.Finalizers = nil })
+	a.until("ours is gone", func() bool { return p.original() == nil })
+	if p.granted() || len(p.mappings()) != 0 {
+		t.Error("networks or NatMapping are still there")
+	}
+	p.untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: the peering with cluster " + p.cluster.ClusterID + " is being taken down here")
+}
+
+// Liqo's ForeignClusters have no finalizer of ours: they may be gone first.
+func TestWhatIsLeftOfAPeerThatIsGoneIsTakenDown(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
+	p.joined()
+	edit(a, p.original(), func(nc *v1alpha1.NetworkConfig) { nc.OwnerReferences = nil })
+	edit(a, p.peering, func(p *isthmus.Peering) { p.Finalizers = nil })
+	a.ok(testClient.Delete(a.ctx, p.peering))
+	a.until("the TunnelEndpoint is gone", func() bool { return p.endpoint() == nil })
+	a.ok(testClient.Delete(a.ctx, p.original()))
+	a.until("all is gone", func() bool {
+		return p.original() == nil && !p.granted() && len(p.mappings()) == 0 && !holds(p.copied())
+	})
+}
+
+func TestRepeeringLeavesNothingBehind(t *testing.T) {
+	a := newAnswering(t)
+	rounds := 12
+	var goroutines int
+	for i := range rounds {
+		p := &partner{remote: a.describe("bravo"), a: a, key: 2}
+		if i == 0 {
+			p = a.partner("bravo", 2)
+		} else {
+			p.peering.Finalizers = []string{isthmus.FinalizerPeering}
+			a.create(p.peering)
+		}
+		p.claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None").joined()
+		p.untilAccepted("10.246.0.0/18 None") // not one more each time
+		a.ok(testClient.Delete(a.ctx, p.peering))
+		a.ok(testClient.Delete(a.ctx, p.original()))
+		a.ok(testClient.Delete(a.ctx, p.copied()))
+		a.until("all is gone", func() bool { return p.original() == nil && p.copied() == nil && p.endpoint() == nil })
+		if p.granted() || len(p.mappings()) != 0 || len(a.store.Book().Peers()) != 0 {
+			t.Fatalf("round %d: %v are left", i, a.store.Book().Peers())
+		}
+		edit(a, p.peering, func(p *isthmus.Peering) { p.Finalizers = nil })
+		a.until("the Peering is gone", func() bool {
+			return apierrors.IsNotFound(testClient.Get(a.ctx, client.ObjectKeyFromObject(p.peering), p.peering))
+		})
+		if i == 0 {
+			goroutines = runtime.NumGoroutine()
+		}
+	}
+	if now := runtime.NumGoroutine(); now > goroutines+5 {
+		t.Errorf("%d goroutines after the first round, %d after %d", goroutines, now, rounds)
+	}
+}
+
+func TestNetworksAroundAnAddress(t *testing.T) {
+	all := networksAround("10.246.7.9")
+	for _, want := range []string{"10.0.0.0/8", "10.246.0.0/16", "10.246.7.8/30"} {
+		if !slices.Contains(all, want) {
+			t.Errorf("%s is not among %v", want, all)
+		}
+	}
+	if len(all) != 23 || networksAround("gw.example") != nil {
+		t.Errorf("%d networks, %v for a name", len(all), networksAround("gw.example"))
+	}
+	if six := networksAround("2001:db8::1"); !slices.Contains(six, "2001:db8::/32") {
+		t.Errorf("IPv6: %v", six)
+	}
+}
