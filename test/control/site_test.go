@@ -9,10 +9,12 @@ import (
 	"crypto/rand"
 	"encoding/base64"
 	"fmt"
+	"maps"
 	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -212,6 +214,7 @@ func (s *site) restartManager() {
 		"--health-address", s.health, "--metrics-address", s.metrics, "--ipam-address", s.ipam}, s.args...)
 	s.manager = exec.Command(binary, args...)
 	s.manager.Stdout, s.manager.Stderr = log, log
+	s.manager.Env = append(os.Environ(), "POD_NAME=isthmus-manager-0") // restarted in its Pod, it keeps the Lease
 	s.manager.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	started := time.Now()
 	if err := s.manager.Start(); err != nil {
@@ -241,6 +244,35 @@ func (s *site) killManager() {
 		<-s.ended
 		s.manager = nil
 	}
+}
+
+// killHard is killManager for another goroutine than that of the test: the process is dead when it returns, and its end is
+// noted by restartManager.
+func (s *site) killHard() {
+	_ = s.manager.Process.Kill()
+	<-s.ended
+}
+
+// stopManager ends the manager politely, so that another one is the leader at once.
+func (s *site) stopManager() {
+	s.t.Helper()
+	if err := s.manager.Process.Signal(syscall.SIGTERM); err != nil {
+		s.t.Fatal(err)
+	}
+	select {
+	case <-s.ended:
+		s.manager = nil
+	case <-time.After(patience):
+		s.t.Fatalf("the manager of %s does not end", s.name)
+	}
+}
+
+// reconfigure starts the manager again with another PodCIDR and other flags.
+func (s *site) reconfigure(podCIDR string, args ...string) {
+	s.t.Helper()
+	s.stopManager()
+	s.podCIDR = podCIDR
+	s.startManager(args...)
 }
 
 func (s *site) end() {
@@ -355,6 +387,141 @@ func (s *site) eventually(what string, f func() (have string, ok bool)) {
 		}
 		time.Sleep(20 * time.Millisecond)
 	}
+}
+
+// in makes a subtest the one that the sites report to.
+func in(t *testing.T, sites ...*site) {
+	for _, s := range sites {
+		before := s.t
+		s.t = t
+		t.Cleanup(func() { s.t = before })
+	}
+}
+
+// cluster is the identity of the site.
+func (s *site) cluster() v1alpha1.ClusterIdentity {
+	return v1alpha1.ClusterIdentity{ClusterID: s.id, ClusterName: s.name}
+}
+
+// tenant is the namespace here of the peering with another cluster.
+func (s *site) tenant(other *site) string { return other.cluster().TenantNamespace() }
+
+// join creates the Peering with another cluster, which `isthmus peer` has to have set up at some time before.
+func (s *site) join(other *site, overrides isthmus.Overrides) {
+	s.t.Helper()
+	p := &isthmus.Peering{
+		ObjectMeta: metav1.ObjectMeta{Name: other.cluster().UniqueName()},
+		Spec: isthmus.PeeringSpec{
+			Cluster:         other.cluster(),
+			TenantNamespace: isthmus.TenantNamespace{Local: s.tenant(other), Remote: other.tenant(s)},
+			Overrides:       overrides,
+		},
+	}
+	if err := s.client.Create(s.t.Context(), p); err != nil {
+		s.t.Fatalf("Peering of %s with %s: %v", s.name, other.name, err)
+	}
+}
+
+// part deletes the Peering with another cluster, without waiting for what follows.
+func (s *site) part(other *site) {
+	s.t.Helper()
+	p := &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: other.cluster().UniqueName()}}
+	if err := s.client.Delete(s.t.Context(), p); client.IgnoreNotFound(err) != nil {
+		s.t.Fatalf("delete the Peering of %s with %s: %v", s.name, other.name, err)
+	}
+}
+
+// rejoin peers each two of the sites by their Peerings and waits until all are Ready.
+func rejoin(sites ...*site) {
+	for _, s := range sites {
+		for _, other := range sites {
+			if s != other {
+				s.join(other, isthmus.Overrides{})
+			}
+		}
+	}
+	for _, s := range sites {
+		for _, other := range sites {
+			if s != other {
+				s.ready(other)
+			}
+		}
+	}
+}
+
+// disjoin deletes all Peerings of the sites and waits until they are gone.
+func disjoin(sites ...*site) {
+	for _, s := range sites {
+		for _, other := range sites {
+			if s != other {
+				s.part(other)
+			}
+		}
+	}
+	for _, s := range sites {
+		s.eventually("an end of the Peerings of "+s.name, func() (string, bool) {
+			var list isthmus.PeeringList
+			if err := s.client.List(s.t.Context(), &list); err != nil {
+				return err.Error(), false
+			}
+			var have []string
+			for _, p := range list.Items {
+				c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady)
+				have = append(have, fmt.Sprintf("%s: %+v", p.Name, c))
+			}
+			return strings.Join(have, "; "), len(list.Items) == 0
+		})
+	}
+}
+
+// books returns what the only IpamStorage says.
+func (s *site) books() v1alpha1.IpamStorageSpec {
+	s.t.Helper()
+	var list v1alpha1.IpamStorageList
+	if err := s.client.List(s.t.Context(), &list); err != nil {
+		s.t.Fatal(err)
+	}
+	if len(list.Items) != 1 {
+		s.t.Fatalf("%s has %d IpamStorages; want one", s.name, len(list.Items))
+	}
+	return list.Items[0].Spec
+}
+
+// leftovers names what there is of peerings.
+func (s *site) leftovers() (all []string) {
+	s.t.Helper()
+	for _, list := range []client.ObjectList{&isthmus.PeeringList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NatMappingList{}} {
+		if err := s.client.List(s.t.Context(), list); err != nil {
+			s.t.Fatal(err)
+		}
+		if err := meta.EachListItem(list, func(o runtime.Object) error {
+			object := o.(client.Object)
+			all = append(all, fmt.Sprintf("%T %s/%s (finalizers %v)", o, object.GetNamespace(), object.GetName(), object.GetFinalizers()))
+			return nil
+		}); err != nil {
+			s.t.Fatal(err)
+		}
+	}
+	books := s.books()
+	for _, id := range slices.Sorted(maps.Keys(books.ClusterSubnets)) {
+		all = append(all, fmt.Sprintf("books of %s: %+v", id, books.ClusterSubnets[id]))
+	}
+	for ip, m := range books.EndpointMappings {
+		all = append(all, fmt.Sprintf("books: endpoint %s: %+v", ip, m))
+	}
+	for id := range books.NatMappingsConfigured {
+		all = append(all, "books: NatMapping of "+id)
+	}
+	return all
+}
+
+// clean waits until nothing of any peering is left.
+func (s *site) clean() {
+	s.t.Helper()
+	s.eventually("no trace of a peering in "+s.name, func() (string, bool) {
+		all := s.leftovers()
+		return strings.Join(all, "\n"), len(all) == 0
+	})
 }
 
 // tunnelEndpoint returns the TunnelEndpoint about another cluster, nil when there is none.
