@@ -141,8 +141,14 @@ func TestMappingsFollowChangesOfOurNetworksAndOfAnswers(t *testing.T) {
 	if _, ok := shorter.NatMapping("b"); ok {
 		t.Error("an answer for another length still counts")
 	}
+	c.ExternalCIDR = pfx("198.51.0.0/16") // with an endpoint in it, which would stand for itself
+	around, _ := b.Configure(c)
+	if nm, ok := around.NatMapping("b"); !ok || nm.ClusterMappings["198.51.100.7"] != "" || nm.ClusterMappings["192.0.2.7"] != "10.77.0.3" {
+		t.Errorf("mappings %v", nm.ClusterMappings)
+	}
 	sound(t, moved)
 	sound(t, shorter)
+	sound(t, around)
 }
 
 func TestHomePodIPMovesHostBits(t *testing.T) {
