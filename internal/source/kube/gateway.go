@@ -5,11 +5,13 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"net/netip"
 	"reflect"
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -51,6 +53,7 @@ type Gateway struct {
 	objects *objects
 	look    signal
 	metrics *gatewayMetrics
+	reading atomic.Bool // everything has been read once
 
 	mu       sync.Mutex
 	election *election // nil until the first Snapshot
@@ -222,6 +225,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 	if err != nil {
 		return err
 	}
+	g.reading.Store(true)
 	g.mu.Lock()
 	g.wait = nil
 	g.mu.Unlock()
@@ -233,7 +237,32 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 func (g *Gateway) restConfig() *rest.Config {
 	config := rest.CopyConfig(g.o.Config)
 	config.QPS = -1
+	config.Wrap(func(next http.RoundTripper) http.RoundTripper { return &patient{next, &g.reading} })
 	return config
+}
+
+// patient repeats a request while there is no connection to the API server. The
+// reflectors of client-go would try ever more rarely, up to a minute apart, which
+// spares an API server that thousands of nodes watch; the few gateways can be there
+// as soon as it is back.
+type patient struct {
+	next http.RoundTripper
+	on   *atomic.Bool // until then an error is reported at once
+}
+
+// RoundTrip implements http.RoundTripper.
+func (p *patient) RoundTrip(r *http.Request) (*http.Response, error) {
+	for {
+		response, err := p.next.RoundTrip(r)
+		if err == nil || r.Body != nil || !p.on.Load() {
+			return response, err
+		}
+		select {
+		case <-r.Context().Done():
+			return nil, err
+		case <-time.After(time.Second):
+		}
+	}
 }
 
 // kinds are what is watched.

@@ -4,8 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"io/fs"
 	"log/slog"
+	"net"
 	"net/netip"
 	"os"
 	"strings"
@@ -321,6 +323,35 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 	})
 
+	t.Run("an API server that was away for long is watched again at once", func(t *testing.T) {
+		s.namespace(t, "away")
+		way, config := newWay(t, s)
+		r := start(t, GatewayOptions{Config: config, Namespace: "away", Pod: "p", Cluster: self})
+		<-r.serving
+		way.cut()
+		time.Sleep(12 * time.Second)
+		te := endpoint(9)
+		te.Namespace, te.CreationTimestamp, te.Generation = "away", metav1.Time{}, 0
+		s.create(t, &te)
+		begin := time.Now()
+		way.mend()
+		within(t, 3*time.Second, "the new peer", func() error {
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			if len(r.wish.snapshot.Intent.Peers) != 1 {
+				return errors.New("no peer")
+			}
+			return nil
+		})
+		t.Logf("a new peer is known %v after the API server is back", time.Since(begin).Round(time.Millisecond))
+		if _, active := r.Active(); !active || len(r.serving) > 0 {
+			t.Error("it was not active all the time")
+		}
+		if err := s.client.Delete(t.Context(), &te); err != nil {
+			t.Fatal(err)
+		}
+	})
+
 	t.Run("a status that cannot be written holds up no other", func(t *testing.T) {
 		s.namespace(t, "writes")
 		s.namespace(t, "tenants")
@@ -402,6 +433,65 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			t.Errorf("%v failed writes", n)
 		}
 	})
+}
+
+// way leads to an API server and can be cut.
+type way struct {
+	t        *testing.T
+	to, addr string
+	mu       sync.Mutex
+	open     []io.Closer
+}
+
+func newWay(t *testing.T, s *apiServer) (*way, *rest.Config) {
+	t.Helper()
+	w := &way{t: t, to: strings.TrimPrefix(s.URL(), "https://"), addr: "127.0.0.1:0"}
+	w.mend()
+	t.Cleanup(w.cut)
+	config := rest.CopyConfig(s.config)
+	config.Host = "https://" + w.addr
+	return w, config
+}
+
+func (w *way) mend() {
+	w.t.Helper()
+	l, err := net.Listen("tcp", w.addr)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.addr = l.Addr().String()
+	w.keep(l)
+	go func() {
+		for {
+			in, err := l.Accept()
+			if err != nil {
+				return
+			}
+			out, err := net.Dial("tcp", w.to)
+			if err != nil {
+				in.Close()
+				continue
+			}
+			w.keep(in, out)
+			go func() { _, _ = io.Copy(out, in); out.Close() }()
+			go func() { _, _ = io.Copy(in, out); in.Close() }()
+		}
+	}()
+}
+
+func (w *way) keep(c ...io.Closer) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.open = append(w.open, c...)
+}
+
+func (w *way) cut() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, c := range w.open {
+		c.Close()
+	}
+	w.open = nil
 }
 
 func compact(replicas []*testReplica) (some []*testReplica) {
