@@ -70,9 +70,12 @@ type Options struct {
 // errAgain ends a run whose cluster has got another set of kinds since.
 var errAgain = errors.New("ForeignClusters have come or gone")
 
+// lostLease is the text of controller-runtime's error, which has no name.
+const lostLease = "leader election lost"
+
 // Run is the manager until ctx ends. It waits for an API server that does not
-// answer, and ends with an error when it is not the leader any more, because
-// another one may be by then.
+// answer. When the lease is lost, mostly because the API server was away for ten
+// seconds, all work is given up and it stands for election again.
 func Run(ctx context.Context, o Options) error {
 	logToSlog(o.Log)
 	cfg, err := restConfig(o.Kubeconfig)
@@ -81,10 +84,14 @@ func Run(ctx context.Context, o Options) error {
 	}
 	for {
 		err := runOnce(ctx, o, cfg)
-		if !errors.Is(err, errAgain) || ctx.Err() != nil {
+		lost := err != nil && err.Error() == lostLease
+		if !lost && !errors.Is(err, errAgain) || ctx.Err() != nil {
 			return err
 		}
-		o.Log.Info("starting again", "reason", err)
+		if lost {
+			time.Sleep(time.Second) // what was on its way ends, and listeners close
+		}
+		o.Log.Warn("starting again", "reason", err)
 	}
 }
 
