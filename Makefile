@@ -22,7 +22,7 @@ build: ## Build bin/isthmus, static and reproducible
 	go build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/isthmus ./cmd/isthmus
 
 .PHONY: demo
-demo: build ## Three clusters with the same PodCIDR on this machine, joined, with real traffic (root)
+demo: build kube ## Three clusters with API servers and the same PodCIDR on this machine, peered, with real traffic (root)
 	@if [ "$$(id -u)" -ne 0 ]; then \
 		echo "make demo needs root, because it makes network namespaces and TUN devices: try 'sudo make demo'"; exit 1; fi
 	$(BIN)/isthmus demo

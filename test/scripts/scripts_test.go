@@ -45,6 +45,7 @@ import (
 
 	"github.com/rogpeppe/go-internal/testscript"
 
+	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
@@ -62,6 +63,10 @@ func TestScripts(t *testing.T) {
 	if out, err := build.CombinedOutput(); err != nil {
 		t.Fatalf("%v: %v\n%s", build.Args, err, out)
 	}
+	kube, err := kubetest.Build(t.Context(), os.Stderr)
+	if err != nil {
+		t.Fatal(err)
+	}
 	testscript.Run(t, testscript.Params{
 		Dir:                 ".",
 		RequireExplicitExec: true,
@@ -70,6 +75,7 @@ func TestScripts(t *testing.T) {
 			e.Setenv("PATH", bin+string(filepath.ListSeparator)+e.Getenv("PATH"))
 			s := &script{name: lab.UniqueName("script"), binary: filepath.Join(bin, "isthmus")}
 			e.Setenv("LAB", s.name)
+			e.Setenv("ISTHMUS_KUBE", kube)
 			e.Values[scriptKey{}] = s
 			e.Defer(s.end)
 			return nil
