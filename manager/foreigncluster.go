@@ -70,10 +70,9 @@ func (l *ForeignClusterList) DeepCopyObject() runtime.Object {
 	return &c
 }
 
-func addForeignClusters(scheme *runtime.Scheme) error {
+func addForeignClusters(scheme *runtime.Scheme) {
 	scheme.AddKnownTypes(foreignClusterVersion, &ForeignCluster{}, &ForeignClusterList{})
 	metav1.AddToGroupVersion(scheme, foreignClusterVersion)
-	return nil
 }
 
 // peerFromForeign reads a ForeignCluster; false means that it is not one for us

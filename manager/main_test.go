@@ -45,7 +45,7 @@ func TestMain(m *testing.M) {
 		if testServer, err = kubetest.Start(ctx, kubetest.Options{Name: "manager-test", Controllers: true}); err != nil {
 			return err
 		}
-		defer testServer.Stop() //nolint:errcheck // nothing to do about it
+		defer testServer.Stop()
 		if testConfig, testClient, err = connect(ctx, testServer); err != nil {
 			return err
 		}

@@ -143,7 +143,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		}
 		foreign, err = hasForeignClusters(kinds)
 		return err
-	}); err != nil {
+	}); err != nil || ctx.Err() != nil {
 		return err
 	}
 	o.Log.Info("manager starts", "clusterID", o.Cluster.ClusterID, "clusterName", o.Cluster.ClusterName, "foreignClusters", foreign)
@@ -226,14 +226,14 @@ func (l *leader) lead(ctx context.Context) error {
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
 		Cluster: l.Cluster, Namespace: l.Namespace, Networks: l.Networks, BooksChanged: l.store.Subscribe(), Log: l.Log,
 	}
-	if err := untilDone(ctx, l.Log, func() error {
+	if !untilDone(ctx, l.Log, func() error {
 		if err := l.store.Load(ctx); err != nil {
 			return fmt.Errorf("books of the IPAM: %w", err)
 		}
 		_, err := own.Reconcile(ctx, ctrl.Request{})
 		return err
-	}); err != nil {
-		return nil // ctx ended
+	}) {
+		return nil
 	}
 	replicator := replication.New(replication.Options{
 		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
@@ -268,17 +268,18 @@ func (l *leader) lead(ctx context.Context) error {
 	return nil
 }
 
-// untilDone calls f until it succeeds, with growing pauses, or until ctx ends.
-func untilDone(ctx context.Context, log *slog.Logger, f func() error) error {
+// untilDone calls f until it succeeds, with growing pauses. It is false when ctx
+// ended before that.
+func untilDone(ctx context.Context, log *slog.Logger, f func() error) bool {
 	for pause := 250 * time.Millisecond; ; pause = min(2*pause, 10*time.Second) {
 		err := f()
 		if err == nil {
-			return nil
+			return true
 		}
 		log.Error("trying again", "error", err, "in", pause.String())
 		select {
 		case <-ctx.Done():
-			return context.Cause(ctx)
+			return false
 		case <-time.After(pause):
 		}
 	}
@@ -288,16 +289,14 @@ func untilDone(ctx context.Context, log *slog.Logger, f func() error) error {
 // answer is not going to change.
 func untilAnswered(ctx context.Context, log *slog.Logger, f func() error) error {
 	var final error
-	if err := untilDone(ctx, log, func() error {
+	untilDone(ctx, log, func() error {
 		err := f()
 		if errors.Is(err, errIdentity) || apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
 			final = err
 			return nil
 		}
 		return err
-	}); err != nil {
-		return nil // ended while waiting
-	}
+	})
 	return final
 }
 

@@ -107,7 +107,7 @@ func (r *PeeringReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ct
 		return ctrl.Result{RequeueAfter: soon}, nil // the cache is behind
 	}
 	if err != nil {
-		return ctrl.Result{}, fmt.Errorf("Peering %s: %w", req.Name, err)
+		return ctrl.Result{}, fmt.Errorf("peering %s: %w", req.Name, err)
 	}
 	return ctrl.Result{}, nil
 }

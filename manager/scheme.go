@@ -13,5 +13,6 @@ import (
 // newScheme knows all kinds that a manager reads or writes.
 func newScheme() (*runtime.Scheme, error) {
 	scheme := runtime.NewScheme()
-	return scheme, errors.Join(clientgoscheme.AddToScheme(scheme), isthmus.AddToScheme(scheme), v1alpha1.AddToScheme(scheme), addForeignClusters(scheme))
+	addForeignClusters(scheme)
+	return scheme, errors.Join(clientgoscheme.AddToScheme(scheme), isthmus.AddToScheme(scheme), v1alpha1.AddToScheme(scheme))
 }
