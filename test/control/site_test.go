@@ -81,6 +81,7 @@ type site struct {
 	kubeconfig string // of an administrator
 	dir        string
 	args       []string // of the manager, beyond the usual
+	apiArgs    []string // of the API server, beyond the usual
 
 	health, metrics, ipam string // addresses of the manager
 
@@ -92,12 +93,20 @@ type site struct {
 func newSites(t *testing.T, podCIDRs ...string) []*site {
 	t.Helper()
 	sites := make([]*site, len(podCIDRs))
-	errs := make([]error, len(podCIDRs))
-	var group sync.WaitGroup
 	for i, cidr := range podCIDRs {
 		name := string(rune('a' + i))
-		s := &site{t: t, name: name, id: fmt.Sprintf("%s%s%s%s0000-1111-4222-8333-%012d", name, name, name, name, i), podCIDR: cidr, dir: t.TempDir()}
-		sites[i] = s
+		sites[i] = &site{t: t, name: name, id: fmt.Sprintf("%s%s%s%s0000-1111-4222-8333-%012d", name, name, name, name, i), podCIDR: cidr, dir: t.TempDir()}
+	}
+	startSites(t, sites)
+	return sites
+}
+
+// startSites starts clusters at the same time.
+func startSites(t *testing.T, sites []*site) {
+	t.Helper()
+	errs := make([]error, len(sites))
+	var group sync.WaitGroup
+	for i, s := range sites {
 		t.Cleanup(s.end)
 		group.Go(func() { errs[i] = s.start() })
 	}
@@ -107,12 +116,11 @@ func newSites(t *testing.T, podCIDRs ...string) []*site {
 			t.Fatalf("cluster %s: %v", sites[i].name, err)
 		}
 	}
-	return sites
 }
 
 func (s *site) start() (err error) {
 	ctx := s.t.Context()
-	if s.server, err = kubetest.Start(ctx, kubetest.Options{Name: s.name, Dir: kube, Controllers: true}); err != nil {
+	if s.server, err = kubetest.Start(ctx, kubetest.Options{Name: s.name, Dir: kube, Controllers: true, APIServerArgs: s.apiArgs}); err != nil {
 		return err
 	}
 	s.kubeconfig = filepath.Join(s.dir, "kubeconfig")
