@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/netip"
 	"slices"
 	"strings"
@@ -15,7 +16,6 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -84,7 +84,8 @@ type AnswerReconciler struct {
 	FactsChanged <-chan event.GenericEvent
 	Log          *slog.Logger
 
-	waiting requestSet // for a network or an address to become free
+	waiting   requests // for a network or an address to become free
+	claimants requests // of keys, to tell them when one changes hands
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer that something happened
@@ -92,53 +93,24 @@ type AnswerReconciler struct {
 func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("answer").
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
-		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(r.copyAndRivals)).
-		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
-			return append(r.waiting.all(), r.rivals(ctx, o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig)...)
+		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+			return exchangeOf(o, o.GetLabels()[v1alpha1.LabelOriginID])
+		})).
+		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
+			return append(r.waiting.with(forRoom), r.claimants.with(o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig[v1alpha1.ConfigPublicKey])...)
 		}), builder.WithPredicates(notStatusAlone)).
 		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(everyExchange(r.Peers, r.Log)))).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			if o.GetName() == "" {
 				return everyExchange(r.Peers, r.Log)(ctx, o)
 			}
-			all := r.waiting.all()
+			all := r.waiting.with(forRoom)
 			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // its networks may have been changed by hand
 				all = append(all, exchangeWith(peer))
 			}
 			return all
 		})))
 	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(r)
-}
-
-// copyAndRivals names the sender of a copy and whoever says to have the same key.
-func (r *AnswerReconciler) copyAndRivals(ctx context.Context, o client.Object) []reconcile.Request {
-	origin, ok := o.GetLabels()[v1alpha1.LabelOriginID]
-	if !ok {
-		return nil
-	}
-	return append(r.rivals(ctx, o.(*v1alpha1.NetworkConfig).Spec.BackendConfig),
-		reconcile.Request{NamespacedName: types.NamespacedName{Namespace: o.GetNamespace(), Name: origin}})
-}
-
-// rivals names the peers in whose namespaces there are copies with the same key:
-// however many there are, each peer once.
-func (r *AnswerReconciler) rivals(ctx context.Context, config v1alpha1.BackendConfig) (all []reconcile.Request) {
-	var list v1alpha1.NetworkConfigList
-	if err := r.Client.List(ctx, &list, client.MatchingFields{indexPublicKey: config[v1alpha1.ConfigPublicKey]}, client.UnsafeDisableDeepCopy); err != nil {
-		r.Log.Error("a key that changes hands reaches no other peer", "error", err)
-	}
-	known := make(map[string]bool)
-	for i := range list.Items {
-		ns := list.Items[i].Namespace
-		if known[ns] {
-			continue
-		}
-		known[ns] = true
-		if peer, err := r.Peers.ByNamespace(ctx, ns); err == nil {
-			all = append(all, exchangeWith(peer))
-		}
-	}
-	return all
 }
 
 // Reconcile answers the copies of one sender in one namespace.
@@ -159,8 +131,9 @@ func (r *AnswerReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctr
 func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) error {
 	copies, err := copiesOf(ctx, r.Client, req.Namespace, req.Name)
 	copies = slices.DeleteFunc(copies, func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
+	r.waiting.remove(req)
+	r.claimants.remove(req)
 	if err != nil || len(copies) == 0 {
-		r.waiting.remove(req)
 		return err
 	}
 	peer, refusal, err := sender(ctx, r.Peers, req.Namespace, req.Name)
@@ -168,18 +141,17 @@ func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 	case err != nil:
 		return err
 	case refusal != nil:
-		r.waiting.remove(req)
 		return r.refuseStranger(ctx, copies, *refusal)
 	case !peer.begun():
 		return nil
 	case len(copies) > 1:
-		r.waiting.remove(req)
 		return r.refuse(ctx, copies, fabric.Refusal{Reason: v1alpha1.ReasonAmbiguous, Problem: fabric.Problem{
-			Message: fmt.Sprintf("there are %d NetworkConfigs of this cluster in namespace %s; want one", len(copies), req.Namespace)}})
+			Message: fmt.Sprintf("there is more than one NetworkConfig of this cluster in namespace %s; want one", req.Namespace)}})
 	}
-	// Before the attempt, so that what becomes free during it is not missed.
-	r.waiting.add(req)
 	nc := &copies[0]
+	// Before it is decided, so that what becomes free meanwhile is not missed.
+	r.waiting.add(req, forRoom)
+	r.claimants.add(req, nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey])
 	grant, claim, refusals, err := r.decide(ctx, peer, nc)
 	switch {
 	case errors.Is(err, errNotWanted):
@@ -468,104 +440,60 @@ func networkOfAnother(b ipam.Book, id, endpoint string) netip.Prefix {
 	return netip.Prefix{}
 }
 
-// A holder is a peer that says to have a key.
-type holder struct {
-	applied bool // there is a TunnelEndpoint with it
-	copied  *v1alpha1.NetworkConfig
-}
-
-// keyTaken reports whether another peer has the key of a claim, and before this
-// one. Public keys are public: whoever claims that of a peer must not push the
-// peer out, so it is not enough to be older when the other one has a tunnel.
+// keyTaken reports whether another peer has the key of a claim: not who says so
+// first, because public keys are public, but whose tunnel has it. Of two tunnels
+// it is the older one's, as in fabric.GatewayFor.
 func (j judge) keyTaken(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (bool, error) {
 	key := nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey]
-	var list v1alpha1.NetworkConfigList
-	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}, client.UnsafeDisableDeepCopy); err != nil {
-		return false, fmt.Errorf("NetworkConfigs with the same key: %w", err)
+	var list v1alpha1.TunnelEndpointList
+	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}); err != nil {
+		return false, fmt.Errorf("TunnelEndpoints with the same key: %w", err)
 	}
-	var us *holder
-	peers := make(map[string]Peer)
-	for i := range list.Items {
-		other := &list.Items[i]
-		if other.Namespace == nc.Namespace {
-			continue
-		}
-		owner, known := peers[other.Namespace]
-		if !known {
-			var err error
-			if owner, err = j.Peers.ByNamespace(ctx, other.Namespace); err != nil && !errors.Is(err, ErrNoPeer) {
-				return false, err
-			}
-			peers[other.Namespace] = owner
-		}
-		if owner.Cluster.ClusterID == "" || owner.Cluster.ClusterID != other.Labels[v1alpha1.LabelOriginID] {
-			continue // a stranger's
-		}
-		them := holder{copied: other}
-		var err error
-		if them.applied, err = j.applied(ctx, owner, key); err != nil {
-			return false, err
-		}
-		if !them.applied && (owner.Leaving || !other.DeletionTimestamp.IsZero()) {
-			continue
-		}
-		if us == nil {
-			us = &holder{copied: nc}
-			if us.applied, err = j.applied(ctx, peer, key); err != nil {
-				return false, err
-			}
-		}
-		if them.before(*us) {
-			return true, nil
-		}
-	}
-	return false, nil
-}
-
-func (h holder) before(other holder) bool {
-	if h.applied != other.applied {
-		return h.applied
-	}
-	return compareAge(h.copied, other.copied) < 0
-}
-
-// applied reports whether the TunnelEndpoint of a peer has a key.
-func (j judge) applied(ctx context.Context, peer Peer, key string) (bool, error) {
-	var te v1alpha1.TunnelEndpoint
-	err := j.Reader.Get(ctx, types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}, &te)
-	if apierrors.IsNotFound(err) {
+	if len(list.Items) == 0 {
 		return false, nil
 	}
-	return err == nil && te.Spec.BackendConfig[v1alpha1.ConfigPublicKey] == key, err
+	first := slices.MinFunc(list.Items, func(a, b v1alpha1.TunnelEndpoint) int { return compareAge(&a, &b) })
+	return first.Namespace != peer.LocalNamespace, nil
 }
 
-// requestSet is a set of requests. The zero value is empty.
-type requestSet struct {
-	mu  sync.Mutex
-	set map[reconcile.Request]struct{}
+// forRoom is the key of requests that wait for room in the books.
+const forRoom = "room"
+
+// requests are requests by a key, each by one at most. The zero value is empty.
+type requests struct {
+	mu    sync.Mutex
+	byKey map[string]map[reconcile.Request]struct{}
+	keys  map[reconcile.Request]string
 }
 
-func (s *requestSet) add(r reconcile.Request) {
+func (s *requests) add(r reconcile.Request, key string) {
+	s.remove(r)
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if s.set == nil {
-		s.set = make(map[reconcile.Request]struct{})
+	if s.keys == nil {
+		s.byKey, s.keys = make(map[string]map[reconcile.Request]struct{}), make(map[reconcile.Request]string)
 	}
-	s.set[r] = struct{}{}
-}
-
-func (s *requestSet) remove(r reconcile.Request) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	delete(s.set, r)
-}
-
-func (s *requestSet) all() []reconcile.Request {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	all := make([]reconcile.Request, 0, len(s.set))
-	for r := range s.set {
-		all = append(all, r)
+	if s.byKey[key] == nil {
+		s.byKey[key] = make(map[reconcile.Request]struct{})
 	}
-	return all
+	s.byKey[key][r], s.keys[r] = struct{}{}, key
+}
+
+func (s *requests) remove(r reconcile.Request) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	key, ok := s.keys[r]
+	if !ok {
+		return
+	}
+	delete(s.keys, r)
+	if delete(s.byKey[key], r); len(s.byKey[key]) == 0 {
+		delete(s.byKey, key)
+	}
+}
+
+func (s *requests) with(key string) []reconcile.Request {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Collect(maps.Keys(s.byKey[key]))
 }

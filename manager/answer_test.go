@@ -168,7 +168,7 @@ func TestTwoNetworkConfigsOfOnePeerAreAmbiguous(t *testing.T) {
 	second := p.claim("100.99.0.0/18", "100.98.0.0/20")
 	second.Name = "second"
 	a.create(second)
-	const message = "Ambiguous: there are 2 NetworkConfigs of this cluster in namespace %s; want one"
+	const message = "Ambiguous: there is more than one NetworkConfig of this cluster in namespace %s; want one"
 	want := fmt.Sprintf(message, p.ns)
 	p.untilAccepted(want + " (10.246.0.0/18 None)")
 	a.until("the second is refused, too", func() bool {

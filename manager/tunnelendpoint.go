@@ -416,7 +416,7 @@ func compareBool(a, b bool) int {
 const (
 	indexOrigin    = "originID"  // copies, by the cluster ID of the sender
 	indexReceiver  = "remoteID"  // originals, by the cluster ID of the receiver
-	indexPublicKey = "publicKey" // copies, by what they say is the key of the sender's gateway
+	indexPublicKey = "publicKey" // TunnelEndpoints, by the key of the peer's gateway
 	// indexGatewayIn has TunnelEndpoints by every network that their gateway's
 	// address is inside, so that those in one network are a single look-up.
 	indexGatewayIn = "gatewayIn"
@@ -435,11 +435,8 @@ func addExchangeIndexes(indexer client.FieldIndexer) error {
 			}
 			return valueOf(o, v1alpha1.LabelRemoteID)
 		}),
-		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexPublicKey, func(o client.Object) []string {
-			if len(valueOf(o, v1alpha1.LabelOriginID)) == 0 {
-				return nil
-			}
-			return []string{o.(*v1alpha1.NetworkConfig).Spec.BackendConfig[v1alpha1.ConfigPublicKey]}
+		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexPublicKey, func(o client.Object) []string {
+			return []string{o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig[v1alpha1.ConfigPublicKey]}
 		}),
 		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexGatewayIn, func(o client.Object) []string {
 			return networksAround(o.(*v1alpha1.TunnelEndpoint).Spec.EndpointIP)
@@ -470,14 +467,23 @@ func networksAround(endpoint string) (all []string) {
 	return all
 }
 
-// copiesOf returns the NetworkConfigs of a sender in a namespace, the oldest first.
+// maxCopies bounds what is looked at of the NetworkConfigs of one sender. One is
+// right, so that these are enough to refuse and to clean up, a few at a time.
+const maxCopies = 64
+
+// copiesOf returns the NetworkConfigs of a sender in a namespace, the oldest first,
+// and the oldest maxCopies of a flood.
 func copiesOf(ctx context.Context, reader client.Reader, namespace, origin string) ([]v1alpha1.NetworkConfig, error) {
 	var list v1alpha1.NetworkConfigList
-	if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingFields{indexOrigin: origin}); err != nil {
+	if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingFields{indexOrigin: origin}, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, fmt.Errorf("NetworkConfigs of the peer: %w", err)
 	}
 	slices.SortFunc(list.Items, func(a, b v1alpha1.NetworkConfig) int { return compareAge(&a, &b) })
-	return list.Items, nil
+	copies := make([]v1alpha1.NetworkConfig, min(len(list.Items), maxCopies))
+	for i := range copies {
+		list.Items[i].DeepCopyInto(&copies[i])
+	}
+	return copies, nil
 }
 
 // exchangeWith is the request about a peer.
