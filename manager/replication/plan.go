@@ -19,7 +19,7 @@ type step uint8
 const (
 	hold    step = iota // set our finalizer on the original, before there is a copy
 	create              // the copy
-	update              // the copy's spec, whoever changed it
+	update              // the copy, whoever changed it
 	answer              // take the copy's status over into the original
 	remove              // a copy
 	release             // ask whether the copy is really gone, then drop our finalizer
@@ -73,7 +73,7 @@ func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 		actions = append(actions, action{create, wanted})
 	case !c.DeletionTimestamp.IsZero(): // a new one when it is gone
 	default:
-		if !equality.Semantic.DeepEqual(c.Spec, original.Spec) {
+		if !equality.Semantic.DeepEqual(c.Spec, original.Spec) || c.Labels[v1alpha1.LabelReplication] != "false" {
 			actions = append(actions, action{update, wanted})
 		}
 		if !equality.Semantic.DeepEqual(c.Status, original.Status) {

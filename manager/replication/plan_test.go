@@ -36,6 +36,7 @@ var (
 	strange    edit = func(o *v1alpha1.NetworkConfig) { o.Labels[v1alpha1.LabelRemoteID] = "c" }
 	unlabelled edit = func(o *v1alpha1.NetworkConfig) { delete(o.Labels, v1alpha1.LabelReplication) }
 	moved      edit = func(o *v1alpha1.NetworkConfig) { o.Spec.EndpointIP = "198.51.100.8" }
+	received   edit = func(o *v1alpha1.NetworkConfig) { o.Labels[v1alpha1.LabelReplication] = "false" }
 	processed  edit = func(o *v1alpha1.NetworkConfig) { o.Status.Processed = true }
 )
 
@@ -48,25 +49,26 @@ func TestPlan(t *testing.T) {
 		"nothing":                       {nil, nil, ""},
 		"new":                           {config("n"), nil, "hold n, create n"},
 		"held, no copy":                 {config("n", held), nil, "create n"},
-		"all well":                      {config("n", held), []*v1alpha1.NetworkConfig{config("n")}, ""},
-		"copy without finalizer here":   {config("n"), []*v1alpha1.NetworkConfig{config("n")}, "hold n"},
-		"spec differs":                  {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n")}, "update n"},
-		"edited at the peer":            {config("n", held), []*v1alpha1.NetworkConfig{config("n", moved)}, "update n"},
-		"status differs":                {config("n", held), []*v1alpha1.NetworkConfig{config("n", processed)}, "answer n"},
-		"both differ":                   {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", processed)}, "update n, answer n"},
-		"answer taken back":             {config("n", held, processed), []*v1alpha1.NetworkConfig{config("n")}, "answer n"},
-		"peer deletes the copy":         {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", claimed, dying)}, ""},
-		"original goes":                 {config("n", held, dying), []*v1alpha1.NetworkConfig{config("n")}, "remove n"},
-		"original and copy go":          {config("n", held, dying), []*v1alpha1.NetworkConfig{config("n", claimed, dying)}, ""},
+		"all well":                      {config("n", held), []*v1alpha1.NetworkConfig{config("n", received)}, ""},
+		"copy without finalizer here":   {config("n"), []*v1alpha1.NetworkConfig{config("n", received)}, "hold n"},
+		"spec differs":                  {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", received)}, "update n"},
+		"label edited at the peer":      {config("n", held), []*v1alpha1.NetworkConfig{config("n")}, "update n"},
+		"edited at the peer":            {config("n", held), []*v1alpha1.NetworkConfig{config("n", received, moved)}, "update n"},
+		"status differs":                {config("n", held), []*v1alpha1.NetworkConfig{config("n", received, processed)}, "answer n"},
+		"both differ":                   {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", received, processed)}, "update n, answer n"},
+		"answer taken back":             {config("n", held, processed), []*v1alpha1.NetworkConfig{config("n", received)}, "answer n"},
+		"peer deletes the copy":         {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", received, claimed, dying)}, ""},
+		"original goes":                 {config("n", held, dying), []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
+		"original and copy go":          {config("n", held, dying), []*v1alpha1.NetworkConfig{config("n", received, claimed, dying)}, ""},
 		"original goes, copy gone":      {config("n", held, dying), nil, "release n"},
 		"original goes, never held":     {config("n", claimed, dying), nil, ""},
-		"not held, but the copy exists": {config("n", claimed, dying), []*v1alpha1.NetworkConfig{config("n")}, "remove n"},
+		"not held, but the copy exists": {config("n", claimed, dying), []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
 		"for another cluster":           {config("n", strange), nil, ""},
 		"not to be replicated":          {config("n", unlabelled), nil, ""},
-		"not any more":                  {config("n", held, unlabelled), []*v1alpha1.NetworkConfig{config("n")}, "remove n"},
+		"not any more":                  {config("n", held, unlabelled), []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
 		"not any more, and it goes":     {config("n", held, unlabelled, dying), nil, "release n"},
-		"orphans":                       {config("n", held), []*v1alpha1.NetworkConfig{config("z"), config("a"), config("y", dying), config("n")}, "remove a, remove z"},
-		"no original at all":            {nil, []*v1alpha1.NetworkConfig{config("n")}, "remove n"},
+		"orphans":                       {config("n", held), []*v1alpha1.NetworkConfig{config("z", received), config("a", received), config("y", received, dying), config("n", received)}, "remove a, remove z"},
+		"no original at all":            {nil, []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
 	} {
 		var got []string
 		for _, a := range plan("b", tc.original, byName(tc.copies)) {
@@ -106,7 +108,7 @@ func TestPlansEnd(t *testing.T) {
 		var copies []*v1alpha1.NetworkConfig
 		for _, name := range []string{"n", "m"} {
 			if rng.IntN(2) == 0 {
-				copies = append(copies, config(name, pick(claimed, dying, moved, processed)...))
+				copies = append(copies, config(name, pick(claimed, dying, moved, processed, received)...))
 			}
 		}
 		there := byName(copies)
@@ -124,10 +126,11 @@ func TestPlansEnd(t *testing.T) {
 					if !slices.Contains(original.Finalizers, v1alpha1.FinalizerReplicator) {
 						t.Fatalf("%s\ncreates what is not held", story)
 					}
-					there[a.name] = config(a.name)
+					there[a.name] = config(a.name, received)
 					there[a.name].Spec = original.Spec
 				case update:
 					there[a.name].Spec = original.Spec
+					received(there[a.name])
 				case answer:
 					original.Status = there[a.name].Status
 				case remove:

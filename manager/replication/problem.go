@@ -112,7 +112,7 @@ func failure(server string, err error) Condition {
 	reason, text := diagnose(err)
 	remedy := remedies[reason]
 	if apierrors.IsAlreadyExists(err) { // and our watch does not show it
-		remedy = "what is there does not have the labels of our copy: delete it there"
+		remedy = "what is there is the peer's own: delete it there"
 	}
 	return Condition{metav1.ConditionFalse, reason, fmt.Sprintf("%s %s; %s", server, text, remedy)}
 }

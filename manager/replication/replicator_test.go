@@ -336,7 +336,7 @@ func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
 		p := newPair(t)
 		p.identify(p.byToken())
 		obstacle := copyOf(p.original(), p.own, p.peer.RemoteNamespace)
-		obstacle.Labels = nil
+		obstacle.Labels = map[string]string{v1alpha1.LabelReplication: "true"}
 		p.create(away, obstacle)
 		p.create(home, p.original())
 		p.start()

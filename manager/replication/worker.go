@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"time"
 
@@ -384,7 +385,11 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		return w.r.opts.Client.Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
 
 	case create:
-		made, err := w.link.create(ctx, copyOf(original, w.r.opts.ClusterID, w.peer.RemoteNamespace))
+		want := copyOf(original, w.r.opts.ClusterID, w.peer.RemoteNamespace)
+		made, err := w.link.create(ctx, want)
+		if apierrors.IsAlreadyExists(err) {
+			made, err = w.relabel(ctx, want, err)
+		}
 		if err != nil {
 			return remotely(err)
 		}
@@ -394,6 +399,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 	case update:
 		c := w.copies[a.name].DeepCopy()
 		c.Spec = *original.Spec.DeepCopy()
+		c.Labels[v1alpha1.LabelReplication] = "false" // the others are those that we found it by
 		made, err := w.link.update(ctx, c)
 		switch {
 		case apierrors.IsConflict(err), apierrors.IsNotFound(err): // the watch is going to tell
@@ -440,6 +446,26 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		return client.IgnoreNotFound(err)
 	}
 	return nil
+}
+
+// relabel makes what lies in the place of the copy be the copy: somebody has taken its labels away. An original of the peer
+// stays as it is, and exists is why there is no copy.
+func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exists error) (*v1alpha1.NetworkConfig, error) {
+	found, err := w.link.get(ctx, want.Name)
+	if err != nil {
+		return nil, err
+	}
+	_, received := found.Labels[v1alpha1.LabelOriginID]
+	if found.Labels[v1alpha1.LabelReplication] == "true" && !received || !found.DeletionTimestamp.IsZero() {
+		return nil, exists
+	}
+	if found.Labels == nil {
+		found.Labels = make(map[string]string)
+	}
+	maps.Copy(found.Labels, want.Labels)
+	found.Spec = want.Spec
+	w.log.Warn("the copy at the peer has lost its labels and gets them again", "object", want.Name)
+	return w.link.update(ctx, found)
 }
 
 // tell completes the State and hands it on.
