@@ -8,6 +8,7 @@ import (
 	"context"
 	"flag"
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -18,6 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
 var long = flag.Bool("long", false, "let faults last for a minute and more")
@@ -32,6 +34,7 @@ func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
 	flag.Parse()
+	kubesource.UseLogger(slog.New(slog.DiscardHandler))
 	if lab.Available() != nil {
 		return m.Run() // the tests say why they are skipped
 	}
@@ -72,7 +75,7 @@ func up(t *testing.T, spec lab.Spec) *fleet.Fleet {
 		if t.Failed() {
 			for _, c := range f.Clusters {
 				for _, name := range c.Components() {
-					t.Logf("the end of the log of %s of cluster %s:\n%s", name, c, c.Tail(name, 20))
+					t.Logf("the end of the log of %s of cluster %s:\n%s", name, c, c.Tail(name, 10))
 				}
 			}
 		}

@@ -24,7 +24,9 @@ import (
 const takeover = 15 * time.Second
 
 func TestGatewayFaults(t *testing.T) {
-	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 3), clusterSpec("10.240.0.0/12", 2)}})
+	f := up(t, lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
+		clusterSpec("10.244.0.0/16", 3), clusterSpec("10.240.0.0/12", 2),
+	}})
 	a, b := f.Clusters[0], f.Clusters[1]
 	peer(t, f, a, b)
 
@@ -121,6 +123,26 @@ func TestGatewayFaults(t *testing.T) {
 		t.Logf("%s -> %s answers %.2f s later", from, to, took.Seconds())
 		time.Sleep(time.Second)
 		during.end(t)
+		podsToPods(t, a, b)
+	})
+
+	t.Run("ActiveDiesWhileAPIServerIsAway", func(t *testing.T) {
+		if !*long {
+			t.Skip("only with -long: the same as without the outage, later")
+		}
+		was := active(t, a)
+		must(t, a.Server.Freeze())
+		must(t, a.Kill(fleet.Gateway(was)))
+		time.Sleep(outage())
+		must(t, a.Server.Thaw())
+		begin := time.Now()
+		from, to := podOn(t, a, 2), podOn(t, b, 1)
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		_, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return a.Seen(ctx, b, to.Addr) })
+		must(t, err)
+		t.Logf("%s -> %s answers %.2f s after the API server is back", from, to, time.Since(begin).Seconds())
+		must(t, a.Start(t.Context(), fleet.Gateway(was)))
 		podsToPods(t, a, b)
 	})
 

@@ -9,7 +9,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Nodes check the reverse path strictly, and whatever goes away here is not on the way of a packet.
+// Whatever goes away here is not on the way of a packet. Nodes check the reverse path strictly.
 func TestControlPlaneOutage(t *testing.T) {
 	f := up(t, lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
 		clusterSpec("10.244.0.0/16", 3), clusterSpec("10.244.64.0/19", 2),
@@ -33,8 +33,10 @@ func TestControlPlaneOutage(t *testing.T) {
 		must(t, a.Server.RestartAPIServer(t.Context()))
 		must(t, b.Server.RestartAPIServer(t.Context()))
 		begin := time.Now()
+		mappedEndpoint(t, a, b) // managers write and gateways read again
+		mappedEndpoint(t, b, a)
+		t.Logf("endpoints of both sides are mapped %.2f s after the second restart", time.Since(begin).Seconds())
 		ready(t, a, b)
-		t.Logf("both sides say Ready %.1f s after the second restart", time.Since(begin).Seconds())
 		during.endWithoutLoss(t)
 		active(t, a)
 		active(t, b)
@@ -79,6 +81,12 @@ func TestControlPlaneOutage(t *testing.T) {
 		}
 		time.Sleep(time.Second)
 		during.endWithoutLoss(t)
+	})
+
+	t.Run("PeeredAnewAfterAllThat", func(t *testing.T) {
+		isthmus(t, f, "unpeer", "--context", "a", "--remote-context", "b")
+		firstPingAfterPeer(t, f, b, a)
+		podsToPods(t, a, b)
 	})
 }
 
