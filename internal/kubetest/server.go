@@ -59,6 +59,8 @@ type Options struct {
 	// Controllers says that the controller manager is to run: without it namespaces are never gone, there are no owner
 	// references, service accounts or quotas.
 	Controllers bool
+	// APIServerArgs are further arguments of kube-apiserver, such as those of an audit log. Paths in them are absolute.
+	APIServerArgs []string
 	// Starter starts a prepared command, for example inside a network namespace. It must keep SysProcAttr, Dir, Stdout and
 	// Stderr as they are. Default: cmd.Start.
 	Starter func(cmd *exec.Cmd) error
@@ -262,7 +264,7 @@ func (s *Server) startAPI() error {
 	if s.port != nil {
 		args = append(args, "--permit-port-sharing")
 	}
-	api, err := s.run("kube-apiserver", args...)
+	api, err := s.run("kube-apiserver", append(args, s.opts.APIServerArgs...)...)
 	if err != nil {
 		return err
 	}
