@@ -64,7 +64,10 @@ type Options struct {
 	// The registry of metrics is that of the process: of several managers in one
 	// process only one can have a MetricsAddress.
 	IPAMAddress, MetricsAddress, HealthAddress string
-	Log                                        *slog.Logger
+	// ProfileAddress is where net/http/pprof listens. It tells everything to
+	// whoever asks, so it should be a loopback address.
+	ProfileAddress string
+	Log            *slog.Logger
 }
 
 // errAgain ends a run whose cluster has got another set of kinds since.
@@ -168,6 +171,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		GracefulShutdownTimeout:             ptr.To(10 * time.Second),
 		Metrics:                             metricsserver.Options{BindAddress: orNone(o.MetricsAddress)},
 		HealthProbeBindAddress:              orNone(o.HealthAddress),
+		PprofBindAddress:                    orNone(o.ProfileAddress),
 		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // errAgain makes them anew
 	})
 	if err != nil {

@@ -70,6 +70,7 @@ Several may run, of which one works. It needs no privileges.`,
 	flags.StringVar(&o.IPAMAddress, "ipam-address", ":6000", "TCP address of Liqo's gRPC service ipam; empty: none")
 	flags.StringVar(&o.MetricsAddress, "metrics-address", ":5876", "TCP address of /metrics; empty: none")
 	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty: none")
+	flags.StringVar(&o.ProfileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
 	flags.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
 	return cmd
 }
@@ -126,6 +127,11 @@ func (f *managerFlags) complete() (level slog.Level, err error) {
 		}
 		if err != nil {
 			return level, usage("--%s %q: want an address and a port such as 127.0.0.1:5876, or only :5876", a.flag, a.address)
+		}
+	}
+	if a := o.ProfileAddress; a != "" {
+		if at, err := netip.ParseAddrPort(a); err != nil || !at.Addr().IsLoopback() {
+			return level, usage("--pprof-address %q: want a loopback address and a port such as 127.0.0.1:6060, since a profile tells everything", a)
 		}
 	}
 	return level, nil

@@ -17,6 +17,7 @@ func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
 		{"--cluster-id a/b", "--cluster-id"},
 		{"--ipam-address 6000", `--ipam-address "6000"`},
 		{"--metrics-address :99999", "--metrics-address"},
+		{"--pprof-address :6060", "--pprof-address"},
 		{"--log-level loud", "--log-level"},
 		{"--leader-elect=perhaps", "--leader-elect"},
 		{"surplus", "surplus"},
