@@ -8,6 +8,7 @@ import (
 	"crypto/ecdh"
 	"crypto/rand"
 	"encoding/base64"
+	"encoding/json"
 	"fmt"
 	"maps"
 	"net"
@@ -290,11 +291,31 @@ func (s *site) end() {
 			lines := strings.Split(string(text), "\n")
 			s.t.Logf("manager of %s:\n%s", s.name, strings.Join(lines[max(0, len(lines)-30):], "\n"))
 		}
+		s.dump()
 	}
 	if s.server != nil {
 		if err := s.server.Stop(); err != nil {
 			s.t.Error(err)
 		}
+	}
+}
+
+// dump tells what there is of peerings.
+func (s *site) dump() {
+	ctx, cancel := context.WithTimeout(context.Background(), 5*time.Second)
+	defer cancel()
+	for _, list := range []client.ObjectList{
+		&isthmus.PeeringList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NatMappingList{}, &v1alpha1.IpamStorageList{},
+	} {
+		if s.client == nil || s.client.List(ctx, list) != nil {
+			return
+		}
+		_ = meta.EachListItem(list, func(o runtime.Object) error {
+			o.(client.Object).SetManagedFields(nil)
+			text, err := json.Marshal(o)
+			s.t.Logf("%s: %T %s", s.name, o, text)
+			return err
+		})
 	}
 }
 
@@ -383,15 +404,32 @@ func (s *site) condition(other *site, kind string, status metav1.ConditionStatus
 	return found
 }
 
+// has returns a condition of the Peering with another cluster; the zero one when it is not there.
+func (s *site) has(other *site, kind string) metav1.Condition {
+	s.t.Helper()
+	if p := s.peering(other); p != nil {
+		if c := meta.FindStatusCondition(p.Status.Conditions, kind); c != nil {
+			return *c
+		}
+	}
+	return metav1.Condition{}
+}
+
 const patience = 30 * time.Second
 
 // eventually waits until f says true; its text says what there is instead.
 func (s *site) eventually(what string, f func() (have string, ok bool)) {
 	s.t.Helper()
+	s.within(patience, what, f)
+}
+
+// within is eventually with a time of its own.
+func (s *site) within(limit time.Duration, what string, f func() (have string, ok bool)) {
+	s.t.Helper()
 	have, ok := f()
-	for deadline := time.Now().Add(patience); !ok; have, ok = f() {
+	for deadline := time.Now().Add(limit); !ok; have, ok = f() {
 		if time.Now().After(deadline) {
-			s.t.Fatalf("%s did not come within %v; there is: %s", what, patience, have)
+			s.t.Fatalf("%s did not come within %v; there is: %s", what, limit, have)
 		}
 		time.Sleep(20 * time.Millisecond)
 	}
