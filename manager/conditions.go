@@ -37,6 +37,7 @@ type peeringState struct {
 	peering  *isthmus.Peering
 	conflict string   // why nobody is joined because of it, or ""
 	lacking  []string // what keeps us from publishing
+	overlaps []string // of the peer's networks, as used here, with something of ours that came later
 
 	identity, published verdict                  // from the replicator
 	unreadable          verdict                  // False when the API server here does not take the peer's answer; else zero
@@ -116,6 +117,9 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 		default:
 			return no(isthmus.ReasonNotReady, "%s: %s", step, v.message)
 		}
+	}
+	if len(s.overlaps) > 0 {
+		return no(isthmus.ReasonOverlap, "%s; un-peer and peer again for other networks", strings.Join(s.overlaps, "; "))
 	}
 	return yes(isthmus.ReasonConnected, "traffic can flow")
 }

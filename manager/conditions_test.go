@@ -126,6 +126,8 @@ func TestConditionsOfAPeering(t *testing.T) {
 		{"lost", func(s *peeringState) {
 			s.endpoint.Status.Connection.Status, s.endpoint.Status.Connection.StatusMessage = v1alpha1.ConnectionError, "no answer"
 		}, isthmus.ConditionConnected, isthmus.ReasonLost, isthmus.ReasonNotReady, "no answer"},
+		{"a node came to lie in a network of the peer", func(s *peeringState) { s.overlaps = []string{"PodCIDR of peer x overlaps a node"} },
+			isthmus.ConditionConnected, isthmus.ReasonConnected, isthmus.ReasonOverlap, "overlaps a node; un-peer"},
 		{"another Peering is older", func(s *peeringState) { s.conflict = "Peering x is older" },
 			isthmus.ConditionConnected, isthmus.ReasonConflict, isthmus.ReasonConflict, "Peering x is older"},
 		{"being deleted", func(s *peeringState) { s.peering.DeletionTimestamp, s.waiting = &deleted, "the copy" },

@@ -111,6 +111,12 @@ func (b *stubBooks) Update(_ context.Context, f func(ipam.Book) (ipam.Book, erro
 	return b.book, err
 }
 
+func (b *stubBooks) Book() ipam.Book {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	return b.book
+}
+
 func (b *stubBooks) count() int {
 	b.mu.Lock()
 	defer b.mu.Unlock()

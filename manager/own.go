@@ -45,8 +45,9 @@ type Networks struct {
 	Pools, Reserved                    []netip.Prefix
 }
 
-// A bookkeeper is the part of ipamstore.Store that Own needs.
+// A bookkeeper is the part of ipamstore.Store that our own side needs.
 type bookkeeper interface {
+	Book() ipam.Book
 	Update(context.Context, func(ipam.Book) (ipam.Book, error)) (ipam.Book, error)
 }
 

@@ -15,7 +15,6 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
 	ctrl "sigs.k8s.io/controller-runtime"
-	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
@@ -73,7 +72,7 @@ func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 				all = append(all, requestFor(peering.Name))
 			}
 			return all
-		}), builder.WithPredicates(peeringChanged)).
+		})). // also after our own writes: a status that was compared with an old one has to be compared again
 		Watches(&v1alpha1.NetworkConfig{}, inNamespace).
 		Watches(&v1alpha1.TunnelEndpoint{}, inNamespace).
 		WatchesMetadata(&corev1.Namespace{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
@@ -152,6 +151,9 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 		return s, err
 	}
 	_, s.lacking = networkConfigFor(facts, peer)
+	for _, c := range r.Store.Book().ConflictsOf(peer.Cluster.ClusterID) {
+		s.overlaps = append(s.overlaps, c.String())
+	}
 	if problem, err := namespaceProblem(ctx, r.Client, peer.LocalNamespace); err != nil {
 		return s, err
 	} else if problem != "" {

@@ -234,14 +234,23 @@ func (b Book) Conflicts() []Conflict {
 		}
 	}
 	for _, id := range b.Peers() {
-		p := b.peers[id]
-		for _, n := range []Conflict{{Peer: id, Network: "PodCIDR", Prefix: p.Pod}, {Peer: id, Network: "ExternalCIDR", Prefix: p.External}} {
-			if !n.Prefix.IsValid() || b.taken.alone(n.Prefix) && !b.nodes.overlaps(n.Prefix) {
-				continue
-			}
-			n.With, n.Other = b.holder(n.Prefix, id)
-			conflicts = append(conflicts, n)
+		conflicts = append(conflicts, b.ConflictsOf(id)...)
+	}
+	return conflicts
+}
+
+// ConflictsOf returns those of one peer's networks.
+func (b Book) ConflictsOf(id string) (conflicts []Conflict) {
+	p, known := b.peers[id]
+	if !known {
+		return nil
+	}
+	for _, n := range []Conflict{{Peer: id, Network: "PodCIDR", Prefix: p.Pod}, {Peer: id, Network: "ExternalCIDR", Prefix: p.External}} {
+		if !n.Prefix.IsValid() || b.taken.alone(n.Prefix) && !b.nodes.overlaps(n.Prefix) {
+			continue
 		}
+		n.With, n.Other = b.holder(n.Prefix, id)
+		conflicts = append(conflicts, n)
 	}
 	return conflicts
 }

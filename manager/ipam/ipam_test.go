@@ -461,3 +461,9 @@ func TestChangedNamesThosePeersOnly(t *testing.T) {
 		t.Errorf("the same configuration changed %v", again.Changed(next))
 	}
 }
+
+func TestConflictsOfAPeerThatHasNothingAreNone(t *testing.T) {
+	if got := (Book{}).ConflictsOf("nobody"); got != nil {
+		t.Errorf("%v", got)
+	}
+}

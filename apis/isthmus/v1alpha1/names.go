@@ -46,6 +46,7 @@ const (
 	ReasonNotReady   = "NotReady"   // the message names the first condition that is not true
 	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message says what is waited for
 	ReasonConflict   = "Conflict"   // another Peering is for the same cluster or namespace
+	ReasonOverlap    = "Overlap"    // a network in use for the peer overlaps something here that came later, such as a node
 	ReasonLocalSetup = "LocalSetup" // our own side lacks something: key, gateway Service, PodCIDR
 
 	// IdentityReady
