@@ -15,6 +15,8 @@ import (
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/rtnetlink"
 )
 
 // host holds the gateway's namespace and makes a hostState true in it and in
@@ -149,13 +151,13 @@ func onDyingThread(fn func() error) error {
 // that a lost one is only a delay.
 func (h *host) events(ctx context.Context, notify func()) error {
 	common := []int{unix.RTNLGRP_LINK, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE}
-	outer, err := subscribe(append([]int{unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE}, common...)...)
+	outer, err := rtnetlink.Subscribe(append([]int{unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE}, common...)...)
 	if err != nil {
 		return fmt.Errorf("netlink events: %w", err)
 	}
 	var inner *os.File
 	err = h.inside(func() (err error) {
-		inner, err = subscribe(append([]int{unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFADDR}, common...)...)
+		inner, err = rtnetlink.Subscribe(append([]int{unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFADDR}, common...)...)
 		return err
 	})
 	if err != nil {
@@ -179,26 +181,6 @@ func (h *host) events(ctx context.Context, notify func()) error {
 		})
 	}
 	return nil
-}
-
-// subscribe returns a netlink socket of the calling thread's namespace that gets
-// the events of the groups; Close ends a Read.
-func subscribe(groups ...int) (*os.File, error) {
-	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
-	if err != nil {
-		return nil, err
-	}
-	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
-		unix.Close(fd)
-		return nil, err
-	}
-	for _, g := range groups {
-		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, g); err != nil {
-			unix.Close(fd)
-			return nil, err
-		}
-	}
-	return os.NewFile(uintptr(fd), "netlink"), nil
 }
 
 // apply makes want true and returns what it changed. It goes on after a failure
@@ -435,7 +417,7 @@ func (h *host) do(o op) error {
 		}
 		l := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}}
 		if o.verb == remove {
-			return gone(h.handle(v.side).AddrDel(l, &netlink.Addr{IPNet: ipNet(v.prefix)}))
+			return rtnetlink.IgnoreGone(h.handle(v.side).AddrDel(l, &netlink.Addr{IPNet: ipNet(v.prefix)}))
 		}
 		return h.handle(v.side).AddrReplace(l, &netlink.Addr{IPNet: ipNet(v.prefix)})
 	case neighbor:
@@ -445,7 +427,7 @@ func (h *host) do(o op) error {
 		}
 		n := &netlink.Neigh{LinkIndex: index, State: netlink.NUD_PERMANENT, IP: v.addr.AsSlice(), HardwareAddr: hardware(v.mac)}
 		if o.verb == remove {
-			return gone(h.handle(v.side).NeighDel(n))
+			return rtnetlink.IgnoreGone(h.handle(v.side).NeighDel(n))
 		}
 		return h.handle(v.side).NeighSet(n)
 	case route:
@@ -457,7 +439,7 @@ func (h *host) do(o op) error {
 			r.Family = netlink.FAMILY_V6
 		}
 		if o.verb == remove {
-			return gone(h.outer.RuleDel(r))
+			return rtnetlink.IgnoreGone(h.outer.RuleDel(r))
 		}
 		if err := h.outer.RuleAdd(r); !errors.Is(err, unix.EEXIST) {
 			return err
@@ -476,7 +458,7 @@ func (h *host) doLink(what verb, v link) error {
 		if err != nil {
 			return err
 		}
-		return gone(h.handle(v.side).LinkDel(l))
+		return rtnetlink.IgnoreGone(h.handle(v.side).LinkDel(l))
 	}
 	if err != nil {
 		return err
@@ -524,7 +506,7 @@ func (h *host) doRoute(what verb, v route) error {
 		}
 	}
 	if what == remove {
-		return gone(h.handle(v.side).RouteDel(r))
+		return rtnetlink.IgnoreGone(h.handle(v.side).RouteDel(r))
 	}
 	return h.handle(v.side).RouteReplace(r)
 }
@@ -559,16 +541,6 @@ func (h *host) underlayMTU(addr netip.Addr) (int, error) {
 		return 0, fmt.Errorf("link of the route to %s: %w", addr, err)
 	}
 	return l.Attrs().MTU, nil
-}
-
-// gone: removing what is not there is success.
-func gone(err error) error {
-	for _, e := range []error{unix.ESRCH, unix.ENOENT, unix.ENODEV, unix.EADDRNOTAVAIL} {
-		if errors.Is(err, e) {
-			return nil
-		}
-	}
-	return err
 }
 
 func prefixOf(n *net.IPNet) netip.Prefix {

@@ -18,6 +18,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/rtnetlink"
 )
 
 // kernel makes a fabric.Node true in the network namespace of the process. The
@@ -64,7 +65,7 @@ func (k *kernel) close() {
 // ends. An event means no more than "compare again", so that a lost one is only
 // a delay.
 func (k *kernel) events(ctx context.Context, notify func()) error {
-	f, err := subscribe(unix.RTNLGRP_LINK, unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV4_ROUTE,
+	f, err := rtnetlink.Subscribe(unix.RTNLGRP_LINK, unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV4_ROUTE,
 		unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV4_NETCONF)
 	if err != nil {
 		return fmt.Errorf("netlink events: %w", err)
@@ -88,26 +89,6 @@ func (k *kernel) events(ctx context.Context, notify func()) error {
 		}
 	})
 	return nil
-}
-
-// subscribe returns a netlink socket that gets the events of the groups; Close
-// ends a Read.
-func subscribe(groups ...int) (*os.File, error) {
-	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_ROUTE)
-	if err != nil {
-		return nil, err
-	}
-	if err := unix.Bind(fd, &unix.SockaddrNetlink{Family: unix.AF_NETLINK}); err != nil {
-		unix.Close(fd)
-		return nil, err
-	}
-	for _, g := range groups {
-		if err := unix.SetsockoptInt(fd, unix.SOL_NETLINK, unix.NETLINK_ADD_MEMBERSHIP, g); err != nil {
-			unix.Close(fd)
-			return nil, err
-		}
-	}
-	return os.NewFile(uintptr(fd), "netlink"), nil
 }
 
 // concerns leaves out what a busy node has most of: foreign routes and permanent
@@ -344,7 +325,7 @@ func (k *kernel) do(o op) error {
 		r.Family, r.Priority, r.Table, r.Protocol = netlink.FAMILY_V4, v.Priority, v.Table, fabric.NodeProtocol
 		r.IifName, r.Src, r.Dst = v.In, ipNet(v.From), ipNet(v.To)
 		if o.remove {
-			return gone(k.nl.RuleDel(r))
+			return rtnetlink.IgnoreGone(k.nl.RuleDel(r))
 		}
 		return there(k.nl.RuleAdd(r))
 	}
@@ -361,7 +342,7 @@ func (k *kernel) do(o op) error {
 		return errors.Join(k.nl.LinkSetHardwareAddr(l, v.MAC[:]), k.nl.LinkSetMTU(l, v.MTU), k.nl.LinkSetUp(l))
 	case fabric.Address:
 		if o.remove {
-			return gone(k.nl.AddrDel(l, &netlink.Addr{IPNet: ipNet(v.Prefix)}))
+			return rtnetlink.IgnoreGone(k.nl.AddrDel(l, &netlink.Addr{IPNet: ipNet(v.Prefix)}))
 		}
 		return k.nl.AddrReplace(l, &netlink.Addr{IPNet: ipNet(v.Prefix), Flags: unix.IFA_F_NOPREFIXROUTE})
 	case fabric.FDBEntry:
@@ -383,7 +364,7 @@ func (k *kernel) doDevice(remove bool, v fabric.Device) error {
 		if err != nil {
 			return err
 		}
-		return gone(k.nl.LinkDel(l))
+		return rtnetlink.IgnoreGone(k.nl.LinkDel(l))
 	}
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name = fabric.OverlayDevice
@@ -417,26 +398,16 @@ func (k *kernel) doRoute(remove bool, v fabric.Route) error {
 		}
 	}
 	if remove {
-		return gone(k.nl.RouteDel(r))
+		return rtnetlink.IgnoreGone(k.nl.RouteDel(r))
 	}
 	return k.nl.RouteReplace(r)
 }
 
 func (k *kernel) doNeigh(remove bool, n *netlink.Neigh) error {
 	if remove {
-		return gone(k.nl.NeighDel(n))
+		return rtnetlink.IgnoreGone(k.nl.NeighDel(n))
 	}
 	return k.nl.NeighSet(n)
-}
-
-// gone: removing what is not there is success.
-func gone(err error) error {
-	for _, e := range []error{unix.ESRCH, unix.ENOENT, unix.ENODEV, unix.EADDRNOTAVAIL} {
-		if errors.Is(err, e) {
-			return nil
-		}
-	}
-	return err
 }
 
 func there(err error) error {
