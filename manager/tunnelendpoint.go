@@ -23,6 +23,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -59,7 +60,16 @@ func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		}), builder.WithPredicates(notStatusAlone)).
 		Watches(&v1alpha1.NatMapping{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return r.exchangesWith(ctx, o.(*v1alpha1.NatMapping).Spec.ClusterID)
-		}))
+		})).
+		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
+			if o.GetName() == "" {
+				return everyExchange(r.Peers, r.Log)(ctx, o)
+			}
+			if peer, err := r.Peers.ByID(ctx, o.GetName()); err == nil { // its answer may have been taken out by hand
+				return []reconcile.Request{exchangeWith(peer)}
+			}
+			return nil
+		})))
 	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(r)
 }
 
