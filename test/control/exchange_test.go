@@ -213,6 +213,22 @@ func testChanges(t *testing.T, a *site, peers ...*site) {
 	agreed(t, append(peers, a)...)
 }
 
+// publish gives the gateway another address, and waits until another cluster has it in its TunnelEndpoint.
+func (s *site) publish(address string, other *site) {
+	s.t.Helper()
+	service := &corev1.Service{}
+	key := types.NamespacedName{Namespace: installed, Name: "isthmus-gateway"}
+	if err := s.edit(service, key, true, func(client.Object) {
+		service.Status.LoadBalancer.Ingress = []corev1.LoadBalancerIngress{{IP: address}}
+	}); err != nil {
+		s.t.Fatal(err)
+	}
+	other.eventually("address of "+s.name+" at "+other.name, func() (string, bool) {
+		te := other.tunnelEndpoint(s)
+		return fmt.Sprintf("%+v", te), te != nil && te.Spec.EndpointIP == address
+	})
+}
+
 // agreed waits until all of the sites, which are peered each with each, are Ready, and compares all objects with what
 // the exchange is to lead to.
 func agreed(t *testing.T, sites ...*site) {
