@@ -23,6 +23,7 @@ import (
 // takeover is how long traffic may stand still when the active gateway of a side dies: the Lease lasts 7 s.
 const takeover = 15 * time.Second
 
+// Nodes check the reverse path strictly here, so that a takeover must not leave a one-sided way.
 func TestGatewayFaults(t *testing.T) {
 	f := up(t, lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
 		clusterSpec("10.244.0.0/16", 3), clusterSpec("10.240.0.0/12", 2),
