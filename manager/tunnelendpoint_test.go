@@ -83,9 +83,12 @@ func TestHostileAnswersAreNotFollowed(t *testing.T) {
 	p.answer("172.16.0.0/16", "None")
 	before := p.joined()
 
+	stays := func() bool { return p.endpoint().ResourceVersion == before.ResourceVersion }
 	p.answer("172.16.0.0/16", "172.16.0.0/16")
+	a.always("what was agreed upon stays", stays)
+	p.answer("172.16.0.0/16", "None")
 	edit(a, p.original(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = "10.77.0.0/16" })
-	a.always("what was agreed upon stays", func() bool { return p.endpoint().ResourceVersion == before.ResourceVersion })
+	a.always("it stays, too, when somebody edits what we say", stays)
 	edit(a, p.original(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = "10.244.0.0/16" })
 	p.answer("172.17.0.0/16", "172.18.0.0/16")
 	a.until("the TunnelEndpoint follows", func() bool { return p.endpoint().Spec.LocalNATExternalCIDR == "172.18.0.0/16" })
