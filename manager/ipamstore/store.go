@@ -45,6 +45,17 @@ type Store struct {
 	object      *v1alpha1.IpamStorage // as it was read last; nil when there is none
 	synced      bool                  // object has what Book says, and its version is current, though its spec may not be
 	subscribers []chan event.GenericEvent
+
+	queueMu sync.Mutex
+	queue   []*update // that wait for mu, or for the one who has it
+}
+
+// An update is one call of Update. All but f belongs to whoever has Store.mu.
+type update struct {
+	f    func(ipam.Book) (ipam.Book, error)
+	done bool // and this is what came of it
+	book ipam.Book
+	err  error
 }
 
 // New makes a Store. c writes; it may read from a cache. reader reads from the
@@ -92,15 +103,49 @@ func (s *Store) Load(ctx context.Context) error {
 
 // Update changes the Book by f, writes what differs and returns the new Book, or
 // the old one and an error. f is called again when somebody else wrote meanwhile,
-// so it should do nothing but compute. Its error is returned as it is, and
-// nothing is written. When nothing changes, nothing is written either.
+// so it should do nothing but compute. Its error is returned as it is, and nothing
+// of it is written. When nothing changes, nothing is written either.
+//
+// Updates that come while one is being written are written together, by the first
+// of them: the API server takes longer for an object the more peers are in it, and
+// a patch of many entries costs it no more than one of a single entry.
 func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)) (ipam.Book, error) {
+	u := &update{f: f}
+	s.queueMu.Lock()
+	s.queue = append(s.queue, u)
+	s.queueMu.Unlock()
+
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if u.done {
+		return u.book, u.err
+	}
+	s.queueMu.Lock()
+	s.queue = slices.DeleteFunc(s.queue, func(o *update) bool { return o == u })
+	together := append([]*update{u}, s.queue...)
+	s.queueMu.Unlock()
 	if !s.loaded {
 		return s.Book(), ErrNotLoaded
 	}
-	return s.write(ctx, f)
+	book, err := s.write(ctx, func(b ipam.Book) (ipam.Book, error) {
+		for _, u := range together {
+			var next ipam.Book
+			if next, u.err = u.f(b); u.err == nil {
+				b = next
+			}
+		}
+		return b, nil
+	})
+	if err != nil {
+		return book, err // it may be about our ctx: the others try for themselves
+	}
+	for _, u := range together {
+		u.done, u.book = true, book
+	}
+	s.queueMu.Lock()
+	s.queue = slices.DeleteFunc(s.queue, func(o *update) bool { return o.done })
+	s.queueMu.Unlock()
+	return u.book, u.err
 }
 
 // Refresh looks whether somebody else has changed or deleted the object, which

@@ -16,6 +16,7 @@ import (
 	"strings"
 	"sync"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -294,6 +295,57 @@ func TestAnUpdateIsOneSmallPatchHoweverManyPeersThereAre(t *testing.T) {
 	if methods, _, _ := h.sent(); len(methods) > 0 {
 		t.Errorf("nothing changed, but %v", methods)
 	}
+}
+
+func TestUpdatesThatComeTogetherAreWrittenTogether(t *testing.T) {
+	h := fresh(t)
+	h.sent()
+	const number = 40
+	refused, gone := errors.New("no"), number-1
+	cancelled, cancel := context.WithCancel(t.Context())
+	cancel()
+	errs, granted := make([]error, number), make([]ipam.Grant, number)
+	var group sync.WaitGroup
+	h.Store.mu.Lock()
+	for i := range number {
+		group.Go(func() {
+			ctx := t.Context()
+			if i == gone {
+				ctx = cancelled
+			}
+			_, errs[i] = h.Update(ctx, func(b ipam.Book) (_ ipam.Book, err error) {
+				if i == 0 {
+					return b.Release("nobody"), refused
+				}
+				b, granted[i], err = b.Grant(claim(fmt.Sprint("peer-", i), "10.244.0.0/20", "10.245.0.0/20"))
+				return b, err
+			})
+		})
+	}
+	for waiting := 0; waiting < number; time.Sleep(time.Millisecond) {
+		h.queueMu.Lock()
+		waiting = len(h.queue)
+		h.queueMu.Unlock()
+	}
+	h.Store.mu.Unlock()
+	group.Wait()
+	for i, err := range errs {
+		have, ok := h.Book().GrantOf(fmt.Sprint("peer-", i))
+		switch {
+		case i == 0 && (err != refused || ok): //nolint:errorlint // it has to be that very error
+			t.Errorf("the update that has an error returned %v; the Book has %v", err, have)
+		case i == gone: // another one may have written it, or not
+		case i > 0 && (err != nil || have != granted[i]):
+			t.Errorf("peer-%d: %v, was told %v, the Book has %v", i, err, granted[i], have)
+		}
+	}
+	if methods, _, _ := h.sent(); len(methods) > 2 {
+		t.Errorf("%d updates at once were sent as %v", number, methods)
+	}
+	if len(h.queue) > 0 {
+		t.Errorf("%d updates are still waiting", len(h.queue))
+	}
+	h.agree()
 }
 
 func TestAnErrorWritesNothing(t *testing.T) {
