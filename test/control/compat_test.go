@@ -1,0 +1,497 @@
+package control
+
+import (
+	"bytes"
+	"context"
+	"flag"
+	"fmt"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+var update = flag.Bool("update", false, "write the golden files anew")
+
+const liqoKey = "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="
+
+// TestLiqo peers with a cluster of Liqo v0.9.4, played by a liqo on an API server with Liqo's CRDs. Its PodCIDR is a half
+// of ours. First Isthmus stands alone, with a Peering and an identity of Liqo's form; then it takes the place of the
+// network-manager under Liqo's control plane: there are ForeignClusters, and Liqo's crd-replicator works for it.
+func TestLiqo(t *testing.T) {
+	a := newSites(t, "10.244.0.0/16")[0]
+	b := newLiqoSite(t)
+	introduce(t, a, b)
+	introduce(t, b, a)
+	manager := &liqoManager{granted: map[string][2]string{}, config: liqoSpec{
+		PodCIDR: b.podCIDR, ExternalCIDR: "10.129.0.0/17", EndpointIP: "203.0.113.2", BackendType: "wireguard",
+		BackendConfig: map[string]string{"publicKey": liqoKey, "port": "5871"},
+	}}
+	manager.remap(map[string]string{"10.244.0.0/16": "10.64.0.0/16", "10.245.0.0/16": "10.65.0.0/16"})
+	theirs := &liqo{id: b.id, client: b.client, manager: manager}
+	play(t, theirs)
+	a.startManager()
+
+	steps := func(t *testing.T, golden string, join, part func(), under func(t *testing.T)) {
+		foreign(t, b, a, "Established")
+		join()
+		agreedWithLiqo(a, b, manager)
+		sameObjects(t, a, b, golden)
+		if under != nil {
+			under(t)
+		}
+		testLiqoChanges(a, b, manager)
+		testLiqoLeaves(a, b)
+		agreedWithLiqo(a, b, manager)
+
+		part()
+		a.eventually("nothing of ours, and Liqo's copy let go", func() (string, bool) {
+			all := a.leftovers()
+			copied := a.networkConfig(a.tenant(b), a)
+			return strings.Join(all, "\n"), len(all) == 1 && copied != nil && len(copied.Finalizers) == 0
+		})
+		if te := b.tunnelEndpoint(a); te == nil {
+			t.Error("Liqo has forgotten its TunnelEndpoint although only we have left")
+		}
+		foreign(t, b, a, "None")
+		b.eventually("no NetworkConfig at Liqo", func() (string, bool) {
+			all, err := listOf(t.Context(), b.client, configKind)
+			return fmt.Sprint(len(all), err), err == nil && len(all) == 0
+		})
+		a.clean()
+		if all := theirs.complaints(); len(all) > 0 {
+			t.Errorf("Liqo complains:\n%s", strings.Join(all, "\n"))
+		}
+	}
+	t.Run("Isthmus alone", func(t *testing.T) {
+		in(t, a, b)
+		steps(t, "liqo-peering.yaml", func() {
+			a.join(b, isthmus.Overrides{})
+			a.ready(b)
+		}, func() { a.part(b) }, func(t *testing.T) { testIPAM(t, a, b) })
+	})
+	t.Run("Isthmus under Liqo", func(t *testing.T) {
+		in(t, a, b)
+		a.stopManager()
+		if err := applyFile(t.Context(), a.client, "../../manager/testdata/liqo/foreignclusters.yaml"); err != nil {
+			t.Fatal(err)
+		}
+		manager.remap(nil)
+		ours := &liqo{id: a.id, client: a.client}
+		play(t, ours)
+		a.restartManager()
+		steps(t, "liqo-foreigncluster.yaml", func() { foreign(t, a, b, "Established") }, func() { foreign(t, a, b, "None") }, nil)
+		if all := ours.complaints(); len(all) > 0 {
+			t.Errorf("our Liqo complains:\n%s", strings.Join(all, "\n"))
+		}
+	})
+}
+
+// newLiqoSite starts a cluster without Isthmus, with Liqo's CRDs.
+func newLiqoSite(t *testing.T) *site {
+	t.Helper()
+	s := &site{t: t, name: "liqo", id: "11110000-1111-4222-8333-000000000000", podCIDR: "10.244.0.0/17", dir: t.TempDir()}
+	t.Cleanup(s.end)
+	var err error
+	if s.server, err = kubetest.Start(t.Context(), kubetest.Options{Name: s.name, Dir: kube, Controllers: true}); err != nil {
+		t.Fatal(err)
+	}
+	if s.config, err = clientcmd.RESTConfigFromKubeConfig(s.server.Kubeconfig()); err != nil {
+		t.Fatal(err)
+	}
+	s.config.QPS = -1
+	if s.client, err = client.NewWithWatch(s.config, client.Options{Scheme: scheme()}); err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range []string{"testdata/liqo-crds.yaml", "../../manager/testdata/liqo/foreignclusters.yaml"} {
+		if err := applyFile(t.Context(), s.client, file); err != nil {
+			t.Fatal(err)
+		}
+	}
+	return s
+}
+
+// applyFile creates CRDs and waits until they are served.
+func applyFile(ctx context.Context, c client.Client, path string) error {
+	text, err := os.ReadFile(path)
+	if err != nil {
+		return err
+	}
+	for _, one := range bytes.Split(text, []byte("\n---\n")) {
+		u := &unstructured.Unstructured{}
+		if err := yaml.Unmarshal(one, &u.Object); err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		if err := c.Create(ctx, u); err != nil {
+			return fmt.Errorf("%s: %w", path, err)
+		}
+		kind, _, _ := unstructured.NestedString(u.Object, "spec", "names", "kind")
+		group, _, _ := unstructured.NestedString(u.Object, "spec", "group")
+		served := configKind.GroupVersion().WithKind(kind)
+		served.Group = group
+		for {
+			if _, err = listOf(ctx, c, served); err == nil {
+				break
+			}
+			select {
+			case <-ctx.Done():
+				return fmt.Errorf("%s is not served: %w", kind, err)
+			case <-time.After(50 * time.Millisecond):
+			}
+		}
+	}
+	return nil
+}
+
+// introduce does what Liqo's control plane does before two clusters are joined: a tenant namespace at s for the peer, the
+// peer's rights in it, and the identity of s at the peer.
+func introduce(t *testing.T, s, peer *site) {
+	t.Helper()
+	const role = "liqo-remote-peering-outgoing"
+	tenant := s.tenant(peer)
+	cert, key, err := peer.server.ClientCert(s.id, "liqo.io")
+	if err != nil {
+		t.Fatal(err)
+	}
+	everything := []string{"create", "delete", "deletecollection", "get", "list", "patch", "update", "watch"}
+	for _, o := range []client.Object{
+		&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: tenant, Labels: map[string]string{
+			"discovery.liqo.io/cluster-id": peer.id, "discovery.liqo.io/tenant-namespace": "true"}}},
+		&rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: role, Labels: map[string]string{"auth.liqo.io/remote-peering-permissions": "outgoing"}},
+			Rules: []rbacv1.PolicyRule{{APIGroups: []string{"net.liqo.io"}, Resources: []string{"networkconfigs", "networkconfigs/status"}, Verbs: everything}}},
+		&rbacv1.RoleBinding{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "liqo-binding-" + role},
+			RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: role},
+			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.UserKind, Name: peer.id}}},
+		&corev1.Secret{
+			ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: isthmus.DefaultIdentitySecret,
+				Labels: map[string]string{"discovery.liqo.io/local-identity": "true", "discovery.liqo.io/cluster-id": peer.id,
+					"discovery.liqo.io/certificate-available": "true"},
+				Annotations: map[string]string{"discovery.liqo.io/certificate-expire-time": fmt.Sprint(time.Now().Add(time.Hour).Unix())}},
+			Data: map[string][]byte{"private-key": key, "certificate": cert, "apiServerUrl": []byte(peer.server.URL()),
+				"apiServerCa": peer.server.CA(), "namespace": []byte(peer.tenant(s))}},
+		// Who makes a Peering with Liqo by hand lets the manager read the identity.
+		&rbacv1.Role{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "identity"}, Rules: []rbacv1.PolicyRule{
+			{APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{isthmus.DefaultIdentitySecret}, Verbs: []string{"get", "list", "watch"}}}},
+		&rbacv1.RoleBinding{ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: "identity"},
+			RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: "identity"},
+			Subjects: []rbacv1.Subject{{Kind: rbacv1.ServiceAccountKind, Namespace: installed, Name: "isthmus-manager"}}},
+	} {
+		if err := s.client.Create(t.Context(), o); err != nil {
+			t.Fatalf("%s: %T %s: %v", s.name, o, o.GetName(), err)
+		}
+	}
+}
+
+// play lets a liqo work as long as the test runs.
+func play(t *testing.T, l *liqo) {
+	ctx, cancel := context.WithCancel(context.Background())
+	var group sync.WaitGroup
+	group.Go(func() { l.run(ctx) })
+	t.Cleanup(func() { cancel(); group.Wait() })
+}
+
+// foreign makes s have a ForeignCluster about the peer, in the given phase.
+func foreign(t *testing.T, s, peer *site, phase string) {
+	t.Helper()
+	s.eventually("ForeignCluster of "+peer.name, func() (string, bool) {
+		fc := &unstructured.Unstructured{Object: map[string]any{"spec": map[string]any{
+			"clusterIdentity": map[string]any{"clusterID": peer.id, "clusterName": peer.name},
+			"foreignAuthUrl":  "https://192.0.2.9", "peeringType": "OutOfBand",
+		}}}
+		fc.SetGroupVersionKind(foreignKind)
+		fc.SetName(peer.name)
+		fc.SetLabels(map[string]string{"discovery.liqo.io/cluster-id": peer.id})
+		err := s.client.Get(t.Context(), client.ObjectKeyFromObject(fc), fc)
+		if client.IgnoreNotFound(err) == nil && err != nil {
+			err = s.client.Create(t.Context(), fc)
+		}
+		if err != nil {
+			return err.Error(), false
+		}
+		fc.Object["status"] = map[string]any{
+			"tenantNamespace": map[string]any{"local": s.tenant(peer), "remote": peer.tenant(s)},
+			"peeringConditions": []any{
+				map[string]any{"type": "OutgoingPeering", "status": phase},
+				map[string]any{"type": "IncomingPeering", "status": "None"},
+			},
+		}
+		err = s.client.Status().Update(t.Context(), fc) // conflicts with the finalizer of the replicator
+		return fmt.Sprint(err), err == nil
+	})
+}
+
+// agreedWithLiqo waits until the TunnelEndpoints of both sides are each other's mirror image and say what is published.
+func agreedWithLiqo(a, b *site, m *liqoManager) {
+	a.t.Helper()
+	m.mu.Lock()
+	published := m.config
+	m.mu.Unlock()
+	a.eventually("TunnelEndpoints that mirror each other", func() (string, bool) {
+		x, y := a.tunnelEndpoint(b), b.tunnelEndpoint(a)
+		if x == nil || y == nil {
+			return fmt.Sprintf("TunnelEndpoints: %t here, %t at Liqo", x != nil, y != nil), false
+		}
+		s, m := x.Spec, y.Spec
+		mirrored := s
+		mirrored.LocalPodCIDR, mirrored.LocalNATPodCIDR = m.RemotePodCIDR, m.RemoteNATPodCIDR
+		mirrored.LocalExternalCIDR, mirrored.LocalNATExternalCIDR = m.RemoteExternalCIDR, m.RemoteNATExternalCIDR
+		mirrored.RemotePodCIDR, mirrored.RemoteNATPodCIDR = m.LocalPodCIDR, m.LocalNATPodCIDR
+		mirrored.RemoteExternalCIDR, mirrored.RemoteNATExternalCIDR = m.LocalExternalCIDR, m.LocalNATExternalCIDR
+		mirrored.EndpointIP, mirrored.BackendConfig = published.EndpointIP, published.BackendConfig
+		return fmt.Sprintf("here\n\t%+v\nat Liqo\n\t%+v", s, m), equality.Semantic.DeepEqual(s, mirrored) && s.RemotePodCIDR == published.PodCIDR &&
+			x.Status.Connection.Status == v1alpha1.Connected
+	})
+}
+
+// testLiqoChanges changes what either side publishes.
+func testLiqoChanges(a, b *site, m *liqoManager) {
+	a.t.Helper()
+	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: installed, Name: "isthmus-gateway"}}
+	override := func(address string) {
+		patch := fmt.Appendf(nil, `{"metadata":{"annotations":{"liqo.io/override-address":%s}}}`, address)
+		if err := a.client.Patch(a.t.Context(), service, client.RawPatch(types.MergePatchType, patch)); err != nil {
+			a.t.Fatal(err)
+		}
+	}
+	for _, change := range []struct{ patch, want string }{{`"gateway.a.example"`, "gateway.a.example"}, {"null", "203.0.113.1"}} {
+		override(change.patch)
+		b.eventually("our gateway at Liqo", func() (string, bool) {
+			te := b.tunnelEndpoint(a)
+			return fmt.Sprintf("%+v", te), te != nil && te.Spec.EndpointIP == change.want
+		})
+	}
+	for _, change := range []struct{ address, port string }{{"gateway.liqo.example", "30871"}, {"203.0.113.2", "5871"}} {
+		m.say(func(s *liqoSpec) {
+			s.EndpointIP, s.BackendConfig = change.address, map[string]string{"publicKey": liqoKey, "port": change.port}
+		})
+		agreedWithLiqo(a, b, m)
+	}
+	// Whoever edits the copy here is overruled by the sender.
+	nc := a.networkConfig(a.tenant(b), a)
+	nc.Spec.EndpointIP = "198.51.100.66"
+	if err := a.client.Update(a.t.Context(), nc); err != nil {
+		a.t.Fatal(err)
+	}
+	a.eventually("what Liqo says", func() (string, bool) {
+		nc := a.networkConfig(a.tenant(b), a)
+		return nc.Spec.EndpointIP, nc.Spec.EndpointIP == "203.0.113.2"
+	})
+	agreedWithLiqo(a, b, m)
+}
+
+// testLiqoLeaves lets Liqo withdraw and come back, while we stay.
+func testLiqoLeaves(a, b *site) {
+	a.t.Helper()
+	before := a.tunnelEndpoint(b).Spec
+	foreign(a.t, b, a, "None")
+	a.eventually("an end of the TunnelEndpoints", func() (string, bool) {
+		x, y, copied := a.tunnelEndpoint(b), b.tunnelEndpoint(a), a.networkConfig(a.tenant(b), a)
+		return fmt.Sprintf("here %t, at Liqo %t, copy here %t", x != nil, y != nil, copied != nil), x == nil && y == nil && copied == nil
+	})
+	if a.peering(b) != nil {
+		a.condition(b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
+	}
+	foreign(a.t, b, a, "Established")
+	a.eventually("the TunnelEndpoint as before", func() (string, bool) {
+		te := a.tunnelEndpoint(b)
+		return fmt.Sprintf("%+v", te), te != nil && equality.Semantic.DeepEqual(te.Spec, before)
+	})
+}
+
+// sameObjects compares all objects of the fabric, as they lie in the two API servers, with a golden file.
+func sameObjects(t *testing.T, a, b *site, golden string) {
+	t.Helper()
+	path := filepath.Join("testdata", golden)
+	want, err := os.ReadFile(path)
+	if err != nil && !*update {
+		t.Fatal(err)
+	}
+	if *update {
+		time.Sleep(2 * time.Second) // for what is still on its way
+		if err := os.WriteFile(path, []byte(objects(t, a, b)), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	a.eventually("the objects of "+path, func() (string, bool) {
+		have := objects(t, a, b)
+		return have, have == string(want)
+	})
+}
+
+// objects prints the objects of the fabric in both clusters without what differs from run to run.
+func objects(t *testing.T, a, b *site) string {
+	t.Helper()
+	secret := &corev1.Secret{}
+	if err := a.client.Get(t.Context(), types.NamespacedName{Namespace: installed, Name: "wireguard-pubkey"}, secret); err != nil {
+		t.Fatal(err)
+	}
+	var out strings.Builder
+	for _, s := range []*site{a, b} {
+		kinds := []string{"NetworkConfig", "TunnelEndpoint"}
+		if s == a {
+			kinds = append(kinds, "NatMapping", "IpamStorage")
+		}
+		for _, kind := range kinds {
+			all, err := listOf(t.Context(), s.client, configKind.GroupVersion().WithKind(kind))
+			if err != nil {
+				t.Fatal(err)
+			}
+			slices.SortFunc(all, func(x, y unstructured.Unstructured) int { return strings.Compare(x.GetName(), y.GetName()) })
+			for i := range all {
+				text, err := yaml.Marshal(masked(all[i].Object))
+				if err != nil {
+					t.Fatal(err)
+				}
+				fmt.Fprintf(&out, "--- # in cluster %s\n%s", s.name, text)
+			}
+		}
+	}
+	return strings.ReplaceAll(out.String(), string(secret.Data["publicKey"]), "PUBLIC-KEY-OF-A")
+}
+
+// masked leaves out or replaces what differs from run to run.
+func masked(o map[string]any) map[string]any {
+	m := o["metadata"].(map[string]any)
+	for _, field := range []string{"uid", "resourceVersion", "creationTimestamp", "managedFields", "generation"} {
+		delete(m, field)
+	}
+	if prefix, ok := m["generateName"].(string); ok {
+		m["name"] = prefix + "XXXXX"
+	}
+	if owners, ok := m["ownerReferences"].([]any); ok {
+		for _, owner := range owners {
+			owner.(map[string]any)["uid"] = "UID"
+		}
+	}
+	if finalizers, ok := m["finalizers"].([]any); ok {
+		slices.SortFunc(finalizers, func(x, y any) int { return strings.Compare(x.(string), y.(string)) })
+	}
+	conditions, _, _ := unstructured.NestedSlice(o, "status", "conditions")
+	for _, c := range conditions {
+		c := c.(map[string]any)
+		c["lastTransitionTime"], c["observedGeneration"] = "TIME", "N"
+	}
+	if len(conditions) > 0 {
+		o["status"].(map[string]any)["conditions"] = conditions
+	}
+	return o
+}
+
+// A kubelet is a client of the gRPC service ipam, as Liqo's virtual kubelet has it. Its messages are written byte by byte.
+type kubelet struct {
+	t    *testing.T
+	conn *grpc.ClientConn
+}
+
+func newKubelet(t *testing.T, address string) *kubelet {
+	t.Helper()
+	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { _ = conn.Close() })
+	return &kubelet{t, conn}
+}
+
+// call sends strings as the fields 1, 2, ... and returns field 1 of the answer: bytes of a string or a number.
+func (k *kubelet) call(method string, fields ...string) (string, error) {
+	var request, response []byte
+	for i, f := range fields {
+		request = append(append(request, byte(i+1)<<3|2, byte(len(f))), f...) // all are shorter than 128
+	}
+	ctx, cancel := context.WithTimeout(k.t.Context(), 10*time.Second)
+	defer cancel()
+	err := k.conn.Invoke(ctx, "/ipam/"+method, &request, &response, grpc.ForceCodec(raw{}), grpc.WaitForReady(true))
+	switch {
+	case err != nil || len(response) == 0:
+		return "", err
+	case response[0] == 1<<3: // varint
+		return fmt.Sprint(response[1]), nil
+	case response[0] == 1<<3|2 && len(response) == int(response[1])+2:
+		return string(response[2:]), nil
+	}
+	return "", fmt.Errorf("%s answers % x", method, response)
+}
+
+// is calls and compares.
+func (k *kubelet) is(want, method string, fields ...string) {
+	k.t.Helper()
+	if got, err := k.call(method, fields...); err != nil || got != want {
+		k.t.Errorf("%s%q is %q, error %v; want %q", method, fields, got, err, want)
+	}
+}
+
+// raw is a codec for messages that are bytes already.
+type raw struct{}
+
+func (raw) Marshal(v any) ([]byte, error)      { return *v.(*[]byte), nil }
+func (raw) Unmarshal(data []byte, v any) error { *v.(*[]byte) = bytes.Clone(data); return nil }
+func (raw) Name() string                       { return "proto" }
+
+// testIPAM plays the virtual kubelet: our pods are 10.64.0.0/16 at Liqo, our ExternalCIDR is 10.65.0.0/16 there.
+func testIPAM(t *testing.T, a, b *site) {
+	k := newKubelet(t, a.ipam)
+	home := a.tunnelEndpoint(b).Spec.RemoteNATPodCIDR
+	answers := func(k *kubelet) {
+		t.Helper()
+		k.is("10.64.3.4", "MapEndpointIP", b.id, "10.244.3.4") // a pod
+		k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.10") // something outside
+		k.is("10.65.0.3", "MapEndpointIP", b.id, "10.130.5.6") // a pod of a third cluster
+		k.is("10.65.0.4", "MapEndpointIP", b.id, "10.96.0.1")  // the API server's ClusterIP
+		k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.10") // the same again
+		k.is(strings.TrimSuffix(home, "0.0/17")+"7.8", "GetHomePodIP", b.id, "10.244.7.8")
+		k.is("1", "BelongsToPodCIDR", "10.244.200.1")
+		k.is("", "BelongsToPodCIDR", "10.64.3.4")
+	}
+	mapped := func(want v1alpha1.EndpointMap) {
+		t.Helper()
+		a.eventually("endpoints in the NatMapping", func() (string, bool) {
+			nm := a.natMapping(b)
+			return fmt.Sprintf("%+v", nm), nm != nil && equality.Semantic.DeepEqual(nm.Spec.ClusterMappings, want)
+		})
+	}
+	all := v1alpha1.EndpointMap{"169.254.0.1": "10.65.0.1", "192.0.2.10": "10.65.0.2", "10.130.5.6": "10.65.0.3", "10.96.0.1": "10.65.0.4"}
+	answers(k)
+	mapped(all)
+	a.killManager()
+	a.restartManager()
+	k = newKubelet(t, a.ipam)
+	answers(k)
+	mapped(all)
+	for _, wrong := range [][]string{
+		{"MapEndpointIP", b.id, "10.244.3"}, {"MapEndpointIP", "", "192.0.2.10"}, {"MapEndpointIP", "nobody", "192.0.2.10"}, {"GetHomePodIP", "nobody", "10.244.7.8"},
+	} {
+		if got, err := k.call(wrong[0], wrong[1:]...); err == nil {
+			t.Errorf("%q is answered with %q", wrong, got)
+		}
+	}
+	for _, ip := range []string{"192.0.2.10", "192.0.2.10", "198.51.100.1", "10.96.0.1"} {
+		k.is("", "UnmapEndpointIP", b.id, ip)
+	}
+	k.is("10.65.0.2", "MapEndpointIP", b.id, "192.0.2.77") // what was let go is used again
+	mapped(v1alpha1.EndpointMap{"169.254.0.1": "10.65.0.1", "192.0.2.77": "10.65.0.2", "10.130.5.6": "10.65.0.3"})
+	for _, ip := range []string{"192.0.2.77", "10.130.5.6"} {
+		k.is("", "UnmapEndpointIP", b.id, ip)
+	}
+	mapped(v1alpha1.EndpointMap{"169.254.0.1": "10.65.0.1"})
+}

@@ -1,0 +1,525 @@
+package control
+
+import (
+	"cmp"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strconv"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+)
+
+// A liqo plays the crd-replicator of Liqo v0.9.4 in one cluster and, where Isthmus is not in its place, the
+// network-manager: what they read, write, refuse and forget, as it was recorded. It shares nothing with Isthmus, not even
+// the types: objects are what the API server says.
+type liqo struct {
+	id      string
+	client  client.Client
+	manager *liqoManager // nil: another network-manager is there
+
+	clients map[string]client.Client // at peers, by the version of the identity
+
+	mu      sync.Mutex
+	trouble map[string]bool // what Liqo would have logged as an error, conflicts apart
+}
+
+// A liqoManager is what a network-manager knows of its cluster, and its IPAM.
+type liqoManager struct {
+	granted map[string][2]string // to peers: PodCIDR and ExternalCIDR as used here; for good
+
+	mu       sync.Mutex
+	config   liqoSpec          // as published, the receiver apart
+	remapped map[string]string // networks of peers that are not used as they are
+}
+
+// say changes what is published.
+func (m *liqoManager) say(change func(*liqoSpec)) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	change(&m.config)
+}
+
+// remap makes the IPAM use other networks for those of new peers.
+func (m *liqoManager) remap(networks map[string]string) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.remapped = networks
+}
+
+type liqoIdentity struct {
+	ClusterID   string `json:"clusterID"`
+	ClusterName string `json:"clusterName"`
+}
+
+// uniqueName is the name of a cluster in those of objects.
+func (c liqoIdentity) uniqueName() string {
+	sum := sha256.Sum256([]byte(c.ClusterID))
+	return c.ClusterName + "-" + hex.EncodeToString(sum[:])[:6]
+}
+
+type liqoSpec struct {
+	Cluster       liqoIdentity      `json:"cluster"`
+	PodCIDR       string            `json:"podCIDR"`
+	ExternalCIDR  string            `json:"externalCIDR"`
+	EndpointIP    string            `json:"endpointIP"`
+	BackendType   string            `json:"backendType"`
+	BackendConfig map[string]string `json:"backend_config"`
+}
+
+type liqoConfig struct {
+	metav1.ObjectMeta `json:"metadata"`
+
+	Spec   liqoSpec `json:"spec"`
+	Status struct {
+		Processed       bool   `json:"processed"`
+		PodCIDRNAT      string `json:"podCIDRNAT,omitempty"`
+		ExternalCIDRNAT string `json:"externalCIDRNAT,omitempty"`
+	} `json:"status"`
+}
+
+// A liqoForeign is what there is to know of a ForeignCluster.
+type liqoForeign struct {
+	metav1.ObjectMeta `json:"metadata"`
+
+	Spec struct {
+		ClusterIdentity liqoIdentity `json:"clusterIdentity"`
+		PeeringType     string       `json:"peeringType"`
+	} `json:"spec"`
+	Status struct {
+		TenantNamespace struct {
+			Local  string `json:"local"`
+			Remote string `json:"remote"`
+		} `json:"tenantNamespace"`
+		PeeringConditions []struct {
+			Type   string `json:"type"`
+			Status string `json:"status"`
+		} `json:"peeringConditions"`
+	} `json:"status"`
+}
+
+// phase reports whether a peering, in or out, is established, and whether it is enabled at all.
+func (f *liqoForeign) phase() (established, enabled bool) {
+	for _, c := range f.Status.PeeringConditions {
+		if c.Type == "IncomingPeering" || c.Type == "OutgoingPeering" {
+			established = established || c.Status == "Established"
+			enabled = enabled || c.Status != "" && c.Status != "None"
+		}
+	}
+	return established, enabled
+}
+
+var (
+	foreignKind  = schema.GroupVersionKind{Group: "discovery.liqo.io", Version: "v1alpha1", Kind: "ForeignCluster"}
+	configKind   = schema.GroupVersionKind{Group: "net.liqo.io", Version: "v1alpha1", Kind: "NetworkConfig"}
+	endpointKind = schema.GroupVersionKind{Group: "net.liqo.io", Version: "v1alpha1", Kind: "TunnelEndpoint"}
+)
+
+// Finalizers of Liqo's components.
+const (
+	replicatorFinalizer = "crdReplicator.liqo.io"
+	creatorFinalizer    = "tunnelendpointcreator.net.liqo.io"
+)
+
+// run works until ctx ends. Events only make Liqo look again, so that it does so all the time is the same.
+func (l *liqo) run(ctx context.Context) {
+	for ctx.Err() == nil {
+		foreigns, err := listOf(ctx, l.client, foreignKind)
+		l.complain(ctx, err)
+		for i := range foreigns {
+			f, err := into[liqoForeign](&foreigns[i])
+			if err != nil {
+				l.complain(ctx, err)
+				continue
+			}
+			if l.manager != nil {
+				l.complain(ctx, l.manage(ctx, &foreigns[i], f))
+			}
+			l.complain(ctx, l.replicate(ctx, &foreigns[i], f))
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+// complain notes errors that the next look does not mend.
+func (l *liqo) complain(ctx context.Context, err error) {
+	if err == nil || ctx.Err() != nil || apierrors.IsConflict(err) || apierrors.IsNotFound(err) || apierrors.IsAlreadyExists(err) {
+		return
+	}
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.trouble == nil {
+		l.trouble = make(map[string]bool)
+	}
+	l.trouble[err.Error()] = true
+}
+
+// complaints returns what Liqo has complained about, sorted, and forgets it.
+func (l *liqo) complaints() []string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	all := slices.Sorted(maps.Keys(l.trouble))
+	l.trouble = nil
+	return all
+}
+
+// replicate is the crd-replicator for one peer.
+func (l *liqo) replicate(ctx context.Context, fc *unstructured.Unstructured, f *liqoForeign) error {
+	_, enabled := f.phase()
+	here, there := f.Status.TenantNamespace.Local, f.Status.TenantNamespace.Remote
+	if here == "" || there == "" || f.Spec.PeeringType == "InBand" {
+		return nil
+	}
+	remote, err := l.identity(ctx, here)
+	if remote == nil || err != nil {
+		return err
+	}
+	originals, err := listOf(ctx, l.client, configKind, client.MatchingLabels{"liqo.io/replication": "true"}, client.HasLabels{"liqo.io/remoteID"},
+		client.InNamespace(here))
+	if err != nil {
+		return err
+	}
+	copies, err := listOf(ctx, remote, configKind, client.InNamespace(there), client.MatchingLabels{"liqo.io/originID": l.id, "liqo.io/replicated": "true"})
+	if err != nil {
+		return fmt.Errorf("copies at %s: %w", f.Spec.ClusterIdentity.ClusterName, err)
+	}
+	if len(originals)+len(copies) == 0 && !enabled {
+		if f.DeletionTimestamp != nil && controllerutil.RemoveFinalizer(fc, replicatorFinalizer) {
+			return l.client.Update(ctx, fc)
+		}
+		return nil
+	}
+	if f.DeletionTimestamp == nil && controllerutil.AddFinalizer(fc, replicatorFinalizer) {
+		return l.client.Update(ctx, fc)
+	}
+	known := make(map[string]bool)
+	for i := range originals {
+		original := &originals[i]
+		if original.GetLabels()["liqo.io/remoteID"] != f.Spec.ClusterIdentity.ClusterID {
+			continue
+		}
+		known[original.GetName()] = true
+		var copied *unstructured.Unstructured
+		if at := slices.IndexFunc(copies, func(u unstructured.Unstructured) bool { return u.GetName() == original.GetName() }); at >= 0 {
+			copied = &copies[at]
+		}
+		err = errors.Join(err, l.mirror(ctx, original, copied, remote, there))
+	}
+	for i := range copies {
+		if !known[copies[i].GetName()] {
+			err = errors.Join(err, remote.Delete(ctx, &copies[i]))
+		}
+	}
+	return err
+}
+
+// mirror does the next step for one original; copied is nil where there is none.
+func (l *liqo) mirror(ctx context.Context, original, copied *unstructured.Unstructured, remote client.Client, there string) error {
+	switch {
+	case original.GetDeletionTimestamp() != nil && copied != nil:
+		return remote.Delete(ctx, copied)
+	case original.GetDeletionTimestamp() != nil:
+		if controllerutil.RemoveFinalizer(original, replicatorFinalizer) {
+			return l.client.Update(ctx, original)
+		}
+		return nil
+	case controllerutil.AddFinalizer(original, replicatorFinalizer):
+		return l.client.Update(ctx, original)
+	case copied == nil:
+		labels := original.GetLabels()
+		delete(labels, "liqo.io/ownership")
+		labels["liqo.io/replication"], labels["liqo.io/replicated"], labels["liqo.io/originID"] = "false", "true", l.id
+		copied = &unstructured.Unstructured{Object: map[string]any{"spec": original.Object["spec"]}}
+		copied.SetGroupVersionKind(configKind)
+		copied.SetName(original.GetName())
+		copied.SetNamespace(there)
+		copied.SetLabels(labels)
+		copied.SetAnnotations(original.GetAnnotations())
+		return remote.Create(ctx, copied)
+	case !reflect.DeepEqual(copied.Object["spec"], original.Object["spec"]):
+		copied.Object["spec"] = original.Object["spec"]
+		return remote.Update(ctx, copied)
+	case copied.Object["status"] != nil && !reflect.DeepEqual(copied.Object["status"], original.Object["status"]):
+		original.Object["status"] = copied.Object["status"]
+		return l.client.Status().Update(ctx, original)
+	}
+	return nil
+}
+
+// identity returns a client for the peer by the newest identity in a tenant namespace; nil: there is none yet.
+func (l *liqo) identity(ctx context.Context, namespace string) (client.Client, error) {
+	var secrets corev1.SecretList
+	if err := l.client.List(ctx, &secrets, client.InNamespace(namespace), client.MatchingLabels{"discovery.liqo.io/local-identity": "true"}); err != nil {
+		return nil, err
+	}
+	if len(secrets.Items) == 0 {
+		return nil, nil
+	}
+	newest := slices.MaxFunc(secrets.Items, func(a, b corev1.Secret) int {
+		expires := func(s corev1.Secret) int64 {
+			seconds, _ := strconv.ParseInt(s.Annotations["discovery.liqo.io/certificate-expire-time"], 10, 64)
+			return seconds
+		}
+		return cmp.Compare(expires(a), expires(b))
+	})
+	version := string(newest.UID) + newest.ResourceVersion
+	if l.clients[version] == nil {
+		c, err := client.New(&rest.Config{
+			Host: string(newest.Data["apiServerUrl"]), QPS: -1,
+			TLSClientConfig: rest.TLSClientConfig{CAData: newest.Data["apiServerCa"], CertData: newest.Data["certificate"], KeyData: newest.Data["private-key"]},
+		}, client.Options{})
+		if err != nil {
+			return nil, err
+		}
+		l.clients = map[string]client.Client{version: c}
+	}
+	return l.clients[version], nil
+}
+
+// manage is the network-manager for one peer.
+func (l *liqo) manage(ctx context.Context, fc *unstructured.Unstructured, f *liqoForeign) error {
+	peer, namespace := f.Spec.ClusterIdentity, f.Status.TenantNamespace.Local
+	if peer.ClusterID == "" || namespace == "" || f.Spec.PeeringType == "InBand" {
+		return nil
+	}
+	all, err := listOf(ctx, l.client, configKind, client.InNamespace(namespace))
+	if err != nil {
+		return err
+	}
+	var local, remote []*unstructured.Unstructured
+	for i := range all {
+		labels := all[i].GetLabels()
+		switch {
+		case labels["liqo.io/replication"] == "true" && labels["liqo.io/remoteID"] == peer.ClusterID:
+			local = append(local, &all[i])
+		case labels["liqo.io/originID"] == peer.ClusterID:
+			remote = append(remote, &all[i])
+		}
+	}
+	if len(remote) > 1 {
+		return fmt.Errorf("%d NetworkConfigs of cluster %s", len(remote), peer.ClusterID)
+	}
+	if err := l.create(ctx, fc, f, local); err != nil {
+		return err
+	}
+	for _, nc := range remote {
+		if err := l.answer(ctx, nc, fc, peer.ClusterID); err != nil {
+			return err
+		}
+	}
+	for _, nc := range local {
+		if err := l.process(ctx, nc, remote, fc, peer); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// create is the NetworkConfig creator: it creates, corrects or deletes the own one.
+func (l *liqo) create(ctx context.Context, fc *unstructured.Unstructured, f *liqoForeign, local []*unstructured.Unstructured) error {
+	l.manager.mu.Lock()
+	spec := l.manager.config
+	l.manager.mu.Unlock()
+	spec.Cluster = f.Spec.ClusterIdentity
+	wanted, err := runtime.DefaultUnstructuredConverter.ToUnstructured(&spec)
+	if err != nil {
+		return err
+	}
+	established, _ := f.phase()
+	switch {
+	case f.DeletionTimestamp != nil || !established:
+		for _, nc := range local {
+			if nc.GetDeletionTimestamp() == nil {
+				err = errors.Join(err, l.client.Delete(ctx, nc))
+			}
+		}
+		return err
+	case len(local) == 0:
+		nc := &unstructured.Unstructured{Object: map[string]any{"spec": wanted}}
+		nc.SetGroupVersionKind(configKind)
+		nc.SetNamespace(f.Status.TenantNamespace.Local)
+		nc.SetName(spec.Cluster.uniqueName())
+		nc.SetLabels(map[string]string{"liqo.io/replication": "true", "liqo.io/remoteID": spec.Cluster.ClusterID, "liqo.io/ownership": "netcfgCreator"})
+		nc.SetOwnerReferences([]metav1.OwnerReference{*metav1.NewControllerRef(fc, foreignKind)})
+		return l.client.Create(ctx, nc)
+	case local[0].GetDeletionTimestamp() == nil && !reflect.DeepEqual(local[0].Object["spec"], wanted):
+		local[0].Object["spec"] = wanted
+		return l.client.Update(ctx, local[0])
+	}
+	return nil
+}
+
+// answer processes the NetworkConfig of the peer. That one goes changes nothing: Liqo looks for the peer in the wrong place.
+func (l *liqo) answer(ctx context.Context, nc, fc *unstructured.Unstructured, id string) error {
+	if nc.GetDeletionTimestamp() != nil {
+		if controllerutil.RemoveFinalizer(nc, creatorFinalizer) {
+			return l.client.Update(ctx, nc)
+		}
+		return nil
+	}
+	owned := slices.ContainsFunc(nc.GetOwnerReferences(), func(r metav1.OwnerReference) bool { return r.UID == fc.GetUID() })
+	if !owned {
+		nc.SetOwnerReferences(append(nc.GetOwnerReferences(), metav1.OwnerReference{
+			APIVersion: foreignKind.GroupVersion().String(), Kind: foreignKind.Kind, Name: fc.GetName(), UID: fc.GetUID()}))
+	}
+	if controllerutil.AddFinalizer(nc, creatorFinalizer) || !owned {
+		return l.client.Update(ctx, nc)
+	}
+	config, err := into[liqoConfig](nc)
+	if err != nil {
+		return err
+	}
+	pod, external, err := l.manager.grant(id, config.Spec)
+	if err != nil {
+		return err
+	}
+	was := config.Status
+	config.Status.Processed = true
+	config.Status.PodCIDRNAT, config.Status.ExternalCIDRNAT = noneIf(pod == config.Spec.PodCIDR, pod), noneIf(external == config.Spec.ExternalCIDR, external)
+	if config.Status == was {
+		return nil
+	}
+	status, err := runtime.DefaultUnstructuredConverter.ToUnstructured(&config.Status)
+	if err != nil {
+		return err
+	}
+	nc.Object["status"] = status
+	return l.client.Status().Update(ctx, nc)
+}
+
+func noneIf(none bool, s string) string {
+	if none {
+		return "None"
+	}
+	return s
+}
+
+// grant is the IPAM: whom it knows gets the same again, whatever he says now.
+func (m *liqoManager) grant(id string, spec liqoSpec) (pod, external string, err error) {
+	if g, ok := m.granted[id]; ok {
+		return g[0], g[1], nil
+	}
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	for _, network := range []string{spec.PodCIDR, spec.ExternalCIDR} {
+		if _, err := netip.ParsePrefix(network); err != nil {
+			return "", "", fmt.Errorf("networks of %s: %w", id, err)
+		}
+	}
+	pod, external = cmp.Or(m.remapped[spec.PodCIDR], spec.PodCIDR), cmp.Or(m.remapped[spec.ExternalCIDR], spec.ExternalCIDR)
+	m.granted[id] = [2]string{pod, external}
+	return pod, external, nil
+}
+
+// process makes the TunnelEndpoint of the own NetworkConfig and that of the peer, once both are answered, and takes it down.
+func (l *liqo) process(ctx context.Context, nc *unstructured.Unstructured, remotes []*unstructured.Unstructured, fc *unstructured.Unstructured, peer liqoIdentity) error {
+	endpoints, err := listOf(ctx, l.client, endpointKind, client.InNamespace(nc.GetNamespace()), client.MatchingLabels{"clusterID": peer.ClusterID})
+	if err != nil {
+		return err
+	}
+	if nc.GetDeletionTimestamp() != nil {
+		delete(l.manager.granted, peer.ClusterID)
+		for i := range endpoints {
+			err = errors.Join(err, l.client.Delete(ctx, &endpoints[i]))
+		}
+		if err == nil && controllerutil.RemoveFinalizer(nc, creatorFinalizer) {
+			return l.client.Update(ctx, nc)
+		}
+		return err
+	}
+	if controllerutil.AddFinalizer(nc, creatorFinalizer) {
+		return l.client.Update(ctx, nc)
+	}
+	local, err := into[liqoConfig](nc)
+	if err != nil || !local.Status.Processed || len(remotes) == 0 {
+		return err
+	}
+	remote, err := into[liqoConfig](remotes[0])
+	if err != nil || !remote.Status.Processed {
+		return err
+	}
+	spec := map[string]any{
+		"clusterIdentity": map[string]any{"clusterID": local.Spec.Cluster.ClusterID, "clusterName": local.Spec.Cluster.ClusterName},
+		"localPodCIDR":    local.Spec.PodCIDR, "localNATPodCIDR": local.Status.PodCIDRNAT,
+		"localExternalCIDR": local.Spec.ExternalCIDR, "localNATExternalCIDR": local.Status.ExternalCIDRNAT,
+		"remotePodCIDR": remote.Spec.PodCIDR, "remoteNATPodCIDR": remote.Status.PodCIDRNAT,
+		"remoteExternalCIDR": remote.Spec.ExternalCIDR, "remoteNATExternalCIDR": remote.Status.ExternalCIDRNAT,
+		"endpointIP": remote.Spec.EndpointIP, "backendType": remote.Spec.BackendType, "backend_config": map[string]any{},
+	}
+	for k, v := range remote.Spec.BackendConfig {
+		spec["backend_config"].(map[string]any)[k] = v
+	}
+	if err := liqoGatewayTakes(spec); err != nil {
+		return err
+	}
+	switch {
+	case len(endpoints) == 0:
+		te := &unstructured.Unstructured{Object: map[string]any{"spec": spec}}
+		te.SetGroupVersionKind(endpointKind)
+		te.SetNamespace(nc.GetNamespace())
+		te.SetName(peer.uniqueName())
+		te.SetLabels(map[string]string{"clusterID": peer.ClusterID})
+		te.SetOwnerReferences([]metav1.OwnerReference{
+			{APIVersion: configKind.GroupVersion().String(), Kind: configKind.Kind, Name: nc.GetName(), UID: nc.GetUID()},
+			*metav1.NewControllerRef(fc, foreignKind),
+		})
+		return l.client.Create(ctx, te)
+	case !reflect.DeepEqual(endpoints[0].Object["spec"], any(spec)):
+		endpoints[0].Object["spec"] = spec
+		return l.client.Update(ctx, &endpoints[0])
+	}
+	return nil
+}
+
+// liqoGatewayTakes says why Liqo's gateway or its WireGuard driver would refuse a TunnelEndpoint.
+func liqoGatewayTakes(spec map[string]any) error {
+	for _, field := range []string{"localPodCIDR", "localExternalCIDR", "remotePodCIDR", "remoteExternalCIDR"} {
+		if _, err := netip.ParsePrefix(spec[field].(string)); err != nil {
+			return fmt.Errorf("TunnelEndpoint: %s: %w", field, err)
+		}
+	}
+	for _, field := range []string{"localNATPodCIDR", "localNATExternalCIDR", "remoteNATPodCIDR", "remoteNATExternalCIDR"} {
+		nat := spec[field].(string)
+		if _, err := netip.ParsePrefix(nat); err != nil && nat != "None" {
+			return fmt.Errorf("TunnelEndpoint: %s is %q: %w", field, nat, err)
+		}
+	}
+	config := spec["backend_config"].(map[string]any)
+	port, _ := config["port"].(string)
+	if n, err := strconv.Atoi(port); err != nil || n < 1 || n > 65535 || spec["backendType"] != "wireguard" || config["publicKey"] == "" {
+		return fmt.Errorf("TunnelEndpoint: backend %v with %v", spec["backendType"], config)
+	}
+	return nil
+}
+
+func listOf(ctx context.Context, c client.Client, kind schema.GroupVersionKind, options ...client.ListOption) ([]unstructured.Unstructured, error) {
+	list := &unstructured.UnstructuredList{}
+	list.SetGroupVersionKind(kind.GroupVersion().WithKind(kind.Kind + "List"))
+	err := c.List(ctx, list, options...)
+	return list.Items, err
+}
+
+// into reads what it knows of an object and leaves the rest.
+func into[T any](u *unstructured.Unstructured) (*T, error) {
+	v := new(T)
+	return v, runtime.DefaultUnstructuredConverter.FromUnstructured(u.Object, v)
+}
