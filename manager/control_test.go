@@ -82,6 +82,14 @@ func (r *stubReplicator) say(id string, s replication.State) {
 	r.changed <- event.GenericEvent{Object: &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: id}}}
 }
 
+// forget is what a replicator is like that was just started.
+func (r *stubReplicator) forget(id string) {
+	r.mu.Lock()
+	delete(r.states, id)
+	r.mu.Unlock()
+	r.changed <- event.GenericEvent{Object: &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: id}}}
+}
+
 func (r *stubReplicator) has(id string) bool {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -30,7 +30,7 @@ import (
 )
 
 const (
-	workers = 4                      // per controller: a slow write holds up a few peers, not all
+	workers = 16                     // per controller: a slow write holds up a few peers, not all
 	soon    = 100 * time.Millisecond // when the cache was behind what we know
 )
 
@@ -177,11 +177,23 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 		return s, fmt.Errorf("NetworkConfigs in %s: %w", peer.LocalNamespace, err)
 	}
 	s.copies = copies.Items
-	if state, ok := r.Replicator.State(peer.Cluster.ClusterID); ok {
-		s.identity, s.published = verdictOf(state.Identity, unknown), verdictOf(state.Published, unknown)
-		s.unreadable = verdictOf(state.Answered, verdict{})
+	state, looked := r.Replicator.State(peer.Cluster.ClusterID)
+	if !looked { // what the manager before us saw holds until we have looked: a restart is no news
+		s.identity, s.published = told(peering, isthmus.ConditionIdentity), told(peering, isthmus.ConditionPublished)
+		return s, nil
 	}
+	s.identity, s.published = verdictOf(state.Identity, unknown), verdictOf(state.Published, unknown)
+	s.unreadable = verdictOf(state.Answered, verdict{})
 	return s, nil
+}
+
+// told returns what the status says already.
+func told(peering *isthmus.Peering, condition string) verdict {
+	c := meta.FindStatusCondition(peering.Status.Conditions, condition)
+	if c == nil {
+		return unknown
+	}
+	return verdict{c.Status, c.Reason, c.Message}
 }
 
 // found reads an object; nil when there is none.

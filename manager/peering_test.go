@@ -6,6 +6,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -204,6 +205,21 @@ func TestOfTwoPeeringsForOneClusterTheOlderOneCounts(t *testing.T) {
 	w.until("the winner is gone", p.gone)
 	rival.untilPublished()
 	rival.untilIs(isthmus.ConditionReady, isthmus.ReasonNotReady)
+}
+
+func TestAReplicatorThatHasNotLookedYetIsNoNews(t *testing.T) {
+	w := newWorld(t, false)
+	w.gateway("192.0.2.1")
+	p := w.peer("b")
+	p.join()
+	w.stub.forget(p.cluster.ClusterID)
+	w.always("the Peering stays Ready", func() bool {
+		c := meta.FindStatusCondition(p.status().Conditions, isthmus.ConditionReady)
+		return c.Status == metav1.ConditionTrue
+	})
+	w.stub.say(p.cluster.ClusterID, replication.State{Identity: replication.Condition{
+		Status: metav1.ConditionFalse, Reason: isthmus.ReasonUnreachable, Message: "https://b: connection refused"}})
+	p.untilIs(isthmus.ConditionIdentity, isthmus.ReasonUnreachable)
 }
 
 func TestNothingIsWrittenAtRest(t *testing.T) {
