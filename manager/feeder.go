@@ -2,12 +2,16 @@ package manager
 
 import (
 	"context"
+	"time"
 
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
+
+// pauseOfFeeder is the least time between two looks at all peers.
+const pauseOfFeeder = 50 * time.Millisecond
 
 // feeder tells the replicator which peers there are: always all of them, however
 // many changed, so that it has one request for any change. A peer stays among them
@@ -39,5 +43,9 @@ func (f *feeder) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 		}
 	}
 	f.Replicator.Set(ours)
+	select { // of many changes at once the first one counts now and the others together, or each would cost as much as all peers
+	case <-time.After(pauseOfFeeder):
+	case <-ctx.Done():
+	}
 	return ctrl.Result{}, nil
 }

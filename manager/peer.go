@@ -87,9 +87,13 @@ func (p Peers) List(ctx context.Context) ([]Peer, error) {
 		return nil, fmt.Errorf("peerings: %w", err)
 	}
 	ids, namespaces := make(map[string]bool), make(map[string]bool)
-	slices.SortFunc(peerings.Items, func(a, b isthmus.Peering) int { return compareAge(&a, &b) })
+	byAge := make([]*isthmus.Peering, len(peerings.Items))
 	for i := range peerings.Items {
-		peer := peerFrom(&peerings.Items[i])
+		byAge[i] = &peerings.Items[i]
+	}
+	slices.SortFunc(byAge, func(a, b *isthmus.Peering) int { return compareAge(a, b) })
+	for _, peering := range byAge {
+		peer := peerFrom(peering)
 		id, ns := peer.Cluster.ClusterID, peer.LocalNamespace
 		if id != p.Self && !ids[id] && !namespaces[ns] {
 			byID[id] = peer
