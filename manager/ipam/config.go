@@ -249,29 +249,33 @@ func (b Book) ConflictsOf(id string) (conflicts []Conflict) {
 		if !n.Prefix.IsValid() || b.taken.alone(n.Prefix) && !b.nodes.overlaps(n.Prefix) {
 			continue
 		}
-		n.With, n.Other = b.holder(n.Prefix, id)
+		var peer string
+		if n.With, peer, n.Other = b.holder(n.Prefix, id); peer != "" {
+			n.With += "peer " + peer
+		}
 		conflicts = append(conflicts, n)
 	}
 	return conflicts
 }
 
-// holder says what overlaps p, leaving out the networks of one peer.
-func (b *Book) holder(p netip.Prefix, except string) (name string, prefix netip.Prefix) {
+// holder says what overlaps p, leaving out the networks of one peer. Where it is a
+// network of another one, name ends with "of " and peer is its ID.
+func (b *Book) holder(p netip.Prefix, except string) (name, peer string, prefix netip.Prefix) {
 	for o := range b.obstacles {
 		if o.prefix.Overlaps(p) {
-			return o.name, o.prefix
+			return o.name, "", o.prefix
 		}
 	}
 	for _, id := range b.Peers() {
 		if other := b.peers[id]; id == except {
 			continue
 		} else if other.Pod.Overlaps(p) {
-			return "the network used for the pods of peer " + id, other.Pod
+			return "the network used for the pods of ", id, other.Pod
 		} else if other.External.Overlaps(p) {
-			return "the network used for the ExternalCIDR of peer " + id, other.External
+			return "the network used for the ExternalCIDR of ", id, other.External
 		}
 	}
-	return "nothing", netip.Prefix{}
+	return "nothing", "", netip.Prefix{}
 }
 
 func host(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }

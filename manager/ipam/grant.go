@@ -128,12 +128,22 @@ func (b *Book) placeWanted(a *ask) *Refusal {
 		return nil
 	}
 	if !b.free(a.want) {
-		name, prefix := b.holder(a.want, "")
+		name, prefix := b.inTheWay(a.want)
 		return &Refusal{v1alpha1.ReasonCIDRConflict, "spec.overrides." + a.field,
 			fmt.Sprintf("%v overlaps %s, %v; want a network that is free", a.want, name, prefix), ErrTaken}
 	}
 	a.got = a.want
 	return nil
+}
+
+// inTheWay is holder for a refusal, which the refused peer reads: who our other
+// peers are is none of its business.
+func (b *Book) inTheWay(p netip.Prefix) (name string, prefix netip.Prefix) {
+	name, peer, prefix := b.holder(p, "")
+	if peer != "" {
+		name += "another peer"
+	}
+	return name, prefix
 }
 
 // placeAny leaves the network where it is if that is free, or allocates one. A
@@ -147,7 +157,7 @@ func (b *Book) placeAny(a *ask) *Refusal {
 	}
 	found, ok := b.allocate(a.claim)
 	if !ok && !free {
-		name, prefix := b.holder(a.claim, "")
+		name, prefix := b.inTheWay(a.claim)
 		return &Refusal{v1alpha1.ReasonExhausted, "spec." + a.field,
 			fmt.Sprintf("%v overlaps %s, %v, and no %s is free in the pools %v; want a network that overlaps nothing, or a larger pool",
 				a.claim, name, prefix, length(a.claim), b.own.Pools), ErrExhausted}
