@@ -73,6 +73,31 @@ func TestGatewayFaults(t *testing.T) {
 		})
 	}
 
+	t.Run("ActivesOfBothSidesKilledAtOnce", func(t *testing.T) {
+		// Neither side can answer the other's new address without having been told of it.
+		was := map[*fleet.Cluster]int{a: active(t, a), b: active(t, b)}
+		during := startTraffic(t, a, b)
+		begin := time.Now()
+		for c, i := range was {
+			must(t, c.Kill(fleet.Gateway(i)))
+		}
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		_, err := firstPing(ctx, a.Pods[0].Host, func() (netip.Addr, error) { return a.Seen(ctx, b, b.Pods[0].Addr) })
+		must(t, err)
+		t.Logf("%s -> %s answers %.2f s later", a.Pods[0], b.Pods[0], time.Since(begin).Seconds())
+		time.Sleep(time.Second)
+		for _, o := range during.end(t) {
+			if o.outage > takeover {
+				t.Errorf("pings were lost over %v; want at most %v", o.outage, takeover)
+			}
+		}
+		for c, i := range was {
+			must(t, c.Start(t.Context(), fleet.Gateway(i)))
+		}
+		podsToPods(t, a, b)
+	})
+
 	t.Run("AloneWithoutAPIServerStaysActive", func(t *testing.T) {
 		was := active(t, a)
 		standby := 1 - was
@@ -101,7 +126,7 @@ func TestGatewayFaults(t *testing.T) {
 			return nil
 		})
 		t.Logf("the standby took over after %.1f s", time.Since(begin).Seconds())
-		time.Sleep(5 * time.Second)
+		time.Sleep(3 * time.Second)
 		if text, err := a.Nodes[was].Get(t.Context(), "http://127.0.0.1:5872/readyz"); err != nil || text != "ok, active\n" {
 			t.Errorf("the gateway that cannot know of another says %q, %v; want it to be active", text, err)
 		}
@@ -197,7 +222,7 @@ func outage() time.Duration {
 	if *long {
 		return time.Minute
 	}
-	return 12 * time.Second // longer than the Lease
+	return 9 * time.Second // longer than the Lease
 }
 
 // cut takes a node's access to the API server away: answers do not come back.
