@@ -1,0 +1,584 @@
+package control
+
+import (
+	"bufio"
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/base64"
+	"encoding/json"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// manyUsers is the group of our identities at the peers of TestManyPeerings, each a user and a tenant namespace on one API
+// server with a client certificate of its own: the manager has a connection to each, as if they were as many API servers.
+const manyUsers = "peers"
+
+// TestManyPeerings has one manager with many peerings, 20 or, with -long, 500, whose networks collide with ours and with
+// each other, and prints what that costs. What the manager asks of the API servers is counted in their audit logs, which
+// know it by its identities.
+func TestManyPeerings(t *testing.T) {
+	number, rest := 20, 10*time.Second
+	if *long {
+		number, rest = 500, time.Minute
+	}
+	home := &site{t: t, name: "a", id: "aaaa0000-1111-4222-8333-000000000000", podCIDR: "10.244.0.0/16", dir: t.TempDir()}
+	away := &site{t: t, name: "b", id: "bbbb0000-1111-4222-8333-000000000000", podCIDR: "10.128.0.0/14", dir: t.TempDir()}
+	audits := &audits{t: t, sum: tally{}, logs: map[string]*auditLog{"home": newAuditLog(t, home), "peer": newAuditLog(t, away)}}
+	startSites(t, []*site{home, away})
+	w := &world{t: t, home: home, away: away, audits: audits, ready: map[string]time.Time{}}
+	peers := make([]*remote, number)
+	for i := range peers {
+		peers[i] = newRemote(i)
+	}
+	first, most, last := peers[:1], peers[1:number-1], peers[number-1:number]
+	inParallel(t, peers, w.prepare)
+	w.play(peers)
+	home.startManager()
+	w.settle()
+	p := w.load()
+	t.Logf("no peerings: %v", p)
+
+	one := w.peer("the first peer", first)
+	w.peer("the many", most)
+	before := w.load()
+	t.Logf("%d peerings: %v; %.1f goroutines for each", number-1, before, float64(before.goroutines-p.goroutines)/float64(number-1))
+	another := w.peer("one more peer", last)
+	// The status of a Peering is written once or for each step, as fast as the others are; all else is the same.
+	if cost := another.writes(); cost > 2*one.writes() {
+		t.Errorf("the last peer cost %d writes, the first one %d", cost, one.writes())
+	}
+	if each := float64(before.goroutines-p.goroutines) / float64(number-1); each > 20 {
+		t.Errorf("%.1f goroutines for each peer; want less than 20", each)
+	}
+	if before.memory > 300<<20 {
+		t.Errorf("%d MiB of memory; want less than 300", before.memory>>20)
+	}
+	w.ranges(number)
+
+	w.atRest("at rest", rest)
+
+	home.killManager()
+	audits.next()
+	began := time.Now()
+	home.restartManager()
+	w.restarted(began, number)
+	w.atRest("after the restart", rest/2)
+}
+
+// A remote is a cluster that joins ours: what it says of itself, and what its manager would answer us.
+type remote struct {
+	v1alpha1.ClusterIdentity
+	user, namespace string // of ours there
+	spec            v1alpha1.NetworkConfigSpec
+	status          v1alpha1.NetworkConfigStatus
+}
+
+// newRemote makes one with one of 36 networks of six lengths, six of them inside ours, so that most collide with others.
+// Every 25th has the same network as we.
+func newRemote(i int) *remote {
+	r := &remote{
+		ClusterIdentity: v1alpha1.ClusterIdentity{ClusterID: fmt.Sprintf("cccc0000-1111-4222-8333-%012d", i), ClusterName: fmt.Sprintf("peer-%d", i)},
+		user:            fmt.Sprintf("a-at-peer-%d", i), namespace: fmt.Sprintf("tenant-of-peer-%d", i),
+	}
+	bits := 20 + i%6
+	network := func(a, b int) string {
+		return netip.PrefixFrom(netip.AddrFrom4([4]byte{byte(a), byte(b), 0, 0}), bits).String()
+	}
+	pod, external := network(10, 240+i/6%6), network(172, 24)
+	if i%25 == 24 {
+		bits = 16
+		pod, external = network(10, 244), network(172, 24)
+	}
+	key := sha256.Sum256([]byte(r.ClusterID))
+	r.spec = v1alpha1.NetworkConfigSpec{
+		RemoteCluster: v1alpha1.ClusterIdentity{ClusterID: "aaaa0000-1111-4222-8333-000000000000", ClusterName: "a"},
+		PodCIDR:       pod, ExternalCIDR: external, EndpointIP: fmt.Sprintf("198.18.%d.%d", i/256, i%256), BackendType: v1alpha1.BackendWireGuard,
+		BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPublicKey: base64.StdEncoding.EncodeToString(key[:]), v1alpha1.ConfigPort: "5871"},
+	}
+	r.status = v1alpha1.NetworkConfigStatus{
+		Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None,
+	}
+	if strings.HasPrefix(pod, "10.244.") || i%2 == 0 {
+		r.status.PodCIDRNAT, r.status.ExternalCIDRNAT = "10.60.0.0/16", "10.61.0.0/16"
+	}
+	return r
+}
+
+// A world is the clusters of TestManyPeerings.
+type world struct {
+	t          *testing.T
+	home, away *site
+	audits     *audits
+
+	mu    sync.Mutex
+	ready map[string]time.Time // by cluster ID, since when its Peering is Ready
+}
+
+// prepare sets up on both sides what `isthmus peer` does, but for the Peering.
+func (w *world) prepare(r *remote) error {
+	cert, key, err := w.away.server.ClientCert(r.user, manyUsers)
+	if err != nil {
+		return err
+	}
+	config := clientcmdapi.NewConfig()
+	config.Clusters["peer"] = &clientcmdapi.Cluster{Server: w.away.server.URL(), CertificateAuthorityData: w.away.server.CA()}
+	config.AuthInfos["a"] = &clientcmdapi.AuthInfo{ClientCertificateData: cert, ClientKeyData: key}
+	config.Contexts["peer"], config.CurrentContext = &clientcmdapi.Context{Cluster: "peer", AuthInfo: "a"}, "peer"
+	kubeconfig, err := clientcmd.Write(*config)
+	if err != nil {
+		return err
+	}
+	here := r.TenantNamespace()
+	named := func(namespace, name string) metav1.ObjectMeta {
+		return metav1.ObjectMeta{Namespace: namespace, Name: name}
+	}
+	role := rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: "isthmus"}
+	for _, one := range []struct {
+		s *site
+		o client.Object
+	}{
+		{w.home, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: here}}},
+		{w.home, &rbacv1.Role{ObjectMeta: named(here, "isthmus"), Rules: []rbacv1.PolicyRule{
+			{APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{isthmus.DefaultIdentitySecret}, Verbs: []string{"get", "list", "watch", "patch"}},
+		}}},
+		{w.home, &rbacv1.RoleBinding{ObjectMeta: named(here, "isthmus"), RoleRef: role,
+			Subjects: []rbacv1.Subject{{Kind: rbacv1.ServiceAccountKind, Namespace: installed, Name: "isthmus-manager"}}}},
+		{w.home, &corev1.Secret{ObjectMeta: named(here, isthmus.DefaultIdentitySecret), Data: map[string][]byte{isthmus.SecretKubeconfig: kubeconfig}}},
+		{w.away, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: r.namespace}}},
+		{w.away, &rbacv1.Role{ObjectMeta: named(r.namespace, "isthmus"), Rules: []rbacv1.PolicyRule{
+			{APIGroups: []string{v1alpha1.GroupVersion.Group}, Resources: []string{"networkconfigs"}, Verbs: []string{"get", "list", "watch", "create", "update", "patch", "delete"}},
+		}}},
+		{w.away, &rbacv1.RoleBinding{ObjectMeta: named(r.namespace, "isthmus"), RoleRef: role,
+			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.UserKind, Name: r.user}}}},
+	} {
+		if err := one.s.client.Create(w.t.Context(), one.o); err != nil {
+			return fmt.Errorf("%T %s: %w", one.o, one.o.GetName(), err)
+		}
+	}
+	return nil
+}
+
+// play plays the managers of the peers: each sends us its NetworkConfig and answers ours as soon as that is there. It also
+// notes when our Peerings become Ready.
+func (w *world) play(peers []*remote) {
+	byNamespace := map[string]*remote{}
+	for _, r := range peers {
+		byNamespace[r.namespace] = r
+	}
+	ctx := w.t.Context()
+	go each(ctx, w.away.client, &v1alpha1.NetworkConfigList{}, func(o client.Object) {
+		nc := o.(*v1alpha1.NetworkConfig)
+		if nc.Status.Processed || nc.Labels[v1alpha1.LabelOriginID] != w.home.id {
+			return
+		}
+		go func() {
+			r := byNamespace[nc.Namespace]
+			nc.Status = r.status
+			err := w.away.client.Status().Update(ctx, nc)
+			if err == nil {
+				err = client.IgnoreAlreadyExists(w.home.client.Create(ctx, r.networkConfig()))
+			}
+			if err != nil && ctx.Err() == nil {
+				w.t.Errorf("%s: %v", r.ClusterName, err)
+			}
+		}()
+	})
+	go each(ctx, w.home.client, &isthmus.PeeringList{}, func(o client.Object) {
+		p := o.(*isthmus.Peering)
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		if id := p.Spec.Cluster.ClusterID; !meta.IsStatusConditionTrue(p.Status.Conditions, isthmus.ConditionReady) {
+			delete(w.ready, id)
+		} else if _, already := w.ready[id]; !already {
+			w.ready[id] = time.Now()
+		}
+	})
+}
+
+// networkConfig is the peer's as its replicator makes it here.
+func (r *remote) networkConfig() *v1alpha1.NetworkConfig {
+	return &v1alpha1.NetworkConfig{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: r.TenantNamespace(), Name: r.spec.RemoteCluster.UniqueName(),
+			Labels: map[string]string{
+				v1alpha1.LabelReplication: "false", v1alpha1.LabelReplicated: "true",
+				v1alpha1.LabelOriginID: r.ClusterID, v1alpha1.LabelRemoteID: r.spec.RemoteCluster.ClusterID,
+			},
+		},
+		Spec: r.spec,
+	}
+}
+
+// each calls f for all objects of a kind and their changes until ctx ends.
+func each(ctx context.Context, c client.WithWatch, list client.ObjectList, f func(client.Object)) {
+	for ctx.Err() == nil {
+		watch, err := c.Watch(ctx, list)
+		if err != nil {
+			time.Sleep(100 * time.Millisecond)
+			continue
+		}
+		for event := range watch.ResultChan() {
+			if o, ok := event.Object.(client.Object); ok && event.Type != "DELETED" {
+				f(o)
+			}
+		}
+	}
+}
+
+// peer makes the Peerings with some peers, waits until they are Ready and until nothing is written any more, prints what that
+// took, and returns what was asked of the API servers.
+func (w *world) peer(what string, peers []*remote) tally {
+	w.t.Helper()
+	w.audits.next()
+	before, began := w.load(), time.Now()
+	inParallel(w.t, peers, func(r *remote) error {
+		return w.home.client.Create(w.t.Context(), &isthmus.Peering{
+			ObjectMeta: metav1.ObjectMeta{Name: r.UniqueName()},
+			Spec: isthmus.PeeringSpec{
+				Cluster:         r.ClusterIdentity,
+				TenantNamespace: isthmus.TenantNamespace{Local: r.TenantNamespace(), Remote: r.namespace},
+			},
+		})
+	})
+	made := time.Since(began)
+	var took []time.Duration
+	for deadline := began.Add(5 * time.Minute); len(took) < len(peers); time.Sleep(10 * time.Millisecond) {
+		w.mu.Lock()
+		took = took[:0]
+		for _, r := range peers {
+			if at, ok := w.ready[r.ClusterID]; ok {
+				took = append(took, at.Sub(began))
+			}
+		}
+		w.mu.Unlock()
+		if time.Now().After(deadline) {
+			w.t.Fatalf("%s: %d of %d Peerings are Ready after %v; %s", what, len(took), len(peers), time.Since(began), w.unready(peers))
+		}
+	}
+	slices.Sort(took)
+	w.settle()
+	after, asked := w.load(), w.audits.next()
+	w.t.Logf("%s, %d: Peerings made in %.2f s, half of them Ready after %.2f s, all after %.2f s; manager %.2f CPU s, %v",
+		what, len(peers), made.Seconds(), took[len(took)/2].Seconds(), took[len(took)-1].Seconds(), (after.cpu - before.cpu).Seconds(), after)
+	w.t.Logf("%s: %.2f writes for each: %s", what, float64(asked.writes())/float64(len(peers)), asked.per(len(peers)))
+	if n := asked["home patch ipamstorages"]; n > 0 {
+		w.t.Logf("%s: %d octets in each of %d patches of the IpamStorage", what, asked[patched]/n, n)
+	}
+	return asked
+}
+
+// unready tells why the first of the peers that are not Ready are not.
+func (w *world) unready(peers []*remote) string {
+	for _, r := range peers {
+		p := &isthmus.Peering{}
+		if err := w.home.client.Get(w.t.Context(), client.ObjectKey{Name: r.UniqueName()}, p); err != nil {
+			return err.Error()
+		}
+		if c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady); c == nil || c.Status != metav1.ConditionTrue {
+			return fmt.Sprintf("%s: %+v", p.Name, p.Status.Conditions)
+		}
+	}
+	return "all are by now"
+}
+
+// ranges checks that no two networks of peers overlap as they are used here.
+func (w *world) ranges(number int) {
+	w.t.Helper()
+	var list v1alpha1.TunnelEndpointList
+	if err := w.home.client.List(w.t.Context(), &list); err != nil {
+		w.t.Fatal(err)
+	}
+	if len(list.Items) != number {
+		w.t.Errorf("%d TunnelEndpoints; want %d", len(list.Items), number)
+	}
+	all := []netip.Prefix{netip.MustParsePrefix(w.home.podCIDR)}
+	remapped := 0
+	for _, te := range list.Items {
+		s := te.Spec
+		if s.RemoteNATPodCIDR != v1alpha1.None {
+			remapped++
+		}
+		for _, text := range []string{seenAs(s.RemoteNATPodCIDR, s.RemotePodCIDR), seenAs(s.RemoteNATExternalCIDR, s.RemoteExternalCIDR)} {
+			p := netip.MustParsePrefix(text)
+			if i := slices.IndexFunc(all, p.Overlaps); i >= 0 {
+				w.t.Errorf("%s: %v overlaps %v", te.Name, p, all[i])
+			}
+			all = append(all, p)
+		}
+	}
+	books, err := json.Marshal(w.home.books())
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	w.t.Logf("%d of %d PodCIDRs are remapped; the IpamStorage has %d KiB", remapped, number, len(books)>>10)
+}
+
+// settle waits until nothing was written for two seconds.
+func (w *world) settle() {
+	w.t.Helper()
+	quiet, last := time.Now(), w.audits.read().writes()
+	for deadline := time.Now().Add(patience); time.Since(quiet) < 2*time.Second; time.Sleep(100 * time.Millisecond) {
+		if n := w.audits.read().writes(); n != last {
+			quiet, last = time.Now(), n
+		}
+		if time.Now().After(deadline) {
+			w.t.Fatalf("the manager does not come to rest: %v", w.audits.next().per(1))
+		}
+	}
+}
+
+// atRest checks that nothing is written for a while, and prints what else is done.
+func (w *world) atRest(what string, d time.Duration) {
+	w.t.Helper()
+	w.audits.next()
+	before := w.load()
+	time.Sleep(d)
+	after, asked := w.load(), w.audits.next()
+	w.t.Logf("%s, in %v: manager %.2f %% of a core, %v; %s", what, d, 100*(after.cpu-before.cpu).Seconds()/d.Seconds(), after, asked.per(1))
+	if asked.writes() > 0 {
+		w.t.Errorf("%s the manager writes", what)
+	}
+}
+
+// restarted waits until a manager that was started has looked at what each peer has, and checks that it wrote nothing for that.
+func (w *world) restarted(began time.Time, number int) {
+	w.t.Helper()
+	leads := time.Since(began)
+	w.home.eventually(fmt.Sprintf("a look at each of %d peers", number), func() (string, bool) {
+		n := w.audits.read()["peer list networkconfigs"]
+		return strconv.Itoa(n), n >= number
+	})
+	looked := time.Since(began)
+	w.settle()
+	u, asked := w.load(), w.audits.next()
+	w.t.Logf("restart: leader after %.2f s, at all %d peers after %.2f s, %v", leads.Seconds(), number, looked.Seconds(), u)
+	w.t.Logf("restart: %s", asked.per(1))
+	if asked.writes() > 0 {
+		w.t.Errorf("a manager that is started among %d peerings writes", number)
+	}
+}
+
+// A load is what the manager has used of the machine so far, and uses now.
+type load struct {
+	cpu        time.Duration
+	memory     int // RSS
+	peak       int // of it
+	goroutines int
+}
+
+func (u load) String() string {
+	return fmt.Sprintf("RSS %d MiB (peak %d), %d goroutines, %.2f CPU s since its start", u.memory>>20, u.peak>>20, u.goroutines, u.cpu.Seconds())
+}
+
+func (w *world) load() (u load) {
+	w.t.Helper()
+	proc := filepath.Join("/proc", strconv.Itoa(w.home.manager.Process.Pid))
+	stat, err := os.ReadFile(filepath.Join(proc, "stat"))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:])) // from the third on
+	for _, ticks := range fields[11:13] {                                     // utime and stime, in 1/100 s
+		n, err := strconv.Atoi(ticks)
+		if err != nil {
+			w.t.Fatal(err)
+		}
+		u.cpu += time.Duration(n) * 10 * time.Millisecond
+	}
+	status, err := os.ReadFile(filepath.Join(proc, "status"))
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	u.memory, u.peak = value(string(status), "VmRSS:")<<10, value(string(status), "VmHWM:")<<10
+	response, err := http.Get("http://" + w.home.metrics + "/metrics")
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	defer response.Body.Close()
+	body, err := io.ReadAll(response.Body)
+	if err != nil {
+		w.t.Fatal(err)
+	}
+	u.goroutines = value(string(body), "go_goroutines")
+	return u
+}
+
+// value returns the number after a name at the beginning of a line; 0 when there is none.
+func value(text, name string) (n int) {
+	for line := range strings.Lines(text) {
+		if fields := strings.Fields(line); len(fields) > 1 && fields[0] == name {
+			n, _ = strconv.Atoi(fields[1])
+		}
+	}
+	return n
+}
+
+// A tally counts requests by where, verb and resource, and code where they failed: "home patch peerings/status=409".
+type tally map[string]int
+
+// patched is the tally's key of the octets of all patches of the IpamStorage.
+const patched = "octets"
+
+// writes are all but those of the Lease, which is renewed every two seconds.
+func (c tally) writes() (n int) {
+	for key, number := range c {
+		if f := strings.Fields(key); len(f) == 3 && f[2] != "leases" && slices.Contains([]string{"create", "update", "patch", "delete"}, f[1]) {
+			n += number
+		}
+	}
+	return n
+}
+
+// per tells the tally, divided by a number.
+func (c tally) per(number int) string {
+	var all []string
+	for _, key := range slices.Sorted(maps.Keys(c)) {
+		if key != patched {
+			all = append(all, fmt.Sprintf("%s %.4g", key, float64(c[key])/float64(number)))
+		}
+	}
+	return strings.Join(all, ", ")
+}
+
+// audits count what the manager asks.
+type audits struct {
+	t    *testing.T
+	sum  tally                // since the last next
+	logs map[string]*auditLog // by where
+}
+
+type auditLog struct {
+	path   string
+	offset int64
+}
+
+const auditPolicy = `apiVersion: audit.k8s.io/v1
+kind: Policy
+omitStages: [RequestReceived, ResponseStarted]
+rules:
+- level: Request
+  users: ["system:serviceaccount:isthmus-system:isthmus-manager"]
+  resources: [{group: net.liqo.io, resources: [ipamstorages]}]
+- level: Metadata
+  users: ["system:serviceaccount:isthmus-system:isthmus-manager"]
+- level: Metadata
+  userGroups: [` + manyUsers + `]
+- level: None
+`
+
+// newAuditLog makes a site that is to be started keep an audit log of what the manager asks.
+func newAuditLog(t *testing.T, s *site) *auditLog {
+	t.Helper()
+	policy, path := filepath.Join(s.dir, "policy.yaml"), filepath.Join(s.dir, "audit.log")
+	if err := os.WriteFile(policy, []byte(auditPolicy), 0o644); err != nil {
+		t.Fatal(err)
+	}
+	s.apiArgs = []string{"--audit-policy-file=" + policy, "--audit-log-path=" + path, "--audit-log-maxsize=10000"}
+	return &auditLog{path: path}
+}
+
+// read returns the tally since the last next.
+func (a *audits) read() tally {
+	a.t.Helper()
+	for where, l := range a.logs {
+		if err := l.read(where, a.sum); err != nil {
+			a.t.Fatal(err)
+		}
+	}
+	return a.sum
+}
+
+// next returns the tally since the last next and begins a new one.
+func (a *audits) next() tally {
+	a.t.Helper()
+	sum := a.read()
+	a.sum = tally{}
+	return sum
+}
+
+// read adds what the log has got since the last time.
+func (l *auditLog) read(where string, to tally) error {
+	f, err := os.Open(l.path)
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	if _, err := f.Seek(l.offset, io.SeekStart); err != nil {
+		return err
+	}
+	r := bufio.NewReader(f)
+	for {
+		line, err := r.ReadBytes('\n')
+		if err == io.EOF {
+			return nil // half a line is read again
+		}
+		if err != nil {
+			return err
+		}
+		l.offset += int64(len(line))
+		var event struct {
+			Verb           string
+			ObjectRef      struct{ Resource, Subresource string }
+			RequestObject  json.RawMessage
+			ResponseStatus struct{ Code int }
+		}
+		if err := json.Unmarshal(line, &event); err != nil {
+			return fmt.Errorf("%s: %w", l.path, err)
+		}
+		resource := event.ObjectRef.Resource
+		if sub := event.ObjectRef.Subresource; sub != "" {
+			resource += "/" + sub
+		}
+		if code := event.ResponseStatus.Code; code >= 400 {
+			resource += fmt.Sprintf("=%d", code)
+		}
+		to[where+" "+event.Verb+" "+resource]++
+		if event.Verb == "patch" && resource == "ipamstorages" {
+			to[patched] += len(event.RequestObject)
+		}
+	}
+}
+
+// inParallel calls f for each of some peers, sixteen at a time.
+func inParallel(t *testing.T, peers []*remote, f func(*remote) error) {
+	t.Helper()
+	var group sync.WaitGroup
+	turns := make(chan struct{}, 16)
+	for _, r := range peers {
+		turns <- struct{}{}
+		group.Go(func() {
+			defer func() { <-turns }()
+			if err := f(r); err != nil {
+				t.Errorf("%s: %v", r.ClusterName, err)
+			}
+		})
+	}
+	group.Wait()
+	if t.Failed() {
+		t.FailNow()
+	}
+}
