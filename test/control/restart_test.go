@@ -42,6 +42,11 @@ func deleted(is func(client.Object) bool) func(watch.EventType, client.Object) b
 	return func(e watch.EventType, o client.Object) bool { return e == watch.Deleted && is(o) }
 }
 
+// leaves is the beginning of a deletion, which is its end where nobody has a finalizer.
+func leaves(is func(client.Object) bool) func(watch.EventType, client.Object) bool {
+	return func(e watch.EventType, o client.Object) bool { return is(o) && (e == watch.Deleted || going(o)) }
+}
+
 func whatever(client.Object) bool { return true }
 
 func holds(finalizer string) func(client.Object) bool {
@@ -83,8 +88,8 @@ var joining = []moment{
 var parting = []moment{
 	{"Peering deleted", atA, &isthmus.PeeringList{}, seen(going)},
 	{"TunnelEndpoint gone", atA, &v1alpha1.TunnelEndpointList{}, deleted(whatever)},
-	{"original deleted", atA, &v1alpha1.NetworkConfigList{}, seen(both(ours, going))},
-	{"copy deleted", atB, &v1alpha1.NetworkConfigList{}, seen(both(theirs, going))},
+	{"original deleted", atA, &v1alpha1.NetworkConfigList{}, leaves(ours)},
+	{"copy deleted", atB, &v1alpha1.NetworkConfigList{}, leaves(theirs)},
 	{"copy gone", atB, &v1alpha1.NetworkConfigList{}, deleted(theirs)},
 	{"networks released", atA, &v1alpha1.IpamStorageList{}, seen(func(o client.Object) bool { return len(o.(*v1alpha1.IpamStorage).Spec.ClusterSubnets) == 0 })},
 	{"NatMapping gone", atA, &v1alpha1.NatMappingList{}, deleted(whatever)},

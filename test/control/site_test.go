@@ -463,18 +463,20 @@ func (s *site) join(other *site, overrides isthmus.Overrides) {
 			Overrides:       overrides,
 		},
 	}
-	if err := s.client.Create(s.t.Context(), p); err != nil {
-		s.t.Fatalf("Peering of %s with %s: %v", s.name, other.name, err)
-	}
+	s.eventually(fmt.Sprintf("a Peering of %s with %s", s.name, other.name), func() (string, bool) {
+		err := s.client.Create(s.t.Context(), p.DeepCopy())
+		return fmt.Sprint(err), err == nil || apierrors.IsAlreadyExists(err)
+	})
 }
 
 // part deletes the Peering with another cluster, without waiting for what follows.
 func (s *site) part(other *site) {
 	s.t.Helper()
 	p := &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: other.cluster().UniqueName()}}
-	if err := s.client.Delete(s.t.Context(), p); client.IgnoreNotFound(err) != nil {
-		s.t.Fatalf("delete the Peering of %s with %s: %v", s.name, other.name, err)
-	}
+	s.eventually(fmt.Sprintf("deletion of the Peering of %s with %s", s.name, other.name), func() (string, bool) {
+		err := client.IgnoreNotFound(s.client.Delete(s.t.Context(), p))
+		return fmt.Sprint(err), err == nil
+	})
 }
 
 // rejoin peers each two of the sites by their Peerings and waits until all are Ready.
