@@ -69,6 +69,9 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 	config = rest.CopyConfig(config)
 	config.Timeout = leaseTimeout
 	config.QPS, config.Burst = 5, 10 // of its own, so that no other request can delay it
+	// A connection of its own, which ends with a request that got no answer. One of HTTP/2 would stay, and after an outage of
+	// the network every request would wait for TCP's next retransmission on it, which gets as rare as once in two minutes.
+	config.NextProtos = []string{"http/1.1"}
 	leases, err := coordination.NewForConfig(config)
 	if err != nil {
 		return nil, err
