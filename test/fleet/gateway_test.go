@@ -139,7 +139,11 @@ func TestGatewayFaults(t *testing.T) {
 			}
 			return err
 		})
-		t.Logf("the one that was cut off stood down %.1f s after it was not any more", time.Since(begin).Seconds())
+		stood := time.Since(begin)
+		t.Logf("the one that was cut off stood down %.1f s after it was not any more", stood.Seconds())
+		if stood > 7*time.Second { // it asks every 2 s, and waits 2.5 s for an answer
+			t.Errorf("it stood down after %v", stood)
+		}
 		ready(t, a, b)
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
