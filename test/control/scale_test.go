@@ -71,6 +71,12 @@ func TestManyPeerings(t *testing.T) {
 	if cost := another.writes(); cost > 2*one.writes() {
 		t.Errorf("the last peer cost %d writes, the first one %d", cost, one.writes())
 	}
+	if another[patched] > 2*one[patched] {
+		t.Errorf("for the last peer %d octets were patched into the IpamStorage, for the first one %d", another[patched], one[patched])
+	}
+	if each := before.cpu / time.Duration(number-1); each > 100*time.Millisecond {
+		t.Errorf("%v of CPU time for each peer; want less than 100 ms", each)
+	}
 	if each := float64(before.goroutines-p.goroutines) / float64(number-1); each > 20 {
 		t.Errorf("%.1f goroutines for each peer; want less than 20", each)
 	}
