@@ -159,8 +159,10 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 		if equality.Semantic.DeepEqual(current, want) {
 			return nil
 		}
-		r.Log.Info("NetworkConfig corrected", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
-		return r.Client.Patch(ctx, want, client.MergeFrom(current))
+		if err = r.Client.Patch(ctx, want, client.MergeFrom(current)); err == nil {
+			r.Log.Info("NetworkConfig corrected", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
+		}
+		return err
 	}
 	if problem, err := namespaceProblem(ctx, r.Client, peer.LocalNamespace); problem != "" || err != nil {
 		return err
@@ -169,8 +171,10 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 	if err := shape(want, peer, spec, r.Client.Scheme()); err != nil {
 		return err
 	}
-	r.Log.Info("NetworkConfig created", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
-	return r.Client.Create(ctx, want)
+	if err = r.Client.Create(ctx, want); err == nil {
+		r.Log.Info("NetworkConfig created", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
+	}
+	return err
 }
 
 // shape gives nc what an original for the peer has, and leaves the rest.
