@@ -120,6 +120,7 @@ func restConfig(kubeconfig string) (cfg *rest.Config, err error) {
 	}
 	cfg.QPS = -1 // the API server has its own fairness; a burst of peerings must not wait for ours
 	cfg.UserAgent = component
+	cfg.WarningHandler = rest.NoWarnings{} // each of Liqo's finalizers is worth one, for the lack of a slash
 	return cfg, nil
 }
 
