@@ -5,12 +5,14 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/http"
 	"sync"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	coordination "k8s.io/client-go/kubernetes/typed/coordination/v1"
 	"k8s.io/client-go/rest"
 )
@@ -48,6 +50,7 @@ const (
 // that stops with the API server: peers answer whoever spoke last.
 type election struct {
 	leases   coordination.LeaseInterface
+	web      *http.Client // of leases alone
 	identity string
 	log      *slog.Logger
 	changed  signal        // what holder returns
@@ -72,11 +75,15 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 	// A connection of its own, which ends with a request that got no answer. One of HTTP/2 would stay, and after an outage of
 	// the network every request would wait for TCP's next retransmission on it, which gets as rare as once in two minutes.
 	config.NextProtos = []string{"http/1.1"}
-	leases, err := coordination.NewForConfig(config)
+	web, err := rest.HTTPClientFor(config)
 	if err != nil {
 		return nil, err
 	}
-	return &election{leases: leases.Leases(namespace), identity: identity, cached: cached, log: log, changed: newSignal(), look: newSignal()}, nil
+	leases, err := coordination.NewForConfigAndClient(config, web)
+	if err != nil {
+		return nil, err
+	}
+	return &election{leases: leases.Leases(namespace), web: web, identity: identity, cached: cached, log: log, changed: newSignal(), look: newSignal()}, nil
 }
 
 // run takes part until ctx ends.
@@ -235,8 +242,9 @@ func (e *election) lastContact() time.Time {
 }
 
 // release frees the Lease if this replica holds it, so that a standby need not
-// wait. To be called when run has returned.
+// wait. To be called when run has returned; it is the last use of the election.
 func (e *election) release() error {
+	defer utilnet.CloseIdleConnectionsFor(e.web.Transport)
 	ctx, cancel := context.WithTimeout(context.Background(), leaseTimeout)
 	defer cancel()
 	lease, err := e.leases.Get(ctx, Lease, metav1.GetOptions{})
