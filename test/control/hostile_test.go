@@ -1,0 +1,871 @@
+package control
+
+import (
+	"bufio"
+	"encoding/base64"
+	"fmt"
+	"maps"
+	"net/http"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// TestHostile lets b turn on a with all that the identity allows it that `isthmus peer` gave to it, and with its answers,
+// which it writes in its own cluster. c is another peer of a, which must not notice. What becomes of each input stands in
+// testdata/hostile.txt.
+func TestHostile(t *testing.T) {
+	sites := newSites(t, "10.244.0.0/16", "10.128.0.0/14")
+	a, b := sites[0], sites[1]
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "node-1"}}
+	if err := a.client.Create(t.Context(), node); err != nil {
+		t.Fatal(err)
+	}
+	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "198.51.100.10"}, {Type: corev1.NodeInternalIP, Address: "10.200.1.5"}}
+	if err := a.client.Status().Update(t.Context(), node); err != nil {
+		t.Fatal(err)
+	}
+	a.startManager()
+	b.startManager()
+	peer(t, a, b)
+	agreed(t, a, b)
+	c := honest(t, a)
+	b.killManager()
+
+	f := &foe{a: a, b: b, c: c, name: a.cluster().UniqueName(), namespace: a.tenant(b), client: identityOf(t, b, a)}
+	f.good, f.agreed = f.mine().Spec, a.tunnelEndpoint(b).Spec
+	var table []string
+	for _, part := range []struct {
+		name string
+		run  func(*testing.T) []string
+	}{
+		{"what it claims", f.testClaims},
+		{"how it labels and names", f.testObjects},
+		{"how it answers", f.testAnswers},
+	} {
+		t.Run(part.name, func(t *testing.T) {
+			in(t, a, b)
+			table = append(table, part.run(t)...)
+			f.recovered()
+		})
+		if t.Failed() {
+			return
+		}
+	}
+	goldenTable(t, "testdata/hostile.txt", table)
+	for _, part := range []struct {
+		name string
+		run  func(*testing.T)
+	}{
+		{"great objects", f.testGreat},
+		{"updates without end", f.testUpdates},
+		{"coming and going", f.testComings},
+		{"objects without end", f.testMany},
+	} {
+		t.Run(part.name, func(t *testing.T) {
+			in(t, a, b)
+			part.run(t)
+			f.recovered()
+		})
+		if t.Failed() {
+			return
+		}
+	}
+}
+
+// A foe is b as it looks at a.
+type foe struct {
+	a, b, c         *site
+	namespace, name string        // of its NetworkConfig at a
+	client          client.Client // with its identity there
+	good            v1alpha1.NetworkConfigSpec
+	agreed          v1alpha1.TunnelEndpointSpec // what a has made of that
+}
+
+// identityOf returns a client for other with the identity that s has there.
+func identityOf(t *testing.T, s, other *site) client.Client {
+	t.Helper()
+	secret := &corev1.Secret{}
+	if err := s.client.Get(t.Context(), types.NamespacedName{Namespace: s.tenant(other), Name: isthmus.DefaultIdentitySecret}, secret); err != nil {
+		t.Fatal(err)
+	}
+	config, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[isthmus.SecretKubeconfig])
+	if err != nil {
+		t.Fatal(err)
+	}
+	config.QPS = -1
+	c, err := client.New(config, client.Options{Scheme: scheme()})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return c
+}
+
+// honest makes a a peer that has no cluster: what its manager would write is written by the test.
+func honest(t *testing.T, a *site) *site {
+	t.Helper()
+	c := &site{t: t, name: "c", id: "cccc0000-1111-4222-8333-000000000002", podCIDR: "10.160.0.0/16"}
+	tenant := a.tenant(c)
+	if err := a.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: tenant}}); err != nil {
+		t.Fatal(err)
+	}
+	a.join(c, isthmus.Overrides{})
+	nc := &v1alpha1.NetworkConfig{
+		ObjectMeta: metav1.ObjectMeta{Namespace: tenant, Name: a.cluster().UniqueName(), Labels: map[string]string{
+			"liqo.io/replication": "false", "liqo.io/replicated": "true", "liqo.io/originID": c.id, "liqo.io/remoteID": a.id}},
+		Spec: v1alpha1.NetworkConfigSpec{
+			RemoteCluster: a.cluster(), PodCIDR: c.podCIDR, ExternalCIDR: "10.161.0.0/16", EndpointIP: "203.0.113.3", BackendType: "wireguard",
+			BackendConfig: v1alpha1.BackendConfig{"port": "5871", "publicKey": liqoKey},
+		},
+	}
+	if err := a.client.Create(t.Context(), nc); err != nil {
+		t.Fatal(err)
+	}
+	a.eventually("an answer of c", func() (string, bool) {
+		original := a.networkConfig(tenant, c)
+		if original == nil {
+			return "no NetworkConfig for it", false
+		}
+		original.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: "None", ExternalCIDRNAT: "None"}
+		err := a.client.Status().Update(t.Context(), original)
+		return fmt.Sprint(err), err == nil
+	})
+	a.eventually("a TunnelEndpoint with c", func() (string, bool) {
+		te := a.tunnelEndpoint(c)
+		return fmt.Sprintf("%+v", te), te != nil && te.Status.Connection.Status == v1alpha1.Connected
+	})
+	return c
+}
+
+// mine returns the NetworkConfig of the foe at a.
+func (f *foe) mine() *v1alpha1.NetworkConfig {
+	f.a.t.Helper()
+	nc := &v1alpha1.NetworkConfig{}
+	if err := f.client.Get(f.a.t.Context(), types.NamespacedName{Namespace: f.namespace, Name: f.name}, nc); err != nil {
+		f.a.t.Fatal(err)
+	}
+	return nc
+}
+
+// claim writes the good NetworkConfig with a change.
+func (f *foe) claim(change func(*v1alpha1.NetworkConfigSpec)) error {
+	f.a.t.Helper()
+	for {
+		nc := f.mine()
+		f.good.DeepCopyInto(&nc.Spec)
+		if change != nil {
+			change(&nc.Spec)
+		}
+		if err := f.client.Update(f.a.t.Context(), nc); !apierrors.IsConflict(err) { // our finalizers and status come in between
+			return err
+		}
+	}
+}
+
+// applied returns the versions of everything at a that a hostile NetworkConfig must not move.
+func (f *foe) applied() map[string]string {
+	f.a.t.Helper()
+	versions := make(map[string]string)
+	for _, l := range []struct {
+		list    client.ObjectList
+		options []client.ListOption
+	}{
+		{&v1alpha1.TunnelEndpointList{}, nil}, {&v1alpha1.NatMappingList{}, nil}, {&v1alpha1.IpamStorageList{}, nil},
+		{&v1alpha1.NetworkConfigList{}, []client.ListOption{client.InNamespace(f.a.tenant(f.c))}},
+	} {
+		if err := f.a.client.List(f.a.t.Context(), l.list, l.options...); err != nil {
+			f.a.t.Fatal(err)
+		}
+		_ = meta.EachListItem(l.list, func(o runtime.Object) error {
+			u := o.(client.Object)
+			versions[fmt.Sprintf("%T %s/%s", o, u.GetNamespace(), u.GetName())] = string(u.GetUID()) + " " + u.GetResourceVersion()
+			return nil
+		})
+	}
+	return versions
+}
+
+// unmoved fails unless everything is as it was.
+func (f *foe) unmoved(what string, before map[string]string) {
+	f.a.t.Helper()
+	time.Sleep(100 * time.Millisecond) // for what could follow the refusal
+	after := f.applied()
+	for _, name := range slices.Sorted(maps.Keys(before)) {
+		if after[name] != before[name] {
+			f.a.t.Errorf("%s: %s was %q, is %q", what, name, before[name], after[name])
+		}
+	}
+	if len(after) != len(before) {
+		f.a.t.Errorf("%s: there were %d objects, there are %d: %v", what, len(before), len(after), after)
+	}
+}
+
+// recovered makes the foe honest and waits until everything is as it was agreed upon.
+func (f *foe) recovered() {
+	f.a.t.Helper()
+	if err := f.claim(nil); err != nil {
+		f.a.t.Fatal(err)
+	}
+	f.settled()
+}
+
+// settled waits until everything at a is as agreed upon at the beginning.
+func (f *foe) settled() {
+	f.a.t.Helper()
+	f.a.eventually("the TunnelEndpoints as they were", func() (string, bool) {
+		te, c, nc := f.a.tunnelEndpoint(f.b), f.a.tunnelEndpoint(f.c), f.a.networkConfig(f.a.tenant(f.c), f.a)
+		return fmt.Sprintf("with b %+v\nwith c %+v", te, c), te != nil && equality.Semantic.DeepEqual(te.Spec, f.agreed) &&
+			c != nil && c.Spec.EndpointIP == nc.Spec.EndpointIP && c.Spec.RemoteNATPodCIDR == v1alpha1.None
+	})
+	f.a.ready(f.b)
+	f.harmless("at the end")
+}
+
+// row is a line of the golden table.
+func (f *foe) row(input, outcome, reason, message string) string {
+	message = strings.Join(strings.Fields(strings.ReplaceAll(message, f.good.BackendConfig["publicKey"], "KEY-OF-B")), " ")
+	if len(message) > 400 {
+		message = message[:400] + "..."
+	}
+	return fmt.Sprintf("%-44s %-9s %-12s %s", input, outcome, reason, message)
+}
+
+// verdict waits until the NetworkConfig of that name, as it is now, has been judged.
+func (f *foe) verdict(name string) metav1.Condition {
+	f.a.t.Helper()
+	var accepted metav1.Condition
+	f.a.eventually("a verdict on "+name, func() (string, bool) {
+		nc := &v1alpha1.NetworkConfig{}
+		if err := f.client.Get(f.a.t.Context(), types.NamespacedName{Namespace: f.namespace, Name: name}, nc); err != nil {
+			return err.Error(), false
+		}
+		c := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
+		if c == nil || c.ObservedGeneration != nc.Generation {
+			return fmt.Sprintf("generation %d: %+v", nc.Generation, c), false
+		}
+		accepted = *c
+		return "", true
+	})
+	return accepted
+}
+
+func (f *foe) testClaims(t *testing.T) (table []string) {
+	secret := &corev1.Secret{}
+	if err := f.a.client.Get(t.Context(), types.NamespacedName{Namespace: installed, Name: "wireguard-pubkey"}, secret); err != nil {
+		t.Fatal(err)
+	}
+	type spec = v1alpha1.NetworkConfigSpec
+	pod := func(s string) func(*spec) { return func(n *spec) { n.PodCIDR = s } }
+	endpoint := func(s string) func(*spec) { return func(n *spec) { n.EndpointIP = s } }
+	config := func(key, value string) func(*spec) {
+		return func(n *spec) { n.BackendConfig[key] = value }
+	}
+	zero := base64.StdEncoding.EncodeToString(make([]byte, 32))
+	for _, test := range []struct {
+		name    string
+		outcome string // "form": the API server refuses it; "meaning": a does; "taken": it harms nobody
+		field   string // which the refusal names
+		change  func(*spec)
+	}{
+		{"podCIDR 0.0.0.0/0", "form", "spec.podCIDR", pod("0.0.0.0/0")},
+		{"podCIDR ::/0", "form", "spec.podCIDR", pod("::/0")},
+		{"podCIDR with host bits", "form", "spec.podCIDR", pod("10.128.0.1/14")},
+		{"podCIDR loopback", "form", "spec.podCIDR", pod("127.0.0.0/16")},
+		{"podCIDR link-local", "form", "spec.podCIDR", pod("169.254.0.0/16")},
+		{"podCIDR multicast", "form", "spec.podCIDR", pod("224.0.0.0/8")},
+		{"podCIDR /31", "form", "spec.podCIDR", pod("10.128.0.0/31")},
+		{"podCIDR IPv4 in IPv6", "form", "spec.podCIDR", pod("::ffff:10.128.0.0/112")},
+		{"podCIDR that contains 0.0.0.0", "form", "spec.podCIDR", pod("0.0.0.0/8")},
+		{"podCIDR no network", "form", "spec.podCIDR", pod("10.128.0.0")},
+		{"podCIDR empty", "form", "spec.podCIDR", pod("")},
+		{"podCIDR None", "form", "spec.podCIDR", pod("None")},
+		{"podCIDR of another family", "meaning", "spec.externalCIDR", pod("fd00:128::/64")},
+		{"podCIDR = externalCIDR", "form", "spec.externalCIDR", func(n *spec) { n.ExternalCIDR = n.PodCIDR }},
+		{"externalCIDR inside podCIDR", "form", "spec.externalCIDR", func(n *spec) { n.ExternalCIDR = "10.129.0.0/16" }},
+		{"podCIDR our Services", "taken", "", pod("10.96.0.0/14")},
+		{"podCIDR our pods", "taken", "", pod("10.244.0.0/14")},
+		{"podCIDR our nodes", "taken", "", pod("10.200.0.0/14")},
+		{"podCIDR what c has here", "taken", "", pod("10.160.0.0/14")},
+		{"podCIDR of another length, what c has here", "taken", "", pod("10.160.0.0/16")},
+
+		{"endpointIP our gateway", "meaning", "spec.endpointIP", endpoint("203.0.113.1")},
+		{"endpointIP our node", "meaning", "spec.endpointIP", endpoint("198.51.100.10")},
+		{"endpointIP inside our pods", "meaning", "spec.endpointIP", endpoint("10.244.9.9")},
+		{"endpointIP our API server's Service", "meaning", "spec.endpointIP", endpoint("10.96.0.1")},
+		{"endpointIP inside our ExternalCIDR", "meaning", "spec.endpointIP", endpoint("10.245.1.1")},
+		{"endpointIP inside c's pods", "meaning", "spec.endpointIP", endpoint("10.160.1.1")},
+		{"endpointIP inside its own pods", "meaning", "spec.endpointIP", endpoint("10.129.1.1")},
+		{"endpointIP 127.0.0.1", "form", "spec.endpointIP", endpoint("127.0.0.1")},
+		{"endpointIP ::1", "form", "spec.endpointIP", endpoint("::1")},
+		{"endpointIP 0.0.0.0", "form", "spec.endpointIP", endpoint("0.0.0.0")},
+		{"endpointIP metadata service", "form", "spec.endpointIP", endpoint("169.254.169.254")},
+		{"endpointIP 127.1", "form", "spec.endpointIP", endpoint("127.1")},
+		{"endpointIP 2130706433", "form", "spec.endpointIP", endpoint("2130706433")},
+		{"endpointIP localhost", "form", "spec.endpointIP", endpoint("localhost")},
+		{"endpointIP x.LOCALHOST.", "form", "spec.endpointIP", endpoint("x.LOCALHOST.")},
+		{"endpointIP a URL", "form", "spec.endpointIP", endpoint("http://x")},
+		{"endpointIP of 300 characters", "form", "spec.endpointIP", endpoint(strings.Repeat("x.", 150))},
+		{"endpointIP two lines", "form", "spec.endpointIP", endpoint("203.0.113.2\nPostUp=reboot")},
+		{"port 0", "form", "spec.backend_config", config("port", "0")},
+		{"port 65536", "form", "spec.backend_config", config("port", "65536")},
+		{"port -1", "form", "spec.backend_config", config("port", "-1")},
+		{"port 0x16ef", "form", "spec.backend_config", config("port", "0x16ef")},
+		{"no port", "form", "spec.backend_config", func(n *spec) { delete(n.BackendConfig, "port") }},
+		{"publicKey ours", "meaning", "spec.backend_config.publicKey", config("publicKey", string(secret.Data["publicKey"]))},
+		{"publicKey of c", "meaning", "spec.backend_config.publicKey", config("publicKey", liqoKey)},
+		{"publicKey all zero", "form", "spec.backend_config", config("publicKey", zero)},
+		{"publicKey bad base64", "form", "spec.backend_config", config("publicKey", strings.Repeat("!", 43)+"=")},
+		{"publicKey too short", "form", "spec.backend_config", config("publicKey", "AAAA")},
+		{"no publicKey", "form", "spec.backend_config", func(n *spec) { delete(n.BackendConfig, "publicKey") }},
+		{"backend_config of a megabyte", "form", "spec.backend_config", config("x", strings.Repeat("x", 1<<20))},
+		{"backend_config with 17 keys", "form", "spec.backend_config", func(n *spec) {
+			for i := range 15 {
+				n.BackendConfig[fmt.Sprint(i)] = ""
+			}
+		}},
+		{"backend_config with more keys", "taken", "", config("presharedKey", "x\nPostUp=reboot")},
+		{"backendType", "form", "spec.backendType", func(n *spec) { n.BackendType = "gre" }},
+		{"addressed to c", "meaning", "spec.cluster.clusterID", func(n *spec) { n.RemoteCluster = f.c.cluster() }},
+		{"addressed to itself", "meaning", "spec.cluster.clusterID", func(n *spec) { n.RemoteCluster = f.b.cluster() }},
+		{"addressed to nobody", "form", "spec.cluster.clusterID", func(n *spec) { n.RemoteCluster.ClusterID = "" }},
+		{"clusterName that is no name", "form", "spec.cluster.clusterName", func(n *spec) { n.RemoteCluster.ClusterName = "../x" }},
+	} {
+		before := f.applied()
+		err := f.claim(test.change)
+		if test.outcome == "form" {
+			if !apierrors.IsInvalid(err) || !strings.Contains(err.Error(), test.field) {
+				t.Errorf("%s: %v; want Invalid and %s", test.name, err, test.field)
+				continue
+			}
+			f.unmoved(test.name, before)
+			_, message, _ := strings.Cut(err.Error(), "is invalid: ")
+			table = append(table, f.row(test.name, "form", "Invalid", message))
+			continue
+		}
+		if err != nil {
+			t.Errorf("%s: %v", test.name, err)
+			continue
+		}
+		c := f.verdict(f.name)
+		table = append(table, f.row(test.name, test.outcome, c.Reason, c.Message))
+		if test.outcome == "meaning" {
+			if c.Status != metav1.ConditionFalse || !strings.Contains(c.Message, test.field) {
+				t.Errorf("%s: %+v; want a refusal that names %s", test.name, c, test.field)
+			}
+			f.unmoved(test.name, before)
+			continue
+		}
+		if c.Status != metav1.ConditionTrue {
+			t.Errorf("%s: %+v", test.name, c)
+			continue
+		}
+		f.harmless(test.name)
+		f.recovered() // for the next one
+	}
+	return table
+}
+
+// harmless fails where networks in use at a overlap.
+func (f *foe) harmless(what string) {
+	f.a.t.Helper()
+	books := f.a.books()
+	inUse := map[string]string{"our pods": books.PodCIDR, "our Services": books.ServiceCIDR, "our ExternalCIDR": books.ExternalCIDR,
+		"node 1": "198.51.100.10/32", "node 2": "10.200.1.5/32"}
+	for id, s := range books.ClusterSubnets {
+		inUse["pods of "+id], inUse["ExternalCIDR of "+id] = s.RemotePodCIDR, s.RemoteExternalCIDR
+	}
+	names := slices.Sorted(maps.Keys(inUse))
+	for i, x := range names {
+		for _, y := range names[i+1:] {
+			if prefix(inUse[x]).Overlaps(prefix(inUse[y])) {
+				f.a.t.Errorf("%s: %s, %s, overlaps %s, %s", what, x, inUse[x], y, inUse[y])
+			}
+		}
+	}
+}
+
+// another returns a second NetworkConfig, sound in itself.
+func (f *foe) another(name string, labels map[string]string) *v1alpha1.NetworkConfig {
+	return &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: name, Labels: labels}, Spec: *f.good.DeepCopy()}
+}
+
+// sender is the label of who sends a copy, and what goes with it.
+func (f *foe) sender(id string) map[string]string {
+	return map[string]string{"liqo.io/replication": "false", "liqo.io/replicated": "true", "liqo.io/originID": id, "liqo.io/remoteID": f.a.id}
+}
+
+func (f *foe) testObjects(t *testing.T) (table []string) {
+	for _, test := range []struct {
+		name   string
+		labels map[string]string
+		reason string // of the refusal; empty: it is not looked at
+	}{
+		{"no labels", nil, ""},
+		{"labelled as from c", f.sender(f.c.id), v1alpha1.ReasonWrongOrigin},
+		{"labelled as from ourselves", f.sender(f.a.id), v1alpha1.ReasonWrongOrigin},
+		{"labelled as from nobody known", f.sender("nobody"), v1alpha1.ReasonWrongOrigin},
+		{"a second one of its own", f.sender(f.b.id), v1alpha1.ReasonAmbiguous},
+		{"a second original of ours", map[string]string{"liqo.io/replication": "true", "liqo.io/remoteID": f.b.id, "liqo.io/ownership": "netcfgCreator"}, ""},
+		{"an original of ours for c", map[string]string{"liqo.io/replication": "true", "liqo.io/remoteID": f.c.id}, ""},
+	} {
+		before := f.applied()
+		nc := f.another("another", test.labels)
+		nc.Finalizers = []string{"example.com/of-b"} // it goes when its owner wants it
+		if err := f.client.Create(t.Context(), nc); err != nil {
+			t.Fatalf("%s: %v", test.name, err)
+		}
+		if test.reason != "" {
+			c := f.verdict(nc.Name)
+			if c.Status != metav1.ConditionFalse || c.Reason != test.reason {
+				t.Errorf("%s: %+v; want %s", test.name, c, test.reason)
+			}
+			table = append(table, f.row(test.name, "meaning", c.Reason, c.Message))
+		} else {
+			table = append(table, f.row(test.name, "ignored", "-", ""))
+		}
+		f.unmoved(test.name, before)
+		if err := f.client.Delete(t.Context(), nc); err != nil {
+			t.Fatal(err)
+		}
+		f.unmoved(test.name+", on its way out", before)
+		f.drop(nc)
+	}
+
+	before := f.applied()
+	nc := f.mine()
+	peering := f.a.peering(f.b)
+	nc.OwnerReferences = []metav1.OwnerReference{{APIVersion: "isthmus.net/v1alpha1", Kind: "Peering", Name: peering.Name, UID: peering.UID, BlockOwnerDeletion: new(true)}}
+	if err := f.client.Update(t.Context(), nc); err != nil {
+		t.Fatal(err)
+	}
+	f.unmoved("owner reference to our Peering", before)
+	table = append(table, f.row("owner reference to our Peering", "ignored", "-", ""))
+	nc = f.mine()
+	nc.OwnerReferences = nil
+	if err := f.client.Update(t.Context(), nc); err != nil {
+		t.Fatal(err)
+	}
+
+	// Ours is in its reach: what it does to it is undone.
+	for _, test := range []struct {
+		name string
+		do   func(*v1alpha1.NetworkConfig) error
+	}{
+		{"our original edited", func(nc *v1alpha1.NetworkConfig) error {
+			nc.Spec.PodCIDR, nc.Spec.EndpointIP, nc.Labels, nc.Finalizers = "10.99.0.0/16", "203.0.113.66", f.sender(f.b.id), nil
+			return f.client.Update(t.Context(), nc)
+		}},
+		{"our original deleted", func(nc *v1alpha1.NetworkConfig) error { return f.client.Delete(t.Context(), nc) }},
+	} {
+		if err := test.do(f.a.networkConfig(f.namespace, f.b)); err != nil {
+			t.Fatalf("%s: %v", test.name, err)
+		}
+		f.a.eventually("our original as it was: "+test.name, func() (string, bool) {
+			nc := f.a.networkConfig(f.namespace, f.b)
+			if nc == nil || nc.DeletionTimestamp != nil {
+				return fmt.Sprintf("%+v", nc), false
+			}
+			return fmt.Sprintf("%+v", nc), nc.Spec.PodCIDR == f.a.podCIDR && nc.Labels["liqo.io/replication"] == "true" && len(nc.Finalizers) == 2
+		})
+		// b has no manager now: the answer that it had given to the one before has to be written again.
+		f.answer(f.agreed.LocalNATPodCIDR, f.agreed.LocalNATExternalCIDR)
+		f.settled()
+		table = append(table, f.row(test.name, "undone", "-", ""))
+	}
+
+	// A copy that does not want to go is as good as gone.
+	nc = f.mine()
+	nc.Finalizers = append(nc.Finalizers, "example.com/of-b")
+	if err := f.client.Update(t.Context(), nc); err != nil {
+		t.Fatal(err)
+	}
+	if err := f.client.Delete(t.Context(), nc); err != nil {
+		t.Fatal(err)
+	}
+	c := f.a.condition(f.b, isthmus.ConditionPeerConfig, metav1.ConditionFalse, isthmus.ReasonPeerWithdrew)
+	f.a.eventually("no TunnelEndpoint", func() (string, bool) { te := f.a.tunnelEndpoint(f.b); return fmt.Sprintf("%+v", te), te == nil })
+	table = append(table, f.row("deleted, but for a finalizer", "meaning", c.Reason, c.Message))
+	f.drop(nc)
+	f.publish()
+	return table
+}
+
+// drop removes all finalizers of an object that is being deleted, and waits until it is gone.
+func (f *foe) drop(o client.Object) {
+	f.a.t.Helper()
+	f.a.eventually("an end of "+o.GetName(), func() (string, bool) {
+		err := f.client.Patch(f.a.t.Context(), o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))
+		return fmt.Sprint(err), apierrors.IsNotFound(err)
+	})
+}
+
+// publish creates the NetworkConfig of the foe as it was at the beginning.
+func (f *foe) publish() {
+	f.a.t.Helper()
+	if err := f.client.Create(f.a.t.Context(), f.another(f.name, f.sender(f.b.id))); err != nil {
+		f.a.t.Fatal(err)
+	}
+}
+
+// answer writes the status of our NetworkConfig at b as b's administrator.
+func (f *foe) answer(pod, external string) {
+	f.a.t.Helper()
+	key := types.NamespacedName{Namespace: f.b.tenant(f.a), Name: f.b.cluster().UniqueName()}
+	f.b.eventually("our NetworkConfig at b", func() (string, bool) {
+		u := &unstructured.Unstructured{}
+		u.SetGroupVersionKind(configKind)
+		if err := f.b.client.Get(f.b.t.Context(), key, u); err != nil {
+			return err.Error(), false
+		}
+		if u.GetDeletionTimestamp() != nil { // no manager of b lets it go
+			err := f.b.client.Patch(f.b.t.Context(), u, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))
+			return fmt.Sprint(err), false
+		}
+		if spec, _, _ := unstructured.NestedString(u.Object, "spec", "podCIDR"); spec != f.a.podCIDR {
+			return spec, false
+		}
+		u.Object["status"] = map[string]any{"processed": true, "podCIDRNAT": pod, "externalCIDRNAT": external}
+		err := f.b.client.Status().Update(f.b.t.Context(), u)
+		return fmt.Sprint(err), err == nil
+	})
+}
+
+// testAnswers has b answer as it likes: its administrator replaces the CRD, too.
+func (f *foe) testAnswers(t *testing.T) (table []string) {
+	crd := &apiextensions.CustomResourceDefinition{}
+	text, err := os.ReadFile("testdata/liqo-crds.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	first, _, _ := strings.Cut(string(text), "\n---\n")
+	if err := yaml.Unmarshal([]byte(first), crd); err != nil {
+		t.Fatal(err)
+	}
+	f.lax(crd)
+	for _, test := range []struct{ name, pod, external, field string }{ // no field: it is b's right
+		{"answer of another length", "10.64.0.0/20", "None", "status.podCIDRNAT"},
+		{"answer empty", "", "None", "podCIDRNAT"},
+		{"answer none", "none", "None", "status.podCIDRNAT"},
+		{"answer loopback", "127.0.0.0/16", "None", "status.podCIDRNAT"},
+		{"answer link-local", "None", "169.254.0.0/16", "status.externalCIDRNAT"},
+		{"answer with host bits", "10.64.0.1/16", "None", "status.podCIDRNAT"},
+		{"answer 0.0.0.0/0", "0.0.0.0/0", "None", "status.podCIDRNAT"},
+		{"answer of another family", "fd00:64::/112", "None", "status.podCIDRNAT"},
+		{"answer of a megabyte", strings.Repeat("x", 1<<20), "None", "status.podCIDRNAT"},
+		{"answer twice the same", "10.64.0.0/16", "10.64.0.0/16", "externalCIDRNAT"},
+		{"answer what c has here", "10.160.0.0/16", "None", ""},
+		{"answer what b has here", "10.128.0.0/16", "None", ""},
+		{"answer our Services", "10.96.0.0/16", "None", ""},
+	} {
+		before := f.applied()
+		generation := f.a.tunnelEndpoint(f.b).Generation
+		f.answer(test.pod, test.external)
+		if test.field == "" {
+			f.a.eventually(test.name, func() (string, bool) {
+				te := f.a.tunnelEndpoint(f.b)
+				return fmt.Sprintf("%+v", te), te.Spec.LocalNATPodCIDR == test.pod
+			})
+			f.harmless(test.name)
+			f.a.ready(f.b)
+			table = append(table, f.row(test.name, "taken", "-", ""))
+		} else {
+			var condition metav1.Condition
+			f.a.eventually("a Peering that complains: "+test.name, func() (string, bool) {
+				p := f.a.peering(f.b)
+				for _, kind := range []string{isthmus.ConditionAnswered, isthmus.ConditionTunnelEndpoint} {
+					if c := meta.FindStatusCondition(p.Status.Conditions, kind); c != nil && c.Status == metav1.ConditionFalse && strings.Contains(c.Message, test.field) {
+						condition = *c
+						return "", true
+					}
+				}
+				return fmt.Sprintf("%+v", p.Status.Conditions), false
+			})
+			f.unmoved(test.name, before)
+			if now := f.a.tunnelEndpoint(f.b).Generation; now != generation {
+				t.Errorf("%s: the TunnelEndpoint has changed", test.name)
+			}
+			table = append(table, f.row(test.name, "meaning", condition.Type+"/"+condition.Reason, condition.Message))
+		}
+		f.answer(f.agreed.LocalNATPodCIDR, f.agreed.LocalNATExternalCIDR)
+		f.settled()
+	}
+	return table
+}
+
+// lax replaces the CRD at b by one that accepts every answer.
+func (f *foe) lax(crd *apiextensions.CustomResourceDefinition) {
+	f.a.t.Helper()
+	there := &unstructured.Unstructured{}
+	there.SetAPIVersion("apiextensions.k8s.io/v1")
+	there.SetKind("CustomResourceDefinition")
+	f.b.eventually("a CRD at b that accepts everything", func() (string, bool) {
+		if err := f.b.client.Get(f.b.t.Context(), types.NamespacedName{Name: crd.Name}, there); err != nil {
+			return err.Error(), false
+		}
+		spec, err := runtime.DefaultUnstructuredConverter.ToUnstructured(&crd.Spec)
+		if err != nil {
+			return err.Error(), false
+		}
+		there.Object["spec"] = spec
+		err = f.b.client.Update(f.b.t.Context(), there)
+		return fmt.Sprint(err), err == nil
+	})
+	time.Sleep(time.Second) // until it is served
+}
+
+// testGreat fills what the API server lets be filled.
+func (f *foe) testGreat(t *testing.T) {
+	before := f.applied()
+	memory := f.memory()
+	for i := range 50 {
+		nc := f.mine()
+		nc.Annotations = map[string]string{"example.com/x": strings.Repeat("x", 250<<10), "example.com/i": strconv.Itoa(i)}
+		if err := f.client.Update(t.Context(), nc); err != nil && !apierrors.IsConflict(err) {
+			t.Fatal(err)
+		}
+	}
+	took := f.change()
+	t.Logf("50 updates with 250 KiB of annotations: memory %d MiB before, %d MiB after; a change of c is applied after %v", memory>>20, f.memory()>>20, took)
+	if grown := f.memory() - memory; grown > 100<<20 {
+		t.Errorf("memory grew by %d MiB", grown>>20)
+	}
+	now := f.applied()
+	for name, version := range before {
+		if !strings.Contains(name, f.a.tenant(f.c)) && now[name] != version {
+			t.Errorf("%s has changed", name)
+		}
+	}
+	nc := f.mine()
+	nc.Annotations = nil
+	if err := f.client.Update(t.Context(), nc); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// testUpdates changes the gateway's address ten times a second.
+func (f *foe) testUpdates(t *testing.T) {
+	duration := 3 * time.Second
+	if *long {
+		duration = 20 * time.Second
+	}
+	before := f.writes()
+	updates := 0
+	for begin := time.Now(); time.Since(begin) < duration; time.Sleep(100 * time.Millisecond) {
+		updates++
+		if err := f.claim(func(s *v1alpha1.NetworkConfigSpec) {
+			s.EndpointIP = []string{"203.0.113.50", "10.244.0.9"}[updates%2]
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	took := f.change()
+	if err := f.claim(nil); err != nil {
+		t.Fatal(err)
+	}
+	f.a.ready(f.b)
+	done := f.writes()
+	t.Logf("%d updates in %v: %d writes of the manager; a change of c is applied after %v", updates, duration, done-before, took)
+	if most := 8*updates + 20; done-before > most {
+		t.Errorf("%d writes; want at most %d", done-before, most)
+	}
+	f.quiet()
+}
+
+// testComings deletes and creates the NetworkConfig again and again.
+func (f *foe) testComings(t *testing.T) {
+	books := f.a.books().ClusterSubnets[f.b.id]
+	for range 15 {
+		nc := f.mine()
+		if err := f.client.Delete(t.Context(), nc); err != nil {
+			t.Fatal(err)
+		}
+		f.drop(nc)
+		f.publish()
+	}
+	f.a.ready(f.b)
+	if now := f.a.books().ClusterSubnets[f.b.id]; now != books {
+		t.Errorf("networks were %+v, are %+v", books, now)
+	}
+}
+
+// testMany creates NetworkConfigs, first where there is no quota yet, and then where there is one.
+func (f *foe) testMany(t *testing.T) {
+	number := 300
+	if *long {
+		number = 10_000
+	}
+	quota := &corev1.ResourceQuota{ObjectMeta: metav1.ObjectMeta{Namespace: f.namespace, Name: "isthmus-peer"}}
+	if err := client.IgnoreNotFound(f.a.client.Delete(t.Context(), quota)); err != nil {
+		t.Fatal(err)
+	}
+	memory, writes, alone := f.memory(), f.writes(), f.change()
+	began := time.Now()
+	create := func(from, to int) {
+		for i := from; i < to; i++ {
+			labels := f.sender([]string{f.b.id, f.c.id, f.a.id, fmt.Sprint("nobody-", i)}[i%4])
+			maps.Copy(labels, many)
+			if err := f.client.Create(t.Context(), f.another(fmt.Sprintf("one-of-many-%d", i), labels)); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	create(0, number/2)
+	meanwhile := f.change()
+	create(number/2, number)
+	created := time.Since(began)
+	after := f.change()
+	t.Logf("%d NetworkConfigs in %v: memory %d MiB before, %d MiB after; %d writes of the manager; a change of c is applied after %v alone, %v meanwhile, %v at the end",
+		number, created.Round(time.Millisecond), memory>>20, f.memory()>>20, f.writes()-writes, alone, meanwhile, after)
+	if grown := f.memory() - memory; grown > 100<<20+number*40<<10 {
+		t.Errorf("memory grew by %d MiB", grown>>20)
+	}
+	if n := f.writes() - writes; n > 200 {
+		t.Errorf("%d writes", n)
+	}
+	if slowest := max(meanwhile, after); slowest > 2*time.Second {
+		t.Errorf("a change of c took %v", slowest)
+	}
+	f.quiet()
+	if err := f.a.client.DeleteAllOf(t.Context(), &v1alpha1.NetworkConfig{}, client.InNamespace(f.namespace), many); err != nil {
+		t.Fatal(err)
+	}
+	f.a.ready(f.b)
+
+	// `isthmus peer` sets the quota once the cluster counts NetworkConfigs, half a minute after it has learnt of them.
+	if out, err := f.b.isthmus("install", "--kubeconfig", f.b.kubeconfig, "--cluster-name", f.b.name, "--cluster-id", f.b.id); err != nil {
+		t.Fatalf("%v\n%s", err, out)
+	}
+	f.b.restartManager()
+	f.a.within(2*time.Minute, "a quota", func() (string, bool) {
+		peer(t, f.a, f.b)
+		err := f.a.client.Get(t.Context(), client.ObjectKeyFromObject(quota), quota)
+		return fmt.Sprint(err), err == nil
+	})
+	f.b.killManager()
+	refused := 0
+	var err error
+	for i := range 20 {
+		if err = f.client.Create(t.Context(), f.another(fmt.Sprintf("one-of-many-%d", i), maps.Clone(many))); err != nil {
+			refused++
+		}
+	}
+	if refused < 18 || !apierrors.IsForbidden(err) || !strings.Contains(err.Error(), "exceeded quota") {
+		t.Errorf("%d of 20 refused: %v", refused, err)
+	}
+	if err := f.a.client.DeleteAllOf(t.Context(), &v1alpha1.NetworkConfig{}, client.InNamespace(f.namespace), many); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// many marks what testMany makes.
+var many = client.MatchingLabels{"example.com/many": "true"}
+
+// memory is how much the manager of a has in memory.
+func (f *foe) memory() int {
+	f.a.t.Helper()
+	text, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", f.a.manager.Process.Pid))
+	if err != nil {
+		f.a.t.Fatal(err)
+	}
+	_, rest, _ := strings.Cut(string(text), "VmRSS:")
+	kib, err := strconv.Atoi(strings.Fields(rest)[0])
+	if err != nil {
+		f.a.t.Fatal(err)
+	}
+	return kib << 10
+}
+
+// writes is how many requests that write the manager of a has made, those for its Lease among them.
+func (f *foe) writes() (n int) {
+	f.a.t.Helper()
+	resp, err := http.Get("http://" + f.a.metrics + "/metrics")
+	if err != nil {
+		f.a.t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	for lines := bufio.NewScanner(resp.Body); lines.Scan(); {
+		line := lines.Text()
+		if !strings.HasPrefix(line, "rest_client_requests_total{") || strings.Contains(line, `method="GET"`) {
+			continue
+		}
+		v, err := strconv.ParseFloat(line[strings.LastIndex(line, " ")+1:], 64)
+		if err != nil {
+			f.a.t.Fatal(err)
+		}
+		n += int(v)
+	}
+	return n
+}
+
+// quiet fails when the manager of a goes on to write: in four seconds it renews its Lease a few times.
+func (f *foe) quiet() {
+	f.a.t.Helper()
+	time.Sleep(time.Second)
+	before := f.writes()
+	time.Sleep(4 * time.Second)
+	if n := f.writes() - before; n > 4 {
+		f.a.t.Errorf("%d writes in four seconds at rest", n)
+	}
+}
+
+// change changes what c says, and returns how long it takes until that is applied.
+func (f *foe) change() time.Duration {
+	f.a.t.Helper()
+	nc := f.a.networkConfig(f.a.tenant(f.c), f.a)
+	address := "203.0.113.30"
+	if nc.Spec.EndpointIP == address {
+		address = "203.0.113.31"
+	}
+	began := time.Now()
+	if err := f.a.client.Patch(f.a.t.Context(), nc, client.RawPatch(types.MergePatchType, fmt.Appendf(nil, `{"spec":{"endpointIP":%q}}`, address))); err != nil {
+		f.a.t.Fatal(err)
+	}
+	f.a.eventually("a change of c", func() (string, bool) {
+		te := f.a.tunnelEndpoint(f.c)
+		return fmt.Sprintf("%+v", te), te != nil && te.Spec.EndpointIP == address
+	})
+	return time.Since(began).Round(time.Millisecond)
+}
+
+// goldenTable compares a table with a file.
+func goldenTable(t *testing.T, path string, table []string) {
+	t.Helper()
+	for i, line := range table {
+		table[i] = strings.TrimRight(line, " ")
+	}
+	have := "# input, what refuses it (form: the API server; meaning: the manager), reason, message\n" + strings.Join(table, "\n") + "\n"
+	if *update {
+		if err := os.WriteFile(path, []byte(have), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		return
+	}
+	want, err := os.ReadFile(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, line := range strings.Split(string(want), "\n") {
+		if got := strings.Split(have, "\n"); i >= len(got) || got[i] != line {
+			t.Errorf("line %d of %s is\n%s\nhave\n%s", i+1, path, line, strings.Join(got[min(i, len(got)):min(i+1, len(got))], ""))
+		}
+	}
+}
