@@ -223,7 +223,8 @@ func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.N
 		if o.override == nil {
 			continue
 		}
-		if *o.want, err = netip.ParsePrefix(*o.override); err != nil {
+		var ok bool
+		if *o.want, ok = prefixFrom(*o.override); !ok {
 			return grant, claim, []fabric.Refusal{{Reason: v1alpha1.ReasonCIDRConflict, Problem: fabric.Problem{
 				Field: o.field, Message: "of the receiver's Peering is not a CIDR"}}}, nil
 		}
@@ -496,4 +497,9 @@ func (s *requests) with(key string) []reconcile.Request {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return slices.Collect(maps.Keys(s.byKey[key]))
+}
+
+func prefixFrom(text string) (netip.Prefix, bool) {
+	p, err := netip.ParsePrefix(text)
+	return p, err == nil
 }
