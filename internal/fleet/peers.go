@@ -91,7 +91,7 @@ func (c *Cluster) WaitReady(ctx context.Context, with *Cluster, atMost time.Dura
 	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, atMost, true, func(ctx context.Context) (bool, error) {
 		p, err := c.Peering(ctx, with)
 		if err != nil {
-			return false, nil
+			return false, nil //nolint:nilerr // not there yet, or the API server is away: the wait goes on
 		}
 		for _, condition := range p.Status.Conditions {
 			if condition.Type == isthmus.ConditionReady {
@@ -136,7 +136,7 @@ func (c *Cluster) MapEndpoint(ctx context.Context, endpoint netip.Addr, peer *Cl
 	if err != nil {
 		return netip.Addr{}, err
 	}
-	defer conn.Close()
+	defer func() { _ = conn.Close() }() // fails only when it is closed already
 	var answer ipamrpc.MapResponse
 	if err := conn.Invoke(ctx, "/ipam/MapEndpointIP", &ipamrpc.MapRequest{ClusterID: peer.ID, Ip: endpoint.String()}, &answer); err != nil {
 		return netip.Addr{}, fmt.Errorf("manager of cluster %s: map %v for %s: %w", c.Name, endpoint, peer.Name, err)

@@ -377,13 +377,13 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 		}
 		defer node.close()
 		// eth0 comes first: the kernel takes the address of a packet that has no better one from the oldest device.
-		if err := underlay.veth(n.Name, mtu, node, "eth0"); err != nil {
+		if err := underlay.veth(n.Name, mtu, node); err != nil {
 			return err
 		}
 		if err := errors.Join(
 			underlay.enslave(n.Name, bridge),
-			node.address("eth0", netip.PrefixFrom(n.Addr, network.Bits())),
-			node.route(everywhere, router, "eth0"),
+			node.address(uplink, netip.PrefixFrom(n.Addr, network.Bits())),
+			node.route(everywhere, router, uplink),
 		); err != nil {
 			return err
 		}
@@ -391,12 +391,12 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 			if j == i {
 				continue
 			}
-			if err := node.route(other.PodCIDR, other.Addr, "eth0"); err != nil {
+			if err := node.route(other.PodCIDR, other.Addr, uplink); err != nil {
 				return err
 			}
 		}
 		if i > 0 {
-			if err := node.route(onPremNetwork, c.Nodes[0].Addr, "eth0"); err != nil {
+			if err := node.route(onPremNetwork, c.Nodes[0].Addr, uplink); err != nil {
 				return err
 			}
 		} else if err := l.buildServer(node, c, end); err != nil {
@@ -419,13 +419,13 @@ func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network 
 		return err
 	}
 	defer control.close()
-	if err := underlay.veth(c.Control.Name, l.Spec.MTU, control, "eth0"); err != nil {
+	if err := underlay.veth(c.Control.Name, l.Spec.MTU, control); err != nil {
 		return err
 	}
 	return errors.Join(
 		underlay.enslave(c.Control.Name, bridge),
-		control.address("eth0", netip.PrefixFrom(c.Control.Addr, network.Bits())),
-		control.route(everywhere, network.Addr().Next(), "eth0"),
+		control.address(uplink, netip.PrefixFrom(c.Control.Addr, network.Bits())),
+		control.route(everywhere, network.Addr().Next(), uplink),
 	)
 }
 
@@ -436,16 +436,16 @@ func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[s
 		return err
 	}
 	defer pod.close()
-	if err := node.veth(dev, l.Spec.MTU, pod, "eth0"); err != nil {
+	if err := node.veth(dev, l.Spec.MTU, pod); err != nil {
 		return err
 	}
 	gateway := n.PodCIDR.Addr().Next()
 	return errors.Join(
 		node.address(dev, netip.PrefixFrom(gateway, 32)),
 		node.route(netip.PrefixFrom(p.Addr, 32), netip.Addr{}, dev),
-		pod.address("eth0", netip.PrefixFrom(p.Addr, 32)),
-		pod.route(netip.PrefixFrom(gateway, 32), netip.Addr{}, "eth0"),
-		pod.route(everywhere, gateway, "eth0"),
+		pod.address(uplink, netip.PrefixFrom(p.Addr, 32)),
+		pod.route(netip.PrefixFrom(gateway, 32), netip.Addr{}, uplink),
+		pod.route(everywhere, gateway, uplink),
 	)
 }
 
@@ -456,12 +456,12 @@ func (l *Lab) buildServer(node *kernel, c *Cluster, settings map[string]string) 
 		return err
 	}
 	defer server.close()
-	if err := node.veth("lan", l.Spec.MTU, server, "eth0"); err != nil {
+	if err := node.veth("lan", l.Spec.MTU, server); err != nil {
 		return err
 	}
 	return errors.Join(
 		node.address("lan", netip.PrefixFrom(onPremGateway, onPremNetwork.Bits())),
-		server.address("eth0", netip.PrefixFrom(c.OnPrem.Addr, onPremNetwork.Bits())),
-		server.route(everywhere, onPremGateway, "eth0"),
+		server.address(uplink, netip.PrefixFrom(c.OnPrem.Addr, onPremNetwork.Bits())),
+		server.route(everywhere, onPremGateway, uplink),
 	)
 }

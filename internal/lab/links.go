@@ -76,17 +76,20 @@ func (k *kernel) close() {
 	}
 }
 
-// veth connects two namespaces. The pair is made inside k, its far end directly inside the other: at no time is there a
+// uplink is the device of every host towards the rest of the lab.
+const uplink = "eth0"
+
+// veth connects two namespaces; far's end is its uplink. The pair is made inside k, its far end directly inside the other: at no time is there a
 // device in the namespace of the caller.
-func (k *kernel) veth(name string, mtu int, far *kernel, farName string) error {
+func (k *kernel) veth(name string, mtu int, far *kernel) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MTU = name, mtu
 	link := netlink.NewVeth(attrs)
-	link.PeerName, link.PeerMTU, link.PeerNamespace = farName, uint32(mtu), netlink.NsFd(far.ns)
+	link.PeerName, link.PeerMTU, link.PeerNamespace = uplink, uint32(mtu), netlink.NsFd(far.ns)
 	if err := k.nl.LinkAdd(link); err != nil {
-		return fmt.Errorf("%s: add veth %s to %s of %s: %w", k.host.Name, name, farName, far.host.Name, err)
+		return fmt.Errorf("%s: add veth %s to %s of %s: %w", k.host.Name, name, uplink, far.host.Name, err)
 	}
-	return errors.Join(k.up(name), far.up(farName))
+	return errors.Join(k.up(name), far.up(uplink))
 }
 
 func (k *kernel) bridge(name string, mtu int) error {

@@ -4,8 +4,8 @@ package v1alpha1
 // it, here and at the peer, is gone.
 const FinalizerPeering = "isthmus.net/peering"
 
-// AnnotationForce, "true" on a Peering that is being deleted, ends the wait for
-// the peer: what lies there stays there, and an Event says what that is.
+// AnnotationForce is "true" on a Peering that is being deleted, to end the wait
+// for the peer: what lies there stays there, and an Event says what that is.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
 // DefaultIdentitySecret is the Secret in the local tenant namespace with which
