@@ -87,7 +87,7 @@ func TestLiqo(t *testing.T) {
 		steps(t, "liqo-peering.yaml", func() {
 			a.join(b, isthmus.Overrides{})
 			a.ready(b)
-		}, func() { a.part(b) }, func(t *testing.T) { testIPAM(t, a, b) })
+		}, func() { a.part(b) }, func(t *testing.T) { testIPAM(t, a, b); testLiqoRemembers(a, b, manager) })
 	})
 	t.Run("Isthmus under Liqo", func(t *testing.T) {
 		in(t, a, b)
@@ -296,6 +296,24 @@ func testLiqoChanges(a, b *site, m *liqoManager) {
 		return nc.Spec.EndpointIP, nc.Spec.EndpointIP == "203.0.113.2"
 	})
 	agreedWithLiqo(a, b, m)
+}
+
+// testLiqoRemembers changes our PodCIDR. Liqo goes on to answer what it answered to the old one, of another length: nothing
+// is applied of that, and the Peering says why.
+func testLiqoRemembers(a, b *site, m *liqoManager) {
+	a.t.Helper()
+	before := a.tunnelEndpoint(b)
+	a.reconfigure("10.220.0.0/15")
+	a.eventually("a Peering that complains", func() (string, bool) {
+		c := a.has(b, isthmus.ConditionTunnelEndpoint)
+		return fmt.Sprintf("%+v", c), c.Reason == isthmus.ReasonInvalid && strings.Contains(c.Message, "status.podCIDRNAT: 10.64.0.0/16 has another length")
+	})
+	if te := a.tunnelEndpoint(b); te == nil || te.UID != before.UID || te.Generation != before.Generation {
+		a.t.Errorf("the TunnelEndpoint was %+v, is %+v", before, te)
+	}
+	a.reconfigure("10.244.0.0/16")
+	agreedWithLiqo(a, b, m)
+	a.ready(b)
 }
 
 // testLiqoLeaves lets Liqo withdraw and come back, while we stay.
