@@ -3,6 +3,7 @@ package fleet
 import (
 	"context"
 	"crypto/sha256"
+	"errors"
 	"fmt"
 	"hash"
 	"io"
@@ -122,7 +123,7 @@ func (r *traffic) receive() {
 		last = time.Now()
 		r.back.Write(buf[:n])
 		r.returned += int64(n)
-		if err == io.EOF {
+		if errors.Is(err, io.EOF) {
 			return
 		}
 		if err != nil {
