@@ -113,8 +113,7 @@ func CheckClaim(c Claim, own Own, others Neighbours) (refusals []Refusal) {
 		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is a node of the receiver; want the address of the sender's gateway", addr)
 	}
 	if others.EndpointIn.Contains(addr) {
-		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is inside %v, which the receiver reaches through a tunnel; want an address outside",
-			addr, others.EndpointIn)
+		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is inside a network that the receiver reaches through a tunnel; want an address outside", addr)
 	}
 	return refusals
 }

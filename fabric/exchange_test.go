@@ -133,7 +133,7 @@ func TestCheckClaimRefuses(t *testing.T) {
 			[]string{"BadEndpoint spec.endpointIP: \"GW.alpha.example.:5871\" is the gateway of the receiver itself; want that of the sender"}},
 		"behind the same NAT": {func(c *Claim) { c.Endpoint, c.Port = "gw.alpha.example", 5872 }, Neighbours{}, nil},
 		"inside a tunnel": {func(*Claim) {}, Neighbours{EndpointIn: pfx("192.0.2.0/24")},
-			[]string{"BadEndpoint spec.endpointIP: 192.0.2.2 is inside 192.0.2.0/24, which the receiver reaches through a tunnel; want an address outside"}},
+			[]string{"BadEndpoint spec.endpointIP: 192.0.2.2 is inside a network that the receiver reaches through a tunnel; want an address outside"}},
 	} {
 		t.Run(name, func(t *testing.T) {
 			claim := claimBravo

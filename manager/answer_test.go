@@ -68,7 +68,7 @@ func TestHostileClaimsAreRefusedWithAConditionThatNamesTheField(t *testing.T) {
 		{"gateway", func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "198.51.100.1" },
 			"BadEndpoint: spec.endpointIP: \"198.51.100.1:5871\" is the gateway of the receiver itself; want that of the sender"},
 		{"tunnel", func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "10.246.7.7" },
-			"BadEndpoint: spec.endpointIP: 10.246.7.7 is inside 10.246.0.0/16, which the receiver reaches through a tunnel; want an address outside"},
+			"BadEndpoint: spec.endpointIP: 10.246.7.7 is inside a network that the receiver reaches through a tunnel; want an address outside"},
 		{"special", func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR, nc.Spec.ExternalCIDR = "100::/64", "fd00::/64" },
 			"Invalid: spec.podCIDR: 100::/64 overlaps 100::/64 (discard-only, RFC 6666); want a network that pods can have"},
 		{"addressed", func(nc *v1alpha1.NetworkConfig) { nc.Spec.RemoteCluster.ClusterID = "another" },
