@@ -304,24 +304,34 @@ func (r *PeeringReconciler) write(ctx context.Context, s peeringState) error {
 
 // announce makes Events of what a person may want to hear of: Ready changes, or
 // something that was fine is not any more.
+//
+// A peer can change its NetworkConfig as often as it likes. So that this does not
+// fill our API server, Events that differ in nothing but their words become one
+// that is counted: they refer to the Peering without its version, and their reason
+// is never one that the peer chose.
 func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
+	about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "Peering", Name: after.Name, UID: after.UID}
 	for i := range after.Status.Conditions {
 		c := &after.Status.Conditions[i]
 		old := meta.FindStatusCondition(before.Status.Conditions, c.Type)
 		wasTrue, isTrue := old != nil && old.Status == metav1.ConditionTrue, c.Status == metav1.ConditionTrue
 		ready := c.Type == isthmus.ConditionReady
+		reason := c.Reason
+		if c.Type == isthmus.ConditionAnswered {
+			reason = "NotAnswered"
+		}
 		switch {
 		case !after.DeletionTimestamp.IsZero():
 			if ready && (old == nil || old.Reason != c.Reason) { // all else is meant to end
 				r.Log.Info("peering is taken down", "peering", after.Name, "message", c.Message)
-				r.Events.Eventf(after, nil, corev1.EventTypeNormal, c.Reason, "Reconcile", "%s", c.Message)
+				r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s", c.Message)
 			}
 		case ready && isTrue && !wasTrue:
 			r.Log.Info("peering ready", "peering", after.Name, "message", c.Message)
-			r.Events.Eventf(after, nil, corev1.EventTypeNormal, c.Reason, "Reconcile", "%s", c.Message)
+			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s", c.Message)
 		case !isTrue && wasTrue, ready && old != nil && !isTrue && old.Reason != c.Reason:
 			r.Log.Warn("peering not ready", "peering", after.Name, "condition", c.Type, "reason", c.Reason, "message", c.Message)
-			r.Events.Eventf(after, nil, corev1.EventTypeWarning, c.Reason, "Reconcile", "%s: %s", c.Type, c.Message)
+			r.Events.Eventf(about, nil, corev1.EventTypeWarning, reason, c.Type, "%s: %s", c.Type, c.Message)
 		}
 	}
 }

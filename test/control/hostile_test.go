@@ -14,6 +14,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
 	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -667,7 +668,7 @@ func (f *foe) testUpdates(t *testing.T) {
 	if *long {
 		duration = 20 * time.Second
 	}
-	before := f.writes()
+	before, events := f.writes(), f.events()
 	updates := 0
 	for begin := time.Now(); time.Since(begin) < duration; time.Sleep(100 * time.Millisecond) {
 		updates++
@@ -687,7 +688,20 @@ func (f *foe) testUpdates(t *testing.T) {
 	if most := 8*updates + 20; done-before > most {
 		t.Errorf("%d writes; want at most %d", done-before, most)
 	}
+	if n := f.events() - events; n > 10 {
+		t.Errorf("%d new Events", n)
+	}
 	f.quiet()
+}
+
+// events is how many Events there are at a.
+func (f *foe) events() int {
+	f.a.t.Helper()
+	var list eventsv1.EventList
+	if err := f.a.client.List(f.a.t.Context(), &list); err != nil {
+		f.a.t.Fatal(err)
+	}
+	return len(list.Items)
 }
 
 // testComings deletes and creates the NetworkConfig again and again.
