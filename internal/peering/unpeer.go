@@ -261,7 +261,11 @@ func until(ctx context.Context, sides []*farewell, o UnpeerOptions, step func(*f
 			if !errors.Is(context.Cause(ctx), ErrNotReady) {
 				return errors.New("interrupted: the same command goes on where this one ended")
 			}
-			return fmt.Errorf("%w: not un-peered within %v\n%w", ErrNotReady, o.Timeout, errors.Join(waiting...))
+			hint := ""
+			if !o.Force {
+				hint = "; with --force nobody waits for the other cluster"
+			}
+			return fmt.Errorf("%w: not un-peered within %v%s\n%w", ErrNotReady, o.Timeout, hint, errors.Join(waiting...))
 		case <-time.After(pollInterval):
 		}
 	}
