@@ -63,7 +63,7 @@ func newAnswering(t *testing.T) *answering {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}
-	prefix := fmt.Sprintf("c2-%06x", rand.N(1<<24))
+	prefix := fmt.Sprintf("ans-%06x", rand.N(1<<24))
 	self := v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"}
 	a := &answering{
 		world: &world{t: t, prefix: prefix, system: prefix + "-system", self: self, stop: func() {}},

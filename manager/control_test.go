@@ -137,7 +137,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}
-	prefix := fmt.Sprintf("c1-%06x", rand.N(1<<24))
+	prefix := fmt.Sprintf("own-%06x", rand.N(1<<24))
 	w := &world{
 		t: t, prefix: prefix, system: prefix + "-system",
 		self:   v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"},

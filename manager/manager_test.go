@@ -78,7 +78,7 @@ func bare(t *testing.T) *world {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}
-	prefix := fmt.Sprintf("c1-%06x", rand.N(1<<24))
+	prefix := fmt.Sprintf("own-%06x", rand.N(1<<24))
 	w := &world{t: t, ctx: context.Background(), prefix: prefix, system: prefix + "-system", stop: func() {}}
 	w.self = v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"}
 	w.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: w.system}})
