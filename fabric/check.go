@@ -91,6 +91,15 @@ var specialRanges = []specialRange{
 	{netip.MustParsePrefix("ff00::/8"), "multicast"},
 }
 
+// SpecialRanges returns the networks that can belong to no cluster's pods.
+func SpecialRanges() []netip.Prefix {
+	all := make([]netip.Prefix, len(specialRanges))
+	for i, s := range specialRanges {
+		all[i] = s.prefix
+	}
+	return all
+}
+
 func special(p netip.Prefix) (specialRange, bool) {
 	for _, s := range specialRanges {
 		if s.prefix.Overlaps(p) {
@@ -182,29 +191,35 @@ func (r *report) network(n pair) bool {
 	return sound
 }
 
-// prefix checks one prefix. The bounds of its length are those of the CRD: room
-// for the network address, which belongs to NAPT, and for a first host.
-func (r *report) prefix(field string, p netip.Prefix) bool {
+// CheckNetwork says what is wrong with a network of pods or mapped endpoints by
+// itself, or "". The bounds of its length are those of the CRD: room for the network
+// address, which belongs to NAPT, and for a first host.
+func CheckNetwork(p netip.Prefix) string {
 	shortest := 8
 	if !p.Addr().Is4() {
 		shortest = 16
 	}
 	switch longest := p.Addr().BitLen() - 2; {
 	case !p.IsValid():
-		r.add(field, "is absent; want a CIDR such as 10.244.0.0/16")
-		return false
+		return "is absent; want a CIDR such as 10.244.0.0/16"
 	case p != p.Masked():
-		r.add(field, "%q has host bits set; want %v", p.String(), p.Masked())
-		return false
+		return fmt.Sprintf("%q has host bits set; want %v", p.String(), p.Masked())
 	case p.Bits() < shortest || p.Bits() > longest:
-		r.add(field, "%v has a length of %d; want one from %d to %d", p, p.Bits(), shortest, longest)
-		return false
+		return fmt.Sprintf("%v has a length of %d; want one from %d to %d", p, p.Bits(), shortest, longest)
 	}
 	if s, is := special(p); is {
-		r.add(field, "%v overlaps %v (%s); want a network that pods can have", p, s.prefix, s.name)
-		return false
+		return fmt.Sprintf("%v overlaps %v (%s); want a network that pods can have", p, s.prefix, s.name)
 	}
-	return true
+	return ""
+}
+
+// prefix is CheckNetwork for a report.
+func (r *report) prefix(field string, p netip.Prefix) bool {
+	wrong := CheckNetwork(p)
+	if wrong != "" {
+		r.add(field, "%s", wrong)
+	}
+	return wrong == ""
 }
 
 // together checks the four networks of one peer against each other. Some

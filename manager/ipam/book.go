@@ -132,7 +132,7 @@ func (b Book) Answered(id string, podSeen, externalSeen netip.Prefix) Book {
 
 // fits reports whether seen can stand for own.
 func fits(seen, own netip.Prefix) bool {
-	return own.IsValid() && checkNetwork(seen) == "" && seen.Addr().BitLen() == own.Addr().BitLen() && seen.Bits() == own.Bits()
+	return own.IsValid() && fabric.CheckNetwork(seen) == "" && seen.Addr().BitLen() == own.Addr().BitLen() && seen.Bits() == own.Bits()
 }
 
 // Release forgets the peer: its networks, its answer, and the endpoints that

@@ -6,21 +6,12 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// special are the networks that can belong to no cluster's pods, as in package
-// fabric. 240.0.0.0/4 is not among them: clusters do use it for pods.
-var special = []netip.Prefix{
-	netip.MustParsePrefix("0.0.0.0/8"),
-	netip.MustParsePrefix("127.0.0.0/8"),
-	netip.MustParsePrefix("169.254.0.0/16"),
-	netip.MustParsePrefix("224.0.0.0/4"),
-	netip.MustParsePrefix("255.255.255.255/32"),
-	netip.MustParsePrefix("::/8"),
-	netip.MustParsePrefix("100::/64"),
-	netip.MustParsePrefix("fe80::/10"),
-	netip.MustParsePrefix("ff00::/8"),
-}
+// special are the networks that no peer can have.
+var special = fabric.SpecialRanges()
 
 // A Conflict is an overlap that came about after a network was given out, because
 // something about this cluster changed since, or by an edit.

@@ -204,13 +204,13 @@ func check(c Claim) *Refusal {
 		field       string
 		claim, want netip.Prefix
 	}{{"podCIDR", c.Pod, c.WantPod}, {"externalCIDR", c.External, c.WantExternal}} {
-		if wrong := checkNetwork(n.claim); wrong != "" {
+		if wrong := fabric.CheckNetwork(n.claim); wrong != "" {
 			return invalid("spec."+n.field, "%s", wrong)
 		}
 		if n.want == (netip.Prefix{}) {
 			continue
 		}
-		if wrong := checkNetwork(n.want); wrong != "" {
+		if wrong := fabric.CheckNetwork(n.want); wrong != "" {
 			return invalid("spec.overrides."+n.field, "%s", wrong)
 		}
 		if !fits(n.want, n.claim) {
@@ -225,27 +225,4 @@ func check(c Claim) *Refusal {
 		return invalid("spec.externalCIDR", "%v overlaps spec.podCIDR, %v; want a network of its own", c.External, c.Pod)
 	}
 	return nil
-}
-
-// checkNetwork says what is wrong with a network by itself, or "". The bounds
-// are those of the API: room for a network address and a first host.
-func checkNetwork(p netip.Prefix) string {
-	shortest := 8
-	if p.IsValid() && !p.Addr().Is4() {
-		shortest = 16
-	}
-	switch longest := p.Addr().BitLen() - 2; {
-	case !p.IsValid():
-		return "is absent; want a network such as 10.244.0.0/16"
-	case p != p.Masked():
-		return fmt.Sprintf("%v has host bits set; want %v", p, p.Masked())
-	case p.Bits() < shortest || p.Bits() > longest:
-		return fmt.Sprintf("%v has a length of %d; want one from %d to %d", p, p.Bits(), shortest, longest)
-	}
-	for _, s := range special {
-		if s.Overlaps(p) {
-			return fmt.Sprintf("%v overlaps the special range %v; want a network that pods can have", p, s)
-		}
-	}
-	return ""
 }

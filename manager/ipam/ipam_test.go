@@ -148,7 +148,7 @@ func TestGrantPutsNetworksWhereTheyAreWanted(t *testing.T) {
 	}{
 		"ours":          {"10.96.0.0/16", v1alpha1.ReasonCIDRConflict, "our ServiceCIDR, 10.96.0.0/12", ErrTaken},
 		"of a peer":     {"10.60.0.0/16", v1alpha1.ReasonCIDRConflict, "the pods of another peer, 10.60.0.0/16", ErrTaken},
-		"special":       {"169.254.0.0/16", v1alpha1.ReasonInvalid, "special range 169.254.0.0/16", nil},
+		"special":       {"169.254.0.0/16", v1alpha1.ReasonInvalid, "overlaps 169.254.0.0/16 (link-local)", nil},
 		"other length":  {"10.70.0.0/17", v1alpha1.ReasonInvalid, "want a /16", nil},
 		"other family":  {"fd00::/16", v1alpha1.ReasonInvalid, "family", nil},
 		"host bits set": {"10.70.0.1/16", v1alpha1.ReasonInvalid, "want 10.70.0.0/16", nil},

@@ -198,7 +198,7 @@ func (r *reader) optional(field, value string) netip.Prefix {
 func (r *reader) network(field, value string) netip.Prefix {
 	p := r.optional(field, value)
 	if p.IsValid() {
-		if wrong := checkNetwork(p); wrong != "" {
+		if wrong := fabric.CheckNetwork(p); wrong != "" {
 			r.fail(field, "%s", wrong)
 		}
 	}
