@@ -69,8 +69,8 @@ type Own struct {
 
 // Neighbours is what a claim meets among our other peers.
 type Neighbours struct {
-	KeyTaken   bool         // another peer has the public key, and had it first
-	EndpointIn netip.Prefix // a network in use here for some peer that the endpoint is inside; zero: none
+	KeyTaken          bool // another peer has the public key, and had it first
+	EndpointTunnelled bool // the endpoint is inside a network in use here for another peer
 }
 
 // A Refusal is a Problem with the reason that the condition Accepted gives for it.
@@ -112,7 +112,7 @@ func CheckClaim(c Claim, own Own, others Neighbours) (refusals []Refusal) {
 	if slices.Contains(own.Nodes, addr) {
 		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is a node of the receiver; want the address of the sender's gateway", addr)
 	}
-	if others.EndpointIn.Contains(addr) {
+	if others.EndpointTunnelled {
 		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is inside a network that the receiver reaches through a tunnel; want an address outside", addr)
 	}
 	return refusals

@@ -413,32 +413,14 @@ func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig)
 	if peer.Overrides.Address != nil {
 		own.Endpoint = *peer.Overrides.Address
 	}
-	others := fabric.Neighbours{EndpointIn: networkOfAnother(j.Books.Book(), peer.Cluster.ClusterID, claim.Endpoint)}
+	var others fabric.Neighbours
+	if addr, err := netip.ParseAddr(claim.Endpoint); err == nil {
+		others.EndpointTunnelled = j.Books.Book().UsedForAnother(peer.Cluster.ClusterID, addr)
+	}
 	if others.KeyTaken, err = j.keyTaken(ctx, peer, nc); err != nil {
 		return claim, nil, err
 	}
 	return claim, fabric.CheckClaim(claim, own, others), nil
-}
-
-// networkOfAnother returns the network in use here for another peer that an
-// address is inside; zero: none, or the endpoint is a name.
-func networkOfAnother(b ipam.Book, id, endpoint string) netip.Prefix {
-	addr, err := netip.ParseAddr(endpoint)
-	if err != nil {
-		return netip.Prefix{}
-	}
-	for _, other := range b.Peers() {
-		if other == id {
-			continue
-		}
-		grant, _ := b.GrantOf(other)
-		for _, p := range []netip.Prefix{grant.Pod, grant.External} {
-			if p.Contains(addr) {
-				return p
-			}
-		}
-	}
-	return netip.Prefix{}
 }
 
 // keyTaken reports whether another peer has the key of a claim: not who says so

@@ -56,6 +56,17 @@ func (b Book) GrantOf(id string) (Grant, bool) {
 	return Grant{}, false
 }
 
+// UsedForAnother reports whether addr is inside a network that some peer other
+// than id has here.
+func (b Book) UsedForAnother(id string, addr netip.Addr) bool {
+	for other, p := range b.peers {
+		if other != id && (p.Pod.Contains(addr) || p.External.Contains(addr)) {
+			return true
+		}
+	}
+	return false
+}
+
 // Grant gives the peer its two networks, or none: the error is a *Refusal, and
 // the Book is the same as before. Networks that it has already stay as long as
 // they have the family and length of the claim and nothing else is wanted, even
