@@ -62,22 +62,6 @@ var (
 	matchMask = [directions]uint64{Outbound: 0xffff_0000_ffff_ff00, Inbound: 0x0000_ffff_ffff_ff00}
 )
 
-// State bits of a flow. For TCP a direction counts as seen when it had a segment with ACK, so that both mean an
-// established connection; for everything else any packet counts.
-const (
-	stateLive     = 1 << iota // the entry is in use
-	stateEndpoint             // endpointFlow, else naptFlow
-	stateSeenOut
-	stateSeenIn
-	stateFinOut
-	stateFinIn
-	stateRst
-
-	stateSeen = stateSeenOut | stateSeenIn
-	stateFin  = stateFinOut | stateFinIn
-	stateTCP  = stateSeen | stateFin | stateRst
-)
-
 func protoOf(word uint64) uint8 { return uint8(word >> protoShift) }
 
 func kindOf(word uint64) flowKind {
@@ -85,56 +69,6 @@ func kindOf(word uint64) flowKind {
 		return endpointFlow
 	}
 	return naptFlow
-}
-
-// halfOpen reports whether a flow is not, or no longer, established. Such flows may be evicted. A TCP connection with one
-// FIN is still in use; with a RST it may have been an off-path forgery and has until the transitory timeout to show that
-// (RFC 6146, section 3.5.2.2; RFC 7857, section 2).
-func halfOpen(word uint64) bool {
-	if word&stateSeen != stateSeen {
-		return true
-	}
-	return word&stateRst != 0 || word&stateFin == stateFin
-}
-
-// after is the word of a flow after a packet.
-func after(word uint64, dir Direction, v *packet.View) uint64 {
-	if protoOf(word) != packet.TCP {
-		return word | stateSeenOut<<dir
-	}
-	flags := v.TCPFlags()
-	switch {
-	case flags&packet.TCPRst != 0:
-		return word | stateRst
-	case flags&packet.TCPSyn != 0 && flags&packet.TCPAck == 0 && halfOpen(word):
-		return word &^ stateTCP // opened, or after a close reopened, from the start
-	}
-	word &^= stateRst
-	if flags&packet.TCPAck != 0 {
-		word |= stateSeenOut << dir
-	}
-	if flags&packet.TCPFin != 0 {
-		word |= stateFinOut << dir
-	}
-	return word
-}
-
-// lifetimes holds the timeouts in ticks.
-type lifetimes struct{ udp, established, transitory, icmp, generic, fragment int32 }
-
-func (l *lifetimes) of(word uint64) int32 {
-	switch protoOf(word) {
-	case packet.TCP:
-		if halfOpen(word) {
-			return l.transitory
-		}
-		return l.established
-	case packet.UDP:
-		return l.udp
-	case packet.ICMP, packet.ICMPv6:
-		return l.icmp
-	}
-	return l.generic
 }
 
 // key is one tuple of a flow as it is matched in one direction: our end, the remote end, and the ports and protocol in
@@ -187,25 +121,4 @@ func (m *match) otherPort(dir Direction) uint16 { return uint16(m.word >> nearSh
 // expired reports whether the flow has been idle for too long. It is then as good as gone; Sweep will take it away.
 func (m *match) expired(l *lifetimes, now tick) bool {
 	return now.since(tick(m.seen.Load())) > l.of(m.word)
-}
-
-// touch records a packet of the flow: its state, and that it was seen. Both directions refresh: outbound as RFC 4787,
-// REQ-6 demands, inbound as it allows, because peers are authenticated and only the exact tuple matches, and because
-// conntrack at real Liqo peers does so too. A RST refreshes nothing (RFC 7857, section 2), but for the one that ends an
-// established connection: with it the transitory timeout begins (RFC 6146, section 3.5.2.2).
-func (m *match) touch(v *packet.View, dir Direction, now tick) {
-	word := m.word
-	refresh := v.TCPFlags()&packet.TCPRst == 0 || !halfOpen(word)
-	for {
-		next := after(word, dir, v)
-		if next == word || m.entry.word.CompareAndSwap(word, next) {
-			break
-		}
-		if word = m.entry.word.Load(); (word^m.word)&^0xff != 0 || word&stateLive == 0 {
-			return // it ended under way
-		}
-	}
-	if refresh && now.since(tick(m.seen.Load())) > 0 {
-		m.seen.Store(uint32(now))
-	}
 }
