@@ -112,6 +112,15 @@ func fold(sum uint64) uint16 {
 func delta32(old, new uint32) uint64 { return uint64(^old) + uint64(new) }
 func delta16(old, new uint16) uint64 { return uint64(^old) + uint64(new) }
 
+// delta128 is delta32 for an address of 128 bits: the words are added with their carries and the sum is brought to 33 bits,
+// so that it can be added to others.
+func delta128(oldHi, oldLo, newHi, newLo uint64) uint64 {
+	sum, c := bits.Add64(^oldHi, newHi, 0)
+	sum, c = bits.Add64(sum, ^oldLo, c)
+	sum, c = bits.Add64(sum, newLo, c)
+	return sum>>32 + sum&0xffffffff + c // a carry out of 64 bits counts one, in the same way as in fold
+}
+
 // updated applies a delta to a finished checksum (RFC 1624, equation 3).
 func updated(sum uint16, delta uint64) uint16 { return ^fold(uint64(^sum) + delta) }
 

@@ -48,24 +48,33 @@ func (v *View) SetDst4(a uint32) {
 	}
 }
 
-func (v *View) set16(at int, a netip.Addr) {
-	if !a.Is6() {
-		panic("packet: IPv4 address for an IPv6 packet")
-	}
-	new := a.As16()
-	field := v.b[at : at+16]
-	delta := replaced16(field, &new)
+// SetSrc6 rewrites the IPv6 source address, in two words in host order. Only when not Is4.
+func (v *View) SetSrc6(hi, lo uint64) { v.set6(v.b[8:24:24], hi, lo) }
+
+// SetDst6 rewrites the IPv6 destination address, in two words in host order. Only when not Is4.
+func (v *View) SetDst6(hi, lo uint64) { v.set6(v.b[24:40:40], hi, lo) }
+
+func (v *View) set6(field []byte, hi, lo uint64) {
+	delta := delta128(be.Uint64(field[0:8]), be.Uint64(field[8:16]), hi, lo)
+	be.PutUint64(field[0:8], hi)
+	be.PutUint64(field[8:16], lo)
 	if v.pseudo {
 		v.addressChanged(delta)
 	}
 }
 
+func (v *View) set16(at int, a netip.Addr) {
+	if !a.Is6() {
+		panic("packet: IPv4 address for an IPv6 packet")
+	}
+	new := a.As16()
+	v.set6(v.b[at:at+16], be.Uint64(new[:8]), be.Uint64(new[8:]))
+}
+
 // replaced16 writes an IPv6 address over field and returns the delta for the checksums that cover it.
 func replaced16(field []byte, a *[16]byte) uint64 {
-	var delta uint64
-	for i := 0; i < 16; i += 4 {
-		delta += delta32(be.Uint32(field[i:]), be.Uint32(a[i:]))
-	}
+	hi, lo := be.Uint64(a[:8]), be.Uint64(a[8:])
+	delta := delta128(be.Uint64(field[:8]), be.Uint64(field[8:]), hi, lo)
 	copy(field, a[:])
 	return delta
 }

@@ -363,6 +363,12 @@ func (v *View) Src4() uint32 { return be.Uint32(v.b[12:16]) }
 // Dst4 returns the IPv4 destination address in host order. Only when Is4.
 func (v *View) Dst4() uint32 { return be.Uint32(v.b[16:20]) }
 
+// Src6 returns the IPv6 source address in two words, in host order. Only when not Is4.
+func (v *View) Src6() (hi, lo uint64) { return be.Uint64(v.b[8:16]), be.Uint64(v.b[16:24]) }
+
+// Dst6 returns the IPv6 destination address in two words, in host order. Only when not Is4.
+func (v *View) Dst6() (hi, lo uint64) { return be.Uint64(v.b[24:32]), be.Uint64(v.b[32:40]) }
+
 // TTL returns the time to live or hop limit.
 func (v *View) TTL() uint8 {
 	if v.is4 {
