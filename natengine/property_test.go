@@ -200,6 +200,7 @@ func (w *world) converse(t *testing.T, e *natengine.Engine, r *reference, n int)
 		if w.rng.IntN(20) == 0 {
 			now += time.Duration(w.rng.IntN(12)) * 10 * time.Second
 			e.Sweep(now)
+			r.sweep(now)
 		}
 		dir := natengine.Direction(w.rng.IntN(2))
 		src, dst := pick(w.rng, w.near), pick(w.rng, w.far)

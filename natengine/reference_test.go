@@ -19,7 +19,9 @@ type reference struct {
 	self     []netip.Addr
 	timeouts natengine.Timeouts
 	peers    []natengine.Peer
-	flows    []*refFlow
+	flows    []*refFlow                    // in the order they were opened; what is over stays until sweep
+	room     func(*refFlow) natengine.Drop // whether the bounds let one more flow in; nil for no bounds
+	expired  func(*refFlow)                // is told of flows whose time was over; nil for nobody
 }
 
 type refFlow struct {
@@ -30,6 +32,7 @@ type refFlow struct {
 	seen                  time.Duration
 	acked, finished       map[natengine.Direction]bool
 	reset                 bool
+	settled               bool // was established at some time
 }
 
 // outcome is what has to become of a packet.
@@ -171,14 +174,18 @@ func (f *refFlow) established() bool {
 	return both(f.acked) && !both(f.finished) && !f.reset
 }
 
+// end is our end of the flow as it is matched in a direction.
+func (f *refFlow) end(dir natengine.Direction) netip.AddrPort {
+	if dir == natengine.Inbound {
+		return f.mapped
+	}
+	return f.local
+}
+
 // find looks a flow up by the tuple that is matched in dir.
 func (r *reference) find(peer string, proto uint8, dir natengine.Direction, near, remote netip.AddrPort, now time.Duration) *refFlow {
 	for _, f := range r.flows {
-		end := f.local
-		if dir == natengine.Inbound {
-			end = f.mapped
-		}
-		if f.peer == peer && f.proto == proto && end == near && f.remote == remote && r.alive(f, now) {
+		if f.peer == peer && f.proto == proto && f.end(dir) == near && f.remote == remote && r.alive(f, now) {
 			return f
 		}
 	}
@@ -204,11 +211,10 @@ func (r *reference) pass(f *refFlow, dir natengine.Direction, p packettest.Packe
 		}
 	} else {
 		f.seen = now
+		f.acked[dir] = true
 	}
-	end := f.mapped
-	if dir == natengine.Inbound {
-		end = f.local
-	}
+	f.settled = f.settled || f.established()
+	end := f.end(natengine.Inbound + natengine.Outbound - dir)
 	o := outcome{action: natengine.Forward, near: end.Addr(), port: int(end.Port())}
 	if dir == natengine.Inbound && r.isSelf(end.Addr()) {
 		o.action = natengine.Deliver
@@ -216,15 +222,49 @@ func (r *reference) pass(f *refFlow, dir natengine.Direction, p packettest.Packe
 	return o
 }
 
-func (r *reference) add(f *refFlow) *refFlow {
+// open enters a flow that a packet of direction dir begins, unless its other tuple belongs to one already, which is what
+// clash says, or there is no room.
+func (r *reference) open(f *refFlow, dir natengine.Direction, clash natengine.Drop, now time.Duration) natengine.Drop {
+	tuples := []natengine.Direction{dir}
+	if clash != natengine.DropNone {
+		tuples = append(tuples, natengine.Inbound+natengine.Outbound-dir)
+	}
+	for _, by := range tuples {
+		for _, g := range slices.Clone(r.flows) {
+			switch {
+			case g.peer != f.peer || g.proto != f.proto || g.remote != f.remote || g.end(by) != f.end(by):
+			case r.alive(g, now):
+				return clash
+			default:
+				r.end(g)
+			}
+		}
+	}
+	if r.room != nil {
+		if drop := r.room(f); drop != natengine.DropNone {
+			return drop
+		}
+	}
 	f.acked, f.finished = map[natengine.Direction]bool{}, map[natengine.Direction]bool{}
 	r.flows = append(r.flows, f)
-	return f
+	return natengine.DropNone
 }
 
-// forget drops flows whose time is over, as their ports are free again then.
-func (r *reference) forget(now time.Duration) {
-	r.flows = slices.DeleteFunc(r.flows, func(f *refFlow) bool { return !r.alive(f, now) })
+// end takes away a flow whose time is over.
+func (r *reference) end(f *refFlow) {
+	r.flows = slices.DeleteFunc(r.flows, func(g *refFlow) bool { return g == f })
+	if r.expired != nil {
+		r.expired(f)
+	}
+}
+
+// sweep takes away all flows whose time is over, so that their ports are free again.
+func (r *reference) sweep(now time.Duration) {
+	for _, f := range slices.Clone(r.flows) {
+		if !r.alive(f, now) {
+			r.end(f)
+		}
+	}
 }
 
 func cannotBegin(p packettest.Packet) natengine.Drop {
@@ -275,12 +315,13 @@ func (r *reference) outbound(p packettest.Packet, now time.Duration) outcome {
 		return dropped(d)
 	}
 	f := &refFlow{peer: peer.ID, proto: p.Proto, local: near, mapped: netip.AddrPortFrom(m.To.Addr(), 0), remote: remote, seen: now}
-	if !hasPorts(p) {
-		if r.find(peer.ID, p.Proto, natengine.Inbound, f.mapped, remote, now) != nil {
-			return dropped(natengine.DropProtocol)
-		}
+	clash := natengine.DropNone
+	if !hasPorts(p) { // told apart by the remote address alone
+		clash = natengine.DropProtocol
 	}
-	r.add(f)
+	if d := r.open(f, natengine.Outbound, clash, now); d != natengine.DropNone {
+		return dropped(d)
+	}
 	o := r.pass(f, natengine.Outbound, p, now)
 	if hasPorts(p) {
 		o.opened = f
@@ -370,11 +411,12 @@ func (r *reference) inbound(p packettest.Packet, now time.Duration) outcome {
 	if d := cannotBegin(p); d != natengine.DropNone {
 		return dropped(d)
 	}
-	local := netip.AddrPortFrom(real, near.Port())
-	if r.find(peer.ID, p.Proto, natengine.Outbound, local, remote, now) != nil {
-		return dropped(natengine.DropFlowClash)
+	f := &refFlow{peer: peer.ID, endpoint: true, proto: p.Proto, mapped: near, remote: remote, seen: now}
+	f.local = netip.AddrPortFrom(real, near.Port())
+	if d := r.open(f, natengine.Inbound, natengine.DropFlowClash, now); d != natengine.DropNone {
+		return dropped(d)
 	}
-	return r.pass(r.add(&refFlow{peer: peer.ID, endpoint: true, proto: p.Proto, local: local, mapped: near, remote: remote, seen: now}), natengine.Inbound, p, now)
+	return r.pass(f, natengine.Inbound, p, now)
 }
 
 // quotedTuple is the tuple of a quoted packet, seen as a packet of direction dir; ok is false when it is cut too early.
@@ -486,7 +528,6 @@ func (r *reference) outboundError(peer natengine.Peer, p packettest.Packet, now 
 // judge compares what the engine did with what had to be done: verdict, our end, and that nothing else changed.
 func (r *reference) judge(dir natengine.Direction, in, out []byte, v natengine.Verdict, now time.Duration) error {
 	p := packettest.MustDecode(in)
-	r.forget(now)
 	var want outcome
 	if dir == natengine.Outbound {
 		want = r.outbound(p, now)
