@@ -63,10 +63,10 @@ func sendAll(t testing.TB, e *Engine, dir Direction, fragments [][]byte, order [
 		switch v.Action {
 		case Forward, Deliver:
 			left = append(left, b)
-			left = append(left, v.Released...)
+			left = append(left, v.Released()...)
 		case Hold:
 			held++
-			if len(v.Released) > 0 {
+			if len(v.Released()) > 0 {
 				t.Error("a held fragment released others")
 			}
 		default:
@@ -242,7 +242,7 @@ func TestFragmentStoreIsBounded(t *testing.T) { // RFC 4787, REQ-14; RFC 6146, s
 		_, v := send(t, e, Outbound, fragments[rng.IntN(3)], 0)
 		sent++
 		if v.Action == Forward {
-			forwarded += 1 + uint64(len(v.Released))
+			forwarded += 1 + uint64(len(v.Released()))
 		}
 		if s := e.Stats().Peers[0]; s.FragmentSets > 10 || s.FragmentBytes > 20_000 {
 			t.Fatalf("%+v", s)

@@ -84,7 +84,7 @@ func judgeFuzzed(t *testing.T, e *Engine, peers []Peer, dir Direction, b []byte,
 	if trace.Action != got.Action || trace.Drop != got.Drop {
 		t.Fatalf("trace says %v %v, engine %v %v", trace.Action, trace.Drop, got.Action, got.Drop)
 	}
-	for _, r := range got.Released {
+	for _, r := range got.Released() {
 		var w packet.View
 		if err := w.Parse(r, packet.ChecksumComplete); err != nil {
 			t.Fatalf("released: %v", err)

@@ -236,15 +236,17 @@ func (e *Engine) flowIn(v *packet.View, r *remote, src, dst, endpoint, local add
 // place ends the general path: it rewrites the packet to the address and port that were found, or refuses it, and tells
 // the other fragments of the same datagram.
 func (e *Engine) place(v *packet.View, r *remote, dir Direction, to addr, port int, drop Drop, now tick, tr *Trace) Verdict {
-	var released [][]byte
+	var released *[][]byte
 	if _, _, _, is := v.Fragment(); is && tr == nil {
-		released = e.firstFragment(v, r, dir, to, drop, now)
+		if held := e.firstFragment(v, r, dir, to, drop, now); len(held) > 0 {
+			released = &held
+		}
 	}
 	if drop != DropNone {
 		return e.refuse(r, dir, drop, tr)
 	}
 	verdict := e.forward(v, r, dir, to, port)
-	verdict.Released = released
+	verdict.released = released
 	return verdict
 }
 

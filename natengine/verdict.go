@@ -47,9 +47,16 @@ type Verdict struct {
 	Drop   Drop       // the reason, only with Discard
 	Peer   *PeerState // nil when no peer has the address
 
-	// Released are fragments that were held and that this packet, the first of their set, set free: whole IP
-	// packets, already rewritten, owned by the caller. They take the same Action as this packet and go after it.
-	Released [][]byte
+	released *[][]byte // rare, so a pointer: a Verdict of three words is returned in registers
+}
+
+// Released are fragments that were held and that this packet, the first of their set, set free: whole IP packets, already
+// rewritten, owned by the caller. They take the same Action as this packet and go after it.
+func (v Verdict) Released() [][]byte {
+	if v.released == nil {
+		return nil
+	}
+	return *v.released
 }
 
 // Drop is the reason why a packet was not forwarded. The list is closed: a new reason is a new constant here, with

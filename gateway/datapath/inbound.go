@@ -73,7 +73,7 @@ func (d *Device) inbound(in *inbound, run *packet.Run) {
 	default: // discarded and counted by the engine, or held
 		return
 	}
-	for _, p := range v.Released {
+	for _, p := range v.Released() {
 		in.traffic.add(v.Peer, 1, len(p))
 		if v.Action == natengine.Deliver {
 			d.deliverPacket(v.Peer, p)

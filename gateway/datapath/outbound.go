@@ -191,13 +191,13 @@ func (d *Device) translate(b *batch, gsoSize int, local bool) {
 		return // discarded and counted by the engine, or held
 	}
 	if v.Peer.Down() && !local {
-		for range 1 + len(v.Released) {
+		for range 1 + len(v.Released()) {
 			d.engine.Count(v.Peer, natengine.Outbound, natengine.DropPeerDown)
 		}
 		return
 	}
 	d.forward(b, gsoSize, v.Peer)
-	if len(v.Released) > 0 {
+	if len(v.Released()) > 0 {
 		d.release(b, v)
 	}
 }
@@ -205,7 +205,7 @@ func (d *Device) translate(b *batch, gsoSize int, local bool) {
 // release hands on the fragments that the packet before them has set free.
 func (d *Device) release(b *batch, v natengine.Verdict) {
 	o := &d.out
-	for _, p := range v.Released {
+	for _, p := range v.Released() {
 		if len(p) > b.room() {
 			d.engine.Count(v.Peer, natengine.Outbound, natengine.DropTooBig)
 			continue

@@ -88,7 +88,7 @@ func (e *engines) cross(t *testing.T, at side, dir natengine.Direction, sum pack
 		if v.Checksum() == packet.ChecksumPartial {
 			v.CompleteChecksum()
 		}
-		return append([][]byte{v.Bytes()}, verdict.Released...)
+		return append([][]byte{v.Bytes()}, verdict.Released()...)
 	case natengine.Discard:
 		o.drops = append(o.drops, verdict.Drop)
 	case natengine.Deliver:
