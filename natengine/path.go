@@ -15,7 +15,7 @@ import (
 func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {
-		return e.outbound(v, t.remote(v.Dst()), tickOf(now), nil)
+		return e.outbound6(v, t, now)
 	}
 	r := t.remotes4.lookup(v.Dst4())
 	if r != nil {
@@ -29,7 +29,7 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
-		if verdict, ok := e.known(v, r, Outbound, tickOf(now)); ok {
+		if verdict, ok := e.known(v, r, Outbound, addr4(v.Src4()), addr4(v.Dst4()), tickOf(now)); ok {
 			return verdict
 		}
 	}
@@ -41,7 +41,7 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {
-		return e.inbound(v, t.remote(v.Src()), tickOf(now), nil)
+		return e.inbound6(v, t, now)
 	}
 	r := t.remotes4.lookup(v.Src4())
 	if r != nil {
@@ -55,25 +55,25 @@ func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
-		if verdict, ok := e.known(v, r, Inbound, tickOf(now)); ok {
+		if verdict, ok := e.known(v, r, Inbound, addr4(v.Src4()), addr4(v.Dst4()), tickOf(now)); ok {
 			return verdict
 		}
 	}
 	return e.inbound(v, r, tickOf(now), nil)
 }
 
-// known is the shortcut for a whole TCP or UDP packet over IPv4 of a flow that is there: the rules let it be opened, and
+// known is the shortcut for a whole TCP or UDP packet of a flow that is there: the rules let it be opened, and
 // would have ended it since if they did not permit it any more, so that there is nothing else to ask.
-func (e *Engine) known(v *packet.View, r *remote, dir Direction, now tick) (Verdict, bool) {
+func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, now tick) (Verdict, bool) {
 	if _, _, _, fragment := v.Fragment(); fragment || !v.HasPorts() {
 		return Verdict{}, false
 	}
-	near, far := v.Src4(), v.Dst4()
+	near, far := src, dst
 	nearPort, farPort := v.SrcPort(), v.DstPort()
 	if dir == Inbound {
 		near, far, nearPort, farPort = far, near, farPort, nearPort
 	}
-	k := keyOf(dir, addr4(near), addr4(far), v.Proto(), nearPort, farPort)
+	k := keyOf(dir, near, far, v.Proto(), nearPort, farPort)
 	f, ok := r.peer.flows.find(dir, &k)
 	if !ok || f.expired(&e.lifetimes, now) {
 		return Verdict{}, false
@@ -262,9 +262,9 @@ func (e *Engine) forward(v *packet.View, r *remote, dir Direction, to addr, port
 			v.SetDst4(uint32(to.lo))
 		}
 	} else if dir == Outbound {
-		v.SetSrc(to.netip())
+		v.SetSrc6(to.hi, to.lo)
 	} else {
-		v.SetDst(to.netip())
+		v.SetDst6(to.hi, to.lo)
 	}
 	if port != samePort {
 		setPort(v, dir, uint16(port))
@@ -312,14 +312,14 @@ func source(v *packet.View) addr {
 	if v.Is4() {
 		return addr4(v.Src4())
 	}
-	return addrOf(v.Src())
+	return source6(v)
 }
 
 func destination(v *packet.View) addr {
 	if v.Is4() {
 		return addr4(v.Dst4())
 	}
-	return addrOf(v.Dst())
+	return destination6(v)
 }
 
 func (r *rule) isEndpoint(a addr) bool {

@@ -70,7 +70,7 @@ func (p Peer) equal(q Peer) bool {
 // ruleTable is everything a packet is judged by. It is never changed after it was published.
 type ruleTable struct {
 	remotes4 table4
-	remotes6 bart.Fast[*remote]
+	remotes6 table6
 	rules    []*rule // sorted by peer ID
 }
 
@@ -80,18 +80,18 @@ func (t *ruleTable) remote(a netip.Addr) *remote {
 		a4 := a.As4()
 		return t.remotes4.lookup(binary.BigEndian.Uint32(a4[:]))
 	}
-	r, _ := t.remotes6.Lookup(a)
-	return r
+	return t.remotes6.lookup(addrOf(a))
 }
 
 // remote is what the rule tables say about an address of a peer: the destination outbound, the source inbound. What the
 // fast path needs of the rule is copied here, so that it is in one cache line.
 type remote struct {
-	out, in map4
-	mss     uint16
-	pods    bool // RemotePods, not RemoteExternal
-	peer    *PeerState
-	rule    *rule
+	out, in   map4
+	mss       uint16
+	pods      bool // RemotePods, not RemoteExternal
+	peer      *PeerState
+	rule      *rule
+	out6, in6 map6
 }
 
 // map4 is a 1:1 map of IPv4. A map that must not be used on the fast path matches no address: mask 0, from 1.
@@ -218,9 +218,11 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 	}
 	t := &ruleTable{}
 	t.remotes4.remotes = make([]*remote, 1)
+	var six []remote6
 	for _, p := range peers {
-		t.add(newRule(p, state(p.ID), self))
+		six = append(six, t.add(newRule(p, state(p.ID), self))...)
 	}
+	t.remotes6 = newTable6(six)
 	slices.SortFunc(t.rules, func(a, b *rule) int {
 		if a.spec.ID < b.spec.ID {
 			return -1
@@ -352,15 +354,21 @@ func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 	return r
 }
 
-// add enters the remote prefixes of r.
-func (t *ruleTable) add(r *rule) {
+// add enters the remote prefixes of r, but for those of IPv6, which it returns: their table is made of all of them.
+func (t *ruleTable) add(r *rule) (six []remote6) {
 	t.rules = append(t.rules, r)
-	base := remote{out: noMap4, in: noMap4, mss: r.spec.MSS, peer: r.peer, rule: r}
+	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, peer: r.peer, rule: r}
 	if m := &r.pods[0]; m.ok && !r.guarded { // a single address is its network address, which the fast path leaves out
 		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
 		base.in = map4{mask, to, from}
 		if len(r.endpoints) == 0 {
 			base.out = map4{mask, from, to}
+		}
+	}
+	if m := &r.pods[1]; m.ok && !r.guarded {
+		base.in6 = map6{m.from.mask, m.to.net, m.from.net}
+		if len(r.endpoints) == 0 {
+			base.out6 = map6{m.from.mask, m.from.net, m.to.net}
 		}
 	}
 	pods := base
@@ -370,10 +378,11 @@ func (t *ruleTable) add(r *rule) {
 			if net.Addr().Is4() {
 				t.remotes4.insert(net, r)
 			} else {
-				t.remotes6.Insert(net, r)
+				six = append(six, remote6{net, r})
 			}
 		}
 	}
 	insert(r.spec.RemotePods, &pods)
 	insert(r.spec.RemoteExternal, &base)
+	return six
 }

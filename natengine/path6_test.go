@@ -1,0 +1,69 @@
+package natengine
+
+import (
+	"fmt"
+	"net/netip"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+// benchPeers6 are n peers that all have the same PodCIDR of IPv6; see benchPeers.
+func benchPeers6(n int) []Peer {
+	var peers []Peer
+	for i := range n {
+		remote := netip.PrefixFrom(netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x10, byte(i >> 8), byte(i)}), 56)
+		external := netip.PrefixFrom(netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x11, byte(i >> 8), byte(i)}), 112)
+		peers = append(peers, Peer{
+			ID:         fmt.Sprintf("peer-%03d", i),
+			RemotePods: []netip.Prefix{remote}, RemoteExternal: []netip.Prefix{external},
+			Pods:      []Remap{{pfx("fd00:10:244::/56"), pfx("fd00:10:246::/56")}},
+			External:  []netip.Prefix{pfx("fd00:10:247::/112")},
+			Endpoints: []Endpoint{{ip("100::a9fe:1"), ip("fd00:10:247::1")}},
+			MSS:       1340,
+		})
+	}
+	return peers
+}
+
+// BenchmarkPrefixMap6 is BenchmarkPrefixMap over IPv6.
+func BenchmarkPrefixMap6(b *testing.B) {
+	for _, peers := range []int{1, 10, 100} {
+		there, back := benchPeers6(peers), benchPeers6(peers)
+		for i := range back {
+			m := &back[i].Pods[0]
+			m.From, m.To, back[i].External, back[i].Endpoints = m.To, m.From, nil, nil
+		}
+		engines := [2]*Engine{benchEngine(b, Config{}, there), benchEngine(b, Config{}, back)}
+		for _, c := range []struct {
+			name string
+			body packettest.Body
+		}{{"udp", packettest.UDP{SrcPort: 1, DstPort: 2}}, {"tcp", packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK}}} {
+			for dir := range directions {
+				b.Run(fmt.Sprintf("%v/%s/peers=%d", dir, c.name, peers), func(b *testing.B) {
+					var views [64]packet.View
+					for i := range views {
+						n := i % peers
+						src, dst := ip("fd00:10:244::3:4"), netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x10, byte(n >> 8), byte(n), 15: 9})
+						if dir == Inbound {
+							src, dst = dst, ip("fd00:10:246::3:4")
+						}
+						parse(b, &views[i], packettest.Build(packettest.IP{Src: src, Dst: dst}, c.body))
+					}
+					b.ReportAllocs()
+					i := 0
+					for b.Loop() {
+						v, e := &views[i%64], engines[i/64%2]
+						i++
+						if dir == Outbound {
+							e.Outbound(v, 0)
+						} else {
+							e.Inbound(v, 0)
+						}
+					}
+				})
+			}
+		}
+	}
+}
