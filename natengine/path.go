@@ -68,14 +68,19 @@ func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, 
 	if _, _, _, fragment := v.Fragment(); fragment || !v.HasPorts() {
 		return Verdict{}, false
 	}
-	near, far := src, dst
+	// Key and match are filled in place: copying a struct whose words were just stored stalls until they have left the
+	// store buffer, which takes longer than a hash.
+	var k key
 	nearPort, farPort := v.SrcPort(), v.DstPort()
-	if dir == Inbound {
-		near, far, nearPort, farPort = far, near, farPort, nearPort
+	if dir == Outbound {
+		k.near, k.remote = src, dst
+	} else {
+		k.near, k.remote = dst, src
+		nearPort, farPort = farPort, nearPort
 	}
-	k := keyOf(dir, near, far, v.Proto(), nearPort, farPort)
-	f, ok := r.peer.flows.find(dir, &k)
-	if !ok || f.expired(&e.lifetimes, now) {
+	k.word = wordOf(dir, v.Proto(), nearPort, farPort)
+	var f match
+	if !r.peer.flows.search(dir, &k, &f) || f.expired(&e.lifetimes, now) {
 		return Verdict{}, false
 	}
 	f.touch(v, dir, now)

@@ -27,7 +27,7 @@ type traffic struct {
 
 func newPeerState(id string, seed maphash.Seed, total *atomic.Int64) *PeerState {
 	p := &PeerState{id: id}
-	p.flows.seed, p.flows.napt.seed, p.flows.total = seed, seed, total
+	p.flows.keys, p.flows.napt.seed, p.flows.total = newHashKeys(), seed, total
 	for dir := range p.fragments {
 		p.fragments[dir].lost = func(d Drop, n int) { p.drops[dir][d].Add(uint64(n)) }
 	}

@@ -1,7 +1,6 @@
 package natengine
 
 import (
-	"hash/maphash"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -10,7 +9,7 @@ import (
 // flowTable holds the flows of one peer. Readers take no lock: they go through an index, whose slots never move and
 // whose arrays are replaced as a whole, to an entry, whose chunk never moves. Writers hold mu.
 type flowTable struct {
-	seed  maphash.Seed
+	keys  hashKeys
 	total *atomic.Int64 // flows of all peers
 	index [directions]index
 	slab  atomic.Pointer[[]*chunk]
@@ -55,26 +54,32 @@ func (t *flowTable) side(i uint32) *side {
 
 // find looks for the flow with key k. It may be called with and without mu; without, a flow that is inserted or removed
 // at the same moment may or may not be found.
-func (t *flowTable) find(dir Direction, k *key) (match, bool) {
-	h := k.hash(t.seed)
+func (t *flowTable) find(dir Direction, k *key) (m match, ok bool) {
+	ok = t.search(dir, k, &m)
+	return m, ok
+}
+
+// search is find that writes the flow to m, because a struct of this size is not returned in registers.
+func (t *flowTable) search(dir Direction, k *key, m *match) bool {
+	h := k.hash(&t.keys)
 	s := t.index[dir].shards[h>>shardShift].slots.Load()
 	if s == nil {
-		return match{}, false
+		return false
 	}
 	tag := uint32(h)
 	mask := uint32(len(s.list) - 1)
 	for at := tag & mask; ; at = (at + 1) & mask {
 		slot := s.list[at].Load()
 		if slot == 0 {
-			return match{}, false
+			return false
 		}
 		if uint32(slot>>32) != tag || uint32(slot) == 0 {
 			continue
 		}
-		m := match{index: uint32(slot) - 1}
+		m.index = uint32(slot) - 1
 		m.entry = t.entry(m.index)
 		if m.read(dir, k) {
-			return m, true
+			return true
 		}
 	}
 }
@@ -82,9 +87,8 @@ func (t *flowTable) find(dir Direction, k *key) (match, bool) {
 // read copies the entry into m if it is the flow of k.
 func (m *match) read(dir Direction, k *key) bool {
 	e := m.entry
-	seq := e.seq.Load()
-	m.word = e.word.Load()
-	if seq&1 != 0 || (m.word^k.word)&matchMask[dir] != 0 || m.word&stateLive == 0 {
+	seq, word := e.seq.Load(), e.word.Load()
+	if seq&1 != 0 || (word^k.word)&matchMask[dir] != 0 || word&stateLive == 0 {
 		return false
 	}
 	near, other := &e.near[dir], &e.near[1-dir]
@@ -92,7 +96,7 @@ func (m *match) read(dir Direction, k *key) bool {
 		near[0].Load() != k.near.hi || e.remote[0].Load() != k.remote.hi {
 		return false
 	}
-	m.other = addr{other[0].Load(), other[1].Load()}
+	m.word, m.other.hi, m.other.lo = word, other[0].Load(), other[1].Load()
 	return e.seq.Load() == seq
 }
 
@@ -124,7 +128,7 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, mapping uint
 	t.queue.push(t, i)
 	for dir := range t.index {
 		k := e.keyAt(Direction(dir))
-		t.index[dir].insert(k.hash(t.seed), i)
+		t.index[dir].insert(k.hash(&t.keys), i)
 	}
 	t.live.Add(1)
 	t.total.Add(1)
@@ -163,7 +167,7 @@ func (t *flowTable) remove(i uint32) {
 	e, s := t.entry(i), t.side(i)
 	for dir := range t.index {
 		k := e.keyAt(Direction(dir))
-		t.index[dir].remove(k.hash(t.seed), i)
+		t.index[dir].remove(k.hash(&t.keys), i)
 	}
 	e.seq.Add(1)
 	e.word.Store(0)
