@@ -74,7 +74,7 @@ generate-check: ## Fail when `make generate` would change a file
 	echo "the files above were not up to date: run 'make generate' and commit them"; exit 1
 
 # Each command the tests call, and the Debian package that has it.
-COMMANDS := nft:nftables iptables:iptables wireguard-go:wireguard-go gcc:gcc
+COMMANDS := nft:nftables iptables:iptables wireguard-go:wireguard-go turnserver:coturn gcc:gcc
 
 .PHONY: deps
 deps: ## Install the Debian packages that tests need, where missing and allowed

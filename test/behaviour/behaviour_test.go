@@ -1,0 +1,146 @@
+// Package behaviour asks a client that knows nothing of Isthmus what kind of NAT stands before it: coturn's
+// turnutils_natdiscovery, which implements RFC 5780, with coturn's server, which has the two addresses and two ports that
+// this needs. Between them are the real gateways.
+//
+//	a-pod1  10.244.0.11 ┐                                                     ┌ turnserver in b-pod1
+//	a-onprem, a-node2   ┴ a-node1 ═ isthmus gateway ══ isthmus gateway ═ b-node1 ┘ 10.50.32.11 and .77, ports 3478 and 3479
+//	c-pod1   10.60.0.11 ─ c-node1 ═ isthmus gateway ══════╝
+//
+// The server tells its other address to the client in the body of a message. It has to be true for the client too, so
+// neither a nor c remaps b. b sees a's pods as 10.246.0.0/16, c's as they are.
+package behaviour
+
+import (
+	"context"
+	"flag"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+var long = flag.Bool("long", false, "also wait for the end of a UDP mapping, five minutes")
+
+// What the client may conclude, in its words.
+const (
+	noNAT                      = "No NAT"
+	mappingEndpointIndependent = "NAT with Endpoint Independent Mapping"
+	filteringNone              = "NAT with Endpoint Independent Filtering"
+	filteringByAddressAndPort  = "NAT with Address and Port Dependent Filtering"
+)
+
+func TestRFC5780BehaviourDiscovery(t *testing.T) {
+	s := newSite(t)
+	natIP := podsAatB.Addr()
+	podSeen := lab.Move(s.Cluster("a").Pods[0].Addr, s.Cluster("a").PodCIDR, podsAatB)
+	var checks []check
+	for i, c := range []client{
+		{"pod", "a-pod1", podSeen, mappingEndpointIndependent, filteringNone, false},
+		{"pod of a cluster that is not remapped", "c-pod1", s.Cluster("c").Pods[0].Addr, noNAT, filteringNone, true},
+		{"node with the gateway", "a-node1", natIP, mappingEndpointIndependent, filteringByAddressAndPort, false},
+		{"node without a gateway", "a-node2", natIP, mappingEndpointIndependent, filteringByAddressAndPort, false},
+		{"server outside the cluster", "a-onprem", natIP, mappingEndpointIndependent, filteringByAddressAndPort, false},
+	} {
+		checks = append(checks, s.ask(t.Context(), c, uint16(40000+100*i))...)
+	}
+	for _, c := range checks {
+		t.Run(c.name, c.run)
+	}
+
+	// RFC 4787, REQ-3: no overloading. Both hosts have this port, one of them keeps it.
+	t.Run("two nodes with one port have different mappings", func(t *testing.T) {
+		var seen []netip.AddrPort
+		for _, from := range []string{"a-node1", "a-node2"} {
+			r, err := s.discover(t.Context(), from, 39999, "-m")
+			must(t, err)
+			if !r.says(mappingEndpointIndependent) || len(r.seen) != 2 || r.seen[0].Addr() != natIP || r.seen[0].Port() < 1024 {
+				t.Fatalf("%s is seen as %v\n%s", from, r.seen, r.text)
+			}
+			seen = append(seen, r.seen[0])
+		}
+		if seen[0].Port() != 39999 || seen[1].Port() == 39999 {
+			t.Errorf("seen as %v, want port 39999 for the first alone", seen)
+		}
+	})
+	// What filtering keeps away is an ordinary drop with its reason.
+	t.Run("filtered packets are counted", func(t *testing.T) {
+		n, err := s.Metric(t.Context(), s.Cluster("a"), "isthmus_drops_total", `direction="inbound"`, `reason="no_flow"`)
+		if must(t, err); n < 6 { // three clients, one port of the same address and one of the other, at least
+			t.Errorf("%v packets were counted as no_flow", n)
+		}
+	})
+}
+
+// A client is a host and what it should find out.
+type client struct {
+	name, host      string
+	seen            netip.Addr // by the server
+	mapping, filter string
+	hairpin         bool // it reaches itself under that address
+}
+
+type check struct {
+	name string
+	run  func(t *testing.T)
+}
+
+// ask lets c discover everything at once, each from another port above first, and returns the checks of what it finds.
+func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check) {
+	discover := func(name string, judge func(t *testing.T, r *report, local netip.AddrPort), flags ...string) {
+		first++
+		port := first
+		var r *report
+		var err error
+		done := make(chan struct{})
+		go func() {
+			r, err = s.discover(ctx, c.host, port, flags...)
+			close(done)
+		}()
+		checks = append(checks, check{c.name + ": " + name, func(t *testing.T) {
+			<-done
+			must(t, err)
+			if judge(t, r, netip.AddrPortFrom(c.seen, port)); t.Failed() {
+				t.Log(r.text)
+			}
+		}})
+	}
+	lifetime := func(name string, seconds int, alive bool) {
+		// After the silence it asks by another socket for an answer to the first one's mapping (RFC 5780, section 4.6).
+		discover(name, func(t *testing.T, r *report, _ netip.AddrPort) {
+			if got := len(r.seen) == 2; got != alive {
+				t.Errorf("alive after %d s: %v, want %v", seconds, got, alive)
+			}
+		}, "-t", "-T", strconv.Itoa(seconds))
+	}
+	mapping := func(t *testing.T, r *report, want netip.AddrPort) {
+		if !r.says(c.mapping) {
+			t.Errorf("want the conclusion %q", c.mapping)
+		}
+		// Port preservation (RFC 4787, section 4.2.1): nobody else has this port.
+		if !slices.Equal(r.seen, []netip.AddrPort{want, want}) {
+			t.Errorf("seen as %v, want twice %v", r.seen, want)
+		}
+	}
+	discover("mapping", mapping, "-m")
+	discover("mapping of fragmented datagrams", mapping, "-m", "-P")
+	discover("filtering", func(t *testing.T, r *report, _ netip.AddrPort) {
+		if !r.says(c.filter) {
+			t.Errorf("want the conclusion %q", c.filter)
+		}
+	}, "-f")
+	// The address under which b knows something of a exists in b alone: in a nothing leads there.
+	discover("hairpinning", func(t *testing.T, r *report, _ netip.AddrPort) {
+		if got := strings.Contains(r.text, "successful hairpinning"); got != c.hairpin || len(r.seen) != 1 {
+			t.Errorf("%v, want %v", got, c.hairpin)
+		}
+	}, "-H")
+	lifetime("lifetime", 3, true)
+	if *long && c.filter == filteringByAddressAndPort {
+		lifetime("lifetime just below 300 s", 290, true)
+		lifetime("lifetime just above 300 s", 310, false)
+	}
+	return checks
+}
