@@ -16,6 +16,7 @@ type Config struct {
 	MaxFragmentSets    int        // datagrams of which fragments are remembered, per peer and direction
 	MaxFragmentBytes   int        // octets held, per peer and direction
 	MaxFragmentsPerSet int        // fragments held of one datagram
+	MaxErrorsPerSecond int        // ICMP errors of our own, per peer
 	Timeouts           Timeouts
 }
 
@@ -35,6 +36,7 @@ const (
 	defaultMaxFragmentSets    = 256
 	defaultMaxFragmentBytes   = 1 << 20
 	defaultMaxFragmentsPerSet = 64
+	defaultMaxErrorsPerSecond = 1000
 )
 
 func (c Config) withDefaults() Config {
@@ -56,6 +58,7 @@ func (c Config) withDefaults() Config {
 	number(&c.MaxFragmentSets, defaultMaxFragmentSets)
 	number(&c.MaxFragmentBytes, defaultMaxFragmentBytes)
 	number(&c.MaxFragmentsPerSet, defaultMaxFragmentsPerSet)
+	number(&c.MaxErrorsPerSecond, defaultMaxErrorsPerSecond)
 	period(&c.Timeouts.UDP, 5*time.Minute)
 	period(&c.Timeouts.TCPEstablished, 2*time.Hour+4*time.Minute)
 	period(&c.Timeouts.TCPTransitory, 4*time.Minute)
@@ -129,6 +132,7 @@ func (e *Engine) SetPeers(peers []Peer) error {
 	}
 	for _, r := range table.rules {
 		r.peer.quota.Store(int64(max(quota, 1)))
+		r.peer.path.mtu.Store(int32(r.spec.MTU))
 	}
 	// First every PeerState learns its new rule, then the table is published: a packet under way with the old table
 	// cannot open a flow that the new one does not permit.

@@ -17,6 +17,7 @@ type PeerState struct {
 	fragments [directions]fragmentStore
 	drops     [directions][numDrops]atomic.Uint64
 	traffic   [directions]traffic
+	path      path
 }
 
 // traffic has a cache line of its own, so that the two directions do not slow each other down.

@@ -59,8 +59,10 @@ type Peer struct {
 	External       []netip.Prefix // Xa@B
 	Endpoints      []Endpoint     // what is reached under the addresses of External; nothing else is
 	MSS            uint16         // upper bound for the MSS of IPv4 SYNs both ways, IPv6 gets 20 less; 0 = leave alone
+	MTU            uint16         // largest IP packet towards the peer in octets, see PeerState.MTU; 0 = no bound
 }
 
+// equal compares what flows depend on.
 func (p Peer) equal(q Peer) bool {
 	return p.ID == q.ID && p.MSS == q.MSS && slices.Equal(p.RemotePods, q.RemotePods) &&
 		slices.Equal(p.RemoteExternal, q.RemoteExternal) && slices.Equal(p.Pods, q.Pods) &&
@@ -287,6 +289,9 @@ func (p Peer) check(self [2]addr) (errs []error) {
 				fail("external: %v overlaps the pods as the peer sees them, %v", x, m.To)
 			}
 		}
+	}
+	if p.MTU != 0 && p.MTU < 68 {
+		fail("MTU %d: want 0 for none, or at least 68 (RFC 791)", p.MTU)
 	}
 	at := map[netip.Addr]netip.Addr{}
 	for _, e := range p.Endpoints {

@@ -26,6 +26,8 @@ type PeerStats struct {
 	FragmentBytes   int // octets held
 	Bytes           int // memory
 
+	MTU                               int    // largest packet towards the peer, 0 for no bound
+	Told, Silent, Fragmented          uint64 // packets too big so far: answered by an ICMP error; not, because of the rate; cut into fragments
 	Created, Expired, Evicted, Purged uint64 // flows so far: opened; idle too long; half-open at the bound; not permitted by new rules
 }
 
@@ -61,6 +63,7 @@ func (p *PeerState) Stats() PeerStats {
 	t := &p.flows
 	s := PeerStats{
 		ID: p.id, Down: p.Down(), Flows: int(t.live.Load()), MaxFlows: int(p.quota.Load()), HalfOpen: int(t.halfOpen.Load()),
+		MTU: p.MTU(), Told: p.path.told.Load(), Silent: p.path.silent.Load(), Fragmented: p.path.fragmented.Load(),
 		Created: t.created.Load(), Expired: t.expired.Load(), Evicted: t.evicted.Load(), Purged: t.purged.Load(),
 	}
 	for dir := range p.fragments {
