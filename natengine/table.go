@@ -209,11 +209,11 @@ func (t *flowTable) sweep(l *lifetimes, now tick) (removed int) {
 				continue
 			}
 			half := halfOpen(word)
-			if half {
-				halfOpens++
-			}
 			closing := half && word&(stateRst|stateFin) != 0
 			late := now.since(tick(e.seen.Load())) > l.of(word)
+			if half && !late {
+				halfOpens++
+			}
 			if !late && !closing {
 				continue
 			}
@@ -237,7 +237,7 @@ func (t *flowTable) sweep(l *lifetimes, now tick) (removed int) {
 			t.mu.Unlock()
 		}
 	}
-	t.halfOpen.Store(int64(max(halfOpens-removed, 0)))
+	t.halfOpen.Store(int64(halfOpens))
 	t.expired.Add(uint64(removed))
 	return removed
 }
