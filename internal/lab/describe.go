@@ -47,7 +47,7 @@ func (l *Lab) Describe(w io.Writer) error {
 	return table.Flush()
 }
 
-// Lookup returns the address under which host from reaches what is called name: a host of the lab or an IPv4 address.
+// Lookup returns the address under which host from reaches what is called name: a host of the lab or an address.
 func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 	if addr, err := netip.ParseAddr(name); err == nil {
 		return addr, nil

@@ -39,9 +39,9 @@ func (h *Host) Get(ctx context.Context, url string) (string, error) {
 	return string(body), nil
 }
 
-// Serve serves HTTP inside the host at address ("10.244.0.11:80", ":80") until the returned function is called.
+// Serve serves HTTP inside the host at address ("10.244.0.11:80", ":80" for both families) until the returned function is called.
 func (h *Host) Serve(address string, handler http.Handler) (stop func() error, err error) {
-	listener, err := h.Listen("tcp4", address)
+	listener, err := h.Listen("tcp", address)
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", h.Name, err)
 	}
@@ -149,7 +149,7 @@ func (t Throughput) BitsPerSecond() float64 { return float64(t.Bytes) * 8 / t.Du
 func (h *Host) Download(ctx context.Context, addr netip.Addr, n int64, atMost time.Duration) (Throughput, error) {
 	request, cancel := context.WithTimeout(ctx, atMost)
 	defer cancel()
-	req, err := http.NewRequestWithContext(request, http.MethodGet, fmt.Sprintf("http://%v/bytes?n=%d", addr, n), nil)
+	req, err := http.NewRequestWithContext(request, http.MethodGet, fmt.Sprintf("http://%v/bytes?n=%d", netip.AddrPortFrom(addr, 80), n), nil)
 	if err != nil {
 		return Throughput{}, err
 	}

@@ -12,17 +12,22 @@ import (
 
 	"golang.org/x/net/icmp"
 	"golang.org/x/net/ipv4"
+	"golang.org/x/net/ipv6"
 )
 
 // An ICMPError is the answer to a packet that could not be delivered.
 type ICMPError struct {
 	From netip.Addr // who says so
-	Type int        // RFC 792: 3 unreachable, 11 time exceeded, ...
+	Type int        // RFC 792: 3 unreachable, 11 time exceeded, ...; RFC 4443: 1 unreachable, 2 too big, 3 time exceeded, ...
 	Code int
 }
 
 func (e *ICMPError) Error() string {
-	return fmt.Sprintf("%v answers ICMP %v, code %d", e.From, ipv4.ICMPType(e.Type), e.Code)
+	var kind icmp.Type = ipv4.ICMPType(e.Type)
+	if e.From.Is6() {
+		kind = ipv6.ICMPType(e.Type)
+	}
+	return fmt.Sprintf("%v answers ICMP %v, code %d", e.From, kind, e.Code)
 }
 
 // PingOptions are what PingWith can vary. The zero value is an ordinary ping.
@@ -63,27 +68,32 @@ func (h *Host) PingWith(ctx context.Context, dst netip.Addr, o PingOptions) (rtt
 			err = fmt.Errorf("ping %v from %s: %w", dst, h.Name, err)
 		}
 	}()
-	if !dst.Is4() {
-		return 0, errors.New("a lab is IPv4 only")
-	}
 	if o.Size == 0 {
 		o.Size = 56
 	}
 	if o.Wait == 0 {
 		o.Wait = time.Second
 	}
-	source := "0.0.0.0"
+	network, source, protocol := "ip4:icmp", "0.0.0.0", 1
+	if dst.Is6() {
+		network, source, protocol = "ip6:ipv6-icmp", "::", 58
+	}
 	if o.Source.IsValid() {
 		source = o.Source.String()
 	}
 	// A raw socket, because it also gets the ICMP errors. It gets those of everybody, so each call has its own number.
-	conn, err := h.ListenPacket("ip4:icmp", source)
+	conn, err := h.ListenPacket(network, source)
 	if err != nil {
 		return 0, err
 	}
 	defer conn.Close()
 	if o.TTL > 0 {
-		if err := ipv4.NewPacketConn(conn).SetTTL(o.TTL); err != nil {
+		if dst.Is6() {
+			err = ipv6.NewPacketConn(conn).SetHopLimit(o.TTL)
+		} else {
+			err = ipv4.NewPacketConn(conn).SetTTL(o.TTL)
+		}
+		if err != nil {
 			return 0, err
 		}
 	}
@@ -91,6 +101,9 @@ func (h *Host) PingWith(ctx context.Context, dst netip.Addr, o PingOptions) (rtt
 	rand.Read(number[:])
 	id, seq := int(binary.BigEndian.Uint16(number[:])), int(binary.BigEndian.Uint16(number[2:]))
 	request := icmp.Message{Type: ipv4.ICMPTypeEcho, Body: &icmp.Echo{ID: id, Seq: seq, Data: make([]byte, o.Size)}}
+	if dst.Is6() {
+		request.Type = ipv6.ICMPTypeEchoRequest // the kernel adds the checksum
+	}
 	packet, err := request.Marshal(nil)
 	if err != nil {
 		return 0, err
@@ -121,24 +134,28 @@ func (h *Host) PingWith(ctx context.Context, dst netip.Addr, o PingOptions) (rtt
 			return 0, err
 		}
 		arrived := time.Now()
-		message, err := icmp.ParseMessage(1, buf[:n])
+		message, err := icmp.ParseMessage(protocol, buf[:n])
 		if err != nil {
 			continue
 		}
-		sender, _ := netip.AddrFromSlice(from.(*net.IPAddr).IP.To4())
+		sender, _ := netip.AddrFromSlice(from.(*net.IPAddr).IP)
+		sender = sender.Unmap()
+		var quote []byte
 		switch body := message.Body.(type) {
 		case *icmp.Echo:
-			if message.Type == ipv4.ICMPTypeEchoReply && body.ID == id && body.Seq == seq && sender == dst {
+			reply := message.Type == ipv4.ICMPTypeEchoReply || message.Type == ipv6.ICMPTypeEchoReply
+			if reply && body.ID == id && body.Seq == seq && sender == dst {
 				return arrived.Sub(start), nil
 			}
 		case *icmp.DstUnreach:
-			if quotes(body.Data, dst, id, seq) {
-				return 0, &ICMPError{sender, int(message.Type.(ipv4.ICMPType)), message.Code}
-			}
+			quote = body.Data
 		case *icmp.TimeExceeded:
-			if quotes(body.Data, dst, id, seq) {
-				return 0, &ICMPError{sender, int(message.Type.(ipv4.ICMPType)), message.Code}
-			}
+			quote = body.Data
+		case *icmp.PacketTooBig:
+			quote = body.Data
+		}
+		if quotes(quote, dst, id, seq) {
+			return 0, &ICMPError{sender, int(buf[0]), message.Code}
 		}
 	}
 }
@@ -150,13 +167,21 @@ func isTimeout(err error) bool {
 
 // quotes tells whether the packet that an ICMP error quotes is our echo request.
 func quotes(packet []byte, dst netip.Addr, id, seq int) bool {
-	if len(packet) < 20 || packet[9] != 1 || netip.AddrFrom4([4]byte(packet[16:20])) != dst {
+	var header []byte
+	switch {
+	case dst.Is6():
+		if len(packet) < 48 || packet[6] != 58 || netip.AddrFrom16([16]byte(packet[24:40])) != dst || packet[40] != 128 {
+			return false
+		}
+		header = packet[40:]
+	case len(packet) < 20 || packet[9] != 1 || netip.AddrFrom4([4]byte(packet[16:20])) != dst:
 		return false
+	default:
+		length := int(packet[0]&0x0f) * 4
+		if length < 20 || len(packet) < length+8 || packet[length] != 8 {
+			return false
+		}
+		header = packet[length:]
 	}
-	length := int(packet[0]&0x0f) * 4
-	if length < 20 || len(packet) < length+8 {
-		return false
-	}
-	header := packet[length:]
-	return header[0] == 8 && int(binary.BigEndian.Uint16(header[4:])) == id && int(binary.BigEndian.Uint16(header[6:])) == seq
+	return int(binary.BigEndian.Uint16(header[4:])) == id && int(binary.BigEndian.Uint16(header[6:])) == seq
 }

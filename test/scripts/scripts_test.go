@@ -12,8 +12,10 @@
 //	lab map A                   map the server outside cluster A for all peers
 //	lab down
 //	gateway start|stop|kill [A...]
-//	[!] ping [-size=N] FROM TO  TO is a host, under the address that FROM's cluster sees, or an address. With "!" nothing may
-//	                            come back for half a second
+//	[!] ping [-size=N] [-ttl=N] FROM TO
+//	                            TO is a host, under the address that FROM's cluster sees, or an address. With "!" no answer may
+//	                            come back for half a second; standard error: what came instead
+//	udp [-size=N] FROM TO AT    a datagram from FROM to TO, and the same back from host AT, which is there
 //	[!] http FROM TO            standard output: what TO's web server answers ("b-pod1 sees 10.246.0.11")
 //	download FROM TO BYTES
 //	session open|check FROM TO  one TCP connection that lives across other commands
@@ -28,6 +30,7 @@ package scripts
 
 import (
 	"bufio"
+	"bytes"
 	"context"
 	"errors"
 	"flag"
@@ -84,6 +87,7 @@ func TestScripts(t *testing.T) {
 			"lab":      command((*script).lab),
 			"gateway":  command((*script).gateway),
 			"ping":     command((*script).ping),
+			"udp":      command((*script).udp),
 			"http":     command((*script).http),
 			"download": command((*script).download),
 			"session":  command((*script).tcp),
@@ -290,7 +294,7 @@ func (s *script) gateway(_ *testscript.TestScript, _ bool, args []string) error 
 func (s *script) ping(ts *testscript.TestScript, neg bool, args []string) error {
 	flags := flag.NewFlagSet("ping", flag.ContinueOnError)
 	flags.SetOutput(ts.Stderr())
-	size := flags.Int("size", 0, "")
+	size, ttl := flags.Int("size", 0, ""), flags.Int("ttl", 0, "")
 	if flags.Parse(args) != nil || flags.NArg() != 2 {
 		return errUsage
 	}
@@ -298,10 +302,69 @@ func (s *script) ping(ts *testscript.TestScript, neg bool, args []string) error 
 	if err != nil {
 		return err
 	}
-	o := lab.PingOptions{Size: *size, Wait: 500 * time.Millisecond}
+	o := lab.PingOptions{Size: *size, TTL: *ttl, Wait: 500 * time.Millisecond}
 	for deadline := time.Now().Add(patience); ; time.Sleep(50 * time.Millisecond) {
 		_, err = from.PingWith(context.Background(), to, o)
 		if err == nil || neg || time.Now().After(deadline) {
+			if err != nil {
+				fmt.Fprintln(ts.Stderr(), err)
+			}
+			return err
+		}
+	}
+}
+
+func (s *script) udp(ts *testscript.TestScript, _ bool, args []string) error {
+	flags := flag.NewFlagSet("udp", flag.ContinueOnError)
+	flags.SetOutput(ts.Stderr())
+	size := flags.Int("size", 56, "")
+	if flags.Parse(args) != nil || flags.NArg() != 3 {
+		return errUsage
+	}
+	from, to, err := s.ends(flags.Arg(0), flags.Arg(1))
+	if err != nil {
+		return err
+	}
+	at, err := s.l.Host(flags.Arg(2))
+	if err != nil {
+		return err
+	}
+	server, err := at.ListenPacket("udp", ":7")
+	if err != nil {
+		return err
+	}
+	defer server.Close()
+	go func() {
+		buf := make([]byte, 1<<16)
+		for {
+			n, caller, err := server.ReadFrom(buf)
+			if err != nil {
+				return
+			}
+			if _, err := server.WriteTo(buf[:n], caller); err != nil {
+				return
+			}
+		}
+	}()
+	client, err := from.Dial(context.Background(), "udp", netip.AddrPortFrom(to, 7).String())
+	if err != nil {
+		return err
+	}
+	defer client.Close()
+	sent, got := bytes.Repeat([]byte("isthmus."), *size/8+1)[:*size], make([]byte, 1<<16)
+	for deadline := time.Now().Add(patience); ; {
+		if err := client.SetReadDeadline(time.Now().Add(500 * time.Millisecond)); err != nil {
+			return err
+		}
+		_, err := client.Write(sent) // fails with what an ICMP error said about the one before
+		n := 0
+		if err == nil {
+			n, err = client.Read(got)
+		}
+		if err == nil && !bytes.Equal(sent, got[:n]) {
+			return fmt.Errorf("%d octets came back of %d, or others", n, len(sent))
+		}
+		if err == nil || time.Now().After(deadline) {
 			return err
 		}
 	}
@@ -321,7 +384,7 @@ func (s *script) http(ts *testscript.TestScript, neg bool, args []string) error 
 	}
 	ctx, cancel := context.WithTimeout(context.Background(), wait)
 	defer cancel()
-	body, err := from.Get(ctx, fmt.Sprintf("http://%v/", to))
+	body, err := from.Get(ctx, fmt.Sprintf("http://%v/", netip.AddrPortFrom(to, 80)))
 	fmt.Fprint(ts.Stdout(), body)
 	return err
 }
