@@ -15,12 +15,13 @@ func (e *Engine) open(r *rule, kind flowKind, dir Direction, k *key, other addr,
 	if current := r.peer.rule; current != r && (current == nil || !current.permits(kind, local, mapped, k.remote)) {
 		return match{}, DropNoFlow // the rules have just changed
 	}
+	over := int64(0) // flows that only a trace leaves there
 	if f, ok := t.find(dir, k); ok {
 		if !f.expired(&e.lifetimes, now) {
 			tr.known(&f)
 			return f, DropNone
 		}
-		t.expire(&f, tr)
+		over += t.expire(&f, tr)
 	}
 	proto, port, remotePort := protoOf(k.word), k.nearPort(dir), k.remotePort()
 	class := classOf(proto, k.near.is4())
@@ -35,10 +36,10 @@ func (e *Engine) open(r *rule, kind flowKind, dir Direction, k *key, other addr,
 				}
 				return match{}, DropProtocol
 			}
-			t.expire(&f, tr)
+			over += t.expire(&f, tr)
 		}
 	}
-	full := t.live.Load() >= r.peer.quota.Load() || e.total.Load() >= int64(e.config.MaxFlows)
+	full := t.live.Load()-over >= r.peer.quota.Load() || e.total.Load()-over >= int64(e.config.MaxFlows)
 	if tr != nil {
 		return t.preview(kind, k, other, class, full, tr)
 	}
@@ -66,12 +67,14 @@ func (e *Engine) open(r *rule, kind flowKind, dir Direction, k *key, other addr,
 	return f, DropNone
 }
 
-// expire removes a flow that is in the way though its time is over.
-func (t *flowTable) expire(f *match, tr *Trace) {
-	if tr == nil {
-		t.remove(f.index)
-		t.expired.Add(1)
+// expire removes a flow that is in the way though its time is over, and returns how many it had to leave: 1 for a trace.
+func (t *flowTable) expire(f *match, tr *Trace) int64 {
+	if tr != nil {
+		return 1
 	}
+	t.remove(f.index)
+	t.expired.Add(1)
+	return 0
 }
 
 // begins tells whether a packet may open a flow: a TCP segment without RST (also in mid-connection, so that
