@@ -98,13 +98,13 @@ func sumHeader4(h []byte) uint16 {
 		uint64(be.Uint32(h[16:20])))
 }
 
-// fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0.
+// fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0. A sum plus its halves exchanged has in the
+// upper half what both together make, the carry out of the lower half included.
 func fold(sum uint64) uint16 {
-	sum = sum>>32 + sum&0xffffffff
-	sum = sum>>16 + sum&0xffff
-	sum = sum>>16 + sum&0xffff
-	sum = sum>>16 + sum&0xffff
-	return uint16(sum)
+	sum += bits.RotateLeft64(sum, 32)
+	half := uint32(sum >> 32)
+	half += bits.RotateLeft32(half, 16)
+	return uint16(half >> 16)
 }
 
 // delta32 and delta16 are what replacing a field adds to a sum: ~m + m' of RFC 1624, equation 3. Field and sum have to
