@@ -1,0 +1,198 @@
+package natengine_test
+
+import (
+	"fmt"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+// TestRFC7857_2_TCPSessionTracking walks through figure 1: the state that each segment leads to, as the status shows it and
+// as the time that is left tells.
+func TestRFC7857_2_TCPSessionTracking(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		steps []step
+		state string
+		left  time.Duration
+	}{
+		{"V4 INIT", []step{{"out", syn}}, "half-open", transitory},
+		{"ESTABLISHED", []step{{"out", syn}, {"in", synAck}, {"out", ack}}, "established", established},
+		{"V4 FIN RCV", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", finAck}}, "established", established},
+		{"V6 FIN RCV", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"out", finAck}}, "established", established},
+		{"V4 FIN + V6 FIN RCV", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", finAck}, {"out", finAck}}, "closing", transitory},
+		{"TRANS by RST of ours", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"out", rst}}, "closing", transitory},
+		{"TRANS by RST of theirs", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", rst}}, "closing", transitory},
+		{"TRANS and back", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", rst}, {"out", ack}}, "established", established},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			b := newBox(t, natengine.Config{})
+			for _, s := range c.steps {
+				if s.dir == "out" {
+					b.out(segment(node1+":4000", theirPod+":80", s.flags))
+				} else {
+					b.in(segment(theirPod+":80", natAddress+":4000", s.flags))
+				}
+			}
+			f := b.e.Flows(2)
+			if len(f) != 1 || f[0].State != c.state || f[0].Left.Round(time.Second) != c.left {
+				t.Errorf("%+v, want %s for %v", f, c.state, c.left)
+			}
+		})
+	}
+}
+
+func TestRFC7857_2_2_RSTIsTranslatedAndTheFlowWaitsFourMinutes(t *testing.T) {
+	lasts(t, natengine.Config{}, transitory, func(b *box) []byte {
+		seen := b.connect(node1+":4000", theirPod+":80")
+		b.wait(time.Hour)
+		want(t, destination(b.in(segment(theirPod+":80", seen, rst))), node1+":4000")
+		b.wait(time.Minute)
+		b.in(segment(theirPod+":80", seen, rst)) // more of them make it no longer
+		b.wait(-time.Minute)
+		return segment(theirPod+":80", seen, rst)
+	})
+}
+
+// TestRFC7857_2_2_AForgedRSTEndsNothing: a segment within four minutes shows that the connection goes on. The RST may have
+// any sequence number, since none is tracked.
+func TestRFC7857_2_2_AForgedRSTEndsNothing(t *testing.T) {
+	lasts(t, natengine.Config{}, established, func(b *box) []byte {
+		seen := b.connect(node1+":4000", theirPod+":80")
+		b.in(segment(theirPod+":80", seen, rst))
+		b.wait(239 * time.Second)
+		b.out(segment(node1+":4000", theirPod+":80", ack))
+		return segment(theirPod+":80", seen, ack)
+	})
+}
+
+// TestRFC7857_3_PortsDoNotOverlap: the RFC allows one port for several hosts with different destinations; endpoint-
+// independent mapping does not.
+func TestRFC7857_3_PortsDoNotOverlap(t *testing.T) {
+	b := newBox(t, natengine.Config{})
+	first := source(b.out(datagram(node1+":4000", theirPod+":53")))
+	if other := source(b.out(datagram(node2+":4000", theirOther+":54"))); other == first {
+		t.Errorf("%s belongs to two hosts", other)
+	}
+}
+
+// exhaust takes every UDP port at the NAPT address.
+func exhaust(b *box) {
+	b.Helper()
+	for port := 1; port < 1<<16; port++ {
+		b.out(datagram(fmt.Sprintf("%s:%d", node1, port), theirPod+":53"))
+	}
+}
+
+func TestRFC7857_4_WithoutPortsNewSessionsAreDropped(t *testing.T) {
+	b := newBox(t, natengine.Config{})
+	exhaust(b)
+	b.refuse(natengine.Outbound, datagram(node2+":4000", theirPod+":53"), natengine.DropPortsExhausted)
+	b.out(datagram(node1+":4000", theirPod+":53")) // what has a port goes on,
+	b.out(datagram(node1+":4000", theirOther+":9"))
+	want(t, source(b.out(segment(node2+":4000", theirPod+":80", syn))), natAddress+":4000") // TCP has its own,
+	b.wait(301 * time.Second)
+	b.e.Sweep(b.now)
+	b.out(datagram(node2+":4000", theirPod+":53")) // and what was given up is free again
+}
+
+func TestRFC7857_5_MappingsAreProtocolDependent(t *testing.T) {
+	b := newBox(t, natengine.Config{})
+	b.out(datagram(node1+":4000", theirPod+":53"))
+	want(t, source(b.out(segment(node2+":4000", theirPod+":53", syn))), natAddress+":4000") // UDP of another host is not in its way
+	if p := b.out(datagram(node2+":4000", theirPod+":53")); p.SrcPort == 4000 {
+		t.Error("the mapping of TCP was used for UDP")
+	}
+}
+
+func TestRFC7857_6_FilteringIsProtocolDependent(t *testing.T) {
+	b := newBox(t, natengine.Config{})
+	seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
+	for _, flags := range []uint8{syn, synAck, ack} {
+		b.refuse(natengine.Inbound, segment(theirPod+":53", seen, flags), natengine.DropNoFlow)
+	}
+}
+
+func TestRFC7857_7_RefusedPacketsRefreshNothing(t *testing.T) {
+	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
+		seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
+		b.wait(time.Minute)
+		b.refuse(natengine.Inbound, datagram(theirOther+":53", seen), natengine.DropNoFlow)
+		b.refuse(natengine.Inbound, datagram(theirPod+":54", seen), natengine.DropNoFlow)
+		b.wait(-time.Minute)
+		return datagram(theirPod+":53", seen)
+	})
+}
+
+func TestRFC7857_7_1_OutboundErrorsAndRSTsRefreshNothing(t *testing.T) {
+	lasts(t, natengine.Config{}, 5*time.Minute, func(b *box) []byte {
+		seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
+		b.wait(time.Minute)
+		b.out(about(node1, theirPod, 3, 3, datagram(theirPod+":53", node1+":4000")))
+		b.wait(-time.Minute)
+		return datagram(theirPod+":53", seen)
+	})
+	lasts(t, natengine.Config{}, transitory, func(b *box) []byte {
+		seen := source(b.out(segment(node1+":4000", theirPod+":80", syn)))
+		b.wait(time.Minute)
+		b.out(segment(node1+":4000", theirPod+":80", rst))
+		b.wait(-time.Minute)
+		return segment(theirPod+":80", seen, synAck)
+	})
+}
+
+// TestRFC7857_9_APortThatChangesIsRandom: kept where it can be, else of all of its range and without order (RFC 6056,
+// section 4).
+func TestRFC7857_9_APortThatChangesIsRandom(t *testing.T) {
+	b := newBox(t, natengine.Config{})
+	b.out(datagram("192.168.0.1:4000", theirPod+":53"))
+	neighbours, low, high, last := 0, 0, 0, uint16(0)
+	for host := range 250 {
+		p := b.out(datagram(fmt.Sprintf("192.168.1.%d:4000", host), theirPod+":53"))
+		if d := int(p.SrcPort) - int(last); d >= -2 && d <= 2 {
+			neighbours++
+		}
+		if p.SrcPort < 1<<15 {
+			low++
+		} else {
+			high++
+		}
+		last = p.SrcPort
+	}
+	if neighbours > 5 || low < 60 || high < 60 {
+		t.Errorf("%d ports next to the one before, %d in the lower half, %d in the upper", neighbours, low, high)
+	}
+}
+
+func TestRFC7857_11_AQueryMappingEndsWithItsLastSession(t *testing.T) {
+	b := newBox(t, natengine.Config{})
+	b.out(ping(node1, theirPod, 7))
+	b.wait(40 * time.Second)
+	b.out(ping(node1, theirOther, 7))
+	b.wait(40 * time.Second) // the first session is over
+	b.e.Sweep(b.now)
+	if p := b.out(ping(node2, theirOther, 7)); p.ICMPID == 7 {
+		t.Error("the identifier was given away although a session has it")
+	}
+	want(t, destination(b.in(pong(theirOther, natAddress, 7))), node1+":7")
+	b.wait(61 * time.Second)
+	b.e.Sweep(b.now)
+	if n := b.stats().Mappings; n != 0 {
+		t.Errorf("%d mappings without a session", n)
+	}
+	want(t, source(b.out(ping("192.168.1.3", theirOther, 7))), natAddress+":7")
+}
+
+// TestRFC7857_10_IdentificationIsKept: fragments of one datagram keep theirs, and so does what is whole. See docs/nat.md.
+func TestRFC7857_10_IdentificationIsKept(t *testing.T) {
+	b := newBox(t, natengine.Config{})
+	for id := range uint32(5) {
+		for _, f := range packettest.Fragments(datagram(node1+":4000", theirPod+":53", make([]byte, 200)...), 64, id*1000) {
+			if p := b.out(f); p.FragmentID != id*1000 {
+				t.Errorf("identification %d became %d", id*1000, p.FragmentID)
+			}
+		}
+	}
+}
