@@ -15,13 +15,14 @@ func (e *Engine) open(r *rule, kind flowKind, dir Direction, k *key, other addr,
 	if current := r.peer.rule; current != r && (current == nil || !current.permits(kind, local, mapped, k.remote)) {
 		return match{}, DropNoFlow // the rules have just changed
 	}
+	var first match
 	over := int64(0) // flows that only a trace leaves there
 	if f, ok := t.find(dir, k); ok {
 		if !f.expired(&e.lifetimes, now) {
 			tr.known(&f)
 			return f, DropNone
 		}
-		over += t.expire(&f, tr)
+		first, over = f, t.expire(&f, tr)
 	}
 	proto, port, remotePort := protoOf(k.word), k.nearPort(dir), k.remotePort()
 	class := classOf(proto, k.near.is4())
@@ -36,7 +37,9 @@ func (e *Engine) open(r *rule, kind flowKind, dir Direction, k *key, other addr,
 				}
 				return match{}, DropProtocol
 			}
-			over += t.expire(&f, tr)
+			if f.entry != first.entry {
+				over += t.expire(&f, tr)
+			}
 		}
 	}
 	full := t.live.Load()-over >= r.peer.quota.Load() || e.total.Load()-over >= int64(e.config.MaxFlows)
