@@ -10,6 +10,7 @@ import (
 type PeerState struct {
 	id    string
 	down  atomic.Bool
+	path  path         // next to down: the caller asks both for each packet
 	quota atomic.Int64 // bound for flows
 	rule  *rule        // the newest, which new flows have to be permitted by; with flows.mu
 
@@ -17,7 +18,6 @@ type PeerState struct {
 	fragments [directions]fragmentStore
 	drops     [directions][numDrops]atomic.Uint64
 	traffic   [directions]traffic
-	path      path
 }
 
 // traffic has a cache line of its own, so that the two directions do not slow each other down.

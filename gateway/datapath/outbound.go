@@ -29,7 +29,8 @@ type outbound struct {
 	header    packet.VirtioHeader
 	view      packet.View
 	segmenter packet.Segmenter // what of the last superpacket did not fit the batch; reads scratch
-	released  [][]byte         // fragments that did not fit the batch
+	released  [][]byte         // fragments that did not fit the batch, owned
+	tooBig    tooBig
 	traffic   traffic
 	now       time.Duration
 }
@@ -64,7 +65,7 @@ func (b *batch) done(size int) {
 }
 
 // Read fills bufs with translated packets, each whole, with complete checksums
-// and at most as large as the link's MTU, and implements tun.Device. It waits for
+// and at most as large as the MTU of its peer, and implements tun.Device. It waits for
 // the first packet only. A superpacket ends the batch, because it is work for a
 // whole batch by itself; single packets are collected until the link has no more,
 // so that they too travel in batches. A superpacket of more segments than there
@@ -114,7 +115,7 @@ func (d *Device) readKept(b *batch) {
 	}
 }
 
-// readReleased hands on fragments that the engine had held.
+// readReleased hands on fragments that the engine had held, or that were made here.
 func (d *Device) readReleased(b *batch) {
 	o := &d.out
 	i := 0
@@ -206,8 +207,10 @@ func (d *Device) translate(b *batch, gsoSize int, local bool) {
 func (d *Device) release(b *batch, v natengine.Verdict) {
 	o := &d.out
 	for _, p := range v.Released() {
-		if len(p) > b.room() {
-			d.engine.Count(v.Peer, natengine.Outbound, natengine.DropTooBig)
+		if most := limit(b, v.Peer); len(p) > most {
+			if o.view.Parse(p, packet.ChecksumComplete) == nil { // it did when it came
+				d.splitOrTell(&o.view, most, v.Peer)
+			}
 			continue
 		}
 		o.released = append(o.released, p)
@@ -222,8 +225,8 @@ func (d *Device) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	if gsoSize == 0 {
 		o.view.CompleteChecksum()
 		p := o.view.Bytes()
-		if len(p) > b.room() {
-			d.engine.Count(peer, natengine.Outbound, natengine.DropTooBig)
+		if most := limit(b, peer); len(p) > most {
+			d.tooBig(b, 0, most, peer)
 			return
 		}
 		b.done(copy(b.next(), p))
@@ -231,8 +234,8 @@ func (d *Device) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 		return
 	}
 	headers := o.view.PayloadOffset()
-	if headers+gsoSize > b.room() {
-		d.engine.Count(peer, natengine.Outbound, natengine.DropTooBig)
+	if most := limit(b, peer); headers+gsoSize > most {
+		d.tooBig(b, gsoSize, most, peer)
 		return
 	}
 	if err := o.segmenter.Reset(&o.view, gsoSize); err != nil {
