@@ -22,6 +22,7 @@ type reference struct {
 	flows    []*refFlow                    // in the order they were opened; what is over stays until sweep
 	room     func(*refFlow) natengine.Drop // whether the bounds let one more flow in; nil for no bounds
 	expired  func(*refFlow)                // is told of flows whose time was over; nil for nobody
+	lately   []*refFlow                    // flows that gave way to the one that is opened
 }
 
 type refFlow struct {
@@ -335,17 +336,18 @@ func (r *reference) learn(f *refFlow, port uint16) error {
 	want := f.local.Port()
 	icmp := f.proto == 1 || f.proto == 58
 	taken := false
-	for _, g := range r.flows {
+	for _, g := range slices.Concat(r.flows, r.lately) {
+		gone := slices.Contains(r.lately, g) // its port may have been free again, or not yet
 		if g == f || g.endpoint || g.peer != f.peer || g.proto != f.proto || g.mapped.Addr() != f.mapped.Addr() {
 			continue
 		}
-		if g.local == f.local && g.mapped != f.mapped {
+		if g.local == f.local && g.mapped != f.mapped && !gone {
 			return fmt.Errorf("%v is at %v towards %v and at %v towards %v: mapping depends on the endpoint", f.local, g.mapped, g.remote, f.mapped, f.remote)
 		}
-		if g.local == f.local {
+		if g.local == f.local && g.mapped == f.mapped {
 			return nil // endpoint-independent, and therefore right
 		}
-		if g.mapped == f.mapped {
+		if g.mapped == f.mapped && !gone {
 			return fmt.Errorf("%v and %v share %v", f.local, g.local, g.mapped)
 		}
 		if g.mapped.Port() == want {

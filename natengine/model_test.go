@@ -1,0 +1,712 @@
+package natengine_test
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"runtime/debug"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+// model is the whole stateful engine once more, on top of the reference for single packets: bounds, eviction, rule changes,
+// sweeps and counters, as lists that are searched from one end to the other. Where the engine has a choice, a port or
+// whom to evict, the model learns what it was and says whether it may be.
+type model struct {
+	reference
+	config natengine.Config
+	now    time.Duration
+	swept  time.Duration
+	ledger map[string]*ledger   // by peer ID, "" for no peer
+	listed []natengine.FlowInfo // the engine's flows after the packet that is judged
+	have   map[identity]bool    // the same
+	wrong  error                // an eviction that should not have been
+	recent [2][][]byte          // packets as they were forwarded, by direction, the newest last
+	log    func(what string)    // is told of every command
+	seen   map[string]int       // how often each outcome was met
+	loose  map[*refFlow]bool    // was established since the last sweep: when it closes, the next sweep makes it evictable
+	engine *natengine.Engine
+}
+
+// ledger holds the counters of one peer.
+type ledger struct {
+	drops                                       [2]map[natengine.Drop]uint64
+	created, expired, evicted, purged, halfOpen uint64
+}
+
+// identity is what tells flows apart.
+type identity struct {
+	peer                  string
+	proto                 uint8
+	local, mapped, remote netip.AddrPort
+}
+
+func (f *refFlow) identity() identity { return identity{f.peer, f.proto, f.local, f.mapped, f.remote} }
+
+func identityOf(f natengine.FlowInfo) identity {
+	return identity{f.Peer, f.Proto, f.Local, f.Mapped, f.Remote}
+}
+
+func newLedger() *ledger {
+	return &ledger{drops: [2]map[natengine.Drop]uint64{{}, {}}}
+}
+
+// modelBounds are the bounds under which engine and model are compared: such that everything is reached, and none.
+var modelBounds = []natengine.Config{
+	{}, {MaxFlows: 8}, {MaxFlows: 8, MaxFlowsPerPeer: 3}, {MaxFlows: 24}, {MaxFlows: 6, MaxFlowsPerPeer: 6},
+}
+
+func newModel(bounds byte) *model {
+	c := modelBounds[int(bounds)%len(modelBounds)]
+	c.Timeouts = oddTimeouts
+	c.Self6 = netip.MustParseAddr("fd00::1")
+	m := &model{
+		reference: reference{self: []netip.Addr{netip.MustParseAddr("169.254.0.1"), c.Self6}, timeouts: oddTimeouts},
+		config:    c, engine: natengine.New(c), log: func(string) {}, seen: map[string]int{}, loose: map[*refFlow]bool{},
+		ledger: map[string]*ledger{"": newLedger()},
+	}
+	if m.config.MaxFlows == 0 {
+		m.config.MaxFlows = 1 << 20
+	}
+	m.room = m.makeRoom
+	m.expired = func(f *refFlow) { m.ledger[f.peer].expired++ }
+	return m
+}
+
+// command is one step: packets, time, sweeps, new rules. All of it is small numbers, so that any octets are a command and
+// a list of commands can be cut anywhere.
+type command [8]byte
+
+// Commands by their first octet.
+const (
+	cmdRules = iota
+	cmdWait
+	cmdWaitLong
+	cmdSweep
+	cmdSend     // and above
+	numCommands = 64
+)
+
+func (m *model) do(c command) error {
+	switch c[0] % numCommands {
+	case cmdRules:
+		return m.setRules(c)
+	case cmdWait:
+		m.now += time.Duration(c[1]%8) * 10 * time.Second
+		m.log(fmt.Sprint("time is ", m.now))
+	case cmdWaitLong:
+		m.now += []time.Duration{70, 250, 310, 310, 600, 7450, 20_000, 250}[c[1]%8] * time.Second
+		m.log(fmt.Sprint("time is ", m.now))
+	case cmdSweep:
+		m.log("sweep")
+		m.engine.Sweep(m.now)
+		m.sweepAll()
+	default:
+		if err := m.send(c); err != nil {
+			return err
+		}
+		return m.compare(m.listed)
+	}
+	return m.compare(m.engine.Flows(1 << 20))
+}
+
+func (m *model) sweepAll() {
+	m.sweep(m.now)
+	m.swept = m.now
+	for _, l := range m.ledger {
+		l.halfOpen = 0
+	}
+	for _, f := range m.flows {
+		if !f.established() {
+			m.ledger[f.peer].halfOpen++
+			delete(m.loose, f)
+		}
+	}
+}
+
+// modelPeers makes rules of three octets: which peers there are, how each sees us and may reach us.
+func modelPeers(c command) []natengine.Peer {
+	has := func(octet, bit int) bool { return c[octet]>>bit&1 != 0 }
+	var peers []natengine.Peer
+	b := natengine.Peer{
+		ID: "b", RemotePods: prefixList("10.71.0.0/18", "fd71::/64"), RemoteExternal: prefixList("10.72.0.0/24", "fd72::/96"),
+		Pods:     []natengine.Remap{remapOf("10.244.0.0/20", "10.246.16.0/20"), remapOf("fd44::/64", "fd46::/64")},
+		External: prefixList("10.247.0.0/24", "fd47::/64"),
+		Endpoints: []natengine.Endpoint{
+			endpointOf("169.254.0.1", "10.247.0.1"), endpointOf("192.168.7.7", "10.247.0.9"), endpointOf("fd01::7", "fd47::7"), endpointOf("fd00::1", "fd47::1"),
+		},
+	}
+	if has(2, 0) {
+		b.Pods[0] = remapOf("10.244.0.0/20", "10.244.0.0/20")
+	}
+	if has(2, 1) {
+		b.MSS = 1200
+	}
+	if has(2, 2) { // a pod that is mapped as well, and another way to a mapped node
+		b.Endpoints = append(b.Endpoints, endpointOf("10.244.3.3", "10.247.0.33"), endpointOf("192.168.7.7", "10.247.0.99"), endpointOf("fd44::3", "fd47::33"))
+	}
+	if has(2, 3) {
+		b.Endpoints[1] = endpointOf("192.168.1.2", "10.247.0.9")
+	}
+	if has(2, 4) {
+		b.RemotePods = append(b.RemotePods, b.RemoteExternal...)
+		b.RemoteExternal = nil
+	}
+	if has(2, 5) {
+		b.Pods = b.Pods[:1]
+	}
+	if has(2, 6) {
+		b.RemotePods[0] = netip.MustParsePrefix("10.71.0.0/24")
+	}
+	if has(2, 7) { // the nodes become pods
+		b.Pods[0] = remapOf("192.168.0.0/20", "10.246.16.0/20")
+	}
+	if absent := c[1] & 15; absent != 1 && absent != 5 {
+		peers = append(peers, b)
+	}
+	// c sees us under the range under which we see it, and addresses of d under one that b has too.
+	c2 := natengine.Peer{
+		ID: "c", RemotePods: prefixList("10.250.0.0/20", "fd73::/64"), Pods: []natengine.Remap{remapOf("10.244.0.0/20", "10.250.0.0/20"), remapOf("fd44::/64", "fd73::/64")},
+		External: prefixList("10.247.0.0/25"), Endpoints: []natengine.Endpoint{endpointOf("192.168.7.7", "10.247.0.9")},
+	}
+	if has(3, 0) {
+		c2.RemotePods[0] = netip.MustParsePrefix("10.71.64.0/18")
+	}
+	if absent := c[1] & 15; absent != 2 && absent != 5 && absent != 4 {
+		peers = append(peers, c2)
+	}
+	// To d we are a single address, which is pod and NAPT address.
+	d := natengine.Peer{
+		ID: "d", RemotePods: prefixList("10.75.0.0/16", "fd75::/64"), Pods: []natengine.Remap{remapOf("10.244.1.1/32", "10.249.1.1/32")},
+		External: prefixList("10.247.0.0/24"), Endpoints: []natengine.Endpoint{endpointOf("10.244.3.3", "10.247.0.33")},
+	}
+	if absent := c[1] & 15; absent != 3 && absent != 5 && absent != 4 {
+		peers = append(peers, d)
+	}
+	if c[1]>>4 == 0 { // what is refused as a whole
+		peers = append(peers, natengine.Peer{ID: "e", RemotePods: prefixList("10.71.0.0/25", "10.75.1.0/24", "fd73::/48")})
+	}
+	return peers
+}
+
+func prefixList(list ...string) (p []netip.Prefix) {
+	for _, s := range list {
+		p = append(p, netip.MustParsePrefix(s))
+	}
+	return p
+}
+
+func remapOf(from, to string) natengine.Remap {
+	return natengine.Remap{From: netip.MustParsePrefix(from), To: netip.MustParsePrefix(to)}
+}
+
+func endpointOf(real, seen string) natengine.Endpoint {
+	return natengine.Endpoint{Real: netip.MustParseAddr(real), Seen: netip.MustParseAddr(seen)}
+}
+
+// The addresses of packets: ours, the peers', and ours as peers address them.
+var (
+	modelNear = addrList("192.168.1.1 192.168.1.2 192.168.7.7 10.244.1.1 10.244.3.3 10.244.0.0 169.254.0.1 127.0.0.1 " +
+		"fd01::1 fd01::2 fd01::7 fd44::1 fd44::3 fd44:: fd00::1 fe80::1")
+	modelFar = addrList("10.71.0.5 10.71.1.6 10.71.64.7 10.72.0.5 10.250.0.5 10.250.1.1 10.75.0.5 10.99.0.9 " +
+		"fd71::5 fd71::6 fd72::5 fd73::5 fd75::5 fd71::7 fd99::9 fd73::3")
+	modelSeen = addrList("10.246.16.0 10.246.17.1 10.246.19.3 10.247.0.1 10.247.0.9 10.247.0.33 10.247.0.99 10.249.1.1 10.244.0.0 10.244.1.1 " +
+		"10.250.0.0 10.250.1.1 10.250.3.3 192.0.2.1 10.247.0.9 10.246.16.0 " +
+		"fd46:: fd46::1 fd46::3 fd47::7 fd47::1 fd47::33 fd47::99 fd73:: fd73::1 fd73::3 fd44::1 fd46:: fd47::7 fd73:: fd46:: fd47::33")
+	modelPorts = []uint16{0, 53, 80, 1023, 1024, 40000, 40001, 65535}
+	modelFlags = []uint8{
+		packettest.SYN, packettest.SYN | packettest.ACK, packettest.ACK, packettest.ACK, packettest.ACK | packettest.PSH, packettest.FIN | packettest.ACK,
+		packettest.FIN, packettest.RST, packettest.RST | packettest.ACK, 0, packettest.SYN, packettest.SYN | packettest.FIN, packettest.ACK,
+		packettest.SYN | packettest.RST, packettest.SYN | packettest.ACK, packettest.FIN | packettest.ACK,
+	}
+)
+
+func addrList(list string) (a []netip.Addr) {
+	for s := range strings.FieldsSeq(list) {
+		a = append(a, netip.MustParseAddr(s))
+	}
+	return a
+}
+
+// setRules changes the rules of engine and model, or neither.
+func (m *model) setRules(c command) error {
+	peers := modelPeers(c)
+	m.log(fmt.Sprintf("rules %v", peers))
+	err := m.engine.SetPeers(peers)
+	if contradictory := slices.ContainsFunc(peers, func(p natengine.Peer) bool { return p.ID == "e" }) && len(peers) > 1; contradictory != (err != nil) {
+		return fmt.Errorf("SetPeers says %v", err)
+	}
+	if err == nil {
+		m.adopt(peers)
+	}
+	return m.compare(m.engine.Flows(1 << 20))
+}
+
+// adopt ends the flows that the new rules do not permit.
+func (m *model) adopt(peers []natengine.Peer) {
+	before := m.ledger
+	m.ledger = map[string]*ledger{"": before[""]}
+	for _, p := range peers {
+		m.ledger[p.ID] = cmp.Or(before[p.ID], newLedger())
+	}
+	m.peers = peers
+	m.flows = slices.DeleteFunc(m.flows, func(f *refFlow) bool {
+		if m.permitted(f) {
+			return false
+		}
+		before[f.peer].purged++
+		return true
+	})
+}
+
+// permitted says whether the rules would let a flow be opened.
+func (m *model) permitted(f *refFlow) bool {
+	p, pods, ok := m.peerOf(f.remote.Addr())
+	if !ok || p.ID != f.peer {
+		return false
+	}
+	if f.endpoint {
+		return pods && slices.Contains(p.Endpoints, natengine.Endpoint{Real: f.local.Addr(), Seen: f.mapped.Addr()})
+	}
+	to, ok := networkOf(p, f.local.Addr())
+	return ok && f.mapped.Addr() == to.To.Addr() && (!isPod(f.local.Addr(), to.From) || m.isSelf(f.local.Addr()))
+}
+
+// quota is how many flows one peer may have.
+func (m *model) quota() int {
+	if m.config.MaxFlowsPerPeer > 0 {
+		return m.config.MaxFlowsPerPeer
+	}
+	return max(m.config.MaxFlows/max(len(m.peers), 1), 1)
+}
+
+// makeRoom lets a flow in that the bounds allow. At a bound the oldest half-open flow of the same peer gives way. What was
+// established and has closed since the last sweep may be evicted but need not be found.
+func (m *model) makeRoom(f *refFlow) natengine.Drop {
+	var same []*refFlow
+	for _, g := range m.flows {
+		if g.peer == f.peer {
+			same = append(same, g)
+		}
+	}
+	if len(same) < m.quota() && len(m.flows) < m.config.MaxFlows {
+		m.ledger[f.peer].created++
+		return natengine.DropNone
+	}
+	var victim, due *refFlow
+	for _, g := range same {
+		if victim == nil && !m.have[g.identity()] {
+			victim = g
+		}
+		if due == nil && !g.established() && !m.loose[g] {
+			due = g
+		}
+	}
+	switch {
+	case victim == nil && due == nil:
+		return natengine.DropFlowTableFull
+	case victim == nil:
+		m.wrong = fmt.Errorf("nothing was evicted although %v is half-open", due.identity())
+		return natengine.DropNone
+	case victim.established():
+		m.wrong = fmt.Errorf("%v was evicted and is established", victim.identity())
+	}
+	for _, g := range same {
+		if g == victim {
+			break
+		}
+		if !g.settled {
+			m.wrong = fmt.Errorf("%v was evicted although %v is older and half-open", victim.identity(), g.identity())
+		}
+	}
+	m.flows = slices.DeleteFunc(m.flows, func(g *refFlow) bool { return g == victim })
+	m.lately = append(m.lately, victim)
+	m.ledger[f.peer].evicted++
+	m.ledger[f.peer].created++
+	return natengine.DropNone
+}
+
+// packet makes the packet of a command: direction and what it is about in the second octet, then addresses, protocol, ports
+// and flags. What is an answer or an error is so with respect to one of the last packets of the other direction.
+func (m *model) packet(c command) (dir natengine.Direction, b []byte) {
+	dir = natengine.Direction(c[1] & 1)
+	far := modelFar[int(c[3])%len(modelFar)]
+	near := modelNear[int(c[2])%len(modelNear)]
+	if dir == natengine.Inbound {
+		near = modelSeen[int(c[2])%len(modelSeen)]
+	}
+	if near.Is4() != far.Is4() {
+		far = modelFar[(int(c[3])+len(modelFar)/2)%len(modelFar)]
+	}
+	src, dst := near, far
+	if dir == natengine.Inbound {
+		src, dst = far, near
+	}
+	if recent := m.recent[1-dir]; len(recent) > 0 {
+		about := recent[len(recent)-1-int(c[3])%min(len(recent), 12)]
+		p := packettest.MustDecode(about)
+		switch c[1] >> 1 & 7 {
+		case 0, 1, 2:
+			return dir, m.answer(c, p)
+		case 3:
+			if c[2]%2 == 0 || src.Is4() != p.Src.Is4() {
+				src = p.Dst
+			}
+			return dir, m.fault(c, about, src, p.Src)
+		}
+	}
+	h := packettest.IP{Src: src, Dst: dst}
+	return dir, packettest.Build(h, modelBody(c, c[4]%12, modelPorts[c[5]%8], modelPorts[c[6]%8], src.Is4()))
+}
+
+// modelBody is what a packet carries, by kind.
+func modelBody(c command, kind byte, src, dst uint16, is4 bool) packettest.Body {
+	switch kind {
+	case 0, 1, 2:
+		return packettest.UDP{SrcPort: src, DstPort: dst, NoChecksum: is4 && c[7]%4 == 0, Data: []byte("datagram")}
+	case 3, 4, 5, 6, 7, 8:
+		return packettest.TCP{SrcPort: src, DstPort: dst, Flags: modelFlags[c[7]%16], Data: []byte("stream")}
+	case 9:
+		return packettest.Echo{ID: src, Seq: 1, Reply: c[7]%3 == 0, Data: []byte("ping")}
+	case 10:
+		if is4 { // timestamp, information, address mask, and what is neither query nor error
+			return packettest.Raw{Proto: 1, Data: icmpQuery(queryTypes[c[7]%8], src)}
+		}
+		return packettest.Echo{ID: src, Seq: 2}
+	default:
+		return packettest.Raw{Proto: 47 + c[7]%2*85, Data: []byte("tunnelled, or SCTP with ports that NAT leaves alone")}
+	}
+}
+
+var queryTypes = [8]uint8{13, 14, 15, 16, 17, 18, 9, 42}
+
+func icmpQuery(kind uint8, id uint16) []byte {
+	b := []byte{kind, 0, 0, 0, byte(id >> 8), byte(id), 0, 1, 1, 2, 3, 4, 5, 6, 7, 8}
+	sum := packettest.InternetChecksum(b)
+	b[2], b[3] = byte(sum>>8), byte(sum)
+	return b
+}
+
+// answer goes back to where a packet came from.
+func (m *model) answer(c command, p packettest.Packet) []byte {
+	h := packettest.IP{Src: p.Dst, Dst: p.Src}
+	switch {
+	case p.Proto == 17:
+		return packettest.Build(h, modelBody(c, 0, p.DstPort, p.SrcPort, p.Src.Is4()))
+	case p.Proto == 6:
+		return packettest.Build(h, modelBody(c, 3, p.DstPort, p.SrcPort, p.Src.Is4()))
+	case isICMP(p):
+		return packettest.Build(h, packettest.Echo{ID: p.ICMPID, Reply: c[7]%8 != 0, Data: []byte("pong")})
+	}
+	return packettest.Build(h, packettest.Raw{Proto: p.Proto, Data: []byte("answer, whatever it was")})
+}
+
+// fault is an ICMP error about a packet, cut somewhere.
+func (m *model) fault(c command, about []byte, src, dst netip.Addr) []byte {
+	header, kinds := 20, []uint8{3, 11, 12, 4, 5, 3, 3, 11}
+	if src.Is6() {
+		header, kinds = 40, []uint8{1, 2, 3, 4, 1, 2, 3, 3}
+	}
+	e := packettest.ICMPError{Type: kinds[c[4]%8], Code: c[7] % 2, Quote: about[:min(len(about), header+[]int{8, 1400, 8, int(c[6] % 8)}[c[5]%4])]}
+	return packettest.Build(packettest.IP{Src: src, Dst: dst}, e)
+}
+
+// send gives a packet to engine and model.
+func (m *model) send(c command) error {
+	dir, in := m.packet(c)
+	out := slices.Clone(in)
+	var v packet.View
+	if err := v.Parse(out, packet.ChecksumComplete); err != nil {
+		return fmt.Errorf("parse %x: %w", in, err)
+	}
+	trace := m.engine.Trace(&v, dir, m.now)
+	verdict := m.engine.Outbound
+	if dir == natengine.Inbound {
+		verdict = m.engine.Inbound
+	}
+	got := verdict(&v, m.now)
+	m.log(fmt.Sprintf("%v %v: %v %v, left as %v", dir, summary(in), got.Action, got.Drop, summary(out)))
+	m.have = map[identity]bool{}
+	m.listed = m.engine.Flows(1 << 20)
+	for _, f := range m.listed {
+		m.have[identityOf(f)] = true
+	}
+	m.lately = nil
+	err := m.judge(dir, in, out, got, m.now)
+	if err = cmp.Or(m.wrong, err); err != nil {
+		return err
+	}
+	if trace.Action != got.Action || trace.Drop != got.Drop {
+		return fmt.Errorf("trace said %v %v, engine %v %v", trace.Action, trace.Drop, got.Action, got.Drop)
+	}
+	m.seen[fmt.Sprint(dir, " ", got.Action, " ", got.Drop)]++
+	p := packettest.MustDecode(in)
+	far := p.Dst
+	if dir == natengine.Inbound {
+		far = p.Src
+	}
+	peer, _, _ := m.peerOf(far)
+	if (got.Peer == nil) != (peer.ID == "") || got.Peer != nil && got.Peer.ID() != peer.ID {
+		return fmt.Errorf("verdict names peer %v, which is %q", got.Peer, peer.ID)
+	}
+	if got.Action == natengine.Discard {
+		m.ledger[peer.ID].drops[dir][got.Drop]++
+	} else if !isError(p) {
+		m.recent[dir] = append(m.recent[dir], out)
+	}
+	for _, f := range m.flows {
+		if f.established() {
+			m.loose[f] = true
+		}
+	}
+	return nil
+}
+
+// summary is a packet in a few words.
+func summary(b []byte) string {
+	p := packettest.MustDecode(b)
+	s := fmt.Sprintf("%v:%d > %v:%d", p.Src, p.SrcPort, p.Dst, p.DstPort)
+	switch {
+	case isError(p):
+		q, _ := packettest.DecodeQuote(p.Data)
+		return fmt.Sprintf("ICMP error %d %v > %v about protocol %d %v:%d > %v:%d", p.Type, p.Src, p.Dst, q.Proto, q.Src, q.SrcPort, q.Dst, q.DstPort)
+	case isICMP(p):
+		return fmt.Sprintf("ICMP %d %v > %v id %d", p.Type, p.Src, p.Dst, p.ICMPID)
+	case p.Proto == 6:
+		names := ""
+		for i, c := range "FSRPA" {
+			if p.Flags>>i&1 != 0 {
+				names += string(c)
+			}
+		}
+		return "TCP " + s + " " + names
+	case p.Proto == 17:
+		return "UDP " + s
+	}
+	return fmt.Sprintf("protocol %d %v > %v", p.Proto, p.Src, p.Dst)
+}
+
+// compare wants engine and model to have the same flows and the same counters.
+func (m *model) compare(flows []natengine.FlowInfo) error {
+	want := map[identity]*refFlow{}
+	mappings := map[string]map[identity]bool{}
+	for _, f := range m.flows {
+		want[f.identity()] = f
+		if hasPorts(packettest.Packet{Proto: f.proto, Src: f.local.Addr()}) && !f.endpoint {
+			if mappings[f.peer] == nil {
+				mappings[f.peer] = map[identity]bool{}
+			}
+			mappings[f.peer][identity{proto: f.proto, mapped: f.mapped}] = true
+		}
+	}
+	inbound := map[identity]bool{}
+	for _, f := range flows {
+		id := identityOf(f)
+		g := want[id]
+		if g == nil {
+			return fmt.Errorf("the engine has a flow that the model has not: %+v", f)
+		}
+		delete(want, id)
+		if id.local = (netip.AddrPort{}); inbound[id] {
+			return fmt.Errorf("two flows have the tuple of %+v", f)
+		}
+		inbound[id] = true
+		if err := m.sameFlow(f, g); err != nil {
+			return fmt.Errorf("%+v: %w", f, err)
+		}
+	}
+	for id := range want {
+		return fmt.Errorf("the engine has lost %+v", id)
+	}
+	s := m.engine.Stats()
+	if s.Flows != len(m.flows) {
+		return fmt.Errorf("%d flows counted, %d are there", s.Flows, len(m.flows))
+	}
+	if err := m.sameDrops(m.ledger[""], func(dir natengine.Direction, d natengine.Drop) uint64 { return s.NoPeerDrops[dir][d] }); err != nil {
+		return fmt.Errorf("without peer: %w", err)
+	}
+	for _, p := range m.engine.Peers() {
+		l := m.ledger[p.ID()]
+		if l == nil {
+			return fmt.Errorf("unknown peer %s", p.ID())
+		}
+		if err := m.samePeer(p.Stats(), l, len(mappings[p.ID()])); err != nil {
+			return fmt.Errorf("peer %s: %w", p.ID(), err)
+		}
+		if err := m.sameDrops(l, p.Drops); err != nil {
+			return fmt.Errorf("peer %s: %w", p.ID(), err)
+		}
+	}
+	return nil
+}
+
+func (m *model) sameFlow(f natengine.FlowInfo, g *refFlow) error {
+	state, kind := "established", "napt"
+	if !g.established() {
+		state = "half-open"
+		if g.proto == 6 && (g.reset || g.finished[natengine.Outbound] || g.finished[natengine.Inbound]) {
+			state = "closing"
+		}
+	}
+	if g.endpoint {
+		kind = "endpoint"
+	}
+	if f.State != state || f.Kind != kind {
+		return fmt.Errorf("should be %s, %s", kind, state)
+	}
+	idle := max(m.swept-g.seen, 0)
+	left := max(m.lifetime(g)-idle, 0)
+	if (f.Idle-idle).Abs() > time.Second || (f.Left-left).Abs() > time.Second {
+		return fmt.Errorf("should be idle for %v and have %v left", idle, left)
+	}
+	return nil
+}
+
+func (m *model) samePeer(s natengine.PeerStats, l *ledger, mappings int) error {
+	flows := 0
+	for _, f := range m.flows {
+		if f.peer == s.ID {
+			flows++
+		}
+	}
+	got := []uint64{uint64(s.Flows), uint64(s.MaxFlows), uint64(s.Mappings), uint64(s.HalfOpen), s.Created, s.Expired, s.Evicted, s.Purged}
+	want := []uint64{uint64(flows), uint64(m.quota()), uint64(mappings), l.halfOpen, l.created, l.expired, l.evicted, l.purged}
+	if !slices.Equal(got, want) {
+		return fmt.Errorf("flows, bound, mappings, half-open, created, expired, evicted, purged are counted as %v, model says %v", got, want)
+	}
+	return nil
+}
+
+func (m *model) sameDrops(l *ledger, count func(natengine.Direction, natengine.Drop) uint64) error {
+	for dir, drops := range l.drops {
+		for _, d := range natengine.Drops() {
+			if got := count(natengine.Direction(dir), d); got != drops[d] {
+				return fmt.Errorf("%d packets counted as %v %v, model says %d", got, natengine.Direction(dir), d, drops[d])
+			}
+		}
+	}
+	return nil
+}
+
+// recorder stands in for a test whose failure is an error.
+type recorder struct {
+	testing.TB
+	failed []string
+}
+
+func (r *recorder) Helper() {}
+func (r *recorder) Errorf(format string, args ...any) {
+	r.failed = append(r.failed, fmt.Sprintf(format, args...))
+}
+func (r *recorder) Fatalf(format string, args ...any) { panic(fmt.Sprintf(format, args...)) }
+func (r *recorder) Fatal(args ...any)                 { panic(fmt.Sprint(args...)) }
+
+// runModel does the commands in a new engine and a new model until the two differ, or the engine panics.
+func runModel(bounds byte, commands []command, log func(string), seen map[string]int) (err error) {
+	m := newModel(bounds)
+	m.log, m.seen = log, seen
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("panic: %v\n%s", r, debug.Stack())
+		}
+	}()
+	if err := m.do(command{cmdRules, 16}); err != nil {
+		return err
+	}
+	for _, c := range commands {
+		if err := m.do(c); err != nil {
+			return err
+		}
+	}
+	var r recorder
+	m.engine.CheckTables(&r)
+	for _, p := range m.engine.Peers() {
+		if p.Stats().Evicted > 0 {
+			seen["evicted"]++
+		}
+	}
+	if len(r.failed) > 0 {
+		return errors.New(strings.Join(r.failed, "\n"))
+	}
+	return nil
+}
+
+// shrunk leaves out commands for as long as the rest still fails: first halves, then ever smaller pieces.
+func shrunk(commands []command, fails func([]command) bool) []command {
+	for size := len(commands) / 2; size > 0; {
+		again := false
+		for at := 0; at+size <= len(commands); {
+			rest := slices.Concat(commands[:at], commands[at+size:])
+			if fails(rest) {
+				commands, again = rest, true
+			} else {
+				at += size
+			}
+		}
+		if !again || size > 1 {
+			size /= 2
+		}
+	}
+	return commands
+}
+
+// explain fails the test with the shortest list of commands that it finds.
+func explain(t *testing.T, bounds byte, commands []command) {
+	t.Helper()
+	quiet := func(string) {}
+	commands = shrunk(commands, func(c []command) bool { return runModel(bounds, c, quiet, map[string]int{}) != nil })
+	var what []string
+	err := runModel(bounds, commands, func(s string) { what = append(what, s) }, map[string]int{})
+	t.Fatalf("bounds %+v\n%s\n%v\ncommands %#v", modelBounds[int(bounds)%len(modelBounds)], strings.Join(what, "\n"), err, commands)
+}
+
+func randomCommands(rng *rand.Rand, n int) []command {
+	list := make([]command, n)
+	for i := range list {
+		for j := range list[i] {
+			list[i][j] = byte(rng.Uint32())
+		}
+	}
+	return list
+}
+
+// TestEngineAgreesWithModel drives engine and model together by random commands: packets of every kind in both directions
+// and families, time from nothing to hours, sweeps, new rules, bounds that are reached. After each command verdict, octets,
+// flows and counters have to be the same.
+func TestEngineAgreesWithModel(t *testing.T) {
+	seeds, length := 250, 500
+	if testing.Short() {
+		seeds = 40
+	}
+	rng := rand.New(rand.NewPCG(3, 4))
+	seen := map[string]int{}
+	for i := range seeds {
+		commands := randomCommands(rng, length)
+		if err := runModel(byte(i), commands, func(string) {}, seen); err != nil {
+			t.Logf("seed %d: %v", i, err)
+			explain(t, byte(i), commands)
+		}
+	}
+	for _, what := range slices.Sorted(maps.Keys(seen)) {
+		t.Log(seen[what], what)
+	}
+	for _, what := range []string{
+		"outbound forward none", "inbound forward none", "inbound deliver none", "outbound discard icmp_error", "inbound discard icmp_error",
+		"inbound discard no_flow", "inbound discard no_mapping", "inbound discard destination", "outbound discard no_peer", "outbound discard source",
+		"outbound discard protocol", "outbound discard flow_table_full", "inbound discard flow_table_full", "inbound discard flow_clash",
+		"outbound discard flow_clash", "evicted",
+	} {
+		if seen[what] == 0 {
+			t.Errorf("the commands never led to %q", what)
+		}
+	}
+}
