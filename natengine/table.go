@@ -209,7 +209,7 @@ func (t *flowTable) sweep(l *lifetimes, now tick) (removed int) {
 				continue
 			}
 			half := halfOpen(word)
-			closing := half && word&(stateRst|stateFin) != 0
+			closing := half && word&stateWas != 0
 			late := now.since(tick(e.seen.Load())) > l.of(word)
 			if half && !late {
 				halfOpens++
