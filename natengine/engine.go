@@ -156,7 +156,11 @@ func (p *PeerState) setRule(r *rule) {
 	defer t.mu.Unlock()
 	old := p.rule
 	p.rule = r
-	if old == nil || r != nil && old.spec.equal(r.spec) {
+	differs := old != nil && (r == nil || !old.spec.equal(r.spec))
+	for dir := range p.fragments {
+		p.fragments[dir].setRule(r, differs)
+	}
+	if !differs {
 		return
 	}
 	t.each(func(i uint32, f *entry, word uint64) {
@@ -166,9 +170,6 @@ func (p *PeerState) setRule(r *rule) {
 			t.purged.Add(1)
 		}
 	})
-	for dir := range p.fragments { // what was decided about fragments may not hold any more
-		p.fragments[dir].clear()
-	}
 }
 
 // refuse discards a packet and counts it, unless it is only traced. r is nil when no peer is known.

@@ -174,24 +174,327 @@ func TestFragmentsOfEqualIDAreKeptApart(t *testing.T) {
 	}
 }
 
-func TestIdentificationMayBeUsedAgain(t *testing.T) {
+func TestIdentificationIsFreeWhenItsDatagramIsOver(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
-	for _, src := range []string{"192.168.1.1:4000", "192.168.1.1:5000", "192.168.1.1:4000"} {
+	for i, src := range []string{"192.168.1.1:4000", "192.168.1.1:5000"} { // whole
 		_, fragments := datagram(src, "10.71.0.5:53", 77)
-		left, _ := sendAll(t, e, Outbound, fragments, []int{0, 1}, 0) // the last never comes
-		if p := packettest.MustDecode(left[0]); p.SrcPort != port(src).Port() {
+		left, _ := sendAll(t, e, Outbound, fragments, [][]int{{0, 1, 2}, {2, 1, 0}}[i], 0)
+		if p := reassembled(t, left); p.SrcPort != port(src).Port() {
 			t.Errorf("port %d", p.SrcPort)
+		}
+	}
+	for i, src := range []string{"192.168.1.1:4000", "192.168.1.1:5000"} { // given up
+		_, fragments := datagram(src, "10.71.0.5:53", 77)
+		sendAll(t, e, Outbound, fragments, []int{0, 1}, at(10*i))
+	}
+}
+
+// The second may be another datagram, whose identification is used again too early (RFC 4963), or an attempt to put two
+// flows into one datagram. What follows cannot be told apart, so none of it passes.
+func TestSecondFirstFragmentOfOtherPortsEndsTheDatagram(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	_, one := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
+	_, other := datagram("192.168.1.1:5000", "10.71.0.5:53", 77)
+	sendAll(t, e, Outbound, one, []int{0}, 0)
+	refused(t, e, Outbound, other[0], 0, DropFragment)
+	for _, b := range [][]byte{one[0], one[1], other[2]} {
+		refused(t, e, Outbound, b, at(4), DropFragment)
+	}
+	if flows := e.Flows(9); len(flows) != 1 || flows[0].Local.Port() != 4000 {
+		t.Errorf("the refused fragment opened a flow: %+v", flows)
+	}
+	left, _ := sendAll(t, e, Outbound, other, []int{1, 0, 2}, at(6))
+	reassembled(t, left)
+}
+
+func TestDuplicateFragmentPassesOnce(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
+	var left [][]byte
+	for _, i := range []int{2, 0, 1} {
+		b, v := send(t, e, Outbound, fragments[i], 0)
+		if v.Action == Forward {
+			left = append(append(left, b), v.Released()...)
+		}
+		if i != 1 { // with it the datagram is whole and forgotten
+			refused(t, e, Outbound, fragments[i], 0, DropFragment)
+		}
+	}
+	reassembled(t, left)
+}
+
+// piece is a fragment of octets [off, off+size) of a UDP datagram, from a node or from a pod of the peer to the NAPT address.
+func piece(v6 bool, off, size int, more bool) []byte {
+	src, dst := "192.168.1.1:4000", "10.71.0.5:53"
+	if v6 {
+		src, dst = "[fd01::1]:4000", "[fd71::5]:53"
+	}
+	whole, _ := datagram(src, dst, 0)
+	p := packettest.MustDecode(whole)
+	data := make([]byte, size)
+	copy(data, p.Transport[min(off, len(p.Transport)):])
+	word := []byte{0, 0, byte(off >> 8), byte(off)}
+	if more {
+		word[3] |= 1
+	}
+	if v6 {
+		return packettest.Build(packettest.IP{Src: p.Src, Dst: p.Dst, Extensions: []packettest.Extension{{Kind: 44, Data: append(word[2:4], 0, 0, 0, 77)}}},
+			packettest.Raw{Proto: 17, Data: data})
+	}
+	b := packettest.Build(packettest.IP{Src: p.Src, Dst: p.Dst, ID: 77}, packettest.Raw{Proto: 17, Data: data})
+	word[2], word[3] = byte(off>>11)|word[3]&1<<5, byte(off>>3)
+	copy(b[6:8], word[2:])
+	b[10], b[11] = 0, 0
+	sum := packettest.InternetChecksum(b[:20])
+	b[10], b[11] = byte(sum>>8), byte(sum)
+	return b
+}
+
+func peer46() Peer {
+	p := peerB()
+	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
+	p.Pods = append(p.Pods, Remap{pfx("fd44::/64"), pfx("fd46::/64")})
+	return p
+}
+
+func TestFragmentsThatContradictEachOtherEndTheDatagram(t *testing.T) { // RFC 5722, section 4; RFC 8200, section 4.5
+	type part struct {
+		off, size int
+		more      bool
+	}
+	first := part{0, 80, true}
+	for _, c := range []struct {
+		name  string
+		parts []part // of which the last is the one too many
+	}{
+		{"overlap of the UDP header and more", []part{{8, 80, true}, first}},
+		{"overlap by one unit at the end", []part{first, {80, 80, true}, {152, 80, true}}},
+		{"overlap at the beginning", []part{first, {88, 80, true}, {80, 16, true}}},
+		{"one over all", []part{first, {160, 8, true}, {80, 200, true}}},
+		{"bridge between two", []part{first, {160, 80, true}, {72, 96, true}}},
+		{"longer first", []part{first, {0, 88, true}}},
+		{"beyond the end", []part{first, {160, 7, false}, {168, 8, true}}},
+		{"goes on at the end", []part{first, {160, 8, false}, {160, 8, true}}},
+		{"a second end, later", []part{first, {160, 7, false}, {160, 8, false}}},
+		{"a second end, earlier", []part{first, {160, 80, false}, {120, 8, false}}},
+		{"an end where it goes on", []part{first, {160, 80, true}, {200, 40, false}}},
+		{"an end before all", []part{{160, 80, true}, {80, 8, false}}},
+	} {
+		for _, v6 := range []bool{false, true} {
+			e := newEngine(t, Config{}, peer46())
+			held := 0
+			for i, p := range c.parts {
+				b := piece(v6, p.off, p.size, p.more)
+				_, v := send(t, e, Outbound, b, 0)
+				if last := i == len(c.parts)-1; last != (v.Drop == DropFragment) {
+					t.Fatalf("%s, IPv6 %t: part %d: %v %v", c.name, v6, i, v.Action, v.Drop)
+				}
+				if v.Action == Hold {
+					held++
+				}
+			}
+			refused(t, e, Outbound, piece(v6, 800, 80, true), 0, DropFragment)
+			refused(t, e, Outbound, piece(v6, 0, 80, true), 0, DropFragment)
+			s, n := e.Stats().Peers[0], e.Peers()[0].Drops(Outbound, DropFragment)
+			if s.FragmentBytes != 0 || n != uint64(held+3) {
+				t.Errorf("%s, IPv6 %t: %d octets held; %d drops, %d had been held", c.name, v6, s.FragmentBytes, n, held)
+			}
 		}
 	}
 }
 
-func TestDuplicateFirstFragmentBeginsAgain(t *testing.T) {
+// A receiver that lets the later fragment win would otherwise be sent to another port than the one that was judged. The
+// fragment header does not name TCP, so that the rule of RFC 3128 does not see it.
+func TestHeaderBehindIPv6OptionsCannotBeOverwritten(t *testing.T) {
+	e := newEngine(t, Config{}, peer46())
+	src, dst := ip("fd01::1"), ip("fd71::5")
+	options := []byte{6, 0, 1, 4, 0, 0, 0, 0} // next header TCP, a PadN option
+	tcp := packettest.MustDecode(packettest.Build(packettest.IP{Src: src, Dst: dst}, packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.SYN, Data: make([]byte, 76)})).Transport
+	fragment := func(word byte, data []byte) []byte {
+		return packettest.Build(packettest.IP{Src: src, Dst: dst, Extensions: []packettest.Extension{{Kind: 44, Data: []byte{0, word, 0, 0, 0, 77}}}},
+			packettest.Raw{Proto: 60, Data: data})
+	}
+	over := fragment(8, tcp[:16])
+	for n, order := range [][]string{{"first", "over"}, {"over", "first"}} {
+		for i, name := range order {
+			b := over
+			if name == "first" {
+				b = fragment(1, append(options, tcp[:24]...))
+			}
+			_, v := send(t, e, Outbound, b, at(10*n))
+			if i == 1 && v.Drop != DropFragment || i == 0 && v.Action == Discard {
+				t.Errorf("%v: %v %v", order, v.Action, v.Drop)
+			}
+		}
+	}
+}
+
+func TestFragmentsOfIPv6WithOptionsAreForgottenWhenWhole(t *testing.T) {
+	e := newEngine(t, Config{}, peer46())
+	for id, behind := range []bool{false, true} {
+		option := []packettest.Extension{{Kind: 60, Data: []byte{1, 4, 0, 0, 0, 0}}}
+		whole := packettest.Build(packettest.IP{Src: ip("fd01::1"), Dst: ip("fd71::5"), Extensions: option}, packettest.UDP{SrcPort: 4000, DstPort: 53, Data: make([]byte, 4000)})
+		fragments := packettest.Fragments(whole, 1400, uint32(id))
+		if behind { // the fragment header goes in front of the options
+			data := whole[40:]
+			fragments = nil
+			for off := 0; off < len(data); off += 1400 {
+				word := []byte{byte(off >> 8), byte(off), 0, 0, 0, byte(id)}
+				if off+1400 < len(data) {
+					word[1] |= 1
+				}
+				fragments = append(fragments, packettest.Build(packettest.IP{Src: ip("fd01::1"), Dst: ip("fd71::5"), Extensions: []packettest.Extension{{Kind: 44, Data: word}}},
+					packettest.Raw{Proto: 60, Data: data[off:min(off+1400, len(data))]}))
+			}
+		}
+		for _, order := range [][]int{{0, 1, 2}, {2, 0, 1}} {
+			left, _ := sendAll(t, e, Outbound, fragments, order, 0)
+			if s := e.Stats().Peers[0]; len(left) != 3 || s.FragmentSets != 0 {
+				t.Errorf("behind %t: %d left, %d datagrams remembered", behind, len(left), s.FragmentSets)
+			}
+		}
+	}
+}
+
+// TestEachOctetOfADatagramPassesOnce sends random pieces, most of them wrong, and lets a table of octets judge what left.
+func TestEachOctetOfADatagramPassesOnce(t *testing.T) {
+	rng := rand.New(rand.NewPCG(7, 8))
+	whole, spoilt := 0, 0
+	for range 3000 {
+		v6 := rng.IntN(2) == 0
+		e := newEngine(t, Config{}, peer46())
+		var passed [512]bool
+		sent, forwarded := 0, 0
+		size := 1 + rng.IntN(300)
+		note := func(b []byte) {
+			p := packettest.MustDecode(b)
+			forwarded++
+			for i := range p.Transport {
+				if passed[p.FragmentOffset+i] {
+					t.Fatalf("octet %d passed twice", p.FragmentOffset+i)
+				}
+				passed[p.FragmentOffset+i] = true
+			}
+		}
+		for range 12 {
+			off := rng.IntN((size+7)/8) * 8
+			n := min(8*(1+rng.IntN(6)), size-off)
+			more := off+n < size
+			if rng.IntN(40) == 0 && n%8 == 0 {
+				more = !more
+			}
+			if off == 0 && n < 8 || off == 0 && !more {
+				continue // no fragment
+			}
+			b, v := send(t, e, Outbound, piece(v6, off, n, more), 0)
+			sent++
+			if v.Action == Forward {
+				note(b)
+				for _, r := range v.Released() {
+					note(r)
+				}
+				if e.Stats().Peers[0].FragmentSets == 0 { // whole; what comes now is of another
+					whole++
+					break
+				}
+			}
+		}
+		e.Sweep(duration(int32(at(60))))
+		b := e.Peers()[0]
+		bad := int(b.Drops(Outbound, DropFragment))
+		if lost := int(b.Drops(Outbound, DropFragmentTimeout)); sent != forwarded+bad+lost {
+			t.Fatalf("%d sent, %d forwarded, %d refused, %d timed out", sent, forwarded, bad, lost)
+		}
+		if bad > 0 {
+			spoilt++
+		}
+	}
+	if whole < 20 || spoilt < 100 {
+		t.Errorf("%d datagrams came whole, %d had pieces refused: not much of a test", whole, spoilt)
+	}
+}
+
+func TestFragmentFloodOfOneHostLeavesTheOthersTheirs(t *testing.T) {
+	for _, order := range [][]int{{0}, {1}} { // first fragments without others, and others without the first
+		e := newEngine(t, Config{}, peerB())
+		_, mine := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
+		left, _ := sendAll(t, e, Outbound, mine, []int{2}, 0)
+		for id := range uint32(5000) {
+			_, flood := datagram("192.168.6.6:4000", "10.71.0.5:53", id)
+			sendAll(t, e, Outbound, flood, order, 0)
+		}
+		more, _ := sendAll(t, e, Outbound, mine, []int{0, 1}, 0)
+		reassembled(t, append(left, more...))
+		if s := e.Stats().Peers[0]; s.FragmentSets > defaultMaxFragmentSets/hostShare || s.FragmentBytes > defaultMaxFragmentBytes/hostShare {
+			t.Errorf("one host has %d datagrams, %d octets", s.FragmentSets, s.FragmentBytes)
+		}
+	}
+}
+
+func TestFragmentsInOrderDoNotAllocate(t *testing.T) {
+	e := newEngine(t, Config{}, peer46())
+	for _, src := range []string{"192.168.1.1:4000", "[fd01::1]:4000"} {
+		dst := "10.71.0.5:53"
+		if src[0] == '[' {
+			dst = "[fd71::5]:53"
+		}
+		_, fragments := datagram(src, dst, 77)
+		var v packet.View
+		scratch := make([]byte, 1600)
+		pass := func() {
+			for _, f := range fragments {
+				parse(t, &v, scratch[:copy(scratch, f)])
+				if e.Outbound(&v, 0).Action != Forward {
+					t.Fatal("not forwarded")
+				}
+			}
+		}
+		pass()
+		if n := testing.AllocsPerRun(1000, pass); n != 0 {
+			t.Errorf("%s: %v allocations", src, n)
+		}
+	}
+}
+
+// A packet may have been judged by the old rules just before they are replaced.
+func TestOldRuleDoesNotDecideAboutFragments(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
-	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
-	left, held := sendAll(t, e, Outbound, fragments, []int{0, 2, 0, 1}, 0)
-	if len(left) != 4 || held != 0 {
-		t.Errorf("%d left, %d held", len(left), held)
+	_, fragments := datagram("10.71.0.5:53", "10.247.0.9:80", 77)
+	old := e.rules.Load().remote(ip("10.71.0.5"))
+	judge := func(b []byte) Verdict {
+		var v packet.View
+		parse(t, &v, bytes.Clone(b))
+		return e.inbound(&v, old, 0, nil)
+	}
+	if err := e.SetPeers([]Peer{peerB()}); err != nil { // nothing changes
+		t.Fatal(err)
+	}
+	if v := judge(fragments[0]); v.Action != Forward {
+		t.Errorf("%v %v", v.Action, v.Drop)
+	}
+	changed := peerB()
+	changed.Endpoints[1].Real = ip("192.168.7.8")
+	if err := e.SetPeers([]Peer{changed}); err != nil {
+		t.Fatal(err)
+	}
+	for _, b := range fragments {
+		if v := judge(b); v.Drop != DropNoFlow {
+			t.Errorf("%v %v", v.Action, v.Drop)
+		}
+	}
+	if s := e.Stats().Peers[0]; s.FragmentSets != 0 {
+		t.Errorf("%+v", s)
+	}
+	left, _ := sendAll(t, e, Inbound, fragments, []int{1, 0, 2}, 0)
+	if p := reassembled(t, left); p.Dst != ip("192.168.7.8") {
+		t.Error(p.Dst)
+	}
+	if err := e.SetPeers(nil); err != nil {
+		t.Fatal(err)
+	}
+	if v := judge(fragments[0]); v.Drop != DropNoFlow {
+		t.Errorf("the peer is gone: %v %v", v.Action, v.Drop)
 	}
 }
 
@@ -250,7 +553,7 @@ func TestFragmentStoreIsBounded(t *testing.T) { // RFC 4787, REQ-14; RFC 6146, s
 	}
 	e.Sweep(duration(int32(at(60))))
 	b := e.Peers()[0]
-	lost := b.Drops(Outbound, DropFragmentStoreFull) + b.Drops(Outbound, DropFragmentTimeout)
+	lost := b.Drops(Outbound, DropFragmentStoreFull) + b.Drops(Outbound, DropFragmentTimeout) + b.Drops(Outbound, DropFragment)
 	if sent != forwarded+lost || lost == 0 || forwarded == 0 {
 		t.Errorf("%d sent, %d forwarded, %d counted as lost", sent, forwarded, lost)
 	}

@@ -113,11 +113,13 @@ func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdic
 		tr.prefixMap(r.rule, src.family())
 		return e.forward(v, r, Outbound, seen, samePort)
 	}
-	if v.LaterFragment() {
-		return e.laterFragment(v, r, Outbound, now, tr)
+	if _, _, _, is := v.Fragment(); is {
+		if verdict, done := e.fragment(v, r, Outbound, now, tr); done {
+			return verdict
+		}
 	}
 	to, port, drop := e.flowOut(v, r, m, src, dst, seen, pod, now, tr)
-	return e.place(v, r, Outbound, to, port, drop, now, tr)
+	return e.place(v, r, Outbound, to, port, drop, tr)
 }
 
 // flowOut finds or opens the flow of an outbound packet: the reply of a mapped endpoint leaves as the peer addressed it,
@@ -189,14 +191,16 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 	default:
 		return e.refuse(r, Inbound, DropDestination, tr)
 	}
-	if v.LaterFragment() {
-		return e.laterFragment(v, r, Inbound, now, tr)
+	if _, _, _, is := v.Fragment(); is {
+		if verdict, done := e.fragment(v, r, Inbound, now, tr); done {
+			return verdict
+		}
 	}
 	if !mapped {
 		endpoint = addr{}
 	}
 	to, port, drop := e.flowIn(v, r, src, dst, endpoint, local, pod, now, tr)
-	return e.place(v, r, Inbound, to, port, drop, now, tr)
+	return e.place(v, r, Inbound, to, port, drop, tr)
 }
 
 // offLimits reports whether a prefix map must not lead to a: the in-process endpoint is reached as a mapped one only.
@@ -240,12 +244,10 @@ func (e *Engine) flowIn(v *packet.View, r *remote, src, dst, endpoint, local add
 
 // place ends the general path: it rewrites the packet to the address and port that were found, or refuses it, and tells
 // the other fragments of the same datagram.
-func (e *Engine) place(v *packet.View, r *remote, dir Direction, to addr, port int, drop Drop, now tick, tr *Trace) Verdict {
+func (e *Engine) place(v *packet.View, r *remote, dir Direction, to addr, port int, drop Drop, tr *Trace) Verdict {
 	var released *[][]byte
 	if _, _, _, is := v.Fragment(); is && tr == nil {
-		if held := e.firstFragment(v, r, dir, to, drop, now); len(held) > 0 {
-			released = &held
-		}
+		released = e.firstFragment(v, r, dir, to, drop)
 	}
 	if drop != DropNone {
 		return e.refuse(r, dir, drop, tr)

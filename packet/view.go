@@ -390,6 +390,23 @@ func (v *View) Fragment() (off int, more bool, id uint32, is bool) {
 // LaterFragment reports whether this is a fragment other than the first, so without a transport header.
 func (v *View) LaterFragment() bool { return v.fragOff != 0 }
 
+// FragmentLen returns how many octets of its datagram a fragment carries, from the offset that Fragment tells. In IPv6 they
+// begin behind the fragment header, with further extension headers if there are any. It is 0 for a whole packet.
+func (v *View) FragmentLen() int {
+	at := int(v.transport)
+	switch {
+	case !v.more && v.fragOff == 0:
+		return 0
+	case !v.is4 && v.fragOff == 0:
+		kind := v.b[6]
+		for at = ipv6Len; kind != fragmentHeader; {
+			kind, at = v.b[at], at+extensionLen(kind, v.b[at:])
+		}
+		at += extensionLen(fragmentHeader, nil)
+	}
+	return len(v.b) - at
+}
+
 // TransportOffset returns where the transport header begins or, in a later fragment, the data.
 func (v *View) TransportOffset() int { return int(v.transport) }
 
