@@ -117,8 +117,11 @@ func (e *Engine) Flows(max int) []FlowInfo {
 // info is a consistent copy of a live entry.
 func (e *entry) info(l *lifetimes, now tick) (FlowInfo, bool) {
 	seq, word := e.seq.Load(), e.word.Load()
+	if word&stateLive == 0 || seq&1 != 0 {
+		return FlowInfo{}, false
+	}
 	out, in, seen := e.keyAt(Outbound), e.keyAt(Inbound), tick(e.seen.Load())
-	if word&stateLive == 0 || seq&1 != 0 || e.seq.Load() != seq {
+	if e.seq.Load() != seq {
 		return FlowInfo{}, false
 	}
 	idle := max(now.since(seen), 0)
