@@ -195,7 +195,7 @@ type gateway struct {
 type current struct {
 	config     Config
 	gateway    fabric.Gateway
-	mtu        int
+	mtu        mtus
 	generation int       // configurations applied
 	reloaded   time.Time // last of them
 	configErr  error     // why the newest configuration is not in force
@@ -335,7 +335,7 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside 
 	g.mu.Lock()
 	g.now.ready = true
 	g.mu.Unlock()
-	g.log.Info("gateway ready", "peers", len(g.now.gateway.Peers), "mtu", g.now.mtu,
+	g.log.Info("gateway ready", "peers", len(g.now.gateway.Peers), "mtu", g.now.mtu.tunnel,
 		"listenPort", c.ListenPort, "namespace", g.host.namespacePath())
 	if beside != nil {
 		var group sync.WaitGroup
@@ -434,10 +434,7 @@ func (g *gateway) accept(c Config) error {
 		return errors.Join(errs...)
 	}
 	g.resolver.set(gw.Peers)
-	mtu := c.MTU
-	if mtu == 0 {
-		mtu = g.autoMTU(gw.Peers)
-	}
+	mtu := g.mtusFor(c, gw.Peers)
 	if err := g.engine.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
 		g.resolver.set(g.now.gateway.Peers)
 		return err
@@ -467,50 +464,14 @@ func (g *gateway) accept(c Config) error {
 	return nil
 }
 
-// rulesFor sets the MSS that fits the MTU in peers, which the caller owns, and
-// returns their rules.
-func rulesFor(peers []fabric.GatewayPeer, mtu int) []natengine.Peer {
-	rules := make([]natengine.Peer, len(peers))
-	for i := range peers {
-		peers[i].Rules.MSS = mssFor(mtu)
-		rules[i] = peers[i].Rules
-	}
-	return rules
-}
-
-// autoMTU asks the kernel for the way to every peer whose address is known.
-func (g *gateway) autoMTU(peers []fabric.GatewayPeer) int {
-	var paths []underlay
-	six := false
-	for _, p := range peers {
-		six = six || slices.ContainsFunc(p.AllowedIPs[:], func(n netip.Prefix) bool { return n.Addr().Is6() })
-		at, _ := g.resolver.endpoint(p.ID)
-		if !at.IsValid() {
-			continue
-		}
-		mtu, err := g.host.underlayMTU(at.Addr())
-		if err != nil {
-			g.log.Debug("no way to the peer", "peer", p.ID, "error", err)
-			continue // no way to it: nothing to be too large for
-		}
-		paths = append(paths, underlay{at.Addr(), mtu})
-	}
-	if len(paths) == 0 && g.now.mtu != 0 {
-		return g.now.mtu // all ways gone for the moment: nothing new is known
-	}
-	return tunnelMTU(paths, six)
-}
-
 // reapply makes the configuration in force true again, whatever changed around it.
 func (g *gateway) reapply() {
-	gw, mtu := g.now.gateway, g.now.config.MTU
-	if mtu == 0 {
-		mtu = g.autoMTU(gw.Peers)
-	}
-	if mtu != g.now.mtu {
+	gw := g.now.gateway
+	mtu := g.mtusFor(g.now.config, gw.Peers)
+	if !mtu.equal(g.now.mtu) {
 		gw.Peers = slices.Clone(gw.Peers) // others read the old ones
 		if err := g.engine.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
-			g.log.Error("rules for another MTU", "mtu", mtu, "error", err) // they differ in the MSS alone
+			g.log.Error("rules for another MTU", "mtu", mtu.tunnel, "error", err) // they differ in MTU and MSS alone
 			return
 		}
 	}
@@ -519,7 +480,7 @@ func (g *gateway) reapply() {
 
 // put makes everything but the engine's rules true, which are swapped already.
 // It goes on after a failure; what failed is tried again every second.
-func (g *gateway) put(gw fabric.Gateway, mtu int) {
+func (g *gateway) put(gw fabric.Gateway, mtu mtus) {
 	c, was := g.now.config, g.now.mtu
 	want := wgConfig{privateKey: c.PrivateKey, listenPort: c.ListenPort}
 	own := publicKey(c.PrivateKey)
@@ -534,18 +495,23 @@ func (g *gateway) put(gw fabric.Gateway, mtu int) {
 			sessions[p.ID] = &session{key: p.PublicKey, since: time.Now()}
 		}
 	}
-	if mtu != was {
-		if was != 0 {
-			g.log.Info("tunnel MTU changed", "from", was, "to", mtu)
+	for _, p := range gw.Peers {
+		if from, known := was.peers[p.ID]; known && from != mtu.of(p.ID) {
+			g.log.Info("MTU towards a peer changed", "peer", p.ID, "from", from, "to", mtu.of(p.ID))
 		}
-		g.datapath.SetMTU(mtu)
+	}
+	if mtu.tunnel != was.tunnel {
+		if was.tunnel != 0 {
+			g.log.Info("tunnel MTU changed", "from", was.tunnel, "to", mtu.tunnel)
+		}
+		g.datapath.SetMTU(mtu.tunnel)
 	}
 	var errs []error
 	if err := g.tunnel.apply(want); err != nil {
 		errs = append(errs, err)
 	}
 	g.checker.set(checks)
-	changes, err := g.host.apply(wantHost(gw.RoutePrefixes(), mtu))
+	changes, err := g.host.apply(wantHost(gw.RoutePrefixes(), mtu.tunnel))
 	if err != nil {
 		errs = append(errs, err)
 	}

@@ -39,6 +39,10 @@ var (
 	hopHost4    = netip.MustParseAddr("169.254.100.2") // the gateway's way back
 	hopGateway6 = netip.MustParseAddr("fe80::a9fe:6401")
 	hopHost6    = netip.MustParseAddr("fe80::a9fe:6402")
+
+	// router6 is what hopGateway4 is besides: the source of ICMP errors, for which no
+	// link-local address will do. Like fabric.GatewayAddr6 it is in the discard-only prefix.
+	router6 = netip.MustParseAddr("100::a9fe:6401")
 )
 
 const (
@@ -117,7 +121,9 @@ type hostState struct {
 // The veth has the MTU of the tunnel at both ends. A pod's packet that is too
 // big is then refused by the host, whose answer (fragmentation needed, packet
 // too big) reaches the pod from an address it knows; a superpacket passes, since
-// the kernel asks for the size of its segments. A packet from a peer with a
+// the kernel asks for the size of its segments. One that fits this MTU, which is
+// the largest of all peers, but not its own peer's is answered by the engine. A
+// packet from a peer with a
 // larger tunnel is answered by the gateway's namespace in the same way, so that
 // the sender learns the smaller of the two.
 func wantHost(remote []netip.Prefix, mtu int) hostState {
@@ -152,6 +158,7 @@ func wantHost(remote []netip.Prefix, mtu int) hostState {
 		s.routes = append(s.routes, route{side: gatewaySide, prefix: netip.MustParsePrefix("::/0"),
 			via: hopHost6, link: VethGateway, table: mainTable, metric: metric6})
 		s.rules = append(s.rules, rule{"ip -6", RulePriority, RouteTable})
+		s.addresses = append(s.addresses, address{gatewaySide, VethGateway, netip.PrefixFrom(router6, 128)})
 	}
 	for _, p := range remote {
 		hop, metric := hopGateway4, metric4

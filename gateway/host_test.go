@@ -141,30 +141,3 @@ func TestPlanNeverLeavesTheHostRouteAlone(t *testing.T) {
 		t.Errorf("removed:\n%s", p.Commands("NS"))
 	}
 }
-
-func TestTunnelMTUFitsEveryPath(t *testing.T) {
-	v4, v6 := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")
-	for _, tc := range []struct {
-		paths []underlay
-		six   bool
-		want  int
-	}{
-		{nil, false, 1440},
-		{[]underlay{{v4, 1500}}, false, 1440},
-		{[]underlay{{v6, 1500}}, true, 1420},
-		{[]underlay{{v4, 1500}, {v6, 1500}}, false, 1420},
-		{[]underlay{{v4, 1500}, {v4, 1400}}, false, 1340},
-		{[]underlay{{v4, 9001}}, false, 8940},
-		{[]underlay{{v4, 65536}}, false, 8940}, // loopback
-		{[]underlay{{v4, 1280}}, false, 1220},
-		{[]underlay{{v4, 1280}}, true, 1280}, // IPv6 inside needs it
-		{[]underlay{{v4, 400}}, false, 576},
-	} {
-		if got := tunnelMTU(tc.paths, tc.six); got != tc.want {
-			t.Errorf("%v, IPv6 inside %v: %d, want %d", tc.paths, tc.six, got, tc.want)
-		}
-	}
-	if mssFor(1440) != 1400 {
-		t.Error(mssFor(1440))
-	}
-}

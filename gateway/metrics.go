@@ -37,7 +37,7 @@ var (
 	descReloadOK   = desc("config_last_reload_successful", "1 if the newest configuration is in force, 0 if an older one is because the newest is unusable.")
 	descReloadTime = desc("config_last_reload_success_timestamp_seconds", "When a configuration was last put into force.")
 	descApplied    = desc("config_applied", "1 if all of the configuration in force could be made true, 0 if some of it is being tried again.")
-	descMTU        = desc("tunnel_mtu_bytes", "MTU of the tunnel.")
+	descMTU        = desc("tunnel_mtu_bytes", "MTU of the tunnel device: the largest of all peers.")
 	descSessions   = desc("nat_sessions", "NAT flows.")
 	descLimit      = desc("nat_sessions_limit", "NAT flows that there may be.")
 	descNATBytes   = desc("nat_memory_bytes", "Memory of NAT flows and held fragments.")
@@ -54,6 +54,8 @@ var (
 	descWgTx       = desc("peer_wireguard_transmit_bytes_total", "Octets of WireGuard messages to the peer.", "peer")
 	descHandshake  = desc("peer_last_handshake_timestamp_seconds", "When the present WireGuard session began; 0 if there was none yet.", "peer")
 	descLoss       = desc("peer_probe_loss_ratio", "Share of the probes of the last minute that were not answered, 0 to 1.", "peer")
+	descPeerMTU    = desc("peer_mtu_bytes", "Largest IP packet that is sent to the peer.", "peer")
+	descTooBig     = desc("peer_too_big_total", "Packets larger than that: fragmented, or dropped and the sender told, or untold because of the rate limit.", "peer", "result")
 	descPeerFlows  = desc("peer_nat_sessions", "NAT flows of the peer.", "peer")
 	descPeerLimit  = desc("peer_nat_sessions_limit", "NAT flows that the peer may have.", "peer")
 	descFlowEvents = desc("peer_nat_session_events_total", "NAT flows created, expired, evicted because the limit was reached, and purged because new rules do not permit them.", "peer", "event")
@@ -126,7 +128,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	if !now.reloaded.IsZero() {
 		gauge(descReloadTime, seconds(now.reloaded))
 	}
-	gauge(descMTU, float64(now.mtu))
+	gauge(descMTU, float64(now.mtu.tunnel))
 
 	stats := g.engine.Stats()
 	gauge(descSessions, float64(stats.Flows))
@@ -155,6 +157,10 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		f := flows[p.ID]
 		gauge(descPeerFlows, float64(f.Flows), p.ID)
 		gauge(descPeerLimit, float64(f.MaxFlows), p.ID)
+		gauge(descPeerMTU, float64(f.MTU), p.ID)
+		counter(descTooBig, f.Fragmented, p.ID, "fragmented")
+		counter(descTooBig, f.Told, p.ID, "told")
+		counter(descTooBig, f.Silent, p.ID, "untold")
 		counter(descFlowEvents, f.Created, p.ID, "created")
 		counter(descFlowEvents, f.Expired, p.ID, "expired")
 		counter(descFlowEvents, f.Evicted, p.ID, "evicted")

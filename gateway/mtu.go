@@ -1,19 +1,32 @@
 package gateway
 
-import "net/netip"
+import (
+	"cmp"
+	"maps"
+	"net/netip"
+	"slices"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/natengine"
+)
 
 const (
 	// What WireGuard and the outer headers add to a packet: message header and
-	// tag 32, UDP 8, and 20 for IPv4 or 40 for IPv6. WireGuard's padding to 16
-	// octets never goes beyond the MTU.
+	// tag 32, UDP 8, and 20 for IPv4 or 40 for IPv6.
 	overhead4 = 60
 	overhead6 = 80
 
-	// defaultMTU is for a gateway that knows no way to any peer yet: Ethernet.
+	// padding is what WireGuard pads a packet to, but never beyond the MTU of the
+	// device. So a packet for a peer with a smaller MTU must not be padded beyond
+	// that one: it is a multiple.
+	padding = 16
+
+	// defaultMTU is for a way that is not known yet: Ethernet.
 	defaultMTU = 1500 - overhead4
 	// minAutoMTU is what every IPv4 host has to accept (RFC 791); minAutoMTU6 is
 	// what IPv6 asks of a link (RFC 8200, section 5). On a smaller underlay the
-	// outer packets are fragmented, which costs most of the throughput.
+	// outer packets are fragmented, which costs most of the throughput. Both are
+	// multiples of padding.
 	minAutoMTU  = 576
 	minAutoMTU6 = 1280
 	// maxAutoMTU is for jumbo frames. More is found on loopback and on virtual
@@ -23,30 +36,104 @@ const (
 
 // underlay is the way to one peer.
 type underlay struct {
+	id   string
 	addr netip.Addr
-	mtu  int
+	mtu  int  // of the way; 0: not known
+	last int  // what the peer's MTU in the tunnel was, 0: nothing yet
+	six  bool // IPv6 goes through the tunnel
 }
 
-// tunnelMTU is the largest packet, in octets, that fits into one outer packet on
-// the way to every peer. six says that IPv6 goes through the tunnel.
-func tunnelMTU(paths []underlay, six bool) int {
-	mtu := maxAutoMTU
-	for _, p := range paths {
-		overhead := overhead4
-		if p.addr.Is6() {
-			overhead = overhead6
+// mtus are the largest packets in octets: of the device, and towards each peer.
+type mtus struct {
+	tunnel int
+	peers  map[string]int // by ID
+}
+
+// sameMTU is one MTU for all.
+func sameMTU(mtu int) mtus { return mtus{tunnel: mtu} }
+
+// of is the MTU towards a peer.
+func (m mtus) of(id string) int {
+	if mtu, ok := m.peers[id]; ok {
+		return mtu
+	}
+	return m.tunnel
+}
+
+func (m mtus) equal(o mtus) bool { return m.tunnel == o.tunnel && maps.Equal(m.peers, o.peers) }
+
+// autoMTUs gives each peer the largest packet that fits into one outer packet on
+// the way to it, and the device the largest of these, or last when no way is
+// known. A way that is not known any more is taken for what it was, and one that
+// never was for Ethernet.
+func autoMTUs(ways []underlay, last int) mtus {
+	m := mtus{peers: make(map[string]int, len(ways))}
+	for _, w := range ways {
+		m.tunnel = max(m.tunnel, w.inner())
+	}
+	m.tunnel = cmp.Or(m.tunnel, last, defaultMTU)
+	for _, w := range ways {
+		mtu := min(cmp.Or(w.inner(), defaultMTU), m.tunnel)
+		if mtu < m.tunnel {
+			mtu -= mtu % padding
 		}
-		mtu = min(mtu, p.mtu-overhead)
+		m.peers[w.id] = mtu
 	}
-	if len(paths) == 0 {
-		return defaultMTU
+	return m
+}
+
+// inner is what fits into one outer packet, 0 when the way never was known.
+func (w underlay) inner() int {
+	if w.mtu == 0 {
+		return w.last
 	}
-	if six {
-		return max(mtu, minAutoMTU6)
+	overhead, least := overhead4, minAutoMTU
+	if w.addr.Is6() {
+		overhead = overhead6
 	}
-	return max(mtu, minAutoMTU)
+	if w.six {
+		least = minAutoMTU6
+	}
+	return min(max(w.mtu-overhead, least), maxAutoMTU)
 }
 
 // mssFor is the TCP segment size for IPv4 that fits the MTU: 20 octets of IP
 // header, 20 of TCP header. The engine takes 20 more off for IPv6.
 func mssFor(mtu int) uint16 { return uint16(mtu - 40) }
+
+// rulesFor sets MTU and MSS in peers, which the caller owns, and returns their
+// rules.
+func rulesFor(peers []fabric.GatewayPeer, m mtus) []natengine.Peer {
+	rules := make([]natengine.Peer, len(peers))
+	for i := range peers {
+		mtu := m.of(peers[i].ID)
+		peers[i].Rules.MTU, peers[i].Rules.MSS = uint16(mtu), mssFor(mtu)
+		rules[i] = peers[i].Rules
+	}
+	return rules
+}
+
+// mtusFor is what c says or, when it leaves it to us, what the kernel says about
+// the way to every peer whose address is known. That includes what routers on the
+// way have said: the kernel remembers it for ten minutes.
+func (g *gateway) mtusFor(c Config, peers []fabric.GatewayPeer) mtus {
+	if c.MTU != 0 {
+		return sameMTU(c.MTU)
+	}
+	ways := make([]underlay, len(peers))
+	for i, p := range peers {
+		six := slices.ContainsFunc(p.AllowedIPs[:], func(n netip.Prefix) bool { return n.Addr().Is6() })
+		ways[i] = underlay{id: p.ID, six: six, last: g.now.mtu.peers[p.ID]}
+		at, _ := g.resolver.endpoint(p.ID)
+		if !at.IsValid() {
+			continue
+		}
+		mtu, err := g.host.underlayMTU(at.Addr())
+		if err != nil {
+			g.log.Debug("no way to the peer", "peer", p.ID, "error", err)
+			continue // no way to it: nothing to be too large for
+		}
+		ways[i].addr, ways[i].mtu = at.Addr(), mtu
+	}
+	return autoMTUs(ways, g.now.mtu.tunnel)
+}

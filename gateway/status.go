@@ -97,6 +97,7 @@ type PeerStatus struct {
 		Transmit uint64 `json:"transmitBytes"`
 	} `json:"wireguard"`
 
+	MTU      int          `json:"mtu"` // largest packet towards it
 	Rules    RulesStatus  `json:"rules"`
 	Sessions int          `json:"sessions"`
 	Drops    []DropStatus `json:"drops,omitempty"`
@@ -183,7 +184,7 @@ func (g *gateway) status(flows int) (Status, error) {
 		Namespace:   g.host.namespacePath(),
 		Host:        Way{Interface: VethHost, NextHop: hopGateway4},
 		TUN:         TunName,
-		MTU:         now.mtu,
+		MTU:         now.mtu.tunnel,
 		MTUAuto:     now.config.MTU == 0,
 		Config: ConfigStatus{
 			Generation: now.generation,
@@ -231,6 +232,7 @@ func (g *gateway) status(flows int) (Status, error) {
 				LocalPods: p.Local.Pod, LocalPodsThere: p.Local.PodSeen, LocalExternal: p.Local.ExternalSeen,
 				NAPT: p.Local.PodSeen.Addr(), MSS: p.Rules.MSS,
 			},
+			MTU:      perPeer[p.ID].MTU,
 			Sessions: perPeer[p.ID].Flows,
 		}
 		for _, e := range p.Rules.Endpoints {

@@ -60,7 +60,7 @@ func (g *gateway) put0(t *testing.T, peers ...fabric.Peer) {
 	if len(problems) > 0 {
 		t.Fatal(problems)
 	}
-	if err := g.engine.SetPeers(rulesFor(gw.Peers, 1440)); err != nil {
+	if err := g.engine.SetPeers(rulesFor(gw.Peers, sameMTU(1440))); err != nil {
 		t.Fatal(err)
 	}
 	var checks []checkPeer
@@ -74,7 +74,7 @@ func (g *gateway) put0(t *testing.T, peers ...fabric.Peer) {
 	for _, p := range gw.Peers {
 		g.now.sessions[p.ID] = &session{key: p.PublicKey, since: time.Now()}
 	}
-	g.now.config, g.now.gateway, g.now.mtu, g.now.ready = c, gw, 1440, true
+	g.now.config, g.now.gateway, g.now.mtu, g.now.ready = c, gw, sameMTU(1440), true
 	g.now.generation++
 	g.now.reloaded = time.Now()
 }
@@ -141,7 +141,7 @@ isthmus_peer_transmit_bytes_total{peer="33333333-0000-4000-8000-000000000000"} 0
 # TYPE isthmus_peer_up gauge
 isthmus_peer_up{peer="22222222-0000-4000-8000-000000000000"} 0
 isthmus_peer_up{peer="33333333-0000-4000-8000-000000000000"} 0
-# HELP isthmus_tunnel_mtu_bytes MTU of the tunnel.
+# HELP isthmus_tunnel_mtu_bytes MTU of the tunnel device: the largest of all peers.
 # TYPE isthmus_tunnel_mtu_bytes gauge
 isthmus_tunnel_mtu_bytes 1440
 `

@@ -234,7 +234,7 @@ func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 	}
 	e := natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: c.MaxFlows})
 	gw, _ := fabric.GatewayFor(c.Intent, 0) // whoever made the configuration has told its problems
-	if err := e.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
+	if err := e.SetPeers(rulesFor(gw.Peers, sameMTU(mtu))); err != nil {
 		return nil, err
 	}
 	steps, err := Trace(e, q, 0)

@@ -156,8 +156,12 @@ func TestMTUIsPerPeerAndFollowsTheRules(t *testing.T) {
 	if s := e.Stats().Peers[0]; s.MTU != 1200 || s.Flows != 1 {
 		t.Errorf("%+v", s)
 	}
+	six := p
 	p.MTU = 67
-	if err := e.SetPeers([]Peer{p, q}); err == nil || e.Peers()[0].MTU() != 1200 {
-		t.Errorf("%v, MTU %d", err, e.Peers()[0].MTU())
+	six.MTU, six.RemotePods = 1279, pfxs("fd71::/64")
+	for _, bad := range []Peer{p, six} {
+		if err := e.SetPeers([]Peer{bad, q}); err == nil || e.Peers()[0].MTU() != 1200 {
+			t.Errorf("%v, MTU %d", err, e.Peers()[0].MTU())
+		}
 	}
 }

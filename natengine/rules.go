@@ -293,6 +293,10 @@ func (p Peer) check(self [2]addr) (errs []error) {
 	if p.MTU != 0 && p.MTU < 68 {
 		fail("MTU %d: want 0 for none, or at least 68 (RFC 791)", p.MTU)
 	}
+	if six := func(p netip.Prefix) bool { return p.Addr().Is6() }; p.MTU != 0 && p.MTU < 1280 &&
+		(slices.ContainsFunc(p.RemotePods, six) || slices.ContainsFunc(p.RemoteExternal, six)) {
+		fail("MTU %d: IPv6 wants at least 1280 (RFC 8200, section 5)", p.MTU)
+	}
 	at := map[netip.Addr]netip.Addr{}
 	for _, e := range p.Endpoints {
 		if err := p.checkEndpoint(e, self); err != nil {

@@ -1,0 +1,65 @@
+package gateway
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"testing"
+)
+
+func TestMTUFitsTheWayToEachPeer(t *testing.T) {
+	v4, v6 := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("2001:db8::1")
+	for _, tc := range []struct {
+		name   string
+		ways   []underlay
+		last   int
+		tunnel int
+		peers  []int
+	}{
+		{"nobody", nil, 0, 1440, nil},
+		{"one", []underlay{{addr: v4, mtu: 1500}}, 0, 1440, []int{1440}},
+		{"one over IPv6", []underlay{{addr: v6, mtu: 1500, six: true}}, 0, 1420, []int{1420}},
+		{"the smaller is a multiple of 16", []underlay{{addr: v4, mtu: 1500}, {addr: v6, mtu: 1500}}, 0, 1440, []int{1440, 1408}},
+		{"the largest need not be", []underlay{{addr: v4, mtu: 1400}, {addr: v4, mtu: 1300}, {addr: v4, mtu: 1400}}, 0, 1340, []int{1340, 1232, 1340}},
+		{"jumbo", []underlay{{addr: v4, mtu: 9001}, {addr: v4, mtu: 1500}}, 0, 8940, []int{8940, 1440}},
+		{"loopback", []underlay{{addr: v4, mtu: 65536}}, 0, 8940, []int{8940}},
+		{"small", []underlay{{addr: v4, mtu: 1280}}, 0, 1220, []int{1220}},
+		{"small with IPv6 inside", []underlay{{addr: v4, mtu: 1280, six: true}}, 0, 1280, []int{1280}},
+		{"small beside a large one", []underlay{{addr: v4, mtu: 1280, six: true}, {addr: v4, mtu: 1500}}, 0, 1440, []int{1280, 1440}},
+		{"tiny", []underlay{{addr: v4, mtu: 400}, {addr: v4, mtu: 1500}}, 0, 1440, []int{576, 1440}},
+		{"not known", []underlay{{addr: v4, mtu: 9001}, {}}, 0, 8940, []int{8940, 1440}},
+		{"none known", []underlay{{}, {}}, 0, 1440, []int{1440, 1440}},
+		{"not known for the moment", []underlay{{addr: v4, mtu: 1500}, {last: 1328}}, 1440, 1440, []int{1440, 1328}},
+		{"none known for the moment", []underlay{{last: 8940}, {last: 1440}}, 8940, 8940, []int{8940, 1440}},
+		{"all removed", nil, 8940, 8940, nil},
+	} {
+		want := map[string]int{}
+		for i := range tc.ways {
+			tc.ways[i].id = fmt.Sprint(i)
+			want[tc.ways[i].id] = tc.peers[i]
+		}
+		got := autoMTUs(tc.ways, tc.last)
+		if got.tunnel != tc.tunnel || !maps.Equal(got.peers, want) {
+			t.Errorf("%s: %v, want %d %v", tc.name, got, tc.tunnel, want)
+		}
+	}
+	if mssFor(1440) != 1400 {
+		t.Error(mssFor(1440))
+	}
+}
+
+// What WireGuard makes of a packet, padding included, never exceeds the way to the peer, however the MTUs of the peers lie.
+func TestPaddedPacketsFitTheWay(t *testing.T) {
+	v4 := netip.MustParseAddr("192.0.2.1")
+	for mtu := minAutoMTU + overhead4; mtu <= 1600; mtu++ {
+		m := autoMTUs([]underlay{{id: "a", addr: v4, mtu: mtu}, {id: "b", addr: v4, mtu: 1500}}, 0)
+		for id, way := range map[string]int{"a": mtu, "b": 1500} {
+			for size := m.of(id) - padding; size <= m.of(id); size++ {
+				padded := min((size+padding-1)/padding*padding, m.tunnel) // calculatePaddingSize in wireguard-go's device/send.go
+				if padded+overhead4 > way {
+					t.Fatalf("ways of %d and 1500: a packet of %d for %s takes %d", mtu, size, id, padded+overhead4)
+				}
+			}
+		}
+	}
+}
