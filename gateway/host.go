@@ -122,10 +122,9 @@ type hostState struct {
 // big is then refused by the host, whose answer (fragmentation needed, packet
 // too big) reaches the pod from an address it knows; a superpacket passes, since
 // the kernel asks for the size of its segments. One that fits this MTU, which is
-// the largest of all peers, but not its own peer's is answered by the engine. A
-// packet from a peer with a
-// larger tunnel is answered by the gateway's namespace in the same way, so that
-// the sender learns the smaller of the two.
+// the largest of all peers, but not its own peer's, is answered by the engine. A
+// packet from a peer with a larger tunnel is answered by the gateway's namespace
+// like one from a pod, so that the sender learns the smaller of the two.
 func wantHost(remote []netip.Prefix, mtu int) hostState {
 	remote = slices.Clone(remote)
 	slices.SortFunc(remote, comparePrefix)

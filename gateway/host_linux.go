@@ -157,7 +157,7 @@ func (h *host) events(ctx context.Context, notify func()) error {
 	}
 	var inner *os.File
 	err = h.inside(func() (err error) {
-		inner, err = rtnetlink.Subscribe(append([]int{unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFADDR}, common...)...)
+		inner, err = rtnetlink.Subscribe(append([]int{unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR}, common...)...)
 		return err
 	})
 	if err != nil {
@@ -283,7 +283,7 @@ func (h *host) haveOn(s *hostState, l link, index int) error {
 	if l.name != VethGateway {
 		return nil
 	}
-	addrs, err := h.inner.AddrList(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}}, netlink.FAMILY_V4)
+	addrs, err := h.inner.AddrList(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}}, netlink.FAMILY_ALL)
 	if err != nil {
 		return fmt.Errorf("addresses of %s: %w", l.name, err)
 	}
@@ -416,10 +416,14 @@ func (h *host) do(o op) error {
 			return err
 		}
 		l := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}}
+		a := &netlink.Addr{IPNet: ipNet(v.prefix)}
 		if o.verb == remove {
-			return rtnetlink.IgnoreGone(h.handle(v.side).AddrDel(l, &netlink.Addr{IPNet: ipNet(v.prefix)}))
+			return rtnetlink.IgnoreGone(h.handle(v.side).AddrDel(l, a))
 		}
-		return h.handle(v.side).AddrReplace(l, &netlink.Addr{IPNet: ipNet(v.prefix)})
+		if v.prefix.Addr().Is6() {
+			a.Flags = unix.IFA_F_NODAD // nobody else is on this link, and a tentative address is no source
+		}
+		return h.handle(v.side).AddrReplace(l, a)
 	case neighbor:
 		index, err := h.index(v.side, v.link)
 		if err != nil {
