@@ -32,6 +32,9 @@ func benchPeers(n int) []Peer {
 }
 
 func benchEngine(b testing.TB, c Config, peers []Peer) *Engine {
+	if c.MaxFlowsPerHost == 0 {
+		c.MaxFlowsPerHost = 1 << 30 // some have all flows come from one host
+	}
 	e := New(c)
 	if err := e.SetPeers(peers); err != nil {
 		b.Fatal(err)

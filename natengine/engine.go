@@ -13,6 +13,8 @@ type Config struct {
 	Self4, Self6       netip.Addr // the in-process endpoint; 169.254.0.1 (Liqo's tunnel address) and none
 	MaxFlows           int        // over all peers
 	MaxFlowsPerPeer    int        // 0: an equal share of MaxFlows for each peer
+	MaxFlowsPerHost    int        // of one peer's flows; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
+	RandomPorts        bool       // give each new NAPT mapping a random port, also where its own is free
 	MaxFragmentSets    int        // datagrams of which fragments are remembered, per peer and direction
 	MaxFragmentBytes   int        // octets held, per peer and direction
 	MaxFragmentsPerSet int        // fragments held of one datagram
@@ -77,7 +79,9 @@ type Engine struct {
 	lifetimes lifetimes
 	self      [2]addr // by family; the zero addr is nobody's
 	seed      maphash.Seed
-	total     atomic.Int64 // flows of all peers
+	total     atomic.Int64  // flows of all peers, with those about to be opened
+	share     atomic.Int64  // of each peer: MaxFlows in equal parts
+	yielded   atomic.Uint32 // which peer gave way to another last
 	swept     atomic.Uint32
 	noPeer    [directions][numDrops]atomic.Uint64
 
@@ -118,7 +122,7 @@ func (e *Engine) SetPeers(peers []Peer) error {
 	table, err := compile(peers, e.self, func(id string) *PeerState {
 		p := e.peers[id]
 		if p == nil {
-			p = newPeerState(id, e.seed, &e.total)
+			p = newPeerState(id, &e.config, e.seed, &e.total)
 		}
 		states[id] = p
 		return p
@@ -126,12 +130,11 @@ func (e *Engine) SetPeers(peers []Peer) error {
 	if err != nil {
 		return err
 	}
-	quota := e.config.MaxFlowsPerPeer
-	if quota <= 0 {
-		quota = e.config.MaxFlows / max(len(peers), 1)
-	}
+	share, quota, hostQuota := e.config.quotas(len(peers))
+	e.share.Store(int64(share))
 	for _, r := range table.rules {
-		r.peer.quota.Store(int64(max(quota, 1)))
+		r.peer.quota.Store(int64(quota))
+		r.peer.setHostQuota(uint32(hostQuota))
 		r.peer.path.mtu.Store(int32(r.spec.MTU))
 	}
 	// First every PeerState learns its new rule, then the table is published: a packet under way with the old table

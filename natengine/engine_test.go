@@ -1,6 +1,7 @@
 package natengine
 
 import (
+	"math/bits"
 	"net/netip"
 	"os/exec"
 	"slices"
@@ -474,14 +475,9 @@ func (e *Engine) checkTables(t testing.TB) {
 	for _, p := range e.Peers() {
 		f := &p.flows
 		live := 0
-		refs := map[uint32]uint32{}
-		queued := map[uint32]bool{}
-		for at := f.queue.head; at != 0; at = f.side(at - 1).next {
-			if queued[at-1] {
-				t.Fatal("the queue goes round")
-			}
-			queued[at-1] = true
-		}
+		queued := f.checkQueues(t)
+		refs := map[mapping]int{}
+		flows := [2]map[uint32]uint32{{}, {}} // of each host
 		f.each(func(i uint32, en *entry, word uint64) {
 			live++
 			for dir := range directions {
@@ -490,23 +486,67 @@ func (e *Engine) checkTables(t testing.TB) {
 					t.Errorf("flow %d cannot be found %v", i, dir)
 				}
 			}
-			if m := f.side(i).mapping; m != 0 {
+			kind, h := kindOf(word), f.side(i).host
+			flows[kind][h]++
+			out, in := en.keyAt(Outbound), en.keyAt(Inbound)
+			owner := out.near
+			if kind == endpointFlow {
+				owner = out.remote
+			}
+			if f.hosts[kind].at(h).addr != owner || f.hosts[kind].find(owner) != h {
+				t.Errorf("flow %d of %v has host %+v", i, owner.netip(), f.hosts[kind].at(h))
+			}
+			if class := classOf(protoOf(word), owner.is4()); kind == naptFlow && class != noPorts {
+				m := mapping{host: h, port: out.nearPort(Outbound), use: uint32(class)}
 				refs[m]++
-				out, in := en.keyAt(Outbound), en.keyAt(Inbound)
-				if got := f.napt.mappings[m-1]; got.inside != out.near || got.port != out.nearPort(Outbound) || got.mapped != in.nearPort(Inbound) {
-					t.Errorf("flow %d has mapping %+v", i, got)
+				if n := f.napt.find(h, m.port, class); n == 0 || f.napt.mappings[n-1].mapped != in.nearPort(Inbound) {
+					t.Errorf("flow %d has mapping %d", i, n)
 				}
 			}
-			if halfOpen(word) && !queued[i] && word&stateWas == 0 {
-				t.Errorf("half-open flow %d cannot be evicted", i)
+			// A connection that was closed or opened again is back in the queues after the next sweep.
+			if queued[i] != (word&stateQueued != 0) || halfOpen(word) && !queued[i] && protoOf(word) != packet.TCP {
+				t.Errorf("flow %d is half-open: %v, in the queues: %v, marked so: %v", i, halfOpen(word), queued[i], word&stateQueued != 0)
 			}
+			delete(queued, i)
 		})
-		if live != int(f.live.Load()) || len(refs) != f.napt.live {
-			t.Errorf("%d flows and %d mappings, counted %d and %d", live, len(refs), f.live.Load(), f.napt.live)
+		if live != int(f.live.Load()) || len(refs) != f.napt.live || len(queued) != 0 {
+			t.Errorf("%d flows and %d mappings, counted %d and %d; %d dead ones in the queues", live, len(refs), f.live.Load(), f.napt.live, len(queued))
 		}
+		ports := 0
 		for m, n := range refs {
-			if f.napt.mappings[m-1].refs != n {
-				t.Errorf("mapping %d has %d flows, counted %d", m, n, f.napt.mappings[m-1].refs)
+			if got := f.napt.mappings[f.napt.find(m.host, m.port, m.class())-1]; int(got.use/oneFlow) != n {
+				t.Errorf("mapping %+v has %d flows", got, n)
+			}
+		}
+		for family := range f.napt.ports {
+			for _, set := range f.napt.ports[family] {
+				if set == nil {
+					continue
+				}
+				bitsSet := 0
+				for _, w := range set.taken {
+					bitsSet += bits.OnesCount64(w)
+				}
+				if ports += bitsSet; set.inUse() != bitsSet {
+					t.Errorf("%d ports in use, counted %d", bitsSet, set.inUse())
+				}
+			}
+		}
+		if ports != f.napt.live {
+			t.Errorf("%d ports for %d mappings", ports, f.napt.live)
+		}
+		for kind := range f.hosts {
+			hosts, full := &f.hosts[kind], 0
+			for h, n := range flows[kind] {
+				if hosts.at(h).flows != n {
+					t.Errorf("host %+v has %d flows", hosts.at(h), n)
+				}
+				if n >= hosts.quota {
+					full++
+				}
+			}
+			if hosts.live != len(flows[kind]) || hosts.full != full {
+				t.Errorf("%d hosts, %d at their quota; counted %d and %d", len(flows[kind]), full, hosts.live, hosts.full)
 			}
 		}
 		for dir := range f.index {
@@ -535,6 +575,37 @@ func (e *Engine) checkTables(t testing.TB) {
 	if total != int(e.total.Load()) {
 		t.Errorf("%d flows, counted %d", total, e.total.Load())
 	}
+}
+
+// checkQueues returns the flows in the queue of the peer, which have to be those in the queues of its hosts, in the same
+// order.
+func (t *flowTable) checkQueues(tb testing.TB) map[uint32]bool {
+	tb.Helper()
+	walk := func(q queue, which int) (list []uint32) {
+		for at := q.head; at != 0; at = t.link(at-1, which).next {
+			if list = append(list, at-1); len(list) > int(t.used) {
+				tb.Fatal("a queue goes round")
+			}
+		}
+		return list
+	}
+	queued := map[uint32]bool{}
+	var byHost [2]map[uint32][]uint32
+	byHost[naptFlow], byHost[endpointFlow] = map[uint32][]uint32{}, map[uint32][]uint32{}
+	for _, i := range walk(t.queue, queueOfPeer) {
+		queued[i] = true
+		kind, h := kindOf(t.entry(i).word.Load()), t.side(i).host
+		byHost[kind][h] = append(byHost[kind][h], i)
+	}
+	for kind := range t.hosts {
+		for n := range t.hosts[kind].hosts {
+			h := uint32(n + 1)
+			if got := walk(t.hosts[kind].at(h).queue, queueOfHost); !slices.Equal(got, byHost[kind][h]) {
+				tb.Errorf("host %d has %v in its queue, want %v", h, got, byHost[kind][h])
+			}
+		}
+	}
+	return queued
 }
 
 // TestLookupComparesTheWholeTuple: the 32 bits of hash in a slot are no proof.
@@ -567,7 +638,7 @@ func TestLookupComparesTheWholeTuple(t *testing.T) {
 
 // TestTableStaysConsistent opens, expires and evicts flows at random for a while.
 func TestTableStaysConsistent(t *testing.T) {
-	e := newEngine(t, Config{MaxFlows: 5000}, peerB())
+	e := newEngine(t, Config{MaxFlows: 5000, MaxFlowsPerHost: 5000}, peerB())
 	var v packet.View
 	tmpl := udp("192.168.1.1:4000", "10.71.0.5:53")
 	for i := range 200_000 {

@@ -62,7 +62,7 @@ func newLedger() *ledger {
 
 // modelBounds are the bounds under which engine and model are compared: such that everything is reached, and none.
 var modelBounds = []natengine.Config{
-	{}, {MaxFlows: 8}, {MaxFlows: 8, MaxFlowsPerPeer: 3}, {MaxFlows: 24}, {MaxFlows: 6, MaxFlowsPerPeer: 6},
+	{}, {MaxFlows: 8}, {MaxFlows: 8, MaxFlowsPerPeer: 3}, {MaxFlows: 24}, {MaxFlows: 6, MaxFlowsPerPeer: 6}, {MaxFlows: 24, MaxFlowsPerHost: 2},
 }
 
 func newModel(bounds byte) *model {
@@ -289,48 +289,84 @@ func (m *model) quota() int {
 	return max(m.config.MaxFlows/max(len(m.peers), 1), 1)
 }
 
-// makeRoom lets a flow in that the bounds allow. At a bound the oldest half-open flow of the same peer gives way. What was
-// established and has closed since the last sweep may be evicted but need not be found.
+// share is how many flows each peer is assured of.
+func (m *model) share() int { return max(m.config.MaxFlows/max(len(m.peers), 1), 1) }
+
+// hostQuota is how many flows one host may have.
+func (m *model) hostQuota() int {
+	n := m.config.MaxFlowsPerHost
+	if n == 0 {
+		n = min(max(m.quota()/4, 1024), 16384)
+	}
+	return min(n, m.quota())
+}
+
+// owner is the host that a flow counts for: ours that opens a NAPT flow, the peer's that opens one to a mapped endpoint.
+func (f *refFlow) owner() netip.Addr {
+	if f.endpoint {
+		return f.remote.Addr()
+	}
+	return f.local.Addr()
+}
+
+// makeRoom lets a flow in that the bounds allow. At a bound the oldest half-open flow gives way: of the same host; of the
+// same peer; when MaxFlows is reached and this peer has less than its share, of a peer that has more. What was established
+// and has closed since the last sweep may be evicted but need not be found.
 func (m *model) makeRoom(f *refFlow) natengine.Drop {
-	var same []*refFlow
+	byPeer := map[string][]*refFlow{}
+	var ofHost []*refFlow
 	for _, g := range m.flows {
-		if g.peer == f.peer {
-			same = append(same, g)
+		byPeer[g.peer] = append(byPeer[g.peer], g)
+		if g.peer == f.peer && g.endpoint == f.endpoint && g.owner() == f.owner() {
+			ofHost = append(ofHost, g)
 		}
 	}
-	if len(same) < m.quota() && len(m.flows) < m.config.MaxFlows {
+	same, drop := byPeer[f.peer], natengine.DropFlowTableFull
+	var elsewhere [][]*refFlow
+	switch {
+	case len(ofHost) >= m.hostQuota():
+		same, drop = ofHost, natengine.DropHostQuota
+	case len(same) >= m.quota():
+	case len(m.flows) < m.config.MaxFlows:
 		m.ledger[f.peer].created++
 		return natengine.DropNone
+	case len(same) < m.share():
+		for _, flows := range byPeer {
+			if len(flows) > m.share() {
+				elsewhere = append(elsewhere, flows)
+			}
+		}
 	}
 	var victim, due *refFlow
-	for _, g := range same {
-		if victim == nil && !m.have[g.identity()] {
-			victim = g
-		}
-		if due == nil && !g.established() && !m.loose[g] {
-			due = g
+	for _, queue := range append(elsewhere, same) {
+		for i, g := range queue {
+			if victim == nil && !m.have[g.identity()] {
+				if victim = g; due != nil && due.peer != g.peer && g.peer == f.peer {
+					m.wrong = fmt.Errorf("%v was evicted although %v is half-open and of a peer above its share", g.identity(), due.identity())
+				}
+				for _, older := range queue[:i] {
+					if !older.settled {
+						m.wrong = fmt.Errorf("%v was evicted although %v is older and half-open", g.identity(), older.identity())
+					}
+				}
+			}
+			if due == nil && !g.established() && !m.loose[g] {
+				due = g
+			}
 		}
 	}
 	switch {
 	case victim == nil && due == nil:
-		return natengine.DropFlowTableFull
+		return drop
 	case victim == nil:
 		m.wrong = fmt.Errorf("nothing was evicted although %v is half-open", due.identity())
 		return natengine.DropNone
 	case victim.established():
 		m.wrong = fmt.Errorf("%v was evicted and is established", victim.identity())
 	}
-	for _, g := range same {
-		if g == victim {
-			break
-		}
-		if !g.settled {
-			m.wrong = fmt.Errorf("%v was evicted although %v is older and half-open", victim.identity(), g.identity())
-		}
-	}
 	m.flows = slices.DeleteFunc(m.flows, func(g *refFlow) bool { return g == victim })
 	m.lately = append(m.lately, victim)
-	m.ledger[f.peer].evicted++
+	m.ledger[victim.peer].evicted++
 	m.ledger[f.peer].created++
 	return natengine.DropNone
 }

@@ -40,49 +40,54 @@ type napt struct {
 	heads    []uint32 // hash chains of mappings
 	live     int
 	free     uint32
+	random   bool                 // Config.RandomPorts
 	ports    [2][noPorts]*portSet // by family and class, made when first needed
 }
 
-// mapping numbers are one more than the index, 0 is none.
+// A mapping is the port that an inside host and port have at the NAPT address. Numbers are one more than the index, 0 is
+// none.
 type mapping struct {
-	inside       addr
+	host         uint32 // in flowTable.hosts; it has a flow as long as the mapping has one
 	port, mapped uint16
-	class        portClass
-	refs         uint32 // flows that use it
+	use          uint32 // flows that use it << 2 | class
 	next         uint32 // in its chain, or in the free list
 }
 
-func (n *napt) head(inside addr, port uint16, class portClass) *uint32 {
-	k := [3]uint64{inside.hi, inside.lo, uint64(port)<<8 | uint64(class)}
+func (m *mapping) class() portClass { return portClass(m.use & 3) }
+
+const oneFlow = 1 << 2
+
+func (n *napt) head(host uint32, port uint16, class portClass) *uint32 {
+	k := uint64(host)<<32 | uint64(port)<<8 | uint64(class)
 	h := maphash.Bytes(n.seed, unsafe.Slice((*byte)(unsafe.Pointer(&k)), unsafe.Sizeof(k)))
 	return &n.heads[h&uint64(len(n.heads)-1)]
 }
 
 // find returns the number of the mapping of an inside end, 0 when there is none.
-func (n *napt) find(inside addr, port uint16, class portClass) uint32 {
+func (n *napt) find(host uint32, port uint16, class portClass) uint32 {
 	if n.live == 0 {
 		return 0
 	}
-	for i := *n.head(inside, port, class); i != 0; i = n.mappings[i-1].next {
-		if m := &n.mappings[i-1]; m.inside == inside && m.port == port && m.class == class {
+	for i := *n.head(host, port, class); i != 0; i = n.mappings[i-1].next {
+		if m := &n.mappings[i-1]; m.host == host && m.port == port && m.class() == class {
 			return i
 		}
 	}
 	return 0
 }
 
-// hold returns the mapping of an inside end, made if need be, with one more flow that uses it. ok is false when no port
-// is free.
-func (n *napt) hold(inside addr, port uint16, class portClass) (number uint32, mapped uint16, ok bool) {
-	if i := n.find(inside, port, class); i != 0 {
+// hold returns the port of an inside end at the NAPT address, mapped if need be, which one more flow uses from now on. ok
+// is false when no port is free.
+func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
+	if i := n.find(host, port, class); i != 0 {
 		m := &n.mappings[i-1]
-		m.refs++
-		return i, m.mapped, true
+		m.use += oneFlow
+		return m.mapped, true
 	}
-	set := n.set(inside.family(), class)
-	mapped, ok = set.choose(port, class)
+	set := n.set(family, class)
+	mapped, ok = set.choose(port, class, n.random)
 	if !ok {
-		return 0, 0, false
+		return 0, false
 	}
 	set.take(mapped)
 	i := n.free
@@ -94,18 +99,18 @@ func (n *napt) hold(inside addr, port uint16, class portClass) (number uint32, m
 	}
 	n.live++
 	n.grow()
-	head := n.head(inside, port, class)
-	n.mappings[i-1] = mapping{inside: inside, port: port, mapped: mapped, class: class, refs: 1, next: *head}
+	head := n.head(host, port, class)
+	n.mappings[i-1] = mapping{host: host, port: port, mapped: mapped, use: oneFlow | uint32(class), next: *head}
 	*head = i
-	return i, mapped, true
+	return mapped, true
 }
 
 // preview is hold without effect: the port would be mapped, or some other one when the same is taken.
-func (n *napt) preview(inside addr, port uint16, class portClass) (mapped uint16, ok bool) {
-	if i := n.find(inside, port, class); i != 0 {
+func (n *napt) preview(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
+	if i := n.find(host, port, class); i != 0 {
 		return n.mappings[i-1].mapped, true
 	}
-	return n.set(inside.family(), class).choose(port, class)
+	return n.set(family, class).choose(port, class, n.random)
 }
 
 // grow keeps chains short. A mapping in n.free is in no chain, so all chains together are the live ones.
@@ -119,7 +124,7 @@ func (n *napt) grow() {
 		for i != 0 {
 			m := &n.mappings[i-1]
 			next := m.next
-			head := n.head(m.inside, m.port, m.class)
+			head := n.head(m.host, m.port, m.class())
 			m.next, *head = *head, i
 			i = next
 		}
@@ -127,17 +132,19 @@ func (n *napt) grow() {
 }
 
 // release ends one flow's use of a mapping; with the last the port is free again.
-func (n *napt) release(number uint32) {
-	m := &n.mappings[number-1]
-	if m.refs--; m.refs > 0 {
+func (n *napt) release(host uint32, port uint16, class portClass, family int) {
+	at := n.head(host, port, class)
+	m := &n.mappings[*at-1]
+	for m.host != host || m.port != port || m.class() != class {
+		at = &m.next
+		m = &n.mappings[*at-1]
+	}
+	if m.use -= oneFlow; m.use >= oneFlow {
 		return
 	}
-	at := n.head(m.inside, m.port, m.class)
-	for *at != number {
-		at = &n.mappings[*at-1].next
-	}
+	n.set(family, class).give(m.mapped)
+	number := *at
 	*at = m.next
-	n.set(m.inside.family(), m.class).give(m.mapped)
 	*m = mapping{next: n.free}
 	n.free = number
 	n.live--
@@ -163,49 +170,116 @@ func (n *napt) bytes() int {
 	return size
 }
 
-// portSet is a bit for each port in use.
-type portSet [1 << 16 / 64]uint64
+// portSet is a bit for each port in use, and their number by range and parity.
+type portSet struct {
+	taken [1 << 16 / 64]uint64
+	used  [2][2]uint32
+}
 
-func (s *portSet) has(p uint16) bool { return s[p/64]>>(p%64)&1 != 0 }
-func (s *portSet) take(p uint16)     { s[p/64] |= 1 << (p % 64) }
-func (s *portSet) give(p uint16)     { s[p/64] &^= 1 << (p % 64) }
+// portRange is one of the two in which a port stays.
+type portRange uint8
+
+const (
+	wellKnown portRange = iota // 0-1023
+	user                       // 1024-65535
+)
 
 const firstUserPort = 1024
 
-// choose picks a free port: the same if it can be had, else a random one of the same range, 0-1023 or 1024-65535 (RFC
-// 4787, REQ-3a and 3b; RFC 6056). A well-known port that finds its range full takes a user port, never the reverse: a
-// well-known source port may mean a privileged process to somebody. Port 0 of TCP and UDP is not given out.
-func (s *portSet) choose(want uint16, class portClass) (port uint16, ok bool) {
-	if !s.has(want) && (want != 0 || class == icmpIDs) {
+func rangeOf(port uint16) portRange {
+	if port < firstUserPort {
+		return wellKnown
+	}
+	return user
+}
+
+func (s *portSet) has(p uint16) bool { return s.taken[p/64]>>(p%64)&1 != 0 }
+
+func (s *portSet) take(p uint16) {
+	s.taken[p/64] |= 1 << (p % 64)
+	s.used[rangeOf(p)][p%2]++
+}
+
+func (s *portSet) give(p uint16) {
+	s.taken[p/64] &^= 1 << (p % 64)
+	s.used[rangeOf(p)][p%2]--
+}
+
+// inUse is the number of ports in use.
+func (s *portSet) inUse() int {
+	if s == nil {
+		return 0
+	}
+	return int(s.used[wellKnown][0] + s.used[wellKnown][1] + s.used[user][0] + s.used[user][1])
+}
+
+// limit is the number of ports that a class has: port 0 of TCP and UDP is not given out.
+func (c portClass) limit() int {
+	if c == icmpIDs {
+		return 1 << 16
+	}
+	return 1<<16 - 1
+}
+
+// choose picks a free port: the same if it can be had and random does not forbid it, else a random one of the same
+// range, 0-1023 or 1024-65535, of the same parity if there is one (RFC 4787, REQ-3a, 3b and 4; RFC 6056; RFC 7857,
+// section 9). A well-known port that finds its range full takes a user port, never the reverse: a well-known source port
+// may mean a privileged process to somebody. Identifiers of ICMP queries know neither range nor parity.
+func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16, ok bool) {
+	if !random && !s.has(want) && (want != 0 || class == icmpIDs) {
 		return want, true
 	}
 	if class == icmpIDs {
-		return s.random(0, 1<<16-1) // no range means anything
+		return s.random(0, 1<<16-1, allPorts)
 	}
-	if want < firstUserPort {
-		if port, ok = s.random(1, firstUserPort-1); ok {
+	if rangeOf(want) == wellKnown {
+		if port, ok = s.inRange(wellKnown, want%2); ok {
 			return port, true
 		}
 	}
-	return s.random(firstUserPort, 1<<16-1)
+	return s.inRange(user, want%2)
 }
 
-// random returns the first free port at or after a random place in [first, last], or before it.
-func (s *portSet) random(first, last uint32) (uint16, bool) {
+// portCount is the number of ports in each range that TCP and UDP may have, even and odd ones.
+var portCount = [2][2]uint32{{511, 512}, {32256, 32256}}
+
+// inRange picks a random free port of a range, of the parity wished if there is one. It looks only where there is one to
+// be found, so that a flood of new flows costs little when all ports are taken.
+func (s *portSet) inRange(r portRange, parity uint16) (port uint16, ok bool) {
+	first, last := uint32(1), uint32(firstUserPort-1)
+	if r == user {
+		first, last = firstUserPort, 1<<16-1
+	}
+	for _, p := range [2]uint16{parity, 1 - parity} {
+		if s.used[r][p] < portCount[r][p] {
+			return s.random(first, last, evenPorts<<p)
+		}
+	}
+	return 0, false
+}
+
+// Masks of the ports that are looked for among 64 whose first is even.
+const (
+	evenPorts uint64 = 0x5555_5555_5555_5555
+	allPorts  uint64 = 1<<64 - 1
+)
+
+// random returns the first free port of mask at or after a random place in [first, last], or before it.
+func (s *portSet) random(first, last uint32, mask uint64) (uint16, bool) {
 	start := first + rand.Uint32N(last-first+1)
-	if p, ok := s.scan(start, last); ok {
+	if p, ok := s.scan(start, last, mask); ok {
 		return p, true
 	}
 	if start == first {
 		return 0, false
 	}
-	return s.scan(first, start-1)
+	return s.scan(first, start-1, mask)
 }
 
-// scan returns the first free port of [first, last].
-func (s *portSet) scan(first, last uint32) (uint16, bool) {
+// scan returns the first free port of mask in [first, last].
+func (s *portSet) scan(first, last uint32, mask uint64) (uint16, bool) {
 	for at := first; at <= last; at = at&^63 + 64 {
-		if free := ^s[at/64] >> (at % 64); free != 0 {
+		if free := (^s.taken[at/64] & mask) >> (at % 64); free != 0 {
 			p := at + uint32(bits.TrailingZeros64(free))
 			return uint16(p), p <= last
 		}

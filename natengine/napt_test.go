@@ -2,7 +2,6 @@ package natengine
 
 import (
 	"fmt"
-	"math/bits"
 	"net/netip"
 	"testing"
 	"time"
@@ -263,7 +262,7 @@ func TestProtocolWithoutPortsHasOneHostPerRemote(t *testing.T) {
 }
 
 func TestPortExhaustionFailsNewFlowsOnlyAndRecovers(t *testing.T) {
-	e := newEngine(t, Config{}, peerB())
+	e := newEngine(t, Config{MaxFlowsPerHost: 1 << 20}, peerB())
 	var v packet.View
 	b := udp("192.168.1.1:4000", "10.71.0.5:53")
 	open := func(host, p int, now tick) Drop {
@@ -278,13 +277,9 @@ func TestPortExhaustionFailsNewFlowsOnlyAndRecovers(t *testing.T) {
 			t.Fatalf("port %d: %v", p, d)
 		}
 	}
-	used := e.Peers()[0].flows.napt.ports[0][udpPorts]
-	n := 0
-	for _, w := range used {
-		n += bits.OnesCount64(w)
-	}
-	if n != 1<<16-1 || used.has(0) {
-		t.Errorf("%d ports in use, 0 among them: %v", n, used.has(0))
+	e.checkTables(t)
+	if used := e.Peers()[0].flows.napt.ports[0][udpPorts]; used.inUse() != 1<<16-1 || used.has(0) {
+		t.Errorf("%d ports in use, 0 among them: %v", used.inUse(), used.has(0))
 	}
 	if d := open(2, 4000, 0); d != DropPortsExhausted {
 		t.Errorf("one too many: %v", d)
@@ -311,20 +306,20 @@ func TestPortExhaustionFailsNewFlowsOnlyAndRecovers(t *testing.T) {
 
 func TestWellKnownPortTakesUserPortWhenItsRangeIsFull(t *testing.T) {
 	var s portSet
-	for p := range uint16(1024) {
+	for p := uint16(1); p < 1024; p++ {
 		s.take(p)
 	}
-	if p, ok := s.choose(80, tcpPorts); !ok || p < 1024 {
+	if p, ok := s.choose(80, tcpPorts, false); !ok || p < 1024 {
 		t.Error(p, ok)
 	}
 	for p := 1024; p < 1<<16; p++ {
 		s.take(uint16(p))
 	}
 	s.give(80)
-	if p, ok := s.choose(4000, tcpPorts); ok {
+	if p, ok := s.choose(4000, tcpPorts, false); ok {
 		t.Errorf("a user port became %d", p)
 	}
-	if p, ok := s.choose(443, tcpPorts); !ok || p != 80 {
+	if p, ok := s.choose(443, tcpPorts, false); !ok || p != 80 {
 		t.Error(p, ok)
 	}
 }
@@ -333,13 +328,13 @@ func TestWellKnownPortTakesUserPortWhenItsRangeIsFull(t *testing.T) {
 func TestScanFindsEveryFreePort(t *testing.T) {
 	for free := range 300 {
 		var s portSet
-		for i := range s {
-			s[i] = ^uint64(0)
+		for i := range s.taken {
+			s.taken[i] = ^uint64(0)
 		}
-		s.give(uint16(free))
+		s.taken[free/64] &^= 1 << (free % 64)
 		for first := range uint32(300) {
 			last := first + uint32(free)%130
-			p, ok := s.scan(first, last)
+			p, ok := s.scan(first, last, allPorts)
 			if want := uint32(free) >= first && uint32(free) <= last; ok != want || ok && p != uint16(free) {
 				t.Fatalf("free %d, range %d-%d: %d %v", free, first, last, p, ok)
 			}

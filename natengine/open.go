@@ -1,28 +1,49 @@
 package natengine
 
-import "github.com/isthmus-net/isthmus/packet"
+import (
+	"slices"
+
+	"github.com/isthmus-net/isthmus/packet"
+)
 
 // open adds a flow that a packet of direction dir begins: k is its tuple and other what our end becomes. It returns the
 // flow, which another packet may have opened in the meantime.
 func (e *Engine) open(r *rule, kind flowKind, dir Direction, k *key, other addr, now tick, tr *Trace) (match, Drop) {
+	room := e.reserve(r.peer, tr != nil)
+	f, opened, drop := e.openReserved(r, kind, dir, k, other, now, room, tr)
+	if room == roomElsewhere && drop == DropFlowTableFull {
+		if room = roomOwn; e.displace(r.peer, tr != nil) {
+			room = roomFree
+		}
+		f, opened, drop = e.openReserved(r, kind, dir, k, other, now, room, tr)
+	}
+	if !opened && tr == nil {
+		e.total.Add(-1)
+	}
+	return f, drop
+}
+
+// openReserved is open for a flow that total has been told of. opened is false when the flow is not new. Where the place
+// has to come from elsewhere, it does all but make it and says DropFlowTableFull.
+func (e *Engine) openReserved(r *rule, kind flowKind, dir Direction, k *key, other addr, now tick, room room, tr *Trace) (f match, opened bool, drop Drop) {
 	t := &r.peer.flows
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	local, mapped := k.near, other
+	local, mapped, owner := k.near, other, k.near
 	if kind == endpointFlow {
-		local, mapped = other, k.near
+		local, mapped, owner = other, k.near, k.remote
 	}
 	if current := r.peer.rule; current != r && (current == nil || !current.permits(kind, local, mapped, k.remote)) {
-		return match{}, DropNoFlow // the rules have just changed
+		return f, false, DropNoFlow // the rules have just changed
 	}
-	var first match
-	over := int64(0) // flows that only a trace leaves there
+	var late []uint32 // flows that only a trace leaves there
 	if f, ok := t.find(dir, k); ok {
 		if !f.expired(&e.lifetimes, now) {
 			tr.known(&f)
-			return f, DropNone
+			return f, false, DropNone
 		}
-		first, over = f, t.expire(&f, tr)
+		room = roomFree // its own
+		late = t.expire(&f, late, tr)
 	}
 	proto, port, remotePort := protoOf(k.word), k.nearPort(dir), k.remotePort()
 	class := classOf(proto, k.near.is4())
@@ -33,51 +54,68 @@ func (e *Engine) open(r *rule, kind flowKind, dir Direction, k *key, other addr,
 		if f, ok := t.find(1-dir, &back); ok {
 			if !f.expired(&e.lifetimes, now) {
 				if kind == endpointFlow {
-					return match{}, DropFlowClash
+					return match{}, false, DropFlowClash
 				}
-				return match{}, DropProtocol
+				return match{}, false, DropProtocol
 			}
-			if f.entry != first.entry {
-				over += t.expire(&f, tr)
-			}
+			room = roomFree
+			late = t.expire(&f, late, tr)
 		}
 	}
-	full := t.live.Load()-over >= r.peer.quota.Load() || e.total.Load()-over >= int64(e.config.MaxFlows)
+	quota := r.peer.quota.Load()
 	if tr != nil {
-		return t.preview(kind, k, other, class, full, tr)
+		f, drop = t.preview(kind, k, other, class, late, room, quota, tr)
+		return f, false, drop
 	}
-	var mapping uint32
+	hosts := &t.hosts[kind]
+	h := hosts.hold(owner)
 	mappedPort := port
-	if kind == naptFlow && class != noPorts {
+	hasPort := kind == naptFlow && class != noPorts
+	if hasPort {
 		var ok bool
-		if mapping, mappedPort, ok = t.napt.hold(local, port, class); !ok {
-			return match{}, DropPortsExhausted
+		if mappedPort, ok = t.napt.hold(h, port, class, local.family()); !ok {
+			hosts.release(h)
+			return match{}, false, DropPortsExhausted
 		}
 	}
-	if full && !t.evict() {
-		if mapping != 0 {
-			t.napt.release(mapping)
+	switch {
+	case hosts.at(h).flows > hosts.quota:
+		if !t.evict(&hosts.at(h).queue) {
+			drop = DropHostQuota
 		}
-		return match{}, DropFlowTableFull
+	case room != roomFree || t.live.Load() >= quota:
+		if room == roomElsewhere && t.live.Load() < quota || !t.evict(&t.queue) {
+			drop = DropFlowTableFull
+		}
+	}
+	if drop != DropNone {
+		if hasPort {
+			t.napt.release(h, port, class, local.family())
+		}
+		hosts.release(h)
+		return match{}, false, drop
 	}
 	word := uint64(port)<<nearShift[Outbound] | uint64(mappedPort)<<nearShift[Inbound] |
 		uint64(remotePort)<<remoteShift | uint64(proto)<<protoShift | stateLive
 	if kind == endpointFlow {
 		word |= stateEndpoint
 	}
-	f := t.insert(local, mapped, k.remote, word, mapping, now)
+	f = t.insert(local, mapped, k.remote, word, h, now)
 	f.other = other
-	return f, DropNone
+	return f, true, DropNone
 }
 
-// expire removes a flow that is in the way though its time is over, and returns how many it had to leave: 1 for a trace.
-func (t *flowTable) expire(f *match, tr *Trace) int64 {
+// expire removes a flow that is in the way though its time is over. A trace leaves it and notes it in late.
+func (t *flowTable) expire(f *match, late []uint32, tr *Trace) []uint32 {
 	if tr != nil {
-		return 1
+		if slices.Contains(late, f.index) {
+			return late // it is in the way with both tuples
+		}
+		return append(late, f.index)
 	}
 	t.remove(f.index)
 	t.expired.Add(1)
-	return 0
+	return nil
 }
 
 // begins tells whether a packet may open a flow: a TCP segment without RST (also in mid-connection, so that

@@ -3,6 +3,8 @@ package natengine
 import (
 	"hash/maphash"
 	"sync/atomic"
+
+	"github.com/isthmus-net/isthmus/packet"
 )
 
 // PeerState is what the engine keeps about one peer: flows, held fragments and counters. There is one per peer ID, and it
@@ -26,9 +28,13 @@ type traffic struct {
 	packets, bytes atomic.Uint64
 }
 
-func newPeerState(id string, seed maphash.Seed, total *atomic.Int64) *PeerState {
+func newPeerState(id string, c *Config, seed maphash.Seed, total *atomic.Int64) *PeerState {
 	p := &PeerState{id: id}
 	p.flows.keys, p.flows.napt.seed, p.flows.total = newHashKeys(), seed, total
+	p.flows.napt.random = c.RandomPorts
+	for kind := range p.flows.hosts {
+		p.flows.hosts[kind].seed = seed
+	}
 	for dir := range p.fragments {
 		p.fragments[dir].lost = func(d Drop, n int) { p.drops[dir][d].Add(uint64(n)) }
 	}
@@ -60,3 +66,14 @@ func (p *PeerState) SetDown(down bool) { p.down.Store(down) }
 
 // Down is what SetDown said last.
 func (p *PeerState) Down() bool { return p.down.Load() }
+
+// Owns reports whether the source of a packet that came in is an address of the peer.
+func (e *Engine) Owns(p *PeerState, v *packet.View) bool {
+	var r *remote
+	if t := e.rules.Load(); v.Is4() {
+		r = t.remotes4.lookup(v.Src4())
+	} else {
+		r = t.remotes6.lookup(source6(v))
+	}
+	return r != nil && r.peer == p
+}

@@ -87,7 +87,7 @@ func exhaust(b *box) {
 }
 
 func TestRFC7857_4_WithoutPortsNewSessionsAreDropped(t *testing.T) {
-	b := newBox(t, natengine.Config{})
+	b := newBox(t, natengine.Config{MaxFlowsPerHost: 1 << 16})
 	exhaust(b)
 	b.refuse(natengine.Outbound, datagram(node2+":4000", theirPod+":53"), natengine.DropPortsExhausted)
 	b.out(datagram(node1+":4000", theirPod+":53")) // what has a port goes on,

@@ -12,15 +12,11 @@ const (
 	stateFinOut
 	stateFinIn
 	stateRst
-	stateAgain // a SYN has reopened it
+	stateQueued // the entry is in the queues of half-open flows; changed under the table's mutex
 
 	stateSeen = stateSeenOut | stateSeenIn
 	stateFin  = stateFinOut | stateFinIn
-	stateTCP  = stateSeen | stateFin | stateRst | stateAgain
-
-	// stateWas tells of a half-open flow that it may have been established, so that the queue of those to evict may have
-	// lost it.
-	stateWas = stateFin | stateRst | stateAgain
+	stateTCP  = stateSeen | stateFin | stateRst
 )
 
 // halfOpen reports whether a flow is not, or no longer, established. Such flows may be evicted. A TCP connection with one
@@ -43,10 +39,7 @@ func after(word uint64, dir Direction, v *packet.View) uint64 {
 	case flags&packet.TCPRst != 0:
 		return word | stateRst
 	case flags&packet.TCPSyn != 0 && flags&packet.TCPAck == 0 && halfOpen(word):
-		if word&stateTCP != 0 { // after a close reopened, from the start
-			word = word&^stateTCP | stateAgain
-		}
-		return word
+		return word &^ stateTCP // opened, or after a close reopened, from the start
 	}
 	word &^= stateRst
 	if flags&packet.TCPAck != 0 {

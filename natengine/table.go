@@ -17,8 +17,9 @@ type flowTable struct {
 	mu    sync.Mutex
 	live  atomic.Int64 // entries in use; changed under mu
 	used  uint32       // entries that were ever in use
-	free  uint32       // list of entries that were and are not, through side.next
-	queue queue
+	free  uint32       // list of entries that were and are not, through side.links
+	queue queue        // half-open flows of the peer
+	hosts [2]hostTable // by flowKind: inside hosts, hosts of the peer
 	napt  napt
 
 	created, expired, evicted, purged atomic.Uint64
@@ -38,8 +39,8 @@ type chunk struct {
 
 // side numbers are one more than the index they mean, 0 is none.
 type side struct {
-	mapping    uint32 // in napt, 0 for a flow without a port of its own
-	prev, next uint32 // in the queue, or in the free list
+	host  uint32       // in hosts
+	links [queues]link // in the queues of half-open flows; the first also in the free list
 }
 
 func (t *flowTable) entry(i uint32) *entry {
@@ -109,8 +110,9 @@ func (e *entry) keyAt(dir Direction) key {
 	}
 }
 
-// insert adds a flow of which neither tuple is in the table. With mu.
-func (t *flowTable) insert(local, mapped, remote addr, word uint64, mapping uint32, now tick) match {
+// insert adds a flow of which neither tuple is in the table, and which its host, the port it has at a NAPT address and
+// total know already. With mu.
+func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32, now tick) match {
 	i := t.take()
 	e := t.entry(i)
 	e.seq.Add(1)
@@ -123,15 +125,13 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, mapping uint
 	e.word.Store(word)
 	e.seen.Store(uint32(now))
 	e.seq.Add(1)
-	s := t.side(i)
-	*s = side{mapping: mapping}
-	t.queue.push(t, i)
+	*t.side(i) = side{host: host}
+	t.enqueue(i)
 	for dir := range t.index {
 		k := e.keyAt(Direction(dir))
 		t.index[dir].insert(k.hash(&t.keys), i)
 	}
 	t.live.Add(1)
-	t.total.Add(1)
 	t.created.Add(1)
 	return match{entry: e, index: i, word: word}
 }
@@ -140,7 +140,7 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, mapping uint
 func (t *flowTable) take() uint32 {
 	if t.free != 0 {
 		i := t.free - 1
-		t.free = t.side(i).next
+		t.free = t.side(i).links[0].next
 		return i
 	}
 	i := t.used
@@ -165,18 +165,21 @@ func (t *flowTable) addChunk() {
 // remove takes a live flow out, with its hold on a port. With mu.
 func (t *flowTable) remove(i uint32) {
 	e, s := t.entry(i), t.side(i)
+	t.dequeue(i)
 	for dir := range t.index {
 		k := e.keyAt(Direction(dir))
 		t.index[dir].remove(k.hash(&t.keys), i)
 	}
+	word := e.word.Load()
 	e.seq.Add(1)
 	e.word.Store(0)
 	e.seq.Add(1)
-	t.queue.unlink(t, i)
-	if s.mapping != 0 {
-		t.napt.release(s.mapping)
+	kind, local := kindOf(word), addr{e.near[Outbound][0].Load(), e.near[Outbound][1].Load()}
+	if class := classOf(protoOf(word), local.is4()); kind == naptFlow && class != noPorts {
+		t.napt.release(s.host, uint16(word>>nearShift[Outbound]), class, local.family())
 	}
-	*s = side{next: t.free}
+	t.hosts[kind].release(s.host)
+	*s = side{links: [queues]link{{next: t.free}}}
 	t.free = i + 1
 	t.live.Add(-1)
 	t.total.Add(-1)
@@ -209,12 +212,12 @@ func (t *flowTable) sweep(l *lifetimes, now tick) (removed int) {
 				continue
 			}
 			half := halfOpen(word)
-			closing := half && word&stateWas != 0
+			queued := word&stateQueued != 0
 			late := now.since(tick(e.seen.Load())) > l.of(word)
 			if half && !late {
 				halfOpens++
 			}
-			if !late && !closing {
+			if !late && half == queued {
 				continue
 			}
 			if !locked {
@@ -229,8 +232,10 @@ func (t *flowTable) sweep(l *lifetimes, now tick) (removed int) {
 			case now.since(tick(e.seen.Load())) > l.of(word):
 				t.remove(i)
 				removed++
-			case halfOpen(word) && !t.queue.has(t, i):
-				t.queue.push(t, i) // closed connections may be evicted again
+			case halfOpen(word) && word&stateQueued == 0:
+				t.enqueue(i) // closed connections may be evicted again
+			case !halfOpen(word):
+				t.dequeue(i)
 			}
 		}
 		if locked {
@@ -242,41 +247,9 @@ func (t *flowTable) sweep(l *lifetimes, now tick) (removed int) {
 	return removed
 }
 
-// evictSteps bounds the work of one eviction: flows that became established since they were queued are taken off the
-// queue as they are met, and each is met once.
-const evictSteps = 32
-
-// evict removes the oldest half-open flow. With mu.
-func (t *flowTable) evict() bool {
-	for range evictSteps {
-		i, ok := t.queue.first()
-		if !ok {
-			return false
-		}
-		if halfOpen(t.entry(i).word.Load()) {
-			t.remove(i)
-			t.evicted.Add(1)
-			return true
-		}
-		t.queue.unlink(t, i)
-	}
-	return false
-}
-
-// evictable reports whether evict would find something. With mu.
-func (t *flowTable) evictable() bool {
-	for n, at := 0, t.queue.head; n < evictSteps && at != 0; n++ {
-		if halfOpen(t.entry(at - 1).word.Load()) {
-			return true
-		}
-		at = t.side(at - 1).next
-	}
-	return false
-}
-
 // bytes is the memory of the table. With mu.
 func (t *flowTable) bytes() int {
-	n := t.napt.bytes()
+	n := t.napt.bytes() + t.hosts[naptFlow].bytes() + t.hosts[endpointFlow].bytes()
 	if slab := t.slab.Load(); slab != nil {
 		n += len(*slab)*int(unsafe.Sizeof(chunk{})) + cap(*slab)*8
 	}
@@ -288,43 +261,6 @@ func (t *flowTable) bytes() int {
 		}
 	}
 	return n
-}
-
-// queue is the list of flows that were half-open when they were entered, oldest first.
-type queue struct{ head, tail uint32 }
-
-func (q *queue) first() (uint32, bool) { return q.head - 1, q.head != 0 }
-
-func (q *queue) has(t *flowTable, i uint32) bool { return t.side(i).prev != 0 || q.head == i+1 }
-
-func (q *queue) push(t *flowTable, i uint32) {
-	s := t.side(i)
-	s.prev, s.next = q.tail, 0
-	if q.tail == 0 {
-		q.head = i + 1
-	} else {
-		t.side(q.tail - 1).next = i + 1
-	}
-	q.tail = i + 1
-}
-
-// unlink takes i off the queue if it is there.
-func (q *queue) unlink(t *flowTable, i uint32) {
-	if !q.has(t, i) {
-		return
-	}
-	s := t.side(i)
-	if s.prev == 0 {
-		q.head = s.next
-	} else {
-		t.side(s.prev - 1).next = s.next
-	}
-	if s.next == 0 {
-		q.tail = s.prev
-	} else {
-		t.side(s.next - 1).prev = s.prev
-	}
-	s.prev, s.next = 0, 0
 }
 
 // index finds entries by the hash of one tuple: open addressing with linear probing, in shards that grow one at a time

@@ -161,23 +161,41 @@ func (t *Trace) describe(kind flowKind, local, mapped addr) {
 	}
 }
 
-// preview is what open does when nothing may change. With mu.
-func (t *flowTable) preview(kind flowKind, k *key, other addr, class portClass, full bool, tr *Trace) (match, Drop) {
+// preview is what open does when nothing may change; the flows of late are as good as gone. With mu.
+func (t *flowTable) preview(kind flowKind, k *key, other addr, class portClass, late []uint32, room room, quota int64, tr *Trace) (match, Drop) {
 	tr.Flow = "new"
-	local, mapped, dir := k.near, other, Outbound
+	local, mapped, owner, dir := k.near, other, k.near, Outbound
 	if kind == endpointFlow {
-		local, mapped, dir = other, k.near, Inbound
+		local, mapped, owner, dir = other, k.near, k.remote, Inbound
 	}
 	tr.describe(kind, local, mapped)
+	hosts := &t.hosts[kind]
+	h := hosts.find(owner)
 	port := k.nearPort(dir)
 	if kind == naptFlow && class != noPorts {
 		var ok bool
-		if port, ok = t.napt.preview(local, port, class); !ok {
+		if port, ok = t.napt.preview(h, port, class, local.family()); !ok {
 			return match{}, DropPortsExhausted
 		}
 	}
-	if full && !t.evictable() {
-		return match{}, DropFlowTableFull
+	flows, ofHost := t.live.Load()-int64(len(late)), uint32(0)
+	if h != 0 {
+		ofHost = hosts.at(h).flows
+		for _, i := range late {
+			if t.side(i).host == h && kindOf(t.entry(i).word.Load()) == kind {
+				ofHost--
+			}
+		}
+	}
+	switch {
+	case ofHost >= hosts.quota:
+		if !t.evictable(&hosts.at(h).queue, queueOfHost) {
+			return match{}, DropHostQuota
+		}
+	case room != roomFree || flows >= quota:
+		if room == roomElsewhere && flows < quota || !t.evictable(&t.queue, queueOfPeer) {
+			return match{}, DropFlowTableFull
+		}
 	}
 	return match{word: uint64(port) << nearShift[1-dir], other: other}, DropNone
 }

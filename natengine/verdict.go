@@ -69,7 +69,7 @@ const (
 	// What the bytes are.
 	DropMalformed   // not a whole, parseable IP packet
 	DropBadChecksum // a checksum that has to be right is wrong
-	DropFragment    // tiny first fragment, fragment that overlaps the TCP header, beyond 65,535 octets
+	DropFragment    // tiny first fragment, fragment that overlaps another or comes again, beyond 65,535 octets
 
 	// Who may talk to whom: default deny.
 	DropNoPeer      // outbound: no peer has the destination; inbound: no peer has the source
@@ -82,6 +82,7 @@ const (
 	// What state there is.
 	DropPortsExhausted    // no free port or ICMP id towards this peer
 	DropFlowTableFull     // flow bound reached and nothing may be evicted
+	DropHostQuota         // flow bound of one host reached and none of its flows may be evicted
 	DropFlowClash         // the tuple belongs to another flow already
 	DropFragmentStoreFull // fragment bound reached
 	DropFragmentTimeout   // held, but the first fragment never came
@@ -94,6 +95,9 @@ const (
 	DropTUNWrite     // the kernel refused the packet
 	DropLocalQueue   // queue of the in-process endpoint is full
 	DropTunnelQueue  // queue towards the tunnel is full
+	DropTunnelSend   // outbound: the sealed message could not be sent
+	DropTunnelForged // inbound: the message does not authenticate under the key of its session
+	DropTunnelReplay // inbound: the message was received before, or is too old to tell
 
 	numDrops
 )
@@ -103,7 +107,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropNone:              {"none", "not dropped"},
 	DropMalformed:         {"malformed", "not a whole, well-formed IP packet"},
 	DropBadChecksum:       {"bad_checksum", "a checksum is wrong"},
-	DropFragment:          {"fragment", "tiny, overlapping or oversized fragment"},
+	DropFragment:          {"fragment", "tiny, overlapping, repeated or oversized fragment"},
 	DropNoPeer:            {"no_peer", "no peer has this address"},
 	DropPeerDown:          {"peer_down", "the peer has no WireGuard session"},
 	DropSource:            {"source", "the source address is not allowed"},
@@ -112,6 +116,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropNoFlow:            {"no_flow", "no flow is known for this packet and it cannot begin one"},
 	DropPortsExhausted:    {"ports_exhausted", "no port is free at the NAPT address of this peer"},
 	DropFlowTableFull:     {"flow_table_full", "the flow bound is reached and no half-open flow is left to evict"},
+	DropHostQuota:         {"host_quota", "this host has as many flows as a host may have, and no half-open one is left to evict"},
 	DropFlowClash:         {"flow_clash", "another flow already has this tuple"},
 	DropFragmentStoreFull: {"fragment_store_full", "the fragment store is full"},
 	DropFragmentTimeout:   {"fragment_timeout", "the first fragment did not come in time"},
@@ -122,6 +127,9 @@ var drops = [numDrops]struct{ label, text string }{
 	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},
 	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full"},
 	DropTunnelQueue:       {"tunnel_queue", "the queue towards the tunnel is full"},
+	DropTunnelSend:        {"tunnel_send", "the sealed message could not be sent"},
+	DropTunnelForged:      {"tunnel_forged", "the message does not authenticate under the key of its session"},
+	DropTunnelReplay:      {"tunnel_replay", "the message was received before, or is too old to tell"},
 }
 
 // Drops lists every reason, without DropNone, in the order of the constants.
