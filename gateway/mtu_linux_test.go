@@ -1,0 +1,158 @@
+package gateway
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// dontFragment makes the pinger send with DF and follow what the path says.
+func (p *pinger) dontFragment(t *testing.T) *pinger {
+	t.Helper()
+	raw, err := p.conn.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	raw.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_DO)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return p
+}
+
+// passes pings with IPv4 packets of a size.
+func (s *space) passes(p *pinger, size int) {
+	s.t.Helper()
+	if err := p.send(size, size-28); err != nil {
+		s.t.Errorf("%s to %v: %d octets: %v", s.name, p.dst, size, err)
+		return
+	}
+	if _, err := p.receive(time.Now().Add(2 * time.Second)); err != nil {
+		s.t.Errorf("%s to %v: %d octets: %v", s.name, p.dst, size, err)
+	}
+}
+
+// learns sends a packet that is too big, unless the kernel knows that already, and wants it to know the MTU of the path then.
+func (s *space) learns(p *pinger, size, mtu int) {
+	s.t.Helper()
+	if err := p.send(size, size-28); err != nil && !errors.Is(err, unix.EMSGSIZE) {
+		s.t.Errorf("%s to %v: %d octets: %v", s.name, p.dst, size, err)
+	}
+	deadline := time.Now().Add(2 * time.Second)
+	for {
+		routes, err := s.nl.RouteGet(p.dst)
+		if err == nil && routes[0].MTU == mtu {
+			break
+		}
+		if time.Now().After(deadline) {
+			s.t.Errorf("%s to %v: %v, %v, want MTU %d", s.name, p.dst, routes, err, mtu)
+			return
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	if err := p.send(size, size-28); !errors.Is(err, unix.EMSGSIZE) {
+		s.t.Errorf("%s to %v: %d octets a second time: %v, want EMSGSIZE", s.name, p.dst, size, err)
+	}
+	s.passes(p, mtu)
+}
+
+// One peer behind a smaller path: its packets alone are bounded, and each sender learns that from the engine. A router
+// whose next link becomes smaller still is heard too.
+func TestEachPeerHasItsOwnMTU(t *testing.T) {
+	needRoot(t)
+	wire, far := newWire(t), newWire(t)
+	a, b, c := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500), newSite(t, "c", 3, far, 1500)
+	router := newSpace(t, "router")
+	router.sysctl("net/ipv4/ip_forward", "1")
+	for name, w := range map[string]*space{"near": wire, "far": far} {
+		veth2(router, name, w, "router", 1500)
+		w.must(w.nl.LinkSetMaster(w.link("router"), w.link("br0")))
+	}
+	router.address("near", "192.0.2.254/32")
+	route := func(s *space, dst, link string, via net.IP, mtu int) {
+		r := &netlink.Route{Dst: &net.IPNet{IP: net.ParseIP(dst).To4(), Mask: net.CIDRMask(32, 32)},
+			LinkIndex: s.link(link).Attrs().Index, Scope: netlink.SCOPE_LINK, MTU: mtu}
+		if via != nil {
+			r.Gw, r.Flags, r.Scope = via, int(netlink.FLAG_ONLINK), netlink.SCOPE_UNIVERSE
+		}
+		s.must(s.nl.RouteReplace(r))
+	}
+	route(router, a.addr, "near", nil, 0)
+	route(router, c.addr, "far", nil, 0)
+	route(c.space, a.addr, "eth0", net.ParseIP("192.0.2.254"), 0)
+	route(a.space, c.addr, "eth0", net.ParseIP("192.0.2.254"), 1400)
+	a.write("b.yaml", a.peering(b, 246, 250, b.addr))
+	a.write("c.yaml", a.peering(c, 248, 246, c.addr))
+	b.write("a.yaml", b.peering(a, 250, 246, a.addr))
+	c.write("a.yaml", c.peering(a, 246, 248, a.addr))
+	for _, s := range []*site{a, b, c} {
+		s.start()
+	}
+	a.pod.ping("10.246.1.10")
+	a.pod.ping("10.248.1.10")
+	mtuOf := func(id string) int {
+		for _, p := range a.status().Peers {
+			if p.ID == id {
+				return p.MTU
+			}
+		}
+		return 0
+	}
+	if st := a.status(); st.MTU != 1440 || mtuOf(b.id) != 1440 || mtuOf(c.id) != 1328 {
+		t.Fatalf("MTU %d, to b %d, to c %d", st.MTU, mtuOf(b.id), mtuOf(c.id))
+	}
+
+	a.pod.passes(a.pod.pinger("10.246.1.10").dontFragment(t), 1440)
+	toC := a.pod.pinger("10.248.1.10").dontFragment(t)
+	a.pod.passes(toC, 1328)
+	a.pod.learns(toC, 1440, 1328)
+	a.learns(a.pinger("10.248.1.10").dontFragment(t), 1329, 1328) // a node, behind the NAPT address
+
+	b.pod.passes(b.pod.pinger("10.250.1.10").dontFragment(t), 1440)
+	if n := a.metric(`isthmus_peer_too_big_total{peer="` + c.id + `",result="told"}`); n != "2" {
+		t.Errorf("%s errors were sent", n)
+	}
+
+	// What may be cut is cut: by the pod's kernel to what it learned, and by the engine for who ignores that.
+	cut := a.pod.pinger("10.248.1.10")
+	raw, err := cut.conn.SyscallConn()
+	if err != nil {
+		t.Fatal(err)
+	}
+	raw.Control(func(fd uintptr) {
+		err = unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, unix.IP_PMTUDISC_OMIT)
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, size := range []int{1328, 1329, 1440, 1500, 3000, 20000} {
+		a.pod.passes(cut, size)
+	}
+	if n := a.metric(`isthmus_peer_too_big_total{peer="` + c.id + `",result="fragmented"}`); n == "0" || n == "" {
+		t.Errorf("%s packets were fragmented", n)
+	}
+
+	// The next link of the router shrinks. The kernel hears of it from the router, the gateway asks the kernel.
+	router.must(router.nl.LinkSetMTU(router.link("far"), 1300))
+	start := time.Now()
+	a.within(15*time.Second, "the smaller path was not noticed", func() error {
+		toC.send(1, 1328-28)
+		time.Sleep(100 * time.Millisecond)
+		if mtu := mtuOf(c.id); mtu != 1232 {
+			return fmt.Errorf("MTU %d", mtu)
+		}
+		return nil
+	})
+	t.Logf("noticed after %v", time.Since(start).Round(time.Millisecond))
+	a.pod.learns(toC, 1328, 1232)
+	if mtu := mtuOf(b.id); mtu != 1440 {
+		t.Errorf("MTU towards b is %d now", mtu)
+	}
+}
