@@ -37,6 +37,12 @@ func newInbound(o Options) *inbound {
 // changed, and not kept. Packets that are dropped are counted and are no error;
 // os.ErrClosed means that the link is closed.
 func (d *Device) Write(bufs [][]byte, offset int) (int, error) {
+	return d.WriteFrom(nil, bufs, offset)
+}
+
+// WriteFrom is Write for packets whose peer is known by the key that opened them: those with a source that is not an address
+// of that peer are dropped. wireguard-go's device checks that itself, for Write.
+func (d *Device) WriteFrom(peer *natengine.PeerState, bufs [][]byte, offset int) (int, error) {
 	in := d.writers.Get().(*inbound)
 	in.now = d.Now()
 	in.closed = false
@@ -47,6 +53,12 @@ func (d *Device) Write(bufs [][]byte, offset int) (int, error) {
 	}
 	runs := in.coalescer.Runs()
 	for i := range runs {
+		if peer != nil && !d.engine.Owns(peer, &runs[i].View) {
+			for range runs[i].Segments {
+				d.engine.Count(peer, natengine.Inbound, natengine.DropSource)
+			}
+			continue
+		}
 		d.inbound(in, &runs[i])
 	}
 	in.traffic.flush()

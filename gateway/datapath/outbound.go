@@ -28,8 +28,9 @@ type outbound struct {
 	scratch   []byte // a packet of the link, virtio header first
 	header    packet.VirtioHeader
 	view      packet.View
-	segmenter packet.Segmenter // what of the last superpacket did not fit the batch; reads scratch
-	released  [][]byte         // fragments that did not fit the batch, owned
+	segmenter packet.Segmenter     // what of the last superpacket did not fit the batch; reads scratch
+	released  [][]byte             // fragments that did not fit the batch, owned
+	peer      *natengine.PeerState // of the packet at hand, and of what did not fit
 	tooBig    tooBig
 	traffic   traffic
 	now       time.Duration
@@ -46,6 +47,7 @@ func newOutbound() outbound {
 type batch struct {
 	bufs   [][]byte
 	sizes  []int
+	peers  []*natengine.PeerState // whom each packet is for; nil when nobody asks
 	offset int
 	n      int
 	timed  bool // the clock was read for this batch
@@ -59,8 +61,11 @@ func (b *batch) room() int { return len(b.bufs[0]) - b.offset - messageTail }
 // next is the place of the next packet; the caller writes it and calls done.
 func (b *batch) next() []byte { return b.bufs[b.n][b.offset:] }
 
-func (b *batch) done(size int) {
+func (b *batch) done(peer *natengine.PeerState, size int) {
 	b.sizes[b.n] = size
+	if b.peers != nil {
+		b.peers[b.n] = peer
+	}
 	b.n++
 }
 
@@ -71,11 +76,16 @@ func (b *batch) done(size int) {
 // so that they too travel in batches. A superpacket of more segments than there
 // are buffers goes on in the next Read.
 //
-// All buffers are of one length, in every Read, with 31 octets to spare behind the
+// All buffers are of one length, in every Read at least that of the last, with 31 octets to spare behind the
 // largest packet. The only error is the end of the link, os.ErrClosed after Close.
 func (d *Device) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
+	return d.ReadFor(bufs, sizes, nil, offset)
+}
+
+// ReadFor is Read, and says in peers, unless that is nil, whom each packet is for.
+func (d *Device) ReadFor(bufs [][]byte, sizes []int, peers []*natengine.PeerState, offset int) (int, error) {
 	o := &d.out
-	b := batch{bufs: bufs, sizes: sizes, offset: offset}
+	b := batch{bufs: bufs, sizes: sizes, peers: peers, offset: offset}
 	d.readKept(&b)
 	d.readLocal(&b)
 	var err error
@@ -108,7 +118,7 @@ func (d *Device) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
 func (d *Device) readKept(b *batch) {
 	o := &d.out
 	for o.segmenter.Remaining() > 0 && !b.full() {
-		b.done(o.segmenter.Next(b.next()))
+		b.done(o.peer, o.segmenter.Next(b.next()))
 	}
 	if len(o.released) > 0 {
 		d.readReleased(b)
@@ -120,7 +130,7 @@ func (d *Device) readReleased(b *batch) {
 	o := &d.out
 	i := 0
 	for ; i < len(o.released) && !b.full(); i++ {
-		b.done(copy(b.next(), o.released[i]))
+		b.done(o.peer, copy(b.next(), o.released[i]))
 	}
 	rest := copy(o.released, o.released[i:])
 	clear(o.released[rest:])
@@ -197,6 +207,7 @@ func (d *Device) translate(b *batch, gsoSize int, local bool) {
 		}
 		return
 	}
+	o.peer = v.Peer
 	d.forward(b, gsoSize, v.Peer)
 	if len(v.Released()) > 0 {
 		d.release(b, v)
@@ -229,7 +240,7 @@ func (d *Device) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 			d.tooBig(b, 0, most, peer)
 			return
 		}
-		b.done(copy(b.next(), p))
+		b.done(peer, copy(b.next(), p))
 		o.traffic.add(peer, 1, len(p))
 		return
 	}
