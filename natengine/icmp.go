@@ -78,7 +78,9 @@ func (e *Engine) inboundError(v *packet.View, r *remote, dst addr, now tick, tr 
 		case ok:
 			tr.known(&f)
 			local, port = f.other, int(f.otherPort(Inbound))
-		case pod && !e.offLimits(local, v.Is4()):
+		case pod && e.offLimits(local, v.Is4()):
+			return e.refuse(r, Inbound, DropDestination, tr)
+		case pod:
 			tr.prefixMapIn(r.rule, dst.family())
 		case r.rule.seen[near] != (addr{}), m.ok && near == m.natAddr():
 			return e.refuse(r, Inbound, DropICMPError, tr)
@@ -99,8 +101,8 @@ func (e *Engine) inboundError(v *packet.View, r *remote, dst addr, now tick, tr 
 }
 
 // outboundError translates an error about a packet that the peer sent. Its outer source shows who reports: a pod as the
-// peer sees it, the end of the flow as the peer addressed it, anybody else as the NAPT address, for which no flow is
-// needed.
+// peer sees it, the end of the flow as the peer addressed it, the gateway itself as the address under which the peer checks
+// it, anybody else as the NAPT address. None of them needs a flow, and a traceroute can tell them apart.
 func (e *Engine) outboundError(v *packet.View, r *remote, src, dst addr, now tick, tr *Trace) Verdict {
 	var q packet.Quote
 	if drop := quote(v, &q); drop != DropNone {
@@ -131,6 +133,8 @@ func (e *Engine) outboundError(v *packet.View, r *remote, src, dst addr, now tic
 	case src == near:
 		outer = mapped
 	case isPod && src != e.self[src.family()]:
+	case src == e.router[src.family()] && r.rule.gateway[src.family()] != (addr{}):
+		outer = r.rule.gateway[src.family()]
 	case m.ok:
 		outer = m.natAddr()
 	default:

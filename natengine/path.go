@@ -20,7 +20,7 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 	r := t.remotes4.lookup(v.Dst4())
 	if r != nil {
 		src, m := v.Src4(), &r.out
-		if src&m.mask == m.from && src != m.from && !v.IsICMPError() {
+		if m.maps(src) && !v.IsICMPError() {
 			if m.from != m.to {
 				v.SetSrc4(src&^m.mask | m.to)
 			}
@@ -46,7 +46,7 @@ func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 	r := t.remotes4.lookup(v.Src4())
 	if r != nil {
 		dst, m := v.Dst4(), &r.in
-		if dst&m.mask == m.from && dst != m.from && !v.IsICMPError() {
+		if m.maps(dst) && !v.IsICMPError() {
 			if m.from != m.to {
 				v.SetDst4(dst&^m.mask | m.to)
 			}
@@ -62,10 +62,14 @@ func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 	return e.inbound(v, r, tickOf(now), nil)
 }
 
+// maps reports whether a is mapped: in the prefix, and not its network address, which belongs to NAPT.
+func (m *map4) maps(a uint32) bool { return a&m.mask == m.from && a != m.from }
+
 // known is the shortcut for a whole TCP or UDP packet of a flow that is there: the rules let it be opened, and
-// would have ended it since if they did not permit it any more, so that there is nothing else to ask.
+// would have ended it since if they did not permit it any more, so that there is nothing else to ask but where each
+// address has to be asked for.
 func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, now tick) (Verdict, bool) {
-	if _, _, _, fragment := v.Fragment(); fragment || !v.HasPorts() {
+	if _, _, _, fragment := v.Fragment(); fragment || !v.HasPorts() || r.guarded {
 		return Verdict{}, false
 	}
 	// Key and match are filled in place: copying a struct whose words were just stored stalls until they have left the

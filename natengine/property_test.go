@@ -173,6 +173,31 @@ func (w *world) body() packettest.Body {
 	}
 }
 
+// header draws what NAT has to leave alone: traffic class, flow label and extension headers, which IPv4 has not.
+func (w *world) header(src, dst netip.Addr) packettest.IP {
+	h := packettest.IP{Src: src, Dst: dst, TOS: uint8(w.rng.Uint32())}
+	if w.is4 {
+		return h
+	}
+	h.FlowLabel = w.rng.Uint32() & 0xfffff
+	if w.rng.IntN(4) > 0 {
+		return h
+	}
+	for _, e := range []packettest.Extension{
+		{Kind: 0, Data: []byte{1, 4, 0, 0, 0, 0}},           // hop-by-hop options: padding
+		{Kind: 60, Data: []byte{1, 12, 13: 0}},              // destination options: padding
+		{Kind: 43, Data: []byte{4, 0, 5: 0}},                // routing, of which no segment is left
+		{Kind: 44, Data: []byte{0, 0, 1, 2, 3, 4}},          // an atomic fragment
+		{Kind: 51, Data: []byte{0, 0, 0, 0, 1, 2, 21: 255}}, // authentication
+		{Kind: 60, Data: []byte{1, 4, 0, 0, 0, 0}},
+	} {
+		if w.rng.IntN(3) == 0 {
+			h.Extensions = append(h.Extensions, e)
+		}
+	}
+	return h
+}
+
 // about makes an ICMP error that quotes a packet as it was forwarded, cut somewhere.
 func (w *world) about(quote []byte, src, dst netip.Addr) []byte {
 	header := 20
@@ -187,7 +212,7 @@ func (w *world) about(quote []byte, src, dst netip.Addr) []byte {
 	case 1:
 		cut = min(cut, header+w.rng.IntN(8))
 	}
-	return packettest.Build(packettest.IP{Src: src, Dst: dst}, packettest.ICMPError{Type: pick(w.rng, kinds), Code: 1, Quote: quote[:cut]})
+	return packettest.Build(w.header(src, dst), packettest.ICMPError{Type: pick(w.rng, kinds), Code: 1, Quote: quote[:cut]})
 }
 
 // converse sends n random packets in both directions through e and compares each with the reference.
@@ -230,9 +255,9 @@ func (w *world) converse(t *testing.T, e *natengine.Engine, r *reference, n int)
 				b.ID, b.Reply = q.ICMPID, true
 				body = b
 			}
-			in = packettest.Build(packettest.IP{Src: q.Dst, Dst: q.Src}, body)
+			in = packettest.Build(w.header(q.Dst, q.Src), body)
 		default:
-			in = packettest.Build(packettest.IP{Src: src, Dst: dst}, w.body())
+			in = packettest.Build(w.header(src, dst), w.body())
 		}
 		out := append([]byte(nil), in...)
 		var v packet.View

@@ -91,6 +91,7 @@ type remote struct {
 	out, in   map4
 	mss       uint16
 	pods      bool // RemotePods, not RemoteExternal
+	guarded   bool // rule.guarded
 	peer      *PeerState
 	rule      *rule
 	out6, in6 map6
@@ -110,6 +111,7 @@ type rule struct {
 	seen      map[addr]addr     // Endpoint.Seen -> Endpoint.Real
 	endpoints map[addr]struct{} // Endpoint.Real inside Pods.From: their packets may be replies, so flows come first
 	remotes   []remotePrefix
+	gateway   [2]addr // by family: Endpoint.Seen of the in-process endpoint
 
 	// guarded: a prefix reaches into special-purpose addresses (a /1 does) or contains the in-process endpoint, so that
 	// each address has to be asked.
@@ -348,6 +350,9 @@ func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 	for _, e := range p.Endpoints {
 		at := addrOf(e.Real)
 		r.seen[addrOf(e.Seen)] = at
+		if at == self[at.family()] {
+			r.gateway[at.family()] = addrOf(e.Seen)
+		}
 		if m := &r.pods[at.family()]; m.ok && m.from.contains(at) {
 			r.endpoints[at] = struct{}{}
 		}
@@ -366,7 +371,7 @@ func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 // add enters the remote prefixes of r, but for those of IPv6, which it returns: their table is made of all of them.
 func (t *ruleTable) add(r *rule) (six []remote6) {
 	t.rules = append(t.rules, r)
-	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, peer: r.peer, rule: r}
+	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, guarded: r.guarded, peer: r.peer, rule: r}
 	if m := &r.pods[0]; m.ok && !r.guarded { // a single address is its network address, which the fast path leaves out
 		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
 		base.in = map4{mask, to, from}

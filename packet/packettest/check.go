@@ -111,7 +111,7 @@ func Decode(b []byte) (p Packet, err error) {
 // beyond the cut are zero.
 func DecodeQuote(b []byte) (p Packet, err error) {
 	defer func() {
-		if r := recover(); r != nil {
+		if r := recover(); r != nil && (b[0]>>4 == 4 || len(b) < 40) { // IPv6 cut among its extension headers has addresses
 			err = fmt.Errorf("quote cut off: %v", r)
 		}
 	}()
@@ -119,7 +119,8 @@ func DecodeQuote(b []byte) (p Packet, err error) {
 	if b[0]>>4 == 6 {
 		total = int(b[4])*256 + int(b[5]) + 40
 	}
-	p.decodeIP(b[:min(total, len(b))])
+	end := min(total, len(b))
+	p.decodeIP(b[:end:end])
 	if p.FragmentOffset == 0 {
 		func() {
 			defer func() { _ = recover() }() // what is beyond the cut stays zero
