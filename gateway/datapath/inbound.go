@@ -14,6 +14,7 @@ import (
 // comes from a pool.
 type inbound struct {
 	coalescer packet.Coalescer
+	ahead     natengine.Lookahead
 	header    [packet.VirtioHeaderLen]byte
 	vector    [][]byte // header, packet, payloads: what one Link.Write takes
 	whole     []byte   // a run put together for the in-process endpoint,
@@ -52,6 +53,12 @@ func (d *Device) WriteFrom(peer *natengine.PeerState, bufs [][]byte, offset int)
 		}
 	}
 	runs := in.coalescer.Runs()
+	if len(runs) > 1 && in.ahead.Begin(d.engine, natengine.Inbound) {
+		for i := range runs {
+			in.ahead.Add(&runs[i].View)
+		}
+		in.ahead.Fetch()
+	}
 	for i := range runs {
 		if peer != nil && !d.engine.Owns(peer, &runs[i].View) {
 			for range runs[i].Segments {
