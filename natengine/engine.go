@@ -1,6 +1,7 @@
 package natengine
 
 import (
+	"fmt"
 	"hash/maphash"
 	"net/netip"
 	"sync"
@@ -11,6 +12,7 @@ import (
 // Config sets the engine's bounds. The zero value means the defaults, which the package comment lists.
 type Config struct {
 	Self4, Self6       netip.Addr // the in-process endpoint; 169.254.0.1 (Liqo's tunnel address) and none
+	Router4, Router6   netip.Addr // whom the gateway's kernel is as a router: peers see it as the in-process endpoint; none
 	MaxFlows           int        // over all peers
 	MaxFlowsPerPeer    int        // 0: an equal share of MaxFlows for each peer
 	MaxFlowsPerHost    int        // of one peer's flows; 0: a quarter of MaxFlowsPerPeer, from 1,024 to 16,384
@@ -27,7 +29,8 @@ type Config struct {
 type Timeouts struct {
 	UDP            time.Duration // RFC 4787, REQ-5
 	TCPEstablished time.Duration // RFC 5382, REQ-5
-	TCPTransitory  time.Duration // half-open, closed or reset; RFC 5382, REQ-5
+	TCPTransitory  time.Duration // half-open; RFC 5382, REQ-5
+	TCPClosing     time.Duration // closed or reset; 0: TCPTransitory (RFC 7857, section 2.1)
 	ICMP           time.Duration // RFC 5508, REQ-2
 	Generic        time.Duration // other protocols
 	Fragment       time.Duration
@@ -39,6 +42,9 @@ const (
 	defaultMaxFragmentBytes   = 1 << 20
 	defaultMaxFragmentsPerSet = 64
 	defaultMaxErrorsPerSecond = 1000
+
+	minFragmentTimeout = 2 * time.Second // RFC 6146, section 3.4
+	maxFragmentTimeout = 30 * time.Second
 )
 
 func (c Config) withDefaults() Config {
@@ -64,11 +70,46 @@ func (c Config) withDefaults() Config {
 	period(&c.Timeouts.UDP, 5*time.Minute)
 	period(&c.Timeouts.TCPEstablished, 2*time.Hour+4*time.Minute)
 	period(&c.Timeouts.TCPTransitory, 4*time.Minute)
+	period(&c.Timeouts.TCPClosing, c.Timeouts.TCPTransitory)
 	period(&c.Timeouts.ICMP, time.Minute)
 	period(&c.Timeouts.Generic, 5*time.Minute)
 	period(&c.Timeouts.Fragment, 5*time.Second)
-	c.Timeouts.Fragment = min(max(c.Timeouts.Fragment, 2*time.Second), 30*time.Second)
+	c.Timeouts.Fragment = min(max(c.Timeouts.Fragment, minFragmentTimeout), maxFragmentTimeout)
 	return c
+}
+
+// Warnings says what of a configuration is in force but may hurt: timeouts shorter than the RFCs demand, and bounds that
+// contradict each other. It is empty for the zero value.
+func (c Config) Warnings() (warnings []string) {
+	warn := func(format string, args ...any) { warnings = append(warnings, fmt.Sprintf(format, args...)) }
+	t := c.Timeouts
+	for _, rule := range []struct {
+		name        string
+		have, least time.Duration
+		rfc         string
+	}{
+		{"UDP", t.UDP, 2 * time.Minute, "RFC 4787, REQ-5"},
+		{"established TCP", t.TCPEstablished, 2*time.Hour + 4*time.Minute, "RFC 5382, REQ-5"},
+		{"transitory TCP", t.TCPTransitory, 4 * time.Minute, "RFC 5382, REQ-5"},
+		{"closing TCP", t.TCPClosing, 4 * time.Minute, "RFC 5382, REQ-5"},
+		{"ICMP", t.ICMP, time.Minute, "RFC 5508, REQ-2"},
+		{"fragment", t.Fragment, minFragmentTimeout, "RFC 6146, section 3.4; it is raised to that"},
+	} {
+		if rule.have > 0 && rule.have < rule.least {
+			warn("timeout of %s is %v; want at least %v (%s)", rule.name, rule.have, rule.least, rule.rfc)
+		}
+	}
+	if t.Fragment > maxFragmentTimeout {
+		warn("timeout of fragment is %v; it is lowered to %v", t.Fragment, maxFragmentTimeout)
+	}
+	d := c.withDefaults()
+	if d.MaxFlowsPerPeer > d.MaxFlows {
+		warn("a peer may have %d flows, but all peers together %d", d.MaxFlowsPerPeer, d.MaxFlows)
+	}
+	if d.MaxFlowsPerHost >= udpPorts.limit() {
+		warn("a host may have %d flows; with so many one host can take all ports of the NAPT address", d.MaxFlowsPerHost)
+	}
+	return warnings
 }
 
 // Engine translates packets. Outbound and Inbound may be called from any number of goroutines, with each other and with
@@ -78,6 +119,7 @@ type Engine struct {
 	config    Config
 	lifetimes lifetimes
 	self      [2]addr // by family; the zero addr is nobody's
+	router    [2]addr // the same
 	seed      maphash.Seed
 	total     atomic.Int64  // flows of all peers, with those about to be opened
 	share     atomic.Int64  // of each peer: MaxFlows in equal parts
@@ -97,7 +139,7 @@ func New(c Config) *Engine {
 		config: c,
 		lifetimes: lifetimes{
 			udp: ticks(t.UDP), established: ticks(t.TCPEstablished), transitory: ticks(t.TCPTransitory),
-			icmp: ticks(t.ICMP), generic: ticks(t.Generic), fragment: ticks(t.Fragment),
+			closing: ticks(t.TCPClosing), icmp: ticks(t.ICMP), generic: ticks(t.Generic), fragment: ticks(t.Fragment),
 		},
 		seed:  maphash.MakeSeed(),
 		peers: map[string]*PeerState{},
@@ -105,6 +147,11 @@ func New(c Config) *Engine {
 	e.self[0] = addrOf(c.Self4)
 	if c.Self6.IsValid() {
 		e.self[1] = addrOf(c.Self6)
+	}
+	for family, a := range [2]netip.Addr{c.Router4, c.Router6} {
+		if a.IsValid() {
+			e.router[family] = addrOf(a)
+		}
 	}
 	empty, _ := compile(nil, e.self, nil)
 	e.rules.Store(empty)

@@ -44,6 +44,22 @@ func TestRFC7857_2_TCPSessionTracking(t *testing.T) {
 	}
 }
 
+func TestRFC7857_2_1_OpeningAndClosingHaveTimesOfTheirOwn(t *testing.T) {
+	c := natengine.Config{Timeouts: natengine.Timeouts{TCPTransitory: time.Minute, TCPClosing: 5 * time.Minute}}
+	lasts(t, c, time.Minute, func(b *box) []byte {
+		return segment(theirPod+":80", source(b.out(segment(node1+":4000", theirPod+":80", syn))), synAck)
+	})
+	lasts(t, c, 5*time.Minute, func(b *box) []byte {
+		seen := b.connect(node1+":4000", theirPod+":80")
+		b.out(segment(node1+":4000", theirPod+":80", finAck))
+		b.in(segment(theirPod+":80", seen, finAck))
+		return segment(theirPod+":80", seen, ack)
+	})
+	lasts(t, natengine.Config{}, transitory, func(b *box) []byte { // four minutes by default
+		return segment(theirPod+":80", source(b.out(segment(node1+":4000", theirPod+":80", syn))), synAck)
+	})
+}
+
 func TestRFC7857_2_2_RSTIsTranslatedAndTheFlowWaitsFourMinutes(t *testing.T) {
 	lasts(t, natengine.Config{}, transitory, func(b *box) []byte {
 		seen := b.connect(node1+":4000", theirPod+":80")

@@ -52,15 +52,18 @@ func after(word uint64, dir Direction, v *packet.View) uint64 {
 }
 
 // lifetimes holds the timeouts in ticks.
-type lifetimes struct{ udp, established, transitory, icmp, generic, fragment int32 }
+type lifetimes struct{ udp, established, transitory, closing, icmp, generic, fragment int32 }
 
 func (l *lifetimes) of(word uint64) int32 {
 	switch protoOf(word) {
 	case packet.TCP:
-		if halfOpen(word) {
-			return l.transitory
+		switch {
+		case !halfOpen(word):
+			return l.established
+		case word&(stateFin|stateRst) != 0:
+			return l.closing
 		}
-		return l.established
+		return l.transitory
 	case packet.UDP:
 		return l.udp
 	case packet.ICMP, packet.ICMPv6:
