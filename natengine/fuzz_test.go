@@ -1,7 +1,11 @@
 package natengine
 
 import (
+	"bytes"
+	"encoding/binary"
+	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"time"
 
@@ -153,5 +157,407 @@ func judgeForwarded(t *testing.T, e *Engine, peers []Peer, dir Direction, v *pac
 		if dir == Inbound && (q.Src() != near) || dir == Outbound && q.Src() != far {
 			t.Fatalf("half rewritten: %v > %v quotes %v > %v", v.Src(), v.Dst(), q.Src(), q.Dst())
 		}
+	}
+}
+
+// FuzzSetPeers makes rules of octets and gives them to an engine that has some. What is refused changes nothing and is
+// explained peer by peer; what is taken holds no contradiction, leads every remote network to its peer and is a copy.
+func FuzzSetPeers(f *testing.F) {
+	for _, rules := range fuzzRules() {
+		f.Add(encodeRules(rules))
+		f.Add(encodeRules(append(slices.Clone(rules), rules[0])))
+	}
+	f.Fuzz(func(t *testing.T, data []byte) {
+		peers := decodeRules(data)
+		e := newEngine(t, Config{}, peerB())
+		before := e.rules.Load()
+		if err := e.SetPeers(peers); err != nil {
+			for line := range strings.Lines(err.Error()) {
+				named := slices.ContainsFunc(peers, func(p Peer) bool { return strings.HasPrefix(line, "peer "+p.ID+": ") })
+				if !named && !strings.HasPrefix(line, "peer without ID") {
+					t.Errorf("whose fault is this: %q", line)
+				}
+			}
+			if e.rules.Load() != before || e.Peers()[0].rule != before.rules[0] {
+				t.Error("refused, and changed something")
+			}
+			return
+		}
+		remotes := map[netip.Prefix]string{}
+		for _, p := range peers {
+			for _, net := range slices.Concat(p.RemotePods, p.RemoteExternal) {
+				for other, id := range remotes {
+					if other.Overlaps(net) {
+						t.Fatalf("%v of %s overlaps %v of %s", net, p.ID, other, id)
+					}
+				}
+				remotes[net] = p.ID
+			}
+			for _, m := range p.Pods {
+				if m.From.Bits() != m.To.Bits() {
+					t.Fatalf("%v was taken", m)
+				}
+			}
+		}
+		for i := range peers { // the engine must have copies
+			clear(peers[i].RemotePods)
+			clear(peers[i].RemoteExternal)
+			clear(peers[i].Pods)
+			clear(peers[i].External)
+			clear(peers[i].Endpoints)
+		}
+		for net, id := range remotes {
+			a := netip.AddrFrom4([4]byte{192, 168, 1, 1})
+			if net.Addr().Is6() {
+				a = netip.MustParseAddr("fd01::1")
+			}
+			var v packet.View
+			parse(t, &v, packettest.Build(packettest.IP{Src: a, Dst: net.Addr()}, packettest.UDP{SrcPort: 4000, DstPort: 53}))
+			if got := e.Outbound(&v, 0); got.Peer == nil || got.Peer.ID() != id {
+				t.Fatalf("a packet to %v of %s went to %+v", net, id, got)
+			}
+		}
+		for _, r := range e.rules.Load().rules {
+			for _, m := range r.spec.Pods {
+				if back, ok := m.Reverse().Map(m.To.Addr()); !ok || back != m.From.Addr() {
+					t.Errorf("%v is not undone: %v", m, back)
+				}
+			}
+		}
+	})
+}
+
+// encodeRules writes peers as the octets that decodeRules reads: lists with a length ahead, addresses of 4 or 16 octets.
+func encodeRules(peers []Peer) []byte {
+	var b []byte
+	list := func(n int) { b = append(b, byte(n)) }
+	address := func(a netip.Addr) { b = append(append(b, byte(a.BitLen()/8)), a.AsSlice()...) }
+	prefix := func(p netip.Prefix) {
+		address(p.Addr())
+		b = append(b, byte(p.Bits()))
+	}
+	prefixes := func(ps []netip.Prefix) {
+		list(len(ps))
+		for _, p := range ps {
+			prefix(p)
+		}
+	}
+	list(len(peers))
+	for _, p := range peers {
+		b = append(b, p.ID[0], byte(p.MSS>>8), byte(p.MSS))
+		prefixes(p.RemotePods)
+		prefixes(p.RemoteExternal)
+		prefixes(p.External)
+		list(len(p.Pods))
+		for _, m := range p.Pods {
+			prefix(m.From)
+			prefix(m.To)
+		}
+		list(len(p.Endpoints))
+		for _, end := range p.Endpoints {
+			address(end.Real)
+			address(end.Seen)
+		}
+	}
+	return b
+}
+
+// decodeRules reads any octets as peers. An address of another length than 4 or 16 is none, a list is at most 7 long.
+func decodeRules(b []byte) (peers []Peer) {
+	take := func(n int) []byte {
+		out := make([]byte, n)
+		b = b[copy(out, b):]
+		return out
+	}
+	address := func() netip.Addr {
+		a, _ := netip.AddrFromSlice(take(int(take(1)[0] % 32)))
+		return a
+	}
+	prefix := func() netip.Prefix { a := address(); return netip.PrefixFrom(a, int(take(1)[0])) }
+	list := func(add func()) {
+		for range take(1)[0] % 8 {
+			add()
+		}
+	}
+	prefixes := func() (ps []netip.Prefix) {
+		list(func() { ps = append(ps, prefix()) })
+		return ps
+	}
+	list(func() {
+		head := take(3)
+		p := Peer{ID: string(head[:1]), MSS: uint16(head[1])<<8 | uint16(head[2])}
+		if head[0] == 0 || head[0] == '\n' {
+			p.ID = ""
+		}
+		p.RemotePods, p.RemoteExternal, p.External = prefixes(), prefixes(), prefixes()
+		list(func() { p.Pods = append(p.Pods, Remap{prefix(), prefix()}) })
+		list(func() { p.Endpoints = append(p.Endpoints, Endpoint{address(), address()}) })
+		peers = append(peers, p)
+	})
+	return peers
+}
+
+// FuzzFragments sends pieces of datagrams through the fragment store: any place and length, twice, overlapping, with other
+// octets than the datagram has there, with another first fragment, with pauses. Whatever leaves is translated like a first
+// fragment that left with the same identification, untouched but for that, and covers no transport header but its own.
+// When nothing was forged and all octets left, the receiver puts the datagram together, its ports translated.
+func FuzzFragments(f *testing.F) {
+	f.Add([]byte{0, 60}, []byte{0, 20, 0, 20, 20, 0, 40, 40, 0})
+	f.Add([]byte{1, 60}, []byte{40, 40, 0, 20, 20, 0, 0, 20, 0})
+	f.Add([]byte{2, 60}, []byte{20, 40, 0, 0, 20, 0, 0, 20, 0})
+	f.Add([]byte{4, 60}, []byte{0, 20, 0, 10, 20, 1, 20, 20, 4, 40, 40, 0})
+	f.Add([]byte{7, 60}, []byte{0, 20, 0, 0, 20, 2, 20, 20, 0, 1, 2, 0, 40, 40, 8})
+	f.Add([]byte{11, 200}, []byte{0, 60, 0, 60, 60, 0, 120, 80, 0})
+	f.Fuzz(func(t *testing.T, kind, list []byte) {
+		if len(kind) < 2 {
+			return
+		}
+		s := newPieces(kind[0], int(kind[1])*8)
+		s.e = newEngine(t, Config{MaxFragmentSets: 2, MaxFragmentBytes: 8000, MaxFragmentsPerSet: 8}, fuzzRules()[0]...)
+		s.open(t)
+		for c := range slices.Chunk(list, 3) {
+			if len(c) == 3 {
+				s.send(t, int(c[0])*8, int(c[1])*8, c[2])
+			}
+		}
+		s.judge(t)
+		s.e.Sweep(s.now + time.Minute)
+		if st := s.e.Stats(); st.Peers[0].FragmentBytes != 0 || st.Peers[0].FragmentSets != 0 {
+			t.Errorf("the store keeps %+v", st.Peers[0])
+		}
+	})
+}
+
+// pieces is a datagram that is sent in pieces, and what became of them.
+type pieces struct {
+	e      *Engine
+	dir    Direction
+	whole  []byte // the datagram, from our host or to its mapped port
+	now    time.Duration
+	forged [2]bool // by identification: a piece was no piece of the datagram
+	sent   []packettest.Packet
+	left   []packettest.Packet
+}
+
+// newPieces makes a datagram of so many octets behind the IP header: bit 0 of kind says IPv6, bit 1 inbound, bit 2 TCP.
+func newPieces(kind byte, size int) *pieces {
+	s := &pieces{dir: Direction(kind >> 1 & 1)}
+	local, remote := netip.MustParseAddrPort("192.168.1.1:4000"), netip.MustParseAddrPort("10.71.0.5:53")
+	seen := netip.MustParseAddrPort("10.246.0.0:4000")
+	h := packettest.IP{ID: 7}
+	if kind&1 != 0 {
+		local, remote = netip.MustParseAddrPort("[fd01::1]:4000"), netip.MustParseAddrPort("[fd71::5]:53")
+		seen = netip.MustParseAddrPort("[fd46::]:4000")
+		h.Extensions = []packettest.Extension{{Kind: 60}}[:kind>>3&1]
+	} else if kind&8 != 0 {
+		h.Options = []byte{148, 4, 0, 0}
+	}
+	src, dst := local, remote
+	if s.dir == Inbound {
+		src, dst = remote, seen
+	}
+	h.Src, h.Dst = src.Addr(), dst.Addr()
+	data := make([]byte, max(size-20, 0))
+	for i := range data {
+		data[i] = byte(i*7 + i>>8)
+	}
+	if kind&4 != 0 {
+		s.whole = packettest.Build(h, packettest.TCP{SrcPort: src.Port(), DstPort: dst.Port(), Flags: packettest.ACK, Data: data})
+	} else {
+		s.whole = packettest.Build(h, packettest.UDP{SrcPort: src.Port(), DstPort: dst.Port(), Data: data})
+	}
+	return s
+}
+
+// open makes the flow that an inbound datagram needs, and one of another host.
+func (s *pieces) open(t *testing.T) {
+	p := packettest.MustDecode(s.whole)
+	for _, host := range []string{"192.168.1.1", "192.168.1.2", "fd01::1", "fd01::2"} {
+		h := packettest.IP{Src: ip(host), Dst: ip("10.71.0.5")}
+		if h.Src.Is6() {
+			h.Dst = ip("fd71::5")
+		}
+		port := uint16(4000)
+		if h.Src == ip("192.168.1.2") || h.Src == ip("fd01::2") {
+			port = 4001
+		}
+		b := packettest.Build(h, packettest.UDP{SrcPort: port, DstPort: 53})
+		if p.Proto == packet.TCP {
+			b = packettest.Build(h, packettest.TCP{SrcPort: port, DstPort: 53, Flags: packettest.SYN})
+		}
+		out(t, s.e, b, 0)
+	}
+}
+
+// send sends the octets of the datagram from off on, n at most. Bits of how: 0 other octets, 1 another port of ours,
+// 2 a second later, 3 a second datagram, 4 the More bit the other way.
+func (s *pieces) send(t *testing.T, off, n int, how byte) {
+	p := packettest.MustDecode(s.whole)
+	data := slices.Clone(s.whole[p.TransportOffset:])
+	off = min(off, len(data)&^7)
+	n = min(n, len(data)-off)
+	id := how >> 3 & 1
+	if how&1 != 0 && n > 0 {
+		data[off+n/2-n/2%8] ^= 0x55
+	}
+	if how&2 != 0 {
+		data[2*s.dir+1] ^= 1 // 4001
+	}
+	if how&4 != 0 {
+		s.now += time.Second
+	}
+	more := (off+n < len(data)) != (how&16 != 0)
+	s.forged[id] = s.forged[id] || how&(1|2|16) != 0
+	b := fragmentOf(s.whole, p, data[off:off+n], off, more, uint32(id)+1)
+	var v packet.View
+	if v.Parse(b, packet.ChecksumComplete) != nil {
+		return
+	}
+	before := slices.Clone(b)
+	s.sent = append(s.sent, packettest.MustDecode(before))
+	verdict := s.e.Outbound
+	if s.dir == Inbound {
+		verdict = s.e.Inbound
+	}
+	got := verdict(&v, s.now)
+	switch got.Action {
+	case Forward, Deliver:
+		for _, b := range slices.Concat([][]byte{v.Bytes()}, got.Released()) {
+			packettest.Check(t, b, packettest.HeaderChecksum())
+			s.left = append(s.left, packettest.MustDecode(b))
+		}
+	default:
+		if len(got.Released()) > 0 || !bytes.Equal(b, before) {
+			t.Fatalf("%v %v, and released %d", got.Action, got.Drop, len(got.Released()))
+		}
+	}
+}
+
+// fragmentOf puts a piece of data behind the IP header of a packet.
+func fragmentOf(whole []byte, p packettest.Packet, piece []byte, off int, more bool, id uint32) []byte {
+	b := slices.Clone(whole[:p.TransportOffset])
+	word := uint16(off)
+	if p.Src.Is4() {
+		if word /= 8; more {
+			word |= 0x2000
+		}
+		binary.BigEndian.PutUint16(b[2:], uint16(len(b)+len(piece)))
+		binary.BigEndian.PutUint16(b[4:], uint16(id))
+		binary.BigEndian.PutUint16(b[6:], word)
+		binary.BigEndian.PutUint16(b[10:], 0)
+		binary.BigEndian.PutUint16(b[10:], packettest.InternetChecksum(b))
+		return append(b, piece...)
+	}
+	if more {
+		word |= 1
+	}
+	if len(b) > 40 {
+		b[40] = 44
+	} else {
+		b[6] = 44
+	}
+	b = append(b, p.Proto, 0, byte(word>>8), byte(word))
+	b = binary.BigEndian.AppendUint32(b, id)
+	b = append(b, piece...)
+	binary.BigEndian.PutUint16(b[4:], uint16(len(b)-40))
+	return b
+}
+
+// near is our end of a packet that left.
+func (s *pieces) near(p packettest.Packet) netip.Addr {
+	if s.dir == Inbound {
+		return p.Dst
+	}
+	return p.Src
+}
+
+// judge looks at all that left.
+func (s *pieces) judge(t *testing.T) {
+	whole := packettest.MustDecode(s.whole)
+	ends := map[uint32]map[netip.Addr]bool{1: {}, 2: {}}
+	for _, p := range s.left {
+		if p.FragmentOffset == 0 {
+			ends[p.FragmentID][s.near(p)] = true
+		}
+	}
+	for _, p := range s.left {
+		whole4 := !p.More && p.FragmentOffset == 0 // all in one piece: no fragment
+		if whole4 {
+			continue
+		}
+		if s.near(p) == s.near(whole) || !ends[p.FragmentID][s.near(p)] {
+			t.Fatalf("a fragment at %d left with %v, first fragments with %v", p.FragmentOffset, s.near(p), ends[p.FragmentID])
+		}
+		if p.FragmentOffset > 0 && whole.Proto == packet.TCP && p.FragmentOffset < 20 {
+			t.Fatalf("a fragment at %d lies in the TCP header", p.FragmentOffset)
+		}
+		if !slices.ContainsFunc(s.sent, func(sent packettest.Packet) bool { return became(sent, p) }) {
+			t.Fatalf("nobody sent %+v", p)
+		}
+	}
+	for id, forged := range s.forged {
+		if !forged {
+			s.reassemble(t, uint32(id)+1)
+		}
+	}
+}
+
+// became reports whether p could be what became of a fragment: the same place and octets, but for ports and checksum.
+func became(sent, p packettest.Packet) bool {
+	if sent.FragmentID != p.FragmentID || sent.FragmentOffset != p.FragmentOffset || sent.More != p.More || len(sent.Transport) != len(p.Transport) ||
+		sent.TTL != p.TTL {
+		return false
+	}
+	a, b := slices.Clone(sent.Transport), slices.Clone(p.Transport)
+	if p.FragmentOffset == 0 {
+		sum := 6
+		if p.Proto == packet.TCP {
+			sum = 16
+		}
+		for _, x := range [][]byte{a, b} {
+			if len(x) >= sum+2 {
+				clear(x[sum : sum+2])
+			}
+			clear(x[:4])
+		}
+	}
+	return bytes.Equal(a, b)
+}
+
+// reassemble is the receiver: when all octets of a datagram are there it is the one that was sent, with a right checksum.
+func (s *pieces) reassemble(t *testing.T, id uint32) {
+	whole := packettest.MustDecode(s.whole)
+	data := make([]byte, len(s.whole)-whole.TransportOffset)
+	there := make([]bool, len(data))
+	last := false
+	var first packettest.Packet
+	for _, p := range s.left {
+		if p.FragmentID != id || !p.More && p.FragmentOffset == 0 {
+			continue
+		}
+		if p.FragmentOffset == 0 {
+			first = p
+		}
+		last = last || !p.More
+		copy(data[p.FragmentOffset:], p.Transport)
+		for i := range p.Transport {
+			there[p.FragmentOffset+i] = true
+		}
+	}
+	if !last || slices.Contains(there, false) {
+		return
+	}
+	length := binary.BigEndian.AppendUint32(nil, uint32(len(data)))
+	pseudo := slices.Concat(first.Src.AsSlice(), first.Dst.AsSlice(), length, []byte{0, 0, 0, first.Proto})
+	if sum := packettest.InternetChecksum(pseudo, data); sum != 0 {
+		t.Fatalf("the receiver finds the checksum off by %#x", sum)
+	}
+	header := len(whole.Transport) - len(whole.Data)
+	if !bytes.Equal(data[header:], whole.Data) {
+		t.Fatal("the receiver finds other octets")
+	}
+	far, end := [2]int{2, 0}[s.dir], [2]int{0, 2}[s.dir]
+	if !bytes.Equal(data[far:far+2], s.whole[whole.TransportOffset+far:][:2]) || binary.BigEndian.Uint16(data[end:]) != 4000 {
+		t.Fatalf("ports % x", data[:4])
 	}
 }

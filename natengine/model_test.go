@@ -719,7 +719,7 @@ func randomCommands(rng *rand.Rand, n int) []command {
 // and families, time from nothing to hours, sweeps, new rules, bounds that are reached. After each command verdict, octets,
 // flows and counters have to be the same.
 func TestEngineAgreesWithModel(t *testing.T) {
-	seeds, length := 250, 500
+	seeds, length := 220, 500
 	if testing.Short() {
 		seeds = 40
 	}
@@ -745,4 +745,29 @@ func TestEngineAgreesWithModel(t *testing.T) {
 			t.Errorf("the commands never led to %q", what)
 		}
 	}
+}
+
+// FuzzConversation is TestEngineAgreesWithModel with commands from the fuzzer, eight octets each.
+func FuzzConversation(f *testing.F) {
+	rng := rand.New(rand.NewPCG(5, 6))
+	for bounds := range byte(len(modelBounds)) {
+		for range 4 {
+			var data []byte
+			for _, c := range randomCommands(rng, 60) {
+				data = append(data, c[:]...)
+			}
+			f.Add(bounds, data)
+		}
+	}
+	f.Fuzz(func(t *testing.T, bounds byte, data []byte) {
+		var commands []command
+		for c := range slices.Chunk(data, len(command{})) {
+			if len(c) == len(command{}) && len(commands) < 200 {
+				commands = append(commands, command(c))
+			}
+		}
+		if runModel(bounds, commands, func(string) {}, map[string]int{}) != nil {
+			explain(t, bounds, commands)
+		}
+	})
 }
