@@ -64,6 +64,20 @@ func TestRFC4787_REQ3a_PortStaysInItsRange(t *testing.T) {
 	}
 }
 
+func TestRFC4787_REQ4_ParityIsPreserved(t *testing.T) {
+	for _, c := range []natengine.Config{{}, {RandomPorts: true}} {
+		b := newBox(t, c)
+		for host := range 250 {
+			for _, port := range []uint16{90, 91, 4000, 4001} {
+				p := b.out(datagram(fmt.Sprintf("192.168.1.%d:%d", host, port), theirPod+":53"))
+				if p.SrcPort%2 != port%2 || (p.SrcPort < 1024) != (port < 1024) {
+					t.Errorf("port %d became %d", port, p.SrcPort)
+				}
+			}
+		}
+	}
+}
+
 func TestRFC4787_REQ5_MappingLastsTwoMinutesAtLeast(t *testing.T) {
 	for _, port := range []string{":53", ":123", ":40000"} { // REQ-5a, shorter times for some ports, is not made use of
 		b := newBox(t, natengine.Config{})

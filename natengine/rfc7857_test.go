@@ -160,25 +160,30 @@ func TestRFC7857_7_1_OutboundErrorsAndRSTsRefreshNothing(t *testing.T) {
 }
 
 // TestRFC7857_9_APortThatChangesIsRandom: kept where it can be, else of all of its range and without order (RFC 6056,
-// section 4).
+// section 4). With RandomPorts none is kept.
 func TestRFC7857_9_APortThatChangesIsRandom(t *testing.T) {
-	b := newBox(t, natengine.Config{})
-	b.out(datagram("192.168.0.1:4000", theirPod+":53"))
-	neighbours, low, high, last := 0, 0, 0, uint16(0)
-	for host := range 250 {
-		p := b.out(datagram(fmt.Sprintf("192.168.1.%d:4000", host), theirPod+":53"))
-		if d := int(p.SrcPort) - int(last); d >= -2 && d <= 2 {
-			neighbours++
+	for _, always := range []bool{false, true} {
+		b := newBox(t, natengine.Config{RandomPorts: always})
+		kept, neighbours, low, last := 0, 0, 0, uint16(0)
+		for host := range 250 {
+			p := b.out(datagram(fmt.Sprintf("192.168.1.%d:4000", host), theirPod+":53"))
+			if p.SrcPort == 4000 {
+				kept++
+			}
+			if d := int(p.SrcPort) - int(last); d >= -4 && d <= 4 {
+				neighbours++
+			}
+			if p.SrcPort < 1<<15 {
+				low++
+			}
+			last = p.SrcPort
 		}
-		if p.SrcPort < 1<<15 {
-			low++
-		} else {
-			high++
+		if !always && kept != 1 || always && kept > 1 {
+			t.Errorf("always %v: the port was kept %d times", always, kept)
 		}
-		last = p.SrcPort
-	}
-	if neighbours > 5 || low < 60 || high < 60 {
-		t.Errorf("%d ports next to the one before, %d in the lower half, %d in the upper", neighbours, low, high)
+		if neighbours > 5 || low < 60 || low > 190 {
+			t.Errorf("always %v: %d ports next to the one before, %d of 250 in the lower half", always, neighbours, low)
+		}
 	}
 }
 
