@@ -31,8 +31,12 @@
 // # Bounds
 //
 //	what                                default               when reached
-//	flows, all peers                    1,048,576             oldest half-open flow of the same peer is evicted (evicted),
-//	flows of one peer                   equal share of that   else flow_table_full
+//	flows, all peers                    1,048,576             oldest half-open flow is evicted (evicted): of a peer above its
+//	                                                          share for one below, else of the same; else flow_table_full
+//	flows of one peer                   equal share of that   oldest half-open flow of the peer is evicted, else
+//	                                                          flow_table_full
+//	flows of one host                   quarter of the        oldest half-open flow of the host is evicted, else host_quota
+//	  (per peer; see below)             peer's, 1,024-16,384
 //	ports at a NAPT address             65,535 TCP, 65,535    ports_exhausted; established flows go on
 //	  (per peer, family and protocol)   UDP, 65,536 ICMP ids
 //	datagrams with fragments under way  256                   oldest gives way, fragment_store_full for what it held
@@ -42,18 +46,34 @@
 //	time a fragment is held             5 s, 2-30 s           fragment_timeout
 //
 // A flow is half-open until packets were seen both ways (TCP: with ACK), and a TCP flow again after a RST or two FINs. An
-// established flow is never evicted. As each peer has its own table, fragment stores and share, a flood from or to one
-// peer cannot displace or block another's flows; only where MaxFlowsPerPeer times the number of peers exceeds MaxFlows can
-// it keep others from opening new ones. The bound over all peers may be exceeded by one flow per peer for a moment.
+// established flow is never evicted. Queues of the half-open flows of each peer and of each host, oldest first, make an
+// eviction take the same time whatever there is; a connection that was closed is back in them after the next Sweep.
+//
+// As each peer has its own table, fragment stores and share, a flood from or to one peer cannot displace or block another's
+// flows. Where MaxFlowsPerPeer times the number of peers exceeds MaxFlows, a peer may use what others leave free and gives
+// it back, half-open flows first, as soon as one of them comes that has less than its equal share; what it has established
+// beyond its share stays, so that the others have at least MaxFlows less MaxFlowsPerPeer of it.
+//
+// The host of a flow is ours that opens it for a NAPT flow, and the peer's that opens it for a flow to a mapped endpoint;
+// the nodes of a peer, which all come from its NAPT address, are one. A mapping needs a flow, so that the quota also keeps
+// one host from taking all ports of the NAPT address: by default it may have a quarter of them at most (RFC 6888, REQ-4).
+// Where all ports of a protocol are in use nothing is evicted for one: new mappings fail until some end.
 //
 // Timeouts: UDP 300 s, TCP 7,440 s established and 240 s else, ICMP 60 s, other protocols 300 s. Packets of either
-// direction refresh a flow, RSTs and ICMP errors do not.
+// direction refresh a flow, RSTs and ICMP errors do not. Shorter ones than the RFCs demand are taken as they are, because
+// both ends of a tunnel are the operator's own; Config.Warnings says which.
+//
+// # Ports
+//
+// A mapping keeps the port of the inside end when that is free, as kernel MASQUERADE does, else it gets a random one of
+// the same range (0-1023, 1024-65535) and, while there are any, of the same parity. With Config.RandomPorts every mapping
+// gets one so (RFC 6056, RFC 7857). Random means the first free port from a random place on.
 //
 // # Memory
 //
-// An entry is one cache line of 64 octets plus 12 that only writers touch, and two index slots of 8 octets at a load of
-// 31 to 75 %; a NAPT mapping takes 32 octets plus 4 to 8 of hash chain and is shared by all flows of one inside port. At
-// 1,048,576 flows the heap grows by 113 octets per flow, by 150 when each has an inside port of its own
-// (BenchmarkFlowMemory, 2026-11). Tables grow as needed, a shard or chunk at a time, and are given back when their peer
+// An entry is one cache line of 64 octets plus 20 that only writers touch, and two index slots of 8 octets at a load of
+// 31 to 75 %; a NAPT mapping takes 16 octets and is shared by all flows of one inside port, a host takes 32; both 4 to 8
+// more of hash chain. At 1,048,576 flows the heap grows by 121 octets per flow, by 143 when each has an inside port of its
+// own (BenchmarkFlowMemory, 2026-11). Tables grow as needed, a shard or chunk at a time, and are given back when their peer
 // goes. The rule table takes 128 KiB and a few hundred octets per peer.
 package natengine

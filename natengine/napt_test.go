@@ -583,3 +583,79 @@ func TestPortIsFreeAgainAfterItsLastFlow(t *testing.T) {
 	src, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.6:53"), at(700))
 	wantEnd(t, src, "10.246.0.0:4000")
 }
+
+func TestAnotherPortHasTheSameParity(t *testing.T) { // RFC 4787, REQ-4
+	for _, want := range []uint16{0, 80, 443, 1024, 5060, 5061, 65535} {
+		var s portSet
+		s.take(want)
+		for range 100 {
+			p, ok := s.choose(want, udpPorts, false)
+			if !ok || p == want || p == 0 || p%2 != want%2 || rangeOf(p) != rangeOf(want) {
+				t.Fatalf("%d instead of %d, %v", p, want, ok)
+			}
+		}
+	}
+}
+
+// TestEveryPortIsFound takes port by port: first those of the same parity, then the others, then for a well-known port the
+// user ports.
+func TestEveryPortIsFound(t *testing.T) {
+	for _, c := range []struct {
+		want   uint16
+		class  portClass
+		random bool
+		ports  int
+		same   int // of range and parity
+	}{
+		{80, tcpPorts, false, 65535, 511}, {443, udpPorts, true, 65535, 512}, {5060, udpPorts, false, 64512, 32256},
+		{65535, tcpPorts, true, 64512, 32256}, {0, udpPorts, false, 65535, 511}, {0, icmpIDs, false, 65536, 0}, {7, icmpIDs, true, 65536, 0},
+	} {
+		var s portSet
+		for n := range c.ports {
+			p, ok := s.choose(c.want, c.class, c.random)
+			if !ok || s.has(p) || p == 0 && c.class != icmpIDs {
+				t.Fatalf("%+v: port %d is %d, %v", c, n, p, ok)
+			}
+			if same := p%2 == c.want%2 && rangeOf(p) == rangeOf(c.want); c.same > 0 && same != (n < c.same) {
+				t.Fatalf("%+v: port %d is %d", c, n, p)
+			}
+			s.take(p)
+		}
+		if p, ok := s.choose(c.want, c.class, c.random); ok {
+			t.Errorf("%+v: one more, %d", c, p)
+		}
+		if s.inUse() != c.ports {
+			t.Errorf("%+v: %d in use", c, s.inUse())
+		}
+	}
+}
+
+func TestRandomPortsAreRandomFromTheFirst(t *testing.T) { // RFC 6056
+	e := newEngine(t, Config{RandomPorts: true}, peerB())
+	kept, seen := 0, map[uint16]bool{}
+	for i := 1; i <= 50; i++ {
+		src, _ := out(t, e, udp(fmt.Sprintf("192.168.1.%d:40000", i), "10.71.0.5:53"), 0)
+		again, _ := out(t, e, udp(fmt.Sprintf("192.168.1.%d:40000", i), "10.71.0.6:53"), 0) // the mapping stays the same
+		wantEnd(t, again, src.String())
+		if src.Port() == 40000 {
+			kept++
+		}
+		if seen[src.Port()] || src.Port() < 1024 || src.Port()%2 != 0 {
+			t.Errorf("port %d", src.Port())
+		}
+		seen[src.Port()] = true
+	}
+	if kept > 2 {
+		t.Errorf("%d of 50 kept their port", kept)
+	}
+	for i := 1; i <= 50; i++ {
+		b := packettest.Build(packettest.IP{Src: netip.MustParseAddr(fmt.Sprintf("192.168.1.%d", i)), Dst: ip("10.71.0.5")}, packettest.Echo{ID: 1})
+		got, _ := send(t, e, Outbound, b, 0)
+		if packettest.MustDecode(got).ICMPID == 1 {
+			kept++
+		}
+	}
+	if kept > 4 {
+		t.Errorf("%d of 100 kept their port or identifier", kept)
+	}
+}

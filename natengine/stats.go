@@ -20,16 +20,38 @@ type PeerStats struct {
 	ID              string
 	Down            bool
 	Flows, MaxFlows int
+	MaxFlowsPerHost int
 	HalfOpen        int // flows that may be evicted at the bound; counted by the last Sweep
+	Hosts           int // with a flow: inside ones behind the NAPT address, the peer's with flows to mapped endpoints
+	HostsAtQuota    int // of them those that have MaxFlowsPerHost
 	Mappings        int // ports and ICMP ids in use at the NAPT addresses
-	FragmentSets    int // datagrams of which fragments are remembered
-	FragmentBytes   int // octets held
+	Ports           [6]PortUse
+	FragmentSets    int // datagrams of which fragments are remembered, in both directions
+	FragmentBytes   int // octets held, in both directions
 	Bytes           int // memory
 
 	MTU                               int    // largest packet towards the peer, 0 for no bound
 	Told, Silent, Fragmented          uint64 // packets too big so far: answered by an ICMP error; not, because of the rate; cut into fragments
 	Created, Expired, Evicted, Purged uint64 // flows so far: opened; idle too long; half-open at the bound; not permitted by new rules
 }
+
+// PortUse tells how many of the ports, or ICMP ids, at a NAPT address are in use.
+type PortUse struct {
+	Family, Protocol string // "ipv4" or "ipv6"; "tcp", "udp" or "icmp"
+	Used, Max        int
+}
+
+// portUse is that of all families and classes. With the table's mutex.
+func (n *napt) portUse() (uses [6]PortUse) {
+	for i := range uses {
+		family, class := i/int(noPorts), portClass(i%int(noPorts))
+		uses[i] = PortUse{[2]string{"ipv4", "ipv6"}[family], [noPorts]string{"tcp", "udp", "icmp"}[class], n.ports[family][class].inUse(), class.limit()}
+	}
+	return uses
+}
+
+// Config is the configuration in force, with its defaults.
+func (e *Engine) Config() Config { return e.config }
 
 // Peers lists the peers in force, sorted by ID.
 func (e *Engine) Peers() []*PeerState {
@@ -43,7 +65,7 @@ func (e *Engine) Peers() []*PeerState {
 
 // Stats takes a snapshot. It holds each peer's lock for microseconds.
 func (e *Engine) Stats() Stats {
-	s := Stats{Flows: int(e.total.Load()), MaxFlows: e.config.MaxFlows}
+	s := Stats{MaxFlows: e.config.MaxFlows}
 	for dir := range e.noPeer {
 		s.NoPeerDrops[dir] = make([]uint64, numDrops)
 		for d := range e.noPeer[dir] {
@@ -52,6 +74,7 @@ func (e *Engine) Stats() Stats {
 	}
 	for _, p := range e.Peers() {
 		ps := p.Stats()
+		s.Flows += ps.Flows
 		s.Bytes += ps.Bytes
 		s.Peers = append(s.Peers, ps)
 	}
@@ -72,7 +95,12 @@ func (p *PeerState) Stats() PeerStats {
 		s.FragmentBytes += bytes
 	}
 	t.mu.Lock()
-	s.Mappings, s.Bytes = t.napt.live, t.bytes()+s.FragmentBytes
+	s.Mappings, s.Ports, s.Bytes = t.napt.live, t.napt.portUse(), t.bytes()+s.FragmentBytes
+	s.MaxFlowsPerHost = int(t.hosts[naptFlow].quota)
+	for kind := range t.hosts {
+		s.Hosts += t.hosts[kind].live
+		s.HostsAtQuota += t.hosts[kind].full
+	}
 	t.mu.Unlock()
 	return s
 }
