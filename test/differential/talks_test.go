@@ -1,0 +1,405 @@
+package differential
+
+import (
+	"bytes"
+	"encoding/binary"
+	"flag"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+)
+
+var long = flag.Bool("long", false, "thirty seeds of random conversations instead of three")
+
+// talkSteps is per plan and seed. Each step is one datagram, or two, or a packet and ICMP errors about it.
+const talkSteps = 1200
+
+// Whole conversations, many at once, interleaved at random, from pods and from what is no pod, from hosts that use the
+// same ports, with everything that happens to packets on their way. What may differ is the NAPT port: it is learned with
+// the first packet of a flow for each judge, has to stay, and is then replaced by the engine's before bytes are compared.
+func TestEngineEqualsKernelOnRandomConversations(t *testing.T) {
+	seen := map[string]int{}
+	for i, p := range plans {
+		for seed := range map[bool]int{false: 3, true: 30}[*long] {
+			t.Run(fmt.Sprintf("%s/%d", p.name, seed), func(t *testing.T) {
+				w := newWorld(t, p, rand.New(rand.NewPCG(uint64(i), uint64(seed))), seen)
+				for w.steps < talkSteps {
+					w.step()
+				}
+			})
+		}
+	}
+	// Everything has happened: a change of the generator cannot empty the test.
+	for _, what := range []string{
+		"TCP SYN", "TCP SYNACK", "TCP ACK", "TCP PSHACK", "TCP FINACK", "TCP RSTACK", "UDP asks", "UDP answers", "echo asks",
+		"echo answers", "other asks", "other answers", "pod", "pod to endpoint", "node", "node to endpoint", "endpoint",
+		"endpoint to endpoint", "fragmented", "port changed", "reopened", "error 3", "error 4", "error 11", "error 12",
+	} {
+		if seen[what] < 100 && !t.Failed() {
+			t.Errorf("%s: happened %d times only", what, seen[what])
+		}
+	}
+	t.Logf("%v", seen)
+}
+
+// A world is many talks at once.
+type world struct {
+	*exchange
+	rng   *rand.Rand
+	talks []*talk
+	ids   uint16
+	steps int
+	seen  map[string]int // how often what was done, over all worlds
+
+	inside map[end]netip.AddrPort // engine: what each NAPT port belongs to
+	mapped map[end]uint16         // engine: the port of each inside end
+}
+
+// An end is one end of a flow, or one of a NAPT address.
+type end struct {
+	proto uint8
+	side  side
+	at    netip.AddrPort
+}
+
+// A talk is one flow and what its ends say. Forward is from the client to the server.
+type talk struct {
+	name   string
+	proto  uint8
+	side   side           // of the client
+	client netip.AddrPort // its own
+	server netip.AddrPort // as the client addresses it; for echo both ports are the identifier
+	napt   bool           // the client is no pod
+	tcp    tcpTalk
+	opened bool
+	own    netip.Addr     // the server's own address
+	seen   [judges]uint16 // the client's port as the server sees it
+}
+
+const (
+	engine = iota
+	kernl
+	judges
+)
+
+func newWorld(t *testing.T, p plan, rng *rand.Rand, seen map[string]int) *world {
+	w := &world{
+		exchange: newExchange(t, p, statefulRules), rng: rng, seen: seen,
+		inside: map[end]netip.AddrPort{}, mapped: map[end]uint16{},
+	}
+	known := map[string]bool{}
+	for len(w.talks) < 60 {
+		from := side(rng.IntN(2))
+		to := from.other()
+		c := &talk{side: from, proto: []uint8{protoTCP, protoTCP, protoTCP, protoUDP, protoUDP, protoICMP, protoTest}[rng.IntN(7)]}
+		n := 1 + rng.IntN(4)
+		var src netip.Addr
+		switch rng.IntN(7) {
+		case 0, 1, 2:
+			src, c.name = p.pod(from, n), "pod"
+		case 6:
+			src, c.napt, c.name = p.endpoint(from), true, "endpoint"
+		default:
+			src, c.napt, c.name = p.node(from, n), true, "node"
+		}
+		dst := p.podSeen(to, 1+rng.IntN(4))
+		if rng.IntN(4) == 0 {
+			dst = p.mapped(to)
+			c.name += " to endpoint"
+		}
+		// Few client ports, so that hosts compete for them; of all classes that anybody tells apart.
+		sport := []uint16{5000, 5001, 40000, 65535, 1024, 1023, 600, 80}[rng.IntN(8)]
+		dport := []uint16{53, 443, 8080}[rng.IntN(3)]
+		switch c.proto {
+		case protoICMP:
+			if src == p.endpoint(from) {
+				sport += 7 // no identifier that others use with it: choices_test.go
+			}
+			dport = sport
+		case protoTest:
+			// Told apart by addresses alone, so each host has a protocol of its own.
+			sport, dport = 0, 0
+			if c.proto += uint8(rng.IntN(2)); c.napt {
+				c.proto = 200 + uint8(number(src)&31) + uint8(from)<<5
+			}
+		}
+		c.client, c.server = netip.AddrPortFrom(src, sport), netip.AddrPortFrom(dst, dport)
+		if key := fmt.Sprint(from, c.proto, c.client, c.server); !known[key] {
+			known[key] = true
+			w.talks = append(w.talks, c)
+		}
+	}
+	return w
+}
+
+func (w *world) step() {
+	w.steps++
+	c := w.talks[w.rng.IntN(len(w.talks))]
+	if c.proto == protoTCP {
+		for _, s := range c.tcp.step(w.rng) {
+			if s.flags&syn != 0 && s.from == client && c.tcp.state == tcpSynSent {
+				if c.tcp.opens > 1 {
+					w.seen["reopened"]++
+				}
+				c.opened = false // reopened: the kernel may choose another port, the engine not
+			}
+			w.count(c, flagNames(s.flags))
+			w.say(c, s.from == client, func(src, dst netip.AddrPort) []byte {
+				return tcp(src.Addr(), dst.Addr(), src.Port(), dst.Port(), s.seq, s.ack, s.flags, s.options, s.data)
+			})
+		}
+		return
+	}
+	forward := !c.opened || w.rng.IntN(2) == 0
+	data := make([]byte, []int{0, 1, 8, w.rng.IntN(1400), w.rng.IntN(1400), w.rng.IntN(5000)}[w.rng.IntN(6)])
+	for i := range data {
+		data[i] = byte(w.rng.Uint32())
+	}
+	bare, sequence := w.rng.IntN(8) == 0, w.rng.Uint32N(1<<16)
+	w.count(c, map[bool]string{true: "asks", false: "answers"}[forward])
+	w.say(c, forward, func(src, dst netip.AddrPort) []byte {
+		switch c.proto {
+		case protoUDP:
+			s := udp(src.Addr(), dst.Addr(), src.Port(), dst.Port(), data)
+			if bare {
+				s[6], s[7] = 0, 0
+			}
+			return s
+		case protoICMP:
+			if forward {
+				return icmp(echoRequest, 0, uint32(src.Port())<<16|sequence, data)
+			}
+			return icmp(echoReply, 0, uint32(dst.Port())<<16|sequence, data)
+		}
+		return append([]byte{1, 2, 3, 4}, data...)
+	})
+}
+
+func (w *world) count(c *talk, what string) {
+	proto := map[uint8]string{protoTCP: "TCP", protoUDP: "UDP", protoICMP: "echo"}[c.proto]
+	if proto == "" {
+		proto = "other"
+	}
+	w.seen[proto+" "+what]++
+	w.seen[c.name]++
+}
+
+func flagNames(flags uint8) (s string) {
+	for i, name := range []string{"FIN", "SYN", "RST", "PSH", "ACK"} {
+		if flags>>i&1 != 0 {
+			s += name
+		}
+	}
+	return s
+}
+
+// say sends one datagram of a talk, whole or in fragments, and perhaps what somebody has to report about it.
+func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) []byte) {
+	w.Helper()
+	w.ids++
+	h := header{tos: byte(w.rng.Uint32()), ttl: byte(5 + w.rng.IntN(250)), id: w.ids}
+	if w.rng.IntN(2) == 0 {
+		h.flags = flagDF
+	}
+	if w.rng.IntN(10) == 0 {
+		h.options = []byte{148, 4, 0, 0}
+	}
+	var sent [judges][]byte
+	for j := range sent {
+		src, dst := c.client, c.server
+		if !forward {
+			seen := w.plan.natIP(c.side)
+			if !c.napt {
+				seen = move(c.client.Addr(), w.plan.pods[c.side], w.plan.podsSeen[c.side])
+			}
+			src, dst = netip.AddrPortFrom(c.own, c.server.Port()), netip.AddrPortFrom(seen, c.seen[j])
+		}
+		s := build(src, dst)
+		if len(s) > 1440 {
+			h.flags, h.options = 0, nil
+		}
+		sent[j] = ip(h, src.Addr(), dst.Addr(), c.proto, s)
+	}
+	cut := func(b []byte) [][]byte { return one(b) }
+	if n := len(segment(sent[0])); n > 1440 || n > 64 && h.flags == 0 && h.options == nil && w.rng.IntN(5) == 0 {
+		// The same places and the same order for both.
+		seed := w.rng.Uint64()
+		cut = func(b []byte) [][]byte { return randomFragments(rand.New(rand.NewPCG(seed, 0)), b) }
+		w.seen["fragmented"]++
+	}
+	arrived := w.carry(c, forward, sent, cut)
+	if w.Failed() {
+		return
+	}
+	// The kernel forgets a refused connection at once: choices_test.go.
+	if w.rng.IntN(4) == 0 && (c.proto != protoTCP || c.tcp.state != tcpReset) {
+		w.complain(c, forward, sent, arrived)
+	}
+}
+
+// carry sends a datagram from one end of a talk to the other by both judges, and returns what arrived there.
+func (w *world) carry(c *talk, forward bool, sent [judges][]byte, cut func([]byte) [][]byte) (arrived [judges][]byte) {
+	w.Helper()
+	from := c.side
+	if !forward {
+		from = from.other()
+	}
+	o := w.engines.send(w.T, from, cut(sent[engine])...)
+	var wire, out [judges][][]byte
+	wire[engine], out[engine] = o.wire, o.out
+	wire[kernl], out[kernl] = w.kernel.send(w.T, from, cut(sent[kernl])...)
+	fail := func(format string, args ...any) {
+		w.Helper()
+		w.Fatalf("step %d, %s, %+v\n%s\nsent:\n%sdropped by engines: %v\nengine:\n%skernel:\n%s",
+			w.steps, c.name, *c, fmt.Sprintf(format, args...), dump(cut(sent[engine])), o.drops, dump(out[engine]), dump(out[kernl]))
+	}
+	var onWire [judges][]byte
+	for j, hops := range [judges][2]uint8{engine: {}, kernl: {hopsToWire, hopsToPod}} {
+		var ok, okWire bool
+		onWire[j], okWire = reassemble(wire[j])
+		arrived[j], ok = reassemble(out[j])
+		if !ok || !okWire {
+			fail("no whole datagram from judge %d", j)
+		}
+		onWire[j], arrived[j] = countUp(onWire[j], hops[0]), countUp(arrived[j], hops[1])
+	}
+	if forward && !isError(arrived[engine]) && !c.opened {
+		for j := range c.seen {
+			c.seen[j] = 0
+			if c.client.Port() != 0 {
+				c.seen[j] = sourcePort(arrived[j])
+			}
+		}
+		c.own = destination(arrived[engine])
+		c.opened = true
+		w.checkPort(c)
+	}
+	for stage, got := range [][judges][]byte{onWire, arrived} {
+		if k := w.repaint(c, got[kernl]); !bytes.Equal(got[engine], k) {
+			fail("engine and kernel differ, stage %d\nengine:\n%skernel with the engine's port:\n%s", stage, dump(one(got[engine])), dump(one(k)))
+		}
+		w.checkSums(got[engine])
+	}
+	return arrived
+}
+
+// complain sends an ICMP error about a datagram from where it arrived to who sent it, whole or cut off.
+func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
+	w.Helper()
+	e := []struct {
+		kind, code uint8
+		rest       uint32
+	}{
+		{unreachable, uint8(w.rng.IntN(16)), w.rng.Uint32N(1 << 16)},
+		{timeExceeded, uint8(w.rng.IntN(2)), 0},
+		{parameterProblem, uint8(w.rng.IntN(3)), w.rng.Uint32N(256) << 24},
+		{4, 0, 0},
+	}[w.rng.IntN(4)]
+	n := len(segment(arrived[engine]))
+	if n < 8 { // conntrack wants that much
+		return
+	}
+	quote := min(8+w.rng.IntN(n-7), 1400)
+	if c.proto == protoTCP && quote > 16 && quote < 20 {
+		quote = 16 // else a checksum is there that nobody follows, and it knows the port
+	}
+	var errs [judges][]byte
+	for j, b := range arrived {
+		errs[j] = icmpAbout(b, destination(b), e.kind, e.code, e.rest, quote)
+	}
+	w.seen[fmt.Sprint("error ", e.kind)]++
+	back := w.carry(c, !forward, errs, one)
+	if w.Failed() {
+		return
+	}
+	// What comes back is about what was sent.
+	for j, b := range back {
+		inner := segment(b)[8:]
+		if !bytes.HasPrefix(sent[j], inner) {
+			w.Fatalf("step %d: the error from judge %d quotes\n%swhat was sent is\n%s", w.steps, j, dump(one(inner)), dump(one(sent[j])))
+		}
+	}
+}
+
+// checkPort is RFC 4787, REQ-1 and 3, for the engine: one port for an inside end, whatever the destination; nobody else
+// has it; the same as inside if nobody had it.
+func (w *world) checkPort(c *talk) {
+	w.Helper()
+	if !c.napt {
+		if c.seen != [judges]uint16{c.client.Port(), c.client.Port()} {
+			w.Fatalf("port %d of a pod is seen as %v", c.client.Port(), c.seen)
+		}
+		return
+	}
+	if c.client.Port() == 0 {
+		return
+	}
+	inside := end{c.proto, c.side, c.client}
+	outside := end{c.proto, c.side, netip.AddrPortFrom(w.plan.natIP(c.side), c.seen[engine])}
+	if port, ok := w.mapped[inside]; ok && port != c.seen[engine] {
+		w.Errorf("%v has ports %d and %d: not endpoint-independent", inside, port, c.seen[engine])
+	}
+	owner, taken := w.inside[outside]
+	if taken && owner != c.client {
+		w.Errorf("%v and %v share port %d", owner, c.client, c.seen[engine])
+	}
+	same := outside
+	same.at = netip.AddrPortFrom(same.at.Addr(), c.client.Port())
+	if owner, taken := w.inside[same]; c.seen[engine] != c.client.Port() && !taken {
+		w.Errorf("%v was given port %d though its own was free (%v)", inside, c.seen[engine], owner)
+	}
+	if c.seen[engine] != c.client.Port() {
+		w.seen["port changed"]++
+	}
+	w.mapped[inside], w.inside[outside] = c.seen[engine], c.client
+}
+
+// repaint is b, which belongs to talk c, with the kernel's NAPT port replaced by the engine's wherever it stands: in the
+// header and in what an ICMP error quotes. Checksums follow as far as they are there.
+func (w *world) repaint(c *talk, b []byte) []byte {
+	if !c.napt || c.seen[engine] == c.seen[kernl] {
+		return b
+	}
+	nat := w.plan.natIP(c.side)
+	if !isError(b) {
+		if source(b) == nat {
+			return withPort(b, true, c.seen[engine])
+		}
+		if destination(b) == nat {
+			return withPort(b, false, c.seen[engine])
+		}
+		return b
+	}
+	b = slices.Clone(b)
+	inner := segment(b)[8:]
+	at, dst := portsAt(inner)
+	switch nat {
+	case source(inner):
+	case destination(inner):
+		at = dst
+	default:
+		return b
+	}
+	old := binary.BigEndian.Uint16(inner[at:])
+	binary.BigEndian.PutUint16(inner[at:], c.seen[engine])
+	sum, reach := headerLen(inner)+map[uint8]int{protoUDP: 6, protoTCP: 16, protoICMP: 2}[c.proto], 8
+	if c.proto == protoTCP {
+		reach = 20
+	}
+	if len(inner) >= headerLen(inner)+reach {
+		// RFC 1624, equation 3; of a UDP checksum that is there.
+		if was := binary.BigEndian.Uint16(inner[sum:]); c.proto != protoUDP || was != 0 {
+			is := uint32(^was) + uint32(^old) + uint32(c.seen[engine])
+			is = is&0xffff + is>>16
+			is = ^(is&0xffff + is>>16) & 0xffff
+			if c.proto == protoUDP && is == 0 {
+				is = 0xffff
+			}
+			binary.BigEndian.PutUint16(inner[sum:], uint16(is))
+		}
+	}
+	sealTransport(segment(b), source(b), destination(b), protoICMP)
+	return b
+}
