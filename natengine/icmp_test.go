@@ -179,6 +179,38 @@ func TestTimeExceededShowsTheNAPTAddress(t *testing.T) {
 	}
 }
 
+// TestTimeExceededShowsTheGateway: the kernel of the gateway's namespace is a hop of its own, which the peer sees under the
+// address that it checks the gateway by.
+func TestTimeExceededShowsTheGateway(t *testing.T) {
+	p := peerB()
+	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
+	p.Pods = append(p.Pods, Remap{pfx("fd44::/64"), pfx("fd46::/64")})
+	p.External = append(p.External, pfx("fd47::/64"))
+	c := Config{Router4: ip("169.254.100.1"), Router6: ip("100::a9fe:6401"), Self6: ip("fd69::1")}
+	without := p
+	p.Endpoints = append(p.Endpoints, Endpoint{ip("fd69::1"), ip("fd47::1")})
+	without.Endpoints = nil
+	for _, x := range []struct {
+		p                       Peer
+		router, to, about, want string
+		kind                    uint8
+	}{
+		{p, "169.254.100.1", "10.71.0.5", "10.244.1.1", "10.247.0.1", 11},
+		{p, "100::a9fe:6401", "fd71::5", "fd44::1", "fd47::1", 3},
+		{p, "169.254.100.2", "10.71.0.5", "10.244.1.1", "10.246.0.0", 11},
+		{without, "169.254.100.1", "10.71.0.5", "10.244.1.1", "10.246.0.0", 11},
+		{without, "100::a9fe:6401", "fd71::5", "fd44::1", "fd46::", 3},
+	} {
+		quoted := packettest.Build(packettest.IP{Src: ip(x.to), Dst: ip(x.about)}, packettest.UDP{SrcPort: 33434, DstPort: 33435})
+		b := packettest.Build(packettest.IP{Src: ip(x.router), Dst: ip(x.to)}, packettest.ICMPError{Type: x.kind, Quote: quoted})
+		got, v := send(t, newEngine(t, c, x.p), Outbound, b, 0)
+		if v.Action != Forward {
+			t.Fatal(v.Drop)
+		}
+		packettest.Check(t, got, packettest.Src(ip(x.want)), packettest.ICMPType(x.kind, 0), packettest.ValidChecksums())
+	}
+}
+
 func TestICMPv6ErrorsAreTranslated(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))

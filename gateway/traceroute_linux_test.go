@@ -1,0 +1,205 @@
+package gateway
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"golang.org/x/net/icmp"
+	"golang.org/x/net/ipv4"
+	"golang.org/x/net/ipv6"
+	"golang.org/x/sys/unix"
+)
+
+// A traceroute by UDP, ICMP or TCP, one probe for each TTL. The answer of a hop is the source of the ICMP error that
+// quotes the probe as it was sent; the end is who answers otherwise.
+func (s *space) traceroute(method, dst string) (hops []string) {
+	s.t.Helper()
+	for ttl := 1; ttl <= 8; ttl++ {
+		from, last := s.probe(method, netip.MustParseAddr(dst), ttl)
+		if hops = append(hops, from); last {
+			return hops
+		}
+	}
+	return hops
+}
+
+// probe sends one probe and returns who answers, "*" for nobody.
+func (s *space) probe(method string, dst netip.Addr, ttl int) (from string, last bool) {
+	s.t.Helper()
+	network, protocol := "ip4:icmp", 1
+	if dst.Is6() {
+		network, protocol = "ip6:ipv6-icmp", 58
+	}
+	const port = 33434
+	var listener *net.IPConn
+	var udp *net.UDPConn
+	connected := make(chan error, 1)
+	source := 0 // source port, or identifier of the echo request
+	s.do(func() (err error) {
+		if listener, err = net.ListenIP(network, nil); err != nil {
+			return err
+		}
+		switch method {
+		case "udp":
+			if udp, err = net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(dst, port))); err != nil {
+				return err
+			}
+			source = udp.LocalAddr().(*net.UDPAddr).Port
+			if dst.Is6() {
+				err = ipv6.NewConn(udp).SetHopLimit(ttl)
+			} else {
+				err = ipv4.NewConn(udp).SetTTL(ttl)
+			}
+			if err == nil {
+				_, err = udp.Write([]byte("probe"))
+			}
+		case "icmp":
+			source = 4242
+			m := icmp.Message{Type: ipv4.ICMPTypeEcho, Body: &icmp.Echo{ID: source, Seq: ttl}}
+			if dst.Is6() {
+				m.Type = ipv6.ICMPTypeEchoRequest
+				err = ipv6.NewPacketConn(listener).SetHopLimit(ttl)
+			} else {
+				err = ipv4.NewPacketConn(listener).SetTTL(ttl)
+			}
+			var b []byte
+			if err == nil {
+				b, err = m.Marshal(nil)
+			}
+			if err == nil {
+				_, err = listener.WriteTo(b, &net.IPAddr{IP: dst.AsSlice()})
+			}
+		case "tcp":
+			source = 20000 + ttl
+			d := net.Dialer{Timeout: 600 * time.Millisecond, LocalAddr: &net.TCPAddr{Port: source}, Control: func(_, _ string, c syscall.RawConn) error {
+				var err error
+				c.Control(func(fd uintptr) {
+					if dst.Is6() {
+						err = unix.SetsockoptInt(int(fd), unix.IPPROTO_IPV6, unix.IPV6_UNICAST_HOPS, ttl)
+					} else {
+						err = unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_TTL, ttl)
+					}
+				})
+				return err
+			}}
+			go func() {
+				connected <- s.in(func() error {
+					c, err := d.Dial("tcp", netip.AddrPortFrom(dst, port).String())
+					if err == nil {
+						c.Close()
+					}
+					return err
+				})
+			}()
+		}
+		return err
+	})
+	defer listener.Close()
+	if udp != nil {
+		defer udp.Close()
+	}
+	wait := 600 * time.Millisecond
+	if method == "tcp" { // refused or accepted is the end
+		select {
+		case err := <-connected:
+			if err == nil || errors.Is(err, unix.ECONNREFUSED) {
+				return dst.String(), true
+			}
+		case <-time.After(wait):
+		}
+		wait = 50 * time.Millisecond // what came is in the socket
+	}
+	listener.SetReadDeadline(time.Now().Add(wait))
+	buf := make([]byte, 2000)
+	for {
+		n, peer, err := listener.ReadFrom(buf)
+		if errors.Is(err, os.ErrDeadlineExceeded) {
+			return "*", false
+		}
+		s.must(err)
+		m, err := icmp.ParseMessage(protocol, buf[:n])
+		if err != nil {
+			continue
+		}
+		var quote []byte
+		switch body := m.Body.(type) {
+		case *icmp.Echo:
+			if (m.Type == ipv4.ICMPTypeEchoReply || m.Type == ipv6.ICMPTypeEchoReply) && body.ID == source && body.Seq == ttl {
+				return peer.String(), true
+			}
+		case *icmp.TimeExceeded:
+			quote = body.Data
+		case *icmp.DstUnreach:
+			quote, last = body.Data, true
+		}
+		if s.quotes(quote, dst, method, source, port) {
+			return peer.String(), last
+		}
+	}
+}
+
+// quotes tells whether the quoted packet is the probe, with the addresses and ports it was sent with.
+func (s *space) quotes(b []byte, dst netip.Addr, method string, source, port int) bool {
+	header, at := 20, 16
+	if dst.Is6() {
+		header, at = 40, 24
+	}
+	if len(b) < header+8 {
+		return false
+	}
+	to, _ := netip.AddrFromSlice(b[at : at+len(dst.AsSlice())])
+	t := b[header:]
+	if to != dst {
+		return false
+	}
+	if method == "icmp" {
+		return int(t[4])<<8|int(t[5]) == source
+	}
+	return int(t[0])<<8|int(t[1]) == source && int(t[2])<<8|int(t[3]) == port
+}
+
+// Every hop on the way answers with an address that the sender knows, and all of them differ: our node, our gateway,
+// the other gateway as the address that the connection check uses, the other node (as the NAPT address or, where its kernel
+// answers with an address out of the PodCIDR, as that), the pod.
+func TestTracerouteThroughTwoGateways(t *testing.T) {
+	needRoot(t)
+	for _, six := range []bool{false, true} {
+		t.Run(fmt.Sprintf("IPv6 %t", six), func(t *testing.T) {
+			wire := newWire(t)
+			a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
+			pod, way := "10.246.1.10", []string{"10.244.1.1", "169.254.100.1", "10.247.0.1", "10.246.0.0", "10.246.1.10"}
+			if six {
+				pod, way = "fd00:246::10", []string{"fd00:244::1", "100::a9fe:6401", "fd00:247::1", "fd00:246::1", "fd00:246::10"}
+				a.overIPv6(1)
+				b.overIPv6(2)
+				a.write("b.yaml", a.peering6(b, 246, 250, "2001:db8::2"))
+				b.write("a.yaml", b.peering6(a, 250, 246, "2001:db8::1"))
+			} else {
+				a.write("b.yaml", a.peering(b, 246, 250, b.addr))
+				b.write("a.yaml", b.peering(a, 250, 246, a.addr))
+			}
+			for _, s := range []*site{a, b} {
+				s.sysctl("net/ipv4/icmp_ratelimit", "0")
+				s.sysctl("net/ipv6/icmp/ratelimit", "0")
+				s.start()
+			}
+			a.pod.ping(pod)
+			for _, method := range []string{"udp", "icmp", "tcp"} {
+				if got := a.pod.traceroute(method, pod); !slices.Equal(got, way) {
+					t.Errorf("%s from a pod: %s\nwant %s", method, strings.Join(got, " "), strings.Join(way, " "))
+				}
+				if got := a.traceroute(method, pod); !slices.Equal(got, way[1:]) {
+					t.Errorf("%s from a node: %s\nwant %s", method, strings.Join(got, " "), strings.Join(way[1:], " "))
+				}
+			}
+		})
+	}
+}
