@@ -33,8 +33,8 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/isthmus-net/isthmus/fabric"
-	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/inline"
 	"github.com/isthmus-net/isthmus/gateway/tun"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -70,6 +70,8 @@ type Options struct {
 	Source  Source
 	Log     *slog.Logger // nil: slog.Default()
 	Version string       // for metrics and status
+
+	Transport Transport // empty: TransportDevice
 
 	// Beside, if any, runs as long as the gateway does: from when the first Config
 	// is in force until its context ends, which is before anything is taken down.
@@ -178,6 +180,7 @@ type gateway struct {
 	engine   *natengine.Engine
 	datapath *datapath.Device
 	tunnel   *tunnel
+	inline   *inline.Transport // nil: everything goes through the tunnel's device
 	checker  *checker
 	resolver *resolver
 	metrics  *metrics
@@ -257,9 +260,16 @@ func open(o Options, c Config) (_ *gateway, err error) {
 		return nil, err
 	}
 
-	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: c.MaxFlows})
+	g.engine = natengine.New(natengine.Config{
+		Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, Router4: hopGateway4, Router6: router6, MaxFlows: c.MaxFlows,
+	})
 	g.datapath = datapath.New(link, g.engine, local, datapath.Options{})
-	g.tunnel = newTunnel(g.datapath, bind.New(), o.Log)
+	tunSide, socketSide, inline := openTransport(o.Transport, g.datapath, g.engine, o.Log)
+	g.inline = inline
+	g.tunnel = newTunnel(tunSide, socketSide, o.Log)
+	if inline != nil {
+		inline.Attach(g.tunnel.dev)
+	}
 	undo = append(undo, g.tunnel.close)
 	if err := g.tunnel.start(c.PrivateKey, c.ListenPort); err != nil {
 		return nil, err
@@ -315,6 +325,9 @@ func (g *gateway) sweep() {
 			return
 		case <-tick.C:
 			g.engine.Sweep(g.datapath.Now())
+			if g.inline != nil {
+				g.inline.Sweep()
+			}
 		}
 	}
 }
@@ -510,6 +523,7 @@ func (g *gateway) put(gw fabric.Gateway, mtu mtus) {
 	if err := g.tunnel.apply(want); err != nil {
 		errs = append(errs, err)
 	}
+	g.setTransportPeers(gw.Peers)
 	g.checker.set(checks)
 	changes, err := g.host.apply(wantHost(gw.RoutePrefixes(), mtu.tunnel))
 	if err != nil {

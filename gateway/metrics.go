@@ -33,6 +33,7 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 
 var (
 	descBuild      = desc("build_info", "Always 1; the labels say what runs.", "version", "goversion")
+	descTransport  = desc("transport_info", "Always 1; the label says how packets of established sessions travel.", "transport")
 	descGeneration = desc("config_generation", "Configurations put into force since the start.")
 	descReloadOK   = desc("config_last_reload_successful", "1 if the newest configuration is in force, 0 if an older one is because the newest is unusable.")
 	descReloadTime = desc("config_last_reload_success_timestamp_seconds", "When a configuration was last put into force.")
@@ -122,6 +123,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	now := g.current()
 
 	gauge(descBuild, 1, g.version, runtime.Version())
+	gauge(descTransport, 1, string(g.transport()))
 	gauge(descGeneration, float64(now.generation))
 	gauge(descReloadOK, truth(now.configErr == nil))
 	gauge(descApplied, truth(now.applyErr == nil))

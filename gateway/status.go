@@ -29,6 +29,7 @@ type Status struct {
 	TUN       string `json:"tun"`
 	MTU       int    `json:"mtu"`
 	MTUAuto   bool   `json:"mtuAuto"` // derived from the ways to the peers
+	Transport string `json:"transport"`
 
 	Config   ConfigStatus   `json:"config"`
 	Sessions SessionsStatus `json:"sessions"`
@@ -186,6 +187,7 @@ func (g *gateway) status(flows int) (Status, error) {
 		TUN:         TunName,
 		MTU:         now.mtu.tunnel,
 		MTUAuto:     now.config.MTU == 0,
+		Transport:   string(g.transport()),
 		Config: ConfigStatus{
 			Generation: now.generation,
 			Since:      now.reloaded,

@@ -56,7 +56,8 @@ var peers = []struct {
 	{"wireguard-go", wireguardGo(false)},
 	{"wireguard-go + NETMAP", wireguardGo(true)},
 	{"the same, GOMAXPROCS=1", wireguardGo(true, "GOMAXPROCS=1")},
-	{"isthmus", isthmus},
+	{"isthmus", isthmus()},
+	{"isthmus, inline", isthmus("--transport=inline")},
 }
 
 const baseline = "wireguard-go + NETMAP"

@@ -11,7 +11,12 @@ import (
 
 // isthmus is our gateway, as a user runs it: a process per node with a
 // namespace of its own, NAT, default deny, counters and connection check all on.
-func isthmus(ctx context.Context, b *bench) (*running, error) {
+// args are added to its command line.
+func isthmus(args ...string) start {
+	return func(ctx context.Context, b *bench) (*running, error) { return b.isthmus(ctx, args) }
+}
+
+func (b *bench) isthmus(ctx context.Context, args []string) (*running, error) {
 	a, z := b.nodes[0], b.nodes[1]
 	r := &running{target: z.seenPod()}
 	o := lab.JoinOptions{
@@ -26,7 +31,7 @@ func isthmus(ctx context.Context, b *bench) (*running, error) {
 		r.gateways = nil
 		return errors.Join(b.lab.StopGateways(), b.lab.Unjoin(a.cluster, z.cluster))
 	})
-	if err := b.lab.StartGateways(ctx, b.binary); err != nil {
+	if err := b.lab.StartGateways(ctx, b.binary, args...); err != nil {
 		return r, err
 	}
 	for _, n := range b.nodes {

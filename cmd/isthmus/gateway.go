@@ -16,7 +16,7 @@ import (
 )
 
 func newGatewayCommand() *cobra.Command {
-	var dir, level string
+	var dir, level, transport string
 	kube := kubeGateway{port: file.DefaultListenPort}
 	cmd := &cobra.Command{
 		Use:   "gateway",
@@ -41,15 +41,19 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 			if err := l.UnmarshalText([]byte(level)); err != nil {
 				return usage("--log-level %q: want debug, info, warn or error", level)
 			}
+			how, err := gateway.ParseTransport(transport)
+			if err != nil {
+				return usage("--transport: %w", err)
+			}
 			log := slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: l}))
 			serve := func(ctx context.Context) error {
-				return gateway.Run(ctx, gateway.Options{Source: fileSource(dir), Log: log, Version: version()})
+				return gateway.Run(ctx, gateway.Options{Source: fileSource(dir), Log: log, Version: version(), Transport: how})
 			}
 			if dir == "" {
 				if err := kube.complete(); err != nil {
 					return err
 				}
-				serve = func(ctx context.Context) error { return kube.run(ctx, log) }
+				serve = func(ctx context.Context) error { return kube.run(ctx, log, how) }
 			} else if name := firstChanged(cmd, kubeGatewayFlags); name != "" {
 				return usage("--%s is for a gateway without --config; with it, gateway.yaml says that", name)
 			}
@@ -62,6 +66,7 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 	}
 	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration, instead of a cluster")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
+	cmd.Flags().StringVar(&transport, "transport", string(gateway.TransportDevice), "how packets of established sessions travel: device (through wireguard-go's queues) or inline")
 	kube.addFlags(cmd.Flags())
 	return cmd
 }

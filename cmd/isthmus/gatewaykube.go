@@ -108,7 +108,7 @@ func (k *kubeGateway) complete() error {
 }
 
 // run is one replica, until ctx ends.
-func (k *kubeGateway) run(ctx context.Context, log *slog.Logger) error {
+func (k *kubeGateway) run(ctx context.Context, log *slog.Logger, transport gateway.Transport) error {
 	k.source.Log = log
 	kube.UseLogger(log)
 	replica, err := kube.NewGateway(k.source)
@@ -127,7 +127,7 @@ func (k *kubeGateway) run(ctx context.Context, log *slog.Logger) error {
 
 	active := func(ctx context.Context) error {
 		return gateway.Run(ctx, gateway.Options{
-			Log: log, Version: version(),
+			Log: log, Version: version(), Transport: transport,
 			Source: func(ctx context.Context, deliver func(gateway.Config, error)) {
 				replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
 					deliver(gateway.Config{Intent: s.Intent, PrivateKey: gateway.Key(s.PrivateKey), ListenPort: k.port, MTU: k.tunnel, MaxFlows: k.maxFlows}, err)

@@ -30,27 +30,27 @@ type gateway struct {
 	err  error         // how; valid after done
 }
 
-// StartGateways runs "BINARY gateway --config DIR" on node 1 of every cluster and waits until all are ready. The error
+// StartGateways runs "BINARY gateway --config DIR ARGS" on node 1 of every cluster and waits until all are ready. The error
 // shows the end of the log of each one that is not. The gateways end with the lab, or at StopGateways.
-func (l *Lab) StartGateways(ctx context.Context, binary string) error {
+func (l *Lab) StartGateways(ctx context.Context, binary string, args ...string) error {
 	errs := make([]error, len(l.Clusters))
 	var group sync.WaitGroup
 	for i, c := range l.Clusters {
-		group.Go(func() { errs[i] = l.StartGateway(ctx, c, binary) })
+		group.Go(func() { errs[i] = l.StartGateway(ctx, c, binary, args...) })
 	}
 	group.Wait()
 	return errors.Join(errs...)
 }
 
 // StartGateway is StartGateways for one cluster. The binary's path has to be absolute or found in PATH.
-func (l *Lab) StartGateway(ctx context.Context, c *Cluster, binary string) error {
-	if err := l.startGateway(ctx, c, binary); err != nil {
+func (l *Lab) StartGateway(ctx context.Context, c *Cluster, binary string, args ...string) error {
+	if err := l.startGateway(ctx, c, binary, args); err != nil {
 		return fmt.Errorf("gateway of cluster %s: %w", c.Name, err)
 	}
 	return nil
 }
 
-func (l *Lab) startGateway(ctx context.Context, c *Cluster, binary string) error {
+func (l *Lab) startGateway(ctx context.Context, c *Cluster, binary string, args []string) error {
 	if _, ok := ctx.Deadline(); !ok {
 		var cancel context.CancelFunc
 		ctx, cancel = context.WithTimeout(ctx, startTimeout)
@@ -72,7 +72,7 @@ func (l *Lab) startGateway(ctx context.Context, c *Cluster, binary string) error
 		return err
 	}
 	// Not the caller's context: that one ends the waiting, not the gateway.
-	g := &gateway{cmd: c.Gateway().Command(context.Background(), binary, "gateway", "--config", c.ConfigDir), done: make(chan struct{})}
+	g := &gateway{cmd: c.Gateway().Command(context.Background(), binary, append([]string{"gateway", "--config", c.ConfigDir}, args...)...), done: make(chan struct{})}
 	g.cmd.Stdout, g.cmd.Stderr = log, log
 	// A session of its own: Ctrl-C at the terminal is for the owner of the lab, who then stops the gateways in order.
 	g.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}

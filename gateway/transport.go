@@ -1,0 +1,80 @@
+package gateway
+
+import (
+	"fmt"
+	"log/slog"
+
+	"golang.zx2c4.com/wireguard/conn"
+	wgtun "golang.zx2c4.com/wireguard/tun"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/inline"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// Transport says how the packets of established sessions travel between TUN and socket. Handshakes, keys and timers are
+// wireguard-go's in any case. See docs/decisions/0009.
+type Transport string
+
+const (
+	// TransportDevice leaves all of them to wireguard-go's device.
+	TransportDevice Transport = "device"
+	// TransportInline seals and opens them where they are read. It is left for TransportDevice, with a warning, when this
+	// build of wireguard-go is not one with which that is known to work.
+	TransportInline Transport = "inline"
+)
+
+// ParseTransport reads the name of a Transport.
+func ParseTransport(s string) (Transport, error) {
+	switch t := Transport(s); t {
+	case TransportDevice, TransportInline:
+		return t, nil
+	}
+	return "", fmt.Errorf("%q; want %s or %s", s, TransportDevice, TransportInline)
+}
+
+// openTransport returns the two sides that wireguard-go's device is made with and, when it is to be used, the inline
+// transport between them.
+func openTransport(want Transport, path *datapath.Device, engine *natengine.Engine, log *slog.Logger) (wgtun.Device, conn.Bind, *inline.Transport) {
+	socket := bind.New()
+	if want != TransportInline {
+		return path, socket, nil
+	}
+	t, err := inline.New(path, socket, engine.Count)
+	if err == nil {
+		err = inline.Try()
+	}
+	if err != nil {
+		log.Warn("all packets go through wireguard-go's device", "reason", err)
+		return path, socket, nil
+	}
+	return t.TUN(), t.Bind(), t
+}
+
+// transport is what is in use.
+func (g *gateway) transport() Transport {
+	if g.inline == nil {
+		return TransportDevice
+	}
+	return TransportInline
+}
+
+// setTransportPeers tells the inline transport whose keys the engine's peers have.
+func (g *gateway) setTransportPeers(peers []fabric.GatewayPeer) {
+	if g.inline == nil {
+		return
+	}
+	keys := make(map[string][32]byte, len(peers))
+	for _, p := range peers {
+		keys[p.ID] = p.PublicKey
+	}
+	var list []inline.Peer
+	for _, state := range g.engine.Peers() {
+		if key, ok := keys[state.ID()]; ok {
+			list = append(list, inline.Peer{State: state, Key: key})
+		}
+	}
+	g.inline.SetPeers(list)
+}
