@@ -4,9 +4,9 @@ import "net/netip"
 
 // Quote is the packet that an ICMP error quotes, rewritten in place. Each setter keeps three checksums right, as Linux does
 // in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header, that of the quoted transport header where its field is
-// among the quoted octets (UDP unless it is 0, TCP only with a whole header, ICMP), and that of the error itself. Octets
-// behind the quote, RFC 4884 extensions among them, are never touched. It borrows the bytes of its View and is valid until
-// the next Parse. Not for concurrent use.
+// among the quoted octets (UDP unless it is 0, TCP only with a whole header, UDP-Lite, DCCP, ICMP), and that of the error
+// itself. Octets behind the quote, RFC 4884 extensions among them, are never touched. It borrows the bytes of its View and is
+// valid until the next Parse. Not for concurrent use.
 type Quote struct {
 	b         []byte // ICMP message of the error, from its type octet
 	transport int    // offset in b of the quoted transport header; the end of the quote when it has none
@@ -241,13 +241,15 @@ func (q *Quote) transportChanged(delta uint64) {
 		if be.Uint16(q.b[at:]) == 0 {
 			return
 		}
+	case (q.proto == UDPLite || q.proto == DCCP) && q.has(udpLen): // in the place of UDP's, and over the pseudo-header too
+		at += udpSumOffset
 	case q.isICMP() && q.has(icmpSumOffset+2):
 		at += icmpSumOffset
 	default:
 		return
 	}
 	sum := updated(be.Uint16(q.b[at:]), delta)
-	if sum == 0 && q.proto == UDP {
+	if sum == 0 && (q.proto == UDP || q.proto == UDPLite) {
 		sum = 0xffff
 	}
 	q.put(at, sum)

@@ -418,3 +418,45 @@ func TestQuotedUDPChecksumZero(t *testing.T) {
 		}
 	}
 }
+
+// UDP-Lite and DCCP have a checksum over the pseudo-header where UDP has it.
+func TestQuotedChecksumOfUDPLiteAndDCCPFollows(t *testing.T) {
+	rng := newRand(22)
+	for range 2000 {
+		h, e, v6 := ip4(), packettest.ICMPError{Type: 3, Code: 4}, rng.IntN(2) == 0
+		if v6 {
+			h, e.Type, e.Code = ip6(), 2, 0
+		}
+		proto, data := packet.UDPLite, random(rng, 40)
+		data[4], data[5] = 0, []byte{0, 8, 20, 40}[rng.IntN(4)]
+		if rng.IntN(2) == 0 {
+			proto, data[4], data[5] = packet.DCCP, 3, byte(rng.IntN(4))
+		}
+		covered := len(data)
+		switch {
+		case proto == packet.UDPLite && data[5] > 0:
+			covered = int(data[5])
+		case proto == packet.DCCP && data[5] > 0:
+			covered = 4 * (3 + int(data[5]) - 1)
+		}
+		data[6], data[7] = 0, 0
+		sum := packettest.InternetChecksum(pseudo(h.Src, h.Dst, proto, len(data)), data[:covered])
+		if sum == 0 {
+			sum = 0xffff
+		}
+		binary.BigEndian.PutUint16(data[6:], sum)
+		e.Quote = packettest.Build(h, packettest.Raw{Proto: proto, Data: data})
+		b := packettest.Build(h, e)
+		var q packet.Quote
+		if err := parse(t, b, packet.ChecksumComplete).Quote(&q); err != nil {
+			t.Fatal(err)
+		}
+		src, dst := randAddr(rng, v6), randAddr(rng, v6)
+		q.SetSrc(src)
+		q.SetDst(dst)
+		packettest.Check(t, b, packettest.ValidChecksums(), packettest.Quote(packettest.ValidChecksums(), packettest.Src(src), packettest.Dst(dst)))
+		if t.Failed() {
+			t.FailNow()
+		}
+	}
+}
