@@ -1,0 +1,208 @@
+package differential
+
+import (
+	"net/netip"
+	"slices"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// More choices: where port translation and its idea of a connection are not the kernel's. Random conversations
+// (talks_test.go) leave these out.
+//
+//   - NAPT port: the engine's is one for all destinations and nobody else's (RFC 4787, REQ-1 and 3). The kernel gives two
+//     hosts the same port towards different destinations, and one host two when it has to, also to a connection reopened.
+//   - Range of a port that has to change: below 1024 or not, for the engine. The kernel knows 1-511, 600-1023 and the rest.
+//   - TCP windows: conntrack follows sequence numbers and does not translate what they forbid, nor a SYN ACK that is
+//     repeated after a simultaneous open. The engine translates every segment of a known flow.
+//   - A refused connection: conntrack forgets it with the RST. The engine knows it for the transitory timeout (RFC 6146,
+//     section 3.5.2.2), so that an ICMP error about the RST still finds its way.
+//   - What may not begin a flow: the engine drops it, the kernel forwards it untranslated, with the node's own address.
+//   - Echo: the identifier alone tells flows apart, so an endpoint that pings who pings it, with the same identifier, is
+//     taken to answer and shows the mapped address.
+//   - SCTP: the kernel changes its ports, the engine knows none and lets one host at a time speak to a destination.
+
+func tcpSegmentOf(src, dst netip.AddrPort, seq, ackno uint32, flags uint8, data string) []byte {
+	return ip(header{flags: flagDF}, src.Addr(), dst.Addr(), protoTCP,
+		tcp(src.Addr(), dst.Addr(), src.Port(), dst.Port(), seq, ackno, flags, nil, []byte(data)))
+}
+
+func at(a netip.Addr, port uint16) netip.AddrPort { return netip.AddrPortFrom(a, port) }
+
+// fromNode sends what a node begins to both judges and returns what port each chose.
+func (x *exchange) fromNode(b []byte) (f flow, engine, kernel uint16) {
+	x.Helper()
+	f = x.sendNAPT(A, b)
+	return f, sourcePort(f.engine), sourcePort(f.kernel)
+}
+
+func TestChoiceNAPTPortIsOneForAllDestinations(t *testing.T) {
+	x := bothRemapped(t)
+	opens := func(node, pod int, seq uint32) (flow, uint16, uint16) {
+		return x.fromNode(tcpSegmentOf(at(x.plan.node(A, node), 5000), at(x.plan.podSeen(B, pod), 80), seq, 0, syn, ""))
+	}
+	first, e11, k11 := opens(1, 1, 100)
+	_, e22, k22 := opens(2, 2, 100)
+	_, e12, k12 := opens(1, 2, 100)
+	if e11 != 5000 || e12 != 5000 || e22 == 5000 {
+		t.Errorf("engine: node 1 has ports %d and %d, node 2 has %d; want 5000 for node 1 alone", e11, e12, e22)
+	}
+	if k11 != 5000 || k22 != 5000 || k12 == 5000 {
+		t.Errorf("the kernel was expected to give port 5000 to both nodes, and node 1 a second one: %d and %d, %d", k11, k12, k22)
+	}
+
+	x.reply(B, first, func(b []byte) [][]byte {
+		return one(tcpSegmentOf(at(destination(b), 80), at(source(b), sourcePort(b)), 1, 101, rst|ack, ""))
+	})
+	if _, e, k := opens(1, 1, 1e6); e != 5000 || k == 5000 {
+		t.Errorf("reopened from port %d (engine, want 5000) and %d (kernel, expected not to be)", e, k)
+	}
+}
+
+func TestChoiceContestedPortStaysBelow1024OrAbove(t *testing.T) {
+	x := bothRemapped(t)
+	dst := x.plan.podSeen(B, 1)
+	for port, kernel := range map[uint16][2]uint16{
+		80: {1, 511}, 511: {1, 511}, 512: {600, 1023}, 700: {600, 1023}, 1023: {600, 1023}, 1024: {1024, 65535}, 6000: {1024, 65535},
+	} {
+		for n := range 8 {
+			src := x.plan.node(A, 20+n)
+			_, e, k := x.fromNode(ip(header{}, src, dst, protoUDP, udp(src, dst, port, 9, nil)))
+			if e < 1024 != (port < 1024) || e == port != (n == 0) {
+				t.Errorf("port %d of host %d became %d in the engine", port, n, e)
+			}
+			if k == port != (n == 0) || n > 0 && (k < kernel[0] || k > kernel[1]) {
+				t.Errorf("port %d of host %d became %d in the kernel, expected one of %v", port, n, k, kernel)
+			}
+		}
+	}
+}
+
+func TestChoiceTCPWindowsAreNotFollowed(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 5)
+	from, to := at(src, x.freshPort()), at(dst, 80)
+	got := x.send(A, tcpSegmentOf(from, to, 100, 0, syn, ""))[0]
+	me, you := at(destination(got), 80), at(source(got), sourcePort(got))
+	x.send(B, tcpSegmentOf(me, you, 500, 101, syn|ack, ""))
+	x.send(A, tcpSegmentOf(from, to, 101, 501, ack, ""))
+	for name, b := range map[string][]byte{
+		"data far ahead":      tcpSegmentOf(from, to, 101+(1<<30), 501, psh|ack, "tomorrow's news"),
+		"acknowledging more":  tcpSegmentOf(from, to, 101, 501+(1<<30), ack, ""),
+		"RST that is no next": tcpSegmentOf(from, to, 101+(1<<20), 0, rst, ""),
+	} {
+		t.Run(name, func(t *testing.T) {
+			run := x.in(t)
+			run.untranslated(A, b)
+			_, want := reference(x.plan, A, b)
+			run.onlyEngine(A, b, want)
+		})
+	}
+	// None of these ended it.
+	x.send(A, tcpSegmentOf(from, to, 101, 501, psh|ack, "GET / HTTP/1.1"))
+}
+
+func TestChoiceSynAckMayBeRepeatedAfterSimultaneousOpen(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 6)
+	from, to := at(src, x.freshPort()), at(dst, 80)
+	got := x.send(A, tcpSegmentOf(from, to, 100, 0, syn, ""))[0]
+	me, you := at(destination(got), 80), at(source(got), sourcePort(got))
+	x.send(B, tcpSegmentOf(me, you, 500, 0, syn, ""))
+	b := tcpSegmentOf(from, to, 100, 501, syn|ack, "")
+	x.send(A, b)
+	x.send(B, tcpSegmentOf(me, you, 501, 101, ack, ""))
+	x.untranslated(A, b)
+	_, want := reference(x.plan, A, b)
+	x.onlyEngine(A, b, want)
+}
+
+func TestChoiceRefusedConnectionIsNotForgottenAtOnce(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.plan.node(A, 3), x.plan.podSeen(B, 7)
+	f := x.sendNAPT(A, tcpSegmentOf(at(src, x.freshPort()), at(dst, 80), 100, 0, syn, ""))
+	refusal := x.reply(B, f, func(b []byte) [][]byte {
+		return one(tcpSegmentOf(at(destination(b), 80), at(source(b), sourcePort(b)), 0, 101, rst|ack, ""))
+	})
+	b := icmpAbout(refusal, src, unreachable, 1, 0, 8)
+	x.untranslated(A, b)
+	if o := x.engines.send(t, A, b); len(o.out) != 1 || source(o.out[0]) != x.plan.natIP(A) {
+		t.Errorf("engine, dropped %v\n%s", o.drops, dump(o.out))
+	}
+}
+
+func TestChoiceWhatMayNotBeginAFlowIsDropped(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.plan.node(A, 4), x.plan.podSeen(B, 8)
+	for name, c := range map[string]struct {
+		b    []byte
+		want natengine.Drop
+	}{
+		"RST":                        {tcpSegmentOf(at(src, x.freshPort()), at(dst, 80), 1, 0, rst, ""), natengine.DropNoFlow},
+		"echo reply":                 {ip(header{}, src, dst, protoICMP, icmp(echoReply, 0, uint32(x.freshPort())<<16, nil)), natengine.DropNoFlow},
+		"ICMP of a type unassigned":  {ip(header{}, src, dst, protoICMP, icmp(200, 0, 0, nil)), natengine.DropProtocol},
+		"ICMP error about no packet": {icmpAbout(ip(header{}, dst, src, protoUDP, udp(dst, src, 1, 2, nil)), src, unreachable, 3, 0, 8), natengine.DropICMPError},
+	} {
+		t.Run(name, func(t *testing.T) {
+			run := x.in(t)
+			run.untranslated(A, c.b)
+			if o := x.engines.send(t, A, c.b); !slices.Equal(o.drops, []natengine.Drop{c.want}) {
+				t.Errorf("engine: dropped %v, want %v\n%s", o.drops, c.want, dump(o.out))
+			}
+		})
+	}
+}
+
+func TestChoiceEchoOfAnEndpointWithTheIdentifierOfItsClientIsAReply(t *testing.T) {
+	x := bothRemapped(t)
+	pod, endpoint := x.plan.pod(A, 10), x.plan.endpoint(B)
+	x.send(A, ip(header{}, pod, x.plan.mapped(B), protoICMP, icmp(echoRequest, 0, 77<<16, nil)))
+	dst := x.plan.podSeen(A, 10)
+	b := ip(header{}, endpoint, dst, protoICMP, icmp(echoRequest, 0, 77<<16, nil))
+	if o := x.engines.send(t, B, b); len(o.out) != 1 || source(o.out[0]) != x.plan.mapped(B) {
+		t.Errorf("engine, dropped %v\n%s", o.drops, dump(o.out))
+	}
+	if _, out := x.kernel.send(t, B, b); len(out) != 1 || source(out[0]) != x.plan.natIP(B) {
+		t.Errorf("the kernel was expected to begin a flow of its own\n%s", dump(out))
+	}
+	// With another identifier it is the same for both.
+	x.sendNAPT(B, ip(header{}, endpoint, dst, protoICMP, icmp(echoRequest, 0, 78<<16, nil)))
+}
+
+func TestChoiceTupleThatAnEndpointUsesItselfIsRefused(t *testing.T) {
+	x := bothRemapped(t)
+	pod, endpoint := x.plan.pod(A, 9), x.plan.endpoint(B)
+	dst := x.plan.podSeen(A, 9)
+	x.sendNAPT(B, ip(header{}, endpoint, dst, protoUDP, udp(endpoint, dst, 53, 5000, nil)))
+	b := ip(header{}, pod, x.plan.mapped(B), protoUDP, udp(pod, x.plan.mapped(B), 5000, 53, nil))
+	if o := x.engines.send(t, A, b); !slices.Equal(o.drops, []natengine.Drop{natengine.DropFlowClash}) {
+		t.Errorf("engine: dropped %v\n%s", o.drops, dump(o.out))
+	}
+	if _, out := x.kernel.send(t, A, b); len(out) != 1 || destination(out[0]) != endpoint || sourcePort(out[0]) == 5000 {
+		t.Errorf("the kernel was expected to change the port of the other cluster's pod\n%s", dump(out))
+	}
+}
+
+func TestChoicePortsOfSCTPAreNotTranslated(t *testing.T) {
+	x := bothRemapped(t)
+	dst := x.plan.podSeen(B, 9)
+	init := sctp(5000, 36412, 0, []byte{1, 0, 0, 20, 0, 0, 0, 9, 0, 1, 0, 0, 0, 1, 0, 1, 0, 0, 0, 5})
+	x.sendNAPT(A, ip(header{}, x.plan.node(A, 5), dst, protoSCTP, init))
+	b := ip(header{}, x.plan.node(A, 6), dst, protoSCTP, init)
+	if o := x.engines.send(t, A, b); !slices.Equal(o.drops, []natengine.Drop{natengine.DropProtocol}) {
+		t.Errorf("engine: dropped %v\n%s", o.drops, dump(o.out))
+	}
+	if _, out := x.kernel.send(t, A, b); len(out) != 1 || source(out[0]) != x.plan.natIP(A) || sourcePort(out[0]) == 5000 {
+		t.Errorf("the kernel was expected to change the port\n%s", dump(out))
+	}
+}
+
+// Not a choice.
+
+func TestProtocolWithoutPortsIsForOneHostAtATimeByBoth(t *testing.T) {
+	x := bothRemapped(t)
+	dst := x.plan.podSeen(B, 10)
+	x.sendNAPT(A, ip(header{}, x.plan.node(A, 7), dst, protoTest, []byte("first come")))
+	x.dropped(A, natengine.DropProtocol, ip(header{}, x.plan.node(A, 8), dst, protoTest, []byte("first served")))
+}
