@@ -224,31 +224,14 @@ func TestDuplicateFragmentPassesOnce(t *testing.T) {
 	reassembled(t, left)
 }
 
-// piece is a fragment of octets [off, off+size) of a UDP datagram, from a node or from a pod of the peer to the NAPT address.
+// piece is a fragment of octets [off, off+size) of a UDP datagram from a node to a pod of the peer.
 func piece(v6 bool, off, size int, more bool) []byte {
 	src, dst := "192.168.1.1:4000", "10.71.0.5:53"
 	if v6 {
 		src, dst = "[fd01::1]:4000", "[fd71::5]:53"
 	}
 	whole, _ := datagram(src, dst, 0)
-	p := packettest.MustDecode(whole)
-	data := make([]byte, size)
-	copy(data, p.Transport[min(off, len(p.Transport)):])
-	word := []byte{0, 0, byte(off >> 8), byte(off)}
-	if more {
-		word[3] |= 1
-	}
-	if v6 {
-		return packettest.Build(packettest.IP{Src: p.Src, Dst: p.Dst, Extensions: []packettest.Extension{{Kind: 44, Data: append(word[2:4], 0, 0, 0, 77)}}},
-			packettest.Raw{Proto: 17, Data: data})
-	}
-	b := packettest.Build(packettest.IP{Src: p.Src, Dst: p.Dst, ID: 77}, packettest.Raw{Proto: 17, Data: data})
-	word[2], word[3] = byte(off>>11)|word[3]&1<<5, byte(off>>3)
-	copy(b[6:8], word[2:])
-	b[10], b[11] = 0, 0
-	sum := packettest.InternetChecksum(b[:20])
-	b[10], b[11] = byte(sum>>8), byte(sum)
-	return b
+	return pieceOf(whole, off, size, more, 77)
 }
 
 func peer46() Peer {
