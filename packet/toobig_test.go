@@ -187,7 +187,9 @@ func TestTooBigQuotesAndMTU(t *testing.T) {
 
 func TestTooBigIsNotToldWhereItMustNotBe(t *testing.T) { // RFC 1812, section 4.3.2.7; RFC 4443, section 2.4e
 	u := packettest.UDP{Data: make([]byte, 100)}
-	from := func(src, dst string) []byte { return packettest.Build(packettest.IP{Src: addr(src), Dst: addr(dst)}, u) }
+	from := func(src, dst string) []byte {
+		return packettest.Build(packettest.IP{Src: addr(src), Dst: addr(dst)}, u)
+	}
 	good, good6 := from("10.1.0.5", "10.2.0.9"), from("fd00:1::5", "fd00:2::9")
 	for name, b := range map[string][]byte{
 		"ICMP error":           packettest.Build(ip4(), packettest.ICMPError{Type: 3, Quote: good}),
