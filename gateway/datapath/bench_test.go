@@ -153,7 +153,7 @@ func BenchmarkDeviceWrite(b *testing.B) {
 // encryption on both sides included, the kernel and the hosts' TCP left out.
 func BenchmarkGateways(b *testing.B) {
 	network := &memlink.Network{}
-	from, to := startGateways(b, network, plans[0], datapath.Options{})
+	from, to := startGateways(b, network, plans[0], datapath.Options{}, viaDevice)
 	var received atomic.Int64
 	arrived := make(chan struct{}, 1)
 	to.link.OnReceive(func(bufs [][]byte) error {
