@@ -160,54 +160,6 @@ func TestPacketUnderWayCannotOpenWhatNewRulesForbid(t *testing.T) {
 	}
 }
 
-func TestNAPTMappingIsEndpointIndependent(t *testing.T) { // RFC 4787, REQ-1
-	e := newEngine(t, Config{}, peerB())
-	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0) // takes 4000
-	first, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), 0)
-	for _, dst := range []string{"10.71.0.5:54", "10.71.0.6:53", "10.72.9.9:1"} {
-		if src, _ := out(t, e, udp("192.168.1.2:4000", dst), 0); src != first {
-			t.Errorf("%v towards %s, %v before", src, dst, first)
-		}
-	}
-	if n := e.Stats().Peers[0].Mappings; n != 2 {
-		t.Errorf("%d mappings", n)
-	}
-}
-
-func TestNAPTKeepsPortAndRange(t *testing.T) { // RFC 4787, REQ-3a and 3b
-	e := newEngine(t, Config{}, peerB())
-	for host := range 200 {
-		for _, want := range []uint16{1, 1023, 1024, 65535} {
-			src, _ := out(t, e, udp(fmt.Sprintf("192.168.1.%d:%d", host, want), "10.71.0.5:53"), 0)
-			if host == 0 && src.Port() != want {
-				t.Errorf("port %d became %d although it was free", want, src.Port())
-			}
-			if (src.Port() < 1024) != (want < 1024) || src.Port() == 0 {
-				t.Errorf("port %d became %d", want, src.Port())
-			}
-		}
-	}
-}
-
-func TestNAPTPortsAreRandom(t *testing.T) { // RFC 6056
-	e := newEngine(t, Config{}, peerB())
-	out(t, e, udp("192.168.0.1:4000", "10.71.0.5:53"), 0)
-	ports := map[uint16]bool{}
-	neighbours := 0
-	last := uint16(0)
-	for host := range 100 {
-		src, _ := out(t, e, udp(fmt.Sprintf("192.168.1.%d:4000", host), "10.71.0.5:53"), 0)
-		ports[src.Port()] = true
-		if src.Port()-last == 1 {
-			neighbours++
-		}
-		last = src.Port()
-	}
-	if len(ports) != 100 || neighbours > 5 {
-		t.Errorf("%d ports, %d of them in sequence", len(ports), neighbours)
-	}
-}
-
 func TestProtocolsAndPeersHavePortsOfTheirOwn(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
 	for _, b := range [][]byte{
@@ -486,24 +438,6 @@ func TestExpiredFlowIsGoneWithoutSweep(t *testing.T) {
 		t.Errorf("%+v", s)
 	}
 	e.checkTables(t)
-}
-
-func TestInboundRefreshesToo(t *testing.T) { // RFC 4787, REQ-6: allowed, and chosen
-	e := newEngine(t, Config{}, peerB())
-	seen, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
-	in(t, e, udp("10.71.0.5:53", seen.String()), at(200))
-	e.Sweep(duration(int32(at(400))))
-	if e.Stats().Flows != 1 {
-		t.Error("the flow ended")
-	}
-}
-
-func TestFilteringIsByAddressAndPort(t *testing.T) {
-	e := newEngine(t, Config{}, peerB())
-	seen, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
-	refused(t, e, Inbound, udp("10.71.0.5:54", seen.String()), 0, DropNoFlow)
-	refused(t, e, Inbound, udp("10.71.0.6:53", seen.String()), 0, DropNoFlow)
-	refused(t, e, Inbound, tcp("10.71.0.5:53", seen.String(), packettest.ACK), 0, DropNoFlow)
 }
 
 func TestFlowBoundEvictsTheOldestHalfOpenFlow(t *testing.T) {

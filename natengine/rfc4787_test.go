@@ -57,8 +57,8 @@ func TestRFC4787_REQ3a_PortStaysInItsRange(t *testing.T) {
 	for host := range 250 {
 		for _, port := range []uint16{1, 1023, 1024, 65535} {
 			p := b.out(datagram(fmt.Sprintf("192.168.1.%d:%d", host, port), theirPod+":53"))
-			if (p.SrcPort < 1024) != (port < 1024) || p.SrcPort == 0 {
-				t.Errorf("port %d became %d", port, p.SrcPort)
+			if (p.SrcPort < 1024) != (port < 1024) || p.SrcPort == 0 || host == 0 && p.SrcPort != port {
+				t.Errorf("port %d of host %d became %d", port, host, p.SrcPort)
 			}
 		}
 	}

@@ -19,6 +19,7 @@ func TestRFC5508_REQ1_QueriesAndTheirResponsesPass(t *testing.T) {
 			b.out(icmp(node2, theirPod, kind.request, 0, 0, 7, 0, 1)) // the identifier has to change
 			p := b.out(icmp(node1, theirPod, kind.request, 0, 0, 7, 0, 1))
 			want(t, p.Src.String(), natAddress)
+			b.refuse(natengine.Inbound, icmp(theirPod, natAddress, kind.request, 0, byte(p.ICMPID>>8), byte(p.ICMPID), 0, 1), natengine.DropNoFlow)
 			p = b.in(icmp(theirPod, natAddress, kind.response, 0, byte(p.ICMPID>>8), byte(p.ICMPID), 0, 1))
 			want(t, destination(p), node1+":7")
 
