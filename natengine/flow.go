@@ -115,12 +115,16 @@ func newHashKeys() (keys hashKeys) {
 }
 
 // hash mixes by multiplications whose factors are both secret: the construction of wyhash, which Go's own maps use where
-// there are no AES instructions. Whoever does not know the keys cannot choose tuples that collide. maphash over the 40
-// octets takes thrice as long.
+// there are no AES instructions. Whoever does not know the keys cannot choose tuples that collide. It is quicker than
+// maphash because it never leaves the registers.
+func (keys *hashKeys) hash(nearHi, nearLo, remoteHi, remoteLo, word uint64) uint64 {
+	near := mix(nearHi^keys[0], nearLo^keys[1])
+	remote := mix(remoteHi^keys[2], remoteLo^keys[3])
+	return mix(near^word, remote^keys[4])
+}
+
 func (k *key) hash(keys *hashKeys) uint64 {
-	near := mix(k.near.hi^keys[0], k.near.lo^keys[1])
-	remote := mix(k.remote.hi^keys[2], k.remote.lo^keys[3])
-	return mix(near^k.word, remote^keys[4])
+	return keys.hash(k.near.hi, k.near.lo, k.remote.hi, k.remote.lo, k.word)
 }
 
 func mix(a, b uint64) uint64 {

@@ -24,19 +24,24 @@ func lookaheadPeer() Peer {
 // lookaheadPacket is a packet of any kind in one direction, of few enough tuples that most meet a flow.
 func lookaheadPacket(rng *rand.Rand, dir Direction) []byte {
 	pick := func(of ...string) string { return of[rng.IntN(len(of))] }
-	near := ip(pick("172.16.0.1", "172.16.0.2", "192.168.3.4", "192.168.0.0", "172.16.9.9"))
-	far := ip(pick("10.0.0.7", "10.0.1.7", "10.0.2.7", "10.128.0.1"))
-	if dir == Inbound {
+	nodes := []string{"172.16.9.1", "172.16.9.2", "192.168.0.0", "fd00:c::1"}
+	node := rng.IntN(len(nodes))
+	near, far := ip(nodes[node]), ip(pick("10.0.0.7", "10.0.1.7", "10.0.2.7", "10.128.0.1"))
+	switch {
+	case near.Is6() && dir == Outbound:
+		near, far = ip(pick(nodes[node], "fd00:a::5")), ip(pick("fd00:b::1", "fd00:b::2"))
+	case near.Is6():
+		near, far = ip(pick("fd00:a:b::", "fd00:a:b::5")), ip(pick("fd00:b::1", "fd00:b::2"))
+	case dir == Outbound:
+		near = ip(pick(nodes[node], "192.168.3.4", "172.16.9.9"))
+	default:
 		near = ip(pick("10.246.16.0", "10.246.16.0", "10.246.19.4", "10.247.0.9", "10.247.0.8"))
 	}
-	if rng.IntN(4) == 0 {
-		near, far = ip(pick("fd00:c::1", "fd00:a::5")), ip(pick("fd00:b::1", "fd00:b::2"))
-		if dir == Inbound {
-			near = ip(pick("fd00:a:b::", "fd00:a:b::5"))
-		}
+	if near == ip("172.16.9.9") {
+		node = len(nodes)
 	}
 	h := packettest.IP{Src: near, Dst: far}
-	nearPort, farPort := uint16(1024+rng.IntN(8)), uint16(443)
+	nearPort, farPort := uint16(20_000+100*node+rng.IntN(8)), uint16(443) // nobody's port is taken, so none is chosen at random
 	if dir == Inbound {
 		h.Src, h.Dst = h.Dst, h.Src
 		nearPort, farPort = farPort, nearPort
@@ -59,8 +64,11 @@ func lookaheadPacket(rng *rand.Rand, dir Direction) []byte {
 // TestLookaheadChangesNoVerdict gives two engines the same batches, to one of them with lookahead.
 func TestLookaheadChangesNoVerdict(t *testing.T) {
 	with, without := newEngine(t, Config{}, lookaheadPeer()), newEngine(t, Config{}, lookaheadPeer())
-	fill(t, with, lookaheadFrom, spread)
-	fill(t, without, lookaheadFrom, spread)
+	own := func(i int) conversation { // each port is of one host
+		return conversation{local: 0xac100000 + uint32(i%16), localPort: uint16(1024 + i%1024), remote: 0x0a000000 + uint32(i/1024)<<8 + 7, remotePort: 443}
+	}
+	fill(t, with, lookaheadFrom, own)
+	fill(t, without, lookaheadFrom, own)
 	rng := rand.New(rand.NewPCG(7, 8))
 	var ahead Lookahead
 	fetched := 0

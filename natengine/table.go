@@ -110,6 +110,12 @@ func (e *entry) keyAt(dir Direction) key {
 	}
 }
 
+// hash is that of keyAt, without the copy. With mu.
+func (e *entry) hash(dir Direction, keys *hashKeys) uint64 {
+	near, word := &e.near[dir], e.word.Load()&matchMask[dir]
+	return keys.hash(near[0].Load(), near[1].Load(), e.remote[0].Load(), e.remote[1].Load(), word)
+}
+
 // insert adds a flow of which neither tuple is in the table, and which its host, the port it has at a NAPT address and
 // total know already. With mu.
 func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32, now tick) match {
@@ -128,8 +134,7 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32,
 	*t.side(i) = side{host: host}
 	t.enqueue(i)
 	for dir := range t.index {
-		k := e.keyAt(Direction(dir))
-		t.index[dir].insert(k.hash(&t.keys), i)
+		t.index[dir].insert(e.hash(Direction(dir), &t.keys), i)
 	}
 	t.live.Add(1)
 	t.created.Add(1)
@@ -167,8 +172,7 @@ func (t *flowTable) remove(i uint32) {
 	e, s := t.entry(i), t.side(i)
 	t.dequeue(i)
 	for dir := range t.index {
-		k := e.keyAt(Direction(dir))
-		t.index[dir].remove(k.hash(&t.keys), i)
+		t.index[dir].remove(e.hash(Direction(dir), &t.keys), i)
 	}
 	word := e.word.Load()
 	e.seq.Add(1)
