@@ -2,6 +2,7 @@ package natengine
 
 import (
 	"hash/maphash"
+	"slices"
 	"unsafe"
 )
 
@@ -205,11 +206,11 @@ func (t *flowTable) evict(q *queue) bool {
 	return false
 }
 
-// evictable reports whether evict would find something. With mu.
-func (t *flowTable) evictable(q *queue, which int) bool {
+// evictable reports whether evict would find something when the flows of late are gone. With mu.
+func (t *flowTable) evictable(q *queue, which int, late []uint32) bool {
 	at := q.head
 	for n := 0; n < evictSteps && at != 0; n++ {
-		if halfOpen(t.entry(at - 1).word.Load()) {
+		if halfOpen(t.entry(at-1).word.Load()) && !slices.Contains(late, at-1) {
 			return true
 		}
 		at = t.link(at-1, which).next
@@ -285,7 +286,7 @@ func (t *flowTable) yield(dry bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if dry {
-		return t.evictable(&t.queue, queueOfPeer)
+		return t.evictable(&t.queue, queueOfPeer, nil)
 	}
 	return t.evict(&t.queue)
 }

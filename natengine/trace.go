@@ -189,11 +189,11 @@ func (t *flowTable) preview(kind flowKind, k *key, other addr, class portClass, 
 	}
 	switch {
 	case ofHost >= hosts.quota:
-		if !t.evictable(&hosts.at(h).queue, queueOfHost) {
+		if !t.evictable(&hosts.at(h).queue, queueOfHost, late) {
 			return match{}, DropHostQuota
 		}
 	case room != roomFree || flows >= quota:
-		if room == roomElsewhere && flows < quota || !t.evictable(&t.queue, queueOfPeer) {
+		if room == roomElsewhere && flows < quota || !t.evictable(&t.queue, queueOfPeer, late) {
 			return match{}, DropFlowTableFull
 		}
 	}
