@@ -40,7 +40,7 @@ type model struct {
 // ledger holds the counters of one peer.
 type ledger struct {
 	drops                                       [2]map[natengine.Drop]uint64
-	created, expired, evicted, purged, halfOpen uint64
+	created, expired, evicted, purged, halfOpen int
 }
 
 // identity is what tells flows apart.
@@ -63,14 +63,16 @@ func newLedger() *ledger {
 // modelBounds are the bounds under which engine and model are compared: such that everything is reached, and none.
 var modelBounds = []natengine.Config{
 	{}, {MaxFlows: 8}, {MaxFlows: 8, MaxFlowsPerPeer: 3}, {MaxFlows: 24}, {MaxFlows: 6, MaxFlowsPerPeer: 6}, {MaxFlows: 24, MaxFlowsPerHost: 2},
+	{RandomPorts: true}, {MaxFlows: 30, MaxFlowsPerPeer: 12, MaxFlowsPerHost: 1, RandomPorts: true},
 }
 
 func newModel(bounds byte) *model {
 	c := modelBounds[int(bounds)%len(modelBounds)]
 	c.Timeouts = oddTimeouts
+	c.Timeouts.TCPClosing = 125 * time.Second
 	c.Self6 = netip.MustParseAddr("fd00::1")
 	m := &model{
-		reference: reference{self: []netip.Addr{netip.MustParseAddr("169.254.0.1"), c.Self6}, timeouts: oddTimeouts},
+		reference: reference{self: []netip.Addr{netip.MustParseAddr("169.254.0.1"), c.Self6}, timeouts: c.Timeouts, random: c.RandomPorts},
 		config:    c, engine: natengine.New(c), log: func(string) {}, seen: map[string]int{}, loose: map[*refFlow]bool{},
 		ledger: map[string]*ledger{"": newLedger()},
 	}
@@ -104,7 +106,7 @@ func (m *model) do(c command) error {
 		m.now += time.Duration(c[1]%8) * 10 * time.Second
 		m.log(fmt.Sprint("time is ", m.now))
 	case cmdWaitLong:
-		m.now += []time.Duration{70, 250, 310, 310, 600, 7450, 20_000, 250}[c[1]%8] * time.Second
+		m.now += []time.Duration{70, 70, 130, 130, 250, 310, 600, 7450}[c[1]%8] * time.Second
 		m.log(fmt.Sprint("time is ", m.now))
 	case cmdSweep:
 		m.log("sweep")
@@ -217,8 +219,9 @@ func endpointOf(real, seen string) natengine.Endpoint {
 var (
 	modelNear = addrList("192.168.1.1 192.168.1.2 192.168.7.7 10.244.1.1 10.244.3.3 10.244.0.0 169.254.0.1 127.0.0.1 " +
 		"fd01::1 fd01::2 fd01::7 fd44::1 fd44::3 fd44:: fd00::1 fe80::1")
-	modelFar = addrList("10.71.0.5 10.71.1.6 10.71.64.7 10.72.0.5 10.250.0.5 10.250.1.1 10.75.0.5 10.99.0.9 " +
-		"fd71::5 fd71::6 fd72::5 fd73::5 fd75::5 fd71::7 fd99::9 fd73::3")
+	modelFar = addrList("10.71.0.5 10.71.0.5 10.71.0.5 10.71.0.5 10.71.0.5 10.71.1.6 10.71.1.6 10.71.64.7 " +
+		"10.72.0.5 10.72.0.5 10.250.0.5 10.250.0.5 10.250.1.1 10.75.0.5 10.75.0.5 10.99.0.9 " +
+		"fd71::5 fd71::5 fd71::5 fd71::5 fd71::5 fd71::6 fd71::6 fd72::5 fd72::5 fd73::5 fd73::5 fd73::3 fd75::5 fd75::6 fd71::7 fd99::9")
 	modelSeen = addrList("10.246.16.0 10.246.17.1 10.246.19.3 10.247.0.1 10.247.0.9 10.247.0.33 10.247.0.99 10.249.1.1 10.244.0.0 10.244.1.1 " +
 		"10.250.0.0 10.250.1.1 10.250.3.3 192.0.2.1 10.247.0.9 10.246.16.0 " +
 		"fd46:: fd46::1 fd46::3 fd47::7 fd47::1 fd47::33 fd47::99 fd73:: fd73::1 fd73::3 fd44::1 fd46:: fd47::7 fd73:: fd46:: fd47::33")
@@ -391,9 +394,9 @@ func (m *model) packet(c command) (dir natengine.Direction, b []byte) {
 		about := recent[len(recent)-1-int(c[3])%min(len(recent), 12)]
 		p := packettest.MustDecode(about)
 		switch c[1] >> 1 & 7 {
-		case 0, 1, 2:
+		case 0, 1, 2, 3:
 			return dir, m.answer(c, p)
-		case 3:
+		case 4:
 			if c[2]%2 == 0 || src.Is4() != p.Src.Is4() {
 				src = p.Dst
 			}
@@ -564,7 +567,7 @@ func (m *model) compare(flows []natengine.FlowInfo) error {
 		return fmt.Errorf("the engine has lost %+v", id)
 	}
 	s := m.engine.Stats()
-	if s.Flows != len(m.flows) {
+	if s.Flows != len(m.flows) || s.Flows > m.config.MaxFlows {
 		return fmt.Errorf("%d flows counted, %d are there", s.Flows, len(m.flows))
 	}
 	if err := m.sameDrops(m.ledger[""], func(dir natengine.Direction, d natengine.Drop) uint64 { return s.NoPeerDrops[dir][d] }); err != nil {
@@ -608,16 +611,28 @@ func (m *model) sameFlow(f natengine.FlowInfo, g *refFlow) error {
 }
 
 func (m *model) samePeer(s natengine.PeerStats, l *ledger, mappings int) error {
-	flows := 0
+	flows, full := 0, 0
+	hosts := map[string]int{}
 	for _, f := range m.flows {
 		if f.peer == s.ID {
 			flows++
+			hosts[fmt.Sprint(f.endpoint, f.owner())]++
 		}
 	}
-	got := []uint64{uint64(s.Flows), uint64(s.MaxFlows), uint64(s.Mappings), uint64(s.HalfOpen), s.Created, s.Expired, s.Evicted, s.Purged}
-	want := []uint64{uint64(flows), uint64(m.quota()), uint64(mappings), l.halfOpen, l.created, l.expired, l.evicted, l.purged}
+	for _, n := range hosts {
+		if n >= m.hostQuota() {
+			full++
+		}
+	}
+	ports := 0
+	for _, p := range s.Ports {
+		ports += p.Used
+	}
+	got := []int{s.Flows, s.MaxFlows, s.Mappings, ports, s.Hosts, s.HostsAtQuota, s.HalfOpen, int(s.Created), int(s.Expired), int(s.Evicted), int(s.Purged)}
+	want := []int{flows, m.quota(), mappings, mappings, len(hosts), full, l.halfOpen, l.created, l.expired, l.evicted, l.purged}
 	if !slices.Equal(got, want) {
-		return fmt.Errorf("flows, bound, mappings, half-open, created, expired, evicted, purged are counted as %v, model says %v", got, want)
+		return fmt.Errorf("flows, bound, mappings, ports, hosts, hosts at their quota, half-open, created, expired, evicted, purged are counted as %v, model says %v",
+			got, want)
 	}
 	return nil
 }
@@ -739,7 +754,7 @@ func TestEngineAgreesWithModel(t *testing.T) {
 		"outbound forward none", "inbound forward none", "inbound deliver none", "outbound discard icmp_error", "inbound discard icmp_error",
 		"inbound discard no_flow", "inbound discard no_mapping", "inbound discard destination", "outbound discard no_peer", "outbound discard source",
 		"outbound discard protocol", "outbound discard flow_table_full", "inbound discard flow_table_full", "inbound discard flow_clash",
-		"outbound discard flow_clash", "evicted",
+		"outbound discard flow_clash", "outbound discard host_quota", "inbound discard host_quota", "evicted",
 	} {
 		if seen[what] == 0 {
 			t.Errorf("the commands never led to %q", what)
@@ -770,4 +785,108 @@ func FuzzConversation(f *testing.F) {
 			explain(t, bounds, commands)
 		}
 	})
+}
+
+// FuzzICMPError takes errors about packets that were forwarded, with any type, code, second word, cut, octets behind the
+// quote and octets of it changed. They open, refresh and end nothing; what is discarded is untouched; what passes shows
+// our end alike in header and quote, and nothing else of it changed but addresses, ports and checksums.
+func FuzzICMPError(f *testing.F) {
+	for which := range byte(14) {
+		f.Add(which, uint8(3), uint8(4), uint32(1400), uint16(28), []byte{}, []byte{})
+		f.Add(which, uint8(1), uint8(0), uint32(0), uint16(1400), []byte{}, []byte{0x20, 0, 0xdf, 0xff, 0, 8, 1, 1, 0, 1, 2, 3})
+		f.Add(which, uint8(11), uint8(0), uint32(0), uint16(56), []byte{0, 0x05, 9, 0xff}, []byte{})
+		f.Add(which, uint8(2), uint8(0), uint32(1280), uint16(48), []byte{21, 1}, []byte{})
+	}
+	f.Fuzz(func(t *testing.T, which, kind, code uint8, rest uint32, cut uint16, change, behind []byte) {
+		m := newModel(0)
+		if err := m.do(command{cmdRules, 16, 4}); err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range conversation {
+			if err := m.do(c); err != nil {
+				t.Fatal(err)
+			}
+		}
+		m.now += 10 * time.Second
+		if err := m.do(command{cmdSweep}); err != nil {
+			t.Fatal(err)
+		}
+		dir := natengine.Direction(which & 1)
+		recent := m.recent[1-dir]
+		quote := slices.Clone(recent[int(which>>1)%len(recent)])
+		p := packettest.MustDecode(quote)
+		for i := 0; i+1 < len(change); i += 2 {
+			quote[int(change[i])%len(quote)] ^= change[i+1]
+		}
+		quote = quote[:min(len(quote), int(cut))]
+		src := p.Dst
+		if which&0x80 != 0 {
+			src = modelNear[0]
+			if dir == natengine.Inbound {
+				src = modelFar[0]
+			}
+			if p.Src.Is6() {
+				src = map[natengine.Direction]netip.Addr{natengine.Outbound: modelNear[8], natengine.Inbound: modelFar[8]}[dir]
+			}
+		}
+		if len(behind) > 0 && len(behind) < 200 {
+			quote = append(append(quote, make([]byte, max(0, 128-len(quote)))...), behind...)
+		}
+		in := packettest.Build(packettest.IP{Src: src, Dst: p.Src}, packettest.ICMPError{Type: kind, Code: code, Rest: rest, Quote: quote})
+		judgeError(t, m, dir, in)
+	})
+}
+
+// conversation is packets that open flows of every kind, and one of a pod, with their answers.
+var conversation = []command{
+	{cmdSend, 14, 0, 0, 0, 2, 1, 1}, {cmdSend, 15, 0, 0, 0, 1, 2, 1}, // UDP to the NAPT address, of a node
+	{cmdSend, 14, 0, 1, 3, 3, 2, 0}, {cmdSend, 14, 1, 0, 9, 5, 0, 1}, {cmdSend, 14, 2, 1, 11, 0, 0, 0}, {cmdSend, 14, 3, 0, 0, 5, 1, 1},
+	{cmdSend, 15, 4, 0, 0, 5, 1, 1}, {cmdSend, 15, 5, 1, 3, 5, 2, 0}, {cmdSend, 15, 3, 0, 9, 6, 0, 1},
+	{cmdSend, 14, 8, 8, 0, 2, 1, 1}, {cmdSend, 14, 9, 9, 9, 2, 1, 1}, {cmdSend, 14, 11, 8, 3, 6, 2, 0}, {cmdSend, 15, 19, 8, 0, 5, 2, 1},
+	{cmdSend, 15, 17, 8, 3, 5, 2, 0},
+}
+
+func judgeError(t *testing.T, m *model, dir natengine.Direction, in []byte) {
+	t.Helper()
+	before := m.engine.Flows(1 << 20)
+	out := slices.Clone(in)
+	var v packet.View
+	if v.Parse(out, packet.ChecksumComplete) != nil || !v.IsICMPError() {
+		return
+	}
+	verdict := m.engine.Outbound
+	if dir == natengine.Inbound {
+		verdict = m.engine.Inbound
+	}
+	got := verdict(&v, m.now)
+	m.engine.Sweep(m.now)
+	if after := m.engine.Flows(1 << 20); !slices.Equal(before, after) {
+		t.Fatalf("%v: the flows were\n%+v\nand are\n%+v", summary(in), before, after)
+	}
+	if got.Action == natengine.Discard {
+		if !slices.Equal(in, out) {
+			t.Fatal("a discarded packet was changed")
+		}
+		return
+	}
+	was, p := packettest.MustDecode(in), packettest.MustDecode(out)
+	if err := packettest.ValidChecksums()(p); err != nil {
+		t.Fatal(err)
+	}
+	q, err := packettest.DecodeQuote(p.Data)
+	if err != nil { // cut within IPv6 extension headers: only the addresses are known
+		q.Src, q.Dst = netip.AddrFrom16([16]byte(p.Data[8:24])), netip.AddrFrom16([16]byte(p.Data[24:40]))
+	} else if err := unchanged(was, p, in, out, true); err != nil {
+		t.Fatalf("%v became %v: %v", summary(in), summary(out), err)
+	}
+	near, far := q.Src, was.Src
+	if dir == natengine.Outbound {
+		near, far = q.Dst, was.Dst
+	}
+	switch {
+	case dir == natengine.Inbound && (p.Dst != near || p.Src != far):
+		t.Fatalf("half rewritten: %v", summary(out))
+	case dir == natengine.Outbound && (q.Src != p.Dst || p.Dst != far || was.Src == p.Src && slices.Contains(modelNear[:3], p.Src)):
+		t.Fatalf("half rewritten: %v", summary(out))
+	}
 }

@@ -22,6 +22,7 @@ type reference struct {
 	flows    []*refFlow                    // in the order they were opened; what is over stays until sweep
 	room     func(*refFlow) natengine.Drop // whether the bounds let one more flow in; nil for no bounds
 	expired  func(*refFlow)                // is told of flows whose time was over; nil for nobody
+	random   bool                          // Config.RandomPorts
 	lately   []*refFlow                    // flows that gave way to the one that is opened
 }
 
@@ -158,8 +159,11 @@ func (r *reference) alive(f *refFlow, now time.Duration) bool { return now-f.see
 func (r *reference) lifetime(f *refFlow) time.Duration {
 	switch f.proto {
 	case 6:
-		if f.established() {
+		switch {
+		case f.established():
 			return r.timeouts.TCPEstablished
+		case r.timeouts.TCPClosing > 0 && (f.reset || f.finished[natengine.Outbound] || f.finished[natengine.Inbound]):
+			return r.timeouts.TCPClosing
 		}
 		return r.timeouts.TCPTransitory
 	case 17:
@@ -355,10 +359,12 @@ func (r *reference) learn(f *refFlow, port uint16) error {
 		}
 	}
 	switch {
-	case !taken && port != want && (want != 0 || icmp):
+	case !r.random && !taken && port != want && (want != 0 || icmp):
 		return fmt.Errorf("%v got port %d although its own was free", f.local, port)
-	case !icmp && want >= 1024 && port < 1024:
-		return fmt.Errorf("%v got the well-known port %d", f.local, port)
+	case !icmp && (want < 1024) != (port < 1024): // no test takes all of a range
+		return fmt.Errorf("%v got port %d of the other range", f.local, port)
+	case !icmp && want%2 != port%2:
+		return fmt.Errorf("%v got port %d of the other parity", f.local, port)
 	case !icmp && port == 0:
 		return errors.New("port 0 given out")
 	}
