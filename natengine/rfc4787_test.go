@@ -1,6 +1,7 @@
 package natengine_test
 
 import (
+	"bytes"
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
@@ -9,6 +10,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
@@ -248,6 +250,61 @@ func TestRFC4787_REQ12b_DestinationUnreachableIsTranslated(t *testing.T) {
 		want(t, p.Dst.String(), node1)
 		want(t, source(q), node1+":4000")
 		want(t, destination(q), theirPod+":53")
+	}
+}
+
+// tooBig sends a packet of 1400 octets and returns it and its translation, which gateway/datapath compares with the way to
+// the peer.
+func tooBig(b *box, from string, df bool) (sent []byte, v packet.View) {
+	b.Helper()
+	f, to := netip.MustParseAddrPort(from), netip.MustParseAddrPort(theirPod+":53")
+	sent = packettest.Build(packettest.IP{Src: f.Addr(), Dst: to.Addr(), DF: df},
+		packettest.UDP{SrcPort: f.Port(), DstPort: to.Port(), Data: bytes.Repeat([]byte("data"), 343)})
+	if err := v.Parse(slices.Clone(sent), packet.ChecksumComplete); err != nil {
+		b.Fatal(err)
+	}
+	if verdict := b.e.Outbound(&v, b.now); verdict.Action != natengine.Forward {
+		b.Fatal(verdict.Drop)
+	}
+	return sent, v
+}
+
+func TestRFC4787_REQ13_TooBigWithDFIsAnswered(t *testing.T) {
+	for _, from := range []string{"10.244.1.1:4000", node1 + ":4000"} {
+		b := newBox(t, natengine.Config{})
+		b.out(datagram(node2+":4000", theirPod+":53")) // the port has to change
+		sent, v := tooBig(b, from, true)
+		answer, action := b.e.TooBig(&v, 1399, make([]byte, packet.MaxTooBig), b.now)
+		if action != natengine.Forward {
+			t.Fatal(action)
+		}
+		packettest.Check(t, answer, packettest.ValidChecksums(), packettest.ICMPType(3, 4))
+		p := packettest.MustDecode(answer)
+		want(t, p.Dst.String(), netip.MustParseAddrPort(from).Addr().String())
+		if mtu := int(p.Transport[6])<<8 | int(p.Transport[7]); mtu != 1399 {
+			t.Errorf("next-hop MTU %d", mtu)
+		}
+		if len(p.Data) < 28 || !bytes.Equal(p.Data, sent[:len(p.Data)]) {
+			t.Errorf("it quotes\n%x of\n%x", p.Data, sent)
+		}
+	}
+}
+
+func TestRFC4787_REQ13a_TooBigWithoutDFIsFragmentedInOrder(t *testing.T) {
+	b := newBox(t, natengine.Config{})
+	b.out(datagram(node2+":4000", theirPod+":53"))
+	_, v := tooBig(b, node1+":4000", false)
+	var whole []byte
+	for i, f := range v.Split(600, 1) {
+		packettest.Check(t, f, packettest.ValidChecksums(), packettest.Src(netip.MustParseAddr(natAddress)))
+		p := packettest.MustDecode(f)
+		if len(f) > 600 || p.FragmentOffset != len(whole) || p.More != (i < 2) {
+			t.Errorf("fragment %d: %d octets at %d, more %v", i, len(f), p.FragmentOffset, p.More)
+		}
+		whole = append(whole, p.Transport...)
+	}
+	if !bytes.Equal(whole, v.Bytes()[20:]) {
+		t.Error("the fragments are not the packet")
 	}
 }
 
