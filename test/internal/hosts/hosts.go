@@ -76,6 +76,21 @@ func New(t testing.TB, name string) *Host {
 	return h
 }
 
+// IPv6 switches IPv6 and its forwarding on, for devices that are made later. They get no address of their own, so that
+// they have nothing to say but the membership reports of routers.
+func (h *Host) IPv6() {
+	h.t.Helper()
+	for _, s := range []struct{ key, value string }{
+		{"ipv6/conf/default/addr_gen_mode", "1"},
+		{"ipv6/conf/default/accept_dad", "0"},
+		{"ipv6/conf/default/disable_ipv6", "0"},
+		{"ipv6/conf/all/disable_ipv6", "0"},
+		{"ipv6/conf/all/forwarding", "1"},
+	} {
+		h.Sysctl(s.key, s.value)
+	}
+}
+
 // Do runs f in the namespace, on a thread that f shares with nobody. f must not call t.Fatal.
 func (h *Host) Do(f func() error) error {
 	return onThread(func() error {
@@ -194,6 +209,6 @@ func (h *Host) must(err error, what string) {
 	}
 }
 
-var ethIP = htons(unix.ETH_P_IP)
+var ethIP, ethIPv6 = htons(unix.ETH_P_IP), htons(unix.ETH_P_IPV6)
 
 func htons(v uint16) uint16 { return v<<8 | v>>8 }

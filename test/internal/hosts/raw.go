@@ -10,7 +10,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Raw sends and receives whole IPv4 packets on one device, past the namespace's own IP stack: no address, no socket and
+// A Raw sends and receives whole IP packets on one device, past the namespace's own IP stack: no address, no socket and
 // no route of that namespace takes part.
 type Raw struct {
 	h     *Host
@@ -24,6 +24,12 @@ type Raw struct {
 func (h *Host) Raw(dev string, far net.HardwareAddr) *Raw {
 	h.t.Helper()
 	return h.open(dev, far, ethIP)
+}
+
+// Raw6 is Raw for packets of IPv6.
+func (h *Host) Raw6(dev string, far net.HardwareAddr) *Raw {
+	h.t.Helper()
+	return h.open(dev, far, ethIPv6)
 }
 
 // Tap opens dev for looking: both directions, for devices such as tunnels whose packets matter on their way out too.
@@ -50,7 +56,11 @@ func (h *Host) open(dev string, far net.HardwareAddr, proto uint16) *Raw {
 // Send puts one IP packet on the wire.
 func (r *Raw) Send(t testing.TB, b []byte) {
 	t.Helper()
-	to := &unix.SockaddrLinklayer{Protocol: ethIP, Ifindex: r.index, Halen: uint8(len(r.mac))}
+	proto := ethIP
+	if b[0]>>4 == 6 {
+		proto = ethIPv6
+	}
+	to := &unix.SockaddrLinklayer{Protocol: proto, Ifindex: r.index, Halen: uint8(len(r.mac))}
 	copy(to.Addr[:], r.mac)
 	if err := unix.Sendto(r.fd, b, 0, to); err != nil {
 		t.Fatalf("%s: send %d octets: %v", r.h.Name, len(b), err)
