@@ -47,9 +47,9 @@ type Config struct {
 	MTU        int    // of the tunnel in octets; 0: derived from the ways to the peers
 
 	// The rest is read once, when the gateway starts.
-	MaxFlows       int    // NAT flows over all peers; 0: the engine's default
-	MetricsAddress string // TCP address of /metrics, /healthz and /readyz; empty: none
-	StatusAddress  string // TCP address of /status and /trace; empty: none
+	MetricsAddress string           // TCP address of /metrics, /healthz and /readyz; empty: none
+	StatusAddress  string           // TCP address of /status and /trace; empty: none
+	NAT            natengine.Config // bounds and timeouts; the addresses in it are the gateway's to set
 }
 
 // Key is a WireGuard private key. It does not print itself.
@@ -260,9 +260,10 @@ func open(o Options, c Config) (_ *gateway, err error) {
 		return nil, err
 	}
 
-	g.engine = natengine.New(natengine.Config{
-		Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, Router4: hopGateway4, Router6: router6, MaxFlows: c.MaxFlows,
-	})
+	for _, w := range c.NAT.Warnings() {
+		o.Log.Warn("bounds of NAT", "warning", w)
+	}
+	g.engine = natengine.New(engineConfig(c))
 	g.datapath = datapath.New(link, g.engine, local, datapath.Options{})
 	tunSide, socketSide, inline := openTransport(o.Transport, g.datapath, g.engine, o.Log)
 	g.inline = inline
@@ -458,7 +459,7 @@ func (g *gateway) accept(c Config) error {
 			name    string
 			changed bool
 		}{
-			{"maxFlows", c.MaxFlows != old.MaxFlows},
+			{"bounds and timeouts of NAT", c.NAT != old.NAT},
 			{"metricsAddress", c.MetricsAddress != old.MetricsAddress},
 			{"statusAddress", c.StatusAddress != old.StatusAddress},
 		} {

@@ -88,7 +88,7 @@ func testSource(dir string) Source {
 		file.Watch(ctx, dir, func(s file.Snapshot, err error) {
 			deliver(Config{
 				Intent: s.Intent, PrivateKey: Key(s.PrivateKey), ListenPort: s.Gateway.ListenPort, MTU: int(s.Gateway.MTU),
-				MaxFlows: s.Gateway.MaxFlows, MetricsAddress: s.Gateway.MetricsAddress, StatusAddress: s.Gateway.StatusAddress,
+				NAT: s.Gateway.NAT.Config(), MetricsAddress: s.Gateway.MetricsAddress, StatusAddress: s.Gateway.StatusAddress,
 			}, err)
 		})
 	}

@@ -133,9 +133,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	gauge(descMTU, float64(now.mtu.tunnel))
 
 	stats := g.engine.Stats()
-	gauge(descSessions, float64(stats.Flows))
-	gauge(descLimit, float64(stats.MaxFlows))
-	gauge(descNATBytes, float64(stats.Bytes))
+	collectBounds(gauge, g.engine.Config(), stats)
 	for _, d := range directions {
 		for _, reason := range natengine.Drops() {
 			counter(descDrops, noPeerDrops(stats, d, reason), "", d.String(), reason.String())
@@ -157,8 +155,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		gauge(descUp, truth(checks[p.ID].State == Connected), p.ID)
 		gauge(descLoss, checks[p.ID].Loss, p.ID)
 		f := flows[p.ID]
-		gauge(descPeerFlows, float64(f.Flows), p.ID)
-		gauge(descPeerLimit, float64(f.MaxFlows), p.ID)
+		collectUse(gauge, p.ID, f)
 		gauge(descPeerMTU, float64(f.MTU), p.ID)
 		counter(descTooBig, f.Fragmented, p.ID, "fragmented")
 		counter(descTooBig, f.Told, p.ID, "told")

@@ -158,6 +158,17 @@ isthmus_tunnel_mtu_bytes 1440
 		`isthmus_probe_rejected_total{reason="type"} 1`,
 		`isthmus_peer_probe_rtt_seconds_bucket{peer="` + bravo + `",le="0.0032"} 1`,
 		`isthmus_peer_nat_session_events_total{event="created",peer="` + bravo + `"} 1`,
+		`isthmus_peer_nat_sessions_limit{peer="` + bravo + `"} 500`,
+		`isthmus_peer_nat_host_sessions_limit{peer="` + bravo + `"} 500`,
+		`isthmus_peer_nat_hosts{peer="` + bravo + `"} 1`,
+		`isthmus_peer_nat_hosts_at_limit{peer="` + bravo + `"} 0`,
+		`isthmus_peer_nat_ports{family="ipv4",peer="` + bravo + `",protocol="udp"} 1`,
+		`isthmus_peer_nat_ports{family="ipv6",peer="` + bravo + `",protocol="icmp"} 0`,
+		`isthmus_nat_ports_limit{protocol="udp"} 65535`,
+		`isthmus_peer_nat_fragment_bytes{peer="` + bravo + `"} 0`,
+		`isthmus_nat_fragment_bytes_limit 2.097152e+06`,
+		`isthmus_nat_fragmented_datagrams_limit 512`,
+		`isthmus_nat_timeout_seconds{of="tcp_established"} 7440`,
 		`isthmus_config_last_reload_successful 1`,
 	} {
 		if !strings.Contains(text, line+"\n") {

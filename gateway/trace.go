@@ -232,9 +232,7 @@ func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 	if mtu == 0 {
 		mtu = defaultMTU
 	}
-	e := natengine.New(natengine.Config{
-		Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, Router4: hopGateway4, Router6: router6, MaxFlows: c.MaxFlows,
-	})
+	e := natengine.New(engineConfig(c))
 	gw, _ := fabric.GatewayFor(c.Intent, 0) // whoever made the configuration has told its problems
 	if err := e.SetPeers(rulesFor(gw.Peers, sameMTU(mtu))); err != nil {
 		return nil, err

@@ -41,6 +41,11 @@ type PortUse struct {
 	Used, Max        int
 }
 
+// PortLimits lists the protocols of PortUse with their Max alone; no family has more than another.
+func PortLimits() []PortUse {
+	return []PortUse{{Protocol: "tcp", Max: tcpPorts.limit()}, {Protocol: "udp", Max: udpPorts.limit()}, {Protocol: "icmp", Max: icmpIDs.limit()}}
+}
+
 // portUse is that of all families and classes. With the table's mutex.
 func (n *napt) portUse() (uses [6]PortUse) {
 	for i := range uses {

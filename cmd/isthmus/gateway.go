@@ -54,7 +54,7 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 					return err
 				}
 				serve = func(ctx context.Context) error { return kube.run(ctx, log, how) }
-			} else if name := firstChanged(cmd, kubeGatewayFlags); name != "" {
+			} else if name := firstChanged(cmd, kubeGatewayFlags()); name != "" {
 				return usage("--%s is for a gateway without --config; with it, gateway.yaml says that", name)
 			}
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
@@ -108,7 +108,7 @@ func configOf(s file.Snapshot) gateway.Config {
 		PrivateKey:     gateway.Key(s.PrivateKey),
 		ListenPort:     s.Gateway.ListenPort,
 		MTU:            int(s.Gateway.MTU), // AutoMTU is 0 in both
-		MaxFlows:       s.Gateway.MaxFlows,
+		NAT:            s.Gateway.NAT.Config(),
 		MetricsAddress: s.Gateway.MetricsAddress,
 		StatusAddress:  s.Gateway.StatusAddress,
 	}

@@ -33,7 +33,7 @@ type kubeGateway struct {
 	cluster                 v1alpha1.ClusterIdentity
 	port                    uint16
 	mtu                     string
-	maxFlows                int
+	nat                     file.NAT
 	metricsAddr, statusAddr string
 
 	// What follows is set by complete.
@@ -42,7 +42,13 @@ type kubeGateway struct {
 }
 
 // kubeGatewayFlags are the flags that addFlags adds.
-var kubeGatewayFlags = []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "mtu", "max-flows", "metrics-address", "status-address"}
+func kubeGatewayFlags() []string {
+	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "mtu", "metrics-address", "status-address"}
+	for _, f := range new(file.NAT).Fields() {
+		names = append(names, f.Flag)
+	}
+	return names
+}
 
 func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.StringVar(&k.kubeconfig, "kubeconfig", "", "how to reach the API server; without it as a Pod does")
@@ -51,7 +57,11 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.StringVar(&k.cluster.ClusterName, "cluster-name", "", "name of this cluster, for people")
 	f.Uint16Var(&k.port, "port", file.DefaultListenPort, "UDP port of WireGuard")
 	f.StringVar(&k.mtu, "mtu", "auto", "MTU of the tunnel in octets, or auto: derived from the ways to the peers")
-	f.IntVar(&k.maxFlows, "max-flows", 0, "NAT flows over all peers (default: the engine's)")
+	for _, field := range k.nat.Fields() {
+		if f.Var(field.Value, field.Flag, field.Usage); field.Value.Type() == "bool" {
+			f.Lookup(field.Flag).NoOptDefVal = "true"
+		}
+	}
 	f.StringVar(&k.metricsAddr, "metrics-address", file.DefaultMetricsAddress, "TCP address of /metrics, /healthz and /readyz; empty: none")
 	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty: none")
 }
@@ -73,9 +83,6 @@ func (k *kubeGateway) complete() error {
 			return usage("--mtu %q: want auto or a number from %d to %d", k.mtu, file.MinMTU, file.MaxMTU)
 		}
 		k.tunnel = n
-	}
-	if k.maxFlows < 0 || k.maxFlows > file.MaxFlows {
-		return usage("--max-flows %d: want a number from 0 to %d", k.maxFlows, file.MaxFlows)
 	}
 	for _, a := range []struct{ flag, address string }{{"metrics-address", k.metricsAddr}, {"status-address", k.statusAddr}} {
 		if _, _, err := net.SplitHostPort(a.address); a.address != "" && err != nil {
@@ -130,7 +137,7 @@ func (k *kubeGateway) run(ctx context.Context, log *slog.Logger, transport gatew
 			Log: log, Version: version(), Transport: transport,
 			Source: func(ctx context.Context, deliver func(gateway.Config, error)) {
 				replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
-					deliver(gateway.Config{Intent: s.Intent, PrivateKey: gateway.Key(s.PrivateKey), ListenPort: k.port, MTU: k.tunnel, MaxFlows: k.maxFlows}, err)
+					deliver(gateway.Config{Intent: s.Intent, PrivateKey: gateway.Key(s.PrivateKey), ListenPort: k.port, MTU: k.tunnel, NAT: k.nat.Config()}, err)
 				})
 			},
 			Beside: func(ctx context.Context, r gateway.Running) {

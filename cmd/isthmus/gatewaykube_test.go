@@ -578,11 +578,13 @@ func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
 		{[]string{"--kubeconfig", "/no/such/file"}, "kubeconfig"},
 		{[]string{"--kubeconfig", kubeconfig, "--mtu", "9"}, "--mtu"},
 		{[]string{"--kubeconfig", kubeconfig, "--port", "0"}, "--port"},
-		{[]string{"--kubeconfig", kubeconfig, "--max-flows", "-1"}, "--max-flows"},
+		{[]string{"--kubeconfig", kubeconfig, "--max-flows", "-1"}, `"--max-flows" flag: is -1; want a number from 0 to`},
+		{[]string{"--kubeconfig", kubeconfig, "--udp-timeout", "1"}, `"--udp-timeout" flag: is no duration; want a time from 1s`},
 		{[]string{"--kubeconfig", kubeconfig, "--cluster-id", "a b"}, "--cluster-id"},
 		{[]string{"--kubeconfig", kubeconfig, "--metrics-address", "nowhere"}, "--metrics-address"},
 		{[]string{"--kubeconfig", kubeconfig}, "POD_NAME"},
 		{[]string{"--config", t.TempDir(), "--port", "1"}, "--port is for a gateway without --config"},
+		{[]string{"--config", t.TempDir(), "--random-ports"}, "--random-ports is for a gateway without --config; with it, gateway.yaml says that"},
 	} {
 		var errs strings.Builder
 		code := run(append([]string{"gateway"}, tc.args...), strings.NewReader(""), io.Discard, &errs)

@@ -10,6 +10,7 @@ import (
 	"strings"
 	"syscall"
 	"testing"
+	"time"
 
 	"sigs.k8s.io/yaml"
 
@@ -188,9 +189,10 @@ func TestPrivateKeyDoesNotPrint(t *testing.T) {
 
 func TestGatewayFileRoundTrips(t *testing.T) {
 	for _, g := range []GatewayFile{
-		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", 5871, AutoMTU, 0, ":5872", "127.0.0.1:5873"},
-		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 1, MinMTU, MaxFlows, "[::1]:0", "localhost:65535"},
-		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 65535, MaxMTU, 1, ":1", ":2"},
+		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", 5871, AutoMTU, ":5872", "127.0.0.1:5873", NAT{}},
+		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 1, MinMTU, "[::1]:0", "localhost:65535",
+			NAT{MaxFlows, 2, 3, true, 4, 5, 6, 7, 8e9, 9e9, 10e9, 11e9, 12e9, 13e9, 14e9}},
+		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 65535, MaxMTU, ":1", ":2", NAT{MaxFlows: 1}},
 	} {
 		text, err := yaml.Marshal(g)
 		if err != nil {
@@ -200,6 +202,34 @@ func TestGatewayFileRoundTrips(t *testing.T) {
 		if err != nil || got.Gateway != g {
 			t.Errorf("%+v, %v\nwant %+v", got.Gateway, err, g)
 		}
+	}
+}
+
+func TestNATFieldsReachTheEngine(t *testing.T) {
+	var n NAT
+	for i, f := range n.Fields() {
+		text := fmt.Sprint(i + 1)
+		switch f.Value.Type() {
+		case "bool":
+			text = "true"
+		case "duration":
+			text += "s"
+		}
+		if err := f.Value.Set(text); err != nil || f.Value.String() != text {
+			t.Errorf("%s: %v, %q", f.Name, err, f.Value.String())
+		}
+		if flag := strings.ReplaceAll(f.Flag, "-", ""); !strings.EqualFold(flag, f.Name) {
+			t.Errorf("%s is --%s", f.Name, f.Flag)
+		}
+	}
+	want := natengine.Config{
+		MaxFlows: 1, MaxFlowsPerPeer: 2, MaxFlowsPerHost: 3, RandomPorts: true, MaxFragmentSets: 5, MaxFragmentBytes: 6,
+		MaxFragmentsPerSet: 7, MaxErrorsPerSecond: 8,
+		Timeouts: natengine.Timeouts{UDP: 9 * time.Second, TCPEstablished: 10 * time.Second, TCPTransitory: 11 * time.Second,
+			TCPClosing: 12 * time.Second, ICMP: 13 * time.Second, Generic: 14 * time.Second, Fragment: 15 * time.Second},
+	}
+	if got := n.Config(); got != want {
+		t.Errorf("got  %+v\nwant %+v", got, want)
 	}
 }
 
@@ -310,6 +340,12 @@ func TestLoadRefuses(t *testing.T) {
 		{gateway("mtu: Auto"), []string{gw + `mtu: is no whole number; want a number from 576 to 65475, or "auto"`}},
 		{gateway("mtu: 1340.5"), []string{gw + `mtu: is no whole number; want a number from 576 to 65475, or "auto"`}},
 		{gateway("maxFlows: -1"), []string{gw + "maxFlows: is -1; want a number from 0 to 67108864"}},
+		{gateway("maxFlowsPerPeer: many\nmaxFlowsPerHost: 67108865"), []string{gw + "maxFlowsPerHost: is 67108865; want a number from 0 to 67108864", gw + "maxFlowsPerPeer: is no whole number; want a number from 0 to 67108864"}},
+		{gateway(`randomPorts: "true"`), []string{gw + "randomPorts: is neither true nor false"}},
+		{gateway("maxFragmentsPerSet: 8193"), []string{gw + "maxFragmentsPerSet: is 8193; want a number from 0 to 8192"}},
+		{gateway("udpTimeout: 300"), []string{gw + `udpTimeout: is no duration; want a time from 1s to 720h0m0s, such as "5m"`}},
+		{gateway("tcpEstablishedTimeout: 100d"), []string{gw + `tcpEstablishedTimeout: is no duration; want a time from 1s to 720h0m0s, such as "5m"`}},
+		{gateway("icmpTimeout: 10ms"), []string{gw + `icmpTimeout: is 10ms; want a time from 1s to 720h0m0s, such as "5m"`}},
 		{gateway("metricsAddress: 5872"), []string{gw + "metricsAddress: is of type number; want a string (in quotes, if it looks like something else)"}},
 		{gateway(`metricsAddress: "5872"`), []string{gw + `metricsAddress: "5872" is no listen address; want host:port, such as ":5872"`}},
 		{gateway(`statusAddress: "127.0.0.1:http"`), []string{gw + `statusAddress: "127.0.0.1:http" is no listen address; want host:port, such as "127.0.0.1:5873"`}},

@@ -53,9 +53,10 @@ type GatewayFile struct {
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
 	MTU            MTU    `json:"mtu"`                      // of the tunnel in octets, or "auto" (default)
-	MaxFlows       int    `json:"maxFlows,omitempty"`       // entries of the flow table; 0 is the engine's default
 	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default ":5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"
+
+	NAT
 }
 
 // MTU is an MTU in octets. The zero value is AutoMTU; its JSON is "auto".
@@ -119,9 +120,9 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 		PrivateKeyFile string             `json:"privateKeyFile"`
 		ListenPort     stdjson.RawMessage `json:"listenPort"`
 		MTU            stdjson.RawMessage `json:"mtu"`
-		MaxFlows       stdjson.RawMessage `json:"maxFlows"`
 		MetricsAddress string             `json:"metricsAddress"`
 		StatusAddress  string             `json:"statusAddress"`
+		natRaw
 	}
 	l.unread = true
 	before := len(l.problems)
@@ -165,12 +166,7 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 			l.problem(origin, "mtu", "%v", err)
 		}
 	}
-	if in.MaxFlows != nil {
-		flows, wrong := integer(in.MaxFlows, 0, MaxFlows)
-		if g.MaxFlows = int(flows); wrong != "" {
-			l.problem(origin, "maxFlows", "%s", wrong)
-		}
-	}
+	g.NAT.read(&in.natRaw, func(field, format string, args ...any) { l.problem(origin, field, format, args...) })
 	l.address(origin, "metricsAddress", in.MetricsAddress, &g.MetricsAddress)
 	l.address(origin, "statusAddress", in.StatusAddress, &g.StatusAddress)
 	if len(l.problems) == before {

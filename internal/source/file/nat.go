@@ -1,0 +1,209 @@
+package file
+
+import (
+	stdjson "encoding/json"
+	"errors"
+	"fmt"
+	"strconv"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// NAT is the part of GatewayFile about the bounds and timeouts of the NAT engine. What is left out, or 0, is the engine's
+// default, which natengine.Config documents.
+type NAT struct {
+	MaxFlows               int      `json:"maxFlows,omitempty"`
+	MaxFlowsPerPeer        int      `json:"maxFlowsPerPeer,omitempty"`
+	MaxFlowsPerHost        int      `json:"maxFlowsPerHost,omitempty"`
+	RandomPorts            bool     `json:"randomPorts,omitempty"`
+	MaxFragmentSets        int      `json:"maxFragmentSets,omitempty"`
+	MaxFragmentBytes       int      `json:"maxFragmentBytes,omitempty"`
+	MaxFragmentsPerSet     int      `json:"maxFragmentsPerSet,omitempty"`
+	MaxICMPErrorsPerSecond int      `json:"maxICMPErrorsPerSecond,omitempty"`
+	UDPTimeout             Duration `json:"udpTimeout,omitempty"`
+	TCPEstablishedTimeout  Duration `json:"tcpEstablishedTimeout,omitempty"`
+	TCPTransitoryTimeout   Duration `json:"tcpTransitoryTimeout,omitempty"`
+	TCPClosingTimeout      Duration `json:"tcpClosingTimeout,omitempty"`
+	ICMPTimeout            Duration `json:"icmpTimeout,omitempty"`
+	GenericTimeout         Duration `json:"genericTimeout,omitempty"`
+	FragmentTimeout        Duration `json:"fragmentTimeout,omitempty"`
+}
+
+// natRaw has the fields of NAT in their order, so that each wrong one has its own message.
+type natRaw struct {
+	MaxFlows               stdjson.RawMessage `json:"maxFlows"`
+	MaxFlowsPerPeer        stdjson.RawMessage `json:"maxFlowsPerPeer"`
+	MaxFlowsPerHost        stdjson.RawMessage `json:"maxFlowsPerHost"`
+	RandomPorts            stdjson.RawMessage `json:"randomPorts"`
+	MaxFragmentSets        stdjson.RawMessage `json:"maxFragmentSets"`
+	MaxFragmentBytes       stdjson.RawMessage `json:"maxFragmentBytes"`
+	MaxFragmentsPerSet     stdjson.RawMessage `json:"maxFragmentsPerSet"`
+	MaxICMPErrorsPerSecond stdjson.RawMessage `json:"maxICMPErrorsPerSecond"`
+	UDPTimeout             stdjson.RawMessage `json:"udpTimeout"`
+	TCPEstablishedTimeout  stdjson.RawMessage `json:"tcpEstablishedTimeout"`
+	TCPTransitoryTimeout   stdjson.RawMessage `json:"tcpTransitoryTimeout"`
+	TCPClosingTimeout      stdjson.RawMessage `json:"tcpClosingTimeout"`
+	ICMPTimeout            stdjson.RawMessage `json:"icmpTimeout"`
+	GenericTimeout         stdjson.RawMessage `json:"genericTimeout"`
+	FragmentTimeout        stdjson.RawMessage `json:"fragmentTimeout"`
+}
+
+func (r *natRaw) list() []stdjson.RawMessage {
+	return []stdjson.RawMessage{r.MaxFlows, r.MaxFlowsPerPeer, r.MaxFlowsPerHost, r.RandomPorts, r.MaxFragmentSets, r.MaxFragmentBytes,
+		r.MaxFragmentsPerSet, r.MaxICMPErrorsPerSecond, r.UDPTimeout, r.TCPEstablishedTimeout, r.TCPTransitoryTimeout, r.TCPClosingTimeout,
+		r.ICMPTimeout, r.GenericTimeout, r.FragmentTimeout}
+}
+
+// Config is the configuration of the engine; the caller adds the addresses.
+func (n NAT) Config() natengine.Config {
+	return natengine.Config{
+		MaxFlows: n.MaxFlows, MaxFlowsPerPeer: n.MaxFlowsPerPeer, MaxFlowsPerHost: n.MaxFlowsPerHost, RandomPorts: n.RandomPorts,
+		MaxFragmentSets: n.MaxFragmentSets, MaxFragmentBytes: n.MaxFragmentBytes, MaxFragmentsPerSet: n.MaxFragmentsPerSet,
+		MaxErrorsPerSecond: n.MaxICMPErrorsPerSecond,
+		Timeouts: natengine.Timeouts{
+			UDP: time.Duration(n.UDPTimeout), TCPEstablished: time.Duration(n.TCPEstablishedTimeout),
+			TCPTransitory: time.Duration(n.TCPTransitoryTimeout), TCPClosing: time.Duration(n.TCPClosingTimeout),
+			ICMP: time.Duration(n.ICMPTimeout), Generic: time.Duration(n.GenericTimeout), Fragment: time.Duration(n.FragmentTimeout),
+		},
+	}
+}
+
+// NATField is one field of a NAT as a flag. Value is a pflag.Value that writes to the field.
+type NATField struct {
+	Name  string // in gateway.yaml
+	Flag  string
+	Usage string
+	Value NATValue
+}
+
+// NATValue reads and writes a field. Set refuses what is out of bounds and says what is wanted.
+type NATValue interface {
+	Set(text string) error
+	String() string
+	Type() string
+	setJSON(raw stdjson.RawMessage) error
+}
+
+// Fields lists the fields of n in their order.
+func (n *NAT) Fields() []NATField {
+	flows := func(p *int) NATValue { return &number{p, MaxFlows} }
+	return []NATField{
+		{"maxFlows", "max-flows", "NAT flows over all peers (default 1048576)", flows(&n.MaxFlows)},
+		{"maxFlowsPerPeer", "max-flows-per-peer", "NAT flows of one peer (default: an equal share of --max-flows)", flows(&n.MaxFlowsPerPeer)},
+		{"maxFlowsPerHost", "max-flows-per-host", "NAT flows of one host with one peer (default: a quarter of the peer's, 1024 to 16384)", flows(&n.MaxFlowsPerHost)},
+		{"randomPorts", "random-ports", "give every NAT mapping a random port, also where its own is free", (*truth)(&n.RandomPorts)},
+		{"maxFragmentSets", "max-fragment-sets", "fragmented datagrams under way, per peer and direction (default 256)", &number{&n.MaxFragmentSets, 1 << 20}},
+		{"maxFragmentBytes", "max-fragment-bytes", "octets of held fragments, per peer and direction (default 1048576)", &number{&n.MaxFragmentBytes, 1 << 30}},
+		{"maxFragmentsPerSet", "max-fragments-per-set", "held fragments of one datagram (default 64)", &number{&n.MaxFragmentsPerSet, 1 << 13}},
+		{"maxICMPErrorsPerSecond", "max-icmp-errors-per-second", "ICMP errors of our own, per peer (default 1000)", &number{&n.MaxICMPErrorsPerSecond, 1 << 20}},
+		{"udpTimeout", "udp-timeout", "of UDP flows (default 5m)", &n.UDPTimeout},
+		{"tcpEstablishedTimeout", "tcp-established-timeout", "of established TCP connections (default 2h4m)", &n.TCPEstablishedTimeout},
+		{"tcpTransitoryTimeout", "tcp-transitory-timeout", "of half-open TCP connections (default 4m)", &n.TCPTransitoryTimeout},
+		{"tcpClosingTimeout", "tcp-closing-timeout", "of closed TCP connections (default: --tcp-transitory-timeout)", &n.TCPClosingTimeout},
+		{"icmpTimeout", "icmp-timeout", "of ICMP queries (default 1m)", &n.ICMPTimeout},
+		{"genericTimeout", "generic-timeout", "of flows of other protocols (default 5m)", &n.GenericTimeout},
+		{"fragmentTimeout", "fragment-timeout", "of held fragments, 2s to 30s (default 5s)", &n.FragmentTimeout},
+	}
+}
+
+// read sets the fields that raw has.
+func (n *NAT) read(raw *natRaw, problem func(field, format string, args ...any)) {
+	for i, f := range n.Fields() {
+		if r := raw.list()[i]; r != nil {
+			if err := f.Value.setJSON(r); err != nil {
+				problem(f.Name, "%v", err)
+			}
+		}
+	}
+}
+
+// number is an int from 0 to most.
+type number struct {
+	to   *int
+	most int64
+}
+
+func (v *number) Set(text string) error {
+	n, wrong := integer([]byte(text), 0, v.most)
+	if wrong != "" {
+		return errors.New(wrong)
+	}
+	*v.to = int(n)
+	return nil
+}
+
+func (v *number) String() string {
+	if v.to == nil {
+		return "0"
+	}
+	return strconv.Itoa(*v.to)
+}
+
+func (v *number) Type() string                         { return "int" }
+func (v *number) setJSON(raw stdjson.RawMessage) error { return v.Set(string(raw)) }
+
+type truth bool
+
+func (v *truth) Set(text string) error {
+	b, err := strconv.ParseBool(text)
+	if err != nil {
+		return errors.New("is neither true nor false")
+	}
+	*v = truth(b)
+	return nil
+}
+
+func (v *truth) String() string { return strconv.FormatBool(bool(*v)) }
+func (v *truth) Type() string   { return "bool" }
+
+func (v *truth) setJSON(raw stdjson.RawMessage) error {
+	if text := string(raw); text != "true" && text != "false" {
+		return errors.New("is neither true nor false")
+	}
+	return v.Set(string(raw))
+}
+
+// A Duration is written as "5m" or "2h4m"; 0 is written as nothing.
+type Duration time.Duration
+
+// Bounds of a Duration but 0.
+const (
+	MinTimeout = time.Second
+	MaxTimeout = 30 * 24 * time.Hour
+)
+
+// Set takes "0" and from MinTimeout to MaxTimeout.
+func (v *Duration) Set(text string) error {
+	d, err := time.ParseDuration(text)
+	if err != nil || d != 0 && (d < MinTimeout || d > MaxTimeout) {
+		found := "is no duration"
+		if err == nil {
+			found = "is " + d.String()
+		}
+		return fmt.Errorf("%s; want a time from %v to %v, such as \"5m\"", found, MinTimeout, MaxTimeout)
+	}
+	*v = Duration(d)
+	return nil
+}
+
+func (v *Duration) String() string {
+	if *v == 0 {
+		return ""
+	}
+	return time.Duration(*v).String()
+}
+
+// Type is "duration".
+func (v *Duration) Type() string { return "duration" }
+
+// MarshalText is what Set takes.
+func (v Duration) MarshalText() ([]byte, error) { return []byte(v.String()), nil }
+
+func (v *Duration) setJSON(raw stdjson.RawMessage) error {
+	var text string
+	if stdjson.Unmarshal(raw, &text) != nil {
+		text = "-" // a number has no unit
+	}
+	return v.Set(text)
+}
