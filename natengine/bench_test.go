@@ -6,6 +6,7 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"runtime"
+	"sync"
 	"testing"
 	"time"
 
@@ -125,56 +126,126 @@ func fill(b testing.TB, e *Engine, n int, of func(int) conversation) {
 	}
 }
 
-// BenchmarkNAPTHit is a packet of a random known flow; parse is what of it is not the engine.
+// orderOf is a random order in which n flows are met, the same each time.
+func orderOf(n int) []uint32 {
+	order := make([]uint32, 1<<20)
+	rng := rand.New(rand.NewPCG(1, 2))
+	for i := range order {
+		order[i] = rng.Uint32N(uint32(n))
+	}
+	return order
+}
+
+// BenchmarkNAPTHit is a packet of a random one of all known flows: alone, as the gateway's reader has them, and in
+// batches, as its writers have them; without is what of it is not the engine.
 func BenchmarkNAPTHit(b *testing.B) {
 	for _, n := range []int{1_000, 100_000, 1_000_000} {
 		e := benchEngine(b, Config{}, benchPeers(1))
 		fill(b, e, n, spread)
-		var order [1 << 16]uint32
-		rng := rand.New(rand.NewPCG(1, 2))
-		for i := range order {
-			order[i] = uint32(rng.IntN(n))
-		}
-		run := func(name string, engine bool) {
+		order := orderOf(n)
+		next := 0
+		run := func(name string, batch int, ahead, engine bool) {
 			b.Run(fmt.Sprintf("%s/flows=%d", name, n), func(b *testing.B) {
-				pkt := udpTemplate()
-				var v packet.View
-				if err := v.Parse(pkt, packet.ChecksumComplete); err != nil {
-					b.Fatal(err)
+				packets, views := make([][]byte, batch), make([]packet.View, batch)
+				for i := range packets {
+					packets[i] = udpTemplate()
+					parse(b, &views[i], packets[i])
 				}
+				var l Lookahead
+				left := 0
 				b.ReportAllocs()
-				i := rng.IntN(len(order)) // so that short runs do not all hit the same flows
 				for b.Loop() {
-					spread(int(order[i&0xffff])).write(pkt)
-					i++
-					if engine && e.Outbound(&v, 0).Action != Forward {
+					if left == 0 {
+						for i := range packets {
+							spread(int(order[next&(len(order)-1)])).write(packets[i])
+							next++ // not the same flows in each run
+						}
+						if ahead && l.Begin(e, Outbound) {
+							for i := range views {
+								l.Add(&views[i])
+							}
+							l.Fetch()
+						}
+						left = batch
+					}
+					left--
+					if engine && e.Outbound(&views[left], 0).Action != Forward {
 						b.Fatal("not forwarded")
 					}
 				}
 			})
 		}
-		run("hit", true)
-		run("without", false)
+		run("alone", 1, false, true)
+		run("batch=8", 8, true, true)
+		run("batch=128", 128, true, true)
+		run("without", 128, false, false)
 	}
 }
 
-// BenchmarkNAPTInsert opens new flows, from an empty table and over again; churn ends as many as it opens.
+// BenchmarkTwoCores is a packet out and its answer for one goroutine that does both, and for two that do one each with
+// the flows shared between them; then ns/op is the time of a pair in either case.
+func BenchmarkTwoCores(b *testing.B) {
+	for _, n := range []int{1_000, 1_000_000} {
+		e := benchEngine(b, Config{}, benchPeers(1))
+		fill(b, e, n, spread)
+		order := orderOf(n)
+		mapped := make([]uint16, n)
+		e.Peers()[0].flows.each(func(i uint32, _ *entry, word uint64) { mapped[i] = uint16(word >> nearShift[Inbound]) })
+		way := func(dir Direction) func(i int) {
+			pkt := udpTemplate()
+			var v packet.View
+			parse(b, &v, pkt)
+			return func(i int) {
+				f := int(order[i&(len(order)-1)])
+				c := spread(f)
+				if dir == Outbound {
+					c.write(pkt)
+					e.Outbound(&v, 0)
+					return
+				}
+				c.local, c.localPort, c.remote, c.remotePort = c.remote, c.remotePort, 0x0af60000, mapped[f] // 10.246.0.0
+				c.write(pkt)
+				e.Inbound(&v, 0)
+			}
+		}
+		b.Run(fmt.Sprintf("one/flows=%d", n), func(b *testing.B) {
+			out, in := way(Outbound), way(Inbound)
+			for i := range b.N {
+				out(i)
+				in(i)
+			}
+		})
+		b.Run(fmt.Sprintf("two/flows=%d", n), func(b *testing.B) {
+			var done sync.WaitGroup
+			for dir := range directions {
+				one := way(dir)
+				done.Go(func() {
+					for i := range b.N {
+						one(i)
+					}
+				})
+			}
+			done.Wait()
+		})
+		for _, d := range Drops() {
+			if p := e.Peers()[0]; p.Drops(Outbound, d)+p.Drops(Inbound, d) != 0 {
+				b.Errorf("packets were dropped: %v", d)
+			}
+		}
+	}
+}
+
+// BenchmarkNAPTInsert opens new flows, from an empty table and over again; to-a-million has the growth of all tables in it.
 func BenchmarkNAPTInsert(b *testing.B) {
 	for _, c := range []struct {
 		name string
 		of   func(int) conversation
-	}{{"shared-ports", spread}, {"own-ports", func(i int) conversation {
-		c := spread(i)
-		c.localPort, c.local = uint16(1024+i%60000), c.local+uint32(i/60000)
-		return c
-	}}} {
+	}{{"shared-ports", spread}, {"own-ports", ownPorts}, {"own-hosts", ownHosts}} {
 		b.Run(c.name, func(b *testing.B) {
 			const n = 60_000
 			pkt, tmpl := udpTemplate(), udpTemplate()
 			var v packet.View
-			if err := v.Parse(pkt, packet.ChecksumComplete); err != nil {
-				b.Fatal(err)
-			}
+			parse(b, &v, pkt)
 			e := benchEngine(b, Config{}, benchPeers(1))
 			b.ReportAllocs()
 			i := 0
@@ -196,11 +267,38 @@ func BenchmarkNAPTInsert(b *testing.B) {
 	}
 	b.Run("to-a-million", func(b *testing.B) {
 		b.ReportAllocs()
+		var longest time.Duration
 		for b.Loop() {
-			fill(b, benchEngine(b, Config{}, benchPeers(1)), 1_000_000, spread)
+			e := benchEngine(b, Config{}, benchPeers(1))
+			pkt, tmpl := udpTemplate(), udpTemplate()
+			var v packet.View
+			parse(b, &v, pkt)
+			for i := range 1_000_000 {
+				copy(pkt, tmpl)
+				spread(i).write(pkt)
+				start := time.Now()
+				if e.Outbound(&v, 0).Action != Forward {
+					b.Fatal("not forwarded")
+				}
+				longest = max(longest, time.Since(start))
+			}
 		}
 		b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/1e6, "ns/flow")
+		b.ReportMetric(float64(longest.Microseconds()), "longest-us") // with what else the machine does
 	})
+}
+
+// ownPorts gives flows of which each has an inside port of its own, ownHosts such that each has also a host of its own.
+func ownPorts(i int) conversation {
+	c := spread(i)
+	c.localPort, c.local = uint16(1024+i%60_000), 0xac100000+uint32(i%16)
+	return c
+}
+
+func ownHosts(i int) conversation {
+	c := ownPorts(i)
+	c.local = 0xac100000 + uint32(i)
+	return c
 }
 
 // BenchmarkEvict inserts into a table that is full of half-open flows.
@@ -209,9 +307,7 @@ func BenchmarkEvict(b *testing.B) {
 	fill(b, e, 100_000, spread)
 	pkt, tmpl := udpTemplate(), udpTemplate()
 	var v packet.View
-	if err := v.Parse(pkt, packet.ChecksumComplete); err != nil {
-		b.Fatal(err)
-	}
+	parse(b, &v, pkt)
 	b.ReportAllocs()
 	i := 100_000
 	for b.Loop() {
@@ -224,42 +320,175 @@ func BenchmarkEvict(b *testing.B) {
 	}
 }
 
-// BenchmarkSweep walks a million flows of which none has expired.
-func BenchmarkSweep(b *testing.B) {
-	e := benchEngine(b, Config{}, benchPeers(1))
-	fill(b, e, 1_000_000, spread)
-	for b.Loop() {
-		e.Sweep(time.Second)
+// BenchmarkUnderAttack is a packet of one of 100,000 established flows while a share of all packets is an attack on a table
+// that is full: half of these begin flows, of random hosts and ports to random addresses, each of which displaces another,
+// the others have no peer, no permission or no sense. No packet of an established flow may be lost.
+func BenchmarkUnderAttack(b *testing.B) {
+	const flows, halfOpen = 100_000, 20_000
+	e := benchEngine(b, Config{MaxFlows: flows + halfOpen}, benchPeers(1))
+	fill(b, e, flows, spread)
+	reply, tmpl := udpTemplate(), udpTemplate()
+	var v packet.View
+	table := &e.Peers()[0].flows
+	table.each(func(i uint32, f *entry, word uint64) {
+		c := spread(int(i))
+		parse(b, &v, reply)
+		conversation{local: c.remote, localPort: c.remotePort, remote: 0x0af60000, remotePort: uint16(word >> nearShift[Inbound])}.write(reply)
+		if e.Inbound(&v, 0).Action != Forward {
+			b.Fatal("no answer")
+		}
+		copy(reply, tmpl)
+	})
+	order := orderOf(flows)
+	for _, percent := range []int{0, 10, 50} {
+		b.Run(fmt.Sprintf("attack=%d%%", percent), func(b *testing.B) {
+			rng := rand.New(rand.NewPCG(3, 4))
+			pkt, bad := udpTemplate(), udpTemplate()
+			var v, w packet.View
+			parse(b, &v, pkt)
+			b.ReportAllocs()
+			attacks, i := 0, 0
+			for b.Loop() {
+				i++
+				if attacks += percent; attacks < 100 {
+					spread(int(order[i&(len(order)-1)])).write(pkt)
+					if e.Outbound(&v, 0).Action != Forward {
+						b.Fatal("an established flow lost a packet")
+					}
+					continue
+				}
+				attacks -= 100
+				copy(bad, tmpl)
+				r := rng.Uint64()
+				c := conversation{local: 0xac100000 | uint32(r)&0xfffff, localPort: uint16(r >> 20), remote: 0x0a000000 | uint32(r>>36)&0xffff, remotePort: uint16(r >> 48)}
+				switch dir := Outbound; i % 6 {
+				case 0: // no peer
+					c.remote = 0x0b800000
+					fallthrough
+				case 1, 2, 3: // a new flow
+					c.write(bad)
+					parse(b, &w, bad)
+					e.Outbound(&w, 0)
+				case 4: // not permitted
+					c.local, c.remote = c.remote, 0x0a630000
+					c.write(bad)
+					parse(b, &w, bad)
+					e.Inbound(&w, 0)
+				case 5: // malformed
+					bad[0] = 0x4f
+					if w.Parse(bad, packet.ChecksumComplete) == nil {
+						b.Fatal("parsed")
+					}
+					e.Count(nil, dir, DropMalformed)
+				}
+			}
+		})
+	}
+	if s := e.Stats().Peers[0]; s.Evicted == 0 {
+		b.Errorf("nothing was evicted: %+v", s)
 	}
 }
 
-// BenchmarkFlowMemory reports octets of heap per flow, and what the engine says itself.
+// BenchmarkSweep walks a million flows of which none has expired, and ends a million that have.
+func BenchmarkSweep(b *testing.B) {
+	b.Run("nothing", func(b *testing.B) {
+		e := benchEngine(b, Config{}, benchPeers(1))
+		fill(b, e, 1_000_000, spread)
+		for b.Loop() {
+			e.Sweep(time.Second)
+		}
+		b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/1e6, "ns/flow")
+	})
+	b.Run("all", func(b *testing.B) {
+		for b.Loop() {
+			b.StopTimer()
+			e := benchEngine(b, Config{}, benchPeers(1))
+			fill(b, e, 1_000_000, spread)
+			b.StartTimer()
+			e.Sweep(time.Hour)
+		}
+		b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/1e6, "ns/flow")
+	})
+}
+
+// BenchmarkFlowMemory reports octets of heap per flow, and what the engine says itself, for 1,048,576 flows: those of a few
+// hosts from few ports, as nodes have them; from a port each, and from a host and port each, where 32 peers are needed for
+// the ports; those of a remote host each to a mapped endpoint; and those of a few hosts over IPv6.
 func BenchmarkFlowMemory(b *testing.B) {
+	const n = 1 << 20
+	packets := func(open func(b *testing.B, e *Engine, of func(int) conversation), of func(int) conversation) func(*testing.B, *Engine) {
+		return func(b *testing.B, e *Engine) { open(b, e, of) }
+	}
+	out := func(b *testing.B, e *Engine, of func(int) conversation) { fill(b, e, n, of) }
 	for _, c := range []struct {
 		name  string
 		peers int
-		of    func(int) conversation
-		n     int
-	}{{"shared-ports", 1, spread, 1 << 20}, {"own-ports", 32, nil, 1 << 20}} {
+		open  func(b *testing.B, e *Engine)
+	}{
+		{"few-hosts", 1, packets(out, spread)},
+		{"own-ports", 32, packets(out, func(i int) conversation {
+			return conversation{local: 0xac100001 + uint32(i>>5&7), localPort: uint16(1024 + i>>5), remote: 0x0a000007 + uint32(i&31)<<16, remotePort: 443}
+		})},
+		{"own-hosts", 32, packets(out, func(i int) conversation {
+			return conversation{local: 0xac100000 + uint32(i), localPort: uint16(1024 + i>>5), remote: 0x0a000007 + uint32(i&31)<<16, remotePort: 443}
+		})},
+		{"to-endpoint", 32, func(b *testing.B, e *Engine) { fillIn(b, e, n) }},
+		{"ipv6", 1, func(b *testing.B, e *Engine) { fill6(b, e, n) }},
+	} {
 		b.Run(c.name, func(b *testing.B) {
 			for b.Loop() {
 				var before, after runtime.MemStats
 				runtime.GC()
 				runtime.ReadMemStats(&before)
 				e := benchEngine(b, Config{}, benchPeers(c.peers))
-				if c.of != nil {
-					fill(b, e, c.n, c.of)
-				} else { // 32,768 flows to each peer, each from a port of its own
-					fill(b, e, c.n, func(i int) conversation {
-						return conversation{local: 0xac100001, localPort: uint16(1024 + i>>5), remote: 0x0a000007 + uint32(i&31)<<16, remotePort: 443}
-					})
-				}
+				c.open(b, e)
 				runtime.GC()
 				runtime.ReadMemStats(&after)
-				b.ReportMetric(float64(after.HeapAlloc-before.HeapAlloc)/float64(c.n), "heap-B/flow")
-				b.ReportMetric(float64(e.Stats().Bytes)/float64(c.n), "stated-B/flow")
+				if got := e.total.Load(); got != n {
+					b.Fatalf("%d flows", got)
+				}
+				b.ReportMetric(float64(after.HeapAlloc-before.HeapAlloc)/n, "heap-B/flow")
+				b.ReportMetric(float64(e.Stats().Bytes)/n, "stated-B/flow")
 				runtime.KeepAlive(e)
 			}
 		})
+	}
+}
+
+// fillIn opens n flows from as many pods of 32 peers to a mapped endpoint.
+func fillIn(b *testing.B, e *Engine, n int) {
+	pkt, tmpl := udpTemplate(), udpTemplate()
+	var v packet.View
+	for i := range n {
+		copy(pkt, tmpl)
+		conversation{local: 0x0a000000 + uint32(i&31)<<16 + uint32(i>>5), localPort: 4000, remote: 0x0af70001, remotePort: 53}.write(pkt)
+		parse(b, &v, pkt)
+		if verdict := e.Inbound(&v, 0); verdict.Action != Deliver {
+			b.Fatalf("flow %d: %v", i, verdict.Drop)
+		}
+	}
+}
+
+// fill6 opens n flows of 256 hosts over IPv6.
+func fill6(b *testing.B, e *Engine, n int) {
+	p := benchPeers(1)[0]
+	p.RemotePods, p.Pods = append(p.RemotePods, pfx("fd00:b::/64")), append(p.Pods, Remap{pfx("fd00:a::/64"), pfx("fd00:a:b::/64")})
+	if err := e.SetPeers([]Peer{p}); err != nil {
+		b.Fatal(err)
+	}
+	tmpl := packettest.Build(packettest.IP{Src: ip("fd00:c::"), Dst: ip("fd00:b::")}, packettest.UDP{Data: make([]byte, 32)})
+	pkt := make([]byte, len(tmpl))
+	var v packet.View
+	for i := range n {
+		copy(pkt, tmpl)
+		c := spread(i)
+		binary.BigEndian.PutUint32(pkt[20:], c.local)
+		binary.BigEndian.PutUint32(pkt[36:], c.remote)
+		binary.BigEndian.PutUint16(pkt[40:], c.localPort)
+		binary.BigEndian.PutUint16(pkt[42:], c.remotePort)
+		parse(b, &v, pkt)
+		if verdict := e.Outbound(&v, 0); verdict.Action != Forward {
+			b.Fatalf("flow %d: %v", i, verdict.Drop)
+		}
 	}
 }
