@@ -222,7 +222,7 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 		}
 		sent[j] = ip(h, src.Addr(), dst.Addr(), c.proto, s)
 	}
-	cut := func(b []byte) [][]byte { return one(b) }
+	cut := one
 	if n := len(segment(sent[0])); n > 1440 || n > 64 && h.flags == 0 && h.options == nil && w.rng.IntN(5) == 0 {
 		// The same places and the same order for both.
 		seed := w.rng.Uint64()
