@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"os"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
@@ -201,5 +202,59 @@ func TestTracerouteThroughTwoGateways(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// Two gateways that send a packet back and forth: each maps an address of its own for the other, and it leads to the
+// other's. Both kernels count the TTL down, so that one packet becomes at most as many as its TTL says, and one time
+// exceeded, which finds its way back through all the flows to who sent the packet.
+func TestALoopBetweenGatewaysEndsByTTL(t *testing.T) {
+	needRoot(t)
+	wire := newWire(t)
+	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
+	mapped := func(peer *site, pods, external int, real, seen string) string {
+		return fmt.Sprintf(`---
+apiVersion: net.liqo.io/v1alpha1
+kind: NatMapping
+metadata: {name: natmapping-%s}
+spec:
+  clusterID: %s
+  podCIDR: 10.%d.0.0/16
+  externalCIDR: 10.%d.0.0/16
+  clusterMappings: {%s: %s}
+`, peer.name, peer.id, pods, external, real, seen)
+	}
+	a.write("b.yaml", a.peering(b, 246, 250, b.addr)+mapped(b, 246, 251, "10.247.0.9", "10.251.0.9"))
+	b.write("a.yaml", b.peering(a, 250, 246, a.addr)+mapped(a, 250, 247, "10.251.0.9", "10.247.0.9"))
+	for _, s := range []*site{a, b} {
+		s.sysctl("net/ipv4/icmp_ratelimit", "0")
+		s.start()
+	}
+	a.pod.ping("10.246.1.10")
+	sent := func() (n int) {
+		for s, peer := range map[*site]*site{a: b, b: a} {
+			value := s.metric(`isthmus_peer_transmit_packets_total{peer="` + peer.id + `"}`)
+			count, err := strconv.Atoi(value)
+			s.must(err)
+			n += count
+		}
+		return n
+	}
+	loop := netip.MustParseAddr("10.247.0.9")
+	for _, ttl := range []int{10, 30, 64} {
+		before := sent()
+		start := time.Now()
+		from, _ := a.pod.probe("icmp", loop, ttl)
+		if ttl < 64 && from == "*" {
+			t.Errorf("TTL %d: no time exceeded", ttl)
+		}
+		time.Sleep(300 * time.Millisecond)
+		// Out and back again: the packet, and the error. A second has at most two messages of each connection check.
+		most := 2*ttl + 8*int(1+time.Since(start)/time.Second)
+		n := sent() - before
+		if n > most || n < ttl-2 {
+			t.Errorf("TTL %d: %d packets in the tunnel, want %d to %d", ttl, n, ttl-2, most)
+		}
+		t.Logf("TTL %d: %s answers, %d packets in the tunnel", ttl, from, n)
 	}
 }
