@@ -4,6 +4,7 @@ import (
 	"encoding/base64"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"unicode"
@@ -89,6 +90,13 @@ var specialRanges = []specialRange{
 	{netip.MustParsePrefix("100::/64"), "discard-only, RFC 6666"},
 	{netip.MustParsePrefix("fe80::/10"), "link-local"},
 	{netip.MustParsePrefix("ff00::/8"), "multicast"},
+}
+
+// metadataRanges are where clouds show a machine its credentials: natengine leads no peer there. In IPv4 these are
+// link-local addresses. A network of pods may contain them, an endpoint may not be one (2026-11).
+var metadataRanges = []specialRange{
+	{netip.MustParsePrefix("fd00:ec2::/32"), "services of Amazon's machines"},
+	{netip.MustParsePrefix("fd20:ce::254/128"), "the metadata service of Google's machines"},
 }
 
 // SpecialRanges returns the networks that can belong to no cluster's pods.
@@ -317,8 +325,10 @@ func checkReal(addr netip.Addr) string {
 	if addr == GatewayAddr || addr == GatewayAddr6 {
 		return ""
 	}
-	if s, is := special(netip.PrefixFrom(addr, addr.BitLen())); is {
-		return fmt.Sprintf("%v is in %v (%s); want an address that can be reached from our pod network", addr, s.prefix, s.name)
+	for _, s := range slices.Concat(specialRanges, metadataRanges) {
+		if s.prefix.Contains(addr.WithZone("")) {
+			return fmt.Sprintf("%v is in %v (%s); want an address that can be reached from our pod network", addr, s.prefix, s.name)
+		}
 	}
 	return ""
 }

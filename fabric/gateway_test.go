@@ -122,6 +122,17 @@ func TestGatewayForIPv6PeerHasTheGatewaysIPv6Address(t *testing.T) {
 	}
 }
 
+func TestMetadataServicesAreNoEndpoints(t *testing.T) {
+	for text, is := range map[string]bool{
+		"169.254.169.254": true, "fd00:ec2::254": true, "fd00:ec2:1::": true, "fd20:ce::254": true, "fe80::a9fe:a9fe%eth0": true,
+		"fd00:ec1::254": false, "fd20:ce::255": false, "169.254.0.1": false, "100::a9fe:1": false, "192.0.2.1": false,
+	} {
+		if wrong := checkReal(ip(text)); (wrong != "") != is {
+			t.Errorf("%s: %q", text, wrong)
+		}
+	}
+}
+
 // Liqo facts, 7.5: what other peers use for us may overlap freely, also with each other's networks.
 func TestGatewayForAcceptsThatPeersSeeUsAlike(t *testing.T) {
 	b := peer(t, idB, nil)

@@ -74,10 +74,17 @@ func martian(a addr, is4 bool) bool {
 	return false
 }
 
-// unreachable reports whether no packet of a peer may be sent to a: all of the above and IPv4 link-local, where cloud
-// metadata services live. The in-process endpoint is an exception that the caller makes.
+// unreachable reports whether no packet of a peer may be sent to a: all of the above and where the metadata services of
+// clouds live, with the credentials of the machine. That is IPv4 link-local, and in IPv6 fd00:ec2::/32 at Amazon and
+// fd20:ce::254 at Google (2026-11). The in-process endpoint is an exception that the caller makes.
 func unreachable(a addr, is4 bool) bool {
-	return martian(a, is4) || is4 && uint32(a.lo)>>16 == 0xa9fe
+	if martian(a, is4) {
+		return true
+	}
+	if is4 {
+		return uint32(a.lo)>>16 == 0xa9fe
+	}
+	return a.hi>>32 == 0xfd000ec2 || a == addr{0xfd2000ce << 32, 0x254}
 }
 
 // specials are the networks of martian and unreachable, to find out at compile time whether a prefix reaches into one.
@@ -85,6 +92,7 @@ var specials = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"), netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("169.254.0.0/16"),
 	netip.MustParsePrefix("224.0.0.0/4"), netip.MustParsePrefix("255.255.255.255/32"),
 	netip.MustParsePrefix("::/127"), netip.MustParsePrefix("fe80::/10"), netip.MustParsePrefix("ff00::/8"),
+	netip.MustParsePrefix("fd00:ec2::/32"), netip.MustParsePrefix("fd20:ce::254/128"),
 }
 
 func reachesSpecial(p netip.Prefix) bool {

@@ -74,6 +74,23 @@ func TestIPv6PrefixesOfEveryKindAreMappedToTheirLastAddress(t *testing.T) {
 	}
 }
 
+// TestMetadataServicesAreNotReached: not as a pod of a wide prefix, and not as a mapped endpoint.
+func TestMetadataServicesAreNotReached(t *testing.T) {
+	wide := Peer{ID: "b", RemotePods: pfxs("2001:db8::/32"), Pods: []Remap{{pfx("fd00::/8"), pfx("fc00::/8")}}, External: pfxs("fe00::/16")}
+	e := newEngine(t, Config{}, wide)
+	for _, real := range []string{"fd00:ec2::254", "fd00:ec2::253", "fd20:ce::254"} {
+		seen, _ := wide.Pods[0].Map(ip(real))
+		refused(t, e, Inbound, udp("[2001:db8::1]:5", netip.AddrPortFrom(seen, 80).String()), 0, DropDestination)
+		mapped := wide
+		mapped.Endpoints = []Endpoint{{ip(real), ip("fe00::7")}}
+		if err := e.SetPeers([]Peer{mapped}); err == nil {
+			t.Errorf("%s was mapped", real)
+		}
+	}
+	_, dst := in(t, e, udp("[2001:db8::1]:5", "[fc20:ce::255]:80"), 0)
+	wantEnd(t, dst, "[fd20:ce::255]:80")
+}
+
 // TestTable6FindsWhatALinearSearchFinds: also when there are more lengths than tables, and next to the edges of networks.
 func TestTable6FindsWhatALinearSearchFinds(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))

@@ -103,7 +103,11 @@ func impossible(a netip.Addr) bool {
 	return a.IsUnspecified() || a.IsLoopback() || a.IsMulticast() || a.IsLinkLocalUnicast() || a.Is4In6()
 }
 
-func offLimits(a netip.Addr) bool { return impossible(a) || a.Is4() && a.IsLinkLocalUnicast() }
+// offLimits: impossible addresses, and where clouds have their metadata services.
+func offLimits(a netip.Addr) bool {
+	return impossible(a) || a.Is4() && a.IsLinkLocalUnicast() || a == netip.MustParseAddr("fd20:ce::254") ||
+		netip.MustParsePrefix("fd00:ec2::/32").Contains(a)
+}
 
 func (r *reference) isSelf(a netip.Addr) bool { return slices.Contains(r.self, a) }
 
