@@ -1,6 +1,7 @@
 package differential
 
 import (
+	"bytes"
 	"fmt"
 	"net"
 	"net/netip"
@@ -119,6 +120,26 @@ func (k *kernel) send(t *testing.T, from side, packets ...[]byte) (wire, out [][
 		t.Errorf("the kernel sent one packet more than there are: %x", more)
 	}
 	return wire, out
+}
+
+// refuses injects a packet that should get lost, and after it one that gets through, which is sooner than waiting for
+// nothing. It returns what else came out at the other pod.
+func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]byte) {
+	t.Helper()
+	to := k.pods[from.other()]
+	to.Drain(t)
+	k.pods[from].Send(t, b)
+	k.pods[from].Send(t, after)
+	for {
+		got := to.Receive(t, time.Second)
+		switch {
+		case got == nil:
+			t.Fatalf("what was sent after it got lost: % x", after)
+		case bytes.Equal(got[4:6], after[4:6]):
+			return through
+		}
+		through = append(through, got)
+	}
 }
 
 // collect waits for whole datagrams. The first packet either comes within microseconds or was dropped.

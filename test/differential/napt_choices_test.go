@@ -21,6 +21,7 @@ import (
 //   - What may not begin a flow: the engine drops it, the kernel forwards it untranslated, with the node's own address.
 //   - Echo: the identifier alone tells flows apart, so an endpoint that pings who pings it, with the same identifier, is
 //     taken to answer and shows the mapped address.
+//   - Redirects: the kernel drops those of flows that it translates, the engine all.
 //   - SCTP: the kernel changes its ports, the engine knows none and lets one host at a time speak to a destination.
 
 func tcpSegmentOf(src, dst netip.AddrPort, seq, ackno uint32, flags uint8, data string) []byte {
@@ -195,6 +196,17 @@ func TestChoicePortsOfSCTPAreNotTranslated(t *testing.T) {
 	}
 	if _, out := x.kernel.send(t, A, b); len(out) != 1 || source(out[0]) != x.plan.natIP(A) || sourcePort(out[0]) == 5000 {
 		t.Errorf("the kernel was expected to change the port\n%s", dump(out))
+	}
+}
+
+func TestChoiceRedirectIsRefusedWhereNothingIsTranslatedToo(t *testing.T) {
+	x := newExchange(t, plans[0], statefulRules)
+	src, dst := x.pods(A, 12)
+	arrived := x.send(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))[0]
+	b := icmpAbout(arrived, destination(arrived), redirect, 1, number(x.plan.node(B, 1)), -1)
+	x.untranslated(B, b)
+	if o := x.engines.send(t, B, b); !slices.Equal(o.drops, []natengine.Drop{natengine.DropICMPError}) {
+		t.Errorf("engine: dropped %v\n%s", o.drops, dump(o.out))
 	}
 }
 

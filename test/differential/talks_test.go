@@ -36,6 +36,7 @@ func TestEngineEqualsKernelOnRandomConversations(t *testing.T) {
 		"TCP SYN", "TCP SYNACK", "TCP ACK", "TCP PSHACK", "TCP FINACK", "TCP RSTACK", "UDP asks", "UDP answers", "echo asks",
 		"echo answers", "other asks", "other answers", "pod", "pod to endpoint", "node", "node to endpoint", "endpoint",
 		"endpoint to endpoint", "fragmented", "port changed", "reopened", "error 3", "error 4", "error 11", "error 12",
+		"redirect", "address that is not mapped", "address of no peer",
 	} {
 		if seen[what] < 100 && !t.Failed() {
 			t.Errorf("%s: happened %d times only", what, seen[what])
@@ -234,6 +235,9 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 		return
 	}
 	// The kernel forgets a refused connection at once: choices_test.go.
+	if w.rng.IntN(20) == 0 {
+		w.refused(c, forward, arrived)
+	}
 	if w.rng.IntN(4) == 0 && (c.proto != protoTCP || c.tcp.state != tcpReset) {
 		w.complain(c, forward, sent, arrived)
 	}
@@ -320,6 +324,46 @@ func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 		if !bytes.HasPrefix(sent[j], inner) {
 			w.Fatalf("step %d: the error from judge %d quotes\n%swhat was sent is\n%s", w.steps, j, dump(one(inner)), dump(one(sent[j])))
 		}
+	}
+}
+
+// refused sends from where a datagram arrived what both judges have to keep away, in the middle of it all.
+func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
+	w.Helper()
+	from := c.side
+	if forward {
+		from = from.other()
+	}
+	p, to := w.plan, from.other()
+	pod := p.pod(from, 3)
+	what := []struct {
+		name string
+		b    func(arrived []byte) []byte
+	}{
+		{"redirect", func(b []byte) []byte {
+			return icmpAbout(b, destination(b), redirect, 1, number(p.node(from, 9)), -1)
+		}},
+		{"address that is not mapped", func([]byte) []byte {
+			dst := nth(p.extSeen[to], 77)
+			return ip(header{id: 0xfffd}, pod, dst, protoUDP, udp(pod, dst, 5000, 53, nil))
+		}},
+		{"address of no peer", func([]byte) []byte {
+			dst := address(0x08080808)
+			return ip(header{id: 0xfffd}, pod, dst, protoUDP, udp(pod, dst, 5000, 53, nil))
+		}},
+	}[w.rng.IntN(3)]
+	translated := c.napt || c.own != c.server.Addr() || p.pods[c.side] != p.podsSeen[c.side]
+	if what.name == "redirect" && (len(segment(arrived[engine])) > 1400 || !translated) { // choices_test.go
+		return
+	}
+	w.seen[what.name]++
+	if o := w.engines.send(w.T, from, what.b(arrived[engine])); len(o.out) > 0 || len(o.drops) == 0 {
+		w.Fatalf("step %d, %s: the engine let through\n%s", w.steps, what.name, dump(o.out))
+	}
+	dst := p.podSeen(to, 1)
+	after := ip(header{id: 0xfffe}, p.pod(from, 1), dst, protoUDP, udp(p.pod(from, 1), dst, 7, 7, nil))
+	if out := w.kernel.refuses(w.T, from, what.b(arrived[kernl]), after); len(out) > 0 {
+		w.Fatalf("step %d, %s: the kernel let through\n%s", w.steps, what.name, dump(out))
 	}
 }
 
