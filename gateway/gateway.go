@@ -215,7 +215,8 @@ type session struct {
 	rx       uint64
 	rxAt     time.Time // when rx last grew
 	down     bool
-	asserted time.Time // when its endpoint was last set again
+	asserted time.Time      // when its endpoint was last set again
+	endpoint netip.AddrPort // where it is; zero: not known
 }
 
 // open makes everything that can fail before the first packet. Nothing outside
@@ -560,7 +561,7 @@ func (g *gateway) tick(now time.Time) {
 		states[p.ID()] = p
 	}
 	sessions := make(map[string]*session, len(g.now.sessions))
-	assert := false
+	changed := false
 	for _, p := range g.now.gateway.Peers {
 		s, was := stats[p.PublicKey], g.now.sessions[p.ID]
 		next := was.after(s, now)
@@ -580,14 +581,17 @@ func (g *gateway) tick(now time.Time) {
 		// configured.
 		if at, _ := g.resolver.endpoint(p.ID); !heard && at.IsValid() && s.endpoint != at && now.Sub(next.asserted) > lookupRetry {
 			g.tunnel.forget(p.PublicKey)
-			next.asserted, assert = now, true
+			next.asserted, changed = now, true
+		}
+		if next.endpoint.Addr() != was.endpoint.Addr() {
+			changed = true // the way to it may have another MTU
 		}
 		sessions[p.ID] = &next
 	}
 	g.mu.Lock()
 	g.now.sessions = sessions
 	g.mu.Unlock()
-	if assert {
+	if changed {
 		g.compareSoon()
 	}
 	g.resolver.tick(now)
@@ -595,6 +599,7 @@ func (g *gateway) tick(now time.Time) {
 
 // after is the session a moment later.
 func (s session) after(stats wgStats, now time.Time) session {
+	s.endpoint = stats.endpoint
 	if stats.rx != s.rx {
 		s.rx, s.rxAt = stats.rx, now
 	}

@@ -114,8 +114,9 @@ func rulesFor(peers []fabric.GatewayPeer, m mtus) []natengine.Peer {
 }
 
 // mtusFor is what c says or, when it leaves it to us, what the kernel says about
-// the way to every peer whose address is known. That includes what routers on the
-// way have said: the kernel remembers it for ten minutes.
+// the way to every peer whose address is known: where it is, else where it is
+// configured to be. That includes what routers on the way have said; the kernel
+// remembers it for ten minutes.
 func (g *gateway) mtusFor(c Config, peers []fabric.GatewayPeer) mtus {
 	if c.MTU != 0 {
 		return sameMTU(c.MTU)
@@ -125,6 +126,9 @@ func (g *gateway) mtusFor(c Config, peers []fabric.GatewayPeer) mtus {
 		six := slices.ContainsFunc(p.AllowedIPs[:], func(n netip.Prefix) bool { return n.Addr().Is6() })
 		ways[i] = underlay{id: p.ID, six: six, last: g.now.mtu.peers[p.ID]}
 		at, _ := g.resolver.endpoint(p.ID)
+		if s := g.now.sessions[p.ID]; s != nil && s.endpoint.IsValid() {
+			at = s.endpoint // it may have roamed, or never have had a name
+		}
 		if !at.IsValid() {
 			continue
 		}
