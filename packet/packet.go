@@ -51,6 +51,8 @@ const (
 	udpLen    = 8
 	icmpLen   = 8 // type, code, checksum and the four octets that every type has
 	maxPacket = 65535
+
+	authenticationLen = 12 // at least (RFC 4302, section 2)
 )
 
 // Offsets of the checksum field in the transport header.

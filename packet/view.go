@@ -169,6 +169,9 @@ func (v *View) extensions() Error {
 		if size > len(e) {
 			return short
 		}
+		if v.proto == authentication && size < authenticationLen {
+			return ErrExtensionHeader
+		}
 		at += size
 		v.transport = uint16(at)
 		switch v.proto {
