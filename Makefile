@@ -8,6 +8,8 @@ ROUNDS   ?= 5
 BIN      := bin
 LDFLAGS  := -s -w -X main.release=$(VERSION)
 GOLANGCI := $(BIN)/tools/golangci-lint
+FORK     := $(BIN)/tools/tailscale-wireguard-go
+COMPARE  := go run ./benchmarks/compare -isthmus $(BIN)/isthmus -tailscale $(FORK)
 
 # One static binary. The race detector is the only thing here that needs cgo, and `make test` switches it on there alone.
 export CGO_ENABLED = 0
@@ -47,10 +49,19 @@ $(GOLANGCI): internal/tools/go.mod internal/tools/go.sum
 	go build -C internal/tools -o $(CURDIR)/$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
 .PHONY: bench
-bench: build deps ## Micro-benchmarks (BENCH=regexp), then the comparison with other gateways between pods (root, 5 minutes)
+bench: build deps $(FORK) ## Micro-benchmarks (BENCH=regexp), then the comparison with other gateways between pods (root, 15 minutes)
 	go test -run '^$$' -bench '$(BENCH)' -benchmem ./...
 	@if [ "$$(id -u)" -ne 0 ]; then echo "the comparison needs root: 'sudo make bench'"; else \
-		go run ./benchmarks/compare -isthmus $(BIN)/isthmus -rounds $(ROUNDS) -out benchmarks; fi
+		command -v nebula >/dev/null || apt-get install -y -qq --no-install-recommends nebula >/dev/null || echo "no nebula: it is left out"; \
+		$(COMPARE) -rounds $(ROUNDS) -out benchmarks; fi
+
+.PHONY: bench-check
+bench-check: build deps ## Fail where the ratios to wireguard-go are worse than those recorded in benchmarks/compare.json (root, 3 minutes)
+	@$(COMPARE) -rounds 3 -check benchmarks/compare.json
+
+# Tailscale's fork of wireguard-go, a peer of the comparison, from a module of its own.
+$(FORK): benchmarks/tailscale/go.mod benchmarks/tailscale/main.go
+	go build -C benchmarks/tailscale -o $(CURDIR)/$@ .
 
 .PHONY: fuzz
 fuzz: ## Every fuzz target, one after the other, FUZZTIME each (30s)

@@ -42,7 +42,9 @@ type loadResult struct {
 	Packets uint64  `json:"packets,omitempty"` // datagrams that arrived
 	Seconds float64 `json:"seconds"`           // duration of the sending
 	P50     float64 `json:"p50,omitempty"`     // round trip, microseconds
+	P90     float64 `json:"p90,omitempty"`
 	P99     float64 `json:"p99,omitempty"`
+	P999    float64 `json:"p999,omitempty"`
 }
 
 func load(args []string) error {
@@ -318,5 +320,5 @@ func roundTrips(addr string, d time.Duration) (loadResult, error) {
 	at := func(q float64) float64 {
 		return float64(times[int(q*float64(len(times)-1))].Nanoseconds()) / 1000
 	}
-	return loadResult{Packets: uint64(len(times)), Seconds: time.Since(start).Seconds(), P50: at(0.5), P99: at(0.99)}, nil
+	return loadResult{Packets: uint64(len(times)), Seconds: time.Since(start).Seconds(), P50: at(0.5), P90: at(0.9), P99: at(0.99), P999: at(0.999)}, nil
 }

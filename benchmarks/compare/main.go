@@ -23,10 +23,12 @@ import (
 	"log"
 	"net/netip"
 	"os"
+	"os/exec"
 	"os/signal"
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 
@@ -43,6 +45,7 @@ type start func(context.Context, *bench) (*running, error)
 
 type running struct {
 	target   netip.Addr    // where pod A finds pod B
+	back     netip.Addr    // where pod B finds pod A
 	gateways []*os.Process // whose CPU time and memory are counted
 	cleanup  []func() error
 }
@@ -50,25 +53,34 @@ type running struct {
 // peers, in the order of the table.
 var peers = []struct {
 	name  string
+	needs string // a program, without which the peer is left out
 	start start
 }{
-	{"veth", veth},
-	{"wireguard-go", wireguardGo(false)},
-	{"wireguard-go + NETMAP", wireguardGo(true)},
-	{"the same, GOMAXPROCS=1", wireguardGo(true, "GOMAXPROCS=1")},
-	{"isthmus", isthmus()},
-	{"isthmus, inline", isthmus("--transport=inline")},
+	{"veth", "", veth},
+	{"vxlan", "", vxlan},
+	{"nebula", "nebula", nebula},
+	{"wireguard-go", "", wireguardGo(wgOptions{})},
+	{"wireguard-go + NETMAP", "nft", wireguardGo(wgOptions{netmap: true})},
+	{"the same, GOMAXPROCS=1", "nft", wireguardGo(wgOptions{netmap: true, env: []string{"GOMAXPROCS=1"}})},
+	{"tailscale fork", tailscale, wireguardGo(wgOptions{fork: true})},
+	{"tailscale fork + NETMAP", tailscale, wireguardGo(wgOptions{netmap: true, fork: true})},
+	{"isthmus", "", isthmus()},
+	{"isthmus, inline", "", isthmus("--transport=inline")},
 }
+
+// tailscale stands for the program of ../tailscale, whose place is an option.
+const tailscale = "tailscale"
 
 const baseline = "wireguard-go + NETMAP"
 
 // A bench is the lab with what the peers need to know of it.
 type bench struct {
-	lab    *lab.Lab
-	self   string // this program
-	binary string // isthmus
-	mtu    int    // of the underlay
-	nodes  [2]*node
+	lab       *lab.Lab
+	self      string // this program
+	binary    string // isthmus
+	tailscale string // the program of ../tailscale; empty: not built
+	mtu       int    // of the underlay
+	nodes     [2]*node
 }
 
 // A node is one end: the cluster's only node and its only pod.
@@ -118,53 +130,86 @@ func main() {
 	d := flag.Duration("duration", 2*time.Second, "duration of one load")
 	mtu := flag.Int("mtu", 1500, "MTU of the underlay")
 	binary := flag.String("isthmus", "bin/isthmus", "the isthmus binary")
+	fork := flag.String("tailscale", "", "the program of benchmarks/tailscale; without it its peers are left out")
 	only := flag.String("peers", "", "only the peers whose names contain one of these words, comma separated")
-	out := flag.String("out", "", "write compare.md and compare.json into this folder")
+	out := flag.String("out", "", "write compare.md, compare.svg and compare.json into this folder")
+	recorded := flag.String("check", "", "compare the ratios of Isthmus with those of this file, and fail where they are worse")
 	flag.Parse()
 
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	if err := run(ctx, *rounds, *d, *mtu, *binary, *only, *out); err != nil {
+	if *recorded != "" && *only == "" {
+		*only = baseline + ",isthmus"
+	}
+	all, err := run(ctx, *rounds, *d, *mtu, *binary, *fork, *only)
+	if err == nil {
+		err = report(all, describe(*mtu, *rounds, *d), *mtu, *out)
+	}
+	if err == nil && *recorded != "" {
+		err = check(all, *recorded)
+	}
+	if err != nil {
 		log.Fatal(err)
 	}
 }
 
-func run(ctx context.Context, rounds int, d time.Duration, mtu int, binary, only, out string) (err error) {
-	b, err := newBench(ctx, mtu, binary)
+func run(ctx context.Context, rounds int, d time.Duration, mtu int, binary, fork, only string) (all []sample, err error) {
+	b, err := newBench(ctx, mtu, binary, fork)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer func() { err = errors.Join(err, b.lab.Down()) }()
 
 	stopLoad, err := b.startListeners(ctx)
 	if err != nil {
-		return err
+		return nil, err
 	}
 	defer stopLoad()
 
-	var all []sample
 	for round := range rounds {
 		for _, p := range peers {
 			if !wanted(p.name, only) {
 				continue
 			}
+			if missing := b.missing(p.needs); missing != "" {
+				if round == 0 {
+					log.Printf("without %s: %s", p.name, missing)
+				}
+				continue
+			}
 			s, err := b.measure(ctx, p.start, d)
 			if err != nil {
-				return fmt.Errorf("%s: %w", p.name, err)
+				return nil, fmt.Errorf("%s: %w", p.name, err)
 			}
 			s.Peer, s.Round = p.name, round
 			all = append(all, s)
 			log.Printf("round %d/%d  %-24s %s", round+1, rounds, p.name, s)
 		}
 	}
-	return report(all, describe(mtu, rounds, d), out)
+	return all, nil
+}
+
+// missing says why a peer cannot be measured; empty when it can.
+func (b *bench) missing(program string) string {
+	switch {
+	case program == "":
+	case program == tailscale:
+		if _, err := os.Stat(b.tailscale); err != nil {
+			return "benchmarks/tailscale is not built"
+		}
+	default:
+		if _, err := exec.LookPath(program); err != nil {
+			return err.Error()
+		}
+	}
+	return ""
 }
 
 func wanted(name, only string) bool {
 	return only == "" || slices.ContainsFunc(strings.Split(only, ","), func(w string) bool { return strings.Contains(name, w) })
 }
 
-func newBench(ctx context.Context, mtu int, binary string) (*bench, error) {
+func newBench(ctx context.Context, mtu int, binary, fork string) (*bench, error) {
 	self, err := os.Executable()
 	if err != nil {
 		return nil, err
@@ -177,7 +222,7 @@ func newBench(ctx context.Context, mtu int, binary string) (*bench, error) {
 	if err != nil {
 		return nil, err
 	}
-	b := &bench{lab: l, self: self, binary: binary, mtu: mtu}
+	b := &bench{lab: l, self: self, binary: binary, tailscale: fork, mtu: mtu}
 	for i, c := range l.Clusters {
 		b.nodes[i] = &node{
 			cluster: c, host: c.Nodes[0].Host, pod: c.Pods[0], underlay: c.Nodes[0].Addr, cidr: c.PodCIDR,
@@ -187,7 +232,7 @@ func newBench(ctx context.Context, mtu int, binary string) (*bench, error) {
 	return b, nil
 }
 
-// startListeners puts sink and echo into pod B for the whole run.
+// startListeners puts sinks into both pods and an echo into pod B, for the whole run.
 func (b *bench) startListeners(ctx context.Context) (func(), error) {
 	var procs []*os.Process
 	stop := func() {
@@ -196,8 +241,11 @@ func (b *bench) startListeners(ctx context.Context) (func(), error) {
 			_, _ = p.Wait()
 		}
 	}
-	for _, what := range []string{"sink", "echo"} {
-		p, err := b.spawn(ctx, b.nodes[1].pod.Host, nil, "load", what)
+	for _, l := range []struct {
+		node int
+		what string
+	}{{0, "sink"}, {1, "sink"}, {1, "echo"}} {
+		p, err := b.spawn(ctx, b.nodes[l.node].pod.Host, nil, b.self, "load", l.what)
 		if err != nil {
 			stop()
 			return nil, err
@@ -207,9 +255,9 @@ func (b *bench) startListeners(ctx context.Context) (func(), error) {
 	return stop, nil
 }
 
-// spawn starts this program again inside h and waits until it says ready.
+// spawn starts a program inside h and waits until it says ready.
 func (b *bench) spawn(ctx context.Context, h *lab.Host, env []string, args ...string) (*os.Process, error) {
-	cmd := h.Command(ctx, b.self, args...)
+	cmd := h.Command(ctx, args[0], args[1:]...)
 	cmd.Env = append(os.Environ(), env...)
 	cmd.Stderr = os.Stderr
 	out, err := cmd.StdoutPipe()
@@ -238,14 +286,32 @@ func (b *bench) run(ctx context.Context, h *lab.Host, stdin, name string, args .
 
 // measureLoad runs one load process in pod A and adds up what the gateways used.
 func (b *bench) measureLoad(ctx context.Context, r *running, args ...string) (loadResult, float64, error) {
-	var res loadResult
 	before := cpuSeconds(r.gateways)
-	out, err := b.nodes[0].pod.Command(ctx, b.self, append([]string{"load"}, args...)...).Output()
+	res, err := b.load(ctx, 0, args...)
+	return res, cpuSeconds(r.gateways) - before, err
+}
+
+// load runs one load process in the pod of a node.
+func (b *bench) load(ctx context.Context, node int, args ...string) (res loadResult, err error) {
+	out, err := b.nodes[node].pod.Command(ctx, b.self, append([]string{"load"}, args...)...).Output()
 	if err != nil {
-		return res, 0, err
+		return res, err
 	}
+	return res, json.Unmarshal(out, &res)
+}
+
+// bothWays runs one TCP stream in each direction at once.
+func (b *bench) bothWays(ctx context.Context, r *running, ms string) (loadResult, float64, error) {
+	before := cpuSeconds(r.gateways)
+	var res [2]loadResult
+	var errs [2]error
+	var wg sync.WaitGroup
+	for i, to := range []netip.Addr{r.target, r.back} {
+		wg.Go(func() { res[i], errs[i] = b.load(ctx, i, "tcp", to.String(), "1", ms) })
+	}
+	wg.Wait()
 	used := cpuSeconds(r.gateways) - before
-	return res, used, json.Unmarshal(out, &res)
+	return loadResult{Bytes: res[0].Bytes + res[1].Bytes, Seconds: max(res[0].Seconds, res[1].Seconds)}, used, errors.Join(errs[:]...)
 }
 
 // A sample is one peer in one round.
@@ -254,22 +320,31 @@ type sample struct {
 	Round  int
 	TCP1   float64 // Gbit/s
 	TCP4   float64
-	CPU    float64 // CPU seconds of both gateways per Gbit, over both TCP loads
+	TCP2   float64 // one stream each way, together
+	CPU    float64 // CPU seconds of both gateways per Gbit, over all TCP loads
 	Flood  float64 // received 64 octet datagrams, thousands a second
 	FloodC float64 // CPU microseconds of both gateways per received datagram
 	Paced  float64 // the same with 20 000 datagrams a second
 	P50    float64 // round trip, microseconds
+	P90    float64
 	P99    float64
+	P999   float64
 	RSS    float64 // largest peak memory of one gateway, MiB
 }
 
 func (s sample) String() string {
-	return fmt.Sprintf("TCP %.2f / %.2f Gbit/s, %.3f CPU s/Gbit, UDP %.0f kpps, %.1f us/pkt paced, RTT %.0f / %.0f us, %.0f MiB",
-		s.TCP1, s.TCP4, s.CPU, s.Flood, s.Paced, s.P50, s.P99, s.RSS)
+	return fmt.Sprintf("TCP %.2f / %.2f / %.2f Gbit/s, %.3f CPU s/Gbit, UDP %.0f kpps, %.1f us/pkt paced, RTT %.0f / %.0f us, %.0f MiB",
+		s.TCP1, s.TCP4, s.TCP2, s.CPU, s.Flood, s.Paced, s.P50, s.P99, s.RSS)
 }
 
 func (b *bench) measure(ctx context.Context, up start, d time.Duration) (s sample, err error) {
 	r, err := up(ctx, b)
+	if r != nil && !r.back.IsValid() {
+		r.back = b.nodes[0].pod.Addr
+		if r.target != b.nodes[1].pod.Addr {
+			r.back = b.nodes[0].seenPod()
+		}
+	}
 	defer func() { err = errors.Join(err, b.stop(r)) }()
 	if err != nil {
 		return s, err
@@ -284,10 +359,14 @@ func (b *bench) measure(ctx context.Context, up start, d time.Duration) (s sampl
 	}
 	var bits, cpu float64
 	for _, l := range []struct {
-		streams string
-		into    *float64
-	}{{"1", &s.TCP1}, {"4", &s.TCP4}} {
-		res, used, err := b.measureLoad(ctx, r, "tcp", to, l.streams, ms)
+		into *float64
+		run  func() (loadResult, float64, error)
+	}{
+		{&s.TCP1, func() (loadResult, float64, error) { return b.measureLoad(ctx, r, "tcp", to, "1", ms) }},
+		{&s.TCP4, func() (loadResult, float64, error) { return b.measureLoad(ctx, r, "tcp", to, "4", ms) }},
+		{&s.TCP2, func() (loadResult, float64, error) { return b.bothWays(ctx, r, ms) }},
+	} {
+		res, used, err := l.run()
 		if err != nil {
 			return s, err
 		}
@@ -300,7 +379,7 @@ func (b *bench) measure(ctx context.Context, up start, d time.Duration) (s sampl
 	if err != nil {
 		return s, err
 	}
-	s.P50, s.P99 = res.P50, res.P99
+	s.P50, s.P90, s.P99, s.P999 = res.P50, res.P90, res.P99, res.P999
 	if res, cpu, err = b.measureLoad(ctx, r, "udp", to, "64", ms, "20000"); err != nil {
 		return s, err
 	}
@@ -345,7 +424,10 @@ func (b *bench) stop(r *running) error {
 
 // route sends a prefix to a device of the node's namespace; it goes with the
 // device.
-func (n *node) route(to netip.Prefix, dev string) error {
+func (n *node) route(to netip.Prefix, dev string) error { return n.routeVia(to, dev, netip.Addr{}) }
+
+// routeVia is route by a next hop, unless that is the zero Addr.
+func (n *node) routeVia(to netip.Prefix, dev string, via netip.Addr) error {
 	return n.host.Do(func() error {
 		link, err := netlink.LinkByName(dev)
 		if err != nil {
@@ -354,7 +436,11 @@ func (n *node) route(to netip.Prefix, dev string) error {
 		if err := netlink.LinkSetUp(link); err != nil {
 			return err
 		}
-		return netlink.RouteReplace(&netlink.Route{LinkIndex: link.Attrs().Index, Dst: ipNet(to), Scope: netlink.SCOPE_LINK})
+		r := netlink.Route{LinkIndex: link.Attrs().Index, Dst: ipNet(to), Scope: netlink.SCOPE_LINK}
+		if via.IsValid() {
+			r.Gw, r.Scope = via.AsSlice(), netlink.SCOPE_UNIVERSE
+		}
+		return netlink.RouteReplace(&r)
 	})
 }
 

@@ -17,19 +17,27 @@ import (
 	"golang.zx2c4.com/wireguard/tun"
 )
 
-// wireguardGo is the unmodified wireguard-go of our go.mod, its own TUN and
-// its own sockets, as a process in the host namespace of each node. With
-// netmap the node's kernel translates the prefixes by nftables and conntrack,
-// which is what Liqo does when it falls back to userspace WireGuard; without,
-// nothing is translated. env is added to the process's environment.
-func wireguardGo(netmap bool, env ...string) start {
+// wgOptions say which wireguard-go it is.
+type wgOptions struct {
+	netmap bool     // the node's kernel translates the prefixes by nftables and conntrack, as with Liqo; else nothing does
+	fork   bool     // Tailscale's, of ../tailscale
+	env    []string // added to the process's environment
+}
+
+// wireguardGo is the unmodified wireguard-go of our go.mod, or Tailscale's fork,
+// with its own TUN and its own sockets, as a process in the host namespace of each node.
+func wireguardGo(o wgOptions) start {
 	return func(ctx context.Context, b *bench) (*running, error) {
+		program := []string{b.self, "wireguard-go"}
+		if o.fork {
+			program = []string{b.tailscale}
+		}
 		keys := [2][32]byte{newKey(), newKey()}
 		var r running
 		for i := range b.nodes {
 			own, other := b.nodes[i], b.nodes[1-i]
 			remote, ownSeen := other.cidr, own.cidr
-			if netmap {
+			if o.netmap {
 				remote, ownSeen = other.seen, own.seen
 			}
 			pub, err := curve25519.X25519(keys[1-i][:], curve25519.Basepoint)
@@ -38,7 +46,7 @@ func wireguardGo(netmap bool, env ...string) start {
 			}
 			uapi := fmt.Sprintf("private_key=%s\nlisten_port=%d\npublic_key=%s\nendpoint=%s\nallowed_ip=%s\npersistent_keepalive_interval=1\n",
 				hex.EncodeToString(keys[i][:]), wgPort, hex.EncodeToString(pub), netip.AddrPortFrom(other.underlay, wgPort), remote)
-			gw, err := b.spawn(ctx, own.host, env, "wireguard-go", uapi, fmt.Sprint(b.tunnelMTU()))
+			gw, err := b.spawn(ctx, own.host, o.env, append(program, uapi, fmt.Sprint(b.tunnelMTU()))...)
 			if err != nil {
 				return &r, err
 			}
@@ -46,7 +54,7 @@ func wireguardGo(netmap bool, env ...string) start {
 			if err := own.route(remote, "wg0"); err != nil {
 				return &r, err
 			}
-			if netmap {
+			if o.netmap {
 				rules := prefixNAT("wg0", own.cidr, ownSeen, remote)
 				if err := b.run(ctx, own.host, rules, "nft", "-f", "-"); err != nil {
 					return &r, err
@@ -57,7 +65,7 @@ func wireguardGo(netmap bool, env ...string) start {
 			}
 		}
 		r.target = b.nodes[1].pod.Addr
-		if netmap {
+		if o.netmap {
 			r.target = b.nodes[1].seenPod()
 		}
 		return &r, nil

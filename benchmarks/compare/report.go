@@ -14,23 +14,27 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A column of the table: one figure of a sample.
-type column struct {
+// A figure of a sample is a row of the table.
+type figure struct {
 	name   string
 	format string
+	more   bool // is better
 	of     func(sample) float64
 }
 
-var columns = []column{
-	{"TCP 1 stream, Gbit/s", "%.2f", func(s sample) float64 { return s.TCP1 }},
-	{"TCP 4 streams, Gbit/s", "%.2f", func(s sample) float64 { return s.TCP4 }},
-	{"gateway CPU, s/Gbit", "%.3f", func(s sample) float64 { return s.CPU }},
-	{"UDP 64 B flooded, kpps", "%.0f", func(s sample) float64 { return s.Flood }},
-	{"gateway CPU flooded, us/packet", "%.1f", func(s sample) float64 { return s.FloodC }},
-	{"gateway CPU at 20 kpps, us/packet", "%.1f", func(s sample) float64 { return s.Paced }},
-	{"RTT p50, us", "%.0f", func(s sample) float64 { return s.P50 }},
-	{"RTT p99, us", "%.0f", func(s sample) float64 { return s.P99 }},
-	{"peak memory, MiB", "%.0f", func(s sample) float64 { return s.RSS }},
+var figures = []figure{
+	{"TCP 1 stream, Gbit/s", "%.2f", true, func(s sample) float64 { return s.TCP1 }},
+	{"TCP 4 streams, Gbit/s", "%.2f", true, func(s sample) float64 { return s.TCP4 }},
+	{"TCP both ways, Gbit/s", "%.2f", true, func(s sample) float64 { return s.TCP2 }},
+	{"gateway CPU, s/Gbit", "%.3f", false, func(s sample) float64 { return s.CPU }},
+	{"UDP 64 B flooded, kpps", "%.0f", true, func(s sample) float64 { return s.Flood }},
+	{"gateway CPU flooded, us/packet", "%.1f", false, func(s sample) float64 { return s.FloodC }},
+	{"gateway CPU at 20 kpps, us/packet", "%.1f", false, func(s sample) float64 { return s.Paced }},
+	{"RTT p50, us", "%.0f", false, func(s sample) float64 { return s.P50 }},
+	{"RTT p90, us", "%.0f", false, func(s sample) float64 { return s.P90 }},
+	{"RTT p99, us", "%.0f", false, func(s sample) float64 { return s.P99 }},
+	{"RTT p99.9, us", "%.0f", false, func(s sample) float64 { return s.P999 }},
+	{"peak memory, MiB", "%.0f", false, func(s sample) float64 { return s.RSS }},
 }
 
 // describe says where and how it was measured, so that a figure can be read
@@ -53,9 +57,15 @@ func describe(mtu, rounds int, d time.Duration) string {
 		time.Now().UTC().Format("2006-01-02"), mtu, rounds, d)
 }
 
-// report prints the table and, with a folder, writes it there beside all
-// samples.
-func report(all []sample, where, out string) error {
+// A recording is what is kept of a run.
+type recording struct {
+	Where   string   `json:"where"`
+	Samples []sample `json:"samples"`
+}
+
+// report prints the table and, with a folder, writes it there beside a plot and
+// all samples. The names say so when the MTU of the underlay is unusual.
+func report(all []sample, where string, mtu int, out string) error {
 	var names []string
 	for _, p := range peers {
 		if slices.ContainsFunc(all, func(s sample) bool { return s.Peer == p.name }) {
@@ -68,20 +78,17 @@ func report(all []sample, where, out string) error {
 		fmt.Fprintf(&t, " %s |", n)
 	}
 	t.WriteString("\n|---|" + strings.Repeat("---|", len(names)) + "\n")
-	for _, c := range columns {
-		fmt.Fprintf(&t, "| %s |", c.name)
+	for _, f := range figures {
+		fmt.Fprintf(&t, "| %s |", f.name)
 		for _, n := range names {
-			v := valuesOf(all, n, c)
+			v := valuesOf(all, n, f)
 			if slices.Max(v) == 0 {
 				t.WriteString(" - |")
 				continue
 			}
-			fmt.Fprintf(&t, " "+c.format+" ["+c.format+" - "+c.format+"]", median(v), slices.Min(v), slices.Max(v))
-			if base := valuesOf(all, baseline, c); n != baseline && len(base) == len(v) && slices.Min(base) > 0 {
-				for i := range v {
-					v[i] /= base[i]
-				}
-				fmt.Fprintf(&t, "<br>**%.2fx** [%.2f - %.2f]", median(v), slices.Min(v), slices.Max(v))
+			fmt.Fprintf(&t, " "+f.format+" ["+f.format+" - "+f.format+"]", median(v), slices.Min(v), slices.Max(v))
+			if r := ratios(all, n, f); n != baseline && r != nil {
+				fmt.Fprintf(&t, "<br>**%.2fx** [%.2f - %.2f]", median(r), slices.Min(r), slices.Max(r))
 			}
 			t.WriteString(" |")
 		}
@@ -91,22 +98,41 @@ func report(all []sample, where, out string) error {
 	if out == "" {
 		return nil
 	}
-	samples, err := json.MarshalIndent(map[string]any{"where": where, "samples": all}, "", " ")
+	samples, err := json.MarshalIndent(recording{where, all}, "", " ")
 	if err != nil {
 		return err
 	}
-	if err := os.WriteFile(filepath.Join(out, "compare.json"), append(samples, '\n'), 0o644); err != nil {
-		return err
+	name := "compare"
+	if mtu != 1500 {
+		name = fmt.Sprintf("compare-mtu%d", mtu)
 	}
-	return os.WriteFile(filepath.Join(out, "compare.md"), []byte(t.String()), 0o644)
+	for suffix, content := range map[string][]byte{".md": []byte(t.String()), ".svg": plot(all, names, where), ".json": append(samples, '\n')} {
+		if err := os.WriteFile(filepath.Join(out, name+suffix), content, 0o644); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// ratios are those of a peer's figure to the baseline's, round by round; nil when
+// there is nothing to divide by.
+func ratios(all []sample, peer string, f figure) []float64 {
+	v, base := valuesOf(all, peer, f), valuesOf(all, baseline, f)
+	if len(v) == 0 || len(base) != len(v) || slices.Min(base) <= 0 {
+		return nil
+	}
+	for i := range v {
+		v[i] /= base[i]
+	}
+	return v
 }
 
 // valuesOf are the figures of one peer in the order of the rounds.
-func valuesOf(all []sample, peer string, c column) []float64 {
+func valuesOf(all []sample, peer string, f figure) []float64 {
 	var v []float64
 	for _, s := range all {
 		if s.Peer == peer {
-			v = append(v, c.of(s))
+			v = append(v, f.of(s))
 		}
 	}
 	return v

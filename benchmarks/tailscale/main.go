@@ -1,0 +1,54 @@
+// Command tailscale runs Tailscale's fork of wireguard-go as a peer of the comparison in ../compare, in a module of its
+// own so that its dependencies never meet ours. It is called with the text for IpcSet and the MTU, makes the TUN wg0 and
+// prints "ready".
+package main
+
+import (
+	"fmt"
+	"log"
+	"os"
+	"os/signal"
+	"strconv"
+	"syscall"
+
+	"github.com/tailscale/wireguard-go/conn"
+	"github.com/tailscale/wireguard-go/device"
+	"github.com/tailscale/wireguard-go/tun"
+)
+
+func main() {
+	log.SetFlags(0)
+	if len(os.Args) != 3 {
+		log.Fatal("want the text for IpcSet and the MTU")
+	}
+	mtu, err := strconv.Atoi(os.Args[2])
+	if err != nil {
+		log.Fatal(err)
+	}
+	if err := run(os.Args[1], mtu); err != nil {
+		log.Fatal(err)
+	}
+}
+
+func run(uapi string, mtu int) error {
+	t, err := tun.CreateTUN("wg0", mtu)
+	if err != nil {
+		return err
+	}
+	d := device.NewDevice(t, conn.NewDefaultBind(), device.NewLogger(device.LogLevelError, ""))
+	defer d.Close()
+	if err := d.IpcSet(uapi); err != nil {
+		return err
+	}
+	if err := d.Up(); err != nil {
+		return err
+	}
+	fmt.Println("ready")
+	stop := make(chan os.Signal, 1)
+	signal.Notify(stop, syscall.SIGTERM, os.Interrupt)
+	select {
+	case <-stop:
+	case <-d.Wait():
+	}
+	return nil
+}
