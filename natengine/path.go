@@ -10,8 +10,8 @@ import (
 // ours becomes what the peer knows it by. The packet is untouched when it is discarded. now comes from a monotonic clock,
 // read once per batch.
 //
-// What stands here is the common case, a pod that is mapped 1:1 over IPv4; everything else goes to outbound, which would
-// do the same.
+// What stands here is the common case, a pod that is mapped 1:1 over IPv4, and that over IPv6 is outbound6; everything
+// else goes to outbound, which would do the same.
 func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {

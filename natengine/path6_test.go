@@ -67,3 +67,27 @@ func BenchmarkPrefixMap6(b *testing.B) {
 		}
 	}
 }
+
+// BenchmarkNAPTHit6 is a packet of a known flow over IPv6, of few flows, so that nothing waits for memory.
+func BenchmarkNAPTHit6(b *testing.B) {
+	e := benchEngine(b, Config{}, benchPeers6(1))
+	there := packettest.Build(packettest.IP{Src: ip("fd01::1"), Dst: ip("fd00:10::9")}, packettest.UDP{SrcPort: 4000, DstPort: 53})
+	back := packettest.Build(packettest.IP{Src: ip("fd00:10::9"), Dst: ip("fd00:10:246::")}, packettest.UDP{SrcPort: 53, DstPort: 4000})
+	var v packet.View
+	for dir, pkt := range [directions][]byte{there, back} {
+		parse(b, &v, pkt)
+		src, dst := v.Src(), v.Dst()
+		b.Run(Direction(dir).String(), func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				if Direction(dir) == Outbound {
+					v.SetSrc(src)
+					e.Outbound(&v, 0)
+				} else {
+					v.SetDst(dst)
+					e.Inbound(&v, 0)
+				}
+			}
+		})
+	}
+}

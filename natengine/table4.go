@@ -3,8 +3,8 @@ package natengine
 import "net/netip"
 
 // table4 finds the remote prefix of an IPv4 address in one to three loads: 16 bits, then 8 and 8 for prefixes longer than
-// /16 and /24. bart would do, and does for IPv6 and at compile time; this saves a third of a whole Outbound. There is no
-// longest match to look for, as remote prefixes never overlap.
+// /16 and /24. bart would do, and does at compile time; this saves a third of a whole Outbound. There is no longest match
+// to look for, as remote prefixes never overlap.
 type table4 struct {
 	root    [1 << 16]uint16 // number in remotes, 0 for none; or deeper | number in nodes
 	nodes   [][256]uint16
