@@ -17,12 +17,13 @@
 //
 // # The path of a packet
 //
-// Outbound finds the peer by the destination, Inbound by the source, both by longest prefix. A pod that is mapped 1:1
-// over IPv4 is done then, without state. The general path goes on with ICMP errors (by the packet they quote), flows,
+// Outbound finds the peer by the destination, Inbound by the source, both by prefix. A pod that is mapped 1:1
+// is done then, without state. The general path goes on with ICMP errors (by the packet they quote), flows,
 // mapped endpoints and NAPT. What no rule permits is dropped and counted under one of the reasons in verdict.go; a peer
 // reaches our pods as it sees them and mapped endpoints, nothing else. A packet is never forwarded half rewritten, and
 // one that is discarded is untouched. The engine does not look at TTL, DSCP, ECN, IP options or the IP identification:
-// the TTL is counted down by the kernels on either side of the gateway.
+// the TTL is counted down by the kernels on either side of the gateway. Nor does it compare sizes: whoever sends a packet on
+// does, and asks TooBig for the error when it exceeds the peer's MTU.
 //
 // Rules are an immutable table behind an atomic pointer. Flows live in a table per peer, which survives a change of
 // rules; a lookup takes no lock, a new flow takes the mutex of its peer. Neither a hit nor an insert allocates, apart from
@@ -42,8 +43,11 @@
 //	datagrams with fragments under way  256                   oldest gives way, fragment_store_full for what it held
 //	octets of held fragments            1 MiB                 the same
 //	  (both per peer and direction)
+//	  of which one source               a quarter of both     its own oldest gives way, in the same way
 //	held fragments of one datagram      64                    fragment_store_full
 //	time a fragment is held             5 s, 2-30 s           fragment_timeout
+//	ICMP errors of our own, per peer    1,000 a second, 100   the sender is not told; counted
+//	                                    at once
 //
 // A flow is half-open until packets were seen both ways (TCP: with ACK), and a TCP flow again after a RST or two FINs. An
 // established flow is never evicted. Queues of the half-open flows of each peer and of each host, oldest first, make an

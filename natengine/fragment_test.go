@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"math/rand/v2"
 	"net/netip"
+	"sync"
+	"sync/atomic"
 	"testing"
 
 	"github.com/isthmus-net/isthmus/packet"
@@ -411,6 +413,65 @@ func TestFragmentFloodOfOneHostLeavesTheOthersTheirs(t *testing.T) {
 		reassembled(t, append(left, more...))
 		if s := e.Stats().Peers[0]; s.FragmentSets > defaultMaxFragmentSets/hostShare || s.FragmentBytes > defaultMaxFragmentBytes/hostShare {
 			t.Errorf("one host has %d datagrams, %d octets", s.FragmentSets, s.FragmentBytes)
+		}
+	}
+}
+
+// Whatever goes on at once, each fragment is forwarded or counted once, and nothing is left over.
+func TestFragmentsOfManyGoroutinesDuringRuleChanges(t *testing.T) {
+	e := newEngine(t, Config{MaxFragmentSets: 16, MaxFragmentBytes: 30_000, MaxFragmentsPerSet: 4}, peer46())
+	changed := peer46()
+	changed.Endpoints = changed.Endpoints[:1]
+	const workers, rounds = 4, 400
+	var sent, forwarded atomic.Int64
+	var wg sync.WaitGroup
+	for n := range workers {
+		wg.Go(func() {
+			rng := rand.New(rand.NewPCG(9, uint64(n)))
+			var v packet.View
+			for range rounds {
+				dir, src, dst := Outbound, "192.168.1.1:4000", "10.71.0.5:53"
+				if rng.IntN(2) == 0 {
+					dir, src, dst = Inbound, "10.71.0.5:4000", "10.247.0.9:80"
+				}
+				_, fragments := datagram(src, dst, uint32(rng.IntN(30)))
+				for _, i := range rng.Perm(3) {
+					parse(t, &v, fragments[i])
+					judge := e.Outbound
+					if dir == Inbound {
+						judge = e.Inbound
+					}
+					sent.Add(1)
+					if verdict := judge(&v, 0); verdict.Action == Forward {
+						forwarded.Add(1 + int64(len(verdict.Released())))
+					}
+				}
+			}
+		})
+	}
+	for n := range 100 {
+		if err := e.SetPeers([]Peer{[]Peer{peer46(), changed}[n%2]}); err != nil {
+			t.Error(err)
+		}
+		e.Sweep(0)
+	}
+	wg.Wait()
+	e.Sweep(duration(int32(at(60))))
+	lost := int64(0)
+	p := e.Peers()[0]
+	for _, d := range Drops() {
+		lost += int64(p.Drops(Outbound, d) + p.Drops(Inbound, d))
+	}
+	if sent.Load() != forwarded.Load()+lost {
+		t.Errorf("%d sent, %d forwarded, %d counted", sent.Load(), forwarded.Load(), lost)
+	}
+	if s := e.Stats().Peers[0]; s.FragmentSets != 0 || s.FragmentBytes != 0 {
+		t.Errorf("left over: %+v", s)
+	}
+	for dir := range p.fragments {
+		s := &p.fragments[dir]
+		if len(s.hosts) != 0 || s.all != (fragmentList{}) || len(s.idleSets) > 16 || len(s.idleHosts) > 16 {
+			t.Errorf("%d hosts, %d and %d idle entries", len(s.hosts), len(s.idleSets), len(s.idleHosts))
 		}
 	}
 }
