@@ -16,7 +16,7 @@ import (
 )
 
 func newGatewayCommand() *cobra.Command {
-	var dir, level, transport string
+	var dir, level, transport, profiles string
 	kube := kubeGateway{port: file.DefaultListenPort}
 	cmd := &cobra.Command{
 		Use:   "gateway",
@@ -57,16 +57,25 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 			} else if name := firstChanged(cmd, kubeGatewayFlags()); name != "" {
 				return usage("--%s is for a gateway without --config; with it, gateway.yaml says that", name)
 			}
+			if err := checkProfileAddress(profiles); err != nil {
+				return err
+			}
 			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
 			defer stop()
 			context.AfterFunc(ctx, stop) // a second signal ends at once
 			shareProcessors()
+			stopProfiles, err := serveProfiles(profiles, log)
+			if err != nil {
+				return err
+			}
+			defer stopProfiles()
 			return serve(ctx)
 		},
 	}
 	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration, instead of a cluster")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	cmd.Flags().StringVar(&transport, "transport", string(gateway.TransportDevice), "how packets of established sessions travel: device (through wireguard-go's queues) or inline")
+	cmd.Flags().StringVar(&profiles, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
 	kube.addFlags(cmd.Flags())
 	return cmd
 }

@@ -134,6 +134,8 @@ func TestWhatCannotBeReachedOrIsUsedWronglyExitsWithTwo(t *testing.T) {
 		{[]string{"trace", "10.0.0.1", "10.0.0.2", "--config", dir}, "no object of kind Gateway"},
 		{[]string{"gateway"}, "want --config DIR"},
 		{[]string{"gateway", "--config", dir, "--log-level", "loud"}, "want debug, info, warn or error"},
+		{[]string{"gateway", "--config", dir, "--transport", "pigeon"}, `--transport: "pigeon"; want device or inline`},
+		{[]string{"gateway", "--config", dir, "--pprof-address", ":6060"}, "want a loopback address"},
 		{[]string{"pubkey"}, "the key read"},
 	} {
 		out, errs, code := isthmus("", tc.args...)

@@ -129,12 +129,7 @@ func (f *managerFlags) complete() (level slog.Level, err error) {
 			return level, usage("--%s %q: want an address and a port such as 127.0.0.1:5876, or only :5876", a.flag, a.address)
 		}
 	}
-	if a := o.ProfileAddress; a != "" {
-		if at, err := netip.ParseAddrPort(a); err != nil || !at.Addr().IsLoopback() {
-			return level, usage("--pprof-address %q: want a loopback address and a port such as 127.0.0.1:6060, since a profile tells everything", a)
-		}
-	}
-	return level, nil
+	return level, checkProfileAddress(o.ProfileAddress)
 }
 
 func networks(flag string, texts []string) (all []netip.Prefix, err error) {
