@@ -91,7 +91,7 @@ const (
 
 	// Counted by the gateway around the engine.
 	DropVirtioHeader // virtio-net header contradicts its packet
-	DropTooBig       // larger than the tunnel MTU and not to be fragmented
+	DropTooBig       // larger than the MTU towards its peer and not to be fragmented; its sender is told, see TooBig
 	DropTUNWrite     // the kernel refused the packet
 	DropLocalQueue   // queue of the in-process endpoint is full
 	DropTunnelQueue  // queue towards the tunnel is full
@@ -123,7 +123,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropICMPError:         {"icmp_error", "the ICMP error quotes no packet of a known flow or rule"},
 	DropProtocol:          {"protocol", "this protocol has no ports and cannot be told apart behind the NAPT address"},
 	DropVirtioHeader:      {"virtio_header", "the virtio-net header contradicts its packet"},
-	DropTooBig:            {"too_big", "larger than the tunnel MTU"},
+	DropTooBig:            {"too_big", "larger than the MTU towards its peer, and not to be fragmented"},
 	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},
 	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full"},
 	DropTunnelQueue:       {"tunnel_queue", "the queue towards the tunnel is full"},
