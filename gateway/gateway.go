@@ -448,6 +448,9 @@ func (g *gateway) accept(c Config) error {
 		}
 		return errors.Join(errs...)
 	}
+	if err := checkMTU(c.MTU, gw.Peers); err != nil {
+		return err
+	}
 	g.resolver.set(gw.Peers)
 	mtu := g.mtusFor(c, gw.Peers)
 	if err := g.engine.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {

@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"cmp"
+	"fmt"
 	"maps"
 	"net/netip"
 	"slices"
@@ -111,6 +112,20 @@ func rulesFor(peers []fabric.GatewayPeer, m mtus) []natengine.Peer {
 		rules[i] = peers[i].Rules
 	}
 	return rules
+}
+
+// checkMTU says what is wrong with an MTU that is asked for, 0 for none: IPv6 has
+// no link below 1280 octets, and Linux takes it away from a device that has less.
+func checkMTU(mtu int, peers []fabric.GatewayPeer) error {
+	if mtu == 0 || mtu >= minAutoMTU6 {
+		return nil
+	}
+	for _, p := range peers {
+		if p.AllowedIPs[0].Addr().Is6() {
+			return fmt.Errorf("mtu: is %d; want at least %d, because the networks of cluster %s are IPv6 (%s)", mtu, minAutoMTU6, p.ID, p.Origin)
+		}
+	}
+	return nil
 }
 
 // mtusFor is what c says or, when it leaves it to us, what the kernel says about

@@ -5,6 +5,8 @@ import (
 	"maps"
 	"net/netip"
 	"testing"
+
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
 func TestMTUFitsTheWayToEachPeer(t *testing.T) {
@@ -60,6 +62,29 @@ func TestPaddedPacketsFitTheWay(t *testing.T) {
 					t.Fatalf("ways of %d and 1500: a packet of %d for %s takes %d", mtu, size, id, padded+overhead4)
 				}
 			}
+		}
+	}
+}
+
+func TestMTUBelowThatOfIPv6IsRefusedWhereThereIsIPv6(t *testing.T) {
+	peer := func(prefix string) []fabric.GatewayPeer {
+		p := netip.MustParsePrefix(prefix)
+		return []fabric.GatewayPeer{{ID: "b", AllowedIPs: [2]netip.Prefix{p, p}, Origin: fabric.Origin{Kind: "TunnelEndpoint", Name: "b"}}}
+	}
+	for _, tc := range []struct {
+		mtu    int
+		prefix string
+		want   string
+	}{
+		{0, "fd00::/48", ""}, {1280, "fd00::/48", ""}, {576, "10.0.0.0/8", ""},
+		{1279, "fd00::/48", "mtu: is 1279; want at least 1280, because the networks of cluster b are IPv6 (TunnelEndpoint b)"},
+	} {
+		got := ""
+		if err := checkMTU(tc.mtu, peer(tc.prefix)); err != nil {
+			got = err.Error()
+		}
+		if got != tc.want {
+			t.Errorf("%d, %s: %q, want %q", tc.mtu, tc.prefix, got, tc.want)
 		}
 	}
 }
