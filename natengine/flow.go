@@ -105,7 +105,7 @@ func (k *key) nearPort(dir Direction) uint16 { return uint16(k.word >> nearShift
 func (k *key) remotePort() uint16            { return uint16(k.word >> remoteShift) }
 
 // hashKeys make the hash of tuples unpredictable. Each table has its own; neither keys nor hashes leave the process.
-type hashKeys [5]uint64
+type hashKeys [6]uint64
 
 func newHashKeys() (keys hashKeys) {
 	for i := range keys {
@@ -120,7 +120,8 @@ func newHashKeys() (keys hashKeys) {
 func (keys *hashKeys) hash(nearHi, nearLo, remoteHi, remoteLo, word uint64) uint64 {
 	near := mix(nearHi^keys[0], nearLo^keys[1])
 	remote := mix(remoteHi^keys[2], remoteLo^keys[3])
-	return mix(near^word, remote^keys[4])
+	ports := mix(word^keys[4], keys[5]) // ports in sequence need two rounds; this one runs beside the others
+	return mix(near^ports, remote)
 }
 
 func (k *key) hash(keys *hashKeys) uint64 {
