@@ -159,3 +159,61 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 		t.Errorf("MTU towards b is %d now", mtu)
 	}
 }
+
+// Over IPv6 inside it is the same by packet too big, and never less than 1280: on a way that leaves less, the outer packets
+// are fragmented.
+func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
+	needRoot(t)
+	wire := newWire(t)
+	a, b, c := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500), newSite(t, "c", 3, wire, 1500)
+	for i, s := range []*site{a, b, c} {
+		s.overIPv6(i + 1)
+	}
+	way := func(mtu int) {
+		a.must(a.nl.RouteReplace(&netlink.Route{Dst: &net.IPNet{IP: net.ParseIP(c.addr).To4(), Mask: net.CIDRMask(32, 32)},
+			LinkIndex: a.link("eth0").Attrs().Index, Scope: netlink.SCOPE_LINK, MTU: mtu}))
+	}
+	way(1400)
+	a.write("b.yaml", a.peering6(b, 246, 250, b.addr))
+	a.write("c.yaml", a.peering6(c, 248, 246, c.addr))
+	b.write("a.yaml", b.peering6(a, 250, 246, a.addr))
+	c.write("a.yaml", c.peering6(a, 246, 248, a.addr))
+	for _, s := range []*site{a, b, c} {
+		s.start()
+	}
+	a.pod.ping("fd00:246::10")
+	a.pod.ping("fd00:248::10")
+	pass := func(p *pinger, size int) {
+		t.Helper()
+		if err := p.send(size, size-48); err != nil {
+			t.Errorf("%v: %d octets: %v", p.dst, size, err)
+		} else if _, err := p.receive(time.Now().Add(2 * time.Second)); err != nil {
+			t.Errorf("%v: %d octets: %v", p.dst, size, err)
+		}
+	}
+	learn := func(s *space, p *pinger, size, mtu int) {
+		t.Helper()
+		a.within(5*time.Second, "not told", func() error {
+			if err := p.send(size, size-48); err != nil {
+				return err
+			}
+			time.Sleep(20 * time.Millisecond)
+			routes, err := s.nl.RouteGet(p.dst)
+			if err != nil || routes[0].MTU != mtu {
+				return fmt.Errorf("%v, %v, want MTU %d", routes, err, mtu)
+			}
+			return nil
+		})
+	}
+	pass(a.pod.pinger("fd00:246::10"), 1440)
+	toC := a.pod.pinger("fd00:248::10")
+	pass(toC, 1328)
+	learn(a.pod, toC, 1329, 1328)
+	pass(toC, 1400) // as fragments, of the pod
+	node := a.pinger("fd00:248::10")
+	learn(a.space, node, 1329, 1328)
+
+	way(1300)
+	learn(a.pod, toC, 1328, 1280)
+	pass(toC, 1280)
+}
