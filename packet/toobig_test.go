@@ -3,6 +3,7 @@ package packet_test
 import (
 	"bytes"
 	"encoding/hex"
+	"errors"
 	"slices"
 	"testing"
 
@@ -222,4 +223,53 @@ func TestTooBigDoesNotAllocate(t *testing.T) {
 	if n := testing.AllocsPerRun(100, func() { v.TooBig(dst, 1300) }); n != 0 {
 		t.Errorf("%v allocations", n)
 	}
+}
+
+// FuzzTooBig: whatever parses can be split or answered, and what comes out parses, fits, and is right under the reference.
+func FuzzTooBig(f *testing.F) {
+	rng := newRand(24)
+	for range 40 {
+		f.Add(packettest.Build(randIP(rng, rng.IntN(2) == 0), randBody(rng)), uint16(rng.IntN(200)), uint16(rng.Uint32()))
+	}
+	f.Add(packettest.Fragments(packettest.Build(ip4(), packettest.UDP{Data: make([]byte, 300)}), 96, 0)[1], uint16(68), uint16(1))
+	f.Fuzz(func(t *testing.T, b []byte, mtu, id uint16) {
+		var v packet.View
+		if v.Parse(b, packet.ChecksumComplete) != nil {
+			return
+		}
+		whole := slices.Clone(v.Bytes())
+		pieces := v.Split(int(mtu), id)
+		if (pieces == nil) != (v.DontFragment() || mtu < 68) {
+			t.Fatalf("DF %t, MTU %d: %d fragments", v.DontFragment(), mtu, len(pieces))
+		}
+		octets := 0
+		for _, p := range pieces {
+			var w packet.View
+			if err := w.Parse(p, packet.ChecksumComplete); err != nil && len(pieces) == 1 {
+				t.Fatal(err)
+			}
+			if len(p) > int(mtu) {
+				t.Fatalf("%d octets, MTU %d", len(p), mtu)
+			}
+			octets += len(p) - v.TransportOffset()
+		}
+		if pieces != nil && octets != len(whole)-v.TransportOffset() {
+			t.Fatalf("%d octets of data, %d in fragments", len(whole)-v.TransportOffset(), octets)
+		}
+		dst := make([]byte, packet.MaxTooBig)
+		if n := v.TooBig(dst, int(mtu)); n > 0 {
+			packettest.Check(t, dst[:n], packettest.ValidChecksums(), packettest.Src(v.Dst()), packettest.Dst(v.Src()))
+			var w packet.View
+			var q packet.Quote
+			if err := w.Parse(dst[:n], packet.ChecksumComplete); err != nil {
+				t.Fatal(err)
+			}
+			if err := w.Quote(&q); err != nil && !errors.Is(err, packet.ErrHeaderChecksum) { // the packet's own, wrong as it came
+				t.Fatal(err)
+			}
+		}
+		if !bytes.Equal(whole, v.Bytes()) {
+			t.Fatal("the packet changed")
+		}
+	})
 }
