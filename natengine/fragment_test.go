@@ -417,6 +417,27 @@ func TestFragmentFloodOfOneHostLeavesTheOthersTheirs(t *testing.T) {
 	}
 }
 
+func TestHeldOctetsOfOneHostLeaveRoomForOthers(t *testing.T) {
+	e := newEngine(t, Config{MaxFragmentBytes: 40_000}, peerB())
+	_, mine := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
+	sendAll(t, e, Outbound, mine, []int{1, 2}, 0)
+	for id := range uint32(50) { // within their share of datagrams
+		_, flood := datagram("192.168.6.6:4000", "10.71.0.5:53", id)
+		sendAll(t, e, Outbound, flood, []int{1}, 0)
+	}
+	if s := e.Stats().Peers[0]; s.FragmentBytes > 10_000+len(mine[1])+len(mine[2]) {
+		t.Errorf("%d octets held", s.FragmentBytes)
+	}
+	left, _ := sendAll(t, e, Outbound, mine, []int{0}, 0)
+	reassembled(t, left)
+	// A datagram that is larger than the share is held all the same, alone.
+	e = newEngine(t, Config{MaxFragmentBytes: 10_000}, peerB())
+	left, held := sendAll(t, e, Outbound, mine, []int{2, 1, 0}, 0)
+	if reassembled(t, left); held != 2 {
+		t.Errorf("%d held", held)
+	}
+}
+
 // Whatever goes on at once, each fragment is forwarded or counted once, and nothing is left over.
 func TestFragmentsOfManyGoroutinesDuringRuleChanges(t *testing.T) {
 	e := newEngine(t, Config{MaxFragmentSets: 16, MaxFragmentBytes: 30_000, MaxFragmentsPerSet: 4}, peer46())
@@ -530,7 +551,14 @@ func TestOldRuleDoesNotDecideAboutFragments(t *testing.T) {
 	if s := e.Stats().Peers[0]; s.FragmentSets != 0 {
 		t.Errorf("%+v", s)
 	}
-	left, _ := sendAll(t, e, Inbound, fragments, []int{1, 0, 2}, 0)
+	// A first fragment of before that is late: others of its datagram wait already, under the new rules.
+	send(t, e, Inbound, fragments[1], 0)
+	var v packet.View
+	parse(t, &v, fragments[0])
+	if held := old.peer.fragments[Inbound].decide(&v, old.rule, addrOf(ip("192.168.7.7")), DropNone); held != nil {
+		t.Error("an old decision was carried out")
+	}
+	left, _ := sendAll(t, e, Inbound, fragments, []int{0, 2}, 0)
 	if p := reassembled(t, left); p.Dst != ip("192.168.7.8") {
 		t.Error(p.Dst)
 	}
@@ -613,6 +641,16 @@ func TestTooManyFragmentsOfOneDatagram(t *testing.T) {
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	sendAll(t, e, Outbound, fragments, []int{1}, 0)
 	refused(t, e, Outbound, fragments[2], 0, DropFragmentStoreFull)
+}
+
+func TestTooManyGapsInOneDatagram(t *testing.T) {
+	e := newEngine(t, Config{MaxFragmentsPerSet: 3}, peerB())
+	for n := range 4 { // the first and three behind gaps
+		if _, v := send(t, e, Outbound, piece(false, n*160, 80, true), 0); v.Action != Forward {
+			t.Fatal(n, v.Action, v.Drop)
+		}
+	}
+	refused(t, e, Outbound, piece(false, 800, 80, true), 0, DropFragmentStoreFull)
 }
 
 func TestHeldFragmentIsACopy(t *testing.T) {
