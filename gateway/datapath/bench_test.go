@@ -1,6 +1,7 @@
 package datapath_test
 
 import (
+	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -152,8 +153,14 @@ func BenchmarkDeviceWrite(b *testing.B) {
 // BenchmarkGateways is the whole way from one cluster's link to the other's,
 // encryption on both sides included, the kernel and the hosts' TCP left out.
 func BenchmarkGateways(b *testing.B) {
+	for _, how := range []transport{viaDevice, viaInline} {
+		b.Run(strings.ReplaceAll(string(how), " ", "-"), func(b *testing.B) { benchmarkGateways(b, how) })
+	}
+}
+
+func benchmarkGateways(b *testing.B, how transport) {
 	network := &memlink.Network{}
-	from, to := startGateways(b, network, plans[0], datapath.Options{}, viaDevice)
+	from, to := startGateways(b, network, plans[0], datapath.Options{}, how)
 	var received atomic.Int64
 	arrived := make(chan struct{}, 1)
 	to.link.OnReceive(func(bufs [][]byte) error {
