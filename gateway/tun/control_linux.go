@@ -59,6 +59,19 @@ func (c *controlSocket) setMTU(mtu int) error {
 	return nil
 }
 
+// noMulticast takes multicast from the interface, because a router of IPv6 would
+// report its memberships on it, to nobody.
+func (c *controlSocket) noMulticast() error {
+	flags, err := c.ioctl(unix.SIOCGIFFLAGS, 0)
+	if err != nil {
+		return fmt.Errorf("SIOCGIFFLAGS: %w", err)
+	}
+	if _, err := c.ioctl(unix.SIOCSIFFLAGS, flags&^unix.IFF_MULTICAST); err != nil {
+		return fmt.Errorf("SIOCSIFFLAGS: %w", err)
+	}
+	return nil
+}
+
 func (c *controlSocket) close() error {
 	c.mu.Lock()
 	defer c.mu.Unlock()

@@ -94,7 +94,7 @@ var _ datapath.Link = (*Device)(nil)
 // Open makes the interface name (at most 15 octets; a "%d" in it is replaced by
 // the kernel) with the given MTU in octets in the network namespace of the
 // calling thread, where it and its control socket stay whatever thread is used
-// later. The interface goes away with Close. It is not brought up.
+// later. The interface goes away with Close. It is not brought up and has no multicast.
 func Open(name string, mtu int) (*Device, error) {
 	return OpenWith(name, mtu, Options{})
 }
@@ -137,7 +137,7 @@ func open(name string, mtu int, o Options) (*Device, error) {
 		unix.Close(fd)
 		return nil, err
 	}
-	if err := control.setMTU(mtu); err != nil {
+	if err := errors.Join(control.setMTU(mtu), control.noMulticast()); err != nil {
 		unix.Close(fd)
 		return nil, errors.Join(err, control.close())
 	}
