@@ -90,10 +90,11 @@ func (q *Quote) parse6() error {
 	q.proto = p[6]
 	for n := 0; isExtension(q.proto); n++ {
 		e := q.b[q.transport:q.end]
-		if n == maxExtensions || len(e) < 8 || extensionLen(q.proto, e) > len(e) {
+		size, ok := wholeExtension(q.proto, e)
+		if n == maxExtensions || !ok {
 			return nil // cut within the chain: addresses only
 		}
-		q.transport += extensionLen(q.proto, e)
+		q.transport += size
 		if q.proto == fragmentHeader && be.Uint16(e[2:4])&0xfff8 != 0 {
 			q.later = true
 			q.proto = e[0]

@@ -147,6 +147,15 @@ func extensionLen(kind uint8, e []byte) int {
 	return (int(e[1]) + 1) * 8
 }
 
+// wholeExtension is the length of the extension header at the start of e; false when it is not all there.
+func wholeExtension(kind uint8, e []byte) (size int, ok bool) {
+	if len(e) < 8 {
+		return 0, false
+	}
+	size = extensionLen(kind, e)
+	return size, size <= len(e) && (kind != authentication || size >= authenticationLen)
+}
+
 // extensions walks the extension headers and leaves v.proto and v.transport at the upper-layer header, or at the data of a
 // later fragment. Proto of a later fragment is what the fragment header says, which need not be the upper layer: reassembly
 // goes by source, destination and identification alone (RFC 8200, section 4.5).
@@ -162,15 +171,9 @@ func (v *View) extensions() Error {
 		if n == maxExtensions || v.proto == hopByHop && n > 0 {
 			return ErrExtensionHeader
 		}
-		if len(e) < 8 {
+		size, ok := wholeExtension(v.proto, e)
+		if !ok {
 			return short
-		}
-		size := extensionLen(v.proto, e)
-		if size > len(e) {
-			return short
-		}
-		if v.proto == authentication && size < authenticationLen {
-			return ErrExtensionHeader
 		}
 		at += size
 		v.transport = uint16(at)
