@@ -142,6 +142,29 @@ func TestAtomicFragmentIsAWholePacket(t *testing.T) {
 	}
 }
 
+func TestFragmentLenCountsFromTheFragmentHeader(t *testing.T) {
+	for _, h := range []packettest.IP{ip4(), ip6()} {
+		h.Options = []byte{1, 1, 1, 1}
+		if h.Src.Is6() {
+			h.Extensions = []packettest.Extension{{Kind: 0, Data: []byte{1, 12, 13: 0}}, {Kind: 60}}
+		}
+		b := packettest.Build(h, packettest.UDP{Data: make([]byte, 92)})
+		if n := parse(t, b, packet.ChecksumComplete).FragmentLen(); n != 0 {
+			t.Errorf("%d octets of a whole packet", n)
+		}
+		for i, f := range packettest.Fragments(b, 48, 7) {
+			if n := parse(t, f, packet.ChecksumComplete).FragmentLen(); n != []int{48, 48, 4}[i] {
+				t.Errorf("fragment %d: %d octets", i, n)
+			}
+		}
+	}
+	h := ip6() // options behind the fragment header are a part of the datagram that is fragmented
+	h.Extensions = []packettest.Extension{{Kind: 44, Data: []byte{0, 1}}, {Kind: 60}, {Kind: 60}}
+	if n := parse(t, packettest.Build(h, packettest.UDP{Data: make([]byte, 8)}), packet.ChecksumComplete).FragmentLen(); n != 32 {
+		t.Errorf("%d octets, want 32", n)
+	}
+}
+
 func TestChecksumIsAbsentWhereThereIsNone(t *testing.T) {
 	for _, c := range []struct {
 		name string
@@ -230,6 +253,7 @@ func TestParseRefuses(t *testing.T) {
 		{"nine extension headers", extensions(many...), 0, packet.ErrExtensionHeader},
 		{"extension header beyond packet", with(extensions(kind(60)), 41, 200), 0, packet.ErrExtensionHeader},
 		{"extension header cut", cut(extensions(kind(60)), 46), 0, packet.ErrExtensionHeader},
+		{"authentication header of 8 octets", with(extensions(kind(51)), 41, 0), 0, packet.ErrExtensionHeader},
 		{"no UDP header", cut(udp, 27), 0, packet.ErrTransportHeader},
 		{"UDP length below 8", with(udp, 24, 0, 7), 0, packet.ErrTransportHeader},
 		{"UDP length beyond packet", with(udp, 24, 0, 49), 0, packet.ErrTransportHeader},
