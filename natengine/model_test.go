@@ -10,6 +10,8 @@ import (
 	"runtime/debug"
 	"slices"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -48,6 +50,10 @@ type identity struct {
 	peer                  string
 	proto                 uint8
 	local, mapped, remote netip.AddrPort
+}
+
+func (id identity) String() string {
+	return fmt.Sprintf("the flow of %s, protocol %d, %v as %v to %v", id.peer, id.proto, id.local, id.mapped, id.remote)
 }
 
 func (f *refFlow) identity() identity { return identity{f.peer, f.proto, f.local, f.mapped, f.remote} }
@@ -759,6 +765,82 @@ func TestEngineAgreesWithModel(t *testing.T) {
 		if seen[what] == 0 {
 			t.Errorf("the commands never led to %q", what)
 		}
+	}
+}
+
+// TestGoroutinesLeaveTheTablesConsistent has four goroutines send such packets at once, while time passes, sweeps are made
+// and rules change: the tables have to be in order afterwards, no tuple may be taken twice, and when all has expired no
+// port or host may be left.
+func TestGoroutinesLeaveTheTablesConsistent(t *testing.T) {
+	for _, c := range []natengine.Config{{}, {MaxFlows: 40, MaxFlowsPerHost: 6}, {MaxFlows: 30, MaxFlowsPerPeer: 25, RandomPorts: true}} {
+		e := natengine.New(c)
+		if err := e.SetPeers(modelPeers(command{cmdRules, 16})); err != nil {
+			t.Fatal(err)
+		}
+		var now atomic.Int64
+		var wg sync.WaitGroup
+		for g := range uint64(4) {
+			wg.Go(func() {
+				m := newModel(0)
+				for _, c := range randomCommands(rand.New(rand.NewPCG(g, 7)), 10_000) {
+					at := time.Duration(now.Load())
+					switch {
+					case c[0] >= cmdSend:
+						hurl(e, m, c, at)
+					case c[0] == cmdRules && g == 0:
+						_ = e.SetPeers(modelPeers(c)) // or refuses
+					case c[0] == cmdSweep:
+						e.Sweep(at)
+					default:
+						now.Add(int64(c[1]) * int64(time.Second) / 4)
+					}
+				}
+			})
+		}
+		wg.Wait()
+		var r recorder
+		e.CheckTables(&r)
+		if len(r.failed) > 0 {
+			t.Error(strings.Join(r.failed, "\n"))
+		}
+		ends := map[identity]bool{}
+		for _, f := range e.Flows(1 << 20) {
+			inside, outside := identityOf(f), identityOf(f)
+			inside.mapped, outside.local = netip.AddrPort{}, netip.AddrPort{}
+			if ends[inside] || ends[outside] {
+				t.Errorf("two flows have a tuple of %v", identityOf(f))
+			}
+			ends[inside], ends[outside] = true, true
+		}
+		if s := e.Stats(); s.Flows > e.Config().MaxFlows || s.Flows != len(ends)/2 {
+			t.Errorf("%d flows are counted, %d are there, the bound is %d", s.Flows, len(ends)/2, e.Config().MaxFlows)
+		}
+		e.Sweep(time.Duration(now.Load()) + 3*time.Hour)
+		s := e.Stats()
+		for _, p := range s.Peers {
+			if p.Flows+p.Mappings+p.Hosts+p.HostsAtQuota+p.FragmentSets > 0 {
+				t.Errorf("left over: %+v", p)
+			}
+		}
+		if s.Flows != 0 {
+			t.Errorf("%d flows are left", s.Flows)
+		}
+	}
+}
+
+// hurl makes the packet of a command and gives it to an engine; m only remembers what was forwarded.
+func hurl(e *natengine.Engine, m *model, c command, now time.Duration) {
+	dir, b := m.packet(c)
+	var v packet.View
+	if v.Parse(b, packet.ChecksumComplete) != nil {
+		return
+	}
+	verdict := e.Outbound
+	if dir == natengine.Inbound {
+		verdict = e.Inbound
+	}
+	if verdict(&v, now).Action != natengine.Discard && !v.IsICMPError() {
+		m.recent[dir] = append(m.recent[dir], b)
 	}
 }
 
