@@ -499,7 +499,7 @@ func (e *Engine) checkTables(t testing.TB) {
 			if class := classOf(protoOf(word), owner.is4()); kind == naptFlow && class != noPorts {
 				m := mapping{host: h, port: out.nearPort(Outbound), use: uint32(class)}
 				refs[m]++
-				if n := f.napt.find(h, m.port, class); n == 0 || f.napt.mappings[n-1].mapped != in.nearPort(Inbound) {
+				if n := f.napt.find(h, m.port, class); n == 0 || f.napt.mappings.at(n).mapped != in.nearPort(Inbound) {
 					t.Errorf("flow %d has mapping %d", i, n)
 				}
 			}
@@ -514,7 +514,7 @@ func (e *Engine) checkTables(t testing.TB) {
 		}
 		ports := 0
 		for m, n := range refs {
-			if got := f.napt.mappings[f.napt.find(m.host, m.port, m.class())-1]; int(got.use/oneFlow) != n {
+			if got := f.napt.mappings.at(f.napt.find(m.host, m.port, m.class())); int(got.use/oneFlow) != n {
 				t.Errorf("mapping %+v has %d flows", got, n)
 			}
 		}
@@ -598,8 +598,8 @@ func (t *flowTable) checkQueues(tb testing.TB) map[uint32]bool {
 		byHost[kind][h] = append(byHost[kind][h], i)
 	}
 	for kind := range t.hosts {
-		for n := range t.hosts[kind].hosts {
-			h := uint32(n + 1)
+		for n := range t.hosts[kind].hosts.used {
+			h := n + 1
 			if got := walk(t.hosts[kind].at(h).queue, queueOfHost); !slices.Equal(got, byHost[kind][h]) {
 				tb.Errorf("host %d has %v in its queue, want %v", h, got, byHost[kind][h])
 			}

@@ -36,16 +36,15 @@ func classOf(proto uint8, is4 bool) portClass {
 // for as long as any of its flows lives. No two mappings share a port of a class (REQ-3). Used with the table's mutex.
 type napt struct {
 	seed     maphash.Seed
-	mappings []mapping
-	heads    []uint32 // hash chains of mappings
+	mappings pool[mapping]
+	chains   chains
 	live     int
 	free     uint32
 	random   bool                 // Config.RandomPorts
 	ports    [2][noPorts]*portSet // by family and class, made when first needed
 }
 
-// A mapping is the port that an inside host and port have at the NAPT address. Numbers are one more than the index, 0 is
-// none.
+// A mapping is the port that an inside host and port have at the NAPT address.
 type mapping struct {
 	host         uint32 // in flowTable.hosts; it has a flow as long as the mapping has one
 	port, mapped uint16
@@ -57,30 +56,36 @@ func (m *mapping) class() portClass { return portClass(m.use & 3) }
 
 const oneFlow = 1 << 2
 
-func (n *napt) head(host uint32, port uint16, class portClass) *uint32 {
+func (n *napt) hashOf(host uint32, port uint16, class portClass) uint64 {
 	k := uint64(host)<<32 | uint64(port)<<8 | uint64(class)
-	h := maphash.Bytes(n.seed, unsafe.Slice((*byte)(unsafe.Pointer(&k)), unsafe.Sizeof(k)))
-	return &n.heads[h&uint64(len(n.heads)-1)]
+	return maphash.Bytes(n.seed, unsafe.Slice((*byte)(unsafe.Pointer(&k)), unsafe.Sizeof(k)))
 }
+
+func (n *napt) hash(number uint32) uint64 {
+	m := n.mappings.at(number)
+	return n.hashOf(m.host, m.port, m.class())
+}
+
+func (n *napt) next(number uint32) *uint32 { return &n.mappings.at(number).next }
 
 // find returns the number of the mapping of an inside end, 0 when there is none.
 func (n *napt) find(host uint32, port uint16, class portClass) uint32 {
-	if n.live == 0 {
-		return 0
-	}
-	for i := *n.head(host, port, class); i != 0; i = n.mappings[i-1].next {
-		if m := &n.mappings[i-1]; m.host == host && m.port == port && m.class() == class {
-			return i
+	i := n.chains.first(n.hashOf(host, port, class))
+	for i != 0 {
+		m := n.mappings.at(i)
+		if m.host == host && m.port == port && m.class() == class {
+			break
 		}
+		i = m.next
 	}
-	return 0
+	return i
 }
 
 // hold returns the port of an inside end at the NAPT address, mapped if need be, which one more flow uses from now on. ok
 // is false when no port is free.
 func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
-		m := &n.mappings[i-1]
+		m := n.mappings.at(i)
 		m.use += oneFlow
 		return m.mapped, true
 	}
@@ -92,59 +97,33 @@ func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapp
 	set.take(mapped)
 	i := n.free
 	if i != 0 {
-		n.free = n.mappings[i-1].next
+		n.free = n.mappings.at(i).next
 	} else {
-		n.mappings = append(n.mappings, mapping{})
-		i = uint32(len(n.mappings))
+		i = n.mappings.add()
 	}
+	*n.mappings.at(i) = mapping{host: host, port: port, mapped: mapped, use: oneFlow | uint32(class)}
+	n.chains.insert(n, i)
 	n.live++
-	n.grow()
-	head := n.head(host, port, class)
-	n.mappings[i-1] = mapping{host: host, port: port, mapped: mapped, use: oneFlow | uint32(class), next: *head}
-	*head = i
 	return mapped, true
 }
 
 // preview is hold without effect: the port would be mapped, or some other one when the same is taken.
 func (n *napt) preview(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
-		return n.mappings[i-1].mapped, true
+		return n.mappings.at(i).mapped, true
 	}
 	return n.set(family, class).choose(port, class, n.random)
 }
 
-// grow keeps chains short. A mapping in n.free is in no chain, so all chains together are the live ones.
-func (n *napt) grow() {
-	if n.live <= len(n.heads) {
-		return
-	}
-	old := n.heads
-	n.heads = make([]uint32, max(64, 2*len(old)))
-	for _, i := range old {
-		for i != 0 {
-			m := &n.mappings[i-1]
-			next := m.next
-			head := n.head(m.host, m.port, m.class())
-			m.next, *head = *head, i
-			i = next
-		}
-	}
-}
-
 // release ends one flow's use of a mapping; with the last the port is free again.
 func (n *napt) release(host uint32, port uint16, class portClass, family int) {
-	at := n.head(host, port, class)
-	m := &n.mappings[*at-1]
-	for m.host != host || m.port != port || m.class() != class {
-		at = &m.next
-		m = &n.mappings[*at-1]
-	}
+	number := n.find(host, port, class)
+	m := n.mappings.at(number)
 	if m.use -= oneFlow; m.use >= oneFlow {
 		return
 	}
 	n.set(family, class).give(m.mapped)
-	number := *at
-	*at = m.next
+	n.chains.remove(n, number)
 	*m = mapping{next: n.free}
 	n.free = number
 	n.live--
@@ -159,7 +138,7 @@ func (n *napt) set(family int, class portClass) *portSet {
 }
 
 func (n *napt) bytes() int {
-	size := cap(n.mappings)*int(unsafe.Sizeof(mapping{})) + cap(n.heads)*4
+	size := n.mappings.bytes() + n.chains.bytes()
 	for _, family := range n.ports {
 		for _, set := range family {
 			if set != nil {

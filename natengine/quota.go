@@ -7,16 +7,16 @@ import (
 )
 
 // hostTable counts the flows of each host of one peer and remembers which of them may be evicted: the hosts inside for
-// NAPT flows, those of the peer for flows to mapped endpoints. A host is known as long as it has a flow. Numbers of hosts
-// are one more than the index, 0 is none. Used with the flow table's mutex.
+// NAPT flows, those of the peer for flows to mapped endpoints. A host is known as long as it has a flow. Used with the
+// flow table's mutex.
 type hostTable struct {
-	seed  maphash.Seed
-	hosts []host
-	heads []uint32 // hash chains of hosts
-	live  int
-	free  uint32
-	quota uint32 // flows that a host may have
-	full  int    // hosts that have as many
+	seed   maphash.Seed
+	hosts  pool[host]
+	chains chains
+	live   int
+	free   uint32
+	quota  uint32 // flows that a host may have
+	full   int    // hosts that have as many
 }
 
 type host struct {
@@ -26,19 +26,17 @@ type host struct {
 	queue queue  // its part of the flow table's queue
 }
 
-func (t *hostTable) head(a addr) *uint32 {
-	h := maphash.Bytes(t.seed, unsafe.Slice((*byte)(unsafe.Pointer(&a)), unsafe.Sizeof(a)))
-	return &t.heads[h&uint64(len(t.heads)-1)]
+func (t *hostTable) hashOf(a addr) uint64 {
+	return maphash.Bytes(t.seed, unsafe.Slice((*byte)(unsafe.Pointer(&a)), unsafe.Sizeof(a)))
 }
 
-func (t *hostTable) at(number uint32) *host { return &t.hosts[number-1] }
+func (t *hostTable) hash(number uint32) uint64  { return t.hashOf(t.at(number).addr) }
+func (t *hostTable) next(number uint32) *uint32 { return &t.at(number).next }
+func (t *hostTable) at(number uint32) *host     { return t.hosts.at(number) }
 
 // find returns the number of a host, 0 when it has no flow.
 func (t *hostTable) find(a addr) uint32 {
-	if t.live == 0 {
-		return 0
-	}
-	i := *t.head(a)
+	i := t.chains.first(t.hashOf(a))
 	for i != 0 && t.at(i).addr != a {
 		i = t.at(i).next
 	}
@@ -62,33 +60,12 @@ func (t *hostTable) add(a addr) uint32 {
 	if i != 0 {
 		t.free = t.at(i).next
 	} else {
-		t.hosts = append(t.hosts, host{})
-		i = uint32(len(t.hosts))
+		i = t.hosts.add()
 	}
+	t.at(i).addr = a
+	t.chains.insert(t, i)
 	t.live++
-	t.grow()
-	head := t.head(a)
-	*t.at(i) = host{addr: a, next: *head}
-	*head = i
 	return i
-}
-
-// grow keeps chains short. A host in t.free is in no chain, so all chains together are the live ones.
-func (t *hostTable) grow() {
-	if t.live <= len(t.heads) {
-		return
-	}
-	old := t.heads
-	t.heads = make([]uint32, max(64, 2*len(old)))
-	for _, i := range old {
-		for i != 0 {
-			h := t.at(i)
-			next := h.next
-			head := t.head(h.addr)
-			h.next, *head = *head, i
-			i = next
-		}
-	}
 }
 
 // release takes a flow from a host. Its queue no longer has the flow.
@@ -100,11 +77,7 @@ func (t *hostTable) release(number uint32) {
 	if h.flows--; h.flows > 0 {
 		return
 	}
-	at := t.head(h.addr)
-	for *at != number {
-		at = &t.at(*at).next
-	}
-	*at = h.next
+	t.chains.remove(t, number)
 	*h = host{next: t.free}
 	t.free = number
 	t.live--
@@ -116,15 +89,15 @@ func (t *hostTable) setQuota(quota uint32) {
 		return
 	}
 	t.quota, t.full = quota, 0
-	for i := range t.hosts {
-		if t.hosts[i].flows >= quota {
+	for i := range t.hosts.used {
+		if t.at(i+1).flows >= quota {
 			t.full++
 		}
 	}
 }
 
 func (t *hostTable) bytes() int {
-	return cap(t.hosts)*int(unsafe.Sizeof(host{})) + cap(t.heads)*4
+	return t.hosts.bytes() + t.chains.bytes()
 }
 
 // A half-open flow waits for its eviction in two queues, oldest first: that of its peer and that of its host. It enters

@@ -1,0 +1,90 @@
+package natengine
+
+import "unsafe"
+
+// pool holds values under numbers from 1 on, 0 is none. They never move and room is made a chunk at a time, so that nothing
+// waits for all of them to be copied.
+type pool[T any] struct {
+	chunks []*[poolChunk]T
+	used   uint32
+}
+
+const poolChunk = 256
+
+func (p *pool[T]) at(number uint32) *T { return &p.chunks[(number-1)/poolChunk][(number-1)%poolChunk] }
+
+// add returns a number that was never used.
+func (p *pool[T]) add() uint32 {
+	if p.used%poolChunk == 0 {
+		p.chunks = append(p.chunks, new([poolChunk]T))
+	}
+	p.used++
+	return p.used
+}
+
+func (p *pool[T]) bytes() int {
+	return len(p.chunks)*int(unsafe.Sizeof([poolChunk]T{})) + cap(p.chunks)*8
+}
+
+// chains find numbers by a hash. Like the index of flows they grow in sixteen parts, one at a time.
+type chains struct {
+	parts [1 << (64 - shardShift)]struct {
+		heads []uint32
+		live  int
+	}
+}
+
+// chained is what the numbers in chains belong to.
+type chained interface {
+	hash(number uint32) uint64
+	next(number uint32) *uint32 // the link to the next in the chain
+}
+
+// first returns the first number of the chain for h.
+func (c *chains) first(h uint64) uint32 {
+	heads := c.parts[h>>shardShift].heads
+	if len(heads) == 0 {
+		return 0
+	}
+	return heads[h&uint64(len(heads)-1)]
+}
+
+// insert enters a number under its hash.
+func (c *chains) insert(of chained, number uint32) {
+	h := of.hash(number)
+	p := &c.parts[h>>shardShift]
+	if p.live++; p.live > 2*len(p.heads) {
+		old := p.heads
+		p.heads = make([]uint32, max(8, 2*len(old)))
+		for _, i := range old {
+			for i != 0 {
+				next := of.next(i)
+				following := *next
+				at := &p.heads[of.hash(i)&uint64(len(p.heads)-1)]
+				*next, *at = *at, i
+				i = following
+			}
+		}
+	}
+	at := &p.heads[h&uint64(len(p.heads)-1)]
+	*of.next(number), *at = *at, number
+}
+
+// remove takes a number out that is there.
+func (c *chains) remove(of chained, number uint32) {
+	h := of.hash(number)
+	p := &c.parts[h>>shardShift]
+	at := &p.heads[h&uint64(len(p.heads)-1)]
+	for *at != number {
+		at = of.next(*at)
+	}
+	*at = *of.next(number)
+	p.live--
+}
+
+func (c *chains) bytes() (n int) {
+	for i := range c.parts {
+		n += cap(c.parts[i].heads) * 4
+	}
+	return n
+}
