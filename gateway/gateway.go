@@ -72,6 +72,9 @@ type Options struct {
 	Version string       // for metrics and status
 
 	Transport Transport // empty: TransportDevice
+	// UDPOffload lets UDP superpackets of senders that use UDP_SEGMENT cross the TUN whole, both ways (Linux 6.2 and
+	// later; without it nothing happens). Such offloads have broken VXLAN behind a TUN elsewhere.
+	UDPOffload bool
 
 	// Beside, if any, runs as long as the gateway does: from when the first Config
 	// is in force until its context ends, which is before anything is taken down.
@@ -244,7 +247,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	}
 	var link *tun.Device
 	err = g.host.inside(func() (err error) {
-		link, err = tun.Open(TunName, mtu)
+		link, err = tun.OpenWith(TunName, mtu, tun.Options{USO: o.UDPOffload})
 		return err
 	})
 	if err != nil {
@@ -265,7 +268,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 		o.Log.Warn("bounds of NAT", "warning", w)
 	}
 	g.engine = natengine.New(engineConfig(c))
-	g.datapath = datapath.New(link, g.engine, local, datapath.Options{})
+	g.datapath = datapath.New(link, g.engine, local, datapath.Options{CoalesceUDP: link.Offloads().USO4})
 	tunSide, socketSide, inline := openTransport(o.Transport, g.datapath, g.engine, o.Log)
 	g.inline = inline
 	g.tunnel = newTunnel(tunSide, socketSide, o.Log)

@@ -17,6 +17,7 @@ import (
 
 func newGatewayCommand() *cobra.Command {
 	var dir, level, transport, profiles string
+	var options gateway.Options
 	kube := kubeGateway{port: file.DefaultListenPort}
 	cmd := &cobra.Command{
 		Use:   "gateway",
@@ -41,19 +42,21 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 			if err := l.UnmarshalText([]byte(level)); err != nil {
 				return usage("--log-level %q: want debug, info, warn or error", level)
 			}
-			how, err := gateway.ParseTransport(transport)
-			if err != nil {
+			var err error
+			if options.Transport, err = gateway.ParseTransport(transport); err != nil {
 				return usage("--transport: %w", err)
 			}
 			log := slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: l}))
+			options.Log, options.Version = log, version()
 			serve := func(ctx context.Context) error {
-				return gateway.Run(ctx, gateway.Options{Source: fileSource(dir), Log: log, Version: version(), Transport: how})
+				options.Source = fileSource(dir)
+				return gateway.Run(ctx, options)
 			}
 			if dir == "" {
 				if err := kube.complete(); err != nil {
 					return err
 				}
-				serve = func(ctx context.Context) error { return kube.run(ctx, log, how) }
+				serve = func(ctx context.Context) error { return kube.run(ctx, options) }
 			} else if name := firstChanged(cmd, kubeGatewayFlags()); name != "" {
 				return usage("--%s is for a gateway without --config; with it, gateway.yaml says that", name)
 			}
@@ -75,6 +78,7 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration, instead of a cluster")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	cmd.Flags().StringVar(&transport, "transport", string(gateway.TransportDevice), "how packets of established sessions travel: device (through wireguard-go's queues) or inline")
+	cmd.Flags().BoolVar(&options.UDPOffload, "udp-offload", false, "let UDP superpackets cross the TUN (Linux 6.2 and later; try it with your CNI first)")
 	cmd.Flags().StringVar(&profiles, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
 	kube.addFlags(cmd.Flags())
 	return cmd

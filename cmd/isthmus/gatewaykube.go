@@ -114,8 +114,9 @@ func (k *kubeGateway) complete() error {
 	return nil
 }
 
-// run is one replica, until ctx ends.
-func (k *kubeGateway) run(ctx context.Context, log *slog.Logger, transport gateway.Transport) error {
+// run is one replica, until ctx ends; options are the gateway's but for Source and Beside.
+func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
+	log := options.Log
 	k.source.Log = log
 	kube.UseLogger(log)
 	replica, err := kube.NewGateway(k.source)
@@ -133,22 +134,20 @@ func (k *kubeGateway) run(ctx context.Context, log *slog.Logger, transport gatew
 	log.Info("replica starts", "pod", k.source.Pod, "node", os.Getenv("NODE_NAME"), "address", k.source.PodIP, "version", version())
 
 	active := func(ctx context.Context) error {
-		return gateway.Run(ctx, gateway.Options{
-			Log: log, Version: version(), Transport: transport,
-			Source: func(ctx context.Context, deliver func(gateway.Config, error)) {
-				replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
-					deliver(gateway.Config{Intent: s.Intent, PrivateKey: gateway.Key(s.PrivateKey), ListenPort: k.port, MTU: k.tunnel, NAT: k.nat.Config()}, err)
-				})
-			},
-			Beside: func(ctx context.Context, r gateway.Running) {
-				front.set(&r)
-				defer front.set(nil)
-				replica.Write(ctx, func() (kube.Report, error) {
-					s, err := r.Status()
-					return reportOf(s), err
-				})
-			},
-		})
+		options.Source = func(ctx context.Context, deliver func(gateway.Config, error)) {
+			replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
+				deliver(gateway.Config{Intent: s.Intent, PrivateKey: gateway.Key(s.PrivateKey), ListenPort: k.port, MTU: k.tunnel, NAT: k.nat.Config()}, err)
+			})
+		}
+		options.Beside = func(ctx context.Context, r gateway.Running) {
+			front.set(&r)
+			defer front.set(nil)
+			replica.Write(ctx, func() (kube.Report, error) {
+				s, err := r.Status()
+				return reportOf(s), err
+			})
+		}
+		return gateway.Run(ctx, options)
 	}
 	return replica.Run(ctx, active, func() error { return gateway.Clear(log) })
 }

@@ -12,10 +12,13 @@
 //	lab map A                   map the server outside cluster A for all peers
 //	lab down
 //	gateway start|stop|kill [A...]
+//	                            "start" hands arguments with a dash on to the gateways
 //	[!] ping [-size=N] [-ttl=N] FROM TO
 //	                            TO is a host, under the address that FROM's cluster sees, or an address. With "!" no answer may
 //	                            come back for half a second; standard error: what came instead
 //	udp [-size=N] FROM TO AT    a datagram from FROM to TO, and the same back from host AT, which is there
+//	burst FROM TO AT SIZE       1,000 datagrams of SIZE octets in superpackets of UDP_SEGMENT; host AT, which is there, gets each
+//	                            whole and in order
 //	[!] http FROM TO            standard output: what TO's web server answers ("b-pod1 sees 10.246.0.11")
 //	download FROM TO BYTES
 //	session open|check FROM TO  one TCP connection that lives across other commands
@@ -88,6 +91,7 @@ func TestScripts(t *testing.T) {
 			"gateway":  command((*script).gateway),
 			"ping":     command((*script).ping),
 			"udp":      command((*script).udp),
+			"burst":    command((*script).burst),
 			"http":     command((*script).http),
 			"download": command((*script).download),
 			"session":  command((*script).tcp),
@@ -265,9 +269,17 @@ func (s *script) gateway(_ *testscript.TestScript, _ bool, args []string) error 
 		return errUsage
 	}
 	clusters := s.l.Clusters
-	if len(args) > 1 {
+	var flags, names []string
+	for _, a := range args[1:] {
+		if strings.HasPrefix(a, "-") {
+			flags = append(flags, a)
+		} else {
+			names = append(names, a)
+		}
+	}
+	if len(names) > 0 {
 		clusters = nil
-		for _, name := range args[1:] {
+		for _, name := range names {
 			c, err := s.cluster(name)
 			if err != nil {
 				return err
@@ -279,7 +291,7 @@ func (s *script) gateway(_ *testscript.TestScript, _ bool, args []string) error 
 	for _, c := range clusters {
 		switch args[0] {
 		case "start":
-			errs = append(errs, s.l.StartGateway(context.Background(), c, s.binary))
+			errs = append(errs, s.l.StartGateway(context.Background(), c, s.binary, flags...))
 		case "stop":
 			errs = append(errs, s.l.StopGateway(c))
 		case "kill":
