@@ -69,7 +69,7 @@ func (l *Lookahead) Add(v *packet.View) {
 	if s := t.index[l.dir].shards[h>>shardShift].slots.Load(); s != nil {
 		w := &l.wanted[l.n]
 		w.table, w.slots, w.tag = t, s, uint32(h)
-		w.first = &s.list[w.tag&uint32(len(s.list)-1)]
+		w.first = &s.list[s.home(w.tag)]
 		l.n++
 	}
 }
@@ -114,8 +114,7 @@ func (l *Lookahead) Fetch() {
 // candidate is the first entry with the hash of which tag is the lower half, the upper one having led to s. nil when there
 // is none.
 func (t *flowTable) candidate(s *slots, tag uint32) *entry {
-	mask := uint32(len(s.list) - 1)
-	for at := tag & mask; ; at = (at + 1) & mask {
+	for at := s.home(tag); ; at = s.after(at) {
 		slot := s.list[at].Load()
 		if slot == 0 {
 			return nil

@@ -12,7 +12,7 @@ type flowTable struct {
 	keys  hashKeys
 	total *atomic.Int64 // flows of all peers
 	index [directions]index
-	slab  atomic.Pointer[[]*chunk]
+	slab  atomic.Pointer[[]chunk]
 
 	mu    sync.Mutex
 	live  atomic.Int64 // entries in use; changed under mu
@@ -31,10 +31,11 @@ const (
 	chunkSize = 1 << chunkBits
 )
 
-// chunk is 1024 entries and, apart from them so that a hit touches one cache line, what only writers need.
+// chunk is 1024 entries and, apart from them so that a hit touches one cache line, what only writers need. These are two
+// allocations because either has just the size of one that the runtime makes, 64 and 20 KiB, and both together have not.
 type chunk struct {
-	entries [chunkSize]entry
-	sides   [chunkSize]side
+	entries *[chunkSize]entry
+	sides   *[chunkSize]side
 }
 
 // side numbers are one more than the index they mean, 0 is none.
@@ -68,13 +69,12 @@ func (t *flowTable) search(dir Direction, k *key, m *match) bool {
 		return false
 	}
 	tag := uint32(h)
-	mask := uint32(len(s.list) - 1)
-	for at := tag & mask; ; at = (at + 1) & mask {
+	for at := s.home(tag); ; at = s.after(at) {
 		slot := s.list[at].Load()
-		if slot == 0 {
-			return false
-		}
 		if uint32(slot>>32) != tag || uint32(slot) == 0 {
+			if slot == 0 {
+				return false
+			}
 			continue
 		}
 		m.index = uint32(slot) - 1
@@ -159,11 +159,11 @@ func (t *flowTable) take() uint32 {
 // addChunk makes room for another 1024 entries. Readers keep the old slice header; what it shows of the array does not
 // change.
 func (t *flowTable) addChunk() {
-	var slab []*chunk
+	var slab []chunk
 	if p := t.slab.Load(); p != nil {
 		slab = *p
 	}
-	slab = append(slab, new(chunk))
+	slab = append(slab, chunk{new([chunkSize]entry), new([chunkSize]side)})
 	t.slab.Store(&slab)
 }
 
@@ -255,7 +255,7 @@ func (t *flowTable) sweep(l *lifetimes, now tick) (removed int) {
 func (t *flowTable) bytes() int {
 	n := t.napt.bytes() + t.hosts[naptFlow].bytes() + t.hosts[endpointFlow].bytes()
 	if slab := t.slab.Load(); slab != nil {
-		n += len(*slab)*int(unsafe.Sizeof(chunk{})) + cap(*slab)*8
+		n += len(*slab)*chunkSize*int(unsafe.Sizeof(entry{})+unsafe.Sizeof(side{})) + cap(*slab)*int(unsafe.Sizeof(chunk{}))
 	}
 	for dir := range t.index {
 		for i := range t.index[dir].shards {
@@ -289,75 +289,95 @@ type slots struct{ list []atomic.Uint64 }
 
 const tombstone = 1 << 32
 
+// home is the place where the search for a tag begins, after the one where it goes on. Higher tags have higher places, so
+// that an array is copied into a larger one from one end to the other.
+func (s *slots) home(tag uint32) uint { return uint(uint64(tag) * uint64(len(s.list)) >> 32) }
+
+func (s *slots) after(at uint) uint {
+	if at++; at < uint(len(s.list)) {
+		return at
+	}
+	return 0
+}
+
+func (s *slots) before(at uint) uint {
+	if at == 0 {
+		at = uint(len(s.list))
+	}
+	return at - 1
+}
+
 // insert enters entry i under hash h. With mu.
 func (x *index) insert(h uint64, i uint32) {
-	s := &x.shards[h>>shardShift]
-	list := s.room()
-	tag, mask := uint32(h), uint32(len(list)-1)
-	for at := tag & mask; ; at = (at + 1) & mask {
-		slot := list[at].Load()
+	shard := &x.shards[h>>shardShift]
+	s := shard.room()
+	tag := uint32(h)
+	for at := s.home(tag); ; at = s.after(at) {
+		slot := s.list[at].Load()
 		if uint32(slot) != 0 {
 			continue
 		}
 		if slot == 0 {
-			s.filled++
+			shard.filled++
 		}
-		s.live++
-		list[at].Store(uint64(tag)<<32 | uint64(i+1))
+		shard.live++
+		s.list[at].Store(uint64(tag)<<32 | uint64(i+1))
 		return
 	}
 }
 
 // room returns slots with room for one more, at most three quarters filled. Copying into an array of the same size only
-// drops the tombstones.
-func (s *shard) room() []atomic.Uint64 {
+// drops the tombstones. Sizes are 2^n and 3*2^n.
+func (s *shard) room() *slots {
 	old := s.slots.Load()
 	if old != nil && (s.filled+1)*4 <= len(old.list)*3 {
-		return old.list
+		return old
 	}
 	size := minSlots
 	if old != nil {
 		size = len(old.list)
 		if s.live*8 > size*5 {
-			size *= 2
+			if size&(size-1) == 0 {
+				size += size / 2
+			} else {
+				size += size / 3
+			}
 		}
 	}
-	list := make([]atomic.Uint64, size)
-	mask := uint32(size - 1)
+	young := &slots{make([]atomic.Uint64, size)}
 	if old != nil {
 		for n := range old.list {
 			slot := old.list[n].Load()
 			if uint32(slot) == 0 {
 				continue
 			}
-			at := uint32(slot>>32) & mask
-			for list[at].Load() != 0 {
-				at = (at + 1) & mask
+			at := young.home(uint32(slot >> 32))
+			for young.list[at].Load() != 0 {
+				at = young.after(at)
 			}
-			list[at].Store(slot)
+			young.list[at].Store(slot)
 		}
 	}
 	s.filled = s.live
-	s.slots.Store(&slots{list})
-	return list
+	s.slots.Store(young)
+	return young
 }
 
 // remove takes entry i out, which was entered under hash h. With mu.
 func (x *index) remove(h uint64, i uint32) {
-	s := &x.shards[h>>shardShift]
-	list := s.slots.Load().list
+	shard := &x.shards[h>>shardShift]
+	s := shard.slots.Load()
 	want := h<<32 | uint64(i+1)
-	mask := uint32(len(list) - 1)
-	at := uint32(h) & mask
-	for list[at].Load() != want {
-		at = (at + 1) & mask
+	at := s.home(uint32(h))
+	for s.list[at].Load() != want {
+		at = s.after(at)
 	}
-	s.live--
-	list[at].Store(tombstone)
+	shard.live--
+	s.list[at].Store(tombstone)
 	// Tombstones before an empty slot keep no search going: nothing lies behind them.
-	for list[(at+1)&mask].Load() == 0 && list[at].Load() == tombstone {
-		list[at].Store(0)
-		s.filled--
-		at = (at - 1) & mask
+	for s.list[s.after(at)].Load() == 0 && s.list[at].Load() == tombstone {
+		s.list[at].Store(0)
+		shard.filled--
+		at = s.before(at)
 	}
 }
