@@ -136,6 +136,10 @@ func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
 // checksums of fragments cannot be judged one by one; same compares the datagram.
 func (x *exchange) checkSums(b []byte) {
 	x.Helper()
+	if isV6(b) {
+		x.checkSums6(b)
+		return
+	}
 	parsed := gopacket.NewPacket(b, layers.LayerTypeIPv4, gopacket.DecodeOptions{SkipDecodeRecovery: true})
 	header, ok := parsed.Layer(layers.LayerTypeIPv4).(*layers.IPv4)
 	if !ok {
@@ -166,6 +170,30 @@ func (x *exchange) checkSums(b []byte) {
 	}
 }
 
+// checkSums6 is checkSums for IPv6, which has fewer.
+func (x *exchange) checkSums6(b []byte) {
+	x.Helper()
+	parsed := gopacket.NewPacket(b, layers.LayerTypeIPv6, gopacket.DecodeOptions{SkipDecodeRecovery: true})
+	header, ok := parsed.Layer(layers.LayerTypeIPv6).(*layers.IPv6)
+	if !ok {
+		x.Fatalf("gopacket sees no IPv6 header in % x", b)
+	}
+	for _, l := range parsed.Layers() {
+		switch l := l.(type) {
+		case *layers.UDP:
+			x.must(l.SetNetworkLayerForChecksum(header))
+			x.checkSum(l, b)
+		case *layers.TCP:
+			x.must(l.SetNetworkLayerForChecksum(header))
+			x.checkSum(l, b)
+		case *layers.ICMPv6:
+			x.must(l.SetNetworkLayerForChecksum(header))
+			x.checkSum(l, b)
+			return // what is in it is not whole
+		}
+	}
+}
+
 func (x *exchange) checkSum(layer interface {
 	gopacket.Layer
 	VerifyChecksum() (error, gopacket.ChecksumVerificationResult)
@@ -189,12 +217,12 @@ func equal(a, b [][]byte) bool { return slices.EqualFunc(a, b, bytes.Equal) }
 func dump(packets [][]byte) string {
 	var s strings.Builder
 	for _, b := range packets {
-		if len(b) < 20 {
+		if len(b) < 20 || isV6(b) && len(b) < 40 {
 			fmt.Fprintf(&s, "  % x\n", b)
 			continue
 		}
 		fmt.Fprintf(&s, "  %v -> %v protocol %d, %d octets, ttl %d, fragment %#04x\n    % x\n    % x\n",
-			source(b), destination(b), b[9], len(b), b[8], fragmentWord(b), b[:headerLen(b)], segment(b)[:min(64, len(segment(b)))])
+			source(b), destination(b), proto(b), len(b), b[8-b[0]>>5&1], fragmentWord(b), b[:headerLen(b)], segment(b)[:min(64, len(segment(b)))])
 	}
 	return s.String()
 }

@@ -1,9 +1,11 @@
 package differential
 
 import (
+	"bytes"
 	"net/netip"
 	"slices"
 	"testing"
+	"time"
 
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -22,6 +24,7 @@ import (
 //   - Echo: the identifier alone tells flows apart, so an endpoint that pings who pings it, with the same identifier, is
 //     taken to answer and shows the mapped address.
 //   - Redirects: the kernel drops those of flows that it translates, the engine all.
+//   - Atomic fragments of IPv6 (RFC 6946) stay what they are. Conntrack takes the fragment header away.
 //   - SCTP: the kernel changes its ports, the engine knows none and lets one host at a time speak to a destination.
 
 func tcpSegmentOf(src, dst netip.AddrPort, seq, ackno uint32, flags uint8, data string) []byte {
@@ -62,11 +65,11 @@ func TestChoiceNAPTPortIsOneForAllDestinations(t *testing.T) {
 }
 
 func TestChoiceContestedPortStaysBelow1024OrAbove(t *testing.T) {
-	x := bothRemapped(t)
-	dst := x.plan.podSeen(B, 1)
 	for port, kernel := range map[uint16][2]uint16{
 		80: {1, 511}, 511: {1, 511}, 512: {600, 1023}, 700: {600, 1023}, 1023: {600, 1023}, 1024: {1024, 65535}, 6000: {1024, 65535},
 	} {
+		x := bothRemapped(t) // of its own: what one port became may be the next one
+		dst := x.plan.podSeen(B, 1)
 		for n := range 8 {
 			src := x.plan.node(A, 20+n)
 			_, e, k := x.fromNode(ip(header{}, src, dst, protoUDP, udp(src, dst, port, 9, nil)))
@@ -207,6 +210,31 @@ func TestChoiceRedirectIsRefusedWhereNothingIsTranslatedToo(t *testing.T) {
 	x.untranslated(B, b)
 	if o := x.engines.send(t, B, b); !slices.Equal(o.drops, []natengine.Drop{natengine.DropICMPError}) {
 		t.Errorf("engine: dropped %v\n%s", o.drops, dump(o.out))
+	}
+}
+
+func TestChoiceAtomicFragmentStaysOne(t *testing.T) {
+	p := plans6[2].plan()
+	k, engines := newKernel6(t, p.six(), rules6), newEngines6(t, p.six())
+	for _, src := range []netip.Addr{p.pod(A, 1), p.node(A, 1)} {
+		dst := p.podSeen(B, 1)
+		whole := ip(header{id: 1}, src, dst, protoUDP, udp(src, dst, 5000, 53, []byte("alone")))
+		atomic := fragment(whole)[0]
+		if len(atomic) != len(whole)+8 {
+			t.Fatalf("no atomic fragment: % x", atomic)
+		}
+		o := engines.send(t, A, atomic)
+		if len(o.out) != 1 || len(o.out[0]) != len(atomic) {
+			t.Errorf("%v: engine, dropped %v\n%s", src, o.drops, dump(o.out))
+			continue
+		}
+		// The kernel puts it together, if it is one packet only, and has no reason to cut it again.
+		k.pods[B].Drain(t)
+		k.pods[A].Send(t, atomic)
+		got := receive(t, k.pods[B], time.Second)
+		if len(got) != len(whole) || !bytes.Equal(segment(got), segment(o.out[0])) {
+			t.Errorf("%v: the kernel was expected to take the header away\nkernel:\n%sengine:\n%s", src, dump(one(got)), dump(o.out))
+		}
 	}
 }
 

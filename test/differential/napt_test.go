@@ -53,7 +53,10 @@ func (x *exchange) reply(to side, f flow, build func(arrived []byte) [][]byte) [
 }
 
 func isError(b []byte) bool {
-	return b[9] == protoICMP && !isFragment(b) && segment(b)[0] != echoReply && segment(b)[0] != echoRequest
+	if proto(b) == protoICMP6 {
+		return !isFragment(b) && segment(b)[0] < 128
+	}
+	return proto(b) == protoICMP && !isFragment(b) && segment(b)[0] != echoReply && segment(b)[0] != echoRequest
 }
 
 // sameButPort compares two datagrams of which only the source (or else destination) port may differ, and returns them.

@@ -11,10 +11,14 @@ import (
 // the packages under test.
 
 const (
-	protoICMP = 1
-	protoTCP  = 6
-	protoUDP  = 17
-	protoSCTP = 132
+	protoICMP  = 1
+	protoTCP   = 6
+	protoUDP   = 17
+	protoSCTP  = 132
+	protoICMP6 = 58
+
+	protoFragment, protoDestinationOptions = 44, 60 // extension headers of IPv6
+
 	protoTest = 253 // RFC 3692: for experiments; nobody knows its header
 
 	echoReply, unreachable, redirect, echoRequest, timeExceeded, parameterProblem = 0, 3, 5, 8, 11, 12
@@ -38,6 +42,9 @@ func ip(h header, src, dst netip.Addr, proto uint8, segment []byte) []byte {
 	if h.ttl == 0 {
 		h.ttl = 64
 	}
+	if src.Is6() {
+		return ip6(h, src, dst, proto, segment)
+	}
 	if h.id == 0 {
 		h.id = 0x1234
 	}
@@ -53,6 +60,23 @@ func ip(h header, src, dst netip.Addr, proto uint8, segment []byte) []byte {
 	copy(b[12:], src.AsSlice())
 	copy(b[16:], dst.AsSlice())
 	sealHeader(b)
+	return b
+}
+
+// ip6 makes of h what there is in IPv6: options become destination options, the identification a flow label.
+func ip6(h header, src, dst netip.Addr, proto uint8, segment []byte) []byte {
+	var options []byte
+	next := proto
+	if h.options != nil {
+		options, next = []byte{proto, 0, 1, 4, 0, 0, 0, 0}, protoDestinationOptions
+	}
+	b := make([]byte, 40, 48+len(segment))
+	b = append(append(b, options...), segment...)
+	binary.BigEndian.PutUint32(b, 6<<28|uint32(h.tos)<<20|uint32(h.id))
+	binary.BigEndian.PutUint16(b[4:], uint16(len(b)-40))
+	b[6], b[7] = next, h.ttl
+	copy(b[8:], src.AsSlice())
+	copy(b[24:], dst.AsSlice())
 	return b
 }
 
@@ -89,6 +113,13 @@ func icmp(kind, code uint8, rest uint32, body []byte) []byte {
 	return b
 }
 
+// icmp6 is icmp for IPv6, where the checksum covers the addresses too.
+func icmp6(src, dst netip.Addr, kind, code uint8, rest uint32, body []byte) []byte {
+	b := icmp(kind, code, rest, body)
+	sealTransport(b, src, dst, protoICMP6)
+	return b
+}
+
 func sctp(sport, dport uint16, tag uint32, chunk []byte) []byte {
 	b := make([]byte, 12, 12+len(chunk))
 	binary.BigEndian.PutUint16(b[0:], sport)
@@ -105,22 +136,63 @@ func icmpAbout(b []byte, src netip.Addr, kind, code uint8, rest uint32, quote in
 	if quote < 0 || n > len(b) {
 		n = len(b)
 	}
-	return ip(header{tos: 0xc0, id: 0x7777}, src, source(b), protoICMP, icmp(kind, code, rest, b[:n]))
+	h := header{tos: 0xc0, id: 0x7777}
+	if isV6(b) {
+		return ip(h, src, source(b), protoICMP6, icmp6(src, source(b), kind, code, rest, b[:n]))
+	}
+	return ip(h, src, source(b), protoICMP, icmp(kind, code, rest, b[:n]))
 }
 
 // Reading.
 
-func headerLen(b []byte) int          { return int(b[0]&15) * 4 }
-func source(b []byte) netip.Addr      { return netip.AddrFrom4([4]byte(b[12:16])) }
-func destination(b []byte) netip.Addr { return netip.AddrFrom4([4]byte(b[16:20])) }
-func segment(b []byte) []byte         { return b[headerLen(b):] }
-func fragmentWord(b []byte) uint16    { return binary.BigEndian.Uint16(b[6:]) }
-func isFragment(b []byte) bool        { return fragmentWord(b)&(flagMF|0x1fff) != 0 }
+func isV6(b []byte) bool      { return b[0]>>4 == 6 }
+func headerLen(b []byte) int  { n, _ := walk(b); return n }
+func proto(b []byte) uint8    { _, proto := walk(b); return proto }
+func segment(b []byte) []byte { return b[headerLen(b):] }
+func source(b []byte) netip.Addr {
+	if isV6(b) {
+		return netip.AddrFrom16([16]byte(b[8:24]))
+	}
+	return netip.AddrFrom4([4]byte(b[12:16]))
+}
+
+func destination(b []byte) netip.Addr {
+	if isV6(b) {
+		return netip.AddrFrom16([16]byte(b[24:40]))
+	}
+	return netip.AddrFrom4([4]byte(b[16:20]))
+}
+
+// walk returns where the transport header is, and its protocol.
+func walk(b []byte) (n int, proto uint8) {
+	if !isV6(b) {
+		return int(b[0]&15) * 4, b[9]
+	}
+	n, proto = 40, b[6]
+	for proto == protoFragment || proto == protoDestinationOptions {
+		n, proto = n+8, b[n] // all that are made here have this size
+	}
+	return n, proto
+}
+
+// fragmentWord is that of IPv4: flags, and the offset in units of 8. The fragment header of IPv6 follows the fixed one here.
+func fragmentWord(b []byte) uint16 {
+	if !isV6(b) {
+		return binary.BigEndian.Uint16(b[6:])
+	}
+	if b[6] != protoFragment {
+		return 0
+	}
+	word := binary.BigEndian.Uint16(b[42:])
+	return word>>3 | word&1<<13
+}
+
+func isFragment(b []byte) bool { return fragmentWord(b)&(flagMF|0x1fff) != 0 }
 
 // The port of an ICMP query is its identifier: same place for both directions.
 func portsAt(b []byte) (src, dst int) {
 	h := headerLen(b)
-	if b[9] == protoICMP {
+	if p := proto(b); p == protoICMP || p == protoICMP6 {
 		return h + 4, h + 4
 	}
 	return h, h + 2
@@ -148,18 +220,23 @@ func withPort(b []byte, sourceSide bool, port uint16) []byte {
 // seal computes the header checksum and, of a whole datagram, that of its transport. A UDP checksum of 0 stays.
 func seal(b []byte) {
 	sealHeader(b)
-	if s := segment(b); !isFragment(b) && (b[9] != protoUDP || binary.BigEndian.Uint16(s[6:]) != 0) {
-		sealTransport(s, source(b), destination(b), b[9])
+	if s := segment(b); !isFragment(b) && (proto(b) != protoUDP || binary.BigEndian.Uint16(s[6:]) != 0) {
+		sealTransport(s, source(b), destination(b), proto(b))
 	}
 }
 
 func sealHeader(b []byte) {
+	if isV6(b) {
+		return
+	}
 	b[10], b[11] = 0, 0
 	binary.BigEndian.PutUint16(b[10:], internetSum(b[:headerLen(b)]))
 }
 
+var checksumAt = map[uint8]int{protoUDP: 6, protoTCP: 16, protoICMP: 2, protoICMP6: 2}
+
 func sealTransport(s []byte, src, dst netip.Addr, proto uint8) {
-	at, ok := map[uint8]int{protoUDP: 6, protoTCP: 16, protoICMP: 2}[proto]
+	at, ok := checksumAt[proto]
 	if !ok {
 		return
 	}
@@ -176,6 +253,9 @@ func pseudo(s []byte, src, dst netip.Addr, proto uint8) []byte {
 		return nil
 	}
 	p := append(src.AsSlice(), dst.AsSlice()...)
+	if src.Is6() { // in other places, which a sum does not care about
+		p = append(p, 0, 0, 0, 0)
+	}
 	return append(p, 0, proto, uint8(len(s)>>8), uint8(len(s)))
 }
 
@@ -211,6 +291,10 @@ func partial(b []byte) []byte {
 // countUp is b as it was before its TTL was counted down hops times.
 func countUp(b []byte, hops uint8) []byte {
 	b = slices.Clone(b)
+	if isV6(b) {
+		b[7] += hops
+		return b
+	}
 	b[8] += hops
 	sealHeader(b)
 	return b
@@ -223,6 +307,19 @@ func countUp(b []byte, hops uint8) []byte {
 func fragment(b []byte, cuts ...int) (fragments [][]byte) {
 	payload, from := segment(b), 0
 	for _, to := range append(cuts, len(payload)) {
+		if isV6(b) {
+			word := uint16(from)
+			if to < len(payload) {
+				word |= 1
+			}
+			f := append(slices.Clone(b[:40]), b[6], 0, byte(word>>8), byte(word))
+			f = append(f, 0x55, 0x55, b[2], b[3]) // the datagram's flow label tells it from others
+			f = append(f, payload[from:to]...)
+			f[6] = protoFragment
+			binary.BigEndian.PutUint16(f[4:], uint16(len(f)-40))
+			fragments, from = append(fragments, f), to
+			continue
+		}
 		f := append(slices.Clone(b[:headerLen(b)]), payload[from:to]...)
 		binary.BigEndian.PutUint16(f[2:], uint16(len(f)))
 		word := fragmentWord(b) | uint16(from/8)
@@ -257,6 +354,12 @@ func reassemble(packets [][]byte) (datagram []byte, whole bool) {
 		if last := fragmentWord(p)&flagMF == 0; last != (i == len(parts)-1) {
 			return nil, false
 		}
+	}
+	if isV6(parts[0]) {
+		datagram = append(slices.Clone(parts[0][:40]), payload...)
+		binary.BigEndian.PutUint16(datagram[4:], uint16(len(payload)))
+		datagram[6] = proto(parts[0])
+		return datagram, true
 	}
 	datagram = append(slices.Clone(parts[0][:headerLen(parts[0])]), payload...)
 	binary.BigEndian.PutUint16(datagram[2:], uint16(len(datagram)))

@@ -68,7 +68,7 @@ func newPlan(name, podsA, seenA, podsB, seenB string) plan {
 
 // pod is the n-th pod of a cluster, n from 1. Numbers beyond the prefix wrap around, never onto the network address.
 func (p plan) pod(s side, n int) netip.Addr {
-	hosts := uint64(1)<<(32-p.pods[s].Bits()) - 1
+	hosts := uint64(1)<<min(32, p.pods[s].Addr().BitLen()-p.pods[s].Bits()) - 1
 	return nth(p.pods[s], uint32((uint64(n)-1)%hosts+1))
 }
 
@@ -80,35 +80,59 @@ func (p plan) natIP(s side) netip.Addr { return p.podsSeen[s].Addr() }
 
 // node and endpoint are in no prefix of any plan. mapped is the address under which the other cluster reaches endpoint.
 func (p plan) node(s side, n int) netip.Addr {
+	if p.v6() {
+		return nth(netip.MustParsePrefix("fc00:1::/64"), uint32(s)<<7|uint32(n))
+	}
 	return nth(netip.MustParsePrefix("192.0.2.0/24"), uint32(s)<<7|uint32(n))
 }
 func (p plan) endpoint(s side) netip.Addr {
+	if p.v6() {
+		return plan6{}.endpoint(s)
+	}
 	return nth(netip.MustParsePrefix("203.0.113.0/24"), 10+uint32(s))
 }
-func (p plan) mapped(s side) netip.Addr { return nth(p.extSeen[s], 5) }
+func (p plan) mapped(s side) netip.Addr {
+	if p.v6() {
+		return p.six().mapped(s)
+	}
+	return nth(p.extSeen[s], 5)
+}
+
+func (p plan) v6() bool { return p.pods[A].Addr().Is6() }
+
+// six is the same plan for the rules of IPv6.
+func (p plan) six() plan6 { return plan6{p.name, p.pods, p.podsSeen, p.extSeen} }
+
+// plan is the same one as it is for IPv4.
+func (p plan6) plan() plan { return plan{p.name, p.pods, p.podsSeen, p.ext, p.ext} }
 
 // move carries an address over from one prefix to another of the same length, one bit after the other.
 func move(addr netip.Addr, from, to netip.Prefix) netip.Addr {
 	if !from.Contains(addr) || from.Bits() != to.Bits() {
 		panic("move: " + addr.String() + " " + from.String() + " " + to.String())
 	}
-	in, net, out := number(addr), number(to.Addr()), uint32(0)
-	for bit := range 32 {
-		mask := uint32(1) << (31 - bit)
-		if bit < to.Bits() {
-			out |= net & mask
-		} else {
-			out |= in & mask
-		}
+	in, net := addr.AsSlice(), to.Addr().AsSlice()
+	for bit := range to.Bits() {
+		mask := byte(0x80) >> (bit % 8)
+		in[bit/8] = in[bit/8]&^mask | net[bit/8]&mask
 	}
-	return address(out)
+	out, _ := netip.AddrFromSlice(in)
+	return out
 }
 
-func nth(p netip.Prefix, n uint32) netip.Addr { return address(number(p.Addr()) + n) }
+// nth is the n-th address after the network's.
+func nth(p netip.Prefix, n uint32) netip.Addr {
+	b := p.Addr().AsSlice()
+	low := b[len(b)-4:]
+	binary.BigEndian.PutUint32(low, binary.BigEndian.Uint32(low)+n)
+	a, _ := netip.AddrFromSlice(b)
+	return a
+}
 
+// number is the last 32 bits.
 func number(a netip.Addr) uint32 {
-	b := a.As4()
-	return binary.BigEndian.Uint32(b[:])
+	b := a.AsSlice()
+	return binary.BigEndian.Uint32(b[len(b)-4:])
 }
 
 func address(n uint32) netip.Addr {

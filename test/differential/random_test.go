@@ -89,12 +89,12 @@ func (x *exchange) random(rng *rand.Rand) {
 	}
 }
 
-// randomFragments cuts a datagram at random places, no part above 1480 octets, and shuffles the parts.
+// randomFragments cuts a datagram at random places, no part above 1440 octets, and shuffles the parts.
 func randomFragments(rng *rand.Rand, b []byte) [][]byte {
 	size := len(segment(b))
 	var cuts []int
 	for at := 0; ; {
-		at += 8 * (5 + rng.IntN(180)) // the first holds the transport header with options
+		at += 8 * (5 + rng.IntN(176)) // the first holds the transport header with options
 		if at >= size {
 			break
 		}

@@ -20,25 +20,33 @@ const talkSteps = 1200
 // same ports, with everything that happens to packets on their way. What may differ is the NAPT port: it is learned with
 // the first packet of a flow for each judge, has to stay, and is then replaced by the engine's before bytes are compared.
 func TestEngineEqualsKernelOnRandomConversations(t *testing.T) {
-	seen := map[string]int{}
-	for i, p := range plans {
+	all := slices.Clone(plans)
+	for _, p := range plans6 {
+		all = append(all, p.plan())
+	}
+	seen, worlds := map[string]int{}, 0
+	for i, p := range all {
 		for seed := range map[bool]int{false: 2, true: 30}[*long] {
-			t.Run(fmt.Sprintf("%s/%d", p.name, seed), func(t *testing.T) {
+			t.Run(fmt.Sprintf("%s/%s/%d", map[bool]string{false: "IPv4", true: "IPv6"}[p.v6()], p.name, seed), func(t *testing.T) {
 				w := newWorld(t, p, rand.New(rand.NewPCG(uint64(i), uint64(seed))), seen)
 				for w.steps < talkSteps {
 					w.step()
 				}
+				worlds++
 			})
 		}
+	}
+	if worlds < 2*len(all) { // failed, or a part was chosen by -run
+		return
 	}
 	// Everything has happened: a change of the generator cannot empty the test.
 	for _, what := range []string{
 		"TCP SYN", "TCP SYNACK", "TCP ACK", "TCP PSHACK", "TCP FINACK", "TCP RSTACK", "UDP asks", "UDP answers", "echo asks",
 		"echo answers", "other asks", "other answers", "pod", "pod to endpoint", "node", "node to endpoint", "endpoint",
 		"endpoint to endpoint", "fragmented", "port changed", "reopened", "error 3", "error 4", "error 11", "error 12",
-		"redirect", "address that is not mapped", "address of no peer",
+		"IPv6 error 1", "IPv6 error 2", "IPv6 error 3", "IPv6 error 4", "redirect", "address that is not mapped", "address of no peer",
 	} {
-		if seen[what] < 100 && !t.Failed() {
+		if seen[what] < 100 {
 			t.Errorf("%s: happened %d times only", what, seen[what])
 		}
 	}
@@ -86,9 +94,11 @@ const (
 )
 
 func newWorld(t *testing.T, p plan, rng *rand.Rand, seen map[string]int) *world {
-	w := &world{
-		exchange: newExchange(t, p, statefulRules), rng: rng, seen: seen,
-		inside: map[end]netip.AddrPort{}, mapped: map[end]uint16{},
+	w := &world{rng: rng, seen: seen, inside: map[end]netip.AddrPort{}, mapped: map[end]uint16{}}
+	if p.v6() {
+		w.exchange = &exchange{T: t, plan: p, kernel: newKernel6(t, p.six(), rules6), engines: newEngines6(t, p.six())}
+	} else {
+		w.exchange = newExchange(t, p, statefulRules)
 	}
 	known := map[string]bool{}
 	for len(w.talks) < 60 {
@@ -118,12 +128,17 @@ func newWorld(t *testing.T, p plan, rng *rand.Rand, seen map[string]int) *world 
 			if src == p.endpoint(from) {
 				sport += 7 // no identifier that others use with it: choices_test.go
 			}
-			dport = sport
+			if dport = sport; p.v6() {
+				c.proto = protoICMP6
+			}
 		case protoTest:
 			// Told apart by addresses alone, so each host has a protocol of its own.
 			sport, dport = 0, 0
 			if c.proto += uint8(rng.IntN(2)); c.napt {
-				c.proto = 200 + uint8(number(src)&31) + uint8(from)<<5
+				c.proto = 200 + uint8(n) + uint8(from)<<4
+				if src == p.endpoint(from) {
+					c.proto += 8
+				}
 			}
 		}
 		c.client, c.server = netip.AddrPortFrom(src, sport), netip.AddrPortFrom(dst, dport)
@@ -158,7 +173,7 @@ func (w *world) step() {
 	for i := range data {
 		data[i] = byte(w.rng.Uint32())
 	}
-	bare, sequence := w.rng.IntN(8) == 0, w.rng.Uint32N(1<<16)
+	bare, sequence := w.rng.IntN(8) == 0 && !w.plan.v6(), w.rng.Uint32N(1<<16)
 	w.count(c, map[bool]string{true: "asks", false: "answers"}[forward])
 	w.say(c, forward, func(src, dst netip.AddrPort) []byte {
 		switch c.proto {
@@ -173,13 +188,18 @@ func (w *world) step() {
 				return icmp(echoRequest, 0, uint32(src.Port())<<16|sequence, data)
 			}
 			return icmp(echoReply, 0, uint32(dst.Port())<<16|sequence, data)
+		case protoICMP6:
+			if forward {
+				return icmp6(src.Addr(), dst.Addr(), 128, 0, uint32(src.Port())<<16|sequence, data)
+			}
+			return icmp6(src.Addr(), dst.Addr(), 129, 0, uint32(dst.Port())<<16|sequence, data)
 		}
 		return append([]byte{1, 2, 3, 4}, data...)
 	})
 }
 
 func (w *world) count(c *talk, what string) {
-	proto := map[uint8]string{protoTCP: "TCP", protoUDP: "UDP", protoICMP: "echo"}[c.proto]
+	proto := map[uint8]string{protoTCP: "TCP", protoUDP: "UDP", protoICMP: "echo", protoICMP6: "echo"}[c.proto]
 	if proto == "" {
 		proto = "other"
 	}
@@ -227,7 +247,13 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 	if n := len(segment(sent[0])); n > 1440 || n > 64 && h.flags == 0 && h.options == nil && w.rng.IntN(5) == 0 {
 		// The same places and the same order for both.
 		seed := w.rng.Uint64()
-		cut = func(b []byte) [][]byte { return randomFragments(rand.New(rand.NewPCG(seed, 0)), b) }
+		cut = func(b []byte) [][]byte {
+			f := randomFragments(rand.New(rand.NewPCG(seed, 0)), b)
+			if len(f) == 1 { // an atomic fragment, in IPv6: choices
+				return one(b)
+			}
+			return f
+		}
 		w.seen["fragmented"]++
 	}
 	arrived := w.carry(c, forward, sent, cut)
@@ -235,7 +261,7 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 		return
 	}
 	// The kernel forgets a refused connection at once: choices_test.go.
-	if w.rng.IntN(20) == 0 {
+	if w.rng.IntN(20) == 0 && !w.plan.v6() {
 		w.refused(c, forward, arrived)
 	}
 	if w.rng.IntN(4) == 0 && (c.proto != protoTCP || c.tcp.state != tcpReset) {
@@ -292,15 +318,20 @@ func (w *world) carry(c *talk, forward bool, sent [judges][]byte, cut func([]byt
 // complain sends an ICMP error about a datagram from where it arrived to who sent it, whole or cut off.
 func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	w.Helper()
-	e := []struct {
+	type fault struct {
 		kind, code uint8
 		rest       uint32
-	}{
+	}
+	faults := []fault{
 		{unreachable, uint8(w.rng.IntN(16)), w.rng.Uint32N(1 << 16)},
 		{timeExceeded, uint8(w.rng.IntN(2)), 0},
 		{parameterProblem, uint8(w.rng.IntN(3)), w.rng.Uint32N(256) << 24},
-		{4, 0, 0},
-	}[w.rng.IntN(4)]
+		{4, 0, 0}, // source quench
+	}
+	if w.plan.v6() { // RFC 4443: unreachable, too big, time exceeded, parameter problem
+		faults = []fault{{1, uint8(w.rng.IntN(8)), 0}, {2, 0, 1280 + w.rng.Uint32N(1<<16)}, {3, uint8(w.rng.IntN(2)), 0}, {4, uint8(w.rng.IntN(3)), w.rng.Uint32N(1 << 10)}}
+	}
+	e := faults[w.rng.IntN(4)]
 	n := len(segment(arrived[engine]))
 	if n < 8 { // conntrack wants that much
 		return
@@ -313,7 +344,7 @@ func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	for j, b := range arrived {
 		errs[j] = icmpAbout(b, destination(b), e.kind, e.code, e.rest, quote)
 	}
-	w.seen[fmt.Sprint("error ", e.kind)]++
+	w.seen[fmt.Sprint(map[bool]string{true: "IPv6 "}[w.plan.v6()], "error ", e.kind)]++
 	back := w.carry(c, !forward, errs, one)
 	if w.Failed() {
 		return
@@ -428,7 +459,7 @@ func (w *world) repaint(c *talk, b []byte) []byte {
 	}
 	old := binary.BigEndian.Uint16(inner[at:])
 	binary.BigEndian.PutUint16(inner[at:], c.seen[engine])
-	sum, reach := headerLen(inner)+map[uint8]int{protoUDP: 6, protoTCP: 16, protoICMP: 2}[c.proto], 8
+	sum, reach := headerLen(inner)+checksumAt[c.proto], 8
 	if c.proto == protoTCP {
 		reach = 20
 	}
@@ -444,6 +475,6 @@ func (w *world) repaint(c *talk, b []byte) []byte {
 			binary.BigEndian.PutUint16(inner[sum:], uint16(is))
 		}
 	}
-	sealTransport(segment(b), source(b), destination(b), protoICMP)
+	sealTransport(segment(b), source(b), destination(b), proto(b))
 	return b
 }
