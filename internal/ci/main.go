@@ -14,6 +14,7 @@ import (
 	"os/exec"
 	"os/signal"
 	"strings"
+	"sync"
 	"syscall"
 	"time"
 )
@@ -40,23 +41,38 @@ func main() {
 
 func check(ctx context.Context) bool {
 	tests := &tally{}
-	steps := []step{
+	first := []step{
 		{"generated files", command("make", "--no-print-directory", "generate-check")},
 		{"vet", command("go", "vet", "./...")},
 		{"vet test/", command("go", "-C", "test", "vet", "./...")},
 		// Before the tests: the build takes minutes with cold caches, and would count against a test's time.
 		{"kube-apiserver", command("make", "--no-print-directory", "kube")},
+	}
+	// Side by side, because what is in test/ mostly waits, for elections and for API servers.
+	here := []step{
 		{"lint", command("make", "--no-print-directory", "lint")},
 		{"tests", goTest(".", tests, raceDetector, "./...")},
-		{"tests in test/", goTest("test", tests, raceDetector, "./...")},
 		// The race detector allocates, so tests of "no allocation" skip themselves under it and run here.
 		{"allocations", goTest(".", tests, "", "-run=NotAllocate", "./...")},
+	}
+	beside := []step{
+		{"tests in test/", goTest("test", tests, raceDetector, "./...")},
 	}
 	if os.Geteuid() != 0 {
 		fmt.Println("not root: tests that make network namespaces will be skipped, each with its reason below")
 	}
 
-	var results []result
+	results := run(ctx, first)
+	var more []result
+	var wg sync.WaitGroup
+	wg.Go(func() { more = run(ctx, beside) })
+	results = append(results, run(ctx, here)...)
+	wg.Wait()
+	return report(os.Stdout, append(results, more...), tests, ctx.Err())
+}
+
+// run does steps one after the other, whatever becomes of them, until ctx ends.
+func run(ctx context.Context, steps []step) (results []result) {
 	for _, s := range steps {
 		if ctx.Err() != nil {
 			break
@@ -66,7 +82,7 @@ func check(ctx context.Context) bool {
 		err := s.run(ctx)
 		results = append(results, result{s.name, err, time.Since(start)})
 	}
-	return report(os.Stdout, results, tests, ctx.Err())
+	return results
 }
 
 // report prints the table of steps, why tests were skipped, and the count, which stays alone on the last line.
@@ -116,7 +132,7 @@ const raceDetector = "-race"
 // tests talk to.
 func goTest(dir string, t *tally, race string, args ...string) func(context.Context) error {
 	return func(ctx context.Context) error {
-		flags, cgo := []string{"-C", dir, "test", "-json", "-count=1", "-timeout=10m"}, "CGO_ENABLED=0"
+		flags, cgo := []string{"-C", dir, "test", "-json", "-count=1", "-timeout=20m"}, "CGO_ENABLED=0"
 		if race != "" {
 			if _, err := exec.LookPath("gcc"); err == nil {
 				flags, cgo = append(flags, race), "CGO_ENABLED=1"

@@ -6,6 +6,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 )
 
@@ -21,8 +22,10 @@ type event struct {
 
 type testName struct{ pkg, test string }
 
-// tally counts tests and keeps the output of those whose fate is not known yet.
+// tally counts tests and keeps the output of those whose fate is not known yet. Several `go test` may report to it at once.
 type tally struct {
+	mu sync.Mutex
+
 	passed, failed, skipped int
 	failures                []string // names, in the order they failed
 
@@ -35,6 +38,8 @@ type tally struct {
 // add takes one line and returns what to print for it, often nothing. A line that is not JSON (the go command's own
 // complaints) is printed as it is.
 func (t *tally) add(line []byte) (show string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	var e event
 	if err := json.Unmarshal(line, &e); err != nil || e.Action == "" {
 		return string(line) + "\n"
@@ -127,6 +132,8 @@ func (t *tally) endPackage(e event) (show string) {
 
 // running lists the tests that have begun and not ended, without the parents of running subtests.
 func (t *tally) running() (names []string) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
 	for name := range t.inTest {
 		parent := false
 		for other := range t.inTest {
