@@ -21,7 +21,8 @@ import (
 //	  fragment of the same identification
 //
 // So a datagram that uses an identification again while fragments of the one before are missing is lost, not mixed with it
-// (RFC 4963). Fragments that a 1:1 map translates are not compared: the map looks at no port, and the receiver reassembles.
+// (RFC 4963). The same holds for one that only looks so behind us, because two hosts share an address there: the datagram
+// that was first goes on, the other is dropped, since the identification is not rewritten. Fragments that a 1:1 map translates are not compared: the map looks at no port, and the receiver reassembles.
 
 // fragmentStore remembers datagrams of one peer and direction. Its three bounds are in Config; at a bound the oldest
 // datagram gives way, with DropFragmentStoreFull for each of its held fragments, because a datagram whose fragments do
@@ -30,8 +31,9 @@ import (
 // reach the others'.
 type fragmentStore struct {
 	mu    sync.Mutex
-	rule  *rule // by which the decisions here were made
-	sets  map[fragmentKey]*fragmentSet
+	rule  *rule                        // by which the decisions here were made
+	sets  map[fragmentKey]*fragmentSet // by what they are when they come,
+	after map[fragmentKey]*fragmentSet // and those that go on by what they are then
 	hosts map[addr]*fragmentHost
 	all   fragmentList
 	bytes int
@@ -45,8 +47,7 @@ type fragmentStore struct {
 // hostShare is the part of the store that one source may take, as a divisor.
 const hostShare = 4
 
-// fragmentKey is what tells datagrams apart: RFC 791 has the protocol in it, RFC 8200 has not. The addresses are those
-// before translation.
+// fragmentKey is what tells datagrams apart: RFC 791 has the protocol in it, RFC 8200 has not.
 type fragmentKey struct {
 	src, dst addr
 	id       uint32
@@ -54,7 +55,8 @@ type fragmentKey struct {
 }
 
 type fragmentSet struct {
-	key     fragmentKey
+	key     fragmentKey // before translation
+	after   fragmentKey // and behind it, once decided
 	host    *fragmentHost
 	born    tick
 	decided bool
@@ -146,15 +148,15 @@ func (e *Engine) fragment(v *packet.View, r *remote, dir Direction, now tick, tr
 }
 
 // firstFragment tells the store what becomes of the datagram of which v is the first fragment, as it came, and returns the
-// fragments that were waiting, translated.
-func (e *Engine) firstFragment(v *packet.View, r *remote, dir Direction, to addr, drop Drop) *[][]byte {
-	held := r.peer.fragments[dir].decide(v, r.rule, to, drop)
+// fragments that were waiting, translated. The datagram may have to be dropped after all.
+func (e *Engine) firstFragment(v *packet.View, r *remote, dir Direction, to addr, drop Drop) (*[][]byte, Drop) {
+	held, drop := r.peer.fragments[dir].decide(v, r.rule, dir, to, drop)
 	if len(held) == 0 {
-		return nil
+		return nil, drop
 	}
 	if drop != DropNone {
 		r.peer.fragments[dir].lost(drop, len(held))
-		return nil
+		return nil, drop
 	}
 	var w packet.View
 	for _, b := range held {
@@ -163,7 +165,7 @@ func (e *Engine) firstFragment(v *packet.View, r *remote, dir Direction, to addr
 		}
 	}
 	released := held // the pointer makes it escape, and held is for every first fragment
-	return &released
+	return &released, DropNone
 }
 
 // decision is what was decided about the datagram of v.
@@ -217,17 +219,30 @@ func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to 
 
 // decide enters what becomes of the datagram of v and returns the fragments that waited for it. There may be nothing to
 // enter any more: the datagram gave way, or the rule did.
-func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (held [][]byte) {
+func (s *fragmentStore) decide(v *packet.View, r *rule, dir Direction, to addr, drop Drop) (held [][]byte, _ Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	set := s.sets[fragmentKeyOf(v)]
 	if set == nil || set.decided || s.outdated(r) {
-		return nil
+		return nil, drop
+	}
+	if drop == DropNone {
+		after := set.key
+		if dir == Outbound {
+			after.src = to
+		} else {
+			after.dst = to
+		}
+		if s.after[after] == nil {
+			s.after[after], set.after = set, after
+		} else {
+			drop = DropFragment
+		}
 	}
 	set.decided, set.to, set.drop = true, to, drop
 	held = s.release(set)
 	s.finish(set)
-	return held
+	return held, drop
 }
 
 // outdated reports that a packet was judged by a rule which has just been replaced by a different one: what is decided by
@@ -357,6 +372,7 @@ func (s *fragmentStore) set(k fragmentKey, now tick, e *Engine) *fragmentSet {
 	}
 	if s.sets == nil {
 		s.sets = map[fragmentKey]*fragmentSet{}
+		s.after = map[fragmentKey]*fragmentSet{}
 		s.hosts = map[addr]*fragmentHost{}
 	}
 	limit := e.config.MaxFragmentSets
@@ -398,6 +414,9 @@ func (s *fragmentStore) remove(set *fragmentSet, why Drop) {
 	s.all.unlink(set, ofAll)
 	h.own.unlink(set, ofHost)
 	delete(s.sets, set.key)
+	if s.after[set.after] == set {
+		delete(s.after, set.after)
+	}
 	s.idleSets = append(s.idleSets, set)
 	if h.sets--; h.sets == 0 {
 		delete(s.hosts, set.key.src)

@@ -210,6 +210,34 @@ func TestSecondFirstFragmentOfOtherPortsEndsTheDatagram(t *testing.T) {
 	reassembled(t, left)
 }
 
+// Behind the NAPT address the two cannot be told apart by who reassembles.
+func TestDatagramsOfTwoHostsAreNotMixedBehindUs(t *testing.T) {
+	e := newEngine(t, Config{}, peer46())
+	_, one := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
+	_, other := datagram("192.168.1.2:4000", "10.71.0.5:53", 77)
+	left, _ := sendAll(t, e, Outbound, one, []int{0}, 0)
+	if _, v := send(t, e, Outbound, other[2], 0); v.Action != Hold {
+		t.Error(v.Action, v.Drop)
+	}
+	_, v := send(t, e, Outbound, other[0], 0)
+	if n := e.Peers()[0].Drops(Outbound, DropFragment); v.Drop != DropFragment || n != 2 {
+		t.Errorf("%v %v, %d counted", v.Action, v.Drop, n)
+	}
+	refused(t, e, Outbound, other[1], 0, DropFragment)
+	more, _ := sendAll(t, e, Outbound, one, []int{2, 1}, 0)
+	reassembled(t, append(left, more...))
+	_, other = datagram("192.168.1.3:4000", "10.71.0.5:53", 77) // it is free again
+	left, _ = sendAll(t, e, Outbound, other, []int{2, 0, 1}, 0)
+	reassembled(t, left)
+
+	// Inbound the NAPT address and a mapped one may lead to one host.
+	out(t, e, udp("192.168.7.7:4444", "10.71.0.5:53"), 0)
+	_, one = datagram("10.71.0.5:53", "10.246.0.0:4444", 78)
+	_, other = datagram("10.71.0.5:53", "10.247.0.9:80", 78)
+	sendAll(t, e, Inbound, one, []int{0}, 0)
+	refused(t, e, Inbound, other[0], 0, DropFragment)
+}
+
 func TestDuplicateFragmentPassesOnce(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
@@ -491,7 +519,7 @@ func TestFragmentsOfManyGoroutinesDuringRuleChanges(t *testing.T) {
 	}
 	for dir := range p.fragments {
 		s := &p.fragments[dir]
-		if len(s.hosts) != 0 || s.all != (fragmentList{}) || len(s.idleSets) > 16 || len(s.idleHosts) > 16 {
+		if len(s.hosts) != 0 || len(s.after) != 0 || s.all != (fragmentList{}) || len(s.idleSets) > 16 || len(s.idleHosts) > 16 {
 			t.Errorf("%d hosts, %d and %d idle entries", len(s.hosts), len(s.idleSets), len(s.idleHosts))
 		}
 	}
@@ -555,7 +583,7 @@ func TestOldRuleDoesNotDecideAboutFragments(t *testing.T) {
 	send(t, e, Inbound, fragments[1], 0)
 	var v packet.View
 	parse(t, &v, fragments[0])
-	if held := old.peer.fragments[Inbound].decide(&v, old.rule, addrOf(ip("192.168.7.7")), DropNone); held != nil {
+	if held, _ := old.peer.fragments[Inbound].decide(&v, old.rule, Inbound, addrOf(ip("192.168.7.7")), DropNone); held != nil {
 		t.Error("an old decision was carried out")
 	}
 	left, _ := sendAll(t, e, Inbound, fragments, []int{0, 2}, 0)

@@ -251,7 +251,7 @@ func (e *Engine) flowIn(v *packet.View, r *remote, src, dst, endpoint, local add
 func (e *Engine) place(v *packet.View, r *remote, dir Direction, to addr, port int, drop Drop, tr *Trace) Verdict {
 	var released *[][]byte
 	if _, _, _, is := v.Fragment(); is && tr == nil {
-		released = e.firstFragment(v, r, dir, to, drop)
+		released, drop = e.firstFragment(v, r, dir, to, drop)
 	}
 	if drop != DropNone {
 		return e.refuse(r, dir, drop, tr)
