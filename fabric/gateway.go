@@ -178,11 +178,20 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 type keeper struct {
 	id      string   // our own cluster ID
 	key     [32]byte // our own public key
-	first   *Peer    // sets what our own networks are
+	first   [2]*Peer // of IPv4 and of IPv6: sets what our own networks of that family are
 	ids     map[string]*Peer
 	keys    map[[32]byte]*Peer
 	remotes []remote // disjoint, sorted by address
 	gates   []gate   // sorted by address; peers behind one NAT share theirs
+}
+
+// familyOf is 0 for a peer whose networks are IPv4, 1 for IPv6; check has seen that
+// all four are of one family.
+func familyOf(p *Peer) int {
+	if p.Local.Pod.Addr().Is4() {
+		return 0
+	}
+	return 1
 }
 
 // gate is the literal address of a peer's gateway.
@@ -198,8 +207,8 @@ type remote struct {
 }
 
 func (k *keeper) keep(p *Peer) {
-	if k.first == nil {
-		k.first = p
+	if k.first[familyOf(p)] == nil {
+		k.first[familyOf(p)] = p
 	}
 	k.ids[p.ID], k.keys[p.PublicKey] = p, p
 	_, _, pod, external := p.pairs()
@@ -250,11 +259,11 @@ func (k *keeper) check(p *Peer) []Problem {
 		r.add("spec.backend_config.publicKey", "is also the key of cluster %s (%s); want a key for each cluster", quote(other.ID), other.Origin)
 	}
 	localPod, localExternal, remotePod, remoteExternal := p.pairs()
-	if k.first != nil {
-		firstPod, firstExternal, _, _ := k.first.pairs()
+	if first := k.first[familyOf(p)]; first != nil {
+		firstPod, firstExternal, _, _ := first.pairs()
 		for _, n := range [][2]pair{{localPod, firstPod}, {localExternal, firstExternal}} {
 			if n[0].own != n[1].own {
-				r.add(n[0].ownField, "%v is not the %v that %s has; want the same own network towards all peers", n[0].own, n[1].own, k.first.Origin)
+				r.add(n[0].ownField, "%v is not the %v that %s has; want the same own network towards all peers", n[0].own, n[1].own, first.Origin)
 			}
 		}
 	}

@@ -122,6 +122,27 @@ func TestGatewayForIPv6PeerHasTheGatewaysIPv6Address(t *testing.T) {
 	}
 }
 
+// A TunnelEndpoint has networks of one family, but a gateway may have peers of both.
+func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
+	six := func(id, remote, own string) Peer {
+		return peer(t, id, func(p *Peer) {
+			p.Local = Networks{pfx(own), pfx("fd00:2::/48"), pfx("fd00:3::/112"), pfx("fd00:3::/112")}
+			p.Remote = Networks{pfx("fd00:1::/48"), pfx(remote + ":1::/48"), pfx("fd00:5::/112"), pfx(remote + ":2::/112")}
+		})
+	}
+	peers := []Peer{peer(t, idB, nil), six(idC, "fd04", "fd00:1::/48"), six("d", "fd05", "fd00:1::/48")}
+	gw, problems := GatewayFor(Intent{ClusterID: idA, Peers: peers}, 0)
+	wantTexts(t, problems)
+	if len(gw.Peers) != 3 {
+		t.Errorf("%v", gw)
+	}
+	engineAccepts(t, gw)
+
+	peers[2] = six("d", "fd05", "fd00:9::/48")
+	_, problems = GatewayFor(Intent{ClusterID: idA, Peers: peers}, 0)
+	wantTexts(t, problems, "TunnelEndpoint tenant/d: spec.localPodCIDR: fd00:9::/48 is not the fd00:1::/48 that TunnelEndpoint tenant/c has; want the same own network towards all peers")
+}
+
 func TestMetadataServicesAreNoEndpoints(t *testing.T) {
 	for text, is := range map[string]bool{
 		"169.254.169.254": true, "fd00:ec2::254": true, "fd00:ec2:1::": true, "fd20:ce::254": true, "fe80::a9fe:a9fe%eth0": true,
