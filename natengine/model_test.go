@@ -76,6 +76,7 @@ func newModel(bounds byte) *model {
 	c := modelBounds[int(bounds)%len(modelBounds)]
 	c.Timeouts = oddTimeouts
 	c.Timeouts.TCPClosing = 125 * time.Second
+	c.MaxErrorsPerSecond = 1 << 20
 	c.Self6 = netip.MustParseAddr("fd00::1")
 	m := &model{
 		reference: reference{self: []netip.Addr{netip.MustParseAddr("169.254.0.1"), c.Self6}, timeouts: c.Timeouts, random: c.RandomPorts},
@@ -507,6 +508,9 @@ func (m *model) send(c command) error {
 		m.ledger[peer.ID].drops[dir][got.Drop]++
 	} else if !isError(p) {
 		m.recent[dir] = append(m.recent[dir], out)
+		if dir == natengine.Outbound && c[6]>>5 == 0 && p.Flags&packettest.RST == 0 { // a RST may have ended its flow
+			return m.tooBig(&v, in)
+		}
 	}
 	for _, f := range m.flows {
 		if f.established() {
@@ -514,6 +518,20 @@ func (m *model) send(c command) error {
 		}
 	}
 	return nil
+}
+
+// tooBig takes a packet that was forwarded for one too big: its sender gets an error about the very octets that it sent.
+func (m *model) tooBig(v *packet.View, in []byte) error {
+	answer, action := m.engine.TooBig(v, 1280, make([]byte, packet.MaxTooBig), m.now)
+	if action == natengine.Discard {
+		return errors.New("nobody is told that it is too big")
+	}
+	m.log("too big: " + summary(answer))
+	p, sent := packettest.MustDecode(answer), packettest.MustDecode(in)
+	if p.Src != sent.Dst || p.Dst != sent.Src || !slices.Equal(p.Data, in[:min(len(in), len(p.Data))]) || (action == natengine.Deliver) != m.isSelf(sent.Src) {
+		return fmt.Errorf("%v is answered by %v, %v\n%x", summary(in), summary(answer), action, answer)
+	}
+	return packettest.ValidChecksums()(p)
 }
 
 // summary is a packet in a few words.
