@@ -357,3 +357,45 @@ func TestChosenTuplesDoNotDegradeLookups(t *testing.T) {
 	}
 	check("tuples that collide in another engine", colliding)
 }
+
+func TestReopenedConnectionMayBeEvicted(t *testing.T) {
+	e := newEngine(t, Config{MaxFlows: 2}, peerB())
+	seen := established(t, e, "192.168.1.1:4000", "10.71.0.5:80", 0)
+	out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), 0)
+	out(t, e, udp("192.168.1.3:4000", "10.71.0.5:53"), 0) // takes the place of the second and meets the first on the way
+	in(t, e, tcp("10.71.0.5:80", seen.String(), packettest.RST), 0)
+	out(t, e, tcp("192.168.1.1:4000", "10.71.0.5:80", packettest.SYN), 0)
+	e.Sweep(0)
+	out(t, e, udp("192.168.1.4:4000", "10.71.0.5:53"), 0)
+	last, _ := out(t, e, udp("192.168.1.5:4000", "10.71.0.5:53"), 0)
+	refused(t, e, Inbound, tcp("10.71.0.5:80", seen.String(), packettest.ACK), 0, DropNoFlow)
+	in(t, e, udp("10.71.0.5:53", last.String()), 0)
+}
+
+func TestHalfOpenGaugeCountsWhatStays(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	seen, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	in(t, e, udp("10.71.0.5:53", seen.String()), 0)
+	out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), at(200))
+	e.Sweep(400 * time.Second)
+	if s := e.Stats().Peers[0]; s.HalfOpen != 1 || s.Expired != 1 {
+		t.Errorf("%+v", s)
+	}
+}
+
+func TestTraceAtTheBoundKnowsWhoseTimeIsOver(t *testing.T) {
+	e := newEngine(t, Config{MaxFlows: 1}, peerB())
+	in(t, e, udp("10.71.0.5:53", "10.247.0.9:80"), 0)
+	out(t, e, udp("192.168.7.7:80", "10.71.0.5:53"), 0)
+	var v packet.View
+	for _, c := range []struct {
+		again string
+		want  Action
+	}{{"10.71.0.6:53", Discard}, {"10.71.0.5:53", Forward}} {
+		parse(t, &v, udp(c.again, "10.247.0.9:80"))
+		trace := e.Trace(&v, Inbound, time.Hour)
+		if got := e.Inbound(&v, time.Hour); got.Action != c.want || trace.Action != c.want {
+			t.Errorf("from %s: %v, by the trace %v, want %v", c.again, got.Action, trace.Action, c.want)
+		}
+	}
+}
