@@ -267,8 +267,8 @@ func TestFloodsDoNotGrowTheHeap(t *testing.T) {
 func probes(p *PeerState) (mean float64, longest int) {
 	total, filled := 0, 0
 	for dir := range p.flows.index {
-		for i := range p.flows.index[dir].shards {
-			s := p.flows.index[dir].shards[i].slots.Load()
+		for i := range p.flows.index[dir].slots {
+			s := p.flows.index[dir].slots[i].Load()
 			if s == nil {
 				continue
 			}

@@ -551,10 +551,10 @@ func (e *Engine) checkTables(t testing.TB) {
 		}
 		for dir := range f.index {
 			n := 0
-			for i := range f.index[dir].shards {
-				s := &f.index[dir].shards[i]
+			for i := range f.index[dir].filling {
+				s := &f.index[dir].filling[i]
 				n += s.live
-				if list := s.slots.Load(); list != nil {
+				if list := f.index[dir].slots[i].Load(); list != nil {
 					filled := 0
 					for j := range list.list {
 						if list.list[j].Load() != 0 {

@@ -66,7 +66,7 @@ func (l *Lookahead) Add(v *packet.View) {
 	}
 	t := &r.peer.flows
 	h := k.hash(&t.keys)
-	if s := t.index[l.dir].shards[h>>shardShift].slots.Load(); s != nil {
+	if s := t.index[l.dir].slots[h>>shardShift].Load(); s != nil {
 		w := &l.wanted[l.n]
 		w.table, w.slots, w.tag = t, s, uint32(h)
 		w.first = &s.list[s.home(w.tag)]

@@ -14,6 +14,8 @@ type flowTable struct {
 	index [directions]index
 	slab  atomic.Pointer[[]chunk]
 
+	_ [64]byte // so that a new flow does not take what lookups read out of the caches of other cores
+
 	mu    sync.Mutex
 	live  atomic.Int64 // entries in use; changed under mu
 	used  uint32       // entries that were ever in use
@@ -64,7 +66,7 @@ func (t *flowTable) find(dir Direction, k *key) (m match, ok bool) {
 // search is find that writes the flow to m, because a struct of this size is not returned in registers.
 func (t *flowTable) search(dir Direction, k *key, m *match) bool {
 	h := k.hash(&t.keys)
-	s := t.index[dir].shards[h>>shardShift].slots.Load()
+	s := t.index[dir].slots[h>>shardShift].Load()
 	if s == nil {
 		return false
 	}
@@ -258,8 +260,8 @@ func (t *flowTable) bytes() int {
 		n += len(*slab)*chunkSize*int(unsafe.Sizeof(entry{})+unsafe.Sizeof(side{})) + cap(*slab)*int(unsafe.Sizeof(chunk{}))
 	}
 	for dir := range t.index {
-		for i := range t.index[dir].shards {
-			if s := t.index[dir].shards[i].slots.Load(); s != nil {
+		for i := range t.index[dir].slots {
+			if s := t.index[dir].slots[i].Load(); s != nil {
 				n += len(s.list) * 8
 			}
 		}
@@ -269,15 +271,21 @@ func (t *flowTable) bytes() int {
 
 // index finds entries by the hash of one tuple: open addressing with linear probing, in shards that grow one at a time
 // so that no insert waits for more than a sixteenth of the table to be copied.
-type index struct{ shards [1 << (64 - shardShift)]shard }
+type index struct {
+	slots   [shards]atomic.Pointer[slots]
+	_       [64]byte
+	filling [shards]filling // only for writers
+	_       [64]byte
+}
 
 const (
 	shardShift = 60
+	shards     = 1 << (64 - shardShift)
 	minSlots   = 32
 )
 
-type shard struct {
-	slots  atomic.Pointer[slots]
+// filling is how full the slots of a shard are.
+type filling struct {
 	live   int // slots in use
 	filled int // slots in use or with a tombstone
 }
@@ -309,8 +317,7 @@ func (s *slots) before(at uint) uint {
 
 // insert enters entry i under hash h. With mu.
 func (x *index) insert(h uint64, i uint32) {
-	shard := &x.shards[h>>shardShift]
-	s := shard.room()
+	s, fill := x.room(h>>shardShift), &x.filling[h>>shardShift]
 	tag := uint32(h)
 	for at := s.home(tag); ; at = s.after(at) {
 		slot := s.list[at].Load()
@@ -318,25 +325,25 @@ func (x *index) insert(h uint64, i uint32) {
 			continue
 		}
 		if slot == 0 {
-			shard.filled++
+			fill.filled++
 		}
-		shard.live++
+		fill.live++
 		s.list[at].Store(uint64(tag)<<32 | uint64(i+1))
 		return
 	}
 }
 
-// room returns slots with room for one more, at most three quarters filled. Copying into an array of the same size only
-// drops the tombstones. Sizes are 2^n and 3*2^n.
-func (s *shard) room() *slots {
-	old := s.slots.Load()
-	if old != nil && (s.filled+1)*4 <= len(old.list)*3 {
+// room returns slots of a shard with room for one more, at most three quarters filled. Copying into an array of the same
+// size only drops the tombstones. Sizes are 2^n and 3*2^n.
+func (x *index) room(shard uint64) *slots {
+	old, fill := x.slots[shard].Load(), &x.filling[shard]
+	if old != nil && (fill.filled+1)*4 <= len(old.list)*3 {
 		return old
 	}
 	size := minSlots
 	if old != nil {
 		size = len(old.list)
-		if s.live*8 > size*5 {
+		if fill.live*8 > size*5 {
 			if size&(size-1) == 0 {
 				size += size / 2
 			} else {
@@ -358,26 +365,25 @@ func (s *shard) room() *slots {
 			young.list[at].Store(slot)
 		}
 	}
-	s.filled = s.live
-	s.slots.Store(young)
+	fill.filled = fill.live
+	x.slots[shard].Store(young)
 	return young
 }
 
 // remove takes entry i out, which was entered under hash h. With mu.
 func (x *index) remove(h uint64, i uint32) {
-	shard := &x.shards[h>>shardShift]
-	s := shard.slots.Load()
+	s, fill := x.slots[h>>shardShift].Load(), &x.filling[h>>shardShift]
 	want := h<<32 | uint64(i+1)
 	at := s.home(uint32(h))
 	for s.list[at].Load() != want {
 		at = s.after(at)
 	}
-	shard.live--
+	fill.live--
 	s.list[at].Store(tombstone)
 	// Tombstones before an empty slot keep no search going: nothing lies behind them.
 	for s.list[s.after(at)].Load() == 0 && s.list[at].Load() == tombstone {
 		s.list[at].Store(0)
-		shard.filled--
+		fill.filled--
 		at = s.before(at)
 	}
 }
