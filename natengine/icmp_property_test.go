@@ -62,17 +62,29 @@ func TestICMPErrorsBringBackTheSendersOwnPacket(t *testing.T) {
 		a, b := errorPair(t, is4, alike)
 		podA, otherA, nodeA := hosts(is4, a.pods)
 		podB, _, nodeB := hosts(is4, b.pods)
-		from, mapped := podB, false
-		if rng.IntN(2) == 0 {
+		kind := rng.IntN(4)
+		from, to, end := podB, moved(podA, a.podsSeen), podA
+		h, body := build(rng, is4)
+		switch kind {
+		case 1: // to a mapped address
+			to, end = a.endpoints[0].Seen, a.endpoints[0].Real
+		case 2: // from a node, whose port another node has already
 			from = nodeB
+			rival(t, b, a, h, body, nodeB.Next(), to)
+		case 3: // the answer to a node of a, whose port another node had already
+			end = nodeA
+			rival(t, a, b, h, body, nodeA.Next(), moved(podB, b.podsSeen))
+			h.Src, h.Dst = nodeA, moved(podB, b.podsSeen)
+			request := packettest.MustDecode(cross(t, a, b, packettest.Build(h, body)))
+			to, body = request.Src, swapped(body, request)
+			if echo, ok := body.(packettest.Echo); ok {
+				echo.Reply = true
+				body = echo
+			}
 		}
-		to, end := moved(podA, a.podsSeen), podA
-		if from == podB && rng.IntN(2) == 0 {
-			to, end, mapped = a.endpoints[0].Seen, a.endpoints[0].Real, true
-		}
-		stateless := from == podB && !mapped
-
-		sent := build(rng, from, to, is4)
+		stateless := kind == 0
+		h.Src, h.Dst = from, to
+		sent := packettest.Build(h, body)
 		if rng.IntN(4) == 0 {
 			fragments := packettest.Fragments(sent, 64, 7)
 			sent = fragments[0]
@@ -158,9 +170,9 @@ func TestICMPErrorsBringBackTheSendersOwnPacket(t *testing.T) {
 		if !bytes.HasSuffix(out.Data, behind) {
 			t.Fatalf("%s: the extension changed", what)
 		}
-		tried[fmt.Sprintf("IPv4 %t, 1:1 %t, mapped %t, type %d", is4, stateless, mapped, fault.Type)]++
+		tried[fmt.Sprintf("IPv4 %t, kind %d, type %d", is4, kind, fault.Type)]++
 	}
-	if len(tried) < 2*3*4 {
+	if len(tried) < 4*(len(faults4)+len(faults6)) {
 		t.Errorf("only %d cases: %v", len(tried), tried)
 	}
 }
@@ -182,9 +194,21 @@ func sumField(p packettest.Packet) (field, whole int) {
 	return 0, 0
 }
 
-// build is any packet that can be answered by an error.
-func build(rng *rand.Rand, from, to netip.Addr, is4 bool) []byte {
-	h := packettest.IP{Src: from, Dst: to, TTL: 55, TOS: uint8(rng.Uint32()), ID: uint16(rng.Uint32()), FlowLabel: rng.Uint32()}
+// rival is another host that has the port of the packet to come at the NAPT address. Of what has no ports there can be only one.
+func rival(t *testing.T, from, to *side, h packettest.IP, body packettest.Body, src, dst netip.Addr) {
+	t.Helper()
+	if _, ok := body.(packettest.Raw); ok {
+		return
+	}
+	h.Src, h.Dst = src, dst
+	if cross(t, from, to, packettest.Build(h, body)) == nil {
+		t.Fatal("the packet of the rival is lost")
+	}
+}
+
+// build is any packet that can be answered by an error, without addresses.
+func build(rng *rand.Rand, is4 bool) (packettest.IP, packettest.Body) {
+	h := packettest.IP{TTL: 55, TOS: uint8(rng.Uint32()), ID: uint16(rng.Uint32()), FlowLabel: rng.Uint32()}
 	if rng.IntN(3) == 0 {
 		if is4 {
 			h.Options = []byte{7, 7, 4, 0, 0, 0, 0, 1, 148, 4, 0, 0}[:4*(1+rng.IntN(3))]
@@ -202,15 +226,15 @@ func build(rng *rand.Rand, from, to netip.Addr, is4 bool) []byte {
 	port := func() uint16 { return uint16(1024 + rng.IntN(60000)) }
 	switch rng.IntN(5) {
 	case 0:
-		return packettest.Build(h, packettest.TCP{SrcPort: port(), DstPort: port(), Seq: rng.Uint32(), Flags: packettest.ACK, Data: data})
+		return h, packettest.TCP{SrcPort: port(), DstPort: port(), Seq: rng.Uint32(), Flags: packettest.ACK, Data: data}
 	case 1:
-		return packettest.Build(h, packettest.UDP{SrcPort: port(), DstPort: port(), Data: data})
+		return h, packettest.UDP{SrcPort: port(), DstPort: port(), Data: data}
 	case 2:
-		return packettest.Build(h, packettest.UDP{SrcPort: port(), DstPort: port(), NoChecksum: is4, Data: data})
+		return h, packettest.UDP{SrcPort: port(), DstPort: port(), NoChecksum: is4, Data: data}
 	case 3:
-		return packettest.Build(h, packettest.Echo{ID: port(), Seq: port(), Data: data})
+		return h, packettest.Echo{ID: port(), Seq: port(), Data: data}
 	}
-	return packettest.Build(h, packettest.Raw{Proto: 132, Data: data})
+	return h, packettest.Raw{Proto: 132, Data: data}
 }
 
 // TestDamagedICMPErrorsAreDropped: any one bit that is wrong in the message is noticed.
@@ -221,7 +245,9 @@ func TestDamagedICMPErrorsAreDropped(t *testing.T) { // RFC 5508, REQ-3
 		a, b := errorPair(t, is4, false)
 		podA, _, _ := hosts(is4, a.pods)
 		podB, _, _ := hosts(is4, b.pods)
-		arrived := cross(t, b, a, build(rng, podB, moved(podA, a.podsSeen), is4))
+		h, body := build(rng, is4)
+		h.Src, h.Dst = podB, moved(podA, a.podsSeen)
+		arrived := cross(t, b, a, packettest.Build(h, body))
 		p := packettest.MustDecode(arrived)
 		f := packettest.ICMPError{Type: 3, Code: 1, Quote: arrived}
 		if !is4 {
@@ -248,7 +274,9 @@ func TestFragmentedICMPErrorsAreDropped(t *testing.T) {
 		podA, _, _ := hosts(is4, a.pods)
 		podB, _, _ := hosts(is4, b.pods)
 		rng := rand.New(rand.NewPCG(34, 35))
-		arrived := cross(t, b, a, build(rng, podB, moved(podA, a.podsSeen), is4))
+		h, body := build(rng, is4)
+		h.Src, h.Dst = podB, moved(podA, a.podsSeen)
+		arrived := cross(t, b, a, packettest.Build(h, body))
 		f := packettest.ICMPError{Type: 3, Code: 1, Quote: arrived}
 		if !is4 {
 			f.Type = 1

@@ -112,6 +112,26 @@ func TestTooBigStaysSilent(t *testing.T) {
 	}
 }
 
+// Of a later fragment behind the NAPT address nobody knows whose it was. Nothing else comes of it.
+func TestTooBigWithoutPortsBehindTheNAPTAddressIsNotTold(t *testing.T) {
+	p := peerB()
+	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))
+	p.Pods = append(p.Pods, Remap{pfx("fd44::/64"), pfx("fd46::/64")})
+	e := newEngine(t, Config{}, p)
+	pieces := packettest.Fragments(udp("[fd01::1]:4000", "[fd71::5]:80", make([]byte, 1400)...), 1200, 9)
+	if _, action := tooBig(t, e, pieces[0], 1280, 0); action != Forward {
+		t.Errorf("first fragment: %v", action)
+	}
+	if _, action := tooBig(t, e, pieces[1], 1280, 0); action != Discard {
+		t.Errorf("later fragment: %v", action)
+	}
+	for _, d := range Drops() {
+		if n := e.Peers()[0].Drops(Outbound, d) + e.Peers()[0].Drops(Inbound, d); n != 0 {
+			t.Errorf("%d times %v", n, d)
+		}
+	}
+}
+
 // RFC 1812, section 4.3.2.8; RFC 4443, section 2.4f. One peer's flood does not silence another's.
 func TestTooBigErrorsAreRateLimitedForEachPeer(t *testing.T) {
 	e := newEngine(t, Config{MaxErrorsPerSecond: 10}, peerB(), peerC())

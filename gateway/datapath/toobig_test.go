@@ -64,11 +64,13 @@ func TestReadAnswersAPacketThatIsTooBigForItsPeer(t *testing.T) {
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			e := newEngine(t, smallPeer())
-			link := newScript(c.p, fits)
+			link := newScript(c.p, fits, fits)
 			d := newDevice(t, link, e, datapath.Options{})
-			b := newBuffers(8, 2048)
-			if n := read(t, d, b); n != 1 || len(b.packet(0)) != smallMTU {
-				t.Fatalf("%d packets, the first of %d octets", n, len(b.packet(0)))
+			b := newBuffers(1, 2048)
+			for range 2 { // the second would go on with what is left of a superpacket
+				if n := read(t, d, b); n != 1 || len(b.packet(0)) != smallMTU {
+					t.Fatalf("%d packets, the first of %d octets", n, len(b.packet(0)))
+				}
 			}
 			if len(link.written) != 1 {
 				t.Fatalf("%d packets to the link", len(link.written))
@@ -140,6 +142,22 @@ func TestReadCutsTheSegmentsOfASuperpacketThatMayBeCut(t *testing.T) {
 	}
 	if got = append(got, header.TCP(header.IPv4(b.packet(6)).Payload()).Payload()...); !bytes.Equal(got, payload) {
 		t.Error("payload differs")
+	}
+}
+
+// Without an MTU of the peer, or with a larger one, the buffers are the bound.
+func TestBuffersBoundPacketsToo(t *testing.T) {
+	for _, mtu := range []uint16{0, 1500} {
+		p := rules("b")
+		p.MTU = mtu
+		link := newScript(plain(udp4(at(podA, 4000), at(podB, 80), random(1400))), plain(udp4(at(podA, 1), at(podB, 2), nil)))
+		d := newDevice(t, link, newEngine(t, p), datapath.Options{})
+		if n := read(t, d, newBuffers(1, offset+1400+31)); n != 1 || len(link.written) != 1 {
+			t.Fatalf("MTU %d: %d packets, %d answers", mtu, n, len(link.written))
+		}
+		if told := header.ICMPv4(header.IPv4(link.written[0][packet.VirtioHeaderLen:]).Payload()).MTU(); told != 1400 {
+			t.Errorf("MTU %d: told %d, want 1400", mtu, told)
+		}
 	}
 }
 
