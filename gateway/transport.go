@@ -39,18 +39,18 @@ func ParseTransport(s string) (Transport, error) {
 // transport between them.
 func openTransport(want Transport, path *datapath.Device, engine *natengine.Engine, log *slog.Logger) (wgtun.Device, conn.Bind, *inline.Transport) {
 	socket := bind.New()
-	if want != TransportInline {
-		return path, socket, nil
-	}
-	t, err := inline.New(path, socket, engine.Count)
-	if err == nil {
-		err = inline.Try()
-	}
-	if err != nil {
+	if want == TransportInline {
+		t, err := inline.New(path, socket, engine.Count)
+		if err == nil {
+			err = inline.Try()
+		}
+		if err == nil {
+			return t.TUN(), t.Bind(), t
+		}
 		log.Warn("all packets go through wireguard-go's device", "reason", err)
-		return path, socket, nil
 	}
-	return t.TUN(), t.Bind(), t
+	tunSide, socketSide := new(backlog).wrap(path, socket)
+	return tunSide, socketSide, nil
 }
 
 // transport is what is in use.
