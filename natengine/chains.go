@@ -49,9 +49,8 @@ func (c *chains) first(h uint64) uint32 {
 	return heads[h&uint64(len(heads)-1)]
 }
 
-// insert enters a number under its hash.
-func (c *chains) insert(of chained, number uint32) {
-	h := of.hash(number)
+// insert enters a number under its hash h.
+func (c *chains) insert(of chained, number uint32, h uint64) {
 	p := &c.parts[h>>shardShift]
 	if p.live++; p.live > 2*len(p.heads) {
 		old := p.heads
@@ -70,9 +69,8 @@ func (c *chains) insert(of chained, number uint32) {
 	*of.next(number), *at = *at, number
 }
 
-// remove takes a number out that is there.
-func (c *chains) remove(of chained, number uint32) {
-	h := of.hash(number)
+// remove takes a number out that is there under h.
+func (c *chains) remove(of chained, number uint32, h uint64) {
 	p := &c.parts[h>>shardShift]
 	at := &p.heads[h&uint64(len(p.heads)-1)]
 	for *at != number {

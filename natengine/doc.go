@@ -76,10 +76,10 @@
 // # Memory
 //
 // An entry is one cache line of 64 octets plus 20 that only writers touch, and two index slots of 8 octets at a load of
-// 50 to 75 %; a NAPT mapping takes 16 octets and is shared by all flows of one inside port, a host takes 32; both 4 to 8
+// 50 to 75 %; a NAPT mapping takes 16 octets and is shared by all flows of one inside port, a host takes 16; both 2 to 4
 // more of hash chain. At 1,048,576 flows the heap grows by 109 octets per flow for those of few hosts and ports, of either
-// family, by 131 when each has an inside port of its own, 146 when each is of another pod of a peer to a mapped endpoint and
-// 168 when each has an inside host and a port of its own (BenchmarkFlowMemory, 2026-11). Tables grow as needed, a shard or
-// chunk at a time, and are given back when their peer
-// goes. The rule table takes 128 KiB and a few hundred octets per peer.
+// family, by 128 when each has an inside port of its own, 127 when each is of another pod of a peer to a mapped endpoint
+// and 147 when each has an inside host and a port of its own (BenchmarkFlowMemory, 2026-11). Tables grow as needed, a
+// shard or chunk at a time, and are given back when their peer goes. The rule table takes 128 KiB and a few hundred octets
+// per peer.
 package natengine

@@ -493,7 +493,7 @@ func (e *Engine) checkTables(t testing.TB) {
 			if kind == endpointFlow {
 				owner = out.remote
 			}
-			if f.hosts[kind].at(h).addr != owner || f.hosts[kind].find(owner) != h {
+			if f.hosts[kind].addr(h) != owner || f.hosts[kind].find(owner) != h {
 				t.Errorf("flow %d of %v has host %+v", i, owner.netip(), f.hosts[kind].at(h))
 			}
 			if class := classOf(protoOf(word), owner.is4()); kind == naptFlow && class != noPorts {
@@ -581,8 +581,8 @@ func (e *Engine) checkTables(t testing.TB) {
 // order.
 func (t *flowTable) checkQueues(tb testing.TB) map[uint32]bool {
 	tb.Helper()
-	walk := func(q queue, which int) (list []uint32) {
-		for at := q.head; at != 0; at = t.link(at-1, which).next {
+	walk := func(head uint32, which int) (list []uint32) {
+		for at := head; at != 0; at = t.link(at-1, which).next {
 			if list = append(list, at-1); len(list) > int(t.used) {
 				tb.Fatal("a queue goes round")
 			}
@@ -590,18 +590,26 @@ func (t *flowTable) checkQueues(tb testing.TB) map[uint32]bool {
 		return list
 	}
 	queued := map[uint32]bool{}
-	var byHost [2]map[uint32][]uint32
-	byHost[naptFlow], byHost[endpointFlow] = map[uint32][]uint32{}, map[uint32][]uint32{}
-	for _, i := range walk(t.queue, queueOfPeer) {
+	byHost := [2]map[uint32][]uint32{{}, {}}
+	for _, i := range walk(t.queue.head, queueOfPeer) {
 		queued[i] = true
 		kind, h := kindOf(t.entry(i).word.Load()), t.side(i).host
 		byHost[kind][h] = append(byHost[kind][h], i)
 	}
 	for kind := range t.hosts {
 		for n := range t.hosts[kind].hosts.used {
-			h := n + 1
-			if got := walk(t.hosts[kind].at(h).queue, queueOfHost); !slices.Equal(got, byHost[kind][h]) {
-				tb.Errorf("host %d has %v in its queue, want %v", h, got, byHost[kind][h])
+			h := t.hosts[kind].at(n + 1)
+			want := byHost[kind][n+1]
+			list := walk(h.head, queueOfHost)
+			if len(list) != int(h.flows) || len(list) < len(want) || !slices.Equal(list[:len(want)], want) {
+				tb.Errorf("host %d has %v in its list and counts %d, want %v in front", n+1, list, h.flows, want)
+			}
+			switch {
+			case len(list) == 0:
+			case t.link(list[0], queueOfHost).prev != list[len(list)-1]+1:
+				tb.Errorf("host %d does not know its last flow", n+1)
+			case len(want) == 0 && h.queued != 0 || len(want) > 0 && h.queued != want[len(want)-1]+1:
+				tb.Errorf("host %d has %d as its last that waits, want that of %v", n+1, h.queued, want)
 			}
 		}
 	}

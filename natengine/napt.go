@@ -102,7 +102,7 @@ func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapp
 		i = n.mappings.add()
 	}
 	*n.mappings.at(i) = mapping{host: host, port: port, mapped: mapped, use: oneFlow | uint32(class)}
-	n.chains.insert(n, i)
+	n.chains.insert(n, i, n.hash(i))
 	n.live++
 	return mapped, true
 }
@@ -123,7 +123,7 @@ func (n *napt) release(host uint32, port uint16, class portClass, family int) {
 		return
 	}
 	n.set(family, class).give(m.mapped)
-	n.chains.remove(n, number)
+	n.chains.remove(n, number, n.hash(number))
 	*m = mapping{next: n.free}
 	n.free = number
 	n.live--

@@ -74,17 +74,17 @@ func (e *Engine) openReserved(r *rule, kind flowKind, dir Direction, k *key, oth
 	if hasPort {
 		var ok bool
 		if mappedPort, ok = t.napt.hold(h, port, class, local.family()); !ok {
-			hosts.release(h)
+			hosts.release(h, owner)
 			return match{}, false, DropPortsExhausted
 		}
 	}
 	switch {
 	case hosts.at(h).flows > hosts.quota:
-		if !t.evict(&hosts.at(h).queue) {
+		if !t.evict(hosts.at(h)) {
 			drop = DropHostQuota
 		}
 	case room != roomFree || t.live.Load() >= quota:
-		if room == roomElsewhere && t.live.Load() < quota || !t.evict(&t.queue) {
+		if room == roomElsewhere && t.live.Load() < quota || !t.evict(nil) {
 			drop = DropFlowTableFull
 		}
 	}
@@ -92,7 +92,7 @@ func (e *Engine) openReserved(r *rule, kind flowKind, dir Direction, k *key, oth
 		if hasPort {
 			t.napt.release(h, port, class, local.family())
 		}
-		hosts.release(h)
+		hosts.release(h, owner)
 		return match{}, false, drop
 	}
 	word := uint64(port)<<nearShift[Outbound] | uint64(mappedPort)<<nearShift[Inbound] |

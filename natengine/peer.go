@@ -33,7 +33,7 @@ func newPeerState(id string, c *Config, seed maphash.Seed, total *atomic.Int64) 
 	p.flows.keys, p.flows.napt.seed, p.flows.total = newHashKeys(), seed, total
 	p.flows.napt.random = c.RandomPorts
 	for kind := range p.flows.hosts {
-		p.flows.hosts[kind].seed = seed
+		p.flows.hosts[kind].flows, p.flows.hosts[kind].kind, p.flows.hosts[kind].seed = &p.flows, flowKind(kind), seed
 	}
 	for dir := range p.fragments {
 		p.fragments[dir].lost = func(d Drop, n int) { p.drops[dir][d].Add(uint64(n)) }

@@ -10,6 +10,8 @@ import (
 // NAPT flows, those of the peer for flows to mapped endpoints. A host is known as long as it has a flow. Used with the
 // flow table's mutex.
 type hostTable struct {
+	flows  *flowTable
+	kind   flowKind
 	seed   maphash.Seed
 	hosts  pool[host]
 	chains chains
@@ -19,34 +21,56 @@ type hostTable struct {
 	full   int    // hosts that have as many
 }
 
+// A host has its flows in a list: in front those that wait for their eviction, oldest first. Its address is that of any of
+// them.
 type host struct {
-	addr  addr
-	flows uint32
-	next  uint32 // in its chain, or in the free list
-	queue queue  // its part of the flow table's queue
+	flows  uint32
+	head   uint32 // first of the list; the link before it leads to the last
+	queued uint32 // last of those that wait, 0 for none
+	next   uint32 // in its chain, or in the free list
 }
+
+func (t *hostTable) at(number uint32) *host     { return t.hosts.at(number) }
+func (t *hostTable) next(number uint32) *uint32 { return &t.at(number).next }
+func (t *hostTable) hash(number uint32) uint64  { return t.hashOf(t.addr(number)) }
 
 func (t *hostTable) hashOf(a addr) uint64 {
 	return maphash.Bytes(t.seed, unsafe.Slice((*byte)(unsafe.Pointer(&a)), unsafe.Sizeof(a)))
 }
 
-func (t *hostTable) hash(number uint32) uint64  { return t.hashOf(t.at(number).addr) }
-func (t *hostTable) next(number uint32) *uint32 { return &t.at(number).next }
-func (t *hostTable) at(number uint32) *host     { return t.hosts.at(number) }
+func (t *hostTable) addr(number uint32) addr {
+	return t.flows.entry(t.at(number).head - 1).owner(t.kind)
+}
+
+// owner is the address of the host that a flow counts for: ours of a NAPT flow, the peer's of one to a mapped endpoint.
+func (e *entry) owner(kind flowKind) addr {
+	of := &e.near[Outbound]
+	if kind == endpointFlow {
+		of = &e.remote
+	}
+	return addr{of[0].Load(), of[1].Load()}
+}
 
 // find returns the number of a host, 0 when it has no flow.
 func (t *hostTable) find(a addr) uint32 {
 	i := t.chains.first(t.hashOf(a))
-	for i != 0 && t.at(i).addr != a {
+	for i != 0 && t.addr(i) != a {
 		i = t.at(i).next
 	}
 	return i
 }
 
-// hold gives a host one more flow. The caller sees to the quota.
+// hold counts one more flow of a host, which has to enter its list before another host is looked for, or be released. The
+// caller sees to the quota.
 func (t *hostTable) hold(a addr) (number uint32) {
 	if number = t.find(a); number == 0 {
-		number = t.add(a)
+		if number = t.free; number != 0 {
+			t.free = t.at(number).next
+		} else {
+			number = t.hosts.add()
+		}
+		t.chains.insert(t, number, t.hashOf(a))
+		t.live++
 	}
 	h := t.at(number)
 	if h.flows++; h.flows == t.quota {
@@ -55,21 +79,8 @@ func (t *hostTable) hold(a addr) (number uint32) {
 	return number
 }
 
-func (t *hostTable) add(a addr) uint32 {
-	i := t.free
-	if i != 0 {
-		t.free = t.at(i).next
-	} else {
-		i = t.hosts.add()
-	}
-	t.at(i).addr = a
-	t.chains.insert(t, i)
-	t.live++
-	return i
-}
-
-// release takes a flow from a host. Its queue no longer has the flow.
-func (t *hostTable) release(number uint32) {
+// release counts one flow less of a host with address a. Its list no longer has the flow.
+func (t *hostTable) release(number uint32, a addr) {
 	h := t.at(number)
 	if h.flows == t.quota {
 		t.full--
@@ -77,10 +88,63 @@ func (t *hostTable) release(number uint32) {
 	if h.flows--; h.flows > 0 {
 		return
 	}
-	t.chains.remove(t, number)
+	t.chains.remove(t, number, t.hashOf(a))
 	*h = host{next: t.free}
 	t.free = number
 	t.live--
+}
+
+func (t *hostTable) link(i uint32) *link { return t.flows.link(i, queueOfHost) }
+
+// enter puts a flow into the list of its host, behind those that wait or, when it does not wait, behind all.
+func (t *hostTable) enter(h *host, i uint32, waits bool) {
+	l, number := t.link(i), i+1
+	after := h.queued
+	switch {
+	case h.head == 0:
+		*l = link{prev: number}
+		h.head = number
+	case waits && after == 0:
+		first := t.link(h.head - 1)
+		*l = link{prev: first.prev, next: h.head}
+		first.prev, h.head = number, number
+	default:
+		first := t.link(h.head - 1)
+		if !waits {
+			after = first.prev
+		}
+		before := t.link(after - 1)
+		*l = link{prev: after, next: before.next}
+		before.next = number
+		if l.next != 0 {
+			first = t.link(l.next - 1)
+		}
+		first.prev = number
+	}
+	if waits {
+		h.queued = number
+	}
+}
+
+// leave takes a flow out of the list of its host.
+func (t *hostTable) leave(h *host, i uint32) {
+	l, number := *t.link(i), i+1
+	if h.queued == number {
+		if h.queued = l.prev; h.head == number {
+			h.queued = 0
+		}
+	}
+	if h.head == number {
+		if h.head = l.next; l.next != 0 {
+			t.link(l.next - 1).prev = l.prev
+		}
+		return
+	}
+	t.link(l.prev - 1).next = l.next
+	if l.next == 0 {
+		l.next = h.head
+	}
+	t.link(l.next - 1).prev = l.prev
 }
 
 // setQuota takes effect for new flows.
@@ -115,46 +179,54 @@ type link struct{ prev, next uint32 }
 
 func (t *flowTable) link(i uint32, which int) *link { return &t.side(i).links[which] }
 
-// queuesOf returns the queues for a flow. With mu.
-func (t *flowTable) queuesOf(i uint32, word uint64) [queues]*queue {
-	return [queues]*queue{&t.queue, &t.hosts[kindOf(word)].at(t.side(i).host).queue}
+// hostOf is the host of a flow. With mu.
+func (t *flowTable) hostOf(i uint32, word uint64) (*hostTable, *host) {
+	hosts := &t.hosts[kindOf(word)]
+	return hosts, hosts.at(t.side(i).host)
 }
 
-// enqueue puts a flow, which is in neither, at the end of its queues. With mu.
-func (t *flowTable) enqueue(i uint32) {
-	e := t.entry(i)
-	for which, q := range t.queuesOf(i, e.word.Load()) {
-		*t.link(i, which) = link{prev: q.tail}
-		if q.tail == 0 {
-			q.head = i + 1
-		} else {
-			t.link(q.tail-1, which).next = i + 1
-		}
-		q.tail = i + 1
+// enqueue puts a flow, which is in neither, at the end of its queues. A new one enters the list of its host. With mu.
+func (t *flowTable) enqueue(i uint32, isNew bool) {
+	e, q := t.entry(i), &t.queue
+	hosts, h := t.hostOf(i, e.word.Load())
+	if !isNew {
+		hosts.leave(h, i)
 	}
+	hosts.enter(h, i, true)
+	*t.link(i, queueOfPeer) = link{prev: q.tail}
+	if q.tail == 0 {
+		q.head = i + 1
+	} else {
+		t.link(q.tail-1, queueOfPeer).next = i + 1
+	}
+	q.tail = i + 1
 	e.word.Or(stateQueued)
 }
 
-// dequeue takes a flow off its queues, if it is there. With mu.
-func (t *flowTable) dequeue(i uint32) {
-	e := t.entry(i)
+// dequeue takes a flow off its queues, if it is there; one that ends leaves the list of its host. With mu.
+func (t *flowTable) dequeue(i uint32, ends bool) {
+	e, q := t.entry(i), &t.queue
 	word := e.word.Load()
-	if word&stateQueued == 0 {
+	queued := word&stateQueued != 0
+	if hosts, h := t.hostOf(i, word); queued || ends {
+		if hosts.leave(h, i); !ends {
+			hosts.enter(h, i, false)
+		}
+	}
+	if !queued {
 		return
 	}
 	e.word.And(^uint64(stateQueued))
-	for which, q := range t.queuesOf(i, word) {
-		l := *t.link(i, which)
-		if l.prev == 0 {
-			q.head = l.next
-		} else {
-			t.link(l.prev-1, which).next = l.next
-		}
-		if l.next == 0 {
-			q.tail = l.prev
-		} else {
-			t.link(l.next-1, which).prev = l.prev
-		}
+	l := *t.link(i, queueOfPeer)
+	if l.prev == 0 {
+		q.head = l.next
+	} else {
+		t.link(l.prev-1, queueOfPeer).next = l.next
+	}
+	if l.next == 0 {
+		q.tail = l.prev
+	} else {
+		t.link(l.next-1, queueOfPeer).prev = l.prev
 	}
 }
 
@@ -162,28 +234,40 @@ func (t *flowTable) dequeue(i uint32) {
 // are met; as each is met once, and sweeps take off most of them, the first few are enough.
 const evictSteps = 32
 
-// evict removes the oldest half-open flow of a queue. With mu.
-func (t *flowTable) evict(q *queue) bool {
+// evict removes the oldest half-open flow: of the peer, or of host h when it is not nil. With mu.
+func (t *flowTable) evict(h *host) bool {
 	for range evictSteps {
-		if q.head == 0 {
+		head := t.queue.head
+		if h != nil {
+			if head = h.head; h.queued == 0 {
+				return false
+			}
+		}
+		if head == 0 {
 			return false
 		}
-		i := q.head - 1
-		if halfOpen(t.entry(i).word.Load()) {
-			t.remove(i)
+		if halfOpen(t.entry(head - 1).word.Load()) {
+			t.remove(head - 1)
 			t.evicted.Add(1)
 			return true
 		}
-		t.dequeue(i)
+		t.dequeue(head-1, false)
 	}
 	return false
 }
 
-// evictable reports whether evict would find something when the flows of late are gone. With mu.
-func (t *flowTable) evictable(q *queue, which int, late []uint32) bool {
-	at := q.head
-	for n := 0; n < evictSteps && at != 0; n++ {
-		if halfOpen(t.entry(at-1).word.Load()) && !slices.Contains(late, at-1) {
+// evictable reports whether evict would find something if the flows of late were gone. With mu.
+func (t *flowTable) evictable(h *host, late []uint32) bool {
+	at, which := t.queue.head, queueOfPeer
+	if h != nil {
+		at, which = h.head, queueOfHost
+	}
+	for n := 0; n < evictSteps+len(late) && at != 0; n++ {
+		word := t.entry(at - 1).word.Load()
+		if word&stateQueued == 0 {
+			break
+		}
+		if halfOpen(word) && !slices.Contains(late, at-1) {
 			return true
 		}
 		at = t.link(at-1, which).next
@@ -259,9 +343,9 @@ func (t *flowTable) yield(dry bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if dry {
-		return t.evictable(&t.queue, queueOfPeer, nil)
+		return t.evictable(nil, nil)
 	}
-	return t.evict(&t.queue)
+	return t.evict(nil)
 }
 
 func (p *PeerState) setHostQuota(quota uint32) {

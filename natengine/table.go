@@ -134,7 +134,7 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32,
 	e.seen.Store(uint32(now))
 	e.seq.Add(1)
 	*t.side(i) = side{host: host}
-	t.enqueue(i)
+	t.enqueue(i, true)
 	for dir := range t.index {
 		t.index[dir].insert(e.hash(Direction(dir), &t.keys), i)
 	}
@@ -172,7 +172,7 @@ func (t *flowTable) addChunk() {
 // remove takes a live flow out, with its hold on a port. With mu.
 func (t *flowTable) remove(i uint32) {
 	e, s := t.entry(i), t.side(i)
-	t.dequeue(i)
+	t.dequeue(i, true)
 	for dir := range t.index {
 		t.index[dir].remove(e.hash(Direction(dir), &t.keys), i)
 	}
@@ -184,7 +184,7 @@ func (t *flowTable) remove(i uint32) {
 	if class := classOf(protoOf(word), local.is4()); kind == naptFlow && class != noPorts {
 		t.napt.release(s.host, uint16(word>>nearShift[Outbound]), class, local.family())
 	}
-	t.hosts[kind].release(s.host)
+	t.hosts[kind].release(s.host, e.owner(kind))
 	*s = side{links: [queues]link{{next: t.free}}}
 	t.free = i + 1
 	t.live.Add(-1)
@@ -239,9 +239,9 @@ func (t *flowTable) sweep(l *lifetimes, now tick) (removed int) {
 				t.remove(i)
 				removed++
 			case halfOpen(word) && word&stateQueued == 0:
-				t.enqueue(i) // closed connections may be evicted again
+				t.enqueue(i, false) // closed connections may be evicted again
 			case !halfOpen(word):
-				t.dequeue(i)
+				t.dequeue(i, false)
 			}
 		}
 		if locked {

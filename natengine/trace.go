@@ -189,11 +189,11 @@ func (t *flowTable) preview(kind flowKind, k *key, other addr, class portClass, 
 	}
 	switch {
 	case ofHost >= hosts.quota:
-		if !t.evictable(&hosts.at(h).queue, queueOfHost, late) {
+		if !t.evictable(hosts.at(h), late) {
 			return match{}, DropHostQuota
 		}
 	case room != roomFree || flows >= quota:
-		if room == roomElsewhere && flows < quota || !t.evictable(&t.queue, queueOfPeer, late) {
+		if room == roomElsewhere && flows < quota || !t.evictable(nil, late) {
 			return match{}, DropFlowTableFull
 		}
 	}
