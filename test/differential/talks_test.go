@@ -126,7 +126,7 @@ func newWorld(t *testing.T, p plan, rng *rand.Rand, seen map[string]int) *world 
 		switch c.proto {
 		case protoICMP:
 			if src == p.endpoint(from) {
-				sport += 7 // no identifier that others use with it: choices_test.go
+				sport += 7 // no identifier that others use with it: a choice
 			}
 			if dport = sport; p.v6() {
 				c.proto = protoICMP6
@@ -249,7 +249,7 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 		seed := w.rng.Uint64()
 		cut = func(b []byte) [][]byte {
 			f := randomFragments(rand.New(rand.NewPCG(seed, 0)), b)
-			if len(f) == 1 { // an atomic fragment, in IPv6: choices
+			if len(f) == 1 { // an atomic fragment, in IPv6: a choice
 				return one(b)
 			}
 			return f
@@ -260,11 +260,13 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 	if w.Failed() {
 		return
 	}
-	// The kernel forgets a refused connection at once: choices_test.go.
+	if c.proto == protoTCP && c.tcp.state == tcpReset {
+		return // the kernel forgets a refused connection at once: a choice
+	}
 	if w.rng.IntN(20) == 0 && !w.plan.v6() {
 		w.refused(c, forward, arrived)
 	}
-	if w.rng.IntN(4) == 0 && (c.proto != protoTCP || c.tcp.state != tcpReset) {
+	if w.rng.IntN(4) == 0 {
 		w.complain(c, forward, sent, arrived)
 	}
 }
@@ -384,7 +386,7 @@ func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
 		}},
 	}[w.rng.IntN(3)]
 	translated := c.napt || c.own != c.server.Addr() || p.pods[c.side] != p.podsSeen[c.side]
-	if what.name == "redirect" && (len(segment(arrived[engine])) > 1400 || !translated) { // choices_test.go
+	if what.name == "redirect" && (len(segment(arrived[engine])) > 1400 || !translated) { // a choice
 		return
 	}
 	w.seen[what.name]++
