@@ -2,6 +2,7 @@ package parse
 
 import (
 	"encoding/hex"
+	"errors"
 	"math/rand/v2"
 	"net/netip"
 	"os"
@@ -114,7 +115,7 @@ func TestEachDifferenceHasAnExample(t *testing.T) {
 			t.Errorf("%s: gopacket: %v", d.name, p.err)
 		}
 		switch {
-		case d.error != 0 && (err != error(d.error) || !slices.Equal(p.strict, []string{d.name}) || p.lenient != nil):
+		case d.error != 0 && (!errors.Is(err, d.error) || !slices.Equal(p.strict, []string{d.name}) || p.lenient != nil):
 			t.Errorf("%s: we say %v, want %v; strict about %q, lenient about %q", d.name, err, d.error, p.strict, p.lenient)
 		case d.error == 0 && (err != nil || !slices.Equal(p.lenient, []string{d.name}) || p.strict != nil):
 			t.Errorf("%s: we say %v; strict about %q, lenient about %q", d.name, err, p.strict, p.lenient)
@@ -152,7 +153,8 @@ func compare(t testing.TB, b []byte) (why []string) {
 		return nil
 	}
 	if err != nil {
-		if len(p.strict) == 1 && len(p.lenient) == 0 && !slices.ContainsFunc(differences, func(d difference) bool { return d.name == p.strict[0] && err == error(d.error) }) {
+		known := func(d difference) bool { return d.name == p.strict[0] && errors.Is(err, d.error) }
+		if len(p.strict) == 1 && len(p.lenient) == 0 && !slices.ContainsFunc(differences, known) {
 			t.Fatalf("%s: we say %v\n%s", p.strict[0], err, hex.Dump(head(b)))
 		}
 		return p.strict

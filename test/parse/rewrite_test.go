@@ -232,10 +232,11 @@ func checksums(b []byte, p *theirs) error {
 	check := func(name string, l interface {
 		VerifyChecksum() (error, gopacket.ChecksumVerificationResult)
 	}) error {
-		if err, result := l.VerifyChecksum(); err != nil || !result.Valid {
-			return fmt.Errorf("%s checksum %#04x, gopacket wants %#04x (%v)", name, result.Actual, result.Correct, err)
+		err, result := l.VerifyChecksum()
+		if err == nil && !result.Valid {
+			err = fmt.Errorf("%s checksum %#04x, gopacket wants %#04x", name, result.Actual, result.Correct)
 		}
-		return nil
+		return err
 	}
 	var f feedback
 	var network gopacket.NetworkLayer
