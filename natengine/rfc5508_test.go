@@ -145,6 +145,7 @@ func TestRFC5508_REQ4_InboundErrorIsTranslatedOrDropped(t *testing.T) {
 		want(t, p.Dst.String(), q.Src.String()) // c
 		want(t, p.Src.String(), theirOther)
 	}
+	b.refuse(natengine.Inbound, about(theirOther, "10.61.1.1", 3, 3, sent), natengine.DropICMPError) // sent to another than it is about
 	if s := b.stats(); s.Flows != before.Flows || s.Mappings != before.Mappings {
 		t.Errorf("an error opened or ended something: %+v", s)
 	}
@@ -157,6 +158,7 @@ func TestRFC5508_REQ5_OutboundErrorIsTranslatedOrDropped(t *testing.T) {
 		to := netip.MustParseAddrPort(quote).Addr().String()
 		b.refuse(natengine.Outbound, about(to, theirPod, 3, 3, datagram(theirPod+":7000", quote)), natengine.DropICMPError)
 	}
+	b.refuse(natengine.Outbound, about("10.244.1.1", theirOther, 3, 3, datagram(theirPod+":7000", "10.244.1.1:9")), natengine.DropICMPError)
 	for _, c := range []struct{ from, quoted, seen string }{
 		{node1, node1 + ":4000", ""},                           // behind NAPT
 		{"192.168.7.7", "192.168.7.7:80", ourEndpoint + ":80"}, // a mapped endpoint

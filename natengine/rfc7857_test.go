@@ -25,10 +25,13 @@ func TestRFC7857_2_TCPSessionTracking(t *testing.T) {
 		{"V4 FIN + V6 FIN RCV", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", finAck}, {"out", finAck}}, "closing", transitory},
 		{"TRANS by RST of ours", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"out", rst}}, "closing", transitory},
 		{"TRANS by RST of theirs", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", rst}}, "closing", transitory},
+		{"V4 INIT after V4 FIN + V6 FIN RCV", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", finAck}, {"out", finAck}, {"out", syn}}, "half-open", transitory},
+		{"ESTABLISHED, and a SYN", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", syn}}, "established", established},
 		{"TRANS and back", []step{{"out", syn}, {"in", synAck}, {"out", ack}, {"in", rst}, {"out", ack}}, "established", established},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			b := newBox(t, natengine.Config{})
+			b.refuse(natengine.Outbound, segment(node1+":4000", theirPod+":80", rst), natengine.DropNoFlow) // CLOSED: a RST opens nothing
 			for _, s := range c.steps {
 				if s.dir == "out" {
 					b.out(segment(node1+":4000", theirPod+":80", s.flags))
