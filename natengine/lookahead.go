@@ -10,6 +10,9 @@ import (
 // are more flows than the caches hold, each lookup waits for memory twice, for its slot in the index and then for the
 // entry; done for a whole batch at once, these waits overlap. No verdict depends on it.
 //
+// The gateway does so for what comes out of the tunnel. Its reader of the TUN has no batch to look at: it reads one packet
+// at a time, each into the same scratch, and what is much there comes as superpackets, of which one lookup serves many.
+//
 // It is scratch, for one goroutine; the zero value is ready. For each batch call Begin and, if that says so, Add with each
 // packet and then Fetch.
 type Lookahead struct {
