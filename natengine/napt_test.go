@@ -378,6 +378,65 @@ func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2
 			out(t, e, tcp(src, dst, packettest.SYN|packettest.ACK), 0)
 			in(t, e, tcp(dst, seen, packettest.SYN|packettest.ACK), 0)
 		}, 7440},
+		{"simultaneous open is half-open until both have acknowledged", func(e *Engine, seen string) {
+			in(t, e, tcp(dst, seen, packettest.SYN), 0)
+			out(t, e, tcp(src, dst, packettest.SYN|packettest.ACK), 0)
+		}, 240},
+		{"simultaneous open with a SYN sent again", func(e *Engine, seen string) {
+			in(t, e, tcp(dst, seen, packettest.SYN), 0)
+			out(t, e, tcp(src, dst, packettest.SYN|packettest.ACK), 0)
+			in(t, e, tcp(dst, seen, packettest.SYN), 0)
+			in(t, e, tcp(dst, seen, packettest.SYN|packettest.ACK), 0)
+			out(t, e, tcp(src, dst, ack), 0)
+		}, 7440},
+		{"a SYN sent again refreshes", func(e *Engine, seen string) { out(t, e, tcp(src, dst, packettest.SYN), at(100)) }, 340},
+		{"a SYN-ACK without an answer is half-open", func(e *Engine, seen string) {
+			in(t, e, tcp(dst, seen, packettest.SYN|packettest.ACK), 0)
+			in(t, e, tcp(dst, seen, packettest.SYN|packettest.ACK), 0)
+		}, 240},
+		{"a refused connection is not refreshed by the refusal", func(e *Engine, seen string) { in(t, e, tcp(dst, seen, rst|ack), at(100)) }, 240},
+		{"a refused connection that is tried again", func(e *Engine, seen string) {
+			in(t, e, tcp(dst, seen, rst|ack), 0)
+			established(t, e, src, dst, at(10))
+		}, 7450},
+		{"data of the other direction after a FIN", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			in(t, e, tcp(dst, seen, fin), 0)
+			out(t, e, tcp(src, dst, ack), at(7000))
+			in(t, e, tcp(dst, seen, fin), at(7001)) // sent again
+		}, 14441},
+		{"closed, and the last ACK", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			out(t, e, tcp(src, dst, fin), 0)
+			in(t, e, tcp(dst, seen, fin), 0)
+			out(t, e, tcp(src, dst, ack), at(1))
+		}, 241},
+		{"reset after a FIN, and goes on", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			out(t, e, tcp(src, dst, fin), 0)
+			out(t, e, tcp(src, dst, rst), 0)
+			in(t, e, tcp(dst, seen, ack), 0)
+		}, 7440},
+		{"reset after a close stays closed", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			out(t, e, tcp(src, dst, fin), 0)
+			in(t, e, tcp(dst, seen, fin), 0)
+			in(t, e, tcp(dst, seen, rst), at(100))
+			out(t, e, tcp(src, dst, ack), at(100))
+		}, 340},
+		{"reopened by the other side", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			out(t, e, tcp(src, dst, fin), 0)
+			in(t, e, tcp(dst, seen, fin), 0)
+			in(t, e, tcp(dst, seen, packettest.SYN), at(1))
+			out(t, e, tcp(src, dst, packettest.SYN|packettest.ACK), at(1))
+			in(t, e, tcp(dst, seen, ack), at(1))
+		}, 7441},
+		{"reopened and not answered", func(e *Engine, seen string) {
+			established(t, e, src, dst, 0)
+			in(t, e, tcp(dst, seen, rst), 0)
+			out(t, e, tcp(src, dst, packettest.SYN), at(100))
+		}, 340},
 		{"a SYN into a connection changes nothing", func(e *Engine, seen string) {
 			established(t, e, src, dst, 0)
 			in(t, e, tcp(dst, seen, packettest.SYN), 0)
@@ -400,6 +459,29 @@ func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2
 				}
 			}
 		})
+	}
+}
+
+// TestUnsolicitedSYNIsDroppedSilently: without an answer that could disturb a simultaneous open, which goes through when the
+// peer sends its SYN again (RFC 5382, REQ-4).
+func TestUnsolicitedSYNIsDroppedSilently(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	refused(t, e, Inbound, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.SYN), 0, DropNoFlow)
+	out(t, e, tcp("192.168.1.1:4000", "10.71.0.5:80", packettest.SYN), at(1))
+	_, dst := in(t, e, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.SYN), at(2))
+	wantEnd(t, dst, "192.168.1.1:4000")
+}
+
+// TestConnectionGoesOnWithoutItsFlow: after a restart the inside end opens it again, at the same port when that is free.
+func TestConnectionGoesOnWithoutItsFlow(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	refused(t, e, Inbound, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.ACK), 0, DropNoFlow)
+	refused(t, e, Outbound, tcp("192.168.1.1:4000", "10.71.0.5:80", packettest.RST|packettest.ACK), 0, DropNoFlow)
+	src, _ := out(t, e, tcp("192.168.1.1:4000", "10.71.0.5:80", packettest.ACK|packettest.PSH), 0)
+	wantEnd(t, src, "10.246.0.0:4000")
+	in(t, e, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.ACK), 0)
+	if f := e.Flows(2); len(f) != 1 || f[0].State != "established" {
+		t.Errorf("%+v", f)
 	}
 }
 
