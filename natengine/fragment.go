@@ -22,7 +22,8 @@ import (
 //
 // So a datagram that uses an identification again while fragments of the one before are missing is lost, not mixed with it
 // (RFC 4963). The same holds for one that only looks so behind us, because two hosts share an address there: the datagram
-// that was first goes on, the other is dropped, since the identification is not rewritten. Fragments that a 1:1 map translates are not compared: the map looks at no port, and the receiver reassembles.
+// that was first goes on, the other is dropped, since the identification is not rewritten. Fragments that a 1:1 map
+// translates are not compared: the map looks at no port, and the receiver reassembles.
 
 // fragmentStore remembers datagrams of one peer and direction. Its three bounds are in Config; at a bound the oldest
 // datagram gives way, with DropFragmentStoreFull for each of its held fragments, because a datagram whose fragments do

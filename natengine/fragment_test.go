@@ -323,10 +323,10 @@ func TestHeaderBehindIPv6OptionsCannotBeOverwritten(t *testing.T) {
 	e := newEngine(t, Config{}, peer46())
 	src, dst := ip("fd01::1"), ip("fd71::5")
 	options := []byte{6, 0, 1, 4, 0, 0, 0, 0} // next header TCP, a PadN option
-	tcp := packettest.MustDecode(packettest.Build(packettest.IP{Src: src, Dst: dst}, packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.SYN, Data: make([]byte, 76)})).Transport
+	tcp := packettest.Build(packettest.IP{Src: src, Dst: dst}, packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.SYN, Data: make([]byte, 76)})[40:]
 	fragment := func(word byte, data []byte) []byte {
-		return packettest.Build(packettest.IP{Src: src, Dst: dst, Extensions: []packettest.Extension{{Kind: 44, Data: []byte{0, word, 0, 0, 0, 77}}}},
-			packettest.Raw{Proto: 60, Data: data})
+		header := []packettest.Extension{{Kind: 44, Data: []byte{0, word, 0, 0, 0, 77}}}
+		return packettest.Build(packettest.IP{Src: src, Dst: dst, Extensions: header}, packettest.Raw{Proto: 60, Data: data})
 	}
 	over := fragment(8, tcp[:16])
 	for n, order := range [][]string{{"first", "over"}, {"over", "first"}} {
@@ -346,19 +346,13 @@ func TestHeaderBehindIPv6OptionsCannotBeOverwritten(t *testing.T) {
 func TestFragmentsOfIPv6WithOptionsAreForgottenWhenWhole(t *testing.T) {
 	e := newEngine(t, Config{}, peer46())
 	for id, behind := range []bool{false, true} {
-		option := []packettest.Extension{{Kind: 60, Data: []byte{1, 4, 0, 0, 0, 0}}}
-		whole := packettest.Build(packettest.IP{Src: ip("fd01::1"), Dst: ip("fd71::5"), Extensions: option}, packettest.UDP{SrcPort: 4000, DstPort: 53, Data: make([]byte, 4000)})
+		h := packettest.IP{Src: ip("fd01::1"), Dst: ip("fd71::5"), Extensions: []packettest.Extension{{Kind: 60, Data: []byte{1, 4, 0, 0, 0, 0}}}}
+		whole := packettest.Build(h, packettest.UDP{SrcPort: 4000, DstPort: 53, Data: make([]byte, 4000)})
 		fragments := packettest.Fragments(whole, 1400, uint32(id))
 		if behind { // the fragment header goes in front of the options
-			data := whole[40:]
 			fragments = nil
-			for off := 0; off < len(data); off += 1400 {
-				word := []byte{byte(off >> 8), byte(off), 0, 0, 0, byte(id)}
-				if off+1400 < len(data) {
-					word[1] |= 1
-				}
-				fragments = append(fragments, packettest.Build(packettest.IP{Src: ip("fd01::1"), Dst: ip("fd71::5"), Extensions: []packettest.Extension{{Kind: 44, Data: word}}},
-					packettest.Raw{Proto: 60, Data: data[off:min(off+1400, len(data))]}))
+			for off, size := 0, len(whole)-40; off < size; off += 1400 {
+				fragments = append(fragments, pieceOf(whole, off, min(1400, size-off), off+1400 < size, uint32(id)))
 			}
 		}
 		for _, order := range [][]int{{0, 1, 2}, {2, 0, 1}} {

@@ -16,15 +16,20 @@ func random(rng *rand.Rand, n int) []byte {
 	return b
 }
 
+func octet(rng *rand.Rand) uint8 { return uint8(rng.Uint32()) }
+
+func word(rng *rand.Rand) uint16 { return uint16(rng.Uint32()) }
+
 func pick[T any](rng *rand.Rand, list ...T) T { return list[rng.IntN(len(list))] }
 
 // header is a random IP header of a random family, mostly a legal one.
 func header(rng *rand.Rand) packettest.IP {
-	h := packettest.IP{TTL: uint8(1 + rng.IntN(255)), TOS: uint8(rng.Uint32()), ID: uint16(rng.Uint32()), DF: rng.IntN(2) == 0, FlowLabel: rng.Uint32()}
+	h := packettest.IP{TTL: uint8(1 + rng.IntN(255)), TOS: octet(rng), ID: word(rng), DF: rng.IntN(2) == 0, FlowLabel: rng.Uint32()}
 	if rng.IntN(2) == 0 {
 		h.Src, h.Dst = netip.AddrFrom4([4]byte(random(rng, 4))), netip.AddrFrom4([4]byte(random(rng, 4)))
 		if rng.IntN(3) == 0 {
-			h.Options = pick(rng, []byte{1, 1, 1}, []byte{7, 7, 4, 0, 0, 0, 0}, []byte{148, 4, 0, 0}, []byte{0, 131, 3, 4}, []byte{68, 8, 5, 0, 0, 0, 0, 0}, random(rng, 8))
+			h.Options = pick(rng, []byte{1, 1, 1}, []byte{7, 7, 4, 0, 0, 0, 0}, []byte{148, 4, 0, 0}, []byte{0, 131, 3, 4},
+				[]byte{68, 8, 5, 0, 0, 0, 0, 0}, random(rng, 8))
 		}
 		return h
 	}
@@ -40,10 +45,8 @@ func header(rng *rand.Rand) packettest.IP {
 		if rng.IntN(30) == 0 {
 			kind = 44
 		}
-		data := append([]byte{1, byte(4 + 8*rng.IntN(3))}, make([]byte, 28)...)[:0:32] // PadN
 		n := rng.IntN(3)
-		data = append(data, 1, byte(4+8*n))
-		data = append(data, make([]byte, 4+8*n)...)
+		data := append([]byte{1, byte(4 + 8*n)}, make([]byte, 4+8*n)...) // PadN
 		switch {
 		case kind == 43:
 			data = append([]byte{pick[byte](rng, 0, 2, 4), byte(rng.IntN(8) / 7)}, make([]byte, 4+8*n)...)
@@ -59,18 +62,18 @@ func header(rng *rand.Rand) packettest.IP {
 
 func body(rng *rand.Rand) packettest.Body {
 	data := random(rng, rng.IntN(64))
-	port := func() uint16 { return uint16(rng.Uint32()) }
 	switch rng.IntN(7) {
 	case 0, 1:
-		return packettest.TCP{SrcPort: port(), DstPort: port(), Seq: rng.Uint32(), Flags: uint8(rng.Uint32()), Window: port(), Options: random(rng, rng.IntN(41)), Data: data}
+		return packettest.TCP{SrcPort: word(rng), DstPort: word(rng), Seq: rng.Uint32(), Flags: octet(rng), Window: word(rng),
+			Options: random(rng, rng.IntN(41)), Data: data}
 	case 2, 3:
-		return packettest.UDP{SrcPort: port(), DstPort: port(), Data: data}
+		return packettest.UDP{SrcPort: word(rng), DstPort: word(rng), Data: data}
 	case 4:
-		return packettest.Echo{Reply: rng.IntN(2) == 0, ID: port(), Seq: port(), Data: data}
+		return packettest.Echo{Reply: rng.IntN(2) == 0, ID: word(rng), Seq: word(rng), Data: data}
 	case 5:
 		return packettest.ICMPError{Type: uint8(rng.IntN(20)), Code: uint8(rng.IntN(16)), Rest: rng.Uint32(), Quote: data}
 	}
-	return packettest.Raw{Proto: pick[uint8](rng, 33, 136, 132, 47, 50, 51, 59, 4, 41, 1, 58, uint8(rng.Uint32())), Data: data}
+	return packettest.Raw{Proto: pick[uint8](rng, 33, 136, 132, 47, 50, 51, 59, 4, 41, 1, 58, octet(rng)), Data: data}
 }
 
 // generate makes a packet or a fragment of one.
@@ -134,7 +137,8 @@ func mutate(rng *rand.Rand, b []byte) []byte {
 	case 4:
 		b = append(b, random(rng, 1+rng.IntN(20))...)
 	case 5: // a field that matters
-		b[pick(rng, 0, 2, 3, 4, 5, 6, 7, 9, 20, 21, 24, 25, 32, 40, 41, 42, 43)%len(b)] = pick[byte](rng, 0, 1, 2, 4, 6, 8, 17, 43, 44, 51, 58, 60, 255)
+		at := pick(rng, 0, 2, 3, 4, 5, 6, 7, 9, 20, 21, 24, 25, 32, 40, 41, 42, 43)
+		b[at%len(b)] = pick[byte](rng, 0, 1, 2, 4, 6, 8, 17, 43, 44, 51, 58, 60, 255)
 	}
 	return b
 }

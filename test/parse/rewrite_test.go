@@ -38,7 +38,7 @@ func TestRewrittenPacketsAreWhatGopacketSerialises(t *testing.T) {
 		if v.Parse(b, packet.ChecksumComplete) != nil || v.Checksum() == packet.ChecksumAbsent && kind[5:] != "other" {
 			continue
 		}
-		c := change{src: like(rng, h.Src), dst: like(rng, h.Dst), srcPort: uint16(rng.Uint32()), dstPort: uint16(rng.Uint32()), id: uint16(rng.Uint32())}
+		c := change{src: like(rng, h.Src), dst: like(rng, h.Dst), srcPort: word(rng), dstPort: word(rng), id: word(rng)}
 		want, _ = serialised(b, c, &v)
 		v.SetSrc(c.src)
 		v.SetDst(c.dst)
@@ -165,7 +165,9 @@ func TestTranslatedPacketsHaveTheChecksumsOfGopacket(t *testing.T) {
 	e := natengine.New(natengine.Config{})
 	if err := e.SetPeers([]natengine.Peer{{
 		ID: "b", RemotePods: []netip.Prefix{prefix("10.71.0.0/18"), prefix("fd71::/64")},
-		Pods:     []natengine.Remap{{From: prefix("10.244.0.0/20"), To: prefix("10.246.16.0/20")}, {From: prefix("fd44::/64"), To: prefix("fd46::/64")}},
+		Pods: []natengine.Remap{
+			{From: prefix("10.244.0.0/20"), To: prefix("10.246.16.0/20")}, {From: prefix("fd44::/64"), To: prefix("fd46::/64")},
+		},
 		External: []netip.Prefix{prefix("10.247.0.0/24")}, MSS: 1300,
 	}}); err != nil {
 		t.Fatal(err)
