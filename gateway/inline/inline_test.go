@@ -2,14 +2,17 @@ package inline
 
 import (
 	"bytes"
+	"crypto/cipher"
 	"crypto/rand"
 	"encoding/binary"
 	"encoding/hex"
 	"fmt"
 	"net/netip"
 	"os"
+	"reflect"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -31,6 +34,38 @@ func TestTheReviewedVersionIsTheOneOfTheModule(t *testing.T) {
 	}
 	if want := "\t" + wireguardModule + " " + wireguardVersion + "\n"; !strings.Contains(string(text), want) || strings.Contains(string(text), wireguardModule+" =>") {
 		t.Errorf("go.mod does not have %q, which was reviewed: read what changed in its device package, then change wireguardVersion", want)
+	}
+}
+
+func TestAnotherLayoutIsRefusedByName(t *testing.T) {
+	dev, peer := reflect.TypeFor[device.Device](), reflect.TypeFor[device.Peer]()
+	entry := reflect.TypeFor[device.IndexTableEntry]()
+	for name, c := range map[string]struct {
+		keypair reflect.Type
+		want    string
+	}{
+		"a field has gone": {reflect.TypeFor[struct {
+			send, receive cipher.AEAD
+			created       time.Time
+			remoteIndex   uint32
+		}](), "has no field sendNonce"},
+		"a field has another type": {reflect.TypeFor[struct {
+			sendNonce     uint64
+			send, receive cipher.AEAD
+			created       time.Time
+			remoteIndex   uint32
+		}](), "sendNonce is of type uint64, want atomic.Uint64"},
+		"a field has moved into another struct": {reflect.TypeFor[struct {
+			sendNonce     atomic.Uint64
+			send, receive cipher.AEAD
+			device.Keypair
+		}](), "has no field created"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			if _, err := layoutOf(dev, peer, c.keypair, entry); err == nil || !strings.Contains(err.Error(), c.want) {
+				t.Errorf("error %v: want %q in it", err, c.want)
+			}
+		})
 	}
 }
 

@@ -32,8 +32,13 @@ type layout struct {
 	created, remoteIndex     uintptr // of device.Keypair
 }
 
-// findLayout fails when a field is missing or of another type.
-func findLayout() (l layout, err error) {
+// findLayout is the layout of the device in this program.
+func findLayout() (layout, error) {
+	return layoutOf(reflect.TypeFor[device.Device](), reflect.TypeFor[device.Peer](), reflect.TypeFor[device.Keypair](), reflect.TypeFor[device.IndexTableEntry]())
+}
+
+// layoutOf fails when a field is missing or of another type.
+func layoutOf(dev, peer, keypair, entry reflect.Type) (l layout, err error) {
 	var errs []error
 	at := func(into *uintptr, in reflect.Type, name string, want reflect.Type) {
 		f, ok := in.FieldByName(name)
@@ -46,8 +51,7 @@ func findLayout() (l layout, err error) {
 			*into = f.Offset
 		}
 	}
-	keypair, peer, entry := reflect.TypeFor[device.Keypair](), reflect.TypeFor[device.Peer](), reflect.TypeFor[device.IndexTableEntry]()
-	at(&l.indexTable, reflect.TypeFor[device.Device](), "indexTable", reflect.TypeFor[device.IndexTable]())
+	at(&l.indexTable, dev, "indexTable", reflect.TypeFor[device.IndexTable]())
 	at(&l.entryPeer, entry, "peer", reflect.TypeFor[*device.Peer]())
 	at(&l.entryKeypair, entry, "keypair", reflect.TypeFor[*device.Keypair]())
 	at(&l.keypairs, peer, "keypairs", reflect.TypeFor[device.Keypairs]())
