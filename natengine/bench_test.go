@@ -7,6 +7,7 @@ import (
 	"net/netip"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -235,6 +236,42 @@ func BenchmarkTwoCores(b *testing.B) {
 	}
 }
 
+// BenchmarkHitBesideInserts is a packet of one of 1,000 known flows while another core opens new flows of the same peer at a
+// bound, one after the other.
+func BenchmarkHitBesideInserts(b *testing.B) {
+	const flows = 1000
+	e := benchEngine(b, Config{MaxFlows: 4 * flows}, benchPeers(1))
+	fill(b, e, flows, spread)
+	e.Peers()[0].flows.each(func(_ uint32, f *entry, _ uint64) { f.word.Or(stateSeen) })
+	var stop atomic.Bool
+	opened := make(chan int)
+	go func() {
+		pkt, tmpl := udpTemplate(), udpTemplate()
+		var v packet.View
+		parse(b, &v, pkt)
+		n := 0
+		for ; !stop.Load(); n++ {
+			copy(pkt, tmpl)
+			spread((2*flows + n) % 1_000_000).write(pkt)
+			e.Outbound(&v, 0)
+		}
+		opened <- n
+	}()
+	pkt := udpTemplate()
+	var v packet.View
+	parse(b, &v, pkt)
+	i := 0
+	for b.Loop() {
+		spread(i % flows).write(pkt)
+		i++
+		if e.Outbound(&v, 0).Action != Forward {
+			b.Fatal("not forwarded")
+		}
+	}
+	stop.Store(true)
+	b.ReportMetric(float64(<-opened)/float64(b.N), "new-flows/op")
+}
+
 // BenchmarkNAPTInsert opens new flows, from an empty table and over again; to-a-million has the growth of all tables in it.
 func BenchmarkNAPTInsert(b *testing.B) {
 	for _, c := range []struct {
@@ -347,21 +384,22 @@ func BenchmarkUnderAttack(b *testing.B) {
 			var v, w packet.View
 			parse(b, &v, pkt)
 			b.ReportAllocs()
-			attacks, i := 0, 0
+			due, attacks, i := 0, 0, 0
 			for b.Loop() {
 				i++
-				if attacks += percent; attacks < 100 {
+				if due += percent; due < 100 {
 					spread(int(order[i&(len(order)-1)])).write(pkt)
 					if e.Outbound(&v, 0).Action != Forward {
 						b.Fatal("an established flow lost a packet")
 					}
 					continue
 				}
-				attacks -= 100
+				due -= 100
+				attacks++
 				copy(bad, tmpl)
 				r := rng.Uint64()
 				c := conversation{local: 0xac100000 | uint32(r)&0xfffff, localPort: uint16(r >> 20), remote: 0x0a000000 | uint32(r>>36)&0xffff, remotePort: uint16(r >> 48)}
-				switch dir := Outbound; i % 6 {
+				switch attacks % 6 {
 				case 0: // no peer
 					c.remote = 0x0b800000
 					fallthrough
@@ -379,7 +417,7 @@ func BenchmarkUnderAttack(b *testing.B) {
 					if w.Parse(bad, packet.ChecksumComplete) == nil {
 						b.Fatal("parsed")
 					}
-					e.Count(nil, dir, DropMalformed)
+					e.Count(nil, Outbound, DropMalformed)
 				}
 			}
 		})
