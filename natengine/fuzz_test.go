@@ -85,7 +85,8 @@ func judgeFuzzed(t *testing.T, e *Engine, peers []Peer, dir Direction, b []byte,
 		verdict = e.Inbound
 	}
 	got := verdict(&v, now)
-	if trace.Action != got.Action || trace.Drop != got.Drop {
+	// Of a fragmented datagram a trace knows what was decided, not what went by already and what there is room for.
+	if _, _, _, is := before.Fragment(); !is && (trace.Action != got.Action || trace.Drop != got.Drop) {
 		t.Fatalf("trace says %v %v, engine %v %v", trace.Action, trace.Drop, got.Action, got.Drop)
 	}
 	for _, r := range got.Released() {

@@ -926,7 +926,7 @@ func FuzzICMPError(f *testing.F) {
 				src = modelFar[0]
 			}
 			if p.Src.Is6() {
-				src = map[natengine.Direction]netip.Addr{natengine.Outbound: modelNear[8], natengine.Inbound: modelFar[8]}[dir]
+				src = map[natengine.Direction]netip.Addr{natengine.Outbound: modelNear[8], natengine.Inbound: modelFar[16]}[dir]
 			}
 		}
 		if len(behind) > 0 && len(behind) < 200 {
