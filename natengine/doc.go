@@ -65,7 +65,9 @@
 //
 // Timeouts: UDP 300 s, TCP 7,440 s established and 240 s else, ICMP 60 s, other protocols 300 s. Packets of either
 // direction refresh a flow, RSTs and ICMP errors do not. Shorter ones than the RFCs demand are taken as they are, because
-// both ends of a tunnel are the operator's own; Config.Warnings says which.
+// both ends of a tunnel are the operator's own; Config.Warnings says which. A UDP flow that was never answered lasts as long
+// as others: no RFC asks for less, and being half-open it gives way at a bound. An unsolicited SYN to the NAPT address is
+// dropped without an answer, which leaves a simultaneous open its chance (RFC 5382, REQ-4).
 //
 // # Ports
 //
