@@ -199,10 +199,10 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 			}
 			time.Sleep(20 * time.Millisecond)
 			routes, err := s.nl.RouteGet(p.dst)
-			if err != nil || routes[0].MTU != mtu {
-				return fmt.Errorf("%v, %v, want MTU %d", routes, err, mtu)
+			if err == nil && routes[0].MTU != mtu {
+				err = fmt.Errorf("%v, want MTU %d", routes, mtu)
 			}
-			return nil
+			return err
 		})
 	}
 	pass(a.pod.pinger("fd00:246::10"), 1440)
