@@ -131,6 +131,37 @@ func TestTable6FindsWhatALinearSearchFinds(t *testing.T) {
 	}
 }
 
+// TestNetworksThatPeersChoseMeetNoMoreThanOthers: the words of a network are hashed apart, so that differences in one cannot be
+// made up for in the other.
+func TestNetworksThatPeersChoseMeetNoMoreThanOthers(t *testing.T) {
+	for name, of := range map[string]func(i uint64) (hi, lo uint64){
+		"in a row":            func(i uint64) (hi, lo uint64) { return 0xfd<<56 | i<<8, 0 },
+		"with equal sums":     func(i uint64) (hi, lo uint64) { return 0xfd<<56 + i<<16, -i << 16 },
+		"swapped":             func(i uint64) (hi, lo uint64) { return 0xfd<<56 | i<<16, i << 48 },
+		"in the highest bits": func(i uint64) (hi, lo uint64) { return 0xfd<<56 | i<<46, i << 54 },
+	} {
+		var all []remote6
+		for i := range uint64(1000) {
+			hi, lo := of(i)
+			all = append(all, remote6{netip.PrefixFrom(addr{hi, lo}.netip(), 112), &remote{}})
+		}
+		table := newTable6(all)
+		l := &table.lengths[0]
+		full, longest, run := 0, 0, 0
+		for i := range l.slots {
+			if run++; l.slots[i].r == nil {
+				run = 0
+			} else {
+				full++
+			}
+			longest = max(longest, run)
+		}
+		if full != len(all) || longest > 250 { // 5 to 10 mostly, 60 with one seed in some thousand
+			t.Errorf("%s: %d networks, up to %d of them side by side", name, full, longest)
+		}
+	}
+}
+
 func TestFamiliesOfOnePeerAreKeptApart(t *testing.T) {
 	e := newEngine(t, Config{}, peerSix())
 	// The same port at both NAPT addresses, and neither answers for the other.

@@ -23,7 +23,7 @@ const maxLengths6 = 4
 // length6 is the table of one length: open addressing, at most a quarter full.
 type length6 struct {
 	mask  addr
-	seed  uint64 // odd, so that nobody can choose networks that meet
+	seed  addr // with a fixed one peers could choose networks that meet
 	shift uint
 	slots []slot6
 }
@@ -57,7 +57,7 @@ func newTable6(all []remote6) (t table6) {
 	for i, n := range lengths {
 		if i < maxLengths6 {
 			size := bits.Len(uint(4*count[n] - 1)) // as a power of two
-			l := length6{seed: rand.Uint64() | 1, shift: uint(64 - size), slots: make([]slot6, 1<<size)}
+			l := length6{seed: addr{rand.Uint64(), rand.Uint64()}, shift: uint(64 - size), slots: make([]slot6, 1<<size)}
 			for _, p := range all {
 				if p.net.Bits() == n {
 					net := prefixOf(p.net)
@@ -79,7 +79,8 @@ func newTable6(all []remote6) (t table6) {
 
 // slot is where net is, or would be put.
 func (l *length6) slot(net addr) *slot6 {
-	for i := (net.hi ^ bits.RotateLeft64(net.lo, 32)) * l.seed >> l.shift; ; i++ {
+	hi, lo := bits.Mul64(net.hi^l.seed.hi, net.lo^l.seed.lo) // as wyhash mixes two words
+	for i := (hi ^ lo) >> l.shift; ; i++ {
 		s := &l.slots[i&uint64(len(l.slots)-1)]
 		if s.net == net || s.r == nil {
 			return s
