@@ -1,0 +1,155 @@
+package natengine
+
+import (
+	"math/rand/v2"
+	"testing"
+)
+
+// checkIndex compares an index with what was entered: every entry is found from its home on, nothing else is there, and the
+// counters of each shard are right.
+func checkIndex(t *testing.T, x *index, want map[uint32]uint64) {
+	t.Helper()
+	for i, h := range want {
+		s := x.slots[h>>shardShift].Load()
+		at := s.home(uint32(h))
+		for s.list[at].Load() != h<<32|uint64(i+1) {
+			if s.list[at].Load() == 0 {
+				t.Fatalf("entry %d with hash %#x is not found", i, h)
+			}
+			at = s.after(at)
+		}
+	}
+	live := 0
+	for shard := range x.slots {
+		s, fill := x.slots[shard].Load(), x.filling[shard]
+		if s == nil {
+			continue
+		}
+		used, filled := 0, 0
+		for at := range s.list {
+			slot := s.list[at].Load()
+			if slot != 0 {
+				filled++
+			}
+			if uint32(slot) != 0 {
+				used++
+			}
+		}
+		if used != fill.live || filled != fill.filled {
+			t.Fatalf("shard %d counts %+v, has %d of which %d live", shard, fill, filled, used)
+		}
+		if filled*4 > len(s.list)*3 {
+			t.Fatalf("shard %d: %d of %d slots are filled", shard, filled, len(s.list))
+		}
+		live += used
+	}
+	if live != len(want) {
+		t.Fatalf("%d slots for %d entries", live, len(want))
+	}
+}
+
+// TestIndexFindsWhatWasEntered enters and removes at random, with hashes that often have a home in common, or the last
+// places of an array, so that runs go over its end.
+func TestIndexFindsWhatWasEntered(t *testing.T) {
+	for seed := range uint64(20) {
+		rng := rand.New(rand.NewPCG(seed, 1))
+		var x index
+		want := map[uint32]uint64{}
+		var order []uint32 // keys of want
+		next := uint32(0)
+		for step := range 4000 {
+			if grows := step/1000%2 == 0; len(order) == 0 || rng.IntN(4) == 0 != grows {
+				h := rng.Uint64() &^ (7 << shardShift) // two shards
+				switch rng.IntN(4) {
+				case 0:
+					h |= 0xffff_ff00
+				case 1:
+					h &^= 0xffff_fff0
+				}
+				x.insert(h, next)
+				want[next] = h
+				order = append(order, next)
+				next++
+			} else {
+				n := rng.IntN(len(order))
+				i := order[n]
+				order[n] = order[len(order)-1]
+				order = order[:len(order)-1]
+				x.remove(want[i], i)
+				delete(want, i)
+			}
+			if step%50 == 0 {
+				checkIndex(t, &x, want)
+			}
+		}
+		checkIndex(t, &x, want)
+	}
+}
+
+// TestIndexIsHalfFullAtLeast: growth never leaves more room than memory per flow is computed with, and removing everything
+// leaves arrays that are as good as new.
+func TestIndexIsHalfFullAtLeast(t *testing.T) {
+	var x index
+	const n = 50_000
+	hash := func(i uint32) uint64 { return uint64(i) * 0x9e3779b97f4a7c15 >> 4 } // all in the first shard, evenly
+	for i := range uint32(n) {
+		x.insert(hash(i), i)
+		if size, live := len(x.slots[0].Load().list), x.filling[0].live; size > minSlots && live*2 < size-2 {
+			t.Fatalf("%d entries in %d slots", live, size)
+		}
+	}
+	size := len(x.slots[0].Load().list)
+	for i := range uint32(n) {
+		x.remove(hash(i), i)
+	}
+	for i := range uint32(n) {
+		x.insert(hash(i), i)
+		x.remove(hash(i), i)
+	}
+	if got := len(x.slots[0].Load().list); got != size || x.filling[0].live != 0 || x.filling[0].filled*4 > size*3 {
+		t.Errorf("%d slots, %+v after everything was removed: had %d", got, x.filling[0], size)
+	}
+}
+
+// TestHashesAreKeyedByTable: the tuples that collide in one table do not in another.
+func TestHashesAreKeyedByTable(t *testing.T) {
+	k := key{near: addr4(0xac100001), remote: addr4(0x0a000007), word: wordOf(Outbound, 17, 4000, 53)}
+	seen := map[uint64]bool{}
+	for range 100 {
+		keys := newHashKeys()
+		seen[k.hash(&keys)] = true
+	}
+	if len(seen) != 100 {
+		t.Errorf("%d hashes of one tuple in 100 tables", len(seen))
+	}
+}
+
+// TestHashDependsOnEveryBit changes each bit of a tuple of either family: shard and tag both come out different, half of
+// their bits on average.
+func TestHashDependsOnEveryBit(t *testing.T) {
+	keys := newHashKeys()
+	for _, k := range []key{
+		{near: addr4(0xac100001), remote: addr4(0x0a000007), word: wordOf(Outbound, 17, 4000, 53)},
+		{near: addrOf(ip("fd00:c::1")), remote: addrOf(ip("fd00:b::1")), word: wordOf(Inbound, 6, 443, 4000)},
+	} {
+		h := k.hash(&keys)
+		differ, n := 0, 0
+		for bit := range 64 {
+			for field := range 5 {
+				other := k
+				*[]*uint64{&other.near.hi, &other.near.lo, &other.remote.hi, &other.remote.lo, &other.word}[field] ^= 1 << bit
+				g := other.hash(&keys)
+				if g == h {
+					t.Errorf("bit %d of word %d does not matter", bit, field)
+				}
+				for b := h ^ g; b != 0; b &= b - 1 {
+					differ++
+				}
+				n++
+			}
+		}
+		if mean := float64(differ) / float64(n); mean < 28 || mean > 36 {
+			t.Errorf("%.1f bits of 64 change on average", mean)
+		}
+	}
+}
