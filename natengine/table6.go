@@ -79,7 +79,9 @@ func newTable6(all []remote6) (t table6) {
 
 // slot is where net is, or would be put.
 func (l *length6) slot(net addr) *slot6 {
-	hi, lo := bits.Mul64(net.hi^l.seed.hi, net.lo^l.seed.lo) // as wyhash mixes two words
+	// As wyhash does; after the first product alone networks in a row may still lie side by side.
+	hi, lo := bits.Mul64(net.hi^l.seed.hi, net.lo^l.seed.lo)
+	hi, lo = bits.Mul64(hi^lo^l.seed.hi, 0x9e3779b97f4a7c15)
 	for i := (hi ^ lo) >> l.shift; ; i++ {
 		s := &l.slots[i&uint64(len(l.slots)-1)]
 		if s.net == net || s.r == nil {
