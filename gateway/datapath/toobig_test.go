@@ -224,3 +224,36 @@ func TestErrorsAboutAFloodAreLimited(t *testing.T) {
 		t.Errorf("%d errors, at most %d are allowed", n, most)
 	}
 }
+
+// Over IPv6 nobody but itself may cut its packets: it is told, and the link is not.
+func TestLocalEndpointIsToldOverIPv6(t *testing.T) {
+	pre, self6 := netip.MustParsePrefix, netip.MustParseAddr("fd69::1")
+	e := natengine.New(natengine.Config{Self4: self, Self6: self6})
+	if err := e.SetPeers([]natengine.Peer{{
+		ID: "b", RemotePods: []netip.Prefix{pre("fd71::/64")}, Pods: []natengine.Remap{{From: pre("fd44::/64"), To: pre("fd46::/64")}},
+		External: []netip.Prefix{pre("fd47::/64")}, Endpoints: []natengine.Endpoint{{Real: self6, Seen: netip.MustParseAddr("fd47::1")}}, MTU: smallMTU,
+	}}); err != nil {
+		t.Fatal(err)
+	}
+	local, err := datapath.NewLocal(netip.Addr{}, self6, 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	link := newScript()
+	d := datapath.New(link, e, local, datapath.Options{})
+	defer d.Close()
+	socket, err := local.ListenUDP(12345)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer socket.Close()
+	b := newBuffers(16, 2048)
+	_, _ = socket.WriteTo(random(1350), udpAddr("[fd71::5]:12345"))
+	_, _ = socket.WriteTo([]byte("small"), udpAddr("[fd71::5]:12345"))
+	if n := read(t, d, b); n != 1 || !bytes.HasSuffix(b.packet(0), []byte("small")) {
+		t.Fatalf("%d packets", n)
+	}
+	if s := e.Stats().Peers[0]; s.Told != 1 || len(link.written) != 0 {
+		t.Errorf("told %d, %d packets to the link", s.Told, len(link.written))
+	}
+}
