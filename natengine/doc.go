@@ -59,7 +59,8 @@
 // beyond its share stays, so that the others have at least MaxFlows less MaxFlowsPerPeer of it.
 //
 // The host of a flow is ours that opens it for a NAPT flow, and the peer's that opens it for a flow to a mapped endpoint;
-// the nodes of a peer, which all come from its NAPT address, are one. A mapping needs a flow, so that the quota also keeps
+// the nodes of a peer, which all come from its NAPT address, are one. An address of IPv6 is a host too, as each pod has one
+// and those of a node share a prefix; who sends from many has the bound of his peer. A mapping needs a flow, so that the quota also keeps
 // one host from taking all ports of the NAPT address: by default it may have a quarter of them at most (RFC 6888, REQ-4).
 // Where all ports of a protocol are in use nothing is evicted for one: new mappings fail until some end.
 //
@@ -78,7 +79,7 @@
 // # Memory
 //
 // An entry is one cache line of 64 octets plus 20 that only writers touch, and two index slots of 8 octets at a load of
-// 50 to 75 %; a NAPT mapping takes 16 octets and is shared by all flows of one inside port, a host takes 16; both 2 to 4
+// 42 to 75 %; a NAPT mapping takes 16 octets and is shared by all flows of one inside port, a host takes 16; both 2 to 4
 // more of hash chain. At 1,048,576 flows the heap grows by 109 octets per flow for those of few hosts and ports, of either
 // family, by 128 when each has an inside port of its own, 127 when each is of another pod of a peer to a mapped endpoint
 // and 147 when each has an inside host and a port of its own (BenchmarkFlowMemory, 2026-11). Tables grow as needed, a

@@ -86,28 +86,29 @@ func TestIndexFindsWhatWasEntered(t *testing.T) {
 	}
 }
 
-// TestIndexIsHalfFullAtLeast: growth never leaves more room than memory per flow is computed with, and removing everything
-// leaves arrays that are as good as new.
-func TestIndexIsHalfFullAtLeast(t *testing.T) {
+// TestIndexIsNeverTooEmpty: what memory per flow is computed with. While it grows an index is at least half full, and 5/12
+// when flows come and go, since its tombstones may then be taken for a reason to grow once more.
+func TestIndexIsNeverTooEmpty(t *testing.T) {
 	var x index
 	const n = 50_000
-	hash := func(i uint32) uint64 { return uint64(i) * 0x9e3779b97f4a7c15 >> 4 } // all in the first shard, evenly
+	rng := rand.New(rand.NewPCG(5, 6))
+	var hashes [n]uint64
+	size := func() int { return len(x.slots[0].Load().list) }
 	for i := range uint32(n) {
-		x.insert(hash(i), i)
-		if size, live := len(x.slots[0].Load().list), x.filling[0].live; size > minSlots && live*2 < size-2 {
-			t.Fatalf("%d entries in %d slots", live, size)
+		hashes[i] = rng.Uint64() >> 4 // the first shard
+		x.insert(hashes[i], i)
+		if live := x.filling[0].live; size() > minSlots && live*2 < size()-2 {
+			t.Fatalf("%d entries in %d slots", live, size())
 		}
 	}
-	size := len(x.slots[0].Load().list)
-	for i := range uint32(n) {
-		x.remove(hash(i), i)
+	for range 10 * n {
+		i := rng.Uint32N(n)
+		x.remove(hashes[i], i)
+		hashes[i] = rng.Uint64() >> 4
+		x.insert(hashes[i], i)
 	}
-	for i := range uint32(n) {
-		x.insert(hash(i), i)
-		x.remove(hash(i), i)
-	}
-	if got := len(x.slots[0].Load().list); got != size || x.filling[0].live != 0 || x.filling[0].filled*4 > size*3 {
-		t.Errorf("%d slots, %+v after everything was removed: had %d", got, x.filling[0], size)
+	if n*12 < size()*5 {
+		t.Errorf("%d entries in %d slots after they came and went", n, size())
 	}
 }
 
