@@ -60,9 +60,9 @@
 //
 // The host of a flow is ours that opens it for a NAPT flow, and the peer's that opens it for a flow to a mapped endpoint;
 // the nodes of a peer, which all come from its NAPT address, are one. An address of IPv6 is a host too, as each pod has one
-// and those of a node share a prefix; who sends from many has the bound of his peer. A mapping needs a flow, so that the quota also keeps
-// one host from taking all ports of the NAPT address: by default it may have a quarter of them at most (RFC 6888, REQ-4).
-// Where all ports of a protocol are in use nothing is evicted for one: new mappings fail until some end.
+// and those of a node share a prefix; who sends from many has the bound of his peer. A mapping needs a flow, so that the
+// quota also keeps one host from taking all ports of the NAPT address: by default it may have a quarter of them at most
+// (RFC 6888, REQ-4). Where all ports of a protocol are in use nothing is evicted for one: new mappings fail until some end.
 //
 // Timeouts: UDP 300 s, TCP 7,440 s established and 240 s else, ICMP 60 s, other protocols 300 s. Packets of either
 // direction refresh a flow, RSTs and ICMP errors do not. Shorter ones than the RFCs demand are taken as they are, because

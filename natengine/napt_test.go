@@ -675,3 +675,22 @@ func TestRandomPortsAreRandomFromTheFirst(t *testing.T) { // RFC 6056
 		t.Errorf("%d of 100 kept their port or identifier", kept)
 	}
 }
+
+// BenchmarkChoosePort is the worst there is under the table's mutex: a search for the last free port, and one when there is
+// none.
+func BenchmarkChoosePort(b *testing.B) {
+	for _, free := range []int{1, 0} {
+		b.Run(fmt.Sprintf("free=%d", free), func(b *testing.B) {
+			var s portSet
+			for p := 1; p < 1<<16-free; p++ {
+				s.take(uint16(p))
+			}
+			b.ReportAllocs()
+			for b.Loop() {
+				if _, ok := s.choose(40000, udpPorts, true); ok != (free > 0) {
+					b.Fatal("wrong")
+				}
+			}
+		})
+	}
+}
