@@ -2,6 +2,7 @@
 
 VERSION  ?= $(shell git describe --tags --always --dirty 2>/dev/null || echo unknown)
 FUZZTIME ?= 30s
+FUZZ     ?= ./...
 BENCH    ?= .
 ROUNDS   ?= 5
 
@@ -64,12 +65,8 @@ $(FORK): benchmarks/tailscale/go.mod benchmarks/tailscale/main.go
 	go build -C benchmarks/tailscale -o $(CURDIR)/$@ .
 
 .PHONY: fuzz
-fuzz: ## Every fuzz target, one after the other, FUZZTIME each (30s)
-	@set -e; for dir in . test; do for pkg in $$(go -C $$dir list ./...); do \
-		for target in $$(go -C $$dir test -list '^Fuzz' $$pkg | grep '^Fuzz' || true); do \
-			echo "== $$pkg $$target, $(FUZZTIME)"; \
-			go -C $$dir test -run '^$$' -fuzz "^$$target\$$" -fuzztime $(FUZZTIME) -fuzzminimizetime 10x $$pkg; \
-		done; done; done
+fuzz: ## Every fuzz target of the packages FUZZ (all), one after the other, FUZZTIME each (30s), and what they cover
+	@test/fuzz.sh $(FUZZTIME) $(FUZZ)
 
 .PHONY: generate
 generate: ## Regenerate what is generated (deepcopy, CRDs)
