@@ -8,6 +8,8 @@
 //
 // The server tells its other address to the client in the body of a message. It has to be true for the client too, so
 // neither a nor c remaps b. b sees a's pods as 10.246.0.0/16, c's as they are.
+//
+// The client speaks UDP alone; of TCP, tcp_test.go lets two kernels open a connection simultaneously.
 package behaviour
 
 import (
@@ -33,7 +35,9 @@ const (
 )
 
 func TestRFC5780BehaviourDiscovery(t *testing.T) {
+	needCoturn(t)
 	s := newSite(t)
+	s.serve(t, s.Cluster("b").Pods[0])
 	natIP := podsAatB.Addr()
 	podSeen := lab.Move(s.Cluster("a").Pods[0].Addr, s.Cluster("a").PodCIDR, podsAatB)
 	var checks []check

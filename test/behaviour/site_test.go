@@ -26,7 +26,7 @@ var (
 
 const serverPort, otherPort = 3478, 3479
 
-// site is three joined clusters and the server.
+// site is three joined clusters, and perhaps the server.
 type site struct {
 	*lab.Lab
 	server netip.Addr
@@ -35,11 +35,6 @@ type site struct {
 func newSite(t *testing.T) *site {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
-	}
-	for _, c := range []string{"turnserver", "turnutils_natdiscovery"} {
-		if _, err := exec.LookPath(c); err != nil {
-			t.Skipf("needs the command %s: 'make deps' installs it", c)
-		}
 	}
 	binary := filepath.Join(t.TempDir(), "isthmus")
 	build := exec.Command("go", "build", "-o", binary, "./cmd/isthmus")
@@ -56,9 +51,16 @@ func newSite(t *testing.T) *site {
 	must(t, l.Join(a, b, lab.JoinOptions{AtA: lab.View{Pod: podsOfB}, AtB: lab.View{Pod: podsAatB}}))
 	must(t, l.Join(c, b, lab.JoinOptions{AtA: lab.View{Pod: podsOfB}, AtB: lab.View{Pod: podsOfC}}))
 	must(t, l.StartGateways(t.Context(), binary))
-	s := &site{l, b.Pods[0].Addr}
-	s.serve(t, b.Pods[0])
-	return s
+	return &site{l, b.Pods[0].Addr}
+}
+
+// needCoturn skips the test where client and server are not installed.
+func needCoturn(t *testing.T) {
+	for _, c := range []string{"turnserver", "turnutils_natdiscovery"} {
+		if _, err := exec.LookPath(c); err != nil {
+			t.Skipf("needs the command %s: 'make deps' installs it", c)
+		}
+	}
 }
 
 // serve runs the server in a pod, with a second address of its node's pods.

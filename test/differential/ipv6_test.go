@@ -35,7 +35,10 @@ var plans6 = []plan6{
 
 func newPlan6(name, podsA, seenA, podsB, seenB string) plan6 {
 	p := netip.MustParsePrefix
-	return plan6{name, [2]netip.Prefix{p(podsA), p(podsB)}, [2]netip.Prefix{p(seenA), p(seenB)}, [2]netip.Prefix{p("fc00:a::/112"), p("fc00:b::/112")}}
+	return plan6{
+		name: name, pods: [2]netip.Prefix{p(podsA), p(podsB)}, podsSeen: [2]netip.Prefix{p(seenA), p(seenB)},
+		ext: [2]netip.Prefix{p("fc00:a::/112"), p("fc00:b::/112")},
+	}
 }
 
 func (p plan6) node(s side) netip.Addr { return netip.MustParseAddr(fmt.Sprintf("fc00:1::%d", s+1)) }
@@ -108,8 +111,10 @@ func rules6(p plan6, s side) string {
 	var post, pre string
 	remote := fmt.Sprintf("{ %s, %s }", p.podsSeen[r], p.ext[r])
 	if p.pods[s] != p.podsSeen[s] {
-		post = fmt.Sprintf(`oifname "wan" ip6 daddr %s ip6 saddr %s snat ip6 prefix to ip6 saddr map { %[2]s : %[3]s }`, remote, p.pods[s], p.podsSeen[s])
-		pre = fmt.Sprintf(`iifname "wan" ip6 saddr %s ip6 daddr %s dnat ip6 prefix to ip6 daddr map { %[2]s : %[3]s }`, p.podsSeen[r], p.podsSeen[s], p.pods[s])
+		post = fmt.Sprintf(`oifname "wan" ip6 daddr %s ip6 saddr %s snat ip6 prefix to ip6 saddr map { %[2]s : %[3]s }`,
+			remote, p.pods[s], p.podsSeen[s])
+		pre = fmt.Sprintf(`iifname "wan" ip6 saddr %s ip6 daddr %s dnat ip6 prefix to ip6 daddr map { %[2]s : %[3]s }`,
+			p.podsSeen[r], p.podsSeen[s], p.pods[s])
 	}
 	return fmt.Sprintf(`table ip6 oracle {
   chain post {
@@ -197,7 +202,8 @@ func (x *exchange6) sendFragment(t *testing.T, from side, b []byte, wireSrc, arr
 	x.kernel.pods[from].Send(t, b)
 	wire, out = unicast(t, x.kernel.wire[to]), unicast(t, x.kernel.pods[to])
 	if len(o.out) != 1 || wire == nil || out == nil {
-		t.Fatalf("%v: engine %d packets, drops %v; kernel %d octets on the wire, %d at the end\n%s", from, len(o.out), o.drops, len(wire), len(out), head(b))
+		t.Fatalf("%v: engine %d packets, drops %v; kernel %d octets on the wire, %d at the end\n%s",
+			from, len(o.out), o.drops, len(wire), len(out), head(b))
 	}
 	wire[7] += hopsToWire
 	out[7] += hopsToPod
@@ -278,7 +284,10 @@ func (x *exchange6) random(t *testing.T, rng *rand.Rand) {
 	}
 	x.port++
 	header := func(src, dst netip.Addr) packettest.IP {
-		return packettest.IP{Src: src, Dst: dst, TTL: uint8(3 + rng.IntN(253)), TOS: uint8(rng.Uint32()), FlowLabel: rng.Uint32() & 0xfffff, Extensions: extensions(rng)}
+		return packettest.IP{
+			Src: src, Dst: dst, TTL: uint8(3 + rng.IntN(253)), TOS: uint8(rng.Uint32()), FlowLabel: rng.Uint32() & 0xfffff,
+			Extensions: extensions(rng),
+		}
 	}
 	data := make([]byte, []int{0, 1, 2, 7, rng.IntN(1300)}[rng.IntN(5)])
 	for i := range data {
