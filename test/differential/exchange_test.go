@@ -222,7 +222,7 @@ func dump(packets [][]byte) string {
 			continue
 		}
 		fmt.Fprintf(&s, "  %v -> %v protocol %d, %d octets, ttl %d, fragment %#04x\n    % x\n    % x\n",
-			source(b), destination(b), proto(b), len(b), b[8-b[0]>>5&1], fragmentWord(b), b[:headerLen(b)], segment(b)[:min(64, len(segment(b)))])
+			source(b), destination(b), proto(b), len(b), ttl(b), fragmentWord(b), b[:headerLen(b)], segment(b)[:min(64, len(segment(b)))])
 	}
 	return s.String()
 }

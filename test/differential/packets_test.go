@@ -149,6 +149,14 @@ func isV6(b []byte) bool      { return b[0]>>4 == 6 }
 func headerLen(b []byte) int  { n, _ := walk(b); return n }
 func proto(b []byte) uint8    { _, proto := walk(b); return proto }
 func segment(b []byte) []byte { return b[headerLen(b):] }
+
+func ttl(b []byte) uint8 {
+	if isV6(b) {
+		return b[7]
+	}
+	return b[8]
+}
+
 func source(b []byte) netip.Addr {
 	if isV6(b) {
 		return netip.AddrFrom16([16]byte(b[8:24]))

@@ -82,14 +82,15 @@ type talk struct {
 	server netip.AddrPort // as the client addresses it; for echo both ports are the identifier
 	napt   bool           // the client is no pod
 	tcp    tcpTalk
-	opened bool
+	opens  int            // that tcp has counted
+	opened bool           // seen and own are known
 	own    netip.Addr     // the server's own address
 	seen   [judges]uint16 // the client's port as the server sees it
 }
 
 const (
-	engine = iota
-	kernl
+	byEngine = iota
+	byKernel
 	judges
 )
 
@@ -155,11 +156,11 @@ func (w *world) step() {
 	c := w.talks[w.rng.IntN(len(w.talks))]
 	if c.proto == protoTCP {
 		for _, s := range c.tcp.step(w.rng) {
-			if s.flags&syn != 0 && s.from == client && c.tcp.state == tcpSynSent {
-				if c.tcp.opens > 1 {
+			if c.opens != c.tcp.opens {
+				if c.opens = c.tcp.opens; c.opens > 1 {
 					w.seen["reopened"]++
 				}
-				c.opened = false // reopened: the kernel may choose another port, the engine not
+				c.opened = false // the kernel may choose another port now, the engine not
 			}
 			w.count(c, flagNames(s.flags))
 			w.say(c, s.from == client, func(src, dst netip.AddrPort) []byte {
@@ -278,17 +279,17 @@ func (w *world) carry(c *talk, forward bool, sent [judges][]byte, cut func([]byt
 	if !forward {
 		from = from.other()
 	}
-	o := w.engines.send(w.T, from, cut(sent[engine])...)
+	o := w.engines.send(w.T, from, cut(sent[byEngine])...)
 	var wire, out [judges][][]byte
-	wire[engine], out[engine] = o.wire, o.out
-	wire[kernl], out[kernl] = w.kernel.send(w.T, from, cut(sent[kernl])...)
+	wire[byEngine], out[byEngine] = o.wire, o.out
+	wire[byKernel], out[byKernel] = w.kernel.send(w.T, from, cut(sent[byKernel])...)
 	fail := func(format string, args ...any) {
 		w.Helper()
 		w.Fatalf("step %d, %s, %+v\n%s\nsent:\n%sdropped by engines: %v\nengine:\n%skernel:\n%s",
-			w.steps, c.name, *c, fmt.Sprintf(format, args...), dump(cut(sent[engine])), o.drops, dump(out[engine]), dump(out[kernl]))
+			w.steps, c.name, *c, fmt.Sprintf(format, args...), dump(cut(sent[byEngine])), o.drops, dump(out[byEngine]), dump(out[byKernel]))
 	}
 	var onWire [judges][]byte
-	for j, hops := range [judges][2]uint8{engine: {}, kernl: {hopsToWire, hopsToPod}} {
+	for j, hops := range [judges][2]uint8{byEngine: {}, byKernel: {hopsToWire, hopsToPod}} {
 		var ok, okWire bool
 		onWire[j], okWire = reassemble(wire[j])
 		arrived[j], ok = reassemble(out[j])
@@ -297,22 +298,22 @@ func (w *world) carry(c *talk, forward bool, sent [judges][]byte, cut func([]byt
 		}
 		onWire[j], arrived[j] = countUp(onWire[j], hops[0]), countUp(arrived[j], hops[1])
 	}
-	if forward && !isError(arrived[engine]) && !c.opened {
+	if forward && !isError(arrived[byEngine]) && !c.opened {
 		for j := range c.seen {
 			c.seen[j] = 0
 			if c.client.Port() != 0 {
 				c.seen[j] = sourcePort(arrived[j])
 			}
 		}
-		c.own = destination(arrived[engine])
+		c.own = destination(arrived[byEngine])
 		c.opened = true
 		w.checkPort(c)
 	}
 	for stage, got := range [][judges][]byte{onWire, arrived} {
-		if k := w.repaint(c, got[kernl]); !bytes.Equal(got[engine], k) {
-			fail("engine and kernel differ, stage %d\nengine:\n%skernel with the engine's port:\n%s", stage, dump(one(got[engine])), dump(one(k)))
+		if k := w.repaint(c, got[byKernel]); !bytes.Equal(got[byEngine], k) {
+			fail("engine and kernel differ, stage %d\nengine:\n%skernel with the engine's port:\n%s", stage, dump(one(got[byEngine])), dump(one(k)))
 		}
-		w.checkSums(got[engine])
+		w.checkSums(got[byEngine])
 	}
 	return arrived
 }
@@ -334,7 +335,7 @@ func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 		faults = []fault{{1, uint8(w.rng.IntN(8)), 0}, {2, 0, 1280 + w.rng.Uint32N(1<<16)}, {3, uint8(w.rng.IntN(2)), 0}, {4, uint8(w.rng.IntN(3)), w.rng.Uint32N(1 << 10)}}
 	}
 	e := faults[w.rng.IntN(4)]
-	n := len(segment(arrived[engine]))
+	n := len(segment(arrived[byEngine]))
 	if n < 8 { // conntrack wants that much
 		return
 	}
@@ -386,16 +387,16 @@ func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
 		}},
 	}[w.rng.IntN(3)]
 	translated := c.napt || c.own != c.server.Addr() || p.pods[c.side] != p.podsSeen[c.side]
-	if what.name == "redirect" && (len(segment(arrived[engine])) > 1400 || !translated) { // a choice
+	if what.name == "redirect" && (len(segment(arrived[byEngine])) > 1400 || !translated) { // a choice
 		return
 	}
 	w.seen[what.name]++
-	if o := w.engines.send(w.T, from, what.b(arrived[engine])); len(o.out) > 0 || len(o.drops) == 0 {
+	if o := w.engines.send(w.T, from, what.b(arrived[byEngine])); len(o.out) > 0 || len(o.drops) == 0 {
 		w.Fatalf("step %d, %s: the engine let through\n%s", w.steps, what.name, dump(o.out))
 	}
 	dst := p.podSeen(to, 1)
 	after := ip(header{id: 0xfffe}, p.pod(from, 1), dst, protoUDP, udp(p.pod(from, 1), dst, 7, 7, nil))
-	if out := w.kernel.refuses(w.T, from, what.b(arrived[kernl]), after); len(out) > 0 {
+	if out := w.kernel.refuses(w.T, from, what.b(arrived[byKernel]), after); len(out) > 0 {
 		w.Fatalf("step %d, %s: the kernel let through\n%s", w.steps, what.name, dump(out))
 	}
 }
@@ -414,38 +415,38 @@ func (w *world) checkPort(c *talk) {
 		return
 	}
 	inside := end{c.proto, c.side, c.client}
-	outside := end{c.proto, c.side, netip.AddrPortFrom(w.plan.natIP(c.side), c.seen[engine])}
-	if port, ok := w.mapped[inside]; ok && port != c.seen[engine] {
-		w.Errorf("%v has ports %d and %d: not endpoint-independent", inside, port, c.seen[engine])
+	outside := end{c.proto, c.side, netip.AddrPortFrom(w.plan.natIP(c.side), c.seen[byEngine])}
+	if port, ok := w.mapped[inside]; ok && port != c.seen[byEngine] {
+		w.Errorf("%v has ports %d and %d: not endpoint-independent", inside, port, c.seen[byEngine])
 	}
 	owner, taken := w.inside[outside]
 	if taken && owner != c.client {
-		w.Errorf("%v and %v share port %d", owner, c.client, c.seen[engine])
+		w.Errorf("%v and %v share port %d", owner, c.client, c.seen[byEngine])
 	}
 	same := outside
 	same.at = netip.AddrPortFrom(same.at.Addr(), c.client.Port())
-	if owner, taken := w.inside[same]; c.seen[engine] != c.client.Port() && !taken {
-		w.Errorf("%v was given port %d though its own was free (%v)", inside, c.seen[engine], owner)
+	if owner, taken := w.inside[same]; c.seen[byEngine] != c.client.Port() && !taken {
+		w.Errorf("%v was given port %d though its own was free (%v)", inside, c.seen[byEngine], owner)
 	}
-	if c.seen[engine] != c.client.Port() {
+	if c.seen[byEngine] != c.client.Port() {
 		w.seen["port changed"]++
 	}
-	w.mapped[inside], w.inside[outside] = c.seen[engine], c.client
+	w.mapped[inside], w.inside[outside] = c.seen[byEngine], c.client
 }
 
 // repaint is b, which belongs to talk c, with the kernel's NAPT port replaced by the engine's wherever it stands: in the
 // header and in what an ICMP error quotes. Checksums follow as far as they are there.
 func (w *world) repaint(c *talk, b []byte) []byte {
-	if !c.napt || c.seen[engine] == c.seen[kernl] {
+	if !c.napt || c.seen[byEngine] == c.seen[byKernel] {
 		return b
 	}
 	nat := w.plan.natIP(c.side)
 	if !isError(b) {
 		if source(b) == nat {
-			return withPort(b, true, c.seen[engine])
+			return withPort(b, true, c.seen[byEngine])
 		}
 		if destination(b) == nat {
-			return withPort(b, false, c.seen[engine])
+			return withPort(b, false, c.seen[byEngine])
 		}
 		return b
 	}
@@ -460,7 +461,7 @@ func (w *world) repaint(c *talk, b []byte) []byte {
 		return b
 	}
 	old := binary.BigEndian.Uint16(inner[at:])
-	binary.BigEndian.PutUint16(inner[at:], c.seen[engine])
+	binary.BigEndian.PutUint16(inner[at:], c.seen[byEngine])
 	sum, reach := headerLen(inner)+checksumAt[c.proto], 8
 	if c.proto == protoTCP {
 		reach = 20
@@ -468,7 +469,7 @@ func (w *world) repaint(c *talk, b []byte) []byte {
 	if len(inner) >= headerLen(inner)+reach {
 		// RFC 1624, equation 3; of a UDP checksum that is there.
 		if was := binary.BigEndian.Uint16(inner[sum:]); c.proto != protoUDP || was != 0 {
-			is := uint32(^was) + uint32(^old) + uint32(c.seen[engine])
+			is := uint32(^was) + uint32(^old) + uint32(c.seen[byEngine])
 			is = is&0xffff + is>>16
 			is = ^(is&0xffff + is>>16) & 0xffff
 			if c.proto == protoUDP && is == 0 {
