@@ -25,6 +25,7 @@ import (
 //	echo               answers each UDP datagram
 //	tcp ADDR N SECS    sends on N streams for SECS seconds
 //	udp ADDR SIZE SECS PPS  sends datagrams of SIZE octets, PPS a second (0: as many as go)
+//	flows NETWORK N    sends one datagram for each of N flows to addresses of a network
 //	rtt ADDR SECS      one datagram at a time, there and back
 //
 // Each prints one JSON object on standard output.
@@ -65,6 +66,12 @@ func load(args []string) error {
 		return sink()
 	case args[0] == "echo":
 		return echo()
+	case args[0] == "flows" && len(args) == 3:
+		network, err := netip.ParsePrefix(args[1])
+		if err != nil {
+			return err
+		}
+		return openFlows(network, number(2))
 	case args[0] == "tcp" && len(args) == 4:
 		res, err = sendTCP(args[1], number(2), time.Duration(number(3))*time.Millisecond)
 	case args[0] == "udp" && len(args) == 5:

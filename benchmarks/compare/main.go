@@ -64,8 +64,9 @@ var peers = []struct {
 	{"the same, GOMAXPROCS=1", "nft", wireguardGo(wgOptions{netmap: true, env: []string{"GOMAXPROCS=1"}})},
 	{"tailscale fork", tailscale, wireguardGo(wgOptions{fork: true})},
 	{"tailscale fork + NETMAP", tailscale, wireguardGo(wgOptions{netmap: true, fork: true})},
-	{"isthmus", "", isthmus()},
-	{"isthmus, inline", "", isthmus("--transport=inline")},
+	{"isthmus", "", isthmus(crowd{})},
+	{"isthmus, inline", "", isthmus(crowd{}, "--transport=inline")},
+	{"isthmus, inline, crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--transport=inline")},
 }
 
 // tailscale stands for the program of ../tailscale, whose place is an option.

@@ -12,11 +12,11 @@ import (
 // isthmus is our gateway, as a user runs it: a process per node with a
 // namespace of its own, NAT, default deny, counters and connection check all on.
 // args are added to its command line.
-func isthmus(args ...string) start {
-	return func(ctx context.Context, b *bench) (*running, error) { return b.isthmus(ctx, args) }
+func isthmus(c crowd, args ...string) start {
+	return func(ctx context.Context, b *bench) (*running, error) { return b.isthmus(ctx, c, args) }
 }
 
-func (b *bench) isthmus(ctx context.Context, args []string) (*running, error) {
+func (b *bench) isthmus(ctx context.Context, c crowd, args []string) (*running, error) {
 	a, z := b.nodes[0], b.nodes[1]
 	r := &running{target: z.seenPod()}
 	o := lab.JoinOptions{
@@ -31,6 +31,15 @@ func (b *bench) isthmus(ctx context.Context, args []string) (*running, error) {
 		r.gateways = nil
 		return errors.Join(b.lab.StopGateways(), b.lab.Unjoin(a.cluster, z.cluster))
 	})
+	if c != (crowd{}) {
+		for _, n := range b.nodes {
+			undo, err := c.configure(n)
+			if err != nil {
+				return r, err
+			}
+			r.cleanup = append([]func() error{undo}, r.cleanup...) // runs last
+		}
+	}
 	if err := b.lab.StartGateways(ctx, b.binary, args...); err != nil {
 		return r, err
 	}
@@ -44,6 +53,12 @@ func (b *bench) isthmus(ctx context.Context, args []string) (*running, error) {
 			return r, err
 		}
 		r.gateways = append(r.gateways, p)
+	}
+	if c.flows > 0 {
+		if err := b.waitReady(ctx, r); err != nil {
+			return r, err
+		}
+		return r, c.open(ctx, b, a, z.seen)
 	}
 	return r, nil
 }

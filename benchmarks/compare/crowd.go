@@ -1,0 +1,126 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/source/file"
+)
+
+// A crowd is what a gateway has beside the peer that is measured.
+type crowd struct {
+	peers int // configured, and away
+	flows int // NAPT flows to the peer that is measured
+}
+
+// configure adds the peers of a crowd to the node's configuration, and room for
+// its flows. What it returns takes both away again.
+func (c crowd) configure(n *node) (undo func() error, err error) {
+	gateway, objects := filepath.Join(n.cluster.ConfigDir, "gateway.yaml"), filepath.Join(n.cluster.ConfigDir, "crowd.yaml")
+	was, err := os.ReadFile(gateway)
+	if err != nil {
+		return nil, err
+	}
+	room := fmt.Sprintf("maxFlows: %d\nmaxFlowsPerPeer: %[1]d\nmaxFlowsPerHost: %[1]d\n", 2*c.flows)
+	var text bytes.Buffer
+	for i := range c.peers {
+		var key [32]byte
+		_, _ = rand.Read(key[:]) // never fails
+		id := fmt.Sprintf("00000000-0000-4000-8000-%012d", i)
+		document, err := yaml.Marshal(v1alpha1.TunnelEndpoint{
+			TypeMeta:   metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "TunnelEndpoint"},
+			ObjectMeta: metav1.ObjectMeta{Name: fmt.Sprintf("away-%d", i), Namespace: fmt.Sprintf("liqo-tenant-away-%d", i), Labels: map[string]string{v1alpha1.LabelClusterID: id}},
+			Spec: v1alpha1.TunnelEndpointSpec{
+				ClusterIdentity: v1alpha1.ClusterIdentity{ClusterID: id, ClusterName: fmt.Sprintf("away-%d", i)},
+				LocalPodCIDR:    n.cluster.PodCIDR.String(), LocalNATPodCIDR: v1alpha1.None,
+				LocalExternalCIDR: n.cluster.ExternalCIDR.String(), LocalNATExternalCIDR: v1alpha1.None,
+				RemotePodCIDR: fmt.Sprintf("11.%d.%d.0/24", i>>8, i&0xff), RemoteNATPodCIDR: v1alpha1.None,
+				RemoteExternalCIDR: fmt.Sprintf("12.%d.%d.0/24", i>>8, i&0xff), RemoteNATExternalCIDR: v1alpha1.None,
+				EndpointIP: fmt.Sprintf("203.0.113.%d", 1+i%250), BackendType: v1alpha1.BackendWireGuard,
+				BackendConfig: map[string]string{v1alpha1.ConfigPublicKey: base64.StdEncoding.EncodeToString(key[:]), v1alpha1.ConfigPort: "5871"},
+			},
+		})
+		if err != nil {
+			return nil, err
+		}
+		text.WriteString("---\n")
+		text.Write(document)
+	}
+	undo = func() error { return errors.Join(os.WriteFile(gateway, was, 0o644), os.Remove(objects)) }
+	return undo, errors.Join(os.WriteFile(objects, text.Bytes(), 0o644), os.WriteFile(gateway, append(was, room...), 0o644))
+}
+
+// open opens the flows of a crowd: datagrams from the node, which is no pod, to
+// addresses of the peer where nobody is.
+func (c crowd) open(ctx context.Context, b *bench, from *node, to netip.Prefix) error {
+	client := http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
+		return from.host.Dial(ctx, network, address)
+	}}}
+	defer client.CloseIdleConnections()
+	for range 10 {
+		if err := b.run(ctx, from.host, "", b.self, "load", "flows", to.String(), fmt.Sprint(c.flows)); err != nil {
+			return err
+		}
+		r, err := client.Get("http://" + file.DefaultStatusAddress + "/status")
+		if err != nil {
+			return err
+		}
+		var s struct {
+			Sessions struct{ Flows int }
+		}
+		err = json.NewDecoder(r.Body).Decode(&s)
+		r.Body.Close()
+		if err != nil {
+			return err
+		}
+		if s.Sessions.Flows >= c.flows {
+			return nil
+		}
+	}
+	return fmt.Errorf("the gateway does not come to %d flows", c.flows)
+}
+
+// openFlows sends one datagram for each of n flows to addresses of a network,
+// some 100,000 a second.
+func openFlows(network netip.Prefix, n int) error {
+	const ports = 64
+	var conns [ports]*net.UDPConn
+	for i := range conns {
+		c, err := net.ListenUDP("udp4", &net.UDPAddr{Port: 20000 + i})
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		conns[i] = c
+	}
+	at := network.Addr()
+	for i := 0; i < n; i++ {
+		if i%ports == 0 {
+			if at = at.Next(); !network.Contains(at) {
+				return fmt.Errorf("%v has not enough addresses for %d flows", network, n)
+			}
+		}
+		if _, err := conns[i%ports].WriteToUDPAddrPort([]byte{0}, netip.AddrPortFrom(at, 9)); err != nil {
+			return err
+		}
+		if i%1000 == 0 {
+			time.Sleep(8 * time.Millisecond)
+		}
+	}
+	return nil
+}
