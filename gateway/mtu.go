@@ -122,7 +122,8 @@ func checkMTU(mtu int, peers []fabric.GatewayPeer) error {
 	}
 	for _, p := range peers {
 		if p.AllowedIPs[0].Addr().Is6() {
-			return fmt.Errorf("mtu: is %d; want at least %d, because the networks of cluster %s are IPv6 (%s)", mtu, minAutoMTU6, p.ID, p.Origin)
+			return fmt.Errorf("mtu: is %d; want at least %d, because the networks of cluster %s are IPv6 (%s)",
+				mtu, minAutoMTU6, p.ID, p.Origin)
 		}
 	}
 	return nil

@@ -70,7 +70,8 @@ func TestIPv6PrefixesOfEveryKindAreMappedToTheirLastAddress(t *testing.T) {
 		if beside := last(m.To).Next(); beside.IsValid() {
 			refused(t, e, Inbound, udp(far.String(), netip.AddrPortFrom(beside, 1).String()), 0, DropDestination)
 		}
-		refused(t, e, Inbound, udp(netip.AddrPortFrom(last(remote).Next(), 2).String(), netip.AddrPortFrom(last(m.To), 1).String()), 0, DropNoPeer)
+		stranger := netip.AddrPortFrom(last(remote).Next(), 2).String()
+		refused(t, e, Inbound, udp(stranger, netip.AddrPortFrom(last(m.To), 1).String()), 0, DropNoPeer)
 	}
 }
 
@@ -198,7 +199,8 @@ func TestFamiliesOfOnePeerAreKeptApart(t *testing.T) {
 func TestICMPv6MessagesThatArePassed(t *testing.T) {
 	e := newEngine(t, Config{}, peerSix())
 	message := func(kind byte, src, dst string) []byte {
-		return packettest.Build(packettest.IP{Src: ip(src), Dst: ip(dst), TTL: 255}, packettest.ICMPError{Type: kind, Rest: 0x00070001, Quote: make([]byte, 24)})
+		h := packettest.IP{Src: ip(src), Dst: ip(dst), TTL: 255}
+		return packettest.Build(h, packettest.ICMPError{Type: kind, Rest: 0x00070001, Quote: make([]byte, 24)})
 	}
 	for kind := 128; kind < 256; kind++ {
 		link := kind >= 130 && kind <= 137 || kind >= 141 && kind <= 143 || kind == 148 || kind == 149 || kind >= 151 && kind <= 153
