@@ -109,7 +109,7 @@ func openFlows(network netip.Prefix, n int) error {
 		conns[i] = c
 	}
 	at := network.Addr()
-	for i := 0; i < n; i++ {
+	for i := range n {
 		if i%ports == 0 {
 			if at = at.Next(); !network.Contains(at) {
 				return fmt.Errorf("%v has not enough addresses for %d flows", network, n)
