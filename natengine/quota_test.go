@@ -254,3 +254,45 @@ func TestWarnings(t *testing.T) {
 		t.Errorf("%q", w)
 	}
 }
+
+// TestEvictionsDoNotAllocate: at each of the three bounds, once the tables have their size.
+func TestEvictionsDoNotAllocate(t *testing.T) {
+	for _, c := range []struct {
+		name  string
+		c     Config
+		hosts uint32
+	}{
+		{"of the peer", Config{MaxFlows: 200, MaxFlowsPerHost: 10}, 1000},
+		{"of the host", Config{MaxFlows: 2000, MaxFlowsPerHost: 10}, 1},
+		{"of another peer", Config{MaxFlows: 2000, MaxFlowsPerPeer: 2000}, 1000},
+	} {
+		e := newEngine(t, c.c, peerB(), peerC())
+		flood(t, e, 3000)
+		b := udp("192.168.0.1:1000", "10.71.0.5:53")
+		work := append([]byte(nil), b...)
+		var v packet.View
+		parse(t, &v, work)
+		i := uint32(0)
+		open := func() {
+			copy(work, b)
+			v.SetSrc4(v.Src4() + i%c.hosts)
+			v.SetSrcPort(uint16(1000 + i%5000))
+			i++
+			if d := e.Outbound(&v, 0).Drop; d != DropNone {
+				t.Fatalf("%s: %v", c.name, d)
+			}
+		}
+		if c.name != "of another peer" {
+			for range 5000 {
+				open()
+			}
+		}
+		if n := testing.AllocsPerRun(900, open); n != 0 {
+			t.Errorf("%s: %v allocations", c.name, n)
+		}
+		if s := e.Stats(); s.Peers[0].Evicted+s.Peers[1].Evicted < 900 {
+			t.Errorf("%s: %+v", c.name, s)
+		}
+		e.checkTables(t)
+	}
+}
