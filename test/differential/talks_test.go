@@ -88,6 +88,10 @@ type talk struct {
 	seen   [judges]uint16 // the client's port as the server sees it
 }
 
+func (c *talk) String() string {
+	return fmt.Sprintf("%s of %v, protocol %d, %v -> %v, seen from ports %v, connections %d, state %d", c.name, c.side, c.proto, c.client, c.server, c.seen, c.tcp.opens, c.tcp.state)
+}
+
 const (
 	byEngine = iota
 	byKernel
@@ -285,8 +289,8 @@ func (w *world) carry(c *talk, forward bool, sent [judges][]byte, cut func([]byt
 	wire[byKernel], out[byKernel] = w.kernel.send(w.T, from, cut(sent[byKernel])...)
 	fail := func(format string, args ...any) {
 		w.Helper()
-		w.Fatalf("step %d, %s, %+v\n%s\nsent:\n%sdropped by engines: %v\nengine:\n%skernel:\n%s",
-			w.steps, c.name, *c, fmt.Sprintf(format, args...), dump(cut(sent[byEngine])), o.drops, dump(out[byEngine]), dump(out[byKernel]))
+		w.Fatalf("step %d, %v\n%s\nsent:\n%sdropped by engines: %v\nengine:\n%skernel:\n%s",
+			w.steps, c, fmt.Sprintf(format, args...), dump(cut(sent[byEngine])), o.drops, dump(out[byEngine]), dump(out[byKernel]))
 	}
 	var onWire [judges][]byte
 	for j, hops := range [judges][2]uint8{byEngine: {}, byKernel: {hopsToWire, hopsToPod}} {
@@ -417,7 +421,7 @@ func (w *world) checkPort(c *talk) {
 	inside := end{c.proto, c.side, c.client}
 	outside := end{c.proto, c.side, netip.AddrPortFrom(w.plan.natIP(c.side), c.seen[byEngine])}
 	if port, ok := w.mapped[inside]; ok && port != c.seen[byEngine] {
-		w.Errorf("%v has ports %d and %d: not endpoint-independent", inside, port, c.seen[byEngine])
+		w.Errorf("%v has ports %d and %d: not endpoint-independent", c, port, c.seen[byEngine])
 	}
 	owner, taken := w.inside[outside]
 	if taken && owner != c.client {
@@ -425,8 +429,8 @@ func (w *world) checkPort(c *talk) {
 	}
 	same := outside
 	same.at = netip.AddrPortFrom(same.at.Addr(), c.client.Port())
-	if owner, taken := w.inside[same]; c.seen[byEngine] != c.client.Port() && !taken {
-		w.Errorf("%v was given port %d though its own was free (%v)", inside, c.seen[byEngine], owner)
+	if _, taken := w.inside[same]; c.seen[byEngine] != c.client.Port() && !taken {
+		w.Errorf("%v: its own port was free", c)
 	}
 	if c.seen[byEngine] != c.client.Port() {
 		w.seen["port changed"]++
