@@ -124,12 +124,9 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32,
 	i := t.take()
 	e := t.entry(i)
 	e.seq.Add(1)
-	e.near[Outbound][0].Store(local.hi)
-	e.near[Outbound][1].Store(local.lo)
-	e.near[Inbound][0].Store(mapped.hi)
-	e.near[Inbound][1].Store(mapped.lo)
-	e.remote[0].Store(remote.hi)
-	e.remote[1].Store(remote.lo)
+	set(&e.near[Outbound], local)
+	set(&e.near[Inbound], mapped)
+	set(&e.remote, remote)
 	e.word.Store(word)
 	e.seen.Store(uint32(now))
 	e.seq.Add(1)
@@ -141,6 +138,17 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32,
 	t.live.Add(1)
 	t.created.Add(1)
 	return match{entry: e, index: i, word: word}
+}
+
+// set writes the words that are not there already: a store is an exchange, which takes as long as twenty loads, and the
+// upper words of IPv4 addresses and the NAPT address are mostly what they were.
+func set(words *[2]atomic.Uint64, a addr) {
+	if words[0].Load() != a.hi {
+		words[0].Store(a.hi)
+	}
+	if words[1].Load() != a.lo {
+		words[1].Store(a.lo)
+	}
 }
 
 // take returns an entry that is not in use. With mu.
