@@ -3,6 +3,7 @@ package natengine_test
 import (
 	"cmp"
 	"errors"
+	"flag"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -754,13 +755,18 @@ func randomCommands(rng *rand.Rand, n int) []command {
 	return list
 }
 
+var long = flag.Bool("long", false, "forty times the random commands for engine and model")
+
 // TestEngineAgreesWithModel drives engine and model together by random commands: packets of every kind in both directions
 // and families, time from nothing to hours, sweeps, new rules, bounds that are reached. After each command verdict, octets,
 // flows and counters have to be the same.
 func TestEngineAgreesWithModel(t *testing.T) {
-	seeds, length := 220, 500
-	if testing.Short() {
+	seeds, length := 200, 500
+	switch {
+	case testing.Short():
 		seeds = 40
+	case *long:
+		seeds, length = 2000, 2000
 	}
 	rng := rand.New(rand.NewPCG(3, 4))
 	seen := map[string]int{}
