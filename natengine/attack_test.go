@@ -131,7 +131,7 @@ func attacks() []attack {
 func TestAttacksHurtNobodyElse(t *testing.T) {
 	for name, c := range map[string]Config{
 		"equal shares":             {MaxFlows: 1000, MaxFlowsPerHost: 100},
-		"more than there is place": {MaxFlows: 600, MaxFlowsPerPeer: 500, MaxFlowsPerHost: 100},
+		"more than there is place": {MaxFlows: 600, MaxFlowsPerPeer: 600, MaxFlowsPerHost: 100},
 	} {
 		c.MaxFragmentBytes = 1 << 16
 		for _, a := range attacks() {
@@ -141,6 +141,9 @@ func TestAttacksHurtNobodyElse(t *testing.T) {
 				now := a.carryOut(t, e, list)
 				if s := e.Stats(); s.Flows > c.MaxFlows || s.Bytes > 1<<20 {
 					t.Errorf("%d flows, %d octets", s.Flows, s.Bytes)
+				}
+				if p := e.Stats().Peers[0]; p.Evicted != 0 || p.Flows == 0 {
+					t.Errorf("peer b, far below its share, has lost flows: %+v", p)
 				}
 				e.checkTables(t)
 				stateful := 0
