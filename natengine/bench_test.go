@@ -310,18 +310,21 @@ func BenchmarkNAPTInsert(b *testing.B) {
 			pkt, tmpl := udpTemplate(), udpTemplate()
 			var v packet.View
 			parse(b, &v, pkt)
+			start := time.Now()
 			for i := range 1_000_000 {
 				copy(pkt, tmpl)
 				spread(i).write(pkt)
-				start := time.Now()
 				if e.Outbound(&v, 0).Action != Forward {
 					b.Fatal("not forwarded")
 				}
-				longest = max(longest, time.Since(start))
+				if i%64 == 0 { // seldom enough not to count, often enough to see a table grow
+					longest = max(longest, time.Since(start))
+					start = time.Now()
+				}
 			}
 		}
 		b.ReportMetric(float64(b.Elapsed().Nanoseconds())/float64(b.N)/1e6, "ns/flow")
-		b.ReportMetric(float64(longest.Microseconds()), "longest-us") // with what else the machine does
+		b.ReportMetric(float64(longest.Microseconds()), "longest-us") // of 64 flows, with what else the machine does
 	})
 }
 
