@@ -114,7 +114,8 @@ func (m *model) do(c command) error {
 		m.now += time.Duration(c[1]%8) * 10 * time.Second
 		m.log(fmt.Sprint("time is ", m.now))
 	case cmdWaitLong:
-		m.now += []time.Duration{70, 70, 130, 130, 250, 310, 600, 7450}[c[1]%8] * time.Second
+		seconds := []int{70, 70, 130, 130, 250, 310, 600, 7450}[c[1]%8]
+		m.now += time.Duration(seconds) * time.Second
 		m.log(fmt.Sprint("time is ", m.now))
 	case cmdSweep:
 		m.log("sweep")
@@ -254,7 +255,7 @@ func (m *model) setRules(c command) error {
 	m.log(fmt.Sprintf("rules %v", peers))
 	err := m.engine.SetPeers(peers)
 	if contradictory := slices.ContainsFunc(peers, func(p natengine.Peer) bool { return p.ID == "e" }) && len(peers) > 1; contradictory != (err != nil) {
-		return fmt.Errorf("SetPeers says %v", err)
+		return fmt.Errorf("SetPeers says otherwise: %w", cmp.Or(err, errors.New("nothing")))
 	}
 	if err == nil {
 		m.adopt(peers)
