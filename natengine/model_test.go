@@ -192,6 +192,12 @@ func modelPeers(c command) []natengine.Peer {
 	if has(3, 0) {
 		c2.RemotePods[0] = netip.MustParsePrefix("10.71.64.0/18")
 	}
+	if has(3, 1) { // the in-process endpoint lies among the pods
+		c2.Pods[0] = remapOf("169.254.0.0/20", "10.250.0.0/20")
+	}
+	if has(3, 2) {
+		c2.MSS = 1300
+	}
 	if absent := c[1] & 15; absent != 2 && absent != 5 && absent != 4 {
 		peers = append(peers, c2)
 	}

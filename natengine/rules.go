@@ -107,6 +107,7 @@ var noMap4 = map4{from: 1}
 type rule struct {
 	peer      *PeerState
 	spec      Peer
+	self      [2]addr   // the in-process endpoint, which is no pod wherever it lies
 	pods      [2]podMap // by family
 	external  []prefix
 	seen      map[addr]addr     // Endpoint.Seen -> Endpoint.Real
@@ -185,7 +186,7 @@ func (r *rule) permits(kind flowKind, local, mapped, peer addr) bool {
 		return ok && at == local && pods
 	}
 	_, pod := m.mapOut(local)
-	return m.ok && mapped == m.natAddr() && !pod
+	return m.ok && mapped == m.natAddr() && (!pod || local == r.self[local.family()])
 }
 
 // compile makes the table for peers. state gives the PeerState of an ID. The error names every peer and rule at fault.
@@ -339,7 +340,7 @@ func (p Peer) checkEndpoint(e Endpoint, self [2]addr) error {
 func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 	p.RemotePods, p.RemoteExternal = slices.Clone(p.RemotePods), slices.Clone(p.RemoteExternal)
 	p.Pods, p.External, p.Endpoints = slices.Clone(p.Pods), slices.Clone(p.External), slices.Clone(p.Endpoints)
-	r := &rule{peer: peer, spec: p, seen: map[addr]addr{}, endpoints: map[addr]struct{}{}}
+	r := &rule{peer: peer, spec: p, self: self, seen: map[addr]addr{}, endpoints: map[addr]struct{}{}}
 	for _, m := range p.Pods {
 		from := prefixOf(m.From)
 		r.pods[from.net.family()] = podMap{ok: true, from: from, to: prefixOf(m.To), single: m.From.IsSingleIP()}
