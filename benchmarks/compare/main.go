@@ -65,8 +65,8 @@ var peers = []struct {
 	{"tailscale fork", tailscale, wireguardGo(wgOptions{fork: true})},
 	{"tailscale fork + NETMAP", tailscale, wireguardGo(wgOptions{netmap: true, fork: true})},
 	{"isthmus", "", isthmus(crowd{})},
-	{"isthmus, inline", "", isthmus(crowd{}, "--transport=inline")},
-	{"isthmus, inline, crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--transport=inline")},
+	{"isthmus inline", "", isthmus(crowd{}, "--transport=inline")},
+	{"isthmus inline crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--transport=inline")},
 }
 
 // tailscale stands for the program of ../tailscale, whose place is an option.
