@@ -247,7 +247,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	}
 	var link *tun.Device
 	err = g.host.inside(func() (err error) {
-		link, err = tun.OpenWith(TunName, mtu, tun.Options{USO: o.UDPOffload})
+		link, err = tun.Open(TunName, mtu, tun.Options{USO: o.UDPOffload})
 		return err
 	})
 	if err != nil {

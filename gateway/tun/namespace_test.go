@@ -67,7 +67,7 @@ func (ns *namespace) do(t testing.TB, f func() error) {
 func (ns *namespace) open(t testing.TB, name string, mtu int, o Options) *Device {
 	t.Helper()
 	var d *Device
-	ns.do(t, func() (err error) { d, err = OpenWith(name, mtu, o); return err })
+	ns.do(t, func() (err error) { d, err = Open(name, mtu, o); return err })
 	t.Cleanup(func() { d.Close() })
 	return d
 }

@@ -95,12 +95,7 @@ var _ datapath.Link = (*Device)(nil)
 // the kernel) with the given MTU in octets in the network namespace of the
 // calling thread, where it and its control socket stay whatever thread is used
 // later. The interface goes away with Close. It is not brought up and has no multicast.
-func Open(name string, mtu int) (*Device, error) {
-	return OpenWith(name, mtu, Options{})
-}
-
-// OpenWith is Open with options.
-func OpenWith(name string, mtu int, o Options) (*Device, error) {
+func Open(name string, mtu int, o Options) (*Device, error) {
 	d, err := open(name, mtu, o)
 	if err != nil {
 		return nil, fmt.Errorf("tun %s: %w", name, err)

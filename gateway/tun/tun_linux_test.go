@@ -637,7 +637,7 @@ func TestOpenSaysWhatIsMissing(t *testing.T) {
 					err = fmt.Errorf("prepare: %w", err)
 					return
 				}
-				d, err = Open(tc.open, mtu)
+				d, err = Open(tc.open, mtu, Options{})
 			}()
 			<-done
 			if errors.Is(err, errSkip) {
