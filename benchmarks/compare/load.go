@@ -26,6 +26,7 @@ import (
 //	tcp ADDR N SECS    sends on N streams for SECS seconds
 //	udp ADDR SIZE SECS PPS  sends datagrams of SIZE octets, PPS a second (0: as many as go)
 //	flows NETWORK N    sends one datagram for each of N flows to addresses of a network
+//	soak-server, soak ADDR SECS  traffic of which every octet is compared, see soak.go
 //	rtt ADDR SECS      one datagram at a time, there and back
 //
 // Each prints one JSON object on standard output.
@@ -66,6 +67,14 @@ func load(args []string) error {
 		return sink()
 	case args[0] == "echo":
 		return echo()
+	case args[0] == "soak-server":
+		return soakServer()
+	case args[0] == "soak" && len(args) == 3:
+		res, err := soakClient(args[1], time.Duration(number(2))*time.Second)
+		if err != nil {
+			return err
+		}
+		return json.NewEncoder(os.Stdout).Encode(res)
 	case args[0] == "flows" && len(args) == 3:
 		network, err := netip.ParsePrefix(args[1])
 		if err != nil {

@@ -135,10 +135,17 @@ func main() {
 	only := flag.String("peers", "", "only the peers whose names contain one of these words, comma separated")
 	out := flag.String("out", "", "write compare.md, compare.svg and compare.json into this folder")
 	recorded := flag.String("check", "", "compare the ratios of Isthmus with those of this file, and fail where they are worse")
+	soak := flag.Duration("soak", 0, "instead: compare every octet of traffic through the peers, for so long each")
 	flag.Parse()
 
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
+	if *soak > 0 {
+		if err := runSoaks(ctx, *mtu, *binary, *fork, *only, *soak); err != nil {
+			log.Fatal(err)
+		}
+		return
+	}
 	if *recorded != "" && *only == "" {
 		*only = baseline + ",isthmus"
 	}
@@ -188,6 +195,15 @@ func run(ctx context.Context, rounds int, d time.Duration, mtu int, binary, fork
 		}
 	}
 	return all, nil
+}
+
+func runSoaks(ctx context.Context, mtu int, binary, fork, only string, d time.Duration) (err error) {
+	b, err := newBench(ctx, mtu, binary, fork)
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, b.lab.Down()) }()
+	return b.soak(ctx, only, d)
 }
 
 // missing says why a peer cannot be measured; empty when it can.
