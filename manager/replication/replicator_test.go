@@ -578,8 +578,17 @@ func TestARestartedReplicatorGoesOnWhereverItWas(t *testing.T) {
 func TestNothingIsWrittenAtRest(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	p.awaitUpToDate()
-	time.Sleep(time.Second)
-	told, h, a := p.told.Load(), writes(t, home), writes(t, away)
+	told, h, a := int64(0), 0, 0
+	for end := time.Now().Add(time.Minute); ; { // what the beginning still has to write, it writes; then it is over
+		told, h, a = p.told.Load(), writes(t, home), writes(t, away)
+		time.Sleep(2 * time.Second)
+		if p.told.Load() == told && writes(t, home) == h && writes(t, away) == a {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal("a minute later there are still writes")
+		}
+	}
 	time.Sleep(6 * time.Second) // two watches
 	if h, a := writes(t, home)-h, writes(t, away)-a; h+a > 0 {
 		t.Errorf("%d writes at home and %d at the peer, with nothing to do", h, a)
