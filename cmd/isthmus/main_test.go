@@ -31,18 +31,18 @@ func sample() gateway.Status {
 		Receive: gateway.TrafficStatus{Packets: 12, Bytes: 1536}, Transmit: gateway.TrafficStatus{Packets: 10_000, Bytes: 14 << 20},
 		Rules: gateway.RulesStatus{RemotePods: p("10.244.0.0/16"), RemotePodsHere: p("10.246.0.0/16"), RemoteExternal: p("10.247.0.0/16"),
 			LocalPods: p("10.244.0.0/16"), LocalPodsThere: p("10.250.0.0/16"), LocalExternal: p("10.251.0.0/16"), NAPT: netip.MustParseAddr("10.250.0.0")},
-		Sessions: 2,
-		Drops:    []gateway.DropStatus{{Direction: "inbound", Reason: "no_mapping", Packets: 3, Text: "nothing is mapped to this address of the ExternalCIDR"}},
+		Sessions: 2, MTU: 1392,
+		Drops: []gateway.DropStatus{{Direction: "inbound", Reason: "no_mapping", Packets: 3, Text: "nothing is mapped to this address of the ExternalCIDR"}},
 	}
 	charlie := gateway.PeerStatus{
 		ID: "33333333-0000-4000-8000-000000000000", State: gateway.Disconnected, Message: gateway.Disconnected.Message(), Since: at, Down: true,
-		Problem: "resolving gw.example: no such host", Configured: "gw.example:5871", Loss: 1,
+		MTU: 1440, Problem: "resolving gw.example: no such host", Configured: "gw.example:5871", Loss: 1,
 		Rules: gateway.RulesStatus{RemotePods: p("10.60.0.0/16"), RemotePodsHere: p("10.60.0.0/16"), RemoteExternal: p("10.61.0.0/16"),
 			LocalPods: p("10.244.0.0/16"), LocalPodsThere: p("10.244.0.0/16"), LocalExternal: p("10.245.0.0/16"), NAPT: netip.MustParseAddr("10.244.0.0")},
 	}
 	return gateway.Status{
 		Version: "v1", ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", PublicKey: "pub", ListenPort: 5871, Started: at, Ready: true,
-		Namespace: "/proc/7/fd/8", TUN: "isthmus0", MTU: 1440, MTUAuto: true,
+		Namespace: "/proc/7/fd/8", TUN: "isthmus0", MTU: 1440, MTUAuto: true, Transport: "device",
 		Config: gateway.ConfigStatus{Generation: 4, Since: at,
 			Errors: []string{`peers.yaml: TunnelEndpoint x/y: spec.remotePodCIDR: "10.1.2.3/16" has host bits set; want 10.1.0.0/16`}},
 		Sessions: gateway.SessionsStatus{Flows: 2, Limit: 1 << 20},

@@ -134,7 +134,7 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 	fmt.Fprintf(w, "cluster %s, listening on %d/udp, MTU %s, %d of %d NAT sessions, configuration %d\n",
 		nameAndID(s.ClusterName, s.ClusterID), s.ListenPort, mtu, s.Sessions.Flows, s.Sessions.Limit, s.Config.Generation)
 	if wide {
-		fmt.Fprintf(w, "version %s, public key %s, namespace %s\n", s.Version, s.PublicKey, s.Namespace)
+		fmt.Fprintf(w, "version %s, transport %s, public key %s, namespace %s\n", s.Version, s.Transport, s.PublicKey, s.Namespace)
 	}
 	for _, e := range s.Config.Errors {
 		fmt.Fprintf(w, "configuration not in force: %s\n", e)
@@ -174,7 +174,7 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	header := "PEER\tSTATE\tENDPOINT\tHANDSHAKE\tRTT\tLOSS\tRX\tTX\tITS PODS HERE\tOUR PODS THERE\tDROPS"
 	if wide {
-		header += "\tID\tITS PODS\tOUR PODS\tITS EXTERNAL HERE\tOUR EXTERNAL THERE\tMAPPED\tSESSIONS\tRX PACKETS\tTX PACKETS"
+		header += "\tID\tMTU\tITS PODS\tOUR PODS\tITS EXTERNAL HERE\tOUR EXTERNAL THERE\tMAPPED\tSESSIONS\tRX PACKETS\tTX PACKETS"
 	}
 	fmt.Fprintln(t, header)
 	for _, p := range s.Peers {
@@ -193,7 +193,7 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 			nameOrID(p.Name, p.ID), p.State, endpoint, handshake, rtt, p.Loss*100, size(p.Receive.Bytes), size(p.Transmit.Bytes),
 			p.Rules.RemotePodsHere, p.Rules.LocalPodsThere, total(p.Drops))
 		if wide {
-			fmt.Fprintf(t, "\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%d", p.ID, p.Rules.RemotePods, p.Rules.LocalPods, p.Rules.RemoteExternal, p.Rules.LocalExternal,
+			fmt.Fprintf(t, "\t%s\t%d\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%d", p.ID, p.MTU, p.Rules.RemotePods, p.Rules.LocalPods, p.Rules.RemoteExternal, p.Rules.LocalExternal,
 				len(p.Rules.Endpoints), p.Sessions, p.Receive.Packets, p.Transmit.Packets)
 		}
 		fmt.Fprintln(t)
