@@ -193,12 +193,8 @@ func (s tunSide) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
 // Write takes what went through the device. The octets before a packet are still the header of its message.
 func (s tunSide) Write(bufs [][]byte, offset int) (int, error) {
 	n, err := s.Device.Write(bufs, offset)
-	if last := bufs[len(bufs)-1]; offset == headerLen {
-		if _, k := s.t.layout.lookup(s.t.dev.Load(), receiverOf(last)); k != nil {
-			if s0, ok := s.t.sessions.Load(k); ok {
-				raise(&s0.(*session).written, counterOf(last)+1)
-			}
-		}
+	if len(bufs) > 0 && offset == headerLen {
+		s.t.noteWritten(bufs[len(bufs)-1])
 	}
 	return n, err
 }
@@ -221,10 +217,20 @@ func (s bindSide) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 // Send notes how far the data messages of a session went.
 func (s bindSide) Send(bufs [][]byte, ep conn.Endpoint) error {
 	err := s.Bind.Send(bufs, ep)
-	if last := bufs[len(bufs)-1]; isData(last) {
+	if len(bufs) > 0 && isData(bufs[len(bufs)-1]) {
+		last := bufs[len(bufs)-1]
 		s.t.noteSent(receiverOf(last), counterOf(last)+1)
 	}
 	return err
+}
+
+// noteWritten notes how far the device has come with what it received under a session.
+func (t *Transport) noteWritten(last []byte) {
+	if _, k := t.layout.lookup(t.dev.Load(), receiverOf(last)); k != nil {
+		if s, ok := t.sessions.Load(k); ok {
+			raise(&s.(*session).written, counterOf(last)+1)
+		}
+	}
 }
 
 func (t *Transport) noteSent(index uint32, next uint64) {
