@@ -578,7 +578,8 @@ func TestARestartedReplicatorGoesOnWhereverItWas(t *testing.T) {
 func TestNothingIsWrittenAtRest(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	p.awaitUpToDate()
-	told, h, a := int64(0), 0, 0
+	var told int64
+	var h, a int
 	for end := time.Now().Add(time.Minute); ; { // what the beginning still has to write, it writes; then it is over
 		told, h, a = p.told.Load(), writes(t, home), writes(t, away)
 		time.Sleep(2 * time.Second)
