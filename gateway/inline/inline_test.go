@@ -3,11 +3,9 @@ package inline
 import (
 	"bytes"
 	"crypto/cipher"
-	"crypto/rand"
 	"encoding/binary"
 	"encoding/hex"
 	"fmt"
-	"net/netip"
 	"os"
 	"reflect"
 	"strings"
@@ -17,7 +15,6 @@ import (
 	"time"
 
 	"go.uber.org/goleak"
-	"golang.org/x/crypto/curve25519"
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/conn/bindtest"
 	"golang.zx2c4.com/wireguard/device"
@@ -76,17 +73,11 @@ func TestATrialSessionWorks(t *testing.T) {
 }
 
 // pair is two ends of a session in memory, a and b.
-type pair struct {
-	ends  [2]*end
-	addrs [2]netip.Addr
-}
+type pair struct{ ends [2]*end }
 
 type end struct {
-	*trialPath
-	transport *Transport
-	device    *device.Device
-	tap       *tap
-	key       [32]byte // public
+	*trialEnd
+	tap *tap
 
 	mu    sync.Mutex
 	drops map[natengine.Drop]int
@@ -147,35 +138,24 @@ func (t *tap) data() (all [][]byte) {
 
 func newPair(t testing.TB) *pair {
 	t.Helper()
-	p := &pair{addrs: [2]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")}}
+	p := &pair{}
 	binds := bindtest.NewChannelBinds()
-	var private [2][32]byte
 	for i := range p.ends {
-		_, _ = rand.Read(private[i][:])
-		public, err := curve25519.X25519(private[i][:], curve25519.Basepoint)
-		if err != nil {
-			t.Fatal(err)
-		}
-		p.ends[i] = &end{trialPath: newTrialPath(), key: [32]byte(public), drops: map[natengine.Drop]int{}, tap: &tap{Bind: binds[i]}}
+		p.ends[i] = &end{drops: map[natengine.Drop]int{}, tap: &tap{Bind: binds[i]}}
+		binds[i] = p.ends[i].tap
 	}
-	for i, e := range p.ends {
-		var err error
-		e.transport, err = New(e.trialPath, e.tap, func(_ *natengine.PeerState, _ natengine.Direction, d natengine.Drop) {
-			e.mu.Lock()
-			defer e.mu.Unlock()
-			e.drops[d]++
-		})
-		if err != nil {
-			t.Fatal(err)
-		}
-		e.device = device.NewDevice(e.transport.TUN(), e.transport.Bind(), device.NewLogger(device.LogLevelError, ""))
-		t.Cleanup(e.device.Close)
-		e.transport.Attach(e.device)
-		set(t, e.device, fmt.Sprintf("private_key=%x\npublic_key=%x\nendpoint=127.0.0.1:%d\nallowed_ip=%v/32\n", private[i], p.ends[1-i].key, i+1, p.addrs[1-i]))
-		if err := e.device.Up(); err != nil {
-			t.Fatal(err)
-		}
-		e.transport.SetPeers([]Peer{{e.peer, p.ends[1-i].key}})
+	ends, err := newTrialEnds(binds, func(i int, d natengine.Drop) {
+		e := p.ends[i]
+		e.mu.Lock()
+		defer e.mu.Unlock()
+		e.drops[d]++
+	})
+	t.Cleanup(func() { closeTrialEnds(ends) })
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, e := range ends {
+		p.ends[i].trialEnd = e
 	}
 	return p
 }
@@ -192,8 +172,8 @@ func (p *pair) packet(from int, number uint32, size int) []byte {
 	b := make([]byte, size)
 	b[0], b[8], b[9] = 0x45, 64, 253
 	binary.BigEndian.PutUint16(b[2:], uint16(size))
-	copy(b[12:], p.addrs[from].AsSlice())
-	copy(b[16:], p.addrs[1-from].AsSlice())
+	copy(b[12:], p.ends[from].addr.AsSlice())
+	copy(b[16:], p.ends[1-from].addr.AsSlice())
 	binary.BigEndian.PutUint32(b[20:], number)
 	return b
 }
@@ -250,7 +230,7 @@ func TestPacketsOfEverySizeArriveAsTheyWereSent(t *testing.T) {
 func TestNoNonceIsUsedTwice(t *testing.T) {
 	p := newPair(t)
 	p.warm(t)
-	peer := p.ends[0].device.LookupPeer(p.ends[1].key)
+	peer := p.ends[0].device.LookupPeer(p.ends[1].public)
 	for n := range 400 {
 		p.send(t, 0, p.packet(0, uint32(n), 60))
 		if n%7 == 0 {
@@ -354,7 +334,7 @@ func TestARekeyLosesNothing(t *testing.T) {
 	for round := range 5 {
 		time.Sleep(50 * time.Millisecond) // handshakes are told apart by their time, in steps of 16 ms
 		before := receiverOf(last(p.ends[0].tap.data()))
-		peer := p.ends[0].device.LookupPeer(p.ends[1].key)
+		peer := p.ends[0].device.LookupPeer(p.ends[1].public)
 		peer.ExpireCurrentKeypairs()
 		for n := range uint32(200) {
 			p.send(t, 0, p.packet(0, n, 100))
@@ -372,12 +352,12 @@ func last(m [][]byte) []byte { return m[len(m)-1] }
 func TestARemovedPeerGetsNothing(t *testing.T) {
 	p := newPair(t)
 	p.warm(t)
-	set(t, p.ends[0].device, fmt.Sprintf("public_key=%s\nremove=true\n", hex.EncodeToString(p.ends[1].key[:])))
+	set(t, p.ends[0].device, fmt.Sprintf("public_key=%s\nremove=true\n", hex.EncodeToString(p.ends[1].public[:])))
 	sent := len(p.ends[0].tap.data())
 	for n := range uint32(3) {
 		p.ends[0].out <- p.packet(0, n, 60)
 	}
-	p.ends[0].transport.SetPeers([]Peer{{p.ends[0].peer, p.ends[1].key}})
+	p.ends[0].transport.SetPeers([]Peer{{p.ends[0].peer, p.ends[1].public}})
 	p.ends[0].out <- p.packet(0, 4, 60)
 	p.ends[0].transport.Sweep()
 	if got := len(p.ends[0].tap.data()); got != sent {

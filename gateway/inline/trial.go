@@ -3,7 +3,6 @@ package inline
 import (
 	"bytes"
 	"crypto/rand"
-	"encoding/hex"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -11,6 +10,7 @@ import (
 	"time"
 
 	"golang.org/x/crypto/curve25519"
+	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/conn/bindtest"
 	"golang.zx2c4.com/wireguard/device"
 	"golang.zx2c4.com/wireguard/tun"
@@ -25,48 +25,22 @@ const trialTimeout = 10 * time.Second
 // the last check before this package is trusted: with fields that have kept name and type and have changed their meaning,
 // no packet would arrive.
 func Try() error {
-	addrs := [2]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")}
-	binds := bindtest.NewChannelBinds()
-	var keys [2][32]byte
-	var public [2][32]byte
-	for i := range keys {
-		_, _ = rand.Read(keys[i][:]) // never fails
-		p, err := curve25519.X25519(keys[i][:], curve25519.Basepoint)
-		if err != nil {
-			return fmt.Errorf("trial session: %w", err)
-		}
-		copy(public[i][:], p)
-	}
-	var paths [2]*trialPath
-	for i := range paths {
-		paths[i] = newTrialPath()
-		t, err := New(paths[i], binds[i], func(*natengine.PeerState, natengine.Direction, natengine.Drop) {})
-		if err != nil {
-			return err
-		}
-		d := device.NewDevice(t.TUN(), t.Bind(), device.NewLogger(device.LogLevelSilent, ""))
-		defer d.Close()
-		t.Attach(d)
-		err = d.IpcSet(fmt.Sprintf("private_key=%s\npublic_key=%s\nendpoint=127.0.0.1:%d\nallowed_ip=%v/32\n",
-			hex.EncodeToString(keys[i][:]), hex.EncodeToString(public[1-i][:]), i+1, addrs[1-i]))
-		if err == nil {
-			err = d.Up()
-		}
-		if err != nil {
-			return fmt.Errorf("trial session: %w", err)
-		}
-		t.SetPeers([]Peer{{paths[i].peer, public[1-i]}})
+	ends, err := newTrialEnds(bindtest.NewChannelBinds(), func(int, natengine.Drop) {})
+	defer closeTrialEnds(ends)
+	if err != nil {
+		return fmt.Errorf("trial session: %w", err)
 	}
 	timeout := time.After(trialTimeout)
 	var marker byte
 	var inline [2]bool
 	for !inline[0] || !inline[1] { // the first packets of each direction go through the devices
-		for from := range paths {
+		for from, to := range [2]int{1, 0} {
 			marker++
-			paths[from].out <- trialPacket(addrs[from], addrs[1-from], marker)
+			want := trialPacket(ends[from].addr, ends[to].addr, marker)
+			ends[from].out <- want
 			select {
-			case got := <-paths[1-from].in:
-				if want := trialPacket(addrs[from], addrs[1-from], marker); !bytes.Equal(got.packet, want) {
+			case got := <-ends[to].in:
+				if !bytes.Equal(got.packet, want) {
 					return fmt.Errorf("trial session: %x arrived as %x", want, got.packet)
 				}
 				inline[from] = inline[from] || got.inline
@@ -79,6 +53,56 @@ func Try() error {
 		}
 	}
 	return nil
+}
+
+// trialEnd is one end of a session in memory.
+type trialEnd struct {
+	*trialPath
+	addr      netip.Addr
+	private   [32]byte
+	public    [32]byte
+	transport *Transport
+	device    *device.Device
+}
+
+// newTrialEnds makes two ends that know each other, over the binds of package bindtest or what is around them. count is
+// told which of them has dropped something. The ends have to be closed after an error too.
+func newTrialEnds(binds [2]conn.Bind, count func(end int, d natengine.Drop)) (ends [2]*trialEnd, err error) {
+	for i := range ends {
+		e := &trialEnd{trialPath: newTrialPath(), addr: netip.AddrFrom4([4]byte{192, 0, 2, byte(1 + i)})}
+		_, _ = rand.Read(e.private[:]) // never fails
+		public, err := curve25519.X25519(e.private[:], curve25519.Basepoint)
+		if err != nil {
+			return ends, err
+		}
+		e.public, ends[i] = [32]byte(public), e
+	}
+	for i, e := range ends {
+		other := ends[1-i]
+		e.transport, err = New(e.trialPath, binds[i], func(_ *natengine.PeerState, _ natengine.Direction, d natengine.Drop) { count(i, d) })
+		if err != nil {
+			return ends, err
+		}
+		e.device = device.NewDevice(e.transport.TUN(), e.transport.Bind(), device.NewLogger(device.LogLevelSilent, ""))
+		e.transport.Attach(e.device)
+		err = e.device.IpcSet(fmt.Sprintf("private_key=%x\npublic_key=%x\nendpoint=127.0.0.1:%d\nallowed_ip=%v/32\n", e.private, other.public, i+1, other.addr))
+		if err == nil {
+			err = e.device.Up()
+		}
+		if err != nil {
+			return ends, err
+		}
+		e.transport.SetPeers([]Peer{{e.peer, other.public}})
+	}
+	return ends, nil
+}
+
+func closeTrialEnds(ends [2]*trialEnd) {
+	for _, e := range ends {
+		if e != nil && e.device != nil {
+			e.device.Close()
+		}
+	}
 }
 
 // trialPacket is a whole IPv4 packet of 21 octets.
