@@ -37,7 +37,6 @@ func (p *path) mayTell(now, interval time.Duration) bool {
 			return false
 		}
 		if p.next.CompareAndSwap(old, int64(next)) {
-			p.told.Add(1)
 			return true
 		}
 	}
@@ -70,5 +69,6 @@ func (e *Engine) TooBig(v *packet.View, mtu int, buf []byte, now time.Duration) 
 	if verdict.Action == Discard {
 		return nil, Discard
 	}
+	r.peer.path.told.Add(1)
 	return w.Bytes(), verdict.Action
 }
