@@ -94,7 +94,6 @@ const (
 	DropTooBig       // larger than the MTU towards its peer and not to be fragmented; its sender is told, see TooBig
 	DropTUNWrite     // the kernel refused the packet
 	DropLocalQueue   // queue of the in-process endpoint is full
-	DropTunnelQueue  // queue towards the tunnel is full
 	DropTunnelSend   // outbound: the sealed message could not be sent
 	DropTunnelForged // inbound: the message does not authenticate under the key of its session
 	DropTunnelReplay // inbound: the message was received before, or is too old to tell
@@ -126,7 +125,6 @@ var drops = [numDrops]struct{ label, text string }{
 	DropTooBig:            {"too_big", "larger than the MTU towards its peer, and not to be fragmented"},
 	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},
 	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full"},
-	DropTunnelQueue:       {"tunnel_queue", "the queue towards the tunnel is full"},
 	DropTunnelSend:        {"tunnel_send", "the sealed message could not be sent"},
 	DropTunnelForged:      {"tunnel_forged", "the message does not authenticate under the key of its session"},
 	DropTunnelReplay:      {"tunnel_replay", "the message was received before, or is too old to tell"},

@@ -57,7 +57,7 @@ func (h *Host) Serve(address string, handler http.Handler) (stop func() error, e
 	}, nil
 }
 
-// ServeHosts starts the lab's web server, port 80, in all pods and on-prem servers; it ends with the lab or at StopServing. It answers
+// ServeHosts starts the lab's web server, port 80, in all pods and on-prem servers; it ends with the lab. It answers
 //
 //	/           "a-pod1 sees 10.246.0.11": its own name and the caller's address
 //	/bytes?n=N  N octets
@@ -82,13 +82,7 @@ func (l *Lab) ServeHosts() error {
 	return nil
 }
 
-// StopServing ends what ServeHosts started.
-func (l *Lab) StopServing() error {
-	l.mu.Lock()
-	defer l.mu.Unlock()
-	return l.stopServing()
-}
-
+// stopServing ends what ServeHosts started.
 func (l *Lab) stopServing() error {
 	var errs []error
 	for _, stop := range l.servers {

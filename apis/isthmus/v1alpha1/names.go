@@ -50,12 +50,11 @@ const (
 	ReasonLocalSetup = "LocalSetup" // our own side lacks something: key, gateway Service, PodCIDR
 
 	// IdentityReady
-	ReasonIdentityAccepted = "Accepted"         // the peer's API server answers
-	ReasonSecretMissing    = "SecretMissing"    // no Secret of that name, or not readable for us
-	ReasonSecretInvalid    = "SecretInvalid"    // it holds neither a kubeconfig nor Liqo's identity
-	ReasonUnauthorized     = "Unauthorized"     // revoked or expired
-	ReasonUnreachable      = "Unreachable"      // the peer's API server does not answer
-	ReasonNotReplicated    = "ReplicatedByLiqo" // Liqo's crd-replicator does it
+	ReasonIdentityAccepted = "Accepted"      // the peer's API server answers
+	ReasonSecretMissing    = "SecretMissing" // no Secret of that name, or not readable for us
+	ReasonSecretInvalid    = "SecretInvalid" // it holds neither a kubeconfig nor Liqo's identity
+	ReasonUnauthorized     = "Unauthorized"  // revoked or expired
+	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer
 
 	// Published
 	ReasonUpToDate      = "UpToDate"
