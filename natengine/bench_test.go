@@ -47,8 +47,15 @@ func benchEngine(b testing.TB, c Config, peers []Peer) *Engine {
 // BenchmarkPrefixMap is the whole engine call for a known 1:1 rule on a parsed view. Two engines take turns, of which one
 // undoes what the other did, so that nothing but engine calls is measured.
 func BenchmarkPrefixMap(b *testing.B) {
+	benchPrefixMap(b, benchPeers, ip("192.168.3.4"), ip("10.246.3.4"), func(peer, i int) netip.Addr {
+		return netip.AddrFrom4([4]byte{10, byte(peer), byte(i), 9})
+	})
+}
+
+// benchPrefixMap is it for peers who all see pod as seen; remote gives addresses of a peer's pods.
+func benchPrefixMap(b *testing.B, peersOf func(int) []Peer, pod, seen netip.Addr, remote func(peer, i int) netip.Addr) {
 	for _, peers := range []int{1, 10, 100} {
-		there, back := benchPeers(peers), benchPeers(peers)
+		there, back := peersOf(peers), peersOf(peers)
 		for i := range back {
 			m := &back[i].Pods[0]
 			m.From, m.To, back[i].External, back[i].Endpoints = m.To, m.From, nil, nil
@@ -62,9 +69,9 @@ func BenchmarkPrefixMap(b *testing.B) {
 				b.Run(fmt.Sprintf("%v/%s/peers=%d", dir, c.name, peers), func(b *testing.B) {
 					var views [64]packet.View
 					for i := range views {
-						src, dst := ip("192.168.3.4"), netip.AddrFrom4([4]byte{10, byte(i % peers), byte(i), 9})
+						src, dst := pod, remote(i%peers, i)
 						if dir == Inbound {
-							src, dst = dst, ip("10.246.3.4")
+							src, dst = dst, seen
 						}
 						parse(b, &views[i], packettest.Build(packettest.IP{Src: src, Dst: dst}, c.body))
 					}

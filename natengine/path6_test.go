@@ -29,43 +29,9 @@ func benchPeers6(n int) []Peer {
 
 // BenchmarkPrefixMap6 is BenchmarkPrefixMap over IPv6.
 func BenchmarkPrefixMap6(b *testing.B) {
-	for _, peers := range []int{1, 10, 100} {
-		there, back := benchPeers6(peers), benchPeers6(peers)
-		for i := range back {
-			m := &back[i].Pods[0]
-			m.From, m.To, back[i].External, back[i].Endpoints = m.To, m.From, nil, nil
-		}
-		engines := [2]*Engine{benchEngine(b, Config{}, there), benchEngine(b, Config{}, back)}
-		for _, c := range []struct {
-			name string
-			body packettest.Body
-		}{{"udp", packettest.UDP{SrcPort: 1, DstPort: 2}}, {"tcp", packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK}}} {
-			for dir := range directions {
-				b.Run(fmt.Sprintf("%v/%s/peers=%d", dir, c.name, peers), func(b *testing.B) {
-					var views [64]packet.View
-					for i := range views {
-						n := i % peers
-						src, dst := ip("fd00:10:244::3:4"), netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x10, byte(n >> 8), byte(n), 15: 9})
-						if dir == Inbound {
-							src, dst = dst, ip("fd00:10:246::3:4")
-						}
-						parse(b, &views[i], packettest.Build(packettest.IP{Src: src, Dst: dst}, c.body))
-					}
-					b.ReportAllocs()
-					i := 0
-					for b.Loop() {
-						v, e := &views[i%64], engines[i/64%2]
-						i++
-						if dir == Outbound {
-							e.Outbound(v, 0)
-						} else {
-							e.Inbound(v, 0)
-						}
-					}
-				})
-			}
-		}
-	}
+	benchPrefixMap(b, benchPeers6, ip("fd00:10:244::3:4"), ip("fd00:10:246::3:4"), func(peer, _ int) netip.Addr {
+		return netip.AddrFrom16([16]byte{0xfd, 0, 0, 0x10, byte(peer >> 8), byte(peer), 15: 9})
+	})
 }
 
 // BenchmarkNAPTHit6 is a packet of a known flow over IPv6, of few flows, so that nothing waits for memory.
