@@ -50,12 +50,15 @@ type running struct {
 	cleanup  []func() error
 }
 
-// peers, in the order of the table.
-var peers = []struct {
+// A peer is one way to join the two networks.
+type peer struct {
 	name  string
 	needs string // a program, without which the peer is left out
 	start start
-}{
+}
+
+// peers, in the order of the table.
+var peers = []peer{
 	{"veth", "", veth},
 	{"vxlan", "", vxlan},
 	{"nebula", "nebula", nebula},
@@ -132,7 +135,7 @@ func main() {
 	mtu := flag.Int("mtu", 1500, "MTU of the underlay")
 	binary := flag.String("isthmus", "bin/isthmus", "the isthmus binary")
 	fork := flag.String("tailscale", "", "the program of benchmarks/tailscale; without it its peers are left out")
-	only := flag.String("peers", "", "only the peers whose names contain one of these words, comma separated")
+	only := flag.String("peers", "", "only these peers, comma separated; a word that is no name means all whose names contain it")
 	out := flag.String("out", "", "write compare.md, compare.svg and compare.json into this folder")
 	recorded := flag.String("check", "", "compare the ratios of Isthmus with those of this file, and fail where they are worse")
 	soak := flag.Duration("soak", 0, "instead: compare every octet of traffic through the peers, for so long each")
@@ -147,7 +150,12 @@ func main() {
 		return
 	}
 	if *recorded != "" && *only == "" {
-		*only = baseline + ",isthmus"
+		*only = baseline
+		for _, p := range peers {
+			if strings.HasPrefix(p.name, "isthmus") {
+				*only += "," + p.name
+			}
+		}
 	}
 	all, err := run(ctx, *rounds, *d, *mtu, *binary, *fork, *only)
 	if err == nil {
@@ -222,8 +230,13 @@ func (b *bench) missing(program string) string {
 	return ""
 }
 
+// wanted says whether a peer is to be measured: all are when only is empty. A word
+// that is the name of a peer means that one, any other those that contain it.
 func wanted(name, only string) bool {
-	return only == "" || slices.ContainsFunc(strings.Split(only, ","), func(w string) bool { return strings.Contains(name, w) })
+	return only == "" || slices.ContainsFunc(strings.Split(only, ","), func(w string) bool {
+		exact := slices.ContainsFunc(peers, func(p peer) bool { return p.name == w })
+		return name == w || !exact && strings.Contains(name, w)
+	})
 }
 
 func newBench(ctx context.Context, mtu int, binary, fork string) (*bench, error) {
