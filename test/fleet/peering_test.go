@@ -29,9 +29,7 @@ func TestPeering(t *testing.T) {
 	a, b, c := f.Clusters[0], f.Clusters[1], f.Clusters[2]
 	had := map[*fleet.Cluster][]string{}
 	for _, x := range f.Clusters {
-		var err error
-		had[x], err = inventory(t.Context(), x)
-		must(t, err)
+		had[x] = firstInventory(t, x)
 	}
 
 	t.Run("FirstPingBetweenNodesWithoutGatewayWithinSeconds", func(t *testing.T) { firstPingAfterPeer(t, f, a, b) })

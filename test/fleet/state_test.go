@@ -2,6 +2,7 @@ package fleet
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"maps"
@@ -10,6 +11,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -125,6 +127,29 @@ func inventory(ctx context.Context, c *fleet.Cluster) ([]string, error) {
 		lines = append(lines, of...)
 	}
 	return lines, nil
+}
+
+// firstInventory is that of a cluster whose components have done what they do at their start: ready is not yet at rest,
+// and the manager writes its networks down when it is the leader.
+func firstInventory(t *testing.T, c *fleet.Cluster) []string {
+	t.Helper()
+	var has []string
+	eventually(t, fmt.Sprintf("a cluster %s at rest", c), func() error {
+		before := has
+		var err error
+		if has, err = inventory(t.Context(), c); err != nil {
+			return err
+		}
+		if !slices.ContainsFunc(has, func(l string) bool { return strings.HasPrefix(l, "networks: ") }) {
+			return errors.New("no IpamStorage")
+		}
+		if !slices.Equal(before, has) {
+			time.Sleep(time.Second)
+			return errors.New("it changes")
+		}
+		return nil
+	})
+	return has
 }
 
 // sameInventory waits until a cluster has what it had.
