@@ -47,6 +47,7 @@ type Config struct {
 	MTU        int    // of the tunnel in octets; 0: derived from the ways to the peers
 
 	// The rest is read once, when the gateway starts.
+	Tunnels        int              // at most this many to one peer, on ports from ListenPort upwards; 0 means 1
 	MetricsAddress string           // TCP address of /metrics, /healthz and /readyz; empty: none
 	StatusAddress  string           // TCP address of /status and /trace; empty: none
 	NAT            natengine.Config // bounds and timeouts; the addresses in it are the gateway's to set
