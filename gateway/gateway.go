@@ -34,8 +34,6 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
-	"github.com/isthmus-net/isthmus/gateway/inline"
-	"github.com/isthmus-net/isthmus/gateway/tun"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -182,9 +180,7 @@ type gateway struct {
 
 	host     *host
 	engine   *natengine.Engine
-	datapath *datapath.Device
-	tunnel   *tunnel
-	inline   *inline.Transport // nil: everything goes through the tunnel's device
+	ends     []*tunnelEnd // of the tunnels; the first is always there
 	checker  *checker
 	resolver *resolver
 	metrics  *metrics
@@ -209,6 +205,7 @@ type current struct {
 	applyErr   error     // what of the configuration could not be made true
 	ready      bool
 	sessions   map[string]*session
+	further    map[string][]further // by peer, tunnel 1 first
 }
 
 // session is what a peer's WireGuard session looks like from outside. It is
@@ -246,15 +243,6 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	if mtu == 0 {
 		mtu = defaultMTU
 	}
-	var link *tun.Device
-	err = g.host.inside(func() (err error) {
-		link, err = tun.Open(TunName, mtu, tun.Options{USO: o.UDPOffload})
-		return err
-	})
-	if err != nil {
-		return nil, err
-	}
-	undo = append(undo, func() { _ = link.Close() })
 	local, err := datapath.NewLocal(fabric.GatewayAddr, fabric.GatewayAddr6, mtu)
 	if err != nil {
 		return nil, err
@@ -269,15 +257,11 @@ func open(o Options, c Config) (_ *gateway, err error) {
 		o.Log.Warn("bounds of NAT", "warning", w)
 	}
 	g.engine = natengine.New(engineConfig(c))
-	g.datapath = datapath.New(link, g.engine, local, datapath.Options{CoalesceUDP: link.Offloads().USO4})
-	tunSide, socketSide, inline := openTransport(o.Transport, g.datapath, g.engine, o.Log)
-	g.inline = inline
-	g.tunnel = newTunnel(tunSide, socketSide, o.Log)
-	if inline != nil {
-		inline.Attach(g.tunnel.dev)
+	undo = append(undo, g.closeEnds)
+	if err := g.openEnds(o, max(c.Tunnels, 1), mtu, local); err != nil {
+		return nil, err
 	}
-	undo = append(undo, g.tunnel.close)
-	if err := g.tunnel.start(c.PrivateKey, c.ListenPort); err != nil {
+	if err := g.startEnds(c); err != nil {
 		return nil, err
 	}
 	g.resolver = newResolver(lookupHost, g.compareSoon, o.Log)
@@ -307,7 +291,7 @@ func (g *gateway) close() error {
 	g.checker.close()
 	g.resolver.close()
 	g.wg.Wait()
-	g.tunnel.close() // and with it TUN and in-process endpoint
+	g.closeEnds() // and with them TUNs and in-process endpoint
 	g.host.release()
 	g.log.Info("gateway stopped")
 	return err
@@ -330,9 +314,11 @@ func (g *gateway) sweep() {
 		case <-g.done:
 			return
 		case <-tick.C:
-			g.engine.Sweep(g.datapath.Now())
-			if g.inline != nil {
-				g.inline.Sweep()
+			g.engine.Sweep(g.ends[0].path.Now())
+			for _, e := range g.ends {
+				if e.inline != nil {
+					e.inline.Sweep()
+				}
 			}
 		}
 	}
@@ -363,6 +349,7 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside 
 		group.Go(func() { beside(events, Running{g}) })
 	}
 
+	gone := g.watchEnds()
 	second := time.NewTicker(time.Second)
 	defer second.Stop()
 	var (
@@ -374,8 +361,8 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside 
 		case <-ctx.Done():
 			g.log.Info("gateway stopping")
 			return nil
-		case <-g.tunnel.dev.Wait():
-			return fmt.Errorf("the TUN %s is gone", TunName)
+		case name := <-gone:
+			return fmt.Errorf("the TUN %s is gone", name)
 		case w := <-wishes:
 			g.wish(w)
 			compared = time.Now()
@@ -455,6 +442,7 @@ func (g *gateway) accept(c Config) error {
 	if err := checkMTU(c.MTU, gw.Peers); err != nil {
 		return err
 	}
+	gw.Peers = g.cutTunnels(gw.Peers)
 	g.resolver.set(gw.Peers)
 	mtu := g.mtusFor(c, gw.Peers)
 	if err := g.engine.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
@@ -468,6 +456,7 @@ func (g *gateway) accept(c Config) error {
 			changed bool
 		}{
 			{"bounds and timeouts of NAT", c.NAT != old.NAT},
+			{"tunnels", c.Tunnels != old.Tunnels},
 			{"metricsAddress", c.MetricsAddress != old.MetricsAddress},
 			{"statusAddress", c.StatusAddress != old.StatusAddress},
 		} {
@@ -504,13 +493,10 @@ func (g *gateway) reapply() {
 // It goes on after a failure; what failed is tried again every second.
 func (g *gateway) put(gw fabric.Gateway, mtu mtus) {
 	c, was := g.now.config, g.now.mtu
-	want := wgConfig{privateKey: c.PrivateKey, listenPort: c.ListenPort}
 	own := publicKey(c.PrivateKey)
 	checks := make([]checkPeer, 0, len(gw.Peers))
 	sessions := make(map[string]*session, len(gw.Peers))
 	for _, p := range gw.Peers {
-		at, _ := g.resolver.endpoint(p.ID) // the resolver has logged its error
-		want.peers = append(want.peers, wgPeerFor(p.PublicKey, at, p.AllowedIPs))
 		second := bytes.Compare(own, p.PublicKey[:]) > 0 // the peer decides the other way round
 		checks = append(checks, checkPeer{p.ID, p.Probe, p.AllowedIPs, p.PublicKey, p.Endpoint, p.Port, second})
 		if sessions[p.ID] = g.now.sessions[p.ID]; sessions[p.ID] == nil || sessions[p.ID].key != p.PublicKey {
@@ -526,15 +512,13 @@ func (g *gateway) put(gw fabric.Gateway, mtu mtus) {
 		if was.tunnel != 0 {
 			g.log.Info("tunnel MTU changed", "from", was.tunnel, "to", mtu.tunnel)
 		}
-		g.datapath.SetMTU(mtu.tunnel)
+		for _, e := range g.ends {
+			e.path.SetMTU(mtu.tunnel)
+		}
 	}
-	var errs []error
-	if err := g.tunnel.apply(want); err != nil {
-		errs = append(errs, err)
-	}
-	g.setTransportPeers(gw.Peers)
+	errs := g.applyEnds(c, gw.Peers)
 	g.checker.set(checks)
-	changes, err := g.host.apply(wantHost(gw.RoutePrefixes(), mtu.tunnel))
+	changes, err := g.host.apply(wantHost(remotes(gw.Peers, g.now.further), mtu.tunnel, len(g.ends)))
 	if err != nil {
 		errs = append(errs, err)
 	}
@@ -558,7 +542,7 @@ func (g *gateway) put(gw fabric.Gateway, mtu mtus) {
 
 // tick looks after the sessions, once a second.
 func (g *gateway) tick(now time.Time) {
-	stats, err := g.tunnel.stats()
+	stats, err := g.ends[0].stats()
 	if err != nil {
 		g.log.Error("peers not read", "error", err)
 		return
@@ -587,7 +571,11 @@ func (g *gateway) tick(now time.Time) {
 		// A peer that went silent where it roamed to may be back where it is
 		// configured.
 		if at, _ := g.resolver.endpoint(p.ID); !heard && at.IsValid() && s.endpoint != at && now.Sub(next.asserted) > lookupRetry {
-			g.tunnel.forget(p.PublicKey)
+			for i, e := range g.ends {
+				if theirs, ok := theirEnd(p, i); ok {
+					e.forget(theirs.PublicKey)
+				}
+			}
 			next.asserted, changed = now, true
 		}
 		if next.endpoint.Addr() != was.endpoint.Addr() {
@@ -598,7 +586,7 @@ func (g *gateway) tick(now time.Time) {
 	g.mu.Lock()
 	g.now.sessions = sessions
 	g.mu.Unlock()
-	if changed {
+	if g.tickFurther(now) || changed {
 		g.compareSoon()
 	}
 	g.resolver.tick(now)

@@ -5,8 +5,10 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/diff"
 )
 
@@ -14,7 +16,7 @@ import (
 // never read for a decision, changed or removed. None of these is Liqo's, so
 // both can run on one node during a migration.
 const (
-	TunName     = "isthmus0"     // TUN device, gateway namespace
+	TunName     = "isthmus0"     // TUN device of the first tunnel, gateway namespace
 	VethHost    = "isthmus.host" // veth end in the host's namespace
 	VethGateway = "isthmus.gw"   // veth end in the gateway's namespace
 
@@ -49,6 +51,14 @@ const (
 	macHost    = "02:69:73:74:68:02"
 	macGateway = "02:69:73:74:68:01"
 )
+
+// tunPrefix and the number of a tunnel are the name of its TUN device.
+const tunPrefix = "isthmus"
+
+func tunName(tunnel int) string { return tunPrefix + strconv.Itoa(tunnel) }
+
+// isTun reports whether a link is one of our TUN devices, which go with their file descriptors.
+func isTun(name string) bool { return name != VethHost && name != VethGateway }
 
 // side is one of the two network namespaces.
 type side uint8
@@ -92,6 +102,7 @@ type (
 		unreachable bool       // no link then
 		via         netip.Addr // zero: on the link itself
 		link        string
+		more        tunnelSet // of whose TUNs each takes its share of the flows, beside link
 		table       int
 		metric      int
 	}
@@ -101,6 +112,29 @@ type (
 		table    int
 	}
 )
+
+// shared is the devices that share the traffic of a route; none when there is only one.
+func (r route) shared() (names []string) {
+	if r.more == 0 {
+		return nil
+	}
+	names = []string{r.link}
+	for i := range fabric.MaxTunnels {
+		if r.more.has(i) {
+			names = append(names, tunName(i))
+		}
+	}
+	return names
+}
+
+// share adds one of the devices that share the traffic.
+func (r *route) share(name string) {
+	if i, err := strconv.Atoi(strings.TrimPrefix(name, tunPrefix)); err == nil && i > 0 && i < fabric.MaxTunnels {
+		r.more = r.more.with(i)
+		return
+	}
+	r.link = name
+}
 
 // A hostState is what there is, or should be, in both namespaces, as far as it
 // is ours.
@@ -114,9 +148,29 @@ type hostState struct {
 	rules     []rule
 }
 
+// tunnelSet is a set of further tunnels, bit i for tunnel i. That of the first is never set.
+type tunnelSet uint16
+
+func (s tunnelSet) has(tunnel int) bool       { return s>>tunnel&1 != 0 }
+func (s tunnelSet) with(tunnel int) tunnelSet { return s | 1<<tunnel }
+
+// remote is a network behind the tunnels.
+type remote struct {
+	prefix netip.Prefix
+	more   tunnelSet // beside the first tunnel
+}
+
+// hopTun6 is the next hop out of a TUN, where one is needed: the kernel shares out IPv6 among gateways only
+// (fib6_qualifies_for_ecmp in include/net/ip6_fib.h). A TUN asks nobody for it.
+var hopTun6 = netip.MustParseAddr("fe80::1")
+
 // wantHost says what both namespaces should hold so that packets for the remote
-// prefixes reach the TUN and everything else that leaves the TUN reaches the
-// host. The order of remote does not matter; each occurs once.
+// prefixes reach the TUNs and everything else that leaves a TUN reaches the
+// host. There are that many tunnels. The order of remotes does not matter; each occurs once.
+//
+// Where several tunnels lead to a peer, the kernel of the gateway's namespace
+// picks one by the hash of addresses and ports, so that a flow stays in its
+// tunnel. Fragments are without ports, and stay together.
 //
 // The veth has the MTU of the tunnel at both ends. A pod's packet that is too
 // big is then refused by the host, whose answer (fragmentation needed, packet
@@ -125,17 +179,16 @@ type hostState struct {
 // the largest of all peers, but not its own peer's, is answered by the engine. A
 // packet from a peer with a larger tunnel is answered by the gateway's namespace
 // like one from a pod, so that the sender learns the smaller of the two.
-func wantHost(remote []netip.Prefix, mtu int) hostState {
-	remote = slices.Clone(remote)
-	slices.SortFunc(remote, comparePrefix)
-	six := slices.ContainsFunc(remote, func(p netip.Prefix) bool { return p.Addr().Is6() })
+func wantHost(remotes []remote, mtu, tunnels int) hostState {
+	remotes = slices.Clone(remotes)
+	slices.SortFunc(remotes, func(a, b remote) int { return comparePrefix(a.prefix, b.prefix) })
+	six := slices.ContainsFunc(remotes, func(r remote) bool { return r.prefix.Addr().Is6() })
 
 	s := hostState{
 		veth: []veth{{}},
 		links: []link{
 			{side: hostSide, name: VethHost, mtu: mtu, mac: macHost, up: true},
 			{side: gatewaySide, name: VethGateway, mtu: mtu, mac: macGateway, up: true},
-			{side: gatewaySide, name: TunName, mtu: mtu, up: true},
 		},
 		// A source for the ICMP errors of the gateway's kernel. It is not
 		// GatewayAddr: that one lives inside the engine.
@@ -150,6 +203,9 @@ func wantHost(remote []netip.Prefix, mtu int) hostState {
 		},
 		rules: []rule{{"ip", RulePriority, RouteTable}},
 	}
+	for i := range tunnels {
+		s.links = append(s.links, link{side: gatewaySide, name: tunName(i), mtu: mtu, up: true})
+	}
 	if six {
 		s.neighbors = append(s.neighbors,
 			neighbor{hostSide, VethHost, hopGateway6, macGateway},
@@ -159,18 +215,18 @@ func wantHost(remote []netip.Prefix, mtu int) hostState {
 		s.rules = append(s.rules, rule{"ip -6", RulePriority, RouteTable})
 		s.addresses = append(s.addresses, address{gatewaySide, VethGateway, netip.PrefixFrom(router6, 128)})
 	}
-	for _, p := range remote {
-		hop, metric := hopGateway4, metric4
+	for _, r := range remotes {
+		p, hop, metric := r.prefix, hopGateway4, metric4
 		if p.Addr().Is6() {
 			hop, metric = hopGateway6, metric6
 		}
 		// Inside first: a moment with the host's route alone would be a loop.
 		s.routes = append(s.routes,
-			route{side: gatewaySide, prefix: p, link: TunName, table: mainTable, metric: metric},
+			route{side: gatewaySide, prefix: p, link: TunName, more: r.more, table: mainTable, metric: metric},
 			route{side: hostSide, prefix: p, via: hop, link: VethHost, table: RouteTable, metric: metric},
 			route{side: hostSide, prefix: p, unreachable: true, table: RouteTable, metric: unreachableMetric})
 	}
-	s.sysctls = wantSysctls(six)
+	s.sysctls = wantSysctls(six, tunnels)
 	return s
 }
 
@@ -178,19 +234,30 @@ func wantHost(remote []netip.Prefix, mtu int) hostState {
 // sources (reverse path filtering would drop a peer's packet for another peer's
 // mapped endpoint), and never tells a peer of a better way (a packet may leave
 // by the TUN it came from). The devices themselves say nothing over IPv6 that
-// nobody asked for, because the tunnel would count it as dropped.
-func wantSysctls(six bool) []sysctl {
+// nobody asked for, because the tunnel would count it as dropped. Several tunnels
+// are chosen among by addresses and ports, not by addresses alone.
+func wantSysctls(six bool, tunnels int) []sysctl {
 	s := []sysctl{{gatewaySide, "net/ipv4/ip_forward", "1"}}
-	for _, name := range []string{"all", VethGateway, TunName} {
+	if tunnels > 1 {
+		s = append(s, sysctl{gatewaySide, "net/ipv4/fib_multipath_hash_policy", "1"})
+	}
+	devices := []string{VethGateway}
+	for i := range tunnels {
+		devices = append(devices, tunName(i))
+	}
+	for _, name := range append([]string{"all"}, devices...) {
 		s = append(s,
 			sysctl{gatewaySide, "net/ipv4/conf/" + name + "/rp_filter", "0"},
 			sysctl{gatewaySide, "net/ipv4/conf/" + name + "/send_redirects", "0"})
 	}
-	for _, name := range []string{VethGateway, TunName} {
+	for _, name := range devices {
 		s = append(s, sysctl{gatewaySide, "net/ipv6/conf/" + name + "/addr_gen_mode", "1"})
 	}
 	if six {
 		s = append(s, sysctl{gatewaySide, "net/ipv6/conf/all/forwarding", "1"})
+		if tunnels > 1 {
+			s = append(s, sysctl{gatewaySide, "net/ipv6/fib_multipath_hash_policy", "1"})
+		}
 	}
 	return append(s,
 		sysctl{hostSide, "net/ipv4/conf/" + VethHost + "/forwarding", "1"},
@@ -227,14 +294,14 @@ func planHost(have, want hostState) plan {
 	// that hung on it.
 	if len(want.veth) > 0 && len(have.veth) == 0 {
 		for _, l := range have.links {
-			if l.name != TunName {
+			if !isTun(l.name) {
 				adds = append(adds, op{remove, l})
 				have = have.without(l.side, l.name)
 			}
 		}
 		adds = append(adds, op{add, veth{}})
 		for _, l := range want.links {
-			if l.name != TunName {
+			if !isTun(l.name) {
 				have.links = append(have.links, link{side: l.side, name: l.name, mtu: l.mtu, mac: l.mac})
 			}
 		}
@@ -266,7 +333,7 @@ func planKind[K, V comparable](adds, removes *plan, have, want []V, key func(V) 
 		switch v := any(v).(type) {
 		case sysctl: // a value has no absence
 		case link:
-			if v.name != TunName { // goes with its file descriptor
+			if !isTun(v.name) {
 				*removes = append(*removes, op{remove, v})
 			}
 		default:
@@ -340,7 +407,7 @@ func (o op) command(namespace string) string {
 		if v.via.IsValid() {
 			cmd += " via " + v.via.String()
 		}
-		if v.link != "" {
+		if v.link != "" && v.more == 0 {
 			cmd += " dev " + v.link
 		}
 		if v.via.Is4() {
@@ -352,7 +419,15 @@ func (o op) command(namespace string) string {
 		if v.metric != 0 {
 			cmd += fmt.Sprintf(" metric %d", v.metric)
 		}
-		return cmd + fmt.Sprintf(" proto %d", RouteProtocol)
+		cmd += fmt.Sprintf(" proto %d", RouteProtocol)
+		for _, name := range v.shared() {
+			cmd += " nexthop"
+			if v.prefix.Addr().Is6() {
+				cmd += " via " + hopTun6.String()
+			}
+			cmd += " dev " + name
+		}
+		return cmd
 	case rule:
 		return fmt.Sprintf("%s rule %s priority %d lookup %d protocol %d", v.family, o.verb, v.priority, v.table, RouteProtocol)
 	}

@@ -26,9 +26,11 @@ type host struct {
 	log   *slog.Logger
 	netns *os.File          // the gateway's namespace; it lives as long as this or the TUN is open
 	lock  *net.UnixListener // one gateway per host namespace
-	inner *netlink.Handle   // its socket stays in the gateway's namespace
-	outer *netlink.Handle
-	wg    sync.WaitGroup // readers of events
+
+	tunnels int             // how many TUNs of ours are in there
+	inner   *netlink.Handle // its socket stays in the gateway's namespace
+	outer   *netlink.Handle
+	wg      sync.WaitGroup // readers of events
 
 	indexes map[string]int // of our links, during one apply
 }
@@ -240,7 +242,11 @@ func (h *host) have(want hostState) (hostState, error) {
 	collect := func(err error) { errs = append(errs, err) }
 
 	ends := make(map[string]*netlink.LinkAttrs)
-	for _, l := range []link{{side: hostSide, name: VethHost}, {side: gatewaySide, name: VethGateway}, {side: gatewaySide, name: TunName}} {
+	ours := []link{{side: hostSide, name: VethHost}, {side: gatewaySide, name: VethGateway}}
+	for i := range h.tunnels {
+		ours = append(ours, link{side: gatewaySide, name: tunName(i)})
+	}
+	for _, l := range ours {
 		found, err := h.handle(l.side).LinkByName(l.name)
 		if errors.As(err, &netlink.LinkNotFoundError{}) {
 			continue
@@ -252,7 +258,7 @@ func (h *host) have(want hostState) (hostState, error) {
 		a := found.Attrs()
 		ends[l.name] = a
 		l.mtu, l.up = a.MTU, a.Flags&net.FlagUp != 0
-		if l.name != TunName {
+		if !isTun(l.name) {
 			l.mac = a.HardwareAddr.String()
 		}
 		s.links = append(s.links, l)
@@ -295,6 +301,14 @@ func (h *host) haveOn(s *hostState, l link, index int) error {
 
 func (h *host) haveRoutes(s *hostState, where side, table int) error {
 	names := make(map[int]string)
+	name := func(index int) string {
+		if _, ok := names[index]; !ok {
+			if l, err := h.handle(where).LinkByIndex(index); err == nil {
+				names[index] = l.Attrs().Name
+			}
+		}
+		return names[index]
+	}
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
 		routes, err := h.handle(where).RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
 		if err != nil {
@@ -317,13 +331,12 @@ func (h *host) haveRoutes(s *hostState, where side, table int) error {
 			switch {
 			case r.Type == unix.RTN_UNREACHABLE:
 				have.unreachable = true
-			default:
-				if _, ok := names[r.LinkIndex]; !ok {
-					if l, err := h.handle(where).LinkByIndex(r.LinkIndex); err == nil {
-						names[r.LinkIndex] = l.Attrs().Name
-					}
+			case len(r.MultiPath) > 0:
+				for _, hop := range r.MultiPath {
+					have.share(name(hop.LinkIndex))
 				}
-				have.link = names[r.LinkIndex]
+			default:
+				have.link = name(r.LinkIndex)
 			}
 			s.routes = append(s.routes, have)
 		}
@@ -489,9 +502,25 @@ func (h *host) doRoute(what verb, v route) error {
 	if v.prefix.Addr().Is6() {
 		r.Family = netlink.FAMILY_V6
 	}
-	if v.unreachable {
+	switch {
+	case v.unreachable:
 		r.Type = unix.RTN_UNREACHABLE
-	} else {
+	case v.more != 0:
+		if v.prefix.Addr().Is4() {
+			r.Scope = netlink.SCOPE_LINK
+		}
+		for _, name := range v.shared() {
+			index, err := h.index(v.side, name)
+			if err != nil {
+				return err
+			}
+			hop := &netlink.NexthopInfo{LinkIndex: index}
+			if v.prefix.Addr().Is6() {
+				hop.Gw = hopTun6.AsSlice()
+			}
+			r.MultiPath = append(r.MultiPath, hop)
+		}
+	default:
 		index, err := h.index(v.side, v.link)
 		if err != nil {
 			if what == remove {

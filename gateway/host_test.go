@@ -10,17 +10,32 @@ import (
 	"testing"
 )
 
-func prefixes(list ...string) []netip.Prefix {
-	var all []netip.Prefix
-	for _, s := range list {
-		all = append(all, netip.MustParsePrefix(s))
+// prefixes are networks behind the first tunnel alone.
+func prefixes(texts ...string) (all []remote) {
+	for _, t := range texts {
+		all = append(all, remote{prefix: netip.MustParsePrefix(t)})
 	}
 	return all
 }
 
-// fresh is what a new namespace with an open TUN has.
-func fresh() hostState {
-	return hostState{links: []link{{side: gatewaySide, name: TunName, mtu: defaultMTU}}}
+// shared are the same networks behind further tunnels too.
+func shared(networks []remote, tunnels ...int) []remote {
+	networks = slices.Clone(networks)
+	for i := range networks {
+		for _, t := range tunnels {
+			networks[i].more = networks[i].more.with(t)
+		}
+	}
+	return networks
+}
+
+// fresh is what a new namespace with open TUNs has.
+func fresh(more ...string) hostState {
+	s := hostState{links: []link{{side: gatewaySide, name: TunName, mtu: defaultMTU}}}
+	for _, name := range more {
+		s.links = append(s.links, link{side: gatewaySide, name: name, mtu: defaultMTU})
+	}
+	return s
 }
 
 // golden compares with testdata/NAME; -update is not offered, because a plan is
@@ -42,13 +57,16 @@ func TestPlanPrintsTheCommandsAnOperatorCouldType(t *testing.T) {
 		file       string
 		have, want hostState
 	}{
-		{"plan-fresh.txt", fresh(), wantHost(one, 1440)},
-		{"plan-ipv6-peer.txt", wantHost(one, 1440), wantHost(two, 1440)},
-		{"plan-peer-removed.txt", wantHost(one, 1440), wantHost(nil, 1440)},
-		{"plan-mtu.txt", wantHost(nil, 1440), wantHost(nil, 1380)},
-		{"plan-veth-lost.txt", wantHost(one, 1440).without(hostSide, VethHost).without(gatewaySide, VethGateway).lost(), wantHost(one, 1440)},
-		{"plan-leftover.txt", leftover(one), wantHost(one, 1440)},
-		{"plan-teardown.txt", wantHost(one, 1440), hostState{}},
+		{"plan-fresh.txt", fresh(), wantHost(one, 1440, 1)},
+		{"plan-ipv6-peer.txt", wantHost(one, 1440, 1), wantHost(two, 1440, 1)},
+		{"plan-peer-removed.txt", wantHost(one, 1440, 1), wantHost(nil, 1440, 1)},
+		{"plan-mtu.txt", wantHost(nil, 1440, 1), wantHost(nil, 1380, 1)},
+		{"plan-veth-lost.txt", wantHost(one, 1440, 1).without(hostSide, VethHost).without(gatewaySide, VethGateway).lost(), wantHost(one, 1440, 1)},
+		{"plan-leftover.txt", leftover(one), wantHost(one, 1440, 1)},
+		{"plan-teardown.txt", wantHost(one, 1440, 1), hostState{}},
+		{"plan-tunnels-fresh.txt", fresh("isthmus1", "isthmus2"), wantHost(shared(two, 2), 1440, 3)},
+		{"plan-tunnel-found.txt", wantHost(two, 1440, 3), wantHost(shared(two, 1, 2), 1440, 3)},
+		{"plan-tunnel-lost.txt", wantHost(shared(two, 1, 2), 1440, 3), wantHost(shared(two, 2), 1440, 3)},
 	} {
 		golden(t, tc.file, planHost(tc.have, tc.want).Commands("/proc/1/fd/9"))
 	}
@@ -58,8 +76,8 @@ func (s hostState) lost() hostState { s.veth = nil; return s }
 
 // leftover is what a killed gateway leaves: rules, routes without a device, and
 // for a moment the host's end of its veth with what hangs on it.
-func leftover(remote []netip.Prefix) hostState {
-	s := wantHost(remote, 1440)
+func leftover(remote []remote) hostState {
+	s := wantHost(remote, 1440, 1)
 	have := fresh()
 	have.links = append(have.links, link{side: hostSide, name: VethHost, mtu: 1440, mac: macHost, up: true})
 	have.rules = s.rules
@@ -70,9 +88,9 @@ func leftover(remote []netip.Prefix) hostState {
 }
 
 func TestPlanForWhatIsThereIsEmpty(t *testing.T) {
-	for _, remote := range [][]netip.Prefix{nil, prefixes("10.1.0.0/16"), prefixes("10.1.0.0/16", "fd00:1::/48")} {
-		if p := planHost(wantHost(remote, 1400), wantHost(remote, 1400)); len(p) != 0 {
-			t.Errorf("%v:\n%s", remote, p.Commands("NS"))
+	for _, remotes := range [][]remote{nil, prefixes("10.1.0.0/16"), prefixes("10.1.0.0/16", "fd00:1::/48"), shared(prefixes("10.1.0.0/16"), 1)} {
+		if p := planHost(wantHost(remotes, 1400, 2), wantHost(remotes, 1400, 2)); len(p) != 0 {
+			t.Errorf("%v:\n%s", remotes, p.Commands("NS"))
 		}
 	}
 	if p := planHost(hostState{}, hostState{}); len(p) != 0 {
@@ -82,11 +100,11 @@ func TestPlanForWhatIsThereIsEmpty(t *testing.T) {
 
 func TestPlanDoesNotDependOnTheOrderOfPrefixes(t *testing.T) {
 	remote := prefixes("10.1.0.0/16", "10.2.0.0/16", "10.3.0.0/16", "fd00:1::/48")
-	want := planHost(fresh(), wantHost(remote, 1440)).Commands("NS")
+	want := planHost(fresh(), wantHost(remote, 1440, 1)).Commands("NS")
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 20 {
 		rng.Shuffle(len(remote), func(i, j int) { remote[i], remote[j] = remote[j], remote[i] })
-		if got := planHost(fresh(), wantHost(remote, 1440)).Commands("NS"); got != want {
+		if got := planHost(fresh(), wantHost(remote, 1440, 1)).Commands("NS"); got != want {
 			t.Fatalf("%v:\n%s", remote, got)
 		}
 	}
@@ -94,7 +112,7 @@ func TestPlanDoesNotDependOnTheOrderOfPrefixes(t *testing.T) {
 
 // Whatever part is missing, the plan brings exactly that back.
 func TestPlanRestoresAnySingleLoss(t *testing.T) {
-	want := wantHost(prefixes("10.1.0.0/16", "fd00:1::/48"), 1440)
+	want := wantHost(shared(prefixes("10.1.0.0/16", "fd00:1::/48"), 1), 1440, 2)
 	check := func(what string, have hostState, contains string) {
 		p := planHost(have, want)
 		if len(p) != 1 || !strings.Contains(p.Commands("NS"), contains) {
@@ -133,7 +151,7 @@ func TestPlanNeverLeavesTheHostRouteAlone(t *testing.T) {
 			return ok && o.verb == v && r.side == s && r.prefix == netip.MustParsePrefix("10.1.0.0/16") && !r.unreachable
 		})
 	}
-	with, without := wantHost(prefixes("10.1.0.0/16"), 1440), wantHost(nil, 1440)
+	with, without := wantHost(prefixes("10.1.0.0/16"), 1440, 1), wantHost(nil, 1440, 1)
 	if p := planHost(without, with); in(p, add, gatewaySide) > in(p, add, hostSide) {
 		t.Errorf("added:\n%s", p.Commands("NS"))
 	}

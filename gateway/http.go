@@ -122,7 +122,7 @@ func (g *gateway) statusHandler() http.Handler {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		steps, err := Trace(g.engine, q, g.datapath.Now())
+		steps, err := Trace(g.engine, q, g.ends[0].path.Now())
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return

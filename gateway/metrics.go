@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"runtime"
+	"strconv"
 	"sync"
 	"time"
 
@@ -51,8 +52,11 @@ var (
 	descRxPackets  = desc("peer_receive_packets_total", "IP packets from the peer.", "peer")
 	descTxBytes    = desc("peer_transmit_bytes_total", "Octets of IP packets to the peer.", "peer")
 	descTxPackets  = desc("peer_transmit_packets_total", "IP packets to the peer.", "peer")
-	descWgRx       = desc("peer_wireguard_receive_bytes_total", "Octets of WireGuard messages from the peer.", "peer")
-	descWgTx       = desc("peer_wireguard_transmit_bytes_total", "Octets of WireGuard messages to the peer.", "peer")
+	descWgRx       = desc("peer_wireguard_receive_bytes_total", "Octets of WireGuard messages from the peer, in all tunnels.", "peer")
+	descWgTx       = desc("peer_wireguard_transmit_bytes_total", "Octets of WireGuard messages to the peer, in all tunnels.", "peer")
+	descTunnelUp   = desc("peer_tunnel_up", "1 if a further tunnel to the peer works and carries its share of the flows.", "peer", "tunnel")
+	descTunnelRx   = desc("peer_tunnel_receive_bytes_total", "Octets of WireGuard messages from the peer in a further tunnel.", "peer", "tunnel")
+	descTunnelTx   = desc("peer_tunnel_transmit_bytes_total", "Octets of WireGuard messages to the peer in a further tunnel.", "peer", "tunnel")
 	descHandshake  = desc("peer_last_handshake_timestamp_seconds", "When the present WireGuard session began; 0 if there was none yet.", "peer")
 	descLoss       = desc("peer_probe_loss_ratio", "Share of the probes of the last minute that were not answered, 0 to 1.", "peer")
 	descPeerMTU    = desc("peer_mtu_bytes", "Largest IP packet that is sent to the peer.", "peer")
@@ -149,7 +153,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	}
 	states := g.peerStates()
 	checks := g.checker.results()
-	tunnel, _ := g.tunnel.stats() // what it cannot tell is 0, and run logs why
+	tunnel, _ := g.wireGuardStats(now.gateway.Peers) // what it cannot tell is 0, and run logs why
 	for _, p := range now.gateway.Peers {
 		gauge(descInfo, 1, p.ID, p.Name)
 		gauge(descUp, truth(checks[p.ID].State == Connected), p.ID)
@@ -172,6 +176,12 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 			handshake = seconds(wg.handshake)
 		}
 		gauge(descHandshake, handshake, p.ID)
+		for i, f := range now.further[p.ID] {
+			tunnel := strconv.Itoa(i + 1)
+			gauge(descTunnelUp, truth(f.inUse), p.ID, tunnel)
+			counter(descTunnelRx, f.stats.rx, p.ID, tunnel)
+			counter(descTunnelTx, f.stats.tx, p.ID, tunnel)
+		}
 
 		state := states[p.ID]
 		if state == nil {

@@ -98,10 +98,24 @@ type PeerStatus struct {
 		Transmit uint64 `json:"transmitBytes"`
 	} `json:"wireguard"`
 
+	// Tunnels are the further ones. What is said of WireGuard above is the first one's, but octets are those of all.
+	Tunnels []TunnelStatus `json:"furtherTunnels,omitempty"`
+
 	MTU      int          `json:"mtu"` // largest packet towards it
 	Rules    RulesStatus  `json:"rules"`
 	Sessions int          `json:"sessions"`
 	Drops    []DropStatus `json:"drops,omitempty"`
+}
+
+// TunnelStatus is a further tunnel to a peer.
+type TunnelStatus struct {
+	Tunnel       int     `json:"tunnel"`             // 1 upwards
+	InUse        bool    `json:"inUse"`              // it works, and carries its share of the flows
+	Endpoint     string  `json:"endpoint,omitempty"` // where it is now
+	PublicKey    string  `json:"publicKey"`
+	HandshakeAge float64 `json:"handshakeAgeSeconds,omitempty"`
+	Receive      uint64  `json:"receiveBytes"` // octets of WireGuard messages
+	Transmit     uint64  `json:"transmitBytes"`
 }
 
 // TrafficStatus counts IP packets in the tunnel.
@@ -168,7 +182,7 @@ func (g *gateway) peerStates() map[string]*natengine.PeerState {
 // status describes the gateway, with at most that many flows.
 func (g *gateway) status(flows int) (Status, error) {
 	now := g.current()
-	tunnel, err := g.tunnel.stats()
+	tunnel, err := g.wireGuardStats(now.gateway.Peers)
 	if err != nil {
 		return Status{}, err
 	}
@@ -251,6 +265,9 @@ func (g *gateway) status(flows int) (Status, error) {
 			ps.LastHandshake, ps.HandshakeAge = &wg.handshake, at.Sub(wg.handshake).Seconds()
 		}
 		ps.WireGuard.Receive, ps.WireGuard.Transmit = wg.rx, wg.tx
+		for i, f := range now.further[p.ID] {
+			ps.Tunnels = append(ps.Tunnels, f.status(i+1, at))
+		}
 		if state := states[p.ID]; state != nil {
 			ps.Down = state.Down()
 			ps.Receive.Packets, ps.Receive.Bytes = state.Traffic(natengine.Inbound)

@@ -43,11 +43,11 @@ func without(t *testing.T, peers ...fabric.Peer) *gateway {
 	}
 	g := &gateway{log: quiet, version: "v1", started: time.Now(), host: &host{log: quiet, netns: null}, wake: make(chan struct{}, 1)}
 	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: 1000})
-	g.tunnel = newTunnel(newIdle(), conn.NewDefaultBind(), quiet)
+	g.ends = []*tunnelEnd{{tunnel: newTunnel(newIdle(), conn.NewDefaultBind(), quiet)}}
 	g.metrics = newMetrics(g)
 	g.resolver = newResolver(nil, func() {}, quiet)
 	g.checker = newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, g.metrics.observeRTT)
-	t.Cleanup(func() { g.checker.close(); g.resolver.close(); g.tunnel.close(); null.Close() })
+	t.Cleanup(func() { g.checker.close(); g.resolver.close(); g.closeEnds(); null.Close() })
 	g.put0(t, peers...)
 	return g
 }

@@ -7,7 +7,6 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 	wgtun "golang.zx2c4.com/wireguard/tun"
 
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/inline"
@@ -55,26 +54,8 @@ func openTransport(want Transport, path *datapath.Device, engine *natengine.Engi
 
 // transport is what is in use.
 func (g *gateway) transport() Transport {
-	if g.inline == nil {
+	if g.ends[0].inline == nil {
 		return TransportDevice
 	}
 	return TransportInline
-}
-
-// setTransportPeers tells the inline transport whose keys the engine's peers have.
-func (g *gateway) setTransportPeers(peers []fabric.GatewayPeer) {
-	if g.inline == nil {
-		return
-	}
-	keys := make(map[string][32]byte, len(peers))
-	for _, p := range peers {
-		keys[p.ID] = p.PublicKey
-	}
-	var list []inline.Peer
-	for _, state := range g.engine.Peers() {
-		if key, ok := keys[state.ID()]; ok {
-			list = append(list, inline.Peer{State: state, Key: key})
-		}
-	}
-	g.inline.SetPeers(list)
 }

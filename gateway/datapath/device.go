@@ -45,6 +45,7 @@ type Device struct {
 	link    Link
 	engine  *natengine.Engine
 	local   *Local // may be nil
+	further bool   // made by Beside: local is another's, which sends for it
 	options Options
 	start   time.Time
 	mtu     atomic.Int64
@@ -62,20 +63,33 @@ var _ tun.Device = (*Device)(nil)
 // New joins a link, an engine and, unless nil, an in-process endpoint. The Device
 // owns link and local: its Close closes them.
 func New(link Link, engine *natengine.Engine, local *Local, o Options) *Device {
+	d := newDevice(link, engine, local, time.Now(), o)
+	if local != nil {
+		local.attach(link.Wake, func() { engine.Count(nil, natengine.Outbound, natengine.DropLocalQueue) })
+	}
+	return d
+}
+
+// Beside makes a further path, over a link of its own, for another tunnel of the same gateway: it has the engine and the
+// clock of d, and delivers to d's in-process endpoint, whose own packets all go by d. Its Close closes the link alone.
+func (d *Device) Beside(link Link) *Device {
+	further := newDevice(link, d.engine, d.local, d.start, d.options)
+	further.further = true
+	return further
+}
+
+func newDevice(link Link, engine *natengine.Engine, local *Local, start time.Time, o Options) *Device {
 	d := &Device{
 		link:    link,
 		engine:  engine,
 		local:   local,
 		options: o,
-		start:   time.Now(),
+		start:   start,
 		out:     newOutbound(),
 		events:  make(chan tun.Event, 1),
 	}
 	d.mtu.Store(int64(link.MTU()))
 	d.writers.New = func() any { return newInbound(o) }
-	if local != nil {
-		local.attach(link.Wake, func() { engine.Count(nil, natengine.Outbound, natengine.DropLocalQueue) })
-	}
 	return d
 }
 
@@ -87,7 +101,7 @@ func (d *Device) Now() time.Duration { return time.Since(d.start) }
 // endpoint the new MTU in octets. The link's own MTU is the caller's business.
 func (d *Device) SetMTU(mtu int) {
 	d.mtu.Store(int64(mtu))
-	if d.local != nil {
+	if d.local != nil && !d.further {
 		d.local.SetMTU(mtu)
 	}
 	d.eventsMu.Lock()
@@ -129,7 +143,7 @@ func (d *Device) Close() error {
 	d.closed = true
 	close(d.events)
 	err := d.link.Close()
-	if d.local != nil {
+	if d.local != nil && !d.further {
 		d.local.Close()
 	}
 	return err
