@@ -176,6 +176,7 @@ func (p *Peer) check() []Problem {
 	if p.PublicKey == ([32]byte{}) {
 		r.add("spec.backend_config.publicKey", "is all zero; want a WireGuard public key")
 	}
+	r.tunnels(p.PublicKey, p.Port, p.Tunnels)
 	return r.problems
 }
 

@@ -17,6 +17,7 @@ type Claim struct {
 	Endpoint  string       // where its gateway is reached: IP address or DNS name
 	Port      uint16       // UDP
 	PublicKey [32]byte     // WireGuard
+	Tunnels   []TunnelEnd  // the further ones; nil: none
 	Origin    Origin
 }
 
@@ -51,6 +52,8 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 	}
 	c.Port = r.port("spec.backend_config.port", spec.BackendConfig)
 	c.PublicKey = r.key("spec.backend_config.publicKey", spec.BackendConfig)
+	c.Tunnels = r.furtherTunnels(spec.BackendConfig)
+	r.tunnels(c.PublicKey, c.Port, c.Tunnels)
 	if len(r.problems) > 0 {
 		return Claim{}, SortProblems(r.problems)
 	}
@@ -65,6 +68,7 @@ type Own struct {
 	Nodes                  []netip.Addr
 	Endpoint               string // as published to this peer
 	Port                   uint16
+	Tunnels                []TunnelEnd // the further ones, as published to this peer
 }
 
 // Neighbours is what a claim meets among our other peers.
@@ -86,16 +90,25 @@ func CheckClaim(c Claim, own Own, others Neighbours) (refusals []Refusal) {
 		refusals = append(refusals, Refusal{reason, Problem{c.Origin, field, fmt.Sprintf(format, args...)}})
 	}
 	const keyField, endpointField = "spec.backend_config.publicKey", "spec.endpointIP"
-	switch {
-	case c.PublicKey == own.PublicKey:
-		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the public key of the receiver itself; want that of the sender's gateway")
-	case others.KeyTaken:
-		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the key of another peer of the receiver; want a key for each cluster")
+	ours := ends(own.PublicKey, own.Port, own.Tunnels)
+	for i, theirs := range ends(c.PublicKey, c.Port, c.Tunnels) {
+		switch taken := slices.ContainsFunc(ours, func(t TunnelEnd) bool { return t.PublicKey == theirs.PublicKey }); {
+		case taken && i == 0:
+			refuse(v1alpha1.ReasonKeyConflict, keyField, "is the public key of the receiver itself; want that of the sender's gateway")
+		case taken:
+			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has a public key of the receiver itself; want one of the sender's gateway", i)
+		case others.KeyTaken && i == 0:
+			refuse(v1alpha1.ReasonKeyConflict, keyField, "is the key of another peer of the receiver; want a key for each cluster")
+		}
 	}
-	if sameHost(c.Endpoint, own.Endpoint) && c.Port == own.Port {
-		refuse(v1alpha1.ReasonEndpoint, endpointField, "%s is the gateway of the receiver itself; want that of the sender",
-			quote(hostPort(c.Endpoint, c.Port)))
-		return refusals
+	if sameHost(c.Endpoint, own.Endpoint) {
+		for _, theirs := range ends(c.PublicKey, c.Port, c.Tunnels) {
+			if slices.ContainsFunc(ours, func(t TunnelEnd) bool { return t.Port == theirs.Port }) {
+				refuse(v1alpha1.ReasonEndpoint, endpointField, "%s is the gateway of the receiver itself; want that of the sender",
+					quote(hostPort(c.Endpoint, theirs.Port)))
+				return refusals
+			}
+		}
 	}
 	addr, err := netip.ParseAddr(c.Endpoint)
 	if err != nil {
@@ -215,9 +228,9 @@ func TunnelEndpointFor(original, copied *v1alpha1.NetworkConfig, peer v1alpha1.C
 		RemoteNATExternalCIDR: copied.Status.ExternalCIDRNAT,
 		EndpointIP:            copied.Spec.EndpointIP,
 		BackendType:           copied.Spec.BackendType,
-		BackendConfig:         make(v1alpha1.BackendConfig, 2),
+		BackendConfig:         make(v1alpha1.BackendConfig, 3),
 	}
-	for _, key := range []string{v1alpha1.ConfigPublicKey, v1alpha1.ConfigPort} { // Liqo has no others
+	for _, key := range []string{v1alpha1.ConfigPublicKey, v1alpha1.ConfigPort, v1alpha1.ConfigTunnels} { // Liqo has no others
 		if value, ok := copied.Spec.BackendConfig[key]; ok {
 			spec.BackendConfig[key] = value
 		}

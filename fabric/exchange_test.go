@@ -45,7 +45,7 @@ var claimBravo = Claim{Pod: pfx("10.244.0.0/18"), External: pfx("10.245.0.0/18")
 func TestClaimFromReadsANetworkConfig(t *testing.T) {
 	got, problems := ClaimFrom(fromBravo(), Origin{})
 	wantTexts(t, problems)
-	if got != claimBravo {
+	if !reflect.DeepEqual(got, claimBravo) {
 		t.Errorf("got  %+v\nwant %+v", got, claimBravo)
 	}
 }
@@ -85,13 +85,17 @@ func TestClaimFromRefuses(t *testing.T) {
 		"key that is not a key":    {func(s *spec) { s.BackendConfig["publicKey"] = "a2V5" }, "spec.backend_config.publicKey: has 3 bytes"},
 		"key that is not base64":   {func(s *spec) { s.BackendConfig["publicKey"] = "?" }, "spec.backend_config.publicKey: is not base64"},
 		"key of a megabyte":        {func(s *spec) { s.BackendConfig["publicKey"] = strings.Repeat("AAAA", 1<<18) }, "spec.backend_config.publicKey: has 786432 bytes"},
+		"tunnels without an entry": {func(s *spec) { s.BackendConfig["tunnels"] = "" }, "spec.backend_config.tunnels: is empty; want PORT:PUBLICKEY"},
+		"a tunnel with port 0":     {func(s *spec) { s.BackendConfig["tunnels"] = "0:" + keyText(3) }, "spec.backend_config.tunnels: tunnel 1 has port \"0\"; want a UDP port"},
+		"tunnels of a megabyte":    {func(s *spec) { s.BackendConfig["tunnels"] = strings.Repeat("x", 1<<20) }, "spec.backend_config.tunnels: tunnel 1 is \"xxx"},
+		"tunnel with the key of 0": {func(s *spec) { s.BackendConfig["tunnels"] = "5872:" + keyText(2) }, "spec.backend_config.tunnels: tunnel 1 has the public key of tunnel 0"},
 		"everything wrong at once": {func(s *spec) { *s = spec{} }, "spec.backendType: is \"\""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			nc := fromBravo()
 			c.change(&nc.Spec)
 			claim, problems := ClaimFrom(nc, Origin{})
-			if claim != (Claim{}) {
+			if !reflect.DeepEqual(claim, Claim{}) {
 				t.Errorf("a claim with problems: %+v", claim)
 			}
 			all := strings.Join(texts(problems), "\n")
@@ -109,6 +113,7 @@ func TestCheckClaimRefuses(t *testing.T) {
 	own := Own{
 		PublicKey: keyOf(1), Pod: pfx("10.244.0.0/16"), Service: pfx("10.96.0.0/12"), External: pfx("10.245.0.0/16"),
 		Nodes: []netip.Addr{ip("172.30.0.1"), ip("172.30.0.2")}, Endpoint: "gw.alpha.example", Port: 5871,
+		Tunnels: []TunnelEnd{{keyOf(11), 5872}},
 	}
 	for name, c := range map[string]struct {
 		change func(*Claim)
@@ -118,6 +123,12 @@ func TestCheckClaimRefuses(t *testing.T) {
 		"nothing": {func(*Claim) {}, Neighbours{}, nil},
 		"our key": {func(c *Claim) { c.PublicKey = keyOf(1) }, Neighbours{},
 			[]string{"KeyConflict spec.backend_config.publicKey: is the public key of the receiver itself; want that of the sender's gateway"}},
+		"a further key of ours": {func(c *Claim) { c.PublicKey = keyOf(11) }, Neighbours{},
+			[]string{"KeyConflict spec.backend_config.publicKey: is the public key of the receiver itself; want that of the sender's gateway"}},
+		"our key for a further tunnel": {func(c *Claim) { c.Tunnels = []TunnelEnd{{keyOf(3), 5872}, {keyOf(1), 5873}, {keyOf(11), 5874}} }, Neighbours{}, []string{
+			"KeyConflict spec.backend_config.tunnels: tunnel 2 has a public key of the receiver itself; want one of the sender's gateway",
+			"KeyConflict spec.backend_config.tunnels: tunnel 3 has a public key of the receiver itself; want one of the sender's gateway",
+		}},
 		"another peer's key": {func(*Claim) {}, Neighbours{KeyTaken: true},
 			[]string{"KeyConflict spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster"}},
 		"a pod of ours": {func(c *Claim) { c.Endpoint = "10.244.3.4" }, Neighbours{},
@@ -130,7 +141,15 @@ func TestCheckClaimRefuses(t *testing.T) {
 			[]string{"BadEndpoint spec.endpointIP: 172.30.0.2 is a node of the receiver; want the address of the sender's gateway"}},
 		"our own gateway": {func(c *Claim) { c.Endpoint = "GW.alpha.example." }, Neighbours{},
 			[]string{"BadEndpoint spec.endpointIP: \"GW.alpha.example.:5871\" is the gateway of the receiver itself; want that of the sender"}},
-		"behind the same NAT": {func(c *Claim) { c.Endpoint, c.Port = "gw.alpha.example", 5872 }, Neighbours{}, nil},
+		"a further tunnel of our own gateway": {func(c *Claim) { c.Endpoint, c.Port = "gw.alpha.example", 5872 }, Neighbours{},
+			[]string{"BadEndpoint spec.endpointIP: \"gw.alpha.example:5872\" is the gateway of the receiver itself; want that of the sender"}},
+		"a further tunnel to our own gateway": {func(c *Claim) {
+			c.Endpoint, c.Port, c.Tunnels = "gw.alpha.example", 5870, []TunnelEnd{{keyOf(3), 5871}}
+		}, Neighbours{},
+			[]string{"BadEndpoint spec.endpointIP: \"gw.alpha.example:5871\" is the gateway of the receiver itself; want that of the sender"}},
+		"behind the same NAT": {func(c *Claim) {
+			c.Endpoint, c.Port, c.Tunnels = "gw.alpha.example", 5873, []TunnelEnd{{keyOf(3), 5874}}
+		}, Neighbours{}, nil},
 		"inside a tunnel": {func(*Claim) {}, Neighbours{EndpointTunnelled: true},
 			[]string{"BadEndpoint spec.endpointIP: 192.0.2.2 is inside a network that the receiver reaches through a tunnel; want an address outside"}},
 	} {
@@ -192,6 +211,8 @@ func TestTunnelEndpointForMapsTheFields(t *testing.T) {
 			copied := answered(configOf(alpha, "10.64.0.0/18", "10.65.0.0/20", "192.0.2.2", 2),
 				nat(remotePod, "10.66.64.0/18"), nat(remoteExternal, "10.67.16.0/20"))
 			copied.Spec.BackendConfig["more"] = "than Liqo knows"
+			copied.Spec.BackendConfig["tunnels"] = "5872:" + keyText(3)
+			original.Spec.BackendConfig["tunnels"] = "5872:" + keyText(5) + ",5873:" + keyText(6) // are ours, of which the gateway knows
 			got, problems := TunnelEndpointFor(original, copied, bravo)
 			wantTexts(t, problems)
 			want := v1alpha1.TunnelEndpointSpec{
@@ -206,7 +227,7 @@ func TestTunnelEndpointForMapsTheFields(t *testing.T) {
 				RemoteNATExternalCIDR: nat(remoteExternal, "10.67.16.0/20"),
 				EndpointIP:            "192.0.2.2",
 				BackendType:           "wireguard",
-				BackendConfig:         v1alpha1.BackendConfig{"port": "5871", "publicKey": keyText(2)},
+				BackendConfig:         v1alpha1.BackendConfig{"port": "5871", "publicKey": keyText(2), "tunnels": "5872:" + keyText(3)},
 			}
 			if !reflect.DeepEqual(got, want) {
 				t.Errorf("got  %+v\nwant %+v", got, want)
@@ -356,17 +377,20 @@ func locals(s v1alpha1.TunnelEndpointSpec) networkTexts {
 // Whatever a peer says and answers, there are problems or a TunnelEndpoint that
 // gateways take.
 func FuzzExchange(f *testing.F) {
-	f.Add("10.244.0.0/16", "10.245.0.0/16", "192.0.2.2", "5871", keyText(2), "10.246.0.0/16", "None", "172.16.0.0/16", "None")
-	f.Add("0.0.0.0/0", "::/0", "localhost", "-1", keyText(0), "", "none", "10.244.0.0/16", "10.244.0.0/16")
-	f.Add("10.0.0.0/8", "fd00::/48", "fe80::1%eth0", "65536", "", "None", "None", "None", "None")
-	f.Fuzz(func(t *testing.T, pod, external, endpoint, port, key, podSeen, externalSeen, podAnswer, externalAnswer string) {
+	f.Add("10.244.0.0/16", "10.245.0.0/16", "192.0.2.2", "5871", keyText(2), "5872:"+keyText(3)+",1:"+keyText(4), "10.246.0.0/16", "None", "172.16.0.0/16", "None")
+	f.Add("0.0.0.0/0", "::/0", "localhost", "-1", keyText(0), "", "", "none", "10.244.0.0/16", "10.244.0.0/16")
+	f.Add("10.0.0.0/8", "fd00::/48", "fe80::1%eth0", "65536", "", "5871:"+keyText(0), "None", "None", "None", "None")
+	f.Fuzz(func(t *testing.T, pod, external, endpoint, port, key, tunnels, podSeen, externalSeen, podAnswer, externalAnswer string) {
 		copied := configOf(alpha, pod, external, endpoint, 2)
 		copied.Spec.BackendConfig = v1alpha1.BackendConfig{v1alpha1.ConfigPort: port, v1alpha1.ConfigPublicKey: key}
+		if tunnels != "" {
+			copied.Spec.BackendConfig[v1alpha1.ConfigTunnels] = tunnels
+		}
 		answered(copied, podAnswer, externalAnswer)
 		original := answered(configOf(bravo, "10.244.0.0/16", "10.245.0.0/16", "198.51.100.1", 1), podSeen, externalSeen)
 
 		claim, problems := ClaimFrom(copied, Origin{})
-		if (claim == Claim{}) != (len(problems) > 0) {
+		if reflect.DeepEqual(claim, Claim{}) != (len(problems) > 0) {
 			t.Fatalf("%+v and %v", claim, problems)
 		}
 		own := Own{PublicKey: keyOf(1), Pod: pfx("10.244.0.0/16"), Nodes: []netip.Addr{ip("172.30.0.1")}, Endpoint: "198.51.100.1", Port: 5871}
@@ -380,7 +404,7 @@ func FuzzExchange(f *testing.F) {
 		if len(problems) > 0 {
 			t.Fatalf("PeerFrom refuses %+v: %v", spec, problems)
 		}
-		if claim == (Claim{}) {
+		if reflect.DeepEqual(claim, Claim{}) {
 			t.Fatalf("a TunnelEndpoint out of what is no claim: %+v", spec)
 		}
 		if len(refusals) > 0 {

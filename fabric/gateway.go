@@ -27,6 +27,7 @@ type GatewayPeer struct {
 	PublicKey [32]byte
 	Endpoint  string // IP address or DNS name
 	Port      uint16
+	Tunnels   []TunnelEnd // the further ones, for which all else holds as well; nil: none
 
 	// AllowedIPs are exactly Pb@A and Xb@A, in this order (Liqo facts, 6.2).
 	// They overlap with those of no other peer.
@@ -63,7 +64,7 @@ func GatewayFor(in Intent, mss uint16) (Gateway, []Problem) {
 	var (
 		gw       Gateway
 		problems []Problem
-		kept     = keeper{id: in.ClusterID, key: in.PublicKey, ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
+		kept     = keeper{id: in.ClusterID, own: append([][32]byte{in.PublicKey}, in.FurtherKeys...), ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
 	)
 	peers := slices.Clone(in.Peers)
 	slices.SortFunc(peers, byAge)
@@ -98,6 +99,7 @@ func gatewayPeer(p *Peer, endpoints []natengine.Endpoint, mss uint16) GatewayPee
 		PublicKey:  p.PublicKey,
 		Endpoint:   p.Endpoint,
 		Port:       p.Port,
+		Tunnels:    slices.Clone(p.Tunnels),
 		AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen},
 		Rules: natengine.Peer{
 			ID:             p.ID,
@@ -176,13 +178,13 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 
 // keeper remembers the peers that are kept, to find contradictions with them.
 type keeper struct {
-	id      string   // our own cluster ID
-	key     [32]byte // our own public key
-	first   [2]*Peer // of IPv4 and of IPv6: sets what our own networks of that family are
+	id      string     // our own cluster ID
+	own     [][32]byte // our own public keys
+	first   [2]*Peer   // of IPv4 and of IPv6: sets what our own networks of that family are
 	ids     map[string]*Peer
-	keys    map[[32]byte]*Peer
-	remotes []remote // disjoint, sorted by address
-	gates   []gate   // sorted by address; peers behind one NAT share theirs
+	keys    map[[32]byte]*Peer // of all tunnels
+	remotes []remote           // disjoint, sorted by address
+	gates   []gate             // sorted by address; peers behind one NAT share theirs
 }
 
 // familyOf is 0 for a peer whose networks are IPv4, 1 for IPv6; check has seen that
@@ -210,7 +212,10 @@ func (k *keeper) keep(p *Peer) {
 	if k.first[familyOf(p)] == nil {
 		k.first[familyOf(p)] = p
 	}
-	k.ids[p.ID], k.keys[p.PublicKey] = p, p
+	k.ids[p.ID] = p
+	for _, t := range ends(p.PublicKey, p.Port, p.Tunnels) {
+		k.keys[t.PublicKey] = p
+	}
 	_, _, pod, external := p.pairs()
 	for _, n := range []pair{pod, external} {
 		at, _ := k.find(n.seen)
@@ -252,11 +257,19 @@ func (k *keeper) check(p *Peer) []Problem {
 	if other := k.ids[p.ID]; other != nil {
 		r.add("spec.clusterIdentity.clusterID", "%s is also the cluster of %s; want one TunnelEndpoint for each cluster", quote(p.ID), other.Origin)
 	}
-	if p.PublicKey == k.key {
+	if slices.Contains(k.own, p.PublicKey) {
 		r.add("spec.backend_config.publicKey", "is our own public key; want that of cluster %s", quote(p.ID))
 	}
 	if other := k.keys[p.PublicKey]; other != nil {
 		r.add("spec.backend_config.publicKey", "is also the key of cluster %s (%s); want a key for each cluster", quote(other.ID), other.Origin)
+	}
+	for i, t := range p.Tunnels {
+		if slices.Contains(k.own, t.PublicKey) {
+			r.add(tunnelsField, "tunnel %d has our own public key; want one of cluster %s", i+1, quote(p.ID))
+		}
+		if other := k.keys[t.PublicKey]; other != nil {
+			r.add(tunnelsField, "tunnel %d has a key of cluster %s (%s); want keys for each cluster", i+1, quote(other.ID), other.Origin)
+		}
 	}
 	localPod, localExternal, remotePod, remoteExternal := p.pairs()
 	if first := k.first[familyOf(p)]; first != nil {
@@ -319,6 +332,9 @@ func (p GatewayPeer) String() string {
 	fmt.Fprintf(&b, "peer %s (%s)\n", p.ID, p.Name)
 	fmt.Fprintf(&b, "  wg set peer %s endpoint %s allowed-ips %v,%v\n", base64.StdEncoding.EncodeToString(p.PublicKey[:]),
 		hostPort(p.Endpoint, p.Port), p.AllowedIPs[0], p.AllowedIPs[1])
+	for i, t := range p.Tunnels {
+		fmt.Fprintf(&b, "  wg set peer %s endpoint %s tunnel %d\n", base64.StdEncoding.EncodeToString(t.PublicKey[:]), hostPort(p.Endpoint, t.Port), i+1)
+	}
 	for _, prefix := range p.AllowedIPs {
 		fmt.Fprintf(&b, "  route %v\n", prefix)
 	}

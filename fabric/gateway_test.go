@@ -51,6 +51,7 @@ func TestGatewayForPlan(t *testing.T) {
 	})
 	c := peer(t, idC, func(p *Peer) {
 		remotes("10.248.0.0/16", "10.249.0.0/16")(p)
+		p.Tunnels = []TunnelEnd{{keyOf(9), 5872}, {keyOf(8), 40000}}
 		p.Local.PodSeen, p.Local.ExternalSeen = p.Local.Pod, p.Local.External
 		p.Endpoint = "gw.example.com"
 	})
@@ -74,6 +75,8 @@ func TestGatewayForPlan(t *testing.T) {
   probe 10.247.0.1:12345
 peer cccccccc-3333-4333-8333-333333333333 (c)
   wg set peer Y2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2M= endpoint gw.example.com:5871 allowed-ips 10.248.0.0/16,10.249.0.0/16
+  wg set peer CQkJCQkJCQkJCQkJCQkJCQkJCQkJCQkJCQkJCQkJCQk= endpoint gw.example.com:5872 tunnel 1
+  wg set peer CAgICAgICAgICAgICAgICAgICAgICAgICAgICAgICAg= endpoint gw.example.com:40000 tunnel 2
   route 10.248.0.0/16
   route 10.249.0.0/16
   out source 10.244.0.0/16 stays
@@ -201,13 +204,26 @@ func TestGatewayForRefusesContradictions(t *testing.T) {
 			p.Remote.Pod, p.Remote.PodSeen = pfx("192.0.2.0/24"), pfx("192.0.2.0/24")
 			p.Endpoint = "198.51.100.1"
 		}, `TunnelEndpoint tenant/c: spec.remotePodCIDR: 192.0.2.0/24 contains 192.0.2.98, the gateway of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.endpointIP); want a network without gateways of peers`, "b"},
+		{"our own key for a further tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 5872}, {keyOf(1), 5873}} },
+			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 2 has our own public key; want one of cluster "` + idC + `"`, "b"},
+		{"a further key of ours", func(p *Peer) { p.PublicKey = keyOf(10) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is our own public key; want that of cluster "` + idC + `"`, "b"},
+		{"a further key of ours for a further tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(10), 5872}} },
+			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 1 has our own public key; want one of cluster "` + idC + `"`, "b"},
+		{"another's key for a further tunnel", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf('b'), 5872}} },
+			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 1 has a key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want keys for each cluster`, "b"},
+		{"a further key of another", func(p *Peer) { p.PublicKey = keyOf(20) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a key for each cluster`, "b"},
+		{"further keys that another has", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 5872}, {keyOf(20), 5873}} },
+			`TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 2 has a key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want keys for each cluster`, "b"},
+		{"tunnels that are wrong by themselves", func(p *Peer) { p.Tunnels = []TunnelEnd{{keyOf(8), 0}} },
+			"TunnelEndpoint tenant/c: spec.backend_config.tunnels: tunnel 1 has port 0; want a UDP port from 1 to 65535", "b"},
 		{"older than the other", func(p *Peer) { p.PublicKey, p.Created = keyOf('b'), 1000 }, `TunnelEndpoint tenant/b: spec.backend_config.publicKey: is also the key of cluster "` + idC + `" (TunnelEndpoint tenant/c); want a key for each cluster`, "c"},
 	} {
 		t.Run(test.name, func(t *testing.T) {
 			b, c := peer(t, idB, nil), peer(t, idC, apart)
 			b.Created, c.Created = 2000, 3000
+			b.Tunnels = []TunnelEnd{{keyOf(20), 5872}}
 			test.change(&c)
-			in := Intent{ClusterID: idA, PublicKey: keyOf(1), Peers: []Peer{b, c}}
+			in := Intent{ClusterID: idA, PublicKey: keyOf(1), FurtherKeys: [][32]byte{keyOf(9), keyOf(10)}, Peers: []Peer{b, c}}
 			for range 2 {
 				gw, problems := GatewayFor(in, 0)
 				if test.want == "" {
@@ -285,6 +301,9 @@ func randIntent(rng *rand.Rand) Intent {
 	in := Intent{ClusterID: "id0", PublicKey: keyOf(1)}
 	for range 1 + rng.IntN(12) {
 		p := Peer{ID: fmt.Sprintf("id%d", rng.IntN(30)), Endpoint: "192.0.2.1", Port: uint16(rng.IntN(40)), PublicKey: keyOf(byte(1 + rng.IntN(60)))}
+		for i := range rng.IntN(3) {
+			p.Tunnels = append(p.Tunnels, TunnelEnd{keyOf(byte(1 + rng.IntN(60))), uint16(100 + i - rng.IntN(20)/19)})
+		}
 		p.Local = Networks{own, seen(own), external, seen(external)}
 		if rng.IntN(10) == 0 {
 			p.Local.External, p.Local.ExternalSeen = pfx("10.243.0.0/16"), pfx("10.243.0.0/16")
@@ -346,10 +365,16 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 		// Sound: no pair of networks overlaps, no ID and no key is there twice.
 		ids, keys, prefixes := map[string]bool{in.ClusterID: true}, map[[32]byte]bool{in.PublicKey: true}, gw.RoutePrefixes()
 		for _, p := range gw.Peers {
-			if ids[p.ID] || keys[p.PublicKey] {
-				t.Fatalf("peer %s: ID or key twice", p.ID)
+			if ids[p.ID] {
+				t.Fatalf("peer %s: ID twice", p.ID)
 			}
-			ids[p.ID], keys[p.PublicKey] = true, true
+			ids[p.ID] = true
+			for _, tunnel := range append([]TunnelEnd{{p.PublicKey, p.Port}}, p.Tunnels...) {
+				if keys[tunnel.PublicKey] {
+					t.Fatalf("peer %s: key twice", p.ID)
+				}
+				keys[tunnel.PublicKey] = true
+			}
 			prefixes = append(prefixes, pfx("10.244.0.0/16"))
 		}
 		for i, p := range gw.RoutePrefixes() {
@@ -395,13 +420,20 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 }
 
 func sameKept(k GatewayPeer, p Peer) bool {
-	return k.ID == p.ID && k.Origin == p.Origin && k.PublicKey == p.PublicKey && k.Local == p.Local && k.Remote == p.Remote
+	return k.ID == p.ID && k.Origin == p.Origin && k.PublicKey == p.PublicKey && slices.Equal(k.Tunnels, p.Tunnels) && k.Local == p.Local && k.Remote == p.Remote
 }
 
 // contradicts is the slow and obvious form of keeper.check.
 func contradicts(p Peer, gw Gateway) bool {
 	for _, k := range gw.Peers {
-		if k.ID == p.ID || k.PublicKey == p.PublicKey || k.Local.Pod != p.Local.Pod || k.Local.External != p.Local.External {
+		for _, a := range append([]TunnelEnd{{p.PublicKey, 0}}, p.Tunnels...) {
+			for _, b := range append([]TunnelEnd{{k.PublicKey, 0}}, k.Tunnels...) {
+				if a.PublicKey == b.PublicKey {
+					return true
+				}
+			}
+		}
+		if k.ID == p.ID || k.Local.Pod != p.Local.Pod || k.Local.External != p.Local.External {
 			return true
 		}
 		for _, a := range []netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen} {

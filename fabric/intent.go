@@ -68,6 +68,9 @@ type Peer struct {
 	Port      uint16   // UDP, never 0
 	PublicKey [32]byte // WireGuard, never all zero
 
+	// Tunnels are the ends of the further tunnels, if any: its first element is tunnel 1.
+	Tunnels []TunnelEnd
+
 	Mappings []Mapping // endpoints of ours that the peer may reach; Attach fills it in
 
 	Origin         Origin // the object this peer was read from
@@ -96,11 +99,12 @@ type Waiting struct {
 // Intent is the complete snapshot of what is wanted: a peer that is not in it
 // is not wanted any more. The zero Intent is a gateway without peers.
 type Intent struct {
-	ClusterID   string    // our own cluster; empty when unknown
-	ClusterName string    // for people
-	PublicKey   [32]byte  // our own WireGuard public key; all zero when unknown
-	Peers       []Peer    // in any order
-	Waiting     []Waiting // in any order; see Attach
+	ClusterID   string     // our own cluster; empty when unknown
+	ClusterName string     // for people
+	PublicKey   [32]byte   // our own WireGuard public key; all zero when unknown
+	FurtherKeys [][32]byte // the public keys of our further tunnels, also of those that are not in use; nil when unknown
+	Peers       []Peer     // in any order
+	Waiting     []Waiting  // in any order; see Attach
 }
 
 // Attach gives every peer the mappings made for its cluster ID. It returns new

@@ -3,7 +3,6 @@ package fabric
 import (
 	"net/netip"
 	"slices"
-	"strconv"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
@@ -32,6 +31,7 @@ func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
 	}
 	p.Port = r.port("spec.backend_config.port", spec.BackendConfig)
 	p.PublicKey = r.key("spec.backend_config.publicKey", spec.BackendConfig)
+	p.Tunnels = r.furtherTunnels(spec.BackendConfig)
 
 	// What could not be read is zero now and check would report it again.
 	unread := make(map[string]bool, len(r.problems))
@@ -135,12 +135,25 @@ func (r *report) port(field string, config v1alpha1.BackendConfig) uint16 {
 		r.add(field, "is absent; want a UDP port from 1 to 65535")
 		return 0
 	}
-	port, err := strconv.ParseUint(value, 10, 16)
-	if err != nil || port == 0 || strconv.FormatUint(port, 10) != value {
+	port, ok := parsePort(value)
+	if !ok {
 		r.add(field, "is %s; want a UDP port from 1 to 65535", quote(value))
 		return 0
 	}
-	return uint16(port)
+	return port
+}
+
+// furtherTunnels reads what a Liqo does not write.
+func (r *report) furtherTunnels(config v1alpha1.BackendConfig) []TunnelEnd {
+	value, ok := config[v1alpha1.ConfigTunnels]
+	if !ok {
+		return nil
+	}
+	further, err := ParseTunnels(value)
+	if err != nil {
+		r.add(tunnelsField, "%v", err)
+	}
+	return further
 }
 
 func (r *report) key(field string, config v1alpha1.BackendConfig) (key [32]byte) {

@@ -1,9 +1,16 @@
 package fabric
 
 import (
+	"crypto/ecdh"
 	"crypto/hkdf"
 	"crypto/sha256"
+	"encoding/base64"
+	"errors"
 	"fmt"
+	"strconv"
+	"strings"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
 // MaxTunnels is the most tunnels that join two gateways.
@@ -34,4 +41,102 @@ func TunnelKey(private [32]byte, i int) [32]byte {
 	key[0] &= 248 // RFC 7748, section 5
 	key[31] = key[31]&127 | 64
 	return key
+}
+
+// PublicKeys are the WireGuard public keys of the first n tunnels of the gateway with the given private key.
+func PublicKeys(private [32]byte, n int) [][32]byte {
+	keys := make([][32]byte, n)
+	for i := range keys {
+		key := TunnelKey(private, i)
+		k, err := ecdh.X25519().NewPrivateKey(key[:])
+		if err != nil {
+			panic(err) // of another length, which the type excludes
+		}
+		keys[i] = [32]byte(k.PublicKey().Bytes())
+	}
+	return keys
+}
+
+// FormatTunnels writes the further tunnels of a gateway as they are published: what v1alpha1.ConfigTunnels holds. No
+// tunnels are the empty string, for which there is no such key.
+func FormatTunnels(further []TunnelEnd) string {
+	entries := make([]string, len(further))
+	for i, t := range further {
+		entries[i] = strconv.Itoa(int(t.Port)) + ":" + base64.StdEncoding.EncodeToString(t.PublicKey[:])
+	}
+	return strings.Join(entries, ",")
+}
+
+// ParseTunnels reads what FormatTunnels writes, and nothing else, so that one list has one text. Whether the ends
+// contradict each other is left to whoever knows tunnel 0. The error names the tunnel that is wrong.
+func ParseTunnels(s string) ([]TunnelEnd, error) {
+	const want = "want PORT:PUBLICKEY, with a comma between two"
+	if s == "" {
+		return nil, errors.New("is empty; " + want + ", or nothing of this name")
+	}
+	if n := strings.Count(s, ",") + 1; n >= MaxTunnels { // before anything is made of it
+		return nil, tooManyTunnels(n)
+	}
+	var further []TunnelEnd
+	for entry := range strings.SplitSeq(s, ",") {
+		i := len(further) + 1
+		portText, keyText, found := strings.Cut(entry, ":")
+		if !found {
+			return nil, fmt.Errorf("tunnel %d is %s; "+want, i, quote(entry))
+		}
+		port, ok := parsePort(portText)
+		if !ok {
+			return nil, fmt.Errorf("tunnel %d has port %s; want a UDP port from 1 to 65535", i, quote(portText))
+		}
+		key, err := ParseKey(keyText)
+		if err != nil {
+			return nil, fmt.Errorf("tunnel %d has a key that %w", i, err)
+		}
+		further = append(further, TunnelEnd{key, port})
+	}
+	return further, nil
+}
+
+func tooManyTunnels(n int) error {
+	return fmt.Errorf("has %d tunnels besides the first; want at most %d", n, MaxTunnels-1)
+}
+
+func parsePort(s string) (uint16, bool) {
+	port, err := strconv.ParseUint(s, 10, 16)
+	return uint16(port), err == nil && port != 0 && strconv.FormatUint(port, 10) == s
+}
+
+const tunnelsField = "spec.backend_config." + v1alpha1.ConfigTunnels
+
+// ends returns all tunnels of a gateway in order, the first included.
+func ends(key [32]byte, port uint16, further []TunnelEnd) []TunnelEnd {
+	return append([]TunnelEnd{{key, port}}, further...)
+}
+
+// tunnels checks the further tunnels of a gateway, with the first one: each needs sessions and a socket of its own.
+func (r *report) tunnels(key [32]byte, port uint16, further []TunnelEnd) {
+	if len(further) >= MaxTunnels {
+		r.add(tunnelsField, "%v", tooManyTunnels(len(further)))
+		return
+	}
+	all := ends(key, port, further)
+	for i, t := range all {
+		if i == 0 {
+			continue
+		}
+		if t.Port == 0 {
+			r.add(tunnelsField, "tunnel %d has port 0; want a UDP port from 1 to 65535", i)
+		}
+		if t.PublicKey == ([32]byte{}) {
+			r.add(tunnelsField, "tunnel %d has a key that is all zero; want a WireGuard public key", i)
+		}
+		for j, other := range all[:i] {
+			if t.Port == other.Port && t.Port != 0 {
+				r.add(tunnelsField, "tunnel %d has port %d, which tunnel %d has; want a port for each", i, t.Port, j)
+			}
+			if t.PublicKey == other.PublicKey && t.PublicKey != ([32]byte{}) {
+				r.add(tunnelsField, "tunnel %d has the public key of tunnel %d; want a key for each", i, j)
+			}
+		}
+	}
 }

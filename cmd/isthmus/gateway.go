@@ -120,6 +120,7 @@ func configOf(s file.Snapshot) gateway.Config {
 		Intent:         s.Intent,
 		PrivateKey:     gateway.Key(s.PrivateKey),
 		ListenPort:     s.Gateway.ListenPort,
+		Tunnels:        s.Gateway.Tunnels,
 		MTU:            int(s.Gateway.MTU), // AutoMTU is 0 in both
 		NAT:            s.Gateway.NAT.Config(),
 		MetricsAddress: s.Gateway.MetricsAddress,

@@ -2,7 +2,6 @@ package lab
 
 import (
 	"bytes"
-	"crypto/ecdh"
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/base64"
@@ -20,6 +19,7 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
 // Ports of every gateway of a lab; each is in a namespace of its own.
@@ -222,7 +222,7 @@ func (l *Lab) writePeer(at, peer *Cluster) error {
 	if err := ensureGatewayFile(at); err != nil {
 		return err
 	}
-	key, err := publicKey(peer)
+	backend, err := backendConfig(peer)
 	if err != nil {
 		return err
 	}
@@ -242,7 +242,7 @@ func (l *Lab) writePeer(at, peer *Cluster) error {
 			RemoteNATExternalCIDR: remapped(peer.ExternalCIDR, ofPeer.External),
 			EndpointIP:            peer.Gateway().Addr.String(),
 			BackendType:           v1alpha1.BackendWireGuard,
-			BackendConfig:         map[string]string{v1alpha1.ConfigPublicKey: key, v1alpha1.ConfigPort: strconv.Itoa(wireGuardPort)},
+			BackendConfig:         backend,
 		},
 	}
 	tunnel.Namespace = "liqo-tenant-" + uniqueName(peer)
@@ -300,7 +300,7 @@ func ensureGatewayFile(c *Cluster) error {
 	if _, err := os.Stat(path); !errors.Is(err, fs.ErrNotExist) {
 		return err
 	}
-	return writeFile(path, fmt.Appendf(nil, `apiVersion: isthmus.net/v1alpha1
+	text := fmt.Appendf(nil, `apiVersion: isthmus.net/v1alpha1
 kind: Gateway
 clusterID: %s
 clusterName: %s
@@ -309,11 +309,15 @@ listenPort: %d
 mtu: auto
 metricsAddress: ":%d"
 statusAddress: "127.0.0.1:%d"
-`, c.ID, c.Name, keyFile, wireGuardPort, metricsPort, statusPort), 0o644)
+`, c.ID, c.Name, keyFile, wireGuardPort, metricsPort, statusPort)
+	if c.Tunnels > 1 {
+		text = fmt.Appendf(text, "tunnels: %d\n", c.Tunnels)
+	}
+	return writeFile(path, text, 0o644)
 }
 
 // ensureKey returns the cluster's private key, made when there is none.
-func ensureKey(c *Cluster) (*ecdh.PrivateKey, error) {
+func ensureKey(c *Cluster) ([32]byte, error) {
 	path := filepath.Join(c.ConfigDir, keyFile)
 	text, err := os.ReadFile(path)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -325,25 +329,34 @@ func ensureKey(c *Cluster) (*ecdh.PrivateKey, error) {
 		err = writeFile(path, text, 0o600)
 	}
 	if err != nil {
-		return nil, err
+		return [32]byte{}, err
 	}
-	key, err := base64.StdEncoding.DecodeString(strings.TrimSpace(string(text)))
+	key, err := fabric.ParseKey(strings.TrimSpace(string(text)))
 	if err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
+		return key, fmt.Errorf("%s %w", path, err)
 	}
-	private, err := ecdh.X25519().NewPrivateKey(key)
-	if err != nil {
-		return nil, fmt.Errorf("%s: %w", path, err)
-	}
-	return private, nil
+	return key, nil
 }
 
-func publicKey(c *Cluster) (string, error) {
+// backendConfig is what a cluster tells its peers about its gateway.
+func backendConfig(c *Cluster) (v1alpha1.BackendConfig, error) {
 	private, err := ensureKey(c)
 	if err != nil {
-		return "", err
+		return nil, err
 	}
-	return base64.StdEncoding.EncodeToString(private.PublicKey().Bytes()), nil
+	keys := fabric.PublicKeys(private, c.Tunnels)
+	config := v1alpha1.BackendConfig{
+		v1alpha1.ConfigPublicKey: base64.StdEncoding.EncodeToString(keys[0][:]),
+		v1alpha1.ConfigPort:      strconv.Itoa(wireGuardPort),
+	}
+	var further []fabric.TunnelEnd
+	for i, key := range keys[1:] {
+		further = append(further, fabric.TunnelEnd{PublicKey: key, Port: wireGuardPort + 1 + uint16(i)})
+	}
+	if further != nil {
+		config[v1alpha1.ConfigTunnels] = fabric.FormatTunnels(further)
+	}
+	return config, nil
 }
 
 // routePeer sends a peer's networks from the nodes without a gateway to the one that has it, and the way back is the

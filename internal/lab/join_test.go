@@ -4,9 +4,11 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
@@ -19,7 +21,7 @@ func TestJoinWritesBothSidesOfTheSameDecision(t *testing.T) {
 	if err := l.Map(b, b.OnPrem.Addr); err != nil {
 		t.Fatal(err)
 	}
-	keyOfA, err := publicKey(a)
+	backend, err := backendConfig(a)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -39,7 +41,7 @@ metadata:
 spec:
   backend_config:
     port: "5871"
-    publicKey: ` + keyOfA + `
+    publicKey: ` + backend["publicKey"] + `
   backendType: wireguard
   clusterIdentity:
     clusterID: ` + a.ID + `
@@ -170,6 +172,37 @@ func TestJoinWritesWhatAGatewayReadsAndKeepsKeyAndGatewayFile(t *testing.T) {
 	}
 	if again, _ := os.ReadFile(edited); string(again) != "edited" {
 		t.Error("another Join changed gateway.yaml")
+	}
+}
+
+func TestJoinTellsOfAllTunnelsOfTheOtherSide(t *testing.T) {
+	l := up(t, Spec{Tunnels: 2, Clusters: []ClusterSpec{{Tunnels: 3}, {}, {Tunnels: 1}}})
+	if err := l.JoinAll(); err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []int{3, 2, 1} {
+		of := l.Clusters[i]
+		own, err := file.Load(of.ConfigDir)
+		if err != nil || own.Gateway.Tunnels != want {
+			t.Fatalf("cluster %s has %d tunnels, %v; want %d", of, own.Gateway.Tunnels, err, want)
+		}
+		keys := fabric.PublicKeys(own.PrivateKey, want)
+		for _, at := range l.Clusters {
+			if at == of {
+				continue
+			}
+			s, err := file.Load(at.ConfigDir)
+			if err != nil {
+				t.Fatal(err)
+			}
+			p := s.Intent.Peers[slices.IndexFunc(s.Intent.Peers, func(p fabric.Peer) bool { return p.ID == of.ID })]
+			ends := append([]fabric.TunnelEnd{{PublicKey: p.PublicKey, Port: p.Port}}, p.Tunnels...)
+			for j, key := range keys {
+				if len(ends) != want || ends[j] != (fabric.TunnelEnd{PublicKey: key, Port: wireGuardPort + uint16(j)}) {
+					t.Errorf("%s knows of %s: %v; want %d tunnels with keys %x", at, of, ends, want, keys)
+				}
+			}
+		}
 	}
 }
 

@@ -66,6 +66,7 @@ type Cluster struct {
 	ID           string
 	PodCIDR      netip.Prefix
 	ExternalCIDR netip.Prefix
+	Tunnels      int     // of its gateway
 	Nodes        []*Node // the gateway runs on the first
 	Pods         []*Pod  // those of node 1 first
 	OnPrem       *Server // a server outside the cluster, on a network of node 1
@@ -296,7 +297,7 @@ func fromState(s state) *Lab {
 	l := &Lab{Name: name, Spec: s.Spec, Dir: dirOf(name), Underlay: host("underlay"), state: s, gateways: map[*Cluster]*gateway{}}
 	for i, cs := range s.Spec.Clusters {
 		c := &Cluster{
-			Name: cs.Name, ID: cs.ID, PodCIDR: cs.PodCIDR, ExternalCIDR: cs.ExternalCIDR,
+			Name: cs.Name, ID: cs.ID, PodCIDR: cs.PodCIDR, ExternalCIDR: cs.ExternalCIDR, Tunnels: max(cs.Tunnels, 1),
 			OnPrem:    &Server{host("%s-onprem", cs.Name), onPremServer},
 			ConfigDir: filepath.Join(dirOf(name), "config-"+cs.Name),
 		}

@@ -1,6 +1,7 @@
 package lab
 
 import (
+	"cmp"
 	"crypto/sha256"
 	"errors"
 	"fmt"
@@ -8,6 +9,8 @@ import (
 	"net/netip"
 	"regexp"
 	"slices"
+
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
 // Fixed addresses of every lab. A lab's namespaces are its own, so two labs use the same ones without clashing.
@@ -63,6 +66,8 @@ type Spec struct {
 	Name string `json:"name"`
 	// MTU of the underlay in octets, 576 to 65535: links of nodes and routers. Pods keep the same. Default 1500.
 	MTU int `json:"mtu,omitempty"`
+	// Tunnels between the gateways of two clusters, 1 to 16, as far as the other side has as many. Default 1.
+	Tunnels int `json:"tunnels,omitempty"`
 	// RPFilter of every host but the underlay. Default loose.
 	RPFilter RPFilter `json:"rpFilter,omitempty"`
 	// Clusters are 1 to 99.
@@ -83,6 +88,8 @@ type ClusterSpec struct {
 	Nodes int `json:"nodes,omitempty"`
 	// PodsPerNode: 0 means the default 2, a negative number none.
 	PodsPerNode int `json:"podsPerNode,omitempty"`
+	// Tunnels of the cluster's gateway. Default: those of the Spec.
+	Tunnels int `json:"tunnels,omitempty"`
 	// Control adds a machine for the cluster's control plane.
 	Control bool `json:"control,omitempty"`
 }
@@ -106,6 +113,7 @@ func (s Spec) withDefaults() (Spec, error) {
 	if s.MTU < minMTU || s.MTU > maxMTU {
 		bad("mtu %d: want %d to %d", s.MTU, minMTU, maxMTU)
 	}
+	s.Tunnels = cmp.Or(s.Tunnels, 1)
 	if s.RPFilter == "" {
 		s.RPFilter = RPFilterLoose
 	}
@@ -129,6 +137,7 @@ func (s Spec) withDefaults() (Spec, error) {
 			bad("two clusters are called %q", c.Name)
 		}
 		names[c.Name] = true
+		c.Tunnels = cmp.Or(c.Tunnels, s.Tunnels)
 		if err := c.complete(); err != nil {
 			bad("cluster %s: %w", c.Name, err)
 		}
@@ -148,6 +157,9 @@ func (c *ClusterSpec) complete() error {
 	}
 	if c.Nodes < 1 || c.Nodes > maxNodes {
 		return fmt.Errorf("%d nodes: want 1 to %d", c.Nodes, maxNodes)
+	}
+	if c.Tunnels < 1 || c.Tunnels > fabric.MaxTunnels {
+		return fmt.Errorf("%d tunnels: want 1 to %d", c.Tunnels, fabric.MaxTunnels)
 	}
 	if c.PodsPerNode == 0 {
 		c.PodsPerNode = 2

@@ -58,6 +58,11 @@ const (
 	ConfigPublicKey = "publicKey"
 	// ConfigPort holds the UDP port of the gateway, decimal.
 	ConfigPort = "port"
+	// ConfigTunnels holds the further tunnels of a gateway that has more than
+	// the one which publicKey and port describe: PORT:PUBLICKEY for each, in
+	// their order and separated by commas, at most 15. Liqo has no such key
+	// and ignores it (backend_config only).
+	ConfigTunnels = "tunnels"
 	// ConfigEndpointIP holds the address that the endpoint resolved to
 	// (peerConfiguration only).
 	ConfigEndpointIP = "endpointIP"

@@ -17,7 +17,6 @@ package file
 
 import (
 	"cmp"
-	"crypto/ecdh"
 	"errors"
 	"fmt"
 	"io"
@@ -251,9 +250,8 @@ func (l *loader) privateKey(c content) PrivateKey {
 func (l *loader) intent(g GatewayFile, key PrivateKey) fabric.Intent {
 	in := fabric.Intent{ClusterID: g.ClusterID, ClusterName: g.ClusterName}
 	if key != (PrivateKey{}) {
-		if k, err := ecdh.X25519().NewPrivateKey(key[:]); err == nil {
-			in.PublicKey = [32]byte(k.PublicKey().Bytes())
-		}
+		keys := fabric.PublicKeys(key, fabric.MaxTunnels)
+		in.PublicKey, in.FurtherKeys = keys[0], keys[1:]
 	}
 	var problems []fabric.Problem
 	in.Peers, in.Waiting, problems = fabric.Attach(l.peers, l.mappings)

@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -156,7 +157,7 @@ func TestLoadReadsEverything(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantGateway := GatewayFile{APIVersion: "isthmus.net/v1alpha1", Kind: "Gateway", ClusterID: "alpha-id", PrivateKeyFile: "private.key",
-		ListenPort: 5871, MTU: AutoMTU, MetricsAddress: ":5872", StatusAddress: "127.0.0.1:5873"}
+		ListenPort: 5871, Tunnels: 1, MTU: AutoMTU, MetricsAddress: ":5872", StatusAddress: "127.0.0.1:5873"}
 	if got.Gateway != wantGateway {
 		t.Errorf("gateway %+v\nwant    %+v", got.Gateway, wantGateway)
 	}
@@ -165,6 +166,9 @@ func TestLoadReadsEverything(t *testing.T) {
 	}
 	if got, want := base64.StdEncoding.EncodeToString(got.Intent.PublicKey[:]), wantPublicKey; got != want {
 		t.Errorf("public key %s, want %s", got, want)
+	}
+	if keys := fabric.PublicKeys(got.PrivateKey, 16); keys[0] != got.Intent.PublicKey || !slices.Equal(keys[1:], got.Intent.FurtherKeys) {
+		t.Errorf("further keys %x, want %x", got.Intent.FurtherKeys, keys[1:])
 	}
 	if in := got.Intent; in.ClusterID != "alpha-id" || len(in.Peers) != 1 || in.Peers[0].ID != "id1" ||
 		in.Peers[0].Origin != (fabric.Origin{File: "peers.yaml", Kind: "TunnelEndpoint", Namespace: "tenant", Name: "peer1"}) ||
@@ -189,10 +193,10 @@ func TestPrivateKeyDoesNotPrint(t *testing.T) {
 
 func TestGatewayFileRoundTrips(t *testing.T) {
 	for _, g := range []GatewayFile{
-		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", 5871, AutoMTU, ":5872", "127.0.0.1:5873", NAT{}},
-		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 1, MinMTU, "[::1]:0", "localhost:65535",
+		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", 5871, 1, AutoMTU, ":5872", "127.0.0.1:5873", NAT{}},
+		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 1, 16, MinMTU, "[::1]:0", "localhost:65535",
 			NAT{MaxFlows, 2, 3, true, 4, 5, 6, 7, 8e9, 9e9, 10e9, 11e9, 12e9, 13e9, 14e9}},
-		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 65535, MaxMTU, ":1", ":2", NAT{MaxFlows: 1}},
+		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 65534, 2, MaxMTU, ":1", ":2", NAT{MaxFlows: 1}},
 	} {
 		text, err := yaml.Marshal(g)
 		if err != nil {
@@ -335,6 +339,11 @@ func TestLoadRefuses(t *testing.T) {
 		{gateway("listenPort: 70000"), []string{gw + "listenPort: is 70000; want a number from 1 to 65535"}},
 		{gateway(`listenPort: "5871"`), []string{gw + "listenPort: is no whole number; want a number from 1 to 65535"}},
 		{gateway("listenPort: null"), []string{gw + "listenPort: is no whole number; want a number from 1 to 65535"}},
+		{gateway("tunnels: 0"), []string{gw + "tunnels: is 0; want a number from 1 to 16"}},
+		{gateway("tunnels: 17"), []string{gw + "tunnels: is 17; want a number from 1 to 16"}},
+		{gateway("tunnels: two"), []string{gw + "tunnels: is no whole number; want a number from 1 to 16"}},
+		{gateway("listenPort: 65534\ntunnels: 3"),
+			[]string{gw + "tunnels: is 3, and the last would listen on port 65536 (listenPort is 65534); want ports up to 65535"}},
 		{gateway("mtu: 575"), []string{gw + `mtu: is 575; want a number from 576 to 65475, or "auto"`}},
 		{gateway("mtu: 65476"), []string{gw + `mtu: is 65476; want a number from 576 to 65475, or "auto"`}},
 		{gateway("mtu: Auto"), []string{gw + `mtu: is no whole number; want a number from 576 to 65475, or "auto"`}},

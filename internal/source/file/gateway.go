@@ -52,6 +52,7 @@ type GatewayFile struct {
 	PrivateKeyFile string `json:"privateKeyFile"`
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
+	Tunnels        int    `json:"tunnels,omitempty"`        // at most this many to one peer, on UDP ports from listenPort upwards, default 1
 	MTU            MTU    `json:"mtu"`                      // of the tunnel in octets, or "auto" (default)
 	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default ":5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"
@@ -119,6 +120,7 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 		ClusterName    string             `json:"clusterName"`
 		PrivateKeyFile string             `json:"privateKeyFile"`
 		ListenPort     stdjson.RawMessage `json:"listenPort"`
+		Tunnels        stdjson.RawMessage `json:"tunnels"`
 		MTU            stdjson.RawMessage `json:"mtu"`
 		MetricsAddress string             `json:"metricsAddress"`
 		StatusAddress  string             `json:"statusAddress"`
@@ -140,6 +142,7 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 		ClusterName:    in.ClusterName,
 		PrivateKeyFile: in.PrivateKeyFile,
 		ListenPort:     DefaultListenPort,
+		Tunnels:        1,
 		MetricsAddress: DefaultMetricsAddress,
 		StatusAddress:  DefaultStatusAddress,
 	}
@@ -160,6 +163,15 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 		if g.ListenPort = uint16(port); wrong != "" {
 			l.problem(origin, "listenPort", "%s", wrong)
 		}
+	}
+	if in.Tunnels != nil {
+		n, wrong := integer(in.Tunnels, 1, fabric.MaxTunnels)
+		if g.Tunnels = int(n); wrong != "" {
+			l.problem(origin, "tunnels", "%s", wrong)
+		}
+	}
+	if last := int(g.ListenPort) + g.Tunnels - 1; last > 65535 {
+		l.problem(origin, "tunnels", "is %d, and the last would listen on port %d (listenPort is %d); want ports up to 65535", g.Tunnels, last, g.ListenPort)
 	}
 	if in.MTU != nil {
 		if err := g.MTU.UnmarshalJSON(in.MTU); err != nil {
