@@ -7,6 +7,8 @@ import (
 	"os"
 	"slices"
 	"strings"
+
+	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
 // tolerance is by how much the median of a ratio may be worse than the worst that
@@ -37,9 +39,9 @@ func check(all []sample, file string) error {
 				continue
 			}
 			compared++
-			if worst, ok := acceptable(f, median(now), then); !ok {
+			if worst, ok := acceptable(f, measure.Median(now), then); !ok {
 				errs = append(errs, fmt.Errorf("%s, %s: %.2fx of %s; recorded were %.2fx to %.2fx, and %.2fx would still do",
-					p.name, f.name, median(now), baseline, slices.Min(then), slices.Max(then), worst))
+					p.name, f.name, measure.Median(now), baseline, slices.Min(then), slices.Max(then), worst))
 			}
 		}
 	}

@@ -5,6 +5,8 @@ import (
 	"html"
 	"slices"
 	"strings"
+
+	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
 // Sizes of the plot in pixels.
@@ -41,10 +43,10 @@ func plot(all []sample, names []string, where string) []byte {
 				class = "own"
 			}
 			fmt.Fprintf(&b, "<text x=\"%d\" y=\"%d\" class=\"n\">%s</text>", plotLabel-8, y+plotBar-3, html.EscapeString(n))
-			fmt.Fprintf(&b, "<rect x=\"%d\" y=\"%d\" width=\"%.1f\" height=\"%d\" class=\"%s\"/>", plotLabel, y, plotX(median(r)), plotBar-2, class)
+			fmt.Fprintf(&b, "<rect x=\"%d\" y=\"%d\" width=\"%.1f\" height=\"%d\" class=\"%s\"/>", plotLabel, y, plotX(measure.Median(r)), plotBar-2, class)
 			fmt.Fprintf(&b, "<line x1=\"%.1f\" x2=\"%.1f\" y1=\"%.1f\" y2=\"%.1f\"/>",
 				plotLabel+plotX(slices.Min(r)), plotLabel+plotX(slices.Max(r)), float64(y)+plotBar/2-0.5, float64(y)+plotBar/2-0.5)
-			fmt.Fprintf(&b, "<text x=\"%.1f\" y=\"%d\" class=\"v\">%.2fx</text>\n", plotLabel+max(plotX(median(r)), plotX(slices.Max(r)))+6, y+plotBar-3, median(r))
+			fmt.Fprintf(&b, "<text x=\"%.1f\" y=\"%d\" class=\"v\">%.2fx</text>\n", plotLabel+max(plotX(measure.Median(r)), plotX(slices.Max(r)))+6, y+plotBar-3, measure.Median(r))
 			y += plotBar
 		}
 	}

@@ -4,14 +4,12 @@ import (
 	"encoding/json"
 	"fmt"
 	"os"
-	"os/exec"
 	"path/filepath"
-	"runtime"
 	"slices"
 	"strings"
 	"time"
 
-	"golang.org/x/sys/unix"
+	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
 // A figure of a sample is a row of the table.
@@ -40,21 +38,7 @@ var figures = []figure{
 // describe says where and how it was measured, so that a figure can be read
 // later.
 func describe(mtu, rounds int, d time.Duration) string {
-	var u unix.Utsname
-	_ = unix.Uname(&u)
-	cpu := "unknown CPU"
-	if info, err := os.ReadFile("/proc/cpuinfo"); err == nil {
-		if _, rest, ok := strings.Cut(string(info), "model name\t: "); ok {
-			cpu, _, _ = strings.Cut(rest, "\n")
-		}
-	}
-	commit, err := exec.Command("git", "describe", "--always", "--dirty").Output()
-	if err != nil {
-		commit = []byte("unknown")
-	}
-	return fmt.Sprintf("%s, %d CPUs, Linux %s, %s, commit %s, %s; underlay MTU %d, %d interleaved rounds, %v a load",
-		cpu, runtime.NumCPU(), unix.ByteSliceToString(u.Release[:]), runtime.Version(), strings.TrimSpace(string(commit)),
-		time.Now().UTC().Format("2006-01-02"), mtu, rounds, d)
+	return fmt.Sprintf("%s; underlay MTU %d, %d interleaved rounds, %v a load", measure.Where(), mtu, rounds, d)
 }
 
 // A recording is what is kept of a run.
@@ -86,9 +70,9 @@ func report(all []sample, where string, mtu int, out string) error {
 				t.WriteString(" - |")
 				continue
 			}
-			fmt.Fprintf(&t, " "+f.format+" ["+f.format+" - "+f.format+"]", median(v), slices.Min(v), slices.Max(v))
+			fmt.Fprintf(&t, " "+f.format+" ["+f.format+" - "+f.format+"]", measure.Median(v), slices.Min(v), slices.Max(v))
 			if r := ratios(all, n, f); n != baseline && r != nil {
-				fmt.Fprintf(&t, "<br>**%.2fx** [%.2f - %.2f]", median(r), slices.Min(r), slices.Max(r))
+				fmt.Fprintf(&t, "<br>**%.2fx** [%.2f - %.2f]", measure.Median(r), slices.Min(r), slices.Max(r))
 			}
 			t.WriteString(" |")
 		}
@@ -136,12 +120,4 @@ func valuesOf(all []sample, peer string, f figure) []float64 {
 		}
 	}
 	return v
-}
-
-func median(v []float64) float64 {
-	v = slices.Sorted(slices.Values(v))
-	if n := len(v); n%2 == 0 {
-		return (v[n/2-1] + v[n/2]) / 2
-	}
-	return v[len(v)/2]
 }

@@ -1,0 +1,43 @@
+// Package measure is what all benchmark programs say of their figures: the middle of several, and the machine they are of.
+package measure
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"runtime"
+	"slices"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+)
+
+// Median is the middle of v, which is left as it is; the mean of the two in the middle when there is no middle one. v
+// must not be empty.
+func Median(v []float64) float64 {
+	v = slices.Sorted(slices.Values(v))
+	if n := len(v); n%2 == 0 {
+		return (v[n/2-1] + v[n/2]) / 2
+	}
+	return v[len(v)/2]
+}
+
+// Where names the machine, the versions, the commit and the day, so that a figure can be read later.
+func Where() string {
+	var u unix.Utsname
+	_ = unix.Uname(&u)
+	cpu := "unknown CPU"
+	if info, err := os.ReadFile("/proc/cpuinfo"); err == nil {
+		if _, rest, ok := strings.Cut(string(info), "model name\t: "); ok {
+			cpu, _, _ = strings.Cut(rest, "\n")
+		}
+	}
+	commit, err := exec.Command("git", "describe", "--always", "--dirty").Output()
+	if err != nil {
+		commit = []byte("unknown")
+	}
+	return fmt.Sprintf("%s, %d CPUs, Linux %s, %s, commit %s, %s",
+		cpu, runtime.NumCPU(), unix.ByteSliceToString(u.Release[:]), runtime.Version(), strings.TrimSpace(string(commit)),
+		time.Now().UTC().Format("2006-01-02"))
+}

@@ -1,0 +1,109 @@
+package main
+
+import (
+	"regexp"
+	"strings"
+)
+
+// A source says where a figure is and how much of it one packet is, because each benchmark counts in its own way: per
+// superpacket, per segment, per datagram, per bit.
+type source struct {
+	pkg    string  // folder of the package in the module
+	bench  string  // name as `go test` prints it, without "Benchmark"
+	unit   string  // of the figure: nanoseconds, or CPU seconds per gigabit
+	share  float64 // one packet's share of the figure
+	allocs float64 // one packet's share of allocs/op
+}
+
+// absent says whether there is no such benchmark for this shape of traffic.
+func (s source) absent() bool { return s.bench == "" }
+
+// A step is a row of the table.
+type step struct {
+	name, what string
+	alone      bool   // one packet at a time: no part of the whole way, where packets travel in batches
+	super      source // a packet of 1,420 octets, 1,368 or 1,380 of them payload, one of the 45 or so of a TCP superpacket
+	single     source // a packet of 64 octets that is no part of anything
+}
+
+const segments = 45 // of a superpacket in these benchmarks
+
+// perSuper is a cost that a superpacket has once, whatever its length.
+func perSuper(pkg, bench string) source {
+	return source{pkg, bench, "ns/op", 1. / segments, 1. / segments}
+}
+
+// perPacket is a figure of one packet already, of a benchmark whose operation is n packets.
+func perPacket(pkg, bench, unit string, n float64) source { return source{pkg, bench, unit, 1, 1 / n} }
+
+// steps are the ladder. A step contains others where it says so; remap and NAPT are alternatives.
+var steps = []step{
+	{name: "parse", what: "prove all lengths, find the ports",
+		super: perSuper("packet", "Parse/TCP4"), single: perPacket("packet", "Parse/UDP4", "ns/op", 1)},
+	{name: "remap", what: "rules, filter, 1:1 rewrite, counters",
+		super: perSuper("natengine", "PrefixMap/outbound/tcp/peers=1"), single: perPacket("natengine", "PrefixMap/outbound/udp/peers=1", "ns/op", 1)},
+	{name: "NAPT", what: "or: find the flow among 1,000, rewrite",
+		super: perSuper("natengine", "NAPTHit/batch=128/flows=1000"), single: perPacket("natengine", "NAPTHit/batch=128/flows=1000", "ns/op", 1)},
+	{name: "segment", what: "cut a superpacket: headers, copy, checksum",
+		super: perPacket("packet", "Segment/v6=false", "ns/segment", 46)},
+	{name: "coalesce", what: "verify, find runs; single: find none",
+		super: perPacket("packet", "Coalesce/OneFlow", "ns/segment", 128), single: perPacket("packet", "Coalesce/PureAcks", "ns/segment", 128)},
+	{name: "way out", what: "parse, remap, segment, as the gateway does",
+		super: perPacket("gateway/datapath", "DeviceRead/superpacket", "cpu-ns/packet", segments), single: perPacket("gateway/datapath", "DeviceRead/small", "cpu-ns/packet", 64)},
+	{name: "way in", what: "coalesce, parse, remap, as the gateway does",
+		super: perPacket("gateway/datapath", "DeviceWrite/run", "cpu-ns/packet", segments), single: perPacket("gateway/datapath", "DeviceWrite/small", "cpu-ns/packet", 128)},
+	{name: "seal", what: "ChaCha20-Poly1305",
+		super: perPacket("gateway/inline", "Cipher/seal/1420", "ns/op", 1), single: perPacket("gateway/inline", "Cipher/seal/64", "ns/op", 1)},
+	{name: "open", what: "ChaCha20-Poly1305",
+		super: perPacket("gateway/inline", "Cipher/open/1420", "ns/op", 1), single: perPacket("gateway/inline", "Cipher/open/64", "ns/op", 1)},
+	{name: "inline transport", what: "seal and open with all around them: keys, nonces, windows, timers",
+		super: perPacket("gateway/inline", "ThroughBothEnds/1420", "ns/op", 1), single: perPacket("gateway/inline", "ThroughBothEnds/64", "ns/op", 1)},
+	{name: "loopback UDP", what: "send and receive, batches of 45",
+		super: perPacket("gateway/bind", "Loopback/size=1452/batch=45", "ns/op", 1), single: perPacket("gateway/bind", "Loopback/size=96/batch=45", "ns/op", 1)},
+	{name: "loopback UDP, alone", what: "one at a time", alone: true,
+		super: perPacket("gateway/bind", "Loopback/size=1452/batch=1", "ns/op", 1), single: perPacket("gateway/bind", "Loopback/size=96/batch=1", "ns/op", 1)},
+	{name: "in memory, alone", what: "two gateways, inline, one packet at a time", alone: true,
+		single: perPacket("gateway/datapath", "Gateways/inline/small-alone", "cpu-ns/packet", 1)},
+	{name: "in memory, device", what: "two gateways without a kernel, wireguard-go's own transport",
+		super:  perPacket("gateway/datapath", "Gateways/through-the-device/superpacket", "cpu-ns/packet", segments),
+		single: perPacket("gateway/datapath", "Gateways/through-the-device/small", "cpu-ns/packet", 1)},
+	{name: "in memory, inline", what: "two gateways without a kernel, inline transport",
+		super:  perPacket("gateway/datapath", "Gateways/inline/superpacket", "cpu-ns/packet", segments),
+		single: perPacket("gateway/datapath", "Gateways/inline/small", "cpu-ns/packet", 1)},
+	{name: "real TUN", what: "two gateways by device on real TUNs, TCP of both kernels included, sockets not",
+		super: source{"gateway/tun", "KernelsThroughTwoGateways", "cpu-s/Gbit", 1380 * 8, 1380. / (1 << 20)}},
+}
+
+// packages are the folders of all benchmarks of the steps, in their order.
+func packages() (all []string) {
+	seen := map[string]bool{}
+	for _, s := range steps {
+		for _, from := range []source{s.super, s.single} {
+			if !from.absent() && !seen[from.pkg] {
+				seen[from.pkg] = true
+				all = append(all, from.pkg)
+			}
+		}
+	}
+	return all
+}
+
+// pattern is the value of -test.bench that runs what the steps need of a package, and nothing else.
+func pattern(pkg string) string {
+	var all []string
+	seen := map[string]bool{}
+	for _, s := range steps {
+		for _, from := range []source{s.super, s.single} {
+			if from.absent() || from.pkg != pkg || seen[from.bench] {
+				continue
+			}
+			seen[from.bench] = true
+			parts := strings.Split("Benchmark"+from.bench, "/")
+			for i, p := range parts {
+				parts[i] = "^" + regexp.QuoteMeta(p) + "$"
+			}
+			all = append(all, strings.Join(parts, "/"))
+		}
+	}
+	return strings.Join(all, "|")
+}
