@@ -49,6 +49,17 @@ func TestGoldenDocumentsAreStoredUnchanged(t *testing.T) {
 	}
 }
 
+const aKey = "rMWb8vnY6xUeVr2NvL9yQ3iJk0aZs4tGd7HpOqBcDfE="
+
+// tunnels is the text of n further tunnels.
+func tunnels(n int) string {
+	entries := make([]string, n)
+	for i := range entries {
+		entries[i] = fmt.Sprintf("%d:%s", 65521+i, aKey)
+	}
+	return strings.Join(entries, ",")
+}
+
 // What Liqo writes besides, and what its users make it write.
 func TestLiqoVariantsAreAccepted(t *testing.T) {
 	all, docs := servers(t), goldens(t)
@@ -64,6 +75,10 @@ func TestLiqoVariantsAreAccepted(t *testing.T) {
 		{"one network remapped", "networkconfig-local", []change{set("None", "status", "podCIDRNAT")}},
 		{"our conditions", "networkconfig-local", []change{set([]any{condition("Ready")}, "status", "conditions")}},
 		{"a further parameter of the backend", "networkconfig-local", []change{set("x", "spec", "backend_config", "keepalive")}},
+		{"a further tunnel", "networkconfig-local", []change{set(tunnels(1), "spec", "backend_config", "tunnels")}},
+		{"all tunnels", "networkconfig-local", []change{set(tunnels(15), "spec", "backend_config", "tunnels")}},
+		{"tunnels at every length of a port", "tunnelendpoint-connected", []change{set(
+			"1:"+aKey+",23:"+aKey+",456:"+aKey+",7890:"+aKey+",59999:"+aKey+",64999:"+aKey+",65499:"+aKey+",65529:"+aKey+",65535:"+aKey, "spec", "backend_config", "tunnels")}},
 		{"identity is no UUID", "networkconfig-local", []change{set("Milan_1.eu", "spec", "cluster", "clusterID")}},
 		{"identity of one character", "networkconfig-local", []change{set("7", "spec", "cluster", "clusterID")}},
 		{"longest identity", "networkconfig-local", []change{set(strings.Repeat("a", 63), "spec", "cluster", "clusterID")}},

@@ -28,6 +28,7 @@ const (
 	mustBeReachable = "must be reachable from another cluster"
 	mustBeIP        = "must be an IP address"
 	mustBeKey       = "publicKey must be a WireGuard public key"
+	mustBeTunnels   = "tunnels must be 1 to 15 times PORT:PUBLICKEY"
 	mustBePort      = "port must be a UDP port"
 	mustBeLabel     = "must be usable as a label value"
 	mustBeName      = "must be usable at the beginning of an object name"
@@ -134,6 +135,17 @@ func refusals() []refusal {
 		all = append(all, refusal{golden, []change{set(strings.Repeat("A", 43)+"=", "spec", "backend_config", "publicKey")}, "spec.backend_config", "publicKey must not be zero"})
 		for _, v := range []string{"", "0", "65536", "99999", "100000", "-1", "+5871", "05871", "5871 ", " 5871", "5871\n", "0x16ef", "5e3", "wireguard", "5871/UDP", "５８７１"} {
 			all = append(all, refusal{golden, []change{set(v, "spec", "backend_config", "port")}, "spec.backend_config", mustBePort})
+		}
+		const key = aKey
+		for _, v := range []string{
+			"", ",", "5872:" + key + ",", "," + "5872:" + key, "5872:" + key + ", 5873:" + key, "5872:" + key + ";5873:" + key, "5872:" + key + "\n", key, "5872", "5872:",
+			"0:" + key, "65536:" + key, "70000:" + key, "100000:" + key, "05872:" + key, "-1:" + key, "+5872:" + key, "192.0.2.1:5872:" + key, "5872:" + key[:43], "5872: " + key,
+			"5872:" + key[:42] + "B=", "5872:" + key + ",5873:" + key[:40], strings.Repeat("5872:"+key+",", 15) + "5873:" + key, strings.Repeat("x", 1024),
+		} {
+			all = append(all, refusal{golden, []change{set(v, "spec", "backend_config", "tunnels")}, "spec.backend_config", mustBeTunnels})
+		}
+		for _, v := range []string{"5872:" + strings.Repeat("A", 43) + "=", "5872:" + key + ",5873:" + strings.Repeat("A", 43) + "="} {
+			all = append(all, refusal{golden, []change{set(v, "spec", "backend_config", "tunnels")}, "spec.backend_config", "no public key in tunnels may be zero"})
 		}
 		all = append(all,
 			refusal{golden, []change{set(int64(5871), "spec", "backend_config", "port")}, "spec.backend_config.port", "must be of type string"},

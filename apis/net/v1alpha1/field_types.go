@@ -44,14 +44,18 @@ type EndpointHost = string
 type ConfigValue = string
 
 // BackendConfig holds the parameters of the tunnel: publicKey, a WireGuard
-// public key in base64, and port, a decimal string. Liqo writes nothing else;
-// further keys are bounded and ignored, so that a newer peer can add some.
-// The zero key is refused because WireGuard uses it for "no key".
+// public key in base64, and port, a decimal string. Liqo writes nothing else,
+// we one more: tunnels, up to 15 times PORT:PUBLICKEY with commas between them,
+// for gateways with several tunnels. Further keys are bounded and ignored, so
+// that a newer peer can add some. The zero key is refused because WireGuard
+// uses it for "no key". That ports and keys differ is asked by the controllers.
 // +kubebuilder:validation:MaxProperties=16
 // +kubebuilder:validation:XValidation:rule="'publicKey' in self && 'port' in self",message="must have the keys publicKey and port",reason=FieldValueRequired
 // +kubebuilder:validation:XValidation:rule="!('publicKey' in self) || self['publicKey'].matches('^[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=$')",message="publicKey must be a WireGuard public key: 32 octets in base64, which are 44 characters",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!('publicKey' in self) || !self['publicKey'].matches('^A+=*$')",message="publicKey must not be zero",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!('port' in self) || (self['port'].matches('^[1-9][0-9]{0,4}$') && int(self['port']) <= 65535)",message="port must be a UDP port from 1 to 65535, in decimal without leading zeros",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!('tunnels' in self) || (self['tunnels'] + ',').matches('^(([1-9][0-9]{0,3}|[1-5][0-9]{4}|6([0-4][0-9]{3}|5([0-4][0-9]{2}|5([0-2][0-9]|3[0-5])))):[A-Za-z0-9+/]{42}[AEIMQUYcgkosw048]=,){1,15}$')",message="tunnels must be 1 to 15 times PORT:PUBLICKEY with commas between them, each with a UDP port and a WireGuard public key",reason=FieldValueInvalid
+// +kubebuilder:validation:XValidation:rule="!('tunnels' in self) || !self['tunnels'].matches(':A+=')",message="no public key in tunnels may be zero",reason=FieldValueInvalid
 // +kubebuilder:object:generate=false
 type BackendConfig map[string]ConfigValue
 
