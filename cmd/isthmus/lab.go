@@ -71,6 +71,7 @@ func newLabUpCommand(name *string) *cobra.Command {
 	f.IntVar(&nodes, "nodes", 1, "nodes per cluster; the gateway runs on the first")
 	f.IntVar(&pods, "pods", 2, "pods per node")
 	f.StringVar(&podCIDR, "pod-cidr", "10.244.0.0/16", "PodCIDR of every cluster")
+	f.IntVar(&spec.Tunnels, "tunnels", 1, "tunnels between each two gateways, 1 to 16")
 	f.IntVar(&spec.MTU, "mtu", 1500, "MTU of the underlay")
 	f.StringVar(&filter, "rp-filter", string(lab.RPFilterLoose), "reverse path filter of the nodes: off, loose or strict")
 	f.BoolVar(&bare, "bare", false, "write the gateways' configuration, but start none")
