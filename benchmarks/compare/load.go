@@ -25,6 +25,7 @@ import (
 //	echo               answers each UDP datagram
 //	tcp ADDR N SECS    sends on N streams for SECS seconds
 //	udp ADDR SIZE SECS PPS  sends datagrams of SIZE octets, PPS a second (0: as many as go)
+//	rate ADDR SIZE MS  finds the highest rate of such datagrams of which none are lost, by trials of MS milliseconds
 //	flows NETWORK N    sends one datagram for each of N flows to addresses of a network
 //	soak-server, soak ADDR SECS  traffic of which every octet is compared, see soak.go
 //	rtt ADDR SECS      one datagram at a time, there and back
@@ -42,6 +43,7 @@ type loadResult struct {
 	Bytes   uint64  `json:"bytes,omitempty"`   // payload that arrived at the other pod
 	Sent    uint64  `json:"sent,omitempty"`    // datagrams sent
 	Packets uint64  `json:"packets,omitempty"` // datagrams that arrived
+	Rate    float64 `json:"rate,omitempty"`    // datagrams a second without loss
 	Seconds float64 `json:"seconds"`           // duration of the sending
 	P50     float64 `json:"p50,omitempty"`     // round trip, microseconds
 	P90     float64 `json:"p90,omitempty"`
@@ -51,7 +53,7 @@ type loadResult struct {
 
 func load(args []string) error {
 	if len(args) == 0 {
-		return fmt.Errorf("load: want sink, echo, tcp, udp or rtt")
+		return fmt.Errorf("load: want sink, echo, tcp, udp, rate or rtt")
 	}
 	number := func(i int) int {
 		if i >= len(args) {
@@ -85,6 +87,8 @@ func load(args []string) error {
 		res, err = sendTCP(args[1], number(2), time.Duration(number(3))*time.Millisecond)
 	case args[0] == "udp" && len(args) == 5:
 		res, err = sendUDP(args[1], number(2), time.Duration(number(3))*time.Millisecond, number(4))
+	case args[0] == "rate" && len(args) == 4:
+		res, err = losslessRate(args[1], number(2), time.Duration(number(3))*time.Millisecond)
 	case args[0] == "rtt" && len(args) == 3:
 		res, err = roundTrips(args[1], time.Duration(number(2))*time.Millisecond)
 	default:

@@ -25,6 +25,7 @@ var figures = []figure{
 	{"TCP 4 streams, Gbit/s", "%.2f", true, func(s sample) float64 { return s.TCP4 }},
 	{"TCP both ways, Gbit/s", "%.2f", true, func(s sample) float64 { return s.TCP2 }},
 	{"gateway CPU, s/Gbit", "%.3f", false, func(s sample) float64 { return s.CPU }},
+	{"UDP 64 B without loss, kpps", "%.0f", true, func(s sample) float64 { return s.Rate }},
 	{"UDP 64 B flooded, kpps", "%.0f", true, func(s sample) float64 { return s.Flood }},
 	{"gateway CPU flooded, us/packet", "%.1f", false, func(s sample) float64 { return s.FloodC }},
 	{"gateway CPU at 20 kpps, us/packet", "%.1f", false, func(s sample) float64 { return s.Paced }},

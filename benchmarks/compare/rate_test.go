@@ -1,0 +1,81 @@
+package main
+
+import (
+	"encoding/binary"
+	"errors"
+	"math"
+	"net"
+	"testing"
+	"time"
+)
+
+func TestTheHighestRateIsFoundWithinTheLastHalving(t *testing.T) {
+	for _, limit := range []float64{700, 3_000, 9_999, 10_000, 10_001, 39_000, 123_456, 1_900_000} {
+		trials := 0
+		got, err := highestRate(func(pps float64) (bool, error) { trials++; return pps <= limit, nil })
+		if err != nil || got > limit || got < limit/math.Pow(2, 1./(1<<halvings))*0.999 && limit >= firstPPS || trials > 14 {
+			t.Errorf("%v after %d trials, error %v: want %v", got, trials, err, limit)
+		}
+	}
+	if got, _ := highestRate(func(float64) (bool, error) { return false, nil }); got != 0 {
+		t.Errorf("%v where nothing passes", got)
+	}
+	if _, err := highestRate(func(float64) (bool, error) { return true, errors.New("gone") }); err == nil {
+		t.Error("no error")
+	}
+}
+
+// A trial passes when what was sent arrives, all but half a percent, and arrives at once.
+func TestATrialSeesLossAndQueues(t *testing.T) {
+	for name, c := range map[string]struct {
+		lose  int           // one of so many
+		delay time.Duration // of the answer
+		want  bool
+	}{
+		"all arrive":         {want: true},
+		"one in 500 is lost": {lose: 500, want: true},
+		"one in 100 is lost": {lose: 100},
+		"a queue has grown":  {delay: 100 * time.Millisecond},
+	} {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			pc, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+			if err != nil {
+				t.Fatal(err)
+			}
+			ended := make(chan struct{})
+			defer func() { pc.Close(); <-ended }()
+			go func() {
+				defer close(ended)
+				buf := make([]byte, 100)
+				for seen, got := 0, uint64(0); ; seen++ {
+					n, from, err := pc.ReadFromUDPAddrPort(buf)
+					switch {
+					case err != nil:
+						return
+					case n == 1:
+						time.Sleep(c.delay)
+						_, _ = pc.WriteToUDPAddrPort(binary.BigEndian.AppendUint64(binary.BigEndian.AppendUint64(nil, got), 0), from)
+						got = 0
+					case c.lose == 0 || seen%c.lose != 0:
+						got++
+					}
+				}
+			}()
+			conn, err := net.Dial("udp4", pc.LocalAddr().String())
+			if err != nil {
+				t.Fatal(err)
+			}
+			defer conn.Close()
+			got := false
+			for range 5 { // a machine with other work pauses now and then, so that a trial fails
+				if got, err = trial(conn.(*net.UDPConn), newMessages(64, 64), 5000, 400*time.Millisecond); got || err != nil {
+					break
+				}
+			}
+			if err != nil || got != c.want {
+				t.Errorf("%v, error %v: want %v", got, err, c.want)
+			}
+		})
+	}
+}
