@@ -97,7 +97,11 @@ func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			return exchangeOf(o, o.GetLabels()[v1alpha1.LabelOriginID])
 		})).
 		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
-			return append(r.waiting.with(forRoom), r.claimants.with(o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig[v1alpha1.ConfigPublicKey])...)
+			all := r.waiting.with(forRoom)
+			for _, key := range publicKeysOf(o.(*v1alpha1.TunnelEndpoint)) {
+				all = append(all, r.claimants.with(key)...)
+			}
+			return all
 		}), builder.WithPredicates(notStatusAlone)).
 		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(everyExchange(r.Peers, r.Log)))).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
@@ -409,6 +413,7 @@ func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig)
 	own := fabric.Own{
 		PublicKey: facts.PublicKey, Pod: facts.PodCIDR, Service: facts.ServiceCIDR, External: facts.ExternalCIDR, Nodes: facts.Nodes,
 		Endpoint: facts.Endpoint, Port: cmp.Or(uint16(peer.Overrides.Port), facts.Port),
+		Tunnels: furtherTunnels(facts, peer),
 	}
 	if peer.Overrides.Address != nil {
 		own.Endpoint = *peer.Overrides.Address
@@ -425,7 +430,8 @@ func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig)
 
 // keyTaken reports whether another peer has the key of a claim: not who says so
 // first, because public keys are public, but whose tunnel has it. Of two tunnels
-// it is the older one's, as in fabric.GatewayFor.
+// it is the older one's, as in fabric.GatewayFor, which also sees to the keys of
+// further tunnels.
 func (j judge) keyTaken(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (bool, error) {
 	key := nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey]
 	var list v1alpha1.TunnelEndpointList

@@ -158,6 +158,12 @@ func TestAKeyStaysWithThePeerThatHasIt(t *testing.T) {
 	// A key that changes is a key that is free.
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(4) })
 	older.untilAccepted("None None")
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["tunnels"] = "5872:" + testKeyText(5) })
+	a.until("the TunnelEndpoint has the further key", func() bool { return owner.endpoint().Spec.BackendConfig["tunnels"] != "" })
+	edit(a, older.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(5) })
+	older.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)")
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { delete(nc.Spec.BackendConfig, "tunnels") })
+	older.untilAccepted("None None")
 	a.until("the TunnelEndpoint has the new key", func() bool { return owner.endpoint().Spec.BackendConfig["publicKey"] == testKeyText(4) })
 }
 

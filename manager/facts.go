@@ -8,6 +8,7 @@ import (
 	"net/netip"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
 // Facts are what this cluster knows about itself. A zero field is not known yet;
@@ -21,6 +22,9 @@ type Facts struct {
 	Endpoint     string       // where peers reach our gateway: IP address or DNS name
 	Port         uint16       // UDP
 	PublicKey    [32]byte     // WireGuard
+	// Tunnels are those of the gateway besides the first, which Port and PublicKey
+	// are: as many as it has keys for and its Service has ports for.
+	Tunnels []fabric.TunnelEnd
 
 	// Missing has a sentence for each thing without which no NetworkConfig can
 	// be published, such as `Secret isthmus-system/wireguard-pubkey: not there
@@ -29,6 +33,9 @@ type Facts struct {
 	// NoEndpoint is such a sentence about Endpoint or Port, which a Peering may
 	// override; empty when both are known.
 	NoEndpoint string
+	// FewerTunnels is such a sentence about the first key without a port, or the
+	// first key that is none; empty when all that the gateway has are in Tunnels.
+	FewerTunnels string
 }
 
 // A FactsReader knows the Facts.

@@ -240,11 +240,28 @@ func networkConfigFor(f Facts, p Peer) (spec v1alpha1.NetworkConfigSpec, problem
 			v1alpha1.ConfigPort:      strconv.FormatUint(uint64(port), 10),
 		},
 	}
+	if further := furtherTunnels(f, p); len(further) > 0 {
+		spec.BackendConfig[v1alpha1.ConfigTunnels] = fabric.FormatTunnels(further)
+	}
 	_, wrong := fabric.ClaimFrom(&v1alpha1.NetworkConfig{Spec: spec}, fabric.Origin{})
 	for _, problem := range wrong {
 		problems = append(problems, "our own NetworkConfig would not be taken: "+problem.Error())
 	}
 	return spec, problems
+}
+
+// furtherTunnels returns the further tunnels of our gateway as the peer is told of
+// them: where the Peering overrides the port, at those that follow it.
+func furtherTunnels(f Facts, p Peer) []fabric.TunnelEnd {
+	if p.Overrides.Port == 0 {
+		return f.Tunnels
+	}
+	further := slices.Clone(f.Tunnels)
+	ports := portsFrom(uint16(p.Overrides.Port), 1+len(further))
+	for i := range ports[1:] {
+		further[i].Port = ports[1+i]
+	}
+	return further[:len(ports)-1]
 }
 
 // namespaceProblem says why nothing can be made in a namespace, or "".

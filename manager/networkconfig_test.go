@@ -2,6 +2,8 @@ package manager
 
 import (
 	"encoding/base64"
+	"fmt"
+	"maps"
 	"net/netip"
 	"strings"
 	"testing"
@@ -14,6 +16,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
 func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
@@ -25,23 +28,31 @@ func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
 		PodCIDR: netip.MustParsePrefix("10.1.0.0/18"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"), ExternalCIDR: netip.MustParsePrefix("10.2.0.0/18"),
 		Endpoint: "192.0.2.1", Port: 31871, PublicKey: [32]byte(key),
 	}
+	two := func(f *Facts) {
+		f.Tunnels = []fabric.TunnelEnd{{PublicKey: testKey(2), Port: 31900}, {PublicKey: testKey(3), Port: 31899}}
+	}
 	address := "vpn.example.org"
 	for _, c := range []struct {
 		name           string
 		change         func(*Facts)
 		overrides      isthmus.Overrides
 		endpoint, port string
+		tunnels        string
 		problem        string
 	}{
-		{"as it is", func(*Facts) {}, isthmus.Overrides{}, "192.0.2.1", "31871", ""},
-		{"address overridden", func(*Facts) {}, isthmus.Overrides{Address: &address}, address, "31871", ""},
-		{"port overridden", func(*Facts) {}, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", ""},
+		{"as it is", func(*Facts) {}, isthmus.Overrides{}, "192.0.2.1", "31871", "", ""},
+		{"with three tunnels", two, isthmus.Overrides{}, "192.0.2.1", "31871", "31900:" + testKeyText(2) + ",31899:" + testKeyText(3), ""},
+		{"the port of three tunnels overridden", two, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", "444:" + testKeyText(2) + ",445:" + testKeyText(3), ""},
+		{"the last port but one for three tunnels", two, isthmus.Overrides{Port: 65534}, "192.0.2.1", "65534", "65535:" + testKeyText(2), ""},
+		{"the last port for three tunnels", two, isthmus.Overrides{Port: 65535}, "192.0.2.1", "65535", "", ""},
+		{"address overridden", func(*Facts) {}, isthmus.Overrides{Address: &address}, address, "31871", "", ""},
+		{"port overridden", func(*Facts) {}, isthmus.Overrides{Port: 443}, "192.0.2.1", "443", "", ""},
 		{"an override makes up for what is not known", func(f *Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
-			isthmus.Overrides{Address: &address, Port: 443}, address, "443", ""},
+			isthmus.Overrides{Address: &address, Port: 443}, address, "443", "", ""},
 		{"half an override does not", func(f *Facts) { f.Endpoint, f.Port, f.NoEndpoint = "", 0, "no Service" },
-			isthmus.Overrides{Address: &address}, "", "", "no Service"},
-		{"something is missing", func(f *Facts) { f.Missing = []string{"PodCIDR: set --pod-cidr"} }, isthmus.Overrides{}, "", "", "set --pod-cidr"},
-		{"an address that no peer would take", func(f *Facts) { f.Endpoint = "127.0.0.1" }, isthmus.Overrides{}, "", "", "spec.endpointIP"},
+			isthmus.Overrides{Address: &address}, "", "", "", "no Service"},
+		{"something is missing", func(f *Facts) { f.Missing = []string{"PodCIDR: set --pod-cidr"} }, isthmus.Overrides{}, "", "", "", "set --pod-cidr"},
+		{"an address that no peer would take", func(f *Facts) { f.Endpoint = "127.0.0.1" }, isthmus.Overrides{}, "", "", "", "spec.endpointIP"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
 			facts := all
@@ -62,8 +73,12 @@ func TestNetworkConfigSaysTheFactsUnlessThePeeringOverridesThem(t *testing.T) {
 				spec.EndpointIP != want.EndpointIP || spec.BackendType != want.BackendType {
 				t.Errorf("got %+v\nwant %+v", spec, want)
 			}
-			if len(got) != 2 || got["publicKey"] != someKey || got["port"] != c.port {
-				t.Errorf("backend_config is %v", got)
+			wantBackend := v1alpha1.BackendConfig{"publicKey": someKey, "port": c.port}
+			if c.tunnels != "" {
+				wantBackend["tunnels"] = c.tunnels
+			}
+			if !maps.Equal(got, wantBackend) {
+				t.Errorf("backend_config is %v, want %v", got, wantBackend)
 			}
 		})
 	}
@@ -171,6 +186,25 @@ func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 	w.ok(w.api().Update(w.ctx, &secret))
 	for _, p := range peers {
 		w.until("another key is published", func() bool { return p.original().Spec.BackendConfig["publicKey"] == anotherKey })
+	}
+
+	// Of the tunnels, those with a key and a port are published, whichever comes first.
+	secret.Data["tunnels"] = []byte(testKeyText(21) + "," + testKeyText(22))
+	w.ok(w.api().Update(w.ctx, &secret))
+	w.always("tunnels without ports are not published", func() bool { return len(peers[0].original().Spec.BackendConfig) == 2 })
+	w.ok(w.api().Get(w.ctx, name, &service))
+	w.ok(w.api().Patch(w.ctx, &service, client.RawPatch(types.MergePatchType, []byte(
+		`{"metadata":{"annotations":{"liqo.io/override-port":null}},"spec":{"ports":[`+
+			`{"name":"wireguard","port":5871,"protocol":"UDP"},{"name":"wireguard-1","port":5872,"protocol":"UDP"}]}}`))))
+	w.ok(w.api().Get(w.ctx, name, &service))
+	first := fmt.Sprintf("%d:%s", service.Spec.Ports[1].NodePort, testKeyText(21))
+	for _, p := range peers {
+		w.until("the tunnel is published", func() bool { return p.original().Spec.BackendConfig["tunnels"] == first })
+	}
+	delete(secret.Data, "tunnels")
+	w.ok(w.api().Update(w.ctx, &secret))
+	for _, p := range peers {
+		w.until("the tunnel is taken back", func() bool { return len(p.original().Spec.BackendConfig) == 2 })
 	}
 
 	// An unusable key publishes nothing, and what was published stays.

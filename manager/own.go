@@ -34,7 +34,8 @@ import (
 const (
 	keySecret  = "wireguard-pubkey" // Liqo's name for it; the gateway makes it
 	keyInData  = "publicKey"
-	portName   = "wireguard"
+	keysInData = "tunnels"   // the keys of tunnels 1, 2 and so on, separated by commas; Liqo has none
+	portName   = "wireguard" // that of tunnel i is wireguard-i
 	retryFacts = 30 * time.Second
 )
 
@@ -126,6 +127,9 @@ func (o *Own) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error
 	if o.known && reflect.DeepEqual(o.facts, facts) {
 		return o.again(), nil
 	}
+	if facts.FewerTunnels != "" && (!o.known || o.facts.FewerTunnels != facts.FewerTunnels) {
+		o.Log.Warn("peers are told of fewer tunnels than the gateway has", "told", 1+len(facts.Tunnels), "why", facts.FewerTunnels)
+	}
 	if !o.known || !slices.Equal(o.facts.Missing, facts.Missing) || o.facts.NoEndpoint != facts.NoEndpoint {
 		for _, missing := range slices.Concat(facts.Missing, nonEmpty(facts.NoEndpoint)) {
 			o.Log.Warn("our own side is not complete", "missing", missing)
@@ -133,7 +137,7 @@ func (o *Own) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error
 	}
 	o.facts, o.known = facts, true
 	o.Log.Info("facts of this cluster", "podCIDR", facts.PodCIDR, "serviceCIDR", facts.ServiceCIDR, "externalCIDR", facts.ExternalCIDR,
-		"endpoint", facts.Endpoint, "port", facts.Port, "nodes", len(facts.Nodes))
+		"endpoint", facts.Endpoint, "port", facts.Port, "tunnels", 1+len(facts.Tunnels), "nodes", len(facts.Nodes))
 	for _, c := range o.subscribers {
 		select {
 		case c <- event.GenericEvent{}:
@@ -165,7 +169,10 @@ func (o *Own) gather(ctx context.Context) (Facts, error) {
 		return f, fmt.Errorf("nodes: %w", err)
 	}
 	f.Nodes = nodeAddresses(nodes.Items)
-	f.Endpoint, f.Port, f.NoEndpoint = endpointOf(o.Namespace, services.Items)
+	var ports []uint16
+	if f.Endpoint, ports, f.NoEndpoint = endpointOf(o.Namespace, services.Items); len(ports) > 0 {
+		f.Port = ports[0]
+	}
 
 	var secret corev1.Secret
 	name := types.NamespacedName{Namespace: o.Namespace, Name: keySecret}
@@ -180,6 +187,9 @@ func (o *Own) gather(ctx context.Context) (Facts, error) {
 			f.Missing = append(f.Missing, fmt.Sprintf("Secret %s: data.%s %v", name, keyInData, err))
 		}
 		f.PublicKey = key
+		if f.Port != 0 && err == nil {
+			f.Tunnels, f.FewerTunnels = tunnelsOf(&secret, key, ports[1:])
+		}
 	}
 	return f, o.configure(ctx, &f)
 }
@@ -315,27 +325,66 @@ func nodeAddresses(nodes []corev1.Node) (all []netip.Addr) {
 	return slices.Compact(all)
 }
 
+// tunnelsOf joins the keys of the gateway's further tunnels with the ports that its
+// Service has for them, or for as many as have both; fewer says why not for all.
+// first is the key of tunnel 0.
+func tunnelsOf(secret *corev1.Secret, first [32]byte, ports []uint16) (further []fabric.TunnelEnd, fewer string) {
+	text := strings.TrimSpace(string(secret.Data[keysInData]))
+	if text == "" {
+		return nil, ""
+	}
+	have := [][32]byte{first}
+	for keyText := range strings.SplitSeq(text, ",") {
+		i := len(have)
+		key, err := fabric.ParseKey(keyText)
+		switch {
+		case i == fabric.MaxTunnels:
+			err = fmt.Errorf("is one too many; want at most %d", fabric.MaxTunnels-1)
+		case err == nil && slices.Contains(have, key):
+			err = errors.New("is one that is there already")
+		}
+		if err != nil {
+			return further, fmt.Sprintf("Secret %s/%s: data.%s: key %d %v", secret.Namespace, secret.Name, keysInData, i, err)
+		}
+		if i > len(ports) {
+			return further, fmt.Sprintf("the gateway's Service has no UDP port for tunnel %d, such as one named %s-%d", i, portName, i)
+		}
+		have, further = append(have, key), append(further, fabric.TunnelEnd{PublicKey: key, Port: ports[i-1]})
+	}
+	return further, ""
+}
+
+// portsFrom returns up to n consecutive ports.
+func portsFrom(first uint16, n int) []uint16 {
+	ports := make([]uint16, min(n, 1<<16-int(first)))
+	for i := range ports {
+		ports[i] = first + uint16(i)
+	}
+	return ports
+}
+
 // endpointOf returns where peers reach the gateway, by the rules of Liqo, or a
-// sentence that says why that is not known.
-func endpointOf(namespace string, services []corev1.Service) (host string, port uint16, missing string) {
+// sentence that says why that is not known. Of the ports, the first is the gateway's,
+// and those that follow are of further tunnels.
+func endpointOf(namespace string, services []corev1.Service) (host string, ports []uint16, missing string) {
 	const label = v1alpha1.LabelGateway + "=true"
 	if len(services) != 1 {
 		if len(services) == 0 {
-			return "", 0, fmt.Sprintf("namespace %s: no Service with label %s", namespace, label)
+			return "", nil, fmt.Sprintf("namespace %s: no Service with label %s", namespace, label)
 		}
 		names := make([]string, len(services))
 		for i := range services {
 			names[i] = services[i].Name
 		}
 		slices.Sort(names)
-		return "", 0, fmt.Sprintf("namespace %s: Services %s have label %s; want exactly one", namespace, strings.Join(names, ", "), label)
+		return "", nil, fmt.Sprintf("namespace %s: Services %s have label %s; want exactly one", namespace, strings.Join(names, ", "), label)
 	}
 	s := &services[0]
 	wrong := func(format string, args ...any) string {
 		return fmt.Sprintf("Service %s/%s: ", s.Namespace, s.Name) + fmt.Sprintf(format, args...)
 	}
 	var noHost, noPort string
-	host, port, noHost, noPort = exposed(s)
+	host, ports, noHost, noPort = exposed(s)
 	if override, ok := s.Annotations[v1alpha1.AnnotationOverrideAddress]; ok {
 		host, noHost = strings.TrimSpace(override), ""
 		if host == "" {
@@ -344,40 +393,58 @@ func endpointOf(namespace string, services []corev1.Service) (host string, port 
 	}
 	if override, ok := s.Annotations[v1alpha1.AnnotationOverridePort]; ok {
 		n, err := strconv.ParseUint(override, 10, 16)
-		port, noPort = uint16(n), ""
+		tunnels, _ := servicePorts(s)
+		ports, noPort = portsFrom(uint16(n), max(1, len(tunnels))), ""
 		if err != nil || n == 0 {
-			port, noPort = 0, fmt.Sprintf("annotation %s is %q; want a UDP port from 1 to 65535", v1alpha1.AnnotationOverridePort, override)
+			ports, noPort = nil, fmt.Sprintf("annotation %s is %q; want a UDP port from 1 to 65535", v1alpha1.AnnotationOverridePort, override)
 		}
 	}
 	if problem := cmp.Or(noHost, noPort); problem != "" {
-		return host, port, wrong("%s", problem)
+		return host, ports, wrong("%s", problem)
 	}
-	return host, port, ""
+	return host, ports, ""
 }
 
-// exposed returns what the Service itself says, and what it does not.
-func exposed(s *corev1.Service) (host string, port uint16, noHost, noPort string) {
-	i := slices.IndexFunc(s.Spec.Ports, func(p corev1.ServicePort) bool { return p.Name == portName })
-	if i < 0 && len(s.Spec.Ports) == 1 {
-		i = 0
+// servicePorts returns the ports of a Service for the tunnels in their order, up to
+// the first that it does not have over UDP, and what is missing there. That of tunnel 0
+// may have any name when it is the only one.
+func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string) {
+	for i := range fabric.MaxTunnels {
+		name := portName
+		if i > 0 {
+			name = fmt.Sprintf("%s-%d", portName, i)
+		}
+		at := slices.IndexFunc(s.Spec.Ports, func(p corev1.ServicePort) bool { return p.Name == name })
+		if at < 0 && i == 0 && len(s.Spec.Ports) == 1 {
+			at = 0
+		}
+		switch {
+		case at < 0:
+			return ports, "has no port named " + name
+		case s.Spec.Ports[at].Protocol != corev1.ProtocolUDP:
+			return ports, "port " + name + " is not UDP"
+		}
+		ports = append(ports, s.Spec.Ports[at])
 	}
-	if i < 0 {
-		noPort = "has no port named " + portName
-	} else if s.Spec.Ports[i].Protocol != corev1.ProtocolUDP {
-		i, noPort = -1, "port "+portName+" is not UDP"
+	return ports, ""
+}
+
+// exposed returns what the Service itself says, and what it does not. The ports are as
+// in endpointOf.
+func exposed(s *corev1.Service) (host string, ports []uint16, noHost, noPort string) {
+	all, missing := servicePorts(s)
+	if len(all) == 0 {
+		noPort = missing
 	}
+	var number func(corev1.ServicePort) int32
 	switch s.Spec.Type {
 	case corev1.ServiceTypeNodePort:
-		if i >= 0 {
-			port = uint16(s.Spec.Ports[i].NodePort)
-		}
+		number = func(p corev1.ServicePort) int32 { return p.NodePort }
 		if host = s.Annotations[v1alpha1.AnnotationGatewayNodeIP]; host == "" {
 			noHost = "no annotation " + v1alpha1.AnnotationGatewayNodeIP + " yet; the active gateway sets it"
 		}
 	case corev1.ServiceTypeLoadBalancer:
-		if i >= 0 {
-			port = uint16(s.Spec.Ports[i].Port)
-		}
+		number = func(p corev1.ServicePort) int32 { return p.Port }
 		if ingress := s.Status.LoadBalancer.Ingress; len(ingress) > 0 {
 			host = cmp.Or(ingress[0].IP, ingress[0].Hostname)
 		}
@@ -387,12 +454,18 @@ func exposed(s *corev1.Service) (host string, port uint16, noHost, noPort string
 	default:
 		noHost = fmt.Sprintf("is of type %s; want LoadBalancer or NodePort, or the annotations %s and %s",
 			s.Spec.Type, v1alpha1.AnnotationOverrideAddress, v1alpha1.AnnotationOverridePort)
-		noPort = noHost
+		all, noPort = nil, noHost
 	}
-	if port == 0 && noPort == "" {
+	for _, p := range all {
+		if number(p) == 0 {
+			break // not given out yet
+		}
+		ports = append(ports, uint16(number(p)))
+	}
+	if len(ports) == 0 && noPort == "" {
 		noPort = "port " + portName + " has no number yet"
 	}
-	return host, port, noHost, noPort
+	return host, ports, noHost, noPort
 }
 
 func nonEmpty(s string) []string {

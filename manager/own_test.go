@@ -10,6 +10,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
 func gatewayService(kind corev1.ServiceType, annotations map[string]string) corev1.Service {
@@ -36,6 +37,18 @@ func TestEndpointOfTheGatewayService(t *testing.T) {
 		}
 		return gatewayService(kind, m)
 	}
+	several := func(s corev1.Service, names ...string) corev1.Service {
+		for i, name := range names {
+			s.Spec.Ports = append(s.Spec.Ports, corev1.ServicePort{Name: name, Port: 6000 + int32(i), NodePort: 31000 + int32(i), Protocol: corev1.ProtocolUDP})
+		}
+		return s
+	}
+	overTCP := several(with(corev1.ServiceTypeNodePort, v1alpha1.AnnotationGatewayNodeIP, "192.0.2.7"), "wireguard-1", "wireguard-2")
+	overTCP.Spec.Ports[2].Protocol = corev1.ProtocolTCP
+	noNumber := several(with(corev1.ServiceTypeNodePort, v1alpha1.AnnotationGatewayNodeIP, "192.0.2.7"), "wireguard-1", "wireguard-2")
+	noNumber.Spec.Ports[3].NodePort = 0
+	unnamed := with(corev1.ServiceTypeNodePort, v1alpha1.AnnotationGatewayNodeIP, "192.0.2.7")
+	unnamed.Spec.Ports = []corev1.ServicePort{{Port: 5871, NodePort: 30002, Protocol: corev1.ProtocolUDP}}
 	noPort := gatewayService(corev1.ServiceTypeNodePort, map[string]string{v1alpha1.AnnotationGatewayNodeIP: "192.0.2.7"})
 	noPort.Spec.Ports = noPort.Spec.Ports[:1]
 	noPort.Spec.Ports[0].Protocol = corev1.ProtocolTCP
@@ -44,30 +57,86 @@ func TestEndpointOfTheGatewayService(t *testing.T) {
 		name     string
 		services []corev1.Service
 		host     string
-		port     uint16
+		ports    []uint16
 		missing  string // part of it
 	}{
-		{"NodePort with the active gateway's node", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7")}, "192.0.2.7", 30002, ""},
-		{"NodePort without active gateway", []corev1.Service{with(corev1.ServiceTypeNodePort)}, "", 30002, "no annotation " + ip},
-		{"LoadBalancer with an address", []corev1.Service{balanced(corev1.LoadBalancerIngress{IP: "198.51.100.1", Hostname: "x"})}, "198.51.100.1", 5871, ""},
-		{"LoadBalancer with a name", []corev1.Service{balanced(corev1.LoadBalancerIngress{Hostname: "lb.example.org"})}, "lb.example.org", 5871, ""},
-		{"LoadBalancer that is not ready", []corev1.Service{balanced()}, "", 5871, "no address yet"},
-		{"both overridden", []corev1.Service{with(corev1.ServiceTypeClusterIP, address, "vpn.example.org", port, "443")}, "vpn.example.org", 443, ""},
-		{"one overridden, the other known", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7", port, "443")}, "192.0.2.7", 443, ""},
-		{"one overridden, the other not known", []corev1.Service{with(corev1.ServiceTypeClusterIP, address, "192.0.2.7")}, "192.0.2.7", 0, "of type ClusterIP"},
-		{"port that is none", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7", port, "65536")}, "192.0.2.7", 0, `annotation liqo.io/override-port is "65536"; want a UDP port`},
-		{"port zero", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7", port, "0")}, "192.0.2.7", 0, "want a UDP port"},
-		{"address that is none", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7", address, " ")}, "", 30002, "annotation liqo.io/override-address is empty"},
-		{"no UDP port", []corev1.Service{noPort}, "192.0.2.7", 0, "is not UDP"},
-		{"no Service", nil, "", 0, "no Service with label net.liqo.io/gateway=true"},
-		{"two Services", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7"), with(corev1.ServiceTypeNodePort, ip, "192.0.2.8")}, "", 0, "want exactly one"},
+		{"NodePort with the active gateway's node", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7")}, "192.0.2.7", []uint16{30002}, ""},
+		{"NodePort without active gateway", []corev1.Service{with(corev1.ServiceTypeNodePort)}, "", []uint16{30002}, "no annotation " + ip},
+		{"LoadBalancer with an address", []corev1.Service{balanced(corev1.LoadBalancerIngress{IP: "198.51.100.1", Hostname: "x"})}, "198.51.100.1", []uint16{5871}, ""},
+		{"LoadBalancer with a name", []corev1.Service{balanced(corev1.LoadBalancerIngress{Hostname: "lb.example.org"})}, "lb.example.org", []uint16{5871}, ""},
+		{"LoadBalancer that is not ready", []corev1.Service{balanced()}, "", []uint16{5871}, "no address yet"},
+		{"both overridden", []corev1.Service{with(corev1.ServiceTypeClusterIP, address, "vpn.example.org", port, "443")}, "vpn.example.org", []uint16{443}, ""},
+		{"one overridden, the other known", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7", port, "443")}, "192.0.2.7", []uint16{443}, ""},
+		{"one overridden, the other not known", []corev1.Service{with(corev1.ServiceTypeClusterIP, address, "192.0.2.7")}, "192.0.2.7", nil, "of type ClusterIP"},
+		{"port that is none", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7", port, "65536")}, "192.0.2.7", nil, `annotation liqo.io/override-port is "65536"; want a UDP port`},
+		{"port zero", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7", port, "0")}, "192.0.2.7", nil, "want a UDP port"},
+		{"address that is none", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7", address, " ")}, "", []uint16{30002}, "annotation liqo.io/override-address is empty"},
+		{"one port without a name", []corev1.Service{unnamed}, "192.0.2.7", []uint16{30002}, ""},
+		{"ports for three tunnels", []corev1.Service{several(with(corev1.ServiceTypeNodePort, ip, "192.0.2.7"), "wireguard-2", "wireguard-1")},
+			"192.0.2.7", []uint16{30002, 31001, 31000}, ""},
+		{"ports of a load balancer for three tunnels", []corev1.Service{several(balanced(corev1.LoadBalancerIngress{IP: "198.51.100.1"}), "wireguard-1", "wireguard-2")},
+			"198.51.100.1", []uint16{5871, 6000, 6001}, ""},
+		{"a gap in the tunnels", []corev1.Service{several(with(corev1.ServiceTypeNodePort, ip, "192.0.2.7"), "wireguard-1", "wireguard-3")},
+			"192.0.2.7", []uint16{30002, 31000}, ""},
+		{"a tunnel over TCP", []corev1.Service{overTCP}, "192.0.2.7", []uint16{30002}, ""},
+		{"a tunnel whose port has no number yet", []corev1.Service{noNumber}, "192.0.2.7", []uint16{30002, 31000}, ""},
+		{"the ports of three tunnels overridden", []corev1.Service{several(with(corev1.ServiceTypeClusterIP, address, "vpn.example.org", port, "443"), "wireguard-1", "wireguard-2")},
+			"vpn.example.org", []uint16{443, 444, 445}, ""},
+		{"the ports of three tunnels overridden with too few behind", []corev1.Service{several(with(corev1.ServiceTypeNodePort, ip, "192.0.2.7", port, "65534"), "wireguard-1", "wireguard-2")},
+			"192.0.2.7", []uint16{65534, 65535}, ""},
+		{"no UDP port", []corev1.Service{noPort}, "192.0.2.7", nil, "is not UDP"},
+		{"no Service", nil, "", nil, "no Service with label net.liqo.io/gateway=true"},
+		{"two Services", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7"), with(corev1.ServiceTypeNodePort, ip, "192.0.2.8")}, "", nil, "want exactly one"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			host, port, missing := endpointOf("isthmus-system", c.services)
-			if host != c.host || port != c.port || (missing == "") != (c.missing == "") || !strings.Contains(missing, c.missing) {
-				t.Errorf("got %q, %d, %q", host, port, missing)
+			host, ports, missing := endpointOf("isthmus-system", c.services)
+			if host != c.host || !slices.Equal(ports, c.ports) || (missing == "") != (c.missing == "") || !strings.Contains(missing, c.missing) {
+				t.Errorf("got %q, %d, %q", host, ports, missing)
 			}
 		})
+	}
+}
+
+func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
+	keys := func(which ...byte) string {
+		texts := make([]string, len(which))
+		for i, k := range which {
+			texts[i] = testKeyText(k)
+		}
+		return strings.Join(texts, ",")
+	}
+	sixteen := make([]byte, 16)
+	for i := range sixteen {
+		sixteen[i] = byte(10 + i)
+	}
+	end := func(key byte, port uint16) fabric.TunnelEnd {
+		return fabric.TunnelEnd{PublicKey: testKey(key), Port: port}
+	}
+	var fifteen []fabric.TunnelEnd
+	for i, k := range sixteen[:15] {
+		fifteen = append(fifteen, end(k, 31000+uint16(i)))
+	}
+	for _, c := range []struct {
+		keys  string
+		ports []uint16
+		want  []fabric.TunnelEnd
+		fewer string
+	}{
+		{"", []uint16{31001}, nil, ""},
+		{keys(2), []uint16{31001}, []fabric.TunnelEnd{end(2, 31001)}, ""},
+		{keys(2, 3) + "\n", []uint16{31001, 30000, 32000}, []fabric.TunnelEnd{end(2, 31001), end(3, 30000)}, ""},
+		{keys(2, 3), []uint16{31001}, []fabric.TunnelEnd{end(2, 31001)}, "the gateway's Service has no UDP port for tunnel 2, such as one named wireguard-2"},
+		{keys(2, 3), nil, nil, "the gateway's Service has no UDP port for tunnel 1, such as one named wireguard-1"},
+		{keys(2) + ",x", []uint16{31001, 31002}, []fabric.TunnelEnd{end(2, 31001)}, "Secret ns/wireguard-pubkey: data.tunnels: key 2 is not base64; want 32 bytes in 44 base64 characters"},
+		{keys(2, 3, 2), []uint16{31001, 31002, 31003}, []fabric.TunnelEnd{end(2, 31001), end(3, 31002)}, "Secret ns/wireguard-pubkey: data.tunnels: key 3 is one that is there already"},
+		{keys(1), []uint16{31001}, nil, "Secret ns/wireguard-pubkey: data.tunnels: key 1 is one that is there already"},
+		{keys(sixteen...), portsFrom(31000, 20), fifteen, "Secret ns/wireguard-pubkey: data.tunnels: key 16 is one too many; want at most 15"},
+	} {
+		secret := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: "ns", Name: "wireguard-pubkey"}, Data: map[string][]byte{"tunnels": []byte(c.keys)}}
+		got, fewer := tunnelsOf(secret, testKey(1), c.ports)
+		if !slices.Equal(got, c.want) || fewer != c.fewer {
+			t.Errorf("%q with %v: got %v, %q; want %v, %q", c.keys, c.ports, got, fewer, c.want, c.fewer)
+		}
 	}
 }
 

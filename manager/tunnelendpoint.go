@@ -2,6 +2,7 @@ package manager
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -426,7 +427,7 @@ func compareBool(a, b bool) int {
 const (
 	indexOrigin    = "originID"  // copies, by the cluster ID of the sender
 	indexReceiver  = "remoteID"  // originals, by the cluster ID of the receiver
-	indexPublicKey = "publicKey" // TunnelEndpoints, by the key of the peer's gateway
+	indexPublicKey = "publicKey" // TunnelEndpoints, by each key of the peer's gateway
 	// indexGatewayIn has TunnelEndpoints by every network that their gateway's
 	// address is inside, so that those in one network are a single look-up.
 	indexGatewayIn = "gatewayIn"
@@ -446,7 +447,7 @@ func addExchangeIndexes(indexer client.FieldIndexer) error {
 			return valueOf(o, v1alpha1.LabelRemoteID)
 		}),
 		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexPublicKey, func(o client.Object) []string {
-			return []string{o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig[v1alpha1.ConfigPublicKey]}
+			return publicKeysOf(o.(*v1alpha1.TunnelEndpoint))
 		}),
 		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexGatewayIn, func(o client.Object) []string {
 			return networksAround(o.(*v1alpha1.TunnelEndpoint).Spec.EndpointIP)
@@ -455,6 +456,16 @@ func addExchangeIndexes(indexer client.FieldIndexer) error {
 			return slices.Compact(append(valueOf(o, v1alpha1.LabelClusterID), o.(*v1alpha1.NatMapping).Spec.ClusterID))
 		}),
 	)
+}
+
+// publicKeysOf returns the keys of all tunnels, as text.
+func publicKeysOf(te *v1alpha1.TunnelEndpoint) []string {
+	keys := []string{te.Spec.BackendConfig[v1alpha1.ConfigPublicKey]}
+	further, _ := fabric.ParseTunnels(te.Spec.BackendConfig[v1alpha1.ConfigTunnels]) // absent, or no gateway takes it
+	for _, t := range further {
+		keys = append(keys, base64.StdEncoding.EncodeToString(t.PublicKey[:]))
+	}
+	return keys
 }
 
 func valueOf(o client.Object, label string) []string {
