@@ -17,11 +17,11 @@
 package gateway
 
 import (
-	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net"
 	"net/http"
 	"net/netip"
@@ -33,7 +33,6 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/isthmus-net/isthmus/fabric"
-	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -181,7 +180,6 @@ type gateway struct {
 	host     *host
 	engine   *natengine.Engine
 	ends     []*tunnelEnd // of the tunnels; the first is always there
-	checker  *checker
 	resolver *resolver
 	metrics  *metrics
 	servers  []*server
@@ -205,7 +203,7 @@ type current struct {
 	applyErr   error     // what of the configuration could not be made true
 	ready      bool
 	sessions   map[string]*session
-	further    map[string][]further // by peer, tunnel 1 first
+	inUse      map[string]tunnelSet // further tunnels, by peer
 }
 
 // session is what a peer's WireGuard session looks like from outside. It is
@@ -243,22 +241,13 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	if mtu == 0 {
 		mtu = defaultMTU
 	}
-	local, err := datapath.NewLocal(fabric.GatewayAddr, fabric.GatewayAddr6, mtu)
-	if err != nil {
-		return nil, err
-	}
-	undo = append(undo, local.Close)
-	socket, err := local.ListenUDP(fabric.ProbePort)
-	if err != nil {
-		return nil, err
-	}
-
 	for _, w := range c.NAT.Warnings() {
 		o.Log.Warn("bounds of NAT", "warning", w)
 	}
 	g.engine = natengine.New(engineConfig(c))
+	g.metrics = newMetrics(g)
 	undo = append(undo, g.closeEnds)
-	if err := g.openEnds(o, max(c.Tunnels, 1), mtu, local); err != nil {
+	if err := g.openEnds(o, max(c.Tunnels, 1), mtu); err != nil {
 		return nil, err
 	}
 	if err := g.startEnds(c); err != nil {
@@ -266,13 +255,11 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	}
 	g.resolver = newResolver(lookupHost, g.compareSoon, o.Log)
 	undo = append(undo, g.resolver.close)
-	g.metrics = newMetrics(g)
 	if err := g.listen(c); err != nil {
 		return nil, err
 	}
 	undo = append(undo, g.closeServers)
 
-	g.checker = newChecker(socket, o.Log, g.metrics.observeRTT)
 	g.serve()
 	g.wg.Go(g.sweep)
 	return g, nil
@@ -288,10 +275,9 @@ func (g *gateway) close() error {
 	close(g.done)
 	g.closeServers()
 	err := g.host.clear()
-	g.checker.close()
 	g.resolver.close()
 	g.wg.Wait()
-	g.closeEnds() // and with them TUNs and in-process endpoint
+	g.closeEnds()
 	g.host.release()
 	g.log.Info("gateway stopped")
 	return err
@@ -493,12 +479,8 @@ func (g *gateway) reapply() {
 // It goes on after a failure; what failed is tried again every second.
 func (g *gateway) put(gw fabric.Gateway, mtu mtus) {
 	c, was := g.now.config, g.now.mtu
-	own := publicKey(c.PrivateKey)
-	checks := make([]checkPeer, 0, len(gw.Peers))
 	sessions := make(map[string]*session, len(gw.Peers))
 	for _, p := range gw.Peers {
-		second := bytes.Compare(own, p.PublicKey[:]) > 0 // the peer decides the other way round
-		checks = append(checks, checkPeer{p.ID, p.Probe, p.AllowedIPs, p.PublicKey, p.Endpoint, p.Port, second})
 		if sessions[p.ID] = g.now.sessions[p.ID]; sessions[p.ID] == nil || sessions[p.ID].key != p.PublicKey {
 			sessions[p.ID] = &session{key: p.PublicKey, since: time.Now()}
 		}
@@ -517,8 +499,8 @@ func (g *gateway) put(gw fabric.Gateway, mtu mtus) {
 		}
 	}
 	errs := g.applyEnds(c, gw.Peers)
-	g.checker.set(checks)
-	changes, err := g.host.apply(wantHost(remotes(gw.Peers, g.now.further), mtu.tunnel, len(g.ends)))
+	inUse := g.working()
+	changes, err := g.host.apply(wantHost(remotes(gw.Peers, inUse), mtu.tunnel, len(g.ends)))
 	if err != nil {
 		errs = append(errs, err)
 	}
@@ -535,7 +517,7 @@ func (g *gateway) put(gw fabric.Gateway, mtu mtus) {
 		}
 	}
 	g.mu.Lock()
-	g.now.gateway, g.now.mtu, g.now.sessions, g.now.applyErr = gw, mtu, sessions, failed
+	g.now.gateway, g.now.mtu, g.now.sessions, g.now.inUse, g.now.applyErr = gw, mtu, sessions, inUse, failed
 	g.mu.Unlock()
 	g.metrics.keep(gw.Peers)
 }
@@ -586,7 +568,7 @@ func (g *gateway) tick(now time.Time) {
 	g.mu.Lock()
 	g.now.sessions = sessions
 	g.mu.Unlock()
-	if g.tickFurther(now) || changed {
+	if changed || !maps.Equal(g.now.inUse, g.working()) {
 		g.compareSoon()
 	}
 	g.resolver.tick(now)

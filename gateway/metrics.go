@@ -144,7 +144,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		}
 	}
 	for r, reason := range rejections {
-		counter(descRejected, g.checker.rejected[r].Load(), reason)
+		counter(descRejected, g.ends[0].checker.rejected[r].Load(), reason)
 	}
 
 	flows := make(map[string]natengine.PeerStats)
@@ -152,8 +152,9 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		flows[p.ID] = p
 	}
 	states := g.peerStates()
-	checks := g.checker.results()
-	tunnel, _ := g.wireGuardStats(now.gateway.Peers) // what it cannot tell is 0, and run logs why
+	checks := g.ends[0].checker.results()
+	tunnel, _ := g.ends[0].stats() // what it cannot tell is 0, and run logs why
+	more, _ := g.furtherTunnels(now)
 	for _, p := range now.gateway.Peers {
 		gauge(descInfo, 1, p.ID, p.Name)
 		gauge(descUp, truth(checks[p.ID].State == Connected), p.ID)
@@ -169,6 +170,13 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		counter(descFlowEvents, f.Evicted, p.ID, "evicted")
 		counter(descFlowEvents, f.Purged, p.ID, "purged")
 		wg := tunnel[p.PublicKey]
+		for i, f := range more[p.ID] {
+			tunnel := strconv.Itoa(i + 1)
+			gauge(descTunnelUp, truth(f.inUse), p.ID, tunnel)
+			counter(descTunnelRx, f.stats.rx, p.ID, tunnel)
+			counter(descTunnelTx, f.stats.tx, p.ID, tunnel)
+			wg.rx, wg.tx = wg.rx+f.stats.rx, wg.tx+f.stats.tx
+		}
 		counter(descWgRx, wg.rx, p.ID)
 		counter(descWgTx, wg.tx, p.ID)
 		handshake := 0.0
@@ -176,12 +184,6 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 			handshake = seconds(wg.handshake)
 		}
 		gauge(descHandshake, handshake, p.ID)
-		for i, f := range now.further[p.ID] {
-			tunnel := strconv.Itoa(i + 1)
-			gauge(descTunnelUp, truth(f.inUse), p.ID, tunnel)
-			counter(descTunnelRx, f.stats.rx, p.ID, tunnel)
-			counter(descTunnelTx, f.stats.tx, p.ID, tunnel)
-		}
 
 		state := states[p.ID]
 		if state == nil {

@@ -110,10 +110,12 @@ type PeerStatus struct {
 // TunnelStatus is a further tunnel to a peer.
 type TunnelStatus struct {
 	Tunnel       int     `json:"tunnel"`             // 1 upwards
-	InUse        bool    `json:"inUse"`              // it works, and carries its share of the flows
+	InUse        bool    `json:"inUse"`              // its connection check is answered: it carries its share of the flows
 	Endpoint     string  `json:"endpoint,omitempty"` // where it is now
 	PublicKey    string  `json:"publicKey"`
 	HandshakeAge float64 `json:"handshakeAgeSeconds,omitempty"`
+	RTT          float64 `json:"rttSeconds,omitempty"`
+	Loss         float64 `json:"lossRatio"`
 	Receive      uint64  `json:"receiveBytes"` // octets of WireGuard messages
 	Transmit     uint64  `json:"transmitBytes"`
 }
@@ -182,10 +184,15 @@ func (g *gateway) peerStates() map[string]*natengine.PeerState {
 // status describes the gateway, with at most that many flows.
 func (g *gateway) status(flows int) (Status, error) {
 	now := g.current()
-	tunnel, err := g.wireGuardStats(now.gateway.Peers)
+	tunnel, err := g.ends[0].stats()
 	if err != nil {
 		return Status{}, err
 	}
+	more, err := g.furtherTunnels(now)
+	if err != nil {
+		return Status{}, err
+	}
+	checker := g.ends[0].checker
 	stats := g.engine.Stats()
 	in := now.config.Intent
 	s := Status{
@@ -210,7 +217,7 @@ func (g *gateway) status(flows int) (Status, error) {
 		},
 		Sessions: SessionsStatus{stats.Flows, stats.MaxFlows, stats.Bytes},
 		Peers:    []PeerStatus{},
-		Check:    CheckStatus{Answered: g.checker.answered.Load()},
+		Check:    CheckStatus{Answered: checker.answered.Load()},
 	}
 	if link, err := net.InterfaceByName(VethHost); err == nil {
 		s.Host.Index = link.Index
@@ -219,7 +226,7 @@ func (g *gateway) status(flows int) (Status, error) {
 		s.Drops = appendDrops(s.Drops, d, func(r natengine.Drop) uint64 { return noPeerDrops(stats, d, r) })
 	}
 	for r, name := range rejections {
-		if n := g.checker.rejected[r].Load(); n > 0 {
+		if n := checker.rejected[r].Load(); n > 0 {
 			if s.Check.Rejected == nil {
 				s.Check.Rejected = make(map[string]uint64)
 			}
@@ -234,7 +241,7 @@ func (g *gateway) status(flows int) (Status, error) {
 	for _, p := range stats.Peers {
 		perPeer[p.ID] = p
 	}
-	states, checks, at := g.peerStates(), g.checker.results(), time.Now()
+	states, checks, at := g.peerStates(), checker.results(), time.Now()
 	for _, p := range now.gateway.Peers {
 		check, wg := checks[p.ID], tunnel[p.PublicKey]
 		ps := PeerStatus{
@@ -265,8 +272,10 @@ func (g *gateway) status(flows int) (Status, error) {
 			ps.LastHandshake, ps.HandshakeAge = &wg.handshake, at.Sub(wg.handshake).Seconds()
 		}
 		ps.WireGuard.Receive, ps.WireGuard.Transmit = wg.rx, wg.tx
-		for i, f := range now.further[p.ID] {
+		for i, f := range more[p.ID] {
 			ps.Tunnels = append(ps.Tunnels, f.status(i+1, at))
+			ps.WireGuard.Receive += f.stats.rx
+			ps.WireGuard.Transmit += f.stats.tx
 		}
 		if state := states[p.ID]; state != nil {
 			ps.Down = state.Down()

@@ -43,11 +43,13 @@ func without(t *testing.T, peers ...fabric.Peer) *gateway {
 	}
 	g := &gateway{log: quiet, version: "v1", started: time.Now(), host: &host{log: quiet, netns: null}, wake: make(chan struct{}, 1)}
 	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: 1000})
-	g.ends = []*tunnelEnd{{tunnel: newTunnel(newIdle(), conn.NewDefaultBind(), quiet)}}
 	g.metrics = newMetrics(g)
+	g.ends = []*tunnelEnd{{
+		tunnel:  newTunnel(newIdle(), conn.NewDefaultBind(), quiet),
+		checker: newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, g.metrics.observeRTT),
+	}}
 	g.resolver = newResolver(nil, func() {}, quiet)
-	g.checker = newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, g.metrics.observeRTT)
-	t.Cleanup(func() { g.checker.close(); g.resolver.close(); g.closeEnds(); null.Close() })
+	t.Cleanup(func() { g.resolver.close(); g.closeEnds(); null.Close() })
 	g.put0(t, peers...)
 	return g
 }
@@ -67,7 +69,7 @@ func (g *gateway) put0(t *testing.T, peers ...fabric.Peer) {
 	for _, p := range gw.Peers {
 		checks = append(checks, checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs})
 	}
-	g.checker.set(checks)
+	g.ends[0].checker.set(checks)
 	g.resolver.set(gw.Peers)
 	g.metrics.keep(gw.Peers)
 	g.now.sessions = make(map[string]*session)
@@ -113,7 +115,7 @@ func TestMetricsCountWhatHappens(t *testing.T) {
 	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)   // nobody's
 	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2)    // not ours
 	g.metrics.observeRTT(bravo, 3*time.Millisecond)
-	g.checker.reject(rejectType)
+	g.ends[0].checker.reject(rejectType)
 
 	want := `
 # HELP isthmus_config_generation Configurations put into force since the start.

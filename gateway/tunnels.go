@@ -1,12 +1,11 @@
 package gateway
 
 import (
+	"bytes"
 	"encoding/base64"
 	"net/netip"
 	"slices"
 	"time"
-
-	"golang.zx2c4.com/wireguard/device"
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
@@ -21,50 +20,68 @@ import (
 //	kernel's hash ┤
 //	of the flow   └─ TUN isthmus1 ─ path ─ transport, key 1 ─ UDP 5872 ══ tunnel 1 of the peer
 //
-// The first is used in any case. A further one is used while it is known to work, which each side finds out for itself:
-// the two need not learn of it at the same moment, nor open their firewalls for it.
-const (
-	// furtherKeepalive is how often a further tunnel is made to say something. What the first one has the connection check
-	// for, to open a session and to notice its end, these have keepalives for.
-	furtherKeepalive = 5 * time.Second
-	// furtherSilence is without a message for how long a further tunnel is left.
-	furtherSilence = 3*furtherKeepalive + time.Second
-)
+// The first is used in any case. A further one is used while its own connection check is answered, which each side finds
+// out for itself: the two need not learn of it at the same moment, nor open their firewalls for it.
 
 // tunnelEnd is our end of one tunnel to each peer.
 type tunnelEnd struct {
 	*tunnel
-	path   *datapath.Device
-	inline *inline.Transport // nil: everything goes through the tunnel's device
+	path    *datapath.Device
+	inline  *inline.Transport // nil: everything goes through the tunnel's device
+	checker *checker
 }
 
-// openEnds makes the TUNs and what is behind them, which listens to nobody yet. The first path carries the in-process
-// endpoint. What was made when there is an error, close closes.
-func (g *gateway) openEnds(o Options, tunnels, mtu int, local *datapath.Local) error {
+// openEnds makes the TUNs and what is behind them, which listens to nobody yet. What was made when there is an error,
+// closeEnds closes.
+func (g *gateway) openEnds(o Options, tunnels, mtu int) error {
 	g.host.tunnels = tunnels
 	for i := range tunnels {
-		var link *tun.Device
-		err := g.host.inside(func() (err error) {
-			link, err = tun.Open(tunName(i), mtu, tun.Options{USO: o.UDPOffload})
-			return err
-		})
+		e, err := g.openEnd(o, i, mtu)
 		if err != nil {
 			return err
-		}
-		e := new(tunnelEnd)
-		if i == 0 {
-			e.path = datapath.New(link, g.engine, local, datapath.Options{CoalesceUDP: link.Offloads().USO4})
-		} else {
-			e.path = g.ends[0].path.Beside(link)
-		}
-		tunSide, socketSide, inline := openTransport(o.Transport, e.path, g.engine, o.Log)
-		e.tunnel, e.inline = newTunnel(tunSide, socketSide, o.Log), inline
-		if inline != nil {
-			inline.Attach(e.dev)
 		}
 		g.ends = append(g.ends, e)
 	}
 	return nil
+}
+
+func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
+	local, err := datapath.NewLocal(fabric.GatewayAddr, fabric.GatewayAddr6, mtu)
+	if err != nil {
+		return nil, err
+	}
+	defer func() {
+		if err != nil {
+			local.Close()
+		}
+	}()
+	socket, err := local.ListenUDP(fabric.ProbePort)
+	if err != nil {
+		return nil, err
+	}
+	var link *tun.Device
+	err = g.host.inside(func() (err error) {
+		link, err = tun.Open(tunName(i), mtu, tun.Options{USO: o.UDPOffload})
+		return err
+	})
+	if err != nil {
+		return nil, err
+	}
+	e := new(tunnelEnd)
+	log, observe := o.Log, g.metrics.observeRTT
+	if i == 0 {
+		e.path = datapath.New(link, g.engine, local, datapath.Options{CoalesceUDP: link.Offloads().USO4})
+	} else {
+		e.path = g.ends[0].path.Beside(link, local)
+		log, observe = log.With("tunnel", i), func(string, time.Duration) {}
+	}
+	tunSide, socketSide, inline := openTransport(o.Transport, e.path, g.engine, o.Log)
+	e.tunnel, e.inline = newTunnel(tunSide, socketSide, log), inline
+	if inline != nil {
+		inline.Attach(e.dev)
+	}
+	e.checker = newChecker(socket, log, observe)
+	return e, nil
 }
 
 // startEnds opens the sockets.
@@ -77,9 +94,10 @@ func (g *gateway) startEnds(c Config) error {
 	return nil
 }
 
-// closeEnds closes the first last, since the in-process endpoint goes with it.
+// closeEnds closes the devices, and with them TUNs and in-process endpoints.
 func (g *gateway) closeEnds() {
-	for _, e := range slices.Backward(g.ends) {
+	for _, e := range g.ends {
+		e.checker.close()
 		e.close()
 	}
 }
@@ -124,9 +142,10 @@ func theirEnd(p fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	return p.Tunnels[i-1], true
 }
 
-// applyEnds makes WireGuard at all our ends what it should be, and tells the transports.
+// applyEnds makes WireGuard at all our ends what it should be, and tells transports and connection checks.
 func (g *gateway) applyEnds(c Config, peers []fabric.GatewayPeer) (errs []error) {
 	for i, e := range g.ends {
+		e.checker.set(checkPeers(i, c, peers))
 		if err := e.apply(g.wantEnd(i, c, peers)); err != nil {
 			errs = append(errs, err)
 		}
@@ -135,6 +154,18 @@ func (g *gateway) applyEnds(c Config, peers []fabric.GatewayPeer) (errs []error)
 		}
 	}
 	return errs
+}
+
+// checkPeers are the peers that have tunnel i, for its connection check.
+func checkPeers(i int, c Config, peers []fabric.GatewayPeer) (all []checkPeer) {
+	own := publicKey(fabric.TunnelKey(c.PrivateKey, i))
+	for _, p := range peers {
+		if theirs, ok := theirEnd(p, i); ok {
+			second := bytes.Compare(own, theirs.PublicKey[:]) > 0 // the peer decides the other way round
+			all = append(all, checkPeer{p.ID, p.Probe, p.AllowedIPs, theirs.PublicKey, p.Endpoint, theirs.Port, second})
+		}
+	}
+	return all
 }
 
 // transportPeers says whose key each peer of the engine has in tunnel i.
@@ -153,28 +184,17 @@ func (g *gateway) transportPeers(i int, peers []fabric.GatewayPeer) (list []inli
 	return list
 }
 
-// further is what is known of a further tunnel to a peer. It is never modified after it is published in current.
+// further is what is known of a further tunnel to a peer.
 type further struct {
 	key   [32]byte
+	check CheckResult
 	stats wgStats
-	rxAt  time.Time // when stats.rx last grew
-	asked time.Time // when it was last made to say something
-	inUse bool
-}
-
-// after is the same a moment later.
-func (f further) after(stats wgStats, now time.Time) further {
-	if stats.rx != f.stats.rx {
-		f.rxAt = now
-	}
-	f.stats = stats
-	f.inUse = !stats.handshake.IsZero() && now.Sub(f.rxAt) < furtherSilence
-	return f
+	inUse bool // the kernel gives it its share of the flows
 }
 
 func (f further) status(tunnel int, now time.Time) TunnelStatus {
 	s := TunnelStatus{Tunnel: tunnel, InUse: f.inUse, PublicKey: base64.StdEncoding.EncodeToString(f.key[:]),
-		Receive: f.stats.rx, Transmit: f.stats.tx}
+		RTT: f.check.RTT.Seconds(), Loss: f.check.Loss, Receive: f.stats.rx, Transmit: f.stats.tx}
 	if f.stats.endpoint.IsValid() {
 		s.Endpoint = f.stats.endpoint.String()
 	}
@@ -184,87 +204,46 @@ func (f further) status(tunnel int, now time.Time) TunnelStatus {
 	return s
 }
 
-// tickFurther looks after the further tunnels, once a second, and says whether others are in use now.
-func (g *gateway) tickFurther(now time.Time) (changed bool) {
-	if len(g.ends) == 1 {
-		return false
-	}
+// furtherTunnels is what is known of the further tunnels to each peer, by ID, tunnel 1 first.
+func (g *gateway) furtherTunnels(now current) (map[string][]further, error) {
 	all := make(map[string][]further)
 	for i, e := range g.ends[1:] {
 		stats, err := e.stats()
 		if err != nil {
-			g.log.Error("peers not read", "tunnel", i+1, "error", err)
-			continue
-		}
-		for _, p := range g.now.gateway.Peers {
-			if i >= len(p.Tunnels) {
-				continue
-			}
-			var f further
-			if old := g.now.further[p.ID]; i < len(old) && old[i].key == p.Tunnels[i].PublicKey {
-				f = old[i]
-			}
-			f.key = p.Tunnels[i].PublicKey
-			next := f.after(stats[f.key], now)
-			if dev := e.dev.LookupPeer(device.NoisePublicKey(f.key)); dev != nil && now.Sub(f.asked) >= furtherKeepalive {
-				next.asked = now
-				dev.SendKeepalive() // without a session it begins a handshake
-			}
-			if next.inUse != f.inUse {
-				changed = true
-				g.log.Info("further tunnel to peer", "peer", p.ID, "tunnel", i+1, "inUse", next.inUse)
-			}
-			all[p.ID] = append(all[p.ID], next)
-		}
-	}
-	g.mu.Lock()
-	g.now.further = all
-	g.mu.Unlock()
-	return changed
-}
-
-// inUse is the set of further tunnels that work.
-func inUse(tunnels []further) (set tunnelSet) {
-	for i, f := range tunnels {
-		if f.inUse {
-			set = set.with(i + 1)
-		}
-	}
-	return set
-}
-
-// remotes are the networks behind the tunnels, and by which further ones each is reached.
-func remotes(peers []fabric.GatewayPeer, known map[string][]further) (all []remote) {
-	for _, p := range peers {
-		more := inUse(known[p.ID])
-		for _, prefix := range p.AllowedIPs {
-			all = append(all, remote{prefix, more})
-		}
-	}
-	return all
-}
-
-// wireGuardStats are those of all tunnels to each peer, by the key of its first one: octets of all of them, everything else of the
-// first.
-func (g *gateway) wireGuardStats(peers []fabric.GatewayPeer) (map[[32]byte]wgStats, error) {
-	all, err := g.ends[0].stats()
-	if err != nil {
-		return nil, err
-	}
-	for i, e := range g.ends[1:] {
-		more, err := e.stats()
-		if err != nil {
 			return nil, err
 		}
-		for _, p := range peers {
+		checks := e.checker.results()
+		for _, p := range now.gateway.Peers {
 			if i < len(p.Tunnels) {
-				sum, s := all[p.PublicKey], more[p.Tunnels[i].PublicKey]
-				sum.rx, sum.tx = sum.rx+s.rx, sum.tx+s.tx
-				all[p.PublicKey] = sum
+				key := p.Tunnels[i].PublicKey
+				all[p.ID] = append(all[p.ID], further{key, checks[p.ID], stats[key], now.inUse[p.ID].has(i + 1)})
 			}
 		}
 	}
 	return all, nil
+}
+
+// working are the further tunnels that work, by peer.
+func (g *gateway) working() map[string]tunnelSet {
+	sets := make(map[string]tunnelSet)
+	for i, e := range g.ends[1:] {
+		for id, r := range e.checker.results() {
+			if r.State == Connected {
+				sets[id] = sets[id].with(i + 1)
+			}
+		}
+	}
+	return sets
+}
+
+// remotes are the networks behind the tunnels, and by which further ones each is reached.
+func remotes(peers []fabric.GatewayPeer, inUse map[string]tunnelSet) (all []remote) {
+	for _, p := range peers {
+		for _, prefix := range p.AllowedIPs {
+			all = append(all, remote{prefix, inUse[p.ID]})
+		}
+	}
+	return all
 }
 
 // cutTunnels leaves each peer those further tunnels that we have an end for.

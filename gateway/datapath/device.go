@@ -45,7 +45,6 @@ type Device struct {
 	link    Link
 	engine  *natengine.Engine
 	local   *Local // may be nil
-	further bool   // made by Beside: local is another's, which sends for it
 	options Options
 	start   time.Time
 	mtu     atomic.Int64
@@ -63,19 +62,13 @@ var _ tun.Device = (*Device)(nil)
 // New joins a link, an engine and, unless nil, an in-process endpoint. The Device
 // owns link and local: its Close closes them.
 func New(link Link, engine *natengine.Engine, local *Local, o Options) *Device {
-	d := newDevice(link, engine, local, time.Now(), o)
-	if local != nil {
-		local.attach(link.Wake, func() { engine.Count(nil, natengine.Outbound, natengine.DropLocalQueue) })
-	}
-	return d
+	return newDevice(link, engine, local, time.Now(), o)
 }
 
-// Beside makes a further path, over a link of its own, for another tunnel of the same gateway: it has the engine and the
-// clock of d, and delivers to d's in-process endpoint, whose own packets all go by d. Its Close closes the link alone.
-func (d *Device) Beside(link Link) *Device {
-	further := newDevice(link, d.engine, d.local, d.start, d.options)
-	further.further = true
-	return further
+// Beside makes a path for another tunnel of the same gateway: with the engine and the clock of d, over a link and with an
+// in-process endpoint of its own. That has the addresses of the other; what comes by a path is answered by it.
+func (d *Device) Beside(link Link, local *Local) *Device {
+	return newDevice(link, d.engine, local, d.start, d.options)
 }
 
 func newDevice(link Link, engine *natengine.Engine, local *Local, start time.Time, o Options) *Device {
@@ -90,6 +83,9 @@ func newDevice(link Link, engine *natengine.Engine, local *Local, start time.Tim
 	}
 	d.mtu.Store(int64(link.MTU()))
 	d.writers.New = func() any { return newInbound(o) }
+	if local != nil {
+		local.attach(link.Wake, func() { engine.Count(nil, natengine.Outbound, natengine.DropLocalQueue) })
+	}
 	return d
 }
 
@@ -101,7 +97,7 @@ func (d *Device) Now() time.Duration { return time.Since(d.start) }
 // endpoint the new MTU in octets. The link's own MTU is the caller's business.
 func (d *Device) SetMTU(mtu int) {
 	d.mtu.Store(int64(mtu))
-	if d.local != nil && !d.further {
+	if d.local != nil {
 		d.local.SetMTU(mtu)
 	}
 	d.eventsMu.Lock()
@@ -143,7 +139,7 @@ func (d *Device) Close() error {
 	d.closed = true
 	close(d.events)
 	err := d.link.Close()
-	if d.local != nil && !d.further {
+	if d.local != nil {
 		d.local.Close()
 	}
 	return err

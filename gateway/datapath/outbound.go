@@ -143,7 +143,7 @@ func (d *Device) readReleased(b *batch) {
 // readLocal hands on packets of the in-process endpoint. When it leaves some in
 // the queue, the batch is not empty, so that Read will not wait.
 func (d *Device) readLocal(b *batch) {
-	if d.local == nil || d.further {
+	if d.local == nil {
 		return
 	}
 	o := &d.out

@@ -3,9 +3,10 @@
 //
 // Besides the commands of testscript there are
 //
-//	lab up [-nodes=N] [-mtu=N] [-rpfilter=loose] CLUSTER[=PODCIDR[,EXTERNALCIDR]]...
+//	lab up [-nodes=N] [-mtu=N] [-rpfilter=loose] [-tunnels=N,...] CLUSTER[=PODCIDR[,EXTERNALCIDR]]...
 //	                            make the script's lab; $CONFIG_x is the gateway's directory of cluster x, $LOG_x its log,
-//	                            $ID_x the cluster's ID, $LAB the lab's name
+//	                            $ID_x the cluster's ID, $LAB the lab's name; the gateways have that many tunnels, in the order of
+//	                            the clusters
 //	lab join A B [POD@A EXT@A POD@B EXT@B]
 //	                            B's networks as A sees them, then A's as B does; "-": as Liqo decides
 //	lab unjoin A B
@@ -231,6 +232,7 @@ func (s *script) up(ts *testscript.TestScript, args []string) error {
 	flags := flag.NewFlagSet("lab up", flag.ContinueOnError)
 	flags.SetOutput(ts.Stderr())
 	nodes := flags.Int("nodes", 1, "")
+	tunnels := flags.String("tunnels", "", "")
 	flags.IntVar(&spec.MTU, "mtu", 0, "")
 	flags.StringVar((*string)(&spec.RPFilter), "rpfilter", "", "")
 	if flags.Parse(args) != nil || flags.NArg() == 0 || s.l != nil {
@@ -239,6 +241,9 @@ func (s *script) up(ts *testscript.TestScript, args []string) error {
 	for _, a := range flags.Args() {
 		name, networks, _ := strings.Cut(a, "=")
 		c := lab.ClusterSpec{Name: name, Nodes: *nodes}
+		var n string
+		n, *tunnels, _ = strings.Cut(*tunnels, ",")
+		c.Tunnels, _ = strconv.Atoi(n)
 		pod, external, _ := strings.Cut(networks, ",")
 		for text, network := range map[string]*netip.Prefix{pod: &c.PodCIDR, external: &c.ExternalCIDR} {
 			if text == "" {
