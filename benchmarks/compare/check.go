@@ -4,6 +4,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"slices"
 	"strings"
@@ -11,53 +12,148 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
-// tolerance is by how much the median of a ratio may be worse than the worst that
-// was recorded. The machine is another one every time; ratios move less than
-// times, but they do move.
-const tolerance = 1.15
+// A check says whether Isthmus became slower, on a machine whose speed drifts. What it compares are ratios to the baseline of
+// the same run, and of a run the ratio of the medians, since the baseline is the less steady of the two. A figure is worse
+// only when
+//
+//   - this ratio is beyond the worst of all recorded runs by the figure's margin, and
+//   - a rank test of the single rounds against all recorded ones says so at 1 %.
+//
+// Runs of several hours, added by -record, tell the check what the machine does by itself.
 
-// check compares the ratios of Isthmus to the baseline with those recorded in a
-// compare.json. The error names every figure that became worse.
-func check(all []sample, file string) error {
+const (
+	fewest      = 3    // rounds before a check may end well
+	significant = 0.01 // probability of a difference like that by chance, one figure alone
+)
+
+// A recording is what is kept of runs.
+type recording struct {
+	Runs []measured `json:"runs"`
+}
+
+// measured is one run.
+type measured struct {
+	Where   string   `json:"where"`
+	Samples []sample `json:"samples"`
+}
+
+func readRecording(file string) (was recording, err error) {
 	text, err := os.ReadFile(file)
+	if err != nil {
+		return was, err
+	}
+	if err := json.Unmarshal(text, &was); err != nil {
+		return was, fmt.Errorf("%s: %w", file, err)
+	}
+	return was, nil
+}
+
+// record adds a run to a file, which is made where there is none.
+func record(file string, m measured) error {
+	was, err := readRecording(file)
+	if err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	was.Runs = append(was.Runs, m)
+	text, err := json.MarshalIndent(was, "", " ")
 	if err != nil {
 		return err
 	}
-	var was recording
-	if err := json.Unmarshal(text, &was); err != nil {
-		return fmt.Errorf("%s: %w", file, err)
-	}
-	var errs []error
-	compared := 0
+	return os.WriteFile(file, append(text, '\n'), 0o644)
+}
+
+// A finding is what the check says of one figure of one peer.
+type finding struct {
+	peer   string
+	figure figure
+	now    float64   // ratio of the medians
+	then   []float64 // the same of each recorded run
+	limit  float64   // the worst ratio that still does
+	beyond bool      // now is worse than limit
+	p      float64   // probability of rounds as bad as these by chance
+}
+
+// worse says whether there is a regression.
+func (f finding) worse() bool { return f.beyond && f.p <= significant }
+
+func (f finding) String() string {
+	return fmt.Sprintf("%s, %s: %.2fx of %s; recorded were %.2fx to %.2fx, and %.2fx would still do (p = %.4f)",
+		f.peer, f.figure.name, f.now, baseline, slices.Min(f.then), slices.Max(f.then), f.limit, f.p)
+}
+
+// judge compares all figures of Isthmus that are in both.
+func judge(all []sample, was recording) (findings []finding) {
 	for _, p := range peers {
 		if !strings.HasPrefix(p.name, "isthmus") {
 			continue
 		}
 		for _, f := range figures {
-			now, then := ratios(all, p.name, f), ratios(was.Samples, p.name, f)
-			if now == nil || then == nil || strings.HasPrefix(f.name, "RTT p9") { // tails are noise here
+			now, rounds := ratioOfMedians(all, p.name, f)
+			found := finding{peer: p.name, figure: f, now: now}
+			var recordedRounds []float64
+			for _, r := range was.Runs {
+				if ratio, rounds := ratioOfMedians(r.Samples, p.name, f); rounds != nil {
+					found.then = append(found.then, ratio)
+					recordedRounds = append(recordedRounds, rounds...)
+				}
+			}
+			if rounds == nil || found.then == nil || f.margin == 0 {
 				continue
 			}
-			compared++
-			if worst, ok := acceptable(f, measure.Median(now), then); !ok {
-				errs = append(errs, fmt.Errorf("%s, %s: %.2fx of %s; recorded were %.2fx to %.2fx, and %.2fx would still do",
-					p.name, f.name, measure.Median(now), baseline, slices.Min(then), slices.Max(then), worst))
+			if f.more {
+				found.limit = slices.Min(found.then) / (1 + f.margin)
+				found.beyond, found.p = now < found.limit, rankTest(recordedRounds, rounds)
+			} else {
+				found.limit = slices.Max(found.then) * (1 + f.margin)
+				found.beyond, found.p = now > found.limit, rankTest(rounds, recordedRounds)
 			}
+			findings = append(findings, found)
 		}
 	}
-	if compared == 0 {
-		return fmt.Errorf("%s has nothing to compare with", file)
+	return findings
+}
+
+// ratioOfMedians is that of a peer's figure to the baseline's, and the ratio of each round's figure to the same median of the
+// baseline. There are none where the run has not measured both.
+func ratioOfMedians(all []sample, peer string, f figure) (ratio float64, rounds []float64) {
+	v, base := valuesOf(all, peer, f), valuesOf(all, baseline, f)
+	if len(v) == 0 || len(base) == 0 || slices.Min(base) <= 0 {
+		return 0, nil
 	}
-	fmt.Printf("\n%d ratios compared with %s, %d worse\n", compared, file, len(errs))
+	middle := measure.Median(base)
+	for _, x := range v {
+		rounds = append(rounds, x/middle)
+	}
+	return measure.Median(rounds), rounds
+}
+
+// inLimits says whether a check can end: nothing is beyond its limit. Otherwise more rounds decide.
+func inLimits(findings []finding) bool {
+	return !slices.ContainsFunc(findings, func(f finding) bool { return f.beyond })
+}
+
+// verdict is an error that names every figure that became worse; what is not clear is written to w.
+func verdict(w io.Writer, findings []finding) error {
+	if len(findings) == 0 {
+		return errors.New("the recorded runs have nothing to compare with")
+	}
+	var errs []error
+	for _, f := range findings {
+		switch {
+		case f.worse():
+			errs = append(errs, errors.New(f.String()))
+		case f.beyond:
+			fmt.Fprintf(w, "not clear: %v\n", f)
+		}
+	}
+	fmt.Fprintf(w, "%d ratios compared, %d worse\n", len(findings), len(errs))
 	return errors.Join(errs...)
 }
 
-// acceptable returns the worst ratio that is no regression, and whether now is one.
-func acceptable(f figure, now float64, then []float64) (worst float64, ok bool) {
-	if f.more {
-		worst = slices.Min(then) / tolerance
-		return worst, now >= worst
+// rounds is how many rounds there are samples of.
+func rounds(all []sample) (n int) {
+	for _, s := range all {
+		n = max(n, s.Round+1)
 	}
-	worst = slices.Max(then) * tolerance
-	return worst, now <= worst
+	return n
 }

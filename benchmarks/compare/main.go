@@ -69,6 +69,7 @@ var peers = []peer{
 	{"tailscale fork + NETMAP", tailscale, wireguardGo(wgOptions{netmap: true, fork: true})},
 	{"isthmus", "", isthmus(crowd{})},
 	{"isthmus inline", "", isthmus(crowd{}, "--transport=inline")},
+	{"isthmus inline 4 tunnels", "", isthmusTunnels(4, "--transport=inline")},
 	{"isthmus inline crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--transport=inline")},
 }
 
@@ -76,6 +77,9 @@ var peers = []peer{
 const tailscale = "tailscale"
 
 const baseline = "wireguard-go + NETMAP"
+
+// checked are the peers that -check and -record measure where nothing else is asked for.
+const checked = baseline + ",isthmus,isthmus inline"
 
 // A bench is the lab with what the peers need to know of it.
 type bench struct {
@@ -130,14 +134,15 @@ func main() {
 		}
 		return
 	}
-	rounds := flag.Int("rounds", 5, "rounds; each measures every peer once")
+	most := flag.Int("rounds", 5, "rounds; each measures every peer once")
 	d := flag.Duration("duration", 2*time.Second, "duration of one load")
 	mtu := flag.Int("mtu", 1500, "MTU of the underlay")
 	binary := flag.String("isthmus", "bin/isthmus", "the isthmus binary")
 	fork := flag.String("tailscale", "", "the program of benchmarks/tailscale; without it its peers are left out")
 	only := flag.String("peers", "", "only these peers, comma separated; a word that is no name means all whose names contain it")
 	out := flag.String("out", "", "write compare.md, compare.svg and compare.json into this folder")
-	recorded := flag.String("check", "", "compare the ratios of Isthmus with those of this file, and fail where they are worse")
+	recordIn := flag.String("record", "", "add the samples to this file, for -check: ratios of several hours say more than of one")
+	recorded := flag.String("check", "", "compare the ratios of Isthmus with those of this file, and fail where they are worse; -rounds is how many at most")
 	soak := flag.Duration("soak", 0, "instead: compare every octet of traffic through the peers, for so long each")
 	flag.Parse()
 
@@ -149,27 +154,36 @@ func main() {
 		}
 		return
 	}
-	if *recorded != "" && *only == "" {
-		*only = baseline
-		for _, p := range peers {
-			if strings.HasPrefix(p.name, "isthmus") {
-				*only += "," + p.name
-			}
-		}
+	if (*recorded != "" || *recordIn != "") && *only == "" {
+		*only = checked
 	}
-	all, err := run(ctx, *rounds, *d, *mtu, *binary, *fork, *only)
+	var was recording
+	enough := func([]sample) bool { return false }
+	if *recorded != "" {
+		var err error
+		if was, err = readRecording(*recorded); err != nil {
+			log.Fatal(err)
+		}
+		enough = func(all []sample) bool { return rounds(all) >= fewest && inLimits(judge(all, was)) }
+	}
+	all, err := run(ctx, *most, *d, *mtu, *binary, *fork, *only, enough)
+	where := describe(*mtu, rounds(all), *d)
 	if err == nil {
-		err = report(all, describe(*mtu, *rounds, *d), *mtu, *out)
+		err = report(all, where, *mtu, *out)
+	}
+	if err == nil && *recordIn != "" {
+		err = record(*recordIn, measured{where, all})
 	}
 	if err == nil && *recorded != "" {
-		err = check(all, *recorded)
+		err = verdict(os.Stdout, judge(all, was))
 	}
 	if err != nil {
 		log.Fatal(err)
 	}
 }
 
-func run(ctx context.Context, rounds int, d time.Duration, mtu int, binary, fork, only string) (all []sample, err error) {
+// run measures the peers that only names, round by round until enough says so, at most most rounds.
+func run(ctx context.Context, most int, d time.Duration, mtu int, binary, fork, only string, enough func([]sample) bool) (all []sample, err error) {
 	b, err := newBench(ctx, mtu, binary, fork)
 	if err != nil {
 		return nil, err
@@ -182,7 +196,10 @@ func run(ctx context.Context, rounds int, d time.Duration, mtu int, binary, fork
 	}
 	defer stopLoad()
 
-	for round := range rounds {
+	for round := range most {
+		if enough(all) {
+			break
+		}
 		for _, p := range peers {
 			if !wanted(p.name, only) {
 				continue
@@ -199,7 +216,7 @@ func run(ctx context.Context, rounds int, d time.Duration, mtu int, binary, fork
 			}
 			s.Peer, s.Round = p.name, round
 			all = append(all, s)
-			log.Printf("round %d/%d  %-24s %s", round+1, rounds, p.name, s)
+			log.Printf("round %d/%d  %-24s %s", round+1, most, p.name, s)
 		}
 	}
 	return all, nil

@@ -1,7 +1,7 @@
 package main
 
 import (
-	"encoding/json"
+	"errors"
 	"fmt"
 	"os"
 	"path/filepath"
@@ -16,24 +16,32 @@ import (
 type figure struct {
 	name   string
 	format string
-	more   bool // is better
+	more   bool    // is better
+	margin float64 // by which a ratio may be worse than the worst that was recorded; zero: it is not checked
 	of     func(sample) float64
 }
 
+// Margins: CPU time for the same work is what moves least between runs, on a busy machine too. Throughput and round
+// trips move with whatever else runs, and tails of them say nothing in a few rounds.
+const (
+	steady   = 0.10
+	unsteady = 0.25
+)
+
 var figures = []figure{
-	{"TCP 1 stream, Gbit/s", "%.2f", true, func(s sample) float64 { return s.TCP1 }},
-	{"TCP 4 streams, Gbit/s", "%.2f", true, func(s sample) float64 { return s.TCP4 }},
-	{"TCP both ways, Gbit/s", "%.2f", true, func(s sample) float64 { return s.TCP2 }},
-	{"gateway CPU, s/Gbit", "%.3f", false, func(s sample) float64 { return s.CPU }},
-	{"UDP 64 B without loss, kpps", "%.0f", true, func(s sample) float64 { return s.Rate }},
-	{"UDP 64 B flooded, kpps", "%.0f", true, func(s sample) float64 { return s.Flood }},
-	{"gateway CPU flooded, us/packet", "%.1f", false, func(s sample) float64 { return s.FloodC }},
-	{"gateway CPU at 20 kpps, us/packet", "%.1f", false, func(s sample) float64 { return s.Paced }},
-	{"RTT p50, us", "%.0f", false, func(s sample) float64 { return s.P50 }},
-	{"RTT p90, us", "%.0f", false, func(s sample) float64 { return s.P90 }},
-	{"RTT p99, us", "%.0f", false, func(s sample) float64 { return s.P99 }},
-	{"RTT p99.9, us", "%.0f", false, func(s sample) float64 { return s.P999 }},
-	{"peak memory, MiB", "%.0f", false, func(s sample) float64 { return s.RSS }},
+	{"TCP 1 stream, Gbit/s", "%.2f", true, unsteady, func(s sample) float64 { return s.TCP1 }},
+	{"TCP 4 streams, Gbit/s", "%.2f", true, unsteady, func(s sample) float64 { return s.TCP4 }},
+	{"TCP both ways, Gbit/s", "%.2f", true, unsteady, func(s sample) float64 { return s.TCP2 }},
+	{"gateway CPU, s/Gbit", "%.3f", false, steady, func(s sample) float64 { return s.CPU }},
+	{"UDP 64 B without loss, kpps", "%.0f", true, unsteady, func(s sample) float64 { return s.Rate }},
+	{"UDP 64 B flooded, kpps", "%.0f", true, unsteady, func(s sample) float64 { return s.Flood }},
+	{"gateway CPU flooded, us/packet", "%.1f", false, unsteady, func(s sample) float64 { return s.FloodC }},
+	{"gateway CPU at 20 kpps, us/packet", "%.1f", false, steady, func(s sample) float64 { return s.Paced }},
+	{"RTT p50, us", "%.0f", false, unsteady, func(s sample) float64 { return s.P50 }},
+	{"RTT p90, us", "%.0f", false, 0, func(s sample) float64 { return s.P90 }},
+	{"RTT p99, us", "%.0f", false, 0, func(s sample) float64 { return s.P99 }},
+	{"RTT p99.9, us", "%.0f", false, 0, func(s sample) float64 { return s.P999 }},
+	{"peak memory, MiB", "%.0f", false, unsteady, func(s sample) float64 { return s.RSS }},
 }
 
 // describe says where and how it was measured, so that a figure can be read
@@ -42,14 +50,8 @@ func describe(mtu, rounds int, d time.Duration) string {
 	return fmt.Sprintf("%s; underlay MTU %d, %d interleaved rounds, %v a load", measure.Where(), mtu, rounds, d)
 }
 
-// A recording is what is kept of a run.
-type recording struct {
-	Where   string   `json:"where"`
-	Samples []sample `json:"samples"`
-}
-
 // report prints the table and, with a folder, writes it there beside a plot and
-// all samples. The names say so when the MTU of the underlay is unusual.
+// all samples, instead of those of earlier runs. The names say so when the MTU of the underlay is unusual.
 func report(all []sample, where string, mtu int, out string) error {
 	var names []string
 	for _, p := range peers {
@@ -83,15 +85,18 @@ func report(all []sample, where string, mtu int, out string) error {
 	if out == "" {
 		return nil
 	}
-	samples, err := json.MarshalIndent(recording{where, all}, "", " ")
-	if err != nil {
-		return err
-	}
 	name := "compare"
 	if mtu != 1500 {
 		name = fmt.Sprintf("compare-mtu%d", mtu)
 	}
-	for suffix, content := range map[string][]byte{".md": []byte(t.String()), ".svg": plot(all, names, where), ".json": append(samples, '\n')} {
+	file := filepath.Join(out, name+".json")
+	if err := os.Remove(file); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	if err := record(file, measured{where, all}); err != nil {
+		return err
+	}
+	for suffix, content := range map[string][]byte{".md": []byte(t.String()), ".svg": plot(all, names, where)} {
 		if err := os.WriteFile(filepath.Join(out, name+suffix), content, 0o644); err != nil {
 			return err
 		}

@@ -1,0 +1,123 @@
+package main
+
+import (
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// samples are n rounds of the baseline and of Isthmus with the given throughput and memory.
+func samples(n int, tcp, memory float64) (all []sample) {
+	for i := range n {
+		wobble := 1 + float64(i%3)/20
+		all = append(all,
+			sample{Peer: baseline, Round: i, TCP1: 2 * wobble, RSS: 300},
+			sample{Peer: "isthmus", Round: i, TCP1: tcp * wobble, RSS: memory * wobble})
+	}
+	return all
+}
+
+func TestCheckNamesWhatBecameWorse(t *testing.T) {
+	was := recording{[]measured{{"in the morning", samples(5, 3, 60)}, {"in the evening", samples(5, 2.8, 64)}}}
+	for name, c := range map[string]struct {
+		now  []sample
+		want []string // parts of the error; none: no error
+	}{
+		"the same":               {samples(5, 3, 60), nil},
+		"better":                 {samples(5, 5, 30), nil},
+		"within the margin":      {samples(5, 2.4, 75), nil},
+		"less throughput":        {samples(5, 2.0, 60), []string{"isthmus, TCP 1 stream, Gbit/s: 1.00x of " + baseline + "; recorded were 1.40x to 1.50x, and 1.12x would"}},
+		"none at all":            {samples(5, 0, 60), []string{"isthmus, TCP 1 stream, Gbit/s: 0.00x"}},
+		"more memory":            {samples(5, 3, 90), []string{"isthmus, peak memory, MiB: 0.32x", "recorded were 0.21x to 0.22x"}},
+		"both":                   {samples(5, 2, 90), []string{"isthmus, TCP 1 stream", "isthmus, peak memory"}},
+		"too few to be clear":    {samples(1, 2, 90), nil},
+		"nothing to compare for": {samples(5, 3, 60)[:1], []string{"nothing to compare with"}},
+	} {
+		t.Run(name, func(t *testing.T) {
+			err := verdict(io.Discard, judge(c.now, was))
+			if (err == nil) != (c.want == nil) {
+				t.Fatalf("error %v", err)
+			}
+			for _, w := range c.want {
+				if !strings.Contains(err.Error(), w) {
+					t.Errorf("error %v: want %q in it", err, w)
+				}
+			}
+		})
+	}
+}
+
+// A check ends early when all is well, and goes on when one figure is not.
+func TestMoreRoundsWhereSomethingIsBeyondItsLimit(t *testing.T) {
+	was := recording{[]measured{{"here", samples(5, 3, 60)}}}
+	for _, c := range []struct {
+		tcp, memory float64
+		want        bool
+	}{{3, 60, true}, {3, 90, false}, {2, 60, false}} {
+		if got := inLimits(judge(samples(3, c.tcp, c.memory), was)); got != c.want {
+			t.Errorf("throughput %v, memory %v: %t", c.tcp, c.memory, got)
+		}
+	}
+}
+
+func TestTailsAreNotChecked(t *testing.T) {
+	was := []sample{{Peer: baseline, P99: 100, P999: 100}, {Peer: "isthmus", P99: 100, P999: 100}}
+	now := []sample{{Peer: baseline, P99: 100, P999: 100}, {Peer: "isthmus", P99: 900, P999: 900}}
+	if findings := judge(now, recording{[]measured{{"here", was}}}); len(findings) != 0 {
+		t.Errorf("%v", findings)
+	}
+}
+
+// The machine as it was seen here: each run has a level of its own for the baseline and for Isthmus, each round its noise. What
+// stays the same is called worse in hardly any check. What takes a quarter more CPU is seen in three of four by one figure
+// alone; a gateway has several.
+func TestACheckKnowsDriftFromARegression(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	run := func(n int, slower float64) (all []sample) {
+		base, own := 0.48*(1+rng.NormFloat64()*0.04), 0.28*slower*(1+rng.NormFloat64()*0.02)
+		for i := range n {
+			all = append(all, sample{Peer: baseline, Round: i, CPU: base * (1 + rng.NormFloat64()*0.06)},
+				sample{Peer: "isthmus", Round: i, CPU: own * (1 + rng.NormFloat64()*0.03)})
+		}
+		return all
+	}
+	const checks = 300
+	alarms, seen := 0, 0
+	for range checks {
+		var was recording
+		for range 4 {
+			was.Runs = append(was.Runs, measured{"here", run(3, 1)})
+		}
+		for _, c := range []struct {
+			slower float64
+			count  *int
+		}{{1, &alarms}, {1.25, &seen}} {
+			all := run(9, c.slower)
+			if early := all[:2*fewest]; inLimits(judge(early, was)) {
+				all = early
+			}
+			if verdict(io.Discard, judge(all, was)) != nil {
+				*c.count++
+			}
+		}
+	}
+	if alarms > checks/50 || seen < checks*3/4 {
+		t.Errorf("of %d checks %d cried wolf, and of as many regressions %d were seen", checks, alarms, seen)
+	}
+}
+
+func TestRunsAreAddedToARecording(t *testing.T) {
+	file := filepath.Join(t.TempDir(), "compare.json")
+	for i := range 2 {
+		if err := record(file, measured{fmt.Sprint("run ", i), samples(2+i, 3, 60)}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	was, err := readRecording(file)
+	if err != nil || len(was.Runs) != 2 || was.Runs[1].Where != "run 1" || rounds(was.Runs[1].Samples) != 3 || was.Runs[0].Samples[1].TCP1 != 3 {
+		t.Errorf("%+v, error %v", was, err)
+	}
+}
