@@ -4,7 +4,10 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io/fs"
 	"os"
+	"path/filepath"
+	"time"
 
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
@@ -14,6 +17,53 @@ import (
 // args are added to its command line.
 func isthmus(c crowd, args ...string) start {
 	return func(ctx context.Context, b *bench) (*running, error) { return b.isthmus(ctx, c, args) }
+}
+
+// isthmusTunnels is the same with several tunnels between the two.
+func isthmusTunnels(tunnels int, args ...string) start {
+	return func(ctx context.Context, b *bench) (*running, error) {
+		if err := b.setTunnels(tunnels); err != nil {
+			return nil, err
+		}
+		r, err := b.isthmus(ctx, crowd{}, args)
+		r.cleanup = append([]func() error{func() error { return b.setTunnels(1) }}, r.cleanup...) // runs last
+		if err != nil {
+			return r, err
+		}
+		return r, b.waitTunnels(ctx, tunnels)
+	}
+}
+
+// waitTunnels waits until both gateways share the flows out among all tunnels.
+func (b *bench) waitTunnels(ctx context.Context, tunnels int) error {
+	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	defer cancel()
+	for _, n := range b.nodes {
+		for {
+			up, err := b.lab.Metric(ctx, n.cluster, "isthmus_peer_tunnel_up")
+			if err == nil && int(up) == tunnels-1 {
+				break
+			}
+			select {
+			case <-ctx.Done():
+				return fmt.Errorf("gateway of %s has %v further tunnels in use, %w; want %d", n.cluster, up, err, tunnels-1)
+			case <-time.After(50 * time.Millisecond):
+			}
+		}
+	}
+	return nil
+}
+
+// setTunnels is how many tunnels the gateways have from the next Join on.
+func (b *bench) setTunnels(tunnels int) error {
+	var errs []error
+	for _, n := range b.nodes {
+		n.cluster.Tunnels = tunnels
+		if err := os.Remove(filepath.Join(n.cluster.ConfigDir, "gateway.yaml")); !errors.Is(err, fs.ErrNotExist) {
+			errs = append(errs, err) // Join writes it anew
+		}
+	}
+	return errors.Join(errs...)
 }
 
 func (b *bench) isthmus(ctx context.Context, c crowd, args []string) (*running, error) {
