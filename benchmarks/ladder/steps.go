@@ -21,7 +21,7 @@ func (s source) absent() bool { return s.bench == "" }
 // A step is a row of the table.
 type step struct {
 	name, what string
-	alone      bool   // one packet at a time: no part of the whole way, where packets travel in batches
+	aside      bool   // to compare with: no part of the whole way, where packets travel in batches
 	super      source // a packet of 1,420 octets, 1,368 or 1,380 of them payload, one of the 45 or so of a TCP superpacket
 	single     source // a packet of 64 octets that is no part of anything
 }
@@ -60,9 +60,11 @@ var steps = []step{
 		super: perPacket("gateway/inline", "ThroughBothEnds/1420", "ns/op", 1), single: perPacket("gateway/inline", "ThroughBothEnds/64", "ns/op", 1)},
 	{name: "loopback UDP", what: "send and receive, batches of 45",
 		super: perPacket("gateway/bind", "Loopback/size=1452/batch=45", "ns/op", 1), single: perPacket("gateway/bind", "Loopback/size=96/batch=45", "ns/op", 1)},
-	{name: "loopback UDP, alone", what: "one at a time", alone: true,
+	{name: "wireguard-go's sockets", what: "the same without gateway/bind", aside: true,
+		super: perPacket("benchmarks/ladder", "UpstreamLoopback/size=1452/batch=45", "ns/op", 1), single: perPacket("benchmarks/ladder", "UpstreamLoopback/size=96/batch=45", "ns/op", 1)},
+	{name: "loopback UDP, alone", what: "one at a time", aside: true,
 		super: perPacket("gateway/bind", "Loopback/size=1452/batch=1", "ns/op", 1), single: perPacket("gateway/bind", "Loopback/size=96/batch=1", "ns/op", 1)},
-	{name: "in memory, alone", what: "two gateways, inline, one packet at a time", alone: true,
+	{name: "in memory, alone", what: "two gateways, inline, one packet at a time", aside: true,
 		single: perPacket("gateway/datapath", "Gateways/inline/small-alone", "cpu-ns/packet", 1)},
 	{name: "in memory, device", what: "two gateways without a kernel, wireguard-go's own transport",
 		super:  perPacket("gateway/datapath", "Gateways/through-the-device/superpacket", "cpu-ns/packet", segments),

@@ -74,7 +74,7 @@ func table(r results, where string, rounds int) string {
 	var whole [2]float64
 	for i, of := range columns {
 		for _, s := range steps {
-			if v := r.nanoseconds(of(s)); len(v) > 0 && !s.alone {
+			if v := r.nanoseconds(of(s)); len(v) > 0 && !s.aside {
 				whole[i] = measure.Median(v)
 			}
 		}
@@ -99,7 +99,7 @@ arrive many at a time.
 				continue
 			}
 			m, share := measure.Median(v), ""
-			if !s.alone {
+			if !s.aside {
 				share = percent(m / whole[i])
 			}
 			allocs := measure.Median(r.scaled(of(s), "allocs/op", of(s).allocs))
