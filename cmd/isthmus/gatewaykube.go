@@ -32,6 +32,7 @@ type kubeGateway struct {
 	kubeconfig, namespace   string
 	cluster                 v1alpha1.ClusterIdentity
 	port                    uint16
+	tunnels                 int
 	mtu                     string
 	nat                     file.NAT
 	metricsAddr, statusAddr string
@@ -43,7 +44,7 @@ type kubeGateway struct {
 
 // kubeGatewayFlags are the flags that addFlags adds.
 func kubeGatewayFlags() []string {
-	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "mtu", "metrics-address", "status-address"}
+	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "status-address"}
 	for _, f := range new(file.NAT).Fields() {
 		names = append(names, f.Flag)
 	}
@@ -56,6 +57,7 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.StringVar(&k.cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: of the ConfigMap that `isthmus install` writes, else the UID of kube-system)")
 	f.StringVar(&k.cluster.ClusterName, "cluster-name", "", "name of this cluster, for people")
 	f.Uint16Var(&k.port, "port", file.DefaultListenPort, "UDP port of WireGuard")
+	f.IntVar(&k.tunnels, "tunnels", 1, "at most this many tunnels to one peer, 1 to 16, on UDP ports from --port upwards")
 	f.StringVar(&k.mtu, "mtu", "auto", "MTU of the tunnel in octets, or auto: derived from the ways to the peers")
 	for _, field := range k.nat.Fields() {
 		if f.Var(field.Value, field.Flag, field.Usage); field.Value.Type() == "bool" {
@@ -76,6 +78,12 @@ func (k *kubeGateway) complete() error {
 	}
 	if k.port == 0 {
 		return usage("--port 0: want a UDP port from 1 to 65535")
+	}
+	if k.tunnels < 1 || k.tunnels > fabric.MaxTunnels {
+		return usage("--tunnels %d: want 1 to %d", k.tunnels, fabric.MaxTunnels)
+	}
+	if last := int(k.port) + k.tunnels - 1; last > 65535 {
+		return usage("--tunnels %d: the last would listen on port %d (--port is %d); want ports up to 65535", k.tunnels, last, k.port)
 	}
 	if k.mtu != "auto" {
 		n, err := strconv.Atoi(k.mtu)
@@ -110,7 +118,7 @@ func (k *kubeGateway) complete() error {
 		return usage("POD_IP is %q; want the address of this Pod, which is that of its node", os.Getenv("POD_IP"))
 	}
 	config.UserAgent = "isthmus-gateway/" + version()
-	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Cluster: k.cluster}
+	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Cluster: k.cluster, Tunnels: k.tunnels}
 	return nil
 }
 
@@ -136,7 +144,8 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	active := func(ctx context.Context) error {
 		options.Source = func(ctx context.Context, deliver func(gateway.Config, error)) {
 			replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
-				deliver(gateway.Config{Intent: s.Intent, PrivateKey: gateway.Key(s.PrivateKey), ListenPort: k.port, MTU: k.tunnel, NAT: k.nat.Config()}, err)
+				deliver(gateway.Config{Intent: s.Intent, PrivateKey: gateway.Key(s.PrivateKey), ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel,
+					NAT: k.nat.Config()}, err)
 			})
 		}
 		options.Beside = func(ctx context.Context, r gateway.Running) {

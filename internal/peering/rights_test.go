@@ -300,7 +300,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"patch", "net.liqo.io", "tunnelendpoints/status", "", ""},
 			{"get", "", "namespaces", "", "kube-system"},
 			{"create", "", "secrets", home, ""},
-			{"get list watch", "", "secrets", home, "wireguard-pubkey"},
+			{"get list watch patch", "", "secrets", home, "wireguard-pubkey"},
 			{"list", "", "configmaps", home, ""},
 			{"list watch patch", "", "pods services", home, ""},
 			{"create", "coordination.k8s.io", "leases", home, ""},

@@ -274,7 +274,15 @@ func TestTimeWithoutContactDoesNotCount(t *testing.T) {
 
 func TestKeySecret(t *testing.T) {
 	private := newKey()
-	good := keySecret("ns", private)
+	good := keySecret("ns", private, 1)
+	if _, there := good.Data["tunnels"]; there {
+		t.Error("a gateway with one tunnel tells of others")
+	}
+	further := fabric.PublicKeys(private, 3)[1:]
+	want := base64.StdEncoding.EncodeToString(further[0][:]) + "," + base64.StdEncoding.EncodeToString(further[1][:])
+	if got := string(keySecret("ns", private, 3).Data["tunnels"]); got != want {
+		t.Errorf("tunnels %s, want %s", got, want)
+	}
 	text := func(b []byte) []byte { return []byte(base64.StdEncoding.EncodeToString(b)) }
 	other := newKey()
 	for _, tc := range []struct {

@@ -30,8 +30,8 @@ import (
 // writeTimeout bounds one request that writes.
 const writeTimeout = 5 * time.Second
 
-// GatewayOptions say which replica of the gateway this is. All but Cluster and
-// Log are required.
+// GatewayOptions say which replica of the gateway this is. All but Cluster, Tunnels
+// and Log are required.
 type GatewayOptions struct {
 	Config    *rest.Config
 	Namespace string     // of the installation: key Secret, Lease, Service and Pods are there
@@ -41,6 +41,7 @@ type GatewayOptions struct {
 	// Namespace that Liqo and `isthmus install` write, else the ID is the UID of
 	// the namespace kube-system.
 	Cluster v1alpha1.ClusterIdentity
+	Tunnels int          // that this replica has; 0 means 1
 	Log     *slog.Logger // nil: slog.Default()
 }
 
@@ -62,6 +63,11 @@ type Gateway struct {
 	wished   chan struct{} // closed when wish is replaced
 	keyTries time.Time     // when the Secret may be made again
 	logged   string        // problems that were logged
+
+	// What refresh alone uses, about data.tunnels of the Secret; see tellTunnels.
+	told      [32]byte  // the private key for which it is or was what we want
+	tellAgain time.Time // when it may be written again
+	tellErr   error     // of the last attempt
 }
 
 // A Snapshot is what the objects ask of the gateway, complete.
@@ -85,6 +91,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	if o.Log == nil {
 		o.Log = slog.Default()
 	}
+	o.Tunnels = max(o.Tunnels, 1)
 	g := &Gateway{o: o, log: o.Log, look: newSignal(), wished: make(chan struct{}), wait: errors.New("starting")}
 	g.metrics = newGatewayMetrics(g)
 	config := rest.CopyConfig(o.Config)
@@ -360,7 +367,11 @@ func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.P
 	err := g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: KeySecret}, &secret)
 	switch {
 	case err == nil:
-		return keyFrom(&secret)
+		private, problems, err := keyFrom(&secret)
+		if err != nil {
+			return private, problems, err
+		}
+		return private, append(problems, g.tellTunnels(ctx, &secret, private)...), nil
 	case !apierrors.IsNotFound(err):
 		return inUse, nil, err
 	}
@@ -381,7 +392,8 @@ func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.P
 // intentFor decides what is wanted. What is wrong is left out of it; each problem
 // names the object and the field.
 func intentFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Intent, []fabric.Problem) {
-	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: [32]byte(publicKey(private))}
+	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
+	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}
 	var peers []fabric.Peer
 	var sets []fabric.MappingSet
 	var problems []fabric.Problem

@@ -2,6 +2,7 @@ package kube
 
 import (
 	"context"
+	"encoding/base64"
 	"errors"
 	"fmt"
 	"io"
@@ -23,6 +24,7 @@ import (
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -30,6 +32,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
@@ -321,6 +324,97 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 		if d := <-got; d.err != nil || d.s.PrivateKey != first.s.PrivateKey {
 			t.Errorf("delivered %+v", d)
+		}
+	})
+
+	t.Run("the Secret tells of the tunnels of the replica that started last", func(t *testing.T) {
+		s.namespace(t, "tunnels")
+		key := client.ObjectKey{Namespace: "tunnels", Name: KeySecret}
+		var secret corev1.Secret
+		tells := func(n int) {
+			t.Helper()
+			within(t, 10*time.Second, fmt.Sprintf("%d tunnels", n), func() error {
+				if err := s.client.Get(t.Context(), key, &secret); err != nil {
+					return err
+				}
+				private, err := fabric.ParseKey(string(secret.Data["privateKey"]))
+				if got, want := string(secret.Data["tunnels"]), tunnelKeys(private, n); err != nil || got != want {
+					return fmt.Errorf("%q, want %q, %w", got, want, err)
+				}
+				return nil
+			})
+		}
+		replica := func(name string, tunnels int) *testReplica {
+			r := start(t, GatewayOptions{Config: s.config, Namespace: "tunnels", Pod: name, Cluster: self, Tunnels: tunnels})
+			within(t, 10*time.Second, "ready", r.Ready)
+			return r
+		}
+		patch := func(data string) {
+			t.Helper()
+			if err := s.client.Patch(t.Context(), &secret, client.RawPatch(types.MergePatchType, []byte(`{"data":{`+data+`}}`))); err != nil {
+				t.Fatal(err)
+			}
+		}
+		first := replica("first", 1)
+		tells(1)
+		private := string(secret.Data["privateKey"])
+		replica("second", 3)
+		tells(3)
+		replica("third", 2)
+		tells(2)
+		if string(secret.Data["privateKey"]) != private {
+			t.Error("another key")
+		}
+		version := secret.ResourceVersion
+		time.Sleep(time.Second)
+		if tells(2); secret.ResourceVersion != version {
+			t.Error("replicas of different numbers of tunnels write in turn")
+		}
+		first.stop()
+
+		// What is no list of ours is put right, if by another replica than before.
+		patch(`"tunnels":"bm9uc2Vuc2U="`)
+		within(t, 10*time.Second, "a list of ours", func() error {
+			if err := s.client.Get(t.Context(), key, &secret); err != nil {
+				return err
+			}
+			if text := string(secret.Data["tunnels"]); text == "nonsense" {
+				return errors.New(text)
+			}
+			return nil
+		})
+		// And another key has other tunnels.
+		other := newKey()
+		text := func(b []byte) string {
+			return base64.StdEncoding.EncodeToString([]byte(base64.StdEncoding.EncodeToString(b)))
+		}
+		patch(fmt.Sprintf(`"privateKey":%q,"publicKey":%q`, text(other[:]), text(publicKey(other))))
+		within(t, 10*time.Second, "tunnels of the other key", func() error {
+			if err := s.client.Get(t.Context(), key, &secret); err != nil {
+				return err
+			}
+			if got := string(secret.Data["tunnels"]); got != tunnelKeys(other, 2) && got != tunnelKeys(other, 3) {
+				return errors.New(got)
+			}
+			return nil
+		})
+	})
+
+	t.Run("a gateway that may not write the Secret says so and goes on", func(t *testing.T) {
+		s.namespace(t, "forbidden")
+		private := newKey()
+		s.create(t, keySecret("forbidden", private, 1))
+		config := s.restricted(t, "reader-of-secrets",
+			rbacv1.PolicyRule{APIGroups: []string{""}, Resources: []string{"secrets"}, Verbs: []string{"get", "list", "watch"}},
+			rbacv1.PolicyRule{APIGroups: []string{"", "net.liqo.io"}, Resources: []string{"pods", "services", "natmappings", "tunnelendpoints"}, Verbs: []string{"get", "list", "watch", "patch"}},
+			rbacv1.PolicyRule{APIGroups: []string{"coordination.k8s.io"}, Resources: []string{"leases"}, Verbs: []string{"*"}})
+		r := start(t, GatewayOptions{Config: config, Namespace: "forbidden", Pod: "p", Cluster: self, Tunnels: 2})
+		within(t, 10*time.Second, "ready", r.Ready)
+		r.mu.Lock()
+		problems := r.wish.problems
+		r.mu.Unlock()
+		if len(problems) != 1 || problems[0].Field != "data.tunnels" || !strings.Contains(problems[0].Message, "forbidden") {
+			t.Errorf("problems %v", problems)
 		}
 	})
 

@@ -3,11 +3,12 @@ package kube
 import (
 	"bytes"
 	"context"
-	"crypto/ecdh"
 	"crypto/rand"
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"strings"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -24,6 +25,7 @@ const (
 	KeySecret     = "wireguard-pubkey"
 	keyPrivate    = "privateKey"
 	keyPublic     = "publicKey"
+	keyTunnels    = "tunnels" // the public keys of tunnels 1, 2 and so on, separated by commas; Liqo has no such field
 	keyLabelValue = "wireguard"
 )
 
@@ -55,11 +57,16 @@ func parseKey(data map[string][]byte, field string) ([32]byte, error) {
 }
 
 func publicKey(private [32]byte) []byte {
-	k, err := ecdh.X25519().NewPrivateKey(private[:])
-	if err != nil {
-		panic(err) // of another length, which the type excludes
+	return fabric.PublicKeys(private, 1)[0][:]
+}
+
+// tunnelKeys is what data.tunnels holds for n tunnels; empty: it is absent.
+func tunnelKeys(private [32]byte, n int) string {
+	var texts []string
+	for _, key := range fabric.PublicKeys(private, n)[1:] {
+		texts = append(texts, base64.StdEncoding.EncodeToString(key[:]))
 	}
-	return k.PublicKey().Bytes()
+	return strings.Join(texts, ",")
 }
 
 func newKey() (private [32]byte) {
@@ -69,15 +76,19 @@ func newKey() (private [32]byte) {
 	return private
 }
 
-func keySecret(namespace string, private [32]byte) *corev1.Secret {
+func keySecret(namespace string, private [32]byte, tunnels int) *corev1.Secret {
 	text := func(key []byte) []byte { return []byte(base64.StdEncoding.EncodeToString(key)) }
-	return &corev1.Secret{
+	secret := &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{
 			Namespace: namespace, Name: KeySecret,
 			Labels: map[string]string{v1alpha1.LabelKey: keyLabelValue},
 		},
 		Data: map[string][]byte{keyPrivate: text(private[:]), keyPublic: text(publicKey(private))},
 	}
+	if further := tunnelKeys(private, tunnels); further != "" {
+		secret.Data[keyTunnels] = []byte(further)
+	}
+	return secret
 }
 
 // createKey makes the Secret, with the key in use where there is one, so that its
@@ -90,7 +101,7 @@ func (g *Gateway) createKey(ctx context.Context, inUse [32]byte) error {
 	}
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
-	secret := keySecret(g.o.Namespace, private)
+	secret := keySecret(g.o.Namespace, private, g.o.Tunnels)
 	err := g.client.Create(ctx, secret)
 	switch {
 	case apierrors.IsAlreadyExists(err):
@@ -100,4 +111,50 @@ func (g *Gateway) createKey(ctx context.Context, inUse [32]byte) error {
 	}
 	g.log.Info("key Secret made", "secret", KeySecret, "newKey", inUse == [32]byte{})
 	return nil
+}
+
+// tellInterval is how long after a failure the Secret is written again.
+const tellInterval = 10 * time.Second
+
+// tellTunnels makes data.tunnels true for this replica, once for each private key.
+// Replicas of another number of tunnels, as there are while one is being changed,
+// each say theirs when they start, and the last one is right. What is no number of
+// tunnels of this key is corrected at any time. The problem is that it cannot be.
+func (g *Gateway) tellTunnels(ctx context.Context, secret *corev1.Secret, private [32]byte) []fabric.Problem {
+	have, want := string(secret.Data[keyTunnels]), tunnelKeys(private, g.o.Tunnels)
+	switch {
+	case have == want:
+		g.told, g.tellErr = private, nil
+		return nil
+	case g.told == private && (have == "" || strings.HasPrefix(tunnelKeys(private, fabric.MaxTunnels)+",", have+",")):
+		return nil
+	}
+	if now := time.Now(); now.After(g.tellAgain) {
+		g.tellErr = g.writeTunnels(ctx, secret, want)
+		switch {
+		case apierrors.IsConflict(g.tellErr) || apierrors.IsNotFound(g.tellErr):
+			g.tellErr = nil // the cache is behind, and what it misses brings us here again
+		case g.tellErr != nil:
+			g.tellAgain = now.Add(tellInterval)
+			time.AfterFunc(tellInterval, g.look.set)
+		default:
+			g.told = private
+			g.log.Info("key Secret tells of our tunnels", "secret", KeySecret, "tunnels", g.o.Tunnels)
+		}
+	}
+	if g.tellErr == nil {
+		return nil
+	}
+	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}, Field: "data." + keyTunnels,
+		Message: fmt.Sprintf("does not hold the public keys of our %d further tunnels, of which peers will not be told, and writing them: %v", g.o.Tunnels-1, g.tellErr)}}
+}
+
+func (g *Gateway) writeTunnels(ctx context.Context, secret *corev1.Secret, tunnels string) error {
+	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+	defer cancel()
+	with := secret.DeepCopy()
+	if with.Data[keyTunnels] = []byte(tunnels); tunnels == "" {
+		delete(with.Data, keyTunnels)
+	}
+	return g.client.Patch(ctx, with, client.MergeFromWithOptions(secret, client.MergeFromWithOptimisticLock{}))
 }
