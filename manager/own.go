@@ -34,8 +34,7 @@ import (
 const (
 	keySecret  = "wireguard-pubkey" // Liqo's name for it; the gateway makes it
 	keyInData  = "publicKey"
-	keysInData = "tunnels"   // the keys of tunnels 1, 2 and so on, separated by commas; Liqo has none
-	portName   = "wireguard" // that of tunnel i is wireguard-i
+	keysInData = "tunnels" // the keys of tunnels 1, 2 and so on, separated by commas; Liqo has none
 	retryFacts = 30 * time.Second
 )
 
@@ -347,7 +346,7 @@ func tunnelsOf(secret *corev1.Secret, first [32]byte, ports []uint16) (further [
 			return further, fmt.Sprintf("Secret %s/%s: data.%s: key %d %v", secret.Namespace, secret.Name, keysInData, i, err)
 		}
 		if i > len(ports) {
-			return further, fmt.Sprintf("the gateway's Service has no UDP port for tunnel %d, such as one named %s-%d", i, portName, i)
+			return further, fmt.Sprintf("the gateway's Service has no UDP port for tunnel %d, such as one named %s", i, v1alpha1.TunnelPortName(i))
 		}
 		have, further = append(have, key), append(further, fabric.TunnelEnd{PublicKey: key, Port: ports[i-1]})
 	}
@@ -410,10 +409,7 @@ func endpointOf(namespace string, services []corev1.Service) (host string, ports
 // may have any name when it is the only one.
 func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string) {
 	for i := range fabric.MaxTunnels {
-		name := portName
-		if i > 0 {
-			name = fmt.Sprintf("%s-%d", portName, i)
-		}
+		name := v1alpha1.TunnelPortName(i)
 		at := slices.IndexFunc(s.Spec.Ports, func(p corev1.ServicePort) bool { return p.Name == name })
 		if at < 0 && i == 0 && len(s.Spec.Ports) == 1 {
 			at = 0
@@ -463,7 +459,7 @@ func exposed(s *corev1.Service) (host string, ports []uint16, noHost, noPort str
 		ports = append(ports, uint16(number(p)))
 	}
 	if len(ports) == 0 && noPort == "" {
-		noPort = "port " + portName + " has no number yet"
+		noPort = "port " + v1alpha1.TunnelPortName(0) + " has no number yet"
 	}
 	return host, ports, noHost, noPort
 }

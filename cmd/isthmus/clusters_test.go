@@ -63,6 +63,8 @@ func TestCommandsForClustersSayWhatTheyWant(t *testing.T) {
 		{[]string{"unpeer", "--kubeconfig", gone, "b"}, "unreachable"},
 		{[]string{"install", "--gateway-service", "ClusterIP"}, "want none, NodePort or LoadBalancer"},
 		{[]string{"install", "--gateway-port", "70000"}, "--gateway-port 70000: want 1 to 65535"},
+		{[]string{"install", "--tunnels", "0"}, "--tunnels 0: want 1 to 16"},
+		{[]string{"install", "--gateway-port", "65535", "--tunnels", "2"}, "--tunnels 2: want 1 to 16, on UDP ports from --gateway-port up to 65535"},
 		{[]string{"install", "--kubeconfig", gone, "--cluster-name", "a"}, "unreachable"},
 		{[]string{"status", "--kubeconfig", gone}, "unreachable"},
 		{[]string{"status", "--context", "x"}, "no context x"},

@@ -13,6 +13,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
@@ -40,6 +41,9 @@ nothing, or brings an older installation up to date.`,
 			if o.Port < 1 || o.Port > 65535 {
 				return &codeError{exitUsage, fmt.Errorf("--gateway-port %d: want 1 to 65535", o.Port)}
 			}
+			if last := int(o.Port) + o.Tunnels - 1; o.Tunnels < 1 || o.Tunnels > fabric.MaxTunnels || last > 65535 {
+				return &codeError{exitUsage, fmt.Errorf("--tunnels %d: want 1 to %d, on UDP ports from --gateway-port up to 65535", o.Tunnels, fabric.MaxTunnels)}
+			}
 			c, err := connect(access)
 			if err != nil {
 				return err
@@ -55,6 +59,7 @@ nothing, or brings an older installation up to date.`,
 	cmd.Flags().StringVar(&o.Identity.ClusterID, "cluster-id", "", "what tells the cluster from all others (default the UID of its namespace kube-system)")
 	cmd.Flags().StringVar(&service, "gateway-service", "none", "make the gateway's Service: NodePort, LoadBalancer or none")
 	cmd.Flags().Int32Var(&o.Port, "gateway-port", 5871, "UDP port of the gateway's Service")
+	cmd.Flags().IntVar(&o.Tunnels, "tunnels", 1, "ports of the gateway's Service, from --gateway-port upwards: as `isthmus gateway --tunnels`")
 	return cmd
 }
 

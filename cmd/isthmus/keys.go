@@ -1,7 +1,6 @@
 package main
 
 import (
-	"crypto/ecdh"
 	"crypto/rand"
 	"encoding/base64"
 	"fmt"
@@ -34,12 +33,20 @@ func newGenkeyCommand() *cobra.Command {
 }
 
 func newPubkeyCommand() *cobra.Command {
-	return &cobra.Command{
-		Use:     "pubkey",
-		Short:   "Read a WireGuard private key and print its public key",
+	var tunnels int
+	cmd := &cobra.Command{
+		Use:   "pubkey",
+		Short: "Read a WireGuard private key and print its public key",
+		Long: `Read a WireGuard private key and print its public key. A gateway with several
+tunnels has a key for each, derived from that one: --tunnels prints them in order, a
+line each. Peers have the first as publicKey and the others, each with its port, in
+tunnels: "PORT:KEY,PORT:KEY".`,
 		Example: "  isthmus pubkey < private.key",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
+			if tunnels < 1 || tunnels > fabric.MaxTunnels {
+				return usage("--tunnels %d: want 1 to %d", tunnels, fabric.MaxTunnels)
+			}
 			text, err := io.ReadAll(io.LimitReader(cmd.InOrStdin(), 1024))
 			if err != nil {
 				return err
@@ -48,12 +55,14 @@ func newPubkeyCommand() *cobra.Command {
 			if err != nil {
 				return &codeError{exitUsage, fmt.Errorf("the key read %w", err)}
 			}
-			private, err := ecdh.X25519().NewPrivateKey(key[:])
-			if err != nil {
-				return &codeError{exitUsage, fmt.Errorf("the key read: %w", err)}
+			for _, public := range fabric.PublicKeys(key, tunnels) {
+				if _, err := fmt.Fprintln(cmd.OutOrStdout(), base64.StdEncoding.EncodeToString(public[:])); err != nil {
+					return err
+				}
 			}
-			_, err = fmt.Fprintln(cmd.OutOrStdout(), base64.StdEncoding.EncodeToString(private.PublicKey().Bytes()))
-			return err
+			return nil
 		},
 	}
+	cmd.Flags().IntVar(&tunnels, "tunnels", 1, "how many tunnels the gateway has, 1 to 16")
+	return cmd
 }

@@ -137,6 +137,7 @@ func TestWhatCannotBeReachedOrIsUsedWronglyExitsWithTwo(t *testing.T) {
 		{[]string{"gateway", "--config", dir, "--transport", "pigeon"}, `--transport: "pigeon"; want device or inline`},
 		{[]string{"gateway", "--config", dir, "--pprof-address", ":6060"}, "want a loopback address"},
 		{[]string{"pubkey"}, "the key read"},
+		{[]string{"pubkey", "--tunnels", "17"}, "--tunnels 17: want 1 to 16"},
 	} {
 		out, errs, code := isthmus("", tc.args...)
 		if code != 2 || !strings.Contains(errs, tc.want) || out != "" {
@@ -155,6 +156,9 @@ func TestKeysAreThoseOfWireGuard(t *testing.T) {
 	two, _, _ := isthmus("", "genkey")
 	if one == two || len(one) != 45 {
 		t.Errorf("%q, %q", one, two)
+	}
+	if three, errs, code := isthmus("dwdtCnMYpX08FsFyUbJmRd9ML4frwJkqsXf7pR25LCo=\n", "pubkey", "--tunnels", "3"); len(three) != 3*45 || !strings.HasPrefix(three, out) || code != 0 {
+		t.Errorf("the keys of three tunnels: %q, %s, %d; want that of the first first", three, errs, code)
 	}
 	if public, errs, code := isthmus(one, "pubkey"); len(public) != 45 || code != 0 {
 		t.Errorf("code %d, %q", code, errs)

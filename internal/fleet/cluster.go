@@ -91,6 +91,12 @@ func (c *Cluster) describe(ctx context.Context) error {
 			return err
 		}
 	}
+	var ports []corev1.ServicePort
+	for i := range c.Tunnels {
+		port := wireGuardPort + int32(i)
+		ports = append(ports, corev1.ServicePort{
+			Name: v1alpha1.TunnelPortName(i), Protocol: corev1.ProtocolUDP, Port: port, TargetPort: intstr.FromInt32(port)})
+	}
 	return c.create(ctx, &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{
 			Name: "isthmus-gateway", Namespace: Namespace,
@@ -100,7 +106,7 @@ func (c *Cluster) describe(ctx context.Context) error {
 		Spec: corev1.ServiceSpec{
 			Type:     corev1.ServiceTypeNodePort,
 			Selector: map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive},
-			Ports:    []corev1.ServicePort{{Name: "wireguard", Protocol: corev1.ProtocolUDP, Port: wireGuardPort, TargetPort: intstr.FromInt32(wireGuardPort)}},
+			Ports:    ports,
 		},
 	})
 }

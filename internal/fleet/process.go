@@ -8,6 +8,7 @@ import (
 	"os"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -76,7 +77,7 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		if i < gateways {
 			add(Gateway(i), &process{
 				host:  n.Host,
-				args:  []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace},
+				args:  []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace, "--tunnels", strconv.Itoa(c.Tunnels)},
 				env:   append(env[:len(env):len(env)], "POD_NAME="+gatewayPod(i)),
 				ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", gatewayPort),
 			})

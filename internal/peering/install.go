@@ -31,8 +31,10 @@ type InstallOptions struct {
 	// Service is the type of the gateway's Service: NodePort, LoadBalancer, or
 	// empty for none, where somebody else makes it.
 	Service corev1.ServiceType
-	// Port is the UDP port of the gateway.
-	Port int32
+	// Port is the UDP port of the gateway. It and those that follow, for a gateway
+	// of several Tunnels, are the Service's.
+	Port    int32
+	Tunnels int // 0 means 1
 	// Report gets a line for each object.
 	Report func(line string)
 }
@@ -162,12 +164,18 @@ func moveTo(u *unstructured.Unstructured, namespace string) error {
 }
 
 func gatewayService(namespace string, o InstallOptions) *corev1.Service {
+	var ports []corev1.ServicePort
+	for i := range max(o.Tunnels, 1) {
+		port := o.Port + int32(i)
+		ports = append(ports, corev1.ServicePort{
+			Name: v1alpha1.TunnelPortName(i), Protocol: corev1.ProtocolUDP, Port: port, TargetPort: intstr.FromInt32(port)})
+	}
 	return &corev1.Service{
 		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "isthmus-gateway", Labels: map[string]string{v1alpha1.LabelGateway: "true"}},
 		Spec: corev1.ServiceSpec{
 			Type:     o.Service,
 			Selector: map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive},
-			Ports:    []corev1.ServicePort{{Name: "wireguard", Protocol: corev1.ProtocolUDP, Port: o.Port, TargetPort: intstr.FromInt32(o.Port)}},
+			Ports:    ports,
 		},
 	}
 }

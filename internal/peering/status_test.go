@@ -1,12 +1,15 @@
 package peering
 
 import (
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -173,6 +176,33 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 	o.Identity.ClusterID = "another"
 	if err := c.Install(t.Context(), o); err == nil || !strings.Contains(err.Error(), "already") || said != nil {
 		t.Errorf("%v, %v", err, said)
+	}
+}
+
+func TestInstallChangesTheNumberOfTunnelsOfTheService(t *testing.T) {
+	t.Parallel()
+	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "tunnels"})
+	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	nodePort := map[string]int32{}
+	for _, tunnels := range []int{1, 3, 2, 2} {
+		outcome, err := c.apply(t.Context(), gatewayService(c.Namespace, InstallOptions{Service: corev1.ServiceTypeNodePort, Port: 6871, Tunnels: tunnels}))
+		must(t, err)
+		var service corev1.Service
+		must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: c.Namespace, Name: "isthmus-gateway"}, &service))
+		var got []string
+		for i, p := range service.Spec.Ports {
+			got = append(got, p.Name)
+			if p.Port != 6871+int32(i) || p.TargetPort.IntValue() != int(p.Port) || p.Protocol != corev1.ProtocolUDP || p.NodePort == 0 {
+				t.Errorf("with %d tunnels: port %+v", tunnels, p)
+			}
+			if was := nodePort[p.Name]; was != 0 && was != p.NodePort {
+				t.Errorf("with %d tunnels the port %s is published as %d, before as %d", tunnels, p.Name, p.NodePort, was)
+			}
+			nodePort[p.Name] = p.NodePort
+		}
+		if want := []string{"wireguard", "wireguard-1", "wireguard-2"}[:tunnels]; !slices.Equal(got, want) {
+			t.Errorf("with %d tunnels: %v (%s)", tunnels, got, outcome)
+		}
 	}
 }
 

@@ -3,6 +3,7 @@ package v1alpha1
 import (
 	"crypto/sha256"
 	"encoding/hex"
+	"strconv"
 )
 
 // UniqueName is the name of the cluster in object names: clusterName, a dash and
@@ -70,6 +71,15 @@ const (
 	// here, separated by a comma and a blank (peerConfiguration only).
 	ConfigAllowedIPs = "allowedIPs"
 )
+
+// TunnelPortName is the name of the port for tunnel i in the Service of the
+// gateway: wireguard as in Liqo, then wireguard-1, wireguard-2 and so on.
+func TunnelPortName(i int) string {
+	if i == 0 {
+		return BackendWireGuard
+	}
+	return BackendWireGuard + "-" + strconv.Itoa(i)
+}
 
 // Labels of NetworkConfigs. The original lies in the cluster it describes, the
 // copy in the cluster it is addressed to.
