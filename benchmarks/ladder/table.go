@@ -83,9 +83,9 @@ func table(r results, where string, rounds int) string {
 	fmt.Fprintf(&t, `%s; %d interleaved rounds.
 
 Nanoseconds of CPU per packet, median [smallest - largest]; millions of packets a second that one core does of it; its share of the
-whole way, which is the last row with a figure in that column; allocations per packet, which are the test network's. *Superpacket*: of a TCP
-superpacket of %d packets of 1,420 octets (1,380 of payload), what it costs once divided among them. *Single*: UDP packets of 64 octets that
-arrive many at a time.
+whole way, which is the last row with a figure in that column; allocations per packet, in memory mostly the test network's. *Superpacket*: of a
+TCP superpacket of %d packets of 1,420 octets (1,380 of payload), what it costs once divided among them. *Single*: UDP packets of 64 octets
+that arrive many at a time.
 
 | step | what it does | superpacket, ns | M/s | share | allocs | single, ns | M/s | share | allocs |
 |---|---|--:|--:|--:|--:|--:|--:|--:|--:|
