@@ -1,6 +1,7 @@
 package main
 
 import (
+	"errors"
 	"math"
 	"net"
 	"strconv"
@@ -87,8 +88,11 @@ func trial(c *net.UDPConn, out *messages, pps float64, d time.Duration) (bool, e
 		for due := int(pps * elapsed.Seconds()); sent < due; {
 			batch := messages{headers: out.headers[:min(len(out.headers), due-sent)]}
 			n, err := batch.transfer(raw.Write, unix.SYS_SENDMMSG)
+			if errors.Is(err, unix.ENOBUFS) {
+				return false, nil // too fast
+			}
 			if err != nil {
-				return false, nil // no room for it: too fast
+				return false, err
 			}
 			sent += n
 		}
