@@ -1,7 +1,6 @@
 package main
 
 import (
-	"errors"
 	"math"
 	"net"
 	"strconv"
@@ -84,15 +83,13 @@ func trial(c *net.UDPConn, out *messages, pps float64, d time.Duration) (bool, e
 		return false, err
 	}
 	sent, start := 0, time.Now()
+sending:
 	for elapsed := time.Duration(0); elapsed < d; elapsed = time.Since(start) {
 		for due := int(pps * elapsed.Seconds()); sent < due; {
 			batch := messages{headers: out.headers[:min(len(out.headers), due-sent)]}
 			n, err := batch.transfer(raw.Write, unix.SYS_SENDMMSG)
-			if errors.Is(err, unix.ENOBUFS) {
-				return false, nil // too fast
-			}
-			if err != nil {
-				return false, err
+			if err != nil { // no room for it, or an ICMP error about an earlier one: too little is sent
+				break sending
 			}
 			sent += n
 		}
