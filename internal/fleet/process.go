@@ -104,6 +104,16 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
+// SetTunnels lets the gateways have another number of tunnels, each from its next start on. The Service stays as it is.
+func (c *Cluster) SetTunnels(n int) {
+	c.Tunnels = n
+	for i := range gateways {
+		if p := c.processes[Gateway(i)]; p != nil {
+			p.args[len(p.args)-1] = strconv.Itoa(n) // the value of --tunnels
+		}
+	}
+}
+
 // Start starts a component that does not run and waits until it is ready.
 func (c *Cluster) Start(ctx context.Context, name string) error {
 	p := c.processes[name]
