@@ -2,6 +2,7 @@ package control
 
 import (
 	"bufio"
+	"bytes"
 	"encoding/base64"
 	"fmt"
 	"maps"
@@ -281,6 +282,7 @@ func (f *foe) testClaims(t *testing.T) (table []string) {
 		return func(n *spec) { n.BackendConfig[key] = value }
 	}
 	zero := base64.StdEncoding.EncodeToString(make([]byte, 32))
+	further := base64.StdEncoding.EncodeToString(bytes.Repeat([]byte{9}, 32))
 	for _, test := range []struct {
 		name    string
 		outcome string // "form": the API server refuses it; "meaning": a does; "taken": it harms nobody
@@ -337,6 +339,14 @@ func (f *foe) testClaims(t *testing.T) (table []string) {
 		{"publicKey bad base64", "form", "spec.backend_config", config("publicKey", strings.Repeat("!", 43)+"=")},
 		{"publicKey too short", "form", "spec.backend_config", config("publicKey", "AAAA")},
 		{"no publicKey", "form", "spec.backend_config", func(n *spec) { delete(n.BackendConfig, "publicKey") }},
+		{"tunnels empty", "form", "spec.backend_config", config("tunnels", "")},
+		{"tunnels with port 0", "form", "spec.backend_config", config("tunnels", "0:"+further)},
+		{"tunnels with two lines", "form", "spec.backend_config", config("tunnels", "5872:"+further+"\nPostUp=reboot")},
+		{"tunnels, 16 of them", "form", "spec.backend_config", config("tunnels", strings.Repeat("5872:"+further+",", 15)+"5872:"+further)},
+		{"tunnels on one port", "meaning", "spec.backend_config.tunnels", config("tunnels", "5871:"+further)},
+		{"tunnels with one key", "meaning", "spec.backend_config.tunnels", config("tunnels", "5872:"+further+",5873:"+further)},
+		{"tunnels with our key", "meaning", "spec.backend_config.tunnels", config("tunnels", "5872:"+further+",5873:"+string(secret.Data["publicKey"]))},
+		{"tunnels", "taken", "", config("tunnels", "5872:"+further)},
 		{"backend_config of a megabyte", "form", "spec.backend_config", config("x", strings.Repeat("x", 1<<20))},
 		{"backend_config with 17 keys", "form", "spec.backend_config", func(n *spec) {
 			for i := range 15 {
