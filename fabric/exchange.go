@@ -73,7 +73,7 @@ type Own struct {
 
 // Neighbours is what a claim meets among our other peers.
 type Neighbours struct {
-	KeyTaken          bool // another peer has the public key, and had it first
+	KeyTaken          bool // another peer has the public key, for whichever tunnel, and had it first
 	EndpointTunnelled bool // the endpoint is inside a network in use here for another peer
 }
 
@@ -90,25 +90,28 @@ func CheckClaim(c Claim, own Own, others Neighbours) (refusals []Refusal) {
 		refusals = append(refusals, Refusal{reason, Problem{c.Origin, field, fmt.Sprintf(format, args...)}})
 	}
 	const keyField, endpointField = "spec.backend_config.publicKey", "spec.endpointIP"
-	ours := ends(own.PublicKey, own.Port, own.Tunnels)
-	for i, theirs := range ends(c.PublicKey, c.Port, c.Tunnels) {
-		switch taken := slices.ContainsFunc(ours, func(t TunnelEnd) bool { return t.PublicKey == theirs.PublicKey }); {
-		case taken && i == 0:
-			refuse(v1alpha1.ReasonKeyConflict, keyField, "is the public key of the receiver itself; want that of the sender's gateway")
-		case taken:
-			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has a public key of the receiver itself; want one of the sender's gateway", i)
-		case others.KeyTaken && i == 0:
-			refuse(v1alpha1.ReasonKeyConflict, keyField, "is the key of another peer of the receiver; want a key for each cluster")
+	ours, theirs := ends(own.PublicKey, own.Port, own.Tunnels), ends(c.PublicKey, c.Port, c.Tunnels)
+	ourKey := func(key [32]byte) bool {
+		return slices.ContainsFunc(ours, func(t TunnelEnd) bool { return t.PublicKey == key })
+	}
+	ourPort := func(t TunnelEnd) bool {
+		return slices.ContainsFunc(ours, func(our TunnelEnd) bool { return our.Port == t.Port })
+	}
+	switch {
+	case ourKey(c.PublicKey):
+		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the public key of the receiver itself; want that of the sender's gateway")
+	case others.KeyTaken:
+		refuse(v1alpha1.ReasonKeyConflict, keyField, "is the key of another peer of the receiver; want a key for each cluster")
+	}
+	for i, t := range c.Tunnels {
+		if ourKey(t.PublicKey) {
+			refuse(v1alpha1.ReasonKeyConflict, tunnelsField, "tunnel %d has a public key of the receiver itself; want one of the sender's gateway", i+1)
 		}
 	}
-	if sameHost(c.Endpoint, own.Endpoint) {
-		for _, theirs := range ends(c.PublicKey, c.Port, c.Tunnels) {
-			if slices.ContainsFunc(ours, func(t TunnelEnd) bool { return t.Port == theirs.Port }) {
-				refuse(v1alpha1.ReasonEndpoint, endpointField, "%s is the gateway of the receiver itself; want that of the sender",
-					quote(hostPort(c.Endpoint, theirs.Port)))
-				return refusals
-			}
-		}
+	if i := slices.IndexFunc(theirs, ourPort); i >= 0 && sameHost(c.Endpoint, own.Endpoint) {
+		refuse(v1alpha1.ReasonEndpoint, endpointField, "%s is the gateway of the receiver itself; want that of the sender",
+			quote(hostPort(c.Endpoint, theirs[i].Port)))
+		return refusals
 	}
 	addr, err := netip.ParseAddr(c.Endpoint)
 	if err != nil {
