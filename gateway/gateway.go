@@ -69,7 +69,7 @@ type Options struct {
 	Log     *slog.Logger // nil: slog.Default()
 	Version string       // for metrics and status
 
-	Transport Transport // empty: TransportDevice
+	Transport Transport // empty: TransportInline
 	// UDPOffload lets UDP superpackets of senders that use UDP_SEGMENT cross the TUN whole, both ways (Linux 6.2 and
 	// later; without it nothing happens). Such offloads have broken VXLAN behind a TUN elsewhere.
 	UDPOffload bool

@@ -38,7 +38,7 @@ func ParseTransport(s string) (Transport, error) {
 // transport between them.
 func openTransport(want Transport, path *datapath.Device, engine *natengine.Engine, log *slog.Logger) (wgtun.Device, conn.Bind, *inline.Transport) {
 	socket := bind.New()
-	if want == TransportInline {
+	if want != TransportDevice {
 		t, err := inline.New(path, socket, engine.Count)
 		if err == nil {
 			err = inline.Try()

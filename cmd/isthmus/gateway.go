@@ -77,7 +77,7 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 	}
 	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration, instead of a cluster")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
-	cmd.Flags().StringVar(&transport, "transport", string(gateway.TransportDevice), "how packets of established sessions travel: device (through wireguard-go's queues) or inline")
+	cmd.Flags().StringVar(&transport, "transport", string(gateway.TransportInline), "how packets of established sessions travel: inline, or device (through wireguard-go's queues)")
 	cmd.Flags().BoolVar(&options.UDPOffload, "udp-offload", false, "let UDP superpackets cross the TUN (Linux 6.2 and later; try it with your CNI first)")
 	cmd.Flags().StringVar(&profiles, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
 	kube.addFlags(cmd.Flags())
