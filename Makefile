@@ -49,7 +49,7 @@ $(GOLANGCI): internal/tools/go.mod internal/tools/go.sum
 	go build -C internal/tools -o $(CURDIR)/$@ github.com/golangci/golangci-lint/v2/cmd/golangci-lint
 
 .PHONY: bench
-bench: build deps $(FORK) ## What each step of a packet's way costs, then the comparison with other gateways between pods (root, 20 minutes)
+bench: build deps $(FORK) ## What each step of a packet's way costs, then the comparison with other gateways between pods (root, 25 minutes)
 	@go run ./benchmarks/ladder -out benchmarks/ladder.md
 	@if [ "$$(id -u)" -ne 0 ]; then echo "the comparison needs root: 'sudo make bench'"; else \
 		command -v nebula >/dev/null || apt-get install -y -qq --no-install-recommends nebula >/dev/null || echo "no nebula: it is left out"; \

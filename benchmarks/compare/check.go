@@ -23,6 +23,7 @@ import (
 
 const (
 	fewest      = 3    // rounds before a check may end well
+	fewestRuns  = 3    // recorded; with less, nothing counts as steady
 	significant = 0.01 // probability of a difference like that by chance, one figure alone
 )
 
@@ -100,11 +101,15 @@ func judge(all []sample, was recording) (findings []finding) {
 			if rounds == nil || found.then == nil || f.margin == 0 {
 				continue
 			}
+			margin := f.margin
+			if len(found.then) < fewestRuns {
+				margin = unsteady
+			}
 			if f.more {
-				found.limit = slices.Min(found.then) / (1 + f.margin)
+				found.limit = slices.Min(found.then) / (1 + margin)
 				found.beyond, found.p = now < found.limit, rankTest(recordedRounds, rounds)
 			} else {
-				found.limit = slices.Max(found.then) * (1 + f.margin)
+				found.limit = slices.Max(found.then) * (1 + margin)
 				found.beyond, found.p = now > found.limit, rankTest(rounds, recordedRounds)
 			}
 			findings = append(findings, found)

@@ -71,6 +71,23 @@ func TestTailsAreNotChecked(t *testing.T) {
 	}
 }
 
+// One run does not know how far ratios move by themselves.
+func TestNothingIsSteadyBeforeThreeRunsAreRecorded(t *testing.T) {
+	run := func(cpu float64) (all []sample) {
+		for i := range 5 {
+			all = append(all, sample{Peer: baseline, Round: i, CPU: 0.5}, sample{Peer: "isthmus", Round: i, CPU: cpu})
+		}
+		return all
+	}
+	var was recording
+	for n := 1; n <= 4; n++ {
+		was.Runs = append(was.Runs, measured{"here", run(0.3)})
+		if err := verdict(io.Discard, judge(run(0.3*1.2), was)); (err != nil) != (n >= fewestRuns) {
+			t.Errorf("a fifth more CPU than in %d runs: %v", n, err)
+		}
+	}
+}
+
 // The machine as it was seen here: each run has a level of its own for the baseline and for Isthmus, each round its noise. What
 // stays the same is called worse in hardly any check. What takes a quarter more CPU is seen in three of four by one figure
 // alone; a gateway has several.
