@@ -7,8 +7,6 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 	wgtun "golang.zx2c4.com/wireguard/tun"
 
-	"github.com/isthmus-net/isthmus/gateway/bind"
-	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/inline"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -34,15 +32,12 @@ func ParseTransport(s string) (Transport, error) {
 	return "", fmt.Errorf("%q; want %s or %s", s, TransportDevice, TransportInline)
 }
 
-// openTransport returns the two sides that wireguard-go's device is made with and, when it is to be used, the inline
-// transport between them.
-func openTransport(want Transport, path *datapath.Device, engine *natengine.Engine, log *slog.Logger) (wgtun.Device, conn.Bind, *inline.Transport) {
-	socket := bind.New()
+// openTransport returns the two sides that wireguard-go's device is made with and, when it is to be used and can be made,
+// the inline transport between them.
+func openTransport(want Transport, path wgtun.Device, socket conn.Bind, makeInline func() (*inline.Transport, error), log *slog.Logger,
+) (wgtun.Device, conn.Bind, *inline.Transport) {
 	if want != TransportDevice {
-		t, err := inline.New(path, socket, engine.Count)
-		if err == nil {
-			err = inline.Try()
-		}
+		t, err := makeInline()
 		if err == nil {
 			return t.TUN(), t.Bind(), t
 		}
@@ -50,6 +45,15 @@ func openTransport(want Transport, path *datapath.Device, engine *natengine.Engi
 	}
 	tunSide, socketSide := new(backlog).wrap(path, socket)
 	return tunSide, socketSide, nil
+}
+
+// newInline makes the inline transport, if a trial of it works with this build of wireguard-go.
+func newInline(path inline.Path, socket conn.Bind, engine *natengine.Engine) (*inline.Transport, error) {
+	t, err := inline.New(path, socket, engine.Count)
+	if err == nil {
+		err = inline.Try()
+	}
+	return t, err
 }
 
 // transport is what is in use.

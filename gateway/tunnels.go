@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/inline"
 	"github.com/isthmus-net/isthmus/gateway/tun"
@@ -75,10 +76,12 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 		e.path = g.ends[0].path.Beside(link, local)
 		log, observe = log.With("tunnel", i), func(string, time.Duration) {}
 	}
-	tunSide, socketSide, inline := openTransport(o.Transport, e.path, g.engine, o.Log)
-	e.tunnel, e.inline = newTunnel(tunSide, socketSide, log), inline
-	if inline != nil {
-		inline.Attach(e.dev)
+	wire := bind.New()
+	makeInline := func() (*inline.Transport, error) { return newInline(e.path, wire, g.engine) }
+	tunSide, socketSide, short := openTransport(o.Transport, e.path, wire, makeInline, log)
+	e.tunnel, e.inline = newTunnel(tunSide, socketSide, log), short
+	if short != nil {
+		short.Attach(e.dev)
 	}
 	e.checker = newChecker(socket, log, observe)
 	return e, nil
