@@ -277,7 +277,7 @@ func probes(p *PeerState) (mean float64, longest int) {
 			}
 			run := 0
 			for at := range 2 * len(s.list) { // twice, since a run may go over the end
-				slot := s.list[at%len(s.list)].Load()
+				slot := s.list[at%len(s.list)]
 				if slot == 0 {
 					run = 0
 					continue

@@ -245,11 +245,16 @@ func (e *Engine) Count(p *PeerState, dir Direction, d Drop) {
 }
 
 // Sweep ends expired flows and gives up fragments that wait in vain. Call it about once a second, from one goroutine.
-func (e *Engine) Sweep(now time.Duration) {
+func (e *Engine) Sweep(now time.Duration) { e.SweepInSteps(now, func() {}) }
+
+// SweepInSteps is Sweep that calls pause after some 50 microseconds of work, without any lock: packets that want the same
+// processor need not wait until a million flows were looked at, when pause sleeps.
+func (e *Engine) SweepInSteps(now time.Duration, pause func()) {
 	at := tickOf(now)
 	e.swept.Store(uint32(at))
+	step := sweepStep{pause: pause}
 	for _, r := range e.rules.Load().rules {
-		r.peer.flows.sweep(&e.lifetimes, at)
+		r.peer.flows.sweep(&e.lifetimes, at, &step)
 		for dir := range r.peer.fragments {
 			r.peer.fragments[dir].sweep(at, e.lifetimes.fragment)
 		}

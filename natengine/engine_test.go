@@ -557,7 +557,7 @@ func (e *Engine) checkTables(t testing.TB) {
 				if list := f.index[dir].slots[i].Load(); list != nil {
 					filled := 0
 					for j := range list.list {
-						if list.list[j].Load() != 0 {
+						if list.list[j] != 0 {
 							filled++
 						}
 					}

@@ -26,7 +26,7 @@ type Lookahead struct {
 type wanted struct {
 	table *flowTable
 	slots *slots
-	first *atomic.Uint64
+	first *uint64
 	tag   uint32
 	entry *entry
 }
@@ -99,7 +99,7 @@ func (t *ruleTable) flowsOf(k *key, is4 bool, dir Direction) *remote {
 func (l *Lookahead) Fetch() {
 	batch := l.wanted[:l.n]
 	for i := range batch {
-		batch[i].first.Load()
+		atomic.LoadUint64(batch[i].first)
 	}
 	for i := range batch {
 		w := &batch[i]
@@ -118,7 +118,7 @@ func (l *Lookahead) Fetch() {
 // is none.
 func (t *flowTable) candidate(s *slots, tag uint32) *entry {
 	for at := s.home(tag); ; at = s.after(at) {
-		slot := s.list[at].Load()
+		slot := atomic.LoadUint64(&s.list[at])
 		if slot == 0 {
 			return nil
 		}

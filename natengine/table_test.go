@@ -3,6 +3,10 @@ package natengine
 import (
 	"math/rand/v2"
 	"testing"
+	"time"
+	"unsafe"
+
+	"github.com/isthmus-net/isthmus/packet"
 )
 
 // checkIndex compares an index with what was entered: every entry is found from its home on, nothing else is there, and the
@@ -12,8 +16,8 @@ func checkIndex(t *testing.T, x *index, want map[uint32]uint64) {
 	for i, h := range want {
 		s := x.slots[h>>shardShift].Load()
 		at := s.home(uint32(h))
-		for s.list[at].Load() != h<<32|uint64(i+1) {
-			if s.list[at].Load() == 0 {
+		for s.list[at] != h<<32|uint64(i+1) {
+			if s.list[at] == 0 {
 				t.Fatalf("entry %d with hash %#x is not found", i, h)
 			}
 			at = s.after(at)
@@ -27,7 +31,7 @@ func checkIndex(t *testing.T, x *index, want map[uint32]uint64) {
 		}
 		used, filled := 0, 0
 		for at := range s.list {
-			slot := s.list[at].Load()
+			slot := s.list[at]
 			if slot != 0 {
 				filled++
 			}
@@ -153,4 +157,80 @@ func TestHashDependsOnEveryBit(t *testing.T) {
 			t.Errorf("%.1f bits of 64 change on average", mean)
 		}
 	}
+}
+
+// TestEntriesHaveOnePlaceEach: chunks follow each other without a gap, grow to 1024 entries, and all of their memory is stated.
+func TestEntriesHaveOnePlaceEach(t *testing.T) {
+	e := newEngine(t, Config{}, peerB())
+	table := &e.Peers()[0].flows
+	table.mu.Lock()
+	defer table.mu.Unlock()
+	at := map[*entry]uint32{}
+	for i := range uint32(5000) {
+		if n := table.take(); n != i {
+			t.Fatalf("entry %d is number %d", i, n)
+		}
+		f := table.entry(i)
+		if other, taken := at[f]; taken {
+			t.Fatalf("entries %d and %d are one", other, i)
+		}
+		at[f] = i
+	}
+	size, bytes := 0, cap(*table.slab.Load())*int(unsafe.Sizeof(chunk{}))
+	for c, chunk := range *table.slab.Load() {
+		if first := firstOf(uint32(c)); int(first) != size || &chunk.entries[0] != table.entry(first) || &chunk.sides[0] != table.side(first) {
+			t.Errorf("chunk %d begins with entry %d, want %d", c, first, size)
+		}
+		size += len(chunk.entries)
+		bytes += len(chunk.entries)*int(unsafe.Sizeof(entry{})) + len(chunk.sides)*int(unsafe.Sizeof(side{}))
+		if len(chunk.entries) > 1024 || len(chunk.entries) > max(32, size/2) {
+			t.Errorf("chunk %d has %d entries of %d", c, len(chunk.entries), size)
+		}
+	}
+	if got := table.bytes(); got != bytes {
+		t.Errorf("%d octets are stated, want %d", got, bytes)
+	}
+}
+
+// TestSweepPausesWithoutALock: a sweep in steps ends what one in a piece does, and in its pauses packets open flows of the same
+// peer, take part of what it has yet to come to, and see the rules change.
+func TestSweepPausesWithoutALock(t *testing.T) {
+	const flows, early = 60_000, 20_000
+	e := newEngine(t, Config{MaxFlowsPerHost: flows + 1000}, benchPeers(1)[0])
+	fill(t, e, flows, spread)
+	later := 200 * time.Second
+	pkt, tmpl := udpTemplate(), udpTemplate()
+	var v packet.View
+	packetOf := func(i int, now time.Duration) {
+		copy(pkt, tmpl)
+		spread(i).write(pkt)
+		if err := v.Parse(pkt, packet.ChecksumComplete); err != nil {
+			t.Fatal(err)
+		}
+		if verdict := e.Outbound(&v, now); verdict.Action != Forward {
+			t.Fatalf("flow %d: %v", i, verdict.Drop)
+		}
+	}
+	for i := range early {
+		packetOf(i, later) // these live on
+	}
+	pauses := 0
+	e.SweepInSteps(301*time.Second, func() {
+		pauses++
+		packetOf(flows+pauses, 301*time.Second)
+		if pauses == 3 {
+			p := benchPeers(1)[0]
+			p.MTU = 1400
+			if err := e.SetPeers([]Peer{p}); err != nil {
+				t.Fatal(err)
+			}
+		}
+	})
+	if s := e.Stats().Peers[0]; s.Flows != early+pauses || s.Expired != flows-early {
+		t.Errorf("%d flows after %d pauses, %d expired", s.Flows, pauses, s.Expired)
+	}
+	if least := (flows - early) * sweepRemovals / sweepWork / 4; pauses < least {
+		t.Errorf("%d pauses, want at least %d", pauses, least)
+	}
+	e.checkTables(t)
 }
