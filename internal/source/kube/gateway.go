@@ -235,8 +235,9 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 	g.reading.Store(true)
 	g.mu.Lock()
 	g.wait = nil
+	peers := len(g.wish.snapshot.Intent.Peers)
 	g.mu.Unlock()
-	g.log.Info("objects read", "cluster", cluster.ClusterID, "name", cluster.ClusterName, "peers", len(g.wish.snapshot.Intent.Peers))
+	g.log.Info("objects read", "cluster", cluster.ClusterID, "name", cluster.ClusterName, "peers", peers)
 	return nil
 }
 

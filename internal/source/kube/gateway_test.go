@@ -409,7 +409,9 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			rbacv1.PolicyRule{APIGroups: []string{"", "net.liqo.io"}, Resources: []string{"pods", "services", "natmappings", "tunnelendpoints"}, Verbs: []string{"get", "list", "watch", "patch"}},
 			rbacv1.PolicyRule{APIGroups: []string{"coordination.k8s.io"}, Resources: []string{"leases"}, Verbs: []string{"*"}})
 		r := start(t, GatewayOptions{Config: config, Namespace: "forbidden", Pod: "p", Cluster: self, Tunnels: 2})
-		within(t, 10*time.Second, "ready", r.Ready)
+		if !<-r.serving {
+			t.Error("not active")
+		}
 		r.mu.Lock()
 		problems := r.wish.problems
 		r.mu.Unlock()
