@@ -109,15 +109,16 @@ type PeerStatus struct {
 
 // TunnelStatus is a further tunnel to a peer.
 type TunnelStatus struct {
-	Tunnel       int     `json:"tunnel"`             // 1 upwards
-	InUse        bool    `json:"inUse"`              // its connection check is answered: it carries its share of the flows
-	Endpoint     string  `json:"endpoint,omitempty"` // where it is now
-	PublicKey    string  `json:"publicKey"`
-	HandshakeAge float64 `json:"handshakeAgeSeconds,omitempty"`
-	RTT          float64 `json:"rttSeconds,omitempty"`
-	Loss         float64 `json:"lossRatio"`
-	Receive      uint64  `json:"receiveBytes"` // octets of WireGuard messages
-	Transmit     uint64  `json:"transmitBytes"`
+	Tunnel       int        `json:"tunnel"` // 1 upwards
+	State        CheckState `json:"state"`  // Connected, Connecting or Error, by its own connection check
+	InUse        bool       `json:"inUse"`  // it carries its share of the flows, because it is connected
+	Endpoint     string     `json:"endpoint,omitempty"`
+	PublicKey    string     `json:"publicKey"`
+	HandshakeAge float64    `json:"handshakeAgeSeconds,omitempty"`
+	RTT          float64    `json:"rttSeconds,omitempty"`
+	Loss         float64    `json:"lossRatio"`
+	Receive      uint64     `json:"receiveBytes"` // octets of WireGuard messages
+	Transmit     uint64     `json:"transmitBytes"`
 }
 
 // TrafficStatus counts IP packets in the tunnel.

@@ -196,7 +196,7 @@ type further struct {
 }
 
 func (f further) status(tunnel int, now time.Time) TunnelStatus {
-	s := TunnelStatus{Tunnel: tunnel, InUse: f.inUse, PublicKey: base64.StdEncoding.EncodeToString(f.key[:]),
+	s := TunnelStatus{Tunnel: tunnel, State: f.check.State, InUse: f.inUse, PublicKey: base64.StdEncoding.EncodeToString(f.key[:]),
 		RTT: f.check.RTT.Seconds(), Loss: f.check.Loss, Receive: f.stats.rx, Transmit: f.stats.tx}
 	if f.stats.endpoint.IsValid() {
 		s.Endpoint = f.stats.endpoint.String()

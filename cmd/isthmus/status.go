@@ -160,6 +160,12 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 		if p.Down {
 			fmt.Fprintf(w, "%s: no WireGuard session for long, packets to it are dropped\n", nameOrID(p.Name, p.ID))
 		}
+		for _, t := range p.Tunnels {
+			if t.State == gateway.Disconnected && p.State == gateway.Connected {
+				fmt.Fprintf(w, "%s: tunnel %d is not used, because its connection check gets no answer: is its UDP port open at both ends?\n",
+					nameOrID(p.Name, p.ID), t.Tunnel)
+			}
+		}
 	}
 	if err := printDrops(w, s); err != nil {
 		return err
@@ -174,7 +180,7 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	header := "PEER\tSTATE\tENDPOINT\tHANDSHAKE\tRTT\tLOSS\tRX\tTX\tITS PODS HERE\tOUR PODS THERE\tDROPS"
 	if wide {
-		header += "\tID\tMTU\tITS PODS\tOUR PODS\tITS EXTERNAL HERE\tOUR EXTERNAL THERE\tMAPPED\tSESSIONS\tRX PACKETS\tTX PACKETS"
+		header += "\tID\tMTU\tTUNNELS\tITS PODS\tOUR PODS\tITS EXTERNAL HERE\tOUR EXTERNAL THERE\tMAPPED\tSESSIONS\tRX PACKETS\tTX PACKETS"
 	}
 	fmt.Fprintln(t, header)
 	for _, p := range s.Peers {
@@ -193,7 +199,7 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 			nameOrID(p.Name, p.ID), p.State, endpoint, handshake, rtt, p.Loss*100, size(p.Receive.Bytes), size(p.Transmit.Bytes),
 			p.Rules.RemotePodsHere, p.Rules.LocalPodsThere, total(p.Drops))
 		if wide {
-			fmt.Fprintf(t, "\t%s\t%d\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%d", p.ID, p.MTU, p.Rules.RemotePods, p.Rules.LocalPods, p.Rules.RemoteExternal, p.Rules.LocalExternal,
+			fmt.Fprintf(t, "\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%d", p.ID, p.MTU, tunnels(p), p.Rules.RemotePods, p.Rules.LocalPods, p.Rules.RemoteExternal, p.Rules.LocalExternal,
 				len(p.Rules.Endpoints), p.Sessions, p.Receive.Packets, p.Transmit.Packets)
 		}
 		fmt.Fprintln(t)
@@ -289,4 +295,15 @@ func size(bytes uint64) string {
 		v, unit = v/1024, unit+1
 	}
 	return fmt.Sprintf("%.1f %ciB", v, "KMGTP"[unit])
+}
+
+// tunnels is how many carry flows, of how many there are.
+func tunnels(p gateway.PeerStatus) string {
+	used := 1
+	for _, t := range p.Tunnels {
+		if t.InUse {
+			used++
+		}
+	}
+	return fmt.Sprintf("%d/%d", used, 1+len(p.Tunnels))
 }
