@@ -1,6 +1,7 @@
 package gateway
 
 import (
+	"cmp"
 	"encoding/json"
 	"errors"
 	"log/slog"
@@ -10,6 +11,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"golang.zx2c4.com/wireguard/device"
 )
 
 // Liqo's connection check (facts, section 8): UDP port 12345 of the gateways'
@@ -25,6 +28,12 @@ const (
 
 	// checkWindow is over how many probes loss is measured: one minute's.
 	checkWindow = 30
+
+	// checkSlots is into how many turns of checkStep an interval is divided, among which the peers are shared out: PINGs to a
+	// thousand at once would not fit the in-process endpoint's queue, and would hold up packets on the same processor.
+	checkSlots = 100
+	checkStep  = checkInterval / checkSlots
+	checkFirst = 64 // new peers that are pinged at once; more wait for a step each
 
 	// A peer may ask this often, in bursts of as much as it saved up. A real
 	// one asks every two seconds.
@@ -118,16 +127,23 @@ type checker struct {
 
 	mu    sync.Mutex
 	peers map[string]*checked
+	slots [checkSlots][]*checked
 }
 
 // checked is the state of one peer.
 type checked struct {
 	checkPeer
 	result CheckResult
+	slot   int
 	begun  time.Time // when it was configured
 	newest time.Time // sending time of the newest PING that was answered
 
 	asked bool // it has sent a PING: there is a session
+
+	away  bool      // it has no session, see sessions
+	back  bool      // it has one again, and was not pinged since
+	tried time.Time // when a handshake was last begun
+	rests bool      // that one was given up
 
 	sent [checkWindow]probe // ring
 	n    int                // probes ever sent
@@ -163,14 +179,25 @@ func (c *checker) set(peers []checkPeer) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	old := c.peers
-	c.peers = make(map[string]*checked, len(peers))
+	c.peers, c.slots = make(map[string]*checked, len(peers)), [checkSlots][]*checked{}
+	var anew []*checked
 	for _, p := range peers {
 		if was := old[p.id]; was != nil && was.checkPeer == p {
 			c.peers[p.id] = was
+			c.slots[was.slot] = append(c.slots[was.slot], was)
 			continue
 		}
 		c.peers[p.id] = &checked{checkPeer: p, begun: now, tokens: checkBurst, filled: now,
 			result: CheckResult{State: Connecting, Since: now}}
+		anew = append(anew, c.peers[p.id])
+	}
+	for _, p := range anew {
+		for slot := range c.slots {
+			if len(c.slots[slot]) < len(c.slots[p.slot]) {
+				p.slot = slot
+			}
+		}
+		c.slots[p.slot] = append(c.slots[p.slot], p)
 		c.look()
 	}
 }
@@ -198,41 +225,97 @@ func (c *checker) results() map[string]CheckResult {
 }
 
 // send pings a new peer at once (or a little later, see checkPeer.second) and
-// every peer each interval, and looks in between who has not answered.
+// every peer each interval, when its turn comes, and looks in between who has not
+// answered.
 func (c *checker) send() {
-	pings := time.NewTicker(checkInterval)
-	defer pings.Stop()
+	began, turn := time.Now(), 1
+	turns := time.NewTimer(checkInterval)
+	defer turns.Stop()
 	looks := time.NewTicker(checkObserve)
 	defer looks.Stop()
 	for {
+		turns.Reset(time.Until(began.Add(time.Duration(turn+c.idle(turn)) * checkStep)))
 		select {
 		case <-c.done:
 			return
 		case <-c.fresh:
-			c.ping(func(p *checked) bool { return p.n == 0 && (!p.second || p.asked) })
-		case <-pings.C:
-			c.ping(func(*checked) bool { return true })
+			c.pingNew(func(p *checked) bool { return !p.second || p.asked })
+		case <-turns.C:
+			now := int(time.Since(began) / checkStep)
+			for turn = max(turn, now-checkSlots+1); turn <= now; turn++ {
+				c.ping(c.due(turn))
+			}
 		case <-looks.C:
-			c.ping(func(p *checked) bool { return p.n == 0 })
+			c.pingNew(func(*checked) bool { return true })
 			c.observe(time.Now())
 		}
 	}
 }
 
-func (c *checker) ping(which func(*checked) bool) {
+// idle is how many turns from this one on nobody is pinged in.
+func (c *checker) idle(turn int) int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for n := range checkSlots {
+		if len(c.slots[(turn+n)%checkSlots]) > 0 {
+			return n
+		}
+	}
+	return checkSlots
+}
+
+// due is whom to ping in a turn: not who was pinged a moment ago for the first time, or is to be.
+func (c *checker) due(turn int) (peers []*checked) {
+	now := time.Now()
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	for _, p := range c.slots[turn%checkSlots] {
+		last := p.begun
+		if p.n > 0 {
+			last = p.sent[(p.n-1)%checkWindow].at
+		}
+		if now.Sub(last) >= checkInterval/2 {
+			peers = append(peers, p)
+		}
+	}
+	return peers
+}
+
+// pingNew pings peers that never were, or are back.
+func (c *checker) pingNew(which func(*checked) bool) {
+	var peers []*checked
+	c.mu.Lock()
+	for _, p := range c.peers {
+		if !p.back && (p.n > 0 || !which(p)) {
+			continue
+		}
+		if len(peers) == checkFirst {
+			time.AfterFunc(checkStep, c.look)
+			break
+		}
+		p.back = false
+		peers = append(peers, p)
+	}
+	c.mu.Unlock()
+	c.ping(peers)
+}
+
+// ping pings peers. What goes to one that is away counts as sent, but is not: it
+// could only wait for a session, in 64 KiB of memory.
+func (c *checker) ping(peers []*checked) {
 	type ping struct {
 		to   *net.UDPAddr
 		text []byte
 	}
 	var pings []ping
 	c.mu.Lock()
-	for _, p := range c.peers {
-		if !which(p) {
-			continue
-		}
+	for _, p := range peers {
 		now := time.Now()
 		p.sent[p.n%checkWindow] = probe{at: now}
 		p.n++
+		if p.away {
+			continue
+		}
 		text, err := json.Marshal(checkMessage{p.id, "PING", now.UTC().Format(time.RFC3339Nano)})
 		if err == nil {
 			pings = append(pings, ping{net.UDPAddrFromAddrPort(p.probe), text})
@@ -242,6 +325,62 @@ func (c *checker) ping(which func(*checked) bool) {
 	for _, p := range pings {
 		_, _ = c.conn.WriteTo(p.text, p.to) // lost or refused: no answer will come, which is what counts
 	}
+}
+
+// A peer that is away is looked for by handshakes alone. wireguard-go would begin
+// one every five seconds for each, which with a thousand away is 3 % of a core and
+// delays packets; so all together get a few a second. Who comes back begins one
+// himself, and is answered at once in any case.
+const (
+	awayAfter           = 2 * time.Second // without a session since it was configured
+	handshakesPerSecond = 20
+	handshakePatience   = 3 * time.Second // for an answer; after five seconds wireguard-go tries again by itself
+)
+
+// sessions takes notice of which peers have a WireGuard session; call it once a
+// second. It says with which of the others a handshake is to be begun now, and on
+// behalf of which wireguard-go shall do nothing more by itself. With few of them
+// away it may.
+func (c *checker) sessions(stats map[[32]byte]wgStats, now time.Time) (try, rest []device.NoisePublicKey) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	var away []*checked
+	for _, p := range c.peers {
+		s := stats[p.key]
+		since, limit := p.begun, awayAfter
+		if !s.handshake.IsZero() {
+			since, limit = s.handshake, sessionGone
+		}
+		switch was := p.away; {
+		case now.Sub(since) <= limit:
+			if p.away = false; was {
+				p.back = true
+				c.look()
+			}
+			continue
+		case !was:
+			p.away, p.tried, p.rests = true, now, false // wireguard-go has tried until now
+			if s.handshake.IsZero() {
+				p.tried = p.begun
+			}
+		}
+		if s.endpoint.IsValid() {
+			away = append(away, p)
+		}
+	}
+	pause := max(device.RekeyTimeout, time.Duration(len(away))*time.Second/handshakesPerSecond)
+	slices.SortFunc(away, func(a, b *checked) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.id, b.id)) })
+	for _, p := range away {
+		switch idle := now.Sub(p.tried); {
+		case idle >= pause && len(try) < handshakesPerSecond:
+			p.tried, p.rests = now, false
+			try = append(try, p.key)
+		case idle >= handshakePatience && pause > device.RekeyTimeout && !p.rests:
+			p.rests = true
+			rest = append(rest, p.key)
+		}
+	}
+	return try, rest
 }
 
 // observe finds the peers that have not answered for too long.
@@ -326,8 +465,8 @@ func (c *checker) answer(m checkMessage, from netip.AddrPort) {
 	c.mu.Lock()
 	p := c.peerAt(from.Addr())
 	allowed := p != nil && p.mayAsk(now)
-	if p != nil && !p.asked {
-		p.asked = true
+	if p != nil && (!p.asked || p.away) {
+		p.asked, p.back, p.away = true, p.away, false // there is a session
 		c.look()
 	}
 	c.mu.Unlock()

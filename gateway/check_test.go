@@ -381,3 +381,135 @@ func FuzzCheckMessage(f *testing.F) {
 		}
 	})
 }
+
+// TestCheckSharesOutItsPingsOverTheInterval: a thousand peers are pinged once each interval, at no time many of them.
+func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const peers = 1000
+		var mu sync.Mutex
+		at := make(map[netip.AddrPort][]time.Time)
+		var all []time.Time
+		c := newChecker(newSocket(func(_ []byte, to netip.AddrPort) {
+			mu.Lock()
+			defer mu.Unlock()
+			at[to] = append(at[to], time.Now())
+			all = append(all, time.Now())
+		}), quiet, func(string, time.Duration) {})
+		defer c.close()
+		begin := time.Now()
+		c.set(manyPeers(peers))
+		time.Sleep(20 * time.Second)
+		synctest.Wait()
+		mu.Lock()
+		defer mu.Unlock()
+		for to, times := range at {
+			if first := times[0].Sub(begin); first > time.Second/2 {
+				t.Errorf("%v was pinged for the first time after %v", to, first)
+			}
+			for i, now := range times[1:] {
+				if d := now.Sub(times[i]); d < checkInterval/2 || i > 0 && d != checkInterval || d > 2*checkInterval {
+					t.Fatalf("%v was pinged %v after the last time", to, d)
+				}
+			}
+			if n := len(times); n < 9 || n > 11 {
+				t.Errorf("%v was pinged %d times in 20 s", to, n)
+			}
+		}
+		if len(at) != peers {
+			t.Errorf("%d peers were pinged", len(at))
+		}
+		most, same := 0, 0
+		for i, now := range all {
+			if same++; i > 0 && now != all[i-1] {
+				same = 1
+			}
+			most = max(most, same)
+		}
+		if most > 2*checkFirst+2*peers/checkSlots {
+			t.Errorf("%d PINGs at one moment", most)
+		}
+	})
+}
+
+func manyPeers(n int) (peers []checkPeer) {
+	for i := range n {
+		peers = append(peers, checkPeer{
+			id: fmt.Sprint(i), key: [32]byte{byte(i), byte(i >> 8), 1},
+			probe: netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 9, byte(i >> 8), byte(i)}), 12345),
+		})
+	}
+	return peers
+}
+
+// TestCheckLooksForPeersThatAreAway: who has no session gets no PINGs, which count as lost all the same, but a handshake
+// every five seconds, or 20 a second are shared out among all of them and wireguard-go is kept from trying more; who has
+// one again is pinged at once.
+func TestCheckLooksForPeersThatAreAway(t *testing.T) {
+	for _, tc := range []struct {
+		peers int
+		pause time.Duration
+		rests bool
+	}{{3, 5 * time.Second, false}, {100, 5 * time.Second, false}, {1000, 50 * time.Second, true}} {
+		synctest.Test(t, func(t *testing.T) {
+			sent := 0
+			c := newChecker(newSocket(func([]byte, netip.AddrPort) { sent++ }), quiet, func(string, time.Duration) {})
+			defer c.close()
+			peers := manyPeers(tc.peers + 2)
+			c.set(peers)
+			here, nowhere := peers[tc.peers], peers[tc.peers+1]
+			stats := make(map[[32]byte]wgStats)
+			for _, p := range peers {
+				stats[p.key] = wgStats{endpoint: p.probe}
+			}
+			stats[nowhere.key] = wgStats{}
+			begin := time.Now()
+			tried, rested := make(map[[32]byte]time.Time), make(map[[32]byte]int)
+			for range 300 {
+				time.Sleep(time.Second)
+				synctest.Wait()
+				now := time.Now()
+				stats[here.key] = wgStats{endpoint: here.probe, handshake: now.Add(-2 * time.Minute)}
+				before := sent
+				try, rest := c.sessions(stats, now)
+				if len(try) > handshakesPerSecond {
+					t.Fatalf("%d handshakes in a second", len(try))
+				}
+				for _, key := range try {
+					last := tried[key]
+					if last.IsZero() {
+						last = begin
+					}
+					if d := now.Sub(last); d < tc.pause || d > tc.pause*2+time.Second {
+						t.Fatalf("%d peers: a handshake %v after the last", tc.peers, d)
+					}
+					tried[key] = now
+				}
+				for _, key := range rest {
+					if d := now.Sub(tried[key]); rested[key] > 0 && (d < handshakePatience || d >= 5*time.Second) {
+						t.Fatalf("given up after %v", d)
+					}
+					rested[key]++
+				}
+				if now.Sub(begin) > 10*time.Second && sent-before > 1 {
+					t.Fatalf("%d PINGs in a second", sent-before)
+				}
+			}
+			if len(tried) != tc.peers || !tried[here.key].IsZero() || !tried[nowhere.key].IsZero() {
+				t.Errorf("handshakes with %d of %d peers", len(tried), tc.peers)
+			}
+			if tc.rests != (len(rested) == tc.peers) || !tc.rests && len(rested) != 0 {
+				t.Errorf("%d of %d handshakes are given up", len(rested), tc.peers)
+			}
+			if r := c.results()[peers[0].id]; r.State != Disconnected || r.Loss != 1 || r.Sent < 29 {
+				t.Errorf("%+v", r)
+			}
+			before := sent
+			stats[peers[0].key] = wgStats{endpoint: peers[0].probe, handshake: time.Now()}
+			c.sessions(stats, time.Now())
+			synctest.Wait()
+			if n := sent - before; n != 1 {
+				t.Errorf("%d PINGs to a peer that is back", n)
+			}
+		})
+	}
+}

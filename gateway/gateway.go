@@ -300,7 +300,7 @@ func (g *gateway) sweep() {
 		case <-g.done:
 			return
 		case <-tick.C:
-			g.engine.Sweep(g.ends[0].path.Now())
+			g.engine.SweepInSteps(g.ends[0].path.Now(), func() { time.Sleep(time.Millisecond) })
 			for _, e := range g.ends {
 				if e.inline != nil {
 					e.inline.Sweep()
@@ -572,6 +572,24 @@ func (g *gateway) tick(now time.Time) {
 		g.compareSoon()
 	}
 	g.resolver.tick(now)
+	g.reach(stats, now)
+}
+
+// reach looks for the peers that are away, in every tunnel; stats are those of the
+// first.
+func (g *gateway) reach(stats map[[32]byte]wgStats, now time.Time) {
+	for i, e := range g.ends {
+		if i > 0 {
+			var err error
+			if stats, err = e.stats(); err != nil {
+				g.log.Error("peers not read", "tunnel", i, "error", err)
+				continue
+			}
+		}
+		if try, rest := e.checker.sessions(stats, now); len(try)+len(rest) > 0 {
+			g.wg.Go(func() { e.reach(try, rest, g.done) })
+		}
+	}
 }
 
 // after is the session a moment later.

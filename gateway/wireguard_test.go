@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"encoding/hex"
+	"fmt"
 	"log/slog"
 	"net"
 	"net/netip"
@@ -11,6 +12,7 @@ import (
 	"time"
 
 	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
 	wgtun "golang.zx2c4.com/wireguard/tun"
 )
 
@@ -156,6 +158,73 @@ func TestARoamedPeerIsLeftWhereItIs(t *testing.T) {
 	apply()
 	if got := at(); got != "192.0.2.3:5871" {
 		t.Errorf("after another configuration: %s", got)
+	}
+}
+
+// TestAHandshakeThatIsGivenUpIsNotTriedAgain: after rest the device is silent about a peer, until the next handshake is asked
+// for, which works as any.
+func TestAHandshakeThatIsGivenUpIsNotTriedAgain(t *testing.T) {
+	socket, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer socket.Close()
+	port := socket.LocalAddr().(*net.UDPAddr).Port
+	initiations := func(within time.Duration) (n int) {
+		socket.SetReadDeadline(time.Now().Add(within))
+		buf := make([]byte, 2048)
+		for {
+			if _, err := socket.Read(buf); err != nil {
+				return n
+			}
+			n++
+		}
+	}
+	ours, theirs := key(16), key(24) // different ones, after the lowest bits are cleared
+	us := newTunnel(newIdle(), conn.NewDefaultBind(), quiet)
+	defer us.close()
+	if err := us.start(ours, 0); err != nil {
+		t.Fatal(err)
+	}
+	them := peer(0, fmt.Sprintf("127.0.0.1:%d", port), "10.1.0.0/16", "10.2.0.0/16")
+	them.key = [32]byte(publicKey(theirs))
+	if err := us.apply(wgConfig{privateKey: ours, peers: []wgPeer{them}}); err != nil {
+		t.Fatal(err)
+	}
+	list := []device.NoisePublicKey{them.key, key(77)} // the second is gone meanwhile
+	done := make(chan struct{})
+	us.reach(list, nil, done)
+	if n := initiations(100 * time.Millisecond); n != 1 {
+		t.Fatalf("%d messages for one handshake", n)
+	}
+	us.reach(nil, list, done)
+	if n := initiations(device.RekeyTimeout + time.Second/2); n != 0 {
+		t.Errorf("%d messages after it was given up", n)
+	}
+
+	socket.Close()
+	other := newTunnel(newIdle(), conn.NewDefaultBind(), quiet)
+	defer other.close()
+	if err := other.start(theirs, uint16(port)); err != nil {
+		t.Fatal(err)
+	}
+	back := peer(0, "", "10.3.0.0/16", "10.4.0.0/16")
+	back.key = [32]byte(publicKey(ours))
+	if err := other.apply(wgConfig{privateKey: theirs, listenPort: uint16(port), peers: []wgPeer{back}}); err != nil {
+		t.Fatal(err)
+	}
+	us.reach(list, nil, done)
+	for end := time.Now().Add(2 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		stats, err := us.stats()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if !stats[them.key].handshake.IsZero() {
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal("no session when the peer is there")
+		}
 	}
 }
 
