@@ -300,6 +300,10 @@ func sendUDP(addr string, size int, d time.Duration, pps int) (loadResult, error
 
 func askSink(c net.Conn) (packets, bytes uint64, err error) {
 	buf := make([]byte, 64)
+	for err == nil { // an answer that came too late for an earlier question says nothing of this one
+		_ = c.SetReadDeadline(time.Now().Add(time.Millisecond))
+		_, err = c.Read(buf)
+	}
 	for range 20 {
 		if _, err = c.Write([]byte{0}); err != nil {
 			continue
