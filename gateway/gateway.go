@@ -295,11 +295,13 @@ func (g *gateway) compareSoon() {
 func (g *gateway) sweep() {
 	tick := time.NewTicker(time.Second)
 	defer tick.Stop()
+	var memory collector
 	for {
 		select {
 		case <-g.done:
 			return
 		case <-tick.C:
+			memory.adjust()
 			g.engine.SweepInSteps(g.ends[0].path.Now(), func() { time.Sleep(time.Millisecond) })
 			for _, e := range g.ends {
 				if e.inline != nil {

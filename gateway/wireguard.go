@@ -240,9 +240,10 @@ func (t *tunnel) reach(try, rest []device.NoisePublicKey, done <-chan struct{}) 
 // parseStats reads the answer of IpcGet. More than two allowed IPs, which we
 // never set, are cut.
 func parseStats(text string) (map[[32]byte]wgStats, error) {
-	all := make(map[[32]byte]wgStats)
+	all := make(map[[32]byte]wgStats, strings.Count(text, "public_key=")) // once a second, for up to a thousand peers
 	var (
 		key     [32]byte
+		digits  [2 * len(key)]byte
 		s       wgStats
 		in      bool
 		sec, ns int64
@@ -265,11 +266,12 @@ func parseStats(text string) (map[[32]byte]wgStats, error) {
 		case "public_key":
 			flush()
 			s, in, sec, ns, n = wgStats{}, true, 0, 0, 0
-			var raw []byte
-			if raw, err = hex.DecodeString(value); err == nil && len(raw) != len(key) {
+			if len(value) != hex.EncodedLen(len(key)) {
 				err = errors.New("wrong length")
+				break
 			}
-			copy(key[:], raw)
+			copy(digits[:], value)
+			_, err = hex.Decode(key[:], digits[:])
 		case "endpoint":
 			s.endpoint, err = netip.ParseAddrPort(value)
 			s.endpoint = netip.AddrPortFrom(s.endpoint.Addr().Unmap(), s.endpoint.Port())
