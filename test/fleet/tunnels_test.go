@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -132,7 +133,9 @@ func TestTunnels(t *testing.T) {
 		service("1")
 		published(1)
 		withC = ""
+		begin := time.Now()
 		used(t)
+		t.Logf("both sides have given the tunnel up %.1f s after it was taken back", time.Since(begin).Seconds())
 		restart(1)
 		podsToPods(t, c, a)
 		during.end(t)
