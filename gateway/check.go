@@ -99,6 +99,8 @@ type checkPeer struct {
 	// to try again after five seconds; gateways that start together did that for
 	// up to a quarter of a minute.
 	second bool
+	// threshold is after how many intervals without an answer the peer counts as lost; 0: checkThreshold.
+	threshold int
 }
 
 // CheckResult is what the check found out about one peer.
@@ -392,7 +394,7 @@ func (c *checker) observe(now time.Time) {
 		if last.IsZero() {
 			last = p.begun
 		}
-		if p.result.State != Disconnected && now.Sub(last) > checkThreshold*checkInterval+p.result.RTT {
+		if p.result.State != Disconnected && now.Sub(last) > time.Duration(cmp.Or(p.threshold, checkThreshold))*checkInterval+p.result.RTT {
 			p.result.RTT = 0
 			c.enter(p, Disconnected, now)
 		}

@@ -24,6 +24,9 @@ import (
 // The first is used in any case. A further one is used while its own connection check is answered, which each side finds
 // out for itself: the two need not learn of it at the same moment, nor open their firewalls for it.
 
+// furtherThreshold is less than Liqo's for the first tunnel, since flows have another way to go.
+const furtherThreshold = 2
+
 // tunnelEnd is our end of one tunnel to each peer.
 type tunnelEnd struct {
 	*tunnel
@@ -165,7 +168,12 @@ func checkPeers(i int, c Config, peers []fabric.GatewayPeer) (all []checkPeer) {
 	for _, p := range peers {
 		if theirs, ok := theirEnd(p, i); ok {
 			second := bytes.Compare(own, theirs.PublicKey[:]) > 0 // the peer decides the other way round
-			all = append(all, checkPeer{p.ID, p.Probe, p.AllowedIPs, theirs.PublicKey, p.Endpoint, theirs.Port, second})
+			check := checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs, key: theirs.PublicKey,
+				endpoint: p.Endpoint, port: theirs.Port, second: second}
+			if i > 0 {
+				check.threshold = furtherThreshold
+			}
+			all = append(all, check)
 		}
 	}
 	return all
