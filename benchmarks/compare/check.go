@@ -23,7 +23,8 @@ import (
 
 const (
 	fewest      = 3    // rounds before a check may end well
-	fewestRuns  = 3    // recorded; with less, nothing counts as steady
+	fewestRuns  = 3    // recorded; with less, nothing counts as steady:
+	untried     = 0.50 // is the least margin then
 	significant = 0.01 // probability of a difference like that by chance, one figure alone
 )
 
@@ -103,7 +104,7 @@ func judge(all []sample, was recording) (findings []finding) {
 			}
 			margin := f.margin
 			if len(found.then) < fewestRuns {
-				margin = unsteady
+				margin = max(margin, untried)
 			}
 			if f.more {
 				found.limit = slices.Min(found.then) / (1 + margin)

@@ -67,7 +67,7 @@ var peers = []peer{
 	{"the same, GOMAXPROCS=1", "nft", wireguardGo(wgOptions{netmap: true, env: []string{"GOMAXPROCS=1"}})},
 	{"tailscale fork", tailscale, wireguardGo(wgOptions{fork: true})},
 	{"tailscale fork + NETMAP", tailscale, wireguardGo(wgOptions{netmap: true, fork: true})},
-	{"isthmus", "", isthmus(crowd{})},
+	{"isthmus device", "", isthmus(crowd{}, "--transport=device")},
 	{"isthmus inline", "", isthmus(crowd{}, "--transport=inline")},
 	{"isthmus inline 4 tunnels", "", isthmusTunnels(4, "--transport=inline")},
 	{"isthmus inline crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--transport=inline")},
@@ -79,7 +79,7 @@ const tailscale = "tailscale"
 const baseline = "wireguard-go + NETMAP"
 
 // checked are the peers that -check and -record measure where nothing else is asked for.
-const checked = baseline + ",isthmus,isthmus inline"
+const checked = baseline + ",isthmus device,isthmus inline"
 
 // A bench is the lab with what the peers need to know of it.
 type bench struct {

@@ -9,7 +9,7 @@ import (
 )
 
 func TestThePlotIsXMLWithEveryPeer(t *testing.T) {
-	svg := plot(samples(3, 3, 60), []string{baseline, "isthmus"}, `a "machine" <with> signs`)
+	svg := plot(samples(3, 3, 60), []string{baseline, "isthmus inline"}, `a "machine" <with> signs`)
 	d := xml.NewDecoder(strings.NewReader(string(svg)))
 	for {
 		if _, err := d.Token(); errors.Is(err, io.EOF) {
@@ -18,7 +18,7 @@ func TestThePlotIsXMLWithEveryPeer(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for _, want := range []string{">isthmus<", ">1.50x<", ">TCP 1 stream, Gbit/s<"} {
+	for _, want := range []string{">isthmus inline<", ">1.50x<", ">TCP 1 stream, Gbit/s<"} {
 		if !strings.Contains(string(svg), want) {
 			t.Errorf("no %s in the plot", want)
 		}
