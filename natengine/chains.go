@@ -9,7 +9,7 @@ type pool[T any] struct {
 	used   uint32
 }
 
-const poolChunk = 256
+const poolChunk = 64
 
 func (p *pool[T]) at(number uint32) *T { return &p.chunks[(number-1)/poolChunk][(number-1)%poolChunk] }
 

@@ -83,6 +83,6 @@
 // more of hash chain. At 1,048,576 flows the heap grows by 109 octets per flow for those of few hosts and ports, of either
 // family, by 128 when each has an inside port of its own, 127 when each is of another pod of a peer to a mapped endpoint
 // and 147 when each has an inside host and a port of its own (BenchmarkFlowMemory, 2026-11). Tables grow as needed, a
-// shard or chunk at a time, from 4 KiB for a peer with a flow or two on, and are given back when their peer goes. The rule table takes 128 KiB and a few hundred octets
+// shard or chunk at a time, from 23 KiB for a peer with a flow or two on, and are given back when their peer goes. The rule table takes 128 KiB and a few hundred octets
 // per peer.
 package natengine

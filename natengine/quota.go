@@ -185,7 +185,8 @@ func (t *flowTable) hostOf(i uint32, word uint64) (*hostTable, *host) {
 	return hosts, hosts.at(t.side(i).host)
 }
 
-// enqueue puts a flow, which is in neither, at the end of its queues. A new one enters the list of its host. With mu.
+// enqueue puts a flow, which is in neither, at the end of its queues. A new one enters the list of its host, and says already
+// that it is in them. With mu.
 func (t *flowTable) enqueue(i uint32, isNew bool) {
 	e, q := t.entry(i), &t.queue
 	hosts, h := t.hostOf(i, e.word.Load())
@@ -200,7 +201,9 @@ func (t *flowTable) enqueue(i uint32, isNew bool) {
 		t.link(q.tail-1, queueOfPeer).next = i + 1
 	}
 	q.tail = i + 1
-	e.word.Or(stateQueued)
+	if !isNew {
+		e.word.Or(stateQueued)
+	}
 }
 
 // dequeue takes a flow off its queues, if it is there; one that ends leaves the list of its host. With mu.

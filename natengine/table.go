@@ -1,7 +1,6 @@
 package natengine
 
 import (
-	"math/bits"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -29,39 +28,16 @@ type flowTable struct {
 	halfOpen                          atomic.Int64 // counted by the last sweep
 }
 
-// The sizes of chunks are 32, 32, 64, 128, 256, 512 and then 1024 entries, so that a peer with a flow or two, of which a
-// gateway may have a thousand, takes 3 KiB and not 84.
 const (
-	chunkBits      = 10
-	firstChunkBits = 5
-	smallChunks    = chunkBits - firstChunkBits // those that come before their number is that of the entry >> chunkBits
+	chunkBits = 8
+	chunkSize = 1 << chunkBits
 )
 
-// chunk is entries and, apart from them so that a hit touches one cache line, what only writers need. These are two
-// allocations because either has just the size of one that the runtime makes, 64 and 20 KiB, and both together have not.
+// chunk is 256 entries and, apart from them so that a hit touches one cache line, what only writers need: 21 KiB, which a
+// thousand peers with a flow or two each may have. Chunks that begin smaller and grow took 1 to 2 ns of every hit.
 type chunk struct {
-	entries []entry
-	sides   []side
-}
-
-// place says where entry i is: the number of the chunk, and the place in it.
-func place(i uint32) (c, at uint32) {
-	if i >= 1<<chunkBits {
-		return i>>chunkBits + smallChunks, i % (1 << chunkBits)
-	}
-	c = uint32(bits.Len32(i >> firstChunkBits))
-	return c, i - firstOf(c)
-}
-
-// firstOf is the number of the first entry of chunk c.
-func firstOf(c uint32) uint32 {
-	switch {
-	case c > smallChunks:
-		return (c - smallChunks) << chunkBits
-	case c > 0:
-		return 1 << (firstChunkBits - 1 + c)
-	}
-	return 0
+	entries *[chunkSize]entry
+	sides   *[chunkSize]side
 }
 
 // side numbers are one more than the index they mean, 0 is none.
@@ -71,13 +47,13 @@ type side struct {
 }
 
 func (t *flowTable) entry(i uint32) *entry {
-	c, at := place(i)
-	return &(*t.slab.Load())[c].entries[at]
+	slab := *t.slab.Load()
+	return &slab[i>>chunkBits].entries[i%chunkSize]
 }
 
 func (t *flowTable) side(i uint32) *side {
-	c, at := place(i)
-	return &(*t.slab.Load())[c].sides[at]
+	slab := *t.slab.Load()
+	return &slab[i>>chunkBits].sides[i%chunkSize]
 }
 
 // find looks for the flow with key k. It may be called with and without mu; without, a flow that is inserted or removed
@@ -145,15 +121,20 @@ func (e *entry) hash(dir Direction, keys *hashKeys) uint64 {
 // insert adds a flow of which neither tuple is in the table, and which its host, the port it has at a NAPT address and
 // total know already. With mu.
 func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32, now tick) match {
-	i := t.take()
+	i, fresh := t.take()
 	e := t.entry(i)
-	e.seq.Add(1)
+	word |= stateQueued // enqueue would set it with one more exchange
+	if !fresh {         // else nobody has come across it yet
+		e.seq.Add(1)
+	}
 	set(&e.near[Outbound], local)
 	set(&e.near[Inbound], mapped)
 	set(&e.remote, remote)
-	e.word.Store(word)
 	e.seen.Store(uint32(now))
-	e.seq.Add(1)
+	e.word.Store(word)
+	if !fresh {
+		e.seq.Add(1)
+	}
 	*t.side(i) = side{host: host}
 	t.enqueue(i, true)
 	for dir := range t.index {
@@ -175,31 +156,29 @@ func set(words *[2]atomic.Uint64, a addr) {
 	}
 }
 
-// take returns an entry that is not in use. With mu.
-func (t *flowTable) take() uint32 {
+// take returns an entry that is not in use, and whether it never was. With mu.
+func (t *flowTable) take() (i uint32, fresh bool) {
 	if t.free != 0 {
-		i := t.free - 1
+		i = t.free - 1
 		t.free = t.side(i).links[0].next
-		return i
+		return i, false
 	}
-	i := t.used
+	i = t.used
 	t.used++
-	if _, at := place(i); at == 0 {
+	if i%chunkSize == 0 {
 		t.addChunk()
 	}
-	return i
+	return i, true
 }
 
-// addChunk makes room for more entries. Readers keep the old slice header; what it shows of the array does not
+// addChunk makes room for another 256 entries. Readers keep the old slice header; what it shows of the array does not
 // change.
 func (t *flowTable) addChunk() {
 	var slab []chunk
 	if p := t.slab.Load(); p != nil {
 		slab = *p
 	}
-	c := uint32(len(slab))
-	size := firstOf(c+1) - firstOf(c)
-	slab = append(slab, chunk{make([]entry, size), make([]side, size)})
+	slab = append(slab, chunk{new([chunkSize]entry), new([chunkSize]side)})
 	t.slab.Store(&slab)
 }
 
@@ -242,13 +221,12 @@ type sweepStep struct {
 }
 
 const (
-	sweepSlice    = 256 // entries that are gone through under one lock
 	sweepWork     = 1 << 14
 	sweepRemovals = 100
 )
 
-// sweep removes what has expired and returns how many flows that were. It reads without the lock, a slice at a time, and
-// takes it only for a slice in which there is something to do, so that new flows never wait for more than one slice.
+// sweep removes what has expired and returns how many flows that were. It reads without the lock, chunk by chunk, and
+// takes it only for a chunk in which there is something to do, so that new flows never wait for more than one chunk.
 func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int) {
 	slab := t.slab.Load()
 	if slab == nil {
@@ -256,16 +234,12 @@ func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int)
 	}
 	halfOpens := 0
 	for c, chunk := range *slab {
-		first := firstOf(uint32(c))
-		for from := 0; from < len(chunk.entries); from += sweepSlice {
-			slice := chunk.entries[from:min(from+sweepSlice, len(chunk.entries))]
-			half, gone := t.sweepSlice(slice, first+uint32(from), l, now)
-			halfOpens += half
-			removed += gone
-			if step.work += len(slice) + gone*sweepRemovals; step.work >= sweepWork {
-				step.work = 0
-				step.pause()
-			}
+		half, gone := t.sweepChunk(uint32(c), chunk.entries, l, now)
+		halfOpens += half
+		removed += gone
+		if step.work += chunkSize + gone*sweepRemovals; step.work >= sweepWork {
+			step.work = 0
+			step.pause()
 		}
 	}
 	t.halfOpen.Store(int64(halfOpens))
@@ -273,8 +247,8 @@ func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int)
 	return removed
 }
 
-// sweepSlice is sweep for a few entries, of which the first has number first.
-func (t *flowTable) sweepSlice(entries []entry, first uint32, l *lifetimes, now tick) (halfOpens, removed int) {
+// sweepChunk is sweep for one chunk.
+func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes, now tick) (halfOpens, removed int) {
 	locked := false
 	for n := range entries {
 		e := &entries[n]
@@ -297,7 +271,7 @@ func (t *flowTable) sweepSlice(entries []entry, first uint32, l *lifetimes, now 
 			locked = true
 		}
 		// Look again: it may have been seen, ended or even been replaced before the lock was ours.
-		i := first + uint32(n)
+		i := c<<chunkBits | uint32(n)
 		word = e.word.Load()
 		switch {
 		case word&stateLive == 0:
@@ -317,7 +291,7 @@ func (t *flowTable) sweepSlice(entries []entry, first uint32, l *lifetimes, now 
 func (t *flowTable) bytes() int {
 	n := t.napt.bytes() + t.hosts[naptFlow].bytes() + t.hosts[endpointFlow].bytes()
 	if slab := t.slab.Load(); slab != nil {
-		n += int(firstOf(uint32(len(*slab))))*int(unsafe.Sizeof(entry{})+unsafe.Sizeof(side{})) + cap(*slab)*int(unsafe.Sizeof(chunk{}))
+		n += len(*slab)*chunkSize*int(unsafe.Sizeof(entry{})+unsafe.Sizeof(side{})) + cap(*slab)*int(unsafe.Sizeof(chunk{}))
 	}
 	for dir := range t.index {
 		for i := range t.index[dir].slots {

@@ -4,7 +4,6 @@ import (
 	"math/rand/v2"
 	"testing"
 	"time"
-	"unsafe"
 
 	"github.com/isthmus-net/isthmus/packet"
 )
@@ -156,39 +155,6 @@ func TestHashDependsOnEveryBit(t *testing.T) {
 		if mean := float64(differ) / float64(n); mean < 28 || mean > 36 {
 			t.Errorf("%.1f bits of 64 change on average", mean)
 		}
-	}
-}
-
-// TestEntriesHaveOnePlaceEach: chunks follow each other without a gap, grow to 1024 entries, and all of their memory is stated.
-func TestEntriesHaveOnePlaceEach(t *testing.T) {
-	e := newEngine(t, Config{}, peerB())
-	table := &e.Peers()[0].flows
-	table.mu.Lock()
-	defer table.mu.Unlock()
-	at := map[*entry]uint32{}
-	for i := range uint32(5000) {
-		if n := table.take(); n != i {
-			t.Fatalf("entry %d is number %d", i, n)
-		}
-		f := table.entry(i)
-		if other, taken := at[f]; taken {
-			t.Fatalf("entries %d and %d are one", other, i)
-		}
-		at[f] = i
-	}
-	size, bytes := 0, cap(*table.slab.Load())*int(unsafe.Sizeof(chunk{}))
-	for c, chunk := range *table.slab.Load() {
-		if first := firstOf(uint32(c)); int(first) != size || &chunk.entries[0] != table.entry(first) || &chunk.sides[0] != table.side(first) {
-			t.Errorf("chunk %d begins with entry %d, want %d", c, first, size)
-		}
-		size += len(chunk.entries)
-		bytes += len(chunk.entries)*int(unsafe.Sizeof(entry{})) + len(chunk.sides)*int(unsafe.Sizeof(side{}))
-		if len(chunk.entries) > 1024 || len(chunk.entries) > max(32, size/2) {
-			t.Errorf("chunk %d has %d entries of %d", c, len(chunk.entries), size)
-		}
-	}
-	if got := table.bytes(); got != bytes {
-		t.Errorf("%d octets are stated, want %d", got, bytes)
 	}
 }
 
