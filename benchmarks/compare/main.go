@@ -69,6 +69,7 @@ var peers = []peer{
 	{"tailscale fork + NETMAP", tailscale, wireguardGo(wgOptions{netmap: true, fork: true})},
 	{"isthmus device", "", isthmus(crowd{}, "--transport=device")},
 	{"isthmus inline", "", isthmus(crowd{}, "--transport=inline")},
+	{"isthmus inline UDP offload", "", isthmus(crowd{}, "--transport=inline", "--udp-offload")},
 	{"isthmus inline 4 tunnels", "", isthmusTunnels(4, "--transport=inline")},
 	{"isthmus inline crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--transport=inline")},
 }
