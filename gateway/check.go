@@ -33,7 +33,7 @@ const (
 	// thousand at once would not fit the in-process endpoint's queue, and would hold up packets on the same processor.
 	checkSlots = 100
 	checkStep  = checkInterval / checkSlots
-	checkFirst = 64 // new peers that are pinged at once; more wait for a step each
+	checkFirst = 64 // new peers that are pinged at once; of more the rest counts as away, see sessions
 
 	// A peer may ask this often, in bursts of as much as it saved up. A real
 	// one asks every two seconds.
@@ -193,13 +193,14 @@ func (c *checker) set(peers []checkPeer) {
 			result: CheckResult{State: Connecting, Since: now}}
 		anew = append(anew, c.peers[p.id])
 	}
-	for _, p := range anew {
+	for i, p := range anew {
 		for slot := range c.slots {
 			if len(c.slots[slot]) < len(c.slots[p.slot]) {
 				p.slot = slot
 			}
 		}
 		c.slots[p.slot] = append(c.slots[p.slot], p)
+		p.away = i >= checkFirst
 		c.look()
 	}
 }
@@ -331,11 +332,12 @@ func (c *checker) ping(peers []*checked) {
 
 // A peer that is away is looked for by handshakes alone. wireguard-go would begin
 // one every five seconds for each, which with a thousand away is 3 % of a core and
-// delays packets; so all together get a few a second. Who comes back begins one
-// himself, and is answered at once in any case.
+// delays packets; so all together get a few a second, after a first one each. Who
+// comes back begins one himself, and is answered at once in any case.
 const (
 	awayAfter           = 2 * time.Second // without a session since it was configured
-	handshakesPerSecond = 20
+	firstPerSecond      = 250             // handshakes with peers that were never tried
+	handshakesPerSecond = 20              // with all others
 	handshakePatience   = 3 * time.Second // for an answer; after five seconds wireguard-go tries again by itself
 )
 
@@ -349,22 +351,20 @@ func (c *checker) sessions(stats map[[32]byte]wgStats, now time.Time) (try, rest
 	var away []*checked
 	for _, p := range c.peers {
 		s := stats[p.key]
-		since, limit := p.begun, awayAfter
-		if !s.handshake.IsZero() {
-			since, limit = s.handshake, sessionGone
-		}
-		switch was := p.away; {
-		case now.Sub(since) <= limit:
-			if p.away = false; was {
-				p.back = true
+		switch never := s.handshake.IsZero(); {
+		case !never && now.Sub(s.handshake) <= sessionGone:
+			if p.away {
+				p.away, p.back = false, true
 				c.look()
 			}
 			continue
-		case !was:
+		case p.away:
+		case !never:
 			p.away, p.tried, p.rests = true, now, false // wireguard-go has tried until now
-			if s.handshake.IsZero() {
-				p.tried = p.begun
-			}
+		case now.Sub(p.begun) <= awayAfter:
+			continue
+		default:
+			p.away, p.tried, p.rests = true, p.begun, false // by its first PING
 		}
 		if s.endpoint.IsValid() {
 			away = append(away, p)
@@ -372,12 +372,18 @@ func (c *checker) sessions(stats map[[32]byte]wgStats, now time.Time) (try, rest
 	}
 	pause := max(device.RekeyTimeout, time.Duration(len(away))*time.Second/handshakesPerSecond)
 	slices.SortFunc(away, func(a, b *checked) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.id, b.id)) })
+	first, again := firstPerSecond, handshakesPerSecond
 	for _, p := range away {
-		switch idle := now.Sub(p.tried); {
-		case idle >= pause && len(try) < handshakesPerSecond:
+		left, due := &again, now.Sub(p.tried) >= pause
+		if p.tried.IsZero() {
+			left, due = &first, !p.second || now.Sub(p.begun) > awayAfter
+		}
+		switch {
+		case due && *left > 0:
+			*left--
 			p.tried, p.rests = now, false
 			try = append(try, p.key)
-		case idle >= handshakePatience && pause > device.RekeyTimeout && !p.rests:
+		case now.Sub(p.tried) >= handshakePatience && pause > device.RekeyTimeout && !p.rests && !p.tried.IsZero():
 			p.rests = true
 			rest = append(rest, p.key)
 		}
