@@ -124,6 +124,8 @@ type checker struct {
 	done  chan struct{}
 	wg    sync.WaitGroup
 
+	more time.Time // when the next new peers may be pinged; send's
+
 	rejected [numRejections]atomic.Uint64
 	answered atomic.Uint64 // PINGs answered
 
@@ -284,8 +286,12 @@ func (c *checker) due(turn int) (peers []*checked) {
 	return peers
 }
 
-// pingNew pings peers that never were, or are back.
+// pingNew pings peers that never were, or are back, some of them in each step.
 func (c *checker) pingNew(which func(*checked) bool) {
+	now := time.Now()
+	if now.Before(c.more) {
+		return
+	}
 	var peers []*checked
 	c.mu.Lock()
 	for _, p := range c.peers {
@@ -293,6 +299,7 @@ func (c *checker) pingNew(which func(*checked) bool) {
 			continue
 		}
 		if len(peers) == checkFirst {
+			c.more = now.Add(checkStep)
 			time.AfterFunc(checkStep, c.look)
 			break
 		}
