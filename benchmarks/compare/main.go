@@ -80,7 +80,7 @@ const tailscale = "tailscale"
 const baseline = "wireguard-go + NETMAP"
 
 // checked are the peers that -check and -record measure where nothing else is asked for.
-const checked = baseline + ",isthmus device,isthmus inline"
+const checked = reference + ",isthmus device,isthmus inline"
 
 // A bench is the lab with what the peers need to know of it.
 type bench struct {

@@ -21,11 +21,11 @@ type figure struct {
 	of     func(sample) float64
 }
 
-// Margins, as ratios moved by themselves in a dozen runs of two hours on a machine with other work (2026-11). CPU time for the
+// Margins, as ratios to -check's reference moved by themselves in five runs of two hours on a machine with other work (2026-11). CPU time for the
 // same bulk is what moves least; small packets cost more where threads find their processor taken. Throughput and round
 // trips say who got the processor, so that only a factor of two is worth an alarm; their tails say nothing in a few rounds.
 const (
-	steady   = 0.15
+	steady   = 0.12
 	wakeful  = 0.25
 	memory   = 0.50
 	unsteady = 1.00

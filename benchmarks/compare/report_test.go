@@ -9,7 +9,7 @@ import (
 )
 
 func TestThePlotIsXMLWithEveryPeer(t *testing.T) {
-	svg := plot(samples(3, 3, 60), []string{baseline, "isthmus inline"}, `a "machine" <with> signs`)
+	svg := plot([]sample{{Peer: baseline, TCP1: 2}, {Peer: "isthmus inline", TCP1: 3}}, []string{baseline, "isthmus inline"}, `a "machine" <with> signs`)
 	d := xml.NewDecoder(strings.NewReader(string(svg)))
 	for {
 		if _, err := d.Token(); errors.Is(err, io.EOF) {
