@@ -27,8 +27,8 @@ const reference = "the same, GOMAXPROCS=1"
 
 const (
 	fewest      = 3    // rounds before a check may end well
-	fewestRuns  = 3    // recorded; with less, nothing counts as steady:
-	untried     = 0.50 // is the least margin then
+	fewestRuns  = 3    // that have to be recorded for the margins of figures to count
+	untried     = 0.50 // the least margin before
 	significant = 0.01 // probability of a difference like that by chance, one figure alone
 )
 
