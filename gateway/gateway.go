@@ -70,8 +70,8 @@ type Options struct {
 	Version string       // for metrics and status
 
 	Transport Transport // empty: TransportInline
-	// UDPOffload lets UDP superpackets of senders that use UDP_SEGMENT cross the TUN whole, both ways (Linux 6.2 and
-	// later; without it nothing happens). Such offloads have broken VXLAN behind a TUN elsewhere.
+	// UDPOffload lets UDP superpackets cross the TUN, both ways: those of senders that use UDP_SEGMENT, and towards the
+	// hosts datagrams of one flow that came together (Linux 6.2 and later; without it nothing happens). See tun.TrustsUSO.
 	UDPOffload bool
 
 	// Beside, if any, runs as long as the gateway does: from when the first Config
@@ -177,12 +177,14 @@ type gateway struct {
 	version string
 	started time.Time
 
-	host     *host
-	engine   *natengine.Engine
-	ends     []*tunnelEnd // of the tunnels; the first is always there
-	resolver *resolver
-	metrics  *metrics
-	servers  []*server
+	host   *host
+	engine *natengine.Engine
+	ends   []*tunnelEnd // of the tunnels; the first is always there
+
+	udpOffload bool // UDP superpackets cross the TUN
+	resolver   *resolver
+	metrics    *metrics
+	servers    []*server
 
 	wake chan struct{} // something may differ now: compare
 	done chan struct{} // ends sweep

@@ -28,7 +28,6 @@ func TestGCTargetFollowsTheHeap(t *testing.T) {
 		t.Errorf("%d %% with %d MiB in use", set, len(big)>>20)
 	}
 	clear(big[:1])
-	big = nil
 	debug.FreeOSMemory()
 	c.adjust()
 	if set := debug.SetGCPercent(100); set != 100 {

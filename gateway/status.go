@@ -30,6 +30,8 @@ type Status struct {
 	MTU       int    `json:"mtu"`
 	MTUAuto   bool   `json:"mtuAuto"` // derived from the ways to the peers
 	Transport string `json:"transport"`
+	// UDPOffload says whether UDP superpackets cross the TUN: because they were asked for, and the kernel has them.
+	UDPOffload bool `json:"udpOffload"`
 
 	Config   ConfigStatus   `json:"config"`
 	Sessions SessionsStatus `json:"sessions"`
@@ -210,6 +212,7 @@ func (g *gateway) status(flows int) (Status, error) {
 		MTU:         now.mtu.tunnel,
 		MTUAuto:     now.config.MTU == 0,
 		Transport:   string(g.transport()),
+		UDPOffload:  g.udpOffload,
 		Config: ConfigStatus{
 			Generation: now.generation,
 			Since:      now.reloaded,

@@ -74,7 +74,8 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 	e := new(tunnelEnd)
 	log, observe := o.Log, g.metrics.observeRTT
 	if i == 0 {
-		e.path = datapath.New(link, g.engine, local, datapath.Options{CoalesceUDP: link.Offloads().USO4})
+		g.udpOffload = link.Offloads().USO4
+		e.path = datapath.New(link, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload})
 	} else {
 		e.path = g.ends[0].path.Beside(link, local)
 		log, observe = log.With("tunnel", i), func(string, time.Duration) {}

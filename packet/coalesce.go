@@ -12,7 +12,7 @@ import (
 // before it. Payload is not copied. The zero value is ready; all its scratch is kept over Reset, so that a warm one does
 // not allocate. Not for concurrent use.
 type Coalescer struct {
-	// UDP also joins UDP datagrams (GSOUDPL4). Set it before the first Add; it needs a TUN that takes them.
+	// UDP also joins UDP datagrams (GSOUDPL4). Set it before the first Add of a batch; it needs a TUN that takes them.
 	UDP bool
 
 	runs   []Run

@@ -12,11 +12,12 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/gateway/tun"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
 func newGatewayCommand() *cobra.Command {
-	var dir, level, transport, profiles string
+	var dir, level, transport, udpOffload, profiles string
 	var options gateway.Options
 	kube := kubeGateway{port: file.DefaultListenPort}
 	cmd := &cobra.Command{
@@ -45,6 +46,15 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 			var err error
 			if options.Transport, err = gateway.ParseTransport(transport); err != nil {
 				return usage("--transport: %w", err)
+			}
+			switch udpOffload {
+			case "on":
+				options.UDPOffload = true
+			case "auto":
+				options.UDPOffload = tun.TrustsUSO()
+			case "off":
+			default:
+				return usage("--udp-offload: %q; want auto, on or off", udpOffload)
 			}
 			log := slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: l}))
 			options.Log, options.Version = log, version()
@@ -78,7 +88,8 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration, instead of a cluster")
 	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
 	cmd.Flags().StringVar(&transport, "transport", string(gateway.TransportInline), "how packets of established sessions travel: inline, or device (through wireguard-go's queues)")
-	cmd.Flags().BoolVar(&options.UDPOffload, "udp-offload", false, "let UDP superpackets cross the TUN (Linux 6.2 and later; try it with your CNI first)")
+	cmd.Flags().StringVar(&udpOffload, "udp-offload", "auto", "let UDP superpackets cross the TUN (Linux 6.2 and later): on, off, or auto, which is on from Linux 6.18 on")
+	cmd.Flags().Lookup("udp-offload").NoOptDefVal = "on"
 	cmd.Flags().StringVar(&profiles, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
 	kube.addFlags(cmd.Flags())
 	return cmd

@@ -136,6 +136,7 @@ func TestWhatCannotBeReachedOrIsUsedWronglyExitsWithTwo(t *testing.T) {
 		{[]string{"gateway"}, "want --config DIR"},
 		{[]string{"gateway", "--config", dir, "--log-level", "loud"}, "want debug, info, warn or error"},
 		{[]string{"gateway", "--config", dir, "--transport", "pigeon"}, `--transport: "pigeon"; want device or inline`},
+		{[]string{"gateway", "--config", dir, "--udp-offload=maybe"}, `--udp-offload: "maybe"; want auto, on or off`},
 		{[]string{"gateway", "--config", dir, "--pprof-address", ":6060"}, "want a loopback address"},
 		{[]string{"pubkey"}, "the key read"},
 		{[]string{"pubkey", "--tunnels", "17"}, "--tunnels 17: want 1 to 16"},

@@ -134,7 +134,7 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 	fmt.Fprintf(w, "cluster %s, listening on %d/udp, MTU %s, %d of %d NAT sessions, configuration %d\n",
 		nameAndID(s.ClusterName, s.ClusterID), s.ListenPort, mtu, s.Sessions.Flows, s.Sessions.Limit, s.Config.Generation)
 	if wide {
-		fmt.Fprintf(w, "version %s, transport %s, public key %s, namespace %s\n", s.Version, s.Transport, s.PublicKey, s.Namespace)
+		fmt.Fprintf(w, "version %s, transport %s, UDP offload %s, public key %s, namespace %s\n", s.Version, s.Transport, onOff(s.UDPOffload), s.PublicKey, s.Namespace)
 	}
 	for _, e := range s.Config.Errors {
 		fmt.Fprintf(w, "configuration not in force: %s\n", e)
@@ -306,4 +306,11 @@ func tunnels(p gateway.PeerStatus) string {
 		}
 	}
 	return fmt.Sprintf("%d/%d", used, 1+len(p.Tunnels))
+}
+
+func onOff(b bool) string {
+	if b {
+		return "on"
+	}
+	return "off"
 }

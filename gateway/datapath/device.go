@@ -34,8 +34,8 @@ import (
 // Options of a Device. The zero value is the default.
 type Options struct {
 	// CoalesceUDP joins equal-sized UDP datagrams of one flow into UDP superpackets
-	// for the link. Off by default: it has broken VXLAN behind a TUN elsewhere, and
-	// the kernel takes them from Linux 6.2 on only.
+	// for the link, until it refuses one with EINVAL. The kernel takes them from
+	// Linux 6.2 on; tun.TrustsUSO says more.
 	CoalesceUDP bool
 }
 
@@ -48,6 +48,8 @@ type Device struct {
 	options Options
 	start   time.Time
 	mtu     atomic.Int64
+
+	coalesceUDP atomic.Bool // and the link has not refused it
 
 	out     outbound  // state of the one reader
 	writers sync.Pool // of *inbound, scratch of one Write
@@ -82,7 +84,8 @@ func newDevice(link Link, engine *natengine.Engine, local *Local, start time.Tim
 		events:  make(chan tun.Event, 1),
 	}
 	d.mtu.Store(int64(link.MTU()))
-	d.writers.New = func() any { return newInbound(o) }
+	d.coalesceUDP.Store(o.CoalesceUDP)
+	d.writers.New = func() any { return newInbound() }
 	if local != nil {
 		local.attach(link.Wake, func() { engine.Count(nil, natengine.Outbound, natengine.DropLocalQueue) })
 	}

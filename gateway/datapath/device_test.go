@@ -9,6 +9,7 @@ import (
 	"net/netip"
 	"os"
 	"sync"
+	"syscall"
 	"testing"
 	"time"
 
@@ -477,6 +478,49 @@ func TestWriteLeavesUDPAloneUnlessSwitchedOn(t *testing.T) {
 				}
 			}
 		})
+	}
+}
+
+// A kernel that takes no superpackets of UDP loses nothing by them, and is given no more.
+func TestWriteSplitsWhatTheLinkRefuses(t *testing.T) {
+	link := newScript()
+	link.refuseUDP = true
+	e := newEngine(t)
+	d := newDevice(t, link, e, datapath.Options{CoalesceUDP: true})
+	var packets [][]byte
+	for range 10 {
+		packets = append(packets, udp4(at(podB, 80), at(podASee, 4000), random(500)))
+	}
+	for range 2 {
+		if _, err := d.Write(behindOffset(packets...), offset); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if len(link.written) != 20 || link.refused != 1 {
+		t.Errorf("%d packets written, %d superpackets refused; want 20, 1", len(link.written), link.refused)
+	}
+	for i, w := range link.written {
+		if !bytes.Equal(w[:10], make([]byte, 10)) {
+			t.Errorf("virtio header % x: want zeros", w[:10])
+		}
+		checkPacket(t, w[10:], podB, podA)
+		if want := packets[i%10][28:]; !bytes.Equal(w[10+28:], want) {
+			t.Errorf("packet %d: payload differs", i)
+		}
+	}
+	if n := drops(e, natengine.Inbound, natengine.DropTUNWrite); n != 0 {
+		t.Errorf("%d drops", n)
+	}
+
+	// Any other error loses the packets of the run, and each is counted.
+	link = newScript()
+	link.fail = syscall.EIO
+	d = newDevice(t, link, e, datapath.Options{CoalesceUDP: true})
+	if _, err := d.Write(behindOffset(packets...), offset); err != nil {
+		t.Fatal(err)
+	}
+	if n := drops(e, natengine.Inbound, natengine.DropTUNWrite); n != 10 {
+		t.Errorf("%d drops; want 10", n)
 	}
 }
 

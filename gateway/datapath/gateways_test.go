@@ -299,7 +299,7 @@ func transfer(ctx context.Context, client *side, from netip.Addr, server *side, 
 // transfers runs flows of pods, both ways, at once.
 func transfers(t *testing.T, a, b *side, flows, size int) {
 	t.Helper()
-	ctx, cancel := context.WithTimeout(context.Background(), 60*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 3*time.Minute)
 	defer cancel()
 	var wg sync.WaitGroup
 	for i := range flows {
@@ -386,7 +386,7 @@ func eachTransport(t *testing.T, f func(t *testing.T, how transport)) {
 }
 
 func nodesAndExternalEndpoints(t *testing.T, a, b *side) {
-	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
 	for i, f := range []struct {
 		client *side
@@ -625,7 +625,7 @@ func TestRuleChangeInTheMiddleOfATransferLosesNothing(t *testing.T) {
 				}
 			}
 		})
-		ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
+		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 		defer cancel()
 		var wg sync.WaitGroup
 		for i, f := range []struct{ from, to netip.Addr }{{a.pod, b.pod}, {a.node, b.pod2}, {a.pod2, b.external}} {

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"os"
 	"slices"
+	"syscall"
 	"time"
 
 	"github.com/isthmus-net/isthmus/natengine"
@@ -17,7 +18,7 @@ type inbound struct {
 	ahead     natengine.Lookahead
 	header    [packet.VirtioHeaderLen]byte
 	vector    [][]byte // header, packet, payloads: what one Link.Write takes
-	whole     []byte   // a run put together for the in-process endpoint,
+	whole     []byte   // a run put together for who takes packets only,
 	segment   []byte   // and one packet of it
 	segmenter packet.Segmenter
 	view      packet.View
@@ -26,10 +27,8 @@ type inbound struct {
 	closed    bool
 }
 
-func newInbound(o Options) *inbound {
-	in := &inbound{traffic: traffic{direction: natengine.Inbound}}
-	in.coalescer.UDP = o.CoalesceUDP
-	return in
+func newInbound() *inbound {
+	return &inbound{traffic: traffic{direction: natengine.Inbound}}
 }
 
 // Write translates decrypted packets, each at offset of its buffer, and hands
@@ -47,6 +46,7 @@ func (d *Device) WriteFrom(peer *natengine.PeerState, bufs [][]byte, offset int)
 	in := d.writers.Get().(*inbound)
 	in.now = d.Now()
 	in.closed = false
+	in.coalescer.UDP = d.coalesceUDP.Load()
 	for _, b := range bufs {
 		if err := in.coalescer.Add(b[offset:]); err != nil {
 			d.engine.Count(nil, natengine.Inbound, dropOf(err))
@@ -85,10 +85,11 @@ func (d *Device) inbound(in *inbound, run *packet.Run) {
 	case natengine.Forward:
 		headers := run.View.PayloadOffset()
 		in.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*headers)
-		d.writeLink(in, v.Peer, run.Header, run.View.Bytes(), run.Tail)
+		d.writeRun(in, v.Peer, run)
 	case natengine.Deliver:
 		in.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*run.View.PayloadOffset())
-		d.deliver(in, v.Peer, run)
+		// Packet by packet: its sockets know no superpackets.
+		d.each(in, v.Peer, run, func(p []byte) { d.deliverPacket(v.Peer, p) })
 	default: // discarded and counted by the engine, or held
 		return
 	}
@@ -97,29 +98,47 @@ func (d *Device) inbound(in *inbound, run *packet.Run) {
 		if v.Action == natengine.Deliver {
 			d.deliverPacket(v.Peer, p)
 		} else {
-			d.writeLink(in, v.Peer, packet.VirtioHeader{}, p, nil)
+			d.written(in, v.Peer, 1, d.writeLink(in, packet.VirtioHeader{}, p, nil))
 		}
 	}
 }
 
+// writeRun writes a run to the link, as a superpacket where it is more than one packet. A link that refuses those of UDP,
+// as some kernels do, gets no more of them.
+func (d *Device) writeRun(in *inbound, peer *natengine.PeerState, run *packet.Run) {
+	err := d.writeLink(in, run.Header, run.View.Bytes(), run.Tail)
+	if run.Segments > 1 && run.View.Proto() == packet.UDP && errors.Is(err, syscall.EINVAL) {
+		d.coalesceUDP.Store(false)
+		d.each(in, peer, run, func(p []byte) { d.written(in, peer, 1, d.writeLink(in, packet.VirtioHeader{}, p, nil)) })
+		return
+	}
+	d.written(in, peer, run.Segments, err)
+}
+
 // writeLink writes one packet or superpacket to the link.
-func (d *Device) writeLink(in *inbound, peer *natengine.PeerState, h packet.VirtioHeader, head []byte, tail [][]byte) {
+func (d *Device) writeLink(in *inbound, h packet.VirtioHeader, head []byte, tail [][]byte) error {
 	h.Encode(in.header[:])
 	in.vector = append(append(in.vector[:0], in.header[:], head), tail...)
 	err := d.link.Write(in.vector)
 	clear(in.vector) // the pool must not keep packets alive
+	return err
+}
+
+// written counts packets that the link did not take.
+func (d *Device) written(in *inbound, peer *natengine.PeerState, packets int, err error) {
 	if err == nil {
 		return
 	}
 	in.closed = in.closed || errors.Is(err, os.ErrClosed)
-	d.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
+	for range packets {
+		d.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
+	}
 }
 
-// deliver hands a run to the in-process endpoint, packet by packet: its sockets
-// know no superpackets.
-func (d *Device) deliver(in *inbound, peer *natengine.PeerState, run *packet.Run) {
+// each calls f with each packet of a run, complete and in order; f does not keep it.
+func (d *Device) each(in *inbound, peer *natengine.PeerState, run *packet.Run, f func([]byte)) {
 	if run.Segments == 1 {
-		d.deliverPacket(peer, run.View.Bytes())
+		f(run.View.Bytes())
 		return
 	}
 	in.whole = append(in.whole[:0], run.View.Bytes()...)
@@ -137,7 +156,7 @@ func (d *Device) deliver(in *inbound, peer *natengine.PeerState, run *packet.Run
 	in.segment = slices.Grow(in.segment[:0], run.View.PayloadOffset()+int(run.Header.GSOSize))
 	for in.segmenter.Remaining() > 0 {
 		n := in.segmenter.Next(in.segment[:cap(in.segment)])
-		d.deliverPacket(peer, in.segment[:n]) // copies
+		f(in.segment[:n])
 	}
 }
 

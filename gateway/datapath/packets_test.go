@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"os"
 	"sync"
+	"syscall"
 	"testing"
 
 	"go.uber.org/goleak"
@@ -169,6 +170,8 @@ type scriptLink struct {
 	written   [][]byte
 	discard   bool
 	fail      error
+	refuseUDP bool // superpackets of it, as a kernel without USO
+	refused   int
 	wakeups   chan struct{}
 	closeOnce sync.Once
 	closed    chan struct{}
@@ -239,6 +242,10 @@ func (l *scriptLink) Write(bufs [][]byte) error {
 	var b []byte
 	for _, part := range bufs {
 		b = append(b, part...)
+	}
+	if l.refuseUDP && b[1]&0x7f == 5 { // VIRTIO_NET_HDR_GSO_UDP_L4
+		l.refused++
+		return syscall.EINVAL
 	}
 	l.written = append(l.written, b)
 	return nil

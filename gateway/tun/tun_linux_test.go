@@ -250,6 +250,17 @@ func TestUSOIsOnOnlyWhenAskedFor(t *testing.T) {
 	t.Logf("USO: %v", o.USO4)
 }
 
+func TestUSOIsTrustedFromTheKernelOnThatWasTested(t *testing.T) {
+	for release, want := range map[string]bool{
+		"6.18.44-generic": true, "6.18": true, "6.18.0-rc3": true, "6.19.1": true, "7.0.0": true, "10.2": true,
+		"6.17.13": false, "6.2.0-1": false, "5.19": false, "4.18.0-553.el8_10.x86_64": false, "6": false, "": false, "next": false,
+	} {
+		if trustsUSO(release) != want {
+			t.Errorf("%q: %v", release, !want)
+		}
+	}
+}
+
 // With USO a sender's UDP_SEGMENT comes as one packet; what is written back as one
 // is received as the datagrams it was made of. Without, the kernel segments.
 func TestUDPSuperpacketsBothWays(t *testing.T) {
