@@ -67,11 +67,11 @@ var peers = []peer{
 	{"the same, GOMAXPROCS=1", "nft", wireguardGo(wgOptions{netmap: true, env: []string{"GOMAXPROCS=1"}})},
 	{"tailscale fork", tailscale, wireguardGo(wgOptions{fork: true})},
 	{"tailscale fork + NETMAP", tailscale, wireguardGo(wgOptions{netmap: true, fork: true})},
-	{"isthmus device", "", isthmus(crowd{}, "--transport=device")},
-	{"isthmus inline", "", isthmus(crowd{}, "--transport=inline")},
-	{"isthmus inline UDP offload", "", isthmus(crowd{}, "--transport=inline", "--udp-offload")},
-	{"isthmus inline 4 tunnels", "", isthmusTunnels(4, "--transport=inline")},
-	{"isthmus inline crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--transport=inline")},
+	{"isthmus device", "", isthmus(crowd{}, "--transport=device", "--udp-offload=off")},
+	{"isthmus inline", "", isthmus(crowd{}, "--transport=inline", "--udp-offload=off")},
+	{"isthmus inline 4 tunnels", "", isthmusTunnels(4, "--transport=inline", "--udp-offload=off")},
+	{"isthmus inline crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--transport=inline", "--udp-offload=off")},
+	{"isthmus", "", isthmus(crowd{})}, // as it is by default: inline, and UDP offload where the kernel is trusted with it
 }
 
 // tailscale stands for the program of ../tailscale, whose place is an option.
