@@ -29,7 +29,8 @@ const (
 	soakStreams  = 2         // at a time
 	soakRate     = 20 << 20  // octets a second of each, each way: below what any queue here drops at
 	soakPace     = 1000      // datagrams a second
-	soakDatagram = 1000      // octets
+	soakLate     = 100 * time.Millisecond
+	soakDatagram = 1000 // octets
 )
 
 // pattern is the octets of a stream.
@@ -58,6 +59,31 @@ type soakResult struct {
 	Received   uint64 `json:"received"`   // of them, back from the other end
 	Reordered  uint64 `json:"reordered"`  // came after a later one
 	Duplicates uint64 `json:"duplicates"` // came twice
+
+	Losses []loss `json:"losses,omitempty"` // the first of them
+}
+
+// loss is datagrams in a row that did not come back.
+type loss struct {
+	At      float64 `json:"at"` // seconds since the start
+	Packets uint64  `json:"packets"`
+}
+
+// maxLosses is how many are told.
+const maxLosses = 20
+
+// losses are the runs of numbers below sent that are not in seen.
+func losses(seen map[uint64]bool, sent uint64) (all []loss) {
+	for n := uint64(0); n < sent && len(all) < maxLosses; n++ {
+		from := n
+		for n < sent && !seen[n] {
+			n++
+		}
+		if n > from {
+			all = append(all, loss{float64(from) / soakPace, n - from})
+		}
+	}
+	return all
 }
 
 // soakServer sends each stream back through the comparison: it receives what the
@@ -154,7 +180,7 @@ func soakClient(addr string, d time.Duration) (res soakResult, err error) {
 		mu.Lock()
 		defer mu.Unlock()
 		errs[soakStreams] = err
-		res.Sent, res.Received, res.Reordered, res.Duplicates = u.Sent, u.Received, u.Reordered, u.Duplicates
+		res.Sent, res.Received, res.Reordered, res.Duplicates, res.Losses = u.Sent, u.Received, u.Reordered, u.Duplicates, u.Losses
 	})
 	wg.Wait()
 	return res, errors.Join(errs...)
@@ -188,8 +214,9 @@ func soakDatagrams(addr string, end time.Time) (res soakResult, err error) {
 		return b
 	}
 	done := make(chan error, 1)
+	seen := map[uint64]bool{}
 	go func() {
-		buf, seen, newest := make([]byte, 2048), map[uint64]bool{}, uint64(0)
+		buf, newest := make([]byte, 2048), uint64(0)
 		for {
 			_ = c.SetReadDeadline(end.Add(2 * time.Second))
 			n, err := c.Read(buf)
@@ -214,15 +241,19 @@ func soakDatagrams(addr string, end time.Time) (res soakResult, err error) {
 	}()
 	start := time.Now()
 	for sent := uint64(0); time.Now().Before(end); {
-		if due := start.Add(time.Duration(sent) * time.Second / soakPace); time.Until(due) > 0 {
-			time.Sleep(time.Until(due))
+		due := start.Add(time.Duration(sent) * time.Second / soakPace)
+		time.Sleep(time.Until(due))
+		if late := time.Since(due); late > soakLate { // the machine stood still: sending all that was missed at once would fill any queue
+			start = start.Add(late)
 		}
 		if _, err := c.Write(datagram(sent)); err == nil {
 			sent++
 			res.Sent = sent
 		}
 	}
-	return res, <-done
+	err = <-done
+	res.Losses = losses(seen, res.Sent)
+	return res, err
 }
 
 // soak runs it through every peer that is wanted, and prints what it saw.
@@ -264,6 +295,9 @@ func (b *bench) runSoak(ctx context.Context, name string, r *running, d time.Dur
 	}
 	fmt.Printf("%s, %v: %d TCP streams, %.1f GB compared and equal; %d datagrams sent and returned, %d lost, %d reordered, %d twice; peak memory %.0f MiB\n",
 		name, d, res.Streams, float64(res.Bytes)/1e9, res.Sent, res.Sent-res.Received, res.Reordered, res.Duplicates, peakMiB(r.gateways[0].Pid))
+	for _, l := range res.Losses {
+		fmt.Printf("  lost after %.1f s: %d in a row\n", l.At, l.Packets)
+	}
 	return nil
 }
 
