@@ -26,11 +26,11 @@ type host struct {
 	log   *slog.Logger
 	netns *os.File          // the gateway's namespace; it lives as long as this or the TUN is open
 	lock  *net.UnixListener // one gateway per host namespace
+	inner *netlink.Handle   // its socket stays in the gateway's namespace
+	outer *netlink.Handle
+	wg    sync.WaitGroup // readers of events
 
-	tunnels int             // how many TUNs of ours are in there
-	inner   *netlink.Handle // its socket stays in the gateway's namespace
-	outer   *netlink.Handle
-	wg      sync.WaitGroup // readers of events
+	tunnels int // how many TUNs of ours are in the gateway's namespace
 
 	indexes map[string]int // of our links, during one apply
 }

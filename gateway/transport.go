@@ -3,6 +3,7 @@ package gateway
 import (
 	"fmt"
 	"log/slog"
+	"sync"
 
 	"golang.zx2c4.com/wireguard/conn"
 	wgtun "golang.zx2c4.com/wireguard/tun"
@@ -47,11 +48,14 @@ func openTransport(want Transport, path wgtun.Device, socket conn.Bind, makeInli
 	return tunSide, socketSide, nil
 }
 
+// tryInline is the trial, which says the same for every tunnel of the process.
+var tryInline = sync.OnceValue(inline.Try)
+
 // newInline makes the inline transport, if a trial of it works with this build of wireguard-go.
 func newInline(path inline.Path, socket conn.Bind, engine *natengine.Engine) (*inline.Transport, error) {
 	t, err := inline.New(path, socket, engine.Count)
 	if err == nil {
-		err = inline.Try()
+		err = tryInline()
 	}
 	return t, err
 }

@@ -149,16 +149,17 @@ func theirEnd(p fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	return p.Tunnels[i-1], true
 }
 
-// applyEnds makes WireGuard at all our ends what it should be, and tells transports and connection checks.
+// applyEnds makes WireGuard at all our ends what it should be, and tells transports and then connection checks: the first
+// PING goes out at once, and would be lost on a device that does not know its peer yet.
 func (g *gateway) applyEnds(c Config, peers []fabric.GatewayPeer) (errs []error) {
 	for i, e := range g.ends {
-		e.checker.set(checkPeers(i, c, peers))
 		if err := e.apply(g.wantEnd(i, c, peers)); err != nil {
 			errs = append(errs, err)
 		}
 		if e.inline != nil {
 			e.inline.SetPeers(g.transportPeers(i, peers))
 		}
+		e.checker.set(checkPeers(i, c, peers))
 	}
 	return errs
 }
