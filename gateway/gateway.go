@@ -457,10 +457,12 @@ func (g *gateway) accept(c Config) error {
 	}
 	g.mu.Lock()
 	g.now.config, g.now.configErr = c, nil
-	g.now.generation++
-	g.now.reloaded = time.Now()
 	g.mu.Unlock()
 	g.put(gw, mtu)
+	g.mu.Lock()
+	g.now.generation++ // only now: who waits for it finds what it says
+	g.now.reloaded = time.Now()
+	g.mu.Unlock()
 	g.log.Info("configuration in force", "generation", g.now.generation, "peers", len(gw.Peers))
 	return nil
 }

@@ -159,16 +159,17 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		gauge(descInfo, 1, p.ID, p.Name)
 		gauge(descUp, truth(checks[p.ID].State == Connected), p.ID)
 		gauge(descLoss, checks[p.ID].Loss, p.ID)
-		f := flows[p.ID]
-		collectUse(gauge, p.ID, f)
-		gauge(descPeerMTU, float64(f.MTU), p.ID)
-		counter(descTooBig, f.Fragmented, p.ID, "fragmented")
-		counter(descTooBig, f.Told, p.ID, "told")
-		counter(descTooBig, f.Silent, p.ID, "untold")
-		counter(descFlowEvents, f.Created, p.ID, "created")
-		counter(descFlowEvents, f.Expired, p.ID, "expired")
-		counter(descFlowEvents, f.Evicted, p.ID, "evicted")
-		counter(descFlowEvents, f.Purged, p.ID, "purged")
+		if f, known := flows[p.ID]; known { // not while the peer is being removed: the engine is the first to forget it
+			collectUse(gauge, p.ID, f)
+			gauge(descPeerMTU, float64(f.MTU), p.ID)
+			counter(descTooBig, f.Fragmented, p.ID, "fragmented")
+			counter(descTooBig, f.Told, p.ID, "told")
+			counter(descTooBig, f.Silent, p.ID, "untold")
+			counter(descFlowEvents, f.Created, p.ID, "created")
+			counter(descFlowEvents, f.Expired, p.ID, "expired")
+			counter(descFlowEvents, f.Evicted, p.ID, "evicted")
+			counter(descFlowEvents, f.Purged, p.ID, "purged")
+		}
 		wg := tunnel[p.PublicKey]
 		for i, f := range more[p.ID] {
 			tunnel := strconv.Itoa(i + 1)

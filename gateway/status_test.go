@@ -212,6 +212,19 @@ func TestSeriesVanishWithTheirPeer(t *testing.T) {
 	}
 }
 
+// A peer that goes leaves the engine a moment before the list of peers.
+func TestAScrapeBetweenTheStepsOfARemovalIsWhole(t *testing.T) {
+	g := without(t, alphaBravo, charlie)
+	if err := g.engine.SetPeers(rulesFor(g.now.gateway.Peers[:1], sameMTU(1440))); err != nil {
+		t.Fatal(err)
+	}
+	if text := g.scrape(t); !strings.Contains(text, `isthmus_peer_nat_sessions{peer="`+bravo+`"}`) {
+		t.Error("no series of bravo, who stays")
+	}
+	g.now.gateway.Peers = g.now.gateway.Peers[1:] // and the other way around, with another peer
+	g.scrape(t)
+}
+
 func TestStatusIsJSONWithoutSecrets(t *testing.T) {
 	g := without(t, alphaBravo)
 	g.send(t, natengine.Outbound, "192.168.0.1", "10.246.1.1", 1, 2)
