@@ -676,7 +676,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 		}
 	})
 	t.Run("a change of one peer costs another no packet", func(t *testing.T) {
-		before := a.status()
+		logged := len(a.gateway.text())
 		stop := a.pod.flood("10.246.1.10", 2*time.Millisecond)
 		generation := func(n int) {
 			a.within(4*time.Second, "change not applied", func() error {
@@ -686,7 +686,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 				return nil
 			})
 		}
-		g := before.Config.Generation
+		g := a.status().Config.Generation
 		a.write("c.yaml", a.peering(c, 248, 246, "192.0.2.33")) // endpoint
 		generation(g + 1)
 		rand.Read(c.private[:]) // key
@@ -704,10 +704,12 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 		} else {
 			t.Logf("%d of %d", got, sent)
 		}
-		for _, p := range a.status().Peers {
-			if p.ID == b.id && !p.LastHandshake.Equal(*before.Peers[0].LastHandshake) {
-				t.Error("the session with b was renewed")
-			}
+		// Not the time of the handshake: wireguard-go sometimes repeats one that was answered before it had set its timer.
+		key := b.publicKey()
+		if text := "peer(" + key[:4] + "…" + key[39:43] + ") - UAPI"; strings.Contains(a.gateway.text()[logged:], text) {
+			t.Error("b was touched in WireGuard")
+		} else if !strings.Contains(a.gateway.text()[:logged], text) {
+			t.Errorf("no %q in the log when b was added", text)
 		}
 		// c learns its new key.
 		c.write("private.key", base64.StdEncoding.EncodeToString(c.private[:]))
