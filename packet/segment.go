@@ -3,12 +3,13 @@ package packet
 // Segmenter cuts one superpacket into the packets that a network card would send (the kernel's tcp_gso_segment,
 // __udp_gso_segment and inet_gso_segment): TCP sequence numbers advance, FIN and PSH stay with the last segment and CWR
 // with the first, the IPv4 identification counts up, every checksum is complete. It takes segments one by one, so that a
-// superpacket with more of them than there are buffers is continued later. The zero value has none left. The bytes of the
-// view are borrowed, and must not change, until Remaining is 0. Not for concurrent use.
+// superpacket with more of them than there is room for is continued later. The zero value has none left. The bytes of the
+// view are borrowed until Remaining is 0, and are overwritten: each segment is made where its data lies. Not for concurrent
+// use.
 type Segmenter struct {
 	b         []byte
-	size      int // transport data in each segment but the last
-	header    int // length of all headers
+	template  []byte // all headers, as they were
+	size      int    // transport data in each segment but the last
 	transport int
 	next      int // offset of the data of the next segment
 	left      int // segments
@@ -33,16 +34,16 @@ func (s *Segmenter) Reset(v *View, gsoSize int) error {
 		return ErrGSO
 	}
 	*s = Segmenter{
-		b: v.b, size: gsoSize, header: int(v.payload), transport: int(v.transport), next: int(v.payload),
+		b: v.b, template: append(s.template[:0], v.b[:v.payload]...), size: gsoSize, transport: int(v.transport), next: int(v.payload),
 		is4: v.is4, tcp: v.proto == TCP,
 	}
-	s.left = max(1, (len(s.b)-s.header+gsoSize-1)/gsoSize)
+	s.left = max(1, (len(s.b)-s.next+gsoSize-1)/gsoSize)
 	if s.is4 {
 		ip := s.b[:s.transport]
 		s.id = be.Uint16(ip[4:6])
 		s.ipSum = uint64(be.Uint16(ip[0:2])) + uint64(sum16(ip[6:10])) + uint64(sum16(ip[12:]))
 	}
-	t := s.b[s.transport:s.header]
+	t := s.template[s.transport:]
 	s.transportSum = v.pseudoSum(0)
 	if s.tcp {
 		s.seq = be.Uint32(t[4:8])
@@ -58,36 +59,27 @@ func (s *Segmenter) Reset(v *View, gsoSize int) error {
 // Remaining returns how many segments are not yet taken.
 func (s *Segmenter) Remaining() int { return s.left }
 
-// Next writes the next segment, one whole IP packet, to the start of dst and returns its length. It returns 0, and takes
-// nothing, when there is none left or dst is too short.
-func (s *Segmenter) Next(dst []byte) int {
+// Next returns the next segment, one whole IP packet, or nil when there is none left. It lies in the bytes of the view, its
+// headers over data of the segments before it, which are spoiled by that; it is itself spoiled by the next call.
+func (s *Segmenter) Next() []byte {
 	if s.left == 0 {
-		return 0
+		return nil
 	}
-	data := s.b[s.next:]
-	if len(data) > s.size {
-		data = data[:s.size]
-	}
-	total := s.header + len(data)
-	if len(dst) < total {
-		return 0
-	}
-	dst = dst[:total]
-	copy(dst, s.b[:s.header])
-	copy(dst[s.header:], data)
-
+	header, end := len(s.template), min(s.next+s.size, len(s.b))
+	p := s.b[s.next-header : end : end]
+	copy(p, s.template)
 	if s.is4 {
-		be.PutUint16(dst[2:4], uint16(total))
-		be.PutUint16(dst[4:6], s.id)
-		be.PutUint16(dst[10:12], ^fold(s.ipSum+uint64(total)+uint64(s.id)))
+		be.PutUint16(p[2:4], uint16(len(p)))
+		be.PutUint16(p[4:6], s.id)
+		be.PutUint16(p[10:12], ^fold(s.ipSum+uint64(len(p))+uint64(s.id)))
 		s.id++
 	} else {
-		be.PutUint16(dst[4:6], uint16(total-ipv6Len))
+		be.PutUint16(p[4:6], uint16(len(p)-ipv6Len))
 	}
 
-	t := dst[s.transport:]
+	t := p[s.transport:]
 	length := uint64(len(t))
-	sum := s.transportSum + length + uint64(sum16(t[s.header-s.transport:]))
+	sum := s.transportSum + length + uint64(sum16(t[header-s.transport:]))
 	if s.tcp {
 		flags := s.flags
 		if s.left > 1 {
@@ -96,7 +88,7 @@ func (s *Segmenter) Next(dst []byte) int {
 		be.PutUint32(t[4:8], s.seq)
 		t[13] = flags
 		be.PutUint16(t[16:18], ^fold(sum+uint64(s.seq)+uint64(flags)))
-		s.seq += uint32(len(data))
+		s.seq += uint32(end - s.next)
 		s.flags &^= TCPCwr
 	} else {
 		be.PutUint16(t[4:6], uint16(length))
@@ -106,7 +98,7 @@ func (s *Segmenter) Next(dst []byte) int {
 		}
 		be.PutUint16(t[6:8], check)
 	}
-	s.next += len(data)
+	s.next = end
 	s.left--
-	return total
+	return p
 }

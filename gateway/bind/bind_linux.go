@@ -3,10 +3,10 @@
 //
 // It differs from wireguard-go's own in what it does for one datagram. Many
 // datagrams of one size leave by one sendmsg(2) with UDP_SEGMENT that gathers
-// them where they lie; a datagram that the kernel has put together by UDP_GRO is
-// taken apart with one copy for each but the first; small datagrams are received
-// until there are no more, so that they reach the device in batches; and an
-// endpoint is one value for each remote address, not one for each datagram.
+// them where they lie; datagrams that the kernel has put together by UDP_GRO, and
+// small ones until there are no more, are received one behind the other and can be
+// had there, without a copy (OpenInPlace); and an endpoint is one value for each
+// remote address, not one for each datagram.
 //
 //	device ── Send ────► sendmsg, UDP_SEGMENT ──► socket ══ peer
 //	device ◄─ receive ── recvmsg, UDP_GRO ◄────── socket ══ peer
@@ -58,6 +58,16 @@ func (b *Bind) BatchSize() int { return conn.IdealBatchSize }
 // Open implements conn.Bind: it binds port, 0 for a free one, for both families,
 // or for the one that the machine has. An occupied port is syscall.EADDRINUSE.
 func (b *Bind) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
+	return openWith(b, port, func(s *socket) conn.ReceiveFunc { return s.receive })
+}
+
+// OpenInPlace is Open for who takes messages where they were received. Each of the
+// functions fills a Batch, which has to be empty, and is called by one goroutine.
+func (b *Bind) OpenInPlace(port uint16) ([]func(*Batch) error, uint16, error) {
+	return openWith(b, port, func(s *socket) func(*Batch) error { return s.receiveInPlace })
+}
+
+func openWith[F any](b *Bind, port uint16, receive func(*socket) F) ([]F, uint16, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.v4 != nil || b.v6 != nil {
@@ -68,10 +78,10 @@ func (b *Bind) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 		v4, v6, actual, err := openBoth(port)
 		if err == nil {
 			b.v4, b.v6 = v4, v6
-			var fns []conn.ReceiveFunc
+			var fns []F
 			for _, s := range []*socket{v4, v6} {
 				if s != nil {
-					fns = append(fns, s.receive)
+					fns = append(fns, receive(s))
 				}
 			}
 			return fns, actual, nil

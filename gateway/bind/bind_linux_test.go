@@ -31,24 +31,50 @@ func newEnd(t *testing.T) *end {
 	t.Helper()
 	e := &end{Bind: New(), got: make(chan datagram, 4096), done: make(chan error, 2)}
 	fns, port, err := e.Open(0)
+	e.run(t, port, err, len(fns), func(i int) error { return e.pump(fns[i]) })
+	return e
+}
+
+// newEndInPlace is an end that takes messages where they were received.
+func newEndInPlace(t *testing.T) *end {
+	t.Helper()
+	e := &end{Bind: New(), got: make(chan datagram, 4096), done: make(chan error, 2)}
+	fns, port, err := e.OpenInPlace(0)
+	e.run(t, port, err, len(fns), func(i int) error {
+		var b Batch
+		for {
+			if err := fns[i](&b); err != nil {
+				return err
+			}
+			for !b.Empty() {
+				m, from := b.Next()
+				e.got <- datagram{bytes.Clone(m), from}
+				copy(m, bytes.Repeat([]byte{0xee}, len(m))) // the others are as they were sent all the same
+			}
+		}
+	})
+	return e
+}
+
+func (e *end) run(t *testing.T, port uint16, err error, n int, pump func(i int) error) {
+	t.Helper()
 	if err != nil {
 		t.Fatal(err)
 	}
 	e.port = port
-	for _, fn := range fns {
-		go func() { e.done <- e.pump(fn) }()
+	for i := range n {
+		go func() { e.done <- pump(i) }()
 	}
 	t.Cleanup(func() {
 		if err := e.Close(); err != nil {
 			t.Error(err)
 		}
-		for range fns {
+		for range n {
 			if err := <-e.done; !errors.Is(err, net.ErrClosed) {
 				t.Errorf("receiving ended with %v, want net.ErrClosed", err)
 			}
 		}
 	})
-	return e
 }
 
 func (e *end) pump(fn conn.ReceiveFunc) error {
@@ -94,9 +120,13 @@ func (e *end) at(t *testing.T, addr string) conn.Endpoint {
 
 func TestDatagramsArriveAsTheyWereSent(t *testing.T) {
 	for _, addr := range []string{"127.0.0.1", "::1"} {
-		for _, gso := range []bool{true, false} {
-			t.Run(fmt.Sprintf("%s/gso=%v", addr, gso), func(t *testing.T) {
+		for i := range 4 {
+			gso, inPlace := i&1 == 0, i&2 == 0
+			t.Run(fmt.Sprintf("%s/gso=%v/inPlace=%v", addr, gso, inPlace), func(t *testing.T) {
 				a, b := newEnd(t), newEnd(t)
+				if inPlace {
+					b = newEndInPlace(t)
+				}
 				if a.v6 == nil && addr == "::1" {
 					t.Skip("this machine has no IPv6")
 				}

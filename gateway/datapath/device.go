@@ -13,8 +13,8 @@
 // once per batch.
 //
 // The Device is also the seam for another transport than wireguard-go's device:
-// Read and Write take any buffers (slots of one slab too), know nothing of keys
-// or sockets, and leave the choice of the goroutine to the caller.
+// ReadEach hands packets out where they lie, WriteFrom takes any buffers, and both
+// know nothing of keys or sockets and leave the choice of the goroutine to the caller.
 package datapath
 
 import (

@@ -3,7 +3,6 @@ package datapath
 import (
 	"errors"
 	"os"
-	"slices"
 	"syscall"
 	"time"
 
@@ -18,8 +17,7 @@ type inbound struct {
 	ahead     natengine.Lookahead
 	header    [packet.VirtioHeaderLen]byte
 	vector    [][]byte // header, packet, payloads: what one Link.Write takes
-	whole     []byte   // a run put together for who takes packets only,
-	segment   []byte   // and one packet of it
+	whole     []byte   // a run put together for who takes packets only
 	segmenter packet.Segmenter
 	view      packet.View
 	traffic   traffic
@@ -153,10 +151,8 @@ func (d *Device) each(in *inbound, peer *natengine.PeerState, run *packet.Run, f
 		d.engine.Count(peer, natengine.Inbound, dropOf(err))
 		return
 	}
-	in.segment = slices.Grow(in.segment[:0], run.View.PayloadOffset()+int(run.Header.GSOSize))
 	for in.segmenter.Remaining() > 0 {
-		n := in.segmenter.Next(in.segment[:cap(in.segment)])
-		f(in.segment[:n])
+		f(in.segmenter.Next())
 	}
 }
 

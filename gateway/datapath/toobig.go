@@ -2,7 +2,6 @@ package datapath
 
 import (
 	"math/rand/v2"
-	"slices"
 
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
@@ -10,17 +9,16 @@ import (
 
 // tooBig is the scratch for packets that are larger than the way to their peer.
 type tooBig struct {
-	answer  [packet.VirtioHeaderLen + packet.MaxTooBig]byte // to the sender, virtio header first
-	segment []byte                                          // of a superpacket
-	view    packet.View                                     // of segment, or of a fragment
+	answer [packet.VirtioHeaderLen + packet.MaxTooBig]byte // to the sender, virtio header first
+	view   packet.View                                     // of a segment of a superpacket
 }
 
 // limit is the largest packet that may go to the peer in this batch.
 func limit(b *batch, peer *natengine.PeerState) int {
 	if mtu := peer.MTU(); mtu != 0 {
-		return min(mtu, b.room())
+		return min(mtu, b.most)
 	}
-	return b.room()
+	return b.most
 }
 
 // tooBig handles a translated packet, or a superpacket with segments of gsoSize,
@@ -38,11 +36,8 @@ func (d *Device) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerState)
 		d.engine.Count(peer, natengine.Outbound, natengine.DropVirtioHeader)
 		return
 	}
-	o.tooBig.segment = slices.Grow(o.tooBig.segment[:0], o.view.PayloadOffset()+gsoSize)
-	segment := o.tooBig.segment[:cap(o.tooBig.segment)]
 	for s.Remaining() > 0 {
-		n := s.Next(segment)
-		if err := o.tooBig.view.Parse(segment[:n], packet.ChecksumComplete); err != nil {
+		if err := o.tooBig.view.Parse(s.Next(), packet.ChecksumComplete); err != nil {
 			d.engine.Count(peer, natengine.Outbound, dropOf(err))
 			continue
 		}

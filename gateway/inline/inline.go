@@ -39,6 +39,8 @@ import (
 	"golang.zx2c4.com/wireguard/replay"
 	"golang.zx2c4.com/wireguard/tun"
 
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -57,8 +59,8 @@ const (
 // A Path is the gateway's packet path without a transport; *datapath.Device is one.
 type Path interface {
 	tun.Device
-	// ReadFor is Read and says in peers whom each packet is for.
-	ReadFor(bufs [][]byte, sizes []int, peers []*natengine.PeerState, offset int) (int, error)
+	// ReadEach is Read for who takes packets of up to most octets one by one, with the peer that each is for.
+	ReadEach(most int, to datapath.Taker) error
 	// WriteFrom is Write for packets of one peer, whose source has to be its own.
 	WriteFrom(peer *natengine.PeerState, bufs [][]byte, offset int) (int, error)
 }
@@ -129,7 +131,7 @@ func New(path Path, bind conn.Bind, count func(*natengine.PeerState, natengine.D
 	}
 	t := &Transport{path: path, bind: bind, layout: l, count: count, sent: map[uint32]uint64{}}
 	t.peers.Store(&peerTable{})
-	t.out.batch = 1 // 0 is no batch
+	t.out = sender{t: t, batch: 1} // 0 is no batch
 	return t, nil
 }
 
@@ -206,13 +208,27 @@ type bindSide struct {
 	t *Transport
 }
 
+// inPlace is a bind that hands messages on where it received them; *bind.Bind is one.
+type inPlace interface {
+	OpenInPlace(port uint16) ([]func(*bind.Batch) error, uint16, error)
+}
+
 // Open wraps the receive functions: they return only what has to go through the device.
-func (s bindSide) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
-	fns, actual, err := s.Bind.Open(port)
-	for i, next := range fns {
-		fns[i] = newReceiver(s.t, next, s.Bind.BatchSize()).receive
+func (s bindSide) Open(port uint16) (all []conn.ReceiveFunc, actual uint16, err error) {
+	var fns []func(*bind.Batch) error
+	if b, ok := s.Bind.(inPlace); ok {
+		fns, actual, err = b.OpenInPlace(port)
+	} else {
+		var plain []conn.ReceiveFunc
+		plain, actual, err = s.Bind.Open(port)
+		for _, next := range plain {
+			fns = append(fns, buffered(next, s.BatchSize()))
+		}
 	}
-	return fns, actual, err
+	for _, next := range fns {
+		all = append(all, newReceiver(s.t, next).receive)
+	}
+	return all, actual, err
 }
 
 // Send notes how far the data messages of a session went.

@@ -8,16 +8,15 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
 
+	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
 // receiver is the scratch of the one goroutine that receives from a socket.
 type receiver struct {
 	t     *Transport
-	next  conn.ReceiveFunc
-	slots [][]byte
-	sizes []int
-	eps   []conn.Endpoint
+	next  func(*bind.Batch) error
+	batch bind.Batch
 	nonce [12]byte
 
 	scratch []byte            // a message opened before the device gets it
@@ -43,16 +42,23 @@ type pendingReceived struct {
 	next    uint64
 }
 
-func newReceiver(t *Transport, next conn.ReceiveFunc, batch int) *receiver {
-	r := &receiver{t: t, next: next, slots: make([][]byte, batch), sizes: make([]int, batch), eps: make([]conn.Endpoint, batch)}
-	// Of each slot only what datagrams fill is ever touched, and becomes memory.
-	const size = device.MaxMessageSize
-	slab := make([]byte, batch*size)
-	for i := range r.slots {
-		r.slots[i] = slab[i*size : (i+1)*size : (i+1)*size]
+func newReceiver(t *Transport, next func(*bind.Batch) error) *receiver {
+	return &receiver{t: t, next: next, scratch: make([]byte, 0, device.MaxMessageSize)}
+}
+
+// buffered is for a bind that receives into buffers that it is given.
+func buffered(next conn.ReceiveFunc, batch int) func(*bind.Batch) error {
+	slots, sizes, eps := make([][]byte, batch), make([]int, batch), make([]conn.Endpoint, batch)
+	for i := range slots {
+		slots[i] = make([]byte, device.MaxMessageSize)
 	}
-	r.scratch = make([]byte, 0, size)
-	return r
+	return func(b *bind.Batch) error {
+		n, err := next(slots, sizes, eps)
+		for i := range n {
+			b.Add(slots[i][:sizes[i]], 0, eps[i])
+		}
+		return err
+	}
 }
 
 // receive is a conn.ReceiveFunc: it hands on packets until there are messages for the device, and returns those.
@@ -63,20 +69,20 @@ func (r *receiver) receive(bufs [][]byte, sizes []int, eps []conn.Endpoint) (int
 	clear(r.pending)
 	r.pending = r.pending[:0]
 	for {
-		n, err := r.next(r.slots[:min(len(r.slots), len(bufs))], r.sizes, r.eps)
-		if err != nil {
-			return 0, err
+		if r.batch.Empty() {
+			if err := r.next(&r.batch); err != nil {
+				return 0, err
+			}
 		}
 		left, now := 0, time.Now()
 		r.from = incoming{} // what an index means may have changed
-		for i, m := range r.slots[:n] {
-			if m = m[:r.sizes[i]]; r.accept(m, r.eps[i], now) {
-				sizes[left], eps[left] = copy(bufs[left], m), r.eps[i]
+		for left < len(bufs) && !r.batch.Empty() {
+			if m, from := r.batch.Next(); r.accept(m, from, now) {
+				sizes[left], eps[left] = copy(bufs[left], m), from
 				left++
 			}
 		}
 		r.flush()
-		clear(r.eps[:n])
 		if left > 0 {
 			return left, nil
 		}

@@ -15,6 +15,7 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 	"golang.zx2c4.com/wireguard/tun"
 
+	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -137,13 +138,13 @@ func newTrialPath() *trialPath {
 	}
 }
 
-func (p *trialPath) ReadFor(bufs [][]byte, sizes []int, peers []*natengine.PeerState, offset int) (int, error) {
+func (p *trialPath) ReadEach(_ int, to datapath.Taker) error {
 	select {
 	case b := <-p.out:
-		sizes[0], peers[0] = copy(bufs[0][offset:], b), p.peer
-		return 1, nil
+		to.Take(p.peer, b)
+		return nil
 	case <-p.closed:
-		return 0, os.ErrClosed
+		return os.ErrClosed
 	}
 }
 
