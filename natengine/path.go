@@ -87,7 +87,7 @@ func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, 
 	if !r.peer.flows.search(dir, &k, &f) || f.expired(&e.lifetimes, now) {
 		return Verdict{}, false
 	}
-	f.touch(v, dir, now)
+	r.peer.flows.touch(&f, v, dir, now)
 	port := samePort
 	if p := f.otherPort(dir); p != nearPort {
 		port = int(p)
@@ -134,7 +134,7 @@ func (e *Engine) flowOut(v *packet.View, r *remote, m *podMap, src, dst, seen ad
 	if f, ok := flows.find(Outbound, &k); ok && !f.expired(&e.lifetimes, now) {
 		tr.known(&f)
 		if tr == nil {
-			f.touch(v, Outbound, now)
+			flows.touch(&f, v, Outbound, now)
 		}
 		return f.other, int(f.otherPort(Outbound)), DropNone
 	}
@@ -160,7 +160,7 @@ func (e *Engine) flowOut(v *packet.View, r *remote, m *podMap, src, dst, seen ad
 		return addr{}, samePort, drop
 	}
 	if tr == nil {
-		f.touch(v, Outbound, now)
+		flows.touch(&f, v, Outbound, now)
 	}
 	return f.other, int(f.otherPort(Outbound)), DropNone
 }
@@ -222,7 +222,7 @@ func (e *Engine) flowIn(v *packet.View, r *remote, src, dst, endpoint, local add
 		}
 		tr.known(&f)
 		if tr == nil {
-			f.touch(v, Inbound, now)
+			r.peer.flows.touch(&f, v, Inbound, now)
 		}
 		return f.other, int(f.otherPort(Inbound)), DropNone
 	}
@@ -241,7 +241,7 @@ func (e *Engine) flowIn(v *packet.View, r *remote, src, dst, endpoint, local add
 		return addr{}, samePort, drop
 	}
 	if tr == nil {
-		f.touch(v, Inbound, now)
+		r.peer.flows.touch(&f, v, Inbound, now)
 	}
 	return f.other, int(f.otherPort(Inbound)), DropNone
 }

@@ -76,12 +76,16 @@ func (l *lifetimes) of(word uint64) int32 {
 // REQ-6 demands, inbound as it allows, because peers are authenticated and only the exact tuple matches, and because
 // conntrack at real Liqo peers does so too. A RST refreshes nothing (RFC 7857, section 2), but for the one that ends an
 // established connection: with it the transitory timeout begins (RFC 6146, section 3.5.2.2).
-func (m *match) touch(v *packet.View, dir Direction, now tick) {
+func (t *flowTable) touch(m *match, v *packet.View, dir Direction, now tick) {
 	word := m.word
 	refresh := v.TCPFlags()&packet.TCPRst == 0 || !halfOpen(word)
 	for {
 		next := after(word, dir, v)
-		if next == word || m.entry.word.CompareAndSwap(word, next) {
+		if next == word {
+			break
+		}
+		if m.entry.word.CompareAndSwap(word, next) {
+			t.changed(m.index) // it may last shorter now, and be half-open or no longer
 			break
 		}
 		if word = m.entry.word.Load(); (word^m.word)&^0xff != 0 || word&stateLive == 0 {

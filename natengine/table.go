@@ -1,6 +1,7 @@
 package natengine
 
 import (
+	"math"
 	"sync"
 	"sync/atomic"
 	"unsafe"
@@ -38,6 +39,29 @@ const (
 type chunk struct {
 	entries *[chunkSize]entry
 	sides   *[chunkSize]side
+	sweep   *sweepState
+}
+
+// sweepState says when a chunk has to be swept next, so that a million flows that nothing happens to cost nothing.
+type sweepState struct {
+	// due is one of the following, or dueAt and the tick from which on a flow may have expired.
+	due      atomic.Uint64
+	halfOpen int // as the last sweep of it has counted; the sweeper's
+}
+
+const (
+	dueNow   = iota // something has changed
+	dueAfter        // it is being swept, and nothing has changed since
+	dueNever        // there is no flow
+	dueAt    = 1 << 32
+)
+
+// changed makes the next sweep look at the chunk of an entry.
+func (t *flowTable) changed(i uint32) {
+	slab := *t.slab.Load()
+	if due := &slab[i>>chunkBits].sweep.due; due.Load() != dueNow {
+		due.Store(dueNow)
+	}
 }
 
 // side numbers are one more than the index they mean, 0 is none.
@@ -136,6 +160,7 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32,
 		e.seq.Add(1)
 	}
 	*t.side(i) = side{host: host}
+	t.changed(i)
 	t.enqueue(i, true)
 	for dir := range t.index {
 		t.index[dir].insert(e.hash(Direction(dir), &t.keys), i)
@@ -178,7 +203,7 @@ func (t *flowTable) addChunk() {
 	if p := t.slab.Load(); p != nil {
 		slab = *p
 	}
-	slab = append(slab, chunk{new([chunkSize]entry), new([chunkSize]side)})
+	slab = append(slab, chunk{new([chunkSize]entry), new([chunkSize]side), new(sweepState)})
 	t.slab.Store(&slab)
 }
 
@@ -193,6 +218,7 @@ func (t *flowTable) remove(i uint32) {
 	e.seq.Add(1)
 	e.word.Store(0)
 	e.seq.Add(1)
+	t.changed(i)
 	kind, local := kindOf(word), addr{e.near[Outbound][0].Load(), e.near[Outbound][1].Load()}
 	if class := classOf(protoOf(word), local.is4()); kind == naptFlow && class != noPorts {
 		t.napt.release(s.host, uint16(word>>nearShift[Outbound]), class, local.family())
@@ -225,8 +251,9 @@ const (
 	sweepRemovals = 100
 )
 
-// sweep removes what has expired and returns how many flows that were. It reads without the lock, chunk by chunk, and
-// takes it only for a chunk in which there is something to do, so that new flows never wait for more than one chunk.
+// sweep removes what has expired and returns how many flows that were. It reads without the lock, chunk by chunk, where
+// something has changed or may have expired, and takes the lock only for a chunk in which there is something to do, so that
+// new flows never wait for more than one chunk.
 func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int) {
 	slab := t.slab.Load()
 	if slab == nil {
@@ -234,7 +261,15 @@ func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int)
 	}
 	halfOpens := 0
 	for c, chunk := range *slab {
-		half, gone := t.sweepChunk(uint32(c), chunk.entries, l, now)
+		s := chunk.sweep
+		if due := s.due.Load(); due == dueNever || due >= dueAt && now.since(tick(uint32(due))) < 0 {
+			halfOpens += s.halfOpen
+			continue
+		}
+		s.due.Store(dueAfter)
+		half, gone, next := t.sweepChunk(uint32(c), chunk.entries, l, now)
+		s.due.CompareAndSwap(dueAfter, next)
+		s.halfOpen = half
 		halfOpens += half
 		removed += gone
 		if step.work += chunkSize + gone*sweepRemovals; step.work >= sweepWork {
@@ -247,9 +282,10 @@ func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int)
 	return removed
 }
 
-// sweepChunk is sweep for one chunk.
-func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes, now tick) (halfOpens, removed int) {
+// sweepChunk is sweep for one chunk. It also says when the next of its flows may have expired.
+func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes, now tick) (halfOpens, removed int, due uint64) {
 	locked := false
+	left := int32(math.MaxInt32) // ticks
 	for n := range entries {
 		e := &entries[n]
 		word := e.word.Load()
@@ -258,12 +294,16 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 		}
 		half := halfOpen(word)
 		queued := word&stateQueued != 0
-		late := now.since(tick(e.seen.Load())) > l.of(word)
-		if half && !late {
-			halfOpens++
-		}
-		if !late && half == queued {
-			continue
+		stays := l.of(word) - now.since(tick(e.seen.Load()))
+		late := stays < 0
+		if !late {
+			left = min(left, stays)
+			if half {
+				halfOpens++
+			}
+			if half == queued {
+				continue
+			}
 		}
 		if !locked {
 			t.mu.Lock()
@@ -273,9 +313,13 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 		// Look again: it may have been seen, ended or even been replaced before the lock was ours.
 		i := c<<chunkBits | uint32(n)
 		word = e.word.Load()
+		if word&stateLive == 0 {
+			continue
+		}
+		stays = l.of(word) - now.since(tick(e.seen.Load()))
+		left = min(left, max(stays, 0))
 		switch {
-		case word&stateLive == 0:
-		case now.since(tick(e.seen.Load())) > l.of(word):
+		case stays < 0:
 			t.remove(i)
 			removed++
 		case halfOpen(word) && word&stateQueued == 0:
@@ -284,7 +328,10 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 			t.dequeue(i, false)
 		}
 	}
-	return halfOpens, removed
+	if left == math.MaxInt32 {
+		return halfOpens, removed, dueNever
+	}
+	return halfOpens, removed, dueAt | uint64(uint32(now)+uint32(left)+1)
 }
 
 // bytes is the memory of the table. With mu.
