@@ -90,13 +90,14 @@ const (
 	DropProtocol          // NAPT of a protocol without ports, when the remote address is taken or the type is link-local
 
 	// Counted by the gateway around the engine.
-	DropVirtioHeader // virtio-net header contradicts its packet
-	DropTooBig       // larger than the MTU towards its peer and not to be fragmented; its sender is told, see TooBig
-	DropTUNWrite     // the kernel refused the packet
-	DropLocalQueue   // queue of the in-process endpoint is full
-	DropTunnelSend   // outbound: the sealed message could not be sent
-	DropTunnelForged // inbound: the message does not authenticate under the key of its session
-	DropTunnelReplay // inbound: the message was received before, or is too old to tell
+	DropVirtioHeader  // virtio-net header contradicts its packet
+	DropTooBig        // larger than the MTU towards its peer and not to be fragmented; its sender is told, see TooBig
+	DropTUNWrite      // the kernel refused the packet
+	DropLocalQueue    // queue of the in-process endpoint is full
+	DropTunnelSend    // outbound: the sealed message could not be sent
+	DropTunnelForged  // inbound: the message does not authenticate under the key of its session
+	DropTunnelReplay  // inbound: the message was received before, or is too old to tell
+	DropTunnelSession // inbound: the message belongs to no session, or to one that has ended; the peer is not known
 
 	numDrops
 )
@@ -128,6 +129,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropTunnelSend:        {"tunnel_send", "the sealed message could not be sent"},
 	DropTunnelForged:      {"tunnel_forged", "the message does not authenticate under the key of its session"},
 	DropTunnelReplay:      {"tunnel_replay", "the message was received before, or is too old to tell"},
+	DropTunnelSession:     {"tunnel_session", "the message belongs to no session, or to one that has ended"},
 }
 
 // Drops lists every reason, without DropNone, in the order of the constants.

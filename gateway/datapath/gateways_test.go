@@ -179,7 +179,33 @@ func startGateways(t testing.TB, network *memlink.Network, p plan, o datapath.Op
 			s.wg.Close() // closes s.device, which closes link and endpoint
 		})
 	}
+	meet(t, sides[0].wg, sides[1].wg, keys[1].raw)
 	return sides[0], sides[1]
+}
+
+// meet lets a begin the first session with b, whose key is given. Of two handshakes that cross WireGuard may drop both, to
+// try again after five seconds, and data of a session that the other one replaces.
+func meet(t testing.TB, a, b *device.Device, key device.NoisePublicKey) {
+	t.Helper()
+	if err := a.LookupPeer(key).SendHandshakeInitiation(false); err != nil {
+		t.Fatal(err)
+	}
+	for end := time.Now().Add(30 * time.Second); time.Now().Before(end); time.Sleep(time.Millisecond) {
+		met := 0
+		for _, d := range []*device.Device{a, b} {
+			text, err := d.IpcGet()
+			if err != nil {
+				t.Fatal(err)
+			}
+			if !strings.Contains(text, "last_handshake_time_sec=0\n") {
+				met++
+			}
+		}
+		if met == 2 {
+			return
+		}
+	}
+	t.Fatal("no session after 30 s")
 }
 
 type key struct {

@@ -399,8 +399,8 @@ func ipc(t *testing.T, d *device.Device, name string) (n int) {
 	return n
 }
 
-// A message that says nothing that anybody knows goes to the device, which refuses it.
-func TestNonsenseIsLeftToTheDevice(t *testing.T) {
+// A message of a kind that nobody knows goes to the device, which refuses it. Data of no session is counted.
+func TestNonsenseIsRefused(t *testing.T) {
 	p := newPair(t)
 	p.warm(t)
 	good := last(p.ends[0].tap.data())
@@ -408,4 +408,7 @@ func TestNonsenseIsLeftToTheDevice(t *testing.T) {
 		p.ends[0].tap.again(t, m)
 	}
 	p.send(t, 0, p.packet(0, 1, 60))
+	if n := p.ends[1].dropped(natengine.DropTunnelSession); n != 1 {
+		t.Errorf("%d messages of no session were counted, want 1", n)
+	}
 }

@@ -100,7 +100,8 @@ func (r *receiver) accept(m []byte, ep conn.Endpoint, now time.Time) bool {
 	}
 	f := &r.from
 	if f.session == nil {
-		return true // and will drop it
+		r.t.count(nil, natengine.Inbound, natengine.DropTunnelSession)
+		return false // the device would drop it too, and tell nobody
 	}
 	counter, content := counterOf(m), m[headerLen:]
 	setNonce(&r.nonce, counter)
