@@ -125,6 +125,7 @@ type Engine struct {
 	share     atomic.Int64  // of each peer: MaxFlows in equal parts
 	yielded   atomic.Uint32 // which peer gave way to another last
 	swept     atomic.Uint32
+	sweeping  sync.Mutex
 	noPeer    [directions][numDrops]atomic.Uint64
 
 	mu    sync.Mutex // SetPeers
@@ -244,12 +245,17 @@ func (e *Engine) Count(p *PeerState, dir Direction, d Drop) {
 	p.drops[dir][d].Add(1)
 }
 
-// Sweep ends expired flows and gives up fragments that wait in vain. Call it about once a second, from one goroutine.
+// Sweep ends expired flows and gives up fragments that wait in vain. Call it about once a second; during another call it does
+// nothing.
 func (e *Engine) Sweep(now time.Duration) { e.SweepInSteps(now, func() {}) }
 
 // SweepInSteps is Sweep that calls pause after some 50 microseconds of work, without any lock: packets that want the same
 // processor need not wait until a million flows were looked at, when pause sleeps.
 func (e *Engine) SweepInSteps(now time.Duration, pause func()) {
+	if !e.sweeping.TryLock() {
+		return
+	}
+	defer e.sweeping.Unlock()
 	at := tickOf(now)
 	e.swept.Store(uint32(at))
 	step := sweepStep{pause: pause}
