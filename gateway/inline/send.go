@@ -9,9 +9,12 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// slabLen is about how many octets of messages are sealed before they are sent. With half of it and less TCP was slower, with
-// twice not faster; what waits here, for the 250 us that it takes, would else wait in the queue of the TUN.
-const slabLen = 512 << 10
+// What is sealed before it is sent. With half of the octets and less TCP was slower, with twice not faster; what waits here,
+// for the half of a millisecond that it takes at most, would else wait in the queue of the TUN.
+const (
+	slabLen  = 512 << 10 // octets of messages, about
+	maxBatch = 512       // packets
+)
 
 // sender is the scratch of the one goroutine that reads packets of the path. Each is sealed as soon as it is there, out of
 // the place where it lies.
@@ -91,7 +94,7 @@ func (o *sender) Take(state *natengine.PeerState, p []byte) (more bool) {
 		o.left++
 	}
 	o.taken++
-	return o.left < len(o.bufs) && o.used+o.slot <= len(o.slab)
+	return o.left < len(o.bufs) && o.taken < maxBatch && o.used+o.slot <= len(o.slab)
 }
 
 // begin finds out how packets for a peer are to go.
