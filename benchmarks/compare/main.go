@@ -158,6 +158,11 @@ func main() {
 	if (*recorded != "" || *recordIn != "") && *only == "" {
 		*only = checked
 	}
+	if *out != "" { // now, not when all is measured
+		if err := os.MkdirAll(*out, 0o755); err != nil {
+			log.Fatal(err)
+		}
+	}
 	var was recording
 	enough := func([]sample) bool { return false }
 	if *recorded != "" {
