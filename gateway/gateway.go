@@ -581,23 +581,6 @@ func (g *gateway) tick(now time.Time) {
 	g.reach(stats, now)
 }
 
-// reach looks for the peers that are away, in every tunnel; stats are those of the
-// first.
-func (g *gateway) reach(stats map[[32]byte]wgStats, now time.Time) {
-	for i, e := range g.ends {
-		if i > 0 {
-			var err error
-			if stats, err = e.stats(); err != nil {
-				g.log.Error("peers not read", "tunnel", i, "error", err)
-				continue
-			}
-		}
-		if try, rest := e.checker.sessions(stats, now); len(try)+len(rest) > 0 {
-			g.wg.Go(func() { e.reach(try, rest, g.done) })
-		}
-	}
-}
-
 // after is the session a moment later.
 func (s session) after(stats wgStats, now time.Time) session {
 	s.endpoint = stats.endpoint

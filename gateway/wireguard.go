@@ -214,29 +214,6 @@ func (t *tunnel) stats() (map[[32]byte]wgStats, error) {
 	return parseStats(text)
 }
 
-// reach begins handshakes with some peers and makes the device do nothing more for
-// others, which takes their packets from it that wait for a session. It takes its
-// time, most of a second, so that packets do not wait for so many handshakes.
-func (t *tunnel) reach(try, rest []device.NoisePublicKey, done <-chan struct{}) {
-	pause := time.NewTicker(900 * time.Millisecond / time.Duration(len(try)+len(rest)))
-	defer pause.Stop()
-	for i, key := range slices.Concat(try, rest) {
-		t.mu.Lock() // so that nobody removes the peer, which must not be started any more then
-		if p := t.dev.LookupPeer(key); p != nil && i < len(try) {
-			_ = p.SendHandshakeInitiation(false) // the device has logged why not
-		} else if p != nil {
-			p.Stop()
-			p.Start()
-		}
-		t.mu.Unlock()
-		select {
-		case <-done:
-			return
-		case <-pause.C:
-		}
-	}
-}
-
 // parseStats reads the answer of IpcGet. More than two allowed IPs, which we
 // never set, are cut.
 func parseStats(text string) (map[[32]byte]wgStats, error) {

@@ -125,7 +125,7 @@ type Engine struct {
 	share     atomic.Int64  // of each peer: MaxFlows in equal parts
 	yielded   atomic.Uint32 // which peer gave way to another last
 	swept     atomic.Uint32
-	sweeping  sync.Mutex
+	sweeping  sync.Mutex // held by the sweep under way
 	noPeer    [directions][numDrops]atomic.Uint64
 
 	mu    sync.Mutex // SetPeers

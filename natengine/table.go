@@ -338,7 +338,8 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 func (t *flowTable) bytes() int {
 	n := t.napt.bytes() + t.hosts[naptFlow].bytes() + t.hosts[endpointFlow].bytes()
 	if slab := t.slab.Load(); slab != nil {
-		n += len(*slab)*chunkSize*int(unsafe.Sizeof(entry{})+unsafe.Sizeof(side{})) + cap(*slab)*int(unsafe.Sizeof(chunk{}))
+		each := chunkSize*(unsafe.Sizeof(entry{})+unsafe.Sizeof(side{})) + unsafe.Sizeof(sweepState{})
+		n += len(*slab)*int(each) + cap(*slab)*int(unsafe.Sizeof(chunk{}))
 	}
 	for dir := range t.index {
 		for i := range t.index[dir].slots {

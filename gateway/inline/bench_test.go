@@ -85,6 +85,9 @@ func BenchmarkThroughBothEnds(b *testing.B) {
 						o.Take(peer.state, out)
 					}
 					o.flush()
+					if o.left > 0 {
+						b.Fatal("not sent inline")
+					}
 					r.from = incoming{}
 					for _, m := range wire.messages {
 						if r.accept(m, nil, start) {

@@ -53,8 +53,13 @@ func (o *sender) fit(mtu int) {
 		return
 	}
 	o.most = mtu
-	o.slot = (headerLen + mtu + device.PaddingMultiple - 1 + tagLen + 63) &^ 63
+	o.slot = slotFor(mtu)
 	o.slab = make([]byte, slabLen+o.slot)
+}
+
+// slotFor is what the message of a packet takes of the slab: whole cache lines.
+func slotFor(size int) int {
+	return (headerLen + size + device.PaddingMultiple - 1 + tagLen + 63) &^ 63
 }
 
 // read sends packets of the path until there are some that have to go through the device, and returns those.
@@ -136,7 +141,7 @@ func (o *sender) seal(p []byte) bool {
 		return false // the device will see that too, and ask for a new session
 	}
 	m := o.slab[o.used : o.used+o.slot : o.used+o.slot]
-	o.used += (headerLen + len(p) + device.PaddingMultiple - 1 + tagLen + 63) &^ 63
+	o.used += slotFor(len(p))
 	binary.LittleEndian.PutUint32(m, device.MessageTransportType)
 	binary.LittleEndian.PutUint32(m[4:], layout.remote(k))
 	binary.LittleEndian.PutUint64(m[8:], counter)
