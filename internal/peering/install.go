@@ -12,8 +12,10 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/util/intstr"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -181,9 +183,10 @@ func gatewayService(namespace string, o InstallOptions) *corev1.Service {
 }
 
 // established waits until the custom resources are served, so that whoever comes
-// next finds them.
+// next finds them. The condition is not enough: the API server sets it before it
+// serves the kind, under load by seconds.
 func (c *Cluster) established(ctx context.Context, manifests []*unstructured.Unstructured) error {
-	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	for _, m := range manifests {
 		if m.GetKind() != "CustomResourceDefinition" {
@@ -195,7 +198,7 @@ func (c *Cluster) established(ctx context.Context, manifests []*unstructured.Uns
 			if err := c.client.Get(ctx, client.ObjectKeyFromObject(m), u); err != nil {
 				return c.explain(describe(m), err)
 			}
-			if isEstablished(u) {
+			if isEstablished(u) && c.serves(ctx, u) {
 				break
 			}
 			select {
@@ -206,6 +209,27 @@ func (c *Cluster) established(ctx context.Context, manifests []*unstructured.Uns
 		}
 	}
 	return nil
+}
+
+// serves reports whether the kind of a custom resource definition is served. An
+// answer that it may not be listed is one of somebody who knows it.
+func (c *Cluster) serves(ctx context.Context, crd *unstructured.Unstructured) bool {
+	group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
+	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")
+	versions, _, _ := unstructured.NestedSlice(crd.Object, "spec", "versions")
+	for _, v := range versions {
+		version, _ := v.(map[string]any)
+		if served, _ := version["served"].(bool); !served {
+			continue
+		}
+		name, _ := version["name"].(string)
+		var list unstructured.UnstructuredList
+		list.SetGroupVersionKind(schema.GroupVersionKind{Group: group, Version: name, Kind: kind + "List"})
+		if err := c.client.List(ctx, &list, client.Limit(1)); err != nil && !apierrors.IsForbidden(err) {
+			return false
+		}
+	}
+	return true
 }
 
 func isEstablished(crd *unstructured.Unstructured) bool {

@@ -127,9 +127,10 @@ var counting = sync.OnceValue(func() error {
 			if strings.Contains(said, "may hold") {
 				break
 			}
-			if time.Since(begin) > 50*time.Second {
+			if time.Since(begin) > 3*time.Minute {
 				return fmt.Errorf("%s does not count NetworkConfigs", c)
 			}
+			time.Sleep(500 * time.Millisecond)
 		}
 		if err := c.client.Delete(context.Background(), s.quota()); err != nil {
 			return err
@@ -137,6 +138,28 @@ var counting = sync.OnceValue(func() error {
 	}
 	return nil
 })
+
+// patient is long enough for whatever has to come true, on however busy a machine.
+const patient = 2 * time.Minute
+
+// A deadline is a context whose time is up when the test says so: when all that was to happen before has happened.
+type deadline struct {
+	context.Context
+	up chan struct{}
+}
+
+func newDeadline(t *testing.T) deadline { return deadline{t.Context(), make(chan struct{})} }
+
+func (d deadline) Done() <-chan struct{} { return d.up }
+
+func (d deadline) Err() error {
+	select {
+	case <-d.up:
+		return ErrNotReady // what the commands' own time is up with
+	default:
+		return nil
+	}
+}
 
 func connectTo(t *testing.T, a Access) *Cluster {
 	t.Helper()
@@ -163,13 +186,13 @@ func (p *pair) said() string {
 
 func (p *pair) peer(t *testing.T) error {
 	t.Helper()
-	_, err := Peer(t.Context(), p.a, p.b, PeerOptions{Timeout: 20 * time.Second, Report: p.report})
+	_, err := Peer(t.Context(), p.a, p.b, PeerOptions{Timeout: patient, Report: p.report})
 	return err
 }
 
 func (p *pair) unpeer(t *testing.T) error {
 	t.Helper()
-	return Unpeer(t.Context(), p.a, p.b, UnpeerOptions{Timeout: 30 * time.Second, Report: p.report})
+	return Unpeer(t.Context(), p.a, p.b, UnpeerOptions{Timeout: patient, Report: p.report})
 }
 
 // everything is the resourceVersion of each object that a peering consists of, on both sides.

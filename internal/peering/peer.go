@@ -225,15 +225,18 @@ func (s *side) setQuota(ctx context.Context) (string, error) {
 		s.Cluster, s.namespace), nil
 }
 
-// isCounted reports whether the quota is counted within a second.
+// isCounted reports whether the quota is counted. The controller of quotas sets
+// the status of a new one at once, without the usage of a kind that it does not
+// know. One that is busy is waited for, since a quota that it has not seen yet
+// says nothing; one that does not run is not waited for for ever.
 func (s *side) isCounted(ctx context.Context) (bool, error) {
-	for range 20 {
+	for range 400 { // 20 s
 		q := s.quota()
 		if err := s.client.Get(ctx, client.ObjectKeyFromObject(q), q); err != nil {
 			return false, s.explain("ResourceQuota "+s.namespace+"/"+peerAccount, err)
 		}
-		if len(q.Status.Used) > 0 {
-			return true, nil
+		if len(q.Status.Hard) > 0 {
+			return len(q.Status.Used) > 0, nil
 		}
 		time.Sleep(50 * time.Millisecond)
 	}

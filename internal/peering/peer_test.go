@@ -3,6 +3,7 @@ package peering
 import (
 	"context"
 	"errors"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -128,11 +129,20 @@ func TestPeerSaysWhichConditionIsMissingOnWhichSide(t *testing.T) {
 	p := newPair(t, "late")
 	p.managers[1].set(isthmus.ConditionPeerConfig, "spec.podCIDR: \x1b[31mevil\u202e and\nlong "+strings.Repeat("x", 1000))
 	p.managers[1].set(isthmus.ConditionConnected, "cannot be")
-	_, err := Peer(t.Context(), p.a, p.b, PeerOptions{Timeout: 1500 * time.Millisecond, Report: p.report})
-	if !errors.Is(err, ErrNotReady) {
-		t.Fatal(err)
+	missing := []string{"late-a: identity accepted", "late-a: connected to late-b", "late-b: identity accepted", "late-b: agreed, "}
+	ctx := newDeadline(t)
+	_, err := Peer(ctx, p.a, p.b, PeerOptions{Timeout: patient, Report: func(line string) {
+		p.report(line)
+		before := len(missing)
+		missing = slices.DeleteFunc(missing, func(m string) bool { return strings.HasPrefix(line, m) })
+		if before > 0 && len(missing) == 0 {
+			close(ctx.up)
+		}
+	}})
+	if !errors.Is(err, ErrNotReady) || len(missing) > 0 {
+		t.Fatal(err, missing)
 	}
-	contains(t, err.Error(), "not peered within 1.5s", `late-b: PeerConfigAccepted is False (Broken): spec.podCIDR: \u001b[31mevil\u202e and\u000along xxx`)
+	contains(t, err.Error(), "not peered within 2m0s", `late-b: PeerConfigAccepted is False (Broken): spec.podCIDR: \u001b[31mevil\u202e and\u000along xxx`)
 	if strings.Contains(err.Error(), "late-a") || len(err.Error()) > 700 {
 		t.Errorf("%v", err)
 	}
@@ -148,7 +158,7 @@ func TestPeerCanBeInterruptedAndGoesOn(t *testing.T) {
 	p := newPair(t, "stop")
 	p.managers[0].set(isthmus.ConditionAnswered, "later")
 	ctx, cancel := context.WithCancel(t.Context())
-	_, err := Peer(ctx, p.a, p.b, PeerOptions{Timeout: time.Minute, Report: func(line string) {
+	_, err := Peer(ctx, p.a, p.b, PeerOptions{Timeout: patient, Report: func(line string) {
 		if strings.Contains(line, "identity accepted") {
 			cancel()
 		}
@@ -227,9 +237,10 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	viewer.config.Impersonate.UserName = "viewer"
 	viewer.client, err = client.New(viewer.config, client.Options{Scheme: p.b.client.Scheme(), Mapper: p.b.client.RESTMapper()})
 	must(t, err)
-	for range 100 { // the authorizer sees new bindings a moment later; the namespace goes
-		if gone(t, p.b, &corev1.Namespace{}, theirs) && viewer.client.List(t.Context(), &isthmus.PeeringList{}) == nil {
-			break
+	// The authorizer sees new bindings a moment later; the namespace goes.
+	for begin := time.Now(); !gone(t, p.b, &corev1.Namespace{}, theirs) || viewer.client.List(t.Context(), &isthmus.PeeringList{}) != nil; {
+		if time.Since(begin) > patient {
+			t.Fatal("the namespace is still there, or the viewer may not look")
 		}
 		time.Sleep(50 * time.Millisecond)
 	}

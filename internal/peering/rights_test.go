@@ -255,8 +255,8 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 		if err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)); apierrors.IsUnauthorized(err) {
 			break
 		}
-		if time.Since(begin) > 20*time.Second {
-			t.Fatal("a revoked identity still works after 20 s")
+		if time.Since(begin) > time.Minute { // it is 10 s, where the API server is asked once they are over
+			t.Fatal("a revoked identity still works after a minute")
 		}
 	}
 }
@@ -324,7 +324,19 @@ func TestTheManagerReadsItsIdentityInATenantNamespaceAndNoOtherSecret(t *testing
 	must(t, p.a.client.Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: deploy.ManagerServiceAccount}}))
 	must(t, p.peer(t))
 	here := p.b.Identity.TenantNamespace()
-	sweep(t, p.a, p.a.as(t, p.a.Namespace, deploy.ManagerServiceAccount), []string{here, p.a.Namespace, deploy.Namespace}, []right{
+	config := p.a.as(t, p.a.Namespace, deploy.ManagerServiceAccount)
+	manager, err := client.New(config, client.Options{Scheme: p.a.client.Scheme(), Mapper: p.a.client.RESTMapper()})
+	must(t, err)
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the authorizer sees a new binding a moment later
+		err := manager.Get(t.Context(), client.ObjectKey{Namespace: here, Name: isthmus.DefaultIdentitySecret}, &corev1.Secret{})
+		if err == nil {
+			break
+		}
+		if time.Since(begin) > patient {
+			t.Fatal(err)
+		}
+	}
+	sweep(t, p.a, config, []string{here, p.a.Namespace, deploy.Namespace}, []right{
 		{"get list watch patch", "", "secrets", here, isthmus.DefaultIdentitySecret},
 	})
 }
