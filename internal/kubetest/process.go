@@ -99,7 +99,7 @@ func (p *process) kill() error {
 	select {
 	case <-p.ended:
 		return nil
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		return fmt.Errorf("%s (process %d) does not end", p.cmd.Path, p.cmd.Process.Pid)
 	}
 }

@@ -29,8 +29,9 @@ import (
 	"regexp"
 	"strings"
 	"sync"
-	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // readyTimeout bounds a start whose context has no earlier end: a machine with a load of ten needs half a minute.
@@ -372,12 +373,12 @@ contexts:
 
 // Freeze stops the API server in the middle of whatever it does, as a machine without CPU would: connections stay, new
 // ones are accepted by the kernel, nothing is answered until Thaw.
-func (s *Server) Freeze() error { return s.signal(syscall.SIGSTOP) }
+func (s *Server) Freeze() error { return s.signal(unix.SIGSTOP) }
 
 // Thaw lets a frozen API server go on.
-func (s *Server) Thaw() error { return s.signal(syscall.SIGCONT) }
+func (s *Server) Thaw() error { return s.signal(unix.SIGCONT) }
 
-func (s *Server) signal(sig syscall.Signal) error {
+func (s *Server) signal(sig unix.Signal) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	if s.api == nil {
@@ -385,6 +386,13 @@ func (s *Server) signal(sig syscall.Signal) error {
 	}
 	if err := s.api.cmd.Process.Signal(sig); err != nil {
 		return fmt.Errorf("API server %s: %v: %w", s.opts.Name, sig, err)
+	}
+	// The signal stops its threads one by one, and on a busy machine some go on answering meanwhile.
+	for sig == unix.SIGSTOP {
+		err := unix.Waitid(unix.P_PID, s.api.cmd.Process.Pid, nil, unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT, nil)
+		if !errors.Is(err, unix.EINTR) {
+			return err
+		}
 	}
 	return nil
 }

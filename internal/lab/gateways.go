@@ -18,8 +18,8 @@ import (
 )
 
 const (
-	startTimeout = 20 * time.Second // of a gateway, when the caller's context has no deadline
-	stopTimeout  = 5 * time.Second  // from SIGTERM to SIGKILL
+	startTimeout = time.Minute      // of a gateway, when the caller's context has no deadline
+	stopTimeout  = 20 * time.Second // from SIGTERM to SIGKILL
 	tailLines    = 30               // of a log, in an error
 )
 
@@ -99,7 +99,7 @@ func waitReady(ctx context.Context, c *Cluster, g *gateway) error {
 	url := fmt.Sprintf("http://127.0.0.1:%d/readyz", metricsPort)
 	var last error
 	for {
-		attempt, cancel := context.WithTimeout(ctx, time.Second)
+		attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
 		_, err := c.Gateway().Get(attempt, url)
 		cancel()
 		if err == nil {
@@ -118,7 +118,7 @@ func waitReady(ctx context.Context, c *Cluster, g *gateway) error {
 	}
 }
 
-// StopGateways ends all gateways, in parallel: by SIGTERM, and by SIGKILL those that take longer than 5 s, which is an
+// StopGateways ends all gateways, in parallel: by SIGTERM, and by SIGKILL those that take longer than 20 s, which is an
 // error. A gateway that does not run is none.
 func (l *Lab) StopGateways() error {
 	errs := make([]error, len(l.Clusters))

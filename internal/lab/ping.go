@@ -122,13 +122,19 @@ func (h *Host) PingWith(ctx context.Context, dst netip.Addr, o PingOptions) (rtt
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetReadDeadline(time.Unix(1, 0)) }) // fails when we are done
 	defer stop()
 	buf := make([]byte, 65536)
-	for {
+	for late := false; ; {
 		n, from, err := conn.ReadFrom(buf)
 		if err != nil {
 			if ctx.Err() != nil {
 				return 0, ctx.Err()
 			}
-			if errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
+			if isTimeout(err) && !late { // an answer that came in time may lie there while we were not scheduled
+				late = true
+				if err := conn.SetReadDeadline(time.Now().Add(10 * time.Millisecond)); err == nil {
+					continue
+				}
+			}
+			if isTimeout(err) {
 				return 0, fmt.Errorf("no answer within %v", time.Since(start).Round(time.Millisecond))
 			}
 			return 0, err

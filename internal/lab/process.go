@@ -80,7 +80,7 @@ func (c crowd) end(grace time.Duration) error {
 	for deadline := time.Now().Add(grace); len(pids) > 0 && time.Now().Before(deadline); pids = c.members() {
 		time.Sleep(5 * time.Millisecond)
 	}
-	for deadline := time.Now().Add(5 * time.Second); len(pids) > 0; pids = c.members() {
+	for deadline := time.Now().Add(30 * time.Second); len(pids) > 0; pids = c.members() {
 		if time.Now().After(deadline) {
 			return fmt.Errorf("processes %v do not end", pids)
 		}
