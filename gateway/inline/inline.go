@@ -262,9 +262,11 @@ func (t *Transport) sentUpTo(index uint32) uint64 {
 	return t.sent[index]
 }
 
-// await waits until done says so, or for as long as patience lasts.
+// await waits until done says so, or for as long as patience lasts. It looks a few times in any case: when the process was
+// stopped meanwhile, so was the device.
 func await(done func() bool) {
-	for end := time.Now().Add(patience); !done() && time.Now().Before(end); {
+	end := time.Now().Add(patience)
+	for looks := 0; !done() && (looks < 20 || time.Now().Before(end)); looks++ {
 		time.Sleep(20 * time.Microsecond)
 	}
 }
