@@ -300,6 +300,10 @@ func (h *host) haveOn(s *hostState, l link, index int) error {
 }
 
 func (h *host) haveRoutes(s *hostState, where side, table int) error {
+	type hop struct {
+		at, link int // indices: of the route, of the device
+		shared   bool
+	}
 	names := make(map[int]string)
 	name := func(index int) string {
 		if _, ok := names[index]; !ok {
@@ -310,16 +314,11 @@ func (h *host) haveRoutes(s *hostState, where side, table int) error {
 		return names[index]
 	}
 	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
-		routes, err := h.handle(where).RouteListFiltered(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE)
-		if err != nil {
-			if family == netlink.FAMILY_V6 && errors.Is(err, unix.EOPNOTSUPP) {
-				continue // a kernel without IPv6
-			}
-			return fmt.Errorf("routes: %w", err)
-		}
-		for _, r := range routes {
+		var hops []hop
+		// One by one: with a thousand peers a list of them is a MiB of garbage.
+		err := h.handle(where).RouteListFilteredIter(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE, func(r netlink.Route) bool {
 			if int(r.Protocol) != RouteProtocol {
-				continue
+				return true
 			}
 			have := route{side: where, prefix: prefixOf(r.Dst), table: r.Table, metric: r.Priority}
 			if r.Dst == nil {
@@ -328,17 +327,31 @@ func (h *host) haveRoutes(s *hostState, where side, table int) error {
 			if a, ok := netip.AddrFromSlice(r.Gw); ok {
 				have.via = a.Unmap()
 			}
-			switch {
+			switch at := len(s.routes); {
 			case r.Type == unix.RTN_UNREACHABLE:
 				have.unreachable = true
 			case len(r.MultiPath) > 0:
-				for _, hop := range r.MultiPath {
-					have.share(name(hop.LinkIndex))
+				for _, m := range r.MultiPath {
+					hops = append(hops, hop{at, m.LinkIndex, true})
 				}
 			default:
-				have.link = name(r.LinkIndex)
+				hops = append(hops, hop{at, r.LinkIndex, false})
 			}
 			s.routes = append(s.routes, have)
+			return true
+		})
+		if err != nil {
+			if family == netlink.FAMILY_V6 && errors.Is(err, unix.EOPNOTSUPP) {
+				continue // a kernel without IPv6
+			}
+			return fmt.Errorf("routes: %w", err)
+		}
+		for _, p := range hops { // not in between: the dump has the socket
+			if r := &s.routes[p.at]; p.shared {
+				r.share(name(p.link))
+			} else {
+				r.link = name(p.link)
+			}
 		}
 	}
 	return nil
@@ -557,8 +570,8 @@ func (h *host) index(s side, name string) (int, error) {
 }
 
 // underlayMTU is the MTU on the way to addr: what the route says (set or
-// learned from a router), else the link's.
-func (h *host) underlayMTU(addr netip.Addr) (int, error) {
+// learned from a router), else the link's, which links remembers by its index.
+func (h *host) underlayMTU(addr netip.Addr, links map[int]int) (int, error) {
 	routes, err := h.outer.RouteGet(addr.AsSlice())
 	if err != nil {
 		return 0, fmt.Errorf("route to %s: %w", addr, err)
@@ -569,11 +582,15 @@ func (h *host) underlayMTU(addr netip.Addr) (int, error) {
 	if routes[0].MTU > 0 {
 		return routes[0].MTU, nil
 	}
-	l, err := h.outer.LinkByIndex(routes[0].LinkIndex)
-	if err != nil {
-		return 0, fmt.Errorf("link of the route to %s: %w", addr, err)
+	index := routes[0].LinkIndex
+	if links[index] == 0 {
+		l, err := h.outer.LinkByIndex(index)
+		if err != nil {
+			return 0, fmt.Errorf("link of the route to %s: %w", addr, err)
+		}
+		links[index] = l.Attrs().MTU
 	}
-	return l.Attrs().MTU, nil
+	return links[index], nil
 }
 
 func prefixOf(n *net.IPNet) netip.Prefix {

@@ -6,6 +6,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/natengine"
@@ -137,8 +138,11 @@ func (g *gateway) mtusFor(c Config, peers []fabric.GatewayPeer) mtus {
 	if c.MTU != 0 {
 		return sameMTU(c.MTU)
 	}
-	ways := make([]underlay, len(peers))
+	ways, links := make([]underlay, len(peers)), make(map[int]int)
 	for i, p := range peers {
+		if i%32 == 31 { // a millisecond or so, which packets wait for where there is one processor
+			time.Sleep(time.Millisecond)
+		}
 		six := slices.ContainsFunc(p.AllowedIPs[:], func(n netip.Prefix) bool { return n.Addr().Is6() })
 		ways[i] = underlay{id: p.ID, six: six, last: g.now.mtu.peers[p.ID]}
 		at, _ := g.resolver.endpoint(p.ID)
@@ -148,7 +152,7 @@ func (g *gateway) mtusFor(c Config, peers []fabric.GatewayPeer) mtus {
 		if !at.IsValid() {
 			continue
 		}
-		mtu, err := g.host.underlayMTU(at.Addr())
+		mtu, err := g.host.underlayMTU(at.Addr(), links)
 		if err != nil {
 			g.log.Debug("no way to the peer", "peer", p.ID, "error", err)
 			continue // no way to it: nothing to be too large for
