@@ -34,7 +34,7 @@ func (s *space) passes(p *pinger, size int) {
 		s.t.Errorf("%s to %v: %d octets: %v", s.name, p.dst, size, err)
 		return
 	}
-	if _, err := p.receive(time.Now().Add(2 * time.Second)); err != nil {
+	if _, err := p.receive(time.Now().Add(patience)); err != nil {
 		s.t.Errorf("%s to %v: %d octets: %v", s.name, p.dst, size, err)
 	}
 }
@@ -45,7 +45,7 @@ func (s *space) learns(p *pinger, size, mtu int) {
 	if err := p.send(size, size-28); err != nil && !errors.Is(err, unix.EMSGSIZE) {
 		s.t.Errorf("%s to %v: %d octets: %v", s.name, p.dst, size, err)
 	}
-	deadline := time.Now().Add(2 * time.Second)
+	deadline := time.Now().Add(patience)
 	for {
 		routes, err := s.nl.RouteGet(p.dst)
 		if err == nil && routes[0].MTU == mtu {
@@ -105,7 +105,7 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 		}
 		return 0
 	}
-	a.within(3*time.Second, "not the MTUs of the ways", func() error {
+	a.eventually("not the MTUs of the ways", func() error {
 		if st := a.status(); st.MTU != 1440 || mtuOf(b.id) != 1440 || mtuOf(c.id) != 1328 {
 			return fmt.Errorf("MTU %d, to b %d, to c %d", st.MTU, mtuOf(b.id), mtuOf(c.id))
 		}
@@ -145,7 +145,7 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 	// The next link of the router shrinks. The kernel hears of it from the router, the gateway asks the kernel.
 	router.must(router.nl.LinkSetMTU(router.link("far"), 1300))
 	start := time.Now()
-	a.within(15*time.Second, "the smaller path was not noticed", func() error {
+	a.eventually("the smaller path was not noticed", func() error {
 		toC.send(1, 1328-28)
 		time.Sleep(100 * time.Millisecond)
 		if mtu := mtuOf(c.id); mtu != 1232 {
@@ -187,13 +187,13 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 		t.Helper()
 		if err := p.send(size, size-48); err != nil {
 			t.Errorf("%v: %d octets: %v", p.dst, size, err)
-		} else if _, err := p.receive(time.Now().Add(2 * time.Second)); err != nil {
+		} else if _, err := p.receive(time.Now().Add(patience)); err != nil {
 			t.Errorf("%v: %d octets: %v", p.dst, size, err)
 		}
 	}
 	learn := func(s *space, p *pinger, size, mtu int) {
 		t.Helper()
-		a.within(5*time.Second, "not told", func() error {
+		a.eventually("not told", func() error {
 			if err := p.send(size, size-48); err != nil {
 				return err
 			}

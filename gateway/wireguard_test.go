@@ -8,12 +8,16 @@ import (
 	"net/netip"
 	"os"
 	"strings"
+	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
 	wgtun "golang.zx2c4.com/wireguard/tun"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 )
 
 func key(n byte) (k [32]byte) { k[0], k[31] = n, 64; return k }
@@ -164,68 +168,73 @@ func TestARoamedPeerIsLeftWhereItIs(t *testing.T) {
 // TestAHandshakeThatIsGivenUpIsNotTriedAgain: after rest the device is silent about a peer, until the next handshake is asked
 // for, which works as any.
 func TestAHandshakeThatIsGivenUpIsNotTriedAgain(t *testing.T) {
-	socket, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer socket.Close()
-	port := socket.LocalAddr().(*net.UDPAddr).Port
-	initiations := func(within time.Duration) (n int) {
-		socket.SetReadDeadline(time.Now().Add(within))
-		buf := make([]byte, 2048)
-		for {
-			if _, err := socket.Read(buf); err != nil {
-				return n
-			}
-			n++
+	synctest.Test(t, func(t *testing.T) { // the device tries again by timers
+		const port = 5871
+		var network memlink.Network
+		here, there := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
+		socket := network.Bind(there)
+		receive, _, err := socket.Open(port)
+		if err != nil {
+			t.Fatal(err)
 		}
-	}
-	ours, theirs := key(16), key(24) // different ones, after the lowest bits are cleared
-	us := newTunnel(newIdle(), conn.NewDefaultBind(), quiet)
-	defer us.close()
-	if err := us.start(ours, 0); err != nil {
-		t.Fatal(err)
-	}
-	them := peer(0, fmt.Sprintf("127.0.0.1:%d", port), "10.1.0.0/16", "10.2.0.0/16")
-	them.key = [32]byte(publicKey(theirs))
-	if err := us.apply(wgConfig{privateKey: ours, peers: []wgPeer{them}}); err != nil {
-		t.Fatal(err)
-	}
-	list := []device.NoisePublicKey{them.key, key(77)} // the second is gone meanwhile
-	done := make(chan struct{})
-	us.reach(list, nil, done)
-	if n := initiations(100 * time.Millisecond); n != 1 {
-		t.Fatalf("%d messages for one handshake", n)
-	}
-	us.reach(nil, list, done)
-	if n := initiations(device.RekeyTimeout + time.Second/2); n != 0 {
-		t.Errorf("%d messages after it was given up", n)
-	}
+		var heard atomic.Int64
+		go func() {
+			for {
+				n, err := receive[0]([][]byte{make([]byte, 2048)}, make([]int, 1), make([]conn.Endpoint, 1))
+				if err != nil {
+					return
+				}
+				heard.Add(int64(n))
+			}
+		}()
+		initiations := func(within time.Duration) int64 {
+			time.Sleep(within)
+			synctest.Wait()
+			return heard.Swap(0)
+		}
+		ours, theirs := key(16), key(24) // different ones, after the lowest bits are cleared
+		us := newTunnel(newIdle(), network.Bind(here), quiet)
+		defer us.close()
+		if err := us.start(ours, port); err != nil {
+			t.Fatal(err)
+		}
+		them := peer(0, fmt.Sprintf("%v:%d", there, port), "10.1.0.0/16", "10.2.0.0/16")
+		them.key = [32]byte(publicKey(theirs))
+		if err := us.apply(wgConfig{privateKey: ours, listenPort: port, peers: []wgPeer{them}}); err != nil {
+			t.Fatal(err)
+		}
+		list := []device.NoisePublicKey{them.key, key(77)} // the second is gone meanwhile
+		done := make(chan struct{})
+		us.reach(list, nil, done)
+		if n := initiations(100 * time.Millisecond); n != 1 {
+			t.Fatalf("%d messages for one handshake", n)
+		}
+		us.reach(nil, list, done)
+		if n := initiations(device.RekeyTimeout + time.Second/2); n != 0 {
+			t.Errorf("%d messages after it was given up", n)
+		}
 
-	socket.Close()
-	other := newTunnel(newIdle(), conn.NewDefaultBind(), quiet)
-	defer other.close()
-	if err := other.start(theirs, uint16(port)); err != nil {
-		t.Fatal(err)
-	}
-	back := peer(0, "", "10.3.0.0/16", "10.4.0.0/16")
-	back.key = [32]byte(publicKey(ours))
-	if err := other.apply(wgConfig{privateKey: theirs, listenPort: uint16(port), peers: []wgPeer{back}}); err != nil {
-		t.Fatal(err)
-	}
-	us.reach(list, nil, done)
-	for end := time.Now().Add(2 * time.Second); ; time.Sleep(10 * time.Millisecond) {
+		socket.Close()
+		other := newTunnel(newIdle(), network.Bind(there), quiet)
+		defer other.close()
+		if err := other.start(theirs, port); err != nil {
+			t.Fatal(err)
+		}
+		back := peer(0, "", "10.3.0.0/16", "10.4.0.0/16")
+		back.key = [32]byte(publicKey(ours))
+		if err := other.apply(wgConfig{privateKey: theirs, listenPort: port, peers: []wgPeer{back}}); err != nil {
+			t.Fatal(err)
+		}
+		us.reach(list, nil, done)
+		synctest.Wait()
 		stats, err := us.stats()
 		if err != nil {
 			t.Fatal(err)
 		}
-		if !stats[them.key].handshake.IsZero() {
-			break
-		}
-		if time.Now().After(end) {
+		if stats[them.key].handshake.IsZero() {
 			t.Fatal("no session when the peer is there")
 		}
-	}
+	})
 }
 
 func TestAListenPortInUseIsNamedAndTheOldOneStays(t *testing.T) {

@@ -135,11 +135,6 @@ func (a *answering) configure(pools, reserved []netip.Prefix) {
 // cleanUp leaves nothing from which the books of the next test could be rebuilt.
 func (a *answering) cleanUp() {
 	a.world.cleanUp()
-	var endpoints v1alpha1.TunnelEndpointList
-	a.ok(testClient.List(a.ctx, &endpoints))
-	for i := range endpoints.Items {
-		a.drop(&endpoints.Items[i])
-	}
 	var mappings v1alpha1.NatMappingList
 	a.ok(testClient.List(a.ctx, &mappings))
 	for i := range mappings.Items {

@@ -103,9 +103,8 @@ func (r *stubReplicator) has(id string) bool {
 
 // stubBooks keep a Book in memory.
 type stubBooks struct {
-	mu      sync.Mutex
-	book    ipam.Book
-	updates int
+	mu   sync.Mutex
+	book ipam.Book
 }
 
 func (b *stubBooks) Update(_ context.Context, f func(ipam.Book) (ipam.Book, error)) (ipam.Book, error) {
@@ -115,7 +114,6 @@ func (b *stubBooks) Update(_ context.Context, f func(ipam.Book) (ipam.Book, erro
 	if err == nil {
 		b.book = book
 	}
-	b.updates++
 	return b.book, err
 }
 
@@ -123,12 +121,6 @@ func (b *stubBooks) Book() ipam.Book {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	return b.book
-}
-
-func (b *stubBooks) count() int {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	return b.updates
 }
 
 // newWorld starts the reconcilers. Our PodCIDR is a /16.
@@ -208,6 +200,13 @@ func (w *world) cleanUp() {
 			w.drop(o)
 		}
 	}
+	var endpoints v1alpha1.TunnelEndpointList // the books of the next test would be rebuilt from them
+	w.ok(w.api().List(w.ctx, &endpoints))
+	for i := range endpoints.Items {
+		if o := &endpoints.Items[i]; strings.HasPrefix(o.Namespace, w.prefix) {
+			w.drop(o)
+		}
+	}
 	var namespaces corev1.NamespaceList
 	w.ok(w.api().List(w.ctx, &namespaces))
 	for i := range namespaces.Items {
@@ -238,7 +237,7 @@ func (w *world) create(o client.Object) {
 // until waits for something to become true.
 func (w *world) until(what string, f func() bool) {
 	w.t.Helper()
-	for deadline := time.Now().Add(15 * time.Second); !f(); time.Sleep(10 * time.Millisecond) {
+	for deadline := time.Now().Add(time.Minute); !f(); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			w.t.Fatalf("still not: %s", what)
 		}

@@ -7,9 +7,11 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/discovery"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -21,6 +23,10 @@ func installLiqo(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}
+	kinds, err := discovery.NewDiscoveryClientForConfig(testConfig)
+	if err != nil {
+		t.Fatal(err)
+	}
 	if err := applyCRDs(t.Context(), testClient, "testdata/liqo"); err != nil {
 		t.Fatal(err)
 	}
@@ -29,11 +35,12 @@ func installLiqo(t *testing.T) {
 		if err := testClient.Delete(context.Background(), crd); err != nil {
 			t.Error(err)
 		}
-		for client.IgnoreNotFound(testClient.Get(context.Background(), client.ObjectKeyFromObject(crd), crd)) == nil && crd.DeletionTimestamp != nil {
-			time.Sleep(50 * time.Millisecond)
-			if err := testClient.Get(context.Background(), client.ObjectKeyFromObject(crd), crd); err != nil {
+		for { // the next test wants neither the CRD nor that its kind is still served
+			gone := apierrors.IsNotFound(testClient.Get(context.Background(), client.ObjectKeyFromObject(crd), crd))
+			if served, err := hasForeignClusters(kinds); gone && !served && err == nil {
 				return
 			}
+			time.Sleep(50 * time.Millisecond)
 		}
 	})
 }

@@ -11,13 +11,13 @@ import (
 	"time"
 
 	apiextensions "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
-	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
-	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
@@ -97,28 +97,14 @@ func applyCRDs(ctx context.Context, api client.Client, dir string) error {
 		if err := api.Create(ctx, &crd); err != nil {
 			return fmt.Errorf("%s: %w", file, err)
 		}
-		for !established(&crd) {
-			time.Sleep(20 * time.Millisecond)
-			if err := api.Get(ctx, client.ObjectKeyFromObject(&crd), &crd); err != nil {
+		var list unstructured.UnstructuredList
+		list.SetGroupVersionKind(schema.GroupVersionKind{Group: crd.Spec.Group, Version: crd.Spec.Versions[0].Name, Kind: crd.Spec.Names.ListKind})
+		for err := api.List(ctx, &list); err != nil; err = api.List(ctx, &list) { // each kind is served at a time of its own
+			if ctx.Err() != nil {
 				return fmt.Errorf("%s: %w", file, err)
 			}
+			time.Sleep(20 * time.Millisecond)
 		}
 	}
-	for { // established a moment before it is served
-		var list isthmus.PeeringList
-		err := api.List(ctx, &list)
-		if err == nil || !meta.IsNoMatchError(err) && ctx.Err() != nil {
-			return err
-		}
-		time.Sleep(20 * time.Millisecond)
-	}
-}
-
-func established(crd *apiextensions.CustomResourceDefinition) bool {
-	for _, c := range crd.Status.Conditions {
-		if c.Type == apiextensions.Established && c.Status == apiextensions.ConditionTrue {
-			return true
-		}
-	}
-	return false
+	return nil
 }

@@ -7,7 +7,6 @@ import (
 	"io"
 	"log/slog"
 	"math/rand/v2"
-	"net"
 	"net/http"
 	"net/netip"
 	"os"
@@ -34,17 +33,14 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/leaktest"
 )
 
-// freeAddress returns an address of this host on which nobody listens.
-func freeAddress(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
+// freeAddress returns an address of this host on which nobody listens, and nobody comes to: one loopback address of 2^24,
+// with a port that the kernel gives to nobody.
+func freeAddress() string {
+	n := rand.Uint32()
+	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, byte(n >> 16), byte(n >> 8), byte(n)}), 9443).String()
 }
 
 // runManager runs the whole manager until the test or stop ends it.
@@ -65,7 +61,7 @@ func (w *world) runManager(o Options) (stop func()) {
 			if err != nil {
 				w.t.Errorf("the manager ended with: %v", err)
 			}
-		case <-time.After(15 * time.Second):
+		case <-time.After(time.Minute):
 			w.t.Error("the manager does not end")
 		}
 	}
@@ -174,14 +170,14 @@ func (s *side) permit() (kubeconfig string) {
 func (s *side) manage() {
 	s.t.Helper()
 	kubeconfig := s.permit()
-	if s.health = freeAddress(s.t); s.server == testServer {
-		s.metrics = freeAddress(s.t)
+	if s.health = freeAddress(); s.server == testServer {
+		s.metrics = freeAddress()
 	}
 	s.stop = s.runManager(Options{
 		Kubeconfig: kubeconfig, Namespace: s.system, LeaderElect: true,
 		Log:           slog.New(slog.NewTextHandler(&s.log, &slog.HandlerOptions{Level: slog.LevelWarn})),
 		Networks:      Networks{PodCIDR: netip.MustParsePrefix(s.pods)}, // the ServiceCIDR is found out
-		HealthAddress: s.health, MetricsAddress: s.metrics, IPAMAddress: freeAddress(s.t),
+		HealthAddress: s.health, MetricsAddress: s.metrics, IPAMAddress: freeAddress(),
 	})
 	s.t.Cleanup(s.stop)
 }
@@ -239,9 +235,7 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 		"http://" + a.health + "/readyz":   "ok",
 		"http://" + a.metrics + "/metrics": fmt.Sprintf(`isthmus_manager_peering_ready{peer=%q,peering=%q,reason="Connected"} 1`, b.self.ClusterID, a.peer.peering.Name),
 	} {
-		if got := get(t, url); !strings.Contains(got, want) {
-			t.Errorf("%s: no %q in %.300s", url, want, got)
-		}
+		a.until(fmt.Sprintf("%s says %q", url, want), func() bool { return strings.Contains(get(t, url), want) }) // the cache may be behind
 	}
 
 	// A manager that starts again finds everything as it is and writes nothing.
@@ -283,12 +277,15 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 			t.Errorf("%d NetworkConfigs have stayed", n)
 		}
 		s.stop()
-		if text := s.log.String(); strings.Contains(text, "forbidden") || strings.Contains(text, "Reconciler error") {
-			t.Errorf("the manager of %s had trouble:\n%s", s.self.ClusterName, text)
+		for line := range strings.Lines(s.log.String()) {
+			// What stop cuts off in the middle ends with an error.
+			if strings.Contains(line, "forbidden") || strings.Contains(line, "Reconciler error") && !strings.Contains(line, "context canceled") {
+				t.Errorf("the manager of %s had trouble: %s", s.self.ClusterName, line)
+			}
 		}
 	}
 	http.DefaultClient.CloseIdleConnections()
-	if err := goleak.Find(leaks,
+	if err := leaktest.Find(leaks,
 		goleak.IgnoreAnyFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"),
 		// controller-runtime v0.25.2: a cache that ends with an event on its way leaves its sender behind.
 		goleak.IgnoreAnyFunction("k8s.io/apimachinery/pkg/watch.(*filteredWatch).loop"),
@@ -413,7 +410,7 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 	installLiqo(t)
 	select {
 	case <-changed:
-	case <-time.After(10 * time.Second):
+	case <-time.After(time.Minute):
 		t.Fatal("not noticed")
 	}
 }

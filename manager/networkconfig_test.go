@@ -176,7 +176,7 @@ func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 		for _, p := range peers {
 			w.until(c.what+" is published", func() bool { return c.done(p.original().Spec) })
 		}
-		if took := time.Since(start); took > 3*time.Second {
+		if took := time.Since(start); took > 30*time.Second {
 			t.Errorf("%s: published after %v", c.what, took)
 		}
 	}

@@ -23,10 +23,12 @@ import (
 
 // How often the agent compares.
 const (
-	compareGap      = 100 * time.Millisecond // at least between two comparisons: events come in bursts
-	compareInterval = 10 * time.Second       // without any event
-	retryInterval   = time.Second            // after a failure
+	compareGap    = 100 * time.Millisecond // at least between two comparisons: events come in bursts
+	retryInterval = time.Second            // after a failure
 )
+
+// compareInterval is how long it does not compare without any event. Only tests change it.
+var compareInterval = 10 * time.Second
 
 // A Source delivers the complete intent, and what is wrong with the objects it
 // was read from: once when everything is known for the first time, and again

@@ -5,6 +5,7 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"sync/atomic"
 	"testing"
 
 	"golang.org/x/sys/unix"
@@ -17,7 +18,7 @@ import (
 type capture struct {
 	file        *os.File
 	done        chan struct{}
-	bare, inner int // valid after stop
+	bare, inner atomic.Int64
 }
 
 func newCapture(t *testing.T, n *lab.Node) *capture {
@@ -74,12 +75,12 @@ func (c *capture) count(frame []byte) {
 		return
 	}
 	if remote(ip) {
-		c.bare++
+		c.bare.Add(1)
 	}
 	const udp, headers = 20, 20 + 8 + 8 // no IP options here
 	if ip[9] == unix.IPPROTO_UDP && len(ip) > headers && binary.BigEndian.Uint16(ip[udp+2:]) == fabric.OverlayPort {
 		if inside, ok := ipv4(ip[headers:]); ok && remote(inside) {
-			c.inner++
+			c.inner.Add(1)
 		}
 	}
 }

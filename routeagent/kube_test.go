@@ -2,6 +2,7 @@ package routeagent
 
 import (
 	"encoding/base64"
+	"errors"
 	"fmt"
 	"path/filepath"
 	"strings"
@@ -58,6 +59,10 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 	must(err)
 	must(yaml.Unmarshal(b, &crd.Object))
 	must(api.Create(c.ctx, crd))
+	c.eventually(c.Control, func() error { // neither is there at once
+		return errors.Join(api.List(c.ctx, &v1alpha1.TunnelEndpointList{}),
+			api.Get(c.ctx, client.ObjectKey{Name: "default"}, &corev1.Namespace{}))
+	})
 
 	for _, n := range c.Nodes {
 		create(&corev1.Node{

@@ -35,7 +35,7 @@ func TestATrialSeesLossAndQueues(t *testing.T) {
 		"all arrive":         {want: true},
 		"one in 500 is lost": {lose: 500, want: true},
 		"one in 100 is lost": {lose: 100},
-		"a queue has grown":  {delay: 100 * time.Millisecond},
+		"a queue has grown":  {delay: 200 * time.Millisecond},
 	} {
 		t.Run(name, func(t *testing.T) {
 			t.Parallel()
@@ -67,11 +67,14 @@ func TestATrialSeesLossAndQueues(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer conn.Close()
-			got := false
-			for range 5 { // a machine with other work pauses now and then, so that a trial fails
-				if got, err = trial(conn.(*net.UDPConn), newMessages(64, 64), 5000, 400*time.Millisecond); got || err != nil {
-					break
-				}
+			// So few and for so long that a machine with other work may pause for a while. After a longer pause a trial fails
+			// that has to pass; no pause makes one pass that has to fail, and short ones tell a queue sooner.
+			got, d, end := false, time.Second, time.Now()
+			if c.want {
+				d, end = 4*time.Second, time.Now().Add(2*time.Minute)
+			}
+			for again := true; again; again = !got && time.Now().Before(end) {
+				got, err = trial(conn.(*net.UDPConn), newMessages(64, 64), 200, d)
 			}
 			if err != nil || got != c.want {
 				t.Errorf("%v, error %v: want %v", got, err, c.want)

@@ -9,16 +9,16 @@ import (
 	"syscall"
 	"testing"
 
-	"go.uber.org/goleak"
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/checksum"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 
 	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/internal/leaktest"
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 // The packets of these tests are built and judged with gVisor's header package,
 // which shares no line with ours.

@@ -12,17 +12,18 @@ import (
 	"sync"
 	"sync/atomic"
 	"testing"
+	"testing/synctest"
 	"time"
 
-	"go.uber.org/goleak"
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/conn/bindtest"
 	"golang.zx2c4.com/wireguard/device"
 
+	"github.com/isthmus-net/isthmus/internal/leaktest"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 func TestTheReviewedVersionIsTheOneOfTheModule(t *testing.T) {
 	text, err := os.ReadFile("../../go.mod")
@@ -67,9 +68,11 @@ func TestAnotherLayoutIsRefusedByName(t *testing.T) {
 }
 
 func TestATrialSessionWorks(t *testing.T) {
-	if err := Try(); err != nil {
-		t.Fatal(err)
-	}
+	synctest.Test(t, func(t *testing.T) {
+		if err := Try(); err != nil {
+			t.Fatal(err)
+		}
+	})
 }
 
 // pair is two ends of a session in memory, a and b.
@@ -160,6 +163,12 @@ func newPair(t testing.TB) *pair {
 	return p
 }
 
+// inBubble runs a test whose time passes when everybody waits, so that neither the timers of WireGuard nor the patience of
+// the transport depend on the machine.
+func inBubble(t *testing.T, test func(t *testing.T, p *pair)) {
+	synctest.Test(t, func(t *testing.T) { test(t, newPair(t)) })
+}
+
 func set(t testing.TB, d *device.Device, config string) {
 	t.Helper()
 	if err := d.IpcSet(config); err != nil {
@@ -213,7 +222,10 @@ func (p *pair) warm(t testing.TB) {
 }
 
 func TestPacketsOfEverySizeArriveAsTheyWereSent(t *testing.T) {
-	p := newPair(t)
+	inBubble(t, packetsOfEverySizeArriveAsTheyWereSent)
+}
+
+func packetsOfEverySizeArriveAsTheyWereSent(t *testing.T, p *pair) {
 	p.warm(t)
 	for size := 24; size <= 1420; size += 11 {
 		p.send(t, size%2, p.packet(size%2, uint32(size), size))
@@ -227,8 +239,9 @@ func TestPacketsOfEverySizeArriveAsTheyWereSent(t *testing.T) {
 }
 
 // What takes the short way and what goes through the device draw from one counter.
-func TestNoNonceIsUsedTwice(t *testing.T) {
-	p := newPair(t)
+func TestNoNonceIsUsedTwice(t *testing.T) { inBubble(t, noNonceIsUsedTwice) }
+
+func noNonceIsUsedTwice(t *testing.T, p *pair) {
 	p.warm(t)
 	peer := p.ends[0].device.LookupPeer(p.ends[1].public)
 	for n := range 400 {
@@ -240,6 +253,7 @@ func TestNoNonceIsUsedTwice(t *testing.T) {
 			time.Sleep(sampleInterval / 4)
 		}
 	}
+	synctest.Wait() // the device's keepalives
 	type nonce struct {
 		index   uint32
 		counter uint64
@@ -261,8 +275,9 @@ func TestNoNonceIsUsedTwice(t *testing.T) {
 }
 
 // Whichever way a message went first, and whichever way its copy would go, the copy is refused.
-func TestAReplayedMessageIsRefused(t *testing.T) {
-	p := newPair(t)
+func TestAReplayedMessageIsRefused(t *testing.T) { inBubble(t, aReplayedMessageIsRefused) }
+
+func aReplayedMessageIsRefused(t *testing.T, p *pair) {
 	p.warm(t)
 	for n := range 100 {
 		p.send(t, 0, p.packet(0, uint32(n), 60))
@@ -287,7 +302,10 @@ func TestAReplayedMessageIsRefused(t *testing.T) {
 
 // A forged message is refused, and does not move the window past messages that are still to come.
 func TestAForgedMessageIsRefusedAndMovesNoWindow(t *testing.T) {
-	p := newPair(t)
+	inBubble(t, aForgedMessageIsRefusedAndMovesNoWindow)
+}
+
+func aForgedMessageIsRefusedAndMovesNoWindow(t *testing.T, p *pair) {
 	p.warm(t)
 	good := p.ends[0].tap.data()
 	for i := range 4 {
@@ -303,14 +321,22 @@ func TestAForgedMessageIsRefusedAndMovesNoWindow(t *testing.T) {
 }
 
 // Packets change between the two ways once a second, and arrive in the order in which they were sent.
-func TestOrderIsKeptAcrossBothWays(t *testing.T) {
-	p := newPair(t)
+func TestOrderIsKeptAcrossBothWays(t *testing.T) { inBubble(t, orderIsKeptAcrossBothWays) }
+
+func orderIsKeptAcrossBothWays(t *testing.T, p *pair) {
 	const packets = 30_000
 	go func() {
 		for n := range uint32(packets) {
-			p.ends[0].out <- p.packet(0, n, 60)
+			select {
+			case p.ends[0].out <- p.packet(0, n, 60):
+			case <-p.ends[0].closed: // the test has failed
+				return
+			}
 			if n%100 == 0 {
-				time.Sleep(10 * time.Millisecond)
+				select {
+				case <-time.After(sampleInterval / 3):
+				case <-p.ends[0].closed:
+				}
 			}
 		}
 	}()
@@ -328,8 +354,9 @@ func TestOrderIsKeptAcrossBothWays(t *testing.T) {
 }
 
 // The device renews its keys while packets flow; none is lost or overtaken.
-func TestARekeyLosesNothing(t *testing.T) {
-	p := newPair(t)
+func TestARekeyLosesNothing(t *testing.T) { inBubble(t, aRekeyLosesNothing) }
+
+func aRekeyLosesNothing(t *testing.T, p *pair) {
 	p.warm(t)
 	for round := range 5 {
 		time.Sleep(50 * time.Millisecond) // handshakes are told apart by their time, in steps of 16 ms
@@ -349,8 +376,9 @@ func TestARekeyLosesNothing(t *testing.T) {
 func last(m [][]byte) []byte { return m[len(m)-1] }
 
 // A peer that is removed takes its session along; packets for it are not sealed with what is left of it.
-func TestARemovedPeerGetsNothing(t *testing.T) {
-	p := newPair(t)
+func TestARemovedPeerGetsNothing(t *testing.T) { inBubble(t, aRemovedPeerGetsNothing) }
+
+func aRemovedPeerGetsNothing(t *testing.T, p *pair) {
 	p.warm(t)
 	set(t, p.ends[0].device, fmt.Sprintf("public_key=%s\nremove=true\n", hex.EncodeToString(p.ends[1].public[:])))
 	sent := len(p.ends[0].tap.data())
@@ -359,6 +387,7 @@ func TestARemovedPeerGetsNothing(t *testing.T) {
 	}
 	p.ends[0].transport.SetPeers([]Peer{{p.ends[0].peer, p.ends[1].public}})
 	p.ends[0].out <- p.packet(0, 4, 60)
+	synctest.Wait()
 	p.ends[0].transport.Sweep()
 	if got := len(p.ends[0].tap.data()); got != sent {
 		t.Errorf("%d messages for a peer that is gone", got-sent)
@@ -372,7 +401,10 @@ func TestARemovedPeerGetsNothing(t *testing.T) {
 
 // The device learns from the short way where a peer is, and counts what came.
 func TestTheDeviceKnowsWhatCameTheShortWay(t *testing.T) {
-	p := newPair(t)
+	inBubble(t, theDeviceKnowsWhatCameTheShortWay)
+}
+
+func theDeviceKnowsWhatCameTheShortWay(t *testing.T, p *pair) {
 	p.warm(t)
 	before := ipc(t, p.ends[1].device, "rx_bytes")
 	for n := range uint32(50) {
@@ -400,8 +432,9 @@ func ipc(t *testing.T, d *device.Device, name string) (n int) {
 }
 
 // A message of a kind that nobody knows goes to the device, which refuses it. Data of no session is counted.
-func TestNonsenseIsRefused(t *testing.T) {
-	p := newPair(t)
+func TestNonsenseIsRefused(t *testing.T) { inBubble(t, nonsenseIsRefused) }
+
+func nonsenseIsRefused(t *testing.T, p *pair) {
 	p.warm(t)
 	good := last(p.ends[0].tap.data())
 	for _, m := range [][]byte{{}, {4}, good[:12], make([]byte, 32), bytes.Repeat([]byte{0xff}, 200), append(bytes.Clone(good[:4]), make([]byte, 60)...)} {

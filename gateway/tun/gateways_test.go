@@ -107,7 +107,7 @@ func connectKernels(t testing.TB, clusters [2]*namespace) (client, server net.Co
 	clusters[1].do(t, func() (err error) { l, err = net.Listen("tcp", kernelPod.String()+":80"); return err })
 	defer l.Close()
 	clusters[0].do(t, func() (err error) {
-		client, err = net.DialTimeout("tcp", remotePod.String()+":80", 10*time.Second)
+		client, err = net.DialTimeout("tcp", remotePod.String()+":80", time.Minute)
 		return err
 	})
 	server, err := l.Accept()
@@ -126,7 +126,7 @@ func TestKernelsTalkThroughTwoGateways(t *testing.T) {
 				t.Errorf("the server sees %s: want %s", got, remotePod)
 			}
 			const size = 16 << 20
-			deadline := time.Now().Add(30 * time.Second)
+			deadline := time.Now().Add(3 * time.Minute)
 			results := make(chan error, 4)
 			for i, c := range []net.Conn{client, server} {
 				c.SetDeadline(deadline)

@@ -8,11 +8,12 @@ import (
 	"testing"
 
 	"github.com/vishvananda/netlink"
-	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/leaktest"
 )
 
-func TestMain(m *testing.M) { goleak.VerifyTestMain(m) }
+func TestMain(m *testing.M) { leaktest.Main(m) }
 
 // namespace is a network namespace of the test's own: one thread that lives in it.
 type namespace struct {

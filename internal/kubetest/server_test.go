@@ -30,8 +30,9 @@ import (
 	"time"
 
 	"github.com/vishvananda/netlink"
-	"go.uber.org/goleak"
 	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/leaktest"
 )
 
 // ownerEnv makes the test binary an owner of a server that waits to be killed; its value is the folder of programs.
@@ -47,7 +48,7 @@ func TestMain(m *testing.M) {
 		fmt.Println(s.guard.shell.Process.Pid, s.dir)
 		select {}
 	}
-	goleak.VerifyTestMain(m)
+	leaktest.Main(m)
 }
 
 // binaries returns the programs, built where they are missing.
@@ -105,7 +106,7 @@ func (s *Server) as(t *testing.T, cert, key []byte, token string) user {
 		}
 		config.Certificates = []tls.Certificate{pair}
 	}
-	c := &http.Client{Transport: &http.Transport{TLSClientConfig: config, DialContext: s.opts.Dial}, Timeout: 10 * time.Second}
+	c := &http.Client{Transport: &http.Transport{TLSClientConfig: config, DialContext: s.opts.Dial}, Timeout: time.Minute}
 	t.Cleanup(c.CloseIdleConnections)
 	return user{s, c, token}
 }
@@ -198,8 +199,8 @@ func eventually(t *testing.T, what string, holds func() bool) {
 	t.Helper()
 	started := time.Now()
 	for !holds() {
-		if time.Since(started) > 30*time.Second {
-			t.Fatalf("not within 30 s: %s", what)
+		if time.Since(started) > 2*time.Minute {
+			t.Fatalf("not within 2 minutes: %s", what)
 		}
 		time.Sleep(20 * time.Millisecond)
 	}
@@ -407,7 +408,10 @@ func TestControllersDoWhatTestsWaitFor(t *testing.T) {
 		eventually(t, "quota used", func() bool {
 			return get(admin.must(t, "GET", "/api/v1/namespaces/tight/resourcequotas/q", nil), "status", "used") != nil
 		})
-		admin.must(t, "POST", "/api/v1/namespaces/tight/configmaps", named("first"))
+		eventually(t, "room for one", func() bool { // admission hears of it by a watch, and admits nothing before
+			code, _ := admin.do(t, "POST", "/api/v1/namespaces/tight/configmaps", named("first"))
+			return code == http.StatusCreated
+		})
 		if code, _ := admin.do(t, "POST", "/api/v1/namespaces/tight/configmaps", named("second")); code != http.StatusForbidden {
 			t.Errorf("the second object: %d", code)
 		}
@@ -475,7 +479,7 @@ func TestARestartKeepsAddressAndObjectsAlsoWhenFrozen(t *testing.T) {
 // gone waits until the process group and the folder of a server are no more.
 func gone(t *testing.T, group int, dir string) {
 	t.Helper()
-	deadline := time.Now().Add(10 * time.Second)
+	deadline := time.Now().Add(time.Minute)
 	for {
 		group, dir := syscall.Kill(-group, 0), statError(dir)
 		if errors.Is(group, syscall.ESRCH) && errors.Is(dir, os.ErrNotExist) {

@@ -9,6 +9,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"strings"
+	"sync/atomic"
 	"syscall"
 	"testing"
 	"time"
@@ -40,8 +41,12 @@ func fakeGateway(behaviour, dir string) int {
 	term := make(chan os.Signal, 1)
 	signal.Notify(term, syscall.SIGTERM)
 	fmt.Fprintln(os.Stderr, "listening")
+	var asked atomic.Int32
 	http.HandleFunc("/readyz", func(w http.ResponseWriter, _ *http.Request) {
 		if behaviour == "unready" {
+			if asked.Add(1) == 5 {
+				_ = os.WriteFile(filepath.Join(dir, "asked"), nil, 0o600)
+			}
 			http.Error(w, "waiting for the moon", http.StatusServiceUnavailable)
 		}
 	})
@@ -95,8 +100,16 @@ func TestGatewayThatDoesNotStartSaysWhy(t *testing.T) {
 		t.Errorf("error %v", err)
 	}
 	t.Setenv(fakeEnv, "unready")
-	ctx, cancel := context.WithTimeout(t.Context(), 500*time.Millisecond)
+	ctx, cancel := context.WithCancel(t.Context())
 	defer cancel()
+	go func() { // the time is up when it has answered a few times
+		for ctx.Err() == nil {
+			if _, err := os.Stat(filepath.Join(l.Clusters[0].ConfigDir, "asked")); err == nil {
+				cancel()
+			}
+			time.Sleep(20 * time.Millisecond)
+		}
+	}()
 	err = l.StartGateways(ctx, os.Args[0])
 	if err == nil || !strings.Contains(err.Error(), "waiting for the moon") || !strings.Contains(err.Error(), "\tlistening") {
 		t.Errorf("error %v", err)
@@ -123,7 +136,7 @@ func TestDownEndsGateways(t *testing.T) {
 	if err := l.Down(); err != nil {
 		t.Error(err)
 	}
-	if d := time.Since(start); d > 5*time.Second {
+	if d := time.Since(start); d > time.Minute {
 		t.Errorf("took %v", d)
 	}
 }

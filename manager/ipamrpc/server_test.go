@@ -5,6 +5,7 @@ import (
 	"flag"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"os"
@@ -30,6 +31,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/leaktest"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
@@ -149,7 +151,7 @@ func newKubelet(t *testing.T) kubelet {
 }
 
 func (k kubelet) call(method string, in, out proto.Message) error {
-	ctx, cancel := context.WithTimeout(context.Background(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(context.Background(), time.Minute)
 	defer cancel()
 	return k.conn.Invoke(ctx, "/ipam/"+method, in, out)
 }
@@ -362,18 +364,31 @@ func TestServeEndsWithItsContextAndLeavesNothing(t *testing.T) {
 	ignore := goleak.IgnoreCurrent()
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	go func() { ended <- Serve(ctx, "127.0.0.1:0", testStore, slog.New(slog.DiscardHandler)) }()
-	time.Sleep(50 * time.Millisecond)
+	n := rand.Uint32() // an address of our own: of 2^24, with a port that the kernel gives to nobody
+	address := netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, byte(n >> 16), byte(n >> 8), byte(n)}), 6000).String()
+	go func() { ended <- Serve(ctx, address, testStore, slog.New(slog.DiscardHandler)) }()
+	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
+		conn, err := net.Dial("tcp", address)
+		if err == nil {
+			conn.Close()
+			break
+		}
+		if time.Now().After(end) {
+			t.Fatal(err)
+		}
+	}
 	cancel()
 	select {
 	case err := <-ended:
 		if err != nil {
 			t.Error(err)
 		}
-	case <-time.After(2 * drain):
+	case <-time.After(time.Minute):
 		t.Fatal("does not end")
 	}
-	goleak.VerifyNone(t, ignore)
+	if err := leaktest.Find(ignore); err != nil {
+		t.Error(err)
+	}
 
 	taken, err := net.Listen("tcp", "127.0.0.1:0")
 	if err != nil {

@@ -4,7 +4,8 @@ import (
 	"bytes"
 	"fmt"
 	"maps"
-	"net"
+	"math/rand/v2"
+	"net/netip"
 	"os"
 	"regexp"
 	"runtime"
@@ -14,6 +15,7 @@ import (
 	"testing"
 	"time"
 
+	authorizationv1 "k8s.io/api/authorization/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/resource"
@@ -227,31 +229,21 @@ func TestWhatIsWrongWithTheSecretIsTold(t *testing.T) {
 	p.awaitState(isthmus.ReasonUnauthorized, isthmus.ReasonPublishing, away.URL(), "Unauthorized", "isthmus peer")
 	p.identify(withKubeconfig(kubeconfig(away.URL(), home.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "certificate")
-	p.identify(withKubeconfig(kubeconfig("https://"+closedPort(t), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
+	p.identify(withKubeconfig(kubeconfig("https://"+closedPort(), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "connection refused")
 	if len(p.here().Finalizers) > 0 {
 		t.Error("the original is held although nothing was ever published")
 	}
 
 	p.identify(p.byToken())
-	p.within(5*time.Second, func() string { // at once, however long the last pause was
-		if s, _ := p.r.State(p.peer.ID); s.Published.Reason != isthmus.ReasonUpToDate {
-			return "not up to date"
-		}
-		return ""
-	})
+	p.awaitUpToDate()
 	p.must(home.admin.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.peer.LocalNamespace, Name: p.peer.IdentitySecret}}))
 	p.awaitState(isthmus.ReasonSecretMissing, isthmus.ReasonPublishing, "is not there")
 }
 
-func closedPort(t *testing.T) string {
-	t.Helper()
-	l, err := net.Listen("tcp", "127.0.0.1:0")
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer l.Close()
-	return l.Addr().String()
+func closedPort() string {
+	n := rand.Uint32() // one of 2^24 addresses, with a port that the kernel gives to nobody
+	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, byte(n >> 16), byte(n >> 8), byte(n)}), 1).String()
 }
 
 func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
@@ -364,9 +356,9 @@ func TestAnAnswerThatTheCRDHereRefusesNamesTheFieldAndIsNotTaken(t *testing.T) {
 		if wrong := p.unanswered(answered); wrong != "" {
 			t.Errorf("%s: the last good answer is gone: %s", field, wrong)
 		}
-		time.Sleep(time.Second)
-		if n := writes(t, home) - before; n > 3 {
-			t.Errorf("%s: %d writes within a second for one bad answer", field, n)
+		time.Sleep(2 * time.Second) // in which a worker without rest would make fourteen
+		if n := writes(t, home) - before; n > 6 {
+			t.Errorf("%s: %d writes for one bad answer", field, n)
 		}
 		p.change(home, p.here, move(fmt.Sprintf("198.51.100.%d", len(field)))) // goes out all the same
 		p.eventually(p.outdated)
@@ -417,7 +409,9 @@ func TestATokenIsRenewedWhenTwoThirdsOfItsLifeAreOver(t *testing.T) {
 		return &s
 	}
 	first := secret()
-	p.ahead.Store(int64(6 * time.Minute)) // of ten
+	old, _ := readToken(tokenOf(t, first))
+	at := func(age time.Duration) { p.ahead.Store(int64(time.Until(old.expires.Add(age - 10*time.Minute)))) } // of its ten minutes
+	at(5 * time.Minute)
 	p.change(home, p.here, move("198.51.100.8"))
 	p.eventually(p.outdated)
 	if got := secret(); got.ResourceVersion != first.ResourceVersion {
@@ -427,10 +421,21 @@ func TestATokenIsRenewedWhenTwoThirdsOfItsLifeAreOver(t *testing.T) {
 	// Not allowed: nothing breaks, and the State says when it will.
 	grant := role(p.peer.RemoteNamespace, "peer", rule("net.liqo.io", "networkconfigs", "get list watch create update patch delete"))
 	p.must(away.admin.Update(t.Context(), grant))
-	p.ahead.Store(int64(9*time.Minute + 30*time.Second))
+	p.eventually(func() string { // the API server's authorizer follows it
+		ask := &authorizationv1.SubjectAccessReview{Spec: authorizationv1.SubjectAccessReviewSpec{
+			User: "system:serviceaccount:" + p.peer.RemoteNamespace + ":peer",
+			ResourceAttributes: &authorizationv1.ResourceAttributes{
+				Namespace: p.peer.RemoteNamespace, Verb: "create", Resource: "serviceaccounts", Subresource: "token", Name: "peer"},
+		}}
+		p.must(away.admin.Create(t.Context(), ask))
+		if ask.Status.Allowed {
+			return "the right is still there"
+		}
+		return ""
+	})
+	at(9*time.Minute + 30*time.Second)
 	p.change(home, p.here, move("198.51.100.9"))
 	p.eventually(p.outdated)
-	old, _ := readToken(tokenOf(t, first))
 	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonUpToDate, "its token expires "+old.expires.Format(time.RFC3339), "serviceaccounts/token")
 
 	grant.ResourceVersion = ""
@@ -475,16 +480,16 @@ func TestAPeerThatIsGoneHoldsTheOriginalAndNothingElse(t *testing.T) {
 	other := p.peer // another peer, which is well
 	other.ID, other.Cluster.ClusterID, other.LocalNamespace = other.ID+"-b", other.ID+"-b", other.LocalNamespace+"-b"
 
-	p.identify(withKubeconfig(kubeconfig("https://"+closedPort(t), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
+	p.identify(withKubeconfig(kubeconfig("https://"+closedPort(), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing)
 	p.must(home.admin.Delete(t.Context(), p.here()))
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "waiting until")
-	told := p.told.Load()
+	told := p.news()
 	time.Sleep(2 * time.Second)
 	if p.here() == nil {
 		t.Fatal("the original went although nobody has seen its copy go")
 	}
-	if n := p.told.Load() - told; n > 0 {
+	if n := p.news() - told; n > 0 {
 		t.Errorf("the state changed %d times though nothing did", n)
 	}
 
@@ -507,22 +512,21 @@ func TestAPeerThatIsGoneHoldsTheOriginalAndNothingElse(t *testing.T) {
 
 func TestAFrozenAPIServerLosesNothingOnEitherSide(t *testing.T) {
 	p := established(t, (*pair).byToken)
-	freeze := 6 * time.Second
+	freeze := quick.request + 3*time.Second
 	if s := os.Getenv("ISTHMUS_FREEZE"); s != "" {
 		freeze, _ = time.ParseDuration(s)
 	}
+	t.Cleanup(func() { _, _ = away.Thaw(), home.Thaw() })
 	p.must(away.freeze(t.Context()))
+	thaw := time.After(freeze)
 	p.change(home, p.here, move("198.51.100.8"))
-	time.Sleep(freeze)
-	s, _ := p.r.State(p.peer.ID)
+	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing)
+	<-thaw
 	p.must(away.Thaw())
-	if s.Identity.Reason != isthmus.ReasonUnreachable || s.Published.Reason != isthmus.ReasonPublishing {
-		t.Errorf("state of a frozen peer: %+v", s)
-	}
 	p.eventually(p.outdated)
 	p.awaitUpToDate()
 
-	told := p.told.Load()
+	told := p.news()
 	p.must(home.freeze(t.Context()))
 	later := answered
 	later.PodCIDRNAT = "10.99.0.0/16"
@@ -533,7 +537,7 @@ func TestAFrozenAPIServerLosesNothingOnEitherSide(t *testing.T) {
 	p.change(home, p.here, move("198.51.100.9"))
 	p.eventually(p.outdated)
 	p.awaitUpToDate()
-	if n := p.told.Load() - told; n > 2 { // not up to date, up to date
+	if n := p.news() - told; n > 2 { // not up to date, up to date
 		t.Errorf("the state changed %d times while our own API server was away", n)
 	}
 }
@@ -580,21 +584,21 @@ func TestNothingIsWrittenAtRest(t *testing.T) {
 	p.awaitUpToDate()
 	var told int64
 	var h, a int
-	for end := time.Now().Add(time.Minute); ; { // what the beginning still has to write, it writes; then it is over
-		told, h, a = p.told.Load(), writes(t, home), writes(t, away)
+	for end := time.Now().Add(5 * time.Minute); ; { // what the beginning still has to write, it writes; then it is over
+		told, h, a = p.news(), writes(t, home), writes(t, away)
 		time.Sleep(2 * time.Second)
-		if p.told.Load() == told && writes(t, home) == h && writes(t, away) == a {
+		if p.news() == told && writes(t, home) == h && writes(t, away) == a {
 			break
 		}
 		if time.Now().After(end) {
-			t.Fatal("a minute later there are still writes")
+			t.Fatal("five minutes later there are still writes")
 		}
 	}
 	time.Sleep(6 * time.Second) // two watches
 	if h, a := writes(t, home)-h, writes(t, away)-a; h+a > 0 {
 		t.Errorf("%d writes at home and %d at the peer, with nothing to do", h, a)
 	}
-	if n := p.told.Load() - told; n > 0 {
+	if n := p.news() - told; n > 0 {
 		t.Errorf("the state changed %d times", n)
 	}
 }
@@ -658,7 +662,7 @@ func TestManyPeersCostLittleEach(t *testing.T) {
 	memory, goroutines := used()
 	began := time.Now()
 	q.r.Set(peers)
-	p.within(2*time.Minute, func() string {
+	p.eventually(func() string {
 		for _, peer := range peers {
 			if s, _ := q.r.State(peer.ID); s.Published.Reason != isthmus.ReasonUpToDate {
 				return fmt.Sprintf("%s: %+v", peer.ID, s)
@@ -667,12 +671,17 @@ func TestManyPeersCostLittleEach(t *testing.T) {
 		return ""
 	})
 	took := time.Since(began)
-	after, more := used()
-	each := float64(more-goroutines) / float64(number)
+	var after uint64
+	var each float64
+	p.eventually(func() string { // while they connect there are more goroutines
+		var more int
+		after, more = used()
+		if each = float64(more-goroutines) / float64(number); number >= 20 && each > 12 {
+			return fmt.Sprintf("%.1f goroutines for each peer", each)
+		}
+		return ""
+	})
 	t.Logf("%d peers: up to date after %v, %.1f goroutines and %d KiB each", number, took, each, (after-memory)/uint64(number)/1024)
-	if number >= 20 && each > 12 {
-		t.Errorf("%.1f goroutines for each peer", each)
-	}
 	h, a := writes(t, home), writes(t, away)
 	time.Sleep(2 * time.Second)
 	if h, a := writes(t, home)-h, writes(t, away)-a; h+a > 0 {

@@ -58,7 +58,7 @@ func TestRFC5780BehaviourDiscovery(t *testing.T) {
 	t.Run("two nodes with one port have different mappings", func(t *testing.T) {
 		var seen []netip.AddrPort
 		for _, from := range []string{"a-node1", "a-node2"} {
-			r, err := s.discover(t.Context(), from, 39999, "-m")
+			r, _, err := s.discoverAgain(t.Context(), from, 39999, 0, 0, "-m")
 			must(t, err)
 			if !r.says(mappingEndpointIndependent) || len(r.seen) != 2 || r.seen[0].Addr() != natIP || r.seen[0].Port() < 1024 {
 				t.Fatalf("%s is seen as %v\n%s", from, r.seen, r.text)
@@ -93,14 +93,14 @@ type check struct {
 
 // ask lets c discover everything at once, each from another port above first, and returns the checks of what it finds.
 func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check) {
-	discover := func(name string, judge func(t *testing.T, r *report, local netip.AddrPort), flags ...string) {
+	discover := func(name string, missed int, judge func(t *testing.T, r *report, local netip.AddrPort), flags ...string) {
 		first++
 		port := first
 		var r *report
 		var err error
 		done := make(chan struct{})
 		go func() {
-			r, err = s.discover(ctx, c.host, port, flags...)
+			r, port, err = s.discoverAgain(ctx, c.host, port, 10, missed, flags...)
 			close(done)
 		}()
 		checks = append(checks, check{c.name + ": " + name, func(t *testing.T) {
@@ -113,7 +113,11 @@ func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check)
 	}
 	lifetime := func(name string, seconds int, alive bool) {
 		// After the silence it asks by another socket for an answer to the first one's mapping (RFC 5780, section 4.6).
-		discover(name, func(t *testing.T, r *report, _ netip.AddrPort) {
+		missed := 0
+		if seconds > 60 {
+			missed = -1
+		}
+		discover(name, missed, func(t *testing.T, r *report, _ netip.AddrPort) {
 			if got := len(r.seen) == 2; got != alive {
 				t.Errorf("alive after %d s: %v, want %v", seconds, got, alive)
 			}
@@ -128,15 +132,22 @@ func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check)
 			t.Errorf("seen as %v, want twice %v", r.seen, want)
 		}
 	}
-	discover("mapping", mapping, "-m")
-	discover("mapping of fragmented datagrams", mapping, "-m", "-P")
-	discover("filtering", func(t *testing.T, r *report, _ netip.AddrPort) {
+	discover("mapping", 0, mapping, "-m")
+	discover("mapping of fragmented datagrams", 0, mapping, "-m", "-P")
+	missed := 0
+	if c.filter == filteringByAddressAndPort {
+		missed = 2 // from the other address, and from the other port
+	}
+	discover("filtering", missed, func(t *testing.T, r *report, _ netip.AddrPort) {
 		if !r.says(c.filter) {
 			t.Errorf("want the conclusion %q", c.filter)
 		}
 	}, "-f")
 	// The address under which b knows something of a exists in b alone: in a nothing leads there.
-	discover("hairpinning", func(t *testing.T, r *report, _ netip.AddrPort) {
+	if missed = 2; c.hairpin {
+		missed = 0
+	}
+	discover("hairpinning", missed, func(t *testing.T, r *report, _ netip.AddrPort) {
 		if got := strings.Contains(r.text, "successful hairpinning"); got != c.hairpin || len(r.seen) != 1 {
 			t.Errorf("%v, want %v", got, c.hairpin)
 		}

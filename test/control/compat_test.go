@@ -286,14 +286,15 @@ func testLiqoChanges(a, b *site, m *liqoManager) {
 		agreedWithLiqo(a, b, m)
 	}
 	// Whoever edits the copy here is overruled by the sender.
-	nc := a.networkConfig(a.tenant(b), a)
-	nc.Spec.EndpointIP = "198.51.100.66"
-	if err := a.client.Update(a.t.Context(), nc); err != nil {
+	copied := types.NamespacedName{Namespace: a.tenant(b), Name: a.cluster().UniqueName()}
+	if err := a.edit(&v1alpha1.NetworkConfig{}, copied, false, func(o client.Object) {
+		o.(*v1alpha1.NetworkConfig).Spec.EndpointIP = "198.51.100.66"
+	}); err != nil {
 		a.t.Fatal(err)
 	}
 	a.eventually("what Liqo says", func() (string, bool) {
 		nc := a.networkConfig(a.tenant(b), a)
-		return nc.Spec.EndpointIP, nc.Spec.EndpointIP == "203.0.113.2"
+		return fmt.Sprintf("%+v", nc), nc != nil && nc.Spec.EndpointIP == "203.0.113.2"
 	})
 	agreedWithLiqo(a, b, m)
 }
@@ -437,7 +438,7 @@ func (k *kubelet) call(method string, fields ...string) (string, error) {
 	for i, f := range fields {
 		request = append(append(request, byte(i+1)<<3|2, byte(len(f))), f...) // all are shorter than 128
 	}
-	ctx, cancel := context.WithTimeout(k.t.Context(), 10*time.Second)
+	ctx, cancel := context.WithTimeout(k.t.Context(), patience)
 	defer cancel()
 	err := k.conn.Invoke(ctx, "/ipam/"+method, &request, &response, grpc.ForceCodec(raw{}), grpc.WaitForReady(true))
 	switch {

@@ -195,13 +195,13 @@ func testChanges(t *testing.T, a *site, peers ...*site) {
 		changed := time.Now()
 		for _, other := range peers {
 			other.eventually(test.name+" of a at "+other.name, func() (string, bool) {
-				spec := other.tunnelEndpoint(a).Spec
-				return fmt.Sprintf("%+v", spec), test.is(spec)
+				te := other.tunnelEndpoint(a)
+				return fmt.Sprintf("%+v", te), te != nil && test.is(te.Spec)
 			})
 		}
 		took := time.Since(changed).Round(time.Millisecond)
 		t.Logf("%s: at the TunnelEndpoints of the peers after %v", test.name, took)
-		if took > 2*time.Second {
+		if took > prompt {
 			t.Errorf("%s: took %v", test.name, took)
 		}
 	}
@@ -301,6 +301,11 @@ func (s *site) wrong(other *site) (all []string) {
 		complain("NetworkConfigs: original %t, its copy %t, the peer's %t, its copy here %t", original != nil, sent != nil, answered != nil, received != nil)
 		return all
 	}
+	for _, o := range []*v1alpha1.NetworkConfig{original, sent, answered, received} { // else nobody may have noticed yet that it goes
+		if o.DeletionTimestamp != nil {
+			complain("NetworkConfig %s/%s is being deleted", o.Namespace, o.Name)
+		}
+	}
 	books := s.books()
 	same("labels of the original", original.Labels, map[string]string{
 		"liqo.io/replication": "true", "liqo.io/remoteID": other.id, "liqo.io/ownership": "netcfgCreator",
@@ -308,9 +313,7 @@ func (s *site) wrong(other *site) (all []string) {
 	same("finalizers of the original", sorted(original.Finalizers), []string{"crdReplicator.liqo.io", "tunnelendpointcreator.net.liqo.io"})
 	owner("the original", original.OwnerReferences)
 	secret := &corev1.Secret{}
-	if err := s.client.Get(s.t.Context(), types.NamespacedName{Namespace: installed, Name: "wireguard-pubkey"}, secret); err != nil {
-		s.t.Fatal(err)
-	}
+	s.get(types.NamespacedName{Namespace: installed, Name: "wireguard-pubkey"}, secret)
 	same("spec of the original", original.Spec, v1alpha1.NetworkConfigSpec{
 		RemoteCluster: other.cluster(), PodCIDR: s.podCIDR, ExternalCIDR: books.ExternalCIDR,
 		EndpointIP: fmt.Sprintf("203.0.113.%d", s.name[0]-'a'+1), BackendType: "wireguard",
@@ -341,6 +344,9 @@ func (s *site) wrong(other *site) (all []string) {
 	if te == nil || mirror == nil {
 		complain("TunnelEndpoints: %t here, %t there", te != nil, mirror != nil)
 		return all
+	}
+	if te.DeletionTimestamp != nil || peering.DeletionTimestamp != nil {
+		complain("being deleted: TunnelEndpoint %t, Peering %t", te.DeletionTimestamp != nil, peering.DeletionTimestamp != nil)
 	}
 	same("TunnelEndpoint", te.Spec, v1alpha1.TunnelEndpointSpec{
 		ClusterIdentity: other.cluster(),
@@ -402,9 +408,7 @@ func (s *site) wrong(other *site) (all []string) {
 	same("endpoint of the Peering", peering.Status.Endpoint, answered.Spec.EndpointIP+":"+answered.Spec.BackendConfig["port"])
 	same("latency of the Peering", peering.Status.Latency, "1ms")
 	for _, list := range []client.ObjectList{&v1alpha1.NetworkConfigList{}, &v1alpha1.TunnelEndpointList{}} {
-		if err := s.client.List(s.t.Context(), list, client.InNamespace(s.tenant(other))); err != nil {
-			s.t.Fatal(err)
-		}
+		s.list(list, client.InNamespace(s.tenant(other)))
 		want := 1
 		if _, ok := list.(*v1alpha1.NetworkConfigList); ok {
 			want = 2
@@ -418,11 +422,7 @@ func (s *site) wrong(other *site) (all []string) {
 func (s *site) networkConfig(namespace string, receiver *site) *v1alpha1.NetworkConfig {
 	s.t.Helper()
 	nc := &v1alpha1.NetworkConfig{}
-	err := s.client.Get(s.t.Context(), types.NamespacedName{Namespace: namespace, Name: receiver.cluster().UniqueName()}, nc)
-	if client.IgnoreNotFound(err) != nil {
-		s.t.Fatal(err)
-	}
-	if err != nil {
+	if !s.get(types.NamespacedName{Namespace: namespace, Name: receiver.cluster().UniqueName()}, nc) {
 		return nil
 	}
 	return nc
@@ -432,9 +432,7 @@ func (s *site) networkConfig(namespace string, receiver *site) *v1alpha1.Network
 func (s *site) natMapping(other *site) *v1alpha1.NatMapping {
 	s.t.Helper()
 	var list v1alpha1.NatMappingList
-	if err := s.client.List(s.t.Context(), &list); err != nil {
-		s.t.Fatal(err)
-	}
+	s.list(&list)
 	all := slices.DeleteFunc(list.Items, func(nm v1alpha1.NatMapping) bool { return nm.Spec.ClusterID != other.id })
 	if len(all) != 1 {
 		return nil

@@ -162,7 +162,8 @@ func (l *liqo) run(ctx context.Context) {
 
 // complain notes errors that the next look does not mend.
 func (l *liqo) complain(ctx context.Context, err error) {
-	if err == nil || ctx.Err() != nil || apierrors.IsConflict(err) || apierrors.IsNotFound(err) || apierrors.IsAlreadyExists(err) {
+	if err == nil || ctx.Err() != nil || apierrors.IsConflict(err) || apierrors.IsNotFound(err) || apierrors.IsAlreadyExists(err) ||
+		apierrors.IsTimeout(err) || apierrors.IsServerTimeout(err) || apierrors.IsTooManyRequests(err) { // the API server is busy
 		return
 	}
 	l.mu.Lock()

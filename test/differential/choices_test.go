@@ -118,7 +118,7 @@ func TestChoiceICMPErrorMayQuoteTheHeaderAlone(t *testing.T) {
 		e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, quote)
 		if quote < 4 { // no ports: no flow
 			x.untranslated(B, e)
-		} else if _, out := x.kernel.send(x.T, B, e); len(out) > 0 { // a flow, but too little of it to translate
+		} else if out := x.kernel.drops(x.T, B, e); len(out) > 0 { // a flow, but too little of it to translate
 			x.Errorf("a quote of %d octets: the kernel was expected to drop the error:\n%s", quote, dump(out))
 		}
 		x.onlyEngine(B, e, icmpAboutSeen(sent, unreachable, 3, 0, quote))

@@ -96,7 +96,7 @@ func (x *exchange) dropped(from side, want natengine.Drop, packets ...[]byte) {
 	if o := x.engines.send(x.T, from, packets...); len(o.out) > 0 || len(o.drops) == 0 || o.drops[0] != want {
 		x.Errorf("%v: engine let through %d packets, dropped for %v, want %v", from, len(o.out), o.drops, want)
 	}
-	if _, out := x.kernel.send(x.T, from, packets...); len(out) > 0 {
+	if out := x.kernel.drops(x.T, from, packets...); len(out) > 0 {
 		x.Errorf("%v: the kernel let through\n%s", from, dump(out))
 	}
 }

@@ -10,7 +10,6 @@ import (
 	"slices"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet/packettest"
@@ -99,6 +98,7 @@ func newKernel6(t *testing.T, p plan6, rules func(plan6, side) string) *kernel {
 			g.Route(remote, wan, "wan")
 		}
 		g.Run(rules(p, s), "nft", "-f", "-")
+		remember(g)
 		k.pods[s] = pods[s].Raw6("eth0", mac(g, "lan"))
 		k.wire[s] = g.Raw6("wan", nil)
 	}
@@ -224,7 +224,7 @@ func head(b []byte) string { return hex.Dump(b[:min(len(b), 160)]) }
 func unicast(t *testing.T, r *hosts.Raw) []byte {
 	t.Helper()
 	for {
-		b := r.Receive(t, 250*time.Millisecond)
+		b := r.Receive(t, patience)
 		if b == nil || b[24] != 0xff {
 			return b
 		}

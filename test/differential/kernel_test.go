@@ -18,6 +18,10 @@ type kernel struct {
 	wire [2]*hosts.Raw // at each gateway's wan device: what arrives there from the other one
 }
 
+// patience is how long what has to arrive may take: as a rule microseconds, but on a busy machine the kernel leaves packets to
+// a thread that has to wait for its turn.
+const patience = 30 * time.Second
+
 // hops is how often the kernel has counted down a packet's TTL when it is on the wire and when it has arrived.
 const (
 	hopsToWire = 1
@@ -46,10 +50,22 @@ func newKernel(t *testing.T, p plan, rules func(plan, side) string) *kernel {
 		}
 		g.Neighbour(wan, mac(gateways[s.other()], "wan"), "wan")
 		g.Run(rules(p, s), "nft", "-f", "-")
+		remember(g)
 		k.pods[s] = pods[s].Raw("eth0", mac(g, "lan"))
 		k.wire[s] = g.Raw("wan", nil)
 	}
 	return k
+}
+
+// remember makes conntrack forget no flow while a test of a busy machine stands still.
+func remember(g *hosts.Host) {
+	for _, timeout := range []string{
+		"udp_timeout", "udp_timeout_stream", "icmp_timeout", "icmpv6_timeout", "generic_timeout", "tcp_timeout_close", "tcp_timeout_close_wait",
+		"tcp_timeout_fin_wait", "tcp_timeout_last_ack", "tcp_timeout_max_retrans", "tcp_timeout_syn_recv", "tcp_timeout_syn_sent",
+		"tcp_timeout_time_wait", "tcp_timeout_unacknowledged",
+	} {
+		g.Sysctl("netfilter/nf_conntrack_"+timeout, "3600")
+	}
 }
 
 // statefulRules are section 7.3 of the facts, plus the oracle of the NAT requirements: NETMAP and SNAT by conntrack.
@@ -109,13 +125,25 @@ func ruleset(chains ...chain) string {
 // when both are whole datagrams; or whatever was there when nothing more comes.
 func (k *kernel) send(t *testing.T, from side, packets ...[]byte) (wire, out [][]byte) {
 	t.Helper()
+	return k.sendFor(t, patience, from, packets...)
+}
+
+// drops is send for packets that are to get lost. It returns what came out all the same.
+func (k *kernel) drops(t *testing.T, from side, packets ...[]byte) (out [][]byte) {
+	t.Helper()
+	_, out = k.sendFor(t, 250*time.Millisecond, from, packets...)
+	return out
+}
+
+func (k *kernel) sendFor(t *testing.T, wait time.Duration, from side, packets ...[]byte) (wire, out [][]byte) {
+	t.Helper()
 	to := from.other()
 	k.wire[to].Drain(t)
 	k.pods[to].Drain(t)
 	for _, b := range packets {
 		k.pods[from].Send(t, b)
 	}
-	wire, out = collect(t, k.wire[to]), collect(t, k.pods[to])
+	wire, out = collect(t, k.wire[to], wait), collect(t, k.pods[to], wait)
 	if more := receive(t, k.pods[to], 0); more != nil {
 		t.Errorf("the kernel sent one packet more than there are: %x", more)
 	}
@@ -131,7 +159,7 @@ func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]
 	k.pods[from].Send(t, b)
 	k.pods[from].Send(t, after)
 	for {
-		got := to.Receive(t, time.Second)
+		got := to.Receive(t, patience)
 		switch {
 		case got == nil:
 			t.Fatalf("what was sent after it got lost: % x", after)
@@ -142,10 +170,10 @@ func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]
 	}
 }
 
-// collect waits for whole datagrams. The first packet either comes within microseconds or was dropped.
-func collect(t *testing.T, r *hosts.Raw) (packets [][]byte) {
+// collect waits for whole datagrams.
+func collect(t *testing.T, r *hosts.Raw, wait time.Duration) (packets [][]byte) {
 	for {
-		b := receive(t, r, 250*time.Millisecond)
+		b := receive(t, r, wait)
 		if b == nil {
 			return packets
 		}

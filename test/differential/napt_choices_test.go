@@ -5,7 +5,6 @@ import (
 	"net/netip"
 	"slices"
 	"testing"
-	"time"
 
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -231,7 +230,7 @@ func TestChoiceAtomicFragmentStaysOne(t *testing.T) {
 		// The kernel puts it together, if it is one packet only, and has no reason to cut it again.
 		k.pods[B].Drain(t)
 		k.pods[A].Send(t, atomic)
-		got := receive(t, k.pods[B], time.Second)
+		got := receive(t, k.pods[B], patience)
 		if len(got) != len(whole) || !bytes.Equal(segment(got), segment(o.out[0])) {
 			t.Errorf("%v: the kernel was expected to take the header away\nkernel:\n%sengine:\n%s", src, dump(one(got)), dump(o.out))
 		}

@@ -1,6 +1,7 @@
 package fleet
 
 import (
+	"context"
 	"net/netip"
 	"testing"
 	"time"
@@ -53,7 +54,9 @@ func TestControlPlaneOutage(t *testing.T) {
 		from := remotePod(t, a)
 		// The address of cluster b's pods at a is in the spec of the Peering, which is there without managers.
 		addr := seen(t, a, b, fresh.Addr)
-		took, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return addr, nil })
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		took, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return addr, nil })
 		must(t, err)
 		t.Logf("the new pod answers %.2f s after the API server knows it", took.Seconds())
 		if *long {

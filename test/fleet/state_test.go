@@ -143,6 +143,12 @@ func firstInventory(t *testing.T, c *fleet.Cluster) []string {
 		if !slices.ContainsFunc(has, func(l string) bool { return strings.HasPrefix(l, "networks: ") }) {
 			return errors.New("no IpamStorage")
 		}
+		for _, l := range has {
+			namespace, ok := strings.CutPrefix(l, "Namespace /")
+			if account := "ServiceAccount " + namespace + "/default"; ok && !slices.Contains(has, account) { // a controller makes it
+				return errors.New("no " + account)
+			}
+		}
 		if !slices.Equal(before, has) {
 			time.Sleep(time.Second)
 			return errors.New("it changes")

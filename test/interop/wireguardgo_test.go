@@ -52,7 +52,7 @@ func startWireGuardGo(t *testing.T, h *hosts.Host) *wgDevice {
 			t.Logf("wireguard-go said:\n%s", tail(log.String(), 40))
 		}
 	})
-	for deadline := time.Now().Add(10 * time.Second); ; time.Sleep(20 * time.Millisecond) {
+	for deadline := time.Now().Add(patience); ; time.Sleep(20 * time.Millisecond) {
 		if c, err := net.Dial("unix", d.socket); err == nil {
 			c.Close()
 			return d

@@ -1,6 +1,7 @@
 package kube
 
 import (
+	"context"
 	"encoding/base64"
 	"fmt"
 	"math/rand/v2"
@@ -8,6 +9,7 @@ import (
 	"reflect"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -252,24 +254,26 @@ func TestWhoMayTakeTheLease(t *testing.T) {
 // A standby counts the time of a Lease anew after a gap: whoever held it could not
 // renew it either.
 func TestTimeWithoutContactDoesNotCount(t *testing.T) {
-	e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal()}
-	holder := "you"
-	lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder}}
-	e.reached(nil)
-	e.observe(lease, time.Now())
-	long := time.Now().Add(-time.Hour)
-	e.seen = long
-	e.reached(nil)
-	e.observe(lease, time.Now())
-	if e.seen != long {
-		t.Error("with contact, the Lease has aged")
-	}
-	e.last = time.Now().Add(-contactGap - time.Millisecond)
-	e.reached(nil)
-	e.observe(lease, time.Now())
-	if wait := standDown(lease, "me", e.seen, time.Now()); wait < leaseDuration-time.Second {
-		t.Errorf("after a gap: wait %v", wait)
-	}
+	synctest.Test(t, func(t *testing.T) { // no time passes but what is said
+		e := &election{identity: "me", log: quiet, changed: newSignal(), look: newSignal()}
+		holder := "you"
+		lease := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{ResourceVersion: "1"}, Spec: coordinationv1.LeaseSpec{HolderIdentity: &holder}}
+		e.reached(nil)
+		e.observe(lease, time.Now())
+		long := time.Now().Add(-time.Hour)
+		e.seen = long
+		e.reached(nil)
+		e.observe(lease, time.Now())
+		if e.seen != long {
+			t.Error("with contact, the Lease has aged")
+		}
+		e.last = time.Now().Add(-contactGap - time.Millisecond)
+		e.reached(nil)
+		e.observe(lease, time.Now())
+		if wait := standDown(lease, "me", e.seen, time.Now()); wait < leaseDuration-time.Second {
+			t.Errorf("after a gap: wait %v", wait)
+		}
+	})
 }
 
 func TestKeySecret(t *testing.T) {
@@ -320,36 +324,33 @@ func TestKeySecret(t *testing.T) {
 }
 
 func TestSignalsThatComeTogetherAreOne(t *testing.T) {
-	s, looks := newSignal(), make(chan time.Time, 100)
-	go s.coalesce(t.Context(), func() { looks <- time.Now() })
-	begin := time.Now()
-	for time.Since(begin) < 100*time.Millisecond {
-		s.set()
-		time.Sleep(2 * time.Millisecond)
-	}
-	<-looks
-	time.Sleep(2 * coalesceQuiet)
-	if n := len(looks); n > 5 { // a busy machine may part them
-		t.Errorf("fifty signals made it look %d times more", n)
-	}
-	for len(looks) > 0 {
-		<-looks
-	}
-	begin = time.Now()
-	stop := make(chan struct{})
-	go func() {
-		for {
-			select {
-			case <-stop:
-				return
-			default:
+	synctest.Test(t, func(t *testing.T) {
+		ctx, cancel := context.WithCancel(t.Context())
+		s, looks := newSignal(), make(chan time.Time, 100)
+		go s.coalesce(ctx, func() { looks <- time.Now() })
+		begin := time.Now()
+		for time.Since(begin) < 100*time.Millisecond {
+			s.set()
+			time.Sleep(2 * time.Millisecond)
+		}
+		if at := (<-looks).Sub(begin); at < 100*time.Millisecond || at > 100*time.Millisecond+coalesceQuiet {
+			t.Errorf("looked after %v", at)
+		}
+		time.Sleep(10 * coalesceQuiet)
+		if n := len(looks); n > 0 {
+			t.Errorf("fifty signals made it look %d times more", n)
+		}
+		begin = time.Now()
+		go func() {
+			for ctx.Err() == nil {
 				s.set()
 				time.Sleep(time.Millisecond)
 			}
+		}()
+		if at := (<-looks).Sub(begin); at > coalesceMost+time.Millisecond {
+			t.Errorf("under constant change looked after %v", at)
 		}
-	}()
-	if at := <-looks; at.Sub(begin) > coalesceMost+2*time.Second {
-		t.Errorf("under constant change looked after %v", at.Sub(begin))
-	}
-	close(stop)
+		cancel()
+		time.Sleep(time.Second) // for the others to end
+	})
 }

@@ -26,6 +26,7 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/leaktest"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
@@ -84,7 +85,7 @@ func (s *agentServer) next() delivery {
 		return d
 	case err := <-s.done:
 		s.t.Fatalf("ended: %v", err)
-	case <-time.After(20 * time.Second):
+	case <-time.After(time.Minute):
 		s.t.Fatalf("nothing delivered\n%s", s.server.Logs(5))
 	}
 	panic("unreachable")
@@ -198,7 +199,8 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 	s.create(endpoint("b", 2, nil))
 	s.create(endpoint("c", 3, func(te *v1alpha1.TunnelEndpoint) { te.Spec.RemoteNATPodCIDR = "10.65.0.0/16" }))
 	full := s.until(func(d delivery) bool {
-		return len(d.intent.Nodes) == 2 && len(d.intent.Pods) == 2 && len(d.intent.Tunnels) == 1 && len(d.problems) == 1 && d.intent.Tunnels[0].Gateway.IsValid()
+		return len(d.intent.Nodes) == 2 && len(d.intent.Pods) == 2 && len(d.intent.Tunnels) == 1 && len(d.problems) == 1 && d.intent.Tunnels[0].Gateway.IsValid() &&
+			len(d.intent.Nodes[0].Addrs) == 2 && len(d.intent.Nodes[1].Addrs) == 2
 	})
 	var pods []string
 	for _, p := range full.intent.Pods {
@@ -252,7 +254,7 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 		t.Error(err)
 	}
 	_ = server.Stop()
-	if err := goleak.Find(leaks, goleak.IgnoreAnyFunction("net/http.(*persistConn).writeLoop"), goleak.IgnoreAnyFunction("net/http.(*persistConn).readLoop")); err != nil {
-		t.Error(err)
+	if err := leaktest.Find(leaks, goleak.IgnoreAnyFunction("net/http.(*persistConn).writeLoop"), goleak.IgnoreAnyFunction("net/http.(*persistConn).readLoop")); err != nil {
+		t.Fatal(err)
 	}
 }

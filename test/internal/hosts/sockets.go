@@ -49,9 +49,9 @@ func (h *Host) ListenICMP(addr netip.Addr) net.PacketConn {
 	return c
 }
 
-// DialTCP connects within ten seconds, from src unless that is the zero value.
+// DialTCP connects within a minute, from src unless that is the zero value.
 func (h *Host) DialTCP(src netip.Addr, dst netip.AddrPort) (c *net.TCPConn, err error) {
-	d := net.Dialer{Timeout: 10 * time.Second}
+	d := net.Dialer{Timeout: time.Minute}
 	if src.IsValid() {
 		d.LocalAddr = net.TCPAddrFromAddrPort(netip.AddrPortFrom(src, 0))
 	}

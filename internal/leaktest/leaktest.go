@@ -1,0 +1,32 @@
+// Package leaktest is goleak with more patience: what is about to end takes longer on a busy machine than the half of a
+// second that goleak gives it.
+package leaktest
+
+import (
+	"testing"
+	"time"
+
+	"go.uber.org/goleak"
+)
+
+const patience = time.Minute
+
+// Find is goleak.Find: an error names the goroutines that are left.
+func Find(options ...goleak.Option) error {
+	err := goleak.Find(options...)
+	for end := time.Now().Add(patience); err != nil && time.Now().Before(end); {
+		err = goleak.Find(options...)
+	}
+	return err
+}
+
+// Main is goleak.VerifyTestMain: it runs the tests of a package, fails when goroutines are left, and ends the process.
+func Main(m *testing.M) { goleak.VerifyTestMain(waiting{m}) }
+
+type waiting struct{ *testing.M }
+
+func (m waiting) Run() int {
+	code := m.M.Run()
+	_ = Find() // goleak looks itself, and tells
+	return code
+}
