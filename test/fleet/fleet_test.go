@@ -185,10 +185,11 @@ func must(t *testing.T, err error) {
 // firstPing waits for an answer to an echo request, one every 100 ms and then more slowly, and says how long it took.
 func firstPing(ctx context.Context, from *lab.Host, to func() (netip.Addr, error)) (time.Duration, error) {
 	begin := time.Now()
-	for wait := 100 * time.Millisecond; ; wait += wait / 20 {
+	for wait := 100 * time.Millisecond; ; {
 		addr, err := to()
 		if err == nil {
 			_, err = from.PingWith(ctx, addr, lab.PingOptions{Wait: wait})
+			wait = min(wait+wait/20, 5*time.Second) // for an answer that takes longer
 		}
 		if err == nil {
 			return time.Since(begin), nil

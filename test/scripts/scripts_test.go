@@ -375,7 +375,7 @@ func (s *script) udp(ts *testscript.TestScript, _ bool, args []string) error {
 	defer client.Close()
 	sent, got := bytes.Repeat([]byte("isthmus."), *size/8+1)[:*size], make([]byte, 1<<16)
 	wait := 500 * time.Millisecond
-	for deadline := time.Now().Add(patience); ; wait += wait / 2 {
+	for deadline := time.Now().Add(patience); ; wait = min(wait+wait/2, 5*time.Second) {
 		if err := client.SetReadDeadline(time.Now().Add(wait)); err != nil {
 			return err
 		}
