@@ -9,6 +9,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"slices"
 	"strings"
 	"syscall"
 	"time"
@@ -28,7 +29,7 @@ func diagnose(err error) (reason, text string) {
 	if !errors.As(err, &status) {
 		return isthmus.ReasonUnreachable, cause(err)
 	}
-	said := "says: " + quote(status.Status().Message)
+	said := "says: " + quote(message(status.Status()))
 	switch code := status.Status().Code; {
 	case code == http.StatusUnauthorized:
 		return isthmus.ReasonUnauthorized, said
@@ -41,6 +42,19 @@ func diagnose(err error) (reason, text string) {
 	default: // 422, 400, 404 without a namespace (no such CRD), 409, 413, ...
 		return isthmus.ReasonRefusedByPeer, said
 	}
+}
+
+// message is what a server says, with the faults of an invalid object in an order of their own: the server has none.
+func message(s metav1.Status) string {
+	if s.Reason != metav1.StatusReasonInvalid || s.Details == nil || len(s.Details.Causes) < 2 {
+		return s.Message
+	}
+	var faults []string
+	for _, c := range s.Details.Causes {
+		faults = append(faults, c.Field+": "+c.Message)
+	}
+	slices.Sort(faults)
+	return fmt.Sprintf("%s %q is invalid: %s", s.Details.Kind, s.Details.Name, strings.Join(faults, ", "))
 }
 
 func missingNamespace(s apierrors.APIStatus) bool {

@@ -11,6 +11,7 @@ import (
 	"net/http/httptest"
 	"net/url"
 	"os"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"syscall"
@@ -22,6 +23,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/util/validation/field"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
@@ -77,6 +79,21 @@ func TestDiagnose(t *testing.T) {
 		if _, a := diagnose(overNetwork(1, err)); a != cause(overNetwork(2, err)) {
 			t.Errorf("the text depends on our port: %s", a)
 		}
+	}
+}
+
+func TestTheOrderOfFaultsIsNoNews(t *testing.T) {
+	faults := field.ErrorList{
+		field.Invalid(field.NewPath("spec", "podCIDR"), "x", "no prefix"),
+		field.Required(field.NewPath("spec", "endpointIP"), ""),
+		field.Invalid(field.NewPath("spec", "externalCIDR"), "y", "no prefix"),
+	}
+	kind := schema.GroupKind{Group: "net.liqo.io", Kind: "NetworkConfig"}
+	_, a := diagnose(apierrors.NewInvalid(kind, "n", faults))
+	slices.Reverse(faults)
+	_, b := diagnose(apierrors.NewInvalid(kind, "n", faults))
+	if a != b || !strings.Contains(a, `NetworkConfig "n" is invalid: spec.endpointIP: Required value, spec.externalCIDR: Invalid value: "y"`) {
+		t.Errorf("%s\n%s", a, b)
 	}
 }
 
