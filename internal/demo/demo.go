@@ -26,8 +26,8 @@ type Options struct {
 }
 
 const (
-	readyTimeout    = 30 * time.Second // from `isthmus peer` to both sides ready
-	failoverTimeout = 30 * time.Second // from the end of the active gateway to the first ping through the other
+	readyTimeout    = 90 * time.Second // from `isthmus peer` to both sides ready
+	failoverTimeout = 90 * time.Second // from the end of the active gateway to the first ping through the other
 	downloadSize    = 4 << 30
 	downloadTime    = 3 * time.Second
 	downloadAtLeast = 16 << 20 // octets; below that something holds the traffic up
@@ -178,12 +178,14 @@ func (s *show) peer() error {
 // firstPing waits until cluster at knows an address for the other's pod, and then until it answers.
 func (s *show) firstPing(ctx context.Context, at *fleet.Cluster, from *lab.Pod, of *fleet.Cluster, addr netip.Addr) error {
 	last := errors.New("the clusters have not agreed on networks")
+	wait := 50 * time.Millisecond
 	for ctx.Err() == nil {
 		seen, err := at.Seen(ctx, of, addr)
 		if err == nil {
-			if _, err = from.PingWith(ctx, seen, lab.PingOptions{Wait: 50 * time.Millisecond}); err == nil {
+			if _, err = from.PingWith(ctx, seen, lab.PingOptions{Wait: wait}); err == nil {
 				return nil
 			}
+			wait = longer(wait)
 		}
 		if ctx.Err() == nil {
 			last = err
@@ -195,6 +197,9 @@ func (s *show) firstPing(ctx context.Context, at *fleet.Cluster, from *lab.Pod, 
 	}
 	return fmt.Errorf("no ping from %s was answered: %w", from, last)
 }
+
+// longer is how long to wait for the next answer: a busy machine may need it.
+func longer(wait time.Duration) time.Duration { return min(wait+wait/20, 2*time.Second) }
 
 // peerOthers peers the other two pairs and shows the objects.
 func (s *show) peerOthers() error {
@@ -299,7 +304,7 @@ func (s *show) talk(from, to *lab.Host, seen, caller netip.Addr) error {
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithTimeout(s.ctx, 10*time.Second)
+	ctx, cancel := context.WithTimeout(s.ctx, time.Minute)
 	defer cancel()
 	got, err := from.Get(ctx, fmt.Sprintf("http://%v/", seen))
 	if err != nil {
@@ -358,8 +363,8 @@ func (s *show) failover() error {
 	s.say("  kill -9 of the gateway on %s", s.a.Nodes[active])
 	ctx, cancel := context.WithTimeout(s.ctx, failoverTimeout)
 	defer cancel()
-	for {
-		_, err = from.PingWith(ctx, seen, lab.PingOptions{Wait: 100 * time.Millisecond})
+	for wait := 100 * time.Millisecond; ; wait = longer(wait) {
+		_, err = from.PingWith(ctx, seen, lab.PingOptions{Wait: wait})
 		now, labelErr := s.a.ActiveGateway(ctx)
 		if err == nil && labelErr == nil && now != active {
 			s.ok("%s -> %s answers again after %.1f s, through %s", from, to, time.Since(begin).Seconds(), s.a.Nodes[now])

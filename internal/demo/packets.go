@@ -85,12 +85,14 @@ func (s *show) refused() error {
 		if err == nil {
 			return fmt.Errorf("%v, %s, answers", attempt.dst, attempt.why)
 		}
-		if err := s.ctx.Err(); err != nil {
-			return err
-		}
-		after, err := s.b.Metric(s.ctx, metricDrops, labels...)
-		if err != nil {
-			return err
+		after := before
+		for end := time.Now().Add(10 * time.Second); after <= before && time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+			if err := s.ctx.Err(); err != nil {
+				return err
+			}
+			if after, err = s.b.Metric(s.ctx, metricDrops, labels...); err != nil {
+				return err
+			}
 		}
 		if after <= before {
 			return fmt.Errorf("b's gateway did not count the packet to %v: %s{%s} stays %v", attempt.dst, metricDrops, strings.Join(labels, ","), before)

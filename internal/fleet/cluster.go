@@ -148,7 +148,7 @@ func (c *Cluster) create(ctx context.Context, o client.Object) error {
 
 // waitForServiceAccount waits for the ServiceAccount without which the API server admits no Pod.
 func (c *Cluster) waitForServiceAccount(ctx context.Context, namespace string) error {
-	return wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, 30*time.Second, true, func(ctx context.Context) (bool, error) {
+	return wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {
 		err := c.Client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: "default"}, &corev1.ServiceAccount{})
 		return err == nil, client.IgnoreNotFound(err)
 	})

@@ -20,6 +20,9 @@ import (
 // gateways is how many nodes of a cluster run one: the active and a standby.
 const gateways = 2
 
+// patience is how long a component may take to start, and to end: seconds, on a machine that does nothing else.
+const patience = 90 * time.Second
+
 // Ports of the components on their machines.
 const (
 	managerHealthPort = 5877
@@ -145,10 +148,10 @@ func (c *Cluster) Start(ctx context.Context, name string) error {
 }
 
 func (c *Cluster) waitReady(ctx context.Context, name string, p *process) error {
-	ctx, cancel := context.WithTimeout(ctx, 30*time.Second)
+	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	for {
-		attempt, cancel := context.WithTimeout(ctx, time.Second)
+		attempt, cancel := context.WithTimeout(ctx, 5*time.Second)
 		_, err := p.host.Get(attempt, p.ready)
 		cancel()
 		if err == nil {
@@ -198,10 +201,10 @@ func (c *Cluster) end(name string, signal syscall.Signal) error {
 	select {
 	case <-p.done:
 		return nil
-	case <-time.After(10 * time.Second):
+	case <-time.After(patience):
 		_ = p.cmd.Process.Kill()
 		<-p.done
-		return fmt.Errorf("%s of cluster %s did not end within 10 s of %v\n%s", name, c.Name, signal, c.Tail(name, 20))
+		return fmt.Errorf("%s of cluster %s did not end within %v of %v\n%s", name, c.Name, patience, signal, c.Tail(name, 20))
 	}
 }
 
