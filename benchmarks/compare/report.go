@@ -50,7 +50,16 @@ var figures = []figure{
 // describe says where and how it was measured, so that a figure can be read
 // later.
 func describe(mtu, rounds int, d time.Duration) string {
-	return fmt.Sprintf("%s; underlay MTU %d, %d interleaved rounds, %v a load", measure.Where(), mtu, rounds, d)
+	return fmt.Sprintf("%s; underlay MTU %d, TCP by %s, %d interleaved rounds, %v a load", measure.Where(), mtu, congestionControl(), rounds, d)
+}
+
+// congestionControl is the kernel's, which the pods' namespaces take over: BBR paces where CUBIC fills queues.
+func congestionControl() string {
+	name, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")
+	if err != nil {
+		return "unknown control"
+	}
+	return strings.TrimSpace(string(name))
 }
 
 // report prints the table and, with a folder, writes it there beside a plot and
