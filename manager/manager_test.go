@@ -36,13 +36,6 @@ import (
 	"github.com/isthmus-net/isthmus/internal/leaktest"
 )
 
-// freeAddress returns an address of this host on which nobody listens, and nobody comes to: one loopback address of 2^24,
-// with a port that the kernel gives to nobody.
-func freeAddress() string {
-	n := rand.Uint32()
-	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, byte(n >> 16), byte(n >> 8), byte(n)}), 9443).String()
-}
-
 // runManager runs the whole manager until the test or stop ends it.
 func (w *world) runManager(o Options) (stop func()) {
 	w.t.Helper()
@@ -170,14 +163,14 @@ func (s *side) permit() (kubeconfig string) {
 func (s *side) manage() {
 	s.t.Helper()
 	kubeconfig := s.permit()
-	if s.health = freeAddress(); s.server == testServer {
-		s.metrics = freeAddress()
+	if s.health = kubetest.Address(9443); s.server == testServer {
+		s.metrics = kubetest.Address(9443)
 	}
 	s.stop = s.runManager(Options{
 		Kubeconfig: kubeconfig, Namespace: s.system, LeaderElect: true,
 		Log:           slog.New(slog.NewTextHandler(&s.log, &slog.HandlerOptions{Level: slog.LevelWarn})),
 		Networks:      Networks{PodCIDR: netip.MustParsePrefix(s.pods)}, // the ServiceCIDR is found out
-		HealthAddress: s.health, MetricsAddress: s.metrics, IPAMAddress: freeAddress(),
+		HealthAddress: s.health, MetricsAddress: s.metrics, IPAMAddress: kubetest.Address(9443),
 	})
 	s.t.Cleanup(s.stop)
 }

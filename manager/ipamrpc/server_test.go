@@ -5,7 +5,6 @@ import (
 	"flag"
 	"fmt"
 	"log/slog"
-	"math/rand/v2"
 	"net"
 	"net/netip"
 	"os"
@@ -364,8 +363,7 @@ func TestServeEndsWithItsContextAndLeavesNothing(t *testing.T) {
 	ignore := goleak.IgnoreCurrent()
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	n := rand.Uint32() // an address of our own: of 2^24, with a port that the kernel gives to nobody
-	address := netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, byte(n >> 16), byte(n >> 8), byte(n)}), 6000).String()
+	address := kubetest.Address(6000)
 	go func() { ended <- Serve(ctx, address, testStore, slog.New(slog.DiscardHandler)) }()
 	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		conn, err := net.Dial("tcp", address)

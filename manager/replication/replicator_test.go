@@ -4,8 +4,6 @@ import (
 	"bytes"
 	"fmt"
 	"maps"
-	"math/rand/v2"
-	"net/netip"
 	"os"
 	"regexp"
 	"runtime"
@@ -27,6 +25,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
 var answered = v1alpha1.NetworkConfigStatus{
@@ -229,7 +228,7 @@ func TestWhatIsWrongWithTheSecretIsTold(t *testing.T) {
 	p.awaitState(isthmus.ReasonUnauthorized, isthmus.ReasonPublishing, away.URL(), "Unauthorized", "isthmus peer")
 	p.identify(withKubeconfig(kubeconfig(away.URL(), home.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "certificate")
-	p.identify(withKubeconfig(kubeconfig("https://"+closedPort(), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
+	p.identify(withKubeconfig(kubeconfig("https://"+kubetest.Address(1), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "connection refused")
 	if len(p.here().Finalizers) > 0 {
 		t.Error("the original is held although nothing was ever published")
@@ -239,11 +238,6 @@ func TestWhatIsWrongWithTheSecretIsTold(t *testing.T) {
 	p.awaitUpToDate()
 	p.must(home.admin.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.peer.LocalNamespace, Name: p.peer.IdentitySecret}}))
 	p.awaitState(isthmus.ReasonSecretMissing, isthmus.ReasonPublishing, "is not there")
-}
-
-func closedPort() string {
-	n := rand.Uint32() // one of 2^24 addresses, with a port that the kernel gives to nobody
-	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{127, byte(n >> 16), byte(n >> 8), byte(n)}), 1).String()
 }
 
 func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
@@ -480,7 +474,7 @@ func TestAPeerThatIsGoneHoldsTheOriginalAndNothingElse(t *testing.T) {
 	other := p.peer // another peer, which is well
 	other.ID, other.Cluster.ClusterID, other.LocalNamespace = other.ID+"-b", other.ID+"-b", other.LocalNamespace+"-b"
 
-	p.identify(withKubeconfig(kubeconfig("https://"+closedPort(), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
+	p.identify(withKubeconfig(kubeconfig("https://"+kubetest.Address(1), away.CA(), &clientcmdapi.AuthInfo{Token: p.token()})))
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing)
 	p.must(home.admin.Delete(t.Context(), p.here()))
 	p.awaitState(isthmus.ReasonUnreachable, isthmus.ReasonPublishing, "waiting until")
