@@ -6,7 +6,7 @@ FUZZ     ?= ./...
 ROUNDS   ?= 5
 
 BIN      := bin
-LDFLAGS  := -s -w -X main.release=$(VERSION)
+LDFLAGS  := -s -w -X github.com/isthmus-net/isthmus/internal/cli.release=$(VERSION)
 GOLANGCI := $(BIN)/tools/golangci-lint
 FORK     := $(BIN)/tools/tailscale-wireguard-go
 COMPARE  := go run ./benchmarks/compare -isthmus $(BIN)/isthmus -tailscale $(FORK)
@@ -20,22 +20,31 @@ help: ## Print this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: build
-build: ## Build bin/isthmus, static and reproducible
-	go build -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/isthmus ./cmd/isthmus
+build: ## Build bin/isthmus and bin/isthmus-lab, static and reproducible
+	@mkdir -p $(BIN)
+	@internal/tools/progress.sh -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/ ./cmd/isthmus ./cmd/isthmus-lab
 
+# Root and TUN are asked for before anything is built; what has to be built, and for how long, is said before it begins.
 .PHONY: demo
-demo: build kube ## Three clusters with API servers and the same PodCIDR on this machine, peered, with real traffic (root)
+demo: ## Three clusters with API servers and the same PodCIDR on this machine, peered, with real traffic (root)
 	@if [ "$$(id -u)" -ne 0 ]; then \
 		echo "make demo needs root, because it makes network namespaces and TUN devices: try 'sudo make demo'"; exit 1; fi
-	$(BIN)/isthmus demo
+	@if ! [ -c /dev/net/tun ]; then \
+		echo "make demo needs /dev/net/tun for the gateways' TUN devices, and it is not here: try 'modprobe tun'"; exit 1; fi
+	@echo "make demo: three clusters on this machine, each with an API server, peered, with real traffic: under a minute once all is built."
+	@[ -x $(BIN)/isthmus-lab ] || echo "First it builds isthmus and isthmus-lab: two to five minutes on two cores, once."
+	@[ -n "$$ISTHMUS_KUBE" ] || ls -d $(BIN)/kube-v* >/dev/null 2>&1 || \
+		echo "Then it builds etcd, kube-apiserver and kube-controller-manager from source: four to eight minutes on two cores, once."
+	@$(MAKE) --no-print-directory build
+	@$(BIN)/isthmus-lab demo
 
 .PHONY: test
 test: deps ## Everything CI runs: generated files, vet, lint, all tests with -race (as root: in namespaces too)
 	@go run ./internal/ci
 
 .PHONY: kube
-kube: ## Build etcd and kube-apiserver for the tests and the demo, where missing (4 minutes, once)
-	@go run ./internal/kubetest/build
+kube: ## Build etcd and kube-apiserver for the tests and the demo, where missing (4 to 8 minutes, once)
+	@go run ./cmd/isthmus-lab kube
 
 .PHONY: lint
 lint: $(GOLANGCI) ## golangci-lint over both modules
@@ -72,7 +81,7 @@ fuzz: ## Every fuzz target of the packages FUZZ (all), one after the other, FUZZ
 	@test/fuzz.sh $(FUZZTIME) $(FUZZ)
 
 .PHONY: generate
-generate: ## Regenerate what is generated (deepcopy, CRDs)
+generate: ## Regenerate what is generated (deepcopy, CRDs, messages of the IPAM)
 	go generate ./...
 
 # Compared with the files as they were, not with git: uncommitted work is not an error, stale output is.

@@ -1,7 +1,6 @@
 package fabric
 
 import (
-	"encoding/base64"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -11,18 +10,32 @@ import (
 	"unicode/utf8"
 )
 
-// report collects the problems of one object.
+// report collects problems.
 type report struct {
-	origin   Origin
+	origin   Origin // of the object that add is about
 	problems []Problem
 }
 
-func (r *report) add(field, format string, args ...any) {
-	r.problems = append(r.problems, Problem{r.origin, field, fmt.Sprintf(format, args...)})
+func (r *report) add(field, format string, args ...any) { r.addAt(r.at(field), format, args...) }
+
+func (r *report) addAt(at place, format string, args ...any) {
+	r.problems = append(r.problems, Problem{at.origin, at.field, fmt.Sprintf(format, args...)})
 }
 
-// quote prints a string from outside: escaped, so that it cannot write into a
-// terminal, and cut, so that it cannot fill a log.
+// at is the place of a field of r's object.
+func (r *report) at(field string) place { return placeIn(r.origin, field) }
+
+// A place is where a value was read.
+type place struct {
+	origin Origin
+	field  string // JSON path
+	words  string // how problems of other values call it
+}
+
+func placeIn(o Origin, field string) place { return place{o, field, field} }
+
+// quote prints a string from outside: escaped, so that it cannot write into a terminal, and cut, so
+// that it cannot fill a log.
 func quote(s string) string {
 	const limit = 100
 	if len(s) <= limit {
@@ -35,9 +48,9 @@ func quote(s string) string {
 	return strconv.Quote(s[:cut]) + "..."
 }
 
-// CheckClusterID returns what is wrong with a cluster ID, or "". It has to be a
-// Kubernetes label value, because that is how Liqo finds the objects of a peer
-// (label clusterID), and it is a label of every metric.
+// CheckClusterID returns what is wrong with a cluster ID, or "". It has to be a Kubernetes label
+// value, because that is how Liqo finds the objects of a peer (label clusterID), and it is a label
+// of every metric.
 func CheckClusterID(id string) string {
 	const want = "want at most 63 letters, digits, '-', '_' and '.', beginning and ending with a letter or digit"
 	switch {
@@ -54,8 +67,8 @@ func CheckClusterID(id string) string {
 	return ""
 }
 
-// CheckClusterName returns what is wrong with a cluster name, or "". Names are
-// shown to people, so that little is asked of them.
+// CheckClusterName returns what is wrong with a cluster name, or "". Names are shown to people, so
+// that little is asked of them.
 func CheckClusterName(name string) string {
 	const want = "want at most 253 printable characters"
 	if len(name) > 253 {
@@ -73,8 +86,8 @@ func isAlphanumeric(c byte) bool {
 	return '0' <= c && c <= '9' || 'a' <= c && c <= 'z' || 'A' <= c && c <= 'Z'
 }
 
-// specialRange is a range that can belong to no cluster's pods. 240.0.0.0/4 is
-// not among them: clusters do use it for pods (GKE allows class E).
+// specialRange is a range that can belong to no cluster's pods. 240.0.0.0/4 is not among them:
+// clusters do use it for pods (GKE allows class E).
 type specialRange struct {
 	prefix netip.Prefix
 	name   string
@@ -92,17 +105,27 @@ var specialRanges = []specialRange{
 	{netip.MustParsePrefix("ff00::/8"), "multicast"},
 }
 
-// metadataRanges are where clouds show a machine its credentials: natengine leads no peer there. In IPv4 these are
-// link-local addresses. A network of pods may contain them, an endpoint may not be one (2026-11).
+// metadataRanges are where clouds show a machine its credentials, besides link-local addresses;
+// natengine leads no peer to those of IPv6. A network of pods may contain them, an endpoint may not
+// be one (2026-11).
 var metadataRanges = []specialRange{
 	{netip.MustParsePrefix("fd00:ec2::/32"), "services of Amazon's machines"},
 	{netip.MustParsePrefix("fd20:ce::254/128"), "the metadata service of Google's machines"},
+	{netip.MustParsePrefix("100.100.100.200/32"), "the metadata service of Alibaba's machines"},
+	{netip.MustParsePrefix("168.63.129.16/32"), "services of Azure's machines"},
+	{netip.MustParsePrefix("192.0.0.192/32"), "the metadata service of Oracle's machines"},
 }
 
+// MetadataRanges returns the networks where clouds have their metadata services, besides link-local
+// addresses.
+func MetadataRanges() []netip.Prefix { return prefixesOf(metadataRanges) }
+
 // SpecialRanges returns the networks that can belong to no cluster's pods.
-func SpecialRanges() []netip.Prefix {
-	all := make([]netip.Prefix, len(specialRanges))
-	for i, s := range specialRanges {
+func SpecialRanges() []netip.Prefix { return prefixesOf(specialRanges) }
+
+func prefixesOf(ranges []specialRange) []netip.Prefix {
+	all := make([]netip.Prefix, len(ranges))
+	for i, s := range ranges {
 		all[i] = s.prefix
 	}
 	return all
@@ -117,41 +140,41 @@ func special(p netip.Prefix) (specialRange, bool) {
 	return specialRange{}, false
 }
 
-// pair is one network in its two forms, with the JSON fields they came from.
+// pair is one network in its two forms, with the places they came from.
 type pair struct {
-	own, seen           netip.Prefix
-	ownField, seenField string
+	own, seen     netip.Prefix
+	ownAt, seenAt place
 }
 
 func (p pair) remapped() bool { return p.own != p.seen }
 
-// field names the JSON field that decides what the other side sees.
-func (p pair) field() string {
+// at is the place that decides what the other side sees.
+func (p pair) at() place {
 	if p.remapped() {
-		return p.seenField
+		return p.seenAt
 	}
-	return p.ownField
+	return p.ownAt
 }
 
-func (p *Peer) pairs() (localPod, localExternal, remotePod, remoteExternal pair) {
-	return pair{p.Local.Pod, p.Local.PodSeen, "spec.localPodCIDR", "spec.localNATPodCIDR"},
-		pair{p.Local.External, p.Local.ExternalSeen, "spec.localExternalCIDR", "spec.localNATExternalCIDR"},
-		pair{p.Remote.Pod, p.Remote.PodSeen, "spec.remotePodCIDR", "spec.remoteNATPodCIDR"},
-		pair{p.Remote.External, p.Remote.ExternalSeen, "spec.remoteExternalCIDR", "spec.remoteNATExternalCIDR"}
+func (p *Peer) pairs(at places) (localPod, localExternal, remotePod, remoteExternal pair) {
+	return pair{p.Local.Pod, p.Local.PodSeen, at.localPod, at.localPodSeen},
+		pair{p.Local.External, p.Local.ExternalSeen, at.localExternal, at.localExternalSeen},
+		pair{p.Remote.Pod, p.Remote.PodSeen, at.remotePod, at.remotePodSeen},
+		pair{p.Remote.External, p.Remote.ExternalSeen, at.remoteExternal, at.remoteExternalSeen}
 }
 
-// check finds everything that is wrong with the peer taken alone. It is the
-// whole meaning of a valid peer; PeerFrom adds only the reading of text.
-func (p *Peer) check() []Problem {
-	r := report{origin: p.Origin}
+// check finds everything that is wrong with the peer taken alone. It is the whole meaning of a
+// valid peer; reading text comes before it. at says where the values came from.
+func (p *Peer) check(at places) []Problem {
+	var r report
 	if wrong := CheckClusterID(p.ID); wrong != "" {
-		r.add("spec.clusterIdentity.clusterID", "%s", wrong)
+		r.addAt(at.id, "%s", wrong)
 	}
 	if wrong := CheckClusterName(p.Name); wrong != "" {
-		r.add("spec.clusterIdentity.clusterName", "%s", wrong)
+		r.addAt(at.name, "%s", wrong)
 	}
 
-	localPod, localExternal, remotePod, remoteExternal := p.pairs()
+	localPod, localExternal, remotePod, remoteExternal := p.pairs(at)
 	sound := true
 	for _, n := range []pair{localPod, localExternal, remotePod, remoteExternal} {
 		sound = r.network(n) && sound
@@ -161,48 +184,48 @@ func (p *Peer) check() []Problem {
 	}
 
 	if wrong := checkEndpoint(p.Endpoint); wrong != "" {
-		r.add("spec.endpointIP", "%s", wrong)
+		r.addAt(at.endpoint, "%s", wrong)
 	} else if addr, err := netip.ParseAddr(p.Endpoint); err == nil && sound {
 		for _, n := range []pair{remotePod, remoteExternal} {
 			if n.seen.Contains(addr) {
 				// The host would route the tunnel's own UDP packets into the tunnel.
-				r.add("spec.endpointIP", "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.field())
+				r.addAt(at.endpoint, "%s is inside %v (%s), which is reached through the tunnel itself; want an address outside", addr, n.seen, n.at().words)
 			}
 		}
 	}
 	if p.Port == 0 {
-		r.add("spec.backend_config.port", "is 0; want a UDP port from 1 to 65535")
+		r.addAt(at.port, "is 0; want a UDP port from 1 to 65535")
 	}
-	if p.PublicKey == ([32]byte{}) {
-		r.add("spec.backend_config.publicKey", "is all zero; want a WireGuard public key")
+	if wrong := CheckPublicKey(p.PublicKey); wrong != "" {
+		r.addAt(at.publicKey, "%s", wrong)
 	}
-	r.tunnels(p.PublicKey, p.Port, p.Tunnels)
+	r.tunnels(at.tunnels, p.PublicKey, p.Port, p.Tunnels)
 	return r.problems
 }
 
-// network checks one network and its remapping; false means that comparing it
-// with others makes no sense.
+// network checks one network and its remapping; false means that comparing it with others makes no
+// sense.
 func (r *report) network(n pair) bool {
-	sound := r.prefix(n.ownField, n.own)
+	sound := r.prefix(n.ownAt, n.own)
 	if !n.remapped() {
 		return sound
 	}
-	sound = r.prefix(n.seenField, n.seen) && sound
+	sound = r.prefix(n.seenAt, n.seen) && sound
 	switch {
 	case !sound:
 	case n.own.Addr().Is4() != n.seen.Addr().Is4():
-		r.add(n.seenField, "%v is %s, but %s is %v; want a network of the same family", n.seen, family(n.seen), n.ownField, n.own)
+		r.addAt(n.seenAt, "%v is %s, but %s is %v; want a network of the same family", n.seen, family(n.seen), n.ownAt.words, n.own)
 		sound = false
 	case n.own.Bits() != n.seen.Bits():
-		r.add(n.seenField, "%v has another length than %s, %v; want a /%d", n.seen, n.ownField, n.own, n.own.Bits())
+		r.addAt(n.seenAt, "%v has another length than %s, %v; want a /%d", n.seen, n.ownAt.words, n.own, n.own.Bits())
 		sound = false
 	}
 	return sound
 }
 
-// CheckNetwork says what is wrong with a network of pods or mapped endpoints by
-// itself, or "". The bounds of its length are those of the CRD: room for the network
-// address, which belongs to NAPT, and for a first host.
+// CheckNetwork says what is wrong with a network of pods or mapped endpoints by itself, or "". The
+// bounds of its length are those of the CRD: room for the network address, which belongs to NAPT,
+// and for a first host.
 func CheckNetwork(p netip.Prefix) string {
 	shortest := 8
 	if !p.Addr().Is4() {
@@ -223,39 +246,39 @@ func CheckNetwork(p netip.Prefix) string {
 }
 
 // prefix is CheckNetwork for a report.
-func (r *report) prefix(field string, p netip.Prefix) bool {
+func (r *report) prefix(at place, p netip.Prefix) bool {
 	wrong := CheckNetwork(p)
 	if wrong != "" {
-		r.add(field, "%s", wrong)
+		r.addAt(at, "%s", wrong)
 	}
 	return wrong == ""
 }
 
-// together checks the four networks of one peer against each other. Some
-// overlaps are normal and must pass: Pa@B equal to Pb@A, Xa@B equal to Pb@A,
-// Pa@B equal to Xb@A, because each side chooses for itself.
+// together checks the four networks of one peer against each other. Some overlaps are normal and
+// must pass: Pa@B equal to Pb@A, Xa@B equal to Pb@A, Pa@B equal to Xb@A, because each side chooses
+// for itself.
 func (r *report) together(localPod, localExternal, remotePod, remoteExternal pair) {
 	for _, n := range []pair{localExternal, remotePod, remoteExternal} {
 		if n.own.Addr().Is4() != localPod.own.Addr().Is4() {
-			r.add(n.ownField, "%v is %s, but %s is %v; want networks of one family", n.own, family(n.own), localPod.ownField, localPod.own)
+			r.addAt(n.ownAt, "%v is %s, but %s is %v; want networks of one family", n.own, family(n.own), localPod.ownAt.words, localPod.own)
 			return
 		}
 	}
-	r.apart(localExternal.ownField, localExternal.own, localPod.ownField, localPod.own)
+	r.apart(localExternal.ownAt, localExternal.own, localPod.ownAt, localPod.own)
 	if localExternal.remapped() || localPod.remapped() {
-		r.apart(localExternal.field(), localExternal.seen, localPod.field(), localPod.seen)
+		r.apart(localExternal.at(), localExternal.seen, localPod.at(), localPod.seen)
 	}
-	r.apart(remoteExternal.field(), remoteExternal.seen, remotePod.field(), remotePod.seen)
+	r.apart(remoteExternal.at(), remoteExternal.seen, remotePod.at(), remotePod.seen)
 	for _, remote := range []pair{remotePod, remoteExternal} {
 		for _, local := range []pair{localPod, localExternal} {
-			r.apart(remote.field(), remote.seen, local.ownField, local.own)
+			r.apart(remote.at(), remote.seen, local.ownAt, local.own)
 		}
 	}
 }
 
-func (r *report) apart(field string, p netip.Prefix, otherField string, other netip.Prefix) {
+func (r *report) apart(at place, p netip.Prefix, otherAt place, other netip.Prefix) {
 	if p.Overlaps(other) {
-		r.add(field, "%v overlaps %s, %v; want a network of its own", p, otherField, other)
+		r.addAt(at, "%v overlaps %s, %v; want a network of its own", p, otherAt.words, other)
 	}
 }
 
@@ -266,8 +289,8 @@ func family(p netip.Prefix) string {
 	return "IPv6"
 }
 
-// checkEndpoint says what is wrong with the address of a peer's gateway, or "".
-// A peer chooses this value, and we send UDP packets there.
+// checkEndpoint says what is wrong with the address of a peer's gateway, or "". A peer chooses this
+// value, and we send UDP packets there.
 func checkEndpoint(s string) string {
 	const want = "want the IP address or DNS name of the peer's gateway"
 	if s == "" {
@@ -292,8 +315,8 @@ func checkEndpoint(s string) string {
 	return ""
 }
 
-// checkName checks a DNS name: RFC 1123 labels, plus '_' which the DNS allows
-// and some providers use, and a dot at the end if wanted.
+// checkName checks a DNS name: RFC 1123 labels, plus '_' which the DNS allows and some providers
+// use, and a dot at the end if wanted.
 func checkName(s string) string {
 	name := strings.TrimSuffix(s, ".")
 	if len(name) > 253 {
@@ -332,20 +355,4 @@ func checkReal(addr netip.Addr) string {
 		}
 	}
 	return ""
-}
-
-// ParseKey reads a WireGuard key as wg(8) prints it: 32 bytes in standard
-// base64, 44 characters. The error does not repeat the text, which may be secret.
-func ParseKey(s string) (key [32]byte, err error) {
-	raw, err := base64.StdEncoding.Strict().DecodeString(s)
-	switch {
-	case err != nil || strings.ContainsAny(s, "\r\n"): // the decoder would skip line ends
-		return key, fmt.Errorf("is not base64; want 32 bytes in 44 base64 characters")
-	case len(raw) != len(key):
-		return key, fmt.Errorf("has %d bytes; want 32 bytes in 44 base64 characters", len(raw))
-	}
-	if key = [32]byte(raw); key == ([32]byte{}) {
-		return key, fmt.Errorf("is all zero; want a key")
-	}
-	return key, nil
 }

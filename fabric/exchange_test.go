@@ -110,7 +110,7 @@ func TestClaimFromRefuses(t *testing.T) {
 }
 
 func TestCheckClaimRefuses(t *testing.T) {
-	own := Own{
+	receiver := Receiver{
 		PublicKey: keyOf(1), Pod: pfx("10.244.0.0/16"), Service: pfx("10.96.0.0/12"), External: pfx("10.245.0.0/16"),
 		Nodes: []netip.Addr{ip("172.30.0.1"), ip("172.30.0.2")}, Endpoint: "gw.alpha.example", Port: 5871,
 		Tunnels: []TunnelEnd{{keyOf(11), 5872}},
@@ -129,8 +129,10 @@ func TestCheckClaimRefuses(t *testing.T) {
 			"KeyConflict spec.backend_config.tunnels: tunnel 2 has a public key of the receiver itself; want one of the sender's gateway",
 			"KeyConflict spec.backend_config.tunnels: tunnel 3 has a public key of the receiver itself; want one of the sender's gateway",
 		}},
-		"another peer's key": {func(*Claim) {}, Neighbours{KeyTaken: true},
+		"another peer's key": {func(*Claim) {}, Neighbours{TakenKeys: [][32]byte{keyOf(2)}},
 			[]string{"KeyConflict spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster"}},
+		"another peer's key for a further tunnel": {func(c *Claim) { c.Tunnels = []TunnelEnd{{keyOf(3), 5872}, {keyOf(4), 5873}} }, Neighbours{TakenKeys: [][32]byte{keyOf(4)}},
+			[]string{"KeyConflict spec.backend_config.tunnels: tunnel 2 has the key of another peer of the receiver; want keys for each cluster"}},
 		"a pod of ours": {func(c *Claim) { c.Endpoint = "10.244.3.4" }, Neighbours{},
 			[]string{"BadEndpoint spec.endpointIP: 10.244.3.4 is inside 10.244.0.0/16, the receiver's PodCIDR; want an address outside"}},
 		"a Service of ours": {func(c *Claim) { c.Endpoint = "10.96.0.1" }, Neighbours{},
@@ -156,12 +158,12 @@ func TestCheckClaimRefuses(t *testing.T) {
 		t.Run(name, func(t *testing.T) {
 			claim := claimBravo
 			c.change(&claim)
-			if got := refusalTexts(CheckClaim(claim, own, c.others)); !slices.Equal(got, c.want) {
+			if got := refusalTexts(CheckClaim(claim, receiver, c.others)); !slices.Equal(got, c.want) {
 				t.Errorf("got  %q\nwant %q", got, c.want)
 			}
 		})
 	}
-	if got := CheckClaim(claimBravo, Own{}, Neighbours{}); got != nil {
+	if got := CheckClaim(claimBravo, Receiver{}, Neighbours{}); got != nil {
 		t.Errorf("nothing is known of our side, and it is refused: %v", got)
 	}
 }
@@ -304,8 +306,7 @@ func TestSeenByReadsAnAnswer(t *testing.T) {
 	}
 }
 
-// Whatever two honest clusters are and answer, each has as remote what the other
-// has as local.
+// Whatever two honest clusters are and answer, each has as remote what the other has as local.
 func TestTunnelEndpointsOfTwoHonestClustersMirrorEachOther(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	for range 5_000 {
@@ -374,8 +375,7 @@ func locals(s v1alpha1.TunnelEndpointSpec) networkTexts {
 	return networkTexts{s.LocalPodCIDR, s.LocalNATPodCIDR, s.LocalExternalCIDR, s.LocalNATExternalCIDR}
 }
 
-// Whatever a peer says and answers, there are problems or a TunnelEndpoint that
-// gateways take.
+// Whatever a peer says and answers, there are problems or a TunnelEndpoint that gateways take.
 func FuzzExchange(f *testing.F) {
 	f.Add("10.244.0.0/16", "10.245.0.0/16", "192.0.2.2", "5871", keyText(2), "5872:"+keyText(3)+",1:"+keyText(4), "10.246.0.0/16", "None", "172.16.0.0/16", "None")
 	f.Add("0.0.0.0/0", "::/0", "localhost", "-1", keyText(0), "", "", "none", "10.244.0.0/16", "10.244.0.0/16")
@@ -393,8 +393,8 @@ func FuzzExchange(f *testing.F) {
 		if reflect.DeepEqual(claim, Claim{}) != (len(problems) > 0) {
 			t.Fatalf("%+v and %v", claim, problems)
 		}
-		own := Own{PublicKey: keyOf(1), Pod: pfx("10.244.0.0/16"), Nodes: []netip.Addr{ip("172.30.0.1")}, Endpoint: "198.51.100.1", Port: 5871}
-		refusals := CheckClaim(claim, own, Neighbours{})
+		receiver := Receiver{PublicKey: keyOf(1), Pod: pfx("10.244.0.0/16"), Nodes: []netip.Addr{ip("172.30.0.1")}, Endpoint: "198.51.100.1", Port: 5871}
+		refusals := CheckClaim(claim, receiver, Neighbours{})
 
 		spec, problems := TunnelEndpointFor(original, copied, bravo)
 		if len(problems) > 0 {
@@ -410,7 +410,7 @@ func FuzzExchange(f *testing.F) {
 		if len(refusals) > 0 {
 			return
 		}
-		if _, problems := GatewayFor(Intent{ClusterID: idA, PublicKey: keyOf(1), Peers: []Peer{peer}}, 1300); len(problems) > 0 {
+		if _, problems := GatewayFor(Intent{ClusterID: idA, PublicKey: keyOf(1), Peers: []Peer{peer}}); len(problems) > 0 {
 			t.Fatalf("GatewayFor refuses %+v: %v", spec, problems)
 		}
 	})

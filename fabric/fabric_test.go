@@ -32,7 +32,8 @@ func keyText(b byte) string {
 	return base64.StdEncoding.EncodeToString(key[:])
 }
 
-// endpointB is what two clusters that both use 10.244.0.0/16 have at A about B (Liqo facts, 7.2).
+// endpointB is what two clusters that both use 10.244.0.0/16 have at A about B (docs/liqo-v0.md,
+// section 7.2).
 func endpointB() *v1alpha1.TunnelEndpoint {
 	return &v1alpha1.TunnelEndpoint{
 		ObjectMeta: metav1.ObjectMeta{Namespace: "liqo-tenant-bravo-924e89", Name: "bravo-924e89"},
@@ -99,7 +100,7 @@ func TestPeerFromReadsATunnelEndpoint(t *testing.T) {
 func TestPeerFromAccepts(t *testing.T) {
 	type spec = v1alpha1.TunnelEndpointSpec
 	for name, change := range map[string]func(*spec){
-		// Liqo facts, 7.5: each side chooses for itself, so these coincide.
+		// docs/liqo-v0.md, section 7.5: each side chooses for itself, so these coincide.
 		"Pa@B equal to Pb@A": func(s *spec) { s.LocalNATPodCIDR, s.RemoteNATPodCIDR = "10.246.0.0/16", "10.246.0.0/16" },
 		"Xa@B equal to Pb@A": func(s *spec) { s.LocalNATExternalCIDR, s.RemoteNATPodCIDR = "10.248.0.0/16", "10.248.0.0/16" },
 		"Pa@B equal to Xb@A": func(s *spec) { s.LocalNATPodCIDR, s.RemoteNATExternalCIDR = "10.248.0.0/16", "10.248.0.0/16" },
@@ -139,7 +140,7 @@ func TestPeerFromAccepts(t *testing.T) {
 			change(&te.Spec)
 			peer, problems := PeerFrom(te, originB)
 			wantTexts(t, problems)
-			gw, problems := GatewayFor(Intent{ClusterID: idA, PublicKey: keyOf(1), Peers: []Peer{peer}}, 1300)
+			gw, problems := GatewayFor(Intent{ClusterID: idA, PublicKey: keyOf(1), Peers: []Peer{peer}})
 			wantTexts(t, problems)
 			engineAccepts(t, gw)
 		})

@@ -5,6 +5,7 @@ import (
 	"encoding/base64"
 	"fmt"
 	"net/netip"
+	"reflect"
 	"slices"
 	"strconv"
 	"strings"
@@ -12,12 +13,16 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Gateway is what a gateway has to make true, complete: a peer that is not in
-// it has to go.
+// Gateway is what a gateway has to make true, complete: a peer that is not in it has to go.
+// GatewayFor makes it; whoever has one treats it as read-only.
 type Gateway struct {
-	Peers   []GatewayPeer // sorted by ID
-	Waiting []Waiting     // mappings whose peer is missing, sorted; nothing to apply, only to show
+	ClusterID, ClusterName string        // our own cluster, to show
+	Peers                  []GatewayPeer // sorted by ID
+	Waiting                []Waiting     // mappings whose peer is missing, sorted; nothing to apply, only to show
 }
+
+// Equal reports whether both say the same.
+func (g Gateway) Equal(other Gateway) bool { return reflect.DeepEqual(g, other) }
 
 // GatewayPeer is everything about one peer that a gateway needs.
 type GatewayPeer struct {
@@ -29,40 +34,37 @@ type GatewayPeer struct {
 	Port      uint16
 	Tunnels   []TunnelEnd // the further ones, for which all else holds as well; nil: none
 
-	// AllowedIPs are exactly Pb@A and Xb@A, in this order (Liqo facts, 6.2).
-	// They overlap with those of no other peer.
+	// AllowedIPs are exactly Pb@A and Xb@A, in this order (docs/liqo-v0.md, section 6.2). They
+	// overlap with those of no other peer.
 	AllowedIPs [2]netip.Prefix
 
-	// Rules are for the NAT engine, whose SetPeers accepts the rules of all
-	// peers of one Gateway together.
+	// Rules are for the NAT engine, whose SetPeers accepts the rules of all peers of one Gateway
+	// together. MTU and MSS in them are the gateway's to set: they follow from the way to the peer.
 	Rules natengine.Peer
 
-	// Probe is where the connection check sends its PINGs: the first host of
-	// Xb@A, UDP port 12345 (Liqo facts, section 8).
+	// Probe is where the connection check sends its PINGs: the first host of Xb@A, UDP port 12345
+	// (docs/liqo-v0.md, section 8).
 	Probe netip.AddrPort
 
 	Origin Origin // the object this peer was read from
 }
 
-// GatewayFor decides what the gateway has to be. mss is the highest TCP maximum
-// segment size for IPv4 that fits the tunnel, 0 for no clamping; the engine takes
-// no value below 88, which is Linux's TCP_MIN_MSS.
+// GatewayFor decides what the gateway has to be. Nobody else does: sources call it and deliver what
+// it returns, and the gateway carries that out.
 //
-// A peer is refused when it is wrong by itself or contradicts one that is kept:
-// the same cluster ID, the same public key, a network as we see it that overlaps
-// with another peer's, own networks that differ. Peers are taken in the order of
-// age, then ID, then origin, and the first of two is kept. A mapping that is
-// wrong is left out alone, so that its address is answered by nobody and the
-// peer's pods stay connected. Problems are sorted.
+// A peer is refused when it is wrong by itself or contradicts one that is kept: the same cluster
+// ID, the same public key, a network as we see it that overlaps with another peer's, own networks
+// that differ. Peers are taken in the order of age, then ID, then origin, and the first of two is
+// kept. A mapping that is wrong is left out alone, so that its address is answered by nobody and
+// the peer's pods stay connected. Problems are sorted.
 //
-// The gateway's own address is always mapped to the first host of Xa@B, with or
-// without a NatMapping that says so: the peer sends its connection check there
-// and nowhere else. A NatMapping that puts 169.254.0.1 at another address is a
-// leftover of an earlier peering (Liqo's answers are sticky) and is refused,
-// because following it would leave every check of the peer unanswered.
-func GatewayFor(in Intent, mss uint16) (Gateway, []Problem) {
+// The gateway's own address is always mapped to the first host of Xa@B, with or without a
+// NatMapping that says so: the peer sends its connection check there and nowhere else. A NatMapping
+// that puts 169.254.0.1 at another address is a leftover of an earlier peering (Liqo's answers are
+// sticky) and is refused, because following it would leave every check of the peer unanswered.
+func GatewayFor(in Intent) (Gateway, []Problem) {
 	var (
-		gw       Gateway
+		gw       = Gateway{ClusterID: in.ClusterID, ClusterName: in.ClusterName}
 		problems []Problem
 		kept     = keeper{id: in.ClusterID, own: append([][32]byte{in.PublicKey}, in.FurtherKeys...), ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
 	)
@@ -70,7 +72,7 @@ func GatewayFor(in Intent, mss uint16) (Gateway, []Problem) {
 	slices.SortFunc(peers, byAge)
 	for i := range peers {
 		p := &peers[i]
-		wrong := p.check()
+		wrong := p.check(placesInTunnelEndpoint(p.Origin))
 		if len(wrong) == 0 {
 			wrong = kept.check(p)
 		}
@@ -81,7 +83,7 @@ func GatewayFor(in Intent, mss uint16) (Gateway, []Problem) {
 		kept.keep(p)
 		endpoints, wrong := endpointsFor(p)
 		problems = append(problems, wrong...)
-		gw.Peers = append(gw.Peers, gatewayPeer(p, endpoints, mss))
+		gw.Peers = append(gw.Peers, gatewayPeer(p, endpoints))
 	}
 	slices.SortFunc(gw.Peers, func(a, b GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })
 	gw.Waiting = slices.SortedFunc(slices.Values(in.Waiting), func(a, b Waiting) int {
@@ -90,7 +92,7 @@ func GatewayFor(in Intent, mss uint16) (Gateway, []Problem) {
 	return gw, SortProblems(problems)
 }
 
-func gatewayPeer(p *Peer, endpoints []natengine.Endpoint, mss uint16) GatewayPeer {
+func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) GatewayPeer {
 	return GatewayPeer{
 		ID:         p.ID,
 		Name:       p.Name,
@@ -108,15 +110,14 @@ func gatewayPeer(p *Peer, endpoints []natengine.Endpoint, mss uint16) GatewayPee
 			Pods:           []natengine.Remap{{From: p.Local.Pod, To: p.Local.PodSeen}},
 			External:       []netip.Prefix{p.Local.ExternalSeen},
 			Endpoints:      endpoints,
-			MSS:            mss,
 		},
 		Probe:  netip.AddrPortFrom(FirstHost(p.Remote.ExternalSeen), ProbePort),
 		Origin: p.Origin,
 	}
 }
 
-// byAge orders peers so that of two that contradict each other the one to keep
-// comes first. It is total but for peers that are equal in every respect.
+// byAge orders peers so that of two that contradict each other the one to keep comes first. It is
+// total but for peers that are equal in every respect.
 func byAge(a, b Peer) int {
 	order := cmp.Or(
 		cmp.Compare(a.Created, b.Created), // unknown is 0 and counts as oldest: such a file was written by hand, on purpose
@@ -129,8 +130,8 @@ func byAge(a, b Peer) int {
 	return order
 }
 
-// endpointsFor makes the engine's endpoints out of a peer's mappings and the
-// gateway's own address, sorted by the address seen.
+// endpointsFor makes the engine's endpoints out of a peer's mappings and the gateway's own address,
+// sorted by the address seen.
 func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 	var (
 		r        = report{origin: p.MappingsOrigin}
@@ -178,17 +179,17 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 
 // keeper remembers the peers that are kept, to find contradictions with them.
 type keeper struct {
-	id      string     // our own cluster ID
-	own     [][32]byte // our own public keys
-	first   [2]*Peer   // of IPv4 and of IPv6: sets what our own networks of that family are
-	ids     map[string]*Peer
-	keys    map[[32]byte]*Peer // of all tunnels
-	remotes []remote           // disjoint, sorted by address
-	gates   []gate             // sorted by address; peers behind one NAT share theirs
+	id    string     // our own cluster ID
+	own   [][32]byte // our own public keys
+	first [2]*Peer   // of IPv4 and of IPv6: sets what our own networks of that family are
+	ids   map[string]*Peer
+	keys  map[[32]byte]*Peer // of all tunnels
+	nets  []occupied         // disjoint, sorted by address
+	gates []gate             // sorted by address; peers behind one NAT share theirs
 }
 
-// familyOf is 0 for a peer whose networks are IPv4, 1 for IPv6; check has seen that
-// all four are of one family.
+// familyOf is 0 for a peer whose networks are IPv4, 1 for IPv6; check has seen that all four are of
+// one family.
 func familyOf(p *Peer) int {
 	if p.Local.Pod.Addr().Is4() {
 		return 0
@@ -202,7 +203,8 @@ type gate struct {
 	peer *Peer
 }
 
-type remote struct {
+// occupied is a network that is in use here for a peer.
+type occupied struct {
 	prefix netip.Prefix
 	field  string
 	peer   *Peer
@@ -216,10 +218,10 @@ func (k *keeper) keep(p *Peer) {
 	for _, t := range ends(p.PublicKey, p.Port, p.Tunnels) {
 		k.keys[t.PublicKey] = p
 	}
-	_, _, pod, external := p.pairs()
+	_, _, pod, external := p.pairs(placesInTunnelEndpoint(p.Origin))
 	for _, n := range []pair{pod, external} {
 		at, _ := k.find(n.seen)
-		k.remotes = slices.Insert(k.remotes, at, remote{n.seen, n.field(), p})
+		k.nets = slices.Insert(k.nets, at, occupied{n.seen, n.at().field, p})
 	}
 	if addr, err := netip.ParseAddr(p.Endpoint); err == nil {
 		at := k.gateAt(addr)
@@ -233,16 +235,16 @@ func (k *keeper) gateAt(addr netip.Addr) int {
 	return at
 }
 
-// find returns where prefix belongs in k.remotes, or the first of those it overlaps.
-func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *remote) {
-	at, _ = slices.BinarySearchFunc(k.remotes, prefix, func(r remote, p netip.Prefix) int {
-		return r.prefix.Addr().Compare(p.Addr())
+// find returns where prefix belongs in k.nets, or the first of those it overlaps.
+func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *occupied) {
+	at, _ = slices.BinarySearchFunc(k.nets, prefix, func(o occupied, p netip.Prefix) int {
+		return o.prefix.Addr().Compare(p.Addr())
 	})
-	// Prefixes overlap only when one contains the other, so among disjoint
-	// ones it is enough to look at both neighbours.
-	for i := max(at-1, 0); i <= at && i < len(k.remotes); i++ {
-		if k.remotes[i].prefix.Overlaps(prefix) {
-			return at, &k.remotes[i]
+	// Prefixes overlap only when one contains the other, so among disjoint ones it is enough to
+	// look at both neighbours.
+	for i := max(at-1, 0); i <= at && i < len(k.nets); i++ {
+		if k.nets[i].prefix.Overlaps(prefix) {
+			return at, &k.nets[i]
 		}
 	}
 	return at, nil
@@ -250,59 +252,60 @@ func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *remote) {
 
 // check finds what p, sound by itself, contradicts.
 func (k *keeper) check(p *Peer) []Problem {
-	r := report{origin: p.Origin}
+	at := placesInTunnelEndpoint(p.Origin)
+	var r report
 	if p.ID == k.id {
-		r.add("spec.clusterIdentity.clusterID", "%s is our own cluster ID; want the ID of the remote cluster", quote(p.ID))
+		r.addAt(at.id, "%s is our own cluster ID; want the ID of the remote cluster", quote(p.ID))
 	}
 	if other := k.ids[p.ID]; other != nil {
-		r.add("spec.clusterIdentity.clusterID", "%s is also the cluster of %s; want one TunnelEndpoint for each cluster", quote(p.ID), other.Origin)
+		r.addAt(at.id, "%s is also the cluster of %s; want one TunnelEndpoint for each cluster", quote(p.ID), other.Origin)
 	}
 	if slices.Contains(k.own, p.PublicKey) {
-		r.add("spec.backend_config.publicKey", "is our own public key; want that of cluster %s", quote(p.ID))
+		r.addAt(at.publicKey, "is our own public key; want that of cluster %s", quote(p.ID))
 	}
 	if other := k.keys[p.PublicKey]; other != nil {
-		r.add("spec.backend_config.publicKey", "is also the key of cluster %s (%s); want a key for each cluster", quote(other.ID), other.Origin)
+		r.addAt(at.publicKey, "is also the key of cluster %s (%s); want a key for each cluster", quote(other.ID), other.Origin)
 	}
 	for i, t := range p.Tunnels {
 		if slices.Contains(k.own, t.PublicKey) {
-			r.add(tunnelsField, "tunnel %d has our own public key; want one of cluster %s", i+1, quote(p.ID))
+			r.addAt(at.tunnels, "tunnel %d has our own public key; want one of cluster %s", i+1, quote(p.ID))
 		}
 		if other := k.keys[t.PublicKey]; other != nil {
-			r.add(tunnelsField, "tunnel %d has a key of cluster %s (%s); want keys for each cluster", i+1, quote(other.ID), other.Origin)
+			r.addAt(at.tunnels, "tunnel %d has a key of cluster %s (%s); want keys for each cluster", i+1, quote(other.ID), other.Origin)
 		}
 	}
-	localPod, localExternal, remotePod, remoteExternal := p.pairs()
+	localPod, localExternal, remotePod, remoteExternal := p.pairs(at)
 	if first := k.first[familyOf(p)]; first != nil {
-		firstPod, firstExternal, _, _ := first.pairs()
+		firstPod, firstExternal, _, _ := first.pairs(at)
 		for _, n := range [][2]pair{{localPod, firstPod}, {localExternal, firstExternal}} {
 			if n[0].own != n[1].own {
-				r.add(n[0].ownField, "%v is not the %v that %s has; want the same own network towards all peers", n[0].own, n[1].own, first.Origin)
+				r.addAt(n[0].ownAt, "%v is not the %v that %s has; want the same own network towards all peers", n[0].own, n[1].own, first.Origin)
 			}
 		}
 	}
 	for _, n := range []pair{remotePod, remoteExternal} {
 		if _, other := k.find(n.seen); other != nil {
-			r.add(n.field(), "%v overlaps %v of cluster %s (%s: %s); want a network that no other peer has here",
+			r.addAt(n.at(), "%v overlaps %v of cluster %s (%s: %s); want a network that no other peer has here",
 				n.seen, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
 		}
 		// Either would send the UDP packets of one tunnel into another.
-		if at := k.gateAt(n.seen.Addr()); at < len(k.gates) && n.seen.Contains(k.gates[at].addr) {
-			g := k.gates[at]
-			r.add(n.field(), "%v contains %v, the gateway of cluster %s (%s: spec.endpointIP); want a network without gateways of peers",
+		if i := k.gateAt(n.seen.Addr()); i < len(k.gates) && n.seen.Contains(k.gates[i].addr) {
+			g := k.gates[i]
+			r.addAt(n.at(), "%v contains %v, the gateway of cluster %s (%s: spec.endpointIP); want a network without gateways of peers",
 				n.seen, g.addr, quote(g.peer.ID), g.peer.Origin)
 		}
 	}
 	if addr, err := netip.ParseAddr(p.Endpoint); err == nil {
 		if _, other := k.find(netip.PrefixFrom(addr, addr.BitLen())); other != nil {
-			r.add("spec.endpointIP", "%v is inside %v of cluster %s (%s: %s), which is reached through a tunnel; want an address outside",
+			r.addAt(at.endpoint, "%v is inside %v of cluster %s (%s: %s), which is reached through a tunnel; want an address outside",
 				addr, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
 		}
 	}
 	return r.problems
 }
 
-// RoutePrefixes returns the networks that the host has to route to the gateway,
-// Pb@A and Xb@A of every peer, sorted. They do not overlap.
+// RoutePrefixes returns the networks that the host has to route to the gateway, Pb@A and Xb@A of
+// every peer, sorted. They do not overlap.
 func (g Gateway) RoutePrefixes() []netip.Prefix {
 	prefixes := make([]netip.Prefix, 0, 2*len(g.Peers))
 	for _, p := range g.Peers {
@@ -312,9 +315,9 @@ func (g Gateway) RoutePrefixes() []netip.Prefix {
 	return prefixes
 }
 
-// String prints the gateway as a plan: the WireGuard peer as wg(8) would be told,
-// the host routes and the address translation in words. The same Gateway prints
-// the same, and two that differ in what has to be done print differently.
+// String prints the gateway as a plan: the WireGuard peer as wg(8) would be told, the host routes
+// and the address translation in words. The same Gateway prints the same, and two that differ in
+// what has to be done print differently.
 func (g Gateway) String() string {
 	var b strings.Builder
 	for _, p := range g.Peers {
@@ -358,9 +361,6 @@ func (p GatewayPeer) String() string {
 	}
 	for _, prefix := range p.Rules.External {
 		fmt.Fprintf(&b, "  in destination other of %v drop\n", prefix)
-	}
-	if p.Rules.MSS != 0 {
-		fmt.Fprintf(&b, "  mss %d\n", p.Rules.MSS)
 	}
 	fmt.Fprintf(&b, "  probe %v\n", p.Probe)
 	return b.String()

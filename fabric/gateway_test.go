@@ -14,7 +14,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// engineAccepts is the other side of the contract: what comes out of GatewayFor is never refused by the engine.
+// engineAccepts is the other side of the contract: what comes out of GatewayFor is never refused by
+// the engine.
 func engineAccepts(t testing.TB, gw Gateway) {
 	t.Helper()
 	var rules []natengine.Peer
@@ -57,7 +58,7 @@ func TestGatewayForPlan(t *testing.T) {
 	})
 	b.Created, c.Created = 2000, 1000 // age decides what is kept, not where it stands
 	gw, problems := GatewayFor(Intent{ClusterID: idA, PublicKey: keyOf(1), Peers: []Peer{c, b},
-		Waiting: []Waiting{{"x", Origin{Kind: "NatMapping", Name: "x"}}}}, 1300)
+		Waiting: []Waiting{{"x", Origin{Kind: "NatMapping", Name: "x"}}}})
 	wantTexts(t, problems)
 	engineAccepts(t, gw)
 	const want = `peer bbbbbbbb-2222-4222-8222-222222222222 (b)
@@ -71,7 +72,6 @@ func TestGatewayForPlan(t *testing.T) {
   in destination 10.247.0.2 -> 10.244.3.3
   in destination 10.247.0.3 -> 172.30.0.9
   in destination other of 10.247.0.0/16 drop
-  mss 1300
   probe 10.247.0.1:12345
 peer cccccccc-3333-4333-8333-333333333333 (c)
   wg set peer Y2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2M= endpoint gw.example.com:5871 allowed-ips 10.248.0.0/16,10.249.0.0/16
@@ -84,7 +84,6 @@ peer cccccccc-3333-4333-8333-333333333333 (c)
   in destination 10.244.0.0/16 stays
   in destination 10.245.0.1 -> 169.254.0.1
   in destination other of 10.245.0.0/16 drop
-  mss 1300
   probe 10.249.0.1:12345
 waiting: NatMapping x has mappings for cluster "x", which is no peer yet
 `
@@ -105,7 +104,6 @@ waiting: NatMapping x has mappings for cluster "x", which is no peer yet
 			{Real: ip("10.244.3.3"), Seen: ip("10.247.0.2")},
 			{Real: ip("172.30.0.9"), Seen: ip("10.247.0.3")},
 		},
-		MSS: 1300,
 	}
 	if got := gw.Peers[0].Rules; !reflect.DeepEqual(got, wantRules) {
 		t.Errorf("rules %+v\nwant  %+v", got, wantRules)
@@ -117,7 +115,7 @@ func TestGatewayForIPv6PeerHasTheGatewaysIPv6Address(t *testing.T) {
 		p.Local = Networks{pfx("fd00:1::/48"), pfx("fd00:2::/48"), pfx("fd00:3::/112"), pfx("fd00:3::/112")}
 		p.Remote = Networks{pfx("fd00:1::/48"), pfx("fd00:4::/48"), pfx("fd00:5::/112"), pfx("fd00:5::/112")}
 	})
-	gw, problems := GatewayFor(Intent{Peers: []Peer{p}}, 0)
+	gw, problems := GatewayFor(Intent{Peers: []Peer{p}})
 	wantTexts(t, problems)
 	engineAccepts(t, gw)
 	if got, want := gw.Peers[0].Rules.Endpoints, []natengine.Endpoint{{Real: GatewayAddr6, Seen: ip("fd00:3::1")}}; !slices.Equal(got, want) {
@@ -134,7 +132,7 @@ func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
 		})
 	}
 	peers := []Peer{peer(t, idB, nil), six(idC, "fd04", "fd00:1::/48"), six("d", "fd05", "fd00:1::/48")}
-	gw, problems := GatewayFor(Intent{ClusterID: idA, Peers: peers}, 0)
+	gw, problems := GatewayFor(Intent{ClusterID: idA, Peers: peers})
 	wantTexts(t, problems)
 	if len(gw.Peers) != 3 {
 		t.Errorf("%v", gw)
@@ -142,7 +140,7 @@ func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
 	engineAccepts(t, gw)
 
 	peers[2] = six("d", "fd05", "fd00:9::/48")
-	_, problems = GatewayFor(Intent{ClusterID: idA, Peers: peers}, 0)
+	_, problems = GatewayFor(Intent{ClusterID: idA, Peers: peers})
 	wantTexts(t, problems, "TunnelEndpoint tenant/d: spec.localPodCIDR: fd00:9::/48 is not the fd00:1::/48 that TunnelEndpoint tenant/c has; want the same own network towards all peers")
 }
 
@@ -157,7 +155,8 @@ func TestMetadataServicesAreNoEndpoints(t *testing.T) {
 	}
 }
 
-// Liqo facts, 7.5: what other peers use for us may overlap freely, also with each other's networks.
+// docs/liqo-v0.md, section 7.5: what other peers use for us may overlap freely, also with each
+// other's networks.
 func TestGatewayForAcceptsThatPeersSeeUsAlike(t *testing.T) {
 	b := peer(t, idB, nil)
 	c := peer(t, idC, remotes("10.248.0.0/16", "10.249.0.0/16"))
@@ -165,7 +164,7 @@ func TestGatewayForAcceptsThatPeersSeeUsAlike(t *testing.T) {
 		remotes("10.250.0.0/16", "10.251.0.0/16")(p)
 		p.Local.PodSeen, p.Local.ExternalSeen = pfx("10.248.0.0/16"), pfx("10.247.0.0/16") // Pb@A of c, Xb@A of b
 	})
-	gw, problems := GatewayFor(Intent{Peers: []Peer{b, c, d}}, 0)
+	gw, problems := GatewayFor(Intent{Peers: []Peer{b, c, d}})
 	wantTexts(t, problems)
 	if len(gw.Peers) != 3 {
 		t.Errorf("%d peers, want 3", len(gw.Peers))
@@ -225,7 +224,7 @@ func TestGatewayForRefusesContradictions(t *testing.T) {
 			test.change(&c)
 			in := Intent{ClusterID: idA, PublicKey: keyOf(1), FurtherKeys: [][32]byte{keyOf(9), keyOf(10)}, Peers: []Peer{b, c}}
 			for range 2 {
-				gw, problems := GatewayFor(in, 0)
+				gw, problems := GatewayFor(in)
 				if test.want == "" {
 					wantTexts(t, problems)
 				} else {
@@ -274,7 +273,7 @@ func TestGatewayForLeavesOutMappings(t *testing.T) {
 			b := peer(t, idB, func(p *Peer) {
 				p.Mappings, p.MappingsOrigin = append([]Mapping{good}, test.mappings...), Origin{Kind: "NatMapping", Name: "m"}
 			})
-			gw, problems := GatewayFor(Intent{ClusterID: idA, Peers: []Peer{b}}, 0)
+			gw, problems := GatewayFor(Intent{ClusterID: idA, Peers: []Peer{b}})
 			wantTexts(t, problems, test.want...)
 			want := []natengine.Endpoint{{Real: GatewayAddr, Seen: ip("10.247.0.1")}, {Real: good.Real, Seen: good.Seen}}
 			if len(gw.Peers) != 1 || !slices.Equal(gw.Peers[0].Rules.Endpoints, want) {
@@ -330,7 +329,7 @@ func TestGatewayForIsIndependentOfInputOrder(t *testing.T) {
 	for range 3000 {
 		in := randIntent(rng)
 		before := fmt.Sprintf("%+v", in)
-		gw, problems := GatewayFor(in, 1300)
+		gw, problems := GatewayFor(in)
 		if after := fmt.Sprintf("%+v", in); after != before {
 			t.Fatalf("the input was changed:\n%s\n%s", before, after)
 		}
@@ -347,7 +346,7 @@ func TestGatewayForIsIndependentOfInputOrder(t *testing.T) {
 		rng.Shuffle(len(shuffled.Waiting), func(i, j int) {
 			shuffled.Waiting[i], shuffled.Waiting[j] = shuffled.Waiting[j], shuffled.Waiting[i]
 		})
-		gw2, problems2 := GatewayFor(shuffled, 1300)
+		gw2, problems2 := GatewayFor(shuffled)
 		if !reflect.DeepEqual(gw, gw2) || !slices.Equal(problems, problems2) {
 			t.Fatalf("order matters:\n%s%s\n\n%s%s", gw, strings.Join(texts(problems), "\n"), gw2, strings.Join(texts(problems2), "\n"))
 		}
@@ -359,7 +358,7 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 	var kept, refused int
 	for range 3000 {
 		in := randIntent(rng)
-		gw, _ := GatewayFor(in, 1300)
+		gw, _ := GatewayFor(in)
 		engineAccepts(t, gw)
 
 		// Sound: no pair of networks overlaps, no ID and no key is there twice.
@@ -396,7 +395,7 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 				again.Peers = append(again.Peers, p)
 			}
 		}
-		gw2, _ := GatewayFor(again, 1300)
+		gw2, _ := GatewayFor(again)
 		if !reflect.DeepEqual(gw, gw2) {
 			t.Fatalf("GatewayFor of what it kept differs:\n%s\n%s", gw, gw2)
 		}
@@ -408,7 +407,7 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 				continue
 			}
 			refused++
-			alone, _ := GatewayFor(Intent{ClusterID: in.ClusterID, PublicKey: in.PublicKey, Peers: []Peer{p}}, 0)
+			alone, _ := GatewayFor(Intent{ClusterID: in.ClusterID, PublicKey: in.PublicKey, Peers: []Peer{p}})
 			if len(alone.Peers) == 1 && !contradicts(p, gw) {
 				t.Fatalf("refused for no reason: %+v\nbeside\n%s", p, gw)
 			}
@@ -467,7 +466,7 @@ func BenchmarkGatewayFor(b *testing.B) {
 	}
 	b.ReportAllocs()
 	for b.Loop() {
-		if gw, problems := GatewayFor(in, 0); len(gw.Peers) != 10_000 {
+		if gw, problems := GatewayFor(in); len(gw.Peers) != 10_000 {
 			b.Fatal(len(gw.Peers), problems[0])
 		}
 	}
@@ -519,7 +518,7 @@ func FuzzPeerFrom(f *testing.F) {
 		_, mappings, _ := MappingsFrom(&v1alpha1.NatMapping{Spec: v1alpha1.NatMappingSpec{ClusterID: id, PodCIDR: rp,
 			ExternalCIDR: p.Local.ExternalSeen.String(), ClusterMappings: v1alpha1.EndpointMap{real: seen}}}, originMapB)
 		p.Mappings = mappings
-		gw, problems := GatewayFor(Intent{ClusterID: "own", Peers: []Peer{p}}, 1300)
+		gw, problems := GatewayFor(Intent{ClusterID: "own", Peers: []Peer{p}})
 		if id != "own" && len(gw.Peers) != 1 {
 			t.Errorf("a sound peer is refused: %v", problems)
 		}

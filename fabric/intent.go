@@ -8,14 +8,14 @@ import (
 	"strings"
 )
 
-// GatewayAddr is the gateway's own address inside its cluster: what Liqo gives
-// its tunnel device and calls the endpoint 169.254.0.1 in a NatMapping. It never
-// travels through the tunnel; there it is the first host of Xa@B.
+// GatewayAddr is the gateway's own address inside its cluster: what Liqo gives its tunnel device
+// and calls the endpoint 169.254.0.1 in a NatMapping. It never travels through the tunnel; there it
+// is the first host of Xa@B.
 var GatewayAddr = netip.AddrFrom4([4]byte{169, 254, 0, 1})
 
-// GatewayAddr6 is GatewayAddr for peers whose networks are IPv6, which Liqo
-// does not have. It lies in the discard-only prefix (RFC 6666), because no pod
-// can have such an address and a packet that leaks dies at the first router.
+// GatewayAddr6 is GatewayAddr for peers whose networks are IPv6, which Liqo does not have. It lies
+// in the discard-only prefix (RFC 6666), because no pod can have such an address and a packet that
+// leaks dies at the first router.
 var GatewayAddr6 = netip.MustParseAddr("100::a9fe:1")
 
 // gatewayAddrFor returns the gateway's own address in the family of p.
@@ -29,9 +29,9 @@ func gatewayAddrFor(p netip.Prefix) netip.Addr {
 // ProbePort is the UDP port of the connection check, fixed by Liqo since v0.6.
 const ProbePort = 12345
 
-// FirstHost returns the address after the network address of p: the address at
-// which a gateway answers the connection check within an ExternalCIDR. It is
-// the zero Addr when p is absent or has no room for a host.
+// FirstHost returns the address after the network address of p: the address at which a gateway
+// answers the connection check within an ExternalCIDR. It is the zero Addr when p is absent or has
+// no room for a host.
 func FirstHost(p netip.Prefix) netip.Addr {
 	first := p.Masked().Addr().Next()
 	if !p.Contains(first) {
@@ -40,8 +40,8 @@ func FirstHost(p netip.Prefix) netip.Addr {
 	return first
 }
 
-// Networks are the two networks of one cluster, each as it is there and as the
-// other side of a peering sees it.
+// Networks are the two networks of one cluster, each as it is there and as the other side of a
+// peering sees it.
 type Networks struct {
 	Pod     netip.Prefix // PodCIDR, as in its own cluster
 	PodSeen netip.Prefix // the PodCIDR as the other side sees it; equals Pod when not remapped
@@ -76,9 +76,9 @@ type Peer struct {
 	Origin         Origin // the object this peer was read from
 	MappingsOrigin Origin // the object Mappings were read from; zero when there is none
 
-	// Created is the creation time of the object in seconds since 1970, 0 when
-	// unknown. Of two peers that contradict each other the older one is kept,
-	// so that a newcomer cannot displace a peer by claiming what is its.
+	// Created is the creation time of the object in seconds since 1970, 0 when unknown. Of two
+	// peers that contradict each other the older one is kept, so that a newcomer cannot displace a
+	// peer by claiming what is its.
 	Created int64
 }
 
@@ -89,15 +89,15 @@ type MappingSet struct {
 	Origin   Origin    // the object they were read from
 }
 
-// Waiting names a set of mappings whose peer is not there (yet). That is no
-// Problem: in Kubernetes the NatMapping of a new peering usually comes first.
+// Waiting names a set of mappings whose peer is not there (yet). That is no Problem: in Kubernetes
+// the NatMapping of a new peering usually comes first.
 type Waiting struct {
 	ID     string // cluster ID of the missing peer
 	Origin Origin // the object that waits for it
 }
 
-// Intent is the complete snapshot of what is wanted: a peer that is not in it
-// is not wanted any more. The zero Intent is a gateway without peers.
+// Intent is the complete snapshot of what is wanted: a peer that is not in it is not wanted any
+// more. The zero Intent is a gateway without peers.
 type Intent struct {
 	ClusterID   string     // our own cluster; empty when unknown
 	ClusterName string     // for people
@@ -107,11 +107,10 @@ type Intent struct {
 	Waiting     []Waiting  // in any order; see Attach
 }
 
-// Attach gives every peer the mappings made for its cluster ID. It returns new
-// peers in the order of the given ones, the sets whose peer is missing, and a
-// Problem for every further set of a cluster that has one already (the set whose
-// Origin sorts first is used). Peers that share a cluster ID all get the set;
-// GatewayFor will refuse all but one of them.
+// Attach gives every peer the mappings made for its cluster ID. It returns new peers in the order
+// of the given ones, the sets whose peer is missing, and a Problem for every further set of a
+// cluster that has one already (the set whose Origin sorts first is used). Peers that share a
+// cluster ID all get the set; GatewayFor will refuse all but one of them.
 func Attach(peers []Peer, sets []MappingSet) (attached []Peer, waiting []Waiting, problems []Problem) {
 	sets = slices.SortedFunc(slices.Values(sets), func(a, b MappingSet) int {
 		return cmp.Or(a.Origin.compare(b.Origin), cmp.Compare(a.ID, b.ID),
@@ -148,8 +147,8 @@ func (m Mapping) compare(o Mapping) int {
 	return cmp.Or(m.Seen.Compare(o.Seen), m.Real.Compare(o.Real))
 }
 
-// Origin says which object something was read from, for messages. Fields that
-// do not apply are empty.
+// Origin says which object something was read from, for messages. Fields that do not apply are
+// empty.
 type Origin struct {
 	File      string // base name, only when read from a file
 	Kind      string // "TunnelEndpoint"
@@ -178,8 +177,8 @@ func (o Origin) compare(p Origin) int {
 		cmp.Compare(o.Namespace, p.Namespace), cmp.Compare(o.Name, p.Name))
 }
 
-// Problem is a refusal. It is an error, so that several can be joined by
-// errors.Join; being comparable, two of them are the same when they are ==.
+// Problem is a refusal. It is an error, so that several can be joined by errors.Join; being
+// comparable, two of them are the same when they are ==.
 type Problem struct {
 	Origin  Origin // the object that has it
 	Field   string // JSON path within the object, "spec.remotePodCIDR"; may be empty
@@ -197,8 +196,8 @@ func (p Problem) Error() string {
 	return strings.Join(parts, ": ")
 }
 
-// SortProblems sorts problems by origin, field and message, and removes equal ones.
-// It works in place and returns the shortened slice.
+// SortProblems sorts problems by origin, field and message, and removes equal ones. It works in
+// place and returns the shortened slice.
 func SortProblems(problems []Problem) []Problem {
 	slices.SortFunc(problems, func(a, b Problem) int {
 		return cmp.Or(a.Origin.compare(b.Origin), cmp.Compare(a.Field, b.Field), cmp.Compare(a.Message, b.Message))

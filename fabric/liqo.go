@@ -1,18 +1,57 @@
 package fabric
 
 import (
+	"encoding/base64"
 	"net/netip"
 	"slices"
+	"strconv"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// PeerFrom reads a TunnelEndpoint. It asks for everything the gateway relies
-// upon and reports all that is wrong at once; with any problem the peer is zero.
-// The status of the object is not looked at. o names the object in messages.
+// This file is the one place where values become what Liqo's objects hold, and back: CIDRs as text,
+// "None" for a network that is used as it is, and the map of strings called backend_config.
+
+// places are where the values of a Peer came from.
+type places struct {
+	id, name                                                     place
+	localPod, localPodSeen, localExternal, localExternalSeen     place
+	remotePod, remotePodSeen, remoteExternal, remoteExternalSeen place
+	endpoint, backendType, port, publicKey, tunnels              place
+	localAnswer, remoteAnswer                                    place // of NetworkConfigs alone
+}
+
+// gatewayIn says that what is about the remote gateway is of the object o; a TunnelEndpoint has the
+// same fields for it as a NetworkConfig.
+func (at *places) gatewayIn(o Origin) {
+	at.endpoint, at.backendType = placeIn(o, "spec.endpointIP"), placeIn(o, "spec.backendType")
+	at.port, at.publicKey = placeIn(o, "spec.backend_config.port"), placeIn(o, "spec.backend_config.publicKey")
+	at.tunnels = placeIn(o, tunnelsField)
+}
+
+func placesInTunnelEndpoint(o Origin) places {
+	at := places{
+		id:                 placeIn(o, "spec.clusterIdentity.clusterID"),
+		name:               placeIn(o, "spec.clusterIdentity.clusterName"),
+		localPod:           placeIn(o, "spec.localPodCIDR"),
+		localPodSeen:       placeIn(o, "spec.localNATPodCIDR"),
+		localExternal:      placeIn(o, "spec.localExternalCIDR"),
+		localExternalSeen:  placeIn(o, "spec.localNATExternalCIDR"),
+		remotePod:          placeIn(o, "spec.remotePodCIDR"),
+		remotePodSeen:      placeIn(o, "spec.remoteNATPodCIDR"),
+		remoteExternal:     placeIn(o, "spec.remoteExternalCIDR"),
+		remoteExternalSeen: placeIn(o, "spec.remoteNATExternalCIDR"),
+	}
+	at.gatewayIn(o)
+	return at
+}
+
+// PeerFrom reads a TunnelEndpoint. It asks for everything the gateway relies upon and reports all
+// that is wrong at once; with any problem the peer is zero. The status of the object is not looked
+// at. o names the object in messages.
 func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
-	spec := &te.Spec
-	r := report{origin: o}
+	spec, at := &te.Spec, placesInTunnelEndpoint(o)
+	var r report
 	p := Peer{
 		ID:       spec.ClusterIdentity.ClusterID,
 		Name:     spec.ClusterIdentity.ClusterName,
@@ -22,47 +61,100 @@ func PeerFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Peer, []Problem) {
 	if !te.CreationTimestamp.IsZero() {
 		p.Created = te.CreationTimestamp.Unix()
 	}
-	p.Local.Pod, p.Local.PodSeen = r.networks("spec.localPodCIDR", spec.LocalPodCIDR, "spec.localNATPodCIDR", spec.LocalNATPodCIDR)
-	p.Local.External, p.Local.ExternalSeen = r.networks("spec.localExternalCIDR", spec.LocalExternalCIDR, "spec.localNATExternalCIDR", spec.LocalNATExternalCIDR)
-	p.Remote.Pod, p.Remote.PodSeen = r.networks("spec.remotePodCIDR", spec.RemotePodCIDR, "spec.remoteNATPodCIDR", spec.RemoteNATPodCIDR)
-	p.Remote.External, p.Remote.ExternalSeen = r.networks("spec.remoteExternalCIDR", spec.RemoteExternalCIDR, "spec.remoteNATExternalCIDR", spec.RemoteNATExternalCIDR)
-	if spec.BackendType != v1alpha1.BackendWireGuard {
-		r.add("spec.backendType", "is %s; want %q", quote(spec.BackendType), v1alpha1.BackendWireGuard)
-	}
-	p.Port = r.port("spec.backend_config.port", spec.BackendConfig)
-	p.PublicKey = r.key("spec.backend_config.publicKey", spec.BackendConfig)
-	p.Tunnels = r.furtherTunnels(spec.BackendConfig)
-
-	// What could not be read is zero now and check would report it again.
-	unread := make(map[string]bool, len(r.problems))
-	for _, problem := range r.problems {
-		unread[problem.Field] = true
-	}
-	for _, problem := range p.check() {
-		if !unread[problem.Field] {
-			r.problems = append(r.problems, problem)
-		}
-	}
-	if len(r.problems) > 0 {
-		return Peer{}, SortProblems(r.problems)
-	}
-	return p, nil
+	p.Local.Pod, p.Local.PodSeen = r.remapped(at.localPod, spec.LocalPodCIDR, at.localPodSeen, spec.LocalNATPodCIDR)
+	p.Local.External, p.Local.ExternalSeen = r.remapped(at.localExternal, spec.LocalExternalCIDR, at.localExternalSeen, spec.LocalNATExternalCIDR)
+	p.Remote.Pod, p.Remote.PodSeen = r.remapped(at.remotePod, spec.RemotePodCIDR, at.remotePodSeen, spec.RemoteNATPodCIDR)
+	p.Remote.External, p.Remote.ExternalSeen = r.remapped(at.remoteExternal, spec.RemoteExternalCIDR, at.remoteExternalSeen, spec.RemoteNATExternalCIDR)
+	p.Port, p.PublicKey, p.Tunnels = r.backend(at, spec.BackendType, spec.BackendConfig)
+	return r.checked(p, at)
 }
 
-// MappingsFrom reads a NatMapping. The result holds the entries that are sound,
-// sorted by the address seen; each other entry has a Problem. Without a usable
-// cluster ID or ExternalCIDR no entry is sound. Whether spec.externalCIDR is
-// still the one of the peer is not known here; GatewayFor sees to it.
+// specOf is what PeerFrom reads as p, which is sound.
+func specOf(p Peer) v1alpha1.TunnelEndpointSpec {
+	return v1alpha1.TunnelEndpointSpec{
+		ClusterIdentity:       v1alpha1.ClusterIdentity{ClusterID: p.ID, ClusterName: p.Name},
+		LocalPodCIDR:          p.Local.Pod.String(),
+		LocalNATPodCIDR:       natText(p.Local.Pod, p.Local.PodSeen),
+		LocalExternalCIDR:     p.Local.External.String(),
+		LocalNATExternalCIDR:  natText(p.Local.External, p.Local.ExternalSeen),
+		RemotePodCIDR:         p.Remote.Pod.String(),
+		RemoteNATPodCIDR:      natText(p.Remote.Pod, p.Remote.PodSeen),
+		RemoteExternalCIDR:    p.Remote.External.String(),
+		RemoteNATExternalCIDR: natText(p.Remote.External, p.Remote.ExternalSeen),
+		EndpointIP:            p.Endpoint,
+		BackendType:           v1alpha1.BackendWireGuard,
+		BackendConfig:         backendConfig(p.Port, p.PublicKey, p.Tunnels),
+	}
+}
+
+// NetworkConfigFor is what ClaimFrom reads as c, addressed to a cluster.
+func NetworkConfigFor(c Claim, to v1alpha1.ClusterIdentity) v1alpha1.NetworkConfigSpec {
+	return v1alpha1.NetworkConfigSpec{
+		RemoteCluster: to,
+		PodCIDR:       c.Pod.String(),
+		ExternalCIDR:  c.External.String(),
+		EndpointIP:    c.Endpoint,
+		BackendType:   v1alpha1.BackendWireGuard,
+		BackendConfig: backendConfig(c.Port, c.PublicKey, c.Tunnels),
+	}
+}
+
+func backendConfig(port uint16, key [32]byte, further []TunnelEnd) v1alpha1.BackendConfig {
+	config := v1alpha1.BackendConfig{
+		v1alpha1.ConfigPublicKey: base64.StdEncoding.EncodeToString(key[:]),
+		v1alpha1.ConfigPort:      strconv.Itoa(int(port)),
+	}
+	if len(further) > 0 {
+		config[v1alpha1.ConfigTunnels] = FormatTunnels(further)
+	}
+	return config
+}
+
+// AnswerFor returns what the status of the sender's NetworkConfig says when we use podSeen and
+// externalSeen for its networks: the NAT fields, with None spelled out for a network that is used
+// as it is.
+func AnswerFor(c Claim, podSeen, externalSeen netip.Prefix) (podCIDRNAT, externalCIDRNAT string) {
+	return natText(c.Pod, podSeen), natText(c.External, externalSeen)
+}
+
+func natText(own, seen netip.Prefix) string {
+	if own == seen {
+		return v1alpha1.None
+	}
+	return seen.String()
+}
+
+// SeenBy reads an answer of another cluster: the networks that it uses for the two of the sender.
+// It is false where the answer is absent or makes no sense.
+func SeenBy(nc *v1alpha1.NetworkConfig) (pod, external netip.Prefix, ok bool) {
+	if !nc.Status.Processed {
+		return pod, external, false
+	}
+	var r report // of problems that nobody asks for
+	var p, e pair
+	p.own, p.seen = r.remapped(place{}, nc.Spec.PodCIDR, place{}, nc.Status.PodCIDRNAT)
+	e.own, e.seen = r.remapped(place{}, nc.Spec.ExternalCIDR, place{}, nc.Status.ExternalCIDRNAT)
+	if len(r.problems) > 0 || !r.network(p) || !r.network(e) || p.seen.Overlaps(e.seen) {
+		return netip.Prefix{}, netip.Prefix{}, false
+	}
+	return p.seen, e.seen, true
+}
+
+// MappingsFrom reads a NatMapping. The result holds the entries that are sound, sorted by the
+// address seen; each other entry has a Problem. Without a usable cluster ID or ExternalCIDR no
+// entry is sound. Whether spec.externalCIDR is still the one of the peer is not known here;
+// GatewayFor sees to it.
 func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings []Mapping, problems []Problem) {
 	r := report{origin: o}
 	if wrong := CheckClusterID(nm.Spec.ClusterID); wrong != "" {
 		r.add("spec.clusterID", "%s", wrong)
 	}
-	if pod, ok := r.cidr("spec.podCIDR", nm.Spec.PodCIDR); ok {
-		r.prefix("spec.podCIDR", pod)
+	if pod, ok := r.cidr(r.at("spec.podCIDR"), nm.Spec.PodCIDR); ok {
+		r.prefix(r.at("spec.podCIDR"), pod)
 	}
-	external, ok := r.cidr("spec.externalCIDR", nm.Spec.ExternalCIDR)
-	if ok = ok && r.prefix("spec.externalCIDR", external); !ok || len(r.problems) > 0 {
+	at := r.at("spec.externalCIDR")
+	external, ok := r.cidr(at, nm.Spec.ExternalCIDR)
+	if ok = ok && r.prefix(at, external); !ok || len(r.problems) > 0 {
 		return "", nil, SortProblems(r.problems)
 	}
 	for real, seen := range nm.Spec.ClusterMappings {
@@ -85,39 +177,58 @@ func MappingsFrom(nm *v1alpha1.NatMapping, o Origin) (clusterID string, mappings
 	return nm.Spec.ClusterID, mappings, SortProblems(r.problems)
 }
 
-// networks reads a CIDR and how the other side remapped it.
-func (r *report) networks(field, value, natField, nat string) (own, seen netip.Prefix) {
-	own, _ = r.cidr(field, value)
+// checked returns a peer that was read, or everything that is wrong with it.
+func (r *report) checked(p Peer, at places) (Peer, []Problem) {
+	type field struct {
+		origin Origin
+		path   string
+	}
+	unread := make(map[field]bool, len(r.problems)) // is zero now, and check would report it again
+	for _, problem := range r.problems {
+		unread[field{problem.Origin, problem.Field}] = true
+	}
+	for _, problem := range p.check(at) {
+		if !unread[field{problem.Origin, problem.Field}] {
+			r.problems = append(r.problems, problem)
+		}
+	}
+	if len(r.problems) > 0 {
+		return Peer{}, SortProblems(r.problems)
+	}
+	return p, nil
+}
+
+// remapped reads a CIDR and how the other side remapped it.
+func (r *report) remapped(at place, value string, natAt place, nat string) (own, seen netip.Prefix) {
+	own, _ = r.cidr(at, value)
 	switch nat {
 	case v1alpha1.None:
 		return own, own
 	case "": // not the same: a real gateway refuses it, so that an answer half written is not taken for one
-		r.add(natField, "is empty; want a CIDR or \"None\"")
+		r.addAt(natAt, "is empty; want a CIDR or \"None\"")
 		return own, netip.Prefix{}
 	}
-	seen, _ = r.cidr(natField, nat)
+	seen, _ = r.cidr(natAt, nat)
 	return own, seen
 }
 
-func (r *report) cidr(field, value string) (netip.Prefix, bool) {
+func (r *report) cidr(at place, value string) (netip.Prefix, bool) {
 	if value == "" {
-		r.add(field, "is empty; want a CIDR such as 10.244.0.0/16")
+		r.addAt(at, "is empty; want a CIDR such as 10.244.0.0/16")
 		return netip.Prefix{}, false
 	}
 	p, err := netip.ParsePrefix(value)
-	if err != nil {
-		r.add(field, "%s is not a CIDR; want an address, a slash and a length, such as 10.244.0.0/16", quote(value))
-		return netip.Prefix{}, false
+	switch {
+	case err != nil:
+		r.addAt(at, "%s is not a CIDR; want an address, a slash and a length, such as 10.244.0.0/16", quote(value))
+	case p != p.Masked():
+		r.addAt(at, "%s has host bits set; want %v", quote(value), p.Masked())
+	case p.String() != value:
+		r.addAt(at, "%s is not in canonical form; want %v", quote(value), p)
+	default:
+		return p, true
 	}
-	if p != p.Masked() {
-		r.add(field, "%s has host bits set; want %v", quote(value), p.Masked())
-		return netip.Prefix{}, false
-	}
-	if p.String() != value {
-		r.add(field, "%s is not in canonical form; want %v", quote(value), p)
-		return netip.Prefix{}, false
-	}
-	return p, true
+	return netip.Prefix{}, false
 }
 
 func (r *report) addr(field, which, value string) netip.Addr {
@@ -129,42 +240,34 @@ func (r *report) addr(field, which, value string) netip.Addr {
 	return addr
 }
 
-func (r *report) port(field string, config v1alpha1.BackendConfig) uint16 {
-	value, ok := config[v1alpha1.ConfigPort]
-	if !ok {
-		r.add(field, "is absent; want a UDP port from 1 to 65535")
-		return 0
+// backend reads how a gateway is reached besides its address. Tunnels are what a Liqo does not
+// write.
+func (r *report) backend(at places, backendType string, config v1alpha1.BackendConfig) (port uint16, key [32]byte, further []TunnelEnd) {
+	if backendType != v1alpha1.BackendWireGuard {
+		r.addAt(at.backendType, "is %s; want %q", quote(backendType), v1alpha1.BackendWireGuard)
 	}
-	port, ok := parsePort(value)
-	if !ok {
-		r.add(field, "is %s; want a UDP port from 1 to 65535", quote(value))
-		return 0
+	switch value, ok := config[v1alpha1.ConfigPort]; {
+	case !ok:
+		r.addAt(at.port, "is absent; want a UDP port from 1 to 65535")
+	default:
+		if port, ok = parsePort(value); !ok {
+			r.addAt(at.port, "is %s; want a UDP port from 1 to 65535", quote(value))
+			port = 0
+		}
 	}
-	return port
-}
-
-// furtherTunnels reads what a Liqo does not write.
-func (r *report) furtherTunnels(config v1alpha1.BackendConfig) []TunnelEnd {
-	value, ok := config[v1alpha1.ConfigTunnels]
-	if !ok {
-		return nil
+	var err error
+	switch value, ok := config[v1alpha1.ConfigPublicKey]; {
+	case !ok:
+		r.addAt(at.publicKey, "is absent; want a WireGuard public key in base64")
+	default:
+		if key, err = ParseKey(value); err != nil {
+			r.addAt(at.publicKey, "%v", err)
+		}
 	}
-	further, err := ParseTunnels(value)
-	if err != nil {
-		r.add(tunnelsField, "%v", err)
+	if value, ok := config[v1alpha1.ConfigTunnels]; ok {
+		if further, err = ParseTunnels(value); err != nil {
+			r.addAt(at.tunnels, "%v", err)
+		}
 	}
-	return further
-}
-
-func (r *report) key(field string, config v1alpha1.BackendConfig) (key [32]byte) {
-	value, ok := config[v1alpha1.ConfigPublicKey]
-	if !ok {
-		r.add(field, "is absent; want a WireGuard public key in base64")
-		return key
-	}
-	key, err := ParseKey(value)
-	if err != nil {
-		r.add(field, "%v", err)
-	}
-	return key
+	return port, key, further
 }

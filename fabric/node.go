@@ -4,56 +4,28 @@ import (
 	"cmp"
 	"crypto/sha256"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
-	"strings"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// Everything the route agent owns in a node's kernel. Anything else is foreign.
-// None of these is Liqo's (liqo.vxlan, 18952, 4879) nor the gateway's (4200, 71),
-// so that all three can be on one node.
 const (
-	OverlayDevice = "isthmus.vxlan" // VXLAN between the nodes of one cluster
-	OverlayID     = 4200            // its VNI
-	OverlayPort   = 4800            // its UDP port
-
-	NodeTable    = 4201 // routes to remote networks, or to pods on other nodes
-	NodeProtocol = 72   // RTA_PROTOCOL and FRA_PROTOCOL of everything the agent adds
-
-	// What comes out of the overlay goes into the gateway, if there is one here,
-	// and never back into the overlay: two nodes that disagree for a moment about
-	// where the gateway is do not play ping-pong.
-	OverlayRulePriority = 4198
-	// The agent's rules come before the gateway's, 4200, because a gateway that was
-	// killed leaves routes behind that refuse traffic. They are right until another
-	// gateway is active on another node; from then on they must not be asked.
-	NodeRulePriority = 4199
-
-	// GatewayTable is gateway.RouteTable, which leads to the gateway on its node.
-	GatewayTable = 4200
-
-	mainTable = 254
-	// unreachableMetric is worse than that of every route with a device. The
-	// routes without one outlive the device: traffic for a peer is then refused
-	// instead of leaving by the default route in the clear.
-	unreachableMetric = 420000
-
-	// overlayOverhead is what VXLAN adds over IPv4: 20 IP, 8 UDP, 8 VXLAN, 14
-	// Ethernet. WireGuard adds 60, so a packet that fits a tunnel over the same
-	// underlay always fits the overlay.
+	// overlayOverhead is what VXLAN adds over IPv4: 20 IP, 8 UDP, 8 VXLAN, 14 Ethernet. WireGuard
+	// adds 60, so a packet that fits a tunnel over the same underlay always fits the overlay.
 	overlayOverhead = 50
 	defaultUnderlay = 1500
 	minOverlayMTU   = 576 // RFC 791; on a smaller underlay the outer packets are fragmented
 )
 
-// overlayNetwork holds the overlay addresses of the nodes. It is class E, which
-// Linux routes like any other and hardly anybody else uses.
+// overlayNetwork holds the overlay addresses of the nodes. It is class E, which Linux routes like
+// any other and hardly anybody else uses.
 var overlayNetwork = netip.MustParsePrefix("240.0.0.0/8")
 
-// NodeIntent is the complete snapshot from which a node of a cluster knows what
-// it has to do. Lists are in any order.
+// NodeIntent is the complete snapshot from which a node of a cluster knows what it has to do. Lists
+// are in any order.
 type NodeIntent struct {
 	Self string // name of our node
 	// UnderlayMTU is that of the device with our node's address, in octets; 0 means 1500.
@@ -61,16 +33,20 @@ type NodeIntent struct {
 	Nodes       []ClusterNode
 	Pods        []NodePod
 	Tunnels     []Tunnel
+	// Granted are the networks that peers have here by the books of the IPAM, from the grant to the
+	// end of un-peering; nil: there are no books.
+	Granted []netip.Prefix
 }
 
-// Sort brings the lists into an order that depends on nothing but what is in
-// them, so that equal intents are reflect.DeepEqual.
+// Sort brings the lists into an order that depends on nothing but what is in them, so that equal
+// intents are reflect.DeepEqual.
 func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Nodes, func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
 	slices.SortFunc(in.Pods, func(a, b NodePod) int {
 		return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(a.Node, b.Node), cmp.Compare(a.Created, b.Created))
 	})
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
+	slices.SortFunc(in.Granted, netip.Prefix.Compare)
 }
 
 // ClusterNode is one node of our own cluster.
@@ -81,8 +57,7 @@ type ClusterNode struct {
 	Created  int64          // seconds since 1970; of two nodes that contradict each other the older is kept
 }
 
-// Underlay is the address between which the overlay runs: the first of IPv4, zero
-// if there is none.
+// Underlay is the address between which the overlay runs: the first of IPv4, zero if there is none.
 func (n ClusterNode) Underlay() netip.Addr {
 	for _, a := range n.Addrs {
 		if a.Is4() {
@@ -105,8 +80,8 @@ type Tunnel struct {
 	Gateway netip.Addr // status.gatewayIP, an InternalIP of a node; zero: no gateway is active yet
 }
 
-// TunnelFrom reads a TunnelEndpoint as PeerFrom does, and where its gateway is.
-// With any problem the tunnel is zero.
+// TunnelFrom reads a TunnelEndpoint as PeerFrom does, and where its gateway is. With any problem
+// the tunnel is zero.
 func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 	peer, problems := PeerFrom(te, o)
 	r := report{origin: o, problems: problems}
@@ -124,143 +99,144 @@ func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 	return Tunnel{peer, gateway}, nil
 }
 
-// MAC is an Ethernet address.
-type MAC [6]byte
-
-// String returns six hexadecimal octets with colons.
-func (m MAC) String() string {
-	return fmt.Sprintf("%02x:%02x:%02x:%02x:%02x:%02x", m[0], m[1], m[2], m[3], m[4], m[5])
+// GrantedIn returns the networks that the books of the IPAM give to peers. They are the manager's
+// alone, unlike what peers write about themselves, and name a network from before it is told to
+// anybody to after the last trace of a peering is gone.
+func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
+	var granted []netip.Prefix
+	r := report{origin: Origin{Kind: "IpamStorage", Name: books.Name}}
+	for _, id := range slices.Sorted(maps.Keys(books.Spec.ClusterSubnets)) {
+		subnets := books.Spec.ClusterSubnets[id]
+		for _, f := range []struct{ name, text string }{{"remotePodCIDR", subnets.RemotePodCIDR}, {"remoteExternalCIDR", subnets.RemoteExternalCIDR}} {
+			if f.text == "" {
+				continue // not known yet
+			}
+			p, err := netip.ParsePrefix(f.text)
+			if err != nil || p.Bits() == 0 {
+				r.add("spec.clusterSubnets."+id+"."+f.name, "%s is no network; want CIDR notation", quote(f.text))
+				continue
+			}
+			granted = append(granted, p.Masked())
+		}
+	}
+	return granted, r.problems
 }
 
-// OverlayMAC is the MAC address of a node's overlay device, so that the others
-// know it without asking: 0x66, which is a locally administered unicast address,
-// and five octets of a hash. Liqo has the same with another hash.
-func OverlayMAC(node string) MAC {
+// OverlayMAC is the MAC address of a node's overlay device, so that the others know it without
+// asking: 0x66, which is a locally administered unicast address, and five octets of a hash. Liqo
+// has the same with another hash.
+func OverlayMAC(node string) kernel.MAC {
 	sum := sha256.Sum256([]byte("isthmus-" + node))
-	return MAC{0x66, sum[0], sum[1], sum[2], sum[3], sum[4]}
+	return kernel.MAC{0x66, sum[0], sum[1], sum[2], sum[3], sum[4]}
 }
 
-// OverlayAddr is a node's address in the overlay, as in Liqo: 240 and the last
-// three octets of the node's IPv4 address.
+// OverlayAddr is a node's address in the overlay, as in Liqo: 240 and the last three octets of the
+// node's IPv4 address.
 func OverlayAddr(node netip.Addr) netip.Addr {
 	a := node.As4()
 	a[0] = overlayNetwork.Addr().As4()[0]
 	return netip.AddrFrom4(a)
 }
 
-// Node is what the route agent of one node has to make true, complete and
-// sorted: what is not in it has to go. The order of the fields is the order in
-// which to add.
-type Node struct {
-	Devices   []Device // none or one
-	Sysctls   []Sysctl
-	Links     []Link // none or one
-	Addresses []Address
-	FDB       []FDBEntry
-	Neighbors []Neighbor
-	Routes    []Route
-	Rules     []Rule
-}
-
-// The kinds of kernel objects. Each is a comparable value, so "the same" is ==.
-type (
-	// Device is the overlay device with what the kernel does not let change.
-	Device struct {
-		ID       uint32
-		Port     uint16
-		Local    netip.Addr
-		Learning bool
-	}
-	// Link is what can be changed of the overlay device.
-	Link struct {
-		MAC MAC
-		MTU int
-		Up  bool
-	}
-	// Sysctl is a value in the file below /proc/sys.
-	Sysctl struct{ Path, Value string }
-	// Address is one of the overlay device.
-	Address struct{ Prefix netip.Prefix }
-	// FDBEntry says behind which node a MAC address is.
-	FDBEntry struct {
-		MAC  MAC
-		Node netip.Addr
-	}
-	// Neighbor says which MAC address an overlay address has.
-	Neighbor struct {
-		Addr netip.Addr
-		MAC  MAC
-	}
-	// Route is one of the table, or of the main table, with NodeProtocol.
-	Route struct {
-		Prefix netip.Prefix
-		Kind   RouteKind
-		Via    netip.Addr // ViaOverlay only
-		Table  int
-		Metric int
-	}
-	// Rule is an IPv4 policy rule. Zero fields do not select.
-	Rule struct {
-		Priority int
-		In       string // device that the packet came by
-		From, To netip.Prefix
-		Table    int
-	}
-)
-
-// RouteKind says what a Route does with a packet.
-type RouteKind uint8
-
-// The kinds of routes.
-const (
-	ViaOverlay  RouteKind = iota // to the node Via
-	OnOverlay                    // whoever has the address is in the overlay
-	Unreachable                  // the sender is told so
-	Throw                        // the next rule is asked
-)
-
 // NodeFor decides what our node has to be.
 //
-// On a node without the gateway, packets for a remote network go through the
-// overlay to the gateway's node. On the gateway's node packets from a remote
-// network go through the overlay to the pod's node: the way its answers come, so
-// that neither strict rp_filter nor a cloud's anti-spoofing sees an address where
-// it does not expect it. Traffic within the cluster is not touched.
+// On a node without the gateway, packets for a remote network go through the overlay to the
+// gateway's node. On the gateway's node packets from a remote network go through the overlay to the
+// pod's node: the way its answers come, so that neither strict rp_filter nor a cloud's
+// anti-spoofing sees an address where it does not expect it. Traffic within the cluster is not
+// touched.
 //
-// Which peers count is decided by GatewayFor, as in the gateway. A network that
-// contains a node is refused, since the overlay's own packets would go into the
-// overlay. Of two nodes with one overlay address the older one has it. When our
-// node is not among in.Nodes, the Node is zero and the only Problem says so.
-func NodeFor(in NodeIntent) (Node, []Problem) {
+// Packets for a network of a peer leave on these ways only. Where there is none (no gateway yet,
+// IPv6 on another node, a peer that GatewayFor refuses) they are refused, from the grant of the
+// network on, and so is what a peer may send to pods that the overlay does not reach.
+//
+// Which peers count is decided by GatewayFor, as in the gateway. A node's address in a network of a
+// peer is not believed. Of two nodes with one overlay address the older one has it. When our node
+// is not among in.Nodes, the State only refuses, and one Problem says so.
+func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), func(a, b ClusterNode) int {
 		return cmp.Or(cmp.Compare(a.Created, b.Created), cmp.Compare(a.Name, b.Name))
 	})
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
+	d := nodeDecision{nodes: nodes}
+	d.refuse(in.Refused())
 	if at < 0 {
-		return Node{}, []Problem{{Origin{Kind: "Node", Name: in.Self}, "", "is not there; want the name of the Node on which the agent runs"}}
+		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "is not there; want the name of the Node on which the agent runs")
+		return d.node, d.problems
 	}
-	d := nodeDecision{self: nodes[at], nodes: nodes}
+	d.disbelieve()
+	d.self = nodes[at]
 	d.findOverlays()
 	if own, ok := d.overlay[in.Self]; ok {
 		d.addOverlay(own, in.UnderlayMTU)
 	}
+	d.addFilter(in.Tunnels)
 	if d.addTunnels(in.Tunnels) {
 		d.addPods(in.Pods)
 	}
-	d.node.sort()
+	d.sort()
 	return d.node, SortProblems(d.problems)
 }
 
 type nodeDecision struct {
 	self     ClusterNode
 	nodes    []ClusterNode         // the oldest first
+	refused  []netip.Prefix        // networks of peers
 	overlay  map[string]netip.Addr // overlay addresses by name of the node
-	node     Node
+	node     kernel.State
 	problems []Problem
 }
 
 func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
 	d.problems = append(d.problems, Problem{o, field, fmt.Sprintf(format, args...)})
+}
+
+// Refused are all networks of peers, whether there is a way to them or not.
+func (in *NodeIntent) Refused() []netip.Prefix {
+	all := slices.Clone(in.Granted)
+	for _, t := range in.Tunnels {
+		all = append(all, t.Peer.Remote.PodSeen, t.Peer.Remote.ExternalSeen)
+	}
+	all = slices.DeleteFunc(all, func(p netip.Prefix) bool { return !p.IsValid() || p.Overlaps(overlayNetwork) })
+	for i := range all {
+		all[i] = all[i].Masked()
+	}
+	slices.SortFunc(all, netip.Prefix.Compare)
+	return slices.Compact(all)
+}
+
+// refuse adds the routes that are asked when no other of ours leads anywhere.
+func (d *nodeDecision) refuse(networks []netip.Prefix) {
+	d.refused = networks
+	d.node = RefusingState(networks)
+}
+
+// RefusingState is the part of every node's State that refuses the networks.
+func RefusingState(networks []netip.Prefix) (s kernel.State) {
+	var families [2]bool
+	for _, p := range networks {
+		s.Routes = append(s.Routes, kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.RefuseTable,
+			Metric: kernel.UnreachableMetric, Protocol: kernel.NodeProtocol})
+		if i := p.Addr().BitLen() / 128; !families[i] {
+			families[i] = true
+			s.Rules = append(s.Rules, kernel.Rule{V6: i == 1, Priority: kernel.RefuseRulePriority, Table: kernel.RefuseTable, Protocol: kernel.NodeProtocol})
+		}
+	}
+	return s
+}
+
+// disbelieve leaves out addresses of nodes that are in networks of peers. Who can write the status
+// of one Node must not make the others send there without the tunnel.
+func (d *nodeDecision) disbelieve() {
+	for i, n := range d.nodes {
+		d.nodes[i].Addrs = slices.DeleteFunc(slices.Clone(n.Addrs), func(a netip.Addr) bool {
+			at := slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(a) })
+			if at >= 0 {
+				d.problem(Origin{Kind: "Node", Name: n.Name}, "status.addresses", "%v is in %v, a network of a peer; want an address outside", a, d.refused[at])
+			}
+			return at >= 0
+		})
+	}
 }
 
 // findOverlays gives nodes their overlay addresses.
@@ -295,26 +271,48 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	}
 	mtu := min(max(underlayMTU-overlayOverhead, minOverlayMTU), 65535-overlayOverhead)
 	s := &d.node
-	s.Devices = []Device{{ID: OverlayID, Port: OverlayPort, Local: d.self.Underlay()}}
-	s.Links = []Link{{MAC: OverlayMAC(d.self.Name), MTU: mtu, Up: true}}
-	s.Sysctls = []Sysctl{
-		{"net/ipv4/conf/" + OverlayDevice + "/forwarding", "1"},
-		{"net/ipv4/conf/" + OverlayDevice + "/rp_filter", "2"}, // a pod of another node comes by it before we know where that pod is
+	const dev = kernel.OverlayDevice
+	s.Devices = []kernel.Device{{Name: dev, VXLAN: kernel.VXLAN{ID: kernel.OverlayID, Port: kernel.OverlayPort, Local: d.self.Underlay()}}}
+	s.Links = []kernel.Link{{Name: dev, MAC: OverlayMAC(d.self.Name), MTU: mtu, Up: true}}
+	s.Settings = []kernel.Setting{
+		{Path: "net/ipv4/conf/" + dev + "/forwarding", Value: "1"},
+		{Path: "net/ipv4/conf/" + dev + "/rp_filter", Value: "2"}, // a pod of another node comes by it before we know where that pod is
 	}
-	s.Addresses = []Address{{netip.PrefixFrom(own, overlayNetwork.Bits())}}
-	s.Routes = append(s.Routes, Route{Prefix: overlayNetwork, Kind: OnOverlay, Table: mainTable})
-	s.Rules = append(s.Rules, Rule{Priority: OverlayRulePriority, In: OverlayDevice, Table: GatewayTable})
+	s.Addresses = []kernel.Address{{Dev: dev, Prefix: netip.PrefixFrom(own, overlayNetwork.Bits())}}
+	d.route(kernel.Route{Prefix: overlayNetwork, Dev: dev, Table: kernel.MainTable})
+	d.rule(kernel.Rule{Priority: kernel.OverlayRulePriority, Iif: dev, Table: kernel.GatewayTable})
 	for _, n := range d.nodes {
 		if addr, ok := d.overlay[n.Name]; ok && n.Name != d.self.Name {
 			mac := OverlayMAC(n.Name)
-			s.FDB = append(s.FDB, FDBEntry{mac, n.Underlay()})
-			s.Neighbors = append(s.Neighbors, Neighbor{addr, mac})
+			s.FDB = append(s.FDB, kernel.FDBEntry{Dev: dev, MAC: mac, Dst: n.Underlay()})
+			s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})
 		}
 	}
 }
 
-// addTunnels adds rules and routes for the remote networks; here says that a
-// gateway is on our node.
+// addFilter keeps others out of the overlay, and peers from our node itself.
+func (d *nodeDecision) addFilter(tunnels []Tunnel) {
+	var nodes, own []netip.Addr
+	var pods []netip.Prefix
+	for _, n := range d.nodes {
+		pods = append(pods, n.PodCIDRs...)
+		if _, ok := d.overlay[n.Name]; ok && n.Name != d.self.Name {
+			nodes = append(nodes, n.Underlay())
+		}
+	}
+	for _, t := range tunnels {
+		pods = append(pods, t.Peer.Local.Pod)
+	}
+	for _, a := range d.self.Addrs {
+		if !slices.ContainsFunc(pods, func(p netip.Prefix) bool { return p.Contains(a) }) {
+			own = append(own, a)
+		}
+	}
+	d.node.Filters = []kernel.Filter{kernel.FilterFor(nodes, d.refused, own)}
+}
+
+// addTunnels adds rules and routes for the remote networks; here says that a gateway is on our
+// node.
 func (d *nodeDecision) addTunnels(tunnels []Tunnel) (here bool) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))
@@ -323,26 +321,23 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (here bool) {
 		gateways[t.Peer.Origin] = t.Gateway
 	}
 	byAddr := make(map[netip.Addr]ClusterNode, len(d.nodes))
-	var addrs []netip.Addr
 	for _, n := range d.nodes {
 		for _, a := range n.Addrs {
 			if _, taken := byAddr[a]; !taken {
 				byAddr[a] = n
-				addrs = append(addrs, a)
 			}
 		}
 	}
-	slices.SortFunc(addrs, netip.Addr.Compare)
 
-	kept, problems := GatewayFor(Intent{Peers: peers}, 0)
+	kept, problems := GatewayFor(Intent{Peers: peers})
 	d.problems = append(d.problems, problems...)
 	for i := range kept.Peers {
 		p := &kept.Peers[i]
 		gateway := gateways[p.Origin]
 		if !gateway.IsValid() {
-			continue // as Liqo's agent: nothing before there is a gateway
+			continue // nowhere to go yet
 		}
-		if !d.carries(p, addrs, byAddr) {
+		if !d.carries(p) {
 			continue
 		}
 		where, known := byAddr[gateway]
@@ -352,35 +347,31 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (here bool) {
 		if known && where.Name == d.self.Name {
 			here = true
 			for _, prefix := range p.AllowedIPs {
-				d.node.Rules = append(d.node.Rules, Rule{Priority: NodeRulePriority, From: prefix, Table: NodeTable})
+				d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, From: prefix, Table: kernel.NodeTable})
 			}
 			continue
 		}
 		via, reachable := d.overlay[where.Name]
 		for _, prefix := range p.AllowedIPs {
-			d.node.Rules = append(d.node.Rules, Rule{Priority: NodeRulePriority, To: prefix, Table: NodeTable})
+			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
 			if reachable && len(d.node.Devices) > 0 {
-				d.node.Routes = append(d.node.Routes, Route{Prefix: prefix, Kind: ViaOverlay, Via: via, Table: NodeTable})
+				d.viaOverlay(prefix, via)
 			}
-			d.node.Routes = append(d.node.Routes, Route{Prefix: prefix, Kind: Unreachable, Table: NodeTable, Metric: unreachableMetric})
+			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
 		}
 	}
 	return here
 }
 
-// carries says whether the overlay can carry the networks of a peer. addrs are
-// those of all nodes, sorted.
-func (d *nodeDecision) carries(p *GatewayPeer, addrs []netip.Addr, nodes map[netip.Addr]ClusterNode) bool {
+// carries says whether the overlay can carry the networks of a peer.
+func (d *nodeDecision) carries(p *GatewayPeer) bool {
 	before := len(d.problems)
 	for i, prefix := range p.AllowedIPs {
 		field := [2]string{"spec.remotePodCIDR", "spec.remoteExternalCIDR"}[i]
 		if own := [2]netip.Prefix{p.Remote.Pod, p.Remote.External}[i]; own != prefix {
 			field = [2]string{"spec.remoteNATPodCIDR", "spec.remoteNATExternalCIDR"}[i]
 		}
-		first, _ := slices.BinarySearchFunc(addrs, prefix.Addr(), netip.Addr.Compare)
 		switch {
-		case first < len(addrs) && prefix.Contains(addrs[first]):
-			d.problem(p.Origin, field, "%v contains %v, the address of Node %s; want a network without nodes", prefix, addrs[first], nodes[addrs[first]].Name)
 		case prefix.Overlaps(overlayNetwork):
 			d.problem(p.Origin, field, "%v overlaps %v, the overlay between the nodes; want a network outside", prefix, overlayNetwork)
 		case prefix.Addr().Is6() && len(d.nodes) > 1:
@@ -392,9 +383,9 @@ func (d *nodeDecision) carries(p *GatewayPeer, addrs []netip.Addr, nodes map[net
 	return len(d.problems) == before
 }
 
-// addPods adds the routes to pods on other nodes, for the rules of the gateway's
-// node: one for the network of each node, and one for each pod that is not where
-// these networks say. A CNI with an address management of its own has many such.
+// addPods adds the routes to pods on other nodes, for the rules of the gateway's node: one for the
+// network of each node, and one for each pod that is not where these networks say. A CNI with an
+// address management of its own has many such.
 func (d *nodeDecision) addPods(pods []NodePod) {
 	type network struct {
 		prefix netip.Prefix
@@ -429,7 +420,10 @@ func (d *nodeDecision) addPods(pods []NodePod) {
 			}
 			networks = slices.Insert(networks, at, network{p, n.Name})
 			if via, ok := d.overlay[n.Name]; ok && n.Name != d.self.Name && len(d.node.Devices) > 0 {
-				d.node.Routes = append(d.node.Routes, Route{Prefix: p, Kind: ViaOverlay, Via: via, Table: NodeTable})
+				d.viaOverlay(p, via)
+			}
+			if n.Name != d.self.Name { // what comes from a peer does not go there beside the overlay
+				d.route(kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
 			}
 		}
 	}
@@ -448,156 +442,35 @@ func (d *nodeDecision) addPods(pods []NodePod) {
 		switch {
 		case covered && owner == p.Node:
 		case reachable:
-			d.node.Routes = append(d.node.Routes, Route{Prefix: host, Kind: ViaOverlay, Via: via, Table: NodeTable})
+			d.viaOverlay(host, via)
 		case covered && owner != d.self.Name:
-			d.node.Routes = append(d.node.Routes, Route{Prefix: host, Kind: Throw, Table: NodeTable})
+			d.route(kernel.Route{Prefix: host, Type: kernel.Throw, Table: kernel.NodeTable})
 		}
 	}
 }
 
-func (n *Node) sort() {
-	slices.SortFunc(n.FDB, func(a, b FDBEntry) int { return a.Node.Compare(b.Node) })
-	slices.SortFunc(n.Neighbors, func(a, b Neighbor) int { return a.Addr.Compare(b.Addr) })
-	slices.SortFunc(n.Routes, func(a, b Route) int {
+// viaOverlay adds the route to a network behind another node.
+func (d *nodeDecision) viaOverlay(prefix netip.Prefix, node netip.Addr) {
+	d.route(kernel.Route{Prefix: prefix, Via: node, Dev: kernel.OverlayDevice, Table: kernel.NodeTable})
+}
+
+func (d *nodeDecision) route(r kernel.Route) {
+	r.Protocol = kernel.NodeProtocol
+	d.node.Routes = append(d.node.Routes, r)
+}
+
+func (d *nodeDecision) rule(r kernel.Rule) {
+	r.Protocol = kernel.NodeProtocol
+	d.node.Rules = append(d.node.Rules, r)
+}
+
+func (d *nodeDecision) sort() {
+	slices.SortFunc(d.node.FDB, func(a, b kernel.FDBEntry) int { return a.Dst.Compare(b.Dst) })
+	slices.SortFunc(d.node.Neighbors, func(a, b kernel.Neighbor) int { return a.Addr.Compare(b.Addr) })
+	slices.SortFunc(d.node.Routes, func(a, b kernel.Route) int {
 		return cmp.Or(cmp.Compare(a.Table, b.Table), a.Prefix.Compare(b.Prefix), cmp.Compare(a.Metric, b.Metric))
 	})
-	slices.SortFunc(n.Rules, func(a, b Rule) int {
-		return cmp.Or(cmp.Compare(a.Priority, b.Priority), a.From.Compare(b.From), a.To.Compare(b.To), cmp.Compare(a.In, b.In))
+	slices.SortStableFunc(d.node.Rules, func(a, b kernel.Rule) int {
+		return cmp.Or(cmp.Compare(a.Priority, b.Priority), a.From.Compare(b.From), a.To.Compare(b.To), cmp.Compare(a.Iif, b.Iif))
 	})
-}
-
-// String prints the node as commands that an operator could type, in the order
-// in which to type them.
-func (n Node) String() string {
-	var b strings.Builder
-	line := func(command string) { b.WriteString(command + "\n") }
-	for _, v := range n.Devices {
-		line(v.Add())
-	}
-	for _, v := range n.Sysctls {
-		line(v.Add())
-	}
-	for _, v := range n.Links {
-		line(v.Add())
-	}
-	for _, v := range n.Addresses {
-		line(v.Add())
-	}
-	for _, v := range n.FDB {
-		line(v.Add())
-	}
-	for _, v := range n.Neighbors {
-		line(v.Add())
-	}
-	for _, v := range n.Routes {
-		line(v.Add())
-	}
-	for _, v := range n.Rules {
-		line(v.Add())
-	}
-	return b.String()
-}
-
-// Add returns the command that makes the device.
-func (d Device) Add() string {
-	learning := "nolearning"
-	if d.Learning {
-		learning = "learning"
-	}
-	return fmt.Sprintf("ip link add %s type vxlan id %d local %v dstport %d %s", OverlayDevice, d.ID, d.Local, d.Port, learning)
-}
-
-// Del returns the command that removes the device, and all that hangs on it.
-func (d Device) Del() string { return "ip link del " + OverlayDevice }
-
-// Add returns the command that sets the link.
-func (l Link) Add() string {
-	state := "down"
-	if l.Up {
-		state = "up"
-	}
-	return fmt.Sprintf("ip link set %s address %v mtu %d %s", OverlayDevice, l.MAC, l.MTU, state)
-}
-
-// Del returns "": the link goes with the device.
-func (l Link) Del() string { return "" }
-
-// Add returns the command that sets the value.
-func (s Sysctl) Add() string { return "sysctl -w " + s.Path + "=" + s.Value }
-
-// Del returns "": a value has no absence.
-func (s Sysctl) Del() string { return "" }
-
-// Add returns the command that adds the address. The route to its network is
-// among the routes, where it can be told from a foreign one.
-func (a Address) Add() string {
-	return fmt.Sprintf("ip addr replace %v dev %s noprefixroute", a.Prefix, OverlayDevice)
-}
-
-// Del returns the command that removes the address.
-func (a Address) Del() string { return fmt.Sprintf("ip addr del %v dev %s", a.Prefix, OverlayDevice) }
-
-// Add returns the command that adds the entry.
-func (f FDBEntry) Add() string {
-	return fmt.Sprintf("bridge fdb replace %v dev %s dst %v self permanent", f.MAC, OverlayDevice, f.Node)
-}
-
-// Del returns the command that removes the entry.
-func (f FDBEntry) Del() string {
-	return fmt.Sprintf("bridge fdb del %v dev %s dst %v self", f.MAC, OverlayDevice, f.Node)
-}
-
-// Add returns the command that adds the neighbour.
-func (n Neighbor) Add() string {
-	return fmt.Sprintf("ip neigh replace %v lladdr %v dev %s nud permanent", n.Addr, n.MAC, OverlayDevice)
-}
-
-// Del returns the command that removes the neighbour.
-func (n Neighbor) Del() string { return fmt.Sprintf("ip neigh del %v dev %s", n.Addr, OverlayDevice) }
-
-// Add returns the command that adds the route.
-func (r Route) Add() string { return r.command("replace") }
-
-// Del returns the command that removes the route.
-func (r Route) Del() string { return r.command("del") }
-
-func (r Route) command(verb string) string {
-	c := "ip route " + verb + " "
-	switch r.Kind {
-	case ViaOverlay:
-		c += fmt.Sprintf("%v via %v dev %s onlink", r.Prefix, r.Via, OverlayDevice)
-	case OnOverlay:
-		c += fmt.Sprintf("%v dev %s", r.Prefix, OverlayDevice)
-	case Unreachable:
-		c += fmt.Sprintf("unreachable %v", r.Prefix)
-	case Throw:
-		c += fmt.Sprintf("throw %v", r.Prefix)
-	}
-	if r.Table != mainTable {
-		c += fmt.Sprintf(" table %d", r.Table)
-	}
-	if r.Metric != 0 {
-		c += fmt.Sprintf(" metric %d", r.Metric)
-	}
-	return c + fmt.Sprintf(" proto %d", NodeProtocol)
-}
-
-// Add returns the command that adds the rule.
-func (r Rule) Add() string { return r.command("add") }
-
-// Del returns the command that removes the rule.
-func (r Rule) Del() string { return r.command("del") }
-
-func (r Rule) command(verb string) string {
-	c := fmt.Sprintf("ip rule %s priority %d", verb, r.Priority)
-	if r.From.IsValid() {
-		c += fmt.Sprintf(" from %v", r.From)
-	}
-	if r.To.IsValid() {
-		c += fmt.Sprintf(" to %v", r.To)
-	}
-	if r.In != "" {
-		c += " iif " + r.In
-	}
-	return c + fmt.Sprintf(" lookup %d protocol %d", r.Table, NodeProtocol)
 }

@@ -7,6 +7,9 @@ import (
 	"slices"
 	"strings"
 	"testing"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
 // Three nodes of cluster A, whose gateway is on n1; peer B is 10.246.0.0/16 and 10.247.0.0/16 here.
@@ -50,15 +53,21 @@ ip route replace 240.0.0.0/8 dev isthmus.vxlan proto 72
 func TestNodeWithTheGatewayLeadsRemoteSourcesThroughTheOverlay(t *testing.T) {
 	n, problems := NodeFor(nodeIntent(t, "n1"))
 	wantTexts(t, problems)
+	n.Filters = nil
 	const want = overlayOnN1 + `ip route replace 10.244.2.0/24 via 240.30.1.12 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace unreachable 10.244.2.0/24 table 4201 metric 420000 proto 72
 ip route replace 10.244.2.99/32 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
 ip route replace 10.244.3.0/24 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace unreachable 10.244.3.0/24 table 4201 metric 420000 proto 72
 ip route replace throw 10.244.3.99/32 table 4201 proto 72
 ip route replace 10.244.77.7/32 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
 ip route replace 10.244.96.1/32 via 240.30.1.12 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
+ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
 ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
 ip rule add priority 4199 from 10.246.0.0/16 lookup 4201 protocol 72
 ip rule add priority 4199 from 10.247.0.0/16 lookup 4201 protocol 72
+ip rule add priority 4202 lookup 4202 protocol 72
 `
 	if got := n.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
@@ -72,22 +81,86 @@ func TestNodeWithoutTheGatewayLeadsRemoteNetworksThroughTheOverlay(t *testing.T)
 ip route replace unreachable 10.246.0.0/16 table 4201 metric 420000 proto 72
 ip route replace 10.247.0.0/16 via 240.30.1.11 dev isthmus.vxlan onlink table 4201 proto 72
 ip route replace unreachable 10.247.0.0/16 table 4201 metric 420000 proto 72
+ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
+ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
 ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
 ip rule add priority 4199 to 10.246.0.0/16 lookup 4201 protocol 72
 ip rule add priority 4199 to 10.247.0.0/16 lookup 4201 protocol 72
+ip rule add priority 4202 lookup 4202 protocol 72
 `
 	if got := n.String(); !strings.HasSuffix(got, "proto 72\n"+want) {
 		t.Errorf("got\n%s\nwant at the end\n%s", got, want)
 	}
 }
 
-func TestNodeDoesNothingForAPeerBeforeThereIsAGateway(t *testing.T) {
+func TestNodeOnlyRefusesTheNetworksOfAPeerBeforeThereIsAGateway(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	in.Tunnels[0].Gateway = netip.Addr{}
 	n, problems := NodeFor(in)
 	wantTexts(t, problems)
-	if got, want := n.String(), overlayOnN1+"ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72\n"; got != want {
+	n.Filters = nil
+	const want = overlayOnN1 + `ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
+ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
+ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
+ip rule add priority 4202 lookup 4202 protocol 72
+`
+	if got := n.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// The slow and obvious reading of rules and tables, for a packet of a pod of the node.
+func refuses(n kernel.State, to netip.Addr) bool {
+	for _, rule := range n.Rules {
+		if rule.V6 != to.Is6() || rule.Iif != "" || rule.From.IsValid() || rule.To.IsValid() && !rule.To.Contains(to) {
+			continue
+		}
+		best := kernel.Route{}
+		for _, r := range n.Routes {
+			if r.Table == rule.Table && r.Prefix.Contains(to) && (!best.Prefix.IsValid() || r.Prefix.Bits() > best.Prefix.Bits() ||
+				r.Prefix.Bits() == best.Prefix.Bits() && r.Metric < best.Metric) {
+				best = r
+			}
+		}
+		if best.Prefix.IsValid() && best.Type != kernel.Throw {
+			return best.Type == kernel.Unreachable || best.Dev == kernel.OverlayDevice
+		}
+	}
+	return false
+}
+
+// Nothing that anybody but the IPAM says makes a granted network leave by the default route.
+func TestNodeNeverLetsAGrantedNetworkLeaveInTheClear(t *testing.T) {
+	granted := []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16"), pfx("10.99.0.0/20"), pfx("fd00:246::/48")}
+	for name, change := range map[string]func(*NodeIntent){
+		"all is well":                  func(*NodeIntent) {},
+		"no TunnelEndpoint":            func(in *NodeIntent) { in.Tunnels = nil },
+		"no gateway":                   func(in *NodeIntent) { in.Tunnels[0].Gateway = netip.Addr{} },
+		"a gateway nobody knows":       func(in *NodeIntent) { in.Tunnels[0].Gateway = ip("192.0.2.9") },
+		"no Nodes":                     func(in *NodeIntent) { in.Nodes = nil },
+		"no other Nodes":               func(in *NodeIntent) { in.Nodes = in.Nodes[1:2] },
+		"no Pods":                      func(in *NodeIntent) { in.Pods = nil },
+		"a node claims to be in it":    func(in *NodeIntent) { in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("10.246.0.9")) },
+		"a node is in it":              func(in *NodeIntent) { in.Nodes[2].Addrs = []netip.Addr{ip("10.246.0.9")} },
+		"the gateway claims to be":     func(in *NodeIntent) { in.Nodes[0].Addrs = []netip.Addr{ip("10.247.0.9")} },
+		"a node claims it for pods":    func(in *NodeIntent) { in.Nodes[2].PodCIDRs = []netip.Prefix{pfx("10.246.0.0/16")} },
+		"a pod claims an address":      func(in *NodeIntent) { in.Pods = append(in.Pods, NodePod{ip("10.246.0.9"), "n3", 9}) },
+		"two peers have the same":      func(in *NodeIntent) { in.Tunnels = append(in.Tunnels, in.Tunnels[0]) },
+		"our node has no address":      func(in *NodeIntent) { in.Nodes[1].Addrs = nil },
+		"the overlay is the network's": func(in *NodeIntent) { in.Tunnels[0].Peer.Remote.PodSeen = pfx("240.0.0.0/8") },
+	} {
+		in := nodeIntent(t, "n2")
+		in.Granted = granted
+		change(&in)
+		n, _ := NodeFor(in)
+		for _, to := range []string{"10.246.0.9", "10.247.255.255", "10.99.1.1", "fd00:246::9"} {
+			if !refuses(n, ip(to)) {
+				t.Errorf("%s: %s leaves\n%s", name, to, n)
+			}
+		}
+		if refuses(n, ip("192.0.2.1")) || refuses(n, ip("10.244.2.5")) {
+			t.Errorf("%s: refuses what is no peer's\n%s", name, n)
+		}
 	}
 }
 
@@ -139,10 +212,6 @@ func TestNodeLeavesOutWhatTheOverlayCannotCarry(t *testing.T) {
 		change func(*NodeIntent)
 		want   string
 	}{
-		"a remote network with our nodes in it": {
-			func(in *NodeIntent) { in.Tunnels[0].Peer.Remote.PodSeen = pfx("172.30.0.0/16") },
-			"TunnelEndpoint tenant/b: spec.remoteNATPodCIDR: 172.30.0.0/16 contains 172.30.1.11, the address of Node n1; want a network without nodes",
-		},
 		"a remote network in the overlay's": {
 			func(in *NodeIntent) {
 				in.Tunnels[0].Peer.Remote.External, in.Tunnels[0].Peer.Remote.ExternalSeen = pfx("240.9.0.0/16"), pfx("240.9.0.0/16")
@@ -177,6 +246,31 @@ func TestNodeLeavesOutWhatTheOverlayCannotCarry(t *testing.T) {
 	}
 }
 
+func TestNodeBelievesOverlayPacketsOfTheOtherNodesOnly(t *testing.T) {
+	in := nodeIntent(t, "n1")
+	in.Nodes[0].Addrs = append(in.Nodes[0].Addrs, ip("10.244.9.9"), ip("192.0.2.7"), ip("fd00::11")) // one of the pods' networks
+	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("192.0.2.9"))                                   // only the first is the overlay's
+	in.Nodes = append(in.Nodes, ClusterNode{Name: "n4", Addrs: []netip.Addr{ip("10.246.0.9")}})      // in the peer's network
+	in.Granted = []netip.Prefix{pfx("10.99.0.0/16"), pfx("10.246.8.0/24"), pfx("fd00:246::/48")}
+	n, _ := NodeFor(in)
+	want := kernel.Filter{Nodes: "172.30.1.12 172.30.1.13", Remote: "10.99.0.0/16 10.246.0.0/16 10.247.0.0/16", Own: "172.30.1.11 192.0.2.7"}
+	if len(n.Filters) != 1 || n.Filters[0] != want {
+		t.Errorf("%+v, want %+v", n.Filters, want)
+	}
+}
+
+// Whoever writes the status of one Node must not lead the others' packets around the tunnel.
+func TestNodeDoesNotBelieveANodeThatSaysItIsInAPeersNetwork(t *testing.T) {
+	in := nodeIntent(t, "n2")
+	in.Nodes[2].Addrs = []netip.Addr{ip("10.246.0.9"), ip("172.30.1.13")}
+	n, problems := NodeFor(in)
+	wantTexts(t, problems, "Node n3: status.addresses: 10.246.0.9 is in 10.246.0.0/16, a network of a peer; want an address outside")
+	want, _ := NodeFor(nodeIntent(t, "n2"))
+	if n.String() != want.String() {
+		t.Errorf("got\n%s\nwant\n%s", n, want)
+	}
+}
+
 func TestNodeTellsAboutTwoNodesWithOnePodNetwork(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	in.Nodes[2].PodCIDRs = []netip.Prefix{pfx("10.244.2.0/25")}
@@ -189,11 +283,11 @@ func TestNodeTellsAboutTwoNodesWithOnePodNetwork(t *testing.T) {
 	}
 }
 
-func TestNodeThatIsNotInTheClusterHasNothingToDo(t *testing.T) {
+func TestNodeThatIsNotInTheClusterOnlyRefuses(t *testing.T) {
 	n, problems := NodeFor(nodeIntent(t, "n7"))
 	wantTexts(t, problems, "Node n7: is not there; want the name of the Node on which the agent runs")
-	if n.String() != "" {
-		t.Error(n)
+	if got, want := n.String(), RefusingState([]netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16")}).String(); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
 }
 
@@ -233,17 +327,38 @@ func TestNodeFindsEveryPodWhereItIs(t *testing.T) {
 		}
 		n, _ := NodeFor(in)
 		for _, p := range in.Pods {
-			best, found := Route{}, false // the slow and obvious longest match
+			best, found := kernel.Route{}, false // the slow and obvious longest match
 			for _, r := range n.Routes {
-				if r.Table == NodeTable && r.Prefix.Contains(p.Addr) && (!found || r.Prefix.Bits() > best.Prefix.Bits()) {
+				if r.Table == kernel.NodeTable && r.Metric == 0 && r.Prefix.Contains(p.Addr) && (!found || r.Prefix.Bits() > best.Prefix.Bits()) {
 					best, found = r, true
 				}
 			}
-			leaves := found && best.Kind == ViaOverlay
+			leaves := found && best.Type == kernel.Unicast
 			if leaves != (p.Node != "n1") || leaves && best.Via != map[string]netip.Addr{"n2": ip("240.30.1.12"), "n3": ip("240.30.1.13")}[p.Node] {
 				t.Fatalf("pod %v on %s: %+v\nnodes %v\n%s", p.Addr, p.Node, best, in.Nodes, n)
 			}
 		}
+	}
+}
+
+func TestGrantedAreTheNetworksOfEveryPeerInTheBooks(t *testing.T) {
+	books := &v1alpha1.IpamStorage{}
+	books.Name = "ipamstorage-x"
+	got, problems := GrantedIn(books)
+	wantTexts(t, problems)
+	if len(got) > 0 {
+		t.Errorf("empty books: %v", got)
+	}
+	books.Spec.ClusterSubnets = map[string]v1alpha1.Subnets{
+		idB: {RemotePodCIDR: "10.246.0.0/16", RemoteExternalCIDR: "10.247.0.0/20", LocalNATPodCIDR: "10.1.0.0/16"},
+		idC: {RemotePodCIDR: "fd00::1/48", RemoteExternalCIDR: ""},
+		"x": {RemotePodCIDR: "None", RemoteExternalCIDR: "0.0.0.0/0"},
+	}
+	got, problems = GrantedIn(books)
+	wantTexts(t, problems, `IpamStorage ipamstorage-x: spec.clusterSubnets.x.remotePodCIDR: "None" is no network; want CIDR notation`,
+		`IpamStorage ipamstorage-x: spec.clusterSubnets.x.remoteExternalCIDR: "0.0.0.0/0" is no network; want CIDR notation`)
+	if want := []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/20"), pfx("fd00::/48")}; !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
 	}
 }
 

@@ -16,19 +16,21 @@ import (
 // MaxTunnels is the most tunnels that join two gateways.
 const MaxTunnels = 16
 
-// A TunnelEnd is one end of one of several tunnels between the same two gateways. Each has a key and a UDP port of its own, so
-// that it has sessions, goroutines and sockets of its own at both ends, and with them cores.
+// A TunnelEnd is one end of one of several tunnels between the same two gateways. Each has a key
+// and a UDP port of its own, so that it has sessions, goroutines and sockets of its own at both
+// ends, and with them cores.
 //
-// The first tunnel of a gateway is the one that Liqo knows. The others follow in the order of its list, and the i-th of one
-// side is joined with the i-th of the other: a side that has fewer, or knows nothing of it, gets as many as it has.
+// The first tunnel of a gateway is the one that Liqo knows. The others follow in the order of its
+// list, and the i-th of one side is joined with the i-th of the other: a side that has fewer, or
+// knows nothing of it, gets as many as it has.
 type TunnelEnd struct {
 	PublicKey [32]byte // WireGuard, never all zero
 	Port      uint16   // UDP, never 0
 }
 
-// TunnelKey is the WireGuard private key of tunnel i of the gateway with the given private key, which is that of tunnel 0.
-// The others are derived from it (HKDF with SHA-256, RFC 5869), so that there is still one secret to keep, to share between
-// replicas and to replace.
+// TunnelKey is the WireGuard private key of tunnel i of the gateway with the given private key,
+// which is that of tunnel 0. The others are derived from it (HKDF with SHA-256, RFC 5869), so that
+// there is still one secret to keep, to share between replicas and to replace.
 func TunnelKey(private [32]byte, i int) [32]byte {
 	if i == 0 {
 		return private
@@ -43,7 +45,8 @@ func TunnelKey(private [32]byte, i int) [32]byte {
 	return key
 }
 
-// PublicKeys are the WireGuard public keys of the first n tunnels of the gateway with the given private key.
+// PublicKeys are the WireGuard public keys of the first n tunnels of the gateway with the given
+// private key.
 func PublicKeys(private [32]byte, n int) [][32]byte {
 	keys := make([][32]byte, n)
 	for i := range keys {
@@ -57,8 +60,8 @@ func PublicKeys(private [32]byte, n int) [][32]byte {
 	return keys
 }
 
-// FormatTunnels writes the further tunnels of a gateway as they are published: what v1alpha1.ConfigTunnels holds. No
-// tunnels are the empty string, for which there is no such key.
+// FormatTunnels writes the further tunnels of a gateway as they are published: what
+// v1alpha1.ConfigTunnels holds. No tunnels are the empty string, for which there is no such key.
 func FormatTunnels(further []TunnelEnd) string {
 	entries := make([]string, len(further))
 	for i, t := range further {
@@ -67,8 +70,9 @@ func FormatTunnels(further []TunnelEnd) string {
 	return strings.Join(entries, ",")
 }
 
-// ParseTunnels reads what FormatTunnels writes, and nothing else, so that one list has one text. Whether the ends
-// contradict each other is left to whoever knows tunnel 0. The error names the tunnel that is wrong.
+// ParseTunnels reads what FormatTunnels writes, and nothing else, so that one list has one text.
+// Whether the ends contradict each other is left to whoever knows tunnel 0. The error names the
+// tunnel that is wrong.
 func ParseTunnels(s string) ([]TunnelEnd, error) {
 	const want = "want PORT:PUBLICKEY, with a comma between two"
 	if s == "" {
@@ -113,10 +117,11 @@ func ends(key [32]byte, port uint16, further []TunnelEnd) []TunnelEnd {
 	return append([]TunnelEnd{{key, port}}, further...)
 }
 
-// tunnels checks the further tunnels of a gateway, with the first one: each needs sessions and a socket of its own.
-func (r *report) tunnels(key [32]byte, port uint16, further []TunnelEnd) {
+// tunnels checks the further tunnels of a gateway, with the first one: each needs sessions and a
+// socket of its own.
+func (r *report) tunnels(at place, key [32]byte, port uint16, further []TunnelEnd) {
 	if len(further) >= MaxTunnels {
-		r.add(tunnelsField, "%v", tooManyTunnels(len(further)))
+		r.addAt(at, "%v", tooManyTunnels(len(further)))
 		return
 	}
 	all := ends(key, port, further)
@@ -125,17 +130,17 @@ func (r *report) tunnels(key [32]byte, port uint16, further []TunnelEnd) {
 			continue
 		}
 		if t.Port == 0 {
-			r.add(tunnelsField, "tunnel %d has port 0; want a UDP port from 1 to 65535", i)
+			r.addAt(at, "tunnel %d has port 0; want a UDP port from 1 to 65535", i)
 		}
-		if t.PublicKey == ([32]byte{}) {
-			r.add(tunnelsField, "tunnel %d has a key that is all zero; want a WireGuard public key", i)
+		if wrong := CheckPublicKey(t.PublicKey); wrong != "" {
+			r.addAt(at, "tunnel %d has a key that %s", i, wrong)
 		}
 		for j, other := range all[:i] {
 			if t.Port == other.Port && t.Port != 0 {
-				r.add(tunnelsField, "tunnel %d has port %d, which tunnel %d has; want a port for each", i, t.Port, j)
+				r.addAt(at, "tunnel %d has port %d, which tunnel %d has; want a port for each", i, t.Port, j)
 			}
 			if t.PublicKey == other.PublicKey && t.PublicKey != ([32]byte{}) {
-				r.add(tunnelsField, "tunnel %d has the public key of tunnel %d; want a key for each", i, j)
+				r.addAt(at, "tunnel %d has the public key of tunnel %d; want a key for each", i, j)
 			}
 		}
 	}

@@ -152,7 +152,7 @@ func TestGatewayForRefusesTunnelsThatNobodyRead(t *testing.T) {
 		{make([]TunnelEnd, 16), "has 16 tunnels besides the first; want at most 15"},
 	} {
 		p := peer(t, idB, func(p *Peer) { p.Tunnels = test.tunnels })
-		gw, problems := GatewayFor(Intent{ClusterID: idA, PublicKey: keyOf(1), Peers: []Peer{p}}, 0)
+		gw, problems := GatewayFor(Intent{ClusterID: idA, PublicKey: keyOf(1), Peers: []Peer{p}})
 		wantTexts(t, problems, "TunnelEndpoint tenant/b: spec.backend_config.tunnels: "+test.want)
 		if len(gw.Peers) != 0 {
 			t.Errorf("kept\n%s", gw)

@@ -6,12 +6,14 @@ import (
 	"time"
 
 	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// A peer that is away is looked for by handshakes alone. wireguard-go would begin
-// one every five seconds for each, which with a thousand away is 3 % of a core and
-// delays packets; so all together get a few a second, after a first one each. Who
-// comes back begins one himself, and is answered at once in any case.
+// A peer that is away is looked for by handshakes alone. wireguard-go would begin one every five
+// seconds for each, which with a thousand away is 3 % of a core and delays packets; so all together
+// get a few a second, after a first one each. Who comes back begins one himself, and is answered at
+// once in any case.
 const (
 	awayAfter           = 2 * time.Second // without a session since it was configured
 	firstPerSecond      = 250             // handshakes with peers that were never tried
@@ -19,18 +21,17 @@ const (
 	handshakePatience   = 3 * time.Second // for an answer; after five seconds wireguard-go tries again by itself
 )
 
-// sessions takes notice of which peers have a WireGuard session; call it once a
-// second. It says with which of the others a handshake is to be begun now, and on
-// behalf of which wireguard-go shall do nothing more by itself. With few of them
-// away it may.
-func (c *checker) sessions(stats map[[32]byte]wgStats, now time.Time) (try, rest []device.NoisePublicKey) {
+// sessions takes notice of which peers have a WireGuard session; call it once a second. It says
+// with which of the others a handshake is to be begun now, and on behalf of which wireguard-go
+// shall do nothing more by itself. With few of them away it may.
+func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (try, rest [][32]byte) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var away []*checked
 	for _, p := range c.peers {
 		s := stats[p.key]
-		switch never := s.handshake.IsZero(); {
-		case !never && now.Sub(s.handshake) <= sessionGone:
+		switch never := s.Handshake.IsZero(); {
+		case !never && now.Sub(s.Handshake) <= sessionGone:
 			if p.away {
 				p.away, p.back = false, true
 				c.look()
@@ -44,7 +45,7 @@ func (c *checker) sessions(stats map[[32]byte]wgStats, now time.Time) (try, rest
 		default:
 			p.away, p.tried, p.rests = true, p.begun, false // by its first PING
 		}
-		if s.endpoint.IsValid() {
+		if s.Endpoint.IsValid() {
 			away = append(away, p)
 		}
 	}
@@ -69,16 +70,11 @@ func (c *checker) sessions(stats map[[32]byte]wgStats, now time.Time) (try, rest
 	return try, rest
 }
 
-// reach looks for the peers that are away, in every tunnel; stats are those of the
-// first.
-func (g *gateway) reach(stats map[[32]byte]wgStats, now time.Time) {
+// reach looks for the peers that are away, in every tunnel; stats are those of the first.
+func (g *gateway) reach(stats map[[32]byte]datapath.Stats, now time.Time) {
 	for i, e := range g.ends {
 		if i > 0 {
-			var err error
-			if stats, err = e.stats(); err != nil {
-				g.log.Error("peers not read", "tunnel", i, "error", err)
-				continue
-			}
+			stats = e.Stats()
 		}
 		if try, rest := e.checker.sessions(stats, now); len(try)+len(rest) > 0 {
 			g.wg.Go(func() { e.reach(try, rest, g.done) })
@@ -86,21 +82,17 @@ func (g *gateway) reach(stats map[[32]byte]wgStats, now time.Time) {
 	}
 }
 
-// reach begins handshakes with some peers and makes the device do nothing more for
-// others, which takes their packets from it that wait for a session. It takes its
-// time, most of a second, so that packets do not wait for so many handshakes.
-func (t *tunnel) reach(try, rest []device.NoisePublicKey, done <-chan struct{}) {
+// reach begins handshakes with some peers and ends the attempts with others. It takes its time,
+// most of a second, so that packets do not wait for so many handshakes.
+func (e *tunnelEnd) reach(try, rest [][32]byte, done <-chan struct{}) {
 	pause := time.NewTicker(900 * time.Millisecond / time.Duration(len(try)+len(rest)))
 	defer pause.Stop()
 	for i, key := range slices.Concat(try, rest) {
-		t.mu.Lock() // so that nobody removes the peer, which must not be started any more then
-		if p := t.dev.LookupPeer(key); p != nil && i < len(try) {
-			_ = p.SendHandshakeInitiation(false) // the device has logged why not
-		} else if p != nil {
-			p.Stop()
-			p.Start()
+		if i < len(try) {
+			e.Handshake(key)
+		} else {
+			e.Rest(key)
 		}
-		t.mu.Unlock()
 		select {
 		case <-done:
 			return

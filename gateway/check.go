@@ -13,11 +13,11 @@ import (
 	"time"
 )
 
-// Liqo's connection check (facts, section 8): UDP port 12345 of the gateways'
-// own addresses, one JSON object a message. Each side sends PING to the other
-// every two seconds and answers the other's with PONG. What is sent and how the
-// state follows is Liqo's to the letter, because Liqo makes the readiness of a
-// virtual node depend on it; what is believed is less, see take.
+// Liqo's connection check (docs/liqo-v0.md, section 8): UDP port 12345 of the gateways' own
+// addresses, one JSON object a message. Each side sends PING to the other every two seconds and
+// answers the other's with PONG. What is sent and how the state follows is Liqo's to the letter,
+// because Liqo makes the readiness of a virtual node depend on it; what is believed is less, see
+// take.
 const (
 	checkInterval  = 2 * time.Second
 	checkThreshold = 5 // intervals without an answer until the peer counts as lost
@@ -27,14 +27,15 @@ const (
 	// checkWindow is over how many probes loss is measured: one minute's.
 	checkWindow = 30
 
-	// checkSlots is into how many turns of checkStep an interval is divided, among which the peers are shared out: PINGs to a
-	// thousand at once would not fit the in-process endpoint's queue, and would hold up packets on the same processor.
+	// checkSlots is into how many turns of checkStep an interval is divided, among which the peers
+	// are shared out: PINGs to a thousand at once would not fit the in-process endpoint's queue,
+	// and would hold up packets on the same processor.
 	checkSlots = 100
 	checkStep  = checkInterval / checkSlots
 	checkFirst = 64 // new peers that are pinged at once; of more the rest counts as away, see sessions
 
-	// A peer may ask this often, in bursts of as much as it saved up. A real
-	// one asks every two seconds.
+	// A peer may ask this often, in bursts of as much as it saved up. A real one asks every two
+	// seconds.
 	checkRate  = 20 // per second
 	checkBurst = 40
 )
@@ -59,8 +60,8 @@ func (s CheckState) Message() string {
 	return "No network connectivity towards remote cluster"
 }
 
-// rejection is why a message of the check was ignored. The list is closed; the
-// strings are the metrics label.
+// rejection is why a message of the check was ignored. The list is closed; the strings are the
+// metrics label.
 type rejection uint8
 
 const (
@@ -83,8 +84,8 @@ type checkMessage struct {
 	Timestamp string `json:"timeStamp"` // RFC 3339 with nanoseconds, of the PING, by the pinger's clock
 }
 
-// checkPeer is what the check has to know of a peer. When anything of it
-// changes, the peer begins anew as Connecting.
+// checkPeer is what the check has to know of a peer. When anything of it changes, the peer begins
+// anew as Connecting.
 type checkPeer struct {
 	id       string
 	probe    netip.AddrPort
@@ -92,12 +93,12 @@ type checkPeer struct {
 	key      [32]byte
 	endpoint string
 	port     uint16
-	// second leaves the first PING to the peer, for a second. It is what opens a
-	// session, and of two handshakes that cross on the way WireGuard drops both,
-	// to try again after five seconds; gateways that start together did that for
-	// up to a quarter of a minute.
+	// second leaves the first PING to the peer, for a second. It is what opens a session, and of
+	// two handshakes that cross on the way WireGuard drops both, to try again after five seconds;
+	// gateways that start together did that for up to a quarter of a minute.
 	second bool
-	// threshold is after how many intervals without an answer the peer counts as lost; 0: checkThreshold.
+	// threshold is after how many intervals without an answer the peer counts as lost; 0:
+	// checkThreshold.
 	threshold int
 }
 
@@ -111,8 +112,7 @@ type CheckResult struct {
 	Answered time.Time     // last answer; zero: never
 }
 
-// checker is both roles of the check for all peers. Methods may be called
-// concurrently.
+// checker is both roles of the check for all peers. Methods may be called concurrently.
 type checker struct {
 	conn net.PacketConn
 	log  *slog.Logger
@@ -227,9 +227,8 @@ func (c *checker) results() map[string]CheckResult {
 	return all
 }
 
-// send pings a new peer at once (or a little later, see checkPeer.second) and
-// every peer each interval, when its turn comes, and looks in between who has not
-// answered.
+// send pings a new peer at once (or a little later, see checkPeer.second) and every peer each
+// interval, when its turn comes, and looks in between who has not answered.
 func (c *checker) send() {
 	began, turn := time.Now(), 1
 	turns := time.NewTimer(checkInterval)
@@ -308,8 +307,8 @@ func (c *checker) pingNew(which func(*checked) bool) {
 	c.ping(peers)
 }
 
-// ping pings peers. What goes to one that is away counts as sent, but is not: it
-// could only wait for a session, in 64 KiB of memory.
+// ping pings peers. What goes to one that is away counts as sent, but is not: it could only wait
+// for a session, in 64 KiB of memory.
 func (c *checker) ping(peers []*checked) {
 	type ping struct {
 		to   *net.UDPAddr
@@ -382,8 +381,7 @@ func (c *checker) receive() {
 	}
 }
 
-// message handles one datagram. Whatever is wrong with it is counted and has no
-// other effect.
+// message handles one datagram. Whatever is wrong with it is counted and has no other effect.
 func (c *checker) message(b []byte, from netip.AddrPort) {
 	if len(b) > checkMaxLen {
 		c.reject(rejectOversize)
@@ -409,9 +407,9 @@ func (c *checker) message(b []byte, from netip.AddrPort) {
 	}
 }
 
-// answer sends the same object back, now a PONG. Neither the cluster ID nor the
-// time is looked at: they are the pinger's own business. An answer is no longer
-// than its question and goes to the peer that asked, so nothing can be amplified.
+// answer sends the same object back, now a PONG. Neither the cluster ID nor the time is looked at:
+// they are the pinger's own business. An answer is no longer than its question and goes to the peer
+// that asked, so nothing can be amplified.
 func (c *checker) answer(m checkMessage, from netip.AddrPort) {
 	now := time.Now()
 	c.mu.Lock()
@@ -461,11 +459,10 @@ func (p *checked) mayAsk(now time.Time) bool {
 	return true
 }
 
-// take takes a PONG. It is believed only if it comes from the address that
-// was pinged and repeats the time of one of our own PINGs to the nanosecond: a
-// peer cannot speak for another, nor for the past or the future. The round trip
-// is taken from our own record of that PING, so that a step of the clock or a
-// made-up time does not matter.
+// take takes a PONG. It is believed only if it comes from the address that was pinged and repeats
+// the time of one of our own PINGs to the nanosecond: a peer cannot speak for another, nor for the
+// past or the future. The round trip is taken from our own record of that PING, so that a step of
+// the clock or a made-up time does not matter.
 func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
 	now := time.Now()
 	c.mu.Lock()
@@ -501,8 +498,8 @@ func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
 	c.rtt(m.ClusterID, rtt)
 }
 
-// loss is the share of unanswered probes. One sent less than an interval ago may
-// still be answered and does not count yet.
+// loss is the share of unanswered probes. One sent less than an interval ago may still be answered
+// and does not count yet.
 func (p *checked) loss(now time.Time) (share float64, of int) {
 	lost := 0
 	for _, s := range p.sent[:min(p.n, checkWindow)] {

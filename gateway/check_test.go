@@ -11,6 +11,8 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
 // socket is a net.PacketConn in memory that works inside synctest's bubble.
@@ -57,8 +59,8 @@ var bravoPeer = checkPeer{
 	allowed: [2]netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")},
 }
 
-// liqo answers PINGs as a real Liqo gateway does: it decodes the object with a
-// time.Time, changes the type and encodes it again.
+// liqo answers PINGs as a real Liqo gateway does: it decodes the object with a time.Time, changes
+// the type and encodes it again.
 type liqo struct {
 	mu     sync.Mutex
 	silent bool
@@ -383,7 +385,8 @@ func FuzzCheckMessage(f *testing.F) {
 	})
 }
 
-// TestCheckSharesOutItsPingsOverTheInterval: a thousand peers are pinged once each interval, at no time many of them.
+// TestCheckSharesOutItsPingsOverTheInterval: a thousand peers are pinged once each interval, at no
+// time many of them.
 func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		const peers = 1000
@@ -399,9 +402,9 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 		defer c.close()
 		begin := time.Now()
 		c.set(manyPeers(peers))
-		stats := make(map[[32]byte]wgStats)
+		stats := make(map[[32]byte]datapath.Stats)
 		for _, p := range manyPeers(peers) {
-			stats[p.key] = wgStats{endpoint: p.probe, handshake: begin}
+			stats[p.key] = datapath.Stats{Endpoint: p.probe, Handshake: begin}
 		}
 		c.sessions(stats, begin)
 		time.Sleep(20 * time.Second)
@@ -447,9 +450,9 @@ func manyPeers(n int) (peers []checkPeer) {
 	return peers
 }
 
-// TestCheckLooksForPeersThatAreAway: who has no session gets no PINGs, which count as lost all the same, but a handshake
-// every five seconds, or 20 a second are shared out among all of them and wireguard-go is kept from trying more; who has
-// one again is pinged at once.
+// TestCheckLooksForPeersThatAreAway: who has no session gets no PINGs, which count as lost all the
+// same, but a handshake every five seconds, or 20 a second are shared out among all of them and
+// wireguard-go is kept from trying more; who has one again is pinged at once.
 func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 	for _, tc := range []struct {
 		peers int
@@ -463,11 +466,11 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 			peers := manyPeers(tc.peers + 2)
 			c.set(peers)
 			here, nowhere := peers[tc.peers], peers[tc.peers+1]
-			stats := make(map[[32]byte]wgStats)
+			stats := make(map[[32]byte]datapath.Stats)
 			for _, p := range peers {
-				stats[p.key] = wgStats{endpoint: p.probe}
+				stats[p.key] = datapath.Stats{Endpoint: p.probe}
 			}
-			stats[nowhere.key] = wgStats{}
+			stats[nowhere.key] = datapath.Stats{}
 			begin := time.Now()
 			tried, rested := make(map[[32]byte]time.Time), make(map[[32]byte]int)
 			for range 300 {
@@ -478,7 +481,7 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 				if n := sent.Load() - before; now.Sub(begin) > 10*time.Second && n > 1 {
 					t.Fatalf("%d PINGs in a second", n)
 				}
-				stats[here.key] = wgStats{endpoint: here.probe, handshake: now.Add(-2 * time.Minute)}
+				stats[here.key] = datapath.Stats{Endpoint: here.probe, Handshake: now.Add(-2 * time.Minute)}
 				try, rest := c.sessions(stats, now)
 				if len(try) > firstPerSecond || len(try) > handshakesPerSecond && now.Sub(begin) > 5*time.Second {
 					t.Fatalf("%d handshakes in a second", len(try))
@@ -506,7 +509,7 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 				t.Errorf("%+v", r)
 			}
 			before := sent.Load()
-			stats[peers[0].key] = wgStats{endpoint: peers[0].probe, handshake: time.Now()}
+			stats[peers[0].key] = datapath.Stats{Endpoint: peers[0].probe, Handshake: time.Now()}
 			c.sessions(stats, time.Now())
 			synctest.Wait()
 			if n := sent.Load() - before; n != 1 {

@@ -1,19 +1,19 @@
-// Package gateway makes a fabric.Gateway true on Linux: the namespace with the
-// TUN, the routes that lead there, WireGuard, the NAT rules and the connection
-// check, with metrics and a status for people.
+// Package gateway makes a fabric.Gateway true on Linux: the namespace with the TUN, the routes that
+// lead there, WireGuard, the NAT rules and the connection check, with metrics and a status for
+// people.
 //
-//	Source ─ Config ─► GatewayFor ─► engine rules   (natengine, swapped at once)
-//	                             ├─► WireGuard      (wireguard.go, difference by IpcSet)
-//	                             ├─► check          (check.go, PING and PONG)
-//	                             └─► kernel objects (host.go: want, diff; host_linux.go: apply)
+//	Source ─ Config, with fabric.Gateway ─► engine rules   (natengine, swapped at once)
+//	                                    ├─► WireGuard      (tunnels.go, datapath)
+//	                                    ├─► check          (check.go, PING and PONG)
+//	                                    └─► kernel objects (fabric.GatewayHostFor; internal/kernel)
 //
 //	host's namespace                              gateway's namespace (unnamed)
 //	  rule 4200 ─► table 4200 ─ isthmus.host ════ isthmus.gw ─ forwarding ─ isthmus0 (TUN)
 //	  UDP socket of WireGuard ◄───────────── process ─────────────────────────┘
 //
-// One goroutine owns the configuration and applies it (see run). A change of one
-// peer touches nothing of the others. What the kernel, a name server or a peer
-// does by itself only wakes that goroutine, which compares again.
+// One goroutine owns the configuration and applies it (see run). A change of one peer touches
+// nothing of the others. What the kernel, a name server or a peer does by itself only wakes that
+// goroutine, which compares again.
 package gateway
 
 import (
@@ -21,7 +21,6 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
 	"net"
 	"net/http"
 	"net/netip"
@@ -33,12 +32,16 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
 // Config is a complete wish. A later one replaces it.
 type Config struct {
-	Intent     fabric.Intent
+	Gateway    fabric.Gateway   // as fabric.GatewayFor decided; never modified
+	Refused    []fabric.Problem // what was left out of it, to show
 	PrivateKey Key
 	ListenPort uint16 // UDP, WireGuard
 	MTU        int    // of the tunnel in octets; 0: derived from the ways to the peers
@@ -59,8 +62,8 @@ func (Key) String() string { return "(private key)" }
 // GoString hides the key from %#v.
 func (Key) GoString() string { return "(private key)" }
 
-// Source delivers the first Config and every later change, or the reason why
-// what is there now is none, one call at a time. It returns when ctx ends.
+// Source delivers the first Config and every later change, or the reason why what is there now is
+// none, one call at a time. It returns when ctx ends.
 type Source func(ctx context.Context, deliver func(Config, error))
 
 // Options of Run. Source is required.
@@ -69,22 +72,22 @@ type Options struct {
 	Log     *slog.Logger // nil: slog.Default()
 	Version string       // for metrics and status
 
-	Transport Transport // empty: TransportInline
-	// UDPOffload lets UDP superpackets cross the TUN, both ways: those of senders that use UDP_SEGMENT, and towards the
-	// hosts datagrams of one flow that came together (Linux 6.2 and later; without it nothing happens). See tun.TrustsUSO.
+	// UDPOffload lets UDP superpackets cross the TUN, both ways: those of senders that use
+	// UDP_SEGMENT, and towards the hosts datagrams of one flow that came together (Linux 6.2 and
+	// later; without it nothing happens). See tun.TrustsUSO.
 	UDPOffload bool
 
-	// Beside, if any, runs as long as the gateway does: from when the first Config
-	// is in force until its context ends, which is before anything is taken down.
+	// Beside, if any, runs as long as the gateway does: from when the first Config is in force
+	// until its context ends, which is before anything is taken down.
 	Beside func(ctx context.Context, r Running)
 }
 
-// Running is a gateway that runs. Its methods may be called concurrently, until
-// Options.Beside has returned.
+// Running is a gateway that runs. Its methods may be called concurrently, until Options.Beside has
+// returned.
 type Running struct{ g *gateway }
 
 // Status describes the gateway, without its flows.
-func (r Running) Status() (Status, error) { return r.g.status(0) }
+func (r Running) Status() Status { return r.g.status(0) }
 
 // StatusHandler answers /status and /trace, as on Config.StatusAddress.
 func (r Running) StatusHandler() http.Handler { return r.g.statusHandler() }
@@ -94,28 +97,28 @@ func (r Running) Gatherer() prometheus.Gatherer { return r.g.metrics.registry }
 
 // Timing of the control loop.
 const (
-	// compareDelay collects the netlink events of one change; with it a deleted
-	// route is back well within a second.
+	// compareDelay collects the netlink events of one change; with it a deleted route is back well
+	// within a second.
 	compareDelay = 100 * time.Millisecond
 	// compareInterval is for events that were lost.
 	compareInterval = 10 * time.Second
 
-	// sessionGone: WireGuard refuses a session older than 180 s
-	// (REJECT_AFTER_TIME) and has tried a new one since 120 s.
+	// sessionGone: WireGuard refuses a session older than 180 s (REJECT_AFTER_TIME) and has tried a
+	// new one since 120 s.
 	sessionGone = 195 * time.Second
-	// sessionFirst is how long a new peer may take for its first handshake
-	// before its packets are dropped rather than queued.
+	// sessionFirst is how long a new peer may take for its first handshake before its packets are
+	// dropped rather than queued.
 	sessionFirst = 30 * time.Second
 )
 
-// Run is a gateway: it makes true what o.Source delivers, in the network
-// namespace of the process, until ctx ends, and then removes everything that it
-// made. It returns an error when it could not start, the first Config being
-// unusable included, or when its TUN is gone. A later Config that is unusable is
+// Run is a gateway: it makes true what o.Source delivers, in the network namespace of the process,
+// until ctx ends. Then it removes what it made but for what refuses packets for its peers, which
+// would leave in the clear; Clear takes that away. It returns an error when it could not start, the
+// first Config being unusable included, or when its TUN is gone. A later Config that is unusable is
 // logged and shown in status and metrics while the last good one stays in force.
 //
-// Run needs CAP_NET_ADMIN, CAP_SYS_ADMIN (for the namespace) and /dev/net/tun.
-// There can be one gateway in a network namespace.
+// Run needs CAP_NET_ADMIN, CAP_SYS_ADMIN (for the namespace) and /dev/net/tun. There can be one
+// gateway in a network namespace.
 func Run(ctx context.Context, o Options) error {
 	if o.Log == nil {
 		o.Log = slog.Default()
@@ -150,20 +153,22 @@ func Run(ctx context.Context, o Options) error {
 	}
 }
 
-// Clear removes what a gateway that was killed left in the network namespace of
-// the process: routes that lead nowhere, which keep the traffic of its peers from
-// leaving in the clear, but also from any other way to them. It is for a process
-// that does not become a gateway itself. What a gateway that lives has made stays.
+// Clear removes what a gateway left in the network namespace of the process: routes that lead
+// nowhere, which keep the traffic of its peers from leaving in the clear, but also from any other
+// way to them. It is for a process that does not become a gateway itself, where a route agent
+// refuses in its place, and for the end of an installation. What a gateway that lives has made
+// stays.
 func Clear(log *slog.Logger) error {
-	h, err := openHost(log)
+	h, err := rtnl.Open(kernel.Gateway, log)
 	switch {
-	case errors.Is(err, errOther):
+	case errors.Is(err, rtnl.ErrOther):
 		return nil
 	case err != nil:
 		return err
 	}
-	defer h.release()
-	return h.clear()
+	defer h.Close()
+	_, err = h.Apply(kernel.State{})
+	return err
 }
 
 type wish struct {
@@ -177,14 +182,14 @@ type gateway struct {
 	version string
 	started time.Time
 
-	host   *host
+	host   *rtnl.Kernel
 	engine *natengine.Engine
 	ends   []*tunnelEnd // of the tunnels; the first is always there
 
 	udpOffload bool // UDP superpackets cross the TUN
 	resolver   *resolver
 	metrics    *metrics
-	servers    []*server
+	servers    *httpserve.Servers
 
 	wake chan struct{} // something may differ now: compare
 	done chan struct{} // ends sweep
@@ -197,35 +202,20 @@ type gateway struct {
 // current is what is in force and what is known about it.
 type current struct {
 	config     Config
-	gateway    fabric.Gateway
-	mtu        mtus
+	peers      []peer
+	mtu        int       // of the tunnel, octets
 	generation int       // configurations applied
 	reloaded   time.Time // last of them
 	configErr  error     // why the newest configuration is not in force
 	applyErr   error     // what of the configuration could not be made true
 	ready      bool
-	sessions   map[string]*session
-	inUse      map[string]tunnelSet // further tunnels, by peer
 }
 
-// session is what a peer's WireGuard session looks like from outside. It is
-// never modified after it is published in current.
-type session struct {
-	key      [32]byte
-	since    time.Time // configured
-	rx       uint64
-	rxAt     time.Time // when rx last grew
-	down     bool
-	asserted time.Time      // when its endpoint was last set again
-	endpoint netip.AddrPort // where it is; zero: not known
-}
-
-// open makes everything that can fail before the first packet. Nothing outside
-// the process and its unnamed namespace has changed when it returns.
+// open makes everything that can fail before the first packet. Nothing outside the process and its
+// unnamed namespace has changed when it returns.
 func open(o Options, c Config) (_ *gateway, err error) {
 	g := &gateway{log: o.Log, version: o.Version, started: time.Now(),
 		wake: make(chan struct{}, 1), done: make(chan struct{})}
-	g.now.sessions = make(map[string]*session)
 	var undo []func()
 	defer func() {
 		if err != nil {
@@ -235,10 +225,10 @@ func open(o Options, c Config) (_ *gateway, err error) {
 		}
 	}()
 
-	if g.host, err = openHost(o.Log); err != nil {
+	if g.host, err = rtnl.Open(kernel.Gateway, o.Log); err != nil {
 		return nil, err
 	}
-	undo = append(undo, g.host.release)
+	undo = append(undo, g.host.Close)
 	mtu := c.MTU
 	if mtu == 0 {
 		mtu = defaultMTU
@@ -260,9 +250,9 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	if err := g.listen(c); err != nil {
 		return nil, err
 	}
-	undo = append(undo, g.closeServers)
+	undo = append(undo, g.servers.Close)
 
-	g.serve()
+	g.servers.Serve()
 	g.wg.Go(g.sweep)
 	return g, nil
 }
@@ -271,16 +261,19 @@ func lookupHost(ctx context.Context, host string) ([]netip.Addr, error) {
 	return net.DefaultResolver.LookupNetIP(ctx, "ip", host)
 }
 
-// close ends the gateway and removes what it made: first what leads packets
-// here, then what would have handled them.
+// close ends the gateway and removes what it made: first what leads packets here, then what would
+// have handled them. What refuses packets stays.
 func (g *gateway) close() error {
 	close(g.done)
-	g.closeServers()
-	err := g.host.clear()
+	g.servers.Close()
+	var err error
+	if g.now.generation > 0 { // else what a gateway before it left stays
+		_, err = g.host.Apply(fabric.GatewayHostLeft(g.now.wanted()))
+	}
 	g.resolver.close()
 	g.wg.Wait()
 	g.closeEnds()
-	g.host.release()
+	g.host.Close()
 	g.log.Info("gateway stopped")
 	return err
 }
@@ -304,12 +297,7 @@ func (g *gateway) sweep() {
 			return
 		case <-tick.C:
 			memory.adjust()
-			g.engine.SweepInSteps(g.ends[0].path.Now(), func() { time.Sleep(time.Millisecond) })
-			for _, e := range g.ends {
-				if e.inline != nil {
-					e.inline.Sweep()
-				}
-			}
+			g.engine.SweepInSteps(g.ends[0].Now(), func() { time.Sleep(time.Millisecond) })
 		}
 	}
 }
@@ -324,14 +312,14 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside 
 	}
 	events, stop := context.WithCancel(ctx)
 	defer stop()
-	if err := g.host.events(events, g.compareSoon); err != nil {
+	if err := g.host.Events(events, g.compareSoon); err != nil {
 		return err
 	}
 	g.mu.Lock()
 	g.now.ready = true
 	g.mu.Unlock()
-	g.log.Info("gateway ready", "peers", len(g.now.gateway.Peers), "mtu", g.now.mtu.tunnel,
-		"listenPort", c.ListenPort, "namespace", g.host.namespacePath())
+	g.log.Info("gateway ready", "peers", len(g.now.peers), "mtu", g.now.mtu,
+		"listenPort", c.ListenPort, "namespace", g.host.Path())
 	if beside != nil {
 		var group sync.WaitGroup
 		defer group.Wait()
@@ -418,17 +406,10 @@ func errorAttrs(err error) []any {
 	return attrs
 }
 
-// accept checks a configuration as a whole and puts it into force. An error
-// means that nothing has changed; what could not be made true is in applyErr.
+// accept puts a configuration into force, as a whole. An error means that nothing has changed; what
+// could not be made true is in applyErr.
 func (g *gateway) accept(c Config) error {
-	gw, problems := fabric.GatewayFor(c.Intent, 0)
-	if len(problems) > 0 {
-		errs := make([]error, len(problems))
-		for i, p := range problems {
-			errs[i] = p
-		}
-		return errors.Join(errs...)
-	}
+	gw := c.Gateway
 	if err := checkMTU(c.MTU, gw.Peers); err != nil {
 		return err
 	}
@@ -436,7 +417,7 @@ func (g *gateway) accept(c Config) error {
 	g.resolver.set(gw.Peers)
 	mtu := g.mtusFor(c, gw.Peers)
 	if err := g.engine.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
-		g.resolver.set(g.now.gateway.Peers)
+		g.resolver.set(g.now.wanted())
 		return err
 	}
 	if g.now.generation > 0 {
@@ -458,7 +439,7 @@ func (g *gateway) accept(c Config) error {
 	g.mu.Lock()
 	g.now.config, g.now.configErr = c, nil
 	g.mu.Unlock()
-	g.put(gw, mtu)
+	g.put(gw.Peers, mtu)
 	g.mu.Lock()
 	g.now.generation++ // only now: who waits for it finds what it says
 	g.now.reloaded = time.Now()
@@ -469,50 +450,37 @@ func (g *gateway) accept(c Config) error {
 
 // reapply makes the configuration in force true again, whatever changed around it.
 func (g *gateway) reapply() {
-	gw := g.now.gateway
-	mtu := g.mtusFor(g.now.config, gw.Peers)
-	if !mtu.equal(g.now.mtu) {
-		gw.Peers = slices.Clone(gw.Peers) // others read the old ones
-		if err := g.engine.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
+	peers := g.now.wanted()
+	mtu := g.mtusFor(g.now.config, peers)
+	if mtu.tunnel != g.now.mtu || slices.ContainsFunc(g.now.peers, func(p peer) bool { return mtu.of(p.ID) != p.mtu }) {
+		if err := g.engine.SetPeers(rulesFor(peers, mtu)); err != nil {
 			g.log.Error("rules for another MTU", "mtu", mtu.tunnel, "error", err) // they differ in MTU and MSS alone
 			return
 		}
 	}
-	g.put(gw, mtu)
+	g.put(peers, mtu)
 }
 
-// put makes everything but the engine's rules true, which are swapped already.
-// It goes on after a failure; what failed is tried again every second.
-func (g *gateway) put(gw fabric.Gateway, mtu mtus) {
-	c, was := g.now.config, g.now.mtu
-	sessions := make(map[string]*session, len(gw.Peers))
-	for _, p := range gw.Peers {
-		if sessions[p.ID] = g.now.sessions[p.ID]; sessions[p.ID] == nil || sessions[p.ID].key != p.PublicKey {
-			sessions[p.ID] = &session{key: p.PublicKey, since: time.Now()}
-		}
-	}
-	for _, p := range gw.Peers {
-		if from, known := was.peers[p.ID]; known && from != mtu.of(p.ID) {
-			g.log.Info("MTU towards a peer changed", "peer", p.ID, "from", from, "to", mtu.of(p.ID))
-		}
-	}
-	if mtu.tunnel != was.tunnel {
-		if was.tunnel != 0 {
-			g.log.Info("tunnel MTU changed", "from", was.tunnel, "to", mtu.tunnel)
+// put makes everything but the engine's rules true, which are swapped already. It goes on after a
+// failure; what failed is tried again every second.
+func (g *gateway) put(want []fabric.GatewayPeer, mtu mtus) {
+	if was := g.now.mtu; mtu.tunnel != was {
+		if was != 0 {
+			g.log.Info("tunnel MTU changed", "from", was, "to", mtu.tunnel)
 		}
 		for _, e := range g.ends {
-			e.path.SetMTU(mtu.tunnel)
+			e.SetMTU(mtu.tunnel)
 		}
 	}
-	errs := g.applyEnds(c, gw.Peers)
+	errs := g.applyEnds(g.now.config, want)
 	inUse := g.working()
-	changes, err := g.host.apply(wantHost(remotes(gw.Peers, inUse), mtu.tunnel, len(g.ends)))
+	changes, err := g.host.Apply(fabric.GatewayHostFor(want, inUse, mtu.tunnel, len(g.ends)))
 	if err != nil {
 		errs = append(errs, err)
 	}
 	if len(changes) > 0 {
 		g.log.Info("kernel objects set", "changes", len(changes))
-		g.log.Debug("kernel objects set", "commands", changes.Commands(g.host.namespacePath()))
+		g.log.Debug("kernel objects set", "commands", changes.Commands(g.host.Path()))
 		g.metrics.repairs.Add(float64(len(changes)))
 	}
 
@@ -522,75 +490,72 @@ func (g *gateway) put(gw fabric.Gateway, mtu mtus) {
 			g.log.Error("not applied, trying again", "error", e)
 		}
 	}
+	peers := g.peersFor(want, mtu, inUse)
 	g.mu.Lock()
-	g.now.gateway, g.now.mtu, g.now.sessions, g.now.inUse, g.now.applyErr = gw, mtu, sessions, inUse, failed
+	g.now.peers, g.now.mtu, g.now.applyErr = peers, mtu.tunnel, failed
 	g.mu.Unlock()
-	g.metrics.keep(gw.Peers)
+	g.metrics.keep(peers)
+}
+
+// peersFor are the peers as they should be now, with what is known of those that stay.
+func (g *gateway) peersFor(want []fabric.GatewayPeer, mtu mtus, inUse map[string]fabric.TunnelSet) []peer {
+	old, states, peers := byID(g.now.peers), g.peerStates(), make([]peer, len(want))
+	for i, w := range want {
+		p := peer{GatewayPeer: w, state: states[w.ID], mtu: mtu.of(w.ID), inUse: inUse[w.ID], session: session{since: time.Now()}}
+		if was := old[w.ID]; was != nil {
+			if was.PublicKey == w.PublicKey {
+				p.session = was.session
+			}
+			if p.mtu != was.mtu {
+				g.log.Info("MTU towards a peer changed", "peer", p.ID, "from", was.mtu, "to", p.mtu)
+			}
+		}
+		peers[i] = p
+	}
+	return peers
 }
 
 // tick looks after the sessions, once a second.
 func (g *gateway) tick(now time.Time) {
-	stats, err := g.ends[0].stats()
-	if err != nil {
-		g.log.Error("peers not read", "error", err)
-		return
-	}
-	states := make(map[string]*natengine.PeerState)
-	for _, p := range g.engine.Peers() {
-		states[p.ID()] = p
-	}
-	sessions := make(map[string]*session, len(g.now.sessions))
+	stats, working := g.ends[0].Stats(), g.working()
+	peers := slices.Clone(g.now.peers)
 	changed := false
-	for _, p := range g.now.gateway.Peers {
-		s, was := stats[p.PublicKey], g.now.sessions[p.ID]
-		next := was.after(s, now)
-		if next.down != was.down {
-			if next.down {
+	for i := range peers {
+		p, was := &peers[i], g.now.peers[i].session
+		p.session = was.after(stats[p.PublicKey], now)
+		if p.session.down != was.down {
+			if p.session.down {
 				g.log.Warn("no session with peer, dropping its packets", "peer", p.ID)
 			} else {
 				g.log.Info("session with peer is back", "peer", p.ID)
 			}
 		}
-		if state := states[p.ID]; state != nil {
-			state.SetDown(next.down)
+		if p.state != nil {
+			p.state.SetDown(p.session.down)
 		}
-		heard := now.Sub(next.rxAt) < silence
+		heard := now.Sub(p.session.heard) < silence
 		g.resolver.heard(p.ID, heard)
-		// A peer that went silent where it roamed to may be back where it is
-		// configured.
-		if at, _ := g.resolver.endpoint(p.ID); !heard && at.IsValid() && s.endpoint != at && now.Sub(next.asserted) > lookupRetry {
+		// A peer that went silent where it roamed to may be back where it is configured.
+		at, _ := g.resolver.endpoint(p.ID)
+		if !heard && at.IsValid() && p.session.stats.Endpoint != at && now.Sub(p.session.asserted) > lookupRetry {
 			for i, e := range g.ends {
-				if theirs, ok := theirEnd(p, i); ok {
-					e.forget(theirs.PublicKey)
+				if theirs, ok := theirEnd(p.GatewayPeer, i); ok {
+					e.Forget(theirs.PublicKey)
 				}
 			}
-			next.asserted, changed = now, true
+			p.session.asserted, changed = now, true
 		}
-		if next.endpoint.Addr() != was.endpoint.Addr() {
+		if p.session.stats.Endpoint.Addr() != was.stats.Endpoint.Addr() {
 			changed = true // the way to it may have another MTU
 		}
-		sessions[p.ID] = &next
+		changed = changed || p.inUse != working[p.ID]
 	}
 	g.mu.Lock()
-	g.now.sessions = sessions
+	g.now.peers = peers
 	g.mu.Unlock()
-	if changed || !maps.Equal(g.now.inUse, g.working()) {
+	if changed {
 		g.compareSoon()
 	}
 	g.resolver.tick(now)
 	g.reach(stats, now)
-}
-
-// after is the session a moment later.
-func (s session) after(stats wgStats, now time.Time) session {
-	s.endpoint = stats.endpoint
-	if stats.rx != s.rx {
-		s.rx, s.rxAt = stats.rx, now
-	}
-	if stats.handshake.IsZero() {
-		s.down = now.Sub(s.since) > sessionFirst
-	} else {
-		s.down = now.Sub(stats.handshake) > sessionGone
-	}
-	return s
 }

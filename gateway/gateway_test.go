@@ -11,7 +11,6 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"net/netip"
 	"os"
 	"os/exec"
 	"os/signal"
@@ -34,11 +33,13 @@ import (
 	"golang.org/x/net/ipv6"
 	"golang.org/x/sys/unix"
 
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
-// The tests run gateways as processes of their own, because a gateway serves the
-// namespace of its process: this binary, called again with childConfig set.
+// The tests run gateways as processes of their own, because a gateway serves the namespace of its
+// process: this binary, called again with childConfig set.
 const childConfig = "ISTHMUS_TEST_GATEWAY_CONFIG"
 
 // patience is how long tests wait for what has to happen, however slow the machine is.
@@ -101,8 +102,8 @@ func testSource(dir string) Source {
 	return func(ctx context.Context, deliver func(Config, error)) {
 		file.Watch(ctx, dir, func(s file.Snapshot, err error) {
 			deliver(Config{
-				Intent: s.Intent, PrivateKey: Key(s.PrivateKey), ListenPort: s.Gateway.ListenPort, MTU: int(s.Gateway.MTU),
-				NAT: s.Gateway.NAT.Config(), MetricsAddress: s.Gateway.MetricsAddress, StatusAddress: s.Gateway.StatusAddress,
+				Gateway: s.Gateway, PrivateKey: Key(s.PrivateKey), ListenPort: s.File.ListenPort, MTU: int(s.File.MTU),
+				NAT: s.File.NAT.Config(), MetricsAddress: s.File.MetricsAddress, StatusAddress: s.File.StatusAddress,
 			}, err)
 		})
 	}
@@ -128,7 +129,7 @@ type space struct {
 
 func newSpace(t *testing.T, name string) *space {
 	t.Helper()
-	f, err := newNamespace()
+	f, err := rtnl.NewNamespace()
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -151,12 +152,7 @@ func (s *space) must(err error) {
 
 // in runs fn in the namespace.
 func (s *space) in(fn func() error) error {
-	return onDyingThread(func() error {
-		if err := unix.Setns(int(s.file.Fd()), unix.CLONE_NEWNET); err != nil {
-			return err
-		}
-		return fn()
-	})
+	return rtnl.Do(s.file, fn)
 }
 
 func (s *space) do(fn func() error) {
@@ -197,8 +193,8 @@ func veth2(a *space, nameA string, b *space, nameB string, mtu int) {
 	b.must(b.nl.LinkSetUp(b.link(nameB)))
 }
 
-// site is one cluster: a node with a gateway and a pod. All sites have the same
-// PodCIDR and ExternalCIDR.
+// site is one cluster: a node with a gateway and a pod. All sites have the same PodCIDR and
+// ExternalCIDR.
 type site struct {
 	*space
 	pod     *space
@@ -252,8 +248,8 @@ func (s *site) publicKey() string {
 	return base64.StdEncoding.EncodeToString(k.PublicKey().Bytes())
 }
 
-// peering is how s sees other: pods as 10.pods.0.0/16, external addresses as
-// 10.(pods+1).0.0/16; other sees s as 10.theirs.0.0/16 and the next.
+// peering is how s sees other: pods as 10.pods.0.0/16, external addresses as 10.(pods+1).0.0/16;
+// other sees s as 10.theirs.0.0/16 and the next.
 func (s *site) peering(other *site, pods, theirs int, endpoint string) string {
 	return fmt.Sprintf(`apiVersion: net.liqo.io/v1alpha1
 kind: TunnelEndpoint
@@ -279,7 +275,7 @@ func (s *site) overIPv6(n int) {
 	s.address("eth0", fmt.Sprintf("2001:db8::%d/64", n))
 	s.address("pod", "fd00:244::1/64")
 	s.pod.address("eth0", "fd00:244::10/64")
-	s.pod.must(s.pod.nl.RouteAdd(&netlink.Route{Gw: net.ParseIP("fd00:244::1"), Dst: ipNet(netip.MustParsePrefix("::/0"))}))
+	s.pod.must(s.pod.nl.RouteAdd(&netlink.Route{Gw: net.ParseIP("fd00:244::1"), Dst: &net.IPNet{IP: net.IPv6zero, Mask: net.CIDRMask(0, 128)}}))
 	s.sysctl("net/ipv6/conf/all/forwarding", "1")
 }
 
@@ -503,9 +499,9 @@ func (s *space) ping(dst string) {
 	s.t.Fatalf("%s: no answer from %s: %v", s.name, dst, err)
 }
 
-// flood pings until the returned function is called, which gives what was sent
-// and what came back. So few are under way at a time that no queue on the way
-// overflows while somebody there waits for a processor.
+// flood pings until the returned function is called, which gives what was sent and what came back.
+// So few are under way at a time that no queue on the way overflows while somebody there waits for
+// a processor.
 func (s *space) flood(dst string, every time.Duration) (stop func() (sent, got int)) {
 	s.t.Helper()
 	const least, underWay = 300, 100
@@ -551,8 +547,9 @@ func (s *space) flood(dst string, every time.Duration) (stop func() (sent, got i
 	}
 }
 
-// restores wants what is deleted to be back before the gateway compares by itself, which it does after compareInterval: the
-// kernel's event has to tell it. Only the quickest of some times counts, because in the others the machine may have been busy.
+// restores wants what is deleted to be back before the gateway compares by itself, which it does
+// after compareInterval: the kernel's event has to tell it. Only the quickest of some times counts,
+// because in the others the machine may have been busy.
 func (s *site) restores(what, dst string, del func() error) {
 	s.t.Helper()
 	before := s.ours()
@@ -575,6 +572,29 @@ func (s *site) restores(what, dst string, del func() error) {
 	s.t.Fatalf("%s: %s back after %v only", s.name, what, took)
 }
 
+// onlyRefuses checks what a gateway that ended has left: rules, and routes that refuse packets,
+// such as for an address if it is a peer's.
+func (s *space) onlyRefuses(addr string, peers bool) {
+	s.t.Helper()
+	for _, o := range s.ours() {
+		if strings.HasPrefix(o, "link ") {
+			s.t.Errorf("%s: left %s", s.name, o)
+		}
+	}
+	if r, err := s.nl.RouteGet(net.ParseIP(addr)); peers && !errors.Is(err, unix.EHOSTUNREACH) {
+		s.t.Errorf("%s: packets for %s are not refused: %v %v", s.name, addr, r, err)
+	}
+}
+
+// clear runs Clear, which leaves nothing.
+func (s *space) clear() {
+	s.t.Helper()
+	s.do(func() error { return Clear(slog.New(slog.DiscardHandler)) })
+	if left := s.ours(); len(left) > 0 {
+		s.t.Errorf("%s: left %q", s.name, left)
+	}
+}
+
 // ours lists what a gateway has in its host's namespace.
 func (s *space) ours() []string {
 	s.t.Helper()
@@ -590,14 +610,14 @@ func (s *space) ours() []string {
 		rules, err := s.nl.RuleList(family)
 		s.must(err)
 		for _, r := range rules {
-			if r.Priority == RulePriority {
+			if r.Priority == kernel.GatewayRulePriority {
 				all = append(all, r.String())
 			}
 		}
 		routes, err := s.nl.RouteListFiltered(family, &netlink.Route{}, netlink.RT_FILTER_TABLE)
 		s.must(err)
 		for _, r := range routes {
-			if r.Protocol == RouteProtocol || r.Table == RouteTable {
+			if r.Protocol == kernel.GatewayProtocol || r.Table == kernel.GatewayTable {
 				all = append(all, "route "+r.String())
 			}
 		}
@@ -616,7 +636,7 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 	c.write("a.yaml", c.peering(a, 246, 248, a.addr))
 	// Foreign objects near ours, which have to survive.
 	foreign := netlink.NewRule()
-	foreign.Priority, foreign.Table, foreign.Family = RulePriority+1, RouteTable, netlink.FAMILY_V4
+	foreign.Priority, foreign.Table, foreign.Family = kernel.GatewayRulePriority+1, kernel.GatewayTable, netlink.FAMILY_V4
 	a.must(a.nl.RuleAdd(foreign))
 	for _, s := range []*site{a, b, c} {
 		s.start()
@@ -686,28 +706,28 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 	})
 	t.Run("what somebody deletes is back at once", func(t *testing.T) {
 		rule := netlink.NewRule()
-		rule.Priority, rule.Table, rule.Family = RulePriority, RouteTable, netlink.FAMILY_V4
-		prefix := ipNet(netip.MustParsePrefix("10.246.0.0/16"))
+		rule.Priority, rule.Table, rule.Family = kernel.GatewayRulePriority, kernel.GatewayTable, netlink.FAMILY_V4
+		prefix := &net.IPNet{IP: net.IPv4(10, 246, 0, 0), Mask: net.CIDRMask(16, 32)}
 		for _, deleted := range []struct {
 			what string
 			del  func() error
 		}{
 			{"rule", func() error { return a.nl.RuleDel(rule) }},
-			{"route", func() error { return a.nl.RouteDel(&netlink.Route{Table: RouteTable, Dst: prefix}) }},
-			{"veth", func() error { return a.nl.LinkDel(a.link(VethHost)) }},
-			{"veth up", func() error { return a.nl.LinkSetDown(a.link(VethHost)) }},
+			{"route", func() error { return a.nl.RouteDel(&netlink.Route{Table: kernel.GatewayTable, Dst: prefix}) }},
+			{"veth", func() error { return a.nl.LinkDel(a.link(kernel.VethHost)) }},
+			{"veth up", func() error { return a.nl.LinkSetDown(a.link(kernel.VethHost)) }},
 			{"inner route", func() error {
 				return inNamespace(a.status().Namespace, func() error {
-					return netlink.RouteDel(&netlink.Route{Dst: prefix, Table: mainTable, Scope: netlink.SCOPE_LINK})
+					return netlink.RouteDel(&netlink.Route{Dst: prefix, Table: kernel.MainTable, Scope: netlink.SCOPE_LINK})
 				})
 			}},
 			{"inner neighbour", func() error {
 				return inNamespace(a.status().Namespace, func() error {
-					l, err := netlink.LinkByName(VethGateway)
+					l, err := netlink.LinkByName(kernel.VethGateway)
 					if err != nil {
 						return err
 					}
-					return netlink.NeighDel(&netlink.Neigh{LinkIndex: l.Attrs().Index, IP: hopHost4.AsSlice(), State: netlink.NUD_PERMANENT})
+					return netlink.NeighDel(&netlink.Neigh{LinkIndex: l.Attrs().Index, IP: net.ParseIP("169.254.100.2"), State: netlink.NUD_PERMANENT})
 				})
 			}},
 		} {
@@ -743,9 +763,10 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 		} else {
 			t.Logf("%d of %d", got, sent)
 		}
-		// Not the time of the handshake: wireguard-go sometimes repeats one that was answered before it had set its timer.
+		// Not the time of the handshake: wireguard-go sometimes repeats one that was answered
+		// before it had set its timer.
 		key := b.publicKey()
-		if text := "peer(" + key[:4] + "…" + key[39:43] + ") - UAPI"; strings.Contains(a.gateway.text()[logged:], text) {
+		if text := "peer(" + key[:4] + "…" + key[39:43] + ") - Starting"; strings.Contains(a.gateway.text()[logged:], text) {
 			t.Error("b was touched in WireGuard")
 		} else if !strings.Contains(a.gateway.text()[:logged], text) {
 			t.Errorf("no %q in the log when b was added", text)
@@ -820,14 +841,13 @@ func TestGatewaysJoinClustersWithTheSamePodCIDR(t *testing.T) {
 			t.Errorf("%d rules: %q", rules, a.ours())
 		}
 	})
-	t.Run("SIGTERM leaves nothing behind", func(t *testing.T) {
+	t.Run("SIGTERM leaves what refuses packets and Clear nothing", func(t *testing.T) {
 		for _, s := range []*site{a, b, c} {
 			s.stop()
-			if left := s.ours(); len(left) > 0 {
-				t.Errorf("%s: %q", s.name, left)
-			}
+			s.onlyRefuses("10.246.1.10", s != b)
+			s.clear()
 		}
-		foreign.Priority = RulePriority + 1
+		foreign.Priority = kernel.GatewayRulePriority + 1
 		if err := a.nl.RuleDel(foreign); err != nil {
 			t.Errorf("the foreign rule: %v", err)
 		}
@@ -855,12 +875,11 @@ func TestGatewaysJoinClustersOverIPv6(t *testing.T) {
 		}
 		return nil
 	})
-	a.restores("veth", "fd00:246::10", func() error { return a.nl.LinkDel(a.link(VethHost)) })
+	a.restores("veth", "fd00:246::10", func() error { return a.nl.LinkDel(a.link(kernel.VethHost)) })
 	for _, s := range []*site{a, b} {
 		s.stop()
-		if left := s.ours(); len(left) > 0 {
-			t.Errorf("%s: %q", s.name, left)
-		}
+		s.onlyRefuses("fd00:246::10", s == a)
+		s.clear()
 	}
 }
 
@@ -870,12 +889,7 @@ func inNamespace(path string, fn func() error) error {
 		return err
 	}
 	defer f.Close()
-	return onDyingThread(func() error {
-		if err := unix.Setns(int(f.Fd()), unix.CLONE_NEWNET); err != nil {
-			return err
-		}
-		return fn()
-	})
+	return rtnl.Do(f, fn)
 }
 
 func TestAGatewayThatCannotStartSaysWhyAndLeavesNothing(t *testing.T) {

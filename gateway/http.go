@@ -1,81 +1,36 @@
 package gateway
 
 import (
-	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
-	"log/slog"
-	"net"
 	"net/http"
 	"strconv"
-	"time"
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/isthmus-net/isthmus/internal/httpserve"
 )
 
 // maxFlows bounds the flows of one answer of /status.
 const maxFlows = 10_000
 
-// server is one HTTP listener.
-type server struct {
-	what     string
-	listener net.Listener
-	http     *http.Server
-}
-
-// listen opens the sockets of the configuration, so that a wrong address is an
-// error at the start.
+// listen opens the sockets of the configuration, so that a wrong address is an error at the start.
 func (g *gateway) listen(c Config) error {
+	g.servers = httpserve.New(g.log)
 	for _, s := range []struct {
 		what, address string
 		handler       http.Handler
 	}{
-		{"metrics", c.MetricsAddress, g.metricsHandler()},
-		{"status", c.StatusAddress, g.statusHandler()},
+		{"metrics address", c.MetricsAddress, g.metricsHandler()},
+		{"status address", c.StatusAddress, g.statusHandler()},
 	} {
-		if s.address == "" {
-			continue
+		if _, err := g.servers.Listen(s.what, s.address, s.handler); err != nil {
+			g.servers.Close()
+			return err
 		}
-		l, err := net.Listen("tcp", s.address)
-		if err != nil {
-			g.closeServers()
-			return fmt.Errorf("%s address: %w", s.what, err)
-		}
-		g.servers = append(g.servers, &server{s.what, l, &http.Server{
-			Handler:           s.handler,
-			ReadHeaderTimeout: 5 * time.Second,
-			ReadTimeout:       10 * time.Second,
-			WriteTimeout:      30 * time.Second,
-			IdleTimeout:       time.Minute,
-			MaxHeaderBytes:    1 << 14,
-			ErrorLog:          slog.NewLogLogger(g.log.Handler(), slog.LevelDebug),
-		}})
 	}
 	return nil
-}
-
-// serve answers until closeServers.
-func (g *gateway) serve() {
-	for _, s := range g.servers {
-		g.wg.Go(func() {
-			if err := s.http.Serve(s.listener); !errors.Is(err, http.ErrServerClosed) {
-				g.log.Error("HTTP server ended", "server", s.what, "error", err)
-			}
-		})
-	}
-}
-
-// closeServers gives requests under way a moment.
-func (g *gateway) closeServers() {
-	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-	defer cancel()
-	for _, s := range g.servers {
-		if s.http.Shutdown(ctx) != nil {
-			s.http.Close()
-		}
-		s.listener.Close() // Shutdown knows it only if Serve was called
-	}
 }
 
 func (g *gateway) metricsHandler() http.Handler {
@@ -106,12 +61,7 @@ func (g *gateway) statusHandler() http.Handler {
 			}
 			flows = n
 		}
-		s, err := g.status(flows)
-		if err != nil {
-			http.Error(w, err.Error(), http.StatusInternalServerError)
-			return
-		}
-		writeJSON(w, s)
+		writeJSON(w, g.status(flows))
 	})
 	mux.HandleFunc("GET /trace", func(w http.ResponseWriter, r *http.Request) {
 		q := TraceQuery{Protocol: r.FormValue("protocol"), Direction: r.FormValue("direction")}
@@ -122,13 +72,13 @@ func (g *gateway) statusHandler() http.Handler {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
-		steps, err := Trace(g.engine, q, g.ends[0].path.Now())
+		steps, err := Trace(g.engine, q, g.ends[0].Now())
 		if err != nil {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
 		for i := range steps {
-			for _, p := range g.current().gateway.Peers {
+			for _, p := range g.current().peers {
 				if p.ID == steps[i].Peer {
 					steps[i].PeerName = p.Name
 				}

@@ -6,21 +6,24 @@ import (
 	measures "runtime/metrics"
 )
 
-// The garbage collector lets a heap grow to twice what is in use before it collects. A gateway makes little garbage, but
-// with a million flows, whose tables it never has to look into, twice is 100 MiB more for nothing. So what may lie about is
-// bounded, which costs a collection every few seconds where there is much, and changes nothing where there is little.
+// The garbage collector lets a heap grow to twice what is in use before it collects. A gateway
+// makes little garbage, but with a million flows, whose tables it never has to look into, twice is
+// 100 MiB more for nothing. So what may lie about is bounded, which costs a collection every few
+// seconds where there is much, and changes nothing where there is little.
 const (
 	maxGarbage   = 24 << 20
 	minGCPercent = 10
 )
 
-// collector keeps the garbage collector's target. The zero value is ready; it is used by one goroutine.
+// collector keeps the garbage collector's target. The zero value is ready; it is used by one
+// goroutine.
 type collector struct {
 	percent int
 	sample  [1]measures.Sample
 }
 
-// adjust sets the target for the heap as the last collection left it, unless the environment has one (GOGC).
+// adjust sets the target for the heap as the last collection left it, unless the environment has
+// one (GOGC).
 func (c *collector) adjust() {
 	if os.Getenv("GOGC") != "" {
 		return

@@ -9,14 +9,13 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// metrics are the gateway's Prometheus series. Nearly all are read from where
-// they are counted when somebody asks, so that a peer's series vanish with it.
-// "Receive" and "inbound" are from the tunnel, "transmit" and "outbound" towards
-// it. The label peer is the cluster ID; isthmus_peer_info has its name.
+// metrics are the gateway's Prometheus series. Nearly all are read from where they are counted when
+// somebody asks, so that a peer's series vanish with it. "Receive" and "inbound" are from the
+// tunnel, "transmit" and "outbound" towards it. The label peer is the cluster ID; isthmus_peer_info
+// has its name.
 type metrics struct {
 	registry *prometheus.Registry
 	gateway  *gateway
@@ -34,7 +33,6 @@ func desc(name, help string, labels ...string) *prometheus.Desc {
 
 var (
 	descBuild      = desc("build_info", "Always 1; the labels say what runs.", "version", "goversion")
-	descTransport  = desc("transport_info", "Always 1; the label says how packets of established sessions travel.", "transport")
 	descGeneration = desc("config_generation", "Configurations put into force since the start.")
 	descReloadOK   = desc("config_last_reload_successful", "1 if the newest configuration is in force, 0 if an older one is because the newest is unusable.")
 	descReloadTime = desc("config_last_reload_success_timestamp_seconds", "When a configuration was last put into force.")
@@ -96,7 +94,7 @@ func (m *metrics) observeRTT(peer string, rtt time.Duration) {
 }
 
 // keep removes the histograms of peers that are no more.
-func (m *metrics) keep(peers []fabric.GatewayPeer) {
+func (m *metrics) keep(peers []peer) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	old := m.known
@@ -111,8 +109,8 @@ func (m *metrics) keep(peers []fabric.GatewayPeer) {
 	}
 }
 
-// Describe implements prometheus.Collector. It is empty, which makes the
-// collector an unchecked one: the reasons come from the engine's closed list.
+// Describe implements prometheus.Collector. It is empty, which makes the collector an unchecked
+// one: the reasons come from the engine's closed list.
 func (m *metrics) Describe(chan<- *prometheus.Desc) {}
 
 // Collect implements prometheus.Collector.
@@ -127,14 +125,13 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	now := g.current()
 
 	gauge(descBuild, 1, g.version, runtime.Version())
-	gauge(descTransport, 1, string(g.transport()))
 	gauge(descGeneration, float64(now.generation))
 	gauge(descReloadOK, truth(now.configErr == nil))
 	gauge(descApplied, truth(now.applyErr == nil))
 	if !now.reloaded.IsZero() {
 		gauge(descReloadTime, seconds(now.reloaded))
 	}
-	gauge(descMTU, float64(now.mtu.tunnel))
+	gauge(descMTU, float64(now.mtu))
 
 	stats := g.engine.Stats()
 	collectBounds(gauge, g.engine.Config(), stats)
@@ -147,46 +144,38 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 		counter(descRejected, g.ends[0].checker.rejected[r].Load(), reason)
 	}
 
-	flows := make(map[string]natengine.PeerStats)
-	for _, p := range stats.Peers {
-		flows[p.ID] = p
-	}
-	states := g.peerStates()
-	checks := g.ends[0].checker.results()
-	tunnel, _ := g.ends[0].stats() // what it cannot tell is 0, and run logs why
-	more, _ := g.furtherTunnels(now)
-	for _, p := range now.gateway.Peers {
+	for _, p := range g.views(now, stats) {
+		first := p.tunnels[0]
 		gauge(descInfo, 1, p.ID, p.Name)
-		gauge(descUp, truth(checks[p.ID].State == Connected), p.ID)
-		gauge(descLoss, checks[p.ID].Loss, p.ID)
-		if f, known := flows[p.ID]; known { // not while the peer is being removed: the engine is the first to forget it
-			collectUse(gauge, p.ID, f)
-			gauge(descPeerMTU, float64(f.MTU), p.ID)
-			counter(descTooBig, f.Fragmented, p.ID, "fragmented")
-			counter(descTooBig, f.Told, p.ID, "told")
-			counter(descTooBig, f.Silent, p.ID, "untold")
-			counter(descFlowEvents, f.Created, p.ID, "created")
-			counter(descFlowEvents, f.Expired, p.ID, "expired")
-			counter(descFlowEvents, f.Evicted, p.ID, "evicted")
-			counter(descFlowEvents, f.Purged, p.ID, "purged")
+		gauge(descUp, truth(first.check.State == Connected), p.ID)
+		gauge(descLoss, first.check.Loss, p.ID)
+		if p.translated {
+			collectUse(gauge, p.ID, p.nat)
+			gauge(descPeerMTU, float64(p.nat.MTU), p.ID)
+			counter(descTooBig, p.nat.Fragmented, p.ID, "fragmented")
+			counter(descTooBig, p.nat.Told, p.ID, "told")
+			counter(descTooBig, p.nat.Silent, p.ID, "untold")
+			counter(descFlowEvents, p.nat.Created, p.ID, "created")
+			counter(descFlowEvents, p.nat.Expired, p.ID, "expired")
+			counter(descFlowEvents, p.nat.Evicted, p.ID, "evicted")
+			counter(descFlowEvents, p.nat.Purged, p.ID, "purged")
 		}
-		wg := tunnel[p.PublicKey]
-		for i, f := range more[p.ID] {
+		for i, e := range p.tunnels[1:] {
 			tunnel := strconv.Itoa(i + 1)
-			gauge(descTunnelUp, truth(f.inUse), p.ID, tunnel)
-			counter(descTunnelRx, f.stats.rx, p.ID, tunnel)
-			counter(descTunnelTx, f.stats.tx, p.ID, tunnel)
-			wg.rx, wg.tx = wg.rx+f.stats.rx, wg.tx+f.stats.tx
+			gauge(descTunnelUp, truth(e.inUse), p.ID, tunnel)
+			counter(descTunnelRx, e.stats.Received, p.ID, tunnel)
+			counter(descTunnelTx, e.stats.Sent, p.ID, tunnel)
 		}
-		counter(descWgRx, wg.rx, p.ID)
-		counter(descWgTx, wg.tx, p.ID)
+		received, sent := p.octets()
+		counter(descWgRx, received, p.ID)
+		counter(descWgTx, sent, p.ID)
 		handshake := 0.0
-		if !wg.handshake.IsZero() {
-			handshake = seconds(wg.handshake)
+		if !first.stats.Handshake.IsZero() {
+			handshake = seconds(first.stats.Handshake)
 		}
 		gauge(descHandshake, handshake, p.ID)
 
-		state := states[p.ID]
+		state := p.state
 		if state == nil {
 			continue
 		}

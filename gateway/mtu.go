@@ -3,7 +3,6 @@ package gateway
 import (
 	"cmp"
 	"fmt"
-	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -13,26 +12,24 @@ import (
 )
 
 const (
-	// What WireGuard and the outer headers add to a packet: message header and
-	// tag 32, UDP 8, and 20 for IPv4 or 40 for IPv6.
+	// What WireGuard and the outer headers add to a packet: message header and tag 32, UDP 8, and
+	// 20 for IPv4 or 40 for IPv6.
 	overhead4 = 60
 	overhead6 = 80
 
-	// padding is what WireGuard pads a packet to, but never beyond the MTU of the
-	// device. So a packet for a peer with a smaller MTU must not be padded beyond
-	// that one: it is a multiple.
+	// padding is what WireGuard pads a packet to, but never beyond the MTU of the device. So a
+	// packet for a peer with a smaller MTU must not be padded beyond that one: it is a multiple.
 	padding = 16
 
 	// defaultMTU is for a way that is not known yet: Ethernet.
 	defaultMTU = 1500 - overhead4
-	// minAutoMTU is what every IPv4 host has to accept (RFC 791); minAutoMTU6 is
-	// what IPv6 asks of a link (RFC 8200, section 5). On a smaller underlay the
-	// outer packets are fragmented, which costs most of the throughput. Both are
-	// multiples of padding.
+	// minAutoMTU is what every IPv4 host has to accept (RFC 791); minAutoMTU6 is what IPv6 asks of
+	// a link (RFC 8200, section 5). On a smaller underlay the outer packets are fragmented, which
+	// costs most of the throughput. Both are multiples of padding.
 	minAutoMTU  = 576
 	minAutoMTU6 = 1280
-	// maxAutoMTU is for jumbo frames. More is found on loopback and on virtual
-	// links only, whose size says nothing about the path behind them.
+	// maxAutoMTU is for jumbo frames. More is found on loopback and on virtual links only, whose
+	// size says nothing about the path behind them.
 	maxAutoMTU = 9000 - overhead4
 )
 
@@ -62,12 +59,9 @@ func (m mtus) of(id string) int {
 	return m.tunnel
 }
 
-func (m mtus) equal(o mtus) bool { return m.tunnel == o.tunnel && maps.Equal(m.peers, o.peers) }
-
-// autoMTUs gives each peer the largest packet that fits into one outer packet on
-// the way to it, and the device the largest of these, or last when no way is
-// known. A way that is not known any more is taken for what it was, and one that
-// never was for Ethernet.
+// autoMTUs gives each peer the largest packet that fits into one outer packet on the way to it, and
+// the device the largest of these, or last when no way is known. A way that is not known any more
+// is taken for what it was, and one that never was for Ethernet.
 func autoMTUs(ways []underlay, last int) mtus {
 	m := mtus{peers: make(map[string]int, len(ways))}
 	for _, w := range ways {
@@ -99,12 +93,11 @@ func (w underlay) inner() int {
 	return min(max(w.mtu-overhead, least), maxAutoMTU)
 }
 
-// mssFor is the TCP segment size for IPv4 that fits the MTU: 20 octets of IP
-// header, 20 of TCP header. The engine takes 20 more off for IPv6.
+// mssFor is the TCP segment size for IPv4 that fits the MTU: 20 octets of IP header, 20 of TCP
+// header. The engine takes 20 more off for IPv6.
 func mssFor(mtu int) uint16 { return uint16(mtu - 40) }
 
-// rulesFor sets MTU and MSS in peers, which the caller owns, and returns their
-// rules.
+// rulesFor sets MTU and MSS in peers, which the caller owns, and returns their rules.
 func rulesFor(peers []fabric.GatewayPeer, m mtus) []natengine.Peer {
 	rules := make([]natengine.Peer, len(peers))
 	for i := range peers {
@@ -115,8 +108,8 @@ func rulesFor(peers []fabric.GatewayPeer, m mtus) []natengine.Peer {
 	return rules
 }
 
-// checkMTU says what is wrong with an MTU that is asked for, 0 for none: IPv6 has
-// no link below 1280 octets, and Linux takes it away from a device that has less.
+// checkMTU says what is wrong with an MTU that is asked for, 0 for none: IPv6 has no link below
+// 1280 octets, and Linux takes it away from a device that has less.
 func checkMTU(mtu int, peers []fabric.GatewayPeer) error {
 	if mtu == 0 || mtu >= minAutoMTU6 {
 		return nil
@@ -130,34 +123,36 @@ func checkMTU(mtu int, peers []fabric.GatewayPeer) error {
 	return nil
 }
 
-// mtusFor is what c says or, when it leaves it to us, what the kernel says about
-// the way to every peer whose address is known: where it is, else where it is
-// configured to be. That includes what routers on the way have said; the kernel
-// remembers it for ten minutes.
+// mtusFor is what c says or, when it leaves it to us, what the kernel says about the way to every
+// peer whose address is known: where it is, else where it is configured to be. That includes what
+// routers on the way have said; the kernel remembers it for ten minutes.
 func (g *gateway) mtusFor(c Config, peers []fabric.GatewayPeer) mtus {
 	if c.MTU != 0 {
 		return sameMTU(c.MTU)
 	}
-	ways, links := make([]underlay, len(peers)), make(map[int]int)
+	ways, links, known := make([]underlay, len(peers)), make(map[int]int), byID(g.now.peers)
 	for i, p := range peers {
 		if i%32 == 31 { // a millisecond or so, which packets wait for where there is one processor
 			time.Sleep(time.Millisecond)
 		}
 		six := slices.ContainsFunc(p.AllowedIPs[:], func(n netip.Prefix) bool { return n.Addr().Is6() })
-		ways[i] = underlay{id: p.ID, six: six, last: g.now.mtu.peers[p.ID]}
+		ways[i] = underlay{id: p.ID, six: six}
 		at, _ := g.resolver.endpoint(p.ID)
-		if s := g.now.sessions[p.ID]; s != nil && s.endpoint.IsValid() {
-			at = s.endpoint // it may have roamed, or never have had a name
+		if was := known[p.ID]; was != nil {
+			ways[i].last = was.mtu
+			if e := was.session.stats.Endpoint; e.IsValid() {
+				at = e // it may have roamed, or never have had a name
+			}
 		}
 		if !at.IsValid() {
 			continue
 		}
-		mtu, err := g.host.underlayMTU(at.Addr(), links)
+		mtu, err := g.host.MTUTo(at.Addr(), links)
 		if err != nil {
 			g.log.Debug("no way to the peer", "peer", p.ID, "error", err)
 			continue // no way to it: nothing to be too large for
 		}
 		ways[i].addr, ways[i].mtu = at.Addr(), mtu
 	}
-	return autoMTUs(ways, g.now.mtu.tunnel)
+	return autoMTUs(ways, g.now.mtu)
 }

@@ -39,7 +39,8 @@ func (s *space) passes(p *pinger, size int) {
 	}
 }
 
-// learns sends a packet that is too big, unless the kernel knows that already, and wants it to know the MTU of the path then.
+// learns sends a packet that is too big, unless the kernel knows that already, and wants it to know
+// the MTU of the path then.
 func (s *space) learns(p *pinger, size, mtu int) {
 	s.t.Helper()
 	if err := p.send(size, size-28); err != nil && !errors.Is(err, unix.EMSGSIZE) {
@@ -63,8 +64,8 @@ func (s *space) learns(p *pinger, size, mtu int) {
 	s.passes(p, mtu)
 }
 
-// One peer behind a smaller path: its packets alone are bounded, and each sender learns that from the engine. A router
-// whose next link becomes smaller still is heard too.
+// One peer behind a smaller path: its packets alone are bounded, and each sender learns that from
+// the engine. A router whose next link becomes smaller still is heard too.
 func TestEachPeerHasItsOwnMTU(t *testing.T) {
 	needRoot(t)
 	wire, far := newWire(t), newWire(t)
@@ -123,7 +124,8 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 		t.Errorf("%s errors were sent", n)
 	}
 
-	// What may be cut is cut: by the pod's kernel to what it learned, and by the engine for who ignores that.
+	// What may be cut is cut: by the pod's kernel to what it learned, and by the engine for who
+	// ignores that.
 	cut := a.pod.pinger("10.248.1.10")
 	raw, err := cut.conn.SyscallConn()
 	if err != nil {
@@ -142,7 +144,8 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 		t.Errorf("%s packets were fragmented", n)
 	}
 
-	// The next link of the router shrinks. The kernel hears of it from the router, the gateway asks the kernel.
+	// The next link of the router shrinks. The kernel hears of it from the router, the gateway asks
+	// the kernel.
 	router.must(router.nl.LinkSetMTU(router.link("far"), 1300))
 	start := time.Now()
 	a.eventually("the smaller path was not noticed", func() error {
@@ -160,8 +163,8 @@ func TestEachPeerHasItsOwnMTU(t *testing.T) {
 	}
 }
 
-// Over IPv6 inside it is the same by packet too big, and never less than 1280: on a way that leaves less, the outer packets
-// are fragmented.
+// Over IPv6 inside it is the same by packet too big, and never less than 1280: on a way that leaves
+// less, the outer packets are fragmented.
 func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)

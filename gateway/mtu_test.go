@@ -50,7 +50,8 @@ func TestMTUFitsTheWayToEachPeer(t *testing.T) {
 	}
 }
 
-// What WireGuard makes of a packet, padding included, never exceeds the way to the peer, however the MTUs of the peers lie.
+// What WireGuard makes of a packet, padding included, never exceeds the way to the peer, however
+// the MTUs of the peers lie.
 func TestPaddedPacketsFitTheWay(t *testing.T) {
 	v4 := netip.MustParseAddr("192.0.2.1")
 	for mtu := minAutoMTU + overhead4; mtu <= 1600; mtu++ {

@@ -13,11 +13,12 @@ import (
 func engineConfig(c Config) natengine.Config {
 	e := c.NAT
 	e.Self4, e.Self6 = fabric.GatewayAddr, fabric.GatewayAddr6
-	e.Router4, e.Router6 = hopGateway4, router6
+	e.Router4, e.Router6 = fabric.HopGateway4, fabric.Router6
 	return e
 }
 
-// Bounds of the NAT engine and how much of them is used. Each bound has a series, so that an alert can compare the two.
+// Bounds of the NAT engine and how much of them is used. Each bound has a series, so that an alert
+// can compare the two.
 var (
 	descPeerHalfOpen  = desc("peer_nat_sessions_half_open", "NAT flows of the peer that may be evicted at a limit.", "peer")
 	descHosts         = desc("peer_nat_hosts", "Hosts with NAT flows: ours with NAPT flows, the peer's with flows to mapped endpoints.", "peer")

@@ -13,22 +13,21 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// How often a name is looked up: seldom while its peer is heard, soon while it
-// is not.
+// How often a name is looked up: seldom while its peer is heard, soon while it is not.
 const (
 	lookupInterval = time.Minute
 	lookupRetry    = 10 * time.Second
 	lookupTimeout  = 5 * time.Second
-	// silence is how long a peer may send nothing before its address is
-	// doubted. A peer that is there answers our probe every two seconds.
+	// silence is how long a peer may send nothing before its address is doubted. A peer that is
+	// there answers our probe every two seconds.
 	silence = 15 * time.Second
 )
 
-// resolver says where each peer's gateway is. Literal addresses are answers by
-// themselves; names are looked up, preferring IPv4, and the previous answer is
-// kept while it is still among the results (Liqo facts, 6.2). A new answer for a
-// peer that can be heard waits until it cannot, because WireGuard has found the
-// peer where it is, roaming included. Methods may be called concurrently.
+// resolver says where each peer's gateway is. Literal addresses are answers by themselves; names
+// are looked up, preferring IPv4, and the previous answer is kept while it is still among the
+// results (docs/liqo-v0.md, section 6.2). A new answer for a peer that can be heard waits until it
+// cannot, because WireGuard has found the peer where it is, roaming included. Methods may be called
+// concurrently.
 type resolver struct {
 	lookup  func(ctx context.Context, host string) ([]netip.Addr, error)
 	changed func() // an endpoint is another one now; called from any goroutine
@@ -92,8 +91,8 @@ func (r *resolver) set(peers []fabric.GatewayPeer) {
 	}
 }
 
-// endpoint is where to send packets for the peer; zero when its name has never
-// been resolved, err says why.
+// endpoint is where to send packets for the peer; zero when its name has never been resolved, err
+// says why.
 func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
 // names is a name server.
@@ -43,8 +44,8 @@ func named1(endpoint string) []fabric.GatewayPeer {
 		netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")}}}
 }
 
-// resolving runs a test with a resolver, a name server and a clock of its own.
-// step lets seconds pass.
+// resolving runs a test with a resolver, a name server and a clock of its own. step lets seconds
+// pass.
 func resolving(t *testing.T, test func(r *resolver, n *names, step func(seconds int), at func() string)) {
 	synctest.Test(t, func(t *testing.T) {
 		n := &names{}
@@ -178,19 +179,19 @@ func TestAnAnswerThatCannotBeAGatewayIsRefused(t *testing.T) {
 func TestAPeerIsDownWithoutASession(t *testing.T) {
 	begin := time.Unix(1_700_000_000, 0)
 	s := session{since: begin}
-	at := func(seconds int, stats wgStats) bool {
+	at := func(seconds int, stats datapath.Stats) bool {
 		s = s.after(stats, begin.Add(time.Duration(seconds)*time.Second))
 		return s.down
 	}
-	handshake := wgStats{handshake: begin.Add(40 * time.Second), rx: 148}
+	handshake := datapath.Stats{Handshake: begin.Add(40 * time.Second), Received: 148}
 	for _, tc := range []struct {
 		seconds int
-		stats   wgStats
+		stats   datapath.Stats
 		down    bool
 	}{
-		{1, wgStats{}, false}, // its first packets wait for the handshake
-		{29, wgStats{}, false},
-		{31, wgStats{}, true},
+		{1, datapath.Stats{}, false}, // its first packets wait for the handshake
+		{29, datapath.Stats{}, false},
+		{31, datapath.Stats{}, true},
 		{41, handshake, false},
 		{40 + 194, handshake, false},
 		{40 + 196, handshake, true},
@@ -199,7 +200,7 @@ func TestAPeerIsDownWithoutASession(t *testing.T) {
 			t.Errorf("after %d s: down %v", tc.seconds, got)
 		}
 	}
-	if heard := begin.Add(41 * time.Second); !s.rxAt.Equal(heard) {
-		t.Errorf("heard at %v, want %v", s.rxAt, heard)
+	if heard := begin.Add(41 * time.Second); !s.heard.Equal(heard) {
+		t.Errorf("heard at %v, want %v", s.heard, heard)
 	}
 }

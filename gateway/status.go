@@ -9,11 +9,13 @@ import (
 	"slices"
 	"time"
 
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Status is the answer of /status. Sizes are in octets, times in seconds; what
-// is unknown is left out.
+// Status is the answer of /status. Sizes are in octets, times in seconds; what is unknown is left
+// out.
 type Status struct {
 	Version     string    `json:"version"`
 	ClusterID   string    `json:"clusterID"`
@@ -29,8 +31,8 @@ type Status struct {
 	TUN       string `json:"tun"`
 	MTU       int    `json:"mtu"`
 	MTUAuto   bool   `json:"mtuAuto"` // derived from the ways to the peers
-	Transport string `json:"transport"`
-	// UDPOffload says whether UDP superpackets cross the TUN: because they were asked for, and the kernel has them.
+	// UDPOffload says whether UDP superpackets cross the TUN: because they were asked for, and the
+	// kernel has them.
 	UDPOffload bool `json:"udpOffload"`
 
 	Config   ConfigStatus   `json:"config"`
@@ -57,6 +59,7 @@ type ConfigStatus struct {
 	Since      time.Time `json:"since"`
 	Errors     []string  `json:"errors,omitempty"`   // why the newest configuration is not in force
 	Problems   []string  `json:"problems,omitempty"` // what could not be made true and is tried again
+	Refused    []string  `json:"refused,omitempty"`  // what was left out of it, each with object and field
 }
 
 // SessionsStatus is the state of the NAT engine over all peers.
@@ -100,7 +103,8 @@ type PeerStatus struct {
 		Transmit uint64 `json:"transmitBytes"`
 	} `json:"wireguard"`
 
-	// Tunnels are the further ones. What is said of WireGuard above is the first one's, but octets are those of all.
+	// Tunnels are the further ones. What is said of WireGuard above is the first one's, but octets
+	// are those of all.
 	Tunnels []TunnelStatus `json:"furtherTunnels,omitempty"`
 
 	MTU      int          `json:"mtu"` // largest packet towards it
@@ -185,33 +189,23 @@ func (g *gateway) peerStates() map[string]*natengine.PeerState {
 }
 
 // status describes the gateway, with at most that many flows.
-func (g *gateway) status(flows int) (Status, error) {
+func (g *gateway) status(flows int) Status {
 	now := g.current()
-	tunnel, err := g.ends[0].stats()
-	if err != nil {
-		return Status{}, err
-	}
-	more, err := g.furtherTunnels(now)
-	if err != nil {
-		return Status{}, err
-	}
 	checker := g.ends[0].checker
 	stats := g.engine.Stats()
-	in := now.config.Intent
 	s := Status{
 		Version:     g.version,
-		ClusterID:   in.ClusterID,
-		ClusterName: in.ClusterName,
+		ClusterID:   now.config.Gateway.ClusterID,
+		ClusterName: now.config.Gateway.ClusterName,
 		PublicKey:   base64.StdEncoding.EncodeToString(publicKey(now.config.PrivateKey)),
 		ListenPort:  now.config.ListenPort,
 		Started:     g.started,
 		Ready:       now.ready,
-		Namespace:   g.host.namespacePath(),
-		Host:        Way{Interface: VethHost, NextHop: hopGateway4},
-		TUN:         TunName,
-		MTU:         now.mtu.tunnel,
+		Namespace:   g.host.Path(),
+		Host:        Way{Interface: kernel.VethHost, NextHop: fabric.HopGateway4},
+		TUN:         fabric.TunName(0),
+		MTU:         now.mtu,
 		MTUAuto:     now.config.MTU == 0,
-		Transport:   string(g.transport()),
 		UDPOffload:  g.udpOffload,
 		Config: ConfigStatus{
 			Generation: now.generation,
@@ -223,7 +217,10 @@ func (g *gateway) status(flows int) (Status, error) {
 		Peers:    []PeerStatus{},
 		Check:    CheckStatus{Answered: checker.answered.Load()},
 	}
-	if link, err := net.InterfaceByName(VethHost); err == nil {
+	for _, p := range now.config.Refused {
+		s.Config.Refused = append(s.Config.Refused, p.Error())
+	}
+	if link, err := net.InterfaceByName(kernel.VethHost); err == nil {
 		s.Host.Index = link.Index
 	}
 	for _, d := range directions {
@@ -237,51 +234,44 @@ func (g *gateway) status(flows int) (Status, error) {
 			s.Check.Rejected[name] = n
 		}
 	}
-	for _, w := range now.gateway.Waiting {
+	for _, w := range now.config.Gateway.Waiting {
 		s.Waiting = append(s.Waiting, w.Origin.String())
 	}
 
-	perPeer := make(map[string]natengine.PeerStats)
-	for _, p := range stats.Peers {
-		perPeer[p.ID] = p
-	}
-	states, checks, at := g.peerStates(), checker.results(), time.Now()
-	for _, p := range now.gateway.Peers {
-		check, wg := checks[p.ID], tunnel[p.PublicKey]
+	at := time.Now()
+	for _, p := range g.views(now, stats) {
+		first := p.tunnels[0]
 		ps := PeerStatus{
 			ID: p.ID, Name: p.Name,
-			State: check.State, Message: check.State.Message(), Since: check.Since,
-			Configured: hostPort(p.Endpoint, p.Port),
-			PublicKey:  base64.StdEncoding.EncodeToString(p.PublicKey[:]),
-			RTT:        check.RTT.Seconds(), Loss: check.Loss, Probe: p.Probe.String(),
+			State: first.check.State, Message: first.check.State.Message(), Since: first.check.Since,
+			Configured: hostPort(p.Endpoint, p.Port), Resolved: p.resolved,
+			PublicKey: base64.StdEncoding.EncodeToString(p.PublicKey[:]),
+			RTT:       first.check.RTT.Seconds(), Loss: first.check.Loss, Probe: p.Probe.String(),
 			Rules: RulesStatus{
 				RemotePods: p.Remote.Pod, RemotePodsHere: p.Remote.PodSeen, RemoteExternal: p.Remote.ExternalSeen,
 				LocalPods: p.Local.Pod, LocalPodsThere: p.Local.PodSeen, LocalExternal: p.Local.ExternalSeen,
 				NAPT: p.Local.PodSeen.Addr(), MSS: p.Rules.MSS,
 			},
-			MTU:      perPeer[p.ID].MTU,
-			Sessions: perPeer[p.ID].Flows,
+			MTU:      p.nat.MTU,
+			Sessions: p.nat.Flows,
 		}
 		for _, e := range p.Rules.Endpoints {
 			ps.Rules.Endpoints = append(ps.Rules.Endpoints, EndpointStatus{e.Real, e.Seen})
 		}
-		if wg.endpoint.IsValid() {
-			ps.Endpoint = wg.endpoint.String()
+		if first.stats.Endpoint.IsValid() {
+			ps.Endpoint = first.stats.Endpoint.String()
 		}
-		var unresolved error
-		if ps.Resolved, unresolved = g.resolver.endpoint(p.ID); unresolved != nil {
-			ps.Problem = unresolved.Error()
+		if p.unresolved != nil {
+			ps.Problem = p.unresolved.Error()
 		}
-		if !wg.handshake.IsZero() {
-			ps.LastHandshake, ps.HandshakeAge = &wg.handshake, at.Sub(wg.handshake).Seconds()
+		if h := first.stats.Handshake; !h.IsZero() {
+			ps.LastHandshake, ps.HandshakeAge = &h, at.Sub(h).Seconds()
 		}
-		ps.WireGuard.Receive, ps.WireGuard.Transmit = wg.rx, wg.tx
-		for i, f := range more[p.ID] {
-			ps.Tunnels = append(ps.Tunnels, f.status(i+1, at))
-			ps.WireGuard.Receive += f.stats.rx
-			ps.WireGuard.Transmit += f.stats.tx
+		ps.WireGuard.Receive, ps.WireGuard.Transmit = p.octets()
+		for i, e := range p.tunnels[1:] {
+			ps.Tunnels = append(ps.Tunnels, e.status(i+1, at))
 		}
-		if state := states[p.ID]; state != nil {
+		if state := p.state; state != nil {
 			ps.Down = state.Down()
 			ps.Receive.Packets, ps.Receive.Bytes = state.Traffic(natengine.Inbound)
 			ps.Transmit.Packets, ps.Transmit.Bytes = state.Traffic(natengine.Outbound)
@@ -297,7 +287,7 @@ func (g *gateway) status(flows int) (Status, error) {
 				f.State, f.Idle.Seconds(), f.Left.Seconds()})
 		}
 	}
-	return s, nil
+	return s
 }
 
 func appendDrops(list []DropStatus, d natengine.Direction, count func(natengine.Drop) uint64) []DropStatus {
@@ -328,13 +318,13 @@ func publicKey(private Key) []byte {
 	return k.PublicKey().Bytes()
 }
 
-// Healthy says whether there is nothing for anybody to do: the newest
-// configuration is in force and true, and every peer answers. The text names
-// what is wrong.
+// Healthy says whether there is nothing for anybody to do: the newest configuration is in force and
+// true, and every peer answers. The text names what is wrong.
 func (s Status) Healthy() (bool, []string) {
 	var wrong []string
 	wrong = append(wrong, s.Config.Errors...)
 	wrong = append(wrong, s.Config.Problems...)
+	wrong = append(wrong, s.Config.Refused...)
 	peers := make(map[string]string)
 	for _, p := range s.Peers {
 		if p.State != Connected {

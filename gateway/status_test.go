@@ -5,18 +5,20 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
-	"os"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus/testutil"
-	"golang.zx2c4.com/wireguard/conn"
-
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
 	"github.com/isthmus-net/isthmus/packet/packettest"
+	"github.com/prometheus/client_golang/prometheus/testutil"
 )
 
 func fabricPeer(n byte, id, name, podsHere, externalHere string) fabric.Peer {
@@ -37,31 +39,33 @@ var (
 // without is a gateway without a kernel: all but host and datapath is real.
 func without(t *testing.T, peers ...fabric.Peer) *gateway {
 	t.Helper()
-	null, err := os.Open(os.DevNull)
-	if err != nil {
-		t.Fatal(err)
-	}
-	g := &gateway{log: quiet, version: "v1", started: time.Now(), host: &host{log: quiet, netns: null}, wake: make(chan struct{}, 1)}
+	g := &gateway{log: quiet, version: "v1", started: time.Now(), host: new(rtnl.Kernel), wake: make(chan struct{}, 1)}
 	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: 1000})
 	g.metrics = newMetrics(g)
 	g.ends = []*tunnelEnd{{
-		tunnel:  newTunnel(newIdle(), conn.NewDefaultBind(), quiet),
+		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), bind.New(), g.engine, nil, datapath.Options{}),
 		checker: newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, g.metrics.observeRTT),
 	}}
 	g.resolver = newResolver(nil, func() {}, quiet)
-	t.Cleanup(func() { g.resolver.close(); g.closeEnds(); null.Close() })
+	t.Cleanup(func() { g.resolver.close(); g.closeEnds() })
 	g.put0(t, peers...)
 	return g
+}
+
+func decided(t *testing.T, in fabric.Intent) fabric.Gateway {
+	t.Helper()
+	gw, problems := fabric.GatewayFor(in)
+	if len(problems) > 0 {
+		t.Fatal(problems)
+	}
+	return gw
 }
 
 // put0 is what accept and put do, without a kernel.
 func (g *gateway) put0(t *testing.T, peers ...fabric.Peer) {
 	t.Helper()
-	c := Config{Intent: fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", Peers: peers}, PrivateKey: Key(key(9)), ListenPort: 5871}
-	gw, problems := fabric.GatewayFor(c.Intent, 0)
-	if len(problems) > 0 {
-		t.Fatal(problems)
-	}
+	gw := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", Peers: peers})
+	c := Config{Gateway: gw, PrivateKey: Key(key(9)), ListenPort: 5871}
 	if err := g.engine.SetPeers(rulesFor(gw.Peers, sameMTU(1440))); err != nil {
 		t.Fatal(err)
 	}
@@ -71,12 +75,9 @@ func (g *gateway) put0(t *testing.T, peers ...fabric.Peer) {
 	}
 	g.ends[0].checker.set(checks)
 	g.resolver.set(gw.Peers)
-	g.metrics.keep(gw.Peers)
-	g.now.sessions = make(map[string]*session)
-	for _, p := range gw.Peers {
-		g.now.sessions[p.ID] = &session{key: p.PublicKey, since: time.Now()}
-	}
-	g.now.config, g.now.gateway, g.now.mtu, g.now.ready = c, gw, sameMTU(1440), true
+	g.now.peers = g.peersFor(gw.Peers, sameMTU(1440), nil)
+	g.now.config, g.now.mtu, g.now.ready = c, 1440, true
+	g.metrics.keep(g.now.peers)
 	g.now.generation++
 	g.now.reloaded = time.Now()
 }
@@ -215,13 +216,13 @@ func TestSeriesVanishWithTheirPeer(t *testing.T) {
 // A peer that goes leaves the engine a moment before the list of peers.
 func TestAScrapeBetweenTheStepsOfARemovalIsWhole(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
-	if err := g.engine.SetPeers(rulesFor(g.now.gateway.Peers[:1], sameMTU(1440))); err != nil {
+	if err := g.engine.SetPeers(rulesFor(g.now.wanted()[:1], sameMTU(1440))); err != nil {
 		t.Fatal(err)
 	}
 	if text := g.scrape(t); !strings.Contains(text, `isthmus_peer_nat_sessions{peer="`+bravo+`"}`) {
 		t.Error("no series of bravo, who stays")
 	}
-	g.now.gateway.Peers = g.now.gateway.Peers[1:] // and the other way around, with another peer
+	g.now.peers = g.now.peers[1:] // and the other way around, with another peer
 	g.scrape(t)
 }
 
@@ -266,10 +267,7 @@ func TestAPeerWithoutASessionIsDownForEngineStatusAndTrace(t *testing.T) {
 		drop  string
 	}{{time.Second, false, ""}, {sessionFirst + time.Second, true, "peer_down"}} {
 		g.tick(time.Now().Add(tc.after))
-		s, err := g.status(0)
-		if err != nil {
-			t.Fatal(err)
-		}
+		s := g.status(0)
 		steps, err := Trace(g.engine, q, 0)
 		if err != nil {
 			t.Fatal(err)
@@ -326,7 +324,7 @@ func TestTraceDatagramsHaveAChecksum(t *testing.T) {
 }
 
 func TestTrace(t *testing.T) {
-	c := Config{Intent: fabric.Intent{Peers: []fabric.Peer{alphaBravo, charlie}}}
+	c := Config{Gateway: decided(t, fabric.Intent{Peers: []fabric.Peer{alphaBravo, charlie}})}
 	for _, tc := range []struct {
 		src, dst, protocol, direction string
 		want                          []string // direction, peer, new source, new destination, drop
@@ -368,5 +366,17 @@ func TestTrace(t *testing.T) {
 		if steps, err := TraceOffline(c, q); err == nil {
 			t.Errorf("%+v: %+v", q, steps)
 		}
+	}
+}
+
+func TestStatusTellsWhatWasLeftOut(t *testing.T) {
+	g := without(t, alphaBravo)
+	g.now.config.Refused = []fabric.Problem{{Origin: fabric.Origin{Kind: "TunnelEndpoint", Name: "x"}, Field: "spec.endpointIP", Message: "is empty"}}
+	s := g.status(0)
+	if !slices.Equal(s.Config.Refused, []string{"TunnelEndpoint x: spec.endpointIP: is empty"}) {
+		t.Errorf("refused %q", s.Config.Refused)
+	}
+	if healthy, wrong := s.Healthy(); healthy || !slices.Contains(wrong, s.Config.Refused[0]) {
+		t.Errorf("healthy %v, wrong %q", healthy, wrong)
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -14,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// A TraceQuery describes a packet. Ports that are 0 are filled in; for ICMP a
-// port is the identifier of an echo request.
+// A TraceQuery describes a packet. Ports that are 0 are filled in; for ICMP a port is the
+// identifier of an echo request.
 type TraceQuery struct {
 	Src, Dst  netip.AddrPort
 	Protocol  string // "tcp", "udp" or "icmp"
@@ -47,8 +48,8 @@ const (
 	traceID      = 1
 )
 
-// ParseTraceAddr reads "10.0.0.1", "10.0.0.1:80", "fd00::1" or "[fd00::1]:80".
-// Without a port the port is 0.
+// ParseTraceAddr reads "10.0.0.1", "10.0.0.1:80", "fd00::1" or "[fd00::1]:80". Without a port the
+// port is 0.
 func ParseTraceAddr(s string) (netip.AddrPort, error) {
 	if ap, err := netip.ParseAddrPort(s); err == nil {
 		return netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port()), nil
@@ -64,8 +65,8 @@ func ParseTraceAddr(s string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(a.Unmap(), 0), nil
 }
 
-// Trace asks the engine what it would do with the packet. Nothing is sent and no
-// state changes. now is the engine's time.
+// Trace asks the engine what it would do with the packet. Nothing is sent and no state changes. now
+// is the engine's time.
 func Trace(e *natengine.Engine, q TraceQuery, now time.Duration) ([]TraceStep, error) {
 	b, err := q.packet()
 	if err != nil {
@@ -106,8 +107,8 @@ func Trace(e *natengine.Engine, q TraceQuery, now time.Duration) ([]TraceStep, e
 	if err != nil {
 		return nil, err
 	}
-	// The same addresses can make sense both ways, when both clusters see each
-	// other under the same range.
+	// The same addresses can make sense both ways, when both clusters see each other under the same
+	// range.
 	switch noPeer := natengine.DropNoPeer.String(); {
 	case out.Drop == noPeer && in.Drop != noPeer:
 		return []TraceStep{in}, nil
@@ -142,8 +143,8 @@ func end(ap netip.AddrPort) string {
 	return ap.String()
 }
 
-// packet is a whole IP packet that may begin a flow: a TCP SYN, a UDP datagram
-// without data, an ICMP echo request.
+// packet is a whole IP packet that may begin a flow: a TCP SYN, a UDP datagram without data, an
+// ICMP echo request.
 func (q TraceQuery) packet() ([]byte, error) {
 	src, dst := q.Src.Addr(), q.Dst.Addr()
 	if !src.IsValid() || !dst.IsValid() {
@@ -225,20 +226,18 @@ func onesSum(b []byte) uint16 {
 	return uint16(sum)
 }
 
-// TraceOffline is Trace with the engine that a configuration would give, without
-// flows.
+// TraceOffline is Trace with the engine that a configuration would give, without flows.
 func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 	mtu := c.MTU
 	if mtu == 0 {
 		mtu = defaultMTU
 	}
 	e := natengine.New(engineConfig(c))
-	gw, _ := fabric.GatewayFor(c.Intent, 0) // whoever made the configuration has told its problems
-	if err := e.SetPeers(rulesFor(gw.Peers, sameMTU(mtu))); err != nil {
+	if err := e.SetPeers(rulesFor(slices.Clone(c.Gateway.Peers), sameMTU(mtu))); err != nil {
 		return nil, err
 	}
 	steps, err := Trace(e, q, 0)
-	named(steps, c.Intent.Peers, func(p fabric.Peer) (string, string) { return p.ID, p.Name })
+	named(steps, c.Gateway.Peers, func(p fabric.GatewayPeer) (string, string) { return p.ID, p.Name })
 	return steps, err
 }
 

@@ -22,8 +22,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A traceroute by UDP, ICMP or TCP, one probe for each TTL. The answer of a hop is the source of the ICMP error that
-// quotes the probe as it was sent; the end is who answers otherwise.
+// A traceroute by UDP, ICMP or TCP, one probe for each TTL. The answer of a hop is the source of
+// the ICMP error that quotes the probe as it was sent; the end is who answers otherwise.
 func (s *space) traceroute(method, dst string) (hops []string) {
 	s.t.Helper()
 	for ttl := 1; ttl <= 8; ttl++ {
@@ -150,7 +150,8 @@ func (s *space) probe(method string, dst netip.Addr, ttl int, wait time.Duration
 	}
 }
 
-// quotes tells whether the quoted packet is the probe, with the addresses and ports it was sent with.
+// quotes tells whether the quoted packet is the probe, with the addresses and ports it was sent
+// with.
 func (s *space) quotes(b []byte, dst netip.Addr, method string, source, port int) bool {
 	header, at := 20, 16
 	if dst.Is6() {
@@ -170,9 +171,10 @@ func (s *space) quotes(b []byte, dst netip.Addr, method string, source, port int
 	return int(t[0])<<8|int(t[1]) == source && int(t[2])<<8|int(t[3]) == port
 }
 
-// Every hop on the way answers with an address that the sender knows, and all of them differ: our node, our gateway,
-// the other gateway as the address that the connection check uses, the other node (as the NAPT address or, where its kernel
-// answers with an address out of the PodCIDR, as that), the pod.
+// Every hop on the way answers with an address that the sender knows, and all of them differ: our
+// node, our gateway, the other gateway as the address that the connection check uses, the other
+// node (as the NAPT address or, where its kernel answers with an address out of the PodCIDR, as
+// that), the pod.
 func TestTracerouteThroughTwoGateways(t *testing.T) {
 	needRoot(t)
 	for _, six := range []bool{false, true} {
@@ -208,9 +210,10 @@ func TestTracerouteThroughTwoGateways(t *testing.T) {
 	}
 }
 
-// Two gateways that send a packet back and forth: each maps an address of its own for the other, and it leads to the
-// other's. Both kernels count the TTL down, so that one packet becomes at most as many as its TTL says, and one time
-// exceeded, which finds its way back through all the flows to who sent the packet.
+// Two gateways that send a packet back and forth: each maps an address of its own for the other,
+// and it leads to the other's. Both kernels count the TTL down, so that one packet becomes at most
+// as many as its TTL says, and one time exceeded, which finds its way back through all the flows to
+// who sent the packet.
 func TestALoopBetweenGatewaysEndsByTTL(t *testing.T) {
 	needRoot(t)
 	wire := newWire(t)
@@ -259,7 +262,8 @@ spec:
 		for end := time.Now().Add(patience); n < ttl-2 && time.Now().Before(end); n = sent() - before {
 			time.Sleep(300 * time.Millisecond)
 		}
-		// Out and back again: the packet, and the error. A second has at most two messages of each connection check.
+		// Out and back again: the packet, and the error. A second has at most two messages of each
+		// connection check.
 		most := 2*ttl + 8*int(1+time.Since(start)/time.Second)
 		if n > most || n < ttl-2 {
 			t.Errorf("TTL %d: %d packets in the tunnel, want %d to %d", ttl, n, ttl-2, most)

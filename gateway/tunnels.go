@@ -3,6 +3,7 @@ package gateway
 import (
 	"bytes"
 	"encoding/base64"
+	"errors"
 	"net/netip"
 	"slices"
 	"time"
@@ -10,35 +11,33 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
-	"github.com/isthmus-net/isthmus/gateway/inline"
 	"github.com/isthmus-net/isthmus/gateway/tun"
 )
 
-// A peer that knows several tunnels has its flows shared out among them. Each is a whole way of its own, so that packets
-// of different flows meet nowhere but in the NAT engine, which has no lock that they share:
+// A peer that knows several tunnels has its flows shared out among them. Each is a whole way of its
+// own, so that packets of different flows meet nowhere but in the NAT engine, which has no lock
+// that they share:
 //
-//	              ┌─ TUN isthmus0 ─ path ─ transport, key 0 ─ UDP 5871 ══ tunnel 0 of the peer
+//	              ┌─ TUN isthmus0 ─ datapath.Tunnel, key 0 ─ UDP 5871 ══ tunnel 0 of the peer
 //	kernel's hash ┤
-//	of the flow   └─ TUN isthmus1 ─ path ─ transport, key 1 ─ UDP 5872 ══ tunnel 1 of the peer
+//	of the flow   └─ TUN isthmus1 ─ datapath.Tunnel, key 1 ─ UDP 5872 ══ tunnel 1 of the peer
 //
-// The first is used in any case. A further one is used while its own connection check is answered, which each side finds
-// out for itself: the two need not learn of it at the same moment, nor open their firewalls for it.
+// The first is used in any case. A further one is used while its own connection check is answered,
+// which each side finds out for itself: the two need not learn of it at the same moment, nor open
+// their firewalls for it.
 
 // furtherThreshold is less than Liqo's for the first tunnel, since flows have another way to go.
 const furtherThreshold = 2
 
 // tunnelEnd is our end of one tunnel to each peer.
 type tunnelEnd struct {
-	*tunnel
-	path    *datapath.Device
-	inline  *inline.Transport // nil: everything goes through the tunnel's device
+	*datapath.Tunnel
 	checker *checker
 }
 
-// openEnds makes the TUNs and what is behind them, which listens to nobody yet. What was made when there is an error,
-// closeEnds closes.
+// openEnds makes the TUNs and what is behind them, which listens to nobody yet. What was made when
+// there is an error, closeEnds closes.
 func (g *gateway) openEnds(o Options, tunnels, mtu int) error {
-	g.host.tunnels = tunnels
 	for i := range tunnels {
 		e, err := g.openEnd(o, i, mtu)
 		if err != nil {
@@ -64,38 +63,29 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 		return nil, err
 	}
 	var link *tun.Device
-	err = g.host.inside(func() (err error) {
-		link, err = tun.Open(tunName(i), mtu, tun.Options{USO: o.UDPOffload})
+	err = g.host.Inside(func() (err error) {
+		link, err = tun.Open(fabric.TunName(i), mtu, tun.Options{USO: o.UDPOffload})
 		return err
 	})
 	if err != nil {
 		return nil, err
 	}
-	e := new(tunnelEnd)
-	log, observe := o.Log, g.metrics.observeRTT
 	if i == 0 {
 		g.udpOffload = link.Offloads().USO4
-		e.path = datapath.New(link, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload})
-	} else {
-		e.path = g.ends[0].path.Beside(link, local)
-		log, observe = log.With("tunnel", i), func(string, time.Duration) {}
+		t := datapath.New(link, bind.New(), g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
+		return &tunnelEnd{t, newChecker(socket, o.Log, g.metrics.observeRTT)}, nil
 	}
-	wire := bind.New()
-	makeInline := func() (*inline.Transport, error) { return newInline(e.path, wire, g.engine) }
-	tunSide, socketSide, short := openTransport(o.Transport, e.path, wire, makeInline, log)
-	e.tunnel, e.inline = newTunnel(tunSide, socketSide, log), short
-	if short != nil {
-		short.Attach(e.dev)
-	}
-	e.checker = newChecker(socket, log, observe)
-	return e, nil
+	log := o.Log.With("tunnel", i)
+	t := g.ends[0].Beside(link, bind.New(), local, wgLogger(log))
+	return &tunnelEnd{t, newChecker(socket, log, func(string, time.Duration) {})}, nil
 }
 
 // startEnds opens the sockets.
 func (g *gateway) startEnds(c Config) error {
 	for i, e := range g.ends {
-		if err := e.start(fabric.TunnelKey(c.PrivateKey, i), c.ListenPort+uint16(i)); err != nil {
-			return err
+		port := c.ListenPort + uint16(i)
+		if err := e.Up(fabric.TunnelKey(c.PrivateKey, i), port); err != nil {
+			return portError(err, port)
 		}
 	}
 	return nil
@@ -105,7 +95,7 @@ func (g *gateway) startEnds(c Config) error {
 func (g *gateway) closeEnds() {
 	for _, e := range g.ends {
 		e.checker.close()
-		e.close()
+		_ = e.Close() // what it closes is gone either way
 	}
 }
 
@@ -113,29 +103,53 @@ func (g *gateway) closeEnds() {
 func (g *gateway) watchEnds() <-chan string {
 	gone := make(chan string, len(g.ends))
 	for i, e := range g.ends {
-		go func() { // ends with the device
-			<-e.dev.Wait()
-			gone <- tunName(i)
+		go func() { // ends with the tunnel
+			<-e.Wait()
+			gone <- fabric.TunName(i)
 		}()
 	}
 	return gone
 }
 
-// wantEnd is what WireGuard should be at our end i.
-func (g *gateway) wantEnd(i int, c Config, peers []fabric.GatewayPeer) wgConfig {
-	want := wgConfig{privateKey: fabric.TunnelKey(c.PrivateKey, i), listenPort: c.ListenPort + uint16(i)}
+// apply makes our end i what it should be. A listen port that cannot be had leaves the old one.
+func (g *gateway) apply(i int, c Config, peers []fabric.GatewayPeer) error {
+	e := g.ends[i]
+	return errors.Join(
+		e.SetPrivateKey(fabric.TunnelKey(c.PrivateKey, i)),
+		e.listen(c.ListenPort+uint16(i)),
+		e.SetPeers(g.tunnelPeers(i, peers)))
+}
+
+// listen moves our end to another port.
+func (e *tunnelEnd) listen(port uint16) error {
+	if e.Port() == port {
+		return nil
+	}
+	err := portFree(port) // the tunnel closes its socket before it opens the next: ask first
+	if err == nil {
+		err = e.SetPort(port)
+	}
+	if err != nil {
+		return portError(err, port)
+	}
+	return nil
+}
+
+// tunnelPeers are the peers that have tunnel i.
+func (g *gateway) tunnelPeers(i int, peers []fabric.GatewayPeer) (list []datapath.Peer) {
+	states := g.peerStates()
 	for _, p := range peers {
 		theirs, ok := theirEnd(p, i)
-		if !ok {
+		if !ok || states[p.ID] == nil {
 			continue
 		}
 		at, _ := g.resolver.endpoint(p.ID) // the resolver has logged its error
 		if at.IsValid() {
 			at = netip.AddrPortFrom(at.Addr(), theirs.Port)
 		}
-		want.peers = append(want.peers, wgPeerFor(theirs.PublicKey, at, p.AllowedIPs))
+		list = append(list, datapath.Peer{State: states[p.ID], Key: theirs.PublicKey, Endpoint: at})
 	}
-	return want
+	return list
 }
 
 // theirEnd is a peer's end of tunnel i.
@@ -149,15 +163,12 @@ func theirEnd(p fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	return p.Tunnels[i-1], true
 }
 
-// applyEnds makes WireGuard at all our ends what it should be, and tells transports and then connection checks: the first
-// PING goes out at once, and would be lost on a device that does not know its peer yet.
+// applyEnds makes all our ends what they should be, and then tells the connection checks: the first
+// PING goes out at once, and would be lost in a tunnel that does not know its peer yet.
 func (g *gateway) applyEnds(c Config, peers []fabric.GatewayPeer) (errs []error) {
 	for i, e := range g.ends {
-		if err := e.apply(g.wantEnd(i, c, peers)); err != nil {
+		if err := g.apply(i, c, peers); err != nil {
 			errs = append(errs, err)
-		}
-		if e.inline != nil {
-			e.inline.SetPeers(g.transportPeers(i, peers))
 		}
 		e.checker.set(checkPeers(i, c, peers))
 	}
@@ -181,82 +192,30 @@ func checkPeers(i int, c Config, peers []fabric.GatewayPeer) (all []checkPeer) {
 	return all
 }
 
-// transportPeers says whose key each peer of the engine has in tunnel i.
-func (g *gateway) transportPeers(i int, peers []fabric.GatewayPeer) (list []inline.Peer) {
-	keys := make(map[string][32]byte, len(peers))
-	for _, p := range peers {
-		if theirs, ok := theirEnd(p, i); ok {
-			keys[p.ID] = theirs.PublicKey
-		}
+// status describes a further tunnel to a peer.
+func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
+	s := TunnelStatus{Tunnel: tunnel, State: e.check.State, InUse: e.inUse, PublicKey: base64.StdEncoding.EncodeToString(e.key[:]),
+		RTT: e.check.RTT.Seconds(), Loss: e.check.Loss, Receive: e.stats.Received, Transmit: e.stats.Sent}
+	if e.stats.Endpoint.IsValid() {
+		s.Endpoint = e.stats.Endpoint.String()
 	}
-	for _, state := range g.engine.Peers() {
-		if key, ok := keys[state.ID()]; ok {
-			list = append(list, inline.Peer{State: state, Key: key})
-		}
-	}
-	return list
-}
-
-// further is what is known of a further tunnel to a peer.
-type further struct {
-	key   [32]byte
-	check CheckResult
-	stats wgStats
-	inUse bool // the kernel gives it its share of the flows
-}
-
-func (f further) status(tunnel int, now time.Time) TunnelStatus {
-	s := TunnelStatus{Tunnel: tunnel, State: f.check.State, InUse: f.inUse, PublicKey: base64.StdEncoding.EncodeToString(f.key[:]),
-		RTT: f.check.RTT.Seconds(), Loss: f.check.Loss, Receive: f.stats.rx, Transmit: f.stats.tx}
-	if f.stats.endpoint.IsValid() {
-		s.Endpoint = f.stats.endpoint.String()
-	}
-	if !f.stats.handshake.IsZero() {
-		s.HandshakeAge = now.Sub(f.stats.handshake).Seconds()
+	if !e.stats.Handshake.IsZero() {
+		s.HandshakeAge = now.Sub(e.stats.Handshake).Seconds()
 	}
 	return s
 }
 
-// furtherTunnels is what is known of the further tunnels to each peer, by ID, tunnel 1 first.
-func (g *gateway) furtherTunnels(now current) (map[string][]further, error) {
-	all := make(map[string][]further)
-	for i, e := range g.ends[1:] {
-		stats, err := e.stats()
-		if err != nil {
-			return nil, err
-		}
-		checks := e.checker.results()
-		for _, p := range now.gateway.Peers {
-			if i < len(p.Tunnels) {
-				key := p.Tunnels[i].PublicKey
-				all[p.ID] = append(all[p.ID], further{key, checks[p.ID], stats[key], now.inUse[p.ID].has(i + 1)})
-			}
-		}
-	}
-	return all, nil
-}
-
 // working are the further tunnels that work, by peer.
-func (g *gateway) working() map[string]tunnelSet {
-	sets := make(map[string]tunnelSet)
+func (g *gateway) working() map[string]fabric.TunnelSet {
+	sets := make(map[string]fabric.TunnelSet)
 	for i, e := range g.ends[1:] {
 		for id, r := range e.checker.results() {
 			if r.State == Connected {
-				sets[id] = sets[id].with(i + 1)
+				sets[id] = sets[id].With(i + 1)
 			}
 		}
 	}
 	return sets
-}
-
-// remotes are the networks behind the tunnels, and by which further ones each is reached.
-func remotes(peers []fabric.GatewayPeer, inUse map[string]tunnelSet) (all []remote) {
-	for _, p := range peers {
-		for _, prefix := range p.AllowedIPs {
-			all = append(all, remote{prefix, inUse[p.ID]})
-		}
-	}
-	return all
 }
 
 // cutTunnels leaves each peer those further tunnels that we have an end for.

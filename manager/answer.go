@@ -1,16 +1,12 @@
 package manager
 
 import (
-	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
-	"net/netip"
 	"slices"
 	"strings"
-	"sync"
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -31,50 +27,13 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// maxRefused is how many objects of one namespace get a condition that says why
-// they are refused. A peer may fill its namespace; that must not keep us writing.
-const maxRefused = 16
-
-// errNotWanted ends a change of the books for a peer that has left meanwhile.
-var errNotWanted = errors.New("the peering is being taken down")
-
-// Answers are the reconcilers that turn what both sides of each peering say into
-// answers, TunnelEndpoints and NatMappings:
+// AnswerReconciler answers the NetworkConfigs of the peers: it finds out whether what they claim
+// can be taken here, has the IPAM choose the networks that stand for theirs, and writes both into
+// their status. Requests are named by the tenant namespace and the cluster ID that the label
+// liqo.io/originID says.
 //
-//	copy ─ AnswerReconciler ─► status of the copy, grant in the books ─┐
-//	original with the peer's answer ──────────────────────────────────┴─ TunnelEndpointReconciler ─► TunnelEndpoint
-//	                                        answer in the books ─ NatMappingReconciler ─► NatMapping ─┘ (exists first)
-//
-// All but FactsChanged may be shared; the books have to be loaded.
-type Answers struct {
-	Client client.Client
-	Peers  Peers
-	Facts  FactsReader
-	Store  *ipamstore.Store
-	// FactsChanged gets a value after every change of the Facts.
-	FactsChanged <-chan event.GenericEvent
-	Log          *slog.Logger
-}
-
-// SetupWithManager makes mgr run the three, and its cache index what they look up.
-func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
-	if err := addExchangeIndexes(mgr.GetFieldIndexer()); err != nil {
-		return fmt.Errorf("indexes: %w", err)
-	}
-	return errors.Join(
-		(&AnswerReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, FactsChanged: a.FactsChanged, Log: a.Log}).SetupWithManager(mgr),
-		(&TunnelEndpointReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
-		(&NatMappingReconciler{Client: a.Client, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
-	)
-}
-
-// AnswerReconciler answers the NetworkConfigs of the peers: it finds out whether
-// what they claim can be taken here, has the IPAM choose the networks that stand
-// for theirs, and writes both into their status. Requests are named by the tenant
-// namespace and the cluster ID that the label liqo.io/originID says.
-//
-// A refusal is a condition and not an error: what it depends upon (the Facts, the
-// Peering, the books, the other peers) makes a new request when it changes.
+// A refusal is a condition and not an error: what it depends upon (the Facts, the Peering, the
+// books, the other peers) makes a new request when it changes.
 type AnswerReconciler struct {
 	Client client.Client
 	Peers  Peers
@@ -88,8 +47,8 @@ type AnswerReconciler struct {
 	claimants requests // of keys, to tell them when one changes hands
 }
 
-// SetupWithManager makes mgr call Reconcile for each peer that something happened
-// to. The indexes have to be there.
+// SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
+// have to be there.
 func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("answer").
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
@@ -98,7 +57,7 @@ func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		})).
 		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
 			all := r.waiting.with(forRoom)
-			for _, key := range publicKeysOf(o.(*v1alpha1.TunnelEndpoint)) {
+			for _, key := range publicKeysOf(o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig) {
 				all = append(all, r.claimants.with(key)...)
 			}
 			return all
@@ -155,7 +114,7 @@ func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 	nc := &copies[0]
 	// Before it is decided, so that what becomes free meanwhile is not missed.
 	r.waiting.add(req, forRoom)
-	r.claimants.add(req, nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey])
+	r.claimants.add(req, publicKeysOf(nc.Spec.BackendConfig)...)
 	grant, claim, refusals, err := r.decide(ctx, peer, nc)
 	switch {
 	case errors.Is(err, errNotWanted):
@@ -184,8 +143,8 @@ func passing(r fabric.Refusal) bool {
 	return false
 }
 
-// sender finds out whose NetworkConfigs with the given origin in a namespace are.
-// A refusal says that they are not a peer's.
+// sender finds out whose NetworkConfigs with the given origin in a namespace are. A refusal says
+// that they are not a peer's.
 func sender(ctx context.Context, peers Peers, namespace, origin string) (Peer, *fabric.Refusal, error) {
 	const field = "metadata.labels[" + v1alpha1.LabelOriginID + "]"
 	refusal := func(reason, format string, args ...any) *fabric.Refusal {
@@ -205,116 +164,9 @@ func sender(ctx context.Context, peers Peers, namespace, origin string) (Peer, *
 	return peer, nil, nil
 }
 
-// decide finds out whether the claim of a peer is taken, and which networks it
-// gets.
-func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
-	var grant ipam.Grant
-	j := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Books: r.Store}
-	claim, refusals, err := j.judge(ctx, peer, nc)
-	if err != nil || len(refusals) > 0 {
-		return grant, claim, refusals, err
-	}
-	id := peer.Cluster.ClusterID
-	asked := ipam.Claim{ID: id, Pod: claim.Pod, External: claim.External}
-	for _, o := range []struct {
-		override *string
-		field    string
-		want     *netip.Prefix
-	}{
-		{peer.Overrides.PodCIDR, "spec.overrides.podCIDR", &asked.WantPod},
-		{peer.Overrides.ExternalCIDR, "spec.overrides.externalCIDR", &asked.WantExternal},
-	} {
-		if o.override == nil {
-			continue
-		}
-		var ok bool
-		if *o.want, ok = prefixFrom(*o.override); !ok {
-			return grant, claim, []fabric.Refusal{{Reason: v1alpha1.ReasonCIDRConflict, Problem: fabric.Problem{
-				Field: o.field, Message: "of the receiver's Peering is not a CIDR"}}}, nil
-		}
-	}
-	_, err = r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
-		// Releases are serialised with this: what is granted after the peer has
-		// left would stay for ever.
-		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) || err == nil && (!now.begun() || now.LocalNamespace != peer.LocalNamespace) {
-			return b, errNotWanted
-		} else if err != nil {
-			return b, err
-		}
-		next, got, inside, err := grantClearOf(b, asked, func(p netip.Prefix) ([]netip.Addr, error) {
-			return gatewaysIn(ctx, r.Client, peer, claim, p)
-		})
-		if err != nil {
-			return b, err
-		}
-		if refusals = fabric.CheckGrant(claim, got.Pod, got.External, inside); len(refusals) > 0 {
-			return b, nil
-		}
-		grant = got
-		return next, nil
-	})
-	var refusal *ipam.Refusal
-	if errors.As(err, &refusal) {
-		return grant, claim, []fabric.Refusal{{Reason: refusal.Reason, Problem: fabric.Problem{Field: refusal.Field, Message: refusal.Message}}}, nil
-	}
-	return grant, claim, refusals, err
-}
-
-// grantClearOf gives a claim its networks, such that no gateway of a peer is in
-// them if that can be helped: its packets would be routed into a tunnel. inside
-// are the gateways that are in them nevertheless, because networks that were given
-// out stay where they are.
-func grantClearOf(b ipam.Book, claim ipam.Claim, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.Book, grant ipam.Grant, inside []netip.Addr, err error) {
-	var avoid []netip.Addr
-	for {
-		asked := b
-		if len(avoid) > 0 {
-			own := b.Own()
-			own.Nodes = append(own.Nodes, avoid...)
-			asked, _ = b.Configure(own)
-		}
-		if next, grant, err = asked.Grant(claim); err != nil {
-			return b, ipam.Grant{}, nil, err
-		}
-		inside = nil
-		for _, p := range []netip.Prefix{grant.Pod, grant.External} {
-			found, err := gateways(p)
-			if err != nil {
-				return b, ipam.Grant{}, nil, err
-			}
-			inside = append(inside, found...)
-		}
-		fresh := slices.DeleteFunc(slices.Clone(inside), func(a netip.Addr) bool { return slices.Contains(avoid, a) })
-		if len(fresh) == 0 {
-			if len(avoid) > 0 {
-				next, _ = next.Configure(b.Own())
-			}
-			return next, grant, inside, nil
-		}
-		avoid = append(avoid, fresh...)
-	}
-}
-
-// gatewaysIn returns the gateways of peers, the claim's own among them, whose
-// addresses are in a network.
-func gatewaysIn(ctx context.Context, reader client.Reader, peer Peer, claim fabric.Claim, p netip.Prefix) (found []netip.Addr, err error) {
-	var list v1alpha1.TunnelEndpointList
-	if err := reader.List(ctx, &list, client.MatchingFields{indexGatewayIn: p.String()}); err != nil {
-		return nil, fmt.Errorf("gateways in %v: %w", p, err)
-	}
-	for i := range list.Items {
-		if list.Items[i].Namespace == peer.LocalNamespace {
-			continue // perhaps it was there before
-		}
-		if addr, err := netip.ParseAddr(list.Items[i].Spec.EndpointIP); err == nil {
-			found = append(found, addr)
-		}
-	}
-	if addr, err := netip.ParseAddr(claim.Endpoint); err == nil && p.Contains(addr) {
-		found = append(found, addr)
-	}
-	return found, nil
-}
+// maxRefused is how many objects of one namespace get a condition that says why they are refused. A
+// peer may fill its namespace; that must not keep us writing.
+const maxRefused = 16
 
 // refuseStranger refuses what lies in a namespace where it does not belong.
 func (r *AnswerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1.NetworkConfig, refusal fabric.Refusal) error {
@@ -328,8 +180,8 @@ func (r *AnswerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1
 	return r.refuse(ctx, copies, refusal)
 }
 
-// refuse says in the oldest of the copies why they are refused. An answer that was
-// given before stays as long as it is still right.
+// refuse says in the oldest of the copies why they are refused. An answer that was given before
+// stays as long as it is still right.
 func (r *AnswerReconciler) refuse(ctx context.Context, copies []v1alpha1.NetworkConfig, refusals ...fabric.Refusal) (err error) {
 	var messages []string
 	for _, refusal := range refusals {
@@ -351,16 +203,16 @@ func (r *AnswerReconciler) refuse(ctx context.Context, copies []v1alpha1.Network
 	return err
 }
 
-// answerInForce reports whether the status of a copy answers what the sender
-// claims, with the networks that it has in the books.
+// answerInForce reports whether the status of a copy answers what the sender claims, with the
+// networks that it has in the books.
 func answerInForce(b ipam.Book, nc *v1alpha1.NetworkConfig) bool {
 	grant, granted := b.GrantOf(nc.Labels[v1alpha1.LabelOriginID])
 	pod, external, answered := fabric.SeenBy(nc)
 	return granted && answered && grant == ipam.Grant{Pod: pod, External: external}
 }
 
-// write writes the status of a copy if it differs. All of it is ours: conditions
-// that the sender may have written there are gone.
+// write writes the status of a copy if it differs. All of it is ours: conditions that the sender
+// may have written there are gone.
 func (r *AnswerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig, answer v1alpha1.NetworkConfigStatus, accepted metav1.Condition) error {
 	if old := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted); old != nil {
 		answer.Conditions = []metav1.Condition{*old}
@@ -383,111 +235,4 @@ func (r *AnswerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig
 	r.Log.Log(ctx, level, "NetworkConfig of a peer answered", "peer", nc.Labels[v1alpha1.LabelOriginID], "namespace", nc.Namespace, "name", nc.Name,
 		"reason", accepted.Reason, "message", accepted.Message)
 	return nil
-}
-
-// A judge finds out whether the claim of a peer may be taken. It looks at what we
-// hold true ourselves: in Liqo's RBAC the peer may write any status.
-type judge struct {
-	Reader client.Reader
-	Peers  Peers
-	Facts  FactsReader
-	Books  interface{ Book() ipam.Book }
-}
-
-func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (fabric.Claim, []fabric.Refusal, error) {
-	claim, problems := fabric.ClaimFrom(nc, fabric.Origin{})
-	if id := nc.Spec.RemoteCluster.ClusterID; id != j.Peers.Self {
-		problems = append(problems, fabric.Problem{Field: "spec.cluster.clusterID", Message: fmt.Sprintf("is %q; want %s, the receiver", id, j.Peers.Self)})
-	}
-	if len(problems) > 0 {
-		var refusals []fabric.Refusal
-		for _, p := range problems {
-			refusals = append(refusals, fabric.Refusal{Reason: v1alpha1.ReasonInvalid, Problem: p})
-		}
-		return claim, refusals, nil
-	}
-	facts, err := j.Facts.Facts(ctx)
-	if err != nil {
-		return claim, nil, err
-	}
-	own := fabric.Own{
-		PublicKey: facts.PublicKey, Pod: facts.PodCIDR, Service: facts.ServiceCIDR, External: facts.ExternalCIDR, Nodes: facts.Nodes,
-		Endpoint: facts.Endpoint, Port: cmp.Or(uint16(peer.Overrides.Port), facts.Port),
-		Tunnels: furtherTunnels(facts, peer),
-	}
-	if peer.Overrides.Address != nil {
-		own.Endpoint = *peer.Overrides.Address
-	}
-	var others fabric.Neighbours
-	if addr, err := netip.ParseAddr(claim.Endpoint); err == nil {
-		others.EndpointTunnelled = j.Books.Book().UsedForAnother(peer.Cluster.ClusterID, addr)
-	}
-	if others.KeyTaken, err = j.keyTaken(ctx, peer, nc); err != nil {
-		return claim, nil, err
-	}
-	return claim, fabric.CheckClaim(claim, own, others), nil
-}
-
-// keyTaken reports whether another peer has the key of a claim: not who says so
-// first, because public keys are public, but whose tunnel has it. Of two tunnels
-// it is the older one's, as in fabric.GatewayFor, which also sees to the keys of
-// further tunnels.
-func (j judge) keyTaken(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (bool, error) {
-	key := nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey]
-	var list v1alpha1.TunnelEndpointList
-	if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: key}); err != nil {
-		return false, fmt.Errorf("TunnelEndpoints with the same key: %w", err)
-	}
-	if len(list.Items) == 0 {
-		return false, nil
-	}
-	first := slices.MinFunc(list.Items, func(a, b v1alpha1.TunnelEndpoint) int { return compareAge(&a, &b) })
-	return first.Namespace != peer.LocalNamespace, nil
-}
-
-// forRoom is the key of requests that wait for room in the books.
-const forRoom = "room"
-
-// requests are requests by a key, each by one at most. The zero value is empty.
-type requests struct {
-	mu    sync.Mutex
-	byKey map[string]map[reconcile.Request]struct{}
-	keys  map[reconcile.Request]string
-}
-
-func (s *requests) add(r reconcile.Request, key string) {
-	s.remove(r)
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	if s.keys == nil {
-		s.byKey, s.keys = make(map[string]map[reconcile.Request]struct{}), make(map[reconcile.Request]string)
-	}
-	if s.byKey[key] == nil {
-		s.byKey[key] = make(map[reconcile.Request]struct{})
-	}
-	s.byKey[key][r], s.keys[r] = struct{}{}, key
-}
-
-func (s *requests) remove(r reconcile.Request) {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	key, ok := s.keys[r]
-	if !ok {
-		return
-	}
-	delete(s.keys, r)
-	if delete(s.byKey[key], r); len(s.byKey[key]) == 0 {
-		delete(s.byKey, key)
-	}
-}
-
-func (s *requests) with(key string) []reconcile.Request {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	return slices.Collect(maps.Keys(s.byKey[key]))
-}
-
-func prefixFrom(text string) (netip.Prefix, bool) {
-	p, err := netip.ParsePrefix(text)
-	return p, err == nil
 }

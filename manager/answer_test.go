@@ -20,7 +20,7 @@ import (
 
 func isConflict(err error) bool { return apierrors.IsConflict(err) }
 
-// The first is what Liqo answers (facts, section 5); the masks differ from ours.
+// The first is what Liqo answers (docs/liqo-v0.md, section 5); the masks differ from ours.
 func TestAnswersInTheFourCombinations(t *testing.T) {
 	a := newAnswering(t)
 	a.partner("both", 2).claims("10.244.0.0/16", "10.245.0.0/16").untilAccepted("10.246.0.0/16 10.247.0.0/16")
@@ -167,6 +167,31 @@ func TestAKeyStaysWithThePeerThatHasIt(t *testing.T) {
 	a.until("the TunnelEndpoint has the new key", func() bool { return owner.endpoint().Spec.BackendConfig["publicKey"] == testKeyText(4) })
 }
 
+// A peer that was here before another one cannot push it out by listing its key among its own
+// tunnels: the tunnel of the one stays, and the other is told.
+func TestAKeyAmongTheTunnelsOfAnOlderPeerDoesNotPushItsOwnerOut(t *testing.T) {
+	a := newAnswering(t)
+	thief := a.partner("thief", 2).claims("10.64.0.0/18", "10.65.0.0/20").publish().answer("None", "None")
+	before := thief.joined()
+	owner := a.partner("owner", 3).claims("10.66.0.0/16", "10.67.0.0/16").publish().answer("None", "None")
+	owned := owner.joined()
+	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) {
+		nc.Spec.BackendConfig["tunnels"] = "5872:" + testKeyText(7) + ",5873:" + testKeyText(3)
+	})
+	thief.untilAccepted("KeyConflict: spec.backend_config.tunnels: tunnel 2 has the key of another peer of the receiver; want keys for each cluster (None None)")
+	if after := thief.endpoint(); after.ResourceVersion != before.ResourceVersion {
+		t.Errorf("the thief's TunnelEndpoint has changed: %+v", after.Spec.BackendConfig)
+	}
+	owner.untilAccepted("None None")
+	if after := owner.endpoint(); after.ResourceVersion != owned.ResourceVersion {
+		t.Errorf("the owner's TunnelEndpoint has changed: %+v", after.Spec.BackendConfig)
+	}
+	// The owner gives it up, and whoever asked second has it then.
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(4) })
+	thief.untilAccepted("None None")
+	a.until("the TunnelEndpoint has the tunnels", func() bool { return thief.endpoint().Spec.BackendConfig["tunnels"] != "" })
+}
+
 func TestTwoNetworkConfigsOfOnePeerAreAmbiguous(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "100.65.0.0/20").publish().answer("None", "None")
@@ -303,7 +328,7 @@ func TestAnswersFollowTheBooks(t *testing.T) {
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.65.0.0/20")
 	p.untilAccepted("10.246.0.0/18 None")
 	_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) { // as after an edit of the IpamStorage
-		b, _, err := b.Release(p.cluster.ClusterID).Grant(ipam.Claim{ID: p.cluster.ClusterID,
+		b, _, err := b.Release(p.cluster.ClusterID).Grant(ipam.Request{ID: p.cluster.ClusterID,
 			Pod: netip.MustParsePrefix("10.244.0.0/18"), External: netip.MustParsePrefix("10.65.0.0/20"), WantPod: netip.MustParsePrefix("10.8.0.0/18")})
 		return b, err
 	})

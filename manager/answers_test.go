@@ -28,8 +28,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// answering is a world with the reconcilers of the answering half and real books.
-// The test stands in for the other half of the manager and for the peers.
+// answering is a world with the reconcilers of the answering half and real books. The test stands
+// in for the other half of the manager and for the peers.
 type answering struct {
 	*world
 	facts *stubFacts
@@ -166,8 +166,7 @@ type partner struct {
 	key byte // each has another
 }
 
-// partner makes a peer with a Peering that the other half of the manager has
-// taken up.
+// partner makes a peer with a Peering that the other half of the manager has taken up.
 func (a *answering) partner(name string, key byte, change ...func(*isthmus.Peering)) *partner {
 	a.t.Helper()
 	r := a.describe(name)

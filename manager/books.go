@@ -15,9 +15,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// books has the Store look at its object when somebody else may have written or
-// deleted it. Most events are of our own writes; a second is given to them, so
-// that a hundred peers coming at once are not a hundred looks.
+// books has the Store look at its object when somebody else may have written or deleted it. Most
+// events are of our own writes; a second is given to them, so that a hundred peers coming at once
+// are not a hundred looks.
 type books struct{ store *ipamstore.Store }
 
 // SetupWithManager makes mgr call Reconcile a second after the IpamStorage changed.

@@ -48,8 +48,8 @@ func prepare(ctx context.Context, mgr ctrl.Manager, foreign bool) error {
 	)
 }
 
-// cacheOptions restrict the cache to what is read: of Secrets and Services the
-// gateway's, of Nodes the addresses, of Namespaces the names.
+// cacheOptions restrict the cache to what is read: of Secrets and Services the gateway's, of Nodes
+// the addresses, of Namespaces the names.
 func cacheOptions(namespace string) cache.Options {
 	only := func(c cache.Config) cache.ByObject {
 		return cache.ByObject{Namespaces: map[string]cache.Config{namespace: c}}

@@ -38,6 +38,7 @@ type peeringState struct {
 	conflict string   // why nobody is joined because of it, or ""
 	lacking  []string // what keeps us from publishing
 	overlaps []string // of the peer's networks, as used here, with something of ours that came later
+	ending   bool     // the tenant namespace is being deleted
 
 	identity, published verdict                  // from the replicator
 	unreadable          verdict                  // False when the API server here does not take the peer's answer; else zero
@@ -136,8 +137,8 @@ func publishedVerdict(s peeringState) verdict {
 	return no(isthmus.ReasonPublishing, "our NetworkConfig is not written yet")
 }
 
-// answeredVerdict reads the answer that the peer wrote and the replicator brought
-// back. Its words are the peer's.
+// answeredVerdict reads the answer that the peer wrote and the replicator brought back. Its words
+// are the peer's.
 func answeredVerdict(s peeringState) verdict {
 	original := s.original
 	switch {
@@ -181,8 +182,8 @@ func acceptedVerdict(nc *v1alpha1.NetworkConfig) verdict {
 	}
 }
 
-// hadPeerConfig reports whether a NetworkConfig of the peer was seen before: the
-// condition remembers it.
+// hadPeerConfig reports whether a NetworkConfig of the peer was seen before: the condition
+// remembers it.
 func hadPeerConfig(p *isthmus.Peering) bool {
 	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionPeerConfig)
 	if c == nil {
@@ -232,8 +233,7 @@ func connectedVerdict(te *v1alpha1.TunnelEndpoint) verdict {
 	return no(isthmus.ReasonNoGateway, "no gateway has taken up the TunnelEndpoint yet")
 }
 
-// networksOf returns the networks of the sender of nc, and as the receiver has
-// answered.
+// networksOf returns the networks of the sender of nc, and as the receiver has answered.
 func networksOf(nc *v1alpha1.NetworkConfig) isthmus.Networks {
 	n := isthmus.Networks{PodCIDR: nc.Spec.PodCIDR, ExternalCIDR: nc.Spec.ExternalCIDR}
 	if nc.Status.Processed {

@@ -20,8 +20,8 @@ const (
 
 var bravo = v1alpha1.ClusterIdentity{ClusterID: "bbbbbbbb-2222-4222-8222-222222222222", ClusterName: "bravo"}
 
-// agreedState is a peering in which everything is true. Our pods have a /16, the
-// peer's a /18, and both sides remap.
+// agreedState is a peering in which everything is true. Our pods have a /16, the peer's a /18, and
+// both sides remap.
 func agreedState(t *testing.T) peeringState {
 	t.Helper()
 	original := &v1alpha1.NetworkConfig{

@@ -31,8 +31,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
-// A world is one cluster with the reconcilers of our side and stand-ins for what
-// is not ours: the replicator, the books, the answers and the gateway.
+// A world is one cluster with the reconcilers of our side and stand-ins for what is not ours: the
+// replicator, the books, the answers and the gateway.
 type world struct {
 	t      *testing.T
 	other  client.Client // of another API server than that of all tests
@@ -57,12 +57,12 @@ func (w *world) api() client.Client {
 // stubReplicator says what a test wants it to say.
 type stubReplicator struct {
 	mu      sync.Mutex
-	peers   []replication.Peer
+	peers   []replication.Target
 	states  map[string]replication.State
 	changed chan event.GenericEvent
 }
 
-func (r *stubReplicator) Set(peers []replication.Peer) {
+func (r *stubReplicator) Set(peers []replication.Target) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	r.peers = peers
@@ -151,10 +151,10 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	w.ok(err)
 	w.ok(prepare(w.ctx, mgr, foreignClusters))
 	peers := Peers{Reader: mgr.GetCache(), Self: w.self.ClusterID, ForeignClusters: foreignClusters}
-	own := &Own{
+	own := &FactsKeeper{
 		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.books, Cluster: w.self, Namespace: w.system, Log: log,
 		BooksChanged: make(chan event.GenericEvent),
-		Networks:     Networks{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")},
+		Plan:         AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")},
 	}
 	ended := make(chan error, 1)
 	go func() { ended <- mgr.Start(w.ctx) }()
@@ -254,8 +254,8 @@ func (w *world) always(what string, f func() bool) {
 	}
 }
 
-// gateway makes what the gateway would: the key Secret, and the Service with the
-// annotation of the active one.
+// gateway makes what the gateway would: the key Secret, and the Service with the annotation of the
+// active one.
 func (w *world) gateway(nodeIP string) {
 	w.t.Helper()
 	w.gatewayWith(nodeIP, someKey)
@@ -274,8 +274,8 @@ func (w *world) gatewayWith(nodeIP, key string) {
 	})
 }
 
-// A remote is a peer cluster as a test sees it: it writes what the peer, its
-// replicator, the answering half of our manager and our gateway would write.
+// A remote is a peer cluster as a test sees it: it writes what the peer, its replicator, the
+// answering half of our manager and our gateway would write.
 type remote struct {
 	w       *world
 	cluster v1alpha1.ClusterIdentity

@@ -1,6 +1,3 @@
-// Package manager is the control plane of one cluster: it exchanges
-// NetworkConfigs with the peers, answers theirs, and makes the TunnelEndpoints
-// and NatMappings that gateways and route agents carry out.
 package manager
 
 import (
@@ -11,30 +8,30 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Facts are what this cluster knows about itself. A zero field is not known yet;
-// Missing and NoEndpoint say why.
+// Facts are what this cluster knows about itself. A zero field is not known yet; Missing and
+// NoEndpoint say why.
 type Facts struct {
 	Cluster      v1alpha1.ClusterIdentity
 	PodCIDR      netip.Prefix
 	ServiceCIDR  netip.Prefix
 	ExternalCIDR netip.Prefix
 	Nodes        []netip.Addr // addresses of the nodes, sorted
+	APIServers   []netip.Addr // addresses behind the Service of the API server, sorted
 	Endpoint     string       // where peers reach our gateway: IP address or DNS name
 	Port         uint16       // UDP
 	PublicKey    [32]byte     // WireGuard
-	// Tunnels are those of the gateway besides the first, which Port and PublicKey
-	// are: as many as it has keys for and its Service has ports for.
+	// Tunnels are those of the gateway besides the first, which Port and PublicKey are: as many as
+	// it has keys for and its Service has ports for.
 	Tunnels []fabric.TunnelEnd
 
-	// Missing has a sentence for each thing without which no NetworkConfig can
-	// be published, such as `Secret isthmus-system/wireguard-pubkey: not there
-	// yet; the gateway makes it`.
+	// Missing has a sentence for each thing without which no NetworkConfig can be published, such
+	// as `Secret isthmus-system/wireguard-pubkey: not there yet; the gateway makes it`.
 	Missing []string
-	// NoEndpoint is such a sentence about Endpoint or Port, which a Peering may
-	// override; empty when both are known.
+	// NoEndpoint is such a sentence about Endpoint or Port, which a Peering may override; empty
+	// when both are known.
 	NoEndpoint string
-	// FewerTunnels is such a sentence about the first key without a port, or the
-	// first key that is none; empty when all that the gateway has are in Tunnels.
+	// FewerTunnels is such a sentence about the first key without a port, or the first key that is
+	// none; empty when all that the gateway has are in Tunnels.
 	FewerTunnels string
 }
 

@@ -13,9 +13,9 @@ import (
 // pauseOfFeeder is the least time between two looks at all peers.
 const pauseOfFeeder = 50 * time.Millisecond
 
-// feeder tells the replicator which peers there are: always all of them, however
-// many changed, so that it has one request for any change. A peer stays among them
-// until its Peering is gone, because its copy has to be deleted.
+// feeder tells the replicator which peers there are: always all of them, however many changed, so
+// that it has one request for any change. A peer stays among them until its Peering is gone,
+// because its copy has to be deleted.
 type feeder struct {
 	Peers      Peers
 	Replicator replicator
@@ -33,10 +33,10 @@ func (f *feeder) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	if err != nil {
 		return ctrl.Result{}, err
 	}
-	var ours []replication.Peer
+	var ours []replication.Target
 	for _, p := range peers {
 		if p.Replicated() {
-			ours = append(ours, replication.Peer{
+			ours = append(ours, replication.Target{
 				ID: p.Cluster.ClusterID, Cluster: p.Cluster,
 				LocalNamespace: p.LocalNamespace, RemoteNamespace: p.RemoteNamespace, IdentitySecret: p.IdentitySecret,
 			})

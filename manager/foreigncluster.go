@@ -17,16 +17,16 @@ import (
 // foreignClusterVersion is the API of Liqo's control plane.
 var foreignClusterVersion = schema.GroupVersion{Group: "discovery.liqo.io", Version: "v1alpha1"}
 
-// A ForeignCluster is what Liqo's control plane knows of a peer, as far as
-// networking needs it. We only ever read it: what is not here would be lost.
+// A ForeignCluster is what Liqo's control plane knows of a peer, as far as networking needs it. We
+// only ever read it: what is not here would be lost.
 type ForeignCluster struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
 	Spec struct {
 		ClusterIdentity v1alpha1.ClusterIdentity `json:"clusterIdentity"`
-		// PeeringType is OutOfBand (also when empty) or InBand. In the second case
-		// Liqo's CLI exchanges the NetworkConfigs.
+		// PeeringType is OutOfBand (also when empty) or InBand. In the second case Liqo's CLI
+		// exchanges the NetworkConfigs.
 		PeeringType string `json:"peeringType,omitempty"`
 	} `json:"spec"`
 	Status struct {
@@ -75,9 +75,9 @@ func addForeignClusters(scheme *runtime.Scheme) {
 	metav1.AddToGroupVersion(scheme, foreignClusterVersion)
 }
 
-// peerFromForeign reads a ForeignCluster; false means that it is not one for us
-// (yet): without identity or tenant namespace, or in-band. One without an
-// established peering is a peer that leaves, so that what was made for it goes.
+// peerFromForeign reads a ForeignCluster; false means that it is not one for us (yet): without
+// identity or tenant namespace, or in-band. One without an established peering is a peer that
+// leaves, so that what was made for it goes.
 func peerFromForeign(f *ForeignCluster) (Peer, bool) {
 	tenant := f.Status.TenantNamespace
 	if f.Spec.ClusterIdentity.ClusterID == "" || tenant.Local == "" || f.Spec.PeeringType != "" && f.Spec.PeeringType != "OutOfBand" {
@@ -95,8 +95,8 @@ func peerFromForeign(f *ForeignCluster) (Peer, bool) {
 	}, true
 }
 
-// oneForeign returns the peer with the given value of an index among the
-// ForeignClusters. No Peering has that value.
+// oneForeign returns the peer with the given value of an index among the ForeignClusters. No
+// Peering has that value.
 func (p Peers) oneForeign(ctx context.Context, index, value string) (Peer, error) {
 	none := fmt.Errorf("%q: %w", value, ErrNoPeer)
 	var list ForeignClusterList

@@ -2,14 +2,20 @@ package manager
 
 import (
 	"context"
+	"encoding/base64"
+	"errors"
+	"net/netip"
+	"slices"
 
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Indexes of the cache, by which a reconcile of one peer reads what belongs to
-// that peer and nothing else. Peerings and ForeignClusters have the same ones.
+// Indexes of the cache, by which a reconcile of one peer reads what belongs to that peer and
+// nothing else. Peerings and ForeignClusters have the same ones.
 const (
 	indexClusterID       = "spec.cluster.clusterID"
 	indexTenantNamespace = "spec.tenantNamespace.local"
@@ -35,4 +41,70 @@ func addIndexes(ctx context.Context, indexer client.FieldIndexer, foreignCluster
 	return indexer.IndexField(ctx, &ForeignCluster{}, indexTenantNamespace, func(o client.Object) []string {
 		return []string{o.(*ForeignCluster).Status.TenantNamespace.Local}
 	})
+}
+
+// Indexes of the cache for the exchange of NetworkConfigs.
+const (
+	indexOrigin    = "originID"  // copies, by the cluster ID of the sender
+	indexReceiver  = "remoteID"  // originals, by the cluster ID of the receiver
+	indexPublicKey = "publicKey" // TunnelEndpoints, by each key of the peer's gateway
+	// indexGatewayIn has TunnelEndpoints by every network that their gateway's address is inside,
+	// so that those in one network are a single look-up.
+	indexGatewayIn = "gatewayIn"
+	indexMappedFor = "mappedFor" // NatMappings, by the cluster ID of the peer
+)
+
+func addExchangeIndexes(indexer client.FieldIndexer) error {
+	ctx := context.Background() // it waits for nothing
+	return errors.Join(
+		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexOrigin, func(o client.Object) []string {
+			return valueOf(o, v1alpha1.LabelOriginID)
+		}),
+		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexReceiver, func(o client.Object) []string {
+			if o.GetLabels()[v1alpha1.LabelReplication] != "true" {
+				return nil
+			}
+			return valueOf(o, v1alpha1.LabelRemoteID)
+		}),
+		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexPublicKey, func(o client.Object) []string {
+			return publicKeysOf(o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig)
+		}),
+		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexGatewayIn, func(o client.Object) []string {
+			return networksAround(o.(*v1alpha1.TunnelEndpoint).Spec.EndpointIP)
+		}),
+		indexer.IndexField(ctx, &v1alpha1.NatMapping{}, indexMappedFor, func(o client.Object) []string {
+			return slices.Compact(append(valueOf(o, v1alpha1.LabelClusterID), o.(*v1alpha1.NatMapping).Spec.ClusterID))
+		}),
+	)
+}
+
+// publicKeysOf returns the keys of all tunnels, as text.
+func publicKeysOf(config v1alpha1.BackendConfig) []string {
+	keys := []string{config[v1alpha1.ConfigPublicKey]}
+	further, _ := fabric.ParseTunnels(config[v1alpha1.ConfigTunnels]) // absent, or no gateway takes it
+	for _, t := range further {
+		keys = append(keys, keyText(t.PublicKey))
+	}
+	return keys
+}
+
+func keyText(key [32]byte) string { return base64.StdEncoding.EncodeToString(key[:]) }
+
+func valueOf(o client.Object, label string) []string {
+	if value, ok := o.GetLabels()[label]; ok {
+		return []string{value}
+	}
+	return nil
+}
+
+// networksAround returns all networks of pods that an address can be inside; none for a DNS name.
+func networksAround(endpoint string) (all []string) {
+	addr, err := netip.ParseAddr(endpoint)
+	if err != nil {
+		return nil
+	}
+	for bits := 8; bits <= addr.BitLen()-2; bits++ {
+		all = append(all, netip.PrefixFrom(addr, bits).Masked().String())
+	}
+	return all
 }

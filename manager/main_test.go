@@ -21,9 +21,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// The API server of all tests of this package, with our CRDs. A test uses
-// namespaces and cluster IDs of its own, and does not run in parallel with others
-// that use it, because managers see everything.
+// The API server of all tests of this package, with our CRDs. A test uses namespaces and cluster
+// IDs of its own, and does not run in parallel with others that use it, because managers see
+// everything.
 var (
 	testServer *kubetest.Server
 	testConfig *rest.Config

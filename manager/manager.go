@@ -1,6 +1,10 @@
+// Package manager is the control plane of one cluster: it exchanges NetworkConfigs with the peers,
+// answers theirs, and makes the TunnelEndpoints and NatMappings that gateways and route agents
+// carry out.
 package manager
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -9,13 +13,10 @@ import (
 	"time"
 
 	"github.com/go-logr/logr"
-	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
-	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/rest"
-	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/klog/v2"
 	"k8s.io/utils/ptr"
@@ -27,7 +28,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 	"github.com/isthmus-net/isthmus/manager/replication"
@@ -44,28 +45,32 @@ const lookForKinds = 30 * time.Second
 
 // Options say what Run runs.
 type Options struct {
-	// Kubeconfig is the path of a kubeconfig of this cluster; empty means the
-	// service account of the Pod that we run in.
+	// Kubeconfig is the path of a kubeconfig of this cluster; empty means the service account of
+	// the Pod that we run in.
 	Kubeconfig string
 	// Namespace is where the gateway's Service and Secret are, and our Lease.
 	Namespace string
 	// Cluster is this cluster. What is empty is found out, see identify.
 	Cluster v1alpha1.ClusterIdentity
-	// Networks are what a person said about the networks of this cluster.
-	Networks Networks
+	// Plan is what a person said about the networks of this cluster.
+	Plan AddressPlan
 	// LeaderElect lets several managers run, of which one works.
 	LeaderElect bool
-	// Name is that of this manager among them, such as its Pod's: one that was
-	// killed and started again under its name goes on at once. Empty: another
-	// one at each start, which waits until the Lease of the one before is over.
+	// Name is that of this manager among them, such as its Pod's, for people.
 	Name string
-	// IPAMAddress, MetricsAddress and HealthAddress are TCP addresses to listen
-	// on, such as ":6000"; empty means not to.
-	// The registry of metrics is that of the process: of several managers in one
-	// process only one can have a MetricsAddress.
-	IPAMAddress, MetricsAddress, HealthAddress string
-	// ProfileAddress is where net/http/pprof listens. It tells everything to
-	// whoever asks, so it should be a loopback address.
+	// Instance tells it from others that are called the same, such as the UID of its Pod: one that
+	// was killed and started again as the same instance goes on at once. Empty: another one at each
+	// start, which waits until the Lease of the one before is over.
+	Instance string
+	// IPAM is Liqo's gRPC service; without an Address there is none.
+	IPAM ipamrpc.Options
+	// MetricsAddress and HealthAddress are TCP addresses to listen on, such as ":5876"; empty means
+	// not to.
+	// The registry of metrics is that of the process: of several managers in one process only one
+	// can have a MetricsAddress.
+	MetricsAddress, HealthAddress string
+	// ProfileAddress is where net/http/pprof listens. It tells everything to whoever asks, so it
+	// should be a loopback address.
 	ProfileAddress string
 	Log            *slog.Logger
 }
@@ -76,14 +81,17 @@ var errAgain = errors.New("ForeignClusters have come or gone")
 // lostLease is the text of controller-runtime's error, which has no name.
 const lostLease = "leader election lost"
 
-// Run is the manager until ctx ends. It waits for an API server that does not
-// answer. When the lease is lost, mostly because the API server was away for ten
-// seconds, all work is given up and it stands for election again.
+// Run is the manager until ctx ends. It waits for an API server that does not answer. When the
+// lease is lost, mostly because the API server was away for ten seconds, all work is given up and
+// it stands for election again.
 func Run(ctx context.Context, o Options) error {
 	logToSlog(o.Log)
 	cfg, err := restConfig(o.Kubeconfig)
 	if err != nil {
 		return fmt.Errorf("way to the API server: %w", err)
+	}
+	if o.Instance == "" {
+		o.Instance = string(uuid.NewUUID())
 	}
 	for {
 		err := runOnce(ctx, o, cfg)
@@ -100,8 +108,8 @@ func Run(ctx context.Context, o Options) error {
 
 var logOnce sync.Once
 
-// logToSlog sends what the Kubernetes libraries log to log: of the whole process,
-// and the first one for good, since they have no other way.
+// logToSlog sends what the Kubernetes libraries log to log: of the whole process, and the first one
+// for good, since they have no other way.
 func logToSlog(log *slog.Logger) {
 	logOnce.Do(func() {
 		ctrl.SetLogger(logr.FromSlogHandler(log.Handler()))
@@ -109,12 +117,8 @@ func logToSlog(log *slog.Logger) {
 	})
 }
 
-func restConfig(kubeconfig string) (cfg *rest.Config, err error) {
-	if kubeconfig == "" {
-		cfg, err = rest.InClusterConfig()
-	} else {
-		cfg, err = clientcmd.BuildConfigFromFlags("", kubeconfig)
-	}
+func restConfig(kubeconfig string) (*rest.Config, error) {
+	cfg, err := owncluster.RESTConfig(kubeconfig)
 	if err != nil {
 		return nil, err
 	}
@@ -153,9 +157,9 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	o.Log.Info("manager starts", "clusterID", o.Cluster.ClusterID, "clusterName", o.Cluster.ClusterName, "foreignClusters", foreign)
 
 	var lock resourcelock.Interface
-	if o.LeaderElect && o.Name != "" {
+	if o.LeaderElect {
 		if lock, err = resourcelock.NewFromKubeconfig(resourcelock.LeasesResourceLock, o.Namespace, component,
-			resourcelock.ResourceLockConfig{Identity: o.Name}, cfg, renewDeadline); err != nil {
+			resourcelock.ResourceLockConfig{Identity: cmp.Or(o.Name, component) + "_" + o.Instance}, cfg, renewDeadline); err != nil {
 			return err
 		}
 	}
@@ -223,13 +227,12 @@ type leader struct {
 	config *rest.Config
 }
 
-// lead works until ctx ends. Controllers start after the books of the IPAM have
-// been read and our own networks are in them: an answer given earlier could give
-// away what is in use.
+// lead works until ctx ends. Controllers start after the books of the IPAM have been read and our
+// own networks are in them: an answer given earlier could give away what is in use.
 func (l *leader) lead(ctx context.Context) error {
-	own := &Own{
+	own := &FactsKeeper{
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
-		Cluster: l.Cluster, Namespace: l.Namespace, Networks: l.Networks, BooksChanged: l.store.Subscribe(), Log: l.Log,
+		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, BooksChanged: l.store.Subscribe(), Log: l.Log,
 	}
 	if !untilDone(ctx, l.Log, func() error {
 		if err := l.store.Load(ctx); err != nil {
@@ -246,9 +249,9 @@ func (l *leader) lead(ctx context.Context) error {
 	if err := l.mgr.Add(replicator); err != nil {
 		return err
 	}
-	if l.IPAMAddress != "" {
+	if l.IPAM.Address != "" {
 		if err := l.mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
-			return ipamrpc.Serve(ctx, l.IPAMAddress, l.store, l.Log)
+			return ipamrpc.Serve(ctx, l.IPAM, l.store, l.Log)
 		})); err != nil {
 			return err
 		}
@@ -273,8 +276,7 @@ func (l *leader) lead(ctx context.Context) error {
 	return nil
 }
 
-// untilDone calls f until it succeeds, with growing pauses. It is false when ctx
-// ended before that.
+// untilDone calls f until it succeeds, with growing pauses. It is false when ctx ended before that.
 func untilDone(ctx context.Context, log *slog.Logger, f func() error) bool {
 	for pause := 250 * time.Millisecond; ; pause = min(2*pause, 10*time.Second) {
 		err := f()
@@ -290,13 +292,13 @@ func untilDone(ctx context.Context, log *slog.Logger, f func() error) bool {
 	}
 }
 
-// untilAnswered is untilDone, but gives up when the API server answers and its
-// answer is not going to change.
+// untilAnswered is untilDone, but gives up when the API server answers and its answer is not going
+// to change.
 func untilAnswered(ctx context.Context, log *slog.Logger, f func() error) error {
 	var final error
 	untilDone(ctx, log, func() error {
 		err := f()
-		if errors.Is(err, errIdentity) || apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
+		if errors.Is(err, owncluster.ErrUnknown) || apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
 			final = err
 			return nil
 		}
@@ -305,47 +307,14 @@ func untilAnswered(ctx context.Context, log *slog.Logger, f func() error) error 
 	return final
 }
 
-var errIdentity = errors.New("which cluster this is, is not known")
-
-// identify completes the identity of this cluster: from the ConfigMap that Liqo
-// and `isthmus install` make, and as a last resort the UID of the namespace
-// kube-system, which lives as long as the cluster. There is no last resort for
-// the name.
+// identify completes the identity of this cluster. The manager needs a name, too: it becomes a part
+// of object names.
 func identify(ctx context.Context, reader client.Reader, namespace string, said v1alpha1.ClusterIdentity) (v1alpha1.ClusterIdentity, error) {
-	id := said
-	if id.ClusterID == "" || id.ClusterName == "" {
-		const label = "app.kubernetes.io/name"
-		var list corev1.ConfigMapList
-		if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingLabels{label: "clusterid-configmap"}); err != nil {
-			return id, fmt.Errorf("ConfigMap with label %s=clusterid-configmap in %s: %w", label, namespace, err)
-		}
-		if len(list.Items) > 1 {
-			return id, fmt.Errorf("%w: namespace %s has %d ConfigMaps with label %s=clusterid-configmap; want one, or --cluster-id and --cluster-name",
-				errIdentity, namespace, len(list.Items), label)
-		}
-		for i := range list.Items {
-			if id.ClusterID == "" {
-				id.ClusterID = list.Items[i].Data["CLUSTER_ID"]
-			}
-			if id.ClusterName == "" {
-				id.ClusterName = list.Items[i].Data["CLUSTER_NAME"]
-			}
-		}
+	id, err := owncluster.Identify(ctx, reader, namespace, said)
+	if err == nil && id.ClusterName == "" {
+		err = fmt.Errorf("%w: no name; want --cluster-name, or `isthmus install --cluster-name`", owncluster.ErrUnknown)
 	}
-	if id.ClusterID == "" {
-		var ns corev1.Namespace
-		if err := reader.Get(ctx, types.NamespacedName{Name: metav1.NamespaceSystem}, &ns); err != nil {
-			return id, fmt.Errorf("UID of namespace kube-system: %w", err)
-		}
-		id.ClusterID = string(ns.UID)
-	}
-	if wrong := fabric.CheckClusterID(id.ClusterID); wrong != "" {
-		return id, fmt.Errorf("%w: cluster ID %s", errIdentity, wrong)
-	}
-	if id.ClusterName == "" {
-		return id, fmt.Errorf("%w: no name; want --cluster-name, or `isthmus install --cluster-name`", errIdentity)
-	}
-	return id, nil
+	return id, err
 }
 
 func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
@@ -364,8 +333,8 @@ func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
 	return false, nil
 }
 
-// watchKinds calls changed when there are ForeignClusters where there were none,
-// or the other way round: people install Liqo later, and remove it.
+// watchKinds calls changed when there are ForeignClusters where there were none, or the other way
+// round: people install Liqo later, and remove it.
 func watchKinds(ctx context.Context, kinds *discovery.DiscoveryClient, had bool, every time.Duration, changed func()) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()

@@ -34,6 +34,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/leaktest"
+	"github.com/isthmus-net/isthmus/internal/owncluster"
+	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
 // runManager runs the whole manager until the test or stop ends it.
@@ -75,8 +77,8 @@ func bare(t *testing.T) *world {
 	return w
 }
 
-// A side is one of two clusters with API servers of their own, its manager, and
-// stand-ins for its gateway.
+// A side is one of two clusters with API servers of their own, its manager, and stand-ins for its
+// gateway.
 type side struct {
 	*world
 	server          *kubetest.Server
@@ -87,8 +89,8 @@ type side struct {
 	log             lines // of its managers, warnings and errors
 }
 
-// twoSides starts two managers whose pods have networks of different lengths, the
-// second one inside the first one, and peers them as ` + "`isthmus peer`" + ` would.
+// twoSides starts two managers whose pods have networks of different lengths, the second one inside
+// the first one, and peers them as ` + "`isthmus peer`" + ` would.
 func twoSides(t *testing.T) (a, b *side) {
 	t.Helper()
 	w := bare(t)
@@ -135,8 +137,8 @@ func (l *lines) String() string {
 	return l.text.String()
 }
 
-// permit makes the ServiceAccount's rights of deploy/rbac, in the namespace of the
-// test, and returns a kubeconfig of a client that has those and no others.
+// permit makes the ServiceAccount's rights of deploy/rbac, in the namespace of the test, and
+// returns a kubeconfig of a client that has those and no others.
 func (s *side) permit() (kubeconfig string) {
 	s.t.Helper()
 	text, err := os.ReadFile("../deploy/rbac/manager.yaml")
@@ -169,8 +171,8 @@ func (s *side) manage() {
 	s.stop = s.runManager(Options{
 		Kubeconfig: kubeconfig, Namespace: s.system, LeaderElect: true,
 		Log:           slog.New(slog.NewTextHandler(&s.log, &slog.HandlerOptions{Level: slog.LevelWarn})),
-		Networks:      Networks{PodCIDR: netip.MustParsePrefix(s.pods)}, // the ServiceCIDR is found out
-		HealthAddress: s.health, MetricsAddress: s.metrics, IPAMAddress: kubetest.Address(9443),
+		Plan:          AddressPlan{PodCIDR: netip.MustParsePrefix(s.pods)}, // the ServiceCIDR is found out
+		HealthAddress: s.health, MetricsAddress: s.metrics, IPAM: ipamrpc.Options{Address: kubetest.Address(9443), Plain: true},
 	})
 	s.t.Cleanup(s.stop)
 }
@@ -280,7 +282,8 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 	http.DefaultClient.CloseIdleConnections()
 	if err := leaktest.Find(leaks,
 		goleak.IgnoreAnyFunction("k8s.io/klog/v2.(*flushDaemon).run.func1"),
-		// controller-runtime v0.25.2: a cache that ends with an event on its way leaves its sender behind.
+		// controller-runtime v0.25.2: a cache that ends with an event on its way leaves its sender
+		// behind.
 		goleak.IgnoreAnyFunction("k8s.io/apimachinery/pkg/watch.(*filteredWatch).loop"),
 		// of the second API server and the test's ways to it
 		goleak.IgnoreAnyFunction("github.com/isthmus-net/isthmus/internal/kubetest.(*guard).start.func1"),
@@ -320,6 +323,42 @@ func get(t *testing.T, url string) string {
 	return string(body)
 }
 
+func TestOfTwoManagersOfOneNameOneLeads(t *testing.T) {
+	w := bare(t)
+	var logs [2]lines
+	var stops [2]func()
+	for i := range logs {
+		stops[i] = w.runManager(Options{
+			Kubeconfig: kubeconfigOf(t), Namespace: w.system, LeaderElect: true, Name: "isthmus-manager", Cluster: w.self,
+			Log:  slog.New(slog.NewTextHandler(&logs[i], nil)),
+			Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.200.0.0/17")},
+		})
+		t.Cleanup(stops[i])
+	}
+	leads := func(i int) bool { return strings.Contains(logs[i].String(), "facts of this cluster") }
+	w.until("one leads", func() bool { return leads(0) || leads(1) })
+	time.Sleep(5 * time.Second) // more than two rounds of asking for the Lease
+	if leads(0) && leads(1) {
+		t.Error("both lead")
+	}
+	first := 0
+	if leads(1) {
+		first = 1
+	}
+	stops[first]()
+	w.until("the other one follows", func() bool { return leads(1 - first) })
+}
+
+// kubeconfigOf writes an administrator's way to the server of all tests.
+func kubeconfigOf(t *testing.T) string {
+	t.Helper()
+	path := filepath.Join(t.TempDir(), "kubeconfig")
+	if err := testServer.WriteKubeconfig(path); err != nil {
+		t.Fatal(err)
+	}
+	return path
+}
+
 func TestIdentityOfTheCluster(t *testing.T) {
 	w := bare(t)
 	var kubeSystem corev1.Namespace
@@ -335,7 +374,7 @@ func TestIdentityOfTheCluster(t *testing.T) {
 		t.Helper()
 		got, err := identify(w.ctx, w.api(), w.system, said)
 		if problem != "" {
-			if !errors.Is(err, errIdentity) || !strings.Contains(err.Error(), problem) {
+			if !errors.Is(err, owncluster.ErrUnknown) || !strings.Contains(err.Error(), problem) {
 				t.Errorf("%s: %v, want %q", what, err, problem)
 			}
 			return
@@ -360,7 +399,7 @@ func TestIdentityOfTheCluster(t *testing.T) {
 
 func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
 	w := bare(t)
-	own := &Own{Cache: w.api(), Direct: w.api(), Store: &stubBooks{}, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler)}
+	own := &FactsKeeper{Cache: w.api(), Direct: w.api(), Store: &stubBooks{}, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler)}
 	f, err := own.gather(w.ctx)
 	w.ok(err)
 	if f.PodCIDR.IsValid() || !strings.Contains(strings.Join(f.Missing, "\n"), "set --pod-cidr") {
@@ -377,7 +416,7 @@ func TestNetworksOfTheClusterAreFoundOut(t *testing.T) {
 	if f.PodCIDR.String() != "10.32.0.0/19" || f.ServiceCIDR.String() != "10.96.0.0/12" || !f.ExternalCIDR.IsValid() {
 		t.Errorf("with kubeadm: %+v", f)
 	}
-	own.Networks.ServiceCIDR = netip.MustParsePrefix("10.32.16.0/24")
+	own.Plan.ServiceCIDR = netip.MustParsePrefix("10.32.16.0/24")
 	f, err = own.gather(w.ctx)
 	w.ok(err)
 	if !strings.Contains(strings.Join(f.Missing, "\n"), "overlaps ServiceCIDR") {

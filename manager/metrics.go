@@ -19,8 +19,8 @@ var (
 		"Addresses of a pool from which networks are given to peers, used and free; what is ours counts as used.", []string{"pool", "state"}, nil)
 )
 
-// collector reads the manager's own series from where they are when somebody
-// asks, so that those of a peer vanish with it.
+// collector reads the manager's own series from where they are when somebody asks, so that those of
+// a peer vanish with it.
 type collector struct {
 	peers client.Reader
 	store interface{ Book() ipam.Book }

@@ -26,17 +26,16 @@ import (
 // natMappingPrefix is what the names of NatMappings begin with.
 const natMappingPrefix = "natmapping-"
 
-// NatMappingReconciler keeps one NatMapping for each peer that has answered, as the
-// books of the IPAM have it, and none for anybody else. Requests are named by the
-// cluster ID of the peer.
+// NatMappingReconciler keeps one NatMapping for each peer that has answered, as the books of the
+// IPAM have it, and none for anybody else. Requests are named by the cluster ID of the peer.
 type NatMappingReconciler struct {
 	Client client.Client
 	Store  *ipamstore.Store
 	Log    *slog.Logger
 }
 
-// SetupWithManager makes mgr call Reconcile for each peer whose mappings changed in
-// the books or in the API. The indexes have to be there.
+// SetupWithManager makes mgr call Reconcile for each peer whose mappings changed in the books or in
+// the API. The indexes have to be there.
 func (r *NatMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).Named("natmapping").
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
@@ -53,8 +52,7 @@ func (r *NatMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Complete(r)
 }
 
-// changed names the peer that an event of the books is about; all when it names
-// none.
+// changed names the peer that an event of the books is about; all when it names none.
 func (r *NatMappingReconciler) changed(ctx context.Context, o client.Object) []reconcile.Request {
 	if id := o.GetName(); id != "" {
 		return mappedFor(id)
@@ -132,8 +130,8 @@ func (r *NatMappingReconciler) reconcile(ctx context.Context, id string) error {
 	return nil
 }
 
-// create makes the NatMapping of a peer. Its name looks generated, as Liqo's is,
-// but follows from the cluster ID: a cache that is behind cannot lead to a second.
+// create makes the NatMapping of a peer. Its name looks generated, as Liqo's is, but follows from
+// the cluster ID: a cache that is behind cannot lead to a second.
 func (r *NatMappingReconciler) create(ctx context.Context, id string, spec v1alpha1.NatMappingSpec) error {
 	nm := &v1alpha1.NatMapping{
 		ObjectMeta: metav1.ObjectMeta{
@@ -150,8 +148,8 @@ func (r *NatMappingReconciler) create(ctx context.Context, id string, spec v1alp
 	return nil
 }
 
-// remove takes the label away before it deletes, as Liqo does: watches with that
-// label see a deletion even if finalizers hold the object.
+// remove takes the label away before it deletes, as Liqo does: watches with that label see a
+// deletion even if finalizers hold the object.
 func (r *NatMappingReconciler) remove(ctx context.Context, nm *v1alpha1.NatMapping) error {
 	if _, labelled := nm.Labels[v1alpha1.LabelNatMapping]; labelled {
 		before := nm.DeepCopy()
@@ -175,8 +173,8 @@ func natMappingName(id string) string {
 	return natMappingPrefix + hex.EncodeToString(sum[:5])
 }
 
-// natMappingsOf returns the NatMappings for a peer, the oldest first. Where label
-// and specification disagree, which takes an edit by hand, the name decides.
+// natMappingsOf returns the NatMappings for a peer, the oldest first. Where label and specification
+// disagree, which takes an edit by hand, the name decides.
 func natMappingsOf(ctx context.Context, reader client.Reader, id string) ([]v1alpha1.NatMapping, error) {
 	var list v1alpha1.NatMappingList
 	if err := reader.List(ctx, &list, client.MatchingFields{indexMappedFor: id}); err != nil {

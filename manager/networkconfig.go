@@ -3,13 +3,11 @@ package manager
 import (
 	"cmp"
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
 	"maps"
 	"slices"
-	"strconv"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -30,9 +28,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// NetworkConfigReconciler keeps, for each peer, the one NetworkConfig in which
-// this cluster tells the peer about its network: the original. Requests are named
-// by the cluster ID of the peer.
+// NetworkConfigReconciler keeps, for each peer, the one NetworkConfig in which this cluster tells
+// the peer about its network: the original. Requests are named by the cluster ID of the peer.
 type NetworkConfigReconciler struct {
 	Client client.Client
 	Peers  Peers
@@ -42,8 +39,8 @@ type NetworkConfigReconciler struct {
 	Log          *slog.Logger
 }
 
-// SetupWithManager makes mgr call Reconcile for each peer that something happened
-// to, and for all when the Facts changed.
+// SetupWithManager makes mgr call Reconcile for each peer that something happened to, and for all
+// when the Facts changed.
 func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("networkconfig").
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
@@ -55,8 +52,8 @@ func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	}).Complete(r)
 }
 
-// peerOf names the peer that a NetworkConfig belongs to, by where it lies: its
-// labels are what somebody may have broken, and a copy may have taken our name.
+// peerOf names the peer that a NetworkConfig belongs to, by where it lies: its labels are what
+// somebody may have broken, and a copy may have taken our name.
 func (r *NetworkConfigReconciler) peerOf(ctx context.Context, o client.Object) []reconcile.Request {
 	return r.peerAt(ctx, o.GetNamespace())
 }
@@ -101,6 +98,7 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 		r.Log.Info("a second NetworkConfig for the same peer is deleted", "peer", req.Name, "namespace", peer.LocalNamespace, "name", others[i].Name)
 		err = errors.Join(err, r.remove(ctx, &others[i]))
 	}
+	err = errors.Join(err, r.free(ctx, peer, current))
 	switch {
 	case err != nil:
 	case peer.Leaving && current != nil:
@@ -117,8 +115,49 @@ func (r *NetworkConfigReconciler) Reconcile(ctx context.Context, req ctrl.Reques
 	return ctrl.Result{}, nil
 }
 
-// originals returns the original for the peer, nil when there is none, and others
-// that call themselves that. Its name is fixed, so that the copy's is.
+// free removes finalizers that are neither ours nor Kubernetes': from our original always, and from
+// whatever else of the peering is being deleted. Who cannot vouch for the one who is to remove a
+// finalizer cannot wait for it: a peer that once could write here would hold up the end of the
+// peering.
+func (r *NetworkConfigReconciler) free(ctx context.Context, peer Peer, original *v1alpha1.NetworkConfig) error {
+	var copies v1alpha1.NetworkConfigList
+	if err := r.Client.List(ctx, &copies, client.InNamespace(peer.LocalNamespace), client.Limit(maxRefused),
+		client.MatchingLabels{v1alpha1.LabelOriginID: peer.Cluster.ClusterID}); err != nil {
+		return fmt.Errorf("NetworkConfigs of the peer in %s: %w", peer.LocalNamespace, err)
+	}
+	var all []*v1alpha1.NetworkConfig
+	if original != nil && notOurs(original, peer) == "" {
+		all = append(all, original)
+	}
+	for i := range copies.Items {
+		if !copies.Items[i].DeletionTimestamp.IsZero() {
+			all = append(all, &copies.Items[i])
+		}
+	}
+	var errs error
+	for _, nc := range all {
+		if !slices.ContainsFunc(nc.Finalizers, foreignFinalizer) {
+			continue
+		}
+		before := nc.DeepCopy()
+		nc.Finalizers = slices.DeleteFunc(nc.Finalizers, foreignFinalizer)
+		err := r.Client.Patch(ctx, nc, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+		if errs = errors.Join(errs, client.IgnoreNotFound(err)); err == nil {
+			r.Log.Warn("finalizers of others are removed", "namespace", nc.Namespace, "name", nc.Name, "had", before.Finalizers)
+		}
+	}
+	return errs
+}
+
+// foreignFinalizer reports whether nobody here waits for a finalizer of a NetworkConfig: neither
+// Isthmus nor Liqo, whose finalizers are the same, nor the garbage collector.
+func foreignFinalizer(name string) bool {
+	return !slices.Contains([]string{v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator,
+		metav1.FinalizerDeleteDependents, metav1.FinalizerOrphanDependents}, name)
+}
+
+// originals returns the original for the peer, nil when there is none, and others that call
+// themselves that. Its name is fixed, so that the copy's is.
 func (r *NetworkConfigReconciler) originals(ctx context.Context, peer Peer) (current *v1alpha1.NetworkConfig, others []v1alpha1.NetworkConfig, err error) {
 	current = new(v1alpha1.NetworkConfig)
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
@@ -197,8 +236,8 @@ func shape(nc *v1alpha1.NetworkConfig, peer Peer, spec v1alpha1.NetworkConfigSpe
 	return controllerutil.SetControllerReference(peer.Owner, nc, scheme)
 }
 
-// notOurs says why the object with the name of our original is not that, or "".
-// The peer may create objects in its tenant namespace, also of that name.
+// notOurs says why the object with the name of our original is not that, or "". The peer may create
+// objects in its tenant namespace, also of that name.
 func notOurs(nc *v1alpha1.NetworkConfig, peer Peer) string {
 	if origin, ok := nc.Labels[v1alpha1.LabelOriginID]; ok && !metav1.IsControlledBy(nc, peer.Owner) {
 		return fmt.Sprintf("NetworkConfig %s/%s has the name of ours, but comes from cluster %q (label %s); delete it",
@@ -214,8 +253,8 @@ func (r *NetworkConfigReconciler) remove(ctx context.Context, nc *v1alpha1.Netwo
 	return client.IgnoreNotFound(r.Client.Delete(ctx, nc, client.Preconditions{UID: &nc.UID}))
 }
 
-// networkConfigFor decides what the peer is told about this cluster. The problems
-// are sentences that say what keeps us from telling it anything.
+// networkConfigFor decides what the peer is told about this cluster. The problems are sentences
+// that say what keeps us from telling it anything.
 func networkConfigFor(f Facts, p Peer) (spec v1alpha1.NetworkConfigSpec, problems []string) {
 	endpoint, port := f.Endpoint, f.Port
 	if p.Overrides.Address != nil {
@@ -229,20 +268,9 @@ func networkConfigFor(f Facts, p Peer) (spec v1alpha1.NetworkConfigSpec, problem
 	if len(problems) > 0 {
 		return spec, problems
 	}
-	spec = v1alpha1.NetworkConfigSpec{
-		RemoteCluster: p.Cluster,
-		PodCIDR:       f.PodCIDR.String(),
-		ExternalCIDR:  f.ExternalCIDR.String(),
-		EndpointIP:    endpoint,
-		BackendType:   v1alpha1.BackendWireGuard,
-		BackendConfig: v1alpha1.BackendConfig{
-			v1alpha1.ConfigPublicKey: base64.StdEncoding.EncodeToString(f.PublicKey[:]),
-			v1alpha1.ConfigPort:      strconv.FormatUint(uint64(port), 10),
-		},
-	}
-	if further := furtherTunnels(f, p); len(further) > 0 {
-		spec.BackendConfig[v1alpha1.ConfigTunnels] = fabric.FormatTunnels(further)
-	}
+	spec = fabric.NetworkConfigFor(fabric.Claim{
+		Pod: f.PodCIDR, External: f.ExternalCIDR, Endpoint: endpoint, Port: port, PublicKey: f.PublicKey, Tunnels: furtherTunnels(f, p),
+	}, p.Cluster)
 	_, wrong := fabric.ClaimFrom(&v1alpha1.NetworkConfig{Spec: spec}, fabric.Origin{})
 	for _, problem := range wrong {
 		problems = append(problems, "our own NetworkConfig would not be taken: "+problem.Error())
@@ -250,8 +278,8 @@ func networkConfigFor(f Facts, p Peer) (spec v1alpha1.NetworkConfigSpec, problem
 	return spec, problems
 }
 
-// furtherTunnels returns the further tunnels of our gateway as the peer is told of
-// them: where the Peering overrides the port, at those that follow it.
+// furtherTunnels returns the further tunnels of our gateway as the peer is told of them: where the
+// Peering overrides the port, at those that follow it.
 func furtherTunnels(f Facts, p Peer) []fabric.TunnelEnd {
 	if p.Overrides.Port == 0 {
 		return f.Tunnels
@@ -277,4 +305,12 @@ func namespaceProblem(ctx context.Context, reader client.Reader, name string) (s
 		return fmt.Sprintf("tenant namespace %s: is being deleted", name), nil
 	}
 	return "", nil
+}
+
+// namespaceEnding reports whether a namespace is being deleted.
+func namespaceEnding(ctx context.Context, reader client.Reader, name string) (bool, error) {
+	var ns metav1.PartialObjectMetadata
+	ns.SetGroupVersionKind(corev1.SchemeGroupVersion.WithKind("Namespace"))
+	err := reader.Get(ctx, types.NamespacedName{Name: name}, &ns)
+	return err == nil && !ns.DeletionTimestamp.IsZero(), client.IgnoreNotFound(err)
 }

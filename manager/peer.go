@@ -23,20 +23,20 @@ import (
 // ErrNoPeer says that nobody wants to be joined with a cluster.
 var ErrNoPeer = errors.New("no peering with this cluster")
 
-// A Peer is a cluster that we are to be joined with, whoever said so: a Peering
-// or, under Liqo's control plane, a ForeignCluster.
+// A Peer is a cluster that we are to be joined with, whoever said so: a Peering or, under Liqo's
+// control plane, a ForeignCluster.
 type Peer struct {
 	Cluster v1alpha1.ClusterIdentity
-	// LocalNamespace is the tenant namespace here; RemoteNamespace is the one at
-	// the peer.
+	// LocalNamespace is the tenant namespace here; RemoteNamespace is the one at the peer.
 	LocalNamespace, RemoteNamespace string
-	// Overrides are those of the Peering.
+	// Overrides and Claims are those of the Peering.
 	Overrides isthmus.Overrides
-	// IdentitySecret is the name of the Secret in LocalNamespace with which to
-	// speak to the peer; empty when Liqo's crd-replicator does that.
+	Claims    isthmus.Claims
+	// IdentitySecret is the name of the Secret in LocalNamespace with which to speak to the peer;
+	// empty when Liqo's crd-replicator does that.
 	IdentitySecret string
-	// Leaving says that the peering is being taken down. Nothing new is made for
-	// it. Forced says that nobody waits for the peer any more.
+	// Leaving says that the peering is being taken down. Nothing new is made for it. Forced says
+	// that nobody waits for the peer any more.
 	Leaving, Forced bool
 	// Owner is the Peering or the ForeignCluster.
 	Owner client.Object
@@ -45,8 +45,8 @@ type Peer struct {
 // Replicated reports whether we carry the NetworkConfig to the peer ourselves.
 func (p Peer) Replicated() bool { return p.IdentitySecret != "" }
 
-// begun reports whether something may be made for the peer: not before there is
-// the finalizer that sees to its removal.
+// begun reports whether something may be made for the peer: not before there is the finalizer that
+// sees to its removal.
 func (p Peer) begun() bool {
 	if _, ours := p.Owner.(*isthmus.Peering); ours && !controllerutil.ContainsFinalizer(p.Owner, isthmus.FinalizerPeering) {
 		return false
@@ -54,12 +54,12 @@ func (p Peer) begun() bool {
 	return !p.Leaving
 }
 
-// Peers finds the peers of this cluster. It reads a cache with the indexes that
-// addIndexes makes; its methods may be called concurrently.
+// Peers finds the peers of this cluster. It reads a cache with the indexes that addIndexes makes;
+// its methods may be called concurrently.
 //
-// A Peering is for nobody when an older one (of the same age: one with a smaller
-// UID) is for the same cluster or has the same tenant namespace, or when it is
-// for this cluster itself. A ForeignCluster gives way to any Peering.
+// A Peering is for nobody when an older one (of the same age: one with a smaller UID) is for the
+// same cluster or has the same tenant namespace, or when it is for this cluster itself. A
+// ForeignCluster gives way to any Peering.
 type Peers struct {
 	Reader client.Reader
 	// Self is the ID of this cluster.
@@ -73,8 +73,7 @@ func (p Peers) ByID(ctx context.Context, id string) (Peer, error) {
 	return p.one(ctx, indexClusterID, id)
 }
 
-// ByNamespace returns the peer whose tenant namespace here is the given one, or
-// ErrNoPeer.
+// ByNamespace returns the peer whose tenant namespace here is the given one, or ErrNoPeer.
 func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) {
 	return p.one(ctx, indexTenantNamespace, namespace)
 }
@@ -166,8 +165,8 @@ func (p Peers) conflict(ctx context.Context, peering *isthmus.Peering) (string, 
 	return "", nil
 }
 
-// neighbours returns the Peerings that a change of the given one may concern: all
-// for the same cluster or with the same tenant namespace, itself included.
+// neighbours returns the Peerings that a change of the given one may concern: all for the same
+// cluster or with the same tenant namespace, itself included.
 func (p Peers) neighbours(ctx context.Context, peering *isthmus.Peering) []*isthmus.Peering {
 	found := []*isthmus.Peering{peering}
 	for index, value := range map[string]string{
@@ -187,8 +186,7 @@ func (p Peers) neighbours(ctx context.Context, peering *isthmus.Peering) []*isth
 	return found
 }
 
-// watch makes b reconcile what requests says when a peer comes, changes (its
-// status apart) or goes.
+// watch makes b reconcile what requests says when a peer comes, changes (its status apart) or goes.
 func (p Peers) watch(b *builder.Builder, requests func(Peer) []reconcile.Request) *builder.Builder {
 	b = b.Watches(&isthmus.Peering{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) (all []reconcile.Request) {
 		for _, peering := range p.neighbours(ctx, o.(*isthmus.Peering)) {
@@ -223,8 +221,8 @@ func requestFor(id string) reconcile.Request {
 	return r
 }
 
-// oldest returns the Peering that is right when several are for the same cluster
-// or namespace. There has to be one.
+// oldest returns the Peering that is right when several are for the same cluster or namespace.
+// There has to be one.
 func oldest(items []isthmus.Peering) *isthmus.Peering {
 	best := &items[0]
 	for i := range items {
@@ -235,8 +233,8 @@ func oldest(items []isthmus.Peering) *isthmus.Peering {
 	return best
 }
 
-// compareAge is negative when a comes before b: the older first, of the same age
-// the one with the smaller UID.
+// compareAge is negative when a comes before b: the older first, of the same age the one with the
+// smaller UID.
 func compareAge(a, b client.Object) int {
 	at, bt := a.GetCreationTimestamp(), b.GetCreationTimestamp()
 	return cmp.Or(at.Compare(bt.Time), cmp.Compare(a.GetUID(), b.GetUID()))
@@ -248,6 +246,7 @@ func peerFrom(p *isthmus.Peering) Peer {
 		LocalNamespace:  p.Spec.TenantNamespace.Local,
 		RemoteNamespace: p.Spec.TenantNamespace.Remote,
 		Overrides:       p.Spec.Overrides,
+		Claims:          p.Spec.Claims,
 		IdentitySecret:  cmp.Or(p.Spec.IdentitySecretName, isthmus.DefaultIdentitySecret),
 		Leaving:         !p.DeletionTimestamp.IsZero(),
 		Forced:          p.Annotations[isthmus.AnnotationForce] == "true",

@@ -39,28 +39,27 @@ const reasonLeftBehind = "LeftBehind"
 
 // A replicator carries NetworkConfigs to the peers; see replication.Replicator.
 type replicator interface {
-	Set(peers []replication.Peer)
+	Set(peers []replication.Target)
 	State(id string) (replication.State, bool)
 }
 
-// PeeringReconciler tells the story of each Peering in its status, and takes a
-// Peering that is deleted down in the right order: TunnelEndpoint, NetworkConfig
-// and its copy at the peer, networks of the IPAM, finalizer.
+// PeeringReconciler tells the story of each Peering in its status, and takes a Peering that is
+// deleted down in the right order: TunnelEndpoint, NetworkConfig and its copy at the peer, networks
+// of the IPAM, finalizer.
 type PeeringReconciler struct {
 	Client     client.Client
 	Peers      Peers
 	Facts      FactsReader
 	Store      bookkeeper
 	Replicator replicator
-	// FactsChanged gets a value after every change of the Facts, PeerChanged one
-	// named by the cluster ID after every change of a State of the replicator.
+	// FactsChanged gets a value after every change of the Facts, PeerChanged one named by the
+	// cluster ID after every change of a State of the replicator.
 	FactsChanged, PeerChanged <-chan event.GenericEvent
 	Events                    events.EventRecorder
 	Log                       *slog.Logger
 }
 
-// SetupWithManager makes mgr call Reconcile for each Peering that something
-// happened to.
+// SetupWithManager makes mgr call Reconcile for each Peering that something happened to.
 func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	inNamespace := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 		return r.peerings(ctx, client.MatchingFields{indexTenantNamespace: o.GetNamespace()})
@@ -98,8 +97,8 @@ func (r *PeeringReconciler) peerings(ctx context.Context, which ...client.ListOp
 	return all
 }
 
-// Reconcile brings the status of one Peering up to date and goes on with its
-// removal if that is wanted.
+// Reconcile brings the status of one Peering up to date and goes on with its removal if that is
+// wanted.
 func (r *PeeringReconciler) Reconcile(ctx context.Context, req ctrl.Request) (ctrl.Result, error) {
 	err := r.reconcile(ctx, req.Name)
 	if apierrors.IsConflict(err) {
@@ -136,6 +135,8 @@ func (r *PeeringReconciler) reconcile(ctx context.Context, name string) error {
 		if done || err != nil {
 			return err
 		}
+	} else if err := r.force(ctx, &state); err != nil {
+		return err
 	}
 	return r.write(ctx, state)
 }
@@ -158,6 +159,9 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 		return s, err
 	} else if problem != "" {
 		s.lacking = append([]string{problem}, s.lacking...)
+	}
+	if s.ending, err = namespaceEnding(ctx, r.Client, peer.LocalNamespace); err != nil {
+		return s, err
 	}
 	name := types.NamespacedName{Namespace: peer.LocalNamespace, Name: peer.Cluster.UniqueName()}
 	if s.original, err = found(ctx, r.Client, name, new(v1alpha1.NetworkConfig)); err != nil {
@@ -208,8 +212,8 @@ func found[T client.Object](ctx context.Context, reader client.Reader, name type
 	return into, nil
 }
 
-// leave goes on with the removal of a Peering, as far as it goes now; done says
-// that nothing is left. The NetworkConfig is deleted by its own reconciler.
+// leave goes on with the removal of a Peering, as far as it goes now; done says that nothing is
+// left. The NetworkConfig is deleted by its own reconciler.
 func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bool, err error) {
 	if s.conflict == "" {
 		if s.endpoint != nil && s.endpoint.DeletionTimestamp.IsZero() {
@@ -239,19 +243,28 @@ func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bo
 	return true, err
 }
 
-// force ends the wait for the peer, if that is wanted, and says what stays there.
+// force ends the wait for the peer, if that is wanted, and says what stays there. It is wanted too
+// when somebody deletes the tenant namespace: our identity at the peer goes with it, and with the
+// identity the way to delete anything there.
 func (r *PeeringReconciler) force(ctx context.Context, s *peeringState) error {
 	nc := s.original
-	if !peerFrom(s.peering).Forced || nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {
+	if nc == nil || nc.DeletionTimestamp.IsZero() || !controllerutil.ContainsFinalizer(nc, v1alpha1.FinalizerReplicator) {
 		return nil
+	}
+	why := "un-peering was forced"
+	if !peerFrom(s.peering).Forced || s.peering.DeletionTimestamp.IsZero() {
+		if !s.ending {
+			return nil
+		}
+		why = "namespace " + nc.Namespace + " is being deleted, and our identity at the peer with it"
 	}
 	before := nc.DeepCopy()
 	controllerutil.RemoveFinalizer(nc, v1alpha1.FinalizerReplicator)
 	if err := r.Client.Patch(ctx, nc, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); client.IgnoreNotFound(err) != nil {
 		return fmt.Errorf("NetworkConfig %s/%s: %w", nc.Namespace, nc.Name, err)
 	}
-	left := fmt.Sprintf("un-peering was forced: NetworkConfig %s/%s may stay at the peer, cluster %s (%s)",
-		s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peering.Spec.Cluster.ClusterID, s.peerSays())
+	left := fmt.Sprintf("%s: NetworkConfig %s/%s may stay at the peer, cluster %s (%s)",
+		why, s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peering.Spec.Cluster.ClusterID, s.peerSays())
 	r.Log.Warn(left, "peering", s.peering.Name)
 	r.Events.Eventf(s.peering, nil, corev1.EventTypeWarning, reasonLeftBehind, "ForceUnpeer", "%s", left)
 	return nil
@@ -293,8 +306,8 @@ func (r *PeeringReconciler) write(ctx context.Context, s peeringState) error {
 	if equality.Semantic.DeepEqual(want.Status, s.peering.Status) {
 		return nil
 	}
-	// The lock, because the conditions remember what was there before: they must
-	// not be computed from an old status.
+	// The lock, because the conditions remember what was there before: they must not be computed
+	// from an old status.
 	if err := r.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(s.peering, client.MergeFromWithOptimisticLock{})); err != nil {
 		return client.IgnoreNotFound(err)
 	}
@@ -302,13 +315,12 @@ func (r *PeeringReconciler) write(ctx context.Context, s peeringState) error {
 	return nil
 }
 
-// announce makes Events of what a person may want to hear of: Ready changes, or
-// something that was fine is not any more.
+// announce makes Events of what a person may want to hear of: Ready changes, or something that was
+// fine is not any more.
 //
-// A peer can change its NetworkConfig as often as it likes. So that this does not
-// fill our API server, Events that differ in nothing but their words become one
-// that is counted: they refer to the Peering without its version, and their reason
-// is never one that the peer chose.
+// A peer can change its NetworkConfig as often as it likes. So that this does not fill our API
+// server, Events that differ in nothing but their words become one that is counted: they refer to
+// the Peering without its version, and their reason is never one that the peer chose.
 func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
 	about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "Peering", Name: after.Name, UID: after.UID}
 	for i := range after.Status.Conditions {

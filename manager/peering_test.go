@@ -94,7 +94,7 @@ func TestPeeringIsTakenDownInOrder(t *testing.T) {
 	p := w.peer("b")
 	p.join()
 	_, err := w.books.Update(w.ctx, func(b ipam.Book) (ipam.Book, error) {
-		b, _, err := b.Grant(ipam.Claim{ID: p.cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
+		b, _, err := b.Grant(ipam.Request{ID: p.cluster.ClusterID, Pod: netip.MustParsePrefix("10.244.64.0/18"), External: netip.MustParsePrefix("10.60.0.0/18")})
 		return b, err
 	})
 	w.ok(err)

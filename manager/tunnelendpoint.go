@@ -2,12 +2,9 @@ package manager
 
 import (
 	"context"
-	"encoding/base64"
 	"errors"
 	"fmt"
 	"log/slog"
-	"maps"
-	"net/netip"
 	"slices"
 
 	"k8s.io/apimachinery/pkg/api/equality"
@@ -20,9 +17,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client/apiutil"
 	"sigs.k8s.io/controller-runtime/pkg/controller"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
-	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
-	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
@@ -32,13 +27,12 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// TunnelEndpointReconciler joins the two NetworkConfigs of each peering to the one
-// TunnelEndpoint that gateway and route agents carry out, and takes it down with
-// them. Requests are named by the tenant namespace and the cluster ID of the peer.
+// TunnelEndpointReconciler joins the two NetworkConfigs of each peering to the one TunnelEndpoint
+// that gateway and route agents carry out, and takes it down with them. Requests are named by the
+// tenant namespace and the cluster ID of the peer.
 //
-// Nothing is ever half changed: as long as something does not fit, the
-// TunnelEndpoint stays as it was. It goes when either side withdraws. Its status
-// is the gateway's.
+// Nothing is ever half changed: as long as something does not fit, the TunnelEndpoint stays as it
+// was. It goes when either side withdraws. Its status is the gateway's.
 type TunnelEndpointReconciler struct {
 	Client client.Client
 	Peers  Peers
@@ -47,9 +41,9 @@ type TunnelEndpointReconciler struct {
 	Log    *slog.Logger
 }
 
-// SetupWithManager makes mgr call Reconcile for each peer that something happened
-// to. The indexes have to be there. The Facts need no watch: when they matter, they
-// change a NetworkConfig or the condition of one.
+// SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
+// have to be there. The Facts need no watch: when they matter, they change a NetworkConfig or the
+// condition of one.
 func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("tunnelendpoint").
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
@@ -74,8 +68,8 @@ func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(r)
 }
 
-// exchangesWith names the peer in every namespace where there is a NetworkConfig
-// for it, also when nobody wants to be joined with it any more.
+// exchangesWith names the peer in every namespace where there is a NetworkConfig for it, also when
+// nobody wants to be joined with it any more.
 func (r *TunnelEndpointReconciler) exchangesWith(ctx context.Context, id string) (all []reconcile.Request) {
 	var list v1alpha1.NetworkConfigList
 	if err := r.Client.List(ctx, &list, client.MatchingFields{indexReceiver: id}, client.UnsafeDisableDeepCopy); err != nil {
@@ -161,9 +155,9 @@ func (r *TunnelEndpointReconciler) reconcile(ctx context.Context, req ctrl.Reque
 	return r.join(ctx, x)
 }
 
-// end takes down what there is for a cluster that is no peer here (any more). What
-// the gateways and route agents still hold (they have finalizers on the
-// TunnelEndpoint) is nobody else's until they have let go.
+// end takes down what there is for a cluster that is no peer here (any more). What the gateways and
+// route agents still hold (they have finalizers on the TunnelEndpoint) is nobody else's until they
+// have let go.
 func (r *TunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 	if err := r.deleteEndpoints(ctx, x); err != nil {
 		return err
@@ -189,8 +183,8 @@ func (r *TunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 	return nil
 }
 
-// release takes the networks of a peer back. It is false until the NatMapping,
-// which follows the books, is gone.
+// release takes the networks of a peer back. It is false until the NatMapping, which follows the
+// books, is gone.
 func (r *TunnelEndpointReconciler) release(ctx context.Context, x *exchange) (gone bool, err error) {
 	if _, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
 		switch peer, err := r.Peers.ByID(ctx, x.id); {
@@ -216,8 +210,8 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	live := slices.DeleteFunc(slices.Clone(x.copies), func(nc v1alpha1.NetworkConfig) bool { return !alive(nc) })
 	original := x.original()
 	if len(live) == 0 || original != nil && !alive(*original) {
-		// One side has withdrawn. Ours is a mistake then, because the Peering stays,
-		// and with it the networks that the peer knows.
+		// One side has withdrawn. Ours is a mistake then, because the Peering stays, and with it
+		// the networks that the peer knows.
 		if err := r.deleteEndpoints(ctx, x); err != nil {
 			return err
 		}
@@ -267,12 +261,11 @@ func (x *exchange) original() *v1alpha1.NetworkConfig {
 	return &x.originals[0]
 }
 
-// decide returns what the TunnelEndpoint has to be; nil: what there is stays, since
-// something is still on its way, or does not fit and a condition says so.
+// decide returns what the TunnelEndpoint has to be; nil: what there is stays, since something is
+// still on its way, or does not fit and a condition says so.
 //
-// The peer may write both NetworkConfigs and, in Liqo's RBAC, their status. So what
-// is ours in them is compared with what we know: an edit is not followed in the
-// moment before it is undone.
+// The peer may write both NetworkConfigs and, in Liqo's RBAC, their status. So what is ours in them
+// is compared with what we know: an edit is not followed in the moment before it is undone.
 func (r *TunnelEndpointReconciler) decide(ctx context.Context, peer Peer, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
 	facts, err := r.Facts.Facts(ctx)
 	if err != nil {
@@ -298,8 +291,8 @@ func (r *TunnelEndpointReconciler) decide(ctx context.Context, peer Peer, origin
 	return &spec, nil
 }
 
-// mapped puts the answer of the peer into the books. It is true when the NatMapping
-// is there that goes with it: the gateway finds both or none.
+// mapped puts the answer of the peer into the books. It is true when the NatMapping is there that
+// goes with it: the gateway finds both or none.
 func (r *TunnelEndpointReconciler) mapped(ctx context.Context, id string, original *v1alpha1.NetworkConfig) (bool, error) {
 	pod, external, ok := fabric.SeenBy(original)
 	if !ok {
@@ -411,8 +404,6 @@ func (r *TunnelEndpointReconciler) finalizer(ctx context.Context, nc *v1alpha1.N
 	return nil
 }
 
-func alive(nc v1alpha1.NetworkConfig) bool { return nc.DeletionTimestamp.IsZero() }
-
 func compareBool(a, b bool) int {
 	switch {
 	case a == b:
@@ -422,125 +413,3 @@ func compareBool(a, b bool) int {
 	}
 	return -1
 }
-
-// Indexes of the cache for the exchange of NetworkConfigs.
-const (
-	indexOrigin    = "originID"  // copies, by the cluster ID of the sender
-	indexReceiver  = "remoteID"  // originals, by the cluster ID of the receiver
-	indexPublicKey = "publicKey" // TunnelEndpoints, by each key of the peer's gateway
-	// indexGatewayIn has TunnelEndpoints by every network that their gateway's
-	// address is inside, so that those in one network are a single look-up.
-	indexGatewayIn = "gatewayIn"
-	indexMappedFor = "mappedFor" // NatMappings, by the cluster ID of the peer
-)
-
-func addExchangeIndexes(indexer client.FieldIndexer) error {
-	ctx := context.Background() // it waits for nothing
-	return errors.Join(
-		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexOrigin, func(o client.Object) []string {
-			return valueOf(o, v1alpha1.LabelOriginID)
-		}),
-		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexReceiver, func(o client.Object) []string {
-			if o.GetLabels()[v1alpha1.LabelReplication] != "true" {
-				return nil
-			}
-			return valueOf(o, v1alpha1.LabelRemoteID)
-		}),
-		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexPublicKey, func(o client.Object) []string {
-			return publicKeysOf(o.(*v1alpha1.TunnelEndpoint))
-		}),
-		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexGatewayIn, func(o client.Object) []string {
-			return networksAround(o.(*v1alpha1.TunnelEndpoint).Spec.EndpointIP)
-		}),
-		indexer.IndexField(ctx, &v1alpha1.NatMapping{}, indexMappedFor, func(o client.Object) []string {
-			return slices.Compact(append(valueOf(o, v1alpha1.LabelClusterID), o.(*v1alpha1.NatMapping).Spec.ClusterID))
-		}),
-	)
-}
-
-// publicKeysOf returns the keys of all tunnels, as text.
-func publicKeysOf(te *v1alpha1.TunnelEndpoint) []string {
-	keys := []string{te.Spec.BackendConfig[v1alpha1.ConfigPublicKey]}
-	further, _ := fabric.ParseTunnels(te.Spec.BackendConfig[v1alpha1.ConfigTunnels]) // absent, or no gateway takes it
-	for _, t := range further {
-		keys = append(keys, base64.StdEncoding.EncodeToString(t.PublicKey[:]))
-	}
-	return keys
-}
-
-func valueOf(o client.Object, label string) []string {
-	if value, ok := o.GetLabels()[label]; ok {
-		return []string{value}
-	}
-	return nil
-}
-
-// networksAround returns all networks of pods that an address can be inside; none
-// for a DNS name.
-func networksAround(endpoint string) (all []string) {
-	addr, err := netip.ParseAddr(endpoint)
-	if err != nil {
-		return nil
-	}
-	for bits := 8; bits <= addr.BitLen()-2; bits++ {
-		all = append(all, netip.PrefixFrom(addr, bits).Masked().String())
-	}
-	return all
-}
-
-// maxCopies bounds what is looked at of the NetworkConfigs of one sender. One is
-// right, so that these are enough to refuse and to clean up, a few at a time.
-const maxCopies = 64
-
-// copiesOf returns the NetworkConfigs of a sender in a namespace, the oldest first,
-// and the oldest maxCopies of a flood.
-func copiesOf(ctx context.Context, reader client.Reader, namespace, origin string) ([]v1alpha1.NetworkConfig, error) {
-	var list v1alpha1.NetworkConfigList
-	if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingFields{indexOrigin: origin}, client.UnsafeDisableDeepCopy); err != nil {
-		return nil, fmt.Errorf("NetworkConfigs of the peer: %w", err)
-	}
-	slices.SortFunc(list.Items, func(a, b v1alpha1.NetworkConfig) int { return compareAge(&a, &b) })
-	copies := make([]v1alpha1.NetworkConfig, min(len(list.Items), maxCopies))
-	for i := range copies {
-		list.Items[i].DeepCopyInto(&copies[i])
-	}
-	return copies, nil
-}
-
-// exchangeWith is the request about a peer.
-func exchangeWith(p Peer) reconcile.Request {
-	return reconcile.Request{NamespacedName: types.NamespacedName{Namespace: p.LocalNamespace, Name: p.Cluster.ClusterID}}
-}
-
-// exchangeOf are the requests about an object and the clusters that it names.
-func exchangeOf(o client.Object, ids ...string) (all []reconcile.Request) {
-	for _, id := range ids {
-		if id != "" {
-			all = append(all, reconcile.Request{NamespacedName: types.NamespacedName{Namespace: o.GetNamespace(), Name: id}})
-		}
-	}
-	return all
-}
-
-// everyExchange names all peers.
-func everyExchange(peers Peers, log *slog.Logger) handler.MapFunc {
-	return func(ctx context.Context, _ client.Object) (all []reconcile.Request) {
-		list, err := peers.List(ctx)
-		if err != nil {
-			log.Error("new facts reach no peer", "error", err)
-		}
-		for _, peer := range list {
-			all = append(all, exchangeWith(peer))
-		}
-		return all
-	}
-}
-
-// notStatusAlone leaves out what only changed a status.
-var notStatusAlone = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
-	a, b := e.ObjectOld, e.ObjectNew
-	return a.GetGeneration() != b.GetGeneration() || a.GetUID() != b.GetUID() ||
-		a.GetDeletionTimestamp().IsZero() != b.GetDeletionTimestamp().IsZero() ||
-		!maps.Equal(a.GetLabels(), b.GetLabels()) || !slices.Equal(a.GetFinalizers(), b.GetFinalizers()) ||
-		!equality.Semantic.DeepEqual(a.GetOwnerReferences(), b.GetOwnerReferences())
-}}

@@ -152,8 +152,8 @@ func TestOurNetworkConfigDeletedByHandCostsNoNetworks(t *testing.T) {
 	p.untilAccepted("10.246.0.0/18 None")
 }
 
-// un-peering: TunnelEndpoint, and only when the gateway has let go NatMapping and
-// networks, then our NetworkConfig.
+// un-peering: TunnelEndpoint, and only when the gateway has let go NatMapping and networks, then
+// our NetworkConfig.
 func TestUnpeeringTakesDownInOrder(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")

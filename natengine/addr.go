@@ -5,8 +5,9 @@ import (
 	"net/netip"
 )
 
-// addr is an address in two words: IPv6, or IPv4 in its mapped form ::ffff:0:0/96. No rule accepts a mapped address of
-// IPv6, so the two families cannot be confused. Off the IPv4 fast path everything is computed on this form, once.
+// addr is an address in two words: IPv6, or IPv4 in its mapped form ::ffff:0:0/96. No rule accepts
+// a mapped address of IPv6, so the two families cannot be confused. Off the IPv4 fast path
+// everything is computed on this form, once.
 type addr struct{ hi, lo uint64 }
 
 const mapped4 = 0xffff << 32
@@ -35,7 +36,8 @@ func (a addr) netip() netip.Addr {
 	return netip.AddrFrom16(b).Unmap()
 }
 
-// prefix is a network in the same two words. The zero prefix contains everything; absence is said elsewhere.
+// prefix is a network in the same two words. The zero prefix contains everything; absence is said
+// elsewhere.
 type prefix struct{ net, mask addr }
 
 func prefixOf(p netip.Prefix) prefix {
@@ -56,10 +58,11 @@ func (p prefix) move(a addr) addr {
 	return addr{p.net.hi | a.hi&^p.mask.hi, p.net.lo | a.lo&^p.mask.lo}
 }
 
-// martian reports whether no packet in the fabric may have a as its source: unspecified, loopback, multicast, limited
-// broadcast, IPv6 link-local and IPv4 addresses written as IPv6 (RFC 1812, section 5.3.7, RFC 6890). 240.0.0.0/4 is
-// allowed, because nodes have overlay addresses in 240.0.0.0/8 (facts 10), and so is 169.254.0.0/16, the network
-// between the node and the gateway namespace (facts 2.2).
+// martian reports whether no packet in the fabric may have a as its source: unspecified, loopback,
+// multicast, limited broadcast, IPv6 link-local and IPv4 addresses written as IPv6 (RFC 1812,
+// section 5.3.7, RFC 6890). 240.0.0.0/4 is allowed, because nodes have overlay addresses in
+// 240.0.0.0/8 (docs/liqo-v0.md, section 10), and so is 169.254.0.0/16, the network between the node
+// and the gateway namespace (docs/liqo-v0.md, section 2.2).
 func martian(a addr, is4 bool) bool {
 	if is4 {
 		b := uint32(a.lo)
@@ -74,9 +77,10 @@ func martian(a addr, is4 bool) bool {
 	return false
 }
 
-// unreachable reports whether no packet of a peer may be sent to a: all of the above and where the metadata services of
-// clouds live, with the credentials of the machine. That is IPv4 link-local, and in IPv6 fd00:ec2::/32 at Amazon and
-// fd20:ce::254 at Google (2026-11). The in-process endpoint is an exception that the caller makes.
+// unreachable reports whether no packet of a peer may be sent to a: all of the above and where the
+// metadata services of clouds live, with the credentials of the machine. That is IPv4 link-local,
+// and in IPv6 fd00:ec2::/32 at Amazon and fd20:ce::254 at Google (2026-11). The in-process endpoint
+// is an exception that the caller makes.
 func unreachable(a addr, is4 bool) bool {
 	if martian(a, is4) {
 		return true
@@ -87,7 +91,8 @@ func unreachable(a addr, is4 bool) bool {
 	return a.hi>>32 == 0xfd000ec2 || a == addr{0xfd2000ce << 32, 0x254}
 }
 
-// specials are the networks of martian and unreachable, to find out at compile time whether a prefix reaches into one.
+// specials are the networks of martian and unreachable, to find out at compile time whether a
+// prefix reaches into one.
 var specials = []netip.Prefix{
 	netip.MustParsePrefix("0.0.0.0/8"), netip.MustParsePrefix("127.0.0.0/8"), netip.MustParsePrefix("169.254.0.0/16"),
 	netip.MustParsePrefix("224.0.0.0/4"), netip.MustParsePrefix("255.255.255.255/32"),

@@ -12,7 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// A witness is a conversation that goes on while others attack: a packet each way and what became of it at first.
+// A witness is a conversation that goes on while others attack: a packet each way and what became
+// of it at first.
 type witness struct {
 	name     string
 	sent     [directions][]byte
@@ -20,7 +21,8 @@ type witness struct {
 	stateful bool
 }
 
-// witnesses are established flows of every kind with peers b and c, of pods, nodes and mapped endpoints.
+// witnesses are established flows of every kind with peers b and c, of pods, nodes and mapped
+// endpoints.
 func witnesses(t testing.TB, e *Engine) (list []witness) {
 	t.Helper()
 	add := func(name string, first Direction, stateful bool, there, back []byte) {
@@ -66,7 +68,8 @@ func sendAt(t testing.TB, e *Engine, dir Direction, b []byte, now time.Duration)
 	return send(t, e, dir, b, tickOf(now))
 }
 
-// newcomers want to open flows: hosts of ours that had none to either peer, and pods of the peers to our endpoint.
+// newcomers want to open flows: hosts of ours that had none to either peer, and pods of the peers
+// to our endpoint.
 func newcomers(t testing.TB, e *Engine, i int, now time.Duration, peers ...string) {
 	t.Helper()
 	for _, far := range peers {
@@ -126,8 +129,9 @@ func attacks() []attack {
 	}
 }
 
-// TestAttacksHurtNobodyElse: whatever peer c or one host does, flows that are established go on as they are, with c too;
-// other hosts and other peers open new ones; memory stays within bounds; and when it is over everything recovers.
+// TestAttacksHurtNobodyElse: whatever peer c or one host does, flows that are established go on as
+// they are, with c too; other hosts and other peers open new ones; memory stays within bounds; and
+// when it is over everything recovers.
 func TestAttacksHurtNobodyElse(t *testing.T) {
 	for name, c := range map[string]Config{
 		"equal shares":             {MaxFlows: 1000, MaxFlowsPerHost: 100},
@@ -173,7 +177,8 @@ func TestAttacksHurtNobodyElse(t *testing.T) {
 	}
 }
 
-// carryOut sends 6000 packets of the attack, a thousand a second, and looks at the others meanwhile.
+// carryOut sends 6000 packets of the attack, a thousand a second, and looks at the others
+// meanwhile.
 func (a *attack) carryOut(t *testing.T, e *Engine, list []witness) (now time.Duration) {
 	for i := range 6000 {
 		now = time.Duration(i) * time.Millisecond
@@ -213,8 +218,8 @@ func whole(t *testing.T, e *Engine, id int, now time.Duration) {
 	}
 }
 
-// TestPeerFullOfEstablishedFlowsHurtsNoOther: all hosts of c together may fill c's share with flows that are answered. That
-// is for c to bear; b has all of its own.
+// TestPeerFullOfEstablishedFlowsHurtsNoOther: all hosts of c together may fill c's share with flows
+// that are answered. That is for c to bear; b has all of its own.
 func TestPeerFullOfEstablishedFlowsHurtsNoOther(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 1000, MaxFlowsPerHost: 100}, peerB(), peerC())
 	list := witnesses(t, e)
@@ -233,7 +238,8 @@ func TestPeerFullOfEstablishedFlowsHurtsNoOther(t *testing.T) {
 	}
 }
 
-// TestFloodsDoNotGrowTheHeap: what is never completed is bounded in fact, not only in the count of it.
+// TestFloodsDoNotGrowTheHeap: what is never completed is bounded in fact, not only in the count of
+// it.
 func TestFloodsDoNotGrowTheHeap(t *testing.T) {
 	heap := func() uint64 {
 		var m runtime.MemStats
@@ -266,7 +272,8 @@ func TestFloodsDoNotGrowTheHeap(t *testing.T) {
 	runtime.KeepAlive(e)
 }
 
-// probes returns how far lookups go in the indexes of a peer: the mean and the longest run of slots that are not empty.
+// probes returns how far lookups go in the indexes of a peer: the mean and the longest run of slots
+// that are not empty.
 func probes(p *PeerState) (mean float64, longest int) {
 	total, filled := 0, 0
 	for dir := range p.flows.index {
@@ -311,8 +318,9 @@ func openAll(t testing.TB, tuples []conversation) *PeerState {
 	return e.Peers()[0]
 }
 
-// TestChosenTuplesDoNotDegradeLookups: tuples in sequence, with equal low or high bits, with ends that go along with each
-// other, and such as collide in another engine, are found as quickly as random ones.
+// TestChosenTuplesDoNotDegradeLookups: tuples in sequence, with equal low or high bits, with ends
+// that go along with each other, and such as collide in another engine, are found as quickly as
+// random ones.
 func TestChosenTuplesDoNotDegradeLookups(t *testing.T) {
 	const n = 24_000 // just below the growth of the index, where probes are longest
 	base := conversation{local: 0xac100001, localPort: 4000, remote: 0x0a000007, remotePort: 443}

@@ -14,7 +14,8 @@ import (
 
 var gatewayAddr = netip.MustParseAddr("169.254.0.1")
 
-// side is one cluster of a pair: its networks, what the other side makes of them, and the engine of its gateway.
+// side is one cluster of a pair: its networks, what the other side makes of them, and the engine of
+// its gateway.
 type side struct {
 	pods, podsSeen, external, externalSeen netip.Prefix
 	endpoints                              []natengine.Endpoint
@@ -25,7 +26,7 @@ func (s *side) String() string {
 	return fmt.Sprintf("pods %v seen as %v, external %v", s.pods, s.podsSeen, s.externalSeen)
 }
 
-// join makes the rules of both sides from each other, as the facts (7.1) have it.
+// join makes the rules of both sides from each other, as docs/liqo-v0.md, section 7.1 has it.
 func join(t testing.TB, a, b *side) {
 	t.Helper()
 	rules := func(own, other *side, id string) natengine.Peer {
@@ -44,7 +45,8 @@ func join(t testing.TB, a, b *side) {
 	}
 }
 
-// cross sends a packet from one side to the other and returns it as it arrives there; nil when somebody dropped it.
+// cross sends a packet from one side to the other and returns it as it arrives there; nil when
+// somebody dropped it.
 func cross(t testing.TB, from, to *side, b []byte) []byte {
 	t.Helper()
 	b = bytes.Clone(b)
@@ -66,9 +68,9 @@ func cross(t testing.TB, from, to *side, b []byte) []byte {
 	return v.Bytes()
 }
 
-// TestReplyUndoesRequest sends requests through two gateways and the replies back, for all masks and for the four
-// combinations of remapping, also with one range used by both sides: the reply arrives at the very socket that asked,
-// from the very socket that was asked.
+// TestReplyUndoesRequest sends requests through two gateways and the replies back, for all masks
+// and for the four combinations of remapping, also with one range used by both sides: the reply
+// arrives at the very socket that asked, from the very socket that was asked.
 func TestReplyUndoesRequest(t *testing.T) {
 	rng := rand.New(rand.NewPCG(3, 4))
 	tried := 0
@@ -191,7 +193,8 @@ func swapped(reply packettest.Body, arrived packettest.Packet) packettest.Body {
 	return reply
 }
 
-// twins are two clusters of the same PodCIDR that chose the same range for each other (facts 7.2, seen).
+// twins are two clusters of the same PodCIDR that chose the same range for each other
+// (docs/liqo-v0.md, section 7.2, seen).
 func twins(t testing.TB) (a, b *side) {
 	make := func() *side {
 		return &side{
@@ -215,16 +218,16 @@ func TestTwinsOfTheFacts(t *testing.T) {
 	packettest.Check(t, cross(t, a, b, ping), packettest.Src(netip.MustParseAddr("10.246.1.10")), packettest.Dst(netip.MustParseAddr("10.244.1.20")))
 }
 
-// TestSameAddressAtBothEnds: pod 10.244.1.1 of A talks to 10.244.1.1 of B, and in the tunnel source and destination
-// are one socket.
+// TestSameAddressAtBothEnds: pod 10.244.1.1 of A talks to 10.244.1.1 of B, and in the tunnel source
+// and destination are one socket.
 func TestSameAddressAtBothEnds(t *testing.T) {
 	a, b := twins(t)
 	in := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.244.1.1"), Dst: netip.MustParseAddr("10.246.1.1")}, packettest.UDP{SrcPort: 500, DstPort: 500})
 	packettest.Check(t, cross(t, a, b, in), packettest.Src(netip.MustParseAddr("10.246.1.1")), packettest.Dst(netip.MustParseAddr("10.244.1.1")), packettest.Ports(500, 500))
 }
 
-// TestPingOfTheGateways is the connection check of section 8, both ways at once: each side's probe is answered by the
-// other's in-process endpoint.
+// TestPingOfTheGateways is the connection check of section 8, both ways at once: each side's probe
+// is answered by the other's in-process endpoint.
 func TestPingOfTheGateways(t *testing.T) {
 	a, b := twins(t)
 	target := netip.MustParseAddr("10.247.0.1")
@@ -250,8 +253,9 @@ func TestPingIsDelivered(t *testing.T) {
 	}
 }
 
-// TestThirdClusterTransit: cluster A offers a pod of C to B as a mapped endpoint (facts 7.4). The packet leaves B's tunnel
-// and enters C's with both translations, the reply undoes both, and so does an ICMP error.
+// TestThirdClusterTransit: cluster A offers a pod of C to B as a mapped endpoint (docs/liqo-v0.md,
+// section 7.4). The packet leaves B's tunnel and enters C's with both translations, the reply
+// undoes both, and so does an ICMP error.
 func TestThirdClusterTransit(t *testing.T) {
 	e := natengine.New(natengine.Config{})
 	addr, prefixes := netip.MustParseAddr, func(s string) []netip.Prefix { return []netip.Prefix{netip.MustParsePrefix(s)} }

@@ -2,8 +2,8 @@ package natengine
 
 import "unsafe"
 
-// pool holds values under numbers from 1 on, 0 is none. They never move and room is made a chunk at a time, so that nothing
-// waits for all of them to be copied.
+// pool holds values under numbers from 1 on, 0 is none. They never move and room is made a chunk at
+// a time, so that nothing waits for all of them to be copied.
 type pool[T any] struct {
 	chunks []*[poolChunk]T
 	used   uint32

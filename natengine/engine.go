@@ -9,7 +9,8 @@ import (
 	"time"
 )
 
-// Config sets the engine's bounds. The zero value means the defaults, which the package comment lists.
+// Config sets the engine's bounds. The zero value means the defaults, which the package comment
+// lists.
 type Config struct {
 	Self4, Self6       netip.Addr // the in-process endpoint; 169.254.0.1 (Liqo's tunnel address) and none
 	Router4, Router6   netip.Addr // whom the gateway's kernel is as a router: peers see it as the in-process endpoint; none
@@ -24,8 +25,8 @@ type Config struct {
 	Timeouts           Timeouts
 }
 
-// Timeouts are how long a flow, or a held fragment, lasts without a packet. They are kept to about 0.13 s. Fragment is
-// brought into 2-30 s (RFC 6146, section 3.4).
+// Timeouts are how long a flow, or a held fragment, lasts without a packet. They are kept to about
+// 0.13 s. Fragment is brought into 2-30 s (RFC 6146, section 3.4).
 type Timeouts struct {
 	UDP            time.Duration // RFC 4787, REQ-5
 	TCPEstablished time.Duration // RFC 5382, REQ-5
@@ -78,8 +79,8 @@ func (c Config) withDefaults() Config {
 	return c
 }
 
-// Warnings says what of a configuration is in force but may hurt: timeouts shorter than the RFCs demand, and bounds that
-// contradict each other. It is empty for the zero value.
+// Warnings says what of a configuration is in force but may hurt: timeouts shorter than the RFCs
+// demand, and bounds that contradict each other. It is empty for the zero value.
 func (c Config) Warnings() (warnings []string) {
 	warn := func(format string, args ...any) { warnings = append(warnings, fmt.Sprintf(format, args...)) }
 	t := c.Timeouts
@@ -112,8 +113,9 @@ func (c Config) Warnings() (warnings []string) {
 	return warnings
 }
 
-// Engine translates packets. Outbound and Inbound may be called from any number of goroutines, with each other and with
-// all other methods. Time is what the caller says, from any epoch; no clock is read.
+// Engine translates packets. Outbound and Inbound may be called from any number of goroutines, with
+// each other and with all other methods. Time is what the caller says, from any epoch; no clock is
+// read.
 type Engine struct {
 	rules     atomic.Pointer[ruleTable]
 	config    Config
@@ -159,10 +161,11 @@ func New(c Config) *Engine {
 	return e
 }
 
-// SetPeers replaces all rules by one atomic swap: a packet sees the old rules or the new ones. On a contradiction
-// (networks of two peers that overlap, masks of different length, an address mapped twice) it changes nothing and returns
-// an error that names every peer and rule at fault. Flows that the new rules would not let be opened end here; the others
-// stay, with their ports. peers is copied.
+// SetPeers replaces all rules by one atomic swap: a packet sees the old rules or the new ones. On a
+// contradiction (networks of two peers that overlap, masks of different length, an address mapped
+// twice) it changes nothing and returns an error that names every peer and rule at fault. Flows
+// that the new rules would not let be opened end here; the others stay, with their ports. peers is
+// copied.
 func (e *Engine) SetPeers(peers []Peer) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -185,8 +188,8 @@ func (e *Engine) SetPeers(peers []Peer) error {
 		r.peer.setHostQuota(uint32(hostQuota))
 		r.peer.path.mtu.Store(int32(r.spec.MTU))
 	}
-	// First every PeerState learns its new rule, then the table is published: a packet under way with the old table
-	// cannot open a flow that the new one does not permit.
+	// First every PeerState learns its new rule, then the table is published: a packet under way
+	// with the old table cannot open a flow that the new one does not permit.
 	for id, p := range e.peers {
 		if states[id] == nil {
 			p.setRule(nil)
@@ -200,7 +203,8 @@ func (e *Engine) SetPeers(peers []Peer) error {
 	return nil
 }
 
-// setRule makes r the rule for new flows and ends those that it does not permit, all of them when r is nil.
+// setRule makes r the rule for new flows and ends those that it does not permit, all of them when r
+// is nil.
 func (p *PeerState) setRule(r *rule) {
 	t := &p.flows
 	t.mu.Lock()
@@ -223,20 +227,8 @@ func (p *PeerState) setRule(r *rule) {
 	})
 }
 
-// refuse discards a packet and counts it, unless it is only traced. r is nil when no peer is known.
-func (e *Engine) refuse(r *remote, dir Direction, d Drop, tr *Trace) Verdict {
-	var p *PeerState
-	if r != nil {
-		p = r.peer
-	}
-	if tr == nil {
-		e.Count(p, dir, d)
-	}
-	return Verdict{Drop: d, Peer: p}
-}
-
-// Count adds one to a drop counter. The engine counts what it discards; the gateway counts its own drops here, with a
-// nil peer when none is known.
+// Count adds one to a drop counter. The engine counts what it discards; the gateway counts its own
+// drops here, with a nil peer when none is known.
 func (e *Engine) Count(p *PeerState, dir Direction, d Drop) {
 	if p == nil {
 		e.noPeer[dir][d].Add(1)
@@ -245,12 +237,13 @@ func (e *Engine) Count(p *PeerState, dir Direction, d Drop) {
 	p.drops[dir][d].Add(1)
 }
 
-// Sweep ends expired flows and gives up fragments that wait in vain. Call it about once a second; during another call it does
-// nothing.
+// Sweep ends expired flows and gives up fragments that wait in vain. Call it about once a second;
+// during another call it does nothing.
 func (e *Engine) Sweep(now time.Duration) { e.SweepInSteps(now, func() {}) }
 
-// SweepInSteps is Sweep that calls pause after some 50 microseconds of work, without any lock: packets that want the same
-// processor need not wait until a million flows were looked at, when pause sleeps.
+// SweepInSteps is Sweep that calls pause after some 50 microseconds of work, without any lock:
+// packets that want the same processor need not wait until a million flows were looked at, when
+// pause sleeps.
 func (e *Engine) SweepInSteps(now time.Duration, pause func()) {
 	if !e.sweeping.TryLock() {
 		return

@@ -95,7 +95,7 @@ func TestSetPeersRefusesContradictions(t *testing.T) {
 	}
 }
 
-func TestRulesAreKeyedByPeerAndDirection(t *testing.T) { // facts 7.5
+func TestRulesAreKeyedByPeerAndDirection(t *testing.T) { // docs/liqo-v0.md, section 7.5
 	b, c := peerB(), peerC() // both see us under one range, and
 	b.RemotePods = pfxs("10.246.0.0/16")
 	c.RemotePods = pfxs("10.247.0.0/16") // what is our ExternalCIDR to them is their pods to us
@@ -109,7 +109,8 @@ func TestRulesAreKeyedByPeerAndDirection(t *testing.T) { // facts 7.5
 	wantEnd(t, dst, "192.168.7.7:1")
 }
 
-// TestDefaultDeny is section 4 of the design: a peer reaches our pods as it sees them, mapped endpoints, nothing else.
+// TestDefaultDeny is section 4 of the design: a peer reaches our pods as it sees them, mapped
+// endpoints, nothing else.
 func TestDefaultDeny(t *testing.T) {
 	e := newEngine(t, Config{}, peerB(), peerC())
 	for _, c := range []struct {
@@ -224,7 +225,8 @@ func TestMSSIsClampedBothWays(t *testing.T) {
 	}
 }
 
-// TestPartialChecksumsStayPartial: a superpacket from the TUN has the sum of the pseudo-header in its checksum field.
+// TestPartialChecksumsStayPartial: a superpacket from the TUN has the sum of the pseudo-header in
+// its checksum field.
 func TestPartialChecksumsStayPartial(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	out(t, e, tcp("192.168.9.9:4000", "10.71.0.5:80", packettest.SYN), 0) // so that the port has to change
@@ -376,8 +378,9 @@ func TestKnownPathsDoNotAllocate(t *testing.T) {
 	check("ICMP error", Inbound, fault("10.71.0.1", "10.246.0.0", udp("10.246.0.0:4000", "10.71.0.5:53"), 28), same)
 }
 
-// TestEverythingAtOnce is for the race detector: packets both ways, rules that change, sweeps, statistics. What passes
-// has to be translated by the old rules or by the new ones, checksums included.
+// TestEverythingAtOnce is for the race detector: packets both ways, rules that change, sweeps,
+// statistics. What passes has to be translated by the old rules or by the new ones, checksums
+// included.
 func TestEverythingAtOnce(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: 300}, peerB(), peerC())
 	var done, wg sync.WaitGroup
@@ -468,7 +471,8 @@ func TestEverythingAtOnce(t *testing.T) {
 	}
 }
 
-// checkTables wants every table to be consistent: each flow in both indexes, each mapping counted right, nothing else.
+// checkTables wants every table to be consistent: each flow in both indexes, each mapping counted
+// right, nothing else.
 func (e *Engine) checkTables(t testing.TB) {
 	t.Helper()
 	total := 0
@@ -503,7 +507,8 @@ func (e *Engine) checkTables(t testing.TB) {
 					t.Errorf("flow %d has mapping %d", i, n)
 				}
 			}
-			// A connection that was closed or opened again is back in the queues after the next sweep.
+			// A connection that was closed or opened again is back in the queues after the next
+			// sweep.
 			if queued[i] != (word&stateQueued != 0) || halfOpen(word) && !queued[i] && protoOf(word) != packet.TCP {
 				t.Errorf("flow %d is half-open: %v, in the queues: %v, marked so: %v", i, halfOpen(word), queued[i], word&stateQueued != 0)
 			}
@@ -577,8 +582,8 @@ func (e *Engine) checkTables(t testing.TB) {
 	}
 }
 
-// checkQueues returns the flows in the queue of the peer, which have to be those in the queues of its hosts, in the same
-// order.
+// checkQueues returns the flows in the queue of the peer, which have to be those in the queues of
+// its hosts, in the same order.
 func (t *flowTable) checkQueues(tb testing.TB) map[uint32]bool {
 	tb.Helper()
 	walk := func(head uint32, which int) (list []uint32) {

@@ -5,12 +5,10 @@ import (
 	"math/rand/v2"
 	"sync/atomic"
 	"time"
-
-	"github.com/isthmus-net/isthmus/packet"
 )
 
-// tick is the clock of flows: 2^27 ns, about 134 ms, so that a flow is marked as seen at most that often and its time
-// fits into 32 bits (they wrap after 18 years; differences are taken as signed).
+// tick is the clock of flows: 2^27 ns, about 134 ms, so that a flow is marked as seen at most that
+// often and its time fits into 32 bits (they wrap after 18 years; differences are taken as signed).
 type tick uint32
 
 const tickShift = 27
@@ -19,7 +17,8 @@ func tickOf(now time.Duration) tick { return tick(now >> tickShift) }
 
 func ticks(d time.Duration) int32 { return int32(min(d>>tickShift+1, 1<<30)) }
 
-// since is the time from an earlier tick; negative when batches of two goroutines overtook each other.
+// since is the time from an earlier tick; negative when batches of two goroutines overtook each
+// other.
 func (t tick) since(earlier tick) int32 { return int32(t - earlier) }
 
 func duration(ticks int32) time.Duration { return time.Duration(ticks) << tickShift }
@@ -37,11 +36,13 @@ const (
 //	outbound  local  ─► remote   becomes  mapped ─► remote
 //	inbound   remote ─► mapped   becomes  remote ─► local
 //
-// In each direction one of our two ends is matched and the other is written. entry.near[dir] is the one that is matched,
-// entry.near[1-dir] the one that is written, and the code is the same for both directions.
+// In each direction one of our two ends is matched and the other is written. entry.near[dir] is the
+// one that is matched, entry.near[1-dir] the one that is written, and the code is the same for both
+// directions.
 //
-// An entry is one cache line. Its words are written only under the table's mutex, inside an odd seq, and read without
-// lock; only the state bits and seen change in between, by whichever direction sees a packet.
+// An entry is one cache line. Its words are written only under the table's mutex, inside an odd
+// seq, and read without lock; only the state bits and seen change in between, by whichever
+// direction sees a packet.
 type entry struct {
 	near   [directions][2]atomic.Uint64 // local address, mapped address
 	remote [2]atomic.Uint64
@@ -50,11 +51,14 @@ type entry struct {
 	seen   atomic.Uint32 // tick of the last packet that counts
 }
 
-// The word of an entry: local port, mapped port, remote port, protocol, state; 16, 16, 16, 8 and 8 bits from the top. The
-// port of an ICMP query is its identifier on our side and 0 on the remote one; other protocols have 0.
+// The word of an entry: local port, mapped port, remote port, protocol, state; 16, 16, 16, 8 and 8
+// bits from the top. The port of an ICMP query is its identifier on our side and queryPort on the
+// remote one; other protocols have 0.
 const (
 	protoShift  = 8
 	remoteShift = 16
+
+	farMask = 0xffff<<remoteShift | 0xff<<protoShift // what is the same in both tuples
 )
 
 var (
@@ -71,8 +75,8 @@ func kindOf(word uint64) flowKind {
 	return naptFlow
 }
 
-// key is one tuple of a flow as it is matched in one direction: our end, the remote end, and the ports and protocol in
-// the places where the entry's word has them for that direction.
+// key is one tuple of a flow as it is matched in one direction: our end, the remote end, and the
+// ports and protocol in the places where the entry's word has them for that direction.
 type key struct {
 	near, remote addr
 	word         uint64
@@ -87,24 +91,34 @@ func wordOf(dir Direction, proto uint8, nearPort, remotePort uint16) uint64 {
 	return uint64(nearPort)<<nearShift[dir] | uint64(remotePort)<<remoteShift | uint64(proto)<<protoShift
 }
 
-// packetKey is the key of a packet whose addresses are already known.
-func packetKey(v *packet.View, dir Direction, near, remote addr) key {
-	var nearPort, remotePort uint16
-	if v.HasPorts() {
-		nearPort, remotePort = v.SrcPort(), v.DstPort()
-		if dir == Inbound {
-			nearPort, remotePort = remotePort, nearPort
-		}
-	} else {
-		nearPort = v.ICMPID()
+// query is the type of the request that an ICMP query begins with, and whether the message with
+// type kind is that request: echo, in IPv4 also timestamp, information and address mask.
+func query(kind uint8) (request uint8, asks bool) {
+	switch kind {
+	case 0: // echo reply
+		return 8, false
+	case 14, 16, 18, 129:
+		return kind - 1, false
 	}
-	return keyOf(dir, near, remote, v.Proto(), nearPort, remotePort)
+	return kind, true
+}
+
+// queryPort stands in the place of the remote port of an ICMP query in direction dir: which query
+// it is and who asks. So a reply finds the flow of its own request alone, and a request none that
+// the other side has opened (RFC 5508, REQ-1).
+func queryPort(kind uint8, dir Direction) uint16 {
+	request, asks := query(kind)
+	if !asks {
+		dir = 1 - dir
+	}
+	return uint16(dir)<<8 | uint16(request)
 }
 
 func (k *key) nearPort(dir Direction) uint16 { return uint16(k.word >> nearShift[dir]) }
 func (k *key) remotePort() uint16            { return uint16(k.word >> remoteShift) }
 
-// hashKeys make the hash of tuples unpredictable. Each table has its own; neither keys nor hashes leave the process.
+// hashKeys make the hash of tuples unpredictable. Each table has its own; neither keys nor hashes
+// leave the process.
 type hashKeys [6]uint64
 
 func newHashKeys() (keys hashKeys) {
@@ -114,9 +128,9 @@ func newHashKeys() (keys hashKeys) {
 	return keys
 }
 
-// hash mixes by multiplications whose factors are both secret: the construction of wyhash, which Go's own maps use where
-// there are no AES instructions. Whoever does not know the keys cannot choose tuples that collide. It is quicker than
-// maphash because it never leaves the registers.
+// hash mixes by multiplications whose factors are both secret: the construction of wyhash, which
+// Go's own maps use where there are no AES instructions. Whoever does not know the keys cannot
+// choose tuples that collide. It is quicker than maphash because it never leaves the registers.
 func (keys *hashKeys) hash(nearHi, nearLo, remoteHi, remoteLo, word uint64) uint64 {
 	near := mix(nearHi^keys[0], nearLo^keys[1])
 	remote := mix(remoteHi^keys[2], remoteLo^keys[3])
@@ -146,7 +160,8 @@ func (m *match) kind() flowKind { return kindOf(m.word) }
 // otherPort is the port to write for a packet of direction dir.
 func (m *match) otherPort(dir Direction) uint16 { return uint16(m.word >> nearShift[1-dir]) }
 
-// expired reports whether the flow has been idle for too long. It is then as good as gone; Sweep will take it away.
+// expired reports whether the flow has been idle for too long. It is then as good as gone; Sweep
+// will take it away.
 func (m *match) expired(l *lifetimes, now tick) bool {
 	return now.since(tick(m.seen.Load())) > l.of(m.word)
 }

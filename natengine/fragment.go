@@ -8,28 +8,32 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Later fragments have no ports. A 1:1 map needs none and translates each fragment as it comes; where a flow decides, the
-// first fragment decides for its datagram. What it decided is remembered until all octets of the datagram went by; later
-// fragments that come before it are copied and held. Nothing is reassembled: that is the receiver's business.
+// Later fragments have no ports. A 1:1 map needs none and translates each fragment as it comes;
+// where a flow decides, the first fragment decides for its datagram. What it decided is remembered
+// until all octets of the datagram went by; later fragments that come before it are copied and
+// held. Nothing is reassembled: that is the receiver's business.
 //
-// Where a flow decides, each octet of a datagram passes once, and all of them in one flow, so that nothing can be put over
-// a header that was judged. The rules are those of Linux's reassembly (net/ipv4/inet_fragment.c), for both families:
+// Where a flow decides, each octet of a datagram passes once, and all of them in one flow, so that
+// nothing can be put over a header that was judged. The rules are those of Linux's reassembly
+// (net/ipv4/inet_fragment.c), for both families:
 //
 //	a fragment of octets that went by already       is a duplicate and dropped
 //	one that overlaps in part, ends elsewhere than   ends the datagram: what is held, this and what may still come is
 //	  the last fragment said, or is another first      dropped until its time is over (RFC 5722, section 4)
 //	  fragment of the same identification
 //
-// So a datagram that uses an identification again while fragments of the one before are missing is lost, not mixed with it
-// (RFC 4963). The same holds for one that only looks so behind us, because two hosts share an address there: the datagram
-// that was first goes on, the other is dropped, since the identification is not rewritten. Fragments that a 1:1 map
-// translates are not compared: the map looks at no port, and the receiver reassembles.
+// So a datagram that uses an identification again while fragments of the one before are missing is
+// lost, not mixed with it (RFC 4963). The same holds for one that only looks so behind us, because
+// two hosts share an address there: the datagram that was first goes on, the other is dropped,
+// since the identification is not rewritten. Fragments that a 1:1 map translates are not compared:
+// the map looks at no port, and the receiver reassembles.
 
-// fragmentStore remembers datagrams of one peer and direction. Its three bounds are in Config; at a bound the oldest
-// datagram gives way, with DropFragmentStoreFull for each of its held fragments, because a datagram whose fragments do
-// arrive needs its entry for milliseconds and a flood of ones that do not would block a store that refuses new ones. One
-// source may take a quarter; at that it is its own oldest datagram that gives way, so that a flood of one host does not
-// reach the others'.
+// fragmentStore remembers datagrams of one peer and direction. Its three bounds are in Config; at a
+// bound the oldest datagram gives way, with DropFragmentStoreFull for each of its held fragments,
+// because a datagram whose fragments do arrive needs its entry for milliseconds and a flood of ones
+// that do not would block a store that refuses new ones. One source may take a quarter; at that it
+// is its own oldest datagram that gives way, so that a flood of one host does not reach the
+// others'.
 type fragmentStore struct {
 	mu    sync.Mutex
 	rule  *rule                        // by which the decisions here were made
@@ -80,7 +84,8 @@ type fragmentHost struct {
 	bytes int
 }
 
-// fragmentList is a list of datagrams in the order of their birth; kind says which of their links it uses.
+// fragmentList is a list of datagrams in the order of their birth; kind says which of their links
+// it uses.
 type fragmentList struct {
 	oldest, newest *fragmentSet
 }
@@ -125,44 +130,47 @@ func fragmentKeyOf(v *packet.View) fragmentKey {
 	return k
 }
 
-// fragment enters a fragment in its datagram. done says that there is no more to do: it follows the first one, waits for
-// it, or is refused. Otherwise it is the first and its flow has to be found; firstFragment then tells the others.
-func (e *Engine) fragment(v *packet.View, r *remote, dir Direction, now tick, tr *Trace) (verdict Verdict, done bool) {
-	s := &r.peer.fragments[dir]
+// fragment enters a fragment in its datagram. done says that there is no more to do: it follows the
+// first one, waits for it, or is refused. Otherwise it is the first and its flow has to be found;
+// firstFragment then tells the others.
+func (c *crossing) fragment() (verdict Verdict, done bool) {
+	s := &c.r.peer.fragments[c.dir]
 	var to addr
 	var drop Drop
 	var decided bool
-	if tr == nil {
-		to, decided, drop = s.admit(v, r.rule, now, e)
-	} else if to, decided, drop = s.decision(v); decided && drop == DropNone && v.LaterFragment() {
-		tr.Rule = "as the first fragment of its datagram"
+	if c.tr == nil {
+		to, decided, drop = s.admit(c.v, c.r.rule, c.now, c.e)
+	} else if to, decided, drop = s.decision(c.v); decided && drop == DropNone && c.v.LaterFragment() {
+		c.tr.Rule = "as the first fragment of its datagram"
 	}
 	switch {
 	case drop != DropNone:
-		return e.refuse(r, dir, drop, tr), true
-	case !v.LaterFragment():
+		return c.refuse(drop), true
+	case !c.v.LaterFragment():
 		return Verdict{}, false
 	case !decided:
-		return Verdict{Action: Hold, Peer: r.peer}, true
+		return Verdict{Action: Hold, Peer: c.r.peer}, true
 	}
-	return e.forward(v, r, dir, to, samePort), true
+	return c.forward(to, samePort), true
 }
 
-// firstFragment tells the store what becomes of the datagram of which v is the first fragment, as it came, and returns the
-// fragments that were waiting, translated. The datagram may have to be dropped after all.
-func (e *Engine) firstFragment(v *packet.View, r *remote, dir Direction, to addr, drop Drop) (*[][]byte, Drop) {
-	held, drop := r.peer.fragments[dir].decide(v, r.rule, dir, to, drop)
+// firstFragment tells the store what becomes of the datagram of which the packet is the first
+// fragment, as it came, and returns the fragments that were waiting, translated. The datagram may
+// have to be dropped after all.
+func (c *crossing) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
+	s := &c.r.peer.fragments[c.dir]
+	held, drop := s.decide(c.v, c.r.rule, c.dir, to, drop)
 	if len(held) == 0 {
 		return nil, drop
 	}
 	if drop != DropNone {
-		r.peer.fragments[dir].lost(drop, len(held))
+		s.lost(drop, len(held))
 		return nil, drop
 	}
 	var w packet.View
 	for _, b := range held {
 		if w.Parse(b, packet.ChecksumComplete) == nil { // it did when it came
-			e.forward(&w, r, dir, to, samePort)
+			c.e.forward(&w, c.r, c.dir, to, samePort)
 		}
 	}
 	released := held // the pointer makes it escape, and held is for every first fragment
@@ -179,8 +187,8 @@ func (s *fragmentStore) decision(v *packet.View) (to addr, decided bool, drop Dr
 	return addr{}, false, DropNone
 }
 
-// admit enters v, judged by rule r, and returns what is decided about its datagram. A later fragment is copied when
-// nothing is.
+// admit enters v, judged by rule r, and returns what is decided about its datagram. A later
+// fragment is copied when nothing is.
 func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to addr, decided bool, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -218,8 +226,8 @@ func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to 
 	return to, decided, drop
 }
 
-// decide enters what becomes of the datagram of v and returns the fragments that waited for it. There may be nothing to
-// enter any more: the datagram gave way, or the rule did.
+// decide enters what becomes of the datagram of v and returns the fragments that waited for it.
+// There may be nothing to enter any more: the datagram gave way, or the rule did.
 func (s *fragmentStore) decide(v *packet.View, r *rule, dir Direction, to addr, drop Drop) (held [][]byte, _ Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -246,13 +254,14 @@ func (s *fragmentStore) decide(v *packet.View, r *rule, dir Direction, to addr, 
 	return held, drop
 }
 
-// outdated reports that a packet was judged by a rule which has just been replaced by a different one: what is decided by
-// it must not be remembered.
+// outdated reports that a packet was judged by a rule which has just been replaced by a different
+// one: what is decided by it must not be remembered.
 func (s *fragmentStore) outdated(r *rule) bool {
 	return s.rule != r && (s.rule == nil || !s.rule.spec.equal(r.spec))
 }
 
-// contradicts reports whether v, which ends at end, cannot be a part of the same datagram as what went by.
+// contradicts reports whether v, which ends at end, cannot be a part of the same datagram as what
+// went by.
 func (set *fragmentSet) contradicts(v *packet.View, end int, more bool) bool {
 	reached := 0
 	if n := len(set.seen); n > 0 {
@@ -359,7 +368,8 @@ func (s *fragmentStore) finish(set *fragmentSet) {
 	}
 }
 
-// spoil gives up a datagram that contradicts itself, and stays so that what comes later is dropped too.
+// spoil gives up a datagram that contradicts itself, and stays so that what comes later is dropped
+// too.
 func (s *fragmentStore) spoil(set *fragmentSet) {
 	s.lost(DropFragment, len(s.release(set)))
 	set.decided, set.drop = true, DropFragment
@@ -438,7 +448,8 @@ func (s *fragmentStore) sweep(now tick, lifetime int32) {
 	s.expire(now, lifetime)
 }
 
-// setRule makes r the rule for what is decided from now on. What was decided by one that differs is forgotten.
+// setRule makes r the rule for what is decided from now on. What was decided by one that differs is
+// forgotten.
 func (s *fragmentStore) setRule(r *rule, differs bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -12,7 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// datagram is a UDP datagram of 4000 octets in fragments; its content tells whether they were put together right.
+// datagram is a UDP datagram of 4000 octets in fragments; its content tells whether they were put
+// together right.
 func datagram(src, dst string, id uint32) (whole []byte, fragments [][]byte) {
 	s, d := netip.MustParseAddrPort(src), netip.MustParseAddrPort(dst)
 	data := make([]byte, 4000)
@@ -192,8 +193,9 @@ func TestIdentificationIsFreeWhenItsDatagramIsOver(t *testing.T) {
 	}
 }
 
-// The second may be another datagram, whose identification is used again too early (RFC 4963), or an attempt to put two
-// flows into one datagram. What follows cannot be told apart, so none of it passes.
+// The second may be another datagram, whose identification is used again too early (RFC 4963), or
+// an attempt to put two flows into one datagram. What follows cannot be told apart, so none of it
+// passes.
 func TestSecondFirstFragmentOfOtherPortsEndsTheDatagram(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, one := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
@@ -317,8 +319,25 @@ func TestFragmentsThatContradictEachOtherEndTheDatagram(t *testing.T) { // RFC 5
 	}
 }
 
-// A receiver that lets the later fragment win would otherwise be sent to another port than the one that was judged. The
-// fragment header does not name TCP, so that the rule of RFC 3128 does not see it.
+// The same octets as the last fragment, of which more are said to follow, are no duplicate of it:
+// what is missing must not pass any more.
+func TestFragmentThatGoesOnExactlyAtTheEndEndsTheDatagram(t *testing.T) {
+	for _, v6 := range []bool{false, true} {
+		for _, lies := range []bool{false, true} {
+			e := newEngine(t, Config{}, peer46())
+			send(t, e, Outbound, piece(v6, 0, 80, true), 0)
+			send(t, e, Outbound, piece(v6, 160, 8, false), 0)
+			refused(t, e, Outbound, piece(v6, 160, 8, lies), 0, DropFragment)
+			if _, v := send(t, e, Outbound, piece(v6, 80, 80, true), 0); (v.Action == Forward) == lies {
+				t.Errorf("IPv6 %t, more follow %t: the missing part: %v %v", v6, lies, v.Action, v.Drop)
+			}
+		}
+	}
+}
+
+// A receiver that lets the later fragment win would otherwise be sent to another port than the one
+// that was judged. The fragment header does not name TCP, so that the rule of RFC 3128 does not see
+// it.
 func TestHeaderBehindIPv6OptionsCannotBeOverwritten(t *testing.T) {
 	e := newEngine(t, Config{}, peer46())
 	src, dst := ip("fd01::1"), ip("fd71::5")
@@ -364,7 +383,8 @@ func TestFragmentsOfIPv6WithOptionsAreForgottenWhenWhole(t *testing.T) {
 	}
 }
 
-// TestEachOctetOfADatagramPassesOnce sends random pieces, most of them wrong, and lets a table of octets judge what left.
+// TestEachOctetOfADatagramPassesOnce sends random pieces, most of them wrong, and lets a table of
+// octets judge what left.
 func TestEachOctetOfADatagramPassesOnce(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	whole, spoilt := 0, 0
@@ -573,7 +593,8 @@ func TestOldRuleDoesNotDecideAboutFragments(t *testing.T) {
 	if s := e.Stats().Peers[0]; s.FragmentSets != 0 {
 		t.Errorf("%+v", s)
 	}
-	// A first fragment of before that is late: others of its datagram wait already, under the new rules.
+	// A first fragment of before that is late: others of its datagram wait already, under the new
+	// rules.
 	send(t, e, Inbound, fragments[1], 0)
 	var v packet.View
 	parse(t, &v, fragments[0])

@@ -13,8 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// fuzzRules are rule sets in which everything can happen: remapped or not, coinciding ranges, pods as endpoints, wide and
-// single-address prefixes, both families.
+// fuzzRules are rule sets in which everything can happen: remapped or not, coinciding ranges, pods
+// as endpoints, wide and single-address prefixes, both families.
 func fuzzRules() [][]Peer {
 	six := peerB()
 	six.RemotePods = append(six.RemotePods, pfx("fd71::/64"))
@@ -29,10 +29,11 @@ func fuzzRules() [][]Peer {
 	return [][]Peer{{six, peerC()}, {twin, peerC()}, {wide}, {single}}
 }
 
-// FuzzEngine feeds the engine a string of packets: rule set, then direction and length in front of each. Whatever they
-// are, it must not panic; what it discards is untouched; what it forwards is of the same length and parses, goes to or
-// comes from an address of the peer, shows our end only as the rules allow, has right checksums if it had them before,
-// and where there is an ICMP error quotes our end as its header shows it.
+// FuzzEngine feeds the engine a string of packets: rule set, then direction and length in front of
+// each. Whatever they are, it must not panic; what it discards is untouched; what it forwards is of
+// the same length and parses, goes to or comes from an address of the peer, shows our end only as
+// the rules allow, has right checksums if it had them before, and where there is an ICMP error
+// quotes our end as its header shows it.
 func FuzzEngine(f *testing.F) {
 	seed := func(rules byte, packets ...[]byte) {
 		data := []byte{rules}
@@ -85,7 +86,8 @@ func judgeFuzzed(t *testing.T, e *Engine, peers []Peer, dir Direction, b []byte,
 		verdict = e.Inbound
 	}
 	got := verdict(&v, now)
-	// Of a fragmented datagram a trace knows what was decided, not what went by already and what there is room for.
+	// Of a fragmented datagram a trace knows what was decided, not what went by already and what
+	// there is room for.
 	if _, _, _, is := before.Fragment(); !is && (trace.Action != got.Action || trace.Drop != got.Drop) {
 		t.Fatalf("trace says %v %v, engine %v %v", trace.Action, trace.Drop, got.Action, got.Drop)
 	}
@@ -161,8 +163,9 @@ func judgeForwarded(t *testing.T, e *Engine, peers []Peer, dir Direction, v *pac
 	}
 }
 
-// FuzzSetPeers makes rules of octets and gives them to an engine that has some. What is refused changes nothing and is
-// explained peer by peer; what is taken holds no contradiction, leads every remote network to its peer and is a copy.
+// FuzzSetPeers makes rules of octets and gives them to an engine that has some. What is refused
+// changes nothing and is explained peer by peer; what is taken holds no contradiction, leads every
+// remote network to its peer and is a copy.
 func FuzzSetPeers(f *testing.F) {
 	for _, rules := range fuzzRules() {
 		f.Add(encodeRules(rules))
@@ -228,7 +231,8 @@ func FuzzSetPeers(f *testing.F) {
 	})
 }
 
-// encodeRules writes peers as the octets that decodeRules reads: lists with a length ahead, addresses of 4 or 16 octets.
+// encodeRules writes peers as the octets that decodeRules reads: lists with a length ahead,
+// addresses of 4 or 16 octets.
 func encodeRules(peers []Peer) []byte {
 	var b []byte
 	list := func(n int) { b = append(b, byte(n)) }
@@ -263,7 +267,8 @@ func encodeRules(peers []Peer) []byte {
 	return b
 }
 
-// decodeRules reads any octets as peers. An address of another length than 4 or 16 is none, a list is at most 7 long.
+// decodeRules reads any octets as peers. An address of another length than 4 or 16 is none, a list
+// is at most 7 long.
 func decodeRules(b []byte) (peers []Peer) {
 	take := func(n int) []byte {
 		out := make([]byte, n)
@@ -298,10 +303,11 @@ func decodeRules(b []byte) (peers []Peer) {
 	return peers
 }
 
-// FuzzFragments sends pieces of datagrams through the fragment store: any place and length, twice, overlapping, with other
-// octets than the datagram has there, with another first fragment, with pauses. Whatever leaves is translated like a first
-// fragment that left with the same identification, untouched but for that, and covers no transport header but its own.
-// When nothing was forged and all octets left, the receiver puts the datagram together, its ports translated.
+// FuzzFragments sends pieces of datagrams through the fragment store: any place and length, twice,
+// overlapping, with other octets than the datagram has there, with another first fragment, with
+// pauses. Whatever leaves is translated like a first fragment that left with the same
+// identification, untouched but for that, and covers no transport header but its own. When nothing
+// was forged and all octets left, the receiver puts the datagram together, its ports translated.
 func FuzzFragments(f *testing.F) {
 	f.Add([]byte{0, 60}, []byte{0, 20, 0, 20, 20, 0, 40, 40, 0})
 	f.Add([]byte{1, 60}, []byte{40, 40, 0, 20, 20, 0, 0, 20, 0})
@@ -340,7 +346,8 @@ type pieces struct {
 	left   []packettest.Packet
 }
 
-// newPieces makes a datagram of so many octets behind the IP header: bit 0 of kind says IPv6, bit 1 inbound, bit 2 TCP.
+// newPieces makes a datagram of so many octets behind the IP header: bit 0 of kind says IPv6, bit 1
+// inbound, bit 2 TCP.
 func newPieces(kind byte, size int) *pieces {
 	s := &pieces{dir: Direction(kind >> 1 & 1)}
 	local, remote := netip.MustParseAddrPort("192.168.1.1:4000"), netip.MustParseAddrPort("10.71.0.5:53")
@@ -390,8 +397,8 @@ func (s *pieces) open(t *testing.T) {
 	}
 }
 
-// send sends the octets of the datagram from off on, n at most. Bits of how: 0 other octets, 1 another port of ours,
-// 2 a second later, 3 a second datagram, 4 the More bit the other way.
+// send sends the octets of the datagram from off on, n at most. Bits of how: 0 other octets, 1
+// another port of ours, 2 a second later, 3 a second datagram, 4 the More bit the other way.
 func (s *pieces) send(t *testing.T, off, n int, how byte) {
 	p := packettest.MustDecode(s.whole)
 	data := slices.Clone(s.whole[p.TransportOffset:])
@@ -503,7 +510,8 @@ func (s *pieces) judge(t *testing.T) {
 	}
 }
 
-// became reports whether p could be what became of a fragment: the same place and octets, but for ports and checksum.
+// became reports whether p could be what became of a fragment: the same place and octets, but for
+// ports and checksum.
 func became(sent, p packettest.Packet) bool {
 	if sent.FragmentID != p.FragmentID || sent.FragmentOffset != p.FragmentOffset || sent.More != p.More || len(sent.Transport) != len(p.Transport) ||
 		sent.TTL != p.TTL {
@@ -525,7 +533,8 @@ func became(sent, p packettest.Packet) bool {
 	return bytes.Equal(a, b)
 }
 
-// reassemble is the receiver: when all octets of a datagram are there it is the one that was sent, with a right checksum.
+// reassemble is the receiver: when all octets of a datagram are there it is the one that was sent,
+// with a right checksum.
 func (s *pieces) reassemble(t *testing.T, id uint32) {
 	whole := packettest.MustDecode(s.whole)
 	data := make([]byte, len(s.whole)-whole.TransportOffset)

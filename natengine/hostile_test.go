@@ -58,7 +58,8 @@ func TestHostilePackets(t *testing.T) {
 	}
 }
 
-// hostileTable is the state of reading the file: one engine for each case, the results of the last send.
+// hostileTable is the state of reading the file: one engine for each case, the results of the last
+// send.
 type hostileTable struct {
 	t       *testing.T
 	line    int
@@ -120,7 +121,8 @@ func (h *hostileTable) read(line string) string {
 	return ""
 }
 
-// judge sends one packet and says in words what became of it, and looks at what has to be true of any.
+// judge sends one packet and says in words what became of it, and looks at what has to be true of
+// any.
 func (h *hostileTable) judge(dir Direction, in []byte) string {
 	b := bytes.Clone(in)
 	var v packet.View
@@ -200,7 +202,8 @@ func build(text string) (packets [][]byte, err error) {
 	return packets, nil
 }
 
-// builder reads a description word by word. It panics at what it does not understand; build reports that.
+// builder reads a description word by word. It panics at what it does not understand; build reports
+// that.
 type builder struct{ words []string }
 
 func (b *builder) next() string {
@@ -398,8 +401,8 @@ func sumHeader(p []byte) {
 	binary.BigEndian.PutUint16(p[10:], packettest.InternetChecksum(p[:n]))
 }
 
-// pieceOf makes a fragment of octets [off, off+size) of what is behind the IP header, extension headers of IPv6 included,
-// with zeros where there is nothing.
+// pieceOf makes a fragment of octets [off, off+size) of what is behind the IP header, extension
+// headers of IPv6 included, with zeros where there is nothing.
 func pieceOf(whole []byte, off, size int, more bool, id uint32) []byte {
 	at, word := 40, uint16(0)
 	v4 := whole[0]>>4 == 4

@@ -6,16 +6,17 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// ICMP errors are translated by the packet they quote, which is one of ours on its way out (inbound error) or one of the
-// peer's on its way in (outbound error). The quoted packet shows the far side's view of our end and is put back to ours,
-// or the reverse; the outer header follows. An error opens, refreshes and ends nothing (RFC 4787, REQ-12; RFC 5508,
-// REQ-4 to 6); type and code stay.
+// ICMP errors are translated by the packet they quote, which is one of ours on its way out (inbound
+// error) or one of the peer's on its way in (outbound error). The quoted packet shows the far
+// side's view of our end and is put back to ours, or the reverse; the outer header follows. An
+// error opens, refreshes and ends nothing (RFC 4787, REQ-12; RFC 5508, REQ-4 to 6); type and code
+// stay.
 //
 //	inbound    peer's router ─► mapped   quoting  mapped ─► remote      mapped becomes local, twice
 //	outbound   our router ─► remote      quoting  remote ─► local       local becomes mapped; our router what it can be
 
-// quote reads and judges the quoted packet. A redirect is dropped like by Linux (nf_nat_icmp_reply_translation): the
-// gateway it names is no address of the other side.
+// quote reads and judges the quoted packet. A redirect is dropped like by Linux
+// (nf_nat_icmp_reply_translation): the gateway it names is no address of the other side.
 func quote(v *packet.View, q *packet.Quote) Drop {
 	switch err := v.Quote(q); {
 	case errors.Is(err, packet.ErrICMPChecksum), errors.Is(err, packet.ErrHeaderChecksum):
@@ -26,8 +27,8 @@ func quote(v *packet.View, q *packet.Quote) Drop {
 	return DropNone
 }
 
-// quoteKey is the tuple of the quoted packet as direction dir matches it. ok is false when the quote does not reach to
-// the ports, without which no flow can be told.
+// quoteKey is the tuple of the quoted packet as direction dir matches it. ok is false when the
+// quote does not reach to the ports, without which no flow can be told.
 func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool) {
 	var nearPort, remotePort uint16
 	switch class := classOf(q.Proto(), q.Is4()); {
@@ -37,7 +38,7 @@ func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool
 		if !q.IsICMPQuery() {
 			return key{}, false
 		}
-		nearPort = q.ICMPID()
+		nearPort, remotePort = q.ICMPID(), queryPort(q.ICMPType(), 1-dir) // it went the other way
 	case class != noPorts:
 		if !q.HasPorts() {
 			return key{}, false
@@ -50,100 +51,103 @@ func quoteKey(q *packet.Quote, dir Direction, near, remote addr) (k key, ok bool
 	return keyOf(dir, near, remote, q.Proto(), nearPort, remotePort), true
 }
 
-// quotedFlow is the flow that the quoted packet belongs to.
-func (e *Engine) quotedFlow(q *packet.Quote, r *remote, dir Direction, near, remote addr, now tick) (match, bool) {
-	k, ok := quoteKey(q, dir, near, remote)
+// quotedFlow is the flow that the quoted packet belongs to, whose ends are near and far.
+func (c *crossing) quotedFlow(q *packet.Quote, near, far addr) (match, bool) {
+	k, ok := quoteKey(q, c.dir, near, far)
 	if !ok {
 		return match{}, false
 	}
-	f, ok := r.peer.flows.find(dir, &k)
-	return f, ok && !f.expired(&e.lifetimes, now)
+	return c.find(&k)
 }
 
-// inboundError translates an error about a packet that we sent. Its outer source is an address of the peer and stays.
-func (e *Engine) inboundError(v *packet.View, r *remote, dst addr, now tick, tr *Trace) Verdict {
+// inboundError translates an error about a packet that we sent. Its outer source is an address of
+// the peer and stays.
+func (c *crossing) inboundError() Verdict {
+	v, r := c.v, c.r
 	var q packet.Quote
 	if drop := quote(v, &q); drop != DropNone {
-		return e.refuse(r, Inbound, drop, tr)
+		return c.refuse(drop)
 	}
 	near, to := addrOf(q.Src()), addrOf(q.Dst())
-	if known, _ := r.rule.isRemote(to); near != dst || !known { // errors go to who sent the packet, and we sent it to this peer
-		return e.refuse(r, Inbound, DropICMPError, tr)
+	if known, _ := r.rule.isRemote(to); near != c.near || !known { // errors go to who sent the packet, and we sent it to this peer
+		return c.refuse(DropICMPError)
 	}
-	m := &r.rule.pods[dst.family()]
+	m := &r.rule.pods[near.family()]
 	local, pod := m.mapIn(near)
 	port := samePort
 	if !pod || m.single {
-		switch f, ok := e.quotedFlow(&q, r, Inbound, near, to, now); {
+		switch f, ok := c.quotedFlow(&q, near, to); {
 		case ok:
-			tr.known(&f)
+			c.tr.known(&f)
 			local, port = f.other, int(f.otherPort(Inbound))
-		case pod && e.offLimits(local, v.Is4()):
-			return e.refuse(r, Inbound, DropDestination, tr)
+		case pod && c.e.offLimits(local, v.Is4()):
+			return c.refuse(DropDestination)
 		case pod:
-			tr.prefixMapIn(r.rule, dst.family())
+			c.tr.prefixMapIn(r.rule, near.family())
 		case r.rule.seen[near] != (addr{}), m.ok && near == m.natAddr():
-			return e.refuse(r, Inbound, DropICMPError, tr)
+			return c.refuse(DropICMPError)
 		case r.rule.isExternal(near):
-			return e.refuse(r, Inbound, DropNoMapping, tr)
+			return c.refuse(DropNoMapping)
 		default:
-			return e.refuse(r, Inbound, DropDestination, tr)
+			return c.refuse(DropDestination)
 		}
-	} else if tr.prefixMapIn(r.rule, dst.family()); e.offLimits(local, v.Is4()) {
-		return e.refuse(r, Inbound, DropDestination, tr)
+	} else if c.tr.prefixMapIn(r.rule, near.family()); c.e.offLimits(local, v.Is4()) {
+		return c.refuse(DropDestination)
 	}
 	q.SetSrc(local.netip())
 	if port != samePort {
 		q.SetSrcPort(uint16(port))
 		q.SetICMPID(uint16(port))
 	}
-	return e.forward(v, r, Inbound, local, samePort)
+	return c.forward(local, samePort)
 }
 
-// outboundError translates an error about a packet that the peer sent. Its outer source shows who reports: a pod as the
-// peer sees it, the end of the flow as the peer addressed it, the gateway itself as the address under which the peer checks
-// it, anybody else as the NAPT address. None of them needs a flow, and a traceroute can tell them apart.
-func (e *Engine) outboundError(v *packet.View, r *remote, src, dst addr, now tick, tr *Trace) Verdict {
+// outboundError translates an error about a packet that the peer sent. Its outer source shows who
+// reports: a pod as the peer sees it, the end of the flow as the peer addressed it, the gateway
+// itself as the address under which the peer checks it, anybody else as the NAPT address. None of
+// them needs a flow, and a traceroute can tell them apart.
+func (c *crossing) outboundError() Verdict {
+	r, src := c.r, c.near
 	var q packet.Quote
-	if drop := quote(v, &q); drop != DropNone {
-		return e.refuse(r, Outbound, drop, tr)
+	if drop := quote(c.v, &q); drop != DropNone {
+		return c.refuse(drop)
 	}
 	near, from := addrOf(q.Dst()), addrOf(q.Src())
-	if from != dst {
-		return e.refuse(r, Outbound, DropICMPError, tr)
+	if from != c.far {
+		return c.refuse(DropICMPError)
 	}
-	m := &r.rule.pods[dst.family()]
+	m := &r.rule.pods[near.family()]
 	mapped, pod := m.mapOut(near)
 	port := samePort
 	if !pod || m.single || r.rule.isEndpoint(near) {
-		switch f, ok := e.quotedFlow(&q, r, Outbound, near, from, now); {
+		switch f, ok := c.quotedFlow(&q, near, from); {
 		case ok:
-			tr.known(&f)
+			c.tr.known(&f)
 			mapped, port = f.other, int(f.otherPort(Outbound))
 		case pod:
-			tr.prefixMap(r.rule, dst.family())
+			c.tr.prefixMap(r.rule, near.family())
 		default:
-			return e.refuse(r, Outbound, DropICMPError, tr)
+			return c.refuse(DropICMPError)
 		}
 	} else {
-		tr.prefixMap(r.rule, dst.family())
+		c.tr.prefixMap(r.rule, near.family())
 	}
 	outer, isPod := m.mapOut(src)
 	switch {
 	case src == near:
 		outer = mapped
-	case isPod && src != e.self[src.family()]:
-	case src == e.router[src.family()] && r.rule.gateway[src.family()] != (addr{}):
+	case isPod && src != c.e.self[src.family()]:
+	case src == c.e.router[src.family()] && r.rule.gateway[src.family()] != (addr{}):
 		outer = r.rule.gateway[src.family()]
 	case m.ok:
 		outer = m.natAddr()
 	default:
-		return e.refuse(r, Outbound, DropSource, tr)
+		return c.refuse(DropSource)
 	}
 	q.SetDst(mapped.netip())
 	if port != samePort {
 		q.SetDstPort(uint16(port))
 		q.SetICMPID(uint16(port))
 	}
-	return e.forward(v, r, Outbound, outer, samePort)
+	return c.forward(outer, samePort)
 }

@@ -23,7 +23,8 @@ var (
 	faults6 = []fault{{1, 8, true}, {2, 1, false}, {3, 2, true}, {4, 3, false}, {99, 5, false}} // 99: unknown, but an error by its number
 )
 
-// errorPair joins two clusters of one family; b's pods and a node of b talk to a pod, a node and a mapped address of a.
+// errorPair joins two clusters of one family; b's pods and a node of b talk to a pod, a node and a
+// mapped address of a.
 func errorPair(t *testing.T, is4, alike bool) (a, b *side) {
 	pre := netip.MustParsePrefix
 	a = &side{pods: pre("10.244.0.0/16"), podsSeen: pre("10.246.0.0/16"), external: pre("10.245.0.0/16"), externalSeen: pre("10.247.0.0/16")}
@@ -51,9 +52,10 @@ func hosts(is4 bool, pods netip.Prefix) (pod, other, node netip.Addr) {
 	return pod, pod.Next(), node
 }
 
-// TestICMPErrorsBringBackTheSendersOwnPacket: b sends anything to a, where somebody on the way or the end answers with an
-// error of any type about it. b gets that error, type, code, pointer and extensions as they were, about the very octets
-// that it sent, whatever the two gateways did to both. No flow is opened, refreshed or ended by it.
+// TestICMPErrorsBringBackTheSendersOwnPacket: b sends anything to a, where somebody on the way or
+// the end answers with an error of any type about it. b gets that error, type, code, pointer and
+// extensions as they were, about the very octets that it sent, whatever the two gateways did to
+// both. No flow is opened, refreshed or ended by it.
 func TestICMPErrorsBringBackTheSendersOwnPacket(t *testing.T) {
 	rng := rand.New(rand.NewPCG(30, 31))
 	tried := map[string]int{}
@@ -115,7 +117,8 @@ func TestICMPErrorsBringBackTheSendersOwnPacket(t *testing.T) {
 		}
 		f := list[rng.IntN(len(list))]
 		fault := packettest.ICMPError{Type: f.kind, Code: uint8(rng.IntN(int(f.codes))), Rest: rng.Uint32(), Quote: arrived[:cut]}
-		// The octet that RFC 4884 took for the length of the quote: what is below 128 octets is noise from before.
+		// The octet that RFC 4884 took for the length of the quote: what is below 128 octets is
+		// noise from before.
 		shift, noise := 16, rng.Uint32N(32)
 		if !is4 {
 			shift, noise = 24, rng.Uint32N(16)
@@ -177,15 +180,15 @@ func TestICMPErrorsBringBackTheSendersOwnPacket(t *testing.T) {
 	}
 }
 
-// sumField tells where the checksum of the transport begins, 0 for none, and how much has to be quoted for it to follow: for
-// TCP the whole header, as with Linux.
+// sumField tells where the checksum of the transport begins, 0 for none, and how much has to be
+// quoted for it to follow.
 func sumField(p packettest.Packet) (field, whole int) {
 	if p.FragmentOffset > 0 {
 		return 0, 0
 	}
 	switch p.Proto {
 	case packet.TCP:
-		return p.TransportOffset + 16, p.TransportOffset + 20
+		return p.TransportOffset + 16, p.TransportOffset + 18
 	case packet.UDP:
 		return p.TransportOffset + 6, p.TransportOffset + 8
 	case packet.ICMP, packet.ICMPv6:
@@ -194,7 +197,8 @@ func sumField(p packettest.Packet) (field, whole int) {
 	return 0, 0
 }
 
-// rival is another host that has the port of the packet to come at the NAPT address. Of what has no ports there can be only one.
+// rival is another host that has the port of the packet to come at the NAPT address. Of what has no
+// ports there can be only one.
 func rival(t *testing.T, from, to *side, h packettest.IP, body packettest.Body, src, dst netip.Addr) {
 	t.Helper()
 	if _, ok := body.(packettest.Raw); ok {
@@ -267,7 +271,8 @@ func TestDamagedICMPErrorsAreDropped(t *testing.T) { // RFC 5508, REQ-3
 	}
 }
 
-// TestFragmentedICMPErrorsAreDropped: nothing that the RFCs call an error needs to be cut, and what is cut cannot be translated.
+// TestFragmentedICMPErrorsAreDropped: nothing that the RFCs call an error needs to be cut, and what
+// is cut cannot be translated.
 func TestFragmentedICMPErrorsAreDropped(t *testing.T) {
 	for _, is4 := range []bool{true, false} {
 		a, b := errorPair(t, is4, false)

@@ -163,8 +163,9 @@ func TestICMPErrorsNeitherOpenRefreshNorEnd(t *testing.T) { // RFC 4787, REQ-12;
 	}
 }
 
-// TestTimeExceededShowsTheNAPTAddress: a pod of B that traces the way to one of ours sees our node as the NAPT address, since
-// it would not know any other of it. An RFC 4884 extension stays as it is.
+// TestTimeExceededShowsTheNAPTAddress: a pod of B that traces the way to one of ours sees our node
+// as the NAPT address, since it would not know any other of it. An RFC 4884 extension stays as it
+// is.
 func TestTimeExceededShowsTheNAPTAddress(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	b := packettest.Build(packettest.IP{Src: ip("192.168.0.254"), Dst: ip("10.71.0.5")},
@@ -179,8 +180,8 @@ func TestTimeExceededShowsTheNAPTAddress(t *testing.T) {
 	}
 }
 
-// TestTimeExceededShowsTheGateway: the kernel of the gateway's namespace is a hop of its own, which the peer sees under the
-// address that it checks the gateway by.
+// TestTimeExceededShowsTheGateway: the kernel of the gateway's namespace is a hop of its own, which
+// the peer sees under the address that it checks the gateway by.
 func TestTimeExceededShowsTheGateway(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))

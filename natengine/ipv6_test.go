@@ -61,7 +61,8 @@ func TestIPv6PrefixesOfEveryKindAreMappedToTheirLastAddress(t *testing.T) {
 		if n := e.Stats().Flows; n != 0 {
 			t.Errorf("%v: %d flows", m, n)
 		}
-		// The network address is nobody's pod: outbound it is translated with ports, inbound it wants a flow.
+		// The network address is nobody's pod: outbound it is translated with ports, inbound it
+		// wants a flow.
 		far := netip.AddrPortFrom(remote.Addr(), 2)
 		refused(t, e, Inbound, udp(far.String(), netip.AddrPortFrom(m.To.Addr(), 1).String()), 0, DropNoFlow)
 		src, _ := out(t, e, udp(netip.AddrPortFrom(m.From.Addr(), 1).String(), far.String()), 0)
@@ -92,7 +93,8 @@ func TestMetadataServicesAreNotReached(t *testing.T) {
 	wantEnd(t, dst, "[fd20:ce::255]:80")
 }
 
-// TestTable6FindsWhatALinearSearchFinds: also when there are more lengths than tables, and next to the edges of networks.
+// TestTable6FindsWhatALinearSearchFinds: also when there are more lengths than tables, and next to
+// the edges of networks.
 func TestTable6FindsWhatALinearSearchFinds(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	tries := 0
@@ -106,7 +108,7 @@ func TestTable6FindsWhatALinearSearchFinds(t *testing.T) {
 				all = append(all, remote6{p, &remote{}})
 			}
 		}
-		table := newTable6(all)
+		table := newRemotes6(all)
 		check := func(a netip.Addr) {
 			tries++
 			var want *remote
@@ -132,8 +134,8 @@ func TestTable6FindsWhatALinearSearchFinds(t *testing.T) {
 	}
 }
 
-// TestNetworksThatPeersChoseMeetNoMoreThanOthers: the words of a network are hashed apart, so that differences in one cannot be
-// made up for in the other.
+// TestNetworksThatPeersChoseMeetNoMoreThanOthers: the words of a network are hashed apart, so that
+// differences in one cannot be made up for in the other.
 func TestNetworksThatPeersChoseMeetNoMoreThanOthers(t *testing.T) {
 	for name, of := range map[string]func(i uint64) (hi, lo uint64){
 		"in a row":            func(i uint64) (hi, lo uint64) { return 0xfd<<56 | i<<8, 0 },
@@ -146,7 +148,7 @@ func TestNetworksThatPeersChoseMeetNoMoreThanOthers(t *testing.T) {
 			hi, lo := of(i)
 			all = append(all, remote6{netip.PrefixFrom(addr{hi, lo}.netip(), 112), &remote{}})
 		}
-		table := newTable6(all)
+		table := newRemotes6(all)
 		l := &table.lengths[0]
 		full, longest, run := 0, 0, 0
 		for i := range l.slots {
@@ -179,7 +181,8 @@ func TestFamiliesOfOnePeerAreKeptApart(t *testing.T) {
 	refused(t, e, Inbound, udp("[fd71::5]:53", "[::ffff:10.246.0.5]:4000"), 0, DropDestination)
 	refused(t, e, Outbound, udp("[::ffff:10.244.0.5]:53", "[fd71::5]:4000"), 0, DropSource)
 
-	// Without the map of one family its flows end, and nothing of that family passes; the other goes on.
+	// Without the map of one family its flows end, and nothing of that family passes; the other
+	// goes on.
 	without := peerSix()
 	without.Pods = without.Pods[:1]
 	if err := e.SetPeers([]Peer{without}); err != nil {
@@ -194,8 +197,9 @@ func TestFamiliesOfOnePeerAreKeptApart(t *testing.T) {
 	}
 }
 
-// TestICMPv6MessagesThatArePassed: what has addresses of a link in its body must not pass, wherever it is from; echo has an
-// identifier that NAPT can change; what is left passes where only addresses change.
+// TestICMPv6MessagesThatArePassed: what has addresses of a link in its body must not pass, wherever
+// it is from; echo has an identifier that NAPT can change; what is left passes where only addresses
+// change.
 func TestICMPv6MessagesThatArePassed(t *testing.T) {
 	e := newEngine(t, Config{}, peerSix())
 	message := func(kind byte, src, dst string) []byte {

@@ -6,15 +6,17 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Lookahead brings the flows of a batch of packets into the caches before the packets are judged one by one. Where there
-// are more flows than the caches hold, each lookup waits for memory twice, for its slot in the index and then for the
-// entry; done for a whole batch at once, these waits overlap. No verdict depends on it.
+// Lookahead brings the flows of a batch of packets into the caches before the packets are judged
+// one by one. Where there are more flows than the caches hold, each lookup waits for memory twice,
+// for its slot in the index and then for the entry; done for a whole batch at once, these waits
+// overlap. No verdict depends on it.
 //
-// The gateway does so for what comes out of the tunnel. Its reader of the TUN has no batch to look at: it reads one packet
-// at a time, each into the same scratch, and what is much there comes as superpackets, of which one lookup serves many.
+// The gateway does so for what comes out of the tunnel. Its reader of the TUN has no batch to look
+// at: it reads one packet at a time, each into the same scratch, and what is much there comes as
+// superpackets, of which one lookup serves many.
 //
-// It is scratch, for one goroutine; the zero value is ready. For each batch call Begin and, if that says so, Add with each
-// packet and then Fetch.
+// It is scratch, for one goroutine; the zero value is ready. For each batch call Begin and, if that
+// says so, Add with each packet and then Fetch.
 type Lookahead struct {
 	rules  *ruleTable
 	dir    Direction
@@ -22,7 +24,8 @@ type Lookahead struct {
 	wanted [lookaheadMax]wanted
 }
 
-// wanted is where the search for a flow begins and, after the slots are there, the entry in which it will end.
+// wanted is where the search for a flow begins and, after the slots are there, the entry in which
+// it will end.
 type wanted struct {
 	table *flowTable
 	slots *slots
@@ -32,15 +35,18 @@ type wanted struct {
 }
 
 const (
-	// lookaheadMax is as much as a batch of wireguard-go holds; packets beyond are looked up without.
+	// lookaheadMax is as much as a batch of wireguard-go holds; packets beyond are looked up
+	// without.
 	lookaheadMax = 128
 
-	// lookaheadFrom is the number of flows from which on it gains more than its own 25 to 30 ns a packet: their entries
-	// and index are then several times a second-level cache of 1 MiB (BenchmarkNAPTHit, 2026-11).
+	// lookaheadFrom is the number of flows from which on it gains more than its own 25 to 30 ns a
+	// packet: their entries and index are then several times a second-level cache of 1 MiB
+	// (BenchmarkNAPTHit, 2026-11).
 	lookaheadFrom = 1 << 15
 )
 
-// Begin starts a batch of one direction. It reports false while there are too few flows for it to be of use.
+// Begin starts a batch of one direction. It reports false while there are too few flows for it to
+// be of use.
 func (l *Lookahead) Begin(e *Engine, dir Direction) bool {
 	if e.total.Load() < lookaheadFrom {
 		return false
@@ -49,7 +55,8 @@ func (l *Lookahead) Begin(e *Engine, dir Direction) bool {
 	return true
 }
 
-// Add notes the flow that a packet will ask for, if it will. The packet is as it came, not yet translated.
+// Add notes the flow that a packet will ask for, if it will. The packet is as it came, not yet
+// translated.
 func (l *Lookahead) Add(v *packet.View) {
 	if l.n == len(l.wanted) || !v.HasPorts() {
 		return
@@ -77,8 +84,8 @@ func (l *Lookahead) Add(v *packet.View) {
 	}
 }
 
-// flowsOf finds the remote whose flows the tuple k may belong to; nil when there is none or when our end is mapped 1:1,
-// so that no flow will be asked for.
+// flowsOf finds the remote whose flows the tuple k may belong to; nil when there is none or when
+// our end is mapped 1:1, so that no flow will be asked for.
 func (t *ruleTable) flowsOf(k *key, is4 bool, dir Direction) *remote {
 	if is4 {
 		r := t.remotes4.lookup(uint32(k.remote.lo))
@@ -94,8 +101,9 @@ func (t *ruleTable) flowsOf(k *key, is4 bool, dir Direction) *remote {
 	return r
 }
 
-// Fetch loads what the packets that were added will need. The loads of one loop do not depend on each other, so that the
-// processor has as many under way as it can; prefetch instructions in place of the loads were not faster.
+// Fetch loads what the packets that were added will need. The loads of one loop do not depend on
+// each other, so that the processor has as many under way as it can; prefetch instructions in place
+// of the loads were not faster.
 func (l *Lookahead) Fetch() {
 	batch := l.wanted[:l.n]
 	for i := range batch {
@@ -114,8 +122,8 @@ func (l *Lookahead) Fetch() {
 	l.rules, l.n = nil, 0
 }
 
-// candidate is the first entry with the hash of which tag is the lower half, the upper one having led to s. nil when there
-// is none.
+// candidate is the first entry with the hash of which tag is the lower half, the upper one having
+// led to s. nil when there is none.
 func (t *flowTable) candidate(s *slots, tag uint32) *entry {
 	for at := s.home(tag); ; at = s.after(at) {
 		slot := atomic.LoadUint64(&s.list[at])

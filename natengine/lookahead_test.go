@@ -21,7 +21,8 @@ func lookaheadPeer() Peer {
 	}
 }
 
-// lookaheadPacket is a packet of any kind in one direction, of few enough tuples that most meet a flow.
+// lookaheadPacket is a packet of any kind in one direction, of few enough tuples that most meet a
+// flow.
 func lookaheadPacket(rng *rand.Rand, dir Direction) []byte {
 	pick := func(of ...string) string { return of[rng.IntN(len(of))] }
 	nodes := []string{"172.16.9.1", "172.16.9.2", "192.168.0.0", "fd00:c::1"}
@@ -108,7 +109,8 @@ func TestLookaheadChangesNoVerdict(t *testing.T) {
 	}
 }
 
-// TestLookaheadFindsTheEntryThatThePacketHits: what is fetched is what find will return, and nothing for 1:1 maps.
+// TestLookaheadFindsTheEntryThatThePacketHits: what is fetched is what find will return, and
+// nothing for 1:1 maps.
 func TestLookaheadFindsTheEntryThatThePacketHits(t *testing.T) {
 	e := newEngine(t, Config{}, lookaheadPeer())
 	fill(t, e, lookaheadFrom, spread)
@@ -121,7 +123,8 @@ func TestLookaheadFindsTheEntryThatThePacketHits(t *testing.T) {
 		var v packet.View
 		parse(t, &v, b)
 		ahead.Add(&v)
-		k := packetKey(&v, Outbound, source(&v), destination(&v))
+		c := crossing{v: &v, near: source(&v), far: destination(&v)}
+		k, _ := c.key()
 		f, ok := table.find(Outbound, &k)
 		if w := ahead.wanted[i]; ahead.n != i+1 || !ok || w.table.candidate(w.slots, w.tag) != f.entry {
 			t.Fatalf("flow %d: another entry is looked for, or none", i)
@@ -139,7 +142,8 @@ func TestLookaheadFindsTheEntryThatThePacketHits(t *testing.T) {
 	}
 }
 
-// TestLookaheadGoesWithWriters is for the race detector: the table changes while its slots and entries are fetched.
+// TestLookaheadGoesWithWriters is for the race detector: the table changes while its slots and
+// entries are fetched.
 func TestLookaheadGoesWithWriters(t *testing.T) {
 	e := newEngine(t, Config{MaxFlows: lookaheadFrom + 2000}, lookaheadPeer())
 	fill(t, e, lookaheadFrom+1000, spread)

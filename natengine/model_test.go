@@ -21,9 +21,10 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// model is the whole stateful engine once more, on top of the reference for single packets: bounds, eviction, rule changes,
-// sweeps and counters, as lists that are searched from one end to the other. Where the engine has a choice, a port or
-// whom to evict, the model learns what it was and says whether it may be.
+// model is the whole stateful engine once more, on top of the reference for single packets: bounds,
+// eviction, rule changes, sweeps and counters, as lists that are searched from one end to the
+// other. Where the engine has a choice, a port or whom to evict, the model learns what it was and
+// says whether it may be.
 type model struct {
 	reference
 	config natengine.Config
@@ -50,6 +51,7 @@ type ledger struct {
 type identity struct {
 	peer                  string
 	proto                 uint8
+	query                 refQuery
 	local, mapped, remote netip.AddrPort
 }
 
@@ -57,17 +59,24 @@ func (id identity) String() string {
 	return fmt.Sprintf("the flow of %s, protocol %d, %v as %v to %v", id.peer, id.proto, id.local, id.mapped, id.remote)
 }
 
-func (f *refFlow) identity() identity { return identity{f.peer, f.proto, f.local, f.mapped, f.remote} }
+func (f *refFlow) identity() identity {
+	return identity{f.peer, f.proto, f.query, f.local, f.mapped, f.remote}
+}
 
 func identityOf(f natengine.FlowInfo) identity {
-	return identity{f.Peer, f.Proto, f.Local, f.Mapped, f.Remote}
+	id := identity{f.Peer, f.Proto, refQuery{request: f.Query}, f.Local, f.Mapped, f.Remote}
+	if f.Query != 0 && f.Kind == "endpoint" {
+		id.query.asker = natengine.Inbound
+	}
+	return id
 }
 
 func newLedger() *ledger {
 	return &ledger{drops: [2]map[natengine.Drop]uint64{{}, {}}}
 }
 
-// modelBounds are the bounds under which engine and model are compared: such that everything is reached, and none.
+// modelBounds are the bounds under which engine and model are compared: such that everything is
+// reached, and none.
 var modelBounds = []natengine.Config{
 	{}, {MaxFlows: 8}, {MaxFlows: 8, MaxFlowsPerPeer: 3}, {MaxFlows: 24}, {MaxFlows: 6, MaxFlowsPerPeer: 6}, {MaxFlows: 24, MaxFlowsPerHost: 2},
 	{RandomPorts: true}, {MaxFlows: 30, MaxFlowsPerPeer: 12, MaxFlowsPerHost: 1, RandomPorts: true},
@@ -92,8 +101,8 @@ func newModel(bounds byte) *model {
 	return m
 }
 
-// command is one step: packets, time, sweeps, new rules. All of it is small numbers, so that any octets are a command and
-// a list of commands can be cut anywhere.
+// command is one step: packets, time, sweeps, new rules. All of it is small numbers, so that any
+// octets are a command and a list of commands can be cut anywhere.
 type command [8]byte
 
 // Commands by their first octet.
@@ -319,7 +328,8 @@ func (m *model) hostQuota() int {
 	return min(n, m.quota())
 }
 
-// owner is the host that a flow counts for: ours that opens a NAPT flow, the peer's that opens one to a mapped endpoint.
+// owner is the host that a flow counts for: ours that opens a NAPT flow, the peer's that opens one
+// to a mapped endpoint.
 func (f *refFlow) owner() netip.Addr {
 	if f.endpoint {
 		return f.remote.Addr()
@@ -327,9 +337,10 @@ func (f *refFlow) owner() netip.Addr {
 	return f.local.Addr()
 }
 
-// makeRoom lets a flow in that the bounds allow. At a bound the oldest half-open flow gives way: of the same host; of the
-// same peer; when MaxFlows is reached and this peer has less than its share, of a peer that has more. What was established
-// and has closed since the last sweep may be evicted but need not be found.
+// makeRoom lets a flow in that the bounds allow. At a bound the oldest half-open flow gives way: of
+// the same host; of the same peer; when MaxFlows is reached and this peer has less than its share,
+// of a peer that has more. What was established and has closed since the last sweep may be evicted
+// but need not be found.
 func (m *model) makeRoom(f *refFlow) natengine.Drop {
 	byPeer := map[string][]*refFlow{}
 	var ofHost []*refFlow
@@ -389,8 +400,9 @@ func (m *model) makeRoom(f *refFlow) natengine.Drop {
 	return natengine.DropNone
 }
 
-// packet makes the packet of a command: direction and what it is about in the second octet, then addresses, protocol, ports
-// and flags. What is an answer or an error is so with respect to one of the last packets of the other direction.
+// packet makes the packet of a command: direction and what it is about in the second octet, then
+// addresses, protocol, ports and flags. What is an answer or an error is so with respect to one of
+// the last packets of the other direction.
 func (m *model) packet(c command) (dir natengine.Direction, b []byte) {
 	dir = natengine.Direction(c[1] & 1)
 	far := modelFar[int(c[3])%len(modelFar)]
@@ -458,6 +470,8 @@ func (m *model) answer(c command, p packettest.Packet) []byte {
 		return packettest.Build(h, modelBody(c, 0, p.DstPort, p.SrcPort, p.Src.Is4()))
 	case p.Proto == 6:
 		return packettest.Build(h, modelBody(c, 3, p.DstPort, p.SrcPort, p.Src.Is4()))
+	case isICMP(p) && p.Src.Is4() && c[6]%4 == 0: // of another query, or of none
+		return packettest.Build(h, packettest.Raw{Proto: 1, Data: icmpQuery(queryTypes[c[7]%8], p.ICMPID)})
 	case isICMP(p):
 		return packettest.Build(h, packettest.Echo{ID: p.ICMPID, Reply: c[7]%8 != 0, Data: []byte("pong")})
 	}
@@ -528,7 +542,8 @@ func (m *model) send(c command) error {
 	return nil
 }
 
-// tooBig takes a packet that was forwarded for one too big: its sender gets an error about the very octets that it sent.
+// tooBig takes a packet that was forwarded for one too big: its sender gets an error about the very
+// octets that it sent.
 func (m *model) tooBig(v *packet.View, in []byte) error {
 	silent := func() (n uint64) {
 		for _, p := range m.engine.Stats().Peers {
@@ -703,7 +718,8 @@ func (r *recorder) Errorf(format string, args ...any) {
 func (r *recorder) Fatalf(format string, args ...any) { panic(fmt.Sprintf(format, args...)) }
 func (r *recorder) Fatal(args ...any)                 { panic(fmt.Sprint(args...)) }
 
-// runModel does the commands in a new engine and a new model until the two differ, or the engine panics.
+// runModel does the commands in a new engine and a new model until the two differ, or the engine
+// panics.
 func runModel(bounds byte, commands []command, log func(string), seen map[string]int) (err error) {
 	m := newModel(bounds)
 	m.log, m.seen = log, seen
@@ -733,7 +749,8 @@ func runModel(bounds byte, commands []command, log func(string), seen map[string
 	return nil
 }
 
-// shrunk leaves out commands for as long as the rest still fails: first halves, then ever smaller pieces.
+// shrunk leaves out commands for as long as the rest still fails: first halves, then ever smaller
+// pieces.
 func shrunk(commands []command, fails func([]command) bool) []command {
 	for size := len(commands) / 2; size > 0; {
 		again := false
@@ -774,9 +791,9 @@ func randomCommands(rng *rand.Rand, n int) []command {
 
 var long = flag.Bool("long", false, "forty times the random commands for engine and model")
 
-// TestEngineAgreesWithModel drives engine and model together by random commands: packets of every kind in both directions
-// and families, time from nothing to hours, sweeps, new rules, bounds that are reached. After each command verdict, octets,
-// flows and counters have to be the same.
+// TestEngineAgreesWithModel drives engine and model together by random commands: packets of every
+// kind in both directions and families, time from nothing to hours, sweeps, new rules, bounds that
+// are reached. After each command verdict, octets, flows and counters have to be the same.
 func TestEngineAgreesWithModel(t *testing.T) {
 	seeds, length := 200, 500
 	switch {
@@ -809,9 +826,9 @@ func TestEngineAgreesWithModel(t *testing.T) {
 	}
 }
 
-// TestGoroutinesLeaveTheTablesConsistent has four goroutines send such packets at once, while time passes, sweeps are made
-// and rules change: the tables have to be in order afterwards, no tuple may be taken twice, and when all has expired no
-// port or host may be left.
+// TestGoroutinesLeaveTheTablesConsistent has four goroutines send such packets at once, while time
+// passes, sweeps are made and rules change: the tables have to be in order afterwards, no tuple may
+// be taken twice, and when all has expired no port or host may be left.
 func TestGoroutinesLeaveTheTablesConsistent(t *testing.T) {
 	for _, c := range []natengine.Config{{}, {MaxFlows: 40, MaxFlowsPerHost: 6}, {MaxFlows: 30, MaxFlowsPerPeer: 25, RandomPorts: true}} {
 		e := natengine.New(c)
@@ -869,7 +886,8 @@ func TestGoroutinesLeaveTheTablesConsistent(t *testing.T) {
 	}
 }
 
-// hurl makes the packet of a command and gives it to an engine; m only remembers what was forwarded.
+// hurl makes the packet of a command and gives it to an engine; m only remembers what was
+// forwarded.
 func hurl(e *natengine.Engine, m *model, c command, now time.Duration) {
 	dir, b := m.packet(c)
 	var v packet.View
@@ -910,9 +928,10 @@ func FuzzConversation(f *testing.F) {
 	})
 }
 
-// FuzzICMPError takes errors about packets that were forwarded, with any type, code, second word, cut, octets behind the
-// quote and octets of it changed. They open, refresh and end nothing; what is discarded is untouched; what passes shows
-// our end alike in header and quote, and nothing else of it changed but addresses, ports and checksums.
+// FuzzICMPError takes errors about packets that were forwarded, with any type, code, second word,
+// cut, octets behind the quote and octets of it changed. They open, refresh and end nothing; what
+// is discarded is untouched; what passes shows our end alike in header and quote, and nothing else
+// of it changed but addresses, ports and checksums.
 func FuzzICMPError(f *testing.F) {
 	for which := range byte(14) {
 		f.Add(which, uint8(3), uint8(4), uint32(1400), uint16(28), []byte{}, []byte{})

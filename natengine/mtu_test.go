@@ -25,8 +25,8 @@ func tooBig(t testing.TB, e *Engine, b []byte, mtu int, now time.Duration) ([]by
 	return answer, action
 }
 
-// The sender gets the error at its own address, about the packet as it sent it, from the address that it sent to; whoever
-// the sender is.
+// The sender gets the error at its own address, about the packet as it sent it, from the address
+// that it sent to; whoever the sender is.
 func TestTooBigAnswersTheSenderAboutItsOwnPacket(t *testing.T) {
 	p := peerB()
 	p.RemotePods = append(p.RemotePods, pfx("fd71::/64"))

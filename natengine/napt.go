@@ -9,7 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// portClass is a space of ports at the NAPT address: what has ports or identifiers that NAPT may change.
+// portClass is a space of ports at the NAPT address: what has ports or identifiers that NAPT may
+// change.
 type portClass uint8
 
 const (
@@ -31,9 +32,10 @@ func classOf(proto uint8, is4 bool) portClass {
 	return noPorts
 }
 
-// napt allocates ports at the NAPT addresses of one peer. The mapping is endpoint-independent (RFC 4787, REQ-1; RFC
-// 5382, REQ-1; RFC 5508, REQ-1): one inside address and port has one outside port towards all addresses of the peer,
-// for as long as any of its flows lives. No two mappings share a port of a class (REQ-3). Used with the table's mutex.
+// napt allocates ports at the NAPT addresses of one peer. The mapping is endpoint-independent (RFC
+// 4787, REQ-1; RFC 5382, REQ-1; RFC 5508, REQ-1): one inside address and port has one outside port
+// towards all addresses of the peer, for as long as any of its flows lives. No two mappings share a
+// port of a class (REQ-3). Used with the table's mutex.
 type napt struct {
 	seed     maphash.Seed
 	mappings pool[mapping]
@@ -81,8 +83,8 @@ func (n *napt) find(host uint32, port uint16, class portClass) uint32 {
 	return i
 }
 
-// hold returns the port of an inside end at the NAPT address, mapped if need be, which one more flow uses from now on. ok
-// is false when no port is free.
+// hold returns the port of an inside end at the NAPT address, mapped if need be, which one more
+// flow uses from now on. ok is false when no port is free.
 func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
 		m := n.mappings.at(i)
@@ -107,7 +109,8 @@ func (n *napt) hold(host uint32, port uint16, class portClass, family int) (mapp
 	return mapped, true
 }
 
-// preview is hold without effect: the port would be mapped, or some other one when the same is taken.
+// preview is hold without effect: the port would be mapped, or some other one when the same is
+// taken.
 func (n *napt) preview(host uint32, port uint16, class portClass, family int) (mapped uint16, ok bool) {
 	if i := n.find(host, port, class); i != 0 {
 		return n.mappings.at(i).mapped, true
@@ -200,10 +203,11 @@ func (c portClass) limit() int {
 	return 1<<16 - 1
 }
 
-// choose picks a free port: the same if it can be had and random does not forbid it, else a random one of the same
-// range, 0-1023 or 1024-65535, of the same parity if there is one (RFC 4787, REQ-3a, 3b and 4; RFC 6056; RFC 7857,
-// section 9). A well-known port that finds its range full takes a user port, never the reverse: a well-known source port
-// may mean a privileged process to somebody. Identifiers of ICMP queries know neither range nor parity.
+// choose picks a free port: the same if it can be had and random does not forbid it, else a random
+// one of the same range, 0-1023 or 1024-65535, of the same parity if there is one (RFC 4787,
+// REQ-3a, 3b and 4; RFC 6056; RFC 7857, section 9). A well-known port that finds its range full
+// takes a user port, never the reverse: a well-known source port may mean a privileged process to
+// somebody. Identifiers of ICMP queries know neither range nor parity.
 func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16, ok bool) {
 	if !random && !s.has(want) && (want != 0 || class == icmpIDs) {
 		return want, true
@@ -222,8 +226,9 @@ func (s *portSet) choose(want uint16, class portClass, random bool) (port uint16
 // portCount is the number of ports in each range that TCP and UDP may have, even and odd ones.
 var portCount = [2][2]uint32{{511, 512}, {32256, 32256}}
 
-// inRange picks a random free port of a range, of the parity wished if there is one. It looks only where there is one to
-// be found, so that a flood of new flows costs little when all ports are taken.
+// inRange picks a random free port of a range, of the parity wished if there is one. It looks only
+// where there is one to be found, so that a flood of new flows costs little when all ports are
+// taken.
 func (s *portSet) inRange(r portRange, parity uint16) (port uint16, ok bool) {
 	first, last := uint32(1), uint32(firstUserPort-1)
 	if r == user {
@@ -243,7 +248,8 @@ const (
 	allPorts  uint64 = 1<<64 - 1
 )
 
-// random returns the first free port of mask at or after a random place in [first, last], or before it.
+// random returns the first free port of mask at or after a random place in [first, last], or before
+// it.
 func (s *portSet) random(first, last uint32, mask uint64) (uint16, bool) {
 	start := first + rand.Uint32N(last-first+1)
 	if p, ok := s.scan(start, last, mask); ok {

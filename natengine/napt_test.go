@@ -3,6 +3,7 @@ package natengine
 import (
 	"fmt"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -10,7 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// peerB is the usual peer of these tests: our 10.244.0.0/16 is 10.246.0.0/16 there, so the NAPT address is 10.246.0.0.
+// peerB is the usual peer of these tests: our 10.244.0.0/16 is 10.246.0.0/16 there, so the NAPT
+// address is 10.246.0.0.
 func peerB() Peer {
 	return Peer{
 		ID: "b", RemotePods: pfxs("10.71.0.0/16"), RemoteExternal: pfxs("10.72.0.0/16"),
@@ -157,6 +159,90 @@ func TestPacketUnderWayCannotOpenWhatNewRulesForbid(t *testing.T) {
 	r := old.remote(v.Src())
 	if verdict := e.inbound(&v, r, 0, nil); verdict.Drop != DropNoFlow {
 		t.Errorf("%v %v", verdict.Action, verdict.Drop)
+	}
+}
+
+// TestMappedPodAnswersFromTheAddressThatItsClientSpokeToLast: towards the pod both addresses are
+// one, so that the tuples of a client that comes from one port to each of them, one after the
+// other, are equal.
+func TestMappedPodAnswersFromTheAddressThatItsClientSpokeToLast(t *testing.T) {
+	p := peerSix()
+	p.Endpoints = append(p.Endpoints, Endpoint{ip("10.244.3.3"), ip("10.247.0.33")}, Endpoint{ip("fd44::3"), ip("fd47::33")})
+	segment := func(flags uint8) func(from, to string) []byte {
+		return func(from, to string) []byte { return tcp(from, to, flags) }
+	}
+	datagram := func(from, to string) []byte { return udp(from, to) }
+	echo := func(reply bool) func(from, to string) []byte {
+		return func(from, to string) []byte {
+			return packettest.Build(packettest.IP{Src: port(from).Addr(), Dst: port(to).Addr()}, packettest.Echo{ID: 80, Reply: reply})
+		}
+	}
+	fragment := func(from, to string) []byte {
+		return packettest.Fragments(udp(from, to, make([]byte, 64)...), 32, 1)[0]
+	}
+	unported := func(from, to string) []byte {
+		return packettest.Build(packettest.IP{Src: port(from).Addr(), Dst: port(to).Addr()}, packettest.Raw{Proto: 47, Data: []byte("GRE")})
+	}
+	const syn, ack, fin, rst = packettest.SYN, packettest.ACK, packettest.FIN, packettest.RST
+	const direct, mapped = true, false
+	for _, family := range []struct{ client, pod, own, other string }{
+		{"10.71.0.5:4000", "10.244.3.3:80", "10.246.3.3:80", "10.247.0.33:80"},
+		{"[fd71::5]:4000", "[fd44::3]:80", "[fd46::3]:80", "[fd47::33]:80"},
+	} {
+		type step struct {
+			to     bool // direct or mapped
+			packet func(from, to string) []byte
+		}
+		for name, c := range map[string]struct {
+			steps  []step
+			answer func(from, to string) []byte
+			from   bool
+		}{
+			"datagram":                     {[]step{{mapped, datagram}, {direct, datagram}}, datagram, direct},
+			"datagram, back again":         {[]step{{mapped, datagram}, {direct, datagram}, {mapped, datagram}}, datagram, mapped},
+			"echo":                         {[]step{{mapped, echo(false)}, {direct, echo(false)}}, echo(true), direct},
+			"echo reply":                   {[]step{{mapped, echo(false)}, {direct, echo(true)}}, echo(true), mapped},
+			"first fragment":               {[]step{{mapped, datagram}, {direct, fragment}}, datagram, direct},
+			"protocol without ports":       {[]step{{mapped, unported}, {direct, unported}}, unported, direct},
+			"opening":                      {[]step{{mapped, segment(syn)}, {direct, segment(syn)}}, segment(syn | ack), direct},
+			"segment beside an opening":    {[]step{{mapped, segment(syn)}, {direct, segment(ack)}}, segment(ack), direct},
+			"reset":                        {[]step{{mapped, segment(syn)}, {direct, segment(rst)}}, segment(syn | ack), mapped},
+			"late segment, while it lasts": {[]step{{mapped, segment(ack)}, {direct, segment(ack | fin)}, {direct, segment(syn | ack)}}, segment(ack), mapped},
+			"opening over a connection":    {[]step{{mapped, segment(ack)}, {direct, segment(syn)}}, segment(ack), direct},
+			"after both FINs":              {[]step{{mapped, segment(ack | fin)}, {direct, segment(ack)}}, segment(ack | fin), direct},
+		} {
+			t.Run(family.client+" "+name, func(t *testing.T) {
+				e := newEngine(t, Config{}, p)
+				for _, s := range c.steps {
+					to := family.other
+					if s.to == direct {
+						to = family.own
+					}
+					b := s.packet(family.client, to)
+					if got, v := send(t, e, Inbound, b, 0); v.Action != Forward || packettest.MustDecode(got).Dst != port(family.pod).Addr() {
+						t.Fatalf("%v, %v", v.Action, v.Drop)
+					}
+					if s.to == mapped { // answered, so that a connection is one
+						send(t, e, Outbound, c.answer(family.pod, family.client), 0)
+					}
+				}
+				want := family.other
+				if c.from == direct {
+					want = family.own
+				}
+				got, _ := send(t, e, Outbound, c.answer(family.pod, family.client), 0)
+				if src := packettest.MustDecode(got).Src; src != port(want).Addr() {
+					t.Errorf("the answer is from %v, want %s", src, want)
+				}
+				// Another client, and the same by another port, are where they were.
+				other := strings.Replace(family.client, "4000", "4001", 1)
+				in(t, e, udp(other, family.other), 0)
+				send(t, e, Inbound, c.steps[0].packet(family.client, family.own), 0)
+				src, _ := out(t, e, udp(family.pod, other), 0)
+				wantEnd(t, src, family.other)
+				e.checkTables(t)
+			})
+		}
 	}
 }
 
@@ -462,8 +548,8 @@ func TestTCPTimeouts(t *testing.T) { // RFC 5382, REQ-5; RFC 6146, section 3.5.2
 	}
 }
 
-// TestUnsolicitedSYNIsDroppedSilently: without an answer that could disturb a simultaneous open, which goes through when the
-// peer sends its SYN again (RFC 5382, REQ-4).
+// TestUnsolicitedSYNIsDroppedSilently: without an answer that could disturb a simultaneous open,
+// which goes through when the peer sends its SYN again (RFC 5382, REQ-4).
 func TestUnsolicitedSYNIsDroppedSilently(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	refused(t, e, Inbound, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.SYN), 0, DropNoFlow)
@@ -472,7 +558,8 @@ func TestUnsolicitedSYNIsDroppedSilently(t *testing.T) {
 	wantEnd(t, dst, "192.168.1.1:4000")
 }
 
-// TestConnectionGoesOnWithoutItsFlow: after a restart the inside end opens it again, at the same port when that is free.
+// TestConnectionGoesOnWithoutItsFlow: after a restart the inside end opens it again, at the same
+// port when that is free.
 func TestConnectionGoesOnWithoutItsFlow(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	refused(t, e, Inbound, tcp("10.71.0.5:80", "10.246.0.0:4000", packettest.ACK), 0, DropNoFlow)
@@ -613,8 +700,8 @@ func TestAnotherPortHasTheSameParity(t *testing.T) { // RFC 4787, REQ-4
 	}
 }
 
-// TestEveryPortIsFound takes port by port: first those of the same parity, then the others, then for a well-known port the
-// user ports.
+// TestEveryPortIsFound takes port by port: first those of the same parity, then the others, then
+// for a well-known port the user ports.
 func TestEveryPortIsFound(t *testing.T) {
 	for _, c := range []struct {
 		want   uint16
@@ -676,8 +763,8 @@ func TestRandomPortsAreRandomFromTheFirst(t *testing.T) { // RFC 6056
 	}
 }
 
-// BenchmarkChoosePort is the worst there is under the table's mutex: a search for the last free port, and one when there is
-// none.
+// BenchmarkChoosePort is the worst there is under the table's mutex: a search for the last free
+// port, and one when there is none.
 func BenchmarkChoosePort(b *testing.B) {
 	for _, free := range []int{1, 0} {
 		b.Run(fmt.Sprintf("free=%d", free), func(b *testing.B) {

@@ -6,75 +6,90 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// open adds a flow that a packet of direction dir begins: k is its tuple and other what our end becomes. It returns the
-// flow, which another packet may have opened in the meantime.
-func (e *Engine) open(r *rule, kind flowKind, dir Direction, k *key, other addr, now tick, tr *Trace) (match, Drop) {
-	room := e.reserve(r.peer, tr != nil)
-	f, opened, drop := e.openReserved(r, kind, dir, k, other, now, room, tr)
-	if room == roomElsewhere && drop == DropFlowTableFull {
-		if room = roomOwn; e.displace(r.peer, tr != nil) {
-			room = roomFree
-		}
-		f, opened, drop = e.openReserved(r, kind, dir, k, other, now, room, tr)
+// opening is a flow that a packet begins.
+type opening struct {
+	*crossing
+	kind          flowKind
+	class         portClass
+	k             *key // the packet's
+	other         addr // what our end becomes
+	local, mapped addr // our ends of the flow
+	owner         addr // the host that it counts for
+	room          room
+}
+
+// open adds the flow that the packet begins: k is its tuple and other what our end becomes. It
+// returns the flow, which another packet may have opened in the meantime.
+func (c *crossing) open(kind flowKind, k *key, other addr) (match, Drop) {
+	o := opening{
+		crossing: c, kind: kind, class: classOf(protoOf(k.word), k.near.is4()), k: k, other: other, local: k.near, mapped: other, owner: k.near,
 	}
-	if !opened && tr == nil {
+	if kind == endpointFlow {
+		o.local, o.mapped, o.owner = other, k.near, k.remote
+	}
+	e, peer := c.e, c.r.peer
+	o.room = e.reserve(peer, c.tr != nil)
+	f, opened, drop := o.enter()
+	if o.room == roomElsewhere && drop == DropFlowTableFull {
+		if o.room = roomOwn; e.displace(peer, c.tr != nil) {
+			o.room = roomFree
+		}
+		f, opened, drop = o.enter()
+	}
+	if !opened && c.tr == nil {
 		e.total.Add(-1)
 	}
 	return f, drop
 }
 
-// openReserved is open for a flow that total has been told of. opened is false when the flow is not new. Where the place
-// has to come from elsewhere, it does all but make it and says DropFlowTableFull.
-func (e *Engine) openReserved(r *rule, kind flowKind, dir Direction, k *key, other addr, now tick, room room, tr *Trace) (f match, opened bool, drop Drop) {
-	t := &r.peer.flows
+// enter puts the flow, of which total has been told, into the table. opened is false when it is not
+// new. Where the place has to come from elsewhere, it does all but that and says DropFlowTableFull.
+func (o *opening) enter() (f match, opened bool, drop Drop) {
+	r, t := o.r.rule, &o.r.peer.flows
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	local, mapped, owner := k.near, other, k.near
-	if kind == endpointFlow {
-		local, mapped, owner = other, k.near, k.remote
-	}
-	if current := r.peer.rule; current != r && (current == nil || !current.permits(kind, local, mapped, k.remote)) {
+	if current := r.peer.rule; current != r && (current == nil || !current.permits(o.kind, o.local, o.mapped, o.far)) {
 		return f, false, DropNoFlow // the rules have just changed
 	}
-	var late []uint32 // flows that only a trace leaves there
-	if f, ok := t.find(dir, k); ok {
-		if !f.expired(&e.lifetimes, now) {
-			tr.known(&f)
+	room := o.room
+	var late []uint32 // flows whose time is over, which only a trace leaves there
+	if f, ok := t.find(o.dir, o.k); ok {
+		if !f.expired(&o.e.lifetimes, o.now) {
+			o.tr.known(&f)
 			return f, false, DropNone
 		}
 		room = roomFree // its own
-		late = t.expire(&f, late, tr)
+		late = o.expire(&f, late)
 	}
-	proto, port, remotePort := protoOf(k.word), k.nearPort(dir), k.remotePort()
-	class := classOf(proto, k.near.is4())
-	if kind == endpointFlow || class == noPorts {
-		// The other tuple could be taken: by a flow that the endpoint itself began, or behind the NAPT address by
-		// another host that uses the same protocol towards the same remote address.
-		back := keyOf(1-dir, other, k.remote, proto, port, remotePort)
-		if f, ok := t.find(1-dir, &back); ok {
-			if !f.expired(&e.lifetimes, now) {
-				if kind == endpointFlow {
+	port := o.k.nearPort(o.dir)
+	if o.kind == endpointFlow || o.class == noPorts {
+		// The other tuple could be taken: by a flow that the endpoint itself began, or behind the
+		// NAPT address by another host that uses the same protocol towards the same remote address.
+		back := keyOf(1-o.dir, o.other, o.far, protoOf(o.k.word), port, o.k.remotePort())
+		if f, ok := t.find(1-o.dir, &back); ok {
+			if !f.expired(&o.e.lifetimes, o.now) {
+				if o.kind == endpointFlow {
 					return match{}, false, DropFlowClash
 				}
 				return match{}, false, DropProtocol
 			}
 			room = roomFree
-			late = t.expire(&f, late, tr)
+			late = o.expire(&f, late)
 		}
 	}
 	quota := r.peer.quota.Load()
-	if tr != nil {
-		f, drop = t.preview(kind, k, other, class, late, room, quota, tr)
+	if o.tr != nil {
+		f, drop = o.preview(t, room, quota, late)
 		return f, false, drop
 	}
-	hosts := &t.hosts[kind]
-	h := hosts.hold(owner)
+	hosts := &t.hosts[o.kind]
+	h := hosts.hold(o.owner)
 	mappedPort := port
-	hasPort := kind == naptFlow && class != noPorts
+	hasPort := o.kind == naptFlow && o.class != noPorts
 	if hasPort {
 		var ok bool
-		if mappedPort, ok = t.napt.hold(h, port, class, local.family()); !ok {
-			hosts.release(h, owner)
+		if mappedPort, ok = t.napt.hold(h, port, o.class, o.local.family()); !ok {
+			hosts.release(h, o.owner)
 			return match{}, false, DropPortsExhausted
 		}
 	}
@@ -90,36 +105,38 @@ func (e *Engine) openReserved(r *rule, kind flowKind, dir Direction, k *key, oth
 	}
 	if drop != DropNone {
 		if hasPort {
-			t.napt.release(h, port, class, local.family())
+			t.napt.release(h, port, o.class, o.local.family())
 		}
-		hosts.release(h, owner)
+		hosts.release(h, o.owner)
 		return match{}, false, drop
 	}
-	word := uint64(port)<<nearShift[Outbound] | uint64(mappedPort)<<nearShift[Inbound] |
-		uint64(remotePort)<<remoteShift | uint64(proto)<<protoShift | stateLive
-	if kind == endpointFlow {
+	word := uint64(port)<<nearShift[Outbound] | uint64(mappedPort)<<nearShift[Inbound] | o.k.word&farMask | stateLive
+	if o.kind == endpointFlow {
 		word |= stateEndpoint
 	}
-	f = t.insert(local, mapped, k.remote, word, h, now)
-	f.other = other
+	f = t.insert(o.local, o.mapped, o.far, word, h, o.now)
+	f.other = o.other
 	return f, true, DropNone
 }
 
-// expire removes a flow that is in the way though its time is over. A trace leaves it and notes it in late.
-func (t *flowTable) expire(f *match, late []uint32, tr *Trace) []uint32 {
-	if tr != nil {
-		if slices.Contains(late, f.index) {
-			return late // it is in the way with both tuples
-		}
-		return append(late, f.index)
+// expire removes a flow that is in the way though its time is over. A trace leaves it and notes it
+// in late.
+func (o *opening) expire(f *match, late []uint32) []uint32 {
+	if o.tr == nil {
+		t := &o.r.peer.flows
+		t.remove(f.index)
+		t.expired.Add(1)
+		return nil
 	}
-	t.remove(f.index)
-	t.expired.Add(1)
-	return nil
+	if slices.Contains(late, f.index) {
+		return late // it is in the way with both tuples
+	}
+	return append(late, f.index)
 }
 
-// begins tells whether a packet may open a flow: a TCP segment without RST (also in mid-connection, so that
-// connections survive the loss of the table when their port can be kept), an ICMP request, anything of other protocols.
+// begins tells whether a packet may open a flow: a TCP segment without RST (also in mid-connection,
+// so that connections survive the loss of the table when their port can be kept), an ICMP request,
+// anything of other protocols.
 func begins(v *packet.View) Drop {
 	switch classOf(v.Proto(), v.Is4()) {
 	case tcpPorts:
@@ -130,23 +147,9 @@ func begins(v *packet.View) Drop {
 		if !v.IsICMPQuery() {
 			return DropProtocol
 		}
-		if !isRequest(v) {
+		if _, asks := query(v.ICMPType()); !asks {
 			return DropNoFlow
 		}
 	}
 	return DropNone
-}
-
-// isRequest reports whether the packet is an ICMP query that asks: echo, timestamp, information, address mask.
-func isRequest(v *packet.View) bool {
-	if !v.IsICMPQuery() {
-		return false
-	}
-	switch v.ICMPType() {
-	case 8, 13, 15, 17:
-		return v.Is4()
-	case 128:
-		return !v.Is4()
-	}
-	return false
 }

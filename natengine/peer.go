@@ -3,12 +3,11 @@ package natengine
 import (
 	"hash/maphash"
 	"sync/atomic"
-
-	"github.com/isthmus-net/isthmus/packet"
 )
 
-// PeerState is what the engine keeps about one peer: flows, held fragments and counters. There is one per peer ID, and it
-// stays the same across rule changes until the peer is gone. All methods may be called concurrently.
+// PeerState is what the engine keeps about one peer: flows, held fragments and counters. There is
+// one per peer ID, and it stays the same across rule changes until the peer is gone. All methods
+// may be called concurrently.
 type PeerState struct {
 	id    string
 	down  atomic.Bool
@@ -47,7 +46,8 @@ func (p *PeerState) ID() string { return p.id }
 // Drops is the number of packets dropped for one reason since the peer is known.
 func (p *PeerState) Drops(dir Direction, d Drop) uint64 { return p.drops[dir][d].Load() }
 
-// CountTraffic adds packets that were forwarded, and their octets without tunnel overhead; once for a batch.
+// CountTraffic adds packets that were forwarded, and their octets without tunnel overhead; once for
+// a batch.
 func (p *PeerState) CountTraffic(dir Direction, packets, bytes int) {
 	t := &p.traffic[dir]
 	t.packets.Add(uint64(packets))
@@ -60,20 +60,10 @@ func (p *PeerState) Traffic(dir Direction) (packets, bytes uint64) {
 	return t.packets.Load(), t.bytes.Load()
 }
 
-// SetDown says whether the peer has been without a WireGuard session for too long. The engine translates all the same;
-// it is the caller who then counts DropPeerDown instead of handing the packet on.
+// SetDown says whether the peer has been without a WireGuard session for too long. The engine
+// translates all the same; it is the caller who then counts DropPeerDown instead of handing the
+// packet on.
 func (p *PeerState) SetDown(down bool) { p.down.Store(down) }
 
 // Down is what SetDown said last.
 func (p *PeerState) Down() bool { return p.down.Load() }
-
-// Owns reports whether the source of a packet that came in is an address of the peer.
-func (e *Engine) Owns(p *PeerState, v *packet.View) bool {
-	var r *remote
-	if t := e.rules.Load(); v.Is4() {
-		r = t.remotes4.lookup(v.Src4())
-	} else {
-		r = t.remotes6.lookup(source6(v))
-	}
-	return r != nil && r.peer == p
-}

@@ -12,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// oddTimeouts are no multiple of ten seconds, and time in these tests moves by tens of seconds, so that nothing hangs on
-// the engine's coarse clock.
+// oddTimeouts are no multiple of ten seconds, and time in these tests moves by tens of seconds, so
+// that nothing hangs on the engine's coarse clock.
 var oddTimeouts = natengine.Timeouts{
 	UDP: 305 * time.Second, TCPEstablished: 7445 * time.Second, TCPTransitory: 245 * time.Second,
 	ICMP: 65 * time.Second, Generic: 305 * time.Second, Fragment: 5 * time.Second,
@@ -77,8 +77,9 @@ func overlapsAny(p netip.Prefix, list []netip.Prefix) bool {
 	return false
 }
 
-// newWorld draws rules: masks of their own on either side, each side remapped or not, ranges that coincide where the
-// facts (7.5) allow it, a few mapped endpoints of which one is the in-process one and some are pods.
+// newWorld draws rules: masks of their own on either side, each side remapped or not, ranges that
+// coincide where the docs/liqo-v0.md (section 7.5) allows it, a few mapped endpoints of which one
+// is the in-process one and some are pods.
 func newWorld(rng *rand.Rand, self netip.Addr) *world {
 	w := &world{rng: rng, is4: self.Is4()}
 	pa := w.prefix(w.bits())
@@ -173,7 +174,8 @@ func (w *world) body() packettest.Body {
 	}
 }
 
-// header draws what NAT has to leave alone: traffic class, flow label and extension headers, which IPv4 has not.
+// header draws what NAT has to leave alone: traffic class, flow label and extension headers, which
+// IPv4 has not.
 func (w *world) header(src, dst netip.Addr) packettest.IP {
 	h := packettest.IP{Src: src, Dst: dst, TOS: uint8(w.rng.Uint32())}
 	if w.is4 {
@@ -215,7 +217,8 @@ func (w *world) about(quote []byte, src, dst netip.Addr) []byte {
 	return packettest.Build(w.header(src, dst), packettest.ICMPError{Type: pick(w.rng, kinds), Code: 1, Quote: quote[:cut]})
 }
 
-// converse sends n random packets in both directions through e and compares each with the reference.
+// converse sends n random packets in both directions through e and compares each with the
+// reference.
 func (w *world) converse(t *testing.T, e *natengine.Engine, r *reference, n int) map[string]int {
 	seen := map[string]int{}
 	var sent [2][]packettest.Packet // forwarded, by direction
@@ -289,8 +292,9 @@ func (w *world) converse(t *testing.T, e *natengine.Engine, r *reference, n int)
 	return seen
 }
 
-// TestEngineAgreesWithReference compares engine and reference over random rules and random conversations: all four
-// combinations of remapping, masks that differ between the two sides, coinciding ranges, both families.
+// TestEngineAgreesWithReference compares engine and reference over random rules and random
+// conversations: all four combinations of remapping, masks that differ between the two sides,
+// coinciding ranges, both families.
 func TestEngineAgreesWithReference(t *testing.T) {
 	for _, self := range []netip.Addr{netip.MustParseAddr("169.254.0.1"), netip.MustParseAddr("fd00::1")} {
 		t.Run(map[bool]string{true: "IPv4", false: "IPv6"}[self.Is4()], func(t *testing.T) {

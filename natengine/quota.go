@@ -6,9 +6,9 @@ import (
 	"unsafe"
 )
 
-// hostTable counts the flows of each host of one peer and remembers which of them may be evicted: the hosts inside for
-// NAPT flows, those of the peer for flows to mapped endpoints. A host is known as long as it has a flow. Used with the
-// flow table's mutex.
+// hostTable counts the flows of each host of one peer and remembers which of them may be evicted:
+// the hosts inside for NAPT flows, those of the peer for flows to mapped endpoints. A host is known
+// as long as it has a flow. Used with the flow table's mutex.
 type hostTable struct {
 	flows  *flowTable
 	kind   flowKind
@@ -21,8 +21,8 @@ type hostTable struct {
 	full   int    // hosts that have as many
 }
 
-// A host has its flows in a list: in front those that wait for their eviction, oldest first. Its address is that of any of
-// them.
+// A host has its flows in a list: in front those that wait for their eviction, oldest first. Its
+// address is that of any of them.
 type host struct {
 	flows  uint32
 	head   uint32 // first of the list; the link before it leads to the last
@@ -42,7 +42,8 @@ func (t *hostTable) addr(number uint32) addr {
 	return t.flows.entry(t.at(number).head - 1).owner(t.kind)
 }
 
-// owner is the address of the host that a flow counts for: ours of a NAPT flow, the peer's of one to a mapped endpoint.
+// owner is the address of the host that a flow counts for: ours of a NAPT flow, the peer's of one
+// to a mapped endpoint.
 func (e *entry) owner(kind flowKind) addr {
 	of := &e.near[Outbound]
 	if kind == endpointFlow {
@@ -60,8 +61,8 @@ func (t *hostTable) find(a addr) uint32 {
 	return i
 }
 
-// hold counts one more flow of a host, which has to enter its list before another host is looked for, or be released. The
-// caller sees to the quota.
+// hold counts one more flow of a host, which has to enter its list before another host is looked
+// for, or be released. The caller sees to the quota.
 func (t *hostTable) hold(a addr) (number uint32) {
 	if number = t.find(a); number == 0 {
 		if number = t.free; number != 0 {
@@ -96,7 +97,8 @@ func (t *hostTable) release(number uint32, a addr) {
 
 func (t *hostTable) link(i uint32) *link { return t.flows.link(i, queueOfHost) }
 
-// enter puts a flow into the list of its host, behind those that wait or, when it does not wait, behind all.
+// enter puts a flow into the list of its host, behind those that wait or, when it does not wait,
+// behind all.
 func (t *hostTable) enter(h *host, i uint32, waits bool) {
 	l, number := t.link(i), i+1
 	after := h.queued
@@ -164,9 +166,10 @@ func (t *hostTable) bytes() int {
 	return t.hosts.bytes() + t.chains.bytes()
 }
 
-// A half-open flow waits for its eviction in two queues, oldest first: that of its peer and that of its host. It enters
-// both when it is opened, or found closed by a sweep, and leaves them when it ends or is met, by a sweep or an eviction,
-// after it was established. stateQueued says that it is in them.
+// A half-open flow waits for its eviction in two queues, oldest first: that of its peer and that of
+// its host. It enters both when it is opened, or found closed by a sweep, and leaves them when it
+// ends or is met, by a sweep or an eviction, after it was established. stateQueued says that it is
+// in them.
 const (
 	queueOfPeer = iota
 	queueOfHost
@@ -185,8 +188,8 @@ func (t *flowTable) hostOf(i uint32, word uint64) (*hostTable, *host) {
 	return hosts, hosts.at(t.side(i).host)
 }
 
-// enqueue puts a flow, which is in neither, at the end of its queues. A new one enters the list of its host, and says already
-// that it is in them. With mu.
+// enqueue puts a flow, which is in neither, at the end of its queues. A new one enters the list of
+// its host, and says already that it is in them. With mu.
 func (t *flowTable) enqueue(i uint32, isNew bool) {
 	e, q := t.entry(i), &t.queue
 	hosts, h := t.hostOf(i, e.word.Load())
@@ -206,7 +209,8 @@ func (t *flowTable) enqueue(i uint32, isNew bool) {
 	}
 }
 
-// dequeue takes a flow off its queues, if it is there; one that ends leaves the list of its host. With mu.
+// dequeue takes a flow off its queues, if it is there; one that ends leaves the list of its host.
+// With mu.
 func (t *flowTable) dequeue(i uint32, ends bool) {
 	e, q := t.entry(i), &t.queue
 	word := e.word.Load()
@@ -233,8 +237,9 @@ func (t *flowTable) dequeue(i uint32, ends bool) {
 	}
 }
 
-// evictSteps bounds the work of one eviction. Flows that were established since they were queued are taken off as they
-// are met; as each is met once, and sweeps take off most of them, the first few are enough.
+// evictSteps bounds the work of one eviction. Flows that were established since they were queued
+// are taken off as they are met; as each is met once, and sweeps take off most of them, the first
+// few are enough.
 const evictSteps = 32
 
 // evict removes the oldest half-open flow: of the peer, or of host h when it is not nil. With mu.
@@ -278,7 +283,8 @@ func (t *flowTable) evictable(h *host, late []uint32) bool {
 	return false
 }
 
-// quotas says how many flows each of n peers is assured of, and how many a peer and a host may have.
+// quotas says how many flows each of n peers is assured of, and how many a peer and a host may
+// have.
 func (c *Config) quotas(n int) (share, peer, host int) {
 	share = max(c.MaxFlows/max(n, 1), 1)
 	peer = share
@@ -292,8 +298,8 @@ func (c *Config) quotas(n int) (share, peer, host int) {
 	return share, peer, min(host, peer)
 }
 
-// Bounds of the default for MaxFlowsPerHost. The upper one is a quarter of the ports of a protocol, so that no host can
-// take all of them from the others.
+// Bounds of the default for MaxFlowsPerHost. The upper one is a quarter of the ports of a protocol,
+// so that no host can take all of them from the others.
 const (
 	minHostQuota = 1 << 10
 	maxHostQuota = 1 << 14
@@ -308,7 +314,8 @@ const (
 	roomOwn                   // from the peer itself
 )
 
-// reserve takes one of MaxFlows for a new flow of p, to be given back when it is not opened. dry takes nothing.
+// reserve takes one of MaxFlows for a new flow of p, to be given back when it is not opened. dry
+// takes nothing.
 func (e *Engine) reserve(p *PeerState, dry bool) room {
 	n := e.total.Load() + 1
 	if !dry {
@@ -323,8 +330,8 @@ func (e *Engine) reserve(p *PeerState, dry bool) room {
 	return roomOwn
 }
 
-// displace ends a half-open flow of a peer that has more than its share in favour of p, which has less. dry ends nothing.
-// Without any mu, as two peers' would be needed.
+// displace ends a half-open flow of a peer that has more than its share in favour of p, which has
+// less. dry ends nothing. Without any mu, as two peers' would be needed.
 func (e *Engine) displace(p *PeerState, dry bool) bool {
 	share := e.share.Load()
 	rules := e.rules.Load().rules

@@ -12,9 +12,10 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// reference is the engine once more, slow and obvious: maps and netip, written from the facts (section 7) and the RFCs,
-// without a line of the engine's. It says what has to become of a packet; where the engine has a choice, a new NAPT
-// port, it says what the choice may be and learns which it was.
+// reference is the engine once more, slow and obvious: maps and netip, written from docs/liqo-v0.md
+// (section 7) and the RFCs, without a line of the engine's. It says what has to become of a packet;
+// where the engine has a choice, a new NAPT port, it says what the choice may be and learns which
+// it was.
 type reference struct {
 	self     []netip.Addr
 	timeouts natengine.Timeouts
@@ -30,11 +31,37 @@ type refFlow struct {
 	peer                  string
 	endpoint              bool
 	proto                 uint8
+	query                 refQuery
 	local, mapped, remote netip.AddrPort
 	seen                  time.Duration
 	acked, finished       map[natengine.Direction]bool
 	reset                 bool
 	settled               bool // was established at some time
+}
+
+// refQuery tells the ICMP queries of one identifier apart: what is asked, by the type of the
+// request, and who asks.
+type refQuery struct {
+	request uint8
+	asker   natengine.Direction
+}
+
+// noQuery is of ICMP messages that no flow can have.
+var noQuery = refQuery{request: 255}
+
+var requests = map[uint8]uint8{0: 8, 8: 8, 14: 13, 13: 13, 16: 15, 15: 15, 18: 17, 17: 17, 129: 128, 128: 128}
+
+// queryOf is the query that a packet of direction dir belongs to; that of other protocols is zero.
+func queryOf(p packettest.Packet, dir natengine.Direction) refQuery {
+	switch {
+	case !isICMP(p):
+		return refQuery{}
+	case !isQuery(p):
+		return noQuery
+	case isRequest(p):
+		return refQuery{requests[p.Type], dir}
+	}
+	return refQuery{requests[p.Type], natengine.Inbound + natengine.Outbound - dir}
 }
 
 // outcome is what has to become of a packet.
@@ -85,7 +112,8 @@ func networkOf(p natengine.Peer, a netip.Addr) (natengine.Remap, bool) {
 	return natengine.Remap{}, false
 }
 
-// isPod: in the prefix, and not the network address, which belongs to NAPT, unless the prefix has no other.
+// isPod: in the prefix, and not the network address, which belongs to NAPT, unless the prefix has
+// no other.
 func isPod(a netip.Addr, in netip.Prefix) bool {
 	return in.Contains(a) && (a != in.Addr() || in.IsSingleIP())
 }
@@ -94,7 +122,8 @@ func within(a netip.Addr, list []netip.Prefix) bool {
 	return slices.ContainsFunc(list, func(p netip.Prefix) bool { return p.Contains(a) })
 }
 
-// impossible sources, RFC 1812 5.3.7; what is allowed all the same is in the facts: 240.0.0.0/4 and 169.254.0.0/16.
+// impossible sources, RFC 1812 5.3.7; what is allowed all the same is in docs/liqo-v0.md, sections
+// 9 and 10: 240.0.0.0/4 and 169.254.0.0/16.
 func impossible(a netip.Addr) bool {
 	if a.Is4() {
 		b := a.As4()
@@ -192,9 +221,9 @@ func (f *refFlow) end(dir natengine.Direction) netip.AddrPort {
 }
 
 // find looks a flow up by the tuple that is matched in dir.
-func (r *reference) find(peer string, proto uint8, dir natengine.Direction, near, remote netip.AddrPort, now time.Duration) *refFlow {
+func (r *reference) find(peer string, proto uint8, query refQuery, dir natengine.Direction, near, remote netip.AddrPort, now time.Duration) *refFlow {
 	for _, f := range r.flows {
-		if f.peer == peer && f.proto == proto && f.end(dir) == near && f.remote == remote && r.alive(f, now) {
+		if f.peer == peer && f.proto == proto && f.query == query && f.end(dir) == near && f.remote == remote && r.alive(f, now) {
 			return f
 		}
 	}
@@ -231,8 +260,8 @@ func (r *reference) pass(f *refFlow, dir natengine.Direction, p packettest.Packe
 	return o
 }
 
-// open enters a flow that a packet of direction dir begins, unless its other tuple belongs to one already, which is what
-// clash says, or there is no room.
+// open enters a flow that a packet of direction dir begins, unless its other tuple belongs to one
+// already, which is what clash says, or there is no room.
 func (r *reference) open(f *refFlow, dir natengine.Direction, clash natengine.Drop, now time.Duration) natengine.Drop {
 	tuples := []natengine.Direction{dir}
 	if clash != natengine.DropNone {
@@ -241,7 +270,7 @@ func (r *reference) open(f *refFlow, dir natengine.Direction, clash natengine.Dr
 	for _, by := range tuples {
 		for _, g := range slices.Clone(r.flows) {
 			switch {
-			case g.peer != f.peer || g.proto != f.proto || g.remote != f.remote || g.end(by) != f.end(by):
+			case g.peer != f.peer || g.proto != f.proto || g.query != f.query || g.remote != f.remote || g.end(by) != f.end(by):
 			case r.alive(g, now):
 				return clash
 			default:
@@ -307,12 +336,12 @@ func (r *reference) outbound(p packettest.Packet, now time.Duration) outcome {
 	if pod && !endpoint && !m.From.IsSingleIP() {
 		return outcome{action: natengine.Forward, near: moved(p.Src, m.To), port: -1}
 	}
-	if f := r.find(peer.ID, p.Proto, natengine.Outbound, near, remote, now); f != nil {
+	if f := r.find(peer.ID, p.Proto, queryOf(p, natengine.Outbound), natengine.Outbound, near, remote, now); f != nil {
 		return r.pass(f, natengine.Outbound, p, now)
 	}
 	if pod {
 		seen := moved(p.Src, m.To)
-		if m.From.IsSingleIP() && r.find(peer.ID, p.Proto, natengine.Inbound, netip.AddrPortFrom(seen, near.Port()), remote, now) != nil {
+		if m.From.IsSingleIP() && r.find(peer.ID, p.Proto, queryOf(p, natengine.Outbound), natengine.Inbound, netip.AddrPortFrom(seen, near.Port()), remote, now) != nil {
 			return dropped(natengine.DropFlowClash)
 		}
 		return outcome{action: natengine.Forward, near: seen, port: -1}
@@ -323,7 +352,7 @@ func (r *reference) outbound(p packettest.Packet, now time.Duration) outcome {
 	if d := cannotBegin(p); d != natengine.DropNone {
 		return dropped(d)
 	}
-	f := &refFlow{peer: peer.ID, proto: p.Proto, local: near, mapped: netip.AddrPortFrom(m.To.Addr(), 0), remote: remote, seen: now}
+	f := &refFlow{peer: peer.ID, proto: p.Proto, query: queryOf(p, natengine.Outbound), local: near, mapped: netip.AddrPortFrom(m.To.Addr(), 0), remote: remote, seen: now}
 	clash := natengine.DropNone
 	if !hasPorts(p) { // told apart by the remote address alone
 		clash = natengine.DropProtocol
@@ -392,6 +421,7 @@ func (r *reference) inbound(p packettest.Packet, now time.Duration) outcome {
 		return dropped(natengine.DropDestination)
 	}
 	if pod && !m.From.IsSingleIP() {
+		r.leave(peer, p, moved(p.Dst, m.From), now)
 		return outcome{action: natengine.Forward, near: moved(p.Dst, m.From), port: -1}
 	}
 	real := netip.Addr{}
@@ -408,13 +438,11 @@ func (r *reference) inbound(p packettest.Packet, now time.Duration) outcome {
 	default:
 		return dropped(natengine.DropDestination)
 	}
-	if f := r.find(peer.ID, p.Proto, natengine.Inbound, near, remote, now); f != nil {
-		if !f.endpoint && isRequest(p) {
-			return dropped(natengine.DropNoFlow)
-		}
+	if f := r.find(peer.ID, p.Proto, queryOf(p, natengine.Inbound), natengine.Inbound, near, remote, now); f != nil {
 		return r.pass(f, natengine.Inbound, p, now)
 	}
 	if pod {
+		r.leave(peer, p, moved(p.Dst, m.From), now)
 		return outcome{action: natengine.Forward, near: moved(p.Dst, m.From), port: -1}
 	}
 	if !real.IsValid() || !pods {
@@ -423,7 +451,7 @@ func (r *reference) inbound(p packettest.Packet, now time.Duration) outcome {
 	if d := cannotBegin(p); d != natengine.DropNone {
 		return dropped(d)
 	}
-	f := &refFlow{peer: peer.ID, endpoint: true, proto: p.Proto, mapped: near, remote: remote, seen: now}
+	f := &refFlow{peer: peer.ID, endpoint: true, proto: p.Proto, query: queryOf(p, natengine.Inbound), mapped: near, remote: remote, seen: now}
 	f.local = netip.AddrPortFrom(real, near.Port())
 	if d := r.open(f, natengine.Inbound, natengine.DropFlowClash, now); d != natengine.DropNone {
 		return dropped(d)
@@ -431,7 +459,21 @@ func (r *reference) inbound(p packettest.Packet, now time.Duration) outcome {
 	return r.pass(f, natengine.Inbound, p, now)
 }
 
-// quotedTuple is the tuple of a quoted packet, seen as a packet of direction dir; ok is false when it is cut too early.
+// leave ends the flow by which a client spoke to a pod's mapped address, now that it begins
+// something at the pod's own.
+func (r *reference) leave(peer natengine.Peer, p packettest.Packet, pod netip.Addr, now time.Duration) {
+	near, remote := tuple(p, natengine.Inbound)
+	f := r.find(peer.ID, p.Proto, queryOf(p, natengine.Inbound), natengine.Outbound, netip.AddrPortFrom(pod, near.Port()), remote, now)
+	switch {
+	case f == nil, cannotBegin(p) != natengine.DropNone:
+	case p.Proto == 6 && f.established() && p.Flags&(packettest.SYN|packettest.ACK) != packettest.SYN:
+	default:
+		r.end(f)
+	}
+}
+
+// quotedTuple is the tuple of a quoted packet, seen as a packet of direction dir; ok is false when
+// it is cut too early.
 func quotedTuple(q packettest.Packet, dir natengine.Direction) (near, remote netip.AddrPort, ok bool) {
 	switch {
 	case q.FragmentOffset > 0:
@@ -474,7 +516,7 @@ func (r *reference) inboundError(peer natengine.Peer, p packettest.Packet, now t
 	pod := haveMap && isPod(q.Src, m.To)
 	if !pod || m.From.IsSingleIP() {
 		near, remote, ok := quotedTuple(q, natengine.Outbound)
-		if f := r.find(peer.ID, q.Proto, natengine.Inbound, near, remote, now); ok && f != nil {
+		if f := r.find(peer.ID, q.Proto, queryOf(q, natengine.Outbound), natengine.Inbound, near, remote, now); ok && f != nil {
 			o := outcome{action: natengine.Forward, near: f.local.Addr(), port: -1, quoted: f.local.Addr(), quotedPort: int(f.local.Port())}
 			if r.isSelf(f.local.Addr()) {
 				o.action = natengine.Deliver
@@ -514,7 +556,7 @@ func (r *reference) outboundError(peer natengine.Peer, p packettest.Packet, now 
 	o := outcome{action: natengine.Forward, port: -1, quotedPort: -1}
 	if !pod || endpoint || m.From.IsSingleIP() {
 		near, remote, ok := quotedTuple(q, natengine.Inbound)
-		if f := r.find(peer.ID, q.Proto, natengine.Outbound, near, remote, now); ok && f != nil {
+		if f := r.find(peer.ID, q.Proto, queryOf(q, natengine.Inbound), natengine.Outbound, near, remote, now); ok && f != nil {
 			o.quoted, o.quotedPort = f.mapped.Addr(), int(f.mapped.Port())
 		}
 	}
@@ -537,7 +579,8 @@ func (r *reference) outboundError(peer natengine.Peer, p packettest.Packet, now 
 	return o
 }
 
-// judge compares what the engine did with what had to be done: verdict, our end, and that nothing else changed.
+// judge compares what the engine did with what had to be done: verdict, our end, and that nothing
+// else changed.
 func (r *reference) judge(dir natengine.Direction, in, out []byte, v natengine.Verdict, now time.Duration) error {
 	p := packettest.MustDecode(in)
 	var want outcome

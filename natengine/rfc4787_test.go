@@ -125,8 +125,8 @@ func TestRFC4787_REQ6a_InboundPacketsRefreshToo(t *testing.T) {
 	})
 }
 
-// TestRFC4787_REQ7_BothSidesMayUseTheSameAddresses: our nodes have addresses that the peer's pods have too at their own
-// cluster, and the peer sees us under the very range under which we see it.
+// TestRFC4787_REQ7_BothSidesMayUseTheSameAddresses: our nodes have addresses that the peer's pods
+// have too at their own cluster, and the peer sees us under the very range under which we see it.
 func TestRFC4787_REQ7_BothSidesMayUseTheSameAddresses(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	prefix := netip.MustParsePrefix
@@ -143,7 +143,8 @@ func TestRFC4787_REQ7_BothSidesMayUseTheSameAddresses(t *testing.T) {
 	want(t, destination(b.in(datagram("10.71.1.1:9", "10.71.0.0:9"))), "10.71.1.1:9")
 }
 
-// TestRFC4787_REQ8_FilteringIsAddressAndPortDependent is stricter than what the RFC recommends; docs/nat.md says why.
+// TestRFC4787_REQ8_FilteringIsAddressAndPortDependent is stricter than what the RFC recommends;
+// docs/nat.md says why.
 func TestRFC4787_REQ8_FilteringIsAddressAndPortDependent(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
@@ -155,8 +156,9 @@ func TestRFC4787_REQ8_FilteringIsAddressAndPortDependent(t *testing.T) {
 	want(t, destination(b.in(datagram(theirOther+":54", seen))), node1+":4000")
 }
 
-// TestRFC4787_REQ9_HairpinIsRefused: the addresses under which a peer sees us mean something at that peer only. Here they
-// belong to nobody, neither as a destination nor, out of the tunnel, as a source.
+// TestRFC4787_REQ9_HairpinIsRefused: the addresses under which a peer sees us mean something at
+// that peer only. Here they belong to nobody, neither as a destination nor, out of the tunnel, as a
+// source.
 func TestRFC4787_REQ9_HairpinIsRefused(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
@@ -182,8 +184,9 @@ func TestRFC4787_REQ10_NoApplicationIsLookedInto(t *testing.T) {
 	}
 }
 
-// TestRFC4787_REQ11_BehaviorIsTheSameUnderAllConditions: the first host with a port, one that has to get another port, one
-// at a full table and one after the rules changed are mapped and filtered alike.
+// TestRFC4787_REQ11_BehaviorIsTheSameUnderAllConditions: the first host with a port, one that has
+// to get another port, one at a full table and one after the rules changed are mapped and filtered
+// alike.
 func TestRFC4787_REQ11_BehaviorIsTheSameUnderAllConditions(t *testing.T) {
 	b := newBox(t, natengine.Config{MaxFlows: 64})
 	classify := func(host string) {
@@ -224,8 +227,9 @@ func TestRFC4787_REQ12_ICMPDoesNotEndAMapping(t *testing.T) {
 	want(t, source(b.out(datagram(node1+":4000", theirOther+":9"))), seen)
 }
 
-// TestRFC4787_REQ12a_ErrorsOfAnyAddressOfThePeerPass: of the pod, of others and of the peer's NAPT address, behind which
-// its routers are. An address that is none of the peer's cannot come out of its tunnel.
+// TestRFC4787_REQ12a_ErrorsOfAnyAddressOfThePeerPass: of the pod, of others and of the peer's NAPT
+// address, behind which its routers are. An address that is none of the peer's cannot come out of
+// its tunnel.
 func TestRFC4787_REQ12a_ErrorsOfAnyAddressOfThePeerPass(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := source(b.out(datagram(node1+":4000", theirPod+":53")))
@@ -253,8 +257,8 @@ func TestRFC4787_REQ12b_DestinationUnreachableIsTranslated(t *testing.T) {
 	}
 }
 
-// tooBig sends a packet of 1400 octets and returns it and its translation, which gateway/datapath compares with the way to
-// the peer.
+// tooBig sends a packet of 1400 octets and returns it and its translation, which gateway/datapath
+// compares with the way to the peer.
 func tooBig(b *box, from string, df bool) (sent []byte, v packet.View) {
 	b.Helper()
 	f, to := netip.MustParseAddrPort(from), netip.MustParseAddrPort(theirPod+":53")

@@ -84,7 +84,8 @@ func TestRFC5382_REQ2a_SimultaneousOpen(t *testing.T) {
 	})
 }
 
-// TestRFC5382_REQ3_FilteringIsAddressAndPortDependent is stricter than what the RFC recommends; docs/nat.md says why.
+// TestRFC5382_REQ3_FilteringIsAddressAndPortDependent is stricter than what the RFC recommends;
+// docs/nat.md says why.
 func TestRFC5382_REQ3_FilteringIsAddressAndPortDependent(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	seen := b.connect(node1+":4000", theirPod+":80")
@@ -94,8 +95,8 @@ func TestRFC5382_REQ3_FilteringIsAddressAndPortDependent(t *testing.T) {
 	}
 }
 
-// TestRFC5382_REQ4_UnsolicitedSYNIsDroppedSilently, so that a simultaneous open may follow: our SYN, and then the peer's
-// once more.
+// TestRFC5382_REQ4_UnsolicitedSYNIsDroppedSilently, so that a simultaneous open may follow: our
+// SYN, and then the peer's once more.
 func TestRFC5382_REQ4_UnsolicitedSYNIsDroppedSilently(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	for range 6 {

@@ -179,7 +179,8 @@ func TestRFC5508_REQ5_OutboundErrorIsTranslatedOrDropped(t *testing.T) {
 	}
 }
 
-// TestRFC5508_REQ5c_AnIntermediateNodeShowsItsMappedOrTheNATsAddress: traceroute through a gateway stays readable.
+// TestRFC5508_REQ5c_AnIntermediateNodeShowsItsMappedOrTheNATsAddress: traceroute through a gateway
+// stays readable.
 func TestRFC5508_REQ5c_AnIntermediateNodeShowsItsMappedOrTheNATsAddress(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	probe := datagram(theirPod+":40000", "10.244.1.1:33434")
@@ -238,8 +239,8 @@ func TestRFC5508_REQ10b_ParameterProblemPassesAndRedirectDoesNot(t *testing.T) {
 	b.refuse(natengine.Outbound, about("10.244.1.1", theirPod, 5, 1, datagram(theirPod+":53", "10.244.1.1:4000")), natengine.DropICMPError)
 }
 
-// TestRFC5508_REQ11_OtherMessagesNeedA1To1Map: what is neither query nor error, router discovery say, has nothing by which
-// NAPT could tell its owner.
+// TestRFC5508_REQ11_OtherMessagesNeedA1To1Map: what is neither query nor error, router discovery
+// say, has nothing by which NAPT could tell its owner.
 func TestRFC5508_REQ11_OtherMessagesNeedA1To1Map(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	for _, kind := range []uint8{1, 2, 6, 9, 10, 19, 30, 40, 42, 253} {
@@ -247,4 +248,72 @@ func TestRFC5508_REQ11_OtherMessagesNeedA1To1Map(t *testing.T) {
 		b.refuse(natengine.Inbound, icmp(theirPod, natAddress, kind, 0, 0, 0, 0, 0), natengine.DropNoFlow)
 		want(t, b.out(icmp("10.244.1.1", theirPod, kind, 0, 0, 0, 0, 0)).Src.String(), "10.61.1.1")
 	}
+}
+
+// TestRFC5508_REQ11_OtherMessagesRideNoFlow: not even where a query with identifier 0 has opened
+// one, whose tuple is that of a message without identifier.
+func TestRFC5508_REQ11_OtherMessagesRideNoFlow(t *testing.T) {
+	for _, c := range []struct {
+		name, node, nat, peer string
+		request, reply        uint8
+		others                []uint8 // none of which opens a flow
+	}{
+		{"IPv4", node1, natAddress, theirPod, 8, 0, []uint8{1, 2, 6, 7, 9, 10, 14, 16, 18, 19, 30, 37, 40, 41, 42, 43, 253, 254, 255}},
+		{"IPv6", "fd01::1", "fd00:61::", "fd00:71::5", 128, 129, []uint8{138, 139, 140, 144, 145, 150, 154, 155, 160, 161, 200, 254, 255}},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			b := newBox(t, natengine.Config{})
+			want(t, source(b.out(query(c.node, c.peer, c.request, 0))), netip.AddrPortFrom(netip.MustParseAddr(c.nat), 0).String())
+			for _, kind := range c.others {
+				b.refuse(natengine.Inbound, query(c.peer, c.nat, kind, 0), natengine.DropNoFlow)
+				reason := natengine.DropProtocol
+				if kind == 14 || kind == 16 || kind == 18 { // replies of IPv4
+					reason = natengine.DropNoFlow
+				}
+				b.refuse(natengine.Outbound, query(c.node, c.peer, kind, 0), reason)
+			}
+			b.refuse(natengine.Inbound, query(c.peer, c.nat, c.request, 0), natengine.DropNoFlow)
+			b.refuse(natengine.Outbound, query(c.node, c.peer, c.reply, 0), natengine.DropNoFlow)
+			want(t, b.in(query(c.peer, c.nat, c.reply, 0)).Dst.String(), c.node)
+			if n := b.stats().Flows; n != 1 {
+				t.Errorf("%d flows, want the one of the echo", n)
+			}
+		})
+	}
+}
+
+// TestRFC5508_REQ1_AReplyFindsItsOwnRequestOnly: queries of one identifier are told apart by what
+// they ask and by who asks, also where they are of one host, which keeps one identifier for all of
+// them.
+func TestRFC5508_REQ1_AReplyFindsItsOwnRequestOnly(t *testing.T) {
+	b := newBox(t, natengine.Config{})
+	b.out(ping(node2, theirPod, 7)) // so that the identifier has to change
+	id := b.out(ping(node1, theirPod, 7)).ICMPID
+	b.refuse(natengine.Inbound, query(theirPod, natAddress, 14, id), natengine.DropNoFlow)
+	if other := b.out(query(node1, theirPod, 13, 7)).ICMPID; other != id {
+		t.Errorf("identifier %d of a timestamp request, %d of an echo", other, id)
+	}
+	want(t, destination(b.in(query(theirPod, natAddress, 14, id))), node1+":7")
+	want(t, destination(b.in(pong(theirPod, natAddress, id))), node1+":7")
+	b.refuse(natengine.Inbound, query(theirPod, natAddress, 18, id), natengine.DropNoFlow)
+
+	// A mapped endpoint is asked and asks with the same identifier.
+	const endpoint = "192.168.7.7"
+	want(t, destination(b.in(ping(theirPod, ourEndpoint, 9))), endpoint+":9")
+	b.refuse(natengine.Outbound, query(endpoint, theirPod, 14, 9), natengine.DropNoFlow)
+	want(t, source(b.out(ping(endpoint, theirPod, 9))), natAddress+":9")
+	want(t, source(b.out(pong(endpoint, theirPod, 9))), ourEndpoint+":9")
+	want(t, destination(b.in(pong(theirPod, natAddress, 9))), endpoint+":9")
+	b.refuse(natengine.Inbound, pong(theirPod, ourEndpoint, 9), natengine.DropNoFlow)
+
+	// Errors about either find the one that they quote.
+	for seen, quoted := range map[string][]byte{natAddress: ping(natAddress, theirPod, 9), ourEndpoint: pong(ourEndpoint, theirPod, 9)} {
+		p := b.in(about(theirPod, seen, 3, 1, quoted))
+		q, err := packettest.DecodeQuote(p.Data)
+		if err != nil {
+			t.Fatal(err)
+		}
+		want(t, source(q), endpoint+":9")
+	}
+	b.refuse(natengine.Inbound, about(theirPod, ourEndpoint, 3, 1, ping(ourEndpoint, theirPod, 9)), natengine.DropICMPError)
 }

@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// TestRFC6888_REQ4_OneHostCannotTakeAllPorts: what it asks for beyond its quota costs it half-open flows of its own, and
-// when it has none new ones are refused. The other hosts do not notice.
+// TestRFC6888_REQ4_OneHostCannotTakeAllPorts: what it asks for beyond its quota costs it half-open
+// flows of its own, and when it has none new ones are refused. The other hosts do not notice.
 func TestRFC6888_REQ4_OneHostCannotTakeAllPorts(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	quota := b.stats().MaxFlowsPerHost
@@ -33,8 +33,8 @@ func TestRFC6888_REQ4_OneHostCannotTakeAllPorts(t *testing.T) {
 	want(t, destination(b.in(datagram(theirPod+":53", seen))), node2+":4000")
 }
 
-// TestRFC6888_REQ8_APortMayBeReusedAtOnce, because filtering is by address and port: what still comes for the one who had it
-// does not reach the one who has it now.
+// TestRFC6888_REQ8_APortMayBeReusedAtOnce, because filtering is by address and port: what still
+// comes for the one who had it does not reach the one who has it now.
 func TestRFC6888_REQ8_APortMayBeReusedAtOnce(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	want(t, source(b.out(datagram(node1+":4000", theirPod+":53"))), natAddress+":4000")

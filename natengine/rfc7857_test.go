@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// TestRFC7857_2_TCPSessionTracking walks through figure 1: the state that each segment leads to, as the status shows it and
-// as the time that is left tells.
+// TestRFC7857_2_TCPSessionTracking walks through figure 1: the state that each segment leads to, as
+// the status shows it and as the time that is left tells.
 func TestRFC7857_2_TCPSessionTracking(t *testing.T) {
 	for _, c := range []struct {
 		name  string
@@ -75,8 +75,8 @@ func TestRFC7857_2_2_RSTIsTranslatedAndTheFlowWaitsFourMinutes(t *testing.T) {
 	})
 }
 
-// TestRFC7857_2_2_AForgedRSTEndsNothing: a segment within four minutes shows that the connection goes on. The RST may have
-// any sequence number, since none is tracked.
+// TestRFC7857_2_2_AForgedRSTEndsNothing: a segment within four minutes shows that the connection
+// goes on. The RST may have any sequence number, since none is tracked.
 func TestRFC7857_2_2_AForgedRSTEndsNothing(t *testing.T) {
 	lasts(t, natengine.Config{}, established, func(b *box) []byte {
 		seen := b.connect(node1+":4000", theirPod+":80")
@@ -87,8 +87,8 @@ func TestRFC7857_2_2_AForgedRSTEndsNothing(t *testing.T) {
 	})
 }
 
-// TestRFC7857_3_PortsDoNotOverlap: the RFC allows one port for several hosts with different destinations; endpoint-
-// independent mapping does not.
+// TestRFC7857_3_PortsDoNotOverlap: the RFC allows one port for several hosts with different
+// destinations; endpoint- independent mapping does not.
 func TestRFC7857_3_PortsDoNotOverlap(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	first := source(b.out(datagram(node1+":4000", theirPod+":53")))
@@ -162,8 +162,8 @@ func TestRFC7857_7_1_OutboundErrorsAndRSTsRefreshNothing(t *testing.T) {
 	})
 }
 
-// TestRFC7857_9_APortThatChangesIsRandom: kept where it can be, else of all of its range and without order (RFC 6056,
-// section 4). With RandomPorts none is kept.
+// TestRFC7857_9_APortThatChangesIsRandom: kept where it can be, else of all of its range and
+// without order (RFC 6056, section 4). With RandomPorts none is kept.
 func TestRFC7857_9_APortThatChangesIsRandom(t *testing.T) {
 	for _, always := range []bool{false, true} {
 		b := newBox(t, natengine.Config{RandomPorts: always})
@@ -209,7 +209,8 @@ func TestRFC7857_11_AQueryMappingEndsWithItsLastSession(t *testing.T) {
 	want(t, source(b.out(ping("192.168.1.3", theirOther, 7))), natAddress+":7")
 }
 
-// TestRFC7857_10_IdentificationIsKept: fragments of one datagram keep theirs, and so does what is whole. See docs/nat.md.
+// TestRFC7857_10_IdentificationIsKept: fragments of one datagram keep theirs, and so does what is
+// whole. See docs/nat.md.
 func TestRFC7857_10_IdentificationIsKept(t *testing.T) {
 	b := newBox(t, natengine.Config{})
 	for id := range uint32(5) {

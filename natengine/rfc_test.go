@@ -12,8 +12,9 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// The tests named TestRFC... see the engine as a box: packets go in, packets come out, and the clock is moved by hand.
-// docs/nat.md lists them by requirement, and internal/archtest holds the two together.
+// The tests named TestRFC... see the engine as a box: packets go in, packets come out, and the
+// clock is moved by hand. docs/nat.md lists them by requirement, and internal/archtest holds the
+// two together.
 //
 //	our pods        10.244.0.0/16, for the peer 10.61.0.0/16, so that 10.61.0.0 is the NAPT address
 //	                fd00:a::/64, for the peer fd00:61::/64
@@ -83,7 +84,8 @@ func (b *box) pass(dir natengine.Direction, raw []byte) packettest.Packet {
 	return packettest.MustDecode(got)
 }
 
-// refuse sends a packet that must not pass: untouched, nothing in its place, counted once under its reason.
+// refuse sends a packet that must not pass: untouched, nothing in its place, counted once under its
+// reason.
 func (b *box) refuse(dir natengine.Direction, raw []byte, want natengine.Drop) {
 	b.Helper()
 	before := b.dropped(dir, want)
@@ -131,6 +133,12 @@ func icmp(from, to string, kind, code uint8, body ...byte) []byte {
 	return packettest.Build(packettest.IP{Src: netip.MustParseAddr(from), Dst: netip.MustParseAddr(to)}, packettest.Raw{Proto: 1, Data: m})
 }
 
+// query is a message of ICMP or ICMPv6 of any type, with an identifier where a query has one.
+func query(from, to string, kind uint8, id uint16) []byte {
+	return packettest.Build(packettest.IP{Src: netip.MustParseAddr(from), Dst: netip.MustParseAddr(to)},
+		packettest.ICMPError{Type: kind, Rest: uint32(id)<<16 | 1, Quote: make([]byte, 24)})
+}
+
 // about is an ICMP error that quotes a packet, as a rule the first 28 octets.
 func about(from, to string, kind, code uint8, quote []byte) []byte {
 	return packettest.Build(packettest.IP{Src: netip.MustParseAddr(from), Dst: netip.MustParseAddr(to)},
@@ -146,7 +154,8 @@ func (b *box) connect(from, to string) string {
 	return seen
 }
 
-// source and destination are the ends of a packet, the identifier of an ICMP query in place of the port.
+// source and destination are the ends of a packet, the identifier of an ICMP query in place of the
+// port.
 func source(p packettest.Packet) string {
 	return netip.AddrPortFrom(p.Src, max(p.SrcPort, p.ICMPID)).String()
 }
@@ -167,8 +176,8 @@ func want(t testing.TB, got, want string) {
 	}
 }
 
-// lasts checks the time for which a conversation stays open: open begins it and returns a packet of the peer, which
-// passes after d but no more a second later.
+// lasts checks the time for which a conversation stays open: open begins it and returns a packet of
+// the peer, which passes after d but no more a second later.
 func lasts(t *testing.T, c natengine.Config, d time.Duration, open func(b *box) (answer []byte)) {
 	t.Helper()
 	b := newBox(t, c)
@@ -187,7 +196,8 @@ func lasts(t *testing.T, c natengine.Config, d time.Duration, open func(b *box) 
 	}
 }
 
-// fragmentsOf sends fragments and returns the datagram that leaves, reassembled: its source and what it carries.
+// fragmentsOf sends fragments and returns the datagram that leaves, reassembled: its source and
+// what it carries.
 func (b *box) outFragments(fragments [][]byte) (src netip.Addr, transport []byte) {
 	b.Helper()
 	var left []packettest.Packet

@@ -10,8 +10,8 @@ import (
 	"github.com/gaissmai/bart"
 )
 
-// A Remap translates one prefix onto another of the same length: the network bits change, the host bits stay. It is
-// netfilter's NETMAP. From and To may be equal (identity).
+// A Remap translates one prefix onto another of the same length: the network bits change, the host
+// bits stay. It is netfilter's NETMAP. From and To may be equal (identity).
 type Remap struct{ From, To netip.Prefix }
 
 // Map translates addr; false when addr is outside From or the remap is not well formed.
@@ -42,15 +42,15 @@ func (r Remap) check() error {
 	return nil
 }
 
-// Endpoint is one entry of a Liqo NatMapping (facts 6.3): an address of our side and the address out of Peer.External
-// under which the peer reaches it.
+// Endpoint is one entry of a Liqo NatMapping (docs/liqo-v0.md, section 6.3): an address of our side
+// and the address out of Peer.External under which the peer reaches it.
 type Endpoint struct{ Real, Seen netip.Addr }
 
 // String is the endpoint in words, as the peer's packets meet it.
 func (e Endpoint) String() string { return e.Seen.String() + " -> " + e.Real.String() }
 
-// Peer holds the rules for one peer, in the notation of the facts (section 7) at cluster A with peer B. Prefixes are
-// masked and may be of either family.
+// Peer holds the rules for one peer, in the notation of docs/liqo-v0.md (section 7) at cluster A
+// with peer B. Prefixes are masked and may be of either family.
 type Peer struct {
 	ID             string
 	RemotePods     []netip.Prefix // Pb@A: destinations outbound, sources inbound
@@ -71,8 +71,8 @@ func (p Peer) equal(q Peer) bool {
 
 // ruleTable is everything a packet is judged by. It is never changed after it was published.
 type ruleTable struct {
-	remotes4 table4
-	remotes6 table6
+	remotes4 remotes4
+	remotes6 remotes6
 	rules    []*rule // sorted by peer ID
 }
 
@@ -85,8 +85,9 @@ func (t *ruleTable) remote(a netip.Addr) *remote {
 	return t.remotes6.lookup(addrOf(a))
 }
 
-// remote is what the rule tables say about an address of a peer: the destination outbound, the source inbound. What the
-// fast path needs of the rule is copied here, so that for IPv4 it is in one cache line.
+// remote is what the rule tables say about an address of a peer: the destination outbound, the
+// source inbound. What the fast path needs of the rule is copied here, so that for IPv4 it is in
+// one cache line.
 type remote struct {
 	out, in   map4
 	mss       uint16
@@ -98,7 +99,8 @@ type remote struct {
 	_         [48]byte // to three cache lines, so that the allocator puts it at the beginning of one
 }
 
-// map4 is a 1:1 map of IPv4. A map that must not be used on the fast path matches no address: mask 0, from 1.
+// map4 is a 1:1 map of IPv4. A map that must not be used on the fast path matches no address: mask
+// 0, from 1.
 type map4 struct{ mask, from, to uint32 }
 
 var noMap4 = map4{from: 1}
@@ -111,12 +113,12 @@ type rule struct {
 	pods      [2]podMap // by family
 	external  []prefix
 	seen      map[addr]addr     // Endpoint.Seen -> Endpoint.Real
-	endpoints map[addr]struct{} // Endpoint.Real inside Pods.From: their packets may be replies, so flows come first
+	endpoints map[addr]struct{} // Endpoint.Real inside Pods.From: their packets may be replies, so flows come first; see turn
 	remotes   []remotePrefix
 	gateway   [2]addr // by family: Endpoint.Seen of the in-process endpoint
 
-	// guarded: a prefix reaches into special-purpose addresses (a /1 does) or contains the in-process endpoint, so that
-	// each address has to be asked.
+	// guarded: a prefix reaches into special-purpose addresses (a /1 does) or contains the
+	// in-process endpoint, so that each address has to be asked.
 	guarded bool
 }
 
@@ -130,16 +132,17 @@ type podMap struct {
 	ok       bool
 	from, to prefix
 
-	// single: the prefix is one address, so the network address, which is the NAPT address, is also the pod. Flows come
-	// first then and the map takes what they leave.
+	// single: the prefix is one address, so the network address, which is the NAPT address, is also
+	// the pod. Flows come first then and the map takes what they leave.
 	single bool
 }
 
-// natAddr is where NAPT puts everything that is no pod: the network address of Pa@B (facts 7.2).
+// natAddr is where NAPT puts everything that is no pod: the network address of Pa@B
+// (docs/liqo-v0.md, section 7.2).
 func (m *podMap) natAddr() addr { return m.to.net }
 
-// mapOut translates one of our pods to what the peer sees. The network address is no pod: as a source it takes NAPT,
-// since the peer's replies to it could not be told from those to a flow.
+// mapOut translates one of our pods to what the peer sees. The network address is no pod: as a
+// source it takes NAPT, since the peer's replies to it could not be told from those to a flow.
 func (m *podMap) mapOut(a addr) (addr, bool) {
 	if !m.ok || !m.from.contains(a) || a == m.from.net && !m.single {
 		return addr{}, false
@@ -189,7 +192,8 @@ func (r *rule) permits(kind flowKind, local, mapped, peer addr) bool {
 	return m.ok && mapped == m.natAddr() && (!pod || local == r.self[local.family()])
 }
 
-// compile makes the table for peers. state gives the PeerState of an ID. The error names every peer and rule at fault.
+// compile makes the table for peers. state gives the PeerState of an ID. The error names every peer
+// and rule at fault.
 func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*ruleTable, error) {
 	var errs []error
 	ids := map[string]bool{}
@@ -228,7 +232,7 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 	for _, p := range peers {
 		six = append(six, t.add(newRule(p, state(p.ID), self))...)
 	}
-	t.remotes6 = newTable6(six)
+	t.remotes6 = newRemotes6(six)
 	slices.SortFunc(t.rules, func(a, b *rule) int {
 		if a.spec.ID < b.spec.ID {
 			return -1
@@ -370,22 +374,18 @@ func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 	return r
 }
 
-// add enters the remote prefixes of r, but for those of IPv6, which it returns: their table is made of all of them.
+// add enters the remote prefixes of r, but for those of IPv6, which it returns: their table is made
+// of all of them.
 func (t *ruleTable) add(r *rule) (six []remote6) {
 	t.rules = append(t.rules, r)
 	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, guarded: r.guarded, peer: r.peer, rule: r}
-	if m := &r.pods[0]; m.ok && !r.guarded { // a single address is its network address, which the fast path leaves out
+	general := r.guarded || len(r.endpoints) > 0 // every packet wants to be looked at
+	if m := &r.pods[0]; m.ok && !general {       // a single address is its network address, which the fast path leaves out
 		mask, from, to := uint32(m.from.mask.lo), uint32(m.from.net.lo), uint32(m.to.net.lo)
-		base.in = map4{mask, to, from}
-		if len(r.endpoints) == 0 {
-			base.out = map4{mask, from, to}
-		}
+		base.in, base.out = map4{mask, to, from}, map4{mask, from, to}
 	}
-	if m := &r.pods[1]; m.ok && !r.guarded {
-		base.in6 = map6{m.from.mask, m.to.net, m.from.net}
-		if len(r.endpoints) == 0 {
-			base.out6 = map6{m.from.mask, m.from.net, m.to.net}
-		}
+	if m := &r.pods[1]; m.ok && !general {
+		base.in6, base.out6 = map6{m.from.mask, m.to.net, m.from.net}, map6{m.from.mask, m.from.net, m.to.net}
 	}
 	pods := base
 	pods.pods = true

@@ -32,7 +32,7 @@ type PeerStats struct {
 
 	MTU                               int    // largest packet towards the peer, 0 for no bound
 	Told, Silent, Fragmented          uint64 // packets too big so far: answered by an ICMP error; not, because of the rate; cut into fragments
-	Created, Expired, Evicted, Purged uint64 // flows so far: opened; idle too long; half-open at the bound; not permitted by new rules
+	Created, Expired, Evicted, Purged uint64 // flows so far: opened; idle too long, or left for the pod's own address; half-open at the bound; not permitted by new rules
 }
 
 // PortUse tells how many of the ports, or ICMP ids, at a NAPT address are in use.
@@ -115,15 +115,16 @@ type FlowInfo struct {
 	Peer       string
 	Kind       string // "napt": opened from our side; "endpoint": opened by the peer
 	Proto      uint8
+	Query      uint8          // the type of the request of an ICMP query, 0 of other protocols
 	Local      netip.AddrPort // our end; its port is the identifier of an ICMP query, 0 of other protocols
 	Mapped     netip.AddrPort // our end as the peer knows it
-	Remote     netip.AddrPort // the peer's end as we know it
+	Remote     netip.AddrPort // the peer's end as we know it; port 0 of an ICMP query
 	State      string         // "half-open", "established", "closing"
 	Idle, Left time.Duration  // since its last packet, and until it ends, at the time of the last Sweep
 }
 
-// Flows lists up to max flows, peer by peer, in no order within one. It takes no lock; a flow that comes or goes at that
-// moment may be missing.
+// Flows lists up to max flows, peer by peer, in no order within one. It takes no lock; a flow that
+// comes or goes at that moment may be missing.
 func (e *Engine) Flows(max int) []FlowInfo {
 	now := tick(e.swept.Load())
 	var flows []FlowInfo
@@ -164,6 +165,9 @@ func (e *entry) info(l *lifetimes, now tick) (FlowInfo, bool) {
 		Mapped: netip.AddrPortFrom(in.near.netip(), in.nearPort(Inbound)),
 		Remote: netip.AddrPortFrom(out.remote.netip(), out.remotePort()),
 		Idle:   duration(idle), Left: duration(max(l.of(word)-idle, 0)),
+	}
+	if classOf(f.Proto, f.Local.Addr().Is4()) == icmpIDs {
+		f.Query, f.Remote = uint8(f.Remote.Port()), netip.AddrPortFrom(f.Remote.Addr(), 0)
 	}
 	if kindOf(word) == endpointFlow {
 		f.Kind = "endpoint"

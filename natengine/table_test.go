@@ -8,8 +8,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// checkIndex compares an index with what was entered: every entry is found from its home on, nothing else is there, and the
-// counters of each shard are right.
+// checkIndex compares an index with what was entered: every entry is found from its home on,
+// nothing else is there, and the counters of each shard are right.
 func checkIndex(t *testing.T, x *index, want map[uint32]uint64) {
 	t.Helper()
 	for i, h := range want {
@@ -51,8 +51,8 @@ func checkIndex(t *testing.T, x *index, want map[uint32]uint64) {
 	}
 }
 
-// TestIndexFindsWhatWasEntered enters and removes at random, with hashes that often have a home in common, or the last
-// places of an array, so that runs go over its end.
+// TestIndexFindsWhatWasEntered enters and removes at random, with hashes that often have a home in
+// common, or the last places of an array, so that runs go over its end.
 func TestIndexFindsWhatWasEntered(t *testing.T) {
 	for seed := range uint64(20) {
 		rng := rand.New(rand.NewPCG(seed, 1))
@@ -89,8 +89,9 @@ func TestIndexFindsWhatWasEntered(t *testing.T) {
 	}
 }
 
-// TestIndexIsNeverTooEmpty: what memory per flow is computed with. While it grows an index is at least half full, and 5/12
-// when flows come and go, since its tombstones may then be taken for a reason to grow once more.
+// TestIndexIsNeverTooEmpty: what memory per flow is computed with. While it grows an index is at
+// least half full, and 5/12 when flows come and go, since its tombstones may then be taken for a
+// reason to grow once more.
 func TestIndexIsNeverTooEmpty(t *testing.T) {
 	var x index
 	const n = 50_000
@@ -128,8 +129,8 @@ func TestHashesAreKeyedByTable(t *testing.T) {
 	}
 }
 
-// TestHashDependsOnEveryBit changes each bit of a tuple of either family: shard and tag both come out different, half of
-// their bits on average.
+// TestHashDependsOnEveryBit changes each bit of a tuple of either family: shard and tag both come
+// out different, half of their bits on average.
 func TestHashDependsOnEveryBit(t *testing.T) {
 	keys := newHashKeys()
 	for _, k := range []key{
@@ -158,8 +159,9 @@ func TestHashDependsOnEveryBit(t *testing.T) {
 	}
 }
 
-// TestSweepPausesWithoutALock: a sweep in steps ends what one in a piece does, and in its pauses packets open flows of the same
-// peer, take part of what it has yet to come to, and see the rules change.
+// TestSweepPausesWithoutALock: a sweep in steps ends what one in a piece does, and in its pauses
+// packets open flows of the same peer, take part of what it has yet to come to, and see the rules
+// change.
 func TestSweepPausesWithoutALock(t *testing.T) {
 	const flows, early = 60_000, 20_000
 	e := newEngine(t, Config{MaxFlowsPerHost: flows + 1000}, benchPeers(1)[0])

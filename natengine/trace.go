@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Tuple names the ends of a packet. Ports are 0 where there are none; of an ICMP query the identifier is the port of our
-// end.
+// Tuple names the ends of a packet. Ports are 0 where there are none; of an ICMP query the
+// identifier is the port of our end.
 type Tuple struct {
 	Proto    uint8
 	Src, Dst netip.AddrPort
@@ -83,9 +83,10 @@ func (t Trace) String() string {
 	return b.String()
 }
 
-// Trace judges a copy of the packet as Outbound or Inbound would, on the general path, of which their fast path is a
-// shortcut. It changes nothing: not the packet, no flow, no counter, no port. For a new NAPT flow whose port cannot be
-// kept, the port in After is only an example. Not for the head of a run.
+// Trace judges a copy of the packet as Outbound or Inbound would, on the general path, of which
+// their fast path is a shortcut. It changes nothing: not the packet, no flow, no counter, no port.
+// For a new NAPT flow whose port cannot be kept, the port in After is only an example. Not for the
+// head of a run.
 func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 	tr := Trace{Direction: dir, Before: tupleOf(v, dir)}
 	tr.After = tr.Before
@@ -122,7 +123,8 @@ func tupleOf(v *packet.View, dir Direction) Tuple {
 	return Tuple{v.Proto(), netip.AddrPortFrom(v.Src(), src), netip.AddrPortFrom(v.Dst(), dst)}
 }
 
-// The general path tells a trace which rule it followed by the methods below. They do nothing on nil.
+// The general path tells a trace which rule it followed by the methods below. They do nothing on
+// nil.
 
 func (t *Trace) prefixMap(r *rule, family int) {
 	if t != nil {
@@ -161,20 +163,17 @@ func (t *Trace) describe(kind flowKind, local, mapped addr) {
 	}
 }
 
-// preview is what open does when nothing may change; the flows of late are as good as gone. With mu.
-func (t *flowTable) preview(kind flowKind, k *key, other addr, class portClass, late []uint32, room room, quota int64, tr *Trace) (match, Drop) {
-	tr.Flow = "new"
-	local, mapped, owner, dir := k.near, other, k.near, Outbound
-	if kind == endpointFlow {
-		local, mapped, owner, dir = other, k.near, k.remote, Inbound
-	}
-	tr.describe(kind, local, mapped)
-	hosts := &t.hosts[kind]
-	h := hosts.find(owner)
-	port := k.nearPort(dir)
-	if kind == naptFlow && class != noPorts {
+// preview is what enter does when nothing may change; the flows of late are as good as gone. With
+// mu.
+func (o *opening) preview(t *flowTable, room room, quota int64, late []uint32) (match, Drop) {
+	o.tr.Flow = "new"
+	o.tr.describe(o.kind, o.local, o.mapped)
+	hosts := &t.hosts[o.kind]
+	h := hosts.find(o.owner)
+	port := o.k.nearPort(o.dir)
+	if o.kind == naptFlow && o.class != noPorts {
 		var ok bool
-		if port, ok = t.napt.preview(h, port, class, local.family()); !ok {
+		if port, ok = t.napt.preview(h, port, o.class, o.local.family()); !ok {
 			return match{}, DropPortsExhausted
 		}
 	}
@@ -182,7 +181,7 @@ func (t *flowTable) preview(kind flowKind, k *key, other addr, class portClass, 
 	if h != 0 {
 		ofHost = hosts.at(h).flows
 		for _, i := range late {
-			if t.side(i).host == h && kindOf(t.entry(i).word.Load()) == kind {
+			if t.side(i).host == h && kindOf(t.entry(i).word.Load()) == o.kind {
 				ofHost--
 			}
 		}
@@ -197,5 +196,5 @@ func (t *flowTable) preview(kind flowKind, k *key, other addr, class portClass, 
 			return match{}, DropFlowTableFull
 		}
 	}
-	return match{word: uint64(port) << nearShift[1-dir], other: other}, DropNone
+	return match{word: uint64(port) << nearShift[1-o.dir], other: o.other}, DropNone
 }

@@ -11,9 +11,10 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// The kernels on either side count the TTL down. The engine leaves all of the IP header but one address and the
-// checksum alone, on the 1:1 path and on the NAPT path, both ways and over both families: type of service with DSCP and
-// ECN, total length, identification, DF, TTL, options; traffic class, flow label, hop limit, extension headers.
+// The kernels on either side count the TTL down. The engine leaves all of the IP header but one
+// address and the checksum alone, on the 1:1 path and on the NAPT path, both ways and over both
+// families: type of service with DSCP and ECN, total length, identification, DF, TTL, options;
+// traffic class, flow label, hop limit, extension headers.
 func TestIPHeaderFieldsPassUntouched(t *testing.T) {
 	rng := rand.New(rand.NewPCG(36, 37))
 	for _, is4 := range []bool{true, false} {
@@ -68,7 +69,8 @@ func sameHeader(t *testing.T, a, b []byte) {
 	}
 }
 
-// A TTL of 0 or 1 is no business of the engine either: the kernel that the packet goes to next drops it and tells.
+// A TTL of 0 or 1 is no business of the engine either: the kernel that the packet goes to next
+// drops it and tells.
 func TestTTLIsNotLookedAt(t *testing.T) {
 	a, b := errorPair(t, true, false)
 	podA, _, _ := hosts(true, a.pods)
@@ -85,8 +87,8 @@ func TestTTLIsNotLookedAt(t *testing.T) {
 	}
 }
 
-// ICMP that is neither query nor error has no identifier that NAPT could use: between pods it passes as it is, from a node
-// it does not.
+// ICMP that is neither query nor error has no identifier that NAPT could use: between pods it
+// passes as it is, from a node it does not.
 func TestOtherICMPPassesBetweenPodsOnly(t *testing.T) {
 	for _, is4 := range []bool{true, false} {
 		a, b := errorPair(t, is4, false)

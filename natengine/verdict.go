@@ -50,8 +50,9 @@ type Verdict struct {
 	released *[][]byte // rare, so a pointer: a Verdict of three words is returned in registers
 }
 
-// Released are fragments that were held and that this packet, the first of their set, set free: whole IP packets, already
-// rewritten, owned by the caller. They take the same Action as this packet and go after it.
+// Released are fragments that were held and that this packet, the first of their set, set free:
+// whole IP packets, already rewritten, owned by the caller. They take the same Action as this
+// packet and go after it.
 func (v Verdict) Released() [][]byte {
 	if v.released == nil {
 		return nil
@@ -59,8 +60,8 @@ func (v Verdict) Released() [][]byte {
 	return *v.released
 }
 
-// Drop is the reason why a packet was not forwarded. The list is closed: a new reason is a new constant here, with
-// its metrics label and its sentence below.
+// Drop is the reason why a packet was not forwarded. The list is closed: a new reason is a new
+// constant here, with its metrics label and its sentence below.
 type Drop uint8
 
 const (
@@ -99,6 +100,11 @@ const (
 	DropTunnelReplay  // inbound: the message was received before, or is too old to tell
 	DropTunnelSession // inbound: the message belongs to no session, or to one that has ended; the peer is not known
 
+	DropTunnelShort    // inbound: a data message below 32 octets; the peer is not known
+	DropTunnelType     // inbound: no known type of WireGuard message, or a handshake of a wrong length; the same
+	DropTunnelQueue    // outbound: gave way, by packets, octets or age, where packets wait for a session of their peer
+	DropHandshakeQueue // inbound: a handshake message for which the bounded queue had no place; the peer is not known
+
 	numDrops
 )
 
@@ -125,11 +131,15 @@ var drops = [numDrops]struct{ label, text string }{
 	DropVirtioHeader:      {"virtio_header", "the virtio-net header contradicts its packet"},
 	DropTooBig:            {"too_big", "larger than the MTU towards its peer, and not to be fragmented"},
 	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},
-	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full"},
+	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full, or one peer sends it too much at once"},
 	DropTunnelSend:        {"tunnel_send", "the sealed message could not be sent"},
 	DropTunnelForged:      {"tunnel_forged", "the message does not authenticate under the key of its session"},
 	DropTunnelReplay:      {"tunnel_replay", "the message was received before, or is too old to tell"},
 	DropTunnelSession:     {"tunnel_session", "the message belongs to no session, or to one that has ended"},
+	DropTunnelShort:       {"tunnel_short", "the data message is shorter than any can be"},
+	DropTunnelType:        {"tunnel_type", "not a WireGuard message, or a handshake of a wrong length"},
+	DropTunnelQueue:       {"tunnel_queue", "the packet waited for a session of its peer and gave way to newer ones, or was too old"},
+	DropHandshakeQueue:    {"handshake_queue", "the queue of handshakes is full"},
 }
 
 // Drops lists every reason, without DropNone, in the order of the constants.

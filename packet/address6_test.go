@@ -10,7 +10,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// cornerAddr is an address of IPv6 of which the words make every carry of a sum of 64-bit words happen.
+// cornerAddr is an address of IPv6 of which the words make every carry of a sum of 64-bit words
+// happen.
 func cornerAddr(rng *rand.Rand) (hi, lo uint64, a netip.Addr) {
 	corner := func() uint64 {
 		if rng.IntN(3) == 0 {

@@ -78,7 +78,8 @@ func BenchmarkParse(b *testing.B) {
 	}
 }
 
-// BenchmarkRemap is a 1:1 prefix map of the source on a parsed view, the whole of what a known pod costs.
+// BenchmarkRemap is a 1:1 prefix map of the source on a parsed view, the whole of what a known pod
+// costs.
 func BenchmarkRemap(b *testing.B) {
 	for _, state := range []packet.ChecksumState{packet.ChecksumComplete, packet.ChecksumPartial} {
 		b.Run(fmt.Sprintf("TCP4/state%d", state), func(b *testing.B) {
@@ -184,7 +185,8 @@ func BenchmarkSegment(b *testing.B) {
 	}
 }
 
-// BenchmarkCoalesce varies how a batch of 128 arrives. Single packets without data are the other end: nothing to gain.
+// BenchmarkCoalesce varies how a batch of 128 arrives. Single packets without data are the other
+// end: nothing to gain.
 func BenchmarkCoalesce(b *testing.B) {
 	const batch = 128
 	for _, c := range []struct {

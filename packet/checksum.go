@@ -16,21 +16,25 @@ type ChecksumState uint8
 const (
 	// ChecksumComplete: the field holds a finished Internet checksum.
 	ChecksumComplete ChecksumState = iota
-	// ChecksumPartial: the field holds the folded sum of the pseudo-header, not inverted; whoever sends the packet adds
-	// the rest (virtio NEEDS_CSUM, the kernel's CHECKSUM_PARTIAL). Addresses are in that sum, ports are not.
+	// ChecksumPartial: the field holds the folded sum of the pseudo-header, not inverted; whoever
+	// sends the packet adds the rest (virtio NEEDS_CSUM, the kernel's CHECKSUM_PARTIAL). Addresses
+	// are in that sum, ports are not.
 	ChecksumPartial
-	// ChecksumAbsent: there is none to keep right: a later fragment, UDP without a checksum (RFC 768, for IPv6 RFC 6935),
-	// a protocol whose checksum does not cover addresses (SCTP) or is unknown here.
+	// ChecksumAbsent: there is none to keep right: a later fragment, UDP without a checksum (RFC
+	// 768, for IPv6 RFC 6935), a protocol whose checksum does not cover addresses (SCTP) or is
+	// unknown here.
 	ChecksumAbsent
 )
 
-// Checksum returns the Internet checksum (RFC 1071) of b, inverted, ready for the field. sum is what goes before b: any
-// unfolded sum of big-endian 16-bit or 32-bit words below 1<<48. An odd last octet is padded with zero.
+// Checksum returns the Internet checksum (RFC 1071) of b, inverted, ready for the field. sum is
+// what goes before b: any unfolded sum of big-endian 16-bit or 32-bit words below 1<<48. An odd
+// last octet is padded with zero.
 func Checksum(b []byte, sum uint64) uint16 { return ^fold(sum + uint64(sum16(b))) }
 
-// sum16 returns the folded ones'-complement sum of b, not inverted. It adds in little-endian 64-bit words, because the sum
-// is the same in either byte order up to a swap of the result (RFC 1071, section 2). Two chains of additions with carry
-// run side by side: one alone is bound by the latency of the carry.
+// sum16 returns the folded ones'-complement sum of b, not inverted. It adds in little-endian 64-bit
+// words, because the sum is the same in either byte order up to a swap of the result (RFC 1071,
+// section 2). Two chains of additions with carry run side by side: one alone is bound by the
+// latency of the carry.
 func sum16(b []byte) uint16 {
 	var s0, s1, over, c uint64
 	for len(b) >= 128 {
@@ -98,8 +102,9 @@ func sumHeader4(h []byte) uint16 {
 		uint64(be.Uint32(h[16:20])))
 }
 
-// fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0. A sum plus its halves exchanged has in the
-// upper half what both together make, the carry out of the lower half included.
+// fold reduces a sum to 16 bits with end-around carry. It returns 0 only for 0. A sum plus its
+// halves exchanged has in the upper half what both together make, the carry out of the lower half
+// included.
 func fold(sum uint64) uint16 {
 	sum += bits.RotateLeft64(sum, 32)
 	half := uint32(sum >> 32)
@@ -107,13 +112,13 @@ func fold(sum uint64) uint16 {
 	return uint16(half >> 16)
 }
 
-// delta32 and delta16 are what replacing a field adds to a sum: ~m + m' of RFC 1624, equation 3. Field and sum have to
-// have the same alignment, else delta16 takes swapped octets.
+// delta32 and delta16 are what replacing a field adds to a sum: ~m + m' of RFC 1624, equation 3.
+// Field and sum have to have the same alignment, else delta16 takes swapped octets.
 func delta32(old, new uint32) uint64 { return uint64(^old) + uint64(new) }
 func delta16(old, new uint16) uint64 { return uint64(^old) + uint64(new) }
 
-// delta128 is delta32 for an address of 128 bits: the words are added with their carries and the sum is brought to 33 bits,
-// so that it can be added to others.
+// delta128 is delta32 for an address of 128 bits: the words are added with their carries and the
+// sum is brought to 33 bits, so that it can be added to others.
 func delta128(oldHi, oldLo, newHi, newLo uint64) uint64 {
 	sum, c := bits.Add64(^oldHi, newHi, 0)
 	sum, c = bits.Add64(sum, ^oldLo, c)
@@ -124,7 +129,8 @@ func delta128(oldHi, oldLo, newHi, newLo uint64) uint64 {
 // updated applies a delta to a finished checksum (RFC 1624, equation 3).
 func updated(sum uint16, delta uint64) uint16 { return ^fold(uint64(^sum) + delta) }
 
-// pseudoAddrs returns the sum of the addresses as they lie in an IP header: 8 octets for IPv4, 32 for IPv6.
+// pseudoAddrs returns the sum of the addresses as they lie in an IP header: 8 octets for IPv4, 32
+// for IPv6.
 func pseudoAddrs(b []byte) uint64 {
 	var sum uint64
 	for ; len(b) >= 4; b = b[4:] {

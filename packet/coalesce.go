@@ -6,13 +6,15 @@ import (
 	"slices"
 )
 
-// Coalescer makes runs out of the packets of one batch, as the kernel's GRO does (net/ipv4/tcp_offload.c,
-// tcp_gro_receive; udp_offload.c; include/net/gro.h): what belongs to one flow and differs only in what segmentation
-// makes different becomes one superpacket. The packets of a flow keep their order: one that cannot join closes the run
-// before it. Payload is not copied. The zero value is ready; all its scratch is kept over Reset, so that a warm one does
-// not allocate. Not for concurrent use.
+// Coalescer makes runs out of the packets of one batch, as the kernel's GRO does
+// (net/ipv4/tcp_offload.c, tcp_gro_receive; udp_offload.c; include/net/gro.h): what belongs to one
+// flow and differs only in what segmentation makes different becomes one superpacket. The packets
+// of a flow keep their order: one that cannot join closes the run before it. Payload is not copied.
+// The zero value is ready; all its scratch is kept over Reset, so that a warm one does not
+// allocate. Not for concurrent use.
 type Coalescer struct {
-	// UDP also joins UDP datagrams (GSOUDPL4). Set it before the first Add of a batch; it needs a TUN that takes them.
+	// UDP also joins UDP datagrams (GSOUDPL4). Set it before the first Add of a batch; it needs a
+	// TUN that takes them.
 	UDP bool
 
 	runs   []Run
@@ -26,12 +28,12 @@ type Coalescer struct {
 	evict int // whose turn it is to be closed when all are in use
 }
 
-// Run is one superpacket or, with Segments == 1, one packet. Header, View.Bytes() and Tail, written by one writev, are
-// what the TUN takes.
+// Run is one superpacket or, with Segments == 1, one packet. Header, View.Bytes() and Tail, written
+// by one writev, are what the TUN takes.
 type Run struct {
-	// View is the first packet with the headers of the whole: Len is that of the superpacket, Bytes is the first packet
-	// alone, the checksum is partial. It may be rewritten; the partial checksum follows. Of a single packet it is simply the
-	// packet, complete.
+	// View is the first packet with the headers of the whole: Len is that of the superpacket, Bytes
+	// is the first packet alone, the checksum is partial. It may be rewritten; the partial checksum
+	// follows. Of a single packet it is simply the packet, complete.
 	View View
 	// Header is zero for a single packet.
 	Header VirtioHeader
@@ -54,11 +56,13 @@ type openRun struct {
 	verified bool   // the checksums of the first packet were found right
 }
 
-// maxOpen is how many runs can be open at once. With more flows than that in one batch they take turns.
+// maxOpen is how many runs can be open at once. With more flows than that in one batch they take
+// turns.
 const maxOpen = 64
 
-// Segment limits of a run: writev takes 1024 buffers, and the kernel refuses a UDP superpacket of more than
-// UDP_MAX_SEGMENTS datagrams, which is 64 in older versions and 128 in newer ones (checked 2026-11).
+// Segment limits of a run: writev takes 1024 buffers, and the kernel refuses a UDP superpacket of
+// more than UDP_MAX_SEGMENTS datagrams, which is 64 in older versions and 128 in newer ones
+// (checked 2026-11).
 const (
 	maxTCPSegments = 512
 	maxUDPSegments = 64
@@ -73,10 +77,11 @@ func (c *Coalescer) Reset() {
 	c.sealed, c.opens, c.evict = 0, 0, 0
 }
 
-// Add takes one decrypted packet, whole and with complete checksums. b is borrowed until Reset; the headers of the first
-// packet of a run are changed in it. A packet that cannot join is a run of its own. Checksums are verified before packets
-// are joined, since the joined packet gets a new one: a packet with a wrong checksum goes alone and unchanged, and whoever
-// it is for drops it. The error is that of View.Parse, and the packet is then not added.
+// Add takes one decrypted packet, whole and with complete checksums. b is borrowed until Reset; the
+// headers of the first packet of a run are changed in it. A packet that cannot join is a run of its
+// own. Checksums are verified before packets are joined, since the joined packet gets a new one: a
+// packet with a wrong checksum goes alone and unchanged, and whoever it is for drops it. The error
+// is that of View.Parse, and the packet is then not added.
 func (c *Coalescer) Add(b []byte) error {
 	n := len(c.runs)
 	c.runs = append(c.runs, Run{})
@@ -113,8 +118,9 @@ func (c *Coalescer) Add(b []byte) error {
 	return nil
 }
 
-// joinable reports whether a packet may be part of a run at all: not a fragment, no IP options or extension headers, with
-// data, TCP with no flag but ACK, PSH and ECE, UDP with a checksum and no surplus area.
+// joinable reports whether a packet may be part of a run at all: not a fragment, no IP options or
+// extension headers, with data, TCP with no flag but ACK, PSH and ECE, UDP with a checksum and no
+// surplus area.
 func joinable(v *View) bool {
 	plain := v.transport == ipv6Len
 	if v.is4 {
@@ -133,7 +139,8 @@ func joinable(v *View) bool {
 // ends reports whether a packet is the last of its run: TCP with PSH.
 func ends(v *View) bool { return v.proto == TCP && v.b[v.transport+13]&TCPPsh != 0 }
 
-// flowTag condenses addresses, ports and protocol into one word. Tags may collide; find compares the rest.
+// flowTag condenses addresses, ports and protocol into one word. Tags may collide; find compares
+// the rest.
 func flowTag(v *View) uint64 {
 	ports := uint64(be.Uint32(v.b[v.transport:]))<<8 | uint64(v.proto)
 	if v.is4 {
@@ -211,8 +218,9 @@ func (o *openRun) verify(first *View) bool {
 	return o.verified
 }
 
-// sameHeader compares the IP headers. IPv4: type of service, TTL and the flags are equal, and the identification counts up
-// with the segments or, with DF, stays what it was (inet_gro_flush); IPv6: traffic class, flow label and hop limit are equal.
+// sameHeader compares the IP headers. IPv4: type of service, TTL and the flags are equal, and the
+// identification counts up with the segments or, with DF, stays what it was (inet_gro_flush); IPv6:
+// traffic class, flow label and hop limit are equal.
 func (o *openRun) sameHeader(first, v *View, segments int) (fixedID, ok bool) {
 	a, b := first.b[:ipv4Len], v.b[:ipv4Len]
 	if !v.is4 {
@@ -232,8 +240,8 @@ func (o *openRun) sameHeader(first, v *View, segments int) (fixedID, ok bool) {
 	return false, step == uint16(segments)
 }
 
-// sameTCP compares TCP headers: the sequence number is the next one; acknowledgement, flags but PSH, window, urgent pointer
-// and options are equal.
+// sameTCP compares TCP headers: the sequence number is the next one; acknowledgement, flags but
+// PSH, window, urgent pointer and options are equal.
 func sameTCP(first, t []byte, seq uint32) bool {
 	const psh = uint32(TCPPsh) << 16
 	return be.Uint32(t[4:8]) == seq &&
@@ -273,8 +281,8 @@ func (c *Coalescer) closeHosts(v *View) {
 	}
 }
 
-// Runs finishes the runs and returns them in the order of their first packets. The slice and all it leads to are valid
-// until Reset. Packets added later make new runs.
+// Runs finishes the runs and returns them in the order of their first packets. The slice and all it
+// leads to are valid until Reset. Packets added later make new runs.
 func (c *Coalescer) Runs() []Run {
 	c.opens = 0
 	c.tails = slices.Grow(c.tails, len(c.joined))

@@ -29,7 +29,8 @@ func coalesce(t testing.TB, c *packet.Coalescer, packets ...[]byte) []packet.Run
 	return c.Runs()
 }
 
-// expand is what a network card makes of a run: the packets on the wire. It checks the run on the way, under the reference.
+// expand is what a network card makes of a run: the packets on the wire. It checks the run on the
+// way, under the reference.
 func expand(t testing.TB, r *packet.Run) [][]byte {
 	t.Helper()
 	b := whole(r)
@@ -92,7 +93,8 @@ func TestCoalesceUndoesSegment(t *testing.T) {
 	}
 }
 
-// Whatever arrives, what leaves is the same packets, each flow in its order; only flows are moved against one another.
+// Whatever arrives, what leaves is the same packets, each flow in its order; only flows are moved
+// against one another.
 func TestCoalesceKeepsEveryPacketAndTheOrderOfEachFlow(t *testing.T) {
 	rng := newRand(14)
 	c := packet.Coalescer{UDP: true}
@@ -182,8 +184,9 @@ func TestCoalesceKeepsEveryPacketAndTheOrderOfEachFlow(t *testing.T) {
 	}
 }
 
-// sameSegment compares packets and lets the identification of IPv4 packets with DF differ: segmentation counts it up, and it
-// means nothing there (RFC 6864). The reference has verified the checksums of got.
+// sameSegment compares packets and lets the identification of IPv4 packets with DF differ:
+// segmentation counts it up, and it means nothing there (RFC 6864). The reference has verified the
+// checksums of got.
 func sameSegment(got, want []byte) bool {
 	if bytes.Equal(got, want) {
 		return true
@@ -208,7 +211,8 @@ type step struct {
 	size  int // data, 100 when 0, none when negative
 }
 
-// flowPackets makes a flow out of steps: sequence numbers and identifications advance as a sender's do.
+// flowPackets makes a flow out of steps: sequence numbers and identifications advance as a sender's
+// do.
 func flowPackets(h packettest.IP, steps []step) [][]byte {
 	seq := uint32(1000)
 	var out [][]byte
@@ -345,7 +349,8 @@ func TestCoalesceKeepsInterleavedFlowsOpen(t *testing.T) {
 	}
 }
 
-// Two flows whose condensed keys are equal: bit 4 of the source address and bit 0 of the destination port fall together.
+// Two flows whose condensed keys are equal: bit 4 of the source address and bit 0 of the
+// destination port fall together.
 func TestCoalesceTellsFlowsApartThatShareATag(t *testing.T) {
 	h, s := ip4(), packettest.TCP{SrcPort: 5, DstPort: 80, Seq: 1, Flags: packettest.ACK, Data: make([]byte, 10)}
 	h.DF, h.Src = true, addr("10.1.0.1")

@@ -36,7 +36,8 @@ func other(a netip.Addr) netip.Addr {
 	return addr("fd70::ffff:0:ffff")
 }
 
-// FuzzParse: what parses is within its bytes, a rewriting keeps valid checksums valid and the way back restores the octets.
+// FuzzParse: what parses is within its bytes, a rewriting keeps valid checksums valid and the way
+// back restores the octets.
 func FuzzParse(f *testing.F) {
 	seeds(f, func(b []byte, partial bool) { f.Add(b, partial, uint16(40000)) })
 	f.Fuzz(func(t *testing.T, b []byte, partial bool, port uint16) {
@@ -84,8 +85,8 @@ func FuzzParse(f *testing.F) {
 	})
 }
 
-// sameNumber compares packets and lets a checksum field be either zero of ones' complement: a foreign packet may hold
-// the one that an update does not write.
+// sameNumber compares packets and lets a checksum field be either zero of ones' complement: a
+// foreign packet may hold the one that an update does not write.
 func sameNumber(a, b []byte) bool {
 	p := packettest.MustDecode(b)
 	fields := []int{}
@@ -106,8 +107,8 @@ func sameNumber(a, b []byte) bool {
 	return bytes.Equal(a, b)
 }
 
-// FuzzQuote: a translation keeps the ICMP checksum and the quoted header checksum right, changes nothing behind the quoted
-// packet and is undone by the way back.
+// FuzzQuote: a translation keeps the ICMP checksum and the quoted header checksum right, changes
+// nothing behind the quoted packet and is undone by the way back.
 func FuzzQuote(f *testing.F) {
 	seeds(f, func(b []byte, _ bool) {
 		f.Add(b, uint16(40000), uint16(64))
@@ -159,8 +160,8 @@ func FuzzQuote(f *testing.F) {
 	})
 }
 
-// almost allows for the checksum fields of a foreign quoted packet, which may hold the other zero: at most four words
-// differ, each by being 0 on one side and 0xffff on the other.
+// almost allows for the checksum fields of a foreign quoted packet, which may hold the other zero:
+// at most four words differ, each by being 0 on one side and 0xffff on the other.
 func almost(a, b []byte) bool {
 	differ := 0
 	for i := 0; i+1 < len(a); i += 2 {
@@ -175,7 +176,8 @@ func almost(a, b []byte) bool {
 	return differ <= 4
 }
 
-// FuzzVirtioHeader: what Validate accepts can be sent: as it is once completed, or cut into segments that add up.
+// FuzzVirtioHeader: what Validate accepts can be sent: as it is once completed, or cut into
+// segments that add up.
 func FuzzVirtioHeader(f *testing.F) {
 	seeds(f, func(b []byte, partial bool) {
 		h := make([]byte, packet.VirtioHeaderLen)
@@ -250,7 +252,8 @@ func checkSegments(t *testing.T, v *packet.View, size int) {
 	}
 }
 
-// FuzzSegment: segments are those of the reference, and coalescing them gives the superpacket back where it can.
+// FuzzSegment: segments are those of the reference, and coalescing them gives the superpacket back
+// where it can.
 func FuzzSegment(f *testing.F) {
 	rng := newRand(17)
 	for range 40 {
@@ -301,9 +304,9 @@ func FuzzSegment(f *testing.F) {
 	})
 }
 
-// FuzzCoalesce: a batch cut out of the input at will, each packet with a length ahead whose top bit asks for checksums to
-// be made right, which a fuzzer would hardly find. Every packet that parses leaves again, octet by octet or as a
-// segment that the reference makes of a valid run.
+// FuzzCoalesce: a batch cut out of the input at will, each packet with a length ahead whose top bit
+// asks for checksums to be made right, which a fuzzer would hardly find. Every packet that parses
+// leaves again, octet by octet or as a segment that the reference makes of a valid run.
 func FuzzCoalesce(f *testing.F) {
 	rng := newRand(18)
 	pack := func(packets ...[]byte) (out []byte) {
@@ -368,8 +371,8 @@ func repair(b []byte) {
 	copy(b, fixed[0])
 }
 
-// equalInMeaning compares a segment of a run with a packet that may hold the other zero in a checksum, which no update
-// writes.
+// equalInMeaning compares a segment of a run with a packet that may hold the other zero in a
+// checksum, which no update writes.
 func equalInMeaning(got, want []byte) bool {
 	return len(got) == len(want) && (sameNumber(got, want) || sameSegment(zeroSums(got), zeroSums(want)))
 }

@@ -45,7 +45,8 @@ func random(rng *rand.Rand, n int) []byte {
 	return b
 }
 
-// corner values of 16 bits come up far more often than chance, since 0 and 0xffff are where checksums go wrong.
+// corner values of 16 bits come up far more often than chance, since 0 and 0xffff are where
+// checksums go wrong.
 func word(rng *rand.Rand) uint16 {
 	switch rng.IntN(4) {
 	case 0:

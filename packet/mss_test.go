@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// clamped is what ClampMSS has to make of TCP options, written from RFC 9293, section 3.1 alone: it lists the options first
-// and then lowers those of kind 2 and length 4.
+// clamped is what ClampMSS has to make of TCP options, written from RFC 9293, section 3.1 alone: it
+// lists the options first and then lowers those of kind 2 and length 4.
 func clamped(options []byte, mss int) []byte {
 	type option struct{ at, kind, length int }
 	var list []option
@@ -43,8 +43,8 @@ func clamped(options []byte, mss int) []byte {
 	return out
 }
 
-// randOptions is up to 40 octets: well-formed options in any order, with the MSS never, once or twice and at any offset,
-// and sometimes cut off or with an octet of nonsense.
+// randOptions is up to 40 octets: well-formed options in any order, with the MSS never, once or
+// twice and at any offset, and sometimes cut off or with an octet of nonsense.
 func randOptions(rng *rand.Rand) []byte {
 	var o []byte
 	for range rng.IntN(9) {

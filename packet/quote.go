@@ -2,11 +2,13 @@ package packet
 
 import "net/netip"
 
-// Quote is the packet that an ICMP error quotes, rewritten in place. Each setter keeps three checksums right, as Linux does
-// in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header, that of the quoted transport header where its field is
-// among the quoted octets (UDP unless it is 0, TCP only with a whole header, UDP-Lite, DCCP, ICMP), and that of the error
-// itself. Octets behind the quote, RFC 4884 extensions among them, are never touched. It borrows the bytes of its View and is
-// valid until the next Parse. Not for concurrent use.
+// Quote is the packet that an ICMP error quotes, rewritten in place. Each setter keeps three
+// checksums right, as Linux does in net/netfilter/nf_nat_proto.c: that of the quoted IPv4 header,
+// that of the quoted transport header where its field is among the quoted octets (TCP, UDP unless
+// it is 0, UDP-Lite, DCCP, ICMP; Linux leaves that of TCP alone when the quote ends behind it but
+// within the header), and that of the error itself. Half a checksum stays: the other half would
+// tell the carry. Octets behind the quote, RFC 4884 extensions among them, are never touched. It
+// borrows the bytes of its View and is valid until the next Parse. Not for concurrent use.
 type Quote struct {
 	b         []byte // ICMP message of the error, from its type octet
 	transport int    // offset in b of the quoted transport header; the end of the quote when it has none
@@ -20,11 +22,12 @@ type Quote struct {
 // quoted is where the quoted packet begins in an ICMP error.
 const quoted = icmpLen
 
-// Quote reads the packet that this ICMP error quotes. It is lenient, because the quote may be cut: behind the IP header
-// nothing has to be there, and what is there is offered as far as it goes. It verifies the checksum of the ICMP error and
-// that of the quoted IPv4 header (RFC 5508, REQ-3), not the quoted transport checksum. The error is ErrQuote when this is
-// no ICMP error, is a fragment of one or quotes no whole IP header of its own family, else ErrICMPChecksum or
-// ErrHeaderChecksum. After an error q holds nothing useful.
+// Quote reads the packet that this ICMP error quotes. It is lenient, because the quote may be cut:
+// behind the IP header nothing has to be there, and what is there is offered as far as it goes. It
+// verifies the checksum of the ICMP error and that of the quoted IPv4 header (RFC 5508, REQ-3), not
+// the quoted transport checksum. The error is ErrQuote when this is no ICMP error, is a fragment of
+// one or quotes no whole IP header of its own family, else ErrICMPChecksum or ErrHeaderChecksum.
+// After an error q holds nothing useful.
 func (v *View) Quote(q *Quote) error {
 	if !v.IsICMPError() || v.more {
 		return ErrQuote
@@ -40,12 +43,13 @@ func (v *View) Quote(q *Quote) error {
 	return q.parse6()
 }
 
-// minExtended is the least length of the original datagram field when extensions follow (RFC 4884, section 3). Less says
-// nothing: the octet was unused before, and not everybody left it zero.
+// minExtended is the least length of the original datagram field when extensions follow (RFC 4884,
+// section 3). Less says nothing: the octet was unused before, and not everybody left it zero.
 const minExtended = 128
 
-// extent returns where the original datagram field ends. RFC 4884 gives it a length, in 32-bit words for IPv4 and 64-bit
-// words for IPv6, when extensions follow; only some types have that octet.
+// extent returns where the original datagram field ends. RFC 4884 gives it a length, in 32-bit
+// words for IPv4 and 64-bit words for IPv6, when extensions follow; only some types have that
+// octet.
 func (q *Quote) extent() int {
 	size := 0
 	switch kind := q.b[0]; {
@@ -128,8 +132,8 @@ func (q *Quote) Dst() netip.Addr {
 	return netip.AddrFrom16([16]byte(q.b[quoted+24:]))
 }
 
-// Proto returns the upper-layer protocol of the quoted packet or, when the quote is cut within the IPv6 extension headers,
-// the kind of the header where it is cut.
+// Proto returns the upper-layer protocol of the quoted packet or, when the quote is cut within the
+// IPv6 extension headers, the kind of the header where it is cut.
 func (q *Quote) Proto() uint8 { return q.proto }
 
 // LaterFragment reports whether the quoted packet is a fragment other than the first.
@@ -154,18 +158,27 @@ func (q *Quote) DstPort() uint16 {
 	return be.Uint16(q.b[q.transport+2:])
 }
 
-// IsICMPQuery reports whether the quoted packet is an ICMP query and the quote reaches to its identifier.
+// IsICMPQuery reports whether the quoted packet is an ICMP query and the quote reaches to its
+// identifier.
 func (q *Quote) IsICMPQuery() bool {
 	return q.isICMP() && q.has(6) && queryType(q.is4, q.b[q.transport])
 }
 
-// IsICMPError reports whether the quoted packet is itself an ICMP error, about which there may be no error (RFC 1122,
-// section 3.2.2).
+// IsICMPError reports whether the quoted packet is itself an ICMP error, about which there may be
+// no error (RFC 1122, section 3.2.2).
 func (q *Quote) IsICMPError() bool {
 	return q.isICMP() && q.has(1) && errorType(q.is4, q.b[q.transport])
 }
 
 func (q *Quote) isICMP() bool { return q.is4 && q.proto == ICMP || !q.is4 && q.proto == ICMPv6 }
+
+// ICMPType returns the type of the quoted ICMP query, 0 unless IsICMPQuery.
+func (q *Quote) ICMPType() uint8 {
+	if !q.IsICMPQuery() {
+		return 0
+	}
+	return q.b[q.transport]
+}
 
 // ICMPID returns the identifier of the quoted ICMP query, 0 unless IsICMPQuery.
 func (q *Quote) ICMPID() uint16 {
@@ -175,10 +188,12 @@ func (q *Quote) ICMPID() uint16 {
 	return be.Uint16(q.b[q.transport+4:])
 }
 
-// SetSrc rewrites the source address of the quoted packet; the address has to be of its family, as for View.SetSrc.
+// SetSrc rewrites the source address of the quoted packet; the address has to be of its family, as
+// for View.SetSrc.
 func (q *Quote) SetSrc(a netip.Addr) { q.setAddr(quoted+12, quoted+8, a) }
 
-// SetDst rewrites the destination address of the quoted packet; the address has to be of its family.
+// SetDst rewrites the destination address of the quoted packet; the address has to be of its
+// family.
 func (q *Quote) SetDst(a netip.Addr) { q.setAddr(quoted+16, quoted+24, a) }
 
 func (q *Quote) setAddr(at4, at6 int, a netip.Addr) {
@@ -235,7 +250,7 @@ func (q *Quote) setWord(at int, new uint16) {
 func (q *Quote) transportChanged(delta uint64) {
 	at := q.transport
 	switch {
-	case q.proto == TCP && q.has(tcpLen):
+	case q.proto == TCP && q.has(tcpSumOffset+2):
 		at += tcpSumOffset
 	case q.proto == UDP && q.has(udpLen):
 		at += udpSumOffset
@@ -256,7 +271,8 @@ func (q *Quote) transportChanged(delta uint64) {
 	q.put(at, sum)
 }
 
-// put writes one word of the quoted packet, which lies at an even offset of the error, and tells the error's checksum.
+// put writes one word of the quoted packet, which lies at an even offset of the error, and tells
+// the error's checksum.
 func (q *Quote) put(at int, new uint16) {
 	field := q.b[at : at+2]
 	delta := delta16(be.Uint16(field), new)

@@ -65,8 +65,9 @@ func quoteCase(h packettest.IP, body packettest.Body, cut int, extension []byte)
 	return packettest.Build(outer, e)
 }
 
-// What the kernel's nf_nat makes of an error: the same error about the translated packet. The quoted transport checksum
-// follows only where its field is quoted, for TCP only where all 20 octets are.
+// What the kernel's nf_nat makes of an error: the same error about the translated packet. The
+// quoted transport checksum follows only where its field is quoted, for TCP only where all 20
+// octets are.
 func TestQuoteTranslationIsTheErrorAboutTheTranslatedPacket(t *testing.T) {
 	rng := newRand(8)
 	for range 20_000 {
@@ -75,7 +76,7 @@ func TestQuoteTranslationIsTheErrorAboutTheTranslatedPacket(t *testing.T) {
 		whole := packettest.Build(h, body)
 		p := packettest.MustDecode(whole)
 		header := p.TransportOffset
-		cut := []int{header, header + 4, header + 6, header + 8, header + 12, header + 20, len(whole), header + rng.IntN(40)}[rng.IntN(8)]
+		cut := []int{header, header + 4, header + 6, header + 8, header + 12, header + 16 + rng.IntN(4), header + 20, len(whole), header + rng.IntN(40)}[rng.IntN(9)]
 		var extension []byte
 		if rng.IntN(3) == 0 {
 			extension = append([]byte{0x20, 0, 0, 0}, random(rng, 8)...)
@@ -101,7 +102,7 @@ func TestQuoteTranslationIsTheErrorAboutTheTranslatedPacket(t *testing.T) {
 		switch b := body.(type) {
 		case packettest.TCP:
 			b.SrcPort, b.DstPort = port, ^port
-			toBody, field, follows = b, 16, have >= 20
+			toBody, field, follows = b, 16, have >= 18
 		case packettest.UDP:
 			b.SrcPort, b.DstPort = port, ^port
 			toBody, field, follows = b, 6, have >= 8
@@ -298,9 +299,9 @@ func TestQuoteDoesNotAllocate(t *testing.T) {
 	}
 }
 
-// The length octet of RFC 4884 ends the quote for the types that have one, here within a TCP header behind extension
-// headers: the checksum field behind it is part of an extension and must not be touched. In other types that octet belongs
-// to an MTU or a pointer.
+// The length octet of RFC 4884 ends the quote for the types that have one, here within a TCP header
+// behind extension headers: the checksum field behind it is part of an extension and must not be
+// touched. In other types that octet belongs to an MTU or a pointer.
 func TestQuoteEndsWhereRFC4884SaysSo(t *testing.T) {
 	for _, c := range []struct {
 		kind uint8
@@ -329,7 +330,8 @@ func TestQuoteLengthBelow128OctetsIsNone(t *testing.T) {
 	}
 }
 
-// quoteWithLength is an ICMP error that quotes a TCP segment of 40 octets of data, with a length octet.
+// quoteWithLength is an ICMP error that quotes a TCP segment of 40 octets of data, with a length
+// octet.
 func quoteWithLength(h packettest.IP, kind uint8, words uint32) []byte {
 	inner := packettest.Build(h, packettest.TCP{SrcPort: 7, DstPort: 8, Data: make([]byte, 40)})
 	shift := 16
@@ -340,7 +342,8 @@ func quoteWithLength(h packettest.IP, kind uint8, words uint32) []byte {
 	return packettest.Build(h, packettest.ICMPError{Type: kind, Rest: words << shift, Quote: inner})
 }
 
-// quotedChecksumTouched rewrites the quoted source port and reports whether the TCP checksum of the quote followed.
+// quotedChecksumTouched rewrites the quoted source port and reports whether the TCP checksum of the
+// quote followed.
 func quotedChecksumTouched(t *testing.T, b []byte) bool {
 	t.Helper()
 	before := slices.Clone(b)

@@ -5,8 +5,8 @@ import (
 	"net/netip"
 )
 
-// SetSrc rewrites the source address and keeps all checksums right. The address has to be of the packet's family; another
-// is a mistake of the caller and panics before anything is written.
+// SetSrc rewrites the source address and keeps all checksums right. The address has to be of the
+// packet's family; another is a mistake of the caller and panics before anything is written.
 func (v *View) SetSrc(a netip.Addr) {
 	if v.is4 {
 		a4 := a.As4()
@@ -71,7 +71,8 @@ func (v *View) set16(at int, a netip.Addr) {
 	v.set6(v.b[at:at+16], be.Uint64(new[:8]), be.Uint64(new[8:]))
 }
 
-// replaced16 writes an IPv6 address over field and returns the delta for the checksums that cover it.
+// replaced16 writes an IPv6 address over field and returns the delta for the checksums that cover
+// it.
 func replaced16(field []byte, a *[16]byte) uint64 {
 	hi, lo := be.Uint64(a[:8]), be.Uint64(a[8:])
 	delta := delta128(be.Uint64(field[:8]), be.Uint64(field[8:]), hi, lo)
@@ -79,8 +80,8 @@ func replaced16(field []byte, a *[16]byte) uint64 {
 	return delta
 }
 
-// addressChanged brings a checksum that covers the pseudo-header up to date. In a first fragment it covers octets that are
-// elsewhere; the update needs none of them.
+// addressChanged brings a checksum that covers the pseudo-header up to date. In a first fragment it
+// covers octets that are elsewhere; the update needs none of them.
 func (v *View) addressChanged(delta uint64) {
 	field := v.b[v.sum : v.sum+2]
 	switch sum := be.Uint16(field); v.csum {
@@ -93,15 +94,16 @@ func (v *View) addressChanged(delta uint64) {
 		}
 		be.PutUint16(field, sum)
 		if sum == 0 && v.icmp && sum16(v.b[v.transport:]) == 0 {
-			// A message of zeros alone, which without pseudo-header only an echo reply can be: 0xffff is right, and the one
-			// case that RFC 1624, equation 3 cannot tell from its opposite.
+			// A message of zeros alone, which without pseudo-header only an echo reply can be:
+			// 0xffff is right, and the one case that RFC 1624, equation 3 cannot tell from its
+			// opposite.
 			be.PutUint16(field, 0xffff)
 		}
 	}
 }
 
-// contentChanged brings a finished checksum up to date after a change of the transport header. A partial one holds the
-// pseudo-header alone and stays.
+// contentChanged brings a finished checksum up to date after a change of the transport header. A
+// partial one holds the pseudo-header alone and stays.
 func (v *View) contentChanged(delta uint64) {
 	if v.csum == ChecksumComplete {
 		v.addressChanged(delta)
@@ -136,9 +138,10 @@ func (v *View) setWord(at int, new uint16) {
 	v.contentChanged(delta)
 }
 
-// ClampMSS lowers the MSS options of a TCP SYN to mss and reports whether it changed anything. It never raises one and
-// never adds one: a SYN without the option says 536 (RFC 9293, section 3.7.1). All of them are lowered when there are
-// several, since receivers take the last. Options that do not add up end the walk. mss 0 means no limit.
+// ClampMSS lowers the MSS options of a TCP SYN to mss and reports whether it changed anything. It
+// never raises one and never adds one: a SYN without the option says 536 (RFC 9293, section 3.7.1).
+// All of them are lowered when there are several, since receivers take the last. Options that do
+// not add up end the walk. mss 0 means no limit.
 func (v *View) ClampMSS(mss uint16) bool {
 	if mss == 0 || v.TCPFlags()&TCPSyn == 0 {
 		return false
@@ -176,8 +179,9 @@ func (v *View) ClampMSS(mss uint16) bool {
 	return changed
 }
 
-// CompleteChecksum finishes a partial checksum, for a packet that is sent as it is and not segmented. It does nothing in
-// the other states and nothing to the head of a run, whose other segments it cannot see.
+// CompleteChecksum finishes a partial checksum, for a packet that is sent as it is and not
+// segmented. It does nothing in the other states and nothing to the head of a run, whose other
+// segments it cannot see.
 func (v *View) CompleteChecksum() {
 	if v.csum != ChecksumPartial || int(v.length) != len(v.b) {
 		return
@@ -203,8 +207,8 @@ func (v *View) covered() []byte {
 	return t
 }
 
-// pseudoSum is the sum of the pseudo-header for a transport packet of the given length (RFC 9293, section 3.1; RFC 8200,
-// section 8.1).
+// pseudoSum is the sum of the pseudo-header for a transport packet of the given length (RFC 9293,
+// section 3.1; RFC 8200, section 8.1).
 func (v *View) pseudoSum(length int) uint64 {
 	sum := uint64(v.proto) + uint64(length)
 	if v.is4 {
@@ -213,8 +217,9 @@ func (v *View) pseudoSum(length int) uint64 {
 	return sum + pseudoAddrs(v.b[8:40])
 }
 
-// ValidChecksums verifies everything that can be verified in this packet: the IPv4 header checksum and the transport
-// checksum, a partial one against the pseudo-header. Of a fragment only the header counts.
+// ValidChecksums verifies everything that can be verified in this packet: the IPv4 header checksum
+// and the transport checksum, a partial one against the pseudo-header. Of a fragment only the
+// header counts.
 func (v *View) ValidChecksums() bool {
 	if v.is4 && sumHeader4(v.b[:int(v.b[0]&15)*4]) != 0xffff {
 		return false

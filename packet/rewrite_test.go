@@ -76,8 +76,8 @@ func (r rewriting) apply(v *packet.View) (undo rewriting) {
 	return undo
 }
 
-// The heart of the package: whatever is rewritten, checksums stay right under the reference, in all three states, nothing
-// else changes and the way back leads to the same octets.
+// The heart of the package: whatever is rewritten, checksums stay right under the reference, in all
+// three states, nothing else changes and the way back leads to the same octets.
 func TestRewritingKeepsChecksumsAndIsUndone(t *testing.T) {
 	rng := newRand(4)
 	var v packet.View
@@ -115,7 +115,8 @@ func TestRewritingKeepsChecksumsAndIsUndone(t *testing.T) {
 	}
 }
 
-// sameButZero compares packets and lets the partial checksum, which is a ones'-complement number, be either zero.
+// sameButZero compares packets and lets the partial checksum, which is a ones'-complement number,
+// be either zero.
 func sameButZero(a, b []byte, v *packet.View) bool {
 	if bytes.Equal(a, b) {
 		return true
@@ -134,8 +135,9 @@ func sameButZero(a, b []byte, v *packet.View) bool {
 	return bytes.Equal(a, b)
 }
 
-// An incremental update has to give the very octets of a full computation: 0 and 0xffff are both "right" to a verifier that
-// sums, but 0xffff in an IPv4 header is not what the kernel writes (RFC 1624, section 3), and 0 in UDP says "none".
+// An incremental update has to give the very octets of a full computation: 0 and 0xffff are both
+// "right" to a verifier that sums, but 0xffff in an IPv4 header is not what the kernel writes (RFC
+// 1624, section 3), and 0 in UDP says "none".
 func TestRewritingGivesTheOctetsOfAFullComputation(t *testing.T) {
 	rng := newRand(5)
 	var v packet.View
@@ -204,7 +206,8 @@ func TestPartialChecksumFollowsAddressesAndNotPorts(t *testing.T) {
 	packettest.Check(t, b, packettest.PartialChecksum(), packettest.Ports(40000, 40001))
 }
 
-// The transport checksum in a first fragment covers the whole datagram: cut, rewrite each fragment, join, verify.
+// The transport checksum in a first fragment covers the whole datagram: cut, rewrite each fragment,
+// join, verify.
 func TestRewrittenFragmentsJoinToAValidDatagram(t *testing.T) {
 	rng := newRand(6)
 	for range 2000 {
@@ -379,7 +382,8 @@ func TestRewritingDoesNotAllocate(t *testing.T) {
 	}
 }
 
-// The whole message becomes zero, which is the one sum that an incremental update cannot tell from 0xffff.
+// The whole message becomes zero, which is the one sum that an incremental update cannot tell from
+// 0xffff.
 func TestSetICMPIDOfAnEchoReplyThatBecomesZero(t *testing.T) {
 	for _, data := range [][]byte{nil, make([]byte, 5)} {
 		b := packettest.Build(ip4(), packettest.Echo{Reply: true, ID: 7, Data: data})
@@ -390,7 +394,8 @@ func TestSetICMPIDOfAnEchoReplyThatBecomesZero(t *testing.T) {
 	}
 }
 
-// UDP-Lite and DCCP cover the pseudo-header and as much of the rest as they say: the first octets here, or all of it.
+// UDP-Lite and DCCP cover the pseudo-header and as much of the rest as they say: the first octets
+// here, or all of it.
 func TestRewriteKeepsTheChecksumOfUDPLiteAndDCCP(t *testing.T) {
 	rng := rand.New(rand.NewPCG(5, 6))
 	for _, h := range []packettest.IP{ip4(), ip6()} {

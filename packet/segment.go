@@ -1,11 +1,12 @@
 package packet
 
-// Segmenter cuts one superpacket into the packets that a network card would send (the kernel's tcp_gso_segment,
-// __udp_gso_segment and inet_gso_segment): TCP sequence numbers advance, FIN and PSH stay with the last segment and CWR
-// with the first, the IPv4 identification counts up, every checksum is complete. It takes segments one by one, so that a
-// superpacket with more of them than there is room for is continued later. The zero value has none left. The bytes of the
-// view are borrowed until Remaining is 0, and are overwritten: each segment is made where its data lies. Not for concurrent
-// use.
+// Segmenter cuts one superpacket into the packets that a network card would send (the kernel's
+// tcp_gso_segment, __udp_gso_segment and inet_gso_segment): TCP sequence numbers advance, FIN and
+// PSH stay with the last segment and CWR with the first, the IPv4 identification counts up, every
+// checksum is complete. It takes segments one by one, so that a superpacket with more of them than
+// there is room for is continued later. The zero value has none left. The bytes of the view are
+// borrowed until Remaining is 0, and are overwritten: each segment is made where its data lies. Not
+// for concurrent use.
 type Segmenter struct {
 	b         []byte
 	template  []byte // all headers, as they were
@@ -23,11 +24,12 @@ type Segmenter struct {
 	transportSum uint64 // pseudo-header and transport header without lengths, sequence number, flags and checksum
 }
 
-// Reset starts on a superpacket, as parsed and rewritten: TCP or UDP with a partial checksum. gsoSize, at least 1, is what
-// VirtioHeader.Validate returned; data that fits one segment makes one. The error is ErrGSO; s then has nothing left.
+// Reset starts on a superpacket, as parsed and rewritten: TCP or UDP with a partial checksum.
+// gsoSize, at least 1, is what VirtioHeader.Validate returned; data that fits one segment makes
+// one. The error is ErrGSO; s then has nothing left.
 //
-// The value in the partial checksum field is not used: the sum of each segment is made from its addresses, because its
-// length is another anyway.
+// The value in the partial checksum field is not used: the sum of each segment is made from its
+// addresses, because its length is another anyway.
 func (s *Segmenter) Reset(v *View, gsoSize int) error {
 	s.left = 0
 	if gsoSize < 1 || !v.segmentable() {
@@ -59,8 +61,9 @@ func (s *Segmenter) Reset(v *View, gsoSize int) error {
 // Remaining returns how many segments are not yet taken.
 func (s *Segmenter) Remaining() int { return s.left }
 
-// Next returns the next segment, one whole IP packet, or nil when there is none left. It lies in the bytes of the view, its
-// headers over data of the segments before it, which are spoiled by that; it is itself spoiled by the next call.
+// Next returns the next segment, one whole IP packet, or nil when there is none left. It lies in
+// the bytes of the view, its headers over data of the segments before it, which are spoiled by
+// that; it is itself spoiled by the next call.
 func (s *Segmenter) Next() []byte {
 	if s.left == 0 {
 		return nil

@@ -99,7 +99,8 @@ func TestSegmentUDPChecksumIsNeverZero(t *testing.T) {
 	}
 }
 
-// Whoever has a segment may change it, and seal it in place: the others are as they have to be all the same.
+// Whoever has a segment may change it, and seal it in place: the others are as they have to be all
+// the same.
 func TestASegmentMayBeSpoiledByItsOwner(t *testing.T) {
 	rng := newRand(11)
 	for range 200 {

@@ -1,14 +1,15 @@
 package packet
 
-// What becomes of a packet that is larger than the way it has to take: Split makes fragments of it where the sender allows
-// that, else TooBig tells the sender.
+// What becomes of a packet that is larger than the way it has to take: Split makes fragments of it
+// where the sender allows that, else TooBig tells the sender.
 
 const (
 	dontFragment = 0x4000 // in the word of flags and fragment offset
 	moreFollow   = 0x2000
 	offsetMask   = 0x1fff
 
-	// maxError4 and maxError6 are the largest ICMP error (RFC 1812, section 4.3.2.3; RFC 4443, section 2.4c).
+	// maxError4 and maxError6 are the largest ICMP error (RFC 1812, section 4.3.2.3; RFC 4443,
+	// section 2.4c).
 	maxError4 = 576
 	maxError6 = 1280
 
@@ -22,12 +23,13 @@ const (
 // DontFragment reports whether only the sender may cut this packet: IPv6, or IPv4 with DF.
 func (v *View) DontFragment() bool { return !v.is4 || be.Uint16(v.b[6:8])&dontFragment != 0 }
 
-// Split cuts an IPv4 packet, which may be a fragment already, into fragments of at most mtu octets, as RFC 791, section 3.2
-// says and Linux does it (net/ipv4/ip_output.c, ip_do_fragment): offsets are multiples of 8, options without the copy bit
-// become no-operations in all fragments but the first, the identification is kept. A whole packet whose identification is
-// 0 gets id, since fragments need one that differs from packet to packet (RFC 6864, section 4.1). The fragments are new
-// memory, the packet stays as it is. The result is nil for a packet that DontFragment, one whose checksum is partial and an
-// mtu below 68; a packet that fits is one fragment.
+// Split cuts an IPv4 packet, which may be a fragment already, into fragments of at most mtu octets,
+// as RFC 791, section 3.2 says and Linux does it (net/ipv4/ip_output.c, ip_do_fragment): offsets
+// are multiples of 8, options without the copy bit become no-operations in all fragments but the
+// first, the identification is kept. A whole packet whose identification is 0 gets id, since
+// fragments need one that differs from packet to packet (RFC 6864, section 4.1). The fragments are
+// new memory, the packet stays as it is. The result is nil for a packet that DontFragment, one
+// whose checksum is partial and an mtu below 68; a packet that fits is one fragment.
 func (v *View) Split(mtu int, id uint16) [][]byte {
 	if v.DontFragment() || v.csum == ChecksumPartial || mtu < minMTU4 {
 		return nil
@@ -67,7 +69,8 @@ func (v *View) Split(mtu int, id uint16) [][]byte {
 	return fragments
 }
 
-// uncopied turns the options that only the first fragment carries into no-operations. Parse has proved their lengths.
+// uncopied turns the options that only the first fragment carries into no-operations. Parse has
+// proved their lengths.
 func uncopied(o []byte) {
 	for len(o) > 0 && o[0] != 0 {
 		size := 1
@@ -83,12 +86,14 @@ func uncopied(o []byte) {
 	}
 }
 
-// TooBig writes to dst, which holds MaxTooBig octets, the ICMP error that tells the sender of this packet to send smaller
-// ones: fragmentation needed with the next-hop MTU (RFC 1191, section 4) or packet too big. It quotes as much as fits 576
-// octets (RFC 1812, section 4.3.2.3) or 1280 (RFC 4443, section 2.4c), and its source is the destination of the packet, which
-// is the one address that the sender surely has a way to and from. mtu is brought to at least 68 or 1280. The result is the
-// length of the error, or 0 where none may be sent (RFC 1812, section 4.3.2.7; RFC 4443, section 2.4e): about an ICMP error, an
-// IPv4 fragment other than the first, to or from what is no single host. Not for the head of a run.
+// TooBig writes to dst, which holds MaxTooBig octets, the ICMP error that tells the sender of this
+// packet to send smaller ones: fragmentation needed with the next-hop MTU (RFC 1191, section 4) or
+// packet too big. It quotes as much as fits 576 octets (RFC 1812, section 4.3.2.3) or 1280 (RFC
+// 4443, section 2.4c), and its source is the destination of the packet, which is the one address
+// that the sender surely has a way to and from. mtu is brought to at least 68 or 1280. The result
+// is the length of the error, or 0 where none may be sent (RFC 1812, section 4.3.2.7; RFC 4443,
+// section 2.4e): about an ICMP error, an IPv4 fragment other than the first, to or from what is no
+// single host. Not for the head of a run.
 func (v *View) TooBig(dst []byte, mtu int) int {
 	if v.IsICMPError() || !v.singleHosts() {
 		return 0
@@ -134,8 +139,8 @@ func (v *View) tooBig6(dst []byte, mtu int) int {
 	return len(b)
 }
 
-// singleHosts reports whether both addresses can be those of one host: not 0.0.0.0/8, 127.0.0.0/8, multicast, limited
-// broadcast, ::, ::1.
+// singleHosts reports whether both addresses can be those of one host: not 0.0.0.0/8, 127.0.0.0/8,
+// multicast, limited broadcast, ::, ::1.
 func (v *View) singleHosts() bool {
 	if v.is4 {
 		for _, a := range [2]uint32{v.Src4(), v.Dst4()} {

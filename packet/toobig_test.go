@@ -11,7 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// reassemble puts the fragments of one datagram together, slowly. It wants them without gap or overlap.
+// reassemble puts the fragments of one datagram together, slowly. It wants them without gap or
+// overlap.
 func reassemble(t testing.TB, fragments [][]byte) (first packettest.Packet, data []byte, more bool) {
 	t.Helper()
 	more = true
@@ -95,7 +96,8 @@ func TestSplitOfOneFragmentKeepsItsPlace(t *testing.T) {
 	}
 }
 
-// Options with the copy bit go into every fragment, the others become no-operations behind the first (RFC 791, section 3.1).
+// Options with the copy bit go into every fragment, the others become no-operations behind the
+// first (RFC 791, section 3.1).
 func TestSplitCopiesOptionsByTheirCopyBit(t *testing.T) {
 	h := ip4()
 	h.DF = false
@@ -154,8 +156,8 @@ func TestTooBigGolden(t *testing.T) {
 	packettest.Check(t, dst[:n], packettest.ValidChecksums())
 }
 
-// As much of the packet as fits 576 octets (RFC 1812, section 4.3.2.3) or 1280 (RFC 4443, section 2.4c); a next-hop MTU that
-// no host could keep is not told.
+// As much of the packet as fits 576 octets (RFC 1812, section 4.3.2.3) or 1280 (RFC 4443, section
+// 2.4c); a next-hop MTU that no host could keep is not told.
 func TestTooBigQuotesAndMTU(t *testing.T) {
 	rng := newRand(21)
 	dst := bytes.Repeat([]byte{0xee}, packet.MaxTooBig)
@@ -225,7 +227,8 @@ func TestTooBigDoesNotAllocate(t *testing.T) {
 	}
 }
 
-// FuzzTooBig: whatever parses can be split or answered, and what comes out parses, fits, and is right under the reference.
+// FuzzTooBig: whatever parses can be split or answered, and what comes out parses, fits, and is
+// right under the reference.
 func FuzzTooBig(f *testing.F) {
 	rng := newRand(24)
 	for range 40 {

@@ -2,9 +2,10 @@ package packet
 
 import "net/netip"
 
-// View is one parsed IP packet over borrowed bytes. It is small, holds no pointer but the slice and is meant to be reused:
-// keep one per goroutine and Parse into it. Methods that read a transport field want a packet that has one (HasPorts,
-// IsICMPQuery ...); they return zero otherwise, and the setters then do nothing. Not for concurrent use.
+// View is one parsed IP packet over borrowed bytes. It is small, holds no pointer but the slice and
+// is meant to be reused: keep one per goroutine and Parse into it. Methods that read a transport
+// field want a packet that has one (HasPorts, IsICMPQuery ...); they return zero otherwise, and the
+// setters then do nothing. Not for concurrent use.
 type View struct {
 	b         []byte // the packet; the first packet alone for the head of a run
 	length    uint32 // of the whole packet or run, IPv6 header included: at most 65575
@@ -22,15 +23,17 @@ type View struct {
 	pseudo    bool // the transport checksum covers the addresses: TCP, UDP, ICMPv6
 }
 
-// Parse proves the lengths of the one whole IP packet at the start of b: IPv4 with options, IPv6 with extension headers,
-// the transport header of TCP, UDP, ICMP and ICMPv6; other protocols are opaque. b may be longer than the packet; the view
-// ends where the packet ends. csum is what the virtio header said, ChecksumComplete or ChecksumPartial; where there is no
-// checksum the view says ChecksumAbsent instead.
+// Parse proves the lengths of the one whole IP packet at the start of b: IPv4 with options, IPv6
+// with extension headers, the transport header of TCP, UDP, ICMP and ICMPv6; other protocols are
+// opaque. b may be longer than the packet; the view ends where the packet ends. csum is what the
+// virtio header said, ChecksumComplete or ChecksumPartial; where there is no checksum the view says
+// ChecksumAbsent instead.
 //
-// v keeps b until the next Parse. After an error (always of type Error) v holds nothing useful. No checksum is verified
-// here: the kernel did it for what it hands out and does it for what it is given, and an incremental update keeps a wrong
-// checksum wrong. A source route is refused, because the destination in the header is then neither the one to translate
-// nor the one in the pseudo-header, and because it would lead past the rules of the gateway (RFC 5095, RFC 7126).
+// v keeps b until the next Parse. After an error (always of type Error) v holds nothing useful. No
+// checksum is verified here: the kernel did it for what it hands out and does it for what it is
+// given, and an incremental update keeps a wrong checksum wrong. A source route is refused, because
+// the destination in the header is then neither the one to translate nor the one in the
+// pseudo-header, and because it would lead past the rules of the gateway (RFC 5095, RFC 7126).
 func (v *View) Parse(b []byte, csum ChecksumState) error {
 	if len(b) == 0 {
 		return ErrTruncated
@@ -84,7 +87,8 @@ func (v *View) parse4(b []byte, csum ChecksumState) Error {
 	return v.parseTransport(csum)
 }
 
-// options4 walks IPv4 options (RFC 791, section 3.1): type, length, data; 0 ends the list, 1 is a lone octet.
+// options4 walks IPv4 options (RFC 791, section 3.1): type, length, data; 0 ends the list, 1 is a
+// lone octet.
 func options4(o []byte) Error {
 	for len(o) > 0 && o[0] != 0 {
 		if o[0] == 1 {
@@ -102,7 +106,8 @@ func options4(o []byte) Error {
 	return 0
 }
 
-// maxExtensions bounds the walk over IPv6 extension headers. RFC 8200 lists six places for them; senders use one or two.
+// maxExtensions bounds the walk over IPv6 extension headers. RFC 8200 lists six places for them;
+// senders use one or two.
 const maxExtensions = 8
 
 func (v *View) parse6(b []byte, csum ChecksumState) Error {
@@ -136,7 +141,8 @@ func isExtension(proto uint8) bool {
 	return false
 }
 
-// extensionLen is the length of the extension header e of the given kind, of which two octets are known to be there.
+// extensionLen is the length of the extension header e of the given kind, of which two octets are
+// known to be there.
 func extensionLen(kind uint8, e []byte) int {
 	switch kind {
 	case fragmentHeader:
@@ -147,7 +153,8 @@ func extensionLen(kind uint8, e []byte) int {
 	return (int(e[1]) + 1) * 8
 }
 
-// wholeExtension is the length of the extension header at the start of e; false when it is not all there.
+// wholeExtension is the length of the extension header at the start of e; false when it is not all
+// there.
 func wholeExtension(kind uint8, e []byte) (size int, ok bool) {
 	if len(e) < 8 {
 		return 0, false
@@ -156,9 +163,10 @@ func wholeExtension(kind uint8, e []byte) (size int, ok bool) {
 	return size, size <= len(e) && (kind != authentication || size >= authenticationLen)
 }
 
-// extensions walks the extension headers and leaves v.proto and v.transport at the upper-layer header, or at the data of a
-// later fragment. Proto of a later fragment is what the fragment header says, which need not be the upper layer: reassembly
-// goes by source, destination and identification alone (RFC 8200, section 4.5).
+// extensions walks the extension headers and leaves v.proto and v.transport at the upper-layer
+// header, or at the data of a later fragment. Proto of a later fragment is what the fragment header
+// says, which need not be the upper layer: reassembly goes by source, destination and
+// identification alone (RFC 8200, section 4.5).
 func (v *View) extensions() Error {
 	seen := false // a fragment header
 	at := ipv6Len
@@ -204,8 +212,9 @@ func (v *View) extensions() Error {
 	return 0
 }
 
-// fragment notes that this is a fragment of a datagram and checks its place in it. before is what the length field of the
-// reassembled datagram counts ahead of the fragmented part. RFC 791 and RFC 8200 want all but the last a multiple of 8.
+// fragment notes that this is a fragment of a datagram and checks its place in it. before is what
+// the length field of the reassembled datagram counts ahead of the fragmented part. RFC 791 and RFC
+// 8200 want all but the last a multiple of 8.
 func (v *View) fragment(off int, more bool, before int) Error {
 	size := len(v.b) - int(v.transport)
 	v.fragOff, v.more = uint16(off), more
@@ -245,8 +254,9 @@ func (v *View) parseTransport(csum ChecksumState) Error {
 		if len(t) < udpLen {
 			return v.shortTransport()
 		}
-		// A length below that of the IP payload is allowed: the rest is the surplus area of RFC 9868, which the
-		// checksum does not cover. In a first fragment the length is that of the datagram.
+		// A length below that of the IP payload is allowed: the rest is the surplus area of RFC
+		// 9868, which the checksum does not cover. In a first fragment the length is that of the
+		// datagram.
 		if size := int(be.Uint16(t[4:6])); size < udpLen || size > len(t) && !v.more {
 			return ErrTransportHeader
 		}
@@ -294,8 +304,8 @@ func (v *View) parseOther(t []byte, csum ChecksumState) Error {
 		v.csum = csum
 		return 0
 	}
-	// UDP-Lite (RFC 3828) and DCCP (RFC 4340) have a checksum in the place of UDP's, over the pseudo-header and a part of
-	// the rest that they say. Otherwise they are opaque.
+	// UDP-Lite (RFC 3828) and DCCP (RFC 4340) have a checksum in the place of UDP's, over the
+	// pseudo-header and a part of the rest that they say. Otherwise they are opaque.
 	if v.proto == UDPLite || v.proto == DCCP {
 		if len(t) < udpLen {
 			return v.shortTransport()
@@ -312,7 +322,8 @@ func (v *View) parseOther(t []byte, csum ChecksumState) Error {
 	return 0
 }
 
-// coverage is how many octets of t the checksum of UDP-Lite or DCCP covers, 0 when what they say makes no sense.
+// coverage is how many octets of t the checksum of UDP-Lite or DCCP covers, 0 when what they say
+// makes no sense.
 func (v *View) coverage(t []byte) int {
 	if v.proto == UDPLite {
 		if size := int(be.Uint16(t[4:6])); size != 0 {
@@ -337,8 +348,8 @@ func (v *View) shortTransport() Error {
 	return ErrTransportHeader
 }
 
-// Bytes returns the packet: len == Len(), but for the head of a run, where it is the first packet of it. The slice is the
-// one given to Parse, cut to length.
+// Bytes returns the packet: len == Len(), but for the head of a run, where it is the first packet
+// of it. The slice is the one given to Parse, cut to length.
 func (v *View) Bytes() []byte { return v.b }
 
 // Len returns the length of the packet or run in octets, IP header included.
@@ -383,21 +394,24 @@ func (v *View) TTL() uint8 {
 	return v.b[7]
 }
 
-// Proto returns the upper-layer protocol, behind any IPv6 extension headers. In a later fragment it is what the IP or
-// fragment header says.
+// Proto returns the upper-layer protocol, behind any IPv6 extension headers. In a later fragment it
+// is what the IP or fragment header says.
 func (v *View) Proto() uint8 { return v.proto }
 
-// Fragment tells where a fragment belongs: off in octets, more when others follow, id the identification (16 bits in
-// IPv4). is is false for a whole packet, also for an IPv6 atomic fragment (RFC 6946); id is then of no use to a NAT.
+// Fragment tells where a fragment belongs: off in octets, more when others follow, id the
+// identification (16 bits in IPv4). is is false for a whole packet, also for an IPv6 atomic
+// fragment (RFC 6946); id is then of no use to a NAT.
 func (v *View) Fragment() (off int, more bool, id uint32, is bool) {
 	return int(v.fragOff), v.more, v.fragID, v.more || v.fragOff != 0
 }
 
-// LaterFragment reports whether this is a fragment other than the first, so without a transport header.
+// LaterFragment reports whether this is a fragment other than the first, so without a transport
+// header.
 func (v *View) LaterFragment() bool { return v.fragOff != 0 }
 
-// FragmentLen returns how many octets of its datagram a fragment carries, from the offset that Fragment tells. In IPv6 they
-// begin behind the fragment header, with further extension headers if there are any. It is 0 for a whole packet.
+// FragmentLen returns how many octets of its datagram a fragment carries, from the offset that
+// Fragment tells. In IPv6 they begin behind the fragment header, with further extension headers if
+// there are any. It is 0 for a whole packet.
 func (v *View) FragmentLen() int {
 	at := int(v.transport)
 	switch {
@@ -416,8 +430,8 @@ func (v *View) FragmentLen() int {
 // TransportOffset returns where the transport header begins or, in a later fragment, the data.
 func (v *View) TransportOffset() int { return int(v.transport) }
 
-// PayloadOffset returns where the data behind the TCP (with options), UDP or ICMP (8 octets) header begins; for other
-// protocols and later fragments it is TransportOffset.
+// PayloadOffset returns where the data behind the TCP (with options), UDP or ICMP (8 octets) header
+// begins; for other protocols and later fragments it is TransportOffset.
 func (v *View) PayloadOffset() int { return int(v.payload) }
 
 // HasPorts reports whether this is TCP or UDP with the transport header in this packet.
@@ -471,12 +485,12 @@ func (v *View) ICMPID() uint16 {
 	return be.Uint16(v.b[v.transport+4:])
 }
 
-// IsICMPQuery reports whether this is an ICMP request or reply with an identifier: echo, in IPv4 also timestamp,
-// information and address mask.
+// IsICMPQuery reports whether this is an ICMP request or reply with an identifier: echo, in IPv4
+// also timestamp, information and address mask.
 func (v *View) IsICMPQuery() bool { return v.icmp && queryType(v.is4, v.b[v.transport]) }
 
-// IsICMPError reports whether this is an ICMP error, which quotes a packet: in IPv4 types 3, 4, 5, 11 and 12, in IPv6 all
-// below 128 (RFC 4443, section 2.1).
+// IsICMPError reports whether this is an ICMP error, which quotes a packet: in IPv4 types 3, 4, 5,
+// 11 and 12, in IPv6 all below 128 (RFC 4443, section 2.1).
 func (v *View) IsICMPError() bool { return v.icmp && errorType(v.is4, v.b[v.transport]) }
 
 func queryType(is4 bool, kind uint8) bool {

@@ -2,7 +2,8 @@ package packet
 
 import "encoding/binary"
 
-// VirtioHeaderLen is the length of struct virtio_net_hdr, which a TUN opened with IFF_VNET_HDR puts ahead of each packet.
+// VirtioHeaderLen is the length of struct virtio_net_hdr, which a TUN opened with IFF_VNET_HDR puts
+// ahead of each packet.
 const VirtioHeaderLen = 10
 
 // Flags and GSO types of the virtio header (include/uapi/linux/virtio_net.h).
@@ -17,7 +18,8 @@ const (
 	GSOECN   uint8 = 0x80 // a bit beside the type: CWR belongs to the first segment alone
 )
 
-// VirtioHeader is struct virtio_net_hdr. On the wire it is in native byte order, which is little endian wherever this runs.
+// VirtioHeader is struct virtio_net_hdr. On the wire it is in native byte order, which is little
+// endian wherever this runs.
 type VirtioHeader struct {
 	Flags      uint8
 	GSOType    uint8
@@ -27,7 +29,8 @@ type VirtioHeader struct {
 	CsumOffset uint16 // of the checksum field from CsumStart
 }
 
-// Decode reads the first VirtioHeaderLen octets of b. It judges nothing but the length: Validate does.
+// Decode reads the first VirtioHeaderLen octets of b. It judges nothing but the length: Validate
+// does.
 func (h *VirtioHeader) Decode(b []byte) error {
 	if len(b) < VirtioHeaderLen {
 		return ErrVirtioHeader
@@ -59,12 +62,14 @@ func (h VirtioHeader) ChecksumState() ChecksumState {
 	return ChecksumComplete
 }
 
-// FinishInner computes a partial checksum that is not the packet's own but lies further inside, and clears the header's
-// request for it: the packet is to be parsed again, as complete. The kernel leaves such a one when a pod has a tunnel of
-// its own (VXLAN, IPIP), because NETIF_F_HW_CSUM promises a checksum from any offset; the outer checksum, if there is one,
-// was made for the finished packet (Documentation/networking/checksum-offloads.rst, LCO). b is the packet and is changed
-// only without an error, which is ErrVirtioHeader: nothing to compute, a superpacket, a fragment, TCP, which carries no
-// tunnel, or offsets that are not behind the packet's own transport header.
+// FinishInner computes a partial checksum that is not the packet's own but lies further inside, and
+// clears the header's request for it: the packet is to be parsed again, as complete. The kernel
+// leaves such a one when a pod has a tunnel of its own (VXLAN, IPIP), because NETIF_F_HW_CSUM
+// promises a checksum from any offset; the outer checksum, if there is one, was made for the
+// finished packet (Documentation/networking/checksum-offloads.rst, LCO). b is the packet and is
+// changed only without an error, which is ErrVirtioHeader: nothing to compute, a superpacket, a
+// fragment, TCP, which carries no tunnel, or offsets that are not behind the packet's own transport
+// header.
 func (h *VirtioHeader) FinishInner(b []byte) error {
 	var v View
 	if h.Flags != VirtioNeedsCsum || h.GSOType != GSONone || v.Parse(b, ChecksumComplete) != nil {
@@ -83,9 +88,10 @@ func (h *VirtioHeader) FinishInner(b []byte) error {
 	return nil
 }
 
-// Validate checks every field against the packet that follows, which was parsed with h.ChecksumState(). gsoSize is the size
-// of the data in each segment when the packet is a superpacket, and 0 when it is to be sent as it is: no GSO type, or data
-// that fits one segment. HdrLen is not looked at; PayloadOffset of the view is what it should say. The error is
+// Validate checks every field against the packet that follows, which was parsed with
+// h.ChecksumState(). gsoSize is the size of the data in each segment when the packet is a
+// superpacket, and 0 when it is to be sent as it is: no GSO type, or data that fits one segment.
+// HdrLen is not looked at; PayloadOffset of the view is what it should say. The error is
 // ErrVirtioHeader or, for a superpacket that cannot be cut, ErrGSO.
 func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
 	if h.Flags&^(VirtioNeedsCsum|VirtioDataValid) != 0 {
@@ -122,8 +128,9 @@ func (h VirtioHeader) Validate(v *View) (gsoSize int, err error) {
 	return int(h.GSOSize), nil
 }
 
-// segmentable reports whether the packet may be a superpacket: whole, with a partial checksum, TCP without SYN, RST and
-// URG (which no sender leaves to segmentation, since every segment would repeat them) or UDP without a surplus area.
+// segmentable reports whether the packet may be a superpacket: whole, with a partial checksum, TCP
+// without SYN, RST and URG (which no sender leaves to segmentation, since every segment would
+// repeat them) or UDP without a surplus area.
 func (v *View) segmentable() bool {
 	if v.csum != ChecksumPartial || int(v.length) != len(v.b) { // Parse lets whole TCP and UDP packets alone be partial
 		return false

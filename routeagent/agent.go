@@ -1,24 +1,29 @@
-// Package routeagent makes fabric.Node true on one node of a cluster: the VXLAN
-// device between the nodes, the routes and rules by which pods on every node
-// reach the gateway, and those by which answers come back the same way.
+// Package routeagent makes true what fabric.NodeFor decides, on one node of a cluster: the VXLAN
+// device between the nodes, the routes and rules by which pods on every node reach the gateway, and
+// those by which answers come back the same way.
 //
-//	Nodes, Pods, TunnelEndpoints ─► fabric.NodeIntent ─ fabric.NodeFor ─► fabric.Node ─ diff ─► netlink
+//	Nodes, Pods, TunnelEndpoints ─► fabric.NodeIntent ─ fabric.NodeFor ─► kernel.State ─ rtnl ─► kernel
 //	                                                                         netlink events ─┘ (compare again)
 //
-// The kernel is the only memory of what is there: an agent that was killed is
-// followed by one that finds everything as it should be and touches nothing.
+// The kernel is the only memory of what is there: an agent that was killed is followed by one that
+// finds everything as it should be and touches nothing.
 package routeagent
 
 import (
+	"bytes"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
+	"os"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
 // How often the agent compares.
@@ -30,11 +35,10 @@ const (
 // compareInterval is how long it does not compare without any event. Only tests change it.
 var compareInterval = 10 * time.Second
 
-// A Source delivers the complete intent, and what is wrong with the objects it
-// was read from: once when everything is known for the first time, and again
-// after every change. Self and UnderlayMTU are filled in by the agent. It returns
-// when ctx ends, or with an error when it cannot go on. It does not call deliver
-// twice at a time, and delivers nothing rather than less than it knew before.
+// A Source delivers the complete intent, and what is wrong with the objects it was read from: once
+// when everything is known for the first time, and again after every change. Self and UnderlayMTU
+// are filled in by the agent. It returns when ctx ends, or with an error when it cannot go on. It
+// does not call deliver twice at a time, and delivers nothing rather than less than it knew before.
 type Source func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error
 
 // Options of Run.
@@ -45,28 +49,31 @@ type Options struct {
 	Version        string
 	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: none
 	StatusAddress  string // TCP host:port of /status; empty: none
+	StateDirectory string // of the snapshot; empty: none is kept
 }
 
-// Run makes the network namespace of the process what the source says, until ctx
-// ends; then it removes everything that is its own and returns nil. Until the
-// source has delivered for the first time, whatever an agent before it left stays
-// in force. When the source fails, Run returns its error and leaves all as it is.
+// Run makes the network namespace of the process what the source says, until ctx ends, and returns
+// nil. It leaves everything as it is then, so that no packet for a remote network leaves without
+// the tunnel while no agent runs; Cleanup takes it away. Until the source has delivered for the
+// first time, whatever an agent before it left stays in force, and what the snapshot says is
+// refused, which after a reboot is all there is. When the source fails, Run returns its error.
 func Run(ctx context.Context, o Options) error {
-	k, err := openKernel(o.Log)
+	k, err := rtnl.Open(kernel.RouteAgent, o.Log)
 	if err != nil {
 		return err
 	}
 	ctx, cancel := context.WithCancel(ctx)
 	a := &agent{opts: o, log: o.Log, kernel: k, wake: make(chan struct{}, 1)}
 	a.metrics = newMetrics(a)
-	defer k.close()
+	defer k.Close()
 	defer cancel()
+	a.restore()
 	servers, err := a.listen()
 	if err != nil {
 		return err
 	}
-	defer servers.close()
-	if err := k.events(ctx, a.notify); err != nil {
+	defer servers.Close()
+	if err := k.Events(ctx, a.notify); err != nil {
 		return err
 	}
 
@@ -86,7 +93,7 @@ func Run(ctx context.Context, o Options) error {
 type agent struct {
 	opts    Options
 	log     *slog.Logger
-	kernel  *kernel
+	kernel  *rtnl.Kernel
 	metrics *metrics
 	wake    chan struct{}
 
@@ -95,12 +102,15 @@ type agent struct {
 	broken   []fabric.Problem   // of reading intent
 	revision int                // of intent, from 1
 	state    state
+
+	granted []netip.Prefix // the last that is known; the loop's alone
+	saved   []netip.Prefix // what the snapshot says; nil: there is none that is good. The loop's alone
 }
 
 // state is the outcome of the last comparison.
 type state struct {
 	revision int // of the intent compared with; 0: none yet
-	node     fabric.Node
+	node     kernel.State
 	problems []fabric.Problem
 	err      error
 	applied  time.Time // when err was last nil
@@ -128,10 +138,7 @@ func (a *agent) loop(ctx context.Context, failed <-chan error) error {
 	for {
 		select {
 		case <-ctx.Done():
-			if _, err := a.kernel.apply(fabric.Node{}); err != nil {
-				return fmt.Errorf("cleaning up: %w", err)
-			}
-			a.log.Info("route agent ended, everything of it is removed")
+			a.log.Info("route agent ended; what it made stays, see --cleanup")
 			return nil
 		case err := <-failed:
 			return fmt.Errorf("source: %w", err)
@@ -150,8 +157,7 @@ func (a *agent) loop(ctx context.Context, failed <-chan error) error {
 	}
 }
 
-// compare makes the kernel's state what it should be now; false means that some
-// of it failed.
+// compare makes the kernel's state what it should be now; false means that some of it failed.
 func (a *agent) compare() bool {
 	a.mu.Lock()
 	revision, broken, before := a.revision, a.broken, a.state
@@ -166,20 +172,32 @@ func (a *agent) compare() bool {
 
 	now := state{revision: revision, node: before.node, applied: before.applied}
 	in.Self = a.opts.Node
+	if in.Granted == nil {
+		in.Granted = a.granted // the books are away, and with them no peering has ended
+	}
+	a.granted = in.Granted
 	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
-	var changes plan
+	var changes kernel.Plan
 	if self < 0 {
 		// The Node is made anew, or --node-name is wrong: no reason to cut off what works.
+		refusing, _ := fabric.NodeFor(in)
+		changes, _ = a.kernel.Add(refusing)
 		now.err = fmt.Errorf("no Node is called %q; want the name of the one on which the agent runs", in.Self)
 	} else {
 		var unknownMTU, err error
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
-			in.UnderlayMTU, unknownMTU = a.kernel.underlayMTU(addr)
+			in.UnderlayMTU, unknownMTU = a.kernel.MTUOf(addr)
 		}
 		now.node, now.problems = fabric.NodeFor(in)
-		changes, err = a.kernel.apply(now.node)
+		changes, err = a.kernel.Apply(now.node)
+		if errors.Is(err, rtnl.ErrFilter) { // without it the overlay would take packets from anybody
+			now.node = now.node.Closed()
+			closing, failed := a.kernel.Apply(now.node)
+			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("nothing is carried for peers: %w", err), failed)
+		}
 		now.err = errors.Join(err, unknownMTU, forwards())
 	}
+	now.err = errors.Join(now.err, a.save(in))
 	now.problems = fabric.SortProblems(append(now.problems, broken...))
 	if now.err == nil {
 		now.applied = time.Now()
@@ -191,14 +209,27 @@ func (a *agent) compare() bool {
 	return now.err == nil
 }
 
+// forwards says what is wrong when the node does not forward packets at all. That is the owner's to
+// change, or the CNI's.
+func forwards() error {
+	b, err := os.ReadFile("/proc/sys/net/ipv4/ip_forward")
+	if err != nil {
+		return err
+	}
+	if v := string(bytes.TrimSpace(b)); v != "1" {
+		return fmt.Errorf("net.ipv4.ip_forward is %s: the node does not forward packets of pods; want 1", v)
+	}
+	return nil
+}
+
 // report logs and counts what a comparison brought, and says nothing twice.
-func (a *agent) report(before, now state, changes plan) {
+func (a *agent) report(before, now state, changes kernel.Plan) {
 	drift := before.revision == now.revision && before.err == nil
 	for _, o := range changes {
 		if drift {
-			a.log.Warn("repaired", "command", o.command())
+			a.log.Warn("repaired", "command", o.Command(""))
 		} else {
-			a.log.Debug("changed", "command", o.command())
+			a.log.Debug("changed", "command", o.Command(""))
 		}
 	}
 	if drift {

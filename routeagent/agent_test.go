@@ -24,17 +24,19 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/fabric"
-	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	"github.com/isthmus-net/isthmus/internal/leaktest"
+	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// The tests run agents as processes of their own, because an agent serves the
-// namespace of its process: this binary, called again with these set.
+// The tests run agents as processes of their own, because an agent serves the namespace of its
+// process: this binary, called again with these set.
 const (
 	childNode   = "ISTHMUS_TEST_AGENT_NODE"
-	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON, or a kubeconfig
+	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON, or a kubeconfig; empty: clean up
+	childState  = "ISTHMUS_TEST_AGENT_STATE"  // directory of the snapshot
 	statusAt    = "127.0.0.1:5875"
 	metricsAt   = "127.0.0.1:5874"
 )
@@ -50,18 +52,27 @@ func TestMain(m *testing.M) {
 func child(node, path string) int {
 	compareInterval = time.Hour // so that what an agent repairs it has heard of, however slow the machine is
 	ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM)
+	defer stop()
 	log := slog.New(slog.NewTextHandler(os.Stderr, &slog.HandlerOptions{Level: slog.LevelDebug}))
+	if path == "" {
+		if err := Cleanup(log, os.Getenv(childState)); err != nil {
+			fmt.Fprintln(os.Stderr, "error:", err)
+			return 1
+		}
+		return 0
+	}
 	source := fileSource(path)
 	if filepath.Ext(path) == ".kubeconfig" {
 		source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
-			config, err := kube.RESTConfig(path)
+			config, err := owncluster.RESTConfig(path)
 			if err != nil {
 				return err
 			}
 			return kube.WatchNode(ctx, config, log, deliver)
 		}
 	}
-	err := Run(ctx, Options{Node: node, Source: source, Log: log, Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt})
+	err := Run(ctx, Options{Node: node, Source: source, Log: log, Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt,
+		StateDirectory: os.Getenv(childState)})
 	stop()
 	if err == nil {
 		err = leaktest.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv"),
@@ -96,7 +107,8 @@ func fileSource(path string) Source {
 	}
 }
 
-// Remote networks as cluster a sees them, and addresses in them; the PodCIDR of a has another length than both.
+// Remote networks as cluster a sees them, and addresses in them; the PodCIDR of a has another
+// length than both.
 var (
 	localPods      = netip.MustParsePrefix("10.64.0.0/14")
 	remotePods     = netip.MustParsePrefix("10.246.0.0/16")
@@ -105,13 +117,15 @@ var (
 	remoteEndpoint = netip.MustParseAddr("10.250.17.1")
 )
 
-// cluster is a lab of one cluster with strict reverse path filtering. A stand-in for gateway and remote cluster is on
-// node 1: its way into the gateway is the rule and table that a gateway makes, to a host that has remote addresses.
+// cluster is a lab of one cluster with strict reverse path filtering. A stand-in for gateway and
+// remote cluster is on node 1: its way into the gateway is the rule and table that a gateway makes,
+// to a host that has remote addresses.
 type cluster struct {
 	*lab.Cluster
 	t      testing.TB
 	ctx    context.Context
 	intent string // file
+	state  string // directory; the agents of the nodes have one each in it
 	in     fabric.NodeIntent
 	agents map[*lab.Node]*agentProcess
 }
@@ -132,7 +146,7 @@ func newCluster(t testing.TB, nodes int) *cluster {
 	if err != nil {
 		t.Fatal(err)
 	}
-	c := &cluster{Cluster: l.Clusters[0], t: t, ctx: ctx, intent: filepath.Join(t.TempDir(), "intent.json"), agents: map[*lab.Node]*agentProcess{}}
+	c := &cluster{Cluster: l.Clusters[0], t: t, ctx: ctx, intent: filepath.Join(t.TempDir(), "intent.json"), state: t.TempDir(), agents: map[*lab.Node]*agentProcess{}}
 	t.Cleanup(func() {
 		for _, a := range c.agents {
 			a.end(unix.SIGKILL)
@@ -145,7 +159,7 @@ func newCluster(t testing.TB, nodes int) *cluster {
 			t.Error(err)
 		}
 	})
-	c.standIn(c.Nodes[0], "lan", c.OnPrem.Host, c.OnPrem.Addr)
+	c.standIn(c.Nodes[0], c.OnPrem.Host)
 
 	for _, n := range c.Nodes {
 		c.in.Nodes = append(c.in.Nodes, fabric.ClusterNode{Name: n.Name, Addrs: []netip.Addr{n.Addr}, PodCIDRs: []netip.Prefix{n.PodCIDR}})
@@ -154,22 +168,34 @@ func newCluster(t testing.TB, nodes int) *cluster {
 		c.in.Pods = append(c.in.Pods, fabric.NodePod{Addr: p.Addr, Node: p.Node.Name})
 	}
 	c.in.Tunnels = []fabric.Tunnel{{Gateway: c.Nodes[0].Addr, Peer: fabric.Peer{
-		ID: "b", Name: "b", Endpoint: "192.0.2.1", Port: 5871, PublicKey: [32]byte{1},
+		ID: "b", Name: "b", Endpoint: "192.0.2.1", Port: 5871, PublicKey: [32]byte{9},
 		Local: fabric.Networks{Pod: localPods, PodSeen: netip.MustParsePrefix("10.80.0.0/14"),
 			External: netip.MustParsePrefix("10.84.0.0/14"), ExternalSeen: netip.MustParsePrefix("10.84.0.0/14")},
 		Remote: fabric.Networks{Pod: netip.MustParsePrefix("10.64.0.0/16"), PodSeen: remotePods, External: remoteExternal, ExternalSeen: remoteExternal},
 		Origin: fabric.Origin{Kind: "TunnelEndpoint", Name: "b"},
 	}}}
+	c.in.Granted = []netip.Prefix{remotePods, remoteExternal}
 	c.want()
 	return c
 }
 
-// standIn makes what a gateway makes on its node, with a host behind the device that answers for remote addresses.
-func (c *cluster) standIn(n *lab.Node, dev string, far *lab.Host, addr netip.Addr) {
-	c.run(n.Host, "ip rule add priority %d lookup %d protocol %d", gateway.RulePriority, gateway.RouteTable, gateway.RouteProtocol)
+// hopStandIn is the node's own address on the device to the stand-in.
+const hopStandIn = "169.254.77.1"
+
+// standIn makes what a gateway makes on its node, with a host behind the device that answers for
+// remote addresses.
+func (c *cluster) standIn(n *lab.Node, far *lab.Host) {
+	const dev, addr = kernel.VethHost, "169.254.77.2"
+	c.run(n.Host, "ip link add %s type veth peer name standin netns %s", dev, far.Netns())
+	c.run(n.Host, "ip addr add %s/30 dev %s", hopStandIn, dev)
+	c.run(n.Host, "ip link set %s up", dev)
+	c.run(far, "ip addr add %s/30 dev standin", addr)
+	c.run(far, "ip link set standin up")
+	c.run(far, "ip route replace default via %s", hopStandIn)
+	c.run(n.Host, "ip rule add priority %d lookup %d protocol %d", kernel.GatewayRulePriority, kernel.GatewayTable, kernel.GatewayProtocol)
 	for _, p := range []netip.Prefix{remotePods, remoteExternal} {
-		c.run(n.Host, "ip route add %v via %v dev %s table %d proto %d", p, addr, dev, gateway.RouteTable, gateway.RouteProtocol)
-		c.run(n.Host, "ip route add unreachable %v table %d metric 420000 proto %d", p, gateway.RouteTable, gateway.RouteProtocol)
+		c.run(n.Host, "ip route add %v via %v dev %s table %d proto %d", p, addr, dev, kernel.GatewayTable, kernel.GatewayProtocol)
+		c.run(n.Host, "ip route add unreachable %v table %d metric 420000 proto %d", p, kernel.GatewayTable, kernel.GatewayProtocol)
 	}
 	for _, a := range []netip.Addr{remotePod, remoteEndpoint} {
 		c.run(far, "ip addr add %v/32 dev lo", a)
@@ -248,13 +274,25 @@ func (c *cluster) launch(n *lab.Node, wrapper ...string) *agentProcess {
 	}
 	command := slices.Concat(wrapper, []string{program})
 	a.cmd = n.Command(c.ctx, command[0], command[1:]...)
-	a.cmd.Env = append(os.Environ(), childNode+"="+n.Name, childIntent+"="+c.intent)
+	a.cmd.Env = append(os.Environ(), childNode+"="+n.Name, childIntent+"="+c.intent, childState+"="+filepath.Join(c.state, n.Name))
 	a.cmd.Stderr = a.log
 	if err := a.cmd.Start(); err != nil {
 		c.t.Fatal(err)
 	}
 	go func() { a.err = a.cmd.Wait(); close(a.done) }()
 	return a
+}
+
+// cleanup runs what takes everything away.
+func (c *cluster) cleanup(n *lab.Node) {
+	c.t.Helper()
+	intent := c.intent
+	c.intent = ""
+	a := c.launch(n)
+	c.intent = intent
+	if <-a.done; a.err != nil {
+		c.t.Errorf("%s: %v\n%s", n, a.err, a.log)
+	}
 }
 
 func (a *agentProcess) end(sig syscall.Signal) error {
@@ -292,11 +330,12 @@ func (c *cluster) ping(from *lab.Host, to netip.Addr) {
 	c.eventually(from, func() error { _, err := from.Ping(c.ctx, to); return err })
 }
 
-// snapshot is what iproute2 says about everything in the namespace that an agent could touch, less what changes by itself.
+// snapshot is what iproute2 says about everything in the namespace that an agent could touch, less
+// what changes by itself.
 func (c *cluster) snapshot(n *lab.Node) string {
 	var b strings.Builder
 	for _, command := range []string{"ip rule show", "ip route show table all", "ip -o -d link show type vxlan", "ip -o addr show",
-		"ip neigh show nud permanent", "bridge fdb show dev " + fabric.OverlayDevice, "cat /proc/sys/net/ipv4/conf/" + fabric.OverlayDevice + "/rp_filter"} {
+		"ip neigh show nud permanent", "bridge fdb show dev " + kernel.OverlayDevice, "cat /proc/sys/net/ipv4/conf/" + kernel.OverlayDevice + "/rp_filter"} {
 		f := strings.Fields(command)
 		out, err := n.Command(c.ctx, f[0], f[1:]...).CombinedOutput()
 		if err != nil {
@@ -304,7 +343,7 @@ func (c *cluster) snapshot(n *lab.Node) string {
 		}
 		var lines []string
 		for line := range strings.Lines(string(out)) {
-			if strings.Contains(line, ": "+fabric.OverlayDevice) {
+			if strings.Contains(line, ": "+kernel.OverlayDevice) {
 				_, line, _ = strings.Cut(line, ": ") // its index
 			}
 			if !strings.Contains(line, "fe80::") && !strings.Contains(line, "ff00::") { // after duplicate address detection
@@ -344,7 +383,7 @@ func TestPodsOnEveryNodeReachRemotePodsAndAreReachedThroughTheOverlayOnly(t *tes
 		}
 		c.transfer(p.Host)
 		// Ping from a remote address: the host has it on lo, and its default route leads to node 1.
-		c.run(c.OnPrem.Host, "ip route replace %v via 192.168.77.1 src %v", p.Addr, remotePod)
+		c.run(c.OnPrem.Host, "ip route replace %v via %s src %v", p.Addr, hopStandIn, remotePod)
 		c.ping(c.OnPrem.Host, p.Addr)
 	}
 	for i, p := range captures {
@@ -385,8 +424,8 @@ func (c *cluster) remoteSees(from *lab.Host) netip.Addr {
 	return netip.MustParseAddrPort(other.RemoteAddr().String()).Addr()
 }
 
-// transfer sends more than fits one packet to the remote pod and back, so that the overlay's smaller MTU and the kernel's
-// offloads have their say.
+// transfer sends more than fits one packet to the remote pod and back, so that the overlay's
+// smaller MTU and the kernel's offloads have their say.
 func (c *cluster) transfer(from *lab.Host) {
 	c.t.Helper()
 	l, err := c.OnPrem.Listen("tcp", netip.AddrPortFrom(remotePod, 0).String())
@@ -425,7 +464,7 @@ func TestWhatIsDeletedOrChangedIsBackByItsEvent(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	c.start(c.Nodes[:2]...)
-	const dev = fabric.OverlayDevice
+	const dev = kernel.OverlayDevice
 	n2, n3 := c.Nodes[1], c.Nodes[2]
 	other := fabric.OverlayAddr(n3.Addr)
 	for _, tc := range []struct {
@@ -491,7 +530,7 @@ func TestWhatIsDeletedOrChangedIsBackByItsEvent(t *testing.T) {
 	}
 }
 
-func TestAnAgentThatEndsLeavesWhatWasThereAndNothingElse(t *testing.T) {
+func TestAnAgentThatEndsLeavesAllAndCleanupNothing(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
 	for i, n := range c.Nodes[:2] {
@@ -517,8 +556,15 @@ func TestAnAgentThatEndsLeavesWhatWasThereAndNothingElse(t *testing.T) {
 		if err := c.agents[n].end(unix.SIGTERM); err != nil {
 			t.Errorf("%s: %v\n%s", n, err, c.agents[n].log)
 		}
+		if after := c.snapshot(n); after != during {
+			t.Errorf("node %d: before\n%s\nafter\n%s", i+1, during, after)
+		}
+		c.cleanup(n)
 		if after := c.snapshot(n); after != before {
-			t.Errorf("node %d: before\n%s\nafter\n%s", i+1, before, after)
+			t.Errorf("node %d: before\n%s\nafter cleanup\n%s", i+1, before, after)
+		}
+		if left, err := os.ReadDir(filepath.Join(c.state, n.Name)); err != nil || len(left) > 0 {
+			t.Errorf("snapshot: %v, %v", left, err)
 		}
 	}
 }
@@ -541,12 +587,12 @@ func TestAnAgentAfterAKilledOneTouchesNothingThatIsRight(t *testing.T) {
 		}
 	}()
 	for _, n := range c.Nodes {
-		before := c.snapshot(n) + c.run(n.Host, "ip -o link show %s", fabric.OverlayDevice) // with its index
+		before := c.snapshot(n) + c.run(n.Host, "ip -o link show %s", kernel.OverlayDevice) // with its index
 		_ = c.agents[n].end(unix.SIGKILL)
 		time.Sleep(200 * time.Millisecond)
 		c.start(n)
 		time.Sleep(200 * time.Millisecond)
-		if after := c.snapshot(n) + c.run(n.Host, "ip -o link show %s", fabric.OverlayDevice); after != before {
+		if after := c.snapshot(n) + c.run(n.Host, "ip -o link show %s", kernel.OverlayDevice); after != before {
 			t.Errorf("%s: before\n%s\nafter\n%s", n, before, after)
 		}
 		if log := c.agents[n].log.String(); strings.Contains(log, "changed") || strings.Contains(log, "repaired") {
@@ -562,7 +608,7 @@ func TestAnAgentAfterAKilledOneTouchesNothingThatIsRight(t *testing.T) {
 	// What became wrong while no agent ran goes.
 	n := c.Nodes[1]
 	_ = c.agents[n].end(unix.SIGKILL)
-	c.in.Tunnels = nil
+	c.in.Tunnels, c.in.Granted = nil, []netip.Prefix{}
 	c.want()
 	c.start(n)
 	if s := c.snapshot(n); strings.Contains(s, remotePods.String()) {
@@ -570,7 +616,8 @@ func TestAnAgentAfterAKilledOneTouchesNothingThatIsRight(t *testing.T) {
 	}
 }
 
-// A gateway that was killed leaves routes that refuse traffic. When another node has the gateway, they are not in the way.
+// A gateway that was killed leaves routes that refuse traffic. When another node has the gateway,
+// they are not in the way.
 func TestWhenTheGatewayMovesEveryNodeFollows(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
@@ -579,9 +626,9 @@ func TestWhenTheGatewayMovesEveryNodeFollows(t *testing.T) {
 	c.ping(c.pod(2).Host, remotePod)
 
 	// Node 1 loses its gateway. Node 2 gets one: its second pod stands in for the remote cluster.
-	c.run(n1.Host, "ip route del %v table %d metric 0", remotePods, gateway.RouteTable)
+	c.run(n1.Host, "ip route del %v table %d metric 0", remotePods, kernel.GatewayTable)
 	far := c.Pods[3]
-	c.standIn(n2, "pod2", far.Host, far.Addr)
+	c.standIn(n2, far.Host)
 	c.in.Tunnels[0].Gateway = n2.Addr
 	start := time.Now()
 	c.want()
@@ -599,12 +646,22 @@ func TestWhenTheGatewayMovesEveryNodeFollows(t *testing.T) {
 		t.Errorf("%s:\n%s", n3, s)
 	}
 
-	// The peer goes: every node forgets it.
+	// The peer goes, and then its networks: every node forgets it.
 	c.in.Tunnels = nil
 	c.want()
 	for _, n := range c.Nodes {
 		c.eventually(n, func() error {
-			if s := c.snapshot(n); strings.Contains(s, "table 4201") || strings.Contains(s, "lookup 4201") {
+			if s := c.snapshot(n); strings.Contains(s, "table 4201") || strings.Contains(s, "lookup 4201") || !strings.Contains(s, "lookup 4202") {
+				return errors.New(s)
+			}
+			return nil
+		})
+	}
+	c.in.Granted = []netip.Prefix{}
+	c.want()
+	for _, n := range c.Nodes {
+		c.eventually(n, func() error {
+			if s := c.snapshot(n); strings.Contains(s, "4202") {
 				return errors.New(s)
 			}
 			return nil
@@ -622,7 +679,7 @@ func TestAnAgentSaysWhatIsWrong(t *testing.T) {
 
 	second := c.launch(n)
 	<-second.done
-	if !strings.Contains(second.log.String(), "another isthmus route agent runs") {
+	if !strings.Contains(second.log.String(), "another isthmus route agent (process ") {
 		t.Errorf("a second agent: %v\n%s", second.err, second.log)
 	}
 	status := func(want ...string) {
@@ -666,37 +723,27 @@ func TestAnAgentSaysWhatIsWrong(t *testing.T) {
 	status(`"ready": false`, "no device here has 172.30.1.99")
 }
 
-// In an unprivileged container /proc/sys cannot be written. That is no reason to fail where the values serve as they are.
-func TestAnAgentThatCannotWriteSysctlsMindsOnlyThoseThatMatter(t *testing.T) {
+// In an unprivileged container /proc/sys cannot be written. Strict filtering of all devices would
+// drop what comes out of the overlay, unless the overlay's own setting is looser.
+func TestAnAgentNeedsNoWritableSysctls(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
-	set := func(path, value string) {
-		t.Helper()
-		if err := n.Do(func() error { return os.WriteFile("/proc/sys/net/ipv4/"+path, []byte(value), 0) }); err != nil {
-			t.Fatal(err)
-		}
-	}
 	c.agents[n] = c.launch(n, "unshare", "--mount", "sh", "-c",
 		`mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys && exec "$0"`)
-	c.eventually(n, func() error {
-		s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
-		if !strings.Contains(s, "isthmus.vxlan/rp_filter=2: open") || !strings.Contains(s, "read-only file system") {
-			return fmt.Errorf("strict filtering is not told: %s%w", s, err)
-		}
-		return nil
-	})
-	set("conf/all/rp_filter", "2")
 	c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); return err })
+	for name, want := range map[string]string{"rp_filter": "2", "forwarding": "1"} {
+		var value []byte
+		err := n.Do(func() (err error) {
+			value, err = os.ReadFile("/proc/sys/net/ipv4/conf/" + kernel.OverlayDevice + "/" + name)
+			return err
+		})
+		if err != nil || strings.TrimSpace(string(value)) != want {
+			t.Errorf("%s is %q, want %s: %v", name, value, want, err)
+		}
+	}
 	time.Sleep(3 * compareGap)
 	if log := c.agents[n].log.String(); strings.Contains(log, "repaired") || strings.Count(log, "ip link add") != 1 {
 		t.Errorf("not at rest:\n%s", log)
-	}
-}
-
-func TestTheGatewaysTableIsTheOneThatTheOverlayLeadsTo(t *testing.T) {
-	if fabric.GatewayTable != gateway.RouteTable || fabric.NodeRulePriority >= gateway.RulePriority ||
-		fabric.OverlayRulePriority >= fabric.NodeRulePriority || fabric.NodeProtocol == gateway.RouteProtocol || fabric.NodeTable == gateway.RouteTable {
-		t.Error("constants of gateway and route agent do not fit")
 	}
 }

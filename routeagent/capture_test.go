@@ -10,15 +10,16 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// capture counts packets with a remote address on a node's device to the underlay.
+// capture counts packets with a remote address on a node's device to the underlay: outside VXLAN,
+// those of them to a remote address, and inside.
 type capture struct {
-	file        *os.File
-	done        chan struct{}
-	bare, inner atomic.Int64
+	file                 *os.File
+	done                 chan struct{}
+	bare, leaving, inner atomic.Int64
 }
 
 func newCapture(t *testing.T, n *lab.Node) *capture {
@@ -77,8 +78,11 @@ func (c *capture) count(frame []byte) {
 	if remote(ip) {
 		c.bare.Add(1)
 	}
+	if isRemote([4]byte(ip[16:20])) {
+		c.leaving.Add(1)
+	}
 	const udp, headers = 20, 20 + 8 + 8 // no IP options here
-	if ip[9] == unix.IPPROTO_UDP && len(ip) > headers && binary.BigEndian.Uint16(ip[udp+2:]) == fabric.OverlayPort {
+	if ip[9] == unix.IPPROTO_UDP && len(ip) > headers && binary.BigEndian.Uint16(ip[udp+2:]) == kernel.OverlayPort {
 		if inside, ok := ipv4(ip[headers:]); ok && remote(inside) {
 			c.inner.Add(1)
 		}
@@ -90,10 +94,10 @@ func ipv4(frame []byte) ([]byte, bool) {
 }
 
 func remote(ip []byte) bool {
-	for _, a := range [][4]byte{[4]byte(ip[12:16]), [4]byte(ip[16:20])} {
-		if addr := netip.AddrFrom4(a); remotePods.Contains(addr) || remoteExternal.Contains(addr) {
-			return true
-		}
-	}
-	return false
+	return isRemote([4]byte(ip[12:16])) || isRemote([4]byte(ip[16:20]))
+}
+
+func isRemote(a [4]byte) bool {
+	addr := netip.AddrFrom4(a)
+	return remotePods.Contains(addr) || remoteExternal.Contains(addr)
 }

@@ -3,16 +3,15 @@ package routeagent
 import (
 	"encoding/json"
 	"fmt"
-	"log/slog"
-	"net"
 	"net/http"
 	"runtime"
-	"sync"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
+
+	"github.com/isthmus-net/isthmus/internal/httpserve"
 )
 
 // Status is the JSON of /status.
@@ -42,15 +41,9 @@ func (a *agent) status() Status {
 	return s
 }
 
-// servers are the HTTP listeners of a run.
-type servers struct {
-	list []*http.Server
-	wg   sync.WaitGroup
-}
-
-// listen opens the sockets, so that a wrong address is an error at the start,
-// and answers until close.
-func (a *agent) listen() (*servers, error) {
+// listen opens the sockets, so that a wrong address is an error at the start, and answers until
+// close.
+func (a *agent) listen() (*httpserve.Servers, error) {
 	metrics, status := http.NewServeMux(), http.NewServeMux()
 	metrics.Handle("GET /metrics", promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{}))
 	metrics.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
@@ -68,39 +61,18 @@ func (a *agent) listen() (*servers, error) {
 		_ = e.Encode(a.status()) // an error here is the client's
 	})
 
-	s := &servers{}
+	s := httpserve.New(a.log)
 	for _, l := range []struct {
 		what, address string
 		handler       http.Handler
-	}{{"metrics", a.opts.MetricsAddress, metrics}, {"status", a.opts.StatusAddress, status}} {
-		if l.address == "" {
-			continue
+	}{{"metrics address", a.opts.MetricsAddress, metrics}, {"status address", a.opts.StatusAddress, status}} {
+		if _, err := s.Listen(l.what, l.address, l.handler); err != nil {
+			s.Close()
+			return nil, err
 		}
-		socket, err := net.Listen("tcp", l.address)
-		if err != nil {
-			s.close()
-			return nil, fmt.Errorf("%s address: %w", l.what, err)
-		}
-		server := &http.Server{
-			Handler:           l.handler,
-			ReadHeaderTimeout: 5 * time.Second,
-			ReadTimeout:       10 * time.Second,
-			WriteTimeout:      30 * time.Second,
-			IdleTimeout:       time.Minute,
-			MaxHeaderBytes:    1 << 14,
-			ErrorLog:          slog.NewLogLogger(a.log.Handler(), slog.LevelDebug),
-		}
-		s.list = append(s.list, server)
-		s.wg.Go(func() { _ = server.Serve(socket) }) // ends with Close only
 	}
+	s.Serve()
 	return s, nil
-}
-
-func (s *servers) close() {
-	for _, server := range s.list {
-		_ = server.Close()
-	}
-	s.wg.Wait()
 }
 
 // metrics are the agent's Prometheus series.

@@ -20,11 +20,12 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
-	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// A cluster with a real API server: what is written there is what the nodes do, and what stays when it is away.
+// A cluster with a real API server: what is written there is what the nodes do, and what stays when
+// it is away.
 func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 3)
@@ -54,13 +55,15 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 		whole.SetResourceVersion(o.GetResourceVersion())
 		must(api.Status().Update(c.ctx, whole))
 	}
-	crd := &unstructured.Unstructured{}
-	b, err := deploy.Files.ReadFile("crds/net.liqo.io_tunnelendpoints.yaml")
-	must(err)
-	must(yaml.Unmarshal(b, &crd.Object))
-	must(api.Create(c.ctx, crd))
+	for _, name := range []string{"tunnelendpoints", "ipamstorages"} {
+		crd := &unstructured.Unstructured{}
+		b, err := deploy.Files.ReadFile("crds/net.liqo.io_" + name + ".yaml")
+		must(err)
+		must(yaml.Unmarshal(b, &crd.Object))
+		must(api.Create(c.ctx, crd))
+	}
 	c.eventually(c.Control, func() error { // neither is there at once
-		return errors.Join(api.List(c.ctx, &v1alpha1.TunnelEndpointList{}),
+		return errors.Join(api.List(c.ctx, &v1alpha1.TunnelEndpointList{}), api.List(c.ctx, &v1alpha1.IpamStorageList{}),
 			api.Get(c.ctx, client.ObjectKey{Name: "default"}, &corev1.Namespace{}))
 	})
 
@@ -88,11 +91,16 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 			BackendConfig: v1alpha1.BackendConfig{"port": "5871", "publicKey": base64.StdEncoding.EncodeToString([]byte(strings.Repeat("k", 32)))},
 		},
 	}
-	create(te)
+	books := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "books"}, Spec: v1alpha1.IpamStorageSpec{
+		Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{}, EndpointMappings: map[string]v1alpha1.EndpointMapping{},
+		NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{},
+		ClusterSubnets:        map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: remotePods.String(), RemoteExternalCIDR: remoteExternal.String()}}}}
+	must(api.Create(c.ctx, books))
 	c.start(c.Nodes...)
-	if s := c.snapshot(c.Nodes[1]); strings.Contains(s, remotePods.String()) {
-		t.Errorf("without a gateway node 2 has\n%s", s)
+	if s := c.snapshot(c.Nodes[1]); !strings.Contains(s, fmt.Sprintf("unreachable %v table 4202", remotePods)) || strings.Contains(s, "lookup 4201") {
+		t.Errorf("granted, without a gateway node 2 has\n%s", s)
 	}
+	create(te)
 
 	must(api.Get(c.ctx, client.ObjectKeyFromObject(te), te))
 	te.Status.GatewayIP = c.Nodes[0].Addr.String()
@@ -119,7 +127,7 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 	must(server.Freeze())
 	n := c.Nodes[1]
 	before := c.snapshot(n)
-	c.run(n.Host, "ip link del %s", fabric.OverlayDevice)
+	c.run(n.Host, "ip link del %s", kernel.OverlayDevice)
 	c.eventually(n, func() error {
 		if now := c.snapshot(n); now != before {
 			return fmt.Errorf("not repaired:\n%s", now)
@@ -132,8 +140,18 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 	must(api.Delete(c.ctx, te))
 	for _, n := range c.Nodes {
 		c.eventually(n, func() error {
-			if s := c.snapshot(n); strings.Contains(s, "lookup 4201") {
-				return fmt.Errorf("the peer is gone, and still there is\n%s", s)
+			if s := c.snapshot(n); strings.Contains(s, "lookup 4201") || !strings.Contains(s, fmt.Sprintf("unreachable %v table 4202", remotePods)) {
+				return fmt.Errorf("the TunnelEndpoint is gone and its networks are granted, and there is\n%s", s)
+			}
+			return nil
+		})
+	}
+	books.Spec.ClusterSubnets = map[string]v1alpha1.Subnets{}
+	must(api.Update(c.ctx, books))
+	for _, n := range c.Nodes {
+		c.eventually(n, func() error {
+			if s := c.snapshot(n); strings.Contains(s, remotePods.String()+" table 4202") {
+				return fmt.Errorf("no network is granted any more, and still there is\n%s", s)
 			}
 			return nil
 		})
@@ -141,9 +159,6 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 	for _, n := range c.Nodes {
 		if err := c.agents[n].end(unix.SIGTERM); err != nil {
 			t.Errorf("%s: %v", n, err)
-		}
-		if s := c.snapshot(n); strings.Contains(s, fabric.OverlayDevice) || strings.Contains(s, "proto 72") {
-			t.Errorf("%s: left behind\n%s", n, s)
 		}
 	}
 }

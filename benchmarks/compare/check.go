@@ -12,17 +12,18 @@ import (
 	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
-// A check says whether Isthmus became slower, on a machine whose speed drifts. What it compares are ratios to the reference of
-// the same run, and of a run the ratio of the medians, since the reference is the less steady of the two. A figure is worse
-// only when
+// A check says whether Isthmus became slower, on a machine whose speed drifts. It compares ratios
+// to the reference of the same run, and takes the ratio of the medians of a run, since the
+// reference is the less steady of the two. A figure is worse only when
 //
 //   - this ratio is beyond the worst of all recorded runs by the figure's margin, and
 //   - a rank test of the single rounds against all recorded ones says so at 1 %.
 //
-// Runs of several hours, added by -record, tell the check what the machine does by itself.
+// Runs of different hours, which -record adds, tell the check how far the machine drifts by itself.
 
-// reference is what the check divides by: the baseline on as many processors as Isthmus takes. With more of them its CPU time
-// depends on whether a processor is idle when a packet is handed over (spread of the ratio of CPU per Gbit 6.4 % for 3.9).
+// reference is what the check divides by: the baseline on as many processors as Isthmus takes. With
+// more of them its CPU time depends on whether a processor is idle when a packet is handed over
+// (spread of the ratio of CPU per Gbit 6.4 % for 3.9).
 const reference = "the same, GOMAXPROCS=1"
 
 const (
@@ -54,7 +55,7 @@ func readRecording(file string) (was recording, err error) {
 	return was, nil
 }
 
-// record adds a run to a file, which is made where there is none.
+// record adds a run to a file, and makes the file if there is none.
 func record(file string, m measured) error {
 	was, err := readRecording(file)
 	if err != nil && !errors.Is(err, os.ErrNotExist) {
@@ -123,8 +124,8 @@ func judge(all []sample, was recording) (findings []finding) {
 	return findings
 }
 
-// ratioOfMedians is that of a peer's figure to the reference's, and the ratio of each round's figure to the same median of the
-// reference. There are none where the run has not measured both.
+// ratioOfMedians is that of a peer's figure to the reference's, and the ratio of each round's
+// figure to the same median of the reference. There are none where the run has not measured both.
 func ratioOfMedians(all []sample, peer string, f figure) (ratio float64, rounds []float64) {
 	v, base := valuesOf(all, peer, f), valuesOf(all, reference, f)
 	if len(v) == 0 || len(base) == 0 || slices.Min(base) <= 0 {
@@ -142,7 +143,7 @@ func inLimits(findings []finding) bool {
 	return !slices.ContainsFunc(findings, func(f finding) bool { return f.beyond })
 }
 
-// verdict is an error that names every figure that became worse; what is not clear is written to w.
+// verdict is an error that names every figure that became worse. It writes what is not clear to w.
 func verdict(w io.Writer, findings []finding) error {
 	if len(findings) == 0 {
 		return errors.New("the recorded runs have nothing to compare with")

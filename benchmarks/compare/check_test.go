@@ -15,7 +15,7 @@ func samples(n int, tcp, memory float64) (all []sample) {
 		wobble := 1 + float64(i%3)/20
 		all = append(all,
 			sample{Peer: reference, Round: i, TCP1: 2 * wobble, RSS: 300},
-			sample{Peer: "isthmus inline", Round: i, TCP1: tcp * wobble, RSS: memory * wobble})
+			sample{Peer: "isthmus without USO", Round: i, TCP1: tcp * wobble, RSS: memory * wobble})
 	}
 	return all
 }
@@ -29,10 +29,10 @@ func TestCheckNamesWhatBecameWorse(t *testing.T) {
 		"the same":               {samples(5, 3, 60), nil},
 		"better":                 {samples(5, 5, 30), nil},
 		"within the margin":      {samples(5, 1.6, 85), nil},
-		"less throughput":        {samples(5, 1.3, 60), []string{"isthmus inline, TCP 1 stream, Gbit/s: 0.65x of " + reference + "; recorded were 1.40x to 1.50x, and 0.70x would"}},
-		"none at all":            {samples(5, 0, 60), []string{"isthmus inline, TCP 1 stream, Gbit/s: 0.00x"}},
-		"more memory":            {samples(5, 3, 120), []string{"isthmus inline, peak memory, MiB: 0.42x", "recorded were 0.21x to 0.22x"}},
-		"both":                   {samples(5, 1.3, 120), []string{"isthmus inline, TCP 1 stream", "isthmus inline, peak memory"}},
+		"less throughput":        {samples(5, 1.3, 60), []string{"isthmus without USO, TCP 1 stream, Gbit/s: 0.65x of " + reference + "; recorded were 1.40x to 1.50x, and 0.70x would"}},
+		"none at all":            {samples(5, 0, 60), []string{"isthmus without USO, TCP 1 stream, Gbit/s: 0.00x"}},
+		"more memory":            {samples(5, 3, 120), []string{"isthmus without USO, peak memory, MiB: 0.42x", "recorded were 0.21x to 0.22x"}},
+		"both":                   {samples(5, 1.3, 120), []string{"isthmus without USO, TCP 1 stream", "isthmus without USO, peak memory"}},
 		"too few to be clear":    {samples(1, 1.3, 120), nil},
 		"nothing to compare for": {samples(5, 3, 60)[:1], []string{"nothing to compare with"}},
 	} {
@@ -64,8 +64,8 @@ func TestMoreRoundsWhereSomethingIsBeyondItsLimit(t *testing.T) {
 }
 
 func TestTailsAreNotChecked(t *testing.T) {
-	was := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus inline", P99: 100, P999: 100}}
-	now := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus inline", P99: 900, P999: 900}}
+	was := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus without USO", P99: 100, P999: 100}}
+	now := []sample{{Peer: reference, P99: 100, P999: 100}, {Peer: "isthmus without USO", P99: 900, P999: 900}}
 	if findings := judge(now, recording{[]measured{{"here", was}}}); len(findings) != 0 {
 		t.Errorf("%v", findings)
 	}
@@ -75,7 +75,7 @@ func TestTailsAreNotChecked(t *testing.T) {
 func TestNothingIsSteadyBeforeThreeRunsAreRecorded(t *testing.T) {
 	run := func(cpu float64) (all []sample) {
 		for i := range 5 {
-			all = append(all, sample{Peer: reference, Round: i, CPU: 0.5}, sample{Peer: "isthmus inline", Round: i, CPU: cpu})
+			all = append(all, sample{Peer: reference, Round: i, CPU: 0.5}, sample{Peer: "isthmus without USO", Round: i, CPU: cpu})
 		}
 		return all
 	}
@@ -88,16 +88,17 @@ func TestNothingIsSteadyBeforeThreeRunsAreRecorded(t *testing.T) {
 	}
 }
 
-// The machine as it was seen here: each run has a level of its own for the reference and for Isthmus, each round its noise. What
-// stays the same is called worse in hardly any check. What takes a quarter more CPU is seen by one figure alone in every second
-// one, and a gateway has several; what takes two fifths more is seen nearly always.
+// The machine as it was seen here: each run has a level of its own for the reference and for
+// Isthmus, each round its noise. What stays the same is called worse in hardly any check. What
+// takes a quarter more CPU is seen by one figure alone in every second one, and a gateway has
+// several; what takes two fifths more is seen nearly always.
 func TestACheckKnowsDriftFromARegression(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	run := func(n int, slower float64) (all []sample) {
 		base, own := 0.40*(1+rng.NormFloat64()*0.03), 0.28*slower*(1+rng.NormFloat64()*0.02)
 		for i := range n {
 			all = append(all, sample{Peer: reference, Round: i, CPU: base * (1 + rng.NormFloat64()*0.03)},
-				sample{Peer: "isthmus inline", Round: i, CPU: own * (1 + rng.NormFloat64()*0.03)})
+				sample{Peer: "isthmus without USO", Round: i, CPU: own * (1 + rng.NormFloat64()*0.03)})
 		}
 		return all
 	}

@@ -28,8 +28,8 @@ type crowd struct {
 	flows int // NAPT flows to the peer that is measured
 }
 
-// configure adds the peers of a crowd to the node's configuration, and room for
-// its flows. What it returns takes both away again.
+// configure adds the peers of a crowd to the node's configuration, and room for its flows. The
+// function that it returns undoes both.
 func (c crowd) configure(n *node) (undo func() error, err error) {
 	gateway, objects := filepath.Join(n.cluster.ConfigDir, "gateway.yaml"), filepath.Join(n.cluster.ConfigDir, "crowd.yaml")
 	was, err := os.ReadFile(gateway)
@@ -41,6 +41,7 @@ func (c crowd) configure(n *node) (undo func() error, err error) {
 	for i := range c.peers {
 		var key [32]byte
 		_, _ = rand.Read(key[:]) // never fails
+		key[31] &= 0x7f          // as public keys are
 		id := fmt.Sprintf("00000000-0000-4000-8000-%012d", i)
 		document, err := yaml.Marshal(v1alpha1.TunnelEndpoint{
 			TypeMeta:   metav1.TypeMeta{APIVersion: v1alpha1.GroupVersion.String(), Kind: "TunnelEndpoint"},
@@ -65,8 +66,8 @@ func (c crowd) configure(n *node) (undo func() error, err error) {
 	return undo, errors.Join(os.WriteFile(objects, text.Bytes(), 0o644), os.WriteFile(gateway, append(was, room...), 0o644))
 }
 
-// open opens the flows of a crowd: datagrams from the node, which is no pod, to
-// addresses of the peer where nobody is.
+// open opens the flows of a crowd: datagrams from the node, which is no pod, to addresses of the
+// peer where nobody is.
 func (c crowd) open(ctx context.Context, b *bench, from *node, to netip.Prefix) error {
 	client := http.Client{Transport: &http.Transport{DialContext: func(ctx context.Context, network, address string) (net.Conn, error) {
 		return from.host.Dial(ctx, network, address)
@@ -95,8 +96,8 @@ func (c crowd) open(ctx context.Context, b *bench, from *node, to netip.Prefix) 
 	return fmt.Errorf("the gateway does not come to %d flows", c.flows)
 }
 
-// openFlows sends one datagram for each of n flows to addresses of a network,
-// some 100,000 a second.
+// openFlows sends one datagram for each of n flows to addresses of a network, some 100,000 a
+// second.
 func openFlows(network netip.Prefix, n int) error {
 	const ports = 64
 	var conns [ports]*net.UDPConn

@@ -18,8 +18,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The load generator runs as processes of its own inside the pods, so that
-// its CPU time is not the gateway's and each process has one job:
+// The load generator runs as processes of its own inside the pods, so that its CPU time is not the
+// gateway's and each process has one job:
 //
 //	sink               discards what TCP connections and UDP datagrams bring and says how much
 //	echo               answers each UDP datagram
@@ -158,7 +158,7 @@ func sink() error {
 	}
 }
 
-// messages is what one recvmmsg or sendmmsg takes: a loop over single datagrams
+// messages is how many datagrams one recvmmsg or sendmmsg carries: a loop over single datagrams
 // would measure the load generator instead of the tunnel.
 type messages struct {
 	headers []mmsghdr
@@ -184,8 +184,8 @@ func newMessages(n, size int) *messages {
 	return m
 }
 
-// transfer receives or sends a batch; do is Read or Write of the RawConn. A
-// receiver learns where from, a sender must be connected.
+// transfer receives or sends a batch; do is Read or Write of the RawConn. A receiver learns the
+// sender's address; a sender must be connected.
 func (m *messages) transfer(do func(func(uintptr) bool) error, call uintptr) (n int, err error) {
 	if call == unix.SYS_RECVMMSG {
 		for i := range m.headers {

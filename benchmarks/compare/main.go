@@ -1,13 +1,12 @@
-// Command compare measures Isthmus beside other ways to join two pod networks,
-// all in one run and interleaved, between the same two pods on this machine.
+// Command compare measures Isthmus beside other ways to join two pod networks, all in one run and
+// interleaved, between the same two pods on this machine.
 //
 //	go run ./benchmarks/compare -rounds 5 -out benchmarks
 //
-// It builds one lab of two clusters with a node and a pod each, and in each
-// round starts every peer (see the peer_*.go files, one small file each), puts
-// the same load on it and stops it again. Figures are medians with the smallest
-// and the largest; what is worth quoting is the ratio to wireguard-go with
-// kernel NETMAP of the same run, since the machine's speed drifts.
+// It builds one lab of two clusters with a node and a pod each, and in each round starts every peer
+// (see the peer_*.go files, one small file each), puts the same load on it and stops it again.
+// Figures are medians with the smallest and the largest; what is worth quoting is the ratio to
+// wireguard-go with kernel NETMAP of the same run, since the machine's speed drifts.
 //
 // It needs root and, for the NETMAP peer, nft.
 package main
@@ -39,8 +38,8 @@ import (
 
 const wgPort = 5871
 
-// A start brings one peer up between the two nodes of the bench. What it has
-// started is in the result even when it fails.
+// A start brings one peer up between the two nodes of the bench. What it has started is in the
+// result even when it fails.
 type start func(context.Context, *bench) (*running, error)
 
 type running struct {
@@ -67,11 +66,10 @@ var peers = []peer{
 	{"the same, GOMAXPROCS=1", "nft", wireguardGo(wgOptions{netmap: true, env: []string{"GOMAXPROCS=1"}})},
 	{"tailscale fork", tailscale, wireguardGo(wgOptions{fork: true})},
 	{"tailscale fork + NETMAP", tailscale, wireguardGo(wgOptions{netmap: true, fork: true})},
-	{"isthmus device", "", isthmus(crowd{}, "--transport=device", "--udp-offload=off")},
-	{"isthmus inline", "", isthmus(crowd{}, "--transport=inline", "--udp-offload=off")},
-	{"isthmus inline 4 tunnels", "", isthmusTunnels(4, "--transport=inline", "--udp-offload=off")},
-	{"isthmus inline crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--transport=inline", "--udp-offload=off")},
-	{"isthmus", "", isthmus(crowd{})}, // as it is by default: inline, and UDP offload where the kernel is trusted with it
+	{"isthmus without USO", "", isthmus(crowd{}, "--udp-offload=off")},
+	{"isthmus 4 tunnels", "", isthmusTunnels(4, "--udp-offload=off")},
+	{"isthmus crowded", "", isthmus(crowd{peers: 999, flows: 1_000_000}, "--udp-offload=off")},
+	{"isthmus", "", isthmus(crowd{})}, // as it is by default: with UDP offload where the kernel is trusted with it
 }
 
 // tailscale stands for the program of ../tailscale, whose place is an option.
@@ -80,7 +78,7 @@ const tailscale = "tailscale"
 const baseline = "wireguard-go + NETMAP"
 
 // checked are the peers that -check and -record measure where nothing else is asked for.
-const checked = reference + ",isthmus device,isthmus inline"
+const checked = reference + ",isthmus without USO,isthmus"
 
 // A bench is the lab with what the peers need to know of it.
 type bench struct {
@@ -141,6 +139,11 @@ func main() {
 	binary := flag.String("isthmus", "bin/isthmus", "the isthmus binary")
 	fork := flag.String("tailscale", "", "the program of benchmarks/tailscale; without it its peers are left out")
 	only := flag.String("peers", "", "only these peers, comma separated; a word that is no name means all whose names contain it")
+	flag.Func("also", "another build of isthmus to measure in the same rounds: NAME=PATH[,ARGUMENT...]; may be repeated", func(text string) error {
+		p, err := another(text)
+		peers = append(peers, p)
+		return err
+	})
 	out := flag.String("out", "", "write compare.md, compare.svg and compare.json into this folder")
 	recordIn := flag.String("record", "", "add the samples to this file, for -check: ratios of several hours say more than of one")
 	recorded := flag.String("check", "", "compare the ratios of Isthmus with those of this file, and fail where they are worse; -rounds is how many at most")
@@ -253,8 +256,8 @@ func (b *bench) missing(program string) string {
 	return ""
 }
 
-// wanted says whether a peer is to be measured: all are when only is empty. A word
-// that is the name of a peer means that one, any other those that contain it.
+// wanted says whether a peer is to be measured: all are when only is empty. A word that is the name
+// of a peer means that one, any other those that contain it.
 func wanted(name, only string) bool {
 	return only == "" || slices.ContainsFunc(strings.Split(only, ","), func(w string) bool {
 		exact := slices.ContainsFunc(peers, func(p peer) bool { return p.name == w })
@@ -480,8 +483,7 @@ func (b *bench) stop(r *running) error {
 	return errors.Join(errs...)
 }
 
-// route sends a prefix to a device of the node's namespace; it goes with the
-// device.
+// route sends a prefix to a device of the node's namespace; it goes with the device.
 func (n *node) route(to netip.Prefix, dev string) error { return n.routeVia(to, dev, netip.Addr{}) }
 
 // routeVia is route by a next hop, unless that is the zero Addr.

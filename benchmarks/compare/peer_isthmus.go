@@ -7,25 +7,38 @@ import (
 	"io/fs"
 	"os"
 	"path/filepath"
+	"strings"
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// isthmus is our gateway, as a user runs it: a process per node with a
-// namespace of its own, NAT, default deny, counters and connection check all on.
-// args are added to its command line.
+// isthmus is our gateway, as a user runs it: a process per node with a namespace of its own, NAT,
+// default deny, counters and connection check all on. args are added to its command line.
 func isthmus(c crowd, args ...string) start {
-	return func(ctx context.Context, b *bench) (*running, error) { return b.isthmus(ctx, c, args) }
+	return func(ctx context.Context, b *bench) (*running, error) { return b.isthmus(ctx, b.binary, c, args) }
 }
 
 // isthmusTunnels is the same with several tunnels between the two.
+// another is a build of isthmus beside the one that is measured: NAME=PATH, with arguments of its
+// gateway behind commas.
+func another(text string) (peer, error) {
+	name, rest, ok := strings.Cut(text, "=")
+	if !ok || name == "" || rest == "" {
+		return peer{}, fmt.Errorf("%q; want NAME=PATH[,ARGUMENT...]", text)
+	}
+	parts := strings.Split(rest, ",")
+	return peer{"isthmus " + name, "", func(ctx context.Context, b *bench) (*running, error) {
+		return b.isthmus(ctx, parts[0], crowd{}, parts[1:])
+	}}, nil
+}
+
 func isthmusTunnels(tunnels int, args ...string) start {
 	return func(ctx context.Context, b *bench) (*running, error) {
 		if err := b.setTunnels(tunnels); err != nil {
 			return nil, err
 		}
-		r, err := b.isthmus(ctx, crowd{}, args)
+		r, err := b.isthmus(ctx, b.binary, crowd{}, args)
 		r.cleanup = append([]func() error{func() error { return b.setTunnels(1) }}, r.cleanup...) // runs last
 		if err != nil {
 			return r, err
@@ -66,7 +79,7 @@ func (b *bench) setTunnels(tunnels int) error {
 	return errors.Join(errs...)
 }
 
-func (b *bench) isthmus(ctx context.Context, c crowd, args []string) (*running, error) {
+func (b *bench) isthmus(ctx context.Context, binary string, c crowd, args []string) (*running, error) {
 	a, z := b.nodes[0], b.nodes[1]
 	r := &running{target: z.seenPod()}
 	o := lab.JoinOptions{
@@ -90,7 +103,7 @@ func (b *bench) isthmus(ctx context.Context, c crowd, args []string) (*running, 
 			r.cleanup = append([]func() error{undo}, r.cleanup...) // runs last
 		}
 	}
-	if err := b.lab.StartGateways(ctx, b.binary, args...); err != nil {
+	if err := b.lab.StartGateways(ctx, binary, args...); err != nil {
 		return r, err
 	}
 	for _, n := range b.nodes {

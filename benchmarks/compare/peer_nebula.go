@@ -8,8 +8,8 @@ import (
 	"path/filepath"
 )
 
-// nebula is Debian's package, each node with the PodCIDR of its cluster as an
-// unsafe route and nothing translated; its firewall lets everything pass.
+// nebula is Debian's package, each node with the PodCIDR of its cluster as an unsafe route and
+// nothing translated; its firewall lets everything pass.
 func nebula(ctx context.Context, b *bench) (*running, error) {
 	r := &running{target: b.nodes[1].pod.Addr}
 	dir, err := os.MkdirTemp("", "isthmus-bench-")

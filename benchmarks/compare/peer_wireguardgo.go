@@ -24,8 +24,8 @@ type wgOptions struct {
 	env    []string // added to the process's environment
 }
 
-// wireguardGo is the unmodified wireguard-go of our go.mod, or Tailscale's fork,
-// with its own TUN and its own sockets, as a process in the host namespace of each node.
+// wireguardGo is the unmodified wireguard-go of our go.mod, or Tailscale's fork, with its own TUN
+// and its own sockets, as a process in the host namespace of each node.
 func wireguardGo(o wgOptions) start {
 	return func(ctx context.Context, b *bench) (*running, error) {
 		program := []string{b.self, "wireguard-go"}
@@ -72,8 +72,8 @@ func wireguardGo(o wgOptions) start {
 	}
 }
 
-// prefixNAT is kernel NETMAP in nftables words, facts section 7.3: own source
-// to the range under which the peer sees us, and back.
+// prefixNAT is kernel NETMAP in nftables words, docs/liqo-v0.md, section 7.3: own source to the
+// range under which the peer sees us, and back.
 func prefixNAT(dev string, own, seen, remote netip.Prefix) string {
 	return strings.NewReplacer("DEV", dev, "OWN", own.String(), "SEEN", seen.String(), "REMOTE", remote.String()).Replace(`
 table ip bench {

@@ -18,8 +18,8 @@ const (
 	plotMost   = 4  // ratio at which bars are cut
 )
 
-// plot draws the ratios to the baseline as SVG: a group of bars for each figure,
-// the median as the bar and the spread as a line.
+// plot draws the ratios to the baseline as SVG: a group of bars for each figure, the median as the
+// bar and the spread as a line.
 func plot(all []sample, names []string, where string) []byte {
 	names = slices.DeleteFunc(slices.Clone(names), func(n string) bool { return n == baseline || n == "veth" || n == "vxlan" })
 	var b strings.Builder
@@ -61,5 +61,5 @@ func plot(all []sample, names []string, where string) []byte {
 `, plotLabel+plotWidth+80, y+20, html.EscapeString(baseline), html.EscapeString(where), one, one, y+6, b.String())
 }
 
-// plotX is how far a ratio reaches.
+// plotX is the length of the bar of a ratio.
 func plotX(ratio float64) float64 { return min(ratio, plotMost) / plotMost * plotWidth }

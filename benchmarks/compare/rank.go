@@ -1,8 +1,9 @@
 package main
 
-// rankTest is the one-sided exact test of Mann and Whitney (Wilcoxon's rank sum): the probability that values of x would lie
-// as high above those of y as they do if both came from the same source. Equal values count for y, so that
-// ties make it no smaller than it is. It is 1 when one of both is empty.
+// rankTest is the one-sided exact test of Mann and Whitney (Wilcoxon's rank sum): the probability
+// that values of x would lie as high above those of y as they do if both came from the same source.
+// Equal values count for y, so that ties make it no smaller than it is. It is 1 when one of both is
+// empty.
 func rankTest(x, y []float64) float64 {
 	above := 0 // pairs in which x is the larger: the statistic U
 	for _, a := range x {
@@ -12,8 +13,8 @@ func rankTest(x, y []float64) float64 {
 			}
 		}
 	}
-	// orders[m][u] is in how many orders of n x and m y exactly u pairs have the x above the y, n growing: the largest of all
-	// is either an x, above every y, or a y, above none.
+	// orders[m][u] is in how many orders of n x and m y exactly u pairs have the x above the y, n
+	// growing: the largest of all is either an x, above every y, or a y, above none.
 	n, m := len(x), len(y)
 	orders := make([][]float64, m+1)
 	for j := range orders {

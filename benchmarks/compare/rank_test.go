@@ -19,8 +19,8 @@ func pairs(n, m, u int) (x, y []float64) {
 	return x, y
 }
 
-// The table of critical values for one side and 1 %, as statistics books print it: the largest U of the smaller kind that is
-// significant.
+// The table of critical values for one side and 1 %, as statistics books print it: the largest U of
+// the smaller kind that is significant.
 func TestTheRankTestHasTheCriticalValuesOfTheTable(t *testing.T) {
 	for _, c := range []struct{ n, m, critical int }{
 		{3, 7, 0}, {3, 10, 1}, {4, 5, 0}, {4, 10, 3}, {5, 5, 1}, {5, 8, 4}, {5, 10, 6}, {6, 6, 3}, {7, 9, 9}, {8, 8, 9}, {9, 10, 16}, {10, 10, 19},

@@ -9,8 +9,9 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// The highest rate at which nothing is lost, in the manner of RFC 2544, section 26.1: trials at a steady rate, and a
-// bisection between one that passed and one that did not. A flood on one machine says rather which process gets the CPU.
+// The highest rate at which nothing is lost, in the manner of RFC 2544, section 26.1: trials at a
+// steady rate, and a bisection between one that passed and one that did not. A flood on one machine
+// rather shows which process gets the CPU.
 
 const (
 	arriving = 0.995 // of what was sent, for a trial to pass
@@ -39,8 +40,8 @@ func losslessRate(addr string, size int, d time.Duration) (loadResult, error) {
 	return loadResult{Rate: pps, Seconds: time.Since(start).Seconds()}, err
 }
 
-// highestRate is the highest rate that passes: doubled until one does not, then bisected in between. It is zero when not
-// even firstPPS over 2^halvings passes.
+// highestRate is the highest rate that passes: doubled until one does not, then bisected in
+// between. It is zero when not even firstPPS over 2^halvings passes.
 func highestRate(passes func(pps float64) (bool, error)) (float64, error) {
 	low, high := 0., float64(firstPPS)
 	for high <= mostPPS {
@@ -71,9 +72,10 @@ func highestRate(passes func(pps float64) (bool, error)) (float64, error) {
 	return low, nil
 }
 
-// trial sends at a steady rate, a batch every millisecond, and says whether it arrived. The question how much has arrived
-// follows the last datagram on the same way: when the answer takes longer than a tenth of the trial, a queue has grown, and
-// a longer trial would have lost what did not fit into it.
+// trial sends at a steady rate, a batch every millisecond, and says whether it arrived. The
+// question how much has arrived follows the last datagram on the same path. When the answer takes
+// longer than a tenth of the trial, a queue has grown, and a longer trial would have lost what did
+// not fit into it.
 func trial(c *net.UDPConn, out *messages, pps float64, d time.Duration) (bool, error) {
 	if _, _, err := askSink(c); err != nil { // empties the counters, and waits until the last trial's queues are empty
 		return false, err

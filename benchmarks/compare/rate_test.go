@@ -67,8 +67,9 @@ func TestATrialSeesLossAndQueues(t *testing.T) {
 				t.Fatal(err)
 			}
 			defer conn.Close()
-			// So few and for so long that a machine with other work may pause for a while. After a longer pause a trial fails
-			// that has to pass; no pause makes one pass that has to fail, and short ones tell a queue sooner.
+			// The rate is low and the trial long, so that a busy machine may pause for a while. A
+			// longer pause makes a trial fail that should pass; no pause makes one pass that should
+			// fail.
 			got, d, end := false, time.Second, time.Now()
 			if c.want {
 				d, end = 4*time.Second, time.Now().Add(2*time.Minute)

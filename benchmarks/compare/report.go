@@ -21,9 +21,11 @@ type figure struct {
 	of     func(sample) float64
 }
 
-// Margins, as ratios to -check's reference moved by themselves in five runs of two hours on a machine with other work (2026-11). CPU time for the
-// same bulk is what moves least; small packets cost more where threads find their processor taken. Throughput and round
-// trips say who got the processor, so that only a factor of two is worth an alarm; their tails say nothing in a few rounds.
+// Margins, as ratios to -check's reference moved by themselves in five runs of two hours on a
+// machine with other work (2026-11). CPU time for the same bulk is what moves least; small packets
+// cost more where threads find their processor taken. Throughput and round trips say who got the
+// processor, so that only a factor of two is worth an alarm; their tails say nothing in a few
+// rounds.
 const (
 	steady   = 0.12
 	wakeful  = 0.25
@@ -47,13 +49,13 @@ var figures = []figure{
 	{"peak memory, MiB", "%.0f", false, memory, func(s sample) float64 { return s.RSS }},
 }
 
-// describe says where and how it was measured, so that a figure can be read
-// later.
+// describe says where and how a run was measured, so that its figures mean something later.
 func describe(mtu, rounds int, d time.Duration) string {
 	return fmt.Sprintf("%s; underlay MTU %d, TCP by %s, %d interleaved rounds, %v a load", measure.Where(), mtu, congestionControl(), rounds, d)
 }
 
-// congestionControl is the kernel's, which the pods' namespaces take over: BBR paces where CUBIC fills queues.
+// congestionControl is the kernel's, which the pods' namespaces inherit: BBR paces where CUBIC
+// fills queues.
 func congestionControl() string {
 	name, err := os.ReadFile("/proc/sys/net/ipv4/tcp_congestion_control")
 	if err != nil {
@@ -62,8 +64,8 @@ func congestionControl() string {
 	return strings.TrimSpace(string(name))
 }
 
-// report prints the table and, with a folder, writes it there beside a plot and
-// all samples, instead of those of earlier runs. The names say so when the MTU of the underlay is unusual.
+// report prints the table and, with a folder, writes it there beside a plot and all samples,
+// instead of those of earlier runs. The names say so when the MTU of the underlay is unusual.
 func report(all []sample, where string, mtu int, out string) error {
 	var names []string
 	for _, p := range peers {
@@ -116,8 +118,8 @@ func report(all []sample, where string, mtu int, out string) error {
 	return nil
 }
 
-// ratios are those of a peer's figure to the baseline's, round by round; nil when
-// there is nothing to divide by.
+// ratios are those of a peer's figure to the baseline's, round by round; nil when there is nothing
+// to divide by.
 func ratios(all []sample, peer string, f figure) []float64 {
 	v, base := valuesOf(all, peer, f), valuesOf(all, baseline, f)
 	if len(v) == 0 || len(base) != len(v) || slices.Min(base) <= 0 {

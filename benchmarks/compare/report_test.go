@@ -9,7 +9,7 @@ import (
 )
 
 func TestThePlotIsXMLWithEveryPeer(t *testing.T) {
-	svg := plot([]sample{{Peer: baseline, TCP1: 2}, {Peer: "isthmus inline", TCP1: 3}}, []string{baseline, "isthmus inline"}, `a "machine" <with> signs`)
+	svg := plot([]sample{{Peer: baseline, TCP1: 2}, {Peer: "isthmus without USO", TCP1: 3}}, []string{baseline, "isthmus without USO"}, `a "machine" <with> signs`)
 	d := xml.NewDecoder(strings.NewReader(string(svg)))
 	for {
 		if _, err := d.Token(); errors.Is(err, io.EOF) {
@@ -18,7 +18,7 @@ func TestThePlotIsXMLWithEveryPeer(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	for _, want := range []string{">isthmus inline<", ">1.50x<", ">TCP 1 stream, Gbit/s<"} {
+	for _, want := range []string{">isthmus without USO<", ">1.50x<", ">TCP 1 stream, Gbit/s<"} {
 		if !strings.Contains(string(svg), want) {
 			t.Errorf("no %s in the plot", want)
 		}

@@ -17,10 +17,9 @@ import (
 	"time"
 )
 
-// A soak is one peer for a long time, with traffic whose every octet is known:
-// TCP streams of a seeded generator both ways, each as long as soakStream, and
-// numbered UDP datagrams both ways at soakPace a second. What arrives is compared
-// with what was sent.
+// A soak is one peer for a long time, with traffic whose every octet is known: TCP streams of a
+// seeded generator both ways, each as long as soakStream, and numbered UDP datagrams both ways at
+// soakPace a second. What arrives is compared with what was sent.
 
 const (
 	soakTCPPort  = 5204
@@ -69,7 +68,7 @@ type loss struct {
 	Packets uint64  `json:"packets"`
 }
 
-// maxLosses is how many are told.
+// maxLosses is how many of them a result lists.
 const maxLosses = 20
 
 // losses are the runs of numbers below sent that are not in seen.
@@ -86,8 +85,8 @@ func losses(seen map[uint64]bool, sent uint64) (all []loss) {
 	return all
 }
 
-// soakServer sends each stream back through the comparison: it receives what the
-// client's generator sends and sends what its own does. Datagrams it returns.
+// soakServer sends each stream back through the comparison: it receives what the client's generator
+// sends and sends what its own does. Datagrams it returns.
 func soakServer() error {
 	l, err := net.Listen("tcp4", fmt.Sprintf(":%d", soakTCPPort))
 	if err != nil {
@@ -126,8 +125,8 @@ func soakServer() error {
 	}
 }
 
-// exchange sends one stream and receives the other at once. end is 0 for the one
-// that has connected.
+// exchange sends one stream and receives the other at once. end is 0 for the one that has
+// connected.
 func exchange(c net.Conn, seed uint64, end int) error {
 	sent := make(chan error, 1)
 	go func() {
@@ -158,7 +157,7 @@ func exchange(c net.Conn, seed uint64, end int) error {
 	return <-sent
 }
 
-// soakClient goes on for d and returns an error at the first octet that differs.
+// soakClient runs for d, and returns an error at the first octet that differs.
 func soakClient(addr string, d time.Duration) (res soakResult, err error) {
 	end := time.Now().Add(d)
 	var mu sync.Mutex
@@ -256,7 +255,7 @@ func soakDatagrams(addr string, end time.Time) (res soakResult, err error) {
 	return res, err
 }
 
-// soak runs it through every peer that is wanted, and prints what it saw.
+// soak runs a soak through every peer that is wanted, and prints what it saw.
 func (b *bench) soak(ctx context.Context, only string, d time.Duration) error {
 	server, err := b.spawn(ctx, b.nodes[1].pod.Host, nil, b.self, "load", "soak-server")
 	if err != nil {

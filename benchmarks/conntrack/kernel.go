@@ -40,7 +40,8 @@ func kernel(rules string) func(flows int) (figures, error) {
 		if err != nil {
 			return f, err
 		}
-		// What has grown by an object for each flow belongs to the flows: the entry and its extension.
+		// A cache that has grown by an object for each flow belongs to the flows: the entry and its
+		// extension.
 		for name, now := range after {
 			if was := before[name]; now.objects-was.objects > flows*9/10 {
 				f.octets += float64((now.objects-was.objects)*now.size) / float64(flows)
@@ -54,7 +55,8 @@ func kernel(rules string) func(flows int) (figures, error) {
 	}
 }
 
-// A router is a namespace that forwards from one TUN to another. The calling thread is in it until close.
+// A router is a namespace that forwards from one TUN to another. The calling thread is in it until
+// close.
 type router struct {
 	home, ns netns.NsHandle
 	in, out  int
@@ -120,7 +122,8 @@ func tun(name, addr string) (fd int, err error) {
 	return fd, netlink.AddrAdd(link, a)
 }
 
-// write gives the kernel a packet. It is a bare system call: no scheduler of Go between two of them.
+// write gives the kernel a packet. It is a bare system call: no scheduler of Go between two of
+// them.
 func (r *router) write(b []byte) {
 	_, _, e := unix.RawSyscall(unix.SYS_WRITE, uintptr(r.in), uintptr(unsafe.Pointer(unsafe.SliceData(b))), uintptr(len(b)))
 	if e != 0 && r.err == nil {

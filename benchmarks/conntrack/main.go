@@ -1,15 +1,18 @@
-// Command conntrack measures the flow table of the engine beside the kernel's conntrack on this machine: what a new flow
-// costs, what a packet of a known flow costs, and how many octets a flow takes.
+// Command conntrack measures the flow table of the engine beside the kernel's conntrack on this
+// machine: what a new flow costs, what a packet of a known flow costs, and how many octets a flow
+// takes.
 //
 //	go run ./benchmarks/conntrack -flows 200000 -rounds 7
 //
-// Both get the same UDP packets, one at a time, on one thread, behind one NAPT address: 50 hosts with 1,000 ports each,
-// which speak to as many destinations as it takes. The kernel gets them by write(2) on a TUN in a network namespace,
-// forwards them through nftables and loses them in a second TUN that nobody reads; all of it happens inside the write.
-// What a packet costs there without conntrack is subtracted, and for the engine what it takes to make and parse a packet.
+// Both get the same UDP packets, one at a time, on one thread, behind one NAPT address: 50 hosts
+// with 1,000 ports each, which speak to as many destinations as it takes. The kernel gets them by
+// write(2) on a TUN in a network namespace, forwards them through nftables and loses them in a
+// second TUN that nobody reads; all of it happens inside the write. What a packet costs there
+// without conntrack is subtracted, and for the engine what it takes to make and parse a packet.
 //
-// Rounds are interleaved; figures are medians with the smallest and the largest. It needs root and nft. More entries than
-// net.netfilter.nf_conntrack_max would need that setting of the whole machine; nothing of it is changed here.
+// Rounds are interleaved; figures are medians with the smallest and the largest. It needs root and
+// nft. More entries than net.netfilter.nf_conntrack_max would need that setting of the whole
+// machine; nothing of it is changed here.
 package main
 
 import (
@@ -32,7 +35,8 @@ func main() {
 	if os.Geteuid() != 0 {
 		log.Fatal("needs root to make network namespaces")
 	}
-	// All on one thread and one CPU. It is given back to nobody: it will have been in many namespaces.
+	// Everything runs on one thread and one CPU. The thread is never unlocked, because it will have
+	// been in many namespaces.
 	runtime.LockOSThread()
 	var cpus unix.CPUSet
 	cpus.Set(0)
@@ -53,7 +57,8 @@ func main() {
 	fmt.Print(table(runs, *flows))
 }
 
-// figures are ns per packet, without a flow table, of new flows and of known ones, and octets per flow.
+// figures are ns per packet, without a flow table, of new flows and of known ones, and octets per
+// flow.
 type figures struct{ without, fresh, known, octets float64 }
 
 // A subject is one flow table.
@@ -90,7 +95,8 @@ func table(runs map[string][]figures, flows int) string {
 	return b.String()
 }
 
-// perPacket is the CPU time that handle takes for each of n packets, in ns, in an order that is not that of the ports.
+// perPacket is the CPU time that handle takes for each of n packets, in ns, in an order that is not
+// that of the ports.
 func perPacket(n int, handle func(b []byte)) float64 {
 	stride := n*5/8 | 1 // with n it has no common divisor, so that every packet comes once
 	for gcd(stride, n) != 1 {
@@ -107,7 +113,8 @@ func perPacket(n int, handle func(b []byte)) float64 {
 	return float64(threadTime()-start) / float64(n)
 }
 
-// threadTime is the CPU time of this thread: what others do on the machine meanwhile costs caches, but is not counted.
+// threadTime is the CPU time of this thread: what others do on the machine meanwhile costs caches,
+// but is not counted.
 func threadTime() int64 {
 	var t unix.Timespec
 	if err := unix.ClockGettime(unix.CLOCK_THREAD_CPUTIME_ID, &t); err != nil {

@@ -1,10 +1,10 @@
-// Command ladder runs the benchmarks of single steps of a packet's way, from parsing to two gateways on real TUNs, and
-// prints one table in one unit, so that it can be seen which step costs what.
+// Command ladder runs the benchmarks of single steps of a packet's way, from parsing to two
+// gateways on real TUNs, and prints one table in one unit, which shows what each step costs.
 //
 //	go run ./benchmarks/ladder -rounds 10 -out benchmarks/ladder.md
 //
-// Each package is built once, then every round runs all of them for a moment: what else the machine does hits all steps
-// alike. The last step, real TUNs, needs root.
+// It builds each package once; then every round runs all of them for a moment, so that other load
+// on the machine hits all steps alike. The last step, real TUNs, needs root.
 package main
 
 import (

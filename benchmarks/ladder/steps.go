@@ -5,8 +5,8 @@ import (
 	"strings"
 )
 
-// A source says where a figure is and how much of it one packet is, because each benchmark counts in its own way: per
-// superpacket, per segment, per datagram, per bit.
+// A source says where a figure is and how much of it one packet is, because each benchmark counts
+// in its own way: per superpacket, per segment, per datagram, per bit.
 type source struct {
 	pkg    string  // folder of the package in the module
 	bench  string  // name as `go test` prints it, without "Benchmark"
@@ -53,26 +53,21 @@ var steps = []step{
 	{name: "way in", what: "coalesce, parse, remap, as the gateway does",
 		super: perPacket("gateway/datapath", "DeviceWrite/run", "cpu-ns/packet", segments), single: perPacket("gateway/datapath", "DeviceWrite/small", "cpu-ns/packet", 128)},
 	{name: "seal", what: "ChaCha20-Poly1305",
-		super: perPacket("gateway/inline", "Cipher/seal/1420", "ns/op", 1), single: perPacket("gateway/inline", "Cipher/seal/64", "ns/op", 1)},
+		super: perPacket("gateway/datapath", "Cipher/seal/1420", "ns/op", 1), single: perPacket("gateway/datapath", "Cipher/seal/64", "ns/op", 1)},
 	{name: "open", what: "ChaCha20-Poly1305",
-		super: perPacket("gateway/inline", "Cipher/open/1420", "ns/op", 1), single: perPacket("gateway/inline", "Cipher/open/64", "ns/op", 1)},
-	{name: "inline transport", what: "seal and open with all around them: keys, nonces, windows, timers",
-		super: perPacket("gateway/inline", "ThroughBothEnds/1420", "ns/op", 1), single: perPacket("gateway/inline", "ThroughBothEnds/64", "ns/op", 1)},
+		super: perPacket("gateway/datapath", "Cipher/open/1420", "ns/op", 1), single: perPacket("gateway/datapath", "Cipher/open/64", "ns/op", 1)},
 	{name: "loopback UDP", what: "send and receive, batches of 45",
 		super: perPacket("gateway/bind", "Loopback/size=1452/batch=45", "ns/op", 1), single: perPacket("gateway/bind", "Loopback/size=96/batch=45", "ns/op", 1)},
 	{name: "wireguard-go's sockets", what: "the same without gateway/bind", aside: true,
 		super: perPacket("benchmarks/ladder", "UpstreamLoopback/size=1452/batch=45", "ns/op", 1), single: perPacket("benchmarks/ladder", "UpstreamLoopback/size=96/batch=45", "ns/op", 1)},
 	{name: "loopback UDP, alone", what: "one at a time", aside: true,
 		super: perPacket("gateway/bind", "Loopback/size=1452/batch=1", "ns/op", 1), single: perPacket("gateway/bind", "Loopback/size=96/batch=1", "ns/op", 1)},
-	{name: "in memory, alone", what: "two gateways, inline, one packet at a time", aside: true,
-		single: perPacket("gateway/datapath", "Gateways/inline/small-alone", "cpu-ns/packet", 1)},
-	{name: "in memory, device", what: "two gateways without a kernel, wireguard-go's own transport",
-		super:  perPacket("gateway/datapath", "Gateways/through-the-device/superpacket", "cpu-ns/packet", segments),
-		single: perPacket("gateway/datapath", "Gateways/through-the-device/small", "cpu-ns/packet", 1)},
-	{name: "in memory, inline", what: "two gateways without a kernel, inline transport",
-		super:  perPacket("gateway/datapath", "Gateways/inline/superpacket", "cpu-ns/packet", segments),
-		single: perPacket("gateway/datapath", "Gateways/inline/small", "cpu-ns/packet", 1)},
-	{name: "real TUN", what: "two gateways by device on real TUNs, TCP of both kernels included, sockets not",
+	{name: "in memory, alone", what: "two gateways, one packet at a time", aside: true,
+		single: perPacket("gateway/datapath", "Gateways/small-alone", "cpu-ns/packet", 1)},
+	{name: "in memory", what: "two gateways without a kernel: keys, nonces, windows and timers too",
+		super:  perPacket("gateway/datapath", "Gateways/superpacket", "cpu-ns/packet", segments),
+		single: perPacket("gateway/datapath", "Gateways/small", "cpu-ns/packet", 1)},
+	{name: "real TUN", what: "two gateways on real TUNs, TCP of both kernels included, sockets not",
 		super: source{"gateway/tun", "KernelsThroughTwoGateways", "cpu-s/Gbit", 1380 * 8, 1380. / (1 << 20)}},
 }
 

@@ -25,7 +25,8 @@ func (r results) read(pkg string, output io.Reader) error {
 	lines := bufio.NewScanner(output)
 	for lines.Scan() {
 		f := strings.Fields(lines.Text())
-		// A name, a count, then pairs of figure and unit. What a failed benchmark has is only its name.
+		// A line has a name, a count, then pairs of figure and unit. A failed benchmark has only
+		// its name.
 		if len(f) < 4 || len(f)%2 != 0 || !strings.HasPrefix(f[0], "Benchmark") {
 			continue
 		}
@@ -122,7 +123,8 @@ func percent(share float64) string {
 	}
 }
 
-// digits shows what can be trusted of a figure: two digits of a small one, the whole part of a large one.
+// digits prints what deserves trust in a figure: two digits of a small one, the whole part of a
+// large one.
 func digits(v float64) string {
 	switch {
 	case v < 1:

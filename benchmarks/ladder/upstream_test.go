@@ -7,7 +7,8 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 )
 
-// BenchmarkUpstreamLoopback is gateway/bind's BenchmarkLoopback by the sockets of wireguard-go itself: what own ones save.
+// BenchmarkUpstreamLoopback is gateway/bind's BenchmarkLoopback with wireguard-go's own sockets.
+// The difference is what ours save.
 func BenchmarkUpstreamLoopback(b *testing.B) {
 	for _, size := range []int{96, 1452} {
 		for _, batch := range []int{1, 45} {

@@ -155,8 +155,12 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 	run(0, "yes|0.7ms", "status", "--context", "a")
 	run(0, "latency: 0.7ms|ready: true|clusterName: b", "status", "--context", "a", "-o", "yaml")
 	run(0, "CLUSTER ID|bbbb", "status", "--context", "a", "-o", "wide")
+	if out := run(0, "", "__complete", "unpeer", "--context", "a", ""); !strings.HasPrefix(out, "b\nb-") {
+		t.Errorf("names to un-peer:\n%s", out)
+	}
 	run(0, "a: Peering b-|deleted|a and b are not peered any more", "unpeer", "--context", "a", "--remote-context", "b")
-	run(0, "nothing to do", "unpeer", "--context", "a", "b")
+	run(0, "nothing to do", "unpeer", "--context", "a", "--remote-context", "b")
+	run(1, "no such peering", "unpeer", "--context", "a", "b")
 	run(0, "no peerings", "status", "--context", "b")
 }
 

@@ -3,12 +3,12 @@ package main
 import (
 	"github.com/spf13/cobra"
 
+	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
-// aboutCluster says whether `isthmus status` is about a cluster or about the
-// gateway on this machine: what the flags say, else a cluster where there is a
-// kubeconfig or we run in a Pod.
+// aboutCluster says whether `isthmus status` is about a cluster or about the gateway on this
+// machine: what the flags say, else a cluster where there is a kubeconfig or we run in a Pod.
 func aboutCluster(cmd *cobra.Command) bool {
 	for _, flag := range []string{"gateway", "address", "flows"} {
 		if cmd.Flags().Changed(flag) {
@@ -23,22 +23,20 @@ func aboutCluster(cmd *cobra.Command) bool {
 	return peering.HasKubeconfig()
 }
 
-func clusterStatus(cmd *cobra.Command, access peering.Access, output string) error {
+func clusterStatus(cmd *cobra.Command, access peering.Access, output cli.Output) error {
 	c, err := connect(access)
 	if err != nil {
 		return err
 	}
-	ctx, stop := untilSignal(cmd)
-	defer stop()
-	if err := c.Identify(ctx); err != nil {
+	if err := c.Identify(cmd.Context()); err != nil {
 		return clusterError(err)
 	}
-	s, err := peering.StatusOf(ctx, c)
+	s, err := peering.StatusOf(cmd.Context(), c)
 	if err != nil {
 		return clusterError(err)
 	}
-	if output == "json" || output == "yaml" {
-		err = printAs(cmd.OutOrStdout(), output, s)
+	if output.ForPrograms() {
+		err = output.Print(cmd.OutOrStdout(), s)
 	} else {
 		err = s.Print(cmd.OutOrStdout(), output == "wide")
 	}
@@ -46,7 +44,7 @@ func clusterStatus(cmd *cobra.Command, access peering.Access, output string) err
 		return err
 	}
 	if !s.Ready() {
-		return problemFound
+		return cli.ErrProblem
 	}
 	return nil
 }

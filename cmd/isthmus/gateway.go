@@ -2,22 +2,22 @@ package main
 
 import (
 	"context"
-	"fmt"
 	"log/slog"
 	"os"
-	"os/signal"
 	"runtime"
-	"syscall"
 
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/gateway/tun"
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
 func newGatewayCommand() *cobra.Command {
-	var dir, level, transport, udpOffload, profiles string
+	var dir, level, udpOffload, profileAddress string
+	var cleanup bool
 	var options gateway.Options
 	kube := kubeGateway{port: file.DefaultListenPort}
 	cmd := &cobra.Command{
@@ -35,31 +35,24 @@ TunnelEndpoint and NatMapping objects that "kubectl get -o yaml" prints. A chang
 of the files is applied without disturbing other peers; a broken file is reported
 and the last good configuration stays in force.
 
-SIGTERM removes everything that the gateway made in the kernel. It needs
-CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
+SIGTERM removes what the gateway made in the kernel, but the host goes on refusing
+packets for its peers, since they have no other way than in the clear. --cleanup
+removes that as well. It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var l slog.Level
-			if err := l.UnmarshalText([]byte(level)); err != nil {
-				return usage("--log-level %q: want debug, info, warn or error", level)
-			}
-			var err error
-			if options.Transport, err = gateway.ParseTransport(transport); err != nil {
-				return usage("--transport: %w", err)
-			}
 			switch udpOffload {
 			case "on":
 				options.UDPOffload = true
 			case "auto":
 				options.UDPOffload = tun.TrustsUSO()
-			case "off":
-			default:
-				return usage("--udp-offload: %q; want auto, on or off", udpOffload)
 			}
-			log := slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: l}))
-			options.Log, options.Version = log, version()
+			log := logger(cmd, level)
+			options.Log, options.Version = log, cli.Version()
+			if cleanup {
+				return gateway.Clear(log)
+			}
 			serve := func(ctx context.Context) error {
-				options.Source = fileSource(dir)
+				options.Source = fileSource(dir, log)
 				return gateway.Run(ctx, options)
 			}
 			if dir == "" {
@@ -68,35 +61,33 @@ CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 				}
 				serve = func(ctx context.Context) error { return kube.run(ctx, options) }
 			} else if name := firstChanged(cmd, kubeGatewayFlags()); name != "" {
-				return usage("--%s is for a gateway without --config; with it, gateway.yaml says that", name)
+				return cli.Usage("--%s is for a gateway without --config; with it, gateway.yaml says that", name)
 			}
-			if err := checkProfileAddress(profiles); err != nil {
+			if err := checkProfileAddress(profileAddress); err != nil {
 				return err
 			}
-			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
-			defer stop()
-			context.AfterFunc(ctx, stop) // a second signal ends at once
 			shareProcessors()
-			stopProfiles, err := serveProfiles(profiles, log)
+			servers := httpserve.New(log)
+			defer servers.Close()
+			at, err := servers.Listen("--pprof-address", profileAddress, profiles())
 			if err != nil {
 				return err
 			}
-			defer stopProfiles()
-			return serve(ctx)
+			if at != nil {
+				log.Info("profiles", "address", at)
+			}
+			servers.Serve()
+			return serve(cmd.Context())
 		},
 	}
 	cmd.Flags().StringVar(&dir, "config", "", "directory with the configuration, instead of a cluster")
-	cmd.Flags().StringVar(&level, "log-level", "info", "debug, info, warn or error")
-	cmd.Flags().StringVar(&transport, "transport", string(gateway.TransportInline), "how packets of established sessions travel: inline, or device (through wireguard-go's queues)")
-	cmd.Flags().StringVar(&udpOffload, "udp-offload", "auto", "let UDP superpackets cross the TUN (Linux 6.2 and later): on, off, or auto, which is on from Linux 6.18 on")
+	cli.AddChoiceFlag(cmd, &level, "log-level", "info", "how much is logged", "debug", "info", "warn", "error")
+	cli.AddChoiceFlag(cmd, &udpOffload, "udp-offload", "auto", "let UDP superpackets cross the TUN (Linux 6.2 and later); auto is on from Linux 6.18 on", "auto", "on", "off")
 	cmd.Flags().Lookup("udp-offload").NoOptDefVal = "on"
-	cmd.Flags().StringVar(&profiles, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
+	cmd.Flags().StringVar(&profileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
+	cmd.Flags().BoolVar(&cleanup, "cleanup", false, "remove what a gateway that ended left in the kernel, and end")
 	kube.addFlags(cmd.Flags())
 	return cmd
-}
-
-func usage(format string, args ...any) error {
-	return &codeError{exitUsage, fmt.Errorf(format, args...)}
 }
 
 // firstChanged returns the first of the flags that the user gave.
@@ -109,8 +100,8 @@ func firstChanged(cmd *cobra.Command, names []string) string {
 	return ""
 }
 
-// shareProcessors lets the gateway use half of the processors that it may have,
-// at least one, unless GOMAXPROCS says otherwise. See docs/decisions/0005.
+// shareProcessors lets the gateway use half of the processors that it may have, at least one,
+// unless GOMAXPROCS says otherwise. See docs/decisions/0005.
 func shareProcessors() {
 	if os.Getenv("GOMAXPROCS") == "" {
 		runtime.GOMAXPROCS(max(1, runtime.GOMAXPROCS(0)/2))
@@ -118,9 +109,12 @@ func shareProcessors() {
 }
 
 // fileSource watches a directory.
-func fileSource(dir string) gateway.Source {
+func fileSource(dir string, log *slog.Logger) gateway.Source {
 	return func(ctx context.Context, deliver func(gateway.Config, error)) {
 		file.Watch(ctx, dir, func(s file.Snapshot, err error) {
+			if s.OpenKey != "" {
+				log.Warn("others than its owner may use the private key: whoever reads it is this gateway to all peers; chmod 600", "file", s.OpenKey)
+			}
 			deliver(configOf(s), err)
 		})
 	}
@@ -128,13 +122,13 @@ func fileSource(dir string) gateway.Source {
 
 func configOf(s file.Snapshot) gateway.Config {
 	return gateway.Config{
-		Intent:         s.Intent,
+		Gateway:        s.Gateway,
 		PrivateKey:     gateway.Key(s.PrivateKey),
-		ListenPort:     s.Gateway.ListenPort,
-		Tunnels:        s.Gateway.Tunnels,
-		MTU:            int(s.Gateway.MTU), // AutoMTU is 0 in both
-		NAT:            s.Gateway.NAT.Config(),
-		MetricsAddress: s.Gateway.MetricsAddress,
-		StatusAddress:  s.Gateway.StatusAddress,
+		ListenPort:     s.File.ListenPort,
+		Tunnels:        s.File.Tunnels,
+		MTU:            int(s.File.MTU), // AutoMTU is 0 in both
+		NAT:            s.File.NAT.Config(),
+		MetricsAddress: s.File.MetricsAddress,
+		StatusAddress:  s.File.StatusAddress,
 	}
 }

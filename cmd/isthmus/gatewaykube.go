@@ -3,7 +3,6 @@ package main
 import (
 	"bytes"
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"net"
@@ -23,6 +22,9 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
@@ -54,7 +56,7 @@ func kubeGatewayFlags() []string {
 func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.StringVar(&k.kubeconfig, "kubeconfig", "", "how to reach the API server; without it as a Pod does")
 	f.StringVar(&k.namespace, "namespace", "", "namespace of the installation (default: $POD_NAMESPACE, else "+deploy.Namespace+")")
-	f.StringVar(&k.cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: of the ConfigMap that `isthmus install` writes, else the UID of kube-system)")
+	f.StringVar(&k.cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: of the ConfigMap that isthmus install writes, else the UID of kube-system)")
 	f.StringVar(&k.cluster.ClusterName, "cluster-name", "", "name of this cluster, for people")
 	f.Uint16Var(&k.port, "port", file.DefaultListenPort, "UDP port of WireGuard")
 	f.IntVar(&k.tunnels, "tunnels", 1, "at most this many tunnels to one peer, 1 to 16, on UDP ports from --port upwards")
@@ -77,47 +79,47 @@ func (k *kubeGateway) complete() error {
 		k.namespace = deploy.Namespace
 	}
 	if k.port == 0 {
-		return usage("--port 0: want a UDP port from 1 to 65535")
+		return cli.Usage("--port 0: want a UDP port from 1 to 65535")
 	}
 	if k.tunnels < 1 || k.tunnels > fabric.MaxTunnels {
-		return usage("--tunnels %d: want 1 to %d", k.tunnels, fabric.MaxTunnels)
+		return cli.Usage("--tunnels %d: want 1 to %d", k.tunnels, fabric.MaxTunnels)
 	}
 	if last := int(k.port) + k.tunnels - 1; last > 65535 {
-		return usage("--tunnels %d: the last would listen on port %d (--port is %d); want ports up to 65535", k.tunnels, last, k.port)
+		return cli.Usage("--tunnels %d: the last would listen on port %d (--port is %d); want ports up to 65535", k.tunnels, last, k.port)
 	}
 	if k.mtu != "auto" {
 		n, err := strconv.Atoi(k.mtu)
 		if err != nil || n < file.MinMTU || n > file.MaxMTU {
-			return usage("--mtu %q: want auto or a number from %d to %d", k.mtu, file.MinMTU, file.MaxMTU)
+			return cli.Usage("--mtu %q: want auto or a number from %d to %d", k.mtu, file.MinMTU, file.MaxMTU)
 		}
 		k.tunnel = n
 	}
 	for _, a := range []struct{ flag, address string }{{"metrics-address", k.metricsAddr}, {"status-address", k.statusAddr}} {
 		if _, _, err := net.SplitHostPort(a.address); a.address != "" && err != nil {
-			return usage("--%s %q: want host:port, or :port for all addresses", a.flag, a.address)
+			return cli.Usage("--%s %q: want host:port, or :port for all addresses", a.flag, a.address)
 		}
 	}
 	if k.cluster.ClusterID != "" {
 		if wrong := fabric.CheckClusterID(k.cluster.ClusterID); wrong != "" {
-			return usage("--cluster-id: %s", wrong)
+			return cli.Usage("--cluster-id: %s", wrong)
 		}
 	}
 	if wrong := fabric.CheckClusterName(k.cluster.ClusterName); wrong != "" {
-		return usage("--cluster-name: %s", wrong)
+		return cli.Usage("--cluster-name: %s", wrong)
 	}
-	config, err := kube.RESTConfig(k.kubeconfig)
+	config, err := owncluster.RESTConfig(k.kubeconfig)
 	if err != nil {
-		return usage("%w; without a cluster, want --config DIR", err)
+		return cli.Usage("%w; without a cluster, want --config DIR", err)
 	}
 	pod := os.Getenv("POD_NAME")
 	if pod == "" {
-		return usage("POD_NAME is not set; want the name of this Pod, which is its name in the election")
+		return cli.Usage("POD_NAME is not set; want the name of this Pod, which is its name in the election")
 	}
 	ip, err := netip.ParseAddr(os.Getenv("POD_IP"))
 	if err != nil {
-		return usage("POD_IP is %q; want the address of this Pod, which is that of its node", os.Getenv("POD_IP"))
+		return cli.Usage("POD_IP is %q; want the address of this Pod, which is that of its node", os.Getenv("POD_IP"))
 	}
-	config.UserAgent = "isthmus-gateway/" + version()
+	config.UserAgent = "isthmus-gateway/" + cli.Version()
 	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Cluster: k.cluster, Tunnels: k.tunnels}
 	return nil
 }
@@ -139,22 +141,19 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		return err
 	}
 	defer stop()
-	log.Info("replica starts", "pod", k.source.Pod, "node", os.Getenv("NODE_NAME"), "address", k.source.PodIP, "version", version())
+	log.Info("replica starts", "pod", k.source.Pod, "node", os.Getenv("NODE_NAME"), "address", k.source.PodIP, "version", cli.Version())
 
 	active := func(ctx context.Context) error {
 		options.Source = func(ctx context.Context, deliver func(gateway.Config, error)) {
 			replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
-				deliver(gateway.Config{Intent: s.Intent, PrivateKey: gateway.Key(s.PrivateKey), ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel,
-					NAT: k.nat.Config()}, err)
+				deliver(gateway.Config{Gateway: s.Gateway, Refused: s.Problems, PrivateKey: gateway.Key(s.PrivateKey),
+					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config()}, err)
 			})
 		}
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			replica.Write(ctx, func() (kube.Report, error) {
-				s, err := r.Status()
-				return reportOf(s), err
-			})
+			replica.Write(ctx, func() (kube.Report, error) { return reportOf(r.Status()), nil })
 		}
 		return gateway.Run(ctx, options)
 	}
@@ -195,41 +194,20 @@ func (f *front) set(r *gateway.Running) {
 	f.running = r
 }
 
-// serve listens until stop is called.
+// serve answers until stop is called.
 func (f *front) serve(metricsAddr, statusAddr string, log *slog.Logger) (stop func(), err error) {
-	var servers []*http.Server
-	stop = func() {
-		ctx, cancel := context.WithTimeout(context.Background(), time.Second)
-		defer cancel()
-		for _, s := range servers {
-			if s.Shutdown(ctx) != nil {
-				s.Close()
-			}
-		}
-	}
+	servers := httpserve.New(log)
 	for _, l := range []struct {
 		flag, address string
 		handler       http.Handler
-	}{{"metrics-address", metricsAddr, f.metrics()}, {"status-address", statusAddr, f.using(f.status)}} {
-		if l.address == "" {
-			continue
+	}{{"--metrics-address", metricsAddr, f.metrics()}, {"--status-address", statusAddr, f.using(f.status)}} {
+		if _, err := servers.Listen(l.flag, l.address, l.handler); err != nil {
+			servers.Close()
+			return nil, err
 		}
-		listener, err := net.Listen("tcp", l.address)
-		if err != nil {
-			stop()
-			return nil, fmt.Errorf("--%s: %w", l.flag, err)
-		}
-		s := &http.Server{Handler: l.handler, ReadHeaderTimeout: 5 * time.Second, ReadTimeout: 10 * time.Second,
-			WriteTimeout: 30 * time.Second, IdleTimeout: time.Minute, MaxHeaderBytes: 1 << 14,
-			ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
-		servers = append(servers, s)
-		go func() {
-			if err := s.Serve(listener); !errors.Is(err, http.ErrServerClosed) {
-				log.Error("HTTP server ended", "address", l.address, "error", err)
-			}
-		}()
 	}
-	return stop, nil
+	servers.Serve()
+	return servers.Close, nil
 }
 
 func (f *front) metrics() http.Handler {
@@ -265,8 +243,8 @@ func (f *front) metrics() http.Handler {
 	return mux
 }
 
-// using lets a handler use f.running. Its answer is sent afterwards, since whoever
-// asked may be slow and the gateway may want to end.
+// using lets a handler use f.running. Its answer is sent afterwards, since whoever asked may be
+// slow and the gateway may want to end.
 func (f *front) using(handler http.HandlerFunc) http.HandlerFunc {
 	return func(w http.ResponseWriter, r *http.Request) {
 		answer := answer{header: w.Header(), code: http.StatusOK}

@@ -27,6 +27,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
@@ -243,9 +244,8 @@ func (s *kubeSite) connected(name, gatewayIP string) {
 	})
 }
 
-// versions are the resource versions of everything that a gateway may write but the
-// Lease. Of a TunnelEndpoint it is all but the latency, which is news twice a
-// minute where a machine is busy.
+// versions are the resource versions of everything that a gateway may write but the Lease. Of a
+// TunnelEndpoint it is all but the latency, which is news twice a minute where a machine is busy.
 func (s *kubeSite) versions() map[string]string {
 	s.t.Helper()
 	all := make(map[string]string)
@@ -266,8 +266,8 @@ func (s *kubeSite) versions() map[string]string {
 	return all
 }
 
-// pinging pings until the returned function is called, which says how many were
-// sent and how many got no answer.
+// pinging pings until the returned function is called, which says how many were sent and how many
+// got no answer.
 func pinging(t *testing.T, from *lab.Host, to netip.Addr) (stop func() (sent, lost int)) {
 	ctx, cancel := context.WithCancel(t.Context())
 	var group sync.WaitGroup
@@ -292,8 +292,8 @@ func holder(s *kubeSite) string {
 	return *lease.Spec.HolderIdentity
 }
 
-// Two clusters whose PodCIDRs overlap, with masks of different lengths. Cluster a
-// has two replicas. What each part leaves is where the next one begins.
+// Two clusters whose PodCIDRs overlap, with masks of different lengths. Cluster a has two replicas.
+// What each part leaves is where the next one begins.
 func TestGatewaysLiveFromAPIServers(t *testing.T) {
 	if testing.Short() {
 		t.Skip("needs API servers and a minute")
@@ -603,8 +603,8 @@ func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
 		{[]string{"--kubeconfig", kubeconfig, "--tunnels", "0"}, "--tunnels 0: want 1 to 16"},
 		{[]string{"--kubeconfig", kubeconfig, "--tunnels", "17"}, "--tunnels 17: want 1 to 16"},
 		{[]string{"--kubeconfig", kubeconfig, "--port", "65534", "--tunnels", "3"}, "--tunnels 3: the last would listen on port 65536"},
-		{[]string{"--kubeconfig", kubeconfig, "--max-flows", "-1"}, `"--max-flows" flag: is -1; want a number from 0 to`},
-		{[]string{"--kubeconfig", kubeconfig, "--udp-timeout", "1"}, `"--udp-timeout" flag: is no duration; want a time from 1s`},
+		{[]string{"--kubeconfig", kubeconfig, "--max-flows", "-1"}, `--max-flows "-1": is -1; want a number from 0 to`},
+		{[]string{"--kubeconfig", kubeconfig, "--udp-timeout", "1"}, `--udp-timeout "1": is no duration; want a time from 1s`},
 		{[]string{"--kubeconfig", kubeconfig, "--cluster-id", "a b"}, "--cluster-id"},
 		{[]string{"--kubeconfig", kubeconfig, "--metrics-address", "nowhere"}, "--metrics-address"},
 		{[]string{"--kubeconfig", kubeconfig}, "POD_NAME"},
@@ -614,8 +614,8 @@ func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
 	} {
 		var errs strings.Builder
 		code := run(append([]string{"gateway"}, tc.args...), strings.NewReader(""), io.Discard, &errs)
-		if code != exitUsage || !strings.Contains(errs.String(), tc.want) {
-			t.Errorf("%v: code %d, stderr %q; want %d and %q", tc.args, code, errs.String(), exitUsage, tc.want)
+		if code != cli.Wrong || !strings.Contains(errs.String(), tc.want) {
+			t.Errorf("%v: code %d, stderr %q; want %d and %q", tc.args, code, errs.String(), cli.Wrong, tc.want)
 		}
 	}
 }

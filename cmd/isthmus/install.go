@@ -1,19 +1,15 @@
 package main
 
 import (
-	"context"
 	"errors"
 	"fmt"
-	"os"
-	"os/signal"
-	"syscall"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 	corev1 "k8s.io/api/core/v1"
 
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
@@ -31,50 +27,46 @@ nothing, or brings an older installation up to date.`,
 		Example: "  isthmus install --context paris --cluster-name paris --gateway-service LoadBalancer",
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			switch o.Service = corev1.ServiceType(service); service {
-			case "none":
+			if o.Service = corev1.ServiceType(service); service == "none" {
 				o.Service = ""
-			case string(corev1.ServiceTypeNodePort), string(corev1.ServiceTypeLoadBalancer):
-			default:
-				return &codeError{exitUsage, fmt.Errorf("--gateway-service %q: want none, NodePort or LoadBalancer", service)}
 			}
 			if o.Port < 1 || o.Port > 65535 {
-				return &codeError{exitUsage, fmt.Errorf("--gateway-port %d: want 1 to 65535", o.Port)}
+				return cli.Usage("--gateway-port %d: want 1 to 65535", o.Port)
 			}
 			if last := int(o.Port) + o.Tunnels - 1; o.Tunnels < 1 || o.Tunnels > fabric.MaxTunnels || last > 65535 {
-				return &codeError{exitUsage, fmt.Errorf("--tunnels %d: want 1 to %d, on UDP ports from --gateway-port up to 65535", o.Tunnels, fabric.MaxTunnels)}
+				return cli.Usage("--tunnels %d: want 1 to %d, on UDP ports from --gateway-port up to 65535", o.Tunnels, fabric.MaxTunnels)
 			}
 			c, err := connect(access)
 			if err != nil {
 				return err
 			}
-			ctx, stop := untilSignal(cmd)
-			defer stop()
 			o.Report = reporter(cmd)
-			return clusterError(c.Install(ctx, o))
+			return clusterError(c.Install(cmd.Context(), o))
 		},
 	}
-	addAccessFlags(cmd.Flags(), &access, "", "")
+	addAccessFlags(cmd, &access, "", "")
 	cmd.Flags().StringVar(&o.Identity.ClusterName, "cluster-name", "", "how peers are to call the cluster (needed the first time)")
 	cmd.Flags().StringVar(&o.Identity.ClusterID, "cluster-id", "", "what tells the cluster from all others (default the UID of its namespace kube-system)")
-	cmd.Flags().StringVar(&service, "gateway-service", "none", "make the gateway's Service: NodePort, LoadBalancer or none")
+	cli.AddChoiceFlag(cmd, &service, "gateway-service", "none", "make the gateway's Service", "none", string(corev1.ServiceTypeNodePort), string(corev1.ServiceTypeLoadBalancer))
 	cmd.Flags().Int32Var(&o.Port, "gateway-port", 5871, "UDP port of the gateway's Service")
-	cmd.Flags().IntVar(&o.Tunnels, "tunnels", 1, "ports of the gateway's Service, from --gateway-port upwards: as `isthmus gateway --tunnels`")
+	cmd.Flags().IntVar(&o.Tunnels, "tunnels", 1, "ports of the gateway's Service, from --gateway-port upwards: as for isthmus gateway")
 	return cmd
 }
 
-// addAccessFlags adds the flags that say which cluster is meant, as kubectl has
-// them; prefix "remote-" is for the other one.
-func addAccessFlags(flags *pflag.FlagSet, a *peering.Access, prefix, of string) {
+// addAccessFlags adds the flags that say which cluster is meant, as kubectl has them; prefix
+// "remote-" is for the other one.
+func addAccessFlags(cmd *cobra.Command, a *peering.Access, prefix, of string) {
+	flags := cmd.Flags()
 	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+of+" (default $KUBECONFIG or ~/.kube/config)")
 	flags.StringVar(&a.Context, prefix+"context", "", "context"+of+" in the kubeconfig (default the current one)")
 	flags.StringVar(&a.Namespace, prefix+"namespace", deploy.Namespace, "namespace of the installation"+of)
+	completeAccess(cmd, a, prefix)
 }
 
 func connect(a peering.Access) (*peering.Cluster, error) {
 	c, err := peering.Connect(a)
 	if err != nil {
-		return nil, unreachable(err)
+		return nil, cli.Unreachable(err)
 	}
 	return c, nil
 }
@@ -82,7 +74,7 @@ func connect(a peering.Access) (*peering.Cluster, error) {
 // clusterError gives an error its exit code.
 func clusterError(err error) error {
 	if errors.Is(err, peering.ErrUnreachable) && !errors.Is(err, peering.ErrNotReady) {
-		return unreachable(err)
+		return cli.Unreachable(err)
 	}
 	return err
 }
@@ -90,16 +82,4 @@ func clusterError(err error) error {
 // reporter prints a line at a time.
 func reporter(cmd *cobra.Command) func(string) {
 	return func(line string) { fmt.Fprintln(cmd.OutOrStdout(), line) }
-}
-
-// untilSignal is a context that ends with the first signal; a second one ends
-// the program.
-func untilSignal(cmd *cobra.Command) (context.Context, context.CancelFunc) {
-	parent := cmd.Context()
-	if parent == nil {
-		parent = context.Background()
-	}
-	ctx, stop := signal.NotifyContext(parent, os.Interrupt, syscall.SIGTERM)
-	context.AfterFunc(ctx, stop)
-	return ctx, stop
 }

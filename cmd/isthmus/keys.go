@@ -10,6 +10,7 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
 func newGenkeyCommand() *cobra.Command {
@@ -45,7 +46,7 @@ tunnels: "PORT:KEY,PORT:KEY".`,
 		Args:    cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if tunnels < 1 || tunnels > fabric.MaxTunnels {
-				return usage("--tunnels %d: want 1 to %d", tunnels, fabric.MaxTunnels)
+				return cli.Usage("--tunnels %d: want 1 to %d", tunnels, fabric.MaxTunnels)
 			}
 			text, err := io.ReadAll(io.LimitReader(cmd.InOrStdin(), 1024))
 			if err != nil {
@@ -53,7 +54,7 @@ tunnels: "PORT:KEY,PORT:KEY".`,
 			}
 			key, err := fabric.ParseKey(strings.TrimSpace(string(text)))
 			if err != nil {
-				return &codeError{exitUsage, fmt.Errorf("the key read %w", err)}
+				return cli.Usage("the key read %w", err)
 			}
 			for _, public := range fabric.PublicKeys(key, tunnels) {
 				if _, err := fmt.Fprintln(cmd.OutOrStdout(), base64.StdEncoding.EncodeToString(public[:])); err != nil {

@@ -1,17 +1,28 @@
-// Command isthmus joins the pod networks of Kubernetes clusters.
+// Command isthmus joins the pod networks of Kubernetes clusters: it is what a cluster runs, and
+// what people use on clusters.
 //
-//	isthmus gateway --config DIR     run a gateway
-//	isthmus status                   what it is doing
-//	isthmus trace SRC DST            what it would do with a packet
+//	isthmus install                  what the components need in a cluster
+//	isthmus peer | unpeer            join two clusters, part them
+//	isthmus status                   what is joined, and what is wrong
+//	isthmus trace SRC DST            what a gateway would do with a packet
+//	isthmus manager                  the control plane, once per cluster
+//	isthmus gateway                  the data plane, on some nodes
+//	isthmus route-agent              the ways to it, on every node
 //	isthmus genkey | pubkey          WireGuard keys
 //
-// The exit code is 0 when all is fine, 1 when a problem was found and 2 when the
-// command was used wrongly or what it asks could not be reached.
+// Clusters to play with are made by isthmus-lab.
 package main
+
+//go:generate sh -ec "{ cat cli.md; go run . reference; go run ../isthmus-lab reference; } > ../../docs/cli.md"
 
 import (
 	"io"
+	"log/slog"
 	"os"
+
+	"github.com/spf13/cobra"
+
+	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
 func main() {
@@ -20,10 +31,40 @@ func main() {
 
 // run is the whole program; it returns the exit code.
 func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
-	root := newRootCommand()
-	root.SetArgs(args)
-	root.SetIn(stdin)
-	root.SetOut(stdout)
-	root.SetErr(stderr)
-	return exitCode(root, root.Execute())
+	return cli.Run(newRootCommand(), args, stdin, stdout, stderr)
+}
+
+func newRootCommand() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "isthmus",
+		Short: "Join the pod networks of Kubernetes clusters, even with the same PodCIDR",
+		Long: `Isthmus joins the pod networks of independent Kubernetes clusters over WireGuard,
+in userspace. Pods reach remote pods by IP, even when the clusters use the same
+PodCIDR.
+
+` + cli.ExitCodes,
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.AddCommand(
+		newManagerCommand(),
+		newGatewayCommand(),
+		newRouteAgentCommand(),
+		newInstallCommand(),
+		newPeerCommand(),
+		newUnpeerCommand(),
+		newStatusCommand(),
+		newTraceCommand(),
+		newGenkeyCommand(),
+		newPubkeyCommand(),
+	)
+	return root
+}
+
+// logger logs as programs read it. The level is one that the flag admits.
+func logger(cmd *cobra.Command, level string) *slog.Logger {
+	var l slog.Level
+	if err := l.UnmarshalText([]byte(level)); err != nil {
+		panic(err)
+	}
+	return slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: l}))
 }

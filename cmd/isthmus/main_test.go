@@ -8,11 +8,15 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/spf13/pflag"
+
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
 // isthmus runs the program.
@@ -43,7 +47,7 @@ func sample() gateway.Status {
 	}
 	return gateway.Status{
 		Version: "v1", ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", PublicKey: "pub", ListenPort: 5871, Started: at, Ready: true,
-		Namespace: "/proc/7/fd/8", TUN: "isthmus0", MTU: 1440, MTUAuto: true, Transport: "device",
+		Namespace: "/proc/7/fd/8", TUN: "isthmus0", MTU: 1440, MTUAuto: true,
 		Config: gateway.ConfigStatus{Generation: 4, Since: at,
 			Errors: []string{`peers.yaml: TunnelEndpoint x/y: spec.remotePodCIDR: "10.1.2.3/16" has host bits set; want 10.1.0.0/16`}},
 		Sessions: gateway.SessionsStatus{Flows: 2, Limit: 1 << 20},
@@ -125,8 +129,14 @@ func TestWhatCannotBeReachedOrIsUsedWronglyExitsWithTwo(t *testing.T) {
 	}{
 		{[]string{"status", "--address", "127.0.0.1:1"}, "nothing listens there"},
 		{[]string{"status", "--address", "no address"}, "want host:port"},
-		{[]string{"status", "-o", "xml"}, "want table, wide, json or yaml"},
+		{[]string{"status", "-o", "xml"}, `--output "xml": want wide, json or yaml`},
 		{[]string{"status", "extra"}, "unknown command"},
+		{[]string{"statsu"}, "Did you mean this?\n\tstatus"},
+		{[]string{"status", "--addres", "x"}, "unknown flag: --addres; did you mean --address?"}, //nolint:misspell // a slip is what is answered
+		{[]string{"status", "--flows", "many"}, `--flows "many": want a number`},
+		{[]string{"peer", "--remote-context", "b", "--timeout", "soon"}, `--timeout "soon": want a duration such as 90s or 5m`},
+		{[]string{"trace", "10.0.0.1", "10.0.0.2", "--direction", "up"}, `--direction "up": want out or in`},
+		{[]string{"gateway", "--random-ports=perhaps"}, "--random-ports"},
 		{[]string{"bogus"}, "unknown command"},
 		{[]string{"status", "--bogus"}, "unknown flag"},
 		{[]string{"trace", "10.0.0.1"}, "accepts between 2 and 3"},
@@ -135,8 +145,7 @@ func TestWhatCannotBeReachedOrIsUsedWronglyExitsWithTwo(t *testing.T) {
 		{[]string{"trace", "10.0.0.1", "10.0.0.2", "--config", dir}, "no object of kind Gateway"},
 		{[]string{"gateway"}, "want --config DIR"},
 		{[]string{"gateway", "--config", dir, "--log-level", "loud"}, "want debug, info, warn or error"},
-		{[]string{"gateway", "--config", dir, "--transport", "pigeon"}, `--transport: "pigeon"; want device or inline`},
-		{[]string{"gateway", "--config", dir, "--udp-offload=maybe"}, `--udp-offload: "maybe"; want auto, on or off`},
+		{[]string{"gateway", "--config", dir, "--udp-offload=maybe"}, `--udp-offload "maybe": want auto, on or off`},
 		{[]string{"gateway", "--config", dir, "--pprof-address", ":6060"}, "want a loopback address"},
 		{[]string{"pubkey"}, "the key read"},
 		{[]string{"pubkey", "--tunnels", "17"}, "--tunnels 17: want 1 to 16"},
@@ -232,12 +241,63 @@ func TestHelpNamesEveryCommand(t *testing.T) {
 	if code != 0 {
 		t.Errorf("code %d", code)
 	}
-	for _, name := range []string{"install", "peer", "unpeer", "gateway", "status", "trace", "genkey", "pubkey", "lab", "demo", "version"} {
+	for _, name := range []string{"install", "peer", "unpeer", "gateway", "status", "trace", "genkey", "pubkey", "manager", "route-agent", "version"} {
 		if !strings.Contains(out, "\n  "+name+" ") {
 			t.Errorf("no %s in\n%s", name, out)
 		}
 	}
-	if out, _, code := isthmus("", "version"); code != 0 || !strings.HasPrefix(out, "isthmus ") {
-		t.Errorf("code %d, %q", code, out)
+	if !strings.Contains(out, cli.ExitCodes) {
+		t.Errorf("nothing about exit codes in\n%s", out)
+	}
+	said, _, code := isthmus("", "version")
+	if code != 0 || !strings.HasPrefix(said, "isthmus ") {
+		t.Errorf("code %d, %q", code, said)
+	}
+	if short, _, code := isthmus("", "--version"); code != 0 || short != said {
+		t.Errorf("--version: code %d, %q; want %q", code, short, said)
+	}
+}
+
+func TestShellCompletesContextsAndChoices(t *testing.T) {
+	noCluster(t)
+	file := filepath.Join(t.TempDir(), "kubeconfig")
+	if err := os.WriteFile(file, []byte(`{apiVersion: v1, kind: Config, contexts: [{name: paris, context: {cluster: c}}, {name: oslo, context: {cluster: c}}]}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, tc := range []struct {
+		args, want string
+	}{
+		{"status --kubeconfig FILE --context |", "oslo paris"},
+		{"peer --kubeconfig FILE --remote-context p|", "paris"},
+		{"peer --remote-kubeconfig FILE --remote-context |", "oslo paris"},
+		{"peer --remote-context |", ""},
+		{"status -o |", "json wide yaml"},
+		{"trace -o |", "json yaml"},
+		{"trace --direction |", "in out"},
+		{"trace 10.0.0.1 10.0.0.2 |", "icmp tcp udp"},
+		{"install --gateway-service |", "LoadBalancer NodePort none"},
+		{"gateway --log-level |", "debug error info warn"},
+		{"unpeer --kubeconfig FILE |", ""},
+	} {
+		args := strings.Fields(strings.ReplaceAll(tc.args, "FILE", file))
+		args[len(args)-1] = strings.TrimSuffix(args[len(args)-1], "|")
+		out, _, code := isthmus("", append([]string{"__complete"}, args...)...)
+		words := strings.Split(strings.TrimSpace(out), "\n")
+		words = words[:len(words)-1] // the directive
+		slices.Sort(words)
+		if got := strings.Join(words, " "); got != tc.want || code != 0 {
+			t.Errorf("%s: %q, code %d; want %q", tc.args, got, code, tc.want)
+		}
+	}
+}
+
+// pflag takes what stands between backquotes in a flag's usage for the name of its value.
+func TestHelpOfFlagsHasPlainPlaceholders(t *testing.T) {
+	for _, cmd := range newRootCommand().Commands() {
+		cmd.Flags().VisitAll(func(f *pflag.Flag) {
+			if strings.Contains(f.Usage, "`") {
+				t.Errorf("isthmus %s --%s: backquotes in %q", cmd.Name(), f.Name, f.Usage)
+			}
+		})
 	}
 }

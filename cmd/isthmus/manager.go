@@ -2,28 +2,27 @@ package main
 
 import (
 	"cmp"
-	"context"
-	"log/slog"
 	"net"
 	"net/netip"
 	"os"
-	"os/signal"
 	"strconv"
 	"strings"
-	"syscall"
 
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/manager"
+	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
 // managerFlags are what the manager is told, as text where it has to be read.
 type managerFlags struct {
 	options                            manager.Options
 	podCIDR, serviceCIDR, externalCIDR string
-	pools, reserved                    []string
+	pools, reserved, ipamAllow         []string
+	ipamCert, ipamKey, ipamClientCA    string
 	level                              string
 }
 
@@ -42,53 +41,52 @@ that "isthmus install" (or Liqo) writes, the PodCIDR from kubeadm's configuratio
 the ServiceCIDR from the API server, the gateway's address and key from its Service
 and Secret. What cannot be found out stands in the status of each Peering.
 
-Several may run, of which one works. It needs no privileges.`,
+Several may run, of which one works. It needs no privileges. $POD_NAME is its name in
+the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on at once.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			level, err := f.complete()
-			if err != nil {
+			if err := f.complete(); err != nil {
 				return err
 			}
-			f.options.Log = slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: level}))
-			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
-			defer stop()
-			context.AfterFunc(ctx, stop) // a second signal ends at once
-			return manager.Run(ctx, f.options)
+			f.options.Log = logger(cmd, f.level)
+			return manager.Run(cmd.Context(), f.options)
 		},
 	}
 	flags, o := cmd.Flags(), &f.options
 	flags.StringVar(&o.Kubeconfig, "kubeconfig", "", "how to reach the API server; without it as a Pod does")
 	flags.StringVar(&o.Namespace, "namespace", "", "namespace of the installation (default: $POD_NAMESPACE, else "+deploy.Namespace+")")
-	flags.StringVar(&o.Cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: of the ConfigMap that `isthmus install` writes, else the UID of kube-system)")
+	flags.StringVar(&o.Cluster.ClusterID, "cluster-id", "", "ID of this cluster (default: of the ConfigMap that isthmus install writes, else the UID of kube-system)")
 	flags.StringVar(&o.Cluster.ClusterName, "cluster-name", "", "name of this cluster, a part of object names (default: of that ConfigMap)")
 	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods of this cluster (default: what kubeadm was given)")
 	flags.StringVar(&f.serviceCIDR, "service-cidr", "", "network of the Services (default: what the API server says)")
 	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are no pods (default: a free one of the length of the PodCIDR)")
 	flags.StringSliceVar(&f.pools, "pools", nil, "networks from which those of peers are taken when they overlap (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12)")
-	flags.StringSliceVar(&f.reserved, "reserved", nil, "networks that are never used for peers")
+	flags.StringSliceVar(&f.reserved, "reserved", nil, "networks that are never used for peers, besides this cluster's own, its nodes and API servers")
 	flags.BoolVar(&o.LeaderElect, "leader-elect", true, "let several run, of which one works")
-	flags.StringVar(&o.IPAMAddress, "ipam-address", ":6000", "TCP address of Liqo's gRPC service ipam; empty: none")
+	flags.StringVar(&o.IPAM.Address, "ipam-address", "", "TCP address of Liqo's gRPC service ipam, such as :6000, which Liqo's virtual kubelets need (default: none)")
+	flags.StringVar(&f.ipamCert, "ipam-tls-cert", "", "file with the certificate of that service, in PEM")
+	flags.StringVar(&f.ipamKey, "ipam-tls-key", "", "file with its private key")
+	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the authority of the certificates by which it knows its callers")
+	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "answer without TLS whoever reaches that address, as Liqo does: a NetworkPolicy has to keep others away")
+	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services and other peers whose endpoints that service may map for peers (default: none)")
 	flags.StringVar(&o.MetricsAddress, "metrics-address", ":5876", "TCP address of /metrics; empty: none")
 	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty: none")
 	flags.StringVar(&o.ProfileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
-	flags.StringVar(&f.level, "log-level", "info", "debug, info, warn or error")
+	cli.AddChoiceFlag(cmd, &f.level, "log-level", "info", "how much is logged", "debug", "info", "warn", "error")
 	return cmd
 }
 
 // complete checks flags and environment.
-func (f *managerFlags) complete() (level slog.Level, err error) {
+func (f *managerFlags) complete() (err error) {
 	o := &f.options
-	if err := level.UnmarshalText([]byte(f.level)); err != nil {
-		return level, usage("--log-level %q: want debug, info, warn or error", f.level)
-	}
-	o.Name = os.Getenv("POD_NAME")
+	o.Name, o.Instance = os.Getenv("POD_NAME"), os.Getenv("POD_UID")
 	o.Namespace = cmp.Or(o.Namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace)
 	if id := o.Cluster.ClusterID; id != "" {
 		if wrong := fabric.CheckClusterID(id); wrong != "" {
-			return level, usage("--cluster-id: %s", wrong)
+			return cli.Usage("--cluster-id: %s", wrong)
 		}
 	}
-	n := &o.Networks
+	n := &o.Plan
 	for _, one := range []struct {
 		flag, text string
 		into       *netip.Prefix
@@ -97,26 +95,32 @@ func (f *managerFlags) complete() (level slog.Level, err error) {
 			continue
 		}
 		if *one.into, err = network(one.flag, one.text); err != nil {
-			return level, err
+			return err
 		}
 	}
 	if n.Pools, err = networks("pools", f.pools); err != nil {
-		return level, err
+		return err
 	}
 	if n.Reserved, err = networks("reserved", f.reserved); err != nil {
-		return level, err
+		return err
 	}
 	if err := apart("service-cidr", n.ServiceCIDR, "pod-cidr", n.PodCIDR); err != nil {
-		return level, err
+		return err
 	}
 	if err := apart("external-cidr", n.ExternalCIDR, "pod-cidr", n.PodCIDR); err != nil {
-		return level, err
+		return err
 	}
 	if err := apart("external-cidr", n.ExternalCIDR, "service-cidr", n.ServiceCIDR); err != nil {
-		return level, err
+		return err
+	}
+	if o.IPAM.Allow, err = networks("ipam-allow", f.ipamAllow); err != nil {
+		return err
+	}
+	if err := f.completeIPAM(); err != nil {
+		return err
 	}
 	for _, a := range []struct{ flag, address string }{
-		{"ipam-address", o.IPAMAddress}, {"metrics-address", o.MetricsAddress}, {"health-address", o.HealthAddress},
+		{"ipam-address", o.IPAM.Address}, {"metrics-address", o.MetricsAddress}, {"health-address", o.HealthAddress},
 	} {
 		if a.address == "" {
 			continue
@@ -126,10 +130,29 @@ func (f *managerFlags) complete() (level slog.Level, err error) {
 			_, err = strconv.ParseUint(port, 10, 16)
 		}
 		if err != nil {
-			return level, usage("--%s %q: want an address and a port such as 127.0.0.1:5876, or only :5876", a.flag, a.address)
+			return cli.Usage("--%s %q: want an address and a port such as 127.0.0.1:5876, or only :5876", a.flag, a.address)
 		}
 	}
-	return level, checkProfileAddress(o.ProfileAddress)
+	return checkProfileAddress(o.ProfileAddress)
+}
+
+// completeIPAM sees to it that nobody opens the IPAM to everybody without saying so.
+func (f *managerFlags) completeIPAM() (err error) {
+	o, files := &f.options.IPAM, f.ipamCert != "" || f.ipamKey != "" || f.ipamClientCA != ""
+	switch {
+	case o.Address == "" && (files || o.Plain || len(o.Allow) > 0):
+		return cli.Usage("--ipam-address is not given, but what belongs to it is")
+	case o.Address == "" || o.Plain && !files:
+		return nil
+	case o.Plain:
+		return cli.Usage("--ipam-plain and certificates contradict each other")
+	case f.ipamCert == "" || f.ipamKey == "" || f.ipamClientCA == "":
+		return cli.Usage("--ipam-address: want --ipam-tls-cert, --ipam-tls-key and --ipam-client-ca, by which callers are known, or --ipam-plain")
+	}
+	if o.TLS, err = ipamrpc.TLS(f.ipamCert, f.ipamKey, f.ipamClientCA); err != nil {
+		return cli.Usage("--ipam-tls-cert, --ipam-tls-key, --ipam-client-ca: %v", err)
+	}
+	return nil
 }
 
 func networks(flag string, texts []string) (all []netip.Prefix, err error) {
@@ -147,16 +170,16 @@ func network(flag, text string) (netip.Prefix, error) {
 	p, err := netip.ParsePrefix(text)
 	switch {
 	case err != nil:
-		return p, usage("--%s %q: want a network such as 10.244.0.0/16", flag, text)
+		return p, cli.Usage("--%s %q: want a network such as 10.244.0.0/16", flag, text)
 	case p != p.Masked():
-		return p, usage("--%s %q: has host bits set; want %v", flag, text, p.Masked())
+		return p, cli.Usage("--%s %q: has host bits set; want %v", flag, text, p.Masked())
 	}
 	return p, nil
 }
 
 func apart(flag string, p netip.Prefix, otherFlag string, other netip.Prefix) error {
 	if p.IsValid() && other.IsValid() && p.Overlaps(other) {
-		return usage("--%s %v: overlaps --%s, %v; want a network of its own", flag, p, otherFlag, other)
+		return cli.Usage("--%s %v: overlaps --%s, %v; want a network of its own", flag, p, otherFlag, other)
 	}
 	return nil
 }

@@ -3,6 +3,8 @@ package main
 import (
 	"strings"
 	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
 func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
@@ -15,7 +17,13 @@ func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
 		{"--pools 10.0.0.0/8,nonsense", `--pools "nonsense"`},
 		{"--reserved 192.168.1.1/24", "--reserved"},
 		{"--cluster-id a/b", "--cluster-id"},
-		{"--ipam-address 6000", `--ipam-address "6000"`},
+		{"--ipam-address 6000 --ipam-plain", `--ipam-address "6000"`},
+		{"--ipam-address :6000", "want --ipam-tls-cert, --ipam-tls-key and --ipam-client-ca, by which callers are known, or --ipam-plain"},
+		{"--ipam-address :6000 --ipam-tls-cert a --ipam-tls-key b", "want --ipam-tls-cert"},
+		{"--ipam-address :6000 --ipam-tls-cert a --ipam-tls-key b --ipam-client-ca c", "certificate a with key b"},
+		{"--ipam-address :6000 --ipam-plain --ipam-client-ca c", "contradict"},
+		{"--ipam-plain", "--ipam-address is not given"},
+		{"--ipam-address :6000 --ipam-plain --ipam-allow 10.96.0.1", `--ipam-allow "10.96.0.1": want a network`},
 		{"--metrics-address :99999", "--metrics-address"},
 		{"--pprof-address :6060", "--pprof-address"},
 		{"--log-level loud", "--log-level"},
@@ -23,8 +31,8 @@ func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
 		{"surplus", "surplus"},
 	} {
 		_, stderr, code := isthmus("", append([]string{"manager"}, strings.Fields(c.args)...)...)
-		if code != exitUsage || !strings.Contains(stderr, c.want) {
-			t.Errorf("%s: exit %d, %q; want exit %d and %q", c.args, code, stderr, exitUsage, c.want)
+		if code != cli.Wrong || !strings.Contains(stderr, c.want) {
+			t.Errorf("%s: exit %d, %q; want exit %d and %q", c.args, code, stderr, cli.Wrong, c.want)
 		}
 	}
 }
@@ -32,7 +40,7 @@ func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
 func TestManagerWithoutClusterSaysSo(t *testing.T) {
 	t.Setenv("KUBERNETES_SERVICE_HOST", "")
 	_, stderr, code := isthmus("", "manager", "--kubeconfig", "testdata/there-is-none")
-	if code != exitProblem || !strings.Contains(stderr, "way to the API server") {
+	if code != cli.Problem || !strings.Contains(stderr, "way to the API server") {
 		t.Errorf("exit %d, %q", code, stderr)
 	}
 }

@@ -1,12 +1,11 @@
 package main
 
 import (
-	"log/slog"
-	"net"
 	"net/http"
 	"net/http/pprof"
 	"net/netip"
-	"time"
+
+	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
 // checkProfileAddress accepts nothing but a loopback address.
@@ -15,28 +14,17 @@ func checkProfileAddress(a string) error {
 		return nil
 	}
 	if at, err := netip.ParseAddrPort(a); err != nil || !at.Addr().IsLoopback() {
-		return usage("--pprof-address %q: want a loopback address and a port such as 127.0.0.1:6060, since a profile tells everything", a)
+		return cli.Usage("--pprof-address %q: want a loopback address and a port such as 127.0.0.1:6060, since a profile tells everything", a)
 	}
 	return nil
 }
 
-// serveProfiles answers /debug/pprof on address, unless that is empty, until stop
-// is called.
-func serveProfiles(address string, log *slog.Logger) (stop func(), err error) {
-	if address == "" {
-		return func() {}, nil
-	}
-	l, err := net.Listen("tcp", address)
-	if err != nil {
-		return nil, err
-	}
+// profiles is the handler of /debug/pprof.
+func profiles() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /debug/pprof/", pprof.Index)
 	mux.HandleFunc("GET /debug/pprof/profile", pprof.Profile)
 	mux.HandleFunc("GET /debug/pprof/trace", pprof.Trace)
 	mux.HandleFunc("GET /debug/pprof/symbol", pprof.Symbol)
-	s := &http.Server{Handler: mux, ReadHeaderTimeout: 5 * time.Second, ErrorLog: slog.NewLogLogger(log.Handler(), slog.LevelDebug)}
-	log.Info("profiles", "address", l.Addr().String())
-	go func() { _ = s.Serve(l) }()
-	return func() { _ = s.Close() }, nil
+	return mux
 }

@@ -3,14 +3,14 @@ package main
 import (
 	"context"
 	"fmt"
-	"log/slog"
 	"os"
-	"os/signal"
-	"syscall"
 
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 	"github.com/isthmus-net/isthmus/routeagent"
 )
@@ -23,7 +23,8 @@ const (
 
 func newRouteAgentCommand() *cobra.Command {
 	var kubeconfig, level string
-	o := routeagent.Options{Version: version()}
+	var cleanup bool
+	o := routeagent.Options{Version: cli.Version()}
 	cmd := &cobra.Command{
 		Use:   "route-agent",
 		Short: "Run the route agent of a node, in the node's network namespace (root)",
@@ -33,37 +34,38 @@ active gateway, and packets from them to the node of the pod. It reads Nodes, Po
 and TunnelEndpoints and writes nothing to the API server; while that is away,
 everything stays as it is.
 
-What somebody else deletes or changes of it is back within a second. SIGTERM removes
-everything that the agent made. It needs CAP_NET_ADMIN and the host's network.`, fabric.OverlayDevice, fabric.OverlayPort),
+What somebody else deletes or changes of it is back within a second. From the moment
+at which a network is granted to a peer, the node refuses packets for it that cannot go
+through the tunnel. That holds without an agent, too: it leaves everything as it is when
+it ends, and keeps in --state-directory what to refuse after a reboot. --cleanup takes
+everything away. It needs CAP_NET_ADMIN and the host's network.`, kernel.OverlayDevice, kernel.OverlayPort),
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			var l slog.Level
-			if err := l.UnmarshalText([]byte(level)); err != nil {
-				return usage("--log-level %q: want debug, info, warn or error", level)
+			if cleanup {
+				return routeagent.Cleanup(logger(cmd, level), o.StateDirectory)
 			}
 			if o.Node == "" {
-				return usage("want --node-name NAME, or NODE_NAME in the environment: the Node on which this runs")
+				return cli.Usage("want --node-name NAME, or NODE_NAME in the environment: the Node on which this runs")
 			}
-			config, err := kube.RESTConfig(kubeconfig)
+			config, err := owncluster.RESTConfig(kubeconfig)
 			if err != nil {
-				return unreachable(err)
+				return cli.Unreachable(err)
 			}
-			o.Log = slog.New(slog.NewJSONHandler(cmd.ErrOrStderr(), &slog.HandlerOptions{Level: l}))
+			o.Log = logger(cmd, level)
 			kube.UseLogger(o.Log)
 			o.Source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 				return kube.WatchNode(ctx, config, o.Log, deliver)
 			}
-			ctx, stop := signal.NotifyContext(context.Background(), syscall.SIGTERM, os.Interrupt)
-			defer stop()
-			context.AfterFunc(ctx, stop) // a second signal ends at once
-			return routeagent.Run(ctx, o)
+			return routeagent.Run(cmd.Context(), o)
 		},
 	}
 	f := cmd.Flags()
 	f.StringVar(&kubeconfig, "kubeconfig", "", "how to reach the API server; without it as a Pod does")
 	f.StringVar(&o.Node, "node-name", os.Getenv("NODE_NAME"), "name of the Node on which this runs")
-	f.StringVar(&level, "log-level", "info", "debug, info, warn or error")
+	cli.AddChoiceFlag(cmd, &level, "log-level", "info", "how much is logged", "debug", "info", "warn", "error")
 	f.StringVar(&o.MetricsAddress, "metrics-address", agentMetricsAddress, "host:port of /metrics, /healthz and /readyz; empty for none")
 	f.StringVar(&o.StatusAddress, "status-address", agentStatusAddress, "host:port of /status; empty for none")
+	f.StringVar(&o.StateDirectory, "state-directory", "", "where to keep what is refused after a reboot until the API server answers; empty: nowhere")
+	f.BoolVar(&cleanup, "cleanup", false, "remove everything that route agents made on this node, and end")
 	return cmd
 }

@@ -4,6 +4,8 @@ import (
 	"bytes"
 	"strings"
 	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/cli"
 )
 
 func TestRouteAgentSaysWhatItWasNotTold(t *testing.T) {
@@ -20,7 +22,7 @@ func TestRouteAgentSaysWhatItWasNotTold(t *testing.T) {
 	} {
 		var out, errs bytes.Buffer
 		code := run(append([]string{"route-agent"}, tc.args...), strings.NewReader(""), &out, &errs)
-		if code != exitUsage || !strings.Contains(errs.String(), tc.says) {
+		if code != cli.Wrong || !strings.Contains(errs.String(), tc.says) {
 			t.Errorf("%v: code %d, %s", tc.args, code, &errs)
 		}
 	}

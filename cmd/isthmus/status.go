@@ -15,15 +15,16 @@ import (
 	"time"
 
 	"github.com/spf13/cobra"
-	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
 func newStatusCommand() *cobra.Command {
-	var address, output string
+	var address string
+	var output cli.Output
 	var flows int
 	var access peering.Access
 	cmd := &cobra.Command{
@@ -39,11 +40,6 @@ dropped. The exit code is 1 when a peer does not answer or a configuration is no
 in force.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			switch output {
-			case "table", "wide", "json", "yaml":
-			default:
-				return &codeError{exitUsage, fmt.Errorf("--output %q: want table, wide, json or yaml", output)}
-			}
 			if aboutCluster(cmd) {
 				return clusterStatus(cmd, access, output)
 			}
@@ -57,31 +53,25 @@ in force.`,
 			}
 			var s gateway.Status
 			if err := json.Unmarshal(raw, &s); err != nil {
-				return unreachable(fmt.Errorf("answer of %s: %w", address, err))
+				return cli.Unreachable(fmt.Errorf("answer of %s: %w", address, err))
 			}
 			out := cmd.OutOrStdout()
-			switch output {
-			case "json":
-				_, err = out.Write(raw)
-			case "yaml":
-				var text []byte
-				if text, err = yaml.JSONToYAML(raw); err == nil {
-					_, err = out.Write(text)
-				}
-			default:
+			if output.ForPrograms() {
+				err = output.PrintJSON(out, raw)
+			} else {
 				err = printStatus(out, s, output == "wide")
 			}
 			if err != nil {
 				return err
 			}
 			if fine, _ := s.Healthy(); !fine {
-				return problemFound
+				return cli.ErrProblem
 			}
 			return nil
 		},
 	}
-	addAccessFlags(cmd.Flags(), &access, "", "")
-	cmd.Flags().StringVarP(&output, "output", "o", "table", "table, wide, json or yaml")
+	addAccessFlags(cmd, &access, "", "")
+	cli.AddOutputFlag(cmd, &output, "print more, or for programs", "wide")
 	cmd.Flags().Bool("gateway", false, "the gateway on this machine, not the cluster")
 	addAddressFlag(cmd, &address)
 	cmd.Flags().IntVar(&flows, "flows", 0, "the gateway, and up to so many of its NAT flows")
@@ -94,14 +84,11 @@ func addAddressFlag(cmd *cobra.Command, address *string) {
 
 // ask gets a path from the running gateway.
 func ask(ctx context.Context, address, path string) ([]byte, error) {
-	if ctx == nil {
-		ctx = context.Background()
-	}
 	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
 	defer cancel()
 	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://"+address+path, nil)
 	if err != nil {
-		return nil, &codeError{exitUsage, fmt.Errorf("--address %q: want host:port, such as %s", address, file.DefaultStatusAddress)}
+		return nil, cli.Usage("--address %q: want host:port, such as %s", address, file.DefaultStatusAddress)
 	}
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true}} // no proxy: it is on this machine
 	resp, err := client.Do(req)
@@ -112,15 +99,15 @@ func ask(ctx context.Context, address, path string) ([]byte, error) {
 		if errors.Is(err, syscall.ECONNREFUSED) {
 			err = fmt.Errorf("nothing listens there (is the gateway running, in this network namespace?)")
 		}
-		return nil, unreachable(fmt.Errorf("gateway at %s: %w", address, err))
+		return nil, cli.Unreachable(fmt.Errorf("gateway at %s: %w", address, err))
 	}
 	defer resp.Body.Close()
 	body, err := io.ReadAll(io.LimitReader(resp.Body, 64<<20))
 	if err != nil {
-		return nil, unreachable(fmt.Errorf("gateway at %s: %w", address, err))
+		return nil, cli.Unreachable(fmt.Errorf("gateway at %s: %w", address, err))
 	}
 	if resp.StatusCode != http.StatusOK {
-		return nil, unreachable(fmt.Errorf("gateway at %s: %s", address, strings.TrimSpace(string(body))))
+		return nil, cli.Unreachable(fmt.Errorf("gateway at %s: %s", address, strings.TrimSpace(string(body))))
 	}
 	return body, nil
 }
@@ -134,13 +121,16 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 	fmt.Fprintf(w, "cluster %s, listening on %d/udp, MTU %s, %d of %d NAT sessions, configuration %d\n",
 		nameAndID(s.ClusterName, s.ClusterID), s.ListenPort, mtu, s.Sessions.Flows, s.Sessions.Limit, s.Config.Generation)
 	if wide {
-		fmt.Fprintf(w, "version %s, transport %s, UDP offload %s, public key %s, namespace %s\n", s.Version, s.Transport, onOff(s.UDPOffload), s.PublicKey, s.Namespace)
+		fmt.Fprintf(w, "version %s, UDP offload %s, public key %s, namespace %s\n", s.Version, onOff(s.UDPOffload), s.PublicKey, s.Namespace)
 	}
 	for _, e := range s.Config.Errors {
 		fmt.Fprintf(w, "configuration not in force: %s\n", e)
 	}
 	for _, e := range s.Config.Problems {
 		fmt.Fprintf(w, "not applied, trying again: %s\n", e)
+	}
+	for _, e := range s.Config.Refused {
+		fmt.Fprintf(w, "left out: %s\n", e)
 	}
 	if !s.Ready {
 		fmt.Fprintln(w, "still starting")

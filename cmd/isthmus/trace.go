@@ -9,11 +9,13 @@ import (
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
 func newTraceCommand() *cobra.Command {
-	var address, output, dir, direction string
+	var address, dir, direction string
+	var output cli.Output
 	cmd := &cobra.Command{
 		Use:   "trace SRC[:PORT] DST[:PORT] [tcp|udp|icmp]",
 		Short: "Say what would happen to a packet",
@@ -31,6 +33,12 @@ The exit code is 1 when the packet would be dropped.`,
   isthmus trace 10.246.1.20 10.247.0.5:53 udp --direction in
   isthmus trace --config ./bug-report 10.244.1.10 10.246.1.20 icmp`,
 		Args: cobra.RangeArgs(2, 3),
+		ValidArgsFunction: func(_ *cobra.Command, args []string, begin string) ([]string, cobra.ShellCompDirective) {
+			if len(args) != 2 { // an address
+				return nil, cobra.ShellCompDirectiveNoFileComp
+			}
+			return words([]string{"tcp", "udp", "icmp"}, begin)
+		},
 		RunE: func(cmd *cobra.Command, args []string) error {
 			q := gateway.TraceQuery{Protocol: "tcp", Direction: direction}
 			if len(args) == 3 {
@@ -38,19 +46,19 @@ The exit code is 1 when the packet would be dropped.`,
 			}
 			var err error
 			if q.Src, err = gateway.ParseTraceAddr(args[0]); err != nil {
-				return &codeError{exitUsage, fmt.Errorf("source: %w", err)}
+				return cli.Usage("source: %w", err)
 			}
 			if q.Dst, err = gateway.ParseTraceAddr(args[1]); err != nil {
-				return &codeError{exitUsage, fmt.Errorf("destination: %w", err)}
+				return cli.Usage("destination: %w", err)
 			}
 			var steps []gateway.TraceStep
 			if dir != "" {
 				s, err := file.Load(dir)
 				if err != nil {
-					return unreachable(fmt.Errorf("configuration: %w", err))
+					return cli.Unreachable(fmt.Errorf("configuration: %w", err))
 				}
 				if steps, err = gateway.TraceOffline(configOf(s), q); err != nil {
-					return &codeError{exitUsage, err}
+					return cli.Unreachable(err)
 				}
 			} else {
 				query := url.Values{"src": {args[0]}, "dst": {args[1]}, "protocol": {q.Protocol}, "direction": {direction}}
@@ -59,24 +67,19 @@ The exit code is 1 when the packet would be dropped.`,
 					return err
 				}
 				if err := json.Unmarshal(raw, &steps); err != nil {
-					return unreachable(fmt.Errorf("answer of %s: %w", address, err))
+					return cli.Unreachable(fmt.Errorf("answer of %s: %w", address, err))
 				}
 			}
-			switch out := cmd.OutOrStdout(); output {
-			case "text":
-				printTrace(out, steps)
-			case "json":
-				e := json.NewEncoder(out)
-				e.SetIndent("", "  ")
-				if err := e.Encode(steps); err != nil {
+			if output.ForPrograms() {
+				if err := output.Print(cmd.OutOrStdout(), steps); err != nil {
 					return err
 				}
-			default:
-				return &codeError{exitUsage, fmt.Errorf("--output %q: want text or json", output)}
+			} else {
+				printTrace(cmd.OutOrStdout(), steps)
 			}
 			for _, s := range steps {
 				if s.Drop != "" {
-					return problemFound
+					return cli.ErrProblem
 				}
 			}
 			return nil
@@ -84,8 +87,8 @@ The exit code is 1 when the packet would be dropped.`,
 	}
 	addAddressFlag(cmd, &address)
 	cmd.Flags().StringVar(&dir, "config", "", "use the configuration in this directory instead of the running gateway")
-	cmd.Flags().StringVar(&direction, "direction", "", "out (towards the tunnel) or in (from it)")
-	cmd.Flags().StringVarP(&output, "output", "o", "text", "text or json")
+	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out is towards the tunnel, in is from it", "out", "in")
+	cli.AddOutputFlag(cmd, &output, "print for programs")
 	return cmd
 }
 

@@ -1,12 +1,11 @@
 package main
 
 import (
-	"errors"
-	"fmt"
 	"time"
 
 	"github.com/spf13/cobra"
 
+	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
@@ -17,23 +16,26 @@ func newUnpeerCommand() *cobra.Command {
 		Use:   "unpeer --context A {--remote-context B | NAME}",
 		Short: "Part two clusters",
 		Long: `Take a peering down: in both clusters with --remote-context, or in one with the
-NAME of its Peering or of the other cluster. The Peerings go first, and the
-managers take down what they made; then the rights, identities and namespaces.
+NAME of its Peering or of the other cluster. First the other cluster's rights are
+revoked (with --remote-context all but those to withdraw what it published); then
+the Peerings go, and the managers take down what they made; then the rest of the
+rights, identities and namespaces.
 
 A manager waits for the other cluster's API server, so that nothing of ours stays
 there. With --force it does not, and what may stay is said.`,
-		Example: "  isthmus unpeer --context paris --remote-context oslo\n  isthmus unpeer --context paris oslo --force",
-		Args:    cobra.MaximumNArgs(1),
+		Example:           "  isthmus unpeer --context paris --remote-context oslo\n  isthmus unpeer --context paris oslo --force",
+		Args:              cobra.MaximumNArgs(1),
+		ValidArgsFunction: completePeering(&local),
 		RunE: func(cmd *cobra.Command, args []string) error {
 			if len(args) == 1 {
 				o.Name = args[0]
 			}
 			both := remote.Context != "" || remote.Kubeconfig != ""
 			if !both && o.Name == "" {
-				return &codeError{exitUsage, errors.New("want the NAME of a Peering, or --remote-context for both sides; `isthmus status` shows the names")}
+				return cli.Usage("want the NAME of a Peering, or --remote-context for both sides; `isthmus status` shows the names")
 			}
 			if o.Timeout <= 0 {
-				return &codeError{exitUsage, fmt.Errorf("--timeout %v: want a duration, such as 60s", o.Timeout)}
+				return cli.Usage("--timeout %v: want a duration, such as 60s", o.Timeout)
 			}
 			a, err := connect(local)
 			if err != nil {
@@ -48,14 +50,12 @@ there. With --force it does not, and what may stay is said.`,
 					return err
 				}
 			}
-			ctx, stop := untilSignal(cmd)
-			defer stop()
 			o.Report = reporter(cmd)
-			return clusterError(peering.Unpeer(ctx, a, b, o))
+			return clusterError(peering.Unpeer(cmd.Context(), a, b, o))
 		},
 	}
-	addAccessFlags(cmd.Flags(), &local, "", "")
-	addAccessFlags(cmd.Flags(), &remote, "remote-", " of the other cluster")
+	addAccessFlags(cmd, &local, "", "")
+	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
 	cmd.Flags().BoolVar(&o.Force, "force", false, "do not wait for the other cluster; say what may stay there")
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "how long to wait")
 	return cmd

@@ -2,9 +2,9 @@ package bind
 
 import "golang.zx2c4.com/wireguard/conn"
 
-// Batch is what one call has received: datagrams, each where it was received, some of them several of one size that the
-// kernel has put together. They are the caller's, to read and to change, until the next call with the same Batch. Not for
-// concurrent use.
+// Batch is what one call has received: datagrams, each where it was received, some of them several
+// of one size that the kernel has put together. They are the caller's, to read and to change, until
+// the next call with the same Batch. Not for concurrent use.
 type Batch struct {
 	received []received
 	at       int // the first that is not yet taken as a whole
@@ -17,8 +17,8 @@ type received struct {
 	from    conn.Endpoint
 }
 
-// Add appends a datagram, or several put together, each of them segment octets long but for the last. segment 0 is one
-// datagram.
+// Add appends a datagram, or several put together, each of them segment octets long but for the
+// last. segment 0 is one datagram.
 func (b *Batch) Add(data []byte, segment int, from conn.Endpoint) {
 	if b.at == len(b.received) {
 		b.received, b.at = b.received[:0], 0

@@ -1,21 +1,17 @@
-// Package bind is the UDP side of the tunnel: wireguard-go's conn.Bind for
-// Linux.
+// Package bind is the UDP side of a tunnel on Linux.
 //
-// It differs from wireguard-go's own in what it does for one datagram. Many
-// datagrams of one size leave by one sendmsg(2) with UDP_SEGMENT that gathers
-// them where they lie; datagrams that the kernel has put together by UDP_GRO, and
-// small ones until there are no more, are received one behind the other and can be
-// had there, without a copy (OpenInPlace); and an endpoint is one value for each
-// remote address, not one for each datagram.
+// Many datagrams of one size leave by one sendmsg(2) with UDP_SEGMENT that gathers them where they
+// lie; datagrams that the kernel has put together by UDP_GRO, and small ones until there are no
+// more, are received one behind the other and handed on there, without a copy; and an endpoint is
+// one value for each remote address, not one for each datagram.
 //
-//	device ── Send ────► sendmsg, UDP_SEGMENT ──► socket ══ peer
-//	device ◄─ receive ── recvmsg, UDP_GRO ◄────── socket ══ peer
+//	datapath ── Send ───► sendmsg, UDP_SEGMENT ──► socket ══ peer
+//	datapath ◄─ Batch ─── recvmsg, UDP_GRO ◄────── socket ══ peer
 package bind
 
 import (
 	"context"
 	"errors"
-	"fmt"
 	"net"
 	"net/netip"
 	"strconv"
@@ -28,46 +24,33 @@ import (
 )
 
 const (
-	// bufferSize of both socket buffers, octets: what wireguard-go asks for. It takes
-	// CAP_NET_ADMIN to exceed net.core.{r,w}mem_max.
+	// bufferSize of both socket buffers, octets: what wireguard-go asks for. It takes CAP_NET_ADMIN
+	// to exceed net.core.{r,w}mem_max.
 	bufferSize = 7 << 20
 
-	// maxSegments is UDP_MAX_SEGMENTS of older kernels (include/linux/udp.h): datagrams
-	// that one sendmsg may carry.
+	// maxSegments is UDP_MAX_SEGMENTS of older kernels (include/linux/udp.h): datagrams that one
+	// sendmsg may carry.
 	maxSegments = 64
 
 	// maxPayload is the largest UDP payload over IPv4.
 	maxPayload = 65535 - 20 - 8
 )
 
-// Bind is a pair of UDP sockets, IPv4 and IPv6, on one port. It implements
-// conn.Bind; all methods may be used concurrently. The zero value is ready.
+// Bind is a pair of UDP sockets, IPv4 and IPv6, on one port. All methods may be used concurrently.
+// The zero value is ready.
 type Bind struct {
 	mu     sync.RWMutex // guards the two; held to read by senders
 	v4, v6 *socket
 }
 
-var _ conn.Bind = (*Bind)(nil)
-
 // New returns a closed Bind.
 func New() *Bind { return new(Bind) }
 
-// BatchSize implements conn.Bind.
-func (b *Bind) BatchSize() int { return conn.IdealBatchSize }
-
-// Open implements conn.Bind: it binds port, 0 for a free one, for both families,
-// or for the one that the machine has. An occupied port is syscall.EADDRINUSE.
-func (b *Bind) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
-	return openWith(b, port, func(s *socket) conn.ReceiveFunc { return s.receive })
-}
-
-// OpenInPlace is Open for who takes messages where they were received. Each of the
-// functions fills a Batch, which has to be empty, and is called by one goroutine.
-func (b *Bind) OpenInPlace(port uint16) ([]func(*Batch) error, uint16, error) {
-	return openWith(b, port, func(s *socket) func(*Batch) error { return s.receiveInPlace })
-}
-
-func openWith[F any](b *Bind, port uint16, receive func(*socket) F) ([]F, uint16, error) {
+// Listen binds port, 0 for a free one, for both families, or for the one that the machine has. An
+// occupied port is syscall.EADDRINUSE. Each of the functions waits for a datagram and fills a
+// Batch, which has to be empty, with it and what else is there; one goroutine calls it, and gets
+// net.ErrClosed after Close.
+func (b *Bind) Listen(port uint16) ([]func(*Batch) error, uint16, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.v4 != nil || b.v6 != nil {
@@ -78,13 +61,13 @@ func openWith[F any](b *Bind, port uint16, receive func(*socket) F) ([]F, uint16
 		v4, v6, actual, err := openBoth(port)
 		if err == nil {
 			b.v4, b.v6 = v4, v6
-			var fns []F
+			var receive []func(*Batch) error
 			for _, s := range []*socket{v4, v6} {
 				if s != nil {
-					fns = append(fns, receive(s))
+					receive = append(receive, s.receive)
 				}
 			}
-			return fns, actual, nil
+			return receive, actual, nil
 		}
 		if port != 0 || try == attempts || !errors.Is(err, unix.EADDRINUSE) {
 			return nil, 0, err
@@ -110,7 +93,7 @@ func openBoth(port uint16) (v4, v6 *socket, actual uint16, err error) {
 	return v4, v6, port, nil
 }
 
-// Close implements conn.Bind. Receiving ends with net.ErrClosed.
+// Close closes the sockets. Listen may be called again.
 func (b *Bind) Close() error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -119,34 +102,11 @@ func (b *Bind) Close() error {
 	return err
 }
 
-// SetMark implements conn.Bind: SO_MARK, for policy rules of the underlay. It
-// takes CAP_NET_ADMIN.
-func (b *Bind) SetMark(mark uint32) error {
-	b.mu.RLock()
-	defer b.mu.RUnlock()
-	var errs []error
-	for _, s := range []*socket{b.v4, b.v6} {
-		if s == nil {
-			continue
-		}
-		var err error
-		errs = append(errs, s.raw.Control(func(fd uintptr) {
-			err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_MARK, int(mark))
-		}), err)
-	}
-	return errors.Join(errs...)
-}
+// Endpoint is a place to send to. Its local address is the kernel's choice.
+func (b *Bind) Endpoint(at netip.AddrPort) conn.Endpoint { return newEndpoint(at, netip.Addr{}) }
 
-// ParseEndpoint implements conn.Bind; s is IP:port.
-func (b *Bind) ParseEndpoint(s string) (conn.Endpoint, error) {
-	dst, err := netip.ParseAddrPort(s)
-	if err != nil {
-		return nil, fmt.Errorf("endpoint: %w", err)
-	}
-	return newEndpoint(dst, netip.Addr{}), nil
-}
-
-// Send implements conn.Bind. It waits while the socket's buffer is full.
+// Send sends datagrams to an Endpoint, in order, and goes on after an error. It waits while the
+// socket's buffer is full.
 func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	e, ok := ep.(*endpoint)
 	if !ok {

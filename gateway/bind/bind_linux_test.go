@@ -31,16 +31,7 @@ type datagram struct {
 func newEnd(t *testing.T) *end {
 	t.Helper()
 	e := &end{Bind: New(), got: make(chan datagram, 4096), done: make(chan error, 2)}
-	fns, port, err := e.Open(0)
-	e.run(t, port, err, len(fns), func(i int) error { return e.pump(fns[i]) })
-	return e
-}
-
-// newEndInPlace is an end that takes messages where they were received.
-func newEndInPlace(t *testing.T) *end {
-	t.Helper()
-	e := &end{Bind: New(), got: make(chan datagram, 4096), done: make(chan error, 2)}
-	fns, port, err := e.OpenInPlace(0)
+	fns, port, err := e.Listen(0)
 	e.run(t, port, err, len(fns), func(i int) error {
 		var b Batch
 		for {
@@ -78,27 +69,6 @@ func (e *end) run(t *testing.T, port uint16, err error, n int, pump func(i int) 
 	})
 }
 
-func (e *end) pump(fn conn.ReceiveFunc) error {
-	packets, sizes, eps := buffers()
-	for {
-		n, err := fn(packets, sizes, eps)
-		if err != nil {
-			return err
-		}
-		for i := range n {
-			e.got <- datagram{bytes.Clone(packets[i][:sizes[i]]), eps[i]}
-		}
-	}
-}
-
-func buffers() ([][]byte, []int, []conn.Endpoint) {
-	packets := make([][]byte, conn.IdealBatchSize)
-	for i := range packets {
-		packets[i] = make([]byte, 65535)
-	}
-	return packets, make([]int, len(packets)), make([]conn.Endpoint, len(packets))
-}
-
 func (e *end) next(t *testing.T) datagram {
 	t.Helper()
 	select {
@@ -112,15 +82,11 @@ func (e *end) next(t *testing.T) datagram {
 
 func (e *end) at(t *testing.T, addr string) conn.Endpoint {
 	t.Helper()
-	ep, err := New().ParseEndpoint(netip.AddrPortFrom(netip.MustParseAddr(addr), e.port).String())
-	if err != nil {
-		t.Fatal(err)
-	}
-	return ep
+	return New().Endpoint(netip.AddrPortFrom(netip.MustParseAddr(addr), e.port))
 }
 
-// onOneProcessor keeps the rest of a test on a thread that stays where it is: what leaves from another processor than the
-// datagram before may overtake it on the loopback interface.
+// onOneProcessor keeps the rest of a test on a thread that stays where it is: what leaves from
+// another processor than the datagram before may overtake it on the loopback interface.
 func onOneProcessor(t *testing.T) {
 	t.Helper()
 	runtime.LockOSThread() // and never unlock: the thread dies with the test
@@ -140,13 +106,9 @@ func onOneProcessor(t *testing.T) {
 
 func TestDatagramsArriveAsTheyWereSent(t *testing.T) {
 	for _, addr := range []string{"127.0.0.1", "::1"} {
-		for i := range 4 {
-			gso, inPlace := i&1 == 0, i&2 == 0
-			t.Run(fmt.Sprintf("%s/gso=%v/inPlace=%v", addr, gso, inPlace), func(t *testing.T) {
+		for _, gso := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s/gso=%v", addr, gso), func(t *testing.T) {
 				a, b := newEnd(t), newEnd(t)
-				if inPlace {
-					b = newEndInPlace(t)
-				}
 				if a.v6 == nil && addr == "::1" {
 					t.Skip("this machine has no IPv6")
 				}
@@ -178,8 +140,8 @@ func TestDatagramsArriveAsTheyWereSent(t *testing.T) {
 	}
 }
 
-// randBatch is what a device sends: runs of one size with shorter last ones,
-// single small packets, and sometimes more than one sendmsg may take.
+// randBatch is what a device sends: runs of one size with shorter last ones, single small packets,
+// and sometimes more than one sendmsg may take.
 func randBatch(rng *rand.Rand) [][]byte {
 	var batch [][]byte
 	for n := 1 + rng.IntN(conn.IdealBatchSize); len(batch) < n; {
@@ -258,12 +220,50 @@ func TestEndpointIsOneValuePerRemoteAddress(t *testing.T) {
 	}
 }
 
+// Whoever sends nothing but headers must not keep what others sent waiting for the end of it, and
+// is to be seen.
+func TestEmptyDatagramsAreReceivedAsMessages(t *testing.T) {
+	onOneProcessor(t)
+	a := New()
+	receive, port, err := a.Listen(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer a.Close()
+	c, err := net.DialUDP("udp4", nil, &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1), Port: int(port)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	const empty = 2*maxReceive + 5
+	for i := range empty + 1 {
+		if _, err := c.Write(make([]byte, i/empty)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for n := 0; n <= empty; {
+		var b Batch
+		if err := receive[0](&b); err != nil {
+			t.Fatal(err)
+		}
+		most := n + maxReceive
+		for ; !b.Empty(); n++ {
+			if m, from := b.Next(); len(m) != n/empty || from.DstIP() != netip.MustParseAddr("127.0.0.1") {
+				t.Fatalf("message %d has %d octets and is from %v", n, len(m), from.DstIP())
+			}
+		}
+		if n > most {
+			t.Errorf("%d messages at once, want %d at most", n+maxReceive-most, maxReceive)
+		}
+	}
+}
+
 func TestOpenTwiceAndOccupiedPortAreErrors(t *testing.T) {
 	a := newEnd(t)
-	if _, _, err := a.Open(0); !errors.Is(err, conn.ErrBindAlreadyOpen) {
+	if _, _, err := a.Listen(0); !errors.Is(err, conn.ErrBindAlreadyOpen) {
 		t.Errorf("second Open: %v", err)
 	}
-	if _, _, err := New().Open(a.port); !errors.Is(err, unix.EADDRINUSE) {
+	if _, _, err := New().Listen(a.port); !errors.Is(err, unix.EADDRINUSE) {
 		t.Errorf("occupied port: %v", err)
 	}
 }
@@ -279,50 +279,16 @@ func TestSendWithoutSocketIsAnError(t *testing.T) {
 	}
 }
 
-func TestSegmentsWithoutPlaceAreForTheNextCall(t *testing.T) {
-	a, b := New(), New()
-	if _, _, err := a.Open(0); err != nil {
-		t.Fatal(err)
-	}
-	fns, port, err := b.Open(0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	t.Cleanup(func() { _ = errors.Join(a.Close(), b.Close()) })
-	onOneProcessor(t)
-	batch := make([][]byte, 60)
-	for i := range batch {
-		batch[i] = bytes.Repeat([]byte{byte(i)}, 1000)
-	}
-	if err := a.Send(batch, newEndpoint(netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), port), netip.Addr{})); err != nil {
-		t.Fatal(err)
-	}
-	packets, sizes, eps := buffers()
-	for i := 0; i < len(batch); {
-		n, err := fns[0](packets[:7], sizes[:7], eps[:7])
-		if err != nil {
-			t.Fatal(err)
-		}
-		for k := range n {
-			if !bytes.Equal(packets[k][:sizes[k]], batch[i]) || eps[k] == nil {
-				t.Fatalf("segment %d: %d octets of %d", i, sizes[k], packets[k][0])
-			}
-			i++
-		}
-	}
-}
-
-// One sender and one receiver, no goroutine between them, so that the count is
-// theirs alone.
+// One sender and one receiver, no goroutine between them, so that the count is theirs alone.
 func TestSendAndReceiveDoNotAllocate(t *testing.T) {
 	if raceEnabled {
 		t.Skip("the race detector makes sync.Pool allocate")
 	}
 	a, b := New(), New()
-	if _, _, err := a.Open(0); err != nil {
+	if _, _, err := a.Listen(0); err != nil {
 		t.Fatal(err)
 	}
-	fns, port, err := b.Open(0)
+	fns, port, err := b.Listen(0)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -332,20 +298,40 @@ func TestSendAndReceiveDoNotAllocate(t *testing.T) {
 	for i := range batch {
 		batch[i] = make([]byte, 1452)
 	}
-	packets, sizes, eps := buffers()
+	var in Batch
 	allocs := testing.AllocsPerRun(100, func() {
 		if err := a.Send(batch, to); err != nil {
 			t.Fatal(err)
 		}
 		for n := 0; n < len(batch); {
-			got, err := fns[0](packets, sizes, eps)
-			if err != nil {
+			if err := fns[0](&in); err != nil {
 				t.Fatal(err)
 			}
-			n += got
+			for ; !in.Empty(); n++ {
+				in.Next()
+			}
 		}
 	})
 	if allocs > 0 {
 		t.Errorf("%v allocations for a batch, want 0", allocs)
+	}
+}
+
+// Empty datagrams are messages too: who sends them is refused and counted, and does not keep the
+// receiver from handing on what came before.
+func TestEmptyDatagramsAreReceived(t *testing.T) {
+	e := newEnd(t)
+	c, err := net.Dial("udp", fmt.Sprintf("127.0.0.1:%d", e.port))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	for _, m := range []string{"", "first", "", "", "second"} {
+		if _, err := c.Write([]byte(m)); err != nil {
+			t.Fatal(err)
+		}
+		if d := e.next(t); string(d.b) != m {
+			t.Errorf("received %q: want %q", d.b, m)
+		}
 	}
 }

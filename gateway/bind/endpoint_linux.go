@@ -10,10 +10,9 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 )
 
-// endpoint is the remote address of a peer and, once a datagram has come from
-// there, the local address that it came to: replies leave from it, since a peer
-// behind NAT or a firewall expects them from where it sends to. It is immutable
-// but for ClearSrc and shared by everyone who has it.
+// endpoint is the remote address of a peer and, once a datagram has come from there, the local
+// address that it came to: replies leave from it, since a peer behind NAT or a firewall expects
+// them from where it sends to. It is immutable but for ClearSrc, and all holders share it.
 type endpoint struct {
 	dst     netip.AddrPort
 	src     netip.Addr // zero: let the kernel choose
@@ -27,8 +26,8 @@ type endpoint struct {
 
 var _ conn.Endpoint = (*endpoint)(nil)
 
-// pktinfoSpace is what the larger of IP_PKTINFO and IPV6_PKTINFO takes as a
-// control message on a 64-bit machine.
+// pktinfoSpace is what the larger of IP_PKTINFO and IPV6_PKTINFO takes as a control message on a
+// 64-bit machine.
 const pktinfoSpace = 40
 
 func newEndpoint(dst netip.AddrPort, src netip.Addr) *endpoint {
@@ -53,8 +52,8 @@ func newEndpoint(dst netip.AddrPort, src netip.Addr) *endpoint {
 	return e
 }
 
-// ClearSrc implements conn.Endpoint: the device calls it when a handshake gets no
-// answer, because the local address may have gone.
+// ClearSrc implements conn.Endpoint: the device calls it when a handshake gets no answer, because
+// the local address may have gone.
 func (e *endpoint) ClearSrc() { e.cleared.Store(true) }
 
 // SrcIP implements conn.Endpoint; it is the zero Addr while none is set.
@@ -65,6 +64,9 @@ func (e *endpoint) SrcIP() netip.Addr {
 	return e.src
 }
 
+// AddrPort is the remote address.
+func (e *endpoint) AddrPort() netip.AddrPort { return e.dst }
+
 // SrcToString implements conn.Endpoint.
 func (e *endpoint) SrcToString() string { return e.SrcIP().String() }
 
@@ -74,8 +76,8 @@ func (e *endpoint) DstIP() netip.Addr { return e.dst.Addr() }
 // DstToString implements conn.Endpoint.
 func (e *endpoint) DstToString() string { return e.dst.String() }
 
-// DstToBytes implements conn.Endpoint. Cookies are bound to it, so it is the true
-// remote address and port.
+// DstToBytes implements conn.Endpoint. Cookies are bound to it, so it is the true remote address
+// and port.
 func (e *endpoint) DstToBytes() []byte {
 	b, _ := e.dst.MarshalBinary() // never fails
 	return b

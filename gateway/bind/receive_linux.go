@@ -8,23 +8,17 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
-	"golang.zx2c4.com/wireguard/conn"
 )
 
-// maxEndpoints bounds the memory of remote addresses: spoofed sources must not
-// fill it. A gateway has a few per peer; when it is full it is begun anew.
+// maxEndpoints bounds the memory of remote addresses: spoofed sources must not fill it. A gateway
+// has a few per peer; when it is full it is begun anew.
 const maxEndpoints = 4096
 
-// maxReceive is how many messages the device gets at once. It queues up to 1024
-// batches for a peer, whatever is in them, at 64 KiB for each packet: under a flood
-// that the TUN cannot take, batches of 128 made a gateway half as large again (434
-// to 538 MiB) as batches of 64 (319 and 321), and 32 took from bulk TCP.
-const maxReceive = 64
-
 const (
-	// maxInPlace messages, or slabLen octets, are received before anything is done with them. What is received together is
-	// joined to larger packets for the pods: with half of this, one TCP stream was a tenth slower; with twice, no faster.
-	maxInPlace = 384
+	// maxReceive messages, or slabLen octets, are received before anything is done with them. What
+	// is received together is joined to larger packets for the pods: with half of this, one TCP
+	// stream was a tenth slower; with twice, no faster.
+	maxReceive = 384
 	slabLen    = 512<<10 + maxDatagram
 
 	maxDatagram = 65535 // more than any UDP payload
@@ -48,8 +42,7 @@ type receiver struct {
 	try     func(fd uintptr)
 	wait    func(fd uintptr) bool
 
-	slab  []byte // all that one call receives, one datagram behind the other
-	batch Batch  // of receive: what no call has had place for yet
+	slab []byte // all that one call receives, one datagram behind the other
 
 	endpoints map[remote]*endpoint
 	last      *endpoint // most datagrams come from where the one before came from
@@ -84,11 +77,11 @@ func (in *receiver) recvmsg(fd uintptr) {
 	}
 }
 
-// receiveInPlace fills an empty batch, in memory that the next call uses again. It waits for the first datagram and takes
-// what else is there already.
-func (s *socket) receiveInPlace(b *Batch) error {
+// receive fills an empty batch, in memory that the next call uses again. It waits for the first
+// datagram and takes what else is there already.
+func (s *socket) receive(b *Batch) error {
 	in := &s.in
-	for used, messages := 0, 0; messages < maxInPlace && used+maxDatagram <= len(in.slab); {
+	for used, messages := 0, 0; messages < maxReceive && used+maxDatagram <= len(in.slab); {
 		in.iovec.Base = &in.slab[used]
 		var err error
 		if messages == 0 {
@@ -104,12 +97,10 @@ func (s *socket) receiveInPlace(b *Batch) error {
 			return net.ErrClosed
 		case in.errno != 0:
 			return in.errno
-		case in.n == 0:
-			continue
 		}
 		segment, source := in.controls()
 		end := used + in.n
-		b.Add(in.slab[used:end:end], segment, in.endpoint(source))
+		b.Add(in.slab[used:end:end], segment, in.endpoint(source)) // an empty one too: somebody has to count it
 		if messages++; segment > 0 {
 			messages += (in.n - 1) / segment
 		}
@@ -118,27 +109,8 @@ func (s *socket) receiveInPlace(b *Batch) error {
 	return nil
 }
 
-// receive is the socket's conn.ReceiveFunc. What has no place in packets is for the next call.
-//
-// Nothing is received into the device's buffers at once, because what GRO has put together would leave all 64 KiB of a
-// buffer in memory for one message's use.
-func (s *socket) receive(packets [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
-	b := &s.in.batch
-	if b.Empty() {
-		if err := s.receiveInPlace(b); err != nil {
-			return 0, err
-		}
-	}
-	n := 0
-	for ; n < min(maxReceive, len(packets)) && !b.Empty(); n++ {
-		m, from := b.Next()
-		sizes[n], eps[n] = copy(packets[n], m), from
-	}
-	return n, nil
-}
-
-// controls reads the control messages: the size of a segment, 0 for none, and
-// the PKTINFO with the local address.
+// controls reads the control messages: the size of a segment, 0 for none, and the PKTINFO with the
+// local address.
 func (in *receiver) controls() (segment int, source []byte) {
 	b := in.control[:in.header.Controllen]
 	for len(b) >= unix.SizeofCmsghdr {
@@ -203,8 +175,8 @@ func localAddr(name, source []byte) netip.Addr {
 	return a
 }
 
-// withZone adds the scope of a sockaddr_in6 to a link-local address. Zones are
-// numbers here, since nobody has to read them.
+// withZone adds the scope of a sockaddr_in6 to a link-local address. Zones are numbers here, since
+// nobody has to read them.
 func withZone(a netip.Addr, name []byte) netip.Addr {
 	if scope := binary.NativeEndian.Uint32(name[24:]); scope != 0 && a.IsLinkLocalUnicast() {
 		return a.WithZone(strconv.FormatUint(uint64(scope), 10))

@@ -41,8 +41,8 @@ func (m *sender) sendmsg(fd uintptr) {
 	}
 }
 
-// send sends datagrams to e, in order and as few calls as the kernel allows. It
-// goes on after an error, which it returns.
+// send sends datagrams to e, in order and as few calls as the kernel allows. It goes on after an
+// error, which it returns.
 func (s *socket) send(bufs [][]byte, e *endpoint) error {
 	m := s.senders.Get().(*sender)
 	defer s.senders.Put(m)
@@ -73,8 +73,8 @@ func (s *socket) send(bufs [][]byte, e *endpoint) error {
 	return errs
 }
 
-// sameSize is how many of the first datagrams may go as one: they are of one
-// size, but that the last may be shorter.
+// sameSize is how many of the first datagrams may go as one: they are of one size, but that the
+// last may be shorter.
 func sameSize(bufs [][]byte) int {
 	size := len(bufs[0])
 	total := size
@@ -93,9 +93,9 @@ func sameSize(bufs [][]byte) int {
 	return n
 }
 
-// refusesGSO says that the datagrams may still pass one by one: the device cannot
-// do it (EIO), or a segment exceeds the path MTU, where single datagrams are
-// fragmented (EINVAL, EMSGSIZE; __ip_append_data in net/ipv4/ip_output.c).
+// refusesGSO says that the datagrams may still pass one by one: the device cannot do it (EIO), or a
+// segment exceeds the path MTU, where single datagrams are fragmented (EINVAL, EMSGSIZE;
+// __ip_append_data in net/ipv4/ip_output.c).
 func refusesGSO(err error) bool {
 	return errors.Is(err, unix.EIO) || errors.Is(err, unix.EINVAL) || errors.Is(err, unix.EMSGSIZE)
 }
@@ -116,8 +116,8 @@ func (s *socket) sendOne(m *sender, bufs [][]byte, e *endpoint) error {
 	return err
 }
 
-// refusesSource says that the address may not be ours any more, or has no way to
-// the peer (ip_route_output_key_hash_rcu in net/ipv4/route.c).
+// refusesSource says that the address may not be ours any more, or has no way to the peer
+// (ip_route_output_key_hash_rcu in net/ipv4/route.c).
 func refusesSource(err error) bool {
 	return errors.Is(err, unix.EINVAL) || errors.Is(err, unix.ENETUNREACH) || errors.Is(err, unix.EADDRNOTAVAIL)
 }
@@ -137,8 +137,8 @@ func (s *socket) sendFrom(m *sender, bufs [][]byte, e *endpoint, source bool) er
 		m.header.Control = &m.control[0]
 	}
 	m.header.SetControllen(control)
-	// Not RawConn.Write at once: it holds a lock for the whole call, and there is
-	// one sending goroutine per peer.
+	// Not RawConn.Write at once: it holds a lock for the whole call, and there is one sending
+	// goroutine per peer.
 	err := s.raw.Control(m.try)
 	if err == nil && m.errno == unix.EAGAIN {
 		err = s.raw.Write(m.wait)

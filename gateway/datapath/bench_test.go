@@ -1,7 +1,6 @@
 package datapath_test
 
 import (
-	"strings"
 	"sync/atomic"
 	"testing"
 	"time"
@@ -13,8 +12,8 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 )
 
-// The shapes of traffic on the way out: each name with the packets that the link
-// repeats, and how many it gives before it has no more.
+// The shapes of traffic on the way out: each name with the packets that the link repeats, and how
+// many it gives before it has no more.
 func outShapes() map[string]*scriptLink {
 	shapes := map[string]*scriptLink{}
 	add := func(name string, every int, packets ...[]byte) {
@@ -150,17 +149,11 @@ func BenchmarkDeviceWrite(b *testing.B) {
 	}
 }
 
-// BenchmarkGateways is the whole way from one cluster's link to the other's,
-// encryption on both sides included, the kernel and the hosts' TCP left out.
+// BenchmarkGateways is the whole way from one cluster's link to the other's, encryption on both
+// sides included, the kernel and the hosts' TCP left out.
 func BenchmarkGateways(b *testing.B) {
-	for _, how := range []transport{viaDevice, viaInline} {
-		b.Run(strings.ReplaceAll(string(how), " ", "-"), func(b *testing.B) { benchmarkGateways(b, how) })
-	}
-}
-
-func benchmarkGateways(b *testing.B, how transport) {
 	network := &memlink.Network{}
-	from, to := startGateways(b, network, plans[0], datapath.Options{}, how)
+	from, to := startGateways(b, network, plans[0], datapath.Options{})
 	var received atomic.Int64
 	arrived := make(chan struct{}, 1)
 	to.link.OnReceive(func(bufs [][]byte) error {
@@ -187,8 +180,8 @@ func benchmarkGateways(b *testing.B, how transport) {
 		{"small-alone", 1, plain(udp4(at(pod, 4000), at(remote, 80), random(36))), 1},
 	} {
 		b.Run(tc.name, func(b *testing.B) {
-			// Runs may be cut anywhere on the way in, so octets of payload are counted:
-			// what is missing is headers, at most as many as there are segments.
+			// Runs may be cut anywhere on the way in, so octets of payload are counted: what is
+			// missing is headers, at most as many as there are segments.
 			size := int64(len(tc.packet) - 10)
 			if from.link.Inject(tc.packet) {
 				time.Sleep(200 * time.Millisecond) // the handshake
@@ -220,8 +213,8 @@ func benchmarkGateways(b *testing.B, how transport) {
 	}
 }
 
-// cpuTime is what this process has used so far, user and system: less at the
-// mercy of other programs than the clock.
+// cpuTime is what this process has used so far, user and system: less at the mercy of other
+// programs than the clock.
 func cpuTime(b *testing.B) time.Duration {
 	var u unix.Rusage
 	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {

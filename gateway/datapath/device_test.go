@@ -15,9 +15,9 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
-	"golang.zx2c4.com/wireguard/tun"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 
+	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
@@ -51,18 +51,18 @@ func newEngine(t testing.TB, peers ...natengine.Peer) *natengine.Engine {
 	return e
 }
 
-func newDevice(t testing.TB, link datapath.Link, e *natengine.Engine, o datapath.Options) *datapath.Device {
+func newDevice(t testing.TB, link datapath.Link, e *natengine.Engine, o datapath.Options) *datapath.Tunnel {
 	t.Helper()
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := datapath.New(link, e, local, o)
+	d := datapath.New(link, bind.New(), e, local, o)
 	t.Cleanup(func() { d.Close() })
 	return d
 }
 
-func read(t testing.TB, d *datapath.Device, b *buffers) int {
+func read(t testing.TB, d *datapath.Tunnel, b *buffers) int {
 	t.Helper()
 	n, err := d.Read(b.bufs, b.sizes, offset)
 	if err != nil {
@@ -169,16 +169,6 @@ func TestReadCollectsSinglePacketsUntilTheLinkHasNoMore(t *testing.T) {
 	}
 }
 
-func TestReadHandsASuperpacketOnAtOnce(t *testing.T) {
-	single := plain(udp4(at(podA, 4000), at(podB, 80), []byte("x")))
-	super := super4(at(podA, 4000), at(podB, 80), 0, 1000, random(2500))
-	d := newDevice(t, newScript(single, super, single, single), newEngine(t), datapath.Options{})
-	b := newBuffers(128, 2048)
-	if first, second := read(t, d, b), read(t, d, b); first != 4 || second != 2 {
-		t.Errorf("batches of %d and %d: want 1+3, 2", first, second)
-	}
-}
-
 func TestReadStopsAtAFullBatch(t *testing.T) {
 	single := plain(udp4(at(podA, 4000), at(podB, 80), []byte("x")))
 	d := newDevice(t, newScript(single, single, single, single, single), newEngine(t), datapath.Options{})
@@ -201,8 +191,8 @@ func TestReadCompletesAPartialChecksum(t *testing.T) {
 	checkPacket(t, b.packet(0), podASee, podB)
 }
 
-// A pod with a tunnel of its own leaves the checksum of what is inside to the
-// device: VXLAN and IPIP of the kernel do, seen from a TUN with TUN_F_CSUM.
+// A pod with a tunnel of its own leaves the checksum of what is inside to the device: VXLAN and
+// IPIP of the kernel do, seen from a TUN with TUN_F_CSUM.
 func TestReadCompletesTheChecksumInsideAPodsOwnTunnel(t *testing.T) {
 	inner := packettest.IP{Src: netip.MustParseAddr("192.168.1.1"), Dst: netip.MustParseAddr("192.168.1.2"), TTL: 64}
 	tcp := packettest.TCP{SrcPort: 1, DstPort: 2, Flags: packettest.ACK, Data: random(101)}
@@ -273,7 +263,7 @@ func TestReadDropsForAPeerThatIsDownExceptOurOwn(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := datapath.New(link, e, local, datapath.Options{})
+	d := datapath.New(link, bind.New(), e, local, datapath.Options{})
 	defer d.Close()
 	c, err := local.ListenUDP(12345)
 	if err != nil {
@@ -295,8 +285,8 @@ func TestReadDropsForAPeerThatIsDownExceptOurOwn(t *testing.T) {
 }
 
 func TestReadReleasesHeldFragmentsAfterTheFirst(t *testing.T) {
-	// A node's address is translated by ports, so later fragments wait for the first.
-	// More of them than fit one batch.
+	// A node's address is translated by ports, so later fragments wait for the first. More of them
+	// than fit one batch.
 	frags := fragments(ip4(nodeA, podB, header.UDPProtocolNumber, 77, udpPart(at(nodeA, 3000), at(podB, 80), random(6*512-8))), 512)
 	if len(frags) != 6 {
 		t.Fatalf("%d fragments", len(frags))
@@ -333,7 +323,7 @@ func TestReadWaitsForPacketsOfTheEndpointToo(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := datapath.New(link, newEngine(t), local, datapath.Options{})
+	d := datapath.New(link, bind.New(), newEngine(t), local, datapath.Options{})
 	defer d.Close()
 	c, err := local.ListenUDP(0)
 	if err != nil {
@@ -391,7 +381,7 @@ func TestEndpointQueueIsBoundedAndDoesNotStarveTheLink(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := datapath.New(link, e, local, datapath.Options{})
+	d := datapath.New(link, bind.New(), e, local, datapath.Options{})
 	defer d.Close()
 	c, err := local.ListenUDP(0)
 	if err != nil {
@@ -556,7 +546,7 @@ func TestWriteDeliversTheDatagramsOfARunOneByOne(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := datapath.New(link, newEngine(t), local, datapath.Options{CoalesceUDP: true})
+	d := datapath.New(link, bind.New(), newEngine(t), local, datapath.Options{CoalesceUDP: true})
 	defer d.Close()
 	c, err := local.ListenUDP(12345)
 	if err != nil {
@@ -579,6 +569,35 @@ func TestWriteDeliversTheDatagramsOfARunOneByOne(t *testing.T) {
 		}
 		if n != 100 || p[0] != byte(i) || from.(*net.UDPAddr).AddrPort() != at(podB, 12345) {
 			t.Errorf("datagram %d: %d octets of %d from %v", i, n, p[0], from)
+		}
+	}
+}
+
+// What is for the in-process endpoint costs more than anything else on the way in, so a peer gets
+// so much of it at once.
+func TestOnePeerDoesNotOccupyTheEndpoint(t *testing.T) {
+	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e, link := newEngine(t), newScript()
+	d := datapath.New(link, bind.New(), e, local, datapath.Options{})
+	defer d.Close()
+	const most, sent = 64, 100
+	var packets [][]byte
+	for i := range sent {
+		packets = append(packets, udp4(at(podB, 12345), at(netip.MustParseAddr("10.90.0.1"), 12345), make([]byte, 100+i)))
+	}
+	packets = append(packets, udp4(at(podB, 80), at(podASee, 4000), []byte("for a pod")))
+	for round := range uint64(2) {
+		if _, err := d.Write(behindOffset(packets...), offset); err != nil {
+			t.Fatal(err)
+		}
+		if got, want := drops(e, natengine.Inbound, natengine.DropLocalQueue), (round+1)*(sent-most); got != want {
+			t.Errorf("local_queue counted %d times, want %d", got, want)
+		}
+		if len(link.written) != int(round)+1 {
+			t.Errorf("%d packets written, want %d", len(link.written), round+1)
 		}
 	}
 }
@@ -657,31 +676,13 @@ func TestWriteReleasesHeldFragmentsAfterTheFirst(t *testing.T) {
 
 // --- life
 
-func TestMTUChangeIsAnEvent(t *testing.T) {
-	d := newDevice(t, newScript(), newEngine(t), datapath.Options{})
-	if mtu, err := d.MTU(); mtu != 1420 || err != nil {
-		t.Errorf("MTU %d, %v: want the link's 1420", mtu, err)
-	}
-	for i := range 10 {
-		d.SetMTU(1300 + i) // nobody listens: must not block
-	}
-	select {
-	case ev := <-d.Events():
-		if mtu, _ := d.MTU(); ev != tun.EventMTUUpdate || mtu != 1309 {
-			t.Errorf("event %v, MTU %d: want an update to 1309", ev, mtu)
-		}
-	default:
-		t.Error("no event")
-	}
-}
-
-func TestCloseEndsReadWriteEventsAndSockets(t *testing.T) {
+func TestCloseEndsReadWriteAndSockets(t *testing.T) {
 	link := newScript()
 	local, err := datapath.NewLocal(self, netip.MustParseAddr("fe80::1"), 1420)
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := datapath.New(link, newEngine(t), local, datapath.Options{})
+	d := datapath.New(link, bind.New(), newEngine(t), local, datapath.Options{})
 	c, err := local.ListenUDP(12345)
 	if err != nil {
 		t.Fatal(err)
@@ -709,9 +710,6 @@ func TestCloseEndsReadWriteEventsAndSockets(t *testing.T) {
 			t.Fatal("Close did not end Read or ReadFrom")
 		}
 	}
-	if _, open := <-d.Events(); open {
-		t.Error("Events is open")
-	}
 	d.SetMTU(1300) // must not panic
 	if _, err := local.ListenUDP(1); !errors.Is(err, net.ErrClosed) {
 		t.Errorf("ListenUDP after Close: %v: want net.ErrClosed", err)
@@ -721,7 +719,7 @@ func TestCloseEndsReadWriteEventsAndSockets(t *testing.T) {
 	}
 }
 
-// wireguard-go's goroutines may still be writing while the device is closed.
+// The receiving goroutines may still be writing while the tunnel is closed.
 func TestCloseDuringWriteAndRead(t *testing.T) {
 	for range 50 {
 		link := newScript()
@@ -729,7 +727,7 @@ func TestCloseDuringWriteAndRead(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		d := datapath.New(link, newEngine(t), local, datapath.Options{})
+		d := datapath.New(link, bind.New(), newEngine(t), local, datapath.Options{})
 		var wg sync.WaitGroup
 		for i := range 2 {
 			wg.Go(func() {
@@ -768,7 +766,7 @@ func TestLocalCarriesIPv6(t *testing.T) {
 	}}); err != nil {
 		t.Fatal(err)
 	}
-	d := datapath.New(newScript(), e, local, datapath.Options{})
+	d := datapath.New(newScript(), bind.New(), e, local, datapath.Options{})
 	defer d.Close()
 	c, err := local.ListenUDP(12345)
 	if err != nil {

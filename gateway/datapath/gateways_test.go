@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"crypto/sha256"
-	"encoding/hex"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -18,21 +17,18 @@ import (
 	"time"
 
 	"golang.org/x/crypto/curve25519"
-	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
-	"golang.zx2c4.com/wireguard/tun"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
-	"github.com/isthmus-net/isthmus/gateway/inline"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Two gateways without a kernel: everything between two pods is ours or
-// wireguard-go's, and runs with real handshakes.
+// Two gateways without a kernel: everything between two pods is ours or wireguard-go's, and runs
+// with real handshakes.
 //
-//	pods, node (gVisor) ⇄ link ⇄ Device ⇄ wireguard-go ⇄ memory ⇄ wireguard-go ⇄ Device ⇄ link ⇄ pods, node
+//	pods, node (gVisor) ⇄ link ⇄ Tunnel ⇄ memory ⇄ Tunnel ⇄ link ⇄ pods, node
 
 const (
 	tunnelMTU = 1420
@@ -84,8 +80,8 @@ type side struct {
 	link   *memlink.Link
 	engine *natengine.Engine
 	local  *datapath.Local
-	device *datapath.Device
-	wg     *device.Device
+	tunnel *datapath.Tunnel
+	peer   datapath.Peer
 	rules  natengine.Peer
 
 	pod, pod2, node, external, self netip.Addr // of this cluster, as they are
@@ -104,7 +100,7 @@ func (s *side) seen(a netip.Addr) netip.Addr {
 	return s.rules.Pods[0].To.Addr() // NAPT
 }
 
-func startGateways(t testing.TB, network *memlink.Network, p plan, o datapath.Options, how transport) (a, b *side) {
+func startGateways(t testing.TB, network *memlink.Network, p plan, o datapath.Options) (a, b *side) {
 	t.Helper()
 	sides := [2]*side{}
 	keys := [2]key{newKey(1), newKey(2)}
@@ -149,55 +145,35 @@ func startGateways(t testing.TB, network *memlink.Network, p plan, o datapath.Op
 		if s.local, err = datapath.NewLocal(self, self6, tunnelMTU); err != nil {
 			t.Fatal(err)
 		}
-		s.device = datapath.New(s.link, s.engine, s.local, o)
 		logger := device.NewLogger(device.LogLevelError, "gateway of "+map[string]string{"b": "a", "a": "b"}[id]+": ")
 		logger.Errorf = func(format string, args ...any) { t.Errorf(format, args...) }
-		var inner *inline.Transport
-		tunSide, socketSide := tun.Device(s.device), conn.Bind(network.Bind(wan[i]))
-		if how == viaInline {
-			if inner, err = inline.New(s.device, socketSide, s.engine.Count); err != nil {
-				t.Fatal(err)
-			}
-			tunSide, socketSide = inner.TUN(), inner.Bind()
-		}
-		s.wg = device.NewDevice(tunSide, socketSide, logger)
-		config := fmt.Sprintf("private_key=%s\nlisten_port=5871\npublic_key=%s\nendpoint=%s:5871\nallowed_ip=%s\nallowed_ip=%s\n",
-			keys[i].private, keys[j].public, wan[j], remotePods, remoteExternal)
-		if err := s.wg.IpcSet(config); err != nil {
+		o.Logger = logger
+		s.tunnel = datapath.New(s.link, network.Bind(wan[i]), s.engine, s.local, o)
+		if err := s.tunnel.Up(keys[i].private, 5871); err != nil {
 			t.Fatal(err)
 		}
-		if inner != nil {
-			inner.Attach(s.wg)
-			inner.SetPeers([]inline.Peer{{State: s.engine.Peers()[0], Key: keys[j].raw}})
-		}
-		if err := s.wg.Up(); err != nil {
+		s.peer = datapath.Peer{State: s.engine.Peers()[0], Key: keys[j].public, Endpoint: netip.AddrPortFrom(wan[j], 5871)}
+		if err := s.tunnel.SetPeers([]datapath.Peer{s.peer}); err != nil {
 			t.Fatal(err)
 		}
 		sides[i] = s
 		t.Cleanup(func() {
 			s.host.Close()
-			s.wg.Close() // closes s.device, which closes link and endpoint
+			s.tunnel.Close() // closes link and endpoint
 		})
 	}
-	meet(t, sides[0].wg, sides[1].wg, keys[1].raw)
+	meet(t, sides[0], sides[1])
 	return sides[0], sides[1]
 }
 
-// meet lets a begin the first session with b, whose key is given. Of two handshakes that cross WireGuard may drop both, to
-// try again after five seconds, and data of a session that the other one replaces.
-func meet(t testing.TB, a, b *device.Device, key device.NoisePublicKey) {
+// meet lets a begin the first session with b.
+func meet(t testing.TB, a, b *side) {
 	t.Helper()
-	if err := a.LookupPeer(key).SendHandshakeInitiation(false); err != nil {
-		t.Fatal(err)
-	}
+	a.tunnel.Handshake(a.peer.Key)
 	for end := time.Now().Add(time.Minute); time.Now().Before(end); time.Sleep(time.Millisecond) {
 		met := 0
-		for _, d := range []*device.Device{a, b} {
-			text, err := d.IpcGet()
-			if err != nil {
-				t.Fatal(err)
-			}
-			if !strings.Contains(text, "last_handshake_time_sec=0\n") {
+		for _, s := range []*side{a, b} {
+			if !s.tunnel.Stats()[s.peer.Key].Handshake.IsZero() {
 				met++
 			}
 		}
@@ -208,17 +184,14 @@ func meet(t testing.TB, a, b *device.Device, key device.NoisePublicKey) {
 	t.Fatal("no session after a minute")
 }
 
-type key struct {
-	private, public string
-	raw             [32]byte // public
-}
+type key struct{ private, public [32]byte }
 
 func newKey(seed byte) key {
-	private := bytes.Repeat([]byte{seed}, 32)
+	private := [32]byte(bytes.Repeat([]byte{seed}, 32))
 	private[0] &= 248
 	private[31] = private[31]&127 | 64
-	public, _ := curve25519.X25519(private, curve25519.Basepoint)
-	return key{hex.EncodeToString(private), hex.EncodeToString(public), [32]byte(public)}
+	public, _ := curve25519.X25519(private[:], curve25519.Basepoint)
+	return key{private, [32]byte(public)}
 }
 
 // checkHealthy fails the test if anything was damaged on the way.
@@ -255,8 +228,8 @@ func lost(network *memlink.Network, sides ...*side) string {
 	return strings.Join(out, ", ")
 }
 
-// transfer opens a connection and sends size octets of a stream of its own in
-// each direction at once, comparing hashes.
+// transfer opens a connection and sends size octets of a stream of its own in each direction at
+// once, comparing hashes.
 func transfer(ctx context.Context, client *side, from netip.Addr, server *side, at netip.Addr, port uint16, size int) error {
 	l, err := server.host.ListenTCP(netip.AddrPortFrom(at, port))
 	if err != nil {
@@ -343,41 +316,39 @@ func transfers(t *testing.T, a, b *side, flows, size int) {
 }
 
 func TestTwoGatewaysCarryTCPUnaltered(t *testing.T) {
-	eachTransport(t, func(t *testing.T, how transport) {
-		for _, p := range plans {
-			t.Run(p.name, func(t *testing.T) {
-				network := &memlink.Network{}
-				a, b := startGateways(t, network, p, datapath.Options{}, how)
-				size := 3 << 20
-				if raceEnabled {
-					size >>= 2
+	for _, p := range plans {
+		t.Run(p.name, func(t *testing.T) {
+			network := &memlink.Network{}
+			a, b := startGateways(t, network, p, datapath.Options{})
+			size := 3 << 20
+			if raceEnabled {
+				size >>= 2
+			}
+			transfers(t, a, b, 4, size)
+			checkHealthy(t, a, b)
+			for _, s := range []*side{a, b} {
+				sent, received := s.host.Superpackets()
+				if sent == 0 || received == 0 {
+					t.Errorf("superpackets sent %d, received %d: want both", sent, received)
 				}
-				transfers(t, a, b, 4, size)
-				checkHealthy(t, a, b)
-				for _, s := range []*side{a, b} {
-					sent, received := s.host.Superpackets()
-					if sent == 0 || received == 0 {
-						t.Errorf("superpackets sent %d, received %d: want both", sent, received)
+			}
+			// Every octet that a has sent through the tunnel, b receives.
+			if l := lost(network, a, b); l != "" {
+				t.Logf("lost on the way and sent again by TCP: %s", l)
+			} else {
+				var ap, ab, bp, bb uint64
+				for end := time.Now().Add(time.Minute); time.Now().Before(end); { // the last acknowledgements are still on their way
+					ap, ab = a.engine.Peers()[0].Traffic(natengine.Outbound)
+					bp, bb = b.engine.Peers()[0].Traffic(natengine.Inbound)
+					if ap == bp && ab == bb {
+						return
 					}
+					time.Sleep(10 * time.Millisecond)
 				}
-				// Every octet that a has sent through the tunnel, b receives.
-				if l := lost(network, a, b); l != "" {
-					t.Logf("lost on the way and sent again by TCP: %s", l)
-				} else {
-					var ap, ab, bp, bb uint64
-					for end := time.Now().Add(time.Minute); time.Now().Before(end); { // the last acknowledgements are still on their way
-						ap, ab = a.engine.Peers()[0].Traffic(natengine.Outbound)
-						bp, bb = b.engine.Peers()[0].Traffic(natengine.Inbound)
-						if ap == bp && ab == bb {
-							return
-						}
-						time.Sleep(10 * time.Millisecond)
-					}
-					t.Errorf("a has sent %d packets, %d octets; b has received %d, %d", ap, ab, bp, bb)
-				}
-			})
-		}
-	})
+				t.Errorf("a has sent %d packets, %d octets; b has received %d, %d", ap, ab, bp, bb)
+			}
+		})
+	}
 }
 
 func TestTwoGatewaysCarryTCPOfNodesAndExternalEndpoints(t *testing.T) {
@@ -388,26 +359,10 @@ func TestTwoGatewaysCarryTCPOfNodesAndExternalEndpoints(t *testing.T) {
 func eachPlan(t *testing.T, f func(t *testing.T, a, b *side)) {
 	for _, p := range plans {
 		t.Run(p.name, func(t *testing.T) {
-			eachTransport(t, func(t *testing.T, how transport) {
-				a, b := startGateways(t, &memlink.Network{}, p, datapath.Options{}, how)
-				f(t, a, b)
-				checkHealthy(t, a, b)
-			})
+			a, b := startGateways(t, &memlink.Network{}, p, datapath.Options{})
+			f(t, a, b)
+			checkHealthy(t, a, b)
 		})
-	}
-}
-
-// transport is what carries packets between TUN and socket.
-type transport string
-
-const (
-	viaDevice transport = "through the device"
-	viaInline transport = "inline"
-)
-
-func eachTransport(t *testing.T, f func(t *testing.T, how transport)) {
-	for _, how := range []transport{viaDevice, viaInline} {
-		t.Run(string(how), func(t *testing.T) { f(t, how) })
 	}
 }
 
@@ -433,7 +388,7 @@ func nodesAndExternalEndpoints(t *testing.T, a, b *side) {
 
 func TestTwoGatewaysClampTheMSS(t *testing.T) {
 	network := &memlink.Network{}
-	a, b := startGateways(t, network, plans[0], datapath.Options{}, viaDevice)
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
 	var syns, wrong atomic.Int64
 	for _, s := range []*side{a, b} {
 		s.link.OnReceive(func(bufs [][]byte) error {
@@ -460,40 +415,38 @@ func TestTwoGatewaysClampTheMSS(t *testing.T) {
 }
 
 func TestTwoGatewaysCarryUDP(t *testing.T) {
-	eachTransport(t, func(t *testing.T, how transport) {
-		for _, noChecksum := range []bool{false, true} {
-			t.Run(fmt.Sprintf("no checksum %v", noChecksum), func(t *testing.T) {
-				network := &memlink.Network{}
-				a, b := startGateways(t, network, plans[0], datapath.Options{}, how)
-				var zero, other atomic.Int64
-				b.link.OnReceive(func(bufs [][]byte) error {
-					if ip := header.IPv4(bytes.Join(bufs, nil)[10:]); ip.TransportProtocol() == header.UDPProtocolNumber {
-						if header.UDP(ip.Payload()).Checksum() == 0 {
-							zero.Add(1)
-						} else {
-							other.Add(1)
-						}
-					}
-					return b.host.Receive(bufs)
-				})
-				for _, from := range []netip.Addr{a.pod, a.node} {
-					for _, to := range []netip.Addr{b.pod, b.external} {
-						if err := echoUDP(a, from, b, to, 50, noChecksum, nil); err != nil {
-							t.Errorf("%v -> %v: %v", from, to, err)
-						}
+	for _, noChecksum := range []bool{false, true} {
+		t.Run(fmt.Sprintf("no checksum %v", noChecksum), func(t *testing.T) {
+			network := &memlink.Network{}
+			a, b := startGateways(t, network, plans[0], datapath.Options{})
+			var zero, other atomic.Int64
+			b.link.OnReceive(func(bufs [][]byte) error {
+				if ip := header.IPv4(bytes.Join(bufs, nil)[10:]); ip.TransportProtocol() == header.UDPProtocolNumber {
+					if header.UDP(ip.Payload()).Checksum() == 0 {
+						zero.Add(1)
+					} else {
+						other.Add(1)
 					}
 				}
-				if noChecksum && other.Load() != 0 || !noChecksum && zero.Load() != 0 {
-					t.Errorf("%d datagrams without checksum arrived, %d with one", zero.Load(), other.Load())
-				}
-				checkHealthy(t, a, b)
+				return b.host.Receive(bufs)
 			})
-		}
-	})
+			for _, from := range []netip.Addr{a.pod, a.node} {
+				for _, to := range []netip.Addr{b.pod, b.external} {
+					if err := echoUDP(a, from, b, to, 50, noChecksum, nil); err != nil {
+						t.Errorf("%v -> %v: %v", from, to, err)
+					}
+				}
+			}
+			if noChecksum && other.Load() != 0 || !noChecksum && zero.Load() != 0 {
+				t.Errorf("%d datagrams without checksum arrived, %d with one", zero.Load(), other.Load())
+			}
+			checkHealthy(t, a, b)
+		})
+	}
 }
 
-// echoUDP sends n datagrams of different sizes and wants each back, unaltered and
-// from the address it was sent to.
+// echoUDP sends n datagrams of different sizes and wants each back, unaltered and from the address
+// it was sent to.
 func echoUDP(client *side, from netip.Addr, server *side, at netip.Addr, n int, noChecksum bool, between func(i int)) error {
 	const port = 7
 	s, err := server.host.ListenUDP(netip.AddrPortFrom(at, port), noChecksum)
@@ -577,8 +530,8 @@ func bigPings(t *testing.T, a, b *side) {
 	}
 }
 
-// The connection check: both sides' endpoints speak UDP 12345 to the first
-// address of the other's ExternalCIDR.
+// The connection check: both sides' endpoints speak UDP 12345 to the first address of the other's
+// ExternalCIDR.
 func TestTwoGatewaysConnectionCheck(t *testing.T) { eachPlan(t, connectionCheck) }
 
 func connectionCheck(t *testing.T, a, b *side) {
@@ -614,95 +567,91 @@ func connectionCheck(t *testing.T, a, b *side) {
 }
 
 func TestRuleChangeInTheMiddleOfATransferLosesNothing(t *testing.T) {
-	eachTransport(t, func(t *testing.T, how transport) {
-		network := &memlink.Network{}
-		a, b := startGateways(t, network, plans[0], datapath.Options{}, how)
-		other := func(i int) natengine.Peer {
-			return natengine.Peer{
-				ID:         fmt.Sprintf("c%d", i),
-				RemotePods: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(100 + i), 0, 0}), 16)},
-				Pods:       a.rules.Pods,
-				External:   a.rules.External,
-			}
+	network := &memlink.Network{}
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
+	other := func(i int) natengine.Peer {
+		return natengine.Peer{
+			ID:         fmt.Sprintf("c%d", i),
+			RemotePods: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(100 + i), 0, 0}), 16)},
+			Pods:       a.rules.Pods,
+			External:   a.rules.External,
 		}
-		stop, changes := make(chan struct{}), 0
-		var changing sync.WaitGroup
-		changing.Go(func() {
-			for {
-				for _, s := range []*side{a, b} {
-					peers := []natengine.Peer{s.rules}
-					for i := range changes % 4 {
-						peers = append(peers, other(i))
-					}
-					if changes%2 == 1 { // the peer itself changes too: one more mapping
-						peers[0].Endpoints = append([]natengine.Endpoint{{
-							Real: netip.MustParseAddr("10.0.50.99"), Seen: peers[0].External[0].Addr().Next().Next().Next(),
-						}}, peers[0].Endpoints...)
-					}
-					if err := s.engine.SetPeers(peers); err != nil {
-						t.Errorf("rule change %d: %v", changes, err)
-					}
+	}
+	stop, changes := make(chan struct{}), 0
+	var changing sync.WaitGroup
+	changing.Go(func() {
+		for {
+			for _, s := range []*side{a, b} {
+				peers := []natengine.Peer{s.rules}
+				for i := range changes % 4 {
+					peers = append(peers, other(i))
 				}
-				changes++
-				select {
-				case <-stop:
-					return
-				case <-time.After(time.Millisecond):
+				if changes%2 == 1 { // the peer itself changes too: one more mapping
+					peers[0].Endpoints = append([]natengine.Endpoint{{
+						Real: netip.MustParseAddr("10.0.50.99"), Seen: peers[0].External[0].Addr().Next().Next().Next(),
+					}}, peers[0].Endpoints...)
+				}
+				if err := s.engine.SetPeers(peers); err != nil {
+					t.Errorf("rule change %d: %v", changes, err)
 				}
 			}
-		})
-		ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
-		defer cancel()
-		var wg sync.WaitGroup
-		for i, f := range []struct{ from, to netip.Addr }{{a.pod, b.pod}, {a.node, b.pod2}, {a.pod2, b.external}} {
-			wg.Go(func() {
-				if err := transfer(ctx, a, f.from, b, f.to, uint16(9000+i), 2<<20); err != nil {
-					t.Errorf("TCP %v -> %v: %v", f.from, f.to, err)
-				}
-			})
-		}
-		wg.Go(func() { // nothing sends a datagram again
-			if err := echoUDP(a, a.node, b, b.pod, 300, false, nil); err != nil {
-				t.Errorf("UDP: %v; lost: %s", err, lost(network, a, b))
-			}
-		})
-		wg.Wait()
-		close(stop)
-		changing.Wait()
-		t.Logf("%d rule changes; lost: %s", changes, lost(network, a, b))
-		if changes < 20 {
-			t.Errorf("%d rule changes during the transfers: want more", changes)
-		}
-		for _, s := range []*side{a, b} {
-			for _, dir := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
-				for _, d := range natengine.Drops() {
-					if n := drops(s.engine, dir, d); n != 0 {
-						t.Errorf("%s %s: %d dropped", dir, d, n)
-					}
-				}
+			changes++
+			select {
+			case <-stop:
+				return
+			case <-time.After(time.Millisecond):
 			}
 		}
-		checkHealthy(t, a, b)
 	})
+	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
+	defer cancel()
+	var wg sync.WaitGroup
+	for i, f := range []struct{ from, to netip.Addr }{{a.pod, b.pod}, {a.node, b.pod2}, {a.pod2, b.external}} {
+		wg.Go(func() {
+			if err := transfer(ctx, a, f.from, b, f.to, uint16(9000+i), 2<<20); err != nil {
+				t.Errorf("TCP %v -> %v: %v", f.from, f.to, err)
+			}
+		})
+	}
+	wg.Go(func() { // nothing sends a datagram again
+		if err := echoUDP(a, a.node, b, b.pod, 300, false, nil); err != nil {
+			t.Errorf("UDP: %v; lost: %s", err, lost(network, a, b))
+		}
+	})
+	wg.Wait()
+	close(stop)
+	changing.Wait()
+	t.Logf("%d rule changes; lost: %s", changes, lost(network, a, b))
+	if changes < 20 {
+		t.Errorf("%d rule changes during the transfers: want more", changes)
+	}
+	for _, s := range []*side{a, b} {
+		for _, dir := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
+			for _, d := range natengine.Drops() {
+				if n := drops(s.engine, dir, d); n != 0 {
+					t.Errorf("%s %s: %d dropped", dir, d, n)
+				}
+			}
+		}
+	}
+	checkHealthy(t, a, b)
 }
 
 func TestTwoGatewaysOverALossyReorderingNetwork(t *testing.T) {
-	eachTransport(t, func(t *testing.T, how transport) {
-		network := &memlink.Network{Loss: 0.01, Reorder: 0.01, Seed: 1}
-		a, b := startGateways(t, network, plans[0], datapath.Options{}, how)
-		transfers(t, a, b, 2, 512<<10)
-		checkHealthy(t, a, b)
-		if network.Lost() == 0 || network.Reordered() == 0 {
-			t.Errorf("%d lost, %d reordered: want some", network.Lost(), network.Reordered())
-		}
-		t.Logf("%d lost, %d reordered", network.Lost(), network.Reordered())
-	})
+	network := &memlink.Network{Loss: 0.01, Reorder: 0.01, Seed: 1}
+	a, b := startGateways(t, network, plans[0], datapath.Options{})
+	transfers(t, a, b, 2, 512<<10)
+	checkHealthy(t, a, b)
+	if network.Lost() == 0 || network.Reordered() == 0 {
+		t.Errorf("%d lost, %d reordered: want some", network.Lost(), network.Reordered())
+	}
+	t.Logf("%d lost, %d reordered", network.Lost(), network.Reordered())
 }
 
 func TestTwoGatewaysCoalesceUDPWhenSwitchedOn(t *testing.T) {
 	defer runtime.GOMAXPROCS(runtime.GOMAXPROCS(1)) // so that the datagrams of a burst share a batch
 	network := &memlink.Network{}
-	a, b := startGateways(t, network, plans[0], datapath.Options{CoalesceUDP: true}, viaDevice)
+	a, b := startGateways(t, network, plans[0], datapath.Options{CoalesceUDP: true})
 	s, err := b.host.ListenUDP(netip.AddrPortFrom(b.pod, 7), false)
 	if err != nil {
 		t.Fatal(err)
@@ -713,8 +662,8 @@ func TestTwoGatewaysCoalesceUDPWhenSwitchedOn(t *testing.T) {
 	got, buf := 0, make([]byte, 2000)
 	for i := 0; i < n; i += 20 {
 		for j := range 20 {
-			// Not by a socket: gVisor gives each datagram a random identification, which
-			// keeps it from being joined.
+			// Not by a socket: gVisor gives each datagram a random identification, which keeps it
+			// from being joined.
 			a.link.Inject(plain(udp4(at(a.pod, 9), to, bytes.Repeat([]byte{byte(i + j)}, 400))))
 		}
 		for j := range 20 {

@@ -1,166 +1,186 @@
 package datapath
 
 import (
+	"encoding/binary"
 	"errors"
-	"os"
-	"syscall"
+	"net"
 	"time"
 
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/natengine"
-	"github.com/isthmus-net/isthmus/packet"
 )
 
-// inbound is the scratch of one Write. Writes of several peers run at once, so it
-// comes from a pool.
+// inbound is the goroutine that receives from one socket, and its scratch. It waits for nothing but
+// the socket: what one peer sends costs the others no more than the time that it takes to refuse
+// it.
 type inbound struct {
-	coalescer packet.Coalescer
-	ahead     natengine.Lookahead
-	header    [packet.VirtioHeaderLen]byte
-	vector    [][]byte // header, packet, payloads: what one Link.Write takes
-	whole     []byte   // a run put together for who takes packets only
-	segmenter packet.Segmenter
-	view      packet.View
-	traffic   traffic
-	now       time.Duration
-	closed    bool
+	t     *Tunnel
+	batch bind.Batch
+	now   time.Time
+	nonce [12]byte
+	run   run
+	write writer
 }
 
-func newInbound() *inbound {
-	return &inbound{traffic: traffic{direction: natengine.Inbound}}
+// run is data messages that came one behind the other under one index.
+type run struct {
+	index    uint32
+	messages []message
+	octets   int
+	packets  [][]byte
 }
 
-// Write translates decrypted packets, each at offset of its buffer, and hands
-// them to the link or to the in-process endpoint; it implements tun.Device. All
-// packets of one call came from one peer, in the order given. The buffers are
-// changed, and not kept. Packets that are dropped are counted and are no error;
-// os.ErrClosed means that the link is closed.
-func (d *Device) Write(bufs [][]byte, offset int) (int, error) {
-	return d.WriteFrom(nil, bufs, offset)
+// message is a data message, which becomes the packet in it.
+type message struct {
+	b       []byte // nil: refused
+	counter uint64
+	from    conn.Endpoint
 }
 
-// WriteFrom is Write for packets whose peer is known by the key that opened them: those with a source that is not an address
-// of that peer are dropped. wireguard-go's device checks that itself, for Write.
-func (d *Device) WriteFrom(peer *natengine.PeerState, bufs [][]byte, offset int) (int, error) {
-	in := d.writers.Get().(*inbound)
-	in.now = d.Now()
-	in.closed = false
-	in.coalescer.UDP = d.coalesceUDP.Load()
-	for _, b := range bufs {
-		if err := in.coalescer.Add(b[offset:]); err != nil {
-			d.engine.Count(nil, natengine.Inbound, dropOf(err))
-		}
-	}
-	runs := in.coalescer.Runs()
-	if len(runs) > 1 && in.ahead.Begin(d.engine, natengine.Inbound) {
-		for i := range runs {
-			in.ahead.Add(&runs[i].View)
-		}
-		in.ahead.Fetch()
-	}
-	for i := range runs {
-		if peer != nil && !d.engine.Owns(peer, &runs[i].View) {
-			for range runs[i].Segments {
-				d.engine.Count(peer, natengine.Inbound, natengine.DropSource)
-			}
+func newInbound(t *Tunnel) *inbound { return &inbound{t: t, write: newWriter(t)} }
+
+// receiveAll handles what next receives until the socket is closed.
+func (in *inbound) receiveAll(next func(*bind.Batch) error) {
+	for {
+		if err := next(&in.batch); errors.Is(err, net.ErrClosed) {
+			return
+		} else if err != nil {
+			in.t.options.Logger.Errorf("receive: %v", err)
+			time.Sleep(receivePause)
 			continue
 		}
-		d.inbound(in, &runs[i])
+		in.now = time.Now()
+		for !in.batch.Empty() {
+			in.accept(in.batch.Next())
+		}
+		in.open()
 	}
-	in.traffic.flush()
-	in.coalescer.Reset()
-	closed := in.closed
-	d.writers.Put(in)
-	if closed {
-		return 0, os.ErrClosed
-	}
-	return len(bufs), nil
 }
 
-// inbound handles one run.
-func (d *Device) inbound(in *inbound, run *packet.Run) {
-	v := d.engine.Inbound(&run.View, in.now)
-	switch v.Action {
-	case natengine.Forward:
-		headers := run.View.PayloadOffset()
-		in.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*headers)
-		d.writeRun(in, v.Peer, run)
-	case natengine.Deliver:
-		in.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*run.View.PayloadOffset())
-		// Packet by packet: its sockets know no superpackets.
-		d.each(in, v.Peer, run, func(p []byte) { d.deliverPacket(v.Peer, p) })
-	default: // discarded and counted by the engine, or held
+// accept sorts one message: data into the run at hand, handshakes into the device's queue.
+func (in *inbound) accept(m []byte, from conn.Endpoint) {
+	var messageType uint32
+	if len(m) >= 4 {
+		messageType = binary.LittleEndian.Uint32(m)
+	}
+	switch {
+	case messageType == device.MessageTransportType && len(m) >= headerLen+tagLen:
+		if index := binary.LittleEndian.Uint32(m[4:]); index != in.run.index {
+			in.open()
+			in.run.index = index
+		}
+		in.run.messages = append(in.run.messages, message{b: m, counter: binary.LittleEndian.Uint64(m[8:]), from: from})
+	case messageType == device.MessageTransportType:
+		in.refuse(nil, natengine.DropTunnelShort)
+	case len(m) != 0 && len(m) == handshakeLen(messageType):
+		in.t.bind.offer(m, from)
+	default:
+		in.refuse(nil, natengine.DropTunnelType)
+	}
+}
+
+// open opens the run at hand, in the place of the messages, and writes its packets.
+func (in *inbound) open() {
+	r := &in.run
+	if len(r.messages) == 0 {
 		return
 	}
-	for _, p := range v.Released() {
-		in.traffic.add(v.Peer, 1, len(p))
-		if v.Action == natengine.Deliver {
-			d.deliverPacket(v.Peer, p)
-		} else {
-			d.written(in, v.Peer, 1, d.writeLink(in, packet.VirtioHeader{}, p, nil))
+	dev, k := lookup(in.t.dev, r.index)
+	if p := in.t.peers.Load().byDevice[dev]; p != nil && k != nil && fresh(k, in.now) {
+		in.openFor(p, k)
+	} else {
+		for range r.messages {
+			in.refuse(nil, natengine.DropTunnelSession)
 		}
 	}
+	clear(r.messages)
+	r.messages, r.octets = r.messages[:0], 0
 }
 
-// writeRun writes a run to the link, as a superpacket where it is more than one packet. A link that refuses those of UDP,
-// as some kernels do, gets no more of them.
-func (d *Device) writeRun(in *inbound, peer *natengine.PeerState, run *packet.Run) {
-	err := d.writeLink(in, run.Header, run.View.Bytes(), run.Tail)
-	if run.Segments > 1 && run.View.Proto() == packet.UDP && errors.Is(err, syscall.EINVAL) {
-		d.coalesceUDP.Store(false)
-		d.each(in, peer, run, func(p []byte) { d.written(in, peer, 1, d.writeLink(in, packet.VirtioHeader{}, p, nil)) })
+// openFor opens the run at hand under the keypair of a peer.
+func (in *inbound) openFor(p *peer, k *device.Keypair) {
+	r := &in.run
+	aead := *keypairReceive.of(k)
+	for i := range r.messages {
+		m := &r.messages[i]
+		binary.LittleEndian.PutUint64(in.nonce[4:], m.counter)
+		content := m.b[headerLen:]
+		if opened, err := aead.Open(content[:0], in.nonce[:], content, nil); err != nil {
+			m.b = nil
+			in.refuse(p.state, natengine.DropTunnelForged)
+		} else {
+			m.b = m.b[:headerLen+len(opened)]
+		}
+	}
+	from, data := in.first(p, k)
+	if from == nil {
 		return
 	}
-	d.written(in, peer, run.Segments, err)
-}
-
-// writeLink writes one packet or superpacket to the link.
-func (d *Device) writeLink(in *inbound, h packet.VirtioHeader, head []byte, tail [][]byte) error {
-	h.Encode(in.header[:])
-	in.vector = append(append(in.vector[:0], in.header[:], head), tail...)
-	err := d.link.Write(in.vector)
-	clear(in.vector) // the pool must not keep packets alive
-	return err
-}
-
-// written counts packets that the link did not take.
-func (d *Device) written(in *inbound, peer *natengine.PeerState, packets int, err error) {
-	if err == nil {
-		return
+	p.dev.SetEndpointFromPacket(from)
+	peerReceived.of(p.dev).Add(uint64(r.octets))
+	p.received(k, in.now, data)
+	for i := range r.messages {
+		m := &r.messages[i]
+		if len(m.b) <= headerLen { // refused, or a keepalive
+			continue
+		}
+		size := packetLen(m.b[headerLen:])
+		if size < 0 {
+			in.refuse(p.state, natengine.DropMalformed)
+			continue
+		}
+		r.packets = append(r.packets, m.b[headerLen:headerLen+size])
 	}
-	in.closed = in.closed || errors.Is(err, os.ErrClosed)
-	for range packets {
-		d.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
-	}
-}
-
-// each calls f with each packet of a run, complete and in order; f does not keep it.
-func (d *Device) each(in *inbound, peer *natengine.PeerState, run *packet.Run, f func([]byte)) {
-	if run.Segments == 1 {
-		f(run.View.Bytes())
-		return
-	}
-	in.whole = append(in.whole[:0], run.View.Bytes()...)
-	for _, b := range run.Tail {
-		in.whole = append(in.whole, b...)
-	}
-	err := in.view.Parse(in.whole, packet.ChecksumPartial)
-	if err == nil {
-		err = in.segmenter.Reset(&in.view, int(run.Header.GSOSize))
-	}
-	if err != nil {
-		d.engine.Count(peer, natengine.Inbound, dropOf(err))
-		return
-	}
-	for in.segmenter.Remaining() > 0 {
-		f(in.segmenter.Next())
+	if len(r.packets) > 0 {
+		_ = in.write.packets(p.state, r.packets) // drops are counted there; the end of the link ends the outbound goroutine
+		clear(r.packets)
+		r.packets = r.packets[:0]
 	}
 }
 
-// deliverPacket hands one packet to the in-process endpoint.
-func (d *Device) deliverPacket(peer *natengine.PeerState, p []byte) {
-	if d.local == nil {
-		d.engine.Count(peer, natengine.Inbound, natengine.DropLocalQueue)
-		return
+// first refuses what was received before. It says where the last message came from that was not,
+// nil for none, and whether one of them was more than a keepalive. Only opened messages come here,
+// so forged ones move no window.
+func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data bool) {
+	r := &in.run
+	window := keypairWindow.of(k)
+	p.windows.Lock()
+	defer p.windows.Unlock()
+	for i := range r.messages {
+		m := &r.messages[i]
+		if m.b == nil {
+			continue
+		}
+		if !window.ValidateCounter(m.counter, device.RejectAfterMessages) {
+			m.b = nil
+			in.refuse(p.state, natengine.DropTunnelReplay)
+			continue
+		}
+		from, data = m.from, data || len(m.b) > headerLen
+		r.octets += len(m.b) + tagLen
 	}
-	d.local.deliver(p)
+	return from, data
+}
+
+func (in *inbound) refuse(peer *natengine.PeerState, why natengine.Drop) {
+	in.t.engine.Count(peer, natengine.Inbound, why)
+}
+
+// packetLen is the length that an IP packet says it has, without WireGuard's padding; negative when
+// it cannot be.
+func packetLen(p []byte) int {
+	size := -1
+	switch {
+	case len(p) >= 20 && p[0]>>4 == 4:
+		size = int(binary.BigEndian.Uint16(p[2:]))
+	case len(p) >= 40 && p[0]>>4 == 6:
+		size = 40 + int(binary.BigEndian.Uint16(p[4:]))
+	}
+	if size > len(p) {
+		return -1
+	}
+	return size
 }

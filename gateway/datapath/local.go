@@ -20,19 +20,18 @@ import (
 )
 
 const (
-	// LocalQueueLen bounds the packets that the in-process endpoint has sent and
-	// the reader has not fetched yet. What comes on top is dropped and counted as
-	// DropLocalQueue: a flood of pings costs the flooder answers, not us memory.
+	// LocalQueueLen bounds the packets that the in-process endpoint has sent and the reader has not
+	// fetched yet. What comes on top is dropped and counted as DropLocalQueue: a flood of pings
+	// costs the flooder answers, not us memory.
 	LocalQueueLen = 256
 
 	localNIC = 1
 )
 
-// Local is the gateway's own endpoint: a TCP/IP stack inside the process that
-// answers ICMP echo and carries UDP sockets (Liqo's connection check on port
-// 12345). It has no kernel address, so the kernel's addresses, routes and
-// firewall cannot get in its way. Packets to it are those with verdict Deliver;
-// packets from it pass the engine like any pod's.
+// Local is the gateway's own endpoint: a TCP/IP stack inside the process that answers ICMP echo and
+// carries UDP sockets (Liqo's connection check on port 12345). It has no kernel address, so the
+// kernel's addresses, routes and firewall cannot get in its way. Packets to it are those with
+// verdict Deliver; packets from it pass the engine like any pod's.
 //
 // Safe for concurrent use.
 type Local struct {
@@ -42,9 +41,8 @@ type Local struct {
 	closed atomic.Bool
 }
 
-// NewLocal makes an endpoint with an IPv4 address (Liqo's 169.254.0.1), an IPv6
-// address, or both; the zero Addr means that there is none. mtu is in octets;
-// larger packets leave it as fragments.
+// NewLocal makes an endpoint with an IPv4 address (Liqo's 169.254.0.1), an IPv6 address, or both;
+// the zero Addr means that there is none. mtu is in octets; larger packets leave it as fragments.
 func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 	if addr4.IsValid() && !addr4.Is4() || addr6.IsValid() && !addr6.Is6() || !addr4.IsValid() && !addr6.IsValid() {
 		return nil, fmt.Errorf("in-process endpoint: addresses %v, %v: want IPv4, IPv6", addr4, addr6)
@@ -90,9 +88,9 @@ func (l *Local) configure(addr4, addr6 netip.Addr) error {
 	return nil
 }
 
-// ListenUDP opens a socket on the port (0: any) of all of the endpoint's
-// addresses. Its addresses are *net.UDPAddr; IPv4 addresses are in four octets.
-// After Close of the socket or of the endpoint its methods return net.ErrClosed.
+// ListenUDP opens a socket on the port (0: any) of all of the endpoint's addresses. Its addresses
+// are *net.UDPAddr; IPv4 addresses are in four octets. After Close of the socket or of the endpoint
+// its methods return net.ErrClosed.
 func (l *Local) ListenUDP(port uint16) (net.PacketConn, error) {
 	if l.closed.Load() {
 		return nil, net.ErrClosed
@@ -121,15 +119,14 @@ func (l *Local) Close() {
 	l.link.Endpoint.Close()
 }
 
-// attach sets what is called when the queue has got a packet, and when it had no
-// place for one.
+// attach sets what is called when the queue has got a packet, and when it had no place for one.
 func (l *Local) attach(wake, overflow func()) {
 	l.link.overflow.Store(&overflow)
 	l.link.wake.Store(&wake)
 }
 
-// next copies the oldest packet of the endpoint into p and returns its length; 0
-// when there is none.
+// next copies the oldest packet of the endpoint into p and returns its length; 0 when there is
+// none.
 func (l *Local) next(p []byte) int {
 	if l.link.NumQueued() == 0 { // one load: this is asked once per batch
 		return 0
@@ -144,8 +141,8 @@ func (l *Local) next(p []byte) int {
 	return copy(p, view.AsSlice())
 }
 
-// deliver hands the endpoint one whole packet, which it copies. Answers (ICMP
-// echo) may be in the queue before it returns.
+// deliver hands the endpoint one whole packet, which it copies. Answers (ICMP echo) may be in the
+// queue before it returns.
 func (l *Local) deliver(b []byte) {
 	protocol := ipv4.ProtocolNumber
 	if b[0]>>4 == 6 {

@@ -11,7 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// manyFlows opens so many flows that Write looks ahead: 40 nodes with 1,000 ports each, all different, so that each is kept.
+// manyFlows opens so many flows that Write looks ahead: 40 nodes with 1,000 ports each, all
+// different, so that each is kept.
 func manyFlows(t testing.TB, e *natengine.Engine) (nodes int) {
 	t.Helper()
 	const n = 40
@@ -32,7 +33,8 @@ func node(i int) netip.Addr { return netip.AddrFrom4([4]byte{172, 16, 1, byte(i)
 
 func portOf(node, i int) uint16 { return uint16(1024 + 1000*node + i) }
 
-// TestWriteTranslatesABatchOfManyFlows: with more flows than lookahead waits for, each packet of a batch still finds its own.
+// TestWriteTranslatesABatchOfManyFlows: with more flows than lookahead waits for, each packet of a
+// batch still finds its own.
 func TestWriteTranslatesABatchOfManyFlows(t *testing.T) {
 	link := newScript()
 	e := newEngine(t)

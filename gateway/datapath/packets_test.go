@@ -20,8 +20,8 @@ import (
 
 func TestMain(m *testing.M) { leaktest.Main(m) }
 
-// The packets of these tests are built and judged with gVisor's header package,
-// which shares no line with ours.
+// The packets of these tests are built and judged with gVisor's header package, which shares no
+// line with ours.
 
 var (
 	podA    = netip.MustParseAddr("10.244.1.2")
@@ -71,8 +71,8 @@ func tcp4(src, dst netip.AddrPort, seq uint32, flags header.TCPFlags, payload []
 	return ip4(src.Addr(), dst.Addr(), header.TCPProtocolNumber, 0, append(b, payload...))
 }
 
-// super4 is a TCP superpacket as the kernel gives it: partial checksum, and a
-// hdr_len that covers more than the headers.
+// super4 is a TCP superpacket as the kernel gives it: partial checksum, and a hdr_len that covers
+// more than the headers.
 func super4(src, dst netip.AddrPort, seq uint32, mss int, payload []byte) []byte {
 	b := tcp4(src, dst, seq, header.TCPFlagAck|header.TCPFlagPsh, payload)
 	sum := header.PseudoHeaderChecksum(header.TCPProtocolNumber, addrOf(src.Addr()), addrOf(dst.Addr()), uint16(len(b)-20))
@@ -106,8 +106,7 @@ func echo4(src, dst netip.Addr, id, seq uint16) []byte {
 	return ip4(src, dst, header.ICMPv4ProtocolNumber, seq, b)
 }
 
-// fragments cuts an IPv4 packet into pieces of size octets of payload (a multiple
-// of 8).
+// fragments cuts an IPv4 packet into pieces of size octets of payload (a multiple of 8).
 func fragments(p []byte, size int) [][]byte {
 	var out [][]byte
 	for at := 20; at < len(p); at += size {
@@ -127,8 +126,8 @@ func fragments(p []byte, size int) [][]byte {
 	return out
 }
 
-// checkPacket fails the test unless p is one whole IPv4 packet with valid
-// checksums and the given addresses.
+// checkPacket fails the test unless p is one whole IPv4 packet with valid checksums and the given
+// addresses.
 func checkPacket(t testing.TB, p []byte, src, dst netip.Addr) {
 	t.Helper()
 	h := header.IPv4(p)

@@ -21,38 +21,36 @@ func limit(b *batch, peer *natengine.PeerState) int {
 	return b.most
 }
 
-// tooBig handles a translated packet, or a superpacket with segments of gsoSize,
-// that is larger than limit: what the sender allows to be cut is cut into
-// fragments, anything else is dropped and, where that may be, answered.
-func (d *Device) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerState) {
-	o := &d.out
+// tooBig handles a translated packet, or a superpacket with segments of gsoSize, that is larger
+// than limit: what the sender allows to be cut is cut into fragments, anything else is dropped and,
+// where that may be, answered.
+func (o *outbound) tooBig(b *batch, gsoSize, limit int, peer *natengine.PeerState) {
 	if gsoSize == 0 {
-		d.splitOrTell(&o.view, limit, peer)
-		d.readReleased(b)
+		o.splitOrTell(&o.view, limit, peer)
+		o.readReleased(b)
 		return
 	}
 	s := &o.segmenter
 	if err := s.Reset(&o.view, gsoSize); err != nil {
-		d.engine.Count(peer, natengine.Outbound, natengine.DropVirtioHeader)
+		o.t.engine.Count(peer, natengine.Outbound, natengine.DropVirtioHeader)
 		return
 	}
 	for s.Remaining() > 0 {
-		if err := o.tooBig.view.Parse(s.Next(), packet.ChecksumComplete); err != nil {
-			d.engine.Count(peer, natengine.Outbound, dropOf(err))
+		if err := o.big.view.Parse(s.Next(), packet.ChecksumComplete); err != nil {
+			o.t.engine.Count(peer, natengine.Outbound, dropOf(err))
 			continue
 		}
-		if !d.splitOrTell(&o.tooBig.view, limit, peer) { // for all of them
+		if !o.splitOrTell(&o.big.view, limit, peer) { // for all of them
 			*s = packet.Segmenter{}
 			break
 		}
 	}
-	d.readReleased(b)
+	o.readReleased(b)
 }
 
-// splitOrTell queues the fragments of v. When it may not be cut it drops it, tells
-// the sender, and says false.
-func (d *Device) splitOrTell(v *packet.View, limit int, peer *natengine.PeerState) bool {
-	o := &d.out
+// splitOrTell queues the fragments of v. When it may not be cut it drops it, tells the sender, and
+// says false.
+func (o *outbound) splitOrTell(v *packet.View, limit int, peer *natengine.PeerState) bool {
 	if fragments := v.Split(limit, uint16(1+rand.N(1<<16-1))); fragments != nil {
 		for _, f := range fragments {
 			o.traffic.add(peer, 1, len(f))
@@ -63,17 +61,17 @@ func (d *Device) splitOrTell(v *packet.View, limit int, peer *natengine.PeerStat
 		o.released = append(o.released, fragments...)
 		return true
 	}
-	d.engine.Count(peer, natengine.Outbound, natengine.DropTooBig)
-	packetAt := o.tooBig.answer[packet.VirtioHeaderLen:]
-	answer, action := d.engine.TooBig(v, limit, packetAt, o.now)
+	o.t.engine.Count(peer, natengine.Outbound, natengine.DropTooBig)
+	packetAt := o.big.answer[packet.VirtioHeaderLen:]
+	answer, action := o.t.engine.TooBig(v, limit, packetAt, o.now)
 	switch action {
 	case natengine.Forward:
 		// The virtio header in front of it is all zero: a plain packet.
-		if err := d.link.Write([][]byte{o.tooBig.answer[:packet.VirtioHeaderLen+len(answer)]}); err != nil {
-			d.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
+		if err := o.t.link.Write([][]byte{o.big.answer[:packet.VirtioHeaderLen+len(answer)]}); err != nil {
+			o.t.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
 		}
 	case natengine.Deliver:
-		d.deliverPacket(peer, answer)
+		o.t.deliverPacket(peer, answer)
 	}
 	return false
 }

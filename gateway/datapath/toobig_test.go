@@ -8,6 +8,7 @@ import (
 
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 
+	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
@@ -188,7 +189,7 @@ func TestPacketsOfTheLocalEndpointAreCut(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := datapath.New(link, e, local, datapath.Options{})
+	d := datapath.New(link, bind.New(), e, local, datapath.Options{})
 	defer d.Close()
 	socket, err := local.ListenUDP(12345)
 	if err != nil {
@@ -240,7 +241,7 @@ func TestLocalEndpointIsToldOverIPv6(t *testing.T) {
 		t.Fatal(err)
 	}
 	link := newScript()
-	d := datapath.New(link, e, local, datapath.Options{})
+	d := datapath.New(link, bind.New(), e, local, datapath.Options{})
 	defer d.Close()
 	socket, err := local.ListenUDP(12345)
 	if err != nil {

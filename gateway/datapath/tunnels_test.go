@@ -8,14 +8,16 @@ import (
 
 	"golang.org/x/crypto/chacha20poly1305"
 
+	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 )
 
-// BenchmarkTunnels is how well several tunnels run side by side: each goroutine is one, with a path at both ends and a
-// cipher of its own, and all of them share the two engines. One operation is a superpacket there. Run it with -cpu 1,2,...:
-// without anything shared the time of an operation is that of one processor divided by their number. "cipher" shares
-// nothing, and so is what this machine can do.
+// BenchmarkTunnels is how well several tunnels run side by side: each goroutine is one, with a path
+// at both ends and a cipher of its own, and all of them share the two engines. One operation is a
+// superpacket there. Run it with -cpu 1,2,...: without anything shared the time of an operation is
+// that of one processor divided by their number. "cipher" shares nothing, and so is what this
+// machine can do.
 func BenchmarkTunnels(b *testing.B) {
 	for _, tc := range []struct {
 		name string
@@ -26,7 +28,7 @@ func BenchmarkTunnels(b *testing.B) {
 		{"napt", (*tunnelLane).superpacket},
 	} {
 		b.Run(tc.name, func(b *testing.B) {
-			from, to := startGateways(b, &memlink.Network{}, plans[0], datapath.Options{}, viaDevice)
+			from, to := startGateways(b, &memlink.Network{}, plans[0], datapath.Options{})
 			host := from.pod
 			if tc.name == "napt" {
 				host = from.node
@@ -47,7 +49,7 @@ func BenchmarkTunnels(b *testing.B) {
 					panic(err)
 				}
 				l := &tunnelLane{
-					out: datapath.New(out, from.engine, nil, datapath.Options{}), in: datapath.New(in, to.engine, nil, datapath.Options{}),
+					out: datapath.New(out, bind.New(), from.engine, nil, datapath.Options{}), in: datapath.New(in, bind.New(), to.engine, nil, datapath.Options{}),
 					aead: aead, bufs: newBuffers(128, 2048),
 				}
 				for pb.Next() {
@@ -62,7 +64,7 @@ func BenchmarkTunnels(b *testing.B) {
 
 // tunnelLane is one tunnel from end to end, without sockets.
 type tunnelLane struct {
-	out, in *datapath.Device
+	out, in *datapath.Tunnel
 	aead    cipher.AEAD
 	nonce   [chacha20poly1305.NonceSize]byte
 	bufs    *buffers

@@ -7,9 +7,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// controlSocket asks and tells the kernel about one interface. A socket belongs
-// to the network namespace in which it was made, so it reaches the interface from
-// any thread.
+// controlSocket asks and tells the kernel about one interface. A socket belongs to the network
+// namespace in which it was made, so it reaches the interface from any thread.
 type controlSocket struct {
 	mu   sync.Mutex // guards fd against use after close
 	fd   int        // -1 when closed
@@ -59,8 +58,8 @@ func (c *controlSocket) setMTU(mtu int) error {
 	return nil
 }
 
-// noMulticast takes multicast from the interface, because a router of IPv6 would
-// report its memberships on it, to nobody.
+// noMulticast switches multicast off on the interface: an IPv6 router would otherwise report its
+// memberships there, to nobody.
 func (c *controlSocket) noMulticast() error {
 	flags, err := c.ioctl(unix.SIOCGIFFLAGS, 0)
 	if err != nil {

@@ -3,7 +3,6 @@ package tun
 import (
 	"bytes"
 	"crypto/sha256"
-	"encoding/hex"
 	"fmt"
 	"io"
 	"math/rand/v2"
@@ -15,16 +14,15 @@ import (
 	"github.com/vishvananda/netlink"
 	"golang.org/x/crypto/curve25519"
 	"golang.org/x/sys/unix"
-	"golang.zx2c4.com/wireguard/device"
 
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Two gateways on real TUNs, each in a namespace that is its whole cluster: the
-// kernel's TCP on both ends, a network in memory between the gateways. Both
-// clusters use 10.244.0.0/16 and both see the other as 10.71.0.0/16.
+// Two gateways on real TUNs, each in a namespace that is its whole cluster: the kernel's TCP on
+// both ends, a network in memory between the gateways. Both clusters use 10.244.0.0/16 and both see
+// the other as 10.71.0.0/16.
 
 var (
 	kernelPod = netip.MustParseAddr("10.244.1.2")
@@ -37,7 +35,7 @@ func startClusters(t testing.TB, o Options) [2]*namespace {
 	var clusters [2]*namespace
 	network := &memlink.Network{}
 	wan := [2]netip.Addr{netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")}
-	var private, public [2]string
+	var private, public [2][32]byte
 	for i := range 2 {
 		k := bytes.Repeat([]byte{byte(8 * (i + 1))}, 32)
 		k[31] = k[31]&127 | 64
@@ -45,7 +43,7 @@ func startClusters(t testing.TB, o Options) [2]*namespace {
 		if err != nil {
 			t.Fatal(err)
 		}
-		private[i], public[i] = hex.EncodeToString(k), hex.EncodeToString(p)
+		private[i], public[i] = [32]byte(k), [32]byte(p)
 	}
 	for i := range 2 {
 		ns := newNamespace(t)
@@ -82,13 +80,13 @@ func startClusters(t testing.TB, o Options) [2]*namespace {
 		if err != nil {
 			t.Fatal(err)
 		}
-		wg := device.NewDevice(datapath.New(d, engine, local, datapath.Options{}), network.Bind(wan[i]), device.NewLogger(device.LogLevelSilent, ""))
-		t.Cleanup(wg.Close)
-		if err := wg.IpcSet(fmt.Sprintf("private_key=%s\nlisten_port=5871\npublic_key=%s\nendpoint=%s:5871\nallowed_ip=10.71.0.0/16\nallowed_ip=10.90.0.0/24\n",
-			private[i], public[1-i], wan[1-i])); err != nil {
+		tunnel := datapath.New(d, network.Bind(wan[i]), engine, local, datapath.Options{})
+		t.Cleanup(func() { _ = tunnel.Close() })
+		if err := tunnel.Up(private[i], 5871); err != nil {
 			t.Fatal(err)
 		}
-		if err := wg.Up(); err != nil {
+		peer := datapath.Peer{State: engine.Peers()[0], Key: public[1-i], Endpoint: netip.AddrPortFrom(wan[1-i], 5871)}
+		if err := tunnel.SetPeers([]datapath.Peer{peer}); err != nil {
 			t.Fatal(err)
 		}
 		t.Cleanup(func() {
@@ -171,8 +169,7 @@ func BenchmarkKernelsThroughTwoGateways(b *testing.B) {
 			b.Fatal(err)
 		}
 	}
-	// Both gateways and both ends of TCP; less at the mercy of other programs than
-	// the throughput.
+	// Both gateways and both ends of TCP; less at the mercy of other programs than the throughput.
 	b.ReportMetric((cpuTime(b)-before).Seconds()*1e9/float64(b.N*len(buf)*8), "cpu-s/Gbit")
 }
 

@@ -21,8 +21,8 @@ type namespace struct {
 	path  string // of the namespace, as long as the thread lives
 }
 
-// newNamespace makes a network namespace with its loopback up, or skips the test
-// when the process may not. The namespace ends with the test.
+// newNamespace makes a network namespace with its loopback up, or skips the test when the process
+// may not. The namespace ends with the test.
 func newNamespace(t testing.TB) *namespace {
 	t.Helper()
 	if os.Geteuid() != 0 {
@@ -89,8 +89,7 @@ func veth(t testing.TB, a, b *namespace, addrA, addrB string) {
 	b.do(t, func() error { return setUp("v1", addrB) })
 }
 
-// setUp gives an interface of the calling thread's namespace addresses and brings
-// it up.
+// setUp gives an interface of the calling thread's namespace addresses and brings it up.
 func setUp(name string, addrs ...string) error {
 	link, err := netlink.LinkByName(name)
 	if err != nil {

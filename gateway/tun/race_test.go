@@ -2,6 +2,6 @@
 
 package tun
 
-// raceEnabled: sync.Pool then throws away part of what it is given, so that
-// allocations say nothing.
+// raceEnabled: sync.Pool then throws away part of what it is given, so that allocations say
+// nothing.
 const raceEnabled = true

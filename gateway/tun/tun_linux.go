@@ -3,16 +3,14 @@
 //	kernel ── ndo_start_xmit ──► queue ── read(2) ──► Device.Read ──► datapath
 //	kernel ◄─ netif_rx ◄──────── writev(2) ◄───────── Device.Write ◄─ datapath
 //
-// The descriptor is opened with IFF_VNET_HDR: each packet has a legacy
-// virtio-net header of ten octets in front (drivers/net/tun.c,
-// include/linux/virtio_net.h). With the offloads on, the kernel hands over TCP
-// superpackets of up to 64 KiB whose checksum holds the pseudo-header sum alone,
-// and takes such packets back. hdr_len of that header is not to be trusted on
-// forwarded traffic; package packet recomputes it.
+// The descriptor is opened with IFF_VNET_HDR: each packet has a legacy virtio-net header of ten
+// octets in front (drivers/net/tun.c, include/linux/virtio_net.h). With the offloads on, the kernel
+// hands over TCP superpackets of up to 64 KiB whose checksum holds the pseudo-header sum alone, and
+// takes such packets back. Nobody can trust hdr_len of that header on forwarded traffic; package
+// packet recomputes it.
 //
-// Waiting is done by the runtime's poller, never in poll(2): a blocking system
-// call holds one of the scheduler's processors until the monitor thread takes it
-// away.
+// The runtime's poller does the waiting, never poll(2): a blocking system call holds one of the
+// scheduler's processors until the monitor thread takes it away.
 package tun
 
 import (
@@ -37,7 +35,7 @@ const clonePath = "/dev/net/tun"
 // maxIOVecs is UIO_MAXIOV (include/uapi/linux/uio.h): writev(2) takes no more.
 const maxIOVecs = 1024
 
-// What Open could not get; use errors.Is. The text names the remedy.
+// Errors of Open; use errors.Is. The text names the remedy.
 var (
 	// ErrNoTUN: /dev/net/tun is missing or has no driver behind it.
 	ErrNoTUN = errors.New("no TUN driver: " + clonePath + " is missing (load the module tun, or mount the device into the container)")
@@ -49,17 +47,17 @@ var (
 
 // Options choose what Open asks of the kernel. The zero value is the default.
 type Options struct {
-	// USO lets the kernel hand over UDP superpackets (UDP_SEGMENT of a local or
-	// forwarded sender; Linux 6.2 and later). See TrustsUSO.
+	// USO lets the kernel hand over UDP superpackets (UDP_SEGMENT of a local or forwarded sender;
+	// Linux 6.2 and later). See TrustsUSO.
 	USO bool
-	// NoOffload asks for no offload at all: each packet then comes alone and with
-	// a complete checksum. It is the switch for a kernel whose offloads misbehave.
+	// NoOffload asks for no offload at all: each packet then comes alone and with a complete
+	// checksum. It is the switch for a kernel whose offloads misbehave.
 	NoOffload bool
 }
 
-// TrustsUSO reports whether the kernel is one where UDP superpackets behind a TUN are known to come through whatever follows,
-// VXLAN above all, which they have broken elsewhere: Linux 6.18, the oldest that the scripts of test/ have passed with
-// them, and later.
+// TrustsUSO reports whether UDP superpackets behind a TUN are known to get through whatever follows
+// on this kernel, VXLAN above all, which they have broken elsewhere. That is Linux 6.18, the oldest
+// on which the scripts of test/ have passed with them, and later.
 func TrustsUSO() bool {
 	var name unix.Utsname
 	return unix.Uname(&name) == nil && trustsUSO(unix.ByteSliceToString(name.Release[:]))
@@ -73,16 +71,16 @@ func trustsUSO(release string) bool {
 	return major > 6 || major == 6 && minor >= 18
 }
 
-// Offloads says which kinds of unfinished packets the kernel hands over. The
-// kernel takes superpackets from Write whatever is set here.
+// Offloads says which kinds of unfinished packets the kernel hands over. The kernel accepts
+// superpackets from Write whatever these say.
 type Offloads struct {
 	Checksum   bool // TUN_F_CSUM: transport checksum left partial
 	TSO4, TSO6 bool // TUN_F_TSO4, TUN_F_TSO6: TCP superpackets
 	USO4, USO6 bool // TUN_F_USO4, TUN_F_USO6: UDP superpackets (Linux 6.2)
 }
 
-// Device is a TUN interface. It implements datapath.Link: one reader, any number
-// of concurrent writers.
+// Device is a TUN interface. It implements datapath.Link: one reader, any number of concurrent
+// writers.
 type Device struct {
 	name     string
 	file     *os.File
@@ -93,8 +91,8 @@ type Device struct {
 	woken  atomic.Bool // a Wake is on its way to the reader
 	closed atomic.Bool
 
-	// State of the one reader. The callbacks are made once, because a closure per
-	// call would be an allocation per packet.
+	// State of the one reader. The callbacks are made once, because a closure per call would be an
+	// allocation per packet.
 	readBuf   []byte
 	readN     int
 	readErrno unix.Errno
@@ -106,10 +104,10 @@ type Device struct {
 
 var _ datapath.Link = (*Device)(nil)
 
-// Open makes the interface name (at most 15 octets; a "%d" in it is replaced by
-// the kernel) with the given MTU in octets in the network namespace of the
-// calling thread, where it and its control socket stay whatever thread is used
-// later. The interface goes away with Close. It is not brought up and has no multicast.
+// Open makes the interface name (at most 15 octets; a "%d" in it is replaced by the kernel) with
+// the given MTU in octets in the network namespace of the calling thread, where it and its control
+// socket stay whatever thread is used later. The interface goes away with Close. It is not brought
+// up and has no multicast.
 func Open(name string, mtu int, o Options) (*Device, error) {
 	d, err := open(name, mtu, o)
 	if err != nil {
@@ -152,8 +150,7 @@ func open(name string, mtu int, o Options) (*Device, error) {
 		return nil, errors.Join(err, control.close())
 	}
 
-	// Only now may the descriptor enter the poller: before TUNSETIFF it reports an
-	// error condition.
+	// The descriptor may enter the poller only now: before TUNSETIFF it reports an error condition.
 	file := os.NewFile(uintptr(fd), clonePath)
 	raw, err := file.SyscallConn()
 	if err == nil {
@@ -165,8 +162,8 @@ func open(name string, mtu int, o Options) (*Device, error) {
 	}
 	d := &Device{name: ifr.Name(), file: file, raw: raw, control: control, offloads: offloads}
 	d.readWait = func(fd uintptr) bool {
-		// The poller is edge triggered and forgets the edge when a wait starts, so
-		// the read has to be tried here, after each wake-up and before each wait.
+		// The poller is edge triggered and forgets the edge when a wait starts, so this callback
+		// tries the read after each wake-up and before each wait.
 		d.read(fd)
 		return d.readErrno != unix.EAGAIN
 	}
@@ -197,9 +194,8 @@ func setIffError(err error) error {
 	return fmt.Errorf("TUNSETIFF: %w", err)
 }
 
-// probeOffloads switches on the most that the kernel accepts. TUN_F_TSO_ECN is
-// left out: the kernel then segments flows in congestion (CWR in the first
-// segment only) itself.
+// probeOffloads switches on the most that the kernel accepts. TUN_F_TSO_ECN is left out: the kernel
+// then segments flows in congestion (CWR in the first segment only) itself.
 func probeOffloads(fd int, o Options) (Offloads, error) {
 	const tcp = unix.TUN_F_CSUM | unix.TUN_F_TSO4 | unix.TUN_F_TSO6
 	type attempt struct {
@@ -227,8 +223,8 @@ func probeOffloads(fd int, o Options) (Offloads, error) {
 	return Offloads{}, fmt.Errorf("TUNSETOFFLOAD: %w", err)
 }
 
-// Read reads one packet, virtio header first, into p; see datapath.Link. Only
-// one goroutine may read.
+// Read reads one packet, virtio header first, into p; see datapath.Link. Only one goroutine may
+// read.
 func (d *Device) Read(p []byte, wait bool) (int, error) {
 	if len(p) == 0 {
 		return 0, fmt.Errorf("tun %s: read: %w", d.name, unix.EINVAL)
@@ -238,8 +234,8 @@ func (d *Device) Read(p []byte, wait bool) (int, error) {
 	if wait {
 		err = d.raw.Read(d.readWait)
 	} else {
-		// Not through the poller: a deadline that Wake has set must neither hide a
-		// packet nor be used up by a read that would not have waited.
+		// Not through the poller: a deadline that Wake has set must neither hide a packet nor be
+		// used up by a read that would not have waited.
 		err = d.raw.Control(d.readOnce)
 	}
 	d.readBuf = nil
@@ -249,8 +245,8 @@ func (d *Device) Read(p []byte, wait bool) (int, error) {
 	case d.closed.Load():
 		return 0, os.ErrClosed
 	case errors.Is(err, os.ErrDeadlineExceeded):
-		// This order loses no wake-up: a Wake before the Store has published its work
-		// already, which the caller now looks for; a Wake after it sets a new deadline.
+		// This order loses no wake-up: a Wake before the Store has already published its work,
+		// which the caller now looks for; a Wake after it sets a new deadline.
 		if err := d.file.SetReadDeadline(time.Time{}); err != nil {
 			if d.closed.Load() {
 				return 0, os.ErrClosed
@@ -267,8 +263,8 @@ func (d *Device) Read(p []byte, wait bool) (int, error) {
 	return 0, fmt.Errorf("tun %s: read: %w", d.name, d.readErrno) // EBADFD: the interface was deleted
 }
 
-// read is one nonblocking read(2). The raw system call is right here since it
-// cannot block: it spares the scheduler two bookkeeping steps per packet.
+// read is one nonblocking read(2). The raw system call is right here since it cannot block: it
+// spares the scheduler two bookkeeping steps per packet.
 func (d *Device) read(fd uintptr) {
 	for {
 		n, _, errno := unix.RawSyscall(unix.SYS_READ, fd, uintptr(unsafe.Pointer(&d.readBuf[0])), uintptr(len(d.readBuf)))
@@ -309,10 +305,9 @@ func newWriter() *writer {
 	return w
 }
 
-// Write gives the kernel one packet by one writev(2); see datapath.Link. The
-// kernel handles it to the end of its own receive path before Write returns.
-// EINVAL means a virtio header that does not suit the packet, EIO an interface
-// that is down.
+// Write gives the kernel one packet by one writev(2); see datapath.Link. The kernel handles it to
+// the end of its own receive path before Write returns. EINVAL means a virtio header that does not
+// suit the packet, EIO an interface that is down.
 func (d *Device) Write(bufs [][]byte) error {
 	w := d.writers.Get().(*writer)
 	defer d.writers.Put(w)
@@ -330,8 +325,8 @@ func (d *Device) Write(bufs [][]byte) error {
 		return unix.EINVAL
 	}
 	w.iovecs = iovecs
-	// Control, not RawConn.Write: that one holds a lock for the whole call, and
-	// there is one writing goroutine per peer.
+	// Control, not RawConn.Write: that one holds a lock for the whole call, and there is one
+	// writing goroutine per peer.
 	err := d.raw.Control(w.writev)
 	clear(iovecs) // the pool must not keep packets alive
 	switch {
@@ -350,11 +345,10 @@ func (d *Device) Write(bufs [][]byte) error {
 // Name is the interface name at the time of Open.
 func (d *Device) Name() string { return d.name }
 
-// Offloads says what the probe at Open has switched on.
+// Offloads returns what the probe at Open has switched on.
 func (d *Device) Offloads() Offloads { return d.offloads }
 
-// MTU asks the kernel for the interface's MTU in octets; 0 when the interface is
-// gone.
+// MTU asks the kernel for the interface's MTU in octets; 0 when the interface is gone.
 func (d *Device) MTU() int {
 	mtu, err := d.control.mtu()
 	if err != nil {
@@ -371,8 +365,8 @@ func (d *Device) SetMTU(mtu int) error {
 	return nil
 }
 
-// Close removes the interface unless it is persistent, and ends Read and Write
-// with os.ErrClosed. Further calls do nothing.
+// Close removes the interface unless it is persistent, and ends Read and Write with os.ErrClosed.
+// Further calls do nothing.
 func (d *Device) Close() error {
 	if d.closed.Swap(true) {
 		return nil

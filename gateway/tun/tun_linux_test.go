@@ -26,8 +26,8 @@ import (
 
 const mtu = 1420
 
-// wire joins a TUN to a TCP/IP stack in memory, which takes and gives
-// superpackets, and counts what passes.
+// wire joins a TUN to a TCP/IP stack in memory that reads and writes superpackets, and counts what
+// passes.
 type wire struct {
 	host                     *memlink.Host
 	superIn, superOut        atomic.Int64 // from the kernel, to the kernel
@@ -113,8 +113,8 @@ func (w *wire) toKernel(d *Device, link *memlink.Link) {
 	}
 }
 
-// exchange sends size octets each way over a connection between the kernel in ns
-// and the stack in memory, and compares hashes.
+// exchange sends size octets each way over a connection between the kernel in ns and the stack in
+// memory, and compares hashes.
 func exchange(t *testing.T, ns *namespace, w *wire, server netip.AddrPort, size int) {
 	t.Helper()
 	l, err := w.host.ListenTCP(server)
@@ -199,8 +199,7 @@ func TestKernelSendsAndTakesSuperpackets(t *testing.T) {
 	}
 }
 
-// A gateway's TUN gets forwarded traffic: the superpacket was made for a veth in
-// another namespace.
+// A gateway's TUN gets forwarded traffic: the superpacket was made for a veth in another namespace.
 func TestForwardedSuperpacketsArriveWhole(t *testing.T) {
 	pod, gw := newNamespace(t), newNamespace(t)
 	veth(t, pod, gw, "10.8.0.2/24", "10.8.0.1/24")
@@ -261,8 +260,8 @@ func TestUSOIsTrustedFromTheKernelOnThatWasTested(t *testing.T) {
 	}
 }
 
-// With USO a sender's UDP_SEGMENT comes as one packet; what is written back as one
-// is received as the datagrams it was made of. Without, the kernel segments.
+// With USO a sender's UDP_SEGMENT comes as one packet; what is written back as one is received as
+// the datagrams it was made of. Without, the kernel segments.
 func TestUDPSuperpacketsBothWays(t *testing.T) {
 	for _, uso := range []bool{true, false} {
 		t.Run(fmt.Sprintf("USO %v", uso), func(t *testing.T) {
@@ -342,8 +341,7 @@ func TestUDPSuperpacketsBothWays(t *testing.T) {
 	}
 }
 
-// echoRequest is a packet that makes the kernel of 10.9.0.1 answer, with a virtio
-// header in front.
+// echoRequest is a packet that makes the kernel of 10.9.0.1 answer, with a virtio header in front.
 func echoRequest() []byte {
 	p := []byte{
 		0, 0, 0, 0, 0, 0, 0, 0, 0, 0, // virtio: nothing special
@@ -467,8 +465,8 @@ func TestWakeLosesNoPacket(t *testing.T) {
 	}
 }
 
-// Work is published before each Wake; a reader that only looks for it after
-// ErrWoken must see all of it, whatever the interleaving.
+// The test publishes work before each Wake. A reader that looks for it only after ErrWoken must see
+// all of it, whatever the interleaving.
 func TestNoWakeUpIsLost(t *testing.T) {
 	d := newNamespace(t).open(t, "tuntest0", mtu, Options{})
 	const producers, each = 4, 5_000

@@ -6,7 +6,9 @@ import (
 	"go/token"
 	"io/fs"
 	"os"
+	"os/exec"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"strings"
 	"testing"
@@ -22,6 +24,27 @@ func TestTheModuleKeepsItsImportRules(t *testing.T) {
 			if why := r.Check(f); why != "" {
 				t.Errorf("%s/%s %s (%s)", f.Package, f.Name, why, r.Name)
 			}
+		}
+	}
+}
+
+// What only makes and shows clusters on one machine is isthmus-lab's: a program that runs in
+// clusters has no use for it.
+func TestProgramForClustersLinksNoLab(t *testing.T) {
+	deps := func(pkg string) []string {
+		out, err := exec.Command("go", "list", "-deps", Module+"/cmd/"+pkg).Output()
+		if err != nil {
+			t.Fatalf("go list -deps: %v", err)
+		}
+		return strings.Fields(string(out))
+	}
+	linked, lab := deps("isthmus"), deps("isthmus-lab")
+	for _, tree := range []string{"internal/lab", "internal/fleet", "internal/demo", "internal/kubetest"} {
+		if slices.Contains(linked, Module+"/"+tree) {
+			t.Errorf("isthmus links %s, which is isthmus-lab's alone", tree)
+		}
+		if !slices.Contains(lab, Module+"/"+tree) {
+			t.Errorf("isthmus-lab does not link %s: the name above is out of date", tree)
 		}
 	}
 }
@@ -43,8 +66,12 @@ func TestEachRuleCatchesItsBreach(t *testing.T) {
 		{file("natengine", "rules.go", "k8s.io/apimachinery/pkg/types"), "natengine imports packet and one prefix table"},
 		{file("natengine", "rules.go", "log/slog"), "pure packages do no I/O"},
 		{file("fabric", "gateway.go", Module+"/apis/net/v1alpha1", Module+"/natengine", "time"), ""},
-		{file("fabric", "gateway.go", "sigs.k8s.io/yaml"), "fabric imports apis, natengine and nothing heavy"},
+		{file("fabric", "gateway.go", "sigs.k8s.io/yaml"), "fabric imports apis, natengine, kernel objects and nothing heavy"},
 		{file("fabric", "gateway.go", "os"), "pure packages do no I/O"},
+		{file("fabric", "node.go", Module+"/internal/kernel"), ""},
+		{file("fabric", "node.go", Module+"/internal/kernel/rtnl"), "pure packages do no I/O"},
+		{file("internal/kernel", "plan.go", Module+"/internal/diff"), ""},
+		{file("internal/kernel", "plan.go", Module+"/internal/kernel/rtnl"), "pure packages do no I/O"},
 		{file("fabric", "gateway.go", "syscall"), "pure packages do no I/O"},
 		{File{Package: "fabric", Name: "gateway.go", Clock: []string{"time.Now"}}, "pure packages read no clock"},
 		{File{Package: "fabric", Name: "gateway_test.go", Test: true, Clock: []string{"time.Now"}}, ""},
@@ -55,9 +82,10 @@ func TestEachRuleCatchesItsBreach(t *testing.T) {
 		{file("manager/ipam", "x.go", "k8s.io/client-go/rest"), ""},
 		{file("internal/source/kube", "watch.go", "sigs.k8s.io/controller-runtime/pkg/client"), ""},
 		{file("gateway", "run.go", "k8s.io/client-go/rest"), "Kubernetes clients stay in manager and internal/source/kube"},
-		{file("routeagent", "netlink_linux.go", "github.com/vishvananda/netlink"), ""},
+		{file("internal/kernel/rtnl", "netlink_linux.go", "github.com/vishvananda/netlink", "os"), ""},
 		{file("internal/lab", "link.go", "github.com/vishvananda/netlink"), ""},
-		{file("routeagent", "apply.go", "github.com/vishvananda/netlink"), "netlink stays in one file per component"},
+		{file("routeagent", "filter.go", "github.com/google/nftables"), "netlink stays in internal/kernel/rtnl"},
+		{file("routeagent", "apply.go", "github.com/vishvananda/netlink"), "netlink stays in internal/kernel/rtnl"},
 		{file("gateway/datapath", "x.go", "golang.zx2c4.com/wireguard/tun"), ""},
 		{file("internal/lab", "x.go", "golang.zx2c4.com/wireguard/device"), "wireguard-go stays in gateway"},
 		{file("internal/lab", "x.go", "gvisor.dev/gvisor/pkg/tcpip"), "gVisor stays in gateway"},
@@ -79,7 +107,8 @@ func TestEachRuleCatchesItsBreach(t *testing.T) {
 	}
 }
 
-// load parses every Go file of the main module, whatever its build constraints; nested modules are left out.
+// load parses every Go file of the main module, whatever its build constraints; nested modules are
+// left out.
 func load(t *testing.T, root string) (files []File) {
 	t.Helper()
 	fset := token.NewFileSet()
@@ -126,7 +155,8 @@ func load(t *testing.T, root string) (files []File) {
 	return files
 }
 
-// clockCalls finds uses of the time package's functions that read the clock or wait. The package is never renamed here.
+// clockCalls finds uses of the time package's functions that read the clock or wait. The package is
+// never renamed here.
 func clockCalls(f *ast.File) (calls []string) {
 	clock := map[string]bool{"Now": true, "Since": true, "Until": true, "Sleep": true, "After": true, "AfterFunc": true,
 		"Tick": true, "NewTicker": true, "NewTimer": true}

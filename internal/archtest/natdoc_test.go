@@ -12,8 +12,9 @@ import (
 	"testing"
 )
 
-// TestNATDocumentNamesItsTests holds docs/nat.md and the tests together: every row of a table of requirements has a status,
-// what is met names the tests that show it, each test that is named exists, and no test named after an RFC is without a row.
+// TestNATDocumentNamesItsTests holds docs/nat.md and the tests together: every row of a table of
+// requirements has a status, what is met names the tests that show it, each test that is named
+// exists, and no test named after an RFC is without a row.
 func TestNATDocumentNamesItsTests(t *testing.T) {
 	root := filepath.Join("..", "..")
 	text, err := os.ReadFile(filepath.Join(root, "docs", "nat.md"))

@@ -1,8 +1,9 @@
-// Command ci runs what a change has to pass, in order, and goes on after a failure so that one run says everything.
-// `make test` calls it, CI calls `make test`.
+// Command ci runs what a change has to pass, in order, and goes on after a failure so that one run
+// says everything. `make test` calls it, CI calls `make test`.
 //
-// Its last line is "N passed, N failed, N skipped" over all Go tests and subtests of both modules. A step that is not a
-// test (lint, generated files) shows in the exit code and in the table of steps above that line, not in the count.
+// Its last line is "N passed, N failed, N skipped" over all Go tests and subtests of both modules.
+// A step that is not a test (lint, generated files) shows in the exit code and in the table of
+// steps above that line, not in the count.
 package main
 
 import (
@@ -45,14 +46,16 @@ func check(ctx context.Context) bool {
 		{"generated files", command("make", "--no-print-directory", "generate-check")},
 		{"vet", command("go", "vet", "./...")},
 		{"vet test/", command("go", "-C", "test", "vet", "./...")},
-		// Before the tests: the build takes minutes with cold caches, and would count against a test's time.
+		// Before the tests: the build takes minutes with cold caches, and would count against a
+		// test's time.
 		{"kube-apiserver", command("make", "--no-print-directory", "kube")},
 	}
 	// Side by side, because what is in test/ mostly waits, for elections and for API servers.
 	here := []step{
 		{"lint", command("make", "--no-print-directory", "lint")},
 		{"tests", goTest(".", tests, raceDetector, "./...")},
-		// The race detector allocates, so tests of "no allocation" skip themselves under it and run here.
+		// The race detector allocates, so tests of "no allocation" skip themselves under it and run
+		// here.
 		{"allocations", goTest(".", tests, "", "-run=NotAllocate", "./...")},
 	}
 	beside := []step{
@@ -85,7 +88,8 @@ func run(ctx context.Context, steps []step) (results []result) {
 	return results
 }
 
-// report prints the table of steps, why tests were skipped, and the count, which stays alone on the last line.
+// report prints the table of steps, why tests were skipped, and the count, which stays alone on the
+// last line.
 func report(w io.Writer, results []result, tests *tally, interrupted error) (ok bool) {
 	ok = tests.failed == 0 && interrupted == nil
 	fmt.Fprintf(w, "\n=== summary\n")
@@ -117,7 +121,8 @@ func command(name string, args ...string) func(context.Context) error {
 	}
 }
 
-// newCommand ends a whole tree of processes politely when ctx does: tests clean up their namespaces on SIGTERM.
+// newCommand ends a whole tree of processes politely when ctx does: tests clean up their namespaces
+// on SIGTERM.
 func newCommand(ctx context.Context, name string, args ...string) *exec.Cmd {
 	cmd := exec.CommandContext(ctx, name, args...)
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGTERM) }
@@ -128,8 +133,8 @@ func newCommand(ctx context.Context, name string, args ...string) *exec.Cmd {
 // raceDetector is the flag, where there is a C compiler for it.
 const raceDetector = "-race"
 
-// goTest runs tests of the module in dir and counts them. -count=1: a cached result says nothing about the kernel the
-// tests talk to.
+// goTest runs tests of the module in dir and counts them. -count=1: a cached result says nothing
+// about the kernel the tests talk to.
 func goTest(dir string, t *tally, race string, args ...string) func(context.Context) error {
 	return func(ctx context.Context) error {
 		flags, cgo := []string{"-C", dir, "test", "-json", "-count=1", "-timeout=20m"}, "CGO_ENABLED=0"
@@ -157,8 +162,8 @@ func goTest(dir string, t *tally, race string, args ...string) func(context.Cont
 	}
 }
 
-// follow reads `go test -json` into t, prints what a person wants to see of it, and says every half minute what is
-// still running, so that a slow package does not look like a hanging one.
+// follow reads `go test -json` into t, prints what a person wants to see of it, and says every half
+// minute what is still running, so that a slow package does not look like a hanging one.
 func follow(r io.Reader, w io.Writer, t *tally) error {
 	lines := make(chan []byte)
 	scanned := make(chan error, 1)

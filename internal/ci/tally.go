@@ -22,7 +22,8 @@ type event struct {
 
 type testName struct{ pkg, test string }
 
-// tally counts tests and keeps the output of those whose fate is not known yet. Several `go test` may report to it at once.
+// tally counts tests and keeps the output of those whose fate is not known yet. Several `go test`
+// may report to it at once.
 type tally struct {
 	mu sync.Mutex
 
@@ -35,8 +36,8 @@ type tally struct {
 	counts  map[string][3]int // passed, failed, skipped of the running packages
 }
 
-// add takes one line and returns what to print for it, often nothing. A line that is not JSON (the go command's own
-// complaints) is printed as it is.
+// add takes one line and returns what to print for it, often nothing. A line that is not JSON (the
+// go command's own complaints) is printed as it is.
 func (t *tally) add(line []byte) (show string) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -98,8 +99,9 @@ func withoutRunLines(out string) string {
 	return kept.String()
 }
 
-// endPackage prints one line per package that has tests. A package that failed though none of its tests did (it does
-// not compile, TestMain failed, it ran out of time) counts as one failed test, or it would be missing from the sum.
+// endPackage prints one line per package that has tests. A package that failed though none of its
+// tests did (it does not compile, TestMain failed, it ran out of time) counts as one failed test,
+// or it would be missing from the sum.
 func (t *tally) endPackage(e event) (show string) {
 	c := t.counts[e.Package]
 	out := t.output[testName{e.Package, ""}]

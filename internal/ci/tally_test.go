@@ -7,8 +7,8 @@ import (
 	"testing"
 )
 
-// What go 1.26 prints for a package with one test of each fate, one that does not compile, and one whose TestMain
-// ends with an error after all its tests passed.
+// What go 1.26 prints for a package with one test of each fate, one that does not compile, and one
+// whose TestMain ends with an error after all its tests passed.
 const golden = `{"Action":"start","Package":"m/a"}
 {"Action":"run","Package":"m/a","Test":"TestPasses"}
 {"Action":"output","Package":"m/a","Test":"TestPasses","Output":"    a_test.go:3: noise\n"}

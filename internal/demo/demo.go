@@ -1,5 +1,6 @@
-// Package demo shows what Isthmus does, with real packets and real API servers, in a lab of three clusters that all use
-// the same PodCIDR. Each step checks what it shows: a demo that comes to its end has proved it.
+// Package demo shows what Isthmus does, with real packets and real API servers, in a lab of three
+// clusters that all use the same PodCIDR. Each step checks what it shows: a demo that comes to its
+// end has proved it.
 package demo
 
 import (
@@ -47,8 +48,8 @@ type show struct {
 	c     *fleet.Cluster
 }
 
-// Run runs the demo and removes its lab, whatever happens. The error says which step failed and how; the ends of the
-// components' logs have then been written to o.Out.
+// Run runs the demo and removes its lab, whatever happens. The error says which step failed and
+// how; the ends of the components' logs have then been written to o.Out.
 func Run(ctx context.Context, o Options) (err error) {
 	if o.Name == "" {
 		o.Name = "demo"
@@ -139,7 +140,8 @@ func (s *show) picture() {
 	s.say("  ======= underlay: only nodes and control planes can reach one another, as on the Internet =======")
 }
 
-// peer peers a and b and measures how long it takes until a pod of one, far from its gateway, hears one of the other.
+// peer peers a and b and measures how long it takes until a pod of one, far from its gateway, hears
+// one of the other.
 func (s *show) peer() error {
 	from, err := s.a.RemotePod(s.ctx)
 	if err != nil {
@@ -237,8 +239,8 @@ func (s *show) peerOthers() error {
 	return nil
 }
 
-// podToPod has a pod of each cluster talk to one of each other, both on nodes without an active gateway: the packets
-// cross VXLAN, the tunnel and VXLAN again.
+// podToPod has a pod of each cluster talk to one of each other, both on nodes without an active
+// gateway: the packets cross VXLAN, the tunnel and VXLAN again.
 func (s *show) podToPod() error {
 	for _, at := range s.fleet.Clusters {
 		from, err := at.RemotePod(s.ctx)
@@ -297,8 +299,8 @@ func (s *show) nodeToPod() error {
 	return nil
 }
 
-// talk pings and fetches from one host to another one under the address seen, and checks that the answer comes from it
-// and names the caller's address as expected.
+// talk pings and fetches from one host to another one under the address seen, and checks that the
+// answer comes from it and names the caller's address as expected.
 func (s *show) talk(from, to *lab.Host, seen, caller netip.Addr) error {
 	rtt, err := from.Ping(s.ctx, seen)
 	if err != nil {
@@ -450,7 +452,9 @@ func (s *show) leave(passed bool, start time.Time) error {
 	if s.Keep && s.ctx.Err() == nil {
 		s.heading("The clusters stand until Ctrl-C")
 		s.say("  ip netns exec %s env KUBECONFIG=%s %s status --context a", s.fleet.Lab.Underlay.Netns(), s.fleet.Kubeconfig, s.Binary)
-		s.say("  ip netns exec %s ping %s", s.a.Pods[0].Netns(), s.a.Pods[1].Addr)
+		if seen, err := s.a.Seen(s.ctx, s.b, s.b.Pods[0].Addr); err == nil { // they are peered, unless a step failed before
+			s.say("  ip netns exec %s ping %s", s.a.Pods[0].Netns(), seen)
+		}
 		<-s.ctx.Done()
 	}
 	s.heading("Tidy up")

@@ -1,11 +1,10 @@
 // Package diff compares what is wanted with what is there.
 package diff
 
-// Of returns what has to be added, replaced and removed to turn have into
-// want. Elements are matched by key; a matched element that differs in any
-// other field is to be replaced, and the result holds its wanted form. The
-// results keep the order of the inputs, so that a plan prints the same every
-// time. When a key occurs more than once in one input, its last element counts.
+// Of returns what has to be added, replaced and removed to turn have into want. Elements are
+// matched by key; a matched element that differs in any other field is to be replaced, and the
+// result holds its wanted form. The results keep the order of the inputs, so that a plan prints the
+// same every time. When a key occurs more than once in one input, its last element counts.
 func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
 	old := make(map[K]V, len(have))
 	for _, v := range have {

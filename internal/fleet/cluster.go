@@ -30,14 +30,28 @@ const Namespace = "isthmus-system"
 
 const wireGuardPort = 5871
 
+// AuditLog is the file with an audit event a line, where Options.Audit wants one.
+func (c *Cluster) AuditLog() string { return filepath.Join(c.dir, "audit.log") }
+
+const auditPolicy = `{"apiVersion": "audit.k8s.io/v1", "kind": "Policy", "omitStages": ["RequestReceived"],
+"rules": [{"level": "Metadata", "userGroups": ["system:serviceaccounts"]}, {"level": "None"}]}`
+
 // startServer starts the control plane on the cluster's own machine.
-func (c *Cluster) startServer(ctx context.Context, kube string) error {
+func (c *Cluster) startServer(ctx context.Context, kube string, audit bool) error {
 	if err := os.MkdirAll(c.dir, 0o700); err != nil {
 		return err
 	}
+	var args []string
+	if audit {
+		policy := filepath.Join(c.dir, "audit-policy.json")
+		if err := os.WriteFile(policy, []byte(auditPolicy), 0o600); err != nil {
+			return err
+		}
+		args = []string{"--audit-policy-file=" + policy, "--audit-log-path=" + c.AuditLog()}
+	}
 	server, err := kubetest.Start(ctx, kubetest.Options{
 		Name: c.Control.Netns(), Dir: kube, Host: c.Control.Addr, Controllers: true,
-		Starter: c.Control.Start, Dial: c.Control.Dial,
+		Starter: c.Control.Start, Dial: c.Control.Dial, APIServerArgs: args,
 	})
 	if err != nil {
 		return err

@@ -1,14 +1,15 @@
-// Package fleet makes a lab whose clusters are real to their control planes: each has an etcd, a kube-apiserver and a
-// kube-controller-manager of its own, and runs manager, gateways and route agents as processes with the rights of their
-// ServiceAccounts.
+// Package fleet makes a lab whose clusters are real to their control planes: each has an etcd, a
+// kube-apiserver and a kube-controller-manager of its own, and runs manager, gateways and route
+// agents as processes with the rights of their ServiceAccounts.
 //
 //	underlay ─┬─ a-control   etcd, kube-apiserver, kube-controller-manager, isthmus manager
 //	          ├─ a-node1     isthmus gateway, isthmus route-agent, pods
 //	          ├─ a-node2     isthmus gateway (standby), isthmus route-agent, pods
 //	          └─ the same for b, c, ...
 //
-// What is missing is the kubelet: nodes and pods are the lab's namespaces, and the fleet writes the Node and Pod objects
-// that describe them. There is no kube-proxy, so the gateway's Service publishes the node's own port.
+// What is missing is the kubelet: nodes and pods are the lab's namespaces, and the fleet writes the
+// Node and Pod objects that describe them. There is no kube-proxy, so the gateway's Service
+// publishes the node's own port.
 package fleet
 
 import (
@@ -36,6 +37,7 @@ type Options struct {
 	Binary   string    // the isthmus program
 	Kube     string    // the folder that kubetest.Build returned
 	Progress io.Writer // a line for each step; nil: none
+	Audit    bool      // API servers log what they are asked, see Cluster.AuditLog
 }
 
 // A Fleet is the clusters of one lab.
@@ -60,8 +62,8 @@ type Cluster struct {
 	processes map[string]*process
 }
 
-// Up makes the lab, starts the control planes and, in each cluster, installs what `isthmus install` installs and starts
-// the components. It returns when all are ready. A failed Up leaves nothing.
+// Up makes the lab, starts the control planes and, in each cluster, installs what `isthmus install`
+// installs and starts the components. It returns when all are ready. A failed Up leaves nothing.
 func Up(ctx context.Context, o Options) (*Fleet, error) {
 	if o.Progress == nil {
 		o.Progress = io.Discard
@@ -95,7 +97,7 @@ func newFleet(l *lab.Lab, binary string) *Fleet {
 }
 
 func (f *Fleet) up(ctx context.Context, o Options) error {
-	if err := f.each(func(c *Cluster) error { return c.startServer(ctx, o.Kube) }); err != nil {
+	if err := f.each(func(c *Cluster) error { return c.startServer(ctx, o.Kube, o.Audit) }); err != nil {
 		return err
 	}
 	fmt.Fprintf(o.Progress, "%d control planes run\n", len(f.Clusters))
@@ -155,8 +157,8 @@ func (f *Fleet) Cluster(name string) *Cluster {
 	return nil
 }
 
-// Isthmus runs the program in the underlay, from where all API servers can be reached, with the Fleet's Kubeconfig, and
-// returns what it prints, both streams together.
+// Isthmus runs the program in the underlay, from where all API servers can be reached, with the
+// Fleet's Kubeconfig, and returns what it prints, both streams together.
 func (f *Fleet) Isthmus(ctx context.Context, args ...string) (string, error) {
 	var out strings.Builder
 	err := f.IsthmusTo(ctx, &out, args...)

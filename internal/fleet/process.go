@@ -20,7 +20,8 @@ import (
 // gateways is how many nodes of a cluster run one: the active and a standby.
 const gateways = 2
 
-// patience is how long a component may take to start, and to end: seconds, on a machine that does nothing else.
+// patience is how long a component may take to start, and to end: seconds, on a machine that does
+// nothing else.
 const patience = 90 * time.Second
 
 // Ports of the components on their machines.
@@ -53,7 +54,8 @@ type process struct {
 	done chan struct{}
 }
 
-// startComponents starts manager, gateways and route agents with their own identities and waits until they are ready.
+// startComponents starts manager, gateways and route agents with their own identities and waits
+// until they are ready.
 func (c *Cluster) startComponents(ctx context.Context) error {
 	manager, err := c.identity(ctx, "isthmus-manager")
 	if err != nil {
@@ -71,8 +73,9 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	add(Manager, &process{
 		host: c.Control.Host,
 		args: []string{"manager", "--kubeconfig", manager, "--namespace", Namespace,
-			"--pod-cidr", c.PodCIDR.String(), "--reserved", lab.Reserved()},
-		env:   []string{"POD_NAME=manager-1"},
+			"--pod-cidr", c.PodCIDR.String(), "--reserved", lab.Reserved(),
+			"--ipam-address", fmt.Sprintf("127.0.0.1:%d", ipamPort), "--ipam-plain"},
+		env:   []string{"POD_NAME=manager-1", "POD_UID=manager-1"},
 		ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", managerHealthPort),
 	})
 	for i, n := range c.Nodes {
@@ -87,7 +90,7 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		}
 		add(Agent(i), &process{
 			host:  n.Host,
-			args:  []string{"route-agent", "--kubeconfig", agent},
+			args:  []string{"route-agent", "--kubeconfig", agent, "--state-directory", filepath.Join(c.dir, Agent(i))},
 			env:   append(env[:len(env):len(env)], "POD_NAME="+Agent(i)),
 			ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", agentPort),
 		})
@@ -107,7 +110,8 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	return errors.Join(errs...)
 }
 
-// SetTunnels lets the gateways have another number of tunnels, each from its next start on. The Service stays as it is.
+// SetTunnels lets the gateways have another number of tunnels, each from its next start on. The
+// Service stays as it is.
 func (c *Cluster) SetTunnels(n int) {
 	c.Tunnels = n
 	for i := range gateways {
@@ -208,7 +212,8 @@ func (c *Cluster) end(name string, signal syscall.Signal) error {
 	}
 }
 
-// stopAll ends all components: the gateways and agents first, since they have something to take down.
+// stopAll ends all components: the gateways and agents first, since they have something to take
+// down.
 func (c *Cluster) stopAll() error {
 	var group sync.WaitGroup
 	var mu sync.Mutex

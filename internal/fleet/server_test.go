@@ -29,7 +29,7 @@ func TestControlPlanesRunInsideTheLab(t *testing.T) {
 		}
 	})
 	c := f.Clusters[0]
-	if err := c.startServer(t.Context(), kube); err != nil {
+	if err := c.startServer(t.Context(), kube, false); err != nil {
 		t.Fatal(err)
 	}
 	var out bytes.Buffer

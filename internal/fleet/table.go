@@ -13,8 +13,9 @@ import (
 	"k8s.io/client-go/rest"
 )
 
-// Table writes the objects at a path of the API server ("/apis/net.liqo.io/v1alpha1/networkconfigs") as `kubectl get`
-// does: the server itself makes the rows, from the printer columns of the kind. wide adds those of lower priority.
+// Table writes the objects at a path of the API server
+// ("/apis/net.liqo.io/v1alpha1/networkconfigs") as `kubectl get` does: the server itself makes the
+// rows, from the printer columns of the kind. wide adds those of lower priority.
 func (c *Cluster) Table(ctx context.Context, w io.Writer, path string, wide bool) error {
 	table, err := c.table(ctx, path)
 	if err != nil {

@@ -28,15 +28,16 @@ const binEnv = "ISTHMUS_KUBE"
 // programs are the names under which the one binary is linked.
 var programs = []string{"etcd", "kube-apiserver", "kube-controller-manager"}
 
-// buildFlags never vary, since other flags would make a cache of their own: gigabytes and minutes. Without debugging
-// information the build takes an eighth less, and the linker a fifth less memory.
+// buildFlags never vary, since other flags would make a cache of their own: gigabytes and minutes.
+// Without debugging information the build takes an eighth less, and the linker a fifth less memory.
 var buildFlags = []string{"-trimpath", "-gcflags=all=-dwarf=false", "-buildvcs=false"}
 
-// Build returns the folder with the programs etcd, kube-apiserver and kube-controller-manager, and builds them where they
-// are not there yet: four minutes or so on two cores with an empty Go cache, seconds with a warm one. The folder is
-// bin/kube-VERSION-HASH of the repository around the working directory, or what the environment variable ISTHMUS_KUBE
-// names; KUBEBUILDER_ASSETS may point at it. Processes that build at the same time wait for the first one. progress gets
-// a line every few seconds; nothing is written to it when there is nothing to build.
+// Build returns the folder with the programs etcd, kube-apiserver and kube-controller-manager, and
+// builds them where they are not there yet: four minutes or so on two cores with an empty Go cache,
+// seconds with a warm one. The folder is bin/kube-VERSION-HASH of the repository around the working
+// directory, or what the environment variable ISTHMUS_KUBE names; KUBEBUILDER_ASSETS may point at
+// it. Processes that build at the same time wait for the first one. progress gets a line every few
+// seconds; nothing is written to it when there is nothing to build.
 func Build(ctx context.Context, progress io.Writer) (dir string, err error) {
 	if dir := os.Getenv(binEnv); dir != "" {
 		return dir, missing(dir)
@@ -84,7 +85,8 @@ func missing(dir string) error {
 	return nil
 }
 
-// moduleRoot finds the main module's folder upwards from the working directory, also from a nested module.
+// moduleRoot finds the main module's folder upwards from the working directory, also from a nested
+// module.
 func moduleRoot() (string, error) {
 	wd, err := os.Getwd()
 	if err != nil {
@@ -104,7 +106,8 @@ func moduleRoot() (string, error) {
 
 var kubernetesVersion = regexp.MustCompile(`(?m)^\s*k8s\.io/kubernetes (v(\d+)\.(\d+)\.\S+)$`)
 
-// identify returns the version of Kubernetes that the module in src builds, and a hash of all that decides the result.
+// identify returns the version of Kubernetes that the module in src builds, and a hash of all that
+// decides the result.
 func identify(src string) (version, hash string, err error) {
 	h := sha256.New()
 	fmt.Fprintln(h, runtime.GOOS, runtime.GOARCH, buildFlags)
@@ -204,12 +207,13 @@ func build(ctx context.Context, src, version, dir string, progress io.Writer) er
 	return nil
 }
 
-// run runs the go command in src and returns its output. What it reports on the way goes to r; an error says what the
-// command said.
+// run runs the go command in src and returns its output. What it reports on the way goes to r; an
+// error says what the command said.
 func run(ctx context.Context, r *reporter, src string, args []string) (string, error) {
 	cmd := exec.CommandContext(ctx, "go", args...)
 	cmd.Dir = src
-	// The caller's flags and platform are not the programs' own: a different value would be a different, uncached build.
+	// The caller's flags and platform are not the programs' own: a different value would be a
+	// different, uncached build.
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0", "GOFLAGS=", "GOWORK=off", "GOOS="+runtime.GOOS, "GOARCH="+runtime.GOARCH)
 	cmd.Cancel = func() error { return cmd.Process.Signal(syscall.SIGINT) } // the go command ends its compilers then
 	cmd.WaitDelay = 10 * time.Second
@@ -261,7 +265,7 @@ func (r *reporter) say(what string) {
 
 // everySeconds reports now and then every n seconds until stop, which may be called twice.
 func (r *reporter) everySeconds(n int) (stop func()) {
-	fmt.Fprintln(r.w, "kube: building etcd, kube-apiserver and kube-controller-manager, once: about four minutes on two cores")
+	fmt.Fprintln(r.w, "kube: building etcd, kube-apiserver and kube-controller-manager, once: four to eight minutes on two cores")
 	quit, ended := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(ended)

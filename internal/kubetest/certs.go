@@ -14,11 +14,12 @@ import (
 	"time"
 )
 
-// validity of all certificates begins an hour ago, since containers' clocks may differ, and outlives any test.
+// validity of all certificates begins an hour ago, since containers' clocks may differ, and
+// outlives any test.
 const validity = 10 * 365 * 24 * time.Hour
 
-// An authority is a cluster's one CA: it signs the server, the clients and, in the controller manager, what
-// CertificateSigningRequests ask for.
+// An authority is a cluster's one CA: it signs the server, the clients and, in the controller
+// manager, what CertificateSigningRequests ask for.
 type authority struct {
 	cert            *x509.Certificate
 	key             *ecdsa.PrivateKey

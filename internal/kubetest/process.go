@@ -12,13 +12,14 @@ import (
 	"time"
 )
 
-// A guard makes sure that nothing of a server outlives its owner, also when the owner is killed by SIGKILL or runs into
-// a panic. It is a shell that leads the process group of all programs, reads a pipe whose other end only the owner has,
-// and at its end removes the folder and kills the group, itself included. The usual Stop takes this way too.
+// A guard makes sure that nothing of a server outlives its owner, also when the owner is killed by
+// SIGKILL or runs into a panic. It is a shell that leads the process group of all programs, reads a
+// pipe whose other end only the owner has, and at its end removes the folder and kills the group,
+// itself included. The usual Stop takes this way too.
 //
-// Why not Pdeathsig: it fires when the parent's thread ends, and a program that is started inside a network namespace is
-// started by a thread that ends right after. Why not a list of process IDs: they change hands; a group exists, and its
-// number stays taken, as long as the guard does.
+// Why not Pdeathsig: it fires when the parent's thread ends, and a program that is started inside a
+// network namespace is started by a thread that ends right after. Why not a list of process IDs:
+// they change hands; a group exists, and its number stays taken, as long as the guard does.
 type guard struct {
 	shell *exec.Cmd
 	pipe  *os.File // the owner's end
@@ -54,8 +55,8 @@ type process struct {
 	err   error // why it ended; to be read once ended is closed
 }
 
-// start starts the program inside the guard's group. Its log goes on where an earlier one of the same name ended. It is
-// a file, not a pipe: a program must not wait for its owner to read.
+// start starts the program inside the guard's group. Its log goes on where an earlier one of the
+// same name ended. It is a file, not a pipe: a program must not wait for its owner to read.
 func (g *guard) start(starter func(*exec.Cmd) error, dir, path string, args ...string) (*process, error) {
 	name := filepath.Base(path)
 	p := &process{cmd: exec.Command(path, args...), log: filepath.Join(dir, name+".log"), ended: make(chan struct{})}

@@ -1,7 +1,7 @@
-// Package kubetest starts real Kubernetes API servers for tests and the demo: etcd, kube-apiserver and, where wanted, the
-// controllers that tests wait for (namespaces, garbage collection, service accounts and their tokens, quotas, certificate
-// requests, aggregated roles). Any number of them run side by side; one is ready in a few seconds and leaves nothing
-// behind.
+// Package kubetest starts real Kubernetes API servers for tests and the demo: etcd, kube-apiserver
+// and, where wanted, the controllers that tests wait for (namespaces, garbage collection, service
+// accounts and their tokens, quotas, certificate requests, aggregated roles). Any number of them
+// run side by side; one is ready in a few seconds and leaves nothing behind.
 //
 //	dir, err := kubetest.Build(ctx, os.Stderr)               // once, minutes; afterwards milliseconds
 //	s, err := kubetest.Start(ctx, kubetest.Options{Name: "a", Dir: dir})
@@ -34,11 +34,12 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// readyTimeout bounds a start whose context has no earlier end: a machine with a load of ten needs half a minute.
+// readyTimeout bounds a start whose context has no earlier end: a machine with a load of ten needs
+// half a minute.
 const readyTimeout = 2 * time.Minute
 
-// controllers are those of the controller manager that objects need to be deleted, tokens to exist and requests to be
-// answered. Those that make pods, or look after nodes, have nothing to do here.
+// controllers are those of the controller manager that objects need to be deleted, tokens to exist
+// and requests to be answered. Those that make pods, or look after nodes, have nothing to do here.
 const controllers = "namespace-controller,garbage-collector-controller,resourcequota-controller,serviceaccount-controller," +
 	"serviceaccount-token-controller,certificatesigningrequest-signing-controller," +
 	"certificatesigningrequest-approving-controller,clusterrole-aggregation-controller"
@@ -47,23 +48,25 @@ const controllers = "namespace-controller,garbage-collector-controller,resourceq
 type Options struct {
 	// Name is the cluster's, the context's and the user's in the kubeconfig. Default: "kubetest".
 	Name string
-	// Dir has the programs, as Build returns it. Default: what Build returns, with its progress on standard error.
+	// Dir has the programs, as Build returns it. Default: what Build returns, with its progress on
+	// standard error.
 	Dir string
 	// Host is the address to listen on and to advertise. Default: 127.0.0.1.
 	Host netip.Addr
-	// APIPort is the port to listen on. Default: a free one, or 6443 with a Starter, which may start programs in another
-	// network namespace, where this package cannot look for a free one.
+	// APIPort is the port to listen on. Default: a free one, or 6443 with a Starter, which may
+	// start programs in another network namespace, where this package cannot look for a free one.
 	APIPort uint16
-	// ServiceCIDR is what cluster IPs are taken from, of the same family as Host, with at most 2^20 addresses. Default:
-	// 10.96.0.0/12 (fd00:96::/108 where Host is IPv6).
+	// ServiceCIDR is what cluster IPs are taken from, of the same family as Host, with at most 2^20
+	// addresses. Default: 10.96.0.0/12 (fd00:96::/108 where Host is IPv6).
 	ServiceCIDR netip.Prefix
-	// Controllers says that the controller manager is to run: without it namespaces are never gone, there are no owner
-	// references, service accounts or quotas.
+	// Controllers says that the controller manager is to run: without it namespaces are never gone,
+	// there are no owner references, service accounts or quotas.
 	Controllers bool
-	// APIServerArgs are further arguments of kube-apiserver, such as those of an audit log. Paths in them are absolute.
+	// APIServerArgs are further arguments of kube-apiserver, such as those of an audit log. Paths
+	// in them are absolute.
 	APIServerArgs []string
-	// Starter starts a prepared command, for example inside a network namespace. It must keep SysProcAttr, Dir, Stdout and
-	// Stderr as they are. Default: cmd.Start.
+	// Starter starts a prepared command, for example inside a network namespace. It must keep
+	// SysProcAttr, Dir, Stdout and Stderr as they are. Default: cmd.Start.
 	Starter func(cmd *exec.Cmd) error
 	// Dial reaches the server from here, where Starter put it elsewhere. Default: net.Dialer.
 	Dial func(ctx context.Context, network, address string) (net.Conn, error)
@@ -86,8 +89,9 @@ type Server struct {
 	api *process // another one after RestartAPIServer
 }
 
-// Start starts a server and returns when it is ready, and its controllers work where they are wanted. ctx bounds the start
-// alone. The caller ends the server with Stop. An error says what the program that failed said last.
+// Start starts a server and returns when it is ready, and its controllers work where they are
+// wanted. ctx bounds the start alone. The caller ends the server with Stop. An error says what the
+// program that failed said last.
 func Start(ctx context.Context, opts Options) (s *Server, err error) {
 	if err := opts.complete(); err != nil {
 		return nil, err
@@ -231,8 +235,9 @@ func (s *Server) credentials() (err error) {
 	return nil
 }
 
-// startEtcd starts etcd on a Unix socket: no port to find, the same in every network namespace, and nobody else's. It
-// insists on advertising something with a port, which a cluster of one never uses.
+// startEtcd starts etcd on a Unix socket: no port to find, the same in every network namespace, and
+// nobody else's. It insists on advertising something with a port, which a cluster of one never
+// uses.
 func (s *Server) startEtcd() (err error) {
 	const unused = "http://127.0.0.1:2380"
 	s.etcd, err = s.run("etcd",
@@ -337,12 +342,14 @@ func (s *Server) URL() string {
 // CA returns the certificate, as PEM, that the server's and all clients' are signed with.
 func (s *Server) CA() []byte { return bytes.Clone(s.ca.certPEM) }
 
-// ClientCert returns a new client certificate and its key, as PEM, by which the API server knows the user and the groups.
+// ClientCert returns a new client certificate and its key, as PEM, by which the API server knows
+// the user and the groups.
 func (s *Server) ClientCert(user string, groups ...string) (cert, key []byte, err error) {
 	return s.ca.client(user, groups)
 }
 
-// Kubeconfig returns a kubeconfig, as YAML, of an administrator who may do everything. Its one context is called Name.
+// Kubeconfig returns a kubeconfig, as YAML, of an administrator who may do everything. Its one
+// context is called Name.
 func (s *Server) Kubeconfig() []byte { return bytes.Clone(s.admin) }
 
 // WriteKubeconfig writes Kubeconfig to a file that only its owner can read.
@@ -371,8 +378,8 @@ contexts:
 `, name, url, b64(ca), b64(cert), b64(key))
 }
 
-// Freeze stops the API server in the middle of whatever it does, as a machine without CPU would: connections stay, new
-// ones are accepted by the kernel, nothing is answered until Thaw.
+// Freeze stops the API server in the middle of whatever it does, as a machine without CPU would:
+// connections stay, new ones are accepted by the kernel, nothing is answered until Thaw.
 func (s *Server) Freeze() error { return s.signal(unix.SIGSTOP) }
 
 // Thaw lets a frozen API server go on.
@@ -387,7 +394,8 @@ func (s *Server) signal(sig unix.Signal) error {
 	if err := s.api.cmd.Process.Signal(sig); err != nil {
 		return fmt.Errorf("API server %s: %v: %w", s.opts.Name, sig, err)
 	}
-	// The signal stops its threads one by one, and on a busy machine some go on answering meanwhile.
+	// The signal stops its threads one by one, and on a busy machine some go on answering
+	// meanwhile.
 	for sig == unix.SIGSTOP {
 		err := unix.Waitid(unix.P_PID, s.api.cmd.Process.Pid, nil, unix.WSTOPPED|unix.WEXITED|unix.WNOWAIT, nil)
 		if !errors.Is(err, unix.EINTR) {
@@ -399,8 +407,8 @@ func (s *Server) signal(sig unix.Signal) error {
 
 func (s *Server) stopped() error { return fmt.Errorf("API server %s was stopped", s.opts.Name) }
 
-// RestartAPIServer kills the API server, frozen or not, starts it again on the same port and data, and returns when it is
-// ready. Its clients lose their connections and watches.
+// RestartAPIServer kills the API server, frozen or not, starts it again on the same port and data,
+// and returns when it is ready. Its clients lose their connections and watches.
 func (s *Server) RestartAPIServer(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -436,8 +444,8 @@ func (s *Server) Logs(lines int) string {
 	return b.String()
 }
 
-// Stop kills all programs and removes all files. Nothing is saved, so nothing is ended politely; etcd is the last, because
-// the others would wait for it. A second call does nothing.
+// Stop kills all programs and removes all files. Nothing is saved, so nothing is ended politely;
+// etcd is the last, because the others would wait for it. A second call does nothing.
 func (s *Server) Stop() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()

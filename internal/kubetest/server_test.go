@@ -35,7 +35,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/leaktest"
 )
 
-// ownerEnv makes the test binary an owner of a server that waits to be killed; its value is the folder of programs.
+// ownerEnv makes the test binary an owner of a server that waits to be killed; its value is the
+// folder of programs.
 const ownerEnv = "ISTHMUS_KUBETEST_OWNER"
 
 func TestMain(m *testing.M) {
@@ -611,7 +612,8 @@ func TestAFailedStartSaysWhyAndLeavesNothing(t *testing.T) {
 	}
 }
 
-// A netns is a network namespace of this test, with one address. What is sent to it runs on its thread.
+// A netns is a network namespace of this test, with one address. What is sent to it runs on its
+// thread.
 type netns chan func()
 
 func newNetns(t *testing.T, addr string) netns {

@@ -8,8 +8,8 @@ import (
 	"text/tabwriter"
 )
 
-// Describe writes which addresses the lab's pods and servers have and under which ones each cluster sees them, as a
-// table for people.
+// Describe writes which addresses the lab's pods and servers have and under which ones each cluster
+// sees them, as a table for people.
 func (l *Lab) Describe(w io.Writer) error {
 	table := tabwriter.NewWriter(w, 0, 8, 3, ' ', 0)
 	row := func(cells ...string) { fmt.Fprintln(table, strings.Join(cells, "\t")) }
@@ -47,7 +47,8 @@ func (l *Lab) Describe(w io.Writer) error {
 	return table.Flush()
 }
 
-// Lookup returns the address under which host from reaches what is called name: a host of the lab or an address.
+// Lookup returns the address under which host from reaches what is called name: a host of the lab
+// or an address.
 func (l *Lab) Lookup(from *Host, name string) (netip.Addr, error) {
 	if addr, err := netip.ParseAddr(name); err == nil {
 		return addr, nil

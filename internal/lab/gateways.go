@@ -30,8 +30,9 @@ type gateway struct {
 	err  error         // how; valid after done
 }
 
-// StartGateways runs "BINARY gateway --config DIR ARGS" on node 1 of every cluster and waits until all are ready. The error
-// shows the end of the log of each one that is not. The gateways end with the lab, or at StopGateways.
+// StartGateways runs "BINARY gateway --config DIR ARGS" on node 1 of every cluster and waits until
+// all are ready. The error shows the end of the log of each one that is not. The gateways end with
+// the lab, or at StopGateways.
 func (l *Lab) StartGateways(ctx context.Context, binary string, args ...string) error {
 	errs := make([]error, len(l.Clusters))
 	var group sync.WaitGroup
@@ -42,7 +43,8 @@ func (l *Lab) StartGateways(ctx context.Context, binary string, args ...string) 
 	return errors.Join(errs...)
 }
 
-// StartGateway is StartGateways for one cluster. The binary's path has to be absolute or found in PATH.
+// StartGateway is StartGateways for one cluster. The binary's path has to be absolute or found in
+// PATH.
 func (l *Lab) StartGateway(ctx context.Context, c *Cluster, binary string, args ...string) error {
 	if err := l.startGateway(ctx, c, binary, args); err != nil {
 		return fmt.Errorf("gateway of cluster %s: %w", c.Name, err)
@@ -74,7 +76,8 @@ func (l *Lab) startGateway(ctx context.Context, c *Cluster, binary string, args 
 	// Not the caller's context: that one ends the waiting, not the gateway.
 	g := &gateway{cmd: c.Gateway().Command(context.Background(), binary, append([]string{"gateway", "--config", c.ConfigDir}, args...)...), done: make(chan struct{})}
 	g.cmd.Stdout, g.cmd.Stderr = log, log
-	// A session of its own: Ctrl-C at the terminal is for the owner of the lab, who then stops the gateways in order.
+	// A session of its own: Ctrl-C at the terminal is for the owner of the lab, who then stops the
+	// gateways in order.
 	g.cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
 	if err := g.cmd.Start(); err != nil {
 		return err
@@ -118,8 +121,8 @@ func waitReady(ctx context.Context, c *Cluster, g *gateway) error {
 	}
 }
 
-// StopGateways ends all gateways, in parallel: by SIGTERM, and by SIGKILL those that take longer than 20 s, which is an
-// error. A gateway that does not run is none.
+// StopGateways ends all gateways, in parallel: by SIGTERM, and by SIGKILL those that take longer
+// than 20 s, which is an error. A gateway that does not run is none.
 func (l *Lab) StopGateways() error {
 	errs := make([]error, len(l.Clusters))
 	var group sync.WaitGroup
@@ -130,7 +133,8 @@ func (l *Lab) StopGateways() error {
 	return errors.Join(errs...)
 }
 
-// StopGateway is StopGateways for one cluster. It works for a gateway that another process started, too.
+// StopGateway is StopGateways for one cluster. It works for a gateway that another process started,
+// too.
 func (l *Lab) StopGateway(c *Cluster) error {
 	return l.endGateway(c, unix.SIGTERM)
 }
@@ -173,7 +177,8 @@ func (l *Lab) endGateway(c *Cluster, signal unix.Signal) error {
 	return err
 }
 
-// GatewayProcess returns the process ID of a cluster's gateway, whoever started it; false when none runs.
+// GatewayProcess returns the process ID of a cluster's gateway, whoever started it; false when none
+// runs.
 func (l *Lab) GatewayProcess(c *Cluster) (pid int, ok bool) {
 	text, err := os.ReadFile(l.pidFile(c))
 	if err != nil {
@@ -188,7 +193,8 @@ func (l *Lab) pidFile(c *Cluster) string {
 	return filepath.Join(l.Dir, logDir, "gateway-"+c.Name+".pid")
 }
 
-// GatewayLog is the path of the file that gets what a cluster's gateway prints, over all its starts.
+// GatewayLog is the path of the file that gets what a cluster's gateway prints, over all its
+// starts.
 func (l *Lab) GatewayLog(c *Cluster) string {
 	return filepath.Join(l.Dir, logDir, "gateway-"+c.Name+".log")
 }
@@ -201,8 +207,8 @@ func (l *Lab) Metrics(ctx context.Context, c *Cluster) (string, error) {
 	return c.Gateway().Get(ctx, fmt.Sprintf("http://127.0.0.1:%d/metrics", metricsPort))
 }
 
-// Metric returns the sum of all series of a metric of the cluster's gateway that have all the given labels, each written
-// as in the exposition format (`direction="inbound"`). No such series is 0.
+// Metric returns the sum of all series of a metric of the cluster's gateway that have all the given
+// labels, each written as in the exposition format (`direction="inbound"`). No such series is 0.
 func (l *Lab) Metric(ctx context.Context, c *Cluster, name string, labels ...string) (float64, error) {
 	text, err := l.Metrics(ctx, c)
 	if err != nil {

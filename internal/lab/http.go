@@ -13,7 +13,8 @@ import (
 	"time"
 )
 
-// Client returns an HTTP client whose connections start at the host. It keeps no connection open between requests.
+// Client returns an HTTP client whose connections start at the host. It keeps no connection open
+// between requests.
 func (h *Host) Client() *http.Client {
 	return &http.Client{Transport: &http.Transport{DialContext: h.Dial, DisableKeepAlives: true, DisableCompression: true}}
 }
@@ -39,7 +40,8 @@ func (h *Host) Get(ctx context.Context, url string) (string, error) {
 	return string(body), nil
 }
 
-// Serve serves HTTP inside the host at address ("10.244.0.11:80", ":80" for both families) until the returned function is called.
+// Serve serves HTTP inside the host at address ("10.244.0.11:80", ":80" for both families) until
+// the returned function is called.
 func (h *Host) Serve(address string, handler http.Handler) (stop func() error, err error) {
 	listener, err := h.Listen("tcp", address)
 	if err != nil {
@@ -57,7 +59,8 @@ func (h *Host) Serve(address string, handler http.Handler) (stop func() error, e
 	}, nil
 }
 
-// ServeHosts starts the lab's web server, port 80, in all pods and on-prem servers; it ends with the lab. It answers
+// ServeHosts starts the lab's web server, port 80, in all pods and on-prem servers; it ends with
+// the lab. It answers
 //
 //	/           "a-pod1 sees 10.246.0.11": its own name and the caller's address
 //	/bytes?n=N  N octets
@@ -138,8 +141,8 @@ type Throughput struct {
 // BitsPerSecond is the mean rate of the payload.
 func (t Throughput) BitsPerSecond() float64 { return float64(t.Bytes) * 8 / t.Duration.Seconds() }
 
-// Download fetches up to n octets from the lab's web server at addr, for at most the given time, and measures from the
-// request to the last octet.
+// Download fetches up to n octets from the lab's web server at addr, for at most the given time,
+// and measures from the request to the last octet.
 func (h *Host) Download(ctx context.Context, addr netip.Addr, n int64, atMost time.Duration) (Throughput, error) {
 	request, cancel := context.WithTimeout(ctx, atMost)
 	defer cancel()

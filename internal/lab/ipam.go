@@ -17,8 +17,8 @@ func reservedNetworks(own ...netip.Prefix) []netip.Prefix {
 	return append([]netip.Prefix{serviceNetwork, underlayNetwork, onPremNetwork}, own...)
 }
 
-// remap decides under which network a cluster sees a network of a peer, as Liqo v0.9.4 does: under its own name when
-// that overlaps nothing, else under the best free network of the same length.
+// remap decides under which network a cluster sees a network of a peer, as Liqo v0.9.4 does: under
+// its own name when that overlaps nothing, else under the best free network of the same length.
 func remap(taken []netip.Prefix, network netip.Prefix) (netip.Prefix, error) {
 	if !overlapsAny(network, taken) {
 		return network, nil
@@ -26,8 +26,8 @@ func remap(taken []netip.Prefix, network netip.Prefix) (netip.Prefix, error) {
 	return allocate(taken, network.Bits())
 }
 
-// allocate finds a free network of the given length, as Liqo's allocator does: in the smallest free block that is
-// large enough, the lowest one of several, of the first pool that has one.
+// allocate finds a free network of the given length, as Liqo's allocator does: in the smallest free
+// block that is large enough, the lowest one of several, of the first pool that has one.
 func allocate(taken []netip.Prefix, length int) (netip.Prefix, error) {
 	for _, pool := range pools {
 		if best := smallestFree(pool, taken, length); best.IsValid() {
@@ -37,7 +37,8 @@ func allocate(taken []netip.Prefix, length int) (netip.Prefix, error) {
 	return netip.Prefix{}, fmt.Errorf("no free /%d in %v", length, pools)
 }
 
-// smallestFree returns the smallest wholly free block inside block that holds a network of the given length.
+// smallestFree returns the smallest wholly free block inside block that holds a network of the
+// given length.
 func smallestFree(block netip.Prefix, taken []netip.Prefix, length int) netip.Prefix {
 	if block.Bits() > length {
 		return netip.Prefix{}
@@ -66,6 +67,6 @@ func overlapsAny(p netip.Prefix, others []netip.Prefix) bool {
 	return false
 }
 
-// Reserved are the networks that a lab itself uses, beside those of its clusters, separated by commas: no cluster may give
-// them to a peer.
+// Reserved are the networks that a lab itself uses, beside those of its clusters, separated by
+// commas: no cluster may give them to a peer.
 func Reserved() string { return underlayNetwork.String() + "," + onPremNetwork.String() }

@@ -31,26 +31,29 @@ const (
 
 const keyFile = "private.key"
 
-// tunnelAddr is the address of Liqo's tunnel, mapped to the first host of the ExternalCIDR for the connection check.
+// tunnelAddr is the address of Liqo's tunnel, mapped to the first host of the ExternalCIDR for the
+// connection check.
 var tunnelAddr = netip.MustParseAddr("169.254.0.1")
 
-// A View is how one cluster sees the two networks of another: PodCIDR and ExternalCIDR after remapping.
+// A View is how one cluster sees the two networks of another: PodCIDR and ExternalCIDR after
+// remapping.
 type View struct {
 	Pod      netip.Prefix `json:"pod"`
 	External netip.Prefix `json:"external"`
 }
 
-// JoinOptions choose the remapped networks of a Join. A zero Prefix: chosen as Liqo's IPAM does. The other cluster's real
-// network: not remapped, Liqo's "None". Nothing else is checked but the length, so that a test can have what a gateway
-// has to refuse.
+// JoinOptions choose the remapped networks of a Join. A zero Prefix: chosen as Liqo's IPAM does.
+// The other cluster's real network: not remapped, Liqo's "None". Nothing else is checked but the
+// length, so that a test can have what a gateway has to refuse.
 type JoinOptions struct {
 	AtA View // b's networks as a sees them
 	AtB View // a's networks as b sees them
 }
 
-// Join makes two clusters peers: it decides how each sees the other and writes a TunnelEndpoint and a NatMapping into
-// each one's ConfigDir, together with gateway.yaml and a private key where they are missing. Nodes without a gateway get
-// routes to the peer through node 1. Joining a pair again replaces what was.
+// Join makes two clusters peers: it decides how each sees the other and writes a TunnelEndpoint and
+// a NatMapping into each one's ConfigDir, together with gateway.yaml and a private key where they
+// are missing. Nodes without a gateway get routes to the peer through node 1. Joining a pair again
+// replaces what was.
 func (l *Lab) Join(a, b *Cluster, o JoinOptions) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -105,9 +108,9 @@ func (j join) isOf(a, b *Cluster) bool {
 	return j.A == a.Name && j.B == b.Name || j.A == b.Name && j.B == a.Name
 }
 
-// Map gives an endpoint outside the pods of c, such as its OnPrem server, an address of c's ExternalCIDR and tells all
-// peers that c has now. Each peer sees it under that address moved onto its view of the ExternalCIDR: see Seen. It is
-// for peers that are there already: join first.
+// Map gives an endpoint outside the pods of c, such as its OnPrem server, an address of c's
+// ExternalCIDR and tells all peers that c has now. Each peer sees it under that address moved onto
+// its view of the ExternalCIDR: see Seen. It is for peers that are there already: join first.
 func (l *Lab) Map(c *Cluster, endpoint netip.Addr) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -161,8 +164,9 @@ func (l *Lab) view(at, of *Cluster) (View, bool) {
 	return View{}, false
 }
 
-// Seen returns the address under which cluster at reaches an address of cluster of: a pod's or a mapped endpoint's. For
-// a cluster's own hosts, and for the nodes of all clusters, that is the address itself.
+// Seen returns the address under which cluster at reaches an address of cluster of: a pod's or a
+// mapped endpoint's. For a cluster's own hosts, and for the nodes of all clusters, that is the
+// address itself.
 func (l *Lab) Seen(at, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -359,8 +363,8 @@ func backendConfig(c *Cluster) (v1alpha1.BackendConfig, error) {
 	return config, nil
 }
 
-// routePeer sends a peer's networks from the nodes without a gateway to the one that has it, and the way back is the
-// route to the pods that each node has anyway.
+// routePeer sends a peer's networks from the nodes without a gateway to the one that has it, and
+// the way back is the route to the pods that each node has anyway.
 func (l *Lab) routePeer(c *Cluster, v View) error {
 	var errs []error
 	for _, n := range c.Nodes[1:] {

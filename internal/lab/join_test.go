@@ -149,7 +149,7 @@ func TestJoinWritesWhatAGatewayReadsAndKeepsKeyAndGatewayFile(t *testing.T) {
 	}
 	for _, c := range l.Clusters {
 		loaded, err := file.Load(c.ConfigDir)
-		if err != nil || len(loaded.Intent.Peers) != 1 || loaded.Gateway.ClusterID != c.ID || len(loaded.Intent.Peers[0].Mappings) != 1 {
+		if err != nil || len(loaded.Gateway.Peers) != 1 || loaded.File.ClusterID != c.ID || len(loaded.Gateway.Peers[0].Rules.Endpoints) != 1 {
 			t.Errorf("a gateway would read %+v, %v", loaded, err)
 		}
 	}
@@ -183,8 +183,8 @@ func TestJoinTellsOfAllTunnelsOfTheOtherSide(t *testing.T) {
 	for i, want := range []int{3, 2, 1} {
 		of := l.Clusters[i]
 		own, err := file.Load(of.ConfigDir)
-		if err != nil || own.Gateway.Tunnels != want {
-			t.Fatalf("cluster %s has %d tunnels, %v; want %d", of, own.Gateway.Tunnels, err, want)
+		if err != nil || own.File.Tunnels != want {
+			t.Fatalf("cluster %s has %d tunnels, %v; want %d", of, own.File.Tunnels, err, want)
 		}
 		keys := fabric.PublicKeys(own.PrivateKey, want)
 		for _, at := range l.Clusters {
@@ -195,7 +195,7 @@ func TestJoinTellsOfAllTunnelsOfTheOtherSide(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			p := s.Intent.Peers[slices.IndexFunc(s.Intent.Peers, func(p fabric.Peer) bool { return p.ID == of.ID })]
+			p := s.Gateway.Peers[slices.IndexFunc(s.Gateway.Peers, func(p fabric.GatewayPeer) bool { return p.ID == of.ID })]
 			ends := append([]fabric.TunnelEnd{{PublicKey: p.PublicKey, Port: p.Port}}, p.Tunnels...)
 			for j, key := range keys {
 				if len(ends) != want || ends[j] != (fabric.TunnelEnd{PublicKey: key, Port: wireGuardPort + uint16(j)}) {

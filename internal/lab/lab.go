@@ -1,5 +1,6 @@
-// Package lab makes Kubernetes-like clusters out of network namespaces of one machine: for tests, the demo, benchmarks
-// and people who want to look. It needs Linux and root, but no program, no image and no Kubernetes.
+// Package lab makes Kubernetes-like clusters out of network namespaces of one machine: for tests,
+// the demo, benchmarks and people who want to look. It needs Linux and root, but no program, no
+// image and no Kubernetes.
 //
 //	                       ┌──────────── underlay (router) ───────────┐
 //	                       │ br-a 172.30.1.1/24    br-b 172.30.2.1/24 │ ...
@@ -14,15 +15,17 @@
 //	                 a-pod1        a-pod2       b-pod1        b-pod2
 //	            10.244.0.11   10.244.0.12   10.244.0.11   10.244.0.12
 //
-// Every box and every pod is a namespace; everything is made through netlink inside these namespaces, so the machine's own
-// devices, routes and firewall are not touched. Pods have a veth pair to their node, an address with length 32 and a
-// default route through the node, as the ptp CNI plugin makes them. Nodes forward, have a part of the PodCIDR each, a
-// default route to the underlay's router and routes to the pods of the cluster's other nodes. Node 1 is where the gateway
-// runs; behind it is a server that is not in the cluster, which pods of the cluster reach by its address. The router
-// knows the nodes' networks only: a packet with the address of a pod that leaves a node unencapsulated is lost.
+// Every box and every pod is a namespace; everything is made through netlink inside these
+// namespaces, so the machine's own devices, routes and firewall are not touched. Pods have a veth
+// pair to their node, an address with length 32 and a default route through the node, as the ptp
+// CNI plugin makes them. Nodes forward, have a part of the PodCIDR each, a default route to the
+// underlay's router and routes to the pods of the cluster's other nodes. Node 1 is where the
+// gateway runs; behind it is a server that is not in the cluster, which pods of the cluster reach
+// by its address. The router knows the nodes' networks only: a packet with the address of a pod
+// that leaves a node unencapsulated is lost.
 //
-// A lab belongs to the process that made it. When that process is gone, however it ended, the next Up of any process
-// removes the lab, unless it was declared persistent.
+// A lab belongs to the process that made it. When that process is gone, however it ended, the next
+// Up of any process removes the lab, unless it was declared persistent.
 package lab
 
 import (
@@ -45,7 +48,8 @@ var (
 	ErrNotFound = errors.New("is not up")
 )
 
-// A Lab is one underlay with its clusters. Its methods may be used from several goroutines; Down ends its use.
+// A Lab is one underlay with its clusters. Its methods may be used from several goroutines; Down
+// ends its use.
 type Lab struct {
 	Name     string
 	Spec     Spec // complete: with the defaults filled in
@@ -110,7 +114,8 @@ func (l *Lab) Cluster(name string) *Cluster {
 	return nil
 }
 
-// Hosts returns all hosts: the underlay, then per cluster its nodes, pods, server and control plane.
+// Hosts returns all hosts: the underlay, then per cluster its nodes, pods, server and control
+// plane.
 func (l *Lab) Hosts() []*Host {
 	hosts := []*Host{l.Underlay}
 	for _, c := range l.Clusters {
@@ -140,7 +145,8 @@ func (l *Lab) Host(name string) (*Host, error) {
 	return nil, fmt.Errorf("lab %s has no host %q; it has %v", l.Name, name, known)
 }
 
-// UniqueName returns a name for a lab that no other process and no other call uses, beginning with the given word.
+// UniqueName returns a name for a lab that no other process and no other call uses, beginning with
+// the given word.
 func UniqueName(word string) string {
 	return fmt.Sprintf("%s-%d-%d", word, os.Getpid(), uniqueNames.Add(1))
 }
@@ -158,8 +164,8 @@ func Available() error {
 	return nil
 }
 
-// Up makes a lab, after it has removed those whose owner died. It makes no gateways: that is Join and StartGateways.
-// A failed Up leaves nothing.
+// Up makes a lab, after it has removed those whose owner died. It makes no gateways: that is Join
+// and StartGateways. A failed Up leaves nothing.
 func Up(ctx context.Context, spec Spec) (*Lab, error) {
 	spec, err := spec.withDefaults()
 	if err != nil {
@@ -193,8 +199,8 @@ func Up(ctx context.Context, spec Spec) (*Lab, error) {
 	return l, nil
 }
 
-// Open returns the lab with that name, which another process has made. Do not open a lab that its owner may still be
-// making. The caller is not its owner: the lab stays when the caller ends.
+// Open returns the lab with that name, which another process has made. Do not open a lab that its
+// owner may still be making. The caller is not its owner: the lab stays when the caller ends.
 func Open(name string) (*Lab, error) {
 	s, err := readState(name)
 	if err != nil {
@@ -206,7 +212,8 @@ func Open(name string) (*Lab, error) {
 	return fromState(s), nil
 }
 
-// List returns the names of all labs, sorted, whoever owns them; dead ones are among them until they are swept.
+// List returns the names of all labs, sorted, whoever owns them; dead ones are among them until
+// they are swept.
 func List() ([]string, error) { return names() }
 
 // Persist lets the lab outlive its owner, until Down.
@@ -217,8 +224,8 @@ func (l *Lab) Persist() error {
 	return l.state.write()
 }
 
-// Down ends the gateways and every other process inside the lab and removes the lab. Removing what is gone is success.
-// A lab that another live process owns is left alone: ErrInUse.
+// Down ends the gateways and every other process inside the lab and removes the lab. Removing what
+// is gone is success. A lab that another live process owns is left alone: ErrInUse.
 func (l *Lab) Down() error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -251,8 +258,8 @@ func (l *Lab) Down() error {
 	return errors.Join(errs...)
 }
 
-// Sweep removes all labs whose owner has died and that were not declared persistent, and persistent ones of an earlier
-// start of the machine. Up does it by itself.
+// Sweep removes all labs whose owner has died and that were not declared persistent, and persistent
+// ones of an earlier start of the machine. Up does it by itself.
 func Sweep() error { return locked(sweep) }
 
 func sweep() error {
@@ -277,8 +284,8 @@ func sweep() error {
 	return err
 }
 
-// destroy removes everything of a lab whose lock the caller holds. The directory goes last, so that a destroy that did
-// not come to its end is found again.
+// destroy removes everything of a lab whose lock the caller holds. The directory goes last, so that
+// a destroy that did not come to its end is found again.
 func destroy(name string) error {
 	errs := []error{crowdOf(name).end(time.Second)}
 	for _, path := range namespacesOf(name) {
@@ -290,7 +297,8 @@ func destroy(name string) error {
 	return os.RemoveAll(dirOf(name))
 }
 
-// fromState lays out hosts and addresses. It is a function of the state alone, so every process sees the same lab.
+// fromState lays out hosts and addresses. It is a function of the state alone, so every process
+// sees the same lab.
 func fromState(s state) *Lab {
 	name := s.Spec.Name
 	host := func(format string, args ...any) *Host { return &Host{Name: fmt.Sprintf(format, args...), lab: name} }
@@ -318,7 +326,8 @@ func fromState(s state) *Lab {
 	return l
 }
 
-// underlayOf is the underlay's network of cluster i, counted from 0; its first address is the router.
+// underlayOf is the underlay's network of cluster i, counted from 0; its first address is the
+// router.
 func underlayOf(i int) netip.Prefix {
 	return netip.PrefixFrom(offset(underlayNetwork.Addr(), (i+1)<<8), 24)
 }
@@ -377,7 +386,8 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 			return err
 		}
 		defer node.close()
-		// eth0 comes first: the kernel takes the address of a packet that has no better one from the oldest device.
+		// eth0 comes first: the kernel takes the address of a packet that has no better one from
+		// the oldest device.
 		if err := underlay.veth(n.Name, mtu, node); err != nil {
 			return err
 		}
@@ -413,7 +423,8 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 	return nil
 }
 
-// buildControl makes the machine of the control plane, beside the nodes in the underlay: pods are out of its reach.
+// buildControl makes the machine of the control plane, beside the nodes in the underlay: pods are
+// out of its reach.
 func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network netip.Prefix, settings map[string]string) error {
 	control, err := newKernel(c.Control.Host, settings)
 	if err != nil {
@@ -430,7 +441,8 @@ func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network 
 	)
 }
 
-// buildPod makes a pod as the ptp CNI plugin does, which is kind's and, in the essence, Calico's way.
+// buildPod makes a pod as the ptp CNI plugin does, which is kind's and, in the essence, Calico's
+// way.
 func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[string]string) error {
 	pod, err := newKernel(p.Host, settings)
 	if err != nil {

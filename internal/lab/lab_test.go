@@ -11,6 +11,8 @@ import (
 	"sync"
 	"testing"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 // up makes a lab for one test.
@@ -364,5 +366,56 @@ func TestFailedUpLeavesNothing(t *testing.T) {
 	}
 	if left := traces(name); len(left) > 0 {
 		t.Errorf("left: %v", left)
+	}
+}
+
+// ip-netns(8) binds the directory of the names to itself when it is no mount point, and what was
+// mounted in it is covered from then on. It is done here to a directory of the test's own.
+func TestNameThatIPNetnsHasCoveredCanBeRemoved(t *testing.T) {
+	if err := Available(); err != nil {
+		t.Skip(err)
+	}
+	dir := t.TempDir()
+	path := filepath.Join(dir, "isthmus.lab.host")
+	if err := os.WriteFile(path, nil, 0o444); err != nil {
+		t.Fatal(err)
+	}
+	if err := onOwnThread(func() error {
+		if err := newNamespace(); err != nil {
+			return err
+		}
+		return unix.Mount(fmt.Sprintf("/proc/self/task/%d/ns/net", unix.Gettid()), path, "", unix.MS_BIND, "")
+	}); err != nil {
+		t.Fatal(err)
+	}
+	other := filepath.Join(dir, "somebody's")
+	if err := os.WriteFile(other, nil, 0o444); err != nil {
+		t.Fatal(err)
+	}
+	if err := unix.Mount(dir, dir, "", unix.MS_BIND|unix.MS_REC, ""); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		_ = unix.Unmount(dir, unix.MNT_DETACH)
+		_ = unix.Unmount(path, unix.MNT_DETACH)
+	})
+	if err := removeNamespace(path); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := os.Lstat(path); !os.IsNotExist(err) {
+		t.Errorf("the name is left: %v", err)
+	}
+	var at unix.Stat_t
+	if err := unix.Stat(other, &at); err != nil {
+		t.Errorf("what was beside it: %v", err)
+	}
+	if err := unix.Unmount(dir, unix.MNT_DETACH); err != nil {
+		t.Errorf("the directory's own mount is gone, though it is not ours: %v", err)
+	}
+	if _, ok := nsfsInode(path); ok {
+		t.Error("the namespace is mounted still, below")
+	}
+	if err := removeNamespace(path); err != nil {
+		t.Errorf("again: %v", err)
 	}
 }

@@ -21,7 +21,8 @@ type kernel struct {
 	nl   *netlink.Handle
 }
 
-// newKernel makes the host's namespace with loopback up, IPv6 off and the given settings below /proc/sys/net.
+// newKernel makes the host's namespace with loopback up, IPv6 off and the given settings below
+// /proc/sys/net.
 func newKernel(h *Host, settings map[string]string) (*kernel, error) {
 	k := &kernel{host: h, ns: netns.None()}
 	err := onOwnThread(func() (err error) {
@@ -29,7 +30,8 @@ func newKernel(h *Host, settings map[string]string) (*kernel, error) {
 			return fmt.Errorf("create: %w", err)
 		}
 		for _, c := range []string{"all", "default", "lo"} {
-			// Router solicitations and duplicate address detection would only be noise in captures and counters.
+			// Router solicitations and duplicate address detection would only be noise in captures
+			// and counters.
 			err := setSysctl("ipv6/conf/"+c+"/disable_ipv6", "1")
 			if err != nil && !errors.Is(err, fs.ErrNotExist) { // a kernel without IPv6
 				return err
@@ -79,8 +81,8 @@ func (k *kernel) close() {
 // uplink is the device of every host towards the rest of the lab.
 const uplink = "eth0"
 
-// veth connects two namespaces; far's end is its uplink. The pair is made inside k, its far end directly inside the other: at no time is there a
-// device in the namespace of the caller.
+// veth connects two namespaces; far's end is its uplink. The pair is made inside k, its far end
+// directly inside the other: at no time is there a device in the namespace of the caller.
 func (k *kernel) veth(name string, mtu int, far *kernel) error {
 	attrs := netlink.NewLinkAttrs()
 	attrs.Name, attrs.MTU = name, mtu
@@ -162,16 +164,44 @@ func ipNet(p netip.Prefix) *net.IPNet {
 	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
 }
 
-// removeNamespace removes the name; the kernel removes the namespace and its devices with the last user.
+// removeNamespace removes the name; the kernel removes the namespace and its devices with the last
+// user.
 func removeNamespace(path string) error {
 	// EINVAL: nothing is mounted there, as after a reboot or a crash in the middle of newKernel.
 	if err := unix.Unmount(path, unix.MNT_DETACH); err != nil && !errors.Is(err, unix.EINVAL) && !errors.Is(err, fs.ErrNotExist) {
 		return &os.PathError{Op: "unmount", Path: path, Err: err}
 	}
-	if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
-		return err
+	err := os.Remove(path)
+	if errors.Is(err, unix.EBUSY) {
+		err = onOwnThread(func() error { return removeCovered(path) })
 	}
-	return nil
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil
+	}
+	return err
+}
+
+// removeCovered removes a name on which a namespace is mounted below another mount of its
+// directory. That is what ip-netns(8) leaves when it finds no mount point at /run/netns: it binds
+// the directory to itself, mounts and all, so that those below are out of reach. In a mount
+// namespace of the calling thread the upper one can be taken away; unlinking the name then unmounts
+// it in all mount namespaces (Linux 3.18 and later).
+func removeCovered(path string) error {
+	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+		return os.NewSyscallError("unshare", err)
+	}
+	if err := unix.Mount("", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return &os.PathError{Op: "make mounts private", Path: "/", Err: err}
+	}
+	for {
+		switch err := unix.Unmount(filepath.Dir(path), unix.MNT_DETACH); {
+		case errors.Is(err, unix.EINVAL): // no mount point any more: all that covered is gone
+			_ = unix.Unmount(path, unix.MNT_DETACH) // unless it is not mounted, which os.Remove will tell
+			return os.Remove(path)
+		case err != nil:
+			return &os.PathError{Op: "unmount", Path: filepath.Dir(path), Err: err}
+		}
+	}
 }
 
 // newNamespace moves the calling thread into a new namespace without a name.

@@ -38,8 +38,9 @@ type PingOptions struct {
 	Wait   time.Duration // for the answer; default 1 s
 }
 
-// Ping sends ICMP echo requests from the host until one is answered, a second apart, and returns that one's round trip
-// time. It gives up when ctx is done or, without a deadline, after 5 requests. Whoever wants exactly one request uses PingWith.
+// Ping sends ICMP echo requests from the host until one is answered, a second apart, and returns
+// that one's round trip time. It gives up when ctx is done or, without a deadline, after 5
+// requests. Whoever wants exactly one request uses PingWith.
 func (h *Host) Ping(ctx context.Context, dst netip.Addr) (time.Duration, error) {
 	var last error
 	for range 5 {
@@ -61,7 +62,8 @@ func (h *Host) Ping(ctx context.Context, dst netip.Addr) (time.Duration, error) 
 	return 0, last
 }
 
-// PingWith sends one ICMP echo request and waits for its answer. An ICMP error about it is an *ICMPError.
+// PingWith sends one ICMP echo request and waits for its answer. An ICMP error about it is an
+// *ICMPError.
 func (h *Host) PingWith(ctx context.Context, dst netip.Addr, o PingOptions) (rtt time.Duration, err error) {
 	defer func() {
 		if err != nil {
@@ -81,7 +83,8 @@ func (h *Host) PingWith(ctx context.Context, dst netip.Addr, o PingOptions) (rtt
 	if o.Source.IsValid() {
 		source = o.Source.String()
 	}
-	// A raw socket, because it also gets the ICMP errors. It gets those of everybody, so each call has its own number.
+	// A raw socket, because it also gets the ICMP errors. It gets those of everybody, so each call
+	// has its own number.
 	conn, err := h.ListenPacket(network, source)
 	if err != nil {
 		return 0, err

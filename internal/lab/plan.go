@@ -13,7 +13,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Fixed addresses of every lab. A lab's namespaces are its own, so two labs use the same ones without clashing.
+// Fixed addresses of every lab. A lab's namespaces are its own, so two labs use the same ones
+// without clashing.
 var (
 	underlayNetwork = netip.MustParsePrefix("172.30.0.0/16")     // cluster n has 172.30.n.0/24 of it
 	onPremNetwork   = netip.MustParsePrefix("192.168.77.0/24")   // behind node 1 of every cluster
@@ -38,7 +39,8 @@ const (
 	maxMTU          = 65535
 )
 
-// RPFilter is the reverse path filter of all nodes, pods and servers of a lab (net.ipv4.conf.*.rp_filter, RFC 3704).
+// RPFilter is the reverse path filter of all nodes, pods and servers of a lab
+// (net.ipv4.conf.*.rp_filter, RFC 3704).
 type RPFilter string
 
 // The values of an RPFilter. The zero value means loose.
@@ -60,13 +62,16 @@ func (f RPFilter) sysctl() (string, error) {
 	return "", fmt.Errorf("rp_filter %q: want %s, %s or %s", f, RPFilterOff, RPFilterLoose, RPFilterStrict)
 }
 
-// A Spec says what a lab consists of. The zero values of its fields, apart from Clusters, mean the defaults.
+// A Spec says what a lab consists of. The zero values of its fields, apart from Clusters, mean the
+// defaults.
 type Spec struct {
 	// Name tells labs apart: up to 32 lower-case letters, digits and dashes. Default "lab".
 	Name string `json:"name"`
-	// MTU of the underlay in octets, 576 to 65535: links of nodes and routers. Pods keep the same. Default 1500.
+	// MTU of the underlay in octets, 576 to 65535: links of nodes and routers. Pods keep the same.
+	// Default 1500.
 	MTU int `json:"mtu,omitempty"`
-	// Tunnels between the gateways of two clusters, 1 to 16, as far as the other side has as many. Default 1.
+	// Tunnels between the gateways of two clusters, 1 to 16, as far as the other side has as many.
+	// Default 1.
 	Tunnels int `json:"tunnels,omitempty"`
 	// RPFilter of every host but the underlay. Default loose.
 	RPFilter RPFilter `json:"rpFilter,omitempty"`
@@ -201,8 +206,8 @@ func checkNetwork(what string, p netip.Prefix) error {
 	return nil
 }
 
-// sliceBits is the length of a node's part of the PodCIDR: 24 as with kube-controller-manager, longer where the PodCIDR
-// is too small for that.
+// sliceBits is the length of a node's part of the PodCIDR: 24 as with kube-controller-manager,
+// longer where the PodCIDR is too small for that.
 func sliceBits(podCIDR netip.Prefix, nodes int) int {
 	return max(24, podCIDR.Bits()+bits.Len(uint(nodes-1)))
 }
@@ -222,7 +227,8 @@ func nodeSlice(podCIDR netip.Prefix, nodes, i int) netip.Prefix {
 	return netip.PrefixFrom(offset(podCIDR.Addr(), i<<(32-length)), length)
 }
 
-// podAddr is the address of pod j, counted from 0, in a node's slice. The slice's first host is the node.
+// podAddr is the address of pod j, counted from 0, in a node's slice. The slice's first host is the
+// node.
 func podAddr(slice netip.Prefix, pods, j int) netip.Addr {
 	if 1+firstHostNumber+pods < 1<<(32-slice.Bits()) {
 		return offset(slice.Addr(), firstHostNumber+1+j)
@@ -255,7 +261,8 @@ func defaultClusterName(i int) string {
 	return fmt.Sprintf("c%d", i+1)
 }
 
-// clusterID makes a UUID (version 4 in form) of a cluster's name, so that files of equal labs are equal.
+// clusterID makes a UUID (version 4 in form) of a cluster's name, so that files of equal labs are
+// equal.
 func clusterID(name string) string {
 	h := sha256.Sum256([]byte("isthmus lab cluster " + name))
 	h[6] = h[6]&0x0f | 0x40

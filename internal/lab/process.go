@@ -12,11 +12,13 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// environment is the variable that marks what was started inside a lab; its value is the lab's name.
+// environment is the variable that marks what was started inside a lab; its value is the lab's
+// name.
 const environment = "ISTHMUS_LAB"
 
-// A crowd is what belongs to a lab: the processes with their main thread inside one of its namespaces, however they got
-// there, and those that were started through Host.Command, wherever their threads went.
+// A crowd is what belongs to a lab: the processes with their main thread inside one of its
+// namespaces, however they got there, and those that were started through Host.Command, wherever
+// their threads went.
 type crowd struct {
 	namespaces map[uint64]bool
 	mark       []byte
@@ -58,8 +60,8 @@ func (c crowd) members() []int {
 	return pids
 }
 
-// signal sends sig to a member. The process ID may have changed hands since it was read, a pidfd cannot: membership is
-// looked up again once we have one.
+// signal sends sig to a member. The process ID may have changed hands since it was read, a pidfd
+// cannot: membership is looked up again once we have one.
 func (c crowd) signal(pid int, sig unix.Signal) {
 	fd, err := unix.PidfdOpen(pid, 0)
 	if err != nil {
@@ -92,7 +94,8 @@ func (c crowd) end(grace time.Duration) error {
 	return nil
 }
 
-// nsfsInode identifies the namespace at path; false when there is none (a plain file left by a reboot, for example).
+// nsfsInode identifies the namespace at path; false when there is none (a plain file left by a
+// reboot, for example).
 func nsfsInode(path string) (uint64, bool) {
 	var fs unix.Statfs_t
 	var st unix.Stat_t

@@ -23,7 +23,8 @@ import (
 //	/run/isthmus-lab/NAME/log/       what the gateways print
 //	/run/netns/isthmus.NAME.HOST     its namespaces
 //
-// An flock ends with the process that holds it however that ends, so an unheld lock is a dead owner.
+// An flock ends with the process that holds it however that ends, so an unheld lock is a dead
+// owner.
 const stateDir = "/run/isthmus-lab"
 
 const (
@@ -121,7 +122,8 @@ func flock(file *os.File, how int) error {
 	}
 }
 
-// claim takes the owner's lock of a lab, creating its directory. ErrInUse when a live process holds it.
+// claim takes the owner's lock of a lab, creating its directory. ErrInUse when a live process holds
+// it.
 func claim(name string) (*os.File, error) {
 	if err := os.MkdirAll(dirOf(name), 0o755); err != nil {
 		return nil, err
@@ -187,8 +189,8 @@ func (s state) write() error {
 	return writeFile(filepath.Join(dirOf(s.Spec.Name), stateFile), append(data, '\n'), 0o644)
 }
 
-// writeFile replaces a file in one step, so that who reads it meanwhile sees the old or the new one. The file in the
-// making has a name that no reader of a configuration directory looks at.
+// writeFile replaces a file in one step, so that who reads it meanwhile sees the old or the new
+// one. The file in the making has a name that no reader of a configuration directory looks at.
 func writeFile(path string, data []byte, perm fs.FileMode) error {
 	part, err := os.CreateTemp(filepath.Dir(path), ".new-*")
 	if err != nil {

@@ -1,5 +1,5 @@
-// Package leaktest is goleak with more patience: what is about to end takes longer on a busy machine than the half of a
-// second that goleak gives it.
+// Package leaktest is goleak with more patience: what is about to end takes longer on a busy
+// machine than the half of a second that goleak gives it.
 package leaktest
 
 import (
@@ -20,7 +20,8 @@ func Find(options ...goleak.Option) error {
 	return err
 }
 
-// Main is goleak.VerifyTestMain: it runs the tests of a package, fails when goroutines are left, and ends the process.
+// Main is goleak.VerifyTestMain: it runs the tests of a package, fails when goroutines are left,
+// and ends the process.
 func Main(m *testing.M) { goleak.VerifyTestMain(waiting{m}) }
 
 type waiting struct{ *testing.M }

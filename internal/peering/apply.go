@@ -22,8 +22,8 @@ const (
 	Unchanged Outcome = "unchanged"
 )
 
-// apply makes the object be as it is given, server-side: fields that others set
-// and we do not mention stay.
+// apply makes the object be as it is given, server-side: fields that others set and we do not
+// mention stay.
 func (c *Cluster) apply(ctx context.Context, o client.Object) (Outcome, error) {
 	u, err := c.unstructured(o)
 	if err != nil {
@@ -47,8 +47,7 @@ func (c *Cluster) apply(ctx context.Context, o client.Object) (Outcome, error) {
 	return outcome, nil
 }
 
-// unstructured returns the object as an apply configuration: without what the
-// API server fills in.
+// unstructured returns the object as an apply configuration: without what the API server fills in.
 func (c *Cluster) unstructured(o client.Object) (*unstructured.Unstructured, error) {
 	if u, ok := o.(*unstructured.Unstructured); ok {
 		return u.DeepCopy(), nil

@@ -8,11 +8,14 @@ import (
 	"sync"
 	"time"
 
+	admissionv1 "k8s.io/api/admissionregistration/v1"
 	authorizationv1 "k8s.io/api/authorization/v1"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -20,8 +23,8 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 )
 
-// both does the same on two sides at once. It does not stop at the first error:
-// a person wants to hear of both.
+// both does the same on two sides at once. It does not stop at the first error: a person wants to
+// hear of both.
 func both(a, b *side, do func(*side) error) error {
 	var errs [2]error
 	var group sync.WaitGroup
@@ -31,8 +34,7 @@ func both(a, b *side, do func(*side) error) error {
 	return errors.Join(errs[:]...)
 }
 
-// distinct refuses two clusters that are one, or that peers could not tell
-// apart.
+// distinct refuses two clusters that are one, or that peers could not tell apart.
 func distinct(a, b *Cluster) error {
 	switch {
 	case a.uid == b.uid:
@@ -43,8 +45,8 @@ func distinct(a, b *Cluster) error {
 	return nil
 }
 
-// findPeering finds what s has for its peer already, or decides what it is to
-// get. name is that of a new Peering; empty: the peer's unique name.
+// findPeering finds what s has for its peer already, or decides what it is to get. name is that of
+// a new Peering; empty: the peer's unique name.
 func (s *side) findPeering(ctx context.Context, name string) error {
 	var list isthmus.PeeringList
 	if err := s.client.List(ctx, &list); err != nil {
@@ -71,8 +73,7 @@ func (s *side) findPeering(ctx context.Context, name string) error {
 	return nil
 }
 
-// agreed refuses Peerings that cannot go together, such as those that a person
-// wrote by hand.
+// agreed refuses Peerings that cannot go together, such as those that a person wrote by hand.
 func (s *side) agreed() error {
 	p := s.peering
 	switch {
@@ -88,8 +89,7 @@ func (s *side) agreed() error {
 	return nil
 }
 
-// checkNamespace refuses a tenant namespace that belongs to another cluster or
-// is on its way out.
+// checkNamespace refuses a tenant namespace that belongs to another cluster or is on its way out.
 func (s *side) checkNamespace(ctx context.Context) error {
 	var n corev1.Namespace
 	if err := s.client.Get(ctx, client.ObjectKey{Name: s.namespace}, &n); apierrors.IsNotFound(err) {
@@ -105,6 +105,34 @@ func (s *side) checkNamespace(ctx context.Context) error {
 			Printable(id), v1alpha1.LabelTenantClusterID, Printable(s.peer.Identity.ClusterID))
 	}
 	return nil
+}
+
+// checkAdmission refuses a cluster that would take whatever a peer writes.
+func (s *side) checkAdmission(ctx context.Context) error {
+	for _, name := range []string{deploy.PeerObjectsPolicy, deploy.PeerTokensPolicy} {
+		for _, o := range []client.Object{&admissionv1.ValidatingAdmissionPolicy{}, &admissionv1.ValidatingAdmissionPolicyBinding{}} {
+			o.SetName(name)
+			if err := s.present(ctx, o); err != nil {
+				return err
+			}
+		}
+	}
+	level := &flowcontrolv1.PriorityLevelConfiguration{}
+	level.Name = deploy.PeerPriority
+	return s.present(ctx, level)
+}
+
+// present says how to install what is not there.
+func (s *side) present(ctx context.Context, o client.Object) error {
+	u, err := s.unstructured(o)
+	if err != nil {
+		return err
+	}
+	err = s.client.Get(ctx, client.ObjectKeyFromObject(o), o)
+	if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
+		return fmt.Errorf("%s: there is no %s, which bounds what peers write: run `isthmus install --context %s`", s.Cluster, describe(u), s.context)
+	}
+	return s.explain(describe(u), err)
 }
 
 // managerLease is the Lease that the active manager holds.
@@ -152,9 +180,8 @@ func (s *side) checkManager(ctx context.Context) error {
 	return err
 }
 
-// checkRights asks the API server whether the person may do what is going to be
-// done. RBAC lets nobody give away more than they have, so what the peer gets is
-// asked for too.
+// checkRights asks the API server whether the person may do what is going to be done. RBAC lets
+// nobody give away more than they have, so what the peer gets is asked for too.
 func (s *side) checkRights(ctx context.Context) error {
 	var wanted []authorizationv1.ResourceAttributes
 	want := func(namespace, group, resource string, verbs ...string) {
@@ -165,13 +192,13 @@ func (s *side) checkRights(ctx context.Context) error {
 	}
 	want("", "", "namespaces", "get", "create", "patch")
 	want("", isthmus.GroupVersion.Group, "peerings", "get", "create", "patch")
-	want(s.namespace, "", "serviceaccounts", "create", "patch")
+	want(s.namespace, "", "serviceaccounts", "create", "patch", "delete")
 	want(s.namespace, "", "serviceaccounts/token", "create")
 	want(s.namespace, "", "secrets", "get", "list", "watch", "create", "patch")
-	want(s.namespace, "", "resourcequotas", "create", "patch")
+	want("", flowcontrolv1.GroupName, "flowschemas", "create", "patch")
 	want(s.namespace, rbacv1.GroupName, "roles", "create", "patch")
 	want(s.namespace, rbacv1.GroupName, "rolebindings", "create", "patch")
-	want(s.namespace, v1alpha1.GroupVersion.Group, "networkconfigs", "get", "list", "watch", "create", "update", "patch", "delete")
+	want(s.namespace, v1alpha1.GroupVersion.Group, "networkconfigs", "get", "list", "watch", "create", "update", "delete")
 
 	denied := make([]string, len(wanted))
 	errs := make([]error, len(wanted))

@@ -1,14 +1,12 @@
-// Package peering is what a person does to clusters from outside: install what
-// Isthmus needs in them, join two of them, part them, and look at how it goes.
-// It writes namespaces, rights, identities and Peerings; all the rest is the
-// managers' work.
+// Package peering is what a person does to clusters from outside: install what Isthmus needs in
+// them, join two of them, part them, and look at how it goes. It writes namespaces, rights,
+// identities and Peerings; all the rest is the managers' work.
 //
 //	Connect ─► Install                 CRDs and rights, one cluster
 //	Connect ─► Peer, Unpeer            two clusters
 //	Connect ─► StatusOf                one cluster
 //
-// Everything can be repeated: a second run changes nothing, or repairs what is
-// missing.
+// Everything can be repeated: a second run changes nothing, or repairs what is missing.
 package peering
 
 import (
@@ -47,20 +45,19 @@ var ErrUnreachable = errors.New("unreachable")
 
 // Access says which cluster is meant and how a person gets there.
 type Access struct {
-	// Kubeconfig is the path of a file; empty: $KUBECONFIG, ~/.kube/config, or
-	// the ServiceAccount of the Pod.
+	// Kubeconfig is the path of a file; empty: $KUBECONFIG, ~/.kube/config, or the ServiceAccount
+	// of the Pod.
 	Kubeconfig string
 	// Context is the one to use of that file; empty: its current one.
 	Context string
 	// Namespace is that of the installation; empty: deploy.Namespace.
 	Namespace string
-	// Server is the URL at which the other cluster's manager reaches the API
-	// server; empty: the one of the kubeconfig.
+	// Server is the URL at which the other cluster's manager reaches the API server; empty: the one
+	// of the kubeconfig.
 	Server string
 }
 
-// A Cluster is one that can be spoken to. Its methods may be called
-// concurrently.
+// A Cluster is one that can be spoken to. Its methods may be called concurrently.
 type Cluster struct {
 	// Identity is that of the installation; set by Identify.
 	Identity v1alpha1.ClusterIdentity
@@ -74,8 +71,8 @@ type Cluster struct {
 	client  client.Client
 }
 
-// Connect prepares to speak to a cluster. It sends nothing yet, so that its
-// errors are about the kubeconfig.
+// Connect prepares to speak to a cluster. It sends nothing yet, so that its errors are about the
+// kubeconfig.
 func Connect(a Access) (*Cluster, error) {
 	log.SetLogger(logr.Discard()) // else the client's library complains on standard error that nobody has decided
 	config, name, err := load(a)
@@ -126,8 +123,8 @@ func load(a Access) (config *rest.Config, name string, err error) {
 	return config, name, nil
 }
 
-// HasKubeconfig reports whether a cluster is meant where none is named: there is
-// a kubeconfig where kubectl looks for it, or we run in a Pod.
+// HasKubeconfig reports whether a cluster is meant where none is named: there is a kubeconfig where
+// kubectl looks for it, or we run in a Pod.
 func HasKubeconfig() bool {
 	for _, file := range clientcmd.NewDefaultClientConfigLoadingRules().Precedence {
 		if _, err := os.Stat(file); err == nil {
@@ -151,8 +148,8 @@ const (
 	keyClusterName     = "CLUSTER_NAME"
 )
 
-// Identify asks the cluster who it is. What is not installed is an error that
-// says how to install it.
+// Identify asks the cluster who it is. What is not installed is an error that says how to install
+// it.
 func (c *Cluster) Identify(ctx context.Context) error {
 	if err := c.readUID(ctx); err != nil {
 		return err

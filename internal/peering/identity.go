@@ -14,6 +14,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
@@ -22,21 +23,27 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// tokenLife is how long an identity is wished to last. API servers may grant
-// less; the manager renews it in time.
+// tokenLife is how long an identity is wished to last. API servers may grant less; the manager
+// renews it in time.
 const tokenLife = 90 * 24 * time.Hour
 
-// giveIdentity sees to it that s has an identity at its peer that works, and
-// says what it did; nothing when the one that is there works.
+// giveIdentity sees to it that s has an identity at its peer that works, and says what it did;
+// nothing when the one that is there works.
 func (s *side) giveIdentity(ctx context.Context) (report string, err error) {
-	wrong, err := s.whatIsWrongWithIdentity(ctx)
-	if err != nil || wrong == "" {
+	have, wrong, err := s.whatIsWrongWithIdentity(ctx)
+	if err != nil {
 		return "", err
+	}
+	if wrong == "" {
+		return s.peer.allowAudiences(ctx, have)
 	}
 	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: new(int64(tokenLife / time.Second))}}
 	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: s.peer.namespace, Name: peerAccount}}
 	if err := s.peer.client.SubResource("token").Create(ctx, account, token); err != nil {
 		return "", s.peer.explain("token of ServiceAccount "+s.peer.namespace+"/"+peerAccount, err)
+	}
+	if _, err := s.peer.allowAudiences(ctx, token.Status.Token); err != nil {
+		return "", err
 	}
 	kubeconfig, err := s.peer.kubeconfigFor(token.Status.Token, s.peer.namespace)
 	if err != nil {
@@ -60,39 +67,61 @@ func life(d time.Duration) string {
 	return fmt.Sprintf("%.0f days", math.Round(d.Hours()/24))
 }
 
-// whatIsWrongWithIdentity says why s needs a new identity, "" when it needs
-// none. The peer's API server is asked whether it takes the token.
-func (s *side) whatIsWrongWithIdentity(ctx context.Context) (string, error) {
+// allowAudiences lets the peer of s renew a token of this kind: for the audiences that it has,
+// which are those of the API server.
+func (s *side) allowAudiences(ctx context.Context, token string) (string, error) {
+	want := strings.Join(claimsOf(token).Audiences, ",")
+	var namespace corev1.Namespace
+	if err := s.client.Get(ctx, client.ObjectKey{Name: s.namespace}, &namespace); err != nil {
+		return "", s.explain("Namespace "+s.namespace, err)
+	}
+	if namespace.Annotations[isthmus.AnnotationTokenAudiences] == want {
+		return "", nil
+	}
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"annotations": map[string]string{isthmus.AnnotationTokenAudiences: want}}})
+	if err != nil {
+		return "", err
+	}
+	if err := s.client.Patch(ctx, &namespace, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager)); err != nil {
+		return "", s.explain("annotate Namespace "+s.namespace, err)
+	}
+	return fmt.Sprintf("%s: %s may renew its token for %s", s.Cluster, s.peer.Cluster, Printable(want)), nil
+}
+
+// whatIsWrongWithIdentity returns the token that s has, and says why it needs a new identity, ""
+// when it needs none. The peer's API server is asked whether it takes the token.
+func (s *side) whatIsWrongWithIdentity(ctx context.Context) (token, wrong string, err error) {
 	var secret corev1.Secret
-	err := s.client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
+	err = s.client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
 	if apierrors.IsNotFound(err) {
-		return "it had none", nil
+		return "", "it had none", nil
 	}
 	if err != nil {
-		return "", s.explain("Secret "+s.namespace+"/"+s.secret, err)
+		return "", "", s.explain("Secret "+s.namespace+"/"+s.secret, err)
 	}
 	have, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig])
 	if err != nil {
-		return "the old one could not be read: " + Printable(err.Error()), nil
+		return "", "the old one could not be read: " + Printable(err.Error()), nil
 	}
 	if have.Contexts[have.CurrentContext] == nil {
-		return "the old one could not be read: it has no current context", nil
+		return "", "the old one could not be read: it has no current context", nil
 	}
 	in := have.Contexts[have.CurrentContext]
 	user := have.AuthInfos[in.AuthInfo]
 	if user == nil || user.Token == "" {
-		return "the old one had no token", nil
+		return "", "the old one had no token", nil
 	}
 	want, err := s.peer.kubeconfigFor(user.Token, s.peer.namespace)
 	if err != nil {
-		return "", err
+		return "", "", err
 	}
 	if there, err := clientcmd.Load(want); err != nil {
-		return "", err
+		return "", "", err
 	} else if !sameCluster(have.Clusters[in.Cluster], there.Clusters[there.Contexts[there.CurrentContext].Cluster]) {
-		return "the old one was for another address or authority", nil
+		return "", "the old one was for another address or authority", nil
 	}
-	return s.peer.whatIsWrongWithToken(ctx, user.Token)
+	wrong, err = s.peer.whatIsWrongWithToken(ctx, user.Token)
+	return user.Token, wrong, err
 }
 
 func sameCluster(a, b *clientcmdapi.Cluster) bool {
@@ -100,35 +129,48 @@ func sameCluster(a, b *clientcmdapi.Cluster) bool {
 		string(a.CertificateAuthorityData) == string(b.CertificateAuthorityData)
 }
 
-// accountOf returns the UID of the ServiceAccount that a token was made for, ""
-// when it says none. Nothing is verified.
-func accountOf(token string) string {
-	var claims struct {
-		Kubernetes struct {
-			ServiceAccount struct {
-				UID string `json:"uid"`
-			} `json:"serviceaccount"`
-		} `json:"kubernetes.io"`
-	}
-	parts := strings.Split(token, ".")
-	if len(parts) != 3 {
-		return ""
-	}
-	if text, err := base64.RawURLEncoding.DecodeString(parts[1]); err != nil || json.Unmarshal(text, &claims) != nil {
-		return ""
-	}
-	return claims.Kubernetes.ServiceAccount.UID
+// claims are what the token of a ServiceAccount says about itself.
+type claims struct {
+	Audiences  audiences `json:"aud"`
+	Kubernetes struct {
+		ServiceAccount struct {
+			UID string `json:"uid"`
+		} `json:"serviceaccount"`
+	} `json:"kubernetes.io"`
 }
 
-// whatIsWrongWithToken looks at a token of peerAccount and asks the API server
-// about it. Asking is not enough: an API server takes a token of a ServiceAccount
-// that is gone for some seconds more.
+// audiences are one string or several (RFC 7519, 4.1.3).
+type audiences []string
+
+func (a *audiences) UnmarshalJSON(text []byte) error {
+	var one string
+	if json.Unmarshal(text, &one) == nil {
+		*a = audiences{one}
+		return nil
+	}
+	return json.Unmarshal(text, (*[]string)(a))
+}
+
+// claimsOf reads a token; what it does not say is empty. Nothing is verified.
+func claimsOf(token string) (c claims) {
+	parts := strings.Split(token, ".")
+	if len(parts) != 3 {
+		return claims{}
+	}
+	if text, err := base64.RawURLEncoding.DecodeString(parts[1]); err != nil || json.Unmarshal(text, &c) != nil {
+		return claims{}
+	}
+	return c
+}
+
+// whatIsWrongWithToken looks at a token of peerAccount and asks the API server about it. Asking is
+// not enough: an API server takes a token of a ServiceAccount that is gone for some seconds more.
 func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, error) {
 	var account corev1.ServiceAccount
 	if err := s.client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: peerAccount}, &account); err != nil {
 		return "", s.explain("ServiceAccount "+s.namespace+"/"+peerAccount, err)
 	}
-	if uid := accountOf(token); uid != string(account.UID) {
+	if claimsOf(token).Kubernetes.ServiceAccount.UID != string(account.UID) {
 		return "the old one was revoked", nil
 	}
 	config := rest.AnonymousClientConfig(s.config)
@@ -149,18 +191,15 @@ func (s *side) whatIsWrongWithToken(ctx context.Context, token string) (string, 
 	return "", nil
 }
 
-// kubeconfigFor is a kubeconfig for the peer's manager: the address and
-// authority of the API server, and a token.
+// kubeconfigFor is a kubeconfig for the peer's manager: the address and authority of the API
+// server, and a token.
 func (c *Cluster) kubeconfigFor(token, namespace string) ([]byte, error) {
 	if c.config.Insecure {
 		return nil, fmt.Errorf("%s: the kubeconfig says insecure-skip-tls-verify: want a certificate authority, since the peer gets a token for it", c)
 	}
-	ca := c.config.CAData
-	if len(ca) == 0 && c.config.CAFile != "" {
-		var err error
-		if ca, err = os.ReadFile(c.config.CAFile); err != nil {
-			return nil, fmt.Errorf("%s: certificate authority: %w", c, err)
-		}
+	ca, err := c.authority()
+	if err != nil {
+		return nil, err
 	}
 	name := c.Identity.ClusterName
 	config := clientcmdapi.NewConfig()
@@ -168,6 +207,18 @@ func (c *Cluster) kubeconfigFor(token, namespace string) ([]byte, error) {
 	config.AuthInfos[peerAccount] = &clientcmdapi.AuthInfo{Token: token}
 	config.Contexts[name] = &clientcmdapi.Context{Cluster: name, AuthInfo: peerAccount, Namespace: namespace}
 	config.CurrentContext = name
-	text, err := clientcmd.Write(*config)
-	return text, err
+	return clientcmd.Write(*config)
+}
+
+// authority returns the certificates, in PEM, by which the kubeconfig knows the API server; none:
+// by the system's.
+func (c *Cluster) authority() ([]byte, error) {
+	ca := c.config.CAData
+	if len(ca) == 0 && c.config.CAFile != "" {
+		var err error
+		if ca, err = os.ReadFile(c.config.CAFile); err != nil {
+			return nil, fmt.Errorf("%s: certificate authority: %w", c, err)
+		}
+	}
+	return ca, nil
 }

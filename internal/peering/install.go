@@ -26,24 +26,23 @@ import (
 
 // InstallOptions are the choices of an installation.
 type InstallOptions struct {
-	// Identity is who the cluster is to be. An empty ClusterID is the one it has
-	// already, or the UID of the namespace kube-system; an empty ClusterName the
-	// one it has already.
+	// Identity is who the cluster is to be. An empty ClusterID is the one it has already, or the
+	// UID of the namespace kube-system; an empty ClusterName the one it has already.
 	Identity v1alpha1.ClusterIdentity
-	// Service is the type of the gateway's Service: NodePort, LoadBalancer, or
-	// empty for none, where somebody else makes it.
+	// Service is the type of the gateway's Service: NodePort, LoadBalancer, or empty for none,
+	// where somebody else makes it.
 	Service corev1.ServiceType
-	// Port is the UDP port of the gateway. It and those that follow, for a gateway
-	// of several Tunnels, are the Service's.
+	// Port is the UDP port of the gateway. It and those that follow, for a gateway of several
+	// Tunnels, are the Service's.
 	Port    int32
 	Tunnels int // 0 means 1
 	// Report gets a line for each object.
 	Report func(line string)
 }
 
-// Install applies the custom resource definitions, the namespace, the rights of
-// the components and the identity of the cluster. The identity is for ever:
-// another one than there is already is refused, before anything is written.
+// Install applies the custom resource definitions, the namespace, the rights of the components and
+// the identity of the cluster. The identity is for ever: another one than there is already is
+// refused, before anything is written.
 func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if err := c.readUID(ctx); err != nil {
 		return err
@@ -87,8 +86,8 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	return c.established(ctx, manifests)
 }
 
-// chooseIdentity says who the cluster is from what it is now (nil: nobody yet),
-// what is wished, and the UID of kube-system.
+// chooseIdentity says who the cluster is from what it is now (nil: nobody yet), what is wished, and
+// the UID of kube-system.
 func chooseIdentity(have *v1alpha1.ClusterIdentity, wish v1alpha1.ClusterIdentity, uid string) (v1alpha1.ClusterIdentity, error) {
 	if have != nil {
 		wish = v1alpha1.ClusterIdentity{ClusterID: cmp.Or(wish.ClusterID, have.ClusterID), ClusterName: cmp.Or(wish.ClusterName, have.ClusterName)}
@@ -104,8 +103,8 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, wish v1alpha1.ClusterIdentit
 	return wish, checkIdentity(wish)
 }
 
-// manifests reads all manifests, in an order in which they can be applied, and
-// moves them into the given namespace.
+// manifests reads all manifests, in an order in which they can be applied, and moves them into the
+// given namespace.
 func manifests(files fs.FS, namespace string) ([]*unstructured.Unstructured, error) {
 	names, err := fs.Glob(files, "*/*.yaml")
 	if err != nil {
@@ -182,9 +181,9 @@ func gatewayService(namespace string, o InstallOptions) *corev1.Service {
 	}
 }
 
-// established waits until the custom resources are served, so that whoever comes
-// next finds them. The condition is not enough: the API server sets it before it
-// serves the kind, under load by seconds.
+// established waits until the custom resources are served, so that whoever comes next finds them.
+// The condition is not enough: the API server sets it before it serves the kind, under load by
+// seconds.
 func (c *Cluster) established(ctx context.Context, manifests []*unstructured.Unstructured) error {
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
@@ -211,8 +210,8 @@ func (c *Cluster) established(ctx context.Context, manifests []*unstructured.Uns
 	return nil
 }
 
-// serves reports whether the kind of a custom resource definition is served. An
-// answer that it may not be listed is one of somebody who knows it.
+// serves reports whether the kind of a custom resource definition is served. An answer that it may
+// not be listed is one of somebody who knows it.
 func (c *Cluster) serves(ctx context.Context, crd *unstructured.Unstructured) bool {
 	group, _, _ := unstructured.NestedString(crd.Object, "spec", "group")
 	kind, _, _ := unstructured.NestedString(crd.Object, "spec", "names", "kind")

@@ -15,6 +15,7 @@ import (
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -28,7 +29,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// The kubeconfig files of the two clusters that this package's tests share. Isthmus is installed in both.
+// The kubeconfig files of the two clusters that this package's tests share. Isthmus is installed in
+// both.
 var files struct{ a, b string }
 
 func TestMain(m *testing.M) { os.Exit(testMain(m)) }
@@ -78,8 +80,8 @@ func testMain(m *testing.M) int {
 	return m.Run()
 }
 
-// A pair is two clusters of a test's own, on the two servers that all tests share: an identity in a namespace each, and
-// something that does what managers do as far as a person sees it.
+// A pair is two clusters of a test's own, on the two servers that all tests share: an identity in a
+// namespace each, and something that does what managers do as far as a person sees it.
 type pair struct {
 	a, b     *Cluster
 	managers [2]*manager
@@ -111,38 +113,11 @@ func newPair(t *testing.T, name string) *pair {
 	return p
 }
 
-// counting waits until both clusters count NetworkConfigs, which takes them up to half a minute after the kind is there.
-var counting = sync.OnceValue(func() error {
-	for _, file := range []string{files.a, files.b} {
-		c, err := Connect(Access{Kubeconfig: file})
-		if err != nil {
-			return err
-		}
-		s := &side{Cluster: c, namespace: "default"}
-		for begin := time.Now(); ; {
-			said, err := s.setQuota(context.Background())
-			if err != nil {
-				return err
-			}
-			if strings.Contains(said, "may hold") {
-				break
-			}
-			if time.Since(begin) > 3*time.Minute {
-				return fmt.Errorf("%s does not count NetworkConfigs", c)
-			}
-			time.Sleep(500 * time.Millisecond)
-		}
-		if err := c.client.Delete(context.Background(), s.quota()); err != nil {
-			return err
-		}
-	}
-	return nil
-})
-
 // patient is long enough for whatever has to come true, on however busy a machine.
 const patient = 2 * time.Minute
 
-// A deadline is a context whose time is up when the test says so: when all that was to happen before has happened.
+// A deadline is a context whose time is up when the test says so: when all that was to happen
+// before has happened.
 type deadline struct {
 	context.Context
 	up chan struct{}
@@ -208,7 +183,7 @@ func (p *pair) everything(t *testing.T) map[string]string {
 		secret := &corev1.Secret{}
 		secret.Namespace, secret.Name = s.namespace, s.secret
 		peering := newPeering(peer.Identity.UniqueName(), peer.Identity, "", "")
-		for _, o := range append(s.rights(), s.tenantNamespace(), s.quota(), secret, peering) {
+		for _, o := range append(s.rights(), s.tenantNamespace(), secret, peering) {
 			key := fmt.Sprintf("%s: %T %s", c, o, o.GetName())
 			err := c.client.Get(t.Context(), client.ObjectKeyFromObject(o), o)
 			if client.IgnoreNotFound(err) != nil {
@@ -217,8 +192,8 @@ func (p *pair) everything(t *testing.T) map[string]string {
 			if err == nil {
 				all[key] = string(o.GetUID()) + " " + o.GetResourceVersion()
 			}
-			if _, ok := o.(*corev1.ResourceQuota); ok && err == nil {
-				all[key] = string(o.GetUID()) // its status is the controller's
+			if _, ok := o.(*flowcontrolv1.FlowSchema); ok && err == nil {
+				all[key] = string(o.GetUID()) // its status is the API server's
 			}
 		}
 	}
@@ -239,15 +214,16 @@ func diff(a, b map[string]string) (changed []string) {
 	return changed
 }
 
-// A manager does what the managers do as far as a person outside sees it: it uses the identity, writes conditions one
-// after the other, and keeps a Peering until it may go.
+// A manager does what the managers do as far as a person outside sees it: it uses the identity,
+// writes conditions one after the other, and keeps a Peering until it may go.
 type manager struct {
 	*Cluster
 	name string
 
-	mu   sync.Mutex
-	dead map[string]string // conditions that do not come true, and why
-	hold string            // why no Peering may go; empty: they may
+	mu     sync.Mutex
+	dead   map[string]string // conditions that do not come true, and why
+	hold   string            // why no Peering may go; empty: they may
+	paused bool
 }
 
 func (m *manager) renew(t *testing.T, at time.Time) {
@@ -275,6 +251,13 @@ func (m *manager) keep(why string) {
 	m.hold = why
 }
 
+// pause is the end of the manager, as far as a test goes. What it has begun it ends.
+func (m *manager) pause() {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.paused = true
+}
+
 func (m *manager) run(ctx context.Context) {
 	for ctx.Err() == nil {
 		var list isthmus.PeeringList
@@ -294,8 +277,11 @@ func (m *manager) run(ctx context.Context) {
 
 func (m *manager) reconcile(ctx context.Context, p *isthmus.Peering) {
 	m.mu.Lock()
-	dead, hold := maps.Clone(m.dead), m.hold
+	dead, hold, paused := maps.Clone(m.dead), m.hold, m.paused
 	m.mu.Unlock()
+	if paused {
+		return
+	}
 	before := p.DeepCopy()
 	ready := metav1.Condition{Type: isthmus.ConditionReady, Status: metav1.ConditionTrue, Reason: isthmus.ReasonConnected, ObservedGeneration: p.Generation}
 	if !p.DeletionTimestamp.IsZero() {
@@ -353,7 +339,8 @@ func (m *manager) tryIdentity(ctx context.Context, p *isthmus.Peering) error {
 	return c.List(ctx, &v1alpha1.NetworkConfigList{}, client.InNamespace(p.Spec.TenantNamespace.Remote))
 }
 
-// asPeer is a client with the identity that lies in a tenant namespace of the cluster: what its manager is at the peer.
+// asPeer is a client with the identity that lies in a tenant namespace of the cluster: what its
+// manager is at the peer.
 func (c *Cluster) asPeer(ctx context.Context, namespace string) (client.Client, error) {
 	var secret corev1.Secret
 	if err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: isthmus.DefaultIdentitySecret}, &secret); err != nil {

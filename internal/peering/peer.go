@@ -16,28 +16,30 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// pollInterval is how often a waiting command looks. Looking survives what a
-// watch would have to be repaired after: an API server that restarts.
+// pollInterval is how often a waiting command looks. Looking survives what a watch would have to be
+// repaired after: an API server that restarts.
 const pollInterval = 100 * time.Millisecond
 
-// ErrNotReady says that a peering was set up, or taken down, and what that
-// leads to did not come true in time.
+// ErrNotReady says that a peering was set up, or taken down, and what that leads to did not come
+// true in time.
 var ErrNotReady = errors.New("not in time")
 
 // PeerOptions are the choices of Peer.
 type PeerOptions struct {
 	// Names of new Peerings, here and there; empty: the unique name of the peer.
 	Name, RemoteName string
+	// Replace takes another cluster of the same ID and name for the one that a Peering was made
+	// with, and revokes the rights of that one.
+	Replace bool
 	// Timeout bounds the wait; zero: no wait.
 	Timeout time.Duration
 	// Report gets a line for each thing done or come true.
 	Report func(line string)
 }
 
-// Peer joins two clusters: on both sides the tenant namespace, the peer's
-// rights, our identity at the peer, and a Peering. Then it waits until traffic
-// flows. Whatever can be found wrong is found before anything is written. It
-// returns the Peerings as they are at the end.
+// Peer joins two clusters: on both sides the tenant namespace, the peer's rights, our identity at
+// the peer, and a Peering. Then it waits until traffic flows. Whatever can be found wrong is found
+// before anything is written. It returns the Peerings as they are at the end.
 func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings [2]*isthmus.Peering, err error) {
 	started := time.Now()
 	a, b := &side{Cluster: local}, &side{Cluster: remote}
@@ -57,10 +59,6 @@ func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings 
 		err = w.wait(ctx, o.Timeout)
 	}
 	elapsed := time.Since(started)
-	// Not earlier: the API server admits no NetworkConfig before it is counted.
-	if quotaChanged, quotaErr := setQuotas(context.WithoutCancel(ctx), a, b, o); quotaErr != nil || quotaChanged {
-		changed, err = true, errors.Join(err, quotaErr)
-	}
 	peerings = [2]*isthmus.Peering{a.peering, b.peering}
 	switch {
 	case err != nil:
@@ -96,24 +94,31 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 		if err := s.agreed(); err != nil {
 			return err
 		}
+		if err := s.checkPin(o.Replace); err != nil {
+			return err
+		}
 		if _, err := s.kubeconfigFor("", ""); err != nil {
 			return err
 		}
 		if err := s.checkNamespace(ctx); err != nil {
 			return err
 		}
-		if err := s.checkRights(ctx); err != nil || o.Timeout == 0 {
+		if err := s.checkRights(ctx); err != nil {
+			return err
+		}
+		if err := s.checkAdmission(ctx); err != nil || o.Timeout == 0 {
 			return err
 		}
 		return s.checkManager(ctx)
 	})
 }
 
-// setUp writes what is missing: rights on both sides before identities, so that
-// each works when it is there, and Peerings last, so that the managers find all
-// that they need.
+// setUp writes what is missing: rights on both sides before identities, so that each works when it
+// is there, and Peerings last, so that the managers find all that they need. Before all of it go
+// the rights of whoever was the peer before.
 func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err error) {
 	for _, step := range []func(*side) (string, error){
+		func(s *side) (string, error) { return s.revokeAnother(ctx) },
 		func(s *side) (string, error) { return s.setRights(ctx) },
 		func(s *side) (string, error) { return s.giveIdentity(ctx) },
 		func(s *side) (string, error) { return s.setPeering(ctx) },
@@ -180,10 +185,11 @@ func (s *side) setRights(ctx context.Context) (string, error) {
 	return "", nil
 }
 
-// setPeering makes the Peering where there is none.
+// setPeering makes the Peering where there is none, and sees to it that it says with which cluster
+// it is.
 func (s *side) setPeering(ctx context.Context) (string, error) {
 	if s.exists {
-		return "", nil
+		return s.setPin(ctx)
 	}
 	if _, err := s.apply(ctx, s.peering); err != nil {
 		return "", err
@@ -191,60 +197,8 @@ func (s *side) setPeering(ctx context.Context) (string, error) {
 	return fmt.Sprintf("%s: Peering %s created", s.Cluster, s.peering.Name), nil
 }
 
-func setQuotas(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err error) {
-	return onBoth(a, b, o, func(s *side) (string, error) { return s.setQuota(ctx) })
-}
-
-// setQuota limits the NetworkConfigs of the tenant namespace. The controller of
-// quotas looks for new kinds each half a minute; to a quota that it saw before
-// that it returns after five minutes, and until then the API server admits no
-// NetworkConfig at all. Such a quota is worse than none: it is removed.
-func (s *side) setQuota(ctx context.Context) (string, error) {
-	for range 2 { // one that is there and not counted gets a second chance as a new one
-		outcome, err := s.apply(ctx, s.quota())
-		if err != nil {
-			return "", err
-		}
-		counted, err := s.isCounted(ctx)
-		switch {
-		case err != nil:
-			return "", err
-		case counted && outcome == Unchanged:
-			return "", nil
-		case counted:
-			return fmt.Sprintf("%s: %s may hold %d NetworkConfigs", s.Cluster, s.namespace, maxNetworkConfigs), nil
-		}
-		if err := s.client.Delete(ctx, s.quota()); client.IgnoreNotFound(err) != nil {
-			return "", s.explain("delete ResourceQuota "+s.namespace+"/"+peerAccount, err)
-		}
-		if outcome == Created {
-			break
-		}
-	}
-	return fmt.Sprintf("%s: no limit on the NetworkConfigs in %s yet, since the cluster does not count them yet; the same command sets it in a minute",
-		s.Cluster, s.namespace), nil
-}
-
-// isCounted reports whether the quota is counted. The controller of quotas sets
-// the status of a new one at once, without the usage of a kind that it does not
-// know. One that is busy is waited for, since a quota that it has not seen yet
-// says nothing; one that does not run is not waited for for ever.
-func (s *side) isCounted(ctx context.Context) (bool, error) {
-	for range 400 { // 20 s
-		q := s.quota()
-		if err := s.client.Get(ctx, client.ObjectKeyFromObject(q), q); err != nil {
-			return false, s.explain("ResourceQuota "+s.namespace+"/"+peerAccount, err)
-		}
-		if len(q.Status.Hard) > 0 {
-			return len(q.Status.Used) > 0, nil
-		}
-		time.Sleep(50 * time.Millisecond)
-	}
-	return false, nil
-}
-
-// A waiter looks at the Peerings of both sides until both are ready, and tells
-// what has become true since it looked last.
+// A waiter looks at the Peerings of both sides until both are ready, and tells what has become true
+// since it looked last.
 type waiter struct {
 	sides  [2]*side
 	report func(string)
@@ -359,8 +313,8 @@ func (w *waiter) missing(timeout time.Duration) error {
 	return errors.Join(errs...)
 }
 
-// FirstProblem returns the first condition, in the order in which they become
-// true, that is not true; nil when the Peering is ready.
+// FirstProblem returns the first condition, in the order in which they become true, that is not
+// true; nil when the Peering is ready.
 func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 	if isTrue(p, isthmus.ConditionReady) {
 		return nil
@@ -377,8 +331,8 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 		if c == nil || isTrue(p, t) {
 			continue
 		}
-		// One of the first may be unknown where Ready knows better: while being
-		// deleted, or in conflict with another Peering.
+		// One of the first may be unknown where Ready knows better: while being deleted, or in
+		// conflict with another Peering.
 		if c.Status == metav1.ConditionUnknown && ready != nil && ready.Status == metav1.ConditionFalse && ready.Reason != isthmus.ReasonNotReady {
 			return ready
 		}

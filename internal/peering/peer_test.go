@@ -9,6 +9,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -28,7 +29,6 @@ func contains(t *testing.T, text string, wants ...string) {
 
 func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
 	t.Parallel()
-	must(t, counting())
 	p := newPair(t, "story")
 	must(t, p.peer(t))
 	story := p.said()
@@ -38,7 +38,7 @@ func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
 		"story-a: has an identity at story-b until ", " days); it had none",
 		"story-b: Peering story-a-", " created",
 		"story-a: identity accepted by story-b", "story-b sees story-a's pods 10.244.0.0/16 as 10.246.0.0/16",
-		"story-b: connected to story-a, 700µs", "may hold 4 NetworkConfigs", "story-a and story-b are peered, after ")
+		"story-b: connected to story-a, 700µs", "story-a and story-b are peered, after ")
 
 	before := p.everything(t)
 	if len(before) != 18 {
@@ -55,7 +55,6 @@ func TestPeerTellsTheStoryAndRepeatingItChangesNothing(t *testing.T) {
 
 func TestPeerRepairsWhatIsMissing(t *testing.T) {
 	t.Parallel()
-	must(t, counting())
 	p := newPair(t, "repair")
 	must(t, p.peer(t))
 	p.said()
@@ -99,8 +98,12 @@ func TestPeerRepairsWhatIsMissing(t *testing.T) {
 			s := &corev1.Secret{Data: map[string][]byte{"kubeconfig": text}}
 			return p.b.client.Update(t.Context(), object(s, inB, isthmus.DefaultIdentitySecret))
 		}, "the old one was for another address", []string{"repair-b: *v1.Secret isthmus-identity"}},
-		{"the quota is gone", func() error { return p.a.client.Delete(t.Context(), object(&corev1.ResourceQuota{}, inA, peerAccount)) },
-			"repair-a: " + inA + " may hold 4", []string{"repair-a: *v1.ResourceQuota isthmus-peer"}},
+		{"the peer's requests have no bound", func() error { return p.a.client.Delete(t.Context(), object(&flowcontrolv1.FlowSchema{}, "", inA)) },
+			"repair-a: in namespace " + inA + " repaired for repair-b: FlowSchema " + inA, []string{"repair-a: *v1.FlowSchema " + inA}},
+		{"the peer may not renew its token", func() error {
+			return p.a.client.Patch(t.Context(), object(&corev1.Namespace{}, "", inA),
+				client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"annotations":{"isthmus.net/token-audiences":null}}}`)))
+		}, "repair-a: repair-b may renew its token for https://", []string{"repair-a: *v1.Namespace " + inA}},
 	} {
 		before := p.everything(t)
 		must(t, tc.breakIt())
@@ -146,7 +149,7 @@ func TestPeerSaysWhichConditionIsMissingOnWhichSide(t *testing.T) {
 	if strings.Contains(err.Error(), "late-a") || len(err.Error()) > 700 {
 		t.Errorf("%v", err)
 	}
-	contains(t, p.said(), "late-a: connected to late-b", "NetworkConfigs")
+	contains(t, p.said(), "late-a: connected to late-b")
 
 	p.managers[1].set(isthmus.ConditionPeerConfig, "")
 	p.managers[1].set(isthmus.ConditionConnected, "")

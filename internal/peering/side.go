@@ -2,8 +2,8 @@ package peering
 
 import (
 	corev1 "k8s.io/api/core/v1"
+	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
-	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -13,28 +13,29 @@ import (
 )
 
 const (
-	// peerAccount is, in a tenant namespace, the ServiceAccount that the peer
-	// uses, its Role, RoleBinding and ResourceQuota.
+	// peerAccount is, in a tenant namespace, the ServiceAccount that the peer uses, its Role and
+	// RoleBinding. Admission policies know it by this name.
 	peerAccount = "isthmus-peer"
-	// managerRole is, in a tenant namespace, the Role and RoleBinding by which
-	// our manager reads its identity at the peer.
+	// managerRole is, in a tenant namespace, the Role and RoleBinding by which our manager reads
+	// its identity at the peer.
 	managerRole = "isthmus-manager-identity"
 	// labelManagedBy marks what we made: nothing else is deleted.
 	labelManagedBy = "app.kubernetes.io/managed-by"
 	managedBy      = "isthmus"
-	// maxNetworkConfigs is how many NetworkConfigs a tenant namespace may hold:
-	// ours, the peer's copy, and some room for an exchange of either.
-	maxNetworkConfigs = 4
+	// peerPrecedence puts the FlowSchema of a peer before those of all ServiceAccounts, 900 and 9000.
+	peerPrecedence = 850
 )
 
 // A side is one cluster of a peering, and what there is to be in it.
 type side struct {
 	*Cluster
 	peer      *side
-	namespace string           // the tenant namespace here
-	secret    string           // of our identity at the peer, in it
-	peering   *isthmus.Peering // what there is to be, or is
-	exists    bool             // the Peering is there already
+	namespace string            // the tenant namespace here
+	secret    string            // of our identity at the peer, in it
+	peering   *isthmus.Peering  // what there is to be, or is
+	exists    bool              // the Peering is there already
+	pinned    map[string]string // annotations that say which cluster the peer is
+	another   bool              // than the one that the Peering was made with
 }
 
 // newPeering is the Peering that a cluster gets where it has none.
@@ -59,39 +60,81 @@ func (s *side) tenantNamespace() *corev1.Namespace {
 	}}}
 }
 
-// rights are the objects by which the peer may use its NetworkConfigs here and
-// nothing else, and our manager read its identity at the peer and nothing else.
-func (s *side) rights() []client.Object {
-	object := func(name string) metav1.ObjectMeta {
-		return metav1.ObjectMeta{Namespace: s.namespace, Name: name, Labels: ours()}
-	}
-	role := func(name string) rbacv1.RoleRef {
-		return rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: name}
-	}
+// rights are the objects by which the peer may use its NetworkConfig here and nothing else, and our
+// manager read its identity at the peer and nothing else.
+func (s *side) rights() []client.Object { return append(s.peerRights(), s.managerRights()...) }
+
+// peerRights are the peer's. RBAC knows the name of what is to be written: the peer's copy, which
+// has our unique name. Our original beside it is out of reach.
+func (s *side) peerRights() []client.Object {
 	return []client.Object{
-		&corev1.ServiceAccount{ObjectMeta: object(peerAccount), AutomountServiceAccountToken: new(bool)},
-		&rbacv1.Role{ObjectMeta: object(peerAccount), Rules: []rbacv1.PolicyRule{
-			{APIGroups: []string{v1alpha1.GroupVersion.Group}, Resources: []string{"networkconfigs"},
-				Verbs: []string{"get", "list", "watch", "create", "update", "patch", "delete"}},
+		&corev1.ServiceAccount{ObjectMeta: s.inTenant(peerAccount), AutomountServiceAccountToken: new(bool)},
+		s.peerRole(append(s.copyRules("get", "update", "delete"), rbacv1.PolicyRule{
+			// A name cannot be demanded of what is not there yet.
+			APIGroups: []string{v1alpha1.GroupVersion.Group}, Resources: []string{"networkconfigs"}, Verbs: []string{"create"},
+		}, rbacv1.PolicyRule{
 			// So that the peer can renew its token before it expires.
-			{APIGroups: []string{""}, Resources: []string{"serviceaccounts/token"}, ResourceNames: []string{peerAccount}, Verbs: []string{"create"}},
-		}},
-		&rbacv1.RoleBinding{ObjectMeta: object(peerAccount), RoleRef: role(peerAccount),
+			APIGroups: []string{""}, Resources: []string{"serviceaccounts/token"}, ResourceNames: []string{peerAccount}, Verbs: []string{"create"},
+		})),
+		&rbacv1.RoleBinding{ObjectMeta: s.inTenant(peerAccount), RoleRef: roleRef(peerAccount),
 			Subjects: []rbacv1.Subject{{Kind: rbacv1.ServiceAccountKind, Namespace: s.namespace, Name: peerAccount}}},
-		&rbacv1.Role{ObjectMeta: object(managerRole), Rules: []rbacv1.PolicyRule{
-			{APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{s.secret}, Verbs: []string{"get", "list", "watch", "patch"}},
+		s.flowSchema(),
+	}
+}
+
+// flowSchema gives whatever the peer asks for the few seats of peers.
+func (s *side) flowSchema() *flowcontrolv1.FlowSchema {
+	all := []string{"*"}
+	return &flowcontrolv1.FlowSchema{
+		ObjectMeta: metav1.ObjectMeta{Name: s.namespace, Labels: ours()},
+		Spec: flowcontrolv1.FlowSchemaSpec{
+			PriorityLevelConfiguration: flowcontrolv1.PriorityLevelConfigurationReference{Name: deploy.PeerPriority},
+			MatchingPrecedence:         peerPrecedence,
+			DistinguisherMethod:        &flowcontrolv1.FlowDistinguisherMethod{Type: flowcontrolv1.FlowDistinguisherMethodByUserType},
+			Rules: []flowcontrolv1.PolicyRulesWithSubjects{{
+				Subjects: []flowcontrolv1.Subject{{Kind: flowcontrolv1.SubjectKindServiceAccount,
+					ServiceAccount: &flowcontrolv1.ServiceAccountSubject{Namespace: s.namespace, Name: peerAccount}}},
+				ResourceRules:    []flowcontrolv1.ResourcePolicyRule{{Verbs: all, APIGroups: all, Resources: all, ClusterScope: true, Namespaces: all}},
+				NonResourceRules: []flowcontrolv1.NonResourcePolicyRule{{Verbs: all, NonResourceURLs: all}},
+			}},
+		},
+	}
+}
+
+// partingRole is what the peer may still do while both sides part: see its copy, and delete it. It
+// can write nothing, so it can hold up nothing either.
+func (s *side) partingRole() *rbacv1.Role { return s.peerRole(s.copyRules("get", "delete")) }
+
+func (s *side) peerRole(rules []rbacv1.PolicyRule) *rbacv1.Role {
+	return &rbacv1.Role{ObjectMeta: s.inTenant(peerAccount), Rules: rules}
+}
+
+// copyRules allow the given verbs for the peer's copy. Lists and watches select by label, so they
+// are not bound to its name.
+func (s *side) copyRules(verbs ...string) []rbacv1.PolicyRule {
+	group, resource := []string{v1alpha1.GroupVersion.Group}, []string{"networkconfigs"}
+	return []rbacv1.PolicyRule{
+		{APIGroups: group, Resources: resource, Verbs: []string{"list", "watch"}},
+		{APIGroups: group, Resources: resource, ResourceNames: []string{s.Identity.UniqueName()}, Verbs: verbs},
+	}
+}
+
+// managerRights are our manager's.
+func (s *side) managerRights() []client.Object {
+	return []client.Object{
+		&rbacv1.Role{ObjectMeta: s.inTenant(managerRole), Rules: []rbacv1.PolicyRule{
+			{APIGroups: []string{""}, Resources: []string{"secrets"}, ResourceNames: []string{s.secret}, Verbs: []string{"list", "watch", "patch"}},
 		}},
-		&rbacv1.RoleBinding{ObjectMeta: object(managerRole), RoleRef: role(managerRole),
+		&rbacv1.RoleBinding{ObjectMeta: s.inTenant(managerRole), RoleRef: roleRef(managerRole),
 			Subjects: []rbacv1.Subject{{Kind: rbacv1.ServiceAccountKind, Namespace: s.Namespace, Name: deploy.ManagerServiceAccount}}},
 	}
 }
 
-// quota keeps the peer from filling our etcd.
-func (s *side) quota() *corev1.ResourceQuota {
-	return &corev1.ResourceQuota{
-		ObjectMeta: metav1.ObjectMeta{Namespace: s.namespace, Name: peerAccount, Labels: ours()},
-		Spec: corev1.ResourceQuotaSpec{Hard: corev1.ResourceList{
-			"count/networkconfigs." + corev1.ResourceName(v1alpha1.GroupVersion.Group): *resource.NewQuantity(maxNetworkConfigs, resource.DecimalSI),
-		}},
-	}
+// inTenant is the metadata of an object of ours in the tenant namespace.
+func (s *side) inTenant(name string) metav1.ObjectMeta {
+	return metav1.ObjectMeta{Namespace: s.namespace, Name: name, Labels: ours()}
+}
+
+func roleRef(name string) rbacv1.RoleRef {
+	return rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "Role", Name: name}
 }

@@ -95,8 +95,7 @@ func (s Status) Ready() bool {
 	return !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
 }
 
-// Print writes the status for people. Nothing that others wrote reaches the
-// terminal unescaped.
+// Print writes the status for people. Nothing that others wrote reaches the terminal unescaped.
 func (s Status) Print(w io.Writer, wide bool) error {
 	manager := Printable(s.Manager.Name)
 	if s.Manager.Name == "" {

@@ -9,9 +9,8 @@ import (
 // maxText is how much of a text that others wrote is shown.
 const maxText = 400
 
-// Printable makes a text of unknown origin fit for a terminal: what is not
-// printable (control and bidirectional characters, line ends) is escaped, and a
-// long text cut.
+// Printable makes a text of unknown origin fit for a terminal: what is not printable (control and
+// bidirectional characters, line ends) is escaped, and a long text cut.
 func Printable(s string) string {
 	if s == "" {
 		return `""`

@@ -9,6 +9,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/types"
@@ -21,8 +22,8 @@ import (
 
 // UnpeerOptions are the choices of Unpeer.
 type UnpeerOptions struct {
-	// Name is the Peering or the peer's name in the first cluster; empty where
-	// the second cluster is given.
+	// Name is the Peering or the peer's name in the first cluster; empty where the second cluster
+	// is given.
 	Name string
 	// Force does not wait for the peer: what lies there stays there.
 	Force bool
@@ -44,9 +45,17 @@ type farewell struct {
 	told      string // as last reported
 }
 
-// Unpeer parts two clusters, or one from the other where remote is nil: first
-// the Peerings, whose finalizers the managers remove when all that they made is
-// gone; then what Peer had set up. What is gone already is no error.
+// ErrNoPeering says that a name is neither that of a Peering nor of anything that one left.
+var ErrNoPeering = errors.New("no such peering")
+
+// Unpeer parts two clusters, or one from the other where remote is nil: first the peer's rights;
+// then the Peerings, whose finalizers the managers remove when all that they made is gone; then
+// what else Peer had set up. Between two clusters what is gone already is no error; a name that
+// means nothing is ErrNoPeering.
+//
+// Where the peer is not spoken to, or not waited for, nothing of its rights is left before anything
+// else happens, whatever becomes of the rest. Where both sides part, each manager needs its own at
+// the other to take its NetworkConfig away, and keeps just that.
 func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error {
 	sides, err := findFarewells(ctx, local, remote, o)
 	if err != nil {
@@ -58,16 +67,24 @@ func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error 
 	for _, f := range sides {
 		nothing = nothing && f.peering == "" && f.namespace == ""
 	}
+	if nothing && remote == nil {
+		return fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name, and no namespace is left of one; `isthmus status` shows the names",
+			local, ErrNoPeering, Printable(o.Name))
+	}
 	if nothing {
 		o.Report("nothing to do: there is no such peering")
 		return nil
+	}
+	for _, f := range sides {
+		if err := f.disarm(ctx, o, remote == nil || o.Force); err != nil {
+			return err
+		}
 	}
 	for _, f := range sides {
 		if err := f.deletePeering(ctx, o); err != nil {
 			return err
 		}
 	}
-	// The rights go last, on both sides: each manager needs its own at the other.
 	for _, step := range []func(*farewell) (string, error){
 		func(f *farewell) (string, error) { return f.peeringGone(ctx) },
 		func(f *farewell) (string, error) { return f.removeRest(ctx) },
@@ -137,8 +154,8 @@ func cutHash(name string) string {
 	return name
 }
 
-// farewellTo finds the Peering that is meant, or, where that is gone already,
-// the tenant namespace that a run before this one left.
+// farewellTo finds the Peering that is meant, or, where that is gone already, the tenant namespace
+// that a run before this one left.
 func (c *Cluster) farewellTo(ctx context.Context, is func(*isthmus.Peering) bool, left func(*corev1.Namespace) bool) (*farewell, error) {
 	f := &farewell{Cluster: c, secret: isthmus.DefaultIdentitySecret}
 	var list isthmus.PeeringList
@@ -190,6 +207,38 @@ func (c *Cluster) remainsOf(ctx context.Context, p *isthmus.Peering) string {
 		Printable(p.Spec.Cluster.ClusterName), server, p.Spec.Cluster.UniqueName(), p.Spec.TenantNamespace.Remote)
 }
 
+// side is the farewell as Peer sees the cluster.
+func (f *farewell) side() *side {
+	return &side{Cluster: f.Cluster, peer: &side{Cluster: &Cluster{Identity: f.peer}}, namespace: f.namespace, secret: f.secret}
+}
+
+// disarm takes the peer's rights away: all of them, or but those to withdraw.
+func (f *farewell) disarm(ctx context.Context, o UnpeerOptions, all bool) error {
+	if f.namespace == "" {
+		return nil
+	}
+	s := f.side()
+	if !all {
+		var role rbacv1.Role
+		err := f.client.Get(ctx, client.ObjectKey{Namespace: f.namespace, Name: peerAccount}, &role)
+		if apierrors.IsNotFound(err) || err == nil && role.Labels[labelManagedBy] != managedBy {
+			return nil
+		}
+		if err == nil {
+			_, err = s.apply(ctx, s.partingRole())
+		}
+		return f.explain("Role "+f.namespace+"/"+peerAccount, err)
+	}
+	revoked, err := f.deleteOurs(ctx, s.peerRights()...)
+	if err != nil {
+		return err
+	}
+	if revoked {
+		o.Report(fmt.Sprintf("%s: the rights of %s here are revoked", f.Cluster, Printable(f.peer.ClusterName)))
+	}
+	return nil
+}
+
 func (f *farewell) deletePeering(ctx context.Context, o UnpeerOptions) error {
 	if f.peering == "" {
 		return nil
@@ -216,12 +265,11 @@ type errWaiting struct{ what string }
 
 func (e *errWaiting) Error() string { return e.what }
 
-// patience is how long a step may take before a person is told what it waits
-// for.
+// patience is how long a step may take before a person is told what it waits for.
 const patience = time.Second
 
-// until repeats a step on each side until it is done, and tells what it waits
-// for whenever that changes.
+// until repeats a step on each side until it is done, and tells what it waits for whenever that
+// changes.
 func until(ctx context.Context, sides []*farewell, o UnpeerOptions, step func(*farewell) (string, error)) error {
 	done := make([]bool, len(sides))
 	for begun := time.Now(); ; {
@@ -291,8 +339,8 @@ func (f *farewell) peeringGone(ctx context.Context) (string, error) {
 	return "", &errWaiting{what}
 }
 
-// removeRest removes what Peer had set up: the tenant namespace, where Peer made
-// it, else what Peer put into it.
+// removeRest removes what Peer had set up: the tenant namespace, where Peer made it, else what Peer
+// put into it.
 func (f *farewell) removeRest(ctx context.Context) (string, error) {
 	if f.namespace == "" {
 		return "", nil
@@ -306,46 +354,74 @@ func (f *farewell) removeRest(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", f.explain("Namespace "+f.namespace, err)
 	}
-	// First of all the peer's way in, whatever becomes of the namespace.
-	s := &side{Cluster: f.Cluster, peer: &side{Cluster: &Cluster{Identity: f.peer}}, namespace: f.namespace, secret: f.secret}
 	secret := &corev1.Secret{}
-	secret.Namespace, secret.Name = s.namespace, s.secret
-	for _, o := range append(s.rights(), secret, s.quota()) {
-		if err := f.deleteOurs(ctx, o); err != nil {
-			return "", err
-		}
+	secret.Namespace, secret.Name = f.namespace, f.secret
+	s := f.side()
+	did, err := f.deleteOurs(ctx, append(s.rights(), secret)...)
+	if err != nil {
+		return "", err
+	}
+	removed := "rights and identity removed"
+	if !did {
+		removed = "no rights and no identity of `isthmus peer` were left"
+	}
+	if err := f.freeNetworkConfigs(ctx); err != nil {
+		return "", err
 	}
 	if n.Labels[labelManagedBy] != managedBy {
 		f.namespace = ""
-		return fmt.Sprintf("rights and identity removed; namespace %s stays, since `isthmus peer` did not make it", n.Name), nil
+		return fmt.Sprintf("%s; namespace %s stays, since `isthmus peer` did not make it", removed, n.Name), nil
 	}
 	if err := f.client.Delete(ctx, &n, client.Preconditions{UID: &n.UID}); client.IgnoreNotFound(err) != nil {
 		return "", f.explain("delete Namespace "+n.Name, err)
 	}
-	return "rights and identity removed, namespace " + n.Name + " deleted", nil
+	return removed + ", namespace " + n.Name + " deleted", nil
 }
 
-// deleteOurs deletes an object that carries our label.
-func (f *farewell) deleteOurs(ctx context.Context, o client.Object) error {
-	u, err := f.unstructured(o)
-	if err != nil {
-		return err
+// freeNetworkConfigs removes all finalizers of what NetworkConfigs are left, once the Peering is
+// gone: nobody is waited for any more, and a peer may have put some there that it never removes.
+func (f *farewell) freeNetworkConfigs(ctx context.Context) error {
+	var list v1alpha1.NetworkConfigList
+	if err := f.client.List(ctx, &list, client.InNamespace(f.namespace)); err != nil {
+		return f.explain("NetworkConfigs in "+f.namespace, err)
 	}
-	err = f.client.Get(ctx, client.ObjectKeyFromObject(o), o)
-	if apierrors.IsNotFound(err) || err == nil && o.GetLabels()[labelManagedBy] != managedBy {
-		return nil
-	}
-	if err != nil {
-		return f.explain(describe(u), err)
-	}
-	if err := f.client.Delete(ctx, o); client.IgnoreNotFound(err) != nil {
-		return f.explain("delete "+describe(u), err)
+	for i := range list.Items {
+		nc := &list.Items[i]
+		if len(nc.Finalizers) == 0 {
+			continue
+		}
+		err := f.client.Patch(ctx, nc, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(fieldManager))
+		if client.IgnoreNotFound(err) != nil {
+			return f.explain("finalizers of NetworkConfig "+nc.Namespace+"/"+nc.Name, err)
+		}
 	}
 	return nil
 }
 
-// namespaceGone waits until the namespace is gone, so that the same two clusters
-// can be peered again at once.
+// deleteOurs deletes those of the objects that carry our label, and reports whether there were any.
+func (f *farewell) deleteOurs(ctx context.Context, objects ...client.Object) (did bool, err error) {
+	for _, o := range objects {
+		u, err := f.unstructured(o)
+		if err != nil {
+			return did, err
+		}
+		err = f.client.Get(ctx, client.ObjectKeyFromObject(o), o)
+		if apierrors.IsNotFound(err) || err == nil && o.GetLabels()[labelManagedBy] != managedBy {
+			continue
+		}
+		if err != nil {
+			return did, f.explain(describe(u), err)
+		}
+		if err := f.client.Delete(ctx, o); client.IgnoreNotFound(err) != nil {
+			return did, f.explain("delete "+describe(u), err)
+		}
+		did = true
+	}
+	return did, nil
+}
+
+// namespaceGone waits until the namespace is gone, so that the same two clusters can be peered
+// again at once.
 func (f *farewell) namespaceGone(ctx context.Context) (string, error) {
 	if f.namespace == "" {
 		return "", nil

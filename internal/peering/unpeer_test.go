@@ -7,8 +7,11 @@ import (
 	"testing"
 	"time"
 
+	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -56,10 +59,25 @@ func TestUnpeerSaysWhatItWaitsForAndKeepsTheRightsMeanwhile(t *testing.T) {
 	if said := p.said(); strings.Count(said, "its copy") != 1 {
 		t.Errorf("said once, please:\n%s", said)
 	}
-	// The manager of a needs its identity at b, and b has nothing to do any more.
+	// The manager of a needs its identity at b to withdraw what it has there, and for nothing else
+	// any more.
+	there := p.a.Identity.TenantNamespace()
 	peer, err := p.a.asPeer(t.Context(), p.b.Identity.TenantNamespace())
 	must(t, err)
-	must(t, peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(p.a.Identity.TenantNamespace())))
+	must(t, peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(there)))
+	copied := networkConfig(p.b, p.a)
+	if err := peer.Create(t.Context(), copied.DeepCopy()); !apierrors.IsForbidden(err) {
+		t.Errorf("one that parts creates: %v", err)
+	}
+	must(t, p.b.client.Create(t.Context(), copied))
+	if err := peer.Patch(t.Context(), copied.DeepCopy(), client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["example.com/x"]}}`))); !apierrors.IsForbidden(err) {
+		t.Errorf("one that parts writes: %v", err)
+	}
+	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: there, Name: peerAccount}}
+	if err := peer.SubResource("token").Create(t.Context(), account, &authenticationv1.TokenRequest{}); !apierrors.IsForbidden(err) {
+		t.Errorf("one that parts gets a new token: %v", err)
+	}
+	must(t, peer.Delete(t.Context(), copied))
 	p.managers[0].keep("")
 	must(t, p.unpeer(t))
 	if left := p.everything(t); len(left) != 0 {
@@ -83,6 +101,77 @@ func TestForcedUnpeerSaysWhatStaysAtThePeer(t *testing.T) {
 	must(t, Unpeer(t.Context(), p.b, nil, UnpeerOptions{Name: p.a.Identity.UniqueName(), Timeout: patient, Report: p.report}))
 	if left := p.everything(t); len(left) != 0 {
 		t.Errorf("left: %v", left)
+	}
+}
+
+// networkConfig is what the cluster from publishes at the cluster at.
+func networkConfig(at, from *Cluster) *v1alpha1.NetworkConfig {
+	return &v1alpha1.NetworkConfig{
+		ObjectMeta: metav1.ObjectMeta{Namespace: from.Identity.TenantNamespace(), Name: at.Identity.UniqueName(), Labels: map[string]string{
+			v1alpha1.LabelReplication: "false", v1alpha1.LabelReplicated: "true",
+			v1alpha1.LabelOriginID: from.Identity.ClusterID, v1alpha1.LabelRemoteID: at.Identity.ClusterID}},
+		Spec: v1alpha1.NetworkConfigSpec{RemoteCluster: at.Identity, PodCIDR: "10.60.0.0/20", ExternalCIDR: "10.61.0.0/20", EndpointIP: "192.0.2.2",
+			BackendType: v1alpha1.BackendWireGuard, BackendConfig: v1alpha1.BackendConfig{"port": "5871", "publicKey": "3p7bfXt9wbTTW2HC7OQ1Nz+DQ8hbeGdNrfx+FG+IK08="}},
+	}
+}
+
+func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "first")
+	must(t, p.peer(t))
+	p.said()
+	here := p.b.Identity.TenantNamespace()
+	peer, err := p.b.asPeer(t.Context(), p.a.Identity.TenantNamespace())
+	must(t, err)
+	must(t, peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here)))
+
+	// No manager is there to take anything down, so that the command does not come to an end.
+	must(t, p.a.client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
+		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["isthmus.net/peering","example.com/for-ever"]}}`))))
+	p.managers[0].pause()
+	ctx := newDeadline(t)
+	up := sync.OnceFunc(func() { close(ctx.up) })
+	err = Unpeer(ctx, p.a, nil, UnpeerOptions{Name: "first-b", Force: true, Timeout: patient, Report: func(line string) {
+		if p.report(line); strings.Contains(line, "waiting for the manager") {
+			up()
+		}
+	}})
+	if !errors.Is(err, ErrNotReady) {
+		t.Fatal(err)
+	}
+	contains(t, p.said(), "first-a: the rights of first-b here are revoked\nfirst-a: does not wait for first-b.")
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the authorizer sees it a moment later
+		err := peer.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here))
+		if apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err) {
+			break
+		}
+		if time.Since(begin) > patient {
+			t.Fatalf("the peer's identity still works: %v", err)
+		}
+	}
+	must(t, p.a.client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
+		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
+}
+
+func TestUnpeerDoesNotWaitForFinalizersOfThePeer(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "cling")
+	must(t, p.peer(t))
+	kept := networkConfig(p.a, p.b)
+	kept.Finalizers = []string{"example.com/for-ever"}
+	must(t, p.a.client.Create(t.Context(), kept))
+	must(t, Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "cling-b", Force: true, Timeout: patient, Report: p.report}))
+	if !gone(t, p.a, &corev1.Namespace{}, p.b.Identity.TenantNamespace()) {
+		t.Error("the namespace has stayed")
+	}
+}
+
+func TestUnpeerOfNobodyIsAnError(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "nobody")
+	err := Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "nosuch", Timeout: patient, Report: p.report})
+	if !errors.Is(err, ErrNoPeering) || !strings.Contains(err.Error(), "nobody-a: no such peering: no Peering is called nosuch") {
+		t.Errorf("%v; said %q", err, p.said())
 	}
 }
 

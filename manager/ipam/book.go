@@ -1,18 +1,17 @@
-// Package ipam decides which networks of this cluster stand for those of its
-// peers, and which addresses of its ExternalCIDR stand for endpoints that are no
-// pods. It is a value: the Book has no client, no clock and no lock, and the same
-// questions in the same order always get the same answers.
+// Package ipam decides which networks of this cluster stand for those of its peers, and which
+// addresses of its ExternalCIDR stand for endpoints that are no pods. It is a value: the Book has
+// no client, no clock and no lock, and the same questions in the same order always get the same
+// answers.
 //
-//	Config ─ Configure ─┐                      ┌─ Spec ─► IpamStorage
-//	Claim  ─ Grant ─────┼─► Book (immutable) ──┼─ NatMapping
-//	answer ─ Answered ──┤                      └─ HomePodIP, GrantOf, ...
-//	IpamStorage ─ Read ─┘
+//	Config  ─ Configure ─┐                      ┌─ Spec ─► IpamStorage
+//	Request ─ Grant ─────┼─► Book (immutable) ──┼─ NatMapping
+//	answer  ─ Answered ──┤                      └─ HomePodIP, GrantOf, ...
+//	IpamStorage ─ Read ──┘
 //
-// The choices are those of Liqo (facts, section 5): a network that overlaps
-// nothing is used as it is, any other one is replaced by a free one of the same
-// length out of the pools, in their order, taken from the smallest free block.
-// What differs: everything about this cluster may change at any time, and the
-// state is text that people can read instead of an allocator's memory.
+// The choices are those of Liqo (docs/liqo-v0.md, section 5): a network that overlaps nothing is
+// used as it is, any other one is replaced by a free one of the same length out of the pools, in
+// their order, taken from the smallest free block. What differs: everything about this cluster may
+// change at any time, and the state is text that people can read instead of an allocator's memory.
 package ipam
 
 import (
@@ -27,24 +26,22 @@ import (
 const (
 	// MaxPeers is how many peers a Book has at most.
 	MaxPeers = 1024
-	// MaxEndpoints is how many mapped endpoints a Book has at most, with the
-	// gateway's own.
+	// MaxEndpoints is how many mapped endpoints a Book has at most, with the gateway's own.
 	MaxEndpoints = 16384
 )
 
-// Config is what a Book has to know about its own cluster. Zero prefixes are not
-// known yet. A prefix with host bits stands for its network.
+// Config is what a Book has to know about its own cluster. Zero prefixes are not known yet. A
+// prefix with host bits stands for its network.
 type Config struct {
 	PodCIDR, ServiceCIDR netip.Prefix
-	// ExternalCIDR is the network for our endpoints that are no pods. Zero: keep
-	// the one chosen before, or choose one of the length of PodCIDR as soon as
-	// that is known.
+	// ExternalCIDR is the network for our endpoints that are no pods. Zero: keep the one chosen
+	// before, or choose one of the length of PodCIDR as soon as that is known.
 	ExternalCIDR netip.Prefix
-	// Pools are the networks to allocate from, in this order; nil: DefaultPools.
-	// Reserved are networks that no peer gets.
+	// Pools are the networks to allocate from, in this order; nil: DefaultPools. Reserved are
+	// networks that no peer gets.
 	Pools, Reserved []netip.Prefix
-	// Nodes are addresses that no peer's network may contain. They change with
-	// the cluster, so that they are not part of what Spec keeps.
+	// Nodes are addresses that no peer's network may contain, also those of API servers. They
+	// change with the cluster, so that they are not part of what Spec keeps.
 	Nodes []netip.Addr
 }
 
@@ -67,21 +64,21 @@ func DefaultPools() []netip.Prefix {
 	}
 }
 
-// A Book says who has which network. It is immutable: methods return a new Book
-// and leave the old one as it was, so that it may be read concurrently and kept
-// for comparison. The zero Book is empty and has no pools.
+// A Book says who has which network. It is immutable: methods return a new Book and leave the old
+// one as it was, so that it may be read concurrently and kept for comparison. The zero Book is
+// empty and has no pools.
 type Book struct {
 	own       Config
-	peers     map[string]*peer         // neither the map nor a peer is changed once it is in a Book
+	peers     map[string]*account      // neither the map nor an account is changed once it is in a Book
 	endpoints map[netip.Addr]*endpoint // by real address, without the gateway's own
 	taken     tree                     // all networks that no peer can get, those of peers among them
 	nodes     tree                     // addresses of nodes
 	addresses tree                     // of the ExternalCIDR, those in use or unusable
 }
 
-// A peer is all that is known about one. Grant is zero until it has claimed,
-// each of the others until it has answered.
-type peer struct {
+// An account is all that the books have of one peer. Grant is zero until it has claimed, each of
+// the others until it has answered.
+type account struct {
 	Grant
 	podSeen, externalSeen netip.Prefix            // how it sees our PodCIDR and ExternalCIDR
 	endpoints             map[netip.Addr]struct{} // real addresses mapped for it, without the gateway's own
@@ -103,19 +100,18 @@ func (b Book) Own() Config {
 // Peers returns the IDs of all peers that have a network or have answered, sorted.
 func (b Book) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
-// Answered notes how the peer sees our PodCIDR and ExternalCIDR; equal to our own
-// when it does not remap them. From the first answer on the gateway's own address
-// is mapped to the first host of the ExternalCIDR, for the connection check. A
-// zero prefix, or one that does not fit ours (another family or length, or no
-// network that pods can have), leaves what was known before. Answers are the
-// peer's business: they may coincide with anything.
+// Answered notes how the peer sees our PodCIDR and ExternalCIDR; equal to our own when it does not
+// remap them. From the first answer on the gateway's own address is mapped to the first host of the
+// ExternalCIDR, for the connection check. A zero prefix, or one that does not fit ours (another
+// family or length, or no network that pods can have), leaves what was known before. Answers are
+// the peer's business: they may coincide with anything.
 func (b Book) Answered(id string, podSeen, externalSeen netip.Prefix) Book {
 	old := b.peers[id]
 	if old == nil {
 		if fabric.CheckClusterID(id) != "" || len(b.peers) >= MaxPeers {
 			return b
 		}
-		old = new(peer)
+		old = new(account)
 	}
 	p := *old
 	if fits(podSeen, b.own.PodCIDR) {
@@ -135,8 +131,8 @@ func fits(seen, own netip.Prefix) bool {
 	return own.IsValid() && fabric.CheckNetwork(seen) == "" && seen.Addr().BitLen() == own.Addr().BitLen() && seen.Bits() == own.Bits()
 }
 
-// Release forgets the peer: its networks, its answer, and the endpoints that
-// were mapped for it alone. Unknown peers are as good as released.
+// Release forgets the peer: its networks, its answer, and the endpoints that were mapped for it
+// alone. Unknown peers are as good as released.
 func (b Book) Release(id string) Book {
 	p := b.peers[id]
 	if p == nil {
@@ -149,20 +145,19 @@ func (b Book) Release(id string) Book {
 	return b
 }
 
-// withPeer returns the Book with another state of a peer, whose networks are
-// accounted for by the caller.
-func (b Book) withPeer(id string, p *peer) Book {
-	peers := make(map[string]*peer, len(b.peers)+1)
+// withPeer returns the Book with another state of a peer, whose networks are accounted for by the
+// caller.
+func (b Book) withPeer(id string, p *account) Book {
+	peers := make(map[string]*account, len(b.peers)+1)
 	maps.Copy(peers, b.peers)
 	peers[id] = p
 	b.peers = peers
 	return b
 }
 
-// Changed returns the IDs of the peers whose networks, answers or mappings are
-// not what they were in the older Book, sorted. It compares with that very Book
-// and its successors in little time; Books with another origin differ in peers
-// that are the same, too.
+// Changed returns the IDs of the peers whose networks, answers or mappings are not what they were
+// in the older Book, sorted. It compares with that very Book and its successors in little time;
+// Books with another origin differ in peers that are the same, too.
 func (b Book) Changed(since Book) []string {
 	var changed []string
 	for id, p := range b.peers {
@@ -185,8 +180,8 @@ type PoolUsage struct {
 	Free, Used float64
 }
 
-// Usage returns how full the pools are, in their order. Whatever cannot be given
-// to a peer counts as used, the cluster's own networks among it.
+// Usage returns how full the pools are, in their order. Whatever cannot be given to a peer counts
+// as used, the cluster's own networks among it.
 func (b Book) Usage() []PoolUsage {
 	usage := make([]PoolUsage, len(b.own.Pools))
 	for i, pool := range b.own.Pools {

@@ -1,7 +1,6 @@
 package ipam
 
 import (
-	"cmp"
 	"fmt"
 	"maps"
 	"net/netip"
@@ -13,8 +12,8 @@ import (
 // special are the networks that no peer can have.
 var special = fabric.SpecialRanges()
 
-// A Conflict is an overlap that came about after a network was given out, because
-// something about this cluster changed since, or by an edit.
+// A Conflict is an overlap that came about after a network was given out, because something about
+// this cluster changed since, or by an edit.
 type Conflict struct {
 	Peer    string       // whose network it is, as used here; empty: ours
 	Network string       // "PodCIDR", "ServiceCIDR" or "ExternalCIDR"
@@ -35,13 +34,13 @@ func (c Conflict) String() string {
 	return fmt.Sprintf("%s, %v here, overlaps %s, %v", whose, c.Prefix, c.With, c.Other)
 }
 
-// Configure says what is true of this cluster now. It may be called at any time:
-// networks that were given out stay where they are, and so does an ExternalCIDR
-// that was chosen while there was any peer. The conflicts are those of Conflicts.
+// Configure says what is true of this cluster now. It may be called at any time: networks that were
+// given out stay where they are, and so does an ExternalCIDR that was chosen while there was any
+// peer. The conflicts are those of Conflicts.
 //
-// When the ExternalCIDR changes, mapped endpoints keep their host bits if it has
-// the same length, and get new addresses otherwise. Answers of peers that no
-// longer fit the length of our networks are forgotten until they answer again.
+// When the ExternalCIDR changes, mapped endpoints keep their host bits if it has the same length,
+// and get new addresses otherwise. Answers of peers that no longer fit the length of our networks
+// are forgotten until they answer again.
 func (b Book) Configure(c Config) (Book, []Conflict) {
 	if c.Pools == nil {
 		c.Pools = DefaultPools()
@@ -54,7 +53,7 @@ func (b Book) Configure(c Config) (Book, []Conflict) {
 		Reserved:     networks(c.Reserved),
 		Nodes:        slices.Clone(c.Nodes),
 	}
-	slices.SortFunc(own.Reserved, comparePrefix)
+	slices.SortFunc(own.Reserved, netip.Prefix.Compare)
 	own.Reserved = slices.Compact(own.Reserved)
 	slices.SortFunc(own.Nodes, netip.Addr.Compare)
 	own.Nodes = slices.Compact(own.Nodes)
@@ -86,10 +85,6 @@ func networks(list []netip.Prefix) []netip.Prefix {
 	return out
 }
 
-func comparePrefix(a, b netip.Prefix) int {
-	return cmp.Or(a.Addr().Compare(b.Addr()), cmp.Compare(a.Bits(), b.Bits()))
-}
-
 // fill makes the trees of networks out of the rest of the Book.
 func (b *Book) fill() {
 	b.taken, b.nodes = tree{}, tree{}
@@ -105,8 +100,7 @@ func (b *Book) fill() {
 	}
 }
 
-// chooseExternal picks our ExternalCIDR as Liqo does. The former one stays if it
-// is not in the way.
+// chooseExternal picks our ExternalCIDR as Liqo does. The former one stays if it is not in the way.
 func (b *Book) chooseExternal(was netip.Prefix) netip.Prefix {
 	pod := b.own.PodCIDR
 	if was.IsValid() && (!pod.IsValid() || fits(was, pod) && b.free(was)) {
@@ -119,11 +113,11 @@ func (b *Book) chooseExternal(was netip.Prefix) netip.Prefix {
 	return chosen
 }
 
-// readdress makes everything that depends on our own networks fit them again,
-// after the ExternalCIDR was another one.
+// readdress makes everything that depends on our own networks fit them again, after the
+// ExternalCIDR was another one.
 func (b *Book) readdress(was netip.Prefix) {
 	external := b.own.ExternalCIDR
-	peers := make(map[string]*peer, len(b.peers))
+	peers := make(map[string]*account, len(b.peers))
 	endpoints := make(map[netip.Addr]*endpoint)
 	b.addresses = tree{}.with(host(external.Addr())).with(host(firstHost(external))).with(host(lastAddr(external)))
 
@@ -198,14 +192,14 @@ func (b *Book) obstacles(yield func(obstacle) bool) {
 		return
 	}
 	for _, addr := range b.own.Nodes {
-		if addr.IsValid() && !yield(obstacle{name: "the address of a node", prefix: host(addr), node: true}) {
+		if addr.IsValid() && !yield(obstacle{name: "the address of a node or an API server", prefix: host(addr), node: true}) {
 			return
 		}
 	}
 }
 
-// Conflicts returns all overlaps that there are now, ours first, then sorted by
-// peer; for each network of a peer the first one.
+// Conflicts returns all overlaps that there are now, ours first, then sorted by peer; for each
+// network of a peer the first one.
 func (b Book) Conflicts() []Conflict {
 	var conflicts []Conflict
 	own := b.own
@@ -249,8 +243,8 @@ func (b Book) ConflictsOf(id string) (conflicts []Conflict) {
 	return conflicts
 }
 
-// holder says what overlaps p, leaving out the networks of one peer. Where it is a
-// network of another one, name ends with "of " and peer is its ID.
+// holder says what overlaps p, leaving out the networks of one peer. Where it is a network of
+// another one, name ends with "of " and peer is its ID.
 func (b *Book) holder(p netip.Prefix, except string) (name, peer string, prefix netip.Prefix) {
 	for o := range b.obstacles {
 		if o.prefix.Overlaps(p) {

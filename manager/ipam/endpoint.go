@@ -5,24 +5,23 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"slices"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// ErrNoConfiguration says that a peer has no networks here, or has not said yet
-// how it sees ours.
+// ErrNoConfiguration says that a peer has no networks here, or has not said yet how it sees ours.
 var ErrNoConfiguration = errors.New("has no network configuration yet")
 
-// MapEndpoint returns the address by which the peer reaches our endpoint ip. A
-// pod's address is moved onto the network that the peer uses for our pods, and
-// nothing has to be remembered. Any other endpoint gets an address out of our
-// ExternalCIDR, one for all peers, which is moved onto the network that the peer
-// uses for that; asking again gives the same.
+// MapEndpoint returns the address by which the peer reaches our endpoint ip. A pod's address is
+// moved onto the network that the peer uses for our pods, and nothing has to be remembered. Any
+// other endpoint gets an address out of our ExternalCIDR, one for all peers, which is moved onto
+// the network that the peer uses for that; asking again gives the same.
 //
-// The endpoint may lie anywhere but where nothing can be reached: in our own
-// ExternalCIDR or in a special range. An address in a network granted to a peer
-// is legal; that is how one cluster passes on pods of a third one.
+// The endpoint may lie anywhere but where nothing can be reached: in our own ExternalCIDR or in a
+// special range. An address in a network granted to a peer is legal; that is how one cluster passes
+// on pods of a third one.
 func (b Book) MapEndpoint(id string, ip netip.Addr) (Book, netip.Addr, error) {
 	p := b.peers[id]
 	if err := b.checkEndpoint(ip); err != nil {
@@ -43,21 +42,49 @@ func (b Book) MapEndpoint(id string, ip netip.Addr) (Book, netip.Addr, error) {
 		return b.mapTo(id, ip, e.addr), move(e.addr, p.externalSeen), nil
 	}
 	if len(b.endpoints) >= MaxEndpoints-1 {
-		return b, netip.Addr{}, &Refusal{v1alpha1.ReasonExhausted, "", fmt.Sprintf("endpoint %v: %d endpoints are mapped already, and there is no room for more",
-			ip, MaxEndpoints), ErrExhausted}
+		return b, netip.Addr{}, refuse(v1alpha1.ReasonExhausted, "", "endpoint %v: %d endpoints are mapped already, and there is no room for more", ip, MaxEndpoints)
 	}
 	addr, ok := b.addresses.lowest(b.own.ExternalCIDR)
 	if !ok {
-		return b, netip.Addr{}, &Refusal{v1alpha1.ReasonExhausted, "", fmt.Sprintf("endpoint %v: no address is free in our ExternalCIDR, %v",
-			ip, b.own.ExternalCIDR), ErrExhausted}
+		return b, netip.Addr{}, refuse(v1alpha1.ReasonExhausted, "", "endpoint %v: no address is free in our ExternalCIDR, %v", ip, b.own.ExternalCIDR)
 	}
 	return b.mapTo(id, ip, addr), move(addr, p.externalSeen), nil
 }
 
-// RestoreEndpoint maps the endpoint so that the peer reaches it by the address
-// that it knows already: seen, in the network that it uses for our ExternalCIDR.
-// It is for books that were lost. The Book is the same as before when the
-// endpoint has another address here, or that address is another endpoint's.
+// Mapped reports whether the peer has the endpoint by an address of our ExternalCIDR, the gateway's
+// own apart.
+func (b Book) Mapped(id string, ip netip.Addr) bool {
+	p := b.peers[id]
+	if p == nil {
+		return false
+	}
+	_, mapped := p.endpoints[ip]
+	return mapped
+}
+
+// Guarded says what an endpoint is that a peer gets only where a person says so: what a cluster is
+// run by, and what another peer has trusted us with. Empty: it is none of these.
+func (b Book) Guarded(ip netip.Addr) string {
+	switch _, node := slices.BinarySearchFunc(b.own.Nodes, ip, netip.Addr.Compare); {
+	case node:
+		return "is an address of a node"
+	case b.own.ServiceCIDR.Contains(ip):
+		return fmt.Sprintf("is a Service, in %v", b.own.ServiceCIDR)
+	}
+	for id, p := range b.peers {
+		for _, network := range []netip.Prefix{p.Pod, p.External} {
+			if network.Contains(ip) {
+				return fmt.Sprintf("is in %v, a network of cluster %q", network, id)
+			}
+		}
+	}
+	return ""
+}
+
+// RestoreEndpoint maps the endpoint so that the peer reaches it by the address that it knows
+// already: seen, in the network that it uses for our ExternalCIDR. It is for books that were lost.
+// The Book is the same as before when the endpoint has another address here, or that address is
+// another endpoint's.
 func (b Book) RestoreEndpoint(id string, ip, seen netip.Addr) Book {
 	p := b.peers[id]
 	if p == nil || !p.externalSeen.Contains(seen) || b.checkEndpoint(ip) != nil || ip.BitLen() != seen.BitLen() || len(b.endpoints) >= MaxEndpoints-1 {
@@ -70,8 +97,8 @@ func (b Book) RestoreEndpoint(id string, ip, seen netip.Addr) Book {
 	return b.mapTo(id, ip, addr)
 }
 
-// mapTo lets the peer have the endpoint at the address of our ExternalCIDR that
-// is free or this endpoint's.
+// mapTo lets the peer have the endpoint at the address of our ExternalCIDR that is free or this
+// endpoint's.
 func (b Book) mapTo(id string, ip, addr netip.Addr) Book {
 	p := *b.peers[id]
 	if _, mapped := p.endpoints[ip]; mapped {
@@ -91,9 +118,8 @@ func (b Book) mapTo(id string, ip, addr netip.Addr) Book {
 	return b.withPeer(id, &p)
 }
 
-// UnmapEndpoint undoes MapEndpoint for one peer. When it was the last one, the
-// address is free for another endpoint at once. What is not mapped, and the
-// gateway's own address, stay as they are.
+// UnmapEndpoint undoes MapEndpoint for one peer. When it was the last one, the address is free for
+// another endpoint at once. What is not mapped, and the gateway's own address, stay as they are.
 func (b Book) UnmapEndpoint(id string, ip netip.Addr) Book {
 	p := b.peers[id]
 	if p == nil {
@@ -111,7 +137,7 @@ func (b Book) UnmapEndpoint(id string, ip netip.Addr) Book {
 }
 
 // unmapAll takes the peer off all endpoints. The peer itself is not changed.
-func (b Book) unmapAll(p *peer) Book {
+func (b Book) unmapAll(p *account) Book {
 	if len(p.endpoints) == 0 {
 		return b
 	}
@@ -145,8 +171,8 @@ func (b Book) HomePodIP(id string, ip netip.Addr) (netip.Addr, error) {
 	return move(ip, grant.Pod), nil
 }
 
-// NatMapping returns what the NatMapping of the peer has to say. It is false
-// until the peer has both claimed its networks and answered.
+// NatMapping returns what the NatMapping of the peer has to say. It is false until the peer has
+// both claimed its networks and answered.
 func (b Book) NatMapping(id string) (v1alpha1.NatMappingSpec, bool) {
 	p := b.peers[id]
 	if p == nil || !p.Pod.IsValid() || !p.externalSeen.IsValid() {

@@ -1,51 +1,63 @@
 package ipam
 
 import (
-	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-var (
-	// ErrExhausted is in every Refusal for want of a free network or address, or
-	// because a bound of the Book is reached.
-	ErrExhausted = errors.New("exhausted")
-	// ErrTaken is in the Refusal of a wanted network that overlaps another one.
-	ErrTaken = errors.New("taken")
-)
-
-// A Refusal says why a claim got nothing, in the words of a condition.
-type Refusal struct {
-	Reason  string // one of the reasons of v1alpha1.ConditionAccepted
-	Field   string // of the NetworkConfig, or of the Peering for a wanted network: "spec.podCIDR"
-	Message string // what was found, and what is wanted
-	err     error
+// refuse makes the error of a request that gets nothing; field is of the NetworkConfig, or of the
+// Peering for a wanted network.
+func refuse(reason, field, format string, args ...any) *fabric.Refusal {
+	return &fabric.Refusal{Reason: reason, Problem: fabric.Problem{Field: field, Message: fmt.Sprintf(format, args...)}}
 }
 
-func (r *Refusal) Error() string {
-	if r.Field == "" {
-		return r.Message
-	}
-	return r.Field + ": " + r.Message
-}
-
-// Unwrap returns ErrExhausted, ErrTaken or nil.
-func (r *Refusal) Unwrap() error { return r.err }
-
-// A Claim is what a peer says about its networks.
-type Claim struct {
+// A Request is what is asked for a peer: networks that stand for those that it claims.
+type Request struct {
 	ID            string
 	Pod, External netip.Prefix // as the peer has them
-	// WantPod and WantExternal are the networks that have to stand for them
-	// here; zero: any.
+	// WantPod and WantExternal are the networks that have to stand for them here; zero: any.
 	WantPod, WantExternal netip.Prefix
+	// Allowed are networks outside of private space that may be used as they are.
+	Allowed []netip.Prefix
+	// AlwaysRemap: neither network may be used as it is.
+	AlwaysRemap bool
+	// Consented: somebody here has seen this claim, and the peer may have for it what it has not
+	// had before.
+	Consented bool
 }
 
-// A Grant are the networks that stand for those of a peer here: equal to what it
-// claimed when they are not remapped.
+// private is what anybody may use: RFC 1918, 6598 and 4193. Whoever claims another network would
+// get traffic that is meant for somebody in the Internet.
+var private = []netip.Prefix{
+	netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("172.16.0.0/12"), netip.MustParsePrefix("192.168.0.0/16"),
+	netip.MustParsePrefix("100.64.0.0/10"), netip.MustParsePrefix("fc00::/7"),
+}
+
+// outside says what forbids to use p as it is wherever it is free, or "".
+func outside(p netip.Prefix, allowed []netip.Prefix) string {
+	if !slices.ContainsFunc(slices.Concat(private, allowed), func(n netip.Prefix) bool { return contains(n, p) }) {
+		return "is neither in private space (RFC 1918, 6598 and 4193) nor among spec.claims.allowed of the receiver's Peering"
+	}
+	for _, m := range metadata {
+		if m.Overlaps(p) {
+			return fmt.Sprintf("overlaps %v, where clouds have services for their machines", m)
+		}
+	}
+	return ""
+}
+
+var metadata = fabric.MetadataRanges()
+
+func contains(n, p netip.Prefix) bool {
+	return n.IsValid() && n.Bits() <= p.Bits() && n.Contains(p.Addr())
+}
+
+// A Grant are the networks that stand for those of a peer here: equal to what it claimed when they
+// are not remapped.
 type Grant struct{ Pod, External netip.Prefix }
 
 // GrantOf returns the networks of the peer.
@@ -56,8 +68,7 @@ func (b Book) GrantOf(id string) (Grant, bool) {
 	return Grant{}, false
 }
 
-// UsedForAnother reports whether addr is inside a network that some peer other
-// than id has here.
+// UsedForAnother reports whether addr is inside a network that some peer other than id has here.
 func (b Book) UsedForAnother(id string, addr netip.Addr) bool {
 	for other, p := range b.peers {
 		if other != id && (p.Pod.Contains(addr) || p.External.Contains(addr)) {
@@ -67,16 +78,16 @@ func (b Book) UsedForAnother(id string, addr netip.Addr) bool {
 	return false
 }
 
-// Grant gives the peer its two networks, or none: the error is a *Refusal, and
-// the Book is the same as before. Networks that it has already stay as long as
-// they have the family and length of the claim and nothing else is wanted, even
-// if the claim itself is another one: they are in use on both sides.
-func (b Book) Grant(c Claim) (Book, Grant, error) {
+// Grant gives the peer its two networks, or none: the error is a *fabric.Refusal, and the Book is
+// the same as before. Networks that it has already stay as long as they have the family and length
+// of the claim and nothing else is wanted, even if the claim itself is another one: they are in use
+// on both sides.
+func (b Book) Grant(c Request) (Book, Grant, error) {
 	old := b.peers[c.ID]
 	if old == nil {
-		old = new(peer)
+		old = new(account)
 		if len(b.peers) >= MaxPeers {
-			return b, Grant{}, &Refusal{v1alpha1.ReasonExhausted, "", fmt.Sprintf("there are %d peers already, and no room for more", MaxPeers), ErrExhausted}
+			return b, Grant{}, refuse(v1alpha1.ReasonExhausted, "", "there are %d peers already, and no room for more", MaxPeers)
 		}
 	}
 	if refusal := check(c); refusal != nil {
@@ -86,9 +97,12 @@ func (b Book) Grant(c Claim) (Book, Grant, error) {
 		{field: "podCIDR", claim: c.Pod, want: c.WantPod, had: old.Pod},
 		{field: "externalCIDR", claim: c.External, want: c.WantExternal, had: old.External},
 	}
+	for i := range asks {
+		asks[i].remap, asks[i].outside = c.AlwaysRemap, outside(asks[i].claim, c.Allowed)
+	}
 
-	// What stays keeps its place, then the wanted networks get theirs, so that
-	// nothing is allocated where one of them has to go.
+	// What stays keeps its place, then the wanted networks get theirs, so that nothing is allocated
+	// where one of them has to go.
 	changed := b
 	for i := range asks {
 		if asks[i].stays() {
@@ -103,7 +117,7 @@ func (b Book) Grant(c Claim) (Book, Grant, error) {
 	p := *old
 	p.Grant = Grant{Pod: asks[0].got, External: asks[1].got} // for messages; nobody else has it yet
 	changed = changed.withPeer(c.ID, &p)
-	for _, place := range []func(*Book, *ask) *Refusal{(*Book).placeWanted, (*Book).placeAny} {
+	for _, place := range []func(*Book, *ask) *fabric.Refusal{(*Book).placeWanted, (*Book).placeAny} {
 		for i := range asks {
 			if asks[i].got.IsValid() {
 				continue
@@ -115,6 +129,13 @@ func (b Book) Grant(c Claim) (Book, Grant, error) {
 			p.Grant = Grant{Pod: asks[0].got, External: asks[1].got}
 		}
 	}
+	for _, a := range asks {
+		if !c.Consented && a.needsConsent() && !b.isOurs(a.had) {
+			return b, Grant{}, refuse(v1alpha1.ReasonConsent, "spec."+a.field,
+				"is %v now, for which the receiver would use %v; it uses %v until somebody there agrees: spec.claims.consent of its Peering with podCIDR %v and externalCIDR %v",
+				a.claim, a.got, a.had, c.Pod, c.External)
+		}
+	}
 	return changed, p.Grant, nil
 }
 
@@ -123,32 +144,50 @@ type ask struct {
 	field     string
 	claim     netip.Prefix
 	want, had netip.Prefix // zero: none
+	remap     bool         // it may not be used as it is: the Peering says so
+	outside   string       // why it may not be used as it is, else; or ""
 	got       netip.Prefix
+}
+
+// needsConsent reports whether the peer would get addresses that it has not had, by a change of its
+// own claim. What a person here demands, they have agreed to.
+func (a *ask) needsConsent() bool {
+	byUs := a.want.IsValid() || a.remap && a.had == a.claim
+	return a.had.IsValid() && !byUs && !contains(a.had, a.got)
+}
+
+// isOurs reports whether what a peer is said to have overlaps a network of this cluster, by an edit
+// of the books or because the cluster has changed. It cannot stay, so that nothing waits for
+// consent to another one.
+func (b *Book) isOurs(had netip.Prefix) bool {
+	return had.Overlaps(b.own.PodCIDR) || had.Overlaps(b.own.ServiceCIDR) || had.Overlaps(b.own.ExternalCIDR)
 }
 
 func (a *ask) stays() bool {
 	if a.want.IsValid() {
 		return a.had == a.want
 	}
+	if a.remap && a.had == a.claim {
+		return false
+	}
 	return a.had.IsValid() && a.had.Addr().BitLen() == a.claim.Addr().BitLen() && a.had.Bits() == a.claim.Bits()
 }
 
 // placeWanted puts the network where it has to be, if that is said.
-func (b *Book) placeWanted(a *ask) *Refusal {
+func (b *Book) placeWanted(a *ask) *fabric.Refusal {
 	if !a.want.IsValid() {
 		return nil
 	}
 	if !b.free(a.want) {
 		name, prefix := b.inTheWay(a.want)
-		return &Refusal{v1alpha1.ReasonCIDRConflict, "spec.overrides." + a.field,
-			fmt.Sprintf("%v overlaps %s, %v; want a network that is free", a.want, name, prefix), ErrTaken}
+		return refuse(v1alpha1.ReasonCIDRConflict, "spec.overrides."+a.field, "%v overlaps %s, %v; want a network that is free", a.want, name, prefix)
 	}
 	a.got = a.want
 	return nil
 }
 
-// inTheWay is holder for a refusal, which the refused peer reads: who our other
-// peers are is none of its business.
+// inTheWay is holder for a refusal, which the refused peer reads: who our other peers are is none
+// of its business.
 func (b *Book) inTheWay(p netip.Prefix) (name string, prefix netip.Prefix) {
 	name, peer, prefix := b.holder(p, "")
 	if peer != "" {
@@ -157,21 +196,27 @@ func (b *Book) inTheWay(p netip.Prefix) (name string, prefix netip.Prefix) {
 	return name, prefix
 }
 
-// placeAny leaves the network where it is if that is free, or allocates one. A
-// network as large as a pool is moved if possible: it would leave nothing to
-// allocate from.
-func (b *Book) placeAny(a *ask) *Refusal {
-	free := b.free(a.claim)
-	if free && !b.coversPool(a.claim) {
+// placeAny leaves the network where it is if that is free and permitted, or allocates one. A
+// network as large as a pool is moved if possible: it would leave nothing to allocate from.
+func (b *Book) placeAny(a *ask) *fabric.Refusal {
+	asItIs := b.free(a.claim) && !a.remap && a.outside == ""
+	if asItIs && !b.coversPool(a.claim) {
 		a.got = a.claim
 		return nil
 	}
 	found, ok := b.allocate(a.claim)
-	if !ok && !free {
-		name, prefix := b.inTheWay(a.claim)
-		return &Refusal{v1alpha1.ReasonExhausted, "spec." + a.field,
-			fmt.Sprintf("%v overlaps %s, %v, and no %s is free in the pools %v; want a network that overlaps nothing, or a larger pool",
-				a.claim, name, prefix, length(a.claim), b.own.Pools), ErrExhausted}
+	if !ok && !asItIs {
+		why := a.outside
+		switch {
+		case !b.free(a.claim):
+			name, prefix := b.inTheWay(a.claim)
+			why = fmt.Sprintf("overlaps %s, %v", name, prefix)
+		case a.remap:
+			why = "must not be used as it is (spec.claims.alwaysRemap of the receiver's Peering)"
+		}
+		return refuse(v1alpha1.ReasonExhausted, "spec."+a.field,
+			"%v %s, and no %s is free in the pools %v; want a network that overlaps nothing, or a larger pool",
+			a.claim, why, length(a.claim), b.own.Pools)
 	}
 	if a.got = found; !ok {
 		a.got = a.claim
@@ -190,13 +235,17 @@ func (b *Book) coversPool(p netip.Prefix) bool {
 	return false
 }
 
-// allocate finds a free network of the family and length of p in the pools.
+// allocate finds a free network of the family and length of p in the pools, another one than p.
 func (b *Book) allocate(p netip.Prefix) (netip.Prefix, bool) {
+	taken := b.taken
+	if b.free(p) {
+		taken = taken.with(p)
+	}
 	for _, pool := range b.own.Pools {
 		if pool.Addr().BitLen() != p.Addr().BitLen() {
 			continue
 		}
-		if found, ok := b.taken.fit(pool, p.Bits(), b.nodes); ok {
+		if found, ok := taken.fit(pool, p.Bits(), b.nodes); ok {
 			return found, true
 		}
 	}
@@ -204,9 +253,9 @@ func (b *Book) allocate(p netip.Prefix) (netip.Prefix, bool) {
 }
 
 // check says what is wrong with a claim by itself.
-func check(c Claim) *Refusal {
-	invalid := func(field, format string, args ...any) *Refusal {
-		return &Refusal{Reason: v1alpha1.ReasonInvalid, Field: field, Message: fmt.Sprintf(format, args...)}
+func check(c Request) *fabric.Refusal {
+	invalid := func(field, format string, args ...any) *fabric.Refusal {
+		return refuse(v1alpha1.ReasonInvalid, field, format, args...)
 	}
 	if wrong := fabric.CheckClusterID(c.ID); wrong != "" {
 		return invalid("cluster ID", "%s", wrong)

@@ -10,8 +10,8 @@ import (
 // unit is the length of the smallest network that the reference knows.
 const unit = 18
 
-// reference is the slow and obvious allocator: one flag per unit of IPv4. It
-// shares nothing with the tree.
+// reference is the slow and obvious allocator: one flag per unit of IPv4. It shares nothing with
+// the tree.
 type reference struct {
 	pools []netip.Prefix
 	taken []netip.Prefix
@@ -84,7 +84,7 @@ func TestGrantIsWhatTheSlowReferenceSays(t *testing.T) {
 				b = b.Release(ids[i])
 				ids = append(ids[:i], ids[i+1:]...)
 			}
-			c := Claim{ID: string(rune('a'+step/26)) + string(rune('a'+step%26)), Pod: randNetwork(rng, unit), External: randNetwork(rng, unit)}
+			c := Request{ID: string(rune('a'+step/26)) + string(rune('a'+step%26)), Pod: randNetwork(rng, unit), External: randNetwork(rng, unit), Allowed: everywhere, Consented: true}
 			if c.Pod.Overlaps(c.External) {
 				continue
 			}

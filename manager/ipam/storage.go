@@ -11,15 +11,15 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Spec returns the whole Book, nodes apart, as text. Fields are never nil.
-// Liqo's prefixes stay empty: what they would say follows from the rest.
+// Spec returns the whole Book, nodes apart, as text. Fields are never nil. Liqo's prefixes stay
+// empty: what they would say follows from the rest.
 func (b Book) Spec() v1alpha1.IpamStorageSpec {
 	return b.part(slices.Collect(maps.Keys(b.peers)), slices.Collect(maps.Keys(b.endpoints)))
 }
 
-// Delta returns those parts of the Specs of two Books that differ, with as little
-// else as it takes to compare them. When one was made of the other by changing
-// a few peers, that is cheap however many there are.
+// Delta returns those parts of the Specs of two Books that differ, with as little else as it takes
+// to compare them. When one was made of the other by changing a few peers, that is cheap however
+// many there are.
 func Delta(was, is Book) (have, want v1alpha1.IpamStorageSpec) {
 	if !was.own.sameNetworks(is.own) {
 		return was.Spec(), is.Spec()
@@ -36,8 +36,8 @@ func Delta(was, is Book) (have, want v1alpha1.IpamStorageSpec) {
 	return was.part(ids, of), is.part(ids, of)
 }
 
-// part is the Spec with no peers but those, and no endpoints but those, among
-// which have to be all of the peers.
+// part is the Spec with no peers but those, and no endpoints but those, among which have to be all
+// of the peers.
 func (b Book) part(ids []string, ips []netip.Addr) v1alpha1.IpamStorageSpec {
 	spec := v1alpha1.IpamStorageSpec{
 		Prefixes:              map[string][]byte{},
@@ -117,11 +117,10 @@ func nat(seen, own netip.Prefix) string {
 	return text(seen)
 }
 
-// Read makes a Book out of what Spec wrote, or Liqo, or a person. The error names
-// the first field that makes no sense, in the order of their names. What follows
-// from other fields is not looked at: prefixes, natMappingsConfigured, and who
-// reaches the gateway's own address. Nodes are not part of it, so that Configure
-// has to say them again.
+// Read makes a Book out of what Spec wrote, or Liqo, or a person. The error names the first field
+// that makes no sense, in the order of their names. What follows from other fields is not looked
+// at: prefixes, natMappingsConfigured, and who reaches the gateway's own address. Nodes are not
+// part of it, so that Configure has to say them again.
 func Read(spec *v1alpha1.IpamStorageSpec) (Book, error) {
 	if n := len(spec.ClusterSubnets); n > MaxPeers {
 		return Book{}, fmt.Errorf("spec.clusterSubnets: has %d peers; want at most %d", n, MaxPeers)
@@ -142,7 +141,7 @@ func Read(spec *v1alpha1.IpamStorageSpec) (Book, error) {
 	)
 	b.own.Pools = list("spec.pools", spec.Pools)
 	b.own.Reserved = list("spec.reservedSubnets", spec.ReservedSubnets)
-	slices.SortFunc(b.own.Reserved, comparePrefix)
+	slices.SortFunc(b.own.Reserved, netip.Prefix.Compare)
 	b.own.Reserved = slices.Compact(b.own.Reserved)
 	b.own.PodCIDR = r.optional("spec.podCIDR", spec.PodCIDR)
 	b.own.ServiceCIDR = r.optional("spec.serviceCIDR", spec.ServiceCIDR)
@@ -160,8 +159,8 @@ func Read(spec *v1alpha1.IpamStorageSpec) (Book, error) {
 	return b, nil
 }
 
-// A reader remembers the first thing that is wrong; after that its results are
-// of no use, but harmless.
+// A reader remembers the first thing that is wrong; after that its results are of no use, but
+// harmless.
 type reader struct{ err error }
 
 func (r *reader) fail(field, format string, args ...any) {
@@ -224,15 +223,15 @@ func (r *reader) seen(field, value string, own netip.Prefix, ownField string) ne
 	return p
 }
 
-func (r *reader) peers(subnets map[string]v1alpha1.Subnets, own *Config) map[string]*peer {
-	peers := make(map[string]*peer, len(subnets))
+func (r *reader) peers(subnets map[string]v1alpha1.Subnets, own *Config) map[string]*account {
+	peers := make(map[string]*account, len(subnets))
 	var granted tree
 	for _, id := range slices.Sorted(maps.Keys(subnets)) {
 		s, field := subnets[id], "spec.clusterSubnets["+quote(id)+"]"
 		if wrong := fabric.CheckClusterID(id); wrong != "" {
 			r.fail(field, "the key %s", wrong)
 		}
-		p := &peer{
+		p := &account{
 			Grant: Grant{
 				Pod:      r.network(field+".remotePodCIDR", s.RemotePodCIDR),
 				External: r.network(field+".remoteExternalCIDR", s.RemoteExternalCIDR),
@@ -262,7 +261,7 @@ func (r *reader) peers(subnets map[string]v1alpha1.Subnets, own *Config) map[str
 }
 
 // endpoints reads the mappings, and notes them in the peers that they are for.
-func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, external netip.Prefix, peers map[string]*peer) map[netip.Addr]*endpoint {
+func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, external netip.Prefix, peers map[string]*account) map[netip.Addr]*endpoint {
 	endpoints := make(map[netip.Addr]*endpoint, len(mappings))
 	owners := make(map[netip.Addr]string, len(mappings))
 	for _, key := range slices.Sorted(maps.Keys(mappings)) {

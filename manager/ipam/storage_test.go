@@ -11,8 +11,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// What people read with kubectl: a peer that was remapped and one that was not,
-// the first of which has not answered about our pods.
+// What people read with kubectl: a peer that was remapped and one that was not, the first of which
+// has not answered about our pods.
 const readable = `clusterSubnets:
   11111111-aaaa:
     localNATExternalCIDR: 10.70.0.0/16
@@ -71,8 +71,8 @@ func TestSpecIsReadableAndComplete(t *testing.T) {
 	}
 }
 
-// What Liqo leaves in the object besides: its allocator's memory, and the mark of
-// a peer that is gone.
+// What Liqo leaves in the object besides: its allocator's memory, and the mark of a peer that is
+// gone.
 func TestReadTakesWhatLiqoWrote(t *testing.T) {
 	spec := readSpec(t, readable)
 	want, err := Read(&spec)

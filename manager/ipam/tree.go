@@ -5,9 +5,9 @@ import (
 	"net/netip"
 )
 
-// A tree is a persistent set of networks of one family or both. A network may
-// be in it several times, and inside of another one. Changing a tree copies the
-// nodes on one path, so that every older tree stays what it was.
+// A tree is a persistent set of networks of one family or both. A network may be in it several
+// times, and inside of another one. Changing a tree copies the nodes on one path, so that every
+// older tree stays what it was.
 type tree struct{ v4, v6 *node }
 
 // A node is the network that its path spells. What is below a nil node is free.
@@ -17,8 +17,8 @@ type node struct {
 	free  lengths // of the largest free blocks below
 }
 
-// lengths is a set of prefix lengths from 1 to 128; bit n-1 is length n. Length
-// 0, the whole family, counts as 1: no pool is that large.
+// lengths is a set of prefix lengths from 1 to 128; bit n-1 is length n. Length 0, the whole
+// family, counts as 1: no pool is that large.
 type lengths [2]uint64
 
 func (l lengths) has(bits int) bool     { i := max(bits, 1) - 1; return l[i/64]>>(i%64)&1 != 0 }
@@ -105,10 +105,9 @@ func (t tree) alone(p netip.Prefix) bool {
 	return n.count == 1 && n.child == [2]*node{}
 }
 
-// fit finds a free network of the given length in the pool, as Liqo's allocator
-// does: in the smallest free block that is large enough, the lowest one of
-// several. What avoid has in it is left out too, but does not cut free blocks
-// into smaller ones.
+// fit finds a free network of the given length in the pool, as Liqo's allocator does: in the
+// smallest free block that is large enough, the lowest one of several. What avoid has in it is left
+// out too, but does not cut free blocks into smaller ones.
 func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) {
 	n, covered := t.at(pool)
 	if covered || bits < pool.Bits() {
@@ -128,8 +127,8 @@ func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) 
 	return netip.Prefix{}, false
 }
 
-// blocks yields the largest free blocks that have the given length, from the
-// lowest up; p is the network of n.
+// blocks yields the largest free blocks that have the given length, from the lowest up; p is the
+// network of n.
 func (n *node) blocks(p netip.Prefix, length int) iter.Seq[netip.Prefix] {
 	return func(yield func(netip.Prefix) bool) { n.eachBlock(p, length, yield) }
 }
@@ -144,8 +143,8 @@ func (n *node) eachBlock(p netip.Prefix, length int, yield func(netip.Prefix) bo
 	return n.child[0].eachBlock(half(p, 0), length, yield) && n.child[1].eachBlock(half(p, 1), length, yield)
 }
 
-// clear returns the lowest network of the given length in p, the network of n,
-// that has nothing in it.
+// clear returns the lowest network of the given length in p, the network of n, that has nothing in
+// it.
 func (n *node) clear(p netip.Prefix, bits int) (netip.Prefix, bool) {
 	switch {
 	case n == nil:

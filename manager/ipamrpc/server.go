@@ -1,58 +1,90 @@
-// Package ipamrpc serves Liqo's gRPC service "ipam" (facts, section 5.1) out of the
-// IPAM's books. Virtual kubelets ask it for the address under which a peer reaches
-// an endpoint, and for ours of a pod that runs there.
+// Package ipamrpc serves Liqo's gRPC service "ipam" (docs/liqo-v0.md, section 5.1) out of the
+// IPAM's books. Virtual kubelets ask it for the address under which a peer reaches an endpoint, and
+// for ours of a pod that runs there.
 //
-// ipam.pb.go holds the messages of ipam.proto. It was made by
+//	caller ─► gate: connections ─► TLS: who it is ─► rate ─► guarded? ─► claims ─► the Book
 //
-//	protoc --go_out=. --go_opt=paths=source_relative ipam.proto
+// Liqo's kubelets say neither who they are nor anything in TLS, so whoever reaches the port would
+// decide what peers reach here. Callers therefore show a client certificate, unless a person says
+// Plain.
 //
-// with protoc 3.21 of Debian and protoc-gen-go of the module google.golang.org/protobuf.
-// The service is so small that it is described by hand below.
+// ipam.pb.go holds the messages of ipam.proto, as protoc-gen-go makes them. The service is so small
+// that it is described by hand below.
 package ipamrpc
+
+//go:generate go -C ../../internal/tools run ./protogo ../../manager/ipamrpc/ipam.proto
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/netip"
+	"slices"
 	"time"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/keepalive"
 
 	"github.com/isthmus-net/isthmus/manager/ipam"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
 const (
-	// maxRequest bounds a request in bytes: two short strings. Whoever reaches
-	// the port may send one.
+	// maxRequest bounds a request in bytes: two short strings.
 	maxRequest = 4 << 10
 	// maxStreams bounds the requests of one connection that wait at a time.
 	maxStreams = 128
+	// maxIdle is how long a connection may stay without a request.
+	maxIdle = 5 * time.Minute
 	// drain is how long requests have to end when the server does.
 	drain = 3 * time.Second
 )
 
-// Serve answers on the TCP address, which Liqo's components expect to have port
-// 6000, until ctx ends; then it returns nil. It needs a Store that is loaded and
-// may be written to, so it runs on the leader only. Errors reach the caller with
-// the code Unknown, as Liqo's do.
-func Serve(ctx context.Context, address string, s *ipamstore.Store, log *slog.Logger) error {
+// Options say where and whom Serve answers.
+type Options struct {
+	// Address is the TCP address to listen on; Liqo's components expect port 6000.
+	Address string
+	// TLS is what TLS returns: callers are who their certificate says.
+	TLS *tls.Config
+	// Plain answers whoever comes, without TLS, as Liqo's own service does: a caller is its
+	// address. A NetworkPolicy has to keep others away.
+	Plain bool
+	// Allow are the networks whose endpoints may be mapped although they are Guarded: nodes,
+	// Services, pods of other peers.
+	Allow []netip.Prefix
+}
+
+// Serve answers until ctx ends; then it returns nil. It needs a Store that is loaded and may be
+// written to, so it runs on the leader only. Errors reach the caller with the code Unknown, as
+// Liqo's do.
+func Serve(ctx context.Context, o Options, s *ipamstore.Store, log *slog.Logger) error {
 	var config net.ListenConfig
-	listener, err := config.Listen(ctx, "tcp", address)
+	listener, err := config.Listen(ctx, "tcp", o.Address)
 	if err != nil {
 		return fmt.Errorf("IPAM service: %w", err)
 	}
-	return serve(ctx, listener, s, log)
+	return serve(ctx, listener, o, s, log)
 }
 
-func serve(ctx context.Context, listener net.Listener, s *ipamstore.Store, log *slog.Logger) error {
-	g := grpc.NewServer(grpc.MaxRecvMsgSize(maxRequest), grpc.MaxConcurrentStreams(maxStreams), grpc.ConnectionTimeout(10*time.Second))
-	g.RegisterService(&service, &server{store: s, log: log})
+func serve(ctx context.Context, listener net.Listener, o Options, s *ipamstore.Store, log *slog.Logger) error {
+	settings := []grpc.ServerOption{
+		grpc.MaxRecvMsgSize(maxRequest), grpc.MaxConcurrentStreams(maxStreams), grpc.ConnectionTimeout(10 * time.Second),
+		grpc.KeepaliveParams(keepalive.ServerParameters{MaxConnectionIdle: maxIdle}),
+	}
+	if o.TLS == nil && !o.Plain {
+		return errors.Join(errors.New("IPAM service: want certificates of server and callers, or to be told that it is plain"), listener.Close())
+	}
+	if o.TLS != nil {
+		settings = append(settings, grpc.Creds(credentials.NewTLS(o.TLS)))
+	}
+	g := grpc.NewServer(settings...)
+	g.RegisterService(&service, &server{store: s, log: log, allow: o.Allow, callers: newCallers()})
 	ended := make(chan error, 1)
-	go func() { ended <- g.Serve(listener) }()
+	go func() { ended <- g.Serve(newGate(listener)) }()
 	select {
 	case err := <-ended:
 		return fmt.Errorf("IPAM service on %v: %w", listener.Addr(), err)
@@ -85,40 +117,94 @@ func method[Request, Response any](name string, call func(*server, context.Conte
 	return grpc.MethodDesc{
 		MethodName: name,
 		Handler: func(srv any, ctx context.Context, decode func(any) error, _ grpc.UnaryServerInterceptor) (any, error) {
-			in := new(Request)
+			in, s := new(Request), srv.(*server)
+			if err := s.callers.admit(callerOf(ctx), time.Now()); err != nil {
+				return nil, err
+			}
 			if err := decode(in); err != nil {
 				return nil, err
 			}
-			return call(srv.(*server), ctx, in)
+			return call(s, ctx, in)
 		},
 	}
 }
 
 type server struct {
-	store *ipamstore.Store
-	log   *slog.Logger
+	store   *ipamstore.Store
+	log     *slog.Logger
+	allow   []netip.Prefix
+	callers *callers
 }
 
 func (s *server) mapEndpointIP(ctx context.Context, in *MapRequest) (*MapResponse, error) {
-	var seen netip.Addr
-	err := s.update(ctx, in.GetClusterID(), in.GetIp(), func(b ipam.Book, ip netip.Addr) (next ipam.Book, err error) {
-		next, seen, err = b.MapEndpoint(in.GetClusterID(), ip)
-		return next, err
-	})
+	seen, err := s.mapEndpoint(ctx, in.GetClusterID(), in.GetIp())
 	if err != nil {
 		return nil, s.refuse("map endpoint", in, err)
 	}
 	return &MapResponse{Ip: seen.String()}, nil
 }
 
-func (s *server) unmapEndpointIP(ctx context.Context, in *UnmapRequest) (*UnmapResponse, error) {
-	err := s.update(ctx, in.GetClusterID(), in.GetIp(), func(b ipam.Book, ip netip.Addr) (ipam.Book, error) {
-		return b.UnmapEndpoint(in.GetClusterID(), ip), nil
-	})
+func (s *server) mapEndpoint(ctx context.Context, id, text string) (seen netip.Addr, err error) {
+	ip, err := parse(id, text)
 	if err != nil {
+		return seen, err
+	}
+	if what := s.store.Book().Guarded(ip); what != "" && !slices.ContainsFunc(s.allow, func(p netip.Prefix) bool { return p.Contains(ip) }) {
+		return seen, fmt.Errorf("%s; want --ipam-allow with a network that it is in, if peers are to reach it", what)
+	}
+	caller, what := callerOf(ctx), mapping{id, ip}
+	unlock, err := s.callers.lock(ctx, what)
+	if err != nil {
+		return seen, err
+	}
+	defer unlock()
+	err = s.update(ctx, func(b ipam.Book) (next ipam.Book, err error) {
+		if next, seen, err = b.MapEndpoint(id, ip); err == nil && next.Mapped(id, ip) {
+			err = s.callers.mayClaim(caller, what, b.Mapped)
+		}
+		return next, err
+	})
+	if err == nil && s.store.Book().Mapped(id, ip) {
+		s.callers.claim(caller, what)
+	}
+	return seen, err
+}
+
+func (s *server) unmapEndpointIP(ctx context.Context, in *UnmapRequest) (*UnmapResponse, error) {
+	if err := s.unmapEndpoint(ctx, in.GetClusterID(), in.GetIp()); err != nil {
 		return nil, s.refuse("unmap endpoint", in, err)
 	}
 	return &UnmapResponse{}, nil
+}
+
+// unmapEndpoint undoes what the caller mapped. The mapping stays as long as another caller has it.
+// One that nobody has asked for since this process began is anybody's: who asked for it before is
+// not known any more.
+func (s *server) unmapEndpoint(ctx context.Context, id, text string) error {
+	ip, err := parse(id, text)
+	if err != nil {
+		return err
+	}
+	caller, what := callerOf(ctx), mapping{id, ip}
+	unlock, err := s.callers.lock(ctx, what)
+	if err != nil {
+		return err
+	}
+	defer unlock()
+	if s.store.Book().Mapped(id, ip) {
+		switch mine, others := s.callers.claims(caller, what); {
+		case others && !mine:
+			return errors.New("was mapped by another caller, who alone may undo it")
+		case others:
+			s.callers.disclaim(caller, what)
+			return nil
+		}
+	}
+	if err := s.update(ctx, func(b ipam.Book) (ipam.Book, error) { return b.UnmapEndpoint(id, ip), nil }); err != nil {
+		return err
+	}
+	s.callers.disclaim(caller, what)
+	return nil
 }
 
 func (s *server) getHomePodIP(_ context.Context, in *GetHomePodIPRequest) (*GetHomePodIPResponse, error) {
@@ -144,23 +230,19 @@ func (s *server) belongsToPodCIDR(_ context.Context, in *BelongsRequest) (*Belon
 	return &BelongsResponse{Belongs: pods.Contains(ip)}, nil
 }
 
-// update changes the Book. What is so already is answered without the API server:
-// most questions are asked again and again.
-func (s *server) update(ctx context.Context, id, text string, change func(ipam.Book, netip.Addr) (ipam.Book, error)) error {
-	ip, err := parse(id, text)
-	if err != nil {
-		return err
-	}
+// update changes the Book. What is so already is answered without the API server: most questions
+// are asked again and again.
+func (s *server) update(ctx context.Context, change func(ipam.Book) (ipam.Book, error)) error {
 	now := s.store.Book()
-	if next, err := change(now, ip); err != nil || len(next.Changed(now)) == 0 {
+	if next, err := change(now); err != nil || len(next.Changed(now)) == 0 {
 		return err
 	}
-	_, err = s.store.Update(ctx, func(b ipam.Book) (ipam.Book, error) { return change(b, ip) })
+	_, err := s.store.Update(ctx, change)
 	return err
 }
 
-// refuse puts the error into the words that the caller gets, and logs it for
-// those who run this side.
+// refuse puts the error into the words that the caller gets, and logs it for those who run this
+// side.
 func (s *server) refuse(what string, in interface {
 	GetClusterID() string
 	GetIp() string

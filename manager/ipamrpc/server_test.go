@@ -18,6 +18,7 @@ import (
 	"go.uber.org/goleak"
 	"google.golang.org/grpc"
 	"google.golang.org/grpc/codes"
+	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
 	"google.golang.org/grpc/status"
 	"google.golang.org/protobuf/proto"
@@ -35,8 +36,8 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// The API server and its one IpamStorage, of all tests of this package. Peers and
-// endpoints are each test's own.
+// The API server and its one IpamStorage, of all tests of this package. Peers and endpoints are
+// each test's own.
 var (
 	testServer *kubetest.Server
 	testStore  *ipamstore.Store
@@ -107,7 +108,8 @@ func newStore(ctx context.Context, kubeconfig []byte) (*ipamstore.Store, error) 
 		time.Sleep(20 * time.Millisecond)
 	}
 	_, err = s.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
-		b, _ = b.Configure(ipam.Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), ExternalCIDR: pfx("10.245.0.0/24")})
+		b, _ = b.Configure(ipam.Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), ExternalCIDR: pfx("10.245.0.0/24"),
+			Nodes: []netip.Addr{netip.MustParseAddr("192.0.2.66"), netip.MustParseAddr("192.0.2.65")}})
 		return b, nil
 	})
 	return s, err
@@ -115,15 +117,24 @@ func newStore(ctx context.Context, kubeconfig []byte) (*ipamstore.Store, error) 
 
 func pfx(s string) netip.Prefix { return netip.MustParsePrefix(s) }
 
-// A kubelet is a virtual kubelet, as far as it asks for addresses. It knows the
-// service by the names and numbers of the facts alone.
+// A kubelet is a virtual kubelet, as far as it asks for addresses. It knows the service by the
+// names and numbers of docs/liqo-v0.md (section 5.1) alone.
 type kubelet struct {
 	t    *testing.T
 	conn *grpc.ClientConn
 }
 
+// liqo is how a server for Liqo's kubelets is told to answer, and what it may map.
+var liqo = Options{Plain: true, Allow: []netip.Prefix{pfx("10.96.0.1/32"), pfx("10.128.0.0/9")}}
+
 // newKubelet starts a server of its own and connects to it.
 func newKubelet(t *testing.T) kubelet {
+	t.Helper()
+	return dial(t, listen(t, liqo), "127.0.0.1", insecure.NewCredentials())
+}
+
+// listen starts a server of the test's own.
+func listen(t *testing.T, o Options) (address string) {
 	t.Helper()
 	if testing.Short() {
 		t.Skip("needs an API server")
@@ -134,18 +145,28 @@ func newKubelet(t *testing.T) kubelet {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	go func() { ended <- serve(ctx, listener, testStore, slog.New(slog.DiscardHandler)) }()
-	conn, err := grpc.NewClient(listener.Addr().String(), grpc.WithTransportCredentials(insecure.NewCredentials()))
-	if err != nil {
-		t.Fatal(err)
-	}
+	go func() { ended <- serve(ctx, listener, o, testStore, slog.New(slog.DiscardHandler)) }()
 	t.Cleanup(func() {
-		conn.Close()
 		cancel()
 		if err := <-ended; err != nil {
 			t.Error(err)
 		}
 	})
+	return listener.Addr().String()
+}
+
+// dial connects to a server from an address of this machine.
+func dial(t *testing.T, address, from string, creds credentials.TransportCredentials) kubelet {
+	t.Helper()
+	dialer := &net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+	conn, err := grpc.NewClient("passthrough:///"+address, grpc.WithTransportCredentials(creds),
+		grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
+			return dialer.DialContext(ctx, "tcp", address)
+		}))
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { conn.Close() })
 	return kubelet{t, conn}
 }
 
@@ -174,7 +195,7 @@ func (k kubelet) unmapIP(id, ip string) {
 func peer(t *testing.T, id, podSeen, externalSeen string) {
 	t.Helper()
 	_, err := testStore.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) {
-		b, _, err := b.Grant(ipam.Claim{ID: id, Pod: pfx("10.244.0.0/16"), External: pfx("10.245.0.0/24")})
+		b, _, err := b.Grant(ipam.Request{ID: id, Pod: pfx("10.244.0.0/16"), External: pfx("10.245.0.0/24")})
 		return b.Answered(id, pfx(podSeen), pfx(externalSeen)), err
 	})
 	if err != nil {
@@ -334,8 +355,8 @@ func TestWhatIsMappedIsAnsweredWhileTheAPIServerIsAway(t *testing.T) {
 	}
 }
 
-// The field numbers on the wire, by hand: 0x0a is field 1, 0x12 field 2, both
-// strings; 0x08 is field 1, a varint.
+// The field numbers on the wire, by hand: 0x0a is field 1, 0x12 field 2, both strings; 0x08 is
+// field 1, a varint.
 func TestMessagesHaveLiqosNumbers(t *testing.T) {
 	for _, tc := range []struct {
 		m    proto.Message
@@ -364,7 +385,9 @@ func TestServeEndsWithItsContextAndLeavesNothing(t *testing.T) {
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
 	address := kubetest.Address(6000)
-	go func() { ended <- Serve(ctx, address, testStore, slog.New(slog.DiscardHandler)) }()
+	go func() {
+		ended <- Serve(ctx, Options{Address: address, Plain: true}, testStore, slog.New(slog.DiscardHandler))
+	}()
 	for end := time.Now().Add(time.Minute); ; time.Sleep(10 * time.Millisecond) {
 		conn, err := net.Dial("tcp", address)
 		if err == nil {
@@ -393,7 +416,7 @@ func TestServeEndsWithItsContextAndLeavesNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer taken.Close()
-	if err := Serve(context.Background(), taken.Addr().String(), testStore, slog.New(slog.DiscardHandler)); err == nil {
+	if err := Serve(context.Background(), Options{Address: taken.Addr().String(), Plain: true}, testStore, slog.New(slog.DiscardHandler)); err == nil {
 		t.Error("a port that is taken is no error")
 	}
 }

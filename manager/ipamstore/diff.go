@@ -9,9 +9,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// diff returns the JSON merge patch that gives an IpamStorage the wanted spec, or
-// nil if it has it. The patch is as long as the difference, and it names the
-// version of the object, so that it cannot undo what somebody else wrote.
+// diff returns the JSON merge patch that gives an IpamStorage the wanted spec, or nil if it has it.
+// The patch is as long as the difference, and it names the version of the object, so that it cannot
+// undo what somebody else wrote.
 func diff(version string, have, want *v1alpha1.IpamStorageSpec) []byte {
 	spec := make(map[string]any)
 	set := func(field string, differs bool, value any) {
@@ -56,8 +56,9 @@ func diff(version string, have, want *v1alpha1.IpamStorageSpec) []byte {
 		return nil
 	}
 	patch, err := json.Marshal(map[string]any{
-		// One empty entry strips managedFields. They would be longer than all the rest, cost the API server more than
-		// the write itself, and come back with every answer; the object has one writer.
+		// One empty entry strips managedFields. They would be longer than all the rest, cost the
+		// API server more than the write itself, and come back with every answer; the object has
+		// one writer.
 		"metadata": map[string]any{"resourceVersion": version, "managedFields": []any{map[string]any{}}},
 		"spec":     spec,
 	})
@@ -67,8 +68,8 @@ func diff(version string, have, want *v1alpha1.IpamStorageSpec) []byte {
 	return patch
 }
 
-// entries is the merge patch of one map: what is new or other, and null for what
-// has to go.
+// entries is the merge patch of one map: new and changed entries, and null for those that have to
+// go.
 func entries[V any](have, want map[string]V) map[string]any {
 	patch := make(map[string]any)
 	for key, w := range want {

@@ -23,8 +23,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// The API server of all tests of this package. The IpamStorage is one for the
-// whole cluster, so that tests do not run in parallel and begin with none.
+// The API server of all tests of this package. A cluster has one IpamStorage, so the tests do not
+// run in parallel, and each begins without one.
 var (
 	testScheme = runtime.NewScheme()
 	testConfig *rest.Config

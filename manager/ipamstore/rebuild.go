@@ -15,10 +15,9 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// rebuild makes a Book out of what was made of the lost one. TunnelEndpoints and
-// NatMappings are ours and come first; the NetworkConfigs of a peer count only for
-// that peer and in its own tenant namespace, and only where they contradict
-// nothing, because it may write there.
+// rebuild makes a Book out of the objects that were made from the lost one. TunnelEndpoints and
+// NatMappings are ours and come first; the NetworkConfigs of a peer count only for that peer and in
+// its own tenant namespace, and only where they contradict nothing, because it may write there.
 func (s *Store) rebuild(ctx context.Context) (ipam.Book, error) {
 	var (
 		endpoints  v1alpha1.TunnelEndpointList
@@ -53,7 +52,7 @@ func (s *Store) rebuild(ctx context.Context) (ipam.Book, error) {
 	book, _ := ipam.Book{}.Configure(own)
 	for _, t := range traces {
 		if claim := t.grant; claim.Pod.IsValid() && claim.External.IsValid() {
-			next, _, err := book.Grant(ipam.Claim{ID: t.id, Pod: claim.Pod, External: claim.External, WantPod: claim.Pod, WantExternal: claim.External})
+			next, _, err := book.Grant(ipam.Request{ID: t.id, Pod: claim.Pod, External: claim.External, WantPod: claim.Pod, WantExternal: claim.External})
 			if had, ok := book.GrantOf(t.id); ok && had != claim {
 				s.log.Warn("rebuilding the IPAM's books: two objects disagree about a peer", "object", t.object, "clusterID", t.id, "kept", had, "ignored", claim)
 			} else if err != nil {
@@ -138,7 +137,7 @@ func seen(nat, own string) netip.Prefix {
 	return parse(nat)
 }
 
-// parse returns the zero prefix for what is none.
+// parse returns the zero prefix for anything that is not a prefix.
 func parse(s string) netip.Prefix {
 	p, err := netip.ParsePrefix(s)
 	if err != nil {

@@ -1,12 +1,12 @@
-// Package ipamstore keeps the Book of package ipam in the one IpamStorage of the
-// cluster, where people can read it and a restart finds it again.
+// Package ipamstore keeps the Book of package ipam in the one IpamStorage of the cluster, where
+// people can read it and a restart finds it again.
 //
 //	Load ──► Book ──► Update ──► merge patch of what differs ──► IpamStorage
 //	          ▲                        │ conflict: somebody else wrote
 //	          └──────── read again ◄───┘
 //
-// The object has the last word, because another manager may have written it. What
-// cannot be read has none: then the Book stays and replaces it.
+// The object has the last word, because another manager may have written it. An object that cannot
+// be read has no say: the Book stays and replaces it.
 package ipamstore
 
 import (
@@ -42,24 +42,23 @@ type Store struct {
 
 	mu          sync.Mutex // one update at a time
 	loaded      bool
-	object      *v1alpha1.IpamStorage // as it was read last; nil when there is none
+	object      *v1alpha1.IpamStorage // as read last; nil when there is none
 	synced      bool                  // object has what Book says, and its version is current, though its spec may not be
 	subscribers []chan event.GenericEvent
 
 	queueMu sync.Mutex
-	queue   []*update // that wait for mu, or for the one who has it
+	queue   []*update // that wait for mu, or for the goroutine that has it
 }
 
-// An update is one call of Update. All but f belongs to whoever has Store.mu.
+// An update is one call of Update. All but f belongs to the goroutine that holds Store.mu.
 type update struct {
 	f    func(ipam.Book) (ipam.Book, error)
-	done bool // and this is what came of it
+	done bool // and book and err are the result
 	book ipam.Book
 	err  error
 }
 
-// New makes a Store. c writes; it may read from a cache. reader reads from the
-// API server itself.
+// New makes a Store. c writes; it may read from a cache. reader reads from the API server itself.
 func New(c client.Client, reader client.Reader, log *slog.Logger) *Store {
 	s := &Store{client: c, reader: reader, log: log}
 	s.book.Store(new(ipam.Book))
@@ -69,10 +68,9 @@ func New(c client.Client, reader client.Reader, log *slog.Logger) *Store {
 // Book returns the Book as it is now; the zero Book before Load.
 func (s *Store) Book() ipam.Book { return *s.book.Load() }
 
-// Load reads the books; of several objects the oldest counts. When there are
-// none, or they are empty or cannot be read, the Book is rebuilt from what was
-// made of it: TunnelEndpoints, NetworkConfigs and NatMappings. It may be called
-// again after an error.
+// Load reads the books; of several objects the oldest counts. When there are none, or they are
+// empty or cannot be read, Load rebuilds the Book from the objects that were made from it:
+// TunnelEndpoints, NetworkConfigs and NatMappings. It may be called again after an error.
 func (s *Store) Load(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -101,14 +99,14 @@ func (s *Store) Load(ctx context.Context) error {
 	return nil
 }
 
-// Update changes the Book by f, writes what differs and returns the new Book, or
-// the old one and an error. f is called again when somebody else wrote meanwhile,
-// so it should do nothing but compute. Its error is returned as it is, and nothing
-// of it is written. When nothing changes, nothing is written either.
+// Update changes the Book by f, writes what differs and returns the new Book, or the old one and an
+// error. Update calls f again when another process wrote meanwhile, so f should do nothing but
+// compute. It returns f's error as it is and then writes nothing. Nor does it write when nothing
+// changes.
 //
-// Updates that come while one is being written are written together, by the first
-// of them: the API server takes longer for an object the more peers are in it, and
-// a patch of many entries costs it no more than one of a single entry.
+// The first of the updates that come during a write writes all of them together: the API server
+// takes longer for an object the more peers are in it, and a patch of many entries costs it no more
+// than one of a single entry.
 func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)) (ipam.Book, error) {
 	u := &update{f: f}
 	s.queueMu.Lock()
@@ -148,9 +146,9 @@ func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)
 	return u.book, u.err
 }
 
-// Refresh looks whether somebody else has changed or deleted the object, which
-// otherwise shows with the next Update. What they wrote counts if it can be read;
-// if not, or if the object is gone, it is written again.
+// Refresh looks whether somebody else has changed or deleted the object, which otherwise shows with
+// the next Update. What they wrote counts if it can be read. Otherwise, or if the object is gone,
+// Refresh writes it again.
 func (s *Store) Refresh(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -174,10 +172,10 @@ func (s *Store) Refresh(ctx context.Context) error {
 	return err
 }
 
-// Subscribe returns a channel with an event after every change. The name of its
-// object is the ID of the peer whose networks, answer or mappings changed, or
-// empty when more did: our own networks, or all. Events of the same peer that
-// nobody has received yet become one. A Store never waits for a subscriber.
+// Subscribe returns a channel with an event after every change. The name of its object is the ID of
+// the peer whose networks, answer or mappings changed, or empty when more did: our own networks, or
+// all. Events of one peer that nobody has received yet become one event. A Store never waits for a
+// subscriber.
 func (s *Store) Subscribe() <-chan event.GenericEvent {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -208,8 +206,8 @@ func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error))
 	}
 }
 
-// put makes the object say what the Book says. The API server refuses with
-// Conflict or NotFound if it is not the one that was read last.
+// put makes the object say what the Book says. The API server answers Conflict or NotFound when the
+// object is no longer the one that was read last.
 func (s *Store) put(ctx context.Context, book ipam.Book) error {
 	if s.object == nil {
 		object := &v1alpha1.IpamStorage{
@@ -229,7 +227,7 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 		have, want = s.object.Spec, book.Spec()
 	}
 	if patch := diff(s.object.ResourceVersion, &have, &want); patch != nil {
-		// The answer without the spec: it would be as long as all peers together.
+		// The answer comes without the spec, which would be as long as all peers together.
 		answer := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: s.object.Name}}
 		answer.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
 		if err := s.client.Patch(ctx, answer, client.RawPatch(types.MergePatchType, patch)); err != nil {
@@ -241,7 +239,7 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 	return nil
 }
 
-// reread takes over what somebody else has written.
+// reread adopts what somebody else has written.
 func (s *Store) reread(ctx context.Context) error {
 	object, err := s.find(ctx)
 	if err != nil {
@@ -263,7 +261,7 @@ func (s *Store) reread(ctx context.Context) error {
 		s.log.Error("IpamStorage was changed by someone else, makes no sense now and is written again as it was", "name", object.Name, "err", err)
 		return nil
 	}
-	if nodes := before.Own().Nodes; len(nodes) > 0 { // which the object does not keep
+	if nodes := before.Own().Nodes; len(nodes) > 0 { // the object does not keep them
 		own := book.Own()
 		own.Nodes = nodes
 		book, _ = book.Configure(own)
@@ -301,7 +299,7 @@ func blank(spec *v1alpha1.IpamStorageSpec) bool {
 	return len(spec.ClusterSubnets) == 0 && len(spec.EndpointMappings) == 0 && spec.PodCIDR == "" && spec.ServiceCIDR == "" && spec.ExternalCIDR == ""
 }
 
-// publish makes next the Book and tells the subscribers who changed.
+// publish makes next the Book and tells the subscribers which peers changed.
 func (s *Store) publish(next ipam.Book) {
 	was := s.book.Swap(&next)
 	names := next.Changed(*was)
@@ -316,8 +314,8 @@ func (s *Store) publish(next ipam.Book) {
 	}
 }
 
-// send never blocks: what nobody has received yet is taken back and joined with
-// what is new. Only one goroutine sends.
+// send never blocks: it takes back what nobody has received yet and joins it with what is new. Only
+// one goroutine sends.
 func send(ch chan event.GenericEvent, names []string) {
 	pending := make(map[string]bool)
 	for waiting := true; waiting; {

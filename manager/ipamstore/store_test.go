@@ -33,8 +33,8 @@ func pfx(s string) netip.Prefix { return netip.MustParsePrefix(s) }
 
 var ours = ipam.Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), Nodes: []netip.Addr{netip.MustParseAddr("10.240.0.9")}}
 
-func claim(id, pod, external string) ipam.Claim {
-	return ipam.Claim{ID: id, Pod: pfx(pod), External: pfx(external)}
+func claim(id, pod, external string) ipam.Request {
+	return ipam.Request{ID: id, Pod: pfx(pod), External: pfx(external)}
 }
 
 // A harness is a Store with what it says and sends.
@@ -73,7 +73,7 @@ func (h *harness) sent() ([]string, []int, []int64) {
 	return methods, sizes, answers
 }
 
-// newStore is like another process.
+// newStore makes a Store as another process would have it.
 func newStore(t *testing.T) *harness {
 	t.Helper()
 	if testing.Short() {
@@ -155,7 +155,7 @@ func (h *harness) update(f func(ipam.Book) ipam.Book) ipam.Book {
 	return b
 }
 
-func (h *harness) grant(c ipam.Claim) (g ipam.Grant) {
+func (h *harness) grant(c ipam.Request) (g ipam.Grant) {
 	h.t.Helper()
 	_, err := h.Update(h.t.Context(), func(b ipam.Book) (next ipam.Book, err error) {
 		next, g, err = b.Grant(c)
@@ -529,8 +529,8 @@ func TestLostBooksAreRebuiltFromWhatWasMadeOfThem(t *testing.T) {
 	for _, id := range []string{"b-0001", "c-0002", "d-0003"} {
 		makeTraces(t, h.Book(), id)
 	}
-	// A peer that claims the network of another one in its own namespace, and
-	// what it writes about a cluster that it is not.
+	// A peer claims the network of another one in its own namespace, and writes about a cluster
+	// that it is not.
 	evil := namespace(t, "evil-0004")
 	create(t, networkConfig(evil, "evil-0004", "evil-0004", "10.244.0.0/16", "10.246.0.0/16"))
 	create(t, networkConfig(evil, "b-0001", "b-0001", "10.244.0.0/16", "10.66.0.0/16"))
@@ -561,8 +561,8 @@ func TestLostBooksAreRebuiltFromWhatWasMadeOfThem(t *testing.T) {
 	}
 }
 
-// makeTraces makes the objects that follow from the Book for one peer: for d, who
-// has not answered, the copy alone.
+// makeTraces makes the objects that follow from the Book for one peer: for d, which has not
+// answered, the copy alone.
 func makeTraces(t *testing.T, b ipam.Book, id string) {
 	t.Helper()
 	ns := namespace(t, id)
@@ -613,8 +613,8 @@ func networkConfig(ns, name, origin, pod, podNAT string) *v1alpha1.NetworkConfig
 
 var namespaces int
 
-// namespace makes the tenant namespace of a peer; of nobody if id is empty. It is
-// emptied in the end, since nothing here deletes namespaces.
+// namespace makes the tenant namespace of a peer, or of nobody if id is empty. The test empties it
+// in the end, since nothing here deletes namespaces.
 func namespace(t *testing.T, id string) string {
 	t.Helper()
 	namespaces++
@@ -683,8 +683,7 @@ func TestSubscribersHearWhoChangedAndNeverHoldUpAnybody(t *testing.T) {
 	}
 }
 
-// Every patch is what its name says: applied as RFC 7386 demands, it makes one
-// spec the other.
+// Every patch is what its name says: applied as RFC 7386 demands, it makes one spec the other.
 func TestAPatchMakesOneSpecTheOther(t *testing.T) {
 	base, _ := ipam.Book{}.Configure(ours)
 	join := func(b ipam.Book, ids ...string) ipam.Book {

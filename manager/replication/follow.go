@@ -12,7 +12,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
-// pace has the times by which workers go.
+// pace has the intervals and bounds of workers.
 type pace struct {
 	request  time.Duration // bound of one request other than a watch
 	watch    time.Duration // how long one watch lasts at most; a revoked identity is noticed when the next one begins
@@ -21,9 +21,9 @@ type pace struct {
 	renew    time.Duration // least time between two attempts to renew a token
 }
 
-// usual is the pace outside of tests. Two watches a minute and peer are what it costs to notice a revoked identity within
-// a minute, and a peer that is gone without a word: the API server does not end watches of an identity that it does not take
-// any more.
+// usual is the pace outside of tests. Two watches a minute for each peer are the price for noticing
+// within a minute that an identity was revoked or that a peer is gone without a word: an API server
+// does not end the watches of an identity that it no longer accepts.
 var usual = pace{
 	request: 10 * time.Second, watch: 45 * time.Second, settled: 10 * time.Second,
 	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second,
@@ -32,8 +32,8 @@ var usual = pace{
 // backoff counts the failures of a series. The zero value has seen none.
 type backoff struct{ failures int }
 
-// next returns the pause after one more failure: twice the last one, at most max, and up to half of it less at random, so
-// that many workers do not come back together.
+// next returns the pause after one more failure: twice the last one, at most max, and at random up
+// to half of it less, so that many workers do not come back together.
 func (b *backoff) next(p pace) time.Duration {
 	d := p.max
 	if b.failures < 20 { // 2^20 times anything is more than max
@@ -45,7 +45,7 @@ func (b *backoff) next(p pace) time.Duration {
 
 func (b *backoff) reset() { b.failures = 0 }
 
-// A change is what follow found: either why it could not, or all objects there are, or one that changed.
+// A change is what follow found: an error, or all objects that there are, or one that changed.
 type change struct {
 	err    error
 	full   bool
@@ -61,11 +61,12 @@ type feed struct {
 	watch func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error)
 }
 
-// maxListed is how many objects of a feed are looked at. There is one where everything is as it should be.
+// maxListed bounds the objects of a feed that follow looks at. Where all is well there is one.
 const maxListed = 64
 
-// follow tells emit what a feed has and how that changes, until ctx is done. It lists, watches from there on, and lists
-// again after anything that may have lost an event. b is its own while it runs.
+// follow tells emit what a feed has and how that changes, until ctx is done. It lists, watches from
+// there on, and lists again after anything that may have lost an event. While it runs, b belongs to
+// it.
 func (p pace) follow(ctx context.Context, f feed, b *backoff, emit func(change)) {
 	for ctx.Err() == nil {
 		c, version := p.list(ctx, f)
@@ -94,11 +95,11 @@ func (p pace) list(ctx context.Context, f feed) (c change, version string) {
 	return change{full: true, all: all, more: meta.GetContinue() != ""}, meta.GetResourceVersion()
 }
 
-// watchOnce watches from version on, which it moves on, and reports whether a watch from there can follow at once: the last
-// one ended in good order and not suspiciously soon.
+// watchOnce watches from version on and moves it along. It reports whether the next watch can begin
+// there at once, because this one ended in good order and not suspiciously soon.
 func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff, emit func(change)) bool {
 	lasting := p.watch - rand.N(p.watch/4)
-	ctx, cancel := context.WithTimeout(ctx, lasting+p.request) // for a server that does not end it
+	ctx, cancel := context.WithTimeout(ctx, lasting+p.request) // in case the server does not end it
 	defer cancel()
 	seconds := int64(max(lasting, time.Second) / time.Second)
 	began := time.Now()

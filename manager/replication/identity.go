@@ -20,17 +20,17 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// An endpoint is an API server and the TLS identity for it. Connections are shared among peers with the same one.
+// An endpoint is an API server and the TLS identity for it. Peers with the same endpoint share
+// connections.
 type endpoint struct {
 	server     string // https URL, without a slash at the end
 	serverName string // that its certificate has to be for; empty: the host of server
-	insecure   bool   // its certificate is not checked
 	proxy      string // URL; empty: as the environment says
 	ca         string // PEM; empty: the system's
 	cert, key  string // PEM; both empty: a token is used
 }
 
-// An identity is how to speak to the peer's API server.
+// An identity is all that it takes to speak to the peer's API server.
 type identity struct {
 	endpoint
 	token string
@@ -46,8 +46,9 @@ const (
 	liqoProxy  = "proxyURL"
 )
 
-// identityFrom reads an identity Secret: a kubeconfig or Liqo's certificate. The Secret is data: what would make us run a
-// program or read a file is refused. The error names the key or field of the Secret.
+// identityFrom reads an identity Secret: a kubeconfig or Liqo's certificate. The Secret is data:
+// identityFrom refuses whatever would make us run a program or read a file. The error names the key
+// or field of the Secret.
 func identityFrom(s *corev1.Secret) (id identity, err error) {
 	switch {
 	case len(s.Data[isthmus.SecretKubeconfig]) > 0:
@@ -101,13 +102,16 @@ func fromKubeconfig(b []byte) (identity, error) {
 		return identity{}, refused(context.AuthInfo, "username", "API servers do not take passwords; use a token or a client certificate")
 	case user.Impersonate != "" || user.ImpersonateUID != "" || len(user.ImpersonateGroups)+len(user.ImpersonateUserExtra) > 0:
 		return identity{}, refused(context.AuthInfo, "as", "impersonation is not supported")
+	case cluster.InsecureSkipTLSVerify:
+		return identity{}, fmt.Errorf("cluster %q: insecure-skip-tls-verify: refused: whoever stands in between would get the token; use certificate-authority-data",
+			context.Cluster)
 	case cluster.CertificateAuthority != "":
 		return identity{}, fmt.Errorf("cluster %q: certificate-authority: refused: a Secret must not read files; use certificate-authority-data",
 			context.Cluster)
 	}
 	return identity{
 		endpoint: endpoint{
-			server: cluster.Server, serverName: cluster.TLSServerName, insecure: cluster.InsecureSkipTLSVerify, proxy: cluster.ProxyURL,
+			server: cluster.Server, serverName: cluster.TLSServerName, proxy: cluster.ProxyURL,
 			ca: string(cluster.CertificateAuthorityData), cert: string(user.ClientCertificateData), key: string(user.ClientKeyData),
 		},
 		token: user.Token, user: context.AuthInfo,
@@ -128,8 +132,6 @@ func (id *identity) complete() error {
 		return errors.New("has neither a token nor a client certificate")
 	case strings.ContainsFunc(id.token, func(r rune) bool { return r <= ' ' || r > '~' }):
 		return errors.New("token: has characters that no token has")
-	case id.insecure && id.ca != "":
-		return errors.New("insecure-skip-tls-verify and a CA contradict each other")
 	}
 	id.server = strings.TrimRight(id.server, "/")
 	if id.proxy != "" {
@@ -142,9 +144,9 @@ func (id *identity) complete() error {
 	return err
 }
 
-// tlsConfig does not quote keys or certificates in errors.
+// tlsConfig quotes no keys or certificates in errors.
 func (e endpoint) tlsConfig() (*tls.Config, error) {
-	c := &tls.Config{MinVersion: tls.VersionTLS12, ServerName: e.serverName, InsecureSkipVerify: e.insecure}
+	c := &tls.Config{MinVersion: tls.VersionTLS12, ServerName: e.serverName}
 	if e.ca != "" {
 		if c.RootCAs = x509.NewCertPool(); !c.RootCAs.AppendCertsFromPEM([]byte(e.ca)) {
 			return nil, errors.New("CA: no certificate in PEM")
@@ -172,8 +174,8 @@ func withToken(kubeconfig []byte, user, token string) ([]byte, error) {
 	return clientcmd.Write(*config)
 }
 
-// A serviceToken is what the token of a ServiceAccount says about itself. Nobody here verifies it: it only tells when and
-// for what a new one is to be asked.
+// A serviceToken is what the token of a ServiceAccount says about itself. Nobody here verifies it:
+// it only says when to ask for a new one, and for what.
 type serviceToken struct {
 	issued, expires    time.Time
 	namespace, account string
@@ -181,7 +183,7 @@ type serviceToken struct {
 	secret, secretUID  string // to which it is bound, if to any: it ends with this Secret
 }
 
-// readToken returns what a token says, false if it is not a ServiceAccount's that expires.
+// readToken returns what a token says; false unless it is that of a ServiceAccount and expires.
 func readToken(token string) (serviceToken, bool) {
 	parts := strings.Split(token, ".")
 	if len(parts) != 3 {
@@ -227,5 +229,5 @@ func readToken(token string) (serviceToken, bool) {
 	return t, true
 }
 
-// renewal is when two thirds of the token's life are over.
+// renewal is the time at which two thirds of the token's life are over.
 func (t serviceToken) renewal() time.Time { return t.issued.Add(t.expires.Sub(t.issued) / 3 * 2) }

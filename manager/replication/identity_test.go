@@ -106,10 +106,12 @@ func TestAnIdentityIsDataAndNothingElse(t *testing.T) {
 		"no host":       {bravo(func(c *clientcmdapi.Cluster) { c.Server = "https://" }), "server: want"},
 		"bad proxy":     {bravo(func(c *clientcmdapi.Cluster) { c.ProxyURL = "file:///etc/passwd" }), "proxy: want"},
 		"bad CA":        {bravo(func(c *clientcmdapi.Cluster) { c.CertificateAuthorityData = []byte("x") }), "CA: no certificate"},
-		"CA unused":     {bravo(func(c *clientcmdapi.Cluster) { c.InsecureSkipTLSVerify = true }), "contradict"},
-		"another key":   {liqo(map[string]string{liqoKey: string(otherKey)}), "client certificate and key"},
-		"no key":        {liqo(map[string]string{liqoKey: ""}), "both are needed"},
-		"EKS":           {map[string][]byte{liqoServer: []byte(server), "awsRegion": []byte("x")}, "EKS"},
+		"CA unused":     {bravo(func(c *clientcmdapi.Cluster) { c.InsecureSkipTLSVerify = true }), "insecure-skip-tls-verify: refused"},
+		"unverified": {bravo(func(c *clientcmdapi.Cluster) { c.InsecureSkipTLSVerify, c.CertificateAuthorityData = true, nil }),
+			"insecure-skip-tls-verify: refused"},
+		"another key": {liqo(map[string]string{liqoKey: string(otherKey)}), "client certificate and key"},
+		"no key":      {liqo(map[string]string{liqoKey: ""}), "both are needed"},
+		"EKS":         {map[string][]byte{liqoServer: []byte(server), "awsRegion": []byte("x")}, "EKS"},
 	} {
 		id, err := identityFrom(&corev1.Secret{Data: tc.data})
 		switch {

@@ -23,13 +23,15 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// maxAnswer bounds the octets of one answer of a peer's API server, after decompression; a watch that reaches it begins
-// again. An object that etcd takes is below 1.5 MiB, and one that we made far below.
+// maxAnswer bounds the octets of one answer of a peer's API server, after decompression; a watch
+// that reaches it begins again. An object that etcd accepts is below 1.5 MiB, and one that we made
+// far below.
 const maxAnswer = 4 << 20
 
 var errAnswerTooLong = fmt.Errorf("sent more than %d MiB at once", maxAnswer>>20)
 
-// A link is a client of a peer's API server that knows NetworkConfigs in one namespace, and can ask for a token.
+// A link is a client of a peer's API server that knows NetworkConfigs in one namespace, and can ask
+// for a token.
 type link struct {
 	identity
 	namespace string
@@ -38,7 +40,7 @@ type link struct {
 	pool      *pool
 }
 
-// newLink returns a link; nothing is sent before it is used. The caller closes it.
+// newLink returns a link, which sends nothing before its first use. The caller closes it.
 func newLink(p *pool, id identity, namespace string) (*link, error) {
 	transport, err := p.get(id.endpoint)
 	if err != nil {
@@ -47,7 +49,8 @@ func newLink(p *pool, id identity, namespace string) (*link, error) {
 	l := &link{identity: id, namespace: namespace, pool: p}
 	client := &http.Client{
 		Transport: guarded{next: transport, token: id.token},
-		// To follow a redirect would be to send our token, or requests out of our network, where the peer likes.
+		// Following a redirect would send our token, or requests from inside our network, wherever
+		// the peer likes.
 		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
 	}
 	if l.configs, err = restClient(id.server, v1alpha1.GroupVersion, client); err == nil {
@@ -85,7 +88,8 @@ func restClient(server string, gv schema.GroupVersion, c *http.Client) (rest.Int
 	}, c)
 }
 
-// request prepares one for the NetworkConfigs. It is not repeated inside the client: the worker knows better when.
+// request prepares a request for the NetworkConfigs. The client does not repeat it: the worker
+// knows better when.
 func (l *link) request(verb string) *rest.Request {
 	return l.configs.Verb(verb).Namespace(l.namespace).Resource("networkconfigs").MaxRetries(0)
 }
@@ -100,7 +104,7 @@ func (l *link) feed(origin, peer string) feed {
 			err := l.request(http.MethodGet).VersionedParams(&o, parameters).Do(ctx).Into(&list)
 			all := make([]client.Object, 0, min(len(list.Items), maxListed))
 			for i := range list.Items {
-				if len(all) < maxListed { // whatever limit it was asked to keep
+				if len(all) < maxListed { // the server may ignore the limit
 					all = append(all, &list.Items[i])
 				}
 			}
@@ -169,7 +173,7 @@ func (g guarded) RoundTrip(req *http.Request) (*http.Response, error) {
 	return resp, nil
 }
 
-// bounded is a body of at most left octets; then it is an error.
+// bounded is a body of at most left octets; reading more is an error.
 type bounded struct {
 	io.ReadCloser
 	left int
@@ -184,7 +188,8 @@ func (b *bounded) Read(p []byte) (int, error) {
 	return n, err
 }
 
-// A pool shares connections among links to the same endpoint and closes them with the last one. The zero value is empty.
+// A pool shares connections among links to the same endpoint and closes them with the last one. The
+// zero value is empty.
 type pool struct {
 	mu    sync.Mutex
 	users map[endpoint]*users
@@ -198,8 +203,9 @@ type users struct {
 	conns map[net.Conn]struct{}
 }
 
-// dial keeps the connection until it is closed: the transport does not close one on which a request was just given up, and
-// an identity that is not ours any more must not live on in a connection.
+// dial keeps track of the connection until it is closed: the transport does not close one on which
+// a request was just given up, and an identity that is no longer ours must not live on in a
+// connection.
 func (u *users) dial(ctx context.Context, network, address string) (net.Conn, error) {
 	d := net.Dialer{Timeout: 10 * time.Second, KeepAlive: 15 * time.Second}
 	c, err := d.DialContext(ctx, network, address)
@@ -265,7 +271,8 @@ func (p *pool) get(e endpoint) (http.RoundTripper, error) {
 		Proxy: proxy, TLSClientConfig: config, ForceAttemptHTTP2: true, DialContext: u.dial,
 		TLSHandshakeTimeout: 10 * time.Second, ResponseHeaderTimeout: 10 * time.Second, IdleConnTimeout: 90 * time.Second,
 		MaxIdleConnsPerHost: 2, MaxResponseHeaderBytes: 64 << 10,
-		// A peer that froze or whose packets vanish is noticed although a watch waits for nothing.
+		// These pings notice a peer that froze or whose packets vanish, although a watch expects
+		// nothing.
 		HTTP2: &http.HTTP2Config{SendPingTimeout: 15 * time.Second, PingTimeout: 10 * time.Second},
 	}
 	p.users[e] = u

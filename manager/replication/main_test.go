@@ -36,15 +36,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/leaktest"
 )
 
-// A cluster is one of the two real API servers of all tests of this package. Tests use namespaces and IDs of their own. Those
-// that count requests, freeze or restart a server are not parallel.
+// A cluster is one of the two real API servers of all tests of this package. Tests use namespaces
+// and IDs of their own. Those that count requests, freeze or restart a server are not parallel.
 type cluster struct {
 	*kubetest.Server
 	config *rest.Config // of an administrator
 	admin  client.Client
 }
 
-// home has our CRDs. away takes anything in spec and status, as a hostile peer's may, and more than Liqo's would.
+// home has our CRDs. away accepts anything in spec and status, as a hostile peer's API server may.
 var home, away cluster
 
 var everything = runtime.NewScheme()
@@ -126,7 +126,7 @@ func (c *cluster) start(ctx context.Context, name string) (err error) {
 	}
 }
 
-// freeze returns when the server does not answer any more: on a busy machine it does not stop at once.
+// freeze returns when the server has stopped answering, which on a busy machine takes a while.
 func (c *cluster) freeze(ctx context.Context) error {
 	if err := c.Freeze(); err != nil {
 		return err
@@ -142,7 +142,8 @@ func (c *cluster) freeze(ctx context.Context) error {
 	return ctx.Err()
 }
 
-// quick is a pace for tests: far below the usual times, but for requests: none takes that long on a busy machine.
+// quick is a pace for tests, far below the usual one. Only the bound of a request stays long, for a
+// busy machine.
 var quick = pace{
 	request: 6 * time.Second, watch: 3 * time.Second, settled: time.Second,
 	min: 50 * time.Millisecond, max: time.Second, renew: 200 * time.Millisecond,
@@ -152,7 +153,7 @@ var quick = pace{
 type pair struct {
 	t     *testing.T
 	own   string
-	peer  Peer
+	peer  Target
 	r     *Replicator
 	user  string        // at the peer, where a certificate is the identity
 	ahead atomic.Int64  // of the Replicator's clock, in ns
@@ -172,7 +173,7 @@ func newPair(t *testing.T) *pair {
 	}
 	n := pairs.Add(1)
 	p := &pair{t: t, own: fmt.Sprintf("own-%d", n), user: fmt.Sprintf("own-%d", n)}
-	p.peer = Peer{
+	p.peer = Target{
 		ID:             fmt.Sprintf("peer-%d", n),
 		Cluster:        v1alpha1.ClusterIdentity{ClusterID: fmt.Sprintf("peer-%d", n), ClusterName: "bravo"},
 		LocalNamespace: fmt.Sprintf("tenant-bravo-%d", n), RemoteNamespace: fmt.Sprintf("tenant-alpha-%d", n),
@@ -226,7 +227,7 @@ func (p *pair) prepare(config *rest.Config) {
 	p.ended = make(chan struct{})
 	close(p.ended)
 	p.stop = func() {}
-	p.r.Set([]Peer{p.peer})
+	p.r.Set([]Target{p.peer})
 }
 
 // start runs the Replicator until stop.
@@ -316,7 +317,7 @@ func binding(namespace, name string, subjects ...rbacv1.Subject) *rbacv1.RoleBin
 	}
 }
 
-// original is what NetworkConfigs of ours look like.
+// original is a NetworkConfig as we make them.
 func (p *pair) original() *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{
@@ -337,7 +338,8 @@ func (p *pair) original() *v1alpha1.NetworkConfig {
 	}
 }
 
-// token is a new token of the ServiceAccount at the peer, for the shortest life that there is: ten minutes.
+// token is a new token of the ServiceAccount at the peer, for the shortest life that there is: ten
+// minutes.
 func (p *pair) token() string {
 	p.t.Helper()
 	ask := &authv1.TokenRequest{Spec: authv1.TokenRequestSpec{ExpirationSeconds: new(int64(600))}}
@@ -452,7 +454,8 @@ func (p *pair) eventually(wrong func() string) {
 	}
 }
 
-// awaitState waits until the State has these reasons and the message of the first that is not True has all words.
+// awaitState waits until the State has these reasons and the message of the first that is not True
+// has all words.
 func (p *pair) awaitState(identity, published string, words ...string) {
 	p.t.Helper()
 	p.eventually(func() string {

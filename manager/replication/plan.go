@@ -7,6 +7,7 @@ import (
 	"strings"
 
 	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -35,20 +36,20 @@ type action struct {
 	name string
 }
 
-// replicated reports whether the original is to have a copy at the peer: an object here that says otherwise, or that is
-// addressed to another cluster, is none of ours.
+// replicated reports whether the original shall have a copy at the peer. An object that says
+// otherwise, or that is addressed to another cluster, is none of our business.
 func replicated(original *v1alpha1.NetworkConfig, peer string) bool {
 	return original != nil && original.DeletionTimestamp.IsZero() &&
 		original.Labels[v1alpha1.LabelReplication] == "true" && original.Labels[v1alpha1.LabelRemoteID] == peer
 }
 
-// leaving reports whether the original goes and waits for its copy.
+// leaving reports whether the original is being deleted and waits for its copy.
 func leaving(original *v1alpha1.NetworkConfig) bool {
 	return original != nil && !original.DeletionTimestamp.IsZero() && slices.Contains(original.Finalizers, v1alpha1.FinalizerReplicator)
 }
 
-// plan returns what turns the copies into what the original says, and the original's status into the copy's, in this order.
-// Copies of ours without an original are removed. original may be nil.
+// plan returns what turns the copies into what the original says, and the original's status into
+// the copy's, in this order. Copies of ours without an original are removed. original may be nil.
 func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1alpha1.NetworkConfig) (actions []action) {
 	wanted := ""
 	if replicated(original, peer) {
@@ -76,11 +77,31 @@ func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 		if !equality.Semantic.DeepEqual(c.Spec, original.Spec) || c.Labels[v1alpha1.LabelReplication] != "false" {
 			actions = append(actions, action{update, wanted})
 		}
-		if !equality.Semantic.DeepEqual(c.Status, original.Status) {
+		if !equality.Semantic.DeepEqual(answerOf(c), original.Status) {
 			actions = append(actions, action{answer, wanted})
 		}
 	}
 	return actions
+}
+
+// maxMessage bounds what a peer says about its refusal, in octets: enough for each field of a
+// NetworkConfig.
+const maxMessage = 4096
+
+// answerOf returns what of the copy's status is taken over: the answer, and whether the peer
+// accepts us. Whatever else the peer writes there is none of our business.
+func answerOf(c *v1alpha1.NetworkConfig) v1alpha1.NetworkConfigStatus {
+	answer := v1alpha1.NetworkConfigStatus{
+		Processed: c.Status.Processed, PodCIDRNAT: c.Status.PodCIDRNAT, ExternalCIDRNAT: c.Status.ExternalCIDRNAT,
+	}
+	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
+		taken := *accepted
+		if len(taken.Message) > maxMessage {
+			taken.Message = strings.ToValidUTF8(taken.Message[:maxMessage-3], "") + "..."
+		}
+		answer.Conditions = []metav1.Condition{taken}
+	}
+	return answer
 }
 
 // copyOf returns the copy as it is created at the peer.
@@ -98,16 +119,16 @@ func copyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.N
 	}
 }
 
-// A view is what is known about a peer when its State is told.
+// A view is what a worker knows about its peer when it tells its State.
 type view struct {
-	peer     Peer
+	peer     Target
 	server   string // "" without an identity
 	original *v1alpha1.NetworkConfig
 	copies   map[string]*v1alpha1.NetworkConfig
 	listed   bool // copies were seen at this server, if not just now
 }
 
-// published says whether the copy is what the original is, as far as was seen.
+// published says whether the copy equals the original, as far as the worker has seen.
 func (v view) published() Condition {
 	where := fmt.Sprintf("NetworkConfig %s in namespace %s at %s", v.peer.Cluster.UniqueName(), v.peer.RemoteNamespace, v.server)
 	no := func(format string, args ...any) Condition {

@@ -88,8 +88,8 @@ func byName(copies []*v1alpha1.NetworkConfig) map[string]*v1alpha1.NetworkConfig
 	return m
 }
 
-// From any state, carrying out plans again and again ends in a state that needs none, and nothing is ever published that is
-// not held, nor released while a copy is there.
+// From any state, carrying out plans again and again ends in a state that needs none. No plan
+// publishes an original that has no finalizer, or releases one while a copy is there.
 func TestPlansEnd(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	pick := func(edits ...edit) (some []edit) {
@@ -152,7 +152,7 @@ func TestPlansEnd(t *testing.T) {
 }
 
 func TestPublishedSaysWhatIsWaitedFor(t *testing.T) {
-	peer := Peer{ID: "b", Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "bravo"}, LocalNamespace: "here", RemoteNamespace: "there"}
+	peer := Target{ID: "b", Cluster: v1alpha1.ClusterIdentity{ClusterID: "b", ClusterName: "bravo"}, LocalNamespace: "here", RemoteNamespace: "there"}
 	name := peer.Cluster.UniqueName()
 	for _, tc := range []struct {
 		original, copy *v1alpha1.NetworkConfig

@@ -22,8 +22,9 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// diagnose says why a request to the peer's API server went wrong: a reason of package apis/isthmus/v1alpha1, and what the
-// server said or did. The text is the same for the same cause, however often it is tried: no ports of ours, no times of day.
+// diagnose says why a request to the peer's API server went wrong: a reason of package
+// apis/isthmus/v1alpha1, and what the server said or did. The text is the same for the same cause,
+// however often we try: it has no ports of ours and no times of day.
 func diagnose(err error) (reason, text string) {
 	var status apierrors.APIStatus
 	if !errors.As(err, &status) {
@@ -44,7 +45,8 @@ func diagnose(err error) (reason, text string) {
 	}
 }
 
-// message is what a server says, with the faults of an invalid object in an order of their own: the server has none.
+// message is what a server says. It sorts the faults of an invalid object, because the server lists
+// them in any order.
 func message(s metav1.Status) string {
 	if s.Reason != metav1.StatusReasonInvalid || s.Details == nil || len(s.Details.Causes) < 2 {
 		return s.Message
@@ -76,7 +78,7 @@ func cause(err error) string {
 		return errAnswerTooLong.Error()
 	case errors.As(err, &name):
 		return fmt.Sprintf("has a name without address: %s: %s", quote(name.Name), name.Err)
-	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // its words have the time of day
+	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // its text has the time of day
 		return fmt.Sprintf("shows a certificate that is valid from %s to %s only",
 			invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339))
 	case errors.As(err, &cert):
@@ -95,10 +97,11 @@ func cause(err error) string {
 	return "does not answer: " + quote(err.Error())
 }
 
-// maxQuote is more than what API servers say about a NetworkConfig, and fits into a condition many times.
+// maxQuote is more than what API servers say about a NetworkConfig, and fits into a condition many
+// times.
 const maxQuote = 600
 
-// quote makes words of a peer fit for a message: one line of bounded length.
+// quote makes a peer's text fit for a message: one line of bounded length.
 func quote(s string) string {
 	if len(s) > 4*maxQuote {
 		s = s[:4*maxQuote]
@@ -131,7 +134,8 @@ func failure(server string, err error) Condition {
 	return Condition{metav1.ConditionFalse, reason, fmt.Sprintf("%s %s; %s", server, text, remedy)}
 }
 
-// breaks reports whether a reason is about the identity or the way to the server, not about one request.
+// breaks reports whether a reason is about the identity or the way to the server, not about one
+// request.
 func breaks(reason string) bool {
 	return reason == isthmus.ReasonUnauthorized || reason == isthmus.ReasonUnreachable
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"crypto/tls"
 	"crypto/x509"
+	"encoding/pem"
 	"fmt"
 	"io"
 	"net"
@@ -105,8 +106,8 @@ func hostile(t *testing.T, answer http.HandlerFunc) *link {
 	s.Config.ErrorLog = nil
 	s.StartTLS()
 	t.Cleanup(s.Close)
-	p := &pool{}
-	l, err := newLink(p, identity{endpoint: endpoint{server: s.URL, insecure: true}, token: "secret-token"}, "n")
+	p, ca := &pool{}, string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: s.Certificate().Raw}))
+	l, err := newLink(p, identity{endpoint: endpoint{server: s.URL, ca: ca}, token: "secret-token"}, "n")
 	if err != nil {
 		t.Fatal(err)
 	}

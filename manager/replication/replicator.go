@@ -1,18 +1,19 @@
-// Package replication carries our NetworkConfigs to the API servers of the peers and their answers back, as Liqo's
-// crd-replicator does:
+// Package replication carries our NetworkConfigs to the API servers of the peers and their answers
+// back, as Liqo's crd-replicator does:
 //
 //	         here                                            at the peer
 //	original UniqueName(peer) ── spec, labels once ──► copy UniqueName(peer)
 //	in LocalNamespace         ◄──────── status ─────── in RemoteNamespace
 //
-// Each peer has a worker of its own, a goroutine that owns all that is known about this peer. It is told what changed by
-// three sources, each of which only means "compare again": the identity Secret (one object, watched by name), the copies at
-// the peer, and the original in the manager's cache. Nothing that happens at one peer can hold up another.
+// Each peer has a worker of its own, a goroutine that owns all that is known about this peer. Three
+// sources tell it to compare again, and nothing more: the identity Secret (one object, watched by
+// name), the copies at the peer, and the original in the manager's cache. Nothing that happens at
+// one peer can hold up another.
 //
 //	Secret ──follow──► worker ──► link (client of the peer's API server) ──follow──► worker: plan, do, State
 //
-// A peer is hostile until proven otherwise: what its API server sends is bounded in size, in rate and in time; redirects are
-// not followed; its answer is judged by the CRD here.
+// A peer is hostile until proven otherwise. The client bounds what the peer's API server sends in
+// size, rate and time, and follows no redirects; the CRD here judges its answer.
 package replication
 
 import (
@@ -33,32 +34,35 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// A Peer is a cluster to replicate to. Two equal Peers are the same work.
-type Peer struct {
+// A Target is a peer to replicate to. Two equal Targets are the same work.
+type Target struct {
 	ID              string                   // clusterID of the peer
 	Cluster         v1alpha1.ClusterIdentity // the original has its UniqueName
 	LocalNamespace  string                   // tenant namespace here, with the original and the identity Secret
 	RemoteNamespace string                   // tenant namespace at the peer, for the copy
-	IdentitySecret  string                   // empty: somebody else replicates for this peer
+	IdentitySecret  string                   // empty: Liqo's crd-replicator replicates for this peer
 }
 
-// A Condition is what State says about one thing. Its message is stable: it changes only when something does.
+// A Condition is what State says about one thing. Its message stays the same until something
+// changes.
 type Condition struct {
 	Status  metav1.ConditionStatus // empty: nothing to say
 	Reason  string
 	Message string
 }
 
-// State is how the replication to a peer goes. Reasons are those of package apis/isthmus/v1alpha1.
+// State says how the replication to a peer goes. Reasons are those of package
+// apis/isthmus/v1alpha1.
 type State struct {
 	// Identity: whether the peer's API server takes our identity (ConditionIdentity).
 	Identity Condition
-	// Published: whether the copy at the peer says what the original says (ConditionPublished). While the peer is not
-	// reached it says what was last seen, and becomes False when the original has changed since. Once the original is being
-	// deleted, its message says what is waited for.
+	// Published: whether the copy at the peer says what the original says (ConditionPublished).
+	// While the peer does not answer it says what was last seen, and becomes False when the
+	// original has changed since. Once the original is being deleted, its message says what the
+	// deletion waits for.
 	Published Condition
-	// Answered is empty, or False with ReasonInvalid when the peer's answer is nothing that the API server here takes: the
-	// original then keeps its last good status.
+	// Answered is empty, or False with ReasonInvalid when the API server here refuses the peer's
+	// answer: the original then keeps its last good status.
 	Answered Condition
 }
 
@@ -70,11 +74,11 @@ type Options struct {
 	Client client.Client
 	// Cache has the NetworkConfigs. The Replicator reads and watches it; the caller runs it.
 	Cache cache.Cache
-	// Config reaches our own API server. It is used for the identity Secrets, which are listed and watched one by one, by
-	// name, and patched when a token is renewed.
+	// Config reaches our own API server. Workers list and watch their identity Secrets with it, one
+	// by one and by name, and patch them when they renew a token.
 	Config *rest.Config
 	Log    *slog.Logger
-	// Now is the clock by which the age of tokens is judged. Default: time.Now.
+	// Now is the clock for the age of tokens. Default: time.Now.
 	Now func() time.Time
 }
 
@@ -87,7 +91,7 @@ type Replicator struct {
 	changed chan event.GenericEvent
 
 	mu      sync.Mutex
-	peers   map[string]Peer // as Set said
+	peers   map[string]Target // as Set said
 	workers map[string]*worker
 	ending  map[string]*worker // the last one of each ID that was let go, until it has ended
 	byHome  map[string]*worker // by LocalNamespace
@@ -109,7 +113,7 @@ func New(o Options) *Replicator {
 	return &Replicator{
 		opts: o, pace: usual,
 		changed: make(chan event.GenericEvent),
-		peers:   map[string]Peer{}, workers: map[string]*worker{}, ending: map[string]*worker{}, byHome: map[string]*worker{},
+		peers:   map[string]Target{}, workers: map[string]*worker{}, ending: map[string]*worker{}, byHome: map[string]*worker{},
 		states: map[string]State{}, news: map[string]struct{}{}, bell: make(chan struct{}, 1),
 	}
 }
@@ -117,7 +121,7 @@ func New(o Options) *Replicator {
 // NeedLeaderElection makes the manager start the Replicator on the leader only.
 func (r *Replicator) NeedLeaderElection() bool { return true }
 
-// Start replicates until ctx is done and returns when all workers have ended. It is to be called once.
+// Start replicates until ctx is done and returns when all workers have ended. Call it once.
 func (r *Replicator) Start(ctx context.Context) error {
 	config := rest.CopyConfig(r.opts.Config)
 	config.QPS = -1 // each worker sends one request at a time and pauses after a failure
@@ -170,13 +174,14 @@ func (r *Replicator) observe(object any) {
 	}
 }
 
-// Set says which peers there are, all of them. It may be called at any time and returns at once. A peer that is not among
-// them any more, or is another than before, is let go: its worker ends, what lies at the peer stays as it is. Peers without
-// an identity Secret are left out. Of several with the same ID or the same local namespace the first one counts.
-func (r *Replicator) Set(peers []Peer) {
+// Set says which peers there are, all of them. It may be called at any time and returns at once. It
+// dismisses the worker of a peer that is gone or has changed; what lies at that peer stays as it
+// is. Peers without an identity Secret are left out. Of several with the same ID or the same local
+// namespace the first one counts.
+func (r *Replicator) Set(peers []Target) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	want, homes := make(map[string]Peer, len(peers)), make(map[string]bool, len(peers))
+	want, homes := make(map[string]Target, len(peers)), make(map[string]bool, len(peers))
 	for _, p := range peers {
 		if _, twice := want[p.ID]; p.IdentitySecret == "" || twice || homes[p.LocalNamespace] {
 			continue
@@ -197,7 +202,7 @@ func (r *Replicator) Set(peers []Peer) {
 }
 
 // employ starts the worker of a peer, after the one that had its ID before has ended. r.mu is held.
-func (r *Replicator) employ(p Peer) {
+func (r *Replicator) employ(p Target) {
 	ctx, cancel := context.WithCancel(r.ctx)
 	w := newWorker(r, p, cancel)
 	before := r.ending[p.ID]
@@ -231,8 +236,8 @@ func (r *Replicator) dismiss(id string) {
 	r.ending[id] = w
 }
 
-// State returns how the replication to a peer goes; false before its worker has found out anything, and for peers that Set
-// left out.
+// State returns how the replication to a peer goes. It returns false before the worker has found
+// out anything, and for peers that Set left out.
 func (r *Replicator) State(id string) (State, bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -240,11 +245,13 @@ func (r *Replicator) State(id string) (State, bool) {
 	return s, ok
 }
 
-// Changed gives an event for each peer whose State changed; the name of its object is the cluster ID. Changes that nobody
-// has fetched yet are one event. There is one channel, never closed.
+// Changed returns a channel with an event for each peer whose State changed; the name of its object
+// is the cluster ID. Changes that nobody has received yet are one event. There is one channel,
+// never closed.
 func (r *Replicator) Changed() <-chan event.GenericEvent { return r.changed }
 
-// Enqueue says that a NetworkConfig here changed. The Replicator watches the cache and calls it itself.
+// Enqueue says that a NetworkConfig here changed. The Replicator watches the cache and calls it
+// itself.
 func (r *Replicator) Enqueue(namespace, name string) {
 	r.mu.Lock()
 	w := r.byHome[namespace]
@@ -254,7 +261,8 @@ func (r *Replicator) Enqueue(namespace, name string) {
 	}
 }
 
-// report keeps the state that a worker found and tells the rest of the manager when it is another one.
+// report keeps the state that a worker found, and tells the rest of the manager when it differs
+// from the one before.
 func (r *Replicator) report(w *worker, s State) (before State, changed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -271,7 +279,7 @@ func (r *Replicator) report(w *worker, s State) (before State, changed bool) {
 	return before, true
 }
 
-// tell feeds Changed until ctx is done. Workers never wait for whoever reads it.
+// tell feeds Changed until ctx is done. Workers never wait for its reader.
 func (r *Replicator) tell(ctx context.Context) {
 	for {
 		r.mu.Lock()
@@ -293,10 +301,10 @@ func (r *Replicator) tell(ctx context.Context) {
 	}
 }
 
-// ring makes the reader of a channel with room for one look again.
+// ring makes the reader look again; the channel has room for one.
 func ring(bell chan<- struct{}) {
 	select {
 	case bell <- struct{}{}:
-	default: // it is going to
+	default: // it is going to look anyway
 	}
 }

@@ -332,12 +332,46 @@ func TestRefusalsOfThePeerAreToldApart(t *testing.T) {
 	})
 }
 
+func TestOfAnAnswerOnlyWhatWeKnowIsTakenOver(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	long := answered
+	long.PodCIDRNAT = "10.62.0.0/16"
+	long.Conditions = nil
+	for i := range 10 {
+		c := answered.Conditions[0]
+		c.Type, c.Message = fmt.Sprintf("Example%d", i), strings.Repeat("x", 32<<10)
+		long.Conditions = append(long.Conditions, c)
+	}
+	accepted := answered.Conditions[0]
+	accepted.Message = strings.Repeat("y", maxMessage-4) + strings.Repeat("ä", 10_000) // which a cut may split
+	long.Conditions = append(long.Conditions, accepted)
+	p.answer(long)
+	p.eventually(func() string {
+		if got := p.here().Status; got.PodCIDRNAT != long.PodCIDRNAT {
+			return fmt.Sprintf("%.200v", got)
+		}
+		return ""
+	})
+	got := p.here().Status
+	if len(got.Conditions) != 1 || got.Conditions[0].Type != v1alpha1.ConditionAccepted {
+		t.Fatalf("%d conditions are taken over", len(got.Conditions))
+	}
+	if m := got.Conditions[0].Message; len(m) > maxMessage || !strings.HasSuffix(m, "y...") {
+		t.Errorf("%d octets of its message, with the end %q", len(m), m[max(0, len(m)-8):])
+	}
+	before := writes(t, home)
+	time.Sleep(2 * time.Second) // in which a worker that saw a difference for ever would write fourteen times
+	if n := writes(t, home) - before; n > 2 {
+		t.Errorf("%d writes at rest", n)
+	}
+}
+
 func TestAnAnswerThatTheCRDHereRefusesNamesTheFieldAndIsNotTaken(t *testing.T) {
 	p := established(t, (*pair).byToken)
 	for field, bad := range map[string]v1alpha1.NetworkConfigStatus{
 		"podCIDRNAT":      {Processed: true, PodCIDRNAT: "10.61.0.1/16", ExternalCIDRNAT: v1alpha1.None},
 		"externalCIDRNAT": {Processed: true, PodCIDRNAT: "10.61.0.0/16", ExternalCIDRNAT: "127.0.0.0/8"},
-		"conditions":      {Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None, Conditions: make([]metav1.Condition, 17)},
+		"conditions":      {Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None, Conditions: []metav1.Condition{{Type: v1alpha1.ConditionAccepted}}},
 		"Too long":        {Processed: true, PodCIDRNAT: strings.Repeat("1", 1<<20), ExternalCIDRNAT: v1alpha1.None},
 	} {
 		before := writes(t, home)
@@ -488,7 +522,7 @@ func TestAPeerThatIsGoneHoldsTheOriginalAndNothingElse(t *testing.T) {
 	}
 
 	p.change(home, p.here, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil }) // forced
-	p.r.Set([]Peer{other})
+	p.r.Set([]Target{other})
 	p.eventually(func() string {
 		if _, known := p.r.State(p.peer.ID); known || p.here() != nil {
 			return "the peer is still known"
@@ -500,7 +534,7 @@ func TestAPeerThatIsGoneHoldsTheOriginalAndNothingElse(t *testing.T) {
 	}
 	p.identify(p.byToken())
 	p.create(home, p.original())
-	p.r.Set([]Peer{p.peer, other}) // and back
+	p.r.Set([]Target{p.peer, other}) // and back
 	p.awaitUpToDate()
 }
 
@@ -599,7 +633,8 @@ func TestNothingIsWrittenAtRest(t *testing.T) {
 
 var requestTotal = regexp.MustCompile(`(?m)^apiserver_request_total\{([^}]*)\} (\S+)$`)
 
-// writes is how many requests for NetworkConfigs, Secrets and ServiceAccounts an API server has had that were not reads.
+// writes is how many requests for NetworkConfigs, Secrets and ServiceAccounts an API server has had
+// that were not reads.
 func writes(t *testing.T, c cluster) (n int) {
 	t.Helper()
 	core, err := v1.NewForConfig(c.config)
@@ -635,13 +670,13 @@ func TestManyPeersCostLittleEach(t *testing.T) {
 	if s := os.Getenv("ISTHMUS_PEERS"); s != "" {
 		number, _ = strconv.Atoi(s)
 	}
-	q := &pair{t: t, own: p.own, peer: Peer{LocalNamespace: metav1.NamespaceAll}}
+	q := &pair{t: t, own: p.own, peer: Target{LocalNamespace: metav1.NamespaceAll}}
 	q.prepare(home.config)
 	q.r.pace = usual
 	p.r, p.stop = q.r, func() { q.stop() }
 	p.create(home, p.original())
 	identity := p.byCert()
-	var peers []Peer
+	var peers []Target
 	for i := range number {
 		c := &pair{t: t, own: p.own, peer: p.peer}
 		c.peer.ID = fmt.Sprintf("%s-%d", p.peer.ID, i)

@@ -27,7 +27,7 @@ import (
 // A worker replicates to one peer. All fields below done belong to run.
 type worker struct {
 	r      *Replicator
-	peer   Peer
+	peer   Target
 	name   string // of the original and the copy
 	log    *slog.Logger
 	cancel context.CancelFunc
@@ -50,7 +50,7 @@ type worker struct {
 	renewal renewal
 }
 
-func newWorker(r *Replicator, p Peer, cancel context.CancelFunc) *worker {
+func newWorker(r *Replicator, p Target, cancel context.CancelFunc) *worker {
 	return &worker{
 		r: r, peer: p, name: p.Cluster.UniqueName(), log: r.opts.Log.With("peer", p.ID), cancel: cancel,
 		wake: make(chan struct{}, 1), done: make(chan struct{}),
@@ -114,7 +114,7 @@ func deliver(ctx context.Context, to chan<- change) func(change) {
 	}
 }
 
-// due is when there is something to do that no event will tell.
+// due is the time of the next thing to do that no event announces.
 func (w *worker) due() time.Time {
 	at := w.retry
 	if next := w.renewal.next; w.up && !next.IsZero() && (at.IsZero() || next.Before(at)) {
@@ -146,8 +146,8 @@ func (w *worker) secretFeed() feed {
 	}
 }
 
-// takeSecret makes the link that the Secret asks for and reports whether anything changed. While our own API server is away,
-// the last Secret counts.
+// takeSecret makes the link for the Secret and reports whether anything changed. While our own API
+// server is away, the last Secret counts.
 func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	where := fmt.Sprintf("Secret %s/%s", w.peer.LocalNamespace, w.peer.IdentitySecret)
 	without := func(reason, format string, args ...any) bool {
@@ -187,8 +187,8 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	return true
 }
 
-// connect makes a link and follows the copies over it, after a delay, with pauses of the given series of failures. What is
-// known about the copies stays, unless it is from another API server.
+// connect makes a link and follows the copies over it, after a delay, with pauses of the given
+// series of failures. What is known about the copies stays, unless it is from another API server.
 func (w *worker) connect(ctx context.Context, id identity, delay time.Duration, pause *backoff) error {
 	next, err := newLink(&w.r.pool, id, w.peer.RemoteNamespace)
 	if err != nil {
@@ -257,12 +257,13 @@ func (w *worker) keep(o client.Object) {
 	w.copies[c.Name] = c
 }
 
-// accepted notes that the API server took our identity.
+// accepted notes that the API server accepted our identity.
 func (w *worker) accepted() {
 	w.state.Identity = Condition{metav1.ConditionTrue, isthmus.ReasonIdentityAccepted, w.link.server + " takes our identity"}
 }
 
-// blame puts an error of the peer's API server where it belongs: to the identity, or to what we publish.
+// blame puts an error of the peer's API server where it belongs: to the identity, or to what we
+// publish.
 func (w *worker) blame(err error) {
 	c := failure(w.link.server, err)
 	switch {
@@ -277,7 +278,7 @@ func (w *worker) blame(err error) {
 	}
 }
 
-// sync compares, does what is to be done, and tells the State.
+// sync compares, carries out the plan, and tells the State.
 func (w *worker) sync(ctx context.Context) {
 	w.retry = time.Time{}
 	original, err := w.original(ctx)
@@ -303,8 +304,8 @@ func (w *worker) original(ctx context.Context) (*v1alpha1.NetworkConfig, error) 
 	return &o, err
 }
 
-// carryOut does what plan says. One failure does not keep it from the other steps, except that nothing is published that
-// cannot be held.
+// carryOut does what plan says. A failure does not keep it from the other steps, except that it
+// publishes nothing on which it could not set the finalizer.
 func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig) {
 	w.state.Published = Condition{} // what failed is tried again now, or is not wanted any more
 	failed := false
@@ -343,8 +344,8 @@ func (w *worker) carryOut(ctx context.Context, original *v1alpha1.NetworkConfig)
 	}
 }
 
-// again asks for another round after a pause, because our own API server did not do what it was asked for. That somebody
-// else was faster is no news.
+// again asks for another round after a pause, because our own API server did not do what we asked
+// for. It is not worth a log line that somebody else was faster.
 func (w *worker) again(ctx context.Context, what string, err error) {
 	if ctx.Err() == nil && !apierrors.IsConflict(err) {
 		w.log.Warn("replicate", "step", what, "err", err)
@@ -352,7 +353,7 @@ func (w *worker) again(ctx context.Context, what string, err error) {
 	w.retry = time.Now().Add(w.tries.next(w.r.pace))
 }
 
-// reconnect begins again with the way to the peer, after a pause.
+// reconnect makes a new link to the peer, after a pause.
 func (w *worker) reconnect(ctx context.Context) {
 	id := w.link.identity
 	w.disconnect()
@@ -374,7 +375,8 @@ func remotely(err error) error {
 	return &remoteError{err}
 }
 
-// do carries out one action and notes its result, so that the next comparison does not have to wait for an event.
+// do carries out one action and notes its result, so that the next comparison need not wait for an
+// event.
 func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkConfig) error {
 	ctx, cancel := context.WithTimeout(ctx, w.r.pace.request)
 	defer cancel()
@@ -413,7 +415,7 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 
 	case answer:
 		base := original.DeepCopy()
-		original.Status = *w.copies[a.name].Status.DeepCopy()
+		original.Status = answerOf(w.copies[a.name])
 		err := w.r.opts.Client.Status().Patch(ctx, original, client.MergeFrom(base))
 		return client.IgnoreNotFound(err)
 
@@ -448,8 +450,8 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 	return nil
 }
 
-// relabel makes what lies in the place of the copy be the copy: somebody has taken its labels away. An original of the peer
-// stays as it is, and exists is why there is no copy.
+// relabel turns the object in the place of the copy into the copy: somebody has taken its labels
+// away. It leaves an original of the peer as it is; exists is then the reason why there is no copy.
 func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exists error) (*v1alpha1.NetworkConfig, error) {
 	found, err := w.link.get(ctx, want.Name)
 	if err != nil {
@@ -468,7 +470,7 @@ func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exis
 	return w.link.update(ctx, found)
 }
 
-// tell completes the State and hands it on.
+// tell completes the State and reports it.
 func (w *worker) tell(original *v1alpha1.NetworkConfig) {
 	s := w.state
 	v := view{peer: w.peer, original: original, copies: w.copies, listed: w.listed}
@@ -476,7 +478,7 @@ func (w *worker) tell(original *v1alpha1.NetworkConfig) {
 		v.server = w.link.server
 	}
 	if s.Identity.Status == "" {
-		return // nothing was found out yet
+		return // the worker has found out nothing yet
 	}
 	if s.Identity.Status == metav1.ConditionTrue {
 		s.Identity.Message += w.renewal.warning()
@@ -499,7 +501,7 @@ func (w *worker) tell(original *v1alpha1.NetworkConfig) {
 	}
 }
 
-// A renewal is about the token of the identity, if that is one that ends.
+// A renewal belongs to the identity's token, if that expires.
 type renewal struct {
 	token   serviceToken // zero: nothing to renew
 	next    time.Time    // when to look again, by the real clock; zero: now
@@ -521,8 +523,9 @@ func (r renewal) warning() string {
 	return fmt.Sprintf("; its token expires %s and is not renewed: %s", r.token.expires.Format(time.RFC3339), r.refusal)
 }
 
-// renew asks for a new token when two thirds of the life of this one are over, and puts it into the Secret, from where it
-// comes back like any other change. A refusal changes nothing but the State: the token is good until it expires.
+// renew asks for a new token when two thirds of the life of this one are over, and writes it into
+// the Secret, from where it comes back like any other change. A refusal changes only the State: the
+// token is good until it expires.
 func (w *worker) renew(ctx context.Context) {
 	n := &w.renewal
 	if n.token.expires.IsZero() {
@@ -548,6 +551,10 @@ func (w *worker) renew(ctx context.Context) {
 	n.refusal = ""
 }
 
+// maxToken bounds a token, which goes into a Secret of ours; those of API servers have one or two
+// KiB.
+const maxToken = 16 << 10
+
 func (w *worker) renewToken(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(ctx, 2*w.r.pace.request)
 	defer cancel()
@@ -556,6 +563,9 @@ func (w *worker) renewToken(ctx context.Context) error {
 	if err != nil {
 		_, text := diagnose(err)
 		return fmt.Errorf("%s %s; it has to allow us to create serviceaccounts/token for %s", w.link.server, text, old.account)
+	}
+	if len(token) > maxToken {
+		return fmt.Errorf("%s gave a token of %d octets; want at most %d", w.link.server, len(token), maxToken)
 	}
 	fresh, ok := readToken(token)
 	if !ok || !fresh.expires.After(old.expires) || fresh.account != old.account || fresh.namespace != old.namespace ||

@@ -1,5 +1,6 @@
-// Package packettest builds IP packets and judges them: an independent reference for tests of everything that rewrites,
-// cuts or joins packets. It is written to be checked by eye, slow and obvious, and shares no line with package packet.
+// Package packettest builds IP packets and judges them: an independent reference for tests of
+// everything that rewrites, cuts or joins packets. It is written to be checked by eye, slow and
+// obvious, and shares no line with package packet.
 //
 //	b := packettest.Build(packettest.IP{Src: a, Dst: b}, packettest.TCP{SrcPort: 40000, DstPort: 80, Flags: packettest.ACK, Data: data})
 //	packettest.Check(t, b, packettest.Src(a), packettest.Ports(40000, 80), packettest.ValidChecksums())
@@ -23,8 +24,8 @@ const (
 	CWR = 0x80
 )
 
-// IP is the IP header of a packet to be built. The family is that of Src. The zero value of a field gives what is usual: TTL 64,
-// no options, not a fragment.
+// IP is the IP header of a packet to be built. The family is that of Src. The zero value of a field
+// gives what is usual: TTL 64, no options, not a fragment.
 type IP struct {
 	Src, Dst   netip.Addr
 	TTL        uint8       // hop limit; 0 means 64
@@ -36,8 +37,9 @@ type IP struct {
 	Extensions []Extension // IPv6, in order
 }
 
-// Extension is an IPv6 extension header: Kind 0 hop-by-hop, 43 routing, 44 fragment, 51 authentication, 60 destination
-// options. Data is what follows the next header and length octets; it is padded to the multiple that the kind needs.
+// Extension is an IPv6 extension header: Kind 0 hop-by-hop, 43 routing, 44 fragment, 51
+// authentication, 60 destination options. Data is what follows the next header and length octets;
+// it is padded to the multiple that the kind needs.
 type Extension struct {
 	Kind uint8
 	Data []byte
@@ -74,9 +76,9 @@ type Echo struct {
 	Data    []byte
 }
 
-// ICMPError is an ICMP or ICMPv6 error. Rest is the second word of its header (MTU, pointer, RFC 4884 length). When
-// Extension is set the quote is padded with zeros to 128 octets or more, the RFC 4884 length is put into Rest and the
-// extension follows.
+// ICMPError is an ICMP or ICMPv6 error. Rest is the second word of its header (MTU, pointer, RFC
+// 4884 length). When Extension is set the quote is padded with zeros to 128 octets or more, the RFC
+// 4884 length is put into Rest and the extension follows.
 type ICMPError struct {
 	Type, Code uint8
 	Rest       uint32
@@ -245,7 +247,8 @@ func padded(b []byte, unit, atLeast int) []byte {
 	return out
 }
 
-// Partial returns a copy of a TCP or UDP packet with a partial checksum: the sum of the pseudo-header, not inverted.
+// Partial returns a copy of a TCP or UDP packet with a partial checksum: the sum of the
+// pseudo-header, not inverted.
 func Partial(b []byte) []byte {
 	p := MustDecode(b)
 	out := append([]byte(nil), b...)
@@ -261,8 +264,9 @@ func Partial(b []byte) []byte {
 	return out
 }
 
-// Fragments cuts a packet into fragments whose data is at most size octets, a multiple of 8. An IPv6 packet gets a fragment
-// header in front of its upper-layer header, behind all extension headers; the IPv4 options go into every fragment.
+// Fragments cuts a packet into fragments whose data is at most size octets, a multiple of 8. An
+// IPv6 packet gets a fragment header in front of its upper-layer header, behind all extension
+// headers; the IPv4 options go into every fragment.
 func Fragments(b []byte, size int, id uint32) [][]byte {
 	if size <= 0 || size%8 != 0 {
 		panic("packettest: fragment size is not a multiple of 8")
@@ -297,8 +301,9 @@ func Fragments(b []byte, size int, id uint32) [][]byte {
 	return out
 }
 
-// Segments cuts a TCP or UDP superpacket as a network card would: TCP sequence numbers advance, FIN and PSH stay with the
-// last segment, CWR with the first, the IPv4 identification counts up, all checksums are complete.
+// Segments cuts a TCP or UDP superpacket as a network card would: TCP sequence numbers advance, FIN
+// and PSH stay with the last segment, CWR with the first, the IPv4 identification counts up, all
+// checksums are complete.
 func Segments(super []byte, size int) [][]byte {
 	p := MustDecode(super)
 	if p.Proto != 6 && p.Proto != 17 {

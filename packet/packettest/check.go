@@ -10,7 +10,8 @@ import (
 	"testing"
 )
 
-// InternetChecksum is RFC 1071 in its plainest form over the parts one after the other, each but the last of even length.
+// InternetChecksum is RFC 1071 in its plainest form over the parts one after the other, each but
+// the last of even length.
 func InternetChecksum(parts ...[]byte) uint16 {
 	sum := 0
 	for _, part := range parts {
@@ -107,8 +108,8 @@ func Decode(b []byte) (p Packet, err error) {
 	return p, nil
 }
 
-// DecodeQuote reads a packet quoted in an ICMP error, which may be cut and may be followed by padding. Transport fields
-// beyond the cut are zero.
+// DecodeQuote reads a packet quoted in an ICMP error, which may be cut and may be followed by
+// padding. Transport fields beyond the cut are zero.
 func DecodeQuote(b []byte) (p Packet, err error) {
 	defer func() {
 		if r := recover(); r != nil && (b[0]>>4 == 4 || len(b) < 40) { // IPv6 cut among its extension headers has addresses
@@ -283,13 +284,14 @@ func same[T comparable](what string, have, want T) error {
 	return nil
 }
 
-// ValidChecksums wants a right IPv4 header checksum and a right, complete transport checksum. UDP may have none; of a
-// fragment only the header counts.
+// ValidChecksums wants a right IPv4 header checksum and a right, complete transport checksum. UDP
+// may have none; of a fragment only the header counts.
 func ValidChecksums() Checker {
 	return func(p Packet) error { return p.validChecksums(false) }
 }
 
-// PartialChecksum wants a right IPv4 header checksum and the sum of the pseudo-header in the transport checksum field.
+// PartialChecksum wants a right IPv4 header checksum and the sum of the pseudo-header in the
+// transport checksum field.
 func PartialChecksum() Checker {
 	return func(p Packet) error { return p.validChecksums(true) }
 }
@@ -354,8 +356,8 @@ func (p Packet) validChecksums(partial bool) error {
 	return nil
 }
 
-// Quote applies checkers to the packet that an ICMP error quotes. Fields beyond the end of the quote read as zero, and
-// ValidChecksums makes sense only for a packet quoted whole.
+// Quote applies checkers to the packet that an ICMP error quotes. Fields beyond the end of the
+// quote read as zero, and ValidChecksums makes sense only for a packet quoted whole.
 func Quote(checks ...Checker) Checker {
 	return func(p Packet) error {
 		q, err := DecodeQuote(p.Data)

@@ -1,15 +1,16 @@
-// Package behaviour asks a client that knows nothing of Isthmus what kind of NAT stands before it: coturn's
-// turnutils_natdiscovery, which implements RFC 5780, with coturn's server, which has the two addresses and two ports that
-// this needs. Between them are the real gateways.
+// Package behaviour asks a client that knows nothing of Isthmus what kind of NAT stands before it:
+// coturn's turnutils_natdiscovery, which implements RFC 5780, with coturn's server, which has the
+// two addresses and two ports that this needs. Between them are the real gateways.
 //
 //	a-pod1  10.244.0.11 ┐                                                     ┌ turnserver in b-pod1
 //	a-onprem, a-node2   ┴ a-node1 ═ isthmus gateway ══ isthmus gateway ═ b-node1 ┘ 10.50.32.11 and .77, ports 3478 and 3479
 //	c-pod1   10.60.0.11 ─ c-node1 ═ isthmus gateway ══════╝
 //
-// The server tells its other address to the client in the body of a message. It has to be true for the client too, so
-// neither a nor c remaps b. b sees a's pods as 10.246.0.0/16, c's as they are.
+// The server tells its other address to the client in the body of a message. It has to be true for
+// the client too, so neither a nor c remaps b. b sees a's pods as 10.246.0.0/16, c's as they are.
 //
-// The client speaks UDP alone; of TCP, tcp_test.go lets two kernels open a connection simultaneously.
+// The client speaks UDP alone; of TCP, tcp_test.go lets two kernels open a connection
+// simultaneously.
 package behaviour
 
 import (
@@ -91,7 +92,8 @@ type check struct {
 	run  func(t *testing.T)
 }
 
-// ask lets c discover everything at once, each from another port above first, and returns the checks of what it finds.
+// ask lets c discover everything at once, each from another port above first, and returns the
+// checks of what it finds.
 func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check) {
 	discover := func(name string, missed int, judge func(t *testing.T, r *report, local netip.AddrPort), flags ...string) {
 		first++
@@ -112,7 +114,8 @@ func (s *site) ask(ctx context.Context, c client, first uint16) (checks []check)
 		}})
 	}
 	lifetime := func(name string, seconds int, alive bool) {
-		// After the silence it asks by another socket for an answer to the first one's mapping (RFC 5780, section 4.6).
+		// After the silence it asks by another socket for an answer to the first one's mapping (RFC
+		// 5780, section 4.6).
 		missed := 0
 		if seconds > 60 {
 			missed = -1

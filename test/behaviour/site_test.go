@@ -15,6 +15,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
 var (
@@ -24,7 +25,8 @@ var (
 	second   = netip.MustParseAddr("10.50.32.77") // of the server; the first is that of b-pod1
 )
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other things.
+// patience is how long a test waits for what has to come, on a machine that is busy with other
+// things.
 const patience = time.Minute
 
 const serverPort, otherPort = 3478, 3479
@@ -39,12 +41,8 @@ func newSite(t *testing.T) *site {
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
 	}
-	binary := filepath.Join(t.TempDir(), "isthmus")
-	build := exec.Command("go", "build", "-o", binary, "./cmd/isthmus")
-	build.Dir = "../.."
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("%v: %v\n%s", build.Args, err, out)
-	}
+	binary, err := testbin.Isthmus(t.TempDir())
+	must(t, err)
 	l, err := lab.Up(t.Context(), lab.Spec{Name: lab.UniqueName("behaviour"), Clusters: []lab.ClusterSpec{
 		{Name: "a", Nodes: 2}, {Name: "b", PodCIDR: podsOfB}, {Name: "c", PodCIDR: podsOfC},
 	}})
@@ -125,8 +123,9 @@ func (r *report) says(conclusion string) bool { return strings.Contains(r.text, 
 
 var reflexive = regexp.MustCompile(`reflexive addr: (\S+)`)
 
-// discoverAgain is discover for a client that has to miss so many answers; -1: it is asked once. Where it misses others, the
-// machine was busy, and it asks again from a port that is so much higher.
+// discoverAgain is discover for a client that has to miss so many answers; -1: it is asked once.
+// Where it misses others, the machine was busy, and it asks again from a port that is so much
+// higher.
 func (s *site) discoverAgain(ctx context.Context, from string, local, step uint16, missed int, flags ...string) (r *report, port uint16, err error) {
 	for again := range uint16(5) {
 		port = local + step*again

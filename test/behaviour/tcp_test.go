@@ -11,9 +11,10 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// RFC 5382, REQ-2 and REQ-4, with the TCP of real kernels at both ends: a pod of b calls a node of a, which is behind NAPT
-// and has not called yet. Its SYN is dropped in silence, not refused, so that it goes on trying; when the node calls too, from
-// the port that the pod expects, SYNs cross and there is one connection.
+// RFC 5382, REQ-2 and REQ-4, with the TCP of real kernels at both ends: a pod of b calls a node of
+// a, which is behind NAPT and has not called yet. Its SYN is dropped in silence, not refused, so
+// that it goes on trying; when the node calls too, from the port that the pod expects, SYNs cross
+// and there is one connection.
 func TestRFC5382SimultaneousOpenThroughNAPT(t *testing.T) {
 	s := newSite(t)
 	node, pod := s.Cluster("a").Nodes[1], s.Cluster("b").Pods[1]

@@ -34,9 +34,10 @@ var update = flag.Bool("update", false, "write the golden files anew")
 
 const liqoKey = "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="
 
-// TestLiqo peers with a cluster of Liqo v0.9.4, played by a liqo on an API server with Liqo's CRDs. Its PodCIDR is a half
-// of ours. First Isthmus stands alone, with a Peering and an identity of Liqo's form; then it takes the place of the
-// network-manager under Liqo's control plane: there are ForeignClusters, and Liqo's crd-replicator works for it.
+// TestLiqo peers with a cluster of Liqo v0.9.4, played by a liqo on an API server with Liqo's CRDs.
+// Its PodCIDR is a half of ours. First Isthmus stands alone, with a Peering and an identity of
+// Liqo's form; then it takes the place of the network-manager under Liqo's control plane: there are
+// ForeignClusters, and Liqo's crd-replicator works for it.
 func TestLiqo(t *testing.T) {
 	a := newSites(t, "10.244.0.0/16")[0]
 	b := newLiqoSite(t)
@@ -162,8 +163,8 @@ func applyFile(ctx context.Context, c client.Client, path string) error {
 	return nil
 }
 
-// introduce does what Liqo's control plane does before two clusters are joined: a tenant namespace at s for the peer, the
-// peer's rights in it, and the identity of s at the peer.
+// introduce does what Liqo's control plane does before two clusters are joined: a tenant namespace
+// at s for the peer, the peer's rights in it, and the identity of s at the peer.
 func introduce(t *testing.T, s, peer *site) {
 	t.Helper()
 	const role = "liqo-remote-peering-outgoing"
@@ -239,7 +240,8 @@ func foreign(t *testing.T, s, peer *site, phase string) {
 	})
 }
 
-// agreedWithLiqo waits until the TunnelEndpoints of both sides are each other's mirror image and say what is published.
+// agreedWithLiqo waits until the TunnelEndpoints of both sides are each other's mirror image and
+// say what is published.
 func agreedWithLiqo(a, b *site, m *liqoManager) {
 	a.t.Helper()
 	m.mu.Lock()
@@ -299,8 +301,8 @@ func testLiqoChanges(a, b *site, m *liqoManager) {
 	agreedWithLiqo(a, b, m)
 }
 
-// testLiqoRemembers changes our PodCIDR. Liqo goes on to answer what it answered to the old one, of another length: nothing
-// is applied of that, and the Peering says why.
+// testLiqoRemembers changes our PodCIDR. Liqo goes on to answer what it answered to the old one, of
+// another length: nothing is applied of that, and the Peering says why.
 func testLiqoRemembers(a, b *site, m *liqoManager) {
 	a.t.Helper()
 	before := a.tunnelEndpoint(b)
@@ -336,7 +338,8 @@ func testLiqoLeaves(a, b *site) {
 	})
 }
 
-// sameObjects compares all objects of the fabric, as they lie in the two API servers, with a golden file.
+// sameObjects compares all objects of the fabric, as they lie in the two API servers, with a golden
+// file.
 func sameObjects(t *testing.T, a, b *site, golden string) {
 	t.Helper()
 	path := filepath.Join("testdata", golden)
@@ -416,7 +419,8 @@ func masked(o map[string]any) map[string]any {
 	return o
 }
 
-// A kubelet is a client of the gRPC service ipam, as Liqo's virtual kubelet has it. Its messages are written byte by byte.
+// A kubelet is a client of the gRPC service ipam, as Liqo's virtual kubelet has it. Its messages
+// are written byte by byte.
 type kubelet struct {
 	t    *testing.T
 	conn *grpc.ClientConn
@@ -432,7 +436,8 @@ func newKubelet(t *testing.T, address string) *kubelet {
 	return &kubelet{t, conn}
 }
 
-// call sends strings as the fields 1, 2, ... and returns field 1 of the answer: bytes of a string or a number.
+// call sends strings as the fields 1, 2, ... and returns field 1 of the answer: bytes of a string
+// or a number.
 func (k *kubelet) call(method string, fields ...string) (string, error) {
 	var request, response []byte
 	for i, f := range fields {
@@ -467,7 +472,8 @@ func (raw) Marshal(v any) ([]byte, error)      { return *v.(*[]byte), nil }
 func (raw) Unmarshal(data []byte, v any) error { *v.(*[]byte) = bytes.Clone(data); return nil }
 func (raw) Name() string                       { return "proto" }
 
-// testIPAM plays the virtual kubelet: our pods are 10.64.0.0/16 at Liqo, our ExternalCIDR is 10.65.0.0/16 there.
+// testIPAM plays the virtual kubelet: our pods are 10.64.0.0/16 at Liqo, our ExternalCIDR is
+// 10.65.0.0/16 there.
 func testIPAM(t *testing.T, a, b *site) {
 	k := newKubelet(t, a.ipam)
 	home := a.tunnelEndpoint(b).Spec.RemoteNATPodCIDR

@@ -22,8 +22,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestExchange goes through the exchange of NetworkConfigs on real API servers: every object, on every side, for
-// clusters of all kinds of networks.
+// TestExchange goes through the exchange of NetworkConfigs on real API servers: every object, on
+// every side, for clusters of all kinds of networks.
 func TestExchange(t *testing.T) {
 	sites := newSites(t, "10.244.0.0/16", "10.128.0.0/14", "172.20.0.0/20")
 	a, b, c := sites[0], sites[1], sites[2]
@@ -143,7 +143,8 @@ func TestExchange(t *testing.T) {
 	}
 }
 
-// testChanges changes what a publishes and looks how long it takes until b and c have it in their TunnelEndpoints.
+// testChanges changes what a publishes and looks how long it takes until b and c have it in their
+// TunnelEndpoints.
 func testChanges(t *testing.T, a *site, peers ...*site) {
 	service := func(change func(*corev1.Service)) func() error {
 		return func() error {
@@ -213,7 +214,8 @@ func testChanges(t *testing.T, a *site, peers ...*site) {
 	agreed(t, append(peers, a)...)
 }
 
-// publish gives the gateway another address, and waits until another cluster has it in its TunnelEndpoint.
+// publish gives the gateway another address, and waits until another cluster has it in its
+// TunnelEndpoint.
 func (s *site) publish(address string, other *site) {
 	s.t.Helper()
 	service := &corev1.Service{}
@@ -229,8 +231,8 @@ func (s *site) publish(address string, other *site) {
 	})
 }
 
-// agreed waits until all of the sites, which are peered each with each, are Ready, and compares all objects with what
-// the exchange is to lead to.
+// agreed waits until all of the sites, which are peered each with each, are Ready, and compares all
+// objects with what the exchange is to lead to.
 func agreed(t *testing.T, sites ...*site) {
 	t.Helper()
 	for _, s := range sites {
@@ -418,7 +420,8 @@ func (s *site) wrong(other *site) (all []string) {
 	return all
 }
 
-// networkConfig returns the NetworkConfig in a namespace here that is addressed to a cluster, nil when there is none.
+// networkConfig returns the NetworkConfig in a namespace here that is addressed to a cluster, nil
+// when there is none.
 func (s *site) networkConfig(namespace string, receiver *site) *v1alpha1.NetworkConfig {
 	s.t.Helper()
 	nc := &v1alpha1.NetworkConfig{}

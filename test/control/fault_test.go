@@ -19,8 +19,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestFaults does to two peered clusters what people and machines do: edits, revocations, one side that leaves, and at
-// last an API server that never comes back.
+// TestFaults does to two peered clusters what people and machines do: edits, revocations, one side
+// that leaves, and at last an API server that never comes back.
 func TestFaults(t *testing.T) {
 	sites := newSites(t, "10.244.0.0/16", "10.244.0.0/18")
 	a, b := sites[0], sites[1]
@@ -249,7 +249,8 @@ func testOneLeaves(t *testing.T, a, b *site) {
 	}
 }
 
-// testOneLeavesByCommand has b un-peer by the command line, which takes a's rights away, and a after it.
+// testOneLeavesByCommand has b un-peer by the command line, which takes a's rights away, and a
+// after it.
 func testOneLeavesByCommand(t *testing.T, a, b *site) {
 	if out, err := b.isthmus("unpeer", "--kubeconfig", b.kubeconfig, a.name); err != nil {
 		t.Fatalf("%v\n%s", err, out)

@@ -26,9 +26,9 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 )
 
-// A liqo plays the crd-replicator of Liqo v0.9.4 in one cluster and, where Isthmus is not in its place, the
-// network-manager: what they read, write, refuse and forget, as it was recorded. It shares nothing with Isthmus, not even
-// the types: objects are what the API server says.
+// A liqo plays the crd-replicator of Liqo v0.9.4 in one cluster and, where Isthmus is not in its
+// place, the network-manager: what they read, write, refuse and forget, as it was recorded. It
+// shares nothing with Isthmus, not even the types: objects are what the API server says.
 type liqo struct {
 	id      string
 	client  client.Client
@@ -137,7 +137,8 @@ const (
 	creatorFinalizer    = "tunnelendpointcreator.net.liqo.io"
 )
 
-// run works until ctx ends. Events only make Liqo look again, so that it does so all the time is the same.
+// run works until ctx ends. Events only make Liqo look again, so that it does so all the time is
+// the same.
 func (l *liqo) run(ctx context.Context) {
 	for ctx.Err() == nil {
 		foreigns, err := listOf(ctx, l.client, foreignKind)
@@ -266,7 +267,8 @@ func (l *liqo) mirror(ctx context.Context, original, copied *unstructured.Unstru
 	return nil
 }
 
-// identity returns a client for the peer by the newest identity in a tenant namespace; nil: there is none yet.
+// identity returns a client for the peer by the newest identity in a tenant namespace; nil: there
+// is none yet.
 func (l *liqo) identity(ctx context.Context, namespace string) (client.Client, error) {
 	var secrets corev1.SecretList
 	if err := l.client.List(ctx, &secrets, client.InNamespace(namespace), client.MatchingLabels{"discovery.liqo.io/local-identity": "true"}); err != nil {
@@ -369,7 +371,8 @@ func (l *liqo) create(ctx context.Context, fc *unstructured.Unstructured, f *liq
 	return nil
 }
 
-// answer processes the NetworkConfig of the peer. That one goes changes nothing: Liqo looks for the peer in the wrong place.
+// answer processes the NetworkConfig of the peer. That one goes changes nothing: Liqo looks for the
+// peer in the wrong place.
 func (l *liqo) answer(ctx context.Context, nc, fc *unstructured.Unstructured, id string) error {
 	if nc.GetDeletionTimestamp() != nil {
 		if controllerutil.RemoveFinalizer(nc, creatorFinalizer) {
@@ -431,7 +434,8 @@ func (m *liqoManager) grant(id string, spec liqoSpec) (pod, external string, err
 	return pod, external, nil
 }
 
-// process makes the TunnelEndpoint of the own NetworkConfig and that of the peer, once both are answered, and takes it down.
+// process makes the TunnelEndpoint of the own NetworkConfig and that of the peer, once both are
+// answered, and takes it down.
 func (l *liqo) process(ctx context.Context, nc *unstructured.Unstructured, remotes []*unstructured.Unstructured, fc *unstructured.Unstructured, peer liqoIdentity) error {
 	endpoints, err := listOf(ctx, l.client, endpointKind, client.InNamespace(nc.GetNamespace()), client.MatchingLabels{"clusterID": peer.ClusterID})
 	if err != nil {

@@ -15,8 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// TestRepeering peers and parts the same two clusters again and again, by their Peerings and by the command line, and
-// counts what stays.
+// TestRepeering peers and parts the same two clusters again and again, by their Peerings and by the
+// command line, and counts what stays.
 func TestRepeering(t *testing.T) {
 	byPeerings, byCommand := 10, 1
 	if *long {
@@ -100,7 +100,8 @@ func (u usage) String() string {
 	return fmt.Sprintf("%d goroutines, %d MiB resident, %d MiB heap", u.goroutines, u.memory>>20, u.heap>>20)
 }
 
-// atRest returns the least that the manager uses during two seconds: what comes and goes, as this request does, is no leak.
+// atRest returns the least that the manager uses during two seconds: what comes and goes, as this
+// request does, is no leak.
 func (s *site) atRest() usage {
 	s.t.Helper()
 	least := s.usage()

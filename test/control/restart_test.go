@@ -100,13 +100,14 @@ var parting = []moment{
 	{"Peering gone", atA, &isthmus.PeeringList{}, deleted(whatever)},
 }
 
-// await begins to watch for a moment and returns a function that waits until it has come, calls then at once, and says
-// whether it came.
+// await begins to watch for a moment and returns a function that waits until it has come, calls
+// then at once, and says whether it came.
 func (m moment) await(t *testing.T, a, b *site, then func()) func() bool {
 	t.Helper()
 	at := m.at(a, b)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
-	// From now on, so that a moment that the books remember from the peering before is not mistaken for this one.
+	// From now on, so that a moment that the books remember from the peering before is not mistaken
+	// for this one.
 	now := m.list.DeepCopyObject().(client.ObjectList)
 	if err := at.client.List(ctx, now); err != nil {
 		t.Fatal(err)
@@ -131,8 +132,8 @@ func (m moment) await(t *testing.T, a, b *site, then func()) func() bool {
 	return func() bool { return <-came }
 }
 
-// TestManagerKilledAtEveryStep kills a manager at each step of a peering and of its end, on either side, and starts it
-// again: it ends as if nothing had happened.
+// TestManagerKilledAtEveryStep kills a manager at each step of a peering and of its end, on either
+// side, and starts it again: it ends as if nothing had happened.
 func TestManagerKilledAtEveryStep(t *testing.T) {
 	sites := newSites(t, "10.244.0.0/16", "10.244.128.0/20")
 	a, b := sites[0], sites[1]

@@ -34,13 +34,14 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// manyUsers is the group of our identities at the peers of TestManyPeerings, each a user and a tenant namespace on one API
-// server with a client certificate of its own: the manager has a connection to each, as if they were as many API servers.
+// manyUsers is the group of our identities at the peers of TestManyPeerings, each a user and a
+// tenant namespace on one API server with a client certificate of its own: the manager has a
+// connection to each, as if they were as many API servers.
 const manyUsers = "peers"
 
-// TestManyPeerings has one manager with many peerings, 20 or, with -long, 500, whose networks collide with ours and with
-// each other, and prints what that costs. What the manager asks of the API servers is counted in their audit logs, which
-// know it by its identities.
+// TestManyPeerings has one manager with many peerings, 20 or, with -long, 500, whose networks
+// collide with ours and with each other, and prints what that costs. What the manager asks of the
+// API servers is counted in their audit logs, which know it by its identities.
 func TestManyPeerings(t *testing.T) {
 	number, rest := 20, 10*time.Second
 	if *long {
@@ -68,8 +69,8 @@ func TestManyPeerings(t *testing.T) {
 	before := w.load()
 	t.Logf("%d peerings: %v; %.1f goroutines for each", number-1, before, float64(before.goroutines-p.goroutines)/float64(number-1))
 	another := w.peer("one more peer", last)
-	// The status of a Peering is written once or for each step, as fast as the others are; all else is the same. How many
-	// conflicts there are is chance.
+	// The status of a Peering is written once or for each step, as fast as the others are; all else
+	// is the same. How many conflicts there are is chance.
 	if cost, first := another.writes()-another.conflicts(), one.writes()-one.conflicts(); cost > 2*first {
 		t.Errorf("the last peer cost %d writes, the first one %d", cost, first)
 	}
@@ -97,7 +98,8 @@ func TestManyPeerings(t *testing.T) {
 	w.atRest("after the restart", rest/2)
 }
 
-// A remote is a cluster that joins ours: what it says of itself, and what its manager would answer us.
+// A remote is a cluster that joins ours: what it says of itself, and what its manager would answer
+// us.
 type remote struct {
 	v1alpha1.ClusterIdentity
 	user, namespace string // of ours there
@@ -105,8 +107,8 @@ type remote struct {
 	status          v1alpha1.NetworkConfigStatus
 }
 
-// newRemote makes one with one of 36 networks of six lengths, six of them inside ours, so that most collide with others.
-// Every 25th has the same network as we.
+// newRemote makes one with one of 36 networks of six lengths, six of them inside ours, so that most
+// collide with others. Every 25th has the same network as we.
 func newRemote(i int) *remote {
 	r := &remote{
 		ClusterIdentity: v1alpha1.ClusterIdentity{ClusterID: fmt.Sprintf("cccc0000-1111-4222-8333-%012d", i), ClusterName: fmt.Sprintf("peer-%d", i)},
@@ -122,6 +124,7 @@ func newRemote(i int) *remote {
 		pod, external = network(10, 244), network(172, 24)
 	}
 	key := sha256.Sum256([]byte(r.ClusterID))
+	key[31] &= 0x7f // as public keys are
 	r.spec = v1alpha1.NetworkConfigSpec{
 		RemoteCluster: v1alpha1.ClusterIdentity{ClusterID: "aaaa0000-1111-4222-8333-000000000000", ClusterName: "a"},
 		PodCIDR:       pod, ExternalCIDR: external, EndpointIP: fmt.Sprintf("198.18.%d.%d", i/256, i%256), BackendType: v1alpha1.BackendWireGuard,
@@ -190,8 +193,8 @@ func (w *world) prepare(r *remote) error {
 	return nil
 }
 
-// play plays the managers of the peers: each sends us its NetworkConfig and answers ours as soon as that is there. It also
-// notes when our Peerings become Ready.
+// play plays the managers of the peers: each sends us its NetworkConfig and answers ours as soon as
+// that is there. It also notes when our Peerings become Ready.
 func (w *world) play(peers []*remote) {
 	byNamespace := map[string]*remote{}
 	for _, r := range peers {
@@ -260,8 +263,8 @@ func each(ctx context.Context, c client.WithWatch, list client.ObjectList, f fun
 	}
 }
 
-// peer makes the Peerings with some peers, waits until they are Ready and until nothing is written any more, prints what that
-// took, and returns what was asked of the API servers.
+// peer makes the Peerings with some peers, waits until they are Ready and until nothing is written
+// any more, prints what that took, and returns what was asked of the API servers.
 func (w *world) peer(what string, peers []*remote) tally {
 	w.t.Helper()
 	w.audits.next()
@@ -375,7 +378,8 @@ func (w *world) atRest(what string, d time.Duration) {
 	}
 }
 
-// restarted waits until a manager that was started has looked at what each peer has, and checks that it wrote nothing for that.
+// restarted waits until a manager that was started has looked at what each peer has, and checks
+// that it wrote nothing for that.
 func (w *world) restarted(began time.Time, number int) {
 	w.t.Helper()
 	leads := time.Since(began)
@@ -448,7 +452,8 @@ func value(text, name string) (n int) {
 	return n
 }
 
-// A tally counts requests by where, verb and resource, and code where they failed: "home patch peerings/status=409".
+// A tally counts requests by where, verb and resource, and code where they failed: "home patch
+// peerings/status=409".
 type tally map[string]int
 
 // patched is the tally's key of the octets of all patches of the IpamStorage.

@@ -1,6 +1,7 @@
-// Package control tests the control plane as a whole: clusters with real API servers and the real manager as a process,
-// peered by the real command line. Gateways are played by the test, which writes what a gateway writes; whole clusters
-// with packets are the demo's and internal/fleet's business.
+// Package control tests the control plane as a whole: clusters with real API servers and the real
+// manager as a process, peered by the real command line. Gateways are played by the test, which
+// writes what a gateway writes; whole clusters with packets are the demo's and internal/fleet's
+// business.
 package control
 
 import (
@@ -39,12 +40,14 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
 // installed is the namespace of Isthmus.
 const installed = "isthmus-system"
 
-// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes both.
+// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes
+// both.
 var binary, kube string
 
 func TestMain(m *testing.M) { os.Exit(run(m)) }
@@ -57,11 +60,8 @@ func run(m *testing.M) int {
 		return 1
 	}
 	defer os.RemoveAll(dir)
-	binary = filepath.Join(dir, "isthmus")
-	build := exec.Command("go", "build", "-o", binary, "./cmd/isthmus")
-	build.Dir = "../.."
-	if out, err := build.CombinedOutput(); err != nil {
-		fmt.Fprintf(os.Stderr, "%v: %v\n%s", build.Args, err, out)
+	if binary, err = testbin.Isthmus(dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
 	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
@@ -90,7 +90,8 @@ type site struct {
 	ended   chan struct{}
 }
 
-// newSites starts clusters called a, b, ... with the given PodCIDRs, installs Isthmus, and plays their gateways.
+// newSites starts clusters called a, b, ... with the given PodCIDRs, installs Isthmus, and plays
+// their gateways.
 func newSites(t *testing.T, podCIDRs ...string) []*site {
 	t.Helper()
 	sites := make([]*site, len(podCIDRs))
@@ -151,7 +152,8 @@ func scheme() *runtime.Scheme {
 	return scheme
 }
 
-// playGateway writes what a gateway writes, and goes on to report every TunnelEndpoint as connected.
+// playGateway writes what a gateway writes, and goes on to report every TunnelEndpoint as
+// connected.
 func (s *site) playGateway(ctx context.Context) error {
 	key, err := ecdh.X25519().GenerateKey(rand.Reader)
 	if err != nil {
@@ -206,7 +208,8 @@ func (s *site) connect(ctx context.Context) {
 	}
 }
 
-// startManager starts the manager with the rights of its ServiceAccount and waits until it is ready.
+// startManager starts the manager with the rights of its ServiceAccount and waits until it is
+// ready.
 func (s *site) startManager(args ...string) {
 	s.t.Helper()
 	s.args = args
@@ -224,10 +227,11 @@ func (s *site) restartManager() {
 	}
 	defer log.Close()
 	args := append([]string{"manager", "--kubeconfig", identity, "--namespace", installed, "--pod-cidr", s.podCIDR,
-		"--health-address", s.health, "--metrics-address", s.metrics, "--ipam-address", s.ipam}, s.args...)
+		"--health-address", s.health, "--metrics-address", s.metrics, "--ipam-address", s.ipam, "--ipam-plain",
+		"--ipam-allow", "10.96.0.1/32,10.130.0.0/16"}, s.args...) // what the virtual kubelet of the tests maps
 	s.manager = exec.Command(binary, args...)
 	s.manager.Stdout, s.manager.Stderr = log, log
-	s.manager.Env = append(os.Environ(), "POD_NAME=isthmus-manager-0") // restarted in its Pod, it keeps the Lease
+	s.manager.Env = append(os.Environ(), "POD_NAME=isthmus-manager-0", "POD_UID=0") // restarted in its Pod, it keeps the Lease
 	s.manager.SysProcAttr = &syscall.SysProcAttr{Setpgid: true}
 	started := time.Now()
 	if err := s.manager.Start(); err != nil {
@@ -259,8 +263,8 @@ func (s *site) killManager() {
 	}
 }
 
-// killHard is killManager for another goroutine than that of the test: the process is dead when it returns, and its end is
-// noted by restartManager.
+// killHard is killManager for another goroutine than that of the test: the process is dead when it
+// returns, and its end is noted by restartManager.
 func (s *site) killHard() {
 	_ = s.manager.Process.Kill()
 	<-s.ended
@@ -419,7 +423,8 @@ func (s *site) has(other *site, kind string) metav1.Condition {
 	return metav1.Condition{}
 }
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other things.
+// patience is how long a test waits for what has to come, on a machine that is busy with other
+// things.
 const patience = 90 * time.Second
 
 // prompt is what takes moments, without what the machine's other work may add.
@@ -460,7 +465,8 @@ func (s *site) cluster() v1alpha1.ClusterIdentity {
 // tenant is the namespace here of the peering with another cluster.
 func (s *site) tenant(other *site) string { return other.cluster().TenantNamespace() }
 
-// join creates the Peering with another cluster, which `isthmus peer` has to have set up at some time before.
+// join creates the Peering with another cluster, which `isthmus peer` has to have set up at some
+// time before.
 func (s *site) join(other *site, overrides isthmus.Overrides) {
 	s.t.Helper()
 	p := &isthmus.Peering{
@@ -530,7 +536,8 @@ func disjoin(sites ...*site) {
 	}
 }
 
-// get reads an object and reports whether there is one. It asks again when a busy API server does not answer.
+// get reads an object and reports whether there is one. It asks again when a busy API server does
+// not answer.
 func (s *site) get(key types.NamespacedName, o client.Object) (found bool) {
 	s.t.Helper()
 	s.eventually(fmt.Sprintf("%T %v of %s", o, key, s.name), func() (string, bool) {
@@ -606,8 +613,9 @@ func (s *site) tunnelEndpoint(other *site) *v1alpha1.TunnelEndpoint {
 	return te
 }
 
-// address is a loopback address that no other process uses: a free port of one that all use may be taken before the manager
-// has it. It is made of this process's number, which has at most 22 bits, and the site's.
+// address is a loopback address that no other process uses: a free port of one that all use may be
+// taken before the manager has it. It is made of this process's number, which has at most 22 bits,
+// and the site's.
 func (s *site) address() string {
 	n := os.Getpid()<<2 | int(s.name[0]-'a')
 	return fmt.Sprintf("127.%d.%d.%d", n>>16, n>>8&0xff, n&0xff)

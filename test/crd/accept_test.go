@@ -11,8 +11,7 @@ import (
 	"sigs.k8s.io/yaml"
 )
 
-// table prints what `kubectl api-resources` and the columns of `kubectl get`
-// come from.
+// table prints what `kubectl api-resources` and the columns of `kubectl get` come from.
 func table(s *server) string {
 	var b strings.Builder
 	n := s.crd.Spec.Names
@@ -174,9 +173,9 @@ func TestDefaultsAreSpelledOut(t *testing.T) {
 	}
 }
 
-// Liqo's IPAM answers a known cluster with what it once gave it, whatever has
-// become of the cluster's networks. That answer is refused, but it must not
-// keep the cluster from publishing the networks it has.
+// Liqo's IPAM answers a known cluster with what it once gave it, whatever has become of the
+// cluster's networks. That answer is refused, but it must not keep the cluster from publishing the
+// networks it has.
 func TestStaleAnswerDoesNotBlockTheSpec(t *testing.T) {
 	s, nc := servers(t)["NetworkConfig"], goldens(t)["networkconfig-local"]
 	stored, errs := s.put(nc)
@@ -196,8 +195,8 @@ func TestStaleAnswerDoesNotBlockTheSpec(t *testing.T) {
 	}
 }
 
-// Fields that nobody knows are dropped wherever they stand, except in metadata,
-// which is the server's.
+// Fields that nobody knows are dropped wherever they stand, except in metadata, which is the
+// server's.
 func TestUnknownFieldsAreDropped(t *testing.T) {
 	all := servers(t)
 	for name, obj := range goldens(t) {
@@ -237,8 +236,8 @@ func salt(x any, s *structuralschema.Structural, places *int) {
 	}
 }
 
-// The rules have a budget for each object. The largest object that the bounds
-// allow must not run out of it, or the bounds are lies.
+// The rules have a budget for each object. The largest object that the bounds allow must not run
+// out of it, or the bounds are lies.
 func TestLargestObjectsStayWithinTheBudgetOfTheRules(t *testing.T) {
 	all, docs := servers(t), goldens(t)
 	mappings, endpoints := object{}, object{}

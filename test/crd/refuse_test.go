@@ -9,9 +9,9 @@ import (
 	"k8s.io/apimachinery/pkg/util/validation/field"
 )
 
-// A refusal is an object that must not pass, and what has to be said about it.
-// It is made from a golden document by changes. The error must name the field,
-// without subscripts, and contain the message.
+// A refusal is an object that must not pass, and what has to be said about it. It is made from a
+// golden document by changes. The error must name the field, without subscripts, and contain the
+// message.
 type refusal struct {
 	golden         string
 	changes        []change
@@ -154,6 +154,8 @@ func refusals() []refusal {
 			refusal{golden, []change{set(object{}, "spec", "backend_config")}, "spec.backend_config", "must have the keys publicKey and port"},
 			refusal{golden, []change{set(strings.Repeat("x", 1025), "spec", "backend_config", "x")}, "spec.backend_config.x", "Too long"},
 			refusal{golden, []change{set(numbered(17), "spec", "backend_config")}, "spec.backend_config", "Too many"},
+			refusal{golden, []change{set("", "spec", "backend_config", strings.Repeat("k", 64))}, "spec.backend_config", "keys must have 1 to 63 characters"},
+			refusal{golden, []change{set("", "spec", "backend_config", "")}, "spec.backend_config", "keys must have 1 to 63 characters"},
 		)
 		cluster := map[string]string{nc: "spec.cluster", te: "spec.clusterIdentity"}[golden]
 		for _, v := range []string{" ", "a b", "a/b", "-a", "a-", "_a", "a.", "a\nb", `a"b`, "ä", "{{a}}"} {
@@ -181,6 +183,7 @@ func refusals() []refusal {
 	add(te, "status.connection.latency.timestamp", "yesterday", "must be of type date-time")
 	add(te, "status.connection.statusMessage", strings.Repeat("x", 32769), "Too long")
 	add(te, "status.connection.peerConfiguration", numbered(17), "Too many")
+	add(te, "status.connection.peerConfiguration", object{strings.Repeat("k", 64): ""}, "keys must have 1 to 63 characters")
 	for _, v := range []string{"fast", "7", "7 ms", "7.5ms", "7ns", "ms", "n/a", "7ms\n", "1h7ms", "+7ms"} {
 		add(te, "status.connection.latency.value", v, "must be N/A or a whole number of ms or μs")
 	}
@@ -282,8 +285,8 @@ func numbered(n int) object {
 	return m
 }
 
-// offer stores the golden document and then writes the changed one, to the
-// status if that is what changed.
+// offer stores the golden document and then writes the changed one, to the status if that is what
+// changed.
 func offer(s *server, golden, changed object, f string) field.ErrorList {
 	if !strings.HasPrefix(f, "status") {
 		_, errs := s.create(changed)
@@ -297,9 +300,8 @@ func offer(s *server, golden, changed object, f string) field.ErrorList {
 	return errs
 }
 
-// Each refusal is for the reason given, and each rule of the CRDs refuses
-// something at the very field it stands at: a rule that nothing ever hits might
-// as well not work.
+// Each refusal is for the reason given, and each rule of the CRDs refuses something at the very
+// field it stands at: a rule that nothing ever hits might as well not work.
 func TestHostileObjectsAreRefusedAndEachRuleRefusesSome(t *testing.T) {
 	all, docs := servers(t), goldens(t)
 	var todo []rule
@@ -348,8 +350,7 @@ func describe(changes []change) string {
 	return strings.TrimSpace(b.String())
 }
 
-// A peer's status never reaches the object by any other way than the status
-// subresource.
+// A peer's status never reaches the object by any other way than the status subresource.
 func TestStatusIsIgnoredOutsideOfItsSubresource(t *testing.T) {
 	s, nc := servers(t)["NetworkConfig"], goldens(t)["networkconfig-local"]
 	stored, errs := s.create(nc)

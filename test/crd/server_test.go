@@ -28,10 +28,9 @@ import (
 // object is a custom resource as the API server handles it.
 type object = map[string]any
 
-// A server does with the objects of one kind what an API server does between
-// decoding a request and storing the object, with the API server's own code.
-// Validation ratcheting is off: each write is judged as if nothing was there
-// before, but for the rules that name oldSelf.
+// A server does with the objects of one kind what an API server does between decoding a request and
+// storing the object, with the API server's own code. Validation ratcheting is off: each write is
+// judged as if nothing was there before, but for the rules that name oldSelf.
 type server struct {
 	crd        *apiextensions.CustomResourceDefinition
 	structural *structuralschema.Structural
@@ -97,8 +96,8 @@ func newServer(t *testing.T, file string) *server {
 	}
 }
 
-// decode parses an object, drops what the schema does not know, and sets
-// defaults. It returns the paths of what it dropped.
+// decode parses an object, drops what the schema does not know, and sets defaults. It returns the
+// paths of what it dropped.
 func (s *server) decode(obj object) (object, []string) {
 	obj = runtime.DeepCopyJSON(obj)
 	dropped := pruning.PruneWithOptions(obj, s.structural, true, structuralschema.UnknownFieldPathOptions{TrackUnknownFieldPaths: true})
@@ -180,8 +179,7 @@ func read(t *testing.T, text string) object {
 	return obj
 }
 
-// goldens are the documents in the package's testdata, by file name without
-// its extension.
+// goldens are the documents in the package's testdata, by file name without its extension.
 func goldens(t *testing.T) map[string]object {
 	t.Helper()
 	files, err := filepath.Glob("testdata/golden/*.yaml")
@@ -199,8 +197,8 @@ func goldens(t *testing.T) map[string]object {
 	return all
 }
 
-// The rules have a price, estimated from the bounds in the schema, and a CRD
-// that could cost too much is refused by the server.
+// The rules have a price, estimated from the bounds in the schema, and a CRD that could cost too
+// much is refused by the server.
 func TestServerTakesTheCRDs(t *testing.T) {
 	for kind, s := range servers(t) {
 		if errs := apiextensionsvalidation.ValidateCustomResourceDefinition(context.Background(), s.crd); len(errs) > 0 {

@@ -53,7 +53,8 @@ var conversations = []struct {
 		src, dst := x.pods(from, 8)
 		seenSrc, ownDst := x.plan.podSeen(from, 8), x.plan.pod(from.other(), 8)
 		for _, at := range [][2]netip.Addr{{src, dst}, {seenSrc, dst}, {seenSrc, ownDst}} {
-			// Two octets are chosen so that the sum there is zero, which is sent as 0xffff (RFC 768).
+			// Two octets are chosen so that the sum there is zero, which is sent as 0xffff (RFC
+			// 768).
 			port, data := x.freshPort(), []byte{0, 0, 1, 2, 3, 4}
 			rest := udp(at[0], at[1], port, 7, data)
 			copy(data, rest[6:8])
@@ -149,7 +150,8 @@ var conversations = []struct {
 	{"ICMP errors with extensions", func(x *exchange, from side) {
 		src, dst := x.pods(from, 32)
 		got := x.send(from, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 33434, bytes.Repeat([]byte{0x40}, 300))))[0]
-		// RFC 4884: 32 words of quote, then the structure with an MPLS label stack (RFC 4950), as a router's traceroute shows.
+		// RFC 4884: 32 words of quote, then the structure with an MPLS label stack (RFC 4950), as a
+		// router's traceroute shows.
 		structure := []byte{0x20, 0, 0, 0, 0, 8, 1, 1, 0x00, 0x01, 0x01, 0xff}
 		sum := internetSum(structure)
 		structure[2], structure[3] = byte(sum>>8), byte(sum)
@@ -266,7 +268,8 @@ func (x *exchange) datagrams(from side, n int) [][]byte {
 	return all
 }
 
-// tcpConversation has every kind of segment: SYN, SYN ACK, data both ways, and FIN from both or RST.
+// tcpConversation has every kind of segment: SYN, SYN ACK, data both ways, and FIN from both or
+// RST.
 func (x *exchange) tcpConversation(from side, reset bool) {
 	x.Helper()
 	src, dst := x.pods(from, 30)
@@ -298,13 +301,14 @@ func (x *exchange) tcpBetween(client side, src, dst netip.Addr, reset bool) {
 	say(120, 529, ack, "")
 }
 
-// errorsAbout sends a packet and then every ICMP error its receiver might send about it, quoting it whole and cut after
-// eight octets of its payload. Header-only quotes are among the choices: conntrack does not take them.
+// errorsAbout sends a packet and then every ICMP error its receiver might send about it, quoting it
+// whole and cut after eight octets of its payload. Header-only quotes are among the choices:
+// conntrack does not take them.
 func (x *exchange) errorsAbout(from side, b []byte) {
 	x.Helper()
 	got := x.send(from, b)[0]
 	me := destination(got)
-	for _, quote := range []int{8, 12, 19, -1} {
+	for _, quote := range []int{8, 12, 17, -1} {
 		for _, e := range []struct {
 			kind, code uint8
 			rest       uint32
@@ -312,7 +316,8 @@ func (x *exchange) errorsAbout(from side, b []byte) {
 			{unreachable, 3, 0}, {unreachable, 13, 0}, {unreachable, fragmentationNeeded, 1280}, {timeExceeded, 0, 0}, {timeExceeded, 1, 0}, {parameterProblem, 0, 20 << 24}, {4, 0, 0},
 		} {
 			back := x.send(from.other(), icmpAbout(got, me, e.kind, e.code, e.rest, quote))[0]
-			// The sender sees its own packet again, as far as it is quoted, apart from what the receiver's side saw differently.
+			// The sender sees its own packet again, as far as it is quoted, apart from what the
+			// receiver's side saw differently.
 			inner := segment(back)[8:]
 			if source(inner) != source(b) || destination(inner) != destination(b) {
 				x.Errorf("error %d/%d quotes %v -> %v, sent was %v -> %v", e.kind, e.code, source(inner), destination(inner), source(b), destination(b))

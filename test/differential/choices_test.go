@@ -10,19 +10,24 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// Where the engine is not the kernel. Each choice has its test below, and each test asserts what both do, so that a
-// change of either shows.
+// Where the engine is not the kernel. Each choice has its test below, and each test asserts what
+// both do, so that a change of either shows.
 //
 //   - TTL: the kernel counts down at each hop. The engine leaves it to the kernel around its TUN.
 //   - NAPT port: each chooses its own (napt_test.go compares up to it).
-//   - Fragments: conntrack puts a datagram together and cuts it again. The engine translates fragments as they come, in
-//     their order and sizes; where there is no conntrack the kernel does so too, and then the bytes are equal.
-//   - ICMP errors: the kernel translates those that quote a flow it knows and whose quote holds eight octets of the
-//     transport header. For a 1:1 map the engine needs neither.
-//   - ICMP errors from somebody on the way: the kernel shows the receiver of the packet as their sender. The engine shows
-//     a pod under its own address and a node as the NAPT address, so that a traceroute tells them apart.
-//   - What conntrack calls invalid (no connection, wrong checksum) the kernel forwards untranslated, with an address
-//     nobody at the other side can answer. The engine translates every packet 1:1 that has a rule, and drops the others.
+//   - Fragments: conntrack puts a datagram together and cuts it again. The engine translates
+//     fragments as they come, in their order and sizes; where there is no conntrack the kernel does
+//     so too, and then the bytes are equal.
+//   - ICMP errors: the kernel leaves a quoted TCP checksum as it is where the quote ends behind it
+//     but within the header.
+//   - ICMP errors: the kernel translates those that quote a flow it knows and whose quote holds
+//     eight octets of the transport header. For a 1:1 map the engine needs neither.
+//   - ICMP errors from somebody on the way: the kernel shows the receiver of the packet as their
+//     sender. The engine shows a pod under its own address and a node as the NAPT address, so that
+//     a traceroute tells them apart.
+//   - What conntrack calls invalid (no connection, wrong checksum) the kernel forwards
+//     untranslated, with an address nobody at the other side can answer. The engine translates
+//     every packet 1:1 that has a rule, and drops the others.
 //   - The network address of the PodCIDR is the NAPT address, and is never mapped 1:1.
 
 // reference is a 1:1 translation in full: new addresses, every checksum computed anew.
@@ -55,7 +60,8 @@ func (x *exchange) onlyEngine(from side, b, want []byte) {
 	}
 }
 
-// bothRemapped has different ranges on the two sides, so that an untranslated packet still has a route to the far pod.
+// bothRemapped has different ranges on the two sides, so that an untranslated packet still has a
+// route to the far pod.
 func bothRemapped(t *testing.T) *exchange { return newExchange(t, plans[3], statefulRules) }
 
 func TestChoiceTTLIsLeftToTheKernelAroundTheTUN(t *testing.T) {
@@ -125,7 +131,30 @@ func TestChoiceICMPErrorMayQuoteTheHeaderAlone(t *testing.T) {
 	}
 }
 
-// icmpAboutSeen is the error as A's pod has to get it: about the packet it sent, from the address it sent it to.
+func TestChoiceQuotedTCPChecksumIsRightWhereItIsThere(t *testing.T) {
+	x := bothRemapped(t)
+	src, dst := x.pods(A, 4)
+	sent := ip(header{}, src, dst, protoTCP, tcp(src, dst, x.freshPort(), 80, 1, 0, syn, nil, nil))
+	arrived := x.send(A, sent)[0]
+	for _, quote := range []int{18, 19} {
+		e := icmpAbout(arrived, destination(arrived), unreachable, 3, 0, quote)
+		want := icmpAboutSeen(sent, unreachable, 3, 0, quote)
+		if o := x.engines.send(x.T, B, e); len(o.out) != 1 || !bytes.Equal(segment(o.out[0]), segment(want)) {
+			t.Errorf("a quote of %d octets: engine, dropped %v\n%swant\n%s", quote, o.drops, dump(o.out), dump(one(want)))
+		}
+		_, out := x.kernel.send(x.T, B, e)
+		if len(out) != 1 {
+			t.Fatalf("a quote of %d octets: the kernel was expected to translate the error:\n%s", quote, dump(out))
+		}
+		sum := func(b []byte) []byte { return segment(segment(b)[8:])[16:18] }
+		if !bytes.Equal(sum(out[0]), sum(e)) || bytes.Equal(sum(out[0]), sum(want)) {
+			t.Errorf("a quote of %d octets: the kernel was expected to leave the checksum as it was:\n%s", quote, dump(out))
+		}
+	}
+}
+
+// icmpAboutSeen is the error as A's pod has to get it: about the packet it sent, from the address
+// it sent it to.
 func icmpAboutSeen(sent []byte, kind, code uint8, rest uint32, quote int) []byte {
 	return icmpAbout(sent, destination(sent), kind, code, rest, quote)
 }
@@ -207,7 +236,8 @@ func TestChoiceNetworkAddressIsForNAPTAlone(t *testing.T) {
 		t.Errorf("to the NAPT address without a flow: %v\n%s", o.drops, dump(o.out))
 	}
 
-	// As a source it is not a pod either: both show the same address, the engine with a port of its own choice.
+	// As a source it is not a pod either: both show the same address, the engine with a port of its
+	// own choice.
 	src, dst = x.plan.pods[A].Addr(), x.plan.podSeen(B, 7)
 	x.sendNAPT(A, ip(header{}, src, dst, protoUDP, udp(src, dst, x.freshPort(), 53, nil)))
 }

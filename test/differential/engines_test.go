@@ -36,8 +36,8 @@ func newEngines(t *testing.T, p plan) *engines {
 	return e
 }
 
-// outcome is what became of packets sent through both engines. drops are the reasons, in order, of those that did not
-// make it.
+// outcome is what became of packets sent through both engines. drops are the reasons, in order, of
+// those that did not make it.
 type outcome struct {
 	wire, out [][]byte
 	drops     []natengine.Drop
@@ -56,8 +56,8 @@ func (e *engines) send(t *testing.T, from side, packets ...[]byte) (o outcome) {
 	return o
 }
 
-// sendPartial is send for one packet that comes from a TUN with its checksum unfinished; it is finished before the wire,
-// as the segmenter does.
+// sendPartial is send for one packet that comes from a TUN with its checksum unfinished; it is
+// finished before the wire, as the segmenter does.
 func (e *engines) sendPartial(t *testing.T, from side, b []byte) (o outcome) {
 	t.Helper()
 	for _, w := range e.cross(t, from, natengine.Outbound, packet.ChecksumPartial, b, &o) {
@@ -67,8 +67,8 @@ func (e *engines) sendPartial(t *testing.T, from side, b []byte) (o outcome) {
 	return o
 }
 
-// cross takes one packet through one engine and returns what comes out: the packet, perhaps none, perhaps fragments that
-// had waited for it. b is not touched.
+// cross takes one packet through one engine and returns what comes out: the packet, perhaps none,
+// perhaps fragments that had waited for it. b is not touched.
 func (e *engines) cross(t *testing.T, at side, dir natengine.Direction, sum packet.ChecksumState, b []byte, o *outcome) [][]byte {
 	t.Helper()
 	e.now += time.Millisecond

@@ -41,15 +41,16 @@ func (x *exchange) freshPort() uint16 {
 	return *x.port
 }
 
-// pods are the addresses of a conversation between the n-th pods: src is the sender's own address, dst is the receiver as
-// the sender sees it.
+// pods are the addresses of a conversation between the n-th pods: src is the sender's own address,
+// dst is the receiver as the sender sees it.
 func (x *exchange) pods(from side, n int) (src, dst netip.Addr) {
 	return x.plan.pod(from, n), x.plan.podSeen(from.other(), n)
 }
 
-// send takes packets of one sender to the other side by both ways, wants the same bytes on the wire and at the end, and
-// returns what arrived. Of more than one packet, or of fragments, the datagrams are compared: the kernel's conntrack puts
-// them together and cuts them again as it likes, the engine translates each as it comes.
+// send takes packets of one sender to the other side by both ways, wants the same bytes on the wire
+// and at the end, and returns what arrived. Of more than one packet, or of fragments, the datagrams
+// are compared: the kernel's conntrack puts them together and cuts them again as it likes, the
+// engine translates each as it comes.
 func (x *exchange) send(from side, packets ...[]byte) (arrived [][]byte) {
 	x.Helper()
 	o := x.engines.send(x.T, from, packets...)
@@ -74,7 +75,8 @@ func (x *exchange) send(from side, packets ...[]byte) (arrived [][]byte) {
 	return o.out
 }
 
-// same compares what the engines and the kernel made of one datagram, once the kernel's hops are taken back.
+// same compares what the engines and the kernel made of one datagram, once the kernel's hops are
+// taken back.
 func (x *exchange) same(from side, where string, engine, kernel [][]byte, hops uint8) {
 	x.Helper()
 	k, ok := reassemble(kernel)
@@ -101,8 +103,9 @@ func (x *exchange) dropped(from side, want natengine.Drop, packets ...[]byte) {
 	}
 }
 
-// checkAddresses is section 7.2 of the facts: inside the tunnel the source is as the receiver sees it and the destination
-// as the sender sees it; at the destination that one is the receiver's own.
+// checkAddresses is section 7.2 of docs/liqo-v0.md: inside the tunnel the source is as the receiver
+// sees it and the destination as the sender sees it; at the destination that one is the receiver's
+// own.
 func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
 	x.Helper()
 	p, to := x.plan, from.other()
@@ -132,8 +135,9 @@ func (x *exchange) checkAddresses(from side, sent, wire, out []byte) {
 	}
 }
 
-// checkSums asks gopacket whether every checksum of a packet is right, that of a quoted IPv4 header included. Transport
-// checksums of fragments cannot be judged one by one; same compares the datagram.
+// checkSums asks gopacket whether every checksum of a packet is right, that of a quoted IPv4 header
+// included. Transport checksums of fragments cannot be judged one by one; same compares the
+// datagram.
 func (x *exchange) checkSums(b []byte) {
 	x.Helper()
 	if isV6(b) {
@@ -149,7 +153,8 @@ func (x *exchange) checkSums(b []byte) {
 	if isFragment(b) {
 		return
 	}
-	// The layer right above: gopacket would also go on into what a packet of protocol 4 happens to hold.
+	// The layer right above: gopacket would also go on into what a packet of protocol 4 happens to
+	// hold.
 	switch l := parsed.Layers()[min(1, len(parsed.Layers())-1)].(type) {
 	case *layers.UDP:
 		x.must(l.SetNetworkLayerForChecksum(header))

@@ -16,7 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// plan6 is a plan of IPv6. Its addresses are moved bit by bit, as text, so that the judge shares nothing with the engine.
+// plan6 is a plan of IPv6. Its addresses are moved bit by bit, as text, so that the judge shares
+// nothing with the engine.
 type plan6 struct {
 	name           string
 	pods, podsSeen [2]netip.Prefix
@@ -182,8 +183,8 @@ type exchange6 struct {
 	port    uint16 // last port given out: conntrack must not meet a flow twice
 }
 
-// send takes a packet to the other side by both ways, wants the same bytes on the wire and at the end, with addresses by
-// the table of the facts, and returns what arrived.
+// send takes a packet to the other side by both ways, wants the same bytes on the wire and at the
+// end, with addresses by the table of docs/liqo-v0.md, section 7.2, and returns what arrived.
 func (x *exchange6) send(t *testing.T, from side, b []byte, wireSrc, arrivedDst netip.Addr) []byte {
 	t.Helper()
 	wire, out := x.sendFragment(t, from, b, wireSrc, arrivedDst)
@@ -245,7 +246,8 @@ func TestEngineEqualsKernelOverIPv6(t *testing.T) {
 	}
 }
 
-// TestFragmentsEqualKernelOverIPv6: a router of IPv6 does not put fragments together, and nor do the prefix maps.
+// TestFragmentsEqualKernelOverIPv6: a router of IPv6 does not put fragments together, and nor do
+// the prefix maps.
 func TestFragmentsEqualKernelOverIPv6(t *testing.T) {
 	for i, p := range plans6 {
 		t.Run(p.name, func(t *testing.T) {
@@ -270,7 +272,8 @@ func TestFragmentsEqualKernelOverIPv6(t *testing.T) {
 	}
 }
 
-// random sends one packet between two pods, from a node or to a mapped endpoint, then perhaps an answer and an ICMP error.
+// random sends one packet between two pods, from a node or to a mapped endpoint, then perhaps an
+// answer and an ICMP error.
 func (x *exchange6) random(t *testing.T, rng *rand.Rand) {
 	from := side(rng.IntN(2))
 	to := from.other()

@@ -18,11 +18,12 @@ type kernel struct {
 	wire [2]*hosts.Raw // at each gateway's wan device: what arrives there from the other one
 }
 
-// patience is how long what has to arrive may take: as a rule microseconds, but on a busy machine the kernel leaves packets to
-// a thread that has to wait for its turn.
+// patience is how long what has to arrive may take: as a rule microseconds, but on a busy machine
+// the kernel leaves packets to a thread that has to wait for its turn.
 const patience = 30 * time.Second
 
-// hops is how often the kernel has counted down a packet's TTL when it is on the wire and when it has arrived.
+// hops is how often the kernel has counted down a packet's TTL when it is on the wire and when it
+// has arrived.
 const (
 	hopsToWire = 1
 	hopsToPod  = 2
@@ -41,7 +42,8 @@ func newKernel(t *testing.T, p plan, rules func(plan, side) string) *kernel {
 	mac := func(h *hosts.Host, dev string) net.HardwareAddr { return h.Link(dev).Attrs().HardwareAddr }
 	for _, s := range []side{A, B} {
 		g := gateways[s]
-		// Next hops nobody owns, known by MAC address: no ARP, and no address of a gateway that could take part.
+		// Next hops nobody owns, known by MAC address: no ARP, and no address of a gateway that
+		// could take part.
 		lan, wan := netip.MustParseAddr("169.254.77.1"), netip.MustParseAddr("169.254.77.2")
 		g.Route(netip.MustParsePrefix("0.0.0.0/0"), lan, "lan")
 		g.Neighbour(lan, mac(pods[s], "eth0"), "lan")
@@ -68,7 +70,8 @@ func remember(g *hosts.Host) {
 	}
 }
 
-// statefulRules are section 7.3 of the facts, plus the oracle of the NAT requirements: NETMAP and SNAT by conntrack.
+// statefulRules are section 7.3 of docs/liqo-v0.md, plus the oracle of the NAT requirements: NETMAP
+// and SNAT by conntrack.
 func statefulRules(p plan, s side) string {
 	r := s.other()
 	var post, pre []string
@@ -87,7 +90,8 @@ func statefulRules(p plan, s side) string {
 		}})
 }
 
-// statelessRules do the prefix maps alone, without conntrack and so without putting fragments together.
+// statelessRules do the prefix maps alone, without conntrack and so without putting fragments
+// together.
 func statelessRules(p plan, s side) string {
 	r := s.other()
 	set := func(field string, from, to netip.Prefix) string {
@@ -121,8 +125,9 @@ func ruleset(chains ...chain) string {
 	return b.String()
 }
 
-// send injects packets at one side's pod, in order, and returns what was on the wire and what came out at the other pod,
-// when both are whole datagrams; or whatever was there when nothing more comes.
+// send injects packets at one side's pod, in order, and returns what was on the wire and what came
+// out at the other pod, when both are whole datagrams; or whatever was there when nothing more
+// comes.
 func (k *kernel) send(t *testing.T, from side, packets ...[]byte) (wire, out [][]byte) {
 	t.Helper()
 	return k.sendFor(t, patience, from, packets...)
@@ -150,8 +155,8 @@ func (k *kernel) sendFor(t *testing.T, wait time.Duration, from side, packets ..
 	return wire, out
 }
 
-// refuses injects a packet that should get lost, and after it one that gets through, which is sooner than waiting for
-// nothing. It returns what else came out at the other pod.
+// refuses injects a packet that should get lost, and after it one that gets through, which is
+// sooner than waiting for nothing. It returns what else came out at the other pod.
 func (k *kernel) refuses(t *testing.T, from side, b, after []byte) (through [][]byte) {
 	t.Helper()
 	to := k.pods[from.other()]

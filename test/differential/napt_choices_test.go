@@ -9,22 +9,27 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// More choices: where port translation and its idea of a connection are not the kernel's. Random conversations
-// (talks_test.go) leave these out.
+// More choices: where port translation and its idea of a connection are not the kernel's. Random
+// conversations (talks_test.go) leave these out.
 //
-//   - NAPT port: the engine's is one for all destinations and nobody else's (RFC 4787, REQ-1 and 3). The kernel gives two
-//     hosts the same port towards different destinations, and one host two when it has to, also to a connection reopened.
-//   - Range of a port that has to change: below 1024 or not, for the engine. The kernel knows 1-511, 600-1023 and the rest.
-//   - TCP windows: conntrack follows sequence numbers and does not translate what they forbid, nor a SYN ACK that is
-//     repeated after a simultaneous open. The engine translates every segment of a known flow.
-//   - A refused connection: conntrack forgets it with the RST. The engine knows it for the transitory timeout (RFC 6146,
-//     section 3.5.2.2), so that an ICMP error about the RST still finds its way.
-//   - What may not begin a flow: the engine drops it, the kernel forwards it untranslated, with the node's own address.
-//   - Echo: the identifier alone tells flows apart, so an endpoint that pings who pings it, with the same identifier, is
-//     taken to answer and shows the mapped address.
+//   - NAPT port: the engine's is one for all destinations and nobody else's (RFC 4787, REQ-1 and
+//     3). The kernel gives two hosts the same port towards different destinations, and one host two
+//     when it has to, also to a connection reopened.
+//   - Range of a port that has to change: below 1024 or not, for the engine. The kernel knows
+//     1-511, 600-1023 and the rest.
+//   - TCP windows: conntrack follows sequence numbers and does not translate what they forbid, nor
+//     a SYN ACK that is repeated after a simultaneous open. The engine translates every segment of
+//     a known flow.
+//   - A refused connection: conntrack forgets it with the RST. The engine knows it for the
+//     transitory timeout (RFC 6146, section 3.5.2.2), so that an ICMP error about the RST still
+//     finds its way.
+//   - What may not begin a flow: the engine drops it, the kernel forwards it untranslated, with the
+//     node's own address.
 //   - Redirects: the kernel drops those of flows that it translates, the engine all.
-//   - Atomic fragments of IPv6 (RFC 6946) stay what they are. Conntrack takes the fragment header away.
-//   - SCTP: the kernel changes its ports, the engine knows none and lets one host at a time speak to a destination.
+//   - Atomic fragments of IPv6 (RFC 6946) stay what they are. Conntrack takes the fragment header
+//     away.
+//   - SCTP: the kernel changes its ports, the engine knows none and lets one host at a time speak
+//     to a destination.
 
 func tcpSegmentOf(src, dst netip.AddrPort, seq, ackno uint32, flags uint8, data string) []byte {
 	return ip(header{flags: flagDF}, src.Addr(), dst.Addr(), protoTCP,
@@ -157,22 +162,6 @@ func TestChoiceWhatMayNotBeginAFlowIsDropped(t *testing.T) {
 	}
 }
 
-func TestChoiceEchoOfAnEndpointWithTheIdentifierOfItsClientIsAReply(t *testing.T) {
-	x := bothRemapped(t)
-	pod, endpoint := x.plan.pod(A, 10), x.plan.endpoint(B)
-	x.send(A, ip(header{}, pod, x.plan.mapped(B), protoICMP, icmp(echoRequest, 0, 77<<16, nil)))
-	dst := x.plan.podSeen(A, 10)
-	b := ip(header{}, endpoint, dst, protoICMP, icmp(echoRequest, 0, 77<<16, nil))
-	if o := x.engines.send(t, B, b); len(o.out) != 1 || source(o.out[0]) != x.plan.mapped(B) {
-		t.Errorf("engine, dropped %v\n%s", o.drops, dump(o.out))
-	}
-	if _, out := x.kernel.send(t, B, b); len(out) != 1 || source(out[0]) != x.plan.natIP(B) {
-		t.Errorf("the kernel was expected to begin a flow of its own\n%s", dump(out))
-	}
-	// With another identifier it is the same for both.
-	x.sendNAPT(B, ip(header{}, endpoint, dst, protoICMP, icmp(echoRequest, 0, 78<<16, nil)))
-}
-
 func TestChoiceTupleThatAnEndpointUsesItselfIsRefused(t *testing.T) {
 	x := bothRemapped(t)
 	pod, endpoint := x.plan.pod(A, 9), x.plan.endpoint(B)
@@ -237,7 +226,21 @@ func TestChoiceAtomicFragmentStaysOne(t *testing.T) {
 	}
 }
 
-// Not a choice.
+// Not choices.
+
+func TestEchoOfAnEndpointWithTheIdentifierOfItsClientIsAFlowOfItsOwnByBoth(t *testing.T) {
+	x := bothRemapped(t)
+	pod, endpoint := x.plan.pod(A, 10), x.plan.endpoint(B)
+	x.send(A, ip(header{}, pod, x.plan.mapped(B), protoICMP, icmp(echoRequest, 0, 77<<16, nil)))
+	dst := x.plan.podSeen(A, 10)
+	f := x.sendNAPT(B, ip(header{}, endpoint, dst, protoICMP, icmp(echoRequest, 0, 77<<16, nil)))
+	for _, b := range [][]byte{f.engine, f.kernel} {
+		if source(b) != x.plan.natIP(B) {
+			t.Errorf("begun by the endpoint, it is from %v:\n%s", source(b), dump(one(b)))
+		}
+	}
+	x.send(B, ip(header{}, endpoint, dst, protoICMP, icmp(echoReply, 0, 77<<16, nil)))
+}
 
 func TestProtocolWithoutPortsIsForOneHostAtATimeByBoth(t *testing.T) {
 	x := bothRemapped(t)

@@ -7,9 +7,10 @@ import (
 	"testing"
 )
 
-// What is not a pod appears under one address, with ports that each translator chooses for itself. The judges are equal
-// up to that port: with the engine's port replaced by the kernel's and the checksums computed anew, the bytes are the
-// same; and what comes back to the sender is the same without any such help.
+// What is not a pod appears under one address, with ports that each translator chooses for itself.
+// The judges are equal up to that port: with the engine's port replaced by the kernel's and the
+// checksums computed anew, the bytes are the same; and what comes back to the sender is the same
+// without any such help.
 
 // A flow is what each judge made of the first packet of a NAPT flow, as the receiver sees it.
 type flow struct{ engine, kernel []byte }
@@ -59,7 +60,8 @@ func isError(b []byte) bool {
 	return proto(b) == protoICMP && !isFragment(b) && segment(b)[0] != echoReply && segment(b)[0] != echoRequest
 }
 
-// sameButPort compares two datagrams of which only the source (or else destination) port may differ, and returns them.
+// sameButPort compares two datagrams of which only the source (or else destination) port may
+// differ, and returns them.
 func (x *exchange) sameButPort(from side, where string, engine, kernel [][]byte, hops uint8, sourceSide bool) flow {
 	x.Helper()
 	e, ok := reassemble(engine)
@@ -95,7 +97,8 @@ func TestNodesReachPodsAndEndpointsLikeKernelSNAT(t *testing.T) {
 						// To a pod of the other side, then to its mapped endpoint.
 						c.run(run, from, p.node(from, 1), p.podSeen(from.other(), 3))
 						c.run(run, from, p.node(from, 2), p.mapped(from.other()))
-						// What is mapped for the peer begins flows of its own as everybody else does (facts 7.4).
+						// What is mapped for the peer begins flows of its own as everybody else
+						// does (docs/liqo-v0.md, section 7.4).
 						c.run(run, from, p.endpoint(from), p.podSeen(from.other(), 4))
 					}
 				})

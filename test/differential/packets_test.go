@@ -7,8 +7,8 @@ import (
 	"slices"
 )
 
-// Packets are built here byte by byte, with checksums computed in full and one word at a time: nothing is shared with
-// the packages under test.
+// Packets are built here byte by byte, with checksums computed in full and one word at a time:
+// nothing is shared with the packages under test.
 
 const (
 	protoICMP  = 1
@@ -63,7 +63,8 @@ func ip(h header, src, dst netip.Addr, proto uint8, segment []byte) []byte {
 	return b
 }
 
-// ip6 makes of h what there is in IPv6: options become destination options, the identification a flow label.
+// ip6 makes of h what there is in IPv6: options become destination options, the identification a
+// flow label.
 func ip6(h header, src, dst netip.Addr, proto uint8, segment []byte) []byte {
 	var options []byte
 	next := proto
@@ -103,7 +104,8 @@ func tcp(src, dst netip.Addr, sport, dport uint16, seq, ackno uint32, flags uint
 	return b
 }
 
-// icmp is a message; rest are the four octets after the checksum (id and sequence, or unused and MTU).
+// icmp is a message; rest are the four octets after the checksum (id and sequence, or unused and
+// MTU).
 func icmp(kind, code uint8, rest uint32, body []byte) []byte {
 	b := make([]byte, 8, 8+len(body))
 	b[0], b[1] = kind, code
@@ -130,7 +132,8 @@ func sctp(sport, dport uint16, tag uint32, chunk []byte) []byte {
 	return b
 }
 
-// icmpAbout is an ICMP error about packet b, sent by src to b's sender. quote octets of b's payload are quoted; -1: all.
+// icmpAbout is an ICMP error about packet b, sent by src to b's sender. quote octets of b's payload
+// are quoted; -1: all.
 func icmpAbout(b []byte, src netip.Addr, kind, code uint8, rest uint32, quote int) []byte {
 	n := headerLen(b) + quote
 	if quote < 0 || n > len(b) {
@@ -183,7 +186,8 @@ func walk(b []byte) (n int, proto uint8) {
 	return n, proto
 }
 
-// fragmentWord is that of IPv4: flags, and the offset in units of 8. The fragment header of IPv6 follows the fixed one here.
+// fragmentWord is that of IPv4: flags, and the offset in units of 8. The fragment header of IPv6
+// follows the fixed one here.
 func fragmentWord(b []byte) uint16 {
 	if !isV6(b) {
 		return binary.BigEndian.Uint16(b[6:])
@@ -225,7 +229,8 @@ func withPort(b []byte, sourceSide bool, port uint16) []byte {
 
 // Checksums.
 
-// seal computes the header checksum and, of a whole datagram, that of its transport. A UDP checksum of 0 stays.
+// seal computes the header checksum and, of a whole datagram, that of its transport. A UDP checksum
+// of 0 stays.
 func seal(b []byte) {
 	sealHeader(b)
 	if s := segment(b); !isFragment(b) && (proto(b) != protoUDP || binary.BigEndian.Uint16(s[6:]) != 0) {
@@ -283,8 +288,8 @@ func internetSum(b []byte) uint16 {
 	return ^uint16(sum)
 }
 
-// partial is b as a TUN with offload would hand it over: the transport checksum field holds the sum of the pseudo-header,
-// folded and not inverted. It is nil where there is no such state.
+// partial is b as a TUN with offload would hand it over: the transport checksum field holds the sum
+// of the pseudo-header, folded and not inverted. It is nil where there is no such state.
 func partial(b []byte) []byte {
 	at := map[uint8]int{protoUDP: 6, protoTCP: 16}[b[9]]
 	if at == 0 || isFragment(b) || b[9] == protoUDP && binary.BigEndian.Uint16(segment(b)[6:]) == 0 {
@@ -310,8 +315,9 @@ func countUp(b []byte, hops uint8) []byte {
 
 // Fragments.
 
-// fragment cuts a datagram after the given numbers of payload octets (multiples of 8, ascending). Options are not copied
-// to later fragments unless they have the copy bit; the cases use options without it on fragments or none.
+// fragment cuts a datagram after the given numbers of payload octets (multiples of 8, ascending).
+// Options are not copied to later fragments unless they have the copy bit; the cases use options
+// without it on fragments or none.
 func fragment(b []byte, cuts ...int) (fragments [][]byte) {
 	payload, from := segment(b), 0
 	for _, to := range append(cuts, len(payload)) {
@@ -342,7 +348,8 @@ func fragment(b []byte, cuts ...int) (fragments [][]byte) {
 	return fragments
 }
 
-// reassemble puts one datagram together, whatever the order of its parts. A packet that is no fragment is itself.
+// reassemble puts one datagram together, whatever the order of its parts. A packet that is no
+// fragment is itself.
 func reassemble(packets [][]byte) (datagram []byte, whole bool) {
 	if len(packets) == 0 {
 		return nil, false

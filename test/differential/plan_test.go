@@ -1,14 +1,16 @@
-// Package differential sends the same packets through two judges: the kernel's NETMAP and conntrack in four network
-// namespaces, and two engines of natengine, and wants the same bytes out of both.
+// Package differential sends the same packets through two judges: the kernel's NETMAP and conntrack
+// in four network namespaces, and two engines of natengine, and wants the same bytes out of both.
 //
 //	pod A ── lan │ gateway A │ wan ───────────── wan │ gateway B │ lan ── pod B
 //	  raw socket    nft nat        raw socket          nft nat      raw socket
 //
-// Packets enter and leave by AF_PACKET sockets, so no IP stack of a pod takes part. Both stages are compared: what is on
-// the wire between the gateways (inside the tunnel, in real life) and what arrives. A third, slower judge looks at every
-// packet too: addresses by the table of section 7.2 of the Liqo facts, checksums by gopacket.
+// Packets enter and leave by AF_PACKET sockets, so no IP stack of a pod takes part. Both stages are
+// compared: what is on the wire between the gateways (inside the tunnel, in real life) and what
+// arrives. A third, slower judge looks at every packet too: addresses by the table of section 7.2
+// of docs/liqo-v0.md, checksums by gopacket.
 //
-// Where the engine differs from the kernel on purpose, choices_test.go names the choice and asserts both sides of it.
+// Where the engine differs from the kernel on purpose, choices_test.go names the choice and asserts
+// both sides of it.
 package differential
 
 import (
@@ -27,8 +29,8 @@ const (
 func (s side) other() side    { return 1 - s }
 func (s side) String() string { return [...]string{"A", "B"}[s] }
 
-// A plan says who has which addresses. Index is the cluster that owns the network; seen is the same network as the other
-// cluster sees it (Pa@B), equal to it where the other cluster did not remap.
+// A plan says who has which addresses. Index is the cluster that owns the network; seen is the same
+// network as the other cluster sees it (Pa@B), equal to it where the other cluster did not remap.
 type plan struct {
 	name     string
 	pods     [2]netip.Prefix
@@ -37,7 +39,8 @@ type plan struct {
 	extSeen  [2]netip.Prefix
 }
 
-// plans: all four combinations of who is remapped, identical choices on both sides, unequal masks, masks off the octets.
+// plans: all four combinations of who is remapped, identical choices on both sides, unequal masks,
+// masks off the octets.
 var plans = []plan{
 	newPlan("none remapped", "10.1.0.0/16", "", "10.2.0.0/16", ""),
 	newPlan("A remapped", "10.244.0.0/16", "10.246.0.0/16", "10.50.0.0/16", ""),
@@ -66,7 +69,8 @@ func newPlan(name, podsA, seenA, podsB, seenB string) plan {
 	}
 }
 
-// pod is the n-th pod of a cluster, n from 1. Numbers beyond the prefix wrap around, never onto the network address.
+// pod is the n-th pod of a cluster, n from 1. Numbers beyond the prefix wrap around, never onto the
+// network address.
 func (p plan) pod(s side, n int) netip.Addr {
 	hosts := uint64(1)<<min(32, p.pods[s].Addr().BitLen()-p.pods[s].Bits()) - 1
 	return nth(p.pods[s], uint32((uint64(n)-1)%hosts+1))
@@ -75,10 +79,12 @@ func (p plan) pod(s side, n int) netip.Addr {
 // podSeen is the same pod under the address the other cluster uses.
 func (p plan) podSeen(s side, n int) netip.Addr { return move(p.pod(s, n), p.pods[s], p.podsSeen[s]) }
 
-// natIP is the address under which everything in the cluster that is not a pod appears to the other cluster.
+// natIP is the address under which everything in the cluster that is not a pod appears to the other
+// cluster.
 func (p plan) natIP(s side) netip.Addr { return p.podsSeen[s].Addr() }
 
-// node and endpoint are in no prefix of any plan. mapped is the address under which the other cluster reaches endpoint.
+// node and endpoint are in no prefix of any plan. mapped is the address under which the other
+// cluster reaches endpoint.
 func (p plan) node(s side, n int) netip.Addr {
 	if p.v6() {
 		return nth(netip.MustParsePrefix("fc00:1::/64"), uint32(s)<<7|uint32(n))
@@ -106,7 +112,8 @@ func (p plan) six() plan6 { return plan6{p.name, p.pods, p.podsSeen, p.extSeen} 
 // plan is the same one as it is for IPv4.
 func (p plan6) plan() plan { return plan{p.name, p.pods, p.podsSeen, p.ext, p.ext} }
 
-// move carries an address over from one prefix to another of the same length, one bit after the other.
+// move carries an address over from one prefix to another of the same length, one bit after the
+// other.
 func move(addr netip.Addr, from, to netip.Prefix) netip.Addr {
 	if !from.Contains(addr) || from.Bits() != to.Bits() {
 		panic("move: " + addr.String() + " " + from.String() + " " + to.String())

@@ -13,12 +13,14 @@ import (
 
 var long = flag.Bool("long", false, "thirty seeds of random conversations instead of two")
 
-// talkSteps is per plan and seed. Each step is one datagram, or two, or a packet and ICMP errors about it.
+// talkSteps is per plan and seed. Each step is one datagram, or two, or a packet and ICMP errors
+// about it.
 const talkSteps = 1200
 
-// Whole conversations, many at once, interleaved at random, from pods and from what is no pod, from hosts that use the
-// same ports, with everything that happens to packets on their way. What may differ is the NAPT port: it is learned with
-// the first packet of a flow for each judge, has to stay, and is then replaced by the engine's before bytes are compared.
+// Whole conversations, many at once, interleaved at random, from pods and from what is no pod, from
+// hosts that use the same ports, with everything that happens to packets on their way. What may
+// differ is the NAPT port: it is learned with the first packet of a flow for each judge, has to
+// stay, and is then replaced by the engine's before bytes are compared.
 func TestEngineEqualsKernelOnRandomConversations(t *testing.T) {
 	all := slices.Clone(plans)
 	for _, p := range plans6 {
@@ -125,7 +127,8 @@ func newWorld(t *testing.T, p plan, rng *rand.Rand, seen map[string]int) *world 
 			dst = p.mapped(to)
 			c.name += " to endpoint"
 		}
-		// Few client ports, so that hosts compete for them; of all classes that anybody tells apart.
+		// Few client ports, so that hosts compete for them; of all classes that anybody tells
+		// apart.
 		sport := []uint16{5000, 5001, 40000, 65535, 1024, 1023, 600, 80}[rng.IntN(8)]
 		dport := []uint16{53, 443, 8080}[rng.IntN(3)]
 		switch c.proto {
@@ -221,7 +224,8 @@ func flagNames(flags uint8) (s string) {
 	return s
 }
 
-// say sends one datagram of a talk, whole or in fragments, and perhaps what somebody has to report about it.
+// say sends one datagram of a talk, whole or in fragments, and perhaps what somebody has to report
+// about it.
 func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) []byte) {
 	w.Helper()
 	w.ids++
@@ -276,7 +280,8 @@ func (w *world) say(c *talk, forward bool, build func(src, dst netip.AddrPort) [
 	}
 }
 
-// carry sends a datagram from one end of a talk to the other by both judges, and returns what arrived there.
+// carry sends a datagram from one end of a talk to the other by both judges, and returns what
+// arrived there.
 func (w *world) carry(c *talk, forward bool, sent [judges][]byte, cut func([]byte) [][]byte) (arrived [judges][]byte) {
 	w.Helper()
 	from := c.side
@@ -322,7 +327,8 @@ func (w *world) carry(c *talk, forward bool, sent [judges][]byte, cut func([]byt
 	return arrived
 }
 
-// complain sends an ICMP error about a datagram from where it arrived to who sent it, whole or cut off.
+// complain sends an ICMP error about a datagram from where it arrived to who sent it, whole or cut
+// off.
 func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	w.Helper()
 	type fault struct {
@@ -345,7 +351,7 @@ func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	}
 	quote := min(8+w.rng.IntN(n-7), 1400)
 	if c.proto == protoTCP && quote > 16 && quote < 20 {
-		quote = 16 // else a checksum is there that nobody follows, and it knows the port
+		quote = 16 // else a checksum is there, or half of one, that the kernel does not follow, and it knows the port
 	}
 	var errs [judges][]byte
 	for j, b := range arrived {
@@ -365,7 +371,8 @@ func (w *world) complain(c *talk, forward bool, sent, arrived [judges][]byte) {
 	}
 }
 
-// refused sends from where a datagram arrived what both judges have to keep away, in the middle of it all.
+// refused sends from where a datagram arrived what both judges have to keep away, in the middle of
+// it all.
 func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
 	w.Helper()
 	from := c.side
@@ -405,8 +412,8 @@ func (w *world) refused(c *talk, forward bool, arrived [judges][]byte) {
 	}
 }
 
-// checkPort is RFC 4787, REQ-1 and 3, for the engine: one port for an inside end, whatever the destination; nobody else
-// has it; the same as inside if nobody had it.
+// checkPort is RFC 4787, REQ-1 and 3, for the engine: one port for an inside end, whatever the
+// destination; nobody else has it; the same as inside if nobody had it.
 func (w *world) checkPort(c *talk) {
 	w.Helper()
 	if !c.napt {
@@ -438,8 +445,9 @@ func (w *world) checkPort(c *talk) {
 	w.mapped[inside], w.inside[outside] = c.seen[byEngine], c.client
 }
 
-// repaint is b, which belongs to talk c, with the kernel's NAPT port replaced by the engine's wherever it stands: in the
-// header and in what an ICMP error quotes. Checksums follow as far as they are there.
+// repaint is b, which belongs to talk c, with the kernel's NAPT port replaced by the engine's
+// wherever it stands: in the header and in what an ICMP error quotes. Checksums follow as far as
+// they are there.
 func (w *world) repaint(c *talk, b []byte) []byte {
 	if !c.napt || c.seen[byEngine] == c.seen[byKernel] {
 		return b

@@ -5,9 +5,9 @@ import (
 	"math/rand/v2"
 )
 
-// A tcpTalk is both ends of one TCP connection, as far as their segments go: what a NAT sees. Sequence numbers are right,
-// because conntrack follows them; there is no loss but what the talk itself makes of it by sending again or in the wrong
-// order.
+// A tcpTalk is both ends of one TCP connection, as far as their segments go: what a NAT sees.
+// Sequence numbers are right, because conntrack follows them; there is no loss but what the talk
+// itself makes of it by sending again or in the wrong order.
 type tcpTalk struct {
 	state tcpState
 	next  [2]uint32 // sequence number of the next octet of client and server
@@ -43,7 +43,8 @@ type tcpSegment struct {
 	data     []byte
 }
 
-// say makes the next segment of one end. An acknowledgement covers everything that the other end has said.
+// say makes the next segment of one end. An acknowledgement covers everything that the other end
+// has said.
 func (c *tcpTalk) say(from int, flags uint8, data []byte) *tcpSegment {
 	s := &tcpSegment{from: from, seq: c.next[from], flags: flags, data: data}
 	if flags&ack != 0 {
@@ -64,7 +65,8 @@ func (c *tcpTalk) say(from int, flags uint8, data []byte) *tcpSegment {
 	return s
 }
 
-// step returns what is said next: mostly one segment, sometimes an old one again, or two in the wrong order.
+// step returns what is said next: mostly one segment, sometimes an old one again, or two in the
+// wrong order.
 func (c *tcpTalk) step(rng *rand.Rand) []*tcpSegment {
 	chance := func(percent int) bool { return rng.IntN(100) < percent }
 	one := func(s *tcpSegment, next tcpState) []*tcpSegment {
@@ -130,7 +132,8 @@ func (c *tcpTalk) step(rng *rand.Rand) []*tcpSegment {
 	return s
 }
 
-// data is nothing, in so many percent of cases something, and sometimes more than fits into one packet.
+// data is nothing, in so many percent of cases something, and sometimes more than fits into one
+// packet.
 func (c *tcpTalk) data(rng *rand.Rand, percent int) []byte {
 	if rng.IntN(100) >= percent {
 		return nil

@@ -1,7 +1,9 @@
-// Package fleet tests Isthmus as a whole: clusters with API servers, managers, gateways and route agents of their own, peered
-// by the command line, with real packets between pods while components and API servers fail. It needs root.
+// Package fleet tests Isthmus as a whole: clusters with API servers, managers, gateways and route
+// agents of their own, peered by the command line, with real packets between pods while components
+// and API servers fail. It needs root.
 //
-// With -long the faults last as long as the project promises to bear them; otherwise they are shorter.
+// With -long the faults last as long as the project promises to bear them; otherwise they are
+// shorter.
 package fleet
 
 import (
@@ -11,8 +13,6 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
-	"os/exec"
-	"path/filepath"
 	"testing"
 	"time"
 
@@ -20,14 +20,17 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
+	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
 var long = flag.Bool("long", false, "let faults last for a minute and more")
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other things.
+// patience is how long a test waits for what has to come, on a machine that is busy with other
+// things.
 const patience = 90 * time.Second
 
-// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes both.
+// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes
+// both.
 var binary, kube string
 
 func TestMain(m *testing.M) { os.Exit(run(m)) }
@@ -44,11 +47,8 @@ func run(m *testing.M) int {
 		return 1
 	}
 	defer os.RemoveAll(dir)
-	binary = filepath.Join(dir, "isthmus")
-	build := exec.Command("go", "build", "-o", binary, "./cmd/isthmus")
-	build.Dir = "../.."
-	if out, err := build.CombinedOutput(); err != nil {
-		fmt.Fprintf(os.Stderr, "%v: %v\n%s", build.Args, err, out)
+	if binary, err = testbin.Isthmus(dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
 		return 1
 	}
 	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
@@ -61,12 +61,17 @@ func run(m *testing.M) int {
 // up makes a fleet that ends with the test, after the ends of all logs if it failed.
 func up(t *testing.T, spec lab.Spec) *fleet.Fleet {
 	t.Helper()
+	return upWith(t, fleet.Options{Spec: spec})
+}
+
+func upWith(t *testing.T, o fleet.Options) *fleet.Fleet {
+	t.Helper()
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
 	}
-	spec.Name = lab.UniqueName("fleet")
+	o.Spec.Name, o.Binary, o.Kube = lab.UniqueName("fleet"), binary, kube
 	begin := time.Now()
-	f, err := fleet.Up(t.Context(), fleet.Options{Spec: spec, Binary: binary, Kube: kube})
+	f, err := fleet.Up(t.Context(), o)
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -182,7 +187,8 @@ func must(t *testing.T, err error) {
 	}
 }
 
-// firstPing waits for an answer to an echo request, one every 100 ms and then more slowly, and says how long it took.
+// firstPing waits for an answer to an echo request, one every 100 ms and then more slowly, and says
+// how long it took.
 func firstPing(ctx context.Context, from *lab.Host, to func() (netip.Addr, error)) (time.Duration, error) {
 	begin := time.Now()
 	for wait := 100 * time.Millisecond; ; {

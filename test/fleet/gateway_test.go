@@ -22,8 +22,8 @@ import (
 	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
-// takeover is how long traffic may stand still when the active gateway of a side dies: the Lease lasts 7 s. With -long, on a
-// machine that does nothing else, it is half of that.
+// takeover is how long traffic may stand still when the active gateway of a side dies: the Lease
+// lasts 7 s. With -long, on a machine that does nothing else, it is half of that.
 const takeover = 30 * time.Second
 
 // Nodes check the reverse path strictly here, so that a takeover must not leave a one-sided way.

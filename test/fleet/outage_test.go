@@ -52,7 +52,8 @@ func TestControlPlaneOutage(t *testing.T) {
 		last := len(b.Nodes) - 1
 		fresh := addPod(t, b, podOn(t, b, last), b.Nodes[0])
 		from := remotePod(t, a)
-		// The address of cluster b's pods at a is in the spec of the Peering, which is there without managers.
+		// The address of cluster b's pods at a is in the spec of the Peering, which is there
+		// without managers.
 		addr := seen(t, a, b, fresh.Addr)
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
@@ -93,7 +94,8 @@ func TestControlPlaneOutage(t *testing.T) {
 	})
 }
 
-// A pair of traffics: both ways, one between nodes without the active gateway, one between those with it.
+// A pair of traffics: both ways, one between nodes without the active gateway, one between those
+// with it.
 type both struct{ remote, near *traffic }
 
 func startTraffic(t *testing.T, a, b *fleet.Cluster) both {

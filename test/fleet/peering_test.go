@@ -21,7 +21,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Three clusters, of which a and b overlap with different masks, over an underlay with a cloud's MTU.
+// Three clusters, of which a and b overlap with different masks, over an underlay with a cloud's
+// MTU.
 func TestPeering(t *testing.T) {
 	f := up(t, lab.Spec{MTU: 1450, Clusters: []lab.ClusterSpec{
 		clusterSpec("10.244.0.0/16", 3), clusterSpec("10.244.128.0/18", 2), clusterSpec("172.20.0.0/22", 2),
@@ -76,8 +77,8 @@ func TestPeering(t *testing.T) {
 	})
 }
 
-// firstPingAfterPeer runs `isthmus peer` and measures the time until a pod hears one of the other cluster, both on nodes
-// without the active gateway.
+// firstPingAfterPeer runs `isthmus peer` and measures the time until a pod hears one of the other
+// cluster, both on nodes without the active gateway.
 func firstPingAfterPeer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
 	from, to := remotePod(t, a), remotePod(t, b)
 	ctx, cancel := context.WithTimeout(t.Context(), patience)
@@ -104,8 +105,8 @@ func firstPingAfterPeer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
 	ready(t, a, b)
 }
 
-// podsToPods talks from a pod on every node of a cluster to one on every node of another. Each answer has to come from the
-// right pod and to name the right caller.
+// podsToPods talks from a pod on every node of a cluster to one on every node of another. Each
+// answer has to come from the right pod and to name the right caller.
 func podsToPods(t *testing.T, at, of *fleet.Cluster) {
 	t.Helper()
 	for i := range at.Nodes {
@@ -160,14 +161,15 @@ func mappedEndpoint(t *testing.T, at, of *fleet.Cluster) {
 	}
 }
 
-// largePackets sends pings that have to be fragmented, and a stream as fast as it goes, between pods on nodes without the
-// active gateway.
+// largePackets sends pings that have to be fragmented, and a stream as fast as it goes, between
+// pods on nodes without the active gateway.
 func largePackets(t *testing.T, at, of *fleet.Cluster) {
 	from, to := remotePod(t, at), remotePod(t, of)
 	addr := seen(t, at, of, to.Addr)
 	for _, size := range []int{1000, 1300, 1350, 1372, 1400, 1422, 1472, 3000, 8000, 30000} {
 		if _, err := from.PingWith(t.Context(), addr, lab.PingOptions{Size: size, Wait: 20 * time.Second}); err != nil {
-			// A first packet that is too large teaches the path its MTU; the second one has to arrive.
+			// A first packet that is too large teaches the path its MTU; the second one has to
+			// arrive.
 			if _, err := from.PingWith(t.Context(), addr, lab.PingOptions{Size: size, Wait: 20 * time.Second}); err != nil {
 				t.Errorf("%d octets: %v", size, err)
 			}
@@ -211,9 +213,9 @@ func largePackets(t *testing.T, at, of *fleet.Cluster) {
 	}
 }
 
-// atRest looks for twenty seconds whether anything is written. A gateway may refresh a latency, at most every 30 s for each
-// peer: that is one write to a TunnelEndpoint here, and one to the Peering, which shows it too; more when the twenty seconds got
-// longer than thirty.
+// atRest looks for twenty seconds whether anything is written. A gateway may refresh a latency, at
+// most every 30 s for each peer: that is one write to a TunnelEndpoint here, and one to the
+// Peering, which shows it too; more when the twenty seconds got longer than thirty.
 func atRest(t *testing.T, f *fleet.Fleet) {
 	const quiet = 20 * time.Second
 	settled(t, f)

@@ -54,7 +54,8 @@ func objects(ctx context.Context, c *fleet.Cluster) (map[string]string, error) {
 	return all, nil
 }
 
-// kernel returns what a node has of links, rules, routes, permanent neighbours and forwarding entries, one a line.
+// kernel returns what a node has of links, rules, routes, permanent neighbours and forwarding
+// entries, one a line.
 func kernel(h *lab.Host) (lines []string, err error) {
 	err = h.Do(func() error {
 		add := func(format string, args ...any) { lines = append(lines, h.Name+": "+fmt.Sprintf(format, args...)) }
@@ -129,8 +130,8 @@ func inventory(ctx context.Context, c *fleet.Cluster) ([]string, error) {
 	return lines, nil
 }
 
-// firstInventory is that of a cluster whose components have done what they do at their start: ready is not yet at rest,
-// and the manager writes its networks down when it is the leader.
+// firstInventory is that of a cluster whose components have done what they do at their start: ready
+// is not yet at rest, and the manager writes its networks down when it is the leader.
 func firstInventory(t *testing.T, c *fleet.Cluster) []string {
 	t.Helper()
 	var has []string
@@ -184,8 +185,8 @@ func sameInventory(t *testing.T, c *fleet.Cluster, had []string) {
 	})
 }
 
-// writes is how many requests to change something the API server of a cluster has been sent, whatever became of them.
-// Leases are left out: renewing them is what they are for.
+// writes is how many requests to change something the API server of a cluster has been sent,
+// whatever became of them. Leases are left out: renewing them is what they are for.
 func writes(ctx context.Context, c *fleet.Cluster) (map[string]float64, error) {
 	config, err := clientcmd.RESTConfigFromKubeConfig(c.Server.Kubeconfig())
 	if err != nil {
@@ -230,8 +231,8 @@ func writes(ctx context.Context, c *fleet.Cluster) (map[string]float64, error) {
 	return counts, nil
 }
 
-// addPod gives a pod a second address, from the network of another node as a CNI with an address management of its own would,
-// and describes it to the cluster as a new pod.
+// addPod gives a pod a second address, from the network of another node as a CNI with an address
+// management of its own would, and describes it to the cluster as a new pod.
 func addPod(t *testing.T, c *fleet.Cluster, on *lab.Pod, from *lab.Node) *lab.Pod {
 	t.Helper()
 	host := from.PodCIDR.Addr().As4()

@@ -24,8 +24,8 @@ const (
 	streamChunk    = 16 << 10 // octets each streamInterval: 6.5 Mbit/s
 )
 
-// A traffic is a ping, twenty times a second, and a TCP connection whose other end sends everything back, both between the
-// same two pods, for as long as a fault lasts.
+// A traffic is a ping, twenty times a second, and a TCP connection whose other end sends everything
+// back, both between the same two pods, for as long as a fault lasts.
 type traffic struct {
 	name   string
 	stop   context.CancelFunc
@@ -48,7 +48,8 @@ type echo struct {
 	err error
 }
 
-// talk starts traffic from one pod to another one under the address that the first one's cluster sees.
+// talk starts traffic from one pod to another one under the address that the first one's cluster
+// sees.
 func talk(t *testing.T, from, to *lab.Pod, at netip.Addr) *traffic {
 	t.Helper()
 	listener, err := to.Listen("tcp4", to.Addr.String()+":0")
@@ -209,7 +210,8 @@ func (r *traffic) endAfter(t *testing.T, wait time.Duration) outcome {
 	return o
 }
 
-// endWithoutLoss is end for faults that must not be felt. Answers may be late: that is the machine's other work.
+// endWithoutLoss is end for faults that must not be felt. Answers may be late: that is the
+// machine's other work.
 func (r *traffic) endWithoutLoss(t *testing.T) {
 	t.Helper()
 	if o := r.endAfter(t, patience); o.lost > 0 {

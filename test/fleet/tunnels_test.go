@@ -15,7 +15,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Three clusters whose gateways have three tunnels, two and one: between any two there are as many as both have.
+// Three clusters whose gateways have three tunnels, two and one: between any two there are as many
+// as both have.
 func TestTunnels(t *testing.T) {
 	several := func(n int, spec lab.ClusterSpec) lab.ClusterSpec {
 		spec.Tunnels = n
@@ -98,7 +99,8 @@ func TestTunnels(t *testing.T) {
 		all(t)
 		during.end(t)
 	})
-	// Gateways one after the other, as a Deployment is updated, then the Service; and the other way round back.
+	// Gateways one after the other, as a Deployment is updated, then the Service; and the other way
+	// round back.
 	t.Run("TheNumberIsChangedWhilePodsTalk", func(t *testing.T) {
 		isthmus(t, f, "unpeer", "--context", "b", "--remote-context", "c") // their tunnels would change, too
 		during := startTraffic(t, a, c)
@@ -154,7 +156,8 @@ func endpointOf(t *testing.T, at, of *fleet.Cluster) *v1alpha1.TunnelEndpoint {
 	return &list.Items[0]
 }
 
-// tunnelsInUse are the numbers of the further tunnels through which a cluster's gateway sends to another cluster.
+// tunnelsInUse are the numbers of the further tunnels through which a cluster's gateway sends to
+// another cluster.
 func tunnelsInUse(t *testing.T, at, of *fleet.Cluster) (string, error) {
 	t.Helper()
 	text, err := at.Metrics(t.Context())

@@ -1,9 +1,11 @@
-// Package interop joins a real `isthmus gateway` with a peer that shares no code with it: Debian's wireguard-go package,
-// a hand-made kernel configuration without any NAT, and a ping/pong peer written from section 8 of the Liqo facts.
+// Package interop joins a real `isthmus gateway` with a peer that shares no code with it: Debian's
+// wireguard-go package, a hand-made kernel configuration without any NAT, and a ping/pong peer
+// written from section 8 of docs/liqo-v0.md.
 //
 //	pod a ── node of A ═ isthmus gateway ══ UDP ══ wireguard-go ─ all of cluster B, addresses as A sees them
 //
-// Where a real gateway of B would translate b@A to b, the peer simply owns b@A: what is in the tunnel is the same.
+// Where a real gateway of B would translate b@A to b, the peer simply owns b@A: what is in the
+// tunnel is the same.
 package interop
 
 import (
@@ -27,10 +29,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/testbin"
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other things.
+// patience is how long a test waits for what has to come, on a machine that is busy with other
+// things.
 const patience = time.Minute
 
 const (
@@ -38,8 +42,9 @@ const (
 	idB = "bbbbbbbb-2222-4222-8222-222222222222"
 )
 
-// Both clusters have the PodCIDR 10.244.0.0/16 and the ExternalCIDR 10.247.0.0/16; each side remapped the other's, to
-// ranges of its own choice. The notation is that of the facts: podsAatB is Pa@B.
+// Both clusters have the PodCIDR 10.244.0.0/16 and the ExternalCIDR 10.247.0.0/16; each side
+// remapped the other's, to ranges of its own choice. The notation is that of docs/liqo-v0.md:
+// podsAatB is Pa@B.
 var (
 	podsAatB, extAatB = netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.248.0.0/16")
 	podsBatA, extBatA = netip.MustParsePrefix("10.245.0.0/16"), netip.MustParsePrefix("10.249.0.0/16")
@@ -126,15 +131,14 @@ func newSite(t *testing.T) *site {
 	return s
 }
 
-// startGateway builds isthmus, writes a configuration as `kubectl get -o yaml` would print it, and runs the gateway.
+// startGateway builds isthmus, writes a configuration as `kubectl get -o yaml` would print it, and
+// runs the gateway.
 func (s *site) startGateway() {
 	s.Helper()
 	dir := s.TempDir()
-	binary := filepath.Join(s.TempDir(), "isthmus")
-	build := exec.Command("go", "build", "-C", filepath.Join("..", ".."), "-o", binary, "./cmd/isthmus")
-	build.Env = append(os.Environ(), "CGO_ENABLED=0")
-	if out, err := build.CombinedOutput(); err != nil {
-		s.Fatalf("go build: %v\n%s", err, out)
+	binary, err := testbin.Isthmus(s.TempDir())
+	if err != nil {
+		s.Fatal(err)
 	}
 	for name, content := range map[string]string{
 		"private.key":  text(s.keyA.Bytes()) + "\n",
@@ -390,7 +394,8 @@ func (s *site) ourPongs() {
 	}
 }
 
-// addressesInTheTunnel captures a ping each way on the peer's tunnel device: table 7.2 of the facts.
+// addressesInTheTunnel captures a ping each way on the peer's tunnel device: the table of section
+// 7.2 of docs/liqo-v0.md.
 func (s *site) addressesInTheTunnel() {
 	s.Run("pod to pod", func(t *testing.T) {
 		s := s.in(t)
@@ -495,7 +500,8 @@ func (s *site) tcpBothWays() {
 	s.transfer(s.peer, bAtA, s.pod, netip.AddrPortFrom(aAtB, 8080), netip.AddrPortFrom(a, 8080), bAtA)
 }
 
-// nodeToPod goes out from the node's own address: from the one it has in the pod network it would be a pod.
+// nodeToPod goes out from the node's own address: from the one it has in the pod network it would
+// be a pod.
 func (s *site) nodeToPod() {
 	s.transfer(s.node, nodeUnderlay, s.peer, netip.AddrPortFrom(bAtA, 8081), netip.AddrPortFrom(bAtA, 8081), natIPofA)
 }
@@ -508,8 +514,8 @@ func (s *site) peerToEndpoint() {
 	s.transfer(s.peer, bAtA, s.pod, netip.AddrPortFrom(endpointX, 8083), netip.AddrPortFrom(endpoint, 8083), bAtA)
 }
 
-// transfer opens a connection and sends ten megabytes each way at the same time, compared by their hash. The server has
-// to see the client as seen.
+// transfer opens a connection and sends ten megabytes each way at the same time, compared by their
+// hash. The server has to see the client as seen.
 func (s *site) transfer(client *hosts.Host, src netip.Addr, server *hosts.Host, dst, listen netip.AddrPort, seen netip.Addr) {
 	s.Helper()
 	const size = 10 << 20
@@ -583,8 +589,8 @@ func (p *pattern) Read(b []byte) (int, error) {
 	return len(b), nil
 }
 
-// allowedIPs: of all sources the peer may invent, only those in its two networks get through. The others are dropped by
-// WireGuard itself.
+// allowedIPs: of all sources the peer may invent, only those in its two networks get through. The
+// others are dropped by WireGuard itself.
 func (s *site) allowedIPs() {
 	at := netip.AddrPortFrom(a, 9000)
 	inbox := s.pod.ListenUDP(at)
@@ -611,7 +617,8 @@ func (s *site) allowedIPs() {
 	s.nothing(inbox)
 }
 
-// defaultDeny: a hostile peer routes anything to us; only pods and mapped endpoints are reached, the rest is counted.
+// defaultDeny: a hostile peer routes anything to us; only pods and mapped endpoints are reached,
+// the rest is counted.
 func (s *site) defaultDeny() {
 	everything := netip.MustParsePrefix("0.0.0.0/0")
 	s.wg.configure(s.keyB, 51820, s.keyA.PublicKey(), netip.AddrPortFrom(nodeUnderlay, 5871), everything)
@@ -678,7 +685,8 @@ func (s *site) nothing(c *net.UDPConn) {
 	}
 }
 
-// silence takes the longest: ten seconds without an answer are needed, counted from the last one (facts, section 8).
+// silence takes the longest: ten seconds without an answer are needed, counted from the last one
+// (docs/liqo-v0.md, section 8).
 func (s *site) silence() {
 	before, _ := s.responder.heard()
 	s.eventually("one more PING", func() error {

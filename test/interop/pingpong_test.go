@@ -11,7 +11,7 @@ import (
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
 
-// checkPort is where Liqo's gateways ping each other (facts, section 8).
+// checkPort is where Liqo's gateways ping each other (docs/liqo-v0.md, section 8).
 const checkPort = 12345
 
 // A message of the connection check. In a PING, ClusterID is that of the peer being pinged.
@@ -21,7 +21,8 @@ type message struct {
 	TimeStamp time.Time `json:"timeStamp"`
 }
 
-// A responder answers PINGs as Liqo's gateway does: the same object with another msgType, to where it came from.
+// A responder answers PINGs as Liqo's gateway does: the same object with another msgType, to where
+// it came from.
 type responder struct {
 	conn *net.UDPConn
 

@@ -28,8 +28,8 @@ type wgDevice struct {
 	socket string
 }
 
-// startWireGuardGo starts the daemon in a namespace. The device's name is also that of a socket in a directory that all
-// namespaces share, so it has the process in it.
+// startWireGuardGo starts the daemon in a namespace. The device's name is also that of a socket in
+// a directory that all namespaces share, so it has the process in it.
 func startWireGuardGo(t *testing.T, h *hosts.Host) *wgDevice {
 	t.Helper()
 	name := fmt.Sprintf("ist%d", os.Getpid())

@@ -14,7 +14,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// The differences. gopacket is a dissector and reads what it can; package packet decides what may pass.
+// The differences. gopacket is a dissector and reads what it can; package packet decides what may
+// pass.
 const (
 	// gopacket reads it, we refuse it.
 	truncated     = "packet shorter than its length field"
@@ -146,7 +147,8 @@ func ours(v *packet.View) facts {
 	return f
 }
 
-// compare lets both judge b and returns what kept one of them from reading it, nil when both or neither did.
+// compare lets both judge b and returns what kept one of them from reading it, nil when both or
+// neither did.
 func compare(t testing.TB, b []byte) (why []string) {
 	t.Helper()
 	var v packet.View
@@ -254,7 +256,8 @@ func TestHostilePackets(t *testing.T) {
 	}
 }
 
-// packetsOf finds the octets in the table, which are indented by two tabs; long packets are not whole there.
+// packetsOf finds the octets in the table, which are indented by two tabs; long packets are not
+// whole there.
 func packetsOf(text string) (packets [][]byte) {
 	var b []byte
 	whole := true

@@ -84,8 +84,9 @@ func readQuote(b []byte, v4 bool) (q quoted, ok bool) {
 	if v4 {
 		var ip layers.IPv4
 		err := ip.DecodeFromBytes(b, &f)
-		// Options are not parsed in a quote, only stepped over, and a length of 0 is no superpacket there. gopacket has read
-		// all else of the header before it looks at the options, but for the addresses.
+		// Options are not parsed in a quote, only stepped over, and a length of 0 is no superpacket
+		// there. gopacket has read all else of the header before it looks at the options, but for
+		// the addresses.
 		if ip.Contents == nil || b[0]>>4 != 4 || b[2] == 0 && b[3] == 0 {
 			return q, false
 		}
@@ -128,7 +129,8 @@ func readQuote(b []byte, v4 bool) (q quoted, ok bool) {
 	return q, true
 }
 
-// chain steps over the extension headers that are whole. Where it is cut, next is the header that is, and there is no body.
+// chain steps over the extension headers that are whole. Where it is cut, next is the header that
+// is, and there is no body.
 func chain(next layers.IPProtocol, body []byte) (layers.IPProtocol, []byte, bool) {
 	for n := 0; ; n++ {
 		var f feedback

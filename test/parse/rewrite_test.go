@@ -18,8 +18,9 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// TestRewrittenPacketsAreWhatGopacketSerialises rewrites addresses and ports in place, with incremental checksums, and lets
-// gopacket do the same on its layers and build the packet anew, with checksums computed in full.
+// TestRewrittenPacketsAreWhatGopacketSerialises rewrites addresses and ports in place, with
+// incremental checksums, and lets gopacket do the same on its layers and build the packet anew,
+// with checksums computed in full.
 func TestRewrittenPacketsAreWhatGopacketSerialises(t *testing.T) {
 	rng := rand.New(rand.NewPCG(4, 5))
 	done := map[string]int{}
@@ -72,7 +73,8 @@ type change struct {
 	srcPort, dstPort, id uint16
 }
 
-// serialised takes b apart, changes it and puts it together. v says which fields b has; it is not needed for no change.
+// serialised takes b apart, changes it and puts it together. v says which fields b has; it is not
+// needed for no change.
 func serialised(b []byte, c change, v *packet.View) ([]byte, string) {
 	var list []gopacket.SerializableLayer
 	var network gopacket.NetworkLayer
@@ -158,8 +160,8 @@ func serialised(b []byte, c change, v *packet.View) ([]byte, string) {
 	return slices.Clone(buffer.Bytes()), kind
 }
 
-// TestTranslatedPacketsHaveTheChecksumsOfGopacket sends random packets through the engine and lets gopacket verify what
-// comes out, and that nothing but addresses and ports of our side has changed.
+// TestTranslatedPacketsHaveTheChecksumsOfGopacket sends random packets through the engine and lets
+// gopacket verify what comes out, and that nothing but addresses and ports of our side has changed.
 func TestTranslatedPacketsHaveTheChecksumsOfGopacket(t *testing.T) {
 	prefix := netip.MustParsePrefix
 	e := natengine.New(natengine.Config{})
@@ -229,7 +231,8 @@ func TestTranslatedPacketsHaveTheChecksumsOfGopacket(t *testing.T) {
 	}
 }
 
-// checksums says which checksum gopacket finds wrong. A partial decode is enough for it: the layers are read again.
+// checksums says which checksum gopacket finds wrong. A partial decode is enough for it: the layers
+// are read again.
 func checksums(b []byte, p *theirs) error {
 	check := func(name string, l interface {
 		VerifyChecksum() (error, gopacket.ChecksumVerificationResult)

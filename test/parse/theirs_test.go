@@ -24,8 +24,8 @@ type facts struct {
 	Query              uint16
 }
 
-// theirs is what gopacket says about a packet. It parses more loosely or more strictly than packet.View in some places:
-// those are named, in the words of the table in parse_test.go.
+// theirs is what gopacket says about a packet. It parses more loosely or more strictly than
+// packet.View in some places: those are named, in the words of the table in parse_test.go.
 type theirs struct {
 	facts
 	err     error    // gopacket cannot read it
@@ -190,7 +190,8 @@ func (p *theirs) walk(next layers.IPProtocol, body []byte) {
 	}
 }
 
-// fragment looks at the place of a fragment of size octets; end is the length field of the reassembled datagram at least.
+// fragment looks at the place of a fragment of size octets; end is the length field of the
+// reassembled datagram at least.
 func (p *theirs) fragment(size, end int) {
 	if p.Offset == 0 && !p.More {
 		return
@@ -280,8 +281,8 @@ func shorter(more bool, whole string) string {
 	return whole
 }
 
-// covered says whether UDP-Lite (RFC 3828, section 3.1) or DCCP (RFC 4340, section 5.1) say a possible coverage of their
-// checksum. gopacket does not look, or does not know the protocol.
+// covered says whether UDP-Lite (RFC 3828, section 3.1) or DCCP (RFC 4340, section 5.1) say a
+// possible coverage of their checksum. gopacket does not look, or does not know the protocol.
 func covered(proto layers.IPProtocol, t []byte, more bool) bool {
 	octets := int(t[4])<<8 | int(t[5])
 	if proto == 33 {

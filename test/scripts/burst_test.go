@@ -27,8 +27,9 @@ func burstDatagram(n, size int) []byte {
 	return b
 }
 
-// burst sends datagrams as superpackets, which stay whole up to the receiving pod where every part of the way can carry
-// them. It goes on until one of them has arrived, for patience at most, and then wants all.
+// burst sends datagrams as superpackets, which stay whole up to the receiving pod where every part
+// of the way can carry them. It goes on until one of them has arrived, for patience at most, and
+// then wants all.
 func (s *script) burst(_ *testscript.TestScript, _ bool, args []string) error {
 	if len(args) != 4 {
 		return errUsage

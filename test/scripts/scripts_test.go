@@ -1,5 +1,5 @@
-// Package scripts runs the scripts of this directory: each one in a lab of its own, with the real isthmus program, on
-// real packets. They need root.
+// Package scripts runs the scripts of this directory: each one in a lab of its own, with the real
+// isthmus program, on real packets. They need root.
 //
 // Besides the commands of testscript there are
 //
@@ -43,7 +43,6 @@ import (
 	"net"
 	"net/netip"
 	"os"
-	"os/exec"
 	"path/filepath"
 	"regexp"
 	"strconv"
@@ -55,9 +54,11 @@ import (
 
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/internal/testbin"
 )
 
-// patience is how long a command waits for what has to come, on a machine that is busy with other things.
+// patience is how long a command waits for what has to come, on a machine that is busy with other
+// things.
 const patience = 90 * time.Second
 
 func TestScripts(t *testing.T) {
@@ -66,10 +67,8 @@ func TestScripts(t *testing.T) {
 	}
 	t.Setenv("GOTMPDIR", t.TempDir()) // testscript leaves its directory behind
 	bin := t.TempDir()
-	build := exec.Command("go", "build", "-o", filepath.Join(bin, "isthmus"), "./cmd/isthmus")
-	build.Dir = "../.."
-	if out, err := build.CombinedOutput(); err != nil {
-		t.Fatalf("%v: %v\n%s", build.Args, err, out)
+	if err := testbin.Build(bin, "isthmus", "isthmus-lab"); err != nil {
+		t.Fatal(err)
 	}
 	kube, err := kubetest.Build(t.Context(), os.Stderr)
 	if err != nil {
@@ -118,7 +117,8 @@ type script struct {
 
 var errUsage = errors.New("usage: see the comment of package scripts")
 
-// command makes a testscript command of a method. With "!" an error is what is wanted, except errUsage.
+// command makes a testscript command of a method. With "!" an error is what is wanted, except
+// errUsage.
 func command(do func(*script, *testscript.TestScript, bool, []string) error) func(*testscript.TestScript, bool, []string) {
 	return func(ts *testscript.TestScript, neg bool, args []string) {
 		s := ts.Value(scriptKey{}).(*script)

@@ -1,24 +1,37 @@
 package v1alpha1
 
-// FinalizerPeering keeps a Peering until everything that the manager made for
-// it, here and at the peer, is gone.
+// FinalizerPeering keeps a Peering until everything that the manager made for it, here and at the
+// peer, is gone.
 const FinalizerPeering = "isthmus.net/peering"
 
-// AnnotationForce is "true" on a Peering that is being deleted, to end the wait
-// for the peer: what lies there stays there, and an Event says what that is.
+// AnnotationForce is "true" on a Peering that is being deleted, to end the wait for the peer: what
+// lies there stays there, and an Event says what that is.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
-// DefaultIdentitySecret is the Secret in the local tenant namespace with which
-// the manager speaks to the peer's API server, unless the Peering names another.
+// What `isthmus peer` notes on a Peering of the cluster that it was made with. ID and name of a
+// cluster are what it says about itself: another one may say the same, and is refused.
+const (
+	// AnnotationPeerUID is the UID of its namespace kube-system.
+	AnnotationPeerUID = "isthmus.net/peer-uid"
+	// AnnotationPeerAuthority is a hash of the certificates by which its API server is known, or
+	// "system" where that is known by the system's.
+	AnnotationPeerAuthority = "isthmus.net/peer-authority"
+)
+
+// AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated
+// by commas. The peer renews its token for no others.
+const AnnotationTokenAudiences = "isthmus.net/token-audiences"
+
+// DefaultIdentitySecret is the Secret in the local tenant namespace with which the manager speaks
+// to the peer's API server, unless the Peering names another.
 const DefaultIdentitySecret = "isthmus-identity"
 
-// SecretKubeconfig is the key of an identity Secret that holds a kubeconfig. A
-// Secret without it is read as Liqo's: private-key, certificate, apiServerUrl,
-// apiServerCa.
+// SecretKubeconfig is the key of an identity Secret that holds a kubeconfig. A Secret without it is
+// read as Liqo's: private-key, certificate, apiServerUrl, apiServerCa.
 const SecretKubeconfig = "kubeconfig"
 
-// Condition types of a Peering, in the order in which they become true. All are
-// there from the first reconcile on, Unknown if need be.
+// Condition types of a Peering, in the order in which they become true. All are there from the
+// first reconcile on, Unknown if need be.
 const (
 	// ConditionReady sums up the others: traffic can flow.
 	ConditionReady = "Ready"
@@ -28,8 +41,7 @@ const (
 	ConditionPublished = "Published"
 	// ConditionAnswered: the peer has said how it sees our networks.
 	ConditionAnswered = "Answered"
-	// ConditionPeerConfig: the peer's NetworkConfig is here, accepted and
-	// answered.
+	// ConditionPeerConfig: the peer's NetworkConfig is here, accepted and answered.
 	ConditionPeerConfig = "PeerConfigAccepted"
 	// ConditionTunnelEndpoint: the TunnelEndpoint says what both sides agreed.
 	ConditionTunnelEndpoint = "TunnelEndpointReady"
@@ -37,9 +49,8 @@ const (
 	ConditionConnected = "Connected"
 )
 
-// Reasons of the conditions of a Peering. Those of a refused NetworkConfig
-// (ConditionPeerConfig, ConditionAnswered) are taken over from its condition
-// Accepted, see package net/v1alpha1.
+// Reasons of the conditions of a Peering. Those of a refused NetworkConfig (ConditionPeerConfig,
+// ConditionAnswered) are taken over from its condition Accepted, see package net/v1alpha1.
 const (
 	// Ready
 	ReasonConnected  = "Connected"  // everything is true

@@ -12,42 +12,71 @@ import (
 // +kubebuilder:validation:Pattern=`^[a-z0-9]([a-z0-9-]*[a-z0-9])?$`
 type Namespace = string
 
-// PeeringSpec says with which cluster to be joined and how to reach its API
-// server. A person or `isthmus peer` writes it.
+// PeeringSpec names the cluster to join and how to reach its API server. A person or `isthmus peer`
+// writes it.
 type PeeringSpec struct {
 	// Cluster is the peer. It is set once: another cluster is another Peering.
 	// +kubebuilder:validation:XValidation:rule="self.clusterID == oldSelf.clusterID && self.clusterName == oldSelf.clusterName",message="cluster is immutable",reason=FieldValueInvalid
 	Cluster net.ClusterIdentity `json:"cluster"`
 	// TenantNamespace is where the objects of this peering live on each side.
 	TenantNamespace TenantNamespace `json:"tenantNamespace"`
-	// IdentitySecretName is the Secret in the local tenant namespace with our
-	// identity at the peer: a kubeconfig under the key kubeconfig, or Liqo's
-	// certificate (private-key, certificate, apiServerUrl, apiServerCa).
+	// IdentitySecretName is the Secret in the local tenant namespace with our identity at the peer:
+	// a kubeconfig under the key kubeconfig, or Liqo's certificate (private-key, certificate,
+	// apiServerUrl, apiServerCa).
 	// +kubebuilder:default=isthmus-identity
 	// +kubebuilder:validation:MinLength=1
 	// +kubebuilder:validation:MaxLength=253
 	// +optional
 	IdentitySecretName string `json:"identitySecretName,omitempty"`
-	// Overrides replace what would be chosen otherwise.
+	// Overrides replace what the manager would choose by itself.
 	// +optional
 	Overrides Overrides `json:"overrides,omitzero"`
+	// Claims say which of the networks that the peer claims it may have here.
+	// +optional
+	Claims Claims `json:"claims,omitzero"`
+}
+
+// Claims bound what a peer gets for what it claims. Without them a network in private space (RFC
+// 1918, 6598 and 4193) that overlaps nothing of this cluster is used as it is, and any other one is
+// remapped into the pools.
+type Claims struct {
+	// Allowed are networks outside of private space that the peer may have as they are, with all
+	// that is inside them.
+	// +kubebuilder:validation:MaxItems=16
+	// +listType=set
+	// +optional
+	Allowed []net.CIDR `json:"allowed,omitempty"`
+	// AlwaysRemap demands that neither network of the peer is used here as it is.
+	// +optional
+	AlwaysRemap bool `json:"alwaysRemap,omitempty"`
+	// Consent is the claim to which somebody has agreed. It is needed when the peer changes its
+	// claim so that it would get addresses here that it has not had; until then what it has stays
+	// in force.
+	// +optional
+	Consent *Consent `json:"consent,omitempty"`
+}
+
+// Consent names a claim as the peer's NetworkConfig has it.
+type Consent struct {
+	// PodCIDR is spec.podCIDR of the NetworkConfig.
+	PodCIDR net.CIDR `json:"podCIDR"`
+	// ExternalCIDR is spec.externalCIDR of the NetworkConfig.
+	ExternalCIDR net.CIDR `json:"externalCIDR"`
 }
 
 // TenantNamespace names the namespaces of a peering.
 type TenantNamespace struct {
-	// Local is the namespace here, of which the peer may use the NetworkConfigs
-	// and nothing else. It is set once.
+	// Local is the namespace here, of which the peer may use the NetworkConfigs and nothing else.
+	// It is set once.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.local is immutable",reason=FieldValueInvalid
 	Local Namespace `json:"local"`
 	// Remote is the namespace at the peer.
 	Remote Namespace `json:"remote"`
 }
 
-// Overrides are for networks that cannot find out by themselves. Each is
-// optional.
+// Overrides are for networks in which the manager cannot find these out. Each is optional.
 type Overrides struct {
-	// Address is where this peer reaches our gateway, instead of what the
-	// gateway's Service says.
+	// Address is where this peer reaches our gateway, instead of what the gateway's Service says.
 	// +optional
 	Address *net.EndpointHost `json:"address,omitempty"`
 	// Port is the UDP port there.
@@ -55,8 +84,8 @@ type Overrides struct {
 	// +kubebuilder:validation:Maximum=65535
 	// +optional
 	Port int32 `json:"port,omitempty"`
-	// PodCIDR is the network to use here for the peer's pods, of the length of
-	// its PodCIDR, instead of one that the IPAM picks.
+	// PodCIDR is the network to use here for the peer's pods, of the length of its PodCIDR, instead
+	// of one that the IPAM picks.
 	// +optional
 	PodCIDR *net.CIDR `json:"podCIDR,omitempty"`
 	// ExternalCIDR is the same for the peer's ExternalCIDR.
@@ -69,8 +98,8 @@ type PeeringStatus struct {
 	// ObservedGeneration is the metadata.generation that the rest is about.
 	// +optional
 	ObservedGeneration int64 `json:"observedGeneration,omitempty"`
-	// Conditions are Ready, IdentityReady, Published, Answered,
-	// PeerConfigAccepted, TunnelEndpointReady and Connected.
+	// Conditions are Ready, IdentityReady, Published, Answered, PeerConfigAccepted,
+	// TunnelEndpointReady and Connected.
 	// +optional
 	// +listType=map
 	// +listMapKey=type
@@ -85,34 +114,38 @@ type PeeringStatus struct {
 	// +optional
 	Remote Networks `json:"remote,omitzero"`
 	// Endpoint is where the peer's gateway is reached, address and port.
+	// +kubebuilder:validation:MaxLength=263
 	// +optional
 	Endpoint string `json:"endpoint,omitempty"`
-	// Latency is the round trip time to the peer's gateway, as in the
-	// TunnelEndpoint.
+	// Latency is the round trip time to the peer's gateway, as in the TunnelEndpoint.
+	// +kubebuilder:validation:MaxLength=32
 	// +optional
 	Latency string `json:"latency,omitempty"`
 }
 
-// Networks are the two networks of one cluster. What is not agreed upon yet is
-// empty.
+// Networks are the two networks of one cluster. A field is empty until both sides have agreed on
+// it.
 type Networks struct {
 	// PodCIDR is the network of its pods.
+	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	PodCIDR string `json:"podCIDR,omitempty"`
-	// PodCIDRSeen is the network that the other side uses for it; equal to
-	// podCIDR when it is not remapped.
+	// PodCIDRSeen is the network that the other side uses for it; equal to podCIDR when it is not
+	// remapped.
+	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	PodCIDRSeen string `json:"podCIDRSeen,omitempty"`
 	// ExternalCIDR is the network for its endpoints that are no pods.
+	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	ExternalCIDR string `json:"externalCIDR,omitempty"`
 	// ExternalCIDRSeen is the network that the other side uses for that.
+	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	ExternalCIDRSeen string `json:"externalCIDRSeen,omitempty"`
 }
 
-// Peering joins this cluster with another one, which has a Peering for this
-// one.
+// Peering joins this cluster with another one, which has a Peering for this one.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status
@@ -131,7 +164,7 @@ type Peering struct {
 	metav1.TypeMeta   `json:",inline"`
 	metav1.ObjectMeta `json:"metadata,omitempty"`
 
-	// Spec is written by people.
+	// Spec is what people, or `isthmus peer`, want.
 	Spec PeeringSpec `json:"spec"`
 	// Status is written by the manager.
 	// +optional

@@ -1,13 +1,12 @@
-// Package v1alpha1 holds the kinds of the API group net.liqo.io/v1alpha1:
-// NetworkConfig, TunnelEndpoint, NatMapping and IpamStorage.
+// Package v1alpha1 holds the kinds of the API group net.liqo.io/v1alpha1: NetworkConfig,
+// TunnelEndpoint, NatMapping and IpamStorage.
 //
-// The group belongs to Liqo. Names, JSON fields, defaults and printer columns
-// are those of Liqo v0.9.4 (and of v0.6 to v0.10, which exchange the same
-// NetworkConfig), so that a cluster that runs Liqo and one that runs Isthmus
-// can be peered, and so that `kubectl get -o yaml` of one is input for the
-// other. Its oddities stay in this package: the literal "None" where a network
-// is not remapped, decimal ports in strings, and "backend_config" in snake
-// case. Package fabric turns them into typed values.
+// The group belongs to Liqo. Names, JSON fields, defaults and printer columns are those of Liqo
+// v0.9.4 (and of v0.6 to v0.10, which exchange the same NetworkConfig), so that a cluster that runs
+// Liqo and one that runs Isthmus can be peered, and so that `kubectl get -o yaml` of one is input
+// for the other. Its oddities stay in this package: the literal "None" where a network is not
+// remapped, decimal ports in strings, and "backend_config" in snake case. Package fabric turns them
+// into typed values.
 //
 //	NetworkConfig (ours) ──replicated──► peer     peer answers in the status
 //	NetworkConfig (peer's) ◄─replicated── peer    we answer in the status
@@ -15,18 +14,15 @@
 //	                               NatMapping     ──► gateway
 //	IpamStorage: which networks were given to whom
 //
-// What is new against Liqo: the schemas validate. Liqo's only demand that
-// fields are present; ours refuse what no gateway could carry out, because a
-// NetworkConfig is written by the peer. Everything that a real Liqo writes
-// passes. IPv6 passes too, although Liqo's own networks are IPv4. And
-// status.conditions exists in the kinds that have a status, where Liqo has
-// none; it is omitted when empty.
+// Unlike Liqo's, these schemas validate. Liqo's only demand that fields are present; ours refuse
+// what no gateway could carry out, because a peer writes the NetworkConfig. Everything that a real
+// Liqo writes passes. IPv6 passes too, although Liqo's own networks are IPv4. The kinds that have a
+// status also have status.conditions, which Liqo lacks; it is omitted when empty.
 //
-// The rules use the IP and CIDR functions of CEL, which API servers have since
-// Kubernetes 1.31. They say whether a value has the right form. Whether it
-// makes sense beside the networks of this cluster and of other peers is for
-// package fabric and the manager to say, and for whoever reads these objects
-// from files, where no server has looked at them.
+// The rules use the IP and CIDR functions of CEL, which API servers have since Kubernetes 1.31.
+// They check the form of a value. Package fabric and the manager check whether it makes sense
+// beside the networks of this cluster and of other peers. A program that reads these objects from
+// files has to check the form itself, because no API server has.
 //
 // +kubebuilder:object:generate=true
 // +groupName=net.liqo.io

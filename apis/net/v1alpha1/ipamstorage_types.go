@@ -2,15 +2,14 @@ package v1alpha1
 
 import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
-// StoredCIDR is a network in the books of the IPAM, empty while it is not
-// known. Which networks make sense is the IPAM's business: reserved ones may
-// be of any kind and length.
+// StoredCIDR is a network in the books of the IPAM, empty while it is not known. Which networks
+// make sense is the IPAM's business: reserved ones may be of any kind and length.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self.size() == 0 || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredCIDR = string
 
-// StoredNATCIDR is the answer of a peer in the books of the IPAM: a network,
-// None, or empty while there is no answer.
+// StoredNATCIDR is the answer of a peer in the books of the IPAM: a network, None, or empty while
+// there is no answer.
 // +kubebuilder:validation:MaxLength=43
 // +kubebuilder:validation:XValidation:rule="self.size() == 0 || self == 'None' || (isCIDR(self) && string(cidr(self).masked()) == self)",message="must be empty, None or a network in canonical CIDR notation",reason=FieldValueInvalid
 type StoredNATCIDR = string
@@ -20,22 +19,22 @@ type StoredNATCIDR = string
 // +kubebuilder:validation:XValidation:rule="isCIDR(self) && string(cidr(self).masked()) == self",message="must be a network in canonical CIDR notation",reason=FieldValueInvalid
 type ListedCIDR = string
 
-// StoredIP is an IP address in the books of the IPAM. It is checked by a
-// pattern: there may be too many for a rule.
+// StoredIP is an IP address in the books of the IPAM. A pattern checks it, because there may be too
+// many for a CEL rule.
 // +kubebuilder:validation:MaxLength=45
 // +kubebuilder:validation:Pattern=`^((25[0-5]|(2[0-4]|1[0-9]|[1-9]|)[0-9])([.](25[0-5]|(2[0-4]|1[0-9]|[1-9]|)[0-9])){3}|[0-9A-Fa-f:]*:[0-9A-Fa-f:.]*)$`
 type StoredIP = string
 
-// Subnets are the networks exchanged with one peer. The two remote ones are as
-// used here, remapped or not; the two local ones hold the peer's answer.
+// Subnets are the networks exchanged with one peer. The two remote ones are as used here, remapped
+// or not; the two local ones hold the peer's answer.
 type Subnets struct {
-	// LocalNATPodCIDR is the network that the peer uses for our pods, or None;
-	// empty until it answers.
+	// LocalNATPodCIDR is the network that the peer uses for our pods, or None; empty until it
+	// answers.
 	LocalNATPodCIDR StoredNATCIDR `json:"localNATPodCIDR"`
 	// RemotePodCIDR is the network used here for the peer's pods.
 	RemotePodCIDR StoredCIDR `json:"remotePodCIDR"`
-	// LocalNATExternalCIDR is the network that the peer uses for our
-	// ExternalCIDR, or None; empty until it answers.
+	// LocalNATExternalCIDR is the network that the peer uses for our ExternalCIDR, or None; empty
+	// until it answers.
 	LocalNATExternalCIDR StoredNATCIDR `json:"localNATExternalCIDR"`
 	// RemoteExternalCIDR is the network used here for the peer's ExternalCIDR.
 	RemoteExternalCIDR StoredCIDR `json:"remoteExternalCIDR"`
@@ -51,8 +50,7 @@ type ClusterMapping struct {
 type EndpointMapping struct {
 	// ExternalCIDROriginalIP is that address.
 	ExternalCIDROriginalIP StoredIP `json:"ExternalCIDROriginalIP"`
-	// ClusterMappings has an entry for each peer that may reach the endpoint,
-	// by clusterID.
+	// ClusterMappings has an entry for each peer that may reach the endpoint, by clusterID.
 	// +kubebuilder:validation:MaxProperties=1024
 	ClusterMappings map[string]ClusterMapping `json:"clusterMappings"`
 }
@@ -60,18 +58,16 @@ type EndpointMapping struct {
 // ConfiguredCluster marks a peer whose NatMapping was initialised.
 type ConfiguredCluster struct{}
 
-// IpamStorageSpec is the whole state of the IPAM. It starts out with empty
-// maps, lists and strings and is filled by JSON patches that replace one field
-// each, so every field is always there.
+// IpamStorageSpec is the whole state of the IPAM. It starts out with empty maps, lists and strings,
+// and JSON patches that replace one field each fill it, so every field is always there.
 type IpamStorageSpec struct {
-	// Prefixes is the allocator's state by prefix. Liqo keeps Go gobs of its
-	// allocator in there, which are of use to nobody else. Their size is
-	// bounded by that of the object alone: every address given out is in one.
+	// Prefixes is the allocator's state by prefix. Liqo keeps Go gobs of its allocator there, which
+	// nobody else can use. Only the size of the object bounds them: every address that was given
+	// out is in one.
 	// +kubebuilder:validation:MaxProperties=16384
 	// +kubebuilder:validation:XValidation:rule="self.all(p, p.size() <= 64)",message="keys must be prefixes of at most 64 characters",reason=FieldValueInvalid
 	Prefixes map[string][]byte `json:"prefixes"`
-	// Pools are the networks out of which networks are allocated, in this
-	// order.
+	// Pools are the networks out of which networks are allocated, in this order.
 	// +kubebuilder:validation:MaxItems=1024
 	Pools []ListedCIDR `json:"pools"`
 	// ReservedSubnets are networks that are never used for peers.
@@ -83,8 +79,8 @@ type IpamStorageSpec struct {
 	ClusterSubnets map[string]Subnets `json:"clusterSubnets"`
 	// ExternalCIDR is our own ExternalCIDR.
 	ExternalCIDR StoredCIDR `json:"externalCIDR"`
-	// EndpointMappings are the endpoints that have an address out of our
-	// ExternalCIDR, by their own address.
+	// EndpointMappings are the endpoints that have an address out of our ExternalCIDR, by their own
+	// address.
 	// +kubebuilder:validation:MaxProperties=16384
 	// +kubebuilder:validation:XValidation:rule="self.all(e, isIP(e))",message="keys must be IP addresses",reason=FieldValueInvalid
 	EndpointMappings map[string]EndpointMapping `json:"endpointMappings"`
@@ -92,15 +88,14 @@ type IpamStorageSpec struct {
 	PodCIDR StoredCIDR `json:"podCIDR"`
 	// ServiceCIDR is the network of our Services.
 	ServiceCIDR StoredCIDR `json:"serviceCIDR"`
-	// NatMappingsConfigured has the peers whose NatMapping was initialised, by
-	// clusterID. Liqo leaves entries behind when a peering ends.
+	// NatMappingsConfigured has the peers whose NatMapping was initialised, by clusterID. Liqo
+	// leaves entries behind when a peering ends.
 	// +kubebuilder:validation:MaxProperties=16384
 	// +kubebuilder:validation:XValidation:rule="self.all(c, c.size() > 0 && c.size() <= 63)",message="keys must be clusterIDs of 1 to 63 characters",reason=FieldValueInvalid
 	NatMappingsConfigured map[string]ConfiguredCluster `json:"natMappingsConfigured"`
 }
 
-// IpamStorage is the only object of its kind in a cluster: the books of the
-// IPAM. It has no status.
+// IpamStorage is the only object of its kind in a cluster: the books of the IPAM. It has no status.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:resource:path=ipamstorages,scope=Cluster,categories=liqo

@@ -6,17 +6,15 @@ import (
 	"strconv"
 )
 
-// UniqueName is the name of the cluster in object names: clusterName, a dash and
-// the first six hexadecimal digits of the SHA-256 of clusterID. A NetworkConfig,
-// original and copy, has the unique name of the receiver, a TunnelEndpoint that
-// of the peer.
+// UniqueName is the name of the cluster in object names: clusterName, a dash and the first six
+// hexadecimal digits of the SHA-256 of clusterID. A NetworkConfig, original and copy, has the
+// unique name of the receiver, a TunnelEndpoint that of the peer.
 func (c ClusterIdentity) UniqueName() string {
 	sum := sha256.Sum256([]byte(c.ClusterID))
 	return c.ClusterName + "-" + hex.EncodeToString(sum[:])[:6]
 }
 
-// TenantNamespace is the name that Liqo gives to the namespace of a peering with
-// the cluster.
+// TenantNamespace is the name that Liqo gives to the namespace of a peering with the cluster.
 func (c ClusterIdentity) TenantNamespace() string { return "liqo-tenant-" + c.UniqueName() }
 
 // Labels of a tenant namespace.
@@ -27,27 +25,28 @@ const (
 	LabelTenantNamespace = "discovery.liqo.io/tenant-namespace"
 )
 
-// ConditionAccepted is the condition of a NetworkConfig's copy: whether the
-// receiver takes what it says. It travels back to the original with the status,
-// so that the sender learns why it is refused. The message names the field.
+// ConditionAccepted is the condition of a NetworkConfig's copy: whether the receiver takes what it
+// says. It travels back to the original with the status, so that the sender learns why it is
+// refused. The message names the field.
 const ConditionAccepted = "Accepted"
 
-// Reasons of ConditionAccepted. Only the first goes with True.
+// Reasons of ConditionAccepted. Only the first one belongs to True.
 const (
-	ReasonAnswered     = "Answered"     // and the status holds the answer
-	ReasonNotPeered    = "NotPeered"    // nobody here wants to be joined with the sender
-	ReasonWrongOrigin  = "WrongOrigin"  // the labels name another cluster than the namespace belongs to
-	ReasonInvalid      = "Invalid"      // a value makes no sense here
-	ReasonKeyConflict  = "KeyConflict"  // the public key is ours or that of another peer
-	ReasonEndpoint     = "BadEndpoint"  // the gateway's address lies where it cannot be
-	ReasonExhausted    = "Exhausted"    // no network of that length is free
-	ReasonCIDRConflict = "CIDRConflict" // the network that a Peering demands for it is taken
-	ReasonAmbiguous    = "Ambiguous"    // the sender has more than one NetworkConfig here
+	ReasonAnswered     = "Answered"      // and the status holds the answer
+	ReasonNotPeered    = "NotPeered"     // nobody here wants to be joined with the sender
+	ReasonWrongOrigin  = "WrongOrigin"   // the labels name another cluster than the namespace belongs to
+	ReasonInvalid      = "Invalid"       // a value makes no sense here
+	ReasonKeyConflict  = "KeyConflict"   // the public key is ours or that of another peer
+	ReasonEndpoint     = "BadEndpoint"   // the gateway's address lies where it cannot be
+	ReasonExhausted    = "Exhausted"     // no network of that length is free
+	ReasonConsent      = "ConsentNeeded" // the claim has changed, and somebody has to agree to what is new
+	ReasonCIDRConflict = "CIDRConflict"  // the network that a Peering demands for it is taken
+	ReasonAmbiguous    = "Ambiguous"     // the sender has more than one NetworkConfig here
 )
 
-// None stands in a NAT field for "this network is not remapped". It has to be
-// spelled out: a Liqo gateway rejects a TunnelEndpoint whose NAT field is
-// empty, and copies what it finds in the status of a NetworkConfig unmodified.
+// None stands in a NAT field for "this network is not remapped". It has to be spelled out: a Liqo
+// copies what it finds in the status of a NetworkConfig into its TunnelEndpoint, and its gateway
+// rejects one whose NAT field is empty.
 const None = "None"
 
 // BackendWireGuard is the only backendType there is.
@@ -59,21 +58,19 @@ const (
 	ConfigPublicKey = "publicKey"
 	// ConfigPort holds the UDP port of the gateway, decimal.
 	ConfigPort = "port"
-	// ConfigTunnels holds the further tunnels of a gateway that has more than
-	// the one which publicKey and port describe: PORT:PUBLICKEY for each, in
-	// their order and separated by commas, at most 15. Liqo has no such key
-	// and ignores it (backend_config only).
+	// ConfigTunnels holds the further tunnels of a gateway that has more than the one which
+	// publicKey and port describe: PORT:PUBLICKEY for each, in their order and separated by commas,
+	// at most 15. Liqo has no such key and ignores it (backend_config only).
 	ConfigTunnels = "tunnels"
-	// ConfigEndpointIP holds the address that the endpoint resolved to
-	// (peerConfiguration only).
+	// ConfigEndpointIP holds the address that the endpoint resolved to (peerConfiguration only).
 	ConfigEndpointIP = "endpointIP"
-	// ConfigAllowedIPs holds PodCIDR and ExternalCIDR of the peer as seen
-	// here, separated by a comma and a blank (peerConfiguration only).
+	// ConfigAllowedIPs holds PodCIDR and ExternalCIDR of the peer as seen here, separated by a
+	// comma and a blank (peerConfiguration only).
 	ConfigAllowedIPs = "allowedIPs"
 )
 
-// TunnelPortName is the name of the port for tunnel i in the Service of the
-// gateway: wireguard as in Liqo, then wireguard-1, wireguard-2 and so on.
+// TunnelPortName is the name of the port for tunnel i in the Service of the gateway: wireguard as
+// in Liqo, then wireguard-1, wireguard-2 and so on.
 func TunnelPortName(i int) string {
 	if i == 0 {
 		return BackendWireGuard
@@ -81,11 +78,10 @@ func TunnelPortName(i int) string {
 	return BackendWireGuard + "-" + strconv.Itoa(i)
 }
 
-// Labels of NetworkConfigs. The original lies in the cluster it describes, the
-// copy in the cluster it is addressed to.
+// Labels of NetworkConfigs. The original lies in the cluster it describes, the copy in the cluster
+// it is addressed to.
 const (
-	// LabelReplication is "true" on an original, which is to be replicated,
-	// and "false" on a copy.
+	// LabelReplication is "true" on an original, which is to be replicated, and "false" on a copy.
 	LabelReplication = "liqo.io/replication"
 	// LabelRemoteID is the clusterID of the receiver, on both.
 	LabelRemoteID = "liqo.io/remoteID"
@@ -93,8 +89,8 @@ const (
 	LabelOriginID = "liqo.io/originID"
 	// LabelReplicated is "true" on the copy only.
 	LabelReplicated = "liqo.io/replicated"
-	// LabelOwnership is OwnershipNetworkConfigCreator on the original; the
-	// replicator removes it from the copy.
+	// LabelOwnership is OwnershipNetworkConfigCreator on the original; the replicator removes it
+	// from the copy.
 	LabelOwnership = "liqo.io/ownership"
 	// OwnershipNetworkConfigCreator is the value of LabelOwnership.
 	OwnershipNetworkConfigCreator = "netcfgCreator"
@@ -102,8 +98,8 @@ const (
 
 // Labels of the other objects of the network fabric.
 const (
-	// LabelClusterID is the clusterID of the peer, on TunnelEndpoints and
-	// NatMappings. Other components of Liqo find the TunnelEndpoint by it.
+	// LabelClusterID is the clusterID of the peer, on TunnelEndpoints and NatMappings. Other
+	// components of Liqo find the TunnelEndpoint by it.
 	LabelClusterID = "clusterID"
 	// LabelNatMapping is "true" on NatMappings.
 	LabelNatMapping = "net.liqo.io/natmapping"
@@ -111,8 +107,8 @@ const (
 	LabelIpamStorage = "net.liqo.io/ipamstorage"
 	// LabelKey is "wireguard" on the Secret with the key of the gateways.
 	LabelKey = "net.liqo.io/key"
-	// LabelGateway is "true" on the Service of the gateway, and GatewayActive
-	// or GatewayStandby on its Pods.
+	// LabelGateway is "true" on the Service of the gateway, and GatewayActive or GatewayStandby on
+	// its Pods.
 	LabelGateway = "net.liqo.io/gateway"
 	// GatewayActive marks the Pod that the Service selects.
 	GatewayActive = "active"
@@ -124,34 +120,33 @@ const (
 
 // Annotations.
 const (
-	// AnnotationGatewayNodeIP, on the Service of the gateway, is the address
-	// of the node where the active gateway runs.
+	// AnnotationGatewayNodeIP, on the Service of the gateway, is the address of the node where the
+	// active gateway runs.
 	AnnotationGatewayNodeIP = "net.liqo.io/gatewayNodeIP"
-	// AnnotationOverrideAddress, on the Service of the gateway, replaces the
-	// address that is published to peers.
+	// AnnotationOverrideAddress, on the Service of the gateway, replaces the address that is
+	// published to peers.
 	AnnotationOverrideAddress = "liqo.io/override-address"
-	// AnnotationOverridePort, on the Service of the gateway, replaces the
-	// port that is published to peers.
+	// AnnotationOverridePort, on the Service of the gateway, replaces the port that is published to
+	// peers.
 	AnnotationOverridePort = "liqo.io/override-port"
-	// AnnotationVXLANMAC, on the Pods of the route agent, is the MAC address
-	// of the overlay device of their node.
+	// AnnotationVXLANMAC, on the Pods of the route agent, is the MAC address of the overlay device
+	// of their node.
 	AnnotationVXLANMAC = "net.liqo.io/vxlan.mac.address"
 )
 
 // Finalizers.
 const (
-	// FinalizerReplicator is set on original NetworkConfigs (and on
-	// ForeignClusters) until the copy is gone.
+	// FinalizerReplicator is set on original NetworkConfigs (and on ForeignClusters) until the copy
+	// is gone.
 	FinalizerReplicator = "crdReplicator.liqo.io"
-	// FinalizerTunnelEndpointCreator is set on both NetworkConfigs of a
-	// peering.
+	// FinalizerTunnelEndpointCreator is set on both NetworkConfigs of a peering.
 	FinalizerTunnelEndpointCreator = "tunnelendpointcreator.net.liqo.io"
 	// FinalizerGateway is set on TunnelEndpoints.
 	FinalizerGateway = "liqo-gateway.net.liqo.io"
 )
 
-// FinalizerRoute is the finalizer that the route agent on the node with the
-// given IP sets on TunnelEndpoints.
+// FinalizerRoute is the finalizer that the route agent on the node with the given IP sets on
+// TunnelEndpoints.
 func FinalizerRoute(nodeIP string) string {
 	return "liqo-route." + nodeIP + ".net.liqo.io"
 }

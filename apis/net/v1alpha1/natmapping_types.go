@@ -6,20 +6,20 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// NatMappingSpec lists the endpoints outside of our PodCIDR that one peer may
-// reach. The manager writes it.
+// NatMappingSpec lists the endpoints outside of our PodCIDR that one peer may reach. The manager
+// writes it.
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.externalCIDR) || self.clusterMappings.all(e, !isIP(self.clusterMappings[e]) || cidr(self.externalCIDR).containsIP(self.clusterMappings[e]))",message="the values of clusterMappings must be addresses in externalCIDR",fieldPath=".clusterMappings",reason=FieldValueInvalid
 type NatMappingSpec struct {
 	// ClusterID is the remote cluster.
 	ClusterID ClusterID `json:"clusterID"`
-	// PodCIDR is the network of the peer's pods as seen here: the only sources
-	// that may use the mappings.
+	// PodCIDR is the network of the peer's pods as seen here: the only sources that may use the
+	// mappings.
 	PodCIDR CIDR `json:"podCIDR"`
 	// ExternalCIDR is our ExternalCIDR as seen by the peer.
 	ExternalCIDR CIDR `json:"externalCIDR"`
-	// ClusterMappings maps the real address of each endpoint to the address
-	// out of externalCIDR by which the peer reaches it. The tunnel address
-	// 169.254.0.1 is always among them, and the only link-local one.
+	// ClusterMappings maps the real address of each endpoint to the address out of externalCIDR by
+	// which the peer reaches it. The tunnel address 169.254.0.1 is always among them, and the only
+	// link-local one.
 	ClusterMappings EndpointMap `json:"clusterMappings"`
 }
 
@@ -34,8 +34,7 @@ func (in EndpointMap) DeepCopy() EndpointMap { return maps.Clone(in) }
 
 // NatMappingStatus has nothing that Liqo would know.
 type NatMappingStatus struct {
-	// Conditions say what became of this object in this cluster. Liqo has
-	// none.
+	// Conditions say what became of this object in this cluster. Liqo has none.
 	// +optional
 	// +listType=map
 	// +listMapKey=type
@@ -45,9 +44,8 @@ type NatMappingStatus struct {
 	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
 }
 
-// NatMapping makes endpoints outside of the PodCIDR (the gateway's own tunnel
-// address, external hosts, pods of third clusters) reachable for one peer. It
-// never leaves its cluster.
+// NatMapping makes endpoints outside of the PodCIDR (the gateway's own tunnel address, external
+// hosts, pods of third clusters) reachable for one peer. It never leaves its cluster.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status

@@ -6,9 +6,9 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 )
 
-// TunnelEndpointSpec is all that the gateway and the route agents need to know
-// about one peer: the two networks of each side, how the other side sees them,
-// and where the peer's gateway is. The manager writes it.
+// TunnelEndpointSpec is all that the gateway and the route agents need to know about one peer: the
+// two networks of each side, how the other side sees them, and where the peer's gateway is. The
+// manager writes it.
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.localPodCIDR) || !isCIDR(self.localExternalCIDR) || !(cidr(self.localPodCIDR).containsCIDR(self.localExternalCIDR) || cidr(self.localExternalCIDR).containsCIDR(self.localPodCIDR))",message="localPodCIDR and localExternalCIDR must not overlap",fieldPath=".localExternalCIDR",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!isCIDR(self.remotePodCIDR) || !isCIDR(self.remoteExternalCIDR) || !(cidr(self.remotePodCIDR).containsCIDR(self.remoteExternalCIDR) || cidr(self.remoteExternalCIDR).containsCIDR(self.remotePodCIDR))",message="remotePodCIDR and remoteExternalCIDR must not overlap",fieldPath=".remoteExternalCIDR",reason=FieldValueInvalid
 // +kubebuilder:validation:XValidation:rule="!has(self.localNATPodCIDR) || !isCIDR(self.localNATPodCIDR) || !isCIDR(self.localPodCIDR) || (cidr(self.localNATPodCIDR).prefixLength() == cidr(self.localPodCIDR).prefixLength() && cidr(self.localNATPodCIDR).ip().family() == cidr(self.localPodCIDR).ip().family())",message="localNATPodCIDR must have the address family and prefix length of localPodCIDR",fieldPath=".localNATPodCIDR",reason=FieldValueInvalid
@@ -20,35 +20,31 @@ type TunnelEndpointSpec struct {
 	ClusterIdentity ClusterIdentity `json:"clusterIdentity"`
 	// LocalPodCIDR is the network of our pods.
 	LocalPodCIDR CIDR `json:"localPodCIDR"`
-	// LocalNATPodCIDR is the network that the peer uses for our pods, of the
-	// length of localPodCIDR, or None if it uses localPodCIDR itself.
+	// LocalNATPodCIDR is the network that the peer uses for our pods, of the length of
+	// localPodCIDR, or None if it uses localPodCIDR itself.
 	// +optional
 	// +kubebuilder:default="None"
 	LocalNATPodCIDR NATCIDR `json:"localNATPodCIDR"`
 	// LocalExternalCIDR is the network that stands for our mapped endpoints.
 	LocalExternalCIDR CIDR `json:"localExternalCIDR"`
-	// LocalNATExternalCIDR is the network that the peer uses for
-	// localExternalCIDR, or None.
+	// LocalNATExternalCIDR is the network that the peer uses for localExternalCIDR, or None.
 	// +optional
 	// +kubebuilder:default="None"
 	LocalNATExternalCIDR NATCIDR `json:"localNATExternalCIDR"`
 	// RemotePodCIDR is the network of the peer's pods, as the peer knows it.
 	RemotePodCIDR CIDR `json:"remotePodCIDR"`
-	// RemoteNATPodCIDR is the network that we use for the peer's pods, or
-	// None.
+	// RemoteNATPodCIDR is the network that we use for the peer's pods, or None.
 	// +optional
 	// +kubebuilder:default="None"
 	RemoteNATPodCIDR NATCIDR `json:"remoteNATPodCIDR"`
-	// RemoteExternalCIDR is the network that stands for the peer's mapped
-	// endpoints, as the peer knows it.
+	// RemoteExternalCIDR is the network that stands for the peer's mapped endpoints, as the peer
+	// knows it.
 	RemoteExternalCIDR CIDR `json:"remoteExternalCIDR"`
-	// RemoteNATExternalCIDR is the network that we use for remoteExternalCIDR,
-	// or None.
+	// RemoteNATExternalCIDR is the network that we use for remoteExternalCIDR, or None.
 	// +optional
 	// +kubebuilder:default="None"
 	RemoteNATExternalCIDR NATCIDR `json:"remoteNATExternalCIDR"`
-	// EndpointIP is where the peer's gateway is reached, an IP address or a
-	// DNS name.
+	// EndpointIP is where the peer's gateway is reached, an IP address or a DNS name.
 	EndpointIP EndpointHost `json:"endpointIP"`
 	// BackendType is the tunnel driver, wireguard.
 	BackendType BackendType `json:"backendType"`
@@ -56,27 +52,25 @@ type TunnelEndpointSpec struct {
 	BackendConfig BackendConfig `json:"backend_config"`
 }
 
-// ConnectionStatus is the state of the tunnel to a peer. Liqo's virtual nodes
-// are ready only while it is Connected.
+// ConnectionStatus is the state of the tunnel to a peer. Liqo's virtual nodes are ready only while
+// it is Connected.
 // +kubebuilder:validation:Enum=Connected;Connecting;Error
 type ConnectionStatus string
 
-// The states of a tunnel, and what Liqo says about them in statusMessage.
+// The states of a tunnel, and Liqo's statusMessage for each.
 const (
 	// Connected: the peer answers the connection check.
 	Connected ConnectionStatus = "Connected"
 	// Connecting: the peer was just configured and has not answered yet.
 	Connecting ConnectionStatus = "Connecting"
-	// ConnectionError: the peer has not answered for ten seconds, or it could
-	// not be configured.
+	// ConnectionError: the peer has not answered for ten seconds, or it could not be configured.
 	ConnectionError ConnectionStatus = "Error"
 
 	// ConnectedMessage goes with Connected.
 	ConnectedMessage = "VPN connection established"
 	// ConnectingMessage goes with Connecting.
 	ConnectingMessage = "Waiting VPN connection to be established"
-	// ConnectionErrorMessage goes with ConnectionError when the peer does not
-	// answer.
+	// ConnectionErrorMessage goes with ConnectionError when the peer does not answer.
 	ConnectionErrorMessage = "No network connectivity towards remote cluster"
 
 	// LatencyUnknown is the latency value without a measurement.
@@ -85,10 +79,9 @@ const (
 
 // ConnectionLatency is the last measured round-trip time to the peer.
 type ConnectionLatency struct {
-	// Value is N/A or a whole number of milliseconds, below one millisecond of
-	// microseconds: 7ms, 690μs. The letter is the Greek mu, U+03BC; the micro
-	// sign U+00B5 is taken too. It is negative when the clock was set back
-	// between ping and pong.
+	// Value is N/A, or a whole number of milliseconds (7ms), or below one millisecond of
+	// microseconds (690μs). The letter is the Greek mu, U+03BC; the micro sign U+00B5 is accepted
+	// too. The number is negative when somebody set the clock back between ping and pong.
 	// +optional
 	// +kubebuilder:validation:MaxLength=32
 	// +kubebuilder:validation:XValidation:rule="self.matches('^(N/A|-?[0-9]+(s|ms|[μµ]s))$')",message="must be N/A or a whole number of ms or μs",reason=FieldValueInvalid
@@ -100,6 +93,7 @@ type ConnectionLatency struct {
 
 // PeerConfiguration holds the parameters that the tunnel driver was given.
 // +kubebuilder:validation:MaxProperties=16
+// +kubebuilder:validation:XValidation:rule="self.all(k, k.size() > 0 && k.size() <= 63)",message="keys must have 1 to 63 characters",reason=FieldValueInvalid
 // +kubebuilder:object:generate=false
 type PeerConfiguration map[string]ConfigValue
 
@@ -115,8 +109,8 @@ type Connection struct {
 	// +optional
 	// +kubebuilder:validation:MaxLength=32768
 	StatusMessage string `json:"statusMessage,omitempty"`
-	// PeerConfiguration is what the tunnel driver was given: endpointIP (as
-	// resolved), port, publicKey and allowedIPs.
+	// PeerConfiguration is what the tunnel driver was given: endpointIP (as resolved), port,
+	// publicKey and allowedIPs.
 	// +optional
 	PeerConfiguration PeerConfiguration `json:"peerConfiguration,omitempty"`
 	// Latency is the last measured round-trip time.
@@ -126,12 +120,11 @@ type Connection struct {
 
 // TunnelEndpointStatus is written by the active gateway.
 type TunnelEndpointStatus struct {
-	// GatewayIP is the IP of the node where the active gateway runs. The route
-	// agents do nothing until it is set.
+	// GatewayIP is the IP of the node where the active gateway runs. The route agents do nothing
+	// until it is set.
 	// +optional
 	GatewayIP IPAddress `json:"gatewayIP,omitempty"`
-	// VethIFaceIndex is the interface index of the way into the gateway, on
-	// the gateway's node.
+	// VethIFaceIndex is the interface index of the way into the gateway, on the gateway's node.
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=2147483647
@@ -143,22 +136,19 @@ type TunnelEndpointStatus struct {
 	// VethIP is the next hop towards the gateway, on the gateway's node.
 	// +optional
 	VethIP IPAddress `json:"vethIP,omitempty"`
-	// TunnelIFaceIndex is the interface index of the tunnel. Liqo v0.9.4 never
-	// writes it.
+	// TunnelIFaceIndex is the interface index of the tunnel. Liqo v0.9.4 never writes it.
 	// +optional
 	// +kubebuilder:validation:Minimum=0
 	// +kubebuilder:validation:Maximum=2147483647
 	TunnelIFaceIndex int `json:"tunnelIFaceIndex,omitempty"`
-	// TunnelIFaceName is the name of the tunnel interface. Liqo v0.9.4 never
-	// writes it.
+	// TunnelIFaceName is the name of the tunnel interface. Liqo v0.9.4 never writes it.
 	// +optional
 	// +kubebuilder:validation:MaxLength=15
 	TunnelIFaceName string `json:"tunnelIFaceName,omitempty"`
 	// Connection is the state of the tunnel.
 	// +optional
 	Connection Connection `json:"connection,omitzero"`
-	// Conditions say what became of this object in this cluster. Liqo has
-	// none.
+	// Conditions say what became of this object in this cluster. Liqo has none.
 	// +optional
 	// +listType=map
 	// +listMapKey=type
@@ -168,8 +158,8 @@ type TunnelEndpointStatus struct {
 	Conditions []metav1.Condition `json:"conditions,omitempty" patchStrategy:"merge" patchMergeKey:"type"`
 }
 
-// TunnelEndpoint is one peer, with both answers joined: what the gateway makes
-// true. It never leaves its cluster.
+// TunnelEndpoint is one peer with both answers joined. The gateway makes it true. It never leaves
+// its cluster.
 //
 // +kubebuilder:object:root=true
 // +kubebuilder:subresource:status

@@ -36,7 +36,7 @@ func scheme(t *testing.T) *runtime.Scheme {
 	return s
 }
 
-// decode takes a document strictly: unknown and doubled fields are errors.
+// decode reads a document strictly: unknown and duplicate fields are errors.
 func decode(t *testing.T, text []byte) runtime.Object {
 	t.Helper()
 	codecs := serializer.NewCodecFactory(scheme(t), serializer.EnableStrict)
@@ -47,9 +47,8 @@ func decode(t *testing.T, text []byte) runtime.Object {
 	return obj
 }
 
-// The documents in testdata are what `kubectl get -o yaml` prints from a Liqo
-// v0.9.4: nothing may be lost, added or spelled differently on the way through
-// the Go types.
+// The documents in testdata are what `kubectl get -o yaml` prints from a Liqo v0.9.4: nothing may
+// be lost, added or spelled differently on the way through the Go types.
 func TestGoldenDocumentsRoundTripUnchanged(t *testing.T) {
 	kinds := map[string]bool{}
 	for _, file := range goldens(t) {
@@ -124,8 +123,8 @@ func TestDeepCopyIsEqualAndSharesNothing(t *testing.T) {
 	}
 }
 
-// scribble overwrites whatever a copy could share with its original: elements
-// of maps and slices, and what pointers point to.
+// scribble overwrites whatever a copy could share with its original: elements of maps and slices,
+// and what pointers point to.
 func scribble(v reflect.Value) {
 	switch v.Kind() {
 	case reflect.Struct:
@@ -155,8 +154,8 @@ func scribble(v reflect.Value) {
 	}
 }
 
-// A Liqo gateway rejects a TunnelEndpoint whose NAT fields are empty, so they
-// are written even when nobody set them, for someone to notice.
+// A Liqo gateway rejects a TunnelEndpoint whose NAT fields are empty. So they are written even when
+// nobody set them, and somebody notices.
 func TestZeroThatLiqoWritesIsWritten(t *testing.T) {
 	for want, obj := range map[string]any{
 		`"status":{"processed":false,"conditions"`: v1alpha1.NetworkConfig{Status: v1alpha1.NetworkConfigStatus{Conditions: []metav1.Condition{{}}}},

@@ -1,4 +1,5 @@
-// Package measure is what all benchmark programs say of their figures: the middle of several, and the machine they are of.
+// Package measure has what all benchmark programs say about their figures: the median, and the
+// machine.
 package measure
 
 import (
@@ -13,7 +14,7 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Median is the middle of v, which is left as it is; the mean of the two in the middle when there is no middle one. v
+// Median returns the middle of v, or the mean of the two in the middle. It does not change v, which
 // must not be empty.
 func Median(v []float64) float64 {
 	v = slices.Sorted(slices.Values(v))
@@ -23,7 +24,8 @@ func Median(v []float64) float64 {
 	return v[len(v)/2]
 }
 
-// Where names the machine, the versions, the commit and the day, so that a figure can be read later.
+// Where names the machine, the versions, the commit and the day, so that a figure means something
+// later.
 func Where() string {
 	var u unix.Utsname
 	_ = unix.Uname(&u)

@@ -10,19 +10,21 @@ import (
 
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
-// bindQueueLen is how many datagrams a Bind holds before it drops, about what a
-// UDP socket with 7 MiB of buffer holds.
+// bindQueueLen is how many datagrams a Bind holds before it drops, about what a UDP socket with 7
+// MiB of buffer holds.
 const bindQueueLen = 4096
 
-// Network connects Binds by address. The zero value loses nothing but what
-// overflows a queue.
+// Network connects Binds by address. The zero value loses nothing but what overflows a queue.
 type Network struct {
-	// Loss and Reorder are the shares (0 to 1) of WireGuard's data messages that are
-	// lost, and that are held back until the next one to the same receiver has
-	// passed; handshake messages always pass, because their retry takes five
-	// seconds. Seed makes the choice repeatable. Set them before use.
+	// Loss and Reorder are the shares (0 to 1) of WireGuard's data messages that are lost, and that
+	// are held back until the next one to the same receiver has passed; handshake messages always
+	// pass, because their retry takes five seconds. Seed makes the choice repeatable. Set them
+	// before use.
 	Loss, Reorder float64
 	Seed          uint64
 
@@ -41,8 +43,8 @@ func (n *Network) Overflowed() uint64 { return n.overflowed.Load() }
 // Reordered counts the datagrams that were overtaken.
 func (n *Network) Reordered() uint64 { return n.reordered.Load() }
 
-// Bind returns a bind with the given IP address. Its port is the one that
-// wireguard-go opens it with, or 51820 for 0.
+// Bind returns a bind with the given IP address. Its port is the one that wireguard-go opens it
+// with, or 51820 for 0.
 func (n *Network) Bind(addr netip.Addr) *Bind {
 	return &Bind{
 		network: n,
@@ -52,7 +54,8 @@ func (n *Network) Bind(addr netip.Addr) *Bind {
 	}
 }
 
-// Bind is a UDP socket in memory. It implements conn.Bind.
+// Bind is a UDP socket in memory. It implements datapath.Wire, and conn.Bind for a device of
+// wireguard-go.
 type Bind struct {
 	network *Network
 	addr    netip.Addr
@@ -84,6 +87,38 @@ var datagrams = sync.Pool{New: func() any { return new(datagram) }}
 
 // Open implements conn.Bind.
 func (b *Bind) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
+	closed, port, err := b.open(port)
+	if err != nil {
+		return nil, 0, err
+	}
+	receive := func(bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
+		n, err := b.receive(closed, len(bufs), func(i int, d *datagram) {
+			sizes[i], eps[i] = copy(bufs[i], d.bytes()), d.from
+		})
+		return n, err
+	}
+	return []conn.ReceiveFunc{receive}, port, nil
+}
+
+// Listen implements datapath.Wire.
+func (b *Bind) Listen(port uint16) ([]func(*bind.Batch) error, uint16, error) {
+	closed, port, err := b.open(port)
+	if err != nil {
+		return nil, 0, err
+	}
+	var slots [conn.IdealBatchSize][]byte
+	receive := func(batch *bind.Batch) error {
+		_, err := b.receive(closed, len(slots), func(i int, d *datagram) {
+			slots[i] = append(slots[i][:0], d.bytes()...)
+			batch.Add(slots[i], 0, d.from)
+		})
+		return err
+	}
+	return []func(*bind.Batch) error{receive}, port, nil
+}
+
+// open makes the bind known in its network. The channel is closed by Close.
+func (b *Bind) open(port uint16) (closed chan struct{}, actual uint16, err error) {
 	if port == 0 {
 		port = 51820
 	}
@@ -104,30 +139,31 @@ func (b *Bind) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 	}
 	n.binds[local] = b
 	b.local, b.held = local, make(map[netip.AddrPort]*datagram)
-	closed := make(chan struct{})
-	b.closed = closed
-	receive := func(bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
-		select {
-		case <-closed:
-			return 0, net.ErrClosed
-		case d := <-b.queue:
-			i := 0
-			for {
-				sizes[i], eps[i] = copy(bufs[i], d.bytes()), d.from
-				d.big = nil
-				datagrams.Put(d)
-				if i++; i == len(bufs) {
-					return i, nil
-				}
-				select {
-				case d = <-b.queue:
-				default:
-					return i, nil
-				}
+	b.closed = make(chan struct{})
+	return b.closed, port, nil
+}
+
+// receive waits for a datagram and takes up to most of those that are there.
+func (b *Bind) receive(closed <-chan struct{}, most int, take func(i int, d *datagram)) (int, error) {
+	select {
+	case <-closed:
+		return 0, net.ErrClosed
+	case d := <-b.queue:
+		i := 0
+		for {
+			take(i, d)
+			d.big = nil
+			datagrams.Put(d)
+			if i++; i == most {
+				return i, nil
+			}
+			select {
+			case d = <-b.queue:
+			default:
+				return i, nil
 			}
 		}
 	}
-	return []conn.ReceiveFunc{receive}, port, nil
 }
 
 // Close implements conn.Bind.
@@ -151,6 +187,9 @@ func (b *Bind) SetMark(uint32) error { return nil }
 // BatchSize implements conn.Bind.
 func (b *Bind) BatchSize() int { return conn.IdealBatchSize }
 
+// Endpoint implements datapath.Wire.
+func (b *Bind) Endpoint(at netip.AddrPort) conn.Endpoint { return Endpoint{at} }
+
 // ParseEndpoint implements conn.Bind.
 func (b *Bind) ParseEndpoint(s string) (conn.Endpoint, error) {
 	ap, err := netip.ParseAddrPort(s)
@@ -168,7 +207,7 @@ func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	}
 	n := b.network
 	n.mu.RLock()
-	peer := n.binds[to.AddrPort]
+	peer := n.binds[to.at]
 	n.mu.RUnlock()
 	b.mu.Lock()
 	defer b.mu.Unlock()
@@ -191,23 +230,22 @@ func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 		} else {
 			copy(d.b[:], p)
 		}
-		held := b.held[to.AddrPort]
+		held := b.held[to.at]
 		if held == nil && data && n.Reorder > 0 && b.rng.Float64() < n.Reorder {
-			b.held[to.AddrPort] = d
+			b.held[to.at] = d
 			n.reordered.Add(1)
 			continue
 		}
 		peer.enqueue(d)
 		if held != nil {
-			delete(b.held, to.AddrPort)
+			delete(b.held, to.at)
 			peer.enqueue(held)
 		}
 	}
 	return nil
 }
 
-// enqueue takes no lock: two binds that send to each other would lock each other
-// out.
+// enqueue takes no lock: two binds that send to each other would lock each other out.
 func (b *Bind) enqueue(d *datagram) {
 	select {
 	case b.queue <- d:
@@ -219,7 +257,10 @@ func (b *Bind) enqueue(d *datagram) {
 }
 
 // Endpoint is an address in a Network.
-type Endpoint struct{ netip.AddrPort }
+type Endpoint struct{ at netip.AddrPort }
+
+// AddrPort is the address.
+func (e Endpoint) AddrPort() netip.AddrPort { return e.at }
 
 // ClearSrc implements conn.Endpoint. There is no source address to forget.
 func (e Endpoint) ClearSrc() {}
@@ -231,18 +272,19 @@ func (e Endpoint) SrcToString() string { return "" }
 func (e Endpoint) SrcIP() netip.Addr { return netip.Addr{} }
 
 // DstIP implements conn.Endpoint.
-func (e Endpoint) DstIP() netip.Addr { return e.Addr() }
+func (e Endpoint) DstIP() netip.Addr { return e.at.Addr() }
 
 // DstToString implements conn.Endpoint.
-func (e Endpoint) DstToString() string { return e.String() }
+func (e Endpoint) DstToString() string { return e.at.String() }
 
 // DstToBytes implements conn.Endpoint.
 func (e Endpoint) DstToBytes() []byte {
-	b, _ := e.MarshalBinary() // never fails
+	b, _ := e.at.MarshalBinary() // never fails
 	return b
 }
 
 var (
 	_ conn.Bind     = (*Bind)(nil)
+	_ datapath.Wire = (*Bind)(nil)
 	_ conn.Endpoint = Endpoint{}
 )

@@ -25,9 +25,9 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// Host is what lies behind a Link: one TCP/IP stack that owns several addresses,
-// pods and nodes alike. It offloads as the kernel does (TCP superpackets with
-// partial checksums) and checks what it is given as the kernel does.
+// Host is what lies behind a Link: one TCP/IP stack that owns several addresses, pods and nodes
+// alike. It offloads as the kernel does (TCP superpackets with partial checksums) and checks what
+// it is given as the kernel does.
 type Host struct {
 	Stack *stack.Stack
 	ep    *hostEndpoint
@@ -75,8 +75,8 @@ func NewHost(link *Link, o HostOptions) (*Host, error) {
 	return h, nil
 }
 
-// Receive is what takes packets from the gateway. A test that wants to see them
-// sets its own function with OnReceive and calls this one from there.
+// Receive is what takes packets from the gateway. A test that wants to see them sets its own
+// function with OnReceive and calls this one from there.
 func (h *Host) Receive(bufs [][]byte) error { return h.ep.receive(bufs) }
 
 // Close ends the stack; the link stays open.
@@ -93,8 +93,8 @@ func (h *Host) Superpackets() (sent, received uint64) {
 // BadHeaders counts the packets from the gateway that a kernel would have refused.
 func (h *Host) BadHeaders() uint64 { return h.ep.bad.Load() }
 
-// TooBig counts the packets that did not fit the link's MTU. Where a kernel would
-// answer with an ICMP error, they vanish.
+// TooBig counts the packets that did not fit the link's MTU. Where a kernel would answer with an
+// ICMP error, they vanish.
 func (h *Host) TooBig() uint64 { return h.ep.tooBig.Load() }
 
 // BadChecksums counts the packets from the gateway that the stack found damaged.
@@ -116,8 +116,8 @@ func (h *Host) DialTCP(ctx context.Context, from netip.Addr, to netip.AddrPort) 
 	return gonet.DialTCPWithBind(ctx, h.Stack, fullAddress(netip.AddrPortFrom(from, 0)), fullAddress(to), protocolOf(from))
 }
 
-// ListenUDP opens a socket on one of the host's addresses. noChecksum makes it
-// send with UDP checksum 0 (IPv4 only).
+// ListenUDP opens a socket on one of the host's addresses. noChecksum makes it send with UDP
+// checksum 0 (IPv4 only).
 func (h *Host) ListenUDP(at netip.AddrPort, noChecksum bool) (net.PacketConn, error) {
 	var wq waiter.Queue
 	ep, err := h.Stack.NewEndpoint(udp.ProtocolNumber, protocolOf(at.Addr()), &wq)
@@ -132,8 +132,8 @@ func (h *Host) ListenUDP(at netip.AddrPort, noChecksum bool) (net.PacketConn, er
 	return gonet.NewUDPConn(&wq, ep), nil
 }
 
-// Ping sends ICMP echo requests with the given payload until one is answered,
-// and checks the answer.
+// Ping sends ICMP echo requests with the given payload until one is answered, and checks the
+// answer.
 func (h *Host) Ping(ctx context.Context, from, to netip.Addr, payload []byte) (time.Duration, error) {
 	var wq waiter.Queue
 	proto, request, reply := icmp.ProtocolNumber4, byte(header.ICMPv4Echo), byte(header.ICMPv4EchoReply)
@@ -237,8 +237,8 @@ func (e *hostEndpoint) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Err
 	return pkts.Len(), nil
 }
 
-// receive checks the virtio header, finishes the checksum and hands the packet
-// to the stack, which verifies it: so the partial checksum is proved to be right.
+// receive checks the virtio header, finishes the checksum and hands the packet to the stack, which
+// verifies it: so the partial checksum is proved to be right.
 func (e *hostEndpoint) receive(bufs [][]byte) error {
 	var b []byte
 	for _, part := range bufs {
@@ -258,8 +258,8 @@ func (e *hostEndpoint) receive(bufs [][]byte) error {
 	return nil
 }
 
-// splitUDP cuts a UDP superpacket into datagrams, which go to the socket one by
-// one; gVisor takes TCP superpackets as they are.
+// splitUDP cuts a UDP superpacket into datagrams, which go to the socket one by one; gVisor takes
+// TCP superpackets as they are.
 func splitUDP(p []byte, size int) [][]byte {
 	if size == 0 {
 		return [][]byte{p}
@@ -310,9 +310,9 @@ func (e *hostEndpoint) deliver(b []byte) {
 	pkt.DecRef()
 }
 
-// check is a plain reading of virtio_net_hdr_to_skb (include/linux/virtio_net.h)
-// and of the IP length checks; it shares nothing with package packet but the
-// header's layout. A superpacket leaves with its checksum completed.
+// check is a plain reading of virtio_net_hdr_to_skb (include/linux/virtio_net.h) and of the IP
+// length checks; it shares nothing with package packet but the header's layout. A superpacket
+// leaves with its checksum completed.
 func (e *hostEndpoint) check(b []byte) error {
 	if len(b) < packet.VirtioHeaderLen+20 {
 		return fmt.Errorf("packet of %d octets", len(b))

@@ -1,11 +1,10 @@
-// Package memlink puts the gateway's data path between hosts and a network that
-// are memory: tests need no kernel, no privileges and no real addresses.
+// Package memlink puts the gateway's data path between hosts and a network that are memory: tests
+// need no kernel, no privileges and no real addresses.
 //
 //	Host (gVisor) ⇄ Link (a TUN) ⇄ datapath ⇄ wireguard-go ⇄ Bind ⇄ Bind ⇄ …
 //
-// A Link behaves as a Linux TUN with virtio-net header and offloads does: it
-// drops what does not fit its queue, and what is written to it is handled before
-// Write returns.
+// A Link behaves as a Linux TUN with virtio-net header and offloads does: it drops what does not
+// fit its queue, and what is written to it is handled before Write returns.
 package memlink
 
 import (
@@ -18,8 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// queueLen is the default txqueuelen of a Linux TUN (drivers/net/tun.c,
-// TUN_READQ_SIZE).
+// queueLen is the default txqueuelen of a Linux TUN (drivers/net/tun.c, TUN_READQ_SIZE).
 const queueLen = 500
 
 // maxPacket is the largest packet with its virtio header.
@@ -42,8 +40,8 @@ type Link struct {
 
 var _ datapath.Link = (*Link)(nil)
 
-// NewLink returns a link whose host side is silent: Inject sends to the gateway,
-// OnReceive takes what the gateway writes. mtu is in octets.
+// NewLink returns a link whose host side is silent: Inject sends to the gateway, OnReceive takes
+// what the gateway writes. mtu is in octets.
 func NewLink(name string, mtu int) *Link {
 	l := &Link{
 		name:   name,
@@ -56,9 +54,9 @@ func NewLink(name string, mtu int) *Link {
 	return l
 }
 
-// Inject sends one packet from the host to the gateway: the concatenation of
-// bufs, virtio header first. It copies bufs. It never waits: like a TUN it drops
-// the packet when the queue is full, counts it, and says false.
+// Inject sends one packet from the host to the gateway: the concatenation of bufs, virtio header
+// first. It copies bufs. It never waits: like a TUN it drops the packet when the queue is full,
+// counts it, and says false.
 func (l *Link) Inject(bufs ...[]byte) bool {
 	b := (*l.buffers.Get().(*[]byte))[:0]
 	for _, part := range bufs {
@@ -82,9 +80,9 @@ func (l *Link) Inject(bufs ...[]byte) bool {
 // Dropped counts the packets that Inject found no place for.
 func (l *Link) Dropped() uint64 { return l.dropped.Load() }
 
-// OnReceive sets the function that takes packets from the gateway, on the
-// goroutine that writes them; several may at once. bufs, virtio header first, is
-// borrowed until f returns. Without one, packets vanish.
+// OnReceive sets the function that takes packets from the gateway, on the goroutine that writes
+// them; several may at once. bufs, virtio header first, is borrowed until f returns. Without one,
+// packets vanish.
 func (l *Link) OnReceive(f func(bufs [][]byte) error) { l.receive.Store(&f) }
 
 // Read implements datapath.Link.

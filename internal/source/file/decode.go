@@ -43,8 +43,8 @@ func (l *loader) problem(origin fabric.Origin, field, format string, args ...any
 	l.problems = append(l.problems, fabric.Problem{Origin: origin, Field: field, Message: fmt.Sprintf(format, args...)})
 }
 
-// file reads all documents of one file. JSON is read as such: it is nearly, but
-// not quite, a subset of the YAML that the decoder knows (surrogate pairs).
+// file reads all documents of one file. JSON is read as such: it is nearly, but not quite, a subset
+// of the YAML that the decoder knows (surrogate pairs).
 func (l *loader) file(name string, data []byte) {
 	origin := fabric.Origin{File: name}
 	if stdjson.Valid(data) {
@@ -94,8 +94,8 @@ func (l *loader) yamlProblem(origin fabric.Origin, text string) {
 	match := yamlLine.FindStringSubmatch(text)
 	message := printable(text[len(match[0]):])
 	line, _ := strconv.Atoi(match[1])
-	// The decoder counts from zero in errors of its grammar and leaves a line
-	// zero out, but counts from one in all others (go.yaml.in/yaml/v2 v2.4.4, decode.go, fail).
+	// The decoder counts from zero in errors of its grammar and leaves a line zero out, but counts
+	// from one in all others (go.yaml.in/yaml/v2 v2.4.4, decode.go, fail).
 	if line == 0 || slices.ContainsFunc(grammarErrors, func(s string) bool { return strings.HasPrefix(message, s) }) {
 		line++
 	}
@@ -145,8 +145,8 @@ func jsonValue(v any) (any, error) {
 	return v, nil
 }
 
-// object reads one object, or the objects of a List. where says which part of
-// the file it is, for as long as no name does.
+// object reads one object, or the objects of a List. where says which part of the file it is, for
+// as long as no name does.
 func (l *loader) object(origin fabric.Origin, where string, raw []byte) {
 	var head struct {
 		APIVersion string `json:"apiVersion"`
@@ -206,8 +206,8 @@ func (l *loader) first(origin fabric.Origin, where string) bool {
 	return true
 }
 
-// tunnelEndpoint reads one TunnelEndpoint. Only what is used is decoded: status
-// and the fields a server adds can be whatever they like.
+// tunnelEndpoint reads one TunnelEndpoint. Only what is used is decoded: status and the fields a
+// server adds can be whatever they like.
 func (l *loader) tunnelEndpoint(origin fabric.Origin, raw []byte) {
 	var object struct {
 		Metadata struct {
@@ -249,8 +249,8 @@ func (l *loader) natMapping(origin fabric.Origin, raw []byte) {
 	}
 }
 
-// decode reads raw into v, case-sensitively as an API server does. Unknown
-// fields pass, because a later Liqo may have more; duplicate ones do not.
+// decode reads raw into v, case-sensitively as an API server does. Unknown fields pass, because a
+// later Liqo may have more; duplicate ones do not.
 func (l *loader) decode(origin fabric.Origin, raw []byte, v any) bool {
 	duplicates, err := json.UnmarshalStrict(raw, v, json.DisallowDuplicateFields)
 	if err != nil {
@@ -279,8 +279,8 @@ func (l *loader) strictProblems(origin fabric.Origin, errs []error) bool {
 	return len(errs) > 0
 }
 
-// decodeProblem reports an error of the JSON decoder. A value is never repeated,
-// since a wrong place may hold a key.
+// decodeProblem reports an error of the JSON decoder. A value is never repeated, since a wrong
+// place may hold a key.
 func (l *loader) decodeProblem(origin fabric.Origin, where string, err error) {
 	var wrong *stdjson.UnmarshalTypeError
 	if !errors.As(err, &wrong) {
@@ -298,8 +298,8 @@ func (l *loader) decodeProblem(origin fabric.Origin, where string, err error) {
 	l.problem(origin, strings.TrimSpace(where+" "+printable(wrong.Field)), "is of type %s; want %s", found, want)
 }
 
-// printable makes a string from outside safe to print: as it is when it is
-// short and plain, else quoted and cut.
+// printable makes a string from outside safe to print: as it is when it is short and plain, else
+// quoted and cut.
 func printable(s string) string {
 	plain := utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) })
 	if short := cut(s); !plain || short != s {

@@ -1,22 +1,19 @@
-// Package file reads the intent of a gateway from a directory: the same
-// TunnelEndpoint and NatMapping objects that `kubectl get -o yaml` prints, and
-// one file of our own for the gateway itself. A bug report is such a directory,
-// and so is a test case.
+// Package file reads what a gateway has to be from a directory: the same TunnelEndpoint and
+// NatMapping objects that `kubectl get -o yaml` prints, and one file of our own for the gateway
+// itself. A bug report is such a directory, and so is a test case.
 //
 //	dir/gateway.yaml     kind Gateway, see GatewayFile
 //	dir/private.key      the WireGuard key, wherever privateKeyFile says
 //	dir/*.yaml           TunnelEndpoint, NatMapping: one object, several
 //	                     documents, or kind List; JSON as well
 //
-//	files ─ decode ─► objects ─ fabric.PeerFrom, MappingsFrom, Attach ─► Snapshot
+//	files ─ decode ─► objects ─ fabric.PeerFrom, MappingsFrom, Attach, GatewayFor ─► Snapshot
 //
-// A directory is taken as a whole or not at all: with any problem there is no
-// Snapshot, so that the caller keeps the last good one, and the error holds all
-// problems at once.
+// A directory is taken as a whole or not at all: with any problem there is no Snapshot, so that the
+// caller keeps the last good one, and the error holds all problems at once.
 package file
 
 import (
-	"cmp"
 	"errors"
 	"fmt"
 	"io"
@@ -29,8 +26,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// Bounds on what is read. A larger file is refused, because whatever it is, it
-// is not the configuration of a gateway: 16 MiB hold some ten thousand peers.
+// Bounds on what is read. A larger file is refused, because whatever it is, it is not the
+// configuration of a gateway: 16 MiB hold some ten thousand peers.
 const (
 	MaxFileSize = 16 << 20 // bytes of one file
 	MaxFiles    = 4096     // files of one directory
@@ -39,13 +36,16 @@ const (
 
 // Snapshot is the complete content of a directory. Treat it as read-only.
 type Snapshot struct {
-	Gateway    GatewayFile
-	PrivateKey PrivateKey    // of Gateway.PrivateKeyFile
-	Intent     fabric.Intent // GatewayFor accepts it without a Problem
+	File       GatewayFile
+	PrivateKey PrivateKey     // of File.PrivateKeyFile
+	Gateway    fabric.Gateway // decided without a Problem
+	// OpenKey names the private key's file and its mode, such as "private.key (0644)", where others
+	// than its owner may use it; else it is empty.
+	OpenKey string
 }
 
-// PrivateKey is a WireGuard private key. It prints as "(private key)", so that
-// it does not get into a log by accident.
+// PrivateKey is a WireGuard private key. It prints as "(private key)", so that it does not get into
+// a log by accident.
 type PrivateKey [32]byte
 
 const hiddenKey = "(private key)"
@@ -56,14 +56,14 @@ func (PrivateKey) Format(f fmt.State, _ rune) { fmt.Fprint(f, hiddenKey) }
 // MarshalText hides the key from JSON, YAML and structured logs.
 func (PrivateKey) MarshalText() ([]byte, error) { return []byte(hiddenKey), nil }
 
-// Load reads a directory. It looks at regular files (and symbolic links to such)
-// called *.yaml, *.yml or *.json that do not begin with a dot, which leaves out
-// the ..data directories of a mounted ConfigMap.
+// Load reads a directory. It looks at regular files (and symbolic links to such) called *.yaml,
+// *.yml or *.json that do not begin with a dot, which leaves out the ..data directories of a
+// mounted ConfigMap.
 //
-// The error joins all problems by errors.Join, sorted; those found in the
-// contents are of type fabric.Problem. It names files and fields and never holds
-// a private key. A directory that is being written while it is read is read again;
-// if that does not end within about a second, that is the error.
+// The error joins all problems by errors.Join, sorted; those found in the contents are of type
+// fabric.Problem. It names files and fields and never holds a private key. A directory that is
+// being written while it is read is read again; if that does not end within about a second, that is
+// the error.
 func Load(dir string) (Snapshot, error) {
 	snapshot, _, err := loadSettled(dir)
 	return snapshot, err
@@ -86,8 +86,8 @@ func untilSettled(dir string, load func(string) (Snapshot, fingerprint, error)) 
 	return Snapshot{}, fingerprint{}, fmt.Errorf("%s: %w", dir, errUnsettled)
 }
 
-// load reads the directory once. The fingerprint is that of the files at the time
-// when each was opened.
+// load reads the directory once. The fingerprint is that of the files at the time when each was
+// opened.
 func load(dir string) (Snapshot, fingerprint, error) {
 	names, err := list(dir)
 	if err != nil {
@@ -102,14 +102,21 @@ func load(dir string) (Snapshot, fingerprint, error) {
 			contents = append(contents, content{name, data, err})
 		}
 	}
+	openKey := ""
 	snapshot, err := parse(contents, func(name string) content {
 		if read.key = name; !filepath.IsAbs(name) {
 			read.key = filepath.Join(dir, name)
 		}
 		data, info, err := readFile(read.key, maxKeySize)
 		read.files = append(read.files, stamp{read.key, info})
+		if err == nil && info.Mode().Perm()&0o077 != 0 {
+			openKey = fmt.Sprintf("%s (%04o)", printable(name), info.Mode().Perm())
+		}
 		return content{name, data, err}
 	})
+	if err == nil {
+		snapshot.OpenKey = openKey
+	}
 	return snapshot, read, err
 }
 
@@ -120,8 +127,8 @@ type content struct {
 	err  error
 }
 
-// parse makes a snapshot of the contents of files. It calls key at most once, for
-// the content of the private key file.
+// parse makes a snapshot of the contents of files. It calls key at most once, for the content of
+// the private key file.
 func parse(contents []content, key func(name string) content) (Snapshot, error) {
 	l := loader{seen: map[fabric.Origin]string{}}
 	for _, c := range contents {
@@ -132,11 +139,11 @@ func parse(contents []content, key func(name string) content) (Snapshot, error) 
 		}
 		l.file(printable(c.name), c.data)
 	}
-	snapshot := Snapshot{Gateway: l.theGateway()}
-	if name := snapshot.Gateway.PrivateKeyFile; name != "" {
+	snapshot := Snapshot{File: l.theGateway()}
+	if name := snapshot.File.PrivateKeyFile; name != "" {
 		snapshot.PrivateKey = l.privateKey(key(name))
 	}
-	snapshot.Intent = l.intent(snapshot.Gateway, snapshot.PrivateKey)
+	snapshot.Gateway = l.decide(snapshot.File, snapshot.PrivateKey)
 
 	if problems := fabric.SortProblems(l.problems); len(problems) > 0 {
 		errs := make([]error, len(problems))
@@ -181,8 +188,8 @@ func list(dir string) ([]string, error) {
 
 var errDirectory = errors.New("is a directory")
 
-// readFile reads a regular file of at most limit bytes. info describes it when
-// it was opened, nil if it could not be.
+// readFile reads a regular file of at most limit bytes. info describes it when it was opened, nil
+// if it could not be.
 func readFile(path string, limit int64) (data []byte, info os.FileInfo, err error) {
 	if info, err = os.Stat(path); err != nil {
 		return nil, nil, withoutPath(err)
@@ -246,8 +253,8 @@ func (l *loader) privateKey(c content) PrivateKey {
 	return key
 }
 
-// intent puts everything together and has it checked as a whole.
-func (l *loader) intent(g GatewayFile, key PrivateKey) fabric.Intent {
+// decide puts everything together and has it decided as a whole.
+func (l *loader) decide(g GatewayFile, key PrivateKey) fabric.Gateway {
 	in := fabric.Intent{ClusterID: g.ClusterID, ClusterName: g.ClusterName}
 	if key != (PrivateKey{}) {
 		keys := fabric.PublicKeys(key, fabric.MaxTunnels)
@@ -256,8 +263,7 @@ func (l *loader) intent(g GatewayFile, key PrivateKey) fabric.Intent {
 	var problems []fabric.Problem
 	in.Peers, in.Waiting, problems = fabric.Attach(l.peers, l.mappings)
 	l.problems = append(l.problems, problems...)
-	slices.SortFunc(in.Peers, func(a, b fabric.Peer) int { return cmp.Compare(a.ID, b.ID) })
-	_, problems = fabric.GatewayFor(in, 0)
+	gw, problems := fabric.GatewayFor(in)
 	l.problems = append(l.problems, problems...)
-	return in
+	return gw
 }

@@ -7,7 +7,6 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
-	"slices"
 	"strings"
 	"syscall"
 	"testing"
@@ -21,7 +20,8 @@ import (
 
 var update = flag.Bool("update", false, "write the golden files anew")
 
-// Each directory of testdata is a configuration; want.txt holds what comes out of it, the plan or the problems.
+// Each directory of testdata is a configuration; want.txt holds what comes out of it, the plan or
+// the problems.
 func TestDirectories(t *testing.T) {
 	dirs, err := filepath.Glob("testdata/*/want.txt")
 	if err != nil || len(dirs) == 0 {
@@ -37,16 +37,12 @@ func TestDirectories(t *testing.T) {
 				}
 				got = err.Error() + "\n"
 			} else {
-				gw, problems := fabric.GatewayFor(snapshot.Intent, 1300)
-				if len(problems) > 0 {
-					t.Error(problems)
-				}
-				engineAccepts(t, gw)
-				text, err := yaml.Marshal(snapshot.Gateway)
+				engineAccepts(t, snapshot.Gateway)
+				text, err := yaml.Marshal(snapshot.File)
 				if err != nil {
 					t.Error(err)
 				}
-				got = fmt.Sprintf("%s\n%s", text, gw)
+				got = fmt.Sprintf("%s\n%s", text, snapshot.Gateway)
 			}
 			if *update {
 				if err := os.WriteFile(golden, []byte(got), 0o644); err != nil {
@@ -158,22 +154,16 @@ func TestLoadReadsEverything(t *testing.T) {
 	}
 	wantGateway := GatewayFile{APIVersion: "isthmus.net/v1alpha1", Kind: "Gateway", ClusterID: "alpha-id", PrivateKeyFile: "private.key",
 		ListenPort: 5871, Tunnels: 1, MTU: AutoMTU, MetricsAddress: ":5872", StatusAddress: "127.0.0.1:5873"}
-	if got.Gateway != wantGateway {
-		t.Errorf("gateway %+v\nwant    %+v", got.Gateway, wantGateway)
+	if got.File != wantGateway {
+		t.Errorf("gateway %+v\nwant    %+v", got.File, wantGateway)
 	}
 	if string(got.PrivateKey[:]) != strings.Repeat("k", 32) {
 		t.Errorf("key %x", [32]byte(got.PrivateKey))
 	}
-	if got, want := base64.StdEncoding.EncodeToString(got.Intent.PublicKey[:]), wantPublicKey; got != want {
-		t.Errorf("public key %s, want %s", got, want)
-	}
-	if keys := fabric.PublicKeys(got.PrivateKey, 16); keys[0] != got.Intent.PublicKey || !slices.Equal(keys[1:], got.Intent.FurtherKeys) {
-		t.Errorf("further keys %x, want %x", got.Intent.FurtherKeys, keys[1:])
-	}
-	if in := got.Intent; in.ClusterID != "alpha-id" || len(in.Peers) != 1 || in.Peers[0].ID != "id1" ||
-		in.Peers[0].Origin != (fabric.Origin{File: "peers.yaml", Kind: "TunnelEndpoint", Namespace: "tenant", Name: "peer1"}) ||
-		in.Peers[0].MappingsOrigin != (fabric.Origin{File: "mapping.yaml", Kind: "NatMapping", Name: "nm"}) || len(in.Peers[0].Mappings) != 1 {
-		t.Errorf("intent %+v", in)
+	if gw := got.Gateway; gw.ClusterID != "alpha-id" || len(gw.Peers) != 1 || gw.Peers[0].ID != "id1" ||
+		gw.Peers[0].Origin != (fabric.Origin{File: "peers.yaml", Kind: "TunnelEndpoint", Namespace: "tenant", Name: "peer1"}) ||
+		len(gw.Peers[0].Rules.Endpoints) != 2 { // one mapped, and the gateway itself
+		t.Errorf("gateway %+v", gw)
 	}
 }
 
@@ -203,8 +193,8 @@ func TestGatewayFileRoundTrips(t *testing.T) {
 			t.Fatal(err)
 		}
 		got, err := Load(writeDir(t, valid(map[string]string{"gateway.yaml": string(text)})))
-		if err != nil || got.Gateway != g {
-			t.Errorf("%+v, %v\nwant %+v", got.Gateway, err, g)
+		if err != nil || got.File != g {
+			t.Errorf("%+v, %v\nwant %+v", got.File, err, g)
 		}
 	}
 }
@@ -464,7 +454,8 @@ func TestLoadIsNotHeldUpByOddFiles(t *testing.T) {
 	}
 }
 
-// FuzzLoad gives two files of any content; what is accepted is a snapshot that everything behind it can use.
+// FuzzLoad gives two files of any content; what is accepted is a snapshot that everything behind it
+// can use.
 func FuzzLoad(f *testing.F) {
 	matches, _ := filepath.Glob("testdata/*/*.*")
 	for _, path := range matches {
@@ -487,20 +478,37 @@ func FuzzLoad(f *testing.F) {
 			}
 			return
 		}
-		gw, problems := fabric.GatewayFor(s.Intent, 1300)
-		if len(problems) > 0 || len(gw.Peers) != len(s.Intent.Peers) {
-			t.Errorf("accepted, yet %v", problems)
-		}
-		engineAccepts(t, gw)
+		engineAccepts(t, s.Gateway)
 		if again, err := parse(contents, key); err != nil || !reflect.DeepEqual(s, again) {
 			t.Errorf("differs when read again: %v\n%+v\n%+v", err, s, again)
 		}
-		text, err := yaml.Marshal(s.Gateway)
+		text, err := yaml.Marshal(s.File)
 		if err != nil {
 			t.Error(err)
 		}
-		if again, err := parse([]content{{name: "g.yaml", data: text}}, key); err != nil || again.Gateway != s.Gateway {
-			t.Errorf("%s\nis read as %+v, %v", text, again.Gateway, err)
+		if again, err := parse([]content{{name: "g.yaml", data: text}}, key); err != nil || again.File != s.File {
+			t.Errorf("%s\nis read as %+v, %v", text, again.File, err)
 		}
 	})
+}
+
+func TestAKeyThatOthersMayReadIsNamed(t *testing.T) {
+	dir := t.TempDir()
+	key := filepath.Join(dir, "private.key")
+	for path, text := range map[string]string{filepath.Join(dir, "gateway.yaml"): gatewayYAML, key: keyText('k')} {
+		if err := os.WriteFile(path, []byte(text), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for mode, want := range map[os.FileMode]string{
+		0o600: "", 0o400: "", 0o644: "private.key (0644)", 0o640: "private.key (0640)", 0o620: "private.key (0620)", 0o604: "private.key (0604)",
+	} {
+		if err := os.Chmod(key, mode); err != nil {
+			t.Fatal(err)
+		}
+		s, err := Load(dir)
+		if err != nil || s.OpenKey != want {
+			t.Errorf("%04o: %q, %v; want %q", mode, s.OpenKey, err, want)
+		}
+	}
 }

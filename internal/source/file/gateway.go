@@ -32,8 +32,8 @@ const (
 	MaxFlows = 1 << 26 // more would be some ten gigabytes
 )
 
-// GatewayFile is the gateway's own part of the configuration, not a Kubernetes
-// object. Marshalled to YAML or JSON and loaded again, it is the same.
+// GatewayFile is the gateway's own part of the configuration, not a Kubernetes object. Marshalled
+// to YAML or JSON and loaded again, it is the same.
 //
 //	apiVersion: isthmus.net/v1alpha1
 //	kind: Gateway
@@ -47,8 +47,8 @@ type GatewayFile struct {
 	ClusterID   string `json:"clusterID"`             // our own cluster; a Kubernetes label value
 	ClusterName string `json:"clusterName,omitempty"` // for people; may be empty
 
-	// PrivateKeyFile holds our WireGuard private key, in base64 as wg(8) prints
-	// it. A relative name is relative to the directory of the configuration.
+	// PrivateKeyFile holds our WireGuard private key, in base64 as wg(8) prints it. A relative name
+	// is relative to the directory of the configuration.
 	PrivateKeyFile string `json:"privateKeyFile"`
 
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
@@ -109,8 +109,8 @@ func integer(b []byte, least, most int64) (n int64, wrong string) {
 	return n, ""
 }
 
-// gateway reads the Gateway object: strictly, because a misspelt field of our
-// own would silently be a default.
+// gateway reads the Gateway object: strictly, because a misspelt field of our own would silently be
+// a default.
 func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 	// Numbers stay raw, so that each wrong one has its own message.
 	var in struct {

@@ -4,55 +4,36 @@ import (
 	stdjson "encoding/json"
 	"errors"
 	"fmt"
+	"reflect"
 	"strconv"
 	"time"
 
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// NAT is the part of GatewayFile about the bounds and timeouts of the NAT engine. What is left out, or 0, is the engine's
-// default, which natengine.Config documents.
-type NAT struct {
-	MaxFlows               int      `json:"maxFlows,omitempty"`
-	MaxFlowsPerPeer        int      `json:"maxFlowsPerPeer,omitempty"`
-	MaxFlowsPerHost        int      `json:"maxFlowsPerHost,omitempty"`
-	RandomPorts            bool     `json:"randomPorts,omitempty"`
-	MaxFragmentSets        int      `json:"maxFragmentSets,omitempty"`
-	MaxFragmentBytes       int      `json:"maxFragmentBytes,omitempty"`
-	MaxFragmentsPerSet     int      `json:"maxFragmentsPerSet,omitempty"`
-	MaxICMPErrorsPerSecond int      `json:"maxICMPErrorsPerSecond,omitempty"`
-	UDPTimeout             Duration `json:"udpTimeout,omitempty"`
-	TCPEstablishedTimeout  Duration `json:"tcpEstablishedTimeout,omitempty"`
-	TCPTransitoryTimeout   Duration `json:"tcpTransitoryTimeout,omitempty"`
-	TCPClosingTimeout      Duration `json:"tcpClosingTimeout,omitempty"`
-	ICMPTimeout            Duration `json:"icmpTimeout,omitempty"`
-	GenericTimeout         Duration `json:"genericTimeout,omitempty"`
-	FragmentTimeout        Duration `json:"fragmentTimeout,omitempty"`
-}
+// NAT is the part of GatewayFile about the bounds and timeouts of the NAT engine. What is left out,
+// or 0, is the engine's default, which natengine.Config documents.
+type NAT nat[int, bool, Duration]
 
-// natRaw has the fields of NAT in their order, so that each wrong one has its own message.
-type natRaw struct {
-	MaxFlows               stdjson.RawMessage `json:"maxFlows"`
-	MaxFlowsPerPeer        stdjson.RawMessage `json:"maxFlowsPerPeer"`
-	MaxFlowsPerHost        stdjson.RawMessage `json:"maxFlowsPerHost"`
-	RandomPorts            stdjson.RawMessage `json:"randomPorts"`
-	MaxFragmentSets        stdjson.RawMessage `json:"maxFragmentSets"`
-	MaxFragmentBytes       stdjson.RawMessage `json:"maxFragmentBytes"`
-	MaxFragmentsPerSet     stdjson.RawMessage `json:"maxFragmentsPerSet"`
-	MaxICMPErrorsPerSecond stdjson.RawMessage `json:"maxICMPErrorsPerSecond"`
-	UDPTimeout             stdjson.RawMessage `json:"udpTimeout"`
-	TCPEstablishedTimeout  stdjson.RawMessage `json:"tcpEstablishedTimeout"`
-	TCPTransitoryTimeout   stdjson.RawMessage `json:"tcpTransitoryTimeout"`
-	TCPClosingTimeout      stdjson.RawMessage `json:"tcpClosingTimeout"`
-	ICMPTimeout            stdjson.RawMessage `json:"icmpTimeout"`
-	GenericTimeout         stdjson.RawMessage `json:"genericTimeout"`
-	FragmentTimeout        stdjson.RawMessage `json:"fragmentTimeout"`
-}
+// natRaw has the fields of NAT as they are written, so that each wrong one has its own message.
+type natRaw nat[stdjson.RawMessage, stdjson.RawMessage, stdjson.RawMessage]
 
-func (r *natRaw) list() []stdjson.RawMessage {
-	return []stdjson.RawMessage{r.MaxFlows, r.MaxFlowsPerPeer, r.MaxFlowsPerHost, r.RandomPorts, r.MaxFragmentSets, r.MaxFragmentBytes,
-		r.MaxFragmentsPerSet, r.MaxICMPErrorsPerSecond, r.UDPTimeout, r.TCPEstablishedTimeout, r.TCPTransitoryTimeout, r.TCPClosingTimeout,
-		r.ICMPTimeout, r.GenericTimeout, r.FragmentTimeout}
+type nat[number, truth, duration any] struct {
+	MaxFlows               number   `json:"maxFlows,omitempty"`
+	MaxFlowsPerPeer        number   `json:"maxFlowsPerPeer,omitempty"`
+	MaxFlowsPerHost        number   `json:"maxFlowsPerHost,omitempty"`
+	RandomPorts            truth    `json:"randomPorts,omitempty"`
+	MaxFragmentSets        number   `json:"maxFragmentSets,omitempty"`
+	MaxFragmentBytes       number   `json:"maxFragmentBytes,omitempty"`
+	MaxFragmentsPerSet     number   `json:"maxFragmentsPerSet,omitempty"`
+	MaxICMPErrorsPerSecond number   `json:"maxICMPErrorsPerSecond,omitempty"`
+	UDPTimeout             duration `json:"udpTimeout,omitempty"`
+	TCPEstablishedTimeout  duration `json:"tcpEstablishedTimeout,omitempty"`
+	TCPTransitoryTimeout   duration `json:"tcpTransitoryTimeout,omitempty"`
+	TCPClosingTimeout      duration `json:"tcpClosingTimeout,omitempty"`
+	ICMPTimeout            duration `json:"icmpTimeout,omitempty"`
+	GenericTimeout         duration `json:"genericTimeout,omitempty"`
+	FragmentTimeout        duration `json:"fragmentTimeout,omitempty"`
 }
 
 // Config is the configuration of the engine; the caller adds the addresses.
@@ -107,10 +88,11 @@ func (n *NAT) Fields() []NATField {
 	}
 }
 
-// read sets the fields that raw has.
+// read sets the fields that raw has. Fields lists them in the order of the struct.
 func (n *NAT) read(raw *natRaw, problem func(field, format string, args ...any)) {
+	written := reflect.ValueOf(raw).Elem()
 	for i, f := range n.Fields() {
-		if r := raw.list()[i]; r != nil {
+		if r := written.Field(i).Bytes(); r != nil {
 			if err := f.Value.setJSON(r); err != nil {
 				problem(f.Name, "%v", err)
 			}

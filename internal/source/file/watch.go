@@ -15,18 +15,16 @@ const (
 	settleLimit    = 10 * time.Second       // then what is there is read, even if it still changes
 )
 
-// Watch calls back with the content of the directory: once at the start, and
-// again whenever what Load returns has changed, be it to another Snapshot, to an
-// error, from one error to another, or back to the Snapshot before the error.
-// Files that are written again with the same content are no change. It returns
-// when ctx ends, and never calls back after that, nor twice at a time.
+// Watch calls back with the content of the directory: once at the start, and again whenever what
+// Load returns has changed, be it to another Snapshot, to an error, from one error to another, or
+// back to the Snapshot before the error. Files that are written again with the same content are no
+// change. It returns when ctx ends, and never calls back after that, nor twice at a time.
 //
-// Watch polls once a second, because that works with every file system and with
-// the way a mounted ConfigMap is swapped (one symbolic link for all files),
-// where an inotify watch on a file dies. It compares name, inode, size and
-// modification time, waits until they have been the same for 200 ms and reads
-// then, so that a file is rarely seen half written. A change is reported within
-// about 1.5 s.
+// Watch polls once a second, because that works with every file system and with the way a mounted
+// ConfigMap is swapped (one symbolic link for all files), where an inotify watch on a file dies. It
+// compares name, inode, size and modification time, waits until they have been the same for 200 ms
+// and reads then, so that a file is rarely seen half written. A change is reported within about 1.5
+// s.
 func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
 	var (
 		last    Snapshot
@@ -67,8 +65,7 @@ func Watch(ctx context.Context, dir string, callback func(Snapshot, error)) {
 	}
 }
 
-// settle waits until the directory has stayed the same for a while; false means
-// that ctx has ended.
+// settle waits until the directory has stayed the same for a while; false means that ctx has ended.
 func settle(ctx context.Context, dir string, before fingerprint) bool {
 	for range settleLimit / settleInterval {
 		select {

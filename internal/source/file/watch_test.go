@@ -12,8 +12,8 @@ import (
 	"time"
 )
 
-// watched is a Watch on a directory that says what it calls back with. Time is that of a synctest bubble: it passes
-// when everybody waits, so that nothing here depends on how fast the machine is.
+// watched is a Watch on a directory that says what it calls back with. Time is that of a synctest
+// bubble: it passes when everybody waits, so that nothing here depends on how fast the machine is.
 type watched struct {
 	t     *testing.T
 	dir   string
@@ -39,7 +39,7 @@ func watch(t *testing.T, dir string) *watched {
 				return
 			}
 			call := ""
-			for _, p := range s.Intent.Peers {
+			for _, p := range s.Gateway.Peers {
 				call += fmt.Sprintf("%s@%s ", p.ID, p.Endpoint)
 			}
 			w.calls = append(w.calls, strings.TrimSpace(call))
@@ -141,7 +141,8 @@ func TestWatchBeginsWithAnError(t *testing.T) {
 	})
 }
 
-// An editor truncates the file and writes it in pieces; each state between is a different, wrong configuration.
+// An editor truncates the file and writes it in pieces; each state between is a different, wrong
+// configuration.
 func TestWatchDoesNotSeeAHalfWrittenFile(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
@@ -239,7 +240,8 @@ func TestWatchNoticesAFileReplacedWithItsOldTime(t *testing.T) {
 	})
 }
 
-// A write right after the first look may leave size and time as they were, when the clock of the file system is coarse.
+// A write right after the first look may leave size and time as they were, when the clock of the
+// file system is coarse.
 func TestWatchLooksTwice(t *testing.T) {
 	dir := writeDir(t, valid(nil))
 	peers := filepath.Join(dir, "peers.yaml")
@@ -306,8 +308,8 @@ func TestFilesThatChangeWhileTheyAreReadAreReadAgain(t *testing.T) {
 			return snapshot, read, err
 		}
 		snapshot, _, err := untilSettled(dir, read)
-		if err != nil || snapshot.Intent.Peers[0].Endpoint != "192.0.2.2" {
-			t.Errorf("%+v, %v", snapshot.Intent, err)
+		if err != nil || snapshot.Gateway.Peers[0].Endpoint != "192.0.2.2" {
+			t.Errorf("%+v, %v", snapshot.Gateway, err)
 		}
 		writes = 100
 		if _, _, err := untilSettled(dir, read); err == nil || err.Error() != dir+": files keep changing while they are read" {

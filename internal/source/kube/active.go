@@ -25,13 +25,12 @@ var (
 // writeInterval is how often the writer looks without being told.
 const writeInterval = time.Second
 
-// Write keeps the API objects true while this replica is the active one: which Pod
-// is active, where the Service leads, how each TunnelEndpoint fares. report is
-// asked for the state of the running gateway about once a second. Write returns
-// when ctx ends, and leaves all objects as they are.
+// Write keeps the API objects true while this replica is the active one: which Pod is active, where
+// the Service leads, how each TunnelEndpoint fares. report is asked for the state of the running
+// gateway about once a second. Write returns when ctx ends, and leaves all objects as they are.
 //
-// Nothing is written that is so already. Each object has its own retries, so that
-// one that cannot be written holds up no other.
+// Nothing is written that is so already. Each object has its own retries, so that one that cannot
+// be written holds up no other.
 func (g *Gateway) Write(ctx context.Context, report func() (Report, error)) {
 	w := &writer{Gateway: g, memory: make(map[types.UID]*memory)}
 	tick := time.NewTicker(writeInterval)
@@ -87,8 +86,8 @@ func (m *memory) due(o client.Object, now time.Time) bool {
 	return o.GetResourceVersion() != m.version && !now.Before(m.next)
 }
 
-// patch writes the difference between two versions of an object, unless somebody
-// else has changed it since.
+// patch writes the difference between two versions of an object, unless somebody else has changed
+// it since.
 func (w *writer) patch(ctx context.Context, kind string, have, want client.Object, status bool) {
 	m := w.of(have)
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
@@ -183,8 +182,7 @@ func rank(p corev1.Pod, self string) int {
 	return 1
 }
 
-// say logs what keeps the Pods or the Service from being marked, when it is
-// something else.
+// say logs what keeps the Pods or the Service from being marked, when it is something else.
 func (w *writer) say(trouble string) {
 	if trouble != w.said && trouble != "" {
 		w.log.Warn("peers may not find the active gateway", "problem", trouble)

@@ -32,22 +32,21 @@ const (
 
 // election decides which replica is active, by what is written in the Lease alone:
 //
-//   - This replica becomes active when it has written its name into the Lease,
-//     because nobody's was there or the Lease had not changed for leaseDuration.
+//   - This replica becomes active when it has written its name into the Lease, because nobody's was
+//     there or the Lease had not changed for leaseDuration.
 //   - It stays active, with or without an API server, until it reads another name.
-//   - Time without contact to the API server does not count: a standby cannot tell
-//     an active replica that died from one that could not reach the API server
-//     either, and gives it another leaseDuration to show itself.
+//   - Time without contact to the API server does not count: a standby cannot tell an active
+//     replica that died from one that could not reach the API server either, and gives it another
+//     leaseDuration to show itself.
 //
-// client-go's elector differs in each of the three: it gives up when it could not
-// renew for a while, and the first to find the API server back takes over. It also
-// looks at the Lease only every two to four seconds; this one is told of changes,
-// and takes over as soon as the Lease has expired. The Lease itself means the same
-// to both.
+// client-go's elector differs in each of the three: it gives up when it could not renew for a
+// while, and the first to find the API server back takes over. It also looks at the Lease only
+// every two to four seconds; this one is told of changes, and takes over as soon as the Lease has
+// expired. The Lease itself means the same to both.
 //
-// A replica that alone is cut off from the API server is active beside its
-// successor until it is back. That does less harm than the reverse, a data plane
-// that stops with the API server: peers answer whoever spoke last.
+// A replica that alone is cut off from the API server is active beside its successor until it is
+// back. That does less harm than the reverse, a data plane that stops with the API server: peers
+// answer whoever spoke last.
 type election struct {
 	leases   coordination.LeaseInterface
 	web      *http.Client // of leases alone
@@ -72,8 +71,9 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 	config = rest.CopyConfig(config)
 	config.Timeout = leaseTimeout
 	config.QPS, config.Burst = 5, 10 // of its own, so that no other request can delay it
-	// A connection of its own, which ends with a request that got no answer. One of HTTP/2 would stay, and after an outage of
-	// the network every request would wait for TCP's next retransmission on it, which gets as rare as once in two minutes.
+	// A connection of its own, which ends with a request that got no answer. One of HTTP/2 would
+	// stay, and after an outage of the network every request would wait for TCP's next
+	// retransmission on it, which gets as rare as once in two minutes.
 	config.NextProtos = []string{"http/1.1"}
 	web, err := rest.HTTPClientFor(config)
 	if err != nil {
@@ -106,8 +106,8 @@ func (e *election) run(ctx context.Context) {
 	}
 }
 
-// step reads the Lease, writes it if this replica is to be or to stay its holder,
-// and says when to do so again at the latest.
+// step reads the Lease, writes it if this replica is to be or to stay its holder, and says when to
+// do so again at the latest.
 func (e *election) step(ctx context.Context) time.Duration {
 	if e.lease == nil || !e.active() {
 		lease, err := e.leases.Get(ctx, Lease, metav1.GetOptions{})
@@ -123,7 +123,7 @@ func (e *election) step(ctx context.Context) time.Duration {
 	if wait := standDown(e.lease, e.identity, e.seen, now); wait > 0 {
 		return min(wait, retryPeriod)
 	}
-	lease, err := e.write(ctx, claim(e.lease, e.identity, now))
+	lease, err := e.write(ctx, take(e.lease, e.identity, now))
 	if !e.reached(err) || err != nil { // in case of a conflict another replica was faster
 		e.lease = nil
 		return retryPeriod / 10
@@ -139,8 +139,8 @@ func (e *election) write(ctx context.Context, lease *coordinationv1.Lease) (*coo
 	return e.leases.Update(ctx, lease, metav1.UpdateOptions{})
 }
 
-// standDown says how long a replica has to leave the Lease alone; 0: write it now.
-// seen is when it was first seen as it is, in contact with the API server.
+// standDown says how long a replica has to leave the Lease alone; 0: write it now. seen is when it
+// was first seen as it is, in contact with the API server.
 func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time) time.Duration {
 	if holder := holderOf(lease); holder == "" || holder == identity {
 		return 0
@@ -152,8 +152,8 @@ func standDown(lease *coordinationv1.Lease, identity string, seen, now time.Time
 	return max(0, seen.Add(duration).Sub(now))
 }
 
-// claim returns the Lease with this replica as its holder.
-func claim(lease *coordinationv1.Lease, identity string, now time.Time) *coordinationv1.Lease {
+// take returns the Lease with this replica as its holder.
+func take(lease *coordinationv1.Lease, identity string, now time.Time) *coordinationv1.Lease {
 	at, seconds := metav1.NewMicroTime(now), int32(leaseDuration/time.Second)
 	if lease == nil {
 		lease = new(coordinationv1.Lease)
@@ -200,8 +200,7 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	e.changed.set()
 }
 
-// reached notes whether the API server answered: with an error about the Lease it
-// did, too.
+// reached notes whether the API server answered: with an error about the Lease it did, too.
 func (e *election) reached(err error) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -241,8 +240,8 @@ func (e *election) lastContact() time.Time {
 	return e.last
 }
 
-// release frees the Lease if this replica holds it, so that a standby need not
-// wait. To be called when run has returned; it is the last use of the election.
+// release frees the Lease if this replica holds it, so that a standby need not wait. To be called
+// when run has returned; it is the last use of the election.
 func (e *election) release() error {
 	defer utilnet.CloseIdleConnectionsFor(e.web.Transport)
 	ctx, cancel := context.WithTimeout(context.Background(), leaseTimeout)

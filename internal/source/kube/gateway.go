@@ -8,7 +8,6 @@ import (
 	"net/http"
 	"net/netip"
 	"reflect"
-	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -25,28 +24,28 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
 // writeTimeout bounds one request that writes.
 const writeTimeout = 5 * time.Second
 
-// GatewayOptions say which replica of the gateway this is. All but Cluster, Tunnels
-// and Log are required.
+// GatewayOptions say which replica of the gateway this is. All but Cluster, Tunnels and Log are
+// required.
 type GatewayOptions struct {
 	Config    *rest.Config
 	Namespace string     // of the installation: key Secret, Lease, Service and Pods are there
 	Pod       string     // name of this replica's Pod, and its identity in the election
 	PodIP     netip.Addr // the address of its node, whose network it has
-	// Cluster is ours. Without an ID it is found out: from the ConfigMap in
-	// Namespace that Liqo and `isthmus install` write, else the ID is the UID of
-	// the namespace kube-system.
+	// Cluster is ours. Without an ID it is found out: from the ConfigMap in Namespace that Liqo and
+	// `isthmus install` write, else the ID is the UID of the namespace kube-system.
 	Cluster v1alpha1.ClusterIdentity
 	Tunnels int          // that this replica has; 0 means 1
 	Log     *slog.Logger // nil: slog.Default()
 }
 
-// A Gateway is one replica of the gateway as the API server knows it. Its methods
-// may be called concurrently.
+// A Gateway is one replica of the gateway as the API server knows it. Its methods may be called
+// concurrently.
 type Gateway struct {
 	o       GatewayOptions
 	log     *slog.Logger
@@ -72,17 +71,15 @@ type Gateway struct {
 
 // A Snapshot is what the objects ask of the gateway, complete.
 type Snapshot struct {
-	// Intent holds no peer and no mapping that fabric.GatewayFor would refuse, so
-	// that a broken object concerns no other one.
-	Intent     fabric.Intent
+	Gateway    fabric.Gateway
+	Problems   []fabric.Problem // of the objects that were left out: one that is broken concerns no other
 	PrivateKey [32]byte
 }
 
-// wish is a Snapshot with what was left out of it.
+// wish is the last Snapshot, and whether it is what is wanted now.
 type wish struct {
 	snapshot Snapshot
 	err      error // why snapshot is an old one
-	problems []fabric.Problem
 	valid    bool
 }
 
@@ -103,14 +100,13 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	return g, nil
 }
 
-// Run watches, takes part in the election, and calls serve whenever this replica
-// becomes the active one; the context of serve ends when it is not any more. Before
-// anything else another replica is seen to be active, standby is called once, to
-// clear what an earlier life of this one may have left. Run returns when ctx ends,
-// the Lease released, or when serve or standby fails.
+// Run watches, takes part in the election, and calls serve whenever this replica becomes the active
+// one; the context of serve ends when it is not any more. Before anything else another replica is
+// seen to be active, standby is called once, to clear what an earlier life of this one may have
+// left. Run returns when ctx ends, the Lease released, or when serve or standby fails.
 //
-// While the API server cannot be reached for the first Snapshot, Run waits:
-// Ready and the log say for what.
+// While the API server cannot be reached for the first Snapshot, Run waits: Ready and the log say
+// for what.
 func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, standby func() error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var group sync.WaitGroup
@@ -192,8 +188,7 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 	}
 }
 
-// prepare returns when there is a Snapshot that can be used. What it starts ends
-// with ctx.
+// prepare returns when there is a Snapshot that can be used. What it starts ends with ctx.
 func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 	waiting := g.waiter()
 	err := retry(ctx, waiting, func() (err error) {
@@ -235,7 +230,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 	g.reading.Store(true)
 	g.mu.Lock()
 	g.wait = nil
-	peers := len(g.wish.snapshot.Intent.Peers)
+	peers := len(g.wish.snapshot.Gateway.Peers)
 	g.mu.Unlock()
 	g.log.Info("objects read", "cluster", cluster.ClusterID, "name", cluster.ClusterName, "peers", peers)
 	return nil
@@ -249,10 +244,9 @@ func (g *Gateway) restConfig() *rest.Config {
 	return config
 }
 
-// patient repeats a request while there is no connection to the API server. The
-// reflectors of client-go would try ever more rarely, up to a minute apart, which
-// spares an API server that thousands of nodes watch; the few gateways can be there
-// as soon as it is back.
+// patient repeats a request while there is no connection to the API server. The reflectors of
+// client-go would try ever more rarely, up to a minute apart, which spares an API server that
+// thousands of nodes watch; the few gateways can be there as soon as it is back.
 type patient struct {
 	next http.RoundTripper
 	on   *atomic.Bool // until then an error is reported at once
@@ -289,8 +283,8 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 	}
 }
 
-// waiter returns a function that says what is being waited for, in the log
-// whenever it is something else and twice a minute.
+// waiter returns a function that says what is being waited for, in the log whenever it is something
+// else and twice a minute.
 func (g *Gateway) waiter() func(error) {
 	var said time.Time
 	var last string
@@ -308,37 +302,15 @@ func (g *Gateway) waiter() func(error) {
 	}
 }
 
-// identity finds out who we are.
+// identity finds out who we are. With an ID the gateway is not in need of the API server: the name
+// is for people.
 func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error) {
-	id := g.o.Cluster
-	if id.ClusterID == "" {
-		ctx, cancel := context.WithTimeout(ctx, writeTimeout)
-		defer cancel()
-		var maps corev1.ConfigMapList
-		err := g.client.List(ctx, &maps, client.InNamespace(g.o.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "clusterid-configmap"})
-		switch {
-		case err != nil:
-			return id, fmt.Errorf("the ConfigMap with the cluster's identity: %w", err)
-		case len(maps.Items) > 1:
-			return id, fmt.Errorf("namespace %s has %d ConfigMaps labelled app.kubernetes.io/name=clusterid-configmap; want one, or --cluster-id", g.o.Namespace, len(maps.Items))
-		case len(maps.Items) == 1:
-			data := maps.Items[0].Data
-			id.ClusterID = data["CLUSTER_ID"]
-			if id.ClusterName == "" {
-				id.ClusterName = data["CLUSTER_NAME"]
-			}
-		default:
-			var ns corev1.Namespace
-			if err := g.client.Get(ctx, client.ObjectKey{Name: "kube-system"}, &ns); err != nil {
-				return id, fmt.Errorf("the namespace kube-system, whose UID is the cluster's ID: %w", err)
-			}
-			id.ClusterID = string(ns.UID)
-		}
+	if g.o.Cluster.ClusterID != "" {
+		return g.o.Cluster, nil // the command line has checked it
 	}
-	if wrong := fabric.CheckClusterID(id.ClusterID); wrong != "" {
-		return id, errors.New("our own cluster ID: " + wrong)
-	}
-	return id, nil
+	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
+	defer cancel()
+	return owncluster.Identify(ctx, g.client, g.o.Namespace, g.o.Cluster)
 }
 
 // refresh gathers all objects, decides and publishes.
@@ -354,15 +326,12 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 		g.publish(old)
 		return
 	}
-	next := wish{valid: true}
-	next.snapshot.Intent, next.problems = intentFor(cluster, private, endpoints.Items, mappings.Items)
-	next.snapshot.PrivateKey = private
-	next.problems = append(mismatch, next.problems...)
-	g.publish(next)
+	gw, problems := gatewayFor(cluster, private, endpoints.Items, mappings.Items)
+	g.publish(wish{valid: true, snapshot: Snapshot{Gateway: gw, Problems: append(mismatch, problems...), PrivateKey: private}})
 }
 
-// key reads the key, or sees to it that there is one. The problems are of a key
-// that can be used all the same.
+// key reads the key, or sees to it that there is one. The problems are of a key that can be used
+// all the same.
 func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.Problem, error) {
 	var secret corev1.Secret
 	err := g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: KeySecret}, &secret)
@@ -390,9 +359,9 @@ func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.P
 	return inUse, nil, missing
 }
 
-// intentFor decides what is wanted. What is wrong is left out of it; each problem
-// names the object and the field.
-func intentFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Intent, []fabric.Problem) {
+// gatewayFor has it decided what the objects ask for. What is wrong is left out; each problem names
+// the object and the field.
+func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
 	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
 	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}
 	var peers []fabric.Peer
@@ -424,55 +393,24 @@ func intentFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v
 	var wrong []fabric.Problem
 	in.Peers, in.Waiting, wrong = fabric.Attach(peers, sets)
 	problems = append(problems, wrong...)
-	in, wrong = accepted(in)
-	return in, fabric.SortProblems(append(problems, wrong...))
+	gw, wrong := fabric.GatewayFor(in)
+	return gw, fabric.SortProblems(append(problems, wrong...))
 }
 
 func originOf(te *v1alpha1.TunnelEndpoint) fabric.Origin {
 	return fabric.Origin{Kind: "TunnelEndpoint", Namespace: te.Namespace, Name: te.Name}
 }
 
-// accepted leaves out of an intent what fabric.GatewayFor refuses: the gateway
-// takes an intent as a whole or not at all.
-func accepted(in fabric.Intent) (fabric.Intent, []fabric.Problem) {
-	gw, problems := fabric.GatewayFor(in, 0)
-	kept := make(map[fabric.Origin]fabric.GatewayPeer, len(gw.Peers))
-	for _, p := range gw.Peers {
-		kept[p.Origin] = p
-	}
-	var peers []fabric.Peer
-	for _, p := range in.Peers {
-		k, ok := kept[p.Origin]
-		if !ok {
-			continue
-		}
-		good := make(map[fabric.Mapping]bool, len(k.Rules.Endpoints))
-		for _, e := range k.Rules.Endpoints {
-			good[fabric.Mapping{Real: e.Real, Seen: e.Seen}] = true
-		}
-		var mappings []fabric.Mapping
-		for _, m := range p.Mappings {
-			if good[m] {
-				mappings = append(mappings, m)
-			}
-		}
-		p.Mappings = mappings
-		peers = append(peers, p)
-	}
-	slices.SortFunc(peers, func(a, b fabric.Peer) int { return strings.Compare(a.ID, b.ID) })
-	in.Peers = peers
-	return in, problems
-}
-
 // publish replaces the wish.
 func (g *Gateway) publish(next wish) {
-	texts := make([]string, len(next.problems))
-	for i, p := range next.problems {
+	problems := next.snapshot.Problems
+	texts := make([]string, len(problems))
+	for i, p := range problems {
 		texts[i] = p.Error()
 	}
 	if all := strings.Join(texts, "\n"); all != g.logged { // only refresh calls this
 		g.logged = all
-		for _, p := range next.problems {
+		for _, p := range problems {
 			g.log.Warn("left out", "object", p.Origin.String(), "field", p.Field, "problem", p.Message)
 		}
 	}
@@ -483,9 +421,9 @@ func (g *Gateway) publish(next wish) {
 	g.wished = make(chan struct{})
 }
 
-// Snapshots calls deliver with the present Snapshot and with each that differs from
-// the one before, until ctx ends. An error says why the Snapshot before it is not
-// what is wanted now; it stays in force.
+// Snapshots calls deliver with the present Snapshot and with each that differs from the one before,
+// until ctx ends. An error says why the Snapshot before it is not what is wanted now; it stays in
+// force.
 func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) {
 	var last wish
 	for {
@@ -517,8 +455,8 @@ func (g *Gateway) Ready() error {
 	return g.wait
 }
 
-// Active returns the name of the active replica's Pod, empty while it is not
-// known, and whether this is it.
+// Active returns the name of the active replica's Pod, empty while it is not known, and whether
+// this is it.
 func (g *Gateway) Active() (pod string, self bool) {
 	g.mu.Lock()
 	e := g.election

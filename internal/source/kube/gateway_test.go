@@ -208,7 +208,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			t.Error("not active")
 		}
 		r.mu.Lock()
-		id := r.wish.snapshot.Intent.ClusterID
+		id := r.wish.snapshot.Gateway.ClusterID
 		r.mu.Unlock()
 		var ns corev1.Namespace
 		if err := s.client.Get(t.Context(), client.ObjectKey{Name: "kube-system"}, &ns); err != nil || id != string(ns.UID) {
@@ -262,7 +262,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		for _, r := range replicas {
 			r.mu.Lock()
 			keys[r.wish.snapshot.PrivateKey] = true
-			if got := r.wish.snapshot.Intent; got.ClusterID != "id-self" || got.ClusterName != "self" {
+			if got := r.wish.snapshot.Gateway; got.ClusterID != "id-self" || got.ClusterName != "self" {
 				t.Errorf("identity %s %s", got.ClusterID, got.ClusterName)
 			}
 			r.mu.Unlock()
@@ -426,7 +426,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		within(t, "it says so", func() error { // a refusal that came too late is tried again
 			r.mu.Lock()
 			defer r.mu.Unlock()
-			if problems := r.wish.problems; len(problems) != 1 || problems[0].Field != "data.tunnels" || !strings.Contains(problems[0].Message, "forbidden") {
+			if problems := r.wish.snapshot.Problems; len(problems) != 1 || problems[0].Field != "data.tunnels" || !strings.Contains(problems[0].Message, "forbidden") {
 				return fmt.Errorf("problems %v", problems)
 			}
 			return nil
@@ -440,8 +440,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		<-r.serving
 		way.cut()
 		before := way.tried.Load()
-		// Five kinds, once a second each. Reflectors left to themselves would try six or seven times in a minute, and the Lease
-		// thirty times.
+		// Five kinds, once a second each. Reflectors left to themselves would try six or seven
+		// times in a minute, and the Lease thirty times.
 		within(t, "trying again at once", func() error {
 			if n := way.tried.Load() - before; n < 90 {
 				return fmt.Errorf("%d times", n)
@@ -456,7 +456,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		within(t, "the new peer", func() error {
 			r.mu.Lock()
 			defer r.mu.Unlock()
-			if len(r.wish.snapshot.Intent.Peers) != 1 {
+			if len(r.wish.snapshot.Gateway.Peers) != 1 {
 				return errors.New("no peer")
 			}
 			return nil

@@ -19,8 +19,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// The Secret with the WireGuard key that all replicas share, as Liqo has it
-// (facts, section 6.1): both values are base64 text, as wg(8) prints keys.
+// The Secret with the WireGuard key that all replicas share, as Liqo has it (docs/liqo-v0.md,
+// section 6.1): both values are base64 text, as wg(8) prints keys.
 const (
 	KeySecret     = "wireguard-pubkey"
 	keyPrivate    = "privateKey"
@@ -29,8 +29,8 @@ const (
 	keyLabelValue = "wireguard"
 )
 
-// keyFrom reads the private key. A wrong public key is only reported: peers are
-// told what no gateway has, but those that know better go on.
+// keyFrom reads the private key. A wrong public key is only reported: peers are told what no
+// gateway has, but those that know better go on.
 func keyFrom(secret *corev1.Secret) (private [32]byte, problems []fabric.Problem, err error) {
 	origin := fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}
 	private, err = parseKey(secret.Data, keyPrivate)
@@ -91,9 +91,8 @@ func keySecret(namespace string, private [32]byte, tunnels int) *corev1.Secret {
 	return secret
 }
 
-// createKey makes the Secret, with the key in use where there is one, so that its
-// loss costs no connection. Of several replicas one succeeds; the others will read
-// what it made.
+// createKey makes the Secret, with the key in use where there is one, so that its loss costs no
+// connection. Of several replicas one succeeds; the others will read what it made.
 func (g *Gateway) createKey(ctx context.Context, inUse [32]byte) error {
 	private := inUse
 	if private == ([32]byte{}) {
@@ -116,10 +115,10 @@ func (g *Gateway) createKey(ctx context.Context, inUse [32]byte) error {
 // tellInterval is how long after a failure the Secret is written again.
 const tellInterval = 10 * time.Second
 
-// tellTunnels makes data.tunnels true for this replica, once for each private key.
-// Replicas of another number of tunnels, as there are while one is being changed,
-// each say theirs when they start, and the last one is right. What is no number of
-// tunnels of this key is corrected at any time. The problem is that it cannot be.
+// tellTunnels makes data.tunnels true for this replica, once for each private key. Replicas of
+// another number of tunnels, as there are while one is being changed, each say theirs when they
+// start, and the last one is right. What is no number of tunnels of this key is corrected at any
+// time. The problem is that it cannot be.
 func (g *Gateway) tellTunnels(ctx context.Context, secret *corev1.Secret, private [32]byte) []fabric.Problem {
 	have, want := string(secret.Data[keyTunnels]), tunnelKeys(private, g.o.Tunnels)
 	switch {

@@ -1,18 +1,17 @@
-// Package kube is the Kubernetes side of gateway and route agent: it watches the
-// objects that say what is wanted and hands them on as fabric's values, and for
-// the gateway it elects the active replica and writes what became of the wish.
+// Package kube is the Kubernetes side of gateway and route agent: it watches the objects that say
+// what is wanted and hands them on as fabric's values, and for the gateway it elects the active
+// replica and writes what became of the wish.
 //
 //	TunnelEndpoints, NatMappings, key Secret ─ watch ─► Snapshot ─► gateway
 //	TunnelEndpoint.status, labels, annotation ◄─ write ─ Report ◄──┘
 //
-// An event only says "look again": every look takes all objects from the cache,
-// so that a lost or repeated event is harmless. While the API server is away the
-// last snapshot stays in force, for ever.
+// An event only says "look again": every look takes all objects from the cache, so that a lost or
+// repeated event is harmless. While the API server is away the last snapshot stays in force, for
+// ever.
 package kube
 
 import (
 	"context"
-	"errors"
 	"fmt"
 	"log/slog"
 	"strings"
@@ -27,7 +26,6 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/client-go/rest"
 	toolscache "k8s.io/client-go/tools/cache"
-	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/klog/v2"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -35,24 +33,6 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
-
-// RESTConfig says how to reach the API server: as a kubeconfig file does, or,
-// with an empty path, as a Pod is told.
-func RESTConfig(kubeconfig string) (*rest.Config, error) {
-	if kubeconfig == "" {
-		config, err := rest.InClusterConfig()
-		if errors.Is(err, rest.ErrNotInCluster) {
-			return nil, errors.New("this is no Pod (KUBERNETES_SERVICE_HOST is not set); want --kubeconfig FILE")
-		}
-		return config, err
-	}
-	rules := &clientcmd.ClientConfigLoadingRules{ExplicitPath: kubeconfig}
-	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, nil).ClientConfig()
-	if err != nil {
-		return nil, fmt.Errorf("kubeconfig: %w", err)
-	}
-	return config, nil
-}
 
 // UseLogger makes the Kubernetes libraries log to log, for the whole process.
 func UseLogger(log *slog.Logger) {
@@ -80,8 +60,8 @@ type objects struct {
 	trouble map[string]string // kind → why it is not read at the moment
 }
 
-// newObjects makes a cache of exactly the given kinds, each restricted to what is
-// needed of it. It asks the API server whether it has them.
+// newObjects makes a cache of exactly the given kinds, each restricted to what is needed of it. It
+// asks the API server whether it has them.
 func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log *slog.Logger) (*objects, error) {
 	o := &objects{log: log, trouble: make(map[string]string)}
 	var err error
@@ -100,8 +80,7 @@ func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log
 	return o, err
 }
 
-// failed notes why a kind could not be read; the informer tries again by itself,
-// every few seconds.
+// failed notes why a kind could not be read; the informer tries again by itself, every few seconds.
 func (o *objects) failed(kind string, err error) {
 	if apierrors.IsResourceExpired(err) || apierrors.IsGone(err) {
 		return // an old resource version: it lists again
@@ -115,9 +94,9 @@ func (o *objects) failed(kind string, err error) {
 	}
 }
 
-// watch starts the cache, calls notify for every change of the kinds, and returns
-// when each has been read once. It gives up only when ctx ends. waiting is told,
-// about once a second, what is being waited for.
+// watch starts the cache, calls notify for every change of the kinds, and returns when each has
+// been read once. It gives up only when ctx ends. waiting is told, about once a second, what is
+// being waited for.
 func (o *objects) watch(ctx context.Context, notify func(), waiting func(error), kinds ...client.Object) error {
 	handler := toolscache.ResourceEventHandlerFuncs{
 		AddFunc:    func(any) { notify() },
@@ -187,8 +166,8 @@ func (s signal) set() {
 	}
 }
 
-// Changes of one cause come together: they are waited for as long as more keep
-// coming, but not for ever.
+// Changes of one cause come together: they are waited for as long as more keep coming, but not for
+// ever.
 const (
 	coalesceQuiet = 20 * time.Millisecond
 	coalesceMost  = 200 * time.Millisecond

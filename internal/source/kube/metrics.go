@@ -6,8 +6,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 )
 
-// gatewayMetrics are the series of the gateway's Kubernetes side. They are there
-// on a standby, too.
+// gatewayMetrics are the series of the gateway's Kubernetes side. They are there on a standby, too.
 type gatewayMetrics struct {
 	g         *Gateway
 	takeovers prometheus.Counter
@@ -64,7 +63,7 @@ func (m *gatewayMetrics) Collect(ch chan<- prometheus.Metric) {
 	gauge(descContact, float64(contact.UnixMilli())/1000)
 	gauge(descSourceOK, truth[w.valid && w.err == nil])
 	objects := map[string]map[string]bool{"TunnelEndpoint": {}, "NatMapping": {}, "Secret": {}}
-	for _, p := range w.problems {
+	for _, p := range w.snapshot.Problems {
 		objects[p.Origin.Kind][p.Origin.Namespace+"/"+p.Origin.Name] = true
 	}
 	for kind, names := range objects {

@@ -21,14 +21,14 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// WatchNode watches what the route agent of any node has to know: Nodes, Pods
-// and TunnelEndpoints, all of the cluster. It calls deliver with everything when
-// each kind has been read once, and again after every change that says something
-// new, never twice at a time. Self and UnderlayMTU of the intent are empty. A
-// TunnelEndpoint that is broken is left out and is among the problems.
+// WatchNode watches what the route agent of any node has to know: Nodes, Pods, TunnelEndpoints and
+// the books of the IPAM, all of the cluster. It calls deliver with everything when each kind has
+// been read once, and again after every change that says something new, never twice at a time. Self
+// and UnderlayMTU of the intent are empty. A TunnelEndpoint that is broken is left out and is among
+// the problems.
 //
-// It only reads, and returns when ctx ends. While the API server is away it
-// delivers nothing, so that what is known stays in force.
+// It only reads, and returns when ctx ends. While the API server is away it delivers nothing, so
+// that what is known stays in force.
 func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // few and long requests
@@ -38,6 +38,7 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 	}
 	kinds := map[client.Object]cache.ByObject{
 		&v1alpha1.TunnelEndpoint{}: {},
+		&v1alpha1.IpamStorage{}:    {Transform: slimBooks},
 		&corev1.Node{}:             {Transform: slimNode},
 		&corev1.Pod{}: {
 			Transform: slimPod,
@@ -68,7 +69,7 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 	defer cancel()
 	group.Go(func() { _ = objects.Start(ctx) }) // it only ends with ctx
 
-	if err := objects.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}, &v1alpha1.TunnelEndpoint{}); err != nil {
+	if err := objects.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.IpamStorage{}); err != nil {
 		return nil // ctx has ended
 	}
 	var last *nodeSnapshot
@@ -95,16 +96,17 @@ type nodeSnapshot struct {
 	problems []fabric.Problem
 }
 
-// node makes a snapshot of what is in the cache. The cache lists in no particular
-// order, so that everything is sorted.
+// node makes a snapshot of what is in the cache. The cache lists in no particular order, so that
+// everything is sorted.
 func (o *objects) node(ctx context.Context) (*nodeSnapshot, error) {
 	var (
 		nodes     corev1.NodeList
 		pods      corev1.PodList
 		endpoints v1alpha1.TunnelEndpointList
+		books     v1alpha1.IpamStorageList
 		s         nodeSnapshot
 	)
-	for _, list := range []client.ObjectList{&nodes, &pods, &endpoints} {
+	for _, list := range []client.ObjectList{&nodes, &pods, &endpoints, &books} {
 		if err := o.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
 			return nil, fmt.Errorf("list %T: %w", list, err)
 		}
@@ -121,6 +123,14 @@ func (o *objects) node(ctx context.Context) (*nodeSnapshot, error) {
 		if s.problems = append(s.problems, problems...); len(problems) == 0 {
 			s.intent.Tunnels = append(s.intent.Tunnels, tunnel)
 		}
+	}
+	if len(books.Items) > 0 {
+		s.intent.Granted = []netip.Prefix{} // there are books
+	}
+	for i := range books.Items {
+		granted, problems := fabric.GrantedIn(&books.Items[i])
+		s.intent.Granted = append(s.intent.Granted, granted...)
+		s.problems = append(s.problems, problems...)
 	}
 	s.intent.Sort()
 	fabric.SortProblems(s.problems)
@@ -158,8 +168,15 @@ func podsFrom(p *corev1.Pod) (pods []fabric.NodePod) {
 	return pods
 }
 
-// slimNode and slimPod keep what nodeFrom and podsFrom read: on a large cluster
-// every agent has every Pod in memory.
+// slimNode, slimPod and slimBooks keep what is read of an object: on a large cluster every agent
+// has every Pod in memory.
+func slimBooks(o any) (any, error) {
+	if b, ok := o.(*v1alpha1.IpamStorage); ok {
+		return &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{ClusterSubnets: b.Spec.ClusterSubnets}}, nil
+	}
+	return o, nil
+}
+
 func slimNode(o any) (any, error) {
 	if n, ok := o.(*corev1.Node); ok {
 		return &corev1.Node{ObjectMeta: slimMeta(n.ObjectMeta), Spec: corev1.NodeSpec{PodCIDR: n.Spec.PodCIDR, PodCIDRs: n.Spec.PodCIDRs},

@@ -35,7 +35,8 @@ type delivery struct {
 	problems []fabric.Problem
 }
 
-// agentServer is an API server of its own with what WatchNode reads, and a watcher with the rights of a route agent.
+// agentServer is an API server of its own with what WatchNode reads, and a watcher with the rights
+// of a route agent.
 type agentServer struct {
 	t      *testing.T
 	ctx    context.Context
@@ -184,9 +185,18 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 
 	s.silence("without the CRDs", 1500*time.Millisecond)
 	s.install("crds/net.liqo.io_tunnelendpoints.yaml")
-	if d := s.next(); len(d.intent.Nodes)+len(d.intent.Pods)+len(d.intent.Tunnels)+len(d.problems) != 0 {
+	s.install("crds/net.liqo.io_ipamstorages.yaml")
+	if d := s.next(); len(d.intent.Nodes)+len(d.intent.Pods)+len(d.intent.Tunnels)+len(d.problems) != 0 || d.intent.Granted != nil {
 		t.Errorf("of an empty cluster: %+v", d)
 	}
+	books := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "books"}, Spec: v1alpha1.IpamStorageSpec{
+		Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{}, ClusterSubnets: map[string]v1alpha1.Subnets{},
+		EndpointMappings: map[string]v1alpha1.EndpointMapping{}, NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}}}
+	s.must(s.admin.Create(ctx, books))
+	s.until(func(d delivery) bool { return d.intent.Granted != nil && len(d.intent.Granted) == 0 })
+	books.Spec.ClusterSubnets["b"] = v1alpha1.Subnets{RemotePodCIDR: "10.246.0.0/16", RemoteExternalCIDR: "10.250.16.0/20"}
+	s.must(s.admin.Update(ctx, books))
+	s.until(func(d delivery) bool { return len(d.intent.Granted) == 2 })
 
 	s.create(node("n1", "172.30.1.11", "10.64.0.0/24"))
 	s.create(node("n2", "172.30.1.12", "10.64.1.0/24"))

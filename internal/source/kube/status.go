@@ -41,16 +41,15 @@ const (
 	ReasonInvalid    = v1alpha1.ReasonInvalid
 )
 
-// A latency is written when the connection comes about, and again when it has been
-// the same for latencyInterval and is now another one: by more than a fifth and by
-// no less than latencyStep. So the value at hand is right to a fifth or to a
-// millisecond, and a peer at rest causes no write at all.
+// A latency is written when the connection comes about, and again when it has been the same for
+// latencyInterval and is now another one: by more than a fifth and by no less than latencyStep. So
+// the value at hand is right to a fifth or to a millisecond, and a peer at rest causes no write at
+// all.
 const (
 	latencyInterval = 30 * time.Second
 	latencyStep     = time.Millisecond
 
-	// messageInterval is for a message that changes while the state does not, such
-	// as a resolver's.
+	// messageInterval is for a message that changes while the state does not, such as a resolver's.
 	messageInterval = 30 * time.Second
 )
 
@@ -70,11 +69,11 @@ func (w *writer) statuses(ctx context.Context, ask func() (Report, error)) {
 	wish := w.wish
 	w.mu.Unlock()
 	problems := make(map[fabric.Origin][]fabric.Problem)
-	for _, p := range wish.problems {
+	for _, p := range wish.snapshot.Problems {
 		problems[p.Origin] = append(problems[p.Origin], p)
 	}
 	chosen := make(map[fabric.Origin]bool)
-	for _, p := range wish.snapshot.Intent.Peers {
+	for _, p := range wish.snapshot.Gateway.Peers {
 		chosen[p.Origin] = true
 	}
 	peers := make(map[string]PeerReport, len(report.Peers))
@@ -113,8 +112,8 @@ func (w *writer) statuses(ctx context.Context, ask func() (Report, error)) {
 	}
 }
 
-// refusedStatus says what is wrong with a TunnelEndpoint. The peer is no peer of
-// the gateway then, but where the gateway is stays written.
+// refusedStatus says what is wrong with a TunnelEndpoint. The peer is no peer of the gateway then,
+// but where the gateway is stays written.
 func refusedStatus(te *v1alpha1.TunnelEndpoint, problems []fabric.Problem) v1alpha1.TunnelEndpointStatus {
 	lines := make([]string, len(problems))
 	for i, p := range problems {
@@ -131,8 +130,8 @@ func refusedStatus(te *v1alpha1.TunnelEndpoint, problems []fabric.Problem) v1alp
 	return want
 }
 
-// statusFor decides what is to be said of a peer that is in force (Liqo facts,
-// sections 2.2 and 8).
+// statusFor decides what is to be said of a peer that is in force (docs/liqo-v0.md, sections 2.2
+// and 8).
 func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerReport, now time.Time) v1alpha1.TunnelEndpointStatus {
 	want := *te.Status.DeepCopy()
 	want.GatewayIP = node.String()
@@ -163,8 +162,7 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	return want
 }
 
-// smooth follows a round trip time as TCP does (RFC 6298): one late answer is no
-// news.
+// smooth follows a round trip time as TCP does (RFC 6298): one late answer is no news.
 func smooth(old, rtt time.Duration) time.Duration {
 	if old == 0 || rtt == 0 {
 		return rtt
@@ -186,8 +184,8 @@ func outdated(l v1alpha1.ConnectionLatency, rtt time.Duration, now time.Time) bo
 	return moved >= latencyStep && moved > was/5
 }
 
-// latencyText prints as Liqo does: whole milliseconds, below one whole
-// microseconds, with the Greek mu U+03BC.
+// latencyText prints as Liqo does: whole milliseconds, below one whole microseconds, with the Greek
+// mu U+03BC.
 func latencyText(d time.Duration) string {
 	if d < time.Millisecond {
 		return fmt.Sprintf("%dμs", d.Microseconds())

@@ -1,7 +1,9 @@
-// Package hosts makes network namespaces for the tests of this module: unnamed ones, which the kernel removes together
-// with the test process however that ends, joined by veth pairs, with raw packet sockets at their edges.
+// Package hosts makes network namespaces for the tests of this module: unnamed ones, which the
+// kernel removes together with the test process however that ends, joined by veth pairs, with raw
+// packet sockets at their edges.
 //
-// It knows nothing of Isthmus, and shares no code with internal/lab, because what it carries judges Isthmus.
+// It knows nothing of Isthmus, and shares no code with internal/lab, because what it carries judges
+// Isthmus.
 package hosts
 
 import (
@@ -42,8 +44,8 @@ func Need(t testing.TB, commands ...string) {
 	}
 }
 
-// New makes a namespace in which IPv4 is forwarded freely (no reverse path filter, no redirects) and IPv6 is off, so that
-// nothing but the test sends packets there.
+// New makes a namespace in which IPv4 is forwarded freely (no reverse path filter, no redirects)
+// and IPv6 is off, so that nothing but the test sends packets there.
 func New(t testing.TB, name string) *Host {
 	t.Helper()
 	h := &Host{Name: name, t: t}
@@ -76,8 +78,8 @@ func New(t testing.TB, name string) *Host {
 	return h
 }
 
-// IPv6 switches IPv6 and its forwarding on, for devices that are made later. They get no address of their own, so that
-// they have nothing to say but the membership reports of routers.
+// IPv6 switches IPv6 and its forwarding on, for devices that are made later. They get no address of
+// their own, so that they have nothing to say but the membership reports of routers.
 func (h *Host) IPv6() {
 	h.t.Helper()
 	for _, s := range []struct{ key, value string }{
@@ -190,7 +192,8 @@ func (h *Host) Route(to netip.Prefix, via netip.Addr, dev string) {
 	h.must(h.nl.RouteAdd(route), "route "+to.String())
 }
 
-// Neighbour says for good which MAC address stands behind an address, so that nobody has to answer ARP.
+// Neighbour says for good which MAC address stands behind an address, so that nobody has to answer
+// ARP.
 func (h *Host) Neighbour(addr netip.Addr, mac net.HardwareAddr, dev string) {
 	h.t.Helper()
 	h.must(h.nl.NeighSet(&netlink.Neigh{

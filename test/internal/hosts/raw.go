@@ -10,8 +10,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// A Raw sends and receives whole IP packets on one device, past the namespace's own IP stack: no address, no socket and
-// no route of that namespace takes part.
+// A Raw sends and receives whole IP packets on one device, past the namespace's own IP stack: no
+// address, no socket and no route of that namespace takes part.
 type Raw struct {
 	h     *Host
 	fd    int
@@ -19,8 +19,8 @@ type Raw struct {
 	mac   net.HardwareAddr // of the device at the far end, where packets go
 }
 
-// Raw opens dev. far is the MAC address packets are sent to, nil on a device without.
-// The socket sees only what arrives at dev; to see what leaves it too, use Tap.
+// Raw opens dev. far is the MAC address packets are sent to, nil on a device without. The socket
+// sees only what arrives at dev; to see what leaves it too, use Tap.
 func (h *Host) Raw(dev string, far net.HardwareAddr) *Raw {
 	h.t.Helper()
 	return h.open(dev, far, ethIP)
@@ -32,7 +32,8 @@ func (h *Host) Raw6(dev string, far net.HardwareAddr) *Raw {
 	return h.open(dev, far, ethIPv6)
 }
 
-// Tap opens dev for looking: both directions, for devices such as tunnels whose packets matter on their way out too.
+// Tap opens dev for looking: both directions, for devices such as tunnels whose packets matter on
+// their way out too.
 func (h *Host) Tap(dev string) *Raw {
 	h.t.Helper()
 	return h.open(dev, nil, htons(unix.ETH_P_ALL))

@@ -11,7 +11,8 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// Sockets made in a namespace stay there, whichever thread uses them later. They close with the test.
+// Sockets made in a namespace stay there, whichever thread uses them later. They close with the
+// test.
 
 // ListenUDP opens a UDP socket.
 func (h *Host) ListenUDP(addr netip.AddrPort) *net.UDPConn {
@@ -65,7 +66,8 @@ func (h *Host) DialTCP(src netip.Addr, dst netip.AddrPort) (c *net.TCPConn, err 
 	return c, err
 }
 
-// ListenTransparent opens a UDP socket with a source address that the namespace need not own, for sending only.
+// ListenTransparent opens a UDP socket with a source address that the namespace need not own, for
+// sending only.
 func (h *Host) ListenTransparent(t testing.TB, src netip.Addr) *net.UDPConn {
 	t.Helper()
 	lc := net.ListenConfig{Control: func(_, _ string, raw syscall.RawConn) (err error) {

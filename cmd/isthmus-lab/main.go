@@ -1,0 +1,124 @@
+// Command isthmus-lab makes clusters out of network namespaces of one machine, to play with and to
+// be shown.
+//
+//	isthmus-lab demo        three clusters with API servers, peered, with real traffic, step by step
+//	isthmus-lab up | down   clusters without API servers, whose gateways are configured by files
+//	isthmus-lab kube        build etcd, kube-apiserver and kube-controller-manager, which the demo needs
+//
+// What runs in the clusters is the program isthmus.
+package main
+
+import (
+	"errors"
+	"io"
+	"os"
+	"os/exec"
+	"path/filepath"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+func main() {
+	os.Exit(run(os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
+}
+
+// run is the whole program; it returns the exit code.
+func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+	return cli.Run(newRootCommand(), args, stdin, stdout, stderr)
+}
+
+func newRootCommand() *cobra.Command {
+	root := &cobra.Command{
+		Use:   "isthmus-lab",
+		Short: "Clusters out of network namespaces of this machine, to play with (root)",
+		Long: `Clusters made of network namespaces of this machine: nodes, pods, an underlay and
+a gateway per cluster, joined with each other. Nothing outside the namespaces is
+changed. A lab stands until "isthmus-lab down" or the next start of the machine.
+
+` + cli.ExitCodes,
+		RunE: func(cmd *cobra.Command, _ []string) error { return cmd.Help() },
+	}
+	root.AddCommand(
+		newDemoCommand(),
+		newUpCommand(),
+		newDownCommand(),
+		newListCommand(),
+		newShowCommand(),
+		newExecCommand(),
+		newPingCommand(),
+		newServeCommand(),
+		newKubeCommand(),
+	)
+	return root
+}
+
+// needsRoot keeps a command from saying half of what there is: only root sees the processes of a
+// lab.
+func needsRoot(do func(*cobra.Command, []string) error) func(*cobra.Command, []string) error {
+	return func(cmd *cobra.Command, args []string) error {
+		if os.Geteuid() != 0 {
+			return cli.Usage("%s needs root, since a lab is network namespaces and the processes in them: try sudo", cmd.CommandPath())
+		}
+		return do(cmd, args)
+	}
+}
+
+// addProgramFlag adds --isthmus.
+func addProgramFlag(f *pflag.FlagSet, path *string) {
+	f.StringVar(path, "isthmus", "", "the program isthmus that runs in the clusters (default: the one beside this program)")
+}
+
+// program returns the absolute path of the program isthmus.
+func program(said string) (string, error) {
+	if said != "" {
+		found, err := exec.LookPath(said)
+		if err != nil && !errors.Is(err, exec.ErrDot) {
+			return "", cli.Usage("--isthmus: %w", err)
+		}
+		return filepath.Abs(found)
+	}
+	self, err := os.Executable()
+	if err != nil {
+		return "", err
+	}
+	beside, err := exec.LookPath(filepath.Join(filepath.Dir(self), "isthmus"))
+	if err != nil {
+		return "", cli.Usage("no program isthmus in %s, where this one is: make build puts both into bin/, and --isthmus PATH names another", filepath.Dir(self))
+	}
+	return beside, nil
+}
+
+const defaultName = "lab"
+
+// addNameFlag adds --name.
+func addNameFlag(cmd *cobra.Command, name *string) {
+	cmd.Flags().StringVar(name, "name", defaultName, "name of the lab; several stand side by side")
+	_ = cmd.RegisterFlagCompletionFunc("name", func(*cobra.Command, []string, string) ([]string, cobra.ShellCompDirective) {
+		names, _ := lab.List() // none is no error for a shell that completes a word
+		return names, cobra.ShellCompDirectiveNoFileComp
+	})
+}
+
+// completeHosts completes up to so many names of hosts.
+func completeHosts(name *string, most int) cobra.CompletionFunc {
+	return func(_ *cobra.Command, args []string, _ string) (hosts []string, _ cobra.ShellCompDirective) {
+		if l, err := lab.Open(*name); err == nil && len(args) < most {
+			for _, h := range l.Hosts() {
+				hosts = append(hosts, h.Name)
+			}
+		}
+		return hosts, cobra.ShellCompDirectiveNoFileComp
+	}
+}
+
+// hint is the flag that names a lab, in commands that are shown to people.
+func hint(name string) string {
+	if name == defaultName {
+		return ""
+	}
+	return " --name " + name
+}

@@ -1,0 +1,54 @@
+package main
+
+import (
+	"context"
+	"strings"
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/isthmus-net/isthmus/internal/peering"
+)
+
+// completionTime is how long a shell waits for the API server before it completes nothing.
+const completionTime = 2 * time.Second
+
+// words completes what begins like one of them.
+func words(all []string, begin string) ([]string, cobra.ShellCompDirective) {
+	var fit []string
+	for _, w := range all {
+		if strings.HasPrefix(w, begin) {
+			fit = append(fit, w)
+		}
+	}
+	return fit, cobra.ShellCompDirectiveNoFileComp
+}
+
+// completeAccess completes the flags that addAccessFlags has added.
+func completeAccess(cmd *cobra.Command, a *peering.Access, prefix string) {
+	contexts := func(cmd *cobra.Command, _ []string, begin string) ([]string, cobra.ShellCompDirective) {
+		file := a.Kubeconfig
+		if file == "" && prefix != "" {
+			file, _ = cmd.Flags().GetString("kubeconfig") // that of this cluster counts for both
+		}
+		return words(peering.Contexts(file), begin)
+	}
+	_ = cmd.RegisterFlagCompletionFunc(prefix+"context", contexts) // fails for a flag that is not there
+}
+
+// completePeering completes the name of a Peering or of a peer.
+func completePeering(a *peering.Access) cobra.CompletionFunc {
+	return func(cmd *cobra.Command, args []string, begin string) ([]string, cobra.ShellCompDirective) {
+		c, err := peering.Connect(*a)
+		if len(args) > 0 || err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		ctx, cancel := context.WithTimeout(cmd.Context(), completionTime)
+		defer cancel()
+		names, err := c.Names(ctx)
+		if err != nil {
+			return nil, cobra.ShellCompDirectiveNoFileComp
+		}
+		return words(names, begin)
+	}
+}

@@ -1,0 +1,184 @@
+package fabric
+
+import (
+	"net/netip"
+	"slices"
+	"strconv"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// The next hops of the veth between host and gateway. There is no ARP on it: both hardware
+// addresses are fixed and the neighbours permanent, so nothing can expire.
+var (
+	HopGateway4 = netip.MustParseAddr("169.254.100.1") // the host's way into the gateway
+	hopHost4    = netip.MustParseAddr("169.254.100.2") // the gateway's way back
+	hopGateway6 = netip.MustParseAddr("fe80::a9fe:6401")
+	hopHost6    = netip.MustParseAddr("fe80::a9fe:6402")
+
+	// Router6 is what HopGateway4 is besides: the source of ICMP errors, for which no link-local
+	// address will do. Like GatewayAddr6 it is in the discard-only prefix.
+	Router6 = netip.MustParseAddr("100::a9fe:6401")
+
+	// hopTun6 is the next hop out of a TUN, where one is needed: the kernel shares out IPv6 among
+	// gateways only (fib6_qualifies_for_ecmp in include/net/ip6_fib.h). A TUN asks nobody for it.
+	hopTun6 = netip.MustParseAddr("fe80::1")
+
+	macHost    = kernel.MAC{2, 'i', 's', 't', 'h', 2}
+	macGateway = kernel.MAC{2, 'i', 's', 't', 'h', 1}
+)
+
+// metric6 is what IPv6 makes of an unset metric.
+const metric6 = 1024
+
+// TunName is the device of a tunnel in the gateway's namespace.
+func TunName(tunnel int) string { return kernel.TunPrefix + strconv.Itoa(tunnel) }
+
+// TunnelSet is a set of further tunnels, bit i for tunnel i. That of the first is never set.
+type TunnelSet uint16
+
+// Has reports whether the tunnel is in the set.
+func (s TunnelSet) Has(tunnel int) bool { return s>>tunnel&1 != 0 }
+
+// With is the set and one tunnel more.
+func (s TunnelSet) With(tunnel int) TunnelSet { return s | 1<<tunnel }
+
+// devs are the TUNs among which the kernel shares out the flows to a peer.
+func (s TunnelSet) devs() string {
+	names := []string{TunName(0)}
+	for i := range MaxTunnels {
+		if s.Has(i) {
+			names = append(names, TunName(i))
+		}
+	}
+	return kernel.Devs(names...)
+}
+
+// GatewayHostFor decides what both namespaces of a gateway hold so that packets for its peers reach
+// the TUNs, of which there are that many, and everything else that leaves a TUN reaches the host.
+// further are the tunnels beside the first that are in use, by peer.
+//
+// Where several tunnels lead to a peer, the kernel of the gateway's namespace picks one by the hash
+// of addresses and ports, so that a flow stays in its tunnel. Fragments are without ports, and stay
+// together.
+//
+// The veth has the MTU of the tunnel at both ends. A pod's packet that is too big is then refused
+// by the host, whose answer (fragmentation needed, packet too big) reaches the pod from an address
+// it knows; a superpacket passes, since the kernel asks for the size of its segments. One that fits
+// this MTU, which is the largest of all peers, but not its own peer's, is answered by the engine. A
+// packet from a peer with a larger tunnel is answered by the gateway's namespace like one from a
+// pod, so that the sender learns the smaller of the two.
+func GatewayHostFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels int) kernel.State {
+	type remote struct {
+		prefix netip.Prefix
+		devs   string
+	}
+	var remotes []remote
+	six := false
+	for _, p := range peers {
+		devs := further[p.ID].devs()
+		for _, prefix := range p.AllowedIPs {
+			remotes, six = append(remotes, remote{prefix, devs}), six || prefix.Addr().Is6()
+		}
+	}
+	slices.SortFunc(remotes, func(a, b remote) int { return a.prefix.Compare(b.prefix) })
+
+	s := kernel.State{
+		Devices:  []kernel.Device{{Name: kernel.VethHost, Peer: kernel.VethGateway}},
+		Settings: gatewaySettings(six, tunnels),
+		Links: []kernel.Link{
+			{Name: kernel.VethHost, MTU: mtu, MAC: macHost, Up: true},
+			{In: kernel.Inner, Name: kernel.VethGateway, MTU: mtu, MAC: macGateway, Up: true},
+		},
+	}
+	for i := range tunnels {
+		s.Links = append(s.Links, kernel.Link{In: kernel.Inner, Name: TunName(i), MTU: mtu, Up: true})
+	}
+	route := func(r kernel.Route) {
+		r.Protocol = kernel.GatewayProtocol
+		if r.Prefix.Addr().Is6() && r.Metric == 0 {
+			r.Metric = metric6
+		}
+		s.Routes = append(s.Routes, r)
+	}
+	// family connects the two ends. router is a source for the ICMP errors of the gateway's kernel.
+	// It is not GatewayAddr: that one lives inside the engine.
+	family := func(hopGateway, hopHost, router netip.Addr) {
+		s.Addresses = append(s.Addresses, kernel.Address{In: kernel.Inner, Dev: kernel.VethGateway, Prefix: netip.PrefixFrom(router, router.BitLen())})
+		s.Neighbors = append(s.Neighbors,
+			kernel.Neighbor{Dev: kernel.VethHost, Addr: hopGateway, MAC: macGateway},
+			kernel.Neighbor{In: kernel.Inner, Dev: kernel.VethGateway, Addr: hopHost, MAC: macHost})
+		everywhere, _ := hopHost.Prefix(0)
+		route(kernel.Route{In: kernel.Inner, Prefix: everywhere, Via: hopHost, Dev: kernel.VethGateway, Table: kernel.MainTable})
+		s.Rules = append(s.Rules, kernel.Rule{V6: hopHost.Is6(), Priority: kernel.GatewayRulePriority, Table: kernel.GatewayTable, Protocol: kernel.GatewayProtocol})
+	}
+	route(kernel.Route{Prefix: netip.PrefixFrom(HopGateway4, 32), Dev: kernel.VethHost, Table: kernel.GatewayTable})
+	family(HopGateway4, hopHost4, HopGateway4)
+	if six {
+		family(hopGateway6, hopHost6, Router6)
+	}
+	for _, r := range remotes {
+		inside := kernel.Route{In: kernel.Inner, Prefix: r.prefix, Dev: r.devs, Table: kernel.MainTable}
+		hop := HopGateway4
+		if r.prefix.Addr().Is6() {
+			hop = hopGateway6
+			if r.devs != TunName(0) {
+				inside.Via = hopTun6
+			}
+		}
+		route(inside) // first: a moment with the host's route alone would be a loop
+		route(kernel.Route{Prefix: r.prefix, Via: hop, Dev: kernel.VethHost, Table: kernel.GatewayTable})
+		route(kernel.Route{Prefix: r.prefix, Type: kernel.Unreachable, Table: kernel.GatewayTable, Metric: kernel.UnreachableMetric})
+	}
+	return s
+}
+
+// GatewayHostLeft is what a gateway leaves on its host when it ends, as it would when it is killed:
+// what refuses packets for its peers, which have no other way than in the clear.
+func GatewayHostLeft(peers []GatewayPeer) (left kernel.State) {
+	s := GatewayHostFor(peers, nil, 0, 0)
+	for _, r := range s.Routes {
+		if r.Type == kernel.Unreachable {
+			left.Routes = append(left.Routes, r)
+		}
+	}
+	if len(left.Routes) > 0 {
+		left.Rules = s.Rules
+	}
+	return left
+}
+
+// gatewaySettings: the gateway's namespace forwards, believes the engine about sources (reverse
+// path filtering would drop a peer's packet for another peer's mapped endpoint), and never tells a
+// peer of a better way (a packet may leave by the TUN it came from). The devices themselves say
+// nothing over IPv6 that nobody asked for, because the tunnel would count it as dropped. Several
+// tunnels are chosen among by addresses and ports, not by addresses alone.
+func gatewaySettings(six bool, tunnels int) (all []kernel.Setting) {
+	inner := func(path, value string) {
+		all = append(all, kernel.Setting{In: kernel.Inner, Path: "net/" + path, Value: value})
+	}
+	inner("ipv4/ip_forward", "1")
+	if tunnels > 1 {
+		inner("ipv4/fib_multipath_hash_policy", "1")
+	}
+	devices := []string{kernel.VethGateway}
+	for i := range tunnels {
+		devices = append(devices, TunName(i))
+	}
+	for _, name := range append([]string{"all"}, devices...) {
+		inner("ipv4/conf/"+name+"/rp_filter", "0")
+		inner("ipv4/conf/"+name+"/send_redirects", "0")
+	}
+	for _, name := range devices {
+		inner("ipv6/conf/"+name+"/addr_gen_mode", "1")
+	}
+	if six {
+		inner("ipv6/conf/all/forwarding", "1")
+		if tunnels > 1 {
+			inner("ipv6/fib_multipath_hash_policy", "1")
+		}
+	}
+	return append(all,
+		kernel.Setting{Path: "net/ipv4/conf/" + kernel.VethHost + "/forwarding", Value: "1"},
+		kernel.Setting{Path: "net/ipv6/conf/" + kernel.VethHost + "/addr_gen_mode", Value: "1"})
+}

@@ -1,0 +1,193 @@
+package fabric
+
+import (
+	"math/rand/v2"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// behind is what a gateway wants with that many tunnels and peers of two networks each, which are
+// all behind the tunnels of further beside the first.
+func behind(mtu, tunnels int, further TunnelSet, networks ...string) kernel.State {
+	var peers []GatewayPeer
+	sets := make(map[string]TunnelSet)
+	for pair := range slices.Chunk(networks, 2) {
+		peers = append(peers, GatewayPeer{ID: pair[0], AllowedIPs: [2]netip.Prefix{pfx(pair[0]), pfx(pair[1])}})
+		sets[pair[0]] = further
+	}
+	return GatewayHostFor(peers, sets, mtu, tunnels)
+}
+
+var (
+	four  = []string{"10.246.0.0/16", "10.247.0.0/16"}
+	mixed = append(four, "fd00:1::/48", "fd00:2::/56")
+)
+
+// fresh is what a new namespace with that many open TUNs has.
+func fresh(tunnels int) (s kernel.State) {
+	for i := range tunnels {
+		s.Links = append(s.Links, kernel.Link{In: kernel.Inner, Name: TunName(i), MTU: 1420})
+	}
+	return s
+}
+
+// less is s without what a test says.
+func less(s kernel.State, is func(in kernel.Namespace, dev string) bool) kernel.State {
+	s.Devices = slices.DeleteFunc(slices.Clone(s.Devices), func(v kernel.Device) bool { return is(v.In, v.Name) })
+	s.Settings = slices.DeleteFunc(slices.Clone(s.Settings), func(v kernel.Setting) bool {
+		return slices.ContainsFunc(strings.Split(v.Path, "/"), func(part string) bool { return is(v.In, part) })
+	})
+	s.Links = slices.DeleteFunc(slices.Clone(s.Links), func(v kernel.Link) bool { return is(v.In, v.Name) })
+	s.Addresses = slices.DeleteFunc(slices.Clone(s.Addresses), func(v kernel.Address) bool { return is(v.In, v.Dev) })
+	s.Neighbors = slices.DeleteFunc(slices.Clone(s.Neighbors), func(v kernel.Neighbor) bool { return is(v.In, v.Dev) })
+	s.Routes = slices.DeleteFunc(slices.Clone(s.Routes), func(v kernel.Route) bool { return is(v.In, v.Dev) })
+	return s
+}
+
+func isVeth(_ kernel.Namespace, dev string) bool {
+	return dev == kernel.VethHost || dev == kernel.VethGateway
+}
+
+// leftover is what a killed gateway leaves: rules, routes without a device, and for a moment the
+// host's end of its veth with what hangs on it.
+func leftover(networks ...string) kernel.State {
+	have := less(behind(1440, 1, 0, networks...), func(in kernel.Namespace, _ string) bool { return in == kernel.Inner })
+	have.Devices = []kernel.Device{{Name: kernel.VethHost}}
+	have.Links = append(have.Links, fresh(1).Links...)
+	return have
+}
+
+// golden compares with testdata/NAME; -update is not offered, because a plan is short enough to be
+// changed by hand, with thought.
+func golden(t *testing.T, name, got string) {
+	t.Helper()
+	b, err := os.ReadFile(filepath.Join("testdata", name))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got != string(b) {
+		t.Errorf("%s: got\n%s\nwant\n%s", name, got, b)
+	}
+}
+
+func TestPlanPrintsTheCommandsAnOperatorCouldType(t *testing.T) {
+	one := behind(1440, 1, 0, four...)
+	for _, tc := range []struct {
+		file       string
+		have, want kernel.State
+	}{
+		{"plan-fresh.txt", fresh(1), one},
+		{"plan-ipv6-peer.txt", one, behind(1440, 1, 0, mixed...)},
+		{"plan-peer-removed.txt", one, behind(1440, 1, 0)},
+		{"plan-mtu.txt", behind(1440, 1, 0), behind(1380, 1, 0)},
+		{"plan-veth-lost.txt", less(one, isVeth), one},
+		{"plan-leftover.txt", leftover(four...), one},
+		{"plan-teardown.txt", one, kernel.State{}},
+		{"plan-tunnels-fresh.txt", fresh(3), behind(1440, 3, 0b100, mixed...)},
+		{"plan-tunnel-found.txt", behind(1440, 3, 0, mixed...), behind(1440, 3, 0b110, mixed...)},
+		{"plan-tunnel-lost.txt", behind(1440, 3, 0b110, mixed...), behind(1440, 3, 0b100, mixed...)},
+	} {
+		golden(t, tc.file, kernel.PlanFor(tc.have, tc.want).Commands("/proc/1/fd/9"))
+	}
+}
+
+// A gateway that ends leaves what a killed one leaves, less the routes by its veth, and nothing
+// without peers.
+func TestGatewayHostLeftOnlyRefuses(t *testing.T) {
+	peers := []GatewayPeer{{ID: "b", AllowedIPs: [2]netip.Prefix{pfx("10.246.0.0/16"), pfx("fd00:1::/48")}}}
+	const want = `ip route replace unreachable 10.246.0.0/16 table 4200 metric 420000 proto 71
+ip -6 route replace unreachable fd00:1::/48 table 4200 metric 420000 proto 71
+ip rule add priority 4200 lookup 4200 protocol 71
+ip -6 rule add priority 4200 lookup 4200 protocol 71
+`
+	left := GatewayHostLeft(peers)
+	if got := left.String(); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+	// From what runs to what is left nothing is added, so that there is no moment without.
+	if p := kernel.PlanFor(GatewayHostFor(peers, nil, 1440, 1), left); len(p.Additions()) > 0 {
+		t.Errorf("\n%s", p.Commands("NS"))
+	}
+	if got := GatewayHostLeft(nil).String(); got != "" {
+		t.Errorf("without peers\n%s", got)
+	}
+}
+
+func TestGatewayHostForWhatIsThereChangesNothing(t *testing.T) {
+	for _, networks := range [][]string{nil, four, mixed} {
+		for _, further := range []TunnelSet{0, 0b10} {
+			s := behind(1400, 2, further, networks...)
+			if p := kernel.PlanFor(s, behind(1400, 2, further, networks...)); len(p) != 0 {
+				t.Errorf("%v:\n%s", networks, p.Commands("NS"))
+			}
+		}
+	}
+}
+
+func TestGatewayHostDoesNotDependOnTheOrderOfPeers(t *testing.T) {
+	pairs := [][]string{{"10.1.0.0/16", "10.9.0.0/16"}, {"10.2.0.0/16", "10.8.0.0/16"}, {"fd00:1::/48", "10.3.0.0/16"}}
+	want := kernel.PlanFor(fresh(1), behind(1440, 1, 0, slices.Concat(pairs...)...)).Commands("NS")
+	rng := rand.New(rand.NewPCG(1, 2))
+	for range 20 {
+		rng.Shuffle(len(pairs), func(i, j int) { pairs[i], pairs[j] = pairs[j], pairs[i] })
+		if got := kernel.PlanFor(fresh(1), behind(1440, 1, 0, slices.Concat(pairs...)...)).Commands("NS"); got != want {
+			t.Fatalf("%v:\n%s", pairs, got)
+		}
+	}
+}
+
+// Whatever part is missing, the plan brings exactly that back.
+func TestPlanRestoresAnySingleLoss(t *testing.T) {
+	want := behind(1440, 2, 0b10, mixed...)
+	check := func(what any, have kernel.State, contains string) {
+		p := kernel.PlanFor(have, want)
+		if len(p) != 1 || !strings.Contains(p.Commands("NS"), contains) {
+			t.Errorf("without %v:\n%s", what, p.Commands("NS"))
+		}
+	}
+	for i, r := range want.Routes {
+		have := want
+		have.Routes = slices.Delete(slices.Clone(want.Routes), i, i+1)
+		check(r.Prefix, have, "route replace")
+	}
+	for i, n := range want.Neighbors {
+		have := want
+		have.Neighbors = slices.Delete(slices.Clone(want.Neighbors), i, i+1)
+		check(n, have, "nud permanent")
+	}
+	for i, r := range want.Rules {
+		have := want
+		have.Rules = slices.Delete(slices.Clone(want.Rules), i, i+1)
+		check(r, have, "rule add")
+	}
+	for i, s := range want.Settings {
+		have := want
+		have.Settings = slices.Clone(want.Settings)
+		have.Settings[i].Value = "7"
+		check(s, have, "sysctl -w")
+	}
+}
+
+// A remote prefix is routed inside before the host sends anything there, and the host stops before
+// the inside does: else packets would circle between the two.
+func TestPlanNeverLeavesTheHostRouteAlone(t *testing.T) {
+	at := func(p kernel.Plan, remove bool, in kernel.Namespace) int {
+		return slices.IndexFunc(p, func(o kernel.Op) bool {
+			r, ok := o.Object.(kernel.Route)
+			return ok && o.Remove == remove && r.In == in && r.Prefix == pfx(four[0]) && r.Type == kernel.Unicast
+		})
+	}
+	with, without := behind(1440, 1, 0, four...), behind(1440, 1, 0)
+	if p := kernel.PlanFor(without, with); at(p, false, kernel.Inner) < 0 || at(p, false, kernel.Inner) > at(p, false, kernel.Host) {
+		t.Errorf("added:\n%s", p.Commands("NS"))
+	}
+	if p := kernel.PlanFor(with, without); at(p, true, kernel.Host) < 0 || at(p, true, kernel.Host) > at(p, true, kernel.Inner) {
+		t.Errorf("removed:\n%s", p.Commands("NS"))
+	}
+}

@@ -1,0 +1,183 @@
+package datapath
+
+import (
+	"encoding/binary"
+	"reflect"
+	"runtime"
+	"sync"
+	"time"
+	"unsafe"
+
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// The two halves of a Tunnel between link and engine, without what seals and opens.
+
+// Read fills bufs with translated packets, each at offset of its buffer. All buffers are of one
+// length.
+func (t *Tunnel) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
+	b := reads.Get().(*buffers)
+	defer reads.Put(b)
+	*b = buffers{bufs: bufs, sizes: sizes, offset: offset}
+	err := t.out.read(&batch{to: b, most: len(bufs[0]) - offset - 31})
+	return b.n, err
+}
+
+type buffers struct {
+	bufs   [][]byte
+	sizes  []int
+	offset int
+	n      int // are full
+}
+
+func (b *buffers) take(_ *natengine.PeerState, p []byte) (more bool) {
+	b.sizes[b.n] = copy(b.bufs[b.n][b.offset:], p)
+	b.n++
+	return b.n < len(b.bufs)
+}
+
+// Write translates packets of a peer that has proven to be their sender, each at offset of its
+// buffer.
+func (t *Tunnel) Write(bufs [][]byte, offset int) (int, error) {
+	w := writes.Get().(*write)
+	defer writes.Put(w)
+	w.t, w.bufs = t, w.bufs[:0]
+	for _, b := range bufs {
+		w.bufs = append(w.bufs, b[offset:])
+	}
+	if err := w.packets(nil, w.bufs); err != nil {
+		return 0, err
+	}
+	return len(bufs), nil
+}
+
+type write struct {
+	writer
+	bufs [][]byte
+}
+
+var (
+	reads  = sync.Pool{New: func() any { return new(buffers) }}
+	writes = sync.Pool{New: func() any { return &write{writer: newWriter(nil)} }}
+)
+
+// What tests have to see and set of a session.
+
+// Keypair is what a tunnel seals with for a peer, nil for nothing.
+func (t *Tunnel) Keypair(key [32]byte) *device.Keypair {
+	p := t.peer(key)
+	if p == nil {
+		return nil
+	}
+	return peerKeypairs.of(p.dev).Current()
+}
+
+// Unconfirmed reports whether the peer has to confirm a session that it began.
+func (t *Tunnel) Unconfirmed(key [32]byte) bool {
+	return keypairsNext.of(peerKeypairs.of(t.peer(key).dev)).Load() != nil
+}
+
+// Initiator reports whether this side began the session.
+func Initiator(k *device.Keypair) bool { return *keypairInitiator.of(k) }
+
+// Created is when a session was made.
+func Created(k *device.Keypair) time.Time { return *keypairCreated.of(k) }
+
+// SetNonce makes n the next nonce.
+func SetNonce(k *device.Keypair, n uint64) { keypairNonce.of(k).Store(n) }
+
+// Seal makes a data message of any content, with the next nonce of the session.
+func (t *Tunnel) Seal(key [32]byte, content []byte) []byte {
+	k := t.Keypair(key)
+	return SealWith(k, keypairNonce.of(k).Add(1)-1, content)
+}
+
+// SealWith makes a data message with a nonce of the caller's.
+func SealWith(k *device.Keypair, counter uint64, content []byte) []byte {
+	m := make([]byte, headerLen, headerLen+len(content)+tagLen)
+	binary.LittleEndian.PutUint32(m, device.MessageTransportType)
+	binary.LittleEndian.PutUint32(m[4:], *keypairRemote.of(k))
+	binary.LittleEndian.PutUint64(m[8:], counter)
+	var nonce [12]byte
+	binary.LittleEndian.PutUint64(nonce[4:], counter)
+	return (*keypairSend.of(k)).Seal(m, nonce[:], content, nil)
+}
+
+// Initiation makes a handshake message that the peer has to believe.
+func (t *Tunnel) Initiation(key [32]byte) []byte {
+	dev := t.peer(key).dev
+	msg, err := t.dev.CreateMessageInitiation(dev)
+	if err != nil {
+		panic(err)
+	}
+	m, _ := binary.Append(nil, binary.LittleEndian, msg) // never fails
+	var macs device.CookieGenerator
+	macs.Init(key)
+	macs.AddMacs(m)
+	return m
+}
+
+// Keepalive has the device send a keepalive.
+func (t *Tunnel) Keepalive(key [32]byte) { t.peer(key).dev.SendKeepalive() }
+
+// Waiting reports whether packets wait for a session.
+func (t *Tunnel) Waiting() bool { return t.waiting.Load() }
+
+// A Receiver is an inbound goroutine without a socket.
+type Receiver struct{ in *inbound }
+
+func NewReceiver(t *Tunnel) Receiver { return Receiver{newInbound(t)} }
+
+// Receive handles a batch of datagrams, which it changes.
+func (r Receiver) Receive(datagrams [][]byte, from conn.Endpoint) {
+	r.in.now = time.Now()
+	for _, m := range datagrams {
+		r.in.accept(m, from)
+	}
+	r.in.open()
+}
+
+// FieldOf is fieldOf.
+func FieldOf[S, F any](names ...string) (offset uintptr) { return fieldOf[S, F](names...).offset }
+
+const (
+	WireguardVersion = wireguardVersion
+	MaxStaged        = maxStaged
+	MaxStagedBytes   = maxStagedBytes
+)
+
+// Staging is staging.
+type Staging struct{ s staging }
+
+func (s *Staging) Push(p []byte, now time.Duration) (gone int) { return s.s.push(p, now) }
+func (s *Staging) Expire(now time.Duration) (gone int)         { return s.s.expire(now) }
+func (s *Staging) Pop() []byte                                 { return s.s.pop() }
+func (s *Staging) Len() (packets, octets int)                  { return len(s.s.ring), s.s.bytes }
+func (s *Staging) Empty() bool                                 { return s.s.ring == nil && s.s.times == nil && s.s.bytes == 0 }
+
+// WithoutFinalizers makes the peers of a tunnel fit for a bubble of testing/synctest: a finalizer
+// that wireguard-go sets reads from a channel, outside the bubble, which ends the process.
+func (t *Tunnel) WithoutFinalizers() {
+	for dev := range t.peers.Load().byDevice {
+		WithoutFinalizers(dev)
+	}
+}
+
+// WithoutFinalizers does so for one peer.
+func WithoutFinalizers(p *device.Peer) {
+	for _, name := range []string{"inbound", "outbound"} {
+		f := reflect.ValueOf(p).Elem().FieldByName("queue").FieldByName(name)
+		runtime.SetFinalizer(reflect.NewAt(f.Type(), unsafe.Pointer(f.UnsafeAddr())).Elem().Interface(), nil)
+	}
+}
+
+// Asked says whether a handshake is to be begun with a peer.
+func (t *Tunnel) Asked(key [32]byte) int {
+	if t.peer(key).initiation.armed.Load() {
+		return 1
+	}
+	return 0
+}

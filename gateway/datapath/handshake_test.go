@@ -1,0 +1,310 @@
+package datapath_test
+
+import (
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"os"
+	"slices"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.zx2c4.com/wireguard/device"
+	"golang.zx2c4.com/wireguard/tun"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// latencies are one way. A handshake takes one and a half round trips until both sides may send.
+var latencies = []time.Duration{100 * time.Microsecond, time.Millisecond, 30 * time.Millisecond, 75 * time.Millisecond, 150 * time.Millisecond}
+
+func TestTwoHandshakesThatCrossMakeASessionWithinASecond(t *testing.T) {
+	for _, lower := range []bool{true, false} {
+		for _, latency := range latencies {
+			t.Run(fmt.Sprintf("lower key %v, round trip %v", lower, 2*latency), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) { crossing(t, lower, latency) })
+			})
+		}
+	}
+}
+
+func crossing(t *testing.T, lower bool, latency time.Duration) {
+	p := newPair(t, orderedKeys(lower))
+	for _, e := range p.ends {
+		e.wire.delay = latency
+	}
+	for _, e := range p.ends {
+		e.send(t, 1, 2, 3)
+	}
+	time.Sleep(50 * time.Millisecond)
+	for _, e := range p.ends {
+		if n := len(e.wire.messages(initiations)); n != 1 {
+			t.Fatalf("%d initiations: want 1 of each side", n)
+		}
+		e.send(t, 4, 5)
+	}
+	time.Sleep(950 * time.Millisecond)
+	for _, e := range p.ends {
+		e.send(t, 6)
+	}
+	time.Sleep(latency + time.Millisecond)
+	for i, e := range p.ends {
+		e.wants(t, 1, 2, 3, 4, 5, 6)
+		if n, what := e.allDrops(); n != 0 {
+			t.Errorf("end %d dropped:%s", i, what)
+		}
+		if n := len(e.wire.messages(initiations)); n > 2 {
+			t.Errorf("end %d sent %d initiations: want at most 2", i, n)
+		}
+	}
+	time.Sleep(30 * time.Second) // and none is repeated once there is a session
+	for i, e := range p.ends {
+		e.wire.forget()
+		e.send(t, 7)
+		time.Sleep(latency)
+		e.other.wants(t, 7)
+		if n := len(e.wire.messages(initiations)); n != 0 {
+			t.Errorf("end %d sent %d more initiations", i, n)
+		}
+	}
+}
+
+// Farther apart than anybody is, it takes the round trips that it takes.
+func TestHandshakesThatCrossOverALongWayMakeASession(t *testing.T) {
+	for _, lower := range []bool{true, false} {
+		for _, latency := range []time.Duration{200 * time.Millisecond, 300 * time.Millisecond, 600 * time.Millisecond} {
+			t.Run(fmt.Sprintf("lower key %v, round trip %v", lower, 2*latency), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) {
+					p := newPair(t, orderedKeys(lower))
+					for _, e := range p.ends {
+						e.wire.delay = latency
+						e.send(t, 1, 2, 3)
+					}
+					time.Sleep(6*latency + time.Second)
+					for _, e := range p.ends {
+						e.wants(t, 1, 2, 3)
+						if n := len(e.wire.messages(initiations)); n > 3 {
+							t.Errorf("%d initiations", n)
+						}
+					}
+				})
+			})
+		}
+	}
+}
+
+// A handshake that has not crossed another is left alone: the peer that is back begins one, while
+// ours to it were lost.
+func TestAHandshakeThatCrossedNothingIsLeftAlone(t *testing.T) {
+	for _, lower := range []bool{true, false} {
+		t.Run(fmt.Sprintf("lower key %v", lower), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				p := newPair(t, orderedKeys(lower))
+				a, b := p.ends[0], p.ends[1]
+				a.wire.delay, b.wire.delay = 100*time.Millisecond, 100*time.Millisecond
+				a.wire.dropAll(everything)
+				a.send(t, 1)
+				time.Sleep(3 * time.Second)
+				a.wire.dropAll(nil) // a's next would go after 5 s
+				a.wire.forget()
+				b.send(t, 2)
+				time.Sleep(time.Second)
+				if n := len(a.wire.messages(initiations)); n != 0 {
+					t.Errorf("%d initiations of the end that had been asked: want none", n)
+				}
+				a.wants(t, 2)
+				b.wants(t, 1)
+			})
+		})
+	}
+}
+
+// A change of our key changes which side goes first.
+func TestHandshakesCrossAfterAChangeOfTheKey(t *testing.T) {
+	for _, lower := range []bool{true, false} {
+		t.Run(fmt.Sprintf("lower key before %v", lower), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				keys, after := orderedKeys(lower), key{}
+				for n := uint32(10); ; n++ { // on the other side of the peer's
+					after = numberedKey(n)
+					if (string(after.public[:]) < string(keys[1].public[:])) != lower {
+						break
+					}
+				}
+				p := newPair(t, keys)
+				a, b := p.ends[0], p.ends[1]
+				if err := a.SetPrivateKey(after.private); err != nil {
+					t.Fatal(err)
+				}
+				a.key = after
+				b.setPeer(t, after, a.place)
+				for _, e := range p.ends {
+					e.wire.delay = 20 * time.Millisecond
+					e.send(t, 1, 2)
+				}
+				time.Sleep(time.Second)
+				for _, e := range p.ends {
+					e.wants(t, 1, 2)
+				}
+			})
+		})
+	}
+}
+
+// --- against an unmodified device of wireguard-go
+
+// packets is the TUN of a wireguard-go device.
+type packets struct {
+	in     chan []byte
+	events chan tun.Event
+	once   sync.Once
+	mu     sync.Mutex
+	got    []uint32
+}
+
+func (p *packets) File() *os.File { return nil }
+
+func (p *packets) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
+	b, ok := <-p.in
+	if !ok {
+		return 0, os.ErrClosed
+	}
+	sizes[0] = copy(bufs[0][offset:], b)
+	return 1, nil
+}
+
+func (p *packets) Write(bufs [][]byte, offset int) (int, error) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	for _, b := range bufs {
+		p.got = append(p.got, binary.BigEndian.Uint32(b[offset+28:]))
+	}
+	return len(bufs), nil
+}
+
+func (*packets) MTU() (int, error)          { return 1420, nil }
+func (*packets) Name() (string, error)      { return "wg", nil }
+func (p *packets) Events() <-chan tun.Event { return p.events }
+func (*packets) BatchSize() int             { return 1 }
+func (p *packets) Close() error {
+	p.once.Do(func() { close(p.in); close(p.events) })
+	return nil
+}
+
+func TestHandshakesThatCrossThoseOfWireGuardGoMakeASessionWithinASecond(t *testing.T) {
+	for _, lower := range []bool{true, false} {
+		for _, latency := range append(latencies[:4:4], 90*time.Millisecond) {
+			t.Run(fmt.Sprintf("lower key %v, round trip %v", lower, 2*latency), func(t *testing.T) {
+				synctest.Test(t, func(t *testing.T) { crossingWireGuardGo(t, lower, latency) })
+			})
+		}
+	}
+}
+
+func crossingWireGuardGo(t *testing.T, lower bool, latency time.Duration) {
+	keys := orderedKeys(lower)
+	p := newPair(t, keys)
+	a, b := p.ends[0], p.ends[1]
+	b.Close()
+	theirs := &wire{Bind: p.network.Bind(b.place.Addr()), delay: latency}
+	a.wire.delay = latency
+	packets := &packets{in: make(chan []byte, 10), events: make(chan tun.Event)}
+	dev := device.NewDevice(packets, theirs, device.NewLogger(device.LogLevelSilent, ""))
+	defer dev.Close()
+	if err := dev.IpcSet(fmt.Sprintf("private_key=%s\nlisten_port=%d\npublic_key=%s\nendpoint=%s\nallowed_ip=%s\n",
+		hex.EncodeToString(keys[1].private[:]), b.place.Port(), hex.EncodeToString(keys[0].public[:]), a.place, pairPlan[0].seen)); err != nil {
+		t.Fatal(err)
+	}
+	datapath.WithoutFinalizers(dev.LookupPeer(keys[0].public))
+	if err := dev.Up(); err != nil {
+		t.Fatal(err)
+	}
+	for n := range uint32(3) {
+		a.send(t, n)
+		packets.in <- numbered(a.to, podOf(0), 100+n, 100)
+	}
+	time.Sleep(time.Second)
+	synctest.Wait()
+	packets.mu.Lock()
+	defer packets.mu.Unlock()
+	if fmt.Sprint(packets.got) != "[0 1 2]" {
+		t.Errorf("wireguard-go got %v: want [0 1 2]", packets.got)
+	}
+	a.mu.Lock()
+	slices.Sort(a.got) // wireguard-go's two goroutines that empty its queue may overtake each other
+	a.mu.Unlock()
+	a.wants(t, 100, 101, 102)
+	if n := len(theirs.messages(initiations)) + len(a.wire.messages(initiations)); n < 3 {
+		t.Errorf("%d initiations: these have not crossed", n)
+	}
+}
+
+// --- cookies
+
+// initiationFor is an initiation that nobody can read, with a first MAC that is right for the
+// receiver (section 5.4.4).
+func initiationFor(public [32]byte, n uint32) []byte {
+	m := make([]byte, device.MessageInitiationSize)
+	m[0] = 1
+	binary.LittleEndian.PutUint32(m[4:], n)
+	copy(m[8:], random(32))
+	binary.LittleEndian.PutUint32(m[8:], n)
+	var g device.CookieGenerator
+	g.Init(public)
+	g.AddMacs(m)
+	return m
+}
+
+func TestCookiesLetAPeerInWhileOthersFlood(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, orderedKeys(true))
+		a, b := p.ends[0], p.ends[1]
+		var flood [][]byte
+		for n := range uint32(512) {
+			flood = append(flood, initiationFor(b.key.public, n))
+		}
+		stop := make(chan struct{})
+		var flooding sync.WaitGroup
+		flooding.Go(func() {
+			bad := p.stranger(t, "192.0.2.66")
+			for {
+				select {
+				case <-stop:
+					return
+				case <-time.After(100 * time.Millisecond):
+					_ = bad.Send(flood, b.wire.Endpoint(b.place))
+				}
+			}
+		})
+		time.Sleep(450 * time.Millisecond)
+		a.send(t, 1)
+		time.Sleep(rekeyTimeout + mostJitter + time.Second)
+		b.wants(t, 1)
+		close(stop)
+		flooding.Wait()
+		if n := len(b.wire.messages(cookies)); n == 0 {
+			t.Error("no cookie was sent: this was no load")
+		}
+		list := a.wire.messages(initiations)
+		if len(list) != 2 || string(list[0].b[132:]) != string(make([]byte, 16)) || string(list[1].b[132:]) == string(make([]byte, 16)) {
+			t.Errorf("%d initiations: want two, of which the second shows the cookie", len(list))
+		}
+	})
+}
+
+func TestTheQueueOfHandshakesIsBoundedAndCounted(t *testing.T) {
+	e := newEngine(t)
+	d := newDevice(t, newScript(), e, datapath.Options{}) // is not up, so nobody takes from the queue
+	r := datapath.NewReceiver(d)
+	var flood [][]byte
+	for n := range uint32(600) {
+		flood = append(flood, initiationFor([32]byte{}, n))
+	}
+	r.Receive(flood, nil)
+	if n := drops(e, natengine.Inbound, natengine.DropHandshakeQueue); n != 600-512 {
+		t.Errorf("%d counted as without a place: want %d", n, 600-512)
+	}
+}

@@ -1,0 +1,95 @@
+package datapath
+
+import (
+	"crypto/cipher"
+	"fmt"
+	"reflect"
+	"sync"
+	"sync/atomic"
+	"time"
+	"unsafe"
+
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+	"golang.zx2c4.com/wireguard/replay"
+)
+
+// This file is all that the package knows of wireguard-go beyond what that exports: the keys of a
+// session, and what the device remembers of a peer. TestTheReviewedVersionIsTheOneOfTheModule fails
+// when go.mod names another version, and a process whose wireguard-go lacks a field, or has it with
+// another type, ends before main.
+
+// wireguardVersion is the version of golang.zx2c4.com/wireguard whose device package was read for
+// this file. An update of the module needs a person who reads what changed in
+// device/{keypair,peer,send,receive,timers,noise-protocol,indextable}.go, runs the tests of this
+// package and then changes this constant.
+const wireguardVersion = "v0.0.0-20260522210424-ecfc5a8d5446"
+
+// A field is an unexported field of type F in a struct S.
+type field[S, F any] struct{ offset uintptr }
+
+// fieldOf finds a field by its names from the outside in. It panics when there is none of that name
+// and type.
+func fieldOf[S, F any](names ...string) field[S, F] {
+	in, offset := reflect.TypeFor[S](), uintptr(0)
+	for _, name := range names {
+		f, ok := reflect.StructField{}, false
+		if in.Kind() == reflect.Struct {
+			f, ok = in.FieldByName(name)
+		}
+		if !ok || len(f.Index) != 1 {
+			panic(fmt.Sprintf("wireguard-go: %v has no field %s", reflect.TypeFor[S](), name))
+		}
+		in, offset = f.Type, offset+f.Offset
+	}
+	if in != reflect.TypeFor[F]() {
+		panic(fmt.Sprintf("wireguard-go: %v.%s is of type %v, want %v", reflect.TypeFor[S](), names[len(names)-1], in, reflect.TypeFor[F]()))
+	}
+	return field[S, F]{offset}
+}
+
+// of is the field of s.
+func (f field[S, F]) of(s *S) *F { return (*F)(unsafe.Add(unsafe.Pointer(s), f.offset)) }
+
+// The fields of a Keypair do not change once it can be found, but for two: nonces are drawn from an
+// atomic counter that the device shares, so that a nonce drawn by either is never drawn again; the
+// replay window is the package's alone, because the device never sees a data message.
+var (
+	deviceIndexTable = fieldOf[device.Device, device.IndexTable]("indexTable")
+	entryPeer        = fieldOf[device.IndexTableEntry, *device.Peer]("peer")
+	entryKeypair     = fieldOf[device.IndexTableEntry, *device.Keypair]("keypair")
+
+	peerKeypairs   = fieldOf[device.Peer, device.Keypairs]("keypairs")
+	peerReceived   = fieldOf[device.Peer, atomic.Uint64]("rxBytes")
+	peerSent       = fieldOf[device.Peer, atomic.Uint64]("txBytes")
+	peerHandshake  = fieldOf[device.Peer, atomic.Int64]("lastHandshakeNano")
+	peerEndpointMu = fieldOf[device.Peer, sync.Mutex]("endpoint", "Mutex")
+	peerEndpoint   = fieldOf[device.Peer, conn.Endpoint]("endpoint", "val")
+	peerRetransmit = fieldOf[device.Peer, *device.Timer]("timers", "retransmitHandshake")
+	peerAttempts   = fieldOf[device.Peer, atomic.Uint32]("timers", "handshakeAttempts")
+
+	keypairsNext = fieldOf[device.Keypairs, atomic.Pointer[device.Keypair]]("next")
+
+	keypairNonce     = fieldOf[device.Keypair, atomic.Uint64]("sendNonce")
+	keypairSend      = fieldOf[device.Keypair, cipher.AEAD]("send")
+	keypairReceive   = fieldOf[device.Keypair, cipher.AEAD]("receive")
+	keypairWindow    = fieldOf[device.Keypair, replay.Filter]("replayFilter")
+	keypairInitiator = fieldOf[device.Keypair, bool]("isInitiator")
+	keypairCreated   = fieldOf[device.Keypair, time.Time]("created")
+	keypairRemote    = fieldOf[device.Keypair, uint32]("remoteIndex")
+)
+
+// lookup finds what a receiver index stands for: the keypair is nil for an index that nobody has
+// and for that of a handshake under way. It takes the read lock of the device's index table.
+func lookup(d *device.Device, index uint32) (*device.Peer, *device.Keypair) {
+	entry := deviceIndexTable.of(d).Lookup(index)
+	return *entryPeer.of(&entry), *entryKeypair.of(&entry)
+}
+
+// endpointOf is where the device sends messages for a peer, nil when it does not know.
+func endpointOf(p *device.Peer) conn.Endpoint {
+	mu := peerEndpointMu.of(p)
+	mu.Lock()
+	defer mu.Unlock()
+	return *peerEndpoint.of(p)
+}

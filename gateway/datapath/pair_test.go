@@ -1,0 +1,431 @@
+package datapath_test
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.org/x/crypto/curve25519"
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+// wire is a network interface of one end that a test listens to. It sees, drops and delays what its
+// end sends. It has two sockets, and so two receiving goroutines, as a socket for IPv4 and one for
+// IPv6 have.
+type wire struct {
+	*memlink.Bind
+	second *memlink.Bind
+
+	mu      sync.Mutex
+	drop    func(m []byte) bool // of what is sent; may be nil
+	see     func(m []byte)      // what is sent, instead of sent; may be nil
+	delay   time.Duration
+	delayed []func()
+	sent    []message
+}
+
+// message is a message as it was sent, dropped or not.
+type message struct {
+	at time.Time
+	b  []byte
+}
+
+func (w *wire) Listen(port uint16) ([]func(*bind.Batch) error, uint16, error) {
+	first, port, err := w.Bind.Listen(port)
+	if err != nil {
+		return nil, 0, err
+	}
+	second, _, err := w.second.Listen(port)
+	if err != nil {
+		_ = w.Bind.Close()
+		return nil, 0, err
+	}
+	return append(first, second...), port, nil
+}
+
+func (w *wire) Close() error {
+	if w.second != nil {
+		_ = w.second.Close()
+	}
+	return w.Bind.Close()
+}
+
+// Send implements datapath.Wire, and conn.Bind for a device of wireguard-go.
+func (w *wire) Send(bufs [][]byte, to conn.Endpoint) error {
+	w.mu.Lock()
+	now := time.Now()
+	var pass [][]byte
+	for _, m := range bufs {
+		if w.see != nil {
+			w.see(m)
+		} else {
+			w.sent = append(w.sent, message{now, bytes.Clone(m)})
+		}
+		if w.drop == nil || !w.drop(m) {
+			pass = append(pass, m)
+		}
+	}
+	delay := w.delay
+	if delay == 0 && len(pass) == 1 && !anyData(pass[0]) {
+		// wireguard-go arms the timer that repeats an initiation after it was sent: an answer must
+		// not be faster than that.
+		delay = 100 * time.Microsecond
+	}
+	if delay == 0 {
+		w.mu.Unlock()
+		return w.Bind.Send(pass, to)
+	}
+	for i := range pass {
+		pass[i] = bytes.Clone(pass[i])
+	}
+	w.delayed = append(w.delayed, func() { _ = w.Bind.Send(pass, to) }) // closed meanwhile: lost
+	w.mu.Unlock()
+	time.AfterFunc(delay, func() { // each takes the oldest, so that all keep their order
+		w.mu.Lock()
+		f := w.delayed[0]
+		w.delayed = w.delayed[1:]
+		w.mu.Unlock()
+		f()
+	})
+	return nil
+}
+
+// dropAll makes the wire drop what f names, nothing for nil.
+func (w *wire) dropAll(f func(m []byte) bool) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.drop = f
+}
+
+// messages are what was sent and f names.
+func (w *wire) messages(f func(m []byte) bool) (list []message) {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	for _, m := range w.sent {
+		if f(m.b) {
+			list = append(list, m)
+		}
+	}
+	return list
+}
+
+// forget begins the list of messages anew.
+func (w *wire) forget() {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.sent = nil
+}
+
+// What a message is (WireGuard paper, section 5.4): type 1 and so on, and a keepalive is data
+// without content.
+func initiations(m []byte) bool { return m[0] == 1 }
+func cookies(m []byte) bool     { return m[0] == 3 }
+func anyData(m []byte) bool     { return m[0] == 4 }
+func data(m []byte) bool        { return m[0] == 4 && len(m) > 32 }
+func keepalives(m []byte) bool  { return m[0] == 4 && len(m) == 32 }
+func everything([]byte) bool    { return true }
+
+// end is one of two gateways.
+type end struct {
+	*datapath.Tunnel
+	engine *natengine.Engine
+	link   *memlink.Link
+	wire   *wire
+	key    key
+	place  netip.AddrPort
+	rules  natengine.Peer // ours for the other
+	other  *end
+
+	from, to netip.Addr // a pod here, and one of the other as it is known here
+
+	mu  sync.Mutex
+	got []uint32 // numbers of packets that came, in order
+	on  func(number uint32)
+}
+
+// pair is two gateways with memory between them. Their networks have different sizes.
+type pair struct {
+	network memlink.Network
+	ends    [2]*end
+}
+
+// pairPlan is what the clusters are: the two of a pair, and a third one.
+var pairPlan = [3]struct{ pods, seen, external, wan, wan6 string }{
+	{"10.244.0.0/16", "10.71.0.0/16", "10.90.0.0/24", "192.0.2.1", "2001:db8::1"},
+	{"10.200.64.0/18", "10.80.128.0/18", "10.91.0.0/20", "192.0.2.2", "2001:db8::2"},
+	{"10.250.0.0/20", "10.82.16.0/20", "10.92.0.0/26", "192.0.2.3", "2001:db8::3"},
+}
+
+func numberedKey(n uint32) key {
+	k := key{private: [32]byte(random(32))}
+	binary.BigEndian.PutUint32(k.private[8:], n)
+	k.private[0] &= 248
+	k.private[31] = k.private[31]&127 | 64
+	public, _ := curve25519.X25519(k.private[:], curve25519.Basepoint)
+	k.public = [32]byte(public)
+	return k
+}
+
+// orderedKeys are two keys, the first with the lower public key, or with the higher.
+func orderedKeys(lower bool) [2]key {
+	keys := [2]key{numberedKey(1), numberedKey(2)}
+	if (bytes.Compare(keys[0].public[:], keys[1].public[:]) < 0) != lower {
+		keys[0], keys[1] = keys[1], keys[0]
+	}
+	return keys
+}
+
+func newPair(t testing.TB, keys [2]key) *pair {
+	t.Helper()
+	p := &pair{}
+	for i := range p.ends {
+		p.ends[i] = p.newEnd(t, i, 1-i, keys[i], keys[1-i])
+	}
+	p.ends[0].other, p.ends[1].other = p.ends[1], p.ends[0]
+	return p
+}
+
+// newEnd is the gateway of cluster i, with j as its only peer.
+func (p *pair) newEnd(t testing.TB, i, j int, ours, theirs key) *end {
+	t.Helper()
+	e := &end{
+		engine: natengine.New(natengine.Config{Self4: self, Self6: self6}),
+		key:    ours,
+		place:  netip.AddrPortFrom(netip.MustParseAddr(pairPlan[i].wan), 5871),
+		rules:  rulesOf(i, j),
+		from:   netip.MustParsePrefix(pairPlan[i].pods).Addr().Next().Next(),
+		to:     podOf(j),
+	}
+	e.open(t, &p.network, theirs, netip.AddrPortFrom(netip.MustParseAddr(pairPlan[j].wan), 5871), pairPlan[i].wan6)
+	return e
+}
+
+// rulesOf are the rules of cluster i for j.
+func rulesOf(i, j int) natengine.Peer {
+	prefix := netip.MustParsePrefix
+	return natengine.Peer{
+		ID:         fmt.Sprintf("%d", j),
+		RemotePods: []netip.Prefix{prefix(pairPlan[j].seen)}, RemoteExternal: []netip.Prefix{prefix(pairPlan[j].external)},
+		Pods:     []natengine.Remap{{From: prefix(pairPlan[i].pods), To: prefix(pairPlan[i].seen)}},
+		External: []netip.Prefix{prefix(pairPlan[i].external)},
+	}
+}
+
+// third adds a gateway as another peer of the second end, and has it meet that.
+func (p *pair) third(t testing.TB) *end {
+	t.Helper()
+	a, b := p.ends[0], p.ends[1]
+	c := p.newEnd(t, 2, 1, numberedKey(3), b.key)
+	c.other = b
+	if err := b.engine.SetPeers([]natengine.Peer{rulesOf(1, 0), rulesOf(1, 2)}); err != nil {
+		t.Fatal(err)
+	}
+	b.setPeers(t, datapath.Peer{State: b.state(t, "0"), Key: a.key.public}, datapath.Peer{State: b.state(t, "2"), Key: c.key.public})
+	c.Handshake(b.key.public)
+	time.Sleep(time.Second)
+	if synctest.Wait(); c.session() == nil {
+		t.Fatal("no session with the third gateway")
+	}
+	return c
+}
+
+// state is what the engine knows of a peer.
+func (e *end) state(t testing.TB, id string) *natengine.PeerState {
+	for _, p := range e.engine.Peers() {
+		if p.ID() == id {
+			return p
+		}
+	}
+	t.Fatalf("no peer %s", id)
+	return nil
+}
+
+// open makes the tunnel and the rules of an end.
+func (e *end) open(t testing.TB, network *memlink.Network, theirs key, place netip.AddrPort, wan6 string) {
+	t.Helper()
+	e.link = memlink.NewLink("mem", 1420)
+	e.link.OnReceive(e.receive)
+	e.wire = &wire{Bind: network.Bind(e.place.Addr()), second: network.Bind(netip.MustParseAddr(wan6))}
+	e.Tunnel = datapath.New(e.link, e.wire, e.engine, nil, datapath.Options{})
+	t.Cleanup(func() { e.Close() })
+	if err := e.engine.SetPeers([]natengine.Peer{e.rules}); err != nil {
+		t.Fatal(err)
+	}
+	if err := e.Up(e.key.private, e.place.Port()); err != nil {
+		t.Fatal(err)
+	}
+	e.setPeer(t, theirs, place)
+}
+
+// setPeer makes the other end the only peer.
+func (e *end) setPeer(t testing.TB, theirs key, place netip.AddrPort) {
+	t.Helper()
+	e.setPeers(t, datapath.Peer{State: e.engine.Peers()[0], Key: theirs.public, Endpoint: place})
+}
+
+func (e *end) setPeers(t testing.TB, peers ...datapath.Peer) {
+	t.Helper()
+	if err := e.SetPeers(peers); err != nil {
+		t.Fatal(err)
+	}
+	e.WithoutFinalizers()
+}
+
+// receive notes the number of a packet.
+func (e *end) receive(bufs [][]byte) error {
+	b := bufs[1]
+	at := 28
+	if b[0]>>4 == 6 {
+		at = 48
+	}
+	number := binary.BigEndian.Uint32(b[at:])
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.on != nil {
+		e.on(number)
+	} else {
+		e.got = append(e.got, number)
+	}
+	return nil
+}
+
+// numbered is a datagram with a number. Size is that of the packet.
+func numbered(from, to netip.Addr, number uint32, size int) []byte {
+	headers := 28
+	if from.Is6() {
+		headers = 48
+	}
+	payload := make([]byte, max(4, size-headers))
+	binary.BigEndian.PutUint32(payload, number)
+	return packettest.Build(packettest.IP{Src: from, Dst: to, TTL: 64},
+		packettest.UDP{SrcPort: 4000, DstPort: 5000, NoChecksum: from.Is4(), Data: payload})
+}
+
+// send has a pod send packets with these numbers to the other side.
+func (e *end) send(t testing.TB, numbers ...uint32) {
+	t.Helper()
+	for _, n := range numbers {
+		if !e.link.Inject(plain(numbered(e.from, e.to, n, 100))) {
+			t.Fatalf("packet %d found no place in the queue of the link", n)
+		}
+	}
+}
+
+// wants fails the test unless exactly these packets came, in order, and begins anew.
+func (e *end) wants(t testing.TB, numbers ...uint32) {
+	t.Helper()
+	synctest.Wait()
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if !slices.Equal(e.got, numbers) {
+		t.Errorf("packets %v came: want %v", e.got, numbers)
+	}
+	e.got = nil
+}
+
+// session is the key of the current session, nil for none.
+func (e *end) session() *device.Keypair { return e.Keypair(e.other.key.public) }
+
+// drops is what the engine of an end counted, for its peer and for none.
+func (e *end) drops(dir natengine.Direction, d natengine.Drop) uint64 { return drops(e.engine, dir, d) }
+
+// allDrops is everything that an end counted as dropped.
+func (e *end) allDrops() (n uint64, what string) {
+	for _, dir := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
+		for _, d := range natengine.Drops() {
+			if c := e.drops(dir, d); c > 0 {
+				n += c
+				what += fmt.Sprintf(" %s %s: %d", dir, d, c)
+			}
+		}
+	}
+	return n, what
+}
+
+// meet has the first end begin a session; after it, both have it, and both lists of messages are
+// empty.
+func (p *pair) meet(t testing.TB) {
+	t.Helper()
+	a, b := p.ends[0], p.ends[1]
+	a.Handshake(b.key.public)
+	for range 100 {
+		if synctest.Wait(); a.session() != nil && b.session() != nil {
+			break
+		}
+		time.Sleep(10 * time.Millisecond)
+	}
+	if a.session() == nil || b.session() == nil || !datapath.Initiator(a.session()) {
+		t.Fatal("no session")
+	}
+	a.wire.forget()
+	b.wire.forget()
+}
+
+// inPair runs a test of two gateways that have met, in a bubble.
+func inPair(t *testing.T, test func(t *testing.T, p *pair, a, b *end)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, orderedKeys(true))
+		p.meet(t)
+		test(t, p, p.ends[0], p.ends[1])
+	})
+}
+
+// stranger is somebody else in the network.
+func (p *pair) stranger(t testing.TB, addr string) *memlink.Bind {
+	t.Helper()
+	b := p.network.Bind(netip.MustParseAddr(addr))
+	if _, _, err := b.Listen(9999); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { b.Close() })
+	return b
+}
+
+// tell has the network bring messages to an end, from b.
+func (e *end) tell(t testing.TB, b conn.Bind, messages ...[]byte) {
+	t.Helper()
+	if err := b.Send(messages, e.wire.Endpoint(e.place)); err != nil {
+		t.Fatal(err)
+	}
+	synctest.Wait()
+}
+
+// nonces is a set of what must not repeat: an index and a counter. It counts those that did.
+type nonces struct {
+	mu       sync.Mutex
+	seen     map[[12]byte]bool
+	repeated atomic.Int64
+}
+
+func (n *nonces) see(m []byte) {
+	if m[0] != 4 {
+		return
+	}
+	n.mu.Lock()
+	defer n.mu.Unlock()
+	k := [12]byte(m[4:16])
+	if n.seen[k] {
+		n.repeated.Add(1)
+	}
+	n.seen[k] = true
+}
+
+func counter(m []byte) uint64 { return binary.LittleEndian.Uint64(m[8:]) }
+
+// podOf is the pod of an end as the other knows it.
+func podOf(i int) netip.Addr { return netip.MustParsePrefix(pairPlan[i].seen).Addr().Next().Next() }

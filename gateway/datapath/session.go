@@ -1,0 +1,274 @@
+package datapath
+
+import (
+	"bytes"
+	"math/rand/v2"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// A session is a device.Keypair: two keys, a counter of nonces, a replay window, two indices and
+// its age. wireguard-go's device makes it by a handshake, finds it by its index, puts it in the
+// place of the one before and forgets it. What happens to data under it, and the timers that data
+// moves (WireGuard paper, section 6), are here.
+
+const (
+	// crossedPause is the least time between two initiations of handshakes that cross: their
+	// timestamps have to differ by 17 ms (package tai64n), and a peer takes one in 20 ms.
+	crossedPause = 100 * time.Millisecond
+	// crossedGrace is how much longer than that and a round trip the side waits that does not go
+	// first.
+	crossedGrace = 50 * time.Millisecond
+
+	// askAgain is the least time between two requests for a handshake with one peer. The device
+	// itself sends no two initiations within RekeyTimeout.
+	askAgain = time.Second
+
+	silenceTimeout = device.KeepaliveTimeout + device.RekeyTimeout
+	lastMinute     = device.RejectAfterTime - device.KeepaliveTimeout - device.RekeyTimeout
+)
+
+// A peer is a peer of a tunnel: what the engine calls it, its keys in the device, packets that wait
+// for a session, and the timers of its data. Times are of Tunnel.Now; 0 says that there was none.
+type peer struct {
+	t     *Tunnel
+	state *natengine.PeerState
+	key   device.NoisePublicKey
+	dev   *device.Peer
+
+	staged staging // the outbound goroutine's
+
+	windows sync.Mutex // guards the replay windows of all its keypairs: it may be heard over IPv4 and IPv6 at once
+
+	unanswered     atomic.Int64 // first data sent since anything was received
+	unacknowledged atomic.Int64 // first data received since anything was sent
+	more           atomic.Bool  // more data was received since
+	asked          atomic.Int64 // when a handshake was last asked for
+	answers        atomic.Int64 // handshakes of the peer that were answered
+	renewed        atomic.Int64 // when the session was made for which receive asked for the next one
+
+	crossedAt atomic.Int64 // answers when two handshakes had crossed
+	begun     initiation   // the last one here, guarded by handshakes.crossings
+
+	mu                                       sync.Mutex // held while a timer acts, so that none acts after stop
+	stopped                                  bool
+	keepalive, silence, initiation, crossing deadline
+}
+
+func newPeer(t *Tunnel, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer) *peer {
+	p := &peer{t: t, state: state, key: key, dev: dev}
+	p.keepalive.timer = time.AfterFunc(time.Hour, func() { p.act(&p.keepalive, p.acknowledge) })
+	p.silence.timer = time.AfterFunc(time.Hour, func() { p.act(&p.silence, p.breakSilence) })
+	p.initiation.timer = time.AfterFunc(time.Hour, func() { p.act(&p.initiation, p.begin) })
+	p.crossing.timer = time.AfterFunc(time.Hour, func() { p.act(&p.crossing, p.uncross) })
+	for _, d := range p.deadlines() {
+		d.timer.Stop()
+	}
+	return p
+}
+
+func (p *peer) deadlines() []*deadline {
+	return []*deadline{&p.keepalive, &p.silence, &p.initiation, &p.crossing}
+}
+
+// stop ends the timers. None acts afterwards.
+func (p *peer) stop() {
+	p.t.bind.forget(p)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.stopped = true
+	for _, d := range p.deadlines() {
+		d.timer.Stop()
+	}
+}
+
+// A deadline is a timer that is armed by whoever sees a reason first and finds out when it fires
+// what has become of the reason. Arming one that is armed costs a load.
+type deadline struct {
+	timer *time.Timer
+	armed atomic.Bool
+}
+
+func (d *deadline) arm(after time.Duration) {
+	if !d.armed.Load() && d.armed.CompareAndSwap(false, true) {
+		d.timer.Reset(after)
+	}
+}
+
+// act runs what a deadline is for. It may arm the deadline again.
+func (p *peer) act(d *deadline, f func()) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !p.stopped {
+		d.armed.Store(false)
+		f()
+	}
+}
+
+// sending is the keypair to seal with, nil while there is none that may be used (section 6.1).
+func (p *peer) sending(now time.Time) *device.Keypair {
+	k := peerKeypairs.of(p.dev).Current()
+	if k == nil || !fresh(k, now) || keypairNonce.of(k).Load() >= device.RejectAfterMessages {
+		return nil
+	}
+	return k
+}
+
+// fresh reports whether messages under k may be sent and accepted.
+func fresh(k *device.Keypair, now time.Time) bool {
+	return now.Sub(*keypairCreated.of(k)) < device.RejectAfterTime
+}
+
+// sent notes that data was sent under k at now.
+func (p *peer) sent(k *device.Keypair, now time.Time) {
+	at := p.t.at(now)
+	p.sentAny()
+	if p.unanswered.Load() == 0 {
+		p.unanswered.Store(at)
+		p.silence.arm(silenceTimeout + jitter())
+	}
+	initiator := *keypairInitiator.of(k) && now.Sub(*keypairCreated.of(k)) > device.RekeyAfterTime
+	if initiator || keypairNonce.of(k).Load() > device.RekeyAfterMessages {
+		p.ask(at)
+	}
+}
+
+// sentAny notes that the peer was sent something that it can authenticate: it needs no keepalive.
+func (p *peer) sentAny() {
+	if p.unacknowledged.Load() != 0 {
+		p.more.Store(false)
+		p.unacknowledged.Store(0)
+	}
+}
+
+// received notes that messages under k were received at now, of which none was received before;
+// data says that one of them was more than a keepalive.
+func (p *peer) received(k *device.Keypair, now time.Time, data bool) {
+	at := p.t.at(now)
+	p.receivedAny()
+	if data {
+		if p.unacknowledged.Load() == 0 {
+			p.unacknowledged.Store(at)
+			p.keepalive.arm(device.KeepaliveTimeout)
+		} else if !p.more.Load() {
+			p.more.Store(true)
+		}
+	}
+	if p.dev.ReceivedWithKeypair(k) { // the first message under the keypair that we made as responder
+		p.confirmed()
+	}
+	created := *keypairCreated.of(k)
+	if *keypairInitiator.of(k) && now.Sub(created) > lastMinute &&
+		peerKeypairs.of(p.dev).Current() == k && p.renewed.Swap(p.t.at(created)) != p.t.at(created) {
+		p.asked.Store(0)
+		p.ask(at)
+	}
+}
+
+// receivedAny notes that the peer has sent something authentic.
+func (p *peer) receivedAny() {
+	if p.unanswered.Load() != 0 {
+		p.unanswered.Store(0)
+	}
+}
+
+// confirmed does what the device's own receiver would: the session is there, for the device too,
+// which stops repeating an initiation of its own.
+func (p *peer) confirmed() {
+	(*peerRetransmit.of(p.dev)).Del()
+	peerAttempts.of(p.dev).Store(0)
+	peerHandshake.of(p.dev).Store(time.Now().UnixNano())
+	p.t.lookSoon()
+}
+
+// acknowledge sends a passive keepalive (section 6.5).
+func (p *peer) acknowledge() {
+	since := p.unacknowledged.Load()
+	if since == 0 {
+		return
+	}
+	if left := device.KeepaliveTimeout - time.Duration(p.t.at(time.Now())-since); left > 0 {
+		p.keepalive.arm(left)
+		return
+	}
+	more := p.more.Swap(false)
+	p.unacknowledged.Store(0)
+	p.dev.SendKeepalive()
+	if more {
+		p.unacknowledged.CompareAndSwap(0, p.t.at(time.Now()))
+		p.keepalive.arm(device.KeepaliveTimeout)
+	}
+}
+
+// breakSilence begins a handshake when nothing came back for data that was sent (section 6.5).
+func (p *peer) breakSilence() {
+	since := p.unanswered.Load()
+	if since == 0 {
+		return
+	}
+	if k := peerKeypairs.of(p.dev).Current(); k != nil { // which its answer made, or its confirmation
+		since = max(since, p.t.at(*keypairCreated.of(k)))
+	}
+	if left := silenceTimeout - time.Duration(p.t.at(time.Now())-since); left > 0 {
+		p.silence.arm(left)
+		return
+	}
+	p.unanswered.Store(0)
+	if e := endpointOf(p.dev); e != nil {
+		e.ClearSrc() // in case that is what is wrong
+	}
+	p.begin()
+}
+
+// ask has a handshake begun, by another goroutine, since making an initiation takes longer than
+// sealing a hundred packets.
+func (p *peer) ask(at int64) {
+	if asked := p.asked.Load(); asked == 0 || time.Duration(at-asked) >= askAgain {
+		p.asked.Store(at)
+		p.initiation.arm(0)
+	}
+}
+
+// begin begins a handshake. The device begins none within RekeyTimeout of the last one; when it has
+// nothing under way either, begin comes back.
+func (p *peer) begin() {
+	if p.dev.SendHandshakeInitiation(false) != nil {
+		return // the device has logged why not, and tries again unless that cannot help
+	}
+	if !(*peerRetransmit.of(p.dev)).IsPending() && p.sending(time.Now()) == nil {
+		p.initiation.arm(askAgain)
+	}
+}
+
+// crossed is called when the peer has answered a handshake that was begun here roundTrip ago, and
+// that the device has forgotten since, because it answered one of the peer's: the two have crossed.
+// The peer has forgotten its own too, so that both would begin again after RekeyTimeout. Here the
+// side with the lower public key does so at once. The other one does when nothing comes of that,
+// for instance because the peer is not an Isthmus.
+func (p *peer) crossed(roundTrip time.Duration) {
+	if roundTrip >= device.RekeyTimeout {
+		return
+	}
+	p.crossedAt.Store(p.answers.Load())
+	pause := max(0, crossedPause-roundTrip)
+	if own := p.t.public.Load(); bytes.Compare(own[:], p.key[:]) > 0 {
+		pause = crossedPause + roundTrip + crossedGrace
+	}
+	p.crossing.arm(pause)
+}
+
+func (p *peer) uncross() {
+	if p.answers.Load() != p.crossedAt.Load() || p.sending(time.Now()) != nil || !(*peerRetransmit.of(p.dev)).IsPending() {
+		return
+	}
+	p.dev.ExpireCurrentKeypairs() // among them none that may be used; the device takes this for a new start
+	p.begin()
+}
+
+// jitter keeps peers from beginning at the same moment.
+func jitter() time.Duration { return rand.N(device.RekeyTimeoutJitterMaxMs * time.Millisecond) }

@@ -1,0 +1,397 @@
+// Package datapath carries packets between the hosts of this cluster and the peers: one road out
+// and one in, each walked by one goroutine from end to end.
+//
+//	outbound.go  Link ─ read ─► parse ─► NAT ─► segment ─┐      seal.go   ─► seal ─► send ─► Wire
+//	                 ▲ packets of Local                  └──────────────►
+//	write.go     Link ◄─ write ◄─ NAT ◄─ coalesce ◄──────┐      inbound.go ◄─ window ◄─ open ◄─ receive ─ Wire
+//	                 ▼ or Local                          └◄─────────────
+//
+// A superpacket crosses the engine once: before it is segmented on the way out, after it has been
+// coalesced on the way in. For a known flow there is no allocation, no lock that two packets share
+// and no log line on either way; the clock is read once per batch.
+//
+// wireguard-go's device keeps what it is best at: handshakes, cookies and rate limits, keys, the
+// index table, endpoints. It sees no data (handshake.go). What data does to a session is in
+// session.go; packets for a peer without one wait in a ring of that peer (staging.go); what is read
+// out of the device's unexported fields is in layout.go.
+package datapath
+
+import (
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/crypto/curve25519"
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// Options of a Tunnel. The zero value is the default.
+type Options struct {
+	// CoalesceUDP joins equal-sized UDP datagrams of one flow into UDP superpackets for the link,
+	// until it refuses one with EINVAL. The kernel takes them from Linux 6.2 on; tun.TrustsUSO says
+	// more.
+	CoalesceUDP bool
+	// Logger takes what wireguard-go's device has to say; nil: nobody.
+	Logger *device.Logger
+}
+
+// A Tunnel is the packet path and its WireGuard. Methods may be called from any goroutine.
+type Tunnel struct {
+	link    Link
+	wire    Wire
+	engine  *natengine.Engine
+	local   *Local // may be nil
+	options Options
+	start   time.Time
+	mtu     atomic.Int64
+
+	coalesceUDP atomic.Bool // and the link has not refused it
+
+	dev   *device.Device
+	bind  *handshakes
+	peers atomic.Pointer[peerTable]
+
+	public atomic.Pointer[device.NoisePublicKey]
+
+	waiting atomic.Bool // packets wait for a session
+	look    atomic.Bool // one of these sessions may be there, or packets may have waited too long
+	out     outbound    // state of the outbound goroutine
+	running sync.WaitGroup
+	ended   chan struct{} // the link is gone, or Close was called
+
+	mu      sync.Mutex // guards what follows: configuration
+	private device.NoisePrivateKey
+	places  map[device.NoisePublicKey]netip.AddrPort // as they were last set
+	up      bool
+	closed  bool
+}
+
+// peerTable is never modified after it was published.
+type peerTable struct {
+	byState  map[*natengine.PeerState]*peer
+	byDevice map[*device.Peer]*peer
+}
+
+// New joins a link, a wire, an engine and, unless nil, an in-process endpoint. The Tunnel owns
+// link, wire and local: its Close closes them. Nothing travels before Up.
+func New(link Link, wire Wire, engine *natengine.Engine, local *Local, o Options) *Tunnel {
+	return newTunnel(link, wire, engine, local, time.Now(), o)
+}
+
+// Beside makes another tunnel of the same gateway: with the engine and the clock of t, over a link,
+// a wire and with an in-process endpoint of its own. That has the addresses of the other; what
+// comes by a tunnel is answered by it.
+func (t *Tunnel) Beside(link Link, wire Wire, local *Local, logger *device.Logger) *Tunnel {
+	o := t.options
+	o.Logger = logger
+	return newTunnel(link, wire, t.engine, local, t.start, o)
+}
+
+func newTunnel(link Link, wire Wire, engine *natengine.Engine, local *Local, start time.Time, o Options) *Tunnel {
+	if o.Logger == nil {
+		o.Logger = device.NewLogger(device.LogLevelSilent, "")
+	}
+	t := &Tunnel{
+		link: link, wire: wire, engine: engine, local: local, options: o, start: start,
+		ended: make(chan struct{}), places: make(map[device.NoisePublicKey]netip.AddrPort),
+	}
+	t.mtu.Store(int64(link.MTU()))
+	t.coalesceUDP.Store(o.CoalesceUDP)
+	t.peers.Store(&peerTable{})
+	t.public.Store(new(device.NoisePublicKey))
+	t.out = newOutbound(t)
+	t.bind = newHandshakes(t)
+	t.dev = device.NewDevice(newNoPackets(), t.bind, o.Logger)
+	if local != nil {
+		local.attach(link.Wake, func() { engine.Count(nil, natengine.Outbound, natengine.DropLocalQueue) })
+	}
+	return t
+}
+
+// Now is the monotonic time since New. It is what the engine is given, so Sweep and Trace of the
+// same engine must be called with it too.
+func (t *Tunnel) Now() time.Duration { return time.Since(t.start) }
+
+// at is a time as peers keep it: never 0, which stands for none.
+func (t *Tunnel) at(now time.Time) int64 { return max(1, int64(now.Sub(t.start))) }
+
+// Up gives the tunnel its private key, opens its port, 0 for a free one, and begins. Once.
+func (t *Tunnel) Up(private [32]byte, port uint16) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if err := t.setPrivateKey(private); err != nil {
+		return err
+	}
+	if err := t.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", port)); err != nil {
+		return err
+	}
+	if err := t.dev.Up(); err != nil {
+		return err
+	}
+	t.up = true
+	t.running.Go(t.out.run)
+	return nil
+}
+
+// Port is the UDP port, 0 while there is no socket.
+func (t *Tunnel) Port() uint16 { return t.bind.openPort() }
+
+// SetPort moves the tunnel to another UDP port. When that fails there is no socket until it is
+// called again.
+func (t *Tunnel) SetPort(port uint16) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.dev.IpcSet(fmt.Sprintf("listen_port=%d\n", port))
+}
+
+// SetPrivateKey changes the key; all sessions end. The same key changes nothing.
+func (t *Tunnel) SetPrivateKey(private [32]byte) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.setPrivateKey(private)
+}
+
+func (t *Tunnel) setPrivateKey(private [32]byte) error {
+	public, err := curve25519.X25519(private[:], curve25519.Basepoint)
+	if err != nil {
+		return fmt.Errorf("private key: %w", err)
+	}
+	if t.private == private {
+		return nil
+	}
+	// The device would remove a peer with our own key, but not tell, and wait for its timers with
+	// its key locked, which they may wait for.
+	if self := t.peer(device.NoisePublicKey(public)); self != nil {
+		table := &peerTable{byState: maps.Clone(t.peers.Load().byState), byDevice: maps.Clone(t.peers.Load().byDevice)}
+		delete(table.byState, self.state)
+		delete(table.byDevice, self.dev)
+		t.publish(table)
+	}
+	if err := t.dev.SetPrivateKey(private); err != nil {
+		return fmt.Errorf("private key: %w", err)
+	}
+	t.private = private
+	t.public.Store((*device.NoisePublicKey)(public))
+	return nil
+}
+
+// SetMTU changes the largest packet of the tunnel, in octets: no message is padded beyond it. The
+// link's own MTU is the caller's business.
+func (t *Tunnel) SetMTU(mtu int) {
+	t.mtu.Store(int64(mtu))
+	if t.local != nil {
+		t.local.SetMTU(mtu)
+	}
+}
+
+// MTU is the largest packet of the tunnel in octets.
+func (t *Tunnel) MTU() int { return int(t.mtu.Load()) }
+
+// A Peer is a peer of the engine, its public key, and where it is; the zero AddrPort leaves that as
+// it is.
+type Peer struct {
+	State    *natengine.PeerState
+	Key      [32]byte
+	Endpoint netip.AddrPort
+}
+
+// SetPeers replaces the peers. Call it after each change of the engine's: what a peer may send is
+// what the engine's rules say, so a range that moves from one to another does so in one step there.
+// A peer that stays keeps its sessions; where it is, is set when Endpoint is another than the last
+// time, since a peer may roam.
+func (t *Tunnel) SetPeers(peers []Peer) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return nil
+	}
+	old := t.peers.Load()
+	table := &peerTable{
+		byState:  make(map[*natengine.PeerState]*peer, len(peers)),
+		byDevice: make(map[*device.Peer]*peer, len(peers)),
+	}
+	var errs []error
+	var fresh []*peer
+	for _, want := range peers {
+		key := device.NoisePublicKey(want.Key)
+		if key == *t.public.Load() {
+			errs = append(errs, fmt.Errorf("peer %s: its public key is our own", want.State.ID()))
+			continue
+		}
+		dev := t.dev.LookupPeer(key)
+		if q := table.byDevice[dev]; q != nil {
+			errs = append(errs, fmt.Errorf("peer %s: its public key is that of peer %s", want.State.ID(), q.state.ID()))
+			continue
+		}
+		p := old.byDevice[dev]
+		if dev == nil {
+			var err error
+			if dev, err = t.dev.NewPeer(key); err != nil {
+				errs = append(errs, fmt.Errorf("peer %s: %w", want.State.ID(), err))
+				continue
+			}
+			delete(t.places, key)
+		}
+		if p == nil || p.state != want.State {
+			p = newPeer(t, want.State, key, dev)
+			fresh = append(fresh, p)
+		}
+		if want.Endpoint.IsValid() && t.places[key] != want.Endpoint {
+			dev.SetEndpointFromPacket(t.wire.Endpoint(want.Endpoint))
+			t.places[key] = want.Endpoint
+		}
+		table.byState[want.State], table.byDevice[dev] = p, p
+	}
+	t.publish(table)
+	for _, p := range fresh {
+		if t.up {
+			p.dev.Start() // only now, so that its first message finds it in the table
+		}
+	}
+	t.lookSoon()
+	return errors.Join(errs...)
+}
+
+// publish replaces the table, and ends what is not in it any more.
+func (t *Tunnel) publish(table *peerTable) {
+	old := t.peers.Swap(table)
+	for dev, p := range old.byDevice {
+		switch table.byDevice[dev] {
+		case p:
+			continue
+		case nil:
+			t.dev.RemovePeer(p.key)
+			delete(t.places, p.key)
+		}
+		p.stop()
+	}
+}
+
+// Forget makes the next SetPeers set the peer's endpoint again, wherever it roamed to meanwhile.
+func (t *Tunnel) Forget(key [32]byte) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	delete(t.places, key)
+}
+
+// Stats is what is known of one peer.
+type Stats struct {
+	Endpoint  netip.AddrPort // where its last packet came from, else as configured; zero: not known
+	Handshake time.Time      // of the present session; zero: never
+	Received  uint64         // octets of WireGuard messages
+	Sent      uint64
+}
+
+// Stats is what is known of the peers, by public key.
+func (t *Tunnel) Stats() map[[32]byte]Stats {
+	table := t.peers.Load()
+	all := make(map[[32]byte]Stats, len(table.byDevice))
+	for dev, p := range table.byDevice {
+		s := Stats{Received: peerReceived.of(dev).Load(), Sent: peerSent.of(dev).Load()}
+		if e := endpointOf(dev); e != nil {
+			if at, ok := e.(interface{ AddrPort() netip.AddrPort }); ok {
+				s.Endpoint = at.AddrPort()
+			}
+		}
+		if ns := peerHandshake.of(dev).Load(); ns != 0 {
+			s.Handshake = time.Unix(0, ns)
+		}
+		all[p.key] = s
+	}
+	return all
+}
+
+// Handshake begins a handshake with a peer, unless one began within RekeyTimeout. It takes a fifth
+// of a millisecond.
+func (t *Tunnel) Handshake(key [32]byte) {
+	if p := t.peer(key); p != nil {
+		_ = p.dev.SendHandshakeInitiation(false) // the device has logged why not
+	}
+}
+
+// Rest ends the attempts to reach a peer, until there is a packet for it. Its session, if it has
+// one by now, stays.
+func (t *Tunnel) Rest(key [32]byte) {
+	if p := t.peer(key); p != nil {
+		(*peerRetransmit.of(p.dev)).Del()
+	}
+}
+
+func (t *Tunnel) peer(key [32]byte) *peer {
+	return t.peers.Load().byDevice[t.dev.LookupPeer(key)]
+}
+
+// Wait returns a channel that is closed when the tunnel has ended: its link is gone, or Close was
+// called.
+func (t *Tunnel) Wait() <-chan struct{} { return t.ended }
+
+// Close ends the tunnel and waits for its goroutines. Further calls do nothing.
+func (t *Tunnel) Close() error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed {
+		return nil
+	}
+	t.closed = true
+	err := t.link.Close()
+	if t.local != nil {
+		t.local.Close()
+	}
+	for _, p := range t.peers.Load().byDevice {
+		p.stop()
+	}
+	t.dev.Close() // and with it the wire
+	t.running.Wait()
+	if !t.up {
+		close(t.ended)
+	}
+	return err
+}
+
+// lookSoon makes the outbound goroutine look after the packets that wait, if any do.
+func (t *Tunnel) lookSoon() {
+	if t.waiting.Load() {
+		t.look.Store(true)
+		t.link.Wake()
+	}
+}
+
+// dropOf names the reason to drop a packet that does not parse.
+func dropOf(err error) natengine.Drop {
+	if errors.Is(err, packet.ErrTinyFragment) || errors.Is(err, packet.ErrFragmentRange) {
+		return natengine.DropFragment
+	}
+	return natengine.DropMalformed
+}
+
+// traffic adds up what one batch carries, so that the counters of a peer, which other goroutines
+// read, are touched once per batch and peer.
+type traffic struct {
+	direction      natengine.Direction
+	peer           *natengine.PeerState
+	packets, bytes int
+}
+
+// add counts packets and octets of IP, as they travel through the tunnel.
+func (t *traffic) add(peer *natengine.PeerState, packets, bytes int) {
+	if peer != t.peer {
+		t.flush()
+		t.peer = peer
+	}
+	t.packets += packets
+	t.bytes += bytes
+}
+
+func (t *traffic) flush() {
+	if t.peer != nil {
+		t.peer.CountTraffic(t.direction, t.packets, t.bytes)
+	}
+	t.peer, t.packets, t.bytes = nil, 0, 0
+}

@@ -1,0 +1,171 @@
+package datapath
+
+import (
+	"errors"
+	"os"
+	"syscall"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// maxDelivered is how many packets of one peer that came together the in-process endpoint takes:
+// the largest datagram in fragments, and more than any peer has to say to it. Each takes longer
+// than a hundred that are refused, and they would be the way to hold up the others.
+const maxDelivered = 64
+
+// writer is the second half of an inbound goroutine, and its scratch: packets that came out of the
+// tunnel are joined to runs, translated, and written to the link or handed to the in-process
+// endpoint.
+type writer struct {
+	t         *Tunnel
+	coalescer packet.Coalescer
+	ahead     natengine.Lookahead
+	header    [packet.VirtioHeaderLen]byte
+	vector    [][]byte // header, packet, payloads: what one Link.Write takes
+	whole     []byte   // a run put together for who takes packets only
+	segmenter packet.Segmenter
+	view      packet.View
+	traffic   traffic
+	now       time.Duration
+	delivered int
+	closed    bool
+}
+
+func newWriter(t *Tunnel) writer {
+	return writer{t: t, traffic: traffic{direction: natengine.Inbound}}
+}
+
+// packets translates packets of one peer, in order. Their octets are changed, and not kept. Packets
+// that are dropped are counted and are no error; os.ErrClosed means that the link is closed.
+func (w *writer) packets(peer *natengine.PeerState, packets [][]byte) error {
+	w.now, w.delivered, w.closed = w.t.Now(), 0, false
+	w.coalescer.UDP = w.t.coalesceUDP.Load()
+	for _, b := range packets {
+		if err := w.coalescer.Add(b); err != nil {
+			w.t.engine.Count(peer, natengine.Inbound, dropOf(err))
+		}
+	}
+	runs := w.coalescer.Runs()
+	if len(runs) > 1 && w.ahead.Begin(w.t.engine, natengine.Inbound) {
+		for i := range runs {
+			w.ahead.Add(&runs[i].View)
+		}
+		w.ahead.Fetch()
+	}
+	for i := range runs {
+		w.run(peer, &runs[i])
+	}
+	w.traffic.flush()
+	w.coalescer.Reset()
+	if w.closed {
+		return os.ErrClosed
+	}
+	return nil
+}
+
+// run handles one run. The key that opened its packets tells whose they are; the engine drops them
+// when their source is not an address of that peer.
+func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
+	v := w.t.engine.InboundFrom(peer, &run.View, w.now)
+	switch v.Action {
+	case natengine.Forward:
+		headers := run.View.PayloadOffset()
+		w.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*headers)
+		w.writeRun(v.Peer, run)
+	case natengine.Deliver:
+		w.traffic.add(v.Peer, run.Segments, run.View.Len()+(run.Segments-1)*run.View.PayloadOffset())
+		// Packet by packet: its sockets know no superpackets.
+		w.each(v.Peer, run, func(p []byte) { w.deliver(v.Peer, p) })
+	case natengine.Discard: // the engine has counted one packet
+		for range run.Segments - 1 {
+			w.t.engine.Count(v.Peer, natengine.Inbound, v.Drop)
+		}
+		return
+	default: // held
+		return
+	}
+	for _, p := range v.Released() {
+		w.traffic.add(v.Peer, 1, len(p))
+		if v.Action == natengine.Deliver {
+			w.deliver(v.Peer, p)
+		} else {
+			w.written(v.Peer, 1, w.writeLink(packet.VirtioHeader{}, p, nil))
+		}
+	}
+}
+
+// writeRun writes a run to the link, as a superpacket where it is more than one packet. A link that
+// refuses those of UDP, as some kernels do, gets no more of them.
+func (w *writer) writeRun(peer *natengine.PeerState, run *packet.Run) {
+	err := w.writeLink(run.Header, run.View.Bytes(), run.Tail)
+	if run.Segments > 1 && run.View.Proto() == packet.UDP && errors.Is(err, syscall.EINVAL) {
+		w.t.coalesceUDP.Store(false)
+		w.each(peer, run, func(p []byte) { w.written(peer, 1, w.writeLink(packet.VirtioHeader{}, p, nil)) })
+		return
+	}
+	w.written(peer, run.Segments, err)
+}
+
+// writeLink writes one packet or superpacket to the link.
+func (w *writer) writeLink(h packet.VirtioHeader, head []byte, tail [][]byte) error {
+	h.Encode(w.header[:])
+	w.vector = append(append(w.vector[:0], w.header[:], head), tail...)
+	err := w.t.link.Write(w.vector)
+	clear(w.vector) // the pool must not keep packets alive
+	return err
+}
+
+// written counts packets that the link did not take.
+func (w *writer) written(peer *natengine.PeerState, packets int, err error) {
+	if err == nil {
+		return
+	}
+	w.closed = w.closed || errors.Is(err, os.ErrClosed)
+	for range packets {
+		w.t.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
+	}
+}
+
+// each calls f with each packet of a run, complete and in order; f does not keep it.
+func (w *writer) each(peer *natengine.PeerState, run *packet.Run, f func([]byte)) {
+	if run.Segments == 1 {
+		f(run.View.Bytes())
+		return
+	}
+	w.whole = append(w.whole[:0], run.View.Bytes()...)
+	for _, b := range run.Tail {
+		w.whole = append(w.whole, b...)
+	}
+	err := w.view.Parse(w.whole, packet.ChecksumPartial)
+	if err == nil {
+		err = w.segmenter.Reset(&w.view, int(run.Header.GSOSize))
+	}
+	if err != nil {
+		w.t.engine.Count(peer, natengine.Inbound, dropOf(err))
+		return
+	}
+	for w.segmenter.Remaining() > 0 {
+		f(w.segmenter.Next())
+	}
+}
+
+// deliver hands one packet to the in-process endpoint, or drops it when the peer has had its share.
+func (w *writer) deliver(peer *natengine.PeerState, p []byte) {
+	if w.delivered == maxDelivered {
+		w.t.engine.Count(peer, natengine.Inbound, natengine.DropLocalQueue)
+		return
+	}
+	w.delivered++
+	w.t.deliverPacket(peer, p)
+}
+
+// deliverPacket hands one packet to the in-process endpoint.
+func (t *Tunnel) deliverPacket(peer *natengine.PeerState, p []byte) {
+	if t.local == nil {
+		t.engine.Count(peer, natengine.Inbound, natengine.DropLocalQueue)
+		return
+	}
+	t.local.deliver(p)
+}

@@ -1,0 +1,103 @@
+// Package cli is what the programs of Isthmus have in common: exit codes, signals and the version.
+//
+// The exit code is 0 when all is fine, 1 when a problem was found or a command could not do its
+// work, and 2 when the command was used wrongly or what it asks could not be reached.
+package cli
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"os/signal"
+	"syscall"
+
+	"github.com/spf13/cobra"
+)
+
+// ExitCodes is what help says about them.
+const ExitCodes = `Exit codes: 0 all is fine; 1 a problem was found, or the command could not do its work;
+2 it was used wrongly, or what it asks could not be reached.`
+
+// Exit codes.
+const (
+	Fine    = 0
+	Problem = 1
+	Wrong   = 2
+)
+
+// codeError ends the program with a code of its own.
+type codeError struct {
+	code int
+	err  error // nil: everything has been said
+}
+
+func (e *codeError) Error() string {
+	if e.err == nil {
+		return ""
+	}
+	return e.err.Error()
+}
+
+func (e *codeError) Unwrap() error { return e.err }
+
+// Usage says what is wrong with the arguments; the program ends with Wrong.
+func Usage(format string, args ...any) error { return &codeError{Wrong, fmt.Errorf(format, args...)} }
+
+// Unreachable says that err kept the command from finding out anything; the program ends with
+// Wrong.
+func Unreachable(err error) error { return &codeError{Wrong, err} }
+
+// ErrProblem ends the program with Problem after the command has printed the problem.
+var ErrProblem error = &codeError{code: Problem}
+
+// started tells errors of a command from errors in its use.
+const started = "started"
+
+// Run is a whole program; it returns the exit code. The context of the command ends with the first
+// signal that asks the program to end; a second one ends the program at once.
+func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.Writer) int {
+	signals := []os.Signal{os.Interrupt, syscall.SIGTERM}
+	if !signal.Ignored(syscall.SIGHUP) { // as by nohup
+		signals = append(signals, syscall.SIGHUP)
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), signals...)
+	defer stop()
+	context.AfterFunc(ctx, stop)
+
+	root.SetArgs(args)
+	root.SetIn(stdin)
+	root.SetOut(stdout)
+	root.SetErr(stderr)
+	root.SilenceUsage, root.SilenceErrors = true, true
+	root.AddCommand(versionCommand(), referenceCommand())
+	root.SetFlagErrorFunc(flagError)
+	root.Version = Version()
+	root.SetVersionTemplate(versionLine(root.Name()))
+	root.PersistentPreRun = func(*cobra.Command, []string) { root.Annotations = map[string]string{started: "yes"} }
+	return exitCode(ctx, root, root.ExecuteContext(ctx))
+}
+
+// exitCode prints err and says how to end.
+func exitCode(ctx context.Context, root *cobra.Command, err error) int {
+	if err == nil {
+		return Fine
+	}
+	name := root.Name()
+	text := err.Error()
+	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
+		text = "interrupted: " + text
+	}
+	if text != "" {
+		fmt.Fprintf(root.ErrOrStderr(), "%s: %s\n", name, text)
+	}
+	if code := (*codeError)(nil); errors.As(err, &code) {
+		return code.code
+	}
+	if root.Annotations[started] == "" {
+		fmt.Fprintf(root.ErrOrStderr(), "Try \"%s --help\".\n", name)
+		return Wrong
+	}
+	return Problem
+}

@@ -1,0 +1,52 @@
+package cli
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"strings"
+	"syscall"
+	"testing"
+
+	"github.com/spf13/cobra"
+)
+
+func TestExitCodeSaysWhoseFaultItIs(t *testing.T) {
+	for _, tc := range []struct {
+		name string
+		args []string
+		err  error
+		code int
+		says string
+	}{
+		{"fine", []string{"do"}, nil, Fine, ""},
+		{"an error", []string{"do"}, errors.New("no luck"), Problem, "program: no luck\n"},
+		{"a problem that was printed", []string{"do"}, ErrProblem, Problem, ""},
+		{"wrong usage", []string{"do"}, Usage("--x %d: want 1", 2), Wrong, "program: --x 2: want 1\n"},
+		{"unreachable, wrapped", []string{"do"}, fmt.Errorf("a: %w", Unreachable(errors.New("gone"))), Wrong, "program: a: gone\n"},
+		{"no such flag", []string{"do", "--nope"}, nil, Wrong, "program: unknown flag: --nope\nTry \"program --help\".\n"},
+	} {
+		var out, errs bytes.Buffer
+		root := &cobra.Command{Use: "program"}
+		root.AddCommand(&cobra.Command{Use: "do", RunE: func(*cobra.Command, []string) error { return tc.err }})
+		if code := Run(root, tc.args, strings.NewReader(""), &out, &errs); code != tc.code || errs.String() != tc.says {
+			t.Errorf("%s: code %d, %q; want %d, %q", tc.name, code, &errs, tc.code, tc.says)
+		}
+	}
+}
+
+func TestSignalEndsTheContextAndIsCalledAnInterruption(t *testing.T) {
+	for _, s := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP} {
+		var out, errs bytes.Buffer
+		root := &cobra.Command{Use: "program", RunE: func(cmd *cobra.Command, _ []string) error {
+			if err := syscall.Kill(syscall.Getpid(), s); err != nil {
+				return err
+			}
+			<-cmd.Context().Done()
+			return fmt.Errorf("step 3: %w", cmd.Context().Err())
+		}}
+		if code := Run(root, nil, strings.NewReader(""), &out, &errs); code != Problem || errs.String() != "program: interrupted: step 3: context canceled\n" {
+			t.Errorf("%v: code %d, %q", s, code, &errs)
+		}
+	}
+}

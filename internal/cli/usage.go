@@ -1,0 +1,79 @@
+package cli
+
+import (
+	"errors"
+	"fmt"
+	"strings"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+)
+
+// kinds say what a flag of one of pflag's types wants; those of ours explain themselves.
+var kinds = map[string]string{
+	"int": "a number", "int32": "a number", "int64": "a number", "uint16": "a number from 0 to 65535",
+	"bool": "true or false", "duration": "a duration such as 90s or 5m",
+}
+
+// flagError tells people what pflag tells programmers.
+func flagError(cmd *cobra.Command, err error) error {
+	var unknown *pflag.NotExistError
+	var invalid *pflag.InvalidValueError
+	switch {
+	case errors.As(err, &unknown) && unknown.GetSpecifiedShortnames() == "":
+		name := unknown.GetSpecifiedName()
+		var names []string
+		cmd.Flags().VisitAll(func(f *pflag.Flag) {
+			if !f.Hidden {
+				names = append(names, f.Name)
+			}
+		})
+		if near := Nearest(name, names); near != "" {
+			return fmt.Errorf("unknown flag: --%s; did you mean --%s?", name, near)
+		}
+	case errors.As(err, &invalid):
+		value := invalid.GetFlag().Value
+		if want := kinds[value.Type()]; want != "" && strings.HasPrefix(fmt.Sprintf("%T", value), "*pflag.") {
+			return fmt.Errorf("--%s %q: want %s", invalid.GetFlag().Name, invalid.GetValue(), want)
+		}
+		return fmt.Errorf("--%s %q: %w", invalid.GetFlag().Name, invalid.GetValue(), invalid.Unwrap())
+	}
+	return err
+}
+
+// Nearest returns the word that somebody may have meant who wrote said: at most two letters are
+// different, missing or too many, or said is how it begins. "" when there is none.
+func Nearest(said string, words []string) string {
+	best, least := "", 3
+	for _, w := range words {
+		d := distance(said, w)
+		if len(said) > 1 && strings.HasPrefix(w, said) {
+			d = min(d, 2)
+		}
+		if d < least && d < len(said) {
+			best, least = w, d
+		}
+	}
+	return best
+}
+
+// distance is Levenshtein's: how many letters are to be changed, put in or taken out.
+func distance(a, b string) int {
+	row := make([]int, len(b)+1)
+	for j := range row {
+		row[j] = j
+	}
+	for i := range len(a) {
+		diagonal := row[0]
+		row[0] = i + 1
+		for j := range len(b) {
+			change := diagonal
+			if a[i] != b[j] {
+				change++
+			}
+			diagonal = row[j+1]
+			row[j+1] = min(change, row[j]+1, row[j+1]+1)
+		}
+	}
+	return row[len(b)]
+}

@@ -1,0 +1,62 @@
+package cli
+
+import (
+	"fmt"
+	"runtime"
+	"runtime/debug"
+
+	"github.com/spf13/cobra"
+)
+
+// release is set by the linker for a release: -ldflags "-X
+// github.com/isthmus-net/isthmus/internal/cli.release=v1.2.3".
+var release string
+
+// versionLine is what "version" and "--version" print.
+func versionLine(program string) string {
+	return fmt.Sprintf("%s %s %s %s/%s\n", program, Version(), runtime.Version(), runtime.GOOS, runtime.GOARCH)
+}
+
+func versionCommand() *cobra.Command {
+	var output Output
+	cmd := &cobra.Command{
+		Use:   "version",
+		Short: "Print the version",
+		Args:  cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if output.ForPrograms() {
+				return output.Print(cmd.OutOrStdout(), map[string]string{"version": Version(), "go": runtime.Version(), "platform": runtime.GOOS + "/" + runtime.GOARCH})
+			}
+			_, err := fmt.Fprint(cmd.OutOrStdout(), versionLine(cmd.Root().Name()))
+			return err
+		},
+	}
+	AddOutputFlag(cmd, &output, "print for programs")
+	return cmd
+}
+
+// Version is the release, else what the build knows of the commit.
+func Version() string {
+	if release != "" {
+		return release
+	}
+	info, ok := debug.ReadBuildInfo()
+	if !ok {
+		return "unknown"
+	}
+	revision, modified := "", ""
+	for _, s := range info.Settings {
+		switch s.Key {
+		case "vcs.revision":
+			revision = s.Value[:min(12, len(s.Value))]
+		case "vcs.modified":
+			if s.Value == "true" {
+				modified = "-modified"
+			}
+		}
+	}
+	if revision == "" {
+		return info.Main.Version
+	}
+	return revision + modified
+}

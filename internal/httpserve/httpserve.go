@@ -1,0 +1,78 @@
+// Package httpserve runs the HTTP servers of a component: with timeouts that keep slow and idle
+// clients from piling up, and an end that gives requests under way a moment.
+package httpserve
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/http"
+	"sync"
+	"time"
+)
+
+// Servers are the servers of one component. Its methods are for one goroutine.
+type Servers struct {
+	log *slog.Logger
+	all []server
+	wg  sync.WaitGroup
+}
+
+type server struct {
+	what     string
+	listener net.Listener
+	http     *http.Server
+}
+
+// New returns no servers yet; what happens to them later goes to log.
+func New(log *slog.Logger) *Servers { return &Servers{log: log} }
+
+// Listen opens a socket, so that a wrong address is an error at the start; what is how the error
+// calls it. An empty address is none, which is fine. Clients wait until Serve. The address listened
+// at is returned.
+func (s *Servers) Listen(what, address string, handler http.Handler) (net.Addr, error) {
+	if address == "" {
+		return nil, nil
+	}
+	l, err := net.Listen("tcp", address)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", what, err)
+	}
+	s.all = append(s.all, server{what, l, &http.Server{
+		Handler:           handler,
+		ReadHeaderTimeout: 5 * time.Second,
+		ReadTimeout:       10 * time.Second,
+		WriteTimeout:      30 * time.Second,
+		IdleTimeout:       time.Minute,
+		MaxHeaderBytes:    1 << 14,
+		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
+	}})
+	return l.Addr(), nil
+}
+
+// Serve answers on all sockets until Close, in goroutines of its own.
+func (s *Servers) Serve() {
+	for _, one := range s.all {
+		s.wg.Go(func() {
+			if err := one.http.Serve(one.listener); !errors.Is(err, http.ErrServerClosed) {
+				s.log.Error("HTTP server ended", "server", one.what, "error", err)
+			}
+		})
+	}
+}
+
+// Close gives requests under way a second, and returns when no goroutine of Serve is left. It may
+// be called again, and without Serve.
+func (s *Servers) Close() {
+	ctx, cancel := context.WithTimeout(context.Background(), time.Second)
+	defer cancel()
+	for _, one := range s.all {
+		if one.http.Shutdown(ctx) != nil {
+			_ = one.http.Close()
+		}
+		_ = one.listener.Close() // Shutdown knows it only after Serve
+	}
+	s.wg.Wait()
+}

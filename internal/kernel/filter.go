@@ -1,0 +1,121 @@
+package kernel
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// Filter is a table of nftables that keeps others out of the overlay. Its chains are always the
+// same (FilterChains); what differs is the addresses in its sets, each sorted and separated by
+// spaces, so that filters are comparable.
+type Filter struct {
+	Nodes  string // underlay addresses of the other nodes of the cluster, IPv4
+	Remote string // networks of peers, IPv4
+	Own    string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
+}
+
+// FilterFor makes a Filter. Networks inside others are left out, and so is IPv6, which the overlay
+// does not carry.
+func FilterFor(nodes []netip.Addr, remote []netip.Prefix, own []netip.Addr) Filter {
+	var f Filter
+	f.Nodes, f.Own = addresses(nodes), addresses(own)
+	remote = slices.SortedFunc(slices.Values(remote), func(a, b netip.Prefix) int { return a.Compare(b) })
+	var last netip.Prefix
+	var texts []string
+	for _, p := range remote { // a network sorts before those inside
+		if p.Addr().Is4() && !(last.IsValid() && last.Overlaps(p)) {
+			last = p
+			texts = append(texts, p.String())
+		}
+	}
+	f.Remote = strings.Join(texts, " ")
+	return f
+}
+
+func addresses(all []netip.Addr) string {
+	all = slices.DeleteFunc(slices.SortedFunc(slices.Values(all), netip.Addr.Compare), func(a netip.Addr) bool { return !a.Is4() })
+	var texts []string
+	for _, a := range slices.Compact(all) {
+		texts = append(texts, a.String())
+	}
+	return strings.Join(texts, " ")
+}
+
+// FilterTable is the table's name; its family is inet.
+const FilterTable = "isthmus"
+
+// FilterPriority is that of the chains with a hook: before the rules of others, which may still
+// drop what these let pass.
+const FilterPriority = -1
+
+// A FilterChain is a chain of the table, with its rules as nft(8) takes them.
+type FilterChain struct {
+	Name, Hook string // without a hook others jump to it
+	Rules      []string
+}
+
+// FilterChains are the chains, those before that are jumped to.
+//
+// What claims to be of the overlay is believed only when it comes from another node of the cluster,
+// by the device that leads to that node: a pod or an underlay host with an ordinary UDP socket
+// could otherwise send anything as anybody. No packet that is forwarded goes to the overlay's port,
+// whether its source is translated later or not, and whether it comes from a pod of ours or of a
+// peer.
+//
+// What a peer sends is for pods and for mapped endpoints. To the node itself only answers come in,
+// and what is for an address of its own outside the pods' networks, which a packet from a peer can
+// only have when somebody mapped it.
+//
+// Inside the overlay one end of a packet is a peer's and the other is not, and what has a peer's
+// source came out of the gateway: its node would otherwise carry there what a pod of its own made
+// up.
+var FilterChains = []FilterChain{
+	{Name: "remote", Rules: []string{
+		"udp dport 4800 drop",
+		"ct state established,related accept",
+		"ip daddr @own accept",
+		"drop",
+	}},
+	{Name: "overlay", Rules: []string{
+		"ip saddr @remote ip daddr != @remote accept",
+		"ip saddr != @remote ip daddr @remote accept",
+		"drop",
+	}},
+	{Name: "input", Hook: "input", Rules: []string{
+		`iifname "isthmus.vxlan" jump remote`,
+		`iifname "isthmus.host" jump remote`,
+		"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept",
+		"udp dport 4800 drop",
+	}},
+	{Name: "forward", Hook: "forward", Rules: []string{
+		"udp dport 4800 drop",
+		`iifname "isthmus.vxlan" jump overlay`,
+		`oifname "isthmus.vxlan" iifname != "isthmus.host" ip saddr @remote drop`,
+	}},
+}
+
+// command is one line for nft(8), which replaces the table in one step.
+func (f Filter) command(remove bool, _ string) string {
+	c := fmt.Sprintf("add table inet %s; delete table inet %s", FilterTable, FilterTable)
+	if remove {
+		return "nft '" + c + "'"
+	}
+	c += fmt.Sprintf("; table inet %s { ", FilterTable)
+	for _, set := range []struct{ name, flags, elements string }{{"nodes", "", f.Nodes}, {"remote", "flags interval; ", f.Remote}, {"own", "", f.Own}} {
+		c += fmt.Sprintf("set %s { type ipv4_addr; %s", set.name, set.flags)
+		if set.elements != "" {
+			c += fmt.Sprintf("elements = { %s }; ", strings.ReplaceAll(set.elements, " ", ", "))
+		}
+		c += "}; "
+	}
+	for _, chain := range FilterChains {
+		c += "chain " + chain.Name + " { "
+		if chain.Hook != "" {
+			c += fmt.Sprintf("type filter hook %s priority %d; ", chain.Hook, FilterPriority)
+		}
+		c += strings.Join(chain.Rules, "; ") + "; }; "
+	}
+	return "nft '" + c + "}'"
+}

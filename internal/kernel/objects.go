@@ -1,0 +1,286 @@
+// Package kernel is what Isthmus keeps in the network namespaces of a node, as values: the objects
+// with the commands that make and remove them, which of them are ours, and the plan that turns one
+// State into another. It does no I/O; package rtnl below it makes a State true.
+//
+//	fabric.NodeFor, fabric.GatewayHostFor ─► State ─┐
+//	                                                ├─ PlanFor ─► Plan ─► rtnl, one operation after another
+//	rtnl reads what is there of ours ──────► State ─┘
+package kernel
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// Namespace is one of the two network namespaces that a program looks after.
+type Namespace uint8
+
+// The namespaces.
+const (
+	Host  Namespace = iota // that of the process
+	Inner                  // the gateway's own, without a name
+)
+
+// State is what there is, or should be, as far as it is one owner's. What is not in a wanted State
+// has to go. The order of the fields is the order in which to add.
+type State struct {
+	Filters   []Filter // none or one
+	Devices   []Device
+	Settings  []Setting
+	Links     []Link
+	Addresses []Address
+	FDB       []FDBEntry
+	Neighbors []Neighbor
+	Routes    []Route
+	Rules     []Rule
+}
+
+// Closed is what a node has that may carry nothing for peers: the table that refuses, asked before
+// any other of ours.
+func (s State) Closed() (closed State) {
+	for _, r := range s.Routes {
+		if r.Table == RefuseTable {
+			closed.Routes = append(closed.Routes, r)
+		}
+	}
+	for _, r := range s.Rules {
+		if r.Table == RefuseTable {
+			r.Priority = OverlayRulePriority
+			closed.Rules = append(closed.Rules, r)
+		}
+	}
+	return closed
+}
+
+// The kinds of objects. Each is a comparable value, so "the same" is ==.
+type (
+	// Device is one of ours, with what the kernel does not let change. With neither Peer nor VXLAN
+	// it is of another kind, and not ours in truth.
+	Device struct {
+		In    Namespace
+		Name  string
+		Peer  string // the other end of a veth pair, in the Inner namespace
+		VXLAN VXLAN
+	}
+	// Setting is a value below /proc/sys.
+	Setting struct {
+		In          Namespace
+		Path, Value string
+	}
+	// Link is what can be changed of a device.
+	Link struct {
+		In   Namespace
+		Name string
+		MAC  MAC // zero: the device has none
+		MTU  int
+		Up   bool
+	}
+	// Address is one of a device.
+	Address struct {
+		In     Namespace
+		Dev    string
+		Prefix netip.Prefix
+	}
+	// FDBEntry says at which underlay address a VXLAN device finds a MAC address.
+	FDBEntry struct {
+		In  Namespace
+		Dev string
+		MAC MAC
+		Dst netip.Addr
+	}
+	// Neighbor says which MAC address an address on a device has, for ever.
+	Neighbor struct {
+		In   Namespace
+		Dev  string
+		Addr netip.Addr
+		MAC  MAC
+	}
+	// Route is one of a table.
+	Route struct {
+		In       Namespace
+		Prefix   netip.Prefix
+		Type     RouteType
+		Via      netip.Addr // zero: whoever has the address is on the device
+		Dev      string     // see Devs; Unicast only
+		Table    int
+		Metric   int
+		Protocol int
+	}
+	// Rule is a policy rule. Zero fields do not select.
+	Rule struct {
+		V6       bool
+		Priority int
+		Iif      string // device that the packet came by
+		From, To netip.Prefix
+		Table    int
+		Protocol int
+	}
+)
+
+// VXLAN is what distinguishes one VXLAN device from another.
+type VXLAN struct {
+	ID       uint32
+	Port     uint16
+	Local    netip.Addr
+	Learning bool
+}
+
+// MAC is an Ethernet address.
+type MAC [6]byte
+
+// String returns six hexadecimal octets with colons.
+func (m MAC) String() string {
+	return fmt.Sprintf("%02x:%02x:%02x:%02x:%02x:%02x", m[0], m[1], m[2], m[3], m[4], m[5])
+}
+
+// RouteType says what a Route does with a packet.
+type RouteType uint8
+
+// The types of routes.
+const (
+	Unicast     RouteType = iota // by Dev
+	Unreachable                  // the sender is told so
+	Throw                        // the next rule is asked
+)
+
+// Devs is the Dev of a route whose flows the kernel shares out among several devices.
+func Devs(names ...string) string {
+	return strings.Join(slices.Sorted(slices.Values(names)), " ")
+}
+
+// An Object is one of the kinds above. It prints as the command that makes or removes it; inner is
+// a path of the Inner namespace for nsenter(1).
+type Object interface {
+	command(remove bool, inner string) string
+}
+
+// String prints the state as commands, one a line, in the order in which to type them.
+func (s State) String() string { return PlanFor(State{}, s).Commands("") }
+
+func (d Device) command(remove bool, inner string) string {
+	switch {
+	case remove:
+		return d.In.enter(inner) + "ip link del " + d.Name
+	case d.Peer != "":
+		return fmt.Sprintf("ip link add %s type veth peer name %s netns %s", d.Name, d.Peer, inner)
+	}
+	learning := "nolearning"
+	if d.VXLAN.Learning {
+		learning = "learning"
+	}
+	return fmt.Sprintf("%sip link add %s type vxlan id %d local %v dstport %d %s",
+		d.In.enter(inner), d.Name, d.VXLAN.ID, d.VXLAN.Local, d.VXLAN.Port, learning)
+}
+
+func (s Setting) command(_ bool, inner string) string {
+	return s.In.enter(inner) + "sysctl -w " + s.Path + "=" + s.Value
+}
+
+func (l Link) command(_ bool, inner string) string {
+	c := l.In.enter(inner) + "ip link set " + l.Name
+	if l.MAC != (MAC{}) {
+		c += " address " + l.MAC.String()
+	}
+	state := "down"
+	if l.Up {
+		state = "up"
+	}
+	return fmt.Sprintf("%s mtu %d %s", c, l.MTU, state)
+}
+
+func (a Address) command(remove bool, inner string) string {
+	c := fmt.Sprintf("%s%s addr %s %v dev %s", a.In.enter(inner), ip(a.Prefix.Addr().Is6()), verb(remove), a.Prefix, a.Dev)
+	if !remove {
+		c += " noprefixroute" // a route to its network is among the routes, where it can be told from a foreign one
+	}
+	return c
+}
+
+func (f FDBEntry) command(remove bool, inner string) string {
+	c := fmt.Sprintf("%sbridge fdb %s %v dev %s dst %v self", f.In.enter(inner), verb(remove), f.MAC, f.Dev, f.Dst)
+	if !remove {
+		c += " permanent"
+	}
+	return c
+}
+
+func (n Neighbor) command(remove bool, inner string) string {
+	c := fmt.Sprintf("%s%s neigh %s %v", n.In.enter(inner), ip(n.Addr.Is6()), verb(remove), n.Addr)
+	if remove {
+		return c + " dev " + n.Dev
+	}
+	return fmt.Sprintf("%s lladdr %v dev %s nud permanent", c, n.MAC, n.Dev)
+}
+
+func (r Route) command(remove bool, inner string) string {
+	var b strings.Builder
+	fmt.Fprintf(&b, "%s%s route %s ", r.In.enter(inner), ip(r.Prefix.Addr().Is6()), verb(remove))
+	b.WriteString([...]string{Unicast: "", Unreachable: "unreachable ", Throw: "throw "}[r.Type])
+	b.WriteString(r.Prefix.String())
+	hop := ""
+	if r.Via.IsValid() {
+		hop = " via " + r.Via.String()
+	}
+	devs := strings.Fields(r.Dev)
+	if len(devs) == 1 {
+		b.WriteString(hop + " dev " + r.Dev)
+		if r.Via.Is4() {
+			b.WriteString(" onlink")
+		}
+	}
+	if r.Table != MainTable {
+		fmt.Fprintf(&b, " table %d", r.Table)
+	}
+	if r.Metric != 0 {
+		fmt.Fprintf(&b, " metric %d", r.Metric)
+	}
+	fmt.Fprintf(&b, " proto %d", r.Protocol)
+	if len(devs) > 1 {
+		for _, dev := range devs {
+			b.WriteString(" nexthop" + hop + " dev " + dev)
+		}
+	}
+	return b.String()
+}
+
+func (r Rule) command(remove bool, _ string) string {
+	verb := "add"
+	if remove {
+		verb = "del"
+	}
+	c := fmt.Sprintf("%s rule %s priority %d", ip(r.V6), verb, r.Priority)
+	if r.From.IsValid() {
+		c += fmt.Sprintf(" from %v", r.From)
+	}
+	if r.To.IsValid() {
+		c += fmt.Sprintf(" to %v", r.To)
+	}
+	if r.Iif != "" {
+		c += " iif " + r.Iif
+	}
+	return c + fmt.Sprintf(" lookup %d protocol %d", r.Table, r.Protocol)
+}
+
+func (n Namespace) enter(inner string) string {
+	if n == Inner {
+		return "nsenter --net=" + inner + " "
+	}
+	return ""
+}
+
+func ip(v6 bool) string {
+	if v6 {
+		return "ip -6"
+	}
+	return "ip"
+}
+
+// verb: an addition that finds the object already there has succeeded.
+func verb(remove bool) string {
+	if remove {
+		return "del"
+	}
+	return "replace"
+}

@@ -1,0 +1,115 @@
+package kernel
+
+import (
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/isthmus-net/isthmus/internal/diff"
+)
+
+// An Op is one change of the kernel's state.
+type Op struct {
+	Remove bool
+	Object Object
+}
+
+// Command prints the change as what an operator could type; inner is as in Object.
+func (o Op) Command(inner string) string { return o.Object.command(o.Remove, inner) }
+
+// A Plan is a list of changes in the order in which to make them.
+type Plan []Op
+
+// Commands prints one command a line.
+func (p Plan) Commands(inner string) string {
+	var b strings.Builder
+	for _, o := range p {
+		b.WriteString(o.Command(inner) + "\n")
+	}
+	return b.String()
+}
+
+// Additions is the plan without what it removes.
+func (p Plan) Additions() Plan {
+	return slices.DeleteFunc(slices.Clone(p), func(o Op) bool { return o.Remove })
+}
+
+// PlanFor compares. The filter comes first, so that the overlay is never without, then devices,
+// because the rest hangs on them, and come up when they are set; then additions before removals,
+// and removals in the opposite order: a moment with two routes is harmless, a moment with none is
+// an outage. Only a device that cannot be changed to what is wanted, or is half of a pair, is
+// removed before. What hung on a device goes with it.
+func PlanFor(have, want State) Plan {
+	var adds, removes Plan
+	planKind(&adds, &removes, have.Filters, want.Filters, func(Filter) bool { return true })
+	for _, d := range have.Devices {
+		switch {
+		case slices.Contains(want.Devices, d):
+			continue
+		case slices.ContainsFunc(want.Devices, d.inTheWayOf):
+			adds = append(adds, Op{true, d})
+		default:
+			removes = append(removes, Op{true, d})
+		}
+		have = have.without(d)
+	}
+	planKind(&adds, nil, have.Devices, want.Devices, func(d Device) Device { return d })
+	planKind(&adds, nil, have.Settings, want.Settings, func(s Setting) Setting { s.Value = ""; return s })
+	planKind(&adds, nil, have.Links, want.Links, func(l Link) Place { return Place{l.In, l.Name} })
+	planKind(&adds, &removes, have.Addresses, want.Addresses, func(a Address) Address { return a })
+	planKind(&adds, &removes, have.FDB, want.FDB, func(f FDBEntry) FDBEntry { f.Dst = netip.Addr{}; return f })
+	planKind(&adds, &removes, have.Neighbors, want.Neighbors, func(n Neighbor) Neighbor { n.MAC = MAC{}; return n })
+	planKind(&adds, &removes, have.Routes, want.Routes, func(r Route) Route {
+		return Route{In: r.In, Prefix: r.Prefix, Table: r.Table, Metric: r.Metric}
+	})
+	planKind(&adds, &removes, have.Rules, want.Rules, func(r Rule) Rule { return r })
+	slices.Reverse(removes)
+	return append(adds, removes...)
+}
+
+// planKind adds the changes of one kind; removes is nil for a kind that cannot be removed by
+// itself. Adding an object that is there in another form replaces it. The key of an object is what
+// is left of it without what may be replaced.
+func planKind[K comparable, V interface {
+	comparable
+	Object
+}](adds, removes *Plan, have, want []V, key func(V) K) {
+	added, replaced, removed := diff.Of(have, want, key)
+	for _, v := range append(added, replaced...) {
+		*adds = append(*adds, Op{false, v})
+	}
+	if removes != nil {
+		for _, v := range removed {
+			*removes = append(*removes, Op{true, v})
+		}
+	}
+}
+
+// inTheWayOf reports whether want cannot be made while d is there.
+func (d Device) inTheWayOf(want Device) bool {
+	return d.In == want.In && d.Name == want.Name || d.In == Inner && d.Name == want.Peer
+}
+
+// without is s after the kernel lost a device: what hung on it is gone too.
+func (s State) without(d Device) State {
+	gone := func(in Namespace, dev string) bool {
+		return in == d.In && dev == d.Name || in == Inner && dev == d.Peer && dev != ""
+	}
+	return State{
+		Filters: s.Filters,
+		Devices: dropped(s.Devices, func(other Device) bool { return gone(other.In, other.Name) }),
+		Settings: dropped(s.Settings, func(s Setting) bool {
+			return slices.ContainsFunc(strings.Split(s.Path, "/"), func(dev string) bool { return gone(s.In, dev) })
+		}),
+		Links:     dropped(s.Links, func(l Link) bool { return gone(l.In, l.Name) }),
+		Addresses: dropped(s.Addresses, func(a Address) bool { return gone(a.In, a.Dev) }),
+		FDB:       dropped(s.FDB, func(f FDBEntry) bool { return gone(f.In, f.Dev) }),
+		Neighbors: dropped(s.Neighbors, func(n Neighbor) bool { return gone(n.In, n.Dev) }),
+		Routes:    dropped(s.Routes, func(r Route) bool { return gone(r.In, r.Dev) }),
+		Rules:     s.Rules,
+	}
+}
+
+func dropped[T any](list []T, is func(T) bool) []T {
+	return slices.DeleteFunc(slices.Clone(list), is)
+}

@@ -1,0 +1,278 @@
+package rtnl
+
+import (
+	"bytes"
+	"cmp"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/google/nftables"
+	"github.com/google/nftables/binaryutil"
+	"github.com/google/nftables/expr"
+	"github.com/google/nftables/userdata"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// ErrFilter says that the packet filter could not be made. Nothing that was to come after it in the
+// same Apply has been done.
+var ErrFilter = errors.New("packet filter")
+
+// elementsPerMessage bounds a message to what fits a netlink attribute (64 KiB).
+const elementsPerMessage = 1000
+
+// rules are what the texts of kernel.FilterChains mean. TestFilterIsWhatItsTextSays compares them
+// with what nft(8) makes of the texts.
+var rules = map[string][]expr.Any{
+	"drop":                                {verdict(expr.VerdictDrop)},
+	"udp dport 4800 drop":                 slices.Concat(udpTo(kernel.OverlayPort), drop()),
+	"ct state established,related accept": slices.Concat(answers(), accept()),
+	"ip daddr @own accept":                slices.Concat(ip4(), in(daddr, "own", false), accept()),
+	"ip saddr @remote ip daddr != @remote accept": slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
+	"ip saddr != @remote ip daddr @remote accept": slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
+	`iifname "isthmus.vxlan" jump remote`:         slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("remote")),
+	`iifname "isthmus.host" jump remote`:          slices.Concat(iif(kernel.VethHost, expr.CmpOpEq), jump("remote")),
+	`iifname "isthmus.vxlan" jump overlay`:        slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("overlay")),
+	`oifname "isthmus.vxlan" iifname != "isthmus.host" ip saddr @remote drop`: slices.Concat(
+		oif(kernel.OverlayDevice), iif(kernel.VethHost, expr.CmpOpNeq), ip4(), in(saddr, "remote", false), drop()),
+	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
+		udpTo(kernel.OverlayPort), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
+}
+
+// Offsets of the addresses in the IPv4 header.
+const (
+	saddr = 12
+	daddr = 16
+)
+
+func verdict(kind expr.VerdictKind) expr.Any { return &expr.Verdict{Kind: kind} }
+func drop() []expr.Any                       { return []expr.Any{verdict(expr.VerdictDrop)} }
+func accept() []expr.Any                     { return []expr.Any{verdict(expr.VerdictAccept)} }
+func jump(chain string) []expr.Any {
+	return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chain}}
+}
+
+func equal(op expr.CmpOp, data []byte) expr.Any { return &expr.Cmp{Op: op, Register: 1, Data: data} }
+
+func udpTo(port uint16) []expr.Any {
+	return []expr.Any{
+		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, equal(expr.CmpOpEq, []byte{unix.IPPROTO_UDP}),
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
+		equal(expr.CmpOpEq, binary.BigEndian.AppendUint16(nil, port)),
+	}
+}
+
+func ip4() []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1}, equal(expr.CmpOpEq, []byte{unix.NFPROTO_IPV4})}
+}
+
+func in(offset uint32, set string, invert bool) []expr.Any {
+	return []expr.Any{
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4},
+		&expr.Lookup{SourceRegister: 1, SetName: set, Invert: invert},
+	}
+}
+
+func iif(name string, op expr.CmpOp) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, equal(op, padded(name))}
+}
+
+func oif(name string) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, equal(expr.CmpOpEq, padded(name))}
+}
+
+func padded(name string) []byte {
+	b := make([]byte, unix.IFNAMSIZ)
+	copy(b, name)
+	return b
+}
+
+// theWayBack: an answer to the packet would leave by the device that it came by.
+func theWayBack() []expr.Any {
+	return []expr.Any{&expr.Fib{Register: 1, FlagSADDR: true, FlagIIF: true, ResultOIF: true}, equal(expr.CmpOpNeq, make([]byte, 4))}
+}
+
+func answers() []expr.Any {
+	states := expr.CtStateBitESTABLISHED | expr.CtStateBitRELATED
+	return []expr.Any{
+		&expr.Ct{Key: expr.CtKeySTATE, Register: 1},
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(states), Xor: make([]byte, 4)},
+		equal(expr.CmpOpNeq, make([]byte, 4)),
+	}
+}
+
+var filterTable = &nftables.Table{Name: kernel.FilterTable, Family: nftables.TableFamilyINet}
+
+// filterSets are the sets with the elements of a Filter.
+func filterSets(f kernel.Filter) map[*nftables.Set]string {
+	set := func(name string, interval bool) *nftables.Set {
+		return &nftables.Set{Table: filterTable, Name: name, KeyType: nftables.TypeIPAddr, Interval: interval}
+	}
+	return map[*nftables.Set]string{set("nodes", false): f.Nodes, set("remote", true): f.Remote, set("own", false): f.Own}
+}
+
+// haveFilter reads the table. One whose chains are not as they should be reads as a Filter that
+// nobody wants. Where the kernel has no nftables there is none, and making one tells why.
+func haveFilter() []kernel.Filter {
+	c, err := nftables.New()
+	if err != nil {
+		return nil
+	}
+	changed := []kernel.Filter{{Nodes: "changed"}}
+	tables, err := c.ListTablesOfFamily(filterTable.Family)
+	if err != nil || !slices.ContainsFunc(tables, func(t *nftables.Table) bool { return t.Name == filterTable.Name }) {
+		return nil
+	}
+	chains, err := c.ListChainsOfTableFamily(filterTable.Family)
+	if err != nil {
+		return changed
+	}
+	chains = slices.DeleteFunc(chains, func(chain *nftables.Chain) bool { return chain.Table.Name != filterTable.Name })
+	if len(chains) != len(kernel.FilterChains) {
+		return changed
+	}
+	for _, want := range kernel.FilterChains {
+		at := slices.IndexFunc(chains, func(chain *nftables.Chain) bool { return chain.Name == want.Name })
+		if at < 0 || !isAs(chains[at], want) {
+			return changed
+		}
+		have, err := c.GetRules(filterTable, chains[at])
+		if err != nil || !slices.EqualFunc(have, want.Rules, func(r *nftables.Rule, text string) bool {
+			said, _ := userdata.GetString(r.UserData, userdata.TypeComment)
+			return said == text && len(r.Exprs) == len(rules[text])
+		}) {
+			return changed
+		}
+	}
+	var f kernel.Filter
+	for name, to := range map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own} {
+		if *to, err = haveElements(c, name); err != nil {
+			return changed
+		}
+	}
+	return []kernel.Filter{f}
+}
+
+func isAs(have *nftables.Chain, want kernel.FilterChain) bool {
+	if want.Hook == "" || have.Hooknum == nil || have.Priority == nil {
+		return want.Hook == "" && have.Hooknum == nil
+	}
+	return *have.Hooknum == *hook(want.Hook) && *have.Priority == kernel.FilterPriority && have.Type == nftables.ChainTypeFilter
+}
+
+func hook(name string) *nftables.ChainHook {
+	return map[string]*nftables.ChainHook{"input": nftables.ChainHookInput, "forward": nftables.ChainHookForward}[name]
+}
+
+// haveElements returns what a Filter says of a set.
+func haveElements(c *nftables.Conn, name string) (string, error) {
+	set, err := c.GetSetByName(filterTable, name)
+	if err != nil {
+		return "", err
+	}
+	elements, err := c.GetSetElements(set)
+	if err != nil {
+		return "", err
+	}
+	slices.SortFunc(elements, func(a, b nftables.SetElement) int { // of two that touch the end first
+		return cmp.Or(bytes.Compare(a.Key, b.Key), boolean(b.IntervalEnd)-boolean(a.IntervalEnd))
+	})
+	var texts []string
+	var start netip.Addr
+	for _, e := range elements {
+		addr, ok := netip.AddrFromSlice(e.Key)
+		switch {
+		case !ok:
+			return "", fmt.Errorf("set %s: key of %d octets", name, len(e.Key))
+		case !set.Interval:
+			texts = append(texts, addr.String())
+		case !e.IntervalEnd:
+			start = addr
+		case start.IsValid():
+			texts = append(texts, networkBetween(start, addr))
+			start = netip.Addr{}
+		}
+	}
+	if start.IsValid() { // to the end of all addresses
+		texts = append(texts, networkBetween(start, netip.IPv4Unspecified()))
+	}
+	return strings.Join(texts, " "), nil
+}
+
+func boolean(b bool) int {
+	if b {
+		return 1
+	}
+	return 0
+}
+
+// networkBetween is the network from its first address to the one after its last.
+func networkBetween(first, after netip.Addr) string {
+	for bits := range 33 {
+		if p, err := first.Prefix(bits); err == nil && p.Addr() == first && end(p) == after {
+			return p.String()
+		}
+	}
+	return first.String() + "-" + after.String() // somebody's
+}
+
+// end is the address after the last of a network; after 255.255.255.255 comes 0.0.0.0.
+func end(p netip.Prefix) netip.Addr {
+	a := p.Addr().As4()
+	last := binary.BigEndian.Uint32(a[:]) + uint32(1<<(32-p.Bits())-1)
+	binary.BigEndian.PutUint32(a[:], last+1)
+	return netip.AddrFrom4(a)
+}
+
+// changeFilter replaces the table in one step: there is no moment without.
+func changeFilter(remove bool, f kernel.Filter) error {
+	c, err := nftables.New()
+	if err != nil {
+		return err
+	}
+	c.AddTable(filterTable)
+	c.DelTable(filterTable)
+	if remove {
+		return c.Flush()
+	}
+	c.AddTable(filterTable)
+	for set, elements := range filterSets(f) {
+		if err := c.AddSet(set, nil); err != nil {
+			return err
+		}
+		var all []nftables.SetElement
+		for text := range strings.FieldsSeq(elements) {
+			if !set.Interval {
+				all = append(all, nftables.SetElement{Key: netip.MustParseAddr(text).AsSlice()})
+				continue
+			}
+			p := netip.MustParsePrefix(text)
+			all = append(all, nftables.SetElement{Key: p.Addr().AsSlice()})
+			if after := end(p); !after.IsUnspecified() {
+				all = append(all, nftables.SetElement{Key: after.AsSlice(), IntervalEnd: true})
+			}
+		}
+		for chunk := range slices.Chunk(all, elementsPerMessage) {
+			if err := c.SetAddElements(set, chunk); err != nil {
+				return err
+			}
+		}
+	}
+	for _, want := range kernel.FilterChains {
+		chain := &nftables.Chain{Table: filterTable, Name: want.Name}
+		if want.Hook != "" {
+			policy := nftables.ChainPolicyAccept
+			chain.Type, chain.Hooknum, chain.Priority, chain.Policy = nftables.ChainTypeFilter, hook(want.Hook), nftables.ChainPriorityRef(kernel.FilterPriority), &policy
+		}
+		c.AddChain(chain)
+		for _, text := range want.Rules {
+			c.AddRule(&nftables.Rule{Table: filterTable, Chain: chain, Exprs: rules[text], UserData: userdata.AppendString(nil, userdata.TypeComment, text)})
+		}
+	}
+	return c.Flush()
+}

@@ -1,0 +1,168 @@
+// Package rtnl makes a kernel.State true by rtnetlink(7), in the network namespace of the process
+// and in one more of its own. The kernel is the only memory of what is there: a process that was
+// killed is followed by one that finds everything as it should be and touches nothing.
+package rtnl
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"sync"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// ErrOther says that another process of the same kind runs in the network namespace.
+var ErrOther = errors.New("another isthmus")
+
+// Kernel is the objects of one owner. One goroutine uses it; Path may be called from any.
+type Kernel struct {
+	owner   kernel.Owner
+	log     *slog.Logger
+	lock    *net.UnixListener
+	inner   *os.File // the Inner namespace; nil: there is none
+	handles [2]*netlink.Handle
+	wg      sync.WaitGroup // readers of events
+
+	index map[kernel.Place]int // of devices, during one Apply
+}
+
+// Open takes the owner's lock of the network namespace and makes the Inner namespace, still empty,
+// if the owner has something in it. The caller closes the Kernel.
+func Open(owner kernel.Owner, log *slog.Logger) (_ *Kernel, err error) {
+	k := &Kernel{owner: owner, log: log}
+	defer func() {
+		if err != nil {
+			k.Close()
+		}
+	}()
+	if k.lock, err = net.ListenUnix("unix", &net.UnixAddr{Name: owner.Lock, Net: "unix"}); err != nil {
+		if errors.Is(err, unix.EADDRINUSE) {
+			return nil, fmt.Errorf("%w %s%s runs in this network namespace", ErrOther, owner.Name, k.holder())
+		}
+		return nil, fmt.Errorf("lock of the network namespace: %w", err)
+	}
+	if k.handles[kernel.Host], err = netlink.NewHandle(unix.NETLINK_ROUTE); err != nil {
+		return nil, fmt.Errorf("netlink: %w", err)
+	}
+	if len(owner.Tables[kernel.Inner]) == 0 {
+		return k, nil
+	}
+	if k.inner, err = NewNamespace(); err != nil {
+		return nil, fmt.Errorf("network namespace: %w", explain(err, "CAP_SYS_ADMIN"))
+	}
+	err = k.Inside(func() (err error) {
+		k.handles[kernel.Inner], err = netlink.NewHandle(unix.NETLINK_ROUTE)
+		return err
+	})
+	if err != nil {
+		return nil, fmt.Errorf("netlink in the namespace of the %s: %w", owner.Name, explain(err, "CAP_SYS_ADMIN"))
+	}
+	return k, nil
+}
+
+// Close waits for the readers of events, whose context has to be done. Objects stay, but the Inner
+// namespace goes unless something else in it is open.
+func (k *Kernel) Close() {
+	k.wg.Wait()
+	for _, h := range k.handles {
+		if h != nil {
+			h.Close()
+		}
+	}
+	if k.inner != nil {
+		k.inner.Close()
+	}
+	if k.lock != nil {
+		k.lock.Close()
+	}
+}
+
+// holder names the process that holds the lock, for the error message.
+func (k *Kernel) holder() string {
+	c, err := net.Dial("unix", k.owner.Lock)
+	if err != nil {
+		return ""
+	}
+	defer c.Close()
+	raw, err := c.(*net.UnixConn).SyscallConn()
+	if err != nil {
+		return ""
+	}
+	var cred *unix.Ucred
+	failed := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	if failed != nil || err != nil {
+		return ""
+	}
+	return fmt.Sprintf(" (process %d)", cred.Pid)
+}
+
+// Inside runs fn in the Inner namespace, as Do does.
+func (k *Kernel) Inside(fn func() error) error { return Do(k.inner, fn) }
+
+// do runs fn in one of the namespaces.
+func (k *Kernel) do(in kernel.Namespace, fn func() error) error {
+	if in == kernel.Inner {
+		return k.Inside(fn)
+	}
+	return fn()
+}
+
+// Path is the Inner namespace for `nsenter --net=`, "" if there is none.
+func (k *Kernel) Path() string {
+	if k.inner == nil {
+		return ""
+	}
+	return fmt.Sprintf("/proc/%d/fd/%d", os.Getpid(), k.inner.Fd())
+}
+
+// Apply makes want true and returns the changes that succeeded. It goes on after a failure and
+// returns all of them, but stops at ErrFilter.
+func (k *Kernel) Apply(want kernel.State) (kernel.Plan, error) {
+	return k.apply(want, func(p kernel.Plan) kernel.Plan { return p })
+}
+
+// Add adds what is wanted, and leaves everything else as it is.
+func (k *Kernel) Add(want kernel.State) (kernel.Plan, error) {
+	return k.apply(want, kernel.Plan.Additions)
+}
+
+func (k *Kernel) apply(want kernel.State, of func(kernel.Plan) kernel.Plan) (kernel.Plan, error) {
+	have, err := k.have(want)
+	for range 5 { // a dump is interrupted when something changes meanwhile, as it does on a busy node
+		if !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+		have, err = k.have(want)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("reading the kernel's state: %w", err)
+	}
+	var done kernel.Plan
+	var errs []error
+	for _, o := range of(kernel.PlanFor(have, want)) {
+		err := k.change(o)
+		if _, is := o.Object.(kernel.Filter); is && err != nil && !o.Remove {
+			return done, fmt.Errorf("%w: %w (want a kernel with nftables, conntrack and fib, and CAP_NET_ADMIN)", ErrFilter, err)
+		}
+		if err != nil {
+			errs = append(errs, fmt.Errorf("%s: %w", o.Command(k.Path()), explain(err, "CAP_NET_ADMIN")))
+			continue
+		}
+		done = append(done, o)
+	}
+	return done, errors.Join(errs...)
+}
+
+// explain adds what is missing to a refusal.
+func explain(err error, capability string) error {
+	if errors.Is(err, unix.EPERM) || errors.Is(err, unix.EACCES) {
+		return fmt.Errorf("%w (the process needs %s)", err, capability)
+	}
+	return err
+}

@@ -1,0 +1,53 @@
+package rtnl
+
+import (
+	"fmt"
+	"os"
+	"runtime"
+
+	"golang.org/x/sys/unix"
+)
+
+// NewNamespace makes a network namespace without a name, which lives as long as the file or
+// something in it is open.
+func NewNamespace() (*os.File, error) {
+	var f *os.File
+	err := onDyingThread(func() (err error) {
+		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
+			return fmt.Errorf("unshare: %w", err)
+		}
+		f, err = os.Open("/proc/thread-self/ns/net")
+		return err
+	})
+	return f, err
+}
+
+// Do runs fn on a thread that is in the network namespace. Sockets and devices that fn makes stay
+// there and may be used from any thread later.
+func Do(namespace *os.File, fn func() error) error {
+	return onDyingThread(func() error {
+		if err := unix.Setns(int(namespace.Fd()), unix.CLONE_NEWNET); err != nil {
+			return fmt.Errorf("setns: %w", err)
+		}
+		return fn()
+	})
+}
+
+// onDyingThread runs fn on an OS thread of its own that ends with it, so that no other goroutine
+// ever runs in a namespace it did not ask for. The main thread is spared: it cannot end, and
+// /proc/PID/ns/net shows its namespace as that of the whole process.
+func onDyingThread(fn func() error) error {
+	done := make(chan error, 1)
+	go func() {
+		runtime.LockOSThread() // and never unlock: the thread ends with the goroutine
+		if unix.Gettid() != unix.Getpid() {
+			done <- fn()
+			return
+		}
+		// While this goroutine holds the main thread, the next one cannot get it.
+		err := onDyingThread(fn)
+		runtime.UnlockOSThread()
+		done <- err
+	}()
+	return <-done
+}

@@ -1,0 +1,481 @@
+package rtnl
+
+import (
+	"bytes"
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"slices"
+	"strconv"
+	"strings"
+
+	"github.com/vishvananda/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// have reads what is there of the owner. want is only asked which values of /proc/sys to read, and
+// which devices beside the owner's.
+func (k *Kernel) have(want kernel.State) (kernel.State, error) {
+	places := slices.Clone(k.owner.Devices)
+	for _, l := range want.Links {
+		if p := (kernel.Place{In: l.In, Name: l.Name}); !slices.Contains(places, p) {
+			places = append(places, p)
+		}
+	}
+	var s kernel.State
+	var errs []error
+	k.index = make(map[kernel.Place]int, len(places))
+	found := make(map[kernel.Place]netlink.Link, len(places))
+	for _, p := range places {
+		l, err := k.handles[p.In].LinkByName(p.Name)
+		switch {
+		case errors.As(err, &netlink.LinkNotFoundError{}):
+		case err != nil:
+			errs = append(errs, fmt.Errorf("link %s: %w", p.Name, err))
+		default:
+			found[p], k.index[p] = l, l.Attrs().Index
+			errs = append(errs, k.haveOn(&s, p, l))
+		}
+	}
+	for _, p := range k.owner.Devices {
+		if l, ok := found[p]; ok {
+			if d, ok := device(p, l, found); ok {
+				s.Devices = append(s.Devices, d)
+			}
+		}
+	}
+	for in, h := range k.handles {
+		if h != nil {
+			errs = append(errs, k.haveRoutes(&s, kernel.Namespace(in)), k.haveSettings(&s, kernel.Namespace(in), want.Settings))
+		}
+	}
+	errs = append(errs, k.haveRules(&s))
+	if k.owner.Filter {
+		s.Filters = haveFilter()
+	}
+	return s, errors.Join(errs...)
+}
+
+// device is what the kernel does not let change of a link. The inner end of a pair is none by
+// itself.
+func device(p kernel.Place, l netlink.Link, found map[kernel.Place]netlink.Link) (kernel.Device, bool) {
+	d := kernel.Device{In: p.In, Name: p.Name}
+	switch l := l.(type) {
+	case *netlink.Vxlan:
+		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // else it has a default destination
+			local, _ := netip.AddrFromSlice(l.SrcAddr)
+			d.VXLAN = kernel.VXLAN{ID: uint32(l.VxlanId), Port: uint16(l.Port), Local: local.Unmap(), Learning: l.Learning}
+		}
+	case *netlink.Veth:
+		for q, other := range found {
+			if q.In != p.In && other.Attrs().Index == l.ParentIndex && other.Attrs().ParentIndex == l.Index {
+				d.Peer = q.Name
+				return d, p.In == kernel.Host
+			}
+		}
+	}
+	return d, true
+}
+
+// haveOn reads a link and what hangs on it.
+func (k *Kernel) haveOn(s *kernel.State, p kernel.Place, l netlink.Link) error {
+	a, h := l.Attrs(), k.handles[p.In]
+	s.Links = append(s.Links, kernel.Link{In: p.In, Name: p.Name, MAC: macOf(a.HardwareAddr), MTU: a.MTU, Up: a.Flags&net.FlagUp != 0})
+	addrs, err := h.AddrList(l, netlink.FAMILY_ALL)
+	if err != nil {
+		return fmt.Errorf("addresses of %s: %w", p.Name, err)
+	}
+	for _, addr := range addrs {
+		if prefix := prefixOf(addr.IPNet); !prefix.Addr().Is6() || !prefix.Addr().IsLinkLocalUnicast() { // the kernel's own
+			s.Addresses = append(s.Addresses, kernel.Address{In: p.In, Dev: p.Name, Prefix: prefix})
+		}
+	}
+	neighbors, err := h.NeighList(a.Index, netlink.FAMILY_ALL)
+	if err != nil {
+		return fmt.Errorf("neighbours of %s: %w", p.Name, err)
+	}
+	for _, n := range neighbors {
+		if addr, ok := netip.AddrFromSlice(n.IP); ok && n.State&netlink.NUD_PERMANENT != 0 && n.HardwareAddr != nil {
+			s.Neighbors = append(s.Neighbors, kernel.Neighbor{In: p.In, Dev: p.Name, Addr: addr.Unmap(), MAC: macOf(n.HardwareAddr)})
+		}
+	}
+	if l.Type() != "vxlan" {
+		return nil
+	}
+	entries, err := h.NeighList(a.Index, unix.AF_BRIDGE)
+	if err != nil {
+		return fmt.Errorf("forwarding database of %s: %w", p.Name, err)
+	}
+	for _, e := range entries {
+		dst, _ := netip.AddrFromSlice(e.IP)
+		s.FDB = append(s.FDB, kernel.FDBEntry{In: p.In, Dev: p.Name, MAC: macOf(e.HardwareAddr), Dst: dst.Unmap()})
+	}
+	return nil
+}
+
+// routeTypes are the kernel's numbers of the types that we use. A route of ours of any other was
+// changed by somebody, and reads as one without a device.
+var routeTypes = map[kernel.RouteType]int{kernel.Unicast: unix.RTN_UNICAST, kernel.Unreachable: unix.RTN_UNREACHABLE, kernel.Throw: unix.RTN_THROW}
+
+func (k *Kernel) haveRoutes(s *kernel.State, in kernel.Namespace) error {
+	type hop struct{ at, dev int } // of a route, index of the device
+	var hops []hop
+	names := make(map[int]string)
+	for p, index := range k.index {
+		if p.In == in {
+			names[index] = p.Name
+		}
+	}
+	ours := &netlink.Route{Table: unix.RT_TABLE_UNSPEC, Protocol: netlink.RouteProtocol(k.owner.Protocol)}
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		// One by one: with a thousand peers a list of them is a MiB of garbage.
+		err := k.handles[in].RouteListFilteredIter(family, ours, netlink.RT_FILTER_TABLE|netlink.RT_FILTER_PROTOCOL, func(r netlink.Route) bool {
+			if int(r.Protocol) != k.owner.Protocol || !slices.Contains(k.owner.Tables[in], r.Table) {
+				return true
+			}
+			have := kernel.Route{In: in, Prefix: prefixOf(r.Dst), Table: r.Table, Metric: r.Priority, Protocol: int(r.Protocol)}
+			for t, number := range routeTypes {
+				if r.Type == number {
+					have.Type = t
+				}
+			}
+			if r.Dst == nil {
+				have.Prefix = netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+				if family == netlink.FAMILY_V6 {
+					have.Prefix = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
+				}
+			}
+			gw := r.Gw
+			for _, m := range r.MultiPath {
+				hops, gw = append(hops, hop{len(s.Routes), m.LinkIndex}), m.Gw
+			}
+			if len(r.MultiPath) == 0 && r.Type == unix.RTN_UNICAST {
+				hops = append(hops, hop{len(s.Routes), r.LinkIndex})
+			}
+			if via, ok := netip.AddrFromSlice(gw); ok {
+				have.Via = via.Unmap()
+			}
+			s.Routes = append(s.Routes, have)
+			return true
+		})
+		if err != nil && !withoutFamily(family, err) {
+			return fmt.Errorf("routes: %w", err)
+		}
+	}
+	for _, p := range hops { // not in between: the dump has the socket
+		if names[p.dev] == "" {
+			if l, err := k.handles[in].LinkByIndex(p.dev); err == nil {
+				names[p.dev] = l.Attrs().Name
+			}
+		}
+		if r := &s.Routes[p.at]; r.Dev == "" {
+			r.Dev = names[p.dev]
+		} else {
+			r.Dev = kernel.Devs(append(strings.Fields(r.Dev), names[p.dev])...)
+		}
+	}
+	return nil
+}
+
+func (k *Kernel) haveRules(s *kernel.State) error {
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		rules, err := k.handles[kernel.Host].RuleList(family)
+		if withoutFamily(family, err) {
+			continue
+		}
+		if err != nil {
+			return fmt.Errorf("policy rules: %w", err)
+		}
+		for _, r := range rules {
+			if int(r.Protocol) == k.owner.Protocol {
+				s.Rules = append(s.Rules, kernel.Rule{V6: family == netlink.FAMILY_V6, Priority: r.Priority, Iif: r.IifName,
+					From: prefixOf(r.Src), To: prefixOf(r.Dst), Table: r.Table, Protocol: k.owner.Protocol})
+			}
+		}
+	}
+	return nil
+}
+
+// withoutFamily reports that err is that of a kernel without IPv6.
+func withoutFamily(family int, err error) bool {
+	return family == netlink.FAMILY_V6 && (errors.Is(err, unix.EOPNOTSUPP) || errors.Is(err, unix.EAFNOSUPPORT))
+}
+
+// haveSettings reads the values that are wanted. One that cannot be read is written, and that error
+// tells.
+func (k *Kernel) haveSettings(s *kernel.State, in kernel.Namespace, want []kernel.Setting) error {
+	return k.do(in, func() error {
+		for _, v := range want {
+			if v.In != in {
+				continue
+			}
+			if withoutIPv6(v.Path) {
+				s.Settings = append(s.Settings, v) // nothing to switch off
+			} else if b, err := os.ReadFile("/proc/sys/" + v.Path); err == nil {
+				v.Value = string(bytes.TrimSpace(b))
+				s.Settings = append(s.Settings, v)
+			}
+		}
+		return nil
+	})
+}
+
+// withoutIPv6 reports that a setting of IPv6 has nothing to act on: the kernel has no IPv6, or has
+// taken it from a device with an MTU below 1280 (addrconf_notify in net/ipv6/addrconf.c).
+func withoutIPv6(path string) bool {
+	rest, ok := strings.CutPrefix(path, "net/ipv6/conf/")
+	if !ok {
+		return false
+	}
+	device, _, _ := strings.Cut(rest, "/")
+	_, without := os.Stat("/proc/sys/net/ipv6/conf/" + device)
+	_, err := os.Stat("/proc/sys/net/ipv4/conf/" + device)
+	return without != nil && err == nil
+}
+
+// change carries out one operation. Adding what is there and removing what is gone is success.
+func (k *Kernel) change(o kernel.Op) (err error) {
+	if o.Remove {
+		defer func() { err = ignore(err, unix.ESRCH, unix.ENOENT, unix.ENODEV, unix.EADDRNOTAVAIL) }()
+	}
+	switch v := o.Object.(type) {
+	case kernel.Filter:
+		return changeFilter(o.Remove, v)
+	case kernel.Device:
+		return k.changeDevice(o.Remove, v)
+	case kernel.Setting:
+		return k.do(v.In, func() error { return k.set(v) })
+	case kernel.Link:
+		return k.changeLink(v)
+	case kernel.Address:
+		index, err := k.dev(v.In, v.Dev)
+		if err != nil {
+			return err
+		}
+		l := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}}
+		a := &netlink.Addr{IPNet: ipNet(v.Prefix)}
+		if o.Remove {
+			return k.handles[v.In].AddrDel(l, a)
+		}
+		a.Flags = unix.IFA_F_NOPREFIXROUTE
+		if v.Prefix.Addr().Is6() {
+			a.Flags |= unix.IFA_F_NODAD // nobody else is on our links, and a tentative address is no source
+		}
+		return k.handles[v.In].AddrReplace(l, a)
+	case kernel.FDBEntry:
+		return k.changeNeigh(o.Remove, v.In, v.Dev, &netlink.Neigh{Family: unix.AF_BRIDGE, Flags: netlink.NTF_SELF, HardwareAddr: v.MAC[:], IP: v.Dst.AsSlice()})
+	case kernel.Neighbor:
+		return k.changeNeigh(o.Remove, v.In, v.Dev, &netlink.Neigh{HardwareAddr: v.MAC[:], IP: v.Addr.AsSlice()})
+	case kernel.Route:
+		return k.changeRoute(o.Remove, v)
+	case kernel.Rule:
+		r := netlink.NewRule()
+		r.Family, r.Priority, r.Table, r.Protocol = netlink.FAMILY_V4, v.Priority, v.Table, uint8(v.Protocol)
+		if v.V6 {
+			r.Family = netlink.FAMILY_V6
+		}
+		r.IifName, r.Src, r.Dst = v.Iif, ipNet(v.From), ipNet(v.To)
+		if o.Remove {
+			return k.handles[kernel.Host].RuleDel(r)
+		}
+		return ignore(k.handles[kernel.Host].RuleAdd(r), unix.EEXIST)
+	}
+	return fmt.Errorf("no such object: %T", o.Object)
+}
+
+// devconf are the numbers of IPv4 settings of a device (include/uapi/linux/ip.h).
+var devconf = map[string]int{"forwarding": 1, "send_redirects": 6, "rp_filter": 8}
+
+// set writes a setting, in the namespace of the thread. Those of a device go by netlink, which
+// needs no writable /proc/sys: an unprivileged container has none.
+func (k *Kernel) set(v kernel.Setting) error {
+	if withoutIPv6(v.Path) {
+		return nil
+	}
+	parts := strings.Split(v.Path, "/")
+	number, err := strconv.Atoi(v.Value)
+	if len(parts) != 5 || parts[1] != "ipv4" || devconf[parts[4]] == 0 || parts[3] == "all" || err != nil {
+		return os.WriteFile("/proc/sys/"+v.Path, []byte(v.Value), 0)
+	}
+	index, err := k.dev(v.In, parts[3])
+	if err != nil {
+		return err
+	}
+	const inetConf = 1 // IFLA_INET_CONF
+	spec := nl.NewRtAttr(unix.IFLA_AF_SPEC, nil)
+	spec.AddRtAttr(unix.AF_INET, nil).AddRtAttr(inetConf, nil).AddRtAttr(devconf[parts[4]], nl.Uint32Attr(uint32(number)))
+	m := nl.NewIfInfomsg(unix.AF_UNSPEC)
+	m.Index = int32(index)
+	req := nl.NewNetlinkRequest(unix.RTM_SETLINK, unix.NLM_F_ACK)
+	req.AddData(m)
+	req.AddData(spec)
+	_, err = req.Execute(unix.NETLINK_ROUTE, 0)
+	return err
+}
+
+func (k *Kernel) changeDevice(remove bool, v kernel.Device) error {
+	p := kernel.Place{In: v.In, Name: v.Name}
+	if remove {
+		index := k.index[p]
+		delete(k.index, p)
+		delete(k.index, kernel.Place{In: kernel.Inner, Name: v.Peer})
+		return k.handles[v.In].LinkDel(&netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}})
+	}
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name = v.Name
+	if v.Peer != "" {
+		return k.handles[v.In].LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: v.Peer, PeerNamespace: netlink.NsFd(k.inner.Fd())})
+	}
+	return k.handles[v.In].LinkAdd(&netlink.Vxlan{LinkAttrs: attrs, VxlanId: int(v.VXLAN.ID), Port: int(v.VXLAN.Port),
+		SrcAddr: v.VXLAN.Local.AsSlice(), Learning: v.VXLAN.Learning})
+}
+
+// changeLink brings the device up last.
+func (k *Kernel) changeLink(v kernel.Link) error {
+	index, err := k.dev(v.In, v.Name)
+	if err != nil {
+		return err
+	}
+	l, h := &netlink.GenericLink{LinkAttrs: netlink.LinkAttrs{Index: index}}, k.handles[v.In]
+	if v.MAC != (kernel.MAC{}) {
+		err = h.LinkSetHardwareAddr(l, v.MAC[:])
+	}
+	return errors.Join(err, h.LinkSetMTU(l, v.MTU), h.LinkSetUp(l))
+}
+
+func (k *Kernel) changeNeigh(remove bool, in kernel.Namespace, dev string, n *netlink.Neigh) (err error) {
+	if n.LinkIndex, err = k.dev(in, dev); err != nil {
+		return err
+	}
+	n.State = netlink.NUD_PERMANENT
+	if remove {
+		return k.handles[in].NeighDel(n)
+	}
+	return k.handles[in].NeighSet(n)
+}
+
+func (k *Kernel) changeRoute(remove bool, v kernel.Route) error {
+	r := &netlink.Route{Dst: ipNet(v.Prefix), Table: v.Table, Priority: v.Metric, Protocol: netlink.RouteProtocol(v.Protocol),
+		Type: routeTypes[v.Type], Family: nl.GetIPFamily(v.Prefix.Addr().AsSlice())}
+	if remove { // whatever its next hop is
+		r.Scope = netlink.SCOPE_NOWHERE
+		if v.Type == kernel.Unicast && v.Dev == "" {
+			r.Type = 0 // see routeTypes
+		}
+		return k.handles[v.In].RouteDel(r)
+	}
+	if v.Type == kernel.Unicast && !v.Via.IsValid() && v.Prefix.Addr().Is4() {
+		r.Scope = netlink.SCOPE_LINK
+	}
+	var hops []*netlink.NexthopInfo
+	for _, name := range strings.Fields(v.Dev) {
+		index, err := k.dev(v.In, name)
+		if err != nil {
+			return err
+		}
+		hop := &netlink.NexthopInfo{LinkIndex: index, Gw: v.Via.AsSlice()}
+		if v.Via.Is4() {
+			hop.Flags = int(netlink.FLAG_ONLINK)
+		}
+		hops = append(hops, hop)
+	}
+	if len(hops) == 1 {
+		r.LinkIndex, r.Gw, r.Flags = hops[0].LinkIndex, hops[0].Gw, hops[0].Flags
+	} else {
+		r.MultiPath = hops
+	}
+	return k.handles[v.In].RouteReplace(r)
+}
+
+// dev is the index of a device. A plan makes devices before it uses them, and removes them last.
+func (k *Kernel) dev(in kernel.Namespace, name string) (int, error) {
+	p := kernel.Place{In: in, Name: name}
+	if index, ok := k.index[p]; ok {
+		return index, nil
+	}
+	l, err := k.handles[in].LinkByName(name)
+	if errors.As(err, &netlink.LinkNotFoundError{}) {
+		return 0, unix.ENODEV
+	}
+	if err != nil {
+		return 0, err
+	}
+	k.index[p] = l.Attrs().Index
+	return k.index[p], nil
+}
+
+// MTUTo is the MTU on the way to addr: what the route says (set or learned from a router), else the
+// link's, which links remembers by its index.
+func (k *Kernel) MTUTo(addr netip.Addr, links map[int]int) (int, error) {
+	routes, err := k.handles[kernel.Host].RouteGet(addr.AsSlice())
+	if err != nil {
+		return 0, fmt.Errorf("route to %s: %w", addr, err)
+	}
+	if len(routes) == 0 {
+		return 0, fmt.Errorf("route to %s: none", addr)
+	}
+	if routes[0].MTU > 0 {
+		return routes[0].MTU, nil
+	}
+	index := routes[0].LinkIndex
+	if links[index] == 0 {
+		l, err := k.handles[kernel.Host].LinkByIndex(index)
+		if err != nil {
+			return 0, fmt.Errorf("link of the route to %s: %w", addr, err)
+		}
+		links[index] = l.Attrs().MTU
+	}
+	return links[index], nil
+}
+
+// MTUOf is the MTU of the device with that address.
+func (k *Kernel) MTUOf(addr netip.Addr) (int, error) {
+	addrs, err := k.handles[kernel.Host].AddrList(nil, netlink.FAMILY_V4)
+	if err != nil {
+		return 0, fmt.Errorf("addresses: %w", err)
+	}
+	for _, a := range addrs {
+		if prefixOf(a.IPNet).Addr() == addr {
+			l, err := k.handles[kernel.Host].LinkByIndex(a.LinkIndex)
+			if err != nil {
+				return 0, fmt.Errorf("device of %v: %w", addr, err)
+			}
+			return l.Attrs().MTU, nil
+		}
+	}
+	return 0, fmt.Errorf("no device here has %v, the InternalIP of our Node; want the agent in the host's network namespace", addr)
+}
+
+// ignore returns nil for errors that are success.
+func ignore(err error, successes ...error) error {
+	if slices.ContainsFunc(successes, func(success error) bool { return errors.Is(err, success) }) {
+		return nil
+	}
+	return err
+}
+
+func macOf(a net.HardwareAddr) (m kernel.MAC) {
+	copy(m[:], a)
+	return m
+}
+
+func prefixOf(n *net.IPNet) netip.Prefix {
+	if n == nil {
+		return netip.Prefix{}
+	}
+	a, _ := netip.AddrFromSlice(n.IP)
+	ones, _ := n.Mask.Size()
+	return netip.PrefixFrom(a.Unmap(), ones)
+}
+
+func ipNet(p netip.Prefix) *net.IPNet {
+	if !p.IsValid() {
+		return nil
+	}
+	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
+}

@@ -1,0 +1,304 @@
+package rtnl
+
+import (
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
+)
+
+// A node is a namespace of a test, with the Kernel of an owner.
+type node struct {
+	t *testing.T
+	f *os.File
+	k *Kernel
+}
+
+func open(t *testing.T, owner Owner) *node {
+	t.Helper()
+	if os.Getuid() != 0 {
+		t.Skip("needs root")
+	}
+	f, err := NewNamespace()
+	if err != nil {
+		t.Skip(err)
+	}
+	n := &node{t: t, f: f}
+	t.Cleanup(func() { f.Close() })
+	if err := Do(f, func() (err error) { n.k, err = Open(owner, slog.New(slog.DiscardHandler)); return err }); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(n.k.Close)
+	n.run("ip link set lo up") // without any local address no gateway is a unicast address
+	return n
+}
+
+func (n *node) run(command string) string {
+	n.t.Helper()
+	var out []byte
+	words := strings.Fields(command)
+	err := Do(n.f, func() (err error) {
+		out, err = exec.Command(words[0], words[1:]...).CombinedOutput()
+		return err
+	})
+	if err != nil {
+		n.t.Fatalf("%s: %v: %s", command, err, out)
+	}
+	return string(out)
+}
+
+// apply is Apply, and what it did.
+func (n *node) apply(want State) string {
+	n.t.Helper()
+	var p Plan
+	if err := Do(n.f, func() (err error) { p, err = n.k.Apply(want); return err }); err != nil {
+		n.t.Fatal(err)
+	}
+	return p.Commands("INNER")
+}
+
+var (
+	remote4, remote6 = netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("fd00:246::/48")
+	via4, via6       = netip.MustParseAddr("169.254.100.1"), netip.MustParseAddr("fe80::a9fe:6401")
+)
+
+// pair has an object of every kind that a gateway has, but those below /proc/sys.
+func pair() State {
+	mac := [2]MAC{{2, 0, 0, 0, 0, 1}, {2, 0, 0, 0, 0, 2}}
+	route := func(r Route) Route {
+		r.Protocol = GatewayProtocol
+		return r
+	}
+	return State{
+		Devices: []Device{{Name: VethHost, Peer: VethGateway}},
+		Links: []Link{{Name: VethHost, MAC: mac[0], MTU: 1400, Up: true},
+			{In: Inner, Name: VethGateway, MAC: mac[1], MTU: 1400, Up: true}},
+		Addresses: []Address{{In: Inner, Dev: VethGateway, Prefix: netip.PrefixFrom(via4, 32)},
+			{In: Inner, Dev: VethGateway, Prefix: netip.MustParsePrefix("100::a9fe:6401/128")}},
+		Neighbors: []Neighbor{{Dev: VethHost, Addr: via4, MAC: mac[1]}, {Dev: VethHost, Addr: via6, MAC: mac[1]}},
+		Routes: []Route{
+			route(Route{Prefix: netip.PrefixFrom(via4, 32), Dev: VethHost, Table: GatewayTable}),
+			route(Route{Prefix: remote4, Via: via4, Dev: VethHost, Table: GatewayTable}),
+			route(Route{Prefix: remote4, Type: Unreachable, Table: GatewayTable, Metric: UnreachableMetric}),
+			route(Route{Prefix: remote6, Via: via6, Dev: VethHost, Table: GatewayTable, Metric: 1024}),
+			route(Route{Prefix: remote6, Type: Unreachable, Table: GatewayTable, Metric: UnreachableMetric}),
+		},
+		Rules: []Rule{{Priority: GatewayRulePriority, Table: GatewayTable, Protocol: GatewayProtocol},
+			{V6: true, Priority: GatewayRulePriority, Table: GatewayTable, Protocol: GatewayProtocol},
+			{Priority: GatewayRulePriority, Iif: VethHost, From: remote4, To: netip.MustParsePrefix("10.0.0.0/9"), Table: MainTable, Protocol: GatewayProtocol}},
+	}
+}
+
+func TestApplyingTwiceChangesNothingAndNothingIsLeftAfterAll(t *testing.T) {
+	n := open(t, Gateway)
+	before := n.run("ip route show table all") + n.run("ip -6 rule show") + n.run("ip rule show")
+	if got, want := n.apply(pair()), PlanFor(State{}, pair()).Commands("INNER"); got != want {
+		t.Errorf("did\n%s\nwant\n%s", got, want)
+	}
+	if got := n.apply(pair()); got != "" {
+		t.Errorf("the second time\n%s", got)
+	}
+	if got := n.apply(State{}); !strings.HasSuffix(got, "ip link del "+VethHost+"\n") {
+		t.Errorf("took away\n%s", got)
+	}
+	if after := n.run("ip route show table all") + n.run("ip -6 rule show") + n.run("ip rule show"); after != before {
+		t.Errorf("before\n%s\nafter\n%s", before, after)
+	}
+}
+
+// Half of a pair is of no use, whichever it is and whatever it is.
+func TestApplyReplacesAHalfPair(t *testing.T) {
+	n := open(t, Gateway)
+	want := pair()
+	for _, foreign := range []string{
+		"ip link add " + VethHost + " type bridge",
+		"ip link add " + VethHost + " type veth peer name foreign",
+	} {
+		n.run(foreign)
+		if got := n.apply(want); !strings.HasPrefix(got, "ip link del "+VethHost+"\nip link add "+VethHost+" type veth") {
+			t.Errorf("after %s\n%s", foreign, got)
+		}
+		if got := n.apply(want); got != "" {
+			t.Errorf("after %s the second time\n%s", foreign, got)
+		}
+		n.apply(State{})
+	}
+	err := n.k.Inside(func() error {
+		return exec.Command("ip", "link", "add", VethGateway, "type", "bridge").Run()
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := n.apply(want); !strings.HasPrefix(got, "nsenter --net=INNER ip link del "+VethGateway+"\nip link add "+VethHost) {
+		t.Errorf("with a foreign inner end\n%s", got)
+	}
+}
+
+// Whatever somebody makes of a route with our protocol, it is put right, or taken away.
+func TestApplyMendsRoutesThatWereChanged(t *testing.T) {
+	n := open(t, Gateway)
+	n.apply(pair())
+	for _, change := range []string{
+		"ip route replace blackhole 10.246.0.0/16 table 4200 proto 71",
+		"ip route replace prohibit 10.246.0.0/16 table 4200 proto 71 metric 420000",
+		"ip route replace 10.246.0.0/16 dev lo table 4200 proto 71",
+		"ip route add blackhole 10.99.0.0/16 table 4200 proto 71",
+		"ip -6 route add blackhole fd00:99::/48 table 4200 proto 71 metric 5",
+		"ip route add 10.99.0.0/16 table 4200 proto 71 nexthop dev lo nexthop dev " + VethHost,
+		"ip -6 route del fd00:246::/48 table 4200 metric 1024",
+	} {
+		n.run(change)
+		if got := n.apply(pair()); strings.Count(got, "\n") != 1 {
+			t.Errorf("%s: did\n%s", change, got)
+		}
+		if got := n.apply(pair()); got != "" {
+			t.Errorf("%s: the second time\n%s", change, got)
+		}
+	}
+	foreign := "ip route add 10.98.0.0/16 dev lo table 4200 proto 4"
+	n.run(foreign)
+	n.apply(State{})
+	if s := n.run("ip route show table 4200"); !strings.Contains(s, "10.98.0.0/16") {
+		t.Errorf("%s: gone: %s", foreign, s)
+	}
+}
+
+// A setting of a device needs no writable /proc/sys.
+func TestSettingsOfADeviceAreSetByNetlink(t *testing.T) {
+	n := open(t, RouteAgent)
+	n.run("ip link add " + OverlayDevice + " type veth peer name other")
+	n.k.index = map[Place]int{}
+	for name, value := range map[string]string{"rp_filter": "2", "forwarding": "1", "send_redirects": "0"} {
+		path := "net/ipv4/conf/" + OverlayDevice + "/" + name
+		err := Do(n.f, func() error {
+			if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+				return err
+			}
+			if err := unix.Mount("none", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+				return err
+			}
+			if err := unix.Mount("/proc/sys", "/proc/sys", "", unix.MS_BIND, ""); err != nil {
+				return err
+			}
+			if err := unix.Mount("none", "/proc/sys", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""); err != nil {
+				return err
+			}
+			return n.k.set(Setting{Path: path, Value: value})
+		})
+		if got := strings.TrimSpace(n.run("cat /proc/sys/" + path)); err != nil || got != value {
+			t.Errorf("%s is %s, want %s: %v", path, got, value, err)
+		}
+	}
+}
+
+func TestASecondOfOneKindIsToldWhoTheFirstIs(t *testing.T) {
+	n := open(t, RouteAgent)
+	err := Do(n.f, func() error {
+		k, err := Open(RouteAgent, n.k.log)
+		if err == nil {
+			k.Close()
+		}
+		return err
+	})
+	want := fmt.Sprintf("another isthmus route agent (process %d) runs in this network namespace", os.Getpid())
+	if !errors.Is(err, ErrOther) || err.Error() != want {
+		t.Errorf("%v, want %s", err, want)
+	}
+}
+
+// What we make by netlink is what nft(8) makes of the command that we print.
+func TestFilterIsWhatItsTextSays(t *testing.T) {
+	n := open(t, RouteAgent)
+	if _, err := exec.LookPath("nft"); err != nil {
+		t.Skip(err)
+	}
+	var nodes, own []netip.Addr
+	for i := range 3000 {
+		nodes = append(nodes, netip.AddrFrom4([4]byte{172, 30, byte(i >> 8), byte(i)}))
+	}
+	own = nodes[7:9]
+	remote := []netip.Prefix{remote4, netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.247.8.0/24"), // touching, inside
+		netip.MustParsePrefix("255.0.0.0/8"), netip.MustParsePrefix("10.9.1.2/32"), remote6}
+	for _, f := range []Filter{{}, FilterFor(nodes, remote, own), FilterFor(nodes[:1], remote[:1], nil)} {
+		want := State{Filters: []Filter{f}}
+		command := n.apply(want)
+		if again := n.apply(want); again != "" {
+			t.Fatalf("the second time: %.300s", again)
+		}
+		have := n.run("nft -n list table inet isthmus")
+		script := filepath.Join(t.TempDir(), "filter.nft")
+		text, _ := strings.CutPrefix(command, "nft '")
+		if err := os.WriteFile(script, []byte(strings.TrimSuffix(text, "'\n")+"\n"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		n.run("nft -f " + script)
+		theirs := n.run("nft -n list table inet isthmus")
+		if stripped := regexp.MustCompile(` comment ".*"`).ReplaceAllString(have, ""); !sameLines(stripped, theirs) {
+			t.Errorf("we made\n%.2000s\nnft makes\n%.2000s", stripped, theirs)
+		}
+		if got := n.apply(want); got == "" { // without our comments it is somebody's
+			t.Error("a table that somebody else made is taken for ours")
+		}
+	}
+	n.apply(State{})
+	if left := n.run("nft list ruleset"); left != "" {
+		t.Errorf("left\n%s", left)
+	}
+}
+
+// sameLines: nft lists sets and chains as they came.
+func sameLines(a, b string) bool {
+	blocks := func(s string) []string {
+		return slices.Sorted(slices.Values(strings.Split(s, "\n\n")))
+	}
+	strip := func(s string) string {
+		s = strings.TrimPrefix(s, "table inet isthmus {\n")
+		return strings.TrimRight(s, "}\n\t ")
+	}
+	return slices.Equal(blocks(strip(a)), blocks(strip(b)))
+}
+
+func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
+	n := open(t, RouteAgent)
+	want := State{Filters: []Filter{FilterFor([]netip.Addr{via4}, []netip.Prefix{remote4}, []netip.Addr{via4})}}
+	n.apply(want)
+	for _, change := range []string{
+		"nft delete table inet isthmus",
+		"nft flush chain inet isthmus input",
+		"nft flush table inet isthmus",
+		"nft add rule inet isthmus forward accept",
+		"nft insert rule inet isthmus remote accept",
+		"nft add chain inet isthmus more",
+		"nft add element inet isthmus nodes { 192.0.2.1 }",
+		"nft flush set inet isthmus nodes",
+		"nft flush set inet isthmus remote",
+		"nft add element inet isthmus remote { 192.0.2.0/24 }",
+		"nft add element inet isthmus remote { 192.0.2.5-192.0.2.77 }",
+		"nft add element inet isthmus own { 192.0.2.1 }",
+	} {
+		n.run(change)
+		if got := n.apply(want); strings.Count(got, "nft ") != 1 {
+			t.Errorf("%s: did %q", change, got)
+		}
+		if got := n.apply(want); got != "" {
+			t.Errorf("%s: the second time %q", change, got)
+		}
+	}
+	n.run("nft add table inet other")
+	n.run("nft add chain inet other input")
+	n.apply(State{})
+	if left := n.run("nft list ruleset"); !strings.Contains(left, "table inet other") || strings.Contains(left, "isthmus") {
+		t.Errorf("left\n%s", left)
+	}
+}

@@ -1,0 +1,83 @@
+// Package owncluster says how a component reaches the API server of its own cluster, and which
+// cluster that is.
+package owncluster
+
+import (
+	"context"
+	"errors"
+	"fmt"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// RESTConfig says how to reach the API server: as a kubeconfig file does, or, with an empty path,
+// as a Pod is told.
+func RESTConfig(kubeconfig string) (*rest.Config, error) {
+	if kubeconfig == "" {
+		config, err := rest.InClusterConfig()
+		if errors.Is(err, rest.ErrNotInCluster) {
+			return nil, errors.New("this is no Pod (KUBERNETES_SERVICE_HOST is not set); want --kubeconfig FILE")
+		}
+		return config, err
+	}
+	rules := &clientcmd.ClientConfigLoadingRules{ExplicitPath: kubeconfig}
+	config, err := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, nil).ClientConfig()
+	if err != nil {
+		return nil, fmt.Errorf("kubeconfig: %w", err)
+	}
+	return config, nil
+}
+
+// The ConfigMap with the identity of the cluster, which Liqo and `isthmus install` make, is found
+// by its label.
+const (
+	label      = "app.kubernetes.io/name"
+	labelValue = "clusterid-configmap"
+)
+
+// ErrUnknown is the reason when the API server has answered, and what it says is no identity.
+var ErrUnknown = errors.New("which cluster this is, is not known")
+
+// Identify completes what was said of the identity of this cluster: from the ConfigMap in the
+// namespace of the installation, and as a last resort for the ID the UID of the namespace
+// kube-system, which lives as long as the cluster. There is no last resort for the name: it may be
+// empty.
+func Identify(ctx context.Context, reader client.Reader, namespace string, said v1alpha1.ClusterIdentity) (id v1alpha1.ClusterIdentity, err error) {
+	id = said
+	if id.ClusterID == "" || id.ClusterName == "" {
+		var list corev1.ConfigMapList
+		if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingLabels{label: labelValue}); err != nil {
+			return id, fmt.Errorf("ConfigMap with label %s=%s in %s: %w", label, labelValue, namespace, err)
+		}
+		if len(list.Items) > 1 {
+			return id, fmt.Errorf("%w: namespace %s has %d ConfigMaps with label %s=%s; want one, or --cluster-id and --cluster-name",
+				ErrUnknown, namespace, len(list.Items), label, labelValue)
+		}
+		for _, cm := range list.Items {
+			if id.ClusterID == "" {
+				id.ClusterID = cm.Data["CLUSTER_ID"]
+			}
+			if id.ClusterName == "" {
+				id.ClusterName = cm.Data["CLUSTER_NAME"]
+			}
+		}
+	}
+	if id.ClusterID == "" {
+		var ns corev1.Namespace
+		if err := reader.Get(ctx, client.ObjectKey{Name: metav1.NamespaceSystem}, &ns); err != nil {
+			return id, fmt.Errorf("UID of namespace kube-system: %w", err)
+		}
+		id.ClusterID = string(ns.UID)
+	}
+	if wrong := fabric.CheckClusterID(id.ClusterID); wrong != "" {
+		return id, fmt.Errorf("%w: cluster ID %s", ErrUnknown, wrong)
+	}
+	return id, nil
+}

@@ -1,0 +1,37 @@
+package peering
+
+import (
+	"context"
+	"maps"
+	"slices"
+
+	"k8s.io/client-go/tools/clientcmd"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// Contexts returns the names of the contexts in a kubeconfig file, sorted; "" is where kubectl
+// looks. None is no error: a shell that completes a word has no use for one.
+func Contexts(kubeconfig string) []string {
+	rules := clientcmd.NewDefaultClientConfigLoadingRules()
+	rules.ExplicitPath = kubeconfig
+	config, err := rules.Load()
+	if err != nil {
+		return nil
+	}
+	return slices.Sorted(maps.Keys(config.Contexts))
+}
+
+// Names returns the names of the Peerings of a cluster and of the clusters that they are with.
+func (c *Cluster) Names(ctx context.Context) ([]string, error) {
+	var list isthmus.PeeringList
+	if err := c.client.List(ctx, &list); err != nil {
+		return nil, c.explain("Peerings", err)
+	}
+	var names []string
+	for i := range list.Items {
+		names = append(names, list.Items[i].Name, list.Items[i].Spec.Cluster.ClusterName)
+	}
+	slices.Sort(names)
+	return slices.Compact(names), nil
+}

@@ -1,0 +1,111 @@
+package peering
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"encoding/pem"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// pin is what tells a cluster from one that says it is the same.
+func (c *Cluster) pin() (map[string]string, error) {
+	ca, err := c.authority()
+	if err != nil {
+		return nil, err
+	}
+	return map[string]string{isthmus.AnnotationPeerUID: c.uid, isthmus.AnnotationPeerAuthority: fingerprint(ca)}, nil
+}
+
+// fingerprint hashes the certificates of a PEM file. Their order and the text around them mean
+// nothing; one more or less means another authority.
+func fingerprint(ca []byte) string {
+	var sums []string
+	for block, rest := pem.Decode(ca); block != nil; block, rest = pem.Decode(rest) {
+		sum := sha256.Sum256(block.Bytes)
+		sums = append(sums, string(sum[:]))
+	}
+	if len(sums) == 0 {
+		return "system"
+	}
+	slices.Sort(sums)
+	sum := sha256.Sum256([]byte(strings.Join(slices.Compact(sums), "")))
+	return "sha256:" + hex.EncodeToString(sum[:])
+}
+
+// checkPin refuses a peer that is not the cluster that the Peering was made with, unless that is
+// what the person wants. A Peering that a person wrote is for whoever is peered first.
+func (s *side) checkPin(replace bool) error {
+	pin, err := s.peer.pin()
+	if err != nil {
+		return err
+	}
+	s.pinned = pin
+	if !s.exists {
+		s.peering.Annotations = pin
+		return nil
+	}
+	var wrong []string
+	for _, what := range []struct{ annotation, differs string }{
+		{isthmus.AnnotationPeerUID, "its namespace kube-system has the UID %s, and that one had %s"},
+		{isthmus.AnnotationPeerAuthority, "its API server is known by the certificate authority %s, and that one's by %s"},
+	} {
+		if had := s.peering.Annotations[what.annotation]; had != "" && had != pin[what.annotation] {
+			wrong = append(wrong, fmt.Sprintf(what.differs, pin[what.annotation], Printable(had)))
+		}
+	}
+	if len(wrong) == 0 {
+		return nil
+	}
+	if s.another = replace; replace {
+		return nil
+	}
+	return fmt.Errorf("%s: Peering %s was made with another cluster than %s, although ID and name are the same: %s. "+
+		"If the cluster was made anew, or its authority changed, --replace revokes the rights of the old one and joins this one",
+		s.Cluster, s.peering.Name, s.peer.context, strings.Join(wrong, "; "))
+}
+
+// revokeAnother revokes all tokens of the cluster that was the peer before; also where the Peering
+// is gone, since nothing says then whose they are.
+func (s *side) revokeAnother(ctx context.Context) (string, error) {
+	if s.exists && !s.another {
+		return "", nil
+	}
+	err := s.client.Delete(ctx, &corev1.ServiceAccount{ObjectMeta: s.inTenant(peerAccount)})
+	if apierrors.IsNotFound(err) {
+		return "", nil
+	}
+	if err != nil {
+		return "", s.explain("delete ServiceAccount "+s.namespace+"/"+peerAccount, err)
+	}
+	return fmt.Sprintf("%s: the rights of the cluster that was %s before are revoked", s.Cluster, s.peer.Cluster), nil
+}
+
+// setPin notes on the Peering which cluster it is with.
+func (s *side) setPin(ctx context.Context) (string, error) {
+	have := maps.Clone(s.peering.Annotations)
+	maps.DeleteFunc(have, func(name, _ string) bool { _, ok := s.pinned[name]; return !ok })
+	if maps.Equal(have, s.pinned) {
+		return "", nil
+	}
+	patch, err := json.Marshal(map[string]any{"metadata": map[string]any{"annotations": s.pinned}})
+	if err != nil {
+		return "", err
+	}
+	err = s.client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager))
+	if err != nil {
+		return "", s.explain("annotate Peering "+s.peering.Name, err)
+	}
+	return fmt.Sprintf("%s: Peering %s is for the cluster whose kube-system has the UID %s", s.Cluster, s.peering.Name, s.peer.uid), nil
+}

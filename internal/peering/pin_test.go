@@ -1,0 +1,113 @@
+package peering
+
+import (
+	"encoding/pem"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "pin")
+	must(t, p.peer(t))
+	p.said()
+	name, here := p.b.Identity.UniqueName(), p.b.Identity.TenantNamespace()
+	var peering isthmus.Peering
+	must(t, p.a.client.Get(t.Context(), client.ObjectKey{Name: name}, &peering))
+	if a := peering.Annotations; a[isthmus.AnnotationPeerUID] != p.b.uid || !strings.HasPrefix(a[isthmus.AnnotationPeerAuthority], "sha256:") {
+		t.Errorf("annotations %v", a)
+	}
+	honest, err := p.b.asPeer(t.Context(), p.a.Identity.TenantNamespace())
+	must(t, err)
+	mayList := func() error {
+		return honest.List(t.Context(), &v1alpha1.NetworkConfigList{}, client.InNamespace(here))
+	}
+	must(t, mayList())
+
+	// A third cluster, which says that it is b.
+	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "c", Controllers: true})
+	must(t, err)
+	t.Cleanup(func() { must(t, server.Stop()) })
+	file := filepath.Join(t.TempDir(), "c.kubeconfig")
+	must(t, server.WriteKubeconfig(file))
+	twin := connectTo(t, Access{Kubeconfig: file})
+	must(t, twin.Install(t.Context(), InstallOptions{Identity: p.b.Identity, Report: func(string) {}}))
+	m := &manager{Cluster: twin, name: "pin", dead: map[string]string{}}
+	m.renew(t, time.Now())
+	go m.run(t.Context())
+
+	before := p.everything(t)
+	_, err = Peer(t.Context(), p.a, twin, PeerOptions{Timeout: patient, Report: p.report})
+	if err == nil {
+		t.Fatal("the twin was accepted")
+	}
+	contains(t, err.Error(), "pin-a: Peering "+name+" was made with another cluster than c", "UID "+twin.uid+", and that one had "+p.b.uid, "certificate authority sha256:", "--replace")
+	if changed := diff(before, p.everything(t)); changed != nil || p.said() != "" {
+		t.Errorf("the refusal changed %v", changed)
+	}
+	must(t, mayList())
+
+	// If that is what a person wants, the other one is out.
+	_, err = Peer(t.Context(), p.a, twin, PeerOptions{Replace: true, Timeout: patient, Report: p.report})
+	must(t, err)
+	contains(t, p.said(), "pin-a: the rights of the cluster that was pin-b before are revoked", "pin-a: has an identity at pin-b until ", twin.uid)
+	for begin := time.Now(); !apierrors.IsUnauthorized(mayList()); time.Sleep(100 * time.Millisecond) {
+		if time.Since(begin) > patient {
+			t.Fatal("the identity of the replaced cluster still works")
+		}
+	}
+	if _, err = Peer(t.Context(), p.a, p.b, PeerOptions{Timeout: patient, Report: p.report}); err == nil || !strings.Contains(err.Error(), "--replace") {
+		t.Errorf("the one before comes back: %v", err)
+	}
+}
+
+func TestAnAccountThatNoPeeringNamesIsRevoked(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "orphan")
+	must(t, p.peer(t))
+	must(t, p.a.client.Delete(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: p.b.Identity.UniqueName()}}))
+	for !gone(t, p.a, &isthmus.Peering{}, p.b.Identity.UniqueName()) {
+		time.Sleep(20 * time.Millisecond)
+	}
+	account := client.ObjectKey{Namespace: p.b.Identity.TenantNamespace(), Name: peerAccount}
+	var was, is corev1.ServiceAccount
+	must(t, p.a.client.Get(t.Context(), account, &was))
+	p.said()
+	must(t, p.peer(t))
+	contains(t, p.said(), "orphan-a: the rights of the cluster that was orphan-b before are revoked")
+	if must(t, p.a.client.Get(t.Context(), account, &is)); is.UID == was.UID {
+		t.Error("the account is the same as before")
+	}
+}
+
+func TestAnAuthorityIsItsCertificates(t *testing.T) {
+	block := func(s string) string {
+		return string(pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: []byte(s)}))
+	}
+	one, two := block("one"), block("two")
+	same := fingerprint([]byte(one + two))
+	for what, text := range map[string]string{"another order": two + one, "text around": "# a bundle\n" + one + "\n\n" + two, "one twice": one + two + one} {
+		if got := fingerprint([]byte(text)); got != same {
+			t.Errorf("%s: %s, want %s", what, got, same)
+		}
+	}
+	for what, text := range map[string]string{"one less": one, "one more": one + two + block("three"), "none": ""} {
+		if got := fingerprint([]byte(text)); got == same {
+			t.Errorf("%s: the same", what)
+		}
+	}
+	if got := fingerprint(nil); got != "system" {
+		t.Errorf("without certificates: %s", got)
+	}
+}

@@ -1,0 +1,233 @@
+package peering
+
+import (
+	"encoding/json"
+	"fmt"
+	"maps"
+	"net/http"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+// bounded returns what b is at a, once a admits nothing else from it than it should: API servers
+// learn of policies and of rights a moment after they are written.
+func (p *pair) bounded(t *testing.T) client.Client {
+	t.Helper()
+	must(t, p.peer(t))
+	peer, err := p.b.asPeer(t.Context(), p.a.Identity.TenantNamespace())
+	must(t, err)
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
+		stray := networkConfig(p.a, p.b)
+		stray.Name = "stray"
+		good := peer.Create(t.Context(), networkConfig(p.a, p.b), client.DryRunAll)
+		bad := peer.Create(t.Context(), stray, client.DryRunAll)
+		if good == nil && bad != nil {
+			return peer
+		}
+		if time.Since(begin) > patient {
+			t.Fatalf("a peer's own: %v; another one: %v", good, bad)
+		}
+	}
+}
+
+func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "room")
+	peer := p.bounded(t)
+	many := func(n int, key, value string) map[string]string {
+		m := map[string]string{}
+		for i := range n {
+			m[fmt.Sprintf(key, i)] = value
+		}
+		return m
+	}
+	for _, tc := range []struct {
+		name   string
+		change func(*v1alpha1.NetworkConfig)
+		want   string // empty: it is taken
+	}{
+		{"what a manager writes", func(*v1alpha1.NetworkConfig) {}, ""},
+		{"labels and annotations of the original", func(nc *v1alpha1.NetworkConfig) {
+			maps.Copy(nc.Labels, many(12, "example.com/l%d", strings.Repeat("v", 63)))
+			nc.Annotations = many(8, "example.com/a%d", strings.Repeat("v", 512))
+		}, ""},
+		{"another name", func(nc *v1alpha1.NetworkConfig) { nc.Name = "another" }, "its name is not another"},
+		{"a name that the server makes", func(nc *v1alpha1.NetworkConfig) { nc.Name, nc.GenerateName = "", "another-" }, "its name is not another-"},
+		{"the name of our original", func(nc *v1alpha1.NetworkConfig) { nc.Name = p.b.Identity.UniqueName() }, "its name is not " + p.b.Identity.UniqueName()},
+		{"an original", func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelReplication] = "true" }, "liqo.io/replication has to be false"},
+		{"no label of a copy", func(nc *v1alpha1.NetworkConfig) { delete(nc.Labels, v1alpha1.LabelReplication) }, "liqo.io/replication has to be false"},
+		{"no labels", func(nc *v1alpha1.NetworkConfig) { nc.Labels = nil }, "liqo.io/replication has to be false"},
+		{"another cluster's", func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelOriginID] = p.a.Identity.ClusterID }, "liqo.io/originID has to be"},
+		{"nobody's", func(nc *v1alpha1.NetworkConfig) { delete(nc.Labels, v1alpha1.LabelOriginID) }, "liqo.io/originID has to be"},
+		{"a finalizer", func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = []string{"example.com/x"} }, "neither sets nor removes finalizers"},
+		{"our finalizer", func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = []string{v1alpha1.FinalizerReplicator} }, "neither sets nor removes finalizers"},
+		{"an owner", func(nc *v1alpha1.NetworkConfig) {
+			nc.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "ConfigMap", Name: "x", UID: "x"}}
+		}, "sets no owners"},
+		{"17 labels", func(nc *v1alpha1.NetworkConfig) { maps.Copy(nc.Labels, many(13, "l%d", "")) }, "at most 16 labels"},
+		{"a long label", func(nc *v1alpha1.NetworkConfig) { nc.Labels[strings.Repeat("p", 120)+"/12345678"] = "" }, "at most 16 labels"},
+		{"9 annotations", func(nc *v1alpha1.NetworkConfig) { nc.Annotations = many(9, "a%d", "") }, "at most 8 annotations"},
+		{"a long annotation", func(nc *v1alpha1.NetworkConfig) { nc.Annotations = many(1, "a%d", strings.Repeat("v", 513)) }, "at most 8 annotations"},
+		{"a long name of an annotation", func(nc *v1alpha1.NetworkConfig) { nc.Annotations = many(1, strings.Repeat("p", 120)+"/1234567%d", "") }, "at most 8 annotations"},
+		{"a great value", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["x"] = strings.Repeat("v", 1025) }, "Too long"},
+		{"a great key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig[strings.Repeat("k", 64)] = "" }, "keys must have 1 to 63 characters"},
+	} {
+		nc := networkConfig(p.a, p.b)
+		tc.change(nc)
+		err := peer.Create(t.Context(), nc, client.DryRunAll)
+		if (err == nil) != (tc.want == "") || err != nil && !strings.Contains(err.Error(), tc.want) {
+			t.Errorf("%s: %v, want %q", tc.name, err, tc.want)
+		}
+	}
+	for i := range 20 {
+		nc := networkConfig(p.a, p.b)
+		nc.Name = fmt.Sprintf("one-of-many-%d", i)
+		if err := peer.Create(t.Context(), nc); err == nil {
+			t.Errorf("%s was created", nc.Name)
+		}
+	}
+
+	// A change is judged as a new one is, and finalizers stay as we have set them.
+	mine := networkConfig(p.a, p.b)
+	must(t, peer.Create(t.Context(), mine))
+	mine.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator}
+	must(t, p.a.client.Update(t.Context(), mine))
+	for name, change := range map[string]func(*v1alpha1.NetworkConfig){
+		"another finalizer": func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = append(nc.Finalizers, "example.com/x") },
+		"ours removed":      func(nc *v1alpha1.NetworkConfig) { nc.Finalizers = nil },
+		"relabelled":        func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelReplication] = "true" },
+		"9 annotations":     func(nc *v1alpha1.NetworkConfig) { nc.Annotations = many(9, "a%d", "") },
+	} {
+		nc := mine.DeepCopy()
+		change(nc)
+		if err := peer.Update(t.Context(), nc); !apierrors.IsForbidden(err) && !apierrors.IsRequestEntityTooLargeError(err) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	// All that is allowed at once, under as many names as there may be, is still small.
+	key := client.ObjectKeyFromObject(mine)
+	for i := range 40 {
+		must(t, peer.Get(t.Context(), key, mine))
+		maps.Copy(mine.Labels, many(10, strings.Repeat("p", 100)+"/"+strings.Repeat("l", 26)+"%d", strings.Repeat("v", 63)))
+		mine.Annotations = many(8, strings.Repeat("p", 100)+"/"+strings.Repeat("a", 26)+"%d", strings.Repeat("v", 512))
+		maps.Copy(mine.Spec.BackendConfig, many(13, strings.Repeat("k", 61)+"%02d", strings.Repeat("v", 1024)))
+		mine.Spec.BackendConfig["x"] = fmt.Sprint(i) // so that there is something to own
+		must(t, peer.Update(t.Context(), mine, client.FieldOwner(fmt.Sprintf("%0120d", i))))
+	}
+	must(t, p.a.client.Get(t.Context(), key, mine))
+	text, err := json.Marshal(mine)
+	must(t, err)
+	if t.Logf("the greatest object: %d bytes, %d field managers", len(text), len(mine.ManagedFields)); len(text) > 64<<10 {
+		t.Errorf("%d bytes", len(text))
+	}
+}
+
+func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "mint")
+	peer := p.bounded(t)
+	here := p.b.Identity.TenantNamespace()
+	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: here, Name: peerAccount}}
+	mint := func(seconds int64, audiences ...string) (*authenticationv1.TokenRequest, error) {
+		r := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{ExpirationSeconds: &seconds, Audiences: audiences}}
+		return r, peer.SubResource("token").Create(t.Context(), account, r)
+	}
+	const life = int64(tokenLife / time.Second)
+	got, err := mint(life)
+	must(t, err)
+	ours := claimsOf(got.Status.Token).Audiences
+	if len(ours) == 0 {
+		t.Fatal("a token without an audience")
+	}
+	got, err = mint(life, ours...) // as managers renew theirs
+	must(t, err)
+	if left := time.Until(got.Status.ExpirationTimestamp.Time); left > tokenLife {
+		t.Errorf("it is good for %v", left)
+	}
+	for name, try := range map[string]func() (*authenticationv1.TokenRequest, error){
+		"a hundred years":        func() (*authenticationv1.TokenRequest, error) { return mint(100 * 365 * 86400) },
+		"a second more":          func() (*authenticationv1.TokenRequest, error) { return mint(life + 1) },
+		"for elsewhere":          func() (*authenticationv1.TokenRequest, error) { return mint(3600, "https://elsewhere.example") },
+		"for here and elsewhere": func() (*authenticationv1.TokenRequest, error) { return mint(3600, append(ours, "vault")...) },
+	} {
+		if _, err := try(); !apierrors.IsForbidden(err) {
+			t.Errorf("%s: %v", name, err)
+		}
+	}
+	// Where nobody has noted the audiences, nothing is renewed.
+	must(t, p.a.client.Patch(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: here}},
+		client.RawPatch("application/merge-patch+json", []byte(`{"metadata":{"annotations":{"isthmus.net/token-audiences":null}}}`))))
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // the policy sees the namespace a moment later
+		if _, err := mint(3600); apierrors.IsForbidden(err) {
+			break
+		}
+		if time.Since(begin) > patient {
+			t.Fatal("a token for audiences that nobody has noted")
+		}
+	}
+}
+
+func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "seats")
+	p.bounded(t)
+	var level flowcontrolv1.PriorityLevelConfiguration
+	must(t, p.a.client.Get(t.Context(), client.ObjectKey{Name: deploy.PeerPriority}, &level))
+	var secret corev1.Secret
+	must(t, p.b.client.Get(t.Context(), client.ObjectKey{Namespace: p.a.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}, &secret))
+	config, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[isthmus.SecretKubeconfig])
+	must(t, err)
+	c, err := rest.HTTPClientFor(config)
+	must(t, err)
+	defer c.CloseIdleConnections()
+	for _, path := range []string{
+		"/apis/net.liqo.io/v1alpha1/namespaces/" + p.b.Identity.TenantNamespace() + "/networkconfigs", "/api/v1/nodes", "/version", "/openapi/v2",
+	} {
+		var levels []string
+		for begin := time.Now(); !slices.Contains(levels, string(level.UID)); time.Sleep(50 * time.Millisecond) { // it learns of a FlowSchema a moment later
+			if time.Since(begin) > patient {
+				t.Fatalf("%s is on the levels %v, want %s", path, levels, level.UID)
+			}
+			req, err := http.NewRequestWithContext(t.Context(), http.MethodGet, config.Host+path, nil)
+			must(t, err)
+			resp, err := c.Do(req)
+			must(t, err)
+			resp.Body.Close()
+			levels = resp.Header.Values("X-Kubernetes-Pf-Prioritylevel-Uid")
+		}
+	}
+	if level.Spec.Limited.BorrowingLimitPercent == nil || *level.Spec.Limited.BorrowingLimitPercent != 0 {
+		t.Error("peers may borrow the seats of others")
+	}
+	// It goes with the rights.
+	must(t, p.unpeer(t))
+	if !gone(t, p.a, &flowcontrolv1.FlowSchema{}, p.b.Identity.TenantNamespace()) {
+		t.Error("the FlowSchema has stayed")
+	}
+}
+
+func TestNobodyIsPeeredWithAClusterThatWouldTakeAnything(t *testing.T) {
+	s := &side{Cluster: connectTo(t, Access{Kubeconfig: files.a}), peer: &side{}}
+	must(t, s.checkAdmission(t.Context()))
+	level := &flowcontrolv1.PriorityLevelConfiguration{}
+	level.Name = "no-such-level"
+	if err := s.present(t.Context(), level); err == nil || !strings.Contains(err.Error(), "there is no PriorityLevelConfiguration no-such-level") ||
+		!strings.Contains(err.Error(), "isthmus install --context a") {
+		t.Error(err)
+	}
+}

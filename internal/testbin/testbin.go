@@ -1,0 +1,37 @@
+// Package testbin builds the programs of this repository for tests that run them as processes.
+package testbin
+
+import (
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+)
+
+const module = "github.com/isthmus-net/isthmus"
+
+// Isthmus builds the program isthmus in dir and returns its path.
+func Isthmus(dir string) (path string, err error) {
+	return filepath.Join(dir, "isthmus"), Build(dir, "isthmus")
+}
+
+// Build builds programs of cmd/ in dir, under their names. It works from any package of the main
+// module and of those nested in it. The flags are those of `make build`, and the race detector's
+// cgo is left out, so that all share one cache.
+func Build(dir string, programs ...string) error {
+	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", module).Output()
+	if err != nil {
+		return fmt.Errorf("folder of module %s: %w", module, err)
+	}
+	args := []string{"build", "-C", strings.TrimSpace(string(root)), "-trimpath", "-ldflags=-s -w", "-o", dir + string(filepath.Separator)}
+	for _, p := range programs {
+		args = append(args, "./cmd/"+p)
+	}
+	cmd := exec.Command("go", args...)
+	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return fmt.Errorf("%s: %w\n%s", strings.Join(cmd.Args, " "), err, out)
+	}
+	return nil
+}

@@ -1,0 +1,166 @@
+package manager
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+// A peer that was accepted edits its NetworkConfig. What it has stays in force, on the way to it,
+// too, until somebody agrees to that very claim.
+func TestAChangeOfAClaimWaitsForConsent(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.50.0.0/18", "10.60.0.0/20").publish().answer("None", "None")
+	p.untilAccepted("None None")
+	before := p.joined()
+	had, _ := a.store.Book().GrantOf(p.cluster.ClusterID)
+
+	const ask = "ConsentNeeded: spec.podCIDR: is %s now, for which the receiver would use %s; it uses 10.50.0.0/18 until somebody there agrees: " +
+		"spec.claims.consent of its Peering with podCIDR %s and externalCIDR 10.60.0.0/20"
+	asks := func(claim, use string) string {
+		return strings.NewReplacer("%s now", claim+" now", "use %s;", "use "+use+";", "podCIDR %s and", "podCIDR "+claim+" and").Replace(ask)
+	}
+	unchanged := func(after string) {
+		t.Helper()
+		if now, _ := a.store.Book().GrantOf(p.cluster.ClusterID); now != had {
+			t.Errorf("%s the peer has %v", after, now)
+		}
+		if te := p.endpoint(); te.ResourceVersion != before.ResourceVersion {
+			t.Errorf("%s the TunnelEndpoint is %+v", after, te.Spec)
+		}
+	}
+	claim := func(pod string) {
+		t.Helper()
+		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.PodCIDR = pod })
+	}
+	consent := func(pod string) {
+		t.Helper()
+		edit(a, p.peering, func(peering *isthmus.Peering) {
+			peering.Spec.Claims.Consent = &isthmus.Consent{PodCIDR: pod, ExternalCIDR: "10.60.0.0/20"}
+		})
+	}
+	claim("192.168.32.0/22")
+	p.untilAccepted(asks("192.168.32.0/22", "192.168.32.0/22"))
+	unchanged("after it claimed an on-prem network")
+	consent("192.168.0.0/22") // to another claim
+	claim("8.8.8.0/24")
+	p.untilAccepted(asks("8.8.8.0/24", "10.60.16.0/24"))
+	unchanged("after it claimed a resolver in the Internet")
+	claim("10.50.0.0/18") // and back
+	p.untilAccepted("None None")
+	unchanged("after it took its change back")
+
+	claim("10.48.0.0/14")
+	p.untilAccepted(asks("10.48.0.0/14", "10.48.0.0/14"))
+	consent("10.48.0.0/14")
+	p.untilAccepted("None None")
+	a.until("the TunnelEndpoint follows", func() bool { return p.endpoint().Spec.RemotePodCIDR == "10.48.0.0/14" })
+}
+
+func TestAClaimOutsideOfPrivateSpaceIsRemappedUnlessThePeeringAllowsIt(t *testing.T) {
+	a := newAnswering(t)
+	remapped := func(p *partner) (pod, external bool) {
+		s := p.copied().Status
+		return s.Processed && s.PodCIDRNAT != "None", s.Processed && s.ExternalCIDRNAT != "None"
+	}
+	for i, pod := range []string{"8.8.8.0/24", "100.100.0.0/17", "172.0.0.0/11"} {
+		p := a.partner(fmt.Sprint("moved", i), byte(10+i)).claims(pod, fmt.Sprintf("192.168.%d.0/24", i))
+		a.until(pod+" is remapped", func() bool { pod, external := remapped(p); return pod && !external })
+	}
+	a.partner("allowed", 4, func(p *isthmus.Peering) { p.Spec.Claims.Allowed = []string{"203.0.112.0/20"} }).
+		claims("203.0.113.0/24", "192.168.201.0/24").untilAccepted("None None")
+	always := a.partner("always", 6, func(p *isthmus.Peering) { p.Spec.Claims.AlwaysRemap = true }).claims("192.168.32.0/22", "192.168.202.0/24")
+	a.until("the one that is always remapped is", func() bool { pod, external := remapped(always); return pod && external })
+	// A person who demands it later needs to agree to nothing else.
+	later := a.partner("later", 7).claims("192.168.64.0/22", "192.168.203.0/24")
+	later.untilAccepted("None None")
+	edit(a, later.peering, func(p *isthmus.Peering) { p.Spec.Claims.AlwaysRemap = true })
+	a.until("it is remapped, too", func() bool { pod, external := remapped(later); return pod && external })
+}
+
+func TestAnEventSaysThatConsentIsNeeded(t *testing.T) {
+	w := newWorld(t, false)
+	w.gateway("192.0.2.1")
+	p := w.peer("b")
+	p.join()
+	var copies v1alpha1.NetworkConfigList
+	w.ok(w.api().List(w.ctx, &copies))
+	for i := range copies.Items {
+		nc := &copies.Items[i]
+		if nc.Namespace != p.ns || nc.Labels[v1alpha1.LabelOriginID] != p.cluster.ClusterID {
+			continue
+		}
+		meta.SetStatusCondition(&nc.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse,
+			Reason: v1alpha1.ReasonConsent, Message: "spec.podCIDR: is 192.168.32.0/22 now"})
+		w.ok(w.api().Status().Update(w.ctx, nc))
+	}
+	p.untilIs(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent)
+	told := ""
+	w.until("an Event says so", func() bool {
+		for len(w.events.Events) > 0 {
+			told += <-w.events.Events + "\n"
+		}
+		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: the NetworkConfig of the peer is refused: spec.podCIDR: is 192.168.32.0/22 now")
+	})
+}
+
+func TestConsentIsToOneClaim(t *testing.T) {
+	claim := fabric.Claim{Pod: netip.MustParsePrefix("10.50.0.0/18"), External: netip.MustParsePrefix("10.60.0.0/20")}
+	for consent, want := range map[isthmus.Consent]bool{
+		{PodCIDR: "10.50.0.0/18", ExternalCIDR: "10.60.0.0/20"}: true,
+		{PodCIDR: "10.50.0.0/16", ExternalCIDR: "10.60.0.0/20"}: false,
+		{PodCIDR: "10.50.0.0/18", ExternalCIDR: "10.60.0.0/18"}: false,
+	} {
+		r, wrong := requestFrom(Peer{Claims: isthmus.Claims{Consent: &consent, Allowed: []string{"8.0.0.0/8"}}}, claim)
+		if wrong != nil || r.Consented != want || len(r.Allowed) != 1 {
+			t.Errorf("%+v: %+v, %v", consent, r, wrong)
+		}
+	}
+	if _, wrong := requestFrom(Peer{Claims: isthmus.Claims{Allowed: []string{"8.0.0.0"}}}, claim); wrong == nil || wrong.Field != "spec.claims.allowed" {
+		t.Errorf("no network: %v", wrong)
+	}
+}
+
+// The API server is behind an address that no Node has. A network with it is not taken as it is.
+func TestTheAddressesOfAPIServersAreKnown(t *testing.T) {
+	w := bare(t)
+	slice := &discoveryv1.EndpointSlice{
+		ObjectMeta:  metav1.ObjectMeta{Namespace: "default", Name: "kubernetes", Labels: map[string]string{discoveryv1.LabelServiceName: "kubernetes"}},
+		AddressType: discoveryv1.AddressTypeIPv4,
+		Endpoints:   []discoveryv1.Endpoint{{Addresses: []string{"192.168.99.7"}}, {Addresses: []string{"192.168.98.7"}}},
+	}
+	if err := w.api().Create(w.ctx, slice); apierrors.IsAlreadyExists(err) {
+		t.Skip("this API server writes its own addresses")
+	} else {
+		w.ok(err)
+	}
+	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), slice)) })
+	books := new(stubBooks)
+	keeper := &FactsKeeper{Cache: w.api(), Direct: w.api(), Store: books, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler),
+		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")}}
+	facts, err := keeper.gather(w.ctx)
+	w.ok(err)
+	if want := []netip.Addr{netip.MustParseAddr("192.168.98.7"), netip.MustParseAddr("192.168.99.7")}; !slices.Equal(facts.APIServers, want) {
+		t.Errorf("API servers %v, want %v", facts.APIServers, want)
+	}
+	for pod, as := range map[string]bool{"192.168.99.0/24": false, "192.168.98.0/24": false, "192.168.96.0/24": true} {
+		_, g, err := books.Book().Grant(ipam.Request{ID: "b", Pod: netip.MustParsePrefix(pod), External: netip.MustParsePrefix("172.20.0.0/20")})
+		if w.ok(err); (g.Pod.String() == pod) != as {
+			t.Errorf("%s is %v", pod, g.Pod)
+		}
+	}
+}

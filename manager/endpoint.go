@@ -1,0 +1,154 @@
+package manager
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+	"strconv"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// endpointOf returns where peers reach the gateway, by the rules of Liqo, or a sentence that says
+// why that is not known. Of the ports, the first is the gateway's, and those that follow are of
+// further tunnels.
+func endpointOf(namespace string, services []corev1.Service) (host string, ports []uint16, missing string) {
+	const label = v1alpha1.LabelGateway + "=true"
+	if len(services) != 1 {
+		if len(services) == 0 {
+			return "", nil, fmt.Sprintf("namespace %s: no Service with label %s", namespace, label)
+		}
+		names := make([]string, len(services))
+		for i := range services {
+			names[i] = services[i].Name
+		}
+		slices.Sort(names)
+		return "", nil, fmt.Sprintf("namespace %s: Services %s have label %s; want exactly one", namespace, strings.Join(names, ", "), label)
+	}
+	s := &services[0]
+	wrong := func(format string, args ...any) string {
+		return fmt.Sprintf("Service %s/%s: ", s.Namespace, s.Name) + fmt.Sprintf(format, args...)
+	}
+	var noHost, noPort string
+	host, ports, noHost, noPort = exposed(s)
+	if override, ok := s.Annotations[v1alpha1.AnnotationOverrideAddress]; ok {
+		host, noHost = strings.TrimSpace(override), ""
+		if host == "" {
+			noHost = fmt.Sprintf("annotation %s is empty; want an IP address or DNS name", v1alpha1.AnnotationOverrideAddress)
+		}
+	}
+	if override, ok := s.Annotations[v1alpha1.AnnotationOverridePort]; ok {
+		n, err := strconv.ParseUint(override, 10, 16)
+		tunnels, _ := servicePorts(s)
+		ports, noPort = portsFrom(uint16(n), max(1, len(tunnels))), ""
+		if err != nil || n == 0 {
+			ports, noPort = nil, fmt.Sprintf("annotation %s is %q; want a UDP port from 1 to 65535", v1alpha1.AnnotationOverridePort, override)
+		}
+	}
+	if problem := cmp.Or(noHost, noPort); problem != "" {
+		return host, ports, wrong("%s", problem)
+	}
+	return host, ports, ""
+}
+
+// servicePorts returns the ports of a Service for the tunnels in their order, up to the first that
+// it does not have over UDP, and what is missing there. That of tunnel 0 may have any name when it
+// is the only one.
+func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string) {
+	for i := range fabric.MaxTunnels {
+		name := v1alpha1.TunnelPortName(i)
+		at := slices.IndexFunc(s.Spec.Ports, func(p corev1.ServicePort) bool { return p.Name == name })
+		if at < 0 && i == 0 && len(s.Spec.Ports) == 1 {
+			at = 0
+		}
+		switch {
+		case at < 0:
+			return ports, "has no port named " + name
+		case s.Spec.Ports[at].Protocol != corev1.ProtocolUDP:
+			return ports, "port " + name + " is not UDP"
+		}
+		ports = append(ports, s.Spec.Ports[at])
+	}
+	return ports, ""
+}
+
+// exposed returns what the Service itself says, and what it does not. The ports are as in
+// endpointOf.
+func exposed(s *corev1.Service) (host string, ports []uint16, noHost, noPort string) {
+	all, missing := servicePorts(s)
+	if len(all) == 0 {
+		noPort = missing
+	}
+	var number func(corev1.ServicePort) int32
+	switch s.Spec.Type {
+	case corev1.ServiceTypeNodePort:
+		number = func(p corev1.ServicePort) int32 { return p.NodePort }
+		if host = s.Annotations[v1alpha1.AnnotationGatewayNodeIP]; host == "" {
+			noHost = "no annotation " + v1alpha1.AnnotationGatewayNodeIP + " yet; the active gateway sets it"
+		}
+	case corev1.ServiceTypeLoadBalancer:
+		number = func(p corev1.ServicePort) int32 { return p.Port }
+		if ingress := s.Status.LoadBalancer.Ingress; len(ingress) > 0 {
+			host = cmp.Or(ingress[0].IP, ingress[0].Hostname)
+		}
+		if host == "" {
+			noHost = "the load balancer has no address yet"
+		}
+	default:
+		noHost = fmt.Sprintf("is of type %s; want LoadBalancer or NodePort, or the annotations %s and %s",
+			s.Spec.Type, v1alpha1.AnnotationOverrideAddress, v1alpha1.AnnotationOverridePort)
+		all, noPort = nil, noHost
+	}
+	for _, p := range all {
+		if number(p) == 0 {
+			break // not given out yet
+		}
+		ports = append(ports, uint16(number(p)))
+	}
+	if len(ports) == 0 && noPort == "" {
+		noPort = "port " + v1alpha1.TunnelPortName(0) + " has no number yet"
+	}
+	return host, ports, noHost, noPort
+}
+
+// tunnelsOf joins the keys of the gateway's further tunnels with the ports that its Service has for
+// them, or for as many as have both; fewer says why not for all. first is the key of tunnel 0.
+func tunnelsOf(secret *corev1.Secret, first [32]byte, ports []uint16) (further []fabric.TunnelEnd, fewer string) {
+	text := strings.TrimSpace(string(secret.Data[keysInData]))
+	if text == "" {
+		return nil, ""
+	}
+	have := [][32]byte{first}
+	for keyText := range strings.SplitSeq(text, ",") {
+		i := len(have)
+		key, err := fabric.ParseKey(keyText)
+		switch {
+		case i == fabric.MaxTunnels:
+			err = fmt.Errorf("is one too many; want at most %d", fabric.MaxTunnels-1)
+		case err == nil && slices.Contains(have, key):
+			err = errors.New("is one that is there already")
+		}
+		if err != nil {
+			return further, fmt.Sprintf("Secret %s/%s: data.%s: key %d %v", secret.Namespace, secret.Name, keysInData, i, err)
+		}
+		if i > len(ports) {
+			return further, fmt.Sprintf("the gateway's Service has no UDP port for tunnel %d, such as one named %s", i, v1alpha1.TunnelPortName(i))
+		}
+		have, further = append(have, key), append(further, fabric.TunnelEnd{PublicKey: key, Port: ports[i-1]})
+	}
+	return further, ""
+}
+
+// portsFrom returns up to n consecutive ports.
+func portsFrom(first uint16, n int) []uint16 {
+	ports := make([]uint16, min(n, 1<<16-int(first)))
+	for i := range ports {
+		ports[i] = first + uint16(i)
+	}
+	return ports
+}

@@ -1,0 +1,111 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"maps"
+	"slices"
+
+	"k8s.io/apimachinery/pkg/api/equality"
+	"k8s.io/apimachinery/pkg/types"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
+)
+
+// Answers are the reconcilers that turn what both sides of each peering say into answers,
+// TunnelEndpoints and NatMappings:
+//
+//	copy ─ AnswerReconciler ─► status of the copy, grant in the books ─┐
+//	original with the peer's answer ──────────────────────────────────┴─ TunnelEndpointReconciler ─► TunnelEndpoint
+//	                                        answer in the books ─ NatMappingReconciler ─► NatMapping ─┘ (exists first)
+//
+// All but FactsChanged may be shared; the books have to be loaded.
+type Answers struct {
+	Client client.Client
+	Peers  Peers
+	Facts  FactsReader
+	Store  *ipamstore.Store
+	// FactsChanged gets a value after every change of the Facts.
+	FactsChanged <-chan event.GenericEvent
+	Log          *slog.Logger
+}
+
+// SetupWithManager makes mgr run the three, and its cache index what they look up.
+func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
+	if err := addExchangeIndexes(mgr.GetFieldIndexer()); err != nil {
+		return fmt.Errorf("indexes: %w", err)
+	}
+	return errors.Join(
+		(&AnswerReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, FactsChanged: a.FactsChanged, Log: a.Log}).SetupWithManager(mgr),
+		(&TunnelEndpointReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
+		(&NatMappingReconciler{Client: a.Client, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
+	)
+}
+
+// maxCopies bounds what is looked at of the NetworkConfigs of one sender. One is right, so that
+// these are enough to refuse and to clean up, a few at a time.
+const maxCopies = 64
+
+// copiesOf returns the NetworkConfigs of a sender in a namespace, the oldest first, and the oldest
+// maxCopies of a flood.
+func copiesOf(ctx context.Context, reader client.Reader, namespace, origin string) ([]v1alpha1.NetworkConfig, error) {
+	var list v1alpha1.NetworkConfigList
+	if err := reader.List(ctx, &list, client.InNamespace(namespace), client.MatchingFields{indexOrigin: origin}, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, fmt.Errorf("NetworkConfigs of the peer: %w", err)
+	}
+	slices.SortFunc(list.Items, func(a, b v1alpha1.NetworkConfig) int { return compareAge(&a, &b) })
+	copies := make([]v1alpha1.NetworkConfig, min(len(list.Items), maxCopies))
+	for i := range copies {
+		list.Items[i].DeepCopyInto(&copies[i])
+	}
+	return copies, nil
+}
+
+func alive(nc v1alpha1.NetworkConfig) bool { return nc.DeletionTimestamp.IsZero() }
+
+// exchangeWith is the request about a peer.
+func exchangeWith(p Peer) reconcile.Request {
+	return reconcile.Request{NamespacedName: types.NamespacedName{Namespace: p.LocalNamespace, Name: p.Cluster.ClusterID}}
+}
+
+// exchangeOf are the requests about an object and the clusters that it names.
+func exchangeOf(o client.Object, ids ...string) (all []reconcile.Request) {
+	for _, id := range ids {
+		if id != "" {
+			all = append(all, reconcile.Request{NamespacedName: types.NamespacedName{Namespace: o.GetNamespace(), Name: id}})
+		}
+	}
+	return all
+}
+
+// everyExchange names all peers.
+func everyExchange(peers Peers, log *slog.Logger) handler.MapFunc {
+	return func(ctx context.Context, _ client.Object) (all []reconcile.Request) {
+		list, err := peers.List(ctx)
+		if err != nil {
+			log.Error("new facts reach no peer", "error", err)
+		}
+		for _, peer := range list {
+			all = append(all, exchangeWith(peer))
+		}
+		return all
+	}
+}
+
+// notStatusAlone leaves out what only changed a status.
+var notStatusAlone = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+	a, b := e.ObjectOld, e.ObjectNew
+	return a.GetGeneration() != b.GetGeneration() || a.GetUID() != b.GetUID() ||
+		a.GetDeletionTimestamp().IsZero() != b.GetDeletionTimestamp().IsZero() ||
+		!maps.Equal(a.GetLabels(), b.GetLabels()) || !slices.Equal(a.GetFinalizers(), b.GetFinalizers()) ||
+		!equality.Semantic.DeepEqual(a.GetOwnerReferences(), b.GetOwnerReferences())
+}}

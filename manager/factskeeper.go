@@ -1,0 +1,245 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+const (
+	keySecret  = "wireguard-pubkey" // Liqo's name for it; the gateway makes it
+	keyInData  = "publicKey"
+	keysInData = "tunnels" // the keys of tunnels 1, 2 and so on, separated by commas; Liqo has none
+	retryFacts = 30 * time.Second
+	// apiServerInterval is how long the addresses of API servers are believed, of which nobody
+	// tells us.
+	apiServerInterval = time.Minute
+)
+
+// An AddressPlan is what a person said about the networks of this cluster. The zero prefix means:
+// find out.
+type AddressPlan struct {
+	PodCIDR, ServiceCIDR, ExternalCIDR netip.Prefix
+	Pools, Reserved                    []netip.Prefix
+}
+
+// A bookkeeper is the part of ipamstore.Store that our own side needs.
+type bookkeeper interface {
+	Book() ipam.Book
+	Update(context.Context, func(ipam.Book) (ipam.Book, error)) (ipam.Book, error)
+}
+
+// A FactsKeeper keeps the Facts of this cluster: it gathers them whenever what they come from
+// changes, gives the IPAM the networks among them, and tells subscribers. Its methods may be called
+// concurrently.
+type FactsKeeper struct {
+	Cache     client.Reader // Services, Secrets and Nodes
+	Direct    client.Reader // the API server itself, for what is read once
+	Store     bookkeeper
+	Cluster   v1alpha1.ClusterIdentity
+	Namespace string // of the gateway's Service and Secret
+	Plan      AddressPlan
+	// BooksChanged gets the events of the Store.
+	BooksChanged <-chan event.GenericEvent
+	Log          *slog.Logger
+
+	mu          sync.Mutex
+	facts       Facts
+	known       bool
+	detected    detected
+	servers     []netip.Addr // of the API, as read last
+	serversRead time.Time
+	conflicts   []ipam.Conflict
+	subscribers []chan event.GenericEvent
+}
+
+// Facts returns what was gathered last.
+func (k *FactsKeeper) Facts(context.Context) (Facts, error) {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if !k.known {
+		return Facts{}, errors.New("the facts of this cluster have not been gathered yet")
+	}
+	return k.facts, nil
+}
+
+// Subscribe returns a channel that gets a value after every change of the Facts; several changes
+// may be one value.
+func (k *FactsKeeper) Subscribe() <-chan event.GenericEvent {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	c := make(chan event.GenericEvent, 1)
+	k.subscribers = append(k.subscribers, c)
+	return c
+}
+
+// SetupWithManager makes mgr call Reconcile after every change.
+func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
+	something := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
+		return []reconcile.Request{requestFor("own")}
+	})
+	return ctrl.NewControllerManagedBy(mgr).Named("own").
+		Watches(&corev1.Service{}, something).
+		Watches(&corev1.Secret{}, something).
+		Watches(&corev1.Node{}, something).
+		WatchesRawSource(source.Channel(k.BooksChanged, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, peer client.Object) []reconcile.Request {
+			if peer.GetName() != "" {
+				return nil // a peer's entry and not ours
+			}
+			return []reconcile.Request{requestFor("own")}
+		}))).
+		Complete(k)
+}
+
+// Reconcile gathers the Facts.
+func (k *FactsKeeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
+	facts, err := k.gather(ctx)
+	if err != nil {
+		return ctrl.Result{}, fmt.Errorf("facts of this cluster: %w", err)
+	}
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.known && reflect.DeepEqual(k.facts, facts) {
+		return k.again(), nil
+	}
+	if facts.FewerTunnels != "" && (!k.known || k.facts.FewerTunnels != facts.FewerTunnels) {
+		k.Log.Warn("peers are told of fewer tunnels than the gateway has", "told", 1+len(facts.Tunnels), "why", facts.FewerTunnels)
+	}
+	if !k.known || !slices.Equal(k.facts.Missing, facts.Missing) || k.facts.NoEndpoint != facts.NoEndpoint {
+		for _, missing := range slices.Concat(facts.Missing, nonEmpty(facts.NoEndpoint)) {
+			k.Log.Warn("our own side is not complete", "missing", missing)
+		}
+	}
+	k.facts, k.known = facts, true
+	k.Log.Info("facts of this cluster", "podCIDR", facts.PodCIDR, "serviceCIDR", facts.ServiceCIDR, "externalCIDR", facts.ExternalCIDR,
+		"endpoint", facts.Endpoint, "port", facts.Port, "tunnels", 1+len(facts.Tunnels), "nodes", len(facts.Nodes))
+	for _, c := range k.subscribers {
+		select {
+		case c <- event.GenericEvent{}:
+		default: // the value in it will be read after now
+		}
+	}
+	return k.again(), nil
+}
+
+// again says when to look again for what nobody tells us about.
+func (k *FactsKeeper) again() ctrl.Result {
+	if k.facts.PodCIDR.IsValid() && k.facts.ServiceCIDR.IsValid() {
+		return ctrl.Result{RequeueAfter: apiServerInterval}
+	}
+	return ctrl.Result{RequeueAfter: retryFacts}
+}
+
+func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
+	f := Facts{Cluster: k.Cluster}
+	if err := k.networks(ctx, &f); err != nil {
+		return f, err
+	}
+	var services corev1.ServiceList
+	if err := k.Cache.List(ctx, &services, client.InNamespace(k.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: "true"}); err != nil {
+		return f, fmt.Errorf("services of the gateway: %w", err)
+	}
+	var nodes corev1.NodeList
+	if err := k.Cache.List(ctx, &nodes); err != nil {
+		return f, fmt.Errorf("nodes: %w", err)
+	}
+	f.Nodes = nodeAddresses(nodes.Items)
+	var err error
+	if f.APIServers, err = k.apiServers(ctx); err != nil {
+		return f, err
+	}
+	var ports []uint16
+	if f.Endpoint, ports, f.NoEndpoint = endpointOf(k.Namespace, services.Items); len(ports) > 0 {
+		f.Port = ports[0]
+	}
+
+	var secret corev1.Secret
+	name := types.NamespacedName{Namespace: k.Namespace, Name: keySecret}
+	switch err := k.Cache.Get(ctx, name, &secret); {
+	case apierrors.IsNotFound(err):
+		f.Missing = append(f.Missing, fmt.Sprintf("Secret %s: not there yet; the gateway makes it", name))
+	case err != nil:
+		return f, fmt.Errorf("key of the gateway: %w", err)
+	default:
+		key, err := fabric.ParseKey(strings.TrimSpace(string(secret.Data[keyInData])))
+		if err != nil {
+			f.Missing = append(f.Missing, fmt.Sprintf("Secret %s: data.%s %v", name, keyInData, err))
+		}
+		f.PublicKey = key
+		if f.Port != 0 && err == nil {
+			f.Tunnels, f.FewerTunnels = tunnelsOf(&secret, key, ports[1:])
+		}
+	}
+	return f, k.configure(ctx, &f)
+}
+
+// configure gives the IPAM our networks and learns the ExternalCIDR.
+func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
+	if !f.PodCIDR.IsValid() || !f.ServiceCIDR.IsValid() || f.PodCIDR.Overlaps(f.ServiceCIDR) {
+		return nil // an answer on the ground of half of it would be wrong
+	}
+	n := k.Plan
+	config := ipam.Config{
+		PodCIDR: f.PodCIDR, ServiceCIDR: f.ServiceCIDR, ExternalCIDR: n.ExternalCIDR,
+		Pools: n.Pools, Reserved: n.Reserved, Nodes: slices.Concat(f.Nodes, f.APIServers),
+	}
+	var conflicts []ipam.Conflict
+	book, err := k.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+		b, conflicts = b.Configure(config)
+		return b, nil
+	})
+	if err != nil {
+		return fmt.Errorf("configure the IPAM: %w", err)
+	}
+	if !slices.Equal(conflicts, k.conflicts) {
+		for _, c := range conflicts {
+			k.Log.Warn("networks overlap; what was given out stays as it is until the peering is made anew", "conflict", c.String())
+		}
+		k.conflicts = conflicts
+	}
+	if f.ExternalCIDR = book.Own().ExternalCIDR; !f.ExternalCIDR.IsValid() {
+		f.Missing = append(f.Missing, fmt.Sprintf("ExternalCIDR: the pools have no free network of the length of the PodCIDR, /%d; set --pools or --external-cidr", f.PodCIDR.Bits()))
+	}
+	return nil
+}
+
+// nodeAddresses returns the IP addresses of all nodes, sorted.
+func nodeAddresses(nodes []corev1.Node) (all []netip.Addr) {
+	for i := range nodes {
+		for _, a := range nodes[i].Status.Addresses {
+			if addr, err := netip.ParseAddr(a.Address); err == nil { // host names are not
+				all = append(all, addr.Unmap())
+			}
+		}
+	}
+	slices.SortFunc(all, netip.Addr.Compare)
+	return slices.Compact(all)
+}
+
+func nonEmpty(s string) []string {
+	if s == "" {
+		return nil
+	}
+	return []string{s}
+}

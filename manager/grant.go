@@ -1,0 +1,138 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+// errNotWanted ends a change of the books for a peer that has left meanwhile.
+var errNotWanted = errors.New("the peering is being taken down")
+
+// decide finds out whether the claim of a peer is taken, and which networks it gets.
+func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
+	var grant ipam.Grant
+	j := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Books: r.Store}
+	claim, refusals, err := j.judge(ctx, peer, nc)
+	if err != nil || len(refusals) > 0 {
+		return grant, claim, refusals, err
+	}
+	id := peer.Cluster.ClusterID
+	asked, wrong := requestFrom(peer, claim)
+	if wrong != nil {
+		return grant, claim, []fabric.Refusal{{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong}}, nil //nolint:nilerr // err is nil here
+	}
+	_, err = r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+		// Releases are serialised with this: what is granted after the peer has left would stay for
+		// ever.
+		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) || err == nil && (!now.begun() || now.LocalNamespace != peer.LocalNamespace) {
+			return b, errNotWanted
+		} else if err != nil {
+			return b, err
+		}
+		next, got, inside, err := grantClearOf(b, asked, func(p netip.Prefix) ([]netip.Addr, error) {
+			return gatewaysIn(ctx, r.Client, peer, claim, p)
+		})
+		if err != nil {
+			return b, err
+		}
+		if refusals = fabric.CheckGrant(claim, got.Pod, got.External, inside); len(refusals) > 0 {
+			return b, nil
+		}
+		grant = got
+		return next, nil
+	})
+	var refusal *fabric.Refusal
+	if errors.As(err, &refusal) {
+		return grant, claim, []fabric.Refusal{*refusal}, nil
+	}
+	return grant, claim, refusals, err
+}
+
+// requestFrom is what is asked of the IPAM for a claim, as the Peering has it.
+func requestFrom(peer Peer, claim fabric.Claim) (r ipam.Request, wrong *fabric.Problem) {
+	r = ipam.Request{ID: peer.Cluster.ClusterID, Pod: claim.Pod, External: claim.External, AlwaysRemap: peer.Claims.AlwaysRemap}
+	read := func(field, text string) (p netip.Prefix) {
+		p, err := netip.ParsePrefix(text)
+		if err != nil {
+			wrong = &fabric.Problem{Field: field, Message: "of the receiver's Peering is not a CIDR"}
+		}
+		return p
+	}
+	if o := peer.Overrides.PodCIDR; o != nil {
+		r.WantPod = read("spec.overrides.podCIDR", *o)
+	}
+	if o := peer.Overrides.ExternalCIDR; o != nil {
+		r.WantExternal = read("spec.overrides.externalCIDR", *o)
+	}
+	for _, text := range peer.Claims.Allowed {
+		r.Allowed = append(r.Allowed, read("spec.claims.allowed", text))
+	}
+	if c := peer.Claims.Consent; c != nil {
+		r.Consented = c.PodCIDR == claim.Pod.String() && c.ExternalCIDR == claim.External.String()
+	}
+	return r, wrong
+}
+
+// grantClearOf gives a claim its networks, such that no gateway of a peer is in them if that can be
+// helped: its packets would be routed into a tunnel. inside are the gateways that are in them
+// nevertheless, because networks that were given out stay where they are.
+func grantClearOf(b ipam.Book, claim ipam.Request, gateways func(netip.Prefix) ([]netip.Addr, error)) (next ipam.Book, grant ipam.Grant, inside []netip.Addr, err error) {
+	var avoid []netip.Addr
+	for {
+		asked := b
+		if len(avoid) > 0 {
+			own := b.Own()
+			own.Nodes = append(own.Nodes, avoid...)
+			asked, _ = b.Configure(own)
+		}
+		if next, grant, err = asked.Grant(claim); err != nil {
+			return b, ipam.Grant{}, nil, err
+		}
+		inside = nil
+		for _, p := range []netip.Prefix{grant.Pod, grant.External} {
+			found, err := gateways(p)
+			if err != nil {
+				return b, ipam.Grant{}, nil, err
+			}
+			inside = append(inside, found...)
+		}
+		fresh := slices.DeleteFunc(slices.Clone(inside), func(a netip.Addr) bool { return slices.Contains(avoid, a) })
+		if len(fresh) == 0 {
+			if len(avoid) > 0 {
+				next, _ = next.Configure(b.Own())
+			}
+			return next, grant, inside, nil
+		}
+		avoid = append(avoid, fresh...)
+	}
+}
+
+// gatewaysIn returns the gateways of peers, the claim's own among them, whose addresses are in a
+// network.
+func gatewaysIn(ctx context.Context, reader client.Reader, peer Peer, claim fabric.Claim, p netip.Prefix) (found []netip.Addr, err error) {
+	var list v1alpha1.TunnelEndpointList
+	if err := reader.List(ctx, &list, client.MatchingFields{indexGatewayIn: p.String()}); err != nil {
+		return nil, fmt.Errorf("gateways in %v: %w", p, err)
+	}
+	for i := range list.Items {
+		if list.Items[i].Namespace == peer.LocalNamespace {
+			continue // perhaps it was there before
+		}
+		if addr, err := netip.ParseAddr(list.Items[i].Spec.EndpointIP); err == nil {
+			found = append(found, addr)
+		}
+	}
+	if addr, err := netip.ParseAddr(claim.Endpoint); err == nil && p.Contains(addr) {
+		found = append(found, addr)
+	}
+	return found, nil
+}

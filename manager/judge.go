@@ -1,0 +1,79 @@
+package manager
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+// A judge finds out whether the claim of a peer may be taken. It looks at what we hold true
+// ourselves: in Liqo's RBAC the peer may write any status.
+type judge struct {
+	Reader client.Reader
+	Peers  Peers
+	Facts  FactsReader
+	Books  interface{ Book() ipam.Book }
+}
+
+func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (fabric.Claim, []fabric.Refusal, error) {
+	claim, problems := fabric.ClaimFrom(nc, fabric.Origin{})
+	if id := nc.Spec.RemoteCluster.ClusterID; id != j.Peers.Self {
+		problems = append(problems, fabric.Problem{Field: "spec.cluster.clusterID", Message: fmt.Sprintf("is %q; want %s, the receiver", id, j.Peers.Self)})
+	}
+	if len(problems) > 0 {
+		var refusals []fabric.Refusal
+		for _, p := range problems {
+			refusals = append(refusals, fabric.Refusal{Reason: v1alpha1.ReasonInvalid, Problem: p})
+		}
+		return claim, refusals, nil
+	}
+	facts, err := j.Facts.Facts(ctx)
+	if err != nil {
+		return claim, nil, err
+	}
+	receiver := fabric.Receiver{
+		PublicKey: facts.PublicKey, Pod: facts.PodCIDR, Service: facts.ServiceCIDR, External: facts.ExternalCIDR, Nodes: facts.Nodes,
+		Endpoint: facts.Endpoint, Port: cmp.Or(uint16(peer.Overrides.Port), facts.Port),
+		Tunnels: furtherTunnels(facts, peer),
+	}
+	if peer.Overrides.Address != nil {
+		receiver.Endpoint = *peer.Overrides.Address
+	}
+	var others fabric.Neighbours
+	if addr, err := netip.ParseAddr(claim.Endpoint); err == nil {
+		others.EndpointTunnelled = j.Books.Book().UsedForAnother(peer.Cluster.ClusterID, addr)
+	}
+	if others.TakenKeys, err = j.takenKeys(ctx, peer, claim); err != nil {
+		return claim, nil, err
+	}
+	return claim, fabric.CheckClaim(claim, receiver, others), nil
+}
+
+// takenKeys returns the keys of a claim that another peer has: not who says so first, because
+// public keys are public, but whose tunnel has it. A peer that lists among its own what is
+// another's already is the one that is refused. Only when two tunnels have a key, by an edit or
+// from before, it is the older one's, as in fabric.GatewayFor.
+func (j judge) takenKeys(ctx context.Context, peer Peer, claim fabric.Claim) (taken [][32]byte, err error) {
+	for _, key := range claim.Keys() {
+		var list v1alpha1.TunnelEndpointList
+		if err := j.Reader.List(ctx, &list, client.MatchingFields{indexPublicKey: keyText(key)}); err != nil {
+			return nil, fmt.Errorf("TunnelEndpoints with the same key: %w", err)
+		}
+		if len(list.Items) == 0 {
+			continue
+		}
+		first := slices.MinFunc(list.Items, func(a, b v1alpha1.TunnelEndpoint) int { return compareAge(&a, &b) })
+		if first.Namespace != peer.LocalNamespace {
+			taken = append(taken, key)
+		}
+	}
+	return taken, nil
+}

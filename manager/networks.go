@@ -1,0 +1,138 @@
+package manager
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/yaml"
+)
+
+// detected are the networks found in the cluster's own configuration. They never change in the life
+// of a cluster, so that what was found is not read again.
+type detected struct{ pods, services []netip.Prefix }
+
+// networks finds PodCIDR and ServiceCIDR: what a person said, else what the cluster's configuration
+// says. The pod networks of nodes say nothing: the smallest network around them may be too small
+// for the next node, or too large.
+func (k *FactsKeeper) networks(ctx context.Context, f *Facts) error {
+	if f.PodCIDR = k.Plan.PodCIDR; !f.PodCIDR.IsValid() {
+		if err := k.readKubeadm(ctx); err != nil {
+			return err
+		}
+		if len(k.detected.pods) == 0 {
+			f.Missing = append(f.Missing, "PodCIDR: ConfigMap kube-system/kubeadm-config does not say it; set --pod-cidr")
+			return nil
+		}
+		f.PodCIDR = k.detected.pods[0]
+	}
+	if f.ServiceCIDR = k.Plan.ServiceCIDR; !f.ServiceCIDR.IsValid() {
+		if err := k.readServiceCIDR(ctx); err != nil {
+			return err
+		}
+		i := slices.IndexFunc(k.detected.services, func(p netip.Prefix) bool { return p.Addr().Is4() == f.PodCIDR.Addr().Is4() })
+		if i < 0 {
+			f.Missing = append(f.Missing, fmt.Sprintf("ServiceCIDR: ServiceCIDR kubernetes names none of the family of the PodCIDR, %v; set --service-cidr", f.PodCIDR))
+			return nil
+		}
+		f.ServiceCIDR = k.detected.services[i]
+	}
+	if f.PodCIDR.Overlaps(f.ServiceCIDR) {
+		f.Missing = append(f.Missing, fmt.Sprintf("PodCIDR %v overlaps ServiceCIDR %v; correct --pod-cidr or --service-cidr", f.PodCIDR, f.ServiceCIDR))
+	}
+	return nil
+}
+
+// readKubeadm reads the networks that kubeadm was given. Not being permitted to is the same as not
+// finding it.
+func (k *FactsKeeper) readKubeadm(ctx context.Context) error {
+	if len(k.detected.pods) > 0 {
+		return nil
+	}
+	var cm corev1.ConfigMap
+	if err := k.Direct.Get(ctx, types.NamespacedName{Namespace: "kube-system", Name: "kubeadm-config"}, &cm); err != nil {
+		if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) {
+			return nil
+		}
+		return fmt.Errorf("configuration of kubeadm: %w", err)
+	}
+	k.detected.pods = kubeadmPodSubnets(cm.Data["ClusterConfiguration"])
+	return nil
+}
+
+func (k *FactsKeeper) readServiceCIDR(ctx context.Context) error {
+	if len(k.detected.services) > 0 {
+		return nil
+	}
+	var cidr networkingv1.ServiceCIDR
+	if err := k.Direct.Get(ctx, types.NamespacedName{Name: "kubernetes"}, &cidr); err != nil {
+		if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) {
+			return nil
+		}
+		return fmt.Errorf("network of the services: %w", err)
+	}
+	k.detected.services = prefixes(cidr.Spec.CIDRs)
+	return nil
+}
+
+// apiServers returns the addresses behind the Service kubernetes. Not being permitted to read them
+// is the same as not finding them.
+func (k *FactsKeeper) apiServers(ctx context.Context) ([]netip.Addr, error) {
+	if now := time.Now(); now.Sub(k.serversRead) < apiServerInterval/2 { // each heartbeat of a node brings us here
+		return k.servers, nil
+	}
+	var slice discoveryv1.EndpointSlice
+	err := k.Direct.Get(ctx, types.NamespacedName{Namespace: "default", Name: "kubernetes"}, &slice)
+	if err != nil && !apierrors.IsNotFound(err) && !apierrors.IsForbidden(err) {
+		return nil, fmt.Errorf("addresses of the API server: %w", err)
+	}
+	k.serversRead = time.Now()
+	if err == nil {
+		k.servers = addressesIn(slice)
+	}
+	return k.servers, nil
+}
+
+func addressesIn(slice discoveryv1.EndpointSlice) (all []netip.Addr) {
+	for _, endpoint := range slice.Endpoints {
+		for _, text := range endpoint.Addresses {
+			if addr, err := netip.ParseAddr(text); err == nil {
+				all = append(all, addr.Unmap())
+			}
+		}
+	}
+	slices.SortFunc(all, netip.Addr.Compare)
+	return slices.Compact(all)
+}
+
+// kubeadmPodSubnets returns networking.podSubnet, one network per family, the main one first.
+func kubeadmPodSubnets(clusterConfiguration string) []netip.Prefix {
+	var config struct {
+		Networking struct {
+			PodSubnet string `json:"podSubnet"`
+		} `json:"networking"`
+	}
+	if err := yaml.Unmarshal([]byte(clusterConfiguration), &config); err != nil || config.Networking.PodSubnet == "" {
+		return nil
+	}
+	return prefixes(strings.Split(config.Networking.PodSubnet, ","))
+}
+
+func prefixes(texts []string) (all []netip.Prefix) {
+	for _, text := range texts {
+		p, err := netip.ParsePrefix(strings.TrimSpace(text))
+		if err != nil {
+			return nil // half of a list is not what was meant
+		}
+		all = append(all, p.Masked())
+	}
+	return all
+}

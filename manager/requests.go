@@ -1,0 +1,53 @@
+package manager
+
+import (
+	"maps"
+	"slices"
+	"sync"
+
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+)
+
+// forRoom is the key of requests that wait for room in the books.
+const forRoom = "room"
+
+// requests are requests by keys. The zero value is empty.
+type requests struct {
+	mu    sync.Mutex
+	byKey map[string]map[reconcile.Request]struct{}
+	keys  map[reconcile.Request][]string
+}
+
+// add replaces the keys of a request.
+func (s *requests) add(r reconcile.Request, keys ...string) {
+	s.remove(r)
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.keys == nil {
+		s.byKey, s.keys = make(map[string]map[reconcile.Request]struct{}), make(map[reconcile.Request][]string)
+	}
+	s.keys[r] = keys
+	for _, key := range keys {
+		if s.byKey[key] == nil {
+			s.byKey[key] = make(map[reconcile.Request]struct{})
+		}
+		s.byKey[key][r] = struct{}{}
+	}
+}
+
+func (s *requests) remove(r reconcile.Request) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, key := range s.keys[r] {
+		if delete(s.byKey[key], r); len(s.byKey[key]) == 0 {
+			delete(s.byKey, key)
+		}
+	}
+	delete(s.keys, r)
+}
+
+func (s *requests) with(key string) []reconcile.Request {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return slices.Collect(maps.Keys(s.byKey[key]))
+}

@@ -1,0 +1,343 @@
+package natengine
+
+import "github.com/isthmus-net/isthmus/packet"
+
+// crossing is a packet on the general path. outbound or inbound has it on the stack.
+type crossing struct {
+	e    *Engine
+	v    *packet.View
+	r    *remote // of far; nil when no peer has it
+	dir  Direction
+	now  tick
+	near addr   // our end of the packet as it came
+	far  addr   // the peer's end
+	tr   *Trace // nil, or a trace: then v is a copy and nothing else may change
+}
+
+// outbound is the general path of a packet to the tunnel, r the remote of its destination or nil.
+// With a trace v has to be a copy, and nothing else changes.
+func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
+	c := crossing{e: e, v: v, r: r, dir: Outbound, now: now, near: source(v), far: destination(v), tr: tr}
+	src := c.near
+	switch {
+	case r == nil:
+		return c.refuse(DropNoPeer)
+	case martian(src, v.Is4()):
+		return c.refuse(DropSource)
+	case r.rule.guarded && unreachable(c.far, v.Is4()):
+		return c.refuse(DropDestination)
+	case v.IsICMPError():
+		return c.outboundError()
+	case linkScope(v):
+		return c.refuse(DropProtocol)
+	}
+	m := &r.rule.pods[src.family()]
+	seen, pod := m.mapOut(src)
+	pod = pod && src != e.self[src.family()]
+	if pod && !m.single && !r.rule.isEndpoint(src) {
+		tr.prefixMap(r.rule, src.family())
+		return c.forward(seen, samePort)
+	}
+	if _, _, _, is := v.Fragment(); is {
+		if verdict, done := c.fragment(); done {
+			return verdict
+		}
+	}
+	if !pod {
+		seen = addr{}
+	}
+	return c.place(c.flowOut(m, seen))
+}
+
+// flowOut finds or opens the flow of an outbound packet: the reply of a mapped endpoint leaves as
+// the peer addressed it, a pod without a flow by the prefix map, as seen, everything else from the
+// NAPT address. seen is zero for what is no pod.
+func (c *crossing) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) {
+	k, ok := c.key()
+	if ok {
+		if f, ok := c.find(&k); ok {
+			return c.follow(&f)
+		}
+	}
+	if seen != (addr{}) {
+		// Where the pod's own address is the NAPT address, a flow may have taken this very tuple.
+		if m.single && ok {
+			back := keyOf(Inbound, seen, c.far, c.v.Proto(), k.nearPort(Outbound), k.remotePort())
+			if f, ok := c.r.peer.flows.find(Inbound, &back); ok && !f.expired(&c.e.lifetimes, c.now) {
+				return addr{}, samePort, DropFlowClash
+			}
+		}
+		c.tr.prefixMap(c.r.rule, c.near.family())
+		return seen, samePort, DropNone
+	}
+	if !m.ok {
+		return addr{}, samePort, DropSource // no address of this family under which the peer would know us
+	}
+	return c.begin(naptFlow, &k, m.natAddr())
+}
+
+// inbound is the general path of a packet out of the tunnel, r the remote of its source or nil; see
+// outbound.
+func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
+	c := crossing{e: e, v: v, r: r, dir: Inbound, now: now, near: destination(v), far: source(v), tr: tr}
+	dst := c.near
+	switch {
+	case r == nil:
+		return c.refuse(DropNoPeer)
+	case r.rule.guarded && unreachable(c.far, v.Is4()):
+		return c.refuse(DropSource)
+	case v.IsICMPError():
+		return c.inboundError()
+	case linkScope(v):
+		return c.refuse(DropProtocol)
+	}
+	m := &r.rule.pods[dst.family()]
+	local, pod := m.mapIn(dst)
+	if pod && e.offLimits(local, v.Is4()) {
+		return c.refuse(DropDestination)
+	}
+	if pod && !m.single {
+		c.turn(local)
+		tr.prefixMapIn(r.rule, dst.family())
+		return c.forward(local, samePort)
+	}
+	endpoint, mapped := r.rule.seen[dst]
+	switch {
+	case mapped, m.ok && dst == m.natAddr():
+	case r.rule.isExternal(dst):
+		return c.refuse(DropNoMapping)
+	default:
+		return c.refuse(DropDestination)
+	}
+	if _, _, _, is := v.Fragment(); is {
+		if verdict, done := c.fragment(); done {
+			return verdict
+		}
+	}
+	return c.place(c.flowIn(local, endpoint))
+}
+
+// offLimits reports whether a prefix map must not lead to a: the in-process endpoint is reached as
+// a mapped one only.
+func (e *Engine) offLimits(a addr, is4 bool) bool {
+	return unreachable(a, is4) || a == e.self[a.family()]
+}
+
+// flowIn finds the flow of an inbound packet to the NAPT address or to a mapped one. Without a flow
+// a prefix that is one address leads to its pod, which is zero for other prefixes; a flow to a
+// mapped endpoint, which is zero where nothing is mapped, only the pods of the peer may open
+// (docs/liqo-v0.md, section 7.3).
+func (c *crossing) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) {
+	k, ok := c.key()
+	if ok {
+		if f, ok := c.find(&k); ok {
+			return c.follow(&f)
+		}
+	}
+	if pod != (addr{}) {
+		c.turn(pod)
+		c.tr.prefixMapIn(c.r.rule, c.near.family())
+		return pod, samePort, DropNone
+	}
+	if endpoint == (addr{}) || !c.r.pods {
+		return addr{}, samePort, DropNoFlow
+	}
+	return c.begin(endpointFlow, &k, endpoint)
+}
+
+// turn ends the flow of a client that has spoken to a pod by a mapped address and now, from the
+// same port, by the pod's own one. To the pod both are one tuple, so that nothing in its answer
+// tells which of the two it is for: it leaves from the address that the client spoke to last. What
+// could open no flow ends none, nor does a segment other than a SYN end that of an established
+// connection: it is a late one of a connection that was before.
+func (c *crossing) turn(pod addr) {
+	if c.tr != nil || !c.r.rule.isEndpoint(pod) || c.v.LaterFragment() || begins(c.v) != DropNone {
+		return
+	}
+	k, _ := c.key()
+	back := keyOf(Outbound, pod, c.far, c.v.Proto(), k.nearPort(Inbound), k.remotePort())
+	t := &c.r.peer.flows
+	f, ok := t.find(Outbound, &back)
+	opens := c.v.TCPFlags()&(packet.TCPSyn|packet.TCPAck) == packet.TCPSyn
+	if !ok || f.expired(&c.e.lifetimes, c.now) || c.v.Proto() == packet.TCP && !opens && !halfOpen(f.word) {
+		return
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if f, ok = t.find(Outbound, &back); ok {
+		t.remove(f.index)
+		t.expired.Add(1)
+	}
+}
+
+// key is the key of the packet. ok is false for an ICMP message that is no query: it has no
+// identifier by which a flow could be told.
+func (c *crossing) key() (k key, ok bool) {
+	v := c.v
+	var nearPort, remotePort uint16
+	switch classOf(v.Proto(), v.Is4()) {
+	case icmpIDs:
+		if !v.IsICMPQuery() {
+			return key{}, false
+		}
+		nearPort, remotePort = v.ICMPID(), queryPort(v.ICMPType(), c.dir)
+	case tcpPorts, udpPorts:
+		nearPort, remotePort = v.SrcPort(), v.DstPort()
+		if c.dir == Inbound {
+			nearPort, remotePort = remotePort, nearPort
+		}
+	}
+	return keyOf(c.dir, c.near, c.far, v.Proto(), nearPort, remotePort), true
+}
+
+// find is the flow that the packet belongs to.
+func (c *crossing) find(k *key) (match, bool) {
+	f, ok := c.r.peer.flows.find(c.dir, k)
+	return f, ok && !f.expired(&c.e.lifetimes, c.now)
+}
+
+// follow records the packet in its flow and says what our end becomes.
+func (c *crossing) follow(f *match) (to addr, port int, drop Drop) {
+	c.tr.known(f)
+	return c.touch(f)
+}
+
+func (c *crossing) touch(f *match) (to addr, port int, drop Drop) {
+	if c.tr == nil {
+		c.r.peer.flows.touch(f, c.v, c.dir, c.now)
+	}
+	return f.other, int(f.otherPort(c.dir)), DropNone
+}
+
+// begin opens the flow of a packet that may open one; our end becomes other.
+func (c *crossing) begin(kind flowKind, k *key, other addr) (to addr, port int, drop Drop) {
+	if drop := begins(c.v); drop != DropNone {
+		return addr{}, samePort, drop
+	}
+	f, drop := c.open(kind, k, other)
+	if drop != DropNone {
+		return addr{}, samePort, drop
+	}
+	return c.touch(&f)
+}
+
+// place ends the general path: it rewrites the packet to the address and port that were found, or
+// refuses it, and tells the other fragments of the same datagram.
+func (c *crossing) place(to addr, port int, drop Drop) Verdict {
+	var released *[][]byte
+	if _, _, _, is := c.v.Fragment(); is && c.tr == nil {
+		released, drop = c.firstFragment(to, drop)
+	}
+	if drop != DropNone {
+		return c.refuse(drop)
+	}
+	verdict := c.forward(to, port)
+	verdict.released = released
+	return verdict
+}
+
+// refuse discards the packet and counts it, unless it is only traced.
+func (c *crossing) refuse(d Drop) Verdict {
+	var p *PeerState
+	if c.r != nil {
+		p = c.r.peer
+	}
+	if c.tr == nil {
+		c.e.Count(p, c.dir, d)
+	}
+	return Verdict{Drop: d, Peer: p}
+}
+
+// forward rewrites our end of the packet.
+func (c *crossing) forward(to addr, port int) Verdict { return c.e.forward(c.v, c.r, c.dir, to, port) }
+
+// samePort leaves the port as it is.
+const samePort = -1
+
+// forward rewrites our end of the packet.
+func (e *Engine) forward(v *packet.View, r *remote, dir Direction, to addr, port int) Verdict {
+	if v.Is4() {
+		if dir == Outbound {
+			v.SetSrc4(uint32(to.lo))
+		} else {
+			v.SetDst4(uint32(to.lo))
+		}
+	} else if dir == Outbound {
+		v.SetSrc6(to.hi, to.lo)
+	} else {
+		v.SetDst6(to.hi, to.lo)
+	}
+	if port != samePort {
+		setPort(v, dir, uint16(port))
+	}
+	if r.mss != 0 && v.TCPFlags()&packet.TCPSyn != 0 {
+		v.ClampMSS(mssFor(r.mss, v.Is4()))
+	}
+	if dir == Inbound && to == e.self[to.family()] {
+		return Verdict{Action: Deliver, Peer: r.peer}
+	}
+	return Verdict{Action: Forward, Peer: r.peer}
+}
+
+// setPort writes our port of a packet, or the identifier of an ICMP query.
+func setPort(v *packet.View, dir Direction, port uint16) {
+	switch {
+	case !v.HasPorts():
+		v.SetICMPID(port)
+	case dir == Outbound:
+		v.SetSrcPort(port)
+	default:
+		v.SetDstPort(port)
+	}
+}
+
+// mssFor is the bound for a family: IPv6 has a header of 20 octets more.
+func mssFor(mss uint16, is4 bool) uint16 {
+	if is4 {
+		return mss
+	}
+	return mss - 20
+}
+
+// linkScope reports ICMPv6 that never leaves a link: multicast listener and neighbour discovery
+// (RFC 4890, section 4.3.3). Its addresses are in its body too, so it could only be forwarded half
+// rewritten.
+func linkScope(v *packet.View) bool {
+	if v.Is4() || v.Proto() != packet.ICMPv6 {
+		return false
+	}
+	t := v.ICMPType()
+	return t >= 130 && t <= 137 || t >= 141 && t <= 143 || t >= 148 && t <= 149 || t >= 151 && t <= 153
+}
+
+func source(v *packet.View) addr {
+	if v.Is4() {
+		return addr4(v.Src4())
+	}
+	return source6(v)
+}
+
+func destination(v *packet.View) addr {
+	if v.Is4() {
+		return addr4(v.Dst4())
+	}
+	return destination6(v)
+}
+
+func (r *rule) isEndpoint(a addr) bool {
+	if len(r.endpoints) == 0 {
+		return false
+	}
+	_, ok := r.endpoints[a]
+	return ok
+}
+
+func source6(v *packet.View) addr {
+	hi, lo := v.Src6()
+	return addr{hi, lo}
+}
+
+func destination6(v *packet.View) addr {
+	hi, lo := v.Dst6()
+	return addr{hi, lo}
+}

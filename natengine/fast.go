@@ -1,0 +1,176 @@
+package natengine
+
+import (
+	"time"
+
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// Outbound judges a packet on its way to the tunnel and, when it is to be forwarded, rewrites it in
+// place: the source of ours becomes what the peer knows it by. The packet is untouched when it is
+// discarded. now comes from a monotonic clock, read once per batch.
+//
+// What stands here is the common case, a pod that is mapped 1:1 over IPv4, and that over IPv6 is
+// outbound6; everything else goes to outbound, which would do the same.
+func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
+	t := e.rules.Load()
+	if !v.Is4() {
+		return e.outbound6(v, t, now)
+	}
+	r := t.remotes4.lookup(v.Dst4())
+	if r != nil {
+		src, m := v.Src4(), &r.out
+		if m.maps(src) && !v.IsICMPError() {
+			if m.from != m.to {
+				v.SetSrc4(src&^m.mask | m.to)
+			}
+			if r.mss != 0 && v.TCPFlags()&packet.TCPSyn != 0 {
+				v.ClampMSS(r.mss)
+			}
+			return Verdict{Action: Forward, Peer: r.peer}
+		}
+		if verdict, ok := e.known(v, r, Outbound, addr4(v.Src4()), addr4(v.Dst4()), tickOf(now)); ok {
+			return verdict
+		}
+	}
+	return e.outbound(v, r, tickOf(now), nil)
+}
+
+// Inbound judges a packet that came out of the tunnel and rewrites its destination, which the peer
+// knows, to the address that it has here. See Outbound. Whose key opened the packet is not asked:
+// that is InboundFrom.
+func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
+	return e.InboundFrom(nil, v, now)
+}
+
+// InboundFrom is Inbound for a packet that the key of peer p opened. A source that is no address of
+// p is DropSource, by the same rules that judge the rest of the packet, so that a range which moves
+// from one peer to another is never judged by half of each.
+func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Verdict {
+	t := e.rules.Load()
+	if !v.Is4() {
+		return e.inbound6(p, v, t, now)
+	}
+	r := t.remotes4.lookup(v.Src4())
+	if p != nil && !r.of(p) {
+		return e.spoofed(p)
+	}
+	if r != nil {
+		dst, m := v.Dst4(), &r.in
+		if m.maps(dst) && !v.IsICMPError() {
+			if m.from != m.to {
+				v.SetDst4(dst&^m.mask | m.to)
+			}
+			if r.mss != 0 && v.TCPFlags()&packet.TCPSyn != 0 {
+				v.ClampMSS(r.mss)
+			}
+			return Verdict{Action: Forward, Peer: r.peer}
+		}
+		if verdict, ok := e.known(v, r, Inbound, addr4(v.Src4()), addr4(v.Dst4()), tickOf(now)); ok {
+			return verdict
+		}
+	}
+	return e.inbound(v, r, tickOf(now), nil)
+}
+
+// of reports whether r, nil for none, is of peer p.
+func (r *remote) of(p *PeerState) bool { return r != nil && r.peer == p }
+
+// spoofed refuses a packet of p with the address of somebody else.
+func (e *Engine) spoofed(p *PeerState) Verdict {
+	e.Count(p, Inbound, DropSource)
+	return Verdict{Action: Discard, Drop: DropSource, Peer: p}
+}
+
+// maps reports whether a is mapped: in the prefix, and not its network address, which belongs to
+// NAPT.
+func (m *map4) maps(a uint32) bool { return a&m.mask == m.from && a != m.from }
+
+// outbound6 is Outbound's common case over IPv6. It is longer than that of IPv4 by the second word
+// of each address, and has to leave ICMPv6 to the general path, but for echoes: some of it must not
+// leave its link.
+func (e *Engine) outbound6(v *packet.View, t *ruleTable, now time.Duration) Verdict {
+	src, dst := source6(v), destination6(v)
+	r := t.remotes6.lookup(dst)
+	if r != nil {
+		if m := &r.out6; m.maps(src) && (v.Proto() != packet.ICMPv6 || v.IsICMPQuery()) {
+			if m.from != m.to {
+				v.SetSrc6(m.to.hi|src.hi&^m.mask.hi, m.to.lo|src.lo&^m.mask.lo)
+			}
+			if r.mss != 0 && v.TCPFlags()&packet.TCPSyn != 0 {
+				v.ClampMSS(mssFor(r.mss, false))
+			}
+			return Verdict{Action: Forward, Peer: r.peer}
+		}
+		if verdict, ok := e.known(v, r, Outbound, src, dst, tickOf(now)); ok {
+			return verdict
+		}
+	}
+	return e.outbound(v, r, tickOf(now), nil)
+}
+
+// inbound6 is Inbound's common case over IPv6; see outbound6.
+func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.Duration) Verdict {
+	src, dst := source6(v), destination6(v)
+	r := t.remotes6.lookup(src)
+	if p != nil && !r.of(p) {
+		return e.spoofed(p)
+	}
+	if r != nil {
+		if m := &r.in6; m.maps(dst) && (v.Proto() != packet.ICMPv6 || v.IsICMPQuery()) {
+			if m.from != m.to {
+				v.SetDst6(m.to.hi|dst.hi&^m.mask.hi, m.to.lo|dst.lo&^m.mask.lo)
+			}
+			if r.mss != 0 && v.TCPFlags()&packet.TCPSyn != 0 {
+				v.ClampMSS(mssFor(r.mss, false))
+			}
+			return Verdict{Action: Forward, Peer: r.peer}
+		}
+		if verdict, ok := e.known(v, r, Inbound, src, dst, tickOf(now)); ok {
+			return verdict
+		}
+	}
+	return e.inbound(v, r, tickOf(now), nil)
+}
+
+// map6 is a 1:1 map of IPv6 for the fast path. One that must not be used there matches no address:
+// mask 0, from not.
+type map6 struct{ mask, from, to addr }
+
+var noMap6 = map6{from: addr{lo: 1}}
+
+// maps reports whether a is mapped: in the prefix, and not its network address, which belongs to
+// NAPT.
+func (m *map6) maps(a addr) bool {
+	return a.hi&m.mask.hi == m.from.hi && a.lo&m.mask.lo == m.from.lo && a != m.from
+}
+
+// known is the shortcut for a whole TCP or UDP packet of a flow that is there: the rules let it be
+// opened, and would have ended it since if they did not permit it any more, so that there is
+// nothing else to ask but where each address has to be asked for.
+func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, now tick) (Verdict, bool) {
+	if _, _, _, fragment := v.Fragment(); fragment || !v.HasPorts() || r.guarded {
+		return Verdict{}, false
+	}
+	// Key and match are filled in place: copying a struct whose words were just stored stalls until
+	// they have left the store buffer, which takes longer than a hash.
+	var k key
+	nearPort, farPort := v.SrcPort(), v.DstPort()
+	if dir == Outbound {
+		k.near, k.remote = src, dst
+	} else {
+		k.near, k.remote = dst, src
+		nearPort, farPort = farPort, nearPort
+	}
+	k.word = wordOf(dir, v.Proto(), nearPort, farPort)
+	var f match
+	if !r.peer.flows.search(dir, &k, &f) || f.expired(&e.lifetimes, now) {
+		return Verdict{}, false
+	}
+	r.peer.flows.touch(&f, v, dir, now)
+	port := samePort
+	if p := f.otherPort(dir); p != nearPort {
+		port = int(p)
+	}
+	return e.forward(v, r, dir, f.other, port), true
+}

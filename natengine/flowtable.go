@@ -1,0 +1,477 @@
+package natengine
+
+import (
+	"math"
+	"sync"
+	"sync/atomic"
+	"unsafe"
+)
+
+// flowTable holds the flows of one peer. Readers take no lock: they go through an index, whose
+// slots never move and whose arrays are replaced as a whole, to an entry, whose chunk never moves.
+// Writers hold mu.
+type flowTable struct {
+	keys  hashKeys
+	total *atomic.Int64 // flows of all peers
+	index [directions]index
+	slab  atomic.Pointer[[]chunk]
+
+	_ [64]byte // so that a new flow does not take what lookups read out of the caches of other cores
+
+	mu    sync.Mutex
+	live  atomic.Int64 // entries in use; changed under mu
+	used  uint32       // entries that were ever in use
+	free  uint32       // list of entries that were and are not, through side.links
+	queue queue        // half-open flows of the peer
+	hosts [2]hostTable // by flowKind: inside hosts, hosts of the peer
+	napt  napt
+
+	created, expired, evicted, purged atomic.Uint64
+	halfOpen                          atomic.Int64 // counted by the last sweep
+}
+
+const (
+	chunkBits = 8
+	chunkSize = 1 << chunkBits
+)
+
+// chunk is 256 entries and, apart from them so that a hit touches one cache line, what only writers
+// need: 21 KiB, which a thousand peers with a flow or two each may have. Chunks that begin smaller
+// and grow took 1 to 2 ns of every hit.
+type chunk struct {
+	entries *[chunkSize]entry
+	sides   *[chunkSize]side
+	sweep   *sweepState
+}
+
+// sweepState says when a chunk has to be swept next, so that a million flows that nothing happens
+// to cost nothing.
+type sweepState struct {
+	// due is one of the following, or dueAt and the tick from which on a flow may have expired.
+	due      atomic.Uint64
+	halfOpen int // as the last sweep of it has counted; the sweeper's
+}
+
+const (
+	dueNow   = iota // something has changed
+	dueAfter        // it is being swept, and nothing has changed since
+	dueNever        // there is no flow
+	dueAt    = 1 << 32
+)
+
+// changed makes the next sweep look at the chunk of an entry.
+func (t *flowTable) changed(i uint32) {
+	slab := *t.slab.Load()
+	if due := &slab[i>>chunkBits].sweep.due; due.Load() != dueNow {
+		due.Store(dueNow)
+	}
+}
+
+// side numbers are one more than the index they mean, 0 is none.
+type side struct {
+	host  uint32       // in hosts
+	links [queues]link // in the queues of half-open flows; the first also in the free list
+}
+
+func (t *flowTable) entry(i uint32) *entry {
+	slab := *t.slab.Load()
+	return &slab[i>>chunkBits].entries[i%chunkSize]
+}
+
+func (t *flowTable) side(i uint32) *side {
+	slab := *t.slab.Load()
+	return &slab[i>>chunkBits].sides[i%chunkSize]
+}
+
+// find looks for the flow with key k. It may be called with and without mu; without, a flow that is
+// inserted or removed at the same moment may or may not be found.
+func (t *flowTable) find(dir Direction, k *key) (m match, ok bool) {
+	ok = t.search(dir, k, &m)
+	return m, ok
+}
+
+// search is find that writes the flow to m, because a struct of this size is not returned in
+// registers.
+func (t *flowTable) search(dir Direction, k *key, m *match) bool {
+	h := k.hash(&t.keys)
+	s := t.index[dir].slots[h>>shardShift].Load()
+	if s == nil {
+		return false
+	}
+	tag := uint32(h)
+	for at := s.home(tag); ; at = s.after(at) {
+		slot := atomic.LoadUint64(&s.list[at])
+		if uint32(slot>>32) != tag || uint32(slot) == 0 {
+			if slot == 0 {
+				return false
+			}
+			continue
+		}
+		m.index = uint32(slot) - 1
+		m.entry = t.entry(m.index)
+		if m.read(dir, k) {
+			return true
+		}
+	}
+}
+
+// read copies the entry into m if it is the flow of k.
+func (m *match) read(dir Direction, k *key) bool {
+	e := m.entry
+	seq, word := e.seq.Load(), e.word.Load()
+	if seq&1 != 0 || (word^k.word)&matchMask[dir] != 0 || word&stateLive == 0 {
+		return false
+	}
+	near, other := &e.near[dir], &e.near[1-dir]
+	if near[1].Load() != k.near.lo || e.remote[1].Load() != k.remote.lo ||
+		near[0].Load() != k.near.hi || e.remote[0].Load() != k.remote.hi {
+		return false
+	}
+	m.word, m.other.hi, m.other.lo = word, other[0].Load(), other[1].Load()
+	return e.seq.Load() == seq
+}
+
+// keyAt is the key of a live entry. With mu.
+func (e *entry) keyAt(dir Direction) key {
+	return key{
+		near:   addr{e.near[dir][0].Load(), e.near[dir][1].Load()},
+		remote: addr{e.remote[0].Load(), e.remote[1].Load()},
+		word:   e.word.Load() & matchMask[dir],
+	}
+}
+
+// hash is that of keyAt, without the copy. With mu.
+func (e *entry) hash(dir Direction, keys *hashKeys) uint64 {
+	near, word := &e.near[dir], e.word.Load()&matchMask[dir]
+	return keys.hash(near[0].Load(), near[1].Load(), e.remote[0].Load(), e.remote[1].Load(), word)
+}
+
+// insert adds a flow of which neither tuple is in the table, and which its host, the port it has at
+// a NAPT address and total know already. With mu.
+func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32, now tick) match {
+	i, fresh := t.take()
+	e := t.entry(i)
+	word |= stateQueued // enqueue would set it with one more exchange
+	if !fresh {         // else nobody has come across it yet
+		e.seq.Add(1)
+	}
+	set(&e.near[Outbound], local)
+	set(&e.near[Inbound], mapped)
+	set(&e.remote, remote)
+	e.seen.Store(uint32(now))
+	e.word.Store(word)
+	if !fresh {
+		e.seq.Add(1)
+	}
+	*t.side(i) = side{host: host}
+	t.changed(i)
+	t.enqueue(i, true)
+	for dir := range t.index {
+		t.index[dir].insert(e.hash(Direction(dir), &t.keys), i)
+	}
+	t.live.Add(1)
+	t.created.Add(1)
+	return match{entry: e, index: i, word: word}
+}
+
+// set writes the words that are not there already: a store is an exchange, which takes as long as
+// twenty loads, and the upper words of IPv4 addresses and the NAPT address are mostly what they
+// were.
+func set(words *[2]atomic.Uint64, a addr) {
+	if words[0].Load() != a.hi {
+		words[0].Store(a.hi)
+	}
+	if words[1].Load() != a.lo {
+		words[1].Store(a.lo)
+	}
+}
+
+// take returns an entry that is not in use, and whether it never was. With mu.
+func (t *flowTable) take() (i uint32, fresh bool) {
+	if t.free != 0 {
+		i = t.free - 1
+		t.free = t.side(i).links[0].next
+		return i, false
+	}
+	i = t.used
+	t.used++
+	if i%chunkSize == 0 {
+		t.addChunk()
+	}
+	return i, true
+}
+
+// addChunk makes room for another 256 entries. Readers keep the old slice header; what it shows of
+// the array does not change.
+func (t *flowTable) addChunk() {
+	var slab []chunk
+	if p := t.slab.Load(); p != nil {
+		slab = *p
+	}
+	slab = append(slab, chunk{new([chunkSize]entry), new([chunkSize]side), new(sweepState)})
+	t.slab.Store(&slab)
+}
+
+// remove takes a live flow out, with its hold on a port. With mu.
+func (t *flowTable) remove(i uint32) {
+	e, s := t.entry(i), t.side(i)
+	t.dequeue(i, true)
+	for dir := range t.index {
+		t.index[dir].remove(e.hash(Direction(dir), &t.keys), i)
+	}
+	word := e.word.Load()
+	e.seq.Add(1)
+	e.word.Store(0)
+	e.seq.Add(1)
+	t.changed(i)
+	kind, local := kindOf(word), addr{e.near[Outbound][0].Load(), e.near[Outbound][1].Load()}
+	if class := classOf(protoOf(word), local.is4()); kind == naptFlow && class != noPorts {
+		t.napt.release(s.host, uint16(word>>nearShift[Outbound]), class, local.family())
+	}
+	t.hosts[kind].release(s.host, e.owner(kind))
+	*s = side{links: [queues]link{{next: t.free}}}
+	t.free = i + 1
+	t.live.Add(-1)
+	t.total.Add(-1)
+}
+
+// each calls f with the number of every live flow, and its word. With mu; f may remove the flow.
+func (t *flowTable) each(f func(i uint32, e *entry, word uint64)) {
+	for i := range t.used {
+		e := t.entry(i)
+		if word := e.word.Load(); word&stateLive != 0 {
+			f(i, e, word)
+		}
+	}
+}
+
+// sweepStep counts what a sweep has done since its last pause.
+type sweepStep struct {
+	work  int // entries looked at, and removed, which takes a hundred times as long
+	pause func()
+}
+
+const (
+	sweepWork     = 1 << 14
+	sweepRemovals = 100
+)
+
+// sweep removes what has expired and returns how many flows that were. It reads without the lock,
+// chunk by chunk, where something has changed or may have expired, and takes the lock only for a
+// chunk in which there is something to do, so that new flows never wait for more than one chunk.
+func (t *flowTable) sweep(l *lifetimes, now tick, step *sweepStep) (removed int) {
+	slab := t.slab.Load()
+	if slab == nil {
+		return 0
+	}
+	halfOpens := 0
+	for c, chunk := range *slab {
+		s := chunk.sweep
+		if due := s.due.Load(); due == dueNever || due >= dueAt && now.since(tick(uint32(due))) < 0 {
+			halfOpens += s.halfOpen
+			continue
+		}
+		s.due.Store(dueAfter)
+		half, gone, next := t.sweepChunk(uint32(c), chunk.entries, l, now)
+		s.due.CompareAndSwap(dueAfter, next)
+		s.halfOpen = half
+		halfOpens += half
+		removed += gone
+		if step.work += chunkSize + gone*sweepRemovals; step.work >= sweepWork {
+			step.work = 0
+			step.pause()
+		}
+	}
+	t.halfOpen.Store(int64(halfOpens))
+	t.expired.Add(uint64(removed))
+	return removed
+}
+
+// sweepChunk is sweep for one chunk. It also says when the next of its flows may have expired.
+func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes, now tick) (halfOpens, removed int, due uint64) {
+	locked := false
+	left := int32(math.MaxInt32) // ticks
+	for n := range entries {
+		e := &entries[n]
+		word := e.word.Load()
+		if word&stateLive == 0 {
+			continue
+		}
+		half := halfOpen(word)
+		queued := word&stateQueued != 0
+		stays := l.of(word) - now.since(tick(e.seen.Load()))
+		late := stays < 0
+		if !late {
+			left = min(left, stays)
+			if half {
+				halfOpens++
+			}
+			if half == queued {
+				continue
+			}
+		}
+		if !locked {
+			t.mu.Lock()
+			defer t.mu.Unlock()
+			locked = true
+		}
+		// Look again: it may have been seen, ended or even been replaced before the lock was ours.
+		i := c<<chunkBits | uint32(n)
+		word = e.word.Load()
+		if word&stateLive == 0 {
+			continue
+		}
+		stays = l.of(word) - now.since(tick(e.seen.Load()))
+		left = min(left, max(stays, 0))
+		switch {
+		case stays < 0:
+			t.remove(i)
+			removed++
+		case halfOpen(word) && word&stateQueued == 0:
+			t.enqueue(i, false) // closed connections may be evicted again
+		case !halfOpen(word):
+			t.dequeue(i, false)
+		}
+	}
+	if left == math.MaxInt32 {
+		return halfOpens, removed, dueNever
+	}
+	return halfOpens, removed, dueAt | uint64(uint32(now)+uint32(left)+1)
+}
+
+// bytes is the memory of the table. With mu.
+func (t *flowTable) bytes() int {
+	n := t.napt.bytes() + t.hosts[naptFlow].bytes() + t.hosts[endpointFlow].bytes()
+	if slab := t.slab.Load(); slab != nil {
+		each := chunkSize*(unsafe.Sizeof(entry{})+unsafe.Sizeof(side{})) + unsafe.Sizeof(sweepState{})
+		n += len(*slab)*int(each) + cap(*slab)*int(unsafe.Sizeof(chunk{}))
+	}
+	for dir := range t.index {
+		for i := range t.index[dir].slots {
+			if s := t.index[dir].slots[i].Load(); s != nil {
+				n += len(s.list) * 8
+			}
+		}
+	}
+	return n
+}
+
+// index finds entries by the hash of one tuple: open addressing with linear probing, in shards that
+// grow one at a time so that no insert waits for more than a sixteenth of the table to be copied.
+type index struct {
+	slots   [shards]atomic.Pointer[slots]
+	_       [64]byte
+	filling [shards]filling // only for writers
+	_       [64]byte
+}
+
+const (
+	shardShift = 60
+	shards     = 1 << (64 - shardShift)
+	minSlots   = 32
+)
+
+// filling is how full the slots of a shard are.
+type filling struct {
+	live   int // slots in use
+	filled int // slots in use or with a tombstone
+}
+
+// slots is an array of (low 32 bits of the hash) << 32 | (number of the entry + 1); 0 is an empty
+// slot, where a search ends, and tombstone one where it goes on. A slot's flow never moves within
+// an array, so a search without lock cannot miss it. Slots are read and written atomically, but for
+// reads with mu and for an array that nobody else knows yet: a plain store takes a tenth of the
+// time, and most stores are copies.
+type slots struct{ list []uint64 }
+
+const tombstone = 1 << 32
+
+// home is the place where the search for a tag begins, after the one where it goes on. Higher tags
+// have higher places, so that an array is copied into a larger one from one end to the other.
+func (s *slots) home(tag uint32) uint { return uint(uint64(tag) * uint64(len(s.list)) >> 32) }
+
+func (s *slots) after(at uint) uint {
+	if at++; at < uint(len(s.list)) {
+		return at
+	}
+	return 0
+}
+
+func (s *slots) before(at uint) uint {
+	if at == 0 {
+		at = uint(len(s.list))
+	}
+	return at - 1
+}
+
+// insert enters entry i under hash h. With mu.
+func (x *index) insert(h uint64, i uint32) {
+	s, fill := x.room(h>>shardShift), &x.filling[h>>shardShift]
+	tag := uint32(h)
+	for at := s.home(tag); ; at = s.after(at) {
+		slot := s.list[at]
+		if uint32(slot) != 0 {
+			continue
+		}
+		if slot == 0 {
+			fill.filled++
+		}
+		fill.live++
+		atomic.StoreUint64(&s.list[at], uint64(tag)<<32|uint64(i+1))
+		return
+	}
+}
+
+// room returns slots of a shard with room for one more, at most three quarters filled. Copying into
+// an array of the same size only drops the tombstones. Sizes are 2^n and 3*2^n.
+func (x *index) room(shard uint64) *slots {
+	old, fill := x.slots[shard].Load(), &x.filling[shard]
+	if old != nil && (fill.filled+1)*4 <= len(old.list)*3 {
+		return old
+	}
+	size := minSlots
+	if old != nil {
+		size = len(old.list)
+		if fill.live*8 > size*5 {
+			if size&(size-1) == 0 {
+				size += size / 2
+			} else {
+				size += size / 3
+			}
+		}
+	}
+	young := &slots{make([]uint64, size)}
+	if old != nil {
+		for _, slot := range old.list {
+			if uint32(slot) == 0 {
+				continue
+			}
+			at := young.home(uint32(slot >> 32))
+			for young.list[at] != 0 {
+				at = young.after(at)
+			}
+			young.list[at] = slot
+		}
+	}
+	fill.filled = fill.live
+	x.slots[shard].Store(young)
+	return young
+}
+
+// remove takes entry i out, which was entered under hash h. With mu.
+func (x *index) remove(h uint64, i uint32) {
+	s, fill := x.slots[h>>shardShift].Load(), &x.filling[h>>shardShift]
+	want := h<<32 | uint64(i+1)
+	at := s.home(uint32(h))
+	for s.list[at] != want {
+		at = s.after(at)
+	}
+	fill.live--
+	atomic.StoreUint64(&s.list[at], tombstone)
+	// Tombstones before an empty slot keep no search going: nothing lies behind them.
+	for s.list[s.after(at)] == 0 && s.list[at] == tombstone {
+		atomic.StoreUint64(&s.list[at], 0)
+		fill.filled--
+		at = s.before(at)
+	}
+}

@@ -1,0 +1,56 @@
+package natengine
+
+import "net/netip"
+
+// remotes4 finds the remote prefix of an IPv4 address in one to three loads: 16 bits, then 8 and 8
+// for prefixes longer than /16 and /24. bart would do, and does at compile time; this saves a third
+// of a whole Outbound. There is no longest match to look for, as remote prefixes never overlap.
+type remotes4 struct {
+	root    [1 << 16]uint16 // number in remotes, 0 for none; or deeper | number in nodes
+	nodes   [][256]uint16
+	remotes []*remote // the first is nil
+}
+
+const deeper = 1 << 15 // bounds IPv4 prefixes and nodes to 32,767 each; compile checks that
+
+func (t *remotes4) lookup(a uint32) *remote {
+	x := t.root[a>>16]
+	if x&deeper != 0 {
+		if x = t.nodes[x&^deeper][uint8(a>>8)]; x&deeper != 0 {
+			x = t.nodes[x&^deeper][uint8(a)]
+		}
+	}
+	return t.remotes[x]
+}
+
+func (t *remotes4) insert(p netip.Prefix, r *remote) {
+	x := uint16(len(t.remotes))
+	t.remotes = append(t.remotes, r)
+	a4 := p.Addr().As4()
+	fill := func(level []uint16, at uint8, bits int) {
+		for i := range 1 << (8 - bits) {
+			level[int(at)+i] = x
+		}
+	}
+	switch first := int(a4[0])<<8 | int(a4[1]); {
+	case p.Bits() <= 16:
+		for i := range 1 << (16 - p.Bits()) {
+			t.root[first+i] = x
+		}
+	case p.Bits() <= 24:
+		fill(t.nodes[t.node(t.root[:], first)][:], a4[2], p.Bits()-16)
+	default:
+		mid := t.node(t.root[:], first)
+		low := t.node(t.nodes[mid][:], int(a4[2]))
+		fill(t.nodes[low][:], a4[3], p.Bits()-24)
+	}
+}
+
+// node returns the number of the node below level[i], made if need be.
+func (t *remotes4) node(level []uint16, i int) int {
+	if level[i]&deeper == 0 {
+		level[i] = deeper | uint16(len(t.nodes))
+		t.nodes = append(t.nodes, [256]uint16{})
+	}
+	return int(level[i] &^ deeper)
+}

@@ -1,0 +1,107 @@
+package natengine
+
+import (
+	"math/bits"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+
+	"github.com/gaissmai/bart"
+)
+
+// remotes6 finds the remote prefix of an IPv6 address. The networks of one length are a hash table,
+// which costs a load or two where a trie costs several. All clusters together have few lengths; the
+// commonest ones get tables and the rest, which a hostile mixture of lengths makes long, is a trie.
+// There is no longest match to look for, as remote prefixes never overlap.
+type remotes6 struct {
+	lengths []length6
+	rest    *bart.Fast[*remote] // nil when every length has a table
+}
+
+// maxLengths6 bounds what a lookup costs before it comes to the trie.
+const maxLengths6 = 4
+
+// length6 is the table of one length: open addressing, at most a quarter full.
+type length6 struct {
+	mask  addr
+	seed  addr // with a fixed one peers could choose networks that meet
+	shift uint
+	slots []slot6
+}
+
+type slot6 struct {
+	net addr
+	r   *remote // nil: free
+}
+
+// remote6 is an entry to be.
+type remote6 struct {
+	net netip.Prefix
+	r   *remote
+}
+
+func newRemotes6(all []remote6) (t remotes6) {
+	var count [129]int
+	for _, p := range all {
+		count[p.net.Bits()]++
+	}
+	var lengths []int
+	for n, c := range count {
+		if c > 0 {
+			lengths = append(lengths, n)
+		}
+	}
+	slices.SortStableFunc(lengths, func(a, b int) int { return count[b] - count[a] })
+	if len(lengths) > maxLengths6 {
+		t.rest = &bart.Fast[*remote]{}
+	}
+	for i, n := range lengths {
+		if i < maxLengths6 {
+			size := bits.Len(uint(4*count[n] - 1)) // as a power of two
+			l := length6{seed: addr{rand.Uint64(), rand.Uint64()}, shift: uint(64 - size), slots: make([]slot6, 1<<size)}
+			for _, p := range all {
+				if p.net.Bits() == n {
+					net := prefixOf(p.net)
+					l.mask = net.mask
+					*l.slot(net.net) = slot6{net.net, p.r}
+				}
+			}
+			t.lengths = append(t.lengths, l)
+			continue
+		}
+		for _, p := range all {
+			if p.net.Bits() == n {
+				t.rest.Insert(p.net, p.r)
+			}
+		}
+	}
+	return t
+}
+
+// slot is where net is, or would be put.
+func (l *length6) slot(net addr) *slot6 {
+	// As wyhash does; after the first product alone networks in a row may still lie side by side.
+	hi, lo := bits.Mul64(net.hi^l.seed.hi, net.lo^l.seed.lo)
+	hi, lo = bits.Mul64(hi^lo^l.seed.hi, 0x9e3779b97f4a7c15)
+	for i := (hi ^ lo) >> l.shift; ; i++ {
+		s := &l.slots[i&uint64(len(l.slots)-1)]
+		if s.net == net || s.r == nil {
+			return s
+		}
+	}
+}
+
+// lookup returns the remote of an address, nil when no peer has it.
+func (t *remotes6) lookup(a addr) *remote {
+	for i := range t.lengths {
+		l := &t.lengths[i]
+		if s := l.slot(addr{a.hi & l.mask.hi, a.lo & l.mask.lo}); s.r != nil {
+			return s.r
+		}
+	}
+	if t.rest == nil {
+		return nil
+	}
+	r, _ := t.rest.Lookup(a.netip())
+	return r
+}

@@ -1,0 +1,223 @@
+package routeagent
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// talk sends datagrams to the remote networks from a host until the returned function is called,
+// which says how many.
+func (c *cluster) talk(from *lab.Host) (stop func() int) {
+	c.t.Helper()
+	var conns []net.PacketConn
+	for range 2 {
+		conn, err := from.ListenPacket("udp4", "0.0.0.0:0")
+		if err != nil {
+			c.t.Fatal(err)
+		}
+		conns = append(conns, conn)
+	}
+	end, sent := make(chan struct{}), make(chan int)
+	go func() {
+		n := 0
+		for tick := time.NewTicker(time.Millisecond); ; {
+			select {
+			case <-end:
+				tick.Stop()
+				sent <- n
+				return
+			case <-tick.C:
+			}
+			for i, to := range []netip.Addr{remotePod, remoteEndpoint} { // an error is an answer that it was refused
+				_, _ = conns[i].WriteTo([]byte("secret"), net.UDPAddrFromAddrPort(netip.AddrPortFrom(to, 9)))
+				n++
+			}
+		}
+	}()
+	return func() int {
+		close(end)
+		n := <-sent
+		for _, conn := range conns {
+			conn.Close()
+		}
+		return n
+	}
+}
+
+// From the grant of the networks to the end of un-peering no packet for them is on the underlay
+// outside VXLAN, whatever ends or goes away in between.
+func TestNothingLeavesInTheClearWhateverEnds(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 3)
+	n1, n2 := c.Nodes[0], c.Nodes[1]
+	tunnels := c.in.Tunnels
+	c.in.Tunnels = nil // granted, but not there yet
+	c.want()
+	c.start(c.Nodes...)
+	captures := []*capture{newCapture(t, n1), newCapture(t, n2)}
+	stops := []func() int{c.talk(c.pod(1).Host), c.talk(n2.Host), c.talk(c.pod(0).Host)}
+	quiet := func(when string) {
+		t.Helper()
+		time.Sleep(300 * time.Millisecond) // packets are sent all the time
+		for i, p := range captures {
+			if n := p.leaving.Load(); n > 0 {
+				t.Fatalf("%s: %d packets in the clear on node %d", when, n, i+1)
+			}
+		}
+	}
+	quiet("granted, without a TunnelEndpoint")
+	c.in.Tunnels = tunnels
+	c.want()
+	c.ping(c.pod(1).Host, remotePod)
+	quiet("connected")
+	for _, sig := range []unix.Signal{unix.SIGTERM, unix.SIGKILL, unix.SIGHUP} {
+		for _, n := range []*lab.Node{n2, n1} {
+			_ = c.agents[n].end(sig)
+			quiet(fmt.Sprintf("%v of the agent of %s", sig, n))
+			c.start(n)
+			quiet(fmt.Sprintf("the agent of %s again after %v", n, sig))
+		}
+	}
+	for name, change := range map[string]func(){
+		"another gateway":          func() { c.in.Tunnels[0].Gateway = c.Nodes[2].Addr },
+		"no gateway":               func() { c.in.Tunnels[0].Gateway = netip.Addr{} },
+		"a gateway nobody knows":   func() { c.in.Tunnels[0].Gateway = netip.MustParseAddr("192.0.2.1") },
+		"the TunnelEndpoint gone":  func() { c.in.Tunnels = nil },
+		"the books gone as well":   func() { c.in.Tunnels, c.in.Granted = nil, nil },
+		"a node that claims it":    func() { c.in.Nodes[2].Addrs = []netip.Addr{c.Nodes[2].Addr, remotePod} },
+		"a node that is in it":     func() { c.in.Nodes[2].Addrs = []netip.Addr{remotePod} },
+		"the other Nodes gone":     func() { c.in.Nodes = c.in.Nodes[1:2] },
+		"our own Node gone":        func() { c.in.Nodes = c.in.Nodes[:1] },
+		"a gateway that was here":  func() { c.in.Tunnels[0].Gateway = n2.Addr },
+		"pods that are said to be": func() { c.in.Pods[0].Addr = remotePod },
+	} {
+		before := c.in
+		c.in.Nodes = append(c.in.Nodes[:0:0], c.in.Nodes...)
+		c.in.Pods = append(c.in.Pods[:0:0], c.in.Pods...)
+		c.in.Tunnels = append(c.in.Tunnels[:0:0], c.in.Tunnels...)
+		change()
+		c.want()
+		quiet(name)
+		c.run(n2.Host, "ip link del isthmus.vxlan")
+		quiet(name + ", and the overlay's device")
+		c.in = before
+		c.want()
+		quiet(name + " no more")
+	}
+	c.ping(c.pod(1).Host, remotePod)
+
+	// A reboot: nothing is left in the kernel, and nobody to ask. The snapshot is enough.
+	_ = c.agents[n2].end(unix.SIGKILL)
+	stops[1]() // what a rebooted node has not started yet sends nothing
+	stops[0]()
+	flush(c, n2)
+	if err := os.Remove(c.intent); err != nil {
+		t.Fatal(err)
+	}
+	a := c.launch(n2)
+	c.agents[n2] = a
+	c.eventually(n2, func() error {
+		if s := c.snapshot(n2); !strings.Contains(s, "lookup 4202") {
+			return errors.New(s)
+		}
+		return nil
+	})
+	stops[0], stops[1] = c.talk(c.pod(1).Host), c.talk(n2.Host)
+	quiet("rebooted, and no API server")
+	c.want()
+	c.ping(c.pod(1).Host, remotePod)
+	quiet("rebooted")
+
+	// What this test would have seen.
+	_ = c.agents[n2].end(unix.SIGTERM)
+	c.cleanup(n2)
+	c.eventually(n2, func() error {
+		if captures[1].leaving.Load() == 0 {
+			return errors.New("after the cleanup nothing is in the clear: the test proves nothing")
+		}
+		return nil
+	})
+	for _, stop := range stops {
+		if n := stop(); n < 50 {
+			t.Errorf("only %d packets were sent", n)
+		}
+	}
+}
+
+// flush takes away what a reboot would.
+func flush(c *cluster, n *lab.Node) {
+	c.t.Helper()
+	c.run(n.Host, "ip link del isthmus.vxlan")
+	for _, table := range []string{"4201", "4202"} {
+		_ = n.Command(c.ctx, "ip", "route", "flush", "table", table).Run()
+	}
+	for range 20 { // ip rule del takes one at a time
+		if n.Command(c.ctx, "ip", "rule", "del", "protocol", "72").Run() != nil {
+			return
+		}
+	}
+}
+
+func TestASnapshotThatCannotBeReadIsToldAndChangesNothing(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	n := c.Nodes[1]
+	c.start(n)
+	before := c.snapshot(n)
+	path := filepath.Join(c.state, n.Name, snapshotName)
+	good, err := os.ReadFile(path)
+	if err != nil || !strings.Contains(string(good), remotePods.String()) {
+		t.Fatalf("%s, %v", good, err)
+	}
+	intent, err := os.ReadFile(c.intent)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for bad, want := range map[string]string{
+		"":              "unexpected end of JSON input",
+		"{}":            "version 0; want 1",
+		`{"version":2}`: "version 2; want 1",
+		`{"version":1,"refused":[` + strings.Repeat(" ", snapshotLimit): "larger than",
+		`{"version":1,"refused":["0.0.0.0/0"]}`:                         "refused[0] is 0.0.0.0/0; want a network",
+		`{"version":1,"refused":["10.1.2.3/8"]}`:                        "refused[0] is 10.1.2.3/8; want a network",
+		`{"version":1,"refused":["10.0.0.0/8",7]}`:                      "cannot unmarshal",
+	} {
+		_ = c.agents[n].end(unix.SIGTERM)
+		if err := errors.Join(os.WriteFile(path, []byte(bad), 0o600), os.Remove(c.intent)); err != nil {
+			t.Fatal(err)
+		}
+		c.agents[n] = c.launch(n)
+		c.eventually(n, func() error {
+			s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
+			if err != nil || !strings.Contains(s, want) || !strings.Contains(s, `"ready": false`) {
+				return fmt.Errorf("no %q: %s%w", want, s, err)
+			}
+			return nil
+		})
+		if now := c.snapshot(n); now != before {
+			t.Fatalf("%.60q: before\n%s\nafter\n%s", bad, before, now)
+		}
+		if err := os.WriteFile(c.intent, intent, 0o600); err != nil {
+			t.Fatal(err)
+		}
+		c.eventually(n, func() error {
+			now, err := os.ReadFile(path)
+			if string(now) != string(good) {
+				return fmt.Errorf("not replaced: %.60s %w", now, err)
+			}
+			return nil
+		})
+		c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); return err })
+	}
+}

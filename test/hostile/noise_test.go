@@ -1,0 +1,196 @@
+package hostile
+
+import (
+	"crypto/cipher"
+	"crypto/ecdh"
+	"crypto/hkdf"
+	"crypto/rand"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"hash"
+	"net"
+	"time"
+
+	"golang.org/x/crypto/blake2s"
+	"golang.org/x/crypto/chacha20poly1305"
+)
+
+// The initiator of WireGuard's handshake, from the paper (section 5.4), so that it can do what no
+// implementation would.
+
+const (
+	initiationType, responseType, cookieType, dataType = 1, 2, 3, 4
+	initiationLen, responseLen, cookieLen              = 148, 92, 64
+	headerLen, tagLen                                  = 16, 16
+)
+
+// session is what a handshake left: a key to send with, and the receiver's name for it.
+type session struct {
+	index   uint32
+	send    cipher.AEAD
+	counter uint64
+}
+
+// seal makes a data message with the next counter.
+func (s *session) seal(inner []byte) []byte {
+	var nonce [12]byte
+	binary.LittleEndian.PutUint64(nonce[4:], s.counter)
+	m := dataHeader(s.index, s.counter)
+	s.counter++
+	return s.send.Seal(m, nonce[:], inner, nil)
+}
+
+func dataHeader(index uint32, counter uint64) []byte {
+	m := make([]byte, headerLen, 2048)
+	m[0] = dataType
+	binary.LittleEndian.PutUint32(m[4:], index)
+	binary.LittleEndian.PutUint64(m[8:], counter)
+	return m
+}
+
+// handshake is one that was begun.
+type handshake struct {
+	own, ephemeral *ecdh.PrivateKey
+	chain, hash    []byte
+}
+
+// initiate makes an initiation.
+func initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, at time.Time) ([]byte, *handshake) {
+	h := &handshake{own: own, ephemeral: newKey()}
+	h.chain = hashed([]byte("Noise_IKpsk2_25519_ChaChaPoly_BLAKE2s"))
+	h.hash = hashed(h.chain, []byte("WireGuard v1 zx2c4 Jason@zx2c4.com"))
+	h.mix(peer.Bytes())
+
+	m := make([]byte, 8, initiationLen)
+	m[0] = initiationType
+	rand.Read(m[4:8])
+	m = append(m, h.ephemeral.PublicKey().Bytes()...)
+	h.chain = expand(h.chain, h.ephemeral.PublicKey().Bytes(), 1)
+	h.mix(h.ephemeral.PublicKey().Bytes())
+	m = append(m, h.seal(shared(h.ephemeral, peer), own.PublicKey().Bytes())...)
+	stamp := binary.BigEndian.AppendUint64(nil, 1<<62+10+uint64(at.Unix())) // TAI64N
+	stamp = binary.BigEndian.AppendUint32(stamp, uint32(at.Nanosecond()))
+	m = append(m, h.seal(shared(own, peer), stamp)...)
+	return append(m, macs(peer, m)...), h
+}
+
+// finish reads the response.
+func (h *handshake) finish(m []byte) (*session, error) {
+	if len(m) != responseLen || m[0] != responseType {
+		return nil, fmt.Errorf("message of type %d with %d octets, want a response", m[0], len(m))
+	}
+	ephemeral, err := ecdh.X25519().NewPublicKey(m[12:44])
+	if err != nil {
+		return nil, err
+	}
+	h.chain = expand(h.chain, m[12:44], 1)
+	h.mix(m[12:44])
+	h.chain = expand(h.chain, shared(h.ephemeral, ephemeral), 1)
+	h.chain = expand(h.chain, shared(h.own, ephemeral), 1)
+	keys := expand(h.chain, make([]byte, 32), 3) // of the preshared key, which is none
+	h.mix(keys[32:64])
+	if _, err := aead(keys[64:]).Open(nil, make([]byte, 12), m[44:60], h.hash); err != nil {
+		return nil, errors.New("a response that does not authenticate")
+	}
+	return &session{index: binary.LittleEndian.Uint32(m[4:]), send: aead(expand(keys[:32], nil, 2)[:32])}, nil
+}
+
+// connect makes a session over a socket that is connected to the gateway.
+func connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey) (*session, error) {
+	var last error
+	for range 10 {
+		m, h := initiate(own, peer, time.Now())
+		if _, err := c.Write(m); err != nil {
+			return nil, err
+		}
+		if err := c.SetReadDeadline(time.Now().Add(patience / 10)); err != nil {
+			return nil, err
+		}
+		buf := make([]byte, 2048)
+		for {
+			n, err := c.Read(buf)
+			if last = err; err != nil {
+				break
+			}
+			if buf[0] != responseType { // the gateway begins handshakes too
+				continue
+			}
+			if s, err := h.finish(buf[:n]); err == nil {
+				return s, nil
+			}
+		}
+	}
+	return nil, last
+}
+
+func (h *handshake) mix(b []byte) { h.hash = hashed(h.hash, b) }
+
+// seal encrypts a field of the initiation.
+func (h *handshake) seal(secret, plain []byte) []byte {
+	keys := expand(h.chain, secret, 2)
+	h.chain = keys[:32]
+	b := aead(keys[32:]).Seal(nil, make([]byte, 12), plain, h.hash)
+	h.mix(b)
+	return b
+}
+
+// macs are the last 32 octets of a handshake message: mac1, and no cookie.
+func macs(to *ecdh.PublicKey, m []byte) []byte {
+	key := blake2s.Sum256(append([]byte("mac1----"), to.Bytes()...))
+	mac, err := blake2s.New128(key[:])
+	if err != nil {
+		panic(err)
+	}
+	mac.Write(m)
+	return append(mac.Sum(nil), make([]byte, 16)...)
+}
+
+func hashed(parts ...[]byte) []byte {
+	h := newHash()
+	for _, p := range parts {
+		h.Write(p)
+	}
+	return h.Sum(nil)
+}
+
+// expand is KDFn, which is HKDF (RFC 5869) without info.
+func expand(chain, input []byte, n int) []byte {
+	b, err := hkdf.Key(newHash, input, chain, "", 32*n)
+	if err != nil {
+		panic(err)
+	}
+	return b
+}
+
+func newHash() hash.Hash {
+	h, err := blake2s.New256(nil)
+	if err != nil {
+		panic(err)
+	}
+	return h
+}
+
+func aead(key []byte) cipher.AEAD {
+	a, err := chacha20poly1305.New(key)
+	if err != nil {
+		panic(err)
+	}
+	return a
+}
+
+func shared(private *ecdh.PrivateKey, public *ecdh.PublicKey) []byte {
+	b, err := private.ECDH(public)
+	if err != nil {
+		panic(err)
+	}
+	return b
+}
+
+func newKey() *ecdh.PrivateKey {
+	k, err := ecdh.X25519().GenerateKey(rand.Reader)
+	if err != nil {
+		panic(err)
+	}
+	return k
+}
