@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"time"
 
@@ -34,7 +35,8 @@ func (c *Cluster) Peering(ctx context.Context, with *Cluster) (*isthmus.Peering,
 	return nil, fmt.Errorf("cluster %s has no Peering with %s", c.Name, with.Name)
 }
 
-// Seen is the address under which c reaches a pod's address of another cluster, by what the two agreed upon.
+// Seen is the address under which c reaches a pod's address of another cluster, by what the two
+// agreed upon.
 func (c *Cluster) Seen(ctx context.Context, of *Cluster, addr netip.Addr) (netip.Addr, error) {
 	if of == c {
 		return addr, nil
@@ -50,25 +52,43 @@ func (c *Cluster) Seen(ctx context.Context, of *Cluster, addr netip.Addr) (netip
 	return lab.Move(addr, of.PodCIDR, seen), nil
 }
 
-// ActiveGateway returns the number of the node, counted from 0, whose gateway is the active one.
+// electionTimeout is how long ActiveGateway waits for a gateway that is marked as the active one.
+const electionTimeout = 30 * time.Second
+
+// ActiveGateway returns the number of the node, counted from 0, whose gateway is the active one. It
+// waits for an election that is going on: a gateway carries traffic before its mark is written.
 func (c *Cluster) ActiveGateway(ctx context.Context) (int, error) {
+	active, last := -1, error(nil)
+	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, electionTimeout, true, func(ctx context.Context) (bool, error) {
+		var err error
+		if active, err = c.markedActive(ctx); err != nil {
+			last = err
+		}
+		return err == nil, nil
+	})
+	if err != nil {
+		return 0, fmt.Errorf("cluster %s: %w", c.Name, last)
+	}
+	return active, nil
+}
+
+// markedActive returns the number of the one node whose gateway's Pod is marked as the active one.
+func (c *Cluster) markedActive(ctx context.Context) (int, error) {
 	var pods corev1.PodList
 	err := c.Client.List(ctx, &pods, client.InNamespace(Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive})
 	if err != nil {
-		return 0, fmt.Errorf("cluster %s: %w", c.Name, err)
+		return 0, err
 	}
 	var names []string
 	for _, p := range pods.Items {
-		for i, n := range c.Nodes {
-			if p.Spec.NodeName == n.Name {
-				names = append(names, n.Name)
-				if len(pods.Items) == 1 {
-					return i, nil
-				}
-			}
+		names = append(names, p.Spec.NodeName)
+	}
+	if len(names) == 1 {
+		if i := slices.IndexFunc(c.Nodes, func(n *lab.Node) bool { return n.Name == names[0] }); i >= 0 {
+			return i, nil
 		}
 	}
-	return 0, fmt.Errorf("cluster %s: active gateways on [%s]; want exactly one", c.Name, strings.Join(names, " "))
+	return 0, fmt.Errorf("active gateways on [%s]; want exactly one", strings.Join(names, " "))
 }
 
 // RemotePod returns a pod of the cluster on a node whose gateway is not the active one.
@@ -85,7 +105,8 @@ func (c *Cluster) RemotePod(ctx context.Context) (*lab.Pod, error) {
 	return nil, fmt.Errorf("cluster %s has no pod on a node other than that of the gateway", c.Name)
 }
 
-// WaitReady waits until cluster c's Peering with another one is Ready. The error says what it lacked.
+// WaitReady waits until cluster c's Peering with another one is Ready. The error says what it
+// lacked.
 func (c *Cluster) WaitReady(ctx context.Context, with *Cluster, atMost time.Duration) error {
 	last := "there is no Peering"
 	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, atMost, true, func(ctx context.Context) (bool, error) {
@@ -116,8 +137,8 @@ func (c *Cluster) Metrics(ctx context.Context) (string, error) {
 	return c.Nodes[active].Get(ctx, fmt.Sprintf("http://127.0.0.1:%d/metrics", gatewayPort))
 }
 
-// Metric returns the sum of all series of a metric of the active gateway that have all the given labels, each written as
-// in the exposition format (`direction="inbound"`).
+// Metric returns the sum of all series of a metric of the active gateway that have all the given
+// labels, each written as in the exposition format (`direction="inbound"`).
 func (c *Cluster) Metric(ctx context.Context, name string, labels ...string) (float64, error) {
 	text, err := c.Metrics(ctx)
 	if err != nil {
@@ -126,8 +147,8 @@ func (c *Cluster) Metric(ctx context.Context, name string, labels ...string) (fl
 	return lab.SumMetric(text, name, labels)
 }
 
-// MapEndpoint asks the manager of c, as a virtual kubelet does, for the address under which another cluster reaches an
-// endpoint of c that is no pod.
+// MapEndpoint asks the manager of c, as a virtual kubelet does, for the address under which another
+// cluster reaches an endpoint of c that is no pod.
 func (c *Cluster) MapEndpoint(ctx context.Context, endpoint netip.Addr, peer *Cluster) (netip.Addr, error) {
 	conn, err := grpc.NewClient(fmt.Sprintf("passthrough:///127.0.0.1:%d", ipamPort), grpc.WithTransportCredentials(insecure.NewCredentials()),
 		grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
