@@ -19,7 +19,6 @@ func isthmus(c crowd, args ...string) start {
 	return func(ctx context.Context, b *bench) (*running, error) { return b.isthmus(ctx, b.binary, c, args) }
 }
 
-// isthmusTunnels is the same with several tunnels between the two.
 // another is a build of isthmus beside the one that is measured: NAME=PATH, with arguments of its
 // gateway behind commas.
 func another(text string) (peer, error) {
@@ -33,6 +32,7 @@ func another(text string) (peer, error) {
 	}}, nil
 }
 
+// isthmusTunnels is the same as isthmus with several tunnels between the two.
 func isthmusTunnels(tunnels int, args ...string) start {
 	return func(ctx context.Context, b *bench) (*running, error) {
 		if err := b.setTunnels(tunnels); err != nil {
