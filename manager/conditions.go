@@ -45,6 +45,7 @@ type peeringState struct {
 	original            *v1alpha1.NetworkConfig  // ours, nil when there is none
 	copies              []v1alpha1.NetworkConfig // the peer's; two stand for many
 	endpoint            *v1alpha1.TunnelEndpoint // nil when there is none
+	silent              string                   // since when no gateway is at work; empty while one is
 	waiting             string                   // what a Peering that is being deleted waits for
 }
 
@@ -80,7 +81,9 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 	}
 	if s.endpoint != nil {
 		status.Endpoint = endpointText(s.endpoint.Spec.EndpointIP, s.endpoint.Spec.BackendConfig)
-		status.Latency = s.endpoint.Status.Connection.Latency.Value
+		if s.silent == "" {
+			status.Latency = s.endpoint.Status.Connection.Latency.Value
+		}
 	}
 	return status
 }
@@ -100,7 +103,7 @@ func verdictsFor(s peeringState) map[string]verdict {
 	verdicts[isthmus.ConditionAnswered] = answeredVerdict(s)
 	verdicts[isthmus.ConditionPeerConfig] = peerConfigVerdict(s)
 	verdicts[isthmus.ConditionTunnelEndpoint] = tunnelEndpointVerdict(s)
-	verdicts[isthmus.ConditionConnected] = connectedVerdict(s.endpoint)
+	verdicts[isthmus.ConditionConnected] = connectedVerdict(s)
 	verdicts[isthmus.ConditionReady] = readyVerdict(s, verdicts)
 	return verdicts
 }
@@ -115,6 +118,8 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 		case v.status == metav1.ConditionTrue:
 		case len(s.lacking) > 0: // the first cause; without it the others may be fine
 			return no(isthmus.ReasonLocalSetup, "%s", strings.Join(s.lacking, "; "))
+		case v.reason == isthmus.ReasonGatewaySilent:
+			return v
 		default:
 			return no(isthmus.ReasonNotReady, "%s: %s", step, v.message)
 		}
@@ -217,9 +222,13 @@ func tunnelEndpointVerdict(s peeringState) verdict {
 	return yes(isthmus.ReasonAgreed, "both sides agree")
 }
 
-func connectedVerdict(te *v1alpha1.TunnelEndpoint) verdict {
+func connectedVerdict(s peeringState) verdict {
+	te := s.endpoint
 	if te == nil {
 		return no(isthmus.ReasonWaiting, "there is no TunnelEndpoint yet")
+	}
+	if s.silent != "" { // whatever the TunnelEndpoint says, it is from before
+		return verdict{metav1.ConditionUnknown, isthmus.ReasonGatewaySilent, s.silent}
 	}
 	switch c := te.Status.Connection; c.Status {
 	case v1alpha1.Connected:

@@ -121,6 +121,8 @@ func TestConditionsOfAPeering(t *testing.T) {
 			isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting, isthmus.ReasonNotReady, "agreed upon yet"},
 		{"no gateway", func(s *peeringState) { s.endpoint.Status = v1alpha1.TunnelEndpointStatus{} },
 			isthmus.ConditionConnected, isthmus.ReasonNoGateway, isthmus.ReasonNotReady, "no gateway"},
+		{"no gateway any more, whatever was written", func(s *peeringState) { s.silent = "no gateway is at work: since noon" },
+			isthmus.ConditionConnected, isthmus.ReasonGatewaySilent, isthmus.ReasonGatewaySilent, "since noon"},
 		{"connecting", func(s *peeringState) { s.endpoint.Status.Connection.Status = v1alpha1.Connecting },
 			isthmus.ConditionConnected, isthmus.ReasonConnecting, isthmus.ReasonNotReady, "gw.example.org:31000"},
 		{"lost", func(s *peeringState) {

@@ -168,6 +168,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 		&feeder{Peers: peers, Replicator: w.stub},
 		&NetworkConfigReconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, FactsChanged: own.Subscribe(), Log: log},
 		&PeeringReconciler{Client: mgr.GetClient(), Peers: peers, Facts: own, Store: w.books, Replicator: w.stub,
+			Pulse:        NewPulse(mgr.GetAPIReader(), w.system, log),
 			FactsChanged: own.Subscribe(), PeerChanged: w.stub.changed, Events: w.events, Log: log},
 	} {
 		w.ok(r.SetupWithManager(mgr))

@@ -246,7 +246,8 @@ func (l *leader) lead(ctx context.Context) error {
 	replicator := replication.New(replication.Options{
 		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
 	})
-	if err := l.mgr.Add(replicator); err != nil {
+	pulse := NewPulse(l.mgr.GetAPIReader(), l.Namespace, l.Log)
+	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(pulse)); err != nil {
 		return err
 	}
 	if l.IPAM.Address != "" {
@@ -263,7 +264,7 @@ func (l *leader) lead(ctx context.Context) error {
 		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, FactsChanged: own.Subscribe(), Log: l.Log},
 		&NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Log: l.Log},
 		&PeeringReconciler{
-			Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Replicator: replicator,
+			Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Replicator: replicator, Pulse: pulse,
 			FactsChanged: own.Subscribe(), PeerChanged: replicator.Changed(),
 			Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 		},

@@ -52,6 +52,7 @@ type PeeringReconciler struct {
 	Facts      FactsReader
 	Store      bookkeeper
 	Replicator replicator
+	Pulse      *Pulse
 	// FactsChanged gets a value after every change of the Facts, PeerChanged one named by the
 	// cluster ID after every change of a State of the replicator.
 	FactsChanged, PeerChanged <-chan event.GenericEvent
@@ -63,6 +64,9 @@ type PeeringReconciler struct {
 func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	inNamespace := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 		return r.peerings(ctx, client.MatchingFields{indexTenantNamespace: o.GetNamespace()})
+	})
+	everyPeering := handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
+		return r.peerings(ctx)
 	})
 	return ctrl.NewControllerManagedBy(mgr).Named("peering").
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
@@ -80,9 +84,8 @@ func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		WatchesRawSource(source.Channel(r.PeerChanged, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return r.peerings(ctx, client.MatchingFields{indexClusterID: o.GetName()})
 		}))).
-		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, _ client.Object) []reconcile.Request {
-			return r.peerings(ctx)
-		}))).
+		WatchesRawSource(source.Channel(r.FactsChanged, everyPeering)).
+		WatchesRawSource(source.Channel(r.Pulse.Changed(), everyPeering)).
 		Complete(r)
 }
 
@@ -143,7 +146,7 @@ func (r *PeeringReconciler) reconcile(ctx context.Context, name string) error {
 
 func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering) (s peeringState, err error) {
 	peer := peerFrom(peering)
-	s = peeringState{peering: peering, identity: unknown, published: unknown}
+	s = peeringState{peering: peering, identity: unknown, published: unknown, silent: r.Pulse.Silent()}
 	if s.conflict, err = r.Peers.conflict(ctx, peering); s.conflict != "" || err != nil {
 		return s, err
 	}

@@ -136,7 +136,10 @@ func (s *side) present(ctx context.Context, o client.Object) error {
 }
 
 // managerLease is the Lease that the active manager holds.
-const managerLease = deploy.ManagerServiceAccount
+const (
+	managerLease = deploy.ManagerServiceAccount
+	gatewayLease = "isthmus-gateway"
+)
 
 // A Holder is who holds a Lease.
 type Holder struct {
@@ -145,11 +148,11 @@ type Holder struct {
 	Problem string `json:"problem,omitempty"`
 }
 
-// manager says which manager is at work.
-func (c *Cluster) manager(ctx context.Context) (Holder, error) {
+// holderOf says who is at work, by the Lease that the manager or the active gateway renews.
+func (c *Cluster) holderOf(ctx context.Context, leaseName string) (Holder, error) {
 	var lease coordinationv1.Lease
-	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: managerLease}, &lease)
-	name := "Lease " + c.Namespace + "/" + managerLease
+	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
+	name := "Lease " + c.Namespace + "/" + leaseName
 	if apierrors.IsNotFound(err) {
 		return Holder{Problem: name + " is not there"}, nil
 	}
@@ -173,7 +176,7 @@ func holder(name string, l coordinationv1.LeaseSpec, now time.Time) Holder {
 }
 
 func (s *side) checkManager(ctx context.Context) error {
-	h, err := s.manager(ctx)
+	h, err := s.holderOf(ctx, managerLease)
 	if err == nil && h.Name == "" {
 		err = fmt.Errorf("%s: no manager is at work: %s. Start `isthmus manager`, or use --timeout 0 to set up without waiting for it", s.Cluster, h.Problem)
 	}

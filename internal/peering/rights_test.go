@@ -310,6 +310,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"get", "", "configmaps", "kube-system", "kubeadm-config"},
 			{"create", "coordination.k8s.io", "leases", home, ""},
 			{"get update", "coordination.k8s.io", "leases", home, "isthmus-manager"},
+			{"get", "coordination.k8s.io", "leases", home, "isthmus-gateway"},
 		}},
 		{deploy.GatewayServiceAccount, []right{
 			{"list watch", "net.liqo.io", "tunnelendpoints natmappings", "", ""},

@@ -22,7 +22,8 @@ type Status struct {
 	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
 	Namespace string                   `json:"namespace"` // of the installation
 	Manager   Holder                   `json:"manager"`   // the active one
-	Gateways  []GatewayPod             `json:"gateways"`  // the active ones: one, when all is well
+	Gateway   Holder                   `json:"gateway"`   // the active one
+	Gateways  []GatewayPod             `json:"gateways"`  // Pods marked as active: one, when all is well
 	Peerings  []Row                    `json:"peerings"`  // sorted by name
 }
 
@@ -38,6 +39,7 @@ type Row struct {
 	Name       string                   `json:"name"`
 	Cluster    v1alpha1.ClusterIdentity `json:"cluster"`
 	Ready      bool                     `json:"ready"`
+	Status     metav1.ConditionStatus   `json:"status"`            // of the condition Ready; Unknown too when nobody is there who would know
 	Reason     string                   `json:"reason"`            // of the condition Ready
 	Problem    string                   `json:"problem,omitempty"` // the first thing that is not as it should be
 	Deleting   bool                     `json:"deleting,omitempty"`
@@ -60,7 +62,10 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 		s.Peerings = append(s.Peerings, rowOf(&list.Items[i]))
 	}
 	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
-	if s.Manager, err = c.manager(ctx); err != nil {
+	if s.Manager, err = c.holderOf(ctx, managerLease); err != nil {
+		return s, err
+	}
+	if s.Gateway, err = c.holderOf(ctx, gatewayLease); err != nil {
 		return s, err
 	}
 	var pods corev1.PodList
@@ -70,18 +75,38 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 	for _, p := range pods.Items {
 		s.Gateways = append(s.Gateways, GatewayPod{Pod: p.Name, Node: p.Spec.NodeName, IP: p.Status.PodIP})
 	}
+	s.doubt()
 	return s, nil
+}
+
+// doubt takes back what Peerings say of themselves when nobody is there who would know better: a
+// status is a memory as soon as its writer is gone.
+func (s *Status) doubt() {
+	why := ""
+	switch {
+	case s.Manager.Name == "":
+		why = "no manager is at work, so that this is from before: " + s.Manager.Problem
+	case s.Gateway.Name == "":
+		why = "no gateway is at work: " + s.Gateway.Problem
+	default:
+		return
+	}
+	for i := range s.Peerings {
+		if p := &s.Peerings[i]; p.Ready {
+			p.Ready, p.Status, p.Reason, p.Problem, p.Latency = false, metav1.ConditionUnknown, isthmus.ReasonUnknown, why, ""
+		}
+	}
 }
 
 func rowOf(p *isthmus.Peering) Row {
 	s := Row{
-		Name: p.Name, Cluster: p.Spec.Cluster, Ready: isTrue(p, isthmus.ConditionReady), Reason: isthmus.ReasonUnknown,
+		Name: p.Name, Cluster: p.Spec.Cluster, Ready: isTrue(p, isthmus.ConditionReady), Status: metav1.ConditionUnknown, Reason: isthmus.ReasonUnknown,
 		Deleting: !p.DeletionTimestamp.IsZero(), Namespace: p.Spec.TenantNamespace.Local, Local: p.Status.Local, Remote: p.Status.Remote,
 		Endpoint: p.Status.Endpoint, Latency: p.Status.Latency, Conditions: p.Status.Conditions,
 	}
 	for _, c := range p.Status.Conditions {
 		if c.Type == isthmus.ConditionReady {
-			s.Reason = c.Reason
+			s.Status, s.Reason = c.Status, c.Reason
 		}
 	}
 	if c := FirstProblem(p); c != nil {
@@ -102,6 +127,10 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		manager = "none: " + s.Manager.Problem
 	}
 	gateways := make([]string, 0, len(s.Gateways))
+	if s.Gateway.Name == "" {
+		gateways = append(gateways, "none: "+s.Gateway.Problem)
+		s.Gateways = nil // whatever their marks say
+	}
 	for _, g := range s.Gateways {
 		gateways = append(gateways, Printable(g.Pod)+" on node "+orDash(g.Node))
 	}
@@ -119,8 +148,11 @@ func (s Status) Print(w io.Writer, wide bool) error {
 	fmt.Fprintln(t, header)
 	for _, p := range s.Peerings {
 		ready := "no"
-		if p.Ready {
+		switch p.Status {
+		case metav1.ConditionTrue:
 			ready = "yes"
+		case metav1.ConditionUnknown:
+			ready = "unknown"
 		}
 		cells := []string{p.Name, p.Cluster.ClusterName, ready, p.Remote.PodCIDRSeen, p.Local.PodCIDRSeen, p.Endpoint, p.Latency, p.Reason}
 		if wide {

@@ -71,7 +71,7 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 			Status: isthmus.PeeringStatus{Conditions: conditions("False(NotReady) see there", "Answered=False(Invalid) \x1b]0;title\a\n\u202edesrever"),
 				Endpoint: "evil\tcell\u009b1m"}},
 	}
-	s := Status{Cluster: v1alpha1.ClusterIdentity{ClusterID: "A", ClusterName: "a"}, Manager: Holder{Problem: "Lease x/y is not there"},
+	s := Status{Cluster: v1alpha1.ClusterIdentity{ClusterID: "A", ClusterName: "a"}, Manager: Holder{Name: "m-1"}, Gateway: Holder{Name: "gateway-1"},
 		Gateways: []GatewayPod{{Pod: "gateway-1", Node: "a-node1"}}}
 	for i := range peerings {
 		s.Peerings = append(s.Peerings, rowOf(&peerings[i]))
@@ -79,7 +79,7 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 	var b strings.Builder
 	must(t, s.Print(&b, false))
 	const want = `cluster a (A)
-manager none: Lease x/y is not there
+manager m-1
 gateway gateway-1 on node a-node1
 
 PEERING   CLUSTER  READY  THEIR PODS HERE  OUR PODS THERE  ENDPOINT                LATENCY  REASON
@@ -98,6 +98,14 @@ c-4d5e6f: Answered is False (Invalid): \u001b]0;title\u0007\u000a\u202edesrever
 	}
 	if s.Peerings = s.Peerings[:1]; !s.Ready() {
 		t.Error("b is")
+	}
+	b.Reset()
+	s.Gateway = Holder{Problem: "Lease x/y is held by nobody"}
+	s.doubt()
+	must(t, s.Print(&b, false))
+	contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "Unknown", "no gateway is at work")
+	if s.Ready() {
+		t.Error("b is ready without a gateway")
 	}
 	b.Reset()
 	must(t, Status{}.Print(&b, false))

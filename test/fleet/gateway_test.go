@@ -7,6 +7,7 @@ import (
 	"encoding/base64"
 	"fmt"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -14,8 +15,11 @@ import (
 	"golang.org/x/sys/unix"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	peerings "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
@@ -108,6 +112,30 @@ func TestGatewayFaults(t *testing.T) {
 		for c, i := range was {
 			must(t, c.Start(t.Context(), fleet.Gateway(i)))
 		}
+		podsToPods(t, a, b)
+	})
+
+	t.Run("WithoutAnyGatewayNobodyCallsItReady", func(t *testing.T) {
+		must(t, a.Kill(fleet.Gateway(0)))
+		must(t, a.Kill(fleet.Gateway(1)))
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		for {
+			p, err := a.Peering(ctx, b)
+			must(t, err)
+			if c := meta.FindStatusCondition(p.Status.Conditions, peerings.ConditionReady); c.Status == metav1.ConditionUnknown && c.Reason == peerings.ReasonGatewaySilent {
+				t.Log(c.Message)
+				break
+			}
+			time.Sleep(100 * time.Millisecond)
+		}
+		out, err := f.Isthmus(ctx, "status", "--context", a.Name)
+		if err == nil || !strings.Contains(out, "unknown") || !strings.Contains(out, "no gateway is at work") {
+			t.Errorf("status: %v\n%s", err, out)
+		}
+		must(t, a.Start(ctx, fleet.Gateway(0)))
+		must(t, a.Start(ctx, fleet.Gateway(1)))
+		must(t, a.WaitReady(ctx, b, patience))
 		podsToPods(t, a, b)
 	})
 

@@ -89,6 +89,8 @@ const (
 	// Connected: taken from status.connection of the TunnelEndpoint
 	ReasonConnecting = "Connecting"
 	ReasonNoGateway  = "NoGateway" // no gateway has written a status yet
+	// ReasonGatewaySilent: no gateway is at work, so that nobody knows; Ready has it too.
+	ReasonGatewaySilent = "GatewaySilent"
 	ReasonLost       = "ConnectionLost"
 
 	// ReasonUnknown: not looked at yet.

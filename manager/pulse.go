@@ -1,0 +1,137 @@
+package manager
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"sync"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+)
+
+const (
+	// gatewayLease is the Lease whose holder is the active gateway. It lasts 7 s and is renewed
+	// every 2.
+	gatewayLease  = "isthmus-gateway"
+	pulseInterval = 3 * time.Second
+	// pulseSilence is how long the Lease may stay as it is: longer than a standby takes to follow.
+	pulseSilence = 15 * time.Second
+	// clockSkew is what the clocks of two machines may differ by.
+	clockSkew = 30 * time.Second
+)
+
+// A Pulse knows whether a gateway is at work, by the Lease that the active one renews. Without one
+// what a TunnelEndpoint says of its connection is a memory. The time that counts is that of this
+// machine, since a Lease was first seen as it is: the gateway's clock may be another. Its methods
+// may be called concurrently.
+type Pulse struct {
+	Reader    client.Reader // the API server itself
+	Namespace string        // of the Lease
+	Log       *slog.Logger
+
+	changed chan event.GenericEvent
+
+	mu     sync.Mutex
+	looked bool
+	lease  coordinationv1.LeaseSpec
+	since  time.Time // when the Lease was first seen like this; zero: begin anew
+	silent string
+}
+
+// NewPulse makes a Pulse of a gateway that is at work until shown otherwise.
+func NewPulse(reader client.Reader, namespace string, log *slog.Logger) *Pulse {
+	return &Pulse{Reader: reader, Namespace: namespace, Log: log, changed: make(chan event.GenericEvent, 1)}
+}
+
+// Changed gets a value whenever Silent says something else.
+func (p *Pulse) Changed() <-chan event.GenericEvent { return p.changed }
+
+// Silent says since when no gateway is at work, and which one was; empty while one is. Of a cluster
+// without the Lease nothing is said: its gateway is configured by files, or not ours.
+func (p *Pulse) Silent() string {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.silent
+}
+
+// Start looks at the Lease until ctx ends.
+func (p *Pulse) Start(ctx context.Context) error {
+	tick := time.NewTicker(pulseInterval)
+	defer tick.Stop()
+	for {
+		p.look(ctx)
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
+}
+
+func (p *Pulse) look(ctx context.Context) {
+	ctx, cancel := context.WithTimeout(ctx, pulseInterval)
+	defer cancel()
+	var lease coordinationv1.Lease
+	err := p.Reader.Get(ctx, types.NamespacedName{Namespace: p.Namespace, Name: gatewayLease}, &lease)
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	switch now := time.Now(); {
+	case apierrors.IsNotFound(err):
+		p.since = time.Time{}
+		p.say("")
+	case err != nil: // as long as we cannot read it, nobody can renew it
+		p.since = time.Time{}
+	case p.since.IsZero():
+		p.lease, p.since = lease.Spec, now
+		// A manager that starts must not call ready what the one before knew to be silent.
+		if r := lease.Spec.RenewTime; !p.looked && r != nil && now.Sub(r.Time) >= pulseSilence+clockSkew {
+			p.say(p.sentence())
+		}
+		p.looked = true
+	case !p.lease.RenewTime.Equal(lease.Spec.RenewTime) || holderOf(p.lease) != holderOf(lease.Spec):
+		p.lease, p.since = lease.Spec, now
+		p.say("")
+	case now.Sub(p.since) >= pulseSilence:
+		p.say(p.sentence())
+	}
+}
+
+// sentence says what is wrong and what to do.
+func (p *Pulse) sentence() string {
+	last := "is held by nobody"
+	if holder := holderOf(p.lease); holder != "" {
+		last = "was held last by " + plain(holder)
+	}
+	if p.lease.RenewTime != nil {
+		last += fmt.Sprintf(" and renewed at %s", p.lease.RenewTime.UTC().Format(time.RFC3339))
+	}
+	return fmt.Sprintf("no gateway is at work: Lease %s/%s %s; see why its Pods do not run, or cannot reach the API server", p.Namespace, gatewayLease, last)
+}
+
+// say keeps a sentence and tells those who listen, if it is another one.
+func (p *Pulse) say(sentence string) {
+	if sentence == p.silent {
+		return
+	}
+	if p.silent = sentence; sentence != "" {
+		p.Log.Warn(sentence)
+	} else {
+		p.Log.Info("a gateway is at work again")
+	}
+	select {
+	case p.changed <- event.GenericEvent{}:
+	default: // the value in it will be read after now
+	}
+}
+
+func holderOf(l coordinationv1.LeaseSpec) string {
+	if l.HolderIdentity == nil {
+		return ""
+	}
+	return *l.HolderIdentity
+}

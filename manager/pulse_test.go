@@ -1,0 +1,110 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// leaseReader answers with a Lease, or with an error.
+type leaseReader struct {
+	client.Reader
+	holder  string
+	renewed time.Time
+	err     error
+}
+
+func (r *leaseReader) Get(_ context.Context, _ client.ObjectKey, into client.Object, _ ...client.GetOption) error {
+	if r.err != nil {
+		return r.err
+	}
+	at := metav1.NewMicroTime(r.renewed)
+	into.(*coordinationv1.Lease).Spec = coordinationv1.LeaseSpec{HolderIdentity: &r.holder, RenewTime: &at}
+	return nil
+}
+
+func TestAGatewayThatRenewsNothingIsSilent(t *testing.T) {
+	notFound := apierrors.NewNotFound(schema.GroupResource{Resource: "leases"}, gatewayLease)
+	renew := func(r *leaseReader) { r.renewed = r.renewed.Add(2 * time.Second) }
+	for _, c := range []struct {
+		name   string
+		first  func(*leaseReader)               // before the first look
+		each   func(r *leaseReader, second int) // before each of a minute's seconds
+		silent bool
+	}{
+		{"renewed", nil, func(r *leaseReader, _ int) { renew(r) }, false},
+		{"renewed by a clock that is far off", func(r *leaseReader) { r.renewed = r.renewed.Add(25 * time.Second) }, func(r *leaseReader, _ int) { renew(r) }, false},
+		{"renewed no more", nil, func(*leaseReader, int) {}, true},
+		{"followed by another", nil, func(r *leaseReader, second int) {
+			if second > 10 {
+				r.holder = "gateway-2"
+				renew(r)
+			}
+		}, false},
+		{"freed and taken by nobody", nil, func(r *leaseReader, _ int) { r.holder = "" }, true},
+		{"away and back", nil, func(r *leaseReader, second int) {
+			if second > 40 {
+				renew(r)
+			}
+		}, false},
+		{"no API server for most of the time", nil, func(r *leaseReader, second int) {
+			if r.err = nil; second < 55 {
+				r.err = errors.New("connection refused")
+			}
+		}, false},
+		{"no Lease at all", func(r *leaseReader) { r.err = notFound }, func(*leaseReader, int) {}, false},
+	} {
+		t.Run(c.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				r := &leaseReader{holder: "gateway-1", renewed: time.Now()}
+				if c.first != nil {
+					c.first(r)
+				}
+				p := NewPulse(r, "isthmus-system", slog.New(slog.DiscardHandler))
+				p.look(t.Context())
+				if got := p.Silent(); got != "" {
+					t.Errorf("silent at the first look: %s", got)
+				}
+				for second := range 60 {
+					time.Sleep(time.Second)
+					if c.each(r, second); second%3 == 0 {
+						p.look(t.Context())
+					}
+				}
+				if got := p.Silent(); (got != "") != c.silent {
+					t.Errorf("silent: %q; want %v", got, c.silent)
+				}
+				if c.silent && len(p.Changed()) == 0 {
+					t.Error("nobody is told")
+				}
+			})
+		})
+	}
+}
+
+// The clocks here may differ by half a minute and no more.
+func TestAManagerThatStartsDoesNotBelieveAnOldLease(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := &leaseReader{holder: "gateway-1", renewed: time.Now().Add(-time.Minute)}
+		p := NewPulse(r, "isthmus-system", slog.New(slog.DiscardHandler))
+		p.look(t.Context())
+		if got := p.Silent(); !strings.Contains(got, "gateway-1 and renewed at") {
+			t.Errorf("silent: %q", got)
+		}
+		r.renewed = time.Now()
+		time.Sleep(pulseInterval)
+		if p.look(t.Context()); p.Silent() != "" {
+			t.Errorf("silent although renewed: %q", p.Silent())
+		}
+	})
+}
