@@ -51,10 +51,13 @@ const (
 
 // Reasons of the conditions of a Peering. Those of a refused NetworkConfig (ConditionPeerConfig,
 // ConditionAnswered) are taken over from its condition Accepted, see package net/v1alpha1.
+//
+// Ready has one of its own, or that of the first condition that is not true, which its message
+// names.
 const (
 	// Ready
 	ReasonConnected  = "Connected"  // everything is true
-	ReasonNotReady   = "NotReady"   // the message names the first condition that is not true
+	ReasonNotReady   = "NotReady"   // what it was before
 	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message says what is waited for
 	ReasonConflict   = "Conflict"   // another Peering is for the same cluster or namespace
 	ReasonOverlap    = "Overlap"    // a network in use for the peer overlaps something here that came later, such as a node
