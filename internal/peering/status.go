@@ -38,8 +38,9 @@ type Row struct {
 	Name       string                   `json:"name"`
 	Cluster    v1alpha1.ClusterIdentity `json:"cluster"`
 	Ready      bool                     `json:"ready"`
-	Reason     string                   `json:"reason"`            // of the condition Ready
-	Problem    string                   `json:"problem,omitempty"` // the first thing that is not as it should be
+	Reason     string                   `json:"reason"`             // of the condition Ready
+	Problem    string                   `json:"problem,omitempty"`  // the first thing that is not as it should be
+	Problems   []string                 `json:"problems,omitempty"` // all that are, the first one first
 	Deleting   bool                     `json:"deleting,omitempty"`
 	Namespace  string                   `json:"namespace"` // the tenant namespace
 	Local      isthmus.Networks         `json:"local"`     // our networks, and as the peer sees them
@@ -84,8 +85,11 @@ func rowOf(p *isthmus.Peering) Row {
 			s.Reason = c.Reason
 		}
 	}
-	if c := FirstProblem(p); c != nil {
-		s.Problem = problem(c)
+	for _, c := range Problems(p) {
+		s.Problems = append(s.Problems, problem(&c))
+	}
+	if len(s.Problems) > 0 {
+		s.Problem = s.Problems[0]
 	}
 	return s
 }
@@ -135,8 +139,11 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		return err
 	}
 	for _, p := range s.Peerings {
-		if p.Problem != "" {
-			if _, err := fmt.Fprintf(w, "%s: %s\n", Printable(p.Name), p.Problem); err != nil {
+		for i, problem := range p.Problems {
+			if i == 0 {
+				fmt.Fprintf(w, "\n%s, cluster %s (%s):\n", Printable(p.Name), Printable(p.Cluster.ClusterName), Printable(p.Cluster.ClusterID))
+			}
+			if _, err := fmt.Fprintf(w, "  %s\n", problem); err != nil {
 				return err
 			}
 		}

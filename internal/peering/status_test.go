@@ -68,7 +68,9 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 			Status: isthmus.PeeringStatus{Conditions: conditions("True"), Local: isthmus.Networks{PodCIDRSeen: "10.246.0.0/16", ExternalCIDRSeen: "10.247.0.0/16"},
 				Remote: isthmus.Networks{PodCIDRSeen: "10.60.0.0/20", ExternalCIDRSeen: "10.61.0.0/20"}, Endpoint: "192.0.2.2:5871", Latency: "700µs"}},
 		{ObjectMeta: metav1.ObjectMeta{Name: "c-4d5e6f", Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "C", ClusterName: "c"}},
-			Status: isthmus.PeeringStatus{Conditions: conditions("False(NotReady) see there", "Answered=False(Invalid) \x1b]0;title\a\n\u202edesrever"),
+			Status: isthmus.PeeringStatus{Conditions: conditions("False(NotReady) see there", "Answered=False(Invalid) \x1b]0;title\a\n\u202edesrever",
+				"PeerConfigAccepted=False(KeyConflict) c (C) asks by NetworkConfig x/y: spec.backend_config.publicKey: no",
+				"TunnelEndpointReady=False(Waiting) for the exchange"),
 				Endpoint: "evil\tcell\u009b1m"}},
 	}
 	s := Status{Cluster: v1alpha1.ClusterIdentity{ClusterID: "A", ClusterName: "a"}, Manager: Holder{Problem: "Lease x/y is not there"},
@@ -85,7 +87,10 @@ gateway gateway-1 on node a-node1
 PEERING   CLUSTER  READY  THEIR PODS HERE  OUR PODS THERE  ENDPOINT                LATENCY  REASON
 b-1a2b3c  b        yes    10.60.0.0/20     10.246.0.0/16   192.0.2.2:5871          700µs    Fine
 c-4d5e6f  c        no     -                -               evil\u0009cell\u009b1m  -        NotReady
-c-4d5e6f: Answered is False (Invalid): \u001b]0;title\u0007\u000a\u202edesrever
+
+c-4d5e6f, cluster c (C):
+  Answered is False (Invalid): \u001b]0;title\u0007\u000a\u202edesrever
+  PeerConfigAccepted is False (KeyConflict): c (C) asks by NetworkConfig x/y: spec.backend_config.publicKey: no
 `
 	if got := b.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)

@@ -57,7 +57,6 @@ const (
 const (
 	// Ready
 	ReasonConnected  = "Connected"  // everything is true
-	ReasonNotReady   = "NotReady"   // what it was before
 	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message says what is waited for
 	ReasonConflict   = "Conflict"   // another Peering is for the same cluster or namespace
 	ReasonOverlap    = "Overlap"    // a network in use for the peer overlaps something here that came later, such as a node
