@@ -57,7 +57,7 @@ func (s *peeringState) refused(who, what, remedy string) string {
 func (s *peeringState) refusedThere(verb, what, remedy string) string {
 	tail := "nothing is in force"
 	if te := s.endpoint; te != nil && te.DeletionTimestamp.IsZero() {
-		tail = fmt.Sprintf("in force there: our podCIDR %s, our externalCIDR %s", asSeen(te.Spec.LocalPodCIDR, te.Spec.LocalNATPodCIDR),
+		tail = fmt.Sprintf("in force: our podCIDR %s, our externalCIDR %s", asSeen(te.Spec.LocalPodCIDR, te.Spec.LocalNATPodCIDR),
 			asSeen(te.Spec.LocalExternalCIDR, te.Spec.LocalNATExternalCIDR))
 	}
 	who := fmt.Sprintf("%s %s our NetworkConfig %s/%s: ", s.who(), verb, s.original.Namespace, s.original.Name)

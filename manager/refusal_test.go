@@ -23,7 +23,7 @@ func TestEachRefusalSaysWhoAsksForWhatAndWhatToDo(t *testing.T) {
 		asks    = "bravo (bbbbbbbb-2222-4222-8222-222222222222) asks by NetworkConfig tenant/alpha-111111: "
 		refuses = "bravo (bbbbbbbb-2222-4222-8222-222222222222) refuses our NetworkConfig tenant/bravo-924e89: "
 		who     = "bravo (bbbbbbbb-2222-4222-8222-222222222222)"
-		there   = "; in force there: our podCIDR 10.244.0.0/16 as 10.70.0.0/16, our externalCIDR 10.245.0.0/16 as it is; "
+		there   = "; in force: our podCIDR 10.244.0.0/16 as 10.70.0.0/16, our externalCIDR 10.245.0.0/16 as it is; "
 		stays   = "; in force: its podCIDR 10.244.64.0/18 as 10.246.0.0/18, its externalCIDR 10.60.0.0/18 as it is; "
 	)
 	weRefuse := func(reason, problem string) func(*peeringState) {
