@@ -80,14 +80,17 @@ type Book struct {
 // the others until it has answered.
 type account struct {
 	Grant
-	podSeen, externalSeen netip.Prefix            // how it sees our PodCIDR and ExternalCIDR
-	endpoints             map[netip.Addr]struct{} // real addresses mapped for it, without the gateway's own
+	podSeen, externalSeen netip.Prefix // how it sees our PodCIDR and ExternalCIDR
+	// endpoints are the real addresses mapped for it, without the gateway's own, each with those who
+	// asked for it, sorted; with nobody where that is not known.
+	endpoints map[netip.Addr][]string
 }
 
 // An endpoint has an address out of our ExternalCIDR.
 type endpoint struct {
 	addr  netip.Addr
-	peers int // that it is mapped for
+	peers int    // that it is mapped for
+	what  string // it was when somebody asked for it, see Asked; empty: not known
 }
 
 // Own returns the Config as it is in effect: with pools and ExternalCIDR.

@@ -149,9 +149,9 @@ func (b *Book) readdress(was netip.Prefix) {
 			p.externalSeen = netip.Prefix{}
 		}
 		p.endpoints = nil
-		for real := range old.endpoints {
+		for real, callers := range old.endpoints {
 			if e := endpoints[real]; e != nil && p.externalSeen.IsValid() {
-				p.endpoints = withKey(p.endpoints, real)
+				p.endpoints = withAsked(p.endpoints, real, callers)
 				e.peers++
 			}
 		}

@@ -18,6 +18,10 @@ const (
 	AnnotationPeerAuthority = "isthmus.net/peer-authority"
 )
 
+// AnnotationMappings on the IpamStorage has what Liqo's books have no place for: who asked for which
+// mapped endpoint, and what the endpoints were then.
+const AnnotationMappings = "isthmus.net/mappings"
+
 // AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated
 // by commas. The peer renews its token for no others.
 const AnnotationTokenAudiences = "isthmus.net/token-audiences"
