@@ -192,8 +192,9 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		config: cfg,
 	}
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
+	l.expiry = newExpiry(mgr.GetAPIReader(), l.store, o.Log)
 	if o.MetricsAddress != "" {
-		collector := &collector{peers: mgr.GetCache(), store: l.store}
+		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired}
 		if err := metrics.Registry.Register(collector); err != nil {
 			return fmt.Errorf("metrics: %w", err)
 		}
@@ -224,6 +225,7 @@ type leader struct {
 	client client.Client
 	peers  Peers
 	store  *ipamstore.Store
+	expiry *expiry
 	config *rest.Config
 }
 
@@ -250,11 +252,16 @@ func (l *leader) lead(ctx context.Context) error {
 		return err
 	}
 	if l.IPAM.Address != "" {
+		service := l.IPAM
+		service.What = l.expiry.what
 		if err := l.mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
-			return ipamrpc.Serve(ctx, l.IPAM, l.store, l.Log)
+			return ipamrpc.Serve(ctx, service, l.store, l.Log)
 		})); err != nil {
 			return err
 		}
+	}
+	if err := l.mgr.Add(runtimemanager.RunnableFunc(l.expiry.run)); err != nil {
+		return err
 	}
 	for _, r := range []interface{ SetupWithManager(ctrl.Manager) error }{
 		own,

@@ -300,6 +300,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"patch", "net.liqo.io", "networkconfigs/status", "", ""},
 			{"list watch create patch", "net.liqo.io", "ipamstorages", "", ""},
 			{"list watch", "", "nodes namespaces", "", ""},
+			{"list", "", "pods services", "", ""},
 			{"get", "", "namespaces", "", "kube-system"},
 			{"get", "networking.k8s.io", "servicecidrs", "", "kubernetes"},
 			{"get", "discovery.k8s.io", "endpointslices", "", "kubernetes"},
