@@ -67,7 +67,7 @@ the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on 
 	flags.StringVar(&f.ipamCert, "ipam-tls-cert", "", "file with the certificate of that service, in PEM")
 	flags.StringVar(&f.ipamKey, "ipam-tls-key", "", "file with its private key")
 	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the authority of the certificates by which it knows its callers")
-	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "answer without TLS whoever reaches that address, as Liqo does: a NetworkPolicy has to keep others away")
+	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "answer without TLS whoever reaches that address, as Liqo does; keep others away by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
 	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services and other peers whose endpoints that service may map for peers (default: none)")
 	flags.StringVar(&o.MetricsAddress, "metrics-address", ":5876", "TCP address of /metrics; empty: none")
 	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty: none")
