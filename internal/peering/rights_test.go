@@ -305,6 +305,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"get", "discovery.k8s.io", "endpointslices", "", "kubernetes"},
 			{"create patch", "events.k8s.io", "events", "", ""},
 			{"list watch", "", "secrets", home, "wireguard-pubkey"},
+			{"list watch", "isthmus.net", "nodenetworks", home, ""},
 			{"list watch", "", "services", home, ""},
 			{"list", "", "configmaps", home, ""},
 			{"get", "", "configmaps", "kube-system", "kubeadm-config"},
@@ -326,6 +327,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"list watch", "net.liqo.io", "tunnelendpoints ipamstorages", "", ""},
 			{"list watch", "", "nodes", "", ""},
 			{"list watch", "", "pods", "", ""},
+			{"create patch", "isthmus.net", "nodenetworks", home, ""},
 		}},
 	} {
 		t.Run(tc.account, func(t *testing.T) {
