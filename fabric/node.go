@@ -36,6 +36,9 @@ type NodeIntent struct {
 	// Granted are the networks that peers have here by the books of the IPAM, from the grant to the
 	// end of un-peering; nil: there are no books.
 	Granted []netip.Prefix
+	// Own are the networks of our own pods and Services by the same books, as far as they are
+	// known.
+	Own []netip.Prefix
 }
 
 // Sort brings the lists into an order that depends on nothing but what is in them, so that equal
@@ -47,6 +50,7 @@ func (in *NodeIntent) Sort() {
 	})
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
 	slices.SortFunc(in.Granted, netip.Prefix.Compare)
+	slices.SortFunc(in.Own, netip.Prefix.Compare)
 }
 
 // ClusterNode is one node of our own cluster.
@@ -120,6 +124,16 @@ func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
 		}
 	}
 	return granted, r.problems
+}
+
+// OwnIn returns the networks of our own pods and Services in the books of the IPAM.
+func OwnIn(books *v1alpha1.IpamStorage) (own []netip.Prefix) {
+	for _, text := range []string{books.Spec.PodCIDR, books.Spec.ServiceCIDR} {
+		if p, err := netip.ParsePrefix(text); err == nil {
+			own = append(own, p.Masked())
+		}
+	}
+	return own
 }
 
 // OverlayMAC is the MAC address of a node's overlay device, so that the others know it without

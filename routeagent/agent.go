@@ -50,6 +50,10 @@ type Options struct {
 	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: none
 	StatusAddress  string // TCP host:port of /status; empty: none
 	StateDirectory string // of the snapshot; empty: none is kept
+	// Tell writes down for the manager what the node reaches without us; nil: nobody is told. It is
+	// not called twice at a time.
+	Tell      func(context.Context, fabric.NodeNetworks) error
+	Resolvers string // path of the node's resolv.conf(5)
 }
 
 // Run makes the network namespace of the process what the source says, until ctx ends, and returns
@@ -63,7 +67,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	a := &agent{opts: o, log: o.Log, kernel: k, wake: make(chan struct{}, 1)}
+	a := &agent{opts: o, log: o.Log, kernel: k, wake: make(chan struct{}, 1), moved: make(chan struct{}, 1)}
 	a.metrics = newMetrics(a)
 	defer k.Close()
 	defer cancel()
@@ -81,6 +85,12 @@ func Run(ctx context.Context, o Options) error {
 	var source sync.WaitGroup
 	defer source.Wait()
 	defer cancel()
+	if o.Tell != nil {
+		if err := k.WatchNetworks(ctx, func() { set(a.moved) }); err != nil {
+			return err
+		}
+		source.Go(func() { a.tell(ctx) })
+	}
 	source.Go(func() {
 		if err := o.Source(ctx, a.deliver); err != nil && ctx.Err() == nil {
 			failed <- err
@@ -95,13 +105,15 @@ type agent struct {
 	log     *slog.Logger
 	kernel  *rtnl.Kernel
 	metrics *metrics
-	wake    chan struct{}
+	wake    chan struct{} // compare again
+	moved   chan struct{} // what the node reaches without us may have changed
 
 	mu       sync.Mutex
 	intent   *fabric.NodeIntent // nil: not delivered yet
 	broken   []fabric.Problem   // of reading intent
 	revision int                // of intent, from 1
 	state    state
+	told     told
 
 	granted []netip.Prefix // the last that is known; the loop's alone
 	saved   []netip.Prefix // what the snapshot says; nil: there is none that is good. The loop's alone
@@ -122,13 +134,16 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	a.revision++
 	a.mu.Unlock()
 	a.notify()
+	set(a.moved)
 }
 
 // notify says "compare again".
-func (a *agent) notify() {
+func (a *agent) notify() { set(a.wake) }
+
+func set(signal chan<- struct{}) {
 	select {
-	case a.wake <- struct{}{}:
-	default: // it will
+	case signal <- struct{}{}:
+	default: // it is set
 	}
 }
 

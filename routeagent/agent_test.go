@@ -37,6 +37,7 @@ const (
 	childNode   = "ISTHMUS_TEST_AGENT_NODE"
 	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON, or a kubeconfig; empty: clean up
 	childState  = "ISTHMUS_TEST_AGENT_STATE"  // directory of the snapshot
+	childTold   = "ISTHMUS_TEST_AGENT_TOLD"   // file for what the manager is told, if that has no API server
 	statusAt    = "127.0.0.1:5875"
 	metricsAt   = "127.0.0.1:5874"
 )
@@ -61,18 +62,23 @@ func child(node, path string) int {
 		}
 		return 0
 	}
-	source := fileSource(path)
+	told := os.Getenv(childTold)
+	source, tell := fileSource(path), tellFile(told)
 	if filepath.Ext(path) == ".kubeconfig" {
+		config, err := owncluster.RESTConfig(path)
+		if err == nil {
+			tell, err = kube.NodeReporter(config, "default", node)
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "error:", err)
+			return 1
+		}
 		source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
-			config, err := owncluster.RESTConfig(path)
-			if err != nil {
-				return err
-			}
 			return kube.WatchNode(ctx, config, log, deliver)
 		}
 	}
 	err := Run(ctx, Options{Node: node, Source: source, Log: log, Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt,
-		StateDirectory: os.Getenv(childState)})
+		StateDirectory: os.Getenv(childState), Tell: tell, Resolvers: filepath.Join(filepath.Dir(told), "resolv.conf")})
 	stop()
 	if err == nil {
 		err = leaktest.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv"),
@@ -274,7 +280,8 @@ func (c *cluster) launch(n *lab.Node, wrapper ...string) *agentProcess {
 	}
 	command := slices.Concat(wrapper, []string{program})
 	a.cmd = n.Command(c.ctx, command[0], command[1:]...)
-	a.cmd.Env = append(os.Environ(), childNode+"="+n.Name, childIntent+"="+c.intent, childState+"="+filepath.Join(c.state, n.Name))
+	a.cmd.Env = append(os.Environ(), childNode+"="+n.Name, childIntent+"="+c.intent, childState+"="+filepath.Join(c.state, n.Name),
+		childTold+"="+c.toldPath(n))
 	a.cmd.Stderr = a.log
 	if err := a.cmd.Start(); err != nil {
 		c.t.Fatal(err)

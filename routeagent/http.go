@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"runtime"
+	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -35,8 +36,12 @@ func (a *agent) status() Status {
 	case now.revision == 0:
 		s.Error = "waiting for Nodes, Pods and TunnelEndpoints"
 	}
-	for _, p := range now.problems {
+	told := a.lastTold()
+	for _, p := range slices.Concat(now.problems, told.problems) {
 		s.Problems = append(s.Problems, p.Error())
+	}
+	if told.err != nil { // no reason to be unready: traffic does not depend on it
+		s.Problems = append(s.Problems, told.err.Error())
 	}
 	return s
 }
@@ -132,7 +137,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	gauge(descBuild, 1, m.agent.opts.Version, runtime.Version())
 	gauge(descReady, ready)
 	gauge(descApplied, applied)
-	gauge(descProblems, float64(len(now.problems)))
+	gauge(descProblems, float64(len(now.problems)+len(m.agent.lastTold().problems)))
 	gauge(descObjects, float64(len(now.node.Devices)), "device")
 	gauge(descObjects, float64(len(now.node.FDB)), "fdb")
 	gauge(descObjects, float64(len(now.node.Neighbors)), "neighbor")

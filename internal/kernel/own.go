@@ -62,3 +62,8 @@ var (
 	Gateway = Owner{"gateway", "@isthmus.net/gateway", GatewayProtocol, false,
 		[]Place{{Host, VethHost}, {Inner, VethGateway}}, [2][]int{Host: {GatewayTable}, Inner: {MainTable}}}
 )
+
+// OwnsDevice reports whether a device of the host's namespace is one of ours, by its name.
+func OwnsDevice(name string) bool {
+	return name == OverlayDevice || name == VethHost
+}

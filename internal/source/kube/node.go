@@ -131,6 +131,7 @@ func (o *objects) node(ctx context.Context) (*nodeSnapshot, error) {
 		granted, problems := fabric.GrantedIn(&books.Items[i])
 		s.intent.Granted = append(s.intent.Granted, granted...)
 		s.problems = append(s.problems, problems...)
+		s.intent.Own = append(s.intent.Own, fabric.OwnIn(&books.Items[i])...)
 	}
 	s.intent.Sort()
 	fabric.SortProblems(s.problems)
@@ -172,7 +173,8 @@ func podsFrom(p *corev1.Pod) (pods []fabric.NodePod) {
 // has every Pod in memory.
 func slimBooks(o any) (any, error) {
 	if b, ok := o.(*v1alpha1.IpamStorage); ok {
-		return &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{ClusterSubnets: b.Spec.ClusterSubnets}}, nil
+		return &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
+			ClusterSubnets: b.Spec.ClusterSubnets, PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR}}, nil
 	}
 	return o, nil
 }
