@@ -117,7 +117,7 @@ func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 	r.claimants.add(req, publicKeysOf(nc.Spec.BackendConfig)...)
 	grant, claim, refusals, err := r.decide(ctx, peer, nc)
 	switch {
-	case errors.Is(err, errNotWanted):
+	case errors.Is(err, errNotWanted), errors.Is(err, errTooEarly):
 		return nil
 	case err != nil:
 		return err

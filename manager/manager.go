@@ -180,7 +180,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // errAgain makes them anew
 	})
 	if err != nil {
-		return err
+		return installFirst(err)
 	}
 	if err := prepare(ctx, mgr, foreign); err != nil {
 		return err
@@ -232,7 +232,8 @@ type leader struct {
 func (l *leader) lead(ctx context.Context) error {
 	own := &FactsKeeper{
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
-		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, BooksChanged: l.store.Subscribe(), Log: l.Log,
+		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, BooksChanged: l.store.Subscribe(),
+		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 	}
 	if !untilDone(ctx, l.Log, func() error {
 		if err := l.store.Load(ctx); err != nil {
