@@ -20,6 +20,9 @@ import (
 // gateways is how many nodes of a cluster run one: the active and a standby.
 const gateways = 2
 
+// Resolver is the DNS server that all nodes ask.
+const Resolver = "192.168.79.53"
+
 // patience is how long a component may take to start, and to end: seconds, on a machine that does
 // nothing else.
 const patience = 90 * time.Second
@@ -65,15 +68,16 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	agent, err := c.identity(ctx, "isthmus-route-agent")
-	if err != nil {
+	// Tests claim networks: they must not depend on the machine's own servers.
+	resolvers := filepath.Join(c.dir, "resolv.conf")
+	if err := os.WriteFile(resolvers, []byte("nameserver "+Resolver+"\n"), 0o600); err != nil {
 		return err
 	}
 	add := func(name string, p *process) { c.processes[name] = p }
 	add(Manager, &process{
 		host: c.Control.Host,
 		args: []string{"manager", "--kubeconfig", manager, "--namespace", Namespace,
-			"--pod-cidr", c.PodCIDR.String(), "--reserved", lab.Reserved(),
+			"--pod-cidr", c.PodCIDR.String(),
 			"--ipam-address", fmt.Sprintf("127.0.0.1:%d", ipamPort), "--ipam-plain"},
 		env:   []string{"POD_NAME=manager-1", "POD_UID=manager-1"},
 		ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", managerHealthPort),
@@ -88,9 +92,13 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 				ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", gatewayPort),
 			})
 		}
+		agent, err := c.agentIdentity(ctx, i)
+		if err != nil {
+			return err
+		}
 		add(Agent(i), &process{
 			host:  n.Host,
-			args:  []string{"route-agent", "--kubeconfig", agent, "--state-directory", filepath.Join(c.dir, Agent(i))},
+			args:  []string{"route-agent", "--kubeconfig", agent, "--state-directory", filepath.Join(c.dir, Agent(i)), "--resolv-conf", resolvers},
 			env:   append(env[:len(env):len(env)], "POD_NAME="+Agent(i)),
 			ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", agentPort),
 		})
@@ -107,7 +115,10 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		})
 	}
 	group.Wait()
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	return c.waitForReports(ctx)
 }
 
 // SetTunnels lets the gateways have another number of tunnels, each from its next start on. The
