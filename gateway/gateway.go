@@ -77,6 +77,10 @@ type Options struct {
 	// later; without it nothing happens). See tun.TrustsUSO.
 	UDPOffload bool
 
+	// Ready, if any, says why the status must not call the gateway ready though it works, such as
+	// that its Source remembers what it delivers. It may be called concurrently.
+	Ready func() error
+
 	// Beside, if any, runs as long as the gateway does: from when the first Config is in force
 	// until its context ends, which is before anything is taken down.
 	Beside func(ctx context.Context, r Running)
@@ -181,6 +185,7 @@ type gateway struct {
 	log     *slog.Logger
 	version string
 	started time.Time
+	ready   func() error // Options.Ready; nil: always
 
 	host   *rtnl.Kernel
 	engine *natengine.Engine
@@ -214,7 +219,7 @@ type current struct {
 // open makes everything that can fail before the first packet. Nothing outside the process and its
 // unnamed namespace has changed when it returns.
 func open(o Options, c Config) (_ *gateway, err error) {
-	g := &gateway{log: o.Log, version: o.Version, started: time.Now(),
+	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready,
 		wake: make(chan struct{}, 1), done: make(chan struct{})}
 	var undo []func()
 	defer func() {

@@ -38,6 +38,7 @@ type kubeGateway struct {
 	mtu                     string
 	nat                     file.NAT
 	metricsAddr, statusAddr string
+	stateDirectory          string
 
 	// What follows is set by complete.
 	source kube.GatewayOptions
@@ -46,7 +47,7 @@ type kubeGateway struct {
 
 // kubeGatewayFlags are the flags that addFlags adds.
 func kubeGatewayFlags() []string {
-	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "status-address"}
+	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "status-address", "state-directory"}
 	for _, f := range new(file.NAT).Fields() {
 		names = append(names, f.Flag)
 	}
@@ -68,6 +69,7 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	}
 	f.StringVar(&k.metricsAddr, "metrics-address", file.DefaultMetricsAddress, "TCP address of /metrics, /healthz and /readyz; empty: none")
 	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty: none")
+	f.StringVar(&k.stateDirectory, "state-directory", "", "where to keep, with the private key, what to carry on with after a restart until the API server answers; empty: nowhere")
 }
 
 // complete checks flags and environment.
@@ -120,7 +122,7 @@ func (k *kubeGateway) complete() error {
 		return cli.Usage("POD_IP is %q; want the address of this Pod, which is that of its node", os.Getenv("POD_IP"))
 	}
 	config.UserAgent = "isthmus-gateway/" + cli.Version()
-	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Cluster: k.cluster, Tunnels: k.tunnels}
+	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Cluster: k.cluster, Tunnels: k.tunnels, StateDirectory: k.stateDirectory}
 	return nil
 }
 
@@ -150,6 +152,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config()}, err)
 			})
 		}
+		options.Ready = replica.Ready
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)

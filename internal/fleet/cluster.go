@@ -121,6 +121,8 @@ func (c *Cluster) describe(ctx context.Context) error {
 			Type:     corev1.ServiceTypeNodePort,
 			Selector: map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive},
 			Ports:    ports,
+
+			PublishNotReadyAddresses: true,
 		},
 	})
 }

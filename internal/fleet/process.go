@@ -82,8 +82,9 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		env := []string{"POD_IP=" + n.Addr.String(), "POD_NAMESPACE=" + Namespace, "NODE_NAME=" + n.Name}
 		if i < gateways {
 			add(Gateway(i), &process{
-				host:  n.Host,
-				args:  []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace, "--tunnels", strconv.Itoa(c.Tunnels)},
+				host: n.Host,
+				args: []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace,
+					"--state-directory", filepath.Join(c.dir, Gateway(i)), "--tunnels", strconv.Itoa(c.Tunnels)},
 				env:   append(env[:len(env):len(env)], "POD_NAME="+gatewayPod(i)),
 				ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", gatewayPort),
 			})
@@ -123,6 +124,14 @@ func (c *Cluster) SetTunnels(n int) {
 
 // Start starts a component that does not run and waits until it is ready.
 func (c *Cluster) Start(ctx context.Context, name string) error {
+	if err := c.Launch(name); err != nil {
+		return err
+	}
+	return c.waitReady(ctx, name, c.processes[name])
+}
+
+// Launch starts a component that does not run and waits for nothing.
+func (c *Cluster) Launch(name string) error {
 	p := c.processes[name]
 	if p == nil {
 		return fmt.Errorf("cluster %s has no %s", c.Name, name)
@@ -132,7 +141,6 @@ func (c *Cluster) Start(ctx context.Context, name string) error {
 		return err
 	}
 	defer log.Close()
-	// Not the caller's context: that one ends the waiting, not the component.
 	cmd := p.host.Command(context.Background(), c.binary, p.args...)
 	cmd.Env = append(os.Environ(), p.env...)
 	cmd.Stdout, cmd.Stderr = log, log
@@ -148,7 +156,7 @@ func (c *Cluster) Start(ctx context.Context, name string) error {
 	c.mu.Lock()
 	p.cmd, p.done = cmd, done
 	c.mu.Unlock()
-	return c.waitReady(ctx, name, p)
+	return nil
 }
 
 func (c *Cluster) waitReady(ctx context.Context, name string, p *process) error {

@@ -177,6 +177,9 @@ func gatewayService(namespace string, o InstallOptions) *corev1.Service {
 			Type:     o.Service,
 			Selector: map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive},
 			Ports:    ports,
+			// The label says which one is active. One that carries on while the API server is away
+			// is not ready, and its peers have to reach it when the API server is back.
+			PublishNotReadyAddresses: true,
 		},
 	}
 }

@@ -470,6 +470,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 	})
 
+	t.Run("a replica that starts while the API server is away", func(t *testing.T) { testCarryingOn(t, s) })
+
 	t.Run("a status that cannot be written holds up no other", func(t *testing.T) {
 		s.namespace(t, "writes")
 		s.namespace(t, "tenants")
