@@ -1,6 +1,7 @@
 package peering
 
 import (
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -176,6 +177,26 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 	o.Identity.ClusterID = "another"
 	if err := c.Install(t.Context(), o); err == nil || !strings.Contains(err.Error(), "already") || said != nil {
 		t.Errorf("%v, %v", err, said)
+	}
+}
+
+// A gateway that carries on without an API server is not ready, and the kubelet's first report when
+// that is back must not take it out of the Service. Services of older installations are told so.
+func TestTheServiceLeadsToTheActiveGatewayReadyOrNot(t *testing.T) {
+	t.Parallel()
+	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "ready-or-not"})
+	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	want := gatewayService(c.Namespace, InstallOptions{Service: corev1.ServiceTypeNodePort, Port: 6873, Tunnels: 1})
+	older := want.DeepCopy()
+	older.Spec.PublishNotReadyAddresses = false
+	for _, s := range []*corev1.Service{older, want} {
+		_, err := c.apply(t.Context(), s)
+		must(t, err)
+	}
+	var service corev1.Service
+	must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(want), &service))
+	if !service.Spec.PublishNotReadyAddresses || !maps.Equal(service.Spec.Selector, map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive}) {
+		t.Errorf("%+v; want it to lead to whoever is labelled as active", service.Spec)
 	}
 }
 

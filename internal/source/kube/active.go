@@ -30,8 +30,8 @@ const writeInterval = time.Second
 // gateway about once a second. Write returns when ctx ends, and leaves all objects as they are.
 //
 // It begins when everything has been read once: a replica that carries on with what it remembers
-// could write to nobody. Nothing is written that is so already. Each object has its own retries, so that one that cannot
-// be written holds up no other.
+// could write to nobody. Nothing is written that is so already. Each object has its own retries, so
+// that one that cannot be written holds up no other.
 func (g *Gateway) Write(ctx context.Context, report func() (Report, error)) {
 	select {
 	case <-ctx.Done():

@@ -241,8 +241,8 @@ func (e *election) lastContact() time.Time {
 	return e.last
 }
 
-// ask reads the Lease without taking part. A refusal is an answer, too: the API server is there, and
-// somebody may have wanted it.
+// ask reads the Lease without taking part. A refusal is an answer, too: the API server is there,
+// and somebody may have wanted it.
 func (e *election) ask(ctx context.Context) (holder string, refused bool, err error) {
 	lease, err := e.leases.Get(ctx, Lease, metav1.GetOptions{})
 	switch {
