@@ -147,7 +147,7 @@ func (g *gateway) tunnelPeers(i int, peers []fabric.GatewayPeer) (list []datapat
 		if at.IsValid() {
 			at = netip.AddrPortFrom(at.Addr(), theirs.Port)
 		}
-		list = append(list, datapath.Peer{State: states[p.ID], Key: theirs.PublicKey, Endpoint: at})
+		list = append(list, datapath.Peer{State: states[p.ID], Key: theirs.PublicKey, Endpoint: at, Refused: g.resolver.refused(p.ID)})
 	}
 	return list
 }
