@@ -312,8 +312,10 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"get update", "coordination.k8s.io", "leases", home, "isthmus-manager"},
 		}},
 		{deploy.GatewayServiceAccount, []right{
-			{"list watch", "net.liqo.io", "tunnelendpoints natmappings", "", ""},
+			{"list watch", "net.liqo.io", "tunnelendpoints natmappings ipamstorages", "", ""},
 			{"patch", "net.liqo.io", "tunnelendpoints/status", "", ""},
+			{"list watch", "", "nodes", "", ""},
+			{"list watch", "discovery.k8s.io", "endpointslices", "", "kubernetes"},
 			{"get", "", "namespaces", "", "kube-system"},
 			{"create", "", "secrets", home, ""},
 			{"list watch patch", "", "secrets", home, "wireguard-pubkey"},

@@ -70,7 +70,7 @@ func TestABrokenObjectIsLeftOutAlone(t *testing.T) {
 		endpoints := []v1alpha1.TunnelEndpoint{endpoint(3), endpoint(2), endpoint(1)}
 		mappings := []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"}), natMapping(2, map[string]string{"10.8.8.8": "10.245.0.7"})}
 		tc.break_(&endpoints[1], &mappings[1])
-		gw, problems := gatewayFor(self, private, endpoints, mappings)
+		gw, problems := gatewayFor(self, private, fabric.Site{}, endpoints, mappings)
 		var ids []string
 		for _, p := range gw.Peers {
 			ids = append(ids, p.ID)

@@ -15,7 +15,9 @@ import (
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/rest"
@@ -199,7 +201,8 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 		return err
 	}
 	group.Go(func() { _ = g.objects.Start(ctx) }) // it only ends with ctx
-	err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Pod{}, &corev1.Service{}, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{})
+	err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Pod{}, &corev1.Service{}, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{},
+		&v1alpha1.IpamStorage{}, &corev1.Node{}, &discoveryv1.EndpointSlice{})
 	if err != nil {
 		return err
 	}
@@ -276,10 +279,14 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 	return map[client.Object]cache.ByObject{
 		&v1alpha1.TunnelEndpoint{}: {},
 		&v1alpha1.NatMapping{}:     {},
-		&corev1.Secret{}:           {Namespaces: named(KeySecret)}, // no other Secret may be read
-		&coordinationv1.Lease{}:    {Namespaces: named(Lease)},
-		&corev1.Pod{}:              {Namespaces: here, Label: labels.SelectorFromSet(podLabels)},
-		&corev1.Service{}:          {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
+		&v1alpha1.IpamStorage{}:    {Transform: slimNetworks},
+		&corev1.Node{}:             {Transform: slimNode},
+		&discoveryv1.EndpointSlice{}: {Namespaces: map[string]cache.Config{
+			metav1.NamespaceDefault: {FieldSelector: fields.OneTermEqualSelector("metadata.name", "kubernetes")}}},
+		&corev1.Secret{}:        {Namespaces: named(KeySecret)}, // no other Secret may be read
+		&coordinationv1.Lease{}: {Namespaces: named(Lease)},
+		&corev1.Pod{}:           {Namespaces: here, Label: labels.SelectorFromSet(podLabels)},
+		&corev1.Service{}:       {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
 	}
 }
 
@@ -321,12 +328,13 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 	private, mismatch, err := g.key(ctx, old.snapshot.PrivateKey)
 	var endpoints v1alpha1.TunnelEndpointList
 	var mappings v1alpha1.NatMappingList
-	if err = errors.Join(err, g.objects.List(ctx, &endpoints), g.objects.List(ctx, &mappings)); err != nil {
+	site, unknown := g.site(ctx)
+	if err = errors.Join(err, unknown, g.objects.List(ctx, &endpoints), g.objects.List(ctx, &mappings)); err != nil {
 		old.err = err
 		g.publish(old)
 		return
 	}
-	gw, problems := gatewayFor(cluster, private, endpoints.Items, mappings.Items)
+	gw, problems := gatewayFor(cluster, private, site, endpoints.Items, mappings.Items)
 	g.publish(wish{valid: true, snapshot: Snapshot{Gateway: gw, Problems: append(mismatch, problems...), PrivateKey: private}})
 }
 
@@ -361,9 +369,9 @@ func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.P
 
 // gatewayFor has it decided what the objects ask for. What is wrong is left out; each problem names
 // the object and the field.
-func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
+func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.Site, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
 	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
-	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}
+	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:], Site: site}
 	var peers []fabric.Peer
 	var sets []fabric.MappingSet
 	var problems []fabric.Problem
