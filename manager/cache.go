@@ -4,8 +4,6 @@ import (
 	"context"
 	"errors"
 	"fmt"
-	"net/http"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -35,17 +33,7 @@ func prepare(ctx context.Context, mgr ctrl.Manager, foreign bool) error {
 			return fmt.Errorf("cache of %T: %w", o, err)
 		}
 	}
-	return errors.Join(
-		mgr.AddHealthzCheck("alive", func(*http.Request) error { return nil }),
-		mgr.AddReadyzCheck("caches", func(r *http.Request) error {
-			ctx, cancel := context.WithTimeout(r.Context(), time.Second)
-			defer cancel()
-			if !mgr.GetCache().WaitForCacheSync(ctx) {
-				return errors.New("not all caches are filled yet")
-			}
-			return nil
-		}),
-	)
+	return nil
 }
 
 // cacheOptions restrict the cache to what is read: of Secrets and Services the gateway's, of Nodes

@@ -28,6 +28,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
@@ -69,10 +70,9 @@ type Options struct {
 	// The registry of metrics is that of the process: of several managers in one process only one
 	// can have a MetricsAddress.
 	MetricsAddress, HealthAddress string
-	// ProfileAddress is where net/http/pprof listens. It tells everything to whoever asks, so it
-	// should be a loopback address.
-	ProfileAddress string
-	Log            *slog.Logger
+	// MetricsSecure guards what is at MetricsAddress; nil: anybody may read.
+	MetricsSecure *httpserve.Secure
+	Log           *slog.Logger
 }
 
 // errAgain ends a run whose cluster has got another set of kinds since.
@@ -174,9 +174,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		LeaderElectionResourceLockInterface: lock,
 		RenewDeadline:                       ptr.To(renewDeadline),
 		GracefulShutdownTimeout:             ptr.To(10 * time.Second),
-		Metrics:                             metricsserver.Options{BindAddress: orNone(o.MetricsAddress)},
-		HealthProbeBindAddress:              orNone(o.HealthAddress),
-		PprofBindAddress:                    orNone(o.ProfileAddress),
+		Metrics:                             metricsserver.Options{BindAddress: "0"},             // none: listen has bounds
 		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // errAgain makes them anew
 	})
 	if err != nil {
@@ -208,6 +206,11 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	); err != nil {
 		return err
 	}
+	servers, err := listen(o, mgr)
+	if err != nil {
+		return err
+	}
+	defer servers.Close()
 	if err := mgr.Start(ctx); err != nil {
 		return err
 	}
@@ -349,11 +352,4 @@ func watchKinds(ctx context.Context, kinds *discovery.DiscoveryClient, had bool,
 			}
 		}
 	}
-}
-
-func orNone(address string) string {
-	if address == "" {
-		return "0" // controller-runtime's word for it
-	}
-	return address
 }

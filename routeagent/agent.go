@@ -22,6 +22,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
@@ -50,6 +51,8 @@ type Options struct {
 	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: none
 	StatusAddress  string // TCP host:port of /status; empty: none
 	StateDirectory string // of the snapshot; empty: none is kept
+	// MetricsSecure guards /metrics, and all of MetricsAddress is TLS then; nil: anybody may read.
+	MetricsSecure *httpserve.Secure
 }
 
 // Run makes the network namespace of the process what the source says, until ctx ends, and returns

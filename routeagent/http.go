@@ -45,7 +45,7 @@ func (a *agent) status() Status {
 // close.
 func (a *agent) listen() (*httpserve.Servers, error) {
 	metrics, status := http.NewServeMux(), http.NewServeMux()
-	metrics.Handle("GET /metrics", promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{}))
+	metrics.Handle("GET /metrics", a.opts.MetricsSecure.Guarded(promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{})))
 	metrics.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	metrics.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		if s := a.status(); !s.Ready {
@@ -64,9 +64,10 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 	s := httpserve.New(a.log)
 	for _, l := range []struct {
 		what, address string
+		secure        *httpserve.Secure
 		handler       http.Handler
-	}{{"metrics address", a.opts.MetricsAddress, metrics}, {"status address", a.opts.StatusAddress, status}} {
-		if _, err := s.Listen(l.what, l.address, l.handler); err != nil {
+	}{{"metrics address", a.opts.MetricsAddress, a.opts.MetricsSecure, metrics}, {"status address", a.opts.StatusAddress, nil, status}} {
+		if _, err := s.ListenPrivate(l.what, l.address, l.secure, l.handler); err != nil {
 			s.Close()
 			return nil, err
 		}

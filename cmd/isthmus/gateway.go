@@ -11,7 +11,6 @@ import (
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/gateway/tun"
 	"github.com/isthmus-net/isthmus/internal/cli"
-	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
@@ -37,7 +36,8 @@ and the last good configuration stays in force.
 
 SIGTERM removes what the gateway made in the kernel, but the host goes on refusing
 packets for its peers, since they have no other way than in the clear. --cleanup
-removes that as well. It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
+removes that as well. It needs CAP_NET_ADMIN, CAP_SYS_ADMIN, /dev/net/tun and the
+network of its node; probes have "host: 127.0.0.1".`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch udpOffload {
@@ -67,16 +67,11 @@ removes that as well. It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 				return err
 			}
 			shareProcessors()
-			servers := httpserve.New(log)
-			defer servers.Close()
-			at, err := servers.Listen("--pprof-address", profileAddress, profiles())
+			servers, err := serveProfiles(profileAddress, log)
 			if err != nil {
 				return err
 			}
-			if at != nil {
-				log.Info("profiles", "address", at)
-			}
-			servers.Serve()
+			defer servers.Close()
 			return serve(cmd.Context())
 		},
 	}

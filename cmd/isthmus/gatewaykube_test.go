@@ -607,8 +607,10 @@ func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
 		{[]string{"--kubeconfig", kubeconfig, "--udp-timeout", "1"}, `--udp-timeout "1": is no duration; want a time from 1s`},
 		{[]string{"--kubeconfig", kubeconfig, "--cluster-id", "a b"}, "--cluster-id"},
 		{[]string{"--kubeconfig", kubeconfig, "--metrics-address", "nowhere"}, "--metrics-address"},
+		{[]string{"--kubeconfig", kubeconfig, "--metrics-cert-dir", "/x"}, "--metrics-cert-dir is for --metrics-secure"},
 		{[]string{"--kubeconfig", kubeconfig}, "POD_NAME"},
 		{[]string{"--config", t.TempDir(), "--tunnels", "2"}, "--tunnels is for a gateway without --config"},
+		{[]string{"--config", t.TempDir(), "--metrics-secure"}, "--metrics-secure is for a gateway without --config"},
 		{[]string{"--config", t.TempDir(), "--port", "1"}, "--port is for a gateway without --config"},
 		{[]string{"--config", t.TempDir(), "--random-ports"}, "--random-ports is for a gateway without --config; with it, gateway.yaml says that"},
 	} {

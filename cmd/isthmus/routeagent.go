@@ -17,13 +17,14 @@ import (
 
 // Ports of the route agent, beside those of a gateway on the same node.
 const (
-	agentMetricsAddress = ":5874"
+	agentMetricsAddress = "127.0.0.1:5874"
 	agentStatusAddress  = "127.0.0.1:5875"
 )
 
 func newRouteAgentCommand() *cobra.Command {
 	var kubeconfig, level string
 	var cleanup bool
+	var secure metricsFlags
 	o := routeagent.Options{Version: cli.Version()}
 	cmd := &cobra.Command{
 		Use:   "route-agent",
@@ -38,7 +39,8 @@ What somebody else deletes or changes of it is back within a second. From the mo
 at which a network is granted to a peer, the node refuses packets for it that cannot go
 through the tunnel. That holds without an agent, too: it leaves everything as it is when
 it ends, and keeps in --state-directory what to refuse after a reboot. --cleanup takes
-everything away. It needs CAP_NET_ADMIN and the host's network.`, kernel.OverlayDevice, kernel.OverlayPort),
+everything away. It needs CAP_NET_ADMIN and the host's network; probes have
+"host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cleanup {
@@ -47,11 +49,17 @@ everything away. It needs CAP_NET_ADMIN and the host's network.`, kernel.Overlay
 			if o.Node == "" {
 				return cli.Usage("want --node-name NAME, or NODE_NAME in the environment: the Node on which this runs")
 			}
+			if err := secure.complete(); err != nil {
+				return err
+			}
 			config, err := owncluster.RESTConfig(kubeconfig)
 			if err != nil {
 				return cli.Unreachable(err)
 			}
 			o.Log = logger(cmd, level)
+			if o.MetricsSecure, err = secure.secure(kubeconfig, o.Log); err != nil {
+				return err
+			}
 			kube.UseLogger(o.Log)
 			o.Source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 				return kube.WatchNode(ctx, config, o.Log, deliver)
@@ -64,6 +72,7 @@ everything away. It needs CAP_NET_ADMIN and the host's network.`, kernel.Overlay
 	f.StringVar(&o.Node, "node-name", os.Getenv("NODE_NAME"), "name of the Node on which this runs")
 	cli.AddChoiceFlag(cmd, &level, "log-level", "info", "how much is logged", "debug", "info", "warn", "error")
 	f.StringVar(&o.MetricsAddress, "metrics-address", agentMetricsAddress, "host:port of /metrics, /healthz and /readyz; empty for none")
+	secure.add(f)
 	f.StringVar(&o.StatusAddress, "status-address", agentStatusAddress, "host:port of /status; empty for none")
 	f.StringVar(&o.StateDirectory, "state-directory", "", "where to keep what is refused after a reboot until the API server answers; empty: nowhere")
 	f.BoolVar(&cleanup, "cleanup", false, "remove everything that route agents made on this node, and end")
