@@ -71,9 +71,10 @@ type FilterChain struct {
 // Inside the overlay one end of a packet is a peer's and the other is not, and what has a peer's
 // source came out of the gateway: its node would otherwise carry there what a pod of its own made
 // up.
+//
+// What most packets are comes first: each rule before costs a packet of the overlay some 100 ns.
 var FilterChains = []FilterChain{
 	{Name: "remote", Rules: []string{
-		"udp dport 4800 drop",
 		"ct state established,related accept",
 		"ip daddr @own accept",
 		"drop",
@@ -84,10 +85,10 @@ var FilterChains = []FilterChain{
 		"drop",
 	}},
 	{Name: "input", Hook: "input", Rules: []string{
-		`iifname "isthmus.vxlan" jump remote`,
-		`iifname "isthmus.host" jump remote`,
 		"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept",
 		"udp dport 4800 drop",
+		`iifname "isthmus.vxlan" jump remote`,
+		`iifname "isthmus.host" jump remote`,
 	}},
 	{Name: "forward", Hook: "forward", Rules: []string{
 		"udp dport 4800 drop",

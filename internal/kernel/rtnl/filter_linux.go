@@ -119,10 +119,11 @@ func filterSets(f kernel.Filter) map[*nftables.Set]string {
 // haveFilter reads the table. One whose chains are not as they should be reads as a Filter that
 // nobody wants. Where the kernel has no nftables there is none, and making one tells why.
 func haveFilter() []kernel.Filter {
-	c, err := nftables.New()
+	c, err := nftables.New(nftables.AsLasting()) // one socket for all questions
 	if err != nil {
 		return nil
 	}
+	defer func() { _ = c.CloseLasting() }()
 	changed := []kernel.Filter{{Nodes: "changed"}}
 	tables, err := c.ListTablesOfFamily(filterTable.Family)
 	if err != nil || !slices.ContainsFunc(tables, func(t *nftables.Table) bool { return t.Name == filterTable.Name }) {
