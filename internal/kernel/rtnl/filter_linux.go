@@ -14,6 +14,7 @@ import (
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
 	"github.com/google/nftables/userdata"
+	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -116,44 +117,81 @@ func filterSets(f kernel.Filter) map[*nftables.Set]string {
 	return map[*nftables.Set]string{set("nodes", false): f.Nodes, set("remote", true): f.Remote, set("own", false): f.Own}
 }
 
-// haveFilter reads the table. One whose chains are not as they should be reads as a Filter that
-// nobody wants. Where the kernel has no nftables there is none, and making one tells why.
-func haveFilter() []kernel.Filter {
+// filterRead is what was last read, and of which generation of the namespace's tables: the kernel
+// counts it up with each change that anybody makes.
+type filterRead struct {
+	generation uint32 // 0: none
+	filters    []kernel.Filter
+}
+
+// haveFilter reads the table, unless no table has changed since it was last read.
+func (k *Kernel) haveFilter() []kernel.Filter {
+	now := generation() // before it is read: what changes meanwhile is read again
+	if now == 0 || now != k.filter.generation {
+		k.filter = filterRead{now, readFilter()}
+		if !slices.ContainsFunc(k.filter.filters, func(f kernel.Filter) bool { return f != changed }) {
+			k.filter.generation = 0 // or an error has made it none, or another
+		}
+	}
+	return k.filter.filters
+}
+
+// generation is that of the namespace's tables, 0 when it is not known.
+func generation() uint32 {
+	req := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_GETGEN, 0)
+	req.AddData(&nl.Nfgenmsg{NfgenFamily: unix.AF_UNSPEC})
+	messages, err := req.Execute(unix.NETLINK_NETFILTER, 0)
+	if err != nil || len(messages) != 1 || len(messages[0]) < nl.SizeofNfgenmsg {
+		return 0
+	}
+	attributes, _ := nl.ParseRouteAttr(messages[0][nl.SizeofNfgenmsg:])
+	for _, a := range attributes {
+		if a.Attr.Type == unix.NFTA_GEN_ID && len(a.Value) == 4 {
+			return binary.BigEndian.Uint32(a.Value)
+		}
+	}
+	return 0
+}
+
+// changed is a Filter that nobody wants.
+var changed = kernel.Filter{Nodes: "changed"}
+
+// readFilter reads the table. One whose chains are not as they should be reads as changed. Where the kernel has no nftables there is none, and making one tells why.
+func readFilter() []kernel.Filter {
 	c, err := nftables.New(nftables.AsLasting()) // one socket for all questions
 	if err != nil {
 		return nil
 	}
 	defer func() { _ = c.CloseLasting() }()
-	changed := []kernel.Filter{{Nodes: "changed"}}
 	tables, err := c.ListTablesOfFamily(filterTable.Family)
 	if err != nil || !slices.ContainsFunc(tables, func(t *nftables.Table) bool { return t.Name == filterTable.Name }) {
 		return nil
 	}
 	chains, err := c.ListChainsOfTableFamily(filterTable.Family)
 	if err != nil {
-		return changed
+		return []kernel.Filter{changed}
 	}
 	chains = slices.DeleteFunc(chains, func(chain *nftables.Chain) bool { return chain.Table.Name != filterTable.Name })
 	if len(chains) != len(kernel.FilterChains) {
-		return changed
+		return []kernel.Filter{changed}
 	}
 	for _, want := range kernel.FilterChains {
 		at := slices.IndexFunc(chains, func(chain *nftables.Chain) bool { return chain.Name == want.Name })
 		if at < 0 || !isAs(chains[at], want) {
-			return changed
+			return []kernel.Filter{changed}
 		}
 		have, err := c.GetRules(filterTable, chains[at])
 		if err != nil || !slices.EqualFunc(have, want.Rules, func(r *nftables.Rule, text string) bool {
 			said, _ := userdata.GetString(r.UserData, userdata.TypeComment)
 			return said == text && len(r.Exprs) == len(rules[text])
 		}) {
-			return changed
+			return []kernel.Filter{changed}
 		}
 	}
 	var f kernel.Filter
 	for name, to := range map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own} {
 		if *to, err = haveElements(c, name); err != nil {
-			return changed
+			return []kernel.Filter{changed}
 		}
 	}
 	return []kernel.Filter{f}

@@ -29,7 +29,8 @@ type Kernel struct {
 	handles [2]*netlink.Handle
 	wg      sync.WaitGroup // readers of events
 
-	index map[kernel.Place]int // of devices, during one Apply
+	index  map[kernel.Place]int // of devices, during one Apply
+	filter filterRead
 }
 
 // Open takes the owner's lock of the network namespace and makes the Inner namespace, still empty,

@@ -294,6 +294,9 @@ func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 		if got := n.apply(want); got != "" {
 			t.Errorf("%s: the second time %q", change, got)
 		}
+		if n.k.filter.generation == 0 {
+			t.Errorf("%s: what was read is not kept, so that it is read each time", change)
+		}
 	}
 	n.run("nft add table inet other")
 	n.run("nft add chain inet other input")
