@@ -29,7 +29,7 @@ import (
 //
 // Its methods may be used from several goroutines.
 type Sniffer struct {
-	judge   func(*Cluster, netip.Prefix) bool
+	refresh func(*Cluster)
 	kernel  *kernel             // of the underlay
 	nodes   map[string]*Cluster // by the name of a node, which is that of its port
 	done    chan struct{}       // closed: no news of devices any more
@@ -94,12 +94,12 @@ func (r Report) err() error {
 	return fmt.Errorf("%v; want none:%s", r, text.String())
 }
 
-// Sniff begins to watch the underlay. Until Watch says what for, nothing is a leak. judge, where
-// there is one, is asked about each leak, after the packet was seen: whether the cluster's peers
-// still have that network. It may block for a while. The caller closes the Sniffer before the lab
-// goes down.
-func (l *Lab) Sniff(judge func(*Cluster, netip.Prefix) bool) (*Sniffer, error) {
-	s := &Sniffer{judge: judge, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, taps: map[string]*tap{}, done: make(chan struct{})}
+// Sniff begins to watch the underlay. Until Watch says what for, nothing is a leak. refresh, where
+// there is one, is called after a packet that looks like a leak was seen; it may block, and calls
+// Watch. Only what is a leak then, too, is counted: the nodes may have heard sooner than the caller
+// of Watch that a peer is gone. The caller closes the Sniffer before the lab goes down.
+func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
+	s := &Sniffer{refresh: refresh, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, taps: map[string]*tap{}, done: make(chan struct{})}
 	for _, c := range l.Clusters {
 		s.watches[c] = watchFor(c, Watched{})
 		for _, n := range c.Nodes {
@@ -302,18 +302,21 @@ func (s *Sniffer) read(t *tap) {
 
 // look judges a frame.
 func (s *Sniffer) look(t *tap, frame []byte) {
-	leak := Leak{At: time.Now(), Node: t.port}
-	s.mu.Lock()
-	w := s.watches[t.cluster]
-	s.mu.Unlock()
-	var leaks bool
-	if leak.Network, leak.Packet, leaks = w.leak(frame); !leaks || s.judge != nil && !s.judge(t.cluster, leak.Network) {
-		return
-	}
+	at := time.Now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	_, _, leaks := s.watches[t.cluster].leak(frame)
+	if leaks && s.refresh != nil && s.report.Leaked < toldLeaks { // a flood is one, whatever becomes of its end
+		s.mu.Unlock()
+		s.refresh(t.cluster)
+		s.mu.Lock()
+	}
+	network, packet, leaks := s.watches[t.cluster].leak(frame)
+	if !leaks {
+		return
+	}
 	if s.report.Leaked++; s.report.Leaked <= toldLeaks {
-		s.report.Leaks = append(s.report.Leaks, leak)
+		s.report.Leaks = append(s.report.Leaks, Leak{at, t.port, network, packet})
 	}
 }
 
