@@ -68,7 +68,8 @@ func (c *Cluster) startServer(ctx context.Context, kube string, audit bool) erro
 			return err
 		}
 	}
-	c.Client, err = client.New(c.config, client.Options{Scheme: scheme})
+	c.watcher, err = client.NewWithWatch(c.config, client.Options{Scheme: scheme})
+	c.Client = c.watcher
 	return err
 }
 

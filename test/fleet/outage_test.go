@@ -2,7 +2,9 @@ package fleet
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -69,6 +71,13 @@ func TestControlPlaneOutage(t *testing.T) {
 		during.endWithoutLoss(t)
 		if now := seen(t, a, b, fresh.Addr); now != addr {
 			t.Errorf("after the managers' return the new pod is at %v; it was at %v", now, addr)
+		}
+		// What docs/security.md says is left: a pod that is not in a network of its node, until the
+		// gateway's node knows of it.
+		for _, l := range f.Sniffer.Take() {
+			if !strings.Contains(l.Packet, fmt.Sprintf(" -> %v,", fresh.Addr)) {
+				t.Errorf("in the clear: %v", l)
+			}
 		}
 	})
 

@@ -126,6 +126,7 @@ func newSite(t *testing.T) *site {
 		}
 	}
 	must(t, err)
+	s.sniff(t)
 	s.startStream(t)
 	port := ":" + strconv.Itoa(wireGuardPort)
 	must(t, s.c.Gateway().Do(func() (err error) {
@@ -137,6 +138,25 @@ func newSite(t *testing.T) *site {
 	s.session, err = connect(s.socket, s.own, s.public)
 	must(t, err)
 	return s
+}
+
+// sniff lets the test fail if the honest clusters' nodes send anything of their peers in the clear.
+func (s *site) sniff(t *testing.T) {
+	sniffer, err := s.Sniff(nil)
+	must(t, err)
+	t.Cleanup(func() {
+		must(t, sniffer.Close())
+		t.Log(sniffer.Report())
+	})
+	for _, at := range []*lab.Cluster{s.a, s.b} {
+		var w lab.Watched
+		for _, of := range s.Clusters {
+			if v, joined := s.View(at, of); joined {
+				w.Networks = append(w.Networks, v.Pod, v.External)
+			}
+		}
+		sniffer.Watch(at, w)
+	}
 }
 
 func keyOf(t *testing.T, c *lab.Cluster) *ecdh.PrivateKey {
