@@ -747,3 +747,36 @@ func TestAnAgentNeedsNoWritableSysctls(t *testing.T) {
 		t.Errorf("not at rest:\n%s", log)
 	}
 }
+
+// What is new of peers is done at once, since their packets take other ways until then; the rest
+// waits for compareGap.
+func TestOnlyWhatIsNewOfPeersIsUrgent(t *testing.T) {
+	a := &agent{wake: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
+	tunnel := fabric.Tunnel{Peer: fabric.Peer{ID: "b"}}
+	var in fabric.NodeIntent
+	for _, step := range []struct {
+		name   string
+		change func()
+		urgent bool
+	}{
+		{"the first", func() {}, true},
+		{"the same", func() {}, false},
+		{"a pod", func() { in.Pods = []fabric.NodePod{{Node: "n1"}} }, false},
+		{"a node", func() { in.Nodes = []fabric.ClusterNode{{Name: "n1"}} }, false},
+		{"a network is granted", func() { in.Granted = []netip.Prefix{remotePods} }, true},
+		{"a tunnel", func() { in.Tunnels = []fabric.Tunnel{tunnel} }, true},
+		{"a gateway", func() { tunnel.Gateway = netip.MustParseAddr("172.30.1.11"); in.Tunnels = []fabric.Tunnel{tunnel} }, true},
+		{"another pod", func() { in.Pods = nil }, false},
+	} {
+		step.change()
+		a.deliver(in, nil)
+		<-a.wake
+		if got := len(a.urgent) > 0; got != step.urgent {
+			t.Errorf("%s: urgent %t; want %t", step.name, got, step.urgent)
+		}
+		select {
+		case <-a.urgent:
+		default:
+		}
+	}
+}

@@ -212,7 +212,7 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 		return err
 	}
 	g.look.set()
-	group.Go(func() { g.look.coalesce(ctx, func() { g.refresh(ctx, cluster) }) })
+	group.Go(func() { g.look.coalesce(ctx, nil, func() { g.refresh(ctx, cluster) }) })
 	err = retry(ctx, waiting, func() error {
 		g.mu.Lock()
 		defer g.mu.Unlock()

@@ -173,12 +173,20 @@ const (
 	coalesceMost  = 200 * time.Millisecond
 )
 
-// coalesce calls look once for each group of signals, until ctx ends.
-func (s signal) coalesce(ctx context.Context, look func()) {
+// coalesce calls look once for each group of signals, until ctx ends. It calls look at once for one
+// that is urgent, and then not again for coalesceQuiet.
+func (s signal) coalesce(ctx context.Context, urgent signal, look func()) {
 	for {
 		select {
 		case <-ctx.Done():
 			return
+		case <-urgent:
+			look()
+			select {
+			case <-ctx.Done():
+			case <-time.After(coalesceQuiet):
+			}
+			continue
 		case <-s:
 		}
 		most := time.After(coalesceMost)
@@ -188,6 +196,8 @@ func (s signal) coalesce(ctx context.Context, look func()) {
 			case <-ctx.Done():
 				return
 			case <-s:
+			case <-urgent:
+				break group
 			case <-time.After(coalesceQuiet):
 				break group
 			case <-most:

@@ -48,7 +48,7 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 				fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))),
 		},
 	}
-	look, said := newSignal(), ""
+	look, urgent, said := newSignal(), newSignal(), ""
 	waiting := func(err error) {
 		if text := err.Error(); text != said {
 			said = text
@@ -69,7 +69,11 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 	defer cancel()
 	group.Go(func() { _ = objects.Start(ctx) }) // it only ends with ctx
 
-	if err := objects.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.IpamStorage{}); err != nil {
+	if err := objects.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}); err != nil {
+		return nil // ctx has ended
+	}
+	// Until it has seen these, a node lets packets for a peer, or from one, take other ways.
+	if err := objects.watch(ctx, urgent.set, waiting, &v1alpha1.TunnelEndpoint{}, &v1alpha1.IpamStorage{}); err != nil {
 		return nil // ctx has ended
 	}
 	var last *nodeSnapshot
@@ -87,7 +91,7 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 		}
 	}
 	see()
-	look.coalesce(ctx, see)
+	look.coalesce(ctx, urgent, see)
 	return nil
 }
 
