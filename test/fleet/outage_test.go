@@ -74,10 +74,8 @@ func TestControlPlaneOutage(t *testing.T) {
 		}
 		// What docs/security.md says is left: a pod that is not in a network of its node, until the
 		// gateway's node knows of it.
-		for _, l := range f.Sniffer.Take() {
-			if !strings.Contains(l.Packet, fmt.Sprintf(" -> %v,", fresh.Addr)) {
-				t.Errorf("in the clear: %v", l)
-			}
+		for _, l := range f.Sniffer.Excuse(func(l lab.Leak) bool { return strings.Contains(l.Packet, fmt.Sprintf(" -> %v,", fresh.Addr)) }) {
+			t.Logf("in the clear, as docs/security.md says: %v", l)
 		}
 	})
 
