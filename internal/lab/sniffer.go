@@ -8,6 +8,7 @@ import (
 	"os"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
@@ -34,6 +35,7 @@ type Sniffer struct {
 	nodes   map[string]*Cluster // by the name of a node, which is that of its port
 	done    chan struct{}       // closed: no news of devices any more
 	running sync.WaitGroup
+	looking atomic.Int32 // readers that look at a frame
 
 	mu      sync.Mutex
 	watches map[*Cluster]*watch
@@ -67,7 +69,7 @@ type Report struct {
 
 // A Leak is a packet that a node sent in the clear.
 type Leak struct {
-	At      time.Time
+	At      time.Time // when the Sniffer had time for it
 	Node    string
 	Network netip.Prefix // of a peer
 	Packet  string       // addresses, protocol, ports, length
@@ -158,8 +160,31 @@ func (s *Sniffer) Report() Report {
 	return s.report
 }
 
+// settle waits until what has been sent by now was looked at, up to a minute.
+func (s *Sniffer) settle() {
+	for quiet, deadline := 0, time.Now().Add(time.Minute); quiet < 3 && time.Now().Before(deadline); time.Sleep(2 * time.Millisecond) {
+		if quiet++; s.looking.Load() > 0 || s.waiting() {
+			quiet = 0
+		}
+	}
+}
+
+// waiting tells whether there are frames that no reader has taken yet.
+func (s *Sniffer) waiting() (is bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, t := range s.taps {
+		_ = t.socket.Control(func(fd uintptr) { // fails when the tap is closed: nothing is there then
+			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+			is = is || err == nil && n > 0
+		})
+	}
+	return is
+}
+
 // Take returns the leaks so far and forgets them: for a test that makes some on purpose.
 func (s *Sniffer) Take() []Leak {
+	s.settle()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	leaks := s.report.Leaks
@@ -170,6 +195,7 @@ func (s *Sniffer) Take() []Leak {
 // Excuse turns the leaks that are known to be left into ones that are counted and no error, and
 // returns them.
 func (s *Sniffer) Excuse(known func(Leak) bool) (excused []Leak) {
+	s.settle()
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var others []Leak
@@ -326,6 +352,8 @@ func (s *Sniffer) read(t *tap) {
 
 // look judges a frame.
 func (s *Sniffer) look(t *tap, frame []byte) {
+	s.looking.Add(1)
+	defer s.looking.Add(-1)
 	at := time.Now()
 	s.mu.Lock()
 	defer s.mu.Unlock()
