@@ -16,8 +16,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// sniff begins to watch the underlay. The Sniffer then knows of no network; each cluster tells it by
-// follow.
+// sniff begins to watch the underlay. The Sniffer then knows of no network; each cluster tells it
+// by follow.
 func (f *Fleet) sniff() (err error) {
 	f.Sniffer, err = f.Lab.Sniff(func(c *lab.Cluster) {
 		_ = f.Cluster(c.Name).learn(context.Background()) // where the API server is away, what was known last counts
@@ -62,8 +62,8 @@ func (r *remotes) stop() {
 	}
 }
 
-// follow tells the sniffer of the networks of the cluster's peers from now on. It returns when it has
-// done so once. While the API server is away the sniffer keeps to what it knows.
+// follow tells the sniffer of the networks of the cluster's peers from now on. It returns when it
+// has done so once. While the API server is away the sniffer keeps to what it knows.
 func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
 	c.remotes.tell = func(w lab.Watched) { s.Watch(c.Cluster, w) }
 	var last error
