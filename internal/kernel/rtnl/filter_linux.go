@@ -35,6 +35,9 @@ var rules = map[string][]expr.Any{
 	"ip daddr @own accept":                slices.Concat(ip4(), in(daddr, "own", false), accept()),
 	"ip saddr @remote ip daddr != @remote accept": slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
 	"ip saddr != @remote ip daddr @remote accept": slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
+	"fib daddr type != local accept":              slices.Concat(notLocal(), accept()),
+	`iifname "isthmus.vxlan" jump translated`:     slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("translated")),
+	`iifname "isthmus.host" jump translated`:      slices.Concat(iif(kernel.VethHost, expr.CmpOpEq), jump("translated")),
 	`iifname "isthmus.vxlan" jump remote`:         slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("remote")),
 	`iifname "isthmus.host" jump remote`:          slices.Concat(iif(kernel.VethHost, expr.CmpOpEq), jump("remote")),
 	`iifname "isthmus.vxlan" jump overlay`:        slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("overlay")),
@@ -95,6 +98,11 @@ func padded(name string) []byte {
 // theWayBack: an answer to the packet would leave by the device that it came by.
 func theWayBack() []expr.Any {
 	return []expr.Any{&expr.Fib{Register: 1, FlagSADDR: true, FlagIIF: true, ResultOIF: true}, equal(expr.CmpOpNeq, make([]byte, 4))}
+}
+
+// notLocal: the destination is no address of the node.
+func notLocal() []expr.Any {
+	return []expr.Any{&expr.Fib{Register: 1, FlagDADDR: true, ResultADDRTYPE: true}, equal(expr.CmpOpNeq, binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL))}
 }
 
 func answers() []expr.Any {
@@ -162,11 +170,13 @@ func isAs(have *nftables.Chain, want kernel.FilterChain) bool {
 	if want.Hook == "" || have.Hooknum == nil || have.Priority == nil {
 		return want.Hook == "" && have.Hooknum == nil
 	}
-	return *have.Hooknum == *hook(want.Hook) && *have.Priority == kernel.FilterPriority && have.Type == nftables.ChainTypeFilter
+	return *have.Hooknum == *hook(want.Hook) && int(*have.Priority) == want.Priority() && have.Type == nftables.ChainTypeFilter
 }
 
 func hook(name string) *nftables.ChainHook {
-	return map[string]*nftables.ChainHook{"input": nftables.ChainHookInput, "forward": nftables.ChainHookForward}[name]
+	return map[string]*nftables.ChainHook{
+		"prerouting": nftables.ChainHookPrerouting, "input": nftables.ChainHookInput, "forward": nftables.ChainHookForward,
+	}[name]
 }
 
 // haveElements returns what a Filter says of a set.
@@ -267,7 +277,7 @@ func changeFilter(remove bool, f kernel.Filter) error {
 		chain := &nftables.Chain{Table: filterTable, Name: want.Name}
 		if want.Hook != "" {
 			policy := nftables.ChainPolicyAccept
-			chain.Type, chain.Hooknum, chain.Priority, chain.Policy = nftables.ChainTypeFilter, hook(want.Hook), nftables.ChainPriorityRef(kernel.FilterPriority), &policy
+			chain.Type, chain.Hooknum, chain.Priority, chain.Policy = nftables.ChainTypeFilter, hook(want.Hook), nftables.ChainPriorityRef(nftables.ChainPriority(want.Priority())), &policy
 		}
 		c.AddChain(chain)
 		for _, text := range want.Rules {
