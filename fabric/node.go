@@ -171,8 +171,8 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 		d.addOverlay(own, in.UnderlayMTU)
 	}
 	d.addFilter(in.Tunnels)
-	if d.addTunnels(in.Tunnels) {
-		d.addPods(in.Pods)
+	if own, here := d.addTunnels(in.Tunnels); here {
+		d.addPods(in.Pods, own)
 	}
 	d.sort()
 	return d.node, SortProblems(d.problems)
@@ -312,8 +312,8 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel) {
 }
 
 // addTunnels adds rules and routes for the remote networks; here says that a gateway is on our
-// node.
-func (d *nodeDecision) addTunnels(tunnels []Tunnel) (here bool) {
+// node, and own are the PodCIDRs of our cluster, by what its tunnels say.
+func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own []netip.Prefix, here bool) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))
 	for i, t := range tunnels {
@@ -346,6 +346,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (here bool) {
 		}
 		if known && where.Name == d.self.Name {
 			here = true
+			own = append(own, p.Local.Pod)
 			for _, prefix := range p.AllowedIPs {
 				d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, From: prefix, Table: kernel.NodeTable})
 			}
@@ -360,7 +361,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (here bool) {
 			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
 		}
 	}
-	return here
+	return own, here
 }
 
 // carries says whether the overlay can carry the networks of a peer.
@@ -386,7 +387,10 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 // addPods adds the routes to pods on other nodes, for the rules of the gateway's node: one for the
 // network of each node, and one for each pod that is not where these networks say. A CNI with an
 // address management of its own has many such.
-func (d *nodeDecision) addPods(pods []NodePod) {
+//
+// What a peer sends to an address of own, our PodCIDRs, that is none of these is refused: by the
+// default route it may reach somebody outside of the cluster.
+func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	type network struct {
 		prefix netip.Prefix
 		node   string
@@ -422,11 +426,14 @@ func (d *nodeDecision) addPods(pods []NodePod) {
 			if via, ok := d.overlay[n.Name]; ok && n.Name != d.self.Name && len(d.node.Devices) > 0 {
 				d.viaOverlay(p, via)
 			}
-			if n.Name != d.self.Name { // what comes from a peer does not go there beside the overlay
-				d.route(kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+			if n.Name == d.self.Name {
+				d.route(kernel.Route{Prefix: p, Type: kernel.Throw, Table: kernel.NodeTable})
+				continue
 			}
+			own = append(own, p) // what comes from a peer does not go there beside the overlay
 		}
 	}
+	d.addRest(own)
 	pods = slices.SortedFunc(slices.Values(pods), func(a, b NodePod) int {
 		return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(b.Created, a.Created), cmp.Compare(a.Node, b.Node))
 	})
@@ -443,8 +450,29 @@ func (d *nodeDecision) addPods(pods []NodePod) {
 		case covered && owner == p.Node:
 		case reachable:
 			d.viaOverlay(host, via)
-		case covered && owner != d.self.Name:
+		case covered && owner != d.self.Name, p.Node == d.self.Name:
 			d.route(kernel.Route{Prefix: host, Type: kernel.Throw, Table: kernel.NodeTable})
+		}
+	}
+}
+
+// addRest refuses what is left of the networks of our pods. Nodes that have addresses there get
+// what is for them by the overlay, where their filter looks at it.
+func (d *nodeDecision) addRest(own []netip.Prefix) {
+	slices.SortFunc(own, netip.Prefix.Compare)
+	own = slices.DeleteFunc(slices.Compact(own), func(p netip.Prefix) bool { return !p.Addr().Is4() })
+	for _, p := range own {
+		d.route(kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+	}
+	for _, n := range d.nodes {
+		via, reachable := d.overlay[n.Name]
+		if !reachable || n.Name == d.self.Name || len(d.node.Devices) == 0 {
+			continue
+		}
+		for _, a := range n.Addrs {
+			if slices.ContainsFunc(own, func(p netip.Prefix) bool { return p.Contains(a) }) {
+				d.viaOverlay(netip.PrefixFrom(a, a.BitLen()), via)
+			}
 		}
 	}
 }
