@@ -41,11 +41,8 @@ func Open(owner kernel.Owner, log *slog.Logger) (_ *Kernel, err error) {
 			k.Close()
 		}
 	}()
-	if k.lock, err = net.ListenUnix("unix", &net.UnixAddr{Name: owner.Lock, Net: "unix"}); err != nil {
-		if errors.Is(err, unix.EADDRINUSE) {
-			return nil, fmt.Errorf("%w %s%s runs in this network namespace", ErrOther, owner.Name, k.holder())
-		}
-		return nil, fmt.Errorf("lock of the network namespace: %w", err)
+	if err := k.takeLock(); err != nil {
+		return nil, err
 	}
 	if k.handles[kernel.Host], err = netlink.NewHandle(unix.NETLINK_ROUTE); err != nil {
 		return nil, fmt.Errorf("netlink: %w", err)
@@ -66,6 +63,31 @@ func Open(owner kernel.Owner, log *slog.Logger) (_ *Kernel, err error) {
 	return k, nil
 }
 
+// takeLock takes the owner's lock unless a process of our user has it. Any process of the node may
+// hold it, or see to it that its holder does not answer. That must not keep us from working: we go
+// on without it, and whether we are the only one is not certain.
+func (k *Kernel) takeLock() (err error) {
+	for range 3 { // its holder may have ended since
+		if k.lock, err = net.ListenUnix("unix", &net.UnixAddr{Name: k.owner.Lock, Net: "unix"}); err == nil {
+			return nil
+		}
+		if !errors.Is(err, unix.EADDRINUSE) {
+			return fmt.Errorf("lock of the network namespace: %w", err)
+		}
+		holder := k.holder()
+		switch {
+		case holder == nil:
+		case int(holder.Uid) == os.Geteuid():
+			return fmt.Errorf("%w %s (process %d) runs in this network namespace", ErrOther, k.owner.Name, holder.Pid)
+		default:
+			k.log.Warn("a process of another user holds the lock: goes on without it", "lock", k.owner.Lock, "process", holder.Pid, "uid", holder.Uid)
+			return nil
+		}
+	}
+	k.log.Warn("nobody says who holds the lock: goes on without it", "lock", k.owner.Lock)
+	return nil
+}
+
 // Close waits for the readers of events, whose context has to be done. Objects stay, but the Inner
 // namespace goes unless something else in it is open.
 func (k *Kernel) Close() {
@@ -83,23 +105,23 @@ func (k *Kernel) Close() {
 	}
 }
 
-// holder names the process that holds the lock, for the error message.
-func (k *Kernel) holder() string {
+// holder is the process that holds the lock; nil: it does not say.
+func (k *Kernel) holder() *unix.Ucred {
 	c, err := net.Dial("unix", k.owner.Lock)
 	if err != nil {
-		return ""
+		return nil
 	}
 	defer c.Close()
 	raw, err := c.(*net.UnixConn).SyscallConn()
 	if err != nil {
-		return ""
+		return nil
 	}
 	var cred *unix.Ucred
 	failed := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
 	if failed != nil || err != nil {
-		return ""
+		return nil
 	}
-	return fmt.Sprintf(" (process %d)", cred.Pid)
+	return cred
 }
 
 // Inside runs fn in the Inner namespace, as Do does.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -215,6 +216,41 @@ func TestASecondOfOneKindIsToldWhoTheFirstIs(t *testing.T) {
 	if !errors.Is(err, ErrOther) || err.Error() != want {
 		t.Errorf("%v, want %s", err, want)
 	}
+}
+
+// Whoever holds the lock as another user does not keep us from working.
+func TestALockThatSomebodyElseHoldsIsPassedOver(t *testing.T) {
+	n := open(t, Gateway)
+	var squatter net.Listener
+	err := Do(n.f, func() error { // credentials are those of the thread that listens
+		if _, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, ^uintptr(0), 65534, ^uintptr(0)); errno != 0 {
+			return errno
+		}
+		var err error
+		squatter, err = net.Listen("unix", RouteAgent.Lock)
+		_, _, errno := unix.RawSyscall(unix.SYS_SETRESUID, ^uintptr(0), 0, ^uintptr(0))
+		return errors.Join(err, syscallError(errno))
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer squatter.Close()
+	if err := Do(n.f, func() error {
+		k, err := Open(RouteAgent, n.k.log)
+		if err == nil {
+			k.Close()
+		}
+		return err
+	}); err != nil {
+		t.Error(err)
+	}
+}
+
+func syscallError(errno unix.Errno) error {
+	if errno == 0 {
+		return nil
+	}
+	return errno
 }
 
 // What we make by netlink is what nft(8) makes of the command that we print.
