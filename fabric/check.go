@@ -309,8 +309,10 @@ func checkEndpoint(s string) string {
 	if addr.Is4In6() {
 		return fmt.Sprintf("%s is an IPv4 address in IPv6 form; want %s", quote(s), addr.Unmap())
 	}
-	if s, is := special(netip.PrefixFrom(addr, addr.BitLen())); is {
-		return fmt.Sprintf("%s is in %v (%s); %s", addr, s.prefix, s.name, want)
+	for _, s := range slices.Concat(specialRanges, metadataRanges) {
+		if s.prefix.Contains(addr) {
+			return fmt.Sprintf("%s is in %v (%s); %s", addr, s.prefix, s.name, want)
+		}
 	}
 	return ""
 }

@@ -73,7 +73,7 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 type Receiver struct {
 	PublicKey              [32]byte
 	Pod, Service, External netip.Prefix
-	Nodes                  []netip.Addr
+	Nodes, APIServers      []netip.Addr
 	Endpoint               string // as published to this peer
 	Port                   uint16
 	Tunnels                []TunnelEnd // the further ones, as published to this peer
@@ -138,6 +138,8 @@ func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refus
 	}
 	if slices.Contains(receiver.Nodes, addr) {
 		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is a node of the receiver; want the address of the sender's gateway", addr)
+	} else if slices.Contains(receiver.APIServers, addr) {
+		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is an API server of the receiver; want the address of the sender's gateway", addr)
 	}
 	if others.EndpointTunnelled {
 		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is inside a network that the receiver reaches through a tunnel; want an address outside", addr)

@@ -40,7 +40,8 @@ func (j judge) judge(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig)
 		return claim, nil, err
 	}
 	receiver := fabric.Receiver{
-		PublicKey: facts.PublicKey, Pod: facts.PodCIDR, Service: facts.ServiceCIDR, External: facts.ExternalCIDR, Nodes: facts.Nodes,
+		PublicKey: facts.PublicKey, Pod: facts.PodCIDR, Service: facts.ServiceCIDR, External: facts.ExternalCIDR,
+		Nodes: facts.Nodes, APIServers: facts.APIServers,
 		Endpoint: facts.Endpoint, Port: cmp.Or(uint16(peer.Overrides.Port), facts.Port),
 		Tunnels: furtherTunnels(facts, peer),
 	}

@@ -202,7 +202,7 @@ func (b *Book) checkEndpoint(ip netip.Addr) error {
 	case ip == gatewayAddr(b.own.ExternalCIDR):
 		return nil
 	}
-	for _, s := range special {
+	for _, s := range slices.Concat(special, metadata) {
 		if s.Contains(ip) {
 			return fmt.Errorf("endpoint %v: is in the special range %v; %s", ip, s, want)
 		}
