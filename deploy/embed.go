@@ -11,6 +11,12 @@ import "embed"
 //go:embed admission/*.yaml crds/*.yaml rbac/*.yaml
 var Files embed.FS
 
+// Optional has optional/*.yaml, which only those need who want what is in them. The manifests say
+// Namespace like those of Files.
+//
+//go:embed optional/*.yaml
+var Optional embed.FS
+
 // Namespace is the namespace of an installation, unless another one is chosen.
 const Namespace = "isthmus-system"
 

@@ -303,14 +303,11 @@ func checkEndpoint(s string) string {
 		}
 		return ""
 	}
-	if addr.Zone() != "" {
-		return quote(s) + " has a zone; " + want
-	}
 	if addr.Is4In6() {
 		return fmt.Sprintf("%s is an IPv4 address in IPv6 form; want %s", quote(s), addr.Unmap())
 	}
-	if s, is := special(netip.PrefixFrom(addr, addr.BitLen())); is {
-		return fmt.Sprintf("%s is in %v (%s); %s", addr, s.prefix, s.name, want)
+	if wrong := (Site{}).CheckEndpoint(addr); wrong != "" {
+		return wrong + "; " + want
 	}
 	return ""
 }

@@ -73,10 +73,20 @@ func ClaimFrom(nc *v1alpha1.NetworkConfig, o Origin) (Claim, []Problem) {
 type Receiver struct {
 	PublicKey              [32]byte
 	Pod, Service, External netip.Prefix
-	Nodes                  []netip.Addr
+	Nodes, APIServers      []netip.Addr
 	Endpoint               string // as published to this peer
 	Port                   uint16
 	Tunnels                []TunnelEnd // the further ones, as published to this peer
+}
+
+// site is the receiver in words for the peer.
+func (r Receiver) site() Site {
+	return Site{Networks: []SiteNetwork{
+		{r.Pod, "the receiver's PodCIDR; want an address outside"},
+		{r.Service, "the receiver's ServiceCIDR; want an address outside"},
+		{r.External, "the receiver's ExternalCIDR; want an address outside"},
+	}}.With(r.APIServers, "an API server of the receiver; want the address of the sender's gateway").
+		With(r.Nodes, "a node of the receiver; want the address of the sender's gateway")
 }
 
 // Neighbours is what a claim meets among our other peers.
@@ -128,16 +138,8 @@ func CheckClaim(c Claim, receiver Receiver, others Neighbours) (refusals []Refus
 	if err != nil {
 		return refusals // the gateway looks at what the name resolves to
 	}
-	for _, n := range []struct {
-		prefix netip.Prefix
-		what   string
-	}{{receiver.Pod, "the receiver's PodCIDR"}, {receiver.Service, "the receiver's ServiceCIDR"}, {receiver.External, "the receiver's ExternalCIDR"}} {
-		if n.prefix.Contains(addr) {
-			refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is inside %v, %s; want an address outside", addr, n.prefix, n.what)
-		}
-	}
-	if slices.Contains(receiver.Nodes, addr) {
-		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is a node of the receiver; want the address of the sender's gateway", addr)
+	if wrong := receiver.site().CheckEndpoint(addr); wrong != "" {
+		refuse(v1alpha1.ReasonEndpoint, endpointField, "%s", wrong)
 	}
 	if others.EndpointTunnelled {
 		refuse(v1alpha1.ReasonEndpoint, endpointField, "%v is inside a network that the receiver reaches through a tunnel; want an address outside", addr)

@@ -70,6 +70,7 @@ func TestClaimFromRefuses(t *testing.T) {
 		"megabyte of CIDR":         {func(s *spec) { s.PodCIDR = strings.Repeat("1", 1<<20) }, "spec.podCIDR: \"1111"},
 		"no endpoint":              {func(s *spec) { s.EndpointIP = "" }, "spec.endpointIP: is empty"},
 		"loopback endpoint":        {func(s *spec) { s.EndpointIP = "127.0.0.1" }, "spec.endpointIP: 127.0.0.1 is in 127.0.0.0/8"},
+		"metadata service":         {func(s *spec) { s.EndpointIP = "168.63.129.16" }, "spec.endpointIP: 168.63.129.16 is in 168.63.129.16/32 (services of Azure's machines)"},
 		"broadcast endpoint":       {func(s *spec) { s.EndpointIP = "255.255.255.255" }, "spec.endpointIP: 255.255.255.255 is in"},
 		"endpoint with a shell":    {func(s *spec) { s.EndpointIP = "$(reboot)" }, "spec.endpointIP: \"$(reboot)\" is neither"},
 		"endpoint with terminal":   {func(s *spec) { s.EndpointIP = "\x1b[2J" }, `spec.endpointIP: "\x1b[2J" is neither`},
@@ -112,7 +113,7 @@ func TestClaimFromRefuses(t *testing.T) {
 func TestCheckClaimRefuses(t *testing.T) {
 	receiver := Receiver{
 		PublicKey: keyOf(1), Pod: pfx("10.244.0.0/16"), Service: pfx("10.96.0.0/12"), External: pfx("10.245.0.0/16"),
-		Nodes: []netip.Addr{ip("172.30.0.1"), ip("172.30.0.2")}, Endpoint: "gw.alpha.example", Port: 5871,
+		Nodes: []netip.Addr{ip("172.30.0.1"), ip("172.30.0.2")}, APIServers: []netip.Addr{ip("172.30.0.9")}, Endpoint: "gw.alpha.example", Port: 5871,
 		Tunnels: []TunnelEnd{{keyOf(11), 5872}},
 	}
 	for name, c := range map[string]struct {
@@ -141,6 +142,8 @@ func TestCheckClaimRefuses(t *testing.T) {
 			[]string{"BadEndpoint spec.endpointIP: 10.245.0.1 is inside 10.245.0.0/16, the receiver's ExternalCIDR; want an address outside"}},
 		"a node of ours": {func(c *Claim) { c.Endpoint = "172.30.0.2" }, Neighbours{},
 			[]string{"BadEndpoint spec.endpointIP: 172.30.0.2 is a node of the receiver; want the address of the sender's gateway"}},
+		"an API server of ours": {func(c *Claim) { c.Endpoint = "172.30.0.9" }, Neighbours{},
+			[]string{"BadEndpoint spec.endpointIP: 172.30.0.9 is an API server of the receiver; want the address of the sender's gateway"}},
 		"our own gateway": {func(c *Claim) { c.Endpoint = "GW.alpha.example." }, Neighbours{},
 			[]string{"BadEndpoint spec.endpointIP: \"GW.alpha.example.:5871\" is the gateway of the receiver itself; want that of the sender"}},
 		"a further tunnel of our own gateway": {func(c *Claim) { c.Endpoint, c.Port = "gw.alpha.example", 5872 }, Neighbours{},

@@ -19,6 +19,7 @@ type Gateway struct {
 	ClusterID, ClusterName string        // our own cluster, to show
 	Peers                  []GatewayPeer // sorted by ID
 	Waiting                []Waiting     // mappings whose peer is missing, sorted; nothing to apply, only to show
+	Site                   Site          // where no peer's gateway can be: our own networks and those of all peers are in it
 }
 
 // Equal reports whether both say the same.
@@ -86,6 +87,7 @@ func GatewayFor(in Intent) (Gateway, []Problem) {
 		gw.Peers = append(gw.Peers, gatewayPeer(p, endpoints))
 	}
 	slices.SortFunc(gw.Peers, func(a, b GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })
+	gw.Site = kept.site(in.Site)
 	gw.Waiting = slices.SortedFunc(slices.Values(in.Waiting), func(a, b Waiting) int {
 		return cmp.Or(cmp.Compare(a.ID, b.ID), a.Origin.compare(b.Origin))
 	})
@@ -227,6 +229,21 @@ func (k *keeper) keep(p *Peer) {
 		at := k.gateAt(addr)
 		k.gates = slices.Insert(k.gates, at, gate{addr, p})
 	}
+}
+
+// site adds to a Site what the peers that are kept say: our own networks, and those that the host
+// routes into the tunnel, where the tunnel's own packets would go as well.
+func (k *keeper) site(s Site) Site {
+	s.Networks = slices.Clone(s.Networks)
+	for _, p := range k.first {
+		if p != nil {
+			s.Networks = append(s.Networks, SiteNetwork{p.Local.Pod, "our PodCIDR"}, SiteNetwork{p.Local.External, "our ExternalCIDR"})
+		}
+	}
+	for _, n := range k.nets {
+		s.Networks = append(s.Networks, SiteNetwork{n.prefix, "which is reached through the tunnel itself"})
+	}
+	return s
 }
 
 // gateAt returns where in k.gates the first address that is not below addr is, or belongs.

@@ -105,6 +105,7 @@ type Intent struct {
 	FurtherKeys [][32]byte // the public keys of our further tunnels, also of those that are not in use; nil when unknown
 	Peers       []Peer     // in any order
 	Waiting     []Waiting  // in any order; see Attach
+	Site        Site       // where our cluster is, as far as peers do not say it
 }
 
 // Attach gives every peer the mappings made for its cluster ID. It returns new peers in the order

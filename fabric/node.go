@@ -36,6 +36,9 @@ type NodeIntent struct {
 	// Granted are the networks that peers have here by the books of the IPAM, from the grant to the
 	// end of un-peering; nil: there are no books.
 	Granted []netip.Prefix
+	// Own are the networks of our own pods and Services by the same books, as far as they are
+	// known.
+	Own []netip.Prefix
 }
 
 // Sort brings the lists into an order that depends on nothing but what is in them, so that equal
@@ -47,6 +50,7 @@ func (in *NodeIntent) Sort() {
 	})
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
 	slices.SortFunc(in.Granted, netip.Prefix.Compare)
+	slices.SortFunc(in.Own, netip.Prefix.Compare)
 }
 
 // ClusterNode is one node of our own cluster.
@@ -122,6 +126,16 @@ func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
 	return granted, r.problems
 }
 
+// OwnIn returns the networks of our own pods and Services in the books of the IPAM.
+func OwnIn(books *v1alpha1.IpamStorage) (own []netip.Prefix) {
+	for _, text := range []string{books.Spec.PodCIDR, books.Spec.ServiceCIDR} {
+		if p, err := netip.ParsePrefix(text); err == nil {
+			own = append(own, p.Masked())
+		}
+	}
+	return own
+}
+
 // OverlayMAC is the MAC address of a node's overlay device, so that the others know it without
 // asking: 0x66, which is a locally administered unicast address, and five octets of a hash. Liqo
 // has the same with another hash.
@@ -171,8 +185,8 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 		d.addOverlay(own, in.UnderlayMTU)
 	}
 	d.addFilter(in.Tunnels)
-	if d.addTunnels(in.Tunnels) {
-		d.addPods(in.Pods)
+	if own, here := d.addTunnels(in.Tunnels); here {
+		d.addPods(in.Pods, own)
 	}
 	d.sort()
 	return d.node, SortProblems(d.problems)
@@ -312,8 +326,8 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel) {
 }
 
 // addTunnels adds rules and routes for the remote networks; here says that a gateway is on our
-// node.
-func (d *nodeDecision) addTunnels(tunnels []Tunnel) (here bool) {
+// node, and own are the PodCIDRs of our cluster, by what its tunnels say.
+func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own []netip.Prefix, here bool) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))
 	for i, t := range tunnels {
@@ -346,6 +360,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (here bool) {
 		}
 		if known && where.Name == d.self.Name {
 			here = true
+			own = append(own, p.Local.Pod)
 			for _, prefix := range p.AllowedIPs {
 				d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, From: prefix, Table: kernel.NodeTable})
 			}
@@ -360,7 +375,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (here bool) {
 			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
 		}
 	}
-	return here
+	return own, here
 }
 
 // carries says whether the overlay can carry the networks of a peer.
@@ -386,7 +401,10 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 // addPods adds the routes to pods on other nodes, for the rules of the gateway's node: one for the
 // network of each node, and one for each pod that is not where these networks say. A CNI with an
 // address management of its own has many such.
-func (d *nodeDecision) addPods(pods []NodePod) {
+//
+// What a peer sends to an address of own, our PodCIDRs, that is none of these is refused: by the
+// default route it may reach somebody outside of the cluster.
+func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	type network struct {
 		prefix netip.Prefix
 		node   string
@@ -422,11 +440,14 @@ func (d *nodeDecision) addPods(pods []NodePod) {
 			if via, ok := d.overlay[n.Name]; ok && n.Name != d.self.Name && len(d.node.Devices) > 0 {
 				d.viaOverlay(p, via)
 			}
-			if n.Name != d.self.Name { // what comes from a peer does not go there beside the overlay
-				d.route(kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+			if n.Name == d.self.Name {
+				d.route(kernel.Route{Prefix: p, Type: kernel.Throw, Table: kernel.NodeTable})
+				continue
 			}
+			own = append(own, p) // what comes from a peer does not go there beside the overlay
 		}
 	}
+	d.addRest(own)
 	pods = slices.SortedFunc(slices.Values(pods), func(a, b NodePod) int {
 		return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(b.Created, a.Created), cmp.Compare(a.Node, b.Node))
 	})
@@ -443,8 +464,29 @@ func (d *nodeDecision) addPods(pods []NodePod) {
 		case covered && owner == p.Node:
 		case reachable:
 			d.viaOverlay(host, via)
-		case covered && owner != d.self.Name:
+		case covered && owner != d.self.Name, p.Node == d.self.Name:
 			d.route(kernel.Route{Prefix: host, Type: kernel.Throw, Table: kernel.NodeTable})
+		}
+	}
+}
+
+// addRest refuses what is left of the networks of our pods. Nodes that have addresses there get
+// what is for them by the overlay, where their filter looks at it.
+func (d *nodeDecision) addRest(own []netip.Prefix) {
+	slices.SortFunc(own, netip.Prefix.Compare)
+	own = slices.DeleteFunc(slices.Compact(own), func(p netip.Prefix) bool { return !p.Addr().Is4() })
+	for _, p := range own {
+		d.route(kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+	}
+	for _, n := range d.nodes {
+		via, reachable := d.overlay[n.Name]
+		if !reachable || n.Name == d.self.Name || len(d.node.Devices) == 0 {
+			continue
+		}
+		for _, a := range n.Addrs {
+			if slices.ContainsFunc(own, func(p netip.Prefix) bool { return p.Contains(a) }) {
+				d.viaOverlay(netip.PrefixFrom(a, a.BitLen()), via)
+			}
 		}
 	}
 }

@@ -54,7 +54,9 @@ func TestNodeWithTheGatewayLeadsRemoteSourcesThroughTheOverlay(t *testing.T) {
 	n, problems := NodeFor(nodeIntent(t, "n1"))
 	wantTexts(t, problems)
 	n.Filters = nil
-	const want = overlayOnN1 + `ip route replace 10.244.2.0/24 via 240.30.1.12 dev isthmus.vxlan onlink table 4201 proto 72
+	const want = overlayOnN1 + `ip route replace unreachable 10.244.0.0/16 table 4201 metric 420000 proto 72
+ip route replace throw 10.244.1.0/24 table 4201 proto 72
+ip route replace 10.244.2.0/24 via 240.30.1.12 dev isthmus.vxlan onlink table 4201 proto 72
 ip route replace unreachable 10.244.2.0/24 table 4201 metric 420000 proto 72
 ip route replace 10.244.2.99/32 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
 ip route replace 10.244.3.0/24 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
@@ -62,6 +64,7 @@ ip route replace unreachable 10.244.3.0/24 table 4201 metric 420000 proto 72
 ip route replace throw 10.244.3.99/32 table 4201 proto 72
 ip route replace 10.244.77.7/32 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
 ip route replace 10.244.96.1/32 via 240.30.1.12 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace throw 10.244.99.1/32 table 4201 proto 72
 ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
 ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
@@ -337,6 +340,34 @@ func TestNodeFindsEveryPodWhereItIs(t *testing.T) {
 			if leaves != (p.Node != "n1") || leaves && best.Via != map[string]netip.Addr{"n2": ip("240.30.1.12"), "n3": ip("240.30.1.13")}[p.Node] {
 				t.Fatalf("pod %v on %s: %+v\nnodes %v\n%s", p.Addr, p.Node, best, in.Nodes, n)
 			}
+		}
+	}
+}
+
+// What a peer sends to an address of the PodCIDR that nobody has does not leave by the default route.
+// Where nodes have addresses among the pods, it goes to them by the overlay, whose filter judges it.
+func TestNodeWithTheGatewayRefusesWhatNobodyOfTheClusterHas(t *testing.T) {
+	in := nodeIntent(t, "n1")
+	among := ip("10.244.96.77")
+	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, among)
+	own := NodePod{ip("10.244.50.5"), "n1", 1} // of a CNI with an address management of its own
+	in.Pods = append(in.Pods, own)
+	n, _ := NodeFor(in)
+	for addr, want := range map[netip.Addr]kernel.Route{
+		ip("10.244.200.9"): {Type: kernel.Unreachable},
+		ip("10.244.1.200"): {Type: kernel.Throw},
+		own.Addr:           {Type: kernel.Throw},
+		among:              {Via: ip("240.30.1.13")},
+	} {
+		var best kernel.Route
+		for _, r := range n.Routes {
+			if r.Table == kernel.NodeTable && r.Prefix.Contains(addr) && (!best.Prefix.IsValid() || r.Prefix.Bits() > best.Prefix.Bits() ||
+				r.Prefix.Bits() == best.Prefix.Bits() && r.Metric < best.Metric) {
+				best = r
+			}
+		}
+		if best.Type != want.Type || best.Via != want.Via {
+			t.Errorf("%v: %+v; want %+v", addr, best, want)
 		}
 	}
 }

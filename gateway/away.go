@@ -55,7 +55,7 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 	for _, p := range away {
 		left, due := &again, now.Sub(p.tried) >= pause
 		if p.tried.IsZero() {
-			left, due = &first, !p.second || now.Sub(p.begun) > awayAfter
+			left, due = &first, true
 		}
 		switch {
 		case due && *left > 0:

@@ -93,10 +93,6 @@ type checkPeer struct {
 	key      [32]byte
 	endpoint string
 	port     uint16
-	// second leaves the first PING to the peer, for a second. It is what opens a session, and of
-	// two handshakes that cross on the way WireGuard drops both, to try again after five seconds;
-	// gateways that start together did that for up to a quarter of a minute.
-	second bool
 	// threshold is after how many intervals without an answer the peer counts as lost; 0:
 	// checkThreshold.
 	threshold int
@@ -139,8 +135,6 @@ type checked struct {
 	slot   int
 	begun  time.Time // when it was configured
 	newest time.Time // sending time of the newest PING that was answered
-
-	asked bool // it has sent a PING: there is a session
 
 	away  bool      // it has no session, see sessions
 	back  bool      // it has one again, and was not pinged since
@@ -227,8 +221,8 @@ func (c *checker) results() map[string]CheckResult {
 	return all
 }
 
-// send pings a new peer at once (or a little later, see checkPeer.second) and every peer each
-// interval, when its turn comes, and looks in between who has not answered.
+// send pings a new peer at once and every peer each interval, when its turn comes, and looks in
+// between who has not answered.
 func (c *checker) send() {
 	began, turn := time.Now(), 1
 	turns := time.NewTimer(checkInterval)
@@ -241,14 +235,13 @@ func (c *checker) send() {
 		case <-c.done:
 			return
 		case <-c.fresh:
-			c.pingNew(func(p *checked) bool { return !p.second || p.asked })
+			c.pingNew()
 		case <-turns.C:
 			now := int(time.Since(began) / checkStep)
 			for turn = max(turn, now-checkSlots+1); turn <= now; turn++ {
 				c.ping(c.due(turn))
 			}
 		case <-looks.C:
-			c.pingNew(func(*checked) bool { return true })
 			c.observe(time.Now())
 		}
 	}
@@ -284,7 +277,7 @@ func (c *checker) due(turn int) (peers []*checked) {
 }
 
 // pingNew pings peers that never were, or are back, some of them in each step.
-func (c *checker) pingNew(which func(*checked) bool) {
+func (c *checker) pingNew() {
 	now := time.Now()
 	if now.Before(c.more) {
 		return
@@ -292,7 +285,7 @@ func (c *checker) pingNew(which func(*checked) bool) {
 	var peers []*checked
 	c.mu.Lock()
 	for _, p := range c.peers {
-		if !p.back && (p.n > 0 || !which(p)) {
+		if !p.back && p.n > 0 {
 			continue
 		}
 		if len(peers) == checkFirst {
@@ -415,8 +408,8 @@ func (c *checker) answer(m checkMessage, from netip.AddrPort) {
 	c.mu.Lock()
 	p := c.peerAt(from.Addr())
 	allowed := p != nil && p.mayAsk(now)
-	if p != nil && (!p.asked || p.away) {
-		p.asked, p.back, p.away = true, p.away, false // there is a session
+	if p != nil && p.away {
+		p.back, p.away = true, false // there is a session
 		c.look()
 	}
 	c.mu.Unlock()

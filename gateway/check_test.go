@@ -163,31 +163,6 @@ func TestCheckStateFollowsTheAnswers(t *testing.T) {
 	})
 }
 
-func TestCheckLetsOneSideSpeakFirst(t *testing.T) {
-	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
-		pings := func() int { synctest.Wait(); l.mu.Lock(); defer l.mu.Unlock(); return len(l.pings) }
-		if n := pings(); n != 1 {
-			t.Errorf("the first side sent %d PINGs at once", n)
-		}
-		second := bravoPeer
-		second.second = true
-		c.set([]checkPeer{second})
-		if n := pings(); n != 1 {
-			t.Errorf("the second side sent %d PINGs at once", n-1)
-		}
-		time.Sleep(time.Second + time.Millisecond)
-		if n := pings(); n != 2 {
-			t.Errorf("the second side sent %d PINGs within a second", n-1)
-		}
-		second.port++
-		c.set([]checkPeer{second})
-		l.socket.in <- datagram{[]byte(`{"clusterID":"me","msgType":"PING","timeStamp":"2026-01-01T00:00:00Z"}`), netip.MustParseAddrPort("10.246.0.0:1")}
-		if n := pings(); n != 3 {
-			t.Errorf("the second side sent %d PINGs once it was asked", n-2)
-		}
-	})
-}
-
 func TestCheckGivesUpConnectingAfterTenSeconds(t *testing.T) {
 	bubble(t, func(c *checker, l *liqo, result func() CheckResult) {
 		l.set(true)

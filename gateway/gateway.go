@@ -77,6 +77,10 @@ type Options struct {
 	// later; without it nothing happens). See tun.TrustsUSO.
 	UDPOffload bool
 
+	// Ready, if any, says why the status must not call the gateway ready though it works, such as
+	// that its Source remembers what it delivers. It may be called concurrently.
+	Ready func() error
+
 	// Beside, if any, runs as long as the gateway does: from when the first Config is in force
 	// until its context ends, which is before anything is taken down.
 	Beside func(ctx context.Context, r Running)
@@ -181,6 +185,7 @@ type gateway struct {
 	log     *slog.Logger
 	version string
 	started time.Time
+	ready   func() error // Options.Ready; nil: always
 
 	host   *rtnl.Kernel
 	engine *natengine.Engine
@@ -214,7 +219,7 @@ type current struct {
 // open makes everything that can fail before the first packet. Nothing outside the process and its
 // unnamed namespace has changed when it returns.
 func open(o Options, c Config) (_ *gateway, err error) {
-	g := &gateway{log: o.Log, version: o.Version, started: time.Now(),
+	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready,
 		wake: make(chan struct{}, 1), done: make(chan struct{})}
 	var undo []func()
 	defer func() {
@@ -414,10 +419,10 @@ func (g *gateway) accept(c Config) error {
 		return err
 	}
 	gw.Peers = g.cutTunnels(gw.Peers)
-	g.resolver.set(gw.Peers)
+	g.locate(gw.Peers, gw.Site)
 	mtu := g.mtusFor(c, gw.Peers)
 	if err := g.engine.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
-		g.resolver.set(g.now.wanted())
+		g.locate(g.now.wanted(), g.now.config.Gateway.Site)
 		return err
 	}
 	if g.now.generation > 0 {
@@ -451,6 +456,7 @@ func (g *gateway) accept(c Config) error {
 // reapply makes the configuration in force true again, whatever changed around it.
 func (g *gateway) reapply() {
 	peers := g.now.wanted()
+	g.locate(peers, g.now.config.Gateway.Site)
 	mtu := g.mtusFor(g.now.config, peers)
 	if mtu.tunnel != g.now.mtu || slices.ContainsFunc(g.now.peers, func(p peer) bool { return mtu.of(p.ID) != p.mtu }) {
 		if err := g.engine.SetPeers(rulesFor(peers, mtu)); err != nil {
@@ -459,6 +465,22 @@ func (g *gateway) reapply() {
 		}
 	}
 	g.put(peers, mtu)
+}
+
+// locate tells the resolver where peers may be. No peer is at an address of the host, which changes
+// without a new configuration.
+func (g *gateway) locate(peers []fabric.GatewayPeer, site fabric.Site) {
+	own, err := net.InterfaceAddrs()
+	if err != nil {
+		g.log.Warn("addresses of this host", "error", err)
+	}
+	addrs := make([]netip.Addr, 0, len(own))
+	for _, a := range own {
+		if p, err := netip.ParsePrefix(a.String()); err == nil {
+			addrs = append(addrs, p.Addr())
+		}
+	}
+	g.resolver.set(peers, site.With(addrs, "an address of the gateway's own host"))
 }
 
 // put makes everything but the engine's rules true, which are swapped already. It goes on after a

@@ -25,7 +25,7 @@ func (g *gateway) listen(c Config) error {
 		{"metrics address", c.MetricsAddress, g.metricsHandler()},
 		{"status address", c.StatusAddress, g.statusHandler()},
 	} {
-		if _, err := g.servers.Listen(s.what, s.address, s.handler); err != nil {
+		if _, err := g.servers.ListenPrivate(s.what, s.address, nil, s.handler); err != nil {
 			g.servers.Close()
 			return err
 		}

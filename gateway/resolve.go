@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"reflect"
 	"slices"
 	"sync"
 	"time"
@@ -28,6 +29,10 @@ const (
 // results (docs/liqo-v0.md, section 6.2). A new answer for a peer that can be heard waits until it
 // cannot, because WireGuard has found the peer where it is, roaming included. Methods may be called
 // concurrently.
+//
+// fabric.Site judges literals and every answer alike. An answer that it refuses replaces none that
+// is in use, so that a name server that lies cuts nobody off. An address in use is given up when
+// the Site changes so that it is refused.
 type resolver struct {
 	lookup  func(ctx context.Context, host string) ([]netip.Addr, error)
 	changed func() // an endpoint is another one now; called from any goroutine
@@ -37,9 +42,9 @@ type resolver struct {
 	cancel context.CancelFunc
 	done   sync.WaitGroup
 
-	mu      sync.Mutex
-	peers   map[string]*location
-	remotes []netip.Prefix // addresses inside the tunnel can be no endpoint
+	mu    sync.Mutex
+	peers map[string]*location
+	site  fabric.Site
 }
 
 // location is where one peer is.
@@ -48,9 +53,10 @@ type location struct {
 	port uint16
 
 	literal bool
-	addr    netip.Addr // in use; zero: not known yet
+	addr    netip.Addr // in use; zero: not known yet, or given up
 	latest  netip.Addr // last answer, taken over when the peer is silent
-	err     error      // of the last lookup
+	err     error      // of the last lookup, or why addr was given up
+	gaveUp  bool       // what was in use has been refused since, and nothing has been found instead
 
 	silent bool
 	next   time.Time // of the next lookup
@@ -69,30 +75,58 @@ func (r *resolver) close() {
 	r.done.Wait()
 }
 
-// set replaces the peers. One whose name stays keeps its answer.
-func (r *resolver) set(peers []fabric.GatewayPeer) {
+// set replaces the peers, and where they cannot be. One whose name stays keeps its answer, unless
+// that is refused now.
+func (r *resolver) set(peers []fabric.GatewayPeer, site fabric.Site) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
+	same := reflect.DeepEqual(site, r.site)
 	old := r.peers
-	r.peers = make(map[string]*location, len(peers))
-	r.remotes = r.remotes[:0]
+	r.peers, r.site = make(map[string]*location, len(peers)), site
 	for _, p := range peers {
-		r.remotes = append(r.remotes, p.AllowedIPs[:]...)
-		if l := old[p.ID]; l != nil && l.host == p.Endpoint {
+		l := old[p.ID]
+		if l != nil && l.host == p.Endpoint {
 			l.port = p.Port
-			r.peers[p.ID] = l
-			continue
-		}
-		l := &location{host: p.Endpoint, port: p.Port}
-		if addr, err := netip.ParseAddr(p.Endpoint); err == nil {
-			l.literal, l.addr = true, addr.Unmap()
+		} else {
+			l = &location{host: p.Endpoint, port: p.Port}
+			_, err := netip.ParseAddr(p.Endpoint)
+			l.literal = err == nil
 		}
 		r.peers[p.ID] = l
+		if l != old[p.ID] || !same {
+			r.judge(p.ID, l)
+		}
 	}
 }
 
-// endpoint is where to send packets for the peer; zero when its name has never been resolved, err
-// says why.
+// judge gives up what is refused now, and takes a literal address that is not refused any more.
+func (r *resolver) judge(id string, l *location) {
+	if l.latest.IsValid() && r.site.CheckEndpoint(l.latest) != "" {
+		l.latest = netip.Addr{}
+	}
+	addr := l.addr
+	if l.literal {
+		addr, _ = netip.ParseAddr(l.host)
+		addr = addr.Unmap()
+	}
+	switch wrong := r.site.CheckEndpoint(addr); {
+	case !addr.IsValid(): // a name that has not been looked up
+	case wrong == "":
+		if l.addr = addr; l.literal {
+			l.err, l.gaveUp = nil, false
+		}
+	default:
+		err := fmt.Errorf("endpoint %s: %s", l.host, wrong)
+		if l.err == nil || l.err.Error() != err.Error() {
+			r.log.Warn("endpoint refused", "peer", id, "error", err)
+		}
+		l.gaveUp = l.gaveUp || l.addr.IsValid()
+		l.addr, l.err, l.next = netip.Addr{}, err, time.Time{}
+	}
+}
+
+// endpoint is where to send packets for the peer; zero when its name has never been resolved, or
+// what it was resolved to is refused. err says why.
 func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
@@ -104,6 +138,15 @@ func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 		return netip.AddrPort{}, l.err
 	}
 	return netip.AddrPortFrom(l.addr, l.port), l.err
+}
+
+// refused reports whether packets for the peer must not go to the endpoint that they went to
+// before, and there is no other.
+func (r *resolver) refused(id string) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	l := r.peers[id]
+	return l != nil && l.gaveUp
 }
 
 // heard says whether the peer sent something lately.
@@ -127,7 +170,7 @@ func (l *location) take() bool {
 	if !l.latest.IsValid() || l.latest == l.addr {
 		return false
 	}
-	l.addr = l.latest
+	l.addr, l.gaveUp = l.latest, false
 	return true
 }
 
@@ -152,7 +195,7 @@ func (r *resolver) resolve(id string, l *location) {
 	r.mu.Lock()
 	var answer netip.Addr
 	if err == nil {
-		answer, err = choose(addrs, l.addr, r.remotes)
+		answer, err = choose(addrs, l.addr, r.site)
 	}
 	first := l.err == nil || err != nil && err.Error() != l.err.Error()
 	if l.busy = false; err != nil {
@@ -176,21 +219,17 @@ func (r *resolver) resolve(id string, l *location) {
 	}
 }
 
-// choose picks the address to use out of the answers.
-func choose(addrs []netip.Addr, current netip.Addr, remotes []netip.Prefix) (netip.Addr, error) {
+// choose picks the address to use out of the answers. It returns none that site refuses.
+func choose(addrs []netip.Addr, current netip.Addr, site fabric.Site) (netip.Addr, error) {
 	var usable []netip.Addr
 	err := errors.New("no address")
 	for _, a := range addrs {
 		a = a.Unmap()
-		inside := slices.IndexFunc(remotes, func(p netip.Prefix) bool { return p.Contains(a) })
-		switch {
-		case a.IsUnspecified() || a.IsMulticast() || a.IsLinkLocalUnicast() || a.IsLoopback():
-			err = fmt.Errorf("%s is no address of a gateway", a)
-		case inside >= 0: // the tunnel's own packets would go into the tunnel
-			err = fmt.Errorf("%s is inside %s, which is reached through the tunnel itself", a, remotes[inside])
-		default:
-			usable = append(usable, a)
+		if wrong := site.CheckEndpoint(a); wrong != "" {
+			err = errors.New(wrong)
+			continue
 		}
+		usable = append(usable, a)
 	}
 	if slices.Contains(usable, current) {
 		return current, nil

@@ -3,7 +3,9 @@ package gateway
 import (
 	"context"
 	"errors"
+	"math/rand/v2"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -44,6 +46,18 @@ func named1(endpoint string) []fabric.GatewayPeer {
 		netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")}}}
 }
 
+// set1 is set where nothing but the peers' own networks is known.
+func (r *resolver) set1(peers []fabric.GatewayPeer) { r.set(peers, siteOf(peers)) }
+
+func siteOf(peers []fabric.GatewayPeer) (site fabric.Site) {
+	for _, p := range peers {
+		for _, n := range p.AllowedIPs {
+			site.Networks = append(site.Networks, fabric.SiteNetwork{Prefix: n, What: "which is reached through the tunnel itself"})
+		}
+	}
+	return site
+}
+
 // resolving runs a test with a resolver, a name server and a clock of its own. step lets seconds
 // pass.
 func resolving(t *testing.T, test func(r *resolver, n *names, step func(seconds int), at func() string)) {
@@ -66,7 +80,7 @@ func resolving(t *testing.T, test func(r *resolver, n *names, step func(seconds 
 
 func TestALiteralEndpointIsNeverLookedUp(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
-		r.set(named1("192.0.2.1"))
+		r.set1(named1("192.0.2.1"))
 		r.heard("b", false)
 		step(100)
 		if at() != "192.0.2.1:5871" || n.asked != 0 {
@@ -78,7 +92,7 @@ func TestALiteralEndpointIsNeverLookedUp(t *testing.T) {
 func TestANameIsResolvedPreferringIPv4AndKeepsItsAnswer(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		n.set(nil, "2001:db8::1", "192.0.2.2", "192.0.2.1")
-		r.set(named1("gw.example"))
+		r.set1(named1("gw.example"))
 		if at() != "invalid AddrPort" {
 			t.Errorf("before the answer: %s", at())
 		}
@@ -95,11 +109,11 @@ func TestANameIsResolvedPreferringIPv4AndKeepsItsAnswer(t *testing.T) {
 		// The same peer with another port, then with another name.
 		moved := named1("gw.example")
 		moved[0].Port = 9999
-		r.set(moved)
+		r.set1(moved)
 		if at() != "192.0.2.2:9999" {
 			t.Errorf("other port: %s", at())
 		}
-		r.set(named1("other.example"))
+		r.set1(named1("other.example"))
 		if at() != "invalid AddrPort" {
 			t.Errorf("other name: %s", at())
 		}
@@ -109,7 +123,7 @@ func TestANameIsResolvedPreferringIPv4AndKeepsItsAnswer(t *testing.T) {
 func TestANewAnswerWaitsUntilThePeerIsSilent(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		n.set(nil, "192.0.2.1")
-		r.set(named1("gw.example"))
+		r.set1(named1("gw.example"))
 		r.heard("b", true)
 		step(2)
 		n.set(nil, "192.0.2.9")
@@ -138,7 +152,7 @@ func TestANewAnswerWaitsUntilThePeerIsSilent(t *testing.T) {
 func TestAFailedLookupKeepsTheAnswerAndIsRepeated(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
 		n.set(errors.New("server misbehaving"))
-		r.set(named1("gw.example"))
+		r.set1(named1("gw.example"))
 		step(25)
 		if _, err := r.endpoint("b"); err == nil || !strings.Contains(err.Error(), "resolving gw.example: server misbehaving") {
 			t.Errorf("%v", err)
@@ -157,23 +171,150 @@ func TestAFailedLookupKeepsTheAnswerAndIsRepeated(t *testing.T) {
 	})
 }
 
-func TestAnAnswerThatCannotBeAGatewayIsRefused(t *testing.T) {
-	for addr, text := range map[string]string{
-		"127.0.0.1":   "no address of a gateway",
-		"224.0.0.1":   "no address of a gateway",
-		"0.0.0.0":     "no address of a gateway",
-		"169.254.0.1": "no address of a gateway",
-		"10.246.0.1":  "inside 10.246.0.0/16",
-	} {
-		remotes := []netip.Prefix{netip.MustParsePrefix("10.246.0.0/16")}
-		if got, err := choose([]netip.Addr{netip.MustParseAddr(addr)}, netip.Addr{}, remotes); err == nil || !strings.Contains(err.Error(), text) {
-			t.Errorf("%s: %s, %v", addr, got, err)
+// here is a cluster: two nodes, an API server, and the gateway's own host.
+var here = fabric.Site{Networks: []fabric.SiteNetwork{
+	{Prefix: netip.MustParsePrefix("10.244.0.0/18"), What: "our PodCIDR"},
+	{Prefix: netip.MustParsePrefix("10.96.0.0/12"), What: "our ServiceCIDR"},
+	{Prefix: netip.MustParsePrefix("10.246.0.0/16"), What: "which is reached through the tunnel itself"},
+	{Prefix: netip.MustParsePrefix("fd00:244::/56"), What: "our PodCIDR"},
+}}.With([]netip.Addr{netip.MustParseAddr("198.51.100.7"), netip.MustParseAddr("2001:db8:7::7")}, "a node of ours").
+	With([]netip.Addr{netip.MustParseAddr("198.51.100.9")}, "an API server of ours").
+	With([]netip.Addr{netip.MustParseAddr("::ffff:192.0.2.77")}, "an address of the gateway's own host")
+
+// judged says for addresses why no gateway can be there; empty: it can.
+var judged = map[string]string{
+	"192.0.2.1": "", "10.0.0.1": "", "100.64.1.1": "", "2001:db8::1": "", "fd00::1": "", "64:ff9b::c000:201": "", "2002:c000:201::1": "",
+
+	"0.0.0.0": "0.0.0.0/8", "0.1.2.3": "0.0.0.0/8", "127.0.0.1": "loopback", "127.9.9.9": "loopback", "169.254.169.254": "link-local", "169.254.0.1": "link-local",
+	"224.0.0.1": "multicast", "239.1.1.1": "multicast", "240.0.0.1": "240.0.0.0/4", "255.255.255.255": "broadcast",
+	"::": "::/8", "::1": "::/8", "fe80::1": "link-local", "febf::1": "link-local", "ff02::1": "multicast", "100::1": "discard",
+	"::7f00:1": "::/8", "64:ff9b:1::7f00:1": "::/8", "::ffff:0:7f00:1": "::/8",
+	"64:ff9b::7f00:1": "leads to 127.0.0.1 (NAT64, RFC 6052): 127.0.0.1 is in 127.0.0.0/8", "64:ff9b::a9fe:a9fe": "leads to 169.254.169.254",
+	"2002:7f00:1::1": "leads to 127.0.0.1 (6to4, RFC 3056)", "2002:a9fe:a9fe::1": "leads to 169.254.169.254", "2002:e000:1::": "leads to 224.0.0.1",
+	"2001:0:c000:201::80ff:fffe": "leads to 127.0.0.1 (Teredo, RFC 4380)",
+
+	"fd00:ec2::254": "Amazon", "fd20:ce::254": "Google", "100.100.100.200": "Alibaba", "168.63.129.16": "Azure", "192.0.0.192": "Oracle",
+
+	"10.244.3.4": "inside 10.244.0.0/18, our PodCIDR", "10.96.0.1": "inside 10.96.0.0/12, our ServiceCIDR", "fd00:244:0:12::1": "our PodCIDR",
+	"10.246.0.1": "inside 10.246.0.0/16, which is reached through the tunnel itself", "198.51.100.7": "a node of ours", "2001:db8:7::7": "a node of ours",
+	"198.51.100.9": "an API server of ours", "192.0.2.77": "an address of the gateway's own host",
+	"64:ff9b::af4:304": "leads to 10.244.3.4", "2002:c633:6409::": "leads to 198.51.100.9 (6to4, RFC 3056): 198.51.100.9 is an API server of ours",
+}
+
+func TestLiteralsAndNamesAreJudgedAlike(t *testing.T) {
+	for text, why := range judged {
+		resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
+			n.set(nil, text)
+			r.set([]fabric.GatewayPeer{{ID: "literal", Endpoint: text, Port: 1}, {ID: "name", Endpoint: "gw.example", Port: 1}}, here)
+			step(1)
+			for _, id := range []string{"literal", "name"} {
+				at, err := r.endpoint(id)
+				switch {
+				case why == "" && (err != nil || at.Addr() != netip.MustParseAddr(text)):
+					t.Errorf("%s as a %s: %v, %v", text, id, at, err)
+				case why != "" && (err == nil || !strings.Contains(err.Error(), why) || at.IsValid()):
+					t.Errorf("%s as a %s: %v, %v; want %q", text, id, at, err, why)
+				}
+			}
+		})
+	}
+	// An IPv4 address in IPv6 form is the IPv4 address.
+	resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
+		n.set(nil, "::ffff:127.0.0.1", "::ffff:198.51.100.7", "fe80::1%eth0")
+		r.set([]fabric.GatewayPeer{{ID: "name", Endpoint: "gw.example", Port: 1}}, here)
+		step(1)
+		if at, err := r.endpoint("name"); err == nil || at.IsValid() {
+			t.Errorf("mapped: %v, %v", at, err)
 		}
-		other := netip.MustParseAddr("192.0.2.1")
-		if got, err := choose([]netip.Addr{netip.MustParseAddr(addr), other}, netip.Addr{}, remotes); got != other || err != nil {
-			t.Errorf("%s and %s: %s, %v", addr, other, got, err)
+		n.set(nil, "::ffff:127.0.0.1", "::ffff:192.0.2.1")
+		step(11)
+		if at, err := r.endpoint("name"); err != nil || at.String() != "192.0.2.1:1" {
+			t.Errorf("mapped: %v, %v", at, err)
+		}
+	})
+}
+
+func TestChooseReturnsNothingThatIsRefused(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	var pool []netip.Addr
+	for text := range judged {
+		pool = append(pool, netip.MustParseAddr(text))
+	}
+	slices.SortFunc(pool, netip.Addr.Compare)
+	one := func() netip.Addr {
+		a := pool[rng.IntN(len(pool))]
+		if b := a.As16(); rng.IntN(2) == 0 { // one beside it, with a part of another
+			other := pool[rng.IntN(len(pool))].As16()
+			copy(b[rng.IntN(16):], other[:rng.IntN(16)])
+			a = netip.AddrFrom16(b)
+		}
+		return a
+	}
+	for range 20_000 {
+		var answers []netip.Addr
+		for range rng.IntN(5) {
+			answers = append(answers, one())
+		}
+		current := one()
+		got, err := choose(answers, current, here)
+		fine := slices.ContainsFunc(answers, func(a netip.Addr) bool { return here.CheckEndpoint(a) == "" })
+		switch {
+		case got.IsValid() && here.CheckEndpoint(got) != "":
+			t.Fatalf("%v, in use %v: %v, although %s", answers, current, got, here.CheckEndpoint(got))
+		case got.IsValid() == (err != nil), got.IsValid() != fine:
+			t.Fatalf("%v, in use %v: %v, %v", answers, current, got, err)
 		}
 	}
+}
+
+// A name first leads to a gateway, then elsewhere: DNS rebinding.
+func TestANameThatChangesItsMindLeadsNowhereElse(t *testing.T) {
+	resolving(t, func(r *resolver, n *names, step func(int), at func() string) {
+		n.set(nil, "192.0.2.1")
+		r.set(named1("gw.example"), here)
+		step(1)
+		for _, answer := range []string{"127.0.0.1", "169.254.169.254", "10.96.0.1", "198.51.100.9", "64:ff9b::7f00:1"} {
+			n.set(nil, answer)
+			r.heard("b", false) // it is looked up soon, and taken when it may be
+			step(70)
+			_, err := r.endpoint("b")
+			if at() != "192.0.2.1:5871" || err == nil || !strings.Contains(err.Error(), "resolving gw.example: "+answer) || r.refused("b") {
+				t.Errorf("%s: %s, %v", answer, at(), err)
+			}
+		}
+		n.set(nil, "127.0.0.1", "192.0.2.2")
+		step(11)
+		if _, err := r.endpoint("b"); at() != "192.0.2.2:5871" || err != nil {
+			t.Errorf("the one of two that is fine: %s, %v", at(), err)
+		}
+	})
+}
+
+func TestAnAddressInUseIsGivenUpWhenItBecomesOurs(t *testing.T) {
+	resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
+		peers := append(named1("gw.example"), fabric.GatewayPeer{ID: "c", Endpoint: "192.0.2.1", Port: 1})
+		n.set(nil, "192.0.2.1")
+		r.set(peers, here)
+		r.heard("b", true)
+		step(2)
+		ours := here.With([]netip.Addr{netip.MustParseAddr("192.0.2.1")}, "a node of ours")
+		r.set(peers, ours)
+		for _, id := range []string{"b", "c"} {
+			if at, err := r.endpoint(id); at.IsValid() || err == nil || !strings.Contains(err.Error(), "192.0.2.1 is a node of ours") || !r.refused(id) {
+				t.Errorf("%s: %v, %v, refused %v", id, at, err, r.refused(id))
+			}
+		}
+		asked := n.asked
+		n.set(nil, "192.0.2.3")
+		step(2) // the name is looked up at once
+		if at, err := r.endpoint("b"); at.String() != "192.0.2.3:5871" || err != nil || r.refused("b") || n.asked == asked {
+			t.Errorf("afterwards: %v, %v", at, err)
+		}
+		r.set(peers, here)
+		if at, err := r.endpoint("c"); at.String() != "192.0.2.1:1" || err != nil || r.refused("c") {
+			t.Errorf("the node is gone: %v, %v", at, err)
+		}
+	})
 }
 
 func TestAPeerIsDownWithoutASession(t *testing.T) {

@@ -200,7 +200,7 @@ func (g *gateway) status(flows int) Status {
 		PublicKey:   base64.StdEncoding.EncodeToString(publicKey(now.config.PrivateKey)),
 		ListenPort:  now.config.ListenPort,
 		Started:     g.started,
-		Ready:       now.ready,
+		Ready:       now.ready && (g.ready == nil || g.ready() == nil),
 		Namespace:   g.host.Path(),
 		Host:        Way{Interface: kernel.VethHost, NextHop: fabric.HopGateway4},
 		TUN:         fabric.TunName(0),

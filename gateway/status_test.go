@@ -74,7 +74,7 @@ func (g *gateway) put0(t *testing.T, peers ...fabric.Peer) {
 		checks = append(checks, checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs})
 	}
 	g.ends[0].checker.set(checks)
-	g.resolver.set(gw.Peers)
+	g.resolver.set(gw.Peers, gw.Site)
 	g.now.peers = g.peersFor(gw.Peers, sameMTU(1440), nil)
 	g.now.config, g.now.mtu, g.now.ready = c, 1440, true
 	g.metrics.keep(g.now.peers)

@@ -1,7 +1,6 @@
 package gateway
 
 import (
-	"bytes"
 	"encoding/base64"
 	"errors"
 	"net/netip"
@@ -147,7 +146,7 @@ func (g *gateway) tunnelPeers(i int, peers []fabric.GatewayPeer) (list []datapat
 		if at.IsValid() {
 			at = netip.AddrPortFrom(at.Addr(), theirs.Port)
 		}
-		list = append(list, datapath.Peer{State: states[p.ID], Key: theirs.PublicKey, Endpoint: at})
+		list = append(list, datapath.Peer{State: states[p.ID], Key: theirs.PublicKey, Endpoint: at, Refused: g.resolver.refused(p.ID)})
 	}
 	return list
 }
@@ -170,19 +169,16 @@ func (g *gateway) applyEnds(c Config, peers []fabric.GatewayPeer) (errs []error)
 		if err := g.apply(i, c, peers); err != nil {
 			errs = append(errs, err)
 		}
-		e.checker.set(checkPeers(i, c, peers))
+		e.checker.set(checkPeers(i, peers))
 	}
 	return errs
 }
 
 // checkPeers are the peers that have tunnel i, for its connection check.
-func checkPeers(i int, c Config, peers []fabric.GatewayPeer) (all []checkPeer) {
-	own := publicKey(fabric.TunnelKey(c.PrivateKey, i))
+func checkPeers(i int, peers []fabric.GatewayPeer) (all []checkPeer) {
 	for _, p := range peers {
 		if theirs, ok := theirEnd(p, i); ok {
-			second := bytes.Compare(own, theirs.PublicKey[:]) > 0 // the peer decides the other way round
-			check := checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs, key: theirs.PublicKey,
-				endpoint: p.Endpoint, port: theirs.Port, second: second}
+			check := checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs, key: theirs.PublicKey, endpoint: p.Endpoint, port: theirs.Port}
 			if i > 0 {
 				check.threshold = furtherThreshold
 			}

@@ -53,14 +53,14 @@ func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 	b := ctrl.NewControllerManagedBy(mgr).Named("answer").
 		WithOptions(controller.Options{MaxConcurrentReconciles: workers}).
 		Watches(&v1alpha1.NetworkConfig{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
-			return exchangeOf(o, o.GetLabels()[v1alpha1.LabelOriginID])
+			origin := o.GetLabels()[v1alpha1.LabelOriginID]
+			if origin == "" {
+				return nil
+			}
+			return append(r.claimantsOf(o.(*v1alpha1.NetworkConfig).Spec.BackendConfig), exchangeOf(o, origin)...)
 		})).
 		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
-			all := r.waiting.with(forRoom)
-			for _, key := range publicKeysOf(o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig) {
-				all = append(all, r.claimants.with(key)...)
-			}
-			return all
+			return append(r.claimantsOf(o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig), r.waiting.with(forRoom)...)
 		}), builder.WithPredicates(notStatusAlone)).
 		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(everyExchange(r.Peers, r.Log)))).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
@@ -74,6 +74,15 @@ func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			return all
 		})))
 	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(r)
+}
+
+// claimantsOf are the requests about those who claim one of the keys of a gateway: one may have
+// changed hands.
+func (r *AnswerReconciler) claimantsOf(config v1alpha1.BackendConfig) (all []reconcile.Request) {
+	for _, key := range publicKeysOf(config) {
+		all = append(all, r.claimants.with(key)...)
+	}
+	return all
 }
 
 // Reconcile answers the copies of one sender in one namespace.
@@ -117,7 +126,7 @@ func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 	r.claimants.add(req, publicKeysOf(nc.Spec.BackendConfig)...)
 	grant, claim, refusals, err := r.decide(ctx, peer, nc)
 	switch {
-	case errors.Is(err, errNotWanted):
+	case errors.Is(err, errNotWanted), errors.Is(err, errTooEarly):
 		return nil
 	case err != nil:
 		return err

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -190,6 +191,74 @@ func TestAKeyAmongTheTunnelsOfAnOlderPeerDoesNotPushItsOwnerOut(t *testing.T) {
 	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(4) })
 	thief.untilAccepted("None None")
 	a.until("the TunnelEndpoint has the tunnels", func() bool { return thief.endpoint().Spec.BackendConfig["tunnels"] != "" })
+}
+
+// A claim that was accepted has its key before there is a tunnel, also against a peer that is older
+// and after a restart.
+func TestAKeyIsThePeersWhoseClaimWasAcceptedFirst(t *testing.T) {
+	a := newAnswering(t)
+	thief := a.partner("thief", 2).claims("10.64.0.0/18", "10.65.0.0/20")
+	thief.untilAccepted("None None")
+	owner := a.partner("owner", 3).claims("10.66.0.0/16", "10.67.0.0/16")
+	owner.untilAccepted("None None")
+	const refused = "KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster (None None)"
+	steal := func() {
+		t.Helper()
+		edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(3) })
+		thief.untilAccepted(refused)
+		owner.untilAccepted("None None")
+	}
+	steal()
+	a.stop()
+	a.start()
+	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.77" }) // to have it judged again
+	thief.untilAccepted(refused)
+	// The owner says something new, which does not cost it the key.
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.78" })
+	a.until("the owner is answered again", func() bool {
+		nc := owner.copied()
+		return nc.Generation > 1 && accepted(nc) == "None None"
+	})
+	thief.untilAccepted(refused)
+	// It gives the key up, by another one and by leaving, and whoever asked second has it then.
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(4) })
+	thief.untilAccepted("None None")
+	edit(a, thief.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(2) })
+	thief.untilAccepted("None None")
+	edit(a, owner.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["publicKey"] = testKeyText(3) })
+	owner.untilAccepted("None None")
+	steal()
+	a.ok(testClient.Delete(a.ctx, owner.peering))
+	thief.untilAccepted("None None")
+}
+
+// A peer whose own claim is refused keeps nobody from a key, and of two that claim one at once one
+// has it.
+func TestARefusedClaimHoldsNoKey(t *testing.T) {
+	a := newAnswering(t)
+	refused := a.partner("refused", 2)
+	nc := refused.claim("10.64.0.0/18", "10.65.0.0/20")
+	nc.Spec.EndpointIP, nc.Spec.BackendConfig["publicKey"] = "10.244.1.1", testKeyText(3)
+	a.create(nc)
+	a.until("it is refused, and older than the next", func() bool {
+		nc := refused.copied()
+		return strings.HasPrefix(accepted(nc), "BadEndpoint: ") && time.Now().Unix() > nc.CreationTimestamp.Unix()
+	})
+	a.partner("owner", 3).claims("10.66.0.0/16", "10.67.0.0/16").untilAccepted("None None")
+	edit(a, refused.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = "192.0.2.2" })
+	refused.untilAccepted("KeyConflict: spec.backend_config.publicKey: is the key of another peer of the receiver; want a key for each cluster")
+
+	a.stop()
+	one, other := a.partner("one", 7), a.partner("other", 7)
+	one.claims("10.68.0.0/18", "10.69.0.0/20")
+	other.claims("10.70.0.0/18", "10.71.0.0/20")
+	a.start() // and judge both at once
+	decided := func() bool {
+		x, y := accepted(one.copied()), accepted(other.copied())
+		return x == "None None" && strings.HasPrefix(y, "KeyConflict: ") || y == "None None" && strings.HasPrefix(x, "KeyConflict: ")
+	}
+	a.until("one of them has the key", decided)
+	a.always("that stays", decided)
 }
 
 func TestTwoNetworkConfigsOfOnePeerAreAmbiguous(t *testing.T) {

@@ -2,10 +2,7 @@ package manager
 
 import (
 	"context"
-	"errors"
 	"fmt"
-	"net/http"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -16,40 +13,37 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
 // prepare does what every manager does, leader or not: indexes, caches, health.
 func prepare(ctx context.Context, mgr ctrl.Manager, foreign bool) error {
 	if err := addIndexes(ctx, mgr.GetFieldIndexer(), foreign); err != nil {
-		if noMatch := (*meta.NoKindMatchError)(nil); errors.As(err, &noMatch) {
-			return fmt.Errorf("%w: the CRDs have to be installed first, see `isthmus install`", err)
-		}
-		return fmt.Errorf("indexes: %w", err)
+		return fmt.Errorf("indexes: %w", installFirst(err))
 	}
 	for _, o := range []client.Object{
 		&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.NatMapping{}, &v1alpha1.IpamStorage{},
-		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{},
+		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{}, &isthmus.NodeNetworks{},
 	} {
 		if _, err := mgr.GetCache().GetInformer(ctx, o, cache.BlockUntilSynced(false)); err != nil {
 			return fmt.Errorf("cache of %T: %w", o, err)
 		}
 	}
-	return errors.Join(
-		mgr.AddHealthzCheck("alive", func(*http.Request) error { return nil }),
-		mgr.AddReadyzCheck("caches", func(r *http.Request) error {
-			ctx, cancel := context.WithTimeout(r.Context(), time.Second)
-			defer cancel()
-			if !mgr.GetCache().WaitForCacheSync(ctx) {
-				return errors.New("not all caches are filled yet")
-			}
-			return nil
-		}),
-	)
+	return nil
+}
+
+// installFirst says what to do about an API server that does not know our kinds, or not all.
+func installFirst(err error) error {
+	if meta.IsNoMatchError(err) {
+		return fmt.Errorf("%w: the CRDs have to be installed first, see `isthmus install`", err)
+	}
+	return err
 }
 
 // cacheOptions restrict the cache to what is read: of Secrets and Services the gateway's, of Nodes
-// the addresses, of Namespaces the names.
+// the addresses, of Namespaces the names. The reports of nodes are those in our namespace, since
+// that is where the API server sees to it that a node writes its own.
 func cacheOptions(namespace string) cache.Options {
 	only := func(c cache.Config) cache.ByObject {
 		return cache.ByObject{Namespaces: map[string]cache.Config{namespace: c}}
@@ -57,8 +51,9 @@ func cacheOptions(namespace string) cache.Options {
 	return cache.Options{
 		DefaultTransform: cache.TransformStripManagedFields(),
 		ByObject: map[client.Object]cache.ByObject{
-			&corev1.Secret{}:  only(cache.Config{FieldSelector: fields.OneTermEqualSelector("metadata.name", keySecret)}),
-			&corev1.Service{}: only(cache.Config{LabelSelector: labels.SelectorFromSet(labels.Set{v1alpha1.LabelGateway: "true"})}),
+			&corev1.Secret{}:        only(cache.Config{FieldSelector: fields.OneTermEqualSelector("metadata.name", keySecret)}),
+			&corev1.Service{}:       only(cache.Config{LabelSelector: labels.SelectorFromSet(labels.Set{v1alpha1.LabelGateway: "true"})}),
+			&isthmus.NodeNetworks{}: only(cache.Config{}),
 			&corev1.Node{}: {Transform: func(o any) (any, error) {
 				if node, ok := o.(*corev1.Node); ok {
 					node.ObjectMeta = metav1.ObjectMeta{Name: node.Name, UID: node.UID, ResourceVersion: node.ResourceVersion}

@@ -13,6 +13,7 @@ import (
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -114,7 +115,20 @@ func TestAnEventSaysThatConsentIsNeeded(t *testing.T) {
 		for len(w.events.Events) > 0 {
 			told += <-w.events.Events + "\n"
 		}
-		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: the NetworkConfig of the peer is refused: spec.podCIDR: is 192.168.32.0/22 now")
+		return strings.Contains(told, "Warning ConsentNeeded PeerConfigAccepted: "+p.cluster.ClusterName+" ("+p.cluster.ClusterID+") asks by NetworkConfig ") &&
+			strings.Contains(told, "to agree: isthmus peer "+p.peering.Name+" --consent 10.244.64.0/18,10.60.0.0/18")
+	})
+	// Another claim is another question.
+	theirs := p.theirs()
+	w.ok(w.api().Get(w.ctx, client.ObjectKeyFromObject(theirs), theirs))
+	theirs.Spec.PodCIDR = "192.168.32.0/22"
+	w.ok(w.api().Update(w.ctx, theirs))
+	told = ""
+	w.until("an Event says so again", func() bool {
+		for len(w.events.Events) > 0 {
+			told += <-w.events.Events + "\n"
+		}
+		return strings.Contains(told, "--consent 192.168.32.0/22,10.60.0.0/18")
 	})
 }
 

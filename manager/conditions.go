@@ -14,6 +14,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
 // A verdict is a condition without its type and time.
@@ -35,6 +36,7 @@ var unknown = verdict{metav1.ConditionUnknown, isthmus.ReasonUnknown, "not looke
 // peeringState is everything that the status of a Peering is made from.
 type peeringState struct {
 	peering  *isthmus.Peering
+	self     v1alpha1.ClusterIdentity
 	conflict string   // why nobody is joined because of it, or ""
 	lacking  []string // what keeps us from publishing
 	overlaps []string // of the peer's networks, as used here, with something of ours that came later
@@ -47,6 +49,10 @@ type peeringState struct {
 	endpoint            *v1alpha1.TunnelEndpoint // nil when there is none
 	silent              string                   // since when no gateway is at work; empty while one is
 	waiting             string                   // what a Peering that is being deleted waits for
+
+	granted  ipam.Grant       // what the books have for the peer; zero: nothing
+	standing [2]ipam.Standing // what its claim has here, or would have with consent; zero: it is refused
+	keyOwner string           // which other peer has a key that it lists, where that is why it is refused
 }
 
 // steps are the conditions in the order in which they become true, without Ready.
@@ -66,7 +72,7 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 	for _, step := range append([]string{isthmus.ConditionReady}, steps...) {
 		v := verdicts[step]
 		meta.SetStatusCondition(&status.Conditions, metav1.Condition{
-			Type: step, Status: v.status, Reason: v.reason, Message: v.message, ObservedGeneration: s.peering.Generation,
+			Type: step, Status: v.status, Reason: v.reason, Message: fit(v.message, maxMessage), ObservedGeneration: s.peering.Generation,
 		})
 	}
 	if s.conflict != "" {
@@ -76,7 +82,7 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 		status.Local = networksOf(s.original)
 	}
 	if len(s.copies) == 1 {
-		status.Remote = networksOf(&s.copies[0])
+		status.Remote = remoteNetworks(s)
 		status.Endpoint = endpointText(s.copies[0].Spec.EndpointIP, s.copies[0].Spec.BackendConfig)
 	}
 	if s.endpoint != nil {
@@ -86,6 +92,19 @@ func statusFor(s peeringState) isthmus.PeeringStatus {
 		}
 	}
 	return status
+}
+
+// remoteNetworks are those of the peer as it was answered; while it is not, those that are in force.
+func remoteNetworks(s peeringState) isthmus.Networks {
+	n := networksOf(&s.copies[0])
+	if te := s.endpoint; te != nil && n.PodCIDRSeen == "" {
+		return isthmus.Networks{
+			PodCIDR: te.Spec.RemotePodCIDR, PodCIDRSeen: seen(te.Spec.RemotePodCIDR, te.Spec.RemoteNATPodCIDR),
+			ExternalCIDR: te.Spec.RemoteExternalCIDR, ExternalCIDRSeen: seen(te.Spec.RemoteExternalCIDR, te.Spec.RemoteNATExternalCIDR),
+		}
+	}
+	n.PodCIDRWhy, n.ExternalCIDRWhy = s.why(0, n.PodCIDRSeen), s.why(1, n.ExternalCIDRSeen)
+	return n
 }
 
 // verdictsFor decides the conditions, by their types.
@@ -121,11 +140,12 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 		case v.reason == isthmus.ReasonGatewaySilent:
 			return v
 		default:
-			return no(isthmus.ReasonNotReady, "%s: %s", step, v.message)
+			return no(v.reason, "%s: %s", step, v.message)
 		}
 	}
 	if len(s.overlaps) > 0 {
-		return no(isthmus.ReasonOverlap, "%s; un-peer and peer again for other networks", strings.Join(s.overlaps, "; "))
+		return no(isthmus.ReasonOverlap, "%s", s.refused(s.who()+" has networks that somebody here claims by now: ", strings.Join(s.overlaps, "; "),
+			"correct what overlaps, or give the peer other networks: isthmus unpeer "+s.peering.Name+", and isthmus peer"))
 	}
 	return yes(isthmus.ReasonConnected, "traffic can flow")
 }
@@ -150,12 +170,13 @@ func answeredVerdict(s peeringState) verdict {
 	case original == nil:
 		return no(isthmus.ReasonWaitingAnswer, "our NetworkConfig is not written yet")
 	case s.unreadable.status == metav1.ConditionFalse:
-		return s.unreadable
+		return no(s.unreadable.reason, "%s", s.refusedThere("answers", s.unreadable.message, "its manager has to answer with networks like ours"))
 	}
 	accepted := meta.FindStatusCondition(original.Status.Conditions, v1alpha1.ConditionAccepted)
 	switch n := networksOf(original); {
 	case accepted != nil && accepted.Status == metav1.ConditionFalse:
-		return no(cmp.Or(accepted.Reason, v1alpha1.ReasonInvalid), "the peer refuses our NetworkConfig: %s", plain(accepted.Message))
+		reason := known(accepted.Reason)
+		return no(reason, "%s", s.refusedThere("refuses", accepted.Message, s.remedyThere(reason)))
 	case !original.Status.Processed:
 		return no(isthmus.ReasonWaitingAnswer, "the peer has not answered our NetworkConfig yet")
 	default:
@@ -166,24 +187,28 @@ func answeredVerdict(s peeringState) verdict {
 func peerConfigVerdict(s peeringState) verdict {
 	switch {
 	case len(s.copies) > 1:
-		return no(isthmus.ReasonAmbiguous, "there is more than one NetworkConfig of the peer in namespace %s; one has to go", s.peering.Spec.TenantNamespace.Local)
+		return no(isthmus.ReasonAmbiguous, "%s", s.refused(s.who(), " has more than one NetworkConfig in namespace "+s.peering.Spec.TenantNamespace.Local,
+			s.remedyHere(&s.copies[0], v1alpha1.ReasonAmbiguous)))
 	case len(s.copies) == 1 && s.copies[0].DeletionTimestamp.IsZero():
-		return acceptedVerdict(&s.copies[0])
+		return acceptedVerdict(s)
 	case len(s.copies) == 1 || hadPeerConfig(s.peering):
-		return no(isthmus.ReasonPeerWithdrew, "the peer has deleted its NetworkConfig here: it does not want to be joined any more")
+		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it does not want to be joined any more; isthmus unpeer %s, or isthmus peer for both clusters",
+			s.who(), s.peering.Spec.TenantNamespace.Local, s.peering.Name)
 	}
 	return no(isthmus.ReasonWaitingPeer, "the peer has not published its NetworkConfig in namespace %s yet", s.peering.Spec.TenantNamespace.Local)
 }
 
-func acceptedVerdict(nc *v1alpha1.NetworkConfig) verdict {
+func acceptedVerdict(s peeringState) verdict {
+	nc := &s.copies[0]
 	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
-	switch n := networksOf(nc); {
+	switch {
 	case accepted == nil:
 		return no(isthmus.ReasonWaitingAnswer, "the NetworkConfig of the peer is here and not answered yet")
 	case accepted.Status != metav1.ConditionTrue || !nc.Status.Processed:
-		return no(cmp.Or(accepted.Reason, v1alpha1.ReasonInvalid), "the NetworkConfig of the peer is refused: %s", plain(accepted.Message))
+		reason := known(accepted.Reason) // in Liqo's RBAC the peer may have written it
+		return no(reason, "%s", s.refusedPeer(nc, reason, accepted.Message))
 	default:
-		return yes(isthmus.ReasonAnswered, fmt.Sprintf("the peer's pods %s are %s here", n.PodCIDR, n.PodCIDRSeen))
+		return yes(isthmus.ReasonAnswered, s.standingText())
 	}
 }
 
@@ -211,7 +236,8 @@ func tunnelEndpointVerdict(s peeringState) verdict {
 	want, problems := fabric.TunnelEndpointFor(s.original, &s.copies[0], s.peering.Spec.Cluster)
 	switch {
 	case len(problems) > 0:
-		return no(isthmus.ReasonInvalid, "%s", problems[0].Error())
+		return no(isthmus.ReasonInvalid, "%s", s.refused("what "+s.who()+" and we say does not go together: ", problems[0].Error(),
+			fmt.Sprintf("set spec.overrides of the Peerings, or isthmus unpeer %s", s.peering.Name)))
 	case s.endpoint == nil:
 		return no(isthmus.ReasonWaiting, "the TunnelEndpoint is not written yet")
 	case !s.endpoint.DeletionTimestamp.IsZero():
@@ -230,14 +256,18 @@ func connectedVerdict(s peeringState) verdict {
 	if s.silent != "" { // whatever the TunnelEndpoint says, it is from before
 		return verdict{metav1.ConditionUnknown, isthmus.ReasonGatewaySilent, s.silent}
 	}
-	switch c := te.Status.Connection; c.Status {
-	case v1alpha1.Connected:
+	at := endpointText(te.Spec.EndpointIP, te.Spec.BackendConfig)
+	accepted := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionAccepted)
+	switch c := te.Status.Connection; {
+	case accepted != nil && accepted.Status == metav1.ConditionFalse:
+		return no(isthmus.ReasonInvalid, "%s", sentence(fmt.Sprintf("the gateway refuses TunnelEndpoint %s/%s of %s: ", te.Namespace, te.Name, s.who()),
+			accepted.Message, "it carries nothing for this peer; isthmus unpeer "+s.peering.Name+", or un-peer whoever has the same"))
+	case c.Status == v1alpha1.Connected:
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer")
-	case v1alpha1.Connecting:
-		return no(isthmus.ReasonConnecting, "the gateway waits for the peer at %s", endpointText(te.Spec.EndpointIP, te.Spec.BackendConfig))
-	case v1alpha1.ConnectionError:
-		return no(isthmus.ReasonLost, "the gateway does not hear the peer at %s: %s",
-			endpointText(te.Spec.EndpointIP, te.Spec.BackendConfig), plain(c.StatusMessage))
+	case c.Status == v1alpha1.Connecting:
+		return no(isthmus.ReasonConnecting, "the gateway waits for the peer at %s", at)
+	case c.Status == v1alpha1.ConnectionError:
+		return no(isthmus.ReasonLost, "the gateway does not hear %s at %s: %s", s.who(), at, plain(c.StatusMessage))
 	}
 	return no(isthmus.ReasonNoGateway, "no gateway has taken up the TunnelEndpoint yet")
 }

@@ -6,6 +6,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
 // Facts are what this cluster knows about itself. A zero field is not known yet; Missing and
@@ -15,14 +16,21 @@ type Facts struct {
 	PodCIDR      netip.Prefix
 	ServiceCIDR  netip.Prefix
 	ExternalCIDR netip.Prefix
-	Nodes        []netip.Addr // addresses of the nodes, sorted
-	APIServers   []netip.Addr // addresses behind the Service of the API server, sorted
-	Endpoint     string       // where peers reach our gateway: IP address or DNS name
-	Port         uint16       // UDP
-	PublicKey    [32]byte     // WireGuard
+	Nodes        []netip.Addr   // addresses of the nodes, sorted
+	APIServers   []netip.Addr   // addresses behind the Service of the API server, sorted
+	Reached      []ipam.Reached // what nodes reach without us, as they report it
+	Endpoint     string         // where peers reach our gateway: IP address or DNS name
+	Port         uint16         // UDP
+	PublicKey    [32]byte       // WireGuard
 	// Tunnels are those of the gateway besides the first, which Port and PublicKey are: as many as
 	// it has keys for and its Service has ports for.
 	Tunnels []fabric.TunnelEnd
+
+	// Awaiting is true while nodes have not reported what they reach, for the first seconds of a
+	// manager: nobody who has no networks here yet gets any.
+	Awaiting bool
+	// Ignored are reports that are not believed, or not all of them.
+	Ignored []fabric.Problem
 
 	// Missing has a sentence for each thing without which no NetworkConfig can be published, such
 	// as `Secret isthmus-system/wireguard-pubkey: not there yet; the gateway makes it`.

@@ -15,6 +15,8 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/events"
+	"k8s.io/client-go/util/workqueue"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
@@ -22,6 +24,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
@@ -35,7 +38,21 @@ const (
 	// apiServerInterval is how long the addresses of API servers are believed, of which nobody
 	// tells us.
 	apiServerInterval = time.Minute
+	// reportPatience is how long a manager that begins waits for the reports of all nodes before it
+	// gives networks to peers that have none yet. Agents that start with it report within a second
+	// or two; nodes without an agent, such as virtual ones, never do.
+	reportPatience = 10 * time.Second
 )
+
+// reportGap is how long the reports of nodes are gathered before they are read together: thousands
+// come when the agents start, and a node may change its own as often as it likes.
+const reportGap = 500 * time.Millisecond
+
+// A requestQueue is where watches put what is to be reconciled.
+type requestQueue = workqueue.TypedRateLimitingInterface[reconcile.Request]
+
+// reasonIgnored is that of the Event about a report that is not believed.
+const reasonIgnored = "Ignored"
 
 // An AddressPlan is what a person said about the networks of this cluster. The zero prefix means:
 // find out.
@@ -54,7 +71,7 @@ type bookkeeper interface {
 // changes, gives the IPAM the networks among them, and tells subscribers. Its methods may be called
 // concurrently.
 type FactsKeeper struct {
-	Cache     client.Reader // Services, Secrets and Nodes
+	Cache     client.Reader // Services, Secrets, Nodes and NodeNetworks
 	Direct    client.Reader // the API server itself, for what is read once
 	Store     bookkeeper
 	Cluster   v1alpha1.ClusterIdentity
@@ -62,8 +79,10 @@ type FactsKeeper struct {
 	Plan      AddressPlan
 	// BooksChanged gets the events of the Store.
 	BooksChanged <-chan event.GenericEvent
+	Events       events.EventRecorder
 	Log          *slog.Logger
 
+	began       time.Time // when it gathered first
 	mu          sync.Mutex
 	facts       Facts
 	known       bool
@@ -103,6 +122,11 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&corev1.Service{}, something).
 		Watches(&corev1.Secret{}, something).
 		Watches(&corev1.Node{}, something).
+		Watches(&isthmus.NodeNetworks{}, handler.Funcs{
+			CreateFunc: func(_ context.Context, _ event.CreateEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
+			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
+			DeleteFunc: func(_ context.Context, _ event.DeleteEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
+		}).
 		WatchesRawSource(source.Channel(k.BooksChanged, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, peer client.Object) []reconcile.Request {
 			if peer.GetName() != "" {
 				return nil // a peer's entry and not ours
@@ -131,9 +155,10 @@ func (k *FactsKeeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Resul
 			k.Log.Warn("our own side is not complete", "missing", missing)
 		}
 	}
+	k.tellIgnored(facts.Ignored)
 	k.facts, k.known = facts, true
 	k.Log.Info("facts of this cluster", "podCIDR", facts.PodCIDR, "serviceCIDR", facts.ServiceCIDR, "externalCIDR", facts.ExternalCIDR,
-		"endpoint", facts.Endpoint, "port", facts.Port, "tunnels", 1+len(facts.Tunnels), "nodes", len(facts.Nodes))
+		"endpoint", facts.Endpoint, "port", facts.Port, "tunnels", 1+len(facts.Tunnels), "nodes", len(facts.Nodes), "reached", len(facts.Reached))
 	for _, c := range k.subscribers {
 		select {
 		case c <- event.GenericEvent{}:
@@ -143,8 +168,24 @@ func (k *FactsKeeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Resul
 	return k.again(), nil
 }
 
+// tellIgnored makes an Event of each report that is not believed, on the object, so that people see
+// which node it is. Events that differ in nothing but their words become one that is counted.
+func (k *FactsKeeper) tellIgnored(now []fabric.Problem) {
+	for _, p := range now {
+		if slices.Contains(k.facts.Ignored, p) {
+			continue
+		}
+		k.Log.Warn("a node's report is not believed", "problem", p.Error())
+		about := &corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: p.Origin.Kind, Namespace: p.Origin.Namespace, Name: p.Origin.Name}
+		k.Events.Eventf(about, nil, corev1.EventTypeWarning, reasonIgnored, "ReadReport", "%s: %s", p.Field, p.Message)
+	}
+}
+
 // again says when to look again for what nobody tells us about.
 func (k *FactsKeeper) again() ctrl.Result {
+	if k.facts.Awaiting {
+		return ctrl.Result{RequeueAfter: time.Second}
+	}
 	if k.facts.PodCIDR.IsValid() && k.facts.ServiceCIDR.IsValid() {
 		return ctrl.Result{RequeueAfter: apiServerInterval}
 	}
@@ -165,7 +206,10 @@ func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
 		return f, fmt.Errorf("nodes: %w", err)
 	}
 	f.Nodes = nodeAddresses(nodes.Items)
-	var err error
+	err := k.reports(ctx, &f, nodes.Items)
+	if err != nil {
+		return f, err
+	}
 	if f.APIServers, err = k.apiServers(ctx); err != nil {
 		return f, err
 	}
@@ -202,7 +246,7 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 	n := k.Plan
 	config := ipam.Config{
 		PodCIDR: f.PodCIDR, ServiceCIDR: f.ServiceCIDR, ExternalCIDR: n.ExternalCIDR,
-		Pools: n.Pools, Reserved: n.Reserved, Nodes: slices.Concat(f.Nodes, f.APIServers),
+		Pools: n.Pools, Reserved: n.Reserved, Nodes: slices.Concat(f.Nodes, f.APIServers), Reached: f.Reached,
 	}
 	var conflicts []ipam.Conflict
 	book, err := k.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
@@ -221,6 +265,33 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 	if f.ExternalCIDR = book.Own().ExternalCIDR; !f.ExternalCIDR.IsValid() {
 		f.Missing = append(f.Missing, fmt.Sprintf("ExternalCIDR: the pools have no free network of the length of the PodCIDR, /%d; set --pools or --external-cidr", f.PodCIDR.Bits()))
 	}
+	return nil
+}
+
+// reports reads what the nodes say that they reach.
+func (k *FactsKeeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) error {
+	if k.began.IsZero() {
+		k.began = time.Now()
+	}
+	var reports isthmus.NodeNetworksList
+	if err := k.Cache.List(ctx, &reports, client.InNamespace(k.Namespace), client.UnsafeDisableDeepCopy); err != nil {
+		return fmt.Errorf("reports of nodes: %w", err)
+	}
+	reported := make(map[string]bool, len(reports.Items))
+	for i := range reports.Items {
+		r := &reports.Items[i]
+		n, problems := fabric.NodeNetworksFrom(r)
+		for _, p := range n.Networks {
+			f.Reached = append(f.Reached, ipam.Reached{Prefix: p, Node: r.Name})
+		}
+		for _, a := range n.Resolvers {
+			f.Reached = append(f.Reached, ipam.Reached{Prefix: netip.PrefixFrom(a, a.BitLen()), Node: r.Name, Resolver: true})
+		}
+		f.Ignored = append(f.Ignored, problems...)
+		reported[r.Name] = true
+	}
+	f.Reached, f.Ignored = ipam.MergeReached(f.Reached), fabric.SortProblems(f.Ignored)
+	f.Awaiting = time.Since(k.began) < reportPatience && slices.ContainsFunc(nodes, func(n corev1.Node) bool { return !reported[n.Name] })
 	return nil
 }
 

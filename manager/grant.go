@@ -17,6 +17,10 @@ import (
 // errNotWanted ends a change of the books for a peer that has left meanwhile.
 var errNotWanted = errors.New("the peering is being taken down")
 
+// errTooEarly says that a peer without networks has to wait for the reports of the nodes; see
+// Facts.Awaiting, whose change brings it back.
+var errTooEarly = errors.New("not all nodes have said what they reach")
+
 // decide finds out whether the claim of a peer is taken, and which networks it gets.
 func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
 	var grant ipam.Grant
@@ -26,6 +30,11 @@ func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.N
 		return grant, claim, refusals, err
 	}
 	id := peer.Cluster.ClusterID
+	if facts, err := r.Facts.Facts(ctx); err != nil {
+		return grant, claim, nil, err
+	} else if _, has := r.Store.Book().GrantOf(id); facts.Awaiting && !has {
+		return grant, claim, nil, errTooEarly
+	}
 	asked, wrong := requestFrom(peer, claim)
 	if wrong != nil {
 		return grant, claim, []fabric.Refusal{{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong}}, nil //nolint:nilerr // err is nil here

@@ -47,7 +47,7 @@ func addIndexes(ctx context.Context, indexer client.FieldIndexer, foreignCluster
 const (
 	indexOrigin    = "originID"  // copies, by the cluster ID of the sender
 	indexReceiver  = "remoteID"  // originals, by the cluster ID of the receiver
-	indexPublicKey = "publicKey" // TunnelEndpoints, by each key of the peer's gateway
+	indexPublicKey = "publicKey" // TunnelEndpoints and copies, by each key of the peer's gateway
 	// indexGatewayIn has TunnelEndpoints by every network that their gateway's address is inside,
 	// so that those in one network are a single look-up.
 	indexGatewayIn = "gatewayIn"
@@ -68,6 +68,12 @@ func addExchangeIndexes(indexer client.FieldIndexer) error {
 		}),
 		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexPublicKey, func(o client.Object) []string {
 			return publicKeysOf(o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig)
+		}),
+		indexer.IndexField(ctx, &v1alpha1.NetworkConfig{}, indexPublicKey, func(o client.Object) []string {
+			if valueOf(o, v1alpha1.LabelOriginID) == nil {
+				return nil
+			}
+			return publicKeysOf(o.(*v1alpha1.NetworkConfig).Spec.BackendConfig)
 		}),
 		indexer.IndexField(ctx, &v1alpha1.TunnelEndpoint{}, indexGatewayIn, func(o client.Object) []string {
 			return networksAround(o.(*v1alpha1.TunnelEndpoint).Spec.EndpointIP)

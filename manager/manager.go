@@ -28,6 +28,7 @@ import (
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
@@ -69,10 +70,9 @@ type Options struct {
 	// The registry of metrics is that of the process: of several managers in one process only one
 	// can have a MetricsAddress.
 	MetricsAddress, HealthAddress string
-	// ProfileAddress is where net/http/pprof listens. It tells everything to whoever asks, so it
-	// should be a loopback address.
-	ProfileAddress string
-	Log            *slog.Logger
+	// MetricsSecure guards what is at MetricsAddress; nil: anybody may read.
+	MetricsSecure *httpserve.Secure
+	Log           *slog.Logger
 }
 
 // errAgain ends a run whose cluster has got another set of kinds since.
@@ -174,13 +174,11 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		LeaderElectionResourceLockInterface: lock,
 		RenewDeadline:                       ptr.To(renewDeadline),
 		GracefulShutdownTimeout:             ptr.To(10 * time.Second),
-		Metrics:                             metricsserver.Options{BindAddress: orNone(o.MetricsAddress)},
-		HealthProbeBindAddress:              orNone(o.HealthAddress),
-		PprofBindAddress:                    orNone(o.ProfileAddress),
+		Metrics:                             metricsserver.Options{BindAddress: "0"},             // none: listen has bounds
 		Controller:                          config.Controller{SkipNameValidation: ptr.To(true)}, // errAgain makes them anew
 	})
 	if err != nil {
-		return err
+		return installFirst(err)
 	}
 	if err := prepare(ctx, mgr, foreign); err != nil {
 		return err
@@ -192,8 +190,9 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		config: cfg,
 	}
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
+	l.expiry = newExpiry(mgr.GetAPIReader(), l.store, o.Log)
 	if o.MetricsAddress != "" {
-		collector := &collector{peers: mgr.GetCache(), store: l.store}
+		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired}
 		if err := metrics.Registry.Register(collector); err != nil {
 			return fmt.Errorf("metrics: %w", err)
 		}
@@ -208,6 +207,11 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	); err != nil {
 		return err
 	}
+	servers, err := listen(o, mgr)
+	if err != nil {
+		return err
+	}
+	defer servers.Close()
 	if err := mgr.Start(ctx); err != nil {
 		return err
 	}
@@ -224,6 +228,7 @@ type leader struct {
 	client client.Client
 	peers  Peers
 	store  *ipamstore.Store
+	expiry *expiry
 	config *rest.Config
 }
 
@@ -232,7 +237,8 @@ type leader struct {
 func (l *leader) lead(ctx context.Context) error {
 	own := &FactsKeeper{
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
-		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, BooksChanged: l.store.Subscribe(), Log: l.Log,
+		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, BooksChanged: l.store.Subscribe(),
+		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 	}
 	if !untilDone(ctx, l.Log, func() error {
 		if err := l.store.Load(ctx); err != nil {
@@ -251,11 +257,16 @@ func (l *leader) lead(ctx context.Context) error {
 		return err
 	}
 	if l.IPAM.Address != "" {
+		service := l.IPAM
+		service.What = l.expiry.what
 		if err := l.mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
-			return ipamrpc.Serve(ctx, l.IPAM, l.store, l.Log)
+			return ipamrpc.Serve(ctx, service, l.store, l.Log)
 		})); err != nil {
 			return err
 		}
+	}
+	if err := l.mgr.Add(runtimemanager.RunnableFunc(l.expiry.run)); err != nil {
+		return err
 	}
 	for _, r := range []interface{ SetupWithManager(ctrl.Manager) error }{
 		own,
@@ -350,11 +361,4 @@ func watchKinds(ctx context.Context, kinds *discovery.DiscoveryClient, had bool,
 			}
 		}
 	}
-}
-
-func orNone(address string) string {
-	if address == "" {
-		return "0" // controller-runtime's word for it
-	}
-	return address
 }

@@ -219,6 +219,12 @@ func TestTwoManagersNegotiateAndPart(t *testing.T) {
 		s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
 	}
 	as, bs := a.peer.status(), b.peer.status()
+	for _, n := range []*isthmus.Networks{&as.Remote, &bs.Remote} {
+		if n.PodCIDRWhy == "" || n.ExternalCIDRWhy == "" {
+			t.Errorf("nobody says why: %+v", n)
+		}
+		n.PodCIDRWhy, n.ExternalCIDRWhy = "", "" // our reasons are ours
+	}
 	if as.Local != bs.Remote || as.Remote != bs.Local {
 		t.Errorf("the two sides do not mirror each other:\n%+v\n%+v", as, bs)
 	}

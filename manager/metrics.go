@@ -2,6 +2,7 @@ package manager
 
 import (
 	"context"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -17,19 +18,23 @@ var (
 		"1 if the Peering is Ready, else 0; reason is that of the condition.", []string{"peering", "peer", "reason"}, nil)
 	descAddresses = prometheus.NewDesc("isthmus_ipam_addresses",
 		"Addresses of a pool from which networks are given to peers, used and free; what is ours counts as used.", []string{"pool", "state"}, nil)
+	descExpired = prometheus.NewDesc("isthmus_ipam_mappings_expired_total",
+		"Mappings that ended because the Pod, node, Service or peer behind them was gone.", nil, nil)
 )
 
 // collector reads the manager's own series from where they are when somebody asks, so that those of
 // a peer vanish with it.
 type collector struct {
-	peers client.Reader
-	store interface{ Book() ipam.Book }
+	peers   client.Reader
+	store   interface{ Book() ipam.Book }
+	expired *atomic.Uint64
 }
 
 // Describe says which series there may be.
 func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	out <- descPeering
 	out <- descAddresses
+	out <- descExpired
 }
 
 // Collect sends the series.
@@ -50,6 +55,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		}
 		out <- prometheus.MustNewConstMetric(descPeering, prometheus.GaugeValue, ready, p.Name, p.Spec.Cluster.ClusterID, reason)
 	}
+	out <- prometheus.MustNewConstMetric(descExpired, prometheus.CounterValue, float64(c.expired.Load()))
 	for _, u := range c.store.Book().Usage() {
 		out <- prometheus.MustNewConstMetric(descAddresses, prometheus.GaugeValue, u.Used, u.Pool.String(), "used")
 		out <- prometheus.MustNewConstMetric(descAddresses, prometheus.GaugeValue, u.Free, u.Pool.String(), "free")

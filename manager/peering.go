@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"time"
 
@@ -154,9 +155,14 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 	if err != nil {
 		return s, err
 	}
+	s.self = facts.Cluster
 	_, s.lacking = networkConfigFor(facts, peer)
 	for _, c := range r.Store.Book().ConflictsOf(peer.Cluster.ClusterID) {
-		s.overlaps = append(s.overlaps, c.String())
+		text, err := overlapText(ctx, r.Client, c)
+		if err != nil {
+			return s, err
+		}
+		s.overlaps = append(s.overlaps, text)
 	}
 	if problem, err := namespaceProblem(ctx, r.Client, peer.LocalNamespace); err != nil {
 		return s, err
@@ -184,12 +190,15 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 		return s, fmt.Errorf("NetworkConfigs in %s: %w", peer.LocalNamespace, err)
 	}
 	s.copies = copies.Items
+	if err := r.weigh(ctx, &s, peer); err != nil {
+		return s, err
+	}
 	state, looked := r.Replicator.State(peer.Cluster.ClusterID)
 	if !looked { // what the manager before us saw holds until we have looked: a restart is no news
 		s.identity, s.published = told(peering, isthmus.ConditionIdentity), told(peering, isthmus.ConditionPublished)
 		return s, nil
 	}
-	s.identity, s.published = verdictOf(state.Identity, unknown), verdictOf(state.Published, unknown)
+	s.identity, s.published = s.aboutPeer(verdictOf(state.Identity, unknown)), s.aboutPeer(verdictOf(state.Published, unknown))
 	s.unreadable = verdictOf(state.Answered, verdict{})
 	return s, nil
 }
@@ -197,7 +206,7 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 // told returns what the status says already.
 func told(peering *isthmus.Peering, condition string) verdict {
 	c := meta.FindStatusCondition(peering.Status.Conditions, condition)
-	if c == nil {
+	if c == nil || c.Reason == isthmus.ReasonConflict { // there was one, and what it hid was not looked at
 		return unknown
 	}
 	return verdict{c.Status, c.Reason, c.Message}
@@ -268,6 +277,7 @@ func (r *PeeringReconciler) force(ctx context.Context, s *peeringState) error {
 	}
 	left := fmt.Sprintf("%s: NetworkConfig %s/%s may stay at the peer, cluster %s (%s)",
 		why, s.peering.Spec.TenantNamespace.Remote, nc.Name, s.peering.Spec.Cluster.ClusterID, s.peerSays())
+	left = fit(left, 1024) // an Event takes no more
 	r.Log.Warn(left, "peering", s.peering.Name)
 	r.Events.Eventf(s.peering, nil, corev1.EventTypeWarning, reasonLeftBehind, "ForceUnpeer", "%s", left)
 	return nil
@@ -318,8 +328,8 @@ func (r *PeeringReconciler) write(ctx context.Context, s peeringState) error {
 	return nil
 }
 
-// announce makes Events of what a person may want to hear of: Ready changes, or something that was
-// fine is not any more.
+// announce makes Events of what a person may want to hear of: Ready changes, something that was
+// fine is not any more, or the peer claims what somebody has to agree to.
 //
 // A peer can change its NetworkConfig as often as it likes. So that this does not fill our API
 // server, Events that differ in nothing but their words become one that is counted: they refer to
@@ -331,10 +341,7 @@ func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
 		old := meta.FindStatusCondition(before.Status.Conditions, c.Type)
 		wasTrue, isTrue := old != nil && old.Status == metav1.ConditionTrue, c.Status == metav1.ConditionTrue
 		ready := c.Type == isthmus.ConditionReady
-		reason := c.Reason
-		if c.Type == isthmus.ConditionAnswered {
-			reason = "NotAnswered"
-		}
+		reason := eventReason(c)
 		switch {
 		case !after.DeletionTimestamp.IsZero():
 			if ready && (old == nil || old.Reason != c.Reason) { // all else is meant to end
@@ -344,11 +351,26 @@ func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
 		case ready && isTrue && !wasTrue:
 			r.Log.Info("peering ready", "peering", after.Name, "message", c.Message)
 			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s", c.Message)
-		case !isTrue && wasTrue, ready && old != nil && !isTrue && old.Reason != c.Reason:
+		case !isTrue && wasTrue, ready && old != nil && !isTrue && eventReason(old) != reason,
+			c.Type == isthmus.ConditionPeerConfig && c.Reason == v1alpha1.ReasonConsent && old != nil && old.Message != c.Message:
 			r.Log.Warn("peering not ready", "peering", after.Name, "condition", c.Type, "reason", c.Reason, "message", c.Message)
 			r.Events.Eventf(about, nil, corev1.EventTypeWarning, reason, c.Type, "%s: %s", c.Type, c.Message)
 		}
 	}
+}
+
+// eventReason is the reason of the Event about a condition that is not true. Ready has that of
+// another condition as its own, which has an Event of its own.
+func eventReason(c *metav1.Condition) string {
+	switch c.Type {
+	case isthmus.ConditionAnswered:
+		return "NotAnswered"
+	case isthmus.ConditionReady:
+		if !slices.Contains([]string{isthmus.ReasonConnected, isthmus.ReasonUnpeering, isthmus.ReasonConflict, isthmus.ReasonOverlap, isthmus.ReasonLocalSetup, isthmus.ReasonGatewaySilent}, c.Reason) {
+			return "NotReady"
+		}
+	}
+	return c.Reason
 }
 
 // verdictOf reads what the replicator says, or returns silent when it says nothing.

@@ -53,13 +53,13 @@ func TestPeeringTellsItsStoryStepByStep(t *testing.T) {
 	w.until("the namespace is not missed any more", func() bool { return !strings.Contains(p.message(isthmus.ConditionReady), p.ns) })
 	w.gateway("192.0.2.1")
 	p.untilPublished()
-	p.untilIs(isthmus.ConditionReady, isthmus.ReasonNotReady)
+	w.until("Ready has another reason", func() bool { return !p.is(isthmus.ConditionReady, isthmus.ReasonLocalSetup) })
 	w.until("the replicator knows the peer", func() bool { return w.stub.has(p.cluster.ClusterID) })
 
 	w.stub.say(p.cluster.ClusterID, replication.State{Identity: replication.Condition{
 		Status: metav1.ConditionFalse, Reason: isthmus.ReasonSecretMissing, Message: "Secret " + p.ns + "/isthmus-identity: not there"}})
 	p.untilIs(isthmus.ConditionIdentity, isthmus.ReasonSecretMissing)
-	if m := p.message(isthmus.ConditionReady); !strings.Contains(m, "IdentityReady: Secret "+p.ns) {
+	if m := p.message(isthmus.ConditionReady); !strings.Contains(m, "IdentityReady: "+p.cluster.ClusterName+" ("+p.cluster.ClusterID+"): Secret "+p.ns) {
 		t.Errorf("Ready says %q", m)
 	}
 	p.join()
@@ -73,7 +73,7 @@ func TestPeeringTellsItsStoryStepByStep(t *testing.T) {
 	te.Status.Connection.StatusMessage = "No network connectivity towards remote cluster"
 	w.ok(w.api().Status().Update(w.ctx, te))
 	p.untilIs(isthmus.ConditionConnected, isthmus.ReasonLost)
-	p.untilIs(isthmus.ConditionReady, isthmus.ReasonNotReady)
+	p.untilIs(isthmus.ConditionReady, isthmus.ReasonLost)
 
 	var told []string
 	w.until("both are told", func() bool { // after they are in the status
@@ -211,7 +211,7 @@ func TestOfTwoPeeringsForOneClusterTheOlderOneCounts(t *testing.T) {
 	p.delete()
 	w.until("the winner is gone", p.gone)
 	rival.untilPublished()
-	rival.untilIs(isthmus.ConditionReady, isthmus.ReasonNotReady)
+	rival.untilIs(isthmus.ConditionReady, isthmus.ReasonUnknown) // its replicator says nothing here
 }
 
 func TestAReplicatorThatHasNotLookedYetIsNoNews(t *testing.T) {

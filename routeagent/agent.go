@@ -17,11 +17,13 @@ import (
 	"log/slog"
 	"net/netip"
 	"os"
+	"reflect"
 	"slices"
 	"sync"
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
@@ -50,6 +52,12 @@ type Options struct {
 	MetricsAddress string // TCP host:port of /metrics, /healthz and /readyz; empty: none
 	StatusAddress  string // TCP host:port of /status; empty: none
 	StateDirectory string // of the snapshot; empty: none is kept
+	// Tell writes down for the manager what the node reaches without us; nil: nobody is told. It is
+	// not called twice at a time.
+	Tell      func(context.Context, fabric.NodeNetworks) error
+	Resolvers string // path of the node's resolv.conf(5)
+	// MetricsSecure guards /metrics, and all of MetricsAddress is TLS then; nil: anybody may read.
+	MetricsSecure *httpserve.Secure
 }
 
 // Run makes the network namespace of the process what the source says, until ctx ends, and returns
@@ -63,7 +71,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	a := &agent{opts: o, log: o.Log, kernel: k, wake: make(chan struct{}, 1)}
+	a := &agent{opts: o, log: o.Log, kernel: k, wake: make(chan struct{}, 1), moved: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
 	a.metrics = newMetrics(a)
 	defer k.Close()
 	defer cancel()
@@ -81,6 +89,12 @@ func Run(ctx context.Context, o Options) error {
 	var source sync.WaitGroup
 	defer source.Wait()
 	defer cancel()
+	if o.Tell != nil {
+		if err := k.WatchNetworks(ctx, func() { set(a.moved) }); err != nil {
+			return err
+		}
+		source.Go(func() { a.tell(ctx) })
+	}
 	source.Go(func() {
 		if err := o.Source(ctx, a.deliver); err != nil && ctx.Err() == nil {
 			failed <- err
@@ -95,15 +109,19 @@ type agent struct {
 	log     *slog.Logger
 	kernel  *rtnl.Kernel
 	metrics *metrics
-	wake    chan struct{}
+	wake    chan struct{} // compare again
+	moved   chan struct{} // what the node reaches without us may have changed
+	urgent  chan struct{} // and do not wait: networks or gateways of peers are others
 
 	mu       sync.Mutex
 	intent   *fabric.NodeIntent // nil: not delivered yet
 	broken   []fabric.Problem   // of reading intent
 	revision int                // of intent, from 1
 	state    state
+	told     told
 
 	granted []netip.Prefix // the last that is known; the loop's alone
+	refused []netip.Prefix // what the last comparison refused; the loop's alone
 	saved   []netip.Prefix // what the snapshot says; nil: there is none that is good. The loop's alone
 }
 
@@ -118,17 +136,24 @@ type state struct {
 
 func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	a.mu.Lock()
+	urgent := a.intent == nil || !slices.Equal(a.intent.Granted, in.Granted) || !reflect.DeepEqual(a.intent.Tunnels, in.Tunnels)
 	a.intent, a.broken = &in, broken
 	a.revision++
 	a.mu.Unlock()
+	if urgent {
+		set(a.urgent)
+	}
 	a.notify()
+	set(a.moved)
 }
 
 // notify says "compare again".
-func (a *agent) notify() {
+func (a *agent) notify() { set(a.wake) }
+
+func set(signal chan<- struct{}) {
 	select {
-	case a.wake <- struct{}{}:
-	default: // it will
+	case signal <- struct{}{}:
+	default: // it is set
 	}
 }
 
@@ -145,6 +170,10 @@ func (a *agent) loop(ctx context.Context, failed <-chan error) error {
 		case <-a.wake:
 		case <-timer.C:
 		}
+		select {
+		case <-a.urgent: // it is being done
+		default:
+		}
 		if a.compare() {
 			timer.Reset(compareInterval)
 		} else {
@@ -152,6 +181,8 @@ func (a *agent) loop(ctx context.Context, failed <-chan error) error {
 		}
 		select {
 		case <-ctx.Done():
+		case <-a.urgent:
+			a.notify()
 		case <-time.After(compareGap):
 		}
 	}
@@ -189,7 +220,9 @@ func (a *agent) compare() bool {
 			in.UnderlayMTU, unknownMTU = a.kernel.MTUOf(addr)
 		}
 		now.node, now.problems = fabric.NodeFor(in)
+		first, failed := a.refuseNew(in.Refused())
 		changes, err = a.kernel.Apply(now.node)
+		changes, err = append(first, changes...), errors.Join(failed, err)
 		if errors.Is(err, rtnl.ErrFilter) { // without it the overlay would take packets from anybody
 			now.node = now.node.Closed()
 			closing, failed := a.kernel.Apply(now.node)
@@ -207,6 +240,18 @@ func (a *agent) compare() bool {
 	a.state = now
 	a.mu.Unlock()
 	return now.err == nil
+}
+
+// refuseNew refuses networks that are new before anything else is done: the packet filter alone
+// takes ten milliseconds, and pods may know the networks already.
+func (a *agent) refuseNew(refused []netip.Prefix) (changes kernel.Plan, err error) {
+	if slices.ContainsFunc(refused, func(p netip.Prefix) bool { return !slices.Contains(a.refused, p) }) {
+		changes, err = a.kernel.Add(fabric.RefusingState(refused))
+	}
+	if err == nil {
+		a.refused = refused
+	}
+	return changes, err
 }
 
 // forwards says what is wrong when the node does not forward packets at all. That is the owner's to

@@ -37,6 +37,7 @@ const (
 	childNode   = "ISTHMUS_TEST_AGENT_NODE"
 	childIntent = "ISTHMUS_TEST_AGENT_INTENT" // a file with a fabric.NodeIntent as JSON, or a kubeconfig; empty: clean up
 	childState  = "ISTHMUS_TEST_AGENT_STATE"  // directory of the snapshot
+	childTold   = "ISTHMUS_TEST_AGENT_TOLD"   // file for what the manager is told, if that has no API server
 	statusAt    = "127.0.0.1:5875"
 	metricsAt   = "127.0.0.1:5874"
 )
@@ -61,18 +62,23 @@ func child(node, path string) int {
 		}
 		return 0
 	}
-	source := fileSource(path)
+	told := os.Getenv(childTold)
+	source, tell := fileSource(path), tellFile(told)
 	if filepath.Ext(path) == ".kubeconfig" {
+		config, err := owncluster.RESTConfig(path)
+		if err == nil {
+			tell, err = kube.NodeReporter(config, "default", node)
+		}
+		if err != nil {
+			fmt.Fprintln(os.Stderr, "error:", err)
+			return 1
+		}
 		source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
-			config, err := owncluster.RESTConfig(path)
-			if err != nil {
-				return err
-			}
 			return kube.WatchNode(ctx, config, log, deliver)
 		}
 	}
 	err := Run(ctx, Options{Node: node, Source: source, Log: log, Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt,
-		StateDirectory: os.Getenv(childState)})
+		StateDirectory: os.Getenv(childState), Tell: tell, Resolvers: filepath.Join(filepath.Dir(told), "resolv.conf")})
 	stop()
 	if err == nil {
 		err = leaktest.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv"),
@@ -274,7 +280,8 @@ func (c *cluster) launch(n *lab.Node, wrapper ...string) *agentProcess {
 	}
 	command := slices.Concat(wrapper, []string{program})
 	a.cmd = n.Command(c.ctx, command[0], command[1:]...)
-	a.cmd.Env = append(os.Environ(), childNode+"="+n.Name, childIntent+"="+c.intent, childState+"="+filepath.Join(c.state, n.Name))
+	a.cmd.Env = append(os.Environ(), childNode+"="+n.Name, childIntent+"="+c.intent, childState+"="+filepath.Join(c.state, n.Name),
+		childTold+"="+c.toldPath(n))
 	a.cmd.Stderr = a.log
 	if err := a.cmd.Start(); err != nil {
 		c.t.Fatal(err)
@@ -745,5 +752,38 @@ func TestAnAgentNeedsNoWritableSysctls(t *testing.T) {
 	time.Sleep(3 * compareGap)
 	if log := c.agents[n].log.String(); strings.Contains(log, "repaired") || strings.Count(log, "ip link add") != 1 {
 		t.Errorf("not at rest:\n%s", log)
+	}
+}
+
+// What is new of peers is done at once, since their packets take other ways until then; the rest
+// waits for compareGap.
+func TestOnlyWhatIsNewOfPeersIsUrgent(t *testing.T) {
+	a := &agent{wake: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
+	tunnel := fabric.Tunnel{Peer: fabric.Peer{ID: "b"}}
+	var in fabric.NodeIntent
+	for _, step := range []struct {
+		name   string
+		change func()
+		urgent bool
+	}{
+		{"the first", func() {}, true},
+		{"the same", func() {}, false},
+		{"a pod", func() { in.Pods = []fabric.NodePod{{Node: "n1"}} }, false},
+		{"a node", func() { in.Nodes = []fabric.ClusterNode{{Name: "n1"}} }, false},
+		{"a network is granted", func() { in.Granted = []netip.Prefix{remotePods} }, true},
+		{"a tunnel", func() { in.Tunnels = []fabric.Tunnel{tunnel} }, true},
+		{"a gateway", func() { tunnel.Gateway = netip.MustParseAddr("172.30.1.11"); in.Tunnels = []fabric.Tunnel{tunnel} }, true},
+		{"another pod", func() { in.Pods = nil }, false},
+	} {
+		step.change()
+		a.deliver(in, nil)
+		<-a.wake
+		if got := len(a.urgent) > 0; got != step.urgent {
+			t.Errorf("%s: urgent %t; want %t", step.name, got, step.urgent)
+		}
+		select {
+		case <-a.urgent:
+		default:
+		}
 	}
 }

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/http"
 	"runtime"
+	"slices"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -35,8 +36,12 @@ func (a *agent) status() Status {
 	case now.revision == 0:
 		s.Error = "waiting for Nodes, Pods and TunnelEndpoints"
 	}
-	for _, p := range now.problems {
+	told := a.lastTold()
+	for _, p := range slices.Concat(now.problems, told.problems) {
 		s.Problems = append(s.Problems, p.Error())
+	}
+	if told.err != nil { // no reason to be unready: traffic does not depend on it
+		s.Problems = append(s.Problems, told.err.Error())
 	}
 	return s
 }
@@ -45,7 +50,7 @@ func (a *agent) status() Status {
 // close.
 func (a *agent) listen() (*httpserve.Servers, error) {
 	metrics, status := http.NewServeMux(), http.NewServeMux()
-	metrics.Handle("GET /metrics", promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{}))
+	metrics.Handle("GET /metrics", a.opts.MetricsSecure.Guarded(promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{})))
 	metrics.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	metrics.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
 		if s := a.status(); !s.Ready {
@@ -64,9 +69,10 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 	s := httpserve.New(a.log)
 	for _, l := range []struct {
 		what, address string
+		secure        *httpserve.Secure
 		handler       http.Handler
-	}{{"metrics address", a.opts.MetricsAddress, metrics}, {"status address", a.opts.StatusAddress, status}} {
-		if _, err := s.Listen(l.what, l.address, l.handler); err != nil {
+	}{{"metrics address", a.opts.MetricsAddress, a.opts.MetricsSecure, metrics}, {"status address", a.opts.StatusAddress, nil, status}} {
+		if _, err := s.ListenPrivate(l.what, l.address, l.secure, l.handler); err != nil {
 			s.Close()
 			return nil, err
 		}
@@ -132,7 +138,7 @@ func (m *metrics) Collect(ch chan<- prometheus.Metric) {
 	gauge(descBuild, 1, m.agent.opts.Version, runtime.Version())
 	gauge(descReady, ready)
 	gauge(descApplied, applied)
-	gauge(descProblems, float64(len(now.problems)))
+	gauge(descProblems, float64(len(now.problems)+len(m.agent.lastTold().problems)))
 	gauge(descObjects, float64(len(now.node.Devices)), "device")
 	gauge(descObjects, float64(len(now.node.FDB)), "fdb")
 	gauge(descObjects, float64(len(now.node.Neighbors)), "neighbor")

@@ -4,7 +4,9 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"net/netip"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -18,6 +20,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -46,6 +49,7 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 	scheme := runtime.NewScheme()
 	must(corev1.AddToScheme(scheme))
 	must(v1alpha1.AddToScheme(scheme))
+	must(isthmus.AddToScheme(scheme))
 	api, err := client.New(config, client.Options{Scheme: scheme})
 	must(err)
 	create := func(o client.Object) { // with its status
@@ -55,15 +59,15 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 		whole.SetResourceVersion(o.GetResourceVersion())
 		must(api.Status().Update(c.ctx, whole))
 	}
-	for _, name := range []string{"tunnelendpoints", "ipamstorages"} {
+	for _, name := range []string{"net.liqo.io_tunnelendpoints", "net.liqo.io_ipamstorages", "isthmus.net_nodenetworks"} {
 		crd := &unstructured.Unstructured{}
-		b, err := deploy.Files.ReadFile("crds/net.liqo.io_" + name + ".yaml")
+		b, err := deploy.Files.ReadFile("crds/" + name + ".yaml")
 		must(err)
 		must(yaml.Unmarshal(b, &crd.Object))
 		must(api.Create(c.ctx, crd))
 	}
-	c.eventually(c.Control, func() error { // neither is there at once
-		return errors.Join(api.List(c.ctx, &v1alpha1.TunnelEndpointList{}), api.List(c.ctx, &v1alpha1.IpamStorageList{}),
+	c.eventually(c.Control, func() error { // none is there at once
+		return errors.Join(api.List(c.ctx, &v1alpha1.TunnelEndpointList{}), api.List(c.ctx, &v1alpha1.IpamStorageList{}), api.List(c.ctx, &isthmus.NodeNetworksList{}),
 			api.Get(c.ctx, client.ObjectKey{Name: "default"}, &corev1.Namespace{}))
 	})
 
@@ -93,13 +97,14 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 	}
 	books := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "books"}, Spec: v1alpha1.IpamStorageSpec{
 		Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{}, EndpointMappings: map[string]v1alpha1.EndpointMapping{},
-		NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{},
-		ClusterSubnets:        map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: remotePods.String(), RemoteExternalCIDR: remoteExternal.String()}}}}
+		NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}, PodCIDR: localPods.String(), ServiceCIDR: "10.96.0.0/12",
+		ClusterSubnets: map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: remotePods.String(), RemoteExternalCIDR: remoteExternal.String()}}}}
 	must(api.Create(c.ctx, books))
 	c.start(c.Nodes...)
 	if s := c.snapshot(c.Nodes[1]); !strings.Contains(s, fmt.Sprintf("unreachable %v table 4202", remotePods)) || strings.Contains(s, "lookup 4201") {
 		t.Errorf("granted, without a gateway node 2 has\n%s", s)
 	}
+	reported(c, api)
 	create(te)
 
 	must(api.Get(c.ctx, client.ObjectKeyFromObject(te), te))
@@ -160,5 +165,44 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 		if err := c.agents[n].end(unix.SIGTERM); err != nil {
 			t.Errorf("%s: %v", n, err)
 		}
+	}
+}
+
+// reported checks what the agents write about their nodes.
+func reported(c *cluster, api client.Client) {
+	c.t.Helper()
+	n := c.Nodes[1]
+	var report isthmus.NodeNetworks
+	eventually := func(has bool, network string) {
+		c.t.Helper()
+		c.eventually(n, func() error {
+			report = isthmus.NodeNetworks{}
+			err := api.Get(c.ctx, client.ObjectKey{Namespace: "default", Name: n.Name}, &report)
+			if err == nil && slices.Contains(report.Spec.Networks, network) != has {
+				err = fmt.Errorf("%s: want %v, have %v", network, has, report.Spec)
+			}
+			return err
+		})
+	}
+	eventually(true, "192.168.77.0/24")
+	var node corev1.Node
+	if err := api.Get(c.ctx, client.ObjectKey{Name: n.Name}, &node); err != nil {
+		c.t.Fatal(err)
+	}
+	if o := report.OwnerReferences; len(o) != 1 || o[0].Kind != "Node" || o[0].Name != n.Name || o[0].UID != node.UID {
+		c.t.Errorf("the report belongs to %v", o)
+	}
+	for _, text := range report.Spec.Networks {
+		if p := netip.MustParsePrefix(text); p.Overlaps(localPods) {
+			c.t.Errorf("a report has %v", p)
+		}
+	}
+	generation := report.Generation
+	c.run(n.Host, "ip route add blackhole 192.168.32.0/22")
+	eventually(true, "192.168.32.0/22")
+	c.run(n.Host, "ip route del blackhole 192.168.32.0/22")
+	eventually(false, "192.168.32.0/22")
+	if report.Generation != generation+2 {
+		c.t.Errorf("two changes, and the generation went from %d to %d", generation, report.Generation)
 	}
 }

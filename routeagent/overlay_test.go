@@ -129,6 +129,14 @@ func TestNobodyButNodesGetsIntoTheOverlayAndNoPeerIntoANode(t *testing.T) {
 	if out, err := n2.Command(c.ctx, "nft", masquerade).CombinedOutput(); err != nil {
 		t.Skipf("nft: %v %s", err, out)
 	}
+	// What kube-proxy does for a NodePort: it is at every address of the node.
+	const nodePort = 30080
+	for _, n := range []*lab.Node{n1, n3} {
+		nat := fmt.Sprintf("table ip services { chain p { type nat hook prerouting priority -100; fib daddr type local udp dport %d dnat to %v:%d; }; }", nodePort, pod3.Addr, victimPort)
+		if out, err := n.Command(c.ctx, "nft", nat).CombinedOutput(); err != nil {
+			t.Skipf("nft: %v %s", err, out)
+		}
+	}
 	attacks := []attack{
 		{name: "a pod as a remote pod", from: attacker, to: overlay(n3.Addr), packet: asRemote, victim: onPod},
 		{name: "a pod as anybody", from: attacker, to: overlay(n3.Addr), packet: asAnybody, victim: onPod},
@@ -143,6 +151,8 @@ func TestNobodyButNodesGetsIntoTheOverlayAndNoPeerIntoANode(t *testing.T) {
 		{name: "a peer's pod to a service of a node", from: far, to: netip.AddrPortFrom(inside, 10250), packet: plain, source: remotePod, victim: listen(n3.Host, inside, 10250)},
 		{name: "a peer's pod to a service of the gateway's node", from: far, to: netip.AddrPortFrom(n1.PodCIDR.Addr().Next(), 10250), packet: plain,
 			source: remotePod, victim: listen(n1.Host, n1.PodCIDR.Addr().Next(), 10250)},
+		{name: "a peer's pod to a NodePort", from: far, to: netip.AddrPortFrom(inside, nodePort), packet: plain, source: remotePod, victim: onPod},
+		{name: "a peer's pod to a NodePort of the gateway's node", from: far, to: netip.AddrPortFrom(n1.PodCIDR.Addr().Next(), nodePort), packet: plain, source: remotePod, victim: onPod},
 		{name: "a pod of the gateway's node as a remote pod", from: c.pod(0).Host, to: netip.AddrPortFrom(pod3.Addr, victimPort), packet: plain, source: remotePod, victim: onPod},
 	}
 	loose(t, c)

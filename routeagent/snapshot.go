@@ -1,20 +1,18 @@
 package routeagent
 
 import (
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"log/slog"
 	"net/netip"
-	"os"
 	"path/filepath"
 	"slices"
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
+	"github.com/isthmus-net/isthmus/internal/statefile"
 )
 
 // snapshot is what an agent has to know before it can ask anybody: after a reboot the kernel holds
@@ -32,26 +30,15 @@ const (
 
 // readSnapshot returns the networks in the snapshot of a directory, none if there is no snapshot.
 func readSnapshot(directory string) ([]netip.Prefix, error) {
-	path := filepath.Join(directory, snapshotName)
-	f, err := os.Open(path)
+	var s snapshot
+	err := statefile.Read(directory, snapshotName, snapshotLimit, &s)
 	if errors.Is(err, fs.ErrNotExist) {
 		return nil, nil
 	}
 	if err != nil {
 		return nil, fmt.Errorf("snapshot: %w", err)
 	}
-	defer f.Close()
-	b, err := io.ReadAll(io.LimitReader(f, snapshotLimit+1))
-	if err != nil {
-		return nil, fmt.Errorf("snapshot: %w", err)
-	}
-	if len(b) > snapshotLimit {
-		return nil, fmt.Errorf("snapshot %s: larger than %d octets", path, snapshotLimit)
-	}
-	var s snapshot
-	if err := json.Unmarshal(b, &s); err != nil {
-		return nil, fmt.Errorf("snapshot %s: %w", path, err)
-	}
+	path := filepath.Join(directory, snapshotName)
 	if s.Version != snapshotVersion {
 		return nil, fmt.Errorf("snapshot %s: version %d; want %d", path, s.Version, snapshotVersion)
 	}
@@ -61,35 +48,6 @@ func readSnapshot(directory string) ([]netip.Prefix, error) {
 		}
 	}
 	return s.Refused, nil
-}
-
-// writeSnapshot replaces the snapshot in one step: a reader finds the old one or the new one, also
-// after the power failed.
-func writeSnapshot(directory string, refused []netip.Prefix) error {
-	b, err := json.Marshal(snapshot{snapshotVersion, refused})
-	if err != nil {
-		return err
-	}
-	if err := os.MkdirAll(directory, 0o700); err != nil {
-		return err
-	}
-	f, err := os.CreateTemp(directory, "."+snapshotName+"-")
-	if err != nil {
-		return err
-	}
-	defer func() { _ = os.Remove(f.Name()) }() // it is gone when it was renamed
-	_, err = f.Write(append(b, '\n'))
-	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
-		return err
-	}
-	if err := os.Rename(f.Name(), filepath.Join(directory, snapshotName)); err != nil {
-		return err
-	}
-	d, err := os.Open(directory)
-	if err != nil {
-		return err
-	}
-	return errors.Join(d.Sync(), d.Close())
 }
 
 // restore refuses what the snapshot says, before anything is read from anywhere. It adds only: what
@@ -122,7 +80,7 @@ func (a *agent) save(in fabric.NodeIntent) error {
 	if a.opts.StateDirectory == "" || a.saved != nil && slices.Equal(refused, a.saved) {
 		return nil
 	}
-	if err := writeSnapshot(a.opts.StateDirectory, refused); err != nil {
+	if err := statefile.Write(a.opts.StateDirectory, snapshotName, snapshotLimit, snapshot{snapshotVersion, refused}); err != nil {
 		return fmt.Errorf("snapshot: %w", err)
 	}
 	if a.saved = refused; refused == nil {
@@ -141,7 +99,7 @@ func Cleanup(log *slog.Logger, directory string) error {
 	}
 	defer k.Close()
 	if directory != "" {
-		if err := os.Remove(filepath.Join(directory, snapshotName)); err != nil && !errors.Is(err, fs.ErrNotExist) {
+		if err := statefile.Remove(directory, snapshotName); err != nil {
 			return fmt.Errorf("snapshot: %w", err)
 		}
 	}

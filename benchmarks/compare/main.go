@@ -12,7 +12,6 @@
 package main
 
 import (
-	"bufio"
 	"context"
 	"encoding/json"
 	"errors"
@@ -33,6 +32,7 @@ import (
 
 	"github.com/vishvananda/netlink"
 
+	"github.com/isthmus-net/isthmus/benchmarks/internal/load"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
@@ -118,10 +118,39 @@ func (n *node) seenPod() netip.Addr {
 // tunnelMTU leaves room for IPv4, UDP and WireGuard, as Liqo reckons.
 func (b *bench) tunnelMTU() int { return b.mtu - 60 }
 
+// inPod is a load process: what package load has, and what only this program does.
+func inPod(args []string) error {
+	switch {
+	case len(args) == 1 && args[0] == "soak-server":
+		return soakServer()
+	case len(args) == 3 && args[0] == "soak": // ADDR SECONDS: traffic of which every octet is compared
+		seconds, err := strconv.Atoi(args[2])
+		if err != nil {
+			return err
+		}
+		res, err := soakClient(args[1], time.Duration(seconds)*time.Second)
+		if err != nil {
+			return err
+		}
+		return json.NewEncoder(os.Stdout).Encode(res)
+	case len(args) == 3 && args[0] == "flows": // NETWORK N: one datagram for each of N flows to addresses of a network
+		network, err := netip.ParsePrefix(args[1])
+		if err != nil {
+			return err
+		}
+		n, err := strconv.Atoi(args[2])
+		if err != nil {
+			return err
+		}
+		return openFlows(network, n)
+	}
+	return load.Main(args)
+}
+
 func main() {
 	log.SetFlags(0)
 	if len(os.Args) > 1 && os.Args[1] == "load" {
-		if err := load(os.Args[2:]); err != nil {
+		if err := inPod(os.Args[2:]); err != nil {
 			log.Fatal(err)
 		}
 		return
@@ -301,7 +330,7 @@ func (b *bench) startListeners(ctx context.Context) (func(), error) {
 		node int
 		what string
 	}{{0, "sink"}, {1, "sink"}, {1, "echo"}} {
-		p, err := b.spawn(ctx, b.nodes[l.node].pod.Host, nil, b.self, "load", l.what)
+		p, err := load.Start(ctx, b.nodes[l.node].pod.Host, nil, b.self, "load", l.what)
 		if err != nil {
 			stop()
 			return nil, err
@@ -309,25 +338,6 @@ func (b *bench) startListeners(ctx context.Context) (func(), error) {
 		procs = append(procs, p)
 	}
 	return stop, nil
-}
-
-// spawn starts a program inside h and waits until it says ready.
-func (b *bench) spawn(ctx context.Context, h *lab.Host, env []string, args ...string) (*os.Process, error) {
-	cmd := h.Command(ctx, args[0], args[1:]...)
-	cmd.Env = append(os.Environ(), env...)
-	cmd.Stderr = os.Stderr
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		return nil, err
-	}
-	if err := cmd.Start(); err != nil {
-		return nil, err
-	}
-	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || line != "ready\n" {
-		_ = cmd.Process.Kill()
-		return nil, errors.Join(fmt.Errorf("%s in %s did not start: %q: %w", args[0], h.Name, line, err), cmd.Wait())
-	}
-	return cmd.Process, nil
 }
 
 // run runs a command inside h to its end, stdin being its input.
@@ -341,25 +351,21 @@ func (b *bench) run(ctx context.Context, h *lab.Host, stdin, name string, args .
 }
 
 // measureLoad runs one load process in pod A and adds up what the gateways used.
-func (b *bench) measureLoad(ctx context.Context, r *running, args ...string) (loadResult, float64, error) {
+func (b *bench) measureLoad(ctx context.Context, r *running, args ...string) (load.Result, float64, error) {
 	before := cpuSeconds(r.gateways)
 	res, err := b.load(ctx, 0, args...)
 	return res, cpuSeconds(r.gateways) - before, err
 }
 
 // load runs one load process in the pod of a node.
-func (b *bench) load(ctx context.Context, node int, args ...string) (res loadResult, err error) {
-	out, err := b.nodes[node].pod.Command(ctx, b.self, append([]string{"load"}, args...)...).Output()
-	if err != nil {
-		return res, err
-	}
-	return res, json.Unmarshal(out, &res)
+func (b *bench) load(ctx context.Context, node int, args ...string) (load.Result, error) {
+	return load.Run(ctx, b.nodes[node].pod.Host, b.self, args...)
 }
 
 // bothWays runs one TCP stream in each direction at once.
-func (b *bench) bothWays(ctx context.Context, r *running, ms string) (loadResult, float64, error) {
+func (b *bench) bothWays(ctx context.Context, r *running, ms string) (load.Result, float64, error) {
 	before := cpuSeconds(r.gateways)
-	var res [2]loadResult
+	var res [2]load.Result
 	var errs [2]error
 	var wg sync.WaitGroup
 	for i, to := range []netip.Addr{r.target, r.back} {
@@ -367,7 +373,7 @@ func (b *bench) bothWays(ctx context.Context, r *running, ms string) (loadResult
 	}
 	wg.Wait()
 	used := cpuSeconds(r.gateways) - before
-	return loadResult{Bytes: res[0].Bytes + res[1].Bytes, Seconds: max(res[0].Seconds, res[1].Seconds)}, used, errors.Join(errs[:]...)
+	return load.Result{Bytes: res[0].Bytes + res[1].Bytes, Seconds: max(res[0].Seconds, res[1].Seconds)}, used, errors.Join(errs[:]...)
 }
 
 // A sample is one peer in one round.
@@ -417,11 +423,11 @@ func (b *bench) measure(ctx context.Context, up start, d time.Duration) (s sampl
 	var bits, cpu float64
 	for _, l := range []struct {
 		into *float64
-		run  func() (loadResult, float64, error)
+		run  func() (load.Result, float64, error)
 	}{
-		{&s.TCP1, func() (loadResult, float64, error) { return b.measureLoad(ctx, r, "tcp", to, "1", ms) }},
-		{&s.TCP4, func() (loadResult, float64, error) { return b.measureLoad(ctx, r, "tcp", to, "4", ms) }},
-		{&s.TCP2, func() (loadResult, float64, error) { return b.bothWays(ctx, r, ms) }},
+		{&s.TCP1, func() (load.Result, float64, error) { return b.measureLoad(ctx, r, "tcp", to, "1", ms) }},
+		{&s.TCP4, func() (load.Result, float64, error) { return b.measureLoad(ctx, r, "tcp", to, "4", ms) }},
+		{&s.TCP2, func() (load.Result, float64, error) { return b.bothWays(ctx, r, ms) }},
 	} {
 		res, used, err := l.run()
 		if err != nil {

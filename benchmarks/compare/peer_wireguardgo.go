@@ -15,6 +15,8 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
 	"golang.zx2c4.com/wireguard/tun"
+
+	"github.com/isthmus-net/isthmus/benchmarks/internal/load"
 )
 
 // wgOptions say which wireguard-go it is.
@@ -46,7 +48,7 @@ func wireguardGo(o wgOptions) start {
 			}
 			uapi := fmt.Sprintf("private_key=%s\nlisten_port=%d\npublic_key=%s\nendpoint=%s\nallowed_ip=%s\npersistent_keepalive_interval=1\n",
 				hex.EncodeToString(keys[i][:]), wgPort, hex.EncodeToString(pub), netip.AddrPortFrom(other.underlay, wgPort), remote)
-			gw, err := b.spawn(ctx, own.host, o.env, append(program, uapi, fmt.Sprint(b.tunnelMTU()))...)
+			gw, err := load.Start(ctx, own.host, o.env, append(program, uapi, fmt.Sprint(b.tunnelMTU()))...)
 			if err != nil {
 				return &r, err
 			}

@@ -15,6 +15,8 @@ import (
 	"strconv"
 	"sync"
 	"time"
+
+	"github.com/isthmus-net/isthmus/benchmarks/internal/load"
 )
 
 // A soak is one peer for a long time, with traffic whose every octet is known: TCP streams of a
@@ -257,7 +259,7 @@ func soakDatagrams(addr string, end time.Time) (res soakResult, err error) {
 
 // soak runs a soak through every peer that is wanted, and prints what it saw.
 func (b *bench) soak(ctx context.Context, only string, d time.Duration) error {
-	server, err := b.spawn(ctx, b.nodes[1].pod.Host, nil, b.self, "load", "soak-server")
+	server, err := load.Start(ctx, b.nodes[1].pod.Host, nil, b.self, "load", "soak-server")
 	if err != nil {
 		return err
 	}

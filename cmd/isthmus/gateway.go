@@ -2,6 +2,7 @@ package main
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"os"
 	"runtime"
@@ -11,15 +12,15 @@ import (
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/gateway/tun"
 	"github.com/isthmus-net/isthmus/internal/cli"
-	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/source/file"
+	"github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
 func newGatewayCommand() *cobra.Command {
 	var dir, level, udpOffload, profileAddress string
 	var cleanup bool
 	var options gateway.Options
-	kube := kubeGateway{port: file.DefaultListenPort}
+	replica := kubeGateway{port: file.DefaultListenPort}
 	cmd := &cobra.Command{
 		Use:   "gateway",
 		Short: "Run a gateway in this network namespace (root)",
@@ -28,7 +29,9 @@ NatMappings, makes or reads the key Secret wireguard-pubkey, and stands for
 election by the Lease isthmus-gateway. The active replica connects the peers, marks
 itself (Pod label, annotation of the Service) and writes the status of each
 TunnelEndpoint; the others wait with everything read. An active gateway goes on
-when the API server is away; one that starts then waits for it.
+when the API server is away. One that starts then waits for it, unless it was the
+active one in the last ten minutes: with --state-directory it keeps what it needs,
+the private key included, and carries on until the API server answers.
 
 With --config it needs no cluster: it reads a directory with gateway.yaml and the
 TunnelEndpoint and NatMapping objects that "kubectl get -o yaml" prints. A change
@@ -37,7 +40,9 @@ and the last good configuration stays in force.
 
 SIGTERM removes what the gateway made in the kernel, but the host goes on refusing
 packets for its peers, since they have no other way than in the clear. --cleanup
-removes that as well. It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
+removes that as well, and what is in --state-directory. It needs CAP_NET_ADMIN,
+CAP_SYS_ADMIN, /dev/net/tun and the network of its node; probes have
+"host: 127.0.0.1".`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch udpOffload {
@@ -49,17 +54,17 @@ removes that as well. It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 			log := logger(cmd, level)
 			options.Log, options.Version = log, cli.Version()
 			if cleanup {
-				return gateway.Clear(log)
+				return cleanUp(replica.stateDirectory, log)
 			}
 			serve := func(ctx context.Context) error {
 				options.Source = fileSource(dir, log)
 				return gateway.Run(ctx, options)
 			}
 			if dir == "" {
-				if err := kube.complete(); err != nil {
+				if err := replica.complete(); err != nil {
 					return err
 				}
-				serve = func(ctx context.Context) error { return kube.run(ctx, options) }
+				serve = func(ctx context.Context) error { return replica.run(ctx, options) }
 			} else if name := firstChanged(cmd, kubeGatewayFlags()); name != "" {
 				return cli.Usage("--%s is for a gateway without --config; with it, gateway.yaml says that", name)
 			}
@@ -67,16 +72,11 @@ removes that as well. It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 				return err
 			}
 			shareProcessors()
-			servers := httpserve.New(log)
-			defer servers.Close()
-			at, err := servers.Listen("--pprof-address", profileAddress, profiles())
+			servers, err := serveProfiles(profileAddress, log)
 			if err != nil {
 				return err
 			}
-			if at != nil {
-				log.Info("profiles", "address", at)
-			}
-			servers.Serve()
+			defer servers.Close()
 			return serve(cmd.Context())
 		},
 	}
@@ -86,8 +86,17 @@ removes that as well. It needs CAP_NET_ADMIN, CAP_SYS_ADMIN and /dev/net/tun.`,
 	cmd.Flags().Lookup("udp-offload").NoOptDefVal = "on"
 	cmd.Flags().StringVar(&profileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
 	cmd.Flags().BoolVar(&cleanup, "cleanup", false, "remove what a gateway that ended left in the kernel, and end")
-	kube.addFlags(cmd.Flags())
+	replica.addFlags(cmd.Flags())
 	return cmd
+}
+
+// cleanUp removes what gateways left on this node.
+func cleanUp(stateDirectory string, log *slog.Logger) error {
+	var forgotten error
+	if stateDirectory != "" {
+		forgotten = kube.Forget(stateDirectory)
+	}
+	return errors.Join(gateway.Clear(log), forgotten)
 }
 
 // firstChanged returns the first of the flags that the user gave.

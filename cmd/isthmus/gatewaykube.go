@@ -38,6 +38,8 @@ type kubeGateway struct {
 	mtu                     string
 	nat                     file.NAT
 	metricsAddr, statusAddr string
+	stateDirectory          string
+	secure                  metricsFlags
 
 	// What follows is set by complete.
 	source kube.GatewayOptions
@@ -46,7 +48,7 @@ type kubeGateway struct {
 
 // kubeGatewayFlags are the flags that addFlags adds.
 func kubeGatewayFlags() []string {
-	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "status-address"}
+	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "metrics-secure", "metrics-cert-dir", "status-address", "state-directory"}
 	for _, f := range new(file.NAT).Fields() {
 		names = append(names, f.Flag)
 	}
@@ -67,7 +69,9 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 		}
 	}
 	f.StringVar(&k.metricsAddr, "metrics-address", file.DefaultMetricsAddress, "TCP address of /metrics, /healthz and /readyz; empty: none")
+	k.secure.add(f)
 	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty: none")
+	f.StringVar(&k.stateDirectory, "state-directory", "", "where to keep, with the private key, what to carry on with after a restart until the API server answers; empty: nowhere")
 }
 
 // complete checks flags and environment.
@@ -99,6 +103,9 @@ func (k *kubeGateway) complete() error {
 			return cli.Usage("--%s %q: want host:port, or :port for all addresses", a.flag, a.address)
 		}
 	}
+	if err := k.secure.complete(); err != nil {
+		return err
+	}
 	if k.cluster.ClusterID != "" {
 		if wrong := fabric.CheckClusterID(k.cluster.ClusterID); wrong != "" {
 			return cli.Usage("--cluster-id: %s", wrong)
@@ -120,7 +127,7 @@ func (k *kubeGateway) complete() error {
 		return cli.Usage("POD_IP is %q; want the address of this Pod, which is that of its node", os.Getenv("POD_IP"))
 	}
 	config.UserAgent = "isthmus-gateway/" + cli.Version()
-	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Cluster: k.cluster, Tunnels: k.tunnels}
+	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Cluster: k.cluster, Tunnels: k.tunnels, StateDirectory: k.stateDirectory}
 	return nil
 }
 
@@ -136,7 +143,11 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	front := &front{replica: replica, own: prometheus.NewRegistry(), idle: prometheus.NewRegistry()}
 	front.own.MustRegister(replica.Collector())
 	front.idle.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
-	stop, err := front.serve(k.metricsAddr, k.statusAddr, log)
+	secure, err := k.secure.secure(k.kubeconfig, log)
+	if err != nil {
+		return err
+	}
+	stop, err := front.serve(k.metricsAddr, secure, k.statusAddr, log)
 	if err != nil {
 		return err
 	}
@@ -150,6 +161,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config()}, err)
 			})
 		}
+		options.Ready = replica.Ready
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
@@ -195,13 +207,14 @@ func (f *front) set(r *gateway.Running) {
 }
 
 // serve answers until stop is called.
-func (f *front) serve(metricsAddr, statusAddr string, log *slog.Logger) (stop func(), err error) {
+func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr string, log *slog.Logger) (stop func(), err error) {
 	servers := httpserve.New(log)
 	for _, l := range []struct {
 		flag, address string
+		secure        *httpserve.Secure
 		handler       http.Handler
-	}{{"--metrics-address", metricsAddr, f.metrics()}, {"--status-address", statusAddr, f.using(f.status)}} {
-		if _, err := servers.Listen(l.flag, l.address, l.handler); err != nil {
+	}{{"--metrics-address", metricsAddr, secure, f.metrics(secure)}, {"--status-address", statusAddr, nil, f.using(f.status)}} {
+		if _, err := servers.ListenPrivate(l.flag, l.address, l.secure, l.handler); err != nil {
 			servers.Close()
 			return nil, err
 		}
@@ -210,15 +223,15 @@ func (f *front) serve(metricsAddr, statusAddr string, log *slog.Logger) (stop fu
 	return servers.Close, nil
 }
 
-func (f *front) metrics() http.Handler {
+func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	mux := http.NewServeMux()
-	mux.HandleFunc("GET /metrics", f.using(func(w http.ResponseWriter, r *http.Request) {
+	mux.Handle("GET /metrics", secure.Guarded(f.using(func(w http.ResponseWriter, r *http.Request) {
 		all := prometheus.Gatherers{f.own, f.idle}
 		if f.running != nil {
 			all[1] = f.running.Gatherer()
 		}
 		promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
-	}))
+	})))
 	// Alive: it answers. Neither a peer nor an API server that is away must get the process killed.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	// Ready: it is active and the data plane is there, or it could become active.

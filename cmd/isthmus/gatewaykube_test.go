@@ -389,6 +389,30 @@ func TestGatewaysLiveFromAPIServers(t *testing.T) {
 	}
 	t.Run("Pods and Service say who is active", func(t *testing.T) { marked(t, 0) })
 
+	t.Run("an endpoint that becomes ours is given up, and the peer found where it shows itself", func(t *testing.T) {
+		ours := func(are bool) {
+			t.Helper()
+			a.within("what the status says of b's endpoint", func() error {
+				text, err := a.Nodes[0].Get(t.Context(), "http://127.0.0.1:5873/status")
+				if says := strings.Contains(text, fmt.Sprintf("endpoint %v: %[1]v is a node of ours", b.Nodes[0].Addr)); err == nil && says != are {
+					err = errors.New(text)
+				}
+				return err
+			})
+		}
+		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "claims-to-be-b"}}
+		a.must(a.client.Create(t.Context(), node))
+		node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeExternalIP, Address: b.Nodes[0].Addr.String()}}
+		a.must(a.client.Status().Update(t.Context(), node))
+		ours(true)
+		a.within("b shows itself", func() error {
+			_, err := a.Pods[0].Ping(t.Context(), podB)
+			return err
+		})
+		a.must(a.client.Delete(t.Context(), node))
+		ours(false)
+	})
+
 	t.Run("a broken TunnelEndpoint concerns no other", func(t *testing.T) {
 		stop := pinging(t, a.Pods[0].Host, podB)
 		broken := a.tunnelEndpoint(viewA, viewB, b) // claims the networks and the key of b
@@ -607,8 +631,10 @@ func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
 		{[]string{"--kubeconfig", kubeconfig, "--udp-timeout", "1"}, `--udp-timeout "1": is no duration; want a time from 1s`},
 		{[]string{"--kubeconfig", kubeconfig, "--cluster-id", "a b"}, "--cluster-id"},
 		{[]string{"--kubeconfig", kubeconfig, "--metrics-address", "nowhere"}, "--metrics-address"},
+		{[]string{"--kubeconfig", kubeconfig, "--metrics-cert-dir", "/x"}, "--metrics-cert-dir is for --metrics-secure"},
 		{[]string{"--kubeconfig", kubeconfig}, "POD_NAME"},
 		{[]string{"--config", t.TempDir(), "--tunnels", "2"}, "--tunnels is for a gateway without --config"},
+		{[]string{"--config", t.TempDir(), "--metrics-secure"}, "--metrics-secure is for a gateway without --config"},
 		{[]string{"--config", t.TempDir(), "--port", "1"}, "--port is for a gateway without --config"},
 		{[]string{"--config", t.TempDir(), "--random-ports"}, "--random-ports is for a gateway without --config; with it, gateway.yaml says that"},
 	} {

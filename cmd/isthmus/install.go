@@ -49,6 +49,7 @@ nothing, or brings an older installation up to date.`,
 	cmd.Flags().StringVar(&o.Identity.ClusterID, "cluster-id", "", "what tells the cluster from all others (default the UID of its namespace kube-system)")
 	cli.AddChoiceFlag(cmd, &service, "gateway-service", "none", "make the gateway's Service", "none", string(corev1.ServiceTypeNodePort), string(corev1.ServiceTypeLoadBalancer))
 	cmd.Flags().Int32Var(&o.Port, "gateway-port", 5871, "UDP port of the gateway's Service")
+	cmd.Flags().BoolVar(&o.MetricsAuth, "metrics-auth", false, "give the components the rights that their --metrics-secure needs, and make the ClusterRole isthmus-metrics-reader")
 	cmd.Flags().IntVar(&o.Tunnels, "tunnels", 1, "ports of the gateway's Service, from --gateway-port upwards: as for isthmus gateway")
 	return cmd
 }

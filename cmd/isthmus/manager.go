@@ -23,6 +23,8 @@ type managerFlags struct {
 	podCIDR, serviceCIDR, externalCIDR string
 	pools, reserved, ipamAllow         []string
 	ipamCert, ipamKey, ipamClientCA    string
+	secure                             metricsFlags
+	profileAddress                     string
 	level                              string
 }
 
@@ -48,7 +50,17 @@ the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on 
 			if err := f.complete(); err != nil {
 				return err
 			}
-			f.options.Log = logger(cmd, f.level)
+			log := logger(cmd, f.level)
+			f.options.Log = log
+			var err error
+			if f.options.MetricsSecure, err = f.secure.secure(f.options.Kubeconfig, log); err != nil {
+				return err
+			}
+			servers, err := serveProfiles(f.profileAddress, log)
+			if err != nil {
+				return err
+			}
+			defer servers.Close()
 			return manager.Run(cmd.Context(), f.options)
 		},
 	}
@@ -61,17 +73,18 @@ the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on 
 	flags.StringVar(&f.serviceCIDR, "service-cidr", "", "network of the Services (default: what the API server says)")
 	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are no pods (default: a free one of the length of the PodCIDR)")
 	flags.StringSliceVar(&f.pools, "pools", nil, "networks from which those of peers are taken when they overlap (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12)")
-	flags.StringSliceVar(&f.reserved, "reserved", nil, "networks that are never used for peers, besides this cluster's own, its nodes and API servers")
+	flags.StringSliceVar(&f.reserved, "reserved", nil, "further networks that are never used for peers, besides this cluster's own and what its nodes reach")
 	flags.BoolVar(&o.LeaderElect, "leader-elect", true, "let several run, of which one works")
 	flags.StringVar(&o.IPAM.Address, "ipam-address", "", "TCP address of Liqo's gRPC service ipam, such as :6000, which Liqo's virtual kubelets need (default: none)")
 	flags.StringVar(&f.ipamCert, "ipam-tls-cert", "", "file with the certificate of that service, in PEM")
 	flags.StringVar(&f.ipamKey, "ipam-tls-key", "", "file with its private key")
 	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the authority of the certificates by which it knows its callers")
-	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "answer without TLS whoever reaches that address, as Liqo does: a NetworkPolicy has to keep others away")
+	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "answer without TLS whoever reaches that address, as Liqo does; keep others away by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
 	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services and other peers whose endpoints that service may map for peers (default: none)")
-	flags.StringVar(&o.MetricsAddress, "metrics-address", ":5876", "TCP address of /metrics; empty: none")
+	flags.StringVar(&o.MetricsAddress, "metrics-address", "127.0.0.1:5876", "TCP address of /metrics; empty: none")
+	f.secure.add(flags)
 	flags.StringVar(&o.HealthAddress, "health-address", ":5877", "TCP address of /healthz and /readyz; empty: none")
-	flags.StringVar(&o.ProfileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
+	flags.StringVar(&f.profileAddress, "pprof-address", "", "loopback TCP address of /debug/pprof, such as 127.0.0.1:6060; empty: none")
 	cli.AddChoiceFlag(cmd, &f.level, "log-level", "info", "how much is logged", "debug", "info", "warn", "error")
 	return cmd
 }
@@ -133,7 +146,10 @@ func (f *managerFlags) complete() (err error) {
 			return cli.Usage("--%s %q: want an address and a port such as 127.0.0.1:5876, or only :5876", a.flag, a.address)
 		}
 	}
-	return checkProfileAddress(o.ProfileAddress)
+	if err := f.secure.complete(); err != nil {
+		return err
+	}
+	return checkProfileAddress(f.profileAddress)
 }
 
 // completeIPAM sees to it that nobody opens the IPAM to everybody without saying so.

@@ -26,6 +26,8 @@ func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
 		{"--ipam-address :6000 --ipam-plain --ipam-allow 10.96.0.1", `--ipam-allow "10.96.0.1": want a network`},
 		{"--metrics-address :99999", "--metrics-address"},
 		{"--pprof-address :6060", "--pprof-address"},
+		{"--metrics-cert-dir /x", "--metrics-cert-dir is for --metrics-secure"},
+		{"--metrics-secure --metrics-cert-dir testdata/there-is-none", "--metrics-cert-dir: certificate in testdata/there-is-none"},
 		{"--log-level loud", "--log-level"},
 		{"--leader-elect=perhaps", "--leader-elect"},
 		{"surplus", "surplus"},

@@ -15,9 +15,10 @@ func newPeerCommand() *cobra.Command {
 	var local, remote peering.Access
 	var o peering.PeerOptions
 	var output cli.Output
+	var chosen claimFlags
 	cmd := &cobra.Command{
-		Use:   "peer --context A --remote-context B",
-		Short: "Join two clusters",
+		Use:   "peer --context A {--remote-context B | NAME}",
+		Short: "Join two clusters, or look at what a peer claims and agree to it",
 		Long: `Join two clusters in which Isthmus is installed, and wait until traffic flows.
 
 In each of them this makes a namespace for the peering, a ServiceAccount that the
@@ -26,25 +27,37 @@ Secret with the identity at the other one, and a Peering. Repeating it changes
 nothing, repairs what is missing and renews an identity that was revoked. Another
 cluster that has the ID and name of the one peered before is refused.
 
-The exit code is 1 when the clusters were not joined in time; what is missing on
-which side is said.`,
-		Example: "  isthmus peer --context paris --remote-context oslo",
-		Args:    cobra.NoArgs,
-		RunE: func(cmd *cobra.Command, _ []string) error {
-			if remote.Context == "" && remote.Kubeconfig == "" {
-				return cli.Usage("want --remote-context, or --remote-kubeconfig: the cluster to be joined with")
-			}
-			if remote.Kubeconfig == "" {
-				remote.Kubeconfig = local.Kubeconfig
-			}
-			if o.Timeout < 0 {
+At the end it shows what each side takes of the networks that the other one
+claims, as they are or as others, and why. When a peer changes its claim later so
+that it would get addresses that it has not had, what was agreed upon stays in
+force until somebody agrees. With the NAME of a Peering or of the other cluster
+this shows the claim and what it would take, of this cluster alone; --consent with
+that very claim agrees to it, and is refused when the claim is another one by now.
+
+The exit code is 1 when the clusters were not joined in time, or a claim waits for
+consent; what is missing on which side is said.`,
+		Example: `  isthmus peer --context paris --remote-context oslo
+  isthmus peer --context paris oslo
+  isthmus peer --context paris oslo --consent 10.48.0.0/14,10.60.0.0/20`,
+		Args:              cobra.MaximumNArgs(1),
+		ValidArgsFunction: completePeering(&local),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			both := remote.Context != "" || remote.Kubeconfig != ""
+			switch {
+			case !both && len(args) == 0:
+				return cli.Usage("want --remote-context, or --remote-kubeconfig: the cluster to be joined with; or the NAME of a Peering to look at")
+			case both && len(args) > 0:
+				return cli.Usage("%q: want either a NAME, to look at a Peering, or the other cluster, to join with it", args[0])
+			case o.Timeout < 0:
 				return cli.Usage("--timeout %v: want a duration, or 0 to wait for nothing", o.Timeout)
 			}
-			a, err := connect(local)
-			if err != nil {
-				return err
+			var err error
+			if !both {
+				err = aboutOne(cmd, args[0])
 			}
-			b, err := connect(remote)
+			if err == nil {
+				o.Claims, err = chosen.claims(cmd)
+			}
 			if err != nil {
 				return err
 			}
@@ -52,9 +65,21 @@ which side is said.`,
 			if output != "" {
 				o.Report = func(line string) { fmt.Fprintln(cmd.ErrOrStderr(), line) }
 			}
-			peerings, err := peering.Peer(cmd.Context(), a, b, o)
-			if output != "" && peerings[0] != nil {
-				err = errors.Join(err, output.Print(cmd.OutOrStdout(), map[string]any{"local": peerings[0], "remote": peerings[1]}))
+			a, err := connect(local)
+			if err != nil {
+				return err
+			}
+			result := map[string]any{}
+			if both {
+				if remote.Kubeconfig == "" {
+					remote.Kubeconfig = local.Kubeconfig
+				}
+				err = join(cmd, a, remote, o, result)
+			} else {
+				err = review(cmd, a, args[0], o, result)
+			}
+			if output != "" && len(result) > 0 {
+				err = errors.Join(err, output.Print(cmd.OutOrStdout(), result))
 			}
 			return clusterError(err)
 		},
@@ -66,7 +91,77 @@ which side is said.`,
 	cmd.Flags().StringVar(&o.Name, "name", "", "name of the Peering here (default the other cluster's name and six digits)")
 	cmd.Flags().StringVar(&o.RemoteName, "remote-name", "", "name of the Peering there")
 	cmd.Flags().BoolVar(&o.Replace, "replace", false, "the other cluster was made anew, or its authority changed: revoke the old one's rights and join this one")
+	chosen.add(cmd)
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", time.Minute, "how long to wait; 0: not at all")
 	cli.AddOutputFlag(cmd, &output, "print both Peerings at the end, and the progress on standard error")
 	return cmd
+}
+
+// join peers two clusters. result gets the Peerings.
+func join(cmd *cobra.Command, a *peering.Cluster, remote peering.Access, o peering.PeerOptions, result map[string]any) error {
+	b, err := connect(remote)
+	if err != nil {
+		return err
+	}
+	peerings, err := peering.Peer(cmd.Context(), a, b, o)
+	if peerings[0] != nil {
+		result["local"], result["remote"] = peerings[0], peerings[1]
+	}
+	return err
+}
+
+// aboutOne refuses flags that mean nothing where one cluster is looked at.
+func aboutOne(cmd *cobra.Command, name string) error {
+	for _, flag := range []string{"name", "remote-name", "replace", "server", "remote-server", "remote-namespace"} {
+		if cmd.Flags().Changed(flag) {
+			return cli.Usage("--%s is for joining two clusters, and not for looking at the Peering %s; want --remote-context with it", flag, name)
+		}
+	}
+	return nil
+}
+
+// review looks at the Peering of that name. result gets it.
+func review(cmd *cobra.Command, a *peering.Cluster, name string, o peering.PeerOptions, result map[string]any) error {
+	p, err := peering.Review(cmd.Context(), a, name, o)
+	if p != nil {
+		result["local"] = p
+	}
+	return err
+}
+
+// claimFlags are the flags about what the other cluster claims.
+type claimFlags struct {
+	allowed     []string
+	alwaysRemap bool
+	consent     string
+}
+
+func (f *claimFlags) add(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.StringSliceVar(&f.allowed, "allow-claim", nil,
+		"network outside of private space that this cluster lets the other one have as it is (spec.claims.allowed)")
+	flags.BoolVar(&f.alwaysRemap, "always-remap", false, "this cluster uses no network of the other one as it is (spec.claims.alwaysRemap)")
+	flags.StringVar(&f.consent, "consent", "", "PODCIDR,EXTERNALCIDR: this cluster agrees to that claim of the other one, as it was shown (spec.claims.consent)")
+}
+
+// claims reads what was chosen.
+func (f *claimFlags) claims(cmd *cobra.Command) (c peering.Claims, err error) {
+	for _, text := range f.allowed {
+		p, err := peering.ParseNetwork(text)
+		if err != nil {
+			return c, cli.Usage("--allow-claim: %w", err)
+		}
+		c.Allowed = append(c.Allowed, p)
+	}
+	if cmd.Flags().Changed("always-remap") {
+		c.AlwaysRemap = &f.alwaysRemap
+	}
+	if f.consent != "" {
+		claim, err := peering.ParseClaim(f.consent)
+		if err != nil {
+			return c, cli.Usage("--consent %q: want PODCIDR,EXTERNALCIDR as they were shown: %w", f.consent, err)
+		}
+		c.Consent = &claim
+	}
+	return c, nil
 }

@@ -1,11 +1,13 @@
 package main
 
 import (
+	"log/slog"
 	"net/http"
 	"net/http/pprof"
 	"net/netip"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
 )
 
 // checkProfileAddress accepts nothing but a loopback address.
@@ -17,6 +19,21 @@ func checkProfileAddress(a string) error {
 		return cli.Usage("--pprof-address %q: want a loopback address and a port such as 127.0.0.1:6060, since a profile tells everything", a)
 	}
 	return nil
+}
+
+// serveProfiles answers at an address that checkProfileAddress has accepted, until the servers are
+// closed.
+func serveProfiles(address string, log *slog.Logger) (*httpserve.Servers, error) {
+	servers := httpserve.New(log)
+	at, err := servers.ListenPrivate("--pprof-address", address, nil, profiles())
+	if err != nil {
+		return nil, err
+	}
+	if at != nil {
+		log.Info("profiles", "address", at)
+	}
+	servers.Serve()
+	return servers, nil
 }
 
 // profiles is the handler of /debug/pprof.

@@ -1,12 +1,14 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"fmt"
 	"os"
 
 	"github.com/spf13/cobra"
 
+	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -17,13 +19,14 @@ import (
 
 // Ports of the route agent, beside those of a gateway on the same node.
 const (
-	agentMetricsAddress = ":5874"
+	agentMetricsAddress = "127.0.0.1:5874"
 	agentStatusAddress  = "127.0.0.1:5875"
 )
 
 func newRouteAgentCommand() *cobra.Command {
-	var kubeconfig, level string
+	var kubeconfig, namespace, level string
 	var cleanup bool
+	var secure metricsFlags
 	o := routeagent.Options{Version: cli.Version()}
 	cmd := &cobra.Command{
 		Use:   "route-agent",
@@ -31,14 +34,16 @@ func newRouteAgentCommand() *cobra.Command {
 		Long: fmt.Sprintf(`Run the route agent of a node: it connects the nodes of the cluster by VXLAN (device
 %s, UDP port %d) and leads packets for remote clusters to the node with the
 active gateway, and packets from them to the node of the pod. It reads Nodes, Pods
-and TunnelEndpoints and writes nothing to the API server; while that is away,
-everything stays as it is.
+and TunnelEndpoints; while the API server is away, everything stays as it is. It writes
+one object, the NodeNetworks of its node: the networks that the node reaches by itself
+and its DNS servers, which the manager gives to no peer.
 
 What somebody else deletes or changes of it is back within a second. From the moment
 at which a network is granted to a peer, the node refuses packets for it that cannot go
 through the tunnel. That holds without an agent, too: it leaves everything as it is when
 it ends, and keeps in --state-directory what to refuse after a reboot. --cleanup takes
-everything away. It needs CAP_NET_ADMIN and the host's network.`, kernel.OverlayDevice, kernel.OverlayPort),
+everything away. It needs CAP_NET_ADMIN, the host's network, and dnsPolicy Default for
+the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cleanup {
@@ -47,25 +52,37 @@ everything away. It needs CAP_NET_ADMIN and the host's network.`, kernel.Overlay
 			if o.Node == "" {
 				return cli.Usage("want --node-name NAME, or NODE_NAME in the environment: the Node on which this runs")
 			}
+			if err := secure.complete(); err != nil {
+				return err
+			}
 			config, err := owncluster.RESTConfig(kubeconfig)
 			if err != nil {
 				return cli.Unreachable(err)
 			}
 			o.Log = logger(cmd, level)
+			if o.MetricsSecure, err = secure.secure(kubeconfig, o.Log); err != nil {
+				return err
+			}
 			kube.UseLogger(o.Log)
 			o.Source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 				return kube.WatchNode(ctx, config, o.Log, deliver)
+			}
+			if o.Tell, err = kube.NodeReporter(config, cmp.Or(namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace), o.Node); err != nil {
+				return err
 			}
 			return routeagent.Run(cmd.Context(), o)
 		},
 	}
 	f := cmd.Flags()
 	f.StringVar(&kubeconfig, "kubeconfig", "", "how to reach the API server; without it as a Pod does")
+	f.StringVar(&namespace, "namespace", "", "namespace of the installation (default: $POD_NAMESPACE, else "+deploy.Namespace+")")
 	f.StringVar(&o.Node, "node-name", os.Getenv("NODE_NAME"), "name of the Node on which this runs")
 	cli.AddChoiceFlag(cmd, &level, "log-level", "info", "how much is logged", "debug", "info", "warn", "error")
 	f.StringVar(&o.MetricsAddress, "metrics-address", agentMetricsAddress, "host:port of /metrics, /healthz and /readyz; empty for none")
+	secure.add(f)
 	f.StringVar(&o.StatusAddress, "status-address", agentStatusAddress, "host:port of /status; empty for none")
 	f.StringVar(&o.StateDirectory, "state-directory", "", "where to keep what is refused after a reboot until the API server answers; empty: nowhere")
+	f.StringVar(&o.Resolvers, "resolv-conf", "/etc/resolv.conf", "file with the DNS servers of the node")
 	f.BoolVar(&cleanup, "cleanup", false, "remove everything that route agents made on this node, and end")
 	return cmd
 }

@@ -133,7 +133,7 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 		fmt.Fprintf(w, "left out: %s\n", e)
 	}
 	if !s.Ready {
-		fmt.Fprintln(w, "still starting")
+		fmt.Fprintln(w, "not ready")
 	}
 	fmt.Fprintln(w)
 	if len(s.Peers) == 0 {

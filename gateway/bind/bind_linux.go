@@ -105,8 +105,8 @@ func (b *Bind) Close() error {
 // Endpoint is a place to send to. Its local address is the kernel's choice.
 func (b *Bind) Endpoint(at netip.AddrPort) conn.Endpoint { return newEndpoint(at, netip.Addr{}) }
 
-// Send sends datagrams to an Endpoint, in order, and goes on after an error. It waits while the
-// socket's buffer is full.
+// Send sends datagrams to an Endpoint, in order, and goes on after an error; Unsent says how many of
+// them an error concerns. It waits while the socket's buffer is full.
 func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 	e, ok := ep.(*endpoint)
 	if !ok {

@@ -195,6 +195,40 @@ func TestLocalAddressThatIsGoneIsForgotten(t *testing.T) {
 	}
 }
 
+// One that is larger than UDP carries fails alone, or with those that would have gone in one call
+// with it; the others arrive.
+func TestAnErrorOfSendSaysHowManyDidNotLeave(t *testing.T) {
+	const large = 1<<16 - 1
+	a, b := newEnd(t), newEnd(t)
+	to := b.at(t, "127.0.0.1")
+	for _, tc := range []struct {
+		sizes  []int
+		unsent int
+	}{
+		{[]int{100, large, 100}, 1},
+		{[]int{large, large, 7}, 2},
+		{[]int{100, 100, 100, large, 50, 50, large}, 2},
+	} {
+		var batch [][]byte
+		arrive := 0
+		for _, size := range tc.sizes {
+			if batch = append(batch, make([]byte, size)); size < large {
+				arrive++
+			}
+		}
+		err := a.Send(batch, to)
+		if got := Unsent(err, len(batch)); got != tc.unsent || !errors.Is(err, unix.EMSGSIZE) {
+			t.Errorf("%v: %d did not leave, %v; want %d and %v", tc.sizes, got, err, tc.unsent, unix.EMSGSIZE)
+		}
+		for range arrive {
+			b.next(t)
+		}
+	}
+	if got := Unsent(net.ErrClosed, 3); got != 3 {
+		t.Errorf("of 3 datagrams to a closed socket %d did not leave", got)
+	}
+}
+
 func TestEndpointIsOneValuePerRemoteAddress(t *testing.T) {
 	a, b := newEnd(t), newEnd(t)
 	to := b.at(t, "127.0.0.1")

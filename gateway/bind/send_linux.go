@@ -2,6 +2,7 @@ package bind
 
 import (
 	"errors"
+	"fmt"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -41,13 +42,35 @@ func (m *sender) sendmsg(fd uintptr) {
 	}
 }
 
+// A SendError says how many of the datagrams of one Send did not leave. Those before and after them
+// have.
+type SendError struct {
+	Unsent int
+	Err    error
+}
+
+func (e *SendError) Error() string { return fmt.Sprintf("%d datagrams not sent: %v", e.Unsent, e.Err) }
+
+// Unwrap returns what the kernel said.
+func (e *SendError) Unwrap() error { return e.Err }
+
+// Unsent is how many of n datagrams an error of Send says did not leave: all of them, unless it
+// says otherwise.
+func Unsent(err error, n int) int {
+	if e := (*SendError)(nil); errors.As(err, &e) {
+		return e.Unsent
+	}
+	return n
+}
+
 // send sends datagrams to e, in order and as few calls as the kernel allows. It goes on after an
-// error, which it returns.
+// error and returns a SendError.
 func (s *socket) send(bufs [][]byte, e *endpoint) error {
 	m := s.senders.Get().(*sender)
 	defer s.senders.Put(m)
 	m.header.Name, m.header.Namelen = &e.name[0], e.nameLen
 	var errs error
+	unsent := 0
 	for len(bufs) > 0 {
 		n := 1
 		if !s.noGSO.Load() {
@@ -58,19 +81,22 @@ func (s *socket) send(bufs [][]byte, e *endpoint) error {
 			s.noGSO.Store(true) // no checksum offload behind the route, see udp(7)
 		}
 		if n > 1 && refusesGSO(err) {
-			err = nil
 			for i := range bufs[:n] {
-				err = errors.Join(err, s.sendOne(m, bufs[i:i+1], e))
+				if err := s.sendOne(m, bufs[i:i+1], e); err != nil {
+					errs, unsent = errors.Join(errs, err), unsent+1
+				}
 			}
-		}
-		if err != nil {
-			errs = errors.Join(errs, err)
+		} else if err != nil {
+			errs, unsent = errors.Join(errs, err), unsent+n
 		}
 		bufs = bufs[n:]
 	}
 	clear(m.iovecs[:]) // the pool must not keep packets alive
 	m.header.Name = nil
-	return errs
+	if errs != nil {
+		return &SendError{unsent, errs}
+	}
+	return nil
 }
 
 // sameSize is how many of the first datagrams may go as one: they are of one size, but that the

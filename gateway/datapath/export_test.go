@@ -154,7 +154,8 @@ type Staging struct{ s staging }
 
 func (s *Staging) Push(p []byte, now time.Duration) (gone int) { return s.s.push(p, now) }
 func (s *Staging) Expire(now time.Duration) (gone int)         { return s.s.expire(now) }
-func (s *Staging) Pop() []byte                                 { return s.s.pop() }
+func (s *Staging) Oldest() []byte                              { return s.s.ring[0] }
+func (s *Staging) Drop()                                       { s.s.drop() }
 func (s *Staging) Len() (packets, octets int)                  { return len(s.s.ring), s.s.bytes }
 func (s *Staging) Empty() bool                                 { return s.s.ring == nil && s.s.times == nil && s.s.bytes == 0 }
 

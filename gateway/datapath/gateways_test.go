@@ -491,6 +491,36 @@ func echoUDP(client *side, from netip.Addr, server *side, at netip.Addr, n int, 
 	return nil
 }
 
+// What a peer has shown by its key is not ours to doubt; what it, or a name server, has said is.
+func TestNothingIsSentToARefusedEndpointUntilThePeerShowsItselfThere(t *testing.T) {
+	a, b := startGateways(t, &memlink.Network{}, plans[0], datapath.Options{})
+	at := func() netip.AddrPort { return a.tunnel.Stats()[a.peer.Key].Endpoint }
+	refuse := func() {
+		t.Helper()
+		if err := a.tunnel.SetPeers([]datapath.Peer{{State: a.peer.State, Key: a.peer.Key, Refused: true}}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	configured := at()
+	if configured != a.peer.Endpoint {
+		t.Fatalf("b is at %v, want %v", configured, a.peer.Endpoint)
+	}
+	refuse()
+	if got := at(); got.IsValid() {
+		t.Errorf("refused, and still at %v", got)
+	}
+	if err := echoUDP(b, b.pod, a, a.pod, 1, false, nil); err != nil { // b sends first
+		t.Fatal(err)
+	}
+	if got := at(); got != configured {
+		t.Errorf("b has sent a packet and is at %v", got)
+	}
+	refuse()
+	if got := at(); got != configured {
+		t.Errorf("where b has shown itself is forgotten: %v", got)
+	}
+}
+
 func TestTwoGatewaysAnswerPings(t *testing.T) { eachPlan(t, pings) }
 
 func pings(t *testing.T, a, b *side) {

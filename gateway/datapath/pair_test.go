@@ -13,6 +13,7 @@ import (
 	"time"
 
 	"golang.org/x/crypto/curve25519"
+	"golang.org/x/sys/unix"
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
 
@@ -32,6 +33,7 @@ type wire struct {
 
 	mu      sync.Mutex
 	drop    func(m []byte) bool // of what is sent; may be nil
+	refuse  func(m []byte) bool // of what is sent, as a kernel does; may be nil
 	see     func(m []byte)      // what is sent, instead of sent; may be nil
 	delay   time.Duration
 	delayed []func()
@@ -69,7 +71,12 @@ func (w *wire) Send(bufs [][]byte, to conn.Endpoint) error {
 	w.mu.Lock()
 	now := time.Now()
 	var pass [][]byte
+	refused := 0
 	for _, m := range bufs {
+		if w.refuse != nil && w.refuse(m) {
+			refused++
+			continue
+		}
 		if w.see != nil {
 			w.see(m)
 		} else {
@@ -87,7 +94,11 @@ func (w *wire) Send(bufs [][]byte, to conn.Endpoint) error {
 	}
 	if delay == 0 {
 		w.mu.Unlock()
-		return w.Bind.Send(pass, to)
+		err := w.Bind.Send(pass, to)
+		if err == nil && refused > 0 {
+			err = &bind.SendError{Unsent: refused, Err: unix.EMSGSIZE}
+		}
+		return err
 	}
 	for i := range pass {
 		pass[i] = bytes.Clone(pass[i])

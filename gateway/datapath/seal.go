@@ -7,6 +7,7 @@ import (
 
 	"golang.zx2c4.com/wireguard/device"
 
+	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -100,7 +101,7 @@ func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 	}
 	s.expire(p)
 	for len(p.staged.ring) > 0 && s.seal(p.staged.ring[0]) {
-		p.staged.pop()
+		p.staged.drop()
 	}
 	if len(p.staged.ring) > 0 {
 		s.keypair = nil // its nonces have run out in between
@@ -144,7 +145,7 @@ func (s *sealer) flush() {
 	// once.
 	s.peer.sent(s.keypair, s.now)
 	if err := s.peer.dev.SendBuffers(s.sealed); err != nil {
-		s.count(s.state, len(s.sealed), natengine.DropTunnelSend)
+		s.count(s.state, bind.Unsent(err, len(s.sealed)), natengine.DropTunnelSend)
 	}
 	clear(s.sealed)
 	s.sealed, s.used = s.sealed[:0], 0

@@ -42,16 +42,7 @@ func (s *staging) expire(now time.Duration) (gone int) {
 	return gone
 }
 
-// pop takes the oldest packet, nil when there is none.
-func (s *staging) pop() []byte {
-	if len(s.ring) == 0 {
-		return nil
-	}
-	p := s.ring[0]
-	s.drop()
-	return p
-}
-
+// drop forgets the oldest packet; there has to be one.
 func (s *staging) drop() {
 	s.bytes -= len(s.ring[0])
 	s.ring[0] = nil

@@ -39,11 +39,12 @@ func TestStagingKeepsTheNewestWithinItsBounds(t *testing.T) {
 				t.Errorf("%d packets, %d octets: want %d, %d", n, octets, tc.kept, tc.kept*tc.size)
 			}
 			for i := last - tc.kept + 1; i <= last; i++ {
-				if p := s.Pop(); int(p[0])|int(p[1])<<8 != i {
+				if p := s.Oldest(); int(p[0])|int(p[1])<<8 != i {
 					t.Fatalf("packet %d: want %d", int(p[0])|int(p[1])<<8, i)
 				}
+				s.Drop()
 			}
-			if s.Pop() != nil || !s.Empty() {
+			if !s.Empty() {
 				t.Error("something is left")
 			}
 		})
@@ -148,6 +149,24 @@ func TestWhatWaitsForOneDoesNotHoldUpAnother(t *testing.T) {
 		came = slices.Clone(back.got)
 		if len(came) != datapath.MaxStaged || !slices.IsSorted(came) || came[len(came)-1] != 199 {
 			t.Errorf("%d of those that waited came, %v: want %d, in order", len(came), came, datapath.MaxStaged)
+		}
+	})
+}
+
+// What waited goes out in one batch. Of that the wire refuses a part, which is counted, and the rest
+// arrives.
+func TestMessagesThatDoNotLeaveAreCountedAndNoOthers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, orderedKeys(true))
+		a, b := p.ends[0], p.ends[1]
+		a.wire.mu.Lock()
+		a.wire.refuse = func(m []byte) bool { return data(m) && counter(m)%3 == 1 }
+		a.wire.mu.Unlock()
+		a.send(t, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
+		time.Sleep(time.Second)
+		b.wants(t, 1, 2, 4, 5, 7, 8) // the first message is a keepalive
+		if n := a.drops(natengine.Outbound, natengine.DropTunnelSend); n != 4 {
+			t.Errorf("%d messages are counted as not sent: want the 4 that were refused", n)
 		}
 	})
 }

@@ -195,11 +195,13 @@ func (t *Tunnel) SetMTU(mtu int) {
 func (t *Tunnel) MTU() int { return int(t.mtu.Load()) }
 
 // A Peer is a peer of the engine, its public key, and where it is; the zero AddrPort leaves that as
-// it is.
+// it is, unless Refused says that nothing may be sent to where it was set to be: then nothing is
+// sent to the peer until it has sent something, wherever from.
 type Peer struct {
 	State    *natengine.PeerState
 	Key      [32]byte
 	Endpoint netip.AddrPort
+	Refused  bool
 }
 
 // SetPeers replaces the peers. Call it after each change of the engine's: what a peer may send is
@@ -246,6 +248,9 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 		if want.Endpoint.IsValid() && t.places[key] != want.Endpoint {
 			dev.SetEndpointFromPacket(t.wire.Endpoint(want.Endpoint))
 			t.places[key] = want.Endpoint
+		} else if was, ok := t.places[key]; ok && want.Refused {
+			leave(dev, was)
+			delete(t.places, key)
 		}
 		table.byState[want.State], table.byDevice[dev] = p, p
 	}
@@ -257,6 +262,14 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 	}
 	t.lookSoon()
 	return errors.Join(errs...)
+}
+
+// leave makes the device forget where a peer is, if that is where it was set to be: where it has
+// roamed to, it has shown by its key.
+func leave(dev *device.Peer, was netip.AddrPort) {
+	if at, ok := endpointOf(dev).(interface{ AddrPort() netip.AddrPort }); ok && at.AddrPort() == was {
+		dev.SetEndpointFromPacket(nil)
+	}
 }
 
 // publish replaces the table, and ends what is not in it any more.

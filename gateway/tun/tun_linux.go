@@ -50,9 +50,6 @@ type Options struct {
 	// USO lets the kernel hand over UDP superpackets (UDP_SEGMENT of a local or forwarded sender;
 	// Linux 6.2 and later). See TrustsUSO.
 	USO bool
-	// NoOffload asks for no offload at all: each packet then comes alone and with a complete
-	// checksum. It is the switch for a kernel whose offloads misbehave.
-	NoOffload bool
 }
 
 // TrustsUSO reports whether UDP superpackets behind a TUN are known to get through whatever follows
@@ -208,10 +205,7 @@ func probeOffloads(fd int, o Options) (Offloads, error) {
 		{unix.TUN_F_CSUM, Offloads{Checksum: true}},
 		{0, Offloads{}},
 	}
-	switch {
-	case o.NoOffload:
-		attempts = attempts[3:]
-	case !o.USO:
+	if !o.USO {
 		attempts = attempts[1:]
 	}
 	var err error

@@ -174,6 +174,7 @@ func (s *show) peer() error {
 		return got.err
 	}
 	s.ok("%s -> %s: first ping answered %.2f s after `isthmus peer` was started", from, to, got.after.Seconds())
+	s.fleet.ExcuseSetUp(begin)
 	return nil
 }
 
@@ -461,6 +462,7 @@ func (s *show) leave(passed bool, start time.Time) error {
 	if err := s.fleet.Down(); err != nil {
 		return fmt.Errorf("tidy up: %w", err)
 	}
+	s.ok("%v", s.fleet.Sniffer.Report())
 	s.ok("all processes ended, %d namespaces removed: nothing is left", len(s.fleet.Lab.Hosts()))
 	if passed {
 		s.say("\nEverything worked, in %.1f s.", took.Seconds())

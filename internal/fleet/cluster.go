@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
+	"strings"
 	"time"
 
 	authenticationv1 "k8s.io/api/authentication/v1"
@@ -22,6 +23,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
@@ -68,7 +70,8 @@ func (c *Cluster) startServer(ctx context.Context, kube string, audit bool) erro
 			return err
 		}
 	}
-	c.Client, err = client.New(c.config, client.Options{Scheme: scheme})
+	c.watcher, err = client.NewWithWatch(c.config, client.Options{Scheme: scheme})
+	c.Client = c.watcher
 	return err
 }
 
@@ -105,6 +108,13 @@ func (c *Cluster) describe(ctx context.Context) error {
 			return err
 		}
 	}
+	for i, n := range c.Nodes {
+		agent := pod(Namespace, Agent(i), n.Name, n.Addr, n.Addr)
+		agent.Spec.HostNetwork, agent.Spec.ServiceAccountName = true, deploy.RouteAgentServiceAccount
+		if err := c.create(ctx, agent); err != nil {
+			return err
+		}
+	}
 	var ports []corev1.ServicePort
 	for i := range c.Tunnels {
 		port := wireGuardPort + int32(i)
@@ -121,6 +131,8 @@ func (c *Cluster) describe(ctx context.Context) error {
 			Type:     corev1.ServiceTypeNodePort,
 			Selector: map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive},
 			Ports:    ports,
+
+			PublishNotReadyAddresses: true,
 		},
 	})
 }
@@ -170,7 +182,22 @@ func (c *Cluster) waitForServiceAccount(ctx context.Context, namespace string) e
 
 // identity writes a kubeconfig with a token of a ServiceAccount and returns its path.
 func (c *Cluster) identity(ctx context.Context, account string) (string, error) {
-	token := &authenticationv1.TokenRequest{}
+	return c.tokenFor(ctx, account, account, nil)
+}
+
+// agentIdentity does so for the route agent on node i, counted from 0. Its token is bound to its
+// Pod, as the kubelet's are, so that the API server knows which node it comes from.
+func (c *Cluster) agentIdentity(ctx context.Context, i int) (string, error) {
+	var pod corev1.Pod
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: Namespace, Name: Agent(i)}, &pod); err != nil {
+		return "", fmt.Errorf("pod of %s: %w", Agent(i), err)
+	}
+	return c.tokenFor(ctx, deploy.RouteAgentServiceAccount, Agent(i),
+		&authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: pod.Name, UID: pod.UID})
+}
+
+func (c *Cluster) tokenFor(ctx context.Context, account, file string, bound *authenticationv1.BoundObjectReference) (string, error) {
+	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{BoundObjectRef: bound}}
 	sa := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: Namespace, Name: account}}
 	if err := c.Client.SubResource("token").Create(ctx, sa, token); err != nil {
 		return "", fmt.Errorf("token of ServiceAccount %s: %w", account, err)
@@ -182,6 +209,25 @@ func (c *Cluster) identity(ctx context.Context, account string) (string, error) 
 	for _, user := range config.AuthInfos {
 		user.ClientCertificateData, user.ClientKeyData, user.Token = nil, nil, token.Status.Token
 	}
-	path := filepath.Join(c.dir, account+".kubeconfig")
+	path := filepath.Join(c.dir, file+".kubeconfig")
 	return path, clientcmd.WriteToFile(*config, path)
+}
+
+// waitForReports waits until every node has said what it reaches: no peer gets a network from then
+// on that one of them has.
+func (c *Cluster) waitForReports(ctx context.Context) error {
+	var missing []string
+	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {
+		missing = nil
+		for _, n := range c.Nodes {
+			if err := c.Client.Get(ctx, client.ObjectKey{Namespace: Namespace, Name: n.Name}, &isthmus.NodeNetworks{}); err != nil {
+				missing = append(missing, err.Error())
+			}
+		}
+		return len(missing) == 0, nil
+	})
+	if err != nil {
+		return fmt.Errorf("reports of the nodes: %w: %s", err, strings.Join(missing, "; "))
+	}
+	return nil
 }

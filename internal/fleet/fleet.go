@@ -44,7 +44,8 @@ type Options struct {
 type Fleet struct {
 	Lab        *lab.Lab
 	Clusters   []*Cluster
-	Kubeconfig string // file with a context of administrators for each cluster, named after it
+	Kubeconfig string       // file with a context of administrators for each cluster, named after it
+	Sniffer    *lab.Sniffer // on the underlay for as long as the Fleet stands: Down returns what leaked
 
 	binary string
 }
@@ -56,6 +57,8 @@ type Cluster struct {
 	Client client.Client // an administrator; its connections start inside the lab
 
 	config    *rest.Config
+	watcher   client.WithWatch // Client, which can watch too
+	remotes   remotes
 	dir       string
 	binary    string
 	mu        sync.Mutex
@@ -97,6 +100,9 @@ func newFleet(l *lab.Lab, binary string) *Fleet {
 }
 
 func (f *Fleet) up(ctx context.Context, o Options) error {
+	if err := f.sniff(); err != nil {
+		return err
+	}
 	if err := f.each(func(c *Cluster) error { return c.startServer(ctx, o.Kube, o.Audit) }); err != nil {
 		return err
 	}
@@ -108,6 +114,9 @@ func (f *Fleet) up(ctx context.Context, o Options) error {
 		out, err := f.Isthmus(ctx, "install", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID)
 		if err != nil {
 			return fmt.Errorf("isthmus install: %w\n%s", err, out)
+		}
+		if err := c.follow(ctx, f.Sniffer); err != nil {
+			return err
 		}
 		if err := c.describe(ctx); err != nil {
 			return err
@@ -135,15 +144,17 @@ func (f *Fleet) each(do func(*Cluster) error) error {
 	return errors.Join(errs...)
 }
 
-// Down ends everything and removes the lab.
+// Down ends everything and removes the lab. Packets for a peer that any node has sent in the clear,
+// at any time from Up on, are an error.
 func (f *Fleet) Down() error {
-	err := f.each(func(c *Cluster) error {
-		err := c.stopAll()
-		if c.Server != nil {
-			err = errors.Join(err, c.Server.Stop())
+	err := f.each((*Cluster).stopAll)
+	err = errors.Join(err, f.stopSniffing())
+	err = errors.Join(err, f.each(func(c *Cluster) error {
+		if c.Server == nil {
+			return nil
 		}
-		return err
-	})
+		return c.Server.Stop()
+	}))
 	return errors.Join(err, f.Lab.Down())
 }
 

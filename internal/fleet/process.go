@@ -20,6 +20,9 @@ import (
 // gateways is how many nodes of a cluster run one: the active and a standby.
 const gateways = 2
 
+// Resolver is the DNS server that all nodes ask.
+const Resolver = "192.168.79.53"
+
 // patience is how long a component may take to start, and to end: seconds, on a machine that does
 // nothing else.
 const patience = 90 * time.Second
@@ -65,15 +68,16 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
-	agent, err := c.identity(ctx, "isthmus-route-agent")
-	if err != nil {
+	// Tests claim networks: they must not depend on the machine's own servers.
+	resolvers := filepath.Join(c.dir, "resolv.conf")
+	if err := os.WriteFile(resolvers, []byte("nameserver "+Resolver+"\n"), 0o600); err != nil {
 		return err
 	}
 	add := func(name string, p *process) { c.processes[name] = p }
 	add(Manager, &process{
 		host: c.Control.Host,
 		args: []string{"manager", "--kubeconfig", manager, "--namespace", Namespace,
-			"--pod-cidr", c.PodCIDR.String(), "--reserved", lab.Reserved(),
+			"--pod-cidr", c.PodCIDR.String(),
 			"--ipam-address", fmt.Sprintf("127.0.0.1:%d", ipamPort), "--ipam-plain"},
 		env:   []string{"POD_NAME=manager-1", "POD_UID=manager-1"},
 		ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", managerHealthPort),
@@ -82,15 +86,20 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		env := []string{"POD_IP=" + n.Addr.String(), "POD_NAMESPACE=" + Namespace, "NODE_NAME=" + n.Name}
 		if i < gateways {
 			add(Gateway(i), &process{
-				host:  n.Host,
-				args:  []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace, "--tunnels", strconv.Itoa(c.Tunnels)},
+				host: n.Host,
+				args: []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace,
+					"--state-directory", filepath.Join(c.dir, Gateway(i)), "--tunnels", strconv.Itoa(c.Tunnels)},
 				env:   append(env[:len(env):len(env)], "POD_NAME="+gatewayPod(i)),
 				ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", gatewayPort),
 			})
 		}
+		agent, err := c.agentIdentity(ctx, i)
+		if err != nil {
+			return err
+		}
 		add(Agent(i), &process{
 			host:  n.Host,
-			args:  []string{"route-agent", "--kubeconfig", agent, "--state-directory", filepath.Join(c.dir, Agent(i))},
+			args:  []string{"route-agent", "--kubeconfig", agent, "--state-directory", filepath.Join(c.dir, Agent(i)), "--resolv-conf", resolvers},
 			env:   append(env[:len(env):len(env)], "POD_NAME="+Agent(i)),
 			ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", agentPort),
 		})
@@ -107,7 +116,10 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		})
 	}
 	group.Wait()
-	return errors.Join(errs...)
+	if err := errors.Join(errs...); err != nil {
+		return err
+	}
+	return c.waitForReports(ctx)
 }
 
 // SetTunnels lets the gateways have another number of tunnels, each from its next start on. The
@@ -123,6 +135,14 @@ func (c *Cluster) SetTunnels(n int) {
 
 // Start starts a component that does not run and waits until it is ready.
 func (c *Cluster) Start(ctx context.Context, name string) error {
+	if err := c.Launch(name); err != nil {
+		return err
+	}
+	return c.waitReady(ctx, name, c.processes[name])
+}
+
+// Launch starts a component that does not run and waits for nothing.
+func (c *Cluster) Launch(name string) error {
 	p := c.processes[name]
 	if p == nil {
 		return fmt.Errorf("cluster %s has no %s", c.Name, name)
@@ -132,7 +152,6 @@ func (c *Cluster) Start(ctx context.Context, name string) error {
 		return err
 	}
 	defer log.Close()
-	// Not the caller's context: that one ends the waiting, not the component.
 	cmd := p.host.Command(context.Background(), c.binary, p.args...)
 	cmd.Env = append(os.Environ(), p.env...)
 	cmd.Stdout, cmd.Stderr = log, log
@@ -148,7 +167,7 @@ func (c *Cluster) Start(ctx context.Context, name string) error {
 	c.mu.Lock()
 	p.cmd, p.done = cmd, done
 	c.mu.Unlock()
-	return c.waitReady(ctx, name, p)
+	return nil
 }
 
 func (c *Cluster) waitReady(ctx context.Context, name string, p *process) error {

@@ -1,9 +1,11 @@
-// Package httpserve runs the HTTP servers of a component: with timeouts that keep slow and idle
-// clients from piling up, and an end that gives requests under way a moment.
+// Package httpserve runs the HTTP servers of a component: with timeouts and a bound of connections
+// that keep slow and idle clients from piling up, and an end that gives requests under way a
+// moment.
 package httpserve
 
 import (
 	"context"
+	"crypto/tls"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -29,10 +31,29 @@ type server struct {
 // New returns no servers yet; what happens to them later goes to log.
 func New(log *slog.Logger) *Servers { return &Servers{log: log} }
 
-// Listen opens a socket, so that a wrong address is an error at the start; what is how the error
-// calls it. An empty address is none, which is fine. Clients wait until Serve. The address listened
-// at is returned.
+// Listen opens a socket for what everybody may read, so that a wrong address is an error at the
+// start; what is how the error calls it. An empty address is none, which is fine. Clients wait
+// until Serve. The address listened at is returned.
 func (s *Servers) Listen(what, address string, handler http.Handler) (net.Addr, error) {
+	return s.listen(what, address, nil, handler)
+}
+
+// ListenPrivate is Listen for what not everybody may read: by TLS where secure says so, which then
+// guards in handler what is to be guarded. Without it, an address that other machines reach is
+// worth a warning.
+func (s *Servers) ListenPrivate(what, address string, secure *Secure, handler http.Handler) (net.Addr, error) {
+	if secure != nil {
+		return s.listen(what, address, secure.TLS, handler)
+	}
+	at, err := s.listen(what, address, nil, handler)
+	if tcp, ok := at.(*net.TCPAddr); ok && !tcp.IP.IsLoopback() {
+		s.log.Warn("whoever reaches this address may read what is served there; want a loopback address, or for metrics --metrics-secure",
+			"server", what, "address", address)
+	}
+	return at, err
+}
+
+func (s *Servers) listen(what, address string, secure *tls.Config, handler http.Handler) (net.Addr, error) {
 	if address == "" {
 		return nil, nil
 	}
@@ -40,16 +61,22 @@ func (s *Servers) Listen(what, address string, handler http.Handler) (net.Addr, 
 	if err != nil {
 		return nil, fmt.Errorf("%s: %w", what, err)
 	}
-	s.all = append(s.all, server{what, l, &http.Server{
+	at := l.Addr()
+	if secure != nil {
+		l = tls.NewListener(l, secure)
+	}
+	one := server{what, l, &http.Server{
 		Handler:           handler,
-		ReadHeaderTimeout: 5 * time.Second,
+		ReadHeaderTimeout: 5 * time.Second, // of the TLS handshake, too
 		ReadTimeout:       10 * time.Second,
 		WriteTimeout:      30 * time.Second,
 		IdleTimeout:       time.Minute,
 		MaxHeaderBytes:    1 << 14,
 		ErrorLog:          slog.NewLogLogger(s.log.Handler(), slog.LevelDebug),
-	}})
-	return l.Addr(), nil
+	}}
+	(&bound{most: maxConnections}).bind(one.http)
+	s.all = append(s.all, one)
+	return at, nil
 }
 
 // Serve answers on all sockets until Close, in goroutines of its own.

@@ -41,7 +41,7 @@ const (
 // An Owner is one of the two programs that have objects in a kernel.
 type Owner struct {
 	Name     string // for people
-	Lock     string // an abstract Unix address: one process of the kind per network namespace
+	Lock     string // a table of nftables that one process of the kind has per network namespace
 	Protocol int    // of all its routes and rules
 	Filter   bool   // whether it has one
 	Devices  []Place
@@ -57,8 +57,13 @@ type Place struct {
 // The owners. The TUNs are not among the gateway's devices, since they go with their file
 // descriptors.
 var (
-	RouteAgent = Owner{"route agent", "@isthmus.net/route-agent", NodeProtocol, true,
+	RouteAgent = Owner{"route agent", "isthmus_route_agent", NodeProtocol, true,
 		[]Place{{Host, OverlayDevice}}, [2][]int{Host: {MainTable, NodeTable, RefuseTable}}}
-	Gateway = Owner{"gateway", "@isthmus.net/gateway", GatewayProtocol, false,
+	Gateway = Owner{"gateway", "isthmus_gateway", GatewayProtocol, false,
 		[]Place{{Host, VethHost}, {Inner, VethGateway}}, [2][]int{Host: {GatewayTable}, Inner: {MainTable}}}
 )
+
+// OwnsDevice reports whether a device of the host's namespace is one of ours, by its name.
+func OwnsDevice(name string) bool {
+	return name == OverlayDevice || name == VethHost
+}

@@ -66,7 +66,3 @@ func overlapsAny(p netip.Prefix, others []netip.Prefix) bool {
 	}
 	return false
 }
-
-// Reserved are the networks that a lab itself uses, beside those of its clusters, separated by
-// commas: no cluster may give them to a peer.
-func Reserved() string { return underlayNetwork.String() + "," + onPremNetwork.String() }

@@ -311,7 +311,7 @@ clusterName: %s
 privateKeyFile: %s
 listenPort: %d
 mtu: auto
-metricsAddress: ":%d"
+metricsAddress: "127.0.0.1:%d"
 statusAddress: "127.0.0.1:%d"
 `, c.ID, c.Name, keyFile, wireGuardPort, metricsPort, statusPort)
 	if c.Tunnels > 1 {

@@ -36,6 +36,8 @@ type InstallOptions struct {
 	// Tunnels, are the Service's.
 	Port    int32
 	Tunnels int // 0 means 1
+	// MetricsAuth gives the components the rights that --metrics-secure needs.
+	MetricsAuth bool
 	// Report gets a line for each object.
 	Report func(line string)
 }
@@ -54,12 +56,19 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if c.Identity, err = chooseIdentity(have, o.Identity, c.uid); err != nil {
 		return fmt.Errorf("%s: %w", c, err)
 	}
-	manifests, err := manifests(deploy.Files, c.Namespace)
+	files, err := manifests(deploy.Files, c.Namespace)
 	if err != nil {
 		return err
 	}
-	objects := make([]client.Object, 0, len(manifests)+2)
-	for _, m := range manifests {
+	if o.MetricsAuth {
+		more, err := manifests(deploy.Optional, c.Namespace)
+		if err != nil {
+			return err
+		}
+		files = append(files, more...)
+	}
+	objects := make([]client.Object, 0, len(files)+2)
+	for _, m := range files {
 		objects = append(objects, m)
 	}
 	objects = append(objects, &corev1.ConfigMap{
@@ -83,7 +92,7 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 		}
 		o.Report(fmt.Sprintf("%s: %s %s", c, describe(u), outcome))
 	}
-	return c.established(ctx, manifests)
+	return c.established(ctx, files)
 }
 
 // chooseIdentity says who the cluster is from what it is now (nil: nobody yet), what is wished, and
@@ -177,6 +186,9 @@ func gatewayService(namespace string, o InstallOptions) *corev1.Service {
 			Type:     o.Service,
 			Selector: map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive},
 			Ports:    ports,
+			// The label says which one is active. One that carries on while the API server is away
+			// is not ready, and its peers have to reach it when the API server is back.
+			PublishNotReadyAddresses: true,
 		},
 	}
 }

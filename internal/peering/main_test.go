@@ -303,8 +303,11 @@ func (m *manager) reconcile(ctx context.Context, p *isthmus.Peering) {
 		c := metav1.Condition{Type: t, Status: metav1.ConditionTrue, Reason: "Fine", ObservedGeneration: p.Generation}
 		if why, ok := dead[t]; ok {
 			c.Status, c.Reason, c.Message = metav1.ConditionFalse, "Broken", why
+			if rest, ok := strings.CutPrefix(why, v1alpha1.ReasonConsent+" "); ok {
+				c.Reason, c.Message = v1alpha1.ReasonConsent, rest
+			}
 			if ready.Status == metav1.ConditionTrue {
-				ready.Status, ready.Reason, ready.Message = metav1.ConditionFalse, isthmus.ReasonNotReady, t
+				ready.Status, ready.Reason, ready.Message = metav1.ConditionFalse, "Broken", t
 			}
 		}
 		meta.SetStatusCondition(&p.Status.Conditions, c)
@@ -312,7 +315,7 @@ func (m *manager) reconcile(ctx context.Context, p *isthmus.Peering) {
 	meta.SetStatusCondition(&p.Status.Conditions, ready)
 	p.Status.ObservedGeneration = p.Generation
 	p.Status.Local = isthmus.Networks{PodCIDR: "10.244.0.0/16", PodCIDRSeen: "10.246.0.0/16"}
-	p.Status.Remote = isthmus.Networks{PodCIDR: "10.60.0.0/20", PodCIDRSeen: "10.60.0.0/20"}
+	p.Status.Remote = isthmus.Networks{PodCIDR: "10.60.0.0/20", PodCIDRSeen: "10.60.0.0/20", PodCIDRWhy: "it is in private space"}
 	p.Status.Endpoint, p.Status.Latency = "192.0.2.2:5871", "700µs"
 	if !equal(before.Status, p.Status) {
 		_ = m.client.Status().Patch(ctx, p, client.MergeFrom(before)) // the next round sees what became of it

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"time"
 
@@ -31,6 +32,8 @@ type PeerOptions struct {
 	// Replace takes another cluster of the same ID and name for the one that a Peering was made
 	// with, and revokes the rights of that one.
 	Replace bool
+	// Claims are the choices about what the second cluster claims in the first.
+	Claims Claims
 	// Timeout bounds the wait; zero: no wait.
 	Timeout time.Duration
 	// Report gets a line for each thing done or come true.
@@ -39,10 +42,11 @@ type PeerOptions struct {
 
 // Peer joins two clusters: on both sides the tenant namespace, the peer's rights, our identity at
 // the peer, and a Peering. Then it waits until traffic flows. Whatever can be found wrong is found
-// before anything is written. It returns the Peerings as they are at the end.
+// before anything is written. It shows what each side takes of what the other one claims, and returns
+// the Peerings as they are at the end.
 func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings [2]*isthmus.Peering, err error) {
 	started := time.Now()
-	a, b := &side{Cluster: local}, &side{Cluster: remote}
+	a, b := &side{Cluster: local, claims: o.Claims}, &side{Cluster: remote}
 	a.peer, b.peer = b, a
 	if err := both(a, b, func(s *side) error { return s.Identify(ctx) }); err != nil {
 		return peerings, err
@@ -55,9 +59,11 @@ func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings 
 		return peerings, interrupted(ctx, err)
 	}
 	if o.Timeout > 0 {
-		w := &waiter{sides: [2]*side{a, b}, report: o.Report, quiet: !changed}
+		w := &waiter{sides: []*side{a, b}, goal: isthmus.ConditionReady, report: o.Report, quiet: !changed}
 		err = w.wait(ctx, o.Timeout)
 	}
+	a.show(o.Report)
+	b.show(o.Report)
 	elapsed := time.Since(started)
 	peerings = [2]*isthmus.Peering{a.peering, b.peering}
 	switch {
@@ -97,6 +103,9 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 		if err := s.checkPin(o.Replace); err != nil {
 			return err
 		}
+		if err := s.checkConsent(ctx); err != nil {
+			return err
+		}
 		if _, err := s.kubeconfigFor("", ""); err != nil {
 			return err
 		}
@@ -122,6 +131,7 @@ func setUp(ctx context.Context, a, b *side, o PeerOptions) (changed bool, err er
 		func(s *side) (string, error) { return s.setRights(ctx) },
 		func(s *side) (string, error) { return s.giveIdentity(ctx) },
 		func(s *side) (string, error) { return s.setPeering(ctx) },
+		func(s *side) (string, error) { return s.setClaims(ctx) },
 	} {
 		did, err := onBoth(a, b, o, step)
 		changed = changed || did
@@ -191,36 +201,46 @@ func (s *side) setPeering(ctx context.Context) (string, error) {
 	if s.exists {
 		return s.setPin(ctx)
 	}
+	s.peering.Spec.Claims, _ = s.claims.applyTo(isthmus.Claims{})
 	if _, err := s.apply(ctx, s.peering); err != nil {
 		return "", err
 	}
 	return fmt.Sprintf("%s: Peering %s created", s.Cluster, s.peering.Name), nil
 }
 
-// A waiter looks at the Peerings of both sides until both are ready, and tells what has become true
-// since it looked last.
+// A waiter looks at the Peerings of one side or both until the goal is true of each, and tells what
+// has become true since it looked last. It does not wait for a person: a claim to which somebody has
+// to agree ends it.
 type waiter struct {
-	sides  [2]*side
+	sides  []*side
+	goal   string // a condition
 	report func(string)
 	quiet  bool // what is true at the first look is no news
 
-	told  [2]map[string]bool
-	trial [2]error // of the last look
+	told  []map[string]bool
+	trial []error // of the last look
 }
 
 func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 	ctx, cancel := context.WithTimeoutCause(ctx, timeout, ErrNotReady)
 	defer cancel()
-	w.told = [2]map[string]bool{{}, {}}
+	w.trial = make([]error, len(w.sides))
+	for range w.sides {
+		w.told = append(w.told, map[string]bool{})
+	}
 	for first := true; ; first = false {
-		ready := 0
+		there := 0
+		var awaited error
 		for i, s := range w.sides {
 			if w.look(ctx, i, s, first && w.quiet) {
-				ready++
+				there++
+			}
+			if err := s.awaited(ctx); errors.Is(err, ErrConsent) {
+				awaited = errors.Join(awaited, err)
 			}
 		}
-		if ready == len(w.sides) {
-			return nil
+		if there == len(w.sides) || awaited != nil {
+			return awaited
 		}
 		select {
 		case <-ctx.Done():
@@ -230,7 +250,7 @@ func (w *waiter) wait(ctx context.Context, timeout time.Duration) error {
 	}
 }
 
-// look reads one side's Peering and reports whether it is ready.
+// look reads one side's Peering and reports whether the goal is true of it.
 func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 	p := &isthmus.Peering{}
 	if err := s.client.Get(ctx, client.ObjectKeyFromObject(s.peering), p); err != nil {
@@ -250,7 +270,7 @@ func (w *waiter) look(ctx context.Context, i int, s *side, quiet bool) bool {
 		}
 		w.told[i][t] = true
 	}
-	return isTrue(p, isthmus.ConditionReady)
+	return isTrue(p, w.goal) && remapped(p)
 }
 
 // steps are the conditions in the order in which they become true.
@@ -301,7 +321,10 @@ func latency(l string) string {
 
 // missing says what is not true on which side.
 func (w *waiter) missing(timeout time.Duration) error {
-	errs := []error{fmt.Errorf("%w: not peered within %v", ErrNotReady, timeout)}
+	errs := []error{fmt.Errorf("%w: %s is not true within %v", ErrNotReady, w.goal, timeout)}
+	if w.goal == isthmus.ConditionReady {
+		errs[0] = fmt.Errorf("%w: not peered within %v", ErrNotReady, timeout)
+	}
 	for i, s := range w.sides {
 		switch c := FirstProblem(s.peering); {
 		case w.trial[i] != nil:
@@ -332,8 +355,8 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 			continue
 		}
 		// One of the first may be unknown where Ready knows better: while being deleted, or in
-		// conflict with another Peering.
-		if c.Status == metav1.ConditionUnknown && ready != nil && ready.Status == metav1.ConditionFalse && ready.Reason != isthmus.ReasonNotReady {
+		// conflict with another Peering. Else it repeats that one.
+		if c.Status == metav1.ConditionUnknown && ready != nil && ready.Status == metav1.ConditionFalse && !strings.HasPrefix(ready.Message, t+": ") {
 			return ready
 		}
 		return c
@@ -341,11 +364,37 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 	return unseen
 }
 
+// waits are the reasons of conditions that say no more than an earlier one does.
+var waits = []string{
+	isthmus.ReasonUnknown, isthmus.ReasonPublishing, isthmus.ReasonWaitingAnswer, isthmus.ReasonWaitingPeer, isthmus.ReasonWaiting,
+	isthmus.ReasonConnecting, isthmus.ReasonNoGateway,
+}
+
+// Problems returns all conditions of a Peering that say what is wrong, FirstProblem first: each side
+// may refuse the other one, and each refusal is worth a word.
+func Problems(p *isthmus.Peering) (all []metav1.Condition) {
+	first := FirstProblem(p)
+	if first == nil {
+		return nil
+	}
+	all = append(all, *first)
+	if first.Type == isthmus.ConditionReady {
+		return all
+	}
+	for _, t := range steps {
+		c := meta.FindStatusCondition(p.Status.Conditions, t)
+		if c != nil && c.Type != first.Type && c.Status == metav1.ConditionFalse && !slices.Contains(waits, c.Reason) {
+			all = append(all, *c)
+		}
+	}
+	return all
+}
+
 // problem is a condition as a sentence; its message may come from the peer.
 func problem(c *metav1.Condition) string {
 	text := fmt.Sprintf("%s is %s (%s)", Printable(c.Type), c.Status, Printable(c.Reason))
 	if c.Message != "" {
-		text += ": " + Printable(c.Message)
+		text += ": " + printable(c.Message, maxMessage)
 	}
 	return text
 }

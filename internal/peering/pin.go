@@ -71,9 +71,10 @@ func (s *side) checkPin(replace bool) error {
 	if s.another = replace; replace {
 		return nil
 	}
-	return fmt.Errorf("%s: Peering %s was made with another cluster than %s, although ID and name are the same: %s. "+
+	return fmt.Errorf("%s: %s, which calls itself %s (%s), asks to be peered, and Peering %s was made with another cluster than that one, although ID and name are the same: %s. "+
+		"The Peering and the rights of the old one stay in force. "+
 		"If the cluster was made anew, or its authority changed, --replace revokes the rights of the old one and joins this one",
-		s.Cluster, s.peering.Name, s.peer.context, strings.Join(wrong, "; "))
+		s.Cluster, s.peer.context, Printable(s.peer.Identity.ClusterName), Printable(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
 }
 
 // revokeAnother revokes all tokens of the cluster that was the peer before; also where the Peering

@@ -52,7 +52,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	if err == nil {
 		t.Fatal("the twin was accepted")
 	}
-	contains(t, err.Error(), "pin-a: Peering "+name+" was made with another cluster than c", "UID "+twin.uid+", and that one had "+p.b.uid, "certificate authority sha256:", "--replace")
+	contains(t, err.Error(), "pin-a: c, which calls itself pin-b (pin-B-0000), asks to be peered, and Peering "+name+" was made with another cluster than that one", "UID "+twin.uid+", and that one had "+p.b.uid, "certificate authority sha256:", "--replace")
 	if changed := diff(before, p.everything(t)); changed != nil || p.said() != "" {
 		t.Errorf("the refusal changed %v", changed)
 	}

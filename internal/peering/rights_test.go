@@ -300,11 +300,13 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"patch", "net.liqo.io", "networkconfigs/status", "", ""},
 			{"list watch create patch", "net.liqo.io", "ipamstorages", "", ""},
 			{"list watch", "", "nodes namespaces", "", ""},
+			{"list", "", "pods services", "", ""},
 			{"get", "", "namespaces", "", "kube-system"},
 			{"get", "networking.k8s.io", "servicecidrs", "", "kubernetes"},
 			{"get", "discovery.k8s.io", "endpointslices", "", "kubernetes"},
 			{"create patch", "events.k8s.io", "events", "", ""},
 			{"list watch", "", "secrets", home, "wireguard-pubkey"},
+			{"list watch", "isthmus.net", "nodenetworks", home, ""},
 			{"list watch", "", "services", home, ""},
 			{"list", "", "configmaps", home, ""},
 			{"get", "", "configmaps", "kube-system", "kubeadm-config"},
@@ -313,8 +315,10 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"get", "coordination.k8s.io", "leases", home, "isthmus-gateway"},
 		}},
 		{deploy.GatewayServiceAccount, []right{
-			{"list watch", "net.liqo.io", "tunnelendpoints natmappings", "", ""},
+			{"list watch", "net.liqo.io", "tunnelendpoints natmappings ipamstorages", "", ""},
 			{"patch", "net.liqo.io", "tunnelendpoints/status", "", ""},
+			{"list watch", "", "nodes", "", ""},
+			{"list watch", "discovery.k8s.io", "endpointslices", "", "kubernetes"},
 			{"get", "", "namespaces", "", "kube-system"},
 			{"create", "", "secrets", home, ""},
 			{"list watch patch", "", "secrets", home, "wireguard-pubkey"},
@@ -327,6 +331,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"list watch", "net.liqo.io", "tunnelendpoints ipamstorages", "", ""},
 			{"list watch", "", "nodes", "", ""},
 			{"list watch", "", "pods", "", ""},
+			{"create patch", "isthmus.net", "nodenetworks", home, ""},
 		}},
 	} {
 		t.Run(tc.account, func(t *testing.T) {

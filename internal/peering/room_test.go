@@ -84,6 +84,8 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 		{"9 annotations", func(nc *v1alpha1.NetworkConfig) { nc.Annotations = many(9, "a%d", "") }, "at most 8 annotations"},
 		{"a long annotation", func(nc *v1alpha1.NetworkConfig) { nc.Annotations = many(1, "a%d", strings.Repeat("v", 513)) }, "at most 8 annotations"},
 		{"a long name of an annotation", func(nc *v1alpha1.NetworkConfig) { nc.Annotations = many(1, strings.Repeat("p", 120)+"/1234567%d", "") }, "at most 8 annotations"},
+		{"managed fields that are not there", func(nc *v1alpha1.NetworkConfig) { nc.ManagedFields = managed(1, strings.Repeat("x", 1<<20)) }, "managedFields are at most"},
+		{"many of them", func(nc *v1alpha1.NetworkConfig) { nc.ManagedFields = managed(2000, "x") }, "managedFields are at most"},
 		{"a great value", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig["x"] = strings.Repeat("v", 1025) }, "Too long"},
 		{"a great key", func(nc *v1alpha1.NetworkConfig) { nc.Spec.BackendConfig[strings.Repeat("k", 64)] = "" }, "keys must have 1 to 63 characters"},
 	} {
@@ -135,6 +137,16 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 	if t.Logf("the greatest object: %d bytes, %d field managers", len(text), len(mine.ManagedFields)); len(text) > 64<<10 {
 		t.Errorf("%d bytes", len(text))
 	}
+}
+
+// managed is what somebody says who manages n fields.
+func managed(n int, name string) []metav1.ManagedFieldsEntry {
+	fields := make([]string, n)
+	for i := range fields {
+		fields[i] = fmt.Sprintf("%q:{}", fmt.Sprintf("f:%s%d", name, i))
+	}
+	return []metav1.ManagedFieldsEntry{{Manager: "x", Operation: metav1.ManagedFieldsOperationUpdate, APIVersion: v1alpha1.GroupVersion.String(),
+		Time: &metav1.Time{Time: time.Now()}, FieldsType: "FieldsV1", FieldsV1: metav1.NewFieldsV1(`{"f:spec":{` + strings.Join(fields, ",") + `}}`)}}
 }
 
 func TestAPeersTokensAreForThisClusterAndEnd(t *testing.T) {

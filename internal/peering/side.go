@@ -36,6 +36,7 @@ type side struct {
 	exists    bool              // the Peering is there already
 	pinned    map[string]string // annotations that say which cluster the peer is
 	another   bool              // than the one that the Peering was made with
+	claims    Claims            // what a person chose about those of the peer
 }
 
 // newPeering is the Peering that a cluster gets where it has none.

@@ -39,9 +39,10 @@ type Row struct {
 	Name       string                   `json:"name"`
 	Cluster    v1alpha1.ClusterIdentity `json:"cluster"`
 	Ready      bool                     `json:"ready"`
-	Status     metav1.ConditionStatus   `json:"status"`            // of the condition Ready; Unknown too when nobody is there who would know
-	Reason     string                   `json:"reason"`            // of the condition Ready
-	Problem    string                   `json:"problem,omitempty"` // the first thing that is not as it should be
+	Status     metav1.ConditionStatus   `json:"status"`             // of the condition Ready; Unknown too when nobody is there who would know
+	Reason     string                   `json:"reason"`             // of the condition Ready
+	Problem    string                   `json:"problem,omitempty"`  // the first thing that is not as it should be
+	Problems   []string                 `json:"problems,omitempty"` // all that are, the first one first
 	Deleting   bool                     `json:"deleting,omitempty"`
 	Namespace  string                   `json:"namespace"` // the tenant namespace
 	Local      isthmus.Networks         `json:"local"`     // our networks, and as the peer sees them
@@ -82,7 +83,7 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 // doubt takes back what Peerings say of themselves when nobody is there who would know better: a
 // status is a memory as soon as its writer is gone.
 func (s *Status) doubt() {
-	why := ""
+	var why string
 	switch {
 	case s.Manager.Name == "":
 		why = "no manager is at work, so that this is from before: " + s.Manager.Problem
@@ -93,7 +94,8 @@ func (s *Status) doubt() {
 	}
 	for i := range s.Peerings {
 		if p := &s.Peerings[i]; p.Ready {
-			p.Ready, p.Status, p.Reason, p.Problem, p.Latency = false, metav1.ConditionUnknown, isthmus.ReasonUnknown, why, ""
+			p.Ready, p.Status, p.Reason, p.Latency = false, metav1.ConditionUnknown, isthmus.ReasonUnknown, ""
+			p.Problem, p.Problems = why, []string{why}
 		}
 	}
 }
@@ -109,8 +111,11 @@ func rowOf(p *isthmus.Peering) Row {
 			s.Status, s.Reason = c.Status, c.Reason
 		}
 	}
-	if c := FirstProblem(p); c != nil {
-		s.Problem = problem(c)
+	for _, c := range Problems(p) {
+		s.Problems = append(s.Problems, problem(&c))
+	}
+	if len(s.Problems) > 0 {
+		s.Problem = s.Problems[0]
 	}
 	return s
 }
@@ -167,8 +172,11 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		return err
 	}
 	for _, p := range s.Peerings {
-		if p.Problem != "" {
-			if _, err := fmt.Fprintf(w, "%s: %s\n", Printable(p.Name), p.Problem); err != nil {
+		for i, problem := range p.Problems {
+			if i == 0 {
+				fmt.Fprintf(w, "\n%s, cluster %s (%s):\n", Printable(p.Name), Printable(p.Cluster.ClusterName), Printable(p.Cluster.ClusterID))
+			}
+			if _, err := fmt.Fprintf(w, "  %s\n", problem); err != nil {
 				return err
 			}
 		}

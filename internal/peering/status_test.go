@@ -1,6 +1,7 @@
 package peering
 
 import (
+	"maps"
 	"slices"
 	"strings"
 	"testing"
@@ -68,7 +69,9 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 			Status: isthmus.PeeringStatus{Conditions: conditions("True"), Local: isthmus.Networks{PodCIDRSeen: "10.246.0.0/16", ExternalCIDRSeen: "10.247.0.0/16"},
 				Remote: isthmus.Networks{PodCIDRSeen: "10.60.0.0/20", ExternalCIDRSeen: "10.61.0.0/20"}, Endpoint: "192.0.2.2:5871", Latency: "700µs"}},
 		{ObjectMeta: metav1.ObjectMeta{Name: "c-4d5e6f", Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "C", ClusterName: "c"}},
-			Status: isthmus.PeeringStatus{Conditions: conditions("False(NotReady) see there", "Answered=False(Invalid) \x1b]0;title\a\n\u202edesrever"),
+			Status: isthmus.PeeringStatus{Conditions: conditions("False(NotReady) see there", "Answered=False(Invalid) \x1b]0;title\a\n\u202edesrever",
+				"PeerConfigAccepted=False(KeyConflict) c (C) asks by NetworkConfig x/y: spec.backend_config.publicKey: no",
+				"TunnelEndpointReady=False(Waiting) for the exchange"),
 				Endpoint: "evil\tcell\u009b1m"}},
 	}
 	s := Status{Cluster: v1alpha1.ClusterIdentity{ClusterID: "A", ClusterName: "a"}, Manager: Holder{Name: "m-1"}, Gateway: Holder{Name: "gateway-1"},
@@ -85,7 +88,10 @@ gateway gateway-1 on node a-node1
 PEERING   CLUSTER  READY  THEIR PODS HERE  OUR PODS THERE  ENDPOINT                LATENCY  REASON
 b-1a2b3c  b        yes    10.60.0.0/20     10.246.0.0/16   192.0.2.2:5871          700µs    Fine
 c-4d5e6f  c        no     -                -               evil\u0009cell\u009b1m  -        NotReady
-c-4d5e6f: Answered is False (Invalid): \u001b]0;title\u0007\u000a\u202edesrever
+
+c-4d5e6f, cluster c (C):
+  Answered is False (Invalid): \u001b]0;title\u0007\u000a\u202edesrever
+  PeerConfigAccepted is False (KeyConflict): c (C) asks by NetworkConfig x/y: spec.backend_config.publicKey: no
 `
 	if got := b.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
@@ -184,6 +190,26 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 	o.Identity.ClusterID = "another"
 	if err := c.Install(t.Context(), o); err == nil || !strings.Contains(err.Error(), "already") || said != nil {
 		t.Errorf("%v, %v", err, said)
+	}
+}
+
+// A gateway that carries on without an API server is not ready, and the kubelet's first report when
+// that is back must not take it out of the Service. Services of older installations are told so.
+func TestTheServiceLeadsToTheActiveGatewayReadyOrNot(t *testing.T) {
+	t.Parallel()
+	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "ready-or-not"})
+	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	want := gatewayService(c.Namespace, InstallOptions{Service: corev1.ServiceTypeNodePort, Port: 6873, Tunnels: 1})
+	older := want.DeepCopy()
+	older.Spec.PublishNotReadyAddresses = false
+	for _, s := range []*corev1.Service{older, want} {
+		_, err := c.apply(t.Context(), s)
+		must(t, err)
+	}
+	var service corev1.Service
+	must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(want), &service))
+	if !service.Spec.PublishNotReadyAddresses || !maps.Equal(service.Spec.Selector, map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive}) {
+		t.Errorf("%+v; want it to lead to whoever is labelled as active", service.Spec)
 	}
 }
 

@@ -6,18 +6,24 @@ import (
 	"unicode"
 )
 
-// maxText is how much of a text that others wrote is shown.
-const maxText = 400
+const (
+	// maxText is how much of a text that others wrote is shown.
+	maxText = 400
+	// maxMessage is how much of the message of a condition is: all that our manager writes.
+	maxMessage = 1024
+)
 
 // Printable makes a text of unknown origin fit for a terminal: what is not printable (control and
 // bidirectional characters, line ends) is escaped, and a long text cut.
-func Printable(s string) string {
+func Printable(s string) string { return printable(s, maxText) }
+
+func printable(s string, limit int) string {
 	if s == "" {
 		return `""`
 	}
 	var b strings.Builder
 	for i, r := range s {
-		if i >= maxText {
+		if i >= limit {
 			b.WriteString("...")
 			break
 		}

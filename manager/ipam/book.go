@@ -15,6 +15,7 @@
 package ipam
 
 import (
+	"cmp"
 	"maps"
 	"net/netip"
 	"slices"
@@ -41,13 +42,44 @@ type Config struct {
 	// networks that no peer gets.
 	Pools, Reserved []netip.Prefix
 	// Nodes are addresses that no peer's network may contain, also those of API servers. They
-	// change with the cluster, so that they are not part of what Spec keeps.
+	// change with the cluster, so that they are not part of what Spec keeps, and neither is what
+	// nodes reach.
 	Nodes []netip.Addr
+	// Reached is what nodes reach without us.
+	Reached []Reached
+}
+
+// Reached is a network that a node says it reaches, so that no peer gets it.
+type Reached struct {
+	Prefix   netip.Prefix
+	Node     string // one of those that say so
+	Resolver bool   // the node asks it for names
+}
+
+// MergeReached sorts what nodes reach and leaves out what is inside of something else. It works in
+// place.
+func MergeReached(all []Reached) []Reached {
+	slices.SortFunc(all, func(a, b Reached) int { // what contains others comes before them
+		c := a.Prefix.Compare(b.Prefix)
+		if c == 0 && a.Resolver != b.Resolver {
+			if c = 1; b.Resolver {
+				c = -1
+			}
+		}
+		return cmp.Or(c, cmp.Compare(a.Node, b.Node))
+	})
+	out := all[:0]
+	for _, r := range all {
+		if len(out) == 0 || !contains(out[len(out)-1].Prefix, r.Prefix) {
+			out = append(out, r)
+		}
+	}
+	return out
 }
 
 // Equal reports whether both say the same, in the same order.
 func (c Config) Equal(other Config) bool {
-	return c.sameNetworks(other) && slices.Equal(c.Nodes, other.Nodes)
+	return c.sameNetworks(other) && slices.Equal(c.Nodes, other.Nodes) && slices.Equal(c.Reached, other.Reached)
 }
 
 func (c Config) sameNetworks(other Config) bool {
@@ -72,7 +104,7 @@ type Book struct {
 	peers     map[string]*account      // neither the map nor an account is changed once it is in a Book
 	endpoints map[netip.Addr]*endpoint // by real address, without the gateway's own
 	taken     tree                     // all networks that no peer can get, those of peers among them
-	nodes     tree                     // addresses of nodes
+	nodes     tree                     // addresses of nodes, and what they reach
 	addresses tree                     // of the ExternalCIDR, those in use or unusable
 }
 
@@ -80,20 +112,23 @@ type Book struct {
 // the others until it has answered.
 type account struct {
 	Grant
-	podSeen, externalSeen netip.Prefix            // how it sees our PodCIDR and ExternalCIDR
-	endpoints             map[netip.Addr]struct{} // real addresses mapped for it, without the gateway's own
+	podSeen, externalSeen netip.Prefix // how it sees our PodCIDR and ExternalCIDR
+	// endpoints are the real addresses mapped for it, without the gateway's own, each with those who
+	// asked for it, sorted; with nobody where that is not known.
+	endpoints map[netip.Addr][]string
 }
 
 // An endpoint has an address out of our ExternalCIDR.
 type endpoint struct {
 	addr  netip.Addr
-	peers int // that it is mapped for
+	peers int    // that it is mapped for
+	what  string // it was when somebody asked for it, see Asked; empty: not known
 }
 
 // Own returns the Config as it is in effect: with pools and ExternalCIDR.
 func (b Book) Own() Config {
 	c := b.own
-	c.Pools, c.Reserved, c.Nodes = slices.Clone(c.Pools), slices.Clone(c.Reserved), slices.Clone(c.Nodes)
+	c.Pools, c.Reserved, c.Nodes, c.Reached = slices.Clone(c.Pools), slices.Clone(c.Reserved), slices.Clone(c.Nodes), slices.Clone(c.Reached)
 	return c
 }
 

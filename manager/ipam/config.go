@@ -52,6 +52,7 @@ func (b Book) Configure(c Config) (Book, []Conflict) {
 		Pools:        networks(c.Pools),
 		Reserved:     networks(c.Reserved),
 		Nodes:        slices.Clone(c.Nodes),
+		Reached:      MergeReached(slices.Clone(c.Reached)),
 	}
 	slices.SortFunc(own.Reserved, netip.Prefix.Compare)
 	own.Reserved = slices.Compact(own.Reserved)
@@ -149,9 +150,9 @@ func (b *Book) readdress(was netip.Prefix) {
 			p.externalSeen = netip.Prefix{}
 		}
 		p.endpoints = nil
-		for real := range old.endpoints {
+		for real, callers := range old.endpoints {
 			if e := endpoints[real]; e != nil && p.externalSeen.IsValid() {
-				p.endpoints = withKey(p.endpoints, real)
+				p.endpoints = withAsked(p.endpoints, real, callers)
 				e.peers++
 			}
 		}
@@ -172,9 +173,12 @@ func (b *Book) readdress(was netip.Prefix) {
 
 // An obstacle is something that no peer's network may overlap.
 type obstacle struct {
-	name   string
-	prefix netip.Prefix
-	node   bool
+	name string // where somebody has it, it ends with "of "
+	// whose it is, such as "node n1", for people here. A peer reads anonymous instead: who our nodes
+	// and our other peers are is none of its business.
+	whose, anonymous string
+	prefix           netip.Prefix
+	node             bool // it comes and goes with a node
 }
 
 // obstacles yields everything but the networks of peers.
@@ -196,6 +200,15 @@ func (b *Book) obstacles(yield func(obstacle) bool) {
 			return
 		}
 	}
+	for _, r := range b.own.Reached {
+		o := obstacle{name: "a network of ", whose: "node " + r.Node, anonymous: "a node", prefix: r.Prefix, node: true}
+		if r.Resolver {
+			o.name = "a DNS server of "
+		}
+		if r.Prefix.IsValid() && !yield(o) {
+			return
+		}
+	}
 }
 
 // Conflicts returns all overlaps that there are now, ours first, then sorted by peer; for each
@@ -213,7 +226,7 @@ func (b Book) Conflicts() []Conflict {
 			itself := slices.ContainsFunc(ours[i:], func(c Conflict) bool { return "our "+c.Network == o.name }) // or said by a later one
 			// Nodes among pods are normal: clouds give both addresses out of one network.
 			if !itself && n.Prefix.Overlaps(o.prefix) && (!o.node || n.Network == "ExternalCIDR") {
-				n.With, n.Other = o.name, o.prefix
+				n.With, n.Other = o.name+o.whose, o.prefix
 				conflicts = append(conflicts, n)
 			}
 		}
@@ -234,33 +247,33 @@ func (b Book) ConflictsOf(id string) (conflicts []Conflict) {
 		if !n.Prefix.IsValid() || b.taken.alone(n.Prefix) && !b.nodes.overlaps(n.Prefix) {
 			continue
 		}
-		var peer string
-		if n.With, peer, n.Other = b.holder(n.Prefix, id); peer != "" {
-			n.With += "peer " + peer
-		}
+		by := b.holder(n.Prefix, id)
+		n.With, n.Other = by.name+by.whose, by.prefix
 		conflicts = append(conflicts, n)
 	}
 	return conflicts
 }
 
-// holder says what overlaps p, leaving out the networks of one peer. Where it is a network of
-// another one, name ends with "of " and peer is its ID.
-func (b *Book) holder(p netip.Prefix, except string) (name, peer string, prefix netip.Prefix) {
+// holder says what overlaps p, leaving out the networks of one peer.
+func (b *Book) holder(p netip.Prefix, except string) obstacle {
 	for o := range b.obstacles {
 		if o.prefix.Overlaps(p) {
-			return o.name, "", o.prefix
+			return o
 		}
 	}
 	for _, id := range b.Peers() {
+		of := obstacle{whose: "peer " + id, anonymous: "another peer"}
 		if other := b.peers[id]; id == except {
 			continue
 		} else if other.Pod.Overlaps(p) {
-			return "the network used for the pods of ", id, other.Pod
+			of.name, of.prefix = "the network used for the pods of ", other.Pod
+			return of
 		} else if other.External.Overlaps(p) {
-			return "the network used for the ExternalCIDR of ", id, other.External
+			of.name, of.prefix = "the network used for the ExternalCIDR of ", other.External
+			return of
 		}
 	}
-	return "nothing", "", netip.Prefix{}
+	return obstacle{name: "nothing"}
 }
 
 func host(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }

@@ -65,20 +65,35 @@ func (b Book) Mapped(id string, ip netip.Addr) bool {
 // Guarded says what an endpoint is that a peer gets only where a person says so: what a cluster is
 // run by, and what another peer has trusted us with. Empty: it is none of these.
 func (b Book) Guarded(ip netip.Addr) string {
-	switch _, node := slices.BinarySearchFunc(b.own.Nodes, ip, netip.Addr.Compare); {
-	case node:
+	switch {
+	case b.IsNode(ip):
 		return "is an address of a node"
 	case b.own.ServiceCIDR.Contains(ip):
 		return fmt.Sprintf("is a Service, in %v", b.own.ServiceCIDR)
 	}
+	if id, network := b.PeerAt(ip); id != "" {
+		return fmt.Sprintf("is in %v, a network of cluster %q", network, id)
+	}
+	return ""
+}
+
+// IsNode reports whether a node or an API server has the address.
+func (b Book) IsNode(ip netip.Addr) bool {
+	_, node := slices.BinarySearchFunc(b.own.Nodes, ip, netip.Addr.Compare)
+	return node
+}
+
+// PeerAt returns the peer that has the address in one of its networks, and that network; empty when
+// there is none.
+func (b Book) PeerAt(ip netip.Addr) (id string, network netip.Prefix) {
 	for id, p := range b.peers {
 		for _, network := range []netip.Prefix{p.Pod, p.External} {
 			if network.Contains(ip) {
-				return fmt.Sprintf("is in %v, a network of cluster %q", network, id)
+				return id, network
 			}
 		}
 	}
-	return ""
+	return "", netip.Prefix{}
 }
 
 // RestoreEndpoint maps the endpoint so that the peer reaches it by the address that it knows
@@ -104,17 +119,18 @@ func (b Book) mapTo(id string, ip, addr netip.Addr) Book {
 	if _, mapped := p.endpoints[ip]; mapped {
 		return b
 	}
-	next := endpoint{addr: addr, peers: 1}
+	next := endpoint{addr: addr}
 	if e := b.endpoints[ip]; e != nil {
-		next.peers += e.peers
+		next = *e
 	} else {
 		b.addresses = b.addresses.with(host(addr))
 	}
+	next.peers++
 	endpoints := make(map[netip.Addr]*endpoint, len(b.endpoints)+1)
 	maps.Copy(endpoints, b.endpoints)
 	endpoints[ip] = &next
 	b.endpoints = endpoints
-	p.endpoints = withKey(maps.Clone(p.endpoints), ip)
+	p.endpoints = withAsked(maps.Clone(p.endpoints), ip, nil)
 	return b.withPeer(id, &p)
 }
 
@@ -202,7 +218,7 @@ func (b *Book) checkEndpoint(ip netip.Addr) error {
 	case ip == gatewayAddr(b.own.ExternalCIDR):
 		return nil
 	}
-	for _, s := range special {
+	for _, s := range slices.Concat(special, metadata) {
 		if s.Contains(ip) {
 			return fmt.Errorf("endpoint %v: is in the special range %v; %s", ip, s, want)
 		}
@@ -226,10 +242,11 @@ func firstHost(external netip.Prefix) netip.Addr {
 	return fabric.FirstHost(external)
 }
 
-func withKey[K comparable](m map[K]struct{}, key K) map[K]struct{} {
+// withAsked puts a mapping and those who asked for it into a map, which may be nil.
+func withAsked(m map[netip.Addr][]string, ip netip.Addr, callers []string) map[netip.Addr][]string {
 	if m == nil {
-		m = make(map[K]struct{})
+		m = make(map[netip.Addr][]string)
 	}
-	m[key] = struct{}{}
+	m[ip] = callers
 	return m
 }

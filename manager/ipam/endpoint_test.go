@@ -75,7 +75,7 @@ func TestMapEndpointAsLiqo(t *testing.T) {
 
 func TestMapEndpointRefusesWhatNobodyCanReach(t *testing.T) {
 	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
-	for _, ip := range []netip.Addr{{}, addr("127.0.0.1"), addr("0.0.0.0"), addr("169.254.169.254"), addr("224.0.0.5"), addr("255.255.255.255"),
+	for _, ip := range []netip.Addr{{}, addr("127.0.0.1"), addr("0.0.0.0"), addr("169.254.169.254"), addr("224.0.0.5"), addr("255.255.255.255"), addr("100.100.100.200"),
 		addr("::1"), addr("fe80::1"), addr("fe80::1%eth0"), addr("::ffff:10.0.0.1"), addr("fd00::1"), addr("10.245.0.9")} {
 		if next, got, err := b.MapEndpoint("b", ip); err == nil || len(next.Changed(b)) > 0 {
 			t.Errorf("%v: mapped to %v", ip, got)

@@ -189,11 +189,8 @@ func (b *Book) placeWanted(a *ask) *fabric.Refusal {
 // inTheWay is holder for a refusal, which the refused peer reads: who our other peers are is none
 // of its business.
 func (b *Book) inTheWay(p netip.Prefix) (name string, prefix netip.Prefix) {
-	name, peer, prefix := b.holder(p, "")
-	if peer != "" {
-		name += "another peer"
-	}
-	return name, prefix
+	by := b.holder(p, "")
+	return by.name + by.anonymous, by.prefix
 }
 
 // placeAny leaves the network where it is if that is free and permitted, or allocates one. A

@@ -256,9 +256,14 @@ func TestConfigureReportsConflictsAndMovesNothing(t *testing.T) {
 		"ServiceCIDR": {func(c *Config) { c.ServiceCIDR = pfx("10.50.4.0/24") }, "ExternalCIDR of peer b, 10.50.0.0/16 here, overlaps our ServiceCIDR, 10.50.4.0/24"},
 		"reserved":    {func(c *Config) { c.Reserved = []netip.Prefix{pfx("10.246.0.0/24")} }, "PodCIDR of peer b, 10.246.0.0/16 here, overlaps a reserved network, 10.246.0.0/24"},
 		"node":        {func(c *Config) { c.Nodes = []netip.Addr{addr("10.50.0.9")} }, "ExternalCIDR of peer b, 10.50.0.0/16 here, overlaps the address of a node or an API server, 10.50.0.9/32"},
-		"ours":        {func(c *Config) { c.ServiceCIDR = pfx("10.245.4.0/24") }, "our ExternalCIDR, 10.245.0.0/16 here, overlaps our ServiceCIDR, 10.245.4.0/24"},
-		"pools":       {func(c *Config) { c.Pools = []netip.Prefix{} }, ""},
-		"nothing":     {func(*Config) {}, ""},
+		"network of a node": {func(c *Config) { c.Reached = []Reached{{Prefix: pfx("10.246.16.0/20"), Node: "n1"}} },
+			"PodCIDR of peer b, 10.246.0.0/16 here, overlaps a network of node n1, 10.246.16.0/20"},
+		"around us": {func(c *Config) { c.Reached = []Reached{{Prefix: pfx("10.240.0.0/14"), Node: "n1"}} }, ""},
+		"DNS server": {func(c *Config) { c.Reached = []Reached{{Prefix: pfx("10.50.0.53/32"), Node: "n1", Resolver: true}} },
+			"ExternalCIDR of peer b, 10.50.0.0/16 here, overlaps a DNS server of node n1, 10.50.0.53/32"},
+		"ours":    {func(c *Config) { c.ServiceCIDR = pfx("10.245.4.0/24") }, "our ExternalCIDR, 10.245.0.0/16 here, overlaps our ServiceCIDR, 10.245.4.0/24"},
+		"pools":   {func(c *Config) { c.Pools = []netip.Prefix{} }, ""},
+		"nothing": {func(*Config) {}, ""},
 	} {
 		c := ours()
 		tc.change(&c)

@@ -28,7 +28,9 @@ func Delta(was, is Book) (have, want v1alpha1.IpamStorageSpec) {
 	for _, id := range ids {
 		for _, b := range []Book{was, is} {
 			if p := b.peers[id]; p != nil {
-				maps.Copy(ips, p.endpoints)
+				for ip := range p.endpoints {
+					ips[ip] = struct{}{}
+				}
 			}
 		}
 	}
@@ -304,7 +306,7 @@ func (r *reader) endpoints(mappings map[string]v1alpha1.EndpointMapping, externa
 			if want := move(addr, p.externalSeen); r.err == nil && natted != want {
 				r.fail(field+".ExternalCIDRNattedIP", "%v is not %v moved onto %v; want %v", natted, addr, p.externalSeen, want)
 			}
-			p.endpoints = withKey(p.endpoints, ip)
+			p.endpoints = withAsked(p.endpoints, ip, nil)
 		}
 		if r.err != nil {
 			return endpoints

@@ -9,6 +9,7 @@ import (
 	"crypto/x509"
 	"crypto/x509/pkix"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"log/slog"
 	"math/big"
@@ -22,6 +23,10 @@ import (
 
 	"google.golang.org/grpc/credentials"
 	"google.golang.org/grpc/credentials/insecure"
+	grpcpeer "google.golang.org/grpc/peer"
+
+	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
 // An authority signs certificates.
@@ -188,12 +193,94 @@ func TestWhoMappedMayUnmapAndNobodyElse(t *testing.T) {
 			}
 		})
 	}
-	// A mapping from before this server began is anybody's.
+}
+
+func TestWhoMappedMayUnmapAfterARestartAndNobodyElse(t *testing.T) {
+	servers, callers := newAuthority(t), newAuthority(t)
+	config, err := TLS(servers.files(t.TempDir(), callers))
+	if err != nil {
+		t.Fatal(err)
+	}
 	peer(t, "india", "10.200.0.0/16", "10.201.7.0/24")
-	dial(t, listen(t, liqo), "127.0.0.1", insecure.NewCredentials()).mapIP("india", "203.0.113.81", "10.201.7.2")
-	dial(t, listen(t, liqo), "127.0.0.2", insecure.NewCredentials()).unmapIP("india", "203.0.113.81")
-	if testStore.Book().Mapped("india", netip.MustParseAddr("203.0.113.81")) {
-		t.Error("it has stayed")
+	one, other := callers.sign("one"), callers.sign("other")
+	first := listen(t, Options{TLS: config})
+	dial(t, first, "127.0.0.1", servers.caller(one)).mapIP("india", "203.0.113.81", "10.201.7.2")
+
+	// Another process reads the books.
+	store := ipamstore.New(testClient, testClient, slog.New(slog.DiscardHandler))
+	if err := store.Load(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	again := listenWith(t, Options{TLS: config}, store)
+	unmap := func(shows tls.Certificate) error {
+		return dial(t, again, "127.0.0.1", servers.caller(shows)).call("UnmapEndpointIP", &UnmapRequest{ClusterID: "india", Ip: "203.0.113.81"}, &UnmapResponse{})
+	}
+	mapped := func() bool { return store.Book().Mapped("india", netip.MustParseAddr("203.0.113.81")) }
+	if err := unmap(other); err == nil || !strings.Contains(err.Error(), "another caller") || !mapped() {
+		t.Errorf("somebody else's is unmapped: %v, mapped %v", err, mapped())
+	}
+	dial(t, again, "127.0.0.1", servers.caller(one)).mapIP("india", "203.0.113.81", "10.201.7.2") // as a kubelet that starts again
+	if err := unmap(one); err != nil || mapped() {
+		t.Errorf("its own: %v, mapped %v", err, mapped())
+	}
+	// Who asked for a mapping of Liqo's books is not known: it is anybody's.
+	if _, err := store.Update(t.Context(), func(b ipam.Book) (ipam.Book, error) {
+		b, _, err := b.MapEndpoint("india", netip.MustParseAddr("203.0.113.81"))
+		return b, err
+	}); err != nil || !mapped() {
+		t.Fatal(err)
+	}
+	if err := unmap(other); err != nil || mapped() {
+		t.Errorf("of Liqo's books: %v, mapped %v", err, mapped())
+	}
+}
+
+// A kubelet that is known by its address gets another one when its Pod is made anew. What it asked
+// for by the old one must not stay for ever, and that of a kubelet that is there is its own.
+func TestWhatAPodAskedForThatIsGoneHoldsNothing(t *testing.T) {
+	if testing.Short() {
+		t.Skip("needs an API server")
+	}
+	peer(t, "lima", "10.200.0.0/16", "10.201.7.0/24")
+	there, broken := map[string]string{"10.244.7.7": "pod"}, false
+	s := &server{store: testStore, log: slog.New(slog.DiscardHandler), callers: newCallers(), what: func(_ context.Context, ip netip.Addr) (string, error) {
+		if broken {
+			return "", errors.New("the API server is away")
+		}
+		return there[ip.String()], nil
+	}}
+	as := func(address string) context.Context {
+		return grpcpeer.NewContext(t.Context(), &grpcpeer.Peer{Addr: net.TCPAddrFromAddrPort(netip.AddrPortFrom(netip.MustParseAddr(address), 4000))})
+	}
+	mapIt := func(address string) {
+		t.Helper()
+		if _, err := s.mapEndpointIP(as(address), &MapRequest{ClusterID: "lima", Ip: "203.0.113.82"}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	unmap := func(address string) error {
+		_, err := s.unmapEndpointIP(as(address), &UnmapRequest{ClusterID: "lima", Ip: "203.0.113.82"})
+		return err
+	}
+	mapped := func() bool { return testStore.Book().Mapped("lima", netip.MustParseAddr("203.0.113.82")) }
+	mapIt("10.244.7.7")
+	if err := unmap("10.244.8.8"); err == nil || !mapped() {
+		t.Errorf("that of a Pod that is there: %v, mapped %v", err, mapped())
+	}
+	there = map[string]string{"10.244.8.8": "pod"} // the same kubelet, made anew
+	broken = true
+	if err := unmap("10.244.8.8"); err == nil || !mapped() {
+		t.Errorf("while nobody knows: %v, mapped %v", err, mapped())
+	}
+	broken = false
+	mapIt("10.244.8.8")
+	if err := unmap("10.244.8.8"); err != nil || mapped() {
+		t.Errorf("that of a Pod that is gone: %v, mapped %v", err, mapped())
+	}
+	// Of addresses outside of the pods' network the cluster may know nothing.
+	mapIt("192.0.2.200")
+	if err := unmap("10.244.8.8"); err == nil || !mapped() {
+		t.Errorf("that of a host outside: %v, mapped %v", err, mapped())
 	}
 }
 
@@ -311,41 +398,6 @@ func TestRequestsOfOneCallerAreBounded(t *testing.T) {
 	}
 	now = now.Add(time.Hour)
 	if admitted("new", 1) != 1 || len(c.known) != 1 {
-		t.Errorf("%d callers who were silent and have nothing are remembered", len(c.known)-1)
-	}
-}
-
-func TestMappingsOfOneCallerAreBounded(t *testing.T) {
-	c := newCallers()
-	all, none := func(string, netip.Addr) bool { return true }, func(string, netip.Addr) bool { return false }
-	at := func(i int) mapping { return mapping{"x", netip.AddrFrom4([4]byte{198, 51, byte(i >> 8), byte(i)})} }
-	claim := func(m mapping, mapped func(string, netip.Addr) bool) error {
-		unlock, err := c.lock(context.Background(), m)
-		if err != nil {
-			return err
-		}
-		defer unlock()
-		if err := c.mayClaim("one", m, mapped); err != nil {
-			return err
-		}
-		c.claim("one", m)
-		return nil
-	}
-	for i := range maxClaims {
-		if err := claim(at(i), all); err != nil {
-			t.Fatal(err)
-		}
-	}
-	if err := claim(at(maxClaims), all); err == nil {
-		t.Error("one more than the bound")
-	}
-	if err := claim(at(7), all); err != nil {
-		t.Errorf("one that it has: %v", err)
-	}
-	if err := claim(at(maxClaims), none); err != nil {
-		t.Errorf("when the others are gone: %v", err)
-	}
-	if len(c.mappings) != 1 {
-		t.Errorf("%d mappings are remembered, want 1", len(c.mappings))
+		t.Errorf("%d callers who were silent are remembered", len(c.known)-1)
 	}
 }

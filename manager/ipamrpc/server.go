@@ -2,7 +2,7 @@
 // IPAM's books. Virtual kubelets ask it for the address under which a peer reaches an endpoint, and
 // for ours of a pod that runs there.
 //
-//	caller ─► gate: connections ─► TLS: who it is ─► rate ─► guarded? ─► claims ─► the Book
+//	caller ─► gate: connections ─► TLS: who it is ─► rate ─► guarded? ─► the Book, which notes who asked
 //
 // Liqo's kubelets say neither who they are nor anything in TLS, so whoever reaches the port would
 // decide what peers reach here. Callers therefore show a client certificate, unless a person says
@@ -23,6 +23,7 @@ import (
 	"net"
 	"net/netip"
 	"slices"
+	"strings"
 	"time"
 
 	"google.golang.org/grpc"
@@ -51,11 +52,14 @@ type Options struct {
 	// TLS is what TLS returns: callers are who their certificate says.
 	TLS *tls.Config
 	// Plain answers whoever comes, without TLS, as Liqo's own service does: a caller is its
-	// address. A NetworkPolicy has to keep others away.
+	// address. A NetworkPolicy has to keep others away (deploy/networkpolicy/ipam.yaml).
 	Plain bool
 	// Allow are the networks whose endpoints may be mapped although they are Guarded: nodes,
 	// Services, pods of other peers.
 	Allow []netip.Prefix
+	// What finds out what has an address now, in any words, such as "node" or "pod"; empty when the
+	// cluster knows nothing there. It may be nil, and is asked before an endpoint is mapped.
+	What func(context.Context, netip.Addr) (string, error)
 }
 
 // Serve answers until ctx ends; then it returns nil. It needs a Store that is loaded and may be
@@ -82,7 +86,7 @@ func serve(ctx context.Context, listener net.Listener, o Options, s *ipamstore.S
 		settings = append(settings, grpc.Creds(credentials.NewTLS(o.TLS)))
 	}
 	g := grpc.NewServer(settings...)
-	g.RegisterService(&service, &server{store: s, log: log, allow: o.Allow, callers: newCallers()})
+	g.RegisterService(&service, &server{store: s, log: log, allow: o.Allow, what: o.What, callers: newCallers()})
 	ended := make(chan error, 1)
 	go func() { ended <- g.Serve(newGate(listener)) }()
 	select {
@@ -133,6 +137,7 @@ type server struct {
 	store   *ipamstore.Store
 	log     *slog.Logger
 	allow   []netip.Prefix
+	what    func(context.Context, netip.Addr) (string, error) // or nil
 	callers *callers
 }
 
@@ -152,21 +157,21 @@ func (s *server) mapEndpoint(ctx context.Context, id, text string) (seen netip.A
 	if what := s.store.Book().Guarded(ip); what != "" && !slices.ContainsFunc(s.allow, func(p netip.Prefix) bool { return p.Contains(ip) }) {
 		return seen, fmt.Errorf("%s; want --ipam-allow with a network that it is in, if peers are to reach it", what)
 	}
-	caller, what := callerOf(ctx), mapping{id, ip}
-	unlock, err := s.callers.lock(ctx, what)
+	caller, what := callerOf(ctx), ""
+	now := s.store.Book()
+	next, seen, err := now.MapEndpoint(id, ip)
+	if err == nil && s.what != nil && next.Mapped(id, ip) && !slices.Contains(now.AskedFor(id, ip), caller) {
+		what, err = s.what(ctx, ip)
+	}
 	if err != nil {
 		return seen, err
 	}
-	defer unlock()
 	err = s.update(ctx, func(b ipam.Book) (next ipam.Book, err error) {
-		if next, seen, err = b.MapEndpoint(id, ip); err == nil && next.Mapped(id, ip) {
-			err = s.callers.mayClaim(caller, what, b.Mapped)
+		if next, seen, err = b.MapEndpoint(id, ip); err == nil {
+			next, err = next.Asked(id, ip, caller, what)
 		}
 		return next, err
 	})
-	if err == nil && s.store.Book().Mapped(id, ip) {
-		s.callers.claim(caller, what)
-	}
 	return seen, err
 }
 
@@ -178,33 +183,35 @@ func (s *server) unmapEndpointIP(ctx context.Context, in *UnmapRequest) (*UnmapR
 }
 
 // unmapEndpoint undoes what the caller mapped. The mapping stays as long as another caller has it.
-// One that nobody has asked for since this process began is anybody's: who asked for it before is
-// not known any more.
 func (s *server) unmapEndpoint(ctx context.Context, id, text string) error {
 	ip, err := parse(id, text)
 	if err != nil {
 		return err
 	}
-	caller, what := callerOf(ctx), mapping{id, ip}
-	unlock, err := s.callers.lock(ctx, what)
-	if err != nil {
-		return err
+	caller, gone := callerOf(ctx), s.gone(ctx, id, ip)
+	return s.update(ctx, func(b ipam.Book) (ipam.Book, error) { return b.Withdraw(id, ip, caller, gone) })
+}
+
+// gone returns those who asked for a mapping by the address of a Pod that is no more. A virtual
+// kubelet that is known by its address has another one after it was started again, and would keep
+// for ever what it asked for by the old one.
+func (s *server) gone(ctx context.Context, id string, ip netip.Addr) (gone []string) {
+	if s.what == nil {
+		return nil
 	}
-	defer unlock()
-	if s.store.Book().Mapped(id, ip) {
-		switch mine, others := s.callers.claims(caller, what); {
-		case others && !mine:
-			return errors.New("was mapped by another caller, who alone may undo it")
-		case others:
-			s.callers.disclaim(caller, what)
-			return nil
+	b := s.store.Book()
+	pods := b.Own().PodCIDR
+	for _, by := range b.AskedFor(id, ip) {
+		text, plain := strings.CutPrefix(by, byAddress)
+		addr, err := netip.ParseAddr(text)
+		if !plain || err != nil || !pods.Contains(addr) || by == callerOf(ctx) {
+			continue
+		}
+		if what, err := s.what(ctx, addr); err == nil && what == "" {
+			gone = append(gone, by)
 		}
 	}
-	if err := s.update(ctx, func(b ipam.Book) (ipam.Book, error) { return b.UnmapEndpoint(id, ip), nil }); err != nil {
-		return err
-	}
-	s.callers.disclaim(caller, what)
-	return nil
+	return gone
 }
 
 func (s *server) getHomePodIP(_ context.Context, in *GetHomePodIPRequest) (*GetHomePodIPResponse, error) {

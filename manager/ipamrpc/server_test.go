@@ -40,6 +40,7 @@ import (
 // each test's own.
 var (
 	testServer *kubetest.Server
+	testClient client.Client
 	testStore  *ipamstore.Store
 )
 
@@ -87,6 +88,7 @@ func newStore(ctx context.Context, kubeconfig []byte) (*ipamstore.Store, error) 
 	if err != nil {
 		return nil, err
 	}
+	testClient = c
 	for _, kind := range []string{"ipamstorages", "tunnelendpoints", "networkconfigs", "natmappings"} {
 		text, err := os.ReadFile("../../deploy/crds/net.liqo.io_" + kind + ".yaml")
 		if err != nil {
@@ -136,6 +138,12 @@ func newKubelet(t *testing.T) kubelet {
 // listen starts a server of the test's own.
 func listen(t *testing.T, o Options) (address string) {
 	t.Helper()
+	return listenWith(t, o, testStore)
+}
+
+// listenWith starts one on top of the books as some process has them.
+func listenWith(t *testing.T, o Options, store *ipamstore.Store) (address string) {
+	t.Helper()
 	if testing.Short() {
 		t.Skip("needs an API server")
 	}
@@ -145,7 +153,7 @@ func listen(t *testing.T, o Options) (address string) {
 	}
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan error, 1)
-	go func() { ended <- serve(ctx, listener, o, testStore, slog.New(slog.DiscardHandler)) }()
+	go func() { ended <- serve(ctx, listener, o, store, slog.New(slog.DiscardHandler)) }()
 	t.Cleanup(func() {
 		cancel()
 		if err := <-ended; err != nil {

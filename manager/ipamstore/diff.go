@@ -9,10 +9,10 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// diff returns the JSON merge patch that gives an IpamStorage the wanted spec, or nil if it has it.
-// The patch is as long as the difference, and it names the version of the object, so that it cannot
-// undo what somebody else wrote.
-func diff(version string, have, want *v1alpha1.IpamStorageSpec) []byte {
+// diff returns the JSON merge patch that gives an IpamStorage the wanted spec and the given
+// annotations (nil removes one), or nil if nothing differs. The patch is as long as the difference,
+// and it names the version of the object, so that it cannot undo what somebody else wrote.
+func diff(version string, have, want *v1alpha1.IpamStorageSpec, annotations map[string]any) []byte {
 	spec := make(map[string]any)
 	set := func(field string, differs bool, value any) {
 		if differs {
@@ -52,16 +52,16 @@ func diff(version string, have, want *v1alpha1.IpamStorageSpec) []byte {
 	}
 	sub("endpointMappings", mappings, have.EndpointMappings == nil)
 
-	if len(spec) == 0 {
+	if len(spec) == 0 && len(annotations) == 0 {
 		return nil
 	}
-	patch, err := json.Marshal(map[string]any{
-		// One empty entry strips managedFields. They would be longer than all the rest, cost the
-		// API server more than the write itself, and come back with every answer; the object has
-		// one writer.
-		"metadata": map[string]any{"resourceVersion": version, "managedFields": []any{map[string]any{}}},
-		"spec":     spec,
-	})
+	// One empty entry strips managedFields. They would be longer than all the rest, cost the API
+	// server more than the write itself, and come back with every answer; the object has one writer.
+	metadata := map[string]any{"resourceVersion": version, "managedFields": []any{map[string]any{}}}
+	if len(annotations) > 0 {
+		metadata["annotations"] = annotations
+	}
+	patch, err := json.Marshal(map[string]any{"metadata": metadata, "spec": spec})
 	if err != nil {
 		panic(err) // maps of strings can be marshalled
 	}

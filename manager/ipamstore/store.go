@@ -25,6 +25,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
@@ -81,7 +82,7 @@ func (s *Store) Load(ctx context.Context) error {
 	var book ipam.Book
 	lost := object == nil || blank(&object.Spec)
 	if !lost {
-		if book, err = ipam.Read(&object.Spec); err != nil {
+		if book, err = s.read(object); err != nil {
 			s.log.Error("IpamStorage makes no sense and is made anew from the objects of the peerings", "name", object.Name, "err", err)
 			lost = true
 		}
@@ -89,6 +90,9 @@ func (s *Store) Load(ctx context.Context) error {
 	if lost {
 		if book, err = s.rebuild(ctx); err != nil {
 			return fmt.Errorf("rebuild the IPAM's books: %w", err)
+		}
+		if object != nil {
+			book = s.withNotes(book, object)
 		}
 	}
 	s.object, s.synced = object, false
@@ -209,10 +213,14 @@ func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error))
 // put makes the object say what the Book says. The API server answers Conflict or NotFound when the
 // object is no longer the one that was read last.
 func (s *Store) put(ctx context.Context, book ipam.Book) error {
+	notes := book.Notes()
 	if s.object == nil {
 		object := &v1alpha1.IpamStorage{
 			ObjectMeta: metav1.ObjectMeta{GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}},
 			Spec:       book.Spec(),
+		}
+		if notes != "" {
+			object.Annotations = map[string]string{isthmus.AnnotationMappings: notes}
 		}
 		if err := s.client.Create(ctx, object); err != nil {
 			return fmt.Errorf("create IpamStorage: %w", err)
@@ -226,7 +234,15 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 	} else {
 		have, want = s.object.Spec, book.Spec()
 	}
-	if patch := diff(s.object.ResourceVersion, &have, &want); patch != nil {
+	var annotations map[string]any
+	switch noted := s.object.Annotations[isthmus.AnnotationMappings]; {
+	case noted == notes:
+	case notes == "":
+		annotations = map[string]any{isthmus.AnnotationMappings: nil}
+	default:
+		annotations = map[string]any{isthmus.AnnotationMappings: notes}
+	}
+	if patch := diff(s.object.ResourceVersion, &have, &want, annotations); patch != nil {
 		// The answer comes without the spec, which would be as long as all peers together.
 		answer := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: s.object.Name}}
 		answer.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
@@ -256,7 +272,7 @@ func (s *Store) reread(ctx context.Context) error {
 		s.log.Warn("IpamStorage was emptied and is filled again", "name", object.Name)
 		return nil
 	}
-	book, err := ipam.Read(&object.Spec)
+	book, err := s.read(object)
 	if err != nil {
 		s.log.Error("IpamStorage was changed by someone else, makes no sense now and is written again as it was", "name", object.Name, "err", err)
 		return nil
@@ -267,12 +283,32 @@ func (s *Store) reread(ctx context.Context) error {
 		book, _ = book.Configure(own)
 	}
 	if was := before.Spec(); known {
-		if change := diff(object.ResourceVersion, &was, &object.Spec); change != nil {
+		if change := diff(object.ResourceVersion, &was, &object.Spec, nil); change != nil {
 			s.log.Info("IpamStorage was changed by someone else", "name", object.Name, "change", string(change[:min(len(change), 1000)]))
 		}
 	}
 	s.publish(book)
 	return nil
+}
+
+// read makes a Book of an object.
+func (s *Store) read(object *v1alpha1.IpamStorage) (ipam.Book, error) {
+	book, err := ipam.Read(&object.Spec)
+	if err != nil {
+		return book, err
+	}
+	return s.withNotes(book, object), nil
+}
+
+// withNotes adds who asked for mappings. An annotation that cannot be read is as good as none: the
+// networks are in the spec.
+func (s *Store) withNotes(book ipam.Book, object *v1alpha1.IpamStorage) ipam.Book {
+	noted, err := book.WithNotes(object.Annotations[isthmus.AnnotationMappings])
+	if err != nil {
+		s.log.Error("IpamStorage has an annotation that makes no sense, so that nobody knows who asked for mappings",
+			"name", object.Name, "annotation", isthmus.AnnotationMappings, "err", err)
+	}
+	return noted
 }
 
 // find returns the oldest IpamStorage, or nil.

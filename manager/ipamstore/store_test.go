@@ -25,6 +25,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/yaml"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
@@ -252,6 +253,78 @@ func TestARestartFindsEverythingAndWritesNothing(t *testing.T) {
 	}
 	if after := again.agree(); after.ResourceVersion != before.ResourceVersion {
 		t.Error("a restart writes")
+	}
+}
+
+// ask maps an endpoint as somebody's.
+func (h *harness) ask(id, ip, by, what string) {
+	h.t.Helper()
+	if _, err := h.Update(h.t.Context(), func(b ipam.Book) (ipam.Book, error) {
+		b, _, err := b.MapEndpoint(id, netip.MustParseAddr(ip))
+		if err != nil {
+			return b, err
+		}
+		return b.Asked(id, netip.MustParseAddr(ip), by, what)
+	}); err != nil {
+		h.t.Error(err)
+	}
+}
+
+// It is in an annotation, in the same write as the mapping, and the spec is as Liqo knows it.
+func TestARestartKnowsWhoAskedForAMapping(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
+	h.sent()
+	h.ask("b", "198.51.100.7", "certificate CN=one", "pod")
+	if methods, _, _ := h.sent(); !slices.Equal(methods, []string{"PATCH"}) {
+		t.Errorf("sent %v, want one patch", methods)
+	}
+	h.ask("b", "198.51.100.7", "certificate CN=another", "")
+	const want = `{"by":{"certificate CN=another":{"b":["198.51.100.7"]},"certificate CN=one":{"b":["198.51.100.7"]}},"are":{"pod":["198.51.100.7"]}}`
+	before := h.agree()
+	if got := before.Annotations[isthmus.AnnotationMappings]; got != want {
+		t.Errorf("the annotation is %s", got)
+	}
+
+	again := loaded(t)
+	if got := again.Book().Notes(); got != want {
+		t.Errorf("after a restart: %s", got)
+	}
+	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET"}) {
+		t.Errorf("a restart sends %v", methods)
+	}
+	// Both processes write; neither forgets what the other one noted.
+	h.ask("b", "198.51.100.8", "certificate CN=one", "")
+	again.ask("b", "198.51.100.9", "certificate CN=another", "")
+	if by := again.Book().AskedFor("b", netip.MustParseAddr("198.51.100.8")); !slices.Equal(by, []string{"certificate CN=one"}) {
+		t.Errorf("what the other process noted: %v", by)
+	}
+	again.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	if got, there := again.agree().Annotations[isthmus.AnnotationMappings]; there {
+		t.Errorf("nothing is mapped any more, but noted: %s", got)
+	}
+}
+
+func TestNotesThatCannotBeReadAreToldAndCostNoMapping(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
+	h.ask("b", "198.51.100.7", "one", "")
+	edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations[isthmus.AnnotationMappings] = "{" })
+	again := loaded(t)
+	if !again.Book().Mapped("b", netip.MustParseAddr("198.51.100.7")) || !strings.Contains(again.said(), isthmus.AnnotationMappings) {
+		t.Errorf("mapped %v, log %s", again.Book().Mapped("b", netip.MustParseAddr("198.51.100.7")), again.said())
+	}
+	if o := again.agree(); o.Annotations[isthmus.AnnotationMappings] != "" {
+		t.Errorf("the annotation stays: %v", o.Annotations)
+	}
+	// An object whose spec is lost still says who asked.
+	again.ask("b", "198.51.100.7", "one", "")
+	makeTraces(t, again.Book(), "b")
+	edit(t, func(o *v1alpha1.IpamStorage) { o.Spec = ipam.Book{}.Spec() })
+	if by := loaded(t).Book().AskedFor("b", netip.MustParseAddr("198.51.100.7")); !slices.Equal(by, []string{"one"}) {
+		t.Errorf("asked in rebuilt books: %v", by)
 	}
 }
 
@@ -703,7 +776,7 @@ func TestAPatchMakesOneSpecTheOther(t *testing.T) {
 		for to, b := range books {
 			whole, want := a.Spec(), b.Spec()
 			have, part := ipam.Delta(a, b)
-			for name, patch := range map[string][]byte{"whole": diff("1", &whole, &want), "delta": diff("1", &have, &part)} {
+			for name, patch := range map[string][]byte{"whole": diff("1", &whole, &want, nil), "delta": diff("1", &have, &part, nil)} {
 				if (patch == nil) != reflect.DeepEqual(whole, want) {
 					t.Errorf("%s of %s to %s: %s", name, from, to, patch)
 				}

@@ -97,22 +97,22 @@ func cause(err error) string {
 	return "does not answer: " + quote(err.Error())
 }
 
-// maxQuote is more than what API servers say about a NetworkConfig, and fits into a condition many
-// times.
-const maxQuote = 600
+// maxQuote bounds in octets what is quoted of an API server, so that what to do about it still fits
+// into the message of a condition.
+const maxQuote = 450
 
 // quote makes a peer's text fit for a message: one line of bounded length.
 func quote(s string) string {
 	if len(s) > 4*maxQuote {
 		s = s[:4*maxQuote]
 	}
-	runes := []rune(strings.Join(strings.FieldsFunc(strings.ToValidUTF8(s, "?"), func(r rune) bool {
+	s = strings.Join(strings.FieldsFunc(strings.ToValidUTF8(s, "?"), func(r rune) bool {
 		return unicode.IsSpace(r) || !unicode.IsPrint(r)
-	}), " "))
-	if len(runes) > maxQuote {
-		runes = append(runes[:maxQuote], '…')
+	}), " ")
+	if len(s) > maxQuote {
+		s = strings.ToValidUTF8(s[:maxQuote], "") + "…"
 	}
-	return string(runes)
+	return s
 }
 
 // remedies say what a person can do.
@@ -120,7 +120,7 @@ var remedies = map[string]string{
 	isthmus.ReasonUnauthorized:  "the identity was revoked or has expired: run isthmus peer again, or put a new one into the Secret",
 	isthmus.ReasonForbidden:     "the peer has to grant its Role for networkconfigs in this namespace, and leave quota for one: run isthmus peer again",
 	isthmus.ReasonNamespaceGone: "the peer un-peered, or its tenant namespace was deleted: run isthmus peer again, or isthmus unpeer",
-	isthmus.ReasonRefusedByPeer: "its CRD, or a webhook, does not take what we publish",
+	isthmus.ReasonRefusedByPeer: "its CRD, an admission policy or a webhook does not take what we publish: run isthmus install there",
 	isthmus.ReasonUnreachable:   "it is tried again at least every half minute",
 }
 
@@ -128,6 +128,9 @@ var remedies = map[string]string{
 func failure(server string, err error) Condition {
 	reason, text := diagnose(err)
 	remedy := remedies[reason]
+	if cert := (*tls.CertificateVerificationError)(nil); errors.As(err, &cert) {
+		remedy = "if its authority has changed, run isthmus peer --replace; else somebody stands in between"
+	}
 	if apierrors.IsAlreadyExists(err) { // and our watch does not show it
 		remedy = "what is there is the peer's own: delete it there"
 	}

@@ -76,6 +76,11 @@ func TestDiagnose(t *testing.T) {
 			t.Errorf("%s: message %.100q", name, c.Message)
 		}
 	}
+	for _, err := range []error{&tls.CertificateVerificationError{Err: x509.UnknownAuthorityError{}}, overNetwork(1, &tls.CertificateVerificationError{Err: expired})} {
+		if c := failure("https://b", err); !strings.HasSuffix(c.Message, "; if its authority has changed, run isthmus peer --replace; else somebody stands in between") {
+			t.Errorf("a wrong certificate: %s", c.Message)
+		}
+	}
 	for _, err := range []error{syscall.ECONNRESET, context.DeadlineExceeded, io.EOF} {
 		if _, a := diagnose(overNetwork(1, err)); a != cause(overNetwork(2, err)) {
 			t.Errorf("the text depends on our port: %s", a)

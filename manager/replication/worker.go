@@ -159,7 +159,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	var secret *corev1.Secret
 	switch {
 	case apierrors.IsForbidden(c.err) && w.link == nil: // with one: an API server that has just started may say so too
-		return without(isthmus.ReasonSecretMissing, "%s: we may not read it: %s", where, quote(c.err.Error()))
+		return without(isthmus.ReasonSecretMissing, "%s: we may not read it: %s; run isthmus peer again", where, quote(c.err.Error()))
 	case c.err != nil:
 		w.log.Warn("watch the identity", "secret", where, "err", c.err)
 		return false
@@ -173,7 +173,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	}
 	id, err := identityFrom(secret)
 	if err != nil {
-		return without(isthmus.ReasonSecretInvalid, "%s: %v", where, err)
+		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which makes it anew", where, err)
 	}
 	w.secret = secret
 	if w.link != nil && w.link.identity == id {
@@ -182,7 +182,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	w.renewal = newRenewal(id.token)
 	w.tries.reset() // whatever failed did so with another identity
 	if err := w.connect(ctx, id, 0, &backoff{}); err != nil {
-		return without(isthmus.ReasonSecretInvalid, "%s: %v", where, err)
+		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which makes it anew", where, err)
 	}
 	return true
 }

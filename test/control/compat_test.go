@@ -5,6 +5,7 @@ import (
 	"context"
 	"flag"
 	"fmt"
+	"net"
 	"os"
 	"path/filepath"
 	"slices"
@@ -426,9 +427,16 @@ type kubelet struct {
 	conn *grpc.ClientConn
 }
 
-func newKubelet(t *testing.T, address string) *kubelet {
+func newKubelet(t *testing.T, address string) *kubelet { return newKubeletAt(t, address, "127.0.0.1") }
+
+// newKubeletAt is one with an address of this machine, by which a plain IPAM knows it.
+func newKubeletAt(t *testing.T, address, from string) *kubelet {
 	t.Helper()
-	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()))
+	dialer := net.Dialer{LocalAddr: &net.TCPAddr{IP: net.ParseIP(from)}}
+	conn, err := grpc.NewClient(address, grpc.WithTransportCredentials(insecure.NewCredentials()),
+		grpc.WithContextDialer(func(ctx context.Context, address string) (net.Conn, error) {
+			return dialer.DialContext(ctx, "tcp", address)
+		}))
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -500,6 +508,10 @@ func testIPAM(t *testing.T, a, b *site) {
 	mapped(all)
 	a.killManager()
 	a.restartManager()
+	// A manager that was killed still knows who asked.
+	if _, err := newKubeletAt(t, a.ipam, "127.0.0.77").call("UnmapEndpointIP", b.id, "192.0.2.10"); err == nil || !strings.Contains(err.Error(), "another caller") {
+		t.Errorf("another caller unmaps: %v", err)
+	}
 	k = newKubelet(t, a.ipam)
 	answers(k)
 	mapped(all)

@@ -404,7 +404,12 @@ func (s *site) wrong(other *site) (all []string) {
 	same("local networks of the Peering", peering.Status.Local, isthmus.Networks{
 		PodCIDR: s.podCIDR, PodCIDRSeen: podSeen, ExternalCIDR: books.ExternalCIDR, ExternalCIDRSeen: externalSeen,
 	})
-	same("remote networks of the Peering", peering.Status.Remote, isthmus.Networks{
+	remote := peering.Status.Remote
+	if remote.PodCIDRWhy == "" || remote.ExternalCIDRWhy == "" {
+		complain("the Peering does not say why the networks of the peer are what they are: %+v", remote)
+	}
+	remote.PodCIDRWhy, remote.ExternalCIDRWhy = "", ""
+	same("remote networks of the Peering", remote, isthmus.Networks{
 		PodCIDR: other.podCIDR, PodCIDRSeen: podHere, ExternalCIDR: answered.Spec.ExternalCIDR, ExternalCIDRSeen: externalHere,
 	})
 	same("endpoint of the Peering", peering.Status.Endpoint, answered.Spec.EndpointIP+":"+answered.Spec.BackendConfig["port"])

@@ -209,7 +209,7 @@ func testRevoked(t *testing.T, a, b *site) {
 		return fmt.Sprintf("%+v", c), c.Status == metav1.ConditionFalse && c.Reason == isthmus.ReasonUnauthorized
 	})
 	t.Logf("noticed after %v", time.Since(began).Round(time.Millisecond))
-	a.condition(b, isthmus.ConditionReady, metav1.ConditionFalse, isthmus.ReasonNotReady)
+	a.condition(b, isthmus.ConditionReady, metav1.ConditionFalse, isthmus.ReasonUnauthorized)
 	for _, kind := range []string{isthmus.ConditionAnswered, isthmus.ConditionPeerConfig, isthmus.ConditionTunnelEndpoint, isthmus.ConditionConnected} {
 		if c := a.has(b, kind); c.Status != metav1.ConditionTrue {
 			t.Errorf("%+v", c)

@@ -58,7 +58,8 @@ func run(m *testing.M) int {
 	return m.Run()
 }
 
-// up makes a fleet that ends with the test, after the ends of all logs if it failed.
+// up makes a fleet that ends with the test, after the ends of all logs if it failed. The test fails
+// when a node has sent a packet for a peer in the clear.
 func up(t *testing.T, spec lab.Spec) *fleet.Fleet {
 	t.Helper()
 	return upWith(t, fleet.Options{Spec: spec})
@@ -77,7 +78,7 @@ func upWith(t *testing.T, o fleet.Options) *fleet.Fleet {
 	}
 	t.Logf("%d clusters are up after %.1f s", len(f.Clusters), time.Since(begin).Seconds())
 	t.Cleanup(func() {
-		if t.Failed() {
+		if t.Failed() || f.Sniffer.Report().Leaked > 0 {
 			for _, c := range f.Clusters {
 				for _, name := range c.Components() {
 					t.Logf("the end of the log of %s of cluster %s:\n%s", name, c, c.Tail(name, 10))
@@ -87,6 +88,7 @@ func upWith(t *testing.T, o fleet.Options) *fleet.Fleet {
 		if err := f.Down(); err != nil {
 			t.Error(err)
 		}
+		t.Log(f.Sniffer.Report())
 	})
 	if err := f.Lab.ServeHosts(); err != nil {
 		t.Fatal(err)

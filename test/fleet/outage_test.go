@@ -2,7 +2,9 @@ package fleet
 
 import (
 	"context"
+	"fmt"
 	"net/netip"
+	"strings"
 	"testing"
 	"time"
 
@@ -70,6 +72,11 @@ func TestControlPlaneOutage(t *testing.T) {
 		if now := seen(t, a, b, fresh.Addr); now != addr {
 			t.Errorf("after the managers' return the new pod is at %v; it was at %v", now, addr)
 		}
+		// What docs/security.md says is left: a pod that is not in a network of its node, until the
+		// gateway's node knows of it.
+		for _, l := range f.Sniffer.Excuse(func(l lab.Leak) bool { return strings.Contains(l.Packet, fmt.Sprintf(" -> %v,", fresh.Addr)) }) {
+			t.Logf("in the clear, as docs/security.md says: %v", l)
+		}
 	})
 
 	t.Run("RouteAgentsKilledAndStarted", func(t *testing.T) {
@@ -87,10 +94,96 @@ func TestControlPlaneOutage(t *testing.T) {
 		during.endWithoutLoss(t)
 	})
 
+	t.Run("GatewaysRestartedWhileAPIServerIsAway", func(t *testing.T) {
+		was := active(t, a)
+		from, to := remotePod(t, a), remotePod(t, b)
+		addr := seen(t, a, b, to.Addr)
+		must(t, a.Server.Freeze())
+		for _, end := range []func(*fleet.Cluster, string) error{(*fleet.Cluster).Kill, (*fleet.Cluster).Stop} {
+			for _, i := range []int{1 - was, was} {
+				must(t, end(a, fleet.Gateway(i)))
+				must(t, a.Launch(fleet.Gateway(i)))
+			}
+			ctx, cancel := context.WithTimeout(t.Context(), patience)
+			took, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return addr, nil })
+			cancel()
+			must(t, err)
+			t.Logf("%s -> %s answers %.2f s after the restart of the gateways without an API server", from, to, took.Seconds())
+			carriesOn(t, a, was)
+			says(t, a, 1-was, 5872, "/readyz", "503")
+			says(t, a, 1-was, 5872, "/metrics", "isthmus_gateway_from_snapshot 0\n", "isthmus_gateway_active 0\n")
+		}
+		during := talk(t, from, to, addr)
+		time.Sleep(3 * time.Second)
+		must(t, a.Server.Thaw())
+		ready(t, a, b)
+		mappedEndpoint(t, a, b)
+		during.endWithoutLoss(t)
+		if now := active(t, a); now != was {
+			t.Errorf("active: %s; want %s, which was all the time", a.Nodes[now], a.Nodes[was])
+		}
+		says(t, a, was, 5872, "/readyz", "ok, active")
+		podsToPods(t, a, b)
+		podsToPods(t, b, a)
+	})
+
+	t.Run("OneThatIsCutOffAndRestartedGivesWay", func(t *testing.T) {
+		was := active(t, a)
+		heal := cut(t, a, a.Nodes[was])
+		must(t, a.Kill(fleet.Gateway(was)))
+		eventually(t, "the standby's turn", func() error {
+			if now := active(t, a); now == was {
+				return fmt.Errorf("active: %s", a.Nodes[now])
+			}
+			return nil
+		})
+		must(t, a.Launch(fleet.Gateway(was)))
+		carriesOn(t, a, was)
+		heal()
+		says(t, a, was, 5872, "/readyz", "ok, standby for "+fleet.Gateway(1-was))
+		ready(t, a, b)
+		if now := active(t, a); now == was {
+			t.Errorf("active: %s; want its successor", a.Nodes[now])
+		}
+		from, to := remotePod(t, a), remotePod(t, b)
+		ctx, cancel := context.WithTimeout(t.Context(), patience)
+		defer cancel()
+		_, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return a.Seen(ctx, b, to.Addr) })
+		must(t, err)
+		podsToPods(t, a, b)
+	})
+
 	t.Run("PeeredAnewAfterAllThat", func(t *testing.T) {
 		isthmus(t, f, "unpeer", "--context", "a", "--remote-context", "b")
 		firstPingAfterPeer(t, f, b, a)
 		podsToPods(t, a, b)
+	})
+}
+
+// carriesOn waits until the gateway on node i says everywhere that it carries on from its snapshot.
+func carriesOn(t *testing.T, c *fleet.Cluster, i int) {
+	t.Helper()
+	const words = "carrying on since "
+	says(t, c, i, 5872, "/readyz", "503", words)
+	says(t, c, i, 5873, "/status", words, `"ready": false`)
+	says(t, c, i, 5872, "/metrics", "isthmus_gateway_from_snapshot 1\n", "isthmus_gateway_active 1\n", "isthmus_gateway_source_ok 0\n")
+	says(t, c, i, 5872, "/healthz", "ok")
+}
+
+// says waits until the gateway on node i answers with all of the words.
+func says(t *testing.T, c *fleet.Cluster, i, port int, path string, words ...string) {
+	t.Helper()
+	eventually(t, fmt.Sprintf("%q of %s", words, c.Nodes[i]), func() error {
+		text, err := c.Nodes[i].Get(t.Context(), fmt.Sprintf("http://127.0.0.1:%d%s", port, path))
+		if err != nil {
+			text = err.Error() // with the text of an answer that is none of success
+		}
+		for _, w := range words {
+			if !strings.Contains(text, w) {
+				return fmt.Errorf("no %q in %s", w, text)
+			}
+		}
+		return nil
 	})
 }
 

@@ -35,7 +35,7 @@ var kinds = []schema.GroupVersionKind{
 	{Group: "certificates.k8s.io", Version: "v1", Kind: "CertificateSigningRequest"},
 	{Group: "net.liqo.io", Version: "v1alpha1", Kind: "NetworkConfig"}, {Group: "net.liqo.io", Version: "v1alpha1", Kind: "TunnelEndpoint"},
 	{Group: "net.liqo.io", Version: "v1alpha1", Kind: "NatMapping"}, {Group: "net.liqo.io", Version: "v1alpha1", Kind: "IpamStorage"},
-	{Group: "isthmus.net", Version: "v1alpha1", Kind: "Peering"},
+	{Group: "isthmus.net", Version: "v1alpha1", Kind: "Peering"}, {Group: "isthmus.net", Version: "v1alpha1", Kind: "NodeNetworks"},
 }
 
 // objects returns the resource versions of all objects of these kinds.

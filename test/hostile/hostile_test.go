@@ -31,6 +31,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/internal/lab"
 	"github.com/isthmus-net/isthmus/internal/testbin"
+	"github.com/isthmus-net/isthmus/test/internal/noise"
 )
 
 const (
@@ -95,7 +96,7 @@ type site struct {
 	public  *ecdh.PublicKey  // of a
 	own     *ecdh.PrivateKey // of c
 	socket  net.Conn         // of c, connected to a's gateway
-	session *session         // of c
+	session *noise.Session   // of c
 	honest  recorder
 	stream  atomic.Int64 // octets of the honest peer that arrived
 }
@@ -126,6 +127,7 @@ func newSite(t *testing.T) *site {
 		}
 	}
 	must(t, err)
+	s.sniff(t)
 	s.startStream(t)
 	port := ":" + strconv.Itoa(wireGuardPort)
 	must(t, s.c.Gateway().Do(func() (err error) {
@@ -134,9 +136,28 @@ func newSite(t *testing.T) *site {
 		return err
 	}))
 	t.Cleanup(func() { s.socket.Close() })
-	s.session, err = connect(s.socket, s.own, s.public)
+	s.session, err = noise.Connect(s.socket, s.own, s.public)
 	must(t, err)
 	return s
+}
+
+// sniff lets the test fail if the honest clusters' nodes send anything of their peers in the clear.
+func (s *site) sniff(t *testing.T) {
+	sniffer, err := s.Sniff(nil)
+	must(t, err)
+	t.Cleanup(func() {
+		must(t, sniffer.Close())
+		t.Log(sniffer.Report())
+	})
+	for _, at := range []*lab.Cluster{s.a, s.b} {
+		var w lab.Watched
+		for _, of := range s.Clusters {
+			if v, joined := s.View(at, of); joined {
+				w.Networks = append(w.Networks, v.Pod, v.External)
+			}
+		}
+		sniffer.Watch(at, w)
+	}
 }
 
 func keyOf(t *testing.T, c *lab.Cluster) *ecdh.PrivateKey {
@@ -193,7 +214,7 @@ func (s *site) floods(t *testing.T) []flood {
 	inner := func(src netip.Addr, change func([]byte)) func() []byte {
 		b := datagram(netip.AddrPortFrom(src, 4000), netip.AddrPortFrom(s.a.Pods[0].Addr, 4001), strings.Repeat("x", 36))
 		change(b)
-		return func() []byte { return s.session.seal(b) }
+		return func() []byte { return s.session.Seal(b) }
 	}
 	length := func(m, from, to int) func() []byte { // of a message of type m, from from octets on
 		n := from
@@ -208,45 +229,45 @@ func (s *site) floods(t *testing.T) []flood {
 		}
 	}
 	initiations := s.initiations(s.own)
-	strangers := s.initiations(newKey())
+	strangers := s.initiations(noise.NewKey())
 	kind := 0
 	return []flood{
 		{"source of the honest peer", "source", inner(honest, func([]byte) {})},
 		{"source of nobody", "source", inner(netip.MustParseAddr("192.0.2.77"), func([]byte) {})},
 		{"wrong version", "malformed", inner(ours, func(b []byte) { b[0] = 0x55 })},
 		{"wrong length", "malformed", inner(ours, func(b []byte) { b[2] = 0xff })},
-		{"short data messages", "tunnel_short", length(dataType, 4, headerLen+tagLen-1)},
+		{"short data messages", "tunnel_short", length(noise.DataType, 4, noise.HeaderLen+noise.TagLen-1)},
 		{"unknown types", "tunnel_type", func() []byte {
 			kind++
 			return length(5+kind*7, 4+kind%200, 4+kind%200)()
 		}},
 		{"empty datagrams", "tunnel_type", func() []byte { return nil }},
-		{"handshakes of a wrong length", "tunnel_type", length(initiationType, 20, initiationLen-1)},
+		{"handshakes of a wrong length", "tunnel_type", length(noise.InitiationType, 20, noise.InitiationLen-1)},
 		{"replays of the honest peer's", "tunnel_replay", func() []byte { return s.honest.message(t) }},
 		{"forged for the honest peer's session", "tunnel_forged", func() []byte {
-			b := append(dataHeader(s.honest.index(t), 1<<40), make([]byte, 64)...)
-			rand.Read(b[headerLen:])
+			b := append(noise.DataHeader(s.honest.index(t), 1<<40), make([]byte, 64)...)
+			rand.Read(b[noise.HeaderLen:])
 			return b
 		}},
 		{"indices of nobody", "tunnel_session", func() []byte {
-			b := append(dataHeader(0, 0), make([]byte, 64)...)
+			b := append(noise.DataHeader(0, 0), make([]byte, 64)...)
 			rand.Read(b[4:])
 			return b
 		}},
 		{"connection checks", "", func() []byte {
 			text := fmt.Sprintf(`{"clusterID":%q,"msgType":"PING","timeStamp":%q}`, s.a.ID, time.Now().Format(time.RFC3339Nano))
-			return s.session.seal(datagram(netip.AddrPortFrom(ours, checkPort), netip.AddrPortFrom(s.a.ExternalCIDR.Addr().Next(), checkPort), text))
+			return s.session.Seal(datagram(netip.AddrPortFrom(ours, checkPort), netip.AddrPortFrom(s.a.ExternalCIDR.Addr().Next(), checkPort), text))
 		}},
 		{"initiations of a stranger", "", func() []byte { return strangers() }},
 		{"initiations with a wrong mac", "", func() []byte {
 			b := bytes.Clone(strangers())
-			rand.Read(b[initiationLen-32:])
+			rand.Read(b[noise.InitiationLen-32:])
 			return b
 		}},
 		{"responses and cookies to nobody", "", func() []byte {
 			kind++
-			size := []int{responseLen, cookieLen}[kind%2]
-			return length([]int{responseType, cookieType}[kind%2], size, size)()
+			size := []int{noise.ResponseLen, noise.CookieLen}[kind%2]
+			return length([]int{noise.ResponseType, noise.CookieType}[kind%2], size, size)()
 		}},
 		{"initiations of the hostile peer", "", func() []byte { return initiations() }},
 	}
@@ -261,7 +282,7 @@ func (s *site) initiations(own *ecdh.PrivateKey) func() []byte {
 		once.Do(func() {
 			at := time.Now()
 			for i := range all {
-				all[i], _ = initiate(own, s.public, at.Add(time.Duration(i)*time.Second/floodRate))
+				all[i], _ = noise.Initiate(own, s.public, at.Add(time.Duration(i)*time.Second/floodRate))
 			}
 		})
 		n++
@@ -317,8 +338,8 @@ func (r *recorder) listen(t *testing.T, at *lab.Node, from netip.Addr) {
 			const headers = 20 + 8
 			// Those that the kernel has put together are left out: where one of them ends is not
 			// said here.
-			if err != nil || n < headers+headerLen+tagLen || n > 1500 || buf[9] != unix.IPPROTO_UDP ||
-				!bytes.Equal(buf[12:16], from.AsSlice()) || buf[headers] != dataType {
+			if err != nil || n < headers+noise.HeaderLen+noise.TagLen || n > 1500 || buf[9] != unix.IPPROTO_UDP ||
+				!bytes.Equal(buf[12:16], from.AsSlice()) || buf[headers] != noise.DataType {
 				continue
 			}
 			r.mu.Lock()

@@ -18,6 +18,10 @@ const (
 	AnnotationPeerAuthority = "isthmus.net/peer-authority"
 )
 
+// AnnotationMappings on the IpamStorage has what Liqo's books have no place for: who asked for which
+// mapped endpoint, and what the endpoints were then.
+const AnnotationMappings = "isthmus.net/mappings"
+
 // AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated
 // by commas. The peer renews its token for no others.
 const AnnotationTokenAudiences = "isthmus.net/token-audiences"
@@ -51,10 +55,12 @@ const (
 
 // Reasons of the conditions of a Peering. Those of a refused NetworkConfig (ConditionPeerConfig,
 // ConditionAnswered) are taken over from its condition Accepted, see package net/v1alpha1.
+//
+// Ready has one of its own, or that of the first condition that is not true, which its message
+// names.
 const (
 	// Ready
 	ReasonConnected  = "Connected"  // everything is true
-	ReasonNotReady   = "NotReady"   // the message names the first condition that is not true
 	ReasonUnpeering  = "Unpeering"  // the Peering is being deleted; the message says what is waited for
 	ReasonConflict   = "Conflict"   // another Peering is for the same cluster or namespace
 	ReasonOverlap    = "Overlap"    // a network in use for the peer overlaps something here that came later, such as a node
@@ -91,7 +97,7 @@ const (
 	ReasonNoGateway  = "NoGateway" // no gateway has written a status yet
 	// ReasonGatewaySilent: no gateway is at work, so that nobody knows; Ready has it too.
 	ReasonGatewaySilent = "GatewaySilent"
-	ReasonLost       = "ConnectionLost"
+	ReasonLost          = "ConnectionLost"
 
 	// ReasonUnknown: not looked at yet.
 	ReasonUnknown = "Unknown"

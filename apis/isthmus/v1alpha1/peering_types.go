@@ -51,7 +51,7 @@ type Claims struct {
 	AlwaysRemap bool `json:"alwaysRemap,omitempty"`
 	// Consent is the claim to which somebody has agreed. It is needed when the peer changes its
 	// claim so that it would get addresses here that it has not had; until then what it has stays
-	// in force.
+	// in force. `isthmus peer NAME --consent` writes it.
 	// +optional
 	Consent *Consent `json:"consent,omitempty"`
 }
@@ -110,7 +110,8 @@ type PeeringStatus struct {
 	// Local are our networks, and as the peer sees them.
 	// +optional
 	Local Networks `json:"local,omitzero"`
-	// Remote are the peer's networks, and as we see them.
+	// Remote are the peer's networks, and as we see them. While a changed claim waits for consent they
+	// are those in force.
 	// +optional
 	Remote Networks `json:"remote,omitzero"`
 	// Endpoint is where the peer's gateway is reached, address and port.
@@ -135,6 +136,11 @@ type Networks struct {
 	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	PodCIDRSeen string `json:"podCIDRSeen,omitempty"`
+	// PodCIDRWhy says why podCIDRSeen is podCIDR, or another network. Only the peer's networks have
+	// it: its reasons for ours are its own.
+	// +kubebuilder:validation:MaxLength=512
+	// +optional
+	PodCIDRWhy string `json:"podCIDRWhy,omitempty"`
 	// ExternalCIDR is the network for its endpoints that are no pods.
 	// +kubebuilder:validation:MaxLength=43
 	// +optional
@@ -143,6 +149,10 @@ type Networks struct {
 	// +kubebuilder:validation:MaxLength=43
 	// +optional
 	ExternalCIDRSeen string `json:"externalCIDRSeen,omitempty"`
+	// ExternalCIDRWhy is to externalCIDRSeen what podCIDRWhy is to podCIDRSeen.
+	// +kubebuilder:validation:MaxLength=512
+	// +optional
+	ExternalCIDRWhy string `json:"externalCIDRWhy,omitempty"`
 }
 
 // Peering joins this cluster with another one, which has a Peering for this one.

@@ -14,6 +14,7 @@ import (
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
 	"github.com/google/nftables/userdata"
+	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -35,6 +36,9 @@ var rules = map[string][]expr.Any{
 	"ip daddr @own accept":                slices.Concat(ip4(), in(daddr, "own", false), accept()),
 	"ip saddr @remote ip daddr != @remote accept": slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
 	"ip saddr != @remote ip daddr @remote accept": slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
+	"fib daddr type != local accept":              slices.Concat(notLocal(), accept()),
+	`iifname "isthmus.vxlan" jump translated`:     slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("translated")),
+	`iifname "isthmus.host" jump translated`:      slices.Concat(iif(kernel.VethHost, expr.CmpOpEq), jump("translated")),
 	`iifname "isthmus.vxlan" jump remote`:         slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("remote")),
 	`iifname "isthmus.host" jump remote`:          slices.Concat(iif(kernel.VethHost, expr.CmpOpEq), jump("remote")),
 	`iifname "isthmus.vxlan" jump overlay`:        slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("overlay")),
@@ -97,6 +101,11 @@ func theWayBack() []expr.Any {
 	return []expr.Any{&expr.Fib{Register: 1, FlagSADDR: true, FlagIIF: true, ResultOIF: true}, equal(expr.CmpOpNeq, make([]byte, 4))}
 }
 
+// notLocal: the destination is no address of the node.
+func notLocal() []expr.Any {
+	return []expr.Any{&expr.Fib{Register: 1, FlagDADDR: true, ResultADDRTYPE: true}, equal(expr.CmpOpNeq, binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL))}
+}
+
 func answers() []expr.Any {
 	states := expr.CtStateBitESTABLISHED | expr.CtStateBitRELATED
 	return []expr.Any{
@@ -116,43 +125,81 @@ func filterSets(f kernel.Filter) map[*nftables.Set]string {
 	return map[*nftables.Set]string{set("nodes", false): f.Nodes, set("remote", true): f.Remote, set("own", false): f.Own}
 }
 
-// haveFilter reads the table. One whose chains are not as they should be reads as a Filter that
-// nobody wants. Where the kernel has no nftables there is none, and making one tells why.
-func haveFilter() []kernel.Filter {
-	c, err := nftables.New()
+// filterRead is what was last read, and of which generation of the namespace's tables: the kernel
+// counts it up with each change that anybody makes.
+type filterRead struct {
+	generation uint32 // 0: none
+	filters    []kernel.Filter
+}
+
+// haveFilter reads the table, unless no table has changed since it was last read.
+func (k *Kernel) haveFilter() []kernel.Filter {
+	now := generation() // before it is read: what changes meanwhile is read again
+	if now == 0 || now != k.filter.generation {
+		k.filter = filterRead{now, readFilter()}
+		if !slices.ContainsFunc(k.filter.filters, func(f kernel.Filter) bool { return f != changed }) {
+			k.filter.generation = 0 // or an error has made it none, or another
+		}
+	}
+	return k.filter.filters
+}
+
+// generation is that of the namespace's tables, 0 when it is not known.
+func generation() uint32 {
+	req := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_GETGEN, 0)
+	req.AddData(&nl.Nfgenmsg{NfgenFamily: unix.AF_UNSPEC})
+	messages, err := req.Execute(unix.NETLINK_NETFILTER, 0)
+	if err != nil || len(messages) != 1 || len(messages[0]) < nl.SizeofNfgenmsg {
+		return 0
+	}
+	attributes, _ := nl.ParseRouteAttr(messages[0][nl.SizeofNfgenmsg:])
+	for _, a := range attributes {
+		if a.Attr.Type == unix.NFTA_GEN_ID && len(a.Value) == 4 {
+			return binary.BigEndian.Uint32(a.Value)
+		}
+	}
+	return 0
+}
+
+// changed is a Filter that nobody wants.
+var changed = kernel.Filter{Nodes: "changed"}
+
+// readFilter reads the table. One whose chains are not as they should be reads as changed. Where the kernel has no nftables there is none, and making one tells why.
+func readFilter() []kernel.Filter {
+	c, err := nftables.New(nftables.AsLasting()) // one socket for all questions
 	if err != nil {
 		return nil
 	}
-	changed := []kernel.Filter{{Nodes: "changed"}}
+	defer func() { _ = c.CloseLasting() }()
 	tables, err := c.ListTablesOfFamily(filterTable.Family)
 	if err != nil || !slices.ContainsFunc(tables, func(t *nftables.Table) bool { return t.Name == filterTable.Name }) {
 		return nil
 	}
 	chains, err := c.ListChainsOfTableFamily(filterTable.Family)
 	if err != nil {
-		return changed
+		return []kernel.Filter{changed}
 	}
 	chains = slices.DeleteFunc(chains, func(chain *nftables.Chain) bool { return chain.Table.Name != filterTable.Name })
 	if len(chains) != len(kernel.FilterChains) {
-		return changed
+		return []kernel.Filter{changed}
 	}
 	for _, want := range kernel.FilterChains {
 		at := slices.IndexFunc(chains, func(chain *nftables.Chain) bool { return chain.Name == want.Name })
 		if at < 0 || !isAs(chains[at], want) {
-			return changed
+			return []kernel.Filter{changed}
 		}
 		have, err := c.GetRules(filterTable, chains[at])
 		if err != nil || !slices.EqualFunc(have, want.Rules, func(r *nftables.Rule, text string) bool {
 			said, _ := userdata.GetString(r.UserData, userdata.TypeComment)
 			return said == text && len(r.Exprs) == len(rules[text])
 		}) {
-			return changed
+			return []kernel.Filter{changed}
 		}
 	}
 	var f kernel.Filter
 	for name, to := range map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own} {
 		if *to, err = haveElements(c, name); err != nil {
-			return changed
+			return []kernel.Filter{changed}
 		}
 	}
 	return []kernel.Filter{f}
@@ -162,11 +209,13 @@ func isAs(have *nftables.Chain, want kernel.FilterChain) bool {
 	if want.Hook == "" || have.Hooknum == nil || have.Priority == nil {
 		return want.Hook == "" && have.Hooknum == nil
 	}
-	return *have.Hooknum == *hook(want.Hook) && *have.Priority == kernel.FilterPriority && have.Type == nftables.ChainTypeFilter
+	return *have.Hooknum == *hook(want.Hook) && int(*have.Priority) == want.Priority() && have.Type == nftables.ChainTypeFilter
 }
 
 func hook(name string) *nftables.ChainHook {
-	return map[string]*nftables.ChainHook{"input": nftables.ChainHookInput, "forward": nftables.ChainHookForward}[name]
+	return map[string]*nftables.ChainHook{
+		"prerouting": nftables.ChainHookPrerouting, "input": nftables.ChainHookInput, "forward": nftables.ChainHookForward,
+	}[name]
 }
 
 // haveElements returns what a Filter says of a set.
@@ -267,7 +316,7 @@ func changeFilter(remove bool, f kernel.Filter) error {
 		chain := &nftables.Chain{Table: filterTable, Name: want.Name}
 		if want.Hook != "" {
 			policy := nftables.ChainPolicyAccept
-			chain.Type, chain.Hooknum, chain.Priority, chain.Policy = nftables.ChainTypeFilter, hook(want.Hook), nftables.ChainPriorityRef(kernel.FilterPriority), &policy
+			chain.Type, chain.Hooknum, chain.Priority, chain.Policy = nftables.ChainTypeFilter, hook(want.Hook), nftables.ChainPriorityRef(nftables.ChainPriority(want.Priority())), &policy
 		}
 		c.AddChain(chain)
 		for _, text := range want.Rules {

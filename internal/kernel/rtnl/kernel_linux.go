@@ -6,8 +6,8 @@ package rtnl
 import (
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
-	"net"
 	"os"
 	"sync"
 
@@ -24,12 +24,13 @@ var ErrOther = errors.New("another isthmus")
 type Kernel struct {
 	owner   kernel.Owner
 	log     *slog.Logger
-	lock    *net.UnixListener
+	lock    io.Closer
 	inner   *os.File // the Inner namespace; nil: there is none
 	handles [2]*netlink.Handle
 	wg      sync.WaitGroup // readers of events
 
-	index map[kernel.Place]int // of devices, during one Apply
+	index  map[kernel.Place]int // of devices, during one Apply
+	filter filterRead
 }
 
 // Open takes the owner's lock of the network namespace and makes the Inner namespace, still empty,
@@ -41,11 +42,8 @@ func Open(owner kernel.Owner, log *slog.Logger) (_ *Kernel, err error) {
 			k.Close()
 		}
 	}()
-	if k.lock, err = net.ListenUnix("unix", &net.UnixAddr{Name: owner.Lock, Net: "unix"}); err != nil {
-		if errors.Is(err, unix.EADDRINUSE) {
-			return nil, fmt.Errorf("%w %s%s runs in this network namespace", ErrOther, owner.Name, k.holder())
-		}
-		return nil, fmt.Errorf("lock of the network namespace: %w", err)
+	if k.lock, err = lock(owner, log); err != nil {
+		return nil, err
 	}
 	if k.handles[kernel.Host], err = netlink.NewHandle(unix.NETLINK_ROUTE); err != nil {
 		return nil, fmt.Errorf("netlink: %w", err)
@@ -81,25 +79,6 @@ func (k *Kernel) Close() {
 	if k.lock != nil {
 		k.lock.Close()
 	}
-}
-
-// holder names the process that holds the lock, for the error message.
-func (k *Kernel) holder() string {
-	c, err := net.Dial("unix", k.owner.Lock)
-	if err != nil {
-		return ""
-	}
-	defer c.Close()
-	raw, err := c.(*net.UnixConn).SyscallConn()
-	if err != nil {
-		return ""
-	}
-	var cred *unix.Ucred
-	failed := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
-	if failed != nil || err != nil {
-		return ""
-	}
-	return fmt.Sprintf(" (process %d)", cred.Pid)
 }
 
 // Inside runs fn in the Inner namespace, as Do does.

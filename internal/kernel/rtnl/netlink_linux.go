@@ -56,7 +56,7 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 	}
 	errs = append(errs, k.haveRules(&s))
 	if k.owner.Filter {
-		s.Filters = haveFilter()
+		s.Filters = k.haveFilter()
 	}
 	return s, errors.Join(errs...)
 }

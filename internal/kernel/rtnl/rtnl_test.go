@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/netip"
 	"os"
 	"os/exec"
@@ -13,6 +14,7 @@ import (
 	"strings"
 	"testing"
 
+	nfnl "github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
 
 	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
@@ -217,6 +219,119 @@ func TestASecondOfOneKindIsToldWhoTheFirstIs(t *testing.T) {
 	}
 }
 
+// asNobody runs fn on a thread with the rights of an unprivileged user, in a namespace.
+func asNobody(t *testing.T, namespace *os.File, fn func() error) error {
+	t.Helper()
+	return Do(namespace, func() error {
+		for _, id := range []uintptr{unix.SYS_SETRESGID, unix.SYS_SETRESUID} { // of this thread alone
+			if _, _, errno := unix.RawSyscall(id, 65534, 65534, 65534); errno != 0 {
+				return errno
+			}
+		}
+		return fn()
+	})
+}
+
+// Whatever an unprivileged process of the host takes, it hinders no agent.
+func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root")
+	}
+	namespace, err := NewNamespace()
+	if err != nil {
+		t.Skip(err)
+	}
+	defer namespace.Close()
+	err = asNobody(t, namespace, func() error {
+		for _, name := range []string{"@isthmus.net/route-agent", "@" + RouteAgent.Lock} {
+			l, err := net.ListenUnix("unix", &net.UnixAddr{Name: name, Net: "unix"})
+			if err != nil {
+				return err
+			}
+			t.Cleanup(func() { l.Close() })
+		}
+		c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
+		if err != nil {
+			return err
+		}
+		t.Cleanup(func() { c.Close() })
+		if err := ownTable(c, RouteAgent); !errors.Is(err, unix.EPERM) || errors.Is(err, ErrOther) {
+			t.Errorf("the table of an unprivileged process: %v; want EPERM", err)
+		}
+		return nil
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	open := func() (k *Kernel, err error) {
+		err = Do(namespace, func() (err error) { k, err = Open(RouteAgent, slog.New(slog.DiscardHandler)); return err })
+		return k, err
+	}
+	k, err := open()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := open(); !errors.Is(err, ErrOther) {
+		t.Errorf("a second agent: %v", err)
+	}
+	k.Close()
+	k, err = open()
+	if err != nil {
+		t.Fatalf("after the first has ended: %v", err)
+	}
+	k.Close()
+
+	// Without such tables the address is the lock, and a stranger there is not believed.
+	var log strings.Builder
+	err = Do(namespace, func() error {
+		l, err := lockAddress(RouteAgent, slog.New(slog.NewTextHandler(&log, nil)))
+		if err == nil {
+			err = l.Close()
+		}
+		return err
+	})
+	if want := fmt.Sprintf("process=%d user=65534", os.Getpid()); err != nil || !strings.Contains(log.String(), want) {
+		t.Errorf("%v, log %q; want %q", err, log.String(), want)
+	}
+	err = Do(namespace, func() error {
+		first, err := lockAddress(Gateway, slog.New(slog.DiscardHandler))
+		if err != nil {
+			return err
+		}
+		defer first.Close()
+		_, err = lockAddress(Gateway, slog.New(slog.DiscardHandler))
+		return err
+	})
+	if want := fmt.Sprintf("another isthmus gateway (process %d) runs in this network namespace", os.Getpid()); !errors.Is(err, ErrOther) || err.Error() != want {
+		t.Errorf("%v, want %s", err, want)
+	}
+}
+
+// Root may do what it likes with the packet filter: a table of the lock's name that is nobody's is
+// replaced, and one of ours stays.
+func TestTheLockSurvivesWhatIsDoneToThePacketFilter(t *testing.T) {
+	n := open(t, RouteAgent)
+	if _, err := exec.LookPath("nft"); err != nil {
+		t.Skip(err)
+	}
+	n.run("nft flush ruleset")
+	if got := n.run("nft list tables"); got != "table inet "+RouteAgent.Lock+"\n" {
+		t.Errorf("after a flush: %q", got)
+	}
+	n.run("nft add table inet " + Gateway.Lock)
+	var k *Kernel
+	if err := Do(n.f, func() (err error) { k, err = Open(Gateway, n.k.log); return err }); err != nil {
+		t.Fatal(err)
+	}
+	if got := n.run("nft list table inet " + Gateway.Lock); !strings.Contains(got, "flags owner") {
+		t.Errorf("the table of a gateway: %s", got)
+	}
+	k.Close()
+	if got := n.run("nft list tables"); got != "table inet "+RouteAgent.Lock+"\n" {
+		t.Errorf("after the gateway's end: %q", got)
+	}
+}
+
 // What we make by netlink is what nft(8) makes of the command that we print.
 func TestFilterIsWhatItsTextSays(t *testing.T) {
 	n := open(t, RouteAgent)
@@ -252,7 +367,7 @@ func TestFilterIsWhatItsTextSays(t *testing.T) {
 		}
 	}
 	n.apply(State{})
-	if left := n.run("nft list ruleset"); left != "" {
+	if left := n.run("nft list tables"); left != "table inet "+RouteAgent.Lock+"\n" {
 		t.Errorf("left\n%s", left)
 	}
 }
@@ -294,11 +409,14 @@ func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 		if got := n.apply(want); got != "" {
 			t.Errorf("%s: the second time %q", change, got)
 		}
+		if n.k.filter.generation == 0 {
+			t.Errorf("%s: what was read is not kept, so that it is read each time", change)
+		}
 	}
 	n.run("nft add table inet other")
 	n.run("nft add chain inet other input")
 	n.apply(State{})
-	if left := n.run("nft list ruleset"); !strings.Contains(left, "table inet other") || strings.Contains(left, "isthmus") {
+	if left := n.run("nft list tables"); !strings.Contains(left, "table inet other\n") || strings.Contains(left, "table inet isthmus\n") {
 		t.Errorf("left\n%s", left)
 	}
 }

@@ -153,7 +153,7 @@ func TestLoadReadsEverything(t *testing.T) {
 		t.Fatal(err)
 	}
 	wantGateway := GatewayFile{APIVersion: "isthmus.net/v1alpha1", Kind: "Gateway", ClusterID: "alpha-id", PrivateKeyFile: "private.key",
-		ListenPort: 5871, Tunnels: 1, MTU: AutoMTU, MetricsAddress: ":5872", StatusAddress: "127.0.0.1:5873"}
+		ListenPort: 5871, Tunnels: 1, MTU: AutoMTU, MetricsAddress: "127.0.0.1:5872", StatusAddress: "127.0.0.1:5873"}
 	if got.File != wantGateway {
 		t.Errorf("gateway %+v\nwant    %+v", got.File, wantGateway)
 	}
@@ -183,7 +183,7 @@ func TestPrivateKeyDoesNotPrint(t *testing.T) {
 
 func TestGatewayFileRoundTrips(t *testing.T) {
 	for _, g := range []GatewayFile{
-		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", 5871, 1, AutoMTU, ":5872", "127.0.0.1:5873", NAT{}},
+		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", 5871, 1, AutoMTU, "127.0.0.1:5872", "127.0.0.1:5873", NAT{}},
 		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 1, 16, MinMTU, "[::1]:0", "localhost:65535",
 			NAT{MaxFlows, 2, 3, true, 4, 5, 6, 7, 8e9, 9e9, 10e9, 11e9, 12e9, 13e9, 14e9}},
 		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 65534, 2, MaxMTU, ":1", ":2", NAT{MaxFlows: 1}},
@@ -346,7 +346,7 @@ func TestLoadRefuses(t *testing.T) {
 		{gateway("tcpEstablishedTimeout: 100d"), []string{gw + `tcpEstablishedTimeout: is no duration; want a time from 1s to 720h0m0s, such as "5m"`}},
 		{gateway("icmpTimeout: 10ms"), []string{gw + `icmpTimeout: is 10ms; want a time from 1s to 720h0m0s, such as "5m"`}},
 		{gateway("metricsAddress: 5872"), []string{gw + "metricsAddress: is of type number; want a string (in quotes, if it looks like something else)"}},
-		{gateway(`metricsAddress: "5872"`), []string{gw + `metricsAddress: "5872" is no listen address; want host:port, such as ":5872"`}},
+		{gateway(`metricsAddress: "5872"`), []string{gw + `metricsAddress: "5872" is no listen address; want host:port, such as "127.0.0.1:5872"`}},
 		{gateway(`statusAddress: "127.0.0.1:http"`), []string{gw + `statusAddress: "127.0.0.1:http" is no listen address; want host:port, such as "127.0.0.1:5873"`}},
 		// The private key: named, never shown.
 		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "privateKeyFile: private.key\n", "", 1)}, []string{gw + "privateKeyFile: is empty; want the name of the file with the WireGuard private key"}},

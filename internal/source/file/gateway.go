@@ -21,7 +21,7 @@ const (
 // Defaults of the fields that a Gateway object may leave out.
 const (
 	DefaultListenPort     = 5871             // Liqo's port
-	DefaultMetricsAddress = ":5872"          // Liqo's port for metrics
+	DefaultMetricsAddress = "127.0.0.1:5872" // Liqo's port for metrics; the kubelet is on the same machine
 	DefaultStatusAddress  = "127.0.0.1:5873" // for the CLI on the same machine
 )
 
@@ -54,7 +54,7 @@ type GatewayFile struct {
 	ListenPort     uint16 `json:"listenPort,omitempty"`     // UDP, default 5871
 	Tunnels        int    `json:"tunnels,omitempty"`        // at most this many to one peer, on UDP ports from listenPort upwards, default 1
 	MTU            MTU    `json:"mtu"`                      // of the tunnel in octets, or "auto" (default)
-	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default ":5872"
+	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default "127.0.0.1:5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"
 
 	NAT

@@ -29,9 +29,15 @@ const writeInterval = time.Second
 // the Service leads, how each TunnelEndpoint fares. report is asked for the state of the running
 // gateway about once a second. Write returns when ctx ends, and leaves all objects as they are.
 //
-// Nothing is written that is so already. Each object has its own retries, so that one that cannot
-// be written holds up no other.
+// It begins when everything has been read once: a replica that carries on with what it remembers
+// could write to nobody. Nothing is written that is so already. Each object has its own retries, so
+// that one that cannot be written holds up no other.
 func (g *Gateway) Write(ctx context.Context, report func() (Report, error)) {
+	select {
+	case <-ctx.Done():
+		return
+	case <-g.prepared:
+	}
 	w := &writer{Gateway: g, memory: make(map[types.UID]*memory)}
 	tick := time.NewTicker(writeInterval)
 	defer tick.Stop()

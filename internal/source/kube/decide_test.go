@@ -70,7 +70,7 @@ func TestABrokenObjectIsLeftOutAlone(t *testing.T) {
 		endpoints := []v1alpha1.TunnelEndpoint{endpoint(3), endpoint(2), endpoint(1)}
 		mappings := []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"}), natMapping(2, map[string]string{"10.8.8.8": "10.245.0.7"})}
 		tc.break_(&endpoints[1], &mappings[1])
-		gw, problems := gatewayFor(self, private, endpoints, mappings)
+		gw, problems := gatewayFor(self, private, fabric.Site{}, endpoints, mappings)
 		var ids []string
 		for _, p := range gw.Peers {
 			ids = append(ids, p.ID)
@@ -289,8 +289,8 @@ func TestKeySecret(t *testing.T) {
 func TestSignalsThatComeTogetherAreOne(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		ctx, cancel := context.WithCancel(t.Context())
-		s, looks := newSignal(), make(chan time.Time, 100)
-		go s.coalesce(ctx, func() { looks <- time.Now() })
+		s, urgent, looks := newSignal(), newSignal(), make(chan time.Time, 100)
+		go s.coalesce(ctx, urgent, func() { looks <- time.Now() })
 		begin := time.Now()
 		for time.Since(begin) < 100*time.Millisecond {
 			s.set()
@@ -302,6 +302,21 @@ func TestSignalsThatComeTogetherAreOne(t *testing.T) {
 		time.Sleep(10 * coalesceQuiet)
 		if n := len(looks); n > 0 {
 			t.Errorf("fifty signals made it look %d times more", n)
+		}
+		urgent.set()
+		time.Sleep(time.Millisecond)
+		urgent.set()
+		begin = time.Now()
+		if first, second := <-looks, <-looks; first.After(begin) || second.Sub(first) != coalesceQuiet {
+			t.Errorf("looked for what is urgent %v late, and %v apart", first.Sub(begin), second.Sub(first))
+		}
+		time.Sleep(coalesceQuiet)
+		s.set()
+		time.Sleep(time.Millisecond)
+		begin = time.Now()
+		urgent.set()
+		if at := (<-looks).Sub(begin); at != 0 {
+			t.Errorf("looked for what is urgent after %v, with something else under way", at)
 		}
 		begin = time.Now()
 		go func() {

@@ -34,7 +34,8 @@ const (
 //
 //   - This replica becomes active when it has written its name into the Lease, because nobody's was
 //     there or the Lease had not changed for leaseDuration.
-//   - It stays active, with or without an API server, until it reads another name.
+//   - It stays active, with or without an API server, until it reads another name, also over a
+//     restart (see remember).
 //   - Time without contact to the API server does not count: a standby cannot tell an active
 //     replica that died from one that could not reach the API server either, and gives it another
 //     leaseDuration to show itself.
@@ -240,10 +241,36 @@ func (e *election) lastContact() time.Time {
 	return e.last
 }
 
+// ask reads the Lease without taking part. A refusal is an answer, too: the API server is there,
+// and somebody may have wanted it.
+func (e *election) ask(ctx context.Context) (holder string, refused bool, err error) {
+	lease, err := e.leases.Get(ctx, Lease, metav1.GetOptions{})
+	switch {
+	case apierrors.IsNotFound(err):
+		return "", false, nil
+	case apierrors.IsForbidden(err) || apierrors.IsUnauthorized(err):
+		return "", true, nil
+	case err != nil:
+		return "", false, err
+	}
+	return holderOf(lease), false, nil
+}
+
+// carryOn makes this replica the active one by what it remembers, until it reads another name. To
+// be called before run.
+func (e *election) carryOn() {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	e.name, e.away = e.identity, true
+	e.changed.set()
+}
+
+// close is the last use of the election.
+func (e *election) close() { utilnet.CloseIdleConnectionsFor(e.web.Transport) }
+
 // release frees the Lease if this replica holds it, so that a standby need not wait. To be called
-// when run has returned; it is the last use of the election.
+// when run has returned.
 func (e *election) release() error {
-	defer utilnet.CloseIdleConnectionsFor(e.web.Transport)
 	ctx, cancel := context.WithTimeout(context.Background(), leaseTimeout)
 	defer cancel()
 	lease, err := e.leases.Get(ctx, Lease, metav1.GetOptions{})

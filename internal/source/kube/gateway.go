@@ -8,6 +8,7 @@ import (
 	"net/http"
 	"net/netip"
 	"reflect"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -15,7 +16,9 @@ import (
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/rest"
@@ -30,8 +33,8 @@ import (
 // writeTimeout bounds one request that writes.
 const writeTimeout = 5 * time.Second
 
-// GatewayOptions say which replica of the gateway this is. All but Cluster, Tunnels and Log are
-// required.
+// GatewayOptions say which replica of the gateway this is. All but Cluster, Tunnels, Log and
+// StateDirectory are required.
 type GatewayOptions struct {
 	Config    *rest.Config
 	Namespace string     // of the installation: key Secret, Lease, Service and Pods are there
@@ -42,6 +45,9 @@ type GatewayOptions struct {
 	Cluster v1alpha1.ClusterIdentity
 	Tunnels int          // that this replica has; 0 means 1
 	Log     *slog.Logger // nil: slog.Default()
+	// StateDirectory has what this replica carries on with when it was the active one, starts again
+	// and the API server does not answer. The private key is among it. Empty: it waits.
+	StateDirectory string
 }
 
 // A Gateway is one replica of the gateway as the API server knows it. Its methods may be called
@@ -54,10 +60,13 @@ type Gateway struct {
 	look    signal
 	metrics *gatewayMetrics
 	reading atomic.Bool // everything has been read once
+	keeper  *keeper
+
+	prepared chan struct{} // closed when everything has been read once
 
 	mu       sync.Mutex
 	election *election // nil until the first Snapshot
-	wait     error     // why there is no Snapshot yet
+	wait     error     // why there is no Snapshot of the API server's yet
 	wish     wish
 	wished   chan struct{} // closed when wish is replaced
 	keyTries time.Time     // when the Secret may be made again
@@ -78,9 +87,10 @@ type Snapshot struct {
 
 // wish is the last Snapshot, and whether it is what is wanted now.
 type wish struct {
-	snapshot Snapshot
-	err      error // why snapshot is an old one
-	valid    bool
+	snapshot   Snapshot
+	err        error // why snapshot is an old one
+	valid      bool
+	remembered error // it is of the state directory, since when and why; nil: of the API server
 }
 
 // NewGateway connects to nothing yet.
@@ -89,7 +99,8 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 		o.Log = slog.Default()
 	}
 	o.Tunnels = max(o.Tunnels, 1)
-	g := &Gateway{o: o, log: o.Log, look: newSignal(), wished: make(chan struct{}), wait: errors.New("starting")}
+	g := &Gateway{o: o, log: o.Log, look: newSignal(), prepared: make(chan struct{}), wished: make(chan struct{}), wait: errors.New("starting")}
+	g.keeper = newKeeper(o, g.look.set)
 	g.metrics = newGatewayMetrics(g)
 	config := rest.CopyConfig(o.Config)
 	config.QPS, config.Burst = 100, 100 // of writes: 500 peers change within seconds, and the API server is not flooded
@@ -106,15 +117,13 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 // left. Run returns when ctx ends, the Lease released, or when serve or standby fails.
 //
 // While the API server cannot be reached for the first Snapshot, Run waits: Ready and the log say
-// for what.
+// for what. A replica that was the active one shortly before, by its state directory, carries on
+// with what it knew.
 func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, standby func() error) error {
 	ctx, cancel := context.WithCancel(ctx)
 	var group sync.WaitGroup
 	defer group.Wait()
 	defer cancel()
-	if err := g.prepare(ctx, &group); err != nil {
-		return nil // ctx has ended
-	}
 	cached := func() string {
 		var lease coordinationv1.Lease
 		if g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: Lease}, &lease) != nil {
@@ -126,8 +135,15 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	if err != nil {
 		return err
 	}
-	if err := g.objects.watch(ctx, e.look.set, g.waiter(), &coordinationv1.Lease{}); err != nil {
-		return nil
+	defer e.close()
+	known := g.remember()
+	group.Go(func() {
+		if g.prepare(ctx, &group, e) == nil {
+			close(g.prepared)
+		}
+	})
+	if err := g.await(ctx, e, known); err != nil {
+		return nil // ctx has ended
 	}
 	g.mu.Lock()
 	g.election = e
@@ -136,13 +152,82 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	electing, leave := context.WithCancel(ctx)
 	var elector sync.WaitGroup
 	elector.Go(func() { e.run(electing) })
+	elector.Go(func() { g.keeper.run(electing, e) })
 	err = g.follow(ctx, e, serve, standby)
 	leave()
 	elector.Wait()
 	if released := e.release(); released != nil {
 		g.log.Warn("Lease not released; a standby waits until it expires", "error", released)
+	} else {
+		g.keeper.forget()
 	}
 	return err
+}
+
+// remember returns what the state directory says to carry on with, if it says anything.
+func (g *Gateway) remember() *remembered {
+	if g.o.StateDirectory == "" {
+		return nil
+	}
+	known, err := remember(g.o, time.Now())
+	if err != nil {
+		g.log.Error("snapshot not used; waiting for the API server", "directory", g.o.StateDirectory, "error", err)
+		g.keeper.tell(err)
+	}
+	return known
+}
+
+// carryOnMisses is how many times in a row, a second apart, the Lease could not be read when a
+// replica carries on by what it remembers: while it was away another one may have taken over, and
+// one lost packet is no outage.
+const carryOnMisses = 2
+
+// await returns when everything has been read, or when this replica carries on with what is known
+// since it cannot be told of a successor.
+func (g *Gateway) await(ctx context.Context, e *election, known *remembered) error {
+	for misses := 0; known != nil; {
+		holder, refused, err := e.ask(ctx)
+		switch {
+		case err != nil:
+			misses++
+		case !refused && holder != g.o.Pod:
+			g.log.Info("the snapshot is of no use: another replica has been active since", "pod", holder)
+			known = nil
+			continue
+		default:
+			misses = 0
+		}
+		if misses == carryOnMisses && ctx.Err() == nil {
+			g.carryOn(e, known)
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-g.prepared:
+			return nil
+		case <-time.After(time.Second):
+		}
+	}
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-g.prepared:
+		return nil
+	}
+}
+
+// carryOn makes this replica the active one with what is known.
+func (g *Gateway) carryOn(e *election, known *remembered) {
+	why := known.from(time.Now())
+	g.log.Warn("active again without having been told", "peers", len(known.snapshot.Gateway.Peers), "reason", why)
+	g.keeper.adopt(known)
+	e.carryOn()
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !g.wish.valid { // else the API server has answered just now
+		g.wishLocked(wish{snapshot: known.snapshot, err: why, valid: true, remembered: why})
+	}
 }
 
 // follow serves while this replica is active.
@@ -155,6 +240,7 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 		case <-e.changed:
 		}
 		if !e.active() {
+			g.keeper.changed.set()
 			if !cleared {
 				if err := standby(); err != nil {
 					return err
@@ -165,6 +251,7 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 		}
 		cleared = true // what there was has been adopted, and serve removes it
 		g.metrics.takeovers.Inc()
+		g.keeper.changed.set()
 		serving, stop := context.WithCancel(ctx)
 		done := make(chan error, 1)
 		go func() { done <- serve(serving) }()
@@ -188,8 +275,9 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 	}
 }
 
-// prepare returns when there is a Snapshot that can be used. What it starts ends with ctx.
-func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
+// prepare returns when there is a Snapshot of the API server's that can be used, and the Lease is
+// watched. What it starts ends with ctx.
+func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *election) error {
 	waiting := g.waiter()
 	err := retry(ctx, waiting, func() (err error) {
 		g.objects, err = newObjects(g.restConfig(), g.kinds(), g.log)
@@ -199,7 +287,8 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 		return err
 	}
 	group.Go(func() { _ = g.objects.Start(ctx) }) // it only ends with ctx
-	err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Pod{}, &corev1.Service{}, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{})
+	err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Pod{}, &corev1.Service{}, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{},
+		&v1alpha1.IpamStorage{}, &corev1.Node{}, &discoveryv1.EndpointSlice{})
 	if err != nil {
 		return err
 	}
@@ -212,12 +301,12 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 		return err
 	}
 	g.look.set()
-	group.Go(func() { g.look.coalesce(ctx, func() { g.refresh(ctx, cluster) }) })
+	group.Go(func() { g.look.coalesce(ctx, nil, func() { g.refresh(ctx, cluster) }) })
 	err = retry(ctx, waiting, func() error {
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		switch {
-		case g.wish.valid:
+		case g.wish.valid && g.wish.remembered == nil:
 			return nil
 		case g.wish.err != nil:
 			return g.wish.err
@@ -225,6 +314,9 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup) error {
 		return errors.New("the first look at the objects")
 	})
 	if err != nil {
+		return err
+	}
+	if err := g.objects.watch(ctx, e.look.set, waiting, &coordinationv1.Lease{}); err != nil {
 		return err
 	}
 	g.reading.Store(true)
@@ -276,10 +368,14 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 	return map[client.Object]cache.ByObject{
 		&v1alpha1.TunnelEndpoint{}: {},
 		&v1alpha1.NatMapping{}:     {},
-		&corev1.Secret{}:           {Namespaces: named(KeySecret)}, // no other Secret may be read
-		&coordinationv1.Lease{}:    {Namespaces: named(Lease)},
-		&corev1.Pod{}:              {Namespaces: here, Label: labels.SelectorFromSet(podLabels)},
-		&corev1.Service{}:          {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
+		&v1alpha1.IpamStorage{}:    {Transform: slimNetworks},
+		&corev1.Node{}:             {Transform: slimNode},
+		&discoveryv1.EndpointSlice{}: {Namespaces: map[string]cache.Config{
+			metav1.NamespaceDefault: {FieldSelector: fields.OneTermEqualSelector("metadata.name", "kubernetes")}}},
+		&corev1.Secret{}:        {Namespaces: named(KeySecret)}, // no other Secret may be read
+		&coordinationv1.Lease{}: {Namespaces: named(Lease)},
+		&corev1.Pod{}:           {Namespaces: here, Label: labels.SelectorFromSet(podLabels)},
+		&corev1.Service{}:       {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
 	}
 }
 
@@ -297,7 +393,7 @@ func (g *Gateway) waiter() func(error) {
 		g.mu.Unlock()
 		if text := err.Error(); text != last || time.Since(said) > 30*time.Second {
 			last, said = text, time.Now()
-			g.log.Warn("waiting, no data plane yet", "error", err)
+			g.log.Warn("waiting for the API server", "error", err)
 		}
 	}
 }
@@ -316,18 +412,24 @@ func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error
 // refresh gathers all objects, decides and publishes.
 func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity) {
 	g.mu.Lock()
-	old := g.wish
+	inUse := g.wish.snapshot.PrivateKey
 	g.mu.Unlock()
-	private, mismatch, err := g.key(ctx, old.snapshot.PrivateKey)
+	private, mismatch, err := g.key(ctx, inUse)
 	var endpoints v1alpha1.TunnelEndpointList
 	var mappings v1alpha1.NatMappingList
-	if err = errors.Join(err, g.objects.List(ctx, &endpoints), g.objects.List(ctx, &mappings)); err != nil {
-		old.err = err
-		g.publish(old)
+	site, unknown := g.site(ctx)
+	if err = errors.Join(err, unknown, g.objects.List(ctx, &endpoints), g.objects.List(ctx, &mappings)); err != nil {
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		next := g.wish
+		next.err = errors.Join(next.remembered, err)
+		g.wishLocked(next)
 		return
 	}
-	gw, problems := gatewayFor(cluster, private, endpoints.Items, mappings.Items)
-	g.publish(wish{valid: true, snapshot: Snapshot{Gateway: gw, Problems: append(mismatch, problems...), PrivateKey: private}})
+	gw, problems := gatewayFor(cluster, private, site, endpoints.Items, mappings.Items)
+	problems = slices.Concat(mismatch, problems, g.keeper.problems())
+	g.keeper.put(savedFrom(cluster, private, site, endpoints.Items, mappings.Items), private)
+	g.publish(Snapshot{Gateway: gw, Problems: problems, PrivateKey: private})
 }
 
 // key reads the key, or sees to it that there is one. The problems are of a key that can be used
@@ -361,9 +463,9 @@ func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.P
 
 // gatewayFor has it decided what the objects ask for. What is wrong is left out; each problem names
 // the object and the field.
-func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
+func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.Site, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
 	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
-	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}
+	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:], Site: site}
 	var peers []fabric.Peer
 	var sets []fabric.MappingSet
 	var problems []fabric.Problem
@@ -401,21 +503,25 @@ func originOf(te *v1alpha1.TunnelEndpoint) fabric.Origin {
 	return fabric.Origin{Kind: "TunnelEndpoint", Namespace: te.Namespace, Name: te.Name}
 }
 
-// publish replaces the wish.
-func (g *Gateway) publish(next wish) {
-	problems := next.snapshot.Problems
-	texts := make([]string, len(problems))
-	for i, p := range problems {
+// publish makes a Snapshot of the API server's the wish.
+func (g *Gateway) publish(s Snapshot) {
+	texts := make([]string, len(s.Problems))
+	for i, p := range s.Problems {
 		texts[i] = p.Error()
 	}
 	if all := strings.Join(texts, "\n"); all != g.logged { // only refresh calls this
 		g.logged = all
-		for _, p := range problems {
+		for _, p := range s.Problems {
 			g.log.Warn("left out", "object", p.Origin.String(), "field", p.Field, "problem", p.Message)
 		}
 	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	g.wishLocked(wish{snapshot: s, valid: true})
+}
+
+// wishLocked replaces the wish; g.mu is held.
+func (g *Gateway) wishLocked(next wish) {
 	g.wish = next
 	close(g.wished)
 	g.wished = make(chan struct{})
@@ -448,11 +554,21 @@ func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) 
 	}
 }
 
-// Ready says why this replica could become or be no active one, or nil.
+// Ready says why this replica could become or be no active one, or nil. One that carries on with
+// what it remembers is not ready: it learns of no change.
 func (g *Gateway) Ready() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	return g.wait
+	if g.wait == nil {
+		return nil
+	}
+	var why []string
+	for _, err := range []error{g.wish.remembered, g.wait, g.keeper.problem()} {
+		if err != nil {
+			why = append(why, err.Error())
+		}
+	}
+	return errors.New(strings.Join(why, "; "))
 }
 
 // Active returns the name of the active replica's Pod, empty while it is not known, and whether

@@ -22,6 +22,7 @@ import (
 	"go.uber.org/goleak"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -117,6 +118,8 @@ func (s *apiServer) restricted(t *testing.T, user string, rules ...rbacv1.Policy
 	if err != nil {
 		t.Fatal(err)
 	}
+	rules = append(rules, rbacv1.PolicyRule{APIGroups: []string{"", "net.liqo.io", "discovery.k8s.io"},
+		Resources: []string{"nodes", "ipamstorages", "endpointslices"}, Verbs: []string{"list", "watch"}}) // which every gateway reads
 	s.create(t, &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: user}, Rules: rules},
 		&rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: user}, RoleRef: rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: user},
 			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: "User", Name: user}}})
@@ -214,6 +217,45 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		if err := s.client.Get(t.Context(), client.ObjectKey{Name: "kube-system"}, &ns); err != nil || id != string(ns.UID) {
 			t.Errorf("cluster ID %q, want the UID of kube-system, %q (%v)", id, ns.UID, err)
 		}
+	})
+
+	t.Run("it knows where no gateway of a peer is", func(t *testing.T) {
+		s.namespace(t, "site")
+		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "site"}}
+		s.create(t, node, &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "site"}, Spec: v1alpha1.IpamStorageSpec{
+			Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{}, ClusterSubnets: map[string]v1alpha1.Subnets{},
+			EndpointMappings: map[string]v1alpha1.EndpointMapping{}, NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{},
+			PodCIDR: "10.244.0.0/18", ServiceCIDR: "10.96.0.0/12"}},
+			&discoveryv1.EndpointSlice{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: "kubernetes"}, AddressType: discoveryv1.AddressTypeIPv4,
+				Endpoints: []discoveryv1.Endpoint{{Addresses: []string{"198.51.100.9"}}}})
+		r := start(t, GatewayOptions{Config: s.config, Namespace: "site", Pod: "p"})
+		refused := func(text, why string) {
+			t.Helper()
+			within(t, text, func() error {
+				r.mu.Lock()
+				defer r.mu.Unlock()
+				if got := r.wish.snapshot.Gateway.Site.CheckEndpoint(netip.MustParseAddr(text)); !strings.HasSuffix(got, why) || why == "" && got != "" {
+					return fmt.Errorf("%q, want %q", got, why)
+				}
+				return nil
+			})
+		}
+		within(t, "ready", r.Ready)
+		refused("10.244.63.1", "inside 10.244.0.0/18, our PodCIDR")
+		refused("10.96.0.1", "inside 10.96.0.0/12, our ServiceCIDR")
+		refused("198.51.100.9", "is an API server of ours")
+		refused("198.51.100.7", "")
+		node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeHostName, Address: "site"}, {Type: corev1.NodeExternalIP, Address: "198.51.100.7"}}
+		if err := s.client.Status().Update(t.Context(), node); err != nil {
+			t.Fatal(err)
+		}
+		refused("198.51.100.7", "is a node of ours")
+		for _, o := range []client.Object{node, &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "site"}}} {
+			if err := s.client.Delete(t.Context(), o); err != nil {
+				t.Error(err)
+			}
+		}
+		refused("198.51.100.7", "")
 	})
 
 	t.Run("without an API server it waits and says so", func(t *testing.T) {
@@ -469,6 +511,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			t.Fatal(err)
 		}
 	})
+
+	t.Run("a replica that starts while the API server is away", func(t *testing.T) { testCarryingOn(t, s) })
 
 	t.Run("a status that cannot be written holds up no other", func(t *testing.T) {
 		s.namespace(t, "writes")

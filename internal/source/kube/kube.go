@@ -21,6 +21,7 @@ import (
 	"github.com/go-logr/logr"
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -43,7 +44,7 @@ func UseLogger(log *slog.Logger) {
 // newScheme knows the kinds that are read and written here.
 func newScheme() *runtime.Scheme {
 	scheme := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, coordinationv1.AddToScheme, v1alpha1.AddToScheme} {
+	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, coordinationv1.AddToScheme, discoveryv1.AddToScheme, v1alpha1.AddToScheme} {
 		if err := add(scheme); err != nil {
 			panic(err) // two Go types for one kind: not at run time
 		}
@@ -173,12 +174,20 @@ const (
 	coalesceMost  = 200 * time.Millisecond
 )
 
-// coalesce calls look once for each group of signals, until ctx ends.
-func (s signal) coalesce(ctx context.Context, look func()) {
+// coalesce calls look once for each group of signals, until ctx ends. It calls look at once for one
+// that is urgent, and then not again for coalesceQuiet.
+func (s signal) coalesce(ctx context.Context, urgent signal, look func()) {
 	for {
 		select {
 		case <-ctx.Done():
 			return
+		case <-urgent:
+			look()
+			select {
+			case <-ctx.Done():
+			case <-time.After(coalesceQuiet):
+			}
+			continue
 		case <-s:
 		}
 		most := time.After(coalesceMost)
@@ -188,6 +197,8 @@ func (s signal) coalesce(ctx context.Context, look func()) {
 			case <-ctx.Done():
 				return
 			case <-s:
+			case <-urgent:
+				break group
 			case <-time.After(coalesceQuiet):
 				break group
 			case <-most:

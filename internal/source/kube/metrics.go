@@ -17,6 +17,7 @@ var (
 	descActive   = prometheus.NewDesc("isthmus_gateway_active", "1 if this replica is the active one.", nil, nil)
 	descContact  = prometheus.NewDesc("isthmus_gateway_lease_contact_timestamp_seconds", "When the Lease was last read or written; 0: never.", nil, nil)
 	descSourceOK = prometheus.NewDesc("isthmus_gateway_source_ok", "1 if key and objects can be used, 0 if an older configuration stays in force or there is none yet.", nil, nil)
+	descMemory   = prometheus.NewDesc("isthmus_gateway_from_snapshot", "1 if this replica carries on with the snapshot of its state directory, because the API server does not answer.", nil, nil)
 	descLeftOut  = prometheus.NewDesc("isthmus_gateway_left_out_objects", "Objects of which something is wrong, and is left out.", []string{"kind"}, nil)
 )
 
@@ -35,7 +36,7 @@ func (g *Gateway) Collector() prometheus.Collector { return g.metrics }
 
 // Describe implements prometheus.Collector.
 func (m *gatewayMetrics) Describe(ch chan<- *prometheus.Desc) {
-	for _, d := range []*prometheus.Desc{descActive, descContact, descSourceOK, descLeftOut} {
+	for _, d := range []*prometheus.Desc{descActive, descContact, descSourceOK, descMemory, descLeftOut} {
 		ch <- d
 	}
 	m.takeovers.Describe(ch)
@@ -62,7 +63,8 @@ func (m *gatewayMetrics) Collect(ch chan<- prometheus.Metric) {
 	}
 	gauge(descContact, float64(contact.UnixMilli())/1000)
 	gauge(descSourceOK, truth[w.valid && w.err == nil])
-	objects := map[string]map[string]bool{"TunnelEndpoint": {}, "NatMapping": {}, "Secret": {}}
+	gauge(descMemory, truth[w.remembered != nil])
+	objects := map[string]map[string]bool{"TunnelEndpoint": {}, "NatMapping": {}, "Secret": {}, "Snapshot": {}}
 	for _, p := range w.snapshot.Problems {
 		objects[p.Origin.Kind][p.Origin.Namespace+"/"+p.Origin.Name] = true
 	}

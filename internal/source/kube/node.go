@@ -48,7 +48,7 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 				fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))),
 		},
 	}
-	look, said := newSignal(), ""
+	look, urgent, said := newSignal(), newSignal(), ""
 	waiting := func(err error) {
 		if text := err.Error(); text != said {
 			said = text
@@ -69,7 +69,11 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 	defer cancel()
 	group.Go(func() { _ = objects.Start(ctx) }) // it only ends with ctx
 
-	if err := objects.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.IpamStorage{}); err != nil {
+	if err := objects.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}); err != nil {
+		return nil // ctx has ended
+	}
+	// Until it has seen these, a node lets packets for a peer, or from one, take other ways.
+	if err := objects.watch(ctx, urgent.set, waiting, &v1alpha1.TunnelEndpoint{}, &v1alpha1.IpamStorage{}); err != nil {
 		return nil // ctx has ended
 	}
 	var last *nodeSnapshot
@@ -87,7 +91,7 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 		}
 	}
 	see()
-	look.coalesce(ctx, see)
+	look.coalesce(ctx, urgent, see)
 	return nil
 }
 
@@ -131,6 +135,7 @@ func (o *objects) node(ctx context.Context) (*nodeSnapshot, error) {
 		granted, problems := fabric.GrantedIn(&books.Items[i])
 		s.intent.Granted = append(s.intent.Granted, granted...)
 		s.problems = append(s.problems, problems...)
+		s.intent.Own = append(s.intent.Own, fabric.OwnIn(&books.Items[i])...)
 	}
 	s.intent.Sort()
 	fabric.SortProblems(s.problems)
@@ -172,7 +177,8 @@ func podsFrom(p *corev1.Pod) (pods []fabric.NodePod) {
 // has every Pod in memory.
 func slimBooks(o any) (any, error) {
 	if b, ok := o.(*v1alpha1.IpamStorage); ok {
-		return &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{ClusterSubnets: b.Spec.ClusterSubnets}}, nil
+		return &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
+			ClusterSubnets: b.Spec.ClusterSubnets, PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR}}, nil
 	}
 	return o, nil
 }

@@ -1,4 +1,6 @@
-package hostile
+// Package noise is the initiator of WireGuard's handshake and a sender of data, from the paper
+// (section 5.4), so that a test can do what no implementation would.
+package noise
 
 import (
 	"crypto/cipher"
@@ -16,54 +18,56 @@ import (
 	"golang.org/x/crypto/chacha20poly1305"
 )
 
-// The initiator of WireGuard's handshake, from the paper (section 5.4), so that it can do what no
-// implementation would.
-
+// Types of messages, and lengths in octets: of the handshake's, and of header and tag of data.
 const (
-	initiationType, responseType, cookieType, dataType = 1, 2, 3, 4
-	initiationLen, responseLen, cookieLen              = 148, 92, 64
-	headerLen, tagLen                                  = 16, 16
+	InitiationType, ResponseType, CookieType, DataType = 1, 2, 3, 4
+	InitiationLen, ResponseLen, CookieLen              = 148, 92, 64
+	HeaderLen, TagLen                                  = 16, 16
 )
 
-// session is what a handshake left: a key to send with, and the receiver's name for it.
-type session struct {
+// answerTime is how long an answer to an initiation may take, of which Connect sends ten.
+const answerTime = 6 * time.Second
+
+// A Session is what a handshake left: a key to send with, and the receiver's name for it.
+type Session struct {
 	index   uint32
 	send    cipher.AEAD
 	counter uint64
 }
 
-// seal makes a data message with the next counter.
-func (s *session) seal(inner []byte) []byte {
+// Seal makes a data message with the next counter.
+func (s *Session) Seal(inner []byte) []byte {
 	var nonce [12]byte
 	binary.LittleEndian.PutUint64(nonce[4:], s.counter)
-	m := dataHeader(s.index, s.counter)
+	m := DataHeader(s.index, s.counter)
 	s.counter++
 	return s.send.Seal(m, nonce[:], inner, nil)
 }
 
-func dataHeader(index uint32, counter uint64) []byte {
-	m := make([]byte, headerLen, 2048)
-	m[0] = dataType
+// DataHeader is that of a data message, with room for what follows.
+func DataHeader(index uint32, counter uint64) []byte {
+	m := make([]byte, HeaderLen, 2048)
+	m[0] = DataType
 	binary.LittleEndian.PutUint32(m[4:], index)
 	binary.LittleEndian.PutUint64(m[8:], counter)
 	return m
 }
 
-// handshake is one that was begun.
-type handshake struct {
+// A Handshake is one that was begun.
+type Handshake struct {
 	own, ephemeral *ecdh.PrivateKey
 	chain, hash    []byte
 }
 
-// initiate makes an initiation.
-func initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, at time.Time) ([]byte, *handshake) {
-	h := &handshake{own: own, ephemeral: newKey()}
+// Initiate makes an initiation.
+func Initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, at time.Time) ([]byte, *Handshake) {
+	h := &Handshake{own: own, ephemeral: NewKey()}
 	h.chain = hashed([]byte("Noise_IKpsk2_25519_ChaChaPoly_BLAKE2s"))
 	h.hash = hashed(h.chain, []byte("WireGuard v1 zx2c4 Jason@zx2c4.com"))
 	h.mix(peer.Bytes())
 
-	m := make([]byte, 8, initiationLen)
-	m[0] = initiationType
+	m := make([]byte, 8, InitiationLen)
+	m[0] = InitiationType
 	rand.Read(m[4:8])
 	m = append(m, h.ephemeral.PublicKey().Bytes()...)
 	h.chain = expand(h.chain, h.ephemeral.PublicKey().Bytes(), 1)
@@ -76,8 +80,8 @@ func initiate(own *ecdh.PrivateKey, peer *ecdh.PublicKey, at time.Time) ([]byte,
 }
 
 // finish reads the response.
-func (h *handshake) finish(m []byte) (*session, error) {
-	if len(m) != responseLen || m[0] != responseType {
+func (h *Handshake) finish(m []byte) (*Session, error) {
+	if len(m) != ResponseLen || m[0] != ResponseType {
 		return nil, fmt.Errorf("message of type %d with %d octets, want a response", m[0], len(m))
 	}
 	ephemeral, err := ecdh.X25519().NewPublicKey(m[12:44])
@@ -93,18 +97,18 @@ func (h *handshake) finish(m []byte) (*session, error) {
 	if _, err := aead(keys[64:]).Open(nil, make([]byte, 12), m[44:60], h.hash); err != nil {
 		return nil, errors.New("a response that does not authenticate")
 	}
-	return &session{index: binary.LittleEndian.Uint32(m[4:]), send: aead(expand(keys[:32], nil, 2)[:32])}, nil
+	return &Session{index: binary.LittleEndian.Uint32(m[4:]), send: aead(expand(keys[:32], nil, 2)[:32])}, nil
 }
 
-// connect makes a session over a socket that is connected to the gateway.
-func connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey) (*session, error) {
+// Connect makes a session over a socket that is connected to the gateway.
+func Connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey) (*Session, error) {
 	var last error
 	for range 10 {
-		m, h := initiate(own, peer, time.Now())
+		m, h := Initiate(own, peer, time.Now())
 		if _, err := c.Write(m); err != nil {
 			return nil, err
 		}
-		if err := c.SetReadDeadline(time.Now().Add(patience / 10)); err != nil {
+		if err := c.SetReadDeadline(time.Now().Add(answerTime)); err != nil {
 			return nil, err
 		}
 		buf := make([]byte, 2048)
@@ -113,7 +117,7 @@ func connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey) (*session, 
 			if last = err; err != nil {
 				break
 			}
-			if buf[0] != responseType { // the gateway begins handshakes too
+			if buf[0] != ResponseType { // the gateway begins handshakes too
 				continue
 			}
 			if s, err := h.finish(buf[:n]); err == nil {
@@ -124,10 +128,10 @@ func connect(c net.Conn, own *ecdh.PrivateKey, peer *ecdh.PublicKey) (*session, 
 	return nil, last
 }
 
-func (h *handshake) mix(b []byte) { h.hash = hashed(h.hash, b) }
+func (h *Handshake) mix(b []byte) { h.hash = hashed(h.hash, b) }
 
 // seal encrypts a field of the initiation.
-func (h *handshake) seal(secret, plain []byte) []byte {
+func (h *Handshake) seal(secret, plain []byte) []byte {
 	keys := expand(h.chain, secret, 2)
 	h.chain = keys[:32]
 	b := aead(keys[32:]).Seal(nil, make([]byte, 12), plain, h.hash)
@@ -187,7 +191,8 @@ func shared(private *ecdh.PrivateKey, public *ecdh.PublicKey) []byte {
 	return b
 }
 
-func newKey() *ecdh.PrivateKey {
+// NewKey makes a private key.
+func NewKey() *ecdh.PrivateKey {
 	k, err := ecdh.X25519().GenerateKey(rand.Reader)
 	if err != nil {
 		panic(err)

@@ -1,8 +1,24 @@
-package main
+// Package load is the load generator of the benchmark programs. It runs as processes of its own
+// inside the pods, so that its CPU time is not that of what is measured and each process has one
+// job:
+//
+//	sink               discards what TCP connections and UDP datagrams bring and says how much
+//	echo               answers each UDP datagram
+//	tcp ADDR N MS      sends on N streams for MS milliseconds
+//	udp ADDR SIZE MS PPS  sends datagrams of SIZE octets, PPS a second (0: as many as go)
+//	rate ADDR SIZE MS  finds the highest rate of such datagrams of which none are lost, by trials of MS milliseconds
+//	rtt ADDR MS        one datagram at a time, there and back
+//
+// Each prints one JSON object on standard output. A program that is called as "PROGRAM load WORD..."
+// passes the words to Main; Start and Run call it that way inside a host of a lab.
+package load
 
 import (
+	"bufio"
+	"context"
 	"encoding/binary"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"math/bits"
 	"net"
@@ -16,21 +32,9 @@ import (
 	"unsafe"
 
 	"golang.org/x/sys/unix"
-)
 
-// The load generator runs as processes of its own inside the pods, so that its CPU time is not the
-// gateway's and each process has one job:
-//
-//	sink               discards what TCP connections and UDP datagrams bring and says how much
-//	echo               answers each UDP datagram
-//	tcp ADDR N SECS    sends on N streams for SECS seconds
-//	udp ADDR SIZE SECS PPS  sends datagrams of SIZE octets, PPS a second (0: as many as go)
-//	rate ADDR SIZE MS  finds the highest rate of such datagrams of which none are lost, by trials of MS milliseconds
-//	flows NETWORK N    sends one datagram for each of N flows to addresses of a network
-//	soak-server, soak ADDR SECS  traffic of which every octet is compared, see soak.go
-//	rtt ADDR SECS      one datagram at a time, there and back
-//
-// Each prints one JSON object on standard output.
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
 
 const (
 	tcpPort  = 5201 // sink, TCP; a byte count comes back when the sender has closed its half
@@ -38,8 +42,8 @@ const (
 	echoPort = 5203
 )
 
-// A loadResult is what a load process measured.
-type loadResult struct {
+// A Result is what a load process measured.
+type Result struct {
 	Bytes   uint64  `json:"bytes,omitempty"`   // payload that arrived at the other pod
 	Sent    uint64  `json:"sent,omitempty"`    // datagrams sent
 	Packets uint64  `json:"packets,omitempty"` // datagrams that arrived
@@ -51,9 +55,39 @@ type loadResult struct {
 	P999    float64 `json:"p999,omitempty"`
 }
 
-func load(args []string) error {
+// Start starts a program inside h, with env besides the environment of the caller, and waits until
+// it says ready.
+func Start(ctx context.Context, h *lab.Host, env []string, args ...string) (*os.Process, error) {
+	cmd := h.Command(ctx, args[0], args[1:]...)
+	cmd.Env = append(os.Environ(), env...)
+	cmd.Stderr = os.Stderr
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	if line, err := bufio.NewReader(out).ReadString('\n'); err != nil || line != "ready\n" {
+		_ = cmd.Process.Kill()
+		return nil, errors.Join(fmt.Errorf("%s in %s did not start: %q: %w", args[0], h.Name, line, err), cmd.Wait())
+	}
+	return cmd.Process, nil
+}
+
+// Run runs "program load ARGS..." inside h to its end.
+func Run(ctx context.Context, h *lab.Host, program string, args ...string) (res Result, err error) {
+	out, err := h.Command(ctx, program, append([]string{"load"}, args...)...).Output()
+	if err != nil {
+		return res, err
+	}
+	return res, json.Unmarshal(out, &res)
+}
+
+// Main is a load process; args are its words after "load".
+func Main(args []string) error {
 	if len(args) == 0 {
-		return fmt.Errorf("load: want sink, echo, tcp, udp, rate or rtt")
+		return errors.New("load: want sink, echo, tcp, udp, rate or rtt")
 	}
 	number := func(i int) int {
 		if i >= len(args) {
@@ -62,35 +96,22 @@ func load(args []string) error {
 		n, _ := strconv.Atoi(args[i])
 		return n
 	}
-	var res loadResult
+	milliseconds := func(i int) time.Duration { return time.Duration(number(i)) * time.Millisecond }
+	var res Result
 	var err error
 	switch {
 	case args[0] == "sink":
 		return sink()
 	case args[0] == "echo":
 		return echo()
-	case args[0] == "soak-server":
-		return soakServer()
-	case args[0] == "soak" && len(args) == 3:
-		res, err := soakClient(args[1], time.Duration(number(2))*time.Second)
-		if err != nil {
-			return err
-		}
-		return json.NewEncoder(os.Stdout).Encode(res)
-	case args[0] == "flows" && len(args) == 3:
-		network, err := netip.ParsePrefix(args[1])
-		if err != nil {
-			return err
-		}
-		return openFlows(network, number(2))
 	case args[0] == "tcp" && len(args) == 4:
-		res, err = sendTCP(args[1], number(2), time.Duration(number(3))*time.Millisecond)
+		res, err = sendTCP(args[1], number(2), milliseconds(3))
 	case args[0] == "udp" && len(args) == 5:
-		res, err = sendUDP(args[1], number(2), time.Duration(number(3))*time.Millisecond, number(4))
+		res, err = sendUDP(args[1], number(2), milliseconds(3), number(4))
 	case args[0] == "rate" && len(args) == 4:
-		res, err = losslessRate(args[1], number(2), time.Duration(number(3))*time.Millisecond)
+		res, err = losslessRate(args[1], number(2), milliseconds(3))
 	case args[0] == "rtt" && len(args) == 3:
-		res, err = roundTrips(args[1], time.Duration(number(2))*time.Millisecond)
+		res, err = roundTrips(args[1], milliseconds(2))
 	default:
 		return fmt.Errorf("load %q: unknown or incomplete", args)
 	}
@@ -222,7 +243,7 @@ func echo() error {
 	}
 }
 
-func sendTCP(addr string, streams int, d time.Duration) (loadResult, error) {
+func sendTCP(addr string, streams int, d time.Duration) (Result, error) {
 	var wg sync.WaitGroup
 	var total atomic.Uint64
 	errs := make([]error, streams)
@@ -252,7 +273,7 @@ func sendTCP(addr string, streams int, d time.Duration) (loadResult, error) {
 		})
 	}
 	wg.Wait()
-	res := loadResult{Bytes: total.Load(), Seconds: time.Since(start).Seconds()}
+	res := Result{Bytes: total.Load(), Seconds: time.Since(start).Seconds()}
 	for _, err := range errs {
 		if err != nil {
 			return res, err
@@ -261,19 +282,19 @@ func sendTCP(addr string, streams int, d time.Duration) (loadResult, error) {
 	return res, nil
 }
 
-func sendUDP(addr string, size int, d time.Duration, pps int) (loadResult, error) {
+func sendUDP(addr string, size int, d time.Duration, pps int) (Result, error) {
 	c, err := net.Dial("udp4", net.JoinHostPort(addr, strconv.Itoa(udpPort)))
 	if err != nil {
-		return loadResult{}, err
+		return Result{}, err
 	}
 	defer func() { _ = c.Close() }()
 	if _, _, err := askSink(c); err != nil { // also empties the counters
-		return loadResult{}, err
+		return Result{}, err
 	}
 	out := newMessages(32, size)
 	raw, err := c.(*net.UDPConn).SyscallConn()
 	if err != nil {
-		return loadResult{}, err
+		return Result{}, err
 	}
 	one := make([]byte, size)
 	var sent uint64
@@ -292,7 +313,7 @@ func sendUDP(addr string, size int, d time.Duration, pps int) (loadResult, error
 			sent += uint64(n)
 		}
 	}
-	res := loadResult{Sent: sent, Seconds: time.Since(start).Seconds()}
+	res := Result{Sent: sent, Seconds: time.Since(start).Seconds()}
 	time.Sleep(300 * time.Millisecond) // what is queued shall arrive
 	res.Packets, res.Bytes, err = askSink(c)
 	return res, err
@@ -317,10 +338,10 @@ func askSink(c net.Conn) (packets, bytes uint64, err error) {
 	return 0, 0, fmt.Errorf("sink does not answer: %w", err)
 }
 
-func roundTrips(addr string, d time.Duration) (loadResult, error) {
+func roundTrips(addr string, d time.Duration) (Result, error) {
 	c, err := net.Dial("udp4", net.JoinHostPort(addr, strconv.Itoa(echoPort)))
 	if err != nil {
-		return loadResult{}, err
+		return Result{}, err
 	}
 	defer func() { _ = c.Close() }()
 	buf := make([]byte, 64)
@@ -329,7 +350,7 @@ func roundTrips(addr string, d time.Duration) (loadResult, error) {
 	for time.Since(start) < d {
 		t := time.Now()
 		if _, err := c.Write(buf); err != nil {
-			return loadResult{}, err
+			return Result{}, err
 		}
 		_ = c.SetReadDeadline(t.Add(time.Second))
 		if _, err := c.Read(buf); err != nil {
@@ -338,11 +359,11 @@ func roundTrips(addr string, d time.Duration) (loadResult, error) {
 		times = append(times, time.Since(t))
 	}
 	if len(times) < 100 {
-		return loadResult{}, fmt.Errorf("rtt: only %d answers in %v", len(times), d)
+		return Result{}, fmt.Errorf("rtt: only %d answers in %v", len(times), d)
 	}
 	slices.Sort(times)
 	at := func(q float64) float64 {
 		return float64(times[int(q*float64(len(times)-1))].Nanoseconds()) / 1000
 	}
-	return loadResult{Packets: uint64(len(times)), Seconds: time.Since(start).Seconds(), P50: at(0.5), P90: at(0.9), P99: at(0.99), P999: at(0.999)}, nil
+	return Result{Packets: uint64(len(times)), Seconds: time.Since(start).Seconds(), P50: at(0.5), P90: at(0.9), P99: at(0.99), P999: at(0.999)}, nil
 }

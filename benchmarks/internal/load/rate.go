@@ -1,4 +1,4 @@
-package main
+package load
 
 import (
 	"math"
@@ -21,10 +21,10 @@ const (
 )
 
 // losslessRate finds the rate of datagrams of size octets, with trials of duration d.
-func losslessRate(addr string, size int, d time.Duration) (loadResult, error) {
+func losslessRate(addr string, size int, d time.Duration) (Result, error) {
 	c, err := net.Dial("udp4", net.JoinHostPort(addr, strconv.Itoa(udpPort)))
 	if err != nil {
-		return loadResult{}, err
+		return Result{}, err
 	}
 	defer func() { _ = c.Close() }()
 	out := newMessages(64, size)
@@ -37,7 +37,7 @@ func losslessRate(addr string, size int, d time.Duration) (loadResult, error) {
 		}
 		return false, nil
 	})
-	return loadResult{Rate: pps, Seconds: time.Since(start).Seconds()}, err
+	return Result{Rate: pps, Seconds: time.Since(start).Seconds()}, err
 }
 
 // highestRate is the highest rate that passes: doubled until one does not, then bisected in

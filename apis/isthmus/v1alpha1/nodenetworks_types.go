@@ -1,0 +1,54 @@
+package v1alpha1
+
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	net "github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// NodeNetwork is a network that a node reaches, of any length.
+// +kubebuilder:validation:MaxLength=43
+// +kubebuilder:validation:XValidation:rule="isCIDR(self) && string(cidr(self).masked()) == self",message="must be a network in canonical CIDR notation",reason=FieldValueInvalid
+type NodeNetwork = string
+
+// NodeNetworksSpec is what a node reaches without Isthmus. The route agent of the node writes it.
+type NodeNetworksSpec struct {
+	// Networks are the addresses of the node, the networks on its links and the destinations of its
+	// routes, IPv4 and IPv6, without default routes and without what belongs to the cluster's own
+	// pods and Services. Where there are too many of a family, wider networks stand for them.
+	// +kubebuilder:validation:MaxItems=512
+	// +listType=atomic
+	// +optional
+	Networks []NodeNetwork `json:"networks,omitempty"`
+	// Resolvers are the DNS servers that the node asks.
+	// +kubebuilder:validation:MaxItems=16
+	// +listType=atomic
+	// +optional
+	Resolvers []net.IPAddress `json:"resolvers,omitempty"`
+}
+
+// NodeNetworks says what one node of the cluster reaches without Isthmus; its name is that of the
+// Node. No peer gets a network that overlaps one of these: a report takes from peers, and gives
+// nothing to anybody.
+//
+// +kubebuilder:object:root=true
+// +kubebuilder:resource:path=nodenetworks,singular=nodenetworks,scope=Namespaced,categories=isthmus
+// +kubebuilder:printcolumn:name="Networks",type=string,JSONPath=`.spec.networks`
+// +kubebuilder:printcolumn:name="Resolvers",type=string,JSONPath=`.spec.resolvers`
+// +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
+type NodeNetworks struct {
+	metav1.TypeMeta   `json:",inline"`
+	metav1.ObjectMeta `json:"metadata,omitempty"`
+
+	// Spec is what the node reaches.
+	Spec NodeNetworksSpec `json:"spec"`
+}
+
+// NodeNetworksList is a list of NodeNetworks.
+//
+// +kubebuilder:object:root=true
+type NodeNetworksList struct {
+	metav1.TypeMeta `json:",inline"`
+	metav1.ListMeta `json:"metadata,omitempty"`
+	Items           []NodeNetworks `json:"items"`
+}

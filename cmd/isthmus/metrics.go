@@ -1,0 +1,53 @@
+package main
+
+import (
+	"fmt"
+	"log/slog"
+
+	"github.com/spf13/pflag"
+
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/kubeauth"
+	"github.com/isthmus-net/isthmus/internal/owncluster"
+)
+
+// metricsFlags say who may read metrics.
+type metricsFlags struct {
+	on      bool
+	certDir string
+}
+
+func (m *metricsFlags) add(f *pflag.FlagSet) {
+	f.BoolVar(&m.on, "metrics-secure", false, "serve --metrics-address by HTTPS, and /metrics only to bearers of a token whom the API server permits it (isthmus install --metrics-auth)")
+	f.StringVar(&m.certDir, "metrics-cert-dir", "", "directory with tls.crt and tls.key for --metrics-secure (default: a certificate made at the start)")
+}
+
+// secure asks the API server of a kubeconfig, as owncluster.RESTConfig reaches it; nil without
+// --metrics-secure.
+func (m *metricsFlags) secure(kubeconfig string, log *slog.Logger) (*httpserve.Secure, error) {
+	if !m.on {
+		return nil, nil
+	}
+	tls, err := httpserve.TLS(m.certDir)
+	if err != nil {
+		return nil, cli.Usage("--metrics-cert-dir: %w", err)
+	}
+	config, err := owncluster.RESTConfig(kubeconfig)
+	if err != nil {
+		return nil, cli.Unreachable(err)
+	}
+	reviewer, err := kubeauth.New(config, log)
+	if err != nil {
+		return nil, fmt.Errorf("--metrics-secure: %w", err)
+	}
+	return &httpserve.Secure{TLS: tls, Guard: reviewer.Guard}, nil
+}
+
+// complete checks the flags.
+func (m *metricsFlags) complete() error {
+	if m.certDir != "" && !m.on {
+		return cli.Usage("--metrics-cert-dir is for --metrics-secure, which is not given")
+	}
+	return nil
+}

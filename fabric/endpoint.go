@@ -1,0 +1,93 @@
+package fabric
+
+import (
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+)
+
+// A Site is what is known of where our own cluster is, and of where the tunnels lead: no gateway of
+// a peer can be there. It is read-only. The zero Site is nowhere.
+type Site struct {
+	Networks []SiteNetwork         // may overlap, in the order in which they are asked
+	Addrs    map[netip.Addr]string // single addresses, and what ends the sentence "192.0.2.1 is ..."
+}
+
+// A SiteNetwork is a network in which no gateway of a peer can be.
+type SiteNetwork struct {
+	Prefix netip.Prefix // the zero Prefix contains nothing
+	What   string       // ends the sentence "192.0.2.1 is inside 192.0.2.0/24, ..."
+}
+
+// With returns the Site with further addresses, all of them called what.
+func (s Site) With(addrs []netip.Addr, what string) Site {
+	all := make(map[netip.Addr]string, len(s.Addrs)+len(addrs))
+	maps.Copy(all, s.Addrs)
+	for _, a := range addrs {
+		all[a.Unmap().WithZone("")] = what
+	}
+	s.Addrs = all
+	return s
+}
+
+// CheckEndpoint says why no gateway of a peer can be at addr, or "". A peer chooses the address, or
+// the name that is resolved to it, and we send UDP packets there. It is the one judge of both:
+// literals are judged where they are read and claimed, and what is about to be used is judged by
+// the gateway each time, because whoever answers for a name may answer differently each time.
+func (s Site) CheckEndpoint(addr netip.Addr) string {
+	if !addr.IsValid() {
+		return "there is no address"
+	}
+	if addr.Zone() != "" {
+		return quote(addr.String()) + " has a zone" // which may be any text
+	}
+	addr = addr.Unmap() // for the kernel it is the IPv4 address
+	if v4, how := embedded(addr); how != "" {
+		if wrong := s.CheckEndpoint(v4); wrong != "" {
+			return fmt.Sprintf("%v leads to %v (%s): %s", addr, v4, how, wrong)
+		}
+	}
+	for _, ranges := range [][]specialRange{specialRanges, metadataRanges, endpointRanges} {
+		for _, r := range ranges {
+			if r.prefix.Contains(addr) && !nat64.Contains(addr) {
+				return fmt.Sprintf("%v is in %v (%s)", addr, r.prefix, r.name)
+			}
+		}
+	}
+	if i := slices.IndexFunc(s.Networks, func(n SiteNetwork) bool { return n.Prefix.Contains(addr) }); i >= 0 {
+		return fmt.Sprintf("%v is inside %v, %s", addr, s.Networks[i].Prefix, s.Networks[i].What)
+	}
+	if what, is := s.Addrs[addr]; is {
+		return fmt.Sprintf("%v is %s", addr, what)
+	}
+	return ""
+}
+
+// endpointRanges are where no gateway is, besides specialRanges and metadataRanges. Pods may be
+// there (GKE allows class E).
+var endpointRanges = []specialRange{
+	{netip.MustParsePrefix("240.0.0.0/4"), "reserved, RFC 1112"},
+}
+
+// Networks whose addresses have an IPv4 address in them, which packets go to in the end.
+var (
+	nat64     = netip.MustParsePrefix("64:ff9b::/96") // of networks without IPv4, where DNS64 answers with it
+	sixToFour = netip.MustParsePrefix("2002::/16")
+	teredo    = netip.MustParsePrefix("2001::/32")
+)
+
+// embedded returns the IPv4 address in an IPv6 address, and how a packet gets there; how is empty
+// where there is none.
+func embedded(addr netip.Addr) (v4 netip.Addr, how string) {
+	b := addr.As16()
+	switch {
+	case nat64.Contains(addr):
+		return netip.AddrFrom4([4]byte(b[12:16])), "NAT64, RFC 6052"
+	case sixToFour.Contains(addr):
+		return netip.AddrFrom4([4]byte(b[2:6])), "6to4, RFC 3056"
+	case teredo.Contains(addr): // the client's, inverted
+		return netip.AddrFrom4([4]byte{^b[12], ^b[13], ^b[14], ^b[15]}), "Teredo, RFC 4380"
+	}
+	return netip.Addr{}, ""
+}

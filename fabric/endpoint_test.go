@@ -1,0 +1,49 @@
+package fabric
+
+import (
+	"net/netip"
+	"strings"
+	"testing"
+)
+
+// What is wrong with an address wherever it is used, is wrong with it in an object.
+func TestNoObjectNamesAnEndpointThatNoGatewayHas(t *testing.T) {
+	for text, why := range map[string]string{
+		"240.0.0.9": "240.0.0.9 is in 240.0.0.0/4 (reserved, RFC 1112)", "100.100.100.200": "Alibaba", "fd00:ec2::254": "Amazon",
+		"::1": "::/8", "64:ff9b::7f00:1": "64:ff9b::7f00:1 leads to 127.0.0.1 (NAT64, RFC 6052): 127.0.0.1 is in 127.0.0.0/8 (loopback)",
+		"2002:a9fe:a9fe::": "leads to 169.254.169.254 (6to4, RFC 3056)", "::ffff:192.0.2.1": "want 192.0.2.1", "fe80::1%\x1b[2J": `"fe80::1%\x1b[2J" has a zone`,
+	} {
+		nc := fromBravo()
+		nc.Spec.EndpointIP = text
+		_, problems := ClaimFrom(nc, Origin{})
+		if all := strings.Join(texts(problems), "\n"); !strings.Contains(all, why) || !strings.HasPrefix(all, "spec.endpointIP: ") || !strings.Contains(all, "; want ") {
+			t.Errorf("%s:\n%s\nwant %s", text, all, why)
+		}
+	}
+	for _, text := range []string{"64:ff9b::c000:201", "2002:c000:201::1", "2001:db8::1", "100.64.0.1"} {
+		nc := fromBravo()
+		nc.Spec.EndpointIP = text
+		if _, problems := ClaimFrom(nc, Origin{}); len(problems) > 0 {
+			t.Errorf("%s: %v", text, problems)
+		}
+	}
+}
+
+// The gateway's site has the networks of all peers in it, and what the source knows.
+func TestTheSiteOfAGatewayHasAllThatIsKnown(t *testing.T) {
+	in := Intent{ClusterID: idA, Peers: []Peer{peer(t, idB, nil)}, Site: Site{Networks: []SiteNetwork{{pfx("10.96.0.0/12"), "our ServiceCIDR"}}}.With([]netip.Addr{ip("198.51.100.7")}, "a node of ours")}
+	gw, problems := GatewayFor(in)
+	wantTexts(t, problems)
+	p := gw.Peers[0]
+	for addr, why := range map[netip.Addr]string{
+		ip("10.96.0.10"): "our ServiceCIDR", ip("198.51.100.7"): "a node of ours", p.Local.Pod.Addr(): "our PodCIDR", p.Local.External.Addr(): "our ExternalCIDR",
+		p.AllowedIPs[0].Addr(): "which is reached through the tunnel itself", p.AllowedIPs[1].Addr(): "which is reached through the tunnel itself", ip("192.0.2.2"): "",
+	} {
+		if got := gw.Site.CheckEndpoint(addr); (got == "") != (why == "") || !strings.Contains(got, why) {
+			t.Errorf("%v: %q, want %q", addr, got, why)
+		}
+	}
+	if len(in.Site.Networks) != 1 {
+		t.Error("the Intent was changed")
+	}
+}

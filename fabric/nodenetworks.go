@@ -1,0 +1,157 @@
+package fabric
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"sort"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// Bounds of a report are those of the CRD.
+const (
+	maxNodeNetworks = 256 // of each family
+	maxResolvers    = 16
+	// widestNodeNetwork is the length of the widest network that a node may keep from peers. A
+	// route to a wider one is a default route in disguise (VPN clients split it into 0.0.0.0/1 and
+	// 128.0.0.0/1), or the attempt of a node to have all peers refused.
+	widestNodeNetwork = 8
+)
+
+// NodeNetworks are what a node of our own cluster reaches without us: no network of a peer may be
+// put in its place.
+type NodeNetworks struct {
+	Networks  []netip.Prefix // apart from each other, sorted
+	Resolvers []netip.Addr   // DNS servers, sorted
+}
+
+// NodeNetworksOf makes the report of a node from the networks and resolvers that it has. own are
+// networks of the cluster's own pods and Services, which no peer gets anyway; there may be thousands
+// of routes into them. Of each family there are 256 networks at most. Where there are more, wider
+// ones stand for them: none is left out.
+func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Addr) (n NodeNetworks, problems []Problem) {
+	own = mergeNetworks(slices.Clone(own))
+	ignored := slices.Concat(own, SpecialRanges())
+	var v4, v6 []netip.Prefix
+	for _, p := range have {
+		p = p.Masked()
+		switch {
+		case !p.IsValid() || p.Bits() == 0 || insideAny(p, ignored):
+		case p.Bits() < widestNodeNetwork:
+			problems = append(problems, Problem{Origin{Kind: "Node", Name: node}, "", fmt.Sprintf(
+				"its route to %v is wider than a /%d: like a default route it keeps no network from peers", p, widestNodeNetwork)})
+		case p.Addr().Is4():
+			v4 = append(v4, p)
+		default:
+			v6 = append(v6, p)
+		}
+	}
+	n.Networks = slices.Concat(atMost(maxNodeNetworks, v4), atMost(maxNodeNetworks, v6))
+	for _, addr := range resolvers {
+		if !insideAny(hostPrefix(addr), ignored) {
+			n.Resolvers = append(n.Resolvers, addr)
+		}
+	}
+	slices.SortFunc(n.Resolvers, netip.Addr.Compare)
+	n.Resolvers = slices.Compact(n.Resolvers)
+	n.Resolvers = n.Resolvers[:min(len(n.Resolvers), maxResolvers)]
+	return n, SortProblems(problems)
+}
+
+// NodeNetworksFrom reads a report. A node may write anything into its own: what is no network, or
+// wider than any that a node may keep from peers, is left out and is a problem, one for each report.
+func NodeNetworksFrom(from *isthmus.NodeNetworks) (n NodeNetworks, problems []Problem) {
+	r := report{origin: Origin{Kind: "NodeNetworks", Namespace: from.Namespace, Name: from.Name}}
+	wrong, first := 0, ""
+	for _, text := range from.Spec.Networks {
+		p, err := netip.ParsePrefix(text)
+		if err != nil || p.Bits() < widestNodeNetwork {
+			if wrong++; wrong == 1 {
+				first = text
+			}
+			continue
+		}
+		n.Networks = append(n.Networks, p.Masked())
+	}
+	if wrong > 0 {
+		r.add("spec.networks", "node %s says that it has %s and %d more that are no networks of length /%d or longer; they are ignored and keep nothing from peers",
+			quote(from.Name), quote(first), wrong-1, widestNodeNetwork)
+	}
+	for _, text := range from.Spec.Resolvers {
+		if addr, err := netip.ParseAddr(text); err == nil {
+			n.Resolvers = append(n.Resolvers, addr.Unmap().WithZone(""))
+		}
+	}
+	return n, r.problems
+}
+
+// Spec is the report as the API has it.
+func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
+	for _, p := range n.Networks {
+		spec.Networks = append(spec.Networks, p.String())
+	}
+	for _, addr := range n.Resolvers {
+		spec.Resolvers = append(spec.Resolvers, addr.String())
+	}
+	return spec
+}
+
+// Equal reports whether both say the same.
+func (n NodeNetworks) Equal(other NodeNetworks) bool {
+	return slices.Equal(n.Networks, other.Networks) && slices.Equal(n.Resolvers, other.Resolvers)
+}
+
+// atMost merges networks of one family into no more than limit, which is enough for all there are
+// of length widestNodeNetwork: it cuts those that are longer to the greatest length at which there
+// are few enough.
+func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
+	merged := mergeNetworks(networks)
+	if len(merged) <= limit {
+		return merged
+	}
+	longest := merged[0].Addr().BitLen()
+	cut := func(bits int) []netip.Prefix {
+		short := make([]netip.Prefix, len(merged))
+		for i, p := range merged {
+			short[i] = netip.PrefixFrom(p.Addr(), min(p.Bits(), bits)).Masked()
+		}
+		return mergeNetworks(short)
+	}
+	// With less to cut there are never fewer.
+	steps := sort.Search(longest-widestNodeNetwork, func(i int) bool { return len(cut(longest-i)) <= limit })
+	return cut(longest - steps)
+}
+
+// mergeNetworks sorts networks and joins those of which one contains the other, or which are the
+// halves of one that is not wider than widestNodeNetwork. It works in place.
+func mergeNetworks(networks []netip.Prefix) []netip.Prefix {
+	slices.SortFunc(networks, netip.Prefix.Compare) // what contains others comes before them
+	out := networks[:0]
+	for _, p := range networks {
+		if len(out) > 0 && contains(out[len(out)-1], p) {
+			continue
+		}
+		out = append(out, p)
+		for len(out) > 1 {
+			a, b := out[len(out)-2], out[len(out)-1]
+			if a.Bits() != b.Bits() || a.Bits() <= widestNodeNetwork {
+				break
+			}
+			parent := netip.PrefixFrom(a.Addr(), a.Bits()-1).Masked()
+			if !parent.Contains(b.Addr()) {
+				break
+			}
+			out = append(out[:len(out)-2], parent)
+		}
+	}
+	return out
+}
+
+func insideAny(p netip.Prefix, networks []netip.Prefix) bool {
+	return slices.ContainsFunc(networks, func(n netip.Prefix) bool { return contains(n, p) })
+}
+
+func contains(n, p netip.Prefix) bool { return n.Bits() <= p.Bits() && n.Contains(p.Addr()) }
+
+func hostPrefix(a netip.Addr) netip.Prefix { return netip.PrefixFrom(a, a.BitLen()) }

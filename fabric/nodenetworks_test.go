@@ -1,0 +1,148 @@
+package fabric
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+func prefixes(texts string) (all []netip.Prefix) {
+	for text := range strings.FieldsSeq(texts) {
+		all = append(all, pfx(text))
+	}
+	return all
+}
+
+func TestANodeReportsWhatItReachesAndNothingOfItsCluster(t *testing.T) {
+	own := prefixes("10.244.0.0/16 10.96.0.0/12")
+	for name, tc := range map[string]struct{ have, want, problems string }{
+		"addresses, links, static routes": {"192.0.2.7/32 192.0.2.0/25 192.168.32.0/22 10.9.0.0/21", "10.9.0.0/21 192.0.2.0/25 192.168.32.0/22", ""},
+		"default routes":                  {"0.0.0.0/0 ::/0 192.0.2.0/25", "192.0.2.0/25", ""},
+		"our pods and Services":           {"10.244.3.0/24 10.244.3.7/32 10.96.0.10/32 10.244.0.0/16", "", ""},
+		"a network around our pods":       {"10.240.0.0/12", "10.240.0.0/12", ""},
+		"loopback, link-local, multicast": {"127.0.0.1/32 127.0.0.0/8 169.254.20.10/32 224.0.0.0/4 ::1/128 fe80::/64 fe80::1/128 ff00::/8", "", ""},
+		"IPv6":                            {"2001:db8:7::/64 2001:db8:7::1/128 fd00:5::/48", "2001:db8:7::/64 fd00:5::/48", ""},
+		"halves":                          {"192.168.32.0/23 192.168.34.0/23 192.168.36.0/24", "192.168.32.0/22 192.168.36.0/24", ""},
+		"halves of what would be ignored": {"10.0.0.0/8 11.0.0.0/8", "10.0.0.0/8 11.0.0.0/8", ""},
+		"one inside another":              {"172.16.0.0/12 172.18.3.0/24 172.16.0.0/12", "172.16.0.0/12", ""},
+		"a default route in disguise": {"0.0.0.0/1 128.0.0.0/1 192.0.2.0/25", "192.0.2.0/25",
+			"Node n1: its route to 0.0.0.0/1 is wider than a /8: like a default route it keeps no network from peers\n" +
+				"Node n1: its route to 128.0.0.0/1 is wider than a /8: like a default route it keeps no network from peers"},
+		"the same of IPv6": {"2000::/3 fd00::/8", "fd00::/8", "Node n1: its route to 2000::/3 is wider than a /8: like a default route it keeps no network from peers"},
+	} {
+		got, problems := NodeNetworksOf("n1", prefixes(tc.have), own, nil)
+		var texts []string
+		for _, p := range problems {
+			texts = append(texts, p.Error())
+		}
+		if fmt.Sprint(got.Networks) != fmt.Sprint(prefixes(tc.want)) || strings.Join(texts, "\n") != tc.problems {
+			t.Errorf("%s: %v, %q\nwant %s, %q", name, got.Networks, texts, tc.want, tc.problems)
+		}
+	}
+	var resolvers []netip.Addr
+	for _, text := range strings.Fields("192.0.2.53 127.0.0.53 10.96.0.10 2001:db8::53 192.0.2.53 192.0.2.9") {
+		resolvers = append(resolvers, ip(text))
+	}
+	got, _ := NodeNetworksOf("n1", nil, own, resolvers)
+	if text := fmt.Sprint(got.Resolvers); text != "[192.0.2.9 192.0.2.53 2001:db8::53]" {
+		t.Errorf("resolvers %s", text)
+	}
+}
+
+// However many routes there are, none is left out, and no more stands for them than has to.
+func TestAReportIsBoundedAndLeavesNothingOut(t *testing.T) {
+	rng := rand.New(rand.NewPCG(7, 12))
+	for round := range 36 {
+		var have []netip.Prefix
+		n := []int{3, 200, 256, 257, 1000, 3000}[round%6]
+		for len(have) < n {
+			var p netip.Prefix
+			if rng.IntN(3) > 0 {
+				p = netip.PrefixFrom(netip.AddrFrom4([4]byte{byte(10 + rng.IntN(30)), byte(rng.Uint32()), byte(rng.Uint32()), byte(rng.Uint32())}), 8+rng.IntN(25)).Masked()
+			} else {
+				a := [16]byte{0xfd, byte(rng.IntN(4))}
+				for i := 2; i < 16; i++ {
+					a[i] = byte(rng.Uint32())
+				}
+				p = netip.PrefixFrom(netip.AddrFrom16(a), 9+rng.IntN(120)).Masked()
+			}
+			if p.Bits() > 20 || len(have) < n/100 { // few that cover all others
+				have = append(have, p)
+			}
+		}
+		got, problems := NodeNetworksOf("n1", have, nil, nil)
+		v4 := 0
+		for i, p := range got.Networks {
+			if p.Addr().Is4() {
+				v4++
+			}
+			if i > 0 && (got.Networks[i-1].Overlaps(p) || got.Networks[i-1].Compare(p) >= 0) || p.Bits() < 8 {
+				t.Fatalf("%v after %v", p, got.Networks[i-1])
+			}
+			// What is left after fewer than 256 have been merged is what was there.
+			inside := func(q netip.Prefix) bool { return p.Contains(q.Addr()) && p.Bits() <= q.Bits() }
+			if !slices.ContainsFunc(have, inside) {
+				t.Fatalf("%v stands for nothing", p)
+			}
+			if n <= 256 && !covered(p, have) {
+				t.Fatalf("%v is more than there is", p)
+			}
+		}
+		if v4 > 256 || len(got.Networks)-v4 > 256 || len(problems) > 0 {
+			t.Fatalf("%d networks, %d of them IPv4, %v", len(got.Networks), v4, problems)
+		}
+		for _, p := range have {
+			if !slices.ContainsFunc(got.Networks, func(n netip.Prefix) bool { return n.Contains(p.Addr()) && n.Bits() <= p.Bits() }) {
+				t.Fatalf("%v is left out", p)
+			}
+		}
+		slices.Reverse(have)
+		if again, _ := NodeNetworksOf("n1", have, nil, nil); !again.Equal(got) {
+			t.Fatal("the order of routes shows")
+		}
+	}
+}
+
+// covered reports, slowly, whether every address of p is in one of the networks.
+func covered(p netip.Prefix, networks []netip.Prefix) bool {
+	overlaps := false
+	for _, n := range networks {
+		if n.Bits() <= p.Bits() && n.Contains(p.Addr()) {
+			return true
+		}
+		overlaps = overlaps || n.Overlaps(p)
+	}
+	if !overlaps || p.IsSingleIP() {
+		return false
+	}
+	low := netip.PrefixFrom(p.Addr(), p.Bits()+1)
+	b := p.Addr().AsSlice()
+	b[p.Bits()/8] |= 0x80 >> (p.Bits() % 8)
+	high, _ := netip.AddrFromSlice(b)
+	return covered(low, networks) && covered(netip.PrefixFrom(high, p.Bits()+1), networks)
+}
+
+// A node may write anything into its own report.
+func TestAHostileReportBlocksNoMoreThanANodeMay(t *testing.T) {
+	report := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: "isthmus-system", Name: "n1"}, Spec: isthmus.NodeNetworksSpec{
+		Networks:  []string{"0.0.0.0/0", "128.0.0.0/1", "10.0.0.0/7", "::/0", "fc00::/7", "x", "", "10.0.0.0/8", "192.0.2.7/24", "fd00::/8"},
+		Resolvers: []string{"192.0.2.53", "none", "fe80::1%eth0", "::ffff:192.0.2.54"},
+	}}
+	got, problems := NodeNetworksFrom(report)
+	if text := fmt.Sprint(got.Networks, got.Resolvers); text != "[10.0.0.0/8 192.0.2.0/24 fd00::/8] [192.0.2.53 fe80::1 192.0.2.54]" {
+		t.Error(text)
+	}
+	wantTexts(t, problems, `NodeNetworks isthmus-system/n1: spec.networks: node "n1" says that it has "0.0.0.0/0" and 6 more that are no networks of length /8 or longer; `+
+		`they are ignored and keep nothing from peers`)
+	whole, problems := NodeNetworksFrom(&isthmus.NodeNetworks{Spec: got.Spec()})
+	if wantTexts(t, problems); !whole.Equal(got) {
+		t.Errorf("written and read it is %v", whole)
+	}
+}

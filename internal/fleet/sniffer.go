@@ -1,0 +1,172 @@
+package fleet
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/util/wait"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// sniff begins to watch the underlay. The Sniffer then knows of no network; each cluster tells it
+// by follow.
+func (f *Fleet) sniff() (err error) {
+	f.Sniffer, err = f.Lab.Sniff(func(c *lab.Cluster) {
+		_ = f.Cluster(c.Name).learn(context.Background()) // where the API server is away, what was known last counts
+	})
+	return err
+}
+
+// stopSniffing ends the watching. It comes after the components' end, which must not leak either,
+// and before that of the API servers, which are asked once more. The error tells the leaks.
+func (f *Fleet) stopSniffing() error {
+	if f.Sniffer == nil {
+		return nil
+	}
+	err := f.Sniffer.Close()
+	for _, c := range f.Clusters {
+		c.remotes.stop()
+	}
+	return err
+}
+
+// ExcuseSetUp excuses the pings that were in the clear since the given time, in which a peering was
+// being set up, and returns them. docs/security.md says how they come about.
+func (f *Fleet) ExcuseSetUp(since time.Time) []lab.Leak {
+	return f.Sniffer.Excuse(func(l lab.Leak) bool { return l.At.After(since) && strings.HasPrefix(l.Packet, "ICMP ") })
+}
+
+// remotes are the networks that a cluster's peers have there, as the sniffer knows them: from the
+// grant to the end of un-peering, which is when the IPAM's books have forgotten them.
+type remotes struct {
+	tell func(lab.Watched)
+	end  context.CancelFunc
+	done sync.WaitGroup
+
+	mu       sync.Mutex                // held while the API server is asked too, so that a later answer counts
+	networks map[string][]netip.Prefix // by cluster ID of the peer
+}
+
+func (r *remotes) stop() {
+	if r.end != nil {
+		r.end()
+		r.done.Wait()
+	}
+}
+
+// follow tells the sniffer of the networks of the cluster's peers from now on. It returns when it
+// has done so once. While the API server is away the sniffer keeps to what it knows.
+func (c *Cluster) follow(ctx context.Context, s *lab.Sniffer) error {
+	c.remotes.tell = func(w lab.Watched) { s.Watch(c.Cluster, w) }
+	var last error
+	err := wait.PollUntilContextTimeout(ctx, 50*time.Millisecond, patience, true, func(ctx context.Context) (bool, error) {
+		last = c.learn(ctx)
+		return last == nil, nil
+	})
+	if err != nil {
+		return fmt.Errorf("networks of peers: %w", last)
+	}
+	// Not the caller's context: that one ends the start.
+	ctx, c.remotes.end = context.WithCancel(context.Background())
+	c.remotes.done.Go(func() {
+		for ctx.Err() == nil {
+			c.learnChanges(ctx)
+			select {
+			case <-ctx.Done():
+			case <-time.After(50 * time.Millisecond):
+			}
+		}
+	})
+	return nil
+}
+
+// learnChanges learns after each change, until ctx ends or the API server goes away.
+func (c *Cluster) learnChanges(ctx context.Context) {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	books, err := c.watcher.Watch(ctx, &v1alpha1.IpamStorageList{})
+	if err != nil {
+		return
+	}
+	defer books.Stop()
+	peerings, err := c.watcher.Watch(ctx, &isthmus.PeeringList{})
+	if err != nil {
+		return
+	}
+	defer peerings.Stop()
+	for more := true; more; {
+		if c.learn(ctx) != nil {
+			return
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case _, more = <-books.ResultChan():
+		case _, more = <-peerings.ResultChan():
+		}
+	}
+}
+
+// learn asks the API server for the networks of peers and tells the sniffer.
+func (c *Cluster) learn(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, 5*time.Second)
+	defer cancel()
+	r := &c.remotes
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	var books v1alpha1.IpamStorageList
+	var peerings isthmus.PeeringList
+	for _, list := range []client.ObjectList{&books, &peerings} {
+		if err := c.Client.List(ctx, list); err != nil {
+			return err
+		}
+	}
+	r.networks = remember(r.networks, books.Items, peerings.Items)
+	var w lab.Watched
+	for _, networks := range r.networks {
+		w.Networks = append(w.Networks, networks...)
+	}
+	for i := range books.Items {
+		for endpoint := range books.Items[i].Spec.EndpointMappings {
+			if addr, err := netip.ParseAddr(endpoint); err == nil {
+				w.Endpoints = append(w.Endpoints, addr)
+			}
+		}
+	}
+	r.tell(w)
+	return nil
+}
+
+// remember returns the networks of peers by what the books say now. Books that are not there say
+// nothing, and a peer that they do not name any more keeps what it had as long as its Peering
+// stands.
+func remember(known map[string][]netip.Prefix, books []v1alpha1.IpamStorage, peerings []isthmus.Peering) map[string][]netip.Prefix {
+	if len(books) == 0 {
+		return known
+	}
+	now := map[string][]netip.Prefix{}
+	for i := range books {
+		for id, subnets := range books[i].Spec.ClusterSubnets {
+			for _, text := range []string{subnets.RemotePodCIDR, subnets.RemoteExternalCIDR} {
+				if network, err := netip.ParsePrefix(text); err == nil { // empty while it is not known
+					now[id] = append(now[id], network)
+				}
+			}
+		}
+	}
+	for i := range peerings {
+		id := peerings[i].Spec.Cluster.ClusterID
+		if had, named := known[id], now[id]; named == nil && had != nil && peerings[i].DeletionTimestamp.IsZero() {
+			now[id] = had
+		}
+	}
+	return now
+}

@@ -1,0 +1,55 @@
+package fleet
+
+import (
+	"net/netip"
+	"reflect"
+	"testing"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+func TestNetworksOfPeersAreRememberedUntilTheEndOfUnpeering(t *testing.T) {
+	books := func(subnets map[string]v1alpha1.Subnets) []v1alpha1.IpamStorage {
+		return []v1alpha1.IpamStorage{{Spec: v1alpha1.IpamStorageSpec{ClusterSubnets: subnets}}}
+	}
+	peering := func(id string, leaves bool) isthmus.Peering {
+		p := isthmus.Peering{Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: id}}}
+		if leaves {
+			now := metav1.Now()
+			p.DeletionTimestamp = &now
+		}
+		return p
+	}
+	networks := func(texts ...string) (all []netip.Prefix) {
+		for _, text := range texts {
+			all = append(all, netip.MustParsePrefix(text))
+		}
+		return all
+	}
+	b := v1alpha1.Subnets{RemotePodCIDR: "10.246.0.0/16", RemoteExternalCIDR: "10.99.0.0/18"}
+	had := map[string][]netip.Prefix{"b": networks("10.246.0.0/16", "10.99.0.0/18")}
+	none := map[string][]netip.Prefix{}
+	for name, tc := range map[string]struct {
+		known    map[string][]netip.Prefix
+		books    []v1alpha1.IpamStorage
+		peerings []isthmus.Peering
+		want     map[string][]netip.Prefix
+	}{
+		"no books yet":                          {none, nil, []isthmus.Peering{peering("b", false)}, none},
+		"granted":                               {none, books(map[string]v1alpha1.Subnets{"b": b}), nil, had},
+		"half of it":                            {none, books(map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: "10.246.0.0/16"}}), nil, map[string][]netip.Prefix{"b": networks("10.246.0.0/16")}},
+		"the books are deleted":                 {had, nil, nil, had},
+		"the books have lost it":                {had, books(nil), []isthmus.Peering{peering("b", false)}, had},
+		"another claim":                         {had, books(map[string]v1alpha1.Subnets{"b": {RemotePodCIDR: "10.50.0.0/20"}}), []isthmus.Peering{peering("b", false)}, map[string][]netip.Prefix{"b": networks("10.50.0.0/20")}},
+		"being un-peered":                       {had, books(map[string]v1alpha1.Subnets{"b": b}), []isthmus.Peering{peering("b", true)}, had},
+		"un-peered, the Peering is there still": {had, books(nil), []isthmus.Peering{peering("b", true)}, none},
+		"un-peered":                             {had, books(nil), []isthmus.Peering{peering("c", false)}, none},
+	} {
+		if got := remember(tc.known, tc.books, tc.peerings); !reflect.DeepEqual(got, tc.want) {
+			t.Errorf("%s: %v; want %v", name, got, tc.want)
+		}
+	}
+}

@@ -1,0 +1,119 @@
+package httpserve
+
+import (
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"fmt"
+	"math/big"
+	"net"
+	"net/http"
+	"os"
+	"path/filepath"
+	"sync"
+	"time"
+)
+
+// Secure is how a server keeps to itself what is not for everybody. The nil Secure keeps nothing.
+type Secure struct {
+	TLS *tls.Config
+	// Guard lets a handler answer those requests that may be answered, and refuses the others.
+	Guard func(http.Handler) http.Handler
+}
+
+// Guarded is h, for those who may.
+func (s *Secure) Guarded(h http.Handler) http.Handler {
+	if s == nil {
+		return h
+	}
+	return s.Guard(h)
+}
+
+// The files of a certificate, as in a Secret of type kubernetes.io/tls.
+const (
+	certFile = "tls.crt"
+	keyFile  = "tls.key"
+)
+
+// TLS returns what a server needs: the certificate in dir (tls.crt, tls.key), read again when the
+// files change, or without dir one that it makes itself, which keeps listeners out but which
+// clients cannot verify.
+func TLS(dir string) (*tls.Config, error) {
+	config := &tls.Config{MinVersion: tls.VersionTLS12, NextProtos: []string{"http/1.1"}}
+	if dir == "" {
+		own, err := selfSigned(time.Now())
+		if err != nil {
+			return nil, fmt.Errorf("make a certificate: %w", err)
+		}
+		config.Certificates = []tls.Certificate{own}
+		return config, nil
+	}
+	c := &certificate{dir: dir}
+	if _, err := c.get(nil); err != nil {
+		return nil, err
+	}
+	config.GetCertificate = c.get
+	return config, nil
+}
+
+// certificate is the one in a directory.
+type certificate struct {
+	dir string
+
+	mu    sync.Mutex
+	pair  *tls.Certificate // nil: not read yet
+	times [2]time.Time     // of the files when they were read
+}
+
+// get reads the files when they are other ones. While they are broken, the last good ones count.
+func (c *certificate) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	names, times := [2]string{filepath.Join(c.dir, certFile), filepath.Join(c.dir, keyFile)}, [2]time.Time{}
+	for i, name := range names {
+		if info, err := os.Stat(name); err == nil {
+			times[i] = info.ModTime()
+		}
+	}
+	if c.pair != nil && times == c.times {
+		return c.pair, nil
+	}
+	pair, err := tls.LoadX509KeyPair(names[0], names[1])
+	switch {
+	case err == nil:
+		c.pair, c.times = &pair, times
+	case c.pair == nil:
+		return nil, fmt.Errorf("certificate in %s: %w", c.dir, err)
+	}
+	return c.pair, nil
+}
+
+// selfSigned makes a certificate for this host.
+func selfSigned(now time.Time) (tls.Certificate, error) {
+	key, err := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	if err != nil {
+		return tls.Certificate{}, err
+	}
+	name, err := os.Hostname()
+	if err != nil {
+		return tls.Certificate{}, err
+	}
+	serial, err := rand.Int(rand.Reader, new(big.Int).Lsh(big.NewInt(1), 127))
+	if err != nil {
+		return tls.Certificate{}, err
+	}
+	template := &x509.Certificate{
+		SerialNumber: serial, Subject: pkix.Name{CommonName: name},
+		NotBefore: now.Add(-time.Hour), NotAfter: now.AddDate(10, 0, 0), // clocks differ; processes are started again
+		KeyUsage: x509.KeyUsageDigitalSignature, ExtKeyUsage: []x509.ExtKeyUsage{x509.ExtKeyUsageServerAuth},
+		DNSNames: []string{name, "localhost"}, IPAddresses: []net.IP{net.IPv4(127, 0, 0, 1), net.IPv6loopback},
+	}
+	der, err := x509.CreateCertificate(rand.Reader, template, template, &key.PublicKey, key)
+	if err != nil {
+		return tls.Certificate{}, err
+	}
+	return tls.Certificate{Certificate: [][]byte{der}, PrivateKey: key}, nil
+}

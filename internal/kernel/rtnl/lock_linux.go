@@ -1,0 +1,162 @@
+package rtnl
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"os"
+
+	nfnl "github.com/mdlayher/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// Of linux/netfilter/nf_tables.h, Linux 5.12 and later.
+const (
+	tableIsOwned = 0x2 // NFT_TABLE_F_OWNER
+	tableOwner   = 0x7 // NFTA_TABLE_OWNER: port of the netlink socket that has it
+)
+
+// lock takes the place of the owner's one process in the network namespace of the calling thread,
+// or returns ErrOther. Closing it, like the end of the process in whatever way, gives it back.
+//
+// The lock is an empty table of nftables that belongs to a netlink socket: the kernel lets nobody
+// make one who lacks CAP_NET_ADMIN in the namespace, nobody else change or remove it (`nft flush
+// ruleset` passes it by), and removes it with the socket.
+func lock(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
+	c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
+	if err == nil {
+		if err = ownTable(c, owner); err == nil {
+			return c, nil
+		}
+		_ = c.Close()
+	}
+	if errors.Is(err, ErrOther) {
+		return nil, err
+	}
+	log.Warn("no nftables of Linux 5.12 or later: any process can hinder this one from seeing that another of its kind runs", "error", err)
+	return lockAddress(owner, log)
+}
+
+// ownTable makes the table.
+func ownTable(c *nfnl.Conn, owner kernel.Owner) (err error) {
+	for range 3 { // one that is there may go meanwhile
+		if err = inTransaction(c, tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock)); err == nil {
+			return nil
+		}
+		port, asked := tableHolder(c, owner.Lock)
+		switch {
+		case errors.Is(asked, unix.ENOENT):
+		case asked != nil:
+			return err
+		case port == 0: // somebody made it by hand, and it is nobody's
+			return inTransaction(c, tableMessage(unix.NFT_MSG_DELTABLE, owner.Lock), tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock))
+		case int32(port) > 0: // the kernel gives a process's first socket its number
+			return fmt.Errorf("%w %s (process %d) runs in this network namespace", ErrOther, owner.Name, port)
+		default:
+			return fmt.Errorf("%w %s runs in this network namespace", ErrOther, owner.Name)
+		}
+	}
+	return err
+}
+
+// tableMessage is about the table of a name in the family inet.
+func tableMessage(kind nfnl.HeaderType, name string) nfnl.Message {
+	attributes := []nfnl.Attribute{{Type: unix.NFTA_TABLE_NAME, Data: append([]byte(name), 0)}}
+	flags := nfnl.Request | nfnl.Acknowledge
+	if kind == unix.NFT_MSG_NEWTABLE {
+		attributes = append(attributes, nfnl.Attribute{Type: unix.NFTA_TABLE_FLAGS, Data: binary.BigEndian.AppendUint32(nil, tableIsOwned)})
+		flags |= nfnl.Create | nfnl.Excl
+	}
+	text, err := nfnl.MarshalAttributes(attributes)
+	if err != nil {
+		panic(err) // a name too long for an attribute
+	}
+	return nfnl.Message{Header: nfnl.Header{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | kind, Flags: flags},
+		Data: append([]byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0}, text...)}
+}
+
+// inTransaction has all messages carried out or none. Each of them asks for an answer.
+func inTransaction(c *nfnl.Conn, messages ...nfnl.Message) error {
+	edge := func(kind nfnl.HeaderType) nfnl.Message {
+		return nfnl.Message{Header: nfnl.Header{Type: kind, Flags: nfnl.Request}, Data: []byte{0, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}}
+	}
+	all := append([]nfnl.Message{edge(unix.NFNL_MSG_BATCH_BEGIN)}, messages...)
+	if _, err := c.SendMessages(append(all, edge(unix.NFNL_MSG_BATCH_END))); err != nil {
+		return err
+	}
+	for range messages {
+		if _, err := c.Receive(); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// tableHolder is the port of the socket that has a table, 0 if none has.
+func tableHolder(c *nfnl.Conn, name string) (port uint32, err error) {
+	ask := tableMessage(unix.NFT_MSG_GETTABLE, name)
+	ask.Header.Flags = nfnl.Request
+	answers, err := c.Execute(ask)
+	if err != nil {
+		return 0, err
+	}
+	for _, m := range answers {
+		if len(m.Data) < 4 {
+			continue
+		}
+		attributes, err := nfnl.UnmarshalAttributes(m.Data[4:])
+		if err != nil {
+			return 0, err
+		}
+		for _, a := range attributes {
+			if a.Type == tableOwner && len(a.Data) == 4 {
+				port = binary.BigEndian.Uint32(a.Data)
+			}
+		}
+	}
+	return port, nil
+}
+
+// lockAddress is the lock where the kernel has no such tables: an abstract Unix address, which
+// anybody can take. So a holder is believed only if it is root or a user like this one. Beside any
+// other this process goes on without a lock: that is worse than nothing only when there are two.
+func lockAddress(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
+	at := &net.UnixAddr{Name: "@" + owner.Lock, Net: "unix"}
+	l, err := net.ListenUnix("unix", at)
+	if err == nil {
+		return l, nil
+	}
+	if !errors.Is(err, unix.EADDRINUSE) {
+		return nil, fmt.Errorf("lock of the network namespace: %w", err)
+	}
+	holder, err := listenerOf(at)
+	if err == nil && (holder.Uid == 0 || int(holder.Uid) == os.Geteuid()) {
+		return nil, fmt.Errorf("%w %s (process %d) runs in this network namespace", ErrOther, owner.Name, holder.Pid)
+	}
+	args := []any{"address", at.Name, "error", err}
+	if err == nil {
+		args = []any{"address", at.Name, "process", holder.Pid, "user", holder.Uid}
+	}
+	log.Error("a stranger holds the lock of the network namespace; going on without it", args...)
+	return io.NopCloser(nil), nil
+}
+
+// listenerOf says which process listens at an address.
+func listenerOf(at *net.UnixAddr) (cred *unix.Ucred, err error) {
+	c, err := net.DialUnix("unix", nil, at)
+	if err != nil {
+		return nil, err
+	}
+	defer c.Close()
+	raw, err := c.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	failed := raw.Control(func(fd uintptr) { cred, err = unix.GetsockoptUcred(int(fd), unix.SOL_SOCKET, unix.SO_PEERCRED) })
+	return cred, errors.Join(failed, err)
+}

@@ -1,0 +1,94 @@
+package rtnl
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// Networks returns what the network namespace of the process reaches without us: all its addresses,
+// and the destinations of all routes of the main table whatever they do with packets, those on its
+// links among them. Networks may be there several times, and inside of others. It has a socket of
+// its own and may be called concurrently with anything.
+func Networks() (all []netip.Prefix, err error) {
+	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("netlink: %w", err)
+	}
+	defer h.Close()
+	links, err := untilWhole(h.LinkList)
+	if err != nil {
+		return nil, fmt.Errorf("links: %w", err)
+	}
+	ours := make(map[int]bool) // by index
+	for _, l := range links {
+		if kernel.OwnsDevice(l.Attrs().Name) {
+			ours[l.Attrs().Index] = true
+		}
+	}
+	for _, family := range []int{netlink.FAMILY_V4, netlink.FAMILY_V6} {
+		addrs, err := untilWhole(func() ([]netlink.Addr, error) { return h.AddrList(nil, family) })
+		if err != nil && !withoutFamily(family, err) {
+			return nil, fmt.Errorf("addresses: %w", err)
+		}
+		for _, a := range addrs {
+			if addr := prefixOf(a.IPNet).Addr(); addr.IsValid() && !ours[a.LinkIndex] {
+				all = append(all, netip.PrefixFrom(addr, addr.BitLen()))
+			}
+		}
+		for _, table := range []int{unix.RT_TABLE_MAIN, unix.RT_TABLE_LOCAL} {
+			routes, err := untilWhole(func() ([]netip.Prefix, error) { return routed(h, family, table, ours) })
+			if err != nil && !withoutFamily(family, err) {
+				return nil, fmt.Errorf("routes: %w", err)
+			}
+			all = append(all, routes...)
+		}
+	}
+	return all, nil
+}
+
+// routed returns the destinations of one of the kernel's tables that are not ours. In the local one
+// are networks whose addresses are all the node's, beside its addresses, and broadcasts, which are
+// left out.
+func routed(h *netlink.Handle, family, table int, ours map[int]bool) (all []netip.Prefix, err error) {
+	err = h.RouteListFilteredIter(family, &netlink.Route{Table: table}, netlink.RT_FILTER_TABLE, func(r netlink.Route) bool {
+		own := r.Protocol == kernel.GatewayProtocol || r.Protocol == kernel.NodeProtocol || ours[r.LinkIndex]
+		if !own && r.Dst != nil && (table == unix.RT_TABLE_MAIN || r.Type == unix.RTN_LOCAL) {
+			all = append(all, prefixOf(r.Dst))
+		}
+		return true
+	})
+	return all, err
+}
+
+// untilWhole calls list until nothing has changed while it was read. Where something always does,
+// it returns all that was ever found.
+func untilWhole[T any](list func() ([]T, error)) (all []T, err error) {
+	for range 5 {
+		found, err := list()
+		if err == nil {
+			return found, nil
+		}
+		if all = append(all, found...); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			return nil, err
+		}
+	}
+	return all, nil
+}
+
+// WatchNetworks calls notify whenever what Networks returns may have changed, until ctx ends.
+func (k *Kernel) WatchNetworks(ctx context.Context, notify func()) error {
+	f, err := subscribe(unix.NETLINK_ROUTE, unix.RTNLGRP_LINK, // no message tells of the routes that go with a link
+		unix.RTNLGRP_IPV4_IFADDR, unix.RTNLGRP_IPV6_IFADDR, unix.RTNLGRP_IPV4_ROUTE, unix.RTNLGRP_IPV6_ROUTE)
+	if err != nil {
+		return fmt.Errorf("netlink events of networks: %w", err)
+	}
+	k.listen(ctx, f, func([]byte) bool { return true }, notify)
+	return nil
+}

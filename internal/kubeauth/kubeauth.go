@@ -1,0 +1,238 @@
+// Package kubeauth lets those read over HTTP whom the API server knows and permits it, as
+// controller-runtime's filter WithAuthenticationAndAuthorization does, without all that
+// k8s.io/apiserver brings along.
+//
+//	Authorization: Bearer TOKEN ─ TokenReview ─► user, groups ─ SubjectAccessReview ─► may get /metrics
+//
+// Whoever cannot be judged is refused. An answer of the API server counts for a minute, also after
+// the token was revoked.
+package kubeauth
+
+import (
+	"context"
+	"crypto/sha256"
+	"fmt"
+	"log/slog"
+	"net/http"
+	"strings"
+	"sync"
+	"time"
+
+	"golang.org/x/time/rate"
+	authentication "k8s.io/api/authentication/v1"
+	authorization "k8s.io/api/authorization/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	authenticationclient "k8s.io/client-go/kubernetes/typed/authentication/v1"
+	authorizationclient "k8s.io/client-go/kubernetes/typed/authorization/v1"
+	"k8s.io/client-go/rest"
+)
+
+const (
+	remembered = time.Minute // an answer of the API server
+	// maxAllowed and maxDenied bound the answers that are remembered. They are apart, so that a
+	// flood of wrong tokens makes nobody forgotten who was allowed.
+	maxAllowed = 256
+	maxDenied  = 1024
+	// perSecond and burst bound what the API server is asked about tokens that were not allowed
+	// before: a flood of wrong ones must not become a flood of reviews.
+	perSecond = 5
+	burst     = 20
+	// patience is how long the API server may take for both answers.
+	patience = 5 * time.Second
+	// complain is how often the log says that it cannot be asked.
+	complain = 30 * time.Second
+)
+
+// A Reviewer asks the API server. Its methods may be called concurrently.
+type Reviewer struct {
+	tokens authenticationclient.TokenReviewInterface
+	access authorizationclient.SubjectAccessReviewInterface
+	log    *slog.Logger
+	limit  *rate.Limiter
+	now    func() time.Time
+
+	mu              sync.Mutex
+	allowed, denied map[key]verdict
+	asking          map[key]*question
+	complained      time.Time
+}
+
+// key is the SHA-256 of method, path and token: tokens are not kept.
+type key [sha256.Size]byte
+
+// verdict is what becomes of a request.
+type verdict struct {
+	code  int // HTTP status; 200: it is answered
+	why   string
+	until time.Time // when the API server is asked again
+}
+
+// question is one that is under way. Who asks the same meanwhile waits for its answer.
+type question struct {
+	done    chan struct{}
+	verdict verdict // once done is closed
+}
+
+// New returns a Reviewer that asks with the identity of config. It connects to nothing yet.
+func New(config *rest.Config, log *slog.Logger) (*Reviewer, error) {
+	config = rest.CopyConfig(config)
+	config.QPS = -1 // limit bounds it
+	client, err := rest.HTTPClientFor(config)
+	if err != nil {
+		return nil, err
+	}
+	tokens, err := authenticationclient.NewForConfigAndClient(config, client)
+	if err != nil {
+		return nil, err
+	}
+	access, err := authorizationclient.NewForConfigAndClient(config, client)
+	if err != nil {
+		return nil, err
+	}
+	return &Reviewer{
+		tokens: tokens.TokenReviews(), access: access.SubjectAccessReviews(), log: log,
+		limit: rate.NewLimiter(perSecond, burst), now: time.Now,
+		allowed: make(map[key]verdict), denied: make(map[key]verdict), asking: make(map[key]*question),
+	}, nil
+}
+
+// Guard lets h answer the requests of those who may, judged by method and path.
+func (r *Reviewer) Guard(h http.Handler) http.Handler {
+	return http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		v := r.judge(req)
+		switch v.code {
+		case http.StatusOK:
+			h.ServeHTTP(w, req)
+			return
+		case http.StatusUnauthorized:
+			w.Header().Set("WWW-Authenticate", "Bearer")
+		case http.StatusTooManyRequests, http.StatusServiceUnavailable:
+			w.Header().Set("Retry-After", "1")
+		}
+		http.Error(w, v.why, v.code)
+	})
+}
+
+// judge answers from memory, waits for an answer that is on its way, or asks.
+func (r *Reviewer) judge(req *http.Request) verdict {
+	scheme, token, _ := strings.Cut(req.Header.Get("Authorization"), " ")
+	if token = strings.TrimSpace(token); !strings.EqualFold(scheme, "Bearer") || token == "" {
+		return verdict{code: http.StatusUnauthorized, why: "want a bearer token of this cluster"}
+	}
+	verb, path := strings.ToLower(req.Method), req.URL.Path
+	k := key(sha256.Sum256([]byte(verb + " " + path + " " + token)))
+
+	r.mu.Lock()
+	now := r.now()
+	before, known := r.allowed[k]
+	if !known {
+		before = r.denied[k]
+	}
+	if now.Before(before.until) {
+		r.mu.Unlock()
+		return before
+	}
+	q := r.asking[k]
+	if q != nil {
+		r.mu.Unlock()
+		select {
+		case <-q.done:
+			return q.verdict
+		case <-req.Context().Done():
+			return verdict{code: http.StatusServiceUnavailable, why: "gave up"}
+		}
+	}
+	if !known && !r.limit.AllowN(now, 1) { // who was allowed before is not kept out by a flood
+		r.mu.Unlock()
+		return verdict{code: http.StatusTooManyRequests, why: "too many tokens that are not known; try again"}
+	}
+	q = &question{done: make(chan struct{})}
+	r.asking[k] = q
+	r.mu.Unlock()
+
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(req.Context()), patience) // others may wait for it
+	defer cancel()
+	q.verdict = r.review(ctx, token, verb, path)
+	r.mu.Lock()
+	delete(r.asking, k)
+	q.verdict.until = r.now().Add(remembered)
+	r.remember(k, q.verdict)
+	r.mu.Unlock()
+	close(q.done)
+	return q.verdict
+}
+
+// remember keeps what the API server has said. That it said nothing is not kept.
+func (r *Reviewer) remember(k key, v verdict) {
+	switch v.code {
+	case http.StatusOK:
+		delete(r.denied, k)
+		keep(r.allowed, k, v, maxAllowed)
+	case http.StatusUnauthorized, http.StatusForbidden:
+		delete(r.allowed, k)
+		keep(r.denied, k, v, maxDenied)
+	}
+}
+
+// keep puts a verdict in, in place of the oldest where there is no room.
+func keep(all map[key]verdict, k key, v verdict, most int) {
+	if _, there := all[k]; !there && len(all) >= most {
+		var oldest key
+		var until time.Time
+		for other, o := range all {
+			if until.IsZero() || o.until.Before(until) {
+				oldest, until = other, o.until
+			}
+		}
+		delete(all, oldest)
+	}
+	all[k] = v
+}
+
+// review asks the API server who sends the token, and whether they may.
+func (r *Reviewer) review(ctx context.Context, token, verb, path string) verdict {
+	who, err := r.tokens.Create(ctx, &authentication.TokenReview{Spec: authentication.TokenReviewSpec{Token: token}}, metav1.CreateOptions{})
+	if err != nil {
+		return r.cannot("TokenReview", err)
+	}
+	if !who.Status.Authenticated {
+		return verdict{code: http.StatusUnauthorized, why: "the API server does not know this token; want one of this cluster"}
+	}
+	user := who.Status.User
+	extra := make(map[string]authorization.ExtraValue, len(user.Extra))
+	for name, values := range user.Extra {
+		extra[name] = authorization.ExtraValue(values)
+	}
+	may, err := r.access.Create(ctx, &authorization.SubjectAccessReview{Spec: authorization.SubjectAccessReviewSpec{
+		User: user.Username, UID: user.UID, Groups: user.Groups, Extra: extra,
+		NonResourceAttributes: &authorization.NonResourceAttributes{Path: path, Verb: verb},
+	}}, metav1.CreateOptions{})
+	if err != nil {
+		return r.cannot("SubjectAccessReview", err)
+	}
+	if !may.Status.Allowed {
+		return verdict{code: http.StatusForbidden, why: fmt.Sprintf("user %q may not %s %s; want a ClusterRole with nonResourceURLs, such as isthmus-metrics-reader",
+			user.Username, verb, path)}
+	}
+	return verdict{code: http.StatusOK}
+}
+
+// cannot refuses, because the API server has not answered. The log has the reason, which is none of
+// a stranger's business.
+func (r *Reviewer) cannot(kind string, err error) verdict {
+	r.mu.Lock()
+	say := r.now().Sub(r.complained) > complain
+	if say {
+		r.complained = r.now()
+	}
+	r.mu.Unlock()
+	if say {
+		want := "an API server that answers"
+		if apierrors.IsForbidden(err) {
+			want = "the rights that `isthmus install --metrics-auth` gives"
+		}
+		r.log.Warn("requests for metrics are refused, because the API server cannot be asked about them", "kind", kind, "error", err, "want", want)
+	}
+	return verdict{code: http.StatusServiceUnavailable, why: "refused, because the API server cannot be asked whose token this is and what they may do; the log says why"}
+}

@@ -1,0 +1,183 @@
+package lab
+
+import (
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"slices"
+
+	"golang.org/x/net/bpf"
+	"golang.org/x/sys/unix"
+
+	own "github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// Watched is what the nodes of a cluster must not send into the underlay in the clear: packets with
+// a destination in one of the networks, and packets with a source there.
+type Watched struct {
+	// Networks are those of peers, as the cluster sees them.
+	Networks []netip.Prefix
+	// Endpoints are mapped for peers. What a peer sends to one of them ends there without a tunnel,
+	// also when the way from the gateway's node leads over the underlay.
+	Endpoints []netip.Addr
+}
+
+// A watch judges the frames that the nodes of one cluster send. It is never modified.
+type watch struct {
+	Watched
+	first, last netip.Addr // underlay addresses of the nodes, which are consecutive
+}
+
+func watchFor(c *Cluster, what Watched) *watch {
+	return &watch{what, c.Nodes[0].Addr, c.Nodes[len(c.Nodes)-1].Addr}
+}
+
+// leak tells whether a frame shows a packet of a watched network, of which one, and describes the
+// packet. What the overlay carries between two nodes of the cluster shows nothing; what claims to
+// be of the overlay and goes elsewhere, or comes from elsewhere, shows what is inside.
+func (w *watch) leak(frame []byte) (network netip.Prefix, packet string, leaks bool) {
+	outer, ok := parseFrame(frame)
+	if !ok {
+		return netip.Prefix{}, "", false
+	}
+	if network, leaks = w.shows(outer); leaks {
+		return network, outer.String(), true
+	}
+	const vxlan = 8 + 8 // UDP and VXLAN
+	if outer.protocol != unix.IPPROTO_UDP || len(outer.payload) < vxlan || outer.port(2) != own.OverlayPort || w.isNode(outer.src) && w.isNode(outer.dst) {
+		return netip.Prefix{}, "", false
+	}
+	inner, ok := parseFrame(outer.payload[vxlan:])
+	if !ok {
+		return netip.Prefix{}, "", false
+	}
+	network, leaks = w.shows(inner)
+	return network, fmt.Sprintf("%v, with %v inside", outer, inner), leaks
+}
+
+func (w *watch) shows(h ipHeader) (netip.Prefix, bool) {
+	for _, n := range w.Networks {
+		if n.Contains(h.dst) || n.Contains(h.src) && !slices.Contains(w.Endpoints, h.dst) {
+			return n, true
+		}
+	}
+	return netip.Prefix{}, false
+}
+
+func (w *watch) isNode(a netip.Addr) bool { return w.first.Compare(a) <= 0 && a.Compare(w.last) <= 0 }
+
+// Offsets in a frame with an IPv4 header, for the filter.
+const (
+	etherType  = 12
+	etherSize  = 14
+	ipv4Frag   = etherSize + 6
+	ipv4Proto  = etherSize + 9
+	ipv4Source = etherSize + 12
+	ipv4Dest   = etherSize + 16
+
+	fragOffset = 0x1fff // in the half word at ipv4Frag: the packet does not begin here
+	snapLength = 192    // octets of a frame that are looked at: two headers with all options
+)
+
+// filter returns the program that lets the kernel hand out every frame that may be a leak, and
+// hardly any other: throughput is not to suffer.
+func (w *watch) filter() []bpf.Instruction {
+	pass, drop := bpf.RetConstant{Val: snapLength}, bpf.RetConstant{}
+	if len(w.Networks) == 0 {
+		return []bpf.Instruction{drop}
+	}
+	p := []bpf.Instruction{
+		bpf.LoadAbsolute{Off: etherType, Size: 2},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: unix.ETH_P_IPV6, SkipFalse: 1},
+		pass,
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: unix.ETH_P_IP, SkipTrue: 1},
+		drop,
+	}
+	for _, at := range []uint32{ipv4Source, ipv4Dest} {
+		for _, n := range w.Networks {
+			if !n.Addr().Is4() {
+				continue
+			}
+			p = append(p,
+				bpf.LoadAbsolute{Off: at, Size: 4},
+				bpf.ALUOpConstant{Op: bpf.ALUOpAnd, Val: ^uint32(0) << (32 - n.Bits())},
+				bpf.JumpIf{Cond: bpf.JumpEqual, Val: number(n.Masked().Addr()), SkipFalse: 1},
+				pass)
+		}
+	}
+	p = append(p,
+		bpf.LoadAbsolute{Off: ipv4Proto, Size: 1},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: unix.IPPROTO_UDP, SkipTrue: 1},
+		drop,
+		bpf.LoadAbsolute{Off: ipv4Frag, Size: 2},
+		bpf.JumpIf{Cond: bpf.JumpBitsSet, Val: fragOffset, SkipFalse: 1},
+		drop,
+		bpf.LoadMemShift{Off: etherSize},
+		bpf.LoadIndirect{Off: etherSize + 2, Size: 2},
+		bpf.JumpIf{Cond: bpf.JumpEqual, Val: own.OverlayPort, SkipTrue: 1},
+		drop)
+	for _, at := range []uint32{ipv4Source, ipv4Dest} {
+		p = append(p,
+			bpf.LoadAbsolute{Off: at, Size: 4},
+			bpf.JumpIf{Cond: bpf.JumpGreaterOrEqual, Val: number(w.first), SkipTrue: 1},
+			pass,
+			bpf.JumpIf{Cond: bpf.JumpLessOrEqual, Val: number(w.last), SkipTrue: 1},
+			pass)
+	}
+	return append(p, drop)
+}
+
+func number(a netip.Addr) uint32 {
+	b := a.As4()
+	return binary.BigEndian.Uint32(b[:])
+}
+
+// ipHeader is what a leak is told by.
+type ipHeader struct {
+	src, dst netip.Addr
+	protocol uint8
+	length   int    // octets of the whole packet
+	payload  []byte // as far as it was captured; nil in later fragments
+}
+
+// parseFrame reads the IP header of an Ethernet frame that may be cut short.
+func parseFrame(frame []byte) (h ipHeader, ok bool) {
+	if len(frame) < etherSize {
+		return h, false
+	}
+	ip := frame[etherSize:]
+	switch kind := binary.BigEndian.Uint16(frame[etherType:]); {
+	case kind == unix.ETH_P_IP && len(ip) >= 20:
+		h = ipHeader{netip.AddrFrom4([4]byte(ip[12:])), netip.AddrFrom4([4]byte(ip[16:])), ip[9], int(binary.BigEndian.Uint16(ip[2:])), nil}
+		if n := int(ip[0]&0x0f) * 4; binary.BigEndian.Uint16(ip[6:])&fragOffset == 0 && 20 <= n && n < len(ip) {
+			h.payload = ip[n:]
+		}
+	case kind == unix.ETH_P_IPV6 && len(ip) >= 40:
+		h = ipHeader{netip.AddrFrom16([16]byte(ip[8:])), netip.AddrFrom16([16]byte(ip[24:])), ip[6], 40 + int(binary.BigEndian.Uint16(ip[4:])), ip[40:]}
+	default:
+		return h, false
+	}
+	return h, true
+}
+
+// port is the 16-bit field at an offset of the transport header, 0 where there is none.
+func (h ipHeader) port(at int) uint16 {
+	if len(h.payload) < at+2 || h.protocol != unix.IPPROTO_UDP && h.protocol != unix.IPPROTO_TCP {
+		return 0
+	}
+	return binary.BigEndian.Uint16(h.payload[at:])
+}
+
+func (h ipHeader) String() string {
+	name, known := map[uint8]string{
+		unix.IPPROTO_ICMP: "ICMP", unix.IPPROTO_TCP: "TCP", unix.IPPROTO_UDP: "UDP", unix.IPPROTO_ICMPV6: "ICMPv6",
+	}[h.protocol]
+	if !known {
+		name = fmt.Sprintf("IP protocol %d", h.protocol)
+	}
+	src, dst := h.src.String(), h.dst.String()
+	if from, to := h.port(0), h.port(2); from != 0 || to != 0 {
+		src, dst = netip.AddrPortFrom(h.src, from).String(), netip.AddrPortFrom(h.dst, to).String()
+	}
+	return fmt.Sprintf("%s %s -> %s, %d octets", name, src, dst, h.length)
+}

@@ -1,0 +1,423 @@
+package lab
+
+import (
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"syscall"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/net/bpf"
+	"golang.org/x/sys/unix"
+)
+
+// A Sniffer watches what the nodes of a lab send into the underlay:
+//
+//	node's eth0 ──► port of the underlay ──► bridge ──► other nodes of the cluster, router
+//	                   │ tap
+//	                   └─► filter in the kernel ─► reader: leak?
+//
+// There is a tap, a packet socket, on the port of every node, and it gets what the node sends, each
+// packet once. A node has no other device by which a packet for a peer could leave: its others lead
+// to its own pods, to the server outside the cluster, into the overlay and into the gateway. Control
+// planes are not watched, since nobody leads packets through them, nor is what they may forge.
+//
+// Its methods may be used from several goroutines.
+type Sniffer struct {
+	refresh func(*Cluster)
+	kernel  *kernel             // of the underlay
+	nodes   map[string]*Cluster // by the name of a node, which is that of its port
+	done    chan struct{}       // closed: no news of devices any more
+	running sync.WaitGroup
+	looking atomic.Int32 // readers that look at a frame
+
+	mu      sync.Mutex
+	watches map[*Cluster]*watch
+	taps    map[string]*tap // by port
+	past    uint64          // packets of ports that are gone
+	report  Report
+	errs    []error // what kept the Sniffer from seeing all
+	closed  bool
+	closing sync.Once
+}
+
+// A tap is a packet socket on one port.
+type tap struct {
+	cluster *Cluster
+	port    string
+	index   int
+	before  uint64 // packets that the port had received when the tap was opened
+	packets uint64 // that it has received since, when they were counted last
+	file    *os.File
+	socket  syscall.RawConn
+	done    chan struct{} // closed when nothing is left to be read
+}
+
+// A Report is what a Sniffer has seen.
+type Report struct {
+	Packets uint64 // that the nodes have sent; a superpacket is one, and a port that goes takes the last ones along
+	Leaked  int    // how many of them were in the clear
+	Leaks   []Leak // the first hundred
+	Excused int    // how many more were, by what is known to be left
+}
+
+// A Leak is a packet that a node sent in the clear.
+type Leak struct {
+	At      time.Time // when the Sniffer had time for it
+	Node    string
+	Network netip.Prefix // of a peer
+	Packet  string       // addresses, protocol, ports, length
+}
+
+func (l Leak) String() string {
+	return fmt.Sprintf("%s %s, which must not show %v: %s", l.At.Format("15:04:05.000000"), l.Node, l.Network, l.Packet)
+}
+
+const toldLeaks = 100
+
+func (r Report) String() string {
+	text := fmt.Sprintf("underlay watched: %d packets, %d of them in the clear", r.Packets, r.Leaked)
+	if r.Excused > 0 {
+		text += fmt.Sprintf(", and %d more by what docs/security.md says is left", r.Excused)
+	}
+	return text
+}
+
+// err is the error of a report, nil when there was no leak.
+func (r Report) err() error {
+	if r.Leaked == 0 {
+		return nil
+	}
+	var text strings.Builder
+	for _, l := range r.Leaks {
+		fmt.Fprintf(&text, "\n\t%v", l)
+	}
+	return fmt.Errorf("%v; want none:%s", r, text.String())
+}
+
+// Sniff begins to watch the underlay. Until Watch says what for, nothing is a leak. refresh, where
+// there is one, is called after a packet that looks like a leak was seen; it may block, and calls
+// Watch. Only what is a leak then, too, is counted: the nodes may have heard sooner than the caller
+// of Watch that a peer is gone. The caller closes the Sniffer before the lab goes down.
+func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
+	s := &Sniffer{refresh: refresh, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, taps: map[string]*tap{}, done: make(chan struct{})}
+	for _, c := range l.Clusters {
+		s.watches[c] = watchFor(c, Watched{})
+		for _, n := range c.Nodes {
+			s.nodes[n.Name] = c
+		}
+	}
+	var err error
+	if s.kernel, err = openKernel(l.Underlay); err != nil {
+		return nil, err
+	}
+	news := make(chan netlink.LinkUpdate)
+	options := netlink.LinkSubscribeOptions{Namespace: &s.kernel.ns, ErrorCallback: func(err error) { s.fail("news of devices", err) }}
+	if err := netlink.LinkSubscribeWithOptions(news, s.done, options); err != nil {
+		s.kernel.close()
+		return nil, fmt.Errorf("sniffer: news of devices: %w", err)
+	}
+	s.running.Go(func() { s.follow(news) })
+	for name := range s.nodes {
+		link, err := s.kernel.nl.LinkByName(name)
+		if err == nil {
+			err = s.tap(link)
+		}
+		if err != nil {
+			return nil, errors.Join(fmt.Errorf("sniffer: %w", err), s.Close())
+		}
+	}
+	return s, nil
+}
+
+// Watch says what the nodes of a cluster must not send from now on. What keeps the Sniffer from
+// watching is an error of Close.
+func (s *Sniffer) Watch(c *Cluster, what Watched) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.watches[c] = watchFor(c, what)
+	for _, t := range s.taps {
+		if t.cluster != c {
+			continue
+		}
+		if err := t.attach(s.watches[c]); err != nil && !s.closed {
+			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: watch %v: %w", t.port, what.Networks, err))
+		}
+	}
+}
+
+// Report returns what has been seen so far.
+func (s *Sniffer) Report() Report {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	s.count()
+	return s.report
+}
+
+// settle waits until what has been sent by now was looked at, up to a minute.
+func (s *Sniffer) settle() {
+	for quiet, deadline := 0, time.Now().Add(time.Minute); quiet < 3 && time.Now().Before(deadline); time.Sleep(2 * time.Millisecond) {
+		if quiet++; s.looking.Load() > 0 || s.waiting() {
+			quiet = 0
+		}
+	}
+}
+
+// waiting tells whether there are frames that no reader has taken yet.
+func (s *Sniffer) waiting() (is bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	for _, t := range s.taps {
+		_ = t.socket.Control(func(fd uintptr) { // fails when the tap is closed: nothing is there then
+			n, err := unix.Poll([]unix.PollFd{{Fd: int32(fd), Events: unix.POLLIN}}, 0)
+			is = is || err == nil && n > 0
+		})
+	}
+	return is
+}
+
+// Take returns the leaks so far and forgets them: for a test that makes some on purpose.
+func (s *Sniffer) Take() []Leak {
+	s.settle()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	leaks := s.report.Leaks
+	s.report.Leaks, s.report.Leaked = nil, 0
+	return leaks
+}
+
+// Excuse turns the leaks that are known to be left into ones that are counted and no error, and
+// returns them.
+func (s *Sniffer) Excuse(known func(Leak) bool) (excused []Leak) {
+	s.settle()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	var others []Leak
+	for _, l := range s.report.Leaks {
+		if known(l) {
+			excused = append(excused, l)
+		} else {
+			others = append(others, l)
+		}
+	}
+	s.report.Leaks = others
+	s.report.Leaked -= len(excused)
+	s.report.Excused += len(excused)
+	return excused
+}
+
+// Close ends the watching, after what has been sent by then was looked at. The error tells the
+// leaks, and what kept the Sniffer from seeing all. Closing again returns the same.
+func (s *Sniffer) Close() error {
+	s.closing.Do(func() {
+		s.mu.Lock()
+		s.count()
+		s.closed = true
+		s.mu.Unlock()
+		close(s.done)
+		for _, t := range s.taps {
+			s.end(t)
+		}
+		s.running.Wait()
+		s.kernel.close()
+	})
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return errors.Join(append([]error{s.report.err()}, s.errs...)...)
+}
+
+// fail notes what keeps the Sniffer from seeing all.
+func (s *Sniffer) fail(what string, err error) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if err != nil && !s.closed {
+		s.errs = append(s.errs, fmt.Errorf("sniffer: %s: %w", what, err))
+	}
+}
+
+// count brings the number of packets up to date. The caller holds s.mu.
+func (s *Sniffer) count() {
+	if s.closed {
+		return
+	}
+	n := s.past
+	for name, t := range s.taps {
+		link, err := s.kernel.nl.LinkByName(name)
+		if err == nil && link.Attrs().Index == t.index { // else the news of its end is on its way
+			t.packets = received(link) - t.before
+		}
+		n += t.packets
+	}
+	s.report.Packets = n
+}
+
+func received(link netlink.Link) uint64 {
+	if st := link.Attrs().Statistics; st != nil {
+		return st.RxPackets
+	}
+	return 0
+}
+
+// follow opens taps on ports that come, as when a node is made anew.
+func (s *Sniffer) follow(news <-chan netlink.LinkUpdate) {
+	for u := range news {
+		name := u.Attrs().Name
+		switch {
+		case s.nodes[name] == nil || u.Family == unix.AF_BRIDGE: // the latter are about its being in the bridge
+		case u.Header.Type == unix.RTM_DELLINK:
+			s.untap(name, u.Attrs().Index)
+		default:
+			s.fail("a new port", s.tap(u.Link))
+		}
+	}
+}
+
+// tap opens a tap on a port that has none.
+func (s *Sniffer) tap(link netlink.Link) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	name, index := link.Attrs().Name, link.Attrs().Index
+	if old := s.taps[name]; s.closed || old != nil && old.index == index {
+		return nil
+	}
+	t := &tap{cluster: s.nodes[name], port: name, index: index, before: received(link), done: make(chan struct{})}
+	if err := t.open(s.kernel.host, s.watches[t.cluster]); err != nil {
+		return err
+	}
+	s.taps[name] = t
+	s.running.Go(func() { s.read(t) })
+	return nil
+}
+
+// untap closes the tap of a port that is gone.
+func (s *Sniffer) untap(name string, index int) {
+	s.mu.Lock()
+	t := s.taps[name]
+	if s.closed || t == nil || t.index != index {
+		s.mu.Unlock()
+		return
+	}
+	delete(s.taps, name)
+	s.past += t.packets // a veth pair that is being taken apart has forgotten them
+	s.mu.Unlock()
+	s.end(t)
+}
+
+// end lets the reader of a tap look at what has come by now, and closes the tap.
+func (s *Sniffer) end(t *tap) {
+	_ = t.file.SetReadDeadline(time.Unix(1, 0)) // fails only when it is closed
+	<-t.done
+	t.file.Close()
+}
+
+// read looks at the frames of a tap until its end.
+func (s *Sniffer) read(t *tap) {
+	defer close(t.done)
+	buf := make([]byte, snapLength)
+	for {
+		n, err := t.file.Read(buf)
+		if errors.Is(err, unix.ENETDOWN) { // set down; it may come up again
+			continue
+		}
+		if err != nil {
+			break
+		}
+		s.look(t, buf[:n])
+	}
+	_ = t.socket.Control(func(fd uintptr) { // it fails only when the file is closed, which is later
+		for {
+			n, err := unix.Read(int(fd), buf)
+			if errors.Is(err, unix.ENETDOWN) || errors.Is(err, unix.EINTR) {
+				continue
+			}
+			if err != nil {
+				break
+			}
+			s.look(t, buf[:n])
+		}
+		st, err := unix.GetsockoptTpacketStats(int(fd), unix.SOL_PACKET, unix.PACKET_STATISTICS)
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if err != nil {
+			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: how many packets it missed: %w", t.port, err))
+		} else if st.Drops > 0 {
+			s.errs = append(s.errs, fmt.Errorf("sniffer: %s: %d packets that may have been in the clear came too fast to be looked at", t.port, st.Drops))
+		}
+	})
+}
+
+// look judges a frame.
+func (s *Sniffer) look(t *tap, frame []byte) {
+	s.looking.Add(1)
+	defer s.looking.Add(-1)
+	at := time.Now()
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	_, _, leaks := s.watches[t.cluster].leak(frame)
+	if leaks && s.refresh != nil && s.report.Leaked < toldLeaks { // a flood is one, whatever becomes of its end
+		s.mu.Unlock()
+		s.refresh(t.cluster)
+		s.mu.Lock()
+	}
+	network, packet, leaks := s.watches[t.cluster].leak(frame)
+	if !leaks {
+		return
+	}
+	if s.report.Leaked++; s.report.Leaked <= toldLeaks {
+		s.report.Leaks = append(s.report.Leaks, Leak{at, t.port, network, packet})
+	}
+}
+
+// open makes the socket. It gets nothing before it has its filter.
+func (t *tap) open(underlay *Host, w *watch) error {
+	fd := -1
+	err := underlay.Do(func() (err error) {
+		fd, err = unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, 0)
+		return os.NewSyscallError("packet socket", err)
+	})
+	if err != nil {
+		return err
+	}
+	t.file = os.NewFile(uintptr(fd), "tap of "+t.port)
+	if t.socket, err = t.file.SyscallConn(); err == nil {
+		err = t.attach(w)
+	}
+	if err == nil {
+		err = unix.SetsockoptInt(fd, unix.SOL_PACKET, unix.PACKET_IGNORE_OUTGOING, 1)
+	}
+	if err == nil {
+		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 4<<20)
+	}
+	if err == nil {
+		all := binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, unix.ETH_P_ALL))
+		err = unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: all, Ifindex: t.index})
+	}
+	if err != nil {
+		t.file.Close()
+		return fmt.Errorf("tap on %s: %w", t.port, err)
+	}
+	return nil
+}
+
+// attach gives the socket the filter of a watch, in place of the one that it has.
+func (t *tap) attach(w *watch) error {
+	program, err := bpf.Assemble(w.filter())
+	if err != nil {
+		return err
+	}
+	code := make([]unix.SockFilter, len(program))
+	for i, in := range program {
+		code[i] = unix.SockFilter{Code: in.Op, Jt: in.Jt, Jf: in.Jf, K: in.K}
+	}
+	filter := unix.SockFprog{Len: uint16(len(code)), Filter: &code[0]}
+	controlErr := t.socket.Control(func(fd uintptr) {
+		err = unix.SetsockoptSockFprog(int(fd), unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &filter)
+	})
+	return errors.Join(controlErr, os.NewSyscallError("attach filter", err))
+}

@@ -1,0 +1,108 @@
+package peering
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	authenticationv1 "k8s.io/api/authentication/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+// agentOn is what the route agent on a node is to the API server: it has a token that is bound to
+// its Pod there.
+func (c *Cluster) agentOn(t *testing.T, node string) (client.Client, *corev1.Node) {
+	t.Helper()
+	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "agent-on-" + node}, Spec: corev1.PodSpec{
+		NodeName: node, HostNetwork: true, ServiceAccountName: deploy.RouteAgentServiceAccount, Containers: []corev1.Container{{Name: "main", Image: "isthmus:1"}}}}
+	for _, o := range []client.Object{n, pod} {
+		must(t, c.client.Create(t.Context(), o))
+		t.Cleanup(func() { _ = c.client.Delete(t.Context(), o) })
+	}
+	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{
+		BoundObjectRef: &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: pod.Name, UID: pod.UID}}}
+	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: deploy.RouteAgentServiceAccount}}
+	must(t, c.client.SubResource("token").Create(t.Context(), account, token))
+	config := rest.AnonymousClientConfig(c.config)
+	config.BearerToken = token.Status.Token
+	agent, err := client.New(config, client.Options{Scheme: c.client.Scheme(), Mapper: c.client.RESTMapper()})
+	must(t, err)
+	return agent, n
+}
+
+func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
+	t.Parallel()
+	const home = deploy.Namespace
+	c := connectTo(t, Access{Kubeconfig: files.b})
+	agent, node := c.agentOn(t, "reports-n1")
+	other, otherNode := c.agentOn(t, "reports-n2")
+	loose, err := client.New(c.as(t, home, deploy.RouteAgentServiceAccount), client.Options{Scheme: c.client.Scheme(), Mapper: c.client.RESTMapper()})
+	must(t, err)
+	report := func(n *corev1.Node, change ...func(*isthmus.NodeNetworks)) *isthmus.NodeNetworks {
+		r := &isthmus.NodeNetworks{
+			ObjectMeta: metav1.ObjectMeta{Namespace: home, Name: n.Name,
+				OwnerReferences: []metav1.OwnerReference{{APIVersion: "v1", Kind: "Node", Name: n.Name, UID: n.UID}}},
+			Spec: isthmus.NodeNetworksSpec{Networks: []string{"192.0.2.0/25", "fd00:5::/48"}, Resolvers: []string{"192.0.2.53"}},
+		}
+		for _, f := range change {
+			f(r)
+		}
+		return r
+	}
+	for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // API servers learn of policies and rights a moment later
+		good := agent.Create(t.Context(), report(node), client.DryRunAll)
+		bad := agent.Create(t.Context(), report(otherNode), client.DryRunAll)
+		if good == nil && apierrors.IsForbidden(bad) {
+			break
+		}
+		if time.Since(begin) > patient {
+			t.Fatalf("its own: %v; another one's: %v", good, bad)
+		}
+	}
+	// What it does as an agent.
+	mine, theirs := report(node), report(otherNode)
+	must(t, agent.Create(t.Context(), mine))
+	must(t, other.Create(t.Context(), theirs))
+	patch := func(by client.Client, o *isthmus.NodeNetworks, text string) error {
+		return by.Patch(t.Context(), o.DeepCopy(), client.RawPatch("application/merge-patch+json", []byte(text)))
+	}
+	must(t, patch(agent, mine, `{"spec":{"networks":["192.0.2.0/25"],"resolvers":[]}}`))
+
+	for name, try := range map[string]struct {
+		err     error
+		invalid bool
+	}{
+		"another node's":                 {err: patch(agent, theirs, `{"spec":{"networks":[]}}`)},
+		"a node that there is not":       {err: agent.Create(t.Context(), report(&corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "x", UID: "x"}}), client.DryRunAll)},
+		"a token that is bound to none":  {err: patch(loose, mine, `{"spec":{"networks":[]}}`)},
+		"an owner that is not its Node":  {err: patch(agent, mine, `{"metadata":{"ownerReferences":[{"apiVersion":"v1","kind":"ConfigMap","name":"reports-n1","uid":"x"}]}}`)},
+		"no owner":                       {err: patch(agent, mine, `{"metadata":{"ownerReferences":null}}`)},
+		"a finalizer":                    {err: patch(agent, mine, `{"metadata":{"finalizers":["example.com/x"]}}`)},
+		"a label":                        {err: patch(agent, mine, `{"metadata":{"labels":{"a":"b"}}}`)},
+		"an annotation":                  {err: patch(agent, mine, `{"metadata":{"annotations":{"a":"b"}}}`)},
+		"its own gone":                   {err: agent.Delete(t.Context(), mine.DeepCopy())},
+		"another one's read":             {err: agent.Get(t.Context(), client.ObjectKeyFromObject(theirs), &isthmus.NodeNetworks{})},
+		"in another namespace":           {err: agent.Create(t.Context(), report(node, func(r *isthmus.NodeNetworks) { r.Namespace = "default" }), client.DryRunAll)},
+		"too many networks":              {err: patch(agent, mine, `{"spec":{"networks":[`+several(`"10.0.0.0/8"`, 513)+`]}}`), invalid: true},
+		"too many servers":               {err: patch(agent, mine, `{"spec":{"resolvers":[`+several(`"192.0.2.53"`, 17)+`]}}`), invalid: true},
+		"a network that is none":         {err: patch(agent, mine, `{"spec":{"networks":["everything"]}}`), invalid: true},
+		"a network with host bits":       {err: patch(agent, mine, `{"spec":{"networks":["192.0.2.7/25"]}}`), invalid: true},
+		"a server that is no IP address": {err: patch(agent, mine, `{"spec":{"resolvers":["dns.example.com"]}}`), invalid: true},
+	} {
+		if try.invalid && !apierrors.IsInvalid(try.err) || !try.invalid && !apierrors.IsForbidden(try.err) {
+			t.Errorf("%s: %v", name, try.err)
+		}
+	}
+	must(t, patch(agent, mine, `{"spec":{"networks":[`+several(`"10.0.0.0/8"`, 512)+`]}}`))
+}
+
+// several is a list of JSON with n times the same in it, without its brackets.
+func several(what string, n int) string { return strings.TrimSuffix(strings.Repeat(what+",", n), ",") }

@@ -1,0 +1,271 @@
+package peering
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/util/retry"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// Claims are what a person chose about the networks that the peer claims. The zero value changes
+// nothing.
+type Claims struct {
+	// Allowed are added to spec.claims.allowed.
+	Allowed []netip.Prefix
+	// AlwaysRemap is spec.claims.alwaysRemap; nil: as it is.
+	AlwaysRemap *bool
+	// Consent is the claim that the person has seen and agrees to; nil: none.
+	Consent *Claim
+}
+
+// A Claim are the networks that the peer's NetworkConfig claims.
+type Claim struct{ Pod, External netip.Prefix }
+
+// String is a claim as --consent takes it.
+func (c Claim) String() string { return c.Pod.String() + "," + c.External.String() }
+
+// ParseClaim reads what String writes.
+func ParseClaim(text string) (Claim, error) {
+	pod, external, _ := strings.Cut(text, ",")
+	p, err := ParseNetwork(pod)
+	if err != nil {
+		return Claim{}, err
+	}
+	x, err := ParseNetwork(external)
+	return Claim{p, x}, err
+}
+
+// ParseNetwork reads a network without host bits.
+func ParseNetwork(text string) (netip.Prefix, error) {
+	p, err := netip.ParsePrefix(text)
+	if err != nil || p != p.Masked() {
+		return netip.Prefix{}, fmt.Errorf("%s is no network; want one such as 10.48.0.0/14", Printable(text))
+	}
+	return p, nil
+}
+
+func (c Claims) none() bool { return len(c.Allowed) == 0 && c.AlwaysRemap == nil && c.Consent == nil }
+
+// Review shows what a cluster takes of what one of its peers claims, after it has done what a person
+// chose about that. name is that of the Peering or of the peer. The error is ErrConsent where a
+// claim waits for consent.
+func Review(ctx context.Context, c *Cluster, name string, o PeerOptions) (*isthmus.Peering, error) {
+	if err := c.Identify(ctx); err != nil {
+		return nil, err
+	}
+	p, err := c.peeringNamed(ctx, name)
+	if err != nil {
+		return nil, err
+	}
+	s := &side{Cluster: c, peer: &side{Cluster: &Cluster{Identity: p.Spec.Cluster}}, namespace: p.Spec.TenantNamespace.Local, peering: p, exists: true, claims: o.Claims}
+	if err := s.checkConsent(ctx); err != nil {
+		return nil, err
+	}
+	said, err := s.setClaims(ctx)
+	if err != nil {
+		return nil, err
+	}
+	if said != "" {
+		o.Report(said)
+	}
+	if said != "" && o.Timeout > 0 {
+		w := &waiter{sides: []*side{s}, goal: isthmus.ConditionPeerConfig, report: o.Report, quiet: true}
+		if err := w.wait(ctx, o.Timeout); err != nil {
+			return s.peering, interrupted(ctx, err)
+		}
+	}
+	s.show(o.Report)
+	return s.peering, s.awaited(ctx)
+}
+
+// peeringNamed finds the Peering of that name, or for the cluster of that name or ID.
+func (c *Cluster) peeringNamed(ctx context.Context, name string) (found *isthmus.Peering, err error) {
+	var list isthmus.PeeringList
+	if err := c.client.List(ctx, &list); err != nil {
+		return nil, c.explain("Peerings", err)
+	}
+	for i := range list.Items {
+		p := &list.Items[i]
+		if p.Name != name && p.Spec.Cluster.ClusterName != name && p.Spec.Cluster.ClusterID != name {
+			continue
+		}
+		if found != nil {
+			return nil, fmt.Errorf("%s: both Peerings %s and %s are meant: say which one", c, found.Name, p.Name)
+		}
+		found = p
+	}
+	if found == nil {
+		return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", c, ErrNoPeering, Printable(name))
+	}
+	return found, nil
+}
+
+// claimed is what the peer claims now, as its NetworkConfig has it; nil when there is none.
+func (s *side) claimed(ctx context.Context) (*Claim, error) {
+	var list v1alpha1.NetworkConfigList
+	if err := s.client.List(ctx, &list, client.InNamespace(s.namespace), client.MatchingLabels{v1alpha1.LabelOriginID: s.peer.Identity.ClusterID}); err != nil {
+		return nil, s.explain("NetworkConfigs in "+s.namespace, err)
+	}
+	list.Items = slices.DeleteFunc(list.Items, func(nc v1alpha1.NetworkConfig) bool { return !nc.DeletionTimestamp.IsZero() })
+	switch len(list.Items) {
+	case 0:
+		return nil, nil
+	case 1:
+	default:
+		return nil, fmt.Errorf("%s: %s has more than one NetworkConfig in namespace %s: delete all but one", s.Cluster, s.peer.Cluster, s.namespace)
+	}
+	nc := &list.Items[0]
+	claim, err := ParseClaim(nc.Spec.PodCIDR + "," + nc.Spec.ExternalCIDR)
+	if err != nil {
+		return nil, fmt.Errorf("%s: NetworkConfig %s/%s: %w", s.Cluster, nc.Namespace, nc.Name, err)
+	}
+	return &claim, nil
+}
+
+// checkConsent refuses consent to what the peer does not claim: whoever agrees has seen something
+// else.
+func (s *side) checkConsent(ctx context.Context) error {
+	want := s.claims.Consent
+	if want == nil {
+		return nil
+	}
+	if !s.exists {
+		return fmt.Errorf("%s: there is no Peering with %s yet, and no claim to agree to", s.Cluster, s.peer.Cluster)
+	}
+	have, err := s.claimed(ctx)
+	switch {
+	case err != nil:
+		return err
+	case have == nil:
+		return fmt.Errorf("%s: %s has no NetworkConfig in namespace %s, and claims nothing to agree to", s.Cluster, s.peer.Cluster, s.namespace)
+	case *have != *want:
+		return fmt.Errorf("%s: --consent names the claim %v, and %s claims %v now: nothing is agreed to. `isthmus peer %s` shows what that would take",
+			s.Cluster, *want, s.peer.Cluster, *have, s.peering.Name)
+	}
+	return nil
+}
+
+// applyTo returns the claims of a Peering with the choices made, and those fields of it that change.
+func (c Claims) applyTo(have isthmus.Claims) (isthmus.Claims, map[string]any) {
+	changed := map[string]any{}
+	for _, p := range c.Allowed {
+		if !slices.Contains(have.Allowed, p.String()) {
+			have.Allowed = append(slices.Clone(have.Allowed), p.String())
+			changed["allowed"] = have.Allowed
+		}
+	}
+	if c.AlwaysRemap != nil && *c.AlwaysRemap != have.AlwaysRemap {
+		have.AlwaysRemap = *c.AlwaysRemap
+		changed["alwaysRemap"] = have.AlwaysRemap
+	}
+	if c.Consent != nil {
+		want := isthmus.Consent{PodCIDR: c.Consent.Pod.String(), ExternalCIDR: c.Consent.External.String()}
+		if have.Consent == nil || *have.Consent != want {
+			have.Consent = &want
+			changed["consent"] = want
+		}
+	}
+	return have, changed
+}
+
+// setClaims writes the choices into a Peering that is there, if they are not in it yet.
+func (s *side) setClaims(ctx context.Context) (string, error) {
+	if !s.exists || s.claims.none() {
+		return "", nil
+	}
+	var changed map[string]any
+	err := retry.RetryOnConflict(retry.DefaultBackoff, func() error {
+		if err := s.client.Get(ctx, client.ObjectKeyFromObject(s.peering), s.peering); err != nil {
+			return err
+		}
+		if _, changed = s.claims.applyTo(s.peering.Spec.Claims); len(changed) == 0 {
+			return nil
+		}
+		patch, err := json.Marshal(map[string]any{
+			"metadata": map[string]any{"resourceVersion": s.peering.ResourceVersion}, // the list replaces the one that was read
+			"spec":     map[string]any{"claims": changed},
+		})
+		if err != nil {
+			return err
+		}
+		return s.client.Patch(ctx, s.peering, client.RawPatch(types.MergePatchType, patch), client.FieldOwner(fieldManager))
+	})
+	if err != nil {
+		return "", s.explain("spec.claims of Peering "+s.peering.Name, err)
+	}
+	var said []string
+	for _, field := range []string{"allowed", "alwaysRemap", "consent"} {
+		if value, ok := changed[field]; ok {
+			text, err := json.Marshal(value)
+			if err != nil {
+				return "", err
+			}
+			said = append(said, fmt.Sprintf("spec.claims.%s is %s", field, text))
+		}
+	}
+	if len(said) == 0 {
+		return "", nil
+	}
+	return fmt.Sprintf("%s: Peering %s: %s", s.Cluster, s.peering.Name, strings.Join(said, ", ")), nil
+}
+
+// show tells what s takes of what its peer claims, and why.
+func (s *side) show(report func(string)) {
+	n := s.peering.Status.Remote
+	for _, of := range []struct{ what, own, here, why string }{
+		{"podCIDR", n.PodCIDR, n.PodCIDRSeen, n.PodCIDRWhy}, {"externalCIDR", n.ExternalCIDR, n.ExternalCIDRSeen, n.ExternalCIDRWhy},
+	} {
+		if of.own == "" || of.here == "" {
+			continue
+		}
+		as := Printable(of.here)
+		if of.here == of.own {
+			as = "it is"
+		}
+		line := fmt.Sprintf("%s takes the %s of %s, %s, as %s", s.Cluster, of.what, s.peer.Cluster, Printable(of.own), as)
+		if of.why != "" {
+			line += ": " + Printable(of.why)
+		}
+		report(line)
+	}
+}
+
+// ErrConsent says that the peer claims what somebody has to agree to.
+var ErrConsent = errors.New("consent is needed")
+
+// awaited is ErrConsent, with what the manager says of it, when the Peering of s waits for consent to
+// the claim that there is.
+func (s *side) awaited(ctx context.Context) error {
+	c := meta.FindStatusCondition(s.peering.Status.Conditions, isthmus.ConditionPeerConfig)
+	if c == nil || c.Reason != v1alpha1.ReasonConsent {
+		return nil
+	}
+	if given := s.peering.Spec.Claims.Consent; given != nil {
+		have, err := s.claimed(ctx)
+		if err != nil {
+			return err
+		}
+		if have != nil && given.PodCIDR == have.Pod.String() && given.ExternalCIDR == have.External.String() {
+			return nil // the manager has not seen it yet
+		}
+	}
+	return fmt.Errorf("%s: %w: %s (--context %s)", s.Cluster, ErrConsent, printable(c.Message, maxMessage), s.context)
+}
+
+// remapped reports whether what is always to be remapped is, as far as the Peering says. An override
+// is stronger.
+func remapped(p *isthmus.Peering) bool {
+	n, o := p.Status.Remote, p.Spec.Overrides
+	return !p.Spec.Claims.AlwaysRemap || (o.PodCIDR != nil || n.PodCIDR != n.PodCIDRSeen) && (o.ExternalCIDR != nil || n.ExternalCIDR != n.ExternalCIDRSeen)
+}

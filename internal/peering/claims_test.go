@@ -1,0 +1,126 @@
+package peering
+
+import (
+	"errors"
+	"net/netip"
+	"reflect"
+	"testing"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+func TestConsentIsToTheClaimThatThePeerHasNow(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "consent")
+	must(t, p.peer(t))
+	p.said()
+	claim := Claim{netip.MustParsePrefix("10.48.0.0/14"), netip.MustParsePrefix("10.60.0.0/20")}
+	agree := func(name string, c Claim) error {
+		t.Helper()
+		_, err := Review(t.Context(), p.a, name, PeerOptions{Timeout: patient, Report: p.report, Claims: Claims{Consent: &c}})
+		return err
+	}
+	refused := func(err error, wants ...string) {
+		t.Helper()
+		if err == nil {
+			t.Fatal("agreed")
+		}
+		contains(t, err.Error(), wants...)
+		if peering := p.peeringOf(t); peering.Spec.Claims.Consent != nil || p.said() != "" {
+			t.Errorf("refused, and yet there is %+v", peering.Spec.Claims.Consent)
+		}
+	}
+	refused(agree("nobody", claim), "consent-a: no such peering: no Peering is called nobody")
+	refused(agree("consent-b", claim), "consent-a: consent-b has no NetworkConfig in namespace "+p.b.Identity.TenantNamespace(), "claims nothing to agree to")
+	_, err := Peer(t.Context(), p.a, connectTo(t, Access{Kubeconfig: files.b}), PeerOptions{Timeout: patient, Report: p.report, Claims: Claims{Consent: &claim}})
+	refused(err, "there is no Peering with b yet, and no claim to agree to")
+
+	nc := &v1alpha1.NetworkConfig{
+		ObjectMeta: metav1.ObjectMeta{Namespace: p.b.Identity.TenantNamespace(), Name: p.a.Identity.UniqueName(),
+			Labels: map[string]string{v1alpha1.LabelOriginID: p.b.Identity.ClusterID}},
+		Spec: v1alpha1.NetworkConfigSpec{RemoteCluster: p.a.Identity, PodCIDR: "10.48.0.0/14", ExternalCIDR: "10.61.0.0/20", EndpointIP: "192.0.2.2",
+			BackendType: v1alpha1.BackendWireGuard, BackendConfig: v1alpha1.BackendConfig{v1alpha1.ConfigPort: "5871", v1alpha1.ConfigPublicKey: "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="}},
+	}
+	must(t, p.a.client.Create(t.Context(), nc))
+	refused(agree("consent-b", claim), "--consent names the claim 10.48.0.0/14,10.60.0.0/20, and consent-b claims 10.48.0.0/14,10.61.0.0/20 now: nothing is agreed to",
+		"`isthmus peer "+p.b.Identity.UniqueName()+"` shows")
+
+	claim.External = netip.MustParsePrefix("10.61.0.0/20")
+	must(t, agree(p.b.Identity.UniqueName(), claim))
+	contains(t, p.said(), `spec.claims.consent is {"podCIDR":"10.48.0.0/14","externalCIDR":"10.61.0.0/20"}`, "consent-a takes the podCIDR of consent-b, 10.60.0.0/20, as it is")
+	before := p.peeringOf(t)
+	if before.Spec.Claims.Consent == nil || *before.Spec.Claims.Consent != (isthmus.Consent{PodCIDR: "10.48.0.0/14", ExternalCIDR: "10.61.0.0/20"}) {
+		t.Errorf("the Peering has %+v", before.Spec.Claims.Consent)
+	}
+	must(t, agree("consent-b", claim))
+	if after := p.peeringOf(t); after.Generation != before.Generation {
+		t.Errorf("once more changes %+v", after.Spec)
+	}
+
+	// A repetition of `isthmus peer` and a look agree to nothing, and say so.
+	p.managers[0].set(isthmus.ConditionPeerConfig, v1alpha1.ReasonConsent+" it asks for more")
+	nc.Spec.PodCIDR = "10.48.0.0/13"
+	must(t, p.a.client.Update(t.Context(), nc))
+	for begin := time.Now(); !errors.Is(err, ErrConsent); err = p.peer(t) { // the manager may be slower
+		if time.Since(begin) > patient {
+			t.Fatalf("peer: %v", err)
+		}
+	}
+	contains(t, err.Error(), "consent-a: consent is needed: ", "it asks for more", "(--context a")
+	if _, err = Review(t.Context(), p.a, "consent-b", PeerOptions{Report: p.report}); !errors.Is(err, ErrConsent) {
+		t.Errorf("review: %v", err)
+	}
+	if after := p.peeringOf(t); after.Generation != before.Generation {
+		t.Errorf("looking changes %+v", after.Spec)
+	}
+}
+
+// peeringOf is the Peering of a.
+func (p *pair) peeringOf(t *testing.T) *isthmus.Peering {
+	t.Helper()
+	var peering isthmus.Peering
+	must(t, p.a.client.Get(t.Context(), client.ObjectKey{Name: p.b.Identity.UniqueName()}, &peering))
+	return &peering
+}
+
+func TestClaimsAreAddedToWhatThereIs(t *testing.T) {
+	yes, no := true, false
+	allowed := []netip.Prefix{netip.MustParsePrefix("203.0.112.0/20"), netip.MustParsePrefix("8.0.0.0/12")}
+	have := isthmus.Claims{Allowed: []string{"8.0.0.0/12"}, AlwaysRemap: true}
+	for name, c := range map[string]struct {
+		choice  Claims
+		want    isthmus.Claims
+		changes []string
+	}{
+		"nothing":      {Claims{}, have, nil},
+		"one more":     {Claims{Allowed: allowed}, isthmus.Claims{Allowed: []string{"8.0.0.0/12", "203.0.112.0/20"}, AlwaysRemap: true}, []string{"allowed"}},
+		"as it is":     {Claims{Allowed: allowed[1:], AlwaysRemap: &yes}, have, nil},
+		"not any more": {Claims{AlwaysRemap: &no}, isthmus.Claims{Allowed: have.Allowed}, []string{"alwaysRemap"}},
+	} {
+		got, changes := c.choice.applyTo(have)
+		if !reflect.DeepEqual(got, c.want) || len(changes) != len(c.changes) {
+			t.Errorf("%s: %+v, changes %v", name, got, changes)
+		}
+		for _, field := range c.changes {
+			if changes[field] == nil {
+				t.Errorf("%s: %s is not changed", name, field)
+			}
+		}
+	}
+	if !reflect.DeepEqual(have.Allowed, []string{"8.0.0.0/12"}) {
+		t.Errorf("what was there is %v now", have.Allowed)
+	}
+	for _, text := range []string{"", "10.48.0.0/14", "10.48.0.0/14,", ",10.48.0.0/14", "10.48.1.0/14,10.60.0.0/20", "a,b", "10.48.0.0/14,10.60.0.0/20,"} {
+		if claim, err := ParseClaim(text); err == nil {
+			t.Errorf("%q is %v", text, claim)
+		}
+	}
+	if claim, err := ParseClaim("10.48.0.0/14,10.60.0.0/20"); err != nil || claim.String() != "10.48.0.0/14,10.60.0.0/20" {
+		t.Errorf("%v, %v", claim, err)
+	}
+}

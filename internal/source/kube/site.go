@@ -1,0 +1,85 @@
+package kube
+
+import (
+	"context"
+	"net/netip"
+	"net/url"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// site is where this cluster is, as its objects say: the networks in the books of the IPAM, the
+// nodes, and the API servers.
+func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
+	var (
+		site    fabric.Site
+		books   v1alpha1.IpamStorageList
+		nodes   corev1.NodeList
+		servers discoveryv1.EndpointSliceList
+	)
+	for _, list := range []client.ObjectList{&books, &nodes, &servers} {
+		if err := g.objects.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return site, err
+		}
+	}
+	for i := range books.Items {
+		spec := &books.Items[i].Spec
+		for _, n := range []struct{ text, what string }{
+			{spec.PodCIDR, "our PodCIDR"}, {spec.ServiceCIDR, "our ServiceCIDR"}, {spec.ExternalCIDR, "our ExternalCIDR"},
+		} {
+			if p, err := netip.ParsePrefix(n.text); err == nil { // empty until the manager knows it
+				site.Networks = append(site.Networks, fabric.SiteNetwork{Prefix: p, What: n.what})
+			}
+		}
+	}
+	return site.With(apiServers(g.o.Config.Host, servers.Items), "an API server of ours").With(nodeAddrs(nodes.Items), "a node of ours"), nil
+}
+
+// apiServers are the addresses at which API servers are reached: by this process, and those behind
+// their Service.
+func apiServers(host string, slices []discoveryv1.EndpointSlice) (all []netip.Addr) {
+	if u, err := url.Parse(host); err == nil {
+		if addr, err := netip.ParseAddr(u.Hostname()); err == nil { // it may be a name
+			all = append(all, addr)
+		}
+	}
+	for i := range slices {
+		for _, e := range slices[i].Endpoints {
+			all = appendAddrs(all, e.Addresses...)
+		}
+	}
+	return all
+}
+
+// nodeAddrs are the addresses of all types: a peer's gateway is no more at an external one.
+func nodeAddrs(nodes []corev1.Node) (all []netip.Addr) {
+	for i := range nodes {
+		for _, a := range nodes[i].Status.Addresses {
+			all = appendAddrs(all, a.Address)
+		}
+	}
+	return all
+}
+
+func appendAddrs(all []netip.Addr, texts ...string) []netip.Addr {
+	for _, text := range texts {
+		if addr, err := netip.ParseAddr(text); err == nil { // host names are not
+			all = append(all, addr)
+		}
+	}
+	return all
+}
+
+// slimNetworks keeps what site reads of the books.
+func slimNetworks(o any) (any, error) {
+	if b, ok := o.(*v1alpha1.IpamStorage); ok {
+		return &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
+			PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR, ExternalCIDR: b.Spec.ExternalCIDR}}, nil
+	}
+	return o, nil
+}

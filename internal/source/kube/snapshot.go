@@ -1,0 +1,314 @@
+package kube
+
+import (
+	"cmp"
+	"context"
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"io/fs"
+	"reflect"
+	"slices"
+	"sync"
+	"time"
+
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/statefile"
+)
+
+// The files of a state directory. They are there while this replica is the active one: a standby
+// that starts has nothing to carry on with. The last one says that the others are complete.
+const (
+	keyFile     = "gateway-key.json" // the only one with a secret
+	objectsFile = "gateway-objects.json"
+	leaseFile   = "gateway-lease.json"
+
+	snapshotVersion = 1
+	objectsLimit    = 16 << 20 // octets; a thousand peers with all mappings that there may be need five MiB
+	smallLimit      = 4 << 10
+)
+
+const (
+	// noteInterval is how often the active replica notes that it still is, and writeGap the least
+	// time between two rounds of writing: a peer may change its objects often.
+	noteInterval = 30 * time.Second
+	writeGap     = time.Second
+
+	// snapshotLife is how long after the last note a replica may carry on. The kubelet waits five
+	// minutes at most before it starts a container again.
+	snapshotLife = 10 * time.Minute
+)
+
+// savedKey is the private key that belongs to the objects.
+type savedKey struct {
+	Version    int    `json:"version"`
+	PrivateKey string `json:"privateKey"`
+}
+
+// savedObjects are what the API server said last, as it said it: a new version of the program
+// decides anew.
+type savedObjects struct {
+	Version         int                       `json:"version"`
+	Read            time.Time                 `json:"read"` // from the API server
+	Cluster         v1alpha1.ClusterIdentity  `json:"cluster"`
+	PublicKey       string                    `json:"publicKey"` // of the key that was in use
+	Site            fabric.Site               `json:"site"`      // where no peer's gateway can be
+	TunnelEndpoints []v1alpha1.TunnelEndpoint `json:"tunnelEndpoints"`
+	NatMappings     []v1alpha1.NatMapping     `json:"natMappings"`
+}
+
+// savedLease says who the active replica was.
+type savedLease struct {
+	Version   int       `json:"version"`
+	Namespace string    `json:"namespace"` // of the Lease
+	Pod       string    `json:"pod"`
+	Renewed   time.Time `json:"renewed"` // last contact to the API server
+	Active    time.Time `json:"active"`  // when this was written
+}
+
+// savedFrom takes of the objects what fabric reads.
+func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.Site, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) savedObjects {
+	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), Site: site}
+	meta := func(m *metav1.ObjectMeta) metav1.ObjectMeta {
+		return metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, CreationTimestamp: m.CreationTimestamp}
+	}
+	for i := range endpoints {
+		if te := &endpoints[i]; te.DeletionTimestamp.IsZero() {
+			s.TunnelEndpoints = append(s.TunnelEndpoints, v1alpha1.TunnelEndpoint{ObjectMeta: meta(&te.ObjectMeta), Spec: te.Spec})
+		}
+	}
+	for i := range mappings {
+		if nm := &mappings[i]; nm.DeletionTimestamp.IsZero() {
+			s.NatMappings = append(s.NatMappings, v1alpha1.NatMapping{ObjectMeta: meta(&nm.ObjectMeta), Spec: nm.Spec})
+		}
+	}
+	slices.SortFunc(s.TunnelEndpoints, func(a, b v1alpha1.TunnelEndpoint) int { // a cache lists in no order
+		return cmp.Or(cmp.Compare(a.Namespace, b.Namespace), cmp.Compare(a.Name, b.Name))
+	})
+	slices.SortFunc(s.NatMappings, func(a, b v1alpha1.NatMapping) int { return cmp.Compare(a.Name, b.Name) })
+	return s
+}
+
+// remembered is what a state directory says to a replica that was the active one.
+type remembered struct {
+	objects  savedObjects
+	snapshot Snapshot  // what they ask for
+	renewed  time.Time // the Lease
+}
+
+// remember reads a state directory. Without an error and without a result this replica was not the
+// active one, or too long ago.
+func remember(o GatewayOptions, now time.Time) (*remembered, error) {
+	var lease savedLease
+	err := statefile.Read(o.StateDirectory, leaseFile, smallLimit, &lease)
+	if errors.Is(err, fs.ErrNotExist) {
+		return nil, nil
+	}
+	if err == nil {
+		err = wantVersion(leaseFile, lease.Version)
+	}
+	age := now.Sub(lease.Active)
+	switch {
+	case err != nil:
+		return nil, err
+	case lease.Namespace != o.Namespace || lease.Pod != o.Pod:
+		o.Log.Info("the snapshot is of another replica", "pod", lease.Namespace+"/"+lease.Pod)
+		return nil, nil
+	case age < 0 || age > snapshotLife:
+		o.Log.Info("the snapshot is not of now; another replica may be active since", "active", lease.Active, "longest", snapshotLife)
+		return nil, nil
+	}
+	var key savedKey
+	var objects savedObjects
+	if err := statefile.Read(o.StateDirectory, keyFile, smallLimit, &key); err != nil {
+		return nil, err
+	}
+	if err := statefile.Read(o.StateDirectory, objectsFile, objectsLimit, &objects); err != nil {
+		return nil, err
+	}
+	if err := errors.Join(wantVersion(keyFile, key.Version), wantVersion(objectsFile, objects.Version)); err != nil {
+		return nil, err
+	}
+	private, err := fabric.ParseKey(key.PrivateKey)
+	if err != nil {
+		return nil, fmt.Errorf("%s: privateKey %w", keyFile, err)
+	}
+	if have := base64.StdEncoding.EncodeToString(publicKey(private)); have != objects.PublicKey {
+		return nil, fmt.Errorf("%s: publicKey is %q; want %q, that of %s", objectsFile, objects.PublicKey, have, keyFile)
+	}
+	if wrong := fabric.CheckClusterID(objects.Cluster.ClusterID); wrong != "" {
+		return nil, fmt.Errorf("%s: cluster.clusterID: %s", objectsFile, wrong)
+	}
+	if id := o.Cluster.ClusterID; id != "" && id != objects.Cluster.ClusterID {
+		return nil, fmt.Errorf("%s: cluster.clusterID is %q; want our %q", objectsFile, objects.Cluster.ClusterID, id)
+	}
+	gw, problems := gatewayFor(objects.Cluster, private, objects.Site, objects.TunnelEndpoints, objects.NatMappings)
+	return &remembered{objects, Snapshot{Gateway: gw, Problems: problems, PrivateKey: private}, lease.Renewed}, nil
+}
+
+func wantVersion(file string, version int) error {
+	if version != snapshotVersion {
+		return fmt.Errorf("%s: version %d; want %d", file, version, snapshotVersion)
+	}
+	return nil
+}
+
+// Forget removes what a gateway keeps in a state directory, the private key first of all.
+func Forget(directory string) error {
+	if err := statefile.Remove(directory, keyFile, leaseFile, objectsFile); err != nil {
+		return fmt.Errorf("snapshot: %w", err)
+	}
+	return nil
+}
+
+// keeper keeps a state directory true. It writes in a goroutine of its own, since a disk may be
+// slow and neither the election nor a change may wait for it. Without a directory it does nothing.
+type keeper struct {
+	o       GatewayOptions
+	changed signal // there is something to write
+	failed  func() // called when err is another one
+
+	mu      sync.Mutex
+	want    savedObjects
+	private [32]byte // of want; zero: there is nothing to keep yet
+	err     error    // why the directory is not as it should be
+
+	// Of run alone, and what follows it.
+	have    savedObjects // written; Version 0: nothing is
+	renewed time.Time    // last contact to the API server, of an earlier life
+	noted   time.Time    // when savedLease was written
+	kept    bool         // that there may be files
+}
+
+func newKeeper(o GatewayOptions, failed func()) *keeper {
+	return &keeper{o: o, changed: newSignal(), failed: failed, kept: o.StateDirectory != ""}
+}
+
+// put takes what the API server says now.
+func (k *keeper) put(want savedObjects, private [32]byte) {
+	k.mu.Lock()
+	k.want, k.private = want, private
+	k.mu.Unlock()
+	k.changed.set()
+}
+
+// adopt takes the files as they are, unless put knows better already. It is called before run.
+func (k *keeper) adopt(r *remembered) {
+	k.have, k.renewed = r.objects, r.renewed
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	if k.private == ([32]byte{}) {
+		k.want, k.private = r.objects, r.snapshot.PrivateKey
+	}
+}
+
+// problem is what is wrong with the directory, or nil.
+func (k *keeper) problem() error {
+	k.mu.Lock()
+	defer k.mu.Unlock()
+	return k.err
+}
+
+// problems is problem as one of an object that was left out.
+func (k *keeper) problems() []fabric.Problem {
+	if err := k.problem(); err != nil {
+		return []fabric.Problem{{Origin: fabric.Origin{Kind: "Snapshot", Name: k.o.StateDirectory}, Message: err.Error()}}
+	}
+	return nil
+}
+
+// tell notes whether the directory is as it should be.
+func (k *keeper) tell(err error) {
+	k.mu.Lock()
+	before := k.err
+	k.err = err
+	k.mu.Unlock()
+	if (before == nil) != (err == nil) || err != nil && before.Error() != err.Error() {
+		k.failed()
+	}
+}
+
+// run writes until ctx ends.
+func (k *keeper) run(ctx context.Context, e *election) {
+	if k.o.StateDirectory == "" {
+		return
+	}
+	tick := time.NewTicker(noteInterval)
+	defer tick.Stop()
+	for {
+		if k.round(e.holder(), e.lastContact(), time.Now()) {
+			select {
+			case <-ctx.Done():
+			case <-time.After(writeGap):
+			}
+		}
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		case <-k.changed:
+		}
+	}
+}
+
+// round writes what differs; false: nothing did. Whoever is active, nobody knows it while holder is
+// empty.
+func (k *keeper) round(holder string, renewed, now time.Time) bool {
+	k.mu.Lock()
+	want, private := k.want, k.private
+	k.mu.Unlock()
+	switch {
+	case holder == "" || private == ([32]byte{}):
+		return false
+	case holder != k.o.Pod:
+		return k.forget()
+	}
+	if renewed.IsZero() {
+		renewed = k.renewed
+	}
+	want.Read = k.have.Read
+	same := reflect.DeepEqual(want, k.have)
+	if same && now.Sub(k.noted) < noteInterval-writeGap { // a tick may be a little early
+		return false
+	}
+	k.kept = true
+	var err error
+	if !same {
+		want.Read = now
+		key := savedKey{snapshotVersion, base64.StdEncoding.EncodeToString(private[:])}
+		if err = statefile.Write(k.o.StateDirectory, keyFile, smallLimit, key); err == nil {
+			err = statefile.Write(k.o.StateDirectory, objectsFile, objectsLimit, want)
+		}
+	}
+	if err == nil {
+		lease := savedLease{snapshotVersion, k.o.Namespace, k.o.Pod, renewed, now}
+		err = statefile.Write(k.o.StateDirectory, leaseFile, smallLimit, lease)
+	}
+	if err != nil {
+		k.tell(fmt.Errorf("not written: %w", err))
+		return true
+	}
+	k.have, k.noted = want, now
+	k.tell(nil)
+	return true
+}
+
+// forget removes the files of a replica that is not the active one any more.
+func (k *keeper) forget() bool {
+	if !k.kept {
+		return false
+	}
+	err := Forget(k.o.StateDirectory)
+	k.tell(err)
+	k.kept, k.have = err != nil, savedObjects{}
+	return true
+}
+
+// from says in a log and a status what a replica that carries on does.
+func (r *remembered) from(since time.Time) error {
+	return fmt.Errorf("carrying on since %s from the snapshot of %s, the Lease renewed at %s: the API server does not answer",
+		since.UTC().Format(time.RFC3339), r.objects.Read.UTC().Format(time.RFC3339), r.renewed.UTC().Format(time.RFC3339))
+}

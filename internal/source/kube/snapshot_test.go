@@ -1,0 +1,427 @@
+package kube
+
+import (
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// site is where no gateway of a peer can be.
+var site = fabric.Site{
+	Networks: []fabric.SiteNetwork{{Prefix: netip.MustParsePrefix("10.244.0.0/16"), What: "our PodCIDR"}},
+	Addrs:    map[netip.Addr]string{netip.MustParseAddr("172.30.1.11"): "a node of ours"},
+}
+
+var noon = time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
+
+// saved is a state directory as the active replica pod-1 leaves it at noon, and what it did.
+func saved(t *testing.T) (GatewayOptions, Snapshot) {
+	t.Helper()
+	o := GatewayOptions{Namespace: "home", Pod: "pod-1", StateDirectory: filepath.Join(t.TempDir(), "state"), Log: quiet}
+	private := newKey()
+	endpoints, mappings := []v1alpha1.TunnelEndpoint{endpoint(2), endpoint(1)}, []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"})}
+	endpoints[1].Spec.RemoteNATPodCIDR = "10.102.0.0/20" // of the other one: one of them is refused
+	gone := endpoint(3)
+	gone.DeletionTimestamp = new(metav1.Now())
+	k := newKeeper(o, func() {})
+	k.put(savedFrom(self, private, site, append(endpoints, gone), mappings), private)
+	if !k.round("pod-1", noon.Add(-time.Second), noon) || k.problem() != nil {
+		t.Fatal(k.problem())
+	}
+	gw, problems := gatewayFor(self, private, site, endpoints, mappings)
+	return o, Snapshot{Gateway: gw, Problems: problems, PrivateKey: private}
+}
+
+func TestASnapshotIsDecidedAnewToTheSame(t *testing.T) {
+	o, want := saved(t)
+	known, err := remember(o, noon.Add(time.Minute))
+	if err != nil || known == nil || !reflect.DeepEqual(known.snapshot, want) || len(want.Problems) == 0 || len(want.Gateway.Peers) != 1 {
+		t.Fatalf("%+v, %v; want %+v", known, err, want)
+	}
+	if !known.renewed.Equal(noon.Add(-time.Second)) || !known.objects.Read.Equal(noon) {
+		t.Errorf("renewed %v, read %v", known.renewed, known.objects.Read)
+	}
+	entries, err := os.ReadDir(o.StateDirectory)
+	if err != nil || len(entries) != 3 {
+		t.Errorf("%v, %v; want three files", entries, err)
+	}
+	secret := base64.StdEncoding.EncodeToString(want.PrivateKey[:])
+	for _, e := range entries {
+		text, err := os.ReadFile(filepath.Join(o.StateDirectory, e.Name()))
+		info, _ := e.Info()
+		if err != nil || info.Mode() != 0o600 || strings.Contains(string(text), secret) != (e.Name() == keyFile) {
+			t.Errorf("%s: mode %v, %v: %s", e.Name(), info.Mode(), err, text)
+		}
+	}
+}
+
+func TestOnlyWhoWasActiveLatelyCarriesOn(t *testing.T) {
+	o, _ := saved(t)
+	for _, tc := range []struct {
+		name string
+		o    func(*GatewayOptions)
+		at   time.Time
+		want bool
+	}{
+		{"now", func(*GatewayOptions) {}, noon, true},
+		{"as late as it may", func(*GatewayOptions) {}, noon.Add(snapshotLife), true},
+		{"too late", func(*GatewayOptions) {}, noon.Add(snapshotLife + 1), false},
+		{"before it was written", func(*GatewayOptions) {}, noon.Add(-1), false},
+		{"another Pod", func(o *GatewayOptions) { o.Pod = "pod-2" }, noon, false},
+		{"another installation", func(o *GatewayOptions) { o.Namespace = "elsewhere" }, noon, false},
+		{"another directory", func(o *GatewayOptions) { o.StateDirectory = t.TempDir() }, noon, false},
+	} {
+		o := o
+		tc.o(&o)
+		if known, err := remember(o, tc.at); err != nil || (known != nil) != tc.want {
+			t.Errorf("%s: %v, %v; want %v", tc.name, known, err, tc.want)
+		}
+	}
+	other := o
+	other.Cluster = v1alpha1.ClusterIdentity{ClusterID: "id-other"}
+	if known, err := remember(other, noon); known != nil || err == nil || !strings.Contains(err.Error(), `cluster.clusterID is "id-self"; want our "id-other"`) {
+		t.Errorf("another cluster: %v, %v", known, err)
+	}
+}
+
+func TestWhatTheActiveReplicaKeepsAStandbyForgets(t *testing.T) {
+	o, _ := saved(t)
+	k := newKeeper(o, func() {})
+	if k.round("pod-2", noon, noon) {
+		t.Error("removed before everything was read: there may be nothing else")
+	}
+	private := newKey()
+	k.put(savedFrom(self, private, site, nil, nil), private)
+	if k.round("", noon, noon) {
+		t.Error("changed while nobody knows who is active")
+	}
+	steps := []struct {
+		holder string
+		after  time.Duration
+		want   bool
+	}{
+		{"pod-1", 0, true},
+		{"pod-1", time.Second, false},
+		{"pod-1", noteInterval, true}, // that it still is
+		{"pod-2", noteInterval, true},
+		{"pod-2", noteInterval, false},
+		{"pod-1", noteInterval, true},
+	}
+	for i, s := range steps {
+		if did := k.round(s.holder, noon, noon.Add(s.after)); did != s.want || k.problem() != nil {
+			t.Fatalf("step %d: %v, %v; want %v", i, did, k.problem(), s.want)
+		}
+		entries, err := os.ReadDir(o.StateDirectory)
+		if want := map[string]int{"pod-1": 3, "pod-2": 0}[s.holder]; err != nil || len(entries) != want {
+			t.Errorf("step %d: %v, %v; want %d files", i, entries, err, want)
+		}
+	}
+	if known, err := remember(o, noon.Add(noteInterval)); err != nil || known == nil || known.snapshot.PrivateKey != private {
+		t.Errorf("%+v, %v", known, err)
+	}
+}
+
+func TestAStateDirectoryThatCannotBeWrittenIsTold(t *testing.T) {
+	o, _ := saved(t)
+	o.StateDirectory = filepath.Join(o.StateDirectory, leaseFile, "below a file")
+	told := 0
+	k := newKeeper(o, func() { told++ })
+	private := newKey()
+	k.put(savedFrom(self, private, site, nil, nil), private)
+	for range 2 {
+		k.round("pod-1", noon, noon)
+	}
+	if p := k.problems(); len(p) != 1 || told != 1 || !strings.Contains(p[0].Error(), "Snapshot "+o.StateDirectory+": not written: ") || !strings.Contains(p[0].Error(), "not a directory") {
+		t.Errorf("told %d times: %v", told, p)
+	}
+}
+
+// damages are ways in which a file is not what a gateway left; edit changes JSON.
+var damages = []struct {
+	file, want string
+	damage     func(text []byte) []byte
+}{
+	{leaseFile, "version 2; want 1", edit("version", 2)},
+	{leaseFile, "unexpected end of JSON input", func([]byte) []byte { return nil }},
+	{leaseFile, "larger than 4096 octets", func(b []byte) []byte { return append(b, strings.Repeat(" ", 4096)...) }},
+	{keyFile, "version 0; want 1", edit("version", nil)},
+	{keyFile, "privateKey", edit("privateKey", "nonsense")},
+	{keyFile, "that of gateway-key.json", edit("privateKey", base64.StdEncoding.EncodeToString(append([]byte{8}, make([]byte, 31)...)))},
+	{objectsFile, "that of gateway-key.json", edit("publicKey", keyText(7))},
+	{objectsFile, "version 9; want 1", edit("version", 9)},
+	{objectsFile, "cannot unmarshal", edit("tunnelEndpoints", "none")},
+	{objectsFile, "cannot unmarshal", edit("natMappings", []int{1})},
+	{objectsFile, "cluster.clusterID: ", edit("cluster", map[string]string{"clusterID": "a b"})},
+	{objectsFile, "unexpected end of JSON input", func(b []byte) []byte { return b[:len(b)/2] }},
+	{objectsFile, "larger than 16777216 octets", func(b []byte) []byte { return append(b, strings.Repeat(" ", objectsLimit)...) }},
+}
+
+func edit(field string, value any) func([]byte) []byte {
+	return func(text []byte) []byte {
+		var all map[string]any
+		if err := json.Unmarshal(text, &all); err != nil {
+			panic(err)
+		}
+		all[field] = value
+		text, err := json.Marshal(all)
+		if err != nil {
+			panic(err)
+		}
+		return text
+	}
+}
+
+func TestADamagedSnapshotIsRefused(t *testing.T) {
+	for _, d := range damages {
+		o, _ := saved(t)
+		path := filepath.Join(o.StateDirectory, d.file)
+		text, err := os.ReadFile(path)
+		if err == nil {
+			err = os.WriteFile(path, d.damage(text), 0o600)
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		if known, err := remember(o, noon); known != nil || err == nil || !strings.Contains(err.Error(), d.want) || !strings.Contains(err.Error(), d.file) {
+			t.Errorf("%s: %v, %v; want %q", d.file, known, err, d.want)
+		}
+	}
+	for _, name := range []string{keyFile, objectsFile} { // without the lease's there is no snapshot
+		o, _ := saved(t)
+		if err := os.Remove(filepath.Join(o.StateDirectory, name)); err != nil {
+			t.Fatal(err)
+		}
+		if known, err := remember(o, noon); known != nil || err == nil || !strings.Contains(err.Error(), name) {
+			t.Errorf("without %s: %v, %v", name, known, err)
+		}
+	}
+}
+
+// What objects ask for is decided by the same code as the API server's, which leaves out what is
+// wrong. Whatever is in the file, it is a snapshot or an error.
+func FuzzSnapshot(f *testing.F) {
+	private := [32]byte{8, 1}
+	text, err := json.Marshal(savedFrom(self, private, site, []v1alpha1.TunnelEndpoint{endpoint(1), endpoint(2)}, []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"})}))
+	if err != nil {
+		f.Fatal(err)
+	}
+	f.Add(text)
+	f.Fuzz(func(t *testing.T, text []byte) {
+		var s savedObjects
+		if json.Unmarshal(text, &s) != nil {
+			return
+		}
+		gw, problems := gatewayFor(s.Cluster, private, s.Site, s.TunnelEndpoints, s.NatMappings)
+		again, problemsAgain := gatewayFor(s.Cluster, private, s.Site, s.TunnelEndpoints, s.NatMappings)
+		if !reflect.DeepEqual(gw, again) || !reflect.DeepEqual(problems, problemsAgain) {
+			t.Errorf("decided differently:\n%+v\n%+v", gw, again)
+		}
+	})
+}
+
+// serves waits until a replica begins to serve, or ends it.
+func serves(t *testing.T, r *testReplica, want bool) {
+	t.Helper()
+	select {
+	case got := <-r.serving:
+		if got != want {
+			t.Fatalf("serves: %v; want %v", got, want)
+		}
+	case <-time.After(time.Minute):
+		t.Fatalf("serves: not %v within a minute: %v", want, r.Ready())
+	}
+}
+
+// testCarryingOn has replicas start while the API server is away; s has the CRDs.
+func testCarryingOn(t *testing.T, s *apiServer) {
+	begin := func(t *testing.T, namespace string) (GatewayOptions, *way) {
+		t.Helper()
+		s.namespace(t, namespace)
+		te := endpoint(7)
+		te.Namespace, te.CreationTimestamp, te.Generation = namespace, metav1.Time{}, 0
+		s.create(t, &te)
+		t.Cleanup(func() { _ = s.client.Delete(context.Background(), &te) })
+		way, config := newWay(t, s)
+		return GatewayOptions{Config: config, Namespace: namespace, Pod: "p", Cluster: self, StateDirectory: t.TempDir()}, way
+	}
+	files := func(t *testing.T, o GatewayOptions, n int) {
+		t.Helper()
+		within(t, fmt.Sprintf("%d files", n), func() error {
+			entries, err := os.ReadDir(o.StateDirectory)
+			if len(entries) != n {
+				return fmt.Errorf("%v, %w", entries, err)
+			}
+			return err
+		})
+	}
+	holder := func(t *testing.T, namespace, name string) {
+		t.Helper()
+		within(t, "the Lease of "+name, func() error {
+			var lease coordinationv1.Lease
+			if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: Lease}, &lease); err != nil || holderOf(&lease) != name {
+				return fmt.Errorf("it is that of %q, %w", holderOf(&lease), err)
+			}
+			return nil
+		})
+	}
+	delivered := func(t *testing.T, r *testReplica) (Snapshot, error) {
+		t.Helper()
+		type delivery struct {
+			s   Snapshot
+			err error
+		}
+		got := make(chan delivery, 10)
+		go r.Snapshots(t.Context(), func(s Snapshot, err error) { got <- delivery{s, err} })
+		first := <-got
+		if first.err != nil {
+			t.Errorf("the first delivery is not to be used: %v", first.err)
+		}
+		return first.s, (<-got).err
+	}
+
+	t.Run("it carries on and follows the API server when that is back", func(t *testing.T) {
+		o, way := begin(t, "carries")
+		r := start(t, o)
+		serves(t, r, true)
+		files(t, o, 3)
+		r.mu.Lock()
+		before := r.wish.snapshot
+		r.mu.Unlock()
+		way.cut()
+		r.stop() // it cannot release the Lease
+		files(t, o, 3)
+
+		for range 2 { // over more than one restart
+			r = start(t, o)
+			serves(t, r, true)
+			s, why := delivered(t, r)
+			if !reflect.DeepEqual(s, before) || len(s.Gateway.Peers) != 1 {
+				t.Errorf("carries on with %+v\nwant %+v", s, before)
+			}
+			if ready := r.Ready(); why == nil || ready == nil || !strings.Contains(why.Error(), "carrying on since ") || !strings.Contains(ready.Error(), why.Error()) {
+				t.Errorf("it says %v, ready: %v", why, ready)
+			}
+			r.stop()
+		}
+		r = start(t, o)
+		serves(t, r, true)
+		way.mend()
+		within(t, "ready", r.Ready)
+		holder(t, "carries", "p")
+		if _, active := r.Active(); !active || len(r.serving) > 0 {
+			t.Error("it was not active all the time")
+		}
+		r.mu.Lock()
+		after := r.wish
+		r.mu.Unlock()
+		if after.err != nil || after.remembered != nil || !reflect.DeepEqual(after.snapshot, before) {
+			t.Errorf("afterwards %+v", after)
+		}
+		r.stop()
+		holder(t, "carries", "")
+		files(t, o, 0)
+	})
+
+	t.Run("it gives way to a successor that it could not know of", func(t *testing.T) {
+		o, way := begin(t, "gives-way")
+		r := start(t, o)
+		serves(t, r, true)
+		files(t, o, 3)
+		way.cut()
+		r.stop()
+		successor := start(t, GatewayOptions{Config: s.config, Namespace: "gives-way", Pod: "q", Cluster: self})
+		serves(t, successor, true)
+		r = start(t, o)
+		serves(t, r, true) // both are, until the way is there again
+		way.mend()
+		serves(t, r, false)
+		files(t, o, 0)
+		holder(t, "gives-way", "q")
+		r.stop()
+
+		// A standby has nothing to carry on with.
+		r = start(t, o)
+		within(t, "ready", r.Ready)
+		way.cut()
+		r.stop()
+		files(t, o, 0)
+		if known, err := remember(r.o, time.Now()); known != nil || err != nil {
+			t.Errorf("a standby remembers %+v, %v", known, err)
+		}
+	})
+
+	t.Run("one that can read the Lease does not carry on by memory", func(t *testing.T) {
+		o, way := begin(t, "reads")
+		r := start(t, o)
+		serves(t, r, true)
+		files(t, o, 3)
+		way.cut()
+		r.stop()
+		successor := start(t, GatewayOptions{Config: s.config, Namespace: "reads", Pod: "q", Cluster: self})
+		serves(t, successor, true)
+		way.mend()
+		r = start(t, o)
+		within(t, "ready", r.Ready)
+		files(t, o, 0)
+		within(t, "the holder of the Lease", func() error {
+			if pod, active := r.Active(); pod != "q" || active {
+				return fmt.Errorf("active is %q", pod)
+			}
+			return nil
+		})
+		if n := len(r.serving); n > 0 {
+			t.Errorf("it has served %d times", n)
+		}
+	})
+
+	t.Run("a damaged snapshot is told, changes nothing and is replaced", func(t *testing.T) {
+		o, way := begin(t, "damaged")
+		r := start(t, o)
+		serves(t, r, true)
+		files(t, o, 3)
+		way.cut()
+		r.stop()
+		if err := os.WriteFile(filepath.Join(o.StateDirectory, objectsFile), []byte("{}"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+		r = start(t, o)
+		within(t, "reason", func() error {
+			if err := r.Ready(); err == nil || !strings.Contains(err.Error(), objectsFile+": version 0; want 1") || !strings.Contains(err.Error(), "connection refused") {
+				return fmt.Errorf("it says %w", err)
+			}
+			return nil
+		})
+		if _, active := r.Active(); active || len(r.serving) > 0 {
+			t.Error("active by a damaged snapshot")
+		}
+		way.mend()
+		serves(t, r, true)
+		within(t, "a good one", func() error {
+			if known, err := remember(r.o, time.Now()); known == nil {
+				return fmt.Errorf("%v, %w", known, err)
+			}
+			r.mu.Lock()
+			defer r.mu.Unlock()
+			if len(r.wish.snapshot.Problems) > 0 {
+				return errors.New(r.wish.snapshot.Problems[0].Error())
+			}
+			return nil
+		})
+	})
+}

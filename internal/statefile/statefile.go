@@ -1,0 +1,104 @@
+// Package statefile keeps what a component has to know before it can ask anybody: small files in a
+// directory of its own, which only its own user can read or write.
+package statefile
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"syscall"
+)
+
+// Read reads the JSON of a file into v. It refuses a file of more than limit octets, one that is no
+// regular file, and one that another user owns or may read or write: whoever could write it would
+// decide what the component does. Without the file the error is fs.ErrNotExist.
+func Read(directory, name string, limit int64, v any) error {
+	path := filepath.Join(directory, name)
+	f, err := os.OpenFile(path, os.O_RDONLY|syscall.O_NOFOLLOW|syscall.O_NONBLOCK, 0) // a FIFO must not stop us
+	if err != nil {
+		return err
+	}
+	defer f.Close()
+	info, err := f.Stat()
+	if err != nil {
+		return err
+	}
+	stat, _ := info.Sys().(*syscall.Stat_t)
+	switch {
+	case !info.Mode().IsRegular():
+		return fmt.Errorf("%s is %v; want a regular file", path, info.Mode())
+	case stat == nil || int(stat.Uid) != os.Geteuid():
+		return fmt.Errorf("%s belongs to another user; want user %d", path, os.Geteuid())
+	case info.Mode().Perm()&0o077 != 0:
+		return fmt.Errorf("%s has mode %04o; want 0600", path, info.Mode().Perm())
+	}
+	b, err := io.ReadAll(io.LimitReader(f, limit+1))
+	if err != nil {
+		return err
+	}
+	if int64(len(b)) > limit {
+		return fmt.Errorf("%s: larger than %d octets", path, limit)
+	}
+	if err := json.Unmarshal(b, v); err != nil {
+		return fmt.Errorf("%s: %w", path, err)
+	}
+	return nil
+}
+
+// Write replaces a file by the JSON of v in one step: a reader finds the old one or the new one,
+// also after the power failed. It refuses what Read would with the same limit, and makes the
+// directory where it is missing. No two writers may write the same file at a time.
+func Write(directory, name string, limit int64, v any) error {
+	b, err := json.Marshal(v)
+	if err != nil {
+		return err
+	}
+	if b = append(b, '\n'); int64(len(b)) > limit {
+		return fmt.Errorf("%s: %d octets; want at most %d", filepath.Join(directory, name), len(b), limit)
+	}
+	if err := os.MkdirAll(directory, 0o700); err != nil {
+		return err
+	}
+	path := filepath.Join(directory, name)
+	next := filepath.Join(directory, "."+name+".new") // one that was left by a writer that was killed is in the way
+	if err := os.Remove(next); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	f, err := os.OpenFile(next, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
+	if err != nil {
+		return err
+	}
+	_, err = f.Write(b)
+	if err := errors.Join(err, f.Sync(), f.Close()); err != nil {
+		return errors.Join(err, os.Remove(next))
+	}
+	if err := os.Rename(next, path); err != nil {
+		return err
+	}
+	return flush(directory)
+}
+
+// Remove removes files, in the given order. Those that are not there are no error.
+func Remove(directory string, names ...string) error {
+	for _, name := range names {
+		if err := os.Remove(filepath.Join(directory, name)); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return err
+		}
+	}
+	if err := flush(directory); !errors.Is(err, os.ErrNotExist) {
+		return err
+	}
+	return nil
+}
+
+// flush makes what was renamed and removed in a directory last.
+func flush(directory string) error {
+	d, err := os.Open(directory)
+	if err != nil {
+		return err
+	}
+	return errors.Join(d.Sync(), d.Close())
+}

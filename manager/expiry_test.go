@@ -1,0 +1,213 @@
+package manager
+
+import (
+	"bytes"
+	"context"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+// An aging is an expiry with books in memory and a clock that the test moves, on a real API server.
+type aging struct {
+	*world
+	*expiry
+	nodes []netip.Addr
+	log   bytes.Buffer
+	now   time.Time
+}
+
+func newAging(t *testing.T) *aging {
+	t.Helper()
+	a := &aging{world: bare(t), now: time.Unix(0, 0), nodes: []netip.Addr{netip.MustParseAddr("172.30.0.1"), netip.MustParseAddr("172.30.0.2")}}
+	a.expiry = newExpiry(testClient, new(stubBooks), slog.New(slog.NewTextHandler(&a.log, nil)))
+	a.asked.SetLimit(1000) // sees asks often
+	a.configure()
+	a.joined("p", "172.16.0.0/20")
+	a.ok(client.IgnoreAlreadyExists(testClient.Create(a.ctx, &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: "default"}})))
+	return a
+}
+
+func (a *aging) update(f func(ipam.Book) (ipam.Book, error)) {
+	a.t.Helper()
+	_, err := a.Store.Update(a.ctx, f)
+	a.ok(err)
+}
+
+// configure tells the books which nodes there are. The pods' network is none of those that pods of
+// the test have.
+func (a *aging) configure() {
+	a.t.Helper()
+	a.update(func(b ipam.Book) (ipam.Book, error) {
+		b, _ = b.Configure(ipam.Config{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
+			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/20"), Nodes: a.nodes})
+		return b, nil
+	})
+}
+
+// joined is a peer that has its own network here, and has answered.
+func (a *aging) joined(id, network string) {
+	a.t.Helper()
+	a.update(func(b ipam.Book) (ipam.Book, error) {
+		external := netip.MustParsePrefix("192.168.0.0/24")
+		if id != "p" {
+			external = netip.MustParsePrefix("192.168.7.0/25")
+		}
+		b, _, err := b.Grant(ipam.Request{ID: id, Pod: netip.MustParsePrefix(network), External: external})
+		return b.Answered(id, netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.245.0.0/20")), err
+	})
+}
+
+// mapped maps an endpoint for peer p, as the service does.
+func (a *aging) mapped(ip, want string) {
+	a.t.Helper()
+	addr := netip.MustParseAddr(ip)
+	what, err := a.what(a.ctx, addr)
+	if a.ok(err); what != want {
+		a.t.Errorf("%s is %q, want %q", ip, what, want)
+	}
+	a.update(func(b ipam.Book) (ipam.Book, error) {
+		b, _, err := b.MapEndpoint("p", addr)
+		if err != nil {
+			return b, err
+		}
+		return b.Asked("p", addr, "certificate CN=kubelet", what)
+	})
+}
+
+// is checks which endpoints are mapped after a look, some time after the one before.
+func (a *aging) is(after time.Duration, ips ...string) {
+	a.t.Helper()
+	a.now = a.now.Add(after)
+	a.ok(a.look(a.ctx, a.now))
+	have := a.Store.Book().Spec().EndpointMappings
+	delete(have, "169.254.0.1")
+	for _, ip := range ips {
+		if _, mapped := have[ip]; !mapped {
+			a.t.Errorf("%s is not mapped any more after %v", ip, after)
+		}
+		delete(have, ip)
+	}
+	for ip := range have {
+		a.t.Errorf("%s is still mapped after %v", ip, after)
+	}
+}
+
+// pod makes a Pod with an address, and returns what removes it.
+func (a *aging) pod(name, ip string, phase corev1.PodPhase) (remove func()) {
+	a.t.Helper()
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: name}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "main", Image: "isthmus:1"}}}}
+	pod.Spec.HostNetwork = slices.Contains(a.nodes, netip.MustParseAddr(ip))
+	a.create(pod)
+	pod.Status.Phase, pod.Status.PodIP, pod.Status.PodIPs = phase, ip, []corev1.PodIP{{IP: ip}}
+	a.ok(testClient.Status().Update(a.ctx, pod))
+	if phase == corev1.PodRunning && !pod.Spec.HostNetwork {
+		a.sees(ip, "pod")
+	}
+	return func() {
+		a.t.Helper()
+		a.ok(testClient.Delete(a.ctx, pod, client.GracePeriodSeconds(0)))
+		a.sees(ip, "")
+	}
+}
+
+// sees waits until the memory of the API server has what was written.
+func (a *aging) sees(ip, want string) {
+	a.t.Helper()
+	a.until(ip+" is "+want, func() bool {
+		what, err := a.what(a.ctx, netip.MustParseAddr(ip))
+		a.ok(err)
+		return what == want
+	})
+}
+
+func TestMappingsOfWhatIsGoneExpire(t *testing.T) {
+	a := newAging(t)
+	a.joined("q", "172.16.16.0/20")
+	removePod := a.pod("gone", "10.9.7.1", corev1.PodRunning)
+	a.pod("stays", "10.9.7.2", corev1.PodRunning)
+	a.pod("done", "10.9.7.3", corev1.PodSucceeded)   // which has no address any more
+	a.pod("shares", "172.30.0.1", corev1.PodRunning) // its node's address
+	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: "gone"}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 80}}}}
+	a.create(service)
+	a.sees(service.Spec.ClusterIP, "service")
+	for ip, want := range map[string]string{"10.9.7.1": "pod", "10.9.7.2": "pod", "10.9.7.3": "", "172.30.0.1": "node", "172.30.0.2": "node",
+		service.Spec.ClusterIP: "service", "172.16.17.1": "peer q", "198.51.100.7": ""} {
+		a.mapped(ip, want)
+	}
+	all := []string{"10.9.7.1", "10.9.7.2", "10.9.7.3", "172.30.0.1", "172.30.0.2", service.Spec.ClusterIP, "172.16.17.1", "198.51.100.7"}
+	a.is(0, all...)
+	a.is(24*time.Hour, all...)
+
+	removePod()
+	a.ok(testClient.Delete(a.ctx, service))
+	a.sees(service.Spec.ClusterIP, "")
+	a.nodes = a.nodes[1:]
+	a.configure()
+	a.update(func(b ipam.Book) (ipam.Book, error) { return b.Release("q"), nil })
+	a.is(time.Minute, all...)
+	a.is(expiryGrace-time.Minute, all...)
+	a.is(time.Minute, "10.9.7.2", "10.9.7.3", "172.30.0.2", "198.51.100.7")
+	if n := a.expired.Load(); n != 4 {
+		t.Errorf("%d expired, want 4", n)
+	}
+	for _, said := range []string{"endpoint=10.9.7.1 was=pod", "endpoint=172.30.0.1 was=node", "endpoint=172.16.17.1 was=\"peer q\"", "was=service",
+		"peer=p askedFor=\"[certificate CN=kubelet]\""} {
+		if !strings.Contains(a.log.String(), said) {
+			t.Errorf("%s is not in the log:\n%s", said, a.log.String())
+		}
+	}
+}
+
+func TestWhatComesBackInTimeKeepsItsMappings(t *testing.T) {
+	a := newAging(t)
+	remove := a.pod("one", "10.9.8.1", corev1.PodRunning)
+	a.mapped("10.9.8.1", "pod")
+	a.is(0, "10.9.8.1")
+	remove()
+	a.is(time.Minute, "10.9.8.1")
+	remove = a.pod("two", "10.9.8.1", corev1.PodRunning)
+	a.is(expiryGrace, "10.9.8.1")
+	remove()
+	a.is(time.Minute, "10.9.8.1") // counted from now
+	a.is(expiryGrace-time.Second, "10.9.8.1")
+	a.is(time.Second)
+}
+
+// The address is another peer's pod by now, and nobody mapped that.
+func TestAnAddressThatIsSomethingElseExpiresAtOnce(t *testing.T) {
+	a := newAging(t)
+	a.joined("q", "172.16.16.0/20")
+	a.mapped("172.16.17.1", "peer q")
+	a.mapped("172.16.17.2", "peer q")
+	a.is(0, "172.16.17.1", "172.16.17.2")
+	a.update(func(b ipam.Book) (ipam.Book, error) { return b.Release("q"), nil })
+	a.joined("r", "172.16.16.0/20")
+	a.is(0)
+}
+
+func TestNothingExpiresWhileTheAPIServerDoesNotAnswer(t *testing.T) {
+	a := newAging(t)
+	remove := a.pod("one", "10.9.9.1", corev1.PodRunning)
+	a.mapped("10.9.9.1", "pod")
+	remove()
+	a.is(0, "10.9.9.1")
+	a.ok(testServer.Freeze())
+	away, cancel := context.WithTimeout(a.ctx, time.Second)
+	defer cancel()
+	err := a.look(away, a.now.Add(2*expiryGrace))
+	a.ok(testServer.Thaw())
+	if err == nil || !a.Store.Book().Mapped("p", netip.MustParseAddr("10.9.9.1")) {
+		t.Errorf("%v, mapped %v", err, a.Store.Book().Mapped("p", netip.MustParseAddr("10.9.9.1")))
+	}
+	a.is(2 * expiryGrace)
+}

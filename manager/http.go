@@ -1,0 +1,42 @@
+package manager
+
+import (
+	"context"
+	"fmt"
+	"net/http"
+	"time"
+
+	"github.com/prometheus/client_golang/prometheus/promhttp"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/metrics"
+
+	"github.com/isthmus-net/isthmus/internal/httpserve"
+)
+
+// listen answers on the addresses of o until the servers are closed. Those of controller-runtime
+// have no bounds for clients that are slow or many.
+func listen(o Options, mgr ctrl.Manager) (*httpserve.Servers, error) {
+	public, private := http.NewServeMux(), http.NewServeMux()
+	private.Handle("GET /metrics", o.MetricsSecure.Guarded(promhttp.HandlerFor(metrics.Registry, promhttp.HandlerOpts{ErrorHandling: promhttp.HTTPErrorOnError})))
+	public.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
+	public.HandleFunc("GET /readyz", func(w http.ResponseWriter, r *http.Request) {
+		ctx, cancel := context.WithTimeout(r.Context(), time.Second)
+		defer cancel()
+		if !mgr.GetCache().WaitForCacheSync(ctx) {
+			http.Error(w, "not all caches are filled yet", http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	})
+	s := httpserve.New(o.Log)
+	_, err := s.Listen("health address", o.HealthAddress, public)
+	if err == nil {
+		_, err = s.ListenPrivate("metrics address", o.MetricsAddress, o.MetricsSecure, private)
+	}
+	if err != nil {
+		s.Close()
+		return nil, err
+	}
+	s.Serve()
+	return s, nil
+}

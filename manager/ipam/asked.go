@@ -1,0 +1,231 @@
+package ipam
+
+import (
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+)
+
+// Bounds of what is noted about mappings.
+const (
+	// MaxAsked is how many mappings one caller may have.
+	MaxAsked = 4096
+	// MaxNotes bounds the text of Notes, in bytes. All annotations of an object may have 256 KiB.
+	MaxNotes = 192 << 10
+	// maxCaller bounds the name of a caller, in bytes.
+	maxCaller = 256
+)
+
+// ErrAnothers says that somebody else has asked for a mapping.
+var ErrAnothers = errors.New("was mapped by another caller, who alone may undo it")
+
+// Asked notes that a caller asked for a mapping that the peer has, and what the endpoint is now, in
+// any words; empty when nobody knows. A caller that is noted already, and what is not mapped, change
+// nothing.
+func (b Book) Asked(id string, ip netip.Addr, by, what string) (Book, error) {
+	callers, mapped := b.peers[id].askedFor(ip)
+	if _, known := slices.BinarySearch(callers, by); known || !mapped {
+		return b, nil
+	}
+	if len(by) > maxCaller {
+		return b, fmt.Errorf("the caller's name has %d bytes; want at most %d", len(by), maxCaller)
+	}
+	has := 0
+	for _, p := range b.peers {
+		for _, callers := range p.endpoints {
+			if _, mine := slices.BinarySearch(callers, by); mine {
+				has++
+			}
+		}
+	}
+	if has >= MaxAsked {
+		return b, fmt.Errorf("this caller has %d endpoints mapped already; want it to unmap some", MaxAsked)
+	}
+	next := b.withCallers(id, ip, withCaller(callers, by))
+	if what != "" {
+		next.endpoints = maps.Clone(next.endpoints)
+		next.note(ip, what)
+	}
+	if n := len(next.Notes()); n > MaxNotes {
+		return b, fmt.Errorf("there is no room to note who asked: want at most %d bytes, not %d; unmap what is not needed", MaxNotes, n)
+	}
+	return next, nil
+}
+
+// Withdraw undoes what a caller asked for. The mapping stays as long as another caller has it, of
+// whom those that are gone do not count. One that nobody is known to have asked for is anybody's.
+// What is not mapped stays so.
+func (b Book) Withdraw(id string, ip netip.Addr, by string, gone []string) (Book, error) {
+	callers, mapped := b.peers[id].askedFor(ip)
+	if !mapped {
+		return b, nil
+	}
+	others := slices.DeleteFunc(slices.Clone(callers), func(c string) bool { return c == by || slices.Contains(gone, c) })
+	if len(others) == 0 {
+		return b.UnmapEndpoint(id, ip), nil
+	}
+	if !slices.Contains(callers, by) {
+		return b, ErrAnothers
+	}
+	return b.withCallers(id, ip, others), nil
+}
+
+// AskedFor returns who asked for a mapping, sorted. The caller must not change it.
+func (b Book) AskedFor(id string, ip netip.Addr) []string {
+	callers, _ := b.peers[id].askedFor(ip)
+	return callers
+}
+
+func (p *account) askedFor(ip netip.Addr) (callers []string, mapped bool) {
+	if p == nil {
+		return nil, false
+	}
+	callers, mapped = p.endpoints[ip]
+	return callers, mapped
+}
+
+// An Endpoint is one that is mapped.
+type Endpoint struct {
+	IP netip.Addr
+	// What it was when somebody asked for it, as Asked was told.
+	What string
+	// For are the peers that have it, sorted.
+	For []string
+}
+
+// Known returns the endpoints of which it is known what they were, by address.
+func (b Book) Known() (known []Endpoint) {
+	for _, ip := range slices.SortedFunc(maps.Keys(b.endpoints), netip.Addr.Compare) {
+		if what := b.endpoints[ip].what; what != "" {
+			known = append(known, Endpoint{IP: ip, What: what, For: b.having(ip)})
+		}
+	}
+	return known
+}
+
+func (b Book) having(ip netip.Addr) (ids []string) {
+	for id, p := range b.peers {
+		if _, mapped := p.endpoints[ip]; mapped {
+			ids = append(ids, id)
+		}
+	}
+	slices.Sort(ids)
+	return ids
+}
+
+// Expire takes an endpoint that is gone from all who have it. It stays when it is noted as something
+// else meanwhile.
+func (b Book) Expire(e Endpoint) Book {
+	if now := b.endpoints[e.IP]; now == nil || now.what != e.What {
+		return b
+	}
+	for _, id := range b.having(e.IP) {
+		b = b.UnmapEndpoint(id, e.IP)
+	}
+	return b
+}
+
+// notes is what Notes writes.
+type notes struct {
+	By  map[string]map[string][]netip.Addr `json:"by,omitempty"`  // caller, peer, endpoints
+	Are map[string][]netip.Addr            `json:"are,omitempty"` // endpoints by what they were
+}
+
+// Notes returns as text what Liqo's books have no place for: who asked for which mapping, and what
+// the endpoints were. It is empty when there is nothing to say, and the same for the same Book.
+func (b Book) Notes() string {
+	n := notes{By: make(map[string]map[string][]netip.Addr), Are: make(map[string][]netip.Addr)}
+	for id, p := range b.peers {
+		for ip, callers := range p.endpoints {
+			for _, by := range callers {
+				if n.By[by] == nil {
+					n.By[by] = make(map[string][]netip.Addr)
+				}
+				n.By[by][id] = append(n.By[by][id], ip)
+			}
+		}
+	}
+	for ip, e := range b.endpoints {
+		if e.what != "" {
+			n.Are[e.what] = append(n.Are[e.what], ip)
+		}
+	}
+	if len(n.By) == 0 && len(n.Are) == 0 {
+		return ""
+	}
+	for _, peers := range n.By {
+		for _, ips := range peers {
+			slices.SortFunc(ips, netip.Addr.Compare)
+		}
+	}
+	for _, ips := range n.Are {
+		slices.SortFunc(ips, netip.Addr.Compare)
+	}
+	text, err := json.Marshal(n)
+	if err != nil {
+		panic(err) // strings and addresses can be marshalled
+	}
+	return string(text)
+}
+
+// WithNotes returns the Book with what Notes said of it. Notes about what is not mapped are left
+// out.
+func (b Book) WithNotes(text string) (Book, error) {
+	var n notes
+	if text == "" {
+		return b, nil
+	}
+	if err := json.Unmarshal([]byte(text), &n); err != nil {
+		return b, err
+	}
+	peers := make(map[string]*account, len(b.peers))
+	for id, old := range b.peers {
+		p := *old
+		p.endpoints = maps.Clone(p.endpoints)
+		peers[id] = &p
+	}
+	for by, of := range n.By {
+		for id, ips := range of {
+			for _, ip := range ips {
+				if callers, mapped := peers[id].askedFor(ip); mapped {
+					peers[id].endpoints[ip] = withCaller(callers, by)
+				}
+			}
+		}
+	}
+	b.peers, b.endpoints = peers, maps.Clone(b.endpoints)
+	for what, ips := range n.Are {
+		for _, ip := range ips {
+			b.note(ip, what)
+		}
+	}
+	return b, nil
+}
+
+// withCallers returns the Book with other callers of a mapping that the peer has.
+func (b Book) withCallers(id string, ip netip.Addr, callers []string) Book {
+	p := *b.peers[id]
+	p.endpoints = withAsked(maps.Clone(p.endpoints), ip, callers)
+	return b.withPeer(id, &p)
+}
+
+// note says what an endpoint is, in a map that is b's alone.
+func (b *Book) note(ip netip.Addr, what string) {
+	if e := b.endpoints[ip]; e != nil {
+		next := *e
+		next.what = what
+		b.endpoints[ip] = &next
+	}
+}
+
+// withCaller returns a new list with one more, sorted, each once.
+func withCaller(callers []string, by string) []string {
+	i, known := slices.BinarySearch(callers, by)
+	if known {
+		return callers
+	}
+	return slices.Insert(slices.Clone(callers), i, by)
+}

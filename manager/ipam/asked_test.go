@@ -1,0 +1,177 @@
+package ipam
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// asked maps an endpoint for peer b and notes who asked.
+func asked(t *testing.T, b Book, ip, by, what string) Book {
+	t.Helper()
+	b, _, err := b.MapEndpoint("b", addr(ip))
+	if err == nil {
+		b, err = b.Asked("b", addr(ip), by, what)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return b
+}
+
+func TestNotesSayWhoAskedAndWhatItWas(t *testing.T) {
+	empty := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
+	if n := empty.Notes(); n != "" {
+		t.Errorf("nobody asked: %s", n)
+	}
+	b := asked(t, empty, "198.51.100.7", "one", "pod")
+	b = asked(t, b, "198.51.100.7", "another", "")
+	b = asked(t, b, "198.51.100.6", "one", "")
+	b = asked(t, b, "10.244.3.4", "one", "") // a pod: nothing is mapped, and nothing noted
+	const want = `{"by":{"another":{"b":["198.51.100.7"]},"one":{"b":["198.51.100.6","198.51.100.7"]}},"are":{"pod":["198.51.100.7"]}}`
+	if got := b.Notes(); got != want {
+		t.Errorf("got  %s\nwant %s", got, want)
+	}
+	if again := asked(t, b, "198.51.100.7", "one", "node"); len(again.Changed(b)) > 0 || again.Notes() != want {
+		t.Errorf("asking again changes %s", again.Notes())
+	}
+	if changed := b.Changed(empty); !slices.Equal(changed, []string{"b"}) {
+		t.Errorf("changed: %v", changed)
+	}
+	// What Liqo reads does not depend on it, and a restart finds it again.
+	spec := b.Spec()
+	read, err := Read(&spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	before := read
+	if read, err = read.WithNotes(want); err != nil || read.Notes() != want || before.Notes() != "" {
+		t.Errorf("read: %s, %v; the Book before has %q", read.Notes(), err, before.Notes())
+	}
+	if got := read.AskedFor("b", addr("198.51.100.7")); !slices.Equal(got, []string{"another", "one"}) {
+		t.Errorf("asked: %v", got)
+	}
+	// Another ExternalCIDR of the same length keeps mappings, and who asked for them.
+	c := ours()
+	c.ExternalCIDR = pfx("172.20.0.0/16")
+	if moved, _ := read.Configure(c); moved.Notes() != want {
+		t.Errorf("after a new ExternalCIDR: %s", moved.Notes())
+	}
+	if gone := read.Release("b"); gone.Notes() != "" {
+		t.Errorf("of a peer that has left: %s", gone.Notes())
+	}
+}
+
+func TestNotesThatMakeNoSenseChangeNothing(t *testing.T) {
+	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "")
+	for _, text := range []string{"{", `[]`, `{"by":{"one":{"b":["198.51.100"]}}}`, `{"are":{"pod":"198.51.100.7"}}`} {
+		if got, err := b.WithNotes(text); err == nil || got.Notes() != b.Notes() {
+			t.Errorf("%s: %s, %v", text, got.Notes(), err)
+		}
+	}
+	spec := b.Spec()
+	b, err := Read(&spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := b.WithNotes(`{"by":{"one":{"b":["198.51.100.8","198.51.100.7","198.51.100.7"],"who":["198.51.100.7"]}},"are":{"pod":["198.51.100.8"]}}`)
+	if want := `{"by":{"one":{"b":["198.51.100.7"]}}}`; err != nil || got.Notes() != want {
+		t.Errorf("notes about what is not mapped: %s, %v", got.Notes(), err)
+	}
+}
+
+func TestWithdrawIsForThoseWhoAsked(t *testing.T) {
+	ip, is := addr("198.51.100.7"), func(b Book) bool { return b.Mapped("b", addr("198.51.100.7")) }
+	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "")
+	if next, err := b.Withdraw("b", ip, "another", nil); !errors.Is(err, ErrAnothers) || !is(next) {
+		t.Errorf("by another one: %v", err)
+	}
+	if next, err := b.Withdraw("b", ip, "another", []string{"one"}); err != nil || is(next) {
+		t.Errorf("of one who is gone: %v", err)
+	}
+	both := asked(t, b, "198.51.100.7", "another", "")
+	next, err := both.Withdraw("b", ip, "one", nil)
+	if err != nil || !is(next) || !slices.Equal(next.AskedFor("b", ip), []string{"another"}) {
+		t.Errorf("what another one has, too: %v, %v", err, next.AskedFor("b", ip))
+	}
+	if next, err := next.Withdraw("b", ip, "one", nil); !errors.Is(err, ErrAnothers) || !is(next) {
+		t.Errorf("twice: %v", err)
+	}
+	if next, err := next.Withdraw("b", ip, "another", nil); err != nil || is(next) {
+		t.Errorf("by the last one: %v", err)
+	}
+	if next, err := b.Withdraw("nobody", ip, "another", nil); err != nil || len(next.Changed(b)) > 0 {
+		t.Errorf("for a stranger: %v", err)
+	}
+	unknown := mapped(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "b", "198.51.100.7", "10.247.0.2")
+	if next, err := unknown.Withdraw("b", ip, "another", nil); err != nil || is(next) {
+		t.Errorf("of nobody: %v", err)
+	}
+}
+
+func TestWhatIsNotedIsBounded(t *testing.T) {
+	b := joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16")
+	if _, err := mapped(t, b, "b", "198.51.100.7", "10.247.0.2").Asked("b", addr("198.51.100.7"), strings.Repeat("x", maxCaller+1), ""); err == nil {
+		t.Error("a name without end")
+	}
+	spec, list := b.Spec(), []string{}
+	ip := func(i int) netip.Addr { return netip.AddrFrom4([4]byte{198, 18, byte(i >> 8), byte(i)}) }
+	for i := range MaxAsked + 1 {
+		x := [2]byte{byte((i + 2) >> 8), byte(i + 2)}
+		spec.EndpointMappings[ip(i).String()] = v1alpha1.EndpointMapping{
+			ExternalCIDROriginalIP: netip.AddrFrom4([4]byte{10, 245, x[0], x[1]}).String(),
+			ClusterMappings:        map[string]v1alpha1.ClusterMapping{"b": {ExternalCIDRNattedIP: netip.AddrFrom4([4]byte{10, 247, x[0], x[1]}).String()}},
+		}
+		if i < MaxAsked {
+			list = append(list, strconv.Quote(ip(i).String()))
+		}
+	}
+	full, err := Read(&spec)
+	if err == nil {
+		full, err = full.WithNotes(`{"by":{"one":{"b":[` + strings.Join(list, ",") + `]}}}`)
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := full.Asked("b", ip(MaxAsked), "one", ""); err == nil || !strings.Contains(err.Error(), "4096") {
+		t.Errorf("one more than the bound: %v", err)
+	}
+	if _, err := full.Asked("b", ip(7), "one", ""); err != nil {
+		t.Errorf("one that it has: %v", err)
+	}
+	more := full
+	for i := 0; err == nil && i < 1<<10; i++ { // long names fill the notes
+		more, err = more.Asked("b", ip(i), fmt.Sprintf("%0250d", i), "")
+	}
+	if err == nil || !strings.Contains(err.Error(), "no room") || len(more.Notes()) > MaxNotes {
+		t.Errorf("%d bytes, %v", len(more.Notes()), err)
+	}
+}
+
+func TestExpireTakesAnEndpointFromAll(t *testing.T) {
+	b := asked(t, joined(t, ours(), "10.200.0.0/16", "10.247.0.0/16"), "198.51.100.7", "one", "pod")
+	b, _ = grant(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
+	b = b.Answered("c", pfx("10.244.0.0/16"), pfx("10.245.0.0/16"))
+	b = mapped(t, b, "c", "198.51.100.7", "10.245.0.2")
+	b = asked(t, b, "198.51.100.8", "one", "")
+	known := b.Known()
+	if len(known) != 1 || known[0].IP != addr("198.51.100.7") || known[0].What != "pod" || !slices.Equal(known[0].For, []string{"b", "c"}) {
+		t.Fatalf("known: %+v", known)
+	}
+	next := b.Expire(known[0])
+	if next.Mapped("b", addr("198.51.100.7")) || next.Mapped("c", addr("198.51.100.7")) || !next.Mapped("b", addr("198.51.100.8")) {
+		t.Errorf("mapped: %v", next.Spec().EndpointMappings)
+	}
+	if next := b.Expire(Endpoint{IP: addr("198.51.100.7"), What: "node"}); len(next.Changed(b)) > 0 {
+		t.Error("what is something else meanwhile")
+	}
+	if next := b.Expire(Endpoint{IP: addr("198.51.100.9"), What: "pod"}); len(next.Changed(b)) > 0 {
+		t.Error("what is not mapped")
+	}
+}

@@ -1,0 +1,80 @@
+package ipam
+
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+)
+
+// A Standing is what stands for one network of a peer here.
+type Standing struct {
+	Claim netip.Prefix // as the peer has it
+	Here  netip.Prefix // equal to Claim when it is used as it is
+	Why   string       // a clause, such as "it overlaps our PodCIDR, 10.244.0.0/16"
+}
+
+// Explain returns what the peer has here for what it asks, pods first, and why; where that waits for
+// consent, what it would have with it. The error is that of Grant. Nothing is given out.
+func (b Book) Explain(c Request) (both [2]Standing, err error) {
+	c.Consented = true
+	next, got, err := b.Grant(c)
+	if err != nil {
+		return both, err
+	}
+	others := next.Release(c.ID)
+	both[0] = Standing{c.Pod, got.Pod, others.why(c, "podCIDR", c.Pod, got.Pod, c.WantPod)}
+	both[1] = Standing{c.External, got.External, others.why(c, "externalCIDR", c.External, got.External, c.WantExternal)}
+	if both[1].Why == givenBefore && c.External.Overlaps(got.Pod) {
+		both[1].Why = fmt.Sprintf("it overlaps %v, which stands for its podCIDR here", got.Pod)
+	}
+	return both, nil
+}
+
+// givenBefore is why a network is not used as it is where nothing forbids that any more.
+const givenBefore = "another network was given before"
+
+// why says why a claim is what it is here. b is without the networks of the peer itself. What was
+// given out stays, whatever changes afterwards, so the reason of then may be none by now.
+func (b *Book) why(c Request, field string, claim, here, want netip.Prefix) string {
+	forbidden, overlaps := outside(claim, c.Allowed), ""
+	if !b.free(claim) {
+		by := b.holder(claim, "")
+		overlaps = fmt.Sprintf("overlaps %s%s, %v", by.name, by.whose, by.prefix)
+	}
+	switch {
+	case want.IsValid():
+		return "spec.overrides." + field + " of the Peering says so"
+	case here == claim && overlaps != "":
+		return "it was given before it " + overlaps
+	case here == claim && forbidden != "":
+		return "it was given before"
+	case here == claim:
+		return space(claim, c.Allowed) + ", and overlaps nothing here"
+	case overlaps != "":
+		return "it " + overlaps
+	case c.AlwaysRemap:
+		return "spec.claims.alwaysRemap of the Peering says so"
+	case forbidden != "":
+		return "it " + strings.TrimSuffix(forbidden, " of the receiver's Peering")
+	case b.coversPool(claim):
+		return "it is as large as a pool, and would leave nothing to allocate from"
+	}
+	return givenBefore
+}
+
+// space says why a network may be used as it is where it is free.
+func space(claim netip.Prefix, allowed []netip.Prefix) string {
+	if i := slices.IndexFunc(private, func(n netip.Prefix) bool { return contains(n, claim) }); i >= 0 {
+		rfc := 1918
+		switch n := private[i]; {
+		case n.Addr().Is6():
+			rfc = 4193
+		case n.Addr() == netip.AddrFrom4([4]byte{100, 64, 0, 0}):
+			rfc = 6598
+		}
+		return fmt.Sprintf("it is in private space (RFC %d)", rfc)
+	}
+	i := slices.IndexFunc(allowed, func(n netip.Prefix) bool { return contains(n, claim) })
+	return fmt.Sprintf("it is in %v of spec.claims.allowed", allowed[i])
+}

@@ -1,0 +1,273 @@
+package manager
+
+import (
+	"context"
+	"fmt"
+	"slices"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+// A refusal is told in one line: who asks for what, by which field of which object; what is in
+// force meanwhile; what to do about it. The words in the middle may be the peer's, and are what is
+// cut when there are too many.
+
+const (
+	// maxMessage bounds the message of a condition, in octets: as much as an Event takes (1024),
+	// with the name of the condition, of which there are two for Ready.
+	maxMessage = 1000
+	maxRefusal = maxMessage - len(isthmus.ConditionTunnelEndpoint+": ")
+	// maxWhy is that of status.remote.podCIDRWhy.
+	maxWhy = 512
+)
+
+// fit cuts a text to so many octets.
+func fit(s string, octets int) string {
+	if len(s) <= octets {
+		return s
+	}
+	return strings.ToValidUTF8(s[:max(0, octets-3)], "") + "..."
+}
+
+// who is the peer.
+func (s *peeringState) who() string {
+	c := s.peering.Spec.Cluster
+	return fmt.Sprintf("%s (%s)", c.ClusterName, c.ClusterID)
+}
+
+// refused makes the message of a refusal of the peer.
+func (s *peeringState) refused(who, what, remedy string) string {
+	tail := s.inForce()
+	if remedy != "" {
+		tail += "; " + remedy
+	}
+	return sentence(who, what, tail)
+}
+
+// refusedThere makes that of a refusal by the peer, which is about our networks.
+func (s *peeringState) refusedThere(verb, what, remedy string) string {
+	tail := "nothing is in force"
+	if te := s.endpoint; te != nil && te.DeletionTimestamp.IsZero() {
+		tail = fmt.Sprintf("in force: our podCIDR %s, our externalCIDR %s", asSeen(te.Spec.LocalPodCIDR, te.Spec.LocalNATPodCIDR),
+			asSeen(te.Spec.LocalExternalCIDR, te.Spec.LocalNATExternalCIDR))
+	}
+	who := fmt.Sprintf("%s %s our NetworkConfig %s/%s: ", s.who(), verb, s.original.Namespace, s.original.Name)
+	return sentence(who, what, tail+"; "+remedy)
+}
+
+// sentence cuts what comes in the middle.
+func sentence(who, what, tail string) string {
+	return who + fit(plain(what), maxRefusal-len(who)-len("; ")-len(tail)) + "; " + tail
+}
+
+// inForce says which networks the peer has here now.
+func (s *peeringState) inForce() string {
+	if te := s.endpoint; te != nil && te.DeletionTimestamp.IsZero() {
+		return fmt.Sprintf("in force: its podCIDR %s, its externalCIDR %s", asSeen(te.Spec.RemotePodCIDR, te.Spec.RemoteNATPodCIDR),
+			asSeen(te.Spec.RemoteExternalCIDR, te.Spec.RemoteNATExternalCIDR))
+	}
+	if s.granted != (ipam.Grant{}) {
+		return fmt.Sprintf("nothing is in force, and %v and %v are kept for it here", s.granted.Pod, s.granted.External)
+	}
+	return "nothing is in force"
+}
+
+func asSeen(own, nat string) string { return own + " " + as(own, nat) }
+
+func as(own, nat string) string {
+	if nat == v1alpha1.None || nat == own {
+		return "as it is"
+	}
+	return "as " + nat
+}
+
+// standingText says what the networks of the peer are here, and why.
+func (s *peeringState) standingText() string {
+	names, texts := [2]string{"podCIDR", "externalCIDR"}, [2]string{}
+	n := networksOf(&s.copies[0])
+	for i, seen := range [2][2]string{{n.PodCIDR, n.PodCIDRSeen}, {n.ExternalCIDR, n.ExternalCIDRSeen}} {
+		texts[i] = "its " + names[i] + " " + asSeen(seen[0], seen[1])
+		if why := s.why(i, seen[1]); why != "" {
+			texts[i] += ", since " + why
+		}
+	}
+	return "used here: " + strings.Join(texts[:], "; ")
+}
+
+// why says why a network of the peer, 0 for its pods, is here what it is; "" where the books have
+// moved on since the peer was answered.
+func (s *peeringState) why(i int, seen string) string {
+	if here := s.standing[i].Here; !here.IsValid() || here.String() != seen {
+		return ""
+	}
+	return fit(s.standing[i].Why, maxWhy)
+}
+
+// refusedPeer says why we do not take the NetworkConfig of the peer.
+func (s *peeringState) refusedPeer(nc *v1alpha1.NetworkConfig, reason, problem string) string {
+	what := fmt.Sprintf("%s asks by NetworkConfig %s/%s: ", s.who(), nc.Namespace, nc.Name)
+	if changes := s.changes(nc); reason == v1alpha1.ReasonConsent && changes != "" {
+		problem = changes
+	}
+	if s.keyOwner != "" && reason == v1alpha1.ReasonKeyConflict {
+		problem += " (" + s.keyOwner + ")"
+	}
+	return s.refused(what, problem, s.remedyHere(nc, reason))
+}
+
+// changes says what the peer claims instead of what is in force, and what it would have here.
+func (s *peeringState) changes(nc *v1alpha1.NetworkConfig) string {
+	had := [2]string{}
+	if s.endpoint != nil {
+		had = [2]string{s.endpoint.Spec.RemotePodCIDR, s.endpoint.Spec.RemoteExternalCIDR}
+	}
+	var all []string
+	for i, n := range [2][2]string{{"spec.podCIDR", nc.Spec.PodCIDR}, {"spec.externalCIDR", nc.Spec.ExternalCIDR}} {
+		would := s.standing[i]
+		if had[i] == n[1] || !would.Here.IsValid() {
+			continue
+		}
+		text := n[0] + " " + n[1]
+		if had[i] != "" {
+			text += " instead of " + had[i]
+		}
+		all = append(all, fmt.Sprintf("%s, which would be used %s, since %s", text, as(would.Claim.String(), would.Here.String()), would.Why))
+	}
+	return strings.Join(all, "; ")
+}
+
+// remedyHere says what to do where we refuse the peer.
+func (s *peeringState) remedyHere(nc *v1alpha1.NetworkConfig, reason string) string {
+	peering, peer := s.peering.Name, s.peering.Spec.Cluster.ClusterName
+	switch reason {
+	case v1alpha1.ReasonConsent:
+		return fmt.Sprintf("to agree: isthmus peer %s --consent %s,%s", peering, nc.Spec.PodCIDR, nc.Spec.ExternalCIDR)
+	case v1alpha1.ReasonKeyConflict:
+		return peer + " has to put another key (isthmus genkey) into Secret " + keySecret + " of its gateway"
+	case v1alpha1.ReasonEndpoint:
+		return fmt.Sprintf("%s has to publish another address: annotation %s of its gateway's Service, or spec.overrides.address of its Peering with us",
+			peer, v1alpha1.AnnotationOverrideAddress)
+	case v1alpha1.ReasonExhausted:
+		return fmt.Sprintf("enlarge the pools (isthmus manager --pools), set spec.overrides of Peering %s, or un-peer somebody", peering)
+	case v1alpha1.ReasonCIDRConflict:
+		return fmt.Sprintf("correct spec.overrides of Peering %s, or reserve the network (isthmus manager --reserved)", peering)
+	case v1alpha1.ReasonAmbiguous:
+		return "delete all but one of them"
+	}
+	return fmt.Sprintf("%s has to correct that field; isthmus unpeer %s ends the peering", peer, peering)
+}
+
+// remedyThere says what to do where the peer refuses us.
+func (s *peeringState) remedyThere(reason string) string {
+	peering, peer := s.peering.Name, s.peering.Spec.Cluster.ClusterName
+	switch reason {
+	case v1alpha1.ReasonConsent:
+		return fmt.Sprintf("somebody at %s has to agree: isthmus peer %s --consent %s,%s", peer, s.self.ClusterName, s.original.Spec.PodCIDR, s.original.Spec.ExternalCIDR)
+	case v1alpha1.ReasonKeyConflict:
+		return "put another key (isthmus genkey) into Secret " + keySecret + " of our gateway, or un-peer whoever has this one from " + peer
+	case v1alpha1.ReasonEndpoint:
+		return fmt.Sprintf("publish another address: annotation %s of our gateway's Service, or spec.overrides.address of Peering %s",
+			v1alpha1.AnnotationOverrideAddress, peering)
+	case v1alpha1.ReasonExhausted:
+		return fmt.Sprintf("%s has to enlarge its pools (isthmus manager --pools), or to un-peer somebody", peer)
+	case v1alpha1.ReasonCIDRConflict:
+		return fmt.Sprintf("%s has to correct spec.overrides of its Peering with us, or to reserve the network (isthmus manager --reserved)", peer)
+	case v1alpha1.ReasonAmbiguous:
+		return fmt.Sprintf("%s has to delete all but one of our NetworkConfigs in namespace %s", peer, s.peering.Spec.TenantNamespace.Remote)
+	case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin:
+		return fmt.Sprintf("run isthmus peer for both clusters, or isthmus unpeer %s", peering)
+	}
+	return "correct what that field comes from here, or isthmus unpeer " + peering
+}
+
+// known returns the reason that a peer gives for its refusal if it is one of those that there are:
+// it becomes the label of a metric, among others.
+func known(reason string) string {
+	switch reason {
+	case v1alpha1.ReasonNotPeered, v1alpha1.ReasonWrongOrigin, v1alpha1.ReasonKeyConflict, v1alpha1.ReasonEndpoint, v1alpha1.ReasonExhausted,
+		v1alpha1.ReasonConsent, v1alpha1.ReasonCIDRConflict, v1alpha1.ReasonAmbiguous:
+		return reason
+	}
+	return v1alpha1.ReasonInvalid
+}
+
+// aboutPeer adds to what the replicator found wrong whose API server it is about.
+func (s *peeringState) aboutPeer(v verdict) verdict {
+	if v.status == metav1.ConditionFalse && v.reason != isthmus.ReasonPublishing && s.peering.DeletionTimestamp.IsZero() {
+		v.message = s.refused(s.who()+": ", v.message, "")
+	}
+	return v
+}
+
+// weigh finds out what the peer's claim means here.
+func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer Peer) error {
+	book := r.Store.Book()
+	s.granted, _ = book.GrantOf(peer.Cluster.ClusterID)
+	if len(s.copies) != 1 {
+		return nil
+	}
+	nc := &s.copies[0]
+	if claim, problems := fabric.ClaimFrom(nc, fabric.Origin{}); len(problems) == 0 {
+		if asked, wrong := requestFrom(peer, claim); wrong == nil {
+			s.standing, _ = book.Explain(asked) // a refusal is a condition of the NetworkConfig
+		}
+	}
+	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
+	if accepted == nil || accepted.Reason != v1alpha1.ReasonKeyConflict {
+		return nil
+	}
+	var err error
+	s.keyOwner, err = keyOwner(ctx, r.Client, nc)
+	return err
+}
+
+// keyOwner says which other peer has a key of a NetworkConfig; "" when none has. The peer that asks
+// is not told: its condition says that somebody has it.
+func keyOwner(ctx context.Context, reader client.Reader, nc *v1alpha1.NetworkConfig) (string, error) {
+	var list v1alpha1.TunnelEndpointList
+	if err := reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+		return "", fmt.Errorf("TunnelEndpoints: %w", err)
+	}
+	keys := publicKeysOf(nc.Spec.BackendConfig)
+	var first *v1alpha1.TunnelEndpoint
+	for i := range list.Items {
+		te := &list.Items[i]
+		if te.Namespace == nc.Namespace || first != nil && compareAge(first, te) < 0 {
+			continue
+		}
+		if slices.ContainsFunc(publicKeysOf(te.Spec.BackendConfig), func(key string) bool { return slices.Contains(keys, key) }) {
+			first = te
+		}
+	}
+	if first == nil {
+		return "", nil
+	}
+	id := first.Spec.ClusterIdentity
+	return fmt.Sprintf("%s (%s) has it, by TunnelEndpoint %s/%s", id.ClusterName, id.ClusterID, first.Namespace, first.Name), nil
+}
+
+// overlapText says what overlaps a network of the peer, and which Node it is if it is one.
+func overlapText(ctx context.Context, reader client.Reader, c ipam.Conflict) (string, error) {
+	if !c.Other.IsSingleIP() {
+		return c.String(), nil
+	}
+	var nodes corev1.NodeList
+	if err := reader.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
+		return "", fmt.Errorf("nodes: %w", err)
+	}
+	for i := range nodes.Items {
+		if slices.Contains(nodeAddresses(nodes.Items[i:i+1]), c.Other.Addr()) {
+			return fmt.Sprintf("%s (status.addresses of Node %s)", c, nodes.Items[i].Name), nil
+		}
+	}
+	return c.String(), nil
+}

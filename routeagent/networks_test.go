@@ -1,0 +1,183 @@
+package routeagent
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// tellFile writes what is told into a file, a line each time.
+func tellFile(path string) func(context.Context, fabric.NodeNetworks) error {
+	return func(_ context.Context, n fabric.NodeNetworks) error {
+		b, err := json.Marshal(n)
+		if err != nil {
+			return err
+		}
+		f, err := os.OpenFile(path, os.O_CREATE|os.O_APPEND|os.O_WRONLY, 0o600)
+		if err != nil {
+			return err
+		}
+		_, err = f.Write(append(b, '\n'))
+		return errors.Join(err, f.Close())
+	}
+}
+
+func (c *cluster) toldPath(n *lab.Node) string { return filepath.Join(c.state, n.Name+".told") }
+
+// told is what the agent of a node told last, and how often it told something.
+func (c *cluster) told(n *lab.Node) (last fabric.NodeNetworks, times int, err error) {
+	b, err := os.ReadFile(c.toldPath(n))
+	if err != nil {
+		return last, 0, err
+	}
+	lines := strings.Split(strings.TrimSpace(string(b)), "\n")
+	return last, len(lines), json.Unmarshal([]byte(lines[len(lines)-1]), &last)
+}
+
+func (c *cluster) untilTold(n *lab.Node, what string, is func(fabric.NodeNetworks) bool) {
+	c.t.Helper()
+	c.eventually(n, func() error {
+		last, _, err := c.told(n)
+		if err == nil && !is(last) {
+			err = fmt.Errorf("not %s: %v", what, last)
+		}
+		return err
+	})
+}
+
+func TestANodeTellsWhatItReachesWithoutUs(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	c.in.Own = []netip.Prefix{localPods}
+	c.want()
+	n1, n2 := c.Nodes[0], c.Nodes[1]
+	resolvers := "# the node's\nsearch example.com\nnameserver 192.168.79.53\nnameserver 127.0.0.53\nnameserver fe80::1%eth0\nnameserver 2001:db8::53\n"
+	if err := os.WriteFile(filepath.Join(c.state, "resolv.conf"), []byte(resolvers), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	c.start(n1, n2)
+	has := func(n fabric.NodeNetworks, texts ...string) bool {
+		return !slices.ContainsFunc(texts, func(text string) bool { return !slices.Contains(n.Networks, netip.MustParsePrefix(text)) })
+	}
+	link := netip.PrefixFrom(n1.Addr, 24).Masked().String()
+	for _, n := range []*lab.Node{n1, n2} {
+		c.untilTold(n, "its link and what is on-prem", func(r fabric.NodeNetworks) bool { return has(r, link, "192.168.77.0/24") })
+		last, _, _ := c.told(n)
+		for _, p := range last.Networks {
+			if p.Overlaps(localPods) || p.Overlaps(remotePods) || p.Overlaps(remoteExternal) || p.Overlaps(netip.MustParsePrefix("240.0.0.0/8")) || p.Bits() == 0 {
+				t.Errorf("%s tells %v, which is ours", n, p)
+			}
+		}
+		if text := fmt.Sprint(last.Resolvers); text != "[192.168.79.53 2001:db8::53]" {
+			t.Errorf("%s tells of the DNS servers %s", n, text)
+		}
+	}
+
+	v6 := n2.Do(func() error { // a lab is IPv4 only
+		return errors.Join(os.WriteFile("/proc/sys/net/ipv6/conf/all/disable_ipv6", []byte("0"), 0),
+			os.WriteFile("/proc/sys/net/ipv6/conf/default/disable_ipv6", []byte("0"), 0))
+	}) == nil
+
+	// Routes, addresses and links of one node come and go, and the other has nothing to tell.
+	_, before, err := c.told(n1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, change := range []struct {
+		command, undo string
+		want          []string
+	}{
+		{"ip route add 192.168.32.0/22 via " + n1.Addr.String() + " proto bird", "ip route del 192.168.32.0/22", []string{"192.168.32.0/22"}},
+		{"ip route add blackhole 10.9.0.0/21", "ip route del blackhole 10.9.0.0/21", []string{"10.9.0.0/21"}},
+		{"ip addr add 203.0.113.7/32 dev lo", "ip addr del 203.0.113.7/32 dev lo", []string{"203.0.113.7/32"}},
+		{"ip -6 route add blackhole fd00:5::/48", "ip -6 route del blackhole fd00:5::/48", []string{"fd00:5::/48"}},
+		{"ip addr add 192.0.2.9/26 dev lo", "ip addr del 192.0.2.9/26 dev lo", []string{"192.0.2.0/26"}}, // all of it is the node's
+	} {
+		if strings.Contains(change.command, "-6") && !v6 {
+			t.Logf("without IPv6: %s", change.command)
+			continue
+		}
+		c.run(n2.Host, "%s", change.command)
+		c.untilTold(n2, change.command, func(r fabric.NodeNetworks) bool { return has(r, change.want...) })
+		c.run(n2.Host, "%s", change.undo)
+		c.untilTold(n2, change.undo, func(r fabric.NodeNetworks) bool {
+			return !slices.ContainsFunc(change.want, func(text string) bool { return has(r, text) })
+		})
+	}
+	c.run(n2.Host, "ip link add onprem type veth peer name farend")
+	c.run(n2.Host, "ip link set farend up")
+	c.run(n2.Host, "ip addr add 172.19.4.1/22 dev onprem")
+	want := []string{"172.19.4.0/22"}
+	if v6 {
+		c.run(n2.Host, "ip -6 addr add 2001:db8:7::1/64 dev onprem nodad")
+		want = append(want, "2001:db8:7::/64")
+	}
+	c.run(n2.Host, "ip link set onprem up")
+	c.untilTold(n2, "the link", func(r fabric.NodeNetworks) bool { return has(r, want...) })
+	c.run(n2.Host, "ip link set onprem down") // the address stays; the network is out of reach
+	c.untilTold(n2, "the link that is down", func(r fabric.NodeNetworks) bool { return !has(r, "172.19.4.0/22") })
+	if _, now, _ := c.told(n1); now != before {
+		t.Errorf("node 1 told %d times what has not changed", now-before)
+	}
+
+	// A default route in disguise keeps nothing from peers, and is told to people.
+	c.run(n2.Host, "ip route add 0.0.0.0/1 via %v", n1.Addr)
+	c.eventually(n2, func() error {
+		s, err := n2.Get(c.ctx, "http://"+statusAt+"/status")
+		if err == nil && !strings.Contains(s, "Node "+n2.Name+": its route to 0.0.0.0/1 is wider than a /8") {
+			err = errors.New(s)
+		}
+		return err
+	})
+	if last, _, _ := c.told(n2); has(last, "0.0.0.0/1") {
+		t.Errorf("node 2 tells %v", last)
+	}
+	// Another Node of the name has no report yet.
+	_, before, _ = c.told(n1)
+	c.in.Nodes[0].Created++
+	c.want()
+	c.eventually(n1, func() error {
+		if _, now, err := c.told(n1); now == before {
+			return fmt.Errorf("nothing was told of the new Node: %w", err)
+		}
+		return nil
+	})
+}
+
+// An agent that nobody listens to says so, and carries traffic.
+func TestAnAgentThatCannotTellSaysSoAndWorks(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	n := c.Nodes[1]
+	if err := os.Mkdir(c.toldPath(n), 0o700); err != nil { // no file can be there
+		t.Fatal(err)
+	}
+	c.start(c.Nodes...)
+	c.ping(c.pod(1).Host, remotePod)
+	c.eventually(n, func() error {
+		s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
+		if err == nil && (!strings.Contains(s, "is a directory") || !strings.Contains(s, `"ready": true`)) {
+			err = errors.New(s)
+		}
+		return err
+	})
+	if err := os.Remove(c.toldPath(n)); err != nil {
+		t.Fatal(err)
+	}
+	c.untilTold(n, "anything", func(r fabric.NodeNetworks) bool { return len(r.Networks) > 0 })
+	if err := c.agents[n].end(unix.SIGTERM); err != nil {
+		t.Error(err)
+	}
+}

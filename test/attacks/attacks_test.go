@@ -1,0 +1,153 @@
+// Package attacks runs every attack of docs/attacks.md against one fleet of three clusters with API
+// servers, managers, gateways and route agents of their own:
+//
+//	a   the victim: three nodes
+//	b   honest, a peer of a and of c; its pods overlap those of a
+//	c   the attacker's, with all keys and identities that a peer has
+//
+// Pods of a and b talk to each other all the time, and have to lose nothing.
+//
+// The rows of the table are in this package, each beside what it does, and docs/attacks.md is made
+// of them: `go test -run Table -update` in this folder writes it. It needs root to run them.
+package attacks
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"log/slog"
+	"os"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/lab"
+	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
+	"github.com/isthmus-net/isthmus/internal/testbin"
+)
+
+var (
+	update = flag.Bool("update", false, "write docs/attacks.md")
+	open   = flag.Bool("open", false, "run the attacks that still work, too")
+)
+
+// patience is how long a test waits for what has to come, on a machine that is busy with other
+// things.
+const patience = 90 * time.Second
+
+// An attack is a row of the table and what it does.
+type attack struct {
+	attacker, attempt string
+	before            string // what happened before something stopped it; empty: nobody has tried
+	now               string // what stops it, or what still works
+	open              bool   // it still works
+	run               func(t *testing.T, s *site)
+}
+
+// A chapter is attacks that need the same to begin with.
+type chapter struct {
+	title   string
+	prepare func(t *testing.T, s *site) // nil: nothing; what it changes it changes back by s.after
+	attacks []attack
+}
+
+// chapters are in an order in which none spoils the next.
+func chapters() []chapter {
+	return []chapter{overlayChapter(), podChapter(), tunnelChapter(), claimChapter(), rightsChapter(), serverChapter(), insideChapter(), partingChapter()}
+}
+
+// isthmus is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes
+// both.
+var isthmus, kube string
+
+func TestMain(m *testing.M) { os.Exit(run(m)) }
+
+func run(m *testing.M) int {
+	flag.Parse()
+	if address := os.Getenv(asUnprivileged); address != "" {
+		return hold(address)
+	}
+	kubesource.UseLogger(slog.New(slog.DiscardHandler))
+	if lab.Available() != nil {
+		return m.Run() // the tests say why they are skipped
+	}
+	dir, err := os.MkdirTemp("", "isthmus-attacks-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	if isthmus, err = testbin.Isthmus(dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return m.Run()
+}
+
+func TestAttacks(t *testing.T) {
+	s := newSite(t)
+	for _, c := range chapters() {
+		t.Run(c.title, func(t *testing.T) {
+			s.undo = nil
+			defer func() {
+				for i := len(s.undo) - 1; i >= 0; i-- {
+					s.undo[i](t)
+				}
+			}()
+			if c.prepare != nil {
+				c.prepare(t, s)
+			}
+			for _, a := range c.attacks {
+				t.Run(a.attacker+": "+a.attempt, func(t *testing.T) {
+					if a.open && !*open {
+						t.Skip("STILL WORKS: " + a.now)
+					}
+					a.run(t, s)
+					s.works(t)
+				})
+			}
+		})
+	}
+	s.endWithoutLoss(t)
+}
+
+// The page is made of the rows, and the rows are what is run.
+func TestTheTableIsWhatIsRun(t *testing.T) {
+	const file = "../../docs/attacks.md"
+	want := table()
+	if *update {
+		if err := os.WriteFile(file, []byte(want), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	have, err := os.ReadFile(file)
+	if err != nil || string(have) != want {
+		t.Errorf("%s is not what the attacks say (%v): go test ./attacks -run Table -update, in test/", file, err)
+	}
+}
+
+func table() string {
+	var b strings.Builder
+	b.WriteString(`# Attacks
+
+Made by ` + "`go test ./attacks -run Table -update`" + ` in test/ from the attacks that ` + "`test/attacks`" + ` runs, all against one live fleet
+of three clusters: *a* is the victim, *b* an honest peer, *c* the attacker's. Pods of a and b talk to each other meanwhile
+and lose nothing. [security.md](security.md) says what is protected, why it holds and what is left.
+`)
+	for _, c := range chapters() {
+		fmt.Fprintf(&b, "\n## %s\n\n| attacker | attempt | before | now |\n|---|---|---|---|\n", c.title)
+		for _, a := range c.attacks {
+			now := a.now
+			if a.open {
+				now = "**STILL WORKS:** " + now
+			}
+			fmt.Fprintf(&b, "| %s | %s | %s | %s |\n", a.attacker, a.attempt, a.before, now)
+		}
+	}
+	return b.String()
+}

@@ -1,0 +1,339 @@
+package attacks
+
+import (
+	"encoding/base64"
+	"fmt"
+	"net"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/test/internal/noise"
+)
+
+type spec = v1alpha1.NetworkConfigSpec
+
+// claims says what c wrote honestly, before it turned.
+type claims struct {
+	client client.Client
+	good   spec
+	had    v1alpha1.TunnelEndpointSpec // what a has made of that
+}
+
+// mine is c's NetworkConfig at a.
+func (s *site) mine(t *testing.T, c client.Client) *v1alpha1.NetworkConfig {
+	t.Helper()
+	nc := &v1alpha1.NetworkConfig{}
+	must(t, c.Get(t.Context(), client.ObjectKey{Namespace: tenant(s.c), Name: identity(s.a).UniqueName()}, nc))
+	return nc
+}
+
+// edit changes it until nothing comes in between: a's finalizers and answers do.
+func (s *site) edit(t *testing.T, c client.Client, change func(*v1alpha1.NetworkConfig)) error {
+	t.Helper()
+	for {
+		nc := s.mine(t, c)
+		change(nc)
+		if err := c.Update(t.Context(), nc); !apierrors.IsConflict(err) {
+			return err
+		}
+	}
+}
+
+// verdict waits until a has judged the NetworkConfig as it is now.
+func (s *site) verdict(t *testing.T, c client.Client) (accepted metav1.Condition) {
+	t.Helper()
+	eventually(t, "a verdict", func() error {
+		nc := s.mine(t, c)
+		condition := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
+		if condition == nil || condition.ObservedGeneration != nc.Generation {
+			return fmt.Errorf("generation %d: %+v", nc.Generation, condition)
+		}
+		accepted = *condition
+		return nil
+	})
+	return accepted
+}
+
+// stopManagerOfC leaves c's NetworkConfig to the attacker.
+func (s *site) stopManagerOfC(t *testing.T) *claims {
+	t.Helper()
+	must(t, s.c.Stop(fleet.Manager))
+	f := &claims{client: clientFor(t, as(t, s.c, s.a), s.c.Client), had: endpointOf(t, s.a, s.c).Spec}
+	f.good = s.mine(t, f.client).Spec
+	s.after(func(t *testing.T) {
+		if err := s.c.Start(t.Context(), fleet.Manager); err != nil {
+			t.Error(err)
+		}
+		if err := s.a.WaitReady(t.Context(), s.c, patience); err != nil {
+			t.Error(err)
+		}
+	})
+	return f
+}
+
+// claim writes the good NetworkConfig with a change, wants a to refuse it for the reason, or the
+// API server where that is "", and nothing to move; then it takes the change back.
+func (s *site) claim(t *testing.T, f *claims, reason string, change func(*spec)) {
+	t.Helper()
+	b, books := endpointOf(t, s.a, s.b), s.books(t)
+	err := s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) { change(&nc.Spec) })
+	switch {
+	case reason == "":
+		if !apierrors.IsInvalid(err) {
+			t.Errorf("the API server says %v; want Invalid", err)
+		}
+		return
+	case err != nil:
+		t.Fatal(err)
+	}
+	if got := s.verdict(t, f.client); got.Status != metav1.ConditionFalse || got.Reason != reason {
+		t.Errorf("%s %s: %s; want a refusal for %s", got.Status, got.Reason, got.Message, reason)
+	}
+	if now := endpointOf(t, s.a, s.b); now.Generation != b.Generation || now.UID != b.UID {
+		t.Errorf("the TunnelEndpoint of b is %+v; it was %+v", now.Spec, b.Spec)
+	}
+	if now := endpointOf(t, s.a, s.c).Spec; fmt.Sprint(now) != fmt.Sprint(f.had) {
+		t.Errorf("the TunnelEndpoint of c is %+v; it was %+v", now, f.had)
+	}
+	if now := s.books(t); now != books {
+		t.Errorf("the books say %s; they said %s", now, books)
+	}
+	s.recovered(t, f)
+}
+
+// recovered makes c honest.
+func (s *site) recovered(t *testing.T, f *claims) {
+	t.Helper()
+	must(t, s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) { f.good.DeepCopyInto(&nc.Spec) }))
+	if got := s.verdict(t, f.client); got.Status != metav1.ConditionTrue {
+		t.Errorf("what c claimed first is %s: %s", got.Reason, got.Message)
+	}
+}
+
+// books are the networks that the peers of a have.
+func (s *site) books(t *testing.T) string {
+	t.Helper()
+	var list v1alpha1.IpamStorageList
+	must(t, s.a.Client.List(t.Context(), &list))
+	if len(list.Items) != 1 {
+		t.Fatalf("%d IpamStorages", len(list.Items))
+	}
+	return fmt.Sprintf("%+v", list.Items[0].Spec.ClusterSubnets)
+}
+
+// ledAway returns the nodes of a that would send packets for an address to a peer.
+func (s *site) ledAway(t *testing.T, addr netip.Addr) (nodes []string) {
+	t.Helper()
+	for _, n := range s.a.Nodes {
+		must(t, n.Do(func() error {
+			routes, err := netlink.RouteGet(addr.AsSlice())
+			if err != nil || len(routes) == 0 {
+				return nil //nolint:nilerr // unreachable is not led away either
+			}
+			link, err := net.InterfaceByIndex(routes[0].LinkIndex)
+			if err == nil && strings.HasPrefix(link.Name, "isthmus") {
+				nodes = append(nodes, n.Name)
+			}
+			return err
+		}))
+	}
+	return nodes
+}
+
+// pods is a claim to another network for the pods.
+func pods(network string) func(*spec) { return func(n *spec) { n.PodCIDR = network } }
+
+func endpoint(host string) func(*spec) { return func(n *spec) { n.EndpointIP = host } }
+
+func claimChapter() chapter {
+	f := &claims{}
+	claim := func(attempt, before, now, reason, addr string, change func(*testing.T, *site) func(*spec)) attack {
+		return attack{attacker: "c, accepted", attempt: attempt, before: before, now: now, run: func(t *testing.T, s *site) {
+			s.claim(t, f, reason, change(t, s))
+			if addr != "" {
+				if nodes := s.ledAway(t, netip.MustParseAddr(addr)); nodes != nil {
+					t.Errorf("%s is led to a peer by %v", addr, nodes)
+				}
+			}
+		}}
+	}
+	always := func(change func(*spec)) func(*testing.T, *site) func(*spec) {
+		return func(*testing.T, *site) func(*spec) { return change }
+	}
+	const routed, consent, waits = "the nodes routed it to c within 3 s", v1alpha1.ReasonConsent, "ConsentNeeded; what it had stays"
+	const invalid, wrong, key = v1alpha1.ReasonInvalid, v1alpha1.ReasonEndpoint, v1alpha1.ReasonKeyConflict
+	return chapter{title: "What a peer claims", prepare: func(t *testing.T, s *site) { *f = *s.stopManagerOfC(t) }, attacks: []attack{
+		claim("changes its claim to 8.8.8.0/24", routed, waits, consent, "8.8.8.8", always(pods("8.8.8.0/24"))),
+		claim("changes its claim to a's on-prem network", routed, waits, consent, "192.168.77.10", always(pods("192.168.77.0/24"))),
+		claim("changes its claim to a's on-link network", routed, waits, consent, "172.30.1.10", always(pods("172.30.1.0/24"))),
+		claim("changes its claim to the metadata service, 169.254.169.254/32", "routed", "the API server refuses it", "", "169.254.169.254",
+			always(pods("169.254.169.254/32"))),
+		claim("changes its claim to everything, 0.0.0.0/0", "", "the API server refuses it", "", "1.1.1.1", always(pods("0.0.0.0/0"))),
+		claim("changes its claim to a's Services", "refused or remapped", waits, consent, "10.96.0.1", always(pods("10.96.0.0/16"))),
+		claim("changes its claim to the pods of a", "remapped", waits, consent, "", always(pods("10.244.0.0/24"))),
+		claim("changes its claim to the network that b has at a", "remapped", waits, consent, "", func(t *testing.T, s *site) func(*spec) {
+			return pods(endpointOf(t, s.a, s.b).Spec.RemoteNATPodCIDR)
+		}),
+		claim("changes its claim to more of its neighbourhood, 172.20.0.0/16", "routed", waits, consent, "172.20.99.1", always(pods("172.20.0.0/16"))),
+		claim("changes its ExternalCIDR to 9.9.9.0/24", routed, waits, consent, "9.9.9.9", always(func(n *spec) { n.ExternalCIDR = "9.9.9.0/24" })),
+		{attacker: "c, accepted", attempt: "deletes its NetworkConfig and makes it again with another claim, as the first one of a peer",
+			now: waits + ", since networks are granted until un-peering ends", run: func(t *testing.T, s *site) { s.deleteAndClaim(t, f) }},
+		{attacker: "c, accepted", attempt: "deletes its NetworkConfig while pods of a talk to it", before: "everything for it left in the clear",
+			now: "refused on every node", run: func(t *testing.T, s *site) { s.deleteUnderTraffic(t, f) }},
+		claim("a NetworkConfig addressed to b", "", "refused: Invalid", invalid, "", func(_ *testing.T, s *site) func(*spec) {
+			return func(n *spec) { n.RemoteCluster = identity(s.b) }
+		}),
+		claim("its gateway is at a's gateway", "refused", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
+			return endpoint(s.a.Nodes[s.gateway].Addr.String())
+		}),
+		claim("its gateway is at another node of a", "refused", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
+			return endpoint(s.a.Nodes[s.third()].Addr.String())
+		}),
+		claim("its gateway is at a's API server", "a sent it handshakes", "refused: BadEndpoint", wrong, "", func(_ *testing.T, s *site) func(*spec) {
+			return endpoint(s.a.Control.Addr.String())
+		}),
+		claim("its gateway is at a Service of a", "refused", "refused: BadEndpoint", wrong, "", always(endpoint("10.96.0.1"))),
+		claim("its gateway is at a pod of a", "refused", "refused: BadEndpoint", wrong, "", always(endpoint("10.244.1.11"))),
+		claim("its gateway is in the network that b has at a", "refused", "refused: BadEndpoint", wrong, "", func(t *testing.T, s *site) func(*spec) {
+			return endpoint(s.seen(t, s.a, s.b, s.podOfB().Addr).String())
+		}),
+		claim("its gateway is at 127.0.0.1", "", "the API server refuses it", "", "", always(endpoint("127.0.0.1"))),
+		claim("its gateway is at 255.255.255.255", "", "the API server refuses it", "", "", always(endpoint("255.255.255.255"))),
+		claim("its gateway is at 169.254.169.254", "", "the API server refuses it", "", "", always(endpoint("169.254.169.254"))),
+		claim("its gateway is at 168.63.129.16, where Azure has services for machines", "a sent it handshakes", "refused: Invalid", invalid, "",
+			always(endpoint("168.63.129.16"))),
+		claim("its gateway is at localhost", "", "the API server refuses it", "", "", always(endpoint("localhost"))),
+		{attacker: "c, accepted", attempt: "its gateway is at b's gateway", now: "taken: b throws away what is sealed for another key, and only c is cut off",
+			run: func(t *testing.T, s *site) { s.atGatewayOfB(t, f) }},
+		{attacker: "c, accepted", attempt: "changes address, port and key of its gateway as fast as the API server takes it",
+			now: "a follows, and those who talk to b lose nothing", run: func(t *testing.T, s *site) { s.restless(t, f) }},
+		claim("lists b's public key among its tunnels", "b was cut off, and blamed", "KeyConflict, at c; b keeps its key", key, "", func(t *testing.T, s *site) func(*spec) {
+			_, public := keysOf(t, s.b)
+			return func(n *spec) { n.BackendConfig[v1alpha1.ConfigTunnels] = "5872:" + public }
+		}),
+		claim("has b's public key as its own", "b was cut off", "KeyConflict, at c", key, "", func(t *testing.T, s *site) func(*spec) {
+			_, public := keysOf(t, s.b)
+			return func(n *spec) { n.BackendConfig[v1alpha1.ConfigPublicKey] = public }
+		}),
+		claim("has a's public key as its own", "", "KeyConflict, at c", key, "", func(t *testing.T, s *site) func(*spec) {
+			_, public := keysOf(t, s.a)
+			return func(n *spec) { n.BackendConfig[v1alpha1.ConfigPublicKey] = public }
+		}),
+		claim("a public key of low order, with which nothing is secret", "taken", "refused: Invalid", invalid, "", always(func(n *spec) {
+			n.BackendConfig[v1alpha1.ConfigPublicKey] = base64.StdEncoding.EncodeToString(append([]byte{1}, make([]byte, 31)...))
+		})),
+	}}
+}
+
+func (s *site) deleteAndClaim(t *testing.T, f *claims) {
+	t.Helper()
+	nc := s.mine(t, f.client)
+	must(t, f.client.Delete(t.Context(), nc))
+	again := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: nc.Namespace, Name: nc.Name, Labels: nc.Labels}, Spec: *f.good.DeepCopy()}
+	again.Spec.PodCIDR, again.Spec.ExternalCIDR = "172.21.0.0/16", "172.22.0.0/16"
+	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) }) // the old one has finalizers
+	if got := s.verdict(t, f.client); got.Reason != v1alpha1.ReasonConsent {
+		t.Errorf("%s %s: %s", got.Status, got.Reason, got.Message)
+	}
+	if nodes := s.ledAway(t, netip.MustParseAddr("172.21.0.1")); nodes != nil {
+		t.Errorf("led to c by %v", nodes)
+	}
+	s.recovered(t, f)
+	s.backAgain(t, f)
+}
+
+// backAgain waits until pods of a reach c.
+func (s *site) backAgain(t *testing.T, f *claims) {
+	t.Helper()
+	eventually(t, "the TunnelEndpoint of c as it was", func() error {
+		var list v1alpha1.TunnelEndpointList
+		if err := s.a.Client.List(t.Context(), &list, client.MatchingLabels{v1alpha1.LabelClusterID: s.c.ID}); err != nil {
+			return err
+		}
+		if len(list.Items) != 1 || fmt.Sprint(list.Items[0].Spec) != fmt.Sprint(f.had) {
+			return fmt.Errorf("%+v", list.Items)
+		}
+		return nil
+	})
+	s.reachesC(t)
+}
+
+func (s *site) reachesC(t *testing.T) {
+	t.Helper()
+	addr := s.seen(t, s.a, s.c, s.podOfC().Addr)
+	eventually(t, "pods of c", func() error {
+		_, err := s.podOfA(s.other).PingWith(t.Context(), addr, lab.PingOptions{Wait: time.Second})
+		return err
+	})
+}
+
+func (s *site) deleteUnderTraffic(t *testing.T, f *claims) {
+	t.Helper()
+	s.reachesC(t)
+	networks := []netip.Prefix{netip.MustParsePrefix("172.20.0.0/22"), external(t, s.a, s.c)}
+	k := newTap(t, s.Lab.Underlay, of(networks...))
+	addr := s.seen(t, s.a, s.c, s.podOfC().Addr)
+	nc := s.mine(t, f.client)
+	must(t, f.client.Delete(t.Context(), nc))
+	refused := 0
+	for begin := time.Now(); refused < 20; {
+		_, err := s.podOfA(s.other).PingWith(t.Context(), addr, lab.PingOptions{Wait: 50 * time.Millisecond})
+		if err != nil {
+			refused++
+		}
+		if time.Since(begin) > patience {
+			t.Fatal("pods of a go on to reach c")
+		}
+	}
+	if n := len(k.packets()); n > 0 {
+		t.Errorf("%d packets in the clear: %x", n, k.packets()[0])
+	}
+	again := &v1alpha1.NetworkConfig{ObjectMeta: metav1.ObjectMeta{Namespace: nc.Namespace, Name: nc.Name, Labels: nc.Labels}, Spec: f.good}
+	eventually(t, "the new NetworkConfig", func() error { return f.client.Create(t.Context(), again.DeepCopy()) })
+	s.backAgain(t, f)
+}
+
+func (s *site) restless(t *testing.T, f *claims) {
+	t.Helper()
+	n := 0
+	for begin := time.Now(); time.Since(begin) < 2*time.Second; n++ {
+		key := base64.StdEncoding.EncodeToString(noise.NewKey().PublicKey().Bytes())
+		must(t, s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) {
+			nc.Spec.EndpointIP = fmt.Sprintf("198.51.100.%d", 1+n%250)
+			nc.Spec.BackendConfig[v1alpha1.ConfigPort] = fmt.Sprint(1024 + n)
+			nc.Spec.BackendConfig[v1alpha1.ConfigPublicKey] = key
+		}))
+	}
+	t.Logf("%d changes", n)
+	s.works(t)
+	s.recovered(t, f)
+	s.backAgain(t, f)
+}
+
+func (s *site) atGatewayOfB(t *testing.T, f *claims) {
+	t.Helper()
+	b := endpointOf(t, s.a, s.b)
+	addr := s.gatewayOfB(t).String()
+	must(t, s.edit(t, f.client, func(nc *v1alpha1.NetworkConfig) { nc.Spec.EndpointIP = addr }))
+	if got := s.verdict(t, f.client); !slices.Contains([]string{v1alpha1.ReasonAnswered, v1alpha1.ReasonEndpoint}, got.Reason) {
+		t.Errorf("%s %s: %s", got.Status, got.Reason, got.Message)
+	}
+	s.works(t)
+	if now := endpointOf(t, s.a, s.b); now.Generation != b.Generation || fmt.Sprint(now.Status.Connection.PeerConfiguration) != fmt.Sprint(b.Status.Connection.PeerConfiguration) {
+		t.Errorf("b was %+v, and is %+v", b, now)
+	}
+	s.recovered(t, f)
+	s.backAgain(t, f)
+}

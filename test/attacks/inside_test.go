@@ -1,0 +1,202 @@
+package attacks
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// asUnprivileged, in the environment, makes this program hold the abstract Unix address that it
+// names until its standard input ends.
+const asUnprivileged = "ATTACKS_HOLD"
+
+// hold is what the program does then.
+func hold(address string) int {
+	l, err := net.Listen("unix", address)
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	defer l.Close()
+	fmt.Println("holds")
+	_, _ = os.Stdin.Read(make([]byte, 1))
+	return 0
+}
+
+const unprivilegedLock = "a lock counts only where its holder is the agent's user; the process is named in a warning"
+
+func lockOfTheAgent(t *testing.T, s *site) {
+	i := s.third()
+	n := s.a.Nodes[i]
+	must(t, s.a.Stop(fleet.Agent(i)))
+	self := filepath.Join(t.TempDir(), "hold") // where another user may read it
+	program, err := os.Executable()
+	must(t, err)
+	text, err := os.ReadFile(program)
+	must(t, err)
+	must(t, os.WriteFile(self, text, 0o755))
+	for dir := filepath.Dir(self); dir != os.TempDir() && dir != "/"; dir = filepath.Dir(dir) {
+		must(t, os.Chmod(dir, 0o755))
+	}
+	cmd := n.Command(t.Context(), self)
+	cmd.Env = append(os.Environ(), asUnprivileged+"="+kernel.RouteAgent.Lock)
+	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
+	in, err := cmd.StdinPipe()
+	must(t, err)
+	out := &quiet{}
+	cmd.Stdout, cmd.Stderr = out, out
+	must(t, cmd.Start())
+	defer func() {
+		in.Close()
+		_ = cmd.Wait()
+		if !s.a.Running(fleet.Agent(i)) {
+			must(t, s.a.Start(t.Context(), fleet.Agent(i)))
+		}
+	}()
+	eventually(t, "a held lock", func() error {
+		if !strings.Contains(out.String(), "holds") {
+			return fmt.Errorf("%w: %s", errNotYet, out)
+		}
+		return nil
+	})
+	if err := s.a.Start(t.Context(), fleet.Agent(i)); err != nil {
+		t.Errorf("the agent does not start: %v", err)
+	}
+}
+
+func twoManagers(t *testing.T, s *site) {
+	holder := func() string {
+		var lease coordinationv1.Lease
+		must(t, s.a.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: "isthmus-manager"}, &lease))
+		return *lease.Spec.HolderIdentity
+	}
+	before := holder()
+	cmd := s.a.Control.Command(t.Context(), isthmus, "manager", "--kubeconfig", filepath.Join(s.Lab.Dir, "kube-a", "isthmus-manager.kubeconfig"),
+		"--namespace", fleet.Namespace, "--pod-cidr", s.a.PodCIDR.String(),
+		"--metrics-address", "", "--health-address", "127.0.0.1:5899")
+	cmd.Env = append(os.Environ(), "POD_NAME=manager-1", "POD_UID=another")
+	out := &quiet{}
+	cmd.Stdout, cmd.Stderr = out, out
+	must(t, cmd.Start())
+	ended := make(chan error, 1)
+	go func() { ended <- cmd.Wait() }()
+	defer func() {
+		_ = cmd.Process.Signal(syscall.SIGTERM)
+		<-ended
+	}()
+	eventually(t, "the second manager", func() error {
+		_, err := s.a.Control.Get(t.Context(), "http://127.0.0.1:5899/healthz")
+		return err
+	})
+	time.Sleep(5 * grace)
+	if after := holder(); after != before || strings.Contains(out.String(), "facts of this cluster") {
+		t.Errorf("%s led, and now %s does:\n%s", before, after, out)
+	}
+}
+
+func nodeInAPeersNetwork(t *testing.T, s *site) {
+	addr := s.seen(t, s.a, s.b, s.podOfB().Addr)
+	k := newTap(t, s.Lab.Underlay, of(netip.MustParsePrefix(addr.String()+"/32")))
+	name := s.a.Nodes[s.third()].Name
+	patch := func(addrs ...string) {
+		t.Helper()
+		var all []string
+		for _, a := range addrs {
+			all = append(all, fmt.Sprintf(`{"type":"InternalIP","address":%q}`, a))
+		}
+		node := &corev1.Node{}
+		node.Name = name
+		body := `{"status":{"addresses":[` + strings.Join(all, ",") + `]}}`
+		must(t, s.a.Client.Status().Patch(t.Context(), node, client.RawPatch(types.MergePatchType, []byte(body))))
+	}
+	own := s.a.Nodes[s.third()].Addr.String()
+	patch(own, addr.String())
+	defer patch(own)
+	eventually(t, "a problem that names the Node", func() error {
+		text, err := s.a.Nodes[s.other].Get(t.Context(), "http://127.0.0.1:5875/status")
+		if err == nil && (!strings.Contains(text, addr.String()) || !strings.Contains(text, name)) {
+			err = fmt.Errorf("%s", text)
+		}
+		return err
+	})
+	for range 5 {
+		if _, err := s.podOfA(s.other).PingWith(t.Context(), addr, lab.PingOptions{Wait: patience}); err != nil {
+			t.Error(err)
+		}
+	}
+	if n := len(k.packets()); n > 0 {
+		t.Errorf("%d packets in the clear", n)
+	}
+}
+
+func podOfAnother(t *testing.T, s *site) {
+	victim := s.podOfA(s.third())
+	thief := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceDefault, Name: "thief"},
+		Spec: corev1.PodSpec{NodeName: s.a.Nodes[s.other].Name, AutomountServiceAccountToken: new(bool),
+			Containers: []corev1.Container{{Name: "main", Image: "none"}}},
+	}
+	must(t, s.a.Client.Create(t.Context(), thief))
+	defer func() { must(t, s.a.Client.Delete(t.Context(), thief, client.GracePeriodSeconds(0))) }()
+	thief.Status = corev1.PodStatus{Phase: corev1.PodRunning, PodIP: victim.Addr.String(), PodIPs: []corev1.PodIP{{IP: victim.Addr.String()}}}
+	must(t, s.a.Client.Status().Update(t.Context(), thief))
+	b := s.seen(t, s.a, s.b, s.podOfB().Addr)
+	k := newTap(t, s.a.Nodes[s.other].Host, func(ip []byte) bool {
+		return netip.AddrFrom4([4]byte(ip[12:16])) == b && netip.AddrFrom4([4]byte(ip[16:20])) == victim.Addr
+	})
+	addr := s.seen(t, s.b, s.a, victim.Addr)
+	time.Sleep(5 * grace)
+	for range tries {
+		_, _ = s.podOfB().PingWith(t.Context(), addr, lab.PingOptions{Wait: grace}) // the thief may keep it
+	}
+	if n := len(k.packets()); n > 0 {
+		t.Errorf("%d packets for %s come to %s", n, victim, s.a.Nodes[s.other])
+	}
+}
+
+func filterDeleted(t *testing.T, s *site) {
+	n := s.a.Nodes[s.third()]
+	list := func() (string, error) {
+		out, err := n.Command(context.Background(), "nft", "-s", "list", "table", "inet", kernel.FilterTable).CombinedOutput()
+		return string(out), err
+	}
+	if _, err := exec.LookPath("nft"); err != nil {
+		t.Skip("needs the command nft: 'make deps' installs it")
+	}
+	before, err := list()
+	must(t, err)
+	for _, command := range []string{"delete table inet " + kernel.FilterTable, "flush chain inet " + kernel.FilterTable + " input",
+		"insert rule inet " + kernel.FilterTable + " forward accept"} {
+		if out, err := n.Command(t.Context(), "nft", command).CombinedOutput(); err != nil {
+			t.Fatalf("%s: %v %s", command, err, out)
+		}
+		eventually(t, "the filter as it was", func() error {
+			now, err := list()
+			if err == nil && !slices.Equal(sorted(now), sorted(before)) {
+				err = fmt.Errorf("%s", now)
+			}
+			return err
+		})
+	}
+}
+
+func sorted(text string) []string { return slices.Sorted(strings.SplitSeq(text, "\n")) }

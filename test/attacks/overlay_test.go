@@ -1,0 +1,228 @@
+package attacks
+
+import (
+	"context"
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// An injection is a packet that claims to be of the overlay, or of a peer.
+type injection struct {
+	from   *lab.Host
+	to     netip.AddrPort
+	source netip.Addr // of the outer packet; zero: the host's own
+	packet func(marker string) []byte
+	victim *victim
+}
+
+func (i injection) send(marker string) error {
+	if !i.source.IsValid() {
+		return sendUDP(i.from, i.to, i.packet(marker))
+	}
+	return sendRaw(i.from, datagram(netip.AddrPortFrom(i.source, 9999), i.to, string(i.packet(marker))))
+}
+
+// run wants that nothing arrives.
+func (i injection) run(t *testing.T) {
+	t.Helper()
+	marker := t.Name()
+	i.victim.stopped(t, marker, func() error { return i.send(marker) })
+}
+
+// third is the node whose pod gets what is injected: neither the gateway's nor the one beside it.
+func (s *site) third() int { return 3 - s.gateway - s.other }
+
+func (s *site) onPod(t *testing.T) (*lab.Pod, *victim) {
+	t.Helper()
+	p := s.podOfA(s.third())
+	return p, listen(t, p.Host, netip.AddrPortFrom(p.Addr, victimPort))
+}
+
+func overlayOf(a netip.Addr) netip.AddrPort { return netip.AddrPortFrom(a, kernel.OverlayPort) }
+
+// inside is a node's own address among its pods.
+func inside(n *lab.Node) netip.Addr { return n.PodCIDR.Addr().Next() }
+
+// asRemote injects a packet from a pod of b to a pod of a, through the overlay to that pod's node.
+func (s *site) asRemote(t *testing.T, from *lab.Host, to func(*lab.Node) netip.Addr) injection {
+	t.Helper()
+	p, v := s.onPod(t)
+	source := s.seen(t, s.a, s.b, s.podOfB().Addr)
+	return injection{from: from, to: overlayOf(to(p.Node)), victim: v,
+		packet: func(m string) []byte { return vxlan(p.Node.Name, source, p.Addr, m) }}
+}
+
+// asPod injects a packet from one of our pods to a pod of b, through the overlay to the gateway.
+func (s *site) asPod(t *testing.T, from *lab.Host, to netip.Addr) injection {
+	t.Helper()
+	p, b := s.podOfA(s.third()), s.podOfB()
+	dst := s.seen(t, s.a, s.b, b.Addr)
+	return injection{from: from, to: overlayOf(to), victim: listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort)),
+		packet: func(m string) []byte { return vxlan(s.a.Nodes[s.gateway].Name, p.Addr, dst, m) }}
+}
+
+func underlay(n *lab.Node) netip.Addr { return n.Addr }
+
+// counterproof wants the packets of asRemote and asPod to arrive from a node that may send them.
+func (s *site) counterproof(t *testing.T) {
+	t.Helper()
+	i := s.asRemote(t, s.a.Nodes[s.gateway].Host, underlay)
+	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
+	i = s.asPod(t, s.a.Nodes[s.third()].Host, s.a.Nodes[s.gateway].Addr)
+	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
+}
+
+// masquerade does to a pod what some CNIs do: what it sends to nodes has its node's address.
+func (s *site) masquerade(t *testing.T, p *lab.Pod) {
+	t.Helper()
+	rules := fmt.Sprintf("table ip cni { chain p { type nat hook postrouting priority 100; ip saddr %v ip daddr 172.30.0.0/16 masquerade; }; }", p.Addr)
+	if out, err := p.Node.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
+		t.Skipf("needs the command nft: 'make deps' installs it: %v %s", err, out)
+	}
+	t.Cleanup(func() {
+		if out, err := p.Node.Command(context.Background(), "nft", "delete table ip cni").CombinedOutput(); err != nil {
+			t.Logf("%v %s", err, out)
+		}
+	})
+}
+
+func overlayChapter() chapter {
+	return chapter{title: "Into the overlay", prepare: func(t *testing.T, s *site) { t.Run("Counterproof", s.counterproof) }, attacks: []attack{
+		{attacker: "a pod of a", attempt: "VXLAN to another node as a pod of b", before: "arrived",
+			now: "nothing that is forwarded goes to the overlay's port",
+			run: func(t *testing.T, s *site) { s.asRemote(t, s.podOfA(s.other).Host, underlay).run(t) }},
+		{attacker: "a pod of a", attempt: "VXLAN to another node as 8.8.8.8", before: "arrived", now: "the same",
+			run: func(t *testing.T, s *site) {
+				i := s.asRemote(t, s.podOfA(s.other).Host, underlay)
+				p := s.podOfA(s.third())
+				i.packet = func(m string) []byte { return vxlan(p.Node.Name, netip.MustParseAddr("8.8.8.8"), p.Addr, m) }
+				i.run(t)
+			}},
+		{attacker: "a pod of a", attempt: "VXLAN to the gateway's node as another pod, to a pod of b", before: "arrived", now: "the same",
+			run: func(t *testing.T, s *site) { s.asPod(t, s.podOfA(s.other).Host, s.a.Nodes[s.gateway].Addr).run(t) }},
+		{attacker: "a pod of a that its CNI masquerades to its node's address", attempt: "VXLAN to another node as a pod of b", before: "arrived",
+			now: "dropped on the sending node, before its source is translated",
+			run: func(t *testing.T, s *site) {
+				p := s.podOfA(s.other)
+				s.masquerade(t, p)
+				s.asRemote(t, p.Host, underlay).run(t)
+			}},
+		{attacker: "a pod of a", attempt: "VXLAN to its own node's address among the pods", before: "arrived",
+			now: "the outer source has to be another node, by the device that leads there",
+			run: func(t *testing.T, s *site) { s.asRemote(t, s.a.Pods[2*s.third()+1].Host, inside).run(t) }},
+		{attacker: "a pod of a", attempt: "the same with the address of another node as the outer source", before: "arrived", now: "the same",
+			run: func(t *testing.T, s *site) {
+				i := s.asRemote(t, s.a.Pods[2*s.third()+1].Host, inside)
+				i.source = s.a.Nodes[s.gateway].Addr
+				i.run(t)
+			}},
+		{attacker: "a host of the underlay", attempt: "VXLAN to a node as a pod of b", before: "arrived", now: "the outer source has to be another node of the cluster",
+			run: func(t *testing.T, s *site) { s.asRemote(t, s.a.Control.Host, underlay).run(t) }},
+		{attacker: "a host of the underlay", attempt: "VXLAN to the gateway's node as a pod of a, to a pod of b", before: "arrived", now: "the same",
+			run: func(t *testing.T, s *site) { s.asPod(t, s.a.Control.Host, s.a.Nodes[s.gateway].Addr).run(t) }},
+		{attacker: "a node of c, with c's own overlay", attempt: "VXLAN to a node of a as a pod of b", now: "the same: it is no node of a",
+			run: func(t *testing.T, s *site) { s.asRemote(t, s.c.Nodes[0].Host, underlay).run(t) }},
+		{attacker: "a pod of c", attempt: "VXLAN through the tunnel to a node's address among the pods", before: "arrived, with answers",
+			now: "no packet from a peer goes to the overlay's port",
+			run: func(t *testing.T, s *site) {
+				s.asRemote(t, s.podOfC().Host, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, inside(n)) }).run(t)
+			}},
+		{attacker: "a pod of c", attempt: "the same to the gateway's node, to a pod of b", before: "arrived", now: "the same",
+			run: func(t *testing.T, s *site) {
+				s.asPod(t, s.podOfC().Host, s.seen(t, s.c, s.a, inside(s.a.Nodes[s.gateway]))).run(t)
+			}},
+		{attacker: "a pod of c", attempt: "a service of a node (kubelet, metrics) at its address among the pods", before: "HTTP 200",
+			now: "to nodes come answers only, and what was mapped", run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.third()]) }},
+		{attacker: "a pod of c", attempt: "the same of the gateway's node", before: "HTTP 200", now: "the same",
+			run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.gateway]) }},
+		{attacker: "a pod of c", attempt: "a NodePort or hostPort at a node's address among the pods, which leads on to pods, nodes and hosts outside, with the node's address",
+			before: "arrived", now: "dropped before the destination is translated", run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.third()]) }},
+		{attacker: "a pod of c", attempt: "the same of the gateway's node", before: "arrived", now: "the same",
+			run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.gateway]) }},
+		{attacker: "a host of the underlay", attempt: "ARP in the overlay: another node's overlay address has the attacker's MAC address",
+			now: "the overlay takes no frame of it, and the neighbours are permanent", run: arpInTheOverlay},
+	}}
+}
+
+func (s *site) serviceOfNode(t *testing.T, n *lab.Node) {
+	t.Helper()
+	at := netip.AddrPortFrom(inside(n), 10250)
+	v := listen(t, n.Host, at)
+	from, to := s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, at.Addr()), at.Port())
+	v.stopped(t, t.Name(), func() error { return sendUDP(from, to, []byte(t.Name())) })
+	v.arrives(t, "from a pod of a", func() error { return sendUDP(podOn(s.a, s.nodeOf(n)).Host, at, []byte("from a pod of a")) })
+}
+
+// nodePort has a node do what kube-proxy does for a Service, of which a node is the backend.
+func (s *site) nodePort(t *testing.T, n *lab.Node) {
+	t.Helper()
+	const port = 30080
+	backend := s.a.Nodes[s.other]
+	rules := fmt.Sprintf("table ip services { chain pre { type nat hook prerouting priority -100; fib daddr type local udp dport %d dnat to %v:%d; }; "+
+		"chain post { type nat hook postrouting priority 100; ip daddr %v udp dport %d masquerade; }; }", port, backend.Addr, victimPort, backend.Addr, victimPort)
+	if out, err := n.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
+		t.Skipf("needs the command nft: 'make deps' installs it: %v %s", err, out)
+	}
+	t.Cleanup(func() {
+		if out, err := n.Command(context.Background(), "nft", "delete table ip services").CombinedOutput(); err != nil {
+			t.Logf("%v %s", err, out)
+		}
+	})
+	v := listen(t, backend.Host, netip.AddrPortFrom(backend.Addr, victimPort))
+	to := netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(n)), port)
+	v.stopped(t, t.Name(), func() error { return sendUDP(s.podOfC().Host, to, []byte(t.Name())) })
+	v.arrives(t, "from a pod of a", func() error {
+		return sendUDP(podOn(s.a, s.nodeOf(n)).Host, netip.AddrPortFrom(inside(n), port), []byte("from a pod of a"))
+	})
+}
+
+func (s *site) nodeOf(n *lab.Node) int {
+	for i := range s.a.Nodes {
+		if s.a.Nodes[i] == n {
+			return i
+		}
+	}
+	return -1
+}
+
+func arpInTheOverlay(t *testing.T, s *site) {
+	n, target := s.a.Nodes[s.third()], s.a.Nodes[s.gateway]
+	addr, mac := fabric.OverlayAddr(target.Addr), fabric.OverlayMAC(target.Name)
+	self := fabric.OverlayAddr(n.Addr)
+	attacker := []byte{0x66, 6, 6, 6, 6, 6}
+	reply := binary.BigEndian.AppendUint16([]byte{0, 1, 8, 0, 6, 4}, 2)
+	reply = append(append(reply, attacker...), addr.AsSlice()...)
+	own := fabric.OverlayMAC(n.Name)
+	reply = append(append(reply, own[:]...), self.AsSlice()...)
+	for range tries {
+		must(t, sendUDP(s.a.Control.Host, overlayOf(n.Addr), overlayFrame(n.Name, unix.ETH_P_ARP, reply)))
+	}
+	must(t, n.Do(func() error {
+		link, err := netlink.LinkByName(kernel.OverlayDevice)
+		if err != nil {
+			return err
+		}
+		neighbours, err := netlink.NeighList(link.Attrs().Index, netlink.FAMILY_V4)
+		if err != nil {
+			return err
+		}
+		for _, e := range neighbours {
+			if e.IP.String() == addr.String() {
+				if string(e.HardwareAddr) != string(mac[:]) {
+					err = fmt.Errorf("%v has %v; want %v", addr, e.HardwareAddr, mac)
+				}
+				return err
+			}
+		}
+		return fmt.Errorf("%v is no neighbour", addr)
+	}))
+}

@@ -1,0 +1,199 @@
+package attacks
+
+import (
+	"bytes"
+	"crypto/rand"
+	"errors"
+	"fmt"
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/test/internal/noise"
+)
+
+const wireGuardPort = 5871
+
+func podChapter() chapter {
+	return chapter{title: "From pods and hosts around", attacks: []attack{
+		{attacker: "a pod of a on the gateway's node", attempt: "packets with the address of a pod of b to a pod of another node", before: "arrived by the overlay",
+			now: "only the gateway sends a peer's source into the overlay",
+			run: func(t *testing.T, s *site) {
+				p, v := s.onPod(t)
+				s.spoof(t, s.podOfA(s.gateway).Host, s.seen(t, s.a, s.b, s.podOfB().Addr), p.Addr, v)
+			}},
+		{attacker: "a pod of a on another node", attempt: "the same", before: "arrived", open: true,
+			now: "where the CNI does not check what pods send: it carries these packets itself, as those with any other pod's address",
+			run: func(t *testing.T, s *site) {
+				p, v := s.onPod(t)
+				s.spoof(t, s.podOfA(s.other).Host, s.seen(t, s.a, s.b, s.podOfB().Addr), p.Addr, v)
+			}},
+		{attacker: "a pod of a", attempt: "packets with the address of another pod of a to a pod of b", before: "arrived", open: true,
+			now: "where the CNI does not check what pods send, as with any other destination",
+			run: func(t *testing.T, s *site) {
+				b := s.podOfB()
+				v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
+				s.spoof(t, s.podOfA(s.other).Host, s.podOfA(s.third()).Addr, s.seen(t, s.a, s.b, b.Addr), v)
+			}},
+		{attacker: "a pod of a", attempt: "what is no WireGuard message, and messages of nobody's session, to its own gateway's port",
+			now: "dropped and counted; a gateway looks at keys, not at who sends", run: garbage},
+		{attacker: "a pod of a, a pod of c", attempt: "the gateway's and the agents' status, which names all peers and flows", now: "listens on the node's loopback address",
+			run: func(t *testing.T, s *site) {
+				for _, port := range []uint16{5873, 5875} {
+					s.refuses(t, s.podOfA(s.other).Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, port))
+					s.refuses(t, s.podOfA(s.gateway).Host, netip.AddrPortFrom(inside(s.a.Nodes[s.gateway]), port))
+					s.refuses(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(s.a.Nodes[s.gateway])), port))
+				}
+			}},
+		{attacker: "a pod of a, a node", attempt: "Liqo's IPAM service on port 6000, to have endpoints mapped", before: "on by default, for everybody",
+			now: "off by default; here on the manager's loopback address",
+			run: func(t *testing.T, s *site) {
+				for _, from := range []*lab.Host{s.podOfA(s.other).Host, s.a.Nodes[s.gateway].Host} {
+					s.refuses(t, from, netip.AddrPortFrom(s.a.Control.Addr, 6000))
+				}
+			}},
+		{attacker: "a host of the underlay", attempt: "recorded messages of b's gateway again, with its address and its own",
+			now: "dropped as replays; b's endpoint stays where it is", run: replays},
+		{attacker: "a host of the underlay", attempt: "messages for the session of b, sealed by nobody", now: "dropped as forged", run: forged},
+		{attacker: "a host of the underlay, a pod with CAP_NET_RAW", attempt: "ICMP \"fragmentation needed\" about the gateway's own messages to b", open: true,
+			now: "the kernel believes it for ten minutes, and the tunnel's MTU sinks to 576 octets; nothing is lost or readable",
+			run: shrinkPath},
+		{attacker: "a caller of the IPAM", attempt: "map a node, a Service, the API server, a metadata service, the IPAM's own host and a pod of b for c",
+			before: "mapped; the kubelet answered", now: "refused, unless --ipam-allow names it", run: mapForbidden},
+	}}
+}
+
+// spoof sends packets with a source of somebody else, and wants none to arrive.
+func (s *site) spoof(t *testing.T, from *lab.Host, src, dst netip.Addr, v *victim) {
+	t.Helper()
+	v.stopped(t, t.Name(), func() error {
+		return sendRaw(from, datagram(netip.AddrPortFrom(src, 9), netip.AddrPortFrom(dst, victimPort), t.Name()))
+	})
+}
+
+// refuses wants no TCP connection.
+func (s *site) refuses(t *testing.T, from *lab.Host, to netip.AddrPort) {
+	t.Helper()
+	ctx, cancel := contextOf(t, grace)
+	defer cancel()
+	if conn, err := from.Dial(ctx, "tcp4", to.String()); err == nil {
+		conn.Close()
+		t.Errorf("%s connects to %v", from, to)
+	}
+}
+
+func garbage(t *testing.T, s *site) {
+	const each = 500
+	to := netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort)
+	from := s.podOfA(s.other).Host
+	kinds := map[string]func() []byte{
+		"tunnel_type":    func() []byte { return []byte("what is no message at all") },
+		"tunnel_session": func() []byte { return append(noise.DataHeader(0x12345678, 7), make([]byte, 64)...) },
+	}
+	for reason, next := range kinds {
+		s.grows(t, each/2, "isthmus_drops_total", fmt.Sprintf("reason=%q", reason), func() { // the kernel may lose some
+			for range each {
+				must(t, sendUDP(from, to, next()))
+			}
+		})
+	}
+}
+
+// gatewayOf returns the address of the node with the active gateway of b.
+func (s *site) gatewayOfB(t *testing.T) netip.Addr {
+	t.Helper()
+	i, err := s.b.ActiveGateway(t.Context())
+	must(t, err)
+	return s.b.Nodes[i].Addr
+}
+
+// recorded returns data messages from b's gateway to a's, as whole packets.
+func (s *site) recorded(t *testing.T, n int) [][]byte {
+	t.Helper()
+	from := s.gatewayOfB(t)
+	k := newTap(t, s.a.Nodes[s.gateway].Host, func(ip []byte) bool {
+		const headers = 20 + 8
+		return ip[9] == unix.IPPROTO_UDP && bytes.Equal(ip[12:16], from.AsSlice()) && len(ip) > headers && len(ip) <= 1500 && ip[headers] == noise.DataType
+	})
+	eventually(t, "messages of b", func() error { // the pings of those who talk
+		if len(k.packets()) < n {
+			return errors.New("not yet")
+		}
+		return nil
+	})
+	return k.packets()
+}
+
+func replays(t *testing.T, s *site) {
+	before := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
+	to := netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort)
+	messages := s.recorded(t, 5)
+	s.grows(t, len(messages), "isthmus_drops_total", `reason="tunnel_replay"`, func() {
+		for _, m := range messages {
+			must(t, sendRaw(s.Lab.Underlay, m))
+			must(t, sendUDP(s.a.Control.Host, to, m[28:]))
+		}
+	})
+	after := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
+	if fmt.Sprint(before) != fmt.Sprint(after) {
+		t.Errorf("the peer was at %v, and is at %v", before, after)
+	}
+}
+
+func shrinkPath(t *testing.T, s *site) {
+	n, b := s.a.Nodes[s.gateway], s.gatewayOfB(t)
+	quoted := datagram(netip.AddrPortFrom(n.Addr, wireGuardPort), netip.AddrPortFrom(b, wireGuardPort), "a message")
+	packet := ipv4(s.a.Control.Addr, n.Addr, unix.IPPROTO_ICMP, header{}, icmp(3, 4, 576, quoted))
+	for range tries {
+		must(t, sendRaw(s.a.Control.Host, packet))
+	}
+	defer func() {
+		if out, err := n.Command(t.Context(), "ip", "route", "flush", "cache").CombinedOutput(); err != nil {
+			t.Errorf("%v %s", err, out)
+		}
+	}()
+	time.Sleep(grace)
+	must(t, n.Do(func() error {
+		routes, err := netlink.RouteGet(b.AsSlice())
+		if err == nil && routes[0].MTU != 0 {
+			err = fmt.Errorf("the kernel takes %v octets for the MTU to b", routes[0].MTU)
+		}
+		return err
+	}))
+}
+
+func forged(t *testing.T, s *site) {
+	m := bytes.Clone(s.recorded(t, 1)[0])
+	m[28+8+5] = 1 // a counter that is far ahead
+	rand.Read(m[28+noise.HeaderLen:])
+	s.grows(t, tries, "isthmus_drops_total", `reason="tunnel_forged"`, func() {
+		for range tries {
+			must(t, sendUDP(s.a.Control.Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort), m[28:]))
+		}
+	})
+}
+
+func mapForbidden(t *testing.T, s *site) {
+	for what, addr := range map[string]netip.Addr{
+		"a node":             s.a.Nodes[0].Addr,
+		"the API server":     s.a.Control.Addr,
+		"a Service":          netip.MustParseAddr("10.96.0.1"),
+		"a metadata service": netip.MustParseAddr("169.254.169.254"),
+		"Alibaba's":          netip.MustParseAddr("100.100.100.200"),
+		"loopback":           netip.MustParseAddr("127.0.0.1"),
+		"everybody":          netip.MustParseAddr("255.255.255.255"),
+		"a pod of b":         s.seen(t, s.a, s.b, s.podOfB().Addr),
+	} {
+		if got, err := s.a.MapEndpoint(t.Context(), addr, s.c); err == nil {
+			t.Errorf("%s, %v, is mapped to %v", what, addr, got)
+		}
+	}
+	if _, err := s.a.MapEndpoint(t.Context(), s.a.OnPrem.Addr, s.b); err != nil {
+		t.Errorf("what may be mapped: %v", err)
+	}
+	time.Sleep(grace)
+}

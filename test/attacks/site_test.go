@@ -1,0 +1,271 @@
+package attacks
+
+import (
+	"context"
+	"fmt"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	api "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+const pingInterval = 100 * time.Millisecond
+
+// A site is the fleet under attack.
+type site struct {
+	*fleet.Fleet
+	a, b, c *fleet.Cluster
+	gateway int                // node of a with the active gateway, from 0
+	other   int                // one without
+	undo    []func(*testing.T) // at the end of the chapter, the last first
+	talks   []*talk
+	rogue   *rogue             // of the chapter in which c's gateway is the attacker's
+	restore []func(*testing.T) // at the end of a row that changes an identity Secret
+
+	identityOfC client.Client // at a, of the chapter in which it ends
+}
+
+func newSite(t *testing.T) *site {
+	t.Helper()
+	if err := lab.Available(); err != nil {
+		t.Skip(err)
+	}
+	spec := func(podCIDR string, nodes int) lab.ClusterSpec {
+		return lab.ClusterSpec{PodCIDR: netip.MustParsePrefix(podCIDR), Nodes: nodes}
+	}
+	f, err := fleet.Up(t.Context(), fleet.Options{Binary: isthmus, Kube: kube, Spec: lab.Spec{Name: lab.UniqueName("attacks"), Clusters: []lab.ClusterSpec{
+		spec("10.244.0.0/16", 3), spec("10.244.128.0/18", 2), spec("172.20.0.0/22", 2),
+	}}})
+	must(t, err)
+	t.Cleanup(func() {
+		if t.Failed() {
+			for _, c := range f.Clusters {
+				for _, name := range c.Components() {
+					t.Logf("the end of the log of %s of cluster %s:\n%s", name, c, c.Tail(name, 10))
+				}
+			}
+		}
+		if err := f.Down(); err != nil {
+			t.Error(err)
+		}
+	})
+	must(t, f.Lab.ServeHosts())
+	s := &site{Fleet: f, a: f.Clusters[0], b: f.Clusters[1], c: f.Clusters[2]}
+	for _, pair := range [][2]*fleet.Cluster{{s.a, s.b}, {s.a, s.c}, {s.b, s.c}} {
+		s.isthmus(t, "peer", "--context", pair[0].Name, "--remote-context", pair[1].Name)
+	}
+	s.gateway, err = s.a.ActiveGateway(t.Context())
+	must(t, err)
+	s.other = (s.gateway + 1) % len(s.a.Nodes)
+	s.works(t)
+	s.talk(t, s.podOfA(s.other), s.a, s.podOfB(), s.b)
+	s.talk(t, s.podOfB(), s.b, s.podOfA(s.gateway), s.a)
+	return s
+}
+
+// isthmus runs the program as an administrator does, and returns what it prints.
+func (s *site) isthmus(t *testing.T, args ...string) string {
+	t.Helper()
+	out, err := s.Isthmus(t.Context(), args...)
+	if err != nil {
+		t.Fatalf("isthmus %v: %v\n%s", args, err, out)
+	}
+	return out
+}
+
+// after does something at the end of the chapter.
+func (s *site) after(do func(*testing.T)) { s.undo = append(s.undo, do) }
+
+func podOn(c *fleet.Cluster, node int) *lab.Pod { return c.Pods[node*len(c.Pods)/len(c.Nodes)] }
+
+// podOfA is the first pod of a node of a; podOfB and podOfC are on the clusters' last nodes.
+func (s *site) podOfA(node int) *lab.Pod { return podOn(s.a, node) }
+func (s *site) podOfB() *lab.Pod         { return s.b.Pods[len(s.b.Pods)-1] }
+func (s *site) podOfC() *lab.Pod         { return s.c.Pods[len(s.c.Pods)-1] }
+
+// seen is the address under which a cluster reaches an address of another one's pods.
+func (s *site) seen(t *testing.T, at, of *fleet.Cluster, addr netip.Addr) (seen netip.Addr) {
+	t.Helper()
+	eventually(t, "networks agreed upon", func() (err error) {
+		seen, err = at.Seen(t.Context(), of, addr)
+		return err
+	})
+	return seen
+}
+
+// works wants traffic between honest clusters.
+func (s *site) works(t *testing.T) {
+	t.Helper()
+	for _, way := range [][2]*fleet.Cluster{{s.a, s.b}, {s.b, s.a}} {
+		from, to := way[0].Pods[len(way[0].Pods)-1], podOn(way[1], 0)
+		addr, caller := s.seen(t, way[0], way[1], to.Addr), s.seen(t, way[1], way[0], from.Addr)
+		eventually(t, fmt.Sprintf("%s -> %s", from, to), func() error {
+			ctx, cancel := context.WithTimeout(t.Context(), 5*time.Second)
+			defer cancel()
+			got, err := from.Get(ctx, fmt.Sprintf("http://%v/", addr))
+			if want := fmt.Sprintf("%s sees %v\n", to, caller); err == nil && got != want {
+				err = fmt.Errorf("%q; want %q", got, want)
+			}
+			return err
+		})
+	}
+}
+
+// A talk is pings from one pod to another as long as the attacks last.
+type talk struct {
+	name         string
+	stop, giveUp context.CancelFunc
+	group        sync.WaitGroup
+
+	mu    sync.Mutex
+	sent  int
+	lost  []time.Time
+	begun time.Time
+}
+
+func (s *site) talk(t *testing.T, from *lab.Pod, at *fleet.Cluster, to *lab.Pod, of *fleet.Cluster) {
+	t.Helper()
+	ctx, stop := context.WithCancel(t.Context())
+	pings, giveUp := context.WithCancel(t.Context())
+	addr := s.seen(t, at, of, to.Addr)
+	k := &talk{name: fmt.Sprintf("%s -> %s", from, to), stop: stop, giveUp: giveUp, begun: time.Now()}
+	s.talks = append(s.talks, k)
+	t.Cleanup(func() { stop(); giveUp(); k.group.Wait() })
+	k.group.Go(func() {
+		tick := time.NewTicker(pingInterval)
+		defer tick.Stop()
+		for ctx.Err() == nil {
+			k.group.Go(func() {
+				at := time.Now()
+				_, err := from.PingWith(pings, addr, lab.PingOptions{Wait: patience})
+				k.mu.Lock()
+				defer k.mu.Unlock()
+				if k.sent++; err != nil {
+					k.lost = append(k.lost, at)
+				}
+			})
+			select {
+			case <-ctx.Done():
+			case <-tick.C:
+			}
+		}
+	})
+}
+
+// endWithoutLoss ends the talks. Answers may be late: that is the machine's other work.
+func (s *site) endWithoutLoss(t *testing.T) {
+	t.Helper()
+	for _, k := range s.talks {
+		k.stop()
+	}
+	for _, k := range s.talks {
+		defer time.AfterFunc(patience, k.giveUp).Stop()
+		k.group.Wait()
+		t.Logf("%s: %d of %d pings lost", k.name, len(k.lost), k.sent)
+		for _, at := range k.lost {
+			t.Errorf("%s: the ping of %s, %.1f s after the first, was lost", k.name, at.Format(time.TimeOnly), at.Sub(k.begun).Seconds())
+		}
+	}
+}
+
+// identity is who a cluster is.
+func identity(c *fleet.Cluster) v1alpha1.ClusterIdentity {
+	return v1alpha1.ClusterIdentity{ClusterID: c.ID, ClusterName: c.Name}
+}
+
+// tenant is the namespace of a cluster for another one.
+func tenant(of *fleet.Cluster) string { return identity(of).TenantNamespace() }
+
+// as is who a cluster is at another one's API server. Its connections begin at the other's control
+// plane, since pods and test processes have no way there.
+func as(t *testing.T, who, at *fleet.Cluster) *rest.Config {
+	t.Helper()
+	var secret corev1.Secret
+	must(t, who.Client.Get(t.Context(), client.ObjectKey{Namespace: tenant(at), Name: api.DefaultIdentitySecret}, &secret))
+	config, err := clientcmd.RESTConfigFromKubeConfig(secret.Data[api.SecretKubeconfig])
+	must(t, err)
+	config.Dial, config.QPS = who.Control.Dial, -1
+	return config
+}
+
+func clientFor(t *testing.T, config *rest.Config, like client.Client) client.Client {
+	t.Helper()
+	c, err := client.New(config, client.Options{Scheme: like.Scheme(), Mapper: like.RESTMapper()})
+	must(t, err)
+	return c
+}
+
+// endpointOf is a cluster's TunnelEndpoint for another one.
+func endpointOf(t *testing.T, at, of *fleet.Cluster) *v1alpha1.TunnelEndpoint {
+	t.Helper()
+	var list v1alpha1.TunnelEndpointList
+	must(t, at.Client.List(t.Context(), &list, client.MatchingLabels{v1alpha1.LabelClusterID: of.ID}))
+	if len(list.Items) != 1 {
+		t.Fatalf("%s has %d TunnelEndpoints for %s; want one", at, len(list.Items), of)
+	}
+	return &list.Items[0]
+}
+
+// keysOf are the WireGuard keys of a cluster's gateways, private and public, in base64.
+func keysOf(t *testing.T, c *fleet.Cluster) (private, public string) {
+	t.Helper()
+	var secret corev1.Secret
+	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: "wireguard-pubkey"}, &secret))
+	return string(secret.Data["privateKey"]), string(secret.Data["publicKey"])
+}
+
+// metric is the sum of the series of a metric of a's active gateway.
+func (s *site) metric(t *testing.T, name string, labels ...string) float64 {
+	t.Helper()
+	n, err := s.a.Metric(t.Context(), name, labels...)
+	must(t, err)
+	return n
+}
+
+// grows wants a metric of a's gateway to grow by n through do.
+func (s *site) grows(t *testing.T, n int, name, label string, do func()) {
+	t.Helper()
+	before := s.metric(t, name, label)
+	do()
+	eventually(t, fmt.Sprintf("%d more of %s{%s}", n, name, label), func() error {
+		if more := s.metric(t, name, label) - before; more < float64(n) {
+			return fmt.Errorf("%v more", more)
+		}
+		return nil
+	})
+}
+
+// eventually waits until f returns nil.
+func eventually(t *testing.T, what string, f func() error) {
+	t.Helper()
+	err := f()
+	for deadline := time.Now().Add(patience); err != nil; err = f() {
+		if time.Now().After(deadline) {
+			t.Fatalf("%s did not come within %v: %v", what, patience, err)
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
+
+// must ends the test on an error.
+func must(t *testing.T, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+func contextOf(t *testing.T, d time.Duration) (context.Context, context.CancelFunc) {
+	t.Helper()
+	return context.WithTimeout(t.Context(), d)
+}

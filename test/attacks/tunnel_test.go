@@ -1,0 +1,309 @@
+package attacks
+
+import (
+	"crypto/ecdh"
+	"encoding/base64"
+	"encoding/binary"
+	"fmt"
+	"net"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/test/internal/noise"
+)
+
+// A rogue is c's gateway in the attacker's hands: it has its key and its address, and sends a what
+// it likes.
+type rogue struct {
+	socket  net.Conn
+	session *noise.Session
+	pod     netip.Addr // one of c's as a sees it
+}
+
+// becomeGateway stops c's gateways and takes their place.
+func (s *site) becomeGateway(t *testing.T) {
+	t.Helper()
+	active, err := s.c.ActiveGateway(t.Context())
+	must(t, err)
+	for _, i := range []int{1 - active, active} {
+		must(t, s.c.Kill(fleet.Gateway(i)))
+	}
+	private, _ := keysOf(t, s.c)
+	_, public := keysOf(t, s.a)
+	raw, err := base64.StdEncoding.DecodeString(private)
+	must(t, err)
+	own, err := ecdh.X25519().NewPrivateKey(raw)
+	must(t, err)
+	raw, err = base64.StdEncoding.DecodeString(public)
+	must(t, err)
+	peer, err := ecdh.X25519().NewPublicKey(raw)
+	must(t, err)
+	r := &rogue{pod: s.seen(t, s.a, s.c, s.podOfC().Addr)}
+	n := s.c.Nodes[active]
+	must(t, n.Do(func() (err error) {
+		d := net.Dialer{LocalAddr: net.UDPAddrFromAddrPort(netip.AddrPortFrom(n.Addr, wireGuardPort))}
+		r.socket, err = d.DialContext(t.Context(), "udp4", netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort).String())
+		return err
+	}))
+	r.session, err = noise.Connect(r.socket, own, peer)
+	must(t, err)
+	s.rogue = r
+	s.after(func(t *testing.T) {
+		r.socket.Close()
+		for i := range 2 {
+			if err := s.c.Start(t.Context(), fleet.Gateway(i)); err != nil {
+				t.Error(err)
+			}
+		}
+		for _, pair := range [][2]*fleet.Cluster{{s.a, s.c}, {s.c, s.a}, {s.b, s.c}, {s.c, s.b}} {
+			if err := pair[0].WaitReady(t.Context(), pair[1], patience); err != nil {
+				t.Error(err)
+			}
+		}
+	})
+}
+
+func (r *rogue) send(packets ...[]byte) error {
+	for _, p := range packets {
+		if _, err := r.socket.Write(r.session.Seal(p)); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// dropped wants a's gateway to count all packets under a reason.
+func (s *site) dropped(t *testing.T, reason string, packets ...[]byte) {
+	t.Helper()
+	s.grows(t, len(packets), "isthmus_drops_total", fmt.Sprintf("reason=%q", reason), func() { must(t, s.rogue.send(packets...)) })
+}
+
+func (s *site) toPod(t *testing.T) (netip.AddrPort, *victim) {
+	t.Helper()
+	p, v := s.onPod(t)
+	return netip.AddrPortFrom(s.seen(t, s.c, s.a, p.Addr), victimPort), v
+}
+
+func from(a netip.Addr) netip.AddrPort { return netip.AddrPortFrom(a, 9) }
+
+func tunnelChapter() chapter {
+	return chapter{title: "Through the tunnel, by a peer's gateway that is the attacker's", prepare: func(t *testing.T, s *site) {
+		s.becomeGateway(t)
+		t.Run("Counterproof", func(t *testing.T) {
+			to, v := s.toPod(t)
+			v.arrives(t, "of c", func() error { return s.rogue.send(datagram(from(s.rogue.pod), to, "of c")) })
+		})
+	}, attacks: []attack{
+		{attacker: "c's gateway", attempt: "packets to a pod with sources of b's pods, of a's own pods and nodes, and of nobody",
+			now: "dropped: the source has to be of the peer whose key opened the message", run: spoofedSources},
+		{attacker: "c's gateway", attempt: "packets to b through a", now: "dropped: a destination is a pod of a, or mapped", run: func(t *testing.T, s *site) {
+			b := s.podOfB()
+			v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
+			dst := s.seen(t, s.a, s.b, b.Addr)
+			s.dropped(t, "destination", datagram(from(s.rogue.pod), netip.AddrPortFrom(dst, victimPort), t.Name()))
+			v.stopped(t, t.Name(), func() error { return nil })
+		}},
+		{attacker: "c's gateway", attempt: "packets to nodes, Services, loopback, link-local, metadata, broadcast, multicast and overlay addresses of a",
+			now: "the same", run: forbiddenDestinations},
+		{attacker: "c's gateway", attempt: "what was mapped for b", now: "dropped: mappings are for the peer that they were made for", run: mappedForAnother},
+		{attacker: "c's gateway", attempt: "packets for addresses of a's PodCIDR that no node has", before: "left by the default route, in the clear, with c's source",
+			now: "refused on the gateway's node", run: unallocated},
+		{attacker: "c's gateway", attempt: "ICMP errors and redirects about a flow between a and b: shrink its MTU, cut it, lead it elsewhere",
+			now: "dropped: an error quotes a packet that the peer was sent", run: foreignErrors},
+		{attacker: "c's gateway", attempt: "VXLAN to a node in fragments, the port in the first alone; a second first fragment; overlapping ones",
+			now: "what is whole is judged, and what overlaps is dropped", run: fragments},
+		{attacker: "c's gateway", attempt: "a source route (IP option) by a node to the server behind it", now: "arrives nowhere", run: sourceRoute},
+		{attacker: "c's gateway", attempt: "answers of the connection check in b's name, and about clusters that are none", now: "rejected; b stays Connected",
+			run: forgedCheck},
+		{attacker: "c's gateway", attempt: "sealed messages with a's API server as their sender, so that a's gateway sends there what is for c (roaming)", open: true,
+			now: "a gateway answers where it heard its peer last, as WireGuard does; where a peer may say that it is, is judged in claims alone",
+			run: roam},
+		{attacker: "c's gateway", attempt: "a service of a node (kubelet, metrics), with a source port that looks like an answer's", before: "HTTP 200",
+			now: "answers belong to a flow that the node began", run: func(t *testing.T, s *site) {
+				for _, i := range []int{s.gateway, s.third()} {
+					n := s.a.Nodes[i]
+					v := listen(t, n.Host, netip.AddrPortFrom(inside(n), 10250))
+					to := netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(n)), 10250)
+					v.stopped(t, t.Name(), func() error {
+						return s.rogue.send(datagram(netip.AddrPortFrom(s.rogue.pod, 53), to, t.Name()))
+					})
+				}
+			}},
+	}}
+}
+
+func spoofedSources(t *testing.T, s *site) {
+	to, v := s.toPod(t)
+	var packets [][]byte
+	for _, src := range []netip.Addr{
+		s.seen(t, s.a, s.b, s.podOfB().Addr), s.podOfA(s.other).Addr, s.a.Nodes[s.other].Addr, netip.MustParseAddr("10.96.0.1"),
+		netip.MustParseAddr("8.8.8.8"), netip.MustParseAddr("127.0.0.1"), netip.MustParseAddr("169.254.0.1"), netip.IPv4Unspecified(),
+		netip.MustParseAddr("224.0.0.1"), netip.MustParseAddr("255.255.255.255"),
+	} {
+		packets = append(packets, datagram(from(src), to, t.Name()))
+	}
+	s.grows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
+	v.stopped(t, t.Name(), func() error { return nil })
+}
+
+func forbiddenDestinations(t *testing.T, s *site) {
+	n := s.a.Nodes[s.gateway]
+	v := listen(t, n.Host, netip.AddrPortFrom(netip.IPv4Unspecified(), victimPort))
+	var packets [][]byte
+	for _, dst := range []netip.Addr{
+		n.Addr, s.a.Nodes[s.other].Addr, s.a.Control.Addr, s.a.OnPrem.Addr, netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("127.0.0.1"),
+		netip.MustParseAddr("169.254.169.254"), netip.MustParseAddr("169.254.100.2"), netip.MustParseAddr("255.255.255.255"),
+		netip.MustParseAddr("224.0.0.1"), netip.MustParseAddr("240.30.1.11"), netip.MustParseAddr("8.8.8.8"),
+	} {
+		packets = append(packets, datagram(from(s.rogue.pod), netip.AddrPortFrom(dst, victimPort), t.Name()))
+	}
+	s.grows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
+	v.stopped(t, t.Name(), func() error { return nil })
+}
+
+// external is the network by which a cluster sees the ExternalCIDR of another one.
+func external(t *testing.T, at, of *fleet.Cluster) netip.Prefix {
+	t.Helper()
+	p, err := at.Peering(t.Context(), of)
+	must(t, err)
+	return netip.MustParsePrefix(p.Status.Remote.ExternalCIDRSeen)
+}
+
+func mappedForAnother(t *testing.T, s *site) {
+	var addr netip.Addr
+	eventually(t, "an address for b", func() (err error) {
+		addr, err = s.a.MapEndpoint(t.Context(), s.a.OnPrem.Addr, s.b)
+		return err
+	})
+	v := listen(t, s.a.OnPrem.Host, netip.AddrPortFrom(s.a.OnPrem.Addr, victimPort))
+	dst := lab.Move(addr, external(t, s.b, s.a), external(t, s.c, s.a))
+	s.dropped(t, "no_mapping", datagram(from(s.rogue.pod), netip.AddrPortFrom(dst, victimPort), t.Name()))
+	v.stopped(t, t.Name(), func() error { return nil })
+}
+
+func unallocated(t *testing.T, s *site) {
+	nobody := netip.MustParseAddr("10.244.200.9") // the nodes have 10.244.0.0/24 and the next two
+	k := newTap(t, s.Lab.Underlay, func(ip []byte) bool { return netip.AddrFrom4([4]byte(ip[16:20])) == nobody })
+	must(t, s.rogue.send(datagram(from(s.rogue.pod), netip.AddrPortFrom(s.seen(t, s.c, s.a, nobody), victimPort), t.Name())))
+	to, v := s.toPod(t)
+	v.arrives(t, "after it", func() error { return s.rogue.send(datagram(from(s.rogue.pod), to, "after it")) })
+	time.Sleep(grace)
+	if n := len(k.packets()); n > 0 {
+		t.Errorf("%d packets on the underlay: %x", n, k.packets()[0])
+	}
+}
+
+func foreignErrors(t *testing.T, s *site) {
+	pod := s.podOfA(s.third())
+	b := s.seen(t, s.a, s.b, s.podOfB().Addr)
+	dst := s.seen(t, s.c, s.a, pod.Addr)
+	v := listenOn(t, pod.Host, "ip4:icmp", pod.Addr.String())
+	var packets [][]byte
+	const marker = "quoted by c"
+	for _, e := range []struct {
+		kind, code byte
+		rest       uint32
+	}{{3, 4, 576}, {3, 3, 0}, {3, 1, 0}, {5, 1, binary.BigEndian.Uint32(s.rogue.pod.AsSlice())}, {11, 0, 0}} {
+		for _, src := range []netip.Addr{pod.Addr, dst} { // as a sees its pod, and as c does
+			quoted := datagram(netip.AddrPortFrom(src, 40000), netip.AddrPortFrom(b, 80), marker)
+			packets = append(packets, ipv4(s.rogue.pod, dst, unix.IPPROTO_ICMP, header{}, icmp(e.kind, e.code, e.rest, quoted)))
+		}
+	}
+	s.grows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
+	v.stopped(t, marker, func() error { return nil })
+	must(t, pod.Do(func() error {
+		routes, err := netlink.RouteGet(b.AsSlice())
+		if err == nil && (len(routes) != 1 || routes[0].MTU != 0 || routes[0].Gw.String() != inside(pod.Node).String()) {
+			err = fmt.Errorf("the pod's route to b is %v", routes)
+		}
+		return err
+	}))
+}
+
+func fragments(t *testing.T, s *site) {
+	const more = 0x2000
+	i := s.asRemote(t, nil, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, inside(n)) })
+	marker := t.Name()[:20] // in the second half of the frame
+	whole := udp(9, i.to.Port(), i.packet(marker))
+	const cut = 64 // octets, of VXLAN, Ethernet and IP
+	id := uint16(77)
+	fragment := func(offset int, flags uint16, b []byte) []byte {
+		return ipv4(s.rogue.pod, i.to.Addr(), unix.IPPROTO_UDP, header{id: id, fragment: flags | uint16(offset/8)}, b)
+	}
+	harmless := udp(9, victimPort, i.packet(marker))
+	i.victim.stopped(t, marker, func() error { // cut in two
+		id++
+		return s.rogue.send(fragment(0, more, whole[:cut]), fragment(cut, 0, whole[cut:]))
+	})
+	i.victim.stopped(t, marker, func() error { // a harmless first one before the true one
+		id++
+		return s.rogue.send(fragment(0, more, harmless[:cut]), fragment(0, more, whole[:cut]), fragment(cut, 0, whole[cut:]))
+	})
+	// What overlaps, to a pod: no mixture arrives.
+	to, v := s.toPodBeside(t)
+	first, second := udp(9, to.Port(), []byte("the first, into which another one is put, octet by octet")), []byte("mixed in by the second...")
+	fragment = func(offset int, flags uint16, b []byte) []byte {
+		return ipv4(s.rogue.pod, to.Addr(), unix.IPPROTO_UDP, header{id: id, fragment: flags | uint16(offset/8)}, b)
+	}
+	v.stopped(t, "mixed in", func() error {
+		id++
+		return s.rogue.send(fragment(0, more, first[:48]), fragment(24, more, second[:24]), fragment(48, 0, first[48:]))
+	})
+}
+
+// toPodBeside is toPod on another port, while the pod's first one is in use.
+func (s *site) toPodBeside(t *testing.T) (netip.AddrPort, *victim) {
+	t.Helper()
+	p := s.podOfA(s.third())
+	return netip.AddrPortFrom(s.seen(t, s.c, s.a, p.Addr), victimPort+1), listen(t, p.Host, netip.AddrPortFrom(p.Addr, victimPort+1))
+}
+
+func roam(t *testing.T, s *site) {
+	victim := netip.AddrPortFrom(s.a.Control.Addr, 6443)
+	gateway := netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort)
+	to, _ := s.toPod(t)
+	for range tries {
+		m := s.rogue.session.Seal(datagram(from(s.rogue.pod), to, "roams"))
+		must(t, sendRaw(s.c.Nodes[0].Host, datagram(victim, gateway, string(m))))
+	}
+	time.Sleep(grace)
+	text, err := s.a.Nodes[s.gateway].Get(t.Context(), "http://127.0.0.1:5873/status")
+	must(t, err)
+	if strings.Contains(text, victim.String()) {
+		t.Errorf("a's gateway sends to %v", victim)
+	}
+}
+
+func sourceRoute(t *testing.T, s *site) {
+	v := listen(t, s.a.OnPrem.Host, netip.AddrPortFrom(s.a.OnPrem.Addr, victimPort))
+	for _, kind := range []byte{131, 137} { // loose, strict
+		options := append([]byte{kind, 7, 4}, s.a.OnPrem.Addr.AsSlice()...)
+		packet := func() []byte {
+			return ipv4(s.rogue.pod, s.seen(t, s.c, s.a, inside(s.a.Nodes[0])), unix.IPPROTO_UDP, header{options: append(options, 0)}, udp(9, victimPort, []byte(t.Name())))
+		}
+		v.stopped(t, t.Name(), func() error { return s.rogue.send(packet()) })
+	}
+}
+
+func forgedCheck(t *testing.T, s *site) {
+	to := netip.AddrPortFrom(external(t, s.c, s.a).Addr().Next(), 12345)
+	src := netip.AddrPortFrom(s.rogue.pod, 12345)
+	message := func(id, kind string) []byte {
+		text := fmt.Sprintf(`{"clusterID":%q,"msgType":%q,"timeStamp":%q}`, id, kind, time.Now().UTC().Format(time.RFC3339Nano))
+		return datagram(src, to, text)
+	}
+	s.grows(t, 1, "isthmus_probe_rejected_total", `reason="source"`, func() { must(t, s.rogue.send(message(s.b.ID, "PONG"))) })
+	s.grows(t, 1, "isthmus_probe_rejected_total", `reason="unknown_peer"`, func() { must(t, s.rogue.send(message("nobody", "PONG"))) })
+	s.grows(t, 1, "isthmus_probe_rejected_total", `reason="type"`, func() { must(t, s.rogue.send(message(s.b.ID, "QUIT"))) })
+	if got := endpointOf(t, s.a, s.b).Status.Connection.Status; got != v1alpha1.Connected {
+		t.Errorf("b is %s", got)
+	}
+}
