@@ -185,9 +185,11 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 		d.addOverlay(own, in.UnderlayMTU)
 	}
 	d.addFilter(in.Tunnels)
-	if own, here := d.addTunnels(in.Tunnels); here {
+	own, here := d.addTunnels(in.Tunnels)
+	if len(here) > 0 {
 		d.addPods(in.Pods, own)
 	}
+	d.guard(here)
 	d.sort()
 	return d.node, SortProblems(d.problems)
 }
@@ -325,9 +327,9 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel) {
 	d.node.Filters = []kernel.Filter{kernel.FilterFor(nodes, d.refused, own)}
 }
 
-// addTunnels adds rules and routes for the remote networks; here says that a gateway is on our
-// node, and own are the PodCIDRs of our cluster, by what its tunnels say.
-func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own []netip.Prefix, here bool) {
+// addTunnels adds rules and routes for the remote networks; here are those of which the gateway is
+// on our node, and own are the PodCIDRs of our cluster, by what their tunnels say.
+func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 	peers := make([]Peer, len(tunnels))
 	gateways := make(map[Origin]netip.Addr, len(tunnels))
 	for i, t := range tunnels {
@@ -359,9 +361,9 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own []netip.Prefix, here bo
 			d.problem(p.Origin, "status.gatewayIP", "%v is no node's InternalIP; want that of the node with the active gateway", gateway)
 		}
 		if known && where.Name == d.self.Name {
-			here = true
 			own = append(own, p.Local.Pod)
 			for _, prefix := range p.AllowedIPs {
+				here = append(here, prefix)
 				d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, From: prefix, Table: kernel.NodeTable})
 			}
 			continue
@@ -376,6 +378,31 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own []netip.Prefix, here bo
 		}
 	}
 	return own, here
+}
+
+// guard refuses what comes out of a gateway on our node for a peer of which we do not know yet that
+// its gateway is here: it delivers from its TunnelEndpoint on, and says where it is a moment later.
+// Without the rules of addTunnels its packets would go to other nodes by the CNI's routes, in the
+// clear. While no gateway is known to be here, one rule for each family does it for all peers.
+func (d *nodeDecision) guard(here []netip.Prefix) {
+	var families [2]bool
+	for _, p := range d.refused {
+		six := p.Addr().Is6()
+		if i := p.Addr().BitLen() / 128; !families[i] {
+			families[i] = true
+			everything := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+			if six {
+				everything = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
+			}
+			d.route(kernel.Route{Prefix: everything, Type: kernel.Unreachable, Table: kernel.GuardTable, Metric: kernel.UnreachableMetric})
+			if len(here) == 0 {
+				d.rule(kernel.Rule{V6: six, Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, Table: kernel.GuardTable})
+			}
+		}
+		if len(here) > 0 && !slices.Contains(here, p) {
+			d.rule(kernel.Rule{V6: six, Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, From: p, Table: kernel.GuardTable})
+		}
+	}
 }
 
 // carries says whether the overlay can carry the networks of a peer.

@@ -1,6 +1,7 @@
 package fabric
 
 import (
+	"fmt"
 	"math/rand/v2"
 	"net/netip"
 	"reflect"
@@ -67,6 +68,7 @@ ip route replace 10.244.96.1/32 via 240.30.1.12 dev isthmus.vxlan onlink table 4
 ip route replace throw 10.244.99.1/32 table 4201 proto 72
 ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
+ip route replace unreachable 0.0.0.0/0 table 4203 metric 420000 proto 72
 ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
 ip rule add priority 4199 from 10.246.0.0/16 lookup 4201 protocol 72
 ip rule add priority 4199 from 10.247.0.0/16 lookup 4201 protocol 72
@@ -86,9 +88,11 @@ ip route replace 10.247.0.0/16 via 240.30.1.11 dev isthmus.vxlan onlink table 42
 ip route replace unreachable 10.247.0.0/16 table 4201 metric 420000 proto 72
 ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
+ip route replace unreachable 0.0.0.0/0 table 4203 metric 420000 proto 72
 ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
 ip rule add priority 4199 to 10.246.0.0/16 lookup 4201 protocol 72
 ip rule add priority 4199 to 10.247.0.0/16 lookup 4201 protocol 72
+ip rule add priority 4201 iif isthmus.host lookup 4203 protocol 72
 ip rule add priority 4202 lookup 4202 protocol 72
 `
 	if got := n.String(); !strings.HasSuffix(got, "proto 72\n"+want) {
@@ -104,11 +108,43 @@ func TestNodeOnlyRefusesTheNetworksOfAPeerBeforeThereIsAGateway(t *testing.T) {
 	n.Filters = nil
 	const want = overlayOnN1 + `ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
+ip route replace unreachable 0.0.0.0/0 table 4203 metric 420000 proto 72
 ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
+ip rule add priority 4201 iif isthmus.host lookup 4203 protocol 72
 ip rule add priority 4202 lookup 4202 protocol 72
 `
 	if got := n.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// A gateway delivers what comes from a peer before the agent has heard that it is here.
+func TestNodeRefusesWhatAGatewayDeliversThatItDoesNotKnowOf(t *testing.T) {
+	guards := func(in NodeIntent) (all []string) {
+		n, _ := NodeFor(in)
+		for _, r := range n.Rules {
+			if r.Table == kernel.GuardTable {
+				if r.Iif != kernel.VethHost || r.Priority <= kernel.NodeRulePriority {
+					t.Errorf("%+v", r)
+				}
+				all = append(all, fmt.Sprint(r.V6, " ", r.From))
+			}
+		}
+		if !slices.ContainsFunc(n.Routes, func(r kernel.Route) bool {
+			return r.Table == kernel.GuardTable && r.Prefix.Bits() == 0 && r.Type == kernel.Unreachable
+		}) {
+			t.Error("nothing is refused by the table")
+		}
+		return all
+	}
+	in := nodeIntent(t, "n1") // where the gateway is
+	in.Granted = []netip.Prefix{pfx("10.80.0.0/20"), pfx("fd80::/64")}
+	if got := guards(in); !slices.Equal(got, []string{"false 10.80.0.0/20", "true fd80::/64"}) {
+		t.Errorf("with the gateway of another peer here: %v", got)
+	}
+	in.Self = "n2"
+	if got := guards(in); !slices.Equal(got, []string{"false invalid Prefix", "true invalid Prefix"}) {
+		t.Errorf("without a gateway: %v", got)
 	}
 }
 

@@ -37,11 +37,11 @@ type State struct {
 	Rules     []Rule
 }
 
-// Closed is what a node has that may carry nothing for peers: the table that refuses, asked before
-// any other of ours.
+// Closed is what a node has that may carry nothing for peers: the tables that refuse, asked before
+// any other of ours, whether a packet is for a peer or comes from one.
 func (s State) Closed() (closed State) {
 	for _, r := range s.Routes {
-		if r.Table == RefuseTable {
+		if r.Table == RefuseTable || r.Table == GuardTable {
 			closed.Routes = append(closed.Routes, r)
 		}
 	}
@@ -49,6 +49,7 @@ func (s State) Closed() (closed State) {
 		if r.Table == RefuseTable {
 			r.Priority = OverlayRulePriority
 			closed.Rules = append(closed.Rules, r)
+			closed.Rules = append(closed.Rules, Rule{V6: r.V6, Priority: OverlayRulePriority, Iif: VethHost, Table: GuardTable, Protocol: r.Protocol})
 		}
 	}
 	return closed

@@ -16,6 +16,7 @@ const (
 	GatewayTable = 4200 // the gateway's routes to remote networks
 	NodeTable    = 4201 // the route agent's, or its routes to pods on other nodes
 	RefuseTable  = 4202 // what no packet may leave for but by the tables above
+	GuardTable   = 4203 // refuses everything, see GuardRulePriority
 
 	GatewayProtocol = 71 // RTA_PROTOCOL and FRA_PROTOCOL of everything that a gateway adds
 	NodeProtocol    = 72 // and that a route agent adds
@@ -29,6 +30,9 @@ const (
 	// from then on they must not be asked.
 	NodeRulePriority    = 4199
 	GatewayRulePriority = 4200
+	// What comes from a peer out of a gateway on our node is refused while the agent does not know
+	// that the gateway is here.
+	GuardRulePriority = 4201
 	// Whatever is in none of these tables is refused before the main table is asked.
 	RefuseRulePriority = 4202
 
@@ -58,7 +62,7 @@ type Place struct {
 // descriptors.
 var (
 	RouteAgent = Owner{"route agent", "isthmus_route_agent", NodeProtocol, true,
-		[]Place{{Host, OverlayDevice}}, [2][]int{Host: {MainTable, NodeTable, RefuseTable}}}
+		[]Place{{Host, OverlayDevice}}, [2][]int{Host: {MainTable, NodeTable, RefuseTable, GuardTable}}}
 	Gateway = Owner{"gateway", "isthmus_gateway", GatewayProtocol, false,
 		[]Place{{Host, VethHost}, {Inner, VethGateway}}, [2][]int{Host: {GatewayTable}, Inner: {MainTable}}}
 )

@@ -146,6 +146,8 @@ type Holder struct {
 	Name string `json:"name,omitempty"` // empty: nobody
 	// Problem says why nobody does.
 	Problem string `json:"problem,omitempty"`
+
+	absent bool // there is no Lease
 }
 
 // holderOf says who is at work, by the Lease that the manager or the active gateway renews.
@@ -154,7 +156,7 @@ func (c *Cluster) holderOf(ctx context.Context, leaseName string) (Holder, error
 	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
 	name := "Lease " + c.Namespace + "/" + leaseName
 	if apierrors.IsNotFound(err) {
-		return Holder{Problem: name + " is not there"}, nil
+		return Holder{Problem: name + " is not there", absent: true}, nil
 	}
 	if err != nil {
 		return Holder{}, c.explain(name, err)

@@ -87,7 +87,7 @@ func (s *Status) doubt() {
 	switch {
 	case s.Manager.Name == "":
 		why = "no manager is at work, so that this is from before: " + s.Manager.Problem
-	case s.Gateway.Name == "":
+	case s.Gateway.Name == "" && !s.Gateway.absent: // without a Lease it is not ours, or of files
 		why = "no gateway is at work: " + s.Gateway.Problem
 	default:
 		return
@@ -132,7 +132,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		manager = "none: " + s.Manager.Problem
 	}
 	gateways := make([]string, 0, len(s.Gateways))
-	if s.Gateway.Name == "" {
+	if s.Gateway.Name == "" && !s.Gateway.absent {
 		gateways = append(gateways, "none: "+s.Gateway.Problem)
 		s.Gateways = nil // whatever their marks say
 	}

@@ -42,7 +42,7 @@ func hold(address string) int {
 	return 0
 }
 
-const unprivilegedLock = "a lock counts only where its holder is the agent's user; the process is named in a warning"
+const unprivilegedLock = "the lock is a table of nftables, which only CAP_NET_ADMIN makes"
 
 func lockOfTheAgent(t *testing.T, s *site) {
 	i := s.third()
@@ -58,7 +58,7 @@ func lockOfTheAgent(t *testing.T, s *site) {
 		must(t, os.Chmod(dir, 0o755))
 	}
 	cmd := n.Command(t.Context(), self)
-	cmd.Env = append(os.Environ(), asUnprivileged+"="+kernel.RouteAgent.Lock)
+	cmd.Env = append(os.Environ(), asUnprivileged+"=@"+kernel.RouteAgent.Lock)
 	cmd.SysProcAttr = &syscall.SysProcAttr{Credential: &syscall.Credential{Uid: 65534, Gid: 65534}}
 	in, err := cmd.StdinPipe()
 	must(t, err)
