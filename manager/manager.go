@@ -284,6 +284,7 @@ func (l *leader) lead(ctx context.Context) error {
 			return fmt.Errorf("%T: %w", r, err)
 		}
 	}
+	l.Log.Info("this manager works")
 	<-ctx.Done()
 	return nil
 }
