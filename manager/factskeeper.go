@@ -18,9 +18,11 @@ import (
 	"k8s.io/client-go/tools/events"
 	"k8s.io/client-go/util/workqueue"
 	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
@@ -121,7 +123,7 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 	return ctrl.NewControllerManagedBy(mgr).Named("own").
 		Watches(&corev1.Service{}, something).
 		Watches(&corev1.Secret{}, something).
-		Watches(&corev1.Node{}, something).
+		Watches(&corev1.Node{}, something, builder.WithPredicates(addressesChanged)).
 		Watches(&isthmus.NodeNetworks{}, handler.Funcs{
 			CreateFunc: func(_ context.Context, _ event.CreateEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
 			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
@@ -135,6 +137,13 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 		}))).
 		Complete(k)
 }
+
+// addressesChanged: of a Node nothing else is read, and thousands of them tell all the time that
+// they are well.
+var addressesChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+	before, after := e.ObjectOld.(*corev1.Node), e.ObjectNew.(*corev1.Node)
+	return !slices.Equal(before.Status.Addresses, after.Status.Addresses)
+}}
 
 // Reconcile gathers the Facts.
 func (k *FactsKeeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {

@@ -8,6 +8,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/event"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -171,5 +172,19 @@ func TestKubeadmPodSubnets(t *testing.T) {
 		if s := "[" + strings.Join(texts, " ") + "]"; s != want {
 			t.Errorf("%q: got %s, want %s", text, s, want)
 		}
+	}
+}
+
+func TestOfANodeItsAddressesCount(t *testing.T) {
+	node := func(version, address string) *corev1.Node {
+		return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1", ResourceVersion: version},
+			Status: corev1.NodeStatus{Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: address}}}}
+	}
+	before := node("1", "192.0.2.1")
+	if addressesChanged.Update(event.UpdateEvent{ObjectOld: before, ObjectNew: node("2", "192.0.2.1")}) {
+		t.Error("a heartbeat is a change")
+	}
+	if !addressesChanged.Update(event.UpdateEvent{ObjectOld: before, ObjectNew: node("2", "192.0.2.2")}) {
+		t.Error("another address is no change")
 	}
 }

@@ -10,14 +10,14 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/event"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
 const (
-	// gatewayLease is the Lease whose holder is the active gateway. It lasts 7 s and is renewed
-	// every 2.
-	gatewayLease  = "isthmus-gateway"
 	pulseInterval = 3 * time.Second
 	// pulseSilence is how long the Lease may stay as it is: longer than a standby takes to follow.
 	pulseSilence = 15 * time.Second
@@ -38,6 +38,7 @@ type Pulse struct {
 
 	mu     sync.Mutex
 	looked bool
+	unread string // why the Lease could not be read the last time
 	lease  coordinationv1.LeaseSpec
 	since  time.Time // when the Lease was first seen like this; zero: begin anew
 	silent string
@@ -77,9 +78,10 @@ func (p *Pulse) look(ctx context.Context) {
 	ctx, cancel := context.WithTimeout(ctx, pulseInterval)
 	defer cancel()
 	var lease coordinationv1.Lease
-	err := p.Reader.Get(ctx, types.NamespacedName{Namespace: p.Namespace, Name: gatewayLease}, &lease)
+	err := p.Reader.Get(ctx, types.NamespacedName{Namespace: p.Namespace, Name: isthmus.LeaseGateway}, &lease)
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	p.tell(err)
 	switch now := time.Now(); {
 	case apierrors.IsNotFound(err):
 		p.since = time.Time{}
@@ -93,7 +95,7 @@ func (p *Pulse) look(ctx context.Context) {
 			p.say(p.sentence())
 		}
 		p.looked = true
-	case !p.lease.RenewTime.Equal(lease.Spec.RenewTime) || holderOf(p.lease) != holderOf(lease.Spec):
+	case !p.lease.RenewTime.Equal(lease.Spec.RenewTime) || ptr.Deref(p.lease.HolderIdentity, "") != ptr.Deref(lease.Spec.HolderIdentity, ""):
 		p.lease, p.since = lease.Spec, now
 		p.say("")
 	case now.Sub(p.since) >= pulseSilence:
@@ -101,16 +103,30 @@ func (p *Pulse) look(ctx context.Context) {
 	}
 }
 
+// tell logs once why nobody knows whether a gateway is at work, such as rights from before this was
+// asked.
+func (p *Pulse) tell(err error) {
+	unread := ""
+	if err != nil && !apierrors.IsNotFound(err) {
+		unread = err.Error()
+	}
+	if unread != p.unread && unread != "" {
+		p.Log.Warn("whether a gateway is at work is not known; want the rights that `isthmus install` gives, and an API server that answers",
+			"lease", p.Namespace+"/"+isthmus.LeaseGateway, "error", unread)
+	}
+	p.unread = unread
+}
+
 // sentence says what is wrong and what to do.
 func (p *Pulse) sentence() string {
 	last := "is held by nobody"
-	if holder := holderOf(p.lease); holder != "" {
+	if holder := ptr.Deref(p.lease.HolderIdentity, ""); holder != "" {
 		last = "was held last by " + plain(holder)
 	}
 	if p.lease.RenewTime != nil {
 		last += fmt.Sprintf(" and renewed at %s", p.lease.RenewTime.UTC().Format(time.RFC3339))
 	}
-	return fmt.Sprintf("no gateway is at work: Lease %s/%s %s; see why its Pods do not run, or cannot reach the API server", p.Namespace, gatewayLease, last)
+	return fmt.Sprintf("no gateway is at work: Lease %s/%s %s; see why its Pods do not run, or cannot reach the API server", p.Namespace, isthmus.LeaseGateway, last)
 }
 
 // say keeps a sentence and tells those who listen, if it is another one.
@@ -127,11 +143,4 @@ func (p *Pulse) say(sentence string) {
 	case p.changed <- event.GenericEvent{}:
 	default: // the value in it will be read after now
 	}
-}
-
-func holderOf(l coordinationv1.LeaseSpec) string {
-	if l.HolderIdentity == nil {
-		return ""
-	}
-	return *l.HolderIdentity
 }

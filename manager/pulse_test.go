@@ -14,6 +14,8 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
 // leaseReader answers with a Lease, or with an error.
@@ -34,7 +36,7 @@ func (r *leaseReader) Get(_ context.Context, _ client.ObjectKey, into client.Obj
 }
 
 func TestAGatewayThatRenewsNothingIsSilent(t *testing.T) {
-	notFound := apierrors.NewNotFound(schema.GroupResource{Resource: "leases"}, gatewayLease)
+	notFound := apierrors.NewNotFound(schema.GroupResource{Resource: "leases"}, isthmus.LeaseGateway)
 	renew := func(r *leaseReader) { r.renewed = r.renewed.Add(2 * time.Second) }
 	for _, c := range []struct {
 		name   string

@@ -136,7 +136,9 @@ type state struct {
 
 func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	a.mu.Lock()
-	urgent := a.intent == nil || !slices.Equal(a.intent.Granted, in.Granted) || !reflect.DeepEqual(a.intent.Tunnels, in.Tunnels)
+	before := a.intent
+	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || !reflect.DeepEqual(before.Tunnels, in.Tunnels)
+	moved := before == nil || !slices.Equal(before.Own, in.Own) || madeAt(before, a.opts.Node) != madeAt(&in, a.opts.Node)
 	a.intent, a.broken = &in, broken
 	a.revision++
 	a.mu.Unlock()
@@ -144,7 +146,9 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 		set(a.urgent)
 	}
 	a.notify()
-	set(a.moved)
+	if moved {
+		set(a.moved)
+	}
 }
 
 // notify says "compare again".

@@ -114,12 +114,17 @@ func (a *agent) ourselves() (own []netip.Prefix, nodes int, created int64) {
 	if a.intent == nil {
 		return nil, 0, 0
 	}
-	for _, n := range a.intent.Nodes {
-		if n.Name == a.opts.Node {
-			created = n.Created
+	return a.intent.Own, len(a.intent.Nodes), madeAt(a.intent, a.opts.Node)
+}
+
+// madeAt is when the Node of a name was made; 0: there is none.
+func madeAt(in *fabric.NodeIntent, name string) int64 {
+	for _, n := range in.Nodes {
+		if n.Name == name {
+			return n.Created
 		}
 	}
-	return a.intent.Own, len(a.intent.Nodes), created
+	return 0
 }
 
 // look reads what the node reaches without us.

@@ -136,10 +136,7 @@ func (s *side) present(ctx context.Context, o client.Object) error {
 }
 
 // managerLease is the Lease that the active manager holds.
-const (
-	managerLease = deploy.ManagerServiceAccount
-	gatewayLease = "isthmus-gateway"
-)
+const managerLease = deploy.ManagerServiceAccount
 
 // A Holder is who holds a Lease.
 type Holder struct {

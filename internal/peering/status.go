@@ -66,7 +66,7 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 	if s.Manager, err = c.holderOf(ctx, managerLease); err != nil {
 		return s, err
 	}
-	if s.Gateway, err = c.holderOf(ctx, gatewayLease); err != nil {
+	if s.Gateway, err = c.holderOf(ctx, isthmus.LeaseGateway); err != nil {
 		return s, err
 	}
 	var pods corev1.PodList

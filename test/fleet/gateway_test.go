@@ -23,7 +23,6 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
-	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
 )
 
 // takeover is how long traffic may stand still when the active gateway of a side dies: the Lease
@@ -276,7 +275,7 @@ func outage() time.Duration {
 func lease(t *testing.T, c *fleet.Cluster) coordinationv1.LeaseSpec {
 	t.Helper()
 	var l coordinationv1.Lease
-	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: kubesource.Lease}, &l))
+	must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: peerings.LeaseGateway}, &l))
 	if l.Spec.HolderIdentity == nil {
 		l.Spec.HolderIdentity = new(string)
 	}

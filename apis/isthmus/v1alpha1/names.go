@@ -8,6 +8,10 @@ const FinalizerPeering = "isthmus.net/peering"
 // lies there stays there, and an Event says what that is.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
+// LeaseGateway is the name of the Lease whose holder is the active gateway. It lasts 7 s and is
+// renewed every 2.
+const LeaseGateway = "isthmus-gateway"
+
 // What `isthmus peer` notes on a Peering of the cluster that it was made with. ID and name of a
 // cluster are what it says about itself: another one may say the same, and is refused.
 const (

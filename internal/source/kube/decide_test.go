@@ -332,3 +332,28 @@ func TestSignalsThatComeTogetherAreOne(t *testing.T) {
 		time.Sleep(time.Second) // for the others to end
 	})
 }
+
+// A Node tells all the time that it is well, which is nothing to us.
+func TestAnObjectOfWhichNothingIsReadThatChangedIsTheSame(t *testing.T) {
+	node := func(version, address string, ready corev1.ConditionStatus) any {
+		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1", ResourceVersion: version}, Status: corev1.NodeStatus{
+			Addresses:  []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: address}},
+			Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: ready, LastHeartbeatTime: metav1.Now()}},
+		}}
+		slim, err := slimNode(n)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return slim
+	}
+	before := node("1", "192.0.2.1", corev1.ConditionTrue)
+	if !sameButVersion(before, node("2", "192.0.2.1", corev1.ConditionFalse)) {
+		t.Error("a heartbeat is a change")
+	}
+	if sameButVersion(before, node("2", "192.0.2.2", corev1.ConditionTrue)) {
+		t.Error("another address is no change")
+	}
+	if before.(*corev1.Node).ResourceVersion != "1" {
+		t.Error("the cache's own object was changed")
+	}
+}

@@ -15,10 +15,9 @@ import (
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	coordination "k8s.io/client-go/kubernetes/typed/coordination/v1"
 	"k8s.io/client-go/rest"
-)
 
-// Lease is the name of the Lease whose holder is the active gateway.
-const Lease = "isthmus-gateway"
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
 
 // Timing of the election, Liqo's but for the renew deadline, which there is none of.
 const (
@@ -111,7 +110,7 @@ func (e *election) run(ctx context.Context) {
 // do so again at the latest.
 func (e *election) step(ctx context.Context) time.Duration {
 	if e.lease == nil || !e.active() {
-		lease, err := e.leases.Get(ctx, Lease, metav1.GetOptions{})
+		lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 		if !e.reached(err) {
 			return retryPeriod
 		}
@@ -158,7 +157,7 @@ func take(lease *coordinationv1.Lease, identity string, now time.Time) *coordina
 	at, seconds := metav1.NewMicroTime(now), int32(leaseDuration/time.Second)
 	if lease == nil {
 		lease = new(coordinationv1.Lease)
-		lease.Name = Lease
+		lease.Name = isthmus.LeaseGateway
 	} else {
 		lease = lease.DeepCopy()
 	}
@@ -244,7 +243,7 @@ func (e *election) lastContact() time.Time {
 // ask reads the Lease without taking part. A refusal is an answer, too: the API server is there,
 // and somebody may have wanted it.
 func (e *election) ask(ctx context.Context) (holder string, refused bool, err error) {
-	lease, err := e.leases.Get(ctx, Lease, metav1.GetOptions{})
+	lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 	switch {
 	case apierrors.IsNotFound(err):
 		return "", false, nil
@@ -273,7 +272,7 @@ func (e *election) close() { utilnet.CloseIdleConnectionsFor(e.web.Transport) }
 func (e *election) release() error {
 	ctx, cancel := context.WithTimeout(context.Background(), leaseTimeout)
 	defer cancel()
-	lease, err := e.leases.Get(ctx, Lease, metav1.GetOptions{})
+	lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 	if apierrors.IsNotFound(err) {
 		return nil
 	}
@@ -283,7 +282,7 @@ func (e *election) release() error {
 		_, err = e.write(ctx, lease)
 	}
 	if err != nil {
-		return fmt.Errorf("the Lease %s: %w", Lease, err)
+		return fmt.Errorf("the Lease %s: %w", isthmus.LeaseGateway, err)
 	}
 	return nil
 }

@@ -25,6 +25,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
@@ -126,7 +127,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	defer cancel()
 	cached := func() string {
 		var lease coordinationv1.Lease
-		if g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: Lease}, &lease) != nil {
+		if g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: isthmus.LeaseGateway}, &lease) != nil {
 			return ""
 		}
 		return holderOf(&lease)
@@ -373,7 +374,7 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 		&discoveryv1.EndpointSlice{}: {Namespaces: map[string]cache.Config{
 			metav1.NamespaceDefault: {FieldSelector: fields.OneTermEqualSelector("metadata.name", "kubernetes")}}},
 		&corev1.Secret{}:        {Namespaces: named(KeySecret)}, // no other Secret may be read
-		&coordinationv1.Lease{}: {Namespaces: named(Lease)},
+		&coordinationv1.Lease{}: {Namespaces: named(isthmus.LeaseGateway)},
 		&corev1.Pod{}:           {Namespaces: here, Label: labels.SelectorFromSet(podLabels)},
 		&corev1.Service{}:       {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
 	}
@@ -428,7 +429,9 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 	}
 	gw, problems := gatewayFor(cluster, private, site, endpoints.Items, mappings.Items)
 	problems = slices.Concat(mismatch, problems, g.keeper.problems())
-	g.keeper.put(savedFrom(cluster, private, site, endpoints.Items, mappings.Items), private)
+	if g.o.StateDirectory != "" {
+		g.keeper.put(savedFrom(cluster, private, site, endpoints.Items, mappings.Items), private)
+	}
 	g.publish(Snapshot{Gateway: gw, Problems: problems, PrivateKey: private})
 }
 

@@ -33,6 +33,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -324,7 +325,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 		replicas = append([]*testReplica{}, compact(replicas)...)
 		var lease coordinationv1.Lease
-		if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "together", Name: Lease}, &lease); err != nil || holderOf(&lease) == first {
+		if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "together", Name: isthmus.LeaseGateway}, &lease); err != nil || holderOf(&lease) == first {
 			t.Errorf("after its end the Lease is still that of %s (%v)", first, err)
 		}
 		within(t, "successor", func() error {
@@ -336,7 +337,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			return nil
 		})
 		t.Logf("successor known to all after %v", time.Since(begin).Round(time.Millisecond))
-		if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "together", Name: Lease}, &lease); err != nil || *lease.Spec.LeaseTransitions != 2 {
+		if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "together", Name: isthmus.LeaseGateway}, &lease); err != nil || *lease.Spec.LeaseTransitions != 2 {
 			t.Errorf("Lease %+v, %v", lease.Spec, err)
 		}
 	})

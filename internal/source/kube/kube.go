@@ -22,6 +22,7 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/runtime"
@@ -100,8 +101,12 @@ func (o *objects) failed(kind string, err error) {
 // being waited for.
 func (o *objects) watch(ctx context.Context, notify func(), waiting func(error), kinds ...client.Object) error {
 	handler := toolscache.ResourceEventHandlerFuncs{
-		AddFunc:    func(any) { notify() },
-		UpdateFunc: func(any, any) { notify() },
+		AddFunc: func(any) { notify() },
+		UpdateFunc: func(before, after any) {
+			if !sameButVersion(before, after) {
+				notify()
+			}
+		},
 		DeleteFunc: func(any) { notify() },
 	}
 	for _, kind := range kinds {
@@ -132,6 +137,20 @@ func (o *objects) watch(ctx context.Context, notify func(), waiting func(error),
 		}
 	}
 	return nil
+}
+
+// sameButVersion reports whether nothing has changed of an object that anybody here reads: the
+// transforms of the cache leave out the rest. Each Node of a cluster tells its API server every few
+// minutes that it is well, and with thousands of them there is always one.
+func sameButVersion(before, after any) bool {
+	a, ok := before.(client.Object)
+	b, also := after.(client.Object)
+	if !ok || !also {
+		return false
+	}
+	a = a.DeepCopyObject().(client.Object) // the cache's own
+	a.SetResourceVersion(b.GetResourceVersion())
+	return equality.Semantic.DeepEqual(a, b)
 }
 
 // retry calls try until it succeeds or ctx ends, soon at first, then once a second.

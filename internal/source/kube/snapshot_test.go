@@ -18,6 +18,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
@@ -274,7 +275,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		t.Helper()
 		within(t, "the Lease of "+name, func() error {
 			var lease coordinationv1.Lease
-			if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: Lease}, &lease); err != nil || holderOf(&lease) != name {
+			if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: namespace, Name: isthmus.LeaseGateway}, &lease); err != nil || holderOf(&lease) != name {
 				return fmt.Errorf("it is that of %q, %w", holderOf(&lease), err)
 			}
 			return nil
