@@ -97,7 +97,7 @@ func (r Running) Status() Status { return r.g.status(0) }
 func (r Running) StatusHandler() http.Handler { return r.g.statusHandler() }
 
 // Gatherer has the gateway's metrics.
-func (r Running) Gatherer() prometheus.Gatherer { return r.g.metrics.registry }
+func (r Running) Gatherer() prometheus.Gatherer { return r.g.metrics }
 
 // Timing of the control loop.
 const (
@@ -516,7 +516,6 @@ func (g *gateway) put(want []fabric.GatewayPeer, mtu mtus) {
 	g.mu.Lock()
 	g.now.peers, g.now.mtu, g.now.applyErr = peers, mtu.tunnel, failed
 	g.mu.Unlock()
-	g.metrics.keep(peers)
 }
 
 // peersFor are the peers as they should be now, with what is known of those that stay.

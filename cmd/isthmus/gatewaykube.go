@@ -226,7 +226,7 @@ func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr s
 func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", secure.Guarded(f.using(func(w http.ResponseWriter, r *http.Request) {
-		all := prometheus.Gatherers{f.own, f.idle}
+		all := gateway.Gatherers{f.own, f.idle}
 		if f.running != nil {
 			all[1] = f.running.Gatherer()
 		}

@@ -51,7 +51,7 @@ func TestLiqo(t *testing.T) {
 	manager.remap(map[string]string{"10.244.0.0/16": "10.64.0.0/16", "10.245.0.0/16": "10.65.0.0/16"})
 	theirs := &liqo{id: b.id, client: b.client, manager: manager}
 	play(t, theirs)
-	a.startManager()
+	a.startManager("--external-cidr", "10.245.0.0/16") // as long as the PodCIDR, as Liqo chooses it
 
 	steps := func(t *testing.T, golden string, join, part func(), under func(t *testing.T)) {
 		foreign(t, b, a, "Established")
