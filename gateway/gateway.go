@@ -194,6 +194,7 @@ type gateway struct {
 	udpOffload bool // UDP superpackets cross the TUN
 	resolver   *resolver
 	metrics    *metrics
+	drops      dropTimes
 	servers    *httpserve.Servers
 
 	wake chan struct{} // something may differ now: compare
@@ -577,6 +578,7 @@ func (g *gateway) tick(now time.Time) {
 	if changed {
 		g.compareSoon()
 	}
+	g.drops.look(g.engine.Stats(), g.engine.Peers(), now)
 	g.resolver.tick(now)
 	g.reach(stats, now)
 }

@@ -177,12 +177,9 @@ func reportOf(s gateway.Status) kube.Report {
 	r := kube.Report{Interface: s.Host.Interface, Index: s.Host.Index, NextHop: s.Host.NextHop}
 	for _, p := range s.Peers {
 		peer := kube.PeerReport{
-			ID: p.ID, Status: v1alpha1.ConnectionStatus(p.State), Message: p.Message, Endpoint: p.Resolved, PublicKey: p.PublicKey,
+			ID: p.ID, Status: v1alpha1.ConnectionStatus(p.State), Reason: p.Reason, Message: p.Message, Endpoint: p.Resolved, PublicKey: p.PublicKey,
 			RTT:        time.Duration(p.RTT * float64(time.Second)),
 			AllowedIPs: [2]netip.Prefix{p.Rules.RemotePodsHere, p.Rules.RemoteExternal},
-		}
-		if p.State != gateway.Connected && p.Problem != "" {
-			peer.Message = p.Problem
 		}
 		r.Peers = append(r.Peers, peer)
 	}

@@ -75,7 +75,9 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 				Endpoint: "evil\tcell\u009b1m"}},
 	}
 	s := Status{Cluster: v1alpha1.ClusterIdentity{ClusterID: "A", ClusterName: "a"}, Manager: Holder{Name: "m-1"}, Gateway: Holder{Name: "gateway-1"},
-		Gateways: []GatewayPod{{Pod: "gateway-1", Node: "a-node1"}}}
+		Gateways: []GatewayPod{{Pod: "gateway-1", Node: "a-node1"}}, At: time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC),
+		Hops: []Hop{{Name: hopAgents, State: Works, Text: "on all 3 nodes, isthmus:1"}}}
+	peerings[0].Status.Conditions[0].LastTransitionTime = metav1.Time{Time: s.At.Add(-90 * time.Second)}
 	for i := range peerings {
 		s.Peerings = append(s.Peerings, rowOf(&peerings[i]))
 	}
@@ -84,10 +86,11 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 	const want = `cluster a (A)
 manager m-1
 gateway gateway-1 on node a-node1
+route agents on all 3 nodes, isthmus:1
 
-PEERING   CLUSTER  READY  THEIR PODS HERE  OUR PODS THERE  ENDPOINT                LATENCY  REASON
-b-1a2b3c  b        yes    10.60.0.0/20     10.246.0.0/16   192.0.2.2:5871          700µs    Fine
-c-4d5e6f  c        no     -                -               evil\u0009cell\u009b1m  -        NotReady
+PEERING   CLUSTER  READY  SINCE  THEIR PODS HERE  OUR PODS THERE  ENDPOINT                LATENCY  REASON
+b-1a2b3c  b        yes    90s    10.60.0.0/20     10.246.0.0/16   192.0.2.2:5871          700µs    Fine
+c-4d5e6f  c        no     -      -                -               evil\u0009cell\u009b1m  -        NotReady
 
 c-4d5e6f, cluster c (C):
   Answered is False (Invalid): \u001b]0;title\u0007\u000a\u202edesrever
@@ -112,6 +115,13 @@ c-4d5e6f, cluster c (C):
 	contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "Unknown", "no gateway is at work")
 	if s.Ready() {
 		t.Error("b is ready without a gateway")
+	}
+	s.Gateway, s.Peerings[0].Ready = Holder{Name: "gateway-1"}, true
+	if s.Hops[0].State = Broken; s.Ready() {
+		t.Error("all is well where pods of a node are not joined")
+	}
+	if !(Status{Hops: s.Hops}).Ready() {
+		t.Error("something is missing that nobody needs")
 	}
 	b.Reset()
 	must(t, Status{}.Print(&b, false))
