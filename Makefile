@@ -46,6 +46,24 @@ test: deps ## Everything CI runs: generated files, vet, lint, all tests with -ra
 kube: ## Build etcd and kube-apiserver for the tests and the demo, where missing (4 to 8 minutes, once)
 	@go run ./cmd/isthmus-lab kube
 
+# What clusters with real nodes need besides: their programs, from source and from Debian.
+NODES := containerd:containerd runc:runc nft:nftables iptables:iptables conntrack:conntrack
+
+.PHONY: deps-nodes
+deps-nodes: ## Install containerd and CNI plugins, and build kubelet and its like, for test-nodes and demo-kubernetes (5 to 10 minutes, once)
+	@missing=; for c in $(NODES); do command -v "$${c%%:*}" >/dev/null || missing="$$missing $${c##*:}"; done; \
+	[ -x /usr/lib/cni/bridge ] || missing="$$missing containernetworking-plugins"; \
+	if [ -n "$$missing" ]; then \
+		if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then echo "not installed:$$missing"; exit 1; fi; \
+		echo "installing for the nodes: apt-get install$$missing"; apt-get update -qq; \
+		: "packages start servers where there is systemd; nodes start containerd themselves"; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; fi
+	@go run ./cmd/isthmus-lab kube --nodes
+
+.PHONY: test-nodes
+test-nodes: deps-nodes ## All tests on clusters with real kubelets: the matrix, Services, transfers, faults (root, half an hour)
+	go test -C test -count=1 -timeout=60m -v ./nodes -all
+
 .PHONY: lint
 lint: $(GOLANGCI) ## golangci-lint over both modules
 	$(GOLANGCI) run --allow-parallel-runners ./...
