@@ -123,7 +123,7 @@ func (s *kubeSite) start(i int) *replica {
 	n := s.Nodes[i]
 	log, err := os.OpenFile(filepath.Join(s.dir, replicaName(i)+".log"), os.O_CREATE|os.O_APPEND|os.O_RDWR, 0o600)
 	s.must(err)
-	r := &replica{cmd: n.Command(context.Background(), "/proc/self/exe", "gateway", "--kubeconfig", s.token), done: make(chan struct{}), log: log}
+	r := &replica{cmd: n.Command(context.Background(), "/proc/self/exe", "gateway", "--host-network", "--kubeconfig", s.token), done: make(chan struct{}), log: log}
 	r.cmd.Env = append(os.Environ(), beProgram+"=1", "POD_NAME="+replicaName(i), "POD_IP="+n.Addr.String(), "POD_NAMESPACE="+deploy.Namespace, "NODE_NAME="+n.Name)
 	r.cmd.Stdout, r.cmd.Stderr = log, log
 	s.must(r.cmd.Start())

@@ -129,7 +129,7 @@ func TestMetricsAndStatusListenWhereOnlyTheyShouldBeReached(t *testing.T) {
 		series  string // one of those that it serves
 	}{
 		{control, s.Control.Addr, deploy.ManagerServiceAccount, []string{"manager", "--pod-cidr", "10.244.0.0/18"}, 5876, "workqueue_depth"},
-		{first, s.Nodes[0].Addr, deploy.GatewayServiceAccount, []string{"gateway"}, 5872, "isthmus_build_info"},
+		{first, s.Nodes[0].Addr, deploy.GatewayServiceAccount, []string{"gateway", "--host-network"}, 5872, "isthmus_build_info"},
 		{first, s.Nodes[0].Addr, deploy.RouteAgentServiceAccount, []string{"route-agent"}, 5874, "isthmus_build_info"},
 	}
 	at := func(scheme string, addr netip.Addr, port int, path string) string {

@@ -23,7 +23,7 @@ func TestTunnels(t *testing.T) {
 		return spec
 	}
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{
-		several(3, clusterSpec("10.244.0.0/16", 3)), several(2, clusterSpec("10.244.128.0/18", 2)), several(1, clusterSpec("172.20.0.0/22", 2)),
+		several(3, inPods(clusterSpec("10.244.0.0/16", 3))), several(2, clusterSpec("10.244.128.0/18", 2)), several(1, clusterSpec("172.20.0.0/22", 2)),
 	}})
 	a, b, c := f.Clusters[0], f.Clusters[1], f.Clusters[2]
 	peer(t, f, a, b)
