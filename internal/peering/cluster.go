@@ -149,9 +149,12 @@ const (
 )
 
 // Identify asks the cluster who it is. What is not installed is an error that says how to install
-// it.
+// it, unless the cluster is a Liqo's.
 func (c *Cluster) Identify(ctx context.Context) error {
 	if err := c.readUID(ctx); err != nil {
+		return err
+	}
+	if err := c.refuseLiqo(); err != nil {
 		return err
 	}
 	identity, err := c.identity(ctx)
