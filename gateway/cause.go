@@ -64,7 +64,7 @@ func (e *evidence) cause() Cause {
 	if e.endpoint.IsValid() && e.endpoint.String() != at {
 		at = fmt.Sprintf("%v", e.endpoint)
 	}
-	session := e.since(e.handshake, sessionGone)
+	hears := e.since(e.heard, recently) // so that there is a session, whatever else comes from there
 	switch {
 	case e.failed != nil:
 		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("this gateway's own machine refuses something that is tried again every second: %s", strings.Join(texts(e.failed), "; "))}
@@ -76,18 +76,18 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CauseConnecting, fmt.Sprintf("waiting for the first answer of %s", at)}
 	case e.signs.Unsent != nil && e.since(e.signs.UnsentAt, ofLate):
 		return Cause{v1alpha1.CauseSendError, fmt.Sprintf("the kernel of this gateway's machine does not send to %s: %s; %s", at, kernelSays(e.signs.Unsent), sendRemedy(e.signs.Unsent))}
-	case !session && e.since(e.signs.OtherKey, ofLate):
+	case !hears && e.since(e.signs.OtherKey, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes come from %s that are made for another public key than this gateway's: the peer has an old or a wrong key of this cluster; "+
 			"compare it with what `isthmus status --gateway -o wide` says here", at)}
-	case !session && e.since(e.signs.Refused, ofLate):
+	case !hears && e.since(e.signs.Refused, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes come from %s with this gateway's key, but not from the peer's as it is configured here: "+
 			"this cluster has an old or a wrong key of the peer, or the peer's clock was set back", at)}
-	case !session && e.since(e.signs.Answered, ofLate):
+	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second: // else a session came of it
 		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, and our answers do not arrive at %s: something drops UDP from here to there, a firewall of this side or of the peer's", at)}
-	case !session && e.handshake.IsZero() && e.heard.IsZero():
+	case e.handshake.IsZero() && e.heard.IsZero():
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is another one, or something drops UDP on the way; "+
 			"open that port for UDP at both ends", at)}
-	case !e.since(e.heard, recently):
+	case !hears:
 		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway does not run any more, or something drops UDP on the way since then", at, e.sinceHeard())}
 	case e.since(e.source, recently):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside of %v, under which it is known here, and its packets are dropped (source): "+
@@ -96,8 +96,8 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside of %v, under which it knows us, and its packets are dropped (destination): "+
 			"the two clusters disagree about this cluster's networks", e.local)}
 	}
-	return Cause{v1alpha1.CauseProbeUnanswered, "messages of the peer arrive, but no answer to the connection check: see what the peer's gateway drops of us, with `isthmus status --gateway` there; " +
-		"where it drops by source or destination, the two clusters disagree about their networks"}
+	return Cause{v1alpha1.CauseProbeUnanswered, "messages of the peer arrive, but no answer to the connection check: see with `isthmus status --gateway` there whether ours arrive, and what is dropped of them; " +
+		"where that is by source or destination, the two clusters disagree about their networks"}
 }
 
 func (e *evidence) sinceHeard() string {

@@ -85,6 +85,9 @@ func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool
 		return nil, err
 	}
 	for i := range list.Items {
+		heed(e.own, &list.Items[i])
+	}
+	for i := range list.Items {
 		p := &list.Items[i]
 		if !meant(p) {
 			continue

@@ -89,6 +89,26 @@ func (c *Cluster) leaseHop(name, lease string, h Holder, remedy string) Hop {
 	return hop
 }
 
+// heed takes over from a Peering what the manager knows of the gateways: it looks at their Lease
+// every few seconds and by one clock, and knows earlier that nobody renews it.
+func heed(own []Hop, p *isthmus.Peering) {
+	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
+	if c == nil || c.Reason != isthmus.ReasonGatewaySilent {
+		return
+	}
+	for i := range own {
+		if h := &own[i]; h.Name == hopManager && h.State == Broken {
+			return // then it is a memory
+		}
+	}
+	for i := range own {
+		if h := &own[i]; h.Name == hopGateway && h.State == Works {
+			h.State, h.Reason, h.Text, h.Since = Broken, Printable(c.Reason), printable(c.Message, maxMessage), &c.LastTransitionTime
+			h.Source = "condition Connected of Peering " + p.Name
+		}
+	}
+}
+
 // virtualNode marks the Nodes of a Liqo that stand for other clusters.
 const virtualNode = "liqo.io/type"
 

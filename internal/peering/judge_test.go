@@ -137,6 +137,23 @@ func TestWhatIsBrokenIsBlamedAndNothingThatFollowsFromIt(t *testing.T) {
 	}
 }
 
+func TestWhatTheManagerKnowsOfTheGatewaysIsHeeded(t *testing.T) {
+	silent := named("p", "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) no gateway is at work")
+	own := []Hop{{Cluster: "a", Name: hopManager, State: Works}, {Cluster: "a", Name: hopGateway, State: Works}}
+	heed(own, named("q", "True"))
+	if own[1].State != Works {
+		t.Error("broken, though a gateway is at work")
+	}
+	own[0].State = Broken
+	if heed(own, silent); own[1].State != Works {
+		t.Error("broken by what is a memory")
+	}
+	own[0].State = Works
+	if heed(own, silent); own[1].State != Broken || own[1].Reason != isthmus.ReasonGatewaySilent || own[1].Text != "no gateway is at work" {
+		t.Errorf("%+v", own[1])
+	}
+}
+
 func TestEveryReasonOfATunnelSaysSoMuch(t *testing.T) {
 	for _, reason := range v1alpha1.Causes {
 		if reason != v1alpha1.CauseConnected && reason != v1alpha1.CauseConnecting && telling(reason) < 0 {

@@ -72,6 +72,9 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 		return s, err
 	}
 	s.At = time.Now()
+	for i := range list.Items {
+		heed(s.Hops, &list.Items[i])
+	}
 	var pods corev1.PodList
 	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
 		return s, c.explain("Pods in namespace "+c.Namespace, err)
@@ -142,6 +145,11 @@ func (s Status) Print(w io.Writer, wide bool) error {
 	if s.Gateway.Name == "" && !s.Gateway.absent {
 		gateways = append(gateways, "none: "+s.Gateway.Problem)
 		s.Gateways = nil // whatever their marks say
+	}
+	for _, h := range s.Hops {
+		if h.Name == hopGateway && h.State == Broken && h.Reason != "" {
+			gateways, s.Gateways = []string{"none: " + h.Text}, nil
+		}
 	}
 	for _, g := range s.Gateways {
 		gateways = append(gateways, Printable(g.Pod)+" on node "+orDash(g.Node))

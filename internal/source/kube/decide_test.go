@@ -154,9 +154,11 @@ func TestStatusOfAPeer(t *testing.T) {
 		t.Errorf("lost: %+v", gone.Connection)
 	}
 	lost.Message = "resolving gw.example: i/o timeout"
-	other := statusFor(&te, node, report, lost, now)
+	stored := te
+	stored.Status = gone
+	other := statusFor(&stored, node, report, lost, now)
 	lost.Reason = v1alpha1.CauseNoAnswer
-	third := statusFor(&te, node, report, lost, now)
+	third := statusFor(&stored, node, report, lost, now)
 	if mayWait(gone, other) != messageInterval || mayWait(other, third) != reasonInterval || mayWait(gone, first) != 0 {
 		t.Errorf("another message may wait %v, another reason %v, another state %v", mayWait(gone, other), mayWait(other, third), mayWait(gone, first))
 	}
