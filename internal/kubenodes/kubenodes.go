@@ -13,10 +13,11 @@
 // cgroup namespaces of its own: what kubelet and its like write on a node does not reach the machine.
 //
 // Pods have the addresses of their node's part of the PodCIDR. What leaves a cluster's PodCIDR is
-// masqueraded by the node, as kindnet, flannel and Calico do it.
+// masqueraded by the node, as NodeOptions say: the underlay has no routes to pods.
 package kubenodes
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -52,13 +53,28 @@ const (
 	NFTables ProxyMode = "nftables"
 )
 
+// Masquerade is for which destinations outside of the PodCIDR the CNI hides pods behind their node.
+type Masquerade string
+
+// The values of a Masquerade.
+const (
+	MasqueradeAll    Masquerade = "all"    // as kindnet and flannel do, and Calico by natOutgoing
+	MasqueradePublic Masquerade = "public" // not for 10.0.0.0/8, as ip-masq-agent does
+)
+
+// NodeOptions are those of all nodes of a cluster.
+type NodeOptions struct {
+	Proxy      ProxyMode  // default IPTables
+	Masquerade Masquerade // default MasqueradeAll
+}
+
 // Options of Up.
 type Options struct {
-	Spec     lab.Spec             // its clusters get a control plane, two nodes unless they say otherwise, and no pods of the lab's
-	Proxy    map[string]ProxyMode // by cluster; default IPTables
-	Kube     string               // the folder that kubetest.BuildNodes returned
-	Images   []string             // archives that every node gets besides those of this package
-	Progress io.Writer            // a line for each step; nil: none
+	Spec     lab.Spec               // its clusters get a control plane, two nodes unless they say otherwise, and no pods of the lab's
+	Nodes    map[string]NodeOptions // by cluster
+	Kube     string                 // the folder that kubetest.BuildNodes returned
+	Images   []string               // archives that every node gets besides those of this package
+	Progress io.Writer              // a line for each step; nil: none
 }
 
 // A Set is the clusters of one lab.
@@ -79,8 +95,8 @@ type Cluster struct {
 	Config *rest.Config     // the same
 	Nodes  []*Node
 
-	set   *Set
-	proxy ProxyMode
+	set     *Set
+	options NodeOptions
 }
 
 // programsOfNodes are those of Debian's packages that a node runs.
@@ -194,10 +210,9 @@ func (s *Set) up(ctx context.Context) error {
 	}
 	s.options.Images = append([]string{image}, s.options.Images...)
 	for _, c := range s.Lab.Clusters {
-		cluster := &Cluster{Cluster: c, set: s, proxy: s.options.Proxy[c.Name]}
-		if cluster.proxy == "" {
-			cluster.proxy = IPTables
-		}
+		cluster := &Cluster{Cluster: c, set: s, options: s.options.Nodes[c.Name]}
+		cluster.options.Proxy = cmp.Or(cluster.options.Proxy, IPTables)
+		cluster.options.Masquerade = cmp.Or(cluster.options.Masquerade, MasqueradeAll)
 		for _, n := range c.Nodes {
 			cluster.Nodes = append(cluster.Nodes, &Node{Node: n, cluster: cluster, dir: filepath.Join(s.dir, n.Name)})
 		}

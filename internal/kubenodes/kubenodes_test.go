@@ -27,7 +27,7 @@ func TestNodesAreReadyAndNothingIsLeftOfThem(t *testing.T) {
 	kube := programs(t)
 	s, err := Up(t.Context(), Options{
 		Spec: lab.Spec{Name: lab.UniqueName("kubenodes"), RPFilter: lab.RPFilterStrict, Clusters: lab.Clusters(1)},
-		Kube: kube, Progress: t.Output(), Proxy: map[string]ProxyMode{"a": NFTables},
+		Kube: kube, Progress: t.Output(), Nodes: map[string]NodeOptions{"a": {Proxy: NFTables}},
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -214,7 +214,12 @@ func (n *Node) run(name string, args ...string) error {
 // masquerade is the CNI's part that the bridge plugin does for the node's own pods only.
 func (n *Node) masquerade() error {
 	pods := n.cluster.PodCIDR.String()
-	return n.run("iptables", "-w", "-t", "nat", "-A", "POSTROUTING", "-s", pods, "!", "-d", pods, "-m", "comment", "--comment", "cni", "-j", "MASQUERADE")
+	if n.cluster.options.Masquerade == MasqueradePublic {
+		if err := n.run("iptables", "-w", "-t", "nat", "-A", "POSTROUTING", "-s", pods, "-d", "10.0.0.0/8", "-j", "RETURN"); err != nil {
+			return err
+		}
+	}
+	return n.run("iptables", "-w", "-t", "nat", "-A", "POSTROUTING", "-s", pods, "!", "-d", pods, "-j", "MASQUERADE")
 }
 
 // loadImages gives the images to the node's containerd as soon as it answers.
@@ -310,7 +315,7 @@ clusterCIDR: %s
 detectLocalMode: ClusterCIDR
 hostnameOverride: %s
 conntrack: {maxPerCore: 0, min: 0, tcpEstablishedTimeout: 0s, tcpCloseWaitTimeout: 0s}
-`, c.proxy, filepath.Join(n.dir, "kube-proxy.kubeconfig"), c.PodCIDR, n.Name),
+`, c.options.Proxy, filepath.Join(n.dir, "kube-proxy.kubeconfig"), c.PodCIDR, n.Name),
 		"kube-proxy.kubeconfig": proxy,
 	} {
 		if err := os.WriteFile(filepath.Join(n.dir, name), []byte(content), 0o600); err != nil {

@@ -36,9 +36,12 @@ const (
 type Request struct {
 	Protocol string
 	To       netip.Addr
-	Port     uint16        // of the server; not for ICMP
-	Size     int           // octets of the payload, both ways
-	Wait     time.Duration // for one attempt; UDP and ICMP are sent again until the context ends. Default 3 s
+	Port     uint16 // of the server; not for ICMP
+	Size     int    // octets of the payload, both ways
+
+	// Dial connects, where not the namespace of the caller's process is meant. Default: net.Dialer.
+	Dial func(ctx context.Context, network, address string) (net.Conn, error)
+	Wait time.Duration // for one attempt; UDP and ICMP are sent again until the context ends. Default 3 s
 }
 
 // An Answer is what the server saw.
@@ -46,6 +49,7 @@ type Answer struct {
 	From   netip.Addr `json:"from"`   // the source of what arrived
 	Octets int        `json:"octets"` // that arrived
 	Server string     `json:"server"` // its name
+	Token  string     `json:"token"`  // of a ping: what /pings knows it by
 }
 
 // Do sends until an answer comes or ctx ends.
@@ -61,7 +65,7 @@ func Do(ctx context.Context, r Request) (a Answer, err error) {
 		case UDP:
 			a, err = overUDP(attempt, r)
 		case ICMP:
-			err = ping(attempt, r)
+			a.Token, err = ping(attempt, r)
 		default:
 			err = fmt.Errorf("protocol %q: want %s, %s or %s", r.Protocol, TCP, UDP, ICMP)
 		}
@@ -83,7 +87,7 @@ func overTCP(ctx context.Context, r Request) (a Answer, err error) {
 	if err != nil {
 		return a, err
 	}
-	return a, get(&http.Transport{DisableKeepAlives: true}, req, &a)
+	return a, get(&http.Transport{DisableKeepAlives: true, DialContext: r.Dial}, req, &a)
 }
 
 func get(transport http.RoundTripper, req *http.Request, into any) error {
@@ -104,8 +108,11 @@ func get(transport http.RoundTripper, req *http.Request, into any) error {
 
 // overUDP uses a connected socket: an answer from another address is none.
 func overUDP(ctx context.Context, r Request) (a Answer, err error) {
-	var d net.Dialer
-	c, err := d.DialContext(ctx, "udp4", netip.AddrPortFrom(r.To, r.Port).String())
+	dial := r.Dial
+	if dial == nil {
+		dial = new(net.Dialer).DialContext
+	}
+	c, err := dial(ctx, "udp4", netip.AddrPortFrom(r.To, r.Port).String())
 	if err != nil {
 		return a, err
 	}
@@ -126,36 +133,39 @@ func overUDP(ctx context.Context, r Request) (a Answer, err error) {
 	return a, json.Unmarshal(bytes.TrimRight(b[:n], "\x00"), &a)
 }
 
-// ping waits for the echo; what source the receiver saw is asked of it by Seen.
-func ping(ctx context.Context, r Request) error {
+// tokenSize is how many octets at the beginning of a ping tell it from all others.
+const tokenSize = 16
+
+// ping waits for the echo, which the receiver's kernel makes; its Server saw the ping too.
+func ping(ctx context.Context, r Request) (token string, err error) {
 	c, err := icmp.ListenPacket("ip4:icmp", "0.0.0.0")
 	if err != nil {
-		return err
+		return "", err
 	}
 	defer c.Close()
 	if end, ok := ctx.Deadline(); ok {
 		if err := c.SetDeadline(end); err != nil {
-			return err
+			return "", err
 		}
 	}
-	data := make([]byte, max(r.Size, 16))
-	for i := range 16 {
+	data := make([]byte, max(r.Size, tokenSize))
+	for i := range tokenSize {
 		data[i] = byte(rand.Uint32())
 	}
 	id := int(rand.Uint32() & 0xffff)
 	message := icmp.Message{Type: ipv4.ICMPTypeEcho, Body: &icmp.Echo{ID: id, Seq: 1, Data: data}}
 	b, err := message.Marshal(nil)
 	if err != nil {
-		return err
+		return "", err
 	}
 	if _, err := c.WriteTo(b, &net.IPAddr{IP: r.To.AsSlice()}); err != nil {
-		return err
+		return "", err
 	}
 	b = make([]byte, 64<<10)
 	for {
 		n, from, err := c.ReadFrom(b)
 		if err != nil {
-			return err
+			return "", err
 		}
 		m, err := icmp.ParseMessage(1, b[:n])
 		if err != nil || m.Type != ipv4.ICMPTypeEchoReply {
@@ -164,9 +174,9 @@ func ping(ctx context.Context, r Request) error {
 		// Identifiers are rewritten by what translates on the way back only where it did on the way out.
 		if echo, ok := m.Body.(*icmp.Echo); ok && bytes.Equal(echo.Data, data) {
 			if from.String() != r.To.String() {
-				return fmt.Errorf("answered by %v", from)
+				return "", fmt.Errorf("answered by %v", from)
 			}
-			return nil
+			return hex.EncodeToString(data[:tokenSize]), nil
 		}
 	}
 }
@@ -176,13 +186,13 @@ type Server struct {
 	Name string
 
 	mu    sync.Mutex
-	pings map[string]time.Time // last echo request by source
+	pings map[string]string // sources by token
 	flow  *Flow
 }
 
 // Serve answers until ctx ends.
 func (s *Server) Serve(ctx context.Context, port uint16) error {
-	s.pings = map[string]time.Time{}
+	s.pings = map[string]string{}
 	tcp, err := net.Listen("tcp4", fmt.Sprintf(":%d", port))
 	if err != nil {
 		return err
@@ -218,7 +228,7 @@ func (s *Server) udp(c net.PacketConn) error {
 		if err != nil {
 			return err
 		}
-		answer, err := json.Marshal(Answer{addr.Addr(), n, s.Name})
+		answer, err := json.Marshal(Answer{From: addr.Addr(), Octets: n, Server: s.Name})
 		if err != nil {
 			return err
 		}
@@ -235,9 +245,13 @@ func (s *Server) icmp(c *icmp.PacketConn) error {
 		if err != nil {
 			return err
 		}
-		if m, err := icmp.ParseMessage(1, b[:n]); err == nil && m.Type == ipv4.ICMPTypeEcho {
+		m, err := icmp.ParseMessage(1, b[:n])
+		if err != nil || m.Type != ipv4.ICMPTypeEcho {
+			continue
+		}
+		if echo, ok := m.Body.(*icmp.Echo); ok && len(echo.Data) >= tokenSize {
 			s.mu.Lock()
-			s.pings[from.String()] = time.Now()
+			s.pings[hex.EncodeToString(echo.Data[:tokenSize])] = from.String()
 			s.mu.Unlock()
 		}
 	}
@@ -249,7 +263,7 @@ func (s *Server) handler() http.Handler {
 	mux.HandleFunc("POST /echo", func(w http.ResponseWriter, r *http.Request) {
 		n, err := io.Copy(io.Discard, r.Body)
 		from, parse := netip.ParseAddrPort(r.RemoteAddr)
-		reply(w, Answer{from.Addr(), int(n), s.Name}, errors.Join(err, parse))
+		reply(w, Answer{From: from.Addr(), Octets: int(n), Server: s.Name}, errors.Join(err, parse))
 	})
 	// What a transfer has to carry: the octets of a seed, which both ends can make.
 	mux.HandleFunc("GET /octets", func(w http.ResponseWriter, r *http.Request) {
