@@ -136,7 +136,7 @@ func (s *site) start() (err error) {
 	if s.client, err = client.NewWithWatch(s.config, client.Options{Scheme: scheme()}); err != nil {
 		return err
 	}
-	if out, err := s.isthmus("install", "--kubeconfig", s.kubeconfig, "--cluster-name", s.name, "--cluster-id", s.id); err != nil {
+	if out, err := s.isthmus("install", "--without-workloads", "--kubeconfig", s.kubeconfig, "--cluster-name", s.name, "--cluster-id", s.id); err != nil {
 		return fmt.Errorf("isthmus install: %w\n%s", err, out)
 	}
 	return s.playGateway(ctx)

@@ -100,12 +100,13 @@ const (
 	ReasonInvalid = "Invalid" // what the two sides said does not go together
 	ReasonWaiting = "Waiting" // for the exchange
 
-	// Connected: taken from status.connection of the TunnelEndpoint
+	// Connected: that of the TunnelEndpoint's own condition Connected (Causes of package
+	// net/v1alpha1), or one of these
 	ReasonConnecting = "Connecting"
 	ReasonNoGateway  = "NoGateway" // no gateway has written a status yet
 	// ReasonGatewaySilent: no gateway is at work, so that nobody knows; Ready has it too.
 	ReasonGatewaySilent = "GatewaySilent"
-	ReasonLost          = "ConnectionLost"
+	ReasonLost          = "ConnectionLost" // a gateway that says no reason, such as a Liqo's
 
 	// ReasonUnknown: not looked at yet.
 	ReasonUnknown = "Unknown"
