@@ -37,13 +37,19 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 	}{
 		{"it answers", func(e *evidence) { session(e); e.check.State = Connected }, v1alpha1.CauseConnected, "answers"},
 		{"new", func(e *evidence) { e.check.State = Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
-		{"our machine", func(e *evidence) { session(e); e.check.State, e.failed = Connected, errors.New("ip link: no such device") }, v1alpha1.CauseNotApplied, "no such device"},
+		{"our machine", func(e *evidence) {
+			session(e)
+			e.check.State, e.failed = Connected, errors.New("ip link: no such device")
+		}, v1alpha1.CauseNotApplied, "no such device"},
 		{"its name", func(e *evidence) {
 			e.endpoint, e.unresolved, e.check.State = netip.AddrPort{}, errors.New("resolving gw.example: no such host"), Connecting
 		},
 			v1alpha1.CauseEndpointName, "no such host"},
 		{"a name server that is away does not matter to a peer that is found", func(e *evidence) { e.unresolved = errors.New("timeout") }, v1alpha1.CauseNoAnswer, "ever"},
-		{"our firewall", func(e *evidence) { session(e); e.signs.Unsent, e.signs.UnsentAt = fmt.Errorf("x: %w", unix.EPERM), ago(2) }, v1alpha1.CauseSendError, "packet filter"},
+		{"our firewall", func(e *evidence) {
+			session(e)
+			e.signs.Unsent, e.signs.UnsentAt = fmt.Errorf("x: %w", unix.EPERM), ago(2)
+		}, v1alpha1.CauseSendError, "packet filter"},
 		{"our route", func(e *evidence) { e.signs.Unsent, e.signs.UnsentAt = unix.ENETUNREACH, ago(2) }, v1alpha1.CauseSendError, "network is unreachable"},
 		{"our route, some time ago", func(e *evidence) { e.signs.Unsent, e.signs.UnsentAt = unix.ENETUNREACH, ago(60) }, v1alpha1.CauseNoAnswer, "ever"},
 		{"a handshake for another key", func(e *evidence) { e.signs.OtherKey = ago(3) }, v1alpha1.CauseWrongKey, "of this cluster"},
