@@ -25,7 +25,8 @@ type Status struct {
 	Started     time.Time `json:"started"`
 	Ready       bool      `json:"ready"`
 
-	// Namespace is the gateway's network namespace, for `nsenter --net=`.
+	// Namespace is the gateway's network namespace, for `nsenter --net=`; empty when it is that of
+	// its Pod.
 	Namespace string `json:"namespace"`
 	Host      Way    `json:"host"`
 	TUN       string `json:"tun"`
@@ -46,7 +47,7 @@ type Status struct {
 	Flows []FlowStatus `json:"flows,omitempty"`
 }
 
-// Way is how the host reaches the gateway's namespace.
+// Way is how nodes reach the gateway: its host by a veth, or all by the overlay.
 type Way struct {
 	Interface string     `json:"interface"`
 	Index     int        `json:"index"` // of the interface; 0 while it is missing
@@ -223,7 +224,13 @@ func (g *gateway) status(flows int) Status {
 	for _, p := range now.config.Refused {
 		s.Config.Refused = append(s.Config.Refused, p.Error())
 	}
-	if link, err := net.InterfaceByName(kernel.VethHost); err == nil {
+	if g.podNetwork {
+		s.Host = Way{Interface: kernel.OverlayDevice, NextHop: now.config.PodNetwork.Pod}
+		for _, p := range now.undelivered {
+			s.Config.Refused = append(s.Config.Refused, p.Error())
+		}
+	}
+	if link, err := net.InterfaceByName(s.Host.Interface); err == nil {
 		s.Host.Index = link.Index
 	}
 	for _, d := range directions {

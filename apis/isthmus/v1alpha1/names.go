@@ -26,6 +26,10 @@ const (
 // mapped endpoint, and what the endpoints were then.
 const AnnotationMappings = "isthmus.net/mappings"
 
+// AnnotationFormer on the IpamStorage has the networks that peers had here when they left, the latest
+// last. A peer that comes back has them again while they are free.
+const AnnotationFormer = "isthmus.net/former-networks"
+
 // AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated
 // by commas. The peer renews its token for no others.
 const AnnotationTokenAudiences = "isthmus.net/token-audiences"
