@@ -107,7 +107,7 @@ func (r Running) Status() Status { return r.g.status(0) }
 func (r Running) StatusHandler() http.Handler { return r.g.statusHandler() }
 
 // Gatherer has the gateway's metrics.
-func (r Running) Gatherer() prometheus.Gatherer { return r.g.metrics.registry }
+func (r Running) Gatherer() prometheus.Gatherer { return r.g.metrics }
 
 // Timing of the control loop.
 const (
@@ -212,6 +212,7 @@ type gateway struct {
 	udpOffload bool // UDP superpackets cross the TUN
 	resolver   *resolver
 	metrics    *metrics
+	drops      dropTimes
 	servers    *httpserve.Servers
 
 	wake chan struct{} // something may differ now: compare
@@ -575,7 +576,6 @@ func (g *gateway) put(want []fabric.GatewayPeer, mtu mtus) {
 	g.mu.Lock()
 	g.now.peers, g.now.mtu, g.now.applyErr, g.now.undelivered = peers, mtu.tunnel, failed, undelivered
 	g.mu.Unlock()
-	g.metrics.keep(peers)
 }
 
 // objectsFor are the kernel's objects for the peers.
@@ -648,6 +648,7 @@ func (g *gateway) tick(now time.Time) {
 	if changed {
 		g.compareSoon()
 	}
+	g.drops.look(g.engine.Stats(), g.engine.Peers(), now)
 	g.resolver.tick(now)
 	g.reach(stats, now)
 }

@@ -189,12 +189,9 @@ func reportOf(s gateway.Status) kube.Report {
 	r := kube.Report{Interface: s.Host.Interface, Index: s.Host.Index, NextHop: s.Host.NextHop}
 	for _, p := range s.Peers {
 		peer := kube.PeerReport{
-			ID: p.ID, Status: v1alpha1.ConnectionStatus(p.State), Message: p.Message, Endpoint: p.Resolved, PublicKey: p.PublicKey,
+			ID: p.ID, Status: v1alpha1.ConnectionStatus(p.State), Reason: p.Reason, Message: p.Message, Endpoint: p.Resolved, PublicKey: p.PublicKey,
 			RTT:        time.Duration(p.RTT * float64(time.Second)),
 			AllowedIPs: [2]netip.Prefix{p.Rules.RemotePodsHere, p.Rules.RemoteExternal},
-		}
-		if p.State != gateway.Connected && p.Problem != "" {
-			peer.Message = p.Problem
 		}
 		r.Peers = append(r.Peers, peer)
 	}
@@ -238,7 +235,7 @@ func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr s
 func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", secure.Guarded(f.using(func(w http.ResponseWriter, r *http.Request) {
-		all := prometheus.Gatherers{f.own, f.idle}
+		all := gateway.Gatherers{f.own, f.idle}
 		if f.running != nil {
 			all[1] = f.running.Gatherer()
 		}

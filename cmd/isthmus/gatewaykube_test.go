@@ -69,7 +69,7 @@ func newKubeSite(t *testing.T, c *lab.Cluster) *kubeSite {
 
 	admin := filepath.Join(s.dir, "admin.kubeconfig")
 	s.must(s.server.WriteKubeconfig(admin))
-	cmd := c.Control.Command(t.Context(), "/proc/self/exe", "install", "--kubeconfig", admin, "--cluster-name", c.Name, "--cluster-id", c.ID)
+	cmd := c.Control.Command(t.Context(), "/proc/self/exe", "install", "--without-workloads", "--kubeconfig", admin, "--cluster-name", c.Name, "--cluster-id", c.ID)
 	cmd.Env = append(os.Environ(), beProgram+"=1")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("install: %v\n%s", err, out)

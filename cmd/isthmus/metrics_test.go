@@ -186,7 +186,7 @@ func TestMetricsAndStatusListenWhereOnlyTheyShouldBeReached(t *testing.T) {
 	})
 
 	t.Run("with --metrics-secure, to those who may", func(t *testing.T) {
-		install := control.Command(t.Context(), "/proc/self/exe", "install", "--kubeconfig", filepath.Join(s.dir, "admin.kubeconfig"), "--metrics-auth")
+		install := control.Command(t.Context(), "/proc/self/exe", "install", "--without-workloads", "--kubeconfig", filepath.Join(s.dir, "admin.kubeconfig"), "--metrics-auth")
 		install.Env = append(os.Environ(), beProgram+"=1")
 		if out, err := install.CombinedOutput(); err != nil || !strings.Contains(string(out), "isthmus-metrics-auth created") {
 			t.Fatalf("install: %v\n%s", err, out)

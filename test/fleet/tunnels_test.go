@@ -114,7 +114,7 @@ func TestTunnels(t *testing.T) {
 			}
 		}
 		service := func(n string) {
-			isthmus(t, f, "install", "--context", "c", "--gateway-service", "NodePort", "--tunnels", n)
+			isthmus(t, f, "install", "--without-workloads", "--context", "c", "--gateway-service", "NodePort", "--tunnels", n)
 		}
 		published := func(n int) {
 			eventually(t, fmt.Sprintf("%d tunnels of c", n), func() error {
