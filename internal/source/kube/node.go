@@ -55,7 +55,7 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 		&v1alpha1.TunnelEndpoint{}: {},
 		&v1alpha1.IpamStorage{}:    {Transform: slimBooks},
 		&corev1.Node{}:             {Transform: slimNode, Field: fields.OneTermEqualSelector("metadata.name", self)},
-		&corev1.Pod{}: {Transform: slimPod, Label: labels.SelectorFromSet(podLabels),
+		&corev1.Pod{}: {Transform: slimPod, Label: labels.SelectorFromSet(podLabels), Field: notEnded(),
 			Namespaces: map[string]cache.Config{namespace: {}}},
 	})
 	if err != nil {
@@ -169,10 +169,15 @@ func reachablePods() cache.ByObject {
 	return cache.ByObject{
 		Transform: slimPod,
 		Label:     labels.NewSelector().Add(*visible), // a shadow Pod has an address in another cluster
-		Field: fields.AndSelectors( // one that has ended has none any more
-			fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
-			fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))),
+		Field:     notEnded(),
 	}
+}
+
+// notEnded: a Pod that has ended has no address any more.
+func notEnded() fields.Selector {
+	return fields.AndSelectors(
+		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
+		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed)))
 }
 
 type nodeSnapshot struct {
