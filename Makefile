@@ -24,6 +24,26 @@ build: ## Build bin/isthmus and bin/isthmus-lab, static and reproducible
 	@mkdir -p $(BIN)
 	@internal/tools/progress.sh -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/ ./cmd/isthmus ./cmd/isthmus-lab
 
+# Everything in the image has the time of the commit, so that each build of it is the same.
+PLATFORMS ?= linux/amd64,linux/arm64
+IMAGE     ?= ghcr.io/isthmus-net/isthmus:$(VERSION)
+CREATED   := $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
+CTR       ?= ctr -n k8s.io
+comma     := ,
+
+.PHONY: image
+image: ## Build bin/isthmus-image.tar, an OCI image for PLATFORMS (linux/amd64,linux/arm64), named IMAGE; nothing but Go is needed
+	@mkdir -p $(BIN)/image
+	@set -e; for p in $(subst $(comma), ,$(PLATFORMS)); do GOOS=$${p%/*} GOARCH=$${p#*/} internal/tools/progress.sh \
+		-trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/image/$${p%/*}-$${p#*/}/isthmus ./cmd/isthmus; done
+	@go run -C internal/tools ./roots > $(BIN)/image/roots.pem
+	@go run ./internal/image/build -binaries $(BIN)/image -platforms $(PLATFORMS) -roots $(BIN)/image/roots.pem -ref $(IMAGE) \
+		-version $(VERSION) -revision "$$(git rev-parse HEAD 2>/dev/null)" -created $(CREATED) -out $(BIN)/isthmus-image.tar
+
+.PHONY: image-load
+image-load: ## Put bin/isthmus-image.tar into containerd by CTR ("ctr -n k8s.io"), where kubelets find it
+	$(CTR) images import $(BIN)/isthmus-image.tar
+
 # Root and TUN are asked for before anything is built; what has to be built, and for how long, is said before it begins.
 .PHONY: demo
 demo: ## Three clusters with API servers and the same PodCIDR on this machine, peered, with real traffic (root)

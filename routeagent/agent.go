@@ -137,7 +137,7 @@ type state struct {
 func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	a.mu.Lock()
 	before := a.intent
-	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || !reflect.DeepEqual(before.Tunnels, in.Tunnels)
+	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || !reflect.DeepEqual(before.Tunnels, in.Tunnels) || !slices.Equal(before.Gateways, in.Gateways)
 	moved := before == nil || !slices.Equal(before.Own, in.Own) || madeAt(before, a.opts.Node) != madeAt(&in, a.opts.Node)
 	a.intent, a.broken = &in, broken
 	a.revision++
@@ -221,7 +221,7 @@ func (a *agent) compare() bool {
 	} else {
 		var unknownMTU, err error
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
-			in.UnderlayMTU, unknownMTU = a.kernel.MTUOf(addr)
+			in.UnderlayMTU, unknownMTU = a.underlayMTU(addr, in.Ways())
 		}
 		now.node, now.problems = fabric.NodeFor(in)
 		first, failed := a.refuseNew(in.Refused())
@@ -244,6 +244,18 @@ func (a *agent) compare() bool {
 	a.state = now
 	a.mu.Unlock()
 	return now.err == nil
+}
+
+// underlayMTU is that of the device with the node's address or of the way to a gateway, whichever
+// is less: a CNI may have an overlay of its own.
+func (a *agent) underlayMTU(own netip.Addr, ways []fabric.GatewayPod) (int, error) {
+	least, err := a.kernel.MTUOf(own)
+	for _, g := range ways {
+		if mtu, unknown := a.kernel.MTUTo(g.Addr, map[int]int{}); unknown == nil && err == nil {
+			least = min(least, mtu)
+		}
+	}
+	return least, err
 }
 
 // refuseNew refuses networks that are new before anything else is done: the packet filter alone

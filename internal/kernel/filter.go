@@ -11,16 +11,19 @@ import (
 // same (FilterChains); what differs is the addresses in its sets, each sorted and separated by
 // spaces, so that filters are comparable.
 type Filter struct {
-	Nodes  string // underlay addresses of the other nodes of the cluster, IPv4
+	Nodes  string // addresses from which packets of the overlay come, IPv4: those of nodes and gateways
 	Remote string // networks of peers, IPv4
 	Own    string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
+	// Gateways are addresses of gateways that are Pods, IPv4: what they send to the overlay of other
+	// nodes, and get from there, a node forwards.
+	Gateways string
 }
 
 // FilterFor makes a Filter. Networks inside others are left out, and so is IPv6, which the overlay
 // does not carry.
-func FilterFor(nodes []netip.Addr, remote []netip.Prefix, own []netip.Addr) Filter {
+func FilterFor(nodes []netip.Addr, remote []netip.Prefix, own, gateways []netip.Addr) Filter {
 	var f Filter
-	f.Nodes, f.Own = addresses(nodes), addresses(own)
+	f.Nodes, f.Own, f.Gateways = addresses(nodes), addresses(own), addresses(gateways)
 	remote = slices.SortedFunc(slices.Values(remote), func(a, b netip.Prefix) int { return a.Compare(b) })
 	var last netip.Prefix
 	var texts []string
@@ -74,7 +77,10 @@ func (c FilterChain) Priority() int {
 // by the device that leads to that node: a pod or an underlay host with an ordinary UDP socket
 // could otherwise send anything as anybody. No packet that is forwarded goes to the overlay's port,
 // whether its source is translated later or not, and whether it comes from a pod of ours or of a
-// peer.
+// peer. The gateway is the exception where it is a Pod; it has a filter like this one, too.
+//
+// The devices of ours that packets of peers come by are those of the overlay and of a gateway in
+// this namespace (isthmus.host, or the TUNs isthmus0 and so on).
 //
 // What a peer sends is for pods and for mapped endpoints. To the node itself only answers come in,
 // and what is for an address of its own outside the pods' networks, which a packet from a peer can
@@ -105,19 +111,19 @@ var FilterChains = []FilterChain{
 		"drop",
 	}},
 	{Name: "prerouting", Hook: "prerouting", Rules: []string{
-		`iifname "isthmus.vxlan" jump translated`,
-		`iifname "isthmus.host" jump translated`,
+		`iifname "isthmus*" jump translated`,
 	}},
 	{Name: "input", Hook: "input", Rules: []string{
 		"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept",
 		"udp dport 4800 drop",
-		`iifname "isthmus.vxlan" jump remote`,
-		`iifname "isthmus.host" jump remote`,
+		`iifname "isthmus*" jump remote`,
 	}},
 	{Name: "forward", Hook: "forward", Rules: []string{
+		"udp dport 4800 ip saddr @gateways fib saddr . iif oif != 0 accept",
+		"udp dport 4800 ip daddr @gateways fib saddr . iif oif != 0 accept",
 		"udp dport 4800 drop",
 		`iifname "isthmus.vxlan" jump overlay`,
-		`oifname "isthmus.vxlan" iifname != "isthmus.host" ip saddr @remote drop`,
+		`oifname "isthmus.vxlan" iifname != "isthmus*" ip saddr @remote drop`,
 	}},
 }
 
@@ -128,7 +134,7 @@ func (f Filter) command(remove bool, _ string) string {
 		return "nft '" + c + "'"
 	}
 	c += fmt.Sprintf("; table inet %s { ", FilterTable)
-	for _, set := range []struct{ name, flags, elements string }{{"nodes", "", f.Nodes}, {"remote", "flags interval; ", f.Remote}, {"own", "", f.Own}} {
+	for _, set := range []struct{ name, flags, elements string }{{"nodes", "", f.Nodes}, {"remote", "flags interval; ", f.Remote}, {"own", "", f.Own}, {"gateways", "", f.Gateways}} {
 		c += fmt.Sprintf("set %s { type ipv4_addr; %s", set.name, set.flags)
 		if set.elements != "" {
 			c += fmt.Sprintf("elements = { %s }; ", strings.ReplaceAll(set.elements, " ", ", "))

@@ -37,13 +37,15 @@ var rules = map[string][]expr.Any{
 	"ip saddr @remote ip daddr != @remote accept": slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
 	"ip saddr != @remote ip daddr @remote accept": slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
 	"fib daddr type != local accept":              slices.Concat(notLocal(), accept()),
-	`iifname "isthmus.vxlan" jump translated`:     slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("translated")),
-	`iifname "isthmus.host" jump translated`:      slices.Concat(iif(kernel.VethHost, expr.CmpOpEq), jump("translated")),
-	`iifname "isthmus.vxlan" jump remote`:         slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("remote")),
-	`iifname "isthmus.host" jump remote`:          slices.Concat(iif(kernel.VethHost, expr.CmpOpEq), jump("remote")),
-	`iifname "isthmus.vxlan" jump overlay`:        slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("overlay")),
-	`oifname "isthmus.vxlan" iifname != "isthmus.host" ip saddr @remote drop`: slices.Concat(
-		oif(kernel.OverlayDevice), iif(kernel.VethHost, expr.CmpOpNeq), ip4(), in(saddr, "remote", false), drop()),
+	`iifname "isthmus*" jump translated`:          slices.Concat(ours(expr.CmpOpEq), jump("translated")),
+	`iifname "isthmus*" jump remote`:              slices.Concat(ours(expr.CmpOpEq), jump("remote")),
+	`iifname "isthmus.vxlan" jump overlay`:        slices.Concat(iif(padded(kernel.OverlayDevice), expr.CmpOpEq), jump("overlay")),
+	`oifname "isthmus.vxlan" iifname != "isthmus*" ip saddr @remote drop`: slices.Concat(
+		oif(kernel.OverlayDevice), ours(expr.CmpOpNeq), ip4(), in(saddr, "remote", false), drop()),
+	"udp dport 4800 ip saddr @gateways fib saddr . iif oif != 0 accept": slices.Concat(
+		udpTo(kernel.OverlayPort), ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
+	"udp dport 4800 ip daddr @gateways fib saddr . iif oif != 0 accept": slices.Concat(
+		udpTo(kernel.OverlayPort), ip4(), in(daddr, "gateways", false), theWayBack(), accept()),
 	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
 		udpTo(kernel.OverlayPort), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
 }
@@ -82,9 +84,12 @@ func in(offset uint32, set string, invert bool) []expr.Any {
 	}
 }
 
-func iif(name string, op expr.CmpOp) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, equal(op, padded(name))}
+func iif(name []byte, op expr.CmpOp) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, equal(op, name)}
 }
+
+// ours are all devices whose names begin like those of ours.
+func ours(op expr.CmpOp) []expr.Any { return iif([]byte(kernel.TunPrefix), op) }
 
 func oif(name string) []expr.Any {
 	return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, equal(expr.CmpOpEq, padded(name))}
@@ -122,7 +127,7 @@ func filterSets(f kernel.Filter) map[*nftables.Set]string {
 	set := func(name string, interval bool) *nftables.Set {
 		return &nftables.Set{Table: filterTable, Name: name, KeyType: nftables.TypeIPAddr, Interval: interval}
 	}
-	return map[*nftables.Set]string{set("nodes", false): f.Nodes, set("remote", true): f.Remote, set("own", false): f.Own}
+	return map[*nftables.Set]string{set("nodes", false): f.Nodes, set("remote", true): f.Remote, set("own", false): f.Own, set("gateways", false): f.Gateways}
 }
 
 // filterRead is what was last read, and of which generation of the namespace's tables: the kernel
@@ -197,7 +202,7 @@ func readFilter() []kernel.Filter {
 		}
 	}
 	var f kernel.Filter
-	for name, to := range map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own} {
+	for name, to := range map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own, "gateways": &f.Gateways} {
 		if *to, err = haveElements(c, name); err != nil {
 			return []kernel.Filter{changed}
 		}

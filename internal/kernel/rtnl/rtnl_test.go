@@ -345,7 +345,7 @@ func TestFilterIsWhatItsTextSays(t *testing.T) {
 	own = nodes[7:9]
 	remote := []netip.Prefix{remote4, netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.247.8.0/24"), // touching, inside
 		netip.MustParsePrefix("255.0.0.0/8"), netip.MustParsePrefix("10.9.1.2/32"), remote6}
-	for _, f := range []Filter{{}, FilterFor(nodes, remote, own), FilterFor(nodes[:1], remote[:1], nil)} {
+	for _, f := range []Filter{{}, FilterFor(nodes, remote, own, nodes[1:]), FilterFor(nodes[:1], remote[:1], nil, nil)} {
 		want := State{Filters: []Filter{f}}
 		command := n.apply(want)
 		if again := n.apply(want); again != "" {
@@ -386,7 +386,7 @@ func sameLines(a, b string) bool {
 
 func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 	n := open(t, RouteAgent)
-	want := State{Filters: []Filter{FilterFor([]netip.Addr{via4}, []netip.Prefix{remote4}, []netip.Addr{via4})}}
+	want := State{Filters: []Filter{FilterFor([]netip.Addr{via4}, []netip.Prefix{remote4}, []netip.Addr{via4}, []netip.Addr{via4})}}
 	n.apply(want)
 	for _, change := range []string{
 		"nft delete table inet isthmus",
