@@ -221,7 +221,7 @@ func (a *agent) compare() bool {
 	} else {
 		var unknownMTU, err error
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
-			in.UnderlayMTU, unknownMTU = a.kernel.MTUOf(addr)
+			in.UnderlayDevice, in.UnderlayMTU, unknownMTU = a.kernel.DeviceOf(addr)
 		}
 		now.node, now.problems = fabric.NodeFor(in)
 		first, failed := a.refuseNew(in.Refused())

@@ -11,27 +11,41 @@ import (
 // same (FilterChains); what differs is the addresses in its sets, each sorted and separated by
 // spaces, so that filters are comparable.
 type Filter struct {
-	Nodes  string // underlay addresses of the other nodes of the cluster, IPv4
-	Remote string // networks of peers, IPv4
-	Own    string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
+	Nodes     string // underlay addresses of the other nodes of the cluster, IPv4
+	Remote    string // networks of peers, IPv4
+	Own       string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
+	Elsewhere string // networks in which pods of other nodes are, and none of ours, IPv4
+	Underlay  string // devices by which our node reaches the others
+}
+
+// FilterSets is what a Filter is made of, in any order.
+type FilterSets struct {
+	Nodes, Own        []netip.Addr
+	Remote, Elsewhere []netip.Prefix
+	Underlay          []string
 }
 
 // FilterFor makes a Filter. Networks inside others are left out, and so is IPv6, which the overlay
 // does not carry.
-func FilterFor(nodes []netip.Addr, remote []netip.Prefix, own []netip.Addr) Filter {
-	var f Filter
-	f.Nodes, f.Own = addresses(nodes), addresses(own)
-	remote = slices.SortedFunc(slices.Values(remote), func(a, b netip.Prefix) int { return a.Compare(b) })
+func FilterFor(s FilterSets) Filter {
+	devices := slices.DeleteFunc(slices.Sorted(slices.Values(s.Underlay)), func(name string) bool { return name == "" })
+	return Filter{
+		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Remote: networks(s.Remote), Elsewhere: networks(s.Elsewhere),
+		Underlay: strings.Join(slices.Compact(devices), " "),
+	}
+}
+
+func networks(all []netip.Prefix) string {
+	all = slices.SortedFunc(slices.Values(all), func(a, b netip.Prefix) int { return a.Compare(b) })
 	var last netip.Prefix
 	var texts []string
-	for _, p := range remote { // a network sorts before those inside
+	for _, p := range all { // a network sorts before those inside
 		if p.Addr().Is4() && !(last.IsValid() && last.Overlaps(p)) {
 			last = p
 			texts = append(texts, p.String())
 		}
 	}
-	f.Remote = strings.Join(texts, " ")
-	return f
+	return strings.Join(texts, " ")
 }
 
 func addresses(all []netip.Addr) string {
@@ -86,6 +100,11 @@ func (c FilterChain) Priority() int {
 // source came out of the gateway: its node would otherwise carry there what a pod of its own made
 // up.
 //
+// A pod of ours may say that it is anybody, and most CNIs carry that. What has a peer's source came
+// out of the gateway, or over another node that brought it from there, and by no device of a pod,
+// which is one end of a veth pair or a bridge. What is for a peer comes by the overlay where its
+// source is a pod of another node.
+//
 // What most packets are comes first: each rule before costs a packet of the overlay some 100 ns.
 var FilterChains = []FilterChain{
 	{Name: "remote", Rules: []string{
@@ -104,6 +123,12 @@ var FilterChains = []FilterChain{
 		"ip saddr != @remote ip daddr @remote accept",
 		"drop",
 	}},
+	{Name: "forged", Rules: []string{
+		`oifname "isthmus.vxlan" drop`,
+		"iifname @underlay accept",
+		`meta iifkind "veth" drop`,
+		`meta iifkind "bridge" drop`,
+	}},
 	{Name: "prerouting", Hook: "prerouting", Rules: []string{
 		`iifname "isthmus.vxlan" jump translated`,
 		`iifname "isthmus.host" jump translated`,
@@ -117,8 +142,39 @@ var FilterChains = []FilterChain{
 	{Name: "forward", Hook: "forward", Rules: []string{
 		"udp dport 4800 drop",
 		`iifname "isthmus.vxlan" jump overlay`,
-		`oifname "isthmus.vxlan" iifname != "isthmus.host" ip saddr @remote drop`,
+		`iifname "isthmus.host" accept`,
+		"ip saddr @remote jump forged",
+		"ip daddr @remote ip saddr @elsewhere drop",
 	}},
+}
+
+// A FilterSet is a set of the table, as nft(8) takes it.
+type FilterSet struct {
+	Name, Type string
+	Interval   bool   // of networks, not addresses
+	Elements   string // separated by spaces
+}
+
+// Sets are the sets, always the same but for their elements.
+func (f Filter) Sets() []FilterSet {
+	return []FilterSet{
+		{"nodes", "ipv4_addr", false, f.Nodes},
+		{"remote", "ipv4_addr", true, f.Remote},
+		{"own", "ipv4_addr", false, f.Own},
+		{"elsewhere", "ipv4_addr", true, f.Elsewhere},
+		{"underlay", "ifname", false, f.Underlay},
+	}
+}
+
+// set is the field for the set of a name.
+func (f *Filter) set(name string) *string {
+	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay}[name]
+}
+
+// WithSet returns the Filter with other elements in the set of a name.
+func (f Filter) WithSet(name, elements string) Filter {
+	*f.set(name) = elements
+	return f
 }
 
 // command is one line for nft(8), which replaces the table in one step.
@@ -128,10 +184,18 @@ func (f Filter) command(remove bool, _ string) string {
 		return "nft '" + c + "'"
 	}
 	c += fmt.Sprintf("; table inet %s { ", FilterTable)
-	for _, set := range []struct{ name, flags, elements string }{{"nodes", "", f.Nodes}, {"remote", "flags interval; ", f.Remote}, {"own", "", f.Own}} {
-		c += fmt.Sprintf("set %s { type ipv4_addr; %s", set.name, set.flags)
-		if set.elements != "" {
-			c += fmt.Sprintf("elements = { %s }; ", strings.ReplaceAll(set.elements, " ", ", "))
+	for _, set := range f.Sets() {
+		flags := ""
+		if set.Interval {
+			flags = "flags interval; "
+		}
+		c += fmt.Sprintf("set %s { type %s; %s", set.Name, set.Type, flags)
+		if set.Elements != "" {
+			elements := strings.ReplaceAll(set.Elements, " ", ", ")
+			if set.Type == "ifname" {
+				elements = `"` + strings.ReplaceAll(set.Elements, " ", `", "`) + `"`
+			}
+			c += fmt.Sprintf("elements = { %s }; ", elements)
 		}
 		c += "}; "
 	}
