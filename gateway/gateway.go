@@ -480,7 +480,13 @@ func (g *gateway) locate(peers []fabric.GatewayPeer, site fabric.Site) {
 			addrs = append(addrs, p.Addr())
 		}
 	}
-	g.resolver.set(peers, site.With(addrs, "an address of the gateway's own host"))
+	site = site.WithRelays(addrs, "an address of the gateway's own host")
+	if !g.resolver.set(peers, site) {
+		return
+	}
+	for _, e := range g.ends {
+		e.SetSources(g.resolver.mayCome)
+	}
 }
 
 // put makes everything but the engine's rules true, which are swapped already. It goes on after a
