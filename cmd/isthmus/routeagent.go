@@ -36,7 +36,8 @@ func newRouteAgentCommand() *cobra.Command {
 active gateway, and packets from them to the node of the pod. It reads Nodes, Pods
 and TunnelEndpoints; while the API server is away, everything stays as it is. It writes
 one object, the NodeNetworks of its node: the networks that the node reaches by itself
-and its DNS servers, which the manager gives to no peer.
+and its DNS servers, which the manager gives to no peer, and for which peers it
+refuses packets: the manager tells of a network only when all nodes do.
 
 What somebody else deletes or changes of it is back within a second. From the moment
 at which a network is granted to a peer, the node refuses packets for it that cannot go
@@ -67,9 +68,11 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 			o.Source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 				return kube.WatchNode(ctx, config, o.Log, deliver)
 			}
-			if o.Tell, err = kube.NodeReporter(config, cmp.Or(namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace), o.Node); err != nil {
+			reporter, err := kube.NewNodeReporter(config, cmp.Or(namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace), o.Node)
+			if err != nil {
 				return err
 			}
+			o.Tell, o.TellRefused = reporter.Tell, reporter.TellRefused
 			return routeagent.Run(cmd.Context(), o)
 		},
 	}
