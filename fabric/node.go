@@ -344,10 +344,10 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel, underlay string) {
 	})}
 }
 
-// podCIDRsHold reports whether the cluster's pods have addresses of the podCIDRs of their nodes. Some
-// CNIs have an address management of their own, and these networks then mean nothing. Whoever may
-// write the status of one node's Pods must not decide it for others: all pods of our node, and those
-// of half of the nodes with pods, have to be where they should.
+// podCIDRsHold reports whether the cluster's pods have addresses of the podCIDRs of their nodes.
+// Some CNIs have an address management of their own, and these networks then mean nothing. Whoever
+// may write the status of one node's Pods must not decide it for others: all pods of our node, and
+// those of half of the nodes with pods, have to be where they should.
 func podCIDRsHold(nodes []ClusterNode, self string, pods []NodePod) bool {
 	networks := make(map[string][]netip.Prefix, len(nodes))
 	for _, n := range nodes {

@@ -137,7 +137,7 @@ func replays(t *testing.T, s *site) {
 	s.grows(t, len(messages), "isthmus_drops_total", `reason="tunnel_replay"`, func() {
 		for _, m := range messages {
 			must(t, sendRaw(s.Lab.Underlay, m))
-			must(t, sendUDP(s.a.Control.Host, to, m[28:]))
+			must(t, sendUDP(s.b.Control.Host, to, m[28:])) // from where a gateway of a peer could be
 		}
 	})
 	after := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
@@ -227,7 +227,7 @@ func forged(t *testing.T, s *site) {
 	rand.Read(m[28+noise.HeaderLen:])
 	s.grows(t, tries, "isthmus_drops_total", `reason="tunnel_forged"`, func() {
 		for range tries {
-			must(t, sendUDP(s.a.Control.Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort), m[28:]))
+			must(t, sendUDP(s.b.Control.Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort), m[28:]))
 		}
 	})
 }
