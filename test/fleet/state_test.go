@@ -2,7 +2,6 @@ package fleet
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -237,8 +236,10 @@ func writes(ctx context.Context, c *fleet.Cluster) (map[string]float64, error) {
 func addPod(t *testing.T, c *fleet.Cluster, on *lab.Pod) *lab.Pod {
 	t.Helper()
 	host := c.PodCIDR.Masked().Addr().As4()
-	at := binary.BigEndian.Uint32(host[:]) + 1<<(32-c.PodCIDR.Bits()) - 55
-	binary.BigEndian.PutUint32(host[:], at)
+	for i := range 4 { // the last address, less 55
+		host[i] |= byte(0xff >> max(0, min(8, c.PodCIDR.Bits()-8*i)))
+	}
+	host[3] -= 55
 	p := &lab.Pod{Host: on.Host, Addr: netip.AddrFrom4(host), Node: on.Node}
 	for _, n := range c.Nodes {
 		if n.PodCIDR.Contains(p.Addr) {
