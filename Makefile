@@ -24,6 +24,26 @@ build: ## Build bin/isthmus and bin/isthmus-lab, static and reproducible
 	@mkdir -p $(BIN)
 	@internal/tools/progress.sh -trimpath -ldflags '$(LDFLAGS)' -o $(BIN)/ ./cmd/isthmus ./cmd/isthmus-lab
 
+# Everything in the image has the time of the commit, so that each build of it is the same.
+PLATFORMS ?= linux/amd64,linux/arm64
+IMAGE     ?= ghcr.io/isthmus-net/isthmus:$(VERSION)
+CREATED   := $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
+CTR       ?= ctr -n k8s.io
+comma     := ,
+
+.PHONY: image
+image: ## Build bin/isthmus-image.tar, an OCI image for PLATFORMS (linux/amd64,linux/arm64), named IMAGE; nothing but Go is needed
+	@mkdir -p $(BIN)/image
+	@set -e; for p in $(subst $(comma), ,$(PLATFORMS)); do GOOS=$${p%/*} GOARCH=$${p#*/} internal/tools/progress.sh \
+		-trimpath -buildvcs=false -ldflags '$(LDFLAGS)' -o $(BIN)/image/$${p%/*}-$${p#*/}/isthmus ./cmd/isthmus; done
+	@go run -C internal/tools ./roots > $(BIN)/image/roots.pem
+	@go run ./internal/image/build -binaries $(BIN)/image -platforms $(PLATFORMS) -roots $(BIN)/image/roots.pem -ref $(IMAGE) \
+		-version $(VERSION) -revision "$$(git rev-parse HEAD 2>/dev/null)" -created $(CREATED) -out $(BIN)/isthmus-image.tar
+
+.PHONY: image-load
+image-load: ## Put bin/isthmus-image.tar into containerd by CTR ("ctr -n k8s.io"), where kubelets find it
+	$(CTR) images import $(BIN)/isthmus-image.tar
+
 # Root and TUN are asked for before anything is built; what has to be built, and for how long, is said before it begins.
 .PHONY: demo
 demo: ## Three clusters with API servers and the same PodCIDR on this machine, peered, with real traffic (root)
@@ -45,6 +65,24 @@ test: deps ## Everything CI runs: generated files, vet, lint, all tests with -ra
 .PHONY: kube
 kube: ## Build etcd and kube-apiserver for the tests and the demo, where missing (4 to 8 minutes, once)
 	@go run ./cmd/isthmus-lab kube
+
+# What clusters with real nodes need besides: their programs, from source and from Debian.
+NODES := containerd:containerd runc:runc nft:nftables iptables:iptables conntrack:conntrack
+
+.PHONY: deps-nodes
+deps-nodes: ## Install containerd and CNI plugins, and build kubelet and its like, for test-nodes and demo-kubernetes (5 to 10 minutes, once)
+	@missing=; for c in $(NODES); do command -v "$${c%%:*}" >/dev/null || missing="$$missing $${c##*:}"; done; \
+	[ -x /usr/lib/cni/bridge ] || missing="$$missing containernetworking-plugins"; \
+	if [ -n "$$missing" ]; then \
+		if [ "$$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then echo "not installed:$$missing"; exit 1; fi; \
+		echo "installing for the nodes: apt-get install$$missing"; apt-get update -qq; \
+		: "packages start servers where there is systemd; nodes start containerd themselves"; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; fi
+	@go run ./cmd/isthmus-lab kube --nodes
+
+.PHONY: test-nodes
+test-nodes: deps-nodes ## All tests on clusters with real kubelets: the matrix, Services, transfers, faults (root, half an hour)
+	go test -C test -count=1 -timeout=60m -v ./nodes -all
 
 .PHONY: lint
 lint: $(GOLANGCI) ## golangci-lint over both modules

@@ -31,10 +31,11 @@ type NodeIntent struct {
 	Self string // name of our node
 	// UnderlayMTU is that of the device with our node's address, in octets; 0 means 1500.
 	UnderlayMTU int
-	// UnderlayDevice is the name of that device; empty: not known.
+	// UnderlayDevice is the name of the device with our node's address; empty: not known.
 	UnderlayDevice string
 	Nodes          []ClusterNode
 	Pods           []NodePod
+	Gateways       []GatewayPod
 	Tunnels        []Tunnel
 	// Granted are the networks that peers have here by the books of the IPAM, from the grant to the
 	// end of un-peering; nil: there are no books.
@@ -51,6 +52,7 @@ func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Pods, func(a, b NodePod) int {
 		return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(a.Node, b.Node), cmp.Compare(a.Created, b.Created))
 	})
+	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
 	slices.SortFunc(in.Granted, netip.Prefix.Compare)
 	slices.SortFunc(in.Own, netip.Prefix.Compare)
@@ -62,6 +64,10 @@ type ClusterNode struct {
 	Addrs    []netip.Addr   // InternalIPs, the node's first choice first
 	PodCIDRs []netip.Prefix // networks of which the node gives addresses to its pods, if it has such
 	Created  int64          // seconds since 1970; of two nodes that contradict each other the older is kept
+}
+
+func olderNode(a, b ClusterNode) int {
+	return cmp.Or(cmp.Compare(a.Created, b.Created), cmp.Compare(a.Name, b.Name))
 }
 
 // Underlay is the address between which the overlay runs: the first of IPv4, zero if there is none.
@@ -82,10 +88,17 @@ type NodePod struct {
 	Created int64  // seconds since 1970; of two pods with one address the younger has it
 }
 
-// A Tunnel is a peer and the node by which it is reached.
+// A GatewayPod is one replica of our gateway, active or not.
+type GatewayPod struct {
+	Addr        netip.Addr // of the Pod
+	Host        netip.Addr // of its node, behind which a CNI may hide it
+	HostNetwork bool       // it has no network of its own, and its node forwards for it
+}
+
+// A Tunnel is a peer and the gateway by which it is reached.
 type Tunnel struct {
 	Peer    Peer
-	Gateway netip.Addr // status.gatewayIP, an InternalIP of a node; zero: no gateway is active yet
+	Gateway netip.Addr // status.gatewayIP, that of a GatewayPod or an InternalIP of a node; zero: no gateway is active yet
 }
 
 // TunnelFrom reads a TunnelEndpoint as PeerFrom does, and where its gateway is. With any problem
@@ -97,7 +110,7 @@ func TunnelFrom(te *v1alpha1.TunnelEndpoint, o Origin) (Tunnel, []Problem) {
 	if s := te.Status.GatewayIP; s != "" {
 		a, err := netip.ParseAddr(s)
 		if err != nil || a.Zone() != "" || a.Is4In6() || a.IsUnspecified() {
-			r.add("status.gatewayIP", "%s is no address; want the InternalIP of the node with the active gateway", quote(s))
+			r.add("status.gatewayIP", "%s is no address; want that of the active gateway", quote(s))
 		}
 		gateway = a
 	}
@@ -158,8 +171,11 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 
 // NodeFor decides what our node has to be.
 //
-// On a node without the gateway, packets for a remote network go through the overlay to the
-// gateway's node. On the gateway's node packets from a remote network go through the overlay to the
+// Where the gateway is a Pod with a network of its own, all nodes are the same: packets for a remote
+// network go through the overlay to the Pod, and come out of it for the node's own pods.
+//
+// Where it has the host's network, packets for a remote network go from a node without the gateway
+// through the overlay to the gateway's node. On the gateway's node packets from a remote network go through the overlay to the
 // pod's node: the way its answers come, so that neither strict rp_filter nor a cloud's
 // anti-spoofing sees an address where it does not expect it. Traffic within the cluster is not
 // touched.
@@ -172,11 +188,9 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 // peer is not believed. Of two nodes with one overlay address the older one has it. When our node
 // is not among in.Nodes, the State only refuses, and one Problem says so.
 func NodeFor(in NodeIntent) (kernel.State, []Problem) {
-	nodes := slices.SortedFunc(slices.Values(in.Nodes), func(a, b ClusterNode) int {
-		return cmp.Or(cmp.Compare(a.Created, b.Created), cmp.Compare(a.Name, b.Name))
-	})
+	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
-	d := nodeDecision{nodes: nodes}
+	d := nodeDecision{nodes: nodes, slim: in.Slim()}
 	d.refuse(in.Refused())
 	if at < 0 {
 		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "is not there; want the name of the Node on which the agent runs")
@@ -184,6 +198,7 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	}
 	d.disbelieve()
 	d.self = nodes[at]
+	d.believe(in)
 	d.findOverlays()
 	if own, ok := d.overlay[in.Self]; ok {
 		d.addOverlay(own, in.UnderlayMTU)
@@ -201,16 +216,35 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 
 type nodeDecision struct {
 	self     ClusterNode
-	nodes    []ClusterNode         // the oldest first
-	refused  []netip.Prefix        // networks of peers
-	trusted  bool                  // pods are where the podCIDRs of nodes say
-	overlay  map[string]netip.Addr // overlay addresses by name of the node
+	slim     bool                      // no gateway has a host's network: other nodes do not matter
+	gateways map[netip.Addr]GatewayPod // those with a network of their own that a tunnel names
+	nodes    []ClusterNode             // the oldest first
+	refused  []netip.Prefix            // networks of peers
+	trusted  bool                      // pods are where the podCIDRs of nodes say
+	overlay  map[string]netip.Addr     // overlay addresses by name of the node
 	node     kernel.State
 	problems []Problem
 }
 
 func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
 	d.problems = append(d.problems, Problem{o, field, fmt.Sprintf(format, args...)})
+}
+
+// Slim says whether all gateways are Pods with networks of their own. What a node then has to know
+// of nodes is itself, and nothing of pods.
+func (in *NodeIntent) Slim() bool {
+	return len(in.Gateways) > 0 && !slices.ContainsFunc(in.Gateways, func(g GatewayPod) bool { return g.HostNetwork })
+}
+
+// Ways are the gateways with networks of their own that tunnels name: one, but for moments.
+func (in *NodeIntent) Ways() (ways []GatewayPod) {
+	for _, g := range in.Gateways {
+		named := slices.ContainsFunc(in.Tunnels, func(t Tunnel) bool { return t.Gateway == g.Addr })
+		if named && g.Addr.Is4() && !g.HostNetwork && !slices.Contains(ways, g) {
+			ways = append(ways, g)
+		}
+	}
+	return ways
 }
 
 // Refused are all networks of peers, whether there is a way to them or not.
@@ -261,6 +295,18 @@ func (d *nodeDecision) disbelieve() {
 	}
 }
 
+// believe takes the gateways that are not where only a peer can be.
+func (d *nodeDecision) believe(in NodeIntent) {
+	d.gateways = make(map[netip.Addr]GatewayPod)
+	for _, g := range in.Ways() {
+		if at := slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(g.Addr) }); at >= 0 {
+			d.problem(Origin{Kind: "Pod", Name: "of the gateway"}, "status.podIP", "%v is in %v, a network of a peer; want an address outside", g.Addr, d.refused[at])
+			continue
+		}
+		d.gateways[g.Addr] = g
+	}
+}
+
 // findOverlays gives nodes their overlay addresses.
 func (d *nodeDecision) findOverlays() {
 	d.overlay = make(map[string]netip.Addr, len(d.nodes))
@@ -286,7 +332,8 @@ func (d *nodeDecision) findOverlays() {
 	}
 }
 
-// addOverlay adds our overlay device and the way to every other node.
+// addOverlay adds our overlay device, and the ways to gateways and, where one of them has a host's
+// network, to every other node.
 func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	if underlayMTU == 0 {
 		underlayMTU = defaultUnderlay
@@ -299,6 +346,15 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	s.Settings = []kernel.Setting{
 		{Path: "net/ipv4/conf/" + dev + "/forwarding", Value: "1"},
 		{Path: "net/ipv4/conf/" + dev + "/rp_filter", Value: "2"}, // a pod of another node comes by it before we know where that pod is
+	}
+	for addr := range d.gateways {
+		mac := GatewayMAC(addr)
+		s.FDB = append(s.FDB, kernel.FDBEntry{Dev: dev, MAC: mac, Dst: addr})
+		s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})
+	}
+	if d.slim { // nothing goes back to the gateway that came from it
+		d.rule(kernel.Rule{Priority: kernel.OverlayRulePriority, Iif: dev, Table: kernel.RefuseTable})
+		return
 	}
 	s.Addresses = []kernel.Address{{Dev: dev, Prefix: netip.PrefixFrom(own, overlayNetwork.Bits())}}
 	d.route(kernel.Route{Prefix: overlayNetwork, Dev: dev, Table: kernel.MainTable})
@@ -314,14 +370,14 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 
 // addFilter keeps others out of the overlay, and peers from our node itself.
 func (d *nodeDecision) addFilter(tunnels []Tunnel, underlay string) {
-	var nodes, own []netip.Addr
+	var nodes, own, gateways []netip.Addr
 	var pods, elsewhere []netip.Prefix
 	for _, n := range d.nodes {
 		pods = append(pods, n.PodCIDRs...)
 		if n.Name == d.self.Name {
 			continue
 		}
-		if _, ok := d.overlay[n.Name]; ok {
+		if _, ok := d.overlay[n.Name]; ok && !d.slim {
 			nodes = append(nodes, n.Underlay())
 		}
 		for _, p := range n.PodCIDRs {
@@ -329,6 +385,12 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel, underlay string) {
 			if d.trusted && p.IsValid() && !ours {
 				elsewhere = append(elsewhere, p.Masked())
 			}
+		}
+	}
+	for addr, g := range d.gateways {
+		gateways, nodes = append(gateways, addr), append(nodes, addr)
+		if g.Host.IsValid() && !slices.Contains(d.self.Addrs, g.Host) {
+			nodes = append(nodes, g.Host)
 		}
 	}
 	for _, t := range tunnels {
@@ -340,7 +402,7 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel, underlay string) {
 		}
 	}
 	d.node.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{
-		Nodes: nodes, Remote: d.refused, Own: own, Elsewhere: elsewhere, Underlay: []string{underlay},
+		Nodes: nodes, Gateways: gateways, Remote: d.refused, Own: own, Elsewhere: elsewhere, Underlay: []string{underlay},
 	})}
 }
 
@@ -399,11 +461,19 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 		if !gateway.IsValid() {
 			continue // nowhere to go yet
 		}
+		if g, ok := d.gateways[gateway]; ok {
+			d.toPod(p, g)
+			continue
+		}
 		if !d.carries(p) {
 			continue
 		}
 		where, known := byAddr[gateway]
-		if !known {
+		switch {
+		case d.slim:
+			where, known = ClusterNode{}, false
+			d.problem(p.Origin, "status.gatewayIP", "%v is no address of a Pod of the gateway; want that of the active one", gateway)
+		case !known:
 			d.problem(p.Origin, "status.gatewayIP", "%v is no node's InternalIP; want that of the node with the active gateway", gateway)
 		}
 		if known && where.Name == d.self.Name {
@@ -414,7 +484,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 			}
 			continue
 		}
-		via, reachable := d.overlay[where.Name]
+		via, reachable := d.overlay[where.Name] // no node has the empty name
 		for _, prefix := range p.AllowedIPs {
 			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
 			if reachable && len(d.node.Devices) > 0 {
@@ -424,6 +494,26 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 		}
 	}
 	return own, here
+}
+
+// toPod leads to a peer whose gateway is a Pod. The source of what the node itself sends is an
+// address of the node that the gateway knows, and answers to which are for no pod.
+func (d *nodeDecision) toPod(p *GatewayPeer, g GatewayPod) {
+	for i, prefix := range p.AllowedIPs {
+		if prefix.Addr().Is6() {
+			d.problem(p.Origin, remoteField(p, i), "%v is IPv6, which the overlay does not carry to a gateway that is a Pod; want IPv4, or a gateway with --host-network", prefix)
+			continue
+		}
+		if !d.slim {
+			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
+		} else if !slices.ContainsFunc(d.node.Rules, func(r kernel.Rule) bool { return r.Priority == kernel.NodeRulePriority }) {
+			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, Table: kernel.NodeTable})
+		}
+		if len(d.node.Devices) > 0 {
+			d.route(kernel.Route{Prefix: prefix, Via: g.Addr, Src: d.self.Underlay(), Dev: kernel.OverlayDevice, Table: kernel.NodeTable})
+		}
+		d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+	}
 }
 
 // guard refuses what comes out of a gateway on our node for a peer of which we do not know yet that
@@ -451,14 +541,19 @@ func (d *nodeDecision) guard(here []netip.Prefix) {
 	}
 }
 
+// remoteField is the field of a TunnelEndpoint that a network of AllowedIPs is in.
+func remoteField(p *GatewayPeer, i int) string {
+	if own := [2]netip.Prefix{p.Remote.Pod, p.Remote.External}[i]; own != p.AllowedIPs[i] {
+		return [2]string{"spec.remoteNATPodCIDR", "spec.remoteNATExternalCIDR"}[i]
+	}
+	return [2]string{"spec.remotePodCIDR", "spec.remoteExternalCIDR"}[i]
+}
+
 // carries says whether the overlay can carry the networks of a peer.
 func (d *nodeDecision) carries(p *GatewayPeer) bool {
 	before := len(d.problems)
 	for i, prefix := range p.AllowedIPs {
-		field := [2]string{"spec.remotePodCIDR", "spec.remoteExternalCIDR"}[i]
-		if own := [2]netip.Prefix{p.Remote.Pod, p.Remote.External}[i]; own != prefix {
-			field = [2]string{"spec.remoteNATPodCIDR", "spec.remoteNATExternalCIDR"}[i]
-		}
+		field := remoteField(p, i)
 		switch {
 		case prefix.Overlaps(overlayNetwork):
 			d.problem(p.Origin, field, "%v overlaps %v, the overlay between the nodes; want a network outside", prefix, overlayNetwork)

@@ -486,7 +486,7 @@ func TestTunnelFromNamesAGatewayThatIsNoAddress(t *testing.T) {
 	for _, bad := range []string{"gateway", "0.0.0.0", "fe80::1%eth0", "::ffff:10.0.0.1"} {
 		te.Status.GatewayIP = bad
 		got, problems := TunnelFrom(te, Origin{Kind: "TunnelEndpoint", Name: "b"})
-		wantTexts(t, problems, `TunnelEndpoint b: status.gatewayIP: "`+bad+`" is no address; want the InternalIP of the node with the active gateway`)
+		wantTexts(t, problems, `TunnelEndpoint b: status.gatewayIP: "`+bad+`" is no address; want that of the active gateway`)
 		if !reflect.DeepEqual(got, Tunnel{}) {
 			t.Error(got)
 		}

@@ -11,6 +11,9 @@
 //	  rule 4200 ─► table 4200 ─ isthmus.host ════ isthmus.gw ─ forwarding ─ isthmus0 (TUN)
 //	  UDP socket of WireGuard ◄───────────── process ─────────────────────────┘
 //
+// In a Pod's network there is no second namespace: the overlay of the cluster ends beside the TUN
+// (fabric.GatewayPodFor), and nodes deliver.
+//
 // One goroutine owns the configuration and applies it (see run). A change of one peer touches
 // nothing of the others. What the kernel, a name server or a peer does by itself only wakes that
 // goroutine, which compares again.
@@ -45,6 +48,8 @@ type Config struct {
 	PrivateKey Key
 	ListenPort uint16 // UDP, WireGuard
 	MTU        int    // of the tunnel in octets; 0: derived from the ways to the peers
+	// PodNetwork is where a gateway delivers that has its Pod's network (Options.PodNetwork).
+	PodNetwork fabric.PodNetwork
 
 	// The rest is read once, when the gateway starts.
 	Tunnels        int              // at most this many to one peer, on ports from ListenPort upwards; 0 means 1
@@ -77,6 +82,11 @@ type Options struct {
 	// later; without it nothing happens). See tun.TrustsUSO.
 	UDPOffload bool
 
+	// PodNetwork says that the network namespace of the process is the gateway's own, a Pod's, and
+	// that the overlay of the cluster ends in it. Else it is that of the host, and the gateway makes
+	// one of its own.
+	PodNetwork bool
+
 	// Ready, if any, says why the status must not call the gateway ready though it works, such as
 	// that its Source remembers what it delivers. It may be called concurrently.
 	Ready func() error
@@ -97,7 +107,7 @@ func (r Running) Status() Status { return r.g.status(0) }
 func (r Running) StatusHandler() http.Handler { return r.g.statusHandler() }
 
 // Gatherer has the gateway's metrics.
-func (r Running) Gatherer() prometheus.Gatherer { return r.g.metrics.registry }
+func (r Running) Gatherer() prometheus.Gatherer { return r.g.metrics }
 
 // Timing of the control loop.
 const (
@@ -121,8 +131,8 @@ const (
 // first Config being unusable included, or when its TUN is gone. A later Config that is unusable is
 // logged and shown in status and metrics while the last good one stays in force.
 //
-// Run needs CAP_NET_ADMIN, CAP_SYS_ADMIN (for the namespace) and /dev/net/tun. There can be one
-// gateway in a network namespace.
+// Run needs CAP_NET_ADMIN, /dev/net/tun and, unless it has a Pod's network, CAP_SYS_ADMIN (for the
+// namespace). There can be one gateway in a network namespace.
 func Run(ctx context.Context, o Options) error {
 	if o.Log == nil {
 		o.Log = slog.Default()
@@ -161,9 +171,9 @@ func Run(ctx context.Context, o Options) error {
 // nowhere, which keep the traffic of its peers from leaving in the clear, but also from any other
 // way to them. It is for a process that does not become a gateway itself, where a route agent
 // refuses in its place, and for the end of an installation. What a gateway that lives has made
-// stays.
-func Clear(log *slog.Logger) error {
-	h, err := rtnl.Open(kernel.Gateway, log)
+// stays. podNetwork is as in Options.
+func Clear(podNetwork bool, log *slog.Logger) error {
+	h, err := rtnl.Open(ownerOf(podNetwork), log)
 	switch {
 	case errors.Is(err, rtnl.ErrOther):
 		return nil
@@ -173,6 +183,13 @@ func Clear(log *slog.Logger) error {
 	defer h.Close()
 	_, err = h.Apply(kernel.State{})
 	return err
+}
+
+func ownerOf(podNetwork bool) kernel.Owner {
+	if podNetwork {
+		return kernel.GatewayPod
+	}
+	return kernel.Gateway
 }
 
 type wish struct {
@@ -191,9 +208,11 @@ type gateway struct {
 	engine *natengine.Engine
 	ends   []*tunnelEnd // of the tunnels; the first is always there
 
+	podNetwork bool // Options.PodNetwork
 	udpOffload bool // UDP superpackets cross the TUN
 	resolver   *resolver
 	metrics    *metrics
+	drops      dropTimes
 	servers    *httpserve.Servers
 
 	wake chan struct{} // something may differ now: compare
@@ -206,20 +225,21 @@ type gateway struct {
 
 // current is what is in force and what is known about it.
 type current struct {
-	config     Config
-	peers      []peer
-	mtu        int       // of the tunnel, octets
-	generation int       // configurations applied
-	reloaded   time.Time // last of them
-	configErr  error     // why the newest configuration is not in force
-	applyErr   error     // what of the configuration could not be made true
-	ready      bool
+	config      Config
+	peers       []peer
+	mtu         int              // of the tunnel, octets
+	generation  int              // configurations applied
+	reloaded    time.Time        // last of them
+	configErr   error            // why the newest configuration is not in force
+	applyErr    error            // what of the configuration could not be made true
+	undelivered []fabric.Problem // of nodes and networks that the gateway in a Pod does not reach
+	ready       bool
 }
 
 // open makes everything that can fail before the first packet. Nothing outside the process and its
 // unnamed namespace has changed when it returns.
 func open(o Options, c Config) (_ *gateway, err error) {
-	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready,
+	g := &gateway{log: o.Log, version: o.Version, started: time.Now(), ready: o.Ready, podNetwork: o.PodNetwork,
 		wake: make(chan struct{}, 1), done: make(chan struct{})}
 	var undo []func()
 	defer func() {
@@ -230,7 +250,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 		}
 	}()
 
-	if g.host, err = rtnl.Open(kernel.Gateway, o.Log); err != nil {
+	if g.host, err = rtnl.Open(ownerOf(o.PodNetwork), o.Log); err != nil {
 		return nil, err
 	}
 	undo = append(undo, g.host.Close)
@@ -273,7 +293,7 @@ func (g *gateway) close() error {
 	g.servers.Close()
 	var err error
 	if g.now.generation > 0 { // else what a gateway before it left stays
-		_, err = g.host.Apply(fabric.GatewayHostLeft(g.now.wanted()))
+		_, err = g.host.Apply(g.left())
 	}
 	g.resolver.close()
 	g.wg.Wait()
@@ -281,6 +301,14 @@ func (g *gateway) close() error {
 	g.host.Close()
 	g.log.Info("gateway stopped")
 	return err
+}
+
+// left is what stays when the gateway ends.
+func (g *gateway) left() kernel.State {
+	if g.podNetwork {
+		return fabric.GatewayPodLeft(g.now.wanted())
+	}
+	return fabric.GatewayHostLeft(g.now.wanted())
 }
 
 // compareSoon wakes run. It never blocks.
@@ -373,6 +401,10 @@ func (g *gateway) wish(w wish) {
 		if reflect.DeepEqual(w.config, g.now.config) && g.now.configErr == nil {
 			return
 		}
+		if g.deliversElsewhere(w.config) {
+			g.reapply()
+			return
+		}
 		err = g.accept(w.config)
 	}
 	if err == nil {
@@ -388,6 +420,20 @@ func (g *gateway) wish(w wish) {
 	for _, e := range unjoin(err) {
 		g.log.Error("configuration not usable, the last good one stays in force", errorAttrs(e)...)
 	}
+}
+
+// deliversElsewhere takes a configuration in which only nodes and pods are others: rules and peers
+// stay as they are.
+func (g *gateway) deliversElsewhere(c Config) bool {
+	same := c
+	same.PodNetwork = g.now.config.PodNetwork
+	if g.now.configErr != nil || !reflect.DeepEqual(same, g.now.config) {
+		return false
+	}
+	g.mu.Lock()
+	g.now.config = c
+	g.mu.Unlock()
+	return true
 }
 
 // unjoin takes errors.Join apart.
@@ -502,9 +548,23 @@ func (g *gateway) put(want []fabric.GatewayPeer, mtu mtus) {
 	}
 	errs := g.applyEnds(g.now.config, want)
 	inUse := g.working()
-	changes, err := g.host.Apply(fabric.GatewayHostFor(want, inUse, mtu.tunnel, len(g.ends)))
+	objects, undelivered, err := g.objectsFor(want, inUse, mtu.tunnel)
 	if err != nil {
 		errs = append(errs, err)
+	}
+	changes, err := g.host.Apply(objects)
+	if err != nil {
+		errs = append(errs, err)
+	}
+	if errors.Is(err, rtnl.ErrFilter) { // without it the overlay would take packets from anybody
+		if _, err := g.host.Apply(g.left()); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	for _, p := range undelivered {
+		if !slices.Contains(g.now.undelivered, p) {
+			g.log.Warn("not reached", "problem", p.Error())
+		}
 	}
 	if len(changes) > 0 {
 		g.log.Info("kernel objects set", "changes", len(changes))
@@ -520,9 +580,19 @@ func (g *gateway) put(want []fabric.GatewayPeer, mtu mtus) {
 	}
 	peers := g.peersFor(want, mtu, inUse)
 	g.mu.Lock()
-	g.now.peers, g.now.mtu, g.now.applyErr = peers, mtu.tunnel, failed
+	g.now.peers, g.now.mtu, g.now.applyErr, g.now.undelivered = peers, mtu.tunnel, failed, undelivered
 	g.mu.Unlock()
-	g.metrics.keep(peers)
+}
+
+// objectsFor are the kernel's objects for the peers.
+func (g *gateway) objectsFor(want []fabric.GatewayPeer, inUse map[string]fabric.TunnelSet, mtu int) (kernel.State, []fabric.Problem, error) {
+	if !g.podNetwork {
+		return fabric.GatewayHostFor(want, inUse, mtu, len(g.ends)), nil, nil
+	}
+	in := g.now.config.PodNetwork
+	_, underlay, err := g.host.DeviceOf(in.Pod)
+	s, undelivered := fabric.GatewayPodFor(want, inUse, mtu, len(g.ends), underlay, in)
+	return s, undelivered, err
 }
 
 // peersFor are the peers as they should be now, with what is known of those that stay.
@@ -584,6 +654,7 @@ func (g *gateway) tick(now time.Time) {
 	if changed {
 		g.compareSoon()
 	}
+	g.drops.look(g.engine.Stats(), g.engine.Peers(), now)
 	g.resolver.tick(now)
 	g.reach(stats, now)
 }

@@ -589,7 +589,7 @@ func (s *space) onlyRefuses(addr string, peers bool) {
 // clear runs Clear, which leaves nothing.
 func (s *space) clear() {
 	s.t.Helper()
-	s.do(func() error { return Clear(slog.New(slog.DiscardHandler)) })
+	s.do(func() error { return Clear(false, slog.New(slog.DiscardHandler)) })
 	if left := s.ours(); len(left) > 0 {
 		s.t.Errorf("%s: left %q", s.name, left)
 	}

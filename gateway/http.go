@@ -35,7 +35,7 @@ func (g *gateway) listen(c Config) error {
 
 func (g *gateway) metricsHandler() http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(g.metrics.registry, promhttp.HandlerOpts{}))
+	mux.Handle("GET /metrics", promhttp.HandlerFor(g.metrics, promhttp.HandlerOpts{DisableCompression: true}))
 	// Alive: it answers. A peer that is away must not get the process killed.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	// Ready: TUN, socket and routes are there.

@@ -3,8 +3,6 @@ package gateway
 import (
 	"time"
 
-	"github.com/prometheus/client_golang/prometheus"
-
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -20,32 +18,32 @@ func engineConfig(c Config) natengine.Config {
 // Bounds of the NAT engine and how much of them is used. Each bound has a series, so that an alert
 // can compare the two.
 var (
-	descPeerHalfOpen  = desc("peer_nat_sessions_half_open", "NAT flows of the peer that may be evicted at a limit.", "peer")
-	descHosts         = desc("peer_nat_hosts", "Hosts with NAT flows: ours with NAPT flows, the peer's with flows to mapped endpoints.", "peer")
-	descHostsFull     = desc("peer_nat_hosts_at_limit", "Hosts that have as many NAT flows as a host may have.", "peer")
-	descHostLimit     = desc("peer_nat_host_sessions_limit", "NAT flows that one host may have with the peer.", "peer")
-	descPorts         = desc("peer_nat_ports", "Ports, or ICMP identifiers, in use at the NAPT address.", "peer", "family", "protocol")
-	descPortsLimit    = desc("nat_ports_limit", "Ports, or ICMP identifiers, that a NAPT address has.", "protocol")
-	descFragments     = desc("peer_nat_fragmented_datagrams", "Fragmented datagrams under way, both directions.", "peer")
-	descFragmentBytes = desc("peer_nat_fragment_bytes", "Octets of held fragments, both directions.", "peer")
-	descFragmentLimit = desc("nat_fragmented_datagrams_limit", "Fragmented datagrams that there may be of one peer, both directions.")
-	descFragmentRoom  = desc("nat_fragment_bytes_limit", "Octets of held fragments that there may be of one peer, both directions.")
-	descFragmentsEach = desc("nat_datagram_fragments_limit", "Fragments that are held of one datagram.")
-	descErrorsLimit   = desc("nat_icmp_errors_per_second_limit", "ICMP errors of the gateway's own, per peer.")
-	descTimeout       = desc("nat_timeout_seconds", "How long a NAT flow, or a held fragment, lasts without a packet.", "of")
+	familyPeerHalfOpen  = gauge("peer_nat_sessions_half_open", "NAT flows of the peer that may be evicted at a limit.")
+	familyHosts         = gauge("peer_nat_hosts", "Hosts with NAT flows: ours with NAPT flows, the peer's with flows to mapped endpoints.")
+	familyHostsFull     = gauge("peer_nat_hosts_at_limit", "Hosts that have as many NAT flows as a host may have.")
+	familyHostLimit     = gauge("peer_nat_host_sessions_limit", "NAT flows that one host may have with the peer.")
+	familyPorts         = gauge("peer_nat_ports", "Ports, or ICMP identifiers, in use at the NAPT address.")
+	familyPortsLimit    = gauge("nat_ports_limit", "Ports, or ICMP identifiers, that a NAPT address has.")
+	familyFragments     = gauge("peer_nat_fragmented_datagrams", "Fragmented datagrams under way, both directions.")
+	familyFragmentBytes = gauge("peer_nat_fragment_bytes", "Octets of held fragments, both directions.")
+	familyFragmentLimit = gauge("nat_fragmented_datagrams_limit", "Fragmented datagrams that there may be of one peer, both directions.")
+	familyFragmentRoom  = gauge("nat_fragment_bytes_limit", "Octets of held fragments that there may be of one peer, both directions.")
+	familyFragmentsEach = gauge("nat_datagram_fragments_limit", "Fragments that are held of one datagram.")
+	familyErrorsLimit   = gauge("nat_icmp_errors_per_second_limit", "ICMP errors of the gateway's own, per peer.")
+	familyTimeout       = gauge("nat_timeout_seconds", "How long a NAT flow, or a held fragment, lasts without a packet.")
 )
 
-// collectBounds gives what all peers have in common.
-func collectBounds(gauge func(d *prometheus.Desc, v float64, labels ...string), c natengine.Config, s natengine.Stats) {
-	gauge(descSessions, float64(s.Flows))
-	gauge(descLimit, float64(s.MaxFlows))
-	gauge(descNATBytes, float64(s.Bytes))
-	gauge(descFragmentLimit, float64(2*c.MaxFragmentSets))
-	gauge(descFragmentRoom, float64(2*c.MaxFragmentBytes))
-	gauge(descFragmentsEach, float64(c.MaxFragmentsPerSet))
-	gauge(descErrorsLimit, float64(c.MaxErrorsPerSecond))
+// addBounds adds what all peers have in common.
+func addBounds(s *scrape, c natengine.Config, stats natengine.Stats) {
+	s.add(familySessions, float64(stats.Flows), nil)
+	s.add(familyLimit, float64(stats.MaxFlows), nil)
+	s.add(familyNATBytes, float64(stats.Bytes), nil)
+	s.add(familyFragmentLimit, float64(2*c.MaxFragmentSets), nil)
+	s.add(familyFragmentRoom, float64(2*c.MaxFragmentBytes), nil)
+	s.add(familyFragmentsEach, float64(c.MaxFragmentsPerSet), nil)
+	s.add(familyErrorsLimit, float64(c.MaxErrorsPerSecond), nil)
 	for _, p := range natengine.PortLimits() {
-		gauge(descPortsLimit, float64(p.Max), p.Protocol)
+		s.add(familyPortsLimit, float64(p.Max), labelled("protocol", p.Protocol))
 	}
 	for _, t := range []struct {
 		of string
@@ -54,21 +52,23 @@ func collectBounds(gauge func(d *prometheus.Desc, v float64, labels ...string), 
 		{"udp", c.Timeouts.UDP}, {"tcp_established", c.Timeouts.TCPEstablished}, {"tcp_transitory", c.Timeouts.TCPTransitory},
 		{"tcp_closing", c.Timeouts.TCPClosing}, {"icmp", c.Timeouts.ICMP}, {"generic", c.Timeouts.Generic}, {"fragment", c.Timeouts.Fragment},
 	} {
-		gauge(descTimeout, t.d.Seconds(), t.of)
+		s.add(familyTimeout, t.d.Seconds(), labelled("of", t.of))
 	}
 }
 
-// collectUse gives what one peer uses of its bounds.
-func collectUse(gauge func(d *prometheus.Desc, v float64, labels ...string), id string, s natengine.PeerStats) {
-	gauge(descPeerFlows, float64(s.Flows), id)
-	gauge(descPeerLimit, float64(s.MaxFlows), id)
-	gauge(descPeerHalfOpen, float64(s.HalfOpen), id)
-	gauge(descHosts, float64(s.Hosts), id)
-	gauge(descHostsFull, float64(s.HostsAtQuota), id)
-	gauge(descHostLimit, float64(s.MaxFlowsPerHost), id)
-	for _, p := range s.Ports {
-		gauge(descPorts, float64(p.Used), id, p.Family, p.Protocol)
+// addUse adds what one peer uses of its bounds. Ports are of the family of its networks.
+func addUse(s *scrape, peer labels, is4 bool, use natengine.PeerStats) {
+	s.add(familyPeerFlows, float64(use.Flows), peer)
+	s.add(familyPeerLimit, float64(use.MaxFlows), peer)
+	s.add(familyPeerHalfOpen, float64(use.HalfOpen), peer)
+	s.add(familyHosts, float64(use.Hosts), peer)
+	s.add(familyHostsFull, float64(use.HostsAtQuota), peer)
+	s.add(familyHostLimit, float64(use.MaxFlowsPerHost), peer)
+	for _, p := range use.Ports {
+		if p.Family == "ipv4" == is4 {
+			s.add(familyPorts, float64(p.Used), peer.with("family", p.Family, "protocol", p.Protocol))
+		}
 	}
-	gauge(descFragments, float64(s.FragmentSets), id)
-	gauge(descFragmentBytes, float64(s.FragmentBytes), id)
+	s.add(familyFragments, float64(use.FragmentSets), peer)
+	s.add(familyFragmentBytes, float64(use.FragmentBytes), peer)
 }

@@ -25,7 +25,8 @@ type Status struct {
 	Started     time.Time `json:"started"`
 	Ready       bool      `json:"ready"`
 
-	// Namespace is the gateway's network namespace, for `nsenter --net=`.
+	// Namespace is the gateway's network namespace, for `nsenter --net=`; empty when it is that of
+	// its Pod.
 	Namespace string `json:"namespace"`
 	Host      Way    `json:"host"`
 	TUN       string `json:"tun"`
@@ -46,7 +47,7 @@ type Status struct {
 	Flows []FlowStatus `json:"flows,omitempty"`
 }
 
-// Way is how the host reaches the gateway's namespace.
+// Way is how nodes reach the gateway: its host by a veth, or all by the overlay.
 type Way struct {
 	Interface string     `json:"interface"`
 	Index     int        `json:"index"` // of the interface; 0 while it is missing
@@ -79,8 +80,9 @@ type CheckStatus struct {
 type PeerStatus struct {
 	ID      string     `json:"id"`
 	Name    string     `json:"name,omitempty"`
-	State   CheckState `json:"state"` // Connected, Connecting or Error, by the connection check
-	Message string     `json:"message"`
+	State   CheckState `json:"state"`          // Connected, Connecting or Error, by the connection check
+	Reason  string     `json:"reason"`         // why, in a word: v1alpha1.Causes
+	Message string     `json:"message"`        // and in a sentence
 	Since   time.Time  `json:"since"`          // of the state
 	Down    bool       `json:"down,omitempty"` // no WireGuard session for long: packets to it are dropped
 	Problem string     `json:"problem,omitempty"`
@@ -90,6 +92,7 @@ type PeerStatus struct {
 	Resolved   netip.AddrPort `json:"resolvedEndpoint,omitzero"` // address of the configured one
 	PublicKey  string         `json:"publicKey"`
 
+	LastHeard     *time.Time `json:"lastHeard,omitempty"` // when something authentic came last
 	LastHandshake *time.Time `json:"lastHandshake,omitempty"`
 	HandshakeAge  float64    `json:"handshakeAgeSeconds,omitempty"`
 	RTT           float64    `json:"rttSeconds,omitempty"`
@@ -154,10 +157,11 @@ type EndpointStatus struct {
 
 // DropStatus is a counter that is not 0.
 type DropStatus struct {
-	Direction string `json:"direction"`
-	Reason    string `json:"reason"`
-	Packets   uint64 `json:"packets"`
-	Text      string `json:"text"`
+	Direction string     `json:"direction"`
+	Reason    string     `json:"reason"`
+	Packets   uint64     `json:"packets"`
+	Text      string     `json:"text"`
+	LastSeen  *time.Time `json:"lastSeen,omitempty"` // when the last of them was, to a second
 }
 
 // FlowStatus is one NAT flow.
@@ -220,11 +224,17 @@ func (g *gateway) status(flows int) Status {
 	for _, p := range now.config.Refused {
 		s.Config.Refused = append(s.Config.Refused, p.Error())
 	}
-	if link, err := net.InterfaceByName(kernel.VethHost); err == nil {
+	if g.podNetwork {
+		s.Host = Way{Interface: kernel.OverlayDevice, NextHop: now.config.PodNetwork.Pod}
+		for _, p := range now.undelivered {
+			s.Config.Refused = append(s.Config.Refused, p.Error())
+		}
+	}
+	if link, err := net.InterfaceByName(s.Host.Interface); err == nil {
 		s.Host.Index = link.Index
 	}
 	for _, d := range directions {
-		s.Drops = appendDrops(s.Drops, d, func(r natengine.Drop) uint64 { return noPeerDrops(stats, d, r) })
+		s.Drops = g.appendDrops(s.Drops, nil, d, func(r natengine.Drop) uint64 { return noPeerDrops(stats, d, r) })
 	}
 	for r, name := range rejections {
 		if n := checker.rejected[r].Load(); n > 0 {
@@ -240,10 +250,10 @@ func (g *gateway) status(flows int) Status {
 
 	at := time.Now()
 	for _, p := range g.views(now, stats) {
-		first := p.tunnels[0]
+		first, cause := p.tunnels[0], g.causeOf(&p, now.applyErr, at)
 		ps := PeerStatus{
 			ID: p.ID, Name: p.Name,
-			State: first.check.State, Message: first.check.State.Message(), Since: first.check.Since,
+			State: first.check.State, Reason: cause.Reason, Message: cause.Text, Since: first.check.Since,
 			Configured: hostPort(p.Endpoint, p.Port), Resolved: p.resolved,
 			PublicKey: base64.StdEncoding.EncodeToString(p.PublicKey[:]),
 			RTT:       first.check.RTT.Seconds(), Loss: first.check.Loss, Probe: p.Probe.String(),
@@ -264,6 +274,9 @@ func (g *gateway) status(flows int) Status {
 		if p.unresolved != nil {
 			ps.Problem = p.unresolved.Error()
 		}
+		if heard := p.session.heard; !heard.IsZero() {
+			ps.LastHeard = &heard
+		}
 		if h := first.stats.Handshake; !h.IsZero() {
 			ps.LastHandshake, ps.HandshakeAge = &h, at.Sub(h).Seconds()
 		}
@@ -276,7 +289,7 @@ func (g *gateway) status(flows int) Status {
 			ps.Receive.Packets, ps.Receive.Bytes = state.Traffic(natengine.Inbound)
 			ps.Transmit.Packets, ps.Transmit.Bytes = state.Traffic(natengine.Outbound)
 			for _, d := range directions {
-				ps.Drops = appendDrops(ps.Drops, d, func(r natengine.Drop) uint64 { return state.Drops(d, r) })
+				ps.Drops = g.appendDrops(ps.Drops, state, d, func(r natengine.Drop) uint64 { return state.Drops(d, r) })
 			}
 		}
 		s.Peers = append(s.Peers, ps)
@@ -290,11 +303,17 @@ func (g *gateway) status(flows int) Status {
 	return s
 }
 
-func appendDrops(list []DropStatus, d natengine.Direction, count func(natengine.Drop) uint64) []DropStatus {
+func (g *gateway) appendDrops(list []DropStatus, peer *natengine.PeerState, d natengine.Direction, count func(natengine.Drop) uint64) []DropStatus {
 	for _, r := range natengine.Drops() {
-		if n := count(r); n > 0 {
-			list = append(list, DropStatus{d.String(), r.String(), n, r.Explain()})
+		n := count(r)
+		if n == 0 {
+			continue
 		}
+		s := DropStatus{Direction: d.String(), Reason: r.String(), Packets: n, Text: r.Explain()}
+		if at := g.drops.last(peer, d, r); !at.IsZero() {
+			s.LastSeen = &at
+		}
+		list = append(list, s)
 	}
 	return list
 }

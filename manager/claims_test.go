@@ -165,7 +165,8 @@ func TestTheAddressesOfAPIServersAreKnown(t *testing.T) {
 	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), slice)) })
 	books := new(stubBooks)
 	keeper := &FactsKeeper{Cache: w.api(), Direct: w.api(), Store: books, Cluster: w.self, Namespace: w.system, Log: slog.New(slog.DiscardHandler),
-		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")}}
+		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
+			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")}}
 	facts, err := keeper.gather(w.ctx)
 	w.ok(err)
 	if want := []netip.Addr{netip.MustParseAddr("192.168.98.7"), netip.MustParseAddr("192.168.99.7")}; !slices.Equal(facts.APIServers, want) {

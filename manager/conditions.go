@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"fmt"
 	"net"
+	"slices"
 	"strings"
 	"unicode"
 
@@ -258,10 +259,13 @@ func connectedVerdict(s peeringState) verdict {
 	}
 	at := endpointText(te.Spec.EndpointIP, te.Spec.BackendConfig)
 	accepted := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionAccepted)
+	because := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionConnected)
 	switch c := te.Status.Connection; {
 	case accepted != nil && accepted.Status == metav1.ConditionFalse:
 		return no(isthmus.ReasonInvalid, "%s", sentence(fmt.Sprintf("the gateway refuses TunnelEndpoint %s/%s of %s: ", te.Namespace, te.Name, s.who()),
 			accepted.Message, "it carries nothing for this peer; isthmus unpeer "+s.peering.Name+", or un-peer whoever has the same"))
+	case because != nil && because.Status == metav1.ConditionFalse && c.Status != v1alpha1.Connecting && slices.Contains(v1alpha1.Causes, because.Reason):
+		return no(because.Reason, "%s", because.Message)
 	case c.Status == v1alpha1.Connected:
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer")
 	case c.Status == v1alpha1.Connecting:

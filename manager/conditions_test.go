@@ -128,6 +128,20 @@ func TestConditionsOfAPeering(t *testing.T) {
 		{"lost", func(s *peeringState) {
 			s.endpoint.Status.Connection.Status, s.endpoint.Status.Connection.StatusMessage = v1alpha1.ConnectionError, "no answer"
 		}, isthmus.ConditionConnected, isthmus.ReasonLost, isthmus.ReasonLost, "no answer"},
+		{"lost, and the gateway knows why", func(s *peeringState) {
+			s.endpoint.Status.Connection.Status = v1alpha1.ConnectionError
+			s.endpoint.Status.Conditions = append(s.endpoint.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse,
+				Reason: v1alpha1.CauseWrongKey, Message: "handshakes come from another key"})
+		}, isthmus.ConditionConnected, v1alpha1.CauseWrongKey, v1alpha1.CauseWrongKey, "handshakes come from another key"},
+		{"connected, and the gateway's machine lacks something", func(s *peeringState) {
+			s.endpoint.Status.Conditions = append(s.endpoint.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse,
+				Reason: v1alpha1.CauseNotApplied, Message: "no such device"})
+		}, isthmus.ConditionConnected, v1alpha1.CauseNotApplied, v1alpha1.CauseNotApplied, "no such device"},
+		{"lost, for a reason that nobody knows", func(s *peeringState) {
+			s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "no answer"}
+			s.endpoint.Status.Conditions = append(s.endpoint.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse,
+				Reason: "Weather", Message: "rain"})
+		}, isthmus.ConditionConnected, isthmus.ReasonLost, isthmus.ReasonLost, "no answer"},
 		{"a node came to lie in a network of the peer", func(s *peeringState) { s.overlaps = []string{"PodCIDR of peer x overlaps a node"} },
 			isthmus.ConditionConnected, isthmus.ReasonConnected, isthmus.ReasonOverlap, "overlaps a node; in force: its podCIDR 10.244.64.0/18 as 10.246.0.0/18"},
 		{"another Peering is older", func(s *peeringState) { s.conflict = "Peering x is older" },

@@ -154,7 +154,8 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 	own := &FactsKeeper{
 		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.books, Cluster: w.self, Namespace: w.system, Log: log,
 		BooksChanged: make(chan event.GenericEvent), Events: w.events,
-		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")},
+		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
+			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")},
 	}
 	ended := make(chan error, 1)
 	go func() { ended <- mgr.Start(w.ctx) }()

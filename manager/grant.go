@@ -21,6 +21,9 @@ var errNotWanted = errors.New("the peering is being taken down")
 // Facts.Awaiting, whose change brings it back.
 var errTooEarly = errors.New("not all nodes have said what they reach")
 
+// fewLeft is how many further peers may get networks when it is time to say so.
+const fewLeft = 16
+
 // decide finds out whether the claim of a peer is taken, and which networks it gets.
 func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (ipam.Grant, fabric.Claim, []fabric.Refusal, error) {
 	var grant ipam.Grant
@@ -39,7 +42,8 @@ func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.N
 	if wrong != nil {
 		return grant, claim, []fabric.Refusal{{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong}}, nil //nolint:nilerr // err is nil here
 	}
-	_, err = r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
+	before := r.Store.Book()
+	after, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
 		// Releases are serialised with this: what is granted after the peer has left would stay for
 		// ever.
 		if now, err := r.Peers.ByID(ctx, id); errors.Is(err, ErrNoPeer) || err == nil && (!now.begun() || now.LocalNamespace != peer.LocalNamespace) {
@@ -62,6 +66,9 @@ func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.N
 	var refusal *fabric.Refusal
 	if errors.As(err, &refusal) {
 		return grant, claim, []fabric.Refusal{*refusal}, nil
+	}
+	if _, had := before.GrantOf(id); err == nil && !had && after.Left() < fewLeft {
+		r.Log.Warn("the pools are nearly used up; want more of them: --pools", "peersLeft", after.Left(), "pools", after.Own().Pools)
 	}
 	return grant, claim, refusals, err
 }

@@ -18,6 +18,8 @@ var (
 		"1 if the Peering is Ready, else 0; reason is that of the condition.", []string{"peering", "peer", "reason"}, nil)
 	descAddresses = prometheus.NewDesc("isthmus_ipam_addresses",
 		"Addresses of a pool from which networks are given to peers, used and free; what is ours counts as used.", []string{"pool", "state"}, nil)
+	descLeft = prometheus.NewDesc("isthmus_ipam_peers_left",
+		"Peers with networks as long as ours that still get networks out of the pools; 0 while ours are not known.", nil, nil)
 	descExpired = prometheus.NewDesc("isthmus_ipam_mappings_expired_total",
 		"Mappings that ended because the Pod, node, Service or peer behind them was gone.", nil, nil)
 	descLate = prometheus.NewDesc("isthmus_manager_nodes_not_refusing",
@@ -40,6 +42,7 @@ type lateNodes = atomic.Pointer[Warden]
 func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	out <- descPeering
 	out <- descAddresses
+	out <- descLeft
 	out <- descExpired
 	out <- descLate
 }
@@ -66,7 +69,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	if w := c.late.Load(); w != nil {
 		out <- prometheus.MustNewConstMetric(descLate, prometheus.GaugeValue, float64(w.Late()))
 	}
-	for _, u := range c.store.Book().Usage() {
+	book := c.store.Book()
+	out <- prometheus.MustNewConstMetric(descLeft, prometheus.GaugeValue, book.Left())
+	for _, u := range book.Usage() {
 		out <- prometheus.MustNewConstMetric(descAddresses, prometheus.GaugeValue, u.Used, u.Pool.String(), "used")
 		out <- prometheus.MustNewConstMetric(descAddresses, prometheus.GaugeValue, u.Free, u.Pool.String(), "free")
 	}

@@ -33,7 +33,8 @@ func (w *world) keeper() (*FactsKeeper, *stubBooks, *events.FakeRecorder) {
 	books, told := new(stubBooks), events.NewFakeRecorder(100)
 	return &FactsKeeper{
 		Cache: w.api(), Direct: w.api(), Store: books, Cluster: w.self, Namespace: w.system, Events: told, Log: slog.New(slog.DiscardHandler),
-		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12")},
+		Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.244.0.0/16"), ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"),
+			ExternalCIDR: netip.MustParsePrefix("10.245.0.0/16")},
 	}, books, told
 }
 

@@ -147,7 +147,7 @@ type state struct {
 func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	a.mu.Lock()
 	before := a.intent
-	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || !reflect.DeepEqual(before.Tunnels, in.Tunnels)
+	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || !reflect.DeepEqual(before.Tunnels, in.Tunnels) || !slices.Equal(before.Gateways, in.Gateways)
 	moved := before == nil || !slices.Equal(before.Own, in.Own) || madeAt(before, a.opts.Node) != madeAt(&in, a.opts.Node)
 	a.intent, a.broken = &in, broken
 	a.revision++
@@ -231,7 +231,7 @@ func (a *agent) compare() bool {
 	} else {
 		var unknownMTU, err error
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
-			in.UnderlayDevice, in.UnderlayMTU, unknownMTU = a.kernel.DeviceOf(addr)
+			in.UnderlayDevice, in.UnderlayMTU, unknownMTU = a.underlay(addr, in.Ways())
 		}
 		now.node, now.problems = fabric.NodeFor(in)
 		first, failed := a.refuseNew(in.Refused())
@@ -272,6 +272,18 @@ func (a *agent) say(refused string) {
 	if news {
 		set(a.refusing)
 	}
+}
+
+// underlay is the device with the node's address, and its MTU or that of the way to a gateway,
+// whichever is less: a CNI may have an overlay of its own.
+func (a *agent) underlay(own netip.Addr, ways []fabric.GatewayPod) (device string, least int, err error) {
+	device, least, err = a.kernel.DeviceOf(own)
+	for _, g := range ways {
+		if mtu, unknown := a.kernel.MTUTo(g.Addr, map[int]int{}); unknown == nil && err == nil {
+			least = min(least, mtu)
+		}
+	}
+	return device, least, err
 }
 
 // refuseNew refuses networks that are new before anything else is done: the packet filter alone

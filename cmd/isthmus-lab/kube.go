@@ -9,19 +9,27 @@ import (
 )
 
 func newKubeCommand() *cobra.Command {
-	return &cobra.Command{
+	var nodes bool
+	cmd := &cobra.Command{
 		Use:   "kube",
 		Short: "Build etcd, kube-apiserver and kube-controller-manager, and print where they are",
 		Long: `Build etcd, kube-apiserver and kube-controller-manager from source where they are
 missing, and print the folder that has them. That takes some minutes, once, and works
-in a checkout of the source.`,
+in a checkout of the source. With --nodes there are kube-scheduler, kubelet and
+kube-proxy besides, in a folder of their own.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			dir, err := kubetest.Build(cmd.Context(), cmd.ErrOrStderr())
+			build := kubetest.Build
+			if nodes {
+				build = kubetest.BuildNodes
+			}
+			dir, err := build(cmd.Context(), cmd.ErrOrStderr())
 			if err == nil {
 				_, err = fmt.Fprintln(cmd.OutOrStdout(), dir)
 			}
 			return err
 		},
 	}
+	cmd.Flags().BoolVar(&nodes, "nodes", false, "build the programs of nodes too")
+	return cmd
 }

@@ -72,6 +72,10 @@ func TestCommandsForClustersSayWhatTheyWant(t *testing.T) {
 		{[]string{"install", "--tunnels", "0"}, "--tunnels 0: want 1 to 16"},
 		{[]string{"install", "--gateway-port", "65535", "--tunnels", "2"}, "--tunnels 2: want 1 to 16, on UDP ports from --gateway-port up to 65535"},
 		{[]string{"install", "--kubeconfig", gone, "--cluster-name", "a"}, "unreachable"},
+		{[]string{"install", "--pod-cidr", "10.1.2.3/16"}, "--pod-cidr \"10.1.2.3/16\": has host bits set"},
+		{[]string{"install", "--image", "example.org:5000/isthmus"}, "--image \"example.org:5000/isthmus\": want a name with a tag or a digest"},
+		{[]string{"install", "--set", "gateway.replicas"}, "--set \"gateway.replicas\": want a value such as"},
+		{[]string{"install", "--values", "/no/such/file"}, "--values: open /no/such/file"},
 		{[]string{"status", "--kubeconfig", gone}, "unreachable"},
 		{[]string{"status", "--context", "x"}, "no context x"},
 	} {
@@ -79,6 +83,39 @@ func TestCommandsForClustersSayWhatTheyWant(t *testing.T) {
 		if code != 2 || !strings.Contains(errs, tc.want) || out != "" {
 			t.Errorf("%q: code %d, stderr %q, stdout %q", tc.args, code, errs, out)
 		}
+	}
+}
+
+func TestInstallPrintsManifestsWithoutACluster(t *testing.T) {
+	print := func(args ...string) string {
+		t.Helper()
+		out, errs, code := isthmus("", append([]string{"install", "--print", "--cluster-name", "paris"}, args...)...)
+		if code != 0 || errs != "" {
+			t.Fatalf("%q: code %d\n%s", args, code, errs)
+		}
+		return out
+	}
+	for _, tc := range []struct {
+		args        []string
+		has, hasNot string
+	}{
+		{nil, "CLUSTER_NAME: \"paris\"", "hostNetwork: true\n      dnsPolicy: ClusterFirstWithHostNet"},
+		{[]string{"--host-network"}, "hostNetwork: true\n      dnsPolicy: ClusterFirstWithHostNet", "<no value>"},
+		{[]string{"--image", "example.org:5000/isthmus:x"}, "image: \"example.org:5000/isthmus:x\"", "ghcr.io"},
+		{[]string{"--gateway-service", "none"}, "kind: Deployment", "kind: Service\n"},
+		{[]string{"--without-workloads"}, "kind: Service\n", "kind: Deployment"},
+		{[]string{"--set", "gateway.replicas=5", "--pod-cidr", "10.9.0.0/16"}, "replicas: 5", "<no value>"},
+		{[]string{"--pod-cidr", "10.9.0.0/16"}, "- --pod-cidr=10.9.0.0/16", "<no value>"},
+	} {
+		if out := print(tc.args...); !strings.Contains(out, tc.has) || strings.Contains(out, tc.hasNot) {
+			t.Errorf("%q: want %q (%v) and not %q (%v) in %d octets", tc.args, tc.has, strings.Contains(out, tc.has), tc.hasNot, strings.Contains(out, tc.hasNot), len(out))
+		}
+	}
+	if out, errs, code := isthmus("", "install", "--print"); code != 1 || !strings.Contains(errs, "cluster.name: want how peers are to call this cluster") || out != "" {
+		t.Errorf("without a name: code %d, %s%s", code, out, errs)
+	}
+	if out, errs, code := isthmus("", "install", "--print", "--cluster-name", "a", "--set", "gatway.replicas=5"); code != 1 || !strings.Contains(errs, "value gatway: the chart has no such value") || out != "" {
+		t.Errorf("with a typing error: code %d, %s%s", code, out, errs)
 	}
 }
 
@@ -119,11 +156,11 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 		return out
 	}
 	run(1, "a: namespace isthmus-system has no ConfigMap|run `isthmus install --context a --cluster-name NAME`", "peer", "--context", "a", "--remote-context", "b")
-	run(1, "want --cluster-name", "install", "--context", "a")
+	run(1, "want --cluster-name", "install", "--without-workloads", "--context", "a")
 	run(0, "a: Namespace isthmus-system created|CustomResourceDefinition peerings.isthmus.net created|Service isthmus-system/isthmus-gateway created",
-		"install", "--context", "a", "--cluster-name", "a", "--gateway-service", "NodePort")
-	run(0, "b: Role isthmus-system/isthmus-gateway created", "install", "--context", "b", "--cluster-name", "b", "--cluster-id", "bbbb")
-	if out := run(0, "", "install", "--context", "a"); strings.Contains(out, "created") || strings.Contains(out, "changed\n") && !strings.Contains(out, "unchanged\n") {
+		"install", "--without-workloads", "--context", "a", "--cluster-name", "a", "--gateway-service", "NodePort")
+	run(0, "b: Role isthmus-system/isthmus-gateway created", "install", "--without-workloads", "--context", "b", "--cluster-name", "b", "--cluster-id", "bbbb")
+	if out := run(0, "", "install", "--without-workloads", "--context", "a"); strings.Contains(out, "created") || strings.Contains(out, "changed\n") && !strings.Contains(out, "unchanged\n") {
 		t.Errorf("the second time:\n%s", out)
 	}
 	run(1, "a: no manager is at work: Lease isthmus-system/isthmus-manager is not there|b: no manager", "peer", "--context", "a", "--remote-context", "b")

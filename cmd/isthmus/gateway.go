@@ -40,9 +40,13 @@ and the last good configuration stays in force.
 
 SIGTERM removes what the gateway made in the kernel, but the host goes on refusing
 packets for its peers, since they have no other way than in the clear. --cleanup
-removes that as well, and what is in --state-directory. It needs CAP_NET_ADMIN,
-CAP_SYS_ADMIN, /dev/net/tun and the network of its node; probes have
-"host: 127.0.0.1".`,
+removes that as well, and what is in --state-directory.
+
+In a cluster it is an ordinary Pod, in whose network the overlay of the nodes ends: it
+needs CAP_NET_ADMIN and /dev/net/tun, UDP port 4800 from all nodes, POD_NAME, POD_IP,
+NODE_NAME and POD_NAMESPACE by the downward API, and probes need
+"--metrics-address :5872". With --host-network, and with --config, it needs
+CAP_SYS_ADMIN besides and the network of its node; probes have "host: 127.0.0.1".`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			switch udpOffload {
@@ -96,7 +100,7 @@ func cleanUp(stateDirectory string, log *slog.Logger) error {
 	if stateDirectory != "" {
 		forgotten = kube.Forget(stateDirectory)
 	}
-	return errors.Join(gateway.Clear(log), forgotten)
+	return errors.Join(gateway.Clear(false, log), forgotten)
 }
 
 // firstChanged returns the first of the flags that the user gave.

@@ -39,6 +39,7 @@ type kubeGateway struct {
 	nat                     file.NAT
 	metricsAddr, statusAddr string
 	stateDirectory          string
+	hostNetwork             bool
 	secure                  metricsFlags
 
 	// What follows is set by complete.
@@ -48,7 +49,7 @@ type kubeGateway struct {
 
 // kubeGatewayFlags are the flags that addFlags adds.
 func kubeGatewayFlags() []string {
-	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "metrics-secure", "metrics-cert-dir", "status-address", "state-directory"}
+	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "metrics-secure", "metrics-cert-dir", "status-address", "state-directory", "host-network"}
 	for _, f := range new(file.NAT).Fields() {
 		names = append(names, f.Flag)
 	}
@@ -71,6 +72,7 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.StringVar(&k.metricsAddr, "metrics-address", file.DefaultMetricsAddress, "TCP address of /metrics, /healthz and /readyz; empty: none")
 	k.secure.add(f)
 	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty: none")
+	f.BoolVar(&k.hostNetwork, "host-network", false, "this Pod has its node's network (hostNetwork: true); the gateway makes a network namespace of its own there")
 	f.StringVar(&k.stateDirectory, "state-directory", "", "where to keep, with the private key, what to carry on with after a restart until the API server answers; empty: nowhere")
 }
 
@@ -120,14 +122,23 @@ func (k *kubeGateway) complete() error {
 	}
 	pod := os.Getenv("POD_NAME")
 	if pod == "" {
-		return cli.Usage("POD_NAME is not set; want the name of this Pod, which is its name in the election")
+		return cli.Usage("POD_NAME is not set; want the name of this Pod, which is its name in the election (downward API, metadata.name)")
 	}
 	ip, err := netip.ParseAddr(os.Getenv("POD_IP"))
 	if err != nil {
-		return cli.Usage("POD_IP is %q; want the address of this Pod, which is that of its node", os.Getenv("POD_IP"))
+		return cli.Usage("POD_IP is %q; want the address of this Pod, at which nodes reach it (downward API, status.podIP)", os.Getenv("POD_IP"))
+	}
+	node := os.Getenv("NODE_NAME")
+	switch {
+	case k.hostNetwork:
+		node = "" // it delivers by its host
+	case node == "":
+		return cli.Usage("NODE_NAME is not set; want the name of the Node of this Pod (downward API, spec.nodeName), or --host-network")
+	case !ip.Unmap().Is4():
+		return cli.Usage("POD_IP is %s; want an IPv4 address, since the overlay that ends in this Pod runs over IPv4, or --host-network", ip)
 	}
 	config.UserAgent = "isthmus-gateway/" + cli.Version()
-	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Cluster: k.cluster, Tunnels: k.tunnels, StateDirectory: k.stateDirectory}
+	k.source = kube.GatewayOptions{Config: config, Namespace: k.namespace, Pod: pod, PodIP: ip.Unmap(), Node: node, Cluster: k.cluster, Tunnels: k.tunnels, StateDirectory: k.stateDirectory}
 	return nil
 }
 
@@ -154,11 +165,12 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	defer stop()
 	log.Info("replica starts", "pod", k.source.Pod, "node", os.Getenv("NODE_NAME"), "address", k.source.PodIP, "version", cli.Version())
 
+	options.PodNetwork = !k.hostNetwork
 	active := func(ctx context.Context) error {
 		options.Source = func(ctx context.Context, deliver func(gateway.Config, error)) {
 			replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
 				deliver(gateway.Config{Gateway: s.Gateway, Refused: s.Problems, PrivateKey: gateway.Key(s.PrivateKey),
-					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config()}, err)
+					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config(), PodNetwork: s.PodNetwork}, err)
 			})
 		}
 		options.Ready = replica.Ready
@@ -169,7 +181,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		}
 		return gateway.Run(ctx, options)
 	}
-	return replica.Run(ctx, active, func() error { return gateway.Clear(log) })
+	return replica.Run(ctx, active, func() error { return gateway.Clear(options.PodNetwork, log) })
 }
 
 // reportOf takes out of a status what TunnelEndpoints tell.
@@ -177,12 +189,9 @@ func reportOf(s gateway.Status) kube.Report {
 	r := kube.Report{Interface: s.Host.Interface, Index: s.Host.Index, NextHop: s.Host.NextHop}
 	for _, p := range s.Peers {
 		peer := kube.PeerReport{
-			ID: p.ID, Status: v1alpha1.ConnectionStatus(p.State), Message: p.Message, Endpoint: p.Resolved, PublicKey: p.PublicKey,
+			ID: p.ID, Status: v1alpha1.ConnectionStatus(p.State), Reason: p.Reason, Message: p.Message, Endpoint: p.Resolved, PublicKey: p.PublicKey,
 			RTT:        time.Duration(p.RTT * float64(time.Second)),
 			AllowedIPs: [2]netip.Prefix{p.Rules.RemotePodsHere, p.Rules.RemoteExternal},
-		}
-		if p.State != gateway.Connected && p.Problem != "" {
-			peer.Message = p.Problem
 		}
 		r.Peers = append(r.Peers, peer)
 	}
@@ -226,7 +235,7 @@ func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr s
 func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	mux := http.NewServeMux()
 	mux.Handle("GET /metrics", secure.Guarded(f.using(func(w http.ResponseWriter, r *http.Request) {
-		all := prometheus.Gatherers{f.own, f.idle}
+		all := gateway.Gatherers{f.own, f.idle}
 		if f.running != nil {
 			all[1] = f.running.Gatherer()
 		}

@@ -69,7 +69,7 @@ func newKubeSite(t *testing.T, c *lab.Cluster) *kubeSite {
 
 	admin := filepath.Join(s.dir, "admin.kubeconfig")
 	s.must(s.server.WriteKubeconfig(admin))
-	cmd := c.Control.Command(t.Context(), "/proc/self/exe", "install", "--kubeconfig", admin, "--cluster-name", c.Name, "--cluster-id", c.ID)
+	cmd := c.Control.Command(t.Context(), "/proc/self/exe", "install", "--without-workloads", "--kubeconfig", admin, "--cluster-name", c.Name, "--cluster-id", c.ID)
 	cmd.Env = append(os.Environ(), beProgram+"=1")
 	if out, err := cmd.CombinedOutput(); err != nil {
 		t.Fatalf("install: %v\n%s", err, out)
@@ -123,7 +123,7 @@ func (s *kubeSite) start(i int) *replica {
 	n := s.Nodes[i]
 	log, err := os.OpenFile(filepath.Join(s.dir, replicaName(i)+".log"), os.O_CREATE|os.O_APPEND|os.O_RDWR, 0o600)
 	s.must(err)
-	r := &replica{cmd: n.Command(context.Background(), "/proc/self/exe", "gateway", "--kubeconfig", s.token), done: make(chan struct{}), log: log}
+	r := &replica{cmd: n.Command(context.Background(), "/proc/self/exe", "gateway", "--host-network", "--kubeconfig", s.token), done: make(chan struct{}), log: log}
 	r.cmd.Env = append(os.Environ(), beProgram+"=1", "POD_NAME="+replicaName(i), "POD_IP="+n.Addr.String(), "POD_NAMESPACE="+deploy.Namespace, "NODE_NAME="+n.Name)
 	r.cmd.Stdout, r.cmd.Stderr = log, log
 	s.must(r.cmd.Start())

@@ -3,12 +3,17 @@ package main
 import (
 	"errors"
 	"fmt"
+	"os"
+	"strings"
+	"time"
 
 	"github.com/spf13/cobra"
 	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
@@ -16,25 +21,36 @@ import (
 func newInstallCommand() *cobra.Command {
 	var access peering.Access
 	var o peering.InstallOptions
-	var service string
+	var f installFlags
+	var withoutWorkloads, show, showValues bool
 	cmd := &cobra.Command{
 		Use:   "install --cluster-name NAME",
-		Short: "Install the custom resource definitions and rights in a cluster",
-		Long: `Apply what the components of Isthmus need in a cluster: the custom resource
-definitions, a namespace, a ServiceAccount with the least rights for each
-component, and the identity by which peers know the cluster. Repeating it changes
-nothing, or brings an older installation up to date.`,
-		Example: "  isthmus install --context paris --cluster-name paris --gateway-service LoadBalancer",
-		Args:    cobra.NoArgs,
+		Short: "Install Isthmus in a cluster, or bring an installation up to date",
+		Long: `Install Isthmus in a cluster: the custom resource definitions, a namespace, a
+ServiceAccount with the least rights for each component, the identity by which
+peers know the cluster, and the components. It finds out what the network of the
+pods is, says from where, and waits until the components run.
+
+What it applies is the chart of Isthmus, as Helm would: --values and --set take the
+values of that chart, and the flags are short for some. They are remembered in the
+cluster, so repeating the command without them changes nothing, or brings an older
+installation up to date. Custom resource definitions of a newer release stay as they
+are. --print shows the manifests and needs no cluster.`,
+		Example: "  isthmus install --context paris --cluster-name paris --gateway-service LoadBalancer\n" +
+			"  isthmus install --cluster-name paris --print > isthmus.yaml",
+		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
-			if o.Service = corev1.ServiceType(service); service == "none" {
-				o.Service = ""
+			if showValues {
+				_, err := fmt.Fprint(cmd.OutOrStdout(), deploy.ChartValues)
+				return err
 			}
-			if o.Port < 1 || o.Port > 65535 {
-				return cli.Usage("--gateway-port %d: want 1 to 65535", o.Port)
+			values, err := f.values(cmd)
+			if err != nil {
+				return err
 			}
-			if last := int(o.Port) + o.Tunnels - 1; o.Tunnels < 1 || o.Tunnels > fabric.MaxTunnels || last > 65535 {
-				return cli.Usage("--tunnels %d: want 1 to %d, on UDP ports from --gateway-port up to 65535", o.Tunnels, fabric.MaxTunnels)
+			o.Values, o.Workloads, o.Version = values, !withoutWorkloads, imageTag()
+			if show {
+				return printManifests(cmd, access.Namespace, o)
 			}
 			c, err := connect(access)
 			if err != nil {
@@ -47,11 +63,125 @@ nothing, or brings an older installation up to date.`,
 	addAccessFlags(cmd, &access, "", "")
 	cmd.Flags().StringVar(&o.Identity.ClusterName, "cluster-name", "", "how peers are to call the cluster (needed the first time)")
 	cmd.Flags().StringVar(&o.Identity.ClusterID, "cluster-id", "", "what tells the cluster from all others (default the UID of its namespace kube-system)")
-	cli.AddChoiceFlag(cmd, &service, "gateway-service", "none", "make the gateway's Service", "none", string(corev1.ServiceTypeNodePort), string(corev1.ServiceTypeLoadBalancer))
-	cmd.Flags().Int32Var(&o.Port, "gateway-port", 5871, "UDP port of the gateway's Service")
-	cmd.Flags().BoolVar(&o.MetricsAuth, "metrics-auth", false, "give the components the rights that their --metrics-secure needs, and make the ClusterRole isthmus-metrics-reader")
-	cmd.Flags().IntVar(&o.Tunnels, "tunnels", 1, "ports of the gateway's Service, from --gateway-port upwards: as for isthmus gateway")
+	f.add(cmd)
+	cmd.Flags().BoolVar(&withoutWorkloads, "without-workloads", false, "leave out the components, for those that run elsewhere, and the gateway's Service unless --gateway-service asks for it")
+	cmd.Flags().BoolVar(&o.Forget, "reset-values", false, "forget the values of earlier installations")
+	cmd.Flags().DurationVar(&o.Wait, "timeout", 5*time.Minute, "how long to wait until the components run; 0: not at all")
+	cmd.Flags().BoolVar(&show, "print", false, "print the manifests and apply nothing")
+	cmd.Flags().BoolVar(&showValues, "print-values", false, "print the values of the chart, with what each means")
 	return cmd
+}
+
+// installFlags are those that are short for values of the chart.
+type installFlags struct {
+	file                       string
+	set                        []string
+	image, service, podCIDR    string
+	port                       int32
+	tunnels                    int
+	metricsAuth, onHostNetwork bool
+}
+
+func (f *installFlags) add(cmd *cobra.Command) {
+	flags := cmd.Flags()
+	flags.StringVar(&f.file, "values", "", "file with values of the chart, in YAML")
+	flags.StringArrayVar(&f.set, "set", nil, "a value of the chart, such as gateway.replicas=3; goes before --values")
+	flags.StringVar(&f.image, "image", "", "image of the components (default "+defaultRepository+" with the tag of this program's version)")
+	cli.AddChoiceFlag(cmd, &f.service, "gateway-service", string(corev1.ServiceTypeNodePort), "make the gateway's Service", "none", string(corev1.ServiceTypeNodePort), string(corev1.ServiceTypeLoadBalancer))
+	flags.Int32Var(&f.port, "gateway-port", 5871, "UDP port of the gateway and its Service")
+	flags.IntVar(&f.tunnels, "tunnels", 1, "tunnels to one peer, on UDP ports from --gateway-port upwards")
+	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods (default: what the cluster says)")
+	flags.BoolVar(&f.onHostNetwork, "host-network", false, "run the gateways in the network of their nodes")
+	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics to bearers of a token with the ClusterRole isthmus-metrics-reader, and give the components the rights that this needs")
+}
+
+// defaultRepository is where releases are.
+const defaultRepository = "ghcr.io/isthmus-net/isthmus"
+
+// imageTag is the tag of the image that was built with this program.
+func imageTag() string { return strings.ReplaceAll(cli.Version(), "+", "-") }
+
+// values are what the flags that were given say.
+func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
+	changed := cmd.Flags().Changed
+	values := chart.Values{}
+	if f.file != "" {
+		text, err := os.ReadFile(f.file)
+		if err != nil {
+			return nil, cli.Usage("--values: %w", err)
+		}
+		if values, err = chart.ParseValues(text); err != nil {
+			return nil, cli.Usage("--values %s: %w", f.file, err)
+		}
+	}
+	for _, one := range f.set {
+		key, text, ok := strings.Cut(one, "=")
+		var value any
+		if err := yaml.Unmarshal([]byte(text), &value); !ok || key == "" || err != nil {
+			return nil, cli.Usage("--set %q: want a value such as gateway.replicas=3", one)
+		}
+		if value == nil {
+			value = ""
+		}
+		chart.Set(values, value, strings.Split(key, ".")...)
+	}
+	if f.port < 1 || f.port > 65535 {
+		return nil, cli.Usage("--gateway-port %d: want 1 to 65535", f.port)
+	}
+	if last := int(f.port) + f.tunnels - 1; f.tunnels < 1 || f.tunnels > fabric.MaxTunnels || last > 65535 {
+		return nil, cli.Usage("--tunnels %d: want 1 to %d, on UDP ports from --gateway-port up to 65535", f.tunnels, fabric.MaxTunnels)
+	}
+	if f.podCIDR != "" {
+		if _, err := network("pod-cidr", f.podCIDR); err != nil {
+			return nil, err
+		}
+	}
+	for _, short := range []struct {
+		flag  string
+		value any
+		at    []string
+	}{
+		{"gateway-port", float64(f.port), []string{"gateway", "port"}},
+		{"tunnels", float64(f.tunnels), []string{"gateway", "tunnels"}},
+		{"pod-cidr", f.podCIDR, []string{"networks", "podCIDR"}},
+		{"host-network", f.onHostNetwork, []string{"gateway", "hostNetwork"}},
+		{"metrics-auth", f.metricsAuth, []string{"metrics", "enabled"}},
+	} {
+		if changed(short.flag) {
+			chart.Set(values, short.value, short.at...)
+		}
+	}
+	if changed("gateway-service") {
+		chart.Set(values, strings.TrimPrefix(f.service, "none"), "gateway", "service", "type")
+	}
+	if f.image != "" {
+		repository, digest, byDigest := strings.Cut(f.image, "@")
+		tag := ""
+		if i := strings.LastIndexByte(repository, ':'); i > strings.LastIndexByte(repository, '/') {
+			repository, tag = repository[:i], repository[i+1:]
+		}
+		if repository == "" || !byDigest && tag == "" {
+			return nil, cli.Usage("--image %q: want a name with a tag or a digest, such as %s:v1.0.0", f.image, defaultRepository)
+		}
+		chart.Set(values, chart.Values{"repository": repository, "tag": tag, "digest": digest}, "image")
+	}
+	return values, nil
+}
+
+// printManifests prints what would be applied in a cluster of which nothing is known.
+func printManifests(cmd *cobra.Command, namespace string, o peering.InstallOptions) error {
+	values := chart.Merge(chart.Values{"namespace": chart.Values{"create": true}, "workloads": o.Workloads}, o.Values)
+	for key, value := range map[string]string{"name": o.Identity.ClusterName, "id": o.Identity.ClusterID} {
+		if value != "" {
+			chart.Set(values, value, "cluster", key)
+		}
+	}
+	text, err := chart.Render(chart.Options{Namespace: namespace, AppVersion: o.Version, Values: values})
+	if err != nil {
+		return err
+	}
+	_, err = fmt.Fprint(cmd.OutOrStdout(), text)
+	return err
 }
 
 // addAccessFlags adds the flags that say which cluster is meant, as kubectl has them; prefix

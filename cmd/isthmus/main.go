@@ -4,6 +4,7 @@
 //	isthmus install                  what the components need in a cluster
 //	isthmus peer | unpeer            join two clusters, part them
 //	isthmus status                   what is joined, and what is wrong
+//	isthmus diagnose                 the first thing that is broken on the way to a peer
 //	isthmus trace SRC DST            what a gateway would do with a packet
 //	isthmus manager                  the control plane, once per cluster
 //	isthmus gateway                  the data plane, on some nodes
@@ -53,6 +54,7 @@ PodCIDR.
 		newPeerCommand(),
 		newUnpeerCommand(),
 		newStatusCommand(),
+		newDiagnoseCommand(),
 		newTraceCommand(),
 		newGenkeyCommand(),
 		newPubkeyCommand(),

@@ -129,7 +129,7 @@ func TestMetricsAndStatusListenWhereOnlyTheyShouldBeReached(t *testing.T) {
 		series  string // one of those that it serves
 	}{
 		{control, s.Control.Addr, deploy.ManagerServiceAccount, []string{"manager", "--pod-cidr", "10.244.0.0/18"}, 5876, "workqueue_depth"},
-		{first, s.Nodes[0].Addr, deploy.GatewayServiceAccount, []string{"gateway"}, 5872, "isthmus_build_info"},
+		{first, s.Nodes[0].Addr, deploy.GatewayServiceAccount, []string{"gateway", "--host-network"}, 5872, "isthmus_build_info"},
 		{first, s.Nodes[0].Addr, deploy.RouteAgentServiceAccount, []string{"route-agent"}, 5874, "isthmus_build_info"},
 	}
 	at := func(scheme string, addr netip.Addr, port int, path string) string {
@@ -186,7 +186,7 @@ func TestMetricsAndStatusListenWhereOnlyTheyShouldBeReached(t *testing.T) {
 	})
 
 	t.Run("with --metrics-secure, to those who may", func(t *testing.T) {
-		install := control.Command(t.Context(), "/proc/self/exe", "install", "--kubeconfig", filepath.Join(s.dir, "admin.kubeconfig"), "--metrics-auth")
+		install := control.Command(t.Context(), "/proc/self/exe", "install", "--without-workloads", "--kubeconfig", filepath.Join(s.dir, "admin.kubeconfig"), "--metrics-auth")
 		install.Env = append(os.Environ(), beProgram+"=1")
 		if out, err := install.CombinedOutput(); err != nil || !strings.Contains(string(out), "isthmus-metrics-auth created") {
 			t.Fatalf("install: %v\n%s", err, out)

@@ -32,9 +32,9 @@ func newRouteAgentCommand() *cobra.Command {
 		Use:   "route-agent",
 		Short: "Run the route agent of a node, in the node's network namespace (root)",
 		Long: fmt.Sprintf(`Run the route agent of a node: it connects the nodes of the cluster by VXLAN (device
-%s, UDP port %d) and leads packets for remote clusters to the node with the
-active gateway, and packets from them to the node of the pod. It reads Nodes, Pods
-and TunnelEndpoints; while the API server is away, everything stays as it is. It writes
+%s, UDP port %d) and leads packets for remote clusters to the Pod of the active
+gateway, or to its node where the gateway has --host-network, and packets from them to
+pods. It reads Nodes, Pods and TunnelEndpoints; while the API server is away, everything stays as it is. It writes
 one object, the NodeNetworks of its node: the networks that the node reaches by itself
 and its DNS servers, which the manager gives to no peer, and for which peers it
 refuses packets: the manager tells of a network only when all nodes do.
@@ -65,10 +65,11 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 				return err
 			}
 			kube.UseLogger(o.Log)
+			installed := cmp.Or(namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace)
 			o.Source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
-				return kube.WatchNode(ctx, config, o.Log, deliver)
+				return kube.WatchNode(ctx, config, installed, o.Log, deliver)
 			}
-			reporter, err := kube.NewNodeReporter(config, cmp.Or(namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace), o.Node)
+			reporter, err := kube.NewNodeReporter(config, installed, o.Node)
 			if err != nil {
 				return err
 			}

@@ -16,6 +16,7 @@ import (
 
 	"github.com/spf13/cobra"
 
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/peering"
@@ -31,8 +32,10 @@ func newStatusCommand() *cobra.Command {
 		Use:   "status",
 		Short: "Show the peerings of a cluster, or the peers of the gateway on this machine",
 		Long: `Where there is a kubeconfig, show the peerings of the cluster: under which ranges
-the clusters see each other, how the peer is reached, and what is wrong. The exit
-code is 1 when a peering is not ready.
+the clusters see each other, how the peer is reached, and what is wrong. What is
+said is asked of those who know: managers and gateways by the Leases that they
+renew, route agents by the Pods on all nodes. The exit code is 1 when a peering is
+not ready, or something that peerings need is not at work.
 
 With --gateway, or where there is no cluster, ask the gateway that runs on this
 machine for its peers: how each is reached, when it was last heard, and what was
@@ -144,7 +147,10 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 		}
 	}
 	for _, p := range s.Peers {
-		if p.Problem != "" {
+		switch {
+		case p.Reason != "" && p.Reason != v1alpha1.CauseConnected:
+			fmt.Fprintf(w, "%s: %s: %s\n", nameOrID(p.Name, p.ID), p.Reason, p.Message)
+		case p.Problem != "":
 			fmt.Fprintf(w, "%s: %s\n", nameOrID(p.Name, p.ID), p.Problem)
 		}
 		if p.Down {
@@ -157,7 +163,7 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 			}
 		}
 	}
-	if err := printDrops(w, s); err != nil {
+	if err := printDrops(w, s, wide); err != nil {
 		return err
 	}
 	for _, o := range s.Waiting {
@@ -197,15 +203,27 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 	return t.Flush()
 }
 
-func printDrops(w io.Writer, s gateway.Status) error {
+// dropsShown is how long ago a drop may be to be shown: what has healed leaves the screen. Wide
+// shows all.
+const dropsShown = 10 * time.Minute
+
+func printDrops(w io.Writer, s gateway.Status, wide bool) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
 	rows := 0
 	print := func(peer string, drops []gateway.DropStatus) {
 		for _, d := range drops {
-			if rows++; rows == 1 {
-				fmt.Fprintln(t, "\nDROPPED\tPEER\tDIRECTION\tREASON")
+			last := "-"
+			if d.LastSeen != nil {
+				ago := time.Since(*d.LastSeen)
+				if ago > dropsShown && !wide {
+					continue
+				}
+				last = age(max(0, ago.Seconds())) + " ago"
 			}
-			fmt.Fprintf(t, "%d\t%s\t%s\t%s\t%s\n", d.Packets, peer, d.Direction, d.Reason, d.Text)
+			if rows++; rows == 1 {
+				fmt.Fprintln(t, "\nDROPPED\tLAST\tPEER\tDIRECTION\tREASON")
+			}
+			fmt.Fprintf(t, "%d\t%s\t%s\t%s\t%s\t%s\n", d.Packets, last, peer, d.Direction, d.Reason, d.Text)
 		}
 	}
 	for _, p := range s.Peers {

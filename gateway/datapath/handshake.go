@@ -130,6 +130,7 @@ func (h *handshakes) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 			n := 0
 			for {
 				h.look(m.b[:m.n])
+				h.t.came(m.b[:m.n], m.from)
 				sizes[n], eps[n] = copy(bufs[n], m.b[:m.n]), m.from
 				if n++; n == len(bufs) {
 					return n, nil
@@ -163,27 +164,49 @@ func (h *handshakes) Close() error {
 // Send sends what the device has sealed, handshakes and keepalives, and what the outbound goroutine
 // has. The sender's index of a handshake is one of the device's, so that it tells the peer.
 func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
-	if m := bufs[0]; len(bufs) == 1 && len(m) <= device.MessageHandshakeSize {
-		h.observe(binary.LittleEndian.Uint32(m), m) // first, as in flush
+	m := bufs[0]
+	alone := len(bufs) == 1 && len(m) <= device.MessageHandshakeSize
+	if alone {
+		h.observe(binary.LittleEndian.Uint32(m), m, to) // first, as in flush
 	}
-	return h.t.wire.Send(bufs, to)
+	err := h.t.wire.Send(bufs, to)
+	if err != nil && alone {
+		if p := h.peerOf(m); p != nil {
+			p.fail(err, time.Now())
+		}
+	}
+	return err
+}
+
+// peerOf is whom a handshake message of the device's is for, nil when that is not known.
+func (h *handshakes) peerOf(m []byte) *peer {
+	switch binary.LittleEndian.Uint32(m) {
+	case device.MessageInitiationType, device.MessageResponseType:
+		dev, _ := lookup(h.t.dev, binary.LittleEndian.Uint32(m[4:]))
+		return h.t.peers.Load().byDevice[dev]
+	}
+	return nil
 }
 
 // observe learns from a message of the device's what the timers of data and the packets that wait
 // have to know.
-func (h *handshakes) observe(messageType uint32, m []byte) {
+func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 	switch messageType {
 	case device.MessageTransportType:
 		if len(m) == device.MessageKeepaliveSize { // after an answer to our handshake, among others
 			h.t.lookSoon()
 		}
+	case device.MessageCookieReplyType:
+		h.t.answered(binary.LittleEndian.Uint32(m[4:]), to)
 	case device.MessageInitiationType, device.MessageResponseType:
-		index := binary.LittleEndian.Uint32(m[4:])
-		dev, _ := lookup(h.t.dev, index)
-		p := h.t.peers.Load().byDevice[dev]
+		if messageType == device.MessageResponseType {
+			h.t.answered(binary.LittleEndian.Uint32(m[8:]), to)
+		}
+		p := h.peerOf(m)
 		if p == nil {
 			return
 		}
+		index := binary.LittleEndian.Uint32(m[4:])
 		p.sentAny()
 		h.crossings.Lock()
 		defer h.crossings.Unlock()
@@ -194,6 +217,7 @@ func (h *handshakes) observe(messageType uint32, m []byte) {
 		}
 		p.receivedAny() // since the peer has sent an initiation, which was authentic
 		p.answers.Add(1)
+		p.answered.Store(time.Now().UnixNano())
 		if time.Since(p.begun.at) < device.RekeyTimeout {
 			h.forgotten[p.begun.index] = p
 		}

@@ -146,6 +146,7 @@ func (s *sealer) flush() {
 	s.peer.sent(s.keypair, s.now)
 	if err := s.peer.dev.SendBuffers(s.sealed); err != nil {
 		s.count(s.state, bind.Unsent(err, len(s.sealed)), natengine.DropTunnelSend)
+		s.peer.fail(err, s.now)
 	}
 	clear(s.sealed)
 	s.sealed, s.used = s.sealed[:0], 0

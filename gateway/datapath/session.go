@@ -50,6 +50,8 @@ type peer struct {
 	more           atomic.Bool  // more data was received since
 	asked          atomic.Int64 // when a handshake was last asked for
 	answers        atomic.Int64 // handshakes of the peer that were answered
+	answered       atomic.Int64 // when the last of them was, in nanoseconds since 1970
+	unsent         atomic.Pointer[unsent]
 	renewed        atomic.Int64 // when the session was made for which receive asked for the next one
 
 	crossedAt atomic.Int64 // answers when two handshakes had crossed

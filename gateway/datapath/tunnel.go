@@ -58,7 +58,8 @@ type Tunnel struct {
 	bind  *handshakes
 	peers atomic.Pointer[peerTable]
 
-	public atomic.Pointer[device.NoisePublicKey]
+	public  atomic.Pointer[device.NoisePublicKey]
+	checker atomic.Pointer[device.CookieChecker] // knows messages that were made for our public key
 
 	mayCome atomic.Pointer[func(netip.Addr) bool] // nil: from everywhere
 
@@ -79,6 +80,8 @@ type Tunnel struct {
 type peerTable struct {
 	byState  map[*natengine.PeerState]*peer
 	byDevice map[*device.Peer]*peer
+	at       map[*peer]netip.Addr  // where each is configured
+	byAddr   map[netip.Addr]*place // what is there
 }
 
 // New joins a link, a wire, an engine and, unless nil, an in-process endpoint. The Tunnel owns
@@ -107,7 +110,7 @@ func newTunnel(link Link, wire Wire, engine *natengine.Engine, local *Local, sta
 	t.mtu.Store(int64(link.MTU()))
 	t.coalesceUDP.Store(o.CoalesceUDP)
 	t.peers.Store(&peerTable{})
-	t.public.Store(new(device.NoisePublicKey))
+	t.setPublic(device.NoisePublicKey{})
 	t.out = newOutbound(t)
 	t.bind = newHandshakes(t)
 	t.dev = device.NewDevice(newNoPackets(), t.bind, o.Logger)
@@ -171,7 +174,8 @@ func (t *Tunnel) setPrivateKey(private [32]byte) error {
 	// The device would remove a peer with our own key, but not tell, and wait for its timers with
 	// its key locked, which they may wait for.
 	if self := t.peer(device.NoisePublicKey(public)); self != nil {
-		table := &peerTable{byState: maps.Clone(t.peers.Load().byState), byDevice: maps.Clone(t.peers.Load().byDevice)}
+		old := t.peers.Load()
+		table := &peerTable{byState: maps.Clone(old.byState), byDevice: maps.Clone(old.byDevice), at: old.at, byAddr: old.byAddr}
 		delete(table.byState, self.state)
 		delete(table.byDevice, self.dev)
 		t.publish(table)
@@ -180,8 +184,15 @@ func (t *Tunnel) setPrivateKey(private [32]byte) error {
 		return fmt.Errorf("private key: %w", err)
 	}
 	t.private = private
-	t.public.Store((*device.NoisePublicKey)(public))
+	t.setPublic(device.NoisePublicKey(public))
 	return nil
+}
+
+func (t *Tunnel) setPublic(key device.NoisePublicKey) {
+	checker := new(device.CookieChecker)
+	checker.Init(key)
+	t.public.Store(&key)
+	t.checker.Store(checker)
 }
 
 // SetMTU changes the largest packet of the tunnel, in octets: no message is padded beyond it. The
@@ -220,6 +231,8 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 	table := &peerTable{
 		byState:  make(map[*natengine.PeerState]*peer, len(peers)),
 		byDevice: make(map[*device.Peer]*peer, len(peers)),
+		at:       make(map[*peer]netip.Addr, len(peers)),
+		byAddr:   placesOf(peers, old.byAddr),
 	}
 	var errs []error
 	var fresh []*peer
@@ -254,7 +267,7 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 			leave(dev, was)
 			delete(t.places, key)
 		}
-		table.byState[want.State], table.byDevice[dev] = p, p
+		table.byState[want.State], table.byDevice[dev], table.at[p] = p, p, want.Endpoint.Addr().Unmap()
 	}
 	t.publish(table)
 	for _, p := range fresh {

@@ -9,6 +9,7 @@ package main
 import (
 	"bufio"
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"os"
@@ -71,7 +72,36 @@ func check(ctx context.Context) bool {
 	wg.Go(func() { more = run(ctx, beside) })
 	results = append(results, run(ctx, here)...)
 	wg.Wait()
-	return report(os.Stdout, append(results, more...), tests, ctx.Err())
+	results = append(results, more...)
+	if again := tests.repeatable(maxRepeated); len(again) > 0 {
+		results = append(results, run(ctx, []step{{"once more, alone", repeat(tests, again)}})...)
+	}
+	return report(os.Stdout, results, tests, ctx.Err())
+}
+
+// maxRepeated bounds the tests that are tried a second time. The suite runs at a load of ten on
+// machines that nobody knows, and a test of processes in namespaces may find one of them stopped for
+// longer than it waits. That happens to one or two; what happens to more is no chance.
+const maxRepeated = 4
+
+// repeat runs tests that failed a second time, one after the other and beside nothing else. One that
+// passes is named in the summary as flaky, and is to be mended; one that fails again has failed.
+func repeat(tests *tally, again []testName) func(context.Context) error {
+	return func(ctx context.Context) error {
+		for _, name := range again {
+			fmt.Printf("      %s\n", name)
+			dir := "."
+			if name.pkg == testModule || strings.HasPrefix(name.pkg, testModule+"/") {
+				dir = "test"
+			}
+			second := &tally{}
+			err := goTest(dir, second, raceDetector, "-run=^"+name.test+"$", name.pkg)(ctx)
+			if err == nil && second.passed > 0 && second.failed == 0 {
+				tests.forgive(name)
+			}
+		}
+		return nil
+	}
 }
 
 // run does steps one after the other, whatever becomes of them, until ctx ends.
@@ -95,7 +125,10 @@ func report(w io.Writer, results []result, tests *tally, interrupted error) (ok 
 	fmt.Fprintf(w, "\n=== summary\n")
 	for _, r := range results {
 		mark := "ok"
-		if r.err != nil {
+		switch {
+		case errors.Is(r.err, errTestsFailed) && tests.failed == 0 && len(tests.flaky) > 0:
+			mark = "ok the second time"
+		case r.err != nil:
 			mark, ok = "FAILED: "+r.err.Error(), false
 		}
 		fmt.Fprintf(w, "%8s  %-16s %s\n", r.elapsed.Round(100*time.Millisecond), r.name, mark)
@@ -106,8 +139,11 @@ func report(w io.Writer, results []result, tests *tally, interrupted error) (ok 
 	for _, reason := range tests.skipReasons() {
 		fmt.Fprintf(w, "skipped: %s\n", reason)
 	}
-	for _, name := range tests.failures {
-		fmt.Fprintf(w, "failed: %s\n", name)
+	for _, name := range tests.flaky {
+		fmt.Fprintf(w, "flaky: %s (it failed once, and passed when it ran again alone: mend it)\n", name)
+	}
+	for _, f := range tests.failures {
+		fmt.Fprintf(w, "failed: %s\n", f)
 	}
 	fmt.Fprintf(w, "%d passed, %d failed, %d skipped\n", tests.passed, tests.failed, tests.skipped)
 	return ok
@@ -130,6 +166,12 @@ func newCommand(ctx context.Context, name string, args ...string) *exec.Cmd {
 	return cmd
 }
 
+// testModule is the module of test/, which has the heavy and foreign dependencies.
+const testModule = "github.com/isthmus-net/isthmus/test"
+
+// errTestsFailed is what go test says by exit code 1: the tally has the names.
+var errTestsFailed = errors.New("tests failed")
+
 // raceDetector is the flag, where there is a C compiler for it.
 const raceDetector = "-race"
 
@@ -137,7 +179,7 @@ const raceDetector = "-race"
 // about the kernel the tests talk to.
 func goTest(dir string, t *tally, race string, args ...string) func(context.Context) error {
 	return func(ctx context.Context) error {
-		flags, cgo := []string{"-C", dir, "test", "-json", "-count=1", "-timeout=20m"}, "CGO_ENABLED=0"
+		flags, cgo := []string{"-C", dir, "test", "-json", "-count=1", "-timeout=45m"}, "CGO_ENABLED=0"
 		if race != "" {
 			if _, err := exec.LookPath("gcc"); err == nil {
 				flags, cgo = append(flags, race), "CGO_ENABLED=1"
@@ -158,7 +200,12 @@ func goTest(dir string, t *tally, race string, args ...string) func(context.Cont
 		if err := follow(out, os.Stdout, t); err != nil {
 			return err
 		}
-		return cmd.Wait()
+		var exit *exec.ExitError
+		if err := cmd.Wait(); errors.As(err, &exit) && exit.ExitCode() == 1 {
+			return errTestsFailed
+		} else {
+			return err
+		}
 	}
 }
 

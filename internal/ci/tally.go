@@ -22,13 +22,24 @@ type event struct {
 
 type testName struct{ pkg, test string }
 
+// A failure is one test, or a package that failed by itself (test is empty).
+type failure struct {
+	testName
+
+	final bool // once is enough: to pass the next time is no excuse
+}
+
+// What must not happen even once; after a panic the rest of the package has not run, either.
+var finalWords = []string{"DATA RACE", "in the clear", "panic:"}
+
 // tally counts tests and keeps the output of those whose fate is not known yet. Several `go test`
 // may report to it at once.
 type tally struct {
 	mu sync.Mutex
 
 	passed, failed, skipped int
-	failures                []string // names, in the order they failed
+	failures                []failure // in the order they failed
+	flaky                   []testName
 
 	reasons map[string]int // why tests were skipped, and how many for that reason
 	output  map[testName]string
@@ -77,7 +88,7 @@ func (t *tally) endTest(name testName, action string) (show string) {
 	case "fail":
 		t.failed++
 		c[1]++
-		t.failures = append(t.failures, name.pkg+" "+name.test)
+		t.failures = append(t.failures, failure{name, hasAny(out, finalWords)})
 		show = withoutRunLines(out)
 	case "skip":
 		t.skipped++
@@ -115,7 +126,7 @@ func (t *tally) endPackage(e event) (show string) {
 	if e.Action == "fail" && c[1] == 0 {
 		c[1]++
 		t.failed++
-		t.failures = append(t.failures, e.Package)
+		t.failures = append(t.failures, failure{testName{e.Package, ""}, true})
 	}
 	if e.Action == "skip" || c == [3]int{} {
 		return "" // no test files
@@ -147,6 +158,44 @@ func (t *tally) running() (names []string) {
 	}
 	slices.Sort(names)
 	return names
+}
+
+func hasAny(s string, words []string) bool {
+	return slices.ContainsFunc(words, func(w string) bool { return strings.Contains(s, w) })
+}
+
+func (n testName) String() string { return strings.TrimSpace(n.pkg + " " + n.test) }
+
+// top is the test that go test -run knows by name: the one without its subtests.
+func (n testName) top() testName {
+	name, _, _ := strings.Cut(n.test, "/")
+	return testName{n.pkg, name}
+}
+
+// repeatable returns the tests that failed and may be tried once more, or none when one of them may
+// not, or when they are more than bound: then it is not chance.
+func (t *tally) repeatable(bound int) (names []testName) {
+	for _, f := range t.failures {
+		if f.final {
+			return nil
+		}
+		if !slices.Contains(names, f.top()) {
+			names = append(names, f.top())
+		}
+	}
+	if len(names) > bound {
+		return nil
+	}
+	return names
+}
+
+// forgive takes a test that passed the second time, and its subtests, out of the failures.
+func (t *tally) forgive(name testName) {
+	before := len(t.failures)
+	t.failures = slices.DeleteFunc(t.failures, func(f failure) bool { return f.top() == name })
+	t.failed -= before - len(t.failures)
+	t.passed += before - len(t.failures)
+	t.flaky = append(t.flaky, name)
 }
 
 func (t *tally) skipReasons() (reasons []string) {

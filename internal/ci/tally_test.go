@@ -101,3 +101,53 @@ func TestRunningNamesTheInnermostTest(t *testing.T) {
 		t.Errorf("running: %q", got)
 	}
 }
+
+const chance = `{"Action":"run","Package":"m/a","Test":"TestBusy"}
+{"Action":"run","Package":"m/a","Test":"TestBusy/sub"}
+{"Action":"output","Package":"m/a","Test":"TestBusy/sub","Output":"    a_test.go:5: nothing after a minute\n"}
+{"Action":"fail","Package":"m/a","Test":"TestBusy/sub","Elapsed":0}
+{"Action":"fail","Package":"m/a","Test":"TestBusy","Elapsed":0}
+{"Action":"fail","Package":"m/a","Elapsed":0.3}
+`
+
+func TestATestThatPassesTheSecondTimeIsNamedAndNoFailure(t *testing.T) {
+	sum, _ := tallyOf(t, chance)
+	again := sum.repeatable(1)
+	if len(again) != 1 || again[0] != (testName{"m/a", "TestBusy"}) {
+		t.Fatalf("to repeat: %v; want m/a TestBusy, once for the test and its subtest", again)
+	}
+	results := []result{{name: "tests", err: errTestsFailed}}
+	var out bytes.Buffer
+	if report(&out, results, sum, nil) {
+		t.Errorf("the run passed before the test was repeated:\n%s", &out)
+	}
+	sum.forgive(again[0])
+	out.Reset()
+	if !report(&out, results, sum, nil) {
+		t.Errorf("the run failed:\n%s", &out)
+	}
+	for _, want := range []string{"ok the second time", "flaky: m/a TestBusy", "2 passed, 0 failed, 0 skipped\n"} {
+		if !strings.Contains(out.String(), want) {
+			t.Errorf("the summary lacks %q:\n%s", want, &out)
+		}
+	}
+	if report(&out, append(results, result{name: "lint", err: errors.New("exit status 1")}), sum, nil) {
+		t.Error("a step that is not a test was forgiven with it")
+	}
+}
+
+func TestWhatMustNotHappenOnceIsNotRepeated(t *testing.T) {
+	for _, words := range []string{"WARNING: DATA RACE", "3 packets in the clear", "panic: test timed out"} {
+		sum, _ := tallyOf(t, strings.Replace(chance, "nothing after a minute", words, 1))
+		if again := sum.repeatable(1); len(again) != 0 {
+			t.Errorf("%q is tried again: %v", words, again)
+		}
+	}
+	if sum, _ := tallyOf(t, golden); len(sum.repeatable(9)) != 0 {
+		t.Error("beside a package that does not compile tests are tried again")
+	}
+	sum, _ := tallyOf(t, chance+strings.ReplaceAll(chance, "TestBusy", "TestToo"))
+	if again := sum.repeatable(1); len(again) != 0 {
+		t.Errorf("more than the bound are tried again: %v", again)
+	}
+}

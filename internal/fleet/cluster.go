@@ -101,9 +101,9 @@ func (c *Cluster) describe(ctx context.Context) error {
 		}
 	}
 	for i, n := range c.Nodes[:min(len(c.Nodes), gateways)] {
-		gateway := pod(Namespace, gatewayPod(i), n.Name, n.Addr, n.Addr)
+		gateway := pod(Namespace, gatewayPod(i), n.Name, c.gatewayAddr(i), n.Addr)
 		gateway.Labels = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}
-		gateway.Spec.HostNetwork = true
+		gateway.Spec.HostNetwork = len(c.GatewayPods) == 0
 		if err := c.create(ctx, gateway); err != nil {
 			return err
 		}

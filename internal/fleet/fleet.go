@@ -111,7 +111,7 @@ func (f *Fleet) up(ctx context.Context, o Options) error {
 		return err
 	}
 	return f.each(func(c *Cluster) error {
-		out, err := f.Isthmus(ctx, "install", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID)
+		out, err := f.Isthmus(ctx, "install", "--without-workloads", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID)
 		if err != nil {
 			return fmt.Errorf("isthmus install: %w\n%s", err, out)
 		}

@@ -134,7 +134,7 @@ func (c *Cluster) Metrics(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	return c.Nodes[active].Get(ctx, fmt.Sprintf("http://127.0.0.1:%d/metrics", gatewayPort))
+	return c.GatewayHost(active).Get(ctx, fmt.Sprintf("http://127.0.0.1:%d/metrics", gatewayPort))
 }
 
 // Metric returns the sum of all series of a metric of the active gateway that have all the given

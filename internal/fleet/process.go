@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"maps"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"slices"
@@ -46,12 +47,30 @@ func Agent(i int) string { return fmt.Sprintf("route-agent-%d", i+1) }
 
 func gatewayPod(i int) string { return Gateway(i) }
 
+// GatewayHost is where the gateway of node i runs: its Pod, or the node where it has the node's
+// network.
+func (c *Cluster) GatewayHost(i int) *lab.Host {
+	if i < len(c.GatewayPods) {
+		return c.GatewayPods[i].Host
+	}
+	return c.Nodes[i].Host
+}
+
+// gatewayAddr is the address of the Pod of the gateway of node i.
+func (c *Cluster) gatewayAddr(i int) netip.Addr {
+	if i < len(c.GatewayPods) {
+		return c.GatewayPods[i].Addr
+	}
+	return c.Nodes[i].Addr
+}
+
 // A process is one component that runs, or is to be started again.
 type process struct {
 	host  *lab.Host
 	args  []string
 	env   []string
 	ready string // URL inside the host; empty: none
+	pod   bool   // it has no more rights than the container of an ordinary Pod with CAP_NET_ADMIN
 
 	cmd  *lab.Cmd
 	done chan struct{}
@@ -85,11 +104,13 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 	for i, n := range c.Nodes {
 		env := []string{"POD_IP=" + n.Addr.String(), "POD_NAMESPACE=" + Namespace, "NODE_NAME=" + n.Name}
 		if i < gateways {
+			own := len(c.GatewayPods) > 0
 			add(Gateway(i), &process{
-				host: n.Host,
-				args: []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace,
+				host: c.GatewayHost(i),
+				args: []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace, "--host-network=" + strconv.FormatBool(!own),
 					"--state-directory", filepath.Join(c.dir, Gateway(i)), "--tunnels", strconv.Itoa(c.Tunnels)},
-				env:   append(env[:len(env):len(env)], "POD_NAME="+gatewayPod(i)),
+				env:   append(env[1:len(env):len(env)], "POD_IP="+c.gatewayAddr(i).String(), "POD_NAME="+gatewayPod(i)),
+				pod:   own,
 				ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", gatewayPort),
 			})
 		}
@@ -141,6 +162,11 @@ func (c *Cluster) Start(ctx context.Context, name string) error {
 	return c.waitReady(ctx, name, c.processes[name])
 }
 
+// asInPod runs a command as the kubelet runs the container of the gateway: with CAP_NET_ADMIN and no
+// other capability, no way to more, and /proc/sys read-only. It is in a mount namespace of its own.
+const asInPod = `mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys &&
+exec setpriv --bounding-set=-all,+net_admin --inh-caps=-all --no-new-privs "$@"`
+
 // Launch starts a component that does not run and waits for nothing.
 func (c *Cluster) Launch(name string) error {
 	p := c.processes[name]
@@ -153,9 +179,14 @@ func (c *Cluster) Launch(name string) error {
 	}
 	defer log.Close()
 	cmd := p.host.Command(context.Background(), c.binary, p.args...)
+	flags := uintptr(0)
+	if p.pod {
+		cmd = p.host.Command(context.Background(), "/bin/sh", append([]string{"-c", asInPod, "sh", c.binary}, p.args...)...)
+		flags = syscall.CLONE_NEWNS
+	}
 	cmd.Env = append(os.Environ(), p.env...)
 	cmd.Stdout, cmd.Stderr = log, log
-	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+	cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true, Unshareflags: flags}
 	if err := cmd.Start(); err != nil {
 		return fmt.Errorf("%s of cluster %s: %w", name, c.Name, err)
 	}

@@ -11,18 +11,21 @@ import (
 // same (FilterChains); what differs is the addresses in its sets, each sorted and separated by
 // spaces, so that filters are comparable.
 type Filter struct {
-	Nodes     string // underlay addresses of the other nodes of the cluster, IPv4
+	Nodes     string // addresses from which packets of the overlay come, IPv4: those of nodes and gateways
 	Remote    string // networks of peers, IPv4
 	Own       string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
 	Elsewhere string // networks in which pods of other nodes are, and none of ours, IPv4
 	Underlay  string // devices by which our node reaches the others
+	// Gateways are addresses of gateways that are Pods, IPv4: what they send to the overlay of other
+	// nodes, and get from there, a node forwards.
+	Gateways string
 }
 
 // FilterSets is what a Filter is made of, in any order.
 type FilterSets struct {
-	Nodes, Own        []netip.Addr
-	Remote, Elsewhere []netip.Prefix
-	Underlay          []string
+	Nodes, Own, Gateways []netip.Addr
+	Remote, Elsewhere    []netip.Prefix
+	Underlay             []string
 }
 
 // FilterFor makes a Filter. Networks inside others are left out, and so is IPv6, which the overlay
@@ -30,8 +33,8 @@ type FilterSets struct {
 func FilterFor(s FilterSets) Filter {
 	devices := slices.DeleteFunc(slices.Sorted(slices.Values(s.Underlay)), func(name string) bool { return name == "" })
 	return Filter{
-		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Remote: networks(s.Remote), Elsewhere: networks(s.Elsewhere),
-		Underlay: strings.Join(slices.Compact(devices), " "),
+		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
+		Remote: networks(s.Remote), Elsewhere: networks(s.Elsewhere), Underlay: strings.Join(slices.Compact(devices), " "),
 	}
 }
 
@@ -88,7 +91,10 @@ func (c FilterChain) Priority() int {
 // by the device that leads to that node: a pod or an underlay host with an ordinary UDP socket
 // could otherwise send anything as anybody. No packet that is forwarded goes to the overlay's port,
 // whether its source is translated later or not, and whether it comes from a pod of ours or of a
-// peer.
+// peer. The gateway is the exception where it is a Pod; it has a filter like this one, too.
+//
+// The devices of ours that packets of peers come by are those of the overlay and of a gateway in
+// this namespace (isthmus.host, or the TUNs isthmus0 and so on).
 //
 // What a peer sends is for pods and for mapped endpoints. To the node itself only answers come in,
 // and what is for an address of its own outside the pods' networks, which a packet from a peer can
@@ -130,19 +136,19 @@ var FilterChains = []FilterChain{
 		`meta iifkind "bridge" drop`,
 	}},
 	{Name: "prerouting", Hook: "prerouting", Rules: []string{
-		`iifname "isthmus.vxlan" jump translated`,
-		`iifname "isthmus.host" jump translated`,
+		`iifname "isthmus*" jump translated`,
 	}},
 	{Name: "input", Hook: "input", Rules: []string{
 		"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept",
 		"udp dport 4800 drop",
-		`iifname "isthmus.vxlan" jump remote`,
-		`iifname "isthmus.host" jump remote`,
+		`iifname "isthmus*" jump remote`,
 	}},
 	{Name: "forward", Hook: "forward", Rules: []string{
+		"udp dport 4800 ip saddr @gateways fib saddr . iif oif != 0 accept",
+		"udp dport 4800 ip daddr @gateways fib saddr . iif oif != 0 accept",
 		"udp dport 4800 drop",
 		`iifname "isthmus.vxlan" jump overlay`,
-		`iifname "isthmus.host" accept`,
+		`iifname "isthmus*" accept`,
 		"ip saddr @remote jump forged",
 		"ip daddr @remote ip saddr @elsewhere drop",
 	}},
@@ -163,12 +169,13 @@ func (f Filter) Sets() []FilterSet {
 		{"own", "ipv4_addr", false, f.Own},
 		{"elsewhere", "ipv4_addr", true, f.Elsewhere},
 		{"underlay", "ifname", false, f.Underlay},
+		{"gateways", "ipv4_addr", false, f.Gateways},
 	}
 }
 
 // set is the field for the set of a name.
 func (f *Filter) set(name string) *string {
-	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay}[name]
+	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay, "gateways": &f.Gateways}[name]
 }
 
 // WithSet returns the Filter with other elements in the set of a name.

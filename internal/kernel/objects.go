@@ -3,6 +3,7 @@
 // State into another. It does no I/O; package rtnl below it makes a State true.
 //
 //	fabric.NodeFor, fabric.GatewayHostFor ─► State ─┐
+//	fabric.GatewayPodFor ───────────────────────────┤
 //	                                                ├─ PlanFor ─► Plan ─► rtnl, one operation after another
 //	rtnl reads what is there of ours ──────► State ─┘
 package kernel
@@ -69,6 +70,7 @@ type (
 	Setting struct {
 		In          Namespace
 		Path, Value string
+		Optional    bool // it is no failure where /proc/sys may not be written
 	}
 	// Link is what can be changed of a device.
 	Link struct {
@@ -104,6 +106,7 @@ type (
 		Prefix   netip.Prefix
 		Type     RouteType
 		Via      netip.Addr // zero: whoever has the address is on the device
+		Src      netip.Addr // of packets of the node's own that have none yet; zero: the kernel finds one
 		Dev      string     // see Devs; Unicast only
 		Table    int
 		Metric   int
@@ -230,6 +233,9 @@ func (r Route) command(remove bool, inner string) string {
 		if r.Via.Is4() {
 			b.WriteString(" onlink")
 		}
+	}
+	if r.Src.IsValid() {
+		b.WriteString(" src " + r.Src.String())
 	}
 	if r.Table != MainTable {
 		fmt.Fprintf(&b, " table %d", r.Table)

@@ -63,8 +63,11 @@ type Place struct {
 var (
 	RouteAgent = Owner{"route agent", "isthmus_route_agent", NodeProtocol, true,
 		[]Place{{Host, OverlayDevice}}, [2][]int{Host: {MainTable, NodeTable, RefuseTable, GuardTable}}}
+	// Gateway shares the network of its host, GatewayPod has that of its Pod and nothing else.
 	Gateway = Owner{"gateway", "isthmus_gateway", GatewayProtocol, false,
 		[]Place{{Host, VethHost}, {Inner, VethGateway}}, [2][]int{Host: {GatewayTable}, Inner: {MainTable}}}
+	GatewayPod = Owner{"gateway", "isthmus_gateway", GatewayProtocol, true,
+		[]Place{{Host, OverlayDevice}}, [2][]int{Host: {GatewayTable, NodeTable, RefuseTable}}}
 )
 
 // OwnsDevice reports whether a device of the host's namespace is one of ours, by its name.

@@ -28,6 +28,27 @@ const binEnv = "ISTHMUS_KUBE"
 // programs are the names under which the one binary is linked.
 var programs = []string{"etcd", "kube-apiserver", "kube-controller-manager"}
 
+// A recipe is one of the two binaries that are built here: for control planes alone, and with the
+// programs of nodes besides.
+type recipe struct {
+	env      string // names a folder that has the programs already
+	module   string // folder in test/
+	prefix   string // of the folder in bin/
+	programs []string
+	long     string // how long it takes
+}
+
+var (
+	controlPlane = recipe{binEnv, "kube", "kube-", programs, "four to eight minutes on two cores"}
+	withNodes    = recipe{"ISTHMUS_KUBE_NODES", "kubenodes", "kube-nodes-",
+		append(slices.Clone(programs), "kube-scheduler", "kubelet", "kube-proxy"), "five to ten minutes on two cores"}
+)
+
+func (r recipe) what() string {
+	last := len(r.programs) - 1
+	return strings.Join(r.programs[:last], ", ") + " and " + r.programs[last]
+}
+
 // buildFlags never vary, since other flags would make a cache of their own: gigabytes and minutes.
 // Without debugging information the build takes an eighth less, and the linker a fifth less memory.
 var buildFlags = []string{"-trimpath", "-gcflags=all=-dwarf=false", "-buildvcs=false"}
@@ -39,42 +60,76 @@ var buildFlags = []string{"-trimpath", "-gcflags=all=-dwarf=false", "-buildvcs=f
 // it. Processes that build at the same time wait for the first one. progress gets a line every few
 // seconds; nothing is written to it when there is nothing to build.
 func Build(ctx context.Context, progress io.Writer) (dir string, err error) {
-	if dir := os.Getenv(binEnv); dir != "" {
-		return dir, missing(dir)
+	return controlPlane.build(ctx, progress)
+}
+
+// BuildNodes is Build for the programs of nodes too: kube-scheduler, kubelet and kube-proxy. Its
+// folder is bin/kube-nodes-VERSION-HASH, or what ISTHMUS_KUBE_NODES names.
+func BuildNodes(ctx context.Context, progress io.Writer) (dir string, err error) {
+	return withNodes.build(ctx, progress)
+}
+
+// FindNodes returns what BuildNodes would return, or why that would have to build something.
+func FindNodes() (dir string, err error) {
+	if dir, err = withNodes.find(); err == nil {
+		err = missing(dir, withNodes.programs)
 	}
-	root, err := moduleRoot()
-	if err != nil {
-		return "", err
-	}
-	src := filepath.Join(root, "test", "kube")
-	version, hash, err := identify(src)
-	if err != nil {
-		return "", err
-	}
-	bin := filepath.Join(root, "bin")
-	dir = filepath.Join(bin, "kube-"+version+"-"+hash)
-	if missing(dir) == nil {
+	return dir, err
+}
+
+// find returns the folder in which the programs are or will be.
+func (r recipe) find() (dir string, err error) {
+	if dir := os.Getenv(r.env); dir != "" {
 		return dir, nil
+	}
+	root, err := r.moduleRoot()
+	if err != nil {
+		return "", err
+	}
+	version, hash, err := identify(filepath.Join(root, "test", r.module))
+	if err != nil {
+		return "", err
+	}
+	return filepath.Join(root, "bin", r.prefix+version+"-"+hash), nil
+}
+
+func (r recipe) build(ctx context.Context, progress io.Writer) (dir string, err error) {
+	dir, err = r.find()
+	if err != nil {
+		return "", err
+	}
+	lacks := missing(dir, r.programs)
+	if os.Getenv(r.env) != "" {
+		return dir, lacks
+	}
+	if lacks == nil {
+		return dir, nil
+	}
+	bin := filepath.Dir(dir)
+	src := filepath.Join(filepath.Dir(bin), "test", r.module)
+	version, _, err := identify(src)
+	if err != nil {
+		return "", err
 	}
 	if err := os.MkdirAll(bin, 0o755); err != nil {
 		return "", err
 	}
-	unlock, err := lock(ctx, filepath.Join(bin, "kube.lock"), progress)
+	unlock, err := lock(ctx, filepath.Join(bin, r.prefix[:len(r.prefix)-1]+".lock"), progress)
 	if err != nil {
 		return "", err
 	}
 	defer unlock()
-	if missing(dir) == nil { // built while we waited
+	if missing(dir, r.programs) == nil { // built while we waited
 		return dir, nil
 	}
-	if err := build(ctx, src, version, dir, progress); err != nil {
-		return "", fmt.Errorf("build etcd and kube-apiserver from %s: %w", src, err)
+	if err := r.make(ctx, src, version, dir, progress); err != nil {
+		return "", fmt.Errorf("build %s from %s: %w", r.what(), src, err)
 	}
 	return dir, nil
 }
 
 // missing says which program is not in dir, nil when none is.
-func missing(dir string) error {
+func missing(dir string, programs []string) error {
 	for _, name := range programs {
 		if st, err := os.Stat(filepath.Join(dir, name)); err != nil {
 			return err
@@ -87,7 +142,7 @@ func missing(dir string) error {
 
 // moduleRoot finds the main module's folder upwards from the working directory, also from a nested
 // module.
-func moduleRoot() (string, error) {
+func (r recipe) moduleRoot() (string, error) {
 	wd, err := os.Getwd()
 	if err != nil {
 		return "", err
@@ -99,7 +154,7 @@ func moduleRoot() (string, error) {
 		}
 		if dir == filepath.Dir(dir) {
 			return "", fmt.Errorf("no go.mod of github.com/isthmus-net/isthmus in %s or above: set %s to a folder with %s",
-				wd, binEnv, strings.Join(programs, ", "))
+				wd, r.env, r.what())
 		}
 	}
 }
@@ -144,7 +199,7 @@ func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), 
 			return nil, &os.PathError{Op: "lock", Path: path, Err: err}
 		}
 		if tries%50 == 0 {
-			fmt.Fprintln(progress, "kube: another process builds etcd and kube-apiserver, waiting for it")
+			fmt.Fprintln(progress, "kube: another process builds them, waiting for it")
 		}
 		select {
 		case <-ctx.Done():
@@ -155,9 +210,10 @@ func lock(ctx context.Context, path string, progress io.Writer) (unlock func(), 
 	}
 }
 
-// build makes dir, complete or not at all. The caller holds the lock.
-func build(ctx context.Context, src, version, dir string, progress io.Writer) error {
-	abandoned, err := filepath.Glob(filepath.Join(filepath.Dir(dir), ".kube-*"))
+// make makes dir, complete or not at all. The caller holds the lock.
+func (r recipe) make(ctx context.Context, src, version, dir string, progress io.Writer) error {
+	making := "." + r.module + "-" // no prefix of the other recipe's
+	abandoned, err := filepath.Glob(filepath.Join(filepath.Dir(dir), making+"*"))
 	if err != nil {
 		return err
 	}
@@ -166,7 +222,7 @@ func build(ctx context.Context, src, version, dir string, progress io.Writer) er
 			return err
 		}
 	}
-	tmp, err := os.MkdirTemp(filepath.Dir(dir), ".kube-")
+	tmp, err := os.MkdirTemp(filepath.Dir(dir), making)
 	if err != nil {
 		return err
 	}
@@ -175,23 +231,23 @@ func build(ctx context.Context, src, version, dir string, progress io.Writer) er
 		return err
 	}
 
-	r := &reporter{w: progress, started: time.Now(), stage: "downloading modules"}
-	stop := r.everySeconds(5)
+	say := &reporter{w: progress, started: time.Now(), stage: "downloading modules"}
+	stop := say.everySeconds(5, r)
 	defer stop()
-	stale, err := run(ctx, r, src, append([]string{"list", "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"}, buildFlags...))
+	stale, err := run(ctx, say, src, append([]string{"list", "-deps", "-f", "{{if .Stale}}{{.ImportPath}}{{end}}"}, buildFlags...))
 	if err != nil {
 		return err
 	}
-	r.compiling(len(strings.Fields(stale)))
+	say.compiling(len(strings.Fields(stale)))
 	ldflags := "-ldflags=-s -w" // without the rest, the programs call themselves v0.0.0-master
 	m := strings.SplitN(strings.TrimPrefix(version, "v"), ".", 3)
 	for _, v := range []string{"gitVersion=" + version, "gitMajor=" + m[0], "gitMinor=" + m[1]} {
 		ldflags += " -X k8s.io/component-base/version." + v
 	}
-	if _, err := run(ctx, r, src, append([]string{"build", "-v", "-o", filepath.Join(tmp, "kube"), ldflags}, buildFlags...)); err != nil {
+	if _, err := run(ctx, say, src, append([]string{"build", "-v", "-o", filepath.Join(tmp, "kube"), ldflags}, buildFlags...)); err != nil {
 		return err
 	}
-	for _, name := range programs {
+	for _, name := range r.programs {
 		if err := os.Symlink("kube", filepath.Join(tmp, name)); err != nil {
 			return err
 		}
@@ -203,7 +259,7 @@ func build(ctx context.Context, src, version, dir string, progress io.Writer) er
 		return err
 	}
 	stop()
-	r.say("ready: " + dir)
+	say.say("ready: " + dir)
 	return nil
 }
 
@@ -264,8 +320,8 @@ func (r *reporter) say(what string) {
 }
 
 // everySeconds reports now and then every n seconds until stop, which may be called twice.
-func (r *reporter) everySeconds(n int) (stop func()) {
-	fmt.Fprintln(r.w, "kube: building etcd, kube-apiserver and kube-controller-manager, once: four to eight minutes on two cores")
+func (r *reporter) everySeconds(n int, what recipe) (stop func()) {
+	fmt.Fprintf(r.w, "kube: building %s, once: %s\n", what.what(), what.long)
 	quit, ended := make(chan struct{}), make(chan struct{})
 	go func() {
 		defer close(ended)

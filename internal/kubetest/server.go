@@ -8,7 +8,8 @@
 //	defer s.Stop()
 //	config, err := clientcmd.RESTConfigFromKubeConfig(s.Kubeconfig())
 //
-// There are no nodes: objects exist, pods do not run. The package needs no Kubernetes library.
+// There are no nodes: objects exist, pods do not run, unless package kubenodes adds kubelets. The
+// package needs no Kubernetes library.
 package kubetest
 
 import (
@@ -27,6 +28,7 @@ import (
 	"os/exec"
 	"path/filepath"
 	"regexp"
+	"strconv"
 	"strings"
 	"sync"
 	"time"
@@ -62,6 +64,9 @@ type Options struct {
 	// Controllers says that the controller manager is to run: without it namespaces are never gone,
 	// there are no owner references, service accounts or quotas.
 	Controllers bool
+	// Nodes says that there are kubelets: all controllers of the controller manager run, and a
+	// scheduler, and the API server may talk to kubelets. It needs the programs of BuildNodes.
+	Nodes bool
 	// APIServerArgs are further arguments of kube-apiserver, such as those of an audit log. Paths
 	// in them are absolute.
 	APIServerArgs []string
@@ -84,6 +89,7 @@ type Server struct {
 	port       *reservation // nil where the caller chose
 	etcd       *process
 	controller *process // nil without Controllers
+	scheduler  *process // nil without Nodes
 
 	mu  sync.Mutex
 	api *process // another one after RestartAPIServer
@@ -104,7 +110,7 @@ func Start(ctx context.Context, opts Options) (s *Server, err error) {
 	if opts.Dir, err = filepath.Abs(opts.Dir); err != nil { // programs run in a folder of their own
 		return nil, err
 	}
-	if err := missing(opts.Dir); err != nil {
+	if err := missing(opts.Dir, opts.programs()); err != nil {
 		return nil, fmt.Errorf("folder of programs: %w", err)
 	}
 	ctx, cancel := context.WithTimeoutCause(ctx, readyTimeout, fmt.Errorf("not ready within %v", readyTimeout))
@@ -119,11 +125,19 @@ func Start(ctx context.Context, opts Options) (s *Server, err error) {
 
 var validName = regexp.MustCompile(`^[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?$`)
 
+func (o *Options) programs() []string {
+	if o.Nodes {
+		return withNodes.programs
+	}
+	return controlPlane.programs
+}
+
 // complete fills in the defaults and refuses what the programs would refuse later and less clearly.
 func (o *Options) complete() error {
 	if o.Name == "" {
 		o.Name = "kubetest"
 	}
+	o.Controllers = o.Controllers || o.Nodes
 	if !validName.MatchString(o.Name) {
 		return fmt.Errorf("option Name: %q is not of the form %s", o.Name, validName)
 	}
@@ -184,6 +198,11 @@ func (s *Server) start(ctx context.Context) (err error) {
 	if !s.opts.Controllers {
 		return nil
 	}
+	if s.opts.Nodes {
+		if s.scheduler, err = s.run("kube-scheduler", "--kubeconfig=admin.kubeconfig", "--leader-elect=false", "--secure-port=0"); err != nil {
+			return err
+		}
+	}
 	if err := s.startControllers(); err != nil { // not earlier: it gives up when the API server takes ten seconds
 		return err
 	}
@@ -212,7 +231,7 @@ func (s *Server) credentials() (err error) {
 	s.admin = kubeconfig(s.opts.Name, s.URL(), s.ca.certPEM, adminCert, adminKey)
 	for name, content := range map[string][]byte{
 		"ca.crt": s.ca.certPEM, "ca.key": s.ca.keyPEM, "server.crt": serverCert, "server.key": serverKey,
-		"tokens.key": tokenKey, "admin.kubeconfig": s.admin,
+		"tokens.key": tokenKey, "admin.kubeconfig": s.admin, "admin.crt": adminCert, "admin.key": adminKey,
 	} {
 		if err := os.WriteFile(filepath.Join(s.dir, name), content, 0o600); err != nil {
 			return err
@@ -270,6 +289,10 @@ func (s *Server) startAPI() error {
 	if s.port != nil {
 		args = append(args, "--permit-port-sharing")
 	}
+	if s.opts.Nodes {
+		args = append(args, "--kubelet-client-certificate=admin.crt", "--kubelet-client-key=admin.key",
+			"--kubelet-preferred-address-types=InternalIP")
+	}
 	api, err := s.run("kube-apiserver", append(args, s.opts.APIServerArgs...)...)
 	if err != nil {
 		return err
@@ -279,10 +302,15 @@ func (s *Server) startAPI() error {
 }
 
 func (s *Server) startControllers() (err error) {
+	which := controllers
+	if s.opts.Nodes {
+		which = "*"
+	}
 	s.controller, err = s.run("kube-controller-manager",
-		"--kubeconfig=admin.kubeconfig", "--leader-elect=false", "--secure-port=0", "--controllers="+controllers,
+		"--kubeconfig=admin.kubeconfig", "--leader-elect=false", "--secure-port=0", "--controllers="+which,
 		"--service-account-private-key-file=tokens.key", "--root-ca-file=ca.crt",
 		"--cluster-signing-cert-file=ca.crt", "--cluster-signing-key-file=ca.key",
+		"--use-service-account-credentials="+strconv.FormatBool(s.opts.Nodes),
 		"--kube-api-qps=100", "--kube-api-burst=200") // tests delete many namespaces at once
 	return err
 }
@@ -301,7 +329,7 @@ func (s *Server) await(ctx context.Context, path string) error {
 		if problem == nil {
 			return nil
 		}
-		for _, p := range []*process{s.etcd, s.api, s.controller} {
+		for _, p := range []*process{s.etcd, s.api, s.controller, s.scheduler} {
 			if p != nil && p.hasEnded() {
 				return fmt.Errorf("%s ended: %w\n%s", filepath.Base(p.cmd.Path), p.err, p.tail(20))
 			}
@@ -436,7 +464,7 @@ func (s *Server) Logs(lines int) string {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var b strings.Builder
-	for _, p := range []*process{s.etcd, s.api, s.controller} {
+	for _, p := range []*process{s.etcd, s.api, s.controller, s.scheduler} {
 		if p != nil {
 			fmt.Fprintf(&b, "=== %s of %s\n%s\n", filepath.Base(p.cmd.Path), s.opts.Name, p.tail(lines))
 		}
@@ -450,7 +478,7 @@ func (s *Server) Stop() error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	var errs []error
-	for _, p := range []*process{s.controller, s.api, s.etcd} {
+	for _, p := range []*process{s.scheduler, s.controller, s.api, s.etcd} {
 		if p != nil {
 			errs = append(errs, p.kill())
 		}
@@ -467,6 +495,6 @@ func (s *Server) Stop() error {
 	if s.dir != "" {
 		errs = append(errs, os.RemoveAll(s.dir)) // the guard did, if there was one
 	}
-	s.controller, s.api, s.etcd, s.guard, s.port, s.dir = nil, nil, nil, nil, nil, ""
+	s.scheduler, s.controller, s.api, s.etcd, s.guard, s.port, s.dir = nil, nil, nil, nil, nil, nil, ""
 	return errors.Join(errs...)
 }

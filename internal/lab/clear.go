@@ -25,15 +25,21 @@ type Watched struct {
 // A watch judges the frames that the nodes of one cluster send. It is never modified.
 type watch struct {
 	Watched
-	first, last netip.Addr // underlay addresses of the nodes, which are consecutive
+	first, last netip.Addr   // underlay addresses of the nodes, which are consecutive
+	gateways    []netip.Addr // addresses of gateways that are pods
 }
 
 func watchFor(c *Cluster, what Watched) *watch {
-	return &watch{what, c.Nodes[0].Addr, c.Nodes[len(c.Nodes)-1].Addr}
+	w := &watch{Watched: what, first: c.Nodes[0].Addr, last: c.Nodes[len(c.Nodes)-1].Addr}
+	for _, p := range c.GatewayPods {
+		w.gateways = append(w.gateways, p.Addr)
+	}
+	return w
 }
 
 // leak tells whether a frame shows a packet of a watched network, of which one, and describes the
-// packet. What the overlay carries between two nodes of the cluster shows nothing; what claims to
+// packet. What the overlay carries between two nodes of the cluster, or between one and the pod of a
+// gateway, shows nothing; what claims to
 // be of the overlay and goes elsewhere, or comes from elsewhere, shows what is inside.
 func (w *watch) leak(frame []byte) (network netip.Prefix, packet string, leaks bool) {
 	outer, ok := parseFrame(frame)
@@ -44,7 +50,7 @@ func (w *watch) leak(frame []byte) (network netip.Prefix, packet string, leaks b
 		return network, outer.String(), true
 	}
 	const vxlan = 8 + 8 // UDP and VXLAN
-	if outer.protocol != unix.IPPROTO_UDP || len(outer.payload) < vxlan || outer.port(2) != own.OverlayPort || w.isNode(outer.src) && w.isNode(outer.dst) {
+	if outer.protocol != unix.IPPROTO_UDP || len(outer.payload) < vxlan || outer.port(2) != own.OverlayPort || w.mayCarry(outer.src) && w.mayCarry(outer.dst) {
 		return netip.Prefix{}, "", false
 	}
 	inner, ok := parseFrame(outer.payload[vxlan:])
@@ -65,6 +71,9 @@ func (w *watch) shows(h ipHeader) (netip.Prefix, bool) {
 }
 
 func (w *watch) isNode(a netip.Addr) bool { return w.first.Compare(a) <= 0 && a.Compare(w.last) <= 0 }
+
+// mayCarry says whether an address is one of the ends of the overlay.
+func (w *watch) mayCarry(a netip.Addr) bool { return w.isNode(a) || slices.Contains(w.gateways, a) }
 
 // Offsets in a frame with an IPv4 header, for the filter.
 const (
@@ -117,8 +126,11 @@ func (w *watch) filter() []bpf.Instruction {
 		bpf.JumpIf{Cond: bpf.JumpEqual, Val: own.OverlayPort, SkipTrue: 1},
 		drop)
 	for _, at := range []uint32{ipv4Source, ipv4Dest} {
+		p = append(p, bpf.LoadAbsolute{Off: at, Size: 4})
+		for i, g := range w.gateways { // on to the next of the two addresses
+			p = append(p, bpf.JumpIf{Cond: bpf.JumpEqual, Val: number(g), SkipTrue: uint8(len(w.gateways) - 1 - i + 4)})
+		}
 		p = append(p,
-			bpf.LoadAbsolute{Off: at, Size: 4},
 			bpf.JumpIf{Cond: bpf.JumpGreaterOrEqual, Val: number(w.first), SkipTrue: 1},
 			pass,
 			bpf.JumpIf{Cond: bpf.JumpLessOrEqual, Val: number(w.last), SkipTrue: 1},

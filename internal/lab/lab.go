@@ -35,10 +35,13 @@ import (
 	"net/netip"
 	"os"
 	"path/filepath"
+	"slices"
 	"strconv"
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
 )
 
 // Reasons of failure that a caller may want to tell apart.
@@ -73,6 +76,7 @@ type Cluster struct {
 	Tunnels      int     // of its gateway
 	Nodes        []*Node // the gateway runs on the first
 	Pods         []*Pod  // those of node 1 first
+	GatewayPods  []*Pod  // where gateways are, of the first nodes; see ClusterSpec
 	OnPrem       *Server // a server outside the cluster, on a network of node 1
 	Control      *Server // the machine for the control plane; nil unless ClusterSpec.Control
 	ConfigDir    string  // what "isthmus gateway --config" reads
@@ -122,7 +126,7 @@ func (l *Lab) Hosts() []*Host {
 		for _, n := range c.Nodes {
 			hosts = append(hosts, n.Host)
 		}
-		for _, p := range c.Pods {
+		for _, p := range slices.Concat(c.Pods, c.GatewayPods) {
 			hosts = append(hosts, p.Host)
 		}
 		hosts = append(hosts, c.OnPrem.Host)
@@ -320,6 +324,9 @@ func fromState(s state) *Lab {
 				addr := podAddr(node.PodCIDR, cs.PodsPerNode, p)
 				c.Pods = append(c.Pods, &Pod{host("%s-pod%d", c.Name, len(c.Pods)+1), addr, node})
 			}
+			if n < cs.GatewayPods {
+				c.GatewayPods = append(c.GatewayPods, &Pod{host("%s-gateway%d", c.Name, n+1), gatewayAddr(node.PodCIDR), node})
+			}
 		}
 		l.Clusters = append(l.Clusters, c)
 	}
@@ -419,6 +426,11 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 			}
 		}
 		pods = pods[podsPerNode:]
+		if i < len(c.GatewayPods) {
+			if err := l.buildGatewayPod(node, c, c.GatewayPods[i], end); err != nil {
+				return err
+			}
+		}
 	}
 	return nil
 }
@@ -460,6 +472,17 @@ func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[s
 		pod.route(netip.PrefixFrom(gateway, 32), netip.Addr{}, uplink),
 		pod.route(everywhere, gateway, uplink),
 	)
+}
+
+// buildGatewayPod makes a pod for a gateway. Its node does for it what CNI plugins do: what it sends
+// out of the pods' network gets the node's address, whatever else the node is to send it, and the
+// ports of WireGuard at the node lead to it (hostPort).
+func (l *Lab) buildGatewayPod(node *kernel, c *Cluster, p *Pod, settings map[string]string) error {
+	const dev = "gateway"
+	if err := l.buildPod(node, p.Node, p, dev, settings); err != nil {
+		return err
+	}
+	return p.Node.Do(func() error { return publish(p.Addr, c.PodCIDR, wireGuardPort, fabric.MaxTunnels) })
 }
 
 // buildServer makes the server outside the cluster, on a network that only node 1 has.

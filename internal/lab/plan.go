@@ -95,6 +95,9 @@ type ClusterSpec struct {
 	PodsPerNode int `json:"podsPerNode,omitempty"`
 	// Tunnels of the cluster's gateway. Default: those of the Spec.
 	Tunnels int `json:"tunnels,omitempty"`
+	// GatewayPods is how many nodes, from the first on, have a pod for a gateway that has a network of
+	// its own. Default: none, gateways have the network of their nodes.
+	GatewayPods int `json:"gatewayPods,omitempty"`
 	// Control adds a machine for the cluster's control plane.
 	Control bool `json:"control,omitempty"`
 }
@@ -169,10 +172,13 @@ func (c *ClusterSpec) complete() error {
 	if c.PodsPerNode == 0 {
 		c.PodsPerNode = 2
 	}
+	if c.GatewayPods < 0 || c.GatewayPods > c.Nodes {
+		return fmt.Errorf("%d pods for gateways: want 0 to %d, the number of nodes", c.GatewayPods, c.Nodes)
+	}
 	if err := checkNetwork("PodCIDR", c.PodCIDR); err != nil {
 		return err
 	}
-	if err := checkRoom(c.PodCIDR, c.Nodes, c.PodsPerNode); err != nil {
+	if err := checkRoom(c.PodCIDR, c.Nodes, c.PodsPerNode+min(c.GatewayPods, 1)); err != nil {
 		return err
 	}
 	if !c.ExternalCIDR.IsValid() {
@@ -234,6 +240,11 @@ func podAddr(slice netip.Prefix, pods, j int) netip.Addr {
 		return offset(slice.Addr(), firstHostNumber+1+j)
 	}
 	return offset(slice.Addr(), 2+j)
+}
+
+// gatewayAddr is the address of a gateway's pod in a node's slice: its last host.
+func gatewayAddr(slice netip.Prefix) netip.Addr {
+	return offset(slice.Addr(), 1<<(32-slice.Bits())-2)
 }
 
 // offset returns the IPv4 address n after addr.

@@ -16,6 +16,7 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -144,7 +145,8 @@ type Holder struct {
 	// Problem says why nobody does.
 	Problem string `json:"problem,omitempty"`
 
-	absent bool // there is no Lease
+	absent bool         // there is no Lease
+	since  *metav1.Time // the holder has held it; nil: nobody does, or it is not said
 }
 
 // holderOf says who is at work, by the Lease that the manager or the active gateway renews.
@@ -171,7 +173,11 @@ func holder(name string, l coordinationv1.LeaseSpec, now time.Time) Holder {
 			return Holder{Problem: fmt.Sprintf("%s was last renewed by %s at %s", name, Printable(*l.HolderIdentity), l.RenewTime.UTC().Format(time.RFC3339))}
 		}
 	}
-	return Holder{Name: *l.HolderIdentity}
+	h := Holder{Name: *l.HolderIdentity}
+	if l.AcquireTime != nil {
+		h.since = &metav1.Time{Time: l.AcquireTime.Time}
+	}
+	return h
 }
 
 func (s *side) checkManager(ctx context.Context) error {

@@ -149,12 +149,15 @@ const (
 )
 
 // Identify asks the cluster who it is. What is not installed is an error that says how to install
-// it.
+// it, unless the cluster is a Liqo's.
 func (c *Cluster) Identify(ctx context.Context) error {
 	if err := c.readUID(ctx); err != nil {
 		return err
 	}
-	identity, err := c.identity(ctx)
+	if err := c.refuseLiqo(); err != nil {
+		return err
+	}
+	identity, _, err := c.identity(ctx)
 	if err != nil {
 		return err
 	}
@@ -178,20 +181,21 @@ func (c *Cluster) readUID(ctx context.Context) error {
 	return nil
 }
 
-// identity returns what the ConfigMap says, nil when there is none.
-func (c *Cluster) identity(ctx context.Context) (*v1alpha1.ClusterIdentity, error) {
+// identity returns what the ConfigMap says, nil when there is none, and its name. One without an ID
+// means the UID of kube-system, which readUID has read.
+func (c *Cluster) identity(ctx context.Context) (*v1alpha1.ClusterIdentity, string, error) {
 	var list corev1.ConfigMapList
 	if err := c.client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingLabels{labelName: identityLabelValue}); err != nil {
-		return nil, c.explain("ConfigMaps in namespace "+c.Namespace, err)
+		return nil, "", c.explain("ConfigMaps in namespace "+c.Namespace, err)
 	}
 	switch len(list.Items) {
 	case 0:
-		return nil, nil
+		return nil, "", nil
 	case 1:
 		data := list.Items[0].Data
-		return &v1alpha1.ClusterIdentity{ClusterID: data[keyClusterID], ClusterName: data[keyClusterName]}, nil
+		return &v1alpha1.ClusterIdentity{ClusterID: cmp.Or(data[keyClusterID], c.uid), ClusterName: data[keyClusterName]}, list.Items[0].Name, nil
 	}
-	return nil, fmt.Errorf("%s: namespace %s has %d ConfigMaps labelled %s=%s; want one", c, c.Namespace, len(list.Items), labelName, identityLabelValue)
+	return nil, "", fmt.Errorf("%s: namespace %s has %d ConfigMaps labelled %s=%s; want one", c, c.Namespace, len(list.Items), labelName, identityLabelValue)
 }
 
 var (

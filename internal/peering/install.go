@@ -1,27 +1,26 @@
 package peering
 
 import (
-	"bytes"
 	"cmp"
 	"context"
 	"errors"
 	"fmt"
-	"io"
-	"io/fs"
 	"slices"
+	"strconv"
 	"time"
 
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
-	"k8s.io/apimachinery/pkg/util/intstr"
-	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/chart"
 )
 
 // InstallOptions are the choices of an installation.
@@ -29,70 +28,179 @@ type InstallOptions struct {
 	// Identity is who the cluster is to be. An empty ClusterID is the one it has already, or the
 	// UID of the namespace kube-system; an empty ClusterName the one it has already.
 	Identity v1alpha1.ClusterIdentity
-	// Service is the type of the gateway's Service: NodePort, LoadBalancer, or empty for none,
-	// where somebody else makes it.
-	Service corev1.ServiceType
-	// Port is the UDP port of the gateway. It and those that follow, for a gateway of several
-	// Tunnels, are the Service's.
-	Port    int32
-	Tunnels int // 0 means 1
-	// MetricsAuth gives the components the rights that --metrics-secure needs.
-	MetricsAuth bool
-	// Report gets a line for each object.
+	// Values are those of the chart that a person chose. They are remembered in the cluster, so
+	// that whoever installs again need not choose again.
+	Values chart.Values
+	// Forget leaves out what was chosen before.
+	Forget bool
+	// Workloads makes the components, too; else only what they need, and the gateway's Service only
+	// where Values ask for it.
+	Workloads bool
+	// Version is the tag of the image where Values say nothing of it.
+	Version string
+	// Wait is how long to wait until the components run; 0: not at all.
+	Wait time.Duration
+	// Report gets a line for each object, each thing that was found out and each step of the wait.
 	Report func(line string)
 }
 
-// Install applies the custom resource definitions, the namespace, the rights of the components and
-// the identity of the cluster. The identity is for ever: another one than there is already is
-// refused, before anything is written.
+// Where Install remembers the values that a person chose.
+const (
+	installConfigMap = "isthmus-install"
+	keyValues        = "values.yaml"
+)
+
+// annotationSchema, on a custom resource definition, is a number that grows with each change of it.
+const annotationSchema = "isthmus.net/schema"
+
+// Install renders the chart of Isthmus and applies it: the custom resource definitions, the
+// namespace, the rights of the components, the identity of the cluster, and the components. The
+// identity is for ever: another one than there is already is refused, before anything is written.
 func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if err := c.readUID(ctx); err != nil {
 		return err
 	}
-	have, err := c.identity(ctx)
+	have, where, err := c.identity(ctx)
 	if err != nil {
 		return err
+	}
+	chosen, err := c.chosen(ctx, o)
+	if err != nil {
+		return err
+	}
+	if o.Identity.ClusterName == "" {
+		o.Identity.ClusterName, _ = chart.Get(chosen, "cluster", "name").(string)
+	}
+	if o.Identity.ClusterID == "" {
+		o.Identity.ClusterID, _ = chart.Get(chosen, "cluster", "id").(string)
 	}
 	if c.Identity, err = chooseIdentity(have, o.Identity, c.uid); err != nil {
 		return fmt.Errorf("%s: %w", c, err)
 	}
-	files, err := manifests(deploy.Files, c.Namespace)
+	if err := c.notByHelm(ctx); err != nil {
+		return err
+	}
+	values := chart.Values{
+		"cluster":   chart.Values{"name": c.Identity.ClusterName, "id": c.Identity.ClusterID, "configMap": have == nil || where == identityConfigMap},
+		"namespace": chart.Values{"create": true},
+		"workloads": o.Workloads,
+	}
+	if o.Workloads {
+		found, err := c.detect(ctx, chosen, o.Report)
+		if err != nil {
+			return err
+		}
+		values = chart.Merge(values, found)
+	} else if chart.Get(chosen, "gateway", "service", "type") == nil {
+		chart.Set(values, "", "gateway", "service", "type")
+	}
+	objects, err := chart.Objects(chart.Options{Namespace: c.Namespace, AppVersion: o.Version, Values: chart.Merge(chosen, values)})
+	if err != nil {
+		return fmt.Errorf("%s: %w", c, err)
+	}
+	for n, object := range objects {
+		if n > 0 && objects[n-1].GetKind() == "Namespace" {
+			if err := c.remember(ctx, chosen); err != nil {
+				return err
+			}
+		}
+		outcome, err := c.applyManifest(ctx, object)
+		if err != nil {
+			return err
+		}
+		o.Report(fmt.Sprintf("%s: %s %s", c, describe(object), outcome))
+	}
+	if err := c.established(ctx, objects); err != nil {
+		return err
+	}
+	if !o.Workloads || o.Wait == 0 {
+		return nil
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, ErrNotReady)
+	defer cancel()
+	return c.rolledOut(ctx, objects, o)
+}
+
+// chosen returns what a person chose, now and before.
+func (c *Cluster) chosen(ctx context.Context, o InstallOptions) (chart.Values, error) {
+	if o.Forget {
+		return o.Values, nil
+	}
+	before, err := c.remembered(ctx)
+	if err != nil {
+		return nil, err
+	}
+	return chart.Merge(before, o.Values), nil
+}
+
+func (c *Cluster) remembered(ctx context.Context) (chart.Values, error) {
+	var m corev1.ConfigMap
+	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: installConfigMap}, &m)
+	if apierrors.IsNotFound(err) {
+		return nil, nil
+	}
+	what := "ConfigMap " + c.Namespace + "/" + installConfigMap
+	if err != nil {
+		return nil, c.explain(what, err)
+	}
+	values, err := chart.ParseValues([]byte(m.Data[keyValues]))
+	if err != nil {
+		return nil, fmt.Errorf("%s: %s, %s: %w", c, what, keyValues, err)
+	}
+	return values, nil
+}
+
+func (c *Cluster) remember(ctx context.Context, chosen chart.Values) error {
+	if len(chosen) == 0 {
+		chosen = chart.Values{}
+	}
+	text, err := yaml.Marshal(chosen)
 	if err != nil {
 		return err
 	}
-	if o.MetricsAuth {
-		more, err := manifests(deploy.Optional, c.Namespace)
-		if err != nil {
-			return err
-		}
-		files = append(files, more...)
-	}
-	objects := make([]client.Object, 0, len(files)+2)
-	for _, m := range files {
-		objects = append(objects, m)
-	}
-	objects = append(objects, &corev1.ConfigMap{
-		ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: identityConfigMap, Labels: map[string]string{labelName: identityLabelValue}},
-		Data:       map[string]string{keyClusterID: c.Identity.ClusterID, keyClusterName: c.Identity.ClusterName},
+	_, err = c.apply(ctx, &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: installConfigMap, Labels: map[string]string{"app.kubernetes.io/part-of": "isthmus"}},
+		Data:       map[string]string{keyValues: string(text)},
 	})
-	if have != nil { // perhaps it is Liqo's own, under another name
-		objects = objects[:len(objects)-1]
-	}
-	if o.Service != "" {
-		objects = append(objects, gatewayService(c.Namespace, o))
-	}
-	for _, object := range objects {
-		outcome, err := c.apply(ctx, object)
-		if err != nil {
-			return err
+	return err
+}
+
+// notByHelm keeps two from writing the same objects by turns.
+func (c *Cluster) notByHelm(ctx context.Context) error {
+	for _, o := range []client.Object{&appsv1.Deployment{}, &corev1.ServiceAccount{}} {
+		o.SetNamespace(c.Namespace)
+		o.SetName(deploy.ManagerServiceAccount) // the Deployment has the same name
+		err := c.client.Get(ctx, client.ObjectKeyFromObject(o), o)
+		if client.IgnoreNotFound(err) != nil {
+			return c.explain(c.Namespace+"/"+o.GetName(), err)
 		}
-		u, err := c.unstructured(object)
-		if err != nil {
-			return err
+		if release := o.GetAnnotations()["meta.helm.sh/release-name"]; release != "" {
+			return fmt.Errorf("%s: namespace %s has the Helm release %s: run `helm upgrade %s` instead, since the next one would undo what is changed here",
+				c, c.Namespace, Printable(release), Printable(release))
 		}
-		o.Report(fmt.Sprintf("%s: %s %s", c, describe(u), outcome))
 	}
-	return c.established(ctx, files)
+	return nil
+}
+
+// applyManifest applies an object of the chart. A custom resource definition that a newer release
+// has written stays: fields that this one does not know would be lost from every object.
+func (c *Cluster) applyManifest(ctx context.Context, u *unstructured.Unstructured) (Outcome, error) {
+	if u.GetKind() != "CustomResourceDefinition" {
+		return c.apply(ctx, u)
+	}
+	have := &unstructured.Unstructured{}
+	have.SetGroupVersionKind(u.GroupVersionKind())
+	if err := c.client.Get(ctx, client.ObjectKeyFromObject(u), have); client.IgnoreNotFound(err) != nil {
+		return "", c.explain(describe(u), err)
+	}
+	ours, err := strconv.Atoi(u.GetAnnotations()[annotationSchema])
+	if err != nil {
+		return "", fmt.Errorf("%s: annotation %s: %w", describe(u), annotationSchema, err)
+	}
+	if there, err := strconv.Atoi(have.GetAnnotations()[annotationSchema]); err == nil && there > ours {
+		return Outcome(fmt.Sprintf("is of a newer release (schema %d, here %d) and stays", there, ours)), nil
+	}
+	return c.apply(ctx, u)
 }
 
 // chooseIdentity says who the cluster is from what it is now (nil: nobody yet), what is wished, and
@@ -110,87 +218,6 @@ func chooseIdentity(have *v1alpha1.ClusterIdentity, wish v1alpha1.ClusterIdentit
 	}
 	wish.ClusterID = cmp.Or(wish.ClusterID, uid)
 	return wish, checkIdentity(wish)
-}
-
-// manifests reads all manifests, in an order in which they can be applied, and moves them into the
-// given namespace.
-func manifests(files fs.FS, namespace string) ([]*unstructured.Unstructured, error) {
-	names, err := fs.Glob(files, "*/*.yaml")
-	if err != nil {
-		return nil, err
-	}
-	var all []*unstructured.Unstructured
-	for _, name := range names {
-		text, err := fs.ReadFile(files, name)
-		if err != nil {
-			return nil, err
-		}
-		decoder := utilyaml.NewYAMLOrJSONDecoder(bytes.NewReader(text), 4096)
-		for {
-			u := &unstructured.Unstructured{}
-			if err := decoder.Decode(u); errors.Is(err, io.EOF) {
-				break
-			} else if err != nil {
-				return nil, fmt.Errorf("%s: %w", name, err)
-			}
-			if err := moveTo(u, namespace); err != nil {
-				return nil, fmt.Errorf("%s: %w", name, err)
-			}
-			all = append(all, u)
-		}
-	}
-	slices.SortStableFunc(all, func(a, b *unstructured.Unstructured) int { return cmp.Compare(rank(a), rank(b)) })
-	return all, nil
-}
-
-func rank(u *unstructured.Unstructured) int {
-	switch u.GetKind() {
-	case "Namespace":
-		return 0
-	case "CustomResourceDefinition":
-		return 1
-	}
-	return 2
-}
-
-// moveTo puts the namespace in wherever the manifest says deploy.Namespace.
-func moveTo(u *unstructured.Unstructured, namespace string) error {
-	if u.GetNamespace() == deploy.Namespace {
-		u.SetNamespace(namespace)
-	}
-	if u.GetKind() == "Namespace" {
-		u.SetName(namespace)
-	}
-	subjects, found, err := unstructured.NestedSlice(u.Object, "subjects")
-	if err != nil || !found {
-		return err
-	}
-	for _, s := range subjects {
-		if s, ok := s.(map[string]any); ok && s["namespace"] == deploy.Namespace {
-			s["namespace"] = namespace
-		}
-	}
-	return unstructured.SetNestedSlice(u.Object, subjects, "subjects")
-}
-
-func gatewayService(namespace string, o InstallOptions) *corev1.Service {
-	var ports []corev1.ServicePort
-	for i := range max(o.Tunnels, 1) {
-		port := o.Port + int32(i)
-		ports = append(ports, corev1.ServicePort{
-			Name: v1alpha1.TunnelPortName(i), Protocol: corev1.ProtocolUDP, Port: port, TargetPort: intstr.FromInt32(port)})
-	}
-	return &corev1.Service{
-		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "isthmus-gateway", Labels: map[string]string{v1alpha1.LabelGateway: "true"}},
-		Spec: corev1.ServiceSpec{
-			Type:     o.Service,
-			Selector: map[string]string{v1alpha1.LabelGateway: v1alpha1.GatewayActive},
-			Ports:    ports,
-			// The label says which one is active. One that carries on while the API server is away
-			// is not ready, and its peers have to reach it when the API server is back.
-			PublishNotReadyAddresses: true,
-		},
-	}
 }
 
 // established waits until the custom resources are served, so that whoever comes next finds them.

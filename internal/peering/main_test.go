@@ -26,6 +26,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
@@ -68,7 +69,7 @@ func testMain(m *testing.M) int {
 			panic(err)
 		}
 		var said []string
-		err = c.Install(ctx, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: string(rune('a' + i))}, Service: corev1.ServiceTypeNodePort, Port: 5871,
+		err = c.Install(ctx, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: string(rune('a' + i))}, Values: nodePortService(5871, 1),
 			Report: func(line string) { said = append(said, line) }})
 		if err != nil {
 			panic(err)
@@ -78,6 +79,11 @@ func testMain(m *testing.M) int {
 		}
 	}
 	return m.Run()
+}
+
+// nodePortService is what a person chooses for a Service of the gateway.
+func nodePortService(port, tunnels int) chart.Values {
+	return chart.Values{"gateway": chart.Values{"port": float64(port), "tunnels": float64(tunnels), "service": chart.Values{"type": "NodePort"}}}
 }
 
 // A pair is two clusters of a test's own, on the two servers that all tests share: an identity in a

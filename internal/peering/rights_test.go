@@ -323,6 +323,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"create", "", "secrets", home, ""},
 			{"list watch patch", "", "secrets", home, "wireguard-pubkey"},
 			{"list", "", "configmaps", home, ""},
+			{"list watch", "", "pods", "", ""},
 			{"list watch patch", "", "pods services", home, ""},
 			{"create", "coordination.k8s.io", "leases", home, ""},
 			{"get list watch update", "coordination.k8s.io", "leases", home, "isthmus-gateway"},

@@ -8,9 +8,11 @@ import (
 	"slices"
 	"strings"
 	"text/tabwriter"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/duration"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -24,7 +26,9 @@ type Status struct {
 	Manager   Holder                   `json:"manager"`   // the active one
 	Gateway   Holder                   `json:"gateway"`   // the active one
 	Gateways  []GatewayPod             `json:"gateways"`  // Pods marked as active: one, when all is well
+	Hops      []Hop                    `json:"hops"`      // what all peerings need of this cluster
 	Peerings  []Row                    `json:"peerings"`  // sorted by name
+	At        time.Time                `json:"at"`        // when this was found out
 }
 
 // A GatewayPod is the Pod of an active gateway.
@@ -49,6 +53,7 @@ type Row struct {
 	Remote     isthmus.Networks         `json:"remote"`    // its networks, and as we see them
 	Endpoint   string                   `json:"endpoint,omitempty"`
 	Latency    string                   `json:"latency,omitempty"`
+	Since      *metav1.Time             `json:"since,omitempty"` // of Status, as the manager says; nil where nobody knows
 	Conditions []metav1.Condition       `json:"conditions"`
 }
 
@@ -63,11 +68,12 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 		s.Peerings = append(s.Peerings, rowOf(&list.Items[i]))
 	}
 	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
-	if s.Manager, err = c.holderOf(ctx, managerLease); err != nil {
+	if s.Hops, s.Manager, s.Gateway, err = clusterHops(ctx, c); err != nil {
 		return s, err
 	}
-	if s.Gateway, err = c.holderOf(ctx, isthmus.LeaseGateway); err != nil {
-		return s, err
+	s.At = time.Now()
+	for i := range list.Items {
+		heed(s.Hops, &list.Items[i])
 	}
 	var pods corev1.PodList
 	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
@@ -94,7 +100,7 @@ func (s *Status) doubt() {
 	}
 	for i := range s.Peerings {
 		if p := &s.Peerings[i]; p.Ready {
-			p.Ready, p.Status, p.Reason, p.Latency = false, metav1.ConditionUnknown, isthmus.ReasonUnknown, ""
+			p.Ready, p.Status, p.Reason, p.Latency, p.Since = false, metav1.ConditionUnknown, isthmus.ReasonUnknown, "", nil
 			p.Problem, p.Problems = why, []string{why}
 		}
 	}
@@ -108,7 +114,7 @@ func rowOf(p *isthmus.Peering) Row {
 	}
 	for _, c := range p.Status.Conditions {
 		if c.Type == isthmus.ConditionReady {
-			s.Status, s.Reason = c.Status, c.Reason
+			s.Status, s.Reason, s.Since = c.Status, c.Reason, &c.LastTransitionTime
 		}
 	}
 	for _, c := range Problems(p) {
@@ -120,9 +126,13 @@ func rowOf(p *isthmus.Peering) Row {
 	return s
 }
 
-// Ready reports whether all peerings are.
+// Ready reports whether all peerings are, and everything that they need of this cluster works.
+// Without a peering nothing is needed.
 func (s Status) Ready() bool {
-	return !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
+	if len(s.Peerings) == 0 {
+		return true
+	}
+	return FirstBroken(s.Hops) == nil && !slices.ContainsFunc(s.Peerings, func(p Row) bool { return !p.Ready })
 }
 
 // Print writes the status for people. Nothing that others wrote reaches the terminal unescaped.
@@ -136,17 +146,28 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		gateways = append(gateways, "none: "+s.Gateway.Problem)
 		s.Gateways = nil // whatever their marks say
 	}
+	for _, h := range s.Hops {
+		if h.Name == hopGateway && h.State == Broken && h.Reason != "" {
+			gateways, s.Gateways = []string{"none: " + h.Text}, nil
+		}
+	}
 	for _, g := range s.Gateways {
 		gateways = append(gateways, Printable(g.Pod)+" on node "+orDash(g.Node))
 	}
-	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n\n", Printable(s.Cluster.ClusterName), Printable(s.Cluster.ClusterID), manager,
+	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n", Printable(s.Cluster.ClusterName), Printable(s.Cluster.ClusterID), manager,
 		cmp.Or(strings.Join(gateways, ", "), "none is active"))
+	for _, h := range s.Hops {
+		if h.Name == hopAgents {
+			fmt.Fprintf(w, "route agents %s\n", h.Text)
+		}
+	}
+	fmt.Fprintln(w)
 	if len(s.Peerings) == 0 {
 		_, err := fmt.Fprintln(w, "no peerings")
 		return err
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	header := "PEERING\tCLUSTER\tREADY\tTHEIR PODS HERE\tOUR PODS THERE\tENDPOINT\tLATENCY\tREASON"
+	header := "PEERING\tCLUSTER\tREADY\tSINCE\tTHEIR PODS HERE\tOUR PODS THERE\tENDPOINT\tLATENCY\tREASON"
 	if wide {
 		header += "\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE"
 	}
@@ -159,7 +180,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		case metav1.ConditionUnknown:
 			ready = "unknown"
 		}
-		cells := []string{p.Name, p.Cluster.ClusterName, ready, p.Remote.PodCIDRSeen, p.Local.PodCIDRSeen, p.Endpoint, p.Latency, p.Reason}
+		cells := []string{p.Name, p.Cluster.ClusterName, ready, ago(p.Since, s.At), p.Remote.PodCIDRSeen, p.Local.PodCIDRSeen, p.Endpoint, p.Latency, p.Reason}
 		if wide {
 			cells = append(cells, p.Cluster.ClusterID, p.Namespace, p.Remote.ExternalCIDRSeen, p.Local.ExternalCIDRSeen)
 		}
@@ -182,4 +203,12 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		}
 	}
 	return nil
+}
+
+// ago is how long ago something was.
+func ago(since *metav1.Time, now time.Time) string {
+	if since == nil || since.IsZero() || now.IsZero() {
+		return ""
+	}
+	return duration.HumanDuration(max(0, now.Sub(since.Time)))
 }

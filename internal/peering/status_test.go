@@ -10,11 +10,12 @@ import (
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/chart"
 )
 
 // conditions makes those of a Peering: "Type=Status(Reason) message", the rest True.
@@ -75,7 +76,9 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 				Endpoint: "evil\tcell\u009b1m"}},
 	}
 	s := Status{Cluster: v1alpha1.ClusterIdentity{ClusterID: "A", ClusterName: "a"}, Manager: Holder{Name: "m-1"}, Gateway: Holder{Name: "gateway-1"},
-		Gateways: []GatewayPod{{Pod: "gateway-1", Node: "a-node1"}}}
+		Gateways: []GatewayPod{{Pod: "gateway-1", Node: "a-node1"}}, At: time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC),
+		Hops: []Hop{{Name: hopAgents, State: Works, Text: "on all 3 nodes, isthmus:1"}}}
+	peerings[0].Status.Conditions[0].LastTransitionTime = metav1.Time{Time: s.At.Add(-90 * time.Second)}
 	for i := range peerings {
 		s.Peerings = append(s.Peerings, rowOf(&peerings[i]))
 	}
@@ -84,10 +87,11 @@ func TestStatusIsATableWithoutSurprises(t *testing.T) {
 	const want = `cluster a (A)
 manager m-1
 gateway gateway-1 on node a-node1
+route agents on all 3 nodes, isthmus:1
 
-PEERING   CLUSTER  READY  THEIR PODS HERE  OUR PODS THERE  ENDPOINT                LATENCY  REASON
-b-1a2b3c  b        yes    10.60.0.0/20     10.246.0.0/16   192.0.2.2:5871          700µs    Fine
-c-4d5e6f  c        no     -                -               evil\u0009cell\u009b1m  -        NotReady
+PEERING   CLUSTER  READY  SINCE  THEIR PODS HERE  OUR PODS THERE  ENDPOINT                LATENCY  REASON
+b-1a2b3c  b        yes    90s    10.60.0.0/20     10.246.0.0/16   192.0.2.2:5871          700µs    Fine
+c-4d5e6f  c        no     -      -                -               evil\u0009cell\u009b1m  -        NotReady
 
 c-4d5e6f, cluster c (C):
   Answered is False (Invalid): \u001b]0;title\u0007\u000a\u202edesrever
@@ -112,6 +116,13 @@ c-4d5e6f, cluster c (C):
 	contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "Unknown", "no gateway is at work")
 	if s.Ready() {
 		t.Error("b is ready without a gateway")
+	}
+	s.Gateway, s.Peerings[0].Ready = Holder{Name: "gateway-1"}, true
+	if s.Hops[0].State = Broken; s.Ready() {
+		t.Error("all is well where pods of a node are not joined")
+	}
+	if !(Status{Hops: s.Hops}).Ready() {
+		t.Error("something is missing that nobody needs")
 	}
 	b.Reset()
 	must(t, Status{}.Print(&b, false))
@@ -176,7 +187,7 @@ func TestInstallIsIdempotentAndKeepsTheIdentity(t *testing.T) {
 	t.Parallel()
 	c := connectTo(t, Access{Kubeconfig: files.a})
 	var said []string
-	o := InstallOptions{Service: "NodePort", Port: 5871, Report: func(line string) { said = append(said, line) }}
+	o := InstallOptions{Report: func(line string) { said = append(said, line) }}
 	must(t, c.Install(t.Context(), o))
 	for _, line := range said {
 		if !strings.HasSuffix(line, " unchanged") {
@@ -199,10 +210,10 @@ func TestTheServiceLeadsToTheActiveGatewayReadyOrNot(t *testing.T) {
 	t.Parallel()
 	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "ready-or-not"})
 	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
-	want := gatewayService(c.Namespace, InstallOptions{Service: corev1.ServiceTypeNodePort, Port: 6873, Tunnels: 1})
+	want := gatewayService(t, c.Namespace, 6873, 1)
 	older := want.DeepCopy()
-	older.Spec.PublishNotReadyAddresses = false
-	for _, s := range []*corev1.Service{older, want} {
+	must(t, unstructured.SetNestedField(older.Object, false, "spec", "publishNotReadyAddresses"))
+	for _, s := range []*unstructured.Unstructured{older, want} {
 		_, err := c.apply(t.Context(), s)
 		must(t, err)
 	}
@@ -219,7 +230,7 @@ func TestInstallChangesTheNumberOfTunnelsOfTheService(t *testing.T) {
 	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
 	nodePort := map[string]int32{}
 	for _, tunnels := range []int{1, 3, 2, 2} {
-		outcome, err := c.apply(t.Context(), gatewayService(c.Namespace, InstallOptions{Service: corev1.ServiceTypeNodePort, Port: 6871, Tunnels: tunnels}))
+		outcome, err := c.apply(t.Context(), gatewayService(t, c.Namespace, 6871, tunnels))
 		must(t, err)
 		var service corev1.Service
 		must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: c.Namespace, Name: "isthmus-gateway"}, &service))
@@ -240,23 +251,12 @@ func TestInstallChangesTheNumberOfTunnelsOfTheService(t *testing.T) {
 	}
 }
 
-func TestManifestsMoveIntoAnotherNamespace(t *testing.T) {
-	all, err := manifests(deploy.Files, "elsewhere")
+// gatewayService is the Service of the chart.
+func gatewayService(t *testing.T, namespace string, port, tunnels int) *unstructured.Unstructured {
+	t.Helper()
+	values := chart.Merge(nodePortService(port, tunnels), chart.Values{"cluster": chart.Values{"name": "x"}})
+	all, err := chart.Objects(chart.Options{Namespace: namespace, Values: values})
 	must(t, err)
-	for i, u := range all {
-		text, err := u.MarshalJSON()
-		must(t, err)
-		if strings.Contains(string(text), `"`+deploy.Namespace+`"`) {
-			t.Errorf("%s still says %s", describe(u), deploy.Namespace)
-		}
-		if strings.Contains(string(text), `"*"`) || strings.Contains(string(text), `"deletecollection"`) {
-			t.Errorf("%s allows everything", describe(u))
-		}
-		if i > 0 && rank(all[i-1]) > rank(u) {
-			t.Errorf("%s comes after %s", describe(u), describe(all[i-1]))
-		}
-	}
-	if all[0].GetName() != "elsewhere" || all[1].GetKind() != "CustomResourceDefinition" {
-		t.Errorf("begins with %s, %s", describe(all[0]), describe(all[1]))
-	}
+	i := slices.IndexFunc(all, func(u *unstructured.Unstructured) bool { return u.GetKind() == "Service" })
+	return all[i]
 }

@@ -20,13 +20,22 @@ func Isthmus(dir string) (path string, err error) {
 // module and of those nested in it. The flags are those of `make build`, and the race detector's
 // cgo is left out, so that all share one cache.
 func Build(dir string, programs ...string) error {
+	packages := make([]string, len(programs))
+	for i, p := range programs {
+		packages[i] = "cmd/" + p
+	}
+	return BuildPackage(dir, packages...)
+}
+
+// BuildPackage is Build for programs anywhere in the main module.
+func BuildPackage(dir string, packages ...string) error {
 	root, err := exec.Command("go", "list", "-m", "-f", "{{.Dir}}", module).Output()
 	if err != nil {
 		return fmt.Errorf("folder of module %s: %w", module, err)
 	}
 	args := []string{"build", "-C", strings.TrimSpace(string(root)), "-trimpath", "-ldflags=-s -w", "-o", dir + string(filepath.Separator)}
-	for _, p := range programs {
-		args = append(args, "./cmd/"+p)
+	for _, p := range packages {
+		args = append(args, "./"+p)
 	}
 	cmd := exec.Command("go", args...)
 	cmd.Env = append(os.Environ(), "CGO_ENABLED=0")

@@ -17,6 +17,7 @@ package ipam
 import (
 	"cmp"
 	"maps"
+	"math"
 	"net/netip"
 	"slices"
 
@@ -25,8 +26,9 @@ import (
 
 // Bounds of a Book are those of the IpamStorage that keeps it.
 const (
-	// MaxPeers is how many peers a Book has at most.
-	MaxPeers = 1024
+	// MaxPeers is how many peers a Book has at most. The text of one has 320 octets in its object, of
+	// which etcd takes 1.5 MiB (TestTheBooksOfAllPeersFitOneObject).
+	MaxPeers = 4096
 	// MaxEndpoints is how many mapped endpoints a Book has at most, with the gateway's own.
 	MaxEndpoints = 16384
 )
@@ -36,7 +38,7 @@ const (
 type Config struct {
 	PodCIDR, ServiceCIDR netip.Prefix
 	// ExternalCIDR is the network for our endpoints that are no pods. Zero: keep the one chosen
-	// before, or choose one of the length of PodCIDR as soon as that is known.
+	// before, or choose one as soon as PodCIDR is known, of that length but no larger than /20.
 	ExternalCIDR netip.Prefix
 	// Pools are the networks to allocate from, in this order; nil: DefaultPools. Reserved are
 	// networks that no peer gets.
@@ -87,12 +89,14 @@ func (c Config) sameNetworks(other Config) bool {
 		slices.Equal(c.Pools, other.Pools) && slices.Equal(c.Reserved, other.Reserved)
 }
 
-// DefaultPools returns the pools of Liqo, in their order.
+// DefaultPools returns the pools of Liqo, in their order, and then the space of RFC 6598, for whoever
+// has used them up.
 func DefaultPools() []netip.Prefix {
 	return []netip.Prefix{
 		netip.MustParsePrefix("10.0.0.0/8"),
 		netip.MustParsePrefix("192.168.0.0/16"),
 		netip.MustParsePrefix("172.16.0.0/12"),
+		netip.MustParsePrefix("100.64.0.0/10"),
 	}
 }
 
@@ -105,6 +109,7 @@ type Book struct {
 	endpoints map[netip.Addr]*endpoint // by real address, without the gateway's own
 	taken     tree                     // all networks that no peer can get, those of peers among them
 	nodes     tree                     // addresses of nodes, and what they reach
+	formers   []former                 // peers that have left; never changed once it is in a Book
 	addresses tree                     // of the ExternalCIDR, those in use or unusable
 }
 
@@ -166,8 +171,9 @@ func fits(seen, own netip.Prefix) bool {
 	return own.IsValid() && fabric.CheckNetwork(seen) == "" && seen.Addr().BitLen() == own.Addr().BitLen() && seen.Bits() == own.Bits()
 }
 
-// Release forgets the peer: its networks, its answer, and the endpoints that were mapped for it
-// alone. Unknown peers are as good as released.
+// Release forgets the peer: its answer, and the endpoints that were mapped for it alone. Its networks
+// are free, but it has them again if it comes back while they are. Unknown peers are as good as
+// released.
 func (b Book) Release(id string) Book {
 	p := b.peers[id]
 	if p == nil {
@@ -177,6 +183,7 @@ func (b Book) Release(id string) Book {
 	b.taken = b.taken.without(p.Pod).without(p.External)
 	b.peers = maps.Clone(b.peers)
 	delete(b.peers, id)
+	b.remember(id, p.Grant)
 	return b
 }
 
@@ -224,4 +231,22 @@ func (b Book) Usage() []PoolUsage {
 		usage[i] = PoolUsage{Pool: pool, Free: size(pool) - used, Used: used}
 	}
 	return usage
+}
+
+// Left returns how many more peers with networks as long as ours get networks out of the pools, as
+// far as the present holes go; 0 while our own networks are not known.
+func (b Book) Left() float64 {
+	pod, external := b.own.PodCIDR, b.own.ExternalCIDR
+	if !pod.IsValid() || !external.IsValid() {
+		return 0
+	}
+	pods, externals := 0.0, 0.0
+	for _, pool := range b.own.Pools {
+		if pool.Addr().BitLen() == pod.Addr().BitLen() {
+			pods += b.taken.room(pool, pod.Bits(), b.nodes)
+			externals += b.taken.room(pool, external.Bits(), b.nodes)
+		}
+	}
+	both := max(pods*size(pod), externals*size(external)) / (size(pod) + size(external))
+	return math.Floor(min(pods, externals, both, float64(MaxPeers-len(b.peers))))
 }

@@ -101,17 +101,30 @@ func (b *Book) fill() {
 	}
 }
 
-// chooseExternal picks our ExternalCIDR as Liqo does. The former one stays if it is not in the way.
+// largestExternal is the length of an ExternalCIDR of IPv4 that nobody asked for. It has room for
+// 4,093 endpoints, and each peer has to find as much. That of Liqo is as large as the PodCIDR, so
+// that every peer takes twice what it needs.
+const largestExternal = 20
+
+// chooseExternal picks our ExternalCIDR. The former one stays if it is not in the way.
 func (b *Book) chooseExternal(was netip.Prefix) netip.Prefix {
 	pod := b.own.PodCIDR
-	if was.IsValid() && (!pod.IsValid() || fits(was, pod) && b.free(was)) {
+	if was.IsValid() && (!pod.IsValid() || was.Addr().BitLen() == pod.Addr().BitLen() && b.free(was)) {
 		return was
 	}
 	if !pod.IsValid() {
 		return netip.Prefix{}
 	}
-	chosen, _ := b.allocate(pod)
+	chosen, _ := b.allocate(externalLike(pod))
 	return chosen
+}
+
+// externalLike is a network as long as an ExternalCIDR beside that PodCIDR.
+func externalLike(pod netip.Prefix) netip.Prefix {
+	if pod.Addr().Is4() && pod.Bits() < largestExternal {
+		return netip.PrefixFrom(pod.Addr(), largestExternal)
+	}
+	return pod
 }
 
 // readdress makes everything that depends on our own networks fit them again, after the
@@ -218,7 +231,7 @@ func (b Book) Conflicts() []Conflict {
 	own := b.own
 	if !own.ExternalCIDR.IsValid() && own.PodCIDR.IsValid() {
 		conflicts = append(conflicts, Conflict{Network: "ExternalCIDR",
-			With: fmt.Sprintf("no %s is free in %v", length(own.PodCIDR), b.own.Pools)})
+			With: fmt.Sprintf("no %s is free in %v", length(externalLike(own.PodCIDR)), b.own.Pools)})
 	}
 	ours := []Conflict{{Network: "PodCIDR", Prefix: own.PodCIDR}, {Network: "ServiceCIDR", Prefix: own.ServiceCIDR}, {Network: "ExternalCIDR", Prefix: own.ExternalCIDR}}
 	for i, n := range ours {

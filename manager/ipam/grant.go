@@ -79,7 +79,8 @@ func (b Book) UsedForAnother(id string, addr netip.Addr) bool {
 }
 
 // Grant gives the peer its two networks, or none: the error is a *fabric.Refusal, and the Book is
-// the same as before. Networks that it has already stay as long as they have the family and length
+// the same as before. A peer that comes back has what it had, as far as that is free and permitted.
+// Networks that it has already stay as long as they have the family and length
 // of the claim and nothing else is wanted, even if the claim itself is another one: they are in use
 // on both sides.
 func (b Book) Grant(c Request) (Book, Grant, error) {
@@ -96,6 +97,9 @@ func (b Book) Grant(c Request) (Book, Grant, error) {
 	asks := [2]ask{
 		{field: "podCIDR", claim: c.Pod, want: c.WantPod, had: old.Pod},
 		{field: "externalCIDR", claim: c.External, want: c.WantExternal, had: old.External},
+	}
+	if before, left := b.FormerOf(c.ID); left && !old.Pod.IsValid() {
+		asks[0].before, asks[1].before = before.Pod, before.External
 	}
 	for i := range asks {
 		asks[i].remap, asks[i].outside = c.AlwaysRemap, outside(asks[i].claim, c.Allowed)
@@ -117,7 +121,8 @@ func (b Book) Grant(c Request) (Book, Grant, error) {
 	p := *old
 	p.Grant = Grant{Pod: asks[0].got, External: asks[1].got} // for messages; nobody else has it yet
 	changed = changed.withPeer(c.ID, &p)
-	for _, place := range []func(*Book, *ask) *fabric.Refusal{(*Book).placeWanted, (*Book).placeAny} {
+	changed.forget(c.ID)
+	for _, place := range []func(*Book, *ask) *fabric.Refusal{(*Book).placeWanted, (*Book).placeBefore, (*Book).placeAny} {
 		for i := range asks {
 			if asks[i].got.IsValid() {
 				continue
@@ -144,6 +149,7 @@ type ask struct {
 	field     string
 	claim     netip.Prefix
 	want, had netip.Prefix // zero: none
+	before    netip.Prefix // that it had when it left; zero: none
 	remap     bool         // it may not be used as it is: the Peering says so
 	outside   string       // why it may not be used as it is, else; or ""
 	got       netip.Prefix
@@ -183,6 +189,16 @@ func (b *Book) placeWanted(a *ask) *fabric.Refusal {
 		return refuse(v1alpha1.ReasonCIDRConflict, "spec.overrides."+a.field, "%v overlaps %s, %v; want a network that is free", a.want, name, prefix)
 	}
 	a.got = a.want
+	return nil
+}
+
+// placeBefore puts the network of a peer that comes back where it was. A Liqo that answered to that
+// keeps to it.
+func (b *Book) placeBefore(a *ask) *fabric.Refusal {
+	asItIs := a.before == a.claim
+	if a.before.IsValid() && fits(a.before, a.claim) && b.free(a.before) && !(asItIs && (a.remap || a.outside != "")) {
+		a.got = a.before
+	}
 	return nil
 }
 
@@ -232,18 +248,32 @@ func (b *Book) coversPool(p netip.Prefix) bool {
 	return false
 }
 
-// allocate finds a free network of the family and length of p in the pools, another one than p.
+// allocate finds a free network of the family and length of p in the pools, another one than p, and
+// one that no former peer had if there is any.
 func (b *Book) allocate(p netip.Prefix) (netip.Prefix, bool) {
 	taken := b.taken
 	if b.free(p) {
 		taken = taken.with(p)
 	}
-	for _, pool := range b.own.Pools {
-		if pool.Addr().BitLen() != p.Addr().BitLen() {
-			continue
+	barred := b.nodes
+	for _, m := range metadata {
+		barred = barred.with(m)
+	}
+	shunned := barred
+	for _, f := range b.formers {
+		shunned = shunned.with(f.Pod).with(f.Ext)
+	}
+	for _, avoid := range []tree{shunned, barred} {
+		for _, pool := range b.own.Pools {
+			if pool.Addr().BitLen() != p.Addr().BitLen() {
+				continue
+			}
+			if found, ok := taken.fit(pool, p.Bits(), avoid); ok {
+				return found, true
+			}
 		}
-		if found, ok := taken.fit(pool, p.Bits(), b.nodes); ok {
-			return found, true
+		if len(b.formers) == 0 {
+			break
 		}
 	}
 	return netip.Prefix{}, false

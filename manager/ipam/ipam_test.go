@@ -1,6 +1,7 @@
 package ipam
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
 	"math/rand/v2"
@@ -23,8 +24,11 @@ func pfx(s string) netip.Prefix {
 
 func addr(s string) netip.Addr { return netip.MustParseAddr(s) }
 
-// ours is the configuration of a cluster that kubeadm and flannel made.
-func ours() Config { return Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12")} }
+// ours is the configuration of a cluster that kubeadm and flannel made, with the ExternalCIDR that
+// Liqo chooses for it.
+func ours() Config {
+	return Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), ExternalCIDR: pfx("10.245.0.0/16")}
+}
 
 func configured(t *testing.T, c Config) Book {
 	t.Helper()
@@ -61,16 +65,18 @@ func TestGrantFollowsTheSequencesSeenWithLiqo(t *testing.T) {
 	}{
 		{"identical clusters", ours(), [][2]string{{"10.244.0.0/16", "10.245.0.0/16"}, {"10.244.0.0/16", "10.245.0.0/16"}},
 			"10.245.0.0/16 10.246.0.0/16 10.247.0.0/16 10.240.0.0/16 10.241.0.0/16"},
-		{"another PodCIDR", Config{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12")}, [][2]string{{"10.200.0.0/16", "10.201.0.0/16"}},
-			"10.201.0.0/16 10.202.0.0/16 10.203.0.0/16"},
+		{"another PodCIDR", Config{PodCIDR: pfx("10.200.0.0/20"), ServiceCIDR: pfx("10.96.0.0/12")}, [][2]string{{"10.200.0.0/20", "10.200.16.0/20"}},
+			"10.200.16.0/20 10.200.32.0/20 10.200.48.0/20"},
 		{"nothing overlaps, in a pool and outside of all", ours(), [][2]string{{"10.50.0.0/16", "10.51.0.0/16"}, {"100.64.0.0/18", "192.0.2.0/24"}},
 			"10.245.0.0/16 10.50.0.0/16 10.51.0.0/16 100.64.0.0/18 192.0.2.0/24"},
 		{"a mask of its own", ours(), [][2]string{{"10.244.128.0/20", "10.245.0.0/24"}}, "10.245.0.0/16 10.246.0.0/20 10.246.16.0/24"},
 		{"a whole pool is remapped if possible", ours(), [][2]string{{"192.168.0.0/16", "192.0.2.0/24"}}, "10.245.0.0/16 10.246.0.0/16 192.0.2.0/24"},
-		{"and used whole if not", Config{PodCIDR: pfx("10.0.0.0/9"), ServiceCIDR: pfx("10.128.0.0/9"), ExternalCIDR: pfx("172.16.0.0/12"), Pools: DefaultPools()},
+		{"and used whole if not", Config{PodCIDR: pfx("10.0.0.0/9"), ServiceCIDR: pfx("10.128.0.0/9"), ExternalCIDR: pfx("172.16.0.0/12"), Pools: DefaultPools()[:3]},
 			[][2]string{{"192.168.0.0/16", "100.64.0.0/16"}}, "172.16.0.0/12 192.168.0.0/16 100.64.0.0/16"},
-		{"pools in their order", Config{PodCIDR: pfx("10.0.0.0/16"), ServiceCIDR: pfx("10.1.0.0/16"), Pools: append([]netip.Prefix{pfx("10.0.0.0/15")}, DefaultPools()[1:]...)},
+		{"pools in their order", Config{PodCIDR: pfx("10.0.0.0/16"), ServiceCIDR: pfx("10.1.0.0/16"), ExternalCIDR: pfx("192.168.0.0/16"), Pools: append([]netip.Prefix{pfx("10.0.0.0/15")}, DefaultPools()[1:]...)},
 			[][2]string{{"10.0.0.0/16", "10.1.0.0/16"}}, "192.168.0.0/16 172.16.0.0/16 172.17.0.0/16"},
+		{"an ExternalCIDR of our own length", Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12")},
+			[][2]string{{"10.244.0.0/16", "10.245.0.0/20"}, {"10.244.0.0/16", "10.245.0.0/20"}}, "10.245.0.0/20 10.246.0.0/16 10.245.16.0/20 10.247.0.0/16 10.245.32.0/20"},
 		{"IPv6 used as it is", ours(), [][2]string{{"fd01::/48", "fd02::/64"}}, "10.245.0.0/16 fd01::/48 fd02::/64"},
 		{"IPv6 with a pool", Config{PodCIDR: pfx("fd01::/48"), ServiceCIDR: pfx("fd03::/112"), Pools: []netip.Prefix{pfx("fd10::/16")}},
 			[][2]string{{"fd01::/48", "fd10::/48"}}, "fd10::/48 fd10:0:1::/48 fd10:0:2::/48"},
@@ -229,10 +235,13 @@ func TestExhaustionIsARefusalAndEndsWithARelease(t *testing.T) {
 	}
 }
 
+// The API server takes requests of 3 MiB, and etcd values of 1.5 MiB.
 func TestABookHasAsManyPeersAsItsObjectMayHave(t *testing.T) {
 	b := configured(t, ours())
 	for i := range MaxPeers {
-		b, _ = grant(t, b, claim(fmt.Sprint("peer-", i), "10.244.0.0/24", "10.245.0.0/24"))
+		id := fmt.Sprintf("%08x-0000-4000-8000-000000000000", i)
+		b, _ = grant(t, b, claim(id, "10.244.0.0/24", "10.245.0.0/24"))
+		b = b.Answered(id, pfx("100.127.0.0/16"), pfx("100.126.0.0/16"))
 	}
 	if _, _, err := b.Grant(claim("one-more", "10.50.0.0/24", "10.51.0.0/24")); !exhausted(err) {
 		t.Errorf("got %v", err)
@@ -243,6 +252,14 @@ func TestABookHasAsManyPeersAsItsObjectMayHave(t *testing.T) {
 	spec := b.Spec()
 	if _, err := Read(&spec); err != nil {
 		t.Error(err)
+	}
+	text, err := json.Marshal(spec)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Logf("%d octets, %d for each peer", len(text), len(text)/MaxPeers)
+	if n := len(text) + 64<<10; n > 3<<19 {
+		t.Errorf("%d octets for %d peers; want at most 1.5 MiB, with room for annotations", n, MaxPeers)
 	}
 }
 
@@ -287,13 +304,16 @@ func TestConfigureReportsConflictsAndMovesNothing(t *testing.T) {
 func TestExternalCIDRIsChosenAnewOnlyWhileNobodyKnowsIt(t *testing.T) {
 	b := configured(t, ours())
 	for _, c := range []Config{
-		{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.245.0.0/16")}, // in the way
-		{PodCIDR: pfx("10.244.0.0/18"), ServiceCIDR: pfx("10.96.0.0/12")},  // of another length
+		{PodCIDR: pfx("10.200.0.0/16"), ServiceCIDR: pfx("10.245.0.0/16")},   // in the way
+		{PodCIDR: pfx("fd00::/64"), Pools: []netip.Prefix{pfx("fd10::/48")}}, // of another family
 	} {
 		moved := configured(t, c)
 		if next, conflicts := b.Configure(c); len(conflicts) > 0 || next.Own().ExternalCIDR != moved.Own().ExternalCIDR {
 			t.Errorf("%v: %v, want %v; %v", c, next.Own().ExternalCIDR, moved.Own().ExternalCIDR, conflicts)
 		}
+	}
+	if next, _ := b.Configure(Config{PodCIDR: pfx("10.244.0.0/18")}); next.Own().ExternalCIDR != pfx("10.245.0.0/16") {
+		t.Errorf("it is in nobody's way, and has become %v", next.Own().ExternalCIDR)
 	}
 	none, conflicts := Book{}.Configure(Config{PodCIDR: pfx("fd00::/48")})
 	if none.Own().ExternalCIDR.IsValid() || len(conflicts) != 1 || !strings.Contains(conflicts[0].String(), "no ExternalCIDR: no /48 is free") {

@@ -46,6 +46,7 @@ pools:
 - 10.0.0.0/8
 - 192.168.0.0/16
 - 172.16.0.0/12
+- 100.64.0.0/10
 prefixes: {}
 reservedSubnets:
 - 172.30.0.0/16
@@ -136,7 +137,7 @@ func TestReadNamesTheFieldThatMakesNoSense(t *testing.T) {
 			for i := range MaxPeers {
 				s.ClusterSubnets[fmt.Sprint("peer-", i)] = v1alpha1.Subnets{}
 			}
-		}, "spec.clusterSubnets: has 1026 peers"},
+		}, fmt.Sprintf("spec.clusterSubnets: has %d peers", MaxPeers+2)},
 	} {
 		spec := readSpec(t, readable)
 		tc.edit(&spec)

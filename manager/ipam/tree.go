@@ -2,6 +2,7 @@ package ipam
 
 import (
 	"iter"
+	"math"
 	"net/netip"
 )
 
@@ -125,6 +126,38 @@ func (t tree) fit(pool netip.Prefix, bits int, avoid tree) (netip.Prefix, bool) 
 		}
 	}
 	return netip.Prefix{}, false
+}
+
+// room returns how many networks of the given length are free in the pool, beside one another. What
+// avoid has in it is not free either.
+func (t tree) room(pool netip.Prefix, bits int, avoid tree) float64 {
+	n, covered := t.at(pool)
+	a, avoided := avoid.at(pool)
+	if covered || avoided || bits < pool.Bits() {
+		return 0
+	}
+	return room(n, a, bits-pool.Bits())
+}
+
+// room counts in a network that is so many bits shorter than what is looked for.
+func room(n, avoid *node, bits int) float64 {
+	switch {
+	case n == nil && avoid == nil:
+		return math.Ldexp(1, bits)
+	case bits == 0 || n != nil && n.count > 0 || avoid != nil && avoid.count > 0:
+		return 0
+	}
+	sum := 0.0
+	for b := range 2 {
+		var below [2]*node
+		for i, of := range []*node{n, avoid} {
+			if of != nil {
+				below[i] = of.child[b]
+			}
+		}
+		sum += room(below[0], below[1], bits-1)
+	}
+	return sum
 }
 
 // blocks yields the largest free blocks that have the given length, from the lowest up; p is the

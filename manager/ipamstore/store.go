@@ -15,6 +15,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -224,15 +225,14 @@ func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error))
 // put makes the object say what the Book says. The API server answers Conflict or NotFound when the
 // object is no longer the one that was read last.
 func (s *Store) put(ctx context.Context, book ipam.Book) error {
-	notes := book.Notes()
+	kept := map[string]string{isthmus.AnnotationMappings: book.Notes(), isthmus.AnnotationFormer: book.Formers()}
 	if s.object == nil {
 		object := &v1alpha1.IpamStorage{
 			ObjectMeta: metav1.ObjectMeta{GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}},
 			Spec:       book.Spec(),
 		}
-		if notes != "" {
-			object.Annotations = map[string]string{isthmus.AnnotationMappings: notes}
-		}
+		maps.DeleteFunc(kept, func(_, text string) bool { return text == "" })
+		object.Annotations = kept
 		if err := s.client.Create(ctx, object); err != nil {
 			return fmt.Errorf("create IpamStorage: %w", err)
 		}
@@ -245,13 +245,15 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 	} else {
 		have, want = s.object.Spec, book.Spec()
 	}
-	var annotations map[string]any
-	switch noted := s.object.Annotations[isthmus.AnnotationMappings]; {
-	case noted == notes:
-	case notes == "":
-		annotations = map[string]any{isthmus.AnnotationMappings: nil}
-	default:
-		annotations = map[string]any{isthmus.AnnotationMappings: notes}
+	annotations := make(map[string]any)
+	for name, want := range kept {
+		switch have := s.object.Annotations[name]; {
+		case have == want:
+		case want == "":
+			annotations[name] = nil
+		default:
+			annotations[name] = want
+		}
 	}
 	if patch := diff(s.object.ResourceVersion, &have, &want, annotations); patch != nil {
 		// The answer comes without the spec, which would be as long as all peers together.
@@ -311,15 +313,23 @@ func (s *Store) read(object *v1alpha1.IpamStorage) (ipam.Book, error) {
 	return s.withNotes(book, object), nil
 }
 
-// withNotes adds who asked for mappings. An annotation that cannot be read is as good as none: the
-// networks are in the spec.
+// withNotes adds who asked for mappings, and what peers had that have left. An annotation that
+// cannot be read is as good as none: the networks are in the spec.
 func (s *Store) withNotes(book ipam.Book, object *v1alpha1.IpamStorage) ipam.Book {
-	noted, err := book.WithNotes(object.Annotations[isthmus.AnnotationMappings])
-	if err != nil {
-		s.log.Error("IpamStorage has an annotation that makes no sense, so that nobody knows who asked for mappings",
-			"name", object.Name, "annotation", isthmus.AnnotationMappings, "err", err)
+	for _, a := range []struct {
+		name, lost string
+		with       func(ipam.Book, string) (ipam.Book, error)
+	}{
+		{isthmus.AnnotationMappings, "so that nobody knows who asked for mappings", ipam.Book.WithNotes},
+		{isthmus.AnnotationFormer, "so that peers that come back may get other networks than before", ipam.Book.WithFormers},
+	} {
+		noted, err := a.with(book, object.Annotations[a.name])
+		if err != nil {
+			s.log.Error("IpamStorage has an annotation that makes no sense, "+a.lost, "name", object.Name, "annotation", a.name, "err", err)
+		}
+		book = noted
 	}
-	return noted
+	return book
 }
 
 // find returns the oldest IpamStorage, or nil.

@@ -32,7 +32,8 @@ import (
 
 func pfx(s string) netip.Prefix { return netip.MustParsePrefix(s) }
 
-var ours = ipam.Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), Nodes: []netip.Addr{netip.MustParseAddr("10.240.0.9")}}
+var ours = ipam.Config{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), ExternalCIDR: pfx("10.245.0.0/16"),
+	Nodes: []netip.Addr{netip.MustParseAddr("10.240.0.9")}}
 
 func claim(id, pod, external string) ipam.Request {
 	return ipam.Request{ID: id, Pod: pfx(pod), External: pfx(external)}
@@ -830,4 +831,41 @@ func merge(target, patch any) any {
 		}
 	}
 	return m
+}
+
+// What a peer had is in an annotation, in the same write as its release.
+func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
+	h := fresh(t)
+	had := h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	h.sent()
+	h.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	if methods, _, _ := h.sent(); !slices.Equal(methods, []string{"PATCH"}) {
+		t.Errorf("sent %v, want one patch", methods)
+	}
+	if got, want := h.agree().Annotations[isthmus.AnnotationFormer], `[["b","`+had.Pod.String()+`","`+had.External.String()+`"]]`; got != want {
+		t.Errorf("the annotation is %s; want %s", got, want)
+	}
+	again := loaded(t)
+	if methods, _, _ := again.sent(); !slices.Equal(methods, []string{"GET"}) {
+		t.Errorf("a restart sends %v", methods)
+	}
+	if c := again.grant(claim("c", "10.244.0.0/16", "10.245.0.0/16")); c.Pod == had.Pod || c.External == had.External {
+		t.Errorf("c has %v of what b had, %v", c, had)
+	}
+	if got := again.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")); got != had {
+		t.Errorf("b has %v, before it left %v", got, had)
+	}
+	if got, there := again.agree().Annotations[isthmus.AnnotationFormer]; there {
+		t.Errorf("all are here, but remembered: %s", got)
+	}
+
+	again.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations[isthmus.AnnotationFormer] = "{" })
+	broken := loaded(t)
+	if _, known := broken.Book().FormerOf("b"); known || !strings.Contains(broken.said(), isthmus.AnnotationFormer) {
+		t.Errorf("b is remembered: %v, log %s", known, broken.said())
+	}
+	if o := broken.agree(); o.Annotations[isthmus.AnnotationFormer] != "" {
+		t.Errorf("the annotation stays: %v", o.Annotations)
+	}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"math/rand/v2"
+	"sync"
 	"time"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -15,18 +16,26 @@ import (
 // pace has the intervals and bounds of workers.
 type pace struct {
 	request  time.Duration // bound of one request other than a watch
-	watch    time.Duration // how long one watch lasts at most; a revoked identity is noticed when the next one begins
-	settled  time.Duration // a watch that lasted so long ends a series of failures; less than three quarters of watch
+	watch    time.Duration // how long one watch lasts at most, if the server does not end it before
+	ask      time.Duration // how often it is asked meanwhile whether it still takes our identity; 0: never
+	settled  time.Duration // a watch that lasted so long ends a series of failures
 	min, max time.Duration // pause after the first failure in a series, and after any
 	renew    time.Duration // least time between two attempts to renew a token
 }
 
-// usual is the pace outside of tests. Two watches a minute for each peer are the price for noticing
-// within a minute that an identity was revoked or that a peer is gone without a word: an API server
-// does not end the watches of an identity that it no longer accepts.
+// usual is the pace outside of tests. A watch lasts as long as the server lets it, mostly half an hour
+// to an hour. An API server does not end the watches of an identity that it no longer accepts, and
+// one that is gone without a word ends nothing either: one small request a minute notices both, at a
+// tenth of what a new watch costs both sides.
 var usual = pace{
-	request: 10 * time.Second, watch: 45 * time.Second, settled: 10 * time.Second,
+	request: 10 * time.Second, watch: 2 * time.Hour, ask: 45 * time.Second, settled: 10 * time.Second,
 	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second,
+}
+
+// own is the pace at our own API server, whose right to say who we are nobody doubts.
+func (p pace) own() pace {
+	p.ask = 0
+	return p
 }
 
 // backoff counts the failures of a series. The zero value has seen none.
@@ -98,17 +107,17 @@ func (p pace) list(ctx context.Context, f feed) (c change, version string) {
 // watchOnce watches from version on and moves it along. It reports whether the next watch can begin
 // there at once, because this one ended in good order and not suspiciously soon.
 func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff, emit func(change)) bool {
-	lasting := p.watch - rand.N(p.watch/4)
-	ctx, cancel := context.WithTimeout(ctx, lasting+p.request) // in case the server does not end it
+	var asking sync.WaitGroup
+	defer asking.Wait()
+	ctx, cancel := context.WithTimeout(ctx, p.watch) // in case the server does not end it
 	defer cancel()
-	seconds := int64(max(lasting, time.Second) / time.Second)
 	began := time.Now()
 	defer func() {
 		if time.Since(began) >= p.settled {
 			b.reset()
 		}
 	}()
-	w, err := f.watch(ctx, metav1.ListOptions{ResourceVersion: *version, AllowWatchBookmarks: true, TimeoutSeconds: &seconds})
+	w, err := f.watch(ctx, metav1.ListOptions{ResourceVersion: *version, AllowWatchBookmarks: true})
 	if err != nil {
 		if !expired(err) {
 			emit(change{err: err})
@@ -116,7 +125,22 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 		return false
 	}
 	defer w.Stop()
-	for e := range w.ResultChan() {
+	refused := make(chan error, 1)
+	if p.ask > 0 {
+		asking.Go(func() { p.keepAsking(ctx, f, refused) })
+	}
+	for {
+		var e watch.Event
+		select {
+		case err := <-refused:
+			emit(change{err: err})
+			return false
+		case next, open := <-w.ResultChan():
+			if !open {
+				return ctx.Err() == nil && time.Since(began) >= p.settled
+			}
+			e = next
+		}
 		object, ok := e.Object.(client.Object)
 		switch {
 		case e.Type == watch.Error:
@@ -132,7 +156,26 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 		}
 		*version = object.GetResourceVersion()
 	}
-	return ctx.Err() == nil && time.Since(began) >= p.settled
+}
+
+// keepAsking lists once in a while, out of the server's memory, until that fails or ctx is done.
+func (p pace) keepAsking(ctx context.Context, f feed, refused chan<- error) {
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-time.After(p.ask - rand.N(p.ask/4)):
+		}
+		asked, cancel := context.WithTimeout(ctx, p.request)
+		_, _, err := f.list(asked, metav1.ListOptions{Limit: 1, ResourceVersion: "0"})
+		cancel()
+		if err != nil {
+			if ctx.Err() == nil {
+				refused <- err
+			}
+			return
+		}
+	}
 }
 
 func expired(err error) bool { return apierrors.IsResourceExpired(err) || apierrors.IsGone(err) }

@@ -17,17 +17,25 @@ import (
 
 // A script is an API server for follow, in the time of a synctest bubble.
 type script struct {
-	lists, watches int
-	version        string    // of the last watch
-	away           time.Time // until then it does not answer
-	more           bool
-	watching       func(ctx context.Context, w *watch.FakeWatcher, o metav1.ListOptions)
+	lists, asked, watches int       // asked: lists out of its memory
+	version               string    // of the last watch
+	away                  time.Time // until then it does not answer
+	revoked               time.Time // from then on it does not accept who asks; zero: never
+	more                  bool
+	watching              func(ctx context.Context, w *watch.FakeWatcher, o metav1.ListOptions)
 }
 
 func (s *script) feed() feed {
 	return feed{
-		list: func(context.Context, metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
-			s.lists++
+		list: func(_ context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
+			if o.ResourceVersion == "0" {
+				s.asked++
+			} else {
+				s.lists++
+			}
+			if !s.revoked.IsZero() && time.Now().After(s.revoked) {
+				return nil, nil, apierrors.NewUnauthorized("who are you")
+			}
 			list := &v1alpha1.NetworkConfigList{ListMeta: metav1.ListMeta{ResourceVersion: "10"}}
 			if s.more {
 				list.Continue = "more"
@@ -57,11 +65,14 @@ func (s *script) down() error {
 	return nil
 }
 
+// life is how long the server lets a watch last.
+const life = 40 * time.Minute
+
 // untilEnd is a watch without events, which the server ends in time.
-func untilEnd(ctx context.Context, _ *watch.FakeWatcher, o metav1.ListOptions) {
+func untilEnd(ctx context.Context, _ *watch.FakeWatcher, _ metav1.ListOptions) {
 	select {
 	case <-ctx.Done():
-	case <-time.After(time.Duration(*o.TimeoutSeconds) * time.Second):
+	case <-time.After(life):
 	}
 }
 
@@ -80,12 +91,27 @@ func (s *script) during(t *testing.T, d time.Duration) (all []change) {
 	return all
 }
 
-func TestFollowAtRestIsTwoWatchesAMinuteAndOneList(t *testing.T) {
+func TestFollowAtRestIsOneWatchAndOneQuestionAMinute(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: untilEnd}
-		all := s.during(t, time.Hour)
-		if s.lists != 1 || s.watches < 80 || s.watches > 110 || len(all) != 1 {
-			t.Errorf("%d lists, %d watches, %d changes in an hour", s.lists, s.watches, len(all))
+		all := s.during(t, 2*life-time.Minute)
+		if s.lists != 1 || s.watches != 2 || s.asked < 79*60/45 || s.asked > 79*60*4/3/45+1 || len(all) != 1 {
+			t.Errorf("%d lists, %d watches, %d questions, %d changes in 79 minutes", s.lists, s.watches, s.asked, len(all))
+		}
+	})
+}
+
+// A server does not end the watch of an identity that it no longer accepts.
+func TestFollowNoticesWithinAMinuteThatItsIdentityIsRevoked(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		s := &script{watching: untilEnd, revoked: time.Now().Add(10 * time.Minute)}
+		all := s.during(t, 11*time.Minute)
+		if len(all) < 2 || !apierrors.IsUnauthorized(all[1].err) {
+			t.Errorf("a minute later: %+v", all)
+		}
+		s = &script{watching: untilEnd}
+		if all := s.during(t, 10*time.Minute); len(all) != 1 {
+			t.Errorf("nothing is revoked: %+v", all)
 		}
 	})
 }
@@ -129,7 +155,7 @@ func TestFollowGoesOnFromBookmarksAndListsAgainWhenTheyAreTooOld(t *testing.T) {
 				t.Errorf("watch %d began at %s, want %s", s.watches, s.version, want)
 			}
 		}
-		all := s.during(t, 4*time.Minute)
+		all := s.during(t, 4*life-time.Minute)
 		if s.lists != 2 || len(all) != 4 || !all[0].full || all[1].gone || !all[2].gone || !all[3].full {
 			t.Errorf("%d lists, changes %+v", s.lists, all)
 		}
@@ -153,9 +179,9 @@ func TestFollowIsNotHurriedByAServerThatEndsEveryWatchAtOnce(t *testing.T) {
 func TestFollowEndsAWatchThatTheServerDoesNot(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		s := &script{watching: func(ctx context.Context, _ *watch.FakeWatcher, _ metav1.ListOptions) { <-ctx.Done() }}
-		s.during(t, 10*time.Minute)
+		s.during(t, 24*time.Hour)
 		if s.watches < 9 {
-			t.Errorf("%d watches in ten minutes", s.watches)
+			t.Errorf("%d watches in a day", s.watches)
 		}
 	})
 }

@@ -145,7 +145,7 @@ func (c *cluster) freeze(ctx context.Context) error {
 // quick is a pace for tests, far below the usual one. Only the bound of a request stays long, for a
 // busy machine.
 var quick = pace{
-	request: 6 * time.Second, watch: 3 * time.Second, settled: time.Second,
+	request: 6 * time.Second, watch: time.Minute, ask: 2 * time.Second, settled: time.Second,
 	min: 50 * time.Millisecond, max: time.Second, renew: 200 * time.Millisecond,
 }
 

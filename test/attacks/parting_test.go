@@ -51,7 +51,7 @@ func twinOfB(t *testing.T, s *site) {
 	context.Cluster, context.AuthInfo = "twin-"+context.Cluster, "twin-"+context.AuthInfo
 	all.Contexts["twin"] = context
 	must(t, clientcmd.WriteToFile(*all, s.Kubeconfig))
-	s.isthmus(t, "install", "--context", "twin", "--cluster-name", s.b.Name, "--cluster-id", s.b.ID)
+	s.isthmus(t, "install", "--without-workloads", "--context", "twin", "--cluster-name", s.b.Name, "--cluster-id", s.b.ID)
 
 	secret := func() string {
 		var secret corev1.Secret

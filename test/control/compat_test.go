@@ -21,6 +21,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -42,6 +43,7 @@ const liqoKey = "AQIDBAUGBwgJCgsMDQ4PEBESExQVFhcYGRobHB0eHyA="
 func TestLiqo(t *testing.T) {
 	a := newSites(t, "10.244.0.0/16")[0]
 	b := newLiqoSite(t)
+	refusedByCommands(t, a, b)
 	introduce(t, a, b)
 	introduce(t, b, a)
 	manager := &liqoManager{granted: map[string][2]string{}, config: liqoSpec{
@@ -51,7 +53,7 @@ func TestLiqo(t *testing.T) {
 	manager.remap(map[string]string{"10.244.0.0/16": "10.64.0.0/16", "10.245.0.0/16": "10.65.0.0/16"})
 	theirs := &liqo{id: b.id, client: b.client, manager: manager}
 	play(t, theirs)
-	a.startManager()
+	a.startManager("--external-cidr", "10.245.0.0/16") // as long as the PodCIDR, as Liqo chooses it
 
 	steps := func(t *testing.T, golden string, join, part func(), under func(t *testing.T)) {
 		foreign(t, b, a, "Established")
@@ -130,6 +132,53 @@ func newLiqoSite(t *testing.T) *site {
 		}
 	}
 	return s
+}
+
+// refusedByCommands lets a person take a Liqo for an Isthmus: no command installs anything there, or
+// says that somebody should.
+func refusedByCommands(t *testing.T, a, liqo *site) {
+	t.Helper()
+	kubeconfig := filepath.Join(liqo.dir, "admin.kubeconfig")
+	if err := os.WriteFile(kubeconfig, liqo.server.Kubeconfig(), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	everything := func() string {
+		var all []string
+		for _, kind := range []schema.GroupVersionKind{
+			{Version: "v1", Kind: "Namespace"}, {Version: "v1", Kind: "Secret"}, {Group: "rbac.authorization.k8s.io", Version: "v1", Kind: "ClusterRole"},
+			{Group: "rbac.authorization.k8s.io", Version: "v1", Kind: "RoleBinding"}, {Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"},
+		} {
+			list, err := listOf(t.Context(), liqo.client, kind)
+			if err != nil {
+				t.Fatal(err)
+			}
+			for i := range list {
+				all = append(all, kind.Kind+" "+list[i].GetNamespace()+"/"+list[i].GetName())
+			}
+		}
+		return strings.Join(all, "\n")
+	}
+	liqo.eventually("the namespaces of every cluster", func() (string, bool) { // the controllers have just started
+		was := everything()
+		time.Sleep(2 * time.Second)
+		return was, was == everything()
+	})
+	before := everything()
+	for _, args := range [][]string{
+		{"peer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", kubeconfig},
+		{"peer", "--kubeconfig", kubeconfig, "--remote-kubeconfig", a.kubeconfig},
+		{"unpeer", "--kubeconfig", a.kubeconfig, "--remote-kubeconfig", kubeconfig},
+		{"peer", "alpha", "--kubeconfig", kubeconfig, "--consent", "10.244.0.0/16,10.245.0.0/16"},
+	} {
+		out, err := a.isthmus(args...)
+		if err == nil || !strings.Contains(out, "is a Liqo without Isthmus") || !strings.Contains(out, "docs/liqo.md") || strings.Contains(out, "isthmus install") {
+			t.Errorf("isthmus %s: %v\n%s", strings.Join(args, " "), err, out)
+		}
+	}
+	if after := everything(); after != before {
+		t.Errorf("the Liqo has\n%s\nand had\n%s", after, before)
+	}
+	a.clean()
 }
 
 // applyFile creates CRDs and waits until they are served.

@@ -31,6 +31,35 @@ func TestExchange(t *testing.T) {
 		s.startManager()
 	}
 
+	podsOfA, podsOfB := a.podCIDR, b.podCIDR
+	t.Run("identical clusters choose identical networks", func(t *testing.T) {
+		in(t, sites...)
+		for _, s := range []*site{a, b} {
+			s.reconfigure("10.244.0.0/16", "--external-cidr", "10.245.0.0/20") // while both have no memory of the other
+		}
+		peer(t, a, b)
+		agreed(t, a, b)
+		x, y := a.tunnelEndpoint(b).Spec, b.tunnelEndpoint(a).Spec
+		if x.RemoteNATPodCIDR != y.RemoteNATPodCIDR || x.RemoteNATExternalCIDR != y.RemoteNATExternalCIDR {
+			t.Errorf("a chose %s and %s, b %s and %s", x.RemoteNATPodCIDR, x.RemoteNATExternalCIDR, y.RemoteNATPodCIDR, y.RemoteNATExternalCIDR)
+		}
+		disjoin(a, b)
+
+		wish := isthmus.Overrides{PodCIDR: new("10.246.0.0/16"), ExternalCIDR: new("10.247.0.0/20")}
+		a.join(b, wish)
+		b.join(a, wish)
+		agreed(t, a, b)
+		for _, te := range []*v1alpha1.TunnelEndpoint{a.tunnelEndpoint(b), b.tunnelEndpoint(a)} {
+			s := te.Spec
+			if s.LocalNATPodCIDR != "10.246.0.0/16" || s.RemoteNATPodCIDR != "10.246.0.0/16" || s.LocalNATExternalCIDR != "10.247.0.0/20" ||
+				s.RemoteNATExternalCIDR != "10.247.0.0/20" {
+				t.Errorf("what the Peerings demand is not in force: %+v", s)
+			}
+		}
+		disjoin(a, b)
+		a.reconfigure(podsOfA)
+		b.reconfigure(podsOfB)
+	})
 	t.Run("different networks and masks", func(t *testing.T) {
 		in(t, sites...)
 		peer(t, a, b)
@@ -73,30 +102,6 @@ func TestExchange(t *testing.T) {
 			s.clean()
 		}
 	})
-	t.Run("identical clusters choose identical networks", func(t *testing.T) {
-		in(t, sites...)
-		rejoin(a, b)
-		agreed(t, a, b)
-		x, y := a.tunnelEndpoint(b).Spec, b.tunnelEndpoint(a).Spec
-		if x.RemoteNATPodCIDR != y.RemoteNATPodCIDR || x.RemoteNATExternalCIDR != y.RemoteNATExternalCIDR {
-			t.Errorf("a chose %s and %s, b %s and %s", x.RemoteNATPodCIDR, x.RemoteNATExternalCIDR, y.RemoteNATPodCIDR, y.RemoteNATExternalCIDR)
-		}
-		disjoin(a, b)
-
-		wish := isthmus.Overrides{PodCIDR: new("10.246.0.0/16"), ExternalCIDR: new("10.247.0.0/16")}
-		a.join(b, wish)
-		b.join(a, wish)
-		agreed(t, a, b)
-		for _, te := range []*v1alpha1.TunnelEndpoint{a.tunnelEndpoint(b), b.tunnelEndpoint(a)} {
-			s := te.Spec
-			if s.LocalNATPodCIDR != "10.246.0.0/16" || s.RemoteNATPodCIDR != "10.246.0.0/16" || s.LocalNATExternalCIDR != "10.247.0.0/16" ||
-				s.RemoteNATExternalCIDR != "10.247.0.0/16" {
-				t.Errorf("what the Peerings demand is not in force: %+v", s)
-			}
-		}
-		disjoin(a, b)
-	})
-
 	for _, test := range []struct {
 		name         string
 		podA, podB   string

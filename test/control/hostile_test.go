@@ -50,8 +50,8 @@ func TestHostile(t *testing.T) {
 	if err := a.client.Status().Update(t.Context(), node); err != nil {
 		t.Fatal(err)
 	}
-	a.startManager()
-	b.startManager()
+	a.startManager("--external-cidr", "10.245.0.0/16")
+	b.startManager("--external-cidr", "10.132.0.0/14")
 	peer(t, a, b)
 	agreed(t, a, b)
 	c := honest(t, a)

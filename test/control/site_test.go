@@ -136,7 +136,7 @@ func (s *site) start() (err error) {
 	if s.client, err = client.NewWithWatch(s.config, client.Options{Scheme: scheme()}); err != nil {
 		return err
 	}
-	if out, err := s.isthmus("install", "--kubeconfig", s.kubeconfig, "--cluster-name", s.name, "--cluster-id", s.id); err != nil {
+	if out, err := s.isthmus("install", "--without-workloads", "--kubeconfig", s.kubeconfig, "--cluster-name", s.name, "--cluster-id", s.id); err != nil {
 		return fmt.Errorf("isthmus install: %w\n%s", err, out)
 	}
 	return s.playGateway(ctx)
@@ -288,8 +288,28 @@ func (s *site) stopManager() {
 func (s *site) reconfigure(podCIDR string, args ...string) {
 	s.t.Helper()
 	s.stopManager()
+	s.forget()
 	s.podCIDR = podCIDR
 	s.startManager(args...)
+}
+
+// forget takes away what the IPAM remembers of peers that have left: another test wants networks for
+// clusters that never met.
+func (s *site) forget() {
+	s.t.Helper()
+	s.eventually("no memory of former peers", func() (string, bool) {
+		var list v1alpha1.IpamStorageList
+		if err := s.client.List(s.t.Context(), &list); err != nil {
+			return err.Error(), false
+		}
+		patch := client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"`+isthmus.AnnotationFormer+`":null}}}`))
+		for i := range list.Items {
+			if err := s.client.Patch(s.t.Context(), &list.Items[i], patch); err != nil {
+				return err.Error(), false
+			}
+		}
+		return "", true
+	})
 }
 
 func (s *site) end() {

@@ -100,6 +100,13 @@ func clusterSpec(podCIDR string, nodes int) lab.ClusterSpec {
 	return lab.ClusterSpec{PodCIDR: netip.MustParsePrefix(podCIDR), Nodes: nodes}
 }
 
+// inPods gives the gateways of a cluster networks of their own, as ordinary Pods have; else they have
+// those of their nodes.
+func inPods(spec lab.ClusterSpec) lab.ClusterSpec {
+	spec.GatewayPods = min(spec.Nodes, 2)
+	return spec
+}
+
 // isthmus runs the program as an administrator does.
 func isthmus(t *testing.T, f *fleet.Fleet, args ...string) {
 	t.Helper()

@@ -32,7 +32,7 @@ const takeover = 30 * time.Second
 // Nodes check the reverse path strictly here, so that a takeover must not leave a one-sided way.
 func TestGatewayFaults(t *testing.T) {
 	f := up(t, lab.Spec{RPFilter: lab.RPFilterStrict, Clusters: []lab.ClusterSpec{
-		clusterSpec("10.244.0.0/16", 3), clusterSpec("10.240.0.0/12", 2),
+		inPods(clusterSpec("10.244.0.0/16", 3)), clusterSpec("10.240.0.0/12", 2),
 	}})
 	a, b := f.Clusters[0], f.Clusters[1]
 	peer(t, f, a, b)
@@ -167,13 +167,13 @@ func TestGatewayFaults(t *testing.T) {
 		})
 		t.Logf("the standby took over after %.1f s", time.Since(begin).Seconds())
 		time.Sleep(3 * time.Second)
-		if text, err := a.Nodes[was].Get(t.Context(), "http://127.0.0.1:5872/readyz"); err != nil || text != "ok, active\n" {
+		if text, err := a.GatewayHost(was).Get(t.Context(), "http://127.0.0.1:5872/readyz"); err != nil || text != "ok, active\n" {
 			t.Errorf("the gateway that cannot know of another says %q, %v; want it to be active", text, err)
 		}
 		heal()
 		begin = time.Now()
 		eventually(t, "one active gateway", func() error {
-			text, err := a.Nodes[was].Get(t.Context(), "http://127.0.0.1:5872/readyz")
+			text, err := a.GatewayHost(was).Get(t.Context(), "http://127.0.0.1:5872/readyz")
 			if err == nil && text == "ok, active\n" {
 				err = fmt.Errorf("%s: %s", a.Nodes[was], text)
 			}

@@ -174,7 +174,7 @@ func carriesOn(t *testing.T, c *fleet.Cluster, i int) {
 func says(t *testing.T, c *fleet.Cluster, i, port int, path string, words ...string) {
 	t.Helper()
 	eventually(t, fmt.Sprintf("%q of %s", words, c.Nodes[i]), func() error {
-		text, err := c.Nodes[i].Get(t.Context(), fmt.Sprintf("http://127.0.0.1:%d%s", port, path))
+		text, err := c.GatewayHost(i).Get(t.Context(), fmt.Sprintf("http://127.0.0.1:%d%s", port, path))
 		if err != nil {
 			text = err.Error() // with the text of an answer that is none of success
 		}

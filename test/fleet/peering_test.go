@@ -21,11 +21,11 @@ import (
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
-// Three clusters, of which a and b overlap with different masks, over an underlay with a cloud's
-// MTU.
+// Three clusters, of which a and b overlap with different masks and have gateways that are ordinary
+// Pods, over an underlay with a cloud's MTU.
 func TestPeering(t *testing.T) {
 	f := up(t, lab.Spec{MTU: 1450, Clusters: []lab.ClusterSpec{
-		clusterSpec("10.244.0.0/16", 3), clusterSpec("10.244.128.0/18", 2), clusterSpec("172.20.0.0/22", 2),
+		inPods(clusterSpec("10.244.0.0/16", 3)), inPods(clusterSpec("10.244.128.0/18", 2)), clusterSpec("172.20.0.0/22", 2),
 	}})
 	a, b, c := f.Clusters[0], f.Clusters[1], f.Clusters[2]
 	had := map[*fleet.Cluster][]string{}

@@ -44,7 +44,7 @@ var unused = map[string]string{
 // uses is one for whoever takes the component over.
 func TestEveryRightIsUsed(t *testing.T) {
 	f := upWith(t, fleet.Options{Audit: true, Spec: lab.Spec{Clusters: []lab.ClusterSpec{
-		clusterSpec("10.244.0.0/16", 2), clusterSpec("10.244.64.0/19", 2),
+		inPods(clusterSpec("10.244.0.0/16", 2)), clusterSpec("10.244.64.0/19", 2),
 	}}})
 	a, b := f.Clusters[0], f.Clusters[1]
 	peer(t, f, a, b)

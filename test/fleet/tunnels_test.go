@@ -23,7 +23,7 @@ func TestTunnels(t *testing.T) {
 		return spec
 	}
 	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{
-		several(3, clusterSpec("10.244.0.0/16", 3)), several(2, clusterSpec("10.244.128.0/18", 2)), several(1, clusterSpec("172.20.0.0/22", 2)),
+		several(3, inPods(clusterSpec("10.244.0.0/16", 3))), several(2, clusterSpec("10.244.128.0/18", 2)), several(1, clusterSpec("172.20.0.0/22", 2)),
 	}})
 	a, b, c := f.Clusters[0], f.Clusters[1], f.Clusters[2]
 	peer(t, f, a, b)
@@ -114,7 +114,7 @@ func TestTunnels(t *testing.T) {
 			}
 		}
 		service := func(n string) {
-			isthmus(t, f, "install", "--context", "c", "--gateway-service", "NodePort", "--tunnels", n)
+			isthmus(t, f, "install", "--without-workloads", "--context", "c", "--gateway-service", "NodePort", "--tunnels", n)
 		}
 		published := func(n int) {
 			eventually(t, fmt.Sprintf("%d tunnels of c", n), func() error {

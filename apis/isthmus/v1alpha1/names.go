@@ -26,6 +26,10 @@ const (
 // mapped endpoint, and what the endpoints were then.
 const AnnotationMappings = "isthmus.net/mappings"
 
+// AnnotationFormer on the IpamStorage has the networks that peers had here when they left, the latest
+// last. A peer that comes back has them again while they are free.
+const AnnotationFormer = "isthmus.net/former-networks"
+
 // AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated
 // by commas. The peer renews its token for no others.
 const AnnotationTokenAudiences = "isthmus.net/token-audiences"
@@ -96,12 +100,13 @@ const (
 	ReasonInvalid = "Invalid" // what the two sides said does not go together
 	ReasonWaiting = "Waiting" // for the exchange
 
-	// Connected: taken from status.connection of the TunnelEndpoint
+	// Connected: that of the TunnelEndpoint's own condition Connected (Causes of package
+	// net/v1alpha1), or one of these
 	ReasonConnecting = "Connecting"
 	ReasonNoGateway  = "NoGateway" // no gateway has written a status yet
 	// ReasonGatewaySilent: no gateway is at work, so that nobody knows; Ready has it too.
 	ReasonGatewaySilent = "GatewaySilent"
-	ReasonLost          = "ConnectionLost"
+	ReasonLost          = "ConnectionLost" // a gateway that says no reason, such as a Liqo's
 
 	// ReasonUnknown: not looked at yet.
 	ReasonUnknown = "Unknown"

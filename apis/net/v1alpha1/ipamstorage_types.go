@@ -51,7 +51,7 @@ type EndpointMapping struct {
 	// ExternalCIDROriginalIP is that address.
 	ExternalCIDROriginalIP StoredIP `json:"ExternalCIDROriginalIP"`
 	// ClusterMappings has an entry for each peer that may reach the endpoint, by clusterID.
-	// +kubebuilder:validation:MaxProperties=1024
+	// +kubebuilder:validation:MaxProperties=4096
 	ClusterMappings map[string]ClusterMapping `json:"clusterMappings"`
 }
 
@@ -74,7 +74,7 @@ type IpamStorageSpec struct {
 	// +kubebuilder:validation:MaxItems=1024
 	ReservedSubnets []ListedCIDR `json:"reservedSubnets"`
 	// ClusterSubnets are the networks exchanged with each peer, by clusterID.
-	// +kubebuilder:validation:MaxProperties=1024
+	// +kubebuilder:validation:MaxProperties=4096
 	// +kubebuilder:validation:XValidation:rule="self.all(c, c.size() > 0 && c.size() <= 63)",message="keys must be clusterIDs of 1 to 63 characters",reason=FieldValueInvalid
 	ClusterSubnets map[string]Subnets `json:"clusterSubnets"`
 	// ExternalCIDR is our own ExternalCIDR.

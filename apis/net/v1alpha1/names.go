@@ -44,6 +44,30 @@ const (
 	ReasonAmbiguous    = "Ambiguous"     // the sender has more than one NetworkConfig here
 )
 
+// ConditionConnected is the condition of a TunnelEndpoint that the active gateway writes: whether
+// the peer answers, and if not, why. A Liqo has none. status.connection says the same in Liqo's
+// words: its message is that of the condition where the status is Error.
+const ConditionConnected = "Connected"
+
+// Reasons of ConditionConnected. Only the first one belongs to True.
+const (
+	CauseConnected       = "Connected"       // the peer answers
+	CauseConnecting      = "Connecting"      // configured less than ten seconds ago, and no answer yet
+	CauseNotApplied      = "NotApplied"      // the gateway's own machine refuses something that the peer needs
+	CauseEndpointName    = "EndpointName"    // the name of its gateway leads to no address that may be used
+	CauseSendError       = "SendError"       // the kernel does not send to it; the message has the kernel's error
+	CauseWrongKey        = "WrongKey"        // handshakes come from its address that are for or from another key
+	CauseAnswersLost     = "AnswersLost"     // its handshakes arrive, our answers do not
+	CauseNoAnswer        = "NoAnswer"        // it was never heard
+	CausePeerSilent      = "PeerSilent"      // it was heard, and is not any more
+	CauseRangesDisagree  = "RangesDisagree"  // its packets arrive, from or for addresses that were not agreed upon
+	CauseProbeUnanswered = "ProbeUnanswered" // its messages arrive, but no answers to the connection check
+)
+
+// Causes are the reasons of ConditionConnected.
+var Causes = []string{CauseConnected, CauseConnecting, CauseNotApplied, CauseEndpointName, CauseSendError, CauseWrongKey, CauseAnswersLost,
+	CauseNoAnswer, CausePeerSilent, CauseRangesDisagree, CauseProbeUnanswered}
+
 // None stands in a NAT field for "this network is not remapped". It has to be spelled out: a Liqo
 // copies what it finds in the status of a NetworkConfig into its TunnelEndpoint, and its gateway
 // rejects one whose NAT field is empty.

@@ -37,18 +37,20 @@ var rules = map[string][]expr.Any{
 	"ip saddr @remote ip daddr != @remote accept": slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
 	"ip saddr != @remote ip daddr @remote accept": slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
 	"fib daddr type != local accept":              slices.Concat(notLocal(), accept()),
-	`iifname "isthmus.vxlan" jump translated`:     slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("translated")),
-	`iifname "isthmus.host" jump translated`:      slices.Concat(iif(kernel.VethHost, expr.CmpOpEq), jump("translated")),
-	`iifname "isthmus.vxlan" jump remote`:         slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("remote")),
-	`iifname "isthmus.host" jump remote`:          slices.Concat(iif(kernel.VethHost, expr.CmpOpEq), jump("remote")),
-	`iifname "isthmus.vxlan" jump overlay`:        slices.Concat(iif(kernel.OverlayDevice, expr.CmpOpEq), jump("overlay")),
-	`iifname "isthmus.host" accept`:               slices.Concat(iif(kernel.VethHost, expr.CmpOpEq), accept()),
+	`iifname "isthmus*" accept`:                   slices.Concat(ours(expr.CmpOpEq), accept()),
 	"ip saddr @remote jump forged":                slices.Concat(ip4(), in(saddr, "remote", false), jump("forged")),
 	`oifname "isthmus.vxlan" drop`:                slices.Concat(oif(kernel.OverlayDevice), drop()),
 	"iifname @underlay accept":                    {&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Lookup{SourceRegister: 1, SetName: "underlay"}, verdict(expr.VerdictAccept)},
 	`meta iifkind "veth" drop`:                    slices.Concat(iifKind("veth"), drop()),
 	`meta iifkind "bridge" drop`:                  slices.Concat(iifKind("bridge"), drop()),
 	"ip daddr @remote ip saddr @elsewhere drop":   slices.Concat(ip4(), in(daddr, "remote", false), in(saddr, "elsewhere", false), drop()),
+	`iifname "isthmus*" jump translated`:          slices.Concat(ours(expr.CmpOpEq), jump("translated")),
+	`iifname "isthmus*" jump remote`:              slices.Concat(ours(expr.CmpOpEq), jump("remote")),
+	`iifname "isthmus.vxlan" jump overlay`:        slices.Concat(iif(padded(kernel.OverlayDevice), expr.CmpOpEq), jump("overlay")),
+	"udp dport 4800 ip saddr @gateways fib saddr . iif oif != 0 accept": slices.Concat(
+		udpTo(kernel.OverlayPort), ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
+	"udp dport 4800 ip daddr @gateways fib saddr . iif oif != 0 accept": slices.Concat(
+		udpTo(kernel.OverlayPort), ip4(), in(daddr, "gateways", false), theWayBack(), accept()),
 	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
 		udpTo(kernel.OverlayPort), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
 }
@@ -87,9 +89,12 @@ func in(offset uint32, set string, invert bool) []expr.Any {
 	}
 }
 
-func iif(name string, op expr.CmpOp) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, equal(op, padded(name))}
+func iif(name []byte, op expr.CmpOp) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, equal(op, name)}
 }
+
+// ours are all devices whose names begin like those of ours.
+func ours(op expr.CmpOp) []expr.Any { return iif([]byte(kernel.TunPrefix), op) }
 
 func oif(name string) []expr.Any {
 	return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, equal(expr.CmpOpEq, padded(name))}

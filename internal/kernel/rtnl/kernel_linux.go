@@ -81,8 +81,13 @@ func (k *Kernel) Close() {
 	}
 }
 
-// Inside runs fn in the Inner namespace, as Do does.
-func (k *Kernel) Inside(fn func() error) error { return Do(k.inner, fn) }
+// Inside runs fn in the Inner namespace, as Do does, or where it is when there is none.
+func (k *Kernel) Inside(fn func() error) error {
+	if k.inner == nil {
+		return fn()
+	}
+	return Do(k.inner, fn)
+}
 
 // do runs fn in one of the namespaces.
 func (k *Kernel) do(in kernel.Namespace, fn func() error) error {
@@ -128,6 +133,9 @@ func (k *Kernel) apply(want kernel.State, of func(kernel.Plan) kernel.Plan) (ker
 		err := k.change(o)
 		if _, is := o.Object.(kernel.Filter); is && err != nil && !o.Remove {
 			return done, fmt.Errorf("%w: %w (want a kernel with nftables, conntrack and fib, and CAP_NET_ADMIN)", ErrFilter, err)
+		}
+		if errors.Is(err, errUnwritable) {
+			continue // not said again with each comparison
 		}
 		if err != nil {
 			errs = append(errs, fmt.Errorf("%s: %w", o.Command(k.Path()), explain(err, "CAP_NET_ADMIN")))

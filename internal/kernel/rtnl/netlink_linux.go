@@ -160,6 +160,9 @@ func (k *Kernel) haveRoutes(s *kernel.State, in kernel.Namespace) error {
 			if via, ok := netip.AddrFromSlice(gw); ok {
 				have.Via = via.Unmap()
 			}
+			if src, ok := netip.AddrFromSlice(r.Src); ok {
+				have.Src = src.Unmap()
+			}
 			s.Routes = append(s.Routes, have)
 			return true
 		})
@@ -291,6 +294,12 @@ func (k *Kernel) change(o kernel.Op) (err error) {
 // devconf are the numbers of IPv4 settings of a device (include/uapi/linux/ip.h).
 var devconf = map[string]int{"forwarding": 1, "send_redirects": 6, "rp_filter": 8}
 
+// Attributes of include/uapi/linux/if_link.h.
+const (
+	inetConf         = 1 // IFLA_INET_CONF
+	inet6AddrGenMode = 8 // IFLA_INET6_ADDR_GEN_MODE
+)
+
 // set writes a setting, in the namespace of the thread. Those of a device go by netlink, which
 // needs no writable /proc/sys: an unprivileged container has none.
 func (k *Kernel) set(v kernel.Setting) error {
@@ -299,22 +308,38 @@ func (k *Kernel) set(v kernel.Setting) error {
 	}
 	parts := strings.Split(v.Path, "/")
 	number, err := strconv.Atoi(v.Value)
-	if len(parts) != 5 || parts[1] != "ipv4" || devconf[parts[4]] == 0 || parts[3] == "all" || err != nil {
-		return os.WriteFile("/proc/sys/"+v.Path, []byte(v.Value), 0)
+	if len(parts) != 5 || parts[2] != "conf" || parts[3] == "all" || err != nil {
+		return ignoreOptional(v, os.WriteFile("/proc/sys/"+v.Path, []byte(v.Value), 0))
+	}
+	spec := nl.NewRtAttr(unix.IFLA_AF_SPEC, nil)
+	switch {
+	case parts[1] == "ipv4" && devconf[parts[4]] != 0:
+		spec.AddRtAttr(unix.AF_INET, nil).AddRtAttr(inetConf, nil).AddRtAttr(devconf[parts[4]], nl.Uint32Attr(uint32(number)))
+	case parts[1] == "ipv6" && parts[4] == "addr_gen_mode":
+		spec.AddRtAttr(unix.AF_INET6, nil).AddRtAttr(inet6AddrGenMode, nl.Uint8Attr(uint8(number)))
+	default:
+		return ignoreOptional(v, os.WriteFile("/proc/sys/"+v.Path, []byte(v.Value), 0))
 	}
 	index, err := k.dev(v.In, parts[3])
 	if err != nil {
 		return err
 	}
-	const inetConf = 1 // IFLA_INET_CONF
-	spec := nl.NewRtAttr(unix.IFLA_AF_SPEC, nil)
-	spec.AddRtAttr(unix.AF_INET, nil).AddRtAttr(inetConf, nil).AddRtAttr(devconf[parts[4]], nl.Uint32Attr(uint32(number)))
 	m := nl.NewIfInfomsg(unix.AF_UNSPEC)
 	m.Index = int32(index)
 	req := nl.NewNetlinkRequest(unix.RTM_SETLINK, unix.NLM_F_ACK)
 	req.AddData(m)
 	req.AddData(spec)
 	_, err = req.Execute(unix.NETLINK_ROUTE, 0)
+	return err
+}
+
+// errUnwritable says that an optional setting stays as it is.
+var errUnwritable = errors.New("may not be written here")
+
+func ignoreOptional(v kernel.Setting, err error) error {
+	if v.Optional && (errors.Is(err, unix.EROFS) || errors.Is(err, unix.EACCES) || errors.Is(err, unix.EPERM) || errors.Is(err, unix.ENOENT)) {
+		return errUnwritable
+	}
 	return err
 }
 
@@ -361,7 +386,7 @@ func (k *Kernel) changeNeigh(remove bool, in kernel.Namespace, dev string, n *ne
 
 func (k *Kernel) changeRoute(remove bool, v kernel.Route) error {
 	r := &netlink.Route{Dst: ipNet(v.Prefix), Table: v.Table, Priority: v.Metric, Protocol: netlink.RouteProtocol(v.Protocol),
-		Type: routeTypes[v.Type], Family: nl.GetIPFamily(v.Prefix.Addr().AsSlice())}
+		Type: routeTypes[v.Type], Family: nl.GetIPFamily(v.Prefix.Addr().AsSlice()), Src: v.Src.AsSlice()}
 	if remove { // whatever its next hop is
 		r.Scope = netlink.SCOPE_NOWHERE
 		if v.Type == kernel.Unicast && v.Dev == "" {

@@ -347,7 +347,7 @@ func TestFilterIsWhatItsTextSays(t *testing.T) {
 	remote := []netip.Prefix{remote4, netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.247.8.0/24"), // touching, inside
 		netip.MustParsePrefix("255.0.0.0/8"), netip.MustParsePrefix("10.9.1.2/32"), remote6}
 	for _, f := range []Filter{
-		{}, FilterFor(FilterSets{Nodes: nodes, Remote: remote, Own: own, Elsewhere: remote[:2], Underlay: []string{"eth1"}}),
+		{}, FilterFor(FilterSets{Nodes: nodes, Remote: remote, Own: own, Gateways: nodes[1:], Elsewhere: remote[:2], Underlay: []string{"eth1"}}),
 		FilterFor(FilterSets{Nodes: nodes[:1], Remote: remote[:1]}),
 	} {
 		want := State{Filters: []Filter{f}}
@@ -441,7 +441,7 @@ func TestAChangeOfAFilterChangesElements(t *testing.T) {
 
 func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 	n := open(t, RouteAgent)
-	want := State{Filters: []Filter{FilterFor(FilterSets{Nodes: []netip.Addr{via4}, Remote: []netip.Prefix{remote4}, Own: []netip.Addr{via4}})}}
+	want := State{Filters: []Filter{FilterFor(FilterSets{Nodes: []netip.Addr{via4}, Remote: []netip.Prefix{remote4}, Own: []netip.Addr{via4}, Gateways: []netip.Addr{via4}})}}
 	n.apply(want)
 	for _, change := range []string{
 		"nft delete table inet isthmus",

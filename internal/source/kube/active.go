@@ -6,10 +6,12 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -141,6 +143,8 @@ func (w *writer) place(ctx context.Context) {
 		w.say(err.Error())
 		return
 	}
+	pods.Items = slices.DeleteFunc(pods.Items, func(p corev1.Pod) bool { return !isGateway(&p, w.o.Namespace) })
+	node := w.nodeAddr(ctx)
 	trouble := ""
 	if !slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Name == w.o.Pod }) {
 		trouble = fmt.Sprintf("Pod %s/%s: not there, or without the labels %s; the Service does not find the active gateway", w.o.Namespace, w.o.Pod, text(podLabels))
@@ -166,19 +170,41 @@ func (w *writer) place(ctx context.Context) {
 		want.Labels[v1alpha1.LabelGateway] = role
 		w.patch(ctx, "Pod", have, want, false)
 	}
-	if len(services.Items) != 1 {
+	if len(services.Items) != 1 || !node.IsValid() {
 		return
 	}
 	have := &services.Items[0]
-	if m := w.of(have); have.Annotations[v1alpha1.AnnotationGatewayNodeIP] == w.o.PodIP.String() || !m.due(have, now) {
+	if m := w.of(have); have.Annotations[v1alpha1.AnnotationGatewayNodeIP] == node.String() || !m.due(have, now) {
 		return
 	}
 	want := have.DeepCopy()
 	if want.Annotations == nil {
 		want.Annotations = make(map[string]string)
 	}
-	want.Annotations[v1alpha1.AnnotationGatewayNodeIP] = w.o.PodIP.String()
+	want.Annotations[v1alpha1.AnnotationGatewayNodeIP] = node.String()
 	w.patch(ctx, "Service", have, want, false)
+}
+
+// nodeAddr is the address of our node, at which its port leads to us; zero: not known yet.
+func (w *writer) nodeAddr(ctx context.Context) netip.Addr {
+	if w.o.Node == "" {
+		return w.o.PodIP
+	}
+	var nodes corev1.NodeList
+	if err := w.objects.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
+		return netip.Addr{}
+	}
+	for i := range nodes.Items {
+		if n := nodeFrom(&nodes.Items[i]); n.Name == w.o.Node && len(n.Addrs) > 0 {
+			return n.Addrs[0]
+		}
+	}
+	return netip.Addr{}
+}
+
+// isGateway says whether a Pod is a replica of the gateway in a namespace.
+func isGateway(p *corev1.Pod, namespace string) bool {
+	return p.Namespace == namespace && labels.SelectorFromSet(podLabels).Matches(labels.Set(p.Labels))
 }
 
 func rank(p corev1.Pod, self string) int {

@@ -13,6 +13,7 @@ import (
 
 	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -99,7 +100,7 @@ func TestStatusOfAPeer(t *testing.T) {
 	now := time.Date(2026, 11, 21, 12, 0, 30, 123456789, time.UTC)
 	node := netip.MustParseAddr("172.30.1.11")
 	report := Report{Interface: "isthmus.host", Index: 7, NextHop: netip.MustParseAddr("169.254.100.1")}
-	peer := PeerReport{ID: "id-1", Status: v1alpha1.Connected, Message: v1alpha1.ConnectedMessage, RTT: 7900 * time.Microsecond,
+	peer := PeerReport{ID: "id-1", Status: v1alpha1.Connected, Reason: v1alpha1.CauseConnected, Message: "the peer answers", RTT: 7900 * time.Microsecond,
 		Endpoint: netip.MustParseAddrPort("192.0.2.9:5871"), PublicKey: "key",
 		AllowedIPs: [2]netip.Prefix{netip.MustParsePrefix("10.101.0.0/20"), netip.MustParsePrefix("10.101.128.0/22")}}
 	te := endpoint(1)
@@ -108,7 +109,7 @@ func TestStatusOfAPeer(t *testing.T) {
 	if first.GatewayIP != "172.30.1.11" || first.VethIFaceIndex != 7 || first.VethIFaceName != "isthmus.host" || first.VethIP != "169.254.100.1" ||
 		c.Status != "Connected" || c.Latency.Value != "7ms" || !c.Latency.Timestamp.Equal(new(metav1.NewTime(now.Truncate(time.Second)))) ||
 		!reflect.DeepEqual(c.PeerConfiguration, v1alpha1.PeerConfiguration{"endpointIP": "192.0.2.9", "port": "5871", "publicKey": "key", "allowedIPs": "10.101.0.0/20, 10.101.128.0/22"}) ||
-		len(first.Conditions) != 1 || first.Conditions[0].Status != "True" || first.Conditions[0].ObservedGeneration != 3 {
+		c.StatusMessage != v1alpha1.ConnectedMessage || len(first.Conditions) != 2 || first.Conditions[1].Type != "Connected" || first.Conditions[1].Status != "True" || first.Conditions[0].Status != "True" || first.Conditions[0].ObservedGeneration != 3 {
 		t.Fatalf("first status: %+v", first)
 	}
 	te.Status = first
@@ -146,14 +147,24 @@ func TestStatusOfAPeer(t *testing.T) {
 	}
 
 	lost := peer
+	lost.Reason = v1alpha1.CauseEndpointName
 	lost.Status, lost.Message, lost.RTT, lost.Endpoint = v1alpha1.ConnectionError, "resolving gw.example: no such host", 0, netip.AddrPort{}
 	gone := statusFor(&te, node, report, lost, now)
 	if l := gone.Connection.Latency; l.Value != "N/A" || l.Timestamp != nil || gone.Connection.PeerConfiguration["endpointIP"] != "" {
 		t.Errorf("lost: %+v", gone.Connection)
 	}
 	lost.Message = "resolving gw.example: i/o timeout"
-	if other := statusFor(&te, node, report, lost, now); !onlyWords(gone, other) || onlyWords(gone, first) {
-		t.Error("only the words differ, and they differ from those of a connection by more")
+	stored := te
+	stored.Status = gone
+	other := statusFor(&stored, node, report, lost, now)
+	lost.Reason = v1alpha1.CauseNoAnswer
+	third := statusFor(&stored, node, report, lost, now)
+	if mayWait(gone, other) != messageInterval || mayWait(other, third) != reasonInterval || mayWait(gone, first) != 0 {
+		t.Errorf("another message may wait %v, another reason %v, another state %v", mayWait(gone, other), mayWait(other, third), mayWait(gone, first))
+	}
+	if c := meta.FindStatusCondition(third.Conditions, v1alpha1.ConditionConnected); c == nil || c.Status != metav1.ConditionFalse ||
+		c.Reason != v1alpha1.CauseNoAnswer || c.Message != lost.Message || c.Message != third.Connection.StatusMessage {
+		t.Errorf("the condition %+v of %+v", c, third.Connection)
 	}
 
 	refused := refusedStatus(&te, []fabric.Problem{{Field: "spec.endpointIP", Message: "is wrong"}, {Message: strings.Repeat("é", 20_000)}})

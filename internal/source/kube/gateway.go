@@ -34,13 +34,16 @@ import (
 // writeTimeout bounds one request that writes.
 const writeTimeout = 5 * time.Second
 
-// GatewayOptions say which replica of the gateway this is. All but Cluster, Tunnels, Log and
+// GatewayOptions say which replica of the gateway this is. All but Node, Cluster, Tunnels, Log and
 // StateDirectory are required.
 type GatewayOptions struct {
 	Config    *rest.Config
 	Namespace string     // of the installation: key Secret, Lease, Service and Pods are there
 	Pod       string     // name of this replica's Pod, and its identity in the election
-	PodIP     netip.Addr // the address of its node, whose network it has
+	PodIP     netip.Addr // its address; that of its node, where it has the node's network
+	// Node is the Node of a replica that has a network of its own, in which the overlay ends. Empty:
+	// it has its node's.
+	Node string
 	// Cluster is ours. Without an ID it is found out: from the ConfigMap in Namespace that Liqo and
 	// `isthmus install` write, else the ID is the UID of the namespace kube-system.
 	Cluster v1alpha1.ClusterIdentity
@@ -84,6 +87,7 @@ type Snapshot struct {
 	Gateway    fabric.Gateway
 	Problems   []fabric.Problem // of the objects that were left out: one that is broken concerns no other
 	PrivateKey [32]byte
+	PodNetwork fabric.PodNetwork // where a replica delivers that has a network of its own
 }
 
 // wish is the last Snapshot, and whether it is what is wanted now.
@@ -375,9 +379,51 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 			metav1.NamespaceDefault: {FieldSelector: fields.OneTermEqualSelector("metadata.name", "kubernetes")}}},
 		&corev1.Secret{}:        {Namespaces: named(KeySecret)}, // no other Secret may be read
 		&coordinationv1.Lease{}: {Namespaces: named(isthmus.LeaseGateway)},
-		&corev1.Pod{}:           {Namespaces: here, Label: labels.SelectorFromSet(podLabels)},
+		&corev1.Pod{}:           g.pods(here),
 		&corev1.Service{}:       {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
 	}
+}
+
+// pods are those of the gateway; a replica that delivers by itself has to know where all are.
+func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
+	if g.o.Node == "" {
+		return cache.ByObject{Namespaces: here, Label: labels.SelectorFromSet(podLabels)}
+	}
+	all := reachablePods()
+	all.Transform = func(o any) (any, error) {
+		if p, ok := o.(*corev1.Pod); ok && isGateway(p, g.o.Namespace) {
+			return o, nil // it is written, too
+		}
+		return slimPod(o)
+	}
+	return all
+}
+
+// podNetwork is where a replica delivers that has a network of its own.
+func (g *Gateway) podNetwork(ctx context.Context) (n fabric.PodNetwork, err error) {
+	if g.o.Node == "" {
+		return n, nil
+	}
+	var nodes corev1.NodeList
+	var pods corev1.PodList
+	for _, list := range []client.ObjectList{&nodes, &pods} {
+		if err := g.objects.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return n, err
+		}
+	}
+	n.Pod, n.Node = g.o.PodIP, g.o.Node
+	for i := range nodes.Items {
+		node := nodeFrom(&nodes.Items[i])
+		if slices.Contains(node.Addrs, n.Pod) {
+			return n, fmt.Errorf("POD_IP %v is an address of Node %s: the Pod has hostNetwork; want --host-network, or hostNetwork: false", n.Pod, node.Name)
+		}
+		n.Nodes = append(n.Nodes, node)
+	}
+	for i := range pods.Items {
+		n.Pods = append(n.Pods, podsFrom(&pods.Items[i])...)
+	}
+	n.Sort()
+	return n, nil
 }
 
 // waiter returns a function that says what is being waited for, in the log whenever it is something
@@ -419,7 +465,8 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 	var endpoints v1alpha1.TunnelEndpointList
 	var mappings v1alpha1.NatMappingList
 	site, unknown := g.site(ctx)
-	if err = errors.Join(err, unknown, g.objects.List(ctx, &endpoints), g.objects.List(ctx, &mappings)); err != nil {
+	network, unreachable := g.podNetwork(ctx)
+	if err = errors.Join(err, unknown, unreachable, g.objects.List(ctx, &endpoints), g.objects.List(ctx, &mappings)); err != nil {
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		next := g.wish
@@ -430,9 +477,11 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 	gw, problems := gatewayFor(cluster, private, site, endpoints.Items, mappings.Items)
 	problems = slices.Concat(mismatch, problems, g.keeper.problems())
 	if g.o.StateDirectory != "" {
-		g.keeper.put(savedFrom(cluster, private, site, endpoints.Items, mappings.Items), private)
+		saved := savedFrom(cluster, private, site, endpoints.Items, mappings.Items)
+		saved.PodNetwork = network
+		g.keeper.put(saved, private)
 	}
-	g.publish(Snapshot{Gateway: gw, Problems: problems, PrivateKey: private})
+	g.publish(Snapshot{Gateway: gw, Problems: problems, PrivateKey: private, PodNetwork: network})
 }
 
 // key reads the key, or sees to it that there is one. The problems are of a key that can be used

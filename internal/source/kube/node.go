@@ -27,26 +27,18 @@ import (
 // and UnderlayMTU of the intent are empty. A TunnelEndpoint that is broken is left out and is among
 // the problems.
 //
+// Gateways are Pods with the gateway's labels in namespace, that of the installation.
+//
 // It only reads, and returns when ctx ends. While the API server is away it delivers nothing, so
 // that what is known stays in force.
-func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
+func WatchNode(ctx context.Context, config *rest.Config, namespace string, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // few and long requests
-	visible, err := labels.NewRequirement(v1alpha1.LabelShadowPod, selection.NotEquals, []string{"true"})
-	if err != nil {
-		return err
-	}
 	kinds := map[client.Object]cache.ByObject{
 		&v1alpha1.TunnelEndpoint{}: {},
 		&v1alpha1.IpamStorage{}:    {Transform: slimBooks},
 		&corev1.Node{}:             {Transform: slimNode},
-		&corev1.Pod{}: {
-			Transform: slimPod,
-			Label:     labels.NewSelector().Add(*visible), // a shadow Pod has an address in another cluster
-			Field: fields.AndSelectors( // one that has ended has none any more
-				fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
-				fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))),
-		},
+		&corev1.Pod{}:              reachablePods(),
 	}
 	look, urgent, said := newSignal(), newSignal(), ""
 	waiting := func(err error) {
@@ -56,7 +48,7 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 		}
 	}
 	var objects *objects
-	err = retry(ctx, waiting, func() (err error) { // it asks the API server whether it has the kinds
+	err := retry(ctx, waiting, func() (err error) { // it asks the API server whether it has the kinds
 		objects, err = newObjects(config, kinds, log)
 		return err
 	})
@@ -78,7 +70,7 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 	}
 	var last *nodeSnapshot
 	see := func() {
-		now, err := objects.node(ctx)
+		now, err := objects.node(ctx, namespace)
 		if err != nil {
 			if ctx.Err() == nil {
 				log.Error("objects in the cache", "error", err) // a kind that is not watched
@@ -95,6 +87,21 @@ func WatchNode(ctx context.Context, config *rest.Config, log *slog.Logger, deliv
 	return nil
 }
 
+// reachablePods are those that may have an address.
+func reachablePods() cache.ByObject {
+	visible, err := labels.NewRequirement(v1alpha1.LabelShadowPod, selection.NotEquals, []string{"true"})
+	if err != nil {
+		panic(err) // constants
+	}
+	return cache.ByObject{
+		Transform: slimPod,
+		Label:     labels.NewSelector().Add(*visible), // a shadow Pod has an address in another cluster
+		Field: fields.AndSelectors( // one that has ended has none any more
+			fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
+			fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))),
+	}
+}
+
 type nodeSnapshot struct {
 	intent   fabric.NodeIntent
 	problems []fabric.Problem
@@ -102,7 +109,7 @@ type nodeSnapshot struct {
 
 // node makes a snapshot of what is in the cache. The cache lists in no particular order, so that
 // everything is sorted.
-func (o *objects) node(ctx context.Context) (*nodeSnapshot, error) {
+func (o *objects) node(ctx context.Context, namespace string) (*nodeSnapshot, error) {
 	var (
 		nodes     corev1.NodeList
 		pods      corev1.PodList
@@ -120,6 +127,9 @@ func (o *objects) node(ctx context.Context) (*nodeSnapshot, error) {
 	}
 	for i := range pods.Items {
 		s.intent.Pods = append(s.intent.Pods, podsFrom(&pods.Items[i])...)
+		if p := &pods.Items[i]; isGateway(p, namespace) {
+			s.intent.Gateways = append(s.intent.Gateways, gatewayFrom(p)...)
+		}
 	}
 	for i := range endpoints.Items {
 		e := &endpoints.Items[i]
@@ -173,6 +183,17 @@ func podsFrom(p *corev1.Pod) (pods []fabric.NodePod) {
 	return pods
 }
 
+// gatewayFrom are the addresses of a replica of the gateway.
+func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
+	host, _ := netip.ParseAddr(p.Status.HostIP)
+	for _, s := range p.Status.PodIPs {
+		if addr, err := netip.ParseAddr(s.IP); err == nil {
+			all = append(all, fabric.GatewayPod{Addr: addr, Host: host, HostNetwork: p.Spec.HostNetwork})
+		}
+	}
+	return all
+}
+
 // slimNode, slimPod and slimBooks keep what is read of an object: on a large cluster every agent
 // has every Pod in memory.
 func slimBooks(o any) (any, error) {
@@ -193,8 +214,12 @@ func slimNode(o any) (any, error) {
 
 func slimPod(o any) (any, error) {
 	if p, ok := o.(*corev1.Pod); ok {
-		return &corev1.Pod{ObjectMeta: slimMeta(p.ObjectMeta), Spec: corev1.PodSpec{NodeName: p.Spec.NodeName, HostNetwork: p.Spec.HostNetwork},
-			Status: corev1.PodStatus{PodIPs: p.Status.PodIPs}}, nil
+		slim := &corev1.Pod{ObjectMeta: slimMeta(p.ObjectMeta), Spec: corev1.PodSpec{NodeName: p.Spec.NodeName, HostNetwork: p.Spec.HostNetwork},
+			Status: corev1.PodStatus{PodIPs: p.Status.PodIPs}}
+		if isGateway(p, p.Namespace) {
+			slim.Labels, slim.Status.HostIP = podLabels, p.Status.HostIP
+		}
+		return slim, nil
 	}
 	return o, nil
 }

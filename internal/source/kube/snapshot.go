@@ -58,6 +58,7 @@ type savedObjects struct {
 	Site            fabric.Site               `json:"site"`      // where no peer's gateway can be
 	TunnelEndpoints []v1alpha1.TunnelEndpoint `json:"tunnelEndpoints"`
 	NatMappings     []v1alpha1.NatMapping     `json:"natMappings"`
+	PodNetwork      fabric.PodNetwork         `json:"podNetwork,omitzero"` // where to deliver
 }
 
 // savedLease says who the active replica was.
@@ -146,7 +147,12 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 		return nil, fmt.Errorf("%s: cluster.clusterID is %q; want our %q", objectsFile, objects.Cluster.ClusterID, id)
 	}
 	gw, problems := gatewayFor(objects.Cluster, private, objects.Site, objects.TunnelEndpoints, objects.NatMappings)
-	return &remembered{objects, Snapshot{Gateway: gw, Problems: problems, PrivateKey: private}, lease.Renewed}, nil
+	snapshot := Snapshot{Gateway: gw, Problems: problems, PrivateKey: private}
+	if o.Node != "" { // the Pod of that name may have got another address with another sandbox
+		snapshot.PodNetwork = objects.PodNetwork
+		snapshot.PodNetwork.Pod, snapshot.PodNetwork.Node = o.PodIP, o.Node
+	}
+	return &remembered{objects, snapshot, lease.Renewed}, nil
 }
 
 func wantVersion(file string, version int) error {

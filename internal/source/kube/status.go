@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
+	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -28,7 +29,8 @@ type Report struct {
 type PeerReport struct {
 	ID         string
 	Status     v1alpha1.ConnectionStatus
-	Message    string
+	Reason     string         // why: one of v1alpha1.Causes
+	Message    string         // and in a sentence
 	RTT        time.Duration  // of the last answer; 0 when not connected
 	Endpoint   netip.AddrPort // where the configured endpoint was found to be; zero: nowhere yet
 	PublicKey  string
@@ -49,8 +51,10 @@ const (
 	latencyInterval = 30 * time.Second
 	latencyStep     = time.Millisecond
 
-	// messageInterval is for a message that changes while the state does not, such as a resolver's.
+	// messageInterval is for a message that changes while the state does not, such as a resolver's,
+	// and reasonInterval for a reason: what a peer sends may change it.
 	messageInterval = 30 * time.Second
+	reasonInterval  = 10 * time.Second
 )
 
 // statuses writes what became of each TunnelEndpoint.
@@ -103,7 +107,7 @@ func (w *writer) statuses(ctx context.Context, ask func() (Report, error)) {
 		default:
 			continue // too new for one of the two; the next round knows
 		}
-		if equality.Semantic.DeepEqual(have.Status, status) || !m.due(have, now) || onlyWords(have.Status, status) && now.Sub(m.written) < messageInterval {
+		if equality.Semantic.DeepEqual(have.Status, status) || !m.due(have, now) || now.Sub(m.written) < mayWait(have.Status, status) {
 			continue
 		}
 		want := have.DeepCopy()
@@ -125,6 +129,7 @@ func refusedStatus(te *v1alpha1.TunnelEndpoint, problems []fabric.Problem) v1alp
 		Status: v1alpha1.ConnectionError, StatusMessage: message,
 		Latency: v1alpha1.ConnectionLatency{Value: v1alpha1.LatencyUnknown},
 	}
+	meta.RemoveStatusCondition(&want.Conditions, v1alpha1.ConditionConnected)
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionFalse,
 		Reason: ReasonInvalid, Message: message, ObservedGeneration: te.Generation})
 	return want
@@ -138,7 +143,7 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	want.VethIFaceName, want.VethIFaceIndex, want.VethIP = r.Interface, r.Index, r.NextHop.String()
 	was := te.Status.Connection
 	want.Connection = v1alpha1.Connection{
-		Status: p.Status, StatusMessage: cut(p.Message, 32768),
+		Status: p.Status, StatusMessage: liqoMessage(p),
 		Latency: v1alpha1.ConnectionLatency{Value: v1alpha1.LatencyUnknown},
 		PeerConfiguration: v1alpha1.PeerConfiguration{
 			v1alpha1.ConfigPublicKey:  p.PublicKey,
@@ -159,7 +164,27 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 	}
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue,
 		Reason: ReasonConfigured, Message: "the gateway does what this object says", ObservedGeneration: te.Generation})
+	connected := metav1.ConditionFalse
+	if p.Reason == v1alpha1.CauseConnected {
+		connected = metav1.ConditionTrue
+	}
+	if p.Reason == "" {
+		return want
+	}
+	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: connected,
+		Reason: p.Reason, Message: cut(p.Message, 4096), ObservedGeneration: te.Generation})
 	return want
+}
+
+// liqoMessage is the message that goes with a status in Liqo's words, and the cause of an Error.
+func liqoMessage(p PeerReport) string {
+	switch p.Status {
+	case v1alpha1.Connected:
+		return v1alpha1.ConnectedMessage
+	case v1alpha1.Connecting:
+		return v1alpha1.ConnectingMessage
+	}
+	return cut(p.Message, 32768)
 }
 
 // smooth follows a round trip time as TCP does (RFC 6298): one late answer is no news.
@@ -198,10 +223,27 @@ func parseLatency(text string) (time.Duration, bool) {
 	return d, err == nil
 }
 
-// onlyWords says whether two statuses differ in nothing but words for people.
-func onlyWords(a, b v1alpha1.TunnelEndpointStatus) bool {
-	a.Connection.StatusMessage = b.Connection.StatusMessage
-	return equality.Semantic.DeepEqual(a, b)
+// mayWait is how long after the last write a status may stay as it was, though it differs: a
+// message longer than a reason, and all else not at all.
+func mayWait(a, b v1alpha1.TunnelEndpointStatus) time.Duration {
+	without := func(s v1alpha1.TunnelEndpointStatus, reasons bool) v1alpha1.TunnelEndpointStatus {
+		s.Connection.StatusMessage = ""
+		s.Conditions = slices.Clone(s.Conditions)
+		for i := range s.Conditions {
+			s.Conditions[i].Message = ""
+			if reasons {
+				s.Conditions[i].Reason = ""
+			}
+		}
+		return s
+	}
+	switch {
+	case equality.Semantic.DeepEqual(without(a, false), without(b, false)):
+		return messageInterval
+	case equality.Semantic.DeepEqual(without(a, true), without(b, true)):
+		return reasonInterval
+	}
+	return 0
 }
 
 // cut shortens a text to the limit of its field.

@@ -1,0 +1,66 @@
+package main
+
+import (
+	"github.com/spf13/cobra"
+
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/peering"
+)
+
+func newDiagnoseCommand() *cobra.Command {
+	var local, remote peering.Access
+	var output cli.Output
+	cmd := &cobra.Command{
+		Use:   "diagnose [PEER]",
+		Short: "Find the first thing that is broken on the way to a peer",
+		Long: `Walk the way between a cluster and a peer hop by hop, name the first hop that is
+broken and say what to do: manager, gateway and route agents of the cluster, the
+identity at the peer, the exchange of networks, the tunnel. PEER is the name of a
+Peering or of the other cluster; without it all are looked at.
+
+With --remote-context, or --remote-kubeconfig, the other side is looked at too.
+Each side sees what the other cannot: whoever hears nothing does not know why.
+
+The exit code is 0 when everything works that was looked at, 1 when something is
+broken or unknown, and 2 when a cluster could not be asked.`,
+		Example:           "  isthmus diagnose --context paris oslo\n  isthmus diagnose --context paris --remote-context oslo",
+		Args:              cobra.MaximumNArgs(1),
+		ValidArgsFunction: completePeering(&local),
+		RunE: func(cmd *cobra.Command, args []string) error {
+			name := ""
+			if len(args) == 1 {
+				name = args[0]
+			}
+			a, err := connect(local)
+			if err != nil {
+				return err
+			}
+			var b *peering.Cluster
+			if remote.Context != "" || remote.Kubeconfig != "" {
+				if remote.Kubeconfig == "" {
+					remote.Kubeconfig = local.Kubeconfig
+				}
+				if b, err = connect(remote); err != nil {
+					return err
+				}
+			}
+			d, err := peering.Diagnose(cmd.Context(), a, b, name)
+			if err != nil {
+				return clusterError(err)
+			}
+			if output.ForPrograms() {
+				err = output.Print(cmd.OutOrStdout(), d)
+			} else {
+				err = d.Print(cmd.OutOrStdout())
+			}
+			if err == nil && !d.Fine() {
+				err = cli.ErrProblem
+			}
+			return err
+		},
+	}
+	addAccessFlags(cmd, &local, "", "")
+	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
+	cli.AddOutputFlag(cmd, &output, "print for programs")
+	return cmd
+}

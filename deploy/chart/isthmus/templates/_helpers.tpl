@@ -1,0 +1,41 @@
+{{- define "isthmus.image" -}}
+{{ .Values.image.repository }}{{ if .Values.image.digest }}@{{ .Values.image.digest }}{{ else }}:{{ default .Chart.AppVersion .Values.image.tag }}{{ end }}
+{{- end }}
+
+{{- /* Labels of what is ours beside its app.kubernetes.io/name. */ -}}
+{{- define "isthmus.labels" -}}
+app.kubernetes.io/part-of: isthmus
+app.kubernetes.io/version: {{ default .Chart.AppVersion .Values.image.tag | quote }}
+{{- end }}
+
+{{- /* How a container starts: the same for all components. */ -}}
+{{- define "isthmus.container" -}}
+image: {{ include "isthmus.image" . | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+terminationMessagePolicy: FallbackToLogsOnError
+{{- end }}
+
+{{- define "isthmus.pullSecrets" -}}
+{{- with .Values.image.pullSecrets }}
+imagePullSecrets:
+{{- range . }}
+- name: {{ . | quote }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{- define "isthmus.podEnv" -}}
+- name: POD_NAME
+  valueFrom: {fieldRef: {fieldPath: metadata.name}}
+- name: POD_UID
+  valueFrom: {fieldRef: {fieldPath: metadata.uid}}
+- name: POD_NAMESPACE
+  valueFrom: {fieldRef: {fieldPath: metadata.namespace}}
+{{- end }}
+
+{{- define "isthmus.nodeEnv" -}}
+- name: NODE_NAME
+  valueFrom: {fieldRef: {fieldPath: spec.nodeName}}
+- name: POD_IP
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end }}

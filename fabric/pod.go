@@ -1,0 +1,202 @@
+package fabric
+
+import (
+	"net/netip"
+	"slices"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// A PodNetwork is what a gateway that is a Pod has to know of its cluster to deliver there: it has
+// the overlay in its own network, and its node is like any other. The zero value is that of a
+// gateway with a host's network.
+type PodNetwork struct {
+	Pod   netip.Addr // address of the gateway's Pod, IPv4
+	Node  string     // name of its Node, behind which mapped endpoints outside of the cluster are
+	Nodes []ClusterNode
+	Pods  []NodePod // with addresses that are in no network of their node
+	// Trusted: pods are where the podCIDRs of nodes say, so that a Pod with an address of another
+	// node's network is not believed. Sort finds out.
+	Trusted bool
+}
+
+// Sort brings the lists into an order that depends on nothing but what is in them, and leaves out
+// the pods that are where the networks of their nodes say.
+func (n *PodNetwork) Sort() {
+	all := make(map[string][]netip.Prefix, len(n.Nodes))
+	for _, node := range n.Nodes {
+		all[node.Name] = node.PodCIDRs
+	}
+	n.Trusted = n.Trusted || podCIDRsHold(n.Nodes, n.Node, n.Pods)
+	n.Pods = slices.DeleteFunc(n.Pods, func(p NodePod) bool {
+		return slices.ContainsFunc(all[p.Node], func(c netip.Prefix) bool { return c.Contains(p.Addr) })
+	})
+	in := NodeIntent{Nodes: n.Nodes, Pods: n.Pods}
+	in.Sort()
+}
+
+// GatewayMAC is the MAC address of the overlay device of a gateway that is a Pod, so that nodes know
+// it without asking. No Node has such a name.
+func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.String()) }
+
+// GatewayPodFor decides what the network namespace of a gateway that is a Pod holds, so that packets
+// out of the overlay reach the TUNs, and what leaves a TUN reaches the node of its pod by the
+// overlay.
+//
+//	eth0 ═ VXLAN ═ isthmus.vxlan ─ table 4200 ─► isthmus0 (TUN)
+//	                     ◄──────── table 4201 ───────┘
+//
+// further and tunnels are as in GatewayHostFor, mtu is that of the TUNs and underlayMTU that of the
+// device with the Pod's address. Nothing else is forwarded, and what the Pod itself sends to a peer
+// is refused. The addresses by which nodes are found in the overlay are those that they have in the
+// underlay. Outer packets are believed when they come from nodes: from their InternalIPs and, since
+// a CNI may hide a node that talks to pods behind an address of its own, from the first two
+// addresses of their pods' networks, which no pod has.
+func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
+	if underlayMTU == 0 {
+		underlayMTU = defaultUnderlay
+	}
+	const dev = kernel.OverlayDevice
+	d := nodeDecision{nodes: slices.Clone(in.Nodes), trusted: in.Trusted, overlay: make(map[string]netip.Addr, len(in.Nodes))}
+	var remotes, own []netip.Prefix
+	for i := range peers {
+		p := &peers[i]
+		own = append(own, p.Local.Pod)
+		for i, prefix := range p.AllowedIPs {
+			if prefix.Addr().Is6() {
+				d.problem(p.Origin, remoteField(p, i), "%v is IPv6, which the overlay does not carry to a gateway that is a Pod; want IPv4, or a gateway with --host-network", prefix)
+				continue
+			}
+			remotes = append(remotes, prefix)
+			d.route(kernel.Route{Prefix: prefix, Dev: further[p.ID].devs(), Table: kernel.GatewayTable})
+			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.RefuseTable, Metric: kernel.UnreachableMetric})
+			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+		}
+	}
+	everything := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+	d.route(kernel.Route{Prefix: everything, Type: kernel.Unreachable, Table: kernel.GatewayTable, Metric: kernel.UnreachableMetric})
+	d.route(kernel.Route{Prefix: everything, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+	d.rule(kernel.Rule{Priority: kernel.OverlayRulePriority, Iif: dev, Table: kernel.GatewayTable})
+	d.rule(kernel.Rule{Priority: kernel.RefuseRulePriority, Table: kernel.RefuseTable})
+
+	s := &d.node
+	s.Devices = []kernel.Device{{Name: dev, VXLAN: kernel.VXLAN{ID: kernel.OverlayID, Port: kernel.OverlayPort, Local: in.Pod}}}
+	s.Links = []kernel.Link{{Name: dev, MAC: GatewayMAC(in.Pod), MTU: min(max(underlayMTU-overlayOverhead, minOverlayMTU), 65535-overlayOverhead), Up: true}}
+	devices := []string{dev}
+	for i := range tunnels {
+		name := TunName(i)
+		devices = append(devices, name)
+		s.Links = append(s.Links, kernel.Link{Name: name, MTU: mtu, Up: true})
+		d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, Iif: name, Table: kernel.NodeTable})
+	}
+	for _, name := range devices {
+		for _, v := range [][2]string{{"forwarding", "1"}, {"rp_filter", "2"}, {"send_redirects", "0"}} {
+			s.Settings = append(s.Settings, kernel.Setting{Path: "net/ipv4/conf/" + name + "/" + v[0], Value: v[1]})
+		}
+		s.Settings = append(s.Settings, kernel.Setting{Path: "net/ipv6/conf/" + name + "/addr_gen_mode", Value: "1"})
+	}
+	if tunnels > 1 { // else all that two pods say to each other takes one tunnel
+		s.Settings = append(s.Settings, kernel.Setting{Path: "net/ipv4/fib_multipath_hash_policy", Value: "1", Optional: true})
+	}
+
+	d.refused = remotes
+	d.disbelieve()
+	d.toNodes(in)
+	d.addPods(in.Pods, own)
+	s.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{Nodes: d.outerSources(), Remote: remotes})}
+	for i := range s.Routes {
+		r := &s.Routes[i]
+		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // its way is unknown, and eth0 is none
+			r.Type, r.Metric = kernel.Unreachable, kernel.UnreachableMetric
+		}
+	}
+	for i := range s.Rules {
+		s.Rules[i].Protocol = kernel.GatewayProtocol
+	}
+	s.Routes = firstOfEach(s.Routes) // an address of a node may be among those of pods
+	d.sort()
+	return d.node, SortProblems(d.problems)
+}
+
+// firstOfEach leaves out routes that contradict one before.
+func firstOfEach(routes []kernel.Route) (all []kernel.Route) {
+	type key struct {
+		prefix        netip.Prefix
+		table, metric int
+	}
+	seen := make(map[key]bool, len(routes))
+	for _, r := range routes {
+		if k := (key{r.Prefix, r.Table, r.Metric}); !seen[k] {
+			seen[k] = true
+			all = append(all, r)
+		}
+	}
+	return all
+}
+
+// toNodes adds the overlay's ways to the nodes, and to their own addresses; of two nodes with one
+// address the older has it. Whatever else mapped endpoints are, our own node is asked.
+func (d *nodeDecision) toNodes(in PodNetwork) {
+	slices.SortFunc(d.nodes, olderNode)
+	const dev = kernel.OverlayDevice
+	taken := make(map[netip.Addr]string)
+	for _, n := range d.nodes {
+		o, hop := Origin{Kind: "Node", Name: n.Name}, n.Underlay()
+		if !hop.IsValid() {
+			d.problem(o, "status.addresses", "has no InternalIP of IPv4; want one, because the overlay between nodes runs over IPv4")
+			continue
+		}
+		if first, clash := taken[hop]; clash {
+			d.problem(o, "status.addresses", "%v is Node %s's as well; want an address of its own", hop, first)
+			continue
+		}
+		d.overlay[n.Name] = hop
+		mac := OverlayMAC(n.Name)
+		d.node.FDB = append(d.node.FDB, kernel.FDBEntry{Dev: dev, MAC: mac, Dst: hop})
+		d.node.Neighbors = append(d.node.Neighbors, kernel.Neighbor{Dev: dev, Addr: hop, MAC: mac})
+		for _, a := range n.Addrs {
+			if _, has := taken[a]; !has && a.Is4() {
+				taken[a] = n.Name
+				d.viaOverlay(netip.PrefixFrom(a, 32), hop)
+			}
+		}
+	}
+	if hop, ok := d.overlay[in.Node]; ok {
+		d.viaOverlay(netip.PrefixFrom(netip.IPv4Unspecified(), 0), hop)
+	} else {
+		d.problem(Origin{Kind: "Node", Name: in.Node}, "", "is not there, or has no address; want the name of the Node on which the gateway's Pod runs")
+	}
+}
+
+// outerSources are the addresses that outer packets of nodes come from.
+func (d *nodeDecision) outerSources() (all []netip.Addr) {
+	for _, n := range d.nodes {
+		if _, ok := d.overlay[n.Name]; !ok {
+			continue
+		}
+		all = append(all, n.Addrs...)
+		for _, p := range n.PodCIDRs {
+			if p.IsValid() && p.Addr().Is4() && p.Bits() < 31 {
+				all = append(all, p.Masked().Addr(), p.Masked().Addr().Next())
+			}
+		}
+	}
+	return all
+}
+
+// GatewayPodLeft is what a gateway leaves in its Pod when it ends, or another one is active: what
+// refuses packets for its peers.
+func GatewayPodLeft(peers []GatewayPeer) (left kernel.State) {
+	s, _ := GatewayPodFor(peers, nil, 0, 0, 0, PodNetwork{})
+	for _, r := range s.Routes {
+		if r.Table == kernel.RefuseTable {
+			left.Routes = append(left.Routes, r)
+		}
+	}
+	for _, r := range s.Rules {
+		if r.Table == kernel.RefuseTable {
+			left.Rules = append(left.Rules, r)
+		}
+	}
+	return left
+}

@@ -1,0 +1,267 @@
+package fabric
+
+import (
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"slices"
+	"strings"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// podIntent is nodeIntent with the active gateway in a Pod on n1, and a standby on n2.
+func podIntent(t testing.TB, self string) NodeIntent {
+	in := nodeIntent(t, self)
+	in.Tunnels[0].Gateway = ip("10.244.1.254")
+	in.Gateways = []GatewayPod{{Addr: ip("10.244.1.254"), Host: ip("172.30.1.11")}, {Addr: ip("10.244.2.254"), Host: ip("172.30.1.12")}}
+	return in
+}
+
+func podNetwork(t testing.TB) PodNetwork {
+	in := podIntent(t, "")
+	n := PodNetwork{Pod: ip("10.244.1.254"), Node: "n1", Nodes: in.Nodes, Pods: in.Pods}
+	n.Sort()
+	return n
+}
+
+func gatewayPeers(t *testing.T) []GatewayPeer {
+	gw, problems := GatewayFor(Intent{Peers: []Peer{peer(t, idB, nil)}})
+	wantTexts(t, problems)
+	return gw.Peers
+}
+
+func TestEveryNodeKnowsTheGatewaysPodAndNothingOfOtherNodes(t *testing.T) {
+	for _, self := range []string{"n1", "n2"} {
+		in := podIntent(t, self)
+		n, problems := NodeFor(in)
+		wantTexts(t, problems)
+		_, text, _ := strings.Cut(n.String(), "up\n") // the overlay's device, which is as ever
+		own := in.Nodes[slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == self })].Underlay()
+		want := strings.ReplaceAll(`bridge fdb replace MAC dev isthmus.vxlan dst 10.244.1.254 self permanent
+ip neigh replace 10.244.1.254 lladdr MAC dev isthmus.vxlan nud permanent
+ip route replace 10.246.0.0/16 via 10.244.1.254 dev isthmus.vxlan onlink src OWN table 4201 proto 72
+ip route replace unreachable 10.246.0.0/16 table 4201 metric 420000 proto 72
+ip route replace 10.247.0.0/16 via 10.244.1.254 dev isthmus.vxlan onlink src OWN table 4201 proto 72
+ip route replace unreachable 10.247.0.0/16 table 4201 metric 420000 proto 72
+ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
+ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
+ip route replace unreachable 0.0.0.0/0 table 4203 metric 420000 proto 72
+ip rule add priority 4198 iif isthmus.vxlan lookup 4202 protocol 72
+ip rule add priority 4199 lookup 4201 protocol 72
+ip rule add priority 4201 iif isthmus.host lookup 4203 protocol 72
+ip rule add priority 4202 lookup 4202 protocol 72
+`, "MAC", GatewayMAC(ip("10.244.1.254")).String())
+		if want = strings.ReplaceAll(want, "OWN", own.String()); text != want {
+			t.Errorf("%s: got\n%s\nwant\n%s", self, text, want)
+		}
+		f := n.Filters[0]
+		host := " 172.30.1.11"
+		if self == "n1" {
+			host = "" // nobody else has our own address
+		}
+		if f.Nodes != "10.244.1.254"+host || f.Gateways != "10.244.1.254" {
+			t.Errorf("%s takes the overlay from %q and forwards it for %q", self, f.Nodes, f.Gateways)
+		}
+
+		in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != self })
+		in.Pods = nil
+		if less, problems := NodeFor(in); len(problems) > 0 || !reflect.DeepEqual(less, n) && !sameButPods(less, n) {
+			t.Errorf("%s: other nodes or pods matter: %v\n%s", self, problems, kernel.PlanFor(n, less).Commands(""))
+		}
+	}
+}
+
+// sameButPods: with fewer networks of pods known, nothing differs here.
+func sameButPods(a, b kernel.State) bool { return len(kernel.PlanFor(a, b)) == 0 }
+
+func TestAGatewayThatIsNoPodOfOursIsNotBelieved(t *testing.T) {
+	in := podIntent(t, "n3")
+	for _, bad := range []string{"10.244.3.5", "172.30.1.11", "198.51.100.1"} { // a pod, a node, somebody
+		in.Tunnels[0].Gateway = ip(bad)
+		n, problems := NodeFor(in)
+		wantTexts(t, problems, "TunnelEndpoint tenant/b: status.gatewayIP: "+bad+" is no address of a Pod of the gateway; want that of the active one")
+		for _, r := range n.Routes {
+			if r.Type == kernel.Unicast {
+				t.Errorf("%s: %s", bad, kernel.State{Routes: []kernel.Route{r}})
+			}
+		}
+		if f := n.Filters[0]; f.Nodes != "" || f.Gateways != "" {
+			t.Errorf("%s: the filter lets in %q and %q", bad, f.Nodes, f.Gateways)
+		}
+	}
+	in.Gateways[0].Addr, in.Tunnels[0].Gateway = ip("10.246.0.9"), ip("10.246.0.9")
+	_, problems := NodeFor(in)
+	if text := problems[0].Error(); !strings.Contains(text, "10.246.0.9 is in 10.246.0.0/16, a network of a peer") {
+		t.Error(text)
+	}
+}
+
+// While gateways move from hosts to Pods or back, a node has the ways of both.
+func TestGatewaysOnHostsAndInPodsSideBySide(t *testing.T) {
+	in := podIntent(t, "n3")
+	in.Gateways[1] = GatewayPod{Addr: ip("172.30.1.12"), Host: ip("172.30.1.12"), HostNetwork: true}
+	n, problems := NodeFor(in)
+	wantTexts(t, problems)
+	if text := n.String(); !strings.Contains(text, "ip rule add priority 4199 to 10.246.0.0/16 lookup 4201") || !strings.Contains(text, "10.246.0.0/16 via 10.244.1.254") {
+		t.Error(text)
+	}
+	in.Tunnels[0].Gateway = ip("172.30.1.12")
+	n, problems = NodeFor(in)
+	wantTexts(t, problems)
+	if text := n.String(); !strings.Contains(text, "10.246.0.0/16 via 240.30.1.12") {
+		t.Error(text)
+	}
+}
+
+func TestGatewayPodDeliversToNodesByTheOverlay(t *testing.T) {
+	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, podNetwork(t))
+	wantTexts(t, problems)
+	f := s.Filters[0]
+	s.Filters = nil
+	want := `ip link add isthmus.vxlan type vxlan id 4200 local 10.244.1.254 dstport 4800 nolearning
+sysctl -w net/ipv4/conf/isthmus.vxlan/forwarding=1
+sysctl -w net/ipv4/conf/isthmus.vxlan/rp_filter=2
+sysctl -w net/ipv4/conf/isthmus.vxlan/send_redirects=0
+sysctl -w net/ipv6/conf/isthmus.vxlan/addr_gen_mode=1
+sysctl -w net/ipv4/conf/isthmus0/forwarding=1
+sysctl -w net/ipv4/conf/isthmus0/rp_filter=2
+sysctl -w net/ipv4/conf/isthmus0/send_redirects=0
+sysctl -w net/ipv6/conf/isthmus0/addr_gen_mode=1
+ip link set isthmus.vxlan address ` + GatewayMAC(ip("10.244.1.254")).String() + ` mtu 1350 up
+ip link set isthmus0 mtu 1340 up
+bridge fdb replace 66:41:a8:85:d7:fe dev isthmus.vxlan dst 172.30.1.11 self permanent
+bridge fdb replace 66:63:0d:94:68:4e dev isthmus.vxlan dst 172.30.1.12 self permanent
+bridge fdb replace 66:98:5d:57:51:75 dev isthmus.vxlan dst 172.30.1.13 self permanent
+ip neigh replace 172.30.1.11 lladdr 66:41:a8:85:d7:fe dev isthmus.vxlan nud permanent
+ip neigh replace 172.30.1.12 lladdr 66:63:0d:94:68:4e dev isthmus.vxlan nud permanent
+ip neigh replace 172.30.1.13 lladdr 66:98:5d:57:51:75 dev isthmus.vxlan nud permanent
+ip route replace unreachable 0.0.0.0/0 table 4200 metric 420000 proto 71
+ip route replace 10.246.0.0/16 dev isthmus0 table 4200 proto 71
+ip route replace 10.247.0.0/16 dev isthmus0 table 4200 proto 71
+ip route replace 0.0.0.0/0 via 172.30.1.11 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace unreachable 0.0.0.0/0 table 4201 metric 420000 proto 71
+ip route replace unreachable 10.244.0.0/16 table 4201 metric 420000 proto 71
+ip route replace 10.244.1.0/24 via 172.30.1.11 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace unreachable 10.244.1.0/24 table 4201 metric 420000 proto 71
+ip route replace 10.244.2.0/24 via 172.30.1.12 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace unreachable 10.244.2.0/24 table 4201 metric 420000 proto 71
+ip route replace 10.244.2.99/32 via 172.30.1.13 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace 10.244.3.0/24 via 172.30.1.13 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace unreachable 10.244.3.0/24 table 4201 metric 420000 proto 71
+ip route replace 10.244.3.99/32 via 172.30.1.11 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace 10.244.77.7/32 via 172.30.1.13 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace 10.244.96.1/32 via 172.30.1.12 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace 10.244.99.1/32 via 172.30.1.11 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace unreachable 10.246.0.0/16 table 4201 metric 420000 proto 71
+ip route replace unreachable 10.247.0.0/16 table 4201 metric 420000 proto 71
+ip route replace 172.30.1.11/32 via 172.30.1.11 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace 172.30.1.12/32 via 172.30.1.12 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace 172.30.1.13/32 via 172.30.1.13 dev isthmus.vxlan onlink table 4201 proto 71
+ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 71
+ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 71
+ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 71
+ip rule add priority 4199 iif isthmus0 lookup 4201 protocol 71
+ip rule add priority 4202 lookup 4202 protocol 71
+`
+	if got := s.String(); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+	for _, a := range []string{"172.30.1.11", "172.30.1.13", "10.244.2.0", "10.244.2.1"} {
+		if !slices.Contains(strings.Fields(f.Nodes), a) {
+			t.Errorf("%s is not believed; it is a node's: %s", a, f.Nodes)
+		}
+	}
+	if got := len(strings.Fields(f.Nodes)); got != 9 {
+		t.Errorf("%d addresses are believed: %s", got, f.Nodes)
+	}
+}
+
+func TestGatewayPodSharesFlowsOutAmongTunnels(t *testing.T) {
+	peers := gatewayPeers(t)
+	s, _ := GatewayPodFor(peers, map[string]TunnelSet{peers[0].ID: TunnelSet(0).With(1)}, 1340, 2, 0, podNetwork(t))
+	text := s.String()
+	for _, want := range []string{
+		"ip route replace 10.246.0.0/16 table 4200 proto 71 nexthop dev isthmus0 nexthop dev isthmus1\n",
+		"ip rule add priority 4199 iif isthmus1 lookup 4201 protocol 71\n", "sysctl -w net/ipv4/fib_multipath_hash_policy=1\n", "isthmus.vxlan address " + GatewayMAC(ip("10.244.1.254")).String() + " mtu 1450 up\n",
+	} {
+		if !strings.Contains(text, want) {
+			t.Errorf("no %q in\n%s", want, text)
+		}
+	}
+}
+
+// Whatever nodes and pods claim, nothing that leaves a TUN takes another way than the overlay, and
+// no two routes contradict each other.
+func TestGatewayPodNeverDeliversBesideTheOverlay(t *testing.T) {
+	random := rand.New(rand.NewPCG(13, 1))
+	addr := func() netip.Addr {
+		return netip.AddrFrom4([4]byte{10, byte(244 + random.IntN(3)), byte(random.IntN(4)), byte(random.IntN(4))})
+	}
+	names := []string{"n1", "n2", "n3", "n4", ""}
+	for range 2000 {
+		in := PodNetwork{Pod: addr(), Node: names[random.IntN(5)]}
+		for i := range random.IntN(5) {
+			n := ClusterNode{Name: names[i], Created: int64(random.IntN(3))}
+			for range random.IntN(3) {
+				n.Addrs = append(n.Addrs, addr())
+			}
+			for range random.IntN(3) {
+				n.PodCIDRs = append(n.PodCIDRs, netip.PrefixFrom(addr(), 22+random.IntN(11)))
+			}
+			in.Nodes = append(in.Nodes, n)
+		}
+		for range random.IntN(6) {
+			in.Pods = append(in.Pods, NodePod{Addr: addr(), Node: names[random.IntN(5)], Created: int64(random.IntN(3))})
+		}
+		s, _ := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, in)
+		type key struct {
+			prefix        netip.Prefix
+			table, metric int
+		}
+		seen := map[key]kernel.Route{}
+		for _, r := range s.Routes {
+			k := key{r.Prefix, r.Table, r.Metric}
+			if other, twice := seen[k]; twice {
+				t.Fatalf("%+v and %+v in\n%+v", other, r, in)
+			}
+			seen[k] = r
+			if r.Table == kernel.NodeTable && (r.Type == kernel.Throw || r.Type == kernel.Unicast && r.Dev != kernel.OverlayDevice) || r.Table == kernel.MainTable {
+				t.Fatalf("%+v in\n%+v", r, in)
+			}
+		}
+		if len(kernel.PlanFor(s, s)) > 0 {
+			t.Fatalf("what is there is not what is wanted:\n%s", s)
+		}
+	}
+}
+
+func TestWhatAGatewayPodLeavesRefuses(t *testing.T) {
+	left := GatewayPodLeft(gatewayPeers(t))
+	const want = `ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 71
+ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 71
+ip rule add priority 4202 lookup 4202 protocol 71
+`
+	if got := left.String(); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// One node's Pods do not get what peers send to another's, by the gateway's Pod no more than by a
+// node.
+func TestAGatewaysPodBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
+	in := podNetwork(t)
+	in.Trusted = false
+	in.Pods = []NodePod{
+		{Name: "default/one", Addr: ip("10.244.1.5"), Node: "n1", Created: 1}, {Name: "default/two", Addr: ip("10.244.2.5"), Node: "n2", Created: 1},
+		{Name: "default/thief", Addr: ip("10.244.2.5"), Node: "n3", Created: 9},
+	}
+	in.Sort()
+	in.Sort() // the pods that showed it are left out by now
+	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, in)
+	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is of the podCIDRs of Node n2; it is not believed, want one of its own Node")
+	if slices.ContainsFunc(s.Routes, func(r kernel.Route) bool { return r.Prefix == pfx("10.244.2.5/32") }) {
+		t.Errorf("%v", s.Routes)
+	}
+}

@@ -1,0 +1,159 @@
+package gateway
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"strings"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// A Cause is why a peer is connected or not: a word out of a closed list (v1alpha1.Causes), and a
+// sentence for people with what was seen and what to do. Status, metrics, TunnelEndpoint and
+// Peering say the same.
+type Cause struct {
+	Reason string
+	Text   string
+}
+
+// What the decision is made of has to be of late.
+const (
+	// recently is for what comes every two seconds from a peer that lives: a PING.
+	recently = 3 * checkInterval
+	// ofLate is for what comes every five seconds from a peer that looks for us: a handshake. With
+	// many peers away it comes less often, see away.go.
+	ofLate = 20 * time.Second
+)
+
+// evidence is all that the cause is decided from.
+type evidence struct {
+	now        time.Time
+	check      CheckResult
+	endpoint   netip.AddrPort // where the peer is; zero: nowhere yet
+	configured string         // endpoint as it is configured
+	unresolved error          // why there is no address, or an old one
+	failed     error          // what the gateway's own machine refuses, of this peer or of all
+	handshake  time.Time      // of the present session; zero: never
+	heard      time.Time      // when something authentic came last; zero: never
+	signs      datapath.Signs
+	// When packets of the peer were last dropped because of their source, and their destination.
+	source, destination time.Time
+	remote, local       ranges
+}
+
+// ranges are two networks, as a sentence names them.
+type ranges struct{ pods, external netip.Prefix }
+
+func (n ranges) String() string { return fmt.Sprintf("%v and %v", n.pods, n.external) }
+
+// since reports whether something happened, and not longer than that ago.
+func (e *evidence) since(at time.Time, atMost time.Duration) bool {
+	return !at.IsZero() && e.now.Sub(at) <= atMost
+}
+
+// cause decides. The first thing to mend comes first: what is wrong on this machine, then with the
+// address, with the way, with the keys, with the ranges.
+func (e *evidence) cause() Cause {
+	at := e.configured
+	if e.endpoint.IsValid() && e.endpoint.String() != at {
+		at = fmt.Sprintf("%v", e.endpoint)
+	}
+	hears := e.since(e.heard, recently) // so that there is a session, whatever else comes from there
+	switch {
+	case e.failed != nil:
+		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("this gateway's own machine refuses something that is tried again every second: %s", strings.Join(texts(e.failed), "; "))}
+	case e.check.State == Connected:
+		return Cause{v1alpha1.CauseConnected, "the peer answers"}
+	case !e.endpoint.IsValid() && e.unresolved != nil:
+		return Cause{v1alpha1.CauseEndpointName, fmt.Sprintf("%v; correct the name at the name server, or the peer's endpoint", e.unresolved)}
+	case e.check.State == Connecting:
+		return Cause{v1alpha1.CauseConnecting, fmt.Sprintf("waiting for the first answer of %s", at)}
+	case e.signs.Unsent != nil && e.since(e.signs.UnsentAt, ofLate):
+		return Cause{v1alpha1.CauseSendError, fmt.Sprintf("the kernel of this gateway's machine does not send to %s: %s; %s", at, kernelSays(e.signs.Unsent), sendRemedy(e.signs.Unsent))}
+	case !hears && e.since(e.signs.OtherKey, ofLate):
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes come from %s that are made for another public key than this gateway's: the peer has an old or a wrong key of this cluster; "+
+			"compare it with what `isthmus status --gateway -o wide` says here", at)}
+	case !hears && e.since(e.signs.Refused, ofLate):
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes come from %s with this gateway's key, but not from the peer's as it is configured here: "+
+			"this cluster has an old or a wrong key of the peer, or the peer's clock was set back", at)}
+	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second: // else a session came of it
+		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, and our answers do not arrive at %s: something drops UDP from here to there, a firewall of this side or of the peer's", at)}
+	case e.handshake.IsZero() && e.heard.IsZero():
+		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is another one, or something drops UDP on the way; "+
+			"open that port for UDP at both ends", at)}
+	case !hears:
+		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway does not run any more, or something drops UDP on the way since then", at, e.sinceHeard())}
+	case e.since(e.source, recently):
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside of %v, under which it is known here, and its packets are dropped (source): "+
+			"the two clusters disagree about the peer's networks", e.remote)}
+	case e.since(e.destination, recently):
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside of %v, under which it knows us, and its packets are dropped (destination): "+
+			"the two clusters disagree about this cluster's networks", e.local)}
+	}
+	return Cause{v1alpha1.CauseProbeUnanswered, "messages of the peer arrive, but no answer to the connection check: see with `isthmus status --gateway` there whether ours arrive, and what is dropped of them; " +
+		"where that is by source or destination, the two clusters disagree about their networks"}
+}
+
+func (e *evidence) sinceHeard() string {
+	if e.heard.IsZero() {
+		return ""
+	}
+	return " since " + e.heard.UTC().Format("15:04:05") + " UTC"
+}
+
+// kernelSays is the kernel's own word in an error.
+func kernelSays(err error) string {
+	if no := unix.Errno(0); errors.As(err, &no) {
+		return no.Error()
+	}
+	return err.Error()
+}
+
+// sendRemedy says what to do about what the kernel says.
+func sendRemedy(err error) string {
+	switch {
+	case errors.Is(err, unix.EPERM), errors.Is(err, unix.EACCES):
+		return "a rule of this machine's own packet filter refuses it: allow outgoing UDP"
+	case errors.Is(err, unix.ENETUNREACH), errors.Is(err, unix.EHOSTUNREACH), errors.Is(err, unix.ENETDOWN):
+		return "give this machine a route to it, or set up the link that it had one by"
+	case errors.Is(err, unix.EMSGSIZE):
+		return "the way is narrower than the tunnel's MTU: set a smaller one"
+	}
+	return "see `ip route get` for that address on this machine"
+}
+
+// failedOf is what could not be made true and concerns a peer: all but what is said of another one.
+func failedOf(id string, failed error) error {
+	var of []error
+	for _, e := range unjoin(failed) {
+		if e != nil && (!strings.HasPrefix(e.Error(), "peer ") || strings.HasPrefix(e.Error(), "peer "+id+":")) {
+			of = append(of, e)
+		}
+	}
+	return errors.Join(of...)
+}
+
+// causeOf is that of a peer.
+func (g *gateway) causeOf(v *view, failed error, now time.Time) Cause {
+	first := v.tunnels[0]
+	e := evidence{
+		now: now, check: first.check, endpoint: first.stats.Endpoint, configured: hostPort(v.Endpoint, v.Port), unresolved: v.unresolved,
+		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.session.heard,
+		remote: ranges{v.Remote.PodSeen, v.Remote.ExternalSeen}, local: ranges{v.Local.PodSeen, v.Local.ExternalSeen},
+	}
+	if v.state != nil {
+		e.signs = g.ends[0].Signs(v.state)
+		e.source = g.drops.last(v.state, natengine.Inbound, natengine.DropSource)
+		e.destination = g.drops.last(v.state, natengine.Inbound, natengine.DropDestination)
+		if m := g.drops.last(v.state, natengine.Inbound, natengine.DropNoMapping); m.After(e.destination) {
+			e.destination = m
+		}
+	}
+	return e.cause()
+}

@@ -1,0 +1,127 @@
+package gateway
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
+	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
+	ago := func(seconds int) time.Time { return now.Add(-time.Duration(seconds) * time.Second) }
+	lost := func(change func(*evidence)) evidence {
+		e := evidence{
+			now: now, check: CheckResult{State: Disconnected, Since: ago(5)}, endpoint: netip.MustParseAddrPort("192.0.2.9:5871"), configured: "gw.example:5871",
+			remote: ranges{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")},
+			local:  ranges{netip.MustParsePrefix("10.250.0.0/16"), netip.MustParsePrefix("10.251.0.0/16")},
+		}
+		change(&e)
+		return e
+	}
+	session := func(e *evidence) { e.handshake, e.heard = ago(60), ago(1) }
+	told := map[string]bool{}
+	for _, c := range []struct {
+		name   string
+		change func(*evidence)
+		reason string
+		says   string
+	}{
+		{"it answers", func(e *evidence) { session(e); e.check.State = Connected }, v1alpha1.CauseConnected, "answers"},
+		{"new", func(e *evidence) { e.check.State = Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
+		{"our machine", func(e *evidence) { session(e); e.check.State, e.failed = Connected, errors.New("ip link: no such device") }, v1alpha1.CauseNotApplied, "no such device"},
+		{"its name", func(e *evidence) {
+			e.endpoint, e.unresolved, e.check.State = netip.AddrPort{}, errors.New("resolving gw.example: no such host"), Connecting
+		},
+			v1alpha1.CauseEndpointName, "no such host"},
+		{"a name server that is away does not matter to a peer that is found", func(e *evidence) { e.unresolved = errors.New("timeout") }, v1alpha1.CauseNoAnswer, "ever"},
+		{"our firewall", func(e *evidence) { session(e); e.signs.Unsent, e.signs.UnsentAt = fmt.Errorf("x: %w", unix.EPERM), ago(2) }, v1alpha1.CauseSendError, "packet filter"},
+		{"our route", func(e *evidence) { e.signs.Unsent, e.signs.UnsentAt = unix.ENETUNREACH, ago(2) }, v1alpha1.CauseSendError, "network is unreachable"},
+		{"our route, some time ago", func(e *evidence) { e.signs.Unsent, e.signs.UnsentAt = unix.ENETUNREACH, ago(60) }, v1alpha1.CauseNoAnswer, "ever"},
+		{"a handshake for another key", func(e *evidence) { e.signs.OtherKey = ago(3) }, v1alpha1.CauseWrongKey, "of this cluster"},
+		{"a handshake from another key", func(e *evidence) { e.signs.Refused = ago(3) }, v1alpha1.CauseWrongKey, "of the peer"},
+		{"a handshake from another key beside a session", func(e *evidence) { session(e); e.signs.Refused = ago(3) }, v1alpha1.CauseProbeUnanswered, "`isthmus status --gateway`"},
+		{"a handshake from another key after a session", func(e *evidence) { e.handshake, e.heard, e.signs.Refused = ago(60), ago(12), ago(3) }, v1alpha1.CauseWrongKey, "of the peer"},
+		{"answers that are lost", func(e *evidence) { e.signs.Answered, e.heard = ago(3), ago(3) }, v1alpha1.CauseAnswersLost, "from here to there"},
+		{"answers that are lost while an older session lasts", func(e *evidence) { session(e); e.signs.Answered = ago(3) }, v1alpha1.CauseAnswersLost, "from here to there"},
+		{"answers of which the session came", func(e *evidence) { session(e); e.handshake, e.signs.Answered = ago(3), ago(3) }, v1alpha1.CauseProbeUnanswered, "arrive"},
+		{"never heard", func(*evidence) {}, v1alpha1.CauseNoAnswer, "nothing has ever come from 192.0.2.9:5871"},
+		{"heard once", func(e *evidence) { e.handshake, e.heard = ago(60), ago(12) }, v1alpha1.CausePeerSilent, "since 11:59:48 UTC"},
+		{"heard long ago", func(e *evidence) { e.handshake, e.heard = ago(3600), ago(3500) }, v1alpha1.CausePeerSilent, "since 11:01:40 UTC"},
+		{"its ranges", func(e *evidence) { session(e); e.source = ago(1) }, v1alpha1.CauseRangesDisagree, "10.246.0.0/16 and 10.247.0.0/16"},
+		{"our ranges", func(e *evidence) { session(e); e.destination = ago(1) }, v1alpha1.CauseRangesDisagree, "10.250.0.0/16 and 10.251.0.0/16"},
+		{"its ranges, once", func(e *evidence) { session(e); e.source = ago(60) }, v1alpha1.CauseProbeUnanswered, "source"},
+		{"its own reasons", session, v1alpha1.CauseProbeUnanswered, "there"},
+	} {
+		e := lost(c.change)
+		got := e.cause()
+		if got.Reason != c.reason || !strings.Contains(got.Text, c.says) {
+			t.Errorf("%s: %+v; want %s with %q", c.name, got, c.reason, c.says)
+		}
+		told[c.reason] = true
+	}
+	for _, reason := range v1alpha1.Causes {
+		if !told[reason] {
+			t.Errorf("%s is never the cause", reason)
+		}
+	}
+	if len(told) != len(v1alpha1.Causes) || !slices.Contains(v1alpha1.Causes, v1alpha1.CauseConnected) {
+		t.Errorf("%v; want %v", told, v1alpha1.Causes)
+	}
+}
+
+func TestWhatFailsForOnePeerIsNotTheCauseOfAnother(t *testing.T) {
+	failed := errors.Join(fmt.Errorf("peer 1: its public key is our own"), errors.Join(errors.New("peer 22: x")))
+	for id, want := range map[string]string{"1": "peer 1: its public key is our own", "2": "", "22": "peer 22: x"} {
+		got := ""
+		if err := failedOf(id, failed); err != nil {
+			got = err.Error()
+		}
+		if got != want {
+			t.Errorf("%s: %q, want %q", id, got, want)
+		}
+	}
+	if err := failedOf("1", errors.New("ip route: no such device")); err == nil {
+		t.Error("what concerns all concerns nobody")
+	}
+	if err := failedOf("1", nil); err != nil {
+		t.Error(err)
+	}
+}
+
+func TestADropHasATimeAndLosesItWithItsPeer(t *testing.T) {
+	g := without(t, alphaBravo, charlie)
+	begin := time.Now()
+	g.tick(begin)
+	if s := g.status(0); len(s.Peers[0].Drops) != 0 {
+		t.Fatalf("drops before any: %+v", s.Peers[0].Drops)
+	}
+	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2) // not ours
+	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)
+	first := begin.Add(time.Second)
+	g.tick(first)
+	g.tick(first.Add(time.Minute))
+	for _, drops := range [][]DropStatus{g.status(0).Peers[0].Drops, g.status(0).Drops} {
+		if len(drops) != 1 || drops[0].LastSeen == nil || !drops[0].LastSeen.Equal(first) {
+			t.Errorf("%+v; want one, last seen at %v", drops, first)
+		}
+	}
+	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2)
+	g.tick(first.Add(time.Hour))
+	if d := g.status(0).Peers[0].Drops; len(d) != 1 || d[0].LastSeen == nil || !d[0].LastSeen.Equal(first.Add(time.Hour)) {
+		t.Errorf("%+v; want the time of the second", d)
+	}
+	g.put0(t, charlie)
+	g.tick(first.Add(2 * time.Hour))
+	if n := len(g.drops.seen); n != 1 {
+		t.Errorf("%d counters are remembered; want that of no peer alone", n)
+	}
+}

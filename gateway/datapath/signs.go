@@ -1,0 +1,149 @@
+package datapath
+
+import (
+	"encoding/binary"
+	"net/netip"
+	"sync"
+	"time"
+
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// Signs are what a tunnel has seen that may say why a peer has no session. Times are zero for what
+// never happened. Whoever can send from the peer's address can leave the first two: they explain,
+// they decide nothing.
+type Signs struct {
+	// OtherKey is when a handshake last came from the peer's address that was made for another
+	// public key than ours (its mac1 is wrong, section 5.4.4 of the WireGuard paper).
+	OtherKey time.Time
+	// Refused is when a handshake last came from there that was made for our key and that we did
+	// not answer: its public key is no peer's, or its timestamp is not newer than that of one
+	// before.
+	Refused time.Time
+	// Answered is when we last answered a handshake of the peer.
+	Answered time.Time
+	// Unsent is why the kernel last refused a message for the peer, and UnsentAt when.
+	Unsent   error
+	UnsentAt time.Time
+}
+
+// refusedAfter is how long a handshake may wait for our answer until it counts as refused: the
+// device has several workers, and a busy machine.
+const refusedAfter = 2 * time.Second
+
+// A place is an address that peers are configured at, with what came from there that no session
+// explains. Peers behind one address share it.
+type place struct {
+	mu       sync.Mutex
+	otherKey time.Time
+	index    uint32    // of the last handshake for our key
+	came     time.Time // when that was; zero: it was answered
+	refused  time.Time // when one came that was not
+}
+
+// signs is a copy of what is known of a place.
+func (p *place) signs(now time.Time) (s Signs) {
+	if p == nil {
+		return s
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.settle(now)
+	return Signs{OtherKey: p.otherKey, Refused: p.refused}
+}
+
+// settle gives up on the answer to the last handshake. With mu.
+func (p *place) settle(now time.Time) {
+	if !p.came.IsZero() && now.Sub(p.came) > refusedAfter {
+		p.refused = p.came
+	}
+}
+
+// came notes a handshake message that came from a place, before the device sees it. It costs
+// nothing where no peer is.
+func (t *Tunnel) came(m []byte, from conn.Endpoint) {
+	p := t.peers.Load().byAddr[from.DstIP().Unmap()]
+	if p == nil || m[0] != device.MessageInitiationType {
+		return
+	}
+	ours, now := t.checker.Load().CheckMAC1(m), time.Now()
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if !ours {
+		p.otherKey = now
+		return
+	}
+	p.settle(now)
+	p.index, p.came = binary.LittleEndian.Uint32(m[4:]), now
+}
+
+// answered notes that the device answers a handshake of a place: by a response or, under load, by a
+// cookie.
+func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
+	p := t.peers.Load().byAddr[to.DstIP().Unmap()]
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.index == index {
+		p.came, p.refused, p.otherKey = time.Time{}, time.Time{}, time.Time{}
+	}
+}
+
+// placesOf are the places of peers. One that stays keeps what is known of it.
+func placesOf(peers []Peer, old map[netip.Addr]*place) map[netip.Addr]*place {
+	all := make(map[netip.Addr]*place, len(peers))
+	for _, p := range peers {
+		addr := p.Endpoint.Addr().Unmap()
+		if !addr.IsValid() || all[addr] != nil {
+			continue
+		}
+		if all[addr] = old[addr]; all[addr] == nil {
+			all[addr] = new(place)
+		}
+	}
+	return all
+}
+
+// unsent is a message that the kernel refused.
+type unsent struct {
+	err error
+	at  time.Time
+}
+
+// fail notes why messages for a peer were not sent. Only what the kernel says first is kept for a
+// second: a flood that cannot be sent costs no more.
+func (p *peer) fail(err error, now time.Time) {
+	if was := p.unsent.Load(); was == nil || now.Sub(was.at) > time.Second {
+		p.unsent.Store(&unsent{err, now})
+	}
+}
+
+// signs is what is known of a peer. A session explains whatever came before it.
+func (p *peer) signs(table *peerTable, now time.Time) Signs {
+	s := table.byAddr[table.at[p]].signs(now)
+	if session := time.Unix(0, peerHandshake.of(p.dev).Load()); !session.Before(s.Refused) && !session.Before(s.OtherKey) {
+		s.Refused, s.OtherKey = time.Time{}, time.Time{}
+	}
+	if at := p.answered.Load(); at != 0 {
+		s.Answered = time.Unix(0, at)
+	}
+	if u := p.unsent.Load(); u != nil {
+		s.Unsent, s.UnsentAt = u.err, u.at
+	}
+	return s
+}
+
+// Signs is what the tunnel has seen of one peer that may say why it has no session.
+func (t *Tunnel) Signs(state *natengine.PeerState) Signs {
+	table := t.peers.Load()
+	p := table.byState[state]
+	if p == nil {
+		return Signs{}
+	}
+	return p.signs(table, time.Now())
+}

@@ -1,0 +1,104 @@
+package datapath_test
+
+import (
+	"errors"
+	"net/netip"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+)
+
+// strangers runs a test of two gateways that have not met, in a bubble.
+func strangers(t *testing.T, test func(t *testing.T, a, b *end)) {
+	t.Helper()
+	synctest.Test(t, func(t *testing.T) {
+		p := newPair(t, orderedKeys(true))
+		test(t, p.ends[0], p.ends[1])
+	})
+}
+
+func (e *end) signs() datapath.Signs {
+	synctest.Wait()
+	return e.Signs(e.engine.Peers()[0])
+}
+
+func TestASideThatHasTheWrongKeyAndTheOtherBothSeeIt(t *testing.T) {
+	strangers(t, func(t *testing.T, a, b *end) {
+		b.setPeer(t, numberedKey(9), a.place) // b has another key for a
+		begin := time.Now()
+		a.Handshake(b.key.public)
+		b.Handshake(numberedKey(9).public)
+		time.Sleep(4 * time.Second)
+		if s := b.signs(); s.Refused.Before(begin) || !s.OtherKey.IsZero() || !s.Answered.IsZero() {
+			t.Errorf("the side with a wrong key of the peer sees %+v; want a handshake that is refused", s)
+		}
+		if s := a.signs(); s.OtherKey.Before(begin) || !s.Refused.IsZero() || !s.Answered.IsZero() {
+			t.Errorf("the side whose key the peer has wrong sees %+v; want a handshake for another key", s)
+		}
+
+		b.setPeer(t, a.key, a.place)
+		a.Handshake(b.key.public)
+		b.Handshake(a.key.public)
+		time.Sleep(20 * time.Second)
+		for _, e := range []*end{a, b} {
+			if s := e.signs(); e.session() == nil || !s.Refused.IsZero() || !s.OtherKey.IsZero() {
+				t.Errorf("after the key was mended: session %v, %+v", e.session() != nil, s)
+			}
+		}
+	})
+}
+
+func TestHandshakesThatAreAnsweredAreNoneThatAreRefused(t *testing.T) {
+	strangers(t, func(t *testing.T, a, b *end) {
+		b.wire.dropAll(everything) // the answers do not arrive
+		for range 4 {
+			a.Handshake(b.key.public)
+			time.Sleep(6 * time.Second)
+		}
+		if s := b.signs(); s.Answered.IsZero() || !s.Refused.IsZero() || !s.OtherKey.IsZero() {
+			t.Errorf("the side whose answers are lost sees %+v", s)
+		}
+		if s := a.signs(); s != (datapath.Signs{}) {
+			t.Errorf("the side that hears nothing sees %+v", s)
+		}
+	})
+}
+
+func TestWhatTheKernelDoesNotSendIsASign(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, _ *end) {
+		if s := a.signs(); s.Unsent != nil {
+			t.Fatalf("before: %v", s.Unsent)
+		}
+		a.wire.mu.Lock()
+		a.wire.refuse = everything
+		a.wire.mu.Unlock()
+		a.send(t, 1)
+		if s := a.signs(); !errors.Is(s.Unsent, unix.EMSGSIZE) || s.UnsentAt.IsZero() {
+			t.Errorf("data: %+v", s)
+		}
+	})
+	strangers(t, func(t *testing.T, a, b *end) {
+		a.wire.refuse = everything
+		a.Handshake(b.key.public)
+		if s := a.signs(); !errors.Is(s.Unsent, unix.EMSGSIZE) {
+			t.Errorf("a handshake: %+v", s)
+		}
+	})
+}
+
+func TestNobodyElsesHandshakesAreASign(t *testing.T) {
+	strangers(t, func(t *testing.T, a, b *end) {
+		b.setPeer(t, a.key, netip.MustParseAddrPort("192.0.2.77:5871")) // a is elsewhere
+		other := numberedKey(9)
+		a.setPeer(t, other, b.place)
+		a.Handshake(other.public)
+		time.Sleep(4 * time.Second)
+		if s := b.signs(); s != (datapath.Signs{}) {
+			t.Errorf("handshakes from an address of no peer: %+v", s)
+		}
+	})
+}

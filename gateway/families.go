@@ -1,0 +1,115 @@
+package gateway
+
+import (
+	"cmp"
+	"errors"
+	"fmt"
+	"slices"
+
+	"github.com/prometheus/client_golang/prometheus"
+	dto "github.com/prometheus/client_model/go"
+)
+
+// A family is one metric of the gateway: name, help and type.
+//
+// With a thousand peers a scrape has tens of thousands of series. A prometheus.Collector pays for
+// each of them several times: a Desc's hash, labels that are checked and sorted, and a comparison
+// with every other series. Here the series are written as the messages that the encoder takes, and
+// those of one peer share their labels.
+type family struct {
+	name, help string
+	kind       dto.MetricType
+}
+
+func gauge(name, help string) *family {
+	return &family{"isthmus_" + name, help, dto.MetricType_GAUGE}
+}
+
+func counter(name, help string) *family {
+	return &family{"isthmus_" + name, help, dto.MetricType_COUNTER}
+}
+
+// labels are those of a series, sorted by name. Series may share them; nobody changes them.
+type labels []*dto.LabelPair
+
+// labelled makes labels of names and values in turns.
+func labelled(pairs ...string) labels { return labels(nil).with(pairs...) }
+
+// with returns the labels and some more.
+func (l labels) with(pairs ...string) labels {
+	all := append(make(labels, 0, len(l)+len(pairs)/2), l...)
+	for i := 0; i < len(pairs); i += 2 {
+		all = append(all, &dto.LabelPair{Name: &pairs[i], Value: &pairs[i+1]})
+	}
+	slices.SortFunc(all, func(a, b *dto.LabelPair) int { return cmp.Compare(a.GetName(), b.GetName()) })
+	return all
+}
+
+// A scrape collects the series of one answer.
+type scrape struct {
+	families map[*family]*dto.MetricFamily
+
+	// What is left of larger pieces of memory, so that a series is no allocation of its own.
+	metrics  []dto.Metric
+	gauges   []dto.Gauge
+	counters []dto.Counter
+	values   []float64
+}
+
+// scrapeChunk is how many series share a piece of memory.
+const scrapeChunk = 512
+
+// next takes one element of a piece of memory, and a new piece when that is used up.
+func next[T any](rest *[]T) *T {
+	if len(*rest) == 0 {
+		*rest = make([]T, scrapeChunk)
+	}
+	p := &(*rest)[0]
+	*rest = (*rest)[1:]
+	return p
+}
+
+// add adds one series. No two of a family have the same labels.
+func (s *scrape) add(f *family, v float64, l labels) {
+	all := s.families[f]
+	if all == nil {
+		all = &dto.MetricFamily{Name: &f.name, Help: &f.help, Type: &f.kind}
+		s.families[f] = all
+	}
+	m, value := next(&s.metrics), next(&s.values)
+	m.Label, *value = l, v
+	if f.kind == dto.MetricType_COUNTER {
+		m.Counter = next(&s.counters)
+		m.Counter.Value = value
+	} else {
+		m.Gauge = next(&s.gauges)
+		m.Gauge.Value = value
+	}
+	all.Metric = append(all.Metric, m)
+}
+
+// count adds a series of a counter that most peers never need, once there is something to count.
+func (s *scrape) count(f *family, n uint64, l labels, more ...string) {
+	if n > 0 {
+		s.add(f, float64(n), l.with(more...))
+	}
+}
+
+// Gatherers joins the families of gatherers that have no name in common. It does not compare each
+// series with all others, as prometheus.Gatherers does.
+type Gatherers []prometheus.Gatherer
+
+// Gather implements prometheus.Gatherer.
+func (g Gatherers) Gather() (all []*dto.MetricFamily, err error) {
+	for _, each := range g {
+		families, failed := each.Gather()
+		all, err = append(all, families...), errors.Join(err, failed)
+	}
+	slices.SortFunc(all, func(a, b *dto.MetricFamily) int { return cmp.Compare(a.GetName(), b.GetName()) })
+	for i := 1; i < len(all); i++ {
+		if all[i].GetName() == all[i-1].GetName() {
+			return nil, fmt.Errorf("metric %s comes from two sources", all[i].GetName())
+		}
+	}
+	return all, err
+}

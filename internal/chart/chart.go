@@ -1,0 +1,367 @@
+// Package chart renders the chart of Isthmus (deploy/chart/isthmus) as Helm does, without Helm: so
+// that `isthmus install` and `helm install` make the same objects from one source. It knows what
+// that chart uses of Helm's templates and nothing else; test/chart compares both.
+package chart
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"maps"
+	"path"
+	"regexp"
+	"slices"
+	"strings"
+	"text/template"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+// Values are what a chart is rendered with: values.yaml, and what a person says otherwise.
+type Values = map[string]any
+
+// Options say what to render.
+type Options struct {
+	Namespace string
+	// AppVersion is the tag of the image where the values name none.
+	AppVersion string
+	// Values replace those of values.yaml: field by field, lists as a whole.
+	Values Values
+	// Hooks renders what Helm runs before and after its work, too.
+	Hooks bool
+}
+
+const root = "chart/isthmus"
+
+// HookAnnotation marks what Helm runs at a certain time and does not count as a part of the release.
+const HookAnnotation = "helm.sh/hook"
+
+// Defaults are the values of values.yaml.
+func Defaults() (Values, error) {
+	text, err := deploy.Chart.ReadFile(root + "/values.yaml")
+	if err != nil {
+		return nil, err
+	}
+	return ParseValues(text)
+}
+
+// ParseValues reads a file such as values.yaml.
+func ParseValues(text []byte) (Values, error) {
+	values := Values{}
+	if err := yaml.UnmarshalStrict(text, &values); err != nil {
+		return nil, err
+	}
+	return values, nil
+}
+
+// Set sets one value by its path, such as gateway.replicas.
+func Set(values Values, value any, at ...string) {
+	for _, key := range at[:len(at)-1] {
+		next, ok := values[key].(Values)
+		if !ok {
+			next = Values{}
+			values[key] = next
+		}
+		values = next
+	}
+	values[at[len(at)-1]] = value
+}
+
+// Get returns one value by its path; nil when it is not there.
+func Get(values Values, at ...string) any {
+	for _, key := range at[:len(at)-1] {
+		values, _ = values[key].(Values)
+	}
+	return values[at[len(at)-1]]
+}
+
+// Merge returns base with what over says otherwise. Neither is changed. A null takes a value away.
+func Merge(base, over Values) Values {
+	merged := maps.Clone(base)
+	if merged == nil {
+		merged = Values{}
+	}
+	for key, value := range over {
+		inner, isMap := value.(Values)
+		below, wasMap := merged[key].(Values)
+		switch {
+		case isMap && wasMap:
+			merged[key] = Merge(below, inner)
+		case value == nil:
+			delete(merged, key)
+		default:
+			merged[key] = value
+		}
+	}
+	return merged
+}
+
+// open are the values whose keys are anybody's.
+var open = []string{".resources", ".nodeSelector", ".annotations", ".labels"}
+
+// check says which values the chart does not know, or knows as something else: a typing error would
+// do nothing, silently.
+func check(defaults, values Values, at string) error {
+	var wrong []error
+	for _, key := range slices.Sorted(maps.Keys(values)) {
+		name, value := at+"."+key, values[key]
+		want, known := defaults[key]
+		switch {
+		case !known:
+			wrong = append(wrong, fmt.Errorf("value %s: the chart has no such value; `isthmus install --print-values` lists them", name[1:]))
+		case value == nil || want == nil:
+		case kindOf(value) != kindOf(want):
+			wrong = append(wrong, fmt.Errorf("value %s: want %s", name[1:], kindOf(want)))
+		case kindOf(want) == "an object" && !slices.ContainsFunc(open, func(suffix string) bool { return strings.HasSuffix(name, suffix) }):
+			below, _ := want.(Values)
+			inner, _ := value.(Values)
+			if err := check(below, inner, name); err != nil {
+				wrong = append(wrong, err)
+			}
+		}
+	}
+	return errors.Join(wrong...)
+}
+
+func kindOf(value any) string {
+	switch value.(type) {
+	case Values:
+		return "an object"
+	case []any, []string:
+		return "a list"
+	case bool:
+		return "true or false"
+	case float64, int, int32, int64:
+		return "a number"
+	}
+	return "text" // also what is text or number, such as 10% and auto
+}
+
+// Render returns the manifests as text, each file under its name and in the order of the names.
+func Render(o Options) (string, error) {
+	defaults, err := Defaults()
+	if err != nil {
+		return "", err
+	}
+	if mtu, ok := Get(o.Values, "gateway", "mtu").(float64); ok { // text or number
+		o.Values = Merge(o.Values, Values{"gateway": Values{"mtu": fmt.Sprint(mtu)}})
+	}
+	if err := check(defaults, o.Values, ""); err != nil {
+		return "", err
+	}
+	names, err := fs.Glob(deploy.Chart, root+"/templates/*")
+	if err != nil {
+		return "", err
+	}
+	all := template.New("chart").Option("missingkey=error")
+	all.Funcs(functions(all))
+	for _, name := range names {
+		text, err := deploy.Chart.ReadFile(name)
+		if err != nil {
+			return "", err
+		}
+		if _, err := all.New(path.Base(name)).Parse(string(text)); err != nil {
+			return "", err
+		}
+	}
+	data := map[string]any{
+		"Values":  Merge(defaults, o.Values),
+		"Release": map[string]any{"Name": "isthmus", "Namespace": o.Namespace},
+		"Chart":   map[string]any{"Name": "isthmus", "AppVersion": o.AppVersion},
+		"Files":   files{},
+	}
+	var out strings.Builder
+	for _, name := range names {
+		if path.Ext(name) != ".yaml" {
+			continue
+		}
+		var text bytes.Buffer
+		if err := all.ExecuteTemplate(&text, path.Base(name), data); err != nil {
+			return "", readable(err)
+		}
+		if strings.TrimSpace(text.String()) != "" {
+			fmt.Fprintf(&out, "---\n# Source: isthmus/templates/%s\n%s\n", path.Base(name), strings.Trim(text.String(), "\n"))
+		}
+	}
+	return out.String(), nil
+}
+
+// readable takes away what text/template says about the place, where the chart asks a person for
+// something.
+func readable(err error) error {
+	if wants := (*wantsError)(nil); errors.As(err, &wants) {
+		return wants
+	}
+	return err
+}
+
+type wantsError struct{ what string }
+
+func (e *wantsError) Error() string { return e.what }
+
+// Objects renders, and reads what is rendered: objects in the order in which they can be applied.
+func Objects(o Options) ([]*unstructured.Unstructured, error) {
+	text, err := Render(o)
+	if err != nil {
+		return nil, err
+	}
+	var all []*unstructured.Unstructured
+	for decoder := utilyaml.NewYAMLOrJSONDecoder(strings.NewReader(text), 4096); ; {
+		var document json.RawMessage
+		if err := decoder.Decode(&document); errors.Is(err, io.EOF) {
+			break
+		} else if err != nil {
+			return nil, fmt.Errorf("what the chart renders is no YAML: %w", err)
+		}
+		if len(document) == 0 || string(document) == "null" { // comments
+			continue
+		}
+		u := &unstructured.Unstructured{}
+		if err := u.UnmarshalJSON(document); err != nil { // integers stay integers
+			return nil, fmt.Errorf("what the chart renders is no object: %w", err)
+		}
+		if _, hook := u.GetAnnotations()[HookAnnotation]; !hook || o.Hooks {
+			all = append(all, u)
+		}
+	}
+	slices.SortStableFunc(all, func(a, b *unstructured.Unstructured) int { return rank(a) - rank(b) })
+	return all, nil
+}
+
+// rank puts what others need before them: a Pod is not made without its ServiceAccount, and a
+// component that finds no rights or configuration begins with an error.
+func rank(u *unstructured.Unstructured) int {
+	switch u.GetKind() {
+	case "Namespace":
+		return 0
+	case "CustomResourceDefinition":
+		return 1
+	case "Deployment", "DaemonSet", "Job":
+		return 3
+	}
+	return 2
+}
+
+// functions are those of Helm and its library that the chart uses, as they are there.
+func functions(all *template.Template) template.FuncMap {
+	return template.FuncMap{
+		"default": func(or, value any) any {
+			if empty(value) {
+				return or
+			}
+			return value
+		},
+		"include": func(name string, data any) (string, error) {
+			var b strings.Builder
+			err := all.ExecuteTemplate(&b, name, data)
+			return b.String(), err
+		},
+		"nindent": func(n int, text string) string {
+			return "\n" + indent(n, text)
+		},
+		"quote": func(value any) string { return fmt.Sprintf("%q", fmt.Sprint(value)) },
+		"replace": func(from, to, text string) string {
+			return strings.ReplaceAll(text, from, to)
+		},
+		"required": func(what string, value any) (any, error) {
+			if value == nil || value == "" {
+				return nil, &wantsError{what}
+			}
+			return value, nil
+		},
+		"toYaml": func(value any) (string, error) {
+			text, err := yaml.Marshal(value)
+			return strings.TrimSuffix(string(text), "\n"), err
+		},
+		"regexFind": func(expression, text string) (string, error) {
+			r, err := regexp.Compile(expression)
+			if err != nil {
+				return "", err
+			}
+			return r.FindString(text), nil
+		},
+		"list": func(of ...any) []any { return of },
+		"int":  number,
+		"add":  func(a, b any) int64 { return int64(number(a) + number(b)) },
+		"until": func(n int) []int {
+			up := make([]int, n)
+			for i := range up {
+				up[i] = i
+			}
+			return up
+		},
+	}
+}
+
+func indent(n int, text string) string {
+	pad := strings.Repeat(" ", n)
+	return pad + strings.ReplaceAll(text, "\n", "\n"+pad)
+}
+
+func number(value any) int {
+	switch n := value.(type) {
+	case int:
+		return n
+	case int32:
+		return int(n)
+	case int64:
+		return int(n)
+	case float64:
+		return int(n)
+	}
+	return 0
+}
+
+// empty is what templates count as no value.
+func empty(value any) bool {
+	truth, ok := template.IsTrue(value)
+	return !ok || !truth
+}
+
+// files are what the chart finds in its folder files/, beside its templates.
+type files struct{}
+
+// Get returns the text of a file, empty when there is none.
+func (files) Get(name string) string {
+	text, err := read(name)
+	if err != nil {
+		return ""
+	}
+	return string(text)
+}
+
+// Glob returns the files whose names match.
+func (files) Glob(pattern string) (map[string][]byte, error) {
+	found := map[string][]byte{}
+	for _, from := range []fs.FS{deploy.Files, deploy.Optional} {
+		names, err := fs.Glob(from, strings.TrimPrefix(pattern, "files/"))
+		if err != nil {
+			return nil, err
+		}
+		for _, name := range names {
+			if found["files/"+name], err = fs.ReadFile(from, name); err != nil {
+				return nil, err
+			}
+		}
+	}
+	return found, nil
+}
+
+func read(name string) ([]byte, error) {
+	name, ok := strings.CutPrefix(name, "files/")
+	if !ok {
+		return nil, fs.ErrNotExist
+	}
+	text, err := deploy.Files.ReadFile(name)
+	if errors.Is(err, fs.ErrNotExist) {
+		return deploy.Optional.ReadFile(name)
+	}
+	return text, err
+}

@@ -1,0 +1,271 @@
+package chart
+
+import (
+	"encoding/json"
+	"flag"
+	"maps"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+var update = flag.Bool("update", false, "write testdata/ anew")
+
+func paris(more Values) Values {
+	return Merge(Values{"cluster": Values{"name": "paris"}}, more)
+}
+
+func objects(t *testing.T, values Values) []*unstructured.Unstructured {
+	t.Helper()
+	all, err := Objects(Options{Namespace: "elsewhere", AppVersion: "v9", Values: values})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return all
+}
+
+func find(t *testing.T, all []*unstructured.Unstructured, kind, name string) *unstructured.Unstructured {
+	t.Helper()
+	i := slices.IndexFunc(all, func(u *unstructured.Unstructured) bool { return u.GetKind() == kind && u.GetName() == name })
+	if i < 0 {
+		t.Fatalf("no %s %s", kind, name)
+	}
+	return all[i]
+}
+
+// everything switches on what is off.
+var everything = Values{
+	"namespace": Values{"create": true}, "networkPolicy": Values{"enabled": true}, "ipam": Values{"port": 7000.0},
+	"metrics": Values{"enabled": true, "podMonitor": Values{"enabled": true}},
+}
+
+func TestDefaultsAreAsRecorded(t *testing.T) {
+	text, err := Render(Options{Namespace: deploy.Namespace, AppVersion: "v0.0.0", Values: paris(Values{"crds": Values{"install": false}})})
+	if err != nil {
+		t.Fatal(err)
+	}
+	const golden = "testdata/defaults.yaml"
+	if *update {
+		if err := os.WriteFile(golden, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	want, err := os.ReadFile(golden)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if text != string(want) {
+		t.Errorf("%s is not what the chart renders; look at the difference of go test ./internal/chart -update", golden)
+	}
+}
+
+func TestManifestsMoveIntoAnotherNamespace(t *testing.T) {
+	all := objects(t, paris(everything))
+	for i, u := range all {
+		text, err := u.MarshalJSON()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.Contains(string(text), `"`+deploy.Namespace+`"`) {
+			t.Errorf("%s %s still says %s", u.GetKind(), u.GetName(), deploy.Namespace)
+		}
+		if strings.HasSuffix(u.GetKind(), "Role") && (strings.Contains(string(text), `"*"`) || strings.Contains(string(text), `"deletecollection"`)) {
+			t.Errorf("%s %s allows everything", u.GetKind(), u.GetName())
+		}
+		if i > 0 && rank(all[i-1]) > rank(u) {
+			t.Errorf("%s %s comes after %s", u.GetKind(), u.GetName(), all[i-1].GetName())
+		}
+	}
+	if all[0].GetName() != "elsewhere" || all[1].GetKind() != "CustomResourceDefinition" {
+		t.Errorf("begins with %s, %s", all[0].GetName(), all[1].GetKind())
+	}
+}
+
+func TestWrongValuesAreNamed(t *testing.T) {
+	for _, tc := range []struct {
+		values Values
+		want   string
+	}{
+		{Values{"gatway": Values{}}, "value gatway: the chart has no such value"},
+		{Values{"gateway": Values{"service": Values{"typ": "x"}}}, "value gateway.service.typ: the chart has no such value"},
+		{Values{"gateway": Values{"replicas": "3"}}, "value gateway.replicas: want a number"},
+		{Values{"gateway": 3.0}, "value gateway: want an object"},
+		{Values{"workloads": "yes"}, "value workloads: want true or false"},
+		{Values{"cluster": Values{"name": ""}}, "cluster.name: want how peers are to call this cluster, such as --set cluster.name=paris"},
+	} {
+		_, err := Render(Options{Namespace: "n", Values: paris(tc.values)})
+		if err == nil || !strings.HasPrefix(err.Error(), tc.want) {
+			t.Errorf("%v: %v; want %s", tc.values, err, tc.want)
+		}
+	}
+	for _, right := range []Values{
+		{"gateway": Values{"mtu": 1400.0}}, {"gateway": Values{"mtu": "auto"}}, {"manager": Values{"nodeSelector": Values{"a": "b"}}},
+		{"routeAgent": Values{"tolerations": []any{}}},
+	} {
+		if _, err := Render(Options{Namespace: "n", Values: paris(right)}); err != nil {
+			t.Errorf("%v: %v", right, err)
+		}
+	}
+}
+
+// Helm checks values against the schema, `isthmus install` against values.yaml: both have to know
+// the same.
+func TestSchemaKnowsEachValue(t *testing.T) {
+	text, err := deploy.Chart.ReadFile(root + "/values.schema.json")
+	if err != nil {
+		t.Fatal(err)
+	}
+	var schema map[string]any
+	if err := json.Unmarshal(text, &schema); err != nil {
+		t.Fatal(err)
+	}
+	defaults, err := Defaults()
+	if err != nil {
+		t.Fatal(err)
+	}
+	var compare func(at string, schema, values map[string]any)
+	compare = func(at string, schema, values map[string]any) {
+		if schema["additionalProperties"] != false {
+			return // anybody's keys
+		}
+		properties, _ := schema["properties"].(map[string]any)
+		known := slices.DeleteFunc(slices.Sorted(maps.Keys(properties)), func(key string) bool { return at == "" && key == "global" })
+		if want := slices.Sorted(maps.Keys(values)); !slices.Equal(known, want) {
+			t.Errorf("values.schema.json has at %q %v, values.yaml %v", at, known, want)
+		}
+		for key, value := range values {
+			if inner, ok := value.(map[string]any); ok {
+				below, _ := properties[key].(map[string]any)
+				compare(at+"."+key, below, inner)
+			}
+		}
+	}
+	compare("", schema, defaults)
+}
+
+func TestImageIsOfTheVersionUnlessSaidOtherwise(t *testing.T) {
+	for _, tc := range []struct {
+		image Values
+		want  string
+	}{
+		{nil, "ghcr.io/isthmus-net/isthmus:v9"},
+		{Values{"repository": "a/b", "tag": "t"}, "a/b:t"},
+		{Values{"tag": "t", "digest": "sha256:1"}, "ghcr.io/isthmus-net/isthmus@sha256:1"},
+	} {
+		all := objects(t, paris(Values{"image": tc.image}))
+		for _, w := range [][2]string{{"Deployment", "isthmus-manager"}, {"Deployment", "isthmus-gateway"}, {"DaemonSet", "isthmus-route-agent"}} {
+			containers, _, err := unstructured.NestedSlice(find(t, all, w[0], w[1]).Object, "spec", "template", "spec", "containers")
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := containers[0].(map[string]any)["image"]; got != tc.want {
+				t.Errorf("%v: %s has %v, want %s", tc.image, w[1], got, tc.want)
+			}
+		}
+	}
+}
+
+func TestEachTunnelHasAPort(t *testing.T) {
+	all := objects(t, paris(Values{"gateway": Values{"port": 6000.0, "tunnels": 3.0, "service": Values{"nodePort": 30000.0}}}))
+	ports, _, err := unstructured.NestedSlice(find(t, all, "Service", "isthmus-gateway").Object, "spec", "ports")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []string{"wireguard", "wireguard-1", "wireguard-2"} {
+		p, _ := ports[i].(map[string]any)
+		if p["name"] != want || p["port"] != int64(6000+i) || p["targetPort"] != int64(6000+i) || p["nodePort"] != int64(30000+i) {
+			t.Errorf("port %d: %v", i, p)
+		}
+	}
+	if len(ports) != 3 {
+		t.Errorf("%d ports", len(ports))
+	}
+}
+
+// Privileges are what a container may do to the machine. Each is in docs/security.md with its
+// reason; a new one has to be written down here and there.
+func TestNoComponentHasAPrivilegeMore(t *testing.T) {
+	const (
+		unprivileged = "RuntimeDefault, read-only root, no escalation, drops ALL"
+		asRoot       = unprivileged + ", root"
+	)
+	for _, tc := range []struct {
+		hostNetwork bool
+		want        map[string]string
+	}{
+		{false, map[string]string{
+			"isthmus-manager":     unprivileged,
+			"isthmus-gateway":     asRoot + ", adds NET_ADMIN, hostPath /dev/net/tun (CharDevice)",
+			"isthmus-route-agent": asRoot + ", adds NET_ADMIN, hostNetwork, hostPath /var/lib/isthmus (DirectoryOrCreate)",
+		}},
+		{true, map[string]string{
+			"isthmus-gateway": asRoot + ", adds NET_ADMIN, adds SYS_ADMIN, hostNetwork, hostPath /dev/net/tun (CharDevice)",
+		}},
+	} {
+		got := map[string]string{}
+		for _, u := range objects(t, paris(Values{"gateway": Values{"hostNetwork": tc.hostNetwork}})) {
+			if spec, ok, _ := unstructured.NestedMap(u.Object, "spec", "template", "spec"); ok {
+				got[u.GetName()] = privileges(t, spec)
+			}
+		}
+		for name, want := range tc.want {
+			if got[name] != want {
+				t.Errorf("hostNetwork %v: %s has: %s\nwant: %s", tc.hostNetwork, name, got[name], want)
+			}
+		}
+		if len(got) != 3 {
+			t.Errorf("components: %v", slices.Sorted(maps.Keys(got)))
+		}
+	}
+}
+
+// privileges says what a Pod's spec allows, in one line.
+func privileges(t *testing.T, pod map[string]any) string {
+	t.Helper()
+	at := func(from map[string]any, path ...string) any {
+		value, _, err := unstructured.NestedFieldNoCopy(from, path...)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return value
+	}
+	containers, _ := at(pod, "containers").([]any)
+	if len(containers) != 1 || at(pod, "initContainers") != nil {
+		t.Fatalf("%d containers", len(containers))
+	}
+	c, _ := containers[0].(map[string]any)
+	var all []string
+	add := func(is bool, what string) {
+		if is {
+			all = append(all, what)
+		}
+	}
+	add(at(pod, "securityContext", "seccompProfile", "type") == "RuntimeDefault", "RuntimeDefault")
+	add(at(c, "securityContext", "readOnlyRootFilesystem") == true, "read-only root")
+	add(at(c, "securityContext", "allowPrivilegeEscalation") == false, "no escalation")
+	add(at(c, "securityContext", "privileged") == true, "privileged")
+	dropped, _ := at(c, "securityContext", "capabilities", "drop").([]any)
+	for _, d := range dropped {
+		all = append(all, "drops "+d.(string))
+	}
+	add(at(pod, "securityContext", "runAsNonRoot") != true, "root")
+	added, _ := at(c, "securityContext", "capabilities", "add").([]any)
+	for _, a := range added {
+		all = append(all, "adds "+a.(string))
+	}
+	for _, key := range []string{"hostNetwork", "hostPID", "hostIPC"} {
+		add(at(pod, key) == true, key)
+	}
+	volumes, _ := at(pod, "volumes").([]any)
+	for _, v := range volumes {
+		if path := at(v.(map[string]any), "hostPath", "path"); path != nil {
+			all = append(all, "hostPath "+path.(string)+" ("+at(v.(map[string]any), "hostPath", "type").(string)+")")
+		}
+	}
+	return strings.Join(all, ", ")
+}

@@ -1,0 +1,244 @@
+// Package image writes OCI images: archives that container runtimes import, made of files, without
+// a daemon. The same input gives the same bytes.
+//
+//	oci-layout, index.json ─► index ─► manifest of each platform ─► config, one layer
+//
+// An archive holds blobs by the SHA-256 of their content
+// (https://github.com/opencontainers/image-spec, version 1.1).
+package image
+
+import (
+	"archive/tar"
+	"bytes"
+	"cmp"
+	"compress/gzip"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"fmt"
+	"io"
+	"path"
+	"slices"
+	"strings"
+	"time"
+)
+
+// An Image is what an archive holds.
+type Image struct {
+	// Ref is the name by which runtimes know the image once it is imported, with registry and tag.
+	Ref string
+	// Created is the time of everything in the image: a clock would make each build another one.
+	Created time.Time
+	// Labels are those of each platform's configuration, and annotations of the index.
+	Labels map[string]string
+	// User is UID:GID, numbers, since the image has no /etc/passwd.
+	User       string
+	Entrypoint []string
+	Platforms  []Platform
+}
+
+// A Platform is the image for one operating system and architecture, by their names in Go.
+type Platform struct {
+	OS, Architecture string
+	Files            []File
+}
+
+// A File is one file of a layer. Directories on its way are made, owned by root and readable by all.
+type File struct {
+	Path    string // absolute
+	Mode    int64
+	Content []byte
+}
+
+// Media types of the image specification.
+const (
+	typeIndex    = "application/vnd.oci.image.index.v1+json"
+	typeManifest = "application/vnd.oci.image.manifest.v1+json"
+	typeConfig   = "application/vnd.oci.image.config.v1+json"
+	typeLayer    = "application/vnd.oci.image.layer.v1.tar+gzip"
+)
+
+type descriptor struct {
+	MediaType   string            `json:"mediaType"`
+	Digest      string            `json:"digest"`
+	Size        int               `json:"size"`
+	Platform    *platform         `json:"platform,omitempty"`
+	Annotations map[string]string `json:"annotations,omitempty"`
+}
+
+type platform struct {
+	Architecture string `json:"architecture"`
+	OS           string `json:"os"`
+}
+
+type index struct {
+	SchemaVersion int               `json:"schemaVersion"`
+	MediaType     string            `json:"mediaType"`
+	Manifests     []descriptor      `json:"manifests"`
+	Annotations   map[string]string `json:"annotations,omitempty"`
+}
+
+type manifest struct {
+	SchemaVersion int          `json:"schemaVersion"`
+	MediaType     string       `json:"mediaType"`
+	Config        descriptor   `json:"config"`
+	Layers        []descriptor `json:"layers"`
+}
+
+type config struct {
+	Created      string          `json:"created"`
+	Architecture string          `json:"architecture"`
+	OS           string          `json:"os"`
+	Config       containerConfig `json:"config"`
+	RootFS       rootFS          `json:"rootfs"`
+	History      []history       `json:"history"`
+}
+
+type containerConfig struct {
+	User       string            `json:"User,omitempty"`
+	Entrypoint []string          `json:"Entrypoint,omitempty"`
+	Env        []string          `json:"Env,omitempty"`
+	WorkingDir string            `json:"WorkingDir,omitempty"`
+	Labels     map[string]string `json:"Labels,omitempty"`
+}
+
+type rootFS struct {
+	Type    string   `json:"type"`
+	DiffIDs []string `json:"diff_ids"`
+}
+
+type history struct {
+	Created   string `json:"created"`
+	CreatedBy string `json:"created_by"`
+}
+
+// Write writes the archive, and returns the digest of the index: that by which a registry and its
+// users would name the image.
+func (i Image) Write(w io.Writer) (digest string, err error) {
+	if i.Ref == "" || len(i.Platforms) == 0 {
+		return "", fmt.Errorf("image %q for %d platforms: want a name and at least one", i.Ref, len(i.Platforms))
+	}
+	var blobs store
+	top := index{SchemaVersion: 2, MediaType: typeIndex, Annotations: i.Labels}
+	for _, p := range i.Platforms {
+		d, err := i.platform(&blobs, p)
+		if err != nil {
+			return "", fmt.Errorf("%s/%s: %w", p.OS, p.Architecture, err)
+		}
+		top.Manifests = append(top.Manifests, d)
+	}
+	named, err := blobs.json(typeIndex, top)
+	if err != nil {
+		return "", err
+	}
+	named.Annotations = map[string]string{
+		"io.containerd.image.name":          i.Ref, // containerd: the whole name
+		"org.opencontainers.image.ref.name": i.Ref, // others: the tag, or the name
+	}
+	layout, err := json.Marshal(index{SchemaVersion: 2, MediaType: typeIndex, Manifests: []descriptor{named}})
+	if err != nil {
+		return "", err
+	}
+	files := []File{
+		{Path: "/oci-layout", Mode: 0o644, Content: []byte(`{"imageLayoutVersion":"1.0.0"}`)},
+		{Path: "/index.json", Mode: 0o644, Content: layout},
+	}
+	for _, b := range blobs.blobs {
+		files = append(files, File{Path: "/blobs/sha256/" + b.digest, Mode: 0o644, Content: b.content})
+	}
+	return named.Digest, writeTar(w, files, i.Created)
+}
+
+// platform stores what the image is on one platform, and describes it.
+func (i Image) platform(blobs *store, p Platform) (descriptor, error) {
+	var plain, packed bytes.Buffer
+	if err := writeTar(&plain, p.Files, i.Created); err != nil {
+		return descriptor{}, err
+	}
+	z, err := gzip.NewWriterLevel(&packed, gzip.BestCompression) // of its header nothing is set: no name, no time
+	if err != nil {
+		return descriptor{}, err
+	}
+	if _, err := z.Write(plain.Bytes()); err != nil {
+		return descriptor{}, err
+	}
+	if err := z.Close(); err != nil {
+		return descriptor{}, err
+	}
+	created := i.Created.UTC().Format(time.RFC3339)
+	c, err := blobs.json(typeConfig, config{
+		Created: created, Architecture: p.Architecture, OS: p.OS,
+		Config: containerConfig{User: i.User, Entrypoint: i.Entrypoint, Env: []string{"PATH=/"}, WorkingDir: "/", Labels: i.Labels},
+		RootFS: rootFS{Type: "layers", DiffIDs: []string{"sha256:" + sum(plain.Bytes())}},
+		// Some runtimes want one line for each layer.
+		History: []history{{Created: created, CreatedBy: "isthmus internal/image"}},
+	})
+	if err != nil {
+		return descriptor{}, err
+	}
+	m := manifest{SchemaVersion: 2, MediaType: typeManifest, Config: c, Layers: []descriptor{blobs.add(typeLayer, packed.Bytes())}}
+	d, err := blobs.json(typeManifest, m)
+	d.Platform = &platform{Architecture: p.Architecture, OS: p.OS}
+	return d, err
+}
+
+type blob struct {
+	digest  string
+	content []byte
+}
+
+// A store has each content once, in the order in which it came.
+type store struct{ blobs []blob }
+
+func (s *store) add(mediaType string, content []byte) descriptor {
+	digest := sum(content)
+	if !slices.ContainsFunc(s.blobs, func(b blob) bool { return b.digest == digest }) {
+		s.blobs = append(s.blobs, blob{digest, content})
+	}
+	return descriptor{MediaType: mediaType, Digest: "sha256:" + digest, Size: len(content)}
+}
+
+func (s *store) json(mediaType string, value any) (descriptor, error) {
+	text, err := json.Marshal(value) // keys of maps are sorted
+	if err != nil {
+		return descriptor{}, err
+	}
+	return s.add(mediaType, text), nil
+}
+
+func sum(content []byte) string {
+	h := sha256.Sum256(content)
+	return hex.EncodeToString(h[:])
+}
+
+// writeTar writes files and the directories that they are in, sorted by name.
+func writeTar(w io.Writer, files []File, created time.Time) error {
+	files = slices.Clone(files)
+	slices.SortFunc(files, func(a, b File) int { return cmp.Compare(a.Path, b.Path) })
+	out := tar.NewWriter(w)
+	made := map[string]bool{"/": true}
+	for n, f := range files {
+		if !path.IsAbs(f.Path) || path.Clean(f.Path) != f.Path || n > 0 && files[n-1].Path == f.Path {
+			return fmt.Errorf("file %q: want an absolute path, once", f.Path)
+		}
+		for at := 1; at < len(f.Path); at++ {
+			if dir := f.Path[:at]; f.Path[at] == '/' && !made[dir] {
+				made[dir] = true
+				if err := out.WriteHeader(header(dir+"/", tar.TypeDir, 0o755, 0, created)); err != nil {
+					return err
+				}
+			}
+		}
+		if err := out.WriteHeader(header(f.Path, tar.TypeReg, f.Mode, len(f.Content), created)); err != nil {
+			return err
+		}
+		if _, err := out.Write(f.Content); err != nil {
+			return err
+		}
+	}
+	return out.Close()
+}
+
+func header(name string, kind byte, mode int64, size int, created time.Time) *tar.Header {
+	return &tar.Header{Typeflag: kind, Name: strings.TrimPrefix(name, "/"), Mode: mode, Size: int64(size), ModTime: created.UTC().Truncate(time.Second), Format: tar.FormatUSTAR}
+}

@@ -1,0 +1,101 @@
+package image
+
+import (
+	"debug/buildinfo"
+	"encoding/json"
+	"fmt"
+	"runtime/debug"
+	"strings"
+	"time"
+)
+
+// SBOM is the software bill of materials of a Go binary, as SPDX 2.3 in JSON: the modules that the
+// linker noted in it, and the Go that compiled it. name is that of the document, version that of
+// the main module, which a build without version control does not know.
+func SBOM(binary, name, version string, created time.Time) ([]byte, error) {
+	info, err := buildinfo.ReadFile(binary)
+	if err != nil {
+		return nil, err
+	}
+	info.Main.Version = version
+	return sbom(info, name, created)
+}
+
+type spdxDocument struct {
+	Version       string             `json:"spdxVersion"`
+	License       string             `json:"dataLicense"`
+	ID            string             `json:"SPDXID"`
+	Name          string             `json:"name"`
+	Namespace     string             `json:"documentNamespace"`
+	Creation      spdxCreation       `json:"creationInfo"`
+	Packages      []spdxPackage      `json:"packages"`
+	Relationships []spdxRelationship `json:"relationships"`
+}
+
+type spdxCreation struct {
+	Created  string   `json:"created"`
+	Creators []string `json:"creators"`
+}
+
+type spdxPackage struct {
+	ID       string    `json:"SPDXID"`
+	Name     string    `json:"name"`
+	Version  string    `json:"versionInfo,omitempty"`
+	Location string    `json:"downloadLocation"`
+	Analyzed bool      `json:"filesAnalyzed"`
+	Comment  string    `json:"comment,omitempty"`
+	Refs     []spdxRef `json:"externalRefs,omitempty"`
+}
+
+type spdxRef struct {
+	Category string `json:"referenceCategory"`
+	Type     string `json:"referenceType"`
+	Locator  string `json:"referenceLocator"`
+}
+
+type spdxRelationship struct {
+	Element string `json:"spdxElementId"`
+	Type    string `json:"relationshipType"`
+	Related string `json:"relatedSpdxElement"`
+}
+
+func sbom(info *debug.BuildInfo, name string, created time.Time) ([]byte, error) {
+	setting := func(key string) string {
+		for _, s := range info.Settings {
+			if s.Key == key {
+				return s.Value
+			}
+		}
+		return ""
+	}
+	d := spdxDocument{
+		Version: "SPDX-2.3", License: "CC0-1.0", ID: "SPDXRef-DOCUMENT", Name: name,
+		Namespace: fmt.Sprintf("https://%s/spdx/%s-%s-%s", info.Main.Path, name, info.Main.Version, setting("GOARCH")),
+		Creation:  spdxCreation{created.UTC().Format(time.RFC3339), []string{"Tool: isthmus-internal-image"}},
+	}
+	add := func(id string, m debug.Module) {
+		p := spdxPackage{ID: id, Name: m.Path, Version: m.Version, Location: "NOASSERTION",
+			Refs: []spdxRef{{"PACKAGE-MANAGER", "purl", "pkg:golang/" + m.Path + "@" + strings.ReplaceAll(m.Version, "+", "%2B")}}}
+		if m.Sum != "" {
+			p.Comment = "go.sum " + m.Sum
+		}
+		d.Packages = append(d.Packages, p)
+	}
+	const root = "SPDXRef-isthmus"
+	add(root, info.Main)
+	d.Relationships = append(d.Relationships, spdxRelationship{d.ID, "DESCRIBES", root})
+	depends := func(on string) {
+		d.Relationships = append(d.Relationships, spdxRelationship{root, "DEPENDS_ON", on})
+	}
+	for n, m := range info.Deps {
+		if m.Replace != nil {
+			m = m.Replace
+		}
+		id := fmt.Sprintf("SPDXRef-module-%d", n+1)
+		add(id, *m)
+		depends(id)
+	}
+	add("SPDXRef-go", debug.Module{Path: "stdlib", Version: strings.TrimPrefix(info.GoVersion, "go")})
+	depends("SPDXRef-go")
+	return json.MarshalIndent(d, "", " ")
+}

@@ -1,0 +1,275 @@
+package kubenodes
+
+import (
+	"bytes"
+	"context"
+	_ "embed"
+	"errors"
+	"fmt"
+	"io"
+	"net/netip"
+	"path/filepath"
+	"strings"
+	"time"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/util/wait"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// Namespace is where Isthmus is installed in each cluster.
+const Namespace = "isthmus-system"
+
+// Image is the name of the image of Isthmus on the nodes.
+const Image = "isthmus.test/isthmus:1"
+
+//go:embed workloads.yaml
+var workloads string
+
+// ImageOf writes an image of the isthmus program beside the program and returns the archive, for
+// Options.Images.
+func ImageOf(program string) (archive string, err error) {
+	archive = program + "-image.tar"
+	return archive, WriteImage(archive, Image, program)
+}
+
+// Install installs Isthmus in all clusters with the program and waits until all its Pods are ready.
+func (s *Set) Install(ctx context.Context, program string) error {
+	return s.each(func(c *Cluster) error {
+		args := []string{"install", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID, "--gateway-service", "NodePort"}
+		if out, err := s.Command(ctx, program, args...).CombinedOutput(); err != nil {
+			return fmt.Errorf("isthmus install: %w\n%s", err, out)
+		}
+		if err := c.Apply(ctx, strings.NewReplacer("IMAGE", Image, "PODCIDR", c.PodCIDR.String()).Replace(workloads)); err != nil {
+			return err
+		}
+		return c.WaitRolledOut(ctx)
+	})
+}
+
+// Apply creates the objects of some YAML, or brings those that exist to what it says.
+func (c *Cluster) Apply(ctx context.Context, yaml string) error {
+	decoder := utilyaml.NewYAMLOrJSONDecoder(strings.NewReader(yaml), 4096)
+	for {
+		u := &unstructured.Unstructured{}
+		if err := decoder.Decode(u); errors.Is(err, io.EOF) {
+			return nil
+		} else if err != nil {
+			return err
+		}
+		err := c.Client.Apply(ctx, client.ApplyConfigurationFromUnstructured(u), client.FieldOwner("kubenodes"), client.ForceOwnership)
+		if err != nil {
+			return fmt.Errorf("%s %s: %w", u.GetKind(), u.GetName(), err)
+		}
+	}
+}
+
+// WaitRolledOut waits until all Pods of all Deployments and DaemonSets of the installation are of
+// the newest kind and ready.
+func (c *Cluster) WaitRolledOut(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	last := errors.New("nothing is deployed")
+	err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		last = c.rolledOut(ctx)
+		return last == nil, nil
+	})
+	if err != nil {
+		return fmt.Errorf("%w\n%s", last, c.Explain())
+	}
+	return nil
+}
+
+func (c *Cluster) rolledOut(ctx context.Context) error {
+	var deployments appsv1.DeploymentList
+	var daemons appsv1.DaemonSetList
+	for _, list := range []client.ObjectList{&deployments, &daemons} {
+		if err := c.Client.List(ctx, list, client.InNamespace(Namespace)); err != nil {
+			return err
+		}
+	}
+	if len(deployments.Items) == 0 || len(daemons.Items) == 0 {
+		return errors.New("nothing is deployed")
+	}
+	for _, d := range deployments.Items {
+		want := *d.Spec.Replicas
+		if s := d.Status; s.ObservedGeneration < d.Generation || s.UpdatedReplicas != want || s.ReadyReplicas != want || s.Replicas != want {
+			return fmt.Errorf("deployment %s: %d of %d replicas are ready, %d of the newest kind", d.Name, s.ReadyReplicas, want, s.UpdatedReplicas)
+		}
+	}
+	for _, d := range daemons.Items {
+		if s := d.Status; s.ObservedGeneration < d.Generation || s.DesiredNumberScheduled != int32(len(c.Nodes)) ||
+			s.NumberReady != s.DesiredNumberScheduled || s.UpdatedNumberScheduled != s.DesiredNumberScheduled {
+			return fmt.Errorf("daemon set %s: on %d of %d nodes ready, on %d of the newest kind", d.Name, s.NumberReady, len(c.Nodes), s.UpdatedNumberScheduled)
+		}
+	}
+	return nil
+}
+
+// Peer peers two clusters by the command line and waits until both say that they are ready.
+func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster) error {
+	if out, err := s.Command(ctx, program, "peer", "--context", a.Name, "--remote-context", b.Name).CombinedOutput(); err != nil {
+		return fmt.Errorf("isthmus peer: %w\n%s\n%s\n%s", err, out, a.Explain(), b.Explain())
+	}
+	return errors.Join(a.WaitReady(ctx, b), b.WaitReady(ctx, a))
+}
+
+// Peering returns cluster c's Peering with another cluster.
+func (c *Cluster) Peering(ctx context.Context, with *Cluster) (*isthmus.Peering, error) {
+	var list isthmus.PeeringList
+	if err := c.Client.List(ctx, &list); err != nil {
+		return nil, err
+	}
+	for i := range list.Items {
+		if list.Items[i].Spec.Cluster.ClusterID == with.ID {
+			return &list.Items[i], nil
+		}
+	}
+	return nil, fmt.Errorf("cluster %s has no Peering with %s", c.Name, with.Name)
+}
+
+// WaitReady waits until c's Peering with another cluster is Ready.
+func (c *Cluster) WaitReady(ctx context.Context, with *Cluster) error {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	last := "there is no Peering"
+	err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		p, err := c.Peering(ctx, with)
+		if err != nil {
+			return false, nil //nolint:nilerr // not there yet, or the API server is away: the wait goes on
+		}
+		for _, condition := range p.Status.Conditions {
+			if condition.Type == isthmus.ConditionReady {
+				last = fmt.Sprintf("%s: %s", condition.Reason, condition.Message)
+				return condition.Status == "True", nil
+			}
+		}
+		return false, nil
+	})
+	if err != nil {
+		return fmt.Errorf("cluster %s is not ready for %s: %s\n%s", c.Name, with.Name, last, c.Explain())
+	}
+	return nil
+}
+
+// Networks are those that another cluster has here: of its pods and of its mapped endpoints.
+func (c *Cluster) Networks(ctx context.Context, of *Cluster) (pods, external netip.Prefix, err error) {
+	p, err := c.Peering(ctx, of)
+	if err != nil {
+		return pods, external, err
+	}
+	if pods, err = netip.ParsePrefix(p.Status.Remote.PodCIDRSeen); err != nil {
+		return pods, external, fmt.Errorf("cluster %s has not agreed with %s on networks yet", c.Name, of.Name)
+	}
+	external, err = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen)
+	return pods, external, err
+}
+
+// Seen is the address under which c reaches a pod's address of another cluster.
+func (c *Cluster) Seen(ctx context.Context, of *Cluster, addr netip.Addr) (netip.Addr, error) {
+	seen, _, err := c.Networks(ctx, of)
+	if err != nil {
+		return netip.Addr{}, err
+	}
+	return lab.Move(addr, of.PodCIDR, seen), nil
+}
+
+// ActiveGateway waits until one gateway is marked as the active one and returns its Pod.
+func (c *Cluster) ActiveGateway(ctx context.Context) (pod *corev1.Pod, err error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	last := errors.New("no gateway is marked as active")
+	err = wait.PollUntilContextCancel(ctx, 50*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		var pods corev1.PodList
+		last = c.Client.List(ctx, &pods, client.InNamespace(Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive})
+		if last == nil && len(pods.Items) != 1 {
+			last = fmt.Errorf("%d gateways are marked as active", len(pods.Items))
+		}
+		if last != nil {
+			return false, nil
+		}
+		pod = &pods.Items[0]
+		return true, nil
+	})
+	if err != nil {
+		return nil, fmt.Errorf("cluster %s: %w", c.Name, last)
+	}
+	return pod, nil
+}
+
+// NodeOf returns the node with that name.
+func (c *Cluster) NodeOf(name string) (*Node, error) {
+	for _, n := range c.Nodes {
+		if n.Name == name {
+			return n, nil
+		}
+	}
+	return nil, fmt.Errorf("cluster %s has no node %q", c.Name, name)
+}
+
+// Watch lets the sniffer look for packets of c's peers' networks in the clear.
+func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) error {
+	var w lab.Watched
+	for _, p := range peers {
+		pods, external, err := c.Networks(ctx, p)
+		if err != nil {
+			return err
+		}
+		w.Networks = append(w.Networks, pods, external)
+	}
+	s.Watch(c.Cluster, w)
+	return nil
+}
+
+// Explain says what runs in the installation, for the error of something that did not come.
+func (c *Cluster) Explain() string {
+	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)
+	defer cancel()
+	var b bytes.Buffer
+	var pods corev1.PodList
+	if err := c.Client.List(ctx, &pods); err != nil {
+		return fmt.Sprintf("cluster %s: %v", c.Name, err)
+	}
+	for _, p := range pods.Items {
+		fmt.Fprintf(&b, "%s: pod %s/%s on %s: %s %s\n", c.Name, p.Namespace, p.Name, p.Spec.NodeName, p.Status.Phase, p.Status.Message)
+		for _, s := range p.Status.ContainerStatuses {
+			fmt.Fprintf(&b, "  %s: ready %v, %d restarts, %s\n", s.Name, s.Ready, s.RestartCount, strings.TrimSpace(s.State.String()))
+		}
+		if p.Namespace == Namespace {
+			b.WriteString(c.logOf(&p))
+		}
+	}
+	var events corev1.EventList
+	if err := c.Client.List(ctx, &events); err == nil {
+		for _, e := range events.Items {
+			if e.Type == corev1.EventTypeWarning {
+				fmt.Fprintf(&b, "%s: event: %s %s: %s\n", c.Name, e.InvolvedObject.Name, e.Reason, e.Message)
+			}
+		}
+	}
+	return b.String()
+}
+
+// logOf returns the last lines of a pod's containers, from the node's disk: it needs no kubelet that answers.
+func (c *Cluster) logOf(p *corev1.Pod) string {
+	n, err := c.NodeOf(p.Spec.NodeName)
+	if err != nil {
+		return ""
+	}
+	files, err := filepath.Glob(filepath.Join(n.root(), "var/log/pods", p.Namespace+"_"+p.Name+"_*", "*", "*.log"))
+	if err != nil {
+		return ""
+	}
+	var b strings.Builder
+	for _, f := range files {
+		fmt.Fprintf(&b, "  %s\n%s\n", filepath.Base(filepath.Dir(f)), tail(f, 8))
+	}
+	return b.String()
+}

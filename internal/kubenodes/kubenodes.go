@@ -1,0 +1,351 @@
+// Package kubenodes makes real Kubernetes clusters on one machine: each has an etcd, a kube-apiserver,
+// a controller manager and a scheduler, and nodes with a containerd, a kubelet, a kube-proxy and the
+// bridge CNI plugin of their own. It needs Linux, root, Debian's containerd, runc and
+// containernetworking-plugins (`make deps-nodes`), and the programs of kubetest.BuildNodes.
+//
+//	underlay ─┬─ a-control   etcd, kube-apiserver, kube-controller-manager, kube-scheduler
+//	          ├─ a-node1     containerd, kubelet, kube-proxy; cni0 ─ pods
+//	          ├─ a-node2     the same
+//	          └─ the same for b, ...
+//
+// Hosts, links and addresses are those of package lab, so the lab's Sniffer watches the underlay, and
+// a lab whose maker was killed is removed by the next Up. A node has network, mount, PID, UTS, IPC and
+// cgroup namespaces of its own: what kubelet and its like write on a node does not reach the machine.
+//
+// Pods have the addresses of their node's part of the PodCIDR. What leaves a cluster's PodCIDR is
+// masqueraded by the node, as NodeOptions say: the underlay has no routes to pods.
+package kubenodes
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"io/fs"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// ProxyMode is how kube-proxy makes Services.
+type ProxyMode string
+
+// The modes that work here: there is no IPVS.
+const (
+	IPTables ProxyMode = "iptables"
+	NFTables ProxyMode = "nftables"
+)
+
+// Masquerade is for which destinations outside of the PodCIDR the CNI hides pods behind their node.
+type Masquerade string
+
+// The values of a Masquerade.
+const (
+	MasqueradeAll    Masquerade = "all"    // as kindnet and flannel do, and Calico by natOutgoing
+	MasqueradePublic Masquerade = "public" // not for 10.0.0.0/8, as ip-masq-agent does
+)
+
+// NodeOptions are those of all nodes of a cluster.
+type NodeOptions struct {
+	Proxy      ProxyMode  // default IPTables
+	Masquerade Masquerade // default MasqueradeAll
+}
+
+// Options of Up.
+type Options struct {
+	Spec     lab.Spec               // its clusters get a control plane, two nodes unless they say otherwise, and no pods of the lab's
+	Nodes    map[string]NodeOptions // by cluster
+	Kube     string                 // the folder that kubetest.BuildNodes returned
+	Images   []string               // archives that every node gets besides those of this package
+	Progress io.Writer              // a line for each step; nil: none
+}
+
+// A Set is the clusters of one lab.
+type Set struct {
+	Lab        *lab.Lab
+	Clusters   []*Cluster
+	Kubeconfig string // file with a context of administrators for each cluster, named after it
+
+	options Options
+	dir     string // on disk: what nodes run
+}
+
+// A Cluster is one cluster with its control plane and nodes.
+type Cluster struct {
+	*lab.Cluster
+	Server *kubetest.Server
+	Client client.WithWatch // an administrator; its connections start inside the lab
+	Config *rest.Config     // the same
+	Nodes  []*Node
+
+	set     *Set
+	options NodeOptions
+}
+
+// programsOfNodes are those of Debian's packages that a node runs.
+var programsOfNodes = map[string]string{
+	"containerd": "containerd", "ctr": "containerd", "runc": "runc", "iptables": "iptables", "nft": "nftables",
+	"unshare": "util-linux", "mount": "mount", "sh": "dash",
+}
+
+// pluginsDir is where Debian has the CNI plugins.
+const pluginsDir = "/usr/lib/cni"
+
+// Available says why nodes cannot be made here, or nil when they can.
+func Available() error {
+	if err := lab.Available(); err != nil {
+		return err
+	}
+	for _, name := range slices.Sorted(keys(programsOfNodes)) {
+		if _, err := exec.LookPath(name); err != nil {
+			return fmt.Errorf("%s is not installed ('make deps-nodes' installs Debian's package %s)", name, programsOfNodes[name])
+		}
+	}
+	for _, plugin := range []string{"bridge", "host-local", "portmap", "loopback"} {
+		if _, err := os.Stat(filepath.Join(pluginsDir, plugin)); err != nil {
+			return fmt.Errorf("no CNI plugin %s in %s ('make deps-nodes' installs Debian's package containernetworking-plugins)", plugin, pluginsDir)
+		}
+	}
+	_, err := hierarchies()
+	return err
+}
+
+func keys(m map[string]string) func(func(string) bool) {
+	return func(yield func(string) bool) {
+		for k := range m {
+			if !yield(k) {
+				return
+			}
+		}
+	}
+}
+
+// Up makes the clusters and returns when all nodes are ready. A failed Up leaves nothing, and it
+// removes what an Up of a process that was killed has left.
+func Up(ctx context.Context, o Options) (*Set, error) {
+	if o.Progress == nil {
+		o.Progress = io.Discard
+	}
+	if err := Available(); err != nil {
+		return nil, err
+	}
+	for i := range o.Spec.Clusters {
+		c := &o.Spec.Clusters[i]
+		c.Control, c.PodsPerNode = true, -1
+		if c.Nodes == 0 {
+			c.Nodes = 2
+		}
+	}
+	l, err := lab.Up(ctx, o.Spec) // sweeps first
+	if err != nil {
+		return nil, err
+	}
+	s := &Set{Lab: l, Kubeconfig: filepath.Join(l.Dir, "kubeconfig"), options: o, dir: filepath.Join(root, l.Name)}
+	err = sweep()
+	if err == nil {
+		err = s.up(ctx)
+	}
+	if err != nil {
+		return nil, errors.Join(err, s.Down())
+	}
+	return s, nil
+}
+
+// root has a folder for each lab with nodes: on disk, since overlays of images are there.
+var root = filepath.Join(os.TempDir(), "isthmus-nodes")
+
+// sweep removes the folders and control groups of labs that are no more.
+func sweep() error {
+	labs, err := lab.List()
+	if err != nil {
+		return err
+	}
+	var errs []error
+	dirs, err := os.ReadDir(root)
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return err
+	}
+	for _, d := range dirs {
+		if !slices.Contains(labs, d.Name()) {
+			errs = append(errs, os.RemoveAll(filepath.Join(root, d.Name())))
+		}
+	}
+	groups, err := groupNames()
+	if err != nil {
+		return err
+	}
+	for _, g := range groups {
+		name, _, _ := strings.Cut(strings.TrimPrefix(g, groupPrefix), ".")
+		if !slices.Contains(labs, name) {
+			errs = append(errs, removeGroups(g))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+func (s *Set) up(ctx context.Context) error {
+	if err := os.MkdirAll(s.dir, 0o755); err != nil {
+		return err
+	}
+	image, err := s.testImage(ctx)
+	if err != nil {
+		return err
+	}
+	s.options.Images = append([]string{image}, s.options.Images...)
+	for _, c := range s.Lab.Clusters {
+		cluster := &Cluster{Cluster: c, set: s, options: s.options.Nodes[c.Name]}
+		cluster.options.Proxy = cmp.Or(cluster.options.Proxy, IPTables)
+		cluster.options.Masquerade = cmp.Or(cluster.options.Masquerade, MasqueradeAll)
+		for _, n := range c.Nodes {
+			cluster.Nodes = append(cluster.Nodes, &Node{Node: n, cluster: cluster, dir: filepath.Join(s.dir, n.Name)})
+		}
+		s.Clusters = append(s.Clusters, cluster)
+	}
+	err = s.each(func(c *Cluster) error {
+		if err := c.startServer(ctx); err != nil {
+			return err
+		}
+		fmt.Fprintf(s.options.Progress, "cluster %s: API server is ready\n", c.Name)
+		return c.startNodes(ctx)
+	})
+	if err != nil {
+		return err
+	}
+	return s.writeKubeconfig()
+}
+
+// each runs do for all clusters in parallel.
+func (s *Set) each(do func(*Cluster) error) error {
+	errs := make([]error, len(s.Clusters))
+	var group sync.WaitGroup
+	for i, c := range s.Clusters {
+		group.Go(func() {
+			if err := do(c); err != nil {
+				errs[i] = fmt.Errorf("cluster %s: %w", c.Name, err)
+			}
+		})
+	}
+	group.Wait()
+	return errors.Join(errs...)
+}
+
+// Down ends everything and removes the lab.
+func (s *Set) Down() error {
+	errs := []error{s.each(func(c *Cluster) (err error) {
+		for _, n := range c.Nodes {
+			err = errors.Join(err, n.kill())
+		}
+		if c.Server != nil {
+			err = errors.Join(err, c.Server.Stop())
+		}
+		return err
+	}), s.Lab.Down()}
+	for _, c := range s.Clusters {
+		for _, n := range c.Nodes {
+			errs = append(errs, removeGroups(n.group()))
+		}
+	}
+	errs = append(errs, os.RemoveAll(s.dir))
+	if entries, err := os.ReadDir(root); err == nil && len(entries) == 0 {
+		_ = os.Remove(root) // an empty directory that stays does no harm
+	}
+	return errors.Join(errs...)
+}
+
+// Cluster returns the cluster with that name, or nil.
+func (s *Set) Cluster(name string) *Cluster {
+	for _, c := range s.Clusters {
+		if c.Name == name {
+			return c
+		}
+	}
+	return nil
+}
+
+// Command prepares a program that runs in the underlay, from where all API servers can be reached,
+// with the Set's Kubeconfig.
+func (s *Set) Command(ctx context.Context, program string, args ...string) *lab.Cmd {
+	cmd := s.Lab.Underlay.Command(ctx, program, args...)
+	cmd.Env = append(os.Environ(), "KUBECONFIG="+s.Kubeconfig)
+	return cmd
+}
+
+func (c *Cluster) startServer(ctx context.Context) error {
+	server, err := kubetest.Start(ctx, kubetest.Options{
+		Name: c.Control.Netns(), Dir: c.set.options.Kube, Host: c.Control.Addr, Nodes: true, ServiceCIDR: serviceCIDR,
+		Starter: c.Control.Start, Dial: c.Control.Dial,
+	})
+	if err != nil {
+		return err
+	}
+	c.Server = server
+	if c.Config, err = clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig()); err != nil {
+		return err
+	}
+	c.Config.Dial = c.Control.Dial
+	c.Config.QPS = -1
+	scheme := runtime.NewScheme()
+	for _, add := range []func(*runtime.Scheme) error{clientgoscheme.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
+		if err := add(scheme); err != nil {
+			return err
+		}
+	}
+	c.Client, err = client.NewWithWatch(c.Config, client.Options{Scheme: scheme})
+	return err
+}
+
+func (c *Cluster) startNodes(ctx context.Context) error {
+	errs := make([]error, len(c.Nodes))
+	var group sync.WaitGroup
+	for i, n := range c.Nodes {
+		group.Go(func() {
+			if err := n.begin(ctx); err != nil {
+				errs[i] = fmt.Errorf("node %s: %w", n.Name, err)
+				return
+			}
+			fmt.Fprintf(c.set.options.Progress, "cluster %s: node %s is ready\n", c.Name, n.Name)
+		})
+	}
+	group.Wait()
+	return errors.Join(errs...)
+}
+
+// writeKubeconfig joins the clusters' kubeconfigs into one with a context each.
+func (s *Set) writeKubeconfig() error {
+	all := clientcmdapi.NewConfig()
+	for _, c := range s.Clusters {
+		one, err := clientcmd.Load(c.Server.Kubeconfig())
+		if err != nil {
+			return fmt.Errorf("cluster %s: kubeconfig: %w", c.Name, err)
+		}
+		context := one.Contexts[one.CurrentContext]
+		all.Clusters[c.Name] = one.Clusters[context.Cluster]
+		all.AuthInfos[c.Name] = one.AuthInfos[context.AuthInfo]
+		all.Contexts[c.Name] = &clientcmdapi.Context{Cluster: c.Name, AuthInfo: c.Name}
+	}
+	return clientcmd.WriteToFile(*all, s.Kubeconfig)
+}
+
+// isReady tells whether a Node says that it is.
+func isReady(n *corev1.Node) bool {
+	return slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
+		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+	})
+}

@@ -1,0 +1,160 @@
+package probe
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"strconv"
+	"sync"
+	"time"
+)
+
+// interval of the packets of a Flow.
+const interval = 10 * time.Millisecond
+
+// A Flow is traffic to a Server for as long as faults are made: a UDP packet with an answer every
+// 10 ms, and one TCP connection that carries an octet as often. It tells what was lost.
+type Flow struct {
+	end  context.CancelFunc
+	done sync.WaitGroup
+
+	mu       sync.Mutex
+	sent     int
+	answered int
+	last     time.Time     // of the last UDP answer
+	pause    time.Duration // longest between two UDP answers
+	tcpLast  time.Time
+	tcpPause time.Duration
+	broken   int // TCP connections that ended by themselves
+}
+
+// A FlowReport is what a Flow knows.
+type FlowReport struct {
+	Sent     int     `json:"sent"`     // UDP packets
+	Answered int     `json:"answered"` // of them
+	Pause    float64 `json:"pause"`    // seconds: the longest between two answers, or since the last one
+	TCPPause float64 `json:"tcpPause"` // seconds: the longest between two octets of the connection
+	Broken   int     `json:"broken"`   // connections
+}
+
+// NewFlow begins a flow.
+func NewFlow(to netip.AddrPort) *Flow {
+	ctx, end := context.WithCancel(context.Background())
+	now := time.Now()
+	f := &Flow{end: end, last: now, tcpLast: now}
+	f.done.Go(func() { f.udp(ctx, to) })
+	f.done.Go(func() { f.tcp(ctx, to) })
+	return f
+}
+
+// Stop ends it.
+func (f *Flow) Stop() {
+	f.end()
+	f.done.Wait()
+}
+
+// Report says how it went so far.
+func (f *Flow) Report() FlowReport {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return FlowReport{f.sent, f.answered, max(f.pause, time.Since(f.last)).Seconds(), max(f.tcpPause, time.Since(f.tcpLast)).Seconds(), f.broken}
+}
+
+func (f *Flow) udp(ctx context.Context, to netip.AddrPort) {
+	c, err := net.Dial("udp4", to.String())
+	if err != nil {
+		return // shows as a pause without end
+	}
+	defer c.Close()
+	f.done.Go(func() {
+		b := make([]byte, 2048)
+		for {
+			_, err := c.Read(b)
+			if ctx.Err() != nil {
+				return
+			}
+			if err != nil { // an ICMP error: the next one may be answered
+				time.Sleep(time.Millisecond)
+				continue
+			}
+			f.mu.Lock()
+			f.answered++
+			now := time.Now()
+			f.pause = max(f.pause, now.Sub(f.last))
+			f.last = now
+			f.mu.Unlock()
+		}
+	})
+	tick := time.NewTicker(interval)
+	defer tick.Stop()
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+			f.mu.Lock()
+			f.sent++
+			f.mu.Unlock()
+			_, _ = c.Write(make([]byte, 64)) // an error is a packet without an answer
+		}
+	}
+}
+
+// tcp reads a stream of octets and begins another one when it breaks.
+func (f *Flow) tcp(ctx context.Context, to netip.AddrPort) {
+	for ctx.Err() == nil {
+		if opened := f.read(ctx, to); opened && ctx.Err() == nil {
+			f.mu.Lock()
+			f.broken++
+			f.mu.Unlock()
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(50 * time.Millisecond):
+		}
+	}
+}
+
+func (f *Flow) read(ctx context.Context, to netip.AddrPort) (opened bool) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, fmt.Sprintf("http://%v/stream", to), http.NoBody)
+	if err != nil {
+		return false
+	}
+	resp, err := (&http.Client{Transport: &http.Transport{DisableKeepAlives: true}}).Do(req)
+	if err != nil {
+		return false
+	}
+	defer resp.Body.Close()
+	b := make([]byte, 1)
+	for {
+		if _, err := io.ReadFull(resp.Body, b); err != nil {
+			return true
+		}
+		f.mu.Lock()
+		now := time.Now()
+		f.tcpPause = max(f.tcpPause, now.Sub(f.tcpLast))
+		f.tcpLast = now
+		f.mu.Unlock()
+	}
+}
+
+// stream is the server's end: an octet every interval.
+func stream(w http.ResponseWriter, r *http.Request) {
+	control := http.NewResponseController(w)
+	w.Header().Set("Content-Type", "application/octet-stream")
+	tick := time.NewTicker(interval)
+	defer tick.Stop()
+	for i := 0; ; i++ {
+		select {
+		case <-r.Context().Done():
+			return
+		case <-tick.C:
+			if _, err := io.WriteString(w, strconv.Itoa(i%10)); err != nil || control.Flush() != nil {
+				return
+			}
+		}
+	}
+}

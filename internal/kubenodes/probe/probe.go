@@ -1,0 +1,384 @@
+// Package probe sends one packet or connection and tells what the receiver saw, for tests of real
+// clusters. Serve answers; Do asks. The program testpod runs both inside pods; a test calls Do on
+// nodes.
+package probe
+
+import (
+	"bytes"
+	"context"
+	"crypto/sha256"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"strconv"
+	"sync"
+	"time"
+
+	"golang.org/x/net/icmp"
+	"golang.org/x/net/ipv4"
+)
+
+// Protocols of a probe.
+const (
+	TCP  = "tcp"
+	UDP  = "udp"
+	ICMP = "icmp"
+)
+
+// A Request says what to send.
+type Request struct {
+	Protocol string
+	To       netip.Addr
+	Port     uint16 // of the server; not for ICMP
+	Size     int    // octets of the payload, both ways
+
+	// Dial connects, where not the namespace of the caller's process is meant. Default: net.Dialer.
+	Dial func(ctx context.Context, network, address string) (net.Conn, error)
+	Wait time.Duration // for one attempt; UDP and ICMP are sent again until the context ends. Default 3 s
+}
+
+// An Answer is what the server saw.
+type Answer struct {
+	From   netip.Addr `json:"from"`   // the source of what arrived
+	Octets int        `json:"octets"` // that arrived
+	Server string     `json:"server"` // its name
+	Token  string     `json:"token"`  // of a ping: what /pings knows it by
+}
+
+// Do sends until an answer comes or ctx ends.
+func Do(ctx context.Context, r Request) (a Answer, err error) {
+	if r.Wait == 0 {
+		r.Wait = 3 * time.Second
+	}
+	for {
+		attempt, cancel := context.WithTimeout(ctx, r.Wait)
+		switch r.Protocol {
+		case TCP:
+			a, err = overTCP(attempt, r)
+		case UDP:
+			a, err = overUDP(attempt, r)
+		case ICMP:
+			a.Token, err = ping(attempt, r)
+		default:
+			err = fmt.Errorf("protocol %q: want %s, %s or %s", r.Protocol, TCP, UDP, ICMP)
+		}
+		cancel()
+		if err == nil {
+			return a, nil
+		}
+		select {
+		case <-ctx.Done():
+			return a, fmt.Errorf("%s to %v: %w", r.Protocol, r.To, err)
+		case <-time.After(100 * time.Millisecond):
+		}
+	}
+}
+
+func overTCP(ctx context.Context, r Request) (a Answer, err error) {
+	url := fmt.Sprintf("http://%v/echo", netip.AddrPortFrom(r.To, r.Port))
+	req, err := http.NewRequestWithContext(ctx, http.MethodPost, url, bytes.NewReader(make([]byte, r.Size)))
+	if err != nil {
+		return a, err
+	}
+	return a, get(&http.Transport{DisableKeepAlives: true, DialContext: r.Dial}, req, &a)
+}
+
+func get(transport http.RoundTripper, req *http.Request, into any) error {
+	resp, err := (&http.Client{Transport: transport}).Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	b, err := io.ReadAll(resp.Body)
+	if err != nil {
+		return err
+	}
+	if resp.StatusCode != http.StatusOK {
+		return fmt.Errorf("%s: %s: %s", req.URL, resp.Status, bytes.TrimSpace(b))
+	}
+	return json.Unmarshal(b, into)
+}
+
+// overUDP uses a connected socket: an answer from another address is none.
+func overUDP(ctx context.Context, r Request) (a Answer, err error) {
+	dial := r.Dial
+	if dial == nil {
+		dial = new(net.Dialer).DialContext
+	}
+	c, err := dial(ctx, "udp4", netip.AddrPortFrom(r.To, r.Port).String())
+	if err != nil {
+		return a, err
+	}
+	defer c.Close()
+	if end, ok := ctx.Deadline(); ok {
+		if err := c.SetDeadline(end); err != nil {
+			return a, err
+		}
+	}
+	if _, err := c.Write(make([]byte, max(r.Size, 1))); err != nil {
+		return a, err
+	}
+	b := make([]byte, 64<<10)
+	n, err := c.Read(b)
+	if err != nil {
+		return a, err
+	}
+	return a, json.Unmarshal(bytes.TrimRight(b[:n], "\x00"), &a)
+}
+
+// tokenSize is how many octets at the beginning of a ping tell it from all others.
+const tokenSize = 16
+
+// ping waits for the echo, which the receiver's kernel makes; its Server saw the ping too.
+func ping(ctx context.Context, r Request) (token string, err error) {
+	c, err := icmp.ListenPacket("ip4:icmp", "0.0.0.0")
+	if err != nil {
+		return "", err
+	}
+	defer c.Close()
+	if end, ok := ctx.Deadline(); ok {
+		if err := c.SetDeadline(end); err != nil {
+			return "", err
+		}
+	}
+	data := make([]byte, max(r.Size, tokenSize))
+	for i := range tokenSize {
+		data[i] = byte(rand.Uint32())
+	}
+	id := int(rand.Uint32() & 0xffff)
+	message := icmp.Message{Type: ipv4.ICMPTypeEcho, Body: &icmp.Echo{ID: id, Seq: 1, Data: data}}
+	b, err := message.Marshal(nil)
+	if err != nil {
+		return "", err
+	}
+	if _, err := c.WriteTo(b, &net.IPAddr{IP: r.To.AsSlice()}); err != nil {
+		return "", err
+	}
+	b = make([]byte, 64<<10)
+	for {
+		n, from, err := c.ReadFrom(b)
+		if err != nil {
+			return "", err
+		}
+		m, err := icmp.ParseMessage(1, b[:n])
+		if err != nil || m.Type != ipv4.ICMPTypeEchoReply {
+			continue
+		}
+		// Identifiers are rewritten by what translates on the way back only where it did on the way out.
+		if echo, ok := m.Body.(*icmp.Echo); ok && bytes.Equal(echo.Data, data) {
+			if from.String() != r.To.String() {
+				return "", fmt.Errorf("answered by %v", from)
+			}
+			return hex.EncodeToString(data[:tokenSize]), nil
+		}
+	}
+}
+
+// A Server answers probes, on one port of TCP and UDP, and keeps the sources of pings.
+type Server struct {
+	Name string
+
+	mu    sync.Mutex
+	pings map[string]string // sources by token
+	flow  *Flow
+}
+
+// Serve answers until ctx ends.
+func (s *Server) Serve(ctx context.Context, port uint16) error {
+	s.pings = map[string]string{}
+	tcp, err := net.Listen("tcp4", fmt.Sprintf(":%d", port))
+	if err != nil {
+		return err
+	}
+	udp, err := net.ListenPacket("udp4", fmt.Sprintf(":%d", port)) // the wildcard, as most servers do
+	if err != nil {
+		return err
+	}
+	raw, err := icmp.ListenPacket("ip4:icmp", "0.0.0.0")
+	if err != nil {
+		return err
+	}
+	errs := make(chan error, 3)
+	go func() { errs <- s.udp(udp) }()
+	go func() { errs <- s.icmp(raw) }()
+	go func() { errs <- (&http.Server{Handler: s.handler(), ReadHeaderTimeout: time.Minute}).Serve(tcp) }()
+	select {
+	case <-ctx.Done():
+		return errors.Join(tcp.Close(), udp.Close(), raw.Close())
+	case err := <-errs:
+		return err
+	}
+}
+
+func (s *Server) udp(c net.PacketConn) error {
+	b := make([]byte, 64<<10)
+	for {
+		n, from, err := c.ReadFrom(b)
+		if err != nil {
+			return err
+		}
+		addr, err := netip.ParseAddrPort(from.String())
+		if err != nil {
+			return err
+		}
+		answer, err := json.Marshal(Answer{From: addr.Addr(), Octets: n, Server: s.Name})
+		if err != nil {
+			return err
+		}
+		out := make([]byte, max(n, len(answer))) // as long as the question; zeros are cut off
+		copy(out, answer)
+		_, _ = c.WriteTo(out, from) // who asked asks again
+	}
+}
+
+func (s *Server) icmp(c *icmp.PacketConn) error {
+	b := make([]byte, 64<<10)
+	for {
+		n, from, err := c.ReadFrom(b)
+		if err != nil {
+			return err
+		}
+		m, err := icmp.ParseMessage(1, b[:n])
+		if err != nil || m.Type != ipv4.ICMPTypeEcho {
+			continue
+		}
+		if echo, ok := m.Body.(*icmp.Echo); ok && len(echo.Data) >= tokenSize {
+			s.mu.Lock()
+			s.pings[hex.EncodeToString(echo.Data[:tokenSize])] = from.String()
+			s.mu.Unlock()
+		}
+	}
+}
+
+func (s *Server) handler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintf(w, "hello from %s\n", s.Name) })
+	mux.HandleFunc("POST /echo", func(w http.ResponseWriter, r *http.Request) {
+		n, err := io.Copy(io.Discard, r.Body)
+		from, parse := netip.ParseAddrPort(r.RemoteAddr)
+		reply(w, Answer{From: from.Addr(), Octets: int(n), Server: s.Name}, errors.Join(err, parse))
+	})
+	// What a transfer has to carry: the octets of a seed, which both ends can make.
+	mux.HandleFunc("GET /octets", func(w http.ResponseWriter, r *http.Request) {
+		n, err := strconv.ParseInt(r.FormValue("n"), 10, 64)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		_, _ = io.CopyN(w, newOctets(), n) // who reads less has gone
+	})
+	mux.HandleFunc("GET /pings", func(w http.ResponseWriter, _ *http.Request) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		reply(w, s.pings, nil)
+	})
+	mux.HandleFunc("GET /probe", func(w http.ResponseWriter, r *http.Request) {
+		request, err := parse(r.URL.Query())
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		a, err := Do(r.Context(), request)
+		reply(w, a, err)
+	})
+	mux.HandleFunc("GET /fetch", func(w http.ResponseWriter, r *http.Request) {
+		t, err := fetch(r.Context(), r.FormValue("url"))
+		reply(w, t, err)
+	})
+	mux.HandleFunc("POST /flow", func(w http.ResponseWriter, r *http.Request) {
+		to, err := netip.ParseAddrPort(r.FormValue("to"))
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.flow != nil {
+			s.flow.Stop()
+		}
+		s.flow = NewFlow(to)
+	})
+	mux.HandleFunc("GET /flow", func(w http.ResponseWriter, _ *http.Request) {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if s.flow == nil {
+			http.Error(w, "no flow", http.StatusNotFound)
+			return
+		}
+		reply(w, s.flow.Report(), nil)
+	})
+	mux.HandleFunc("GET /stream", stream)
+	return mux
+}
+
+func reply(w http.ResponseWriter, v any, err error) {
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusBadGateway)
+		return
+	}
+	w.Header().Set("Content-Type", "application/json")
+	_ = json.NewEncoder(w).Encode(v) // who asked has gone
+}
+
+// Query is what /probe takes.
+func (r Request) Query() string {
+	return url.Values{"protocol": {r.Protocol}, "to": {r.To.String()}, "port": {strconv.Itoa(int(r.Port))}, "size": {strconv.Itoa(r.Size)}}.Encode()
+}
+
+func parse(v url.Values) (r Request, err error) {
+	r.Protocol = v.Get("protocol")
+	to, err := netip.ParseAddr(v.Get("to"))
+	if err != nil {
+		return r, err
+	}
+	port, err := strconv.ParseUint(v.Get("port"), 10, 16)
+	if err != nil {
+		return r, err
+	}
+	r.To, r.Port = to, uint16(port)
+	r.Size, err = strconv.Atoi(v.Get("size"))
+	return r, err
+}
+
+// A Transfer is what /fetch has got.
+type Transfer struct {
+	Octets  int64   `json:"octets"`
+	Seconds float64 `json:"seconds"`
+	SHA256  string  `json:"sha256"`
+}
+
+func fetch(ctx context.Context, url string) (t Transfer, err error) {
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, url, http.NoBody)
+	if err != nil {
+		return t, err
+	}
+	start := time.Now()
+	resp, err := http.DefaultClient.Do(req)
+	if err != nil {
+		return t, err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		return t, fmt.Errorf("%s: %s", url, resp.Status)
+	}
+	h := sha256.New()
+	t.Octets, err = io.Copy(h, resp.Body)
+	t.Seconds, t.SHA256 = time.Since(start).Seconds(), hex.EncodeToString(h.Sum(nil))
+	return t, err
+}
+
+// SHA256 is the hash of the first n octets of /octets.
+func SHA256(n int64) (string, error) {
+	h := sha256.New()
+	_, err := io.CopyN(h, newOctets(), n)
+	return hex.EncodeToString(h.Sum(nil)), err
+}
+
+func newOctets() io.Reader { return rand.NewChaCha8([32]byte{1}) }

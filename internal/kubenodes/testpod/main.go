@@ -1,0 +1,37 @@
+// Command testpod is what runs in the pods of test clusters: "pause" does nothing, as the container
+// that holds a pod's namespaces, and "serve" answers probes and sends them.
+package main
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"os/signal"
+	"strconv"
+	"syscall"
+
+	"github.com/isthmus-net/isthmus/internal/kubenodes/probe"
+)
+
+func main() {
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, os.Args[1:]); err != nil {
+		fmt.Fprintln(os.Stderr, "testpod:", err)
+		os.Exit(1)
+	}
+}
+
+func run(ctx context.Context, args []string) error {
+	switch {
+	case len(args) == 2 && args[0] == "serve":
+		port, err := strconv.ParseUint(args[1], 10, 16)
+		if err != nil {
+			return err
+		}
+		return (&probe.Server{Name: os.Getenv("POD_NAME")}).Serve(ctx, uint16(port))
+	default: // kubelet gives a sandbox no arguments
+		<-ctx.Done()
+		return nil
+	}
+}

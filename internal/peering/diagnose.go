@@ -1,0 +1,229 @@
+package peering
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"slices"
+	"strings"
+	"time"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// A Diagnosis is what was found on the way between two clusters, or between one and all its peers.
+type Diagnosis struct {
+	// Broken is the first hop to mend; nil when nothing was found.
+	Broken *Hop `json:"broken,omitempty"`
+	// Hops are all that were looked at, in the order of the way. Where the other side was asked too
+	// its hops stand beside ours.
+	Hops []Hop `json:"hops"`
+	// NotAsked says what could not be looked at, and why.
+	NotAsked []string `json:"notAsked,omitempty"`
+	// At is when it was looked.
+	At time.Time `json:"at"`
+}
+
+// Fine reports whether everything works that was looked at.
+func (d *Diagnosis) Fine() bool {
+	return !slices.ContainsFunc(d.Hops, func(h Hop) bool { return h.State != Works })
+}
+
+// Diagnose walks from a cluster to the peer of that name, or to all where it is empty, hop by hop.
+// remote is the other side, or nil where there is no way to ask it.
+func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*Diagnosis, error) {
+	if err := local.Identify(ctx); err != nil {
+		return nil, err
+	}
+	here, err := local.examine(ctx, func(p *isthmus.Peering) bool {
+		return name == "" || p.Name == name || p.Spec.Cluster.ClusterName == name
+	})
+	if err != nil {
+		return nil, err
+	}
+	d := &Diagnosis{At: time.Now()}
+	if len(here.peerings) == 0 && name != "" && remote == nil {
+		return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, ErrNoPeering, Printable(name))
+	}
+	if remote == nil {
+		d.Hops = here.hops()
+		d.NotAsked = append(d.NotAsked, "the other side: with --remote-context it is looked at too")
+	} else {
+		if err := remote.Identify(ctx); err != nil {
+			return nil, err
+		}
+		if err := distinct(local, remote); err != nil {
+			return nil, err
+		}
+		here.only(remote)
+		there, err := remote.examine(ctx, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == local.Identity.ClusterID })
+		if err != nil {
+			return nil, err
+		}
+		d.Hops = between(here, there)
+	}
+	d.Broken = FirstBroken(d.Hops)
+	return d, nil
+}
+
+// An examination is what was found in one cluster.
+type examination struct {
+	cluster  *Cluster
+	own      []Hop
+	peerings [][]Hop
+	with     []string // cluster IDs of the peers, beside peerings
+}
+
+func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool) (*examination, error) {
+	e := &examination{cluster: c}
+	var list isthmus.PeeringList
+	if err := c.client.List(ctx, &list); err != nil {
+		return nil, c.explain("Peerings", err)
+	}
+	var err error
+	if e.own, _, _, err = clusterHops(ctx, c); err != nil {
+		return nil, err
+	}
+	for i := range list.Items {
+		heed(e.own, &list.Items[i])
+	}
+	for i := range list.Items {
+		p := &list.Items[i]
+		if !meant(p) {
+			continue
+		}
+		hops := peeringHops(c, p, e.own)
+		if at, ok := c.identityExpiry(ctx, p); ok && hops[0].State == Works {
+			hops[0].Text += "; its token is good until " + at.Format(time.RFC3339)
+		}
+		e.peerings, e.with = append(e.peerings, hops), append(e.with, p.Spec.Cluster.ClusterID)
+	}
+	return e, nil
+}
+
+// only leaves the Peering with one cluster.
+func (e *examination) only(peer *Cluster) {
+	i := slices.Index(e.with, peer.Identity.ClusterID)
+	if i < 0 {
+		e.peerings, e.with = nil, nil
+		return
+	}
+	e.peerings, e.with = e.peerings[i:i+1], e.with[i:i+1]
+}
+
+// hops are all, in the order of the way.
+func (e *examination) hops() []Hop {
+	all := slices.Clone(e.own)
+	for _, p := range e.peerings {
+		all = append(all, p...)
+	}
+	return all
+}
+
+// between is the way between two clusters, from both sides: what each side needs by itself, and
+// then one hop of the peering after the other. A side that waits for the other, of which something
+// is broken, is not to blame.
+func between(a, b *examination) []Hop {
+	sides := [2]*examination{a, b}
+	var all []Hop
+	for i, e := range sides {
+		all = append(all, e.own...)
+		if len(e.peerings) == 0 {
+			other := sides[1-i].cluster
+			all = append(all, Hop{Cluster: e.cluster.String(), Name: stepNames[isthmus.ConditionReady], State: Broken, Source: "Peerings",
+				Text: fmt.Sprintf("there is no Peering with %s: run `isthmus peer` for the two clusters", other)})
+		}
+	}
+	broken := func(e *examination, names ...string) bool {
+		return slices.ContainsFunc(e.own, func(h Hop) bool { return h.State == Broken && slices.Contains(names, h.Name) })
+	}
+	for _, step := range append(slices.Clone(steps), isthmus.ConditionReady) {
+		for i, e := range sides {
+			other := sides[1-i]
+			for _, peering := range e.peerings {
+				for _, h := range peering {
+					if h.Name != stepNames[step] {
+						continue
+					}
+					stuck := (broken(other, hopManager) || len(other.peerings) == 0) && slices.Contains(waits, h.Reason) || broken(other, hopGateway) && step == isthmus.ConditionConnected
+					if h.State == Broken && (stuck || step == isthmus.ConditionReady && FirstBroken(all) != nil) {
+						h.State = Waits
+					}
+					all = append(all, h)
+				}
+			}
+		}
+	}
+	blameOne(all)
+	return all
+}
+
+// blameOne leaves one of the two sides of a tunnel broken, that which FirstBroken names: the other
+// one sees the same fault from its side.
+func blameOne(hops []Hop) {
+	tunnel := stepNames[isthmus.ConditionConnected]
+	var tunnels []Hop
+	for _, h := range hops {
+		if h.Name == tunnel {
+			tunnels = append(tunnels, h)
+		}
+	}
+	blamed := FirstBroken(tunnels)
+	for i := range hops {
+		if h := &hops[i]; blamed != nil && h.Name == tunnel && h.State == Broken && (h.Cluster != blamed.Cluster || h.Peering != blamed.Peering) {
+			h.State = Waits
+		}
+	}
+}
+
+// Print writes a diagnosis for people. Nothing that others wrote reaches the terminal unescaped.
+func (d *Diagnosis) Print(w io.Writer) error {
+	heading := func(h *Hop) string {
+		if h.Peering == "" {
+			return h.Cluster
+		}
+		return h.Cluster + ", " + Printable(h.Peering)
+	}
+	last := ""
+	for i := range d.Hops {
+		h := &d.Hops[i]
+		if at := heading(h); at != last {
+			fmt.Fprintln(w, at)
+			last = at
+		}
+		since := ""
+		if h.Since != nil && !h.Since.IsZero() && h.State != Works {
+			since = " (since " + h.Since.UTC().Format(time.RFC3339) + ")"
+		}
+		text := h.Text
+		if h.Reason != "" && h.State != Works {
+			text = h.Reason + ": " + text
+		}
+		fmt.Fprintf(w, "  %-16s %-8s %s%s\n", h.Name, h.State, text, since)
+	}
+	for _, n := range d.NotAsked {
+		fmt.Fprintf(w, "not asked: %s\n", n)
+	}
+	return d.conclude(w)
+}
+
+// conclude says what to act on.
+func (d *Diagnosis) conclude(w io.Writer) (err error) {
+	var unknown []string
+	for _, h := range d.Hops {
+		if h.State == Unknown {
+			unknown = append(unknown, h.Cluster+": "+h.Name)
+		}
+	}
+	switch b := d.Broken; {
+	case b != nil && b.Reason != "":
+		_, err = fmt.Fprintf(w, "\nbroken: %s: %s: %s: %s\n", b.Cluster, b.Name, b.Reason, b.Text)
+	case b != nil:
+		_, err = fmt.Fprintf(w, "\nbroken: %s: %s: %s\n", b.Cluster, b.Name, b.Text)
+	case len(unknown) > 0:
+		_, err = fmt.Fprintf(w, "\nnothing is known to be broken; not known: %s\n", strings.Join(unknown, ", "))
+	default:
+		_, err = fmt.Fprintln(w, "\neverything works that was looked at")
+	}
+	return err
+}

@@ -1,0 +1,330 @@
+package peering
+
+import (
+	"cmp"
+	"context"
+	"encoding/base64"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+// HopState is what was found out about a hop.
+type HopState string
+
+const (
+	Works   HopState = "works"
+	Broken  HopState = "broken"
+	Waits   HopState = "waits"   // for a hop before it, which is broken
+	Unknown HopState = "unknown" // nobody has said, or nobody may be asked
+)
+
+// A Hop is one thing that has to work so that packets go both ways. `isthmus status` and `isthmus
+// diagnose` judge by the same hops.
+type Hop struct {
+	Cluster string   `json:"cluster"`
+	Peering string   `json:"peering,omitempty"` // empty: of the cluster, for all peerings
+	Name    string   `json:"hop"`
+	State   HopState `json:"state"`
+	Reason  string   `json:"reason,omitempty"` // of the condition that says so
+	// Text is what was seen, and what to do where it is broken.
+	Text string `json:"text"`
+	// Source is who says so, and Since is since when, if that is known.
+	Source string       `json:"source"`
+	Since  *metav1.Time `json:"since,omitempty"`
+}
+
+// Names of the hops of a cluster; those of a peering are the types of its conditions.
+const (
+	hopManager = "manager"
+	hopGateway = "gateway"
+	hopAgents  = "route agents"
+)
+
+// clusterHops are those that all peerings of a cluster need.
+func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway Holder, err error) {
+	if manager, err = c.holderOf(ctx, managerLease); err != nil {
+		return nil, manager, gateway, err
+	}
+	if gateway, err = c.holderOf(ctx, isthmus.LeaseGateway); err != nil {
+		return nil, manager, gateway, err
+	}
+	agents, err := c.agentsHop(ctx)
+	if err != nil {
+		return nil, manager, gateway, err
+	}
+	return []Hop{
+		c.leaseHop(hopManager, managerLease, manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
+		c.leaseHop(hopGateway, isthmus.LeaseGateway, gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
+		agents,
+	}, manager, gateway, nil
+}
+
+// leaseHop judges a component by the Lease that it renews.
+func (c *Cluster) leaseHop(name, lease string, h Holder, remedy string) Hop {
+	hop := Hop{Cluster: c.String(), Name: name, State: Works, Source: "Lease " + c.Namespace + "/" + lease, Since: h.since}
+	switch {
+	case h.Name != "":
+		hop.Text = Printable(h.Name) + " is at work"
+	case h.absent && name == hopGateway: // it is configured by files, or not ours
+		hop.State, hop.Text = Unknown, h.Problem+", so that no gateway of this cluster was ever elected; "+remedy
+	default:
+		hop.State, hop.Text = Broken, "no "+name+" is at work: "+h.Problem+"; "+remedy
+	}
+	return hop
+}
+
+// heed takes over from a Peering what the manager knows of the gateways: it looks at their Lease
+// every few seconds and by one clock, and knows earlier that nobody renews it.
+func heed(own []Hop, p *isthmus.Peering) {
+	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
+	if c == nil || c.Reason != isthmus.ReasonGatewaySilent {
+		return
+	}
+	for i := range own {
+		if h := &own[i]; h.Name == hopManager && h.State == Broken {
+			return // then it is a memory
+		}
+	}
+	for i := range own {
+		if h := &own[i]; h.Name == hopGateway && h.State == Works {
+			h.State, h.Reason, h.Text, h.Since = Broken, Printable(c.Reason), printable(c.Message, maxMessage), &c.LastTransitionTime
+			h.Source = "condition Connected of Peering " + p.Name
+		}
+	}
+}
+
+// virtualNode marks the Nodes of a Liqo that stand for other clusters.
+const virtualNode = "liqo.io/type"
+
+// agentsHop looks for a route agent on every node, as the kubelets tell.
+func (c *Cluster) agentsHop(ctx context.Context) (Hop, error) {
+	hop := Hop{Cluster: c.String(), Name: hopAgents, Source: "Nodes, Pods in " + c.Namespace}
+	var nodes corev1.NodeList
+	var pods corev1.PodList
+	err := errors.Join(c.client.List(ctx, &nodes), c.client.List(ctx, &pods, client.InNamespace(c.Namespace)))
+	switch {
+	case forbidden(err):
+		hop.State, hop.Text = Unknown, "you may not list Nodes, or Pods in "+c.Namespace
+		return hop, nil
+	case err != nil:
+		return hop, c.explain("Nodes, and Pods in "+c.Namespace, err)
+	}
+	missing, versions := agentsOf(nodes.Items, pods.Items)
+	switch {
+	case len(missing) > 0:
+		hop.State = Broken
+		hop.Text = fmt.Sprintf("pods on %d of %d nodes are not joined: %s", len(missing), len(nodes.Items), strings.Join(missing[:min(len(missing), 5)], "; "))
+		if len(missing) > 5 {
+			hop.Text += fmt.Sprintf("; and %d more", len(missing)-5)
+		}
+	case len(versions) > 1:
+		hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes, of several versions: %s", len(nodes.Items), strings.Join(versions, ", "))
+	default:
+		hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes%s", len(nodes.Items), strings.Join(append([]string{""}, versions...), ", "))
+	}
+	return hop, nil
+}
+
+// agentsOf says which nodes have no route agent that works, with why, and which images agents have.
+func agentsOf(nodes []corev1.Node, pods []corev1.Pod) (missing, versions []string) {
+	on := make(map[string]*corev1.Pod)
+	images := make(map[string]bool)
+	for i := range pods {
+		p := &pods[i]
+		if p.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount || p.Spec.NodeName == "" {
+			continue
+		}
+		if other := on[p.Spec.NodeName]; other == nil || podProblem(other) != "" { // an old one may end beside a new one
+			on[p.Spec.NodeName] = p
+		}
+		for _, container := range p.Spec.Containers {
+			images[Printable(container.Image)] = true
+		}
+	}
+	for _, n := range nodes {
+		if n.Labels[virtualNode] == "virtual-node" {
+			continue
+		}
+		name := Printable(n.Name)
+		p := on[n.Name]
+		switch {
+		case notReady(&n) != "":
+			missing = append(missing, fmt.Sprintf("Node %s %s", name, notReady(&n)))
+		case p == nil:
+			missing = append(missing, fmt.Sprintf("Node %s has no Pod of ServiceAccount %s: see the DaemonSet, and the node's taints", name, deploy.RouteAgentServiceAccount))
+		case podProblem(p) != "":
+			missing = append(missing, fmt.Sprintf("Node %s: Pod %s %s", name, Printable(p.Name), podProblem(p)))
+		}
+	}
+	return missing, slices.Sorted(maps.Keys(images))
+}
+
+func notReady(n *corev1.Node) string {
+	for _, c := range n.Status.Conditions {
+		if c.Type == corev1.NodeReady && c.Status != corev1.ConditionTrue {
+			return cmp.Or(Printable(c.Message), "is not ready")
+		}
+	}
+	return ""
+}
+
+// podProblem says why a Pod is not at work. One of which no kubelet has said anything but that it
+// runs is.
+func podProblem(p *corev1.Pod) string {
+	if !p.DeletionTimestamp.IsZero() {
+		return "is being deleted"
+	}
+	if p.Status.Phase != corev1.PodRunning {
+		return "is " + Printable(string(p.Status.Phase))
+	}
+	for _, c := range p.Status.Conditions {
+		if c.Type == corev1.PodReady && c.Status != corev1.ConditionTrue {
+			return "is not ready: " + cmp.Or(Printable(c.Message), Printable(c.Reason))
+		}
+	}
+	return ""
+}
+
+// stepNames are the conditions of a Peering as hops.
+var stepNames = map[string]string{
+	isthmus.ConditionIdentity: "identity", isthmus.ConditionPublished: "publishing", isthmus.ConditionAnswered: "answer",
+	isthmus.ConditionPeerConfig: "peer's networks", isthmus.ConditionTunnelEndpoint: "agreement", isthmus.ConditionConnected: "tunnel",
+	isthmus.ConditionReady: "peering",
+}
+
+// peeringHops are those of one Peering, by its conditions. before are the cluster's: where the
+// manager is gone, what a condition says is a memory, and where no gateway is at work, what that of
+// the tunnel says.
+func peeringHops(c *Cluster, p *isthmus.Peering, before []Hop) (hops []Hop) {
+	var manager, gateway *Hop
+	for i := range before {
+		switch {
+		case before[i].Name == hopManager && before[i].State == Broken:
+			manager = &before[i]
+		case before[i].Name == hopGateway && before[i].State == Broken:
+			gateway = &before[i]
+		}
+	}
+	broken := false
+	for _, step := range append(slices.Clone(steps), isthmus.ConditionReady) {
+		hop := Hop{Cluster: c.String(), Peering: p.Name, Name: stepNames[step], State: Works, Source: "condition " + step + " of Peering " + p.Name}
+		condition := meta.FindStatusCondition(p.Status.Conditions, step)
+		if condition == nil || max(condition.ObservedGeneration, p.Status.ObservedGeneration) < p.Generation {
+			hop.State, hop.Text = Unknown, "the manager has not looked at it yet"
+			if manager != nil {
+				hop.State = Waits
+			}
+		} else {
+			hop.Reason, hop.Text, hop.Since = Printable(condition.Reason), printable(condition.Message, maxMessage), &condition.LastTransitionTime
+			switch {
+			case manager != nil:
+				hop.State, hop.Text = Unknown, "nobody keeps it up to date; it was: "+hop.Reason+": "+hop.Text
+			case gateway != nil && (step == isthmus.ConditionConnected || step == isthmus.ConditionReady):
+				hop.State, hop.Text = Waits, "no gateway is at work, so that nobody knows"
+			case condition.Status == metav1.ConditionTrue:
+			case step == isthmus.ConditionReady && broken: // it repeats what is said already
+				continue
+			case condition.Status == metav1.ConditionUnknown || broken && slices.Contains(waits, condition.Reason):
+				hop.State = Waits
+				if !broken {
+					hop.State = Unknown
+				}
+			default:
+				hop.State, broken = Broken, true
+			}
+		}
+		hops = append(hops, hop)
+	}
+	return hops
+}
+
+// FirstBroken is the first hop that is broken, nil for none: the one to act on. Where several say
+// something of the tunnels between two clusters, it is the one that knows most.
+func FirstBroken(hops []Hop) *Hop {
+	var first *Hop
+	for i := range hops {
+		h := &hops[i]
+		if h.State != Broken {
+			continue
+		}
+		if first == nil || first.Name == h.Name && h.Name == stepNames[isthmus.ConditionConnected] && telling(h.Reason) > telling(first.Reason) {
+			first = h
+		}
+	}
+	return first
+}
+
+// telling is how much a reason of the tunnel says about what to mend: whoever hears nothing knows
+// least.
+func telling(reason string) int {
+	return slices.Index([]string{
+		isthmus.ReasonLost, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent, v1alpha1.CauseProbeUnanswered, v1alpha1.CauseAnswersLost,
+		v1alpha1.CauseRangesDisagree, v1alpha1.CauseWrongKey, v1alpha1.CauseSendError, v1alpha1.CauseEndpointName, v1alpha1.CauseNotApplied,
+	}, reason)
+}
+
+// identityExpiry says until when the identity of a Peering at the peer is good, as its token says;
+// false where that is not known, or not to be read.
+func (c *Cluster) identityExpiry(ctx context.Context, p *isthmus.Peering) (time.Time, bool) {
+	var secret corev1.Secret
+	if err := c.client.Get(ctx, client.ObjectKey{Namespace: p.Spec.TenantNamespace.Local, Name: p.Spec.IdentitySecretName}, &secret); err != nil {
+		return time.Time{}, false
+	}
+	config, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig])
+	if err != nil {
+		return time.Time{}, false
+	}
+	for _, user := range config.AuthInfos {
+		if at, ok := tokenExpiry(user.Token); ok {
+			return at, true
+		}
+	}
+	return time.Time{}, false
+}
+
+// tokenExpiry reads what a JSON Web Token says of its end (RFC 7519, section 4.1.4). Its signature
+// is the API server's business.
+func tokenExpiry(token string) (time.Time, bool) {
+	parts := strings.Split(token, ".")
+	if len(parts) != 3 {
+		return time.Time{}, false
+	}
+	text, err := base64.RawURLEncoding.DecodeString(parts[1])
+	if err != nil {
+		return time.Time{}, false
+	}
+	var claims struct {
+		Expires int64 `json:"exp"`
+	}
+	if json.Unmarshal(text, &claims) != nil || claims.Expires <= 0 {
+		return time.Time{}, false
+	}
+	return time.Unix(claims.Expires, 0).UTC(), true
+}
+
+// forbidden reports whether an error is about the rights of whoever asks, as far as it is one.
+func forbidden(err error) bool {
+	if err == nil {
+		return false
+	}
+	if j, ok := err.(interface{ Unwrap() []error }); ok {
+		return !slices.ContainsFunc(j.Unwrap(), func(e error) bool { return !forbidden(e) })
+	}
+	return apierrors.IsForbidden(err)
+}

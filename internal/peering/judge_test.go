@@ -1,0 +1,234 @@
+package peering
+
+import (
+	"encoding/base64"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
+	node := func(name string, change ...func(*corev1.Node)) corev1.Node {
+		n := corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+		for _, f := range change {
+			f(&n)
+		}
+		return n
+	}
+	agent := func(name, on string, change ...func(*corev1.Pod)) corev1.Pod {
+		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.PodSpec{NodeName: on, ServiceAccountName: deploy.RouteAgentServiceAccount,
+			Containers: []corev1.Container{{Image: "isthmus:1"}}}, Status: corev1.PodStatus{Phase: corev1.PodRunning}}
+		for _, f := range change {
+			f(&p)
+		}
+		return p
+	}
+	unready := func(p *corev1.Pod) {
+		p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionFalse, Message: "no netlink"}}
+	}
+	nodes := []corev1.Node{node("n1"), node("n2"), node("n3"), node("n4"), node("n5"),
+		node("n6", func(n *corev1.Node) {
+			n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionUnknown, Message: "the kubelet is silent"}}
+		}),
+		node("liqo-b", func(n *corev1.Node) { n.Labels = map[string]string{virtualNode: "virtual-node"} })}
+	missing, versions := agentsOf(nodes, []corev1.Pod{
+		agent("a1", "n1"), agent("a2", "n2", unready),
+		agent("a3-old", "n3", func(p *corev1.Pod) { p.DeletionTimestamp = new(metav1.Now()) }),
+		agent("a3", "n3", func(p *corev1.Pod) { p.Spec.Containers[0].Image = "isthmus:2" }),
+		agent("a4", "n4", func(p *corev1.Pod) { p.Spec.ServiceAccountName = "other" }),
+		agent("a5", "n5", func(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }), agent("a6", "n6"),
+	})
+	want := []string{"Node n2: Pod a2 is not ready: no netlink", "Node n4 has no Pod of ServiceAccount isthmus-route-agent: see the DaemonSet, and the node's taints",
+		"Node n5: Pod a5 is Pending", "Node n6 the kubelet is silent"}
+	if !slices.Equal(missing, want) || !slices.Equal(versions, []string{"isthmus:1", "isthmus:2"}) {
+		t.Errorf("%q of %q; want %q", missing, versions, want)
+	}
+}
+
+// named is a Peering with these conditions, as in conditions.
+func named(name string, ready string, others ...string) *isthmus.Peering {
+	return &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: name, Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: name}},
+		Status: isthmus.PeeringStatus{Conditions: conditions(ready, others...)}}
+}
+
+func states(hops []Hop) string {
+	var all []string
+	for _, h := range hops {
+		if h.State != Works {
+			all = append(all, fmt.Sprintf("%s/%s=%s", h.Cluster, h.Name, h.State))
+		}
+	}
+	return strings.Join(all, " ")
+}
+
+func TestWhatIsBrokenIsBlamedAndNothingThatFollowsFromIt(t *testing.T) {
+	own := func(c string, broken ...string) (hops []Hop) {
+		for _, name := range []string{hopManager, hopGateway, hopAgents} {
+			h := Hop{Cluster: c, Name: name, State: Works}
+			if slices.Contains(broken, name) {
+				h.State = Broken
+			}
+			hops = append(hops, h)
+		}
+		return hops
+	}
+	alpha, bravo := &Cluster{context: "a"}, &Cluster{context: "b"}
+	lost := func(reason string) []string {
+		return []string{"False(" + reason + ") Connected: x", "Connected=False(" + reason + ") x"}
+	}
+	side := func(c *Cluster, broken []string, ready string, others ...string) *examination {
+		e := &examination{cluster: c, own: own(c.String(), broken...)}
+		if ready != "" {
+			e.peerings = [][]Hop{peeringHops(c, named("p", ready, others...), e.own)}
+		}
+		return e
+	}
+	for _, tc := range []struct {
+		name  string
+		a, b  *examination // b nil: not asked
+		first string       // cluster/hop, with the reason
+		all   string
+	}{
+		{"all is well", side(alpha, nil, "True"), side(bravo, nil, "True"), "", ""},
+		{"a dead manager makes the rest a memory", side(alpha, []string{hopManager}, "True"), nil, "a/manager",
+			"a/manager=broken a/identity=unknown a/publishing=unknown a/answer=unknown a/peer's networks=unknown a/agreement=unknown a/tunnel=unknown a/peering=unknown"},
+		{"dead gateways make the tunnel wait", side(alpha, []string{hopGateway}, "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) x"), nil, "a/gateway",
+			"a/gateway=broken a/tunnel=waits a/peering=waits"},
+		{"an agent that is missing is all that is wrong", side(alpha, []string{hopAgents}, "True"), nil, "a/route agents", "a/route agents=broken"},
+		{"what waits for the first is not to blame", side(alpha, nil, "False(Unauthorized) IdentityReady: x", "IdentityReady=False(Unauthorized) x",
+			"Published=False(Publishing) x", "Answered=False(WaitingForAnswer) x"), nil, "a/identity Unauthorized",
+			"a/identity=broken a/publishing=waits a/answer=waits"},
+		{"the other side's manager", side(alpha, nil, "False(WaitingForAnswer) Answered: x", "Answered=False(WaitingForAnswer) x", "TunnelEndpointReady=False(Waiting) x", "Connected=False(Waiting) x"),
+			side(bravo, []string{hopManager}, "True"), "b/manager",
+			"b/manager=broken b/identity=unknown b/publishing=unknown a/answer=waits b/answer=unknown b/peer's networks=unknown a/agreement=waits b/agreement=unknown a/tunnel=waits b/tunnel=unknown b/peering=unknown"},
+		{"the other side's gateway", side(alpha, nil, lost(v1alpha1.CausePeerSilent)[0], lost(v1alpha1.CausePeerSilent)[1]),
+			side(bravo, []string{hopGateway}, "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) x"), "b/gateway", "b/gateway=broken a/tunnel=waits b/tunnel=waits b/peering=waits"},
+		{"the side that knows more", side(alpha, nil, lost(v1alpha1.CauseNoAnswer)[0], lost(v1alpha1.CauseNoAnswer)[1]),
+			side(bravo, nil, lost(v1alpha1.CauseAnswersLost)[0], lost(v1alpha1.CauseAnswersLost)[1]), "b/tunnel AnswersLost", "a/tunnel=waits b/tunnel=broken"},
+		{"both sides know as much", side(alpha, nil, lost(v1alpha1.CauseNoAnswer)[0], lost(v1alpha1.CauseNoAnswer)[1]),
+			side(bravo, nil, lost(v1alpha1.CauseNoAnswer)[0], lost(v1alpha1.CauseNoAnswer)[1]), "a/tunnel NoAnswer", "a/tunnel=broken b/tunnel=waits"},
+		{"only Ready knows", side(alpha, nil, "False(Overlap) a node"), nil, "a/peering Overlap", "a/peering=broken"},
+		{"only one side has a Peering", side(alpha, nil, "False(WaitingForPeer) x", "PeerConfigAccepted=False(WaitingForPeer) x"), side(bravo, nil, ""), "b/peering",
+			"b/peering=broken a/peer's networks=waits"},
+	} {
+		hops := tc.a.hops()
+		if tc.b != nil {
+			hops = between(tc.a, tc.b)
+		}
+		first := ""
+		if b := FirstBroken(hops); b != nil {
+			first = strings.TrimSpace(fmt.Sprintf("%s/%s %s", b.Cluster, b.Name, b.Reason))
+		}
+		if first != tc.first || states(hops) != tc.all {
+			t.Errorf("%s: first %q, want %q; all\n%s\nwant\n%s", tc.name, first, tc.first, states(hops), tc.all)
+		}
+	}
+}
+
+func TestWhatTheManagerKnowsOfTheGatewaysIsHeeded(t *testing.T) {
+	silent := named("p", "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) no gateway is at work")
+	own := []Hop{{Cluster: "a", Name: hopManager, State: Works}, {Cluster: "a", Name: hopGateway, State: Works}}
+	heed(own, named("q", "True"))
+	if own[1].State != Works {
+		t.Error("broken, though a gateway is at work")
+	}
+	own[0].State = Broken
+	if heed(own, silent); own[1].State != Works {
+		t.Error("broken by what is a memory")
+	}
+	own[0].State = Works
+	if heed(own, silent); own[1].State != Broken || own[1].Reason != isthmus.ReasonGatewaySilent || own[1].Text != "no gateway is at work" {
+		t.Errorf("%+v", own[1])
+	}
+}
+
+func TestEveryReasonOfATunnelSaysSoMuch(t *testing.T) {
+	for _, reason := range v1alpha1.Causes {
+		if reason != v1alpha1.CauseConnected && reason != v1alpha1.CauseConnecting && telling(reason) < 0 {
+			t.Errorf("%s has no place among the reasons", reason)
+		}
+	}
+}
+
+func TestADiagnosisIsPrintedWithoutSurprises(t *testing.T) {
+	at := metav1.Time{Time: time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)}
+	d := &Diagnosis{Hops: []Hop{{Cluster: "a", Name: hopManager, State: Works, Text: "m-1 is at work", Since: &at},
+		{Cluster: "a", Peering: "b-1a2b3c\x1b", Name: "tunnel", State: Broken, Reason: "WrongKey", Text: "another key", Since: &at}}, NotAsked: []string{"the other side"}}
+	d.Broken = FirstBroken(d.Hops)
+	var b strings.Builder
+	must(t, d.Print(&b))
+	const want = `a
+  manager          works    m-1 is at work
+a, b-1a2b3c\u001b
+  tunnel           broken   WrongKey: another key (since 2026-11-22T12:00:00Z)
+not asked: the other side
+
+broken: a: tunnel: WrongKey: another key
+`
+	if b.String() != want || d.Fine() {
+		t.Errorf("got\n%s\nwant\n%s", b.String(), want)
+	}
+	b.Reset()
+	d.Hops[1].State, d.Broken = Unknown, nil
+	must(t, d.Print(&b))
+	contains(t, b.String(), "nothing is known to be broken; not known: a: tunnel\n")
+	b.Reset()
+	if d.Hops[1].State = Works; !d.Fine() {
+		t.Error("it is fine")
+	}
+	must(t, d.Print(&b))
+	contains(t, b.String(), "everything works that was looked at\n")
+}
+
+func TestTheEndOfATokenIsInIt(t *testing.T) {
+	jwt := func(claims string) string { return "x." + base64.RawURLEncoding.EncodeToString([]byte(claims)) + ".y" }
+	if at, ok := tokenExpiry(jwt(`{"exp": 1795348800}`)); !ok || at.Unix() != 1795348800 {
+		t.Errorf("%v, %v", at, ok)
+	}
+	for _, token := range []string{"", "opaque", jwt(`{}`), jwt(`{"exp": -1}`), jwt(`{"exp": "soon"}`), jwt(`x`), "a.%%%.b"} {
+		if at, ok := tokenExpiry(token); ok {
+			t.Errorf("%q: %v", token, at)
+		}
+	}
+}
+
+func TestForbiddenMeansThatNothingElseIsWrong(t *testing.T) {
+	no := apierrors.NewForbidden(schema.GroupResource{}, "x", nil)
+	for _, tc := range []struct {
+		err  error
+		want bool
+	}{{nil, false}, {no, true}, {errors.Join(no, no), true}, {errors.Join(no, errors.New("x")), false}, {errors.New("x"), false}, {fmt.Errorf("x: %w", no), true}} {
+		if got := forbidden(tc.err); got != tc.want {
+			t.Errorf("%v: %v", tc.err, got)
+		}
+	}
+}
+
+// The same against an API server, with somebody who renews the Leases.
+func TestDiagnoseAsksBothSides(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "diagnose")
+	d, err := Diagnose(t.Context(), p.a, p.b, "")
+	must(t, err)
+	if d.Broken == nil || d.Broken.Name != "peering" || !strings.Contains(d.Broken.Text, "there is no Peering with diagnose-b") {
+		t.Errorf("before they are peered: %+v", d.Broken)
+	}
+	if _, err := Diagnose(t.Context(), p.a, nil, "nobody"); !errors.Is(err, ErrNoPeering) {
+		t.Errorf("nobody: %v", err)
+	}
+	if _, err := Diagnose(t.Context(), p.a, p.a, ""); err == nil || !strings.Contains(err.Error(), "the same cluster") {
+		t.Errorf("itself: %v", err)
+	}
+}

@@ -1,0 +1,168 @@
+package ipam
+
+import (
+	"fmt"
+	"net/netip"
+	"strings"
+	"testing"
+)
+
+// A Liqo keeps the first answer that it got (review of 2026-11-22).
+func TestAPeerThatComesBackHasItsNetworksAgain(t *testing.T) {
+	b, had := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b = b.Release("b")
+	b, other := grant(t, b, claim("c", "10.244.0.0/16", "10.245.0.0/16"))
+	if other.Pod.Overlaps(had.Pod) || other.Pod.Overlaps(had.External) || other.External.Overlaps(had.Pod) || other.External.Overlaps(had.External) {
+		t.Errorf("c has %v, though there is more than what b had, %v", other, had)
+	}
+	b, err := restarted(b) // over a restart
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, again := grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	if again != had {
+		t.Errorf("b has %v, before it left it had %v", again, had)
+	}
+	if _, away := b.FormerOf("b"); away || b.Formers() != "" {
+		t.Errorf("b is back and still remembered: %s", b.Formers())
+	}
+}
+
+// restarted is the Book after a restart: what it keeps in the spec and in its notes.
+func restarted(b Book) (Book, error) {
+	spec := b.Spec()
+	read, err := Read(&spec)
+	if err != nil {
+		return Book{}, err
+	}
+	return read.WithFormers(b.Formers())
+}
+
+func TestWhatAPeerHadIsGivenOnlyWhereItIsFreeAndPermitted(t *testing.T) {
+	b, had := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
+	left := b.Release("b")
+
+	taken, _ := grant(t, left, claim("c", had.Pod.String(), "10.51.0.0/16")) // c's own network, and free
+	if g, _ := taken.GrantOf("c"); g.Pod != had.Pod {
+		t.Fatalf("a free claim is not used as it is: %v", g)
+	}
+	_, again := grant(t, taken, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
+	if again.Pod.Overlaps(had.Pod) || again.External != had.External {
+		t.Errorf("b has %v; want another network for pods, and %v", again, had.External)
+	}
+
+	remap := claim("b", "10.244.0.0/16", "10.50.0.0/16")
+	remap.AlwaysRemap = true
+	if _, g := grant(t, left, remap); g.Pod != had.Pod || g.External == had.External {
+		t.Errorf("with alwaysRemap: %v", g)
+	}
+	wish := claim("b", "10.244.0.0/16", "10.50.0.0/16")
+	wish.WantPod = pfx("10.60.0.0/16")
+	if _, g := grant(t, left, wish); g.Pod != wish.WantPod {
+		t.Errorf("with an override: %v", g)
+	}
+	if _, g := grant(t, left, claim("b", "10.244.0.0/18", "10.50.0.0/16")); g.Pod.Bits() != 18 {
+		t.Errorf("another length: %v", g)
+	}
+}
+
+func TestFormerNetworksAreGivenToOthersBeforeAnybodyGetsNothing(t *testing.T) {
+	c := ours()
+	c.Pools, c.ExternalCIDR = append(c.Pools, pfx("10.246.0.0/15")), pfx("10.245.0.0/16")
+	b, had := grant(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	_, g := grant(t, b.Release("b"), claim("c", "10.244.0.0/16", "10.245.0.0/16"))
+	if g != had {
+		t.Errorf("c has %v; want what b had, %v, since there is nothing else", g, had)
+	}
+}
+
+func TestTheLatestFormersAreRemembered(t *testing.T) {
+	b := configured(t, ours())
+	for i := range MaxFormer + 10 {
+		id := fmt.Sprintf("%063d", i)
+		b, _ = grant(t, b, claim(id, "fd00::/64", "fd01::/64"))
+		b = b.Release(id)
+	}
+	if _, known := b.FormerOf(fmt.Sprintf("%063d", 9)); known || len(b.formers) != MaxFormer {
+		t.Errorf("%d are remembered, the tenth among them: %v; want the latest %d", len(b.formers), known, MaxFormer)
+	}
+	if _, known := b.FormerOf(fmt.Sprintf("%063d", 10)); !known {
+		t.Error("the eleventh is forgotten")
+	}
+	if n := len(b.Formers()) + MaxNotes; n > 256<<10-4096 {
+		t.Errorf("Formers and Notes may have %d octets together, which leaves no room in 256 KiB of annotations", n)
+	}
+}
+
+func TestFormersThatMakeNoSenseAreRefused(t *testing.T) {
+	b := configured(t, ours())
+	for _, text := range []string{"{", `[["b","x","y"]]`, `[["b","10.50.0.0/16","169.254.0.0/16"]]`, `[["","10.50.0.0/16","10.51.0.0/16"]]`} {
+		if next, err := b.WithFormers(text); err == nil || len(next.formers) > 0 {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+}
+
+func TestAllocationAvoidsMetadataServices(t *testing.T) {
+	c := ours()
+	c.Pools, c.ExternalCIDR = append(c.Pools, pfx("100.100.0.0/16")), pfx("10.245.0.0/16")
+	b := configured(t, c)
+	for i := range 1000 {
+		next, g, err := b.Grant(claim(fmt.Sprint("peer-", i), "10.244.0.0/24", "10.245.0.0/24"))
+		if err != nil {
+			break
+		}
+		if g.Pod.Contains(addr("100.100.100.200")) || g.External.Contains(addr("100.100.100.200")) {
+			t.Fatalf("peer %d has %v", i, g)
+		}
+		b = next
+	}
+	if n := len(b.Peers()); n != 127 { // of 256 networks one has the service
+		t.Errorf("%d peers have networks; want 127", n)
+	}
+}
+
+// Left is what the IPAM then really gives out, when all peers are alike.
+func TestLeftIsHowManyMoreGetNetworks(t *testing.T) {
+	for _, c := range []Config{
+		ours(),
+		{PodCIDR: pfx("10.0.0.0/14"), ServiceCIDR: pfx("10.96.0.0/12")},
+		{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), ExternalCIDR: pfx("10.245.0.0/16")},
+		{PodCIDR: pfx("10.244.0.0/16"), ServiceCIDR: pfx("10.96.0.0/12"), Nodes: []netip.Addr{addr("10.3.0.1"), addr("10.7.0.1"), addr("172.18.0.9")}},
+	} {
+		b := configured(t, c)
+		claimed := claim("", c.PodCIDR.String(), b.Own().ExternalCIDR.String())
+		said, n := b.Left(), 0
+		for ; ; n++ {
+			claimed.ID = fmt.Sprint("peer-", n)
+			next, _, err := b.Grant(claimed)
+			if err != nil {
+				break
+			}
+			b = next
+		}
+		if float64(n) > said || float64(n) < 0.97*said {
+			t.Errorf("%v and %v: %v are left by Left, %d got networks", c.PodCIDR, claimed.External, said, n)
+		}
+		if b.Left() > said/20 {
+			t.Errorf("%v: nobody gets anything, and %v are left by Left", c.PodCIDR, b.Left())
+		}
+	}
+	if n := (Book{}).Left(); n != 0 {
+		t.Errorf("%v are left of nothing", n)
+	}
+}
+
+func TestAThousandClustersWithOnePodCIDR(t *testing.T) {
+	c := ours()
+	for _, pool := range strings.Fields("10.0.0.0/8 172.16.0.0/12 100.64.0.0/10 11.0.0.0/8 21.0.0.0/8 22.0.0.0/8 26.0.0.0/8") {
+		c.Pools = append(c.Pools, pfx(pool))
+	}
+	b := configured(t, c)
+	for i := range 1000 {
+		b, _ = grant(t, b, claim(fmt.Sprint("peer-", i), "10.244.0.0/16", "10.245.0.0/20"))
+	}
+	if n := len(b.Peers()); n != 1000 || b.Left() < 1 {
+		t.Errorf("%d peers, %v left", n, b.Left())
+	}
+}

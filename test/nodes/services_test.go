@@ -1,0 +1,125 @@
+package nodes
+
+import (
+	"fmt"
+	"net/http"
+	"net/netip"
+	"net/url"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/kubenodes"
+	"github.com/isthmus-net/isthmus/internal/kubenodes/probe"
+)
+
+// What a multi-cluster service controller makes: a Service whose endpoints are pods of the other
+// cluster, by the addresses that they have here. kube-proxy then translates first and the gateway
+// after it, in both modes.
+func TestAServiceHasPodsOfTheOtherClusterAsEndpoints(t *testing.T) {
+	w := shared.get(t)
+	for _, pair := range [][2]*kubenodes.Cluster{{w.a, w.b}, {w.b, w.a}} {
+		from, to := pair[0], pair[1]
+		for _, destination := range to.Nodes {
+			t.Run(fmt.Sprintf("of %s on %s", from.Name, destination.Name), func(t *testing.T) {
+				service := serviceFor(t, from, to, destination)
+				seen, _, err := to.Networks(t.Context(), from)
+				must(t, err)
+				for _, source := range from.Nodes {
+					for _, k := range kinds {
+						want, _ := shown(t, w, from, to, k, source)
+						for _, protocol := range []string{probe.TCP, probe.UDP} {
+							check := func(what string, at netip.AddrPort, want netip.Addr) {
+								a, err := send(t.Context(), from, source, k, probe.Request{Protocol: protocol, To: at.Addr(), Port: at.Port(), Size: 500})
+								if err != nil || a.From != want || a.Server != podName(pod, destination) || a.Octets != 500 {
+									t.Errorf("%s on %s to %s %v, %s: %+v, %v; want to come from %v", k, source.Name, what, at, protocol, a, err, want)
+								}
+							}
+							check("ClusterIP", service.cluster, want)
+							// Whoever asks a node's port is masqueraded by kube-proxy.
+							for _, n := range from.Nodes {
+								check("NodePort", netip.AddrPortFrom(n.Addr, service.node), seen.Addr())
+							}
+						}
+					}
+				}
+			})
+		}
+	}
+	w.noPlaintext(t)
+}
+
+type service struct {
+	cluster netip.AddrPort
+	node    uint16
+}
+
+// serviceFor makes a Service of one cluster for a pod of another, for TCP and UDP, until the test ends.
+func serviceFor(t *testing.T, from, to *kubenodes.Cluster, destination *kubenodes.Node) service {
+	t.Helper()
+	receiver, err := address(t.Context(), to, podName(pod, destination))
+	must(t, err)
+	there, err := from.Seen(t.Context(), to, receiver)
+	must(t, err)
+	name := "remote-" + destination.Name
+	must(t, from.Apply(t.Context(), fmt.Sprintf(`
+apiVersion: v1
+kind: Service
+metadata: {name: %[1]s, namespace: default}
+spec:
+  type: NodePort
+  ports:
+  - {name: tcp, protocol: TCP, port: %[2]d}
+  - {name: udp, protocol: UDP, port: %[2]d}
+---
+apiVersion: discovery.k8s.io/v1
+kind: EndpointSlice
+metadata: {name: %[1]s, namespace: default, labels: {kubernetes.io/service-name: %[1]s}}
+addressType: IPv4
+ports:
+- {name: tcp, protocol: TCP, port: %[2]d}
+- {name: udp, protocol: UDP, port: %[2]d}
+endpoints:
+- {addresses: [%[3]q], conditions: {ready: true}}
+`, name, port, there)))
+	var s corev1.Service
+	must(t, from.Client.Get(t.Context(), client.ObjectKey{Namespace: "default", Name: name}, &s))
+	ip, err := netip.ParseAddr(s.Spec.ClusterIP)
+	must(t, err)
+	// Another number for UDP than for TCP would be as good; the API server gives what is free.
+	if s.Spec.Ports[0].NodePort != s.Spec.Ports[1].NodePort {
+		s.Spec.Ports[1].NodePort = s.Spec.Ports[0].NodePort
+		must(t, from.Client.Update(t.Context(), &s))
+	}
+	return service{netip.AddrPortFrom(ip, port), uint16(s.Spec.Ports[0].NodePort)}
+}
+
+// What TCP carries over the whole way is what was sent, at any size of superpackets.
+func TestALargeTransferArrivesAsItWasSent(t *testing.T) {
+	w := shared.get(t)
+	size := int64(64 << 20)
+	if *all {
+		size = 1 << 30
+	}
+	want, err := probe.SHA256(size)
+	must(t, err)
+	for _, pair := range [][2]*kubenodes.Cluster{{w.a, w.b}, {w.b, w.a}} {
+		from, to := pair[0], pair[1]
+		source, destination := byGateway(t, from)[1], byGateway(t, to)[1] // the longest way
+		server, err := address(t.Context(), to, podName(pod, destination.Node))
+		must(t, err)
+		there, err := from.Seen(t.Context(), to, server)
+		must(t, err)
+		client, err := address(t.Context(), from, podName(pod, source.Node))
+		must(t, err)
+		from1 := fmt.Sprintf("http://%v/octets?n=%d", netip.AddrPortFrom(there, port), size)
+		var got probe.Transfer
+		must(t, ask(t.Context(), source.Node, client, http.MethodGet, "/fetch", url.Values{"url": {from1}}, &got))
+		if got.Octets != size || got.SHA256 != want {
+			t.Errorf("%s to %s: %d octets with hash %s, want %d with %s", to.Name, from.Name, got.Octets, got.SHA256, size, want)
+		}
+		t.Logf("%s to %s: %d octets in %.1f s", to.Name, from.Name, got.Octets, got.Seconds)
+	}
+	w.noPlaintext(t)
+}
