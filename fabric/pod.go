@@ -15,6 +15,9 @@ type PodNetwork struct {
 	Node  string     // name of its Node, behind which mapped endpoints outside of the cluster are
 	Nodes []ClusterNode
 	Pods  []NodePod // with addresses that are in no network of their node
+	// Trusted: pods are where the podCIDRs of nodes say, so that a Pod with an address of another
+	// node's network is not believed. Sort finds out.
+	Trusted bool
 }
 
 // Sort brings the lists into an order that depends on nothing but what is in them, and leaves out
@@ -24,6 +27,7 @@ func (n *PodNetwork) Sort() {
 	for _, node := range n.Nodes {
 		all[node.Name] = node.PodCIDRs
 	}
+	n.Trusted = n.Trusted || podCIDRsHold(n.Nodes, n.Node, n.Pods)
 	n.Pods = slices.DeleteFunc(n.Pods, func(p NodePod) bool {
 		return slices.ContainsFunc(all[p.Node], func(c netip.Prefix) bool { return c.Contains(p.Addr) })
 	})
@@ -53,7 +57,7 @@ func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunne
 		underlayMTU = defaultUnderlay
 	}
 	const dev = kernel.OverlayDevice
-	d := nodeDecision{nodes: slices.Clone(in.Nodes), overlay: make(map[string]netip.Addr, len(in.Nodes))}
+	d := nodeDecision{nodes: slices.Clone(in.Nodes), trusted: in.Trusted, overlay: make(map[string]netip.Addr, len(in.Nodes))}
 	var remotes, own []netip.Prefix
 	for i := range peers {
 		p := &peers[i]
@@ -99,7 +103,7 @@ func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunne
 	d.disbelieve()
 	d.toNodes(in)
 	d.addPods(in.Pods, own)
-	s.Filters = []kernel.Filter{kernel.FilterFor(d.outerSources(), remotes, nil, nil)}
+	s.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{Nodes: d.outerSources(), Remote: remotes})}
 	for i := range s.Routes {
 		r := &s.Routes[i]
 		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // its way is unknown, and eth0 is none

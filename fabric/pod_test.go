@@ -214,7 +214,7 @@ func TestGatewayPodNeverDeliversBesideTheOverlay(t *testing.T) {
 			in.Nodes = append(in.Nodes, n)
 		}
 		for range random.IntN(6) {
-			in.Pods = append(in.Pods, NodePod{addr(), names[random.IntN(5)], int64(random.IntN(3))})
+			in.Pods = append(in.Pods, NodePod{Addr: addr(), Node: names[random.IntN(5)], Created: int64(random.IntN(3))})
 		}
 		s, _ := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, in)
 		type key struct {
@@ -246,5 +246,23 @@ ip rule add priority 4202 lookup 4202 protocol 71
 `
 	if got := left.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// One node's Pods do not get what peers send to another's, by the gateway's Pod no more than by a
+// node.
+func TestAGatewaysPodBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
+	in := podNetwork(t)
+	in.Trusted = false
+	in.Pods = []NodePod{
+		{Name: "default/one", Addr: ip("10.244.1.5"), Node: "n1", Created: 1}, {Name: "default/two", Addr: ip("10.244.2.5"), Node: "n2", Created: 1},
+		{Name: "default/thief", Addr: ip("10.244.2.5"), Node: "n3", Created: 9},
+	}
+	in.Sort()
+	in.Sort() // the pods that showed it are left out by now
+	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, in)
+	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is of the podCIDRs of Node n2; it is not believed, want one of its own Node")
+	if slices.ContainsFunc(s.Routes, func(r kernel.Route) bool { return r.Prefix == pfx("10.244.2.5/32") }) {
+		t.Errorf("%v", s.Routes)
 	}
 }

@@ -262,7 +262,7 @@ func podsFrom(p *corev1.Pod) (pods []fabric.NodePod) {
 	}
 	for _, s := range p.Status.PodIPs {
 		if addr, err := netip.ParseAddr(s.IP); err == nil {
-			pods = append(pods, fabric.NodePod{Addr: addr, Node: p.Spec.NodeName, Created: p.CreationTimestamp.Unix()})
+			pods = append(pods, fabric.NodePod{Name: p.Namespace + "/" + p.Name, Addr: addr, Node: p.Spec.NodeName, Created: p.CreationTimestamp.Unix()})
 		}
 	}
 	return pods
