@@ -206,6 +206,9 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	if own, ok := d.overlay[in.Self]; ok {
 		d.addOverlay(own, in.UnderlayMTU)
 	}
+	if d.slim {
+		nodes = nodes[at : at+1]
+	}
 	d.trusted = podCIDRsHold(nodes, in.Self, in.Pods)
 	d.addFilter(in.Tunnels, in.UnderlayDevice)
 	own, here := d.addTunnels(in.Tunnels)
@@ -392,7 +395,12 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel, underlay string) {
 	}
 	for _, t := range tunnels {
 		pods = append(pods, t.Peer.Local.Pod)
+		if d.slim && d.trusted && t.Peer.Local.Pod.Addr().Is4() {
+			elsewhere = append(elsewhere, without(t.Peer.Local.Pod.Masked(), d.self.PodCIDRs)...)
+		}
 	}
+	slices.SortFunc(elsewhere, netip.Prefix.Compare)
+	elsewhere = slices.Compact(elsewhere)
 	for _, a := range d.self.Addrs {
 		if !slices.ContainsFunc(pods, func(p netip.Prefix) bool { return p.Contains(a) }) {
 			own = append(own, a)
@@ -401,6 +409,20 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel, underlay string) {
 	d.node.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{
 		Nodes: nodes, Gateways: gateways, Remote: d.refused, Own: own, Elsewhere: elsewhere, Underlay: []string{underlay},
 	})}
+}
+
+// without returns the networks of p that are in none of the taken.
+func without(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
+	overlaps := func(t netip.Prefix) bool { return t.Overlaps(p) }
+	if !slices.ContainsFunc(taken, overlaps) {
+		return []netip.Prefix{p}
+	}
+	if slices.ContainsFunc(taken, func(t netip.Prefix) bool { return overlaps(t) && t.Bits() <= p.Bits() }) {
+		return nil
+	}
+	upper := p.Addr().As4()
+	upper[p.Bits()/8] |= 0x80 >> (p.Bits() % 8)
+	return append(without(netip.PrefixFrom(p.Addr(), p.Bits()+1), taken), without(netip.PrefixFrom(netip.AddrFrom4(upper), p.Bits()+1), taken)...)
 }
 
 // podCIDRsHold reports whether the cluster's pods have addresses of the podCIDRs of their nodes.

@@ -66,7 +66,7 @@ ip rule add priority 4202 lookup 4202 protocol 72
 		}
 
 		in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != self })
-		in.Pods = nil
+		in.Pods = slices.DeleteFunc(in.Pods, func(p NodePod) bool { return p.Node != self })
 		if less, problems := NodeFor(in); len(problems) > 0 || !reflect.DeepEqual(less, n) && !sameButPods(less, n) {
 			t.Errorf("%s: other nodes or pods matter: %v\n%s", self, problems, kernel.PlanFor(n, less).Commands(""))
 		}
@@ -264,5 +264,22 @@ func TestAGatewaysPodBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
 	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is of the podCIDRs of Node n2; it is not believed, want one of its own Node")
 	if slices.ContainsFunc(s.Routes, func(r kernel.Route) bool { return r.Prefix == pfx("10.244.2.5/32") }) {
 		t.Errorf("%v", s.Routes)
+	}
+}
+
+// A node that knows no other nodes refuses what its pods send to peers in the name of theirs.
+func TestANodeThatKnowsOnlyItselfKnowsWhatIsElsewhere(t *testing.T) {
+	in := podIntent(t, "n2")
+	in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != "n2" })
+	in.Nodes[0].PodCIDRs = []netip.Prefix{netip.MustParsePrefix("10.244.64.0/18")}
+	in.Pods = []NodePod{{Name: "default/p", Addr: ip("10.244.65.7"), Node: "n2"}}
+	n, problems := NodeFor(in)
+	wantTexts(t, problems)
+	if got, want := n.Filters[0].Elsewhere, "10.244.0.0/18 10.244.128.0/17"; got != want {
+		t.Errorf("elsewhere is %q; want %q", got, want)
+	}
+	in.Pods[0].Addr = ip("10.244.1.7") // an address management of the CNI's own
+	if n, _ = NodeFor(in); n.Filters[0].Elsewhere != "" {
+		t.Errorf("elsewhere is %q although podCIDRs mean nothing", n.Filters[0].Elsewhere)
 	}
 }

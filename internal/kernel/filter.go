@@ -131,7 +131,7 @@ var FilterChains = []FilterChain{
 		"ip saddr != @remote ip daddr @remote accept",
 		"drop",
 	}},
-	{Name: "device", Rules: []string{
+	{Name: "bydevice", Rules: []string{
 		"iifname @underlay accept",
 		`meta iifkind "veth" drop`,
 		`meta iifkind "bridge" drop`,
@@ -139,11 +139,11 @@ var FilterChains = []FilterChain{
 	}},
 	{Name: "forged", Rules: []string{
 		`oifname "isthmus.vxlan" drop`,
-		"jump device",
+		"jump bydevice",
 	}},
 	{Name: "outer", Rules: []string{
 		"ip saddr @gateways fib saddr . iif oif != 0 accept",
-		"ip daddr @gateways fib saddr . iif oif != 0 jump device",
+		"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice",
 		"drop",
 	}},
 	{Name: "prerouting", Hook: "prerouting", Rules: []string{
@@ -159,7 +159,7 @@ var FilterChains = []FilterChain{
 		`iifname "isthmus.vxlan" jump overlay`,
 		`iifname "isthmus*" accept`,
 		"ip saddr @remote jump forged",
-		"ip daddr @remote ip saddr @elsewhere jump device",
+		"ip daddr @remote ip saddr @elsewhere jump bydevice",
 	}},
 }
 
