@@ -54,7 +54,7 @@ func (s *Set) testImage() (path string, err error) {
 		return "", err
 	}
 	path = filepath.Join(s.dir, "testpod.tar")
-	return path, WriteImage(path, TestImage, filepath.Join(s.dir, "testpod"))
+	return path, writeImage(path, TestImage, "", filepath.Join(s.dir, "testpod"))
 }
 
 // begin makes the Node object, starts the node and waits until it is ready.
