@@ -169,6 +169,13 @@ ip rule add priority 4202 lookup 4202 protocol 71
 	if got := s.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
+	if want := "172.30.1.11 172.30.1.12 172.30.1.13"; f.Nodes != want {
+		t.Errorf("believed are %s; want %s", f.Nodes, want)
+	}
+	in := podNetwork(t) // with pods where podCIDRs say, CNIs hide nodes behind the first addresses of these
+	in.Trusted = true
+	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
+	f = s.Filters[0]
 	for _, a := range []string{"172.30.1.11", "172.30.1.13", "10.244.2.0", "10.244.2.1"} {
 		if !slices.Contains(strings.Fields(f.Nodes), a) {
 			t.Errorf("%s is not believed; it is a node's: %s", a, f.Nodes)
@@ -264,5 +271,23 @@ func TestAGatewaysPodBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
 	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is of the podCIDRs of Node n2; it is not believed, want one of its own Node")
 	if slices.ContainsFunc(s.Routes, func(r kernel.Route) bool { return r.Prefix == pfx("10.244.2.5/32") }) {
 		t.Errorf("%v", s.Routes)
+	}
+}
+
+func TestANodeIsNotBelievedToHaveTheAddressOfAPod(t *testing.T) {
+	in := podNetwork(t)
+	in.Trusted, in.Pods = true, nil
+	in.Nodes = slices.Clone(in.Nodes)
+	in.Nodes[2].Addrs = append(slices.Clone(in.Nodes[2].Addrs), ip("10.244.2.5"), in.Pod)
+	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
+	wantTexts(t, problems, "Node n3: status.addresses: 10.244.1.254 is that of the gateway's Pod; want one of its own",
+		"Node n3: status.addresses: 10.244.2.5 is in the pods' network of Node n2; want an address outside")
+	if text := s.String(); strings.Contains(text, "10.244.2.5") || strings.Contains(text, "10.244.1.254/32") {
+		t.Error(text)
+	}
+	in.Trusted = false // another one may have the first addresses
+	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
+	if f := s.Filters[0].Nodes; strings.Contains(f, "10.244.1.1 ") {
+		t.Error(f)
 	}
 }
