@@ -169,6 +169,13 @@ ip rule add priority 4202 lookup 4202 protocol 71
 	if got := s.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
+	if want := "172.30.1.11 172.30.1.12 172.30.1.13"; f.Nodes != want {
+		t.Errorf("believed are %s; want %s", f.Nodes, want)
+	}
+	in := podNetwork(t) // with pods where podCIDRs say, CNIs hide nodes behind the first addresses of these
+	in.Trusted = true
+	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
+	f = s.Filters[0]
 	for _, a := range []string{"172.30.1.11", "172.30.1.13", "10.244.2.0", "10.244.2.1"} {
 		if !slices.Contains(strings.Fields(f.Nodes), a) {
 			t.Errorf("%s is not believed; it is a node's: %s", a, f.Nodes)
@@ -281,5 +288,23 @@ func TestANodeThatKnowsOnlyItselfKnowsWhatIsElsewhere(t *testing.T) {
 	in.Pods[0].Addr = ip("10.244.1.7") // an address management of the CNI's own
 	if n, _ = NodeFor(in); n.Filters[0].Elsewhere != "" {
 		t.Errorf("elsewhere is %q although podCIDRs mean nothing", n.Filters[0].Elsewhere)
+	}
+}
+
+func TestANodeIsNotBelievedToHaveTheAddressOfAPod(t *testing.T) {
+	in := podNetwork(t)
+	in.Trusted, in.Pods = true, nil
+	in.Nodes = slices.Clone(in.Nodes)
+	in.Nodes[2].Addrs = append(slices.Clone(in.Nodes[2].Addrs), ip("10.244.2.5"), in.Pod)
+	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
+	wantTexts(t, problems, "Node n3: status.addresses: 10.244.1.254 is that of the gateway's Pod; want one of its own",
+		"Node n3: status.addresses: 10.244.2.5 is in the pods' network of Node n2; want an address outside")
+	if text := s.String(); strings.Contains(text, "10.244.2.5") || strings.Contains(text, "10.244.1.254/32") {
+		t.Error(text)
+	}
+	in.Trusted = false // another one may have the first addresses
+	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
+	if f := s.Filters[0].Nodes; strings.Contains(f, "10.244.1.1 ") {
+		t.Error(f)
 	}
 }
