@@ -36,7 +36,10 @@ type NodeIntent struct {
 	Nodes          []ClusterNode
 	Pods           []NodePod
 	Gateways       []GatewayPod
-	Tunnels        []Tunnel
+	// OnlyPods says that all gateways are Pods with networks of their own. What a node has to know of
+	// nodes then is itself, and nothing of pods.
+	OnlyPods bool
+	Tunnels  []Tunnel
 	// Granted are the networks that peers have here by the books of the IPAM, from the grant to the
 	// end of un-peering; nil: there are no books.
 	Granted []netip.Prefix
@@ -190,7 +193,7 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
-	d := nodeDecision{nodes: nodes, slim: in.Slim()}
+	d := nodeDecision{nodes: nodes, slim: in.OnlyPods}
 	d.refuse(in.Refused())
 	if at < 0 {
 		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "is not there; want the name of the Node on which the agent runs")
@@ -228,12 +231,6 @@ type nodeDecision struct {
 
 func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
 	d.problems = append(d.problems, Problem{o, field, fmt.Sprintf(format, args...)})
-}
-
-// Slim says whether all gateways are Pods with networks of their own. What a node then has to know
-// of nodes is itself, and nothing of pods.
-func (in *NodeIntent) Slim() bool {
-	return len(in.Gateways) > 0 && !slices.ContainsFunc(in.Gateways, func(g GatewayPod) bool { return g.HostNetwork })
 }
 
 // Ways are the gateways with networks of their own that tunnels name: one, but for moments.

@@ -14,7 +14,7 @@ import (
 // podIntent is nodeIntent with the active gateway in a Pod on n1, and a standby on n2.
 func podIntent(t testing.TB, self string) NodeIntent {
 	in := nodeIntent(t, self)
-	in.Tunnels[0].Gateway = ip("10.244.1.254")
+	in.Tunnels[0].Gateway, in.OnlyPods = ip("10.244.1.254"), true
 	in.Gateways = []GatewayPod{{Addr: ip("10.244.1.254"), Host: ip("172.30.1.11")}, {Addr: ip("10.244.2.254"), Host: ip("172.30.1.12")}}
 	return in
 }
@@ -101,6 +101,7 @@ func TestAGatewayThatIsNoPodOfOursIsNotBelieved(t *testing.T) {
 // While gateways move from hosts to Pods or back, a node has the ways of both.
 func TestGatewaysOnHostsAndInPodsSideBySide(t *testing.T) {
 	in := podIntent(t, "n3")
+	in.OnlyPods = false
 	in.Gateways[1] = GatewayPod{Addr: ip("172.30.1.12"), Host: ip("172.30.1.12"), HostNetwork: true}
 	n, problems := NodeFor(in)
 	wantTexts(t, problems)

@@ -1,8 +1,11 @@
 package gateway
 
 import (
+	"encoding/json"
 	"errors"
 	"fmt"
+	"net/http"
+	"net/http/httptest"
 	"net/netip"
 	"slices"
 	"strings"
@@ -37,13 +40,19 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 	}{
 		{"it answers", func(e *evidence) { session(e); e.check.State = Connected }, v1alpha1.CauseConnected, "answers"},
 		{"new", func(e *evidence) { e.check.State = Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
-		{"our machine", func(e *evidence) { session(e); e.check.State, e.failed = Connected, errors.New("ip link: no such device") }, v1alpha1.CauseNotApplied, "no such device"},
+		{"our machine", func(e *evidence) {
+			session(e)
+			e.check.State, e.failed = Connected, errors.New("ip link: no such device")
+		}, v1alpha1.CauseNotApplied, "no such device"},
 		{"its name", func(e *evidence) {
 			e.endpoint, e.unresolved, e.check.State = netip.AddrPort{}, errors.New("resolving gw.example: no such host"), Connecting
 		},
 			v1alpha1.CauseEndpointName, "no such host"},
 		{"a name server that is away does not matter to a peer that is found", func(e *evidence) { e.unresolved = errors.New("timeout") }, v1alpha1.CauseNoAnswer, "ever"},
-		{"our firewall", func(e *evidence) { session(e); e.signs.Unsent, e.signs.UnsentAt = fmt.Errorf("x: %w", unix.EPERM), ago(2) }, v1alpha1.CauseSendError, "packet filter"},
+		{"our firewall", func(e *evidence) {
+			session(e)
+			e.signs.Unsent, e.signs.UnsentAt = fmt.Errorf("x: %w", unix.EPERM), ago(2)
+		}, v1alpha1.CauseSendError, "packet filter"},
 		{"our route", func(e *evidence) { e.signs.Unsent, e.signs.UnsentAt = unix.ENETUNREACH, ago(2) }, v1alpha1.CauseSendError, "network is unreachable"},
 		{"our route, some time ago", func(e *evidence) { e.signs.Unsent, e.signs.UnsentAt = unix.ENETUNREACH, ago(60) }, v1alpha1.CauseNoAnswer, "ever"},
 		{"a handshake for another key", func(e *evidence) { e.signs.OtherKey = ago(3) }, v1alpha1.CauseWrongKey, "of this cluster"},
@@ -123,5 +132,45 @@ func TestADropHasATimeAndLosesItWithItsPeer(t *testing.T) {
 	g.tick(first.Add(2 * time.Hour))
 	if n := len(g.drops.seen); n != 1 {
 		t.Errorf("%d counters are remembered; want that of no peer alone", n)
+	}
+}
+
+func TestTheReasonIsAMetricWhilePacketsDoNotGoBothWays(t *testing.T) {
+	g := without(t, alphaBravo)
+	const series = "isthmus_peer_reason{"
+	if text := g.scrape(t); !strings.Contains(text, series+`peer="`+bravo+`",reason="`+v1alpha1.CauseConnecting+`"} 1`+"\n") {
+		t.Errorf("no reason of a peer that has not answered:\n%s", text)
+	}
+	c := g.ends[0].checker
+	c.mu.Lock()
+	c.peers[bravo].result.State = Connected
+	c.mu.Unlock()
+	if text := g.scrape(t); strings.Contains(text, series) {
+		t.Error("a reason of a peer that answers")
+	}
+	g.now.applyErr = errors.New("ip link: no such device")
+	if text := g.scrape(t); !strings.Contains(text, series+`peer="`+bravo+`",reason="`+v1alpha1.CauseNotApplied+`"} 1`+"\n") {
+		t.Error("no reason where the gateway's machine lacks something")
+	}
+}
+
+func TestATraceSaysThatThePeerIsDown(t *testing.T) {
+	g := without(t, alphaBravo)
+	trace := func() (steps []TraceStep) {
+		w := httptest.NewRecorder()
+		g.statusHandler().ServeHTTP(w, httptest.NewRequest(http.MethodGet, "/trace?src=10.244.1.1&dst=10.246.1.1&protocol=tcp", nil))
+		if err := json.Unmarshal(w.Body.Bytes(), &steps); err != nil || w.Code != 200 || len(steps) != 1 {
+			t.Fatal(w.Code, err, w.Body)
+		}
+		return steps
+	}
+	c := g.ends[0].checker
+	for state, want := range map[CheckState]string{Disconnected: v1alpha1.CauseNoAnswer + ": nothing has ever come from", Connected: ""} {
+		c.mu.Lock()
+		c.peers[bravo].result.State = state
+		c.mu.Unlock()
+		if s := trace()[0]; s.PeerName != "bravo" || s.Drop != "" || !strings.HasPrefix(s.PeerDown, want) || want == "" && s.PeerDown != "" {
+			t.Errorf("%s: %+v", state, s)
+		}
 	}
 }

@@ -125,6 +125,7 @@ type checker struct {
 
 	mu    sync.Mutex
 	peers map[string]*checked
+	at    map[netip.Addr]*checked // by the address from which a peer asks, as far as all of them do
 	slots [checkSlots][]*checked
 }
 
@@ -176,6 +177,7 @@ func (c *checker) set(peers []checkPeer) {
 	defer c.mu.Unlock()
 	old := c.peers
 	c.peers, c.slots = make(map[string]*checked, len(peers)), [checkSlots][]*checked{}
+	defer c.index()
 	var anew []*checked
 	for _, p := range peers {
 		if was := old[p.id]; was != nil && was.checkPeer == p {
@@ -196,6 +198,15 @@ func (c *checker) set(peers []checkPeer) {
 		c.slots[p.slot] = append(c.slots[p.slot], p)
 		p.away = i >= checkFirst
 		c.look()
+	}
+}
+
+// index finds the peers by where they ask from: what is no pod leaves from the network address of the
+// PodCIDR (docs/liqo-v0.md, section 7.2). The caller holds c.mu.
+func (c *checker) index() {
+	c.at = make(map[netip.Addr]*checked, len(c.peers))
+	for _, p := range c.peers {
+		c.at[p.allowed[0].Addr()] = p
 	}
 }
 
@@ -433,6 +444,9 @@ func (c *checker) answer(m checkMessage, from netip.AddrPort) {
 
 // peerAt finds the peer by an address of its networks. The caller holds c.mu.
 func (c *checker) peerAt(a netip.Addr) *checked {
+	if p := c.at[a]; p != nil {
+		return p
+	}
 	for _, p := range c.peers {
 		if p.allowed[0].Contains(a) || p.allowed[1].Contains(a) {
 			return p

@@ -9,6 +9,7 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 )
 
@@ -77,10 +78,14 @@ func (g *gateway) statusHandler() http.Handler {
 			http.Error(w, err.Error(), http.StatusBadRequest)
 			return
 		}
+		peers := g.status(0).Peers
 		for i := range steps {
-			for _, p := range g.current().peers {
-				if p.ID == steps[i].Peer {
-					steps[i].PeerName = p.Name
+			for _, p := range peers {
+				if p.ID != steps[i].Peer {
+					continue
+				}
+				if steps[i].PeerName = p.Name; p.Reason != v1alpha1.CauseConnected {
+					steps[i].PeerDown = p.Reason + ": " + p.Message
 				}
 			}
 		}

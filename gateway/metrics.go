@@ -11,6 +11,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	dto "github.com/prometheus/client_model/go"
 
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -45,6 +46,7 @@ var (
 
 	familyInfo       = gauge("peer_info", "Always 1; the name of the peer.")
 	familyUp         = gauge("peer_up", "1 if the peer answers the connection check.")
+	familyReason     = gauge("peer_reason", "1 for the reason why packets do not go both ways; no series while they do.")
 	familyRxBytes    = counter("peer_receive_bytes_total", "Octets of IP packets from the peer.")
 	familyRxPackets  = counter("peer_receive_packets_total", "IP packets from the peer.")
 	familyTxBytes    = counter("peer_transmit_bytes_total", "Octets of IP packets to the peer.")
@@ -97,8 +99,14 @@ func (m *metrics) own() ([]*dto.MetricFamily, error) {
 	s := scrape{families: make(map[*family]*dto.MetricFamily)}
 	now, stats := m.gateway.current(), m.gateway.engine.Stats()
 	m.ofGateway(&s, now, stats)
+	at := time.Now()
 	for _, v := range m.gateway.views(now, stats) {
 		ofPeer(&s, &v)
+		if v.tunnels[0].check.State != Connected || now.applyErr != nil {
+			if cause := m.gateway.causeOf(&v, now.applyErr, at); cause.Reason != v1alpha1.CauseConnected {
+				s.add(familyReason, 1, labelled("peer", v.ID).with("reason", cause.Reason))
+			}
+		}
 	}
 	return slices.Collect(maps.Values(s.families)), nil
 }

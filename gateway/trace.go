@@ -39,6 +39,8 @@ type TraceStep struct {
 	Action   string `json:"action"` // "forward", "deliver", "hold" or "discard"
 	Drop     string `json:"drop,omitempty"`
 	Text     string `json:"text,omitempty"` // of the drop, for people
+	// PeerDown says why the peer does not answer: what is forwarded to it will not arrive.
+	PeerDown string `json:"peerDown,omitempty"`
 }
 
 // What a packet has when nobody says.

@@ -140,6 +140,7 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 			return no(isthmus.ReasonLocalSetup, "%s", strings.Join(s.lacking, "; "))
 		case v.reason == isthmus.ReasonGatewaySilent:
 			return v
+		case step == isthmus.ConditionAnswered && v.reason == isthmus.ReasonPeerWithdrew: // the next one says more
 		default:
 			return no(v.reason, "%s: %s", step, v.message)
 		}
@@ -180,6 +181,9 @@ func answeredVerdict(s peeringState) verdict {
 		return no(reason, "%s", s.refusedThere("refuses", accepted.Message, s.remedyThere(reason)))
 	case !original.Status.Processed:
 		return no(isthmus.ReasonWaitingAnswer, "the peer has not answered our NetworkConfig yet")
+	case s.withdrew():
+		return verdict{metav1.ConditionUnknown, isthmus.ReasonPeerWithdrew,
+			fmt.Sprintf("the peer saw our pods %s as %s, and has withdrawn since", n.PodCIDR, n.PodCIDRSeen)}
 	default:
 		return yes(isthmus.ReasonAnswered, fmt.Sprintf("the peer sees our pods %s as %s", n.PodCIDR, n.PodCIDRSeen))
 	}
@@ -192,7 +196,7 @@ func peerConfigVerdict(s peeringState) verdict {
 			s.remedyHere(&s.copies[0], v1alpha1.ReasonAmbiguous)))
 	case len(s.copies) == 1 && s.copies[0].DeletionTimestamp.IsZero():
 		return acceptedVerdict(s)
-	case len(s.copies) == 1 || hadPeerConfig(s.peering):
+	case s.withdrew():
 		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it does not want to be joined any more; isthmus unpeer %s, or isthmus peer for both clusters",
 			s.who(), s.peering.Spec.TenantNamespace.Local, s.peering.Name)
 	}
@@ -211,6 +215,11 @@ func acceptedVerdict(s peeringState) verdict {
 	default:
 		return yes(isthmus.ReasonAnswered, s.standingText())
 	}
+}
+
+// withdrew reports whether the peer's NetworkConfig was here, and is gone or going.
+func (s peeringState) withdrew() bool {
+	return len(s.copies) == 1 && !s.copies[0].DeletionTimestamp.IsZero() || len(s.copies) == 0 && hadPeerConfig(s.peering)
 }
 
 // hadPeerConfig reports whether a NetworkConfig of the peer was seen before: the condition

@@ -156,6 +156,10 @@ func TestConditionsOfAPeering(t *testing.T) {
 			if len(status.Conditions) != 7 || status.ObservedGeneration != 3 {
 				t.Errorf("want 7 conditions and generation 3: %+v", status)
 			}
+			answered := meta.FindStatusCondition(status.Conditions, isthmus.ConditionAnswered)
+			if c.reason == isthmus.ReasonPeerWithdrew && (answered.Status != metav1.ConditionUnknown || !strings.Contains(answered.Message, "has withdrawn")) {
+				t.Errorf("the peer has withdrawn, and Answered is %+v", answered)
+			}
 			for _, condition := range status.Conditions {
 				if condition.Reason == "" || condition.Message == "" || condition.ObservedGeneration != 3 || condition.LastTransitionTime.IsZero() {
 					t.Errorf("incomplete: %+v", condition)

@@ -27,10 +27,12 @@ import (
 )
 
 func main() {
-	os.Exit(run(os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
+	root := newRootCommand()
+	cli.As(root, os.Args[0])
+	os.Exit(cli.Run(root, os.Args[1:], os.Stdin, os.Stdout, os.Stderr))
 }
 
-// run is the whole program; it returns the exit code.
+// run is the whole program under its own name; it returns the exit code.
 func run(args []string, stdin io.Reader, stdout, stderr io.Writer) int {
 	return cli.Run(newRootCommand(), args, stdin, stdout, stderr)
 }

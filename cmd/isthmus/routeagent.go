@@ -34,7 +34,8 @@ func newRouteAgentCommand() *cobra.Command {
 		Long: fmt.Sprintf(`Run the route agent of a node: it connects the nodes of the cluster by VXLAN (device
 %s, UDP port %d) and leads packets for remote clusters to the Pod of the active
 gateway, or to its node where the gateway has --host-network, and packets from them to
-pods. It reads Nodes, Pods and TunnelEndpoints; while the API server is away, everything stays as it is. It writes
+pods. It reads its Node, the gateway's Pods and TunnelEndpoints, and where a gateway has
+--host-network all Nodes and Pods; while the API server is away, everything stays as it is. It writes
 one object, the NodeNetworks of its node: the networks that the node reaches by itself
 and its DNS servers, which the manager gives to no peer, and for which peers it
 refuses packets: the manager tells of a network only when all nodes do.
@@ -67,7 +68,7 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 			kube.UseLogger(o.Log)
 			installed := cmp.Or(namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace)
 			o.Source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
-				return kube.WatchNode(ctx, config, installed, o.Log, deliver)
+				return kube.WatchNode(ctx, config, installed, o.Node, o.Log, deliver)
 			}
 			reporter, err := kube.NewNodeReporter(config, installed, o.Node)
 			if err != nil {

@@ -28,7 +28,8 @@ is our pod and the peer's pod as we see it. Inbound, it is the peer's pod as we 
 it and our pod as the peer sees it. Without --direction it is the one that makes
 sense. For ICMP a port is the identifier of an echo request.
 
-The exit code is 1 when the packet would be dropped.`,
+A running gateway also says when the peer is down, and why. The exit code is 1 when
+the packet would be dropped or the peer is down.`,
 		Example: `  isthmus trace 10.244.1.10 10.246.1.20:80
   isthmus trace 10.246.1.20 10.247.0.5:53 udp --direction in
   isthmus trace --config ./bug-report 10.244.1.10 10.246.1.20 icmp`,
@@ -78,7 +79,7 @@ The exit code is 1 when the packet would be dropped.`,
 				printTrace(cmd.OutOrStdout(), steps)
 			}
 			for _, s := range steps {
-				if s.Drop != "" {
+				if s.Drop != "" || s.PeerDown != "" {
 					return cli.ErrProblem
 				}
 			}
@@ -114,6 +115,9 @@ func printTrace(w io.Writer, steps []gateway.TraceStep) {
 		}
 		if s.Drop != "" {
 			line("verdict", fmt.Sprintf("dropped: %s (%s)", s.Drop, s.Text))
+			if s.PeerDown != "" {
+				line("but", "the peer is down: "+s.PeerDown)
+			}
 			continue
 		}
 		rewritten := false
@@ -139,6 +143,9 @@ func printTrace(w io.Writer, steps []gateway.TraceStep) {
 			line("verdict", "for the gateway itself")
 		default:
 			line("verdict", s.Action)
+		}
+		if s.PeerDown != "" {
+			line("but", "the peer is down: "+s.PeerDown)
 		}
 	}
 }

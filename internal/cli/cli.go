@@ -11,6 +11,7 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"path/filepath"
 	"syscall"
 
 	"github.com/spf13/cobra"
@@ -75,8 +76,23 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	root.SetFlagErrorFunc(flagError)
 	root.Version = Version()
 	root.SetVersionTemplate(versionLine(root.Name()))
-	root.PersistentPreRun = func(*cobra.Command, []string) { root.Annotations = map[string]string{started: "yes"} }
+	if root.Annotations == nil {
+		root.Annotations = make(map[string]string)
+	}
+	root.PersistentPreRun = func(*cobra.Command, []string) { root.Annotations[started] = "yes" }
 	return exitCode(ctx, root, root.ExecuteContext(ctx))
+}
+
+// As makes a program speak of itself as it was called: kubectl runs the plugin kubectl-NAME where
+// somebody types "kubectl NAME". argv0 is how it was started.
+func As(root *cobra.Command, argv0 string) {
+	if filepath.Base(argv0) != "kubectl-"+root.Name() {
+		return
+	}
+	if root.Annotations == nil {
+		root.Annotations = make(map[string]string)
+	}
+	root.Annotations[cobra.CommandDisplayNameAnnotation] = "kubectl " + root.Name()
 }
 
 // exitCode prints err and says how to end.
@@ -84,7 +100,7 @@ func exitCode(ctx context.Context, root *cobra.Command, err error) int {
 	if err == nil {
 		return Fine
 	}
-	name := root.Name()
+	name := root.CommandPath()
 	text := err.Error()
 	if ctx.Err() != nil && errors.Is(err, context.Canceled) {
 		text = "interrupted: " + text

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"errors"
 	"fmt"
+	"io"
 	"strings"
 	"syscall"
 	"testing"
@@ -47,6 +48,29 @@ func TestSignalEndsTheContextAndIsCalledAnInterruption(t *testing.T) {
 		}}
 		if code := Run(root, nil, strings.NewReader(""), &out, &errs); code != Problem || errs.String() != "program: interrupted: step 3: context canceled\n" {
 			t.Errorf("%v: code %d, %q", s, code, &errs)
+		}
+	}
+}
+
+func TestAPluginSpeaksOfItselfAsItWasCalled(t *testing.T) {
+	for argv0, want := range map[string]string{
+		"/usr/local/bin/kubectl-program": "kubectl program", "kubectl-program": "kubectl program", "program": "program", "kubectl-other": "program",
+	} {
+		root := &cobra.Command{Use: "program"}
+		root.AddCommand(&cobra.Command{Use: "do", RunE: func(*cobra.Command, []string) error { return errors.New("no") }})
+		As(root, argv0)
+		for _, tc := range []struct {
+			args []string
+			code int
+			says string
+		}{{[]string{"do"}, Problem, want + ": no\n"}, {[]string{"do", "--nothing"}, Wrong, "Try \"" + want + " --help\".\n"}} {
+			var errs bytes.Buffer
+			if code := Run(root, tc.args, nil, io.Discard, &errs); code != tc.code || !strings.HasSuffix(errs.String(), tc.says) {
+				t.Errorf("%s %v: %d, %q; want %d, %q", argv0, tc.args, code, errs.String(), tc.code, tc.says)
+			}
+			root = &cobra.Command{Use: "program"}
+			root.AddCommand(&cobra.Command{Use: "do", RunE: func(*cobra.Command, []string) error { return errors.New("no") }})
+			As(root, argv0)
 		}
 	}
 }

@@ -193,7 +193,7 @@ func (c *Cluster) ActiveGateway(ctx context.Context) (pod *corev1.Pod, err error
 			last = fmt.Errorf("%d gateways are marked as active", len(pods.Items))
 		}
 		if last != nil {
-			return false, nil
+			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
 		}
 		pod = &pods.Items[0]
 		return true, nil

@@ -204,7 +204,7 @@ func (s *Set) up(ctx context.Context) error {
 	if err := os.MkdirAll(s.dir, 0o755); err != nil {
 		return err
 	}
-	image, err := s.testImage(ctx)
+	image, err := s.testImage()
 	if err != nil {
 		return err
 	}

@@ -49,7 +49,7 @@ type Node struct {
 func (n *Node) group() string { return groupPrefix + n.cluster.set.Lab.Name + "." + n.Name }
 
 // testImage builds testpod and writes its image.
-func (s *Set) testImage(ctx context.Context) (path string, err error) {
+func (s *Set) testImage() (path string, err error) {
 	if err := testbin.BuildPackage(s.dir, "internal/kubenodes/testpod"); err != nil {
 		return "", err
 	}
@@ -130,7 +130,7 @@ func (n *Node) waitReady(ctx context.Context, since time.Time) error {
 		}
 		var node corev1.Node
 		if last = n.cluster.Client.Get(ctx, client.ObjectKey{Name: n.Name}, &node); last != nil {
-			return false, nil
+			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
 		}
 		for _, c := range node.Status.Conditions {
 			// The API has whole seconds.
@@ -229,7 +229,7 @@ func (n *Node) loadImages(ctx context.Context) error {
 		err := wait.PollUntilContextCancel(ctx, 50*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 			socket := filepath.Join(n.root(), "run/containerd/containerd.sock")
 			if _, last = os.Stat(socket); last != nil {
-				return false, nil
+				return false, nil //nolint:nilerr // the wait goes on, and its error says this one
 			}
 			out, err := n.Command(ctx, "ctr", "--address", socket, "--namespace", "k8s.io", "images", "import", image).CombinedOutput()
 			if err != nil {

@@ -267,7 +267,7 @@ func address(ctx context.Context, c *kubenodes.Cluster, name string) (addr netip
 	err = wait.PollUntilContextCancel(ctx, 50*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
 		if last = c.Client.Get(ctx, client.ObjectKey{Namespace: "default", Name: name}, &p); last != nil {
-			return false, nil
+			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
 		}
 		last = fmt.Errorf("pod %s: %s", name, p.Status.Phase)
 		for _, condition := range p.Status.Conditions {

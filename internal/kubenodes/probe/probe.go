@@ -142,7 +142,7 @@ func ping(ctx context.Context, r Request) (token string, err error) {
 	if err != nil {
 		return "", err
 	}
-	defer c.Close()
+	defer func() { _ = c.Close() }() // fails only when it is closed already
 	if end, ok := ctx.Deadline(); ok {
 		if err := c.SetDeadline(end); err != nil {
 			return "", err

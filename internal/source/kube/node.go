@@ -6,6 +6,7 @@ import (
 	"log/slog"
 	"net/netip"
 	"reflect"
+	"slices"
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
@@ -21,61 +22,63 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// WatchNode watches what the route agent of any node has to know: Nodes, Pods, TunnelEndpoints and
-// the books of the IPAM, all of the cluster. It calls deliver with everything when each kind has
-// been read once, and again after every change that says something new, never twice at a time. Self
-// and UnderlayMTU of the intent are empty. A TunnelEndpoint that is broken is left out and is among
-// the problems.
+// WatchNode watches what the route agent of the node called self has to know: its Node, the Pods of
+// the gateway, TunnelEndpoints and the books of the IPAM; and as long as a gateway has its node's
+// network, or none was seen yet, all Nodes and Pods. It calls deliver with everything when each kind
+// has been read once, and again after every change that says something new, never twice at a time.
+// Self and UnderlayMTU of the intent are empty. A TunnelEndpoint that is broken is left out and is
+// among the problems.
 //
 // Gateways are Pods with the gateway's labels in namespace, that of the installation.
 //
 // It only reads, and returns when ctx ends. While the API server is away it delivers nothing, so
 // that what is known stays in force.
-func WatchNode(ctx context.Context, config *rest.Config, namespace string, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
+func WatchNode(ctx context.Context, config *rest.Config, namespace, self string, log *slog.Logger, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // few and long requests
-	kinds := map[client.Object]cache.ByObject{
-		&v1alpha1.TunnelEndpoint{}: {},
-		&v1alpha1.IpamStorage{}:    {Transform: slimBooks},
-		&corev1.Node{}:             {Transform: slimNode},
-		&corev1.Pod{}:              reachablePods(),
-	}
 	look, urgent, said := newSignal(), newSignal(), ""
+	w := &nodeWatch{config: config, namespace: namespace, log: log, look: look}
 	waiting := func(err error) {
+		w.mu.Lock()
+		defer w.mu.Unlock()
 		if text := err.Error(); text != said {
 			said = text
 			log.Warn("waiting for the API server", "error", err)
 		}
 	}
-	var objects *objects
-	err := retry(ctx, waiting, func() (err error) { // it asks the API server whether it has the kinds
-		objects, err = newObjects(config, kinds, log)
-		return err
+	w.waiting = waiting
+	ctx, cancel := context.WithCancel(ctx)
+	defer w.group.Wait()
+	defer cancel()
+	var err error
+	w.few, err = w.open(ctx, map[client.Object]cache.ByObject{
+		&v1alpha1.TunnelEndpoint{}: {},
+		&v1alpha1.IpamStorage{}:    {Transform: slimBooks},
+		&corev1.Node{}:             {Transform: slimNode, Field: fields.OneTermEqualSelector("metadata.name", self)},
+		&corev1.Pod{}: {Transform: slimPod, Label: labels.SelectorFromSet(podLabels), Field: notEnded(),
+			Namespaces: map[string]cache.Config{namespace: {}}},
 	})
 	if err != nil {
 		return nil // ctx has ended
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	var group sync.WaitGroup
-	defer group.Wait()
-	defer cancel()
-	group.Go(func() { _ = objects.Start(ctx) }) // it only ends with ctx
-
-	if err := objects.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}); err != nil {
+	if err := w.few.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}); err != nil {
 		return nil // ctx has ended
 	}
 	// Until it has seen these, a node lets packets for a peer, or from one, take other ways.
-	if err := objects.watch(ctx, urgent.set, waiting, &v1alpha1.TunnelEndpoint{}, &v1alpha1.IpamStorage{}); err != nil {
+	if err := w.few.watch(ctx, urgent.set, waiting, &v1alpha1.TunnelEndpoint{}, &v1alpha1.IpamStorage{}); err != nil {
 		return nil // ctx has ended
 	}
 	var last *nodeSnapshot
 	see := func() {
-		now, err := objects.node(ctx, namespace)
+		now, whole, err := w.see(ctx)
 		if err != nil {
 			if ctx.Err() == nil {
 				log.Error("objects in the cache", "error", err) // a kind that is not watched
 			}
 			return
+		}
+		if last == nil && !whole {
+			return // an agent that has just begun would take away what another one made
 		}
 		if last == nil || !reflect.DeepEqual(now, last) {
 			last = now
@@ -87,6 +90,76 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace string, log *
 	return nil
 }
 
+// nodeWatch is one WatchNode.
+type nodeWatch struct {
+	config    *rest.Config
+	namespace string
+	log       *slog.Logger
+	look      signal
+	waiting   func(error)
+	group     sync.WaitGroup
+
+	few  *objects           // what is watched in any case
+	only bool               // what see saw last; its own
+	stop context.CancelFunc // ends all; nil: it is not wanted. see's own
+
+	mu  sync.Mutex
+	all *objects // all Nodes and Pods; nil: they are not known
+}
+
+// open makes a cache that ends with ctx.
+func (w *nodeWatch) open(ctx context.Context, kinds map[client.Object]cache.ByObject) (o *objects, err error) {
+	err = retry(ctx, w.waiting, func() (err error) { // it asks the API server whether it has the kinds
+		o, err = newObjects(w.config, kinds, w.log)
+		return err
+	})
+	if err == nil {
+		w.group.Go(func() { _ = o.Start(ctx) }) // it only ends with ctx
+	}
+	return o, err
+}
+
+// see looks at all that is known; whole says whether that is all that is wanted.
+func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err error) {
+	var pods corev1.PodList
+	if err := w.few.List(ctx, &pods, client.UnsafeDisableDeepCopy); err != nil {
+		return nil, false, err
+	}
+	hosts := slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Spec.HostNetwork })
+	w.only = !hosts && (w.only || len(pods.Items) > 0) // where all are gone, the next one is like them
+	switch {
+	case w.only && w.stop != nil:
+		w.stop()
+		w.stop = nil
+		w.mu.Lock()
+		w.all = nil
+		w.mu.Unlock()
+	case !w.only && w.stop == nil:
+		var watching context.Context
+		watching, w.stop = context.WithCancel(ctx)
+		w.group.Go(func() { w.watchAll(watching) })
+	}
+	w.mu.Lock()
+	all := w.all
+	w.mu.Unlock()
+	now, err = w.snapshot(ctx, all, pods.Items)
+	return now, w.only || all != nil, err
+}
+
+// watchAll watches all Nodes and Pods until ctx ends.
+func (w *nodeWatch) watchAll(ctx context.Context) {
+	all, err := w.open(ctx, map[client.Object]cache.ByObject{&corev1.Node{}: {Transform: slimNode}, &corev1.Pod{}: reachablePods()})
+	if err != nil || all.watch(ctx, w.look.set, w.waiting, &corev1.Node{}, &corev1.Pod{}) != nil {
+		return // ctx has ended
+	}
+	w.mu.Lock()
+	if ctx.Err() == nil {
+		w.all = all
+	}
+	w.mu.Unlock()
+	w.look.set()
+}
+
 // reachablePods are those that may have an address.
 func reachablePods() cache.ByObject {
 	visible, err := labels.NewRequirement(v1alpha1.LabelShadowPod, selection.NotEquals, []string{"true"})
@@ -96,10 +169,15 @@ func reachablePods() cache.ByObject {
 	return cache.ByObject{
 		Transform: slimPod,
 		Label:     labels.NewSelector().Add(*visible), // a shadow Pod has an address in another cluster
-		Field: fields.AndSelectors( // one that has ended has none any more
-			fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
-			fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed))),
+		Field:     notEnded(),
 	}
+}
+
+// notEnded: a Pod that has ended has no address any more.
+func notEnded() fields.Selector {
+	return fields.AndSelectors(
+		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodSucceeded)),
+		fields.OneTermNotEqualSelector("status.phase", string(corev1.PodFailed)))
 }
 
 type nodeSnapshot struct {
@@ -107,9 +185,9 @@ type nodeSnapshot struct {
 	problems []fabric.Problem
 }
 
-// node makes a snapshot of what is in the cache. The cache lists in no particular order, so that
+// snapshot is of what is in the caches; all may be nil. A cache lists in no particular order, so that
 // everything is sorted.
-func (o *objects) node(ctx context.Context, namespace string) (*nodeSnapshot, error) {
+func (w *nodeWatch) snapshot(ctx context.Context, all *objects, gateways []corev1.Pod) (*nodeSnapshot, error) {
 	var (
 		nodes     corev1.NodeList
 		pods      corev1.PodList
@@ -117,19 +195,26 @@ func (o *objects) node(ctx context.Context, namespace string) (*nodeSnapshot, er
 		books     v1alpha1.IpamStorageList
 		s         nodeSnapshot
 	)
-	for _, list := range []client.ObjectList{&nodes, &pods, &endpoints, &books} {
-		if err := o.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
-			return nil, fmt.Errorf("list %T: %w", list, err)
+	lists := map[*objects][]client.ObjectList{w.few: {&nodes, &endpoints, &books}}
+	if all != nil {
+		lists = map[*objects][]client.ObjectList{w.few: {&endpoints, &books}, all: {&nodes, &pods}}
+	}
+	for o, kinds := range lists {
+		for _, list := range kinds {
+			if err := o.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+				return nil, fmt.Errorf("list %T: %w", list, err)
+			}
 		}
 	}
+	s.intent.OnlyPods = w.only
 	for i := range nodes.Items {
 		s.intent.Nodes = append(s.intent.Nodes, nodeFrom(&nodes.Items[i]))
 	}
 	for i := range pods.Items {
 		s.intent.Pods = append(s.intent.Pods, podsFrom(&pods.Items[i])...)
-		if p := &pods.Items[i]; isGateway(p, namespace) {
-			s.intent.Gateways = append(s.intent.Gateways, gatewayFrom(p)...)
-		}
+	}
+	for i := range gateways {
+		s.intent.Gateways = append(s.intent.Gateways, gatewayFrom(&gateways[i])...)
 	}
 	for i := range endpoints.Items {
 		e := &endpoints.Items[i]

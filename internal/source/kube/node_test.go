@@ -178,7 +178,7 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 	s.must(err)
 	config := &rest.Config{Host: server.URL(), TLSClientConfig: rest.TLSClientConfig{CAData: server.CA(), CertData: cert, KeyData: key}}
 	go func() {
-		s.done <- kube.WatchNode(ctx, config, "isthmus-system", slog.New(slog.NewTextHandler(t.Output(), nil)), func(in fabric.NodeIntent, problems []fabric.Problem) {
+		s.done <- kube.WatchNode(ctx, config, deploy.Namespace, "n1", slog.New(slog.NewTextHandler(t.Output(), nil)), func(in fabric.NodeIntent, problems []fabric.Problem) {
 			s.got <- delivery{in, problems}
 		})
 	}()
@@ -258,6 +258,33 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 	if d := s.next(); len(d.intent.Pods) != 1 || d.intent.Pods[0].Node != "n2" || len(d.intent.Tunnels) != 1 {
 		t.Errorf("after a pod ended: %+v", d)
 	}
+
+	// Gateways that are Pods with networks of their own: nothing of other nodes and pods any more, nor
+	// when one of them is gone; with one on its node's network, all again.
+	gateway := func(name, at, addr string, hostNetwork bool) {
+		s.create(pod(name, at, addr, func(p *corev1.Pod) {
+			p.Namespace, p.Spec.HostNetwork = deploy.Namespace, hostNetwork
+			p.Status.HostIP, p.Status.HostIPs = "172.30.1.12", []corev1.HostIP{{IP: "172.30.1.12"}}
+			p.Labels = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}
+		}))
+	}
+	own := fabric.GatewayPod{Addr: netip.MustParseAddr("10.64.1.254"), Host: netip.MustParseAddr("172.30.1.12")}
+	gateway("gateway-1", "n2", "10.64.1.254", false)
+	s.until(func(d delivery) bool {
+		return d.intent.OnlyPods && len(d.intent.Nodes) == 1 && d.intent.Nodes[0].Name == "n1" && len(d.intent.Pods) == 0 &&
+			len(d.intent.Tunnels) == 1 && len(d.intent.Gateways) == 1 && d.intent.Gateways[0] == own
+	})
+	s.create(pod("r", "n2", "10.64.1.6", nil))
+	s.create(node("n3", "172.30.1.13", "10.64.2.0/24"))
+	s.silence("a pod and a node, none of which matter", 500*time.Millisecond)
+	s.must(s.admin.Delete(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "gateway-1"}}, client.GracePeriodSeconds(0)))
+	s.until(func(d delivery) bool {
+		return d.intent.OnlyPods && len(d.intent.Gateways) == 0 && len(d.intent.Nodes) == 1
+	})
+	gateway("gateway-2", "n2", "172.30.1.12", true)
+	s.until(func(d delivery) bool {
+		return !d.intent.OnlyPods && len(d.intent.Nodes) == 3 && len(d.intent.Pods) == 2 && len(d.intent.Gateways) == 1 && d.intent.Gateways[0].HostNetwork
+	})
 
 	cancel()
 	if err := <-s.done; err != nil {
