@@ -333,15 +333,21 @@ func end(p netip.Prefix) netip.Addr {
 // changeFilter makes the table what it should be in one step: there is no moment without. Where only
 // elements of sets differ from what was read, and nobody has changed a table since, it changes
 // these: to replace the table takes the kernel some twenty milliseconds, since it waits until no
-// packet is in the old chains.
+// packet is in the old chains. A transaction is one generation: if it is the only one since, the
+// table is what was written, and need not be read again.
 func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
-	have := k.filter
-	if !remove && len(have.filters) == 1 && have.filters[0] != changed && have.generation != 0 && have.generation == generation() {
-		if changeElements(have.filters[0], want) == nil {
-			return nil
+	have, before := k.filter, generation()
+	known := !remove && len(have.filters) == 1 && have.filters[0] != changed && before != 0 && have.generation == before
+	if !known || changeElements(have.filters[0], want) != nil {
+		before = generation()
+		if err := replaceFilter(remove, want); err != nil {
+			return err
 		}
 	}
-	return replaceFilter(remove, want)
+	if now := generation(); !remove && before != 0 && now == before+1 {
+		k.filter = filterRead{now, []kernel.Filter{want}}
+	}
+	return nil
 }
 
 // changeElements changes the elements of the sets, and reads back what it has changed. After an
