@@ -84,6 +84,10 @@ deps-nodes: ## Install containerd and CNI plugins, and build kubelet and its lik
 test-nodes: deps-nodes ## All tests on clusters with real kubelets: the matrix, Services, transfers, faults (root, half an hour)
 	go test -C test -count=1 -timeout=60m -v ./nodes -all
 
+.PHONY: test-helm
+test-helm: ## Compare the chart as Helm renders it with what isthmus install applies (builds Helm's engine, 2 minutes once)
+	go test -C test/helm ./...
+
 .PHONY: lint
 lint: $(GOLANGCI) ## golangci-lint over both modules
 	$(GOLANGCI) run --allow-parallel-runners ./...
