@@ -358,7 +358,7 @@ func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 		must(t, c.client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: name}}))
 	}
 	// What a Pod or a node contradicts is not believed.
-	outside := append(pods, address{"x/out", netip.MustParseAddr("10.7.1.7")})
+	outside := []address{pods[0], {"x/out", netip.MustParseAddr("10.7.1.7")}}
 	if _, _, err = c.podCIDR(t.Context(), nodes, outside); err == nil || !strings.Contains(err.Error(), "say 10.50.0.0/16, yet Pod x/out has 10.7.1.7") || !strings.Contains(err.Error(), "want --pod-cidr") {
 		t.Errorf("when a Pod is elsewhere: %v", err)
 	}
