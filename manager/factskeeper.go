@@ -278,7 +278,7 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 		k.conflicts = conflicts
 	}
 	if f.ExternalCIDR = book.Own().ExternalCIDR; !f.ExternalCIDR.IsValid() {
-		f.Missing = append(f.Missing, fmt.Sprintf("ExternalCIDR: the pools have no free network of the length of the PodCIDR, /%d; set --pools or --external-cidr", f.PodCIDR.Bits()))
+		f.Missing = append(f.Missing, fmt.Sprintf("ExternalCIDR: the pools have no free /%d; set --pools or --external-cidr", max(20, f.PodCIDR.Bits())))
 	}
 	return nil
 }

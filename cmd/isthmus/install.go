@@ -22,7 +22,7 @@ func newInstallCommand() *cobra.Command {
 	var access peering.Access
 	var o peering.InstallOptions
 	var f installFlags
-	var withoutWorkloads, show, showValues bool
+	var show, showValues bool
 	cmd := &cobra.Command{
 		Use:   "install --cluster-name NAME",
 		Short: "Install Isthmus in a cluster, or bring an installation up to date",
@@ -48,9 +48,11 @@ are. --print shows the manifests and needs no cluster.`,
 			if err != nil {
 				return err
 			}
-			o.Values, o.Workloads, o.Version = values, !withoutWorkloads, imageTag()
+			o.Values, o.Version = values, imageTag()
 			if show {
-				return printManifests(cmd, access.Namespace, o)
+				text, err := o.Manifests(access.Namespace)
+				fmt.Fprint(cmd.OutOrStdout(), text)
+				return err
 			}
 			c, err := connect(access)
 			if err != nil {
@@ -64,7 +66,6 @@ are. --print shows the manifests and needs no cluster.`,
 	cmd.Flags().StringVar(&o.Identity.ClusterName, "cluster-name", "", "how peers are to call the cluster (needed the first time)")
 	cmd.Flags().StringVar(&o.Identity.ClusterID, "cluster-id", "", "what tells the cluster from all others (default the UID of its namespace kube-system)")
 	f.add(cmd)
-	cmd.Flags().BoolVar(&withoutWorkloads, "without-workloads", false, "leave out the components, for those that run elsewhere, and the gateway's Service unless --gateway-service asks for it")
 	cmd.Flags().BoolVar(&o.Forget, "reset-values", false, "forget the values of earlier installations")
 	cmd.Flags().DurationVar(&o.Wait, "timeout", 5*time.Minute, "how long to wait until the components run; 0: not at all")
 	cmd.Flags().BoolVar(&show, "print", false, "print the manifests and apply nothing")
@@ -80,6 +81,7 @@ type installFlags struct {
 	port                       int32
 	tunnels                    int
 	metricsAuth, onHostNetwork bool
+	withoutWorkloads           bool
 }
 
 func (f *installFlags) add(cmd *cobra.Command) {
@@ -92,6 +94,7 @@ func (f *installFlags) add(cmd *cobra.Command) {
 	flags.IntVar(&f.tunnels, "tunnels", 1, "tunnels to one peer, on UDP ports from --gateway-port upwards")
 	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods (default: what the cluster says)")
 	flags.BoolVar(&f.onHostNetwork, "host-network", false, "run the gateways in the network of their nodes")
+	flags.BoolVar(&f.withoutWorkloads, "without-workloads", false, "leave out the components, for those that run elsewhere, and the gateway's Service unless --gateway-service asks for it")
 	flags.BoolVar(&f.metricsAuth, "metrics-auth", false, "serve metrics to bearers of a token with the ClusterRole isthmus-metrics-reader, and give the components the rights that this needs")
 }
 
@@ -146,6 +149,7 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 		{"pod-cidr", f.podCIDR, []string{"networks", "podCIDR"}},
 		{"host-network", f.onHostNetwork, []string{"gateway", "hostNetwork"}},
 		{"metrics-auth", f.metricsAuth, []string{"metrics", "enabled"}},
+		{"without-workloads", !f.withoutWorkloads, []string{"workloads"}},
 	} {
 		if changed(short.flag) {
 			chart.Set(values, short.value, short.at...)
@@ -163,25 +167,11 @@ func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
 		if repository == "" || !byDigest && tag == "" {
 			return nil, cli.Usage("--image %q: want a name with a tag or a digest, such as %s:v1.0.0", f.image, defaultRepository)
 		}
-		chart.Set(values, chart.Values{"repository": repository, "tag": tag, "digest": digest}, "image")
-	}
-	return values, nil
-}
-
-// printManifests prints what would be applied in a cluster of which nothing is known.
-func printManifests(cmd *cobra.Command, namespace string, o peering.InstallOptions) error {
-	values := chart.Merge(chart.Values{"namespace": chart.Values{"create": true}, "workloads": o.Workloads}, o.Values)
-	for key, value := range map[string]string{"name": o.Identity.ClusterName, "id": o.Identity.ClusterID} {
-		if value != "" {
-			chart.Set(values, value, "cluster", key)
+		for key, value := range map[string]string{"repository": repository, "tag": tag, "digest": digest} { // how it is pulled stays
+			chart.Set(values, value, "image", key)
 		}
 	}
-	text, err := chart.Render(chart.Options{Namespace: namespace, AppVersion: o.Version, Values: values})
-	if err != nil {
-		return err
-	}
-	_, err = fmt.Fprint(cmd.OutOrStdout(), text)
-	return err
+	return values, nil
 }
 
 // addAccessFlags adds the flags that say which cluster is meant, as kubectl has them; prefix

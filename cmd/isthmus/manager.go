@@ -71,7 +71,7 @@ the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on 
 	flags.StringVar(&o.Cluster.ClusterName, "cluster-name", "", "name of this cluster, a part of object names (default: of that ConfigMap)")
 	flags.StringVar(&f.podCIDR, "pod-cidr", "", "network of all pods of this cluster (default: what kubeadm was given)")
 	flags.StringVar(&f.serviceCIDR, "service-cidr", "", "network of the Services (default: what the API server says)")
-	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are no pods (default: a free one of the length of the PodCIDR)")
+	flags.StringVar(&f.externalCIDR, "external-cidr", "", "network for endpoints that are no pods (default: a free /20, or of the length of a smaller PodCIDR)")
 	flags.StringSliceVar(&f.pools, "pools", nil, "networks from which those of peers are taken when they overlap (default: 10.0.0.0/8,192.168.0.0/16,172.16.0.0/12,100.64.0.0/10)")
 	flags.StringSliceVar(&f.reserved, "reserved", nil, "further networks that are never used for peers, besides this cluster's own and what its nodes reach")
 	flags.BoolVar(&o.LeaderElect, "leader-elect", true, "let several run, of which one works")

@@ -5,10 +5,8 @@ package chart
 
 import (
 	"bytes"
-	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"io/fs"
 	"maps"
 	"path"
@@ -18,7 +16,6 @@ import (
 	"text/template"
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
-	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/deploy"
@@ -101,6 +98,9 @@ func Merge(base, over Values) Values {
 // open are the values whose keys are anybody's.
 var open = []string{".resources", ".nodeSelector", ".annotations", ".labels"}
 
+// textOrNumber are the values that may be either, such as 10% and 1, or auto and 1400.
+var textOrNumber = []string{".gateway.mtu", ".routeAgent.maxUnavailable"}
+
 // check says which values the chart does not know, or knows as something else: a typing error would
 // do nothing, silently.
 func check(defaults, values Values, at string) error {
@@ -112,6 +112,7 @@ func check(defaults, values Values, at string) error {
 		case !known:
 			wrong = append(wrong, fmt.Errorf("value %s: the chart has no such value; `isthmus install --print-values` lists them", name[1:]))
 		case value == nil || want == nil:
+		case kindOf(value) == "a number" && slices.Contains(textOrNumber, name):
 		case kindOf(value) != kindOf(want):
 			wrong = append(wrong, fmt.Errorf("value %s: want %s", name[1:], kindOf(want)))
 		case kindOf(want) == "an object" && !slices.ContainsFunc(open, func(suffix string) bool { return strings.HasSuffix(name, suffix) }):
@@ -136,7 +137,7 @@ func kindOf(value any) string {
 	case float64, int, int32, int64:
 		return "a number"
 	}
-	return "text" // also what is text or number, such as 10% and auto
+	return "text"
 }
 
 // Render returns the manifests as text, each file under its name and in the order of the names.
@@ -144,9 +145,6 @@ func Render(o Options) (string, error) {
 	defaults, err := Defaults()
 	if err != nil {
 		return "", err
-	}
-	if mtu, ok := Get(o.Values, "gateway", "mtu").(float64); ok { // text or number
-		o.Values = Merge(o.Values, Values{"gateway": Values{"mtu": fmt.Sprint(mtu)}})
 	}
 	if err := check(defaults, o.Values, ""); err != nil {
 		return "", err
@@ -201,43 +199,69 @@ type wantsError struct{ what string }
 
 func (e *wantsError) Error() string { return e.what }
 
+// A document is an object as it is rendered, and as it is read.
+type document struct {
+	text   string
+	object *unstructured.Unstructured
+}
+
 // Objects renders, and reads what is rendered: objects in the order in which they can be applied.
 func Objects(o Options) ([]*unstructured.Unstructured, error) {
+	documents, err := documents(o)
+	all := make([]*unstructured.Unstructured, len(documents))
+	for i, d := range documents {
+		all[i] = d.object
+	}
+	return all, err
+}
+
+// Manifests returns the objects as text, in the order in which `kubectl apply` can take them.
+func Manifests(o Options) (string, error) {
+	documents, err := documents(o)
+	var all strings.Builder
+	for _, d := range documents {
+		all.WriteString("---\n" + d.text + "\n")
+	}
+	return all.String(), err
+}
+
+func documents(o Options) ([]document, error) {
 	text, err := Render(o)
 	if err != nil {
 		return nil, err
 	}
-	var all []*unstructured.Unstructured
-	for decoder := utilyaml.NewYAMLOrJSONDecoder(strings.NewReader(text), 4096); ; {
-		var document json.RawMessage
-		if err := decoder.Decode(&document); errors.Is(err, io.EOF) {
-			break
-		} else if err != nil {
+	var all []document
+	for one := range strings.SplitSeq("\n"+text, "\n---\n") {
+		content, err := yaml.YAMLToJSON([]byte(one))
+		if err != nil {
 			return nil, fmt.Errorf("what the chart renders is no YAML: %w", err)
 		}
-		if len(document) == 0 || string(document) == "null" { // comments
+		if string(content) == "null" { // comments
 			continue
 		}
 		u := &unstructured.Unstructured{}
-		if err := u.UnmarshalJSON(document); err != nil { // integers stay integers
+		if err := u.UnmarshalJSON(content); err != nil { // integers stay integers
 			return nil, fmt.Errorf("what the chart renders is no object: %w", err)
 		}
-		all = append(all, u)
+		all = append(all, document{strings.Trim(one, "\n"), u})
 	}
-	slices.SortStableFunc(all, func(a, b *unstructured.Unstructured) int { return rank(a) - rank(b) })
+	slices.SortStableFunc(all, func(a, b document) int { return rank(a.object) - rank(b.object) })
 	return all, nil
 }
 
-// rank puts what others need before them: a Pod is not made without its ServiceAccount, and a
-// component that finds no rights or configuration begins with an error.
+// rank puts what others need before them: a Pod is not made without its ServiceAccount, a component
+// that finds no rights or configuration begins with an error, and agents let through what comes from
+// gateways that they know.
 func rank(u *unstructured.Unstructured) int {
 	switch u.GetKind() {
 	case "Namespace":
 		return 0
 	case "CustomResourceDefinition":
 		return 1
-	case "Deployment", "DaemonSet", "Job":
+	case "DaemonSet":
 		return 3
+	case "Deployment", "Job":
+		return 4
 	}
 	return 2
 }

@@ -101,6 +101,33 @@ func TestManifestsMoveIntoAnotherNamespace(t *testing.T) {
 	}
 }
 
+// kubectl applies a file from its beginning to its end, and goes on after an error.
+func TestManifestsAreInTheOrderInWhichTheyCanBeApplied(t *testing.T) {
+	text, err := Manifests(Options{Namespace: "elsewhere", AppVersion: "v9", Values: paris(everything)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var got []string
+	for line := range strings.Lines(text) {
+		if kind, ok := strings.CutPrefix(line, "kind: "); ok {
+			got = append(got, strings.TrimSpace(kind))
+		}
+	}
+	want := objects(t, paris(everything))
+	if len(got) != len(want) {
+		t.Fatalf("%d manifests, want %d", len(got), len(want))
+	}
+	for i, u := range want {
+		if got[i] != u.GetKind() {
+			t.Fatalf("manifest %d is a %s, want %s %s", i, got[i], u.GetKind(), u.GetName())
+		}
+	}
+	order := slices.Compact(got)
+	if !slices.Equal(order[:2], []string{"Namespace", "CustomResourceDefinition"}) || !slices.Equal(order[len(order)-2:], []string{"DaemonSet", "Deployment"}) {
+		t.Errorf("the kinds are, in this order, %v", order)
+	}
+}
+
 func TestWrongValuesAreNamed(t *testing.T) {
 	for _, tc := range []struct {
 		values Values
@@ -120,7 +147,7 @@ func TestWrongValuesAreNamed(t *testing.T) {
 	}
 	for _, right := range []Values{
 		{"gateway": Values{"mtu": 1400.0}}, {"gateway": Values{"mtu": "auto"}}, {"manager": Values{"nodeSelector": Values{"a": "b"}}},
-		{"routeAgent": Values{"tolerations": []any{}}},
+		{"routeAgent": Values{"tolerations": []any{}, "maxUnavailable": 1.0}},
 	} {
 		if _, err := Render(Options{Namespace: "n", Values: paris(right)}); err != nil {
 			t.Errorf("%v: %v", right, err)
@@ -199,6 +226,28 @@ func TestEachTunnelHasAPort(t *testing.T) {
 	}
 	if len(ports) != 3 {
 		t.Errorf("%d ports", len(ports))
+	}
+}
+
+// A new gateway may start beside the old one, so that an upgrade goes on where one node takes Pods;
+// not where both need the same port of the node.
+func TestGatewaysOfTwoVersionsShareANodeUnlessTheyTakeItsPorts(t *testing.T) {
+	for _, tc := range []struct {
+		gateway Values
+		surge   int64
+	}{{nil, 1}, {Values{"hostNetwork": true}, 0}, {Values{"hostPort": true}, 0}} {
+		gateway := find(t, objects(t, paris(Values{"gateway": tc.gateway})), "Deployment", "isthmus-gateway")
+		surge, _, err := unstructured.NestedInt64(gateway.Object, "spec", "strategy", "rollingUpdate", "maxSurge")
+		if err != nil || surge != tc.surge {
+			t.Errorf("%v: maxSurge %d, want %d (%v)", tc.gateway, surge, tc.surge, err)
+		}
+		terms, _, err := unstructured.NestedSlice(gateway.Object, "spec", "template", "spec", "affinity", "podAntiAffinity", "requiredDuringSchedulingIgnoredDuringExecution")
+		if err != nil || len(terms) != 1 {
+			t.Fatalf("%v: %v", terms, err)
+		}
+		if keys, _, _ := unstructured.NestedStringSlice(terms[0].(map[string]any), "matchLabelKeys"); !slices.Equal(keys, []string{"pod-template-hash"}) {
+			t.Errorf("%v: kept apart by %v", tc.gateway, keys)
+		}
 	}
 }
 

@@ -1,6 +1,7 @@
 package peering
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -21,11 +22,12 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
+	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
 )
 
 // detect finds out what the chart needs to know of the cluster and nobody has said, and reports
-// what it took from where. Values that it returns are not remembered: next time it looks again.
+// what it took from where. Of what it returns, Install remembers the PodCIDR.
 func (c *Cluster) detect(ctx context.Context, chosen chart.Values, report func(string)) (chart.Values, error) {
 	var nodes corev1.NodeList
 	if err := c.client.List(ctx, &nodes); err != nil {
@@ -33,7 +35,11 @@ func (c *Cluster) detect(ctx context.Context, chosen chart.Values, report func(s
 	}
 	found := chart.Values{}
 	if said, _ := chart.Get(chosen, "networks", "podCIDR").(string); said == "" {
-		p, source, err := c.podCIDR(ctx, nodes.Items)
+		pods, err := c.addresses(ctx)
+		if err != nil {
+			return nil, err
+		}
+		p, source, err := c.podCIDR(ctx, nodes.Items, pods)
 		if err != nil {
 			return nil, err
 		}
@@ -44,12 +50,59 @@ func (c *Cluster) detect(ctx context.Context, chosen chart.Values, report func(s
 		c.reportServices(ctx, report)
 	}
 	if chart.Get(chosen, "gateway", "replicas") == nil {
-		if n := schedulable(nodes.Items); n == 1 {
+		have, err := c.gateways(ctx)
+		if err != nil {
+			return nil, err
+		}
+		usual, err := chart.Defaults()
+		if err != nil {
+			return nil, err
+		}
+		usually, _ := chart.Get(usual, "gateway", "replicas").(float64)
+		switch {
+		case float64(have) >= usually: // the other node may be away for a while
+			chart.Set(found, float64(have), "gateway", "replicas")
+		case schedulable(nodes.Items) == 1:
 			report(fmt.Sprintf("%s: one gateway, since one node takes Pods and each gateway runs on a node of its own", c))
 			chart.Set(found, 1.0, "gateway", "replicas")
 		}
 	}
 	return found, nil
+}
+
+// gateways returns how many gateways there are to be by now.
+func (c *Cluster) gateways(ctx context.Context) (int32, error) {
+	var d appsv1.Deployment
+	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.GatewayServiceAccount} // the Deployment has the same name
+	if err := c.client.Get(ctx, key, &d); err != nil {
+		return 0, c.explain("Deployment "+key.String(), client.IgnoreNotFound(err))
+	}
+	return *d.Spec.Replicas, nil
+}
+
+// An address is that of a Pod that runs in the pods' network.
+type address struct {
+	pod  string
+	addr netip.Addr
+}
+
+// addresses returns those of IPv4, of all Pods. Where they may not be read, there are none.
+func (c *Cluster) addresses(ctx context.Context) (all []address, err error) {
+	for next, more := "", true; more; more = next != "" {
+		var pods corev1.PodList
+		err := c.client.List(ctx, &pods, client.MatchingFields{"status.phase": string(corev1.PodRunning)}, client.Limit(500), client.Continue(next))
+		if err != nil {
+			return nil, c.explain("Pods", ignoreAbsent(err))
+		}
+		next = pods.Continue
+		for i := range pods.Items {
+			p := &pods.Items[i]
+			if a, err := netip.ParseAddr(p.Status.PodIP); err == nil && a.Is4() && !p.Spec.HostNetwork {
+				all = append(all, address{p.Namespace + "/" + p.Name, a})
+			}
+		}
+	}
+	return all, nil
 }
 
 // schedulable counts the nodes that take Pods without tolerations.
@@ -80,20 +133,14 @@ func (c *Cluster) reportServices(ctx context.Context, report func(string)) {
 // A podSource is one place that says what the network of all pods is: none is no error.
 type podSource struct {
 	what string
+	// own says that the CNI gives Pods their addresses by itself, whatever network their Node has.
+	own  bool
 	read func(context.Context, *Cluster) (networks string, err error)
 }
 
+// podSources begins with the CNIs: what the cluster was made with need not be what they use.
 var podSources = []podSource{
-	{"ConfigMap kube-system/kubeadm-config (networking.podSubnet)", func(ctx context.Context, c *Cluster) (string, error) {
-		text, err := c.configMap(ctx, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
-		var cluster struct {
-			Networking struct {
-				PodSubnet string `json:"podSubnet"`
-			} `json:"networking"`
-		}
-		return read(text, err, &cluster, func() string { return cluster.Networking.PodSubnet })
-	}},
-	{"IPPools of Calico", func(ctx context.Context, c *Cluster) (string, error) {
+	{"IPPools of Calico", true, func(ctx context.Context, c *Cluster) (string, error) {
 		var pools unstructured.UnstructuredList
 		pools.SetGroupVersionKind(schema.GroupVersionKind{Group: "crd.projectcalico.org", Version: "v1", Kind: "IPPoolList"})
 		if err := c.client.List(ctx, &pools); err != nil {
@@ -109,19 +156,28 @@ var podSources = []podSource{
 		}
 		return strings.Join(all, ","), nil
 	}},
-	{"ConfigMap kube-system/cilium-config (cluster-pool-ipv4-cidr)", func(ctx context.Context, c *Cluster) (string, error) {
+	{"ConfigMap kube-system/cilium-config (cluster-pool-ipv4-cidr)", true, func(ctx context.Context, c *Cluster) (string, error) {
 		ipam, err := c.configMap(ctx, metav1.NamespaceSystem, "cilium-config", "ipam")
 		if err != nil || ipam != "cluster-pool" {
 			return "", err
 		}
 		return c.configMap(ctx, metav1.NamespaceSystem, "cilium-config", "cluster-pool-ipv4-cidr")
 	}},
-	{"ConfigMap kube-flannel/kube-flannel-cfg (net-conf.json)", func(ctx context.Context, c *Cluster) (string, error) {
+	{"ConfigMap kube-flannel/kube-flannel-cfg (net-conf.json)", false, func(ctx context.Context, c *Cluster) (string, error) {
 		text, err := c.configMap(ctx, "kube-flannel", "kube-flannel-cfg", "net-conf.json")
 		var flannel struct{ Network string }
 		return read(text, err, &flannel, func() string { return flannel.Network })
 	}},
-	{"flags of the controller manager (--cluster-cidr)", func(ctx context.Context, c *Cluster) (string, error) {
+	{"ConfigMap kube-system/kubeadm-config (networking.podSubnet)", false, func(ctx context.Context, c *Cluster) (string, error) {
+		text, err := c.configMap(ctx, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
+		var cluster struct {
+			Networking struct {
+				PodSubnet string `json:"podSubnet"`
+			} `json:"networking"`
+		}
+		return read(text, err, &cluster, func() string { return cluster.Networking.PodSubnet })
+	}},
+	{"flags of the controller manager (--cluster-cidr)", false, func(ctx context.Context, c *Cluster) (string, error) {
 		var pods corev1.PodList
 		if err := c.client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": "kube-controller-manager"}); err != nil {
 			return "", ignoreAbsent(err)
@@ -137,14 +193,14 @@ var podSources = []podSource{
 		}
 		return "", nil
 	}},
-	{"ConfigMap kube-system/kube-proxy (clusterCIDR)", func(ctx context.Context, c *Cluster) (string, error) {
+	{"ConfigMap kube-system/kube-proxy (clusterCIDR)", false, func(ctx context.Context, c *Cluster) (string, error) {
 		text, err := c.configMap(ctx, metav1.NamespaceSystem, "kube-proxy", "config.conf")
 		var proxy struct {
 			ClusterCIDR string `json:"clusterCIDR"`
 		}
 		return read(text, err, &proxy, func() string { return proxy.ClusterCIDR })
 	}},
-	{"k3s (its nodes' arguments, or its default)", func(ctx context.Context, c *Cluster) (string, error) {
+	{"k3s (its nodes' arguments, or its default)", false, func(ctx context.Context, c *Cluster) (string, error) {
 		var nodes corev1.NodeList
 		if err := c.client.List(ctx, &nodes); err != nil {
 			return "", err
@@ -183,8 +239,8 @@ func k3s(nodes []corev1.Node) string {
 }
 
 // podCIDR asks one source after the other. What one says is believed only if the networks that the
-// nodes have of it lie inside.
-func (c *Cluster) podCIDR(ctx context.Context, nodes []corev1.Node) (netip.Prefix, string, error) {
+// nodes have of it lie inside, and the Pods that run.
+func (c *Cluster) podCIDR(ctx context.Context, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	var outside []string
 	ofNodes := nodeNetworks(nodes)
 	for _, source := range podSources {
@@ -196,7 +252,11 @@ func (c *Cluster) podCIDR(ctx context.Context, nodes []corev1.Node) (netip.Prefi
 		if !ok {
 			continue
 		}
-		if i := slices.IndexFunc(ofNodes, func(n netip.Prefix) bool { return !holds(p, n) }); i >= 0 {
+		if i := slices.IndexFunc(pods, func(a address) bool { return !p.Contains(a.addr) }); i >= 0 {
+			outside = append(outside, fmt.Sprintf("%s say %v, yet Pod %s has %v", source.what, p, pods[i].pod, pods[i].addr))
+			continue
+		}
+		if i := slices.IndexFunc(ofNodes, func(n netip.Prefix) bool { return !source.own && !holds(p, n) }); i >= 0 {
 			outside = append(outside, fmt.Sprintf("%s say %v, yet a node has %v", source.what, p, ofNodes[i]))
 			continue
 		}
@@ -273,26 +333,31 @@ func read(text string, err error, into any, get func() string) (string, error) {
 }
 
 // rolledOut waits until the components run as they were applied, and tells what it waits for
-// whenever that changes.
-func (c *Cluster) rolledOut(ctx context.Context, objects []*unstructured.Unstructured, o InstallOptions) error {
+// whenever that changes; state says how the installation is meanwhile.
+func (c *Cluster) rolledOut(ctx context.Context, objects []*unstructured.Unstructured, o InstallOptions, state string) error {
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, ErrNotReady)
+	defer cancel()
 	for _, u := range objects {
 		told := ""
 		for {
-			wait, err := c.waitsFor(ctx, u)
+			wait, warning, err := c.waitsFor(ctx, u)
 			switch {
 			case ctx.Err() != nil && !errors.Is(context.Cause(ctx), ErrNotReady):
-				return errors.New("interrupted: all is applied, and the same command waits again")
+				return fmt.Errorf("interrupted: %s; the same command waits again", state)
 			case ctx.Err() != nil:
 				if told == "" {
 					told = fmt.Sprintf("%s: %s", c, describe(u))
 				}
-				return fmt.Errorf("%w: the components do not run within %v; all is applied, and the same command waits again\n%s", ErrNotReady, o.Wait, told)
+				return fmt.Errorf("%w: the components do not run within %v; %s; the same command waits again\n%s", ErrNotReady, o.Wait, state, told)
 			case errors.Is(err, ErrUnreachable): // it may come back
 				wait = Printable(err.Error())
 			case err != nil:
 				return err
 			}
 			if wait == "" {
+				if warning != "" {
+					o.Report(fmt.Sprintf("%s: warning: %s: %s", c, describe(u), warning))
+				}
 				break
 			}
 			if now := fmt.Sprintf("%s: waiting for %s: %s", c, describe(u), wait); now != told {
@@ -311,60 +376,79 @@ func (c *Cluster) rolledOut(ctx context.Context, objects []*unstructured.Unstruc
 	return nil
 }
 
-// waitsFor says what a Deployment or DaemonSet lacks, "" when nothing, as of what is no such.
-func (c *Cluster) waitsFor(ctx context.Context, u *unstructured.Unstructured) (string, error) {
+// waitsFor says what a Deployment or DaemonSet lacks, "" when nothing, as of what is no such. Of a
+// Deployment one Pod does the work: others for which no node has room are worth a warning.
+func (c *Cluster) waitsFor(ctx context.Context, u *unstructured.Unstructured) (wait, warning string, err error) {
 	var selector *metav1.LabelSelector
 	var want, updated, available int32
-	var seen bool
+	var seen, one bool
+	why := ""
 	switch u.GetKind() {
 	case "Deployment":
 		var d appsv1.Deployment
 		if err := c.client.Get(ctx, client.ObjectKeyFromObject(u), &d); err != nil {
-			return "", c.explain(describe(u), err)
+			return "", "", c.explain(describe(u), err)
 		}
 		selector, want, updated, available = d.Spec.Selector, *d.Spec.Replicas, d.Status.UpdatedReplicas, d.Status.AvailableReplicas
-		seen = d.Status.ObservedGeneration >= d.Generation && d.Status.Replicas == want
+		seen, one = d.Status.ObservedGeneration >= d.Generation && d.Status.Replicas == want, true
+		for _, condition := range d.Status.Conditions {
+			if condition.Type == appsv1.DeploymentReplicaFailure && condition.Status == corev1.ConditionTrue {
+				why = Printable(condition.Message) // such as a quota or an admission that lets no Pod be made
+			}
+		}
 	case "DaemonSet":
 		var d appsv1.DaemonSet
 		if err := c.client.Get(ctx, client.ObjectKeyFromObject(u), &d); err != nil {
-			return "", c.explain(describe(u), err)
+			return "", "", c.explain(describe(u), err)
 		}
 		selector, want, updated, available = d.Spec.Selector, d.Status.DesiredNumberScheduled, d.Status.UpdatedNumberScheduled, d.Status.NumberAvailable
 		seen = d.Status.ObservedGeneration >= d.Generation
 	default:
-		return "", nil
+		return "", "", nil
 	}
 	if seen && updated == want && available == want {
-		return "", nil
+		return "", "", nil
 	}
 	text := fmt.Sprintf("%d of %d ready", min(updated, available), want)
-	if why := c.whyNot(ctx, u.GetNamespace(), selector); why != "" {
+	pending, unscheduled := c.whyNot(ctx, u.GetNamespace(), selector)
+	if one && seen && updated == want && available > 0 && available+unscheduled == want {
+		return "", text + "; " + pending, nil
+	}
+	if why = cmp.Or(pending, why); why != "" {
 		text += "; " + why
 	}
-	return text, nil
+	return text, "", nil
 }
 
-// whyNot says of the first Pod that is not ready what is wrong with it.
-func (c *Cluster) whyNot(ctx context.Context, namespace string, selector *metav1.LabelSelector) string {
+// whyNot says of the first Pod that is not ready what is wrong with it, and of how many there is no
+// more to say than that no node has room; none when one is about to leave its node.
+func (c *Cluster) whyNot(ctx context.Context, namespace string, selector *metav1.LabelSelector) (why string, unscheduled int32) {
 	var pods corev1.PodList
 	if err := c.client.List(ctx, &pods, client.InNamespace(namespace), client.MatchingLabels(selector.MatchLabels)); err != nil {
-		return "" // it is but an explanation
+		return "", 0 // it is but an explanation
 	}
+	leaving := false
 	for i := range pods.Items {
 		p := &pods.Items[i]
+		leaving = leaving || p.DeletionTimestamp != nil
+		problem := ""
 		for _, s := range p.Status.ContainerStatuses {
 			if w := s.State.Waiting; w != nil && w.Reason != "ContainerCreating" {
-				return fmt.Sprintf("Pod %s on %s: %s: %s", p.Name, p.Spec.NodeName, Printable(w.Reason), Printable(w.Message))
-			}
-			if last := s.LastTerminationState.Terminated; last != nil && !s.Ready {
-				return fmt.Sprintf("Pod %s on %s ended with %d: %s", p.Name, p.Spec.NodeName, last.ExitCode, Printable(last.Message))
+				problem = fmt.Sprintf("Pod %s on %s: %s: %s", p.Name, p.Spec.NodeName, Printable(w.Reason), Printable(w.Message))
+			} else if last := s.LastTerminationState.Terminated; last != nil && !s.Ready {
+				problem = fmt.Sprintf("Pod %s on %s ended with %d: %s", p.Name, p.Spec.NodeName, last.ExitCode, Printable(last.Message))
 			}
 		}
 		for _, condition := range p.Status.Conditions {
 			if condition.Type == corev1.PodScheduled && condition.Status == corev1.ConditionFalse {
-				return fmt.Sprintf("Pod %s: %s", p.Name, Printable(condition.Message))
+				problem = fmt.Sprintf("Pod %s: %s", p.Name, Printable(condition.Message))
+				unscheduled++
 			}
 		}
+		why = cmp.Or(why, problem)
 	}
-	return ""
+	if leaving {
+		unscheduled = 0
+	}
+	return why, unscheduled
 }

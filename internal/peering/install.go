@@ -29,13 +29,11 @@ type InstallOptions struct {
 	// UID of the namespace kube-system; an empty ClusterName the one it has already.
 	Identity v1alpha1.ClusterIdentity
 	// Values are those of the chart that a person chose. They are remembered in the cluster, so
-	// that whoever installs again need not choose again.
+	// that whoever installs again need not choose again. Without workloads, the gateway's Service is
+	// made only where they ask for it.
 	Values chart.Values
 	// Forget leaves out what was chosen before.
 	Forget bool
-	// Workloads makes the components, too; else only what they need, and the gateway's Service only
-	// where Values ask for it.
-	Workloads bool
 	// Version is the tag of the image where Values say nothing of it.
 	Version string
 	// Wait is how long to wait until the components run; 0: not at all.
@@ -64,6 +62,12 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if err != nil {
 		return err
 	}
+	if err := c.notByHelm(ctx, "upgrade"); err != nil {
+		return err
+	}
+	if err := c.notElsewhere(ctx); err != nil {
+		return err
+	}
 	chosen, err := c.chosen(ctx, o)
 	if err != nil {
 		return err
@@ -77,32 +81,39 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if c.Identity, err = chooseIdentity(have, o.Identity, c.uid); err != nil {
 		return fmt.Errorf("%s: %w", c, err)
 	}
-	if err := c.notByHelm(ctx, "upgrade"); err != nil {
+	if err := c.keepLiqo(chosen); err != nil {
 		return err
 	}
-	values := chart.Values{
-		"cluster":   chart.Values{"name": c.Identity.ClusterName, "id": c.Identity.ClusterID, "configMap": have == nil || where == identityConfigMap},
-		"namespace": chart.Values{"create": true},
-		"workloads": o.Workloads,
-	}
-	if o.Workloads {
-		found, err := c.detect(ctx, chosen, o.Report)
-		if err != nil {
+	var found chart.Values
+	keep := chosen
+	switch {
+	case withWorkloads(chosen):
+		if found, err = c.detect(ctx, chosen, o.Report); err != nil {
 			return err
 		}
-		values = chart.Merge(values, found)
-	} else if chart.Get(chosen, "gateway", "service", "type") == nil {
-		chart.Set(values, "", "gateway", "service", "type")
+		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // peers know it from now on
+			keep = chart.Merge(chosen, chart.Values{"networks": chart.Values{"podCIDR": p}})
+		}
+	case withWorkloads(o.Values): // it was said some other time
+		o.Report(fmt.Sprintf("%s: without the components, as before; --without-workloads=false makes them", c))
 	}
-	objects, err := chart.Objects(chart.Options{Namespace: c.Namespace, AppVersion: o.Version, Values: chart.Merge(chosen, values)})
+	objects, err := chart.Objects(o.chart(c.Namespace, c.Identity, have == nil || where == identityConfigMap, chosen, found))
 	if err != nil {
 		return fmt.Errorf("%s: %w", c, err)
 	}
-	for n, object := range objects {
-		if n > 0 && objects[n-1].GetKind() == "Namespace" {
-			if err := c.remember(ctx, chosen); err != nil {
+	if err := c.inTheWay(ctx, objects); err != nil {
+		return err
+	}
+	remembered := false
+	for _, object := range objects {
+		if !remembered && object.GetKind() != "Namespace" {
+			if err := c.remember(ctx, keep); err != nil {
 				return err
 			}
+			remembered = true
+		}
+		if err := c.agentsFirst(ctx, object, objects, o); err != nil {
+			return err
 		}
 		outcome, err := c.applyManifest(ctx, object)
 		if err != nil {
@@ -113,13 +124,35 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if err := c.established(ctx, objects); err != nil {
 		return err
 	}
-	if !o.Workloads || o.Wait == 0 {
+	if o.Wait == 0 {
 		return nil
 	}
-	ctx, cancel := context.WithTimeoutCause(ctx, o.Wait, ErrNotReady)
-	defer cancel()
-	return c.rolledOut(ctx, objects, o)
+	return c.rolledOut(ctx, objects, o, "all is applied")
 }
+
+// Manifests returns as text what Install would apply in a cluster of which nothing is known.
+func (o InstallOptions) Manifests(namespace string) (string, error) {
+	return chart.Manifests(o.chart(namespace, o.Identity, true, o.Values, nil))
+}
+
+// chart says what to render: what was chosen goes before what was found, and that before what is
+// usual. own says that the identity's ConfigMap is ours.
+func (o InstallOptions) chart(namespace string, who v1alpha1.ClusterIdentity, own bool, chosen, found chart.Values) chart.Options {
+	usual := chart.Values{"namespace": chart.Values{"create": true}, "cluster": chart.Values{"configMap": own}}
+	if !withWorkloads(chosen) {
+		chart.Set(usual, "", "gateway", "service", "type")
+	}
+	identity := chart.Values{}
+	for key, value := range map[string]string{"name": who.ClusterName, "id": who.ClusterID} {
+		if value != "" {
+			identity[key] = value
+		}
+	}
+	values := chart.Merge(chart.Merge(usual, found), chosen)
+	return chart.Options{Namespace: namespace, AppVersion: o.Version, Values: chart.Merge(values, chart.Values{"cluster": identity})}
+}
+
+func withWorkloads(chosen chart.Values) bool { return chart.Get(chosen, "workloads") != false }
 
 // chosen returns what a person chose, now and before.
 func (c *Cluster) chosen(ctx context.Context, o InstallOptions) (chart.Values, error) {
@@ -127,12 +160,13 @@ func (c *Cluster) chosen(ctx context.Context, o InstallOptions) (chart.Values, e
 		return o.Values, nil
 	}
 	before, err := c.remembered(ctx)
-	if err != nil {
-		return nil, err
+	if err == nil && before == nil {
+		before, err = c.former(ctx, o)
 	}
-	return chart.Merge(before, o.Values), nil
+	return chart.Merge(before, o.Values), err
 }
 
+// remembered returns what was chosen before; nil when nothing says it.
 func (c *Cluster) remembered(ctx context.Context) (chart.Values, error) {
 	var m corev1.ConfigMap
 	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: installConfigMap}, &m)

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -19,6 +20,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
 // lines keeps what Install reports.
@@ -30,20 +32,60 @@ func (l *lines) has(text string) bool {
 	return slices.ContainsFunc(*l, func(line string) bool { return strings.Contains(line, text) })
 }
 
+// newCluster is one on an API server of its own.
+func newCluster(t *testing.T, name string) (c *Cluster, kubeconfig string) {
+	t.Helper()
+	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: name, Controllers: true})
+	must(t, err)
+	t.Cleanup(func() { must(t, server.Stop()) })
+	kubeconfig = filepath.Join(t.TempDir(), "kubeconfig")
+	must(t, server.WriteKubeconfig(kubeconfig))
+	return connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"}), kubeconfig
+}
+
 // The API server judges every object that the chart can make, and defaults what it leaves out.
 func TestInstallingTwiceChangesNothing(t *testing.T) {
 	t.Parallel()
-	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "twice"})
+	c, kubeconfig := newCluster(t, "twice")
 	options := InstallOptions{
-		Identity: v1alpha1.ClusterIdentity{ClusterName: "twice"}, Workloads: true, Version: "v1",
+		Identity: v1alpha1.ClusterIdentity{ClusterName: "twice"}, Version: "v1",
 		Values: chart.Values{
-			// What is cluster-wide belongs to the installation that all tests share.
-			"crds": chart.Values{"install": false}, "networks": chart.Values{"podCIDR": "10.9.0.0/16"}, "gateway": chart.Values{"replicas": 3.0},
-			"networkPolicy": chart.Values{"enabled": true},
+			"networks": chart.Values{"podCIDR": "10.9.0.0/16"}, "networkPolicy": chart.Values{"enabled": true},
+			"gateway": chart.Values{"replicas": 3.0, "port": 7000.0, "tunnels": 4.0, "service": chart.Values{"type": "LoadBalancer", "externalTrafficPolicy": "Local"}},
 		},
 	}
 	var first, second lines
 	options.Report = first.report
+
+	// Over a Liqo nothing is written.
+	foreign := foreignClusterDefinition()
+	must(t, c.client.Create(t.Context(), foreign))
+	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
+		if is, err := connectTo(t, Access{Kubeconfig: kubeconfig}).isLiqo(); err == nil && is {
+			break
+		}
+		if time.Since(begin) > patient {
+			t.Fatal("the API server does not serve ForeignClusters")
+		}
+	}
+	c = connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"}) // which kinds there are is asked once
+	if err := c.Install(t.Context(), options); !errors.Is(err, ErrLiqo) || !strings.Contains(err.Error(), "--set crds.liqo=false") || !gone(t, c, &corev1.Namespace{}, "twice") {
+		t.Errorf("over a Liqo: %v", err)
+	}
+	for _, key := range []string{"install", "liqo"} {
+		must(t, c.keepLiqo(chart.Values{"crds": chart.Values{key: false}}))
+	}
+	must(t, c.client.Delete(t.Context(), foreign))
+	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) {
+		c = connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "twice"})
+		if is, err := c.isLiqo(); err == nil && !is {
+			break
+		}
+		if time.Since(begin) > patient {
+			t.Fatal("ForeignClusters do not go")
+		}
+	}
+
 	must(t, c.Install(t.Context(), options))
 	for _, want := range []string{"Namespace twice created", "Deployment twice/isthmus-manager created", "DaemonSet twice/isthmus-route-agent created", "PodDisruptionBudget twice/isthmus-gateway created"} {
 		if !first.has(want) {
@@ -66,12 +108,161 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	// Nothing runs here, and that is said.
 	options.Wait, options.Version = time.Second, "v2"
 	err := c.Install(t.Context(), options)
-	if !errors.Is(err, ErrNotReady) || !strings.Contains(err.Error(), "Deployment twice/isthmus-gateway") {
+	if !errors.Is(err, ErrNotReady) || !strings.Contains(err.Error(), "all is applied") || !strings.Contains(err.Error(), "twice/isthmus-") {
 		t.Errorf("without nodes: %v", err)
 	}
 	must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-gateway"}, &gateway))
 	if got := gateway.Spec.Template.Spec.Containers[0].Image; got != "ghcr.io/isthmus-net/isthmus:v2" {
 		t.Errorf("after an upgrade the image is %s", got)
+	}
+
+	// Gateways leave the networks of their nodes when all agents are new; here none ever is.
+	onHost := func(want bool) {
+		t.Helper()
+		must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(&gateway), &gateway))
+		if gateway.Spec.Template.Spec.HostNetwork != want {
+			t.Errorf("gateways in the networks of their nodes: %v", !want)
+		}
+	}
+	for _, tc := range []struct {
+		chosen, want bool
+		wait         time.Duration
+	}{{true, true, 0}, {false, true, time.Second}, {false, false, 0}} {
+		options.Wait, options.Values = tc.wait, chart.Values{"gateway": chart.Values{"hostNetwork": tc.chosen}}
+		err := c.Install(t.Context(), options)
+		if tc.wait == 0 && err != nil || tc.wait > 0 && (err == nil || !strings.Contains(err.Error(), "the gateways stay in the networks of their nodes until each node has the new agent")) {
+			t.Errorf("hostNetwork=%v: %v", tc.chosen, err)
+		}
+		onHost(tc.want)
+	}
+
+	// A second installation would take away the rights of this one.
+	said := lines{}
+	other := connectTo(t, Access{Kubeconfig: kubeconfig, Namespace: "elsewhere"})
+	for what, err := range map[string]error{
+		"install":   other.Install(t.Context(), InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "x"}, Values: withoutWorkloads, Report: said.report}),
+		"uninstall": other.Uninstall(t.Context(), UninstallOptions{Timeout: patient, Report: said.report}),
+	} {
+		if err == nil || !strings.Contains(err.Error(), "installed in namespace twice already") || len(said) > 0 {
+			t.Errorf("%s in another namespace: %v\n%s", what, err, strings.Join(said, "\n"))
+		}
+	}
+
+	// An installation of which nobody has noted what was chosen is found at the same place afterwards.
+	service := func() *corev1.Service {
+		t.Helper()
+		var s corev1.Service
+		must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-gateway"}, &s))
+		return &s
+	}
+	forget := func() {
+		t.Helper()
+		must(t, c.client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: installConfigMap}}))
+	}
+	install := func(values chart.Values) error {
+		t.Helper()
+		said = nil
+		return c.Install(t.Context(), InstallOptions{Version: "v2", Values: values, Report: said.report})
+	}
+	before := service()
+	forget()
+	must(t, install(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}))
+	if after := service(); !equal(before.Spec, after.Spec) || !said.has("stays LoadBalancer with 4 UDP ports from 7000 up") {
+		t.Errorf("the Service was\n%+v\nand is\n%+v\n%s", before.Spec, after.Spec, strings.Join(said, "\n"))
+	}
+	must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(&gateway), &gateway))
+	if args := gateway.Spec.Template.Spec.Containers[0].Args; *gateway.Spec.Replicas != 3 || !slices.Contains(args, "--port=7000") || !slices.Contains(args, "--tunnels=4") {
+		t.Errorf("%d gateways with %v", *gateway.Spec.Replicas, args)
+	}
+
+	// What is in the way is named before anything is written.
+	refused := func(want string) {
+		t.Helper()
+		if err := install(nil); err == nil || !strings.Contains(err.Error(), want) || said.has("changed") || said.has("created") {
+			t.Errorf("%v; want %s\n%s", err, want, strings.Join(said, "\n"))
+		}
+	}
+	labelled := service().DeepCopy()
+	labelled.ObjectMeta = metav1.ObjectMeta{Namespace: "twice", Name: "by-hand", Labels: labelled.Labels}
+	labelled.Spec = corev1.ServiceSpec{Type: corev1.ServiceTypeClusterIP, Ports: []corev1.ServicePort{{Port: 5871, Protocol: corev1.ProtocolUDP}}}
+	must(t, c.client.Create(t.Context(), labelled))
+	refused("Service twice/by-hand has the label net.liqo.io/gateway")
+	must(t, c.client.Delete(t.Context(), labelled))
+	must(t, c.client.Delete(t.Context(), &gateway))
+	byHand := gateway.DeepCopy()
+	byHand.ObjectMeta = metav1.ObjectMeta{Namespace: "twice", Name: "mine"}
+	must(t, c.client.Create(t.Context(), byHand))
+	refused("Deployment twice/mine has ServiceAccount isthmus-gateway")
+	must(t, c.client.Delete(t.Context(), byHand))
+	byHand.ObjectMeta = metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-gateway"}
+	byHand.Spec.Selector = &metav1.LabelSelector{MatchLabels: map[string]string{"mine": "yes"}}
+	byHand.Spec.Template.Labels = byHand.Spec.Selector.MatchLabels
+	must(t, c.client.Create(t.Context(), byHand))
+	refused("Deployment twice/isthmus-gateway was made by somebody else: its spec.selector is map[matchLabels:map[mine:yes]]")
+
+	// Whose components run elsewhere gets none, then and later.
+	must(t, c.client.Delete(t.Context(), byHand))
+	must(t, c.client.Delete(t.Context(), &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-manager"}}))
+	must(t, c.client.Delete(t.Context(), &appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: "isthmus-route-agent"}}))
+	forget()
+	for range 2 {
+		must(t, install(nil))
+		if said.has("Deployment") || said.has("DaemonSet") || !said.has("without the components, as before") || !said.has("Service twice/isthmus-gateway unchanged") {
+			t.Errorf("it was without components:\n%s", strings.Join(said, "\n"))
+		}
+	}
+}
+
+// foreignClusterDefinition is by what one knows a Liqo.
+func foreignClusterDefinition() *unstructured.Unstructured {
+	return &unstructured.Unstructured{Object: map[string]any{
+		"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": map[string]any{"name": "foreignclusters.discovery.liqo.io"},
+		"spec": map[string]any{
+			"group": foreignClusters.Group, "scope": "Cluster", "names": map[string]any{"kind": foreignClusters.Kind, "plural": "foreignclusters"},
+			"versions": []any{map[string]any{"name": "v1alpha1", "served": true, "storage": true,
+				"schema": map[string]any{"openAPIV3Schema": map[string]any{"type": "object"}}}},
+		},
+	}}
+}
+
+// One gateway that runs is an installation that works; a second one for which there is no node is
+// worth a warning. One that fails is more.
+func TestAGatewayForWhichThereIsNoNodeIsWorthAWarning(t *testing.T) {
+	t.Parallel()
+	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "one-node"})
+	must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	labels := map[string]string{"app": "g"}
+	container := []corev1.Container{{Name: "g", Image: "none"}}
+	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "g"}, Spec: appsv1.DeploymentSpec{
+		Replicas: new(int32(2)), Paused: true, Selector: &metav1.LabelSelector{MatchLabels: labels},
+		Template: corev1.PodTemplateSpec{ObjectMeta: metav1.ObjectMeta{Labels: labels}, Spec: corev1.PodSpec{Containers: container}}}}
+	must(t, c.client.Create(t.Context(), d))
+	d.Status = appsv1.DeploymentStatus{ObservedGeneration: 99, Replicas: 2, UpdatedReplicas: 2, ReadyReplicas: 1, AvailableReplicas: 1}
+	must(t, c.client.Status().Update(t.Context(), d))
+	p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "g-2", Labels: labels},
+		Spec: corev1.PodSpec{Containers: container, AutomountServiceAccountToken: new(false), ServiceAccountName: "default"}}
+	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // the ServiceAccount comes a moment after its namespace
+		err := c.client.Create(t.Context(), p)
+		if err == nil {
+			break
+		}
+		if time.Since(begin) > patient {
+			t.Fatal(err)
+		}
+	}
+	u := &unstructured.Unstructured{}
+	u.SetGroupVersionKind(appsv1.SchemeGroupVersion.WithKind("Deployment"))
+	u.SetNamespace(c.Namespace)
+	u.SetName("g")
+	wait, warning, err := c.waitsFor(t.Context(), u)
+	if err != nil || warning != "" || wait != "1 of 2 ready" {
+		t.Errorf("while the second starts: waits for %q, warns of %q, %v", wait, warning, err)
+	}
+	p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: corev1.PodReasonUnschedulable, Message: "0/1 nodes are available"}}
+	must(t, c.client.Status().Update(t.Context(), p))
+	wait, warning, err = c.waitsFor(t.Context(), u)
+	if err != nil || wait != "" || warning != "1 of 2 ready; Pod g-2: 0/1 nodes are available" {
+		t.Errorf("when no node has room: waits for %q, warns of %q, %v", wait, warning, err)
 	}
 }
 
@@ -137,21 +328,42 @@ func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 		{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.1.0/24", PodCIDRs: []string{"10.50.1.0/24", "fd00:1::/64"}}},
 		{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: corev1.NodeSpec{PodCIDR: "10.50.9.0/24"}},
 	}
-	_, _, err := c.podCIDR(t.Context(), nodes)
+	_, _, err := c.podCIDR(t.Context(), nodes, nil)
 	if err == nil || !strings.Contains(err.Error(), "want --pod-cidr") || !strings.Contains(err.Error(), "perhaps it is 10.50.0.0/16") {
 		t.Errorf("when nothing says it: %v", err)
 	}
 	must(t, client.IgnoreAlreadyExists(c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "kube-flannel"}})))
 	must(t, c.client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-flannel", Name: "kube-flannel-cfg"},
 		Data: map[string]string{"net-conf.json": `{"Network": "10.50.0.0/16", "Backend": {"Type": "vxlan"}}`}}))
-	p, source, err := c.podCIDR(t.Context(), nodes)
+	pods := []address{{"x/in", netip.MustParseAddr("10.50.1.7")}}
+	p, source, err := c.podCIDR(t.Context(), nodes, pods)
 	must(t, err)
 	if p != netip.MustParsePrefix("10.50.0.0/16") || !strings.Contains(source, "kube-flannel-cfg") {
 		t.Errorf("%v from %s", p, source)
 	}
-	// What a node contradicts is not believed.
+	// What the cluster was made with need not be what its CNI uses, and a CNI with an IPAM of its own
+	// does not use what the Nodes have.
+	must(t, c.client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "kubeadm-config"},
+		Data: map[string]string{"ClusterConfiguration": "networking: {podSubnet: 10.0.0.0/8}"}}))
+	must(t, c.client.Create(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: "cilium-config"},
+		Data: map[string]string{"ipam": "cluster-pool", "cluster-pool-ipv4-cidr": "10.77.0.0/16"}}))
+	for network, pod := range map[string]string{"10.77.0.0/16": "10.77.3.4", "10.50.0.0/16": "10.50.1.7", "10.0.0.0/8": "10.99.0.1"} {
+		p, source, err := c.podCIDR(t.Context(), nodes, []address{{"x/y", netip.MustParseAddr(pod)}})
+		must(t, err)
+		if p.String() != network {
+			t.Errorf("with a Pod at %s: %v from %s, want %s", pod, p, source, network)
+		}
+	}
+	for _, name := range []string{"kubeadm-config", "cilium-config"} {
+		must(t, c.client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "kube-system", Name: name}}))
+	}
+	// What a Pod or a node contradicts is not believed.
+	outside := []address{pods[0], {"x/out", netip.MustParseAddr("10.7.1.7")}}
+	if _, _, err = c.podCIDR(t.Context(), nodes, outside); err == nil || !strings.Contains(err.Error(), "say 10.50.0.0/16, yet Pod x/out has 10.7.1.7") || !strings.Contains(err.Error(), "want --pod-cidr") {
+		t.Errorf("when a Pod is elsewhere: %v", err)
+	}
 	nodes[1].Spec.PodCIDR = "10.51.9.0/24"
-	if _, _, err = c.podCIDR(t.Context(), nodes); err == nil || !strings.Contains(err.Error(), "say 10.50.0.0/16, yet a node has 10.51.9.0/24") {
+	if _, _, err = c.podCIDR(t.Context(), nodes, pods); err == nil || !strings.Contains(err.Error(), "say 10.50.0.0/16, yet a node has 10.51.9.0/24") {
 		t.Errorf("when a node is elsewhere: %v", err)
 	}
 }

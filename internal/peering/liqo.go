@@ -8,6 +8,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/chart"
 )
 
 // ErrLiqo says that a cluster is a Liqo without Isthmus. Nothing is written there: what Isthmus
@@ -16,15 +17,32 @@ var ErrLiqo = errors.New("this is a Liqo without Isthmus")
 
 var foreignClusters = schema.GroupKind{Group: "discovery.liqo.io", Kind: "ForeignCluster"}
 
-// refuseLiqo returns ErrLiqo with what to do instead. Where Isthmus is beside Liqo's control plane,
-// it is an Isthmus.
-func (c *Cluster) refuseLiqo() error {
+// isLiqo reports whether the cluster is a Liqo. Where Isthmus is beside Liqo's control plane, it is
+// an Isthmus.
+func (c *Cluster) isLiqo() (bool, error) {
 	foreign, err := c.knows(foreignClusters)
 	if err != nil || !foreign {
-		return err
+		return false, err
 	}
 	own, err := c.knows(isthmus.GroupVersion.WithKind("Peering").GroupKind())
-	if err != nil || own {
+	return !own, err
+}
+
+// keepLiqo refuses to install over a Liqo unless its definitions stay.
+func (c *Cluster) keepLiqo(chosen chart.Values) error {
+	if chart.Get(chosen, "crds", "liqo") == false || chart.Get(chosen, "crds", "install") == false {
+		return nil
+	}
+	if is, err := c.isLiqo(); err != nil || !is {
+		return err
+	}
+	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings, and the definitions of Isthmus would replace Liqo's. Nothing is changed. "+
+		"docs/liqo.md has the few objects that join a cluster with a Liqo; where Liqo's own networking is switched off, --set crds.liqo=false installs Isthmus beside it", c, ErrLiqo, foreignClusters)
+}
+
+// refuseLiqo returns ErrLiqo with what to do instead.
+func (c *Cluster) refuseLiqo() error {
+	if is, err := c.isLiqo(); err != nil || !is {
 		return err
 	}
 	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings. This command joins two clusters with Isthmus, and has changed "+

@@ -69,7 +69,7 @@ func testMain(m *testing.M) int {
 			panic(err)
 		}
 		var said []string
-		err = c.Install(ctx, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: string(rune('a' + i))}, Values: nodePortService(5871, 1),
+		err = c.Install(ctx, InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: string(rune('a' + i))}, Values: chart.Merge(nodePortService(5871, 1), withoutWorkloads),
 			Report: func(line string) { said = append(said, line) }})
 		if err != nil {
 			panic(err)
@@ -80,6 +80,8 @@ func testMain(m *testing.M) int {
 	}
 	return m.Run()
 }
+
+var withoutWorkloads = chart.Values{"workloads": false}
 
 // nodePortService is what a person chooses for a Service of the gateway.
 func nodePortService(port, tunnels int) chart.Values {

@@ -42,7 +42,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	file := filepath.Join(t.TempDir(), "c.kubeconfig")
 	must(t, server.WriteKubeconfig(file))
 	twin := connectTo(t, Access{Kubeconfig: file})
-	must(t, twin.Install(t.Context(), InstallOptions{Identity: p.b.Identity, Report: func(string) {}}))
+	must(t, twin.Install(t.Context(), InstallOptions{Identity: p.b.Identity, Values: withoutWorkloads, Report: func(string) {}}))
 	m := &manager{Cluster: twin, name: "pin", dead: map[string]string{}}
 	m.renew(t, time.Now())
 	go m.run(t.Context())

@@ -81,6 +81,9 @@ func (c *Cluster) Uninstall(ctx context.Context, o UninstallOptions) error {
 	if err := c.notByHelm(ctx, "uninstall"); err != nil {
 		return err
 	}
+	if err := c.notElsewhere(ctx); err != nil {
+		return err
+	}
 	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, ErrNotReady)
 	defer cancel()
 	objects, err := c.everyObject(ctx)

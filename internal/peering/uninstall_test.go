@@ -122,7 +122,7 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	install := func(values chart.Values) {
 		t.Helper()
 		values = chart.Merge(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}, values)
-		must(t, c.Install(t.Context(), InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Workloads: true, Version: "v1", Values: values, Report: func(string) {}}))
+		must(t, c.Install(t.Context(), InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: values, Report: func(string) {}}))
 		must(t, c.client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: keysSecret}})) // a gateway's
 	}
 	peer := func() { // as `isthmus peer` and a manager that is gone leave it
