@@ -27,9 +27,9 @@ type dropSeen struct {
 	at    time.Time // when it was last seen to grow
 }
 
-// look takes notice of the counters. Those that are 0 take no room, and those of peers that are
-// gone are forgotten.
-func (d *dropTimes) look(noPeer natengine.Stats, peers []*natengine.PeerState, now time.Time) {
+// look takes notice of the counters, without a lock of the engine's. Those that are 0 take no room,
+// and those of peers that are gone are forgotten.
+func (d *dropTimes) look(e *natengine.Engine, now time.Time) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	if d.seen == nil {
@@ -43,19 +43,22 @@ func (d *dropTimes) look(noPeer natengine.Stats, peers []*natengine.PeerState, n
 			d.seen[k] = dropSeen{count, now}
 		}
 	}
-	known := map[*natengine.PeerState]bool{nil: true}
-	for _, p := range peers {
-		known[p] = true
-	}
+	peers := e.Peers()
 	for _, direction := range directions {
 		for _, reason := range natengine.Drops() {
-			note(dropKey{nil, direction, reason}, noPeerDrops(noPeer, direction, reason))
+			note(dropKey{nil, direction, reason}, e.NoPeerDrops(direction, reason))
 			for _, p := range peers {
 				note(dropKey{p, direction, reason}, p.Drops(direction, reason))
 			}
 		}
 	}
-	maps.DeleteFunc(d.seen, func(k dropKey, _ dropSeen) bool { return !known[k.peer] })
+	if len(d.seen) > 0 {
+		known := map[*natengine.PeerState]bool{nil: true}
+		for _, p := range peers {
+			known[p] = true
+		}
+		maps.DeleteFunc(d.seen, func(k dropKey, _ dropSeen) bool { return !known[k.peer] })
+	}
 }
 
 // last is when a counter last grew; zero: it has not been seen to.

@@ -648,7 +648,7 @@ func (g *gateway) tick(now time.Time) {
 	if changed {
 		g.compareSoon()
 	}
-	g.drops.look(g.engine.Stats(), g.engine.Peers(), now)
+	g.drops.look(g.engine, now)
 	g.resolver.tick(now)
 	g.reach(stats, now)
 }

@@ -68,6 +68,9 @@ func (e *Engine) Peers() []*PeerState {
 	return peers
 }
 
+// NoPeerDrops counts packets for which no peer was known. It takes no lock.
+func (e *Engine) NoPeerDrops(dir Direction, d Drop) uint64 { return e.noPeer[dir][d].Load() }
+
 // Stats takes a snapshot. It holds each peer's lock for microseconds.
 func (e *Engine) Stats() Stats {
 	s := Stats{MaxFlows: e.config.MaxFlows}
