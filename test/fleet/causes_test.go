@@ -66,12 +66,12 @@ func rejoin(t *testing.T, s *causeSite) {
 	must(t, s.lab.Join(s.a, s.b, lab.JoinOptions{AtA: atA, AtB: atB}))
 }
 
-// filterTable has nft(8) install a table on a machine, or removes it.
-func filterTable(t *testing.T, h *lab.Host, name, chain string) {
+// filter has nft(8) install a table called fault with one chain on a machine, or remove it.
+func filter(t *testing.T, h *lab.Host, chain string) {
 	t.Helper()
-	rules := fmt.Sprintf("add table ip %s; %s", name, chain)
+	rules := "add table ip fault; " + chain
 	if chain == "" {
-		rules = "delete table ip " + name
+		rules = "delete table ip fault"
 	}
 	if out, err := h.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
 		t.Fatalf("nft on %s: %v\n%s", h, err, out)
@@ -108,16 +108,16 @@ var causes = []cause{
 	{
 		fault: "a firewall in front of the peer drops UDP from this cluster", here: "AnswersLost", there: "PeerSilent",
 		breaks: func(t *testing.T, s *causeSite) {
-			filterTable(t, s.b.Gateway().Host, "fault", fmt.Sprintf("add chain ip fault in { type filter hook input priority 0; }; add rule ip fault in ip saddr %v udp dport 5871 drop", s.a.Gateway().Addr))
+			filter(t, s.b.Gateway().Host, fmt.Sprintf("add chain ip fault in { type filter hook input priority 0; }; add rule ip fault in ip saddr %v udp dport 5871 drop", s.a.Gateway().Addr))
 		},
-		heals: func(t *testing.T, s *causeSite) { filterTable(t, s.b.Gateway().Host, "fault", "") },
+		heals: func(t *testing.T, s *causeSite) { filter(t, s.b.Gateway().Host, "") },
 	},
 	{
 		fault: "the packet filter of this gateway's machine refuses to send to the peer", here: "SendError",
 		breaks: func(t *testing.T, s *causeSite) {
-			filterTable(t, s.a.Gateway().Host, "fault", fmt.Sprintf("add chain ip fault out { type filter hook output priority 0; }; add rule ip fault out ip daddr %v udp dport 5871 drop", s.b.Gateway().Addr))
+			filter(t, s.a.Gateway().Host, fmt.Sprintf("add chain ip fault out { type filter hook output priority 0; }; add rule ip fault out ip daddr %v udp dport 5871 drop", s.b.Gateway().Addr))
 		},
-		heals: func(t *testing.T, s *causeSite) { filterTable(t, s.a.Gateway().Host, "fault", "") },
+		heals: func(t *testing.T, s *causeSite) { filter(t, s.a.Gateway().Host, "") },
 	},
 	{
 		fault: "the two clusters disagree about the peer's networks", here: "RangesDisagree", there: "RangesDisagree",
