@@ -228,6 +228,32 @@ func TestDiagnoseAsksBothSides(t *testing.T) {
 	if _, err := Diagnose(t.Context(), p.a, nil, "nobody"); !errors.Is(err, ErrNoPeering) {
 		t.Errorf("nobody: %v", err)
 	}
+	if _, err := Diagnose(t.Context(), p.a, p.b, "diagnose-b"); err != nil {
+		t.Errorf("by the name that it calls itself: %v", err)
+	}
+	if _, err := Diagnose(t.Context(), p.a, p.b, "diagnose-c"); !errors.Is(err, ErrOtherPeer) || !strings.Contains(err.Error(), "there is no Peering with it here") {
+		t.Errorf("another one, before they are peered: %v", err)
+	}
+	for name, with := range map[string]v1alpha1.ClusterIdentity{
+		"diagnose-to-b": {ClusterID: p.b.Identity.ClusterID, ClusterName: "diagnose-oslo"},
+		"diagnose-to-c": {ClusterID: "diagnose-C-0000", ClusterName: "diagnose-c"},
+	} {
+		must(t, p.a.client.Create(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: name},
+			Spec: isthmus.PeeringSpec{Cluster: with, TenantNamespace: isthmus.TenantNamespace{Local: name, Remote: "x"}}}))
+	}
+	for _, name := range []string{"", "diagnose-to-b", "diagnose-oslo", "diagnose-b"} {
+		d, err := Diagnose(t.Context(), p.a, p.b, name)
+		must(t, err)
+		if !slices.ContainsFunc(d.Hops, func(h Hop) bool { return h.Peering == "diagnose-to-b" }) ||
+			slices.ContainsFunc(d.Hops, func(h Hop) bool { return h.Peering == "diagnose-to-c" }) || d.Broken == nil || d.Broken.Cluster != "diagnose-b" {
+			t.Errorf("%q with the other side: broken %+v of %+v; want the Peering diagnose-to-b, and that the other side has none", name, d.Broken, d.Hops)
+		}
+	}
+	for _, name := range []string{"diagnose-to-c", "diagnose-c", "nobody"} {
+		if _, err := Diagnose(t.Context(), p.a, p.b, name); !errors.Is(err, ErrOtherPeer) || !strings.Contains(err.Error(), "its Peering here is diagnose-to-b") {
+			t.Errorf("%s, which is not where the other side is: %v", name, err)
+		}
+	}
 	if _, err := Diagnose(t.Context(), p.a, p.a, ""); err == nil || !strings.Contains(err.Error(), "the same cluster") {
 		t.Errorf("itself: %v", err)
 	}
