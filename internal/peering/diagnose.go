@@ -163,7 +163,7 @@ func between(a, b *examination) []Hop {
 						continue
 					}
 					stuck := (broken(other, hopManager) || len(other.peerings) == 0) && slices.Contains(waits, h.Reason) || broken(other, hopGateway) && step == isthmus.ConditionConnected
-					if h.State == Broken && (stuck || step == isthmus.ConditionReady && FirstBroken(all) != nil) {
+					if h.State == Broken && (stuck || step == isthmus.ConditionReady && told(all)) {
 						h.State = Waits
 					}
 					all = append(all, h)
@@ -173,6 +173,12 @@ func between(a, b *examination) []Hop {
 	}
 	blameOne(all)
 	return all
+}
+
+// told reports whether something is broken already that a Peering's Ready would repeat.
+func told(hops []Hop) bool {
+	first := FirstBroken(hops)
+	return first != nil && !ofNodes(first)
 }
 
 // blameOne leaves one of the two sides of a tunnel broken, that which FirstBroken names: the other
