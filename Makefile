@@ -80,9 +80,17 @@ deps-nodes: ## Install containerd and CNI plugins, and build kubelet and its lik
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$missing >/dev/null; fi
 	@go run ./cmd/isthmus-lab kube --nodes
 
+.PHONY: demo-kubernetes
+demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, peer, the first HTTP answer of the other one, with times (root)
+	@$(BIN)/isthmus-lab demo --kubernetes
+
 .PHONY: test-nodes
 test-nodes: deps-nodes ## All tests on clusters with real kubelets: the matrix, Services, transfers, faults (root, half an hour)
 	go test -C test -count=1 -timeout=60m -v ./nodes -all
+
+.PHONY: test-helm
+test-helm: ## Compare the chart as Helm renders it with what isthmus install applies (builds Helm's engine, 2 minutes once)
+	go test -C test/helm ./...
 
 .PHONY: lint
 lint: $(GOLANGCI) ## golangci-lint over both modules

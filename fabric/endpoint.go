@@ -12,12 +12,14 @@ import (
 type Site struct {
 	Networks []SiteNetwork         // may overlap, in the order in which they are asked
 	Addrs    map[netip.Addr]string // single addresses, and what ends the sentence "192.0.2.1 is ..."
+	Relays   map[netip.Addr]bool   // those of Addrs by which Services relay messages of peers
 }
 
 // A SiteNetwork is a network in which no gateway of a peer can be.
 type SiteNetwork struct {
 	Prefix netip.Prefix // the zero Prefix contains nothing
 	What   string       // ends the sentence "192.0.2.1 is inside 192.0.2.0/24, ..."
+	Relay  bool         // Services relay messages of peers from addresses in it
 }
 
 // With returns the Site with further addresses, all of them called what.
@@ -29,6 +31,29 @@ func (s Site) With(addrs []netip.Addr, what string) Site {
 	}
 	s.Addrs = all
 	return s
+}
+
+// WithRelays is With for addresses of nodes. A message of a peer may come from there: where a
+// Service of the gateway leads to another node, the first one translates the source to its own.
+func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
+	s = s.With(addrs, what)
+	all := make(map[netip.Addr]bool, len(s.Relays)+len(addrs))
+	maps.Copy(all, s.Relays)
+	for _, a := range addrs {
+		all[a.Unmap().WithZone("")] = true
+	}
+	s.Relays = all
+	return s
+}
+
+// CheckSource says why no message of a peer comes from addr, or "". Where a message came from is
+// where answers go, so it is judged as an endpoint is, but for addresses that Services relay from.
+func (s Site) CheckSource(addr netip.Addr) string {
+	if s.Relays[addr.Unmap().WithZone("")] {
+		return ""
+	}
+	s.Networks = slices.DeleteFunc(slices.Clone(s.Networks), func(n SiteNetwork) bool { return n.Relay })
+	return s.CheckEndpoint(addr)
 }
 
 // CheckEndpoint says why no gateway of a peer can be at addr, or "". A peer chooses the address, or

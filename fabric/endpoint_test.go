@@ -31,7 +31,7 @@ func TestNoObjectNamesAnEndpointThatNoGatewayHas(t *testing.T) {
 
 // The gateway's site has the networks of all peers in it, and what the source knows.
 func TestTheSiteOfAGatewayHasAllThatIsKnown(t *testing.T) {
-	in := Intent{ClusterID: idA, Peers: []Peer{peer(t, idB, nil)}, Site: Site{Networks: []SiteNetwork{{pfx("10.96.0.0/12"), "our ServiceCIDR"}}}.With([]netip.Addr{ip("198.51.100.7")}, "a node of ours")}
+	in := Intent{ClusterID: idA, Peers: []Peer{peer(t, idB, nil)}, Site: Site{Networks: []SiteNetwork{{Prefix: pfx("10.96.0.0/12"), What: "our ServiceCIDR"}}}.With([]netip.Addr{ip("198.51.100.7")}, "a node of ours")}
 	gw, problems := GatewayFor(in)
 	wantTexts(t, problems)
 	p := gw.Peers[0]
@@ -45,5 +45,22 @@ func TestTheSiteOfAGatewayHasAllThatIsKnown(t *testing.T) {
 	}
 	if len(in.Site.Networks) != 1 {
 		t.Error("the Intent was changed")
+	}
+}
+
+// Services relay messages of peers from nodes, by their addresses or those among the pods.
+func TestMessagesMayComeFromWhereServicesRelay(t *testing.T) {
+	site := Site{Networks: []SiteNetwork{{Prefix: pfx("10.244.0.0/16"), What: "our PodCIDR", Relay: true}, {Prefix: pfx("10.96.0.0/12"), What: "our ServiceCIDR"}}}.
+		With([]netip.Addr{ip("172.30.1.2"), ip("172.30.1.11")}, "an API server of ours").WithRelays([]netip.Addr{ip("172.30.1.11")}, "a node of ours")
+	for addr, may := range map[string]bool{
+		"198.51.100.1": true, "172.30.1.11": true, "10.244.3.1": true, "::ffff:172.30.1.11": true,
+		"172.30.1.2": false, "10.96.0.1": false, "127.0.0.1": false, "169.254.169.254": false, "64:ff9b::a60:1": false,
+	} {
+		if wrong := site.CheckSource(ip(addr)); (wrong == "") != may {
+			t.Errorf("%s: %q", addr, wrong)
+		}
+		if wrong := site.CheckEndpoint(ip(addr)); (wrong == "") != (addr == "198.51.100.1") {
+			t.Errorf("%s as an endpoint: %q", addr, wrong)
+		}
 	}
 }

@@ -82,9 +82,9 @@ type Receiver struct {
 // site is the receiver in words for the peer.
 func (r Receiver) site() Site {
 	return Site{Networks: []SiteNetwork{
-		{r.Pod, "the receiver's PodCIDR; want an address outside"},
-		{r.Service, "the receiver's ServiceCIDR; want an address outside"},
-		{r.External, "the receiver's ExternalCIDR; want an address outside"},
+		{Prefix: r.Pod, What: "the receiver's PodCIDR; want an address outside"},
+		{Prefix: r.Service, What: "the receiver's ServiceCIDR; want an address outside"},
+		{Prefix: r.External, What: "the receiver's ExternalCIDR; want an address outside"},
 	}}.With(r.APIServers, "an API server of the receiver; want the address of the sender's gateway").
 		With(r.Nodes, "a node of the receiver; want the address of the sender's gateway")
 }

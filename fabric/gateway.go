@@ -237,11 +237,12 @@ func (k *keeper) site(s Site) Site {
 	s.Networks = slices.Clone(s.Networks)
 	for _, p := range k.first {
 		if p != nil {
-			s.Networks = append(s.Networks, SiteNetwork{p.Local.Pod, "our PodCIDR"}, SiteNetwork{p.Local.External, "our ExternalCIDR"})
+			s.Networks = append(s.Networks, SiteNetwork{Prefix: p.Local.Pod, What: "our PodCIDR", Relay: true},
+				SiteNetwork{Prefix: p.Local.External, What: "our ExternalCIDR"})
 		}
 	}
 	for _, n := range k.nets {
-		s.Networks = append(s.Networks, SiteNetwork{n.prefix, "which is reached through the tunnel itself"})
+		s.Networks = append(s.Networks, SiteNetwork{Prefix: n.prefix, What: "which is reached through the tunnel itself"})
 	}
 	return s
 }

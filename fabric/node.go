@@ -7,6 +7,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strings"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -30,11 +31,13 @@ type NodeIntent struct {
 	Self string // name of our node
 	// UnderlayMTU is that of the device with our node's address, in octets; 0 means 1500.
 	UnderlayMTU int
-	Nodes       []ClusterNode
-	Pods        []NodePod
-	Gateways    []GatewayPod
+	// UnderlayDevice is the name of the device with our node's address; empty: not known.
+	UnderlayDevice string
+	Nodes          []ClusterNode
+	Pods           []NodePod
+	Gateways       []GatewayPod
 	// OnlyPods says that all gateways are Pods with networks of their own. What a node has to know of
-	// nodes then is itself, and nothing of pods.
+	// nodes then is itself, and of pods its own.
 	OnlyPods bool
 	Tunnels  []Tunnel
 	// Granted are the networks that peers have here by the books of the IPAM, from the grant to the
@@ -82,6 +85,7 @@ func (n ClusterNode) Underlay() netip.Addr {
 
 // NodePod is one address of a pod with a network of its own (not the host's).
 type NodePod struct {
+	Name    string // namespace/name
 	Addr    netip.Addr
 	Node    string // where it runs; empty: nowhere yet
 	Created int64  // seconds since 1970; of two pods with one address the younger has it
@@ -202,7 +206,11 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	if own, ok := d.overlay[in.Self]; ok {
 		d.addOverlay(own, in.UnderlayMTU)
 	}
-	d.addFilter(in.Tunnels)
+	if d.slim {
+		nodes = nodes[at : at+1]
+	}
+	d.trusted = podCIDRsHold(nodes, in.Self, in.Pods)
+	d.addFilter(in.Tunnels, in.UnderlayDevice)
 	own, here := d.addTunnels(in.Tunnels)
 	if len(here) > 0 {
 		d.addPods(in.Pods, own)
@@ -218,6 +226,7 @@ type nodeDecision struct {
 	gateways map[netip.Addr]GatewayPod // those with a network of their own that a tunnel names
 	nodes    []ClusterNode             // the oldest first
 	refused  []netip.Prefix            // networks of peers
+	trusted  bool                      // pods are where the podCIDRs of nodes say
 	overlay  map[string]netip.Addr     // overlay addresses by name of the node
 	node     kernel.State
 	problems []Problem
@@ -360,13 +369,22 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 }
 
 // addFilter keeps others out of the overlay, and peers from our node itself.
-func (d *nodeDecision) addFilter(tunnels []Tunnel) {
+func (d *nodeDecision) addFilter(tunnels []Tunnel, underlay string) {
 	var nodes, own, gateways []netip.Addr
-	var pods []netip.Prefix
+	var pods, elsewhere []netip.Prefix
 	for _, n := range d.nodes {
 		pods = append(pods, n.PodCIDRs...)
-		if _, ok := d.overlay[n.Name]; ok && n.Name != d.self.Name && !d.slim {
+		if n.Name == d.self.Name {
+			continue
+		}
+		if _, ok := d.overlay[n.Name]; ok && !d.slim {
 			nodes = append(nodes, n.Underlay())
+		}
+		for _, p := range n.PodCIDRs {
+			ours := slices.ContainsFunc(d.self.PodCIDRs, func(own netip.Prefix) bool { return own.IsValid() && own.Overlaps(p) })
+			if d.trusted && p.IsValid() && !ours {
+				elsewhere = append(elsewhere, p.Masked())
+			}
 		}
 	}
 	for addr, g := range d.gateways {
@@ -377,13 +395,63 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel) {
 	}
 	for _, t := range tunnels {
 		pods = append(pods, t.Peer.Local.Pod)
+		if d.slim && d.trusted && t.Peer.Local.Pod.Addr().Is4() {
+			elsewhere = append(elsewhere, without(t.Peer.Local.Pod.Masked(), d.self.PodCIDRs)...)
+		}
 	}
+	slices.SortFunc(elsewhere, netip.Prefix.Compare)
+	elsewhere = slices.Compact(elsewhere)
 	for _, a := range d.self.Addrs {
 		if !slices.ContainsFunc(pods, func(p netip.Prefix) bool { return p.Contains(a) }) {
 			own = append(own, a)
 		}
 	}
-	d.node.Filters = []kernel.Filter{kernel.FilterFor(nodes, d.refused, own, gateways)}
+	d.node.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{
+		Nodes: nodes, Gateways: gateways, Remote: d.refused, Own: own, Elsewhere: elsewhere, Underlay: []string{underlay},
+	})}
+}
+
+// without returns the networks of p that are in none of the taken.
+func without(p netip.Prefix, taken []netip.Prefix) []netip.Prefix {
+	overlaps := func(t netip.Prefix) bool { return t.Overlaps(p) }
+	if !slices.ContainsFunc(taken, overlaps) {
+		return []netip.Prefix{p}
+	}
+	if slices.ContainsFunc(taken, func(t netip.Prefix) bool { return overlaps(t) && t.Bits() <= p.Bits() }) {
+		return nil
+	}
+	upper := p.Addr().As4()
+	upper[p.Bits()/8] |= 0x80 >> (p.Bits() % 8)
+	return append(without(netip.PrefixFrom(p.Addr(), p.Bits()+1), taken), without(netip.PrefixFrom(netip.AddrFrom4(upper), p.Bits()+1), taken)...)
+}
+
+// podCIDRsHold reports whether the cluster's pods have addresses of the podCIDRs of their nodes.
+// Some CNIs have an address management of their own, and these networks then mean nothing. Whoever
+// may write the status of one node's Pods must not decide it for others: all pods of our node, and
+// those of half of the nodes with pods, have to be where they should.
+func podCIDRsHold(nodes []ClusterNode, self string, pods []NodePod) bool {
+	networks := make(map[string][]netip.Prefix, len(nodes))
+	for _, n := range nodes {
+		networks[n.Name] = n.PodCIDRs
+	}
+	holds := make(map[string]bool, len(nodes))
+	for _, p := range pods {
+		of, known := networks[p.Node]
+		if !known || !p.Addr.Is4() {
+			continue
+		}
+		inside := slices.ContainsFunc(of, func(n netip.Prefix) bool { return n.Contains(p.Addr) })
+		if was, seen := holds[p.Node]; !seen || was {
+			holds[p.Node] = inside
+		}
+	}
+	good := 0
+	for _, ok := range holds {
+		if ok {
+			good++
+		}
+	}
+	return holds[self] && 2*good >= len(holds)
 }
 
 // addTunnels adds rules and routes for the remote networks; here are those of which the gateway is
@@ -519,7 +587,9 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 
 // addPods adds the routes to pods on other nodes, for the rules of the gateway's node: one for the
 // network of each node, and one for each pod that is not where these networks say. A CNI with an
-// address management of its own has many such.
+// address management of its own has many such; where there is none, a Pod with an address of
+// another node's network is not believed: who may write the status of its own node's Pods would get
+// what peers send to others.
 //
 // What a peer sends to an address of own, our PodCIDRs, that is none of these is refused: by the
 // default route it may reach somebody outside of the cluster.
@@ -567,6 +637,20 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		}
 	}
 	d.addRest(own)
+	pods = slices.DeleteFunc(slices.Clone(pods), func(p NodePod) bool {
+		if !d.trusted || !p.Addr.Is4() || p.Node == "" || isNode[p.Addr] {
+			return false
+		}
+		_, owner, covered := find(netip.PrefixFrom(p.Addr, 32))
+		own := slices.IndexFunc(d.nodes, func(n ClusterNode) bool { return n.Name == p.Node })
+		if !covered || owner == p.Node || own >= 0 && slices.ContainsFunc(d.nodes[own].PodCIDRs, func(n netip.Prefix) bool { return n.Contains(p.Addr) }) {
+			return false
+		}
+		namespace, name, _ := strings.Cut(p.Name, "/")
+		d.problem(Origin{Kind: "Pod", Namespace: namespace, Name: name}, "status.podIPs",
+			"is %v on Node %s, but that address is of the podCIDRs of Node %s; it is not believed, want one of its own Node", p.Addr, p.Node, owner)
+		return true
+	})
 	pods = slices.SortedFunc(slices.Values(pods), func(a, b NodePod) int {
 		return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(b.Created, a.Created), cmp.Compare(a.Node, b.Node))
 	})

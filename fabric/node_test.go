@@ -23,17 +23,17 @@ func nodeIntent(t testing.TB, self string) NodeIntent {
 		UnderlayMTU: 1400,
 		Nodes:       []ClusterNode{node("n1", "172.30.1.11", "10.244.1.0/24"), node("n2", "172.30.1.12", "10.244.2.0/24"), node("n3", "172.30.1.13", "10.244.3.0/24")},
 		Pods: []NodePod{
-			{ip("10.244.1.5"), "n1", 1}, {ip("10.244.2.5"), "n2", 1}, {ip("10.244.3.5"), "n3", 1},
-			{ip("10.244.77.7"), "n3", 1},   // in no node's network
-			{ip("10.244.2.99"), "n3", 1},   // in that of another node
-			{ip("10.244.3.99"), "n1", 1},   // on the gateway's node itself, in that of another
-			{ip("10.244.99.1"), "n1", 1},   // on the gateway's node
-			{ip("172.30.1.12"), "n2", 1},   // a node's address
-			{ip("10.244.98.1"), "", 1},     // not placed yet
-			{ip("10.244.97.1"), "n9", 1},   // on a node that is gone
-			{ip("fd00::5"), "n2", 1},       // IPv6
-			{ip("10.244.96.1"), "n2", 100}, // has the address that a pod on n3 had
-			{ip("10.244.96.1"), "n3", 99},
+			{Addr: ip("10.244.1.5"), Node: "n1", Created: 1}, {Addr: ip("10.244.2.5"), Node: "n2", Created: 1}, {Addr: ip("10.244.3.5"), Node: "n3", Created: 1},
+			{Addr: ip("10.244.77.7"), Node: "n3", Created: 1},   // in no node's network
+			{Addr: ip("10.244.2.99"), Node: "n3", Created: 1},   // in that of another node
+			{Addr: ip("10.244.3.99"), Node: "n1", Created: 1},   // on the gateway's node itself, in that of another
+			{Addr: ip("10.244.99.1"), Node: "n1", Created: 1},   // on the gateway's node
+			{Addr: ip("172.30.1.12"), Node: "n2", Created: 1},   // a node's address
+			{Addr: ip("10.244.98.1"), Node: "", Created: 1},     // not placed yet
+			{Addr: ip("10.244.97.1"), Node: "n9", Created: 1},   // on a node that is gone
+			{Addr: ip("fd00::5"), Node: "n2", Created: 1},       // IPv6
+			{Addr: ip("10.244.96.1"), Node: "n2", Created: 100}, // has the address that a pod on n3 had
+			{Addr: ip("10.244.96.1"), Node: "n3", Created: 99},
 		},
 		Tunnels: []Tunnel{{peer(t, idB, nil), ip("172.30.1.11")}},
 	}
@@ -172,18 +172,20 @@ func refuses(n kernel.State, to netip.Addr) bool {
 func TestNodeNeverLetsAGrantedNetworkLeaveInTheClear(t *testing.T) {
 	granted := []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16"), pfx("10.99.0.0/20"), pfx("fd00:246::/48")}
 	for name, change := range map[string]func(*NodeIntent){
-		"all is well":                  func(*NodeIntent) {},
-		"no TunnelEndpoint":            func(in *NodeIntent) { in.Tunnels = nil },
-		"no gateway":                   func(in *NodeIntent) { in.Tunnels[0].Gateway = netip.Addr{} },
-		"a gateway nobody knows":       func(in *NodeIntent) { in.Tunnels[0].Gateway = ip("192.0.2.9") },
-		"no Nodes":                     func(in *NodeIntent) { in.Nodes = nil },
-		"no other Nodes":               func(in *NodeIntent) { in.Nodes = in.Nodes[1:2] },
-		"no Pods":                      func(in *NodeIntent) { in.Pods = nil },
-		"a node claims to be in it":    func(in *NodeIntent) { in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("10.246.0.9")) },
-		"a node is in it":              func(in *NodeIntent) { in.Nodes[2].Addrs = []netip.Addr{ip("10.246.0.9")} },
-		"the gateway claims to be":     func(in *NodeIntent) { in.Nodes[0].Addrs = []netip.Addr{ip("10.247.0.9")} },
-		"a node claims it for pods":    func(in *NodeIntent) { in.Nodes[2].PodCIDRs = []netip.Prefix{pfx("10.246.0.0/16")} },
-		"a pod claims an address":      func(in *NodeIntent) { in.Pods = append(in.Pods, NodePod{ip("10.246.0.9"), "n3", 9}) },
+		"all is well":               func(*NodeIntent) {},
+		"no TunnelEndpoint":         func(in *NodeIntent) { in.Tunnels = nil },
+		"no gateway":                func(in *NodeIntent) { in.Tunnels[0].Gateway = netip.Addr{} },
+		"a gateway nobody knows":    func(in *NodeIntent) { in.Tunnels[0].Gateway = ip("192.0.2.9") },
+		"no Nodes":                  func(in *NodeIntent) { in.Nodes = nil },
+		"no other Nodes":            func(in *NodeIntent) { in.Nodes = in.Nodes[1:2] },
+		"no Pods":                   func(in *NodeIntent) { in.Pods = nil },
+		"a node claims to be in it": func(in *NodeIntent) { in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("10.246.0.9")) },
+		"a node is in it":           func(in *NodeIntent) { in.Nodes[2].Addrs = []netip.Addr{ip("10.246.0.9")} },
+		"the gateway claims to be":  func(in *NodeIntent) { in.Nodes[0].Addrs = []netip.Addr{ip("10.247.0.9")} },
+		"a node claims it for pods": func(in *NodeIntent) { in.Nodes[2].PodCIDRs = []netip.Prefix{pfx("10.246.0.0/16")} },
+		"a pod claims an address": func(in *NodeIntent) {
+			in.Pods = append(in.Pods, NodePod{Addr: ip("10.246.0.9"), Node: "n3", Created: 9})
+		},
 		"two peers have the same":      func(in *NodeIntent) { in.Tunnels = append(in.Tunnels, in.Tunnels[0]) },
 		"our node has no address":      func(in *NodeIntent) { in.Nodes[1].Addrs = nil },
 		"the overlay is the network's": func(in *NodeIntent) { in.Tunnels[0].Peer.Remote.PodSeen = pfx("240.0.0.0/8") },
@@ -285,14 +287,49 @@ func TestNodeLeavesOutWhatTheOverlayCannotCarry(t *testing.T) {
 	}
 }
 
+// Where pods have addresses of their nodes' networks, a Pod that says to have another node's is not
+// believed, and no pod sends to peers as one of another node. One node's Pods do not decide it.
+func TestNodeBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
+	in := nodeIntent(t, "n1")
+	in.Pods = []NodePod{
+		{Name: "default/one", Addr: ip("10.244.1.5"), Node: "n1", Created: 1}, {Name: "default/two", Addr: ip("10.244.2.5"), Node: "n2", Created: 1},
+		{Name: "default/thief", Addr: ip("10.244.2.5"), Node: "n3", Created: 9}, // younger than the pod whose address it has
+	}
+	n, problems := NodeFor(in)
+	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is of the podCIDRs of Node n2; it is not believed, want one of its own Node")
+	for _, r := range n.Routes {
+		if r.Prefix == pfx("10.244.2.5/32") {
+			t.Errorf("%+v", r)
+		}
+	}
+	if f := n.Filters[0]; f.Elsewhere != "10.244.2.0/24 10.244.3.0/24" {
+		t.Errorf("%+v", f)
+	}
+
+	// A CNI with an address management of its own: as our own pods show, or most nodes do.
+	in.Pods[0].Addr = ip("10.244.3.77")
+	n, problems = NodeFor(in)
+	wantTexts(t, problems)
+	if f := n.Filters[0]; f.Elsewhere != "" || !slices.ContainsFunc(n.Routes, func(r kernel.Route) bool { return r.Prefix == pfx("10.244.2.5/32") }) {
+		t.Errorf("%+v, %v", f, n.Routes)
+	}
+	in.Pods[0].Addr, in.Pods[1].Addr = ip("10.244.1.5"), ip("10.244.3.6")
+	n, problems = NodeFor(in)
+	wantTexts(t, problems)
+	if f := n.Filters[0]; f.Elsewhere != "" {
+		t.Errorf("%+v", f)
+	}
+}
+
 func TestNodeBelievesOverlayPacketsOfTheOtherNodesOnly(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	in.Nodes[0].Addrs = append(in.Nodes[0].Addrs, ip("10.244.9.9"), ip("192.0.2.7"), ip("fd00::11")) // one of the pods' networks
 	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("192.0.2.9"))                                   // only the first is the overlay's
 	in.Nodes = append(in.Nodes, ClusterNode{Name: "n4", Addrs: []netip.Addr{ip("10.246.0.9")}})      // in the peer's network
 	in.Granted = []netip.Prefix{pfx("10.99.0.0/16"), pfx("10.246.8.0/24"), pfx("fd00:246::/48")}
+	in.UnderlayDevice = "eth0"
 	n, _ := NodeFor(in)
-	want := kernel.Filter{Nodes: "172.30.1.12 172.30.1.13", Remote: "10.99.0.0/16 10.246.0.0/16 10.247.0.0/16", Own: "172.30.1.11 192.0.2.7"}
+	want := kernel.Filter{Nodes: "172.30.1.12 172.30.1.13", Remote: "10.99.0.0/16 10.246.0.0/16 10.247.0.0/16", Own: "172.30.1.11 192.0.2.7", Underlay: "eth0"}
 	if len(n.Filters) != 1 || n.Filters[0] != want {
 		t.Errorf("%+v, want %+v", n.Filters, want)
 	}
@@ -362,10 +399,19 @@ func TestNodeFindsEveryPodWhereItIs(t *testing.T) {
 		}
 		in.Pods = nil
 		for i := range rng.IntN(12) {
-			in.Pods = append(in.Pods, NodePod{netip.AddrFrom4([4]byte{10, 244, byte(rng.IntN(4)), byte(i)}), names[rng.IntN(3)], 1})
+			in.Pods = append(in.Pods, NodePod{
+				Name: fmt.Sprintf("default/p%d", i), Addr: netip.AddrFrom4([4]byte{10, 244, byte(rng.IntN(4)), byte(i)}), Node: names[rng.IntN(3)], Created: 1})
 		}
-		n, _ := NodeFor(in)
+		n, problems := NodeFor(in)
 		for _, p := range in.Pods {
+			if slices.ContainsFunc(problems, func(q Problem) bool { return q.Origin.Kind == "Pod" && q.Origin.Namespace+"/"+q.Origin.Name == p.Name }) {
+				for _, node := range in.Nodes { // it says that it is where another node's pods are
+					if inside := slices.ContainsFunc(node.PodCIDRs, func(c netip.Prefix) bool { return c.Contains(p.Addr) }); node.Name == p.Node && inside || p.Node == "n1" {
+						t.Fatalf("pod %v on %s is not believed: %v", p.Addr, p.Node, in.Nodes)
+					}
+				}
+				continue
+			}
 			best, found := kernel.Route{}, false // the slow and obvious longest match
 			for _, r := range n.Routes {
 				if r.Table == kernel.NodeTable && r.Metric == 0 && r.Prefix.Contains(p.Addr) && (!found || r.Prefix.Bits() > best.Prefix.Bits()) {
@@ -386,7 +432,7 @@ func TestNodeWithTheGatewayRefusesWhatNobodyOfTheClusterHas(t *testing.T) {
 	in := nodeIntent(t, "n1")
 	among := ip("10.244.96.77")
 	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, among)
-	own := NodePod{ip("10.244.50.5"), "n1", 1} // of a CNI with an address management of its own
+	own := NodePod{Addr: ip("10.244.50.5"), Node: "n1", Created: 1} // of a CNI with an address management of its own
 	in.Pods = append(in.Pods, own)
 	n, _ := NodeFor(in)
 	for addr, want := range map[netip.Addr]kernel.Route{

@@ -1,6 +1,8 @@
 package fabric
 
 import (
+	"crypto/sha256"
+	"encoding/hex"
 	"fmt"
 	"net/netip"
 	"slices"
@@ -24,6 +26,19 @@ const (
 type NodeNetworks struct {
 	Networks  []netip.Prefix // apart from each other, sorted
 	Resolvers []netip.Addr   // DNS servers, sorted
+	Refused   string         // GrantsID of the networks of peers that the node refuses; empty: not known
+}
+
+// GrantsID stands for a set of networks, in any order: two sets have the same only if they are
+// equal. Thousands of nodes say by it which networks of peers they refuse.
+func GrantsID(networks []netip.Prefix) string {
+	sorted := slices.SortedFunc(slices.Values(networks), netip.Prefix.Compare)
+	sum := sha256.New()
+	for _, p := range slices.Compact(sorted) {
+		b, _ := p.MarshalText() // never fails
+		sum.Write(append(b, '\n'))
+	}
+	return hex.EncodeToString(sum.Sum(nil)[:16])
 }
 
 // NodeNetworksOf makes the report of a node from the networks and resolvers that it has. own are
@@ -94,10 +109,11 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 	for _, addr := range n.Resolvers {
 		spec.Resolvers = append(spec.Resolvers, addr.String())
 	}
+	spec.Refused = n.Refused
 	return spec
 }
 
-// Equal reports whether both say the same.
+// Equal reports whether both reach the same.
 func (n NodeNetworks) Equal(other NodeNetworks) bool {
 	return slices.Equal(n.Networks, other.Networks) && slices.Equal(n.Resolvers, other.Resolvers)
 }

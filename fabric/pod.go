@@ -15,6 +15,9 @@ type PodNetwork struct {
 	Node  string     // name of its Node, behind which mapped endpoints outside of the cluster are
 	Nodes []ClusterNode
 	Pods  []NodePod // with addresses that are in no network of their node
+	// Trusted: pods are where the podCIDRs of nodes say, so that a Pod with an address of another
+	// node's network is not believed. Sort finds out.
+	Trusted bool
 }
 
 // Sort brings the lists into an order that depends on nothing but what is in them, and leaves out
@@ -24,6 +27,7 @@ func (n *PodNetwork) Sort() {
 	for _, node := range n.Nodes {
 		all[node.Name] = node.PodCIDRs
 	}
+	n.Trusted = n.Trusted || podCIDRsHold(n.Nodes, n.Node, n.Pods)
 	n.Pods = slices.DeleteFunc(n.Pods, func(p NodePod) bool {
 		return slices.ContainsFunc(all[p.Node], func(c netip.Prefix) bool { return c.Contains(p.Addr) })
 	})
@@ -46,14 +50,14 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 // device with the Pod's address. Nothing else is forwarded, and what the Pod itself sends to a peer
 // is refused. The addresses by which nodes are found in the overlay are those that they have in the
 // underlay. Outer packets are believed when they come from nodes: from their InternalIPs and, since
-// a CNI may hide a node that talks to pods behind an address of its own, from the first two
-// addresses of their pods' networks, which no pod has.
+// a CNI may hide a node that talks to pods behind an address of its own, while pods are where
+// podCIDRs say, from the first two addresses of these, which no pod has.
 func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	if underlayMTU == 0 {
 		underlayMTU = defaultUnderlay
 	}
 	const dev = kernel.OverlayDevice
-	d := nodeDecision{nodes: slices.Clone(in.Nodes), overlay: make(map[string]netip.Addr, len(in.Nodes))}
+	d := nodeDecision{nodes: slices.Clone(in.Nodes), trusted: in.Trusted, overlay: make(map[string]netip.Addr, len(in.Nodes))}
 	var remotes, own []netip.Prefix
 	for i := range peers {
 		p := &peers[i]
@@ -97,9 +101,10 @@ func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunne
 
 	d.refused = remotes
 	d.disbelieve()
+	d.disbelievePods(in.Pod)
 	d.toNodes(in)
 	d.addPods(in.Pods, own)
-	s.Filters = []kernel.Filter{kernel.FilterFor(d.outerSources(), remotes, nil, nil)}
+	s.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{Nodes: d.outerSources(), Remote: remotes})}
 	for i := range s.Routes {
 		r := &s.Routes[i]
 		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // its way is unknown, and eth0 is none
@@ -128,6 +133,28 @@ func firstOfEach(routes []kernel.Route) (all []kernel.Route) {
 		}
 	}
 	return all
+}
+
+// disbelievePods leaves out addresses of nodes that are pods': that of our own Pod and, while pods
+// are where podCIDRs say, those inside another node's. Who can write the status of one Node must not
+// get what is for a pod of another.
+func (d *nodeDecision) disbelievePods(own netip.Addr) {
+	for i, n := range d.nodes {
+		d.nodes[i].Addrs = slices.DeleteFunc(slices.Clone(n.Addrs), func(a netip.Addr) bool {
+			at := slices.IndexFunc(d.nodes, func(other ClusterNode) bool {
+				return d.trusted && other.Name != n.Name && slices.ContainsFunc(other.PodCIDRs, func(p netip.Prefix) bool { return p.Contains(a) })
+			})
+			switch o := (Origin{Kind: "Node", Name: n.Name}); {
+			case a == own:
+				d.problem(o, "status.addresses", "%v is that of the gateway's Pod; want one of its own", a)
+			case at >= 0:
+				d.problem(o, "status.addresses", "%v is in the pods' network of Node %s; want an address outside", a, d.nodes[at].Name)
+			default:
+				return false
+			}
+			return true
+		})
+	}
 }
 
 // toNodes adds the overlay's ways to the nodes, and to their own addresses; of two nodes with one
@@ -172,7 +199,7 @@ func (d *nodeDecision) outerSources() (all []netip.Addr) {
 		}
 		all = append(all, n.Addrs...)
 		for _, p := range n.PodCIDRs {
-			if p.IsValid() && p.Addr().Is4() && p.Bits() < 31 {
+			if d.trusted && p.IsValid() && p.Addr().Is4() && p.Bits() < 31 {
 				all = append(all, p.Masked().Addr(), p.Masked().Addr().Next())
 			}
 		}

@@ -66,7 +66,7 @@ ip rule add priority 4202 lookup 4202 protocol 72
 		}
 
 		in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != self })
-		in.Pods = nil
+		in.Pods = slices.DeleteFunc(in.Pods, func(p NodePod) bool { return p.Node != self })
 		if less, problems := NodeFor(in); len(problems) > 0 || !reflect.DeepEqual(less, n) && !sameButPods(less, n) {
 			t.Errorf("%s: other nodes or pods matter: %v\n%s", self, problems, kernel.PlanFor(n, less).Commands(""))
 		}
@@ -169,6 +169,13 @@ ip rule add priority 4202 lookup 4202 protocol 71
 	if got := s.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
+	if want := "172.30.1.11 172.30.1.12 172.30.1.13"; f.Nodes != want {
+		t.Errorf("believed are %s; want %s", f.Nodes, want)
+	}
+	in := podNetwork(t) // with pods where podCIDRs say, CNIs hide nodes behind the first addresses of these
+	in.Trusted = true
+	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
+	f = s.Filters[0]
 	for _, a := range []string{"172.30.1.11", "172.30.1.13", "10.244.2.0", "10.244.2.1"} {
 		if !slices.Contains(strings.Fields(f.Nodes), a) {
 			t.Errorf("%s is not believed; it is a node's: %s", a, f.Nodes)
@@ -214,7 +221,7 @@ func TestGatewayPodNeverDeliversBesideTheOverlay(t *testing.T) {
 			in.Nodes = append(in.Nodes, n)
 		}
 		for range random.IntN(6) {
-			in.Pods = append(in.Pods, NodePod{addr(), names[random.IntN(5)], int64(random.IntN(3))})
+			in.Pods = append(in.Pods, NodePod{Addr: addr(), Node: names[random.IntN(5)], Created: int64(random.IntN(3))})
 		}
 		s, _ := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, in)
 		type key struct {
@@ -246,5 +253,58 @@ ip rule add priority 4202 lookup 4202 protocol 71
 `
 	if got := left.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// One node's Pods do not get what peers send to another's, by the gateway's Pod no more than by a
+// node.
+func TestAGatewaysPodBelievesAPodWithAnAddressOfItsNodeOnly(t *testing.T) {
+	in := podNetwork(t)
+	in.Trusted = false
+	in.Pods = []NodePod{
+		{Name: "default/one", Addr: ip("10.244.1.5"), Node: "n1", Created: 1}, {Name: "default/two", Addr: ip("10.244.2.5"), Node: "n2", Created: 1},
+		{Name: "default/thief", Addr: ip("10.244.2.5"), Node: "n3", Created: 9},
+	}
+	in.Sort()
+	in.Sort() // the pods that showed it are left out by now
+	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, in)
+	wantTexts(t, problems, "Pod default/thief: status.podIPs: is 10.244.2.5 on Node n3, but that address is of the podCIDRs of Node n2; it is not believed, want one of its own Node")
+	if slices.ContainsFunc(s.Routes, func(r kernel.Route) bool { return r.Prefix == pfx("10.244.2.5/32") }) {
+		t.Errorf("%v", s.Routes)
+	}
+}
+
+// A node that knows no other nodes refuses what its pods send to peers in the name of theirs.
+func TestANodeThatKnowsOnlyItselfKnowsWhatIsElsewhere(t *testing.T) {
+	in := podIntent(t, "n2")
+	in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != "n2" })
+	in.Nodes[0].PodCIDRs = []netip.Prefix{netip.MustParsePrefix("10.244.64.0/18")}
+	in.Pods = []NodePod{{Name: "default/p", Addr: ip("10.244.65.7"), Node: "n2"}}
+	n, problems := NodeFor(in)
+	wantTexts(t, problems)
+	if got, want := n.Filters[0].Elsewhere, "10.244.0.0/18 10.244.128.0/17"; got != want {
+		t.Errorf("elsewhere is %q; want %q", got, want)
+	}
+	in.Pods[0].Addr = ip("10.244.1.7") // an address management of the CNI's own
+	if n, _ = NodeFor(in); n.Filters[0].Elsewhere != "" {
+		t.Errorf("elsewhere is %q although podCIDRs mean nothing", n.Filters[0].Elsewhere)
+	}
+}
+
+func TestANodeIsNotBelievedToHaveTheAddressOfAPod(t *testing.T) {
+	in := podNetwork(t)
+	in.Trusted, in.Pods = true, nil
+	in.Nodes = slices.Clone(in.Nodes)
+	in.Nodes[2].Addrs = append(slices.Clone(in.Nodes[2].Addrs), ip("10.244.2.5"), in.Pod)
+	s, problems := GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
+	wantTexts(t, problems, "Node n3: status.addresses: 10.244.1.254 is that of the gateway's Pod; want one of its own",
+		"Node n3: status.addresses: 10.244.2.5 is in the pods' network of Node n2; want an address outside")
+	if text := s.String(); strings.Contains(text, "10.244.2.5") || strings.Contains(text, "10.244.1.254/32") {
+		t.Error(text)
+	}
+	in.Trusted = false // another one may have the first addresses
+	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
+	if f := s.Filters[0].Nodes; strings.Contains(f, "10.244.1.1 ") {
+		t.Error(f)
 	}
 }

@@ -526,7 +526,13 @@ func (g *gateway) locate(peers []fabric.GatewayPeer, site fabric.Site) {
 			addrs = append(addrs, p.Addr())
 		}
 	}
-	g.resolver.set(peers, site.With(addrs, "an address of the gateway's own host"))
+	site = site.WithRelays(addrs, "an address of the gateway's own host")
+	if !g.resolver.set(peers, site) {
+		return
+	}
+	for _, e := range g.ends {
+		e.SetSources(g.resolver.mayCome)
+	}
 }
 
 // put makes everything but the engine's rules true, which are swapped already. It goes on after a
@@ -584,7 +590,7 @@ func (g *gateway) objectsFor(want []fabric.GatewayPeer, inUse map[string]fabric.
 		return fabric.GatewayHostFor(want, inUse, mtu, len(g.ends)), nil, nil
 	}
 	in := g.now.config.PodNetwork
-	underlay, err := g.host.MTUOf(in.Pod)
+	_, underlay, err := g.host.DeviceOf(in.Pod)
 	s, undelivered := fabric.GatewayPodFor(want, inUse, mtu, len(g.ends), underlay, in)
 	return s, undelivered, err
 }

@@ -23,10 +23,11 @@ const (
 
 	// defaultMTU is for a way that is not known yet: Ethernet.
 	defaultMTU = 1500 - overhead4
-	// minAutoMTU is what every IPv4 host has to accept (RFC 791); minAutoMTU6 is what IPv6 asks of
-	// a link (RFC 8200, section 5). On a smaller underlay the outer packets are fragmented, which
-	// costs most of the throughput. Both are multiples of padding.
-	minAutoMTU  = 576
+	// minAutoMTU fits into 1280 octets under either outer header, and minAutoMTU6 is what IPv6 asks
+	// of a link (RFC 8200, section 5). Both are multiples of padding. Who claims that less passes is
+	// mostly somebody who forged an ICMP error; on such an underlay routers cut the outer packets,
+	// see bind.IgnorePath.
+	minAutoMTU  = 1280 - overhead6
 	minAutoMTU6 = 1280
 	// maxAutoMTU is for jumbo frames. More is found on loopback and on virtual links only, whose
 	// size says nothing about the path behind them.
@@ -153,6 +154,12 @@ func (g *gateway) mtusFor(c Config, peers []fabric.GatewayPeer) mtus {
 			continue // no way to it: nothing to be too large for
 		}
 		ways[i].addr, ways[i].mtu = at.Addr(), mtu
+	}
+	ignore := slices.ContainsFunc(ways, func(w underlay) bool { return w.addr.Is4() && w.mtu != 0 && w.mtu < w.inner()+overhead4 })
+	for _, e := range g.ends {
+		if err := e.wire.IgnorePath(ignore); err != nil {
+			g.log.Warn("path MTU", "ignored", ignore, "error", err)
+		}
 	}
 	return autoMTUs(ways, g.now.mtu)
 }

@@ -28,7 +28,7 @@ func TestMTUFitsTheWayToEachPeer(t *testing.T) {
 		{"small", []underlay{{addr: v4, mtu: 1280}}, 0, 1220, []int{1220}},
 		{"small with IPv6 inside", []underlay{{addr: v4, mtu: 1280, six: true}}, 0, 1280, []int{1280}},
 		{"small beside a large one", []underlay{{addr: v4, mtu: 1280, six: true}, {addr: v4, mtu: 1500}}, 0, 1440, []int{1280, 1440}},
-		{"tiny", []underlay{{addr: v4, mtu: 400}, {addr: v4, mtu: 1500}}, 0, 1440, []int{576, 1440}},
+		{"tiny", []underlay{{addr: v4, mtu: 400}, {addr: v4, mtu: 1500}}, 0, 1440, []int{1200, 1440}},
 		{"not known", []underlay{{addr: v4, mtu: 9001}, {}}, 0, 8940, []int{8940, 1440}},
 		{"none known", []underlay{{}, {}}, 0, 1440, []int{1440, 1440}},
 		{"not known for the moment", []underlay{{addr: v4, mtu: 1500}, {last: 1328}}, 1440, 1440, []int{1440, 1328}},

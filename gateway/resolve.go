@@ -54,6 +54,7 @@ type location struct {
 
 	literal bool
 	addr    netip.Addr // in use; zero: not known yet, or given up
+	was     netip.Addr // what was given up last
 	latest  netip.Addr // last answer, taken over when the peer is silent
 	err     error      // of the last lookup, or why addr was given up
 	gaveUp  bool       // what was in use has been refused since, and nothing has been found instead
@@ -75,19 +76,21 @@ func (r *resolver) close() {
 	r.done.Wait()
 }
 
-// set replaces the peers, and where they cannot be. One whose name stays keeps its answer, unless
-// that is refused now.
-func (r *resolver) set(peers []fabric.GatewayPeer, site fabric.Site) {
+// set replaces the peers, and where they cannot be; false: nothing of that is new. One whose name
+// stays keeps its answer, unless that is refused now.
+func (r *resolver) set(peers []fabric.GatewayPeer, site fabric.Site) (changed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
 	same := reflect.DeepEqual(site, r.site)
 	old := r.peers
+	changed = !same || len(old) != len(peers)
 	r.peers, r.site = make(map[string]*location, len(peers)), site
 	for _, p := range peers {
 		l := old[p.ID]
 		if l != nil && l.host == p.Endpoint {
 			l.port = p.Port
 		} else {
+			changed = true
 			l = &location{host: p.Endpoint, port: p.Port}
 			_, err := netip.ParseAddr(p.Endpoint)
 			l.literal = err == nil
@@ -97,6 +100,24 @@ func (r *resolver) set(peers []fabric.GatewayPeer, site fabric.Site) {
 			r.judge(p.ID, l)
 		}
 	}
+	return changed
+}
+
+// mayCome says whether a message of a peer may come from an address. It may from wherever a gateway
+// of a peer can be, from where a Service relays it, and from where one is said to be: an address
+// that a Node claims later is refused as a place to send to, until its peer shows itself there.
+func (r *resolver) mayCome(addr netip.Addr) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.site.CheckSource(addr) == "" {
+		return true
+	}
+	for _, l := range r.peers {
+		if literal, err := netip.ParseAddr(l.host); l.literal && err == nil && literal.Unmap() == addr.Unmap() || l.was == addr.Unmap() {
+			return true
+		}
+	}
+	return false
 }
 
 // judge gives up what is refused now, and takes a literal address that is not refused any more.
@@ -120,7 +141,9 @@ func (r *resolver) judge(id string, l *location) {
 		if l.err == nil || l.err.Error() != err.Error() {
 			r.log.Warn("endpoint refused", "peer", id, "error", err)
 		}
-		l.gaveUp = l.gaveUp || l.addr.IsValid()
+		if l.addr.IsValid() {
+			l.gaveUp, l.was = true, l.addr
+		}
 		l.addr, l.err, l.next = netip.Addr{}, err, time.Time{}
 	}
 }

@@ -3,6 +3,7 @@ package gateway
 import (
 	"crypto/ecdh"
 	"encoding/base64"
+	"errors"
 	"maps"
 	"net"
 	"net/netip"
@@ -184,6 +185,18 @@ func (g *gateway) current() current {
 	return g.now
 }
 
+// failed is what keeps a peer's packets from being delivered: what could not be made true, or a way
+// that a gateway in a Pod does not have to the peer or to its own node.
+func (c *current) failed(peer fabric.Origin) error {
+	err := c.applyErr
+	for _, p := range c.undelivered {
+		if p.Origin == peer || p.Origin == (fabric.Origin{Kind: "Node", Name: c.config.PodNetwork.Node}) {
+			err = errors.Join(err, p)
+		}
+	}
+	return err
+}
+
 func (g *gateway) peerStates() map[string]*natengine.PeerState {
 	states := make(map[string]*natengine.PeerState)
 	for _, p := range g.engine.Peers() {
@@ -250,7 +263,7 @@ func (g *gateway) status(flows int) Status {
 
 	at := time.Now()
 	for _, p := range g.views(now, stats) {
-		first, cause := p.tunnels[0], g.causeOf(&p, now.applyErr, at)
+		first, cause := p.tunnels[0], g.causeOf(&p, now.failed(p.Origin), at)
 		ps := PeerStatus{
 			ID: p.ID, Name: p.Name,
 			State: first.check.State, Reason: cause.Reason, Message: cause.Text, Since: first.check.Since,

@@ -32,6 +32,7 @@ const furtherThreshold = 2
 type tunnelEnd struct {
 	*datapath.Tunnel
 	checker *checker
+	wire    *bind.Bind
 }
 
 // openEnds makes the TUNs and what is behind them, which listens to nobody yet. What was made when
@@ -69,14 +70,15 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 	if err != nil {
 		return nil, err
 	}
+	wire := bind.New()
 	if i == 0 {
 		g.udpOffload = link.Offloads().USO4
-		t := datapath.New(link, bind.New(), g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
-		return &tunnelEnd{t, newChecker(socket, o.Log, g.metrics.observeRTT)}, nil
+		t := datapath.New(link, wire, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
+		return &tunnelEnd{t, newChecker(socket, o.Log, g.metrics.observeRTT), wire}, nil
 	}
 	log := o.Log.With("tunnel", i)
-	t := g.ends[0].Beside(link, bind.New(), local, wgLogger(log))
-	return &tunnelEnd{t, newChecker(socket, log, func(string, time.Duration) {})}, nil
+	t := g.ends[0].Beside(link, wire, local, wgLogger(log))
+	return &tunnelEnd{t, newChecker(socket, log, func(string, time.Duration) {}), wire}, nil
 }
 
 // startEnds opens the sockets.

@@ -39,10 +39,12 @@ type AnswerReconciler struct {
 	Peers  Peers
 	Facts  FactsReader
 	Store  *ipamstore.Store
+	Warden *Warden
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
 	Log          *slog.Logger
 
+	queue     wardedQueue
 	waiting   requests // for a network or an address to become free
 	claimants requests // of keys, to tell them when one changes hands
 }
@@ -62,6 +64,7 @@ func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&v1alpha1.TunnelEndpoint{}, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, o client.Object) []reconcile.Request {
 			return append(r.claimantsOf(o.(*v1alpha1.TunnelEndpoint).Spec.BackendConfig), r.waiting.with(forRoom)...)
 		}), builder.WithPredicates(notStatusAlone)).
+		WatchesRawSource(r.queue.source()).
 		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(everyExchange(r.Peers, r.Log)))).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			if o.GetName() == "" {
@@ -137,6 +140,9 @@ func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 		return r.refuse(ctx, copies, refusals...)
 	}
 	r.waiting.remove(req)
+	if !answerInForce(r.Store.Book(), nc) && !r.Warden.Refused(req.Name, r.queue.queue, req) {
+		return nil
+	}
 	answer := v1alpha1.NetworkConfigStatus{Processed: true}
 	answer.PodCIDRNAT, answer.ExternalCIDRNAT = fabric.AnswerFor(claim, grant.Pod, grant.External)
 	return r.write(ctx, nc, answer, metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered,

@@ -10,10 +10,12 @@ import (
 	"net/netip"
 	"sync"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/events"
 	"k8s.io/utils/ptr"
 	ctrl "sigs.k8s.io/controller-runtime"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -34,6 +36,7 @@ type answering struct {
 	*world
 	facts *stubFacts
 	store *ipamstore.Store
+	nodes *Warden
 	mgr   ctrl.Manager
 }
 
@@ -105,9 +108,15 @@ func (a *answering) start() {
 	}
 	a.store = ipamstore.New(a.mgr.GetClient(), a.mgr.GetAPIReader(), log)
 	a.ok(a.store.Load(ctx))
+	a.events = events.NewFakeRecorder(100)
+	a.nodes = &Warden{Cache: a.mgr.GetCache(), Namespace: a.system, Events: a.events, Log: log, Patience: time.Hour}
+	a.nodes.watchBooks(a.store)
+	_, err = a.nodes.Reconcile(ctx, ctrl.Request{})
+	a.ok(err)
+	a.ok(a.nodes.SetupWithManager(a.mgr))
 	a.configure(nil, nil)
 	a.ok((&Answers{
-		Client: a.mgr.GetClient(), Peers: Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Facts: a.facts, Store: a.store,
+		Client: a.mgr.GetClient(), Peers: Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Facts: a.facts, Store: a.store, Warden: a.nodes,
 		FactsChanged: a.facts.changed, Log: log,
 	}).SetupWithManager(a.mgr))
 }

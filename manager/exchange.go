@@ -34,6 +34,7 @@ type Answers struct {
 	Peers  Peers
 	Facts  FactsReader
 	Store  *ipamstore.Store
+	Warden *Warden // that watches the Store
 	// FactsChanged gets a value after every change of the Facts.
 	FactsChanged <-chan event.GenericEvent
 	Log          *slog.Logger
@@ -45,8 +46,8 @@ func (a *Answers) SetupWithManager(mgr ctrl.Manager) error {
 		return fmt.Errorf("indexes: %w", err)
 	}
 	return errors.Join(
-		(&AnswerReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, FactsChanged: a.FactsChanged, Log: a.Log}).SetupWithManager(mgr),
-		(&TunnelEndpointReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
+		(&AnswerReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, Warden: a.Warden, FactsChanged: a.FactsChanged, Log: a.Log}).SetupWithManager(mgr),
+		(&TunnelEndpointReconciler{Client: a.Client, Peers: a.Peers, Facts: a.Facts, Store: a.Store, Warden: a.Warden, Log: a.Log}).SetupWithManager(mgr),
 		(&NatMappingReconciler{Client: a.Client, Store: a.Store, Log: a.Log}).SetupWithManager(mgr),
 	)
 }

@@ -128,7 +128,7 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 			CreateFunc: func(_ context.Context, _ event.CreateEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
 			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
 			DeleteFunc: func(_ context.Context, _ event.DeleteEvent, q requestQueue) { q.AddAfter(requestFor("own"), reportGap) },
-		}).
+		}, builder.WithPredicates(networksChanged)).
 		WatchesRawSource(source.Channel(k.BooksChanged, handler.EnqueueRequestsFromMapFunc(func(_ context.Context, peer client.Object) []reconcile.Request {
 			if peer.GetName() != "" {
 				return nil // a peer's entry and not ours
@@ -143,6 +143,12 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 var addressesChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	before, after := e.ObjectOld.(*corev1.Node), e.ObjectNew.(*corev1.Node)
 	return !slices.Equal(before.Status.Addresses, after.Status.Addresses)
+}}
+
+// networksChanged: what a node refuses is the Warden's.
+var networksChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+	before, after := e.ObjectOld.(*isthmus.NodeNetworks).Spec, e.ObjectNew.(*isthmus.NodeNetworks).Spec
+	return !slices.Equal(before.Networks, after.Networks) || !slices.Equal(before.Resolvers, after.Resolvers)
 }}
 
 // Reconcile gathers the Facts.

@@ -188,11 +188,12 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		client: client.WithFieldOwner(mgr.GetClient(), component),
 		peers:  Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: foreign},
 		config: cfg,
+		late:   new(lateNodes),
 	}
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
 	l.expiry = newExpiry(mgr.GetAPIReader(), l.store, o.Log)
 	if o.MetricsAddress != "" {
-		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired}
+		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired, late: l.late}
 		if err := metrics.Registry.Register(collector); err != nil {
 			return fmt.Errorf("metrics: %w", err)
 		}
@@ -229,6 +230,7 @@ type leader struct {
 	peers  Peers
 	store  *ipamstore.Store
 	expiry *expiry
+	late   *lateNodes
 	config *rest.Config
 }
 
@@ -240,11 +242,17 @@ func (l *leader) lead(ctx context.Context) error {
 		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, BooksChanged: l.store.Subscribe(),
 		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 	}
+	warden := &Warden{Cache: l.mgr.GetCache(), Namespace: l.Namespace, Events: l.mgr.GetEventRecorder(component), Log: l.Log, Patience: refusalPatience}
+	l.late.Store(warden)
+	warden.watchBooks(l.store)
 	if !untilDone(ctx, l.Log, func() error {
 		if err := l.store.Load(ctx); err != nil {
 			return fmt.Errorf("books of the IPAM: %w", err)
 		}
 		_, err := own.Reconcile(ctx, ctrl.Request{})
+		if err == nil {
+			_, err = warden.Reconcile(ctx, ctrl.Request{})
+		}
 		return err
 	}) {
 		return nil
@@ -270,9 +278,10 @@ func (l *leader) lead(ctx context.Context) error {
 	}
 	for _, r := range []interface{ SetupWithManager(ctrl.Manager) error }{
 		own,
+		warden,
 		&books{l.store},
 		&feeder{Peers: l.peers, Replicator: replicator},
-		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, FactsChanged: own.Subscribe(), Log: l.Log},
+		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Warden: warden, FactsChanged: own.Subscribe(), Log: l.Log},
 		&NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Log: l.Log},
 		&PeeringReconciler{
 			Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Replicator: replicator, Pulse: pulse,

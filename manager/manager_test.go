@@ -27,6 +27,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
@@ -53,7 +54,10 @@ func (w *world) runManager(o Options) (stop func()) {
 		cancel()
 		select {
 		case err := <-ended:
-			if err != nil {
+			switch {
+			case err != nil && strings.Contains(err.Error(), "grace period"): // a machine that stands still for ten seconds
+				w.t.Logf("the manager ended with: %v", err)
+			case err != nil:
 				w.t.Errorf("the manager ended with: %v", err)
 			}
 		case <-time.After(time.Minute):
@@ -345,16 +349,27 @@ func TestOfTwoManagersOfOneNameOneLeads(t *testing.T) {
 	// none is stopped before all is added.
 	leads := func(i int) bool { return strings.Contains(logs[i].String(), "this manager works") }
 	w.until("one leads", func() bool { return leads(0) || leads(1) })
-	time.Sleep(5 * time.Second) // more than two rounds of asking for the Lease
-	if leads(0) && leads(1) {
-		t.Error("both lead")
+	// More than two rounds of asking for the Lease. A machine that stands still meanwhile may take it
+	// away from the first, and the Lease counts that; of two that are one holder it counts nothing.
+	time.Sleep(5 * time.Second)
+	if both := leads(0) && leads(1); both {
+		var lease coordinationv1.Lease
+		w.ok(w.api().Get(w.ctx, types.NamespacedName{Namespace: w.system, Name: component}, &lease))
+		if ptr.Deref(lease.Spec.LeaseTransitions, 0) == 0 {
+			t.Errorf("both lead: %+v", lease.Spec)
+		}
+		return // the other one has followed
 	}
 	first := 0
 	if leads(1) {
 		first = 1
 	}
 	stops[first]()
-	w.until("the other one follows", func() bool { return leads(1 - first) })
+	for deadline := time.Now().Add(3 * time.Minute); !leads(1 - first); time.Sleep(50 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatalf("the other one does not follow:\n%s", logs[1-first].String())
+		}
+	}
 }
 
 // kubeconfigOf writes an administrator's way to the server of all tests.

@@ -22,6 +22,8 @@ var (
 		"Peers with networks as long as ours that still get networks out of the pools; 0 while ours are not known.", nil, nil)
 	descExpired = prometheus.NewDesc("isthmus_ipam_mappings_expired_total",
 		"Mappings that ended because the Pod, node, Service or peer behind them was gone.", nil, nil)
+	descLate = prometheus.NewDesc("isthmus_manager_nodes_not_refusing",
+		"Nodes that did not say in time that they refuse what was granted to peers, and have said nothing new since.", nil, nil)
 )
 
 // collector reads the manager's own series from where they are when somebody asks, so that those of
@@ -30,7 +32,11 @@ type collector struct {
 	peers   client.Reader
 	store   interface{ Book() ipam.Book }
 	expired *atomic.Uint64
+	late    *lateNodes
 }
+
+// lateNodes is the Warden of the manager that leads.
+type lateNodes = atomic.Pointer[Warden]
 
 // Describe says which series there may be.
 func (c *collector) Describe(out chan<- *prometheus.Desc) {
@@ -38,6 +44,7 @@ func (c *collector) Describe(out chan<- *prometheus.Desc) {
 	out <- descAddresses
 	out <- descLeft
 	out <- descExpired
+	out <- descLate
 }
 
 // Collect sends the series.
@@ -59,6 +66,9 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 		out <- prometheus.MustNewConstMetric(descPeering, prometheus.GaugeValue, ready, p.Name, p.Spec.Cluster.ClusterID, reason)
 	}
 	out <- prometheus.MustNewConstMetric(descExpired, prometheus.CounterValue, float64(c.expired.Load()))
+	if w := c.late.Load(); w != nil {
+		out <- prometheus.MustNewConstMetric(descLate, prometheus.GaugeValue, float64(w.Late()))
+	}
 	book := c.store.Book()
 	out <- prometheus.MustNewConstMetric(descLeft, prometheus.GaugeValue, book.Left())
 	for _, u := range book.Usage() {

@@ -38,7 +38,10 @@ type TunnelEndpointReconciler struct {
 	Peers  Peers
 	Facts  FactsReader
 	Store  *ipamstore.Store
+	Warden *Warden
 	Log    *slog.Logger
+
+	queue wardedQueue
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
@@ -56,6 +59,7 @@ func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		Watches(&v1alpha1.NatMapping{}, handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			return r.exchangesWith(ctx, o.(*v1alpha1.NatMapping).Spec.ClusterID)
 		})).
+		WatchesRawSource(r.queue.source()).
 		WatchesRawSource(source.Channel(r.Store.Subscribe(), handler.EnqueueRequestsFromMapFunc(func(ctx context.Context, o client.Object) []reconcile.Request {
 			if o.GetName() == "" {
 				return everyExchange(r.Peers, r.Log)(ctx, o)
@@ -243,6 +247,9 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	spec, err := r.decide(ctx, x.peer, original, copied)
 	if err != nil || spec == nil {
 		return err
+	}
+	if !r.Warden.Refused(x.id, r.queue.queue, exchangeWith(x.peer)) {
+		return nil // under Liqo's rights the peer may have answered itself
 	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {
 		return err

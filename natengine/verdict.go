@@ -103,6 +103,7 @@ const (
 	DropTunnelShort    // inbound: a data message below 32 octets; the peer is not known
 	DropTunnelType     // inbound: no known type of WireGuard message, or a handshake of a wrong length; the same
 	DropTunnelQueue    // outbound: gave way, by packets, octets or age, where packets wait for a session of their peer
+	DropTunnelSource   // inbound: a message from where no gateway of a peer can be, see fabric.Site; the peer is not known
 	DropHandshakeQueue // inbound: a handshake message for which the bounded queue had no place; the peer is not known
 
 	numDrops
@@ -139,6 +140,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropTunnelShort:       {"tunnel_short", "the data message is shorter than any can be"},
 	DropTunnelType:        {"tunnel_type", "not a WireGuard message, or a handshake of a wrong length"},
 	DropTunnelQueue:       {"tunnel_queue", "the packet waited for a session of its peer and gave way to newer ones, or was too old"},
+	DropTunnelSource:      {"tunnel_source", "the message comes from where no gateway of a peer can be"},
 	DropHandshakeQueue:    {"handshake_queue", "the queue of handshakes is full"},
 }
 

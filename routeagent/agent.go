@@ -54,8 +54,11 @@ type Options struct {
 	StateDirectory string // of the snapshot; empty: none is kept
 	// Tell writes down for the manager what the node reaches without us; nil: nobody is told. It is
 	// not called twice at a time.
-	Tell      func(context.Context, fabric.NodeNetworks) error
-	Resolvers string // path of the node's resolv.conf(5)
+	Tell func(context.Context, fabric.NodeNetworks) error
+	// TellRefused writes down which networks of peers the node refuses, by their fabric.GrantsID,
+	// beside what Tell wrote; nil: nobody is told. It is not called twice at a time.
+	TellRefused func(context.Context, string) error
+	Resolvers   string // path of the node's resolv.conf(5)
 	// MetricsSecure guards /metrics, and all of MetricsAddress is TLS then; nil: anybody may read.
 	MetricsSecure *httpserve.Secure
 }
@@ -71,7 +74,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	ctx, cancel := context.WithCancel(ctx)
-	a := &agent{opts: o, log: o.Log, kernel: k, wake: make(chan struct{}, 1), moved: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
+	a := &agent{opts: o, log: o.Log, kernel: k, wake: make(chan struct{}, 1), moved: make(chan struct{}, 1), refusing: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
 	a.metrics = newMetrics(a)
 	defer k.Close()
 	defer cancel()
@@ -95,6 +98,9 @@ func Run(ctx context.Context, o Options) error {
 		}
 		source.Go(func() { a.tell(ctx) })
 	}
+	if o.TellRefused != nil {
+		source.Go(func() { a.tellRefused(ctx) })
+	}
 	source.Go(func() {
 		if err := o.Source(ctx, a.deliver); err != nil && ctx.Err() == nil {
 			failed <- err
@@ -113,12 +119,15 @@ type agent struct {
 	moved   chan struct{} // what the node reaches without us may have changed
 	urgent  chan struct{} // and do not wait: networks or gateways of peers are others
 
+	refusing chan struct{} // what the node refuses may have to be told
+
 	mu       sync.Mutex
 	intent   *fabric.NodeIntent // nil: not delivered yet
 	broken   []fabric.Problem   // of reading intent
 	revision int                // of intent, from 1
 	state    state
 	told     told
+	reported bool // there is a report of this node
 
 	granted []netip.Prefix // the last that is known; the loop's alone
 	refused []netip.Prefix // what the last comparison refused; the loop's alone
@@ -129,6 +138,7 @@ type agent struct {
 type state struct {
 	revision int // of the intent compared with; 0: none yet
 	node     kernel.State
+	refused  string // GrantsID of what was granted and is refused; empty: not known
 	problems []fabric.Problem
 	err      error
 	applied  time.Time // when err was last nil
@@ -205,7 +215,7 @@ func (a *agent) compare() bool {
 		return true // what is there stays
 	}
 
-	now := state{revision: revision, node: before.node, applied: before.applied}
+	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied}
 	in.Self = a.opts.Node
 	if in.Granted == nil {
 		in.Granted = a.granted // the books are away, and with them no peering has ended
@@ -221,10 +231,14 @@ func (a *agent) compare() bool {
 	} else {
 		var unknownMTU, err error
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
-			in.UnderlayMTU, unknownMTU = a.underlayMTU(addr, in.Ways())
+			in.UnderlayDevice, in.UnderlayMTU, unknownMTU = a.underlay(addr, in.Ways())
 		}
 		now.node, now.problems = fabric.NodeFor(in)
 		first, failed := a.refuseNew(in.Refused())
+		if failed == nil {
+			now.refused = fabric.GrantsID(in.Granted)
+			a.say(now.refused) // before the rest, for which nobody has to wait
+		}
 		changes, err = a.kernel.Apply(now.node)
 		changes, err = append(first, changes...), errors.Join(failed, err)
 		if errors.Is(err, rtnl.ErrFilter) { // without it the overlay would take packets from anybody
@@ -243,19 +257,33 @@ func (a *agent) compare() bool {
 	a.mu.Lock()
 	a.state = now
 	a.mu.Unlock()
+	if before.revision == 0 {
+		set(a.moved) // the first report waits for it
+	}
 	return now.err == nil
 }
 
-// underlayMTU is that of the device with the node's address or of the way to a gateway, whichever
-// is less: a CNI may have an overlay of its own.
-func (a *agent) underlayMTU(own netip.Addr, ways []fabric.GatewayPod) (int, error) {
-	least, err := a.kernel.MTUOf(own)
+// say has the manager told what the node refuses, if that is news.
+func (a *agent) say(refused string) {
+	a.mu.Lock()
+	news := a.state.refused != refused
+	a.state.refused = refused
+	a.mu.Unlock()
+	if news {
+		set(a.refusing)
+	}
+}
+
+// underlay is the device with the node's address, and its MTU or that of the way to a gateway,
+// whichever is less: a CNI may have an overlay of its own.
+func (a *agent) underlay(own netip.Addr, ways []fabric.GatewayPod) (device string, least int, err error) {
+	device, least, err = a.kernel.DeviceOf(own)
 	for _, g := range ways {
 		if mtu, unknown := a.kernel.MTUTo(g.Addr, map[int]int{}); unknown == nil && err == nil {
 			least = min(least, mtu)
 		}
 	}
-	return least, err
+	return device, least, err
 }
 
 // refuseNew refuses networks that are new before anything else is done: the packet filter alone

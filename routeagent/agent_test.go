@@ -64,10 +64,14 @@ func child(node, path string) int {
 	}
 	told := os.Getenv(childTold)
 	source, tell := fileSource(path), tellFile(told)
+	tellRefused := tellRefusedFile(told + ".refused")
 	if filepath.Ext(path) == ".kubeconfig" {
 		config, err := owncluster.RESTConfig(path)
 		if err == nil {
-			tell, err = kube.NodeReporter(config, "default", node)
+			var reporter *kube.NodeReporter
+			if reporter, err = kube.NewNodeReporter(config, "default", node); err == nil {
+				tell, tellRefused = reporter.Tell, reporter.TellRefused
+			}
 		}
 		if err != nil {
 			fmt.Fprintln(os.Stderr, "error:", err)
@@ -78,7 +82,7 @@ func child(node, path string) int {
 		}
 	}
 	err := Run(ctx, Options{Node: node, Source: source, Log: log, Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt,
-		StateDirectory: os.Getenv(childState), Tell: tell, Resolvers: filepath.Join(filepath.Dir(told), "resolv.conf")})
+		StateDirectory: os.Getenv(childState), Tell: tell, TellRefused: tellRefused, Resolvers: filepath.Join(filepath.Dir(told), "resolv.conf")})
 	stop()
 	if err == nil {
 		err = leaktest.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv"),

@@ -23,6 +23,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
@@ -197,6 +198,18 @@ func reported(c *cluster, api client.Client) {
 			c.t.Errorf("a report has %v", p)
 		}
 	}
+	var books v1alpha1.IpamStorageList
+	if err := api.List(c.ctx, &books); err != nil || len(books.Items) != 1 {
+		c.t.Fatalf("%d books, %v", len(books.Items), err)
+	}
+	granted, _ := fabric.GrantedIn(&books.Items[0])
+	c.eventually(n, func() error { // beside the networks
+		err := api.Get(c.ctx, client.ObjectKey{Namespace: "default", Name: n.Name}, &report)
+		if want := fabric.GrantsID(granted); err == nil && report.Spec.Refused != want {
+			err = fmt.Errorf("refused is %q; want %s, of %v", report.Spec.Refused, want, granted)
+		}
+		return err
+	})
 	generation := report.Generation
 	c.run(n.Host, "ip route add blackhole 192.168.32.0/22")
 	eventually(true, "192.168.32.0/22")

@@ -30,6 +30,9 @@ const (
 	// multiplied by lookShare, so that no more than that part of a processor is spent.
 	lookGap   = 2 * time.Second
 	lookShare = 50
+	// refusedSpread is tellSpread for what the nodes refuse: peers wait for the last of them.
+	refusedSpread = 300 * time.Microsecond
+	refusedGap    = 100 * time.Millisecond // after one was told
 )
 
 // told is the outcome of the last look.
@@ -88,6 +91,9 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 		return 0, nil, nil // nothing is known of the cluster yet
 	}
 	begin := time.Now()
+	if state := t.current(); state.revision == 0 {
+		return 0, nil, nil // it is not known what the node refuses; comparing brings us back
+	}
 	now, problems, err := t.look(own)
 	wait = max(lookGap, lookShare*time.Since(begin))
 	if err != nil || now.Equal(t.last) && created == t.node && time.Since(t.at) < tellInterval {
@@ -98,12 +104,61 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 	}
 	ctx, cancel := context.WithTimeout(ctx, tellTimeout)
 	defer cancel()
+	now.Refused = t.current().refused
 	if err := t.opts.Tell(ctx, now); err != nil {
 		return wait, problems, err
 	}
+	t.mu.Lock()
+	t.reported = true
+	t.mu.Unlock()
+	set(t.refusing) // a report that was there says what was refused before
 	t.log.Info("told the manager what this node reaches by itself", "networks", len(now.Networks), "resolvers", len(now.Resolvers))
 	t.last, t.node, t.at = now, created, time.Now()
 	return wait, problems, nil
+}
+
+// tellRefused keeps the manager informed of which networks of peers the node refuses, until ctx
+// ends. It has a goroutine of its own, since peers wait for it, and looks at networks may take long.
+func (a *agent) tellRefused(ctx context.Context) {
+	pause := refusedGap
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-a.refusing:
+		}
+		_, nodes, _ := a.ourselves()
+		if !a.hasReported() {
+			continue // the first report says it, and brings us back
+		}
+		if !sleep(ctx, rand.N(refusedSpread*time.Duration(nodes+1))) {
+			return
+		}
+		attempt, cancel := context.WithTimeout(ctx, tellTimeout)
+		err := a.opts.TellRefused(attempt, a.current().refused)
+		cancel()
+		if ctx.Err() != nil {
+			return
+		}
+		if err != nil {
+			if pause == refusedGap {
+				a.log.Warn("the manager does not know what this node refuses, trying again", "error", err)
+			}
+			pause = min(2*pause, lookGap)
+			set(a.refusing)
+		} else {
+			pause = refusedGap
+		}
+		if !sleep(ctx, pause) {
+			return
+		}
+	}
+}
+
+func (a *agent) hasReported() bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.reported
 }
 
 // ourselves returns what the books say of our own networks, how many nodes there are, and when ours

@@ -34,6 +34,23 @@ func tellFile(path string) func(context.Context, fabric.NodeNetworks) error {
 	}
 }
 
+// tellRefusedFile keeps in a file what was told last.
+func tellRefusedFile(path string) func(context.Context, string) error {
+	return func(_ context.Context, id string) error { return os.WriteFile(path, []byte(id), 0o600) }
+}
+
+// untilTellsThatItRefuses waits until the agent of a node has told that it refuses the networks.
+func (c *cluster) untilTellsThatItRefuses(n *lab.Node, networks ...netip.Prefix) {
+	c.t.Helper()
+	c.eventually(n, func() error {
+		b, err := os.ReadFile(c.toldPath(n) + ".refused")
+		if err == nil && string(b) != fabric.GrantsID(networks) {
+			err = fmt.Errorf("tells that it refuses %s; want %s, of %v", b, fabric.GrantsID(networks), networks)
+		}
+		return err
+	})
+}
+
 func (c *cluster) toldPath(n *lab.Node) string { return filepath.Join(c.state, n.Name+".told") }
 
 // told is what the agent of a node told last, and how often it told something.
@@ -71,6 +88,16 @@ func TestANodeTellsWhatItReachesWithoutUs(t *testing.T) {
 	has := func(n fabric.NodeNetworks, texts ...string) bool {
 		return !slices.ContainsFunc(texts, func(text string) bool { return !slices.Contains(n.Networks, netip.MustParsePrefix(text)) })
 	}
+	for _, n := range []*lab.Node{n1, n2} {
+		c.untilTellsThatItRefuses(n, c.in.Granted...)
+	}
+	granted := c.in.Granted
+	c.in.Granted = append(c.in.Granted[:1:1], netip.MustParsePrefix("10.99.0.0/16"))
+	c.want()
+	c.untilTellsThatItRefuses(n2, c.in.Granted...)
+	c.in.Granted = granted
+	c.want()
+	c.untilTellsThatItRefuses(n2, granted...)
 	link := netip.PrefixFrom(n1.Addr, 24).Masked().String()
 	for _, n := range []*lab.Node{n1, n2} {
 		c.untilTold(n, "its link and what is on-prem", func(r fabric.NodeNetworks) bool { return has(r, link, "192.168.77.0/24") })

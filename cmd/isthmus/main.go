@@ -1,7 +1,7 @@
 // Command isthmus joins the pod networks of Kubernetes clusters: it is what a cluster runs, and
 // what people use on clusters.
 //
-//	isthmus install                  what the components need in a cluster
+//	isthmus install | uninstall      in a cluster
 //	isthmus peer | unpeer            join two clusters, part them
 //	isthmus status                   what is joined, and what is wrong
 //	isthmus diagnose                 the first thing that is broken on the way to a peer
@@ -53,6 +53,7 @@ PodCIDR.
 		newGatewayCommand(),
 		newRouteAgentCommand(),
 		newInstallCommand(),
+		newUninstallCommand(),
 		newPeerCommand(),
 		newUnpeerCommand(),
 		newStatusCommand(),

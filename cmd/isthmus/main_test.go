@@ -241,7 +241,7 @@ func TestHelpNamesEveryCommand(t *testing.T) {
 	if code != 0 {
 		t.Errorf("code %d", code)
 	}
-	for _, name := range []string{"install", "peer", "unpeer", "gateway", "status", "trace", "genkey", "pubkey", "manager", "route-agent", "version"} {
+	for _, name := range []string{"install", "uninstall", "peer", "unpeer", "gateway", "status", "trace", "genkey", "pubkey", "manager", "route-agent", "version"} {
 		if !strings.Contains(out, "\n  "+name+" ") {
 			t.Errorf("no %s in\n%s", name, out)
 		}

@@ -37,7 +37,8 @@ gateway, or to its node where the gateway has --host-network, and packets from t
 pods. It reads its Node, the gateway's Pods and TunnelEndpoints, and where a gateway has
 --host-network all Nodes and Pods; while the API server is away, everything stays as it is. It writes
 one object, the NodeNetworks of its node: the networks that the node reaches by itself
-and its DNS servers, which the manager gives to no peer.
+and its DNS servers, which the manager gives to no peer, and for which peers it
+refuses packets: the manager tells of a network only when all nodes do.
 
 What somebody else deletes or changes of it is back within a second. From the moment
 at which a network is granted to a peer, the node refuses packets for it that cannot go
@@ -69,9 +70,11 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 			o.Source = func(ctx context.Context, deliver func(fabric.NodeIntent, []fabric.Problem)) error {
 				return kube.WatchNode(ctx, config, installed, o.Node, o.Log, deliver)
 			}
-			if o.Tell, err = kube.NodeReporter(config, installed, o.Node); err != nil {
+			reporter, err := kube.NewNodeReporter(config, installed, o.Node)
+			if err != nil {
 				return err
 			}
+			o.Tell, o.TellRefused = reporter.Tell, reporter.TellRefused
 			return routeagent.Run(cmd.Context(), o)
 		},
 	}

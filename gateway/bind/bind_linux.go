@@ -14,6 +14,7 @@ import (
 	"errors"
 	"net"
 	"net/netip"
+	"os"
 	"strconv"
 	"sync"
 	"sync/atomic"
@@ -41,6 +42,7 @@ const (
 type Bind struct {
 	mu     sync.RWMutex // guards the two; held to read by senders
 	v4, v6 *socket
+	ignore bool // see IgnorePath
 }
 
 // New returns a closed Bind.
@@ -61,6 +63,9 @@ func (b *Bind) Listen(port uint16) ([]func(*Batch) error, uint16, error) {
 		v4, v6, actual, err := openBoth(port)
 		if err == nil {
 			b.v4, b.v6 = v4, v6
+			if b.ignore {
+				_ = v4.ignorePath(true) // it is tried again by whoever wants it
+			}
 			var receive []func(*Batch) error
 			for _, s := range []*socket{v4, v6} {
 				if s != nil {
@@ -99,6 +104,23 @@ func (b *Bind) Close() error {
 	defer b.mu.Unlock()
 	err := errors.Join(b.v4.close(), b.v6.close())
 	b.v4, b.v6 = nil, nil
+	return err
+}
+
+// IgnorePath makes IPv4 datagrams leave whole and without DF, whatever the kernel believes of the
+// path, and the kernel believe no ICMP error about them; false is how sockets begin. It is for a
+// path that is said to be smaller than any: datagrams arrive by it as well if that is true.
+func (b *Bind) IgnorePath(ignore bool) error {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if b.ignore == ignore || b.v4 == nil {
+		b.ignore = ignore
+		return nil
+	}
+	err := b.v4.ignorePath(ignore)
+	if err == nil {
+		b.ignore = ignore
+	}
 	return err
 }
 
@@ -165,6 +187,19 @@ func prepare(network, _ string, c syscall.RawConn) error {
 		}
 	})
 	return errors.Join(control, err)
+}
+
+// ignorePath does nothing to a socket that is not there.
+func (s *socket) ignorePath(ignore bool) (err error) {
+	if s == nil {
+		return nil
+	}
+	mode := unix.IP_PMTUDISC_WANT
+	if ignore {
+		mode = unix.IP_PMTUDISC_OMIT
+	}
+	control := s.raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_MTU_DISCOVER, mode) })
+	return errors.Join(control, os.NewSyscallError("IP_MTU_DISCOVER", err))
 }
 
 func (s *socket) port() uint16 { return s.conn.LocalAddr().(*net.UDPAddr).AddrPort().Port() }

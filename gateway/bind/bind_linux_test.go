@@ -369,3 +369,34 @@ func TestEmptyDatagramsAreReceived(t *testing.T) {
 		}
 	}
 }
+
+// A port that is opened later keeps to it.
+func TestAPathIsIgnored(t *testing.T) {
+	b := New()
+	t.Cleanup(func() { _ = b.Close() })
+	for _, ignore := range []bool{true, false, true} {
+		if err := b.IgnorePath(ignore); err != nil {
+			t.Fatal(err)
+		}
+		want := unix.IP_PMTUDISC_WANT
+		if ignore {
+			want = unix.IP_PMTUDISC_OMIT
+		}
+		for range 2 {
+			if _, _, err := b.Listen(0); err != nil && !errors.Is(err, conn.ErrBindAlreadyOpen) {
+				t.Fatal(err)
+			}
+			got, err := -1, error(nil)
+			control := b.v4.raw.Control(func(fd uintptr) { got, err = unix.GetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_MTU_DISCOVER) })
+			if err = errors.Join(control, err); err != nil || ignore && got != want || !ignore && got == unix.IP_PMTUDISC_OMIT {
+				t.Errorf("ignored %v: IP_MTU_DISCOVER is %d, %v; want %d", ignore, got, err, want)
+			}
+			if err := b.Close(); err != nil {
+				t.Fatal(err)
+			}
+		}
+		if _, _, err := b.Listen(0); err != nil {
+			t.Fatal(err)
+		}
+	}
+}

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"net"
+	"net/netip"
 	"time"
 
 	"golang.zx2c4.com/wireguard/conn"
@@ -23,6 +24,12 @@ type inbound struct {
 	nonce [12]byte
 	run   run
 	write writer
+
+	source struct { // of the last message
+		from  conn.Endpoint
+		judge *func(netip.Addr) bool
+		may   bool
+	}
 }
 
 // run is data messages that came one behind the other under one index.
@@ -62,6 +69,10 @@ func (in *inbound) receiveAll(next func(*bind.Batch) error) {
 
 // accept sorts one message: data into the run at hand, handshakes into the device's queue.
 func (in *inbound) accept(m []byte, from conn.Endpoint) {
+	if !in.mayCome(from) {
+		in.refuse(nil, natengine.DropTunnelSource)
+		return
+	}
 	var messageType uint32
 	if len(m) >= 4 {
 		messageType = binary.LittleEndian.Uint32(m)
@@ -80,6 +91,18 @@ func (in *inbound) accept(m []byte, from conn.Endpoint) {
 	default:
 		in.refuse(nil, natengine.DropTunnelType)
 	}
+}
+
+// mayCome says whether messages may come from there. Those of one source are mostly together.
+func (in *inbound) mayCome(from conn.Endpoint) bool {
+	f := in.t.mayCome.Load()
+	if f == nil {
+		return true
+	}
+	if in.source.from != from || in.source.judge != f {
+		in.source.from, in.source.judge, in.source.may = from, f, (*f)(from.DstIP())
+	}
+	return in.source.may
 }
 
 // open opens the run at hand, in the place of the messages, and writes its packets.

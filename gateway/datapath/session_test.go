@@ -203,6 +203,29 @@ func TestNothingIsSealedWithTheLastNonces(t *testing.T) {
 	})
 }
 
+// Where a message comes from is where answers go: one from where no gateway of a peer can be is not
+// taken, whatever it is, and moves nothing.
+func TestMessagesFromWhereNoGatewayIsAreDropped(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		s := p.stranger(t, "192.0.2.9")
+		before := b.Stats()
+		b.SetSources(func(addr netip.Addr) bool { return addr != netip.MustParseAddr("192.0.2.9") })
+		b.tell(t, s, datapath.SealWith(a.session(), 100, numbered(b.to, podOf(1), 7, 100)))
+		b.wants(t)
+		if n := b.drops(natengine.Inbound, natengine.DropTunnelSource); n != 1 {
+			t.Errorf("%d counted: want 1", n)
+		}
+		for key, stats := range b.Stats() {
+			if stats.Endpoint != before[key].Endpoint {
+				t.Errorf("the peer is at %v, and was at %v", stats.Endpoint, before[key].Endpoint)
+			}
+		}
+		b.SetSources(func(netip.Addr) bool { return true }) // it is asked again
+		b.tell(t, s, datapath.SealWith(a.session(), 101, numbered(b.to, podOf(1), 8, 100)))
+		b.wants(t, 8)
+	})
+}
+
 func TestNothingIsAcceptedWithTheLastNonces(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		s := p.stranger(t, "192.0.2.9")

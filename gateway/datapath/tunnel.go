@@ -61,6 +61,8 @@ type Tunnel struct {
 	public  atomic.Pointer[device.NoisePublicKey]
 	checker atomic.Pointer[device.CookieChecker] // knows messages that were made for our public key
 
+	mayCome atomic.Pointer[func(netip.Addr) bool] // nil: from everywhere
+
 	waiting atomic.Bool // packets wait for a session
 	look    atomic.Bool // one of these sessions may be there, or packets may have waited too long
 	out     outbound    // state of the outbound goroutine
@@ -299,6 +301,11 @@ func (t *Tunnel) publish(table *peerTable) {
 		p.stop()
 	}
 }
+
+// SetSources says from where messages of peers may come. Others are dropped before anything else is
+// done with them: where a message came from is where answers go (roaming), and whoever has a key may
+// forge the source. It is asked once for each source, and again after each call.
+func (t *Tunnel) SetSources(mayCome func(netip.Addr) bool) { t.mayCome.Store(&mayCome) }
 
 // Forget makes the next SetPeers set the peer's endpoint again, wherever it roamed to meanwhile.
 func (t *Tunnel) Forget(key [32]byte) {

@@ -47,7 +47,7 @@ var Rules = []Rule{
 
 	{"Kubernetes clients stay in manager and internal/source/kube", onlyIn([]string{"k8s.io/client-go", "sigs.k8s.io/controller-runtime"},
 		inPackage("manager"), inPackage("internal/source/kube"), inPackage("internal/owncluster"), inPackage("internal/peering"), // and where clusters are joined,
-		inPackage("internal/fleet"), inPackage("internal/demo"), // made and shown,
+		inPackage("internal/fleet"), inPackage("internal/kubenodes"), inPackage("internal/demo"), // made and shown,
 		inPackage("internal/kubeauth"))}, // and where the API server says who may read metrics
 	{"netlink stays in internal/kernel/rtnl", onlyIn([]string{"github.com/vishvananda/netlink", "github.com/mdlayher/netlink", "github.com/jsimonetti/rtnetlink", "github.com/google/nftables"},
 		inPackage("internal/kernel/rtnl"), inPackage("internal/lab"), inPackage("benchmarks"))},

@@ -1,6 +1,6 @@
 // Package chart renders the chart of Isthmus (deploy/chart/isthmus) as Helm does, without Helm: so
 // that `isthmus install` and `helm install` make the same objects from one source. It knows what
-// that chart uses of Helm's templates and nothing else; test/chart compares both.
+// that chart uses of Helm's templates and nothing else; test/helm compares both.
 package chart
 
 import (
@@ -34,14 +34,9 @@ type Options struct {
 	AppVersion string
 	// Values replace those of values.yaml: field by field, lists as a whole.
 	Values Values
-	// Hooks renders what Helm runs before and after its work, too.
-	Hooks bool
 }
 
 const root = "chart/isthmus"
-
-// HookAnnotation marks what Helm runs at a certain time and does not count as a part of the release.
-const HookAnnotation = "helm.sh/hook"
 
 // Defaults are the values of values.yaml.
 func Defaults() (Values, error) {
@@ -227,9 +222,7 @@ func Objects(o Options) ([]*unstructured.Unstructured, error) {
 		if err := u.UnmarshalJSON(document); err != nil { // integers stay integers
 			return nil, fmt.Errorf("what the chart renders is no object: %w", err)
 		}
-		if _, hook := u.GetAnnotations()[HookAnnotation]; !hook || o.Hooks {
-			all = append(all, u)
-		}
+		all = append(all, u)
 	}
 	slices.SortStableFunc(all, func(a, b *unstructured.Unstructured) int { return rank(a) - rank(b) })
 	return all, nil

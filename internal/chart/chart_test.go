@@ -10,6 +10,7 @@ import (
 	"testing"
 
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/deploy"
 )
@@ -44,23 +45,37 @@ var everything = Values{
 	"metrics": Values{"enabled": true, "podMonitor": Values{"enabled": true}},
 }
 
-func TestDefaultsAreAsRecorded(t *testing.T) {
-	text, err := Render(Options{Namespace: deploy.Namespace, AppVersion: "v0.0.0", Values: paris(Values{"crds": Values{"install": false}})})
-	if err != nil {
-		t.Fatal(err)
-	}
-	const golden = "testdata/defaults.yaml"
-	if *update {
-		if err := os.WriteFile(golden, []byte(text), 0o644); err != nil {
+// What is recorded is what Helm renders, too: test/helm compares it.
+func TestManifestsAreAsRecorded(t *testing.T) {
+	for name, values := range map[string]Values{"defaults": nil, "everything": everything, "hostnetwork": {
+		"gateway": Values{"hostNetwork": true, "tunnels": 2.0, "hostPort": true, "service": Values{"type": "LoadBalancer", "nodePort": 30001.0, "loadBalancerClass": "x", "annotations": Values{"a": "b"}}},
+		"image":   Values{"digest": "sha256:" + strings.Repeat("0", 64), "pullSecrets": []any{"s"}}, "manager": Values{"extraArgs": []any{"--a=\"b\""}, "nodeSelector": Values{"x": "y"}},
+		"networks": Values{"podCIDR": "10.9.0.0/16", "pools": []any{"10.0.0.0/8", "172.16.0.0/12"}},
+	}} {
+		values = paris(Merge(values, Values{"crds": Values{"install": name == "everything", "liqo": false}}))
+		text, err := Render(Options{Namespace: deploy.Namespace, AppVersion: "0.0.0", Values: values})
+		if err != nil {
 			t.Fatal(err)
 		}
-	}
-	want, err := os.ReadFile(golden)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if text != string(want) {
-		t.Errorf("%s is not what the chart renders; look at the difference of go test ./internal/chart -update", golden)
+		chosen, err := yaml.Marshal(values)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for file, got := range map[string]string{name + ".yaml": text, name + ".values.yaml": string(chosen)} {
+			file = "testdata/" + file
+			if *update {
+				if err := os.WriteFile(file, []byte(got), 0o644); err != nil {
+					t.Fatal(err)
+				}
+			}
+			want, err := os.ReadFile(file)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got != string(want) {
+				t.Errorf("%s is not what the chart renders; look at what `go test ./internal/chart -update` changes", file)
+			}
+		}
 	}
 }
 

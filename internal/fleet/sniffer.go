@@ -4,7 +4,6 @@ import (
 	"context"
 	"fmt"
 	"net/netip"
-	"strings"
 	"sync"
 	"time"
 
@@ -36,12 +35,6 @@ func (f *Fleet) stopSniffing() error {
 		c.remotes.stop()
 	}
 	return err
-}
-
-// ExcuseSetUp excuses the pings that were in the clear since the given time, in which a peering was
-// being set up, and returns them. docs/security.md says how they come about.
-func (f *Fleet) ExcuseSetUp(since time.Time) []lab.Leak {
-	return f.Sniffer.Excuse(func(l lab.Leak) bool { return l.At.After(since) && strings.HasPrefix(l.Packet, "ICMP ") })
 }
 
 // remotes are the networks that a cluster's peers have there, as the sniffer knows them: from the

@@ -11,30 +11,44 @@ import (
 // same (FilterChains); what differs is the addresses in its sets, each sorted and separated by
 // spaces, so that filters are comparable.
 type Filter struct {
-	Nodes  string // addresses from which packets of the overlay come, IPv4: those of nodes and gateways
-	Remote string // networks of peers, IPv4
-	Own    string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
+	Nodes     string // addresses from which packets of the overlay come, IPv4: those of nodes and gateways
+	Remote    string // networks of peers, IPv4
+	Own       string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
+	Elsewhere string // networks in which pods of other nodes are, and none of ours, IPv4
+	Underlay  string // devices by which our node reaches the others
 	// Gateways are addresses of gateways that are Pods, IPv4: what they send to the overlay of other
 	// nodes, and get from there, a node forwards.
 	Gateways string
 }
 
+// FilterSets is what a Filter is made of, in any order.
+type FilterSets struct {
+	Nodes, Own, Gateways []netip.Addr
+	Remote, Elsewhere    []netip.Prefix
+	Underlay             []string
+}
+
 // FilterFor makes a Filter. Networks inside others are left out, and so is IPv6, which the overlay
 // does not carry.
-func FilterFor(nodes []netip.Addr, remote []netip.Prefix, own, gateways []netip.Addr) Filter {
-	var f Filter
-	f.Nodes, f.Own, f.Gateways = addresses(nodes), addresses(own), addresses(gateways)
-	remote = slices.SortedFunc(slices.Values(remote), func(a, b netip.Prefix) int { return a.Compare(b) })
+func FilterFor(s FilterSets) Filter {
+	devices := slices.DeleteFunc(slices.Sorted(slices.Values(s.Underlay)), func(name string) bool { return name == "" })
+	return Filter{
+		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
+		Remote: networks(s.Remote), Elsewhere: networks(s.Elsewhere), Underlay: strings.Join(slices.Compact(devices), " "),
+	}
+}
+
+func networks(all []netip.Prefix) string {
+	all = slices.SortedFunc(slices.Values(all), func(a, b netip.Prefix) int { return a.Compare(b) })
 	var last netip.Prefix
 	var texts []string
-	for _, p := range remote { // a network sorts before those inside
+	for _, p := range all { // a network sorts before those inside
 		if p.Addr().Is4() && !(last.IsValid() && last.Overlaps(p)) {
 			last = p
 			texts = append(texts, p.String())
 		}
 	}
-	f.Remote = strings.Join(texts, " ")
-	return f
+	return strings.Join(texts, " ")
 }
 
 func addresses(all []netip.Addr) string {
@@ -77,7 +91,9 @@ func (c FilterChain) Priority() int {
 // by the device that leads to that node: a pod or an underlay host with an ordinary UDP socket
 // could otherwise send anything as anybody. No packet that is forwarded goes to the overlay's port,
 // whether its source is translated later or not, and whether it comes from a pod of ours or of a
-// peer. The gateway is the exception where it is a Pod; it has a filter like this one, too.
+// peer. The gateway is the exception where it is a Pod; it has a filter like this one, too. To it go
+// packets of other nodes, and none that came by the device of a pod: the CNI may hide a pod behind
+// its node's address, and the gateway would believe it.
 //
 // The devices of ours that packets of peers come by are those of the overlay and of a gateway in
 // this namespace (isthmus.host, or the TUNs isthmus0 and so on).
@@ -91,6 +107,11 @@ func (c FilterChain) Priority() int {
 // Inside the overlay one end of a packet is a peer's and the other is not, and what has a peer's
 // source came out of the gateway: its node would otherwise carry there what a pod of its own made
 // up.
+//
+// A pod of ours may say that it is anybody, and most CNIs carry that. What has a peer's source came
+// out of the gateway, or over another node that brought it from there, and by no device of a pod,
+// which is one end of a veth pair or a bridge. Nor does what is for a peer and has the source of a
+// pod of another node: that may come from its node, to a NodePort here that leads to a peer.
 //
 // What most packets are comes first: each rule before costs a packet of the overlay some 100 ns.
 var FilterChains = []FilterChain{
@@ -110,6 +131,21 @@ var FilterChains = []FilterChain{
 		"ip saddr != @remote ip daddr @remote accept",
 		"drop",
 	}},
+	{Name: "bydevice", Rules: []string{
+		"iifname @underlay accept",
+		`meta iifkind "veth" drop`,
+		`meta iifkind "bridge" drop`,
+		"accept",
+	}},
+	{Name: "forged", Rules: []string{
+		`oifname "isthmus.vxlan" drop`,
+		"jump bydevice",
+	}},
+	{Name: "outer", Rules: []string{
+		"ip saddr @gateways fib saddr . iif oif != 0 accept",
+		"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice",
+		"drop",
+	}},
 	{Name: "prerouting", Hook: "prerouting", Rules: []string{
 		`iifname "isthmus*" jump translated`,
 	}},
@@ -119,12 +155,42 @@ var FilterChains = []FilterChain{
 		`iifname "isthmus*" jump remote`,
 	}},
 	{Name: "forward", Hook: "forward", Rules: []string{
-		"udp dport 4800 ip saddr @gateways fib saddr . iif oif != 0 accept",
-		"udp dport 4800 ip daddr @gateways fib saddr . iif oif != 0 accept",
-		"udp dport 4800 drop",
+		"udp dport 4800 jump outer",
 		`iifname "isthmus.vxlan" jump overlay`,
-		`oifname "isthmus.vxlan" iifname != "isthmus*" ip saddr @remote drop`,
+		`iifname "isthmus*" accept`,
+		"ip saddr @remote jump forged",
+		"ip daddr @remote ip saddr @elsewhere jump bydevice",
 	}},
+}
+
+// A FilterSet is a set of the table, as nft(8) takes it.
+type FilterSet struct {
+	Name, Type string
+	Interval   bool   // of networks, not addresses
+	Elements   string // separated by spaces
+}
+
+// Sets are the sets, always the same but for their elements.
+func (f Filter) Sets() []FilterSet {
+	return []FilterSet{
+		{"nodes", "ipv4_addr", false, f.Nodes},
+		{"remote", "ipv4_addr", true, f.Remote},
+		{"own", "ipv4_addr", false, f.Own},
+		{"elsewhere", "ipv4_addr", true, f.Elsewhere},
+		{"underlay", "ifname", false, f.Underlay},
+		{"gateways", "ipv4_addr", false, f.Gateways},
+	}
+}
+
+// set is the field for the set of a name.
+func (f *Filter) set(name string) *string {
+	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay, "gateways": &f.Gateways}[name]
+}
+
+// WithSet returns the Filter with other elements in the set of a name.
+func (f Filter) WithSet(name, elements string) Filter {
+	*f.set(name) = elements
+	return f
 }
 
 // command is one line for nft(8), which replaces the table in one step.
@@ -134,10 +200,18 @@ func (f Filter) command(remove bool, _ string) string {
 		return "nft '" + c + "'"
 	}
 	c += fmt.Sprintf("; table inet %s { ", FilterTable)
-	for _, set := range []struct{ name, flags, elements string }{{"nodes", "", f.Nodes}, {"remote", "flags interval; ", f.Remote}, {"own", "", f.Own}, {"gateways", "", f.Gateways}} {
-		c += fmt.Sprintf("set %s { type ipv4_addr; %s", set.name, set.flags)
-		if set.elements != "" {
-			c += fmt.Sprintf("elements = { %s }; ", strings.ReplaceAll(set.elements, " ", ", "))
+	for _, set := range f.Sets() {
+		flags := ""
+		if set.Interval {
+			flags = "flags interval; "
+		}
+		c += fmt.Sprintf("set %s { type %s; %s", set.Name, set.Type, flags)
+		if set.Elements != "" {
+			elements := strings.ReplaceAll(set.Elements, " ", ", ")
+			if set.Type == "ifname" {
+				elements = `"` + strings.ReplaceAll(set.Elements, " ", `", "`) + `"`
+			}
+			c += fmt.Sprintf("elements = { %s }; ", elements)
 		}
 		c += "}; "
 	}

@@ -3,7 +3,6 @@ package kubenodes
 import (
 	"bytes"
 	"context"
-	_ "embed"
 	"errors"
 	"fmt"
 	"io"
@@ -30,25 +29,21 @@ const Namespace = "isthmus-system"
 // Image is the name of the image of Isthmus on the nodes.
 const Image = "isthmus.test/isthmus:1"
 
-//go:embed workloads.yaml
-var workloads string
-
-// ImageOf writes an image of the isthmus program beside the program and returns the archive, for
-// Options.Images.
-func ImageOf(program string) (archive string, err error) {
-	archive = program + "-image.tar"
-	return archive, WriteImage(archive, Image, program)
+// ImageOf writes an image of the isthmus program and returns the archive, for Options.Images.
+func ImageOf(program, archive string) (path string, err error) {
+	return archive, writeImage(archive, Image, "65532:65532", program)
 }
 
 // Install installs Isthmus in all clusters with the program and waits until all its Pods are ready.
 func (s *Set) Install(ctx context.Context, program string) error {
 	return s.each(func(c *Cluster) error {
-		args := []string{"install", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID, "--gateway-service", "NodePort"}
-		if out, err := s.Command(ctx, program, args...).CombinedOutput(); err != nil {
-			return fmt.Errorf("isthmus install: %w\n%s", err, out)
+		args := []string{"install", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID, "--image", Image,
+			"--pod-cidr", c.PodCIDR.String(), "--timeout", patience.String()}
+		if c.options.HostNetwork {
+			args = append(args, "--host-network")
 		}
-		if err := c.Apply(ctx, strings.NewReplacer("IMAGE", Image, "PODCIDR", c.PodCIDR.String()).Replace(workloads)); err != nil {
-			return err
+		if out, err := s.Command(ctx, program, args...).CombinedOutput(); err != nil {
+			return fmt.Errorf("isthmus install: %w\n%s\n%s", err, out, c.Explain())
 		}
 		return c.WaitRolledOut(ctx)
 	})
@@ -216,7 +211,7 @@ func (c *Cluster) NodeOf(name string) (*Node, error) {
 
 // Watch lets the sniffer look for packets of c's peers' networks in the clear.
 func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) error {
-	var w lab.Watched
+	w := lab.Watched{Overlay: c.PodCIDR}
 	for _, p := range peers {
 		pods, external, err := c.Networks(ctx, p)
 		if err != nil {

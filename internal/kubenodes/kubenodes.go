@@ -66,6 +66,9 @@ const (
 type NodeOptions struct {
 	Proxy      ProxyMode  // default IPTables
 	Masquerade Masquerade // default MasqueradeAll
+
+	// HostNetwork runs the gateways of Isthmus in the network of their nodes.
+	HostNetwork bool
 }
 
 // Options of Up.

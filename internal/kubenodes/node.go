@@ -12,7 +12,6 @@ import (
 	"syscall"
 	"time"
 
-	"github.com/vishvananda/netlink"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -54,7 +53,7 @@ func (s *Set) testImage() (path string, err error) {
 		return "", err
 	}
 	path = filepath.Join(s.dir, "testpod.tar")
-	return path, WriteImage(path, TestImage, filepath.Join(s.dir, "testpod"))
+	return path, writeImage(path, TestImage, "", filepath.Join(s.dir, "testpod"))
 }
 
 // begin makes the Node object, starts the node and waits until it is ready.
@@ -153,41 +152,10 @@ func (n *Node) Crash() error {
 	if err := n.kill(); err != nil {
 		return err
 	}
-	if err := n.Do(forget); err != nil {
-		return fmt.Errorf("node %s: %w", n.Name, err)
+	if err := n.Forget(); err != nil {
+		return err
 	}
 	return n.run("nft", "flush", "ruleset")
-}
-
-// forget removes what a boot would not find: devices that the node made, rules and their tables. It runs on a thread of the node.
-func forget() error {
-	links, err := netlink.LinkList()
-	if err != nil {
-		return err
-	}
-	for _, l := range links {
-		// The lab's own: the uplink, and the network of the server behind node 1.
-		if name := l.Attrs().Name; name == "lo" || name == "eth0" || name == "lan" {
-			continue
-		}
-		var gone netlink.LinkNotFoundError
-		if err := netlink.LinkDel(l); err != nil && !errors.As(err, &gone) && !errors.Is(err, syscall.ENODEV) {
-			return fmt.Errorf("device %s: %w", l.Attrs().Name, err)
-		}
-	}
-	rules, err := netlink.RuleList(netlink.FAMILY_V4)
-	if err != nil {
-		return err
-	}
-	for _, r := range rules {
-		if r.Table == 253 || r.Table == 254 || r.Table == 255 { // default, main, local
-			continue
-		}
-		if err := netlink.RuleDel(&r); err != nil && !errors.Is(err, syscall.ENOENT) {
-			return fmt.Errorf("rule %v: %w", r, err)
-		}
-	}
-	return nil
 }
 
 // kill ends all processes of the node and waits for their end.

@@ -20,6 +20,9 @@ type Watched struct {
 	// Endpoints are mapped for peers. What a peer sends to one of them ends there without a tunnel,
 	// also when the way from the gateway's node leads over the underlay.
 	Endpoints []netip.Addr
+	// Overlay is a network of the cluster in which gateways come and go as pods, so that any of its
+	// addresses may be an end of the overlay.
+	Overlay netip.Prefix
 }
 
 // A watch judges the frames that the nodes of one cluster send. It is never modified.
@@ -73,7 +76,9 @@ func (w *watch) shows(h ipHeader) (netip.Prefix, bool) {
 func (w *watch) isNode(a netip.Addr) bool { return w.first.Compare(a) <= 0 && a.Compare(w.last) <= 0 }
 
 // mayCarry says whether an address is one of the ends of the overlay.
-func (w *watch) mayCarry(a netip.Addr) bool { return w.isNode(a) || slices.Contains(w.gateways, a) }
+func (w *watch) mayCarry(a netip.Addr) bool {
+	return w.isNode(a) || slices.Contains(w.gateways, a) || w.Overlay.Contains(a)
+}
 
 // Offsets in a frame with an IPv4 header, for the filter.
 const (

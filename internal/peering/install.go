@@ -77,7 +77,7 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if c.Identity, err = chooseIdentity(have, o.Identity, c.uid); err != nil {
 		return fmt.Errorf("%s: %w", c, err)
 	}
-	if err := c.notByHelm(ctx); err != nil {
+	if err := c.notByHelm(ctx, "upgrade"); err != nil {
 		return err
 	}
 	values := chart.Values{
@@ -165,8 +165,8 @@ func (c *Cluster) remember(ctx context.Context, chosen chart.Values) error {
 	return err
 }
 
-// notByHelm keeps two from writing the same objects by turns.
-func (c *Cluster) notByHelm(ctx context.Context) error {
+// notByHelm keeps two from writing the same objects by turns; command is Helm's for what is wanted.
+func (c *Cluster) notByHelm(ctx context.Context, command string) error {
 	for _, o := range []client.Object{&appsv1.Deployment{}, &corev1.ServiceAccount{}} {
 		o.SetNamespace(c.Namespace)
 		o.SetName(deploy.ManagerServiceAccount) // the Deployment has the same name
@@ -175,8 +175,8 @@ func (c *Cluster) notByHelm(ctx context.Context) error {
 			return c.explain(c.Namespace+"/"+o.GetName(), err)
 		}
 		if release := o.GetAnnotations()["meta.helm.sh/release-name"]; release != "" {
-			return fmt.Errorf("%s: namespace %s has the Helm release %s: run `helm upgrade %s` instead, since the next one would undo what is changed here",
-				c, c.Namespace, Printable(release), Printable(release))
+			return fmt.Errorf("%s: namespace %s has the Helm release %s: run `helm %s %s` instead, since Helm would not know what is changed here",
+				c, c.Namespace, Printable(release), command, Printable(release))
 		}
 	}
 	return nil

@@ -105,8 +105,10 @@ func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error 
 // findFarewells finds out what is meant and what is left of it.
 func findFarewells(ctx context.Context, local, remote *Cluster, o UnpeerOptions) ([]*farewell, error) {
 	if remote == nil {
-		if err := local.Identify(ctx); err != nil {
-			return nil, err
+		if local.Identity.ClusterID == "" { // Uninstall goes on where nothing says it any more
+			if err := local.Identify(ctx); err != nil {
+				return nil, err
+			}
 		}
 		f, err := local.farewellTo(ctx, func(p *isthmus.Peering) bool { return p.Name == o.Name || p.Spec.Cluster.ClusterName == o.Name },
 			func(n *corev1.Namespace) bool {

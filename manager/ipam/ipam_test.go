@@ -237,11 +237,16 @@ func TestExhaustionIsARefusalAndEndsWithARelease(t *testing.T) {
 
 // The API server takes requests of 3 MiB, and etcd values of 1.5 MiB.
 func TestABookHasAsManyPeersAsItsObjectMayHave(t *testing.T) {
-	b := configured(t, ours())
+	full := configured(t, ours()).Spec()
 	for i := range MaxPeers {
-		id := fmt.Sprintf("%08x-0000-4000-8000-000000000000", i)
-		b, _ = grant(t, b, claim(id, "10.244.0.0/24", "10.245.0.0/24"))
-		b = b.Answered(id, pfx("100.127.0.0/16"), pfx("100.126.0.0/16"))
+		network := func(first byte) string { return fmt.Sprintf("%d.%d.%d.0/24", first, i>>8, i&0xff) }
+		full.ClusterSubnets[fmt.Sprintf("%08x-0000-4000-8000-000000000000", i)] = v1alpha1.Subnets{
+			RemotePodCIDR: network(11), RemoteExternalCIDR: network(12), LocalNATPodCIDR: "100.127.0.0/16", LocalNATExternalCIDR: "100.126.0.0/16",
+		}
+	}
+	b, err := Read(&full)
+	if err != nil {
+		t.Fatal(err)
 	}
 	if _, _, err := b.Grant(claim("one-more", "10.50.0.0/24", "10.51.0.0/24")); !exhausted(err) {
 		t.Errorf("got %v", err)

@@ -47,6 +47,7 @@ type Store struct {
 	object      *v1alpha1.IpamStorage // as read last; nil when there is none
 	synced      bool                  // object has what Book says, and its version is current, though its spec may not be
 	subscribers []chan event.GenericEvent
+	observers   []func(ipam.Book)
 
 	queueMu sync.Mutex
 	queue   []*update // that wait for mu, or for the goroutine that has it
@@ -187,6 +188,16 @@ func (s *Store) Subscribe() <-chan event.GenericEvent {
 	ch := make(chan event.GenericEvent, 2*ipam.MaxPeers)
 	s.subscribers = append(s.subscribers, ch)
 	return ch
+}
+
+// Observe calls f with the Book as it is, and then with each that follows, one after the other and
+// without leaving one out: each is what others may have read. f must not take long, or call the
+// Store.
+func (s *Store) Observe(f func(ipam.Book)) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	f(s.Book())
+	s.observers = append(s.observers, f)
 }
 
 // write brings the object to what f makes of the Book.
@@ -354,6 +365,9 @@ func (s *Store) publish(next ipam.Book) {
 	}
 	if len(names) == 0 {
 		return
+	}
+	for _, f := range s.observers {
+		f(next)
 	}
 	for _, ch := range s.subscribers {
 		send(ch, names)

@@ -2,6 +2,7 @@ package attacks
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -164,7 +165,13 @@ func podOfAnother(t *testing.T, s *site) {
 		return netip.AddrFrom4([4]byte(ip[12:16])) == b && netip.AddrFrom4([4]byte(ip[16:20])) == victim.Addr
 	})
 	addr := s.seen(t, s.b, s.a, victim.Addr)
-	time.Sleep(5 * grace)
+	eventually(t, "the agent of the gateway's node names it", func() error {
+		text, err := s.a.Nodes[s.gateway].Get(t.Context(), "http://127.0.0.1:5875/status")
+		if err == nil && !strings.Contains(text, "Pod default/thief: status.podIPs: is "+victim.Addr.String()) {
+			err = errors.New(text)
+		}
+		return err
+	})
 	for range tries {
 		_, _ = s.podOfB().PingWith(t.Context(), addr, lab.PingOptions{Wait: grace}) // the thief may keep it
 	}

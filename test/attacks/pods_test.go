@@ -3,15 +3,17 @@ package attacks
 import (
 	"bytes"
 	"crypto/rand"
+	"encoding/binary"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"net/netip"
 	"testing"
 	"time"
 
-	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
+	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	"github.com/isthmus-net/isthmus/test/internal/noise"
 )
@@ -26,14 +28,14 @@ func podChapter() chapter {
 				p, v := s.onPod(t)
 				s.spoof(t, s.podOfA(s.gateway).Host, s.seen(t, s.a, s.b, s.podOfB().Addr), p.Addr, v)
 			}},
-		{attacker: "a pod of a on another node", attempt: "the same", before: "arrived", open: true,
-			now: "where the CNI does not check what pods send: it carries these packets itself, as those with any other pod's address",
+		{attacker: "a pod of a on another node", attempt: "the same", before: "arrived",
+			now: "dropped on its node: a peer's source comes from the gateway, and by no device of a pod",
 			run: func(t *testing.T, s *site) {
 				p, v := s.onPod(t)
 				s.spoof(t, s.podOfA(s.other).Host, s.seen(t, s.a, s.b, s.podOfB().Addr), p.Addr, v)
 			}},
-		{attacker: "a pod of a", attempt: "packets with the address of another pod of a to a pod of b", before: "arrived", open: true,
-			now: "where the CNI does not check what pods send, as with any other destination",
+		{attacker: "a pod of a", attempt: "packets with the address of another pod of a to a pod of b", before: "arrived",
+			now: "dropped on its node, where pods have addresses of their nodes' networks; what a pod of the same node has is the CNI's to check",
 			run: func(t *testing.T, s *site) {
 				b := s.podOfB()
 				v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
@@ -59,8 +61,8 @@ func podChapter() chapter {
 		{attacker: "a host of the underlay", attempt: "recorded messages of b's gateway again, with its address and its own",
 			now: "dropped as replays; b's endpoint stays where it is", run: replays},
 		{attacker: "a host of the underlay", attempt: "messages for the session of b, sealed by nobody", now: "dropped as forged", run: forged},
-		{attacker: "a host of the underlay, a pod with CAP_NET_RAW", attempt: "ICMP \"fragmentation needed\" about the gateway's own messages to b", open: true,
-			now: "the kernel believes it for ten minutes, and the tunnel's MTU sinks to 576 octets; nothing is lost or readable",
+		{attacker: "a host of the underlay, a pod with CAP_NET_RAW", attempt: "ICMP \"fragmentation needed\" about the gateway's own messages to b", before: "the tunnel's MTU sank to 516 octets for ten minutes",
+			now: "below 1280 octets for the outer packet nothing is believed: the tunnel's MTU is 1200 at least, and its messages leave whole",
 			run: shrinkPath},
 		{attacker: "a caller of the IPAM", attempt: "map a node, a Service, the API server, a metadata service, the IPAM's own host and a pod of b for c",
 			before: "mapped; the kubelet answered", now: "refused, unless --ipam-allow names it", run: mapForbidden},
@@ -131,11 +133,11 @@ func (s *site) recorded(t *testing.T, n int) [][]byte {
 func replays(t *testing.T, s *site) {
 	before := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
 	to := netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort)
-	messages := s.recorded(t, 5)
-	s.grows(t, len(messages), "isthmus_drops_total", `reason="tunnel_replay"`, func() {
+	messages := s.recorded(t, 20) // some of which may be several in one, as the sender's kernel has not cut them yet
+	s.grows(t, 5, "isthmus_drops_total", `reason="tunnel_replay"`, func() {
 		for _, m := range messages {
 			must(t, sendRaw(s.Lab.Underlay, m))
-			must(t, sendUDP(s.a.Control.Host, to, m[28:]))
+			must(t, sendUDP(s.b.Control.Host, to, m[28:])) // from where a gateway of a peer could be
 		}
 	})
 	after := endpointOf(t, s.a, s.b).Status.Connection.PeerConfiguration
@@ -148,22 +150,75 @@ func shrinkPath(t *testing.T, s *site) {
 	n, b := s.a.Nodes[s.gateway], s.gatewayOfB(t)
 	quoted := datagram(netip.AddrPortFrom(n.Addr, wireGuardPort), netip.AddrPortFrom(b, wireGuardPort), "a message")
 	packet := ipv4(s.a.Control.Addr, n.Addr, unix.IPPROTO_ICMP, header{}, icmp(3, 4, 576, quoted))
-	for range tries {
-		must(t, sendRaw(s.a.Control.Host, packet))
-	}
+	before := s.mtuTo(t, s.b)
 	defer func() {
 		if out, err := n.Command(t.Context(), "ip", "route", "flush", "cache").CombinedOutput(); err != nil {
 			t.Errorf("%v %s", err, out)
 		}
+		eventually(t, "the MTU from before", func() error {
+			if now := s.mtuTo(t, s.b); now != before {
+				return fmt.Errorf("it is %d; want %d", now, before)
+			}
+			return nil
+		})
 	}()
-	time.Sleep(grace)
-	must(t, n.Do(func() error {
-		routes, err := netlink.RouteGet(b.AsSlice())
-		if err == nil && routes[0].MTU != 0 {
-			err = fmt.Errorf("the kernel takes %v octets for the MTU to b", routes[0].MTU)
+	least := before
+	eventually(t, "the kernel believes it", func() error {
+		must(t, sendRaw(s.a.Control.Host, packet))
+		if least = s.mtuTo(t, s.b); least == before {
+			return errors.New("not yet")
 		}
+		return nil
+	})
+	if least < 1200 {
+		t.Errorf("the tunnel's MTU is %d", least)
+	}
+	s.wholeMessages(t, n, b)
+}
+
+// wholeMessages wants a message of more than 576 octets to leave for b's gateway, and no fragment.
+func (s *site) wholeMessages(t *testing.T, n *lab.Node, b netip.Addr) {
+	t.Helper()
+	k := newTap(t, n.Host, func(ip []byte) bool {
+		return ip[9] == unix.IPPROTO_UDP && bytes.Equal(ip[16:20], b.AsSlice()) && (binary.BigEndian.Uint16(ip[6:])&0x3fff != 0 || len(ip) > 576)
+	})
+	from, to := s.podOfA(s.gateway), s.seen(t, s.a, s.b, s.podOfB().Addr)
+	eventually(t, "an answer to 1000 octets", func() error {
+		_, err := from.PingWith(t.Context(), to, lab.PingOptions{Size: 1000, Wait: time.Second})
 		return err
-	}))
+	})
+	eventually(t, "a message of b's", func() error {
+		if len(k.packets()) == 0 {
+			return errors.New("none was seen")
+		}
+		return nil
+	})
+	for _, ip := range k.packets() {
+		if binary.BigEndian.Uint16(ip[6:])&0x3fff != 0 {
+			t.Errorf("a fragment of %d octets", len(ip))
+		}
+	}
+}
+
+// mtuTo is the MTU of the tunnel from a's gateway to another cluster.
+func (s *site) mtuTo(t *testing.T, of *fleet.Cluster) int {
+	t.Helper()
+	text, err := s.a.Nodes[s.gateway].Get(t.Context(), "http://127.0.0.1:5873/status")
+	must(t, err)
+	var status struct {
+		Peers []struct {
+			ID  string `json:"id"`
+			MTU int    `json:"mtu"`
+		} `json:"peers"`
+	}
+	must(t, json.Unmarshal([]byte(text), &status))
+	for _, p := range status.Peers {
+		if p.ID == of.ID {
+			return p.MTU
+		}
+	}
+	t.Fatalf("cluster %s is no peer of the gateway", of)
+	return 0
 }
 
 func forged(t *testing.T, s *site) {
@@ -172,7 +227,7 @@ func forged(t *testing.T, s *site) {
 	rand.Read(m[28+noise.HeaderLen:])
 	s.grows(t, tries, "isthmus_drops_total", `reason="tunnel_forged"`, func() {
 		for range tries {
-			must(t, sendUDP(s.a.Control.Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort), m[28:]))
+			must(t, sendUDP(s.b.Control.Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, wireGuardPort), m[28:]))
 		}
 	})
 }

@@ -138,7 +138,8 @@ func rightsChapter() chapter {
 		{attacker: "c's identity at a", attempt: "as many requests as fit", before: "as many seats as all ServiceAccounts have",
 			now: "a few seats of all peers, by turns; the others do not notice", run: floodOfRequests},
 		{attacker: "c's identity at a", attempt: "1,000 watches of its NetworkConfigs at a time", open: true,
-			now: "the API server counts requests while they begin, and a watch holds no seat", run: manyWatches},
+			now: "the API server bounds no watches: Priority and Fairness takes the seat back when one has begun, and admission sees no reads; what helps is " +
+				"a proxy that bounds connections, or un-peering", run: manyWatches},
 	}}
 }
 
@@ -393,8 +394,8 @@ func insideChapter() chapter {
 			now: unprivilegedLock, run: lockOfTheAgent},
 		{attacker: "who may write a Node's status (a kubelet's identity)", attempt: "an address inside the network of a peer", before: "the whole cluster's traffic in the clear",
 			now: "the address is not believed, and is a problem that names the Node", run: nodeInAPeersNetwork},
-		{attacker: "who may write a Pod's status (a kubelet's identity)", attempt: "one of its Pods has the address of a pod of another node", open: true,
-			now: "packets of peers for that address go to that node, as those for Services do", run: podOfAnother},
+		{attacker: "who may write a Pod's status (a kubelet's identity)", attempt: "one of its Pods has the address of a pod of another node", before: "it got what peers sent to that pod",
+			now: "not believed where pods have addresses of their nodes' networks, and a problem that names Pod and Node", run: podOfAnother},
 		{attacker: "somebody with root on a node", attempt: "deletes the packet filter", now: "back by its event", run: filterDeleted},
 	}}
 }

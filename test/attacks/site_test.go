@@ -79,7 +79,6 @@ func newSite(t *testing.T) *site {
 	})
 	must(t, f.Lab.ServeHosts())
 	s := &site{Fleet: f, a: f.Clusters[0], b: f.Clusters[1], c: f.Clusters[2]}
-	begin := time.Now()
 	for _, pair := range [][2]*fleet.Cluster{{s.a, s.b}, {s.a, s.c}, {s.b, s.c}} {
 		s.isthmus(t, "peer", "--context", pair[0].Name, "--remote-context", pair[1].Name)
 	}
@@ -87,7 +86,6 @@ func newSite(t *testing.T) *site {
 	must(t, err)
 	s.other = (s.gateway + 1) % len(s.a.Nodes)
 	s.works(t)
-	f.ExcuseSetUp(begin)
 	s.talk(t, s.podOfA(s.other), s.a, s.podOfB(), s.b)
 	s.talk(t, s.podOfB(), s.b, s.podOfA(s.gateway), s.a)
 	return s

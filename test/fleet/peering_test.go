@@ -104,9 +104,6 @@ func firstPingAfterPeer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
 		t.Errorf("the first ping was answered after %v; want 5 s on a machine of its own, 15 s anywhere", took)
 	}
 	ready(t, a, b)
-	for _, l := range f.ExcuseSetUp(begin) {
-		t.Logf("in the clear, as docs/security.md says: %v", l)
-	}
 }
 
 // podsToPods talks from a pod on every node of a cluster to one on every node of another. Each

@@ -231,13 +231,21 @@ func writes(ctx context.Context, c *fleet.Cluster) (map[string]float64, error) {
 	return counts, nil
 }
 
-// addPod gives a pod a second address, from the network of another node as a CNI with an address
-// management of its own would, and describes it to the cluster as a new pod.
-func addPod(t *testing.T, c *fleet.Cluster, on *lab.Pod, from *lab.Node) *lab.Pod {
+// addPod gives a pod a second address, from the end of the PodCIDR as a CNI with an address
+// management of its own could, and describes it to the cluster as a new pod.
+func addPod(t *testing.T, c *fleet.Cluster, on *lab.Pod) *lab.Pod {
 	t.Helper()
-	host := from.PodCIDR.Addr().As4()
-	host[3] += 200
+	host := c.PodCIDR.Masked().Addr().As4()
+	for i := range 4 { // the last address, less 55
+		host[i] |= byte(0xff >> max(0, min(8, c.PodCIDR.Bits()-8*i)))
+	}
+	host[3] -= 55
 	p := &lab.Pod{Host: on.Host, Addr: netip.AddrFrom4(host), Node: on.Node}
+	for _, n := range c.Nodes {
+		if n.PodCIDR.Contains(p.Addr) {
+			t.Fatalf("%v is of the network of %s, and would not be believed of another node", p.Addr, n)
+		}
+	}
 	must(t, on.Do(func() error {
 		link, err := netlink.LinkByName("eth0")
 		if err != nil {

@@ -64,7 +64,7 @@ func matrixPage(t *testing.T, w *world) string {
 		o := w.plan.nodes[i]
 		fmt.Fprintf(&page, "Cluster %s has the PodCIDR %s, kube-proxy in mode %s, and a CNI that masquerades %s.\n", c.Name, w.plan.pods[i], o.Proxy, masquerades[o.Masquerade])
 	}
-	page.WriteString("The reverse path filter is strict on all nodes.\n")
+	page.WriteString("The reverse path filter is strict on all nodes. The gateways are Pods in the pod network, as `isthmus install` makes them.\n")
 	for _, pair := range [][2]*kubenodes.Cluster{{w.a, w.b}, {w.b, w.a}} {
 		from, to := pair[0], pair[1]
 		fmt.Fprintf(&page, "\n## From %s to %s\n\n| from | on | to a pod on |", from.Name, to.Name)

@@ -79,7 +79,7 @@ func run(m *testing.M) int {
 	}
 	defer os.RemoveAll(dir)
 	if fixture.program, err = testbin.Isthmus(dir); err == nil {
-		fixture.image, err = kubenodes.ImageOf(fixture.program)
+		fixture.image, err = kubenodes.ImageOf(fixture.program, fixture.program+"-image.tar")
 	}
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)

@@ -11,7 +11,8 @@ import (
 // +kubebuilder:validation:XValidation:rule="isCIDR(self) && string(cidr(self).masked()) == self",message="must be a network in canonical CIDR notation",reason=FieldValueInvalid
 type NodeNetwork = string
 
-// NodeNetworksSpec is what a node reaches without Isthmus. The route agent of the node writes it.
+// NodeNetworksSpec is what a node reaches without Isthmus, and what it refuses. The route agent of
+// the node writes it.
 type NodeNetworksSpec struct {
 	// Networks are the addresses of the node, the networks on its links and the destinations of its
 	// routes, IPv4 and IPv6, without default routes and without what belongs to the cluster's own
@@ -25,6 +26,13 @@ type NodeNetworksSpec struct {
 	// +listType=atomic
 	// +optional
 	Resolvers []net.IPAddress `json:"resolvers,omitempty"`
+	// Refused stands for the set of networks of peers for which the node refuses packets that have
+	// no way through the tunnel. The manager tells nobody of a network before all nodes that say
+	// this refuse it.
+	// +kubebuilder:validation:MaxLength=32
+	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
+	// +optional
+	Refused string `json:"refused,omitempty"`
 }
 
 // NodeNetworks says what one node of the cluster reaches without Isthmus; its name is that of the

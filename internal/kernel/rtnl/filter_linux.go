@@ -31,21 +31,27 @@ const elementsPerMessage = 1000
 // with what nft(8) makes of the texts.
 var rules = map[string][]expr.Any{
 	"drop":                                {verdict(expr.VerdictDrop)},
+	"accept":                              {verdict(expr.VerdictAccept)},
+	"jump bydevice":                       jump("bydevice"),
+	"udp dport 4800 jump outer":           slices.Concat(udpTo(kernel.OverlayPort), jump("outer")),
 	"udp dport 4800 drop":                 slices.Concat(udpTo(kernel.OverlayPort), drop()),
 	"ct state established,related accept": slices.Concat(answers(), accept()),
 	"ip daddr @own accept":                slices.Concat(ip4(), in(daddr, "own", false), accept()),
-	"ip saddr @remote ip daddr != @remote accept": slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
-	"ip saddr != @remote ip daddr @remote accept": slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
-	"fib daddr type != local accept":              slices.Concat(notLocal(), accept()),
-	`iifname "isthmus*" jump translated`:          slices.Concat(ours(expr.CmpOpEq), jump("translated")),
-	`iifname "isthmus*" jump remote`:              slices.Concat(ours(expr.CmpOpEq), jump("remote")),
-	`iifname "isthmus.vxlan" jump overlay`:        slices.Concat(iif(padded(kernel.OverlayDevice), expr.CmpOpEq), jump("overlay")),
-	`oifname "isthmus.vxlan" iifname != "isthmus*" ip saddr @remote drop`: slices.Concat(
-		oif(kernel.OverlayDevice), ours(expr.CmpOpNeq), ip4(), in(saddr, "remote", false), drop()),
-	"udp dport 4800 ip saddr @gateways fib saddr . iif oif != 0 accept": slices.Concat(
-		udpTo(kernel.OverlayPort), ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
-	"udp dport 4800 ip daddr @gateways fib saddr . iif oif != 0 accept": slices.Concat(
-		udpTo(kernel.OverlayPort), ip4(), in(daddr, "gateways", false), theWayBack(), accept()),
+	"ip saddr @remote ip daddr != @remote accept":               slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
+	"ip saddr != @remote ip daddr @remote accept":               slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
+	"fib daddr type != local accept":                            slices.Concat(notLocal(), accept()),
+	`iifname "isthmus*" accept`:                                 slices.Concat(ours(expr.CmpOpEq), accept()),
+	"ip saddr @remote jump forged":                              slices.Concat(ip4(), in(saddr, "remote", false), jump("forged")),
+	`oifname "isthmus.vxlan" drop`:                              slices.Concat(oif(kernel.OverlayDevice), drop()),
+	"iifname @underlay accept":                                  {&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Lookup{SourceRegister: 1, SetName: "underlay"}, verdict(expr.VerdictAccept)},
+	`meta iifkind "veth" drop`:                                  slices.Concat(iifKind("veth"), drop()),
+	`meta iifkind "bridge" drop`:                                slices.Concat(iifKind("bridge"), drop()),
+	"ip daddr @remote ip saddr @elsewhere jump bydevice":        slices.Concat(ip4(), in(daddr, "remote", false), in(saddr, "elsewhere", false), jump("bydevice")),
+	`iifname "isthmus*" jump translated`:                        slices.Concat(ours(expr.CmpOpEq), jump("translated")),
+	`iifname "isthmus*" jump remote`:                            slices.Concat(ours(expr.CmpOpEq), jump("remote")),
+	`iifname "isthmus.vxlan" jump overlay`:                      slices.Concat(iif(padded(kernel.OverlayDevice), expr.CmpOpEq), jump("overlay")),
+	"ip saddr @gateways fib saddr . iif oif != 0 accept":        slices.Concat(ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
+	"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice": slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), jump("bydevice")),
 	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
 		udpTo(kernel.OverlayPort), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
 }
@@ -95,6 +101,13 @@ func oif(name string) []expr.Any {
 	return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, equal(expr.CmpOpEq, padded(name))}
 }
 
+// metaIIFKind is NFT_META_IIFKIND of linux/netfilter/nf_tables.h, Linux 5.1.
+const metaIIFKind expr.MetaKey = 26
+
+func iifKind(kind string) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: metaIIFKind, Register: 1}, equal(expr.CmpOpEq, padded(kind))}
+}
+
 func padded(name string) []byte {
 	b := make([]byte, unix.IFNAMSIZ)
 	copy(b, name)
@@ -122,12 +135,40 @@ func answers() []expr.Any {
 
 var filterTable = &nftables.Table{Name: kernel.FilterTable, Family: nftables.TableFamilyINet}
 
-// filterSets are the sets with the elements of a Filter.
-func filterSets(f kernel.Filter) map[*nftables.Set]string {
-	set := func(name string, interval bool) *nftables.Set {
-		return &nftables.Set{Table: filterTable, Name: name, KeyType: nftables.TypeIPAddr, Interval: interval}
+// nftSet is a set of the table.
+func nftSet(s kernel.FilterSet) *nftables.Set {
+	set := &nftables.Set{Table: filterTable, Name: s.Name, KeyType: nftables.TypeIPAddr, Interval: s.Interval}
+	if s.Type == "ifname" {
+		set.KeyType, set.KeyByteOrder = nftables.TypeIFName, binaryutil.NativeEndian // as nft(8) has names
 	}
-	return map[*nftables.Set]string{set("nodes", false): f.Nodes, set("remote", true): f.Remote, set("own", false): f.Own, set("gateways", false): f.Gateways}
+	return set
+}
+
+// elementsFor are the elements of a set for texts as they are in a kernel.FilterSet; an error where
+// somebody has put others into the set.
+func elementsFor(s kernel.FilterSet, texts []string) (all []nftables.SetElement, err error) {
+	for _, text := range texts {
+		switch {
+		case s.Type == "ifname":
+			all = append(all, nftables.SetElement{Key: padded(text)})
+		case !s.Interval:
+			addr, err := netip.ParseAddr(text)
+			if err != nil {
+				return nil, err
+			}
+			all = append(all, nftables.SetElement{Key: addr.AsSlice()})
+		default:
+			p, err := netip.ParsePrefix(text)
+			if err != nil {
+				return nil, err
+			}
+			all = append(all, nftables.SetElement{Key: p.Addr().AsSlice()})
+			if after := end(p); !after.IsUnspecified() {
+				all = append(all, nftables.SetElement{Key: after.AsSlice(), IntervalEnd: true})
+			}
+		}
+	}
+	return all, nil
 }
 
 // filterRead is what was last read, and of which generation of the namespace's tables: the kernel
@@ -202,10 +243,12 @@ func readFilter() []kernel.Filter {
 		}
 	}
 	var f kernel.Filter
-	for name, to := range map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own, "gateways": &f.Gateways} {
-		if *to, err = haveElements(c, name); err != nil {
+	for _, set := range f.Sets() {
+		elements, err := haveElements(c, set.Name)
+		if err != nil {
 			return []kernel.Filter{changed}
 		}
+		f = f.WithSet(set.Name, elements)
 	}
 	return []kernel.Filter{f}
 }
@@ -239,6 +282,10 @@ func haveElements(c *nftables.Conn, name string) (string, error) {
 	var texts []string
 	var start netip.Addr
 	for _, e := range elements {
+		if set.KeyType.Name == nftables.TypeIFName.Name {
+			texts = append(texts, string(bytes.TrimRight(e.Key, "\x00")))
+			continue
+		}
 		addr, ok := netip.AddrFromSlice(e.Key)
 		switch {
 		case !ok:
@@ -283,8 +330,89 @@ func end(p netip.Prefix) netip.Addr {
 	return netip.AddrFrom4(a)
 }
 
-// changeFilter replaces the table in one step: there is no moment without.
-func changeFilter(remove bool, f kernel.Filter) error {
+// changeFilter makes the table what it should be in one step: there is no moment without. Where only
+// elements of sets differ from what was read, and nobody has changed a table since, it changes
+// these: to replace the table takes the kernel some twenty milliseconds, since it waits until no
+// packet is in the old chains. A transaction is one generation: if it is the only one since, the
+// table is what was written, and need not be read again.
+func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
+	have, before := k.filter, generation()
+	known := !remove && len(have.filters) == 1 && have.filters[0] != changed && before != 0 && have.generation == before
+	if !known || changeElements(have.filters[0], want) != nil {
+		before = generation()
+		if err := replaceFilter(remove, want); err != nil {
+			return err
+		}
+	}
+	if now := generation(); !remove && before != 0 && now == before+1 {
+		k.filter = filterRead{now, []kernel.Filter{want}}
+	}
+	return nil
+}
+
+// changeElements changes the elements of the sets, and reads back what it has changed. After an
+// error the table is what it was, or what the kernel made of it.
+func changeElements(have, want kernel.Filter) error {
+	c, err := nftables.New(nftables.AsLasting())
+	if err != nil {
+		return err
+	}
+	defer func() { _ = c.CloseLasting() }()
+	var differ []kernel.FilterSet
+	for i, set := range want.Sets() {
+		was := strings.Fields(have.Sets()[i].Elements)
+		is := strings.Fields(set.Elements)
+		gone, added := without(was, is), without(is, was)
+		if len(gone)+len(added) == 0 {
+			continue
+		}
+		differ = append(differ, set)
+		remove, err := elementsFor(set, gone)
+		if err != nil {
+			return err
+		}
+		add, err := elementsFor(set, added)
+		if err != nil {
+			return err
+		}
+		for chunk := range slices.Chunk(remove, elementsPerMessage) {
+			if err := c.SetDeleteElements(nftSet(set), chunk); err != nil {
+				return err
+			}
+		}
+		for chunk := range slices.Chunk(add, elementsPerMessage) {
+			if err := c.SetAddElements(nftSet(set), chunk); err != nil {
+				return err
+			}
+		}
+	}
+	if err := c.Flush(); err != nil {
+		return err
+	}
+	for _, set := range differ {
+		if got, err := haveElements(c, set.Name); err != nil || got != set.Elements {
+			return fmt.Errorf("set %s has %.200s; want %.200s (%w)", set.Name, got, set.Elements, err)
+		}
+	}
+	return nil
+}
+
+// without returns what is in a, and not in b.
+func without(a, b []string) (rest []string) {
+	in := make(map[string]struct{}, len(b))
+	for _, text := range b {
+		in[text] = struct{}{}
+	}
+	for _, text := range a {
+		if _, is := in[text]; !is {
+			rest = append(rest, text)
+		}
+	}
+	return rest
+}
+
+// replaceFilter replaces the table as a whole.
+func replaceFilter(remove bool, f kernel.Filter) error {
 	c, err := nftables.New()
 	if err != nil {
 		return err
@@ -295,21 +423,14 @@ func changeFilter(remove bool, f kernel.Filter) error {
 		return c.Flush()
 	}
 	c.AddTable(filterTable)
-	for set, elements := range filterSets(f) {
+	for _, s := range f.Sets() {
+		set := nftSet(s)
 		if err := c.AddSet(set, nil); err != nil {
 			return err
 		}
-		var all []nftables.SetElement
-		for text := range strings.FieldsSeq(elements) {
-			if !set.Interval {
-				all = append(all, nftables.SetElement{Key: netip.MustParseAddr(text).AsSlice()})
-				continue
-			}
-			p := netip.MustParsePrefix(text)
-			all = append(all, nftables.SetElement{Key: p.Addr().AsSlice()})
-			if after := end(p); !after.IsUnspecified() {
-				all = append(all, nftables.SetElement{Key: after.AsSlice(), IntervalEnd: true})
-			}
+		all, err := elementsFor(s, strings.Fields(s.Elements))
+		if err != nil {
+			return err
 		}
 		for chunk := range slices.Chunk(all, elementsPerMessage) {
 			if err := c.SetAddElements(set, chunk); err != nil {

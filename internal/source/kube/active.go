@@ -139,11 +139,10 @@ func (w *writer) write(ctx context.Context, report func() (Report, error)) {
 func (w *writer) place(ctx context.Context) {
 	var pods corev1.PodList
 	var services corev1.ServiceList
-	if err := errors.Join(w.objects.List(ctx, &pods), w.objects.List(ctx, &services)); err != nil {
+	if err := errors.Join(w.objects.List(ctx, &pods, client.InNamespace(w.o.Namespace), client.MatchingLabels(podLabels)), w.objects.List(ctx, &services)); err != nil {
 		w.say(err.Error())
 		return
 	}
-	pods.Items = slices.DeleteFunc(pods.Items, func(p corev1.Pod) bool { return !isGateway(&p, w.o.Namespace) })
 	node := w.nodeAddr(ctx)
 	trouble := ""
 	if !slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Name == w.o.Pod }) {

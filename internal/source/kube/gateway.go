@@ -414,7 +414,7 @@ func (g *Gateway) podNetwork(ctx context.Context) (n fabric.PodNetwork, err erro
 	n.Pod, n.Node = g.o.PodIP, g.o.Node
 	for i := range nodes.Items {
 		node := nodeFrom(&nodes.Items[i])
-		if slices.Contains(node.Addrs, n.Pod) {
+		if node.Name == n.Node && slices.Contains(node.Addrs, n.Pod) {
 			return n, fmt.Errorf("POD_IP %v is an address of Node %s: the Pod has hostNetwork; want --host-network, or hostNetwork: false", n.Pod, node.Name)
 		}
 		n.Nodes = append(n.Nodes, node)

@@ -22,8 +22,8 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// WatchNode watches what the route agent of the node called self has to know: its Node, the Pods of
-// the gateway, TunnelEndpoints and the books of the IPAM; and as long as a gateway has its node's
+// WatchNode watches what the route agent of the node called self has to know: its Node and the Pods
+// on it, the Pods of the gateway, TunnelEndpoints and the books of the IPAM; and as long as a gateway has its node's
 // network, or none was seen yet, all Nodes and Pods. It calls deliver with everything when each kind
 // has been read once, and again after every change that says something new, never twice at a time.
 // Self and UnderlayMTU of the intent are empty. A TunnelEndpoint that is broken is left out and is
@@ -64,6 +64,14 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	if err := w.few.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}); err != nil {
 		return nil // ctx has ended
 	}
+	mine := reachablePods()
+	mine.Field = fields.AndSelectors(mine.Field, fields.OneTermEqualSelector("spec.nodeName", self))
+	if w.mine, err = w.open(ctx, map[client.Object]cache.ByObject{&corev1.Pod{}: mine}); err != nil {
+		return nil // ctx has ended
+	}
+	if err := w.mine.watch(ctx, look.set, waiting, &corev1.Pod{}); err != nil {
+		return nil // ctx has ended
+	}
 	// Until it has seen these, a node lets packets for a peer, or from one, take other ways.
 	if err := w.few.watch(ctx, urgent.set, waiting, &v1alpha1.TunnelEndpoint{}, &v1alpha1.IpamStorage{}); err != nil {
 		return nil // ctx has ended
@@ -100,6 +108,7 @@ type nodeWatch struct {
 	group     sync.WaitGroup
 
 	few  *objects           // what is watched in any case
+	mine *objects           // the Pods of our node
 	only bool               // what see saw last; its own
 	stop context.CancelFunc // ends all; nil: it is not wanted. see's own
 
@@ -195,7 +204,7 @@ func (w *nodeWatch) snapshot(ctx context.Context, all *objects, gateways []corev
 		books     v1alpha1.IpamStorageList
 		s         nodeSnapshot
 	)
-	lists := map[*objects][]client.ObjectList{w.few: {&nodes, &endpoints, &books}}
+	lists := map[*objects][]client.ObjectList{w.few: {&nodes, &endpoints, &books}, w.mine: {&pods}}
 	if all != nil {
 		lists = map[*objects][]client.ObjectList{w.few: {&endpoints, &books}, all: {&nodes, &pods}}
 	}
@@ -262,7 +271,7 @@ func podsFrom(p *corev1.Pod) (pods []fabric.NodePod) {
 	}
 	for _, s := range p.Status.PodIPs {
 		if addr, err := netip.ParseAddr(s.IP); err == nil {
-			pods = append(pods, fabric.NodePod{Addr: addr, Node: p.Spec.NodeName, Created: p.CreationTimestamp.Unix()})
+			pods = append(pods, fabric.NodePod{Name: p.Namespace + "/" + p.Name, Addr: addr, Node: p.Spec.NodeName, Created: p.CreationTimestamp.Unix()})
 		}
 	}
 	return pods

@@ -18,10 +18,16 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// NodeReporter returns a function that writes what a node reaches without us into the NodeNetworks
-// of its name, which goes when the Node does. It asks for no more than the rights to list Nodes and
-// to create and patch NodeNetworks, and does not wait for an API server that is away.
-func NodeReporter(config *rest.Config, namespace, node string) (func(context.Context, fabric.NodeNetworks) error, error) {
+// A NodeReporter writes the NodeNetworks of its Node's name, which goes when the Node does. It asks
+// for no more than the rights to list Nodes and to create and patch NodeNetworks, and does not wait
+// for an API server that is away. Its methods may be called concurrently.
+type NodeReporter struct {
+	api             client.Client
+	namespace, node string
+}
+
+// NewNodeReporter makes one for a node and the namespace of the installation.
+func NewNodeReporter(config *rest.Config, namespace, node string) (*NodeReporter, error) {
 	scheme := runtime.NewScheme()
 	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, isthmus.AddToScheme} {
 		if err := add(scheme); err != nil {
@@ -32,16 +38,34 @@ func NodeReporter(config *rest.Config, namespace, node string) (func(context.Con
 	if err != nil {
 		return nil, fmt.Errorf("way to the API server: %w", err)
 	}
-	return func(ctx context.Context, n fabric.NodeNetworks) error {
-		err := writeReport(ctx, api, namespace, node, n)
-		if meta.IsNoMatchError(err) {
-			err = fmt.Errorf("the API server does not know NodeNetworks; install the CRDs (`isthmus install`): %w", err)
-		}
-		if err != nil {
-			return fmt.Errorf("NodeNetworks %s/%s: %w", namespace, node, err)
-		}
-		return nil
-	}, nil
+	return &NodeReporter{api, namespace, node}, nil
+}
+
+// Tell writes what the node reaches without us. What it refuses is written only when there was no
+// report: TellRefused may have said something newer.
+func (r *NodeReporter) Tell(ctx context.Context, n fabric.NodeNetworks) error {
+	return r.named(writeReport(ctx, r.api, r.namespace, r.node, n))
+}
+
+// TellRefused writes which networks of peers the node refuses, see fabric.GrantsID, into the report
+// that is there.
+func (r *NodeReporter) TellRefused(ctx context.Context, id string) error {
+	patch, err := json.Marshal(map[string]any{"spec": map[string]any{"refused": id}})
+	if err != nil {
+		return err
+	}
+	report := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: r.namespace, Name: r.node}}
+	return r.named(r.api.Patch(ctx, report, client.RawPatch(types.MergePatchType, patch)))
+}
+
+func (r *NodeReporter) named(err error) error {
+	if meta.IsNoMatchError(err) {
+		err = fmt.Errorf("the API server does not know NodeNetworks; install the CRDs (`isthmus install`): %w", err)
+	}
+	if err != nil {
+		return fmt.Errorf("NodeNetworks %s/%s: %w", r.namespace, r.node, err)
+	}
+	return nil
 }
 
 func writeReport(ctx context.Context, api client.Client, namespace, node string, n fabric.NodeNetworks) error {

@@ -29,15 +29,18 @@ func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
 	}
 	for i := range books.Items {
 		spec := &books.Items[i].Spec
-		for _, n := range []struct{ text, what string }{
-			{spec.PodCIDR, "our PodCIDR"}, {spec.ServiceCIDR, "our ServiceCIDR"}, {spec.ExternalCIDR, "our ExternalCIDR"},
+		for _, n := range []struct {
+			text, what string
+			relay      bool
+		}{
+			{spec.PodCIDR, "our PodCIDR", true}, {spec.ServiceCIDR, "our ServiceCIDR", false}, {spec.ExternalCIDR, "our ExternalCIDR", false},
 		} {
 			if p, err := netip.ParsePrefix(n.text); err == nil { // empty until the manager knows it
-				site.Networks = append(site.Networks, fabric.SiteNetwork{Prefix: p, What: n.what})
+				site.Networks = append(site.Networks, fabric.SiteNetwork{Prefix: p, What: n.what, Relay: n.relay})
 			}
 		}
 	}
-	return site.With(apiServers(g.o.Config.Host, servers.Items), "an API server of ours").With(nodeAddrs(nodes.Items), "a node of ours"), nil
+	return site.With(apiServers(g.o.Config.Host, servers.Items), "an API server of ours").WithRelays(nodeAddrs(nodes.Items), "a node of ours"), nil
 }
 
 // apiServers are the addresses at which API servers are reached: by this process, and those behind

@@ -1,0 +1,46 @@
+package main
+
+import (
+	"time"
+
+	"github.com/spf13/cobra"
+
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/peering"
+)
+
+func newUninstallCommand() *cobra.Command {
+	var access peering.Access
+	var o peering.UninstallOptions
+	cmd := &cobra.Command{
+		Use:   "uninstall",
+		Short: "Take Isthmus away from a cluster",
+		Long: `Take Isthmus away from a cluster, in this order: peerings; components; what they
+made in the kernel of each node, by a Pod on each; rights, custom resource
+definitions and the namespace. Nodes refuse packets for peers until their kernels are
+cleaned, so nothing leaves in the clear meanwhile.
+
+The same command goes on where one was interrupted, and repairs what was deleted in
+another order, such as the namespace before the peerings: give it --image then, since
+nothing in the cluster says any more which one cleans the nodes. With --force it waits
+neither for peers nor for nodes that are away, and says what may stay there.`,
+		Args: cobra.NoArgs,
+		RunE: func(cmd *cobra.Command, _ []string) error {
+			if o.Timeout <= 0 {
+				return cli.Usage("--timeout %v: want a duration, such as 5m", o.Timeout)
+			}
+			c, err := connect(access)
+			if err != nil {
+				return err
+			}
+			o.Report = reporter(cmd)
+			return clusterError(c.Uninstall(cmd.Context(), o))
+		},
+	}
+	addAccessFlags(cmd, &access, "", "")
+	cmd.Flags().BoolVar(&o.Force, "force", false, "do not wait for peers and nodes that are away; say what may stay there")
+	cmd.Flags().BoolVar(&o.KeepDefinitions, "keep-crds", false, "leave the custom resource definitions and their objects, such as the books of the IPAM")
+	cmd.Flags().StringVar(&o.Image, "image", "", "image that cleans the nodes (default that of the route agents)")
+	cmd.Flags().DurationVar(&o.Timeout, "timeout", 5*time.Minute, "how long to wait")
+	return cmd
+}

@@ -1,0 +1,48 @@
+package lab
+
+import (
+	"errors"
+	"fmt"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// Forget removes from a node what a boot would not find, when its processes are gone: the devices
+// that were made there and the policy rules. What the lab itself made stays.
+func (n *Node) Forget() error {
+	if err := n.Do(forget); err != nil {
+		return fmt.Errorf("%s: %w", n.Name, err)
+	}
+	return nil
+}
+
+// forget is for the calling thread's namespace.
+func forget() error {
+	links, err := netlink.LinkList()
+	if err != nil {
+		return err
+	}
+	for _, l := range links {
+		if name := l.Attrs().Name; name == "lo" || name == uplink || name == "lan" { // the last one leads to the server
+			continue
+		}
+		var gone netlink.LinkNotFoundError
+		if err := netlink.LinkDel(l); err != nil && !errors.As(err, &gone) && !errors.Is(err, unix.ENODEV) {
+			return fmt.Errorf("device %s: %w", l.Attrs().Name, err)
+		}
+	}
+	rules, err := netlink.RuleList(netlink.FAMILY_V4)
+	if err != nil {
+		return err
+	}
+	for _, r := range rules {
+		if r.Table == unix.RT_TABLE_DEFAULT || r.Table == unix.RT_TABLE_MAIN || r.Table == unix.RT_TABLE_LOCAL {
+			continue
+		}
+		if err := netlink.RuleDel(&r); err != nil && !errors.Is(err, unix.ENOENT) {
+			return fmt.Errorf("rule %v: %w", r, err)
+		}
+	}
+	return nil
+}

@@ -1,0 +1,562 @@
+package peering
+
+import (
+	"cmp"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"hash/fnv"
+	"slices"
+	"strings"
+	"time"
+
+	appsv1 "k8s.io/api/apps/v1"
+	coordinationv1 "k8s.io/api/coordination/v1"
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/chart"
+)
+
+// UninstallOptions are the choices of Uninstall.
+type UninstallOptions struct {
+	// Force waits neither for peers nor for nodes that are away: what is left there is said.
+	Force bool
+	// KeepDefinitions leaves the custom resource definitions, and the books of the IPAM in them.
+	KeepDefinitions bool
+	// Image is that of the Pods that clean the nodes, where the installation does not say it any more.
+	Image string
+	// Timeout bounds the wait.
+	Timeout time.Duration
+	// Report gets a line for each thing done or waited for.
+	Report func(line string)
+}
+
+// uninstallConfigMap remembers what cleaning the nodes needs, from before the workloads go until all
+// is gone: so that a run that was interrupted can go on.
+const (
+	uninstallConfigMap = "isthmus-uninstall"
+	keyCleaning        = "cleaning.json"
+)
+
+// cleaning is what the Pods need that take away what components made in the kernels of nodes.
+type cleaning struct {
+	Image          string                        `json:"image"`
+	PullSecrets    []corev1.LocalObjectReference `json:"pullSecrets,omitempty"`
+	PullPolicy     corev1.PullPolicy             `json:"pullPolicy,omitempty"`
+	StateDirectory string                        `json:"stateDirectory"`
+	HostGateways   bool                          `json:"hostGateways,omitempty"` // gateways were in the nodes' networks
+}
+
+// keysSecret has the gateways' key.
+const keysSecret = "wireguard-pubkey"
+
+var crdKind = schema.GroupVersionKind{Group: "apiextensions.k8s.io", Version: "v1", Kind: "CustomResourceDefinition"}
+
+// Uninstall takes an installation away, in the order in which nothing is left and nothing leaks:
+// peerings, whose networks nodes refuse to the last; workloads; what they made in the kernels of
+// nodes; objects and definitions; the namespace. Each step finds out by itself what there is to do,
+// so that the same command goes on where one ended, and repairs what was deleted in another order.
+func (c *Cluster) Uninstall(ctx context.Context, o UninstallOptions) error {
+	if err := c.readUID(ctx); err != nil {
+		return err
+	}
+	if have, _, err := c.identity(ctx); err != nil {
+		return err
+	} else if have != nil {
+		c.Identity = *have
+	} else {
+		c.Identity.ClusterID = c.uid
+	}
+	if err := c.notByHelm(ctx, "uninstall"); err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeoutCause(ctx, o.Timeout, ErrNotReady)
+	defer cancel()
+	objects, err := c.everyObject(ctx)
+	if err != nil {
+		return err
+	}
+	there, err := c.anyOf(ctx, objects)
+	if err != nil {
+		return err
+	}
+	if !there {
+		o.Report(fmt.Sprintf("%s: nothing to do: Isthmus is not installed", c))
+		return nil
+	}
+	how, err := c.howToClean(ctx, o)
+	if err != nil {
+		return err
+	}
+	if err := c.unpeerAll(ctx, o); err != nil {
+		return err
+	}
+	if err := c.removeWorkloads(ctx, o, objects); err != nil {
+		return err
+	}
+	if how != nil {
+		if err := c.cleanNodes(ctx, *how, o); err != nil {
+			return err
+		}
+	}
+	if err := c.removeObjects(ctx, o, objects); err != nil {
+		return err
+	}
+	o.Report(fmt.Sprintf("%s: Isthmus is gone", c))
+	return nil
+}
+
+// everyObject is what Install may have made, with all options and whatever was chosen, the
+// namespace not among it.
+func (c *Cluster) everyObject(ctx context.Context) ([]*unstructured.Unstructured, error) {
+	chosen, err := c.remembered(ctx)
+	if err != nil {
+		return nil, err
+	}
+	on := chart.Values{
+		"cluster": chart.Values{"name": cmp.Or(c.Identity.ClusterName, "x"), "configMap": true}, "workloads": true,
+		"gateway": chart.Values{"service": chart.Values{"type": "NodePort"}}, "networkPolicy": chart.Values{"enabled": true},
+		"metrics": chart.Values{"enabled": true, "podMonitor": chart.Values{"enabled": true}},
+	}
+	var all []*unstructured.Unstructured
+	for _, port := range []float64{0, 6000} { // either of two NetworkPolicies
+		on["ipam"] = chart.Values{"port": port}
+		some, err := chart.Objects(chart.Options{Namespace: c.Namespace, Values: chart.Merge(chosen, on)})
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", c, err)
+		}
+		for _, u := range some {
+			if !slices.ContainsFunc(all, func(have *unstructured.Unstructured) bool { return describe(have) == describe(u) }) {
+				all = append(all, u)
+			}
+		}
+	}
+	return all, nil
+}
+
+// get reads an object as it is; nil when it or its kind is not there.
+func (c *Cluster) get(ctx context.Context, kind schema.GroupVersionKind, namespace, name string) (*unstructured.Unstructured, error) {
+	u := &unstructured.Unstructured{}
+	u.SetGroupVersionKind(kind)
+	err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, u)
+	if apierrors.IsNotFound(err) || meta.IsNoMatchError(err) {
+		return nil, nil
+	}
+	return u, c.explain(kind.Kind+" "+name, err)
+}
+
+func (c *Cluster) anyOf(ctx context.Context, objects []*unstructured.Unstructured) (bool, error) {
+	for _, u := range append(slices.Clone(objects), c.installed()...) {
+		if have, err := c.get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName()); err != nil || have != nil {
+			return have != nil, err
+		}
+	}
+	return false, nil
+}
+
+// installed are the objects that no manifest names: those that Install, Uninstall and the components
+// make.
+func (c *Cluster) installed() (all []*unstructured.Unstructured) {
+	for _, o := range []struct{ version, kind, name string }{
+		{"v1", "Secret", keysSecret}, {"v1", "ConfigMap", installConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},
+		{coordinationv1.SchemeGroupVersion.String(), "Lease", managerLease}, {coordinationv1.SchemeGroupVersion.String(), "Lease", deploy.GatewayServiceAccount},
+	} {
+		u := &unstructured.Unstructured{}
+		u.SetAPIVersion(o.version)
+		u.SetKind(o.kind)
+		u.SetNamespace(c.Namespace)
+		u.SetName(o.name)
+		all = append(all, u)
+	}
+	return all
+}
+
+// howToClean finds out what cleaning needs while the DaemonSet is there, and remembers it. Where
+// components run elsewhere, there is nothing to be done by us, and it returns nil.
+func (c *Cluster) howToClean(ctx context.Context, o UninstallOptions) (*cleaning, error) {
+	how := cleaning{Image: o.Image, StateDirectory: "/var/lib/isthmus"}
+	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.RouteAgentServiceAccount} // the DaemonSet has the same name
+	var agents appsv1.DaemonSet
+	var memory corev1.ConfigMap
+	err := c.client.Get(ctx, key, &agents)
+	switch {
+	case err == nil:
+		pod := agents.Spec.Template.Spec
+		how.Image, how.PullPolicy, how.PullSecrets = pod.Containers[0].Image, pod.Containers[0].ImagePullPolicy, pod.ImagePullSecrets
+		for _, v := range pod.Volumes {
+			if v.HostPath != nil {
+				how.StateDirectory = v.HostPath.Path
+			}
+		}
+		var gateways appsv1.Deployment
+		key.Name = deploy.GatewayServiceAccount
+		if err := c.client.Get(ctx, key, &gateways); client.IgnoreNotFound(err) != nil {
+			return nil, c.explain("Deployment "+key.String(), err)
+		}
+		how.HostGateways = gateways.Spec.Template.Spec.HostNetwork
+		text, err := json.Marshal(how)
+		if err != nil {
+			return nil, err
+		}
+		_, err = c.apply(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: uninstallConfigMap}, Data: map[string]string{keyCleaning: string(text)}})
+		return &how, err
+	case !apierrors.IsNotFound(err):
+		return nil, c.explain("DaemonSet "+key.String(), err)
+	}
+	key.Name = uninstallConfigMap
+	err = c.client.Get(ctx, key, &memory)
+	if err == nil {
+		err = json.Unmarshal([]byte(memory.Data[keyCleaning]), &how)
+		how.Image = cmp.Or(o.Image, how.Image)
+		return &how, err
+	}
+	if !apierrors.IsNotFound(err) {
+		return nil, c.explain("ConfigMap "+key.String(), err)
+	}
+	if o.Image != "" { // a person knows that nodes are to be cleaned
+		how.HostGateways = true
+		return &how, nil
+	}
+	o.Report(fmt.Sprintf("%s: there is no DaemonSet of route agents, so no node is cleaned: where agents ran, run `isthmus route-agent --cleanup`, or this command with --image", c))
+	return nil, nil
+}
+
+// unpeerAll parts the cluster from each of its peers. Without a manager nobody withdraws what lies
+// at a peer, and its finalizers are ours to remove.
+func (c *Cluster) unpeerAll(ctx context.Context, o UninstallOptions) error {
+	var list isthmus.PeeringList
+	if err := c.client.List(ctx, &list); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
+		return nil
+	} else if err != nil {
+		return c.explain("Peerings", err)
+	}
+	if len(list.Items) == 0 {
+		return nil
+	}
+	manager, err := c.holderOf(ctx, managerLease)
+	if err != nil {
+		return err
+	}
+	for i := range list.Items {
+		p := &list.Items[i]
+		if manager.Name == "" {
+			o.Report(fmt.Sprintf("%s: no manager is at work (%s), so what lies at the peer stays there: %s", c, manager.Problem, c.remainsOf(ctx, p)))
+			if err := c.abandon(ctx, p); err != nil {
+				return err
+			}
+		}
+		err := Unpeer(ctx, c, nil, UnpeerOptions{Name: p.Name, Force: o.Force || manager.Name == "", Timeout: o.Timeout, Report: o.Report})
+		if err != nil && !errors.Is(err, ErrNoPeering) {
+			return err
+		}
+	}
+	return nil
+}
+
+// abandon removes the finalizers of a Peering and of what belongs to it.
+func (c *Cluster) abandon(ctx context.Context, p *isthmus.Peering) error {
+	free := func(u client.Object, what string) error {
+		if len(u.GetFinalizers()) == 0 {
+			return nil
+		}
+		err := c.client.Patch(ctx, u, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)), client.FieldOwner(fieldManager))
+		if client.IgnoreNotFound(err) != nil {
+			return c.explain("finalizers of "+what, err)
+		}
+		return nil
+	}
+	for _, kind := range []string{"NetworkConfig", "TunnelEndpoint", "NatMapping"} {
+		var list unstructured.UnstructuredList
+		list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind + "List"))
+		if err := c.client.List(ctx, &list, client.InNamespace(p.Spec.TenantNamespace.Local)); meta.IsNoMatchError(err) || apierrors.IsNotFound(err) {
+			continue
+		} else if err != nil {
+			return c.explain(kind+"s in "+p.Spec.TenantNamespace.Local, err)
+		}
+		for i := range list.Items {
+			if err := free(&list.Items[i], describe(&list.Items[i])); err != nil {
+				return err
+			}
+		}
+	}
+	return free(p, "Peering "+p.Name)
+}
+
+// removeWorkloads deletes what runs Pods, and waits until the Pods are gone: an agent that still runs
+// would put back what is cleaned.
+func (c *Cluster) removeWorkloads(ctx context.Context, o UninstallOptions, objects []*unstructured.Unstructured) error {
+	for _, u := range objects {
+		if u.GetKind() == "Deployment" || u.GetKind() == "DaemonSet" {
+			if err := c.remove(ctx, u, o); err != nil {
+				return err
+			}
+		}
+	}
+	return c.untilNothing(ctx, o, func() (string, error) {
+		var pods corev1.PodList
+		if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/part-of": "isthmus"}); err != nil {
+			return "", c.explain("Pods in "+c.Namespace, err)
+		}
+		for i := range pods.Items {
+			p := &pods.Items[i]
+			if _, cleaner := p.Labels[labelCleans]; cleaner || metav1.GetControllerOf(p) == nil {
+				continue
+			}
+			if o.Force && p.DeletionTimestamp != nil && !c.nodeReady(ctx, p.Spec.NodeName) {
+				continue // nobody is there to end it
+			}
+			return fmt.Sprintf("waiting until Pod %s on %s has ended", p.Name, p.Spec.NodeName), nil
+		}
+		return "", nil
+	})
+}
+
+// labelCleans marks the Pods that clean nodes; the value is the same for all.
+const labelCleans = "isthmus.net/cleans"
+
+// cleanNodes runs a Pod on each node that takes away what components made in its kernel.
+func (c *Cluster) cleanNodes(ctx context.Context, how cleaning, o UninstallOptions) error {
+	if _, err := c.apply(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: map[string]string{
+		labelName: managedBy, "pod-security.kubernetes.io/enforce": "privileged"}}}); err != nil {
+		return err
+	}
+	var nodes corev1.NodeList
+	if err := c.client.List(ctx, &nodes); err != nil {
+		return c.explain("Nodes", err)
+	}
+	todo := map[string]*corev1.Pod{}
+	for i := range nodes.Items {
+		n := &nodes.Items[i]
+		if system := n.Labels[corev1.LabelOSStable]; system != "" && system != "linux" {
+			continue
+		}
+		if o.Force && !isReady(n) {
+			o.Report(fmt.Sprintf("%s: node %s is away, and what agents made in its kernel stays until it is rebooted, or `isthmus route-agent --cleanup` runs there", c, n.Name))
+			continue
+		}
+		todo[n.Name] = cleaningPod(c.Namespace, n.Name, how)
+	}
+	err := c.untilNothing(ctx, o, func() (string, error) {
+		var waiting []string
+		for node, want := range todo {
+			var p corev1.Pod
+			err := c.client.Get(ctx, client.ObjectKeyFromObject(want), &p)
+			if apierrors.IsNotFound(err) && c.nodeGone(ctx, node) {
+				delete(todo, node) // and its kernel with it
+				continue
+			}
+			if apierrors.IsNotFound(err) {
+				p = *want.DeepCopy()
+				err = c.client.Create(ctx, &p)
+			}
+			switch {
+			case apierrors.IsForbidden(err): // the ServiceAccount of a namespace comes a moment after it
+				waiting = append(waiting, node+" ("+Printable(err.Error())+")")
+			case err != nil:
+				return "", c.explain("Pod "+want.Namespace+"/"+want.Name, err)
+			case p.Status.Phase == corev1.PodSucceeded:
+				delete(todo, node)
+				o.Report(fmt.Sprintf("%s: node %s is clean", c, node))
+			default:
+				waiting = append(waiting, node+cleaningProblem(&p))
+			}
+		}
+		slices.Sort(waiting)
+		if len(waiting) == 0 {
+			return "", nil
+		}
+		return "waiting until nodes are clean: " + strings.Join(waiting, ", "), nil
+	})
+	if err != nil {
+		return err
+	}
+	var done corev1.PodList
+	if err := c.client.List(ctx, &done, client.InNamespace(c.Namespace), client.HasLabels{labelCleans}); err != nil {
+		return c.explain("Pods in "+c.Namespace, err)
+	}
+	for i := range done.Items {
+		if err := c.client.Delete(ctx, &done.Items[i]); client.IgnoreNotFound(err) != nil {
+			return c.explain("delete Pod "+done.Items[i].Name, err)
+		}
+	}
+	return nil
+}
+
+func cleaningProblem(p *corev1.Pod) string {
+	for _, s := range p.Status.ContainerStatuses {
+		if w := s.State.Waiting; w != nil && w.Reason != "ContainerCreating" {
+			return " (" + Printable(w.Reason) + ": " + Printable(w.Message) + ")"
+		}
+	}
+	return ""
+}
+
+// cleaningPod ends when all is removed from its node. It goes around the scheduler, so that it runs
+// on nodes that take no Pods.
+func cleaningPod(namespace, node string, how cleaning) *corev1.Pod {
+	sum := fnv.New64a()
+	sum.Write([]byte(node))
+	container := func(name string, capabilities []corev1.Capability, args ...string) corev1.Container {
+		return corev1.Container{
+			Name: name, Image: how.Image, ImagePullPolicy: how.PullPolicy, Args: args,
+			TerminationMessagePolicy: corev1.TerminationMessageFallbackToLogsOnError,
+			SecurityContext: &corev1.SecurityContext{
+				RunAsUser: new(int64(0)), AllowPrivilegeEscalation: new(false), ReadOnlyRootFilesystem: new(true),
+				Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}, Add: capabilities},
+			},
+		}
+	}
+	agent := container("route-agent", []corev1.Capability{"NET_ADMIN"}, "route-agent", "--cleanup", "--state-directory=/var/lib/isthmus")
+	agent.VolumeMounts = []corev1.VolumeMount{{Name: "state", MountPath: "/var/lib/isthmus"}}
+	containers := []corev1.Container{agent}
+	if how.HostGateways {
+		containers = append(containers, container("gateway", []corev1.Capability{"NET_ADMIN", "SYS_ADMIN"}, "gateway", "--cleanup"))
+	}
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: fmt.Sprintf("isthmus-cleanup-%x", sum.Sum64()),
+			Labels: map[string]string{labelName: "cleanup", "app.kubernetes.io/part-of": "isthmus", labelCleans: "node"}},
+		Spec: corev1.PodSpec{
+			NodeName: node, HostNetwork: true, RestartPolicy: corev1.RestartPolicyOnFailure, AutomountServiceAccountToken: new(false),
+			Tolerations: []corev1.Toleration{{Operator: corev1.TolerationOpExists}}, ImagePullSecrets: how.PullSecrets,
+			SecurityContext: &corev1.PodSecurityContext{SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
+			Containers:      containers,
+			Volumes: []corev1.Volume{{Name: "state", VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{
+				Path: how.StateDirectory, Type: new(corev1.HostPathDirectoryOrCreate)}}}},
+		},
+	}
+}
+
+// removeObjects deletes the rest: rights and policies, definitions, the namespace.
+func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects []*unstructured.Unstructured) error {
+	liqo, err := c.get(ctx, crdKind, "", "foreignclusters.discovery.liqo.io")
+	if err != nil {
+		return err
+	}
+	var definitions []*unstructured.Unstructured
+	for _, u := range objects {
+		switch {
+		case u.GetKind() != "CustomResourceDefinition":
+			if err := c.remove(ctx, u, o); err != nil {
+				return err
+			}
+		case o.KeepDefinitions:
+		case liqo != nil && strings.HasSuffix(u.GetName(), "."+v1alpha1.GroupVersion.Group):
+			o.Report(fmt.Sprintf("%s: %s stays, since Liqo is installed", c, describe(u)))
+		default:
+			definitions = append(definitions, u)
+		}
+	}
+	for _, u := range definitions {
+		if err := c.remove(ctx, u, o); err != nil {
+			return err
+		}
+	}
+	if err := c.untilNothing(ctx, o, func() (string, error) {
+		for _, u := range definitions {
+			have, err := c.get(ctx, crdKind, "", u.GetName())
+			if err != nil {
+				return "", err
+			}
+			if have != nil {
+				return "waiting until " + describe(u) + " and its objects are gone", nil
+			}
+		}
+		return "", nil
+	}); err != nil {
+		return err
+	}
+	for _, u := range c.installed() {
+		if err := c.remove(ctx, u, o); err != nil {
+			return err
+		}
+	}
+	namespace, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
+	if err != nil || namespace == nil {
+		return err
+	}
+	if namespace.GetLabels()[labelName] != managedBy {
+		o.Report(fmt.Sprintf("%s: namespace %s stays, since `isthmus install` did not make it", c, c.Namespace))
+		return nil
+	}
+	if err := c.remove(ctx, namespace, o); err != nil {
+		return err
+	}
+	return c.untilNothing(ctx, o, func() (string, error) {
+		have, err := c.get(ctx, namespace.GroupVersionKind(), "", c.Namespace)
+		if err != nil || have == nil {
+			return "", err
+		}
+		return "waiting until namespace " + c.Namespace + " is gone", nil
+	})
+}
+
+// remove deletes an object and says so; what is not there is no error.
+func (c *Cluster) remove(ctx context.Context, u *unstructured.Unstructured, o UninstallOptions) error {
+	have, err := c.get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
+	if err != nil || have == nil || have.GetDeletionTimestamp() != nil {
+		return err
+	}
+	if err := c.client.Delete(ctx, have, client.PropagationPolicy(metav1.DeletePropagationBackground)); client.IgnoreNotFound(err) != nil {
+		return c.explain("delete "+describe(u), err)
+	}
+	o.Report(fmt.Sprintf("%s: %s deleted", c, describe(u)))
+	return nil
+}
+
+// untilNothing repeats a step until it waits for nothing, and tells what it waits for whenever that
+// changes.
+func (c *Cluster) untilNothing(ctx context.Context, o UninstallOptions, step func() (waitsFor string, err error)) error {
+	told := ""
+	for begun := time.Now(); ; {
+		wait, err := step()
+		switch {
+		case ctx.Err() != nil && !errors.Is(context.Cause(ctx), ErrNotReady):
+			return errors.New("interrupted: the same command goes on where this one ended")
+		case ctx.Err() != nil:
+			return fmt.Errorf("%w: not uninstalled within %v; the same command goes on where this one ended, with --force it does not wait for what is away\n%s: %s", ErrNotReady, o.Timeout, c, told)
+		case errors.Is(err, ErrUnreachable): // it may come back
+			wait = Printable(err.Error())
+		case err != nil:
+			return err
+		}
+		if wait == "" {
+			return nil
+		}
+		if wait != told && (told != "" || time.Since(begun) > patience) {
+			o.Report(fmt.Sprintf("%s: %s", c, wait))
+			told = wait
+		}
+		select {
+		case <-ctx.Done():
+			told = wait
+		case <-time.After(pollInterval):
+		}
+	}
+}
+
+func isReady(n *corev1.Node) bool {
+	return slices.ContainsFunc(n.Status.Conditions, func(condition corev1.NodeCondition) bool {
+		return condition.Type == corev1.NodeReady && condition.Status == corev1.ConditionTrue
+	})
+}
+
+// nodeReady reports whether the kubelet of a node is there.
+func (c *Cluster) nodeReady(ctx context.Context, name string) bool {
+	var n corev1.Node
+	return c.client.Get(ctx, client.ObjectKey{Name: name}, &n) == nil && isReady(&n)
+}
+
+func (c *Cluster) nodeGone(ctx context.Context, name string) bool {
+	return apierrors.IsNotFound(c.client.Get(ctx, client.ObjectKey{Name: name}, &corev1.Node{}))
+}

@@ -1,0 +1,196 @@
+package peering
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/metadata"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// inventory names every object of a cluster but for what the API server and its controllers keep
+// for themselves.
+func inventory(t *testing.T, c *Cluster) map[string]bool {
+	t.Helper()
+	lists, err := discovery.NewDiscoveryClientForConfigOrDie(c.config).ServerPreferredResources()
+	must(t, err)
+	objects := metadata.NewForConfigOrDie(c.config)
+	all := map[string]bool{}
+	for _, list := range lists {
+		version, err := schema.ParseGroupVersion(list.GroupVersion)
+		must(t, err)
+		for _, r := range list.APIResources {
+			if !slices.Contains(r.Verbs, "list") || r.Kind == "Event" || r.Kind == "Lease" && version.Group == "coordination.k8s.io" {
+				continue
+			}
+			found, err := objects.Resource(version.WithResource(r.Name)).List(t.Context(), metav1.ListOptions{})
+			if err != nil {
+				continue // a kind that has just gone
+			}
+			for _, o := range found.Items {
+				all[r.Kind+" "+o.Namespace+"/"+o.Name] = true
+			}
+		}
+	}
+	return all
+}
+
+func difference(before, after map[string]bool) (all []string) {
+	for _, name := range slices.Sorted(maps.Keys(after)) {
+		if !before[name] {
+			all = append(all, "left: "+name)
+		}
+	}
+	for _, name := range slices.Sorted(maps.Keys(before)) {
+		if !after[name] {
+			all = append(all, "taken away: "+name)
+		}
+	}
+	return all
+}
+
+// kubelets do for Pods that clean nodes what a person sees of kubelets: they end well, except on the
+// nodes that are away. It returns how often which node was cleaned.
+func kubelets(ctx context.Context, c *Cluster, away func(node string) bool, cleaned map[string]string) {
+	for ctx.Err() == nil {
+		var pods corev1.PodList
+		if c.client.List(ctx, &pods, client.InNamespace(c.Namespace), client.HasLabels{labelCleans}) == nil {
+			for i := range pods.Items {
+				p := &pods.Items[i]
+				if away(p.Spec.NodeName) {
+					continue
+				}
+				if p.DeletionTimestamp != nil {
+					c.client.Delete(ctx, p, client.GracePeriodSeconds(0))
+					continue
+				}
+				if p.Status.Phase != corev1.PodSucceeded {
+					cleaned[p.Spec.NodeName] = p.Spec.Containers[0].Image + " " + strings.Join(p.Spec.Containers[0].Args, " ") + fmt.Sprint(len(p.Spec.Containers))
+					p.Status.Phase = corev1.PodSucceeded
+					c.client.Status().Update(ctx, p)
+				}
+			}
+		}
+		select {
+		case <-ctx.Done():
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// Install, uninstall, and the list of objects is what it was; also when the order was another one.
+func TestUninstallLeavesNothing(t *testing.T) {
+	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "u", Controllers: true})
+	must(t, err)
+	defer server.Stop()
+	file := t.TempDir() + "/kubeconfig"
+	must(t, server.WriteKubeconfig(file))
+	c := connectTo(t, Access{Kubeconfig: file})
+	for _, name := range []string{"n1", "n2"} {
+		must(t, c.client.Create(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}))
+	}
+	for begin := time.Now(); ; time.Sleep(100 * time.Millisecond) { // what controllers make in a new cluster
+		var namespaces corev1.NamespaceList
+		var accounts corev1.ServiceAccountList
+		must(t, c.client.List(t.Context(), &namespaces))
+		must(t, c.client.List(t.Context(), &accounts))
+		if len(namespaces.Items) >= 4 && len(accounts.Items) == len(namespaces.Items) {
+			break
+		}
+		if time.Since(begin) > patient {
+			t.Fatal("the controllers do nothing")
+		}
+	}
+	before := inventory(t, c)
+	var said lines
+	install := func(values chart.Values) {
+		t.Helper()
+		values = chart.Merge(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}, values)
+		must(t, c.Install(t.Context(), InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Workloads: true, Version: "v1", Values: values, Report: func(string) {}}))
+		must(t, c.client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: keysSecret}})) // a gateway's
+	}
+	peer := func() { // as `isthmus peer` and a manager that is gone leave it
+		t.Helper()
+		tenant := &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: "liqo-tenant-p", Labels: map[string]string{
+			v1alpha1.LabelTenantNamespace: "true", v1alpha1.LabelTenantClusterID: "P", labelManagedBy: managedBy}}}
+		must(t, c.client.Create(t.Context(), tenant))
+		p := newPeering("p", v1alpha1.ClusterIdentity{ClusterID: "P", ClusterName: "p"}, tenant.Name, "liqo-tenant-u")
+		controllerutil.AddFinalizer(p, isthmus.FinalizerPeering)
+		must(t, c.client.Create(t.Context(), p))
+	}
+	// until is what is said when the time is up.
+	uninstall := func(o UninstallOptions, away func(string) bool, until string) (map[string]string, error) {
+		t.Helper()
+		said = nil
+		up := newDeadline(t)
+		o.Timeout, o.Report = patient, func(line string) {
+			said.report(line)
+			if until != "" && strings.Contains(line, until) {
+				close(up.up)
+				until = ""
+			}
+		}
+		ctx, stop := context.WithCancel(t.Context())
+		cleaned, ended := map[string]string{}, make(chan struct{})
+		go func() { defer close(ended); kubelets(ctx, c, away, cleaned) }()
+		err := c.Uninstall(up, o)
+		stop()
+		<-ended
+		return cleaned, err
+	}
+	nobody := func(string) bool { return false }
+	same := func(what string) {
+		t.Helper()
+		if d := difference(before, inventory(t, c)); len(d) > 0 {
+			t.Errorf("%s:\n%s", what, strings.Join(d, "\n"))
+		}
+	}
+
+	install(chart.Values{"metrics": chart.Values{"enabled": true}, "image": chart.Values{"repository": "r", "tag": "t"}})
+	peer()
+	// A node is away, and nothing that would not be repaired is taken away before it is back.
+	cleaned, err := uninstall(UninstallOptions{}, func(node string) bool { return node == "n2" }, "waiting until nodes are clean: n2")
+	if !errors.Is(err, ErrNotReady) || cleaned["n1"] == "" || !strings.Contains(err.Error(), "n2") {
+		t.Fatalf("with a node away: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
+	}
+	cleaned, err = uninstall(UninstallOptions{}, nobody, "")
+	if err != nil || !strings.HasPrefix(cleaned["n2"], "r:t route-agent --cleanup") {
+		t.Fatalf("when it is back: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
+	}
+	same("after an uninstallation in two runs")
+
+	// The namespace goes first, while there is a peering.
+	install(nil)
+	peer()
+	must(t, c.client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace}}))
+	for begin := time.Now(); !gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
+		if time.Since(begin) > patient {
+			t.Fatal("the namespace stays")
+		}
+	}
+	cleaned, err = uninstall(UninstallOptions{Image: "x:y"}, nobody, "")
+	if err != nil || len(cleaned) != 2 || !strings.HasPrefix(cleaned["n1"], "x:y route-agent --cleanup") {
+		t.Fatalf("after the namespace: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
+	}
+	same("after the namespace went first")
+
+	if cleaned, err = uninstall(UninstallOptions{}, nobody, ""); err != nil || len(cleaned) > 0 || !said.has("nothing to do") {
+		t.Errorf("without an installation: %v; cleaned %v; %v", err, cleaned, said)
+	}
+}

@@ -1,0 +1,231 @@
+package manager
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/tools/events"
+	ctrl "sigs.k8s.io/controller-runtime"
+	"sigs.k8s.io/controller-runtime/pkg/builder"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/event"
+	"sigs.k8s.io/controller-runtime/pkg/handler"
+	"sigs.k8s.io/controller-runtime/pkg/predicate"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
+	"sigs.k8s.io/controller-runtime/pkg/source"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
+)
+
+const (
+	// refusalPatience is a Warden's Patience. Agents refuse within a tenth of a second, and of
+	// thousands the last one has said so within two.
+	refusalPatience = 5 * time.Second
+	// refusalGap is how long reports are gathered before they are read together.
+	refusalGap = 20 * time.Millisecond
+	// maxKnownSets is how many sets of granted networks are remembered: so many changes of the
+	// books an agent may be behind without being taken for one that refuses nothing.
+	maxKnownSets = 4096
+)
+
+// reasonNotRefused is that of the Event about a node that does not refuse what was granted.
+const reasonNotRefused = "NotRefused"
+
+// A Warden knows which of the networks in the books all nodes refuse, so that nobody is told of one
+// that a node would still send out in the clear:
+//
+//	books ─► IpamStorage ─► route agent refuses it ─► NodeNetworks.spec.refused ─► Warden ─► answer, TunnelEndpoint
+//
+// A set of networks is known by its fabric.GrantsID. An agent that names a set refuses all that was
+// granted up to then. Nodes that have never named one have no agent, or an older one, and are not
+// waited for. One for which somebody has waited in vain is not waited for again until it says
+// something new.
+//
+// Its methods may be called concurrently.
+type Warden struct {
+	Cache     client.Reader // NodeNetworks
+	Namespace string        // of the installation
+	Events    events.EventRecorder
+	Log       *slog.Logger
+	// Patience is how long a network that was granted is told to nobody because a node does not
+	// refuse it yet.
+	Patience time.Duration
+
+	mu      sync.Mutex
+	number  uint64            // of the set in the books: the later, the higher
+	numbers map[string]uint64 // of the sets known
+	order   []string          // of sets, as they became known
+	granted map[string]granted
+	said    map[string]string           // by node: the set that it refuses
+	late    map[string]string           // by node that is not waited for: the same
+	waiting map[reconcile.Request]await // for nodes
+}
+
+// granted is what a peer has.
+type granted struct {
+	grant  ipam.Grant
+	number uint64    // of the first set with it
+	at     time.Time // when it came into the books
+}
+
+type await struct {
+	id    string // of the peer
+	queue requestQueue
+}
+
+// Observe learns of each version of the books.
+func (w *Warden) Observe(book ipam.Book) {
+	now := make(map[string]granted)
+	var networks []netip.Prefix
+	for _, id := range book.Peers() {
+		if g, ok := book.GrantOf(id); ok {
+			now[id] = granted{grant: g}
+			networks = append(networks, g.Pod, g.External)
+		}
+	}
+	set := fabric.GrantsID(networks)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.numbers == nil {
+		w.numbers, w.said, w.late, w.waiting = make(map[string]uint64), make(map[string]string), make(map[string]string), make(map[reconcile.Request]await)
+	}
+	if current, known := w.numbers[set]; !known || current != w.number {
+		w.number++
+		w.numbers[set] = w.number // of one that there was before, too: what it names is what there is
+		if !known {
+			w.order = append(w.order, set)
+		}
+		if len(w.order) > maxKnownSets {
+			delete(w.numbers, w.order[0])
+			w.order = w.order[1:]
+		}
+	}
+	for id, g := range now {
+		if had, ok := w.granted[id]; ok && had.grant == g.grant {
+			now[id] = had
+			continue
+		}
+		g.number, g.at = w.number, time.Now()
+		now[id] = g
+	}
+	w.granted = now
+}
+
+// Refused reports whether what a peer has in the books may be told. If not, it adds the request to
+// the queue when it may be.
+func (w *Warden) Refused(id string, queue requestQueue, request reconcile.Request) bool {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	g, ok := w.granted[id]
+	if !ok || w.behind(g) == nil {
+		delete(w.waiting, request)
+		return true
+	}
+	if rest := w.Patience - time.Since(g.at); rest > 0 {
+		w.waiting[request] = await{id, queue}
+		queue.AddAfter(request, rest)
+		return false
+	}
+	for _, node := range w.behind(g) {
+		w.late[node] = w.said[node]
+		w.Log.Warn("peers are told of networks that a node does not refuse: its pods may send to them in the clear; see why its route agent does not work",
+			"node", node, "peer", id, "podCIDR", g.grant.Pod, "externalCIDR", g.grant.External)
+		w.Events.Eventf(&corev1.ObjectReference{APIVersion: isthmus.GroupVersion.String(), Kind: "NodeNetworks", Namespace: w.Namespace, Name: node},
+			nil, corev1.EventTypeWarning, reasonNotRefused, "AwaitRefusal",
+			"node %s has not said within %v that it refuses networks that were granted to a peer, which are used all the same; want its route agent at work", node, w.Patience)
+	}
+	delete(w.waiting, request)
+	return true
+}
+
+// behind are the nodes that are waited for with a grant. The caller holds w.mu.
+func (w *Warden) behind(g granted) (nodes []string) {
+	for node, set := range w.said {
+		if _, late := w.late[node]; !late && w.numbers[set] < g.number {
+			nodes = append(nodes, node)
+		}
+	}
+	slices.Sort(nodes)
+	return nodes
+}
+
+// Late are the nodes that do not refuse what they should, as far as somebody has waited for them.
+func (w *Warden) Late() int {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	return len(w.late)
+}
+
+// SetupWithManager makes mgr call Reconcile soon after a node says that it refuses something else.
+func (w *Warden) SetupWithManager(mgr ctrl.Manager) error {
+	soon := func(q requestQueue) { q.AddAfter(requestFor("refused"), refusalGap) }
+	return ctrl.NewControllerManagedBy(mgr).Named("warden").
+		Watches(&isthmus.NodeNetworks{}, handler.Funcs{
+			CreateFunc: func(_ context.Context, _ event.CreateEvent, q requestQueue) { soon(q) },
+			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q requestQueue) { soon(q) },
+			DeleteFunc: func(_ context.Context, _ event.DeleteEvent, q requestQueue) { soon(q) },
+		}, builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
+			return e.ObjectOld.(*isthmus.NodeNetworks).Spec.Refused != e.ObjectNew.(*isthmus.NodeNetworks).Spec.Refused
+		}})).
+		Complete(w)
+}
+
+// Reconcile reads what the nodes say, and has those reconciled who waited for it.
+func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, error) {
+	var reports isthmus.NodeNetworksList
+	if err := w.Cache.List(ctx, &reports, client.InNamespace(w.Namespace), client.UnsafeDisableDeepCopy); err != nil {
+		return ctrl.Result{}, fmt.Errorf("what nodes refuse: %w", err)
+	}
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.said = make(map[string]string, len(reports.Items))
+	least := w.number
+	for i := range reports.Items {
+		r := &reports.Items[i]
+		if r.Spec.Refused == "" {
+			continue
+		}
+		node := strings.Clone(r.Name)
+		w.said[node] = r.Spec.Refused
+		if set, late := w.late[node]; late && set == r.Spec.Refused {
+			continue
+		}
+		least = min(least, w.numbers[r.Spec.Refused])
+	}
+	for node, set := range w.late {
+		if w.said[node] != set {
+			delete(w.late, node)
+		}
+	}
+	for request, a := range w.waiting {
+		if w.granted[a.id].number <= least {
+			delete(w.waiting, request)
+			a.queue.Add(request)
+		}
+	}
+	return ctrl.Result{}, nil
+}
+
+// A wardedQueue is the queue of one controller, for the Warden.
+type wardedQueue struct{ queue requestQueue }
+
+// source hands over the queue when the controller starts, before it reconciles anything.
+func (q *wardedQueue) source() source.Source {
+	return source.Func(func(_ context.Context, queue requestQueue) error {
+		q.queue = queue
+		return nil
+	})
+}
+
+// watchBooks has the Warden learn of all that a Store writes.
+func (w *Warden) watchBooks(store *ipamstore.Store) { store.Observe(w.Observe) }

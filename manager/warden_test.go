@@ -1,0 +1,108 @@
+package manager
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// refuses makes the report of a node say that it refuses all that is in the books, or nothing yet.
+func (a *answering) refuses(node string, all bool) {
+	a.t.Helper()
+	set := fabric.GrantsID(nil)
+	if all {
+		spec := a.store.Book().Spec()
+		networks, problems := fabric.GrantedIn(&v1alpha1.IpamStorage{Spec: spec})
+		if len(problems) > 0 {
+			a.t.Fatal(problems)
+		}
+		set = fabric.GrantsID(networks)
+	}
+	r := &isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: node}, Spec: isthmus.NodeNetworksSpec{Refused: set}}
+	err := a.api().Create(a.ctx, r)
+	if apierrors.IsAlreadyExists(err) {
+		err = a.api().Patch(a.ctx, r, client.RawPatch(types.MergePatchType, []byte(`{"spec":{"refused":"`+set+`"}}`)))
+	}
+	a.ok(err)
+}
+
+// awaited waits until the Warden waits for so many nodes.
+func (a *answering) awaited(n int) {
+	a.t.Helper()
+	a.until("the reports are read", func() bool {
+		a.nodes.mu.Lock()
+		defer a.nodes.mu.Unlock()
+		return len(a.nodes.said) == n
+	})
+}
+
+func TestANetworkIsToldWhenAllNodesRefuseIt(t *testing.T) {
+	a := newAnswering(t)
+	a.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: a.system}})
+	a.refuses("n1", false)
+	a.refuses("n2", false)
+	a.create(&isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Namespace: a.system, Name: "older"}}) // says nothing
+	a.awaited(2)
+
+	b := a.partner("b", 2).claims("10.50.0.0/18", "10.60.0.0/20")
+	a.until("its networks are in the books", b.granted)
+	a.always("it is not answered", func() bool { return accepted(b.copied()) == "no answer" })
+	a.refuses("n1", true)
+	a.always("it is not answered for one node", func() bool { return accepted(b.copied()) == "no answer" })
+	a.refuses("n2", true)
+	b.untilAccepted("None None")
+
+	// What an agent says of the books as they were before counts, and so does all that comes later.
+	c := a.partner("c", 3).claims("10.51.0.0/18", "10.61.0.0/20")
+	a.until("its networks are in the books", c.granted)
+	a.refuses("n1", true)
+	d := a.partner("d", 4).claims("10.52.0.0/18", "10.62.0.0/20")
+	a.until("its networks are in the books", d.granted)
+	a.always("neither is answered", func() bool { return accepted(c.copied()) == "no answer" && accepted(d.copied()) == "no answer" })
+	a.refuses("n2", true)
+	c.untilAccepted("None None")
+	a.always("one node is behind", func() bool { return accepted(d.copied()) == "no answer" })
+	a.refuses("n1", true)
+	d.untilAccepted("None None")
+}
+
+// A node whose agent does not answer holds nobody up for long, and never again until it does.
+func TestANodeThatDoesNotRefuseIsNamedAndNotWaitedForAgain(t *testing.T) {
+	a := newAnswering(t)
+	a.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: a.system}})
+	a.nodes.Patience = time.Millisecond
+	a.refuses("n1", false)
+	a.awaited(1)
+	b := a.partner("b", 2).claims("10.50.0.0/18", "10.60.0.0/20")
+	b.untilAccepted("None None")
+	told := <-a.events.Events
+	if !strings.Contains(told, "Warning NotRefused node n1 has not said within 1ms that it refuses networks that were granted to a peer") {
+		t.Error(told)
+	}
+	if late := a.nodes.Late(); late != 1 {
+		t.Errorf("%d nodes are late", late)
+	}
+	a.nodes.mu.Lock()
+	a.nodes.Patience = time.Hour
+	a.nodes.mu.Unlock()
+	c := a.partner("c", 3).claims("10.51.0.0/18", "10.61.0.0/20")
+	c.untilAccepted("None None")
+
+	a.refuses("n1", true) // it is there again
+	a.until("the report is read", func() bool { return a.nodes.Late() == 0 })
+	d := a.partner("d", 4).claims("10.52.0.0/18", "10.62.0.0/20")
+	a.until("its networks are in the books", d.granted)
+	a.always("it is waited for again", func() bool { return accepted(d.copied()) == "no answer" })
+	a.refuses("n1", true)
+	d.untilAccepted("None None")
+}

@@ -1,0 +1,110 @@
+// Package helm renders the chart of Isthmus by Helm, and compares what comes out with what
+// internal/chart renders.
+package helm
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"io"
+	"maps"
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"helm.sh/helm/v3/pkg/chart/loader"
+	"helm.sh/helm/v3/pkg/chartutil"
+	"helm.sh/helm/v3/pkg/engine"
+	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
+)
+
+// objects reads manifests: each object as JSON, whose keys are sorted, by its kind and name.
+func objects(t *testing.T, text string) map[string]string {
+	t.Helper()
+	all := map[string]string{}
+	for decoder := utilyaml.NewYAMLOrJSONDecoder(strings.NewReader(text), 4096); ; {
+		var o map[string]any
+		if err := decoder.Decode(&o); errors.Is(err, io.EOF) {
+			return all
+		} else if err != nil {
+			t.Fatal(err)
+		}
+		if len(o) == 0 {
+			continue
+		}
+		meta, _ := o["metadata"].(map[string]any)
+		text, err := json.MarshalIndent(o, "", " ")
+		if err != nil {
+			t.Fatal(err)
+		}
+		namespace, _ := meta["namespace"].(string)
+		all[o["kind"].(string)+" "+namespace+"/"+meta["name"].(string)] = string(text)
+	}
+}
+
+func TestHelmRendersWhatInstallApplies(t *testing.T) {
+	c, err := loader.Load("../../deploy/chart/isthmus")
+	if err != nil {
+		t.Fatal(err)
+	}
+	recorded, err := filepath.Glob("../../internal/chart/testdata/*.values.yaml")
+	if err != nil || len(recorded) < 3 {
+		t.Fatalf("%d files with values: %v", len(recorded), err)
+	}
+	for _, file := range recorded {
+		values, err := chartutil.ReadValuesFile(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		// This checks the values against the schema, too.
+		all, err := chartutil.ToRenderValues(c, values, chartutil.ReleaseOptions{Name: "isthmus", Namespace: "isthmus-system", IsInstall: true}, nil)
+		if err != nil {
+			t.Fatalf("%s: %v", file, err)
+		}
+		rendered, err := engine.Render(c, all)
+		if err != nil {
+			t.Fatalf("%s: %v", file, err)
+		}
+		var text bytes.Buffer
+		for _, name := range slices.Sorted(maps.Keys(rendered)) {
+			if strings.HasSuffix(name, ".yaml") {
+				text.WriteString("\n---\n" + rendered[name])
+			} else if strings.HasSuffix(name, "NOTES.txt") && !strings.Contains(rendered[name], "isthmus peer --context") {
+				t.Errorf("%s: NOTES.txt does not say the next command:\n%s", file, rendered[name])
+			}
+		}
+		ours, err := os.ReadFile(strings.TrimSuffix(file, ".values.yaml") + ".yaml")
+		if err != nil {
+			t.Fatal(err)
+		}
+		got, want := objects(t, text.String()), objects(t, string(ours))
+		for _, name := range slices.Sorted(maps.Keys(got)) {
+			if got[name] != want[name] {
+				t.Errorf("%s: %s by Helm:\n%s\nby isthmus install:\n%s", file, name, got[name], want[name])
+			}
+		}
+		for name := range want {
+			if got[name] == "" {
+				t.Errorf("%s: Helm does not make %s", file, name)
+			}
+		}
+	}
+}
+
+func TestHelmRefusesValuesThatTheChartDoesNotHave(t *testing.T) {
+	c, err := loader.Load("../../deploy/chart/isthmus")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, text := range []string{"gatway: {}", "gateway: {port: 70000}", "gateway: {service: {typ: x}}", "cluster: {name: PARIS}"} {
+		values, err := chartutil.ReadValues([]byte(text))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := chartutil.ToRenderValues(c, values, chartutil.ReleaseOptions{}, nil); err == nil {
+			t.Errorf("%s is admitted", text)
+		}
+	}
+}
