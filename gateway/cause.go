@@ -84,6 +84,12 @@ func (e *evidence) cause() Cause {
 			"this cluster has an old or a wrong key of the peer, or the peer's clock was set back", at)}
 	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second: // else a session came of it
 		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, and our answers do not arrive at %s: something drops UDP from here to there, a firewall of this side or of the peer's", at)}
+	case !hears && e.since(e.signs.RelayedOtherKey, ofLate):
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for another key than this gateway's come through our Service, which hides where they are from "+
+			"(externalTrafficPolicy: Local does not): if they are this peer's, it has an old or a wrong key of this cluster; compare it with what `isthmus status --gateway -o wide` says here", at)}
+	case !hears && e.since(e.signs.RelayedRefused, ofLate):
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes with this gateway's key and from a key that no peer has here, or from a clock that was set back, "+
+			"come through our Service, which hides where they are from (externalTrafficPolicy: Local does not): if they are this peer's, this cluster has an old or a wrong key of it", at)}
 	case e.handshake.IsZero() && e.heard.IsZero():
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is another one, or something drops UDP on the way; "+
 			"open that port for UDP at both ends", at)}
