@@ -56,6 +56,13 @@ func (s Site) CheckSource(addr netip.Addr) string {
 	return s.CheckEndpoint(addr)
 }
 
+// RelaysFrom reports whether Services relay messages of peers from addr, so that it says nothing of
+// who sent them.
+func (s Site) RelaysFrom(addr netip.Addr) bool {
+	addr = addr.Unmap().WithZone("")
+	return s.Relays[addr] || slices.ContainsFunc(s.Networks, func(n SiteNetwork) bool { return n.Relay && n.Prefix.Contains(addr) })
+}
+
 // CheckEndpoint says why no gateway of a peer can be at addr, or "". A peer chooses the address, or
 // the name that is resolved to it, and we send UDP packets there. It is the one judge of both:
 // literals are judged where they are read and claimed, and what is about to be used is judged by

@@ -59,6 +59,9 @@ func TestMessagesMayComeFromWhereServicesRelay(t *testing.T) {
 		if wrong := site.CheckSource(ip(addr)); (wrong == "") != may {
 			t.Errorf("%s: %q", addr, wrong)
 		}
+		if got := site.RelaysFrom(ip(addr)); got != (may && addr != "198.51.100.1") {
+			t.Errorf("%s: relayed from there: %v", addr, got)
+		}
 		if wrong := site.CheckEndpoint(ip(addr)); (wrong == "") != (addr == "198.51.100.1") {
 			t.Errorf("%s as an endpoint: %q", addr, wrong)
 		}

@@ -42,6 +42,7 @@ type evidence struct {
 	handshake  time.Time      // of the present session; zero: never
 	heard      time.Time      // when something authentic came last; zero: never
 	signs      datapath.Signs
+	alone      bool // no other peer is without an answer
 	// When packets of the peer were last dropped because of their source, and their destination.
 	source, destination time.Time
 	remote, local       ranges
@@ -84,11 +85,17 @@ func (e *evidence) cause() Cause {
 			"this cluster has an old or a wrong key of the peer, or the peer's clock was set back", at)}
 	case e.since(e.signs.Answered, ofLate) && e.signs.Answered.Sub(e.handshake) > time.Second: // else a session came of it
 		return Cause{v1alpha1.CauseAnswersLost, fmt.Sprintf("handshakes of the peer arrive, and our answers do not arrive at %s: something drops UDP from here to there, a firewall of this side or of the peer's", at)}
+	case !hears && e.alone && e.since(e.signs.RelayedOtherKey, ofLate):
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes for another key than this gateway's come through our Service, which hides where they are from "+
+			"(externalTrafficPolicy: Local does not): if they are this peer's, it has an old or a wrong key of this cluster; compare it with what `isthmus status --gateway -o wide` says here", at)}
+	case !hears && e.alone && e.since(e.signs.RelayedRefused, ofLate):
+		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes with this gateway's key and from a key that no peer has here, or from a clock that was set back, "+
+			"come through our Service, which hides where they are from (externalTrafficPolicy: Local does not): if they are this peer's, this cluster has an old or a wrong key of it", at)}
 	case e.handshake.IsZero() && e.heard.IsZero():
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is another one, or something drops UDP on the way; "+
-			"open that port for UDP at both ends", at)}
+			"open that port for UDP at both ends%s", at, e.relayed())}
 	case !hears:
-		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway does not run any more, or something drops UDP on the way since then", at, e.sinceHeard())}
+		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway does not run any more, or something drops UDP on the way since then%s", at, e.sinceHeard(), e.relayed())}
 	case e.since(e.source, recently):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside of %v, under which it is known here, and its packets are dropped (source): "+
 			"the two clusters disagree about the peer's networks", e.remote)}
@@ -98,6 +105,15 @@ func (e *evidence) cause() Cause {
 	}
 	return Cause{v1alpha1.CauseProbeUnanswered, "messages of the peer arrive, but no answer to the connection check: see with `isthmus status --gateway` there whether ours arrive, and what is dropped of them; " +
 		"where that is by source or destination, the two clusters disagree about their networks"}
+}
+
+// relayed ends a sentence about one of several peers that do not answer, where it is not known whose
+// handshakes come by way of a Service.
+func (e *evidence) relayed() string {
+	if !e.since(e.signs.RelayedOtherKey, ofLate) && !e.since(e.signs.RelayedRefused, ofLate) {
+		return ""
+	}
+	return "; or it is the peer that sends handshakes with a wrong key, of this gateway or of its own, through our Service, which hides where they are from (externalTrafficPolicy: Local does not)"
 }
 
 func (e *evidence) sinceHeard() string {
@@ -144,7 +160,7 @@ func (g *gateway) causeOf(v *view, failed error, now time.Time) Cause {
 	first := v.tunnels[0]
 	e := evidence{
 		now: now, check: first.check, endpoint: first.stats.Endpoint, configured: hostPort(v.Endpoint, v.Port), unresolved: v.unresolved,
-		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.session.heard,
+		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.session.heard, alone: v.alone,
 		remote: ranges{v.Remote.PodSeen, v.Remote.ExternalSeen}, local: ranges{v.Local.PodSeen, v.Local.ExternalSeen},
 	}
 	if v.state != nil {

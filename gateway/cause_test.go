@@ -62,6 +62,14 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		{"answers that are lost", func(e *evidence) { e.signs.Answered, e.heard = ago(3), ago(3) }, v1alpha1.CauseAnswersLost, "from here to there"},
 		{"answers that are lost while an older session lasts", func(e *evidence) { session(e); e.signs.Answered = ago(3) }, v1alpha1.CauseAnswersLost, "from here to there"},
 		{"answers of which the session came", func(e *evidence) { session(e); e.handshake, e.signs.Answered = ago(3), ago(3) }, v1alpha1.CauseProbeUnanswered, "arrive"},
+		{"a handshake for another key by way of a Service", func(e *evidence) { e.alone, e.signs.RelayedOtherKey = true, ago(3) }, v1alpha1.CauseWrongKey, "for another key than this gateway's come through our Service"},
+		{"a handshake from another key by way of a Service", func(e *evidence) {
+			e.alone, e.handshake, e.heard, e.signs.RelayedRefused = true, ago(60), ago(12), ago(3)
+		}, v1alpha1.CauseWrongKey, "from a key that no peer has here"},
+		{"somebody else's handshakes by way of a Service beside a session", func(e *evidence) { session(e); e.alone, e.signs.RelayedRefused = true, ago(3) }, v1alpha1.CauseProbeUnanswered, "arrive"},
+		{"somebody else's by way of a Service, and answers that are lost", func(e *evidence) { e.signs.Answered, e.heard, e.signs.RelayedOtherKey = ago(3), ago(12), ago(3) }, v1alpha1.CauseAnswersLost, "from here to there"},
+		{"the same, with another peer that does not answer", func(e *evidence) { e.signs.RelayedOtherKey = ago(3) }, v1alpha1.CauseNoAnswer, "with a wrong key"},
+		{"the same, after a session", func(e *evidence) { e.handshake, e.heard, e.signs.RelayedRefused = ago(60), ago(12), ago(3) }, v1alpha1.CausePeerSilent, "through our Service"},
 		{"never heard", func(*evidence) {}, v1alpha1.CauseNoAnswer, "nothing has ever come from 192.0.2.9:5871"},
 		{"heard once", func(e *evidence) { e.handshake, e.heard = ago(60), ago(12) }, v1alpha1.CausePeerSilent, "since 11:59:48 UTC"},
 		{"heard long ago", func(e *evidence) { e.handshake, e.heard = ago(3600), ago(3500) }, v1alpha1.CausePeerSilent, "since 11:01:40 UTC"},
@@ -103,6 +111,23 @@ func TestWhatFailsForOnePeerIsNotTheCauseOfAnother(t *testing.T) {
 	}
 	if err := failedOf("1", nil); err != nil {
 		t.Error(err)
+	}
+}
+
+func TestAPeerIsAloneWhereAllOthersAnswer(t *testing.T) {
+	g := without(t, alphaBravo, charlie)
+	for _, tc := range []struct{ first, second CheckState }{{Connected, Connected}, {Disconnected, Connected}, {Connected, Disconnected}, {Disconnected, Connecting}} {
+		c := g.ends[0].checker
+		views := g.views(g.now, g.engine.Stats())
+		c.mu.Lock()
+		c.peers[views[0].ID].result.State, c.peers[views[1].ID].result.State = tc.first, tc.second
+		c.mu.Unlock()
+		for i, v := range g.views(g.now, g.engine.Stats()) {
+			lost, other := []CheckState{tc.first, tc.second}[i], []CheckState{tc.second, tc.first}[i]
+			if lost != Connected && v.alone != (other == Connected) {
+				t.Errorf("%v: alone %v", tc, v.alone)
+			}
+		}
 	}
 }
 

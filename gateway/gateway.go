@@ -532,6 +532,7 @@ func (g *gateway) locate(peers []fabric.GatewayPeer, site fabric.Site) {
 	}
 	for _, e := range g.ends {
 		e.SetSources(g.resolver.mayCome)
+		e.SetRelays(g.resolver.relaysFrom)
 	}
 }
 

@@ -71,6 +71,7 @@ type view struct {
 	translated bool           // nat is known: the engine is the first to forget a peer that is removed
 	resolved   netip.AddrPort // address of the configured endpoint
 	unresolved error          // why there is none, or an old one
+	alone      bool           // no other peer is without an answer
 }
 
 // tunnelView is one tunnel to a peer.
@@ -106,6 +107,15 @@ func (g *gateway) views(now current, stats natengine.Stats) []view {
 				v.tunnels = append(v.tunnels, tunnelView{theirs.PublicKey, checks[v.ID], tunnel[theirs.PublicKey], i == 0 || v.inUse.Has(i)})
 			}
 		}
+	}
+	lost := 0
+	for i := range views {
+		if views[i].tunnels[0].check.State != Connected {
+			lost++
+		}
+	}
+	for i := range views {
+		views[i].alone = lost == 0 || lost == 1 && views[i].tunnels[0].check.State != Connected
 	}
 	for _, s := range stats.Peers {
 		if i, ok := at[s.ID]; ok {

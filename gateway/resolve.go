@@ -120,6 +120,13 @@ func (r *resolver) mayCome(addr netip.Addr) bool {
 	return false
 }
 
+// relaysFrom says whether Services relay messages of peers from an address.
+func (r *resolver) relaysFrom(addr netip.Addr) bool {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return r.site.RelaysFrom(addr)
+}
+
 // judge gives up what is refused now, and takes a literal address that is not refused any more.
 func (r *resolver) judge(id string, l *location) {
 	if l.latest.IsValid() && r.site.CheckEndpoint(l.latest) != "" {

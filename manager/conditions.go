@@ -268,12 +268,12 @@ func connectedVerdict(s peeringState) verdict {
 	}
 	at := endpointText(te.Spec.EndpointIP, te.Spec.BackendConfig)
 	accepted := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionAccepted)
-	because := meta.FindStatusCondition(te.Status.Conditions, v1alpha1.ConditionConnected)
+	because := reasonOf(&te.Status)
 	switch c := te.Status.Connection; {
 	case accepted != nil && accepted.Status == metav1.ConditionFalse:
 		return no(isthmus.ReasonInvalid, "%s", sentence(fmt.Sprintf("the gateway refuses TunnelEndpoint %s/%s of %s: ", te.Namespace, te.Name, s.who()),
 			accepted.Message, "it carries nothing for this peer; isthmus unpeer "+s.peering.Name+", or un-peer whoever has the same"))
-	case because != nil && because.Status == metav1.ConditionFalse && c.Status != v1alpha1.Connecting && slices.Contains(v1alpha1.Causes, because.Reason):
+	case because != nil:
 		return no(because.Reason, "%s", because.Message)
 	case c.Status == v1alpha1.Connected:
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer")
@@ -283,6 +283,17 @@ func connectedVerdict(s peeringState) verdict {
 		return no(isthmus.ReasonLost, "the gateway does not hear %s at %s: %s", s.who(), at, plain(c.StatusMessage))
 	}
 	return no(isthmus.ReasonNoGateway, "no gateway has taken up the TunnelEndpoint yet")
+}
+
+// reasonOf is why the tunnel is not connected, nil where the gateway does not say so. A gateway of a
+// version without the condition leaves one that was there as it is, and writes status.connection
+// alone: the condition counts only where both have the same message.
+func reasonOf(status *v1alpha1.TunnelEndpointStatus) *metav1.Condition {
+	c := meta.FindStatusCondition(status.Conditions, v1alpha1.ConditionConnected)
+	if c == nil || c.Status != metav1.ConditionFalse || !slices.Contains(v1alpha1.Causes, c.Reason) || c.Message != status.Connection.StatusMessage {
+		return nil
+	}
+	return c
 }
 
 // networksOf returns the networks of the sender of nc, and as the receiver has answered.

@@ -129,11 +129,22 @@ func TestConditionsOfAPeering(t *testing.T) {
 			s.endpoint.Status.Connection.Status, s.endpoint.Status.Connection.StatusMessage = v1alpha1.ConnectionError, "no answer"
 		}, isthmus.ConditionConnected, isthmus.ReasonLost, isthmus.ReasonLost, "no answer"},
 		{"lost, and the gateway knows why", func(s *peeringState) {
-			s.endpoint.Status.Connection.Status = v1alpha1.ConnectionError
+			s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "handshakes come from another key"}
 			s.endpoint.Status.Conditions = append(s.endpoint.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse,
 				Reason: v1alpha1.CauseWrongKey, Message: "handshakes come from another key"})
 		}, isthmus.ConditionConnected, v1alpha1.CauseWrongKey, v1alpha1.CauseWrongKey, "handshakes come from another key"},
+		{"lost, as an older gateway says, which leaves the reason of a newer one", func(s *peeringState) {
+			s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "no answer"}
+			s.endpoint.Status.Conditions = append(s.endpoint.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse,
+				Reason: v1alpha1.CauseWrongKey, Message: "handshakes come from another key"})
+		}, isthmus.ConditionConnected, isthmus.ReasonLost, isthmus.ReasonLost, "no answer"},
+		{"connected, as an older gateway says, which leaves the reason of a newer one", func(s *peeringState) {
+			s.endpoint.Status.Connection.StatusMessage = v1alpha1.ConnectedMessage
+			s.endpoint.Status.Conditions = append(s.endpoint.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse,
+				Reason: v1alpha1.CauseNotApplied, Message: "no such device"})
+		}, isthmus.ConditionConnected, isthmus.ReasonConnected, isthmus.ReasonConnected, "traffic can flow"},
 		{"connected, and the gateway's machine lacks something", func(s *peeringState) {
+			s.endpoint.Status.Connection.StatusMessage = "no such device"
 			s.endpoint.Status.Conditions = append(s.endpoint.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse,
 				Reason: v1alpha1.CauseNotApplied, Message: "no such device"})
 		}, isthmus.ConditionConnected, v1alpha1.CauseNotApplied, v1alpha1.CauseNotApplied, "no such device"},

@@ -1,6 +1,8 @@
 package main
 
 import (
+	"errors"
+
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/internal/cli"
@@ -45,7 +47,10 @@ broken or unknown, and 2 when a cluster could not be asked.`,
 				}
 			}
 			d, err := peering.Diagnose(cmd.Context(), a, b, name)
-			if err != nil {
+			switch {
+			case errors.Is(err, peering.ErrOtherPeer):
+				return cli.Usage("%w", err)
+			case err != nil:
 				return clusterError(err)
 			}
 			if output.ForPrograms() {

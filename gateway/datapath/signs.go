@@ -23,6 +23,9 @@ type Signs struct {
 	// not answer: its public key is no peer's, or its timestamp is not newer than that of one
 	// before.
 	Refused time.Time
+	// RelayedOtherKey and RelayedRefused are the same of handshakes that Services of ours relayed. All
+	// peers share them, and anybody may send what is relayed.
+	RelayedOtherKey, RelayedRefused time.Time
 	// Answered is when we last answered a handshake of the peer.
 	Answered time.Time
 	// Unsent is why the kernel last refused a message for the peer, and UnsentAt when.
@@ -35,7 +38,7 @@ type Signs struct {
 const refusedAfter = 2 * time.Second
 
 // A place is an address that peers are configured at, with what came from there that no session
-// explains. Peers behind one address share it.
+// explains. Peers behind one address share it, and all that come by way of a Service.
 type place struct {
 	mu       sync.Mutex
 	otherKey time.Time
@@ -62,11 +65,25 @@ func (p *place) settle(now time.Time) {
 	}
 }
 
-// came notes a handshake message that came from a place, before the device sees it. It costs
-// nothing where no peer is.
+// placeAt is where messages come from that have that source; nil: where nothing is noted.
+func (t *Tunnel) placeAt(addr netip.Addr) *place {
+	if p := t.peers.Load().byAddr[addr.Unmap()]; p != nil {
+		return p
+	}
+	if relays := t.relays.Load(); relays != nil && (*relays)(addr) {
+		return &t.relayed
+	}
+	return nil
+}
+
+// came notes a handshake message that came from a place, before the device sees it. Where no peer
+// is it costs no more than to find that out.
 func (t *Tunnel) came(m []byte, from conn.Endpoint) {
-	p := t.peers.Load().byAddr[from.DstIP().Unmap()]
-	if p == nil || m[0] != device.MessageInitiationType {
+	if m[0] != device.MessageInitiationType {
+		return
+	}
+	p := t.placeAt(from.DstIP())
+	if p == nil {
 		return
 	}
 	ours, now := t.checker.Load().CheckMAC1(m), time.Now()
@@ -83,14 +100,18 @@ func (t *Tunnel) came(m []byte, from conn.Endpoint) {
 // answered notes that the device answers a handshake of a place: by a response or, under load, by a
 // cookie.
 func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
-	p := t.peers.Load().byAddr[to.DstIP().Unmap()]
+	p := t.placeAt(to.DstIP())
 	if p == nil {
 		return
 	}
 	p.mu.Lock()
 	defer p.mu.Unlock()
-	if p.index == index {
-		p.came, p.refused, p.otherKey = time.Time{}, time.Time{}, time.Time{}
+	if p.index != index {
+		return
+	}
+	p.came = time.Time{}
+	if p != &t.relayed { // there, an answer to one peer explains nothing of another
+		p.refused, p.otherKey = time.Time{}, time.Time{}
 	}
 }
 
@@ -126,8 +147,14 @@ func (p *peer) fail(err error, now time.Time) {
 // signs is what is known of a peer. A session explains whatever came before it.
 func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	s := table.byAddr[table.at[p]].signs(now)
-	if session := time.Unix(0, peerHandshake.of(p.dev).Load()); !session.Before(s.Refused) && !session.Before(s.OtherKey) {
+	relayed := p.t.relayed.signs(now)
+	s.RelayedOtherKey, s.RelayedRefused = relayed.OtherKey, relayed.Refused
+	session := time.Unix(0, peerHandshake.of(p.dev).Load())
+	if !session.Before(s.Refused) && !session.Before(s.OtherKey) {
 		s.Refused, s.OtherKey = time.Time{}, time.Time{}
+	}
+	if !session.Before(s.RelayedRefused) && !session.Before(s.RelayedOtherKey) {
+		s.RelayedRefused, s.RelayedOtherKey = time.Time{}, time.Time{}
 	}
 	if at := p.answered.Load(); at != 0 {
 		s.Answered = time.Unix(0, at)

@@ -90,6 +90,38 @@ func TestWhatTheKernelDoesNotSendIsASign(t *testing.T) {
 	})
 }
 
+// A Service whose externalTrafficPolicy is Cluster gives each message the address of a node.
+func TestHandshakesThatAServiceRelaysAreASignOfTheirOwn(t *testing.T) {
+	strangers(t, func(t *testing.T, a, b *end) {
+		elsewhere, other := netip.MustParseAddrPort("192.0.2.77:5871"), numberedKey(9)
+		b.SetRelays(func(addr netip.Addr) bool { return addr == a.place.Addr() })
+		begin := time.Now()
+		b.setPeer(t, a.key, elsewhere)
+		a.setPeer(t, other, b.place)
+		a.Handshake(other.public)
+		time.Sleep(4 * time.Second)
+		if s := b.signs(); s.RelayedOtherKey.Before(begin) || s != (datapath.Signs{RelayedOtherKey: s.RelayedOtherKey}) {
+			t.Errorf("a handshake for another key: %+v", s)
+		}
+
+		begin = time.Now()
+		b.setPeer(t, other, elsewhere)
+		a.setPeer(t, b.key, b.place)
+		a.Handshake(b.key.public)
+		time.Sleep(4 * time.Second)
+		if s := b.signs(); s.RelayedRefused.Before(begin) || !s.Refused.IsZero() || !s.Answered.IsZero() {
+			t.Errorf("a handshake from another key: %+v", s)
+		}
+
+		b.setPeer(t, a.key, elsewhere)
+		a.Handshake(b.key.public)
+		time.Sleep(20 * time.Second)
+		if s := b.signs(); b.session() == nil || !s.RelayedRefused.IsZero() || !s.RelayedOtherKey.IsZero() {
+			t.Errorf("after the key was mended: session %v, %+v", b.session() != nil, s)
+		}
+	})
+}
+
 func TestNobodyElsesHandshakesAreASign(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {
 		b.setPeer(t, a.key, netip.MustParseAddrPort("192.0.2.77:5871")) // a is elsewhere

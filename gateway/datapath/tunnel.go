@@ -62,6 +62,8 @@ type Tunnel struct {
 	checker atomic.Pointer[device.CookieChecker] // knows messages that were made for our public key
 
 	mayCome atomic.Pointer[func(netip.Addr) bool] // nil: from everywhere
+	relays  atomic.Pointer[func(netip.Addr) bool] // nil: from nowhere
+	relayed place                                 // what came from there
 
 	waiting atomic.Bool // packets wait for a session
 	look    atomic.Bool // one of these sessions may be there, or packets may have waited too long
@@ -306,6 +308,10 @@ func (t *Tunnel) publish(table *peerTable) {
 // done with them: where a message came from is where answers go (roaming), and whoever has a key may
 // forge the source. It is asked once for each source, and again after each call.
 func (t *Tunnel) SetSources(mayCome func(netip.Addr) bool) { t.mayCome.Store(&mayCome) }
+
+// SetRelays says from which addresses Services of ours relay messages of peers: a handshake from
+// there says nothing of who sent it.
+func (t *Tunnel) SetRelays(relays func(netip.Addr) bool) { t.relays.Store(&relays) }
 
 // Forget makes the next SetPeers set the peer's endpoint again, wherever it roamed to meanwhile.
 func (t *Tunnel) Forget(key [32]byte) {

@@ -2,6 +2,7 @@ package peering
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"io"
 	"slices"
@@ -30,32 +31,37 @@ func (d *Diagnosis) Fine() bool {
 }
 
 // Diagnose walks from a cluster to the peer of that name, or to all where it is empty, hop by hop.
-// remote is the other side, or nil where there is no way to ask it.
+// remote is the other side, or nil where there is no way to ask it. The error is ErrOtherPeer where
+// both are given and the name is another peer's.
 func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*Diagnosis, error) {
 	if err := local.Identify(ctx); err != nil {
 		return nil, err
 	}
-	here, err := local.examine(ctx, func(p *isthmus.Peering) bool {
-		return name == "" || p.Name == name || p.Spec.Cluster.ClusterName == name
-	})
-	if err != nil {
-		return nil, err
-	}
-	d := &Diagnosis{At: time.Now()}
-	if len(here.peerings) == 0 && name != "" && remote == nil {
-		return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, ErrNoPeering, Printable(name))
-	}
-	if remote == nil {
-		d.Hops = here.hops()
-		d.NotAsked = append(d.NotAsked, "the other side: with --remote-context it is looked at too")
-	} else {
+	meant := func(p *isthmus.Peering) bool { return name == "" || called(p, name) }
+	if remote != nil {
 		if err := remote.Identify(ctx); err != nil {
 			return nil, err
 		}
 		if err := distinct(local, remote); err != nil {
 			return nil, err
 		}
-		here.only(remote)
+		meant = func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == remote.Identity.ClusterID }
+	}
+	here, err := local.examine(ctx, meant)
+	if err != nil {
+		return nil, err
+	}
+	d := &Diagnosis{At: time.Now()}
+	if remote == nil {
+		if len(here.peerings) == 0 && name != "" {
+			return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, ErrNoPeering, Printable(name))
+		}
+		d.Hops = here.hops()
+		d.NotAsked = append(d.NotAsked, "the other side: with --remote-context it is looked at too")
+	} else {
+		if err := here.sameAs(name, remote); err != nil {
+			return nil, err
+		}
 		there, err := remote.examine(ctx, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == local.Identity.ClusterID })
 		if err != nil {
 			return nil, err
@@ -66,12 +72,33 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*Diagno
 	return d, nil
 }
 
+// ErrOtherPeer says that the two ways in which somebody named a peer lead to two.
+var ErrOtherPeer = errors.New("another peer")
+
+// called reports whether a Peering, or the cluster that it is with, has that name.
+func called(p *isthmus.Peering, name string) bool {
+	return p.Name == name || p.Spec.Cluster.ClusterName == name
+}
+
+// sameAs is the error where a name is not that of the cluster that was looked for.
+func (e *examination) sameAs(name string, remote *Cluster) error {
+	if name == "" || name == remote.Identity.ClusterName || slices.ContainsFunc(e.found, func(p *isthmus.Peering) bool { return called(p, name) }) {
+		return nil
+	}
+	with := "there is no Peering with it here"
+	if len(e.found) > 0 {
+		with = "its Peering here is " + Printable(e.found[0].Name)
+	}
+	return fmt.Errorf("%s: %s is %w than %s, which is cluster %s (%s): %s", e.cluster, Printable(name), ErrOtherPeer, remote,
+		Printable(remote.Identity.ClusterName), Printable(remote.Identity.ClusterID), with)
+}
+
 // An examination is what was found in one cluster.
 type examination struct {
 	cluster  *Cluster
 	own      []Hop
 	peerings [][]Hop
-	with     []string // cluster IDs of the peers, beside peerings
+	found    []*isthmus.Peering // beside peerings
 }
 
 func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool) (*examination, error) {
@@ -96,19 +123,9 @@ func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool
 		if at, ok := c.identityExpiry(ctx, p); ok && hops[0].State == Works {
 			hops[0].Text += "; its token is good until " + at.Format(time.RFC3339)
 		}
-		e.peerings, e.with = append(e.peerings, hops), append(e.with, p.Spec.Cluster.ClusterID)
+		e.peerings, e.found = append(e.peerings, hops), append(e.found, p)
 	}
 	return e, nil
-}
-
-// only leaves the Peering with one cluster.
-func (e *examination) only(peer *Cluster) {
-	i := slices.Index(e.with, peer.Identity.ClusterID)
-	if i < 0 {
-		e.peerings, e.with = nil, nil
-		return
-	}
-	e.peerings, e.with = e.peerings[i:i+1], e.with[i:i+1]
 }
 
 // hops are all, in the order of the way.
@@ -146,7 +163,7 @@ func between(a, b *examination) []Hop {
 						continue
 					}
 					stuck := (broken(other, hopManager) || len(other.peerings) == 0) && slices.Contains(waits, h.Reason) || broken(other, hopGateway) && step == isthmus.ConditionConnected
-					if h.State == Broken && (stuck || step == isthmus.ConditionReady && FirstBroken(all) != nil) {
+					if h.State == Broken && (stuck || step == isthmus.ConditionReady && told(all)) {
 						h.State = Waits
 					}
 					all = append(all, h)
@@ -156,6 +173,12 @@ func between(a, b *examination) []Hop {
 	}
 	blameOne(all)
 	return all
+}
+
+// told reports whether something is broken already that a Peering's Ready would repeat.
+func told(hops []Hop) bool {
+	first := FirstBroken(hops)
+	return first != nil && !ofNodes(first)
 }
 
 // blameOne leaves one of the two sides of a tunnel broken, that which FirstBroken names: the other

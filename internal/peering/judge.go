@@ -12,6 +12,7 @@ import (
 	"strings"
 	"time"
 
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
@@ -53,6 +54,7 @@ type Hop struct {
 const (
 	hopManager = "manager"
 	hopGateway = "gateway"
+	hopNodes   = "nodes" // only where one is not ready
 	hopAgents  = "route agents"
 )
 
@@ -64,15 +66,14 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 	if gateway, err = c.holderOf(ctx, isthmus.LeaseGateway); err != nil {
 		return nil, manager, gateway, err
 	}
-	agents, err := c.agentsHop(ctx)
+	nodes, err := c.nodeHops(ctx)
 	if err != nil {
 		return nil, manager, gateway, err
 	}
-	return []Hop{
+	return append([]Hop{
 		c.leaseHop(hopManager, managerLease, manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
 		c.leaseHop(hopGateway, isthmus.LeaseGateway, gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
-		agents,
-	}, manager, gateway, nil
+	}, nodes...), manager, gateway, nil
 }
 
 // leaseHop judges a component by the Lease that it renews.
@@ -109,40 +110,106 @@ func heed(own []Hop, p *isthmus.Peering) {
 	}
 }
 
-// virtualNode marks the Nodes of a Liqo that stand for other clusters.
-const virtualNode = "liqo.io/type"
-
-// agentsHop looks for a route agent on every node, as the kubelets tell.
-func (c *Cluster) agentsHop(ctx context.Context) (Hop, error) {
+// nodeHops look for a route agent on every node that takes one, as the kubelets tell. A node that is
+// not ready is a hop of its own: whatever its agent does, no pod on it is reached.
+func (c *Cluster) nodeHops(ctx context.Context) ([]Hop, error) {
 	hop := Hop{Cluster: c.String(), Name: hopAgents, Source: "Nodes, Pods in " + c.Namespace}
 	var nodes corev1.NodeList
 	var pods corev1.PodList
+	var sets appsv1.DaemonSetList
 	err := errors.Join(c.client.List(ctx, &nodes), c.client.List(ctx, &pods, client.InNamespace(c.Namespace)))
 	switch {
 	case forbidden(err):
 		hop.State, hop.Text = Unknown, "you may not list Nodes, or Pods in "+c.Namespace
-		return hop, nil
+		return []Hop{hop}, nil
 	case err != nil:
-		return hop, c.explain("Nodes, and Pods in "+c.Namespace, err)
+		return nil, c.explain("Nodes, and Pods in "+c.Namespace, err)
 	}
-	missing, versions := agentsOf(nodes.Items, pods.Items)
+	if err := c.client.List(ctx, &sets, client.InNamespace(c.Namespace)); err != nil && !forbidden(err) {
+		return nil, c.explain("DaemonSets in "+c.Namespace, err)
+	}
+	a := agentsOf(nodes.Items, pods.Items, sets.Items)
+	var hops []Hop
+	if len(a.unready) > 0 {
+		hops = append(hops, Hop{Cluster: c.String(), Name: hopNodes, State: Broken, Source: "Nodes",
+			Text: fmt.Sprintf("pods on %d of %d nodes are not reached, because the nodes are not ready: %s; see `kubectl describe node`",
+				len(a.unready), a.nodes+len(a.unready), firstFew(a.unready, "; "))})
+	}
+	hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes", a.nodes)
 	switch {
-	case len(missing) > 0:
-		hop.State = Broken
-		hop.Text = fmt.Sprintf("pods on %d of %d nodes are not joined: %s", len(missing), len(nodes.Items), strings.Join(missing[:min(len(missing), 5)], "; "))
-		if len(missing) > 5 {
-			hop.Text += fmt.Sprintf("; and %d more", len(missing)-5)
-		}
-	case len(versions) > 1:
-		hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes, of several versions: %s", len(nodes.Items), strings.Join(versions, ", "))
-	default:
-		hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes%s", len(nodes.Items), strings.Join(append([]string{""}, versions...), ", "))
+	case a.lacking > 0:
+		hop.State, hop.Text = Broken, fmt.Sprintf("pods on %d of %d nodes are not joined: %s", a.lacking, a.nodes, firstFew(a.missing, "; "))
+	case len(a.versions) > 1:
+		hop.Text += ", of several versions: " + strings.Join(a.versions, ", ")
+	case len(a.versions) == 1:
+		hop.Text += ", " + a.versions[0]
 	}
-	return hop, nil
+	if len(a.unwanted) > 0 {
+		hop.Text += "; the DaemonSet wants none on " + firstFew(a.unwanted, ", ")
+	}
+	return append(hops, hop), nil
 }
 
-// agentsOf says which nodes have no route agent that works, with why, and which images agents have.
-func agentsOf(nodes []corev1.Node, pods []corev1.Pod) (missing, versions []string) {
+// firstFew joins some of what may be much.
+func firstFew(all []string, between string) string {
+	const few = 5
+	text := strings.Join(all[:min(len(all), few)], between)
+	if len(all) > few {
+		text += fmt.Sprintf("%sand %d more", between, len(all)-few)
+	}
+	return text
+}
+
+// agents is what is known of the route agents of a cluster.
+type agents struct {
+	nodes    int      // that are ready and take an agent
+	lacking  int      // those of them that have none at work
+	missing  []string // which these are, and why
+	unready  []string // nodes, and why
+	unwanted []string // nodes without an agent on which the DaemonSet wants none
+	versions []string // images
+}
+
+// virtual are labels of Nodes that no route agent runs on: there is no kernel of theirs to make
+// routes in.
+var virtual = map[string]string{
+	"liqo.io/type":                   "virtual-node", // it stands for another cluster
+	"type":                           "virtual-kubelet",
+	"eks.amazonaws.com/compute-type": "fargate",
+}
+
+// takesAgents reports whether a route agent can run on a node.
+func takesAgents(n *corev1.Node) bool {
+	if os, told := n.Labels[corev1.LabelOSStable]; told && os != string(corev1.Linux) {
+		return false
+	}
+	for label, value := range virtual {
+		if n.Labels[label] == value {
+			return false
+		}
+	}
+	return true
+}
+
+// stillWanted is how many more nodes the DaemonSets of the agents want a Pod on; false where none
+// tells.
+func stillWanted(sets []appsv1.DaemonSet) (more int, told bool) {
+	for i := range sets {
+		s := &sets[i]
+		if s.Spec.Template.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount {
+			continue
+		}
+		if s.Status.ObservedGeneration != s.Generation || s.Status.DesiredNumberScheduled == 0 { // nobody has counted, or it is in vain
+			return 0, false
+		}
+		more, told = more+max(0, int(s.Status.DesiredNumberScheduled-s.Status.CurrentNumberScheduled)), true
+	}
+	return more, told
+}
+
+// agentsOf looks for the agent of each node. Whether a node without one is to have one, the
+// DaemonSet knows, which chooses by labels and taints; without it all are.
+func agentsOf(nodes []corev1.Node, pods []corev1.Pod, sets []appsv1.DaemonSet) (a agents) {
 	on := make(map[string]*corev1.Pod)
 	images := make(map[string]bool)
 	for i := range pods {
@@ -157,22 +224,43 @@ func agentsOf(nodes []corev1.Node, pods []corev1.Pod) (missing, versions []strin
 			images[Printable(container.Image)] = true
 		}
 	}
-	for _, n := range nodes {
-		if n.Labels[virtualNode] == "virtual-node" {
+	more, told := stillWanted(sets)
+	var without []string // names of nodes
+	for i := range nodes {
+		n := &nodes[i]
+		if !takesAgents(n) {
 			continue
 		}
 		name := Printable(n.Name)
-		p := on[n.Name]
+		p, why := on[n.Name], notReady(n)
 		switch {
-		case notReady(&n) != "":
-			missing = append(missing, fmt.Sprintf("Node %s %s", name, notReady(&n)))
-		case p == nil:
-			missing = append(missing, fmt.Sprintf("Node %s has no Pod of ServiceAccount %s: see the DaemonSet, and the node's taints", name, deploy.RouteAgentServiceAccount))
-		case podProblem(p) != "":
-			missing = append(missing, fmt.Sprintf("Node %s: Pod %s %s", name, Printable(p.Name), podProblem(p)))
+		case why != "" && (p != nil || !told):
+			a.unready = append(a.unready, fmt.Sprintf("Node %s: %s", name, why))
+		case p == nil && why == "":
+			without = append(without, name)
+		case p != nil:
+			a.nodes++
+			if problem := podProblem(p); problem != "" {
+				a.missing = append(a.missing, fmt.Sprintf("Node %s: Pod %s %s", name, Printable(p.Name), problem))
+			}
 		}
 	}
-	return missing, slices.Sorted(maps.Keys(images))
+	a.lacking = len(a.missing)
+	const remedy = "no Pod of ServiceAccount " + deploy.RouteAgentServiceAccount + ": see the DaemonSet, and the node's taints"
+	switch {
+	case !told || more >= len(without): // all
+		for _, name := range without {
+			a.missing = append(a.missing, "Node "+name+" has "+remedy)
+		}
+		a.nodes, a.lacking = a.nodes+len(without), a.lacking+len(without)
+	case more > 0:
+		a.missing = append(a.missing, fmt.Sprintf("%d of the Nodes %s have %s", more, firstFew(without, ", "), remedy))
+		a.nodes, a.lacking = a.nodes+more, a.lacking+more
+	default:
+		a.unwanted = without
+	}
+	a.versions = slices.Sorted(maps.Keys(images))
+	return a
 }
 
 func notReady(n *corev1.Node) string {
@@ -255,7 +343,8 @@ func peeringHops(c *Cluster, p *isthmus.Peering, before []Hop) (hops []Hop) {
 }
 
 // FirstBroken is the first hop that is broken, nil for none: the one to act on. Where several say
-// something of the tunnels between two clusters, it is the one that knows most.
+// something of the tunnels between two clusters, it is the one that knows most. What is broken on
+// some nodes only comes last: it breaks nothing else.
 func FirstBroken(hops []Hop) *Hop {
 	var first *Hop
 	for i := range hops {
@@ -263,12 +352,16 @@ func FirstBroken(hops []Hop) *Hop {
 		if h.State != Broken {
 			continue
 		}
-		if first == nil || first.Name == h.Name && h.Name == stepNames[isthmus.ConditionConnected] && telling(h.Reason) > telling(first.Reason) {
+		if first == nil || ofNodes(first) && !ofNodes(h) ||
+			first.Name == h.Name && h.Name == stepNames[isthmus.ConditionConnected] && telling(h.Reason) > telling(first.Reason) {
 			first = h
 		}
 	}
 	return first
 }
+
+// ofNodes reports whether a hop is about nodes one by one.
+func ofNodes(h *Hop) bool { return h.Name == hopNodes || h.Name == hopAgents }
 
 // telling is how much a reason of the tunnel says about what to mend: whoever hears nothing knows
 // least.

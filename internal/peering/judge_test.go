@@ -4,11 +4,13 @@ import (
 	"encoding/base64"
 	"errors"
 	"fmt"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
 	"time"
 
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -42,18 +44,47 @@ func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
 		node("n6", func(n *corev1.Node) {
 			n.Status.Conditions = []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionUnknown, Message: "the kubelet is silent"}}
 		}),
-		node("liqo-b", func(n *corev1.Node) { n.Labels = map[string]string{virtualNode: "virtual-node"} })}
-	missing, versions := agentsOf(nodes, []corev1.Pod{
+		node("liqo-b", func(n *corev1.Node) { n.Labels = map[string]string{"liqo.io/type": "virtual-node"} })}
+	pods := []corev1.Pod{
 		agent("a1", "n1"), agent("a2", "n2", unready),
 		agent("a3-old", "n3", func(p *corev1.Pod) { p.DeletionTimestamp = new(metav1.Now()) }),
 		agent("a3", "n3", func(p *corev1.Pod) { p.Spec.Containers[0].Image = "isthmus:2" }),
 		agent("a4", "n4", func(p *corev1.Pod) { p.Spec.ServiceAccountName = "other" }),
 		agent("a5", "n5", func(p *corev1.Pod) { p.Status.Phase = corev1.PodPending }), agent("a6", "n6"),
-	})
-	want := []string{"Node n2: Pod a2 is not ready: no netlink", "Node n4 has no Pod of ServiceAccount isthmus-route-agent: see the DaemonSet, and the node's taints",
-		"Node n5: Pod a5 is Pending", "Node n6 the kubelet is silent"}
-	if !slices.Equal(missing, want) || !slices.Equal(versions, []string{"isthmus:1", "isthmus:2"}) {
-		t.Errorf("%q of %q; want %q", missing, versions, want)
+	}
+	set := func(wants, has int32, change ...func(*appsv1.DaemonSet)) []appsv1.DaemonSet {
+		s := appsv1.DaemonSet{ObjectMeta: metav1.ObjectMeta{Generation: 2}, Status: appsv1.DaemonSetStatus{ObservedGeneration: 2, DesiredNumberScheduled: wants, CurrentNumberScheduled: has}}
+		s.Spec.Template.Spec.ServiceAccountName = deploy.RouteAgentServiceAccount
+		for _, f := range change {
+			f(&s)
+		}
+		return []appsv1.DaemonSet{{Status: appsv1.DaemonSetStatus{DesiredNumberScheduled: 99}}, s} // and somebody else's
+	}
+	labelled := func(key, value string) func(*corev1.Node) {
+		return func(n *corev1.Node) { n.Labels = map[string]string{key: value} }
+	}
+	without := []corev1.Node{node("n1"), node("n7", labelled(corev1.LabelOSStable, "linux")), node("n8")}
+	const none = " has no Pod of ServiceAccount isthmus-route-agent: see the DaemonSet, and the node's taints"
+	broken := []string{"Node n2: Pod a2 is not ready: no netlink", "Node n5: Pod a5 is Pending"}
+	for _, tc := range []struct {
+		name  string
+		nodes []corev1.Node
+		sets  []appsv1.DaemonSet
+		want  agents
+	}{
+		{"nobody says where one is wanted", nodes, nil, agents{nodes: 5, lacking: 3, missing: append(slices.Clone(broken), "Node n4"+none), unready: []string{"Node n6: the kubelet is silent"}}},
+		{"the DaemonSet wants one on each", nodes, set(6, 5), agents{nodes: 5, lacking: 3, missing: append(slices.Clone(broken), "Node n4"+none), unready: []string{"Node n6: the kubelet is silent"}}},
+		{"the DaemonSet wants none there", nodes, set(5, 5), agents{nodes: 4, lacking: 2, missing: broken, unready: []string{"Node n6: the kubelet is silent"}, unwanted: []string{"n4"}}},
+		{"nodes that no agent can run on", []corev1.Node{node("n1"), node("w", labelled(corev1.LabelOSStable, "windows")),
+			node("v", labelled("type", "virtual-kubelet")), node("f", labelled("eks.amazonaws.com/compute-type", "fargate"))}, nil, agents{nodes: 1}},
+		{"one of two", without, set(2, 1), agents{nodes: 2, lacking: 1, missing: []string{"1 of the Nodes n7, n8 have no Pod of ServiceAccount isthmus-route-agent: see the DaemonSet, and the node's taints"}}},
+		{"the DaemonSet wants them on no node at all", without[1:], set(0, 0), agents{nodes: 2, lacking: 2, missing: []string{"Node n7" + none, "Node n8" + none}}},
+		{"what the DaemonSet says is old", without[1:2], set(1, 1, func(s *appsv1.DaemonSet) { s.Generation++ }), agents{nodes: 1, lacking: 1, missing: []string{"Node n7" + none}}},
+	} {
+		tc.want.versions = []string{"isthmus:1", "isthmus:2"}
+		if got := agentsOf(tc.nodes, pods, tc.sets); !reflect.DeepEqual(got, tc.want) {
+			t.Errorf("%s:\n%+v; want\n%+v", tc.name, got, tc.want)
+		}
 	}
 }
 
@@ -75,7 +106,7 @@ func states(hops []Hop) string {
 
 func TestWhatIsBrokenIsBlamedAndNothingThatFollowsFromIt(t *testing.T) {
 	own := func(c string, broken ...string) (hops []Hop) {
-		for _, name := range []string{hopManager, hopGateway, hopAgents} {
+		for _, name := range []string{hopManager, hopGateway, hopNodes, hopAgents} {
 			h := Hop{Cluster: c, Name: name, State: Works}
 			if slices.Contains(broken, name) {
 				h.State = Broken
@@ -107,6 +138,10 @@ func TestWhatIsBrokenIsBlamedAndNothingThatFollowsFromIt(t *testing.T) {
 		{"dead gateways make the tunnel wait", side(alpha, []string{hopGateway}, "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) x"), nil, "a/gateway",
 			"a/gateway=broken a/tunnel=waits a/peering=waits"},
 		{"an agent that is missing is all that is wrong", side(alpha, []string{hopAgents}, "True"), nil, "a/route agents", "a/route agents=broken"},
+		{"an agent that is missing beside a tunnel that is broken", side(alpha, []string{hopAgents, hopNodes}, lost(v1alpha1.CauseWrongKey)[0], lost(v1alpha1.CauseWrongKey)[1]), nil,
+			"a/tunnel WrongKey", "a/nodes=broken a/route agents=broken a/tunnel=broken"},
+		{"an agent that is missing on either side beside what only Ready knows", side(alpha, []string{hopAgents}, "False(Overlap) a node"), side(bravo, []string{hopAgents}, "True"),
+			"a/peering Overlap", "a/route agents=broken b/route agents=broken a/peering=broken"},
 		{"what waits for the first is not to blame", side(alpha, nil, "False(Unauthorized) IdentityReady: x", "IdentityReady=False(Unauthorized) x",
 			"Published=False(Publishing) x", "Answered=False(WaitingForAnswer) x"), nil, "a/identity Unauthorized",
 			"a/identity=broken a/publishing=waits a/answer=waits"},
@@ -227,6 +262,32 @@ func TestDiagnoseAsksBothSides(t *testing.T) {
 	}
 	if _, err := Diagnose(t.Context(), p.a, nil, "nobody"); !errors.Is(err, ErrNoPeering) {
 		t.Errorf("nobody: %v", err)
+	}
+	if _, err := Diagnose(t.Context(), p.a, p.b, "diagnose-b"); err != nil {
+		t.Errorf("by the name that it calls itself: %v", err)
+	}
+	if _, err := Diagnose(t.Context(), p.a, p.b, "diagnose-c"); !errors.Is(err, ErrOtherPeer) || !strings.Contains(err.Error(), "there is no Peering with it here") {
+		t.Errorf("another one, before they are peered: %v", err)
+	}
+	for name, with := range map[string]v1alpha1.ClusterIdentity{
+		"diagnose-to-b": {ClusterID: p.b.Identity.ClusterID, ClusterName: "diagnose-oslo"},
+		"diagnose-to-c": {ClusterID: "diagnose-C-0000", ClusterName: "diagnose-c"},
+	} {
+		must(t, p.a.client.Create(t.Context(), &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: name},
+			Spec: isthmus.PeeringSpec{Cluster: with, TenantNamespace: isthmus.TenantNamespace{Local: name, Remote: "x"}}}))
+	}
+	for _, name := range []string{"", "diagnose-to-b", "diagnose-oslo", "diagnose-b"} {
+		d, err := Diagnose(t.Context(), p.a, p.b, name)
+		must(t, err)
+		if !slices.ContainsFunc(d.Hops, func(h Hop) bool { return h.Peering == "diagnose-to-b" }) ||
+			slices.ContainsFunc(d.Hops, func(h Hop) bool { return h.Peering == "diagnose-to-c" }) || d.Broken == nil || d.Broken.Cluster != "diagnose-b" {
+			t.Errorf("%q with the other side: broken %+v of %+v; want the Peering diagnose-to-b, and that the other side has none", name, d.Broken, d.Hops)
+		}
+	}
+	for _, name := range []string{"diagnose-to-c", "diagnose-c", "nobody"} {
+		if _, err := Diagnose(t.Context(), p.a, p.b, name); !errors.Is(err, ErrOtherPeer) || !strings.Contains(err.Error(), "its Peering here is diagnose-to-b") {
+			t.Errorf("%s, which is not where the other side is: %v", name, err)
+		}
 	}
 	if _, err := Diagnose(t.Context(), p.a, p.a, ""); err == nil || !strings.Contains(err.Error(), "the same cluster") {
 		t.Errorf("itself: %v", err)

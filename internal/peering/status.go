@@ -157,8 +157,8 @@ func (s Status) Print(w io.Writer, wide bool) error {
 	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n", Printable(s.Cluster.ClusterName), Printable(s.Cluster.ClusterID), manager,
 		cmp.Or(strings.Join(gateways, ", "), "none is active"))
 	for _, h := range s.Hops {
-		if h.Name == hopAgents {
-			fmt.Fprintf(w, "route agents %s\n", h.Text)
+		if h.Name == hopNodes || h.Name == hopAgents {
+			fmt.Fprintf(w, "%s %s\n", h.Name, h.Text)
 		}
 	}
 	fmt.Fprintln(w)

@@ -167,6 +167,14 @@ func TestStatusOfAPeer(t *testing.T) {
 		t.Errorf("the condition %+v of %+v", c, third.Connection)
 	}
 
+	half := peer
+	half.Reason, half.Message = v1alpha1.CauseNotApplied, strings.Repeat("no such device; ", 1000)
+	fourth := statusFor(&stored, node, report, half, now)
+	if c := meta.FindStatusCondition(fourth.Conditions, v1alpha1.ConditionConnected); fourth.Connection.Status != v1alpha1.Connected ||
+		c.Reason != v1alpha1.CauseNotApplied || c.Message != fourth.Connection.StatusMessage || len(c.Message) > 4096 {
+		t.Errorf("connected, and something lacks: the condition %+v of %+v", c, fourth.Connection)
+	}
+
 	refused := refusedStatus(&te, []fabric.Problem{{Field: "spec.endpointIP", Message: "is wrong"}, {Message: strings.Repeat("é", 20_000)}})
 	if c := refused.Connection; c.Status != "Error" || !strings.HasPrefix(c.StatusMessage, "spec.endpointIP: is wrong; é") || len(c.StatusMessage) > 32768 || c.PeerConfiguration != nil {
 		t.Errorf("refused: %+v", refused)

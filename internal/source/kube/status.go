@@ -55,6 +55,9 @@ const (
 	// and reasonInterval for a reason: what a peer sends may change it.
 	messageInterval = 30 * time.Second
 	reasonInterval  = 10 * time.Second
+
+	// maxMessage is how much is said of a connection.
+	maxMessage = 4096
 )
 
 // statuses writes what became of each TunnelEndpoint.
@@ -172,19 +175,21 @@ func statusFor(te *v1alpha1.TunnelEndpoint, node netip.Addr, r Report, p PeerRep
 		return want
 	}
 	meta.SetStatusCondition(&want.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: connected,
-		Reason: p.Reason, Message: cut(p.Message, 4096), ObservedGeneration: te.Generation})
+		Reason: p.Reason, Message: cut(p.Message, maxMessage), ObservedGeneration: te.Generation})
 	return want
 }
 
-// liqoMessage is the message that goes with a status in Liqo's words, and the cause of an Error.
+// liqoMessage is the message that goes with a status in Liqo's words, else the one of the condition
+// Connected. So the manager knows which of the two is of now: a gateway of a version that does not
+// know the condition writes another message, and leaves the condition as it is.
 func liqoMessage(p PeerReport) string {
-	switch p.Status {
-	case v1alpha1.Connected:
-		return v1alpha1.ConnectedMessage
-	case v1alpha1.Connecting:
+	switch {
+	case p.Status == v1alpha1.Connecting:
 		return v1alpha1.ConnectingMessage
+	case p.Status == v1alpha1.Connected && (p.Reason == "" || p.Reason == v1alpha1.CauseConnected):
+		return v1alpha1.ConnectedMessage
 	}
-	return cut(p.Message, 32768)
+	return cut(p.Message, maxMessage)
 }
 
 // smooth follows a round trip time as TCP does (RFC 6298): one late answer is no news.
