@@ -134,7 +134,7 @@ func newRemote(i int) *remote {
 		Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None,
 	}
 	if strings.HasPrefix(pod, "10.244.") || i%2 == 0 {
-		r.status.PodCIDRNAT, r.status.ExternalCIDRNAT = "10.60.0.0/16", "10.61.0.0/16"
+		r.status.PodCIDRNAT, r.status.ExternalCIDRNAT = "10.60.0.0/16", "10.61.0.0/20"
 	}
 	return r
 }
