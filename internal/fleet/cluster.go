@@ -143,7 +143,7 @@ func pod(namespace, name, node string, addr, host netip.Addr) *corev1.Pod {
 		Spec: corev1.PodSpec{
 			NodeName:                     node,
 			AutomountServiceAccountToken: new(bool),
-			Containers:                   []corev1.Container{{Name: "main", Image: "none"}},
+			Containers:                   []corev1.Container{{Name: "main", Image: "isthmus"}},
 		},
 		Status: corev1.PodStatus{
 			Phase: corev1.PodRunning, HostIP: host.String(),
