@@ -46,15 +46,15 @@ image-load: ## Put bin/isthmus-image.tar into containerd by CTR ("ctr -n k8s.io"
 
 # Root and TUN are asked for before anything is built; what has to be built, and for how long, is said before it begins.
 .PHONY: demo
-demo: ## Three clusters with API servers and the same PodCIDR on this machine, peered, with real traffic (root)
+demo: ## Clusters with the same PodCIDR on this machine: two joined by files, three with API servers, with real traffic (root)
 	@if [ "$$(id -u)" -ne 0 ]; then \
 		echo "make demo needs root, because it makes network namespaces and TUN devices: try 'sudo make demo'"; exit 1; fi
 	@if ! [ -c /dev/net/tun ]; then \
 		echo "make demo needs /dev/net/tun for the gateways' TUN devices, and it is not here: try 'modprobe tun'"; exit 1; fi
-	@echo "make demo: three clusters on this machine, each with an API server, peered, with real traffic: under a minute once all is built."
+	@echo "make demo: clusters on this machine, two joined by files, then three with API servers, with real traffic: under a minute once all is built."
 	@[ -x $(BIN)/isthmus-lab ] || echo "First it builds isthmus and isthmus-lab: two to five minutes on two cores, once."
 	@[ -n "$$ISTHMUS_KUBE" ] || ls -d $(BIN)/kube-v* >/dev/null 2>&1 || \
-		echo "Then it builds etcd, kube-apiserver and kube-controller-manager from source: four to eight minutes on two cores, once."
+		echo "While the first part runs, it begins to build etcd, kube-apiserver and kube-controller-manager from source: four to eight minutes on two cores, once."
 	@$(MAKE) --no-print-directory build
 	@$(BIN)/isthmus-lab demo
 
@@ -85,12 +85,16 @@ demo-kubernetes: deps-nodes build ## Two clusters with real kubelets: install, p
 	@$(BIN)/isthmus-lab demo --kubernetes
 
 .PHONY: test-nodes
-test-nodes: deps-nodes ## All tests on clusters with real kubelets: the matrix, Services, transfers, faults (root, half an hour)
-	go test -C test -count=1 -timeout=60m -v ./nodes -all
+test-nodes: deps-nodes ## All tests on clusters with real kubelets: the matrix, Services, transfers, faults, upgrade and uninstall (root, three quarters of an hour)
+	go test -C test -count=1 -timeout=90m -v ./nodes -all
 
 .PHONY: test-helm
 test-helm: ## Compare the chart as Helm renders it with what isthmus install applies (builds Helm's engine, 2 minutes once)
 	go test -C test/helm ./...
+
+.PHONY: test-prometheus
+test-prometheus: ## Have Prometheus judge the alerts and the queries of the dashboard (builds its engine, a minute once)
+	go test -C test/prometheus ./...
 
 .PHONY: lint
 lint: $(GOLANGCI) ## golangci-lint over both modules
@@ -140,7 +144,7 @@ generate-check: ## Fail when `make generate` would change a file
 	echo "the files above were not up to date: run 'make generate' and commit them"; exit 1
 
 # Each command the tests call, and the Debian package that has it.
-COMMANDS := nft:nftables iptables:iptables wireguard-go:wireguard-go turnserver:coturn gcc:gcc
+COMMANDS := nft:nftables iptables:iptables wireguard-go:wireguard-go turnserver:coturn gcc:gcc tshark:tshark
 
 .PHONY: deps
 deps: ## Install the Debian packages that tests need, where missing and allowed

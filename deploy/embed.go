@@ -32,6 +32,12 @@ var ChartValues string
 //go:embed optional/*.yaml networkpolicy/*.yaml
 var Optional embed.FS
 
+// Monitoring has monitoring/alerts.yaml, the rules of a Prometheus, and monitoring/dashboard.json, of a
+// Grafana.
+//
+//go:embed monitoring/alerts.yaml monitoring/dashboard.json
+var Monitoring embed.FS
+
 // Namespace is the namespace of an installation, unless another one is chosen.
 const Namespace = "isthmus-system"
 

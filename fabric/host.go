@@ -153,11 +153,13 @@ func GatewayHostLeft(peers []GatewayPeer) (left kernel.State) {
 // peer of a better way (a packet may leave by the TUN it came from). The devices themselves say
 // nothing over IPv6 that nobody asked for, because the tunnel would count it as dropped. Several
 // tunnels are chosen among by addresses and ports, not by addresses alone.
+//
+// IPv4 is forwarded by its devices, not by ip_forward, because netlink sets that, and a container's
+// /proc/sys is read-only.
 func gatewaySettings(six bool, tunnels int) (all []kernel.Setting) {
 	inner := func(path, value string) {
 		all = append(all, kernel.Setting{In: kernel.Inner, Path: "net/" + path, Value: value})
 	}
-	inner("ipv4/ip_forward", "1")
 	if tunnels > 1 {
 		inner("ipv4/fib_multipath_hash_policy", "1")
 	}
@@ -170,6 +172,7 @@ func gatewaySettings(six bool, tunnels int) (all []kernel.Setting) {
 		inner("ipv4/conf/"+name+"/send_redirects", "0")
 	}
 	for _, name := range devices {
+		inner("ipv4/conf/"+name+"/forwarding", "1")
 		inner("ipv6/conf/"+name+"/addr_gen_mode", "1")
 	}
 	if six {

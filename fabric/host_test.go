@@ -103,15 +103,15 @@ func TestGatewayHostLeftOnlyRefuses(t *testing.T) {
 	peers := []GatewayPeer{{ID: "b", AllowedIPs: [2]netip.Prefix{pfx("10.246.0.0/16"), pfx("fd00:1::/48")}}}
 	const want = `ip route replace unreachable 10.246.0.0/16 table 4200 metric 420000 proto 71
 ip -6 route replace unreachable fd00:1::/48 table 4200 metric 420000 proto 71
-ip rule add priority 4200 lookup 4200 protocol 71
-ip -6 rule add priority 4200 lookup 4200 protocol 71
+ip rule add priority 420 lookup 4200 protocol 71
+ip -6 rule add priority 420 lookup 4200 protocol 71
 `
 	left := GatewayHostLeft(peers)
 	if got := left.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
 	}
 	// From what runs to what is left nothing is added, so that there is no moment without.
-	if p := kernel.PlanFor(GatewayHostFor(peers, nil, 1440, 1), left); len(p.Additions()) > 0 {
+	if p := kernel.AdditionsFor(GatewayHostFor(peers, nil, 1440, 1), left); len(p) > 0 {
 		t.Errorf("\n%s", p.Commands("NS"))
 	}
 	if got := GatewayHostLeft(nil).String(); got != "" {

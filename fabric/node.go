@@ -29,23 +29,40 @@ var overlayNetwork = netip.MustParsePrefix("240.0.0.0/8")
 // are in any order.
 type NodeIntent struct {
 	Self string // name of our node
-	// UnderlayMTU is that of the device with our node's address, in octets; 0 means 1500.
+	// UnderlayMTU is the least of the ways that outer packets take, in octets; 0 means 1500.
 	UnderlayMTU int
-	// UnderlayDevice is the name of the device with our node's address; empty: not known.
-	UnderlayDevice string
-	Nodes          []ClusterNode
-	Pods           []NodePod
-	Gateways       []GatewayPod
+	// UnderlayDevices are those with our node's address and those by which it reaches other nodes,
+	// as far as they are known.
+	UnderlayDevices []string
+	Nodes           []ClusterNode
+	Pods            []NodePod
+	Gateways        []GatewayPod
 	// OnlyPods says that all gateways are Pods with networks of their own. What a node has to know of
 	// nodes then is itself, and of pods its own.
 	OnlyPods bool
-	Tunnels  []Tunnel
+	// Gateway is the address of the active gateway where OnlyPods, as it says itself in one place for
+	// all peers: all granted networks are behind it, and the Tunnels need not be known. Zero: each
+	// Tunnel says where its gateway is.
+	Gateway netip.Addr
+	// Trusted says, where OnlyPods, that the pods of our node are where its podCIDRs say; Pods need not
+	// be known then, else those of our node. See Trust.
+	Trusted bool
+	Tunnels []Tunnel
 	// Granted are the networks that peers have here by the books of the IPAM, from the grant to the
 	// end of un-peering; nil: there are no books.
 	Granted []netip.Prefix
 	// Own are the networks of our own pods and Services by the same books, as far as they are
-	// known.
-	Own []netip.Prefix
+	// known; OwnPods is that of the pods alone.
+	Own     []netip.Prefix
+	OwnPods []netip.Prefix
+}
+
+// Trust finds out whether the pods of a node are where its podCIDRs say, and leaves out the Pods that
+// matter to nobody then: all of them, so that one that comes or goes changes nothing, or those of
+// other nodes.
+func (in *NodeIntent) Trust(self string) {
+	in.Trusted = podCIDRsHold(in.Nodes, self, in.Pods)
+	in.Pods = slices.DeleteFunc(slices.Clone(in.Pods), func(p NodePod) bool { return in.Trusted || p.Node != self })
 }
 
 // Sort brings the lists into an order that depends on nothing but what is in them, so that equal
@@ -53,12 +70,13 @@ type NodeIntent struct {
 func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Nodes, func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
 	slices.SortFunc(in.Pods, func(a, b NodePod) int {
-		return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(a.Node, b.Node), cmp.Compare(a.Created, b.Created))
+		return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(a.Node, b.Node), cmp.Compare(a.Created, b.Created), cmp.Compare(a.Name, b.Name))
 	})
 	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
 	slices.SortFunc(in.Granted, netip.Prefix.Compare)
 	slices.SortFunc(in.Own, netip.Prefix.Compare)
+	slices.SortFunc(in.OwnPods, netip.Prefix.Compare)
 }
 
 // ClusterNode is one node of our own cluster.
@@ -66,6 +84,7 @@ type ClusterNode struct {
 	Name     string
 	Addrs    []netip.Addr   // InternalIPs, the node's first choice first
 	PodCIDRs []netip.Prefix // networks of which the node gives addresses to its pods, if it has such
+	Sources  []netip.Addr   // others from which its packets to a Pod may come, as its agent says
 	Created  int64          // seconds since 1970; of two nodes that contradict each other the older is kept
 }
 
@@ -146,15 +165,23 @@ func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
 	return granted, r.problems
 }
 
-// OwnIn returns the networks of our own pods and Services in the books of the IPAM.
-func OwnIn(books *v1alpha1.IpamStorage) (own []netip.Prefix) {
-	for _, text := range []string{books.Spec.PodCIDR, books.Spec.ServiceCIDR} {
-		if p, err := netip.ParsePrefix(text); err == nil {
-			own = append(own, p.Masked())
-		}
+// OwnIn returns the networks of our own pods and Services in the books of the IPAM, and those of
+// the pods alone.
+func OwnIn(books *v1alpha1.IpamStorage) (own, pods []netip.Prefix) {
+	if p, err := netip.ParsePrefix(books.Spec.PodCIDR); err == nil {
+		own, pods = append(own, p.Masked()), append(pods, p.Masked())
 	}
-	return own
+	if p, err := netip.ParsePrefix(books.Spec.ServiceCIDR); err == nil {
+		own = append(own, p.Masked())
+	}
+	return own, pods
 }
+
+// gatewayHop is the next hop of a node's routes to a gateway that is a Pod. It stands for whichever
+// is the active one, by its MAC address: a gateway that moves changes one neighbour, and no route,
+// however many peers there are. The address is nobody's (RFC 7600, section 4.8) and never in a
+// packet.
+var gatewayHop = netip.AddrFrom4([4]byte{192, 0, 0, 8})
 
 // OverlayMAC is the MAC address of a node's overlay device, so that the others know it without
 // asking: 0x66, which is a locally administered unicast address, and five octets of a hash. Liqo
@@ -193,7 +220,7 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
-	d := nodeDecision{nodes: nodes, slim: in.OnlyPods}
+	d := nodeDecision{nodes: nodes, slim: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid()}
 	d.refuse(in.Refused())
 	if at < 0 {
 		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "is not there; want the name of the Node on which the agent runs")
@@ -209,9 +236,20 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	if d.slim {
 		nodes = nodes[at : at+1]
 	}
-	d.trusted = podCIDRsHold(nodes, in.Self, in.Pods)
-	d.addFilter(in.Tunnels, in.UnderlayDevice)
-	own, here := d.addTunnels(in.Tunnels)
+	d.trusted = d.slim && in.Trusted || podCIDRsHold(nodes, in.Self, in.Pods)
+	ownPods := slices.Clone(in.OwnPods)
+	for _, t := range in.Tunnels {
+		ownPods = append(ownPods, t.Peer.Local.Pod)
+	}
+	d.addFilter(ownPods, in.UnderlayDevices)
+	d.addSourceNAT(in, ownPods)
+	d.nameStrangers(in, ownPods)
+	var own, here []netip.Prefix
+	if d.one {
+		d.toGateway(in.Gateway)
+	} else {
+		own, here = d.addTunnels(in.Tunnels)
+	}
 	if len(here) > 0 {
 		d.addPods(in.Pods, own)
 	}
@@ -223,6 +261,7 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 type nodeDecision struct {
 	self     ClusterNode
 	slim     bool                      // no gateway has a host's network: other nodes do not matter
+	one      bool                      // one gateway has all peers
 	gateways map[netip.Addr]GatewayPod // those with a network of their own that a tunnel names
 	nodes    []ClusterNode             // the oldest first
 	refused  []netip.Prefix            // networks of peers
@@ -239,12 +278,72 @@ func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
 // Ways are the gateways with networks of their own that tunnels name: one, but for moments.
 func (in *NodeIntent) Ways() (ways []GatewayPod) {
 	for _, g := range in.Gateways {
-		named := slices.ContainsFunc(in.Tunnels, func(t Tunnel) bool { return t.Gateway == g.Addr })
+		named := in.Gateway == g.Addr || !in.Gateway.IsValid() && slices.ContainsFunc(in.Tunnels, func(t Tunnel) bool { return t.Gateway == g.Addr })
 		if named && g.Addr.Is4() && !g.HostNetwork && !slices.Contains(ways, g) {
 			ways = append(ways, g)
 		}
 	}
 	return ways
+}
+
+// Carriers are the addresses to which outer packets of our node go, and those of other nodes at which it
+// is looked how they are reached: gateways' Pods and their nodes, or the nodes that our own talks to.
+func (in *NodeIntent) Carriers() (outer, nodes []netip.Addr) {
+	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
+	if at < 0 {
+		return nil, nil
+	}
+	own := in.Nodes[at].Addrs
+	for _, g := range in.Ways() {
+		outer = append(outer, g.Addr)
+		if g.Host.Is4() && !slices.Contains(own, g.Host) {
+			nodes = append(nodes, g.Host)
+		}
+	}
+	for _, t := range in.Tunnels {
+		named := slices.ContainsFunc(in.Gateways, func(g GatewayPod) bool { return g.Addr == t.Gateway && !g.HostNetwork })
+		if !in.OnlyPods && t.Gateway.Is4() && !named && !slices.Contains(own, t.Gateway) && !slices.Contains(nodes, t.Gateway) {
+			nodes, outer = append(nodes, t.Gateway), append(outer, t.Gateway)
+		}
+	}
+	here := func(t Tunnel) bool { return t.Gateway.IsValid() && slices.Contains(own, t.Gateway) }
+	if !in.OnlyPods && slices.ContainsFunc(in.Tunnels, here) { // it delivers to all
+		for _, n := range in.Nodes {
+			if a := n.Underlay(); a.IsValid() && n.Name != in.Self && !slices.Contains(own, a) {
+				nodes, outer = append(nodes, a), append(outer, a)
+			}
+		}
+	}
+	return outer, nodes
+}
+
+// Elsewhere is an address that only a pod of another node can have, as far as that is known, where a
+// gateway is a Pod; zero: none.
+func (in *NodeIntent) Elsewhere() netip.Addr {
+	at := slices.IndexFunc(in.Nodes, func(n ClusterNode) bool { return n.Name == in.Self })
+	if at < 0 || !in.OnlyPods {
+		return netip.Addr{}
+	}
+	for _, p := range validOf(in.OwnPods) {
+		if p.Addr().Is4() {
+			for _, rest := range without(p, in.Nodes[at].PodCIDRs) {
+				return end(rest)
+			}
+		}
+	}
+	return netip.Addr{}
+}
+
+// end is the last address of a network but one, IPv4.
+func end(p netip.Prefix) netip.Addr {
+	a := p.Addr().As4()
+	for i := p.Bits(); i < 32; i++ {
+		a[i/8] |= 0x80 >> (i % 8)
+	}
+	if last := netip.AddrFrom4(a); p.Bits() < 31 {
+		return last.Prev()
+	}
+	return netip.AddrFrom4(a)
 }
 
 // Refused are all networks of peers, whether there is a way to them or not.
@@ -284,9 +383,10 @@ func RefusingState(networks []netip.Prefix) (s kernel.State) {
 // disbelieve leaves out addresses of nodes that are in networks of peers. Who can write the status
 // of one Node must not make the others send there without the tunnel.
 func (d *nodeDecision) disbelieve() {
+	remote := newPrefixIndex(d.refused)
 	for i, n := range d.nodes {
 		d.nodes[i].Addrs = slices.DeleteFunc(slices.Clone(n.Addrs), func(a netip.Addr) bool {
-			at := slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(a) })
+			at := remote.find(a, nil)
 			if at >= 0 {
 				d.problem(Origin{Kind: "Node", Name: n.Name}, "status.addresses", "%v is in %v, a network of a peer; want an address outside", a, d.refused[at])
 			}
@@ -350,6 +450,9 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	for addr := range d.gateways {
 		mac := GatewayMAC(addr)
 		s.FDB = append(s.FDB, kernel.FDBEntry{Dev: dev, MAC: mac, Dst: addr})
+		if d.one {
+			addr = gatewayHop
+		}
 		s.Neighbors = append(s.Neighbors, kernel.Neighbor{Dev: dev, Addr: addr, MAC: mac})
 	}
 	if d.slim { // nothing goes back to the gateway that came from it
@@ -368,10 +471,12 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 	}
 }
 
-// addFilter keeps others out of the overlay, and peers from our node itself.
-func (d *nodeDecision) addFilter(tunnels []Tunnel, underlay string) {
+// addFilter keeps others out of the overlay, and peers from our node itself. ownPods are the networks
+// of the cluster's pods.
+func (d *nodeDecision) addFilter(ownPods []netip.Prefix, underlay []string) {
 	var nodes, own, gateways []netip.Addr
-	var pods, elsewhere []netip.Prefix
+	var elsewhere []netip.Prefix
+	pods := slices.Clone(ownPods)
 	for _, n := range d.nodes {
 		pods = append(pods, n.PodCIDRs...)
 		if n.Name == d.self.Name {
@@ -393,10 +498,9 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel, underlay string) {
 			nodes = append(nodes, g.Host)
 		}
 	}
-	for _, t := range tunnels {
-		pods = append(pods, t.Peer.Local.Pod)
-		if d.slim && d.trusted && t.Peer.Local.Pod.Addr().Is4() {
-			elsewhere = append(elsewhere, without(t.Peer.Local.Pod.Masked(), d.self.PodCIDRs)...)
+	for _, p := range ownPods {
+		if d.slim && d.trusted && p.Addr().Is4() {
+			elsewhere = append(elsewhere, without(p.Masked(), d.self.PodCIDRs)...)
 		}
 	}
 	slices.SortFunc(elsewhere, netip.Prefix.Compare)
@@ -407,8 +511,78 @@ func (d *nodeDecision) addFilter(tunnels []Tunnel, underlay string) {
 		}
 	}
 	d.node.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{
-		Nodes: nodes, Gateways: gateways, Remote: d.refused, Own: own, Elsewhere: elsewhere, Underlay: []string{underlay},
+		Nodes: nodes, Gateways: gateways, Remote: d.refused, Own: own, Elsewhere: elsewhere, Underlay: underlay,
 	})}
+}
+
+// addSourceNAT lets pods keep their addresses towards peers, whatever their CNI masquerades, and has
+// FORWARD of iptables let them pass.
+func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
+	if len(d.node.Devices) == 0 {
+		return // no packet leaves for a peer
+	}
+	s := kernel.SourceNATSets{Remote: d.refused, Underlay: in.UnderlayDevices, Self: d.self.Underlay()}
+	s.Pods = validOf(ownPods)
+	for _, n := range d.nodes {
+		s.Pods = append(s.Pods, validOf(n.PodCIDRs)...)
+	}
+	if d.trusted {
+		s.Local = validOf(d.self.PodCIDRs)
+	} else {
+		for _, p := range in.Pods {
+			if p.Node == d.self.Name && !slices.Contains(d.self.Addrs, p.Addr) {
+				s.Local = append(s.Local, hostPrefix(p.Addr))
+			}
+		}
+	}
+	s.Pods = append(s.Pods, s.Local...)
+	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s)}
+	d.node.Accepts = []kernel.Accept{{}}
+}
+
+// nameStrangers says when pods of our node are in none of the networks by which peers know our pods:
+// they come as strangers, by the gateway's address.
+func (d *nodeDecision) nameStrangers(in NodeIntent, ownPods []netip.Prefix) {
+	if len(d.node.Devices) == 0 || len(ownPods) == 0 {
+		return
+	}
+	known := func(p netip.Prefix) bool { return insideAny(p, ownPods) }
+	stranger := ""
+	if d.trusted { // the pods themselves may not be told
+		for _, p := range validOf(d.self.PodCIDRs) {
+			if p.Addr().Is4() && !known(p) {
+				stranger = "those of " + p.String()
+			}
+		}
+	}
+	first := NodePod{}
+	for _, p := range in.Pods {
+		ofNode := func(n ClusterNode) bool { return slices.Contains(n.Addrs, p.Addr) }
+		if p.Node == d.self.Name && p.Addr.Is4() && !known(hostPrefix(p.Addr)) && !slices.ContainsFunc(in.Nodes, ofNode) &&
+			(!first.Addr.IsValid() || p.Addr.Less(first.Addr)) {
+			first = p
+			stranger = fmt.Sprintf("such as %s with %v", cmp.Or(p.Name, "one"), p.Addr)
+		}
+	}
+	if stranger == "" {
+		return
+	}
+	names := make([]string, len(ownPods))
+	for i, p := range ownPods {
+		names[i] = p.String()
+	}
+	slices.Sort(names)
+	d.problem(Origin{Kind: "Node", Name: d.self.Name}, "", "has pods outside of %s, by which peers know our pods, %s: peers do not reach these, and see the gateway's address in the place of theirs; want a PodCIDR of the installation (--pod-cidr) with all pods in it",
+		strings.Join(slices.Compact(names), ", "), stranger)
+}
+
+func validOf(networks []netip.Prefix) (valid []netip.Prefix) {
+	for _, p := range networks {
+		if p.IsValid() {
+			valid = append(valid, p.Masked())
+		}
+	}
+	return valid
 }
 
 // without returns the networks of p that are in none of the taken.
@@ -474,6 +648,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 
 	kept, problems := GatewayFor(Intent{Peers: peers})
 	d.problems = append(d.problems, problems...)
+	var strangers []netip.Addr
 	for i := range kept.Peers {
 		p := &kept.Peers[i]
 		gateway := gateways[p.Origin]
@@ -487,12 +662,15 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 		if !d.carries(p) {
 			continue
 		}
+		if d.slim { // the table that is asked last refuses it; all tunnels of a gateway say the same
+			if !slices.Contains(strangers, gateway) {
+				strangers = append(strangers, gateway)
+				d.problem(p.Origin, "status.gatewayIP", "%v is no address of a Pod of the gateway; want that of the active one", gateway)
+			}
+			continue
+		}
 		where, known := byAddr[gateway]
-		switch {
-		case d.slim:
-			where, known = ClusterNode{}, false
-			d.problem(p.Origin, "status.gatewayIP", "%v is no address of a Pod of the gateway; want that of the active one", gateway)
-		case !known:
+		if !known {
 			d.problem(p.Origin, "status.gatewayIP", "%v is no node's InternalIP; want that of the node with the active gateway", gateway)
 		}
 		if known && where.Name == d.self.Name {
@@ -507,7 +685,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 		for _, prefix := range p.AllowedIPs {
 			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
 			if reachable && len(d.node.Devices) > 0 {
-				d.viaOverlay(prefix, via)
+				d.route(kernel.Route{Prefix: prefix, Via: via, Src: d.self.Underlay(), Dev: kernel.OverlayDevice, Table: kernel.NodeTable})
 			}
 			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
 		}
@@ -532,6 +710,29 @@ func (d *nodeDecision) toPod(p *GatewayPeer, g GatewayPod) {
 			d.route(kernel.Route{Prefix: prefix, Via: g.Addr, Src: d.self.Underlay(), Dev: kernel.OverlayDevice, Table: kernel.NodeTable})
 		}
 		d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+	}
+}
+
+// toGateway leads to all networks of peers by the one gateway. It refuses what it does not carry, and
+// what has no route here, because the gateway is not known or its device is gone, is refused by the
+// table that is asked last.
+func (d *nodeDecision) toGateway(gateway netip.Addr) {
+	if _, known := d.gateways[gateway]; !known {
+		d.problem(Origin{Kind: "Service", Name: "of the gateway"}, "metadata.annotations", "%v is no address of a Pod of the gateway; want that of the active one", gateway)
+		return
+	}
+	if len(d.node.Devices) == 0 {
+		return
+	}
+	for _, p := range d.refused {
+		if p.Addr().Is6() {
+			d.problem(Origin{Kind: "IpamStorage"}, "spec.clusterSubnets", "%v is IPv6, which the overlay does not carry to a gateway that is a Pod; want IPv4, or a gateway with --host-network", p)
+			continue
+		}
+		d.route(kernel.Route{Prefix: p, Via: gatewayHop, Src: d.self.Underlay(), Dev: kernel.OverlayDevice, Table: kernel.NodeTable})
+	}
+	if len(d.node.Routes) > 0 {
+		d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, Table: kernel.NodeTable})
 	}
 }
 
@@ -609,7 +810,9 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		return at, "", false
 	}
 	isNode := make(map[netip.Addr]bool, len(d.nodes))
-	for _, n := range d.nodes {
+	byName := make(map[string]int, len(d.nodes))
+	for i, n := range d.nodes {
+		byName[n.Name] = i
 		for _, a := range n.Addrs {
 			isNode[a] = true
 		}
@@ -642,8 +845,8 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 			return false
 		}
 		_, owner, covered := find(netip.PrefixFrom(p.Addr, 32))
-		own := slices.IndexFunc(d.nodes, func(n ClusterNode) bool { return n.Name == p.Node })
-		if !covered || owner == p.Node || own >= 0 && slices.ContainsFunc(d.nodes[own].PodCIDRs, func(n netip.Prefix) bool { return n.Contains(p.Addr) }) {
+		own, known := byName[p.Node]
+		if !covered || owner == p.Node || known && slices.ContainsFunc(d.nodes[own].PodCIDRs, func(n netip.Prefix) bool { return n.Contains(p.Addr) }) {
 			return false
 		}
 		namespace, name, _ := strings.Cut(p.Name, "/")
@@ -673,8 +876,9 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 	}
 }
 
-// addRest refuses what is left of the networks of our pods. Nodes that have addresses there get
-// what is for them by the overlay, where their filter looks at it.
+// addRest refuses what is left of the networks of our pods. Nodes get what is for their own addresses
+// by the overlay, where their filter looks at it: answers to what they sent themselves, or for
+// others, and what is for them as mapped endpoints.
 func (d *nodeDecision) addRest(own []netip.Prefix) {
 	slices.SortFunc(own, netip.Prefix.Compare)
 	own = slices.DeleteFunc(slices.Compact(own), func(p netip.Prefix) bool { return !p.Addr().Is4() })
@@ -687,8 +891,8 @@ func (d *nodeDecision) addRest(own []netip.Prefix) {
 			continue
 		}
 		for _, a := range n.Addrs {
-			if slices.ContainsFunc(own, func(p netip.Prefix) bool { return p.Contains(a) }) {
-				d.viaOverlay(netip.PrefixFrom(a, a.BitLen()), via)
+			if a.Is4() && !slices.Contains(d.self.Addrs, a) {
+				d.viaOverlay(hostPrefix(a), via)
 			}
 		}
 	}
@@ -712,9 +916,7 @@ func (d *nodeDecision) rule(r kernel.Rule) {
 func (d *nodeDecision) sort() {
 	slices.SortFunc(d.node.FDB, func(a, b kernel.FDBEntry) int { return a.Dst.Compare(b.Dst) })
 	slices.SortFunc(d.node.Neighbors, func(a, b kernel.Neighbor) int { return a.Addr.Compare(b.Addr) })
-	slices.SortFunc(d.node.Routes, func(a, b kernel.Route) int {
-		return cmp.Or(cmp.Compare(a.Table, b.Table), a.Prefix.Compare(b.Prefix), cmp.Compare(a.Metric, b.Metric))
-	})
+	slices.SortFunc(d.node.Routes, kernel.Route.Compare)
 	slices.SortStableFunc(d.node.Rules, func(a, b kernel.Rule) int {
 		return cmp.Or(cmp.Compare(a.Priority, b.Priority), a.From.Compare(b.From), a.To.Compare(b.To), cmp.Compare(a.Iif, b.Iif))
 	})

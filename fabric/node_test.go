@@ -39,7 +39,7 @@ func nodeIntent(t testing.TB, self string) NodeIntent {
 	}
 }
 
-const overlayOnN1 = `ip link add isthmus.vxlan type vxlan id 4200 local 172.30.1.11 dstport 4800 nolearning
+const overlayOnN1 = `ip link add isthmus.vxlan type vxlan id 4200 local 172.30.1.11 dstport 4800 nolearning noudpcsum
 sysctl -w net/ipv4/conf/isthmus.vxlan/forwarding=1
 sysctl -w net/ipv4/conf/isthmus.vxlan/rp_filter=2
 ip link set isthmus.vxlan address 66:41:a8:85:d7:fe mtu 1350 up
@@ -54,7 +54,7 @@ ip route replace 240.0.0.0/8 dev isthmus.vxlan proto 72
 func TestNodeWithTheGatewayLeadsRemoteSourcesThroughTheOverlay(t *testing.T) {
 	n, problems := NodeFor(nodeIntent(t, "n1"))
 	wantTexts(t, problems)
-	n.Filters = nil
+	n.Filters, n.SourceNAT, n.Accepts = nil, nil, nil
 	const want = overlayOnN1 + `ip route replace unreachable 10.244.0.0/16 table 4201 metric 420000 proto 72
 ip route replace throw 10.244.1.0/24 table 4201 proto 72
 ip route replace 10.244.2.0/24 via 240.30.1.12 dev isthmus.vxlan onlink table 4201 proto 72
@@ -66,13 +66,15 @@ ip route replace throw 10.244.3.99/32 table 4201 proto 72
 ip route replace 10.244.77.7/32 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
 ip route replace 10.244.96.1/32 via 240.30.1.12 dev isthmus.vxlan onlink table 4201 proto 72
 ip route replace throw 10.244.99.1/32 table 4201 proto 72
+ip route replace 172.30.1.12/32 via 240.30.1.12 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace 172.30.1.13/32 via 240.30.1.13 dev isthmus.vxlan onlink table 4201 proto 72
 ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 0.0.0.0/0 table 4203 metric 420000 proto 72
-ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
-ip rule add priority 4199 from 10.246.0.0/16 lookup 4201 protocol 72
-ip rule add priority 4199 from 10.247.0.0/16 lookup 4201 protocol 72
-ip rule add priority 4202 lookup 4202 protocol 72
+ip rule add priority 418 iif isthmus.vxlan lookup 4200 protocol 72
+ip rule add priority 419 from 10.246.0.0/16 lookup 4201 protocol 72
+ip rule add priority 419 from 10.247.0.0/16 lookup 4201 protocol 72
+ip rule add priority 422 lookup 4202 protocol 72
 `
 	if got := n.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
@@ -82,18 +84,18 @@ ip rule add priority 4202 lookup 4202 protocol 72
 func TestNodeWithoutTheGatewayLeadsRemoteNetworksThroughTheOverlay(t *testing.T) {
 	n, problems := NodeFor(nodeIntent(t, "n2"))
 	wantTexts(t, problems)
-	const want = `ip route replace 10.246.0.0/16 via 240.30.1.11 dev isthmus.vxlan onlink table 4201 proto 72
+	const want = `ip route replace 10.246.0.0/16 via 240.30.1.11 dev isthmus.vxlan onlink src 172.30.1.12 table 4201 proto 72
 ip route replace unreachable 10.246.0.0/16 table 4201 metric 420000 proto 72
-ip route replace 10.247.0.0/16 via 240.30.1.11 dev isthmus.vxlan onlink table 4201 proto 72
+ip route replace 10.247.0.0/16 via 240.30.1.11 dev isthmus.vxlan onlink src 172.30.1.12 table 4201 proto 72
 ip route replace unreachable 10.247.0.0/16 table 4201 metric 420000 proto 72
 ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 0.0.0.0/0 table 4203 metric 420000 proto 72
-ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
-ip rule add priority 4199 to 10.246.0.0/16 lookup 4201 protocol 72
-ip rule add priority 4199 to 10.247.0.0/16 lookup 4201 protocol 72
-ip rule add priority 4201 iif isthmus.host lookup 4203 protocol 72
-ip rule add priority 4202 lookup 4202 protocol 72
+ip rule add priority 418 iif isthmus.vxlan lookup 4200 protocol 72
+ip rule add priority 419 to 10.246.0.0/16 lookup 4201 protocol 72
+ip rule add priority 419 to 10.247.0.0/16 lookup 4201 protocol 72
+ip rule add priority 421 iif isthmus.host lookup 4203 protocol 72
+ip rule add priority 422 lookup 4202 protocol 72
 `
 	if got := n.String(); !strings.HasSuffix(got, "proto 72\n"+want) {
 		t.Errorf("got\n%s\nwant at the end\n%s", got, want)
@@ -105,16 +107,87 @@ func TestNodeOnlyRefusesTheNetworksOfAPeerBeforeThereIsAGateway(t *testing.T) {
 	in.Tunnels[0].Gateway = netip.Addr{}
 	n, problems := NodeFor(in)
 	wantTexts(t, problems)
-	n.Filters = nil
+	n.Filters, n.SourceNAT, n.Accepts = nil, nil, nil
 	const want = overlayOnN1 + `ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 0.0.0.0/0 table 4203 metric 420000 proto 72
-ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 72
-ip rule add priority 4201 iif isthmus.host lookup 4203 protocol 72
-ip rule add priority 4202 lookup 4202 protocol 72
+ip rule add priority 418 iif isthmus.vxlan lookup 4200 protocol 72
+ip rule add priority 421 iif isthmus.host lookup 4203 protocol 72
+ip rule add priority 422 lookup 4202 protocol 72
 `
 	if got := n.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// Pods of the node keep their addresses towards peers: all of its networks, where pods are in them,
+// else those that there are.
+func TestNodeLetsItsPodsKeepTheirAddresses(t *testing.T) {
+	in := nodeIntent(t, "n2")
+	in.UnderlayDevices = []string{"eth1"}
+	n, _ := NodeFor(in)
+	want := kernel.SourceNAT{Local: "10.244.2.5/32 10.244.96.1/32", Pods: "10.244.0.0/16", Remote: "10.246.0.0/16 10.247.0.0/16", Underlay: "eth1", Self: ip("172.30.1.12")}
+	if len(n.SourceNAT) != 1 || n.SourceNAT[0] != want {
+		t.Errorf("%+v, want %+v", n.SourceNAT, want)
+	}
+	in.Pods = in.Pods[:3]
+	in.Nodes[1].PodCIDRs = append(in.Nodes[1].PodCIDRs, pfx("10.9.2.0/24"), pfx("fd00:2::/64")) // beside the PodCIDR that peers know
+	n, _ = NodeFor(in)
+	want.Local, want.Pods = "10.9.2.0/24 10.244.2.0/24", "10.9.2.0/24 10.244.0.0/16"
+	if len(n.SourceNAT) != 1 || n.SourceNAT[0] != want {
+		t.Errorf("%+v, want %+v", n.SourceNAT, want)
+	}
+	in.Nodes[1].Addrs = nil // without an overlay nothing leaves
+	if n, _ = NodeFor(in); len(n.SourceNAT) != 0 {
+		t.Errorf("without an overlay %+v", n.SourceNAT)
+	}
+}
+
+func TestANodeWithPodsOutsideOfThePodCIDRIsNamed(t *testing.T) {
+	in := nodeIntent(t, "n2")
+	in.Pods = append(in.Pods, NodePod{Name: "default/web", Addr: ip("192.168.7.9"), Node: "n2"}, NodePod{Name: "default/a", Addr: ip("192.168.7.8"), Node: "n2"},
+		NodePod{Name: "default/other", Addr: ip("192.168.7.7"), Node: "n3"}) // whose agent names it
+	_, problems := NodeFor(in)
+	if len(problems) != 1 || problems[0].Origin.Name != "n2" || !strings.Contains(problems[0].Message, "outside of 10.244.0.0/16") || !strings.Contains(problems[0].Message, "default/a with 192.168.7.8") {
+		t.Errorf("%v", problems)
+	}
+	in.Tunnels = nil
+	if _, problems = NodeFor(in); len(problems) > 0 {
+		t.Errorf("without peers: %v", problems)
+	}
+}
+
+func TestAnAddressElsewhereIsInNoNetworkOfOurNode(t *testing.T) {
+	in := podIntent(t, "n1")
+	in.OwnPods = []netip.Prefix{pfx("fd00::/48"), pfx("10.244.0.0/16")}
+	if got := in.Elsewhere(); got != ip("10.244.0.254") {
+		t.Errorf("%v", got)
+	}
+	in.Nodes[0].PodCIDRs = []netip.Prefix{pfx("10.0.0.0/8")}
+	if got := in.Elsewhere(); got.IsValid() {
+		t.Errorf("%v although all pods are here", got)
+	}
+	in.OnlyPods, in.Nodes[0].PodCIDRs = false, nil
+	if got := in.Elsewhere(); got.IsValid() {
+		t.Errorf("%v although the gateway is no Pod", got)
+	}
+}
+
+func TestOuterPacketsAreMeasuredWhereTheyGo(t *testing.T) {
+	for _, tc := range []struct {
+		in           NodeIntent
+		outer, nodes string
+	}{
+		{nodeIntent(t, "n1"), "[172.30.1.12 172.30.1.13]", "[172.30.1.12 172.30.1.13]"}, // the gateway's
+		{nodeIntent(t, "n2"), "[172.30.1.11]", "[172.30.1.11]"},
+		{podIntent(t, "n1"), "[10.244.1.254]", "[]"},
+		{podIntent(t, "n2"), "[10.244.1.254]", "[172.30.1.11]"},
+		{NodeIntent{Self: "nobody"}, "[]", "[]"},
+	} {
+		outer, nodes := tc.in.Carriers()
+		if fmt.Sprint(outer) != tc.outer || fmt.Sprint(nodes) != tc.nodes {
+			t.Errorf("%s: %v and %v, want %s and %s", tc.in.Self, outer, nodes, tc.outer, tc.nodes)
+		}
 	}
 }
 
@@ -327,7 +400,7 @@ func TestNodeBelievesOverlayPacketsOfTheOtherNodesOnly(t *testing.T) {
 	in.Nodes[2].Addrs = append(in.Nodes[2].Addrs, ip("192.0.2.9"))                                   // only the first is the overlay's
 	in.Nodes = append(in.Nodes, ClusterNode{Name: "n4", Addrs: []netip.Addr{ip("10.246.0.9")}})      // in the peer's network
 	in.Granted = []netip.Prefix{pfx("10.99.0.0/16"), pfx("10.246.8.0/24"), pfx("fd00:246::/48")}
-	in.UnderlayDevice = "eth0"
+	in.UnderlayDevices = []string{"eth0"}
 	n, _ := NodeFor(in)
 	want := kernel.Filter{Nodes: "172.30.1.12 172.30.1.13", Remote: "10.99.0.0/16 10.246.0.0/16 10.247.0.0/16", Own: "172.30.1.11 192.0.2.7", Underlay: "eth0"}
 	if len(n.Filters) != 1 || n.Filters[0] != want {

@@ -7,14 +7,19 @@ import (
 	"net/netip"
 	"slices"
 	"sort"
+	"time"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
 // Bounds of a report are those of the CRD.
 const (
 	maxNodeNetworks = 256 // of each family
 	maxResolvers    = 16
+	maxNodeSources  = 16
+	maxNodeProblems = 16
+	maxNodeProblem  = 512 // characters
 	// widestNodeNetwork is the length of the widest network that a node may keep from peers. A
 	// route to a wider one is a default route in disguise (VPN clients split it into 0.0.0.0/1 and
 	// 128.0.0.0/1), or the attempt of a node to have all peers refused.
@@ -27,6 +32,16 @@ type NodeNetworks struct {
 	Networks  []netip.Prefix // apart from each other, sorted
 	Resolvers []netip.Addr   // DNS servers, sorted
 	Refused   string         // GrantsID of the networks of peers that the node refuses; empty: not known
+	Sources   []netip.Addr   // of its packets to a gateway that is a Pod, beside its InternalIPs; sorted
+	Problems  []kernel.Limit // what pods of the node lack towards peers
+
+	BrokenOverlay BrokenOverlay // zero: packets of the node reach the gateway, as far as is known
+}
+
+// BrokenOverlay says that a node's packets do not reach a gateway through the overlay.
+type BrokenOverlay struct {
+	Gateway netip.Addr
+	Since   time.Time // to a second, as it is stored
 }
 
 // GrantsID stands for a set of networks, in any order: two sets have the same only if they are
@@ -110,12 +125,46 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 		spec.Resolvers = append(spec.Resolvers, addr.String())
 	}
 	spec.Refused = n.Refused
+	if o := n.BrokenOverlay; o.Gateway.IsValid() {
+		spec.BrokenOverlay = &isthmus.BrokenOverlay{Gateway: o.Gateway.String()}
+		spec.BrokenOverlay.Since.Time = o.Since
+	}
+	for _, addr := range n.Sources {
+		spec.OverlaySources = append(spec.OverlaySources, addr.String())
+	}
+	for _, p := range n.Problems[:min(len(n.Problems), maxNodeProblems)] {
+		message := []rune(p.Message)
+		spec.Problems = append(spec.Problems, isthmus.NodeProblem{Reason: p.Reason, Message: string(message[:min(len(message), maxNodeProblem)])})
+	}
 	return spec
 }
 
-// Equal reports whether both reach the same.
+// Equal reports whether both reach the same, with the same problems.
 func (n NodeNetworks) Equal(other NodeNetworks) bool {
-	return slices.Equal(n.Networks, other.Networks) && slices.Equal(n.Resolvers, other.Resolvers)
+	return n.BrokenOverlay == other.BrokenOverlay && slices.Equal(n.Networks, other.Networks) && slices.Equal(n.Resolvers, other.Resolvers) && slices.Equal(n.Problems, other.Problems) && slices.Equal(n.Sources, other.Sources)
+}
+
+// OverlaySourcesOf are those of a node's addresses that are among pods', which a CNI may put in the
+// place of its InternalIP when it talks to a Pod.
+func OverlaySourcesOf(addrs []netip.Addr, pods []netip.Prefix) (all []netip.Addr) {
+	for _, a := range addrs {
+		if a.Is4() && insideAny(hostPrefix(a), pods) {
+			all = append(all, a)
+		}
+	}
+	slices.SortFunc(all, netip.Addr.Compare)
+	all = slices.Compact(all)
+	return all[:min(len(all), maxNodeSources)]
+}
+
+// OverlaySourcesFrom reads those of a report. What is no address is left out.
+func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
+	for _, text := range from.Spec.OverlaySources {
+		if addr, err := netip.ParseAddr(text); err == nil && addr.Is4() {
+			all = append(all, addr)
+		}
+	}
+	return all
 }
 
 // atMost merges networks of one family into no more than limit, which is enough for all there are

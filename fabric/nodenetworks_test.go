@@ -11,6 +11,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
 func prefixes(texts string) (all []netip.Prefix) {
@@ -144,5 +145,24 @@ func TestAHostileReportBlocksNoMoreThanANodeMay(t *testing.T) {
 	whole, problems := NodeNetworksFrom(&isthmus.NodeNetworks{Spec: got.Spec()})
 	if wantTexts(t, problems); !whole.Equal(got) {
 		t.Errorf("written and read it is %v", whole)
+	}
+}
+
+func TestOverlaySourcesAreAddressesAmongPods(t *testing.T) {
+	pods := []netip.Prefix{pfx("10.244.0.0/16")}
+	got := OverlaySourcesOf([]netip.Addr{ip("172.30.1.11"), ip("10.244.9.64"), ip("127.0.0.1"), ip("10.96.0.1"), ip("10.244.1.1"), ip("10.244.9.64"), ip("fd00::1")}, pods)
+	if want := []netip.Addr{ip("10.244.1.1"), ip("10.244.9.64")}; !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+	n := NodeNetworks{Sources: got, Problems: []kernel.Limit{{Reason: "Refused", Message: strings.Repeat("ö", 600)}}}
+	spec := n.Spec()
+	if back := OverlaySourcesFrom(&isthmus.NodeNetworks{Spec: spec}); !slices.Equal(back, got) {
+		t.Errorf("read back as %v", back)
+	}
+	if p := spec.Problems; len(p) != 1 || len([]rune(p[0].Message)) != 512 {
+		t.Errorf("%v", p)
+	}
+	if n.Equal(NodeNetworks{Sources: got}) || n.Equal(NodeNetworks{Problems: n.Problems}) || !n.Equal(NodeNetworks{Sources: got, Problems: n.Problems}) {
+		t.Error("a report that says something else is equal")
 	}
 }

@@ -50,8 +50,9 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 // device with the Pod's address. Nothing else is forwarded, and what the Pod itself sends to a peer
 // is refused. The addresses by which nodes are found in the overlay are those that they have in the
 // underlay. Outer packets are believed when they come from nodes: from their InternalIPs and, since
-// a CNI may hide a node that talks to pods behind an address of its own, while pods are where
-// podCIDRs say, from the first two addresses of these, which no pod has.
+// a CNI may hide a node that talks to pods behind an address of its own, from those that its agent
+// has found among pods' addresses, and while pods are where podCIDRs say from the first two addresses
+// of these, which no pod has.
 func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	if underlayMTU == 0 {
 		underlayMTU = defaultUnderlay
@@ -104,7 +105,7 @@ func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunne
 	d.disbelievePods(in.Pod)
 	d.toNodes(in)
 	d.addPods(in.Pods, own)
-	s.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{Nodes: d.outerSources(), Remote: remotes})}
+	s.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{Nodes: d.outerSources(in), Remote: remotes})}
 	for i := range s.Routes {
 		r := &s.Routes[i]
 		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // its way is unknown, and eth0 is none
@@ -139,11 +140,17 @@ func firstOfEach(routes []kernel.Route) (all []kernel.Route) {
 // are where podCIDRs say, those inside another node's. Who can write the status of one Node must not
 // get what is for a pod of another.
 func (d *nodeDecision) disbelievePods(own netip.Addr) {
+	var pods prefixIndex // by node
+	for i, n := range d.nodes {
+		for _, p := range n.PodCIDRs {
+			if d.trusted {
+				pods.add(p, i)
+			}
+		}
+	}
 	for i, n := range d.nodes {
 		d.nodes[i].Addrs = slices.DeleteFunc(slices.Clone(n.Addrs), func(a netip.Addr) bool {
-			at := slices.IndexFunc(d.nodes, func(other ClusterNode) bool {
-				return d.trusted && other.Name != n.Name && slices.ContainsFunc(other.PodCIDRs, func(p netip.Prefix) bool { return p.Contains(a) })
-			})
+			at := pods.find(a, func(other int) bool { return d.nodes[other].Name != n.Name })
 			switch o := (Origin{Kind: "Node", Name: n.Name}); {
 			case a == own:
 				d.problem(o, "status.addresses", "%v is that of the gateway's Pod; want one of its own", a)
@@ -191,13 +198,36 @@ func (d *nodeDecision) toNodes(in PodNetwork) {
 	}
 }
 
-// outerSources are the addresses that outer packets of nodes come from.
-func (d *nodeDecision) outerSources() (all []netip.Addr) {
+// outerSources are the addresses that outer packets of nodes come from. A node's agent is not believed
+// that its node has the address of a pod elsewhere, as far as these are known.
+func (d *nodeDecision) outerSources(in PodNetwork) (all []netip.Addr) {
+	pods := make(map[netip.Addr]bool, len(in.Pods))
+	for _, p := range in.Pods {
+		pods[p.Addr] = true
+	}
+	var taken prefixIndex // by node
+	for i, n := range d.nodes {
+		for _, a := range n.Addrs {
+			taken.add(netip.PrefixFrom(a, a.BitLen()), i)
+		}
+		for _, p := range n.PodCIDRs {
+			if d.trusted {
+				taken.add(p, i)
+			}
+		}
+	}
+	remote := newPrefixIndex(d.refused)
 	for _, n := range d.nodes {
 		if _, ok := d.overlay[n.Name]; !ok {
 			continue
 		}
 		all = append(all, n.Addrs...)
+		for _, a := range n.Sources {
+			at := taken.find(a, func(other int) bool { return d.nodes[other].Name != n.Name })
+			if at < 0 && a != in.Pod && !pods[a] && remote.find(a, nil) < 0 {
+				all = append(all, a)
+			}
+		}
 		for _, p := range n.PodCIDRs {
 			if d.trusted && p.IsValid() && p.Addr().Is4() && p.Bits() < 31 {
 				all = append(all, p.Masked().Addr(), p.Masked().Addr().Next())

@@ -48,10 +48,10 @@ ip route replace unreachable 10.247.0.0/16 table 4201 metric 420000 proto 72
 ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 72
 ip route replace unreachable 0.0.0.0/0 table 4203 metric 420000 proto 72
-ip rule add priority 4198 iif isthmus.vxlan lookup 4202 protocol 72
-ip rule add priority 4199 lookup 4201 protocol 72
-ip rule add priority 4201 iif isthmus.host lookup 4203 protocol 72
-ip rule add priority 4202 lookup 4202 protocol 72
+ip rule add priority 418 iif isthmus.vxlan lookup 4202 protocol 72
+ip rule add priority 419 lookup 4201 protocol 72
+ip rule add priority 421 iif isthmus.host lookup 4203 protocol 72
+ip rule add priority 422 lookup 4202 protocol 72
 `, "MAC", GatewayMAC(ip("10.244.1.254")).String())
 		if want = strings.ReplaceAll(want, "OWN", own.String()); text != want {
 			t.Errorf("%s: got\n%s\nwant\n%s", self, text, want)
@@ -69,6 +69,84 @@ ip rule add priority 4202 lookup 4202 protocol 72
 		in.Pods = slices.DeleteFunc(in.Pods, func(p NodePod) bool { return p.Node != self })
 		if less, problems := NodeFor(in); len(problems) > 0 || !reflect.DeepEqual(less, n) && !sameButPods(less, n) {
 			t.Errorf("%s: other nodes or pods matter: %v\n%s", self, problems, kernel.PlanFor(n, less).Commands(""))
+		}
+	}
+}
+
+// oneGateway is podIntent where the gateway says in one place that it is active, and the books name
+// the networks.
+func oneGateway(t testing.TB, self, gateway string) NodeIntent {
+	in := podIntent(t, self)
+	in.Tunnels, in.Gateway = nil, ip(gateway)
+	in.Granted = []netip.Prefix{pfx("10.246.0.0/16"), pfx("10.247.0.0/16")}
+	in.OwnPods = []netip.Prefix{pfx("10.244.0.0/16")}
+	in.Nodes = slices.DeleteFunc(in.Nodes, func(n ClusterNode) bool { return n.Name != self })
+	in.Trust(self)
+	return in
+}
+
+// What a node lets through and refuses is the same whether TunnelEndpoints say where the gateway is
+// or it says so itself; only the next hop is another.
+func TestOneGatewayForAllPeersIsAsWithTunnelEndpoints(t *testing.T) {
+	for _, self := range []string{"n1", "n2"} {
+		in := oneGateway(t, self, "10.244.1.254")
+		n, problems := NodeFor(in)
+		wantTexts(t, problems)
+		want, _ := NodeFor(podIntent(t, self))
+		got, expected := n.String(), want.String()
+		expected = strings.ReplaceAll(expected, "neigh replace 10.244.1.254", "neigh replace 192.0.0.8")
+		expected = strings.ReplaceAll(expected, "via 10.244.1.254", "via 192.0.0.8")
+		for _, network := range []string{"10.246.0.0/16", "10.247.0.0/16"} { // table 4202 refuses, and is asked last
+			expected = strings.ReplaceAll(expected, "ip route replace unreachable "+network+" table 4201 metric 420000 proto 72\n", "")
+		}
+		if got != expected {
+			t.Errorf("%s: got\n%s\nwant\n%s", self, got, expected)
+		}
+	}
+}
+
+// A move of the gateway changes where one next hop is, however many networks there are.
+func TestAMoveOfTheGatewayChangesNoRoute(t *testing.T) {
+	before, after := oneGateway(t, "n3", "10.244.1.254"), oneGateway(t, "n3", "10.244.2.254")
+	for i := range 100 {
+		p := netip.PrefixFrom(netip.AddrFrom4([4]byte{100, 64, byte(i), 0}), 24)
+		before.Granted, after.Granted = append(before.Granted, p), append(after.Granted, p)
+	}
+	was, _ := NodeFor(before)
+	is, problems := NodeFor(after)
+	wantTexts(t, problems)
+	mac := func(a string) string { return GatewayMAC(ip(a)).String() }
+	was.Filters, is.Filters = nil, nil
+	want := "bridge fdb replace " + mac("10.244.2.254") + " dev isthmus.vxlan dst 10.244.2.254 self permanent\n" +
+		"ip neigh replace 192.0.0.8 lladdr " + mac("10.244.2.254") + " dev isthmus.vxlan nud permanent\n" +
+		"bridge fdb del " + mac("10.244.1.254") + " dev isthmus.vxlan dst 10.244.1.254 self\n"
+	if got := kernel.PlanFor(was, is).Commands(""); got != want {
+		t.Errorf("got\n%s\nwant\n%s", got, want)
+	}
+}
+
+// Without its Pod, or with one in a network of a peer, nothing leads anywhere and all is refused.
+func TestAGatewayThatSaysItIsActiveIsBelievedOnlyAsAPodOfOurs(t *testing.T) {
+	for _, bad := range []string{"10.244.3.5", "172.30.1.11", "198.51.100.1", "10.246.0.9"} {
+		in := oneGateway(t, "n3", bad)
+		if bad == "10.246.0.9" {
+			in.Gateways[0].Addr = ip(bad)
+		}
+		n, problems := NodeFor(in)
+		if text := problems[len(problems)-1].Error(); text != "Service of the gateway: metadata.annotations: "+bad+" is no address of a Pod of the gateway; want that of the active one" {
+			t.Errorf("%s: %s", bad, text)
+		}
+		refused := 0
+		for _, r := range n.Routes {
+			if r.Type == kernel.Unicast {
+				t.Errorf("%s: %s", bad, kernel.State{Routes: []kernel.Route{r}})
+			}
+			if r.Table == kernel.RefuseTable {
+				refused++
+			}
+		}
+		if f := n.Filters[0]; f.Nodes != "" || f.Gateways != "" || refused != 2 {
+			t.Errorf("%s: the filter lets in %q and %q; %d networks are refused", bad, f.Nodes, f.Gateways, refused)
 		}
 	}
 }
@@ -98,6 +176,30 @@ func TestAGatewayThatIsNoPodOfOursIsNotBelieved(t *testing.T) {
 	}
 }
 
+// For a moment after a gateway's Pod has gone, all tunnels name it.
+func TestAGatewayThatHasGoneIsOneProblemAndNoRule(t *testing.T) {
+	in := podIntent(t, "n3")
+	other := in.Tunnels[0]
+	other.Peer = peer(t, idC, remotes("10.248.0.0/16", "10.249.0.0/16"))
+	in.Tunnels, in.Gateways = append(in.Tunnels, other), in.Gateways[1:]
+	n, problems := NodeFor(in)
+	if len(problems) != 1 {
+		t.Error(problems)
+	}
+	refused := 0
+	for _, r := range n.Routes {
+		if r.Table == kernel.NodeTable {
+			t.Errorf("a route of a gateway: %+v", r)
+		}
+		if r.Table == kernel.RefuseTable {
+			refused++
+		}
+	}
+	if refused != 4 || slices.ContainsFunc(n.Rules, func(r kernel.Rule) bool { return r.Priority == kernel.NodeRulePriority }) {
+		t.Errorf("%d networks are refused, want 4 and no rule for each:\n%s", refused, n)
+	}
+}
+
 // While gateways move from hosts to Pods or back, a node has the ways of both.
 func TestGatewaysOnHostsAndInPodsSideBySide(t *testing.T) {
 	in := podIntent(t, "n3")
@@ -105,7 +207,7 @@ func TestGatewaysOnHostsAndInPodsSideBySide(t *testing.T) {
 	in.Gateways[1] = GatewayPod{Addr: ip("172.30.1.12"), Host: ip("172.30.1.12"), HostNetwork: true}
 	n, problems := NodeFor(in)
 	wantTexts(t, problems)
-	if text := n.String(); !strings.Contains(text, "ip rule add priority 4199 to 10.246.0.0/16 lookup 4201") || !strings.Contains(text, "10.246.0.0/16 via 10.244.1.254") {
+	if text := n.String(); !strings.Contains(text, "ip rule add priority 419 to 10.246.0.0/16 lookup 4201") || !strings.Contains(text, "10.246.0.0/16 via 10.244.1.254") {
 		t.Error(text)
 	}
 	in.Tunnels[0].Gateway = ip("172.30.1.12")
@@ -121,7 +223,7 @@ func TestGatewayPodDeliversToNodesByTheOverlay(t *testing.T) {
 	wantTexts(t, problems)
 	f := s.Filters[0]
 	s.Filters = nil
-	want := `ip link add isthmus.vxlan type vxlan id 4200 local 10.244.1.254 dstport 4800 nolearning
+	want := `ip link add isthmus.vxlan type vxlan id 4200 local 10.244.1.254 dstport 4800 nolearning noudpcsum
 sysctl -w net/ipv4/conf/isthmus.vxlan/forwarding=1
 sysctl -w net/ipv4/conf/isthmus.vxlan/rp_filter=2
 sysctl -w net/ipv4/conf/isthmus.vxlan/send_redirects=0
@@ -162,9 +264,9 @@ ip route replace 172.30.1.12/32 via 172.30.1.12 dev isthmus.vxlan onlink table 4
 ip route replace 172.30.1.13/32 via 172.30.1.13 dev isthmus.vxlan onlink table 4201 proto 71
 ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 71
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 71
-ip rule add priority 4198 iif isthmus.vxlan lookup 4200 protocol 71
-ip rule add priority 4199 iif isthmus0 lookup 4201 protocol 71
-ip rule add priority 4202 lookup 4202 protocol 71
+ip rule add priority 418 iif isthmus.vxlan lookup 4200 protocol 71
+ip rule add priority 419 iif isthmus0 lookup 4201 protocol 71
+ip rule add priority 422 lookup 4202 protocol 71
 `
 	if got := s.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
@@ -192,7 +294,7 @@ func TestGatewayPodSharesFlowsOutAmongTunnels(t *testing.T) {
 	text := s.String()
 	for _, want := range []string{
 		"ip route replace 10.246.0.0/16 table 4200 proto 71 nexthop dev isthmus0 nexthop dev isthmus1\n",
-		"ip rule add priority 4199 iif isthmus1 lookup 4201 protocol 71\n", "sysctl -w net/ipv4/fib_multipath_hash_policy=1\n", "isthmus.vxlan address " + GatewayMAC(ip("10.244.1.254")).String() + " mtu 1450 up\n",
+		"ip rule add priority 419 iif isthmus1 lookup 4201 protocol 71\n", "sysctl -w net/ipv4/fib_multipath_hash_policy=1\n", "isthmus.vxlan address " + GatewayMAC(ip("10.244.1.254")).String() + " mtu 1450 up\n",
 	} {
 		if !strings.Contains(text, want) {
 			t.Errorf("no %q in\n%s", want, text)
@@ -249,7 +351,7 @@ func TestWhatAGatewayPodLeavesRefuses(t *testing.T) {
 	left := GatewayPodLeft(gatewayPeers(t))
 	const want = `ip route replace unreachable 10.246.0.0/16 table 4202 metric 420000 proto 71
 ip route replace unreachable 10.247.0.0/16 table 4202 metric 420000 proto 71
-ip rule add priority 4202 lookup 4202 protocol 71
+ip rule add priority 422 lookup 4202 protocol 71
 `
 	if got := left.String(); got != want {
 		t.Errorf("got\n%s\nwant\n%s", got, want)
@@ -306,5 +408,24 @@ func TestANodeIsNotBelievedToHaveTheAddressOfAPod(t *testing.T) {
 	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1340, 1, 1400, in)
 	if f := s.Filters[0].Nodes; strings.Contains(f, "10.244.1.1 ") {
 		t.Error(f)
+	}
+}
+
+// A CNI may put an address of its own in the place of a node's; what a node's agent says of that does
+// not make it anybody else.
+func TestAGatewayBelievesAddressesOfCNIsThatNodesHave(t *testing.T) {
+	n := podNetwork(t)
+	n.Pods, n.Trusted = []NodePod{{Addr: ip("10.244.200.9"), Node: "n3"}}, false // Calico's blocks
+	n.Nodes[1].Sources = []netip.Addr{ip("10.244.200.64"),
+		ip("10.244.200.9"), ip("10.244.1.254"), ip("172.30.1.13"), ip("10.246.0.9")} // a pod, the gateway's, a node, and a remote pod
+	s, _ := GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, n)
+	if got, want := s.Filters[0].Nodes, "10.244.200.64 172.30.1.11 172.30.1.12 172.30.1.13"; got != want {
+		t.Errorf("believed are %q, want %q", got, want)
+	}
+	n.Trusted = true
+	n.Nodes[1].Sources = []netip.Addr{ip("10.244.3.7"), ip("10.244.2.200")} // among another node's pods, and our own
+	s, _ = GatewayPodFor(gatewayPeers(t), nil, 1400, 1, 1500, n)
+	if got := s.Filters[0].Nodes; strings.Contains(got, "10.244.3.7") || !strings.Contains(got, "10.244.2.200") {
+		t.Errorf("believed are %q", got)
 	}
 }

@@ -58,6 +58,17 @@ func (e *evidence) since(at time.Time, atMost time.Duration) bool {
 	return !at.IsZero() && e.now.Sub(at) <= atMost
 }
 
+// unasked reports whether no PING of a peer has come for as long as it takes to be lost, which a peer
+// that knows the way sends every two seconds. Those come from the network address of its pods, so
+// that this end alone finds out where the two disagree about these and about nothing else.
+func (e *evidence) unasked() bool {
+	last := e.check.Since
+	if e.check.Asked.After(last) {
+		last = e.check.Asked
+	}
+	return e.now.Sub(last) > checkThreshold*checkInterval
+}
+
 // cause decides. The first thing to mend comes first: what is wrong on this machine, then with the
 // address, with the way, with the keys, with the ranges.
 func (e *evidence) cause() Cause {
@@ -69,6 +80,14 @@ func (e *evidence) cause() Cause {
 	switch {
 	case e.failed != nil:
 		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("this gateway's own machine refuses something that is tried again every second: %s", strings.Join(texts(e.failed), "; "))}
+	case e.check.State == Connected && e.unasked() && e.since(e.source, recently):
+		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer answers, but its own connection check does not arrive, and packets that it sends from addresses outside of %v, "+
+			"under which it is known here, are dropped (source): the two clusters disagree about the peer's pods", e.remote)}
+	case e.check.State == Connected && e.check.Path.State == PathError:
+		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, the least that every path should take, do not arrive at %s and nobody says so: "+
+			"with WireGuard and outer headers they take %d; mend the link that drops them", e.check.Path.Bytes, at, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
+	case e.check.State == Connected && e.check.Path.Narrow():
+		return Cause{v1alpha1.CauseConnected, "the peer answers, but " + e.check.Path.text()}
 	case e.check.State == Connected:
 		return Cause{v1alpha1.CauseConnected, "the peer answers"}
 	case !e.endpoint.IsValid() && e.unresolved != nil:
@@ -91,6 +110,9 @@ func (e *evidence) cause() Cause {
 	case !hears && e.alone && e.since(e.signs.RelayedRefused, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("nothing comes from %s, but handshakes with this gateway's key and from a key that no peer has here, or from a clock that was set back, "+
 			"come through our Service, which hides where they are from (externalTrafficPolicy: Local does not): if they are this peer's, this cluster has an old or a wrong key of it", at)}
+	case e.handshake.IsZero() && e.heard.IsZero() && e.since(e.signs.Earlier, ofLate):
+		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("none of our handshakes is answered, but messages of a session from before come from %s: the peer runs and has not noticed yet; "+
+			"either its key here is a wrong one, or what we send does not arrive, and its next handshake, within half a minute, tells which", at)}
 	case e.handshake.IsZero() && e.heard.IsZero():
 		return Cause{v1alpha1.CauseNoAnswer, fmt.Sprintf("nothing has ever come from %s: its gateway does not run, the address or port is another one, or something drops UDP on the way; "+
 			"open that port for UDP at both ends%s", at, e.relayed())}

@@ -39,6 +39,14 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		says   string
 	}{
 		{"it answers", func(e *evidence) { session(e); e.check.State = Connected }, v1alpha1.CauseConnected, "answers"},
+		{"it answers by a narrow path", func(e *evidence) {
+			session(e)
+			e.check.State, e.check.Path = Connected, PathMTU{State: PathSearchComplete, Bytes: 1232, Ceiling: 1440}
+		}, v1alpha1.CauseConnected, "1232 octets at most instead of 1440"},
+		{"it answers by a path that takes nothing", func(e *evidence) {
+			session(e)
+			e.check.State, e.check.Path = Connected, PathMTU{State: PathError, Bytes: 1200, Ceiling: 1440}
+		}, v1alpha1.CausePathMTU, "they take 1260"},
 		{"new", func(e *evidence) { e.check.State = Connecting }, v1alpha1.CauseConnecting, "192.0.2.9:5871"},
 		{"our machine", func(e *evidence) {
 			session(e)
@@ -76,6 +84,23 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		{"its ranges", func(e *evidence) { session(e); e.source = ago(1) }, v1alpha1.CauseRangesDisagree, "10.246.0.0/16 and 10.247.0.0/16"},
 		{"our ranges", func(e *evidence) { session(e); e.destination = ago(1) }, v1alpha1.CauseRangesDisagree, "10.250.0.0/16 and 10.251.0.0/16"},
 		{"its ranges, once", func(e *evidence) { session(e); e.source = ago(60) }, v1alpha1.CauseProbeUnanswered, "source"},
+		{"its pods alone", func(e *evidence) {
+			session(e)
+			e.check, e.source = CheckResult{State: Connected, Since: ago(60), Asked: ago(11)}, ago(1)
+		}, v1alpha1.CauseRangesDisagree, "the peer's pods"},
+		{"a stray packet of a peer that asks", func(e *evidence) {
+			session(e)
+			e.check, e.source = CheckResult{State: Connected, Since: ago(60), Asked: ago(3)}, ago(1)
+		}, v1alpha1.CauseConnected, "answers"},
+		{"a stray packet of a peer that was connected a moment ago", func(e *evidence) {
+			session(e)
+			e.check, e.source = CheckResult{State: Connected, Since: ago(3)}, ago(1)
+		}, v1alpha1.CauseConnected, "answers"},
+		{"a peer that does not ask and sends nothing wrong", func(e *evidence) {
+			session(e)
+			e.check = CheckResult{State: Connected, Since: ago(60)}
+		}, v1alpha1.CauseConnected, "answers"},
+		{"messages of an earlier session", func(e *evidence) { e.signs.Earlier = ago(1) }, v1alpha1.CauseNoAnswer, "of a session from before come from 192.0.2.9:5871"},
 		{"its own reasons", session, v1alpha1.CauseProbeUnanswered, "there"},
 	} {
 		e := lost(c.change)

@@ -11,6 +11,8 @@ import (
 	"sync"
 	"sync/atomic"
 	"time"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
 // Liqo's connection check (docs/liqo-v0.md, section 8): UDP port 12345 of the gateways' own
@@ -33,6 +35,10 @@ const (
 	checkSlots = 100
 	checkStep  = checkInterval / checkSlots
 	checkFirst = 64 // new peers that are pinged at once; of more the rest counts as away, see sessions
+
+	// localMessages is how many probes of paths are sent at once, about: half of what the in-process
+	// endpoint's queue takes.
+	localMessages = datapath.LocalQueueLen / 2
 
 	// A peer may ask this often, in bursts of as much as it saved up. A real one asks every two
 	// seconds.
@@ -106,6 +112,8 @@ type CheckResult struct {
 	Sent     int           // probes that Loss is made of
 	Since    time.Time     // of the state
 	Answered time.Time     // last answer; zero: never
+	Asked    time.Time     // when the last PING of the peer was answered; zero: never
+	Path     PathMTU
 }
 
 // checker is both roles of the check for all peers. Methods may be called concurrently.
@@ -113,6 +121,7 @@ type checker struct {
 	conn net.PacketConn
 	log  *slog.Logger
 	rtt  func(id string, rtt time.Duration) // called for each answer
+	path pathProber
 
 	fresh chan struct{} // there are peers that were never pinged
 	done  chan struct{}
@@ -147,6 +156,8 @@ type checked struct {
 
 	tokens float64 // for answering its PINGs
 	filled time.Time
+
+	path pathSearch
 }
 
 type probe struct {
@@ -154,9 +165,16 @@ type probe struct {
 	answered bool
 }
 
+// A pathProber is what searches for the path MTU need; the zero value is for a checker that does
+// not search.
+type pathProber struct {
+	send    func(text []byte, to netip.AddrPort, size int) // a message in a packet of that size, octets
+	changed func()                                         // another size is in force
+}
+
 // newChecker starts both roles on conn, which it owns.
-func newChecker(conn net.PacketConn, log *slog.Logger, rtt func(string, time.Duration)) *checker {
-	c := &checker{conn: conn, log: log, rtt: rtt,
+func newChecker(conn net.PacketConn, log *slog.Logger, rtt func(string, time.Duration), path pathProber) *checker {
+	c := &checker{conn: conn, log: log, rtt: rtt, path: path,
 		fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked)}
 	c.wg.Go(c.receive)
 	c.wg.Go(c.send)
@@ -227,6 +245,7 @@ func (c *checker) results() map[string]CheckResult {
 	for id, p := range c.peers {
 		r := p.result
 		r.Loss, r.Sent = p.loss(now)
+		r.Path = p.path.PathMTU
 		all[id] = r
 	}
 	return all
@@ -240,6 +259,11 @@ func (c *checker) send() {
 	defer turns.Stop()
 	looks := time.NewTicker(checkObserve)
 	defer looks.Stop()
+	paths := time.NewTicker(pathLook)
+	defer paths.Stop()
+	if c.path.send == nil {
+		paths.Stop()
+	}
 	for {
 		turns.Reset(time.Until(began.Add(time.Duration(turn+c.idle(turn)) * checkStep)))
 		select {
@@ -254,6 +278,8 @@ func (c *checker) send() {
 			}
 		case <-looks.C:
 			c.observe(time.Now())
+		case <-paths.C:
+			c.searchPaths(time.Now())
 		}
 	}
 }
@@ -354,8 +380,83 @@ func (c *checker) observe(now time.Time) {
 	}
 }
 
+// limitPath sets what the kernel knows of the path to a peer: no packet in the tunnel is larger than
+// ceiling, and every path should take base, both in octets.
+func (c *checker) limitPath(id string, base, ceiling int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if p := c.peers[id]; p != nil {
+		p.path.limit(base, ceiling, time.Now())
+	}
+}
+
+// otherPath says that packets to a peer take another path from now on.
+func (c *checker) otherPath(id string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if p := c.peers[id]; p != nil && p.path.State != PathDisabled {
+		p.path.begin(time.Now())
+	}
+}
+
+// narrowPaths are the paths that take less than the kernel knows, in octets by peer.
+func (c *checker) narrowPaths() map[string]int {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	narrow := make(map[string]int)
+	for id, p := range c.peers {
+		if p.path.Narrow() {
+			narrow[id] = p.path.Bytes
+		}
+	}
+	return narrow
+}
+
+// searchPaths sends the probes of all peers that are due.
+func (c *checker) searchPaths(now time.Time) {
+	type message struct {
+		to   netip.AddrPort
+		text []byte
+		size int
+	}
+	var messages []message
+	changed := false
+	c.mu.Lock()
+	every := max(checkInterval, time.Duration(len(c.peers))*time.Second/pathRate)
+	for id, p := range c.peers {
+		was := p.path.PathMTU
+		if p.path.look(now, p.result.RTT) {
+			changed = true
+			c.log.Warn("path MTU", "peer", id, "from", was.Bytes, "to", p.path.Bytes, "ceiling", p.path.Ceiling)
+		} else if was.State != PathError && p.path.State == PathError {
+			c.log.Warn("path MTU: the smallest size does not arrive", "peer", id, "size", p.path.Bytes)
+		}
+		if p.away || len(messages) >= localMessages {
+			continue
+		}
+		for _, probe := range p.path.next(now, every) {
+			text, err := json.Marshal(checkMessage{id, "PING", probe.at.UTC().Format(time.RFC3339Nano)})
+			if err == nil {
+				messages = append(messages, message{p.probe, text, probe.size})
+			}
+		}
+	}
+	c.mu.Unlock()
+	for _, m := range messages {
+		c.path.send(m.text, m.to, m.size)
+	}
+	if changed {
+		c.path.changed()
+	}
+}
+
 func (c *checker) enter(p *checked, s CheckState, now time.Time) {
 	p.result.State, p.result.Since = s, now
+	if s == Connected {
+		p.path.begin(now)
+	} else {
+		p.path.end()
+	}
 	if s == Connected {
 		c.log.Info("peer connected", "peer", p.id, "rtt", p.result.RTT.String())
 	} else {
@@ -438,6 +539,9 @@ func (c *checker) answer(m checkMessage, from netip.AddrPort) {
 		c.reject(rejectOversize)
 		return
 	}
+	c.mu.Lock()
+	p.result.Asked = now
+	c.mu.Unlock()
 	c.answered.Add(1)
 	_, _ = c.conn.WriteTo(text, net.UDPAddrFromAddrPort(from)) // as above
 }
@@ -486,8 +590,11 @@ func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
 	}
 	i := slices.IndexFunc(p.sent[:min(p.n, checkWindow)], func(s probe) bool { return s.at.Equal(stamp) && !s.answered })
 	if i < 0 {
+		ofPath := p.path.answer(stamp)
 		c.mu.Unlock()
-		c.reject(rejectTimestamp)
+		if !ofPath {
+			c.reject(rejectTimestamp)
+		}
 		return
 	}
 	p.sent[i].answered = true

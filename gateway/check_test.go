@@ -103,7 +103,7 @@ func bubble(t *testing.T, test func(c *checker, l *liqo, result func() CheckResu
 	synctest.Test(t, func(t *testing.T) {
 		l := &liqo{delay: 7 * time.Millisecond}
 		l.socket = newSocket(l.receive)
-		c := newChecker(l.socket, quiet, func(string, time.Duration) {})
+		c := newChecker(l.socket, quiet, func(string, time.Duration) {}, pathProber{})
 		defer c.close()
 		c.set([]checkPeer{bravoPeer})
 		test(c, l, func() CheckResult { synctest.Wait(); return c.results()[bravo] })
@@ -373,7 +373,7 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 			defer mu.Unlock()
 			at[to] = append(at[to], time.Now())
 			all = append(all, time.Now())
-		}), quiet, func(string, time.Duration) {})
+		}), quiet, func(string, time.Duration) {}, pathProber{})
 		defer c.close()
 		begin := time.Now()
 		c.set(manyPeers(peers))
@@ -436,7 +436,7 @@ func TestCheckLooksForPeersThatAreAway(t *testing.T) {
 	}{{3, 5 * time.Second, false}, {100, 5 * time.Second, false}, {1000, 50 * time.Second, true}} {
 		synctest.Test(t, func(t *testing.T) {
 			var sent atomic.Int64
-			c := newChecker(newSocket(func([]byte, netip.AddrPort) { sent.Add(1) }), quiet, func(string, time.Duration) {})
+			c := newChecker(newSocket(func([]byte, netip.AddrPort) { sent.Add(1) }), quiet, func(string, time.Duration) {}, pathProber{})
 			defer c.close()
 			peers := manyPeers(tc.peers + 2)
 			c.set(peers)

@@ -8,25 +8,28 @@ import (
 
 	"github.com/prometheus/client_golang/prometheus"
 	dto "github.com/prometheus/client_model/go"
+
+	"github.com/isthmus-net/isthmus/internal/metric"
 )
 
-// A family is one metric of the gateway: name, help and type.
+// families are the gateway's.
+var families metric.Catalogue
+
+// Families are the metrics of a running gateway, by name.
+func Families() []*metric.Family { return families.Families() }
+
+// A family is one metric of the gateway.
 //
 // With a thousand peers a scrape has tens of thousands of series. A prometheus.Collector pays for
 // each of them several times: a Desc's hash, labels that are checked and sorted, and a comparison
 // with every other series. Here the series are written as the messages that the encoder takes, and
 // those of one peer share their labels.
-type family struct {
-	name, help string
-	kind       dto.MetricType
-}
+type family = metric.Family
 
-func gauge(name, help string) *family {
-	return &family{"isthmus_" + name, help, dto.MetricType_GAUGE}
-}
+func gauge(name, help string, labels ...string) *family { return families.Gauge(name, help, labels...) }
 
-func counter(name, help string) *family {
-	return &family{"isthmus_" + name, help, dto.MetricType_COUNTER}
+func counter(name, help string, labels ...string) *family {
+	return families.Counter(name, help, labels...)
 }
 
 // labels are those of a series, sorted by name. Series may share them; nobody changes them.
@@ -73,12 +76,12 @@ func next[T any](rest *[]T) *T {
 func (s *scrape) add(f *family, v float64, l labels) {
 	all := s.families[f]
 	if all == nil {
-		all = &dto.MetricFamily{Name: &f.name, Help: &f.help, Type: &f.kind}
+		all = &dto.MetricFamily{Name: &f.Name, Help: &f.Help, Type: &f.Type}
 		s.families[f] = all
 	}
 	m, value := next(&s.metrics), next(&s.values)
 	m.Label, *value = l, v
-	if f.kind == dto.MetricType_COUNTER {
+	if f.Type == dto.MetricType_COUNTER {
 		m.Counter = next(&s.counters)
 		m.Counter.Value = value
 	} else {

@@ -8,7 +8,7 @@
 //	                                    └─► kernel objects (fabric.GatewayHostFor; internal/kernel)
 //
 //	host's namespace                              gateway's namespace (unnamed)
-//	  rule 4200 ─► table 4200 ─ isthmus.host ════ isthmus.gw ─ forwarding ─ isthmus0 (TUN)
+//	  rule 420 ──► table 4200 ─ isthmus.host ════ isthmus.gw ─ forwarding ─ isthmus0 (TUN)
 //	  UDP socket of WireGuard ◄───────────── process ─────────────────────────┘
 //
 // In a Pod's network there is no second namespace: the overlay of the cluster ends beside the TUN
@@ -30,11 +30,13 @@ import (
 	"reflect"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/capture"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
@@ -52,9 +54,10 @@ type Config struct {
 	PodNetwork fabric.PodNetwork
 
 	// The rest is read once, when the gateway starts.
-	Tunnels        int              // at most this many to one peer, on ports from ListenPort upwards; 0 means 1
-	MetricsAddress string           // TCP address of /metrics, /healthz and /readyz; empty: none
-	StatusAddress  string           // TCP address of /status and /trace; empty: none
+	Tunnels        int    // at most this many to one peer, on ports from ListenPort upwards; 0 means 1
+	MetricsAddress string // TCP address of /metrics, /healthz and /readyz; empty: none
+	StatusAddress  string // TCP address of /status and /trace; empty: none
+	FlowLog        FlowLog
 	NAT            natengine.Config // bounds and timeouts; the addresses in it are the gateway's to set
 }
 
@@ -103,8 +106,14 @@ type Running struct{ g *gateway }
 // Status describes the gateway, without its flows.
 func (r Running) Status() Status { return r.g.status(0) }
 
+// Ready says why the gateway carries nothing, or nil.
+func (r Running) Ready() error { return r.g.unready() }
+
 // StatusHandler answers /status and /trace, as on Config.StatusAddress.
 func (r Running) StatusHandler() http.Handler { return r.g.statusHandler() }
+
+// CaptureHandler answers /capture, as at CaptureSocket. The gateway's end ends its answer.
+func (r Running) CaptureHandler() http.Handler { return r.g.captureHandler() }
 
 // Gatherer has the gateway's metrics.
 func (r Running) Gatherer() prometheus.Gatherer { return r.g.metrics }
@@ -214,6 +223,8 @@ type gateway struct {
 	metrics    *metrics
 	drops      dropTimes
 	servers    *httpserve.Servers
+	capturing  atomic.Pointer[capture.Capture] // nil: none
+	flows      *flowLog                        // nil: none
 
 	wake chan struct{} // something may differ now: compare
 	done chan struct{} // ends sweep
@@ -263,6 +274,13 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	}
 	g.engine = natengine.New(engineConfig(c))
 	g.metrics = newMetrics(g)
+	if c.FlowLog.File != "" {
+		if g.flows, err = openFlowLog(c.FlowLog, g.peerName, o.Log); err != nil {
+			return nil, err
+		}
+		undo = append(undo, func() { g.flows.file.Close() })
+		g.engine.Observe(g.flows.observe, c.FlowLog.Sample)
+	}
 	undo = append(undo, g.closeEnds)
 	if err := g.openEnds(o, max(c.Tunnels, 1), mtu); err != nil {
 		return nil, err
@@ -279,6 +297,9 @@ func open(o Options, c Config) (_ *gateway, err error) {
 
 	g.servers.Serve()
 	g.wg.Go(g.sweep)
+	if g.flows != nil {
+		g.wg.Go(func() { g.flows.run(g.done) })
+	}
 	return g, nil
 }
 
@@ -290,6 +311,7 @@ func lookupHost(ctx context.Context, host string) ([]netip.Addr, error) {
 // have handled them. What refuses packets stays.
 func (g *gateway) close() error {
 	close(g.done)
+	g.endCapture()
 	g.servers.Close()
 	var err error
 	if g.now.generation > 0 { // else what a gateway before it left stays
@@ -309,6 +331,16 @@ func (g *gateway) left() kernel.State {
 		return fabric.GatewayPodLeft(g.now.wanted())
 	}
 	return fabric.GatewayHostLeft(g.now.wanted())
+}
+
+// peerName is the name of a peer, empty when it has none.
+func (g *gateway) peerName(id string) string {
+	for _, p := range g.current().peers {
+		if p.ID == id {
+			return p.Name
+		}
+	}
+	return ""
 }
 
 // compareSoon wakes run. It never blocks.
@@ -481,6 +513,7 @@ func (g *gateway) accept(c Config) error {
 			{"tunnels", c.Tunnels != old.Tunnels},
 			{"metricsAddress", c.MetricsAddress != old.MetricsAddress},
 			{"statusAddress", c.StatusAddress != old.StatusAddress},
+			{"flowLog", c.FlowLog != old.FlowLog},
 		} {
 			if f.changed {
 				g.log.Warn("takes effect at the next start only", "field", f.name)
@@ -547,7 +580,7 @@ func (g *gateway) put(want []fabric.GatewayPeer, mtu mtus) {
 			e.SetMTU(mtu.tunnel)
 		}
 	}
-	errs := g.applyEnds(g.now.config, want)
+	errs := g.applyEnds(g.now.config, want, mtu)
 	inUse := g.working()
 	objects, undelivered, err := g.objectsFor(want, inUse, mtu.tunnel)
 	if err != nil {
@@ -585,6 +618,10 @@ func (g *gateway) put(want []fabric.GatewayPeer, mtu mtus) {
 	g.mu.Unlock()
 }
 
+// fewNodes are enough to see what MTU the routes of a Pod have: some CNIs set it there, and not on the
+// Pod's device. They are the same for all.
+const fewNodes = 16
+
 // objectsFor are the kernel's objects for the peers.
 func (g *gateway) objectsFor(want []fabric.GatewayPeer, inUse map[string]fabric.TunnelSet, mtu int) (kernel.State, []fabric.Problem, error) {
 	if !g.podNetwork {
@@ -592,6 +629,12 @@ func (g *gateway) objectsFor(want []fabric.GatewayPeer, inUse map[string]fabric.
 	}
 	in := g.now.config.PodNetwork
 	_, underlay, err := g.host.DeviceOf(in.Pod)
+	links := make(map[int]int)
+	for _, n := range in.Nodes[:min(len(in.Nodes), fewNodes)] {
+		if least, unknown := g.host.MTUTo(n.Underlay(), links); unknown == nil && err == nil {
+			underlay = min(underlay, least)
+		}
+	}
 	s, undelivered := fabric.GatewayPodFor(want, inUse, mtu, len(g.ends), underlay, in)
 	return s, undelivered, err
 }
@@ -600,7 +643,7 @@ func (g *gateway) objectsFor(want []fabric.GatewayPeer, inUse map[string]fabric.
 func (g *gateway) peersFor(want []fabric.GatewayPeer, mtu mtus, inUse map[string]fabric.TunnelSet) []peer {
 	old, states, peers := byID(g.now.peers), g.peerStates(), make([]peer, len(want))
 	for i, w := range want {
-		p := peer{GatewayPeer: w, state: states[w.ID], mtu: mtu.of(w.ID), inUse: inUse[w.ID], session: session{since: time.Now()}}
+		p := peer{GatewayPeer: w, state: states[w.ID], way: mtu.way(w.ID), mtu: mtu.of(w.ID), inUse: inUse[w.ID], session: session{since: time.Now()}}
 		if was := old[w.ID]; was != nil {
 			if was.PublicKey == w.PublicKey {
 				p.session = was.session
@@ -646,6 +689,9 @@ func (g *gateway) tick(now time.Time) {
 		}
 		if p.session.stats.Endpoint.Addr() != was.stats.Endpoint.Addr() {
 			changed = true // the way to it may have another MTU
+			if was.stats.Endpoint.IsValid() {
+				g.ends[0].checker.otherPath(p.ID)
+			}
 		}
 		changed = changed || p.inUse != working[p.ID]
 	}

@@ -11,6 +11,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 )
 
 // maxFlows bounds the flows of one answer of /status.
@@ -31,18 +32,27 @@ func (g *gateway) listen(c Config) error {
 			return err
 		}
 	}
+	if c.StatusAddress != "" {
+		if err := g.servers.ListenOwner("capture", CaptureSocket, g.captureHandler()); err != nil {
+			g.log.Warn("no captures: another process in this network namespace has their socket", "error", err)
+		}
+	}
 	return nil
+}
+
+func (g *gateway) scrapeHandler() http.Handler {
+	return promhttp.HandlerFor(g.metrics, promhttp.HandlerOpts{DisableCompression: true})
 }
 
 func (g *gateway) metricsHandler() http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", promhttp.HandlerFor(g.metrics, promhttp.HandlerOpts{DisableCompression: true}))
+	mux.Handle("GET /metrics", g.scrapeHandler())
 	// Alive: it answers. A peer that is away must not get the process killed.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
-	// Ready: TUN, socket and routes are there.
+	// Ready: TUN, socket, routes and packet filter are there.
 	mux.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
-		if !g.current().ready {
-			http.Error(w, "starting", http.StatusServiceUnavailable)
+		if err := g.unready(); err != nil {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
 			return
 		}
 		fmt.Fprintln(w, "ok")
@@ -50,8 +60,20 @@ func (g *gateway) metricsHandler() http.Handler {
 	return mux
 }
 
+// unready says why the data plane carries nothing, or nil. What one peer lacks is no reason.
+func (g *gateway) unready() error {
+	switch now := g.current(); {
+	case !now.ready:
+		return errors.New("starting")
+	case errors.Is(now.applyErr, rtnl.ErrFilter): // see put
+		return fmt.Errorf("nothing is carried for peers: %w", now.applyErr)
+	}
+	return nil
+}
+
 func (g *gateway) statusHandler() http.Handler {
 	mux := http.NewServeMux()
+	mux.Handle("GET /metrics", g.scrapeHandler()) // whoever may read the status may read these without a token
 	mux.HandleFunc("GET /status", func(w http.ResponseWriter, r *http.Request) {
 		flows := 0
 		if s := r.FormValue("flows"); s != "" {

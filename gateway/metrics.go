@@ -2,7 +2,6 @@ package gateway
 
 import (
 	"maps"
-	"runtime"
 	"slices"
 	"strconv"
 	"time"
@@ -12,6 +11,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -32,7 +32,6 @@ type metrics struct {
 }
 
 var (
-	familyBuild      = gauge("build_info", "Always 1; the labels say what runs.")
 	familyGeneration = gauge("config_generation", "Configurations put into force since the start.")
 	familyReloadOK   = gauge("config_last_reload_successful", "1 if the newest configuration is in force, 0 if an older one is because the newest is unusable.")
 	familyReloadTime = gauge("config_last_reload_success_timestamp_seconds", "When a configuration was last put into force.")
@@ -41,29 +40,34 @@ var (
 	familySessions   = gauge("nat_sessions", "NAT flows.")
 	familyLimit      = gauge("nat_sessions_limit", "NAT flows that there may be.")
 	familyNATBytes   = gauge("nat_memory_bytes", "Memory of NAT flows and held fragments.")
-	familyRejected   = counter("probe_rejected_total", "Messages of the connection check that were ignored.")
-	familyDrops      = counter("drops_total", "Packets dropped, by reason; peer is empty when no peer has the address.")
+	familyRejected   = counter("probe_rejected_total", "Messages of the connection check that were ignored.", "reason")
+	familyDrops      = counter("drops_total", "Packets dropped, by reason; peer is empty when no peer has the address.", "direction", "peer", "reason")
 
-	familyInfo       = gauge("peer_info", "Always 1; the name of the peer.")
-	familyUp         = gauge("peer_up", "1 if the peer answers the connection check.")
-	familyReason     = gauge("peer_reason", "1 for the reason why packets do not go both ways; no series while they do.")
-	familyRxBytes    = counter("peer_receive_bytes_total", "Octets of IP packets from the peer.")
-	familyRxPackets  = counter("peer_receive_packets_total", "IP packets from the peer.")
-	familyTxBytes    = counter("peer_transmit_bytes_total", "Octets of IP packets to the peer.")
-	familyTxPackets  = counter("peer_transmit_packets_total", "IP packets to the peer.")
-	familyWgRx       = counter("peer_wireguard_receive_bytes_total", "Octets of WireGuard messages from the peer, in all tunnels.")
-	familyWgTx       = counter("peer_wireguard_transmit_bytes_total", "Octets of WireGuard messages to the peer, in all tunnels.")
-	familyTunnelUp   = gauge("peer_tunnel_up", "1 if a further tunnel to the peer works and carries its share of the flows.")
-	familyTunnelRx   = counter("peer_tunnel_receive_bytes_total", "Octets of WireGuard messages from the peer in a further tunnel.")
-	familyTunnelTx   = counter("peer_tunnel_transmit_bytes_total", "Octets of WireGuard messages to the peer in a further tunnel.")
-	familyHandshake  = gauge("peer_last_handshake_timestamp_seconds", "When the present WireGuard session began; 0 if there was none yet.")
-	familyRTT        = gauge("peer_probe_rtt_last_seconds", "Round trip of the last probe that was answered, while the peer answers.")
-	familyLoss       = gauge("peer_probe_loss_ratio", "Share of the probes of the last minute that were not answered, 0 to 1.")
-	familyPeerMTU    = gauge("peer_mtu_bytes", "Largest IP packet that is sent to the peer.")
-	familyTooBig     = counter("peer_too_big_total", "Packets larger than that: fragmented, or dropped and the sender told, or untold because of the rate limit.")
-	familyPeerFlows  = gauge("peer_nat_sessions", "NAT flows of the peer.")
-	familyPeerLimit  = gauge("peer_nat_sessions_limit", "NAT flows that the peer may have.")
-	familyFlowEvents = counter("peer_nat_session_events_total", "NAT flows created, expired, evicted because the limit was reached, and purged because new rules do not permit them.")
+	familyInfo       = gauge("peer_info", "Always 1; the name of the peer.", "peer", "name")
+	familyUp         = gauge("peer_up", "1 if the peer answers the connection check.", "peer")
+	familyReason     = gauge("peer_reason", "1 for the reason why packets do not go both ways; no series while they do.", "peer", "reason")
+	familyRxBytes    = counter("peer_receive_bytes_total", "Octets of IP packets from the peer.", "peer")
+	familyRxPackets  = counter("peer_receive_packets_total", "IP packets from the peer.", "peer")
+	familyTxBytes    = counter("peer_transmit_bytes_total", "Octets of IP packets to the peer.", "peer")
+	familyTxPackets  = counter("peer_transmit_packets_total", "IP packets to the peer.", "peer")
+	familyWgRx       = counter("peer_wireguard_receive_bytes_total", "Octets of WireGuard messages from the peer, in all tunnels.", "peer")
+	familyWgTx       = counter("peer_wireguard_transmit_bytes_total", "Octets of WireGuard messages to the peer, in all tunnels.", "peer")
+	familyTunnelUp   = gauge("peer_tunnel_up", "1 if a further tunnel to the peer works and carries its share of the flows.", "peer", "tunnel")
+	familyTunnelRx   = counter("peer_tunnel_receive_bytes_total", "Octets of WireGuard messages from the peer in a further tunnel.", "peer", "tunnel")
+	familyTunnelTx   = counter("peer_tunnel_transmit_bytes_total", "Octets of WireGuard messages to the peer in a further tunnel.", "peer", "tunnel")
+	familyHandshake  = gauge("peer_last_handshake_timestamp_seconds", "When the present WireGuard session began; no series before the first one.", "peer")
+	familyRTT        = gauge("peer_probe_rtt_last_seconds", "Round trip of the last probe that was answered, while the peer answers.", "peer")
+	familyLoss       = gauge("peer_probe_loss_ratio", "Share of the probes of the last minute that were not answered, 0 to 1.", "peer")
+	familyPeerMTU    = gauge("peer_mtu_bytes", "Largest IP packet that is sent to the peer.", "peer")
+	familyPathMTU    = gauge("peer_path_mtu_bytes", "Largest IP packet in the tunnel that arrives at the peer, by probes of that size; less than peer_way_mtu_bytes where the path drops larger ones and says nothing.", "peer")
+	familyWayMTU     = gauge("peer_way_mtu_bytes", "Largest IP packet in the tunnel that should arrive at the peer, by what the kernel knows of the way.", "peer")
+	familyTooBig     = counter("peer_too_big_total", "Packets larger than isthmus_peer_mtu_bytes: fragmented, or dropped and the sender told, or untold because of the rate limit.", "peer", "result")
+	familyPeerFlows  = gauge("peer_nat_sessions", "NAT flows of the peer.", "peer")
+	familyPeerLimit  = gauge("peer_nat_sessions_limit", "NAT flows that the peer may have.", "peer")
+	familyFlowEvents = counter("peer_nat_session_events_total", "NAT flows created, expired, evicted because the limit was reached, and purged because new rules do not permit them.", "event", "peer")
+
+	familyRTTs    = families.Histogram("probe_rtt_seconds", "Round trips of the connection check, of all peers.")
+	familyRepairs = counter("kernel_changes_total", "Links, routes, rules, neighbours and sysctls set because they were missing or different.")
 )
 
 func newMetrics(g *gateway) *metrics {
@@ -71,16 +75,13 @@ func newMetrics(g *gateway) *metrics {
 		registry: prometheus.NewRegistry(),
 		gateway:  g,
 		rtt: prometheus.NewHistogram(prometheus.HistogramOpts{
-			Name:    "isthmus_probe_rtt_seconds",
-			Help:    "Round trips of the connection check, of all peers.",
+			Name:    familyRTTs.Name,
+			Help:    familyRTTs.Help,
 			Buckets: prometheus.ExponentialBuckets(0.0001, 2, 15), // 0.1 ms to 1.6 s
 		}),
-		repairs: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "isthmus_kernel_changes_total",
-			Help: "Links, routes, rules, neighbours and sysctls set because they were missing or different.",
-		}),
+		repairs: prometheus.NewCounter(familyRepairs.Options()),
 	}
-	m.registry.MustRegister(m.rtt, m.repairs, collectors.NewGoCollector(),
+	m.registry.MustRegister(metric.Build(g.version), m.rtt, m.repairs, collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
 }
@@ -114,7 +115,6 @@ func (m *metrics) own() ([]*dto.MetricFamily, error) {
 // ofGateway adds the series that there are once.
 func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 	g := m.gateway
-	s.add(familyBuild, 1, labelled("version", g.version, "goversion", runtime.Version()))
 	s.add(familyGeneration, float64(now.generation), nil)
 	s.add(familyReloadOK, truth(now.configErr == nil), nil)
 	s.add(familyApplied, truth(now.applyErr == nil), nil)
@@ -142,6 +142,10 @@ func ofPeer(s *scrape, p *view) {
 	if first.check.State == Connected {
 		s.add(familyRTT, first.check.RTT.Seconds(), peer)
 	}
+	if path := first.check.Path; !path.Confirmed.IsZero() || path.Narrow() {
+		s.add(familyPathMTU, float64(path.Bytes), peer)
+		s.add(familyWayMTU, float64(path.Ceiling), peer)
+	}
 	if p.translated {
 		addUse(s, peer, p.Local.Pod.Addr().Is4(), p.nat)
 		s.add(familyPeerMTU, float64(p.nat.MTU), peer)
@@ -162,11 +166,9 @@ func ofPeer(s *scrape, p *view) {
 	received, sent := p.octets()
 	s.add(familyWgRx, float64(received), peer)
 	s.add(familyWgTx, float64(sent), peer)
-	handshake := 0.0
-	if !first.stats.Handshake.IsZero() {
-		handshake = seconds(first.stats.Handshake)
+	if h := first.stats.Handshake; !h.IsZero() {
+		s.add(familyHandshake, seconds(h), peer)
 	}
-	s.add(familyHandshake, handshake, peer)
 
 	state := p.state
 	if state == nil {

@@ -39,25 +39,47 @@ type underlay struct {
 	id   string
 	addr netip.Addr
 	mtu  int  // of the way; 0: not known
-	last int  // what the peer's MTU in the tunnel was, 0: nothing yet
+	last int  // what it gave the peer for an MTU in the tunnel, 0: nothing yet
 	six  bool // IPv6 goes through the tunnel
 }
 
 // mtus are the largest packets in octets: of the device, and towards each peer.
 type mtus struct {
 	tunnel int
-	peers  map[string]int // by ID
+	peers  map[string]int // by ID, by what the kernel knows
+	narrow map[string]int // and of those whose path takes less, see pathSearch
 }
 
 // sameMTU is one MTU for all.
 func sameMTU(mtu int) mtus { return mtus{tunnel: mtu} }
 
-// of is the MTU towards a peer.
-func (m mtus) of(id string) int {
+// way is the MTU towards a peer by what the kernel knows.
+func (m mtus) way(id string) int {
 	if mtu, ok := m.peers[id]; ok {
 		return mtu
 	}
 	return m.tunnel
+}
+
+// of is the MTU towards a peer.
+func (m mtus) of(id string) int {
+	if mtu, ok := m.narrow[id]; ok {
+		return min(mtu, m.way(id))
+	}
+	return m.way(id)
+}
+
+// leastMTU is what every path to a peer should take.
+func leastMTU(p fabric.GatewayPeer) int {
+	if inner6(p) {
+		return minAutoMTU6
+	}
+	return minAutoMTU
+}
+
+// inner6 says whether IPv6 goes through the tunnel to a peer.
+func inner6(p fabric.GatewayPeer) bool {
+	return slices.ContainsFunc(p.AllowedIPs[:], func(n netip.Prefix) bool { return n.Addr().Is6() })
 }
 
 // autoMTUs gives each peer the largest packet that fits into one outer packet on the way to it, and
@@ -84,14 +106,18 @@ func (w underlay) inner() int {
 	if w.mtu == 0 {
 		return w.last
 	}
-	overhead, least := overhead4, minAutoMTU
-	if w.addr.Is6() {
-		overhead = overhead6
-	}
+	least := minAutoMTU
 	if w.six {
 		least = minAutoMTU6
 	}
-	return min(max(w.mtu-overhead, least), maxAutoMTU)
+	return min(max(w.mtu-overheadTo(w.addr), least), maxAutoMTU)
+}
+
+func overheadTo(outer netip.Addr) int {
+	if outer.Is6() {
+		return overhead6
+	}
+	return overhead4
 }
 
 // mssFor is the TCP segment size for IPv4 that fits the MTU: 20 octets of IP header, 20 of TCP
@@ -126,21 +152,27 @@ func checkMTU(mtu int, peers []fabric.GatewayPeer) error {
 
 // mtusFor is what c says or, when it leaves it to us, what the kernel says about the way to every
 // peer whose address is known: where it is, else where it is configured to be. That includes what
-// routers on the way have said; the kernel remembers it for ten minutes.
+// routers on the way have said; the kernel remembers it for ten minutes. Either is lowered to what
+// the path takes.
 func (g *gateway) mtusFor(c Config, peers []fabric.GatewayPeer) mtus {
-	if c.MTU != 0 {
-		return sameMTU(c.MTU)
+	m := sameMTU(c.MTU)
+	if c.MTU == 0 {
+		m = g.mtusOfWays(peers)
 	}
+	m.narrow = g.ends[0].checker.narrowPaths()
+	return m
+}
+
+func (g *gateway) mtusOfWays(peers []fabric.GatewayPeer) mtus {
 	ways, links, known := make([]underlay, len(peers)), make(map[int]int), byID(g.now.peers)
 	for i, p := range peers {
 		if i%32 == 31 { // a millisecond or so, which packets wait for where there is one processor
 			time.Sleep(time.Millisecond)
 		}
-		six := slices.ContainsFunc(p.AllowedIPs[:], func(n netip.Prefix) bool { return n.Addr().Is6() })
-		ways[i] = underlay{id: p.ID, six: six}
+		ways[i] = underlay{id: p.ID, six: inner6(p)}
 		at, _ := g.resolver.endpoint(p.ID)
 		if was := known[p.ID]; was != nil {
-			ways[i].last = was.mtu
+			ways[i].last = was.way
 			if e := was.session.stats.Endpoint; e.IsValid() {
 				at = e // it may have roamed, or never have had a name
 			}

@@ -2,14 +2,20 @@ package gateway
 
 import (
 	"errors"
+	"flag"
 	"fmt"
 	"net"
+	"strings"
 	"testing"
 	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
+
+var long = flag.Bool("long", false, "also wait until a path is tried again that has dropped large packets, half a minute")
 
 // dontFragment makes the pinger send with DF and follow what the path says.
 func (p *pinger) dontFragment(t *testing.T) *pinger {
@@ -219,4 +225,60 @@ func TestEachPeerHasItsOwnMTUOverIPv6(t *testing.T) {
 	way(1300)
 	learn(a.pod, toC, 1328, 1280)
 	pass(toC, 1280)
+}
+
+// A path that drops large packets and says nothing, as a bridge does whose port has a smaller MTU; it
+// passes superpackets of any size, so WireGuard's are segmented before.
+// Both sides find out, tell their senders, and go back to what the way takes when it heals.
+func TestABlackHoleIsFoundAndForgotten(t *testing.T) {
+	needRoot(t)
+	wire := newWire(t)
+	a, b := newSite(t, "a", 1, wire, 1500), newSite(t, "b", 2, wire, 1500)
+	for _, s := range []*site{a, b} {
+		s.must(s.nl.LinkSetGSOMaxSegs(s.link("eth0"), 1))
+	}
+	a.write("b.yaml", a.peering(b, 246, 250, b.addr))
+	b.write("a.yaml", b.peering(a, 250, 246, a.addr))
+	a.start()
+	b.start()
+	a.pod.ping("10.246.1.10")
+	b.pod.ping("10.250.1.10")
+	both := func(what string, mtu int) {
+		t.Helper()
+		for _, s := range []*site{a, b} {
+			s.eventually(what, func() error {
+				p := s.status().Peers[0]
+				if p.PathMTU.State != PathSearchComplete || p.PathMTU.Bytes != mtu || p.MTU != mtu || p.State != Connected || p.Loss != 0 {
+					return fmt.Errorf("%s: %s, loss %v, MTU %d, path %+v", s.name, p.State, p.Loss, p.MTU, p.PathMTU)
+				}
+				if said := strings.Contains(p.Message, "drops larger packets"); said != p.PathMTU.Narrow() || p.Reason != v1alpha1.CauseConnected {
+					return fmt.Errorf("%s: %s: %s", s.name, p.Reason, p.Message)
+				}
+				return nil
+			})
+		}
+	}
+	both("not what the way takes", 1440)
+	large := a.pod.pinger("10.246.1.10").dontFragment(t)
+	a.pod.passes(large, 1440)
+
+	wire.must(wire.nl.LinkSetMTU(wire.link("b"), 1300))
+	start := time.Now()
+	both("the black hole is not found", 1232)
+	t.Logf("found after %v", time.Since(start).Round(time.Millisecond))
+	a.pod.learns(large, 1440, 1232)
+	b.pod.passes(b.pod.pinger("10.250.1.10").dontFragment(t), 1232)
+	peer := `{peer="` + b.id + `"}`
+	if path, way := a.metric("isthmus_peer_path_mtu_bytes"+peer), a.metric("isthmus_peer_way_mtu_bytes"+peer); path != "1232" || way != "1440" {
+		t.Errorf("metrics say %s of %s", path, way)
+	}
+
+	if !*long {
+		return
+	}
+	wire.must(wire.nl.LinkSetMTU(wire.link("b"), 1500))
+	start = time.Now()
+	both("still what it was", 1440)
+	t.Logf("forgotten after %v", time.Since(start).Round(time.Millisecond))
+	a.pod.passes(a.pod.pinger("10.246.1.10"), 1440)
 }

@@ -18,19 +18,19 @@ func engineConfig(c Config) natengine.Config {
 // Bounds of the NAT engine and how much of them is used. Each bound has a series, so that an alert
 // can compare the two.
 var (
-	familyPeerHalfOpen  = gauge("peer_nat_sessions_half_open", "NAT flows of the peer that may be evicted at a limit.")
-	familyHosts         = gauge("peer_nat_hosts", "Hosts with NAT flows: ours with NAPT flows, the peer's with flows to mapped endpoints.")
-	familyHostsFull     = gauge("peer_nat_hosts_at_limit", "Hosts that have as many NAT flows as a host may have.")
-	familyHostLimit     = gauge("peer_nat_host_sessions_limit", "NAT flows that one host may have with the peer.")
-	familyPorts         = gauge("peer_nat_ports", "Ports, or ICMP identifiers, in use at the NAPT address.")
-	familyPortsLimit    = gauge("nat_ports_limit", "Ports, or ICMP identifiers, that a NAPT address has.")
-	familyFragments     = gauge("peer_nat_fragmented_datagrams", "Fragmented datagrams under way, both directions.")
-	familyFragmentBytes = gauge("peer_nat_fragment_bytes", "Octets of held fragments, both directions.")
+	familyPeerHalfOpen  = gauge("peer_nat_sessions_half_open", "NAT flows of the peer that may be evicted at a limit.", "peer")
+	familyHosts         = gauge("peer_nat_hosts", "Hosts with NAT flows: ours with NAPT flows, the peer's with flows to mapped endpoints.", "peer")
+	familyHostsFull     = gauge("peer_nat_hosts_at_limit", "Hosts that have as many NAT flows as a host may have.", "peer")
+	familyHostLimit     = gauge("peer_nat_host_sessions_limit", "NAT flows that one host may have with the peer.", "peer")
+	familyPorts         = gauge("peer_nat_ports", "Ports, or ICMP identifiers, in use at the NAPT address.", "family", "peer", "protocol")
+	familyPortsLimit    = gauge("nat_ports_limit", "Ports, or ICMP identifiers, that a NAPT address has.", "protocol")
+	familyFragments     = gauge("peer_nat_fragmented_datagrams", "Fragmented datagrams under way, both directions.", "peer")
+	familyFragmentBytes = gauge("peer_nat_fragment_bytes", "Octets of held fragments, both directions.", "peer")
 	familyFragmentLimit = gauge("nat_fragmented_datagrams_limit", "Fragmented datagrams that there may be of one peer, both directions.")
 	familyFragmentRoom  = gauge("nat_fragment_bytes_limit", "Octets of held fragments that there may be of one peer, both directions.")
 	familyFragmentsEach = gauge("nat_datagram_fragments_limit", "Fragments that are held of one datagram.")
 	familyErrorsLimit   = gauge("nat_icmp_errors_per_second_limit", "ICMP errors of the gateway's own, per peer.")
-	familyTimeout       = gauge("nat_timeout_seconds", "How long a NAT flow, or a held fragment, lasts without a packet.")
+	familyTimeout       = gauge("nat_timeout_seconds", "How long a NAT flow, or a held fragment, lasts without a packet.", "of")
 )
 
 // addBounds adds what all peers have in common.

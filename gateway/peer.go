@@ -16,7 +16,8 @@ import (
 type peer struct {
 	fabric.GatewayPeer                  // as it should be, with MTU and MSS in its rules
 	session            session          // in the first tunnel, as seen from outside
-	mtu                int              // largest packet towards it, octets
+	way                int              // largest packet that fits the way to it, by what the kernel knows, octets
+	mtu                int              // largest packet towards it: less where the path drops such packets
 	inUse              fabric.TunnelSet // further tunnels that carry flows
 	state              *natengine.PeerState
 }

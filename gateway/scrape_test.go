@@ -6,6 +6,7 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -15,6 +16,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -101,8 +103,32 @@ func TestAScrapePassesTheChecksOfARegistry(t *testing.T) {
 			}
 		}
 	}
-	if _, err := (prometheus.Gatherers{g.metrics}).Gather(); err != nil {
+	scraped, err := (prometheus.Gatherers{g.metrics}).Gather()
+	if err != nil {
 		t.Error(err)
+	}
+	declared := make(map[string]string)
+	for _, f := range slices.Concat(Families(), metric.Common.Families()) {
+		declared[f.Name] = strings.Join(slices.Sorted(slices.Values(f.Labels)), " ")
+	}
+	seen := 0
+	for _, f := range scraped {
+		if !strings.HasPrefix(f.GetName(), metric.Prefix) {
+			continue
+		}
+		seen++
+		for _, m := range f.Metric {
+			var labels []string
+			for _, l := range m.Label {
+				labels = append(labels, l.GetName())
+			}
+			if want, ok := declared[f.GetName()]; !ok || strings.Join(labels, " ") != want {
+				t.Fatalf("%s has labels %v, declared are %q (%v)", f.GetName(), labels, want, ok)
+			}
+		}
+	}
+	if seen < 30 {
+		t.Errorf("%d families; want most of %d", seen, len(declared))
 	}
 }
 

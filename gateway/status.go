@@ -112,6 +112,7 @@ type PeerStatus struct {
 	Tunnels []TunnelStatus `json:"furtherTunnels,omitempty"`
 
 	MTU      int          `json:"mtu"` // largest packet towards it
+	PathMTU  PathMTU      `json:"pathMTU"`
 	Rules    RulesStatus  `json:"rules"`
 	Sessions int          `json:"sessions"`
 	Drops    []DropStatus `json:"drops,omitempty"`
@@ -217,7 +218,7 @@ func (g *gateway) status(flows int) Status {
 		PublicKey:   base64.StdEncoding.EncodeToString(publicKey(now.config.PrivateKey)),
 		ListenPort:  now.config.ListenPort,
 		Started:     g.started,
-		Ready:       now.ready && (g.ready == nil || g.ready() == nil),
+		Ready:       g.unready() == nil && (g.ready == nil || g.ready() == nil),
 		Namespace:   g.host.Path(),
 		Host:        Way{Interface: kernel.VethHost, NextHop: fabric.HopGateway4},
 		TUN:         fabric.TunName(0),
@@ -276,6 +277,7 @@ func (g *gateway) status(flows int) Status {
 				NAPT: p.Local.PodSeen.Addr(), MSS: p.Rules.MSS,
 			},
 			MTU:      p.nat.MTU,
+			PathMTU:  first.check.Path,
 			Sessions: p.nat.Flows,
 		}
 		for _, e := range p.Rules.Endpoints {

@@ -44,7 +44,7 @@ func without(t testing.TB, peers ...fabric.Peer) *gateway {
 	g.metrics = newMetrics(g)
 	g.ends = []*tunnelEnd{{
 		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), bind.New(), g.engine, nil, datapath.Options{}),
-		checker: newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, g.metrics.observeRTT),
+		checker: newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, g.metrics.observeRTT, pathProber{}),
 	}}
 	g.resolver = newResolver(nil, func() {}, quiet)
 	t.Cleanup(func() { g.resolver.close(); g.closeEnds() })

@@ -237,6 +237,14 @@ spec:
 		s.start()
 	}
 	a.pod.ping("10.246.1.10")
+	for _, s := range []*site{a, b} {
+		s.eventually("still looking for the path MTU", func() error {
+			if path := s.status().Peers[0].PathMTU; path.State != PathSearchComplete {
+				return fmt.Errorf("%+v", path)
+			}
+			return nil
+		})
+	}
 	sent := func() (n int) {
 		for s, peer := range map[*site]*site{a: b, b: a} {
 			value := s.metric(`isthmus_peer_transmit_packets_total{peer="` + peer.id + `"}`)
@@ -262,9 +270,9 @@ spec:
 		for end := time.Now().Add(patience); n < ttl-2 && time.Now().Before(end); n = sent() - before {
 			time.Sleep(300 * time.Millisecond)
 		}
-		// Out and back again: the packet, and the error. A second has at most two messages of each
-		// connection check.
-		most := 2*ttl + 8*int(1+time.Since(start)/time.Second)
+		// Out and back again: the packet, and the error. A second has at most three messages of each
+		// connection check, two of them for the path MTU, and their answers.
+		most := 2*ttl + 12*int(1+time.Since(start)/time.Second)
 		if n > most || n < ttl-2 {
 			t.Errorf("TTL %d: %d packets in the tunnel, want %d to %d", ttl, n, ttl-2, most)
 		}

@@ -73,12 +73,15 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 	wire := bind.New()
 	if i == 0 {
 		g.udpOffload = link.Offloads().USO4
+		send := func(text []byte, to netip.AddrPort, size int) {
+			_ = local.SendPadded(text, fabric.ProbePort, to, size) // lost or refused: no answer will come, which is what counts
+		}
 		t := datapath.New(link, wire, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
-		return &tunnelEnd{t, newChecker(socket, o.Log, g.metrics.observeRTT), wire}, nil
+		return &tunnelEnd{t, newChecker(socket, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire}, nil
 	}
 	log := o.Log.With("tunnel", i)
 	t := g.ends[0].Beside(link, wire, local, wgLogger(log))
-	return &tunnelEnd{t, newChecker(socket, log, func(string, time.Duration) {}), wire}, nil
+	return &tunnelEnd{t, newChecker(socket, log, func(string, time.Duration) {}, pathProber{}), wire}, nil
 }
 
 // startEnds opens the sockets.
@@ -166,12 +169,15 @@ func theirEnd(p fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 
 // applyEnds makes all our ends what they should be, and then tells the connection checks: the first
 // PING goes out at once, and would be lost in a tunnel that does not know its peer yet.
-func (g *gateway) applyEnds(c Config, peers []fabric.GatewayPeer) (errs []error) {
+func (g *gateway) applyEnds(c Config, peers []fabric.GatewayPeer, mtu mtus) (errs []error) {
 	for i, e := range g.ends {
 		if err := g.apply(i, c, peers); err != nil {
 			errs = append(errs, err)
 		}
 		e.checker.set(checkPeers(i, peers))
+	}
+	for _, p := range peers {
+		g.ends[0].checker.limitPath(p.ID, leastMTU(p), mtu.way(p.ID))
 	}
 	return errs
 }

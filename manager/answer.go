@@ -76,7 +76,7 @@ func (r *AnswerReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			}
 			return all
 		})))
-	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(r)
+	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(noted("answer", r))
 }
 
 // claimantsOf are the requests about those who claim one of the keys of a gateway: one may have

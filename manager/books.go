@@ -29,7 +29,7 @@ func (b *books) SetupWithManager(mgr ctrl.Manager) error {
 			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q queue) { later(q) },
 			DeleteFunc: func(_ context.Context, _ event.TypedDeleteEvent[client.Object], q queue) { later(q) },
 		}).
-		Complete(b)
+		Complete(noted("books", b))
 }
 
 // Reconcile has the Store look.

@@ -135,7 +135,7 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 			}
 			return []reconcile.Request{requestFor("own")}
 		}))).
-		Complete(k)
+		Complete(noted("own", k))
 }
 
 // addressesChanged: of a Node nothing else is read, and thousands of them tell all the time that

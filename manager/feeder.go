@@ -24,7 +24,7 @@ type feeder struct {
 // SetupWithManager makes mgr call Reconcile when a peer comes, changes or goes.
 func (f *feeder) SetupWithManager(mgr ctrl.Manager) error {
 	all := []reconcile.Request{requestFor("peers")}
-	return f.Peers.watch(ctrl.NewControllerManagedBy(mgr).Named("peers"), func(Peer) []reconcile.Request { return all }).Complete(f)
+	return f.Peers.watch(ctrl.NewControllerManagedBy(mgr).Named("peers"), func(Peer) []reconcile.Request { return all }).Complete(noted("peers", f))
 }
 
 // Reconcile hands over the peers.

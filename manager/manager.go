@@ -10,9 +10,11 @@ import (
 	"fmt"
 	"log/slog"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/go-logr/logr"
+	"github.com/prometheus/client_golang/prometheus"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/discovery"
@@ -29,6 +31,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
@@ -63,6 +66,8 @@ type Options struct {
 	// was killed and started again as the same instance goes on at once. Empty: another one at each
 	// start, which waits until the Lease of the one before is over.
 	Instance string
+	// Version is what isthmus_build_info says.
+	Version string
 	// IPAM is Liqo's gRPC service; without an Address there is none.
 	IPAM ipamrpc.Options
 	// MetricsAddress and HealthAddress are TCP addresses to listen on, such as ":5876"; empty means
@@ -188,16 +193,18 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		client: client.WithFieldOwner(mgr.GetClient(), component),
 		peers:  Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: foreign},
 		config: cfg,
-		late:   new(lateNodes),
+		leads:  new(atomic.Pointer[leading]),
 	}
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
 	l.expiry = newExpiry(mgr.GetAPIReader(), l.store, o.Log)
 	if o.MetricsAddress != "" {
-		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired, late: l.late}
-		if err := metrics.Registry.Register(collector); err != nil {
-			return fmt.Errorf("metrics: %w", err)
+		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired, leads: l.leads}
+		for _, c := range []prometheus.Collector{metric.Build(o.Version), collector} {
+			if err := metrics.Registry.Register(c); err != nil {
+				return fmt.Errorf("metrics: %w", err)
+			}
+			defer metrics.Registry.Unregister(c)
 		}
-		defer metrics.Registry.Unregister(collector)
 	}
 	if err := errors.Join(
 		mgr.Add(runtimemanager.RunnableFunc(l.lead)),
@@ -230,7 +237,7 @@ type leader struct {
 	peers  Peers
 	store  *ipamstore.Store
 	expiry *expiry
-	late   *lateNodes
+	leads  *atomic.Pointer[leading]
 	config *rest.Config
 }
 
@@ -243,7 +250,6 @@ func (l *leader) lead(ctx context.Context) error {
 		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 	}
 	warden := &Warden{Cache: l.mgr.GetCache(), Namespace: l.Namespace, Events: l.mgr.GetEventRecorder(component), Log: l.Log, Patience: refusalPatience}
-	l.late.Store(warden)
 	warden.watchBooks(l.store)
 	if !untilDone(ctx, l.Log, func() error {
 		if err := l.store.Load(ctx); err != nil {
@@ -260,6 +266,7 @@ func (l *leader) lead(ctx context.Context) error {
 	replicator := replication.New(replication.Options{
 		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
 	})
+	l.leads.Store(&leading{warden, replicator})
 	pulse := NewPulse(l.mgr.GetAPIReader(), l.Namespace, l.Log)
 	if err := errors.Join(l.mgr.Add(replicator), l.mgr.Add(pulse)); err != nil {
 		return err

@@ -8,23 +8,43 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/replication"
 )
 
+var families metric.Catalogue
+
+// Families are the manager's own metrics, by name.
+func Families() []*metric.Family { return families.Families() }
+
 var (
-	descPeering = prometheus.NewDesc("isthmus_manager_peering_ready",
-		"1 if the Peering is Ready, else 0; reason is that of the condition.", []string{"peering", "peer", "reason"}, nil)
-	descAddresses = prometheus.NewDesc("isthmus_ipam_addresses",
-		"Addresses of a pool from which networks are given to peers, used and free; what is ours counts as used.", []string{"pool", "state"}, nil)
-	descLeft = prometheus.NewDesc("isthmus_ipam_peers_left",
-		"Peers with networks as long as ours that still get networks out of the pools; 0 while ours are not known.", nil, nil)
-	descExpired = prometheus.NewDesc("isthmus_ipam_mappings_expired_total",
-		"Mappings that ended because the Pod, node, Service or peer behind them was gone.", nil, nil)
-	descLate = prometheus.NewDesc("isthmus_manager_nodes_not_refusing",
-		"Nodes that did not say in time that they refuse what was granted to peers, and have said nothing new since.", nil, nil)
+	familyPeering    = families.Gauge("manager_peering_ready", "1 if the Peering is Ready, else 0; reason is that of the condition.", "peering", "peer", "reason")
+	familyExpiry     = families.Gauge("manager_identity_expiry_timestamp_seconds", "When the identity at the peer ends. Of the manager that leads; no series for one that does not end.", "peer")
+	familyRenewal    = families.Gauge("manager_identity_renewal_timestamp_seconds", "From when on the token of the identity at the peer is renewed: two thirds of its life. No series for a certificate.", "peer")
+	familyReconciled = families.Gauge("manager_reconcile_success_timestamp_seconds", "When a controller last did all that one request wanted; no series before the first time.", "controller")
+	familyAddresses  = families.Gauge("ipam_addresses", "Addresses of a pool from which networks are given to peers, used and free; what is ours counts as used.", "pool", "state")
+	familyLeft       = families.Gauge("ipam_peers_left", "Peers with networks as long as ours that still get networks out of the pools; 0 while ours are not known.")
+	familyExpired    = families.Counter("ipam_mappings_expired_total", "Mappings that ended because the Pod, node, Service or peer behind them was gone.")
+	familyLate       = families.Gauge("manager_nodes_not_refusing", "Nodes that did not say in time that they refuse what was granted to peers, and have said nothing new since. Of the manager that leads.")
 )
+
+// reconciled is of the process, as are the metrics of controller-runtime beside which it stands.
+var reconciled = prometheus.NewGaugeVec(prometheus.GaugeOpts(familyReconciled.Options()), familyReconciled.Labels)
+
+// noted is a reconciler whose successes are seen in the metrics.
+func noted(name string, r reconcile.Reconciler) reconcile.Reconciler {
+	return reconcile.Func(func(ctx context.Context, request reconcile.Request) (reconcile.Result, error) {
+		result, err := r.Reconcile(ctx, request)
+		if err == nil {
+			reconciled.WithLabelValues(name).SetToCurrentTime()
+		}
+		return result, err
+	})
+}
 
 // collector reads the manager's own series from where they are when somebody asks, so that those of
 // a peer vanish with it.
@@ -32,20 +52,17 @@ type collector struct {
 	peers   client.Reader
 	store   interface{ Book() ipam.Book }
 	expired *atomic.Uint64
-	late    *lateNodes
+	leads   *atomic.Pointer[leading] // nil inside: another manager leads
 }
 
-// lateNodes is the Warden of the manager that leads.
-type lateNodes = atomic.Pointer[Warden]
+// leading is what only a manager that leads can tell.
+type leading struct {
+	warden     *Warden
+	replicator *replication.Replicator
+}
 
 // Describe says which series there may be.
-func (c *collector) Describe(out chan<- *prometheus.Desc) {
-	out <- descPeering
-	out <- descAddresses
-	out <- descLeft
-	out <- descExpired
-	out <- descLate
-}
+func (c *collector) Describe(out chan<- *prometheus.Desc) { families.Describe(out) }
 
 // Collect sends the series.
 func (c *collector) Collect(out chan<- prometheus.Metric) {
@@ -53,7 +70,7 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 	defer cancel()
 	var list isthmus.PeeringList
 	if err := c.peers.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
-		out <- prometheus.NewInvalidMetric(descPeering, err)
+		out <- familyPeering.Failed(err)
 	}
 	for i := range list.Items {
 		p, ready, reason := &list.Items[i], 0.0, isthmus.ReasonUnknown
@@ -63,16 +80,23 @@ func (c *collector) Collect(out chan<- prometheus.Metric) {
 				ready = 1
 			}
 		}
-		out <- prometheus.MustNewConstMetric(descPeering, prometheus.GaugeValue, ready, p.Name, p.Spec.Cluster.ClusterID, reason)
+		out <- familyPeering.Sample(ready, p.Name, p.Spec.Cluster.ClusterID, reason)
 	}
-	out <- prometheus.MustNewConstMetric(descExpired, prometheus.CounterValue, float64(c.expired.Load()))
-	if w := c.late.Load(); w != nil {
-		out <- prometheus.MustNewConstMetric(descLate, prometheus.GaugeValue, float64(w.Late()))
+	out <- familyExpired.Sample(float64(c.expired.Load()))
+	if l := c.leads.Load(); l != nil {
+		out <- familyLate.Sample(float64(l.warden.Late()))
+		for peer, life := range l.replicator.Lives() {
+			out <- familyExpiry.Sample(float64(life.Expires.Unix()), peer)
+			if !life.Renewal.IsZero() {
+				out <- familyRenewal.Sample(float64(life.Renewal.Unix()), peer)
+			}
+		}
 	}
+	reconciled.Collect(out)
 	book := c.store.Book()
-	out <- prometheus.MustNewConstMetric(descLeft, prometheus.GaugeValue, book.Left())
+	out <- familyLeft.Sample(book.Left())
 	for _, u := range book.Usage() {
-		out <- prometheus.MustNewConstMetric(descAddresses, prometheus.GaugeValue, u.Used, u.Pool.String(), "used")
-		out <- prometheus.MustNewConstMetric(descAddresses, prometheus.GaugeValue, u.Free, u.Pool.String(), "free")
+		out <- familyAddresses.Sample(u.Used, u.Pool.String(), "used")
+		out <- familyAddresses.Sample(u.Free, u.Pool.String(), "free")
 	}
 }

@@ -49,7 +49,7 @@ func (r *NatMappingReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			}
 			return nil
 		})).
-		Complete(r)
+		Complete(noted("natmapping", r))
 }
 
 // changed names the peer that an event of the books is about; all when it names none.

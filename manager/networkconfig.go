@@ -49,7 +49,7 @@ func (r *NetworkConfigReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		WatchesRawSource(source.Channel(r.FactsChanged, handler.EnqueueRequestsFromMapFunc(r.everyPeer)))
 	return r.Peers.watch(b, func(p Peer) []reconcile.Request {
 		return []reconcile.Request{requestFor(p.Cluster.ClusterID)}
-	}).Complete(r)
+	}).Complete(noted("networkconfig", r))
 }
 
 // peerOf names the peer that a NetworkConfig belongs to, by where it lies: its labels are what

@@ -87,7 +87,7 @@ func (r *PeeringReconciler) SetupWithManager(mgr ctrl.Manager) error {
 		}))).
 		WatchesRawSource(source.Channel(r.FactsChanged, everyPeering)).
 		WatchesRawSource(source.Channel(r.Pulse.Changed(), everyPeering)).
-		Complete(r)
+		Complete(noted("peering", r))
 }
 
 func (r *PeeringReconciler) peerings(ctx context.Context, which ...client.ListOption) (all []reconcile.Request) {
@@ -351,6 +351,7 @@ func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
 		case ready && isTrue && !wasTrue:
 			r.Log.Info("peering ready", "peering", after.Name, "message", c.Message)
 			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s", c.Message)
+		case !isTrue && wasTrue && !ready && slices.Contains(isthmus.WaitReasons, c.Reason): // the Event of what it waits for is enough
 		case !isTrue && wasTrue, ready && old != nil && !isTrue && eventReason(old) != reason,
 			c.Type == isthmus.ConditionPeerConfig && c.Reason == v1alpha1.ReasonConsent && old != nil && old.Message != c.Message:
 			r.Log.Warn("peering not ready", "peering", after.Name, "condition", c.Type, "reason", c.Reason, "message", c.Message)

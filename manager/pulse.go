@@ -41,6 +41,7 @@ type Pulse struct {
 	unread string // why the Lease could not be read the last time
 	lease  coordinationv1.LeaseSpec
 	since  time.Time // when the Lease was first seen like this; zero: begin anew
+	gone   time.Time // since when a Lease that was there is not; zero: it is
 	silent string
 }
 
@@ -53,7 +54,7 @@ func NewPulse(reader client.Reader, namespace string, log *slog.Logger) *Pulse {
 func (p *Pulse) Changed() <-chan event.GenericEvent { return p.changed }
 
 // Silent says since when no gateway is at work, and which one was; empty while one is. Of a cluster
-// without the Lease nothing is said: its gateway is configured by files, or not ours.
+// that never had the Lease nothing is said: its gateway is configured by files, or not ours.
 func (p *Pulse) Silent() string {
 	p.mu.Lock()
 	defer p.mu.Unlock()
@@ -83,9 +84,16 @@ func (p *Pulse) look(ctx context.Context) {
 	defer p.mu.Unlock()
 	p.tell(err)
 	switch now := time.Now(); {
-	case apierrors.IsNotFound(err):
+	case apierrors.IsNotFound(err) && !p.looked:
 		p.since = time.Time{}
 		p.say("")
+	case apierrors.IsNotFound(err): // somebody has deleted it, and whoever is at work makes it again
+		if p.since = (time.Time{}); p.gone.IsZero() {
+			p.gone = now
+		} else if now.Sub(p.gone) >= pulseSilence {
+			p.say(fmt.Sprintf("no gateway is at work: Lease %s/%s is gone, and nobody makes it again; see why the gateways' Pods do not run, or cannot reach the API server", p.Namespace, isthmus.LeaseGateway))
+		}
+		return
 	case err != nil: // as long as we cannot read it, nobody can renew it
 		p.since = time.Time{}
 	case p.since.IsZero():
@@ -95,6 +103,7 @@ func (p *Pulse) look(ctx context.Context) {
 			p.say(p.sentence())
 		}
 		p.looked = true
+		p.gone = time.Time{}
 	case !p.lease.RenewTime.Equal(lease.Spec.RenewTime) || ptr.Deref(p.lease.HolderIdentity, "") != ptr.Deref(lease.Spec.HolderIdentity, ""):
 		p.lease, p.since = lease.Spec, now
 		p.say("")

@@ -64,6 +64,17 @@ func TestAGatewayThatRenewsNothingIsSilent(t *testing.T) {
 				r.err = errors.New("connection refused")
 			}
 		}, false},
+		{"deleted", nil, func(r *leaseReader, second int) {
+			if second > 5 {
+				r.err = notFound
+			}
+		}, true},
+		{"deleted and made again", nil, func(r *leaseReader, second int) {
+			if r.err = nil; second > 5 && second < 40 {
+				r.err = notFound
+			}
+			renew(r)
+		}, false},
 		{"no Lease at all", func(r *leaseReader) { r.err = notFound }, func(*leaseReader, int) {}, false},
 	} {
 		t.Run(c.name, func(t *testing.T) {

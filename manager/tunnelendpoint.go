@@ -69,7 +69,7 @@ func (r *TunnelEndpointReconciler) SetupWithManager(mgr ctrl.Manager) error {
 			}
 			return nil
 		})))
-	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(r)
+	return r.Peers.watch(b, func(p Peer) []reconcile.Request { return []reconcile.Request{exchangeWith(p)} }).Complete(noted("tunnelendpoint", r))
 }
 
 // exchangesWith names the peer in every namespace where there is a NetworkConfig for it, also when

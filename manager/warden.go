@@ -177,7 +177,7 @@ func (w *Warden) SetupWithManager(mgr ctrl.Manager) error {
 		}, builder.WithPredicates(predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 			return e.ObjectOld.(*isthmus.NodeNetworks).Spec.Refused != e.ObjectNew.(*isthmus.NodeNetworks).Spec.Refused
 		}})).
-		Complete(w)
+		Complete(noted("warden", w))
 }
 
 // Reconcile reads what the nodes say, and has those reconciled who waited for it.

@@ -36,7 +36,7 @@ func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdic
 	pod = pod && src != e.self[src.family()]
 	if pod && !m.single && !r.rule.isEndpoint(src) {
 		tr.prefixMap(r.rule, src.family())
-		return c.forward(seen, samePort)
+		return c.pass(seen)
 	}
 	if _, _, _, is := v.Fragment(); is {
 		if verdict, done := c.fragment(); done {
@@ -99,7 +99,7 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 	if pod && !m.single {
 		c.turn(local)
 		tr.prefixMapIn(r.rule, dst.family())
-		return c.forward(local, samePort)
+		return c.pass(local)
 	}
 	endpoint, mapped := r.rule.seen[dst]
 	switch {
@@ -165,7 +165,7 @@ func (c *crossing) turn(pod addr) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if f, ok = t.find(Outbound, &back); ok {
-		t.remove(f.index)
+		t.remove(f.index, FlowReplaced)
 		t.expired.Add(1)
 	}
 }
@@ -244,12 +244,22 @@ func (c *crossing) refuse(d Drop) Verdict {
 	}
 	if c.tr == nil {
 		c.e.Count(p, c.dir, d)
+		c.e.refused(c.v, p, c.dir, d)
 	}
 	return Verdict{Drop: d, Peer: p}
 }
 
 // forward rewrites our end of the packet.
 func (c *crossing) forward(to addr, port int) Verdict { return c.e.forward(c.v, c.r, c.dir, to, port) }
+
+// pass rewrites our end of a packet that belongs to no flow.
+func (c *crossing) pass(to addr) Verdict {
+	verdict := c.forward(to, samePort)
+	if c.tr == nil && c.r.mss != 0 && c.v.TCPFlags()&packet.TCPSyn != 0 {
+		c.e.connects(c.v, c.r, c.dir, c.near) // which bounds the MSS once more, to the same
+	}
+	return verdict
+}
 
 // samePort leaves the port as it is.
 const samePort = -1

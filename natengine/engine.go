@@ -127,6 +127,7 @@ type Engine struct {
 	share     atomic.Int64  // of each peer: MaxFlows in equal parts
 	yielded   atomic.Uint32 // which peer gave way to another last
 	swept     atomic.Uint32
+	events    flowEvents
 	sweeping  sync.Mutex // held by the sweep under way
 	noPeer    [directions][numDrops]atomic.Uint64
 
@@ -174,6 +175,7 @@ func (e *Engine) SetPeers(peers []Peer) error {
 		p := e.peers[id]
 		if p == nil {
 			p = newPeerState(id, &e.config, e.seed, &e.total)
+			p.flows.peer, p.flows.events = p, &e.events
 		}
 		states[id] = p
 		return p
@@ -221,7 +223,7 @@ func (p *PeerState) setRule(r *rule) {
 	t.each(func(i uint32, f *entry, word uint64) {
 		out, in := f.keyAt(Outbound), f.keyAt(Inbound)
 		if r == nil || !r.permits(kindOf(word), out.near, in.near, out.remote) {
-			t.remove(i)
+			t.remove(i, FlowPurged)
 			t.purged.Add(1)
 		}
 	})

@@ -25,7 +25,7 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 				v.SetSrc4(src&^m.mask | m.to)
 			}
 			if r.mss != 0 && v.TCPFlags()&packet.TCPSyn != 0 {
-				v.ClampMSS(r.mss)
+				e.connects(v, r, Outbound, addr4(src))
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
@@ -53,7 +53,7 @@ func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Ve
 	}
 	r := t.remotes4.lookup(v.Src4())
 	if p != nil && !r.of(p) {
-		return e.spoofed(p)
+		return e.spoofed(v, p)
 	}
 	if r != nil {
 		dst, m := v.Dst4(), &r.in
@@ -62,7 +62,7 @@ func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Ve
 				v.SetDst4(dst&^m.mask | m.to)
 			}
 			if r.mss != 0 && v.TCPFlags()&packet.TCPSyn != 0 {
-				v.ClampMSS(r.mss)
+				e.connects(v, r, Inbound, addr4(dst))
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
@@ -77,8 +77,9 @@ func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Ve
 func (r *remote) of(p *PeerState) bool { return r != nil && r.peer == p }
 
 // spoofed refuses a packet of p with the address of somebody else.
-func (e *Engine) spoofed(p *PeerState) Verdict {
+func (e *Engine) spoofed(v *packet.View, p *PeerState) Verdict {
 	e.Count(p, Inbound, DropSource)
+	e.refused(v, p, Inbound, DropSource)
 	return Verdict{Action: Discard, Drop: DropSource, Peer: p}
 }
 
@@ -98,7 +99,7 @@ func (e *Engine) outbound6(v *packet.View, t *ruleTable, now time.Duration) Verd
 				v.SetSrc6(m.to.hi|src.hi&^m.mask.hi, m.to.lo|src.lo&^m.mask.lo)
 			}
 			if r.mss != 0 && v.TCPFlags()&packet.TCPSyn != 0 {
-				v.ClampMSS(mssFor(r.mss, false))
+				e.connects(v, r, Outbound, src)
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
@@ -114,7 +115,7 @@ func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.D
 	src, dst := source6(v), destination6(v)
 	r := t.remotes6.lookup(src)
 	if p != nil && !r.of(p) {
-		return e.spoofed(p)
+		return e.spoofed(v, p)
 	}
 	if r != nil {
 		if m := &r.in6; m.maps(dst) && (v.Proto() != packet.ICMPv6 || v.IsICMPQuery()) {
@@ -122,7 +123,7 @@ func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.D
 				v.SetDst6(m.to.hi|dst.hi&^m.mask.hi, m.to.lo|dst.lo&^m.mask.lo)
 			}
 			if r.mss != 0 && v.TCPFlags()&packet.TCPSyn != 0 {
-				v.ClampMSS(mssFor(r.mss, false))
+				e.connects(v, r, Inbound, dst)
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}

@@ -11,10 +11,12 @@ import (
 // slots never move and whose arrays are replaced as a whole, to an entry, whose chunk never moves.
 // Writers hold mu.
 type flowTable struct {
-	keys  hashKeys
-	total *atomic.Int64 // flows of all peers
-	index [directions]index
-	slab  atomic.Pointer[[]chunk]
+	keys   hashKeys
+	total  *atomic.Int64 // flows of all peers
+	peer   *PeerState    // whose flows these are
+	events *flowEvents
+	index  [directions]index
+	slab   atomic.Pointer[[]chunk]
 
 	_ [64]byte // so that a new flow does not take what lookups read out of the caches of other cores
 
@@ -36,7 +38,7 @@ const (
 )
 
 // chunk is 256 entries and, apart from them so that a hit touches one cache line, what only writers
-// need: 21 KiB, which a thousand peers with a flow or two each may have. Chunks that begin smaller
+// need: 22 KiB, which a thousand peers with a flow or two each may have. Chunks that begin smaller
 // and grow took 1 to 2 ns of every hit.
 type chunk struct {
 	entries *[chunkSize]entry
@@ -69,8 +71,9 @@ func (t *flowTable) changed(i uint32) {
 
 // side numbers are one more than the index they mean, 0 is none.
 type side struct {
-	host  uint32       // in hosts
-	links [queues]link // in the queues of half-open flows; the first also in the free list
+	host   uint32 // in hosts
+	opened tick
+	links  [queues]link // in the queues of half-open flows; the first also in the free list
 }
 
 func (t *flowTable) entry(i uint32) *entry {
@@ -163,7 +166,7 @@ func (t *flowTable) insert(local, mapped, remote addr, word uint64, host uint32,
 	if !fresh {
 		e.seq.Add(1)
 	}
-	*t.side(i) = side{host: host}
+	*t.side(i) = side{host: host, opened: now}
 	t.changed(i)
 	t.enqueue(i, true)
 	for dir := range t.index {
@@ -212,8 +215,9 @@ func (t *flowTable) addChunk() {
 	t.slab.Store(&slab)
 }
 
-// remove takes a live flow out, with its hold on a port. With mu.
-func (t *flowTable) remove(i uint32) {
+// remove takes a live flow out, with its hold on a port, for the reason given. With mu.
+func (t *flowTable) remove(i uint32, why FlowEnd) {
+	t.tell(i, FlowClosed, Outbound, why)
 	e, s := t.entry(i), t.side(i)
 	t.dequeue(i, true)
 	for dir := range t.index {
@@ -325,7 +329,7 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 		left = min(left, max(stays, 0))
 		switch {
 		case stays < 0:
-			t.remove(i)
+			t.remove(i, FlowExpired)
 			removed++
 		case halfOpen(word) && word&stateQueued == 0:
 			t.enqueue(i, false) // closed connections may be evicted again

@@ -115,6 +115,7 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 		word |= stateEndpoint
 	}
 	f = t.insert(o.local, o.mapped, o.far, word, h, o.now)
+	t.tell(f.index, FlowOpened, o.dir, 0)
 	f.other = o.other
 	return f, true, DropNone
 }
@@ -124,7 +125,7 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 func (o *opening) expire(f *match, late []uint32) []uint32 {
 	if o.tr == nil {
 		t := &o.r.peer.flows
-		t.remove(f.index)
+		t.remove(f.index, FlowExpired)
 		t.expired.Add(1)
 		return nil
 	}

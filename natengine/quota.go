@@ -255,7 +255,7 @@ func (t *flowTable) evict(h *host) bool {
 			return false
 		}
 		if halfOpen(t.entry(head - 1).word.Load()) {
-			t.remove(head - 1)
+			t.remove(head-1, FlowEvicted)
 			t.evicted.Add(1)
 			return true
 		}

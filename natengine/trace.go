@@ -88,7 +88,7 @@ func (t Trace) String() string {
 // For a new NAPT flow whose port cannot be kept, the port in After is only an example. Not for the
 // head of a run.
 func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
-	tr := Trace{Direction: dir, Before: tupleOf(v, dir)}
+	tr := Trace{Direction: dir, Before: TupleOf(v, dir)}
 	tr.After = tr.Before
 	var w packet.View
 	if err := w.Parse(append([]byte(nil), v.Bytes()...), v.Checksum()); err != nil {
@@ -106,14 +106,15 @@ func (e *Engine) Trace(v *packet.View, dir Direction, now time.Duration) Trace {
 	verdict := judge(&w, r, tickOf(now), &tr)
 	tr.Action, tr.Drop = verdict.Action, verdict.Drop
 	if tr.Action == Forward || tr.Action == Deliver {
-		tr.After = tupleOf(&w, dir)
+		tr.After = TupleOf(&w, dir)
 	} else if tr.Action == Discard {
 		tr.Flow = strings.TrimPrefix(tr.Flow, "new")
 	}
 	return tr
 }
 
-func tupleOf(v *packet.View, dir Direction) Tuple {
+// TupleOf names the ends of a packet that crosses in direction dir.
+func TupleOf(v *packet.View, dir Direction) Tuple {
 	src, dst := v.SrcPort(), v.DstPort()
 	if dir == Outbound {
 		src += v.ICMPID() // at most one of them is not 0

@@ -32,6 +32,8 @@ import (
 const (
 	compareGap    = 100 * time.Millisecond // at least between two comparisons: events come in bursts
 	retryInterval = time.Second            // after a failure
+	// limitsInterval is how long rules of others are not read again, of which nobody tells.
+	limitsInterval = 9 * time.Second
 )
 
 // compareInterval is how long it does not compare without any event. Only tests change it.
@@ -58,7 +60,10 @@ type Options struct {
 	// TellRefused writes down which networks of peers the node refuses, by their fabric.GrantsID,
 	// beside what Tell wrote; nil: nobody is told. It is not called twice at a time.
 	TellRefused func(context.Context, string) error
-	Resolvers   string // path of the node's resolv.conf(5)
+	// TellReady writes down why the node is not as it should be, for people; "" means that it is. It is
+	// called once a second, and never twice at a time; nil: nobody is told.
+	TellReady func(ctx context.Context, problem string) error
+	Resolvers string // path of the node's resolv.conf(5)
 	// MetricsSecure guards /metrics, and all of MetricsAddress is TLS then; nil: anybody may read.
 	MetricsSecure *httpserve.Secure
 }
@@ -101,6 +106,10 @@ func Run(ctx context.Context, o Options) error {
 	if o.TellRefused != nil {
 		source.Go(func() { a.tellRefused(ctx) })
 	}
+	if o.TellReady != nil {
+		source.Go(func() { a.tellReady(ctx) })
+	}
+	source.Go(func() { a.probeOverlay(ctx) })
 	source.Go(func() {
 		if err := o.Source(ctx, a.deliver); err != nil && ctx.Err() == nil {
 			failed <- err
@@ -127,8 +136,10 @@ type agent struct {
 	revision int                // of intent, from 1
 	state    state
 	told     told
+	overlay  OverlayStatus
 	reported bool // there is a report of this node
 
+	ways    ways           // the last that were found; the loop's alone
 	granted []netip.Prefix // the last that is known; the loop's alone
 	refused []netip.Prefix // what the last comparison refused; the loop's alone
 	saved   []netip.Prefix // what the snapshot says; nil: there is none that is good. The loop's alone
@@ -140,6 +151,8 @@ type state struct {
 	node     kernel.State
 	refused  string // GrantsID of what was granted and is refused; empty: not known
 	problems []fabric.Problem
+	limits   []kernel.Limit
+	looked   time.Time // when limits were found out
 	err      error
 	applied  time.Time // when err was last nil
 }
@@ -147,8 +160,10 @@ type state struct {
 func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	a.mu.Lock()
 	before := a.intent
-	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || !reflect.DeepEqual(before.Tunnels, in.Tunnels) || !slices.Equal(before.Gateways, in.Gateways)
-	moved := before == nil || !slices.Equal(before.Own, in.Own) || madeAt(before, a.opts.Node) != madeAt(&in, a.opts.Node)
+	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || before.Gateway != in.Gateway ||
+		!reflect.DeepEqual(before.Tunnels, in.Tunnels) || !slices.Equal(before.Gateways, in.Gateways)
+	moved := before == nil || !slices.Equal(before.Own, in.Own) || madeAt(before, a.opts.Node) != madeAt(&in, a.opts.Node) ||
+		!slices.Equal(podsOf(before), podsOf(&in))
 	a.intent, a.broken = &in, broken
 	a.revision++
 	a.mu.Unlock()
@@ -215,7 +230,7 @@ func (a *agent) compare() bool {
 		return true // what is there stays
 	}
 
-	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied}
+	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits, looked: before.looked}
 	in.Self = a.opts.Node
 	if in.Granted == nil {
 		in.Granted = a.granted // the books are away, and with them no peering has ended
@@ -231,7 +246,7 @@ func (a *agent) compare() bool {
 	} else {
 		var unknownMTU, err error
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
-			in.UnderlayDevice, in.UnderlayMTU, unknownMTU = a.underlay(addr, in.Ways())
+			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = a.underlay(addr, in, revision)
 		}
 		now.node, now.problems = fabric.NodeFor(in)
 		first, failed := a.refuseNew(in.Refused())
@@ -247,6 +262,9 @@ func (a *agent) compare() bool {
 			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("nothing is carried for peers: %w", err), failed)
 		}
 		now.err = errors.Join(err, unknownMTU, forwards())
+		if len(changes) > 0 || revision != before.revision || time.Since(now.looked) > limitsInterval {
+			now.limits, now.looked = a.limits(now.node, in), time.Now()
+		}
 	}
 	now.err = errors.Join(now.err, a.save(in))
 	now.problems = fabric.SortProblems(append(now.problems, broken...))
@@ -257,10 +275,36 @@ func (a *agent) compare() bool {
 	a.mu.Lock()
 	a.state = now
 	a.mu.Unlock()
-	if before.revision == 0 {
+	if before.revision == 0 || !slices.Equal(reportedOf(a.opts.Node, before), reportedOf(a.opts.Node, now)) {
 		set(a.moved) // the first report waits for it
 	}
 	return now.err == nil
+}
+
+// tellReady tells people of what lasts longer than it takes to be mended.
+func (a *agent) tellReady(ctx context.Context) {
+	tick := time.NewTicker(retryInterval)
+	defer tick.Stop()
+	failing, unwritten := 0, false
+	for {
+		select {
+		case <-ctx.Done():
+			return
+		case <-tick.C:
+		}
+		s := a.status()
+		if failing++; s.Ready {
+			failing = 0
+		}
+		if failing == 1 {
+			continue
+		}
+		err := a.opts.TellReady(ctx, s.Error)
+		if err != nil && !unwritten && ctx.Err() == nil {
+			a.log.Warn("nobody is told what is wrong, trying again", "error", err)
+		}
+		unwritten = err != nil
+	}
 }
 
 // say has the manager told what the node refuses, if that is news.
@@ -274,23 +318,55 @@ func (a *agent) say(refused string) {
 	}
 }
 
-// underlay is the device with the node's address, and its MTU or that of the way to a gateway,
-// whichever is less: a CNI may have an overlay of its own.
-func (a *agent) underlay(own netip.Addr, ways []fabric.GatewayPod) (device string, least int, err error) {
-	device, least, err = a.kernel.DeviceOf(own)
-	for _, g := range ways {
-		if mtu, unknown := a.kernel.MTUTo(g.Addr, map[int]int{}); unknown == nil && err == nil {
-			least = min(least, mtu)
+// manyWays is how many ways of outer packets are looked at with each comparison; of more it is done when
+// the intent changes, and at intervals.
+const manyWays = 100
+
+// ways is what was found out of an intent's.
+type ways struct {
+	revision int
+	at       time.Time
+	devices  []string
+	mtu      int
+}
+
+// underlay are the device with the node's address and those by which it reaches other nodes, and the
+// least MTU of the ways that outer packets take: a CNI may have an overlay of its own, and the node's
+// address may be on lo. Where no way is known it is that of the device.
+func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, revision int) ([]string, int, error) {
+	device, mtu, err := a.kernel.DeviceOf(own)
+	outer, nodes := in.Carriers()
+	if len(outer) > manyWays && a.ways.revision == revision && time.Since(a.ways.at) < limitsInterval {
+		return a.ways.devices, a.ways.mtu, err
+	}
+	found := ways{revision: revision, at: time.Now(), devices: []string{device}}
+	mtus, names := make(map[int]int), make(map[int]string)
+	for _, to := range outer {
+		if least, unknown := a.kernel.MTUTo(to, mtus); unknown == nil && (found.mtu == 0 || least < found.mtu) {
+			found.mtu = least
 		}
 	}
-	return device, least, err
+	if found.mtu == 0 {
+		found.mtu = mtu
+	}
+	for _, to := range nodes {
+		if name, unknown := a.kernel.DeviceTo(to, names); unknown == nil && !slices.Contains(found.devices, name) {
+			found.devices = append(found.devices, name)
+		}
+	}
+	a.ways = found
+	return found.devices, found.mtu, err
 }
 
 // refuseNew refuses networks that are new before anything else is done: the packet filter alone
 // takes ten milliseconds, and pods may know the networks already.
 func (a *agent) refuseNew(refused []netip.Prefix) (changes kernel.Plan, err error) {
-	if slices.ContainsFunc(refused, func(p netip.Prefix) bool { return !slices.Contains(a.refused, p) }) {
-		changes, err = a.kernel.Add(fabric.RefusingState(refused))
+	news := slices.DeleteFunc(slices.Clone(refused), func(p netip.Prefix) bool {
+		_, known := slices.BinarySearchFunc(a.refused, p, netip.Prefix.Compare)
+		return known
+	})
+	if len(news) > 0 {
+		changes, err = a.kernel.Add(fabric.RefusingState(news))
 	}
 	if err == nil {
 		a.refused = refused
@@ -309,6 +385,40 @@ func forwards() error {
 		return fmt.Errorf("net.ipv4.ip_forward is %s: the node does not forward packets of pods; want 1", v)
 	}
 	return nil
+}
+
+// nowhere is an address that only the default route leads to (TEST-NET-1, RFC 5737).
+var nowhere = netip.AddrFrom4([4]byte{192, 0, 2, 1})
+
+// limits are what rules of others keep from working, while there are peers.
+func (a *agent) limits(node kernel.State, in fabric.NodeIntent) (all []kernel.Limit) {
+	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {
+		return nil
+	}
+	all = a.kernel.Limits(node.SourceNAT[0])
+	if elsewhere := in.Elsewhere(); elsewhere.IsValid() {
+		name, kind, err := a.kernel.KindTo(elsewhere)
+		if out, _, unknown := a.kernel.KindTo(nowhere); unknown == nil && out == name {
+			return all // by the default route: nobody has the address
+		}
+		if err == nil && (kind == "veth" || kind == "bridge") && !slices.Contains(in.UnderlayDevices, name) {
+			all = append(all, kernel.Limit{Reason: kernel.LimitGateway, Message: fmt.Sprintf(
+				"pods of other nodes are reached by %s, a %s as devices of pods are, so that our packet filter cannot tell other nodes from pods: while the gateway's Pod runs here, other nodes do not reach it; want gateways with --host-network", name, kind)})
+		}
+	}
+	return all
+}
+
+// reportedOf is what others have to know of a state: what is wrong with the node, not with objects that
+// all nodes read.
+func reportedOf(node string, s state) []kernel.Limit {
+	all := slices.Clone(s.limits)
+	for _, p := range s.problems {
+		if p.Origin.Kind == "Node" && p.Origin.Name == node || p.Origin.Kind == "Pod" {
+			all = append(all, kernel.Limit{Reason: kernel.LimitRefused, Message: p.Error()})
+		}
+	}
+	return all
 }
 
 // report logs and counts what a comparison brought, and says nothing twice.
@@ -334,6 +444,16 @@ func (a *agent) report(before, now state, changes kernel.Plan) {
 	} else if before.err != nil {
 		a.log.Info("the node is as it should be again")
 	}
+	for _, l := range now.limits {
+		if !slices.Contains(before.limits, l) {
+			a.log.Warn("less works on this node than on others", "reason", l.Reason, "message", l.Message)
+		}
+	}
+	for _, l := range before.limits {
+		if !slices.Contains(now.limits, l) {
+			a.log.Info("works again", "reason", l.Reason, "message", l.Message)
+		}
+	}
 	for _, p := range now.problems {
 		if !slices.Contains(before.problems, p) {
 			a.log.Warn("refused", "problem", p.Error())
@@ -344,6 +464,12 @@ func (a *agent) report(before, now state, changes kernel.Plan) {
 			a.log.Info("no longer refused", "problem", p.Error())
 		}
 	}
+}
+
+func (a *agent) lastOverlay() OverlayStatus {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	return a.overlay
 }
 
 func (a *agent) current() state {

@@ -2,9 +2,9 @@ package routeagent
 
 import (
 	"encoding/json"
+	"errors"
 	"fmt"
 	"net/http"
-	"runtime"
 	"slices"
 	"time"
 
@@ -13,6 +13,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
 	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/metric"
 )
 
 // Status is the JSON of /status.
@@ -22,23 +23,47 @@ type Status struct {
 	Ready    bool      `json:"ready"`            // all that is wanted is there
 	Error    string    `json:"error,omitempty"`  // why not
 	Applied  time.Time `json:"applied,omitzero"` // when all was last there
-	Problems []string  `json:"problems"`         // objects that were refused, or parts of them
+	Problems []string  `json:"problems"`         // objects that were refused, or parts of them, and what rules of others keep from working
 	Commands string    `json:"commands"`         // what should be, as commands, one a line
+
+	Overlay *OverlayStatus `json:"overlay,omitempty"` // the way to the active gateway; nil: there is none
+}
+
+// ready is nil when all that is wanted is there.
+func (s state) ready() error {
+	if s.err == nil && s.revision == 0 {
+		return errors.New("waiting for Nodes, Pods and the books of the IPAM")
+	}
+	return s.err
+}
+
+// ready says why pods of the node may not reach peers, as far as the agent knows.
+func (a *agent) ready() error {
+	if err := a.current().ready(); err != nil {
+		return err
+	}
+	if o := a.lastOverlay(); o.Broken {
+		return errors.New(o.problem())
+	}
+	return nil
 }
 
 func (a *agent) status() Status {
 	now := a.current()
-	s := Status{Node: a.opts.Node, Version: a.opts.Version, Ready: now.revision > 0 && now.err == nil, Applied: now.applied,
+	s := Status{Node: a.opts.Node, Version: a.opts.Version, Ready: true, Applied: now.applied,
 		Problems: make([]string, 0, len(now.problems)), Commands: now.node.String()}
-	switch {
-	case now.err != nil:
-		s.Error = now.err.Error()
-	case now.revision == 0:
-		s.Error = "waiting for Nodes, Pods and TunnelEndpoints"
+	if err := a.ready(); err != nil {
+		s.Ready, s.Error = false, err.Error()
+	}
+	if o := a.lastOverlay(); o.Gateway.IsValid() {
+		s.Overlay = &o
 	}
 	told := a.lastTold()
 	for _, p := range slices.Concat(now.problems, told.problems) {
 		s.Problems = append(s.Problems, p.Error())
+	}
+	for _, l := range now.limits {
+		s.Problems = append(s.Problems, l.Reason+": "+l.Message)
 	}
 	if told.err != nil { // no reason to be unready: traffic does not depend on it
 		s.Problems = append(s.Problems, told.err.Error())
@@ -50,11 +75,13 @@ func (a *agent) status() Status {
 // close.
 func (a *agent) listen() (*httpserve.Servers, error) {
 	metrics, status := http.NewServeMux(), http.NewServeMux()
-	metrics.Handle("GET /metrics", a.opts.MetricsSecure.Guarded(promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{})))
+	scrape := promhttp.HandlerFor(a.metrics.registry, promhttp.HandlerOpts{})
+	metrics.Handle("GET /metrics", a.opts.MetricsSecure.Guarded(scrape))
+	status.Handle("GET /metrics", scrape) // whoever may read the status may read these without a token
 	metrics.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	metrics.HandleFunc("GET /readyz", func(w http.ResponseWriter, _ *http.Request) {
-		if s := a.status(); !s.Ready {
-			http.Error(w, s.Error, http.StatusServiceUnavailable)
+		if err := a.ready(); err != nil {
+			http.Error(w, err.Error(), http.StatusServiceUnavailable)
 			return
 		}
 		fmt.Fprintln(w, "ok")
@@ -89,59 +116,59 @@ type metrics struct {
 	errors   prometheus.Counter
 }
 
-var (
-	descBuild    = desc("build_info", "Always 1; the labels say what runs.", "version", "goversion")
-	descReady    = desc("route_agent_ready", "1 if all that is wanted is there.")
-	descApplied  = desc("route_agent_last_apply_timestamp_seconds", "When all that is wanted was last there.")
-	descProblems = desc("route_agent_problems", "Objects, or parts of them, that were refused.")
-	descObjects  = desc("route_agent_objects", "Kernel objects that are wanted, by kind.", "kind")
-)
+var families metric.Catalogue
 
-func desc(name, help string, labels ...string) *prometheus.Desc {
-	return prometheus.NewDesc("isthmus_"+name, help, labels, nil)
-}
+// Families are the metrics of a route agent, by name.
+func Families() []*metric.Family { return families.Families() }
+
+var (
+	familyReady    = families.Gauge("route_agent_ready", "1 if all that is wanted is there.")
+	familyApplied  = families.Gauge("route_agent_last_apply_timestamp_seconds", "When all that is wanted was last there; no series before the first time.")
+	familyProblems = families.Gauge("route_agent_problems", "Objects, or parts of them, that were refused, and what rules of others keep from working.")
+	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if it is by the underlay only; no series while neither is known.", "gateway")
+	familyObjects  = families.Gauge("route_agent_objects", "Kernel objects that are wanted, by kind.", "kind")
+	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because somebody else had changed them.")
+	familyErrors   = families.Counter("route_agent_apply_errors_total", "Comparisons after which not all was as wanted.")
+)
 
 func newMetrics(a *agent) *metrics {
 	m := &metrics{
 		registry: prometheus.NewRegistry(),
 		agent:    a,
-		repaired: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "isthmus_route_agent_drift_repaired_total",
-			Help: "Kernel objects set or removed because somebody else had changed them.",
-		}),
-		errors: prometheus.NewCounter(prometheus.CounterOpts{
-			Name: "isthmus_route_agent_apply_errors_total",
-			Help: "Comparisons after which not all was as wanted.",
-		}),
+		repaired: prometheus.NewCounter(familyRepaired.Options()),
+		errors:   prometheus.NewCounter(familyErrors.Options()),
 	}
-	m.registry.MustRegister(m, m.repaired, m.errors, collectors.NewGoCollector(),
+	m.registry.MustRegister(metric.Build(a.opts.Version), m, collectors.NewGoCollector(),
 		collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	return m
 }
 
 // Describe implements prometheus.Collector.
-func (m *metrics) Describe(ch chan<- *prometheus.Desc) { prometheus.DescribeByCollect(m, ch) }
+func (m *metrics) Describe(out chan<- *prometheus.Desc) { families.Describe(out) }
 
 // Collect implements prometheus.Collector.
-func (m *metrics) Collect(ch chan<- prometheus.Metric) {
-	gauge := func(d *prometheus.Desc, v float64, labels ...string) {
-		ch <- prometheus.MustNewConstMetric(d, prometheus.GaugeValue, v, labels...)
-	}
+func (m *metrics) Collect(out chan<- prometheus.Metric) {
 	now := m.agent.current()
-	ready, applied := 0.0, 0.0
-	if now.revision > 0 && now.err == nil {
+	ready := 0.0
+	if m.agent.ready() == nil {
 		ready = 1
 	}
+	out <- familyReady.Sample(ready)
 	if !now.applied.IsZero() {
-		applied = float64(now.applied.UnixMilli()) / 1000
+		out <- familyApplied.Sample(float64(now.applied.UnixMilli()) / 1000)
 	}
-	gauge(descBuild, 1, m.agent.opts.Version, runtime.Version())
-	gauge(descReady, ready)
-	gauge(descApplied, applied)
-	gauge(descProblems, float64(len(now.problems)+len(m.agent.lastTold().problems)))
-	gauge(descObjects, float64(len(now.node.Devices)), "device")
-	gauge(descObjects, float64(len(now.node.FDB)), "fdb")
-	gauge(descObjects, float64(len(now.node.Neighbors)), "neighbor")
-	gauge(descObjects, float64(len(now.node.Routes)), "route")
-	gauge(descObjects, float64(len(now.node.Rules)), "rule")
+	if o := m.agent.lastOverlay(); o.Broken {
+		out <- familyOverlay.Sample(0, o.Gateway.String())
+	} else if !o.Answered.IsZero() {
+		out <- familyOverlay.Sample(1, o.Gateway.String())
+	}
+	out <- familyProblems.Sample(float64(len(now.problems) + len(now.limits) + len(m.agent.lastTold().problems)))
+	for kind, n := range map[string]int{
+		"device": len(now.node.Devices), "fdb": len(now.node.FDB), "neighbor": len(now.node.Neighbors),
+		"route": len(now.node.Routes), "rule": len(now.node.Rules),
+	} {
+		out <- familyObjects.Sample(float64(n), kind)
+	}
+	m.repaired.Collect(out)
+	m.errors.Collect(out)
 }

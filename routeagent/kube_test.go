@@ -152,6 +152,7 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 			return nil
 		})
 	}
+	gatewaysInPods(c, create, api)
 	books.Spec.ClusterSubnets = map[string]v1alpha1.Subnets{}
 	must(api.Update(c.ctx, books))
 	for _, n := range c.Nodes {
@@ -166,6 +167,65 @@ func TestNodesFollowTheAPIServerAndStayAsTheyAreWithoutIt(t *testing.T) {
 		if err := c.agents[n].end(unix.SIGTERM); err != nil {
 			t.Errorf("%s: %v", n, err)
 		}
+	}
+}
+
+// gatewaysInPods has gateways that are Pods, of which one says on its Service that it is active, and
+// then the other: all nodes follow, without any TunnelEndpoint. When both are gone nothing leads
+// anywhere.
+func gatewaysInPods(c *cluster, create func(client.Object), api client.Client) {
+	c.t.Helper()
+	addrs := []netip.Addr{netip.MustParseAddr("10.65.77.1"), netip.MustParseAddr("10.65.77.2")}
+	var made []client.Object
+	if err := api.Create(c.ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: deploy.Namespace}}); err != nil {
+		c.t.Fatal(err)
+	}
+	for i, a := range addrs {
+		p := &corev1.Pod{
+			ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: fmt.Sprintf("gateway-%d", i), Labels: map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}},
+			Spec:       corev1.PodSpec{NodeName: c.Nodes[i].Name, Containers: []corev1.Container{{Name: "c", Image: "i"}}},
+			Status: corev1.PodStatus{Phase: corev1.PodRunning, PodIP: a.String(), PodIPs: []corev1.PodIP{{IP: a.String()}},
+				HostIP: c.Nodes[i].Addr.String(), HostIPs: []corev1.HostIP{{IP: c.Nodes[i].Addr.String()}}},
+		}
+		create(p)
+		made = append(made, p)
+	}
+	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "gateway", Labels: map[string]string{v1alpha1.LabelGateway: "true"}},
+		Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 5871}}}}
+	if err := api.Create(c.ctx, service); err != nil {
+		c.t.Fatal(err)
+	}
+	made = append(made, service)
+	for i, a := range addrs {
+		service.Annotations = map[string]string{isthmus.AnnotationGateways: a.String(), v1alpha1.AnnotationGatewayNodeIP: c.Nodes[i].Addr.String()}
+		if err := api.Update(c.ctx, service); err != nil {
+			c.t.Fatal(err)
+		}
+		for _, n := range c.Nodes {
+			c.eventually(n, func() error {
+				s := c.snapshot(n)
+				for _, want := range []string{fmt.Sprintf("%v via 192.0.0.8 dev %s table 4201", remotePods, kernel.OverlayDevice),
+					fmt.Sprintf("192.0.0.8 dev %s lladdr %v", kernel.OverlayDevice, fabric.GatewayMAC(a))} {
+					if !strings.Contains(s, want) {
+						return fmt.Errorf("no %q in\n%s", want, s)
+					}
+				}
+				return nil
+			})
+		}
+	}
+	for _, o := range made {
+		if err := api.Delete(c.ctx, o, client.GracePeriodSeconds(0)); err != nil {
+			c.t.Fatal(err)
+		}
+	}
+	for _, n := range c.Nodes {
+		c.eventually(n, func() error {
+			if s := c.snapshot(n); strings.Contains(s, "via 192.0.0.8") || !strings.Contains(s, fmt.Sprintf("unreachable %v table 4202", remotePods)) {
+				return fmt.Errorf("no gateway is there any more, and still there is\n%s", s)
+			}
+			return nil
+		})
 	}
 }
 

@@ -95,6 +95,9 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 		return 0, nil, nil // it is not known what the node refuses; comparing brings us back
 	}
 	now, problems, err := t.look(own)
+	if o := t.lastOverlay(); o.Broken {
+		now.BrokenOverlay = fabric.BrokenOverlay{Gateway: o.Gateway, Since: o.Since.UTC().Truncate(time.Second)}
+	}
 	wait = max(lookGap, lookShare*time.Since(begin))
 	if err != nil || now.Equal(t.last) && created == t.node && time.Since(t.at) < tellInterval {
 		return wait, problems, err
@@ -112,7 +115,7 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 	t.reported = true
 	t.mu.Unlock()
 	set(t.refusing) // a report that was there says what was refused before
-	t.log.Info("told the manager what this node reaches by itself", "networks", len(now.Networks), "resolvers", len(now.Resolvers))
+	t.log.Info("told the manager what this node reaches", "networks", len(now.Networks), "resolvers", len(now.Resolvers), "overlayBroken", now.BrokenOverlay.Gateway.IsValid())
 	t.last, t.node, t.at = now, created, time.Now()
 	return wait, problems, nil
 }
@@ -172,6 +175,26 @@ func (a *agent) ourselves() (own []netip.Prefix, nodes int, created int64) {
 	return a.intent.Own, len(a.intent.Nodes), madeAt(a.intent, a.opts.Node)
 }
 
+func (a *agent) pods() []netip.Prefix {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if a.intent == nil {
+		return nil
+	}
+	return podsOf(a.intent)
+}
+
+// podsOf are the networks of our pods, by the books and by what tunnels name.
+func podsOf(in *fabric.NodeIntent) []netip.Prefix {
+	all := slices.Clone(in.OwnPods)
+	for _, t := range in.Tunnels {
+		if !slices.Contains(all, t.Peer.Local.Pod) {
+			all = append(all, t.Peer.Local.Pod)
+		}
+	}
+	return all
+}
+
 // madeAt is when the Node of a name was made; 0: there is none.
 func madeAt(in *fabric.NodeIntent, name string) int64 {
 	for _, n := range in.Nodes {
@@ -190,7 +213,10 @@ func (a *agent) look(own []netip.Prefix) (fabric.NodeNetworks, []fabric.Problem,
 	}
 	resolvers, err := resolversIn(a.opts.Resolvers)
 	n, problems := fabric.NodeNetworksOf(a.opts.Node, have, own, resolvers)
-	return n, problems, err
+	n.Problems = reportedOf(a.opts.Node, a.current())
+	addrs, unknown := rtnl.Addresses()
+	n.Sources = fabric.OverlaySourcesOf(addrs, a.pods())
+	return n, problems, errors.Join(err, unknown)
 }
 
 // resolversIn returns the DNS servers of a file as in resolv.conf(5); none if there is no file.

@@ -268,7 +268,7 @@ func TestAnAgentWithoutAFilterCarriesNothingAndSaysWhy(t *testing.T) {
 	if _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); err == nil {
 		t.Error("ready")
 	}
-	if s := c.snapshot(n); strings.Contains(s, kernel.OverlayDevice+":") || strings.Contains(s, "lookup 4201") || !strings.Contains(s, "4198:\tfrom all lookup 4202") {
+	if s := c.snapshot(n); strings.Contains(s, kernel.OverlayDevice+":") || strings.Contains(s, "lookup 4201") || !strings.Contains(s, "418:\tfrom all lookup 4202") {
 		t.Errorf("carries:\n%s", s)
 	}
 	in.Close() // and the table is gone

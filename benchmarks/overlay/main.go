@@ -20,6 +20,7 @@ import (
 	"flag"
 	"fmt"
 	"log"
+	"net/netip"
 	"os"
 	"os/signal"
 	"slices"
@@ -185,11 +186,11 @@ func (c *cluster) traffic(ctx context.Context, v variant, d time.Duration) (got 
 	if err != nil {
 		return nil, err
 	}
-	out, err := perPacket(c.pod.Host, c.pod.Addr, c.far, remotePod, standIn(gatewayNodes[0]))
+	out, err := load.PerPacket(c.pod.Host, c.pod.Addr, remotePod, c.far, netip.AddrPortFrom(remotePod, load.DiscardPort), standIn(gatewayNodes[0]))
 	if err != nil {
 		return nil, err
 	}
-	in, err := perPacket(c.far, remotePod, c.pod.Host, c.pod.Addr, podDevice)
+	in, err := load.PerPacket(c.far, remotePod, c.pod.Addr, c.pod.Host, netip.AddrPortFrom(c.pod.Addr, load.DiscardPort), podDevice)
 	if err != nil {
 		return nil, err
 	}

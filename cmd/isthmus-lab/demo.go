@@ -1,9 +1,12 @@
 package main
 
 import (
+	"context"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
+	"sync"
 
 	"github.com/spf13/cobra"
 	"golang.org/x/sys/unix"
@@ -21,15 +24,16 @@ func newDemoCommand() *cobra.Command {
 	var kubernetes bool
 	cmd := &cobra.Command{
 		Use:   "demo",
-		Short: "Join three clusters with the same PodCIDR on this machine and show what works (root)",
-		Long: `Make three clusters out of network namespaces of this machine, each with two nodes
-and an API server of its own, all with the same PodCIDR; peer each pair by the
-command line and show with real traffic what works and what is refused. Each step
-is checked; the exit code is 0 when all went well. Nothing is left behind, also
-after Ctrl-C.
+		Short: "Join clusters with the same PodCIDR on this machine and show what works (root)",
+		Long: `Join two clusters made of network namespaces of this machine by files, and break
+one of these on purpose; then make three clusters of two nodes, each with an API
+server of its own, all with the same PodCIDR; peer each pair by the command line and
+show with real traffic what works and what is refused. Each step is checked; the exit
+code is 0 when all went well. Nothing is left behind, also after Ctrl-C.
 
-It needs etcd and kube-apiserver, which it builds from source where they are
-missing. That takes some minutes, once, and works in a checkout of the source.
+The second part needs etcd and kube-apiserver, which are built from source where they
+are missing, while the first part runs. That takes some minutes, once, and works in a
+checkout of the source.
 
 With --kubernetes there are two clusters with real nodes instead: kubelet, containerd,
 the bridge CNI plugin and kube-proxy. Isthmus is installed as everywhere, and the time
@@ -48,16 +52,14 @@ of each step is shown, until a pod of one cluster has an HTTP answer of the othe
 				if err := kubenodes.Available(); err != nil {
 					return cli.Usage("%w", err)
 				}
-				if o.Kube, err = kubetest.BuildNodes(cmd.Context(), cmd.ErrOrStderr()); err != nil {
-					return err
-				}
+				o.Kube = func(ctx context.Context) (string, error) { return kubetest.BuildNodes(ctx, cmd.ErrOrStderr()) }
 				kube.UseLogger(slog.New(slog.DiscardHandler)) // the client library would ask for one
 				return downHint(demo.RunKubernetes(cmd.Context(), o), o.Name)
 			}
-			fmt.Fprintln(o.Out, "Three clusters of two nodes on this machine, peered, with real traffic between their pods: under a minute.")
-			if o.Kube, err = kubetest.Build(cmd.Context(), cmd.ErrOrStderr()); err != nil {
-				return err
-			}
+			fmt.Fprintln(o.Out, "Two clusters joined by files, then three with API servers, all on this machine, with real traffic between their pods.")
+			b := build(cmd.Context(), cmd.ErrOrStderr())
+			defer b.end()
+			o.Kube = b.wait
 			return downHint(demo.Run(cmd.Context(), o), o.Name)
 		}),
 	}
@@ -66,6 +68,69 @@ of each step is shown, until a pod of one cluster has an HTTP answer of the othe
 	cmd.Flags().BoolVar(&o.Keep, "keep", false, "let the clusters stand at the end, until Ctrl-C")
 	cmd.Flags().StringVar(&o.Name, "name", "demo", "name of the lab")
 	return cmd
+}
+
+// A building is the API servers' programs, which are built while there is something else to see.
+type building struct {
+	cancel context.CancelFunc
+	done   chan struct{}
+	shown  *gate
+	dir    string // valid after done, as is err
+	err    error
+}
+
+func build(ctx context.Context, progress io.Writer) *building {
+	b := &building{done: make(chan struct{}), shown: &gate{w: progress}}
+	ctx, b.cancel = context.WithCancel(ctx)
+	go func() {
+		defer close(b.done)
+		b.dir, b.err = kubetest.Build(ctx, b.shown)
+	}()
+	return b
+}
+
+// wait returns the folder of the programs; from now on their progress is shown.
+func (b *building) wait(ctx context.Context) (string, error) {
+	b.shown.open()
+	select {
+	case <-b.done:
+		return b.dir, b.err
+	case <-ctx.Done():
+		return "", ctx.Err()
+	}
+}
+
+// end gives up what is not built yet.
+func (b *building) end() {
+	b.cancel()
+	<-b.done
+}
+
+// A gate lets the newest of what was written pass when it opens, and then everything.
+type gate struct {
+	w io.Writer
+
+	mu     sync.Mutex
+	opened bool
+	newest []byte
+}
+
+func (g *gate) Write(p []byte) (int, error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.opened {
+		return g.w.Write(p)
+	}
+	g.newest = append(g.newest[:0], p...)
+	return len(p), nil
+}
+
+func (g *gate) open() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.opened = true; len(g.newest) > 0 {
+		_, _ = g.w.Write(append([]byte("\n"), g.newest...)) // progress that nobody can read is none
+	}
 }
 
 // isTerminal tells whether colours make sense on f (https://no-color.org has its say).

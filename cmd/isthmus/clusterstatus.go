@@ -7,15 +7,15 @@ import (
 	"github.com/isthmus-net/isthmus/internal/peering"
 )
 
-// aboutCluster says whether `isthmus status` is about a cluster or about the gateway on this
+// aboutCluster says whether `isthmus status` or `isthmus trace` is about a cluster or about the gateway on this
 // machine: what the flags say, else a cluster where there is a kubeconfig or we run in a Pod.
 func aboutCluster(cmd *cobra.Command) bool {
-	for _, flag := range []string{"gateway", "address", "flows"} {
+	for _, flag := range []string{"gateway", "address", "flows"} { // not all commands have all
 		if cmd.Flags().Changed(flag) {
 			return false
 		}
 	}
-	for _, flag := range []string{"kubeconfig", "context", "namespace"} {
+	for _, flag := range []string{"kubeconfig", "context", "namespace", "remote-context", "remote-kubeconfig"} {
 		if cmd.Flags().Changed(flag) {
 			return true
 		}

@@ -38,10 +38,7 @@ broken or unknown, and 2 when a cluster could not be asked.`,
 				return err
 			}
 			var b *peering.Cluster
-			if remote.Context != "" || remote.Kubeconfig != "" {
-				if remote.Kubeconfig == "" {
-					remote.Kubeconfig = local.Kubeconfig
-				}
+			if otherCluster(&local, &remote) {
 				if b, err = connect(remote); err != nil {
 					return err
 				}

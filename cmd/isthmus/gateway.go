@@ -143,5 +143,6 @@ func configOf(s file.Snapshot) gateway.Config {
 		NAT:            s.File.NAT.Config(),
 		MetricsAddress: s.File.MetricsAddress,
 		StatusAddress:  s.File.StatusAddress,
+		FlowLog:        gateway.FlowLog{File: s.File.FlowLog, Sample: s.File.FlowLogSample, PerSecond: s.File.FlowLogPerSecond},
 	}
 }

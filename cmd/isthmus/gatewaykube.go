@@ -3,13 +3,16 @@ package main
 import (
 	"bytes"
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
 	"net"
 	"net/http"
 	"net/netip"
 	"os"
+	"slices"
 	"strconv"
+	"strings"
 	"sync"
 	"time"
 
@@ -17,6 +20,7 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 	"github.com/spf13/pflag"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
@@ -24,6 +28,7 @@ import (
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
@@ -38,6 +43,7 @@ type kubeGateway struct {
 	mtu                     string
 	nat                     file.NAT
 	metricsAddr, statusAddr string
+	flowLog                 gateway.FlowLog
 	stateDirectory          string
 	hostNetwork             bool
 	secure                  metricsFlags
@@ -49,7 +55,7 @@ type kubeGateway struct {
 
 // kubeGatewayFlags are the flags that addFlags adds.
 func kubeGatewayFlags() []string {
-	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "metrics-secure", "metrics-cert-dir", "status-address", "state-directory", "host-network"}
+	names := []string{"kubeconfig", "namespace", "cluster-id", "cluster-name", "port", "tunnels", "mtu", "metrics-address", "metrics-secure", "metrics-cert-dir", "status-address", "flow-log", "flow-log-sample", "flow-log-per-second", "state-directory", "host-network"}
 	for _, f := range new(file.NAT).Fields() {
 		names = append(names, f.Flag)
 	}
@@ -72,6 +78,9 @@ func (k *kubeGateway) addFlags(f *pflag.FlagSet) {
 	f.StringVar(&k.metricsAddr, "metrics-address", file.DefaultMetricsAddress, "TCP address of /metrics, /healthz and /readyz; empty: none")
 	k.secure.add(f)
 	f.StringVar(&k.statusAddr, "status-address", file.DefaultStatusAddress, "TCP address of /status and /trace; empty: none")
+	f.StringVar(&k.flowLog.File, "flow-log", "", "file to append a line of JSON to for flows that open, close or are refused; - is standard output, empty: none")
+	f.IntVar(&k.flowLog.Sample, "flow-log-sample", 1, "log one flow in so many")
+	f.IntVar(&k.flowLog.PerSecond, "flow-log-per-second", gateway.DefaultFlowLogRate, "log at most so many lines")
 	f.BoolVar(&k.hostNetwork, "host-network", false, "this Pod has its node's network (hostNetwork: true); the gateway makes a network namespace of its own there")
 	f.StringVar(&k.stateDirectory, "state-directory", "", "where to keep, with the private key, what to carry on with after a restart until the API server answers; empty: nowhere")
 }
@@ -99,6 +108,14 @@ func (k *kubeGateway) complete() error {
 			return cli.Usage("--mtu %q: want auto or a number from %d to %d", k.mtu, file.MinMTU, file.MaxMTU)
 		}
 		k.tunnel = n
+	}
+	for _, n := range []struct {
+		flag  string
+		value int
+	}{{"flow-log-sample", k.flowLog.Sample}, {"flow-log-per-second", k.flowLog.PerSecond}} {
+		if n.value < 1 || n.value > file.MaxFlowLog {
+			return cli.Usage("--%s %d: want 1 to %d", n.flag, n.value, file.MaxFlowLog)
+		}
 	}
 	for _, a := range []struct{ flag, address string }{{"metrics-address", k.metricsAddr}, {"status-address", k.statusAddr}} {
 		if _, _, err := net.SplitHostPort(a.address); a.address != "" && err != nil {
@@ -153,7 +170,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	}
 	front := &front{replica: replica, own: prometheus.NewRegistry(), idle: prometheus.NewRegistry()}
 	front.own.MustRegister(replica.Collector())
-	front.idle.MustRegister(collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
+	front.idle.MustRegister(metric.Build(cli.Version()), collectors.NewGoCollector(), collectors.NewProcessCollector(collectors.ProcessCollectorOpts{}))
 	secure, err := k.secure.secure(k.kubeconfig, log)
 	if err != nil {
 		return err
@@ -165,23 +182,50 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	defer stop()
 	log.Info("replica starts", "pod", k.source.Pod, "node", os.Getenv("NODE_NAME"), "address", k.source.PodIP, "version", cli.Version())
 
+	events, err := kube.NewPodEvents(k.source.Config, "gateway", k.source.Namespace, k.source.Pod, types.UID(os.Getenv("POD_UID")))
+	if err != nil {
+		return err
+	}
 	options.PodNetwork = !k.hostNetwork
 	active := func(ctx context.Context) error {
 		options.Source = func(ctx context.Context, deliver func(gateway.Config, error)) {
 			replica.Snapshots(ctx, func(s kube.Snapshot, err error) {
 				deliver(gateway.Config{Gateway: s.Gateway, Refused: s.Problems, PrivateKey: gateway.Key(s.PrivateKey),
-					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config(), PodNetwork: s.PodNetwork}, err)
+					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config(), FlowLog: k.flowLog, PodNetwork: s.PodNetwork}, err)
 			})
 		}
 		options.Ready = replica.Ready
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			replica.Write(ctx, func() (kube.Report, error) { return reportOf(r.Status()), nil })
+			replica.Write(ctx, func() (kube.Report, error) {
+				s := r.Status()
+				tellPod(ctx, events, s, log)
+				return reportOf(s), nil
+			})
 		}
 		return gateway.Run(ctx, options)
 	}
-	return replica.Run(ctx, active, func() error { return gateway.Clear(options.PodNetwork, log) })
+	err = replica.Run(ctx, active, func() error { return gateway.Clear(options.PodNetwork, log) })
+	if err != nil && ctx.Err() == nil { // the last that this process can say
+		if untold := events.Warn(ctx, "Failed", "the gateway ended: "+err.Error()); untold != nil {
+			log.Warn("nobody is told why", "error", untold)
+		}
+	}
+	return err
+}
+
+// tellPod tells of what is wrong with this gateway itself; TunnelEndpoints tell of peers.
+func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log *slog.Logger) {
+	var err error
+	if wrong := slices.Concat(s.Config.Errors, s.Config.Problems); len(wrong) > 0 {
+		err = events.Warn(ctx, "NotApplied", strings.Join(wrong, "; "))
+	} else {
+		err = events.Mended(ctx, "Applied", "the gateway is as it should be again")
+	}
+	if err != nil && ctx.Err() == nil {
+		log.Debug("nobody is told what is wrong", "error", err) // Pod and status say it too
+	}
 }
 
 // reportOf takes out of a status what TunnelEndpoints tell.
@@ -222,25 +266,52 @@ func (f *front) serve(metricsAddr string, secure *httpserve.Secure, statusAddr s
 		flag, address string
 		secure        *httpserve.Secure
 		handler       http.Handler
-	}{{"--metrics-address", metricsAddr, secure, f.metrics(secure)}, {"--status-address", statusAddr, nil, f.using(f.status)}} {
+	}{{"--metrics-address", metricsAddr, secure, f.metrics(secure)}, {"--status-address", statusAddr, nil, f.private()}} {
 		if _, err := servers.ListenPrivate(l.flag, l.address, l.secure, l.handler); err != nil {
 			servers.Close()
 			return nil, err
+		}
+	}
+	if statusAddr != "" {
+		if err := servers.ListenOwner("capture", gateway.CaptureSocket, http.HandlerFunc(f.capture)); err != nil {
+			log.Warn("no captures: another process in this network namespace has their socket", "error", err)
 		}
 	}
 	servers.Serve()
 	return servers.Close, nil
 }
 
+// private is for whoever may read the status, which includes the metrics.
+func (f *front) private() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /metrics", f.using(f.scrape))
+	mux.HandleFunc("/", f.using(f.status))
+	return mux
+}
+
+func (f *front) scrape(w http.ResponseWriter, r *http.Request) {
+	all := gateway.Gatherers{f.own, f.idle}
+	if f.running != nil {
+		all[1] = f.running.Gatherer()
+	}
+	promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
+}
+
+// capture goes on for long: unlike status, it must not keep the gateway from its end.
+func (f *front) capture(w http.ResponseWriter, r *http.Request) {
+	f.mu.RLock()
+	running := f.running
+	f.mu.RUnlock()
+	if running == nil {
+		f.using(f.status)(w, r)
+		return
+	}
+	running.CaptureHandler().ServeHTTP(w, r)
+}
+
 func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 	mux := http.NewServeMux()
-	mux.Handle("GET /metrics", secure.Guarded(f.using(func(w http.ResponseWriter, r *http.Request) {
-		all := gateway.Gatherers{f.own, f.idle}
-		if f.running != nil {
-			all[1] = f.running.Gatherer()
-		}
-		promhttp.HandlerFor(all, promhttp.HandlerOpts{DisableCompression: true}).ServeHTTP(w, r)
-	})))
+	mux.Handle("GET /metrics", secure.Guarded(f.using(f.scrape)))
 	// Alive: it answers. Neither a peer nor an API server that is away must get the process killed.
 	mux.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	// Ready: it is active and the data plane is there, or it could become active.
@@ -248,8 +319,12 @@ func (f *front) metrics(secure *httpserve.Secure) http.Handler {
 		pod, self := f.replica.Active()
 		f.mu.RLock()
 		running := f.running != nil
+		err := f.replica.Ready()
+		if running {
+			err = errors.Join(err, f.running.Ready())
+		}
 		f.mu.RUnlock()
-		switch err := f.replica.Ready(); {
+		switch {
 		case err != nil:
 			http.Error(w, err.Error(), http.StatusServiceUnavailable)
 		case running:

@@ -389,6 +389,16 @@ func TestGatewaysLiveFromAPIServers(t *testing.T) {
 	}
 	t.Run("Pods and Service say who is active", func(t *testing.T) { marked(t, 0) })
 
+	t.Run("a capture is the active gateway's to make", func(t *testing.T) {
+		for i, want := range []string{"4 packets, 0 missed", "this gateway is a standby; the active one is Pod " + replicaName(0)} {
+			cmd := a.Nodes[i].Command(t.Context(), "/proc/self/exe", "capture", "--packets", "4", "--write", "/dev/null")
+			cmd.Env = append(os.Environ(), beProgram+"=1")
+			if out, _ := cmd.CombinedOutput(); !strings.Contains(string(out), want) {
+				t.Errorf("on node %d: %s: want %q", i, out, want)
+			}
+		}
+	})
+
 	t.Run("an endpoint that becomes ours is given up, and the peer found where it shows itself", func(t *testing.T) {
 		ours := func(are bool) {
 			t.Helper()

@@ -4,6 +4,7 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"strconv"
 	"strings"
 	"time"
 
@@ -48,7 +49,7 @@ are. --print shows the manifests and needs no cluster.`,
 			if err != nil {
 				return err
 			}
-			o.Values, o.Version = values, imageTag()
+			o.Values, o.Version = values, cli.ImageTag()
 			if show {
 				text, err := o.Manifests(access.Namespace)
 				fmt.Fprint(cmd.OutOrStdout(), text)
@@ -100,9 +101,6 @@ func (f *installFlags) add(cmd *cobra.Command) {
 
 // defaultRepository is where releases are.
 const defaultRepository = "ghcr.io/isthmus-net/isthmus"
-
-// imageTag is the tag of the image that was built with this program.
-func imageTag() string { return strings.ReplaceAll(cli.Version(), "+", "-") }
 
 // values are what the flags that were given say.
 func (f *installFlags) values(cmd *cobra.Command) (chart.Values, error) {
@@ -180,8 +178,53 @@ func addAccessFlags(cmd *cobra.Command, a *peering.Access, prefix, of string) {
 	flags := cmd.Flags()
 	flags.StringVar(&a.Kubeconfig, prefix+"kubeconfig", "", "kubeconfig file"+of+" (default $KUBECONFIG or ~/.kube/config)")
 	flags.StringVar(&a.Context, prefix+"context", "", "context"+of+" in the kubeconfig (default the current one)")
-	flags.StringVar(&a.Namespace, prefix+"namespace", deploy.Namespace, "namespace of the installation"+of)
+	short := ""
+	if prefix == "" {
+		short = "n"
+	}
+	flags.StringVarP(&a.Namespace, prefix+"namespace", short, deploy.Namespace, "namespace of the installation"+of)
+	flags.StringVar(&a.As, prefix+"as", "", "user to act as"+of+", such as system:serviceaccount:NAMESPACE:NAME")
+	flags.StringArrayVar(&a.AsGroups, prefix+"as-group", nil, "group to act as"+of+"; may be repeated")
+	flags.Var((*requestTimeout)(&a.Timeout), prefix+"request-timeout", "how long one request to the API server"+of+" may take, such as 30s; 0: ten seconds")
 	completeAccess(cmd, a, prefix)
+}
+
+// requestTimeout is the value of --request-timeout, which kubectl takes as seconds too.
+type requestTimeout time.Duration
+
+func (d *requestTimeout) Type() string { return "duration" }
+
+func (d *requestTimeout) String() string {
+	if *d == 0 {
+		return "" // no default to be shown
+	}
+	return time.Duration(*d).String()
+}
+
+func (d *requestTimeout) Set(text string) error {
+	if seconds, err := strconv.ParseUint(text, 10, 31); err == nil {
+		*d = requestTimeout(time.Duration(seconds) * time.Second)
+		return nil
+	}
+	parsed, err := time.ParseDuration(text)
+	if err != nil || parsed < 0 {
+		return errors.New("want a duration such as 30s, or a number of seconds")
+	}
+	*d = requestTimeout(parsed)
+	return nil
+}
+
+// otherCluster completes what was said of the other cluster by what holds for both, and reports
+// whether it was named.
+func otherCluster(local, remote *peering.Access) bool {
+	named := remote.Context != "" || remote.Kubeconfig != ""
+	if named && remote.Kubeconfig == "" {
+		remote.Kubeconfig = local.Kubeconfig
+	}
+	if remote.Timeout == 0 {
+		remote.Timeout = local.Timeout
+	}
+	return named
 }
 
 func connect(a peering.Access) (*peering.Cluster, error) {

@@ -5,6 +5,8 @@
 //	isthmus peer | unpeer            join two clusters, part them
 //	isthmus status                   what is joined, and what is wrong
 //	isthmus diagnose                 the first thing that is broken on the way to a peer
+//	isthmus verify                   traffic between two clusters, both ways
+//	isthmus gather                   an archive for a bug report
 //	isthmus trace SRC DST            what a gateway would do with a packet
 //	isthmus manager                  the control plane, once per cluster
 //	isthmus gateway                  the data plane, on some nodes
@@ -59,6 +61,10 @@ PodCIDR.
 		newStatusCommand(),
 		newDiagnoseCommand(),
 		newTraceCommand(),
+		newVerifyCommand(),
+		newGatherCommand(),
+		newProbeCommand(),
+		newCaptureCommand(),
 		newGenkeyCommand(),
 		newPubkeyCommand(),
 	)

@@ -92,7 +92,7 @@ the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on 
 // complete checks flags and environment.
 func (f *managerFlags) complete() (err error) {
 	o := &f.options
-	o.Name, o.Instance = os.Getenv("POD_NAME"), os.Getenv("POD_UID")
+	o.Name, o.Instance, o.Version = os.Getenv("POD_NAME"), os.Getenv("POD_UID"), cli.Version()
 	o.Namespace = cmp.Or(o.Namespace, os.Getenv("POD_NAMESPACE"), deploy.Namespace)
 	if id := o.Cluster.ClusterID; id != "" {
 		if wrong := fabric.CheckClusterID(id); wrong != "" {

@@ -128,7 +128,7 @@ func TestMetricsAndStatusListenWhereOnlyTheyShouldBeReached(t *testing.T) {
 		metrics int
 		series  string // one of those that it serves
 	}{
-		{control, s.Control.Addr, deploy.ManagerServiceAccount, []string{"manager", "--pod-cidr", "10.244.0.0/18"}, 5876, "workqueue_depth"},
+		{control, s.Control.Addr, deploy.ManagerServiceAccount, []string{"manager", "--pod-cidr", "10.244.0.0/18"}, 5876, "isthmus_build_info"},
 		{first, s.Nodes[0].Addr, deploy.GatewayServiceAccount, []string{"gateway", "--host-network"}, 5872, "isthmus_build_info"},
 		{first, s.Nodes[0].Addr, deploy.RouteAgentServiceAccount, []string{"route-agent"}, 5874, "isthmus_build_info"},
 	}

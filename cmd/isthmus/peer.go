@@ -42,7 +42,7 @@ consent; what is missing on which side is said.`,
 		Args:              cobra.MaximumNArgs(1),
 		ValidArgsFunction: completePeering(&local),
 		RunE: func(cmd *cobra.Command, args []string) error {
-			both := remote.Context != "" || remote.Kubeconfig != ""
+			both := otherCluster(&local, &remote)
 			switch {
 			case !both && len(args) == 0:
 				return cli.Usage("want --remote-context, or --remote-kubeconfig: the cluster to be joined with; or the NAME of a Peering to look at")
@@ -71,9 +71,6 @@ consent; what is missing on which side is said.`,
 			}
 			result := map[string]any{}
 			if both {
-				if remote.Kubeconfig == "" {
-					remote.Kubeconfig = local.Kubeconfig
-				}
 				err = join(cmd, a, remote, o, result)
 			} else {
 				err = review(cmd, a, args[0], o, result)

@@ -7,6 +7,7 @@ import (
 	"os"
 
 	"github.com/spf13/cobra"
+	"k8s.io/apimachinery/pkg/types"
 
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -34,8 +35,10 @@ func newRouteAgentCommand() *cobra.Command {
 		Long: fmt.Sprintf(`Run the route agent of a node: it connects the nodes of the cluster by VXLAN (device
 %s, UDP port %d) and leads packets for remote clusters to the Pod of the active
 gateway, or to its node where the gateway has --host-network, and packets from them to
-pods. It reads its Node, the gateway's Pods and TunnelEndpoints, and where a gateway has
---host-network all Nodes and Pods; while the API server is away, everything stays as it is. It writes
+pods. It reads its Node, the pods on it, the gateway's Pods and Service and the books
+of the IPAM, and TunnelEndpoints where these do not say enough; where a gateway has
+--host-network, all Nodes and Pods too. While the API server is away, everything stays
+as it is. It writes
 one object, the NodeNetworks of its node: the networks that the node reaches by itself
 and its DNS servers, which the manager gives to no peer, and for which peers it
 refuses packets: the manager tells of a network only when all nodes do.
@@ -75,6 +78,18 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 				return err
 			}
 			o.Tell, o.TellRefused = reporter.Tell, reporter.TellRefused
+			if pod := os.Getenv("POD_NAME"); pod != "" {
+				events, err := kube.NewPodEvents(config, "route-agent", installed, pod, types.UID(os.Getenv("POD_UID")))
+				if err != nil {
+					return err
+				}
+				o.TellReady = func(ctx context.Context, problem string) error {
+					if problem == "" {
+						return events.Mended(ctx, "Applied", "the node is as it should be again")
+					}
+					return events.Warn(ctx, "NotApplied", problem)
+				}
+			}
 			return routeagent.Run(cmd.Context(), o)
 		},
 	}

@@ -152,6 +152,8 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 			fmt.Fprintf(w, "%s: %s: %s\n", nameOrID(p.Name, p.ID), p.Reason, p.Message)
 		case p.Problem != "":
 			fmt.Fprintf(w, "%s: %s\n", nameOrID(p.Name, p.ID), p.Problem)
+		case p.PathMTU.Narrow():
+			fmt.Fprintf(w, "%s: %s\n", nameOrID(p.Name, p.ID), p.Message)
 		}
 		if p.Down {
 			fmt.Fprintf(w, "%s: no WireGuard session for long, packets to it are dropped\n", nameOrID(p.Name, p.ID))
@@ -174,11 +176,7 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 
 func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	header := "PEER\tSTATE\tENDPOINT\tHANDSHAKE\tRTT\tLOSS\tRX\tTX\tITS PODS HERE\tOUR PODS THERE\tDROPS"
-	if wide {
-		header += "\tID\tMTU\tTUNNELS\tITS PODS\tOUR PODS\tITS EXTERNAL HERE\tOUR EXTERNAL THERE\tMAPPED\tSESSIONS\tRX PACKETS\tTX PACKETS"
-	}
-	fmt.Fprintln(t, header)
+	fmt.Fprintln(t, "PEER\tSTATE\tENDPOINT\tHANDSHAKE\tRTT\tLOSS\tRX\tTX\tITS PODS HERE\tOUR PODS THERE\tDROPS")
 	for _, p := range s.Peers {
 		endpoint := p.Endpoint
 		if endpoint == "" {
@@ -194,11 +192,17 @@ func printPeers(w io.Writer, s gateway.Status, wide bool) error {
 		fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\t%.0f%%\t%s\t%s\t%s\t%s\t%d",
 			nameOrID(p.Name, p.ID), p.State, endpoint, handshake, rtt, p.Loss*100, size(p.Receive.Bytes), size(p.Transmit.Bytes),
 			p.Rules.RemotePodsHere, p.Rules.LocalPodsThere, total(p.Drops))
-		if wide {
-			fmt.Fprintf(t, "\t%s\t%d\t%s\t%s\t%s\t%s\t%s\t%d\t%d\t%d\t%d", p.ID, p.MTU, tunnels(p), p.Rules.RemotePods, p.Rules.LocalPods, p.Rules.RemoteExternal, p.Rules.LocalExternal,
-				len(p.Rules.Endpoints), p.Sessions, p.Receive.Packets, p.Transmit.Packets)
-		}
 		fmt.Fprintln(t)
+	}
+	if wide { // in tables of their own, that all fit a screen
+		fmt.Fprintln(t, "\nPEER\tID\tMTU\tTUNNELS\tMAPPED\tSESSIONS\tRX PACKETS\tTX PACKETS")
+		for _, p := range s.Peers {
+			fmt.Fprintf(t, "%s\t%s\t%d\t%s\t%d\t%d\t%d\t%d\n", nameOrID(p.Name, p.ID), p.ID, p.MTU, tunnels(p), len(p.Rules.Endpoints), p.Sessions, p.Receive.Packets, p.Transmit.Packets)
+		}
+		fmt.Fprintln(t, "\nPEER\tITS PODS\tOUR PODS\tITS EXTERNAL HERE\tOUR EXTERNAL THERE")
+		for _, p := range s.Peers {
+			fmt.Fprintf(t, "%s\t%s\t%s\t%s\t%s\n", nameOrID(p.Name, p.ID), p.Rules.RemotePods, p.Rules.LocalPods, p.Rules.RemoteExternal, p.Rules.LocalExternal)
+		}
 	}
 	return t.Flush()
 }

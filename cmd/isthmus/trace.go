@@ -5,38 +5,50 @@ import (
 	"fmt"
 	"io"
 	"net/url"
+	"slices"
 
 	"github.com/spf13/cobra"
 
 	"github.com/isthmus-net/isthmus/gateway"
 	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/peering"
 	"github.com/isthmus-net/isthmus/internal/source/file"
 )
 
 func newTraceCommand() *cobra.Command {
 	var address, dir, direction string
 	var output cli.Output
+	var local, remote peering.Access
 	cmd := &cobra.Command{
 		Use:   "trace SRC[:PORT] DST[:PORT] [tcp|udp|icmp]",
 		Short: "Say what would happen to a packet",
-		Long: `Ask the NAT engine of the running gateway, or with --config an engine with the
-configuration of a directory, what it would do with a packet: which peer, which
-rule, which rewrite, or why it would be dropped. Nothing is sent.
+		Long: `Say which way a packet takes and where it ends: which peer, which rule, which
+rewrite, or why it would be dropped. Nothing is sent.
 
-Addresses are those that the packet has when it reaches the gateway. Outbound, that
-is our pod and the peer's pod as we see it. Inbound, it is the peer's pod as we see
-it and our pod as the peer sees it. Without --direction it is the one that makes
-sense. For ICMP a port is the identifier of an echo request.
+Where there is a kubeconfig, follow it through the cluster, as its objects say: the
+node of the pod, the gateway, the tunnel, and with --remote-context the other side;
+and then the answer back. SRC and DST are addresses, NAMESPACE/POD, svc/NAME or
+svc/NAMESPACE/NAME, which is the first endpoint that is ready; a Pod as DST is one of
+the other cluster where that is given. SRC is on this side.
 
-A running gateway also says when the peer is down, and why. The exit code is 1 when
-the packet would be dropped or the peer is down.`,
-		Example: `  isthmus trace 10.244.1.10 10.246.1.20:80
-  isthmus trace 10.246.1.20 10.247.0.5:53 udp --direction in
+With --gateway or --address ask the NAT engine of the gateway that runs on this
+machine, which knows its flows; with --config an engine with the configuration of a
+directory. Addresses are those that the packet has when it reaches the gateway then.
+Outbound, that is our pod and the peer's pod as we see it. Inbound, it is the peer's
+pod as we see it and our pod as the peer sees it. Without --direction it is the one
+that makes sense. For ICMP a port is the identifier of an echo request.
+
+It ends with "the peer is down", and why, when it is. The exit code is 1 when the
+packet would not arrive, and 0 also when it leaves for a peer that is not asked.`,
+		Example: `  isthmus trace --context paris shop/web-0 10.246.1.20:80
+  isthmus trace --context paris --remote-context oslo shop/web-0 db/postgres-0:5432
+  isthmus trace --gateway 10.244.1.10 10.246.1.20:80
+  isthmus trace --gateway 10.246.1.20 10.247.0.5:53 udp --direction in
   isthmus trace --config ./bug-report 10.244.1.10 10.246.1.20 icmp`,
 		Args: cobra.RangeArgs(2, 3),
-		ValidArgsFunction: func(_ *cobra.Command, args []string, begin string) ([]string, cobra.ShellCompDirective) {
-			if len(args) != 2 { // an address
-				return nil, cobra.ShellCompDirectiveNoFileComp
+		ValidArgsFunction: func(cmd *cobra.Command, args []string, begin string) ([]string, cobra.ShellCompDirective) {
+			if len(args) != 2 {
+				return completePlace(cmd, &local, &remote, args, begin)
 			}
 			return words([]string{"tcp", "udp", "icmp"}, begin)
 		},
@@ -44,6 +56,13 @@ the packet would be dropped or the peer is down.`,
 			q := gateway.TraceQuery{Protocol: "tcp", Direction: direction}
 			if len(args) == 3 {
 				q.Protocol = args[2]
+			}
+			if !slices.Contains([]string{"tcp", "udp", "icmp"}, q.Protocol) {
+				return cli.Usage("protocol %q: want tcp, udp or icmp", q.Protocol)
+			}
+			if dir == "" && aboutCluster(cmd) {
+				t := clusterTrace{ctx: cmd.Context(), query: q}
+				return t.run(cmd, local, remote, args[0], args[1], output)
 			}
 			var err error
 			if q.Src, err = gateway.ParseTraceAddr(args[0]); err != nil {
@@ -86,9 +105,12 @@ the packet would be dropped or the peer is down.`,
 			return nil
 		},
 	}
+	addAccessFlags(cmd, &local, "", "")
+	addAccessFlags(cmd, &remote, "remote-", " of the other cluster")
+	cmd.Flags().Bool("gateway", false, "the gateway on this machine, not the cluster")
 	addAddressFlag(cmd, &address)
-	cmd.Flags().StringVar(&dir, "config", "", "use the configuration in this directory instead of the running gateway")
-	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out is towards the tunnel, in is from it", "out", "in")
+	cmd.Flags().StringVar(&dir, "config", "", "use the configuration in this directory instead of a cluster or the running gateway")
+	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out is towards the tunnel, in is from it; of a cluster, only the packet, or only its answer", "out", "in")
 	cli.AddOutputFlag(cmd, &output, "print for programs")
 	return cmd
 }

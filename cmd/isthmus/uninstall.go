@@ -40,6 +40,7 @@ neither for peers nor for nodes that are away, and says what may stay there.`,
 	addAccessFlags(cmd, &access, "", "")
 	cmd.Flags().BoolVar(&o.Force, "force", false, "do not wait for peers and nodes that are away; say what may stay there")
 	cmd.Flags().BoolVar(&o.KeepDefinitions, "keep-crds", false, "leave the custom resource definitions and their objects, such as the books of the IPAM")
+	cmd.Flags().BoolVar(&o.BeforeHelm, "before-helm", false, "leave to Helm what it installed, but for the workloads: the chart's pre-delete hook does this")
 	cmd.Flags().StringVar(&o.Image, "image", "", "image that cleans the nodes (default that of the route agents)")
 	cmd.Flags().DurationVar(&o.Timeout, "timeout", 5*time.Minute, "how long to wait")
 	return cmd

@@ -30,7 +30,7 @@ there. With --force it does not, and what may stay is said.`,
 			if len(args) == 1 {
 				o.Name = args[0]
 			}
-			both := remote.Context != "" || remote.Kubeconfig != ""
+			both := otherCluster(&local, &remote)
 			if !both && o.Name == "" {
 				return cli.Usage("want the NAME of a Peering, or --remote-context for both sides; `isthmus status` shows the names")
 			}
@@ -43,9 +43,6 @@ there. With --force it does not, and what may stay is said.`,
 			}
 			var b *peering.Cluster
 			if both {
-				if remote.Kubeconfig == "" {
-					remote.Kubeconfig = local.Kubeconfig
-				}
 				if b, err = connect(remote); err != nil {
 					return err
 				}

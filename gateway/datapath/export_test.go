@@ -16,6 +16,12 @@ import (
 
 // The two halves of a Tunnel between link and engine, without what seals and opens.
 
+// Attach gives the tunnel an in-process endpoint, which its Close will close.
+func (t *Tunnel) Attach(local *Local) {
+	t.local = local
+	local.attach(t.link.Wake, func() {})
+}
+
 // Read fills bufs with translated packets, each at offset of its buffer. All buffers are of one
 // length.
 func (t *Tunnel) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
@@ -61,7 +67,7 @@ type write struct {
 
 var (
 	reads  = sync.Pool{New: func() any { return new(buffers) }}
-	writes = sync.Pool{New: func() any { return &write{writer: newWriter(nil)} }}
+	writes = sync.Pool{New: func() any { return &write{writer: newWriter(nil, &tap{dir: natengine.Inbound})} }}
 )
 
 // What tests have to see and set of a session.

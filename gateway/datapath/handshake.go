@@ -102,6 +102,9 @@ func (h *handshakes) offer(m []byte, from conn.Endpoint) {
 	case h.queue <- msg:
 	default:
 		h.t.engine.Count(nil, natengine.Inbound, natengine.DropHandshakeQueue)
+		if c := h.t.capture.Load(); c != nil {
+			c.handshake(h.t, natengine.Inbound, m, from, natengine.DropHandshakeQueue)
+		}
 	}
 }
 
@@ -167,6 +170,9 @@ func (h *handshakes) Send(bufs [][]byte, to conn.Endpoint) error {
 	m := bufs[0]
 	alone := len(bufs) == 1 && len(m) <= device.MessageHandshakeSize
 	if alone {
+		if c := h.t.capture.Load(); c != nil && (binary.LittleEndian.Uint32(m) != device.MessageTransportType || len(m) == device.MessageKeepaliveSize) {
+			c.handshake(h.t, natengine.Outbound, m, to, natengine.DropNone)
+		}
 		h.observe(binary.LittleEndian.Uint32(m), m, to) // first, as in flush
 	}
 	err := h.t.wire.Send(bufs, to)

@@ -23,6 +23,7 @@ type inbound struct {
 	now   time.Time
 	nonce [12]byte
 	run   run
+	tap   *tap
 	write writer
 
 	source struct { // of the last message
@@ -47,7 +48,10 @@ type message struct {
 	from    conn.Endpoint
 }
 
-func newInbound(t *Tunnel) *inbound { return &inbound{t: t, write: newWriter(t)} }
+func newInbound(t *Tunnel) *inbound {
+	shown := &tap{t: t, dir: natengine.Inbound}
+	return &inbound{t: t, tap: shown, write: newWriter(t, shown)}
+}
 
 // receiveAll handles what next receives until the socket is closed.
 func (in *inbound) receiveAll(next func(*bind.Batch) error) {
@@ -60,6 +64,7 @@ func (in *inbound) receiveAll(next func(*bind.Batch) error) {
 			continue
 		}
 		in.now = time.Now()
+		in.tap.begin()
 		for !in.batch.Empty() {
 			in.accept(in.batch.Next())
 		}
@@ -70,7 +75,7 @@ func (in *inbound) receiveAll(next func(*bind.Batch) error) {
 // accept sorts one message: data into the run at hand, handshakes into the device's queue.
 func (in *inbound) accept(m []byte, from conn.Endpoint) {
 	if !in.mayCome(from) {
-		in.refuse(nil, natengine.DropTunnelSource)
+		in.refuse(nil, m, from, natengine.DropTunnelSource)
 		return
 	}
 	var messageType uint32
@@ -85,11 +90,14 @@ func (in *inbound) accept(m []byte, from conn.Endpoint) {
 		}
 		in.run.messages = append(in.run.messages, message{b: m, counter: binary.LittleEndian.Uint64(m[8:]), from: from})
 	case messageType == device.MessageTransportType:
-		in.refuse(nil, natengine.DropTunnelShort)
+		in.refuse(nil, m, from, natengine.DropTunnelShort)
 	case len(m) != 0 && len(m) == handshakeLen(messageType):
+		if in.tap.on() {
+			in.tap.to.handshake(in.t, natengine.Inbound, m, from, natengine.DropNone)
+		}
 		in.t.bind.offer(m, from)
 	default:
-		in.refuse(nil, natengine.DropTunnelType)
+		in.refuse(nil, m, from, natengine.DropTunnelType)
 	}
 }
 
@@ -115,9 +123,10 @@ func (in *inbound) open() {
 	if p := in.t.peers.Load().byDevice[dev]; p != nil && k != nil && fresh(k, in.now) {
 		in.openFor(p, k)
 	} else {
-		for range r.messages {
-			in.refuse(nil, natengine.DropTunnelSession)
+		for i := range r.messages {
+			in.refuse(nil, r.messages[i].b, r.messages[i].from, natengine.DropTunnelSession)
 		}
+		in.t.strange(r.messages[len(r.messages)-1].from, in.now)
 	}
 	clear(r.messages)
 	r.messages, r.octets = r.messages[:0], 0
@@ -132,8 +141,8 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 		binary.LittleEndian.PutUint64(in.nonce[4:], m.counter)
 		content := m.b[headerLen:]
 		if opened, err := aead.Open(content[:0], in.nonce[:], content, nil); err != nil {
+			in.refuse(p.state, m.b, m.from, natengine.DropTunnelForged)
 			m.b = nil
-			in.refuse(p.state, natengine.DropTunnelForged)
 		} else {
 			m.b = m.b[:headerLen+len(opened)]
 		}
@@ -148,12 +157,18 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 	for i := range r.messages {
 		m := &r.messages[i]
 		if len(m.b) <= headerLen { // refused, or a keepalive
+			if in.tap.on() && m.b != nil {
+				in.showKeepalive(p.state, m)
+			}
 			continue
 		}
 		size := packetLen(m.b[headerLen:])
 		if size < 0 {
-			in.refuse(p.state, natengine.DropMalformed)
+			in.refuse(p.state, m.b, m.from, natengine.DropMalformed)
 			continue
+		}
+		if in.tap.on() {
+			in.show(p.state, m, size)
 		}
 		r.packets = append(r.packets, m.b[headerLen:headerLen+size])
 	}
@@ -178,8 +193,8 @@ func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data b
 			continue
 		}
 		if !window.ValidateCounter(m.counter, device.RejectAfterMessages) {
+			in.refuse(p.state, m.b, m.from, natengine.DropTunnelReplay)
 			m.b = nil
-			in.refuse(p.state, natengine.DropTunnelReplay)
 			continue
 		}
 		from, data = m.from, data || len(m.b) > headerLen
@@ -188,8 +203,28 @@ func (in *inbound) first(p *peer, k *device.Keypair) (from conn.Endpoint, data b
 	return from, data
 }
 
-func (in *inbound) refuse(peer *natengine.PeerState, why natengine.Drop) {
+// refuse counts a message, or what was in it.
+func (in *inbound) refuse(peer *natengine.PeerState, m []byte, from conn.Endpoint, why natengine.Drop) {
 	in.t.engine.Count(peer, natengine.Inbound, why)
+	if in.tap.on() && !in.tap.to.Narrow() {
+		in.tap.outer(peer, m, from, why)
+	}
+}
+
+// show shows a message that was opened, and the packet in it. The message's tag is gone, but not its
+// header.
+func (in *inbound) show(peer *natengine.PeerState, m *message, size int) {
+	p := m.b[headerLen : headerLen+size]
+	if headers, wanted := in.tap.wantsInner(peer, p, false, time.Duration(in.t.at(in.now))); wanted {
+		in.tap.outer(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
+		in.tap.showInner(peer, p, headers)
+	}
+}
+
+func (in *inbound) showKeepalive(peer *natengine.PeerState, m *message) {
+	if !in.tap.to.Narrow() {
+		in.tap.outer(peer, m.b[:len(m.b)+tagLen], m.from, natengine.DropNone)
+	}
 }
 
 // packetLen is the length that an IP packet says it has, without WireGuard's padding; negative when

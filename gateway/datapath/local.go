@@ -11,6 +11,7 @@ import (
 	"gvisor.dev/gvisor/pkg/buffer"
 	"gvisor.dev/gvisor/pkg/tcpip"
 	"gvisor.dev/gvisor/pkg/tcpip/adapters/gonet"
+	"gvisor.dev/gvisor/pkg/tcpip/checksum"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 	"gvisor.dev/gvisor/pkg/tcpip/link/channel"
 	"gvisor.dev/gvisor/pkg/tcpip/network/ipv4"
@@ -38,7 +39,15 @@ type Local struct {
 	stack  *stack.Stack
 	link   *localLink
 	has6   bool
+	addrs  [2]netip.Addr // IPv4, IPv6; zero: none
+	padded chan padded   // beside the stack's queue
 	closed atomic.Bool
+}
+
+// padded is a packet that is to be sent in a WireGuard message for one of size octets.
+type padded struct {
+	packet []byte
+	size   int
 }
 
 // NewLocal makes an endpoint with an IPv4 address (Liqo's 169.254.0.1), an IPv6 address, or both;
@@ -52,8 +61,10 @@ func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 			NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol, ipv6.NewProtocol},
 			TransportProtocols: []stack.TransportProtocolFactory{udp.NewProtocol},
 		}),
-		link: &localLink{Endpoint: channel.New(LocalQueueLen, uint32(mtu), "")},
-		has6: addr6.IsValid(),
+		link:   &localLink{Endpoint: channel.New(LocalQueueLen, uint32(mtu), "")},
+		has6:   addr6.IsValid(),
+		addrs:  [2]netip.Addr{addr4, addr6},
+		padded: make(chan padded, LocalQueueLen),
 	}
 	if err := l.configure(addr4, addr6); err != nil {
 		l.Close()
@@ -106,6 +117,60 @@ func (l *Local) ListenUDP(port uint16) (net.PacketConn, error) {
 	return &localConn{UDPConn: c}, nil
 }
 
+// SendPadded sends a UDP datagram from a port of the endpoint in a WireGuard message as long as that
+// of a packet of size octets, which must not exceed the tunnel's MTU: what follows the packet is
+// padding, which the receiver takes off by the length in the IP header (WireGuard paper, section
+// 5.4.6). Without a session with the peer it waits for one like any packet. It does not keep
+// payload.
+func (l *Local) SendPadded(payload []byte, from uint16, to netip.AddrPort, size int) error {
+	b, err := l.datagram(payload, from, to)
+	if err != nil {
+		return err
+	}
+	if l.closed.Load() {
+		return net.ErrClosed
+	}
+	select {
+	case l.padded <- padded{b, size}:
+		l.link.called(&l.link.wake)
+	default:
+		l.link.called(&l.link.overflow)
+	}
+	return nil
+}
+
+// datagram is a whole packet of the endpoint.
+func (l *Local) datagram(payload []byte, from uint16, to netip.AddrPort) ([]byte, error) {
+	headers, src := header.IPv4MinimumSize, l.addrs[0]
+	if to.Addr().Is6() {
+		headers, src = header.IPv6MinimumSize, l.addrs[1]
+	}
+	size := header.UDPMinimumSize + len(payload)
+	if !to.IsValid() || to.Addr().Is4In6() || !src.IsValid() || headers+size > 0xffff {
+		return nil, fmt.Errorf("in-process endpoint: no datagram of %d octets to %v", len(payload), to)
+	}
+	b := make([]byte, headers+size)
+	ours, theirs := tcpip.AddrFromSlice(src.AsSlice()), tcpip.AddrFromSlice(to.Addr().AsSlice())
+	if src.Is4() {
+		ip := header.IPv4(b)
+		ip.Encode(&header.IPv4Fields{TotalLength: uint16(len(b)), Flags: header.IPv4FlagDontFragment, TTL: ipv4.DefaultTTL,
+			Protocol: uint8(udp.ProtocolNumber), SrcAddr: ours, DstAddr: theirs})
+		ip.SetChecksum(^ip.CalculateChecksum())
+	} else {
+		header.IPv6(b).Encode(&header.IPv6Fields{PayloadLength: uint16(size), TransportProtocol: udp.ProtocolNumber, HopLimit: ipv6.DefaultTTL,
+			SrcAddr: ours, DstAddr: theirs})
+	}
+	u := header.UDP(b[headers:])
+	u.Encode(&header.UDPFields{SrcPort: from, DstPort: to.Port(), Length: uint16(size)})
+	copy(u.Payload(), payload)
+	sum := header.PseudoHeaderChecksum(udp.ProtocolNumber, ours, theirs, uint16(size))
+	if sum = ^u.CalculateChecksum(checksum.Checksum(payload, sum)); sum == 0 {
+		sum = 0xffff // zero would say that there is none
+	}
+	u.SetChecksum(sum)
+	return b, nil
+}
+
 // SetMTU changes the size in octets above which packets leave as fragments.
 func (l *Local) SetMTU(mtu int) { l.link.SetMTU(uint32(mtu)) }
 
@@ -125,21 +190,28 @@ func (l *Local) attach(wake, overflow func()) {
 	l.link.wake.Store(&wake)
 }
 
-// next copies the oldest packet of the endpoint into p and returns its length; 0 when there is
-// none.
-func (l *Local) next(p []byte) int {
-	if l.link.NumQueued() == 0 { // one load: this is asked once per batch
-		return 0
+// next copies the oldest packet of the endpoint into p and returns its length, 0 when there is none,
+// and the size that it is to be padded to, 0 for none.
+func (l *Local) next(p []byte) (n, size int) {
+	if l.hasPadded() { // one load, as below: this is asked once per batch
+		next := <-l.padded
+		return copy(p, next.packet), next.size
+	}
+	if l.link.NumQueued() == 0 {
+		return 0, 0
 	}
 	pkt := l.link.Read()
 	if pkt == nil {
-		return 0
+		return 0, 0
 	}
 	defer pkt.DecRef()
 	view := pkt.ToView()
 	defer view.Release()
-	return copy(p, view.AsSlice())
+	return copy(p, view.AsSlice()), 0
 }
+
+// hasPadded says whether the next packet is to be padded.
+func (l *Local) hasPadded() bool { return len(l.padded) > 0 }
 
 // deliver hands the endpoint one whole packet, which it copies. Answers (ICMP echo) may be in the
 // queue before it returns.
@@ -162,15 +234,22 @@ type localLink struct {
 // WritePackets queues what has a place and counts the rest.
 func (l *localLink) WritePackets(pkts stack.PacketBufferList) (int, tcpip.Error) {
 	n, err := l.Endpoint.WritePackets(pkts)
-	if f := l.overflow.Load(); f != nil && err == nil {
+	if err == nil {
 		for range pkts.Len() - n {
-			(*f)()
+			l.called(&l.overflow)
 		}
 	}
-	if f := l.wake.Load(); f != nil && n > 0 {
-		(*f)()
+	if n > 0 {
+		l.called(&l.wake)
 	}
 	return n, err
+}
+
+// called calls what is set, if anything is.
+func (l *localLink) called(f *atomic.Pointer[func()]) {
+	if f := f.Load(); f != nil {
+		(*f)()
+	}
 }
 
 // localConn gives a netstack socket the addresses and the errors of package net.

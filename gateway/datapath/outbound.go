@@ -4,6 +4,7 @@ import (
 	"errors"
 	"time"
 
+	"github.com/isthmus-net/isthmus/gateway/capture"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
 )
@@ -29,18 +30,22 @@ type outbound struct {
 	segmenter packet.Segmenter     // what of the last superpacket did not fit the batch; works in scratch
 	released  [][]byte             // fragments that did not fit the batch, owned
 	peer      *natengine.PeerState // of the packet at hand, and of what did not fit
+	padTo     int                  // size that the packet at hand is padded to, 0: none
 	big       tooBig
 	traffic   traffic
 	now       time.Duration
+	tap       *tap
 	seal      sealer
 }
 
 func newOutbound(t *Tunnel) outbound {
+	shown := &tap{t: t, dir: natengine.Outbound}
 	return outbound{
 		t:       t,
 		scratch: make([]byte, scratchLen)[scratchPad:],
 		traffic: traffic{direction: natengine.Outbound},
-		seal:    newSealer(t),
+		tap:     shown,
+		seal:    newSealer(t, shown),
 	}
 }
 
@@ -61,7 +66,7 @@ func (o *outbound) run() {
 // A taker is given the packets of a batch, one after the other.
 type taker interface {
 	// take takes a packet, whole, with complete checksums and at most as large as the MTU of its
-	// peer. The octets are the taker's, to read and to change, until take returns. more says
+	// peer, but for padding, which may follow it and may make it as large as any. The octets are the taker's, to read and to change, until take returns. more says
 	// whether there is room for another packet.
 	take(peer *natengine.PeerState, p []byte) (more bool)
 }
@@ -85,6 +90,7 @@ func (b *batch) give(peer *natengine.PeerState, p []byte) {
 // for packets that wait for a session. The only error is the end of the link, os.ErrClosed after
 // Close.
 func (o *outbound) read(b *batch) error {
+	o.tap.begin()
 	o.readKept(b)
 	o.readLocal(b)
 	var err error
@@ -97,6 +103,7 @@ func (o *outbound) read(b *batch) error {
 		if n, err = o.t.link.Read(o.scratch, wait); err != nil {
 			if errors.Is(err, ErrWoken) {
 				err = nil
+				o.tap.begin()
 				if o.readLocal(b); o.t.look.Load() {
 					break
 				}
@@ -135,29 +142,39 @@ func (o *outbound) readReleased(b *batch) {
 }
 
 // readLocal hands on packets of the in-process endpoint. When it leaves some in the queue, the
-// batch is not empty, so that Read will not wait.
+// batch is not empty, so that Read will not wait. A padded packet has a batch of its own: as a segment of
+// a UDP superpacket it would pass virtual links that drop its size.
 func (o *outbound) readLocal(b *batch) {
 	if o.t.local == nil {
 		return
 	}
 	// While scratch belongs to a superpacket that goes on, the batch is full.
 	for first := b.n; !b.full && b.n-first < localBurst; {
-		n := o.t.local.next(o.scratch)
+		if b.n > 0 && o.t.local.hasPadded() {
+			b.full = true
+			return
+		}
+		n, size := o.t.local.next(o.scratch)
 		if n == 0 {
 			return
 		}
 		if err := o.view.Parse(o.scratch[:n], packet.ChecksumComplete); err != nil {
-			o.t.engine.Count(nil, natengine.Outbound, dropOf(err))
+			o.discard(o.scratch[:n], dropOf(err))
 			continue
 		}
+		o.padTo = size
 		o.translate(b, 0, true)
+		o.padTo = 0
+		if size > 0 {
+			b.full = true
+		}
 	}
 }
 
 // outbound handles one packet of the link.
 func (o *outbound) outbound(b *batch, p []byte) {
 	if err := o.header.Decode(p); err != nil {
-		o.t.engine.Count(nil, natengine.Outbound, natengine.DropVirtioHeader)
+		o.discard(p[min(len(p), packet.VirtioHeaderLen):], natengine.DropVirtioHeader)
 		return
 	}
 	gsoSize, drop := o.parse(p[packet.VirtioHeaderLen:])
@@ -165,10 +182,18 @@ func (o *outbound) outbound(b *batch, p []byte) {
 		gsoSize, drop = o.parse(p[packet.VirtioHeaderLen:])
 	}
 	if drop != natengine.DropNone {
-		o.t.engine.Count(nil, natengine.Outbound, drop)
+		o.discard(p[packet.VirtioHeaderLen:], drop)
 		return
 	}
 	o.translate(b, gsoSize, false)
+}
+
+// discard counts a packet that does not come as far as the engine.
+func (o *outbound) discard(p []byte, why natengine.Drop) {
+	o.t.engine.Count(nil, natengine.Outbound, why)
+	if o.tap.on() {
+		o.tap.dropped(capture.BeforeNAT, nil, p, why)
+	}
 }
 
 // parse parses a packet of the link and checks its header against it.
@@ -190,7 +215,13 @@ func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 	if !b.timed {
 		o.now, b.timed = o.t.Now(), true
 	}
+	if o.tap.on() {
+		o.tap.came(&o.view)
+	}
 	v := o.t.engine.Outbound(&o.view, o.now)
+	if o.tap.on() {
+		o.show(v, gsoSize, local)
+	}
 	if v.Action != natengine.Forward {
 		return // discarded and counted by the engine, or held
 	}
@@ -205,6 +236,18 @@ func (o *outbound) translate(b *batch, gsoSize int, local bool) {
 	if len(v.Released()) > 0 {
 		o.release(b, v)
 	}
+}
+
+// show shows the packet to a capture, with its fate.
+func (o *outbound) show(v natengine.Verdict, gsoSize int, local bool) {
+	drop, segments := v.Drop, 1
+	if v.Action == natengine.Forward && v.Peer.Down() && !local {
+		drop = natengine.DropPeerDown
+	}
+	if gsoSize > 0 {
+		segments = (o.view.Len() - o.view.PayloadOffset() + gsoSize - 1) / gsoSize
+	}
+	o.tap.crossed(&o.view, v, drop, segments, nil, o.now)
 }
 
 // release hands on the fragments that the packet before them has set free.
@@ -231,7 +274,7 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 			o.tooBig(b, 0, most, peer)
 			return
 		}
-		b.give(peer, p)
+		b.give(peer, o.padded(p, b.most))
 		o.traffic.add(peer, 1, len(p))
 		return
 	}
@@ -247,4 +290,14 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 	segments := o.segmenter.Remaining()
 	o.traffic.add(peer, segments, o.view.Len()+(segments-1)*headers)
 	o.readKept(b)
+}
+
+// padded is a packet with zeros behind it where it is to be padded: then it lies at the beginning of
+// scratch.
+func (o *outbound) padded(p []byte, most int) []byte {
+	if size := min(o.padTo, most); size > len(p) {
+		clear(o.scratch[len(p):size])
+		return o.scratch[:size]
+	}
+	return p
 }

@@ -8,6 +8,7 @@ import (
 	"golang.zx2c4.com/wireguard/device"
 
 	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/capture"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -27,6 +28,7 @@ const (
 // peer.
 type sealer struct {
 	t     *Tunnel
+	tap   *tap   // of the outbound goroutine, whose batch this is
 	slab  []byte // messages: header, packet, padding, tag
 	slot  int    // the most that one takes
 	used  int    // octets of slab
@@ -49,8 +51,8 @@ type sealer struct {
 	expiry *time.Timer
 }
 
-func newSealer(t *Tunnel) sealer {
-	s := sealer{t: t, expiry: time.AfterFunc(time.Hour, t.lookSoon)}
+func newSealer(t *Tunnel, shown *tap) sealer {
+	s := sealer{t: t, tap: shown, expiry: time.AfterFunc(time.Hour, t.lookSoon)}
 	s.expiry.Stop()
 	return s
 }
@@ -79,7 +81,7 @@ func (s *sealer) take(state *natengine.PeerState, p []byte) (more bool) {
 	if state != s.state {
 		s.turnTo(state, s.table.byState[state])
 	}
-	if s.keypair == nil || !s.seal(p) {
+	if s.keypair == nil || !s.seal(p, true) {
 		s.stage(p)
 	}
 	s.taken++
@@ -100,7 +102,7 @@ func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 		return
 	}
 	s.expire(p)
-	for len(p.staged.ring) > 0 && s.seal(p.staged.ring[0]) {
+	for len(p.staged.ring) > 0 && s.seal(p.staged.ring[0], false) {
 		p.staged.drop()
 	}
 	if len(p.staged.ring) > 0 {
@@ -108,8 +110,9 @@ func (s *sealer) turnTo(state *natengine.PeerState, p *peer) {
 	}
 }
 
-// seal makes a message of a packet. It says no when the session has no nonce left.
-func (s *sealer) seal(p []byte) bool {
+// seal makes a message of a packet, which came by the batch at hand or has waited since an earlier
+// one. It says no when the session has no nonce left.
+func (s *sealer) seal(p []byte, came bool) bool {
 	k := s.keypair
 	counter := keypairNonce.of(k).Add(1) - 1
 	if counter >= device.RejectAfterMessages {
@@ -127,12 +130,16 @@ func (s *sealer) seal(p []byte) bool {
 	binary.LittleEndian.PutUint32(m[4:], *keypairRemote.of(k))
 	binary.LittleEndian.PutUint64(m[8:], counter)
 	binary.LittleEndian.PutUint64(s.nonce[4:], counter)
+	shown := s.tap.on() && s.tap.inner(s.state, p, came)
 	if padded := min((len(p)+device.PaddingMultiple-1)&^(device.PaddingMultiple-1), s.mtu); padded > len(p) {
 		plain := m[headerLen : headerLen+padded]
 		clear(plain[copy(plain, p):])
 		p = plain
 	}
 	s.sealed = append(s.sealed, (*keypairSend.of(k)).Seal(m[:headerLen], s.nonce[:], p, nil))
+	if shown {
+		s.tap.outer(s.state, s.sealed[len(s.sealed)-1], endpointOf(s.peer.dev), natengine.DropNone)
+	}
 	return true
 }
 
@@ -186,6 +193,9 @@ func (s *sealer) sendStaged() {
 func (s *sealer) stage(p []byte) {
 	if s.peer == nil {
 		s.count(s.state, 1, natengine.DropPeerDown)
+		if s.tap.on() {
+			s.tap.dropped(capture.Tunnel, s.state, p, natengine.DropPeerDown)
+		}
 		return
 	}
 	at := s.t.at(s.now)

@@ -13,7 +13,7 @@ import (
 )
 
 // Signs are what a tunnel has seen that may say why a peer has no session. Times are zero for what
-// never happened. Whoever can send from the peer's address can leave the first two: they explain,
+// never happened. Whoever can send from the peer's address can leave the first three: they explain,
 // they decide nothing.
 type Signs struct {
 	// OtherKey is when a handshake last came from the peer's address that was made for another
@@ -23,6 +23,9 @@ type Signs struct {
 	// not answer: its public key is no peer's, or its timestamp is not newer than that of one
 	// before.
 	Refused time.Time
+	// Earlier is when a data message last came from there under a session that there is none of here:
+	// one from before this tunnel knew the peer, or from before its key changed.
+	Earlier time.Time
 	// RelayedOtherKey and RelayedRefused are the same of handshakes that Services of ours relayed. All
 	// peers share them, and anybody may send what is relayed.
 	RelayedOtherKey, RelayedRefused time.Time
@@ -45,6 +48,7 @@ type place struct {
 	index    uint32    // of the last handshake for our key
 	came     time.Time // when that was; zero: it was answered
 	refused  time.Time // when one came that was not
+	earlier  time.Time // when data came under a session that there is none of
 }
 
 // signs is a copy of what is known of a place.
@@ -55,7 +59,7 @@ func (p *place) signs(now time.Time) (s Signs) {
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.settle(now)
-	return Signs{OtherKey: p.otherKey, Refused: p.refused}
+	return Signs{OtherKey: p.otherKey, Refused: p.refused, Earlier: p.earlier}
 }
 
 // settle gives up on the answer to the last handshake. With mu.
@@ -95,6 +99,17 @@ func (t *Tunnel) came(m []byte, from conn.Endpoint) {
 	}
 	p.settle(now)
 	p.index, p.came = binary.LittleEndian.Uint32(m[4:]), now
+}
+
+// strange notes data under a session that there is none of.
+func (t *Tunnel) strange(from conn.Endpoint, now time.Time) {
+	p := t.peers.Load().byAddr[from.DstIP().Unmap()]
+	if p == nil {
+		return
+	}
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.earlier = now
 }
 
 // answered notes that the device answers a handshake of a place: by a response or, under load, by a
@@ -152,6 +167,9 @@ func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	session := time.Unix(0, peerHandshake.of(p.dev).Load())
 	if !session.Before(s.Refused) && !session.Before(s.OtherKey) {
 		s.Refused, s.OtherKey = time.Time{}, time.Time{}
+	}
+	if !session.Before(s.Earlier) {
+		s.Earlier = time.Time{}
 	}
 	if !session.Before(s.RelayedRefused) && !session.Before(s.RelayedOtherKey) {
 		s.RelayedRefused, s.RelayedOtherKey = time.Time{}, time.Time{}

@@ -90,6 +90,22 @@ func TestWhatTheKernelDoesNotSendIsASign(t *testing.T) {
 	})
 }
 
+func TestDataOfAnEarlierSessionIsASign(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+		b.setPeer(t, numberedKey(9), a.place) // its key changes here, and a does not know
+		a.send(t, 1)
+		if s := b.signs(); s.Earlier.IsZero() || s != (datapath.Signs{Earlier: s.Earlier}) {
+			t.Errorf("after data of the old session: %+v", s)
+		}
+		b.setPeer(t, a.key, a.place)
+		b.Handshake(a.key.public)
+		time.Sleep(time.Second)
+		if s := b.signs(); b.session() == nil || !s.Earlier.IsZero() {
+			t.Errorf("after a new session: %v, %+v", b.session() != nil, s)
+		}
+	})
+}
+
 // A Service whose externalTrafficPolicy is Cluster gives each message the address of a node.
 func TestHandshakesThatAServiceRelaysAreASignOfTheirOwn(t *testing.T) {
 	strangers(t, func(t *testing.T, a, b *end) {

@@ -3,6 +3,7 @@ package datapath
 import (
 	"math/rand/v2"
 
+	"github.com/isthmus-net/isthmus/gateway/capture"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
 )
@@ -62,6 +63,9 @@ func (o *outbound) splitOrTell(v *packet.View, limit int, peer *natengine.PeerSt
 		return true
 	}
 	o.t.engine.Count(peer, natengine.Outbound, natengine.DropTooBig)
+	if o.tap.on() {
+		o.tap.dropped(capture.Tunnel, peer, v.Bytes(), natengine.DropTooBig)
+	}
 	packetAt := o.big.answer[packet.VirtioHeaderLen:]
 	answer, action := o.t.engine.TooBig(v, limit, packetAt, o.now)
 	switch action {

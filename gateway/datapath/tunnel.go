@@ -65,6 +65,8 @@ type Tunnel struct {
 	relays  atomic.Pointer[func(netip.Addr) bool] // nil: from nowhere
 	relayed place                                 // what came from there
 
+	capture atomic.Pointer[captured] // nil: none
+
 	waiting atomic.Bool // packets wait for a session
 	look    atomic.Bool // one of these sessions may be there, or packets may have waited too long
 	out     outbound    // state of the outbound goroutine

@@ -6,6 +6,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/isthmus-net/isthmus/gateway/capture"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
 )
@@ -20,6 +21,7 @@ const maxDelivered = 64
 // endpoint.
 type writer struct {
 	t         *Tunnel
+	tap       *tap // of the inbound goroutine, whose batch this is
 	coalescer packet.Coalescer
 	ahead     natengine.Lookahead
 	header    [packet.VirtioHeaderLen]byte
@@ -33,8 +35,8 @@ type writer struct {
 	closed    bool
 }
 
-func newWriter(t *Tunnel) writer {
-	return writer{t: t, traffic: traffic{direction: natengine.Inbound}}
+func newWriter(t *Tunnel, shown *tap) writer {
+	return writer{t: t, tap: shown, traffic: traffic{direction: natengine.Inbound}}
 }
 
 // packets translates packets of one peer, in order. Their octets are changed, and not kept. Packets
@@ -45,6 +47,9 @@ func (w *writer) packets(peer *natengine.PeerState, packets [][]byte) error {
 	for _, b := range packets {
 		if err := w.coalescer.Add(b); err != nil {
 			w.t.engine.Count(peer, natengine.Inbound, dropOf(err))
+			if w.tap.on() {
+				w.tap.dropped(capture.BeforeNAT, peer, b, dropOf(err))
+			}
 		}
 	}
 	runs := w.coalescer.Runs()
@@ -68,7 +73,13 @@ func (w *writer) packets(peer *natengine.PeerState, packets [][]byte) error {
 // run handles one run. The key that opened its packets tells whose they are; the engine drops them
 // when their source is not an address of that peer.
 func (w *writer) run(peer *natengine.PeerState, run *packet.Run) {
+	if w.tap.on() {
+		w.tap.came(&run.View)
+	}
 	v := w.t.engine.InboundFrom(peer, &run.View, w.now)
+	if w.tap.on() {
+		w.tap.crossed(&run.View, v, v.Drop, run.Segments, run.Tail, w.now)
+	}
 	switch v.Action {
 	case natengine.Forward:
 		headers := run.View.PayloadOffset()
@@ -105,7 +116,9 @@ func (w *writer) writeRun(peer *natengine.PeerState, run *packet.Run) {
 		w.each(peer, run, func(p []byte) { w.written(peer, 1, w.writeLink(packet.VirtioHeader{}, p, nil)) })
 		return
 	}
-	w.written(peer, run.Segments, err)
+	if w.written(peer, run.Segments, err); err != nil && w.tap.on() {
+		w.tap.dropped(capture.AfterNAT, peer, run.View.Bytes(), natengine.DropTUNWrite)
+	}
 }
 
 // writeLink writes one packet or superpacket to the link.
@@ -155,6 +168,9 @@ func (w *writer) each(peer *natengine.PeerState, run *packet.Run, f func([]byte)
 func (w *writer) deliver(peer *natengine.PeerState, p []byte) {
 	if w.delivered == maxDelivered {
 		w.t.engine.Count(peer, natengine.Inbound, natengine.DropLocalQueue)
+		if w.tap.on() {
+			w.tap.dropped(capture.AfterNAT, peer, p, natengine.DropLocalQueue)
+		}
 		return
 	}
 	w.delivered++

@@ -243,6 +243,9 @@ func documents(o Options) ([]document, error) {
 		if err := u.UnmarshalJSON(content); err != nil { // integers stay integers
 			return nil, fmt.Errorf("what the chart renders is no object: %w", err)
 		}
+		if _, hook := u.GetAnnotations()["helm.sh/hook"]; hook {
+			continue // Helm's way to do what Uninstall does by itself
+		}
 		all = append(all, document{strings.Trim(one, "\n"), u})
 	}
 	slices.SortStableFunc(all, func(a, b document) int { return rank(a.object) - rank(b.object) })
@@ -357,7 +360,7 @@ func (files) Get(name string) string {
 // Glob returns the files whose names match.
 func (files) Glob(pattern string) (map[string][]byte, error) {
 	found := map[string][]byte{}
-	for _, from := range []fs.FS{deploy.Files, deploy.Optional} {
+	for _, from := range []fs.FS{deploy.Files, deploy.Optional, deploy.Monitoring} {
 		names, err := fs.Glob(from, strings.TrimPrefix(pattern, "files/"))
 		if err != nil {
 			return nil, err
@@ -376,9 +379,10 @@ func read(name string) ([]byte, error) {
 	if !ok {
 		return nil, fs.ErrNotExist
 	}
-	text, err := deploy.Files.ReadFile(name)
-	if errors.Is(err, fs.ErrNotExist) {
-		return deploy.Optional.ReadFile(name)
+	for _, from := range []fs.FS{deploy.Files, deploy.Optional, deploy.Monitoring} {
+		if text, err := fs.ReadFile(from, name); !errors.Is(err, fs.ErrNotExist) {
+			return text, err
+		}
 	}
-	return text, err
+	return nil, fs.ErrNotExist
 }

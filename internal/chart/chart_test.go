@@ -42,7 +42,7 @@ func find(t *testing.T, all []*unstructured.Unstructured, kind, name string) *un
 // everything switches on what is off.
 var everything = Values{
 	"namespace": Values{"create": true}, "networkPolicy": Values{"enabled": true}, "ipam": Values{"port": 7000.0},
-	"metrics": Values{"enabled": true, "podMonitor": Values{"enabled": true}},
+	"metrics": Values{"enabled": true, "podMonitor": Values{"enabled": true}, "prometheusRule": Values{"enabled": true}, "dashboard": Values{"enabled": true}},
 }
 
 // What is recorded is what Helm renders, too: test/helm compares it.
@@ -284,6 +284,44 @@ func TestNoComponentHasAPrivilegeMore(t *testing.T) {
 		}
 		if len(got) != 3 {
 			t.Errorf("components: %v", slices.Sorted(maps.Keys(got)))
+		}
+	}
+}
+
+// Helm's hook is nothing that install applies, and its Pod may do nothing on its node.
+func TestTheUninstallHookIsHelmsAlone(t *testing.T) {
+	for _, u := range objects(t, paris(nil)) {
+		if u.GetName() == "isthmus-uninstall" {
+			t.Errorf("install applies %s %s", u.GetKind(), u.GetName())
+		}
+	}
+	for _, on := range []bool{true, false} {
+		text, err := Render(Options{Namespace: "isthmus-system", Values: paris(Values{"uninstall": Values{"hook": on}})})
+		if err != nil {
+			t.Fatal(err)
+		}
+		var job string
+		for one := range strings.SplitSeq(text, "\n---\n") {
+			if strings.Contains(one, "kind: Job\n") {
+				job = one
+			}
+		}
+		if on != (job != "") {
+			t.Fatalf("hook %v: the Job is %q", on, job)
+		}
+		if !on {
+			continue
+		}
+		u := &unstructured.Unstructured{}
+		if err := yaml.Unmarshal([]byte(job), &u.Object); err != nil {
+			t.Fatal(err)
+		}
+		spec, _, _ := unstructured.NestedMap(u.Object, "spec", "template", "spec")
+		if got := privileges(t, spec); got != "RuntimeDefault, read-only root, no escalation, drops ALL" {
+			t.Errorf("the hook has: %s", got)
+		}
+		if u.GetAnnotations()["helm.sh/hook"] != "pre-delete" {
+			t.Errorf("annotations: %v", u.GetAnnotations())
 		}
 	}
 }

@@ -61,6 +61,7 @@ func check(ctx context.Context) bool {
 	}
 	beside := []step{
 		{"tests in test/", goTest("test", tests, raceDetector, "./...")},
+		{"budget of rules", goTest("test", tests, "", "-run=BudgetOfTheRules", "./crd")},
 	}
 	if os.Geteuid() != 0 {
 		fmt.Println("not root: tests that make network namespaces will be skipped, each with its reason below")

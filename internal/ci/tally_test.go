@@ -143,6 +143,9 @@ func TestWhatMustNotHappenOnceIsNotRepeated(t *testing.T) {
 			t.Errorf("%q is tried again: %v", words, again)
 		}
 	}
+	if sum, _ := tallyOf(t, strings.Replace(chance, "nothing after a minute", "underlay watched: 20 packets, 0 of them in the clear", 1)); len(sum.repeatable(1)) != 1 {
+		t.Error("what a sniffer says when all is well keeps a test from being tried again")
+	}
 	if sum, _ := tallyOf(t, golden); len(sum.repeatable(9)) != 0 {
 		t.Error("beside a package that does not compile tests are tried again")
 	}

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"os/signal"
 	"strings"
 	"syscall"
 	"testing"
@@ -38,6 +39,9 @@ func TestExitCodeSaysWhoseFaultItIs(t *testing.T) {
 
 func TestSignalEndsTheContextAndIsCalledAnInterruption(t *testing.T) {
 	for _, s := range []syscall.Signal{syscall.SIGINT, syscall.SIGTERM, syscall.SIGHUP} {
+		if signal.Ignored(s) { // as nohup(1) has it
+			continue
+		}
 		var out, errs bytes.Buffer
 		root := &cobra.Command{Use: "program", RunE: func(cmd *cobra.Command, _ []string) error {
 			if err := syscall.Kill(syscall.Getpid(), s); err != nil {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"runtime"
 	"runtime/debug"
+	"strings"
 
 	"github.com/spf13/cobra"
 )
@@ -60,3 +61,7 @@ func Version() string {
 	}
 	return revision + modified
 }
+
+// ImageTag is the tag of the image that was built with this program, which a label of the Pods
+// repeats.
+func ImageTag() string { return strings.ReplaceAll(Version(), "+", "-") }

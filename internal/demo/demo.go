@@ -20,10 +20,12 @@ import (
 type Options struct {
 	Out    io.Writer // what the reader follows
 	Binary string    // the isthmus program; absolute path
-	Kube   string    // folder with etcd, kube-apiserver and kube-controller-manager
 	Name   string    // of the lab; default "demo"
 	Keep   bool      // let the clusters stand at the end until the context ends
 	Color  bool      // the reader's terminal shows it
+	// Kube returns the folder with etcd, kube-apiserver and kube-controller-manager, and may take
+	// minutes to build them. It is called when they are needed.
+	Kube func(context.Context) (string, error)
 }
 
 const (
@@ -38,69 +40,76 @@ const (
 // ErrInterrupted is the error of a Run whose context ended first.
 var ErrInterrupted = errors.New("interrupted")
 
-// A show is one run of the demo.
+// A show is the part of the demo with API servers.
 type show struct {
-	Options
-	ctx   context.Context
+	*narrator
 	fleet *fleet.Fleet
 	a     *fleet.Cluster
 	b     *fleet.Cluster
 	c     *fleet.Cluster
 }
 
-// Run runs the demo and removes its lab, whatever happens. The error says which step failed and
+// Run runs the demo and removes its labs, whatever happens. The error says which step failed and
 // how; the ends of the components' logs have then been written to o.Out.
-func Run(ctx context.Context, o Options) (err error) {
+//
+// Two clusters that are joined by files come first: they need no API server, so that there is
+// something to see while those are built.
+func Run(ctx context.Context, o Options) error {
 	if o.Name == "" {
 		o.Name = "demo"
 	}
-	s := &show{Options: o, ctx: ctx}
+	n := &narrator{Options: o, ctx: ctx}
 	start := time.Now()
+	if err := runFiles(n); err != nil {
+		return err
+	}
+	took := time.Since(start)
+	kube, err := o.Kube(ctx)
+	if ctx.Err() != nil {
+		return ErrInterrupted
+	}
+	if err != nil {
+		return err
+	}
+	return runFleet(n, kube, took)
+}
+
+// runFleet is the part with API servers, from their folder. The reader has already followed the demo
+// for that long.
+func runFleet(n *narrator, kube string, before time.Duration) (err error) {
+	s := &show{narrator: n}
+	start := time.Now().Add(-before)
 	defer func() {
-		if err != nil && ctx.Err() == nil {
+		if err != nil && s.ctx.Err() == nil {
 			s.explain()
 		}
 		if tidy := s.leave(err == nil, start); tidy != nil {
 			err = errors.Join(err, tidy)
 		}
 	}()
-	steps := []struct {
-		title string
-		do    func() error
-	}{
-		{"Three clusters, one PodCIDR", s.build},
+	return s.play([]step{
+		{"Three clusters, one PodCIDR", func() error { return s.build(kube) }},
 		{"Peer a and b with one command", s.peer},
 		{"Peer the others, and look at what was agreed", s.peerOthers},
 		{"Pod to pod, from and to nodes without a gateway, all six directions", s.podToPod},
 		{"A node reaches a remote pod", s.nodeToPod},
 		{"A server outside the cluster, mapped for a peer", s.mapped},
 		{"A large download", s.download},
-		{"What the gateways do to a packet", s.trace},
 		{"What is not allowed is refused, and counted", s.refused},
 		{"Status", s.status},
 		{"The gateway of a dies, the standby takes over", s.failover},
 		{"Un-peer a and c", s.unpeer},
-	}
-	for i, step := range steps {
-		s.heading(fmt.Sprintf("%d. %s", i+1, step.title))
-		if err := step.do(); err != nil {
-			if ctx.Err() != nil {
-				return ErrInterrupted
-			}
-			return fmt.Errorf("step %d, %q: %w", i+1, step.title, err)
-		}
-	}
-	return nil
+	})
 }
 
 // build makes the clusters.
-func (s *show) build() error {
+func (s *show) build(kube string) error {
 	begin := time.Now()
 	s.say(`Each has two nodes, an etcd, a kube-apiserver and a kube-controller-manager of its own; manager, gateways and
 route agents run as processes, each with the rights of its ServiceAccount and no others.
 `)
 	f, err := fleet.Up(s.ctx, fleet.Options{
-		Spec: lab.Spec{Name: s.Name, Clusters: lab.Clusters(3)}, Binary: s.Binary, Kube: s.Kube, Progress: indent(s.Out),
+		Spec: lab.Spec{Name: s.Name, Clusters: lab.Clusters(3)}, Binary: s.Binary, Kube: kube, Progress: indent(s.Out),
 	})
 	if err != nil {
 		return err
@@ -299,27 +308,6 @@ func (s *show) nodeToPod() error {
 	return nil
 }
 
-// talk pings and fetches from one host to another one under the address seen, and checks that the
-// answer comes from it and names the caller's address as expected.
-func (s *show) talk(from, to *lab.Host, seen, caller netip.Addr) error {
-	rtt, err := from.Ping(s.ctx, seen)
-	if err != nil {
-		return err
-	}
-	ctx, cancel := context.WithTimeout(s.ctx, time.Minute)
-	defer cancel()
-	got, err := from.Get(ctx, fmt.Sprintf("http://%v/", seen))
-	if err != nil {
-		return err
-	}
-	got = strings.TrimSpace(got)
-	if want := fmt.Sprintf("%s sees %v", to, caller); got != want {
-		return fmt.Errorf("http://%v from %s: %q; want %q", seen, from, got, want)
-	}
-	s.ok("%-7s -> %-8s at %-12v ping %5.2f ms   HTTP: %q", from, to, seen, float64(rtt.Microseconds())/1000, got)
-	return nil
-}
-
 // download moves as much as goes in a few seconds.
 func (s *show) download() error {
 	from, to := s.a.Pods[0], s.c.Pods[0]
@@ -358,24 +346,27 @@ func (s *show) failover() error {
 	if err != nil {
 		return err
 	}
+	ctx, cancel := context.WithTimeout(s.ctx, failoverTimeout)
+	defer cancel()
+	pings := s.count(ctx, from, seen)
+	if err := pings.until(ctx, func() bool { return pings.answered >= 10 }); err != nil {
+		return err
+	}
+	s.say("  %s pings %s twenty times a second; kill -9 of the gateway on %s", from, to, s.a.Nodes[active])
 	if err := s.a.Kill(fleet.Gateway(active)); err != nil {
 		return err
 	}
-	begin := time.Now()
-	s.say("  kill -9 of the gateway on %s", s.a.Nodes[active])
-	ctx, cancel := context.WithTimeout(s.ctx, failoverTimeout)
-	defer cancel()
-	for wait := 100 * time.Millisecond; ; wait = longer(wait) {
-		_, err = from.PingWith(ctx, seen, lab.PingOptions{Wait: wait})
-		now, labelErr := s.a.ActiveGateway(ctx)
-		if err == nil && labelErr == nil && now != active {
-			s.ok("%s -> %s answers again after %.1f s, through %s", from, to, time.Since(begin).Seconds(), s.a.Nodes[now])
-			break
+	now := active
+	for now == active {
+		if err := pings.until(ctx, func() bool { return pings.inRow >= 10 }); err != nil {
+			return fmt.Errorf("no answer through the standby: %w", err)
 		}
-		if ctx.Err() != nil {
-			return fmt.Errorf("no answer through the standby: %w", errors.Join(err, labelErr))
+		if now, err = s.a.ActiveGateway(ctx); err != nil {
+			return err
 		}
 	}
+	sent, lost, pause := pings.stop()
+	s.ok("%s answers again, through %s: %d of %d pings lost, the longest pause was %.1f s", to, s.a.Nodes[now], lost, sent, pause.Seconds())
 	return s.a.Start(s.ctx, fleet.Gateway(active))
 }
 
@@ -467,46 +458,4 @@ func (s *show) leave(passed bool, start time.Time) error {
 		s.say("\nEverything worked, in %.1f s.", took.Seconds())
 	}
 	return nil
-}
-
-func (s *show) heading(text string) {
-	if s.Color {
-		text = "\x1b[1m" + text + "\x1b[0m"
-	}
-	fmt.Fprintf(s.Out, "\n%s\n", text)
-}
-
-func (s *show) say(format string, args ...any) { fmt.Fprintf(s.Out, format+"\n", args...) }
-
-func (s *show) ok(format string, args ...any) {
-	mark := "ok"
-	if s.Color {
-		mark = "\x1b[32mok\x1b[0m"
-	}
-	fmt.Fprintf(s.Out, "  "+mark+" "+format+"\n", args...)
-}
-
-func since(t time.Time) time.Duration { return time.Since(t).Round(10 * time.Millisecond) }
-
-// indent returns a writer that begins each line with two blanks.
-func indent(w io.Writer) io.Writer { return &indenter{w: w} }
-
-type indenter struct {
-	w      io.Writer
-	inLine bool
-}
-
-func (i *indenter) Write(p []byte) (int, error) {
-	var out []byte
-	for _, b := range p {
-		if !i.inLine && b != '\n' {
-			out = append(out, "  "...)
-		}
-		out = append(out, b)
-		i.inLine = b != '\n'
-	}
-	if _, err := i.w.Write(out); err != nil {
-		return 0, err
-	}
-	return len(p), nil
 }

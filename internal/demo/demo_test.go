@@ -19,9 +19,6 @@ import (
 // kube is the folder of etcd and kube-apiserver.
 func kube(t *testing.T) string {
 	t.Helper()
-	if err := lab.Available(); err != nil {
-		t.Skip(err)
-	}
 	dir, err := kubetest.Build(t.Context(), os.Stderr)
 	if err != nil {
 		t.Fatal(err)
@@ -40,31 +37,58 @@ func program(t *testing.T, script string) string {
 }
 
 func TestFailedStepIsNamedWithItsReasonAndNothingIsLeft(t *testing.T) {
-	name := lab.UniqueName("demo")
-	var out strings.Builder
-	err := Run(t.Context(), Options{Out: &out, Kube: kube(t), Binary: program(t, "echo the reason >&2; exit 1"), Name: name})
-	if err == nil || !strings.Contains(err.Error(), `step 1, "Three clusters, one PodCIDR": cluster a: isthmus install: exit status 1`) ||
-		!strings.Contains(err.Error(), "the reason") {
-		t.Errorf("error %v", err)
+	if err := lab.Available(); err != nil {
+		t.Skip(err)
 	}
-	if _, err := lab.Open(name); !errors.Is(err, lab.ErrNotFound) {
-		t.Errorf("the lab is left: %v", err)
+	fails := program(t, "echo the reason >&2; exit 1")
+	for _, part := range []struct {
+		what string
+		play func(*narrator) error
+	}{
+		{`step 2, "Joined by two files, without an API server": gateway of cluster a: `, runFiles},
+		{`step 1, "Three clusters, one PodCIDR": cluster a: isthmus install: exit status 1`, func(n *narrator) error { return runFleet(n, kube(t), 0) }},
+	} {
+		name := lab.UniqueName("demo")
+		var out strings.Builder
+		err := part.play(&narrator{Options: Options{Out: &out, Binary: fails, Name: name}, ctx: t.Context()})
+		if err == nil || !strings.Contains(err.Error(), part.what) || !strings.Contains(err.Error()+out.String(), "the reason") {
+			t.Errorf("error %v; want %s, the reason", err, part.what)
+		}
+		if _, err := lab.Open(name); !errors.Is(err, lab.ErrNotFound) {
+			t.Errorf("the lab is left: %v", err)
+		}
 	}
 }
 
 func TestInterruptedDemoLeavesNothing(t *testing.T) {
-	name, dir := lab.UniqueName("demo"), kube(t)
-	ctx, cancel := context.WithTimeout(t.Context(), time.Second)
-	defer cancel()
-	var out strings.Builder
-	if err := Run(ctx, Options{Out: &out, Kube: dir, Binary: program(t, "exec sleep 1000"), Name: name}); !errors.Is(err, ErrInterrupted) {
-		t.Errorf("error %v", err)
+	if err := lab.Available(); err != nil {
+		t.Skip(err)
 	}
-	if strings.Contains(out.String(), "Everything worked") {
-		t.Error("an interrupted demo claims success")
+	hangs := program(t, "exec sleep 1000")
+	for _, play := range []func(*narrator) error{runFiles, func(n *narrator) error { return runFleet(n, kube(t), 0) }} {
+		name := lab.UniqueName("demo")
+		ctx, cancel := context.WithTimeout(t.Context(), time.Second)
+		defer cancel()
+		var out strings.Builder
+		if err := play(&narrator{Options: Options{Out: &out, Binary: hangs, Name: name}, ctx: ctx}); !errors.Is(err, ErrInterrupted) {
+			t.Errorf("error %v", err)
+		}
+		if strings.Contains(out.String(), "Everything worked") {
+			t.Error("an interrupted demo claims success")
+		}
+		if _, err := lab.Open(name); !errors.Is(err, lab.ErrNotFound) {
+			t.Errorf("the lab is left: %v", err)
+		}
 	}
-	if _, err := lab.Open(name); !errors.Is(err, lab.ErrNotFound) {
-		t.Errorf("the lab is left: %v", err)
+}
+
+func TestPingsAreCountedWithTheLongestPauseBetweenAnswers(t *testing.T) {
+	p := &pings{last: time.Now().Add(-time.Second)}
+	for _, answered := range []bool{true, true, false, true} {
+		p.note(answered)
+	}
+	if p.sent != 4 || p.answered != 3 || p.inRow != 1 || p.pause < time.Second || p.pause > time.Minute {
+		t.Errorf("%+v; want 4 sent, 3 answered, 1 in a row, a pause of a second", p)
 	}
 }
 

@@ -87,12 +87,16 @@ func (k *kubernetes) clusters() (err error) {
 	if k.images, err = os.MkdirTemp("", "isthmus-demo-"); err != nil {
 		return err
 	}
+	kube, err := k.Kube(k.ctx)
+	if err != nil {
+		return err
+	}
 	image, err := kubenodes.ImageOf(k.Binary, filepath.Join(k.images, "isthmus.tar"))
 	if err != nil {
 		return err
 	}
 	k.set, err = kubenodes.Up(k.ctx, kubenodes.Options{
-		Spec: lab.Spec{Name: k.Name, Clusters: lab.Clusters(2), RPFilter: lab.RPFilterStrict}, Kube: k.Kube,
+		Spec: lab.Spec{Name: k.Name, Clusters: lab.Clusters(2), RPFilter: lab.RPFilterStrict}, Kube: kube,
 		Images: []string{image}, Progress: indent(k.Out),
 	})
 	if err != nil {

@@ -31,25 +31,6 @@ func (s *show) mapped() error {
 	return s.talk(from.Host, server.Host, seen, caller)
 }
 
-// trace asks both gateways what happens to the same packet.
-func (s *show) trace() error {
-	src, dst := s.a.Pods[0].Addr, s.b.Pods[1].Addr
-	seenDst, err := s.a.Seen(s.ctx, s.b, dst)
-	if err != nil {
-		return err
-	}
-	seenSrc, err := s.b.Seen(s.ctx, s.a, src)
-	if err != nil {
-		return err
-	}
-	s.say("a-pod1 sends to b-pod2. Cluster a's gateway rewrites the source, on the way into the tunnel:\n")
-	if err := s.atGateway(s.a, "trace", "--direction", "out", src.String()+":40000", seenDst.String()+":80", "tcp"); err != nil {
-		return err
-	}
-	s.say("\nCluster b's gateway rewrites the destination, on the way out of it:\n")
-	return s.atGateway(s.b, "trace", "--direction", "in", seenSrc.String()+":40000", seenDst.String()+":80", "tcp")
-}
-
 // refused sends where nothing is mapped and looks at the counter of the gateway that refuses it.
 func (s *show) refused() error {
 	p, err := s.a.Peering(s.ctx, s.b)

@@ -1,11 +1,73 @@
 // Package diff compares what is wanted with what is there.
 package diff
 
+// few is how many elements may differ for a comparison that reads the rest once instead of hashing
+// it: a change among thousands costs microseconds then.
+const few = 64
+
 // Of returns what has to be added, replaced and removed to turn have into want. Elements are
 // matched by key; a matched element that differs in any other field is to be replaced, and the
 // result holds its wanted form. The results keep the order of the inputs, so that a plan prints the
 // same every time. When a key occurs more than once in one input, its last element counts.
 func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
+	old, wanted := differing(have, want)
+	switch {
+	case len(old)+len(wanted) == 0:
+		return nil, nil, nil
+	case len(old)+len(wanted) > few:
+		return whole(have, want, key)
+	}
+	keys := make(map[K]struct{}, len(old)+len(wanted))
+	for _, v := range old {
+		keys[key(v)] = struct{}{}
+	}
+	for _, v := range wanted {
+		keys[key(v)] = struct{}{}
+	}
+	if occur(have, keys, key) != len(old) || occur(want, keys, key) != len(wanted) {
+		return whole(have, want, key) // one that is the same in both has the key of one that differs
+	}
+	return whole(old, wanted, key)
+}
+
+// differing walks through both lists side by side, and returns what is not in both at the same
+// place: all of it, or more than few.
+func differing[V comparable](have, want []V) (old, wanted []V) {
+	i, j := 0, 0
+walk:
+	for i < len(have) && j < len(want) && len(old)+len(wanted) <= few {
+		if have[i] == want[j] {
+			i, j = i+1, j+1
+			continue
+		}
+		for d := 1; d <= few; d++ {
+			if j+d < len(want) && want[j+d] == have[i] {
+				wanted, j = append(wanted, want[j:j+d]...), j+d
+				continue walk
+			}
+			if i+d < len(have) && have[i+d] == want[j] {
+				old, i = append(old, have[i:i+d]...), i+d
+				continue walk
+			}
+		}
+		old, wanted = append(old, have[i]), append(wanted, want[j])
+		i, j = i+1, j+1
+	}
+	return append(old, have[i:]...), append(wanted, want[j:]...)
+}
+
+// occur counts the elements with one of the keys.
+func occur[K, V comparable](list []V, keys map[K]struct{}, key func(V) K) (n int) {
+	for _, v := range list {
+		if _, is := keys[key(v)]; is {
+			n++
+		}
+	}
+	return n
+}
+
+// whole is Of by all elements.
+func whole[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
 	old := make(map[K]V, len(have))
 	for _, v := range have {
 		old[key(v)] = v

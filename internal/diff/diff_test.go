@@ -26,6 +26,31 @@ func TestOfIsEmptyForEqualInputs(t *testing.T) {
 	}
 }
 
+// What both lists begin and end with is left out only where that makes no difference.
+func TestOfIsTheComparisonOfAllElements(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 4))
+	for range 50_000 {
+		have := make([]pair, rng.IntN(8))
+		for i := range have {
+			have[i] = pair{rng.IntN(6), rng.IntN(2)}
+		}
+		want := slices.Clone(have)
+		for range rng.IntN(3) {
+			at := rng.IntN(len(want) + 1)
+			if rng.IntN(2) == 0 || at == len(want) {
+				want = slices.Insert(want, at, pair{rng.IntN(6), rng.IntN(2)})
+			} else {
+				want = slices.Delete(want, at, at+1)
+			}
+		}
+		add, replace, remove := Of(have, want, key)
+		wantAdd, wantReplace, wantRemove := whole(have, want, key)
+		if !slices.Equal(add, wantAdd) || !slices.Equal(replace, wantReplace) || !slices.Equal(remove, wantRemove) {
+			t.Fatalf("have %v, want %v: add %v, replace %v, remove %v; by all elements %v, %v, %v", have, want, add, replace, remove, wantAdd, wantReplace, wantRemove)
+		}
+	}
+}
+
 // Applying the plan to a map, the slow and obvious way, must give want.
 func TestOfAppliedGivesWant(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))

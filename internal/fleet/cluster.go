@@ -78,9 +78,13 @@ func (c *Cluster) startServer(ctx context.Context, kube string, audit bool) erro
 // describe writes the objects that kubelets and people would have written.
 func (c *Cluster) describe(ctx context.Context) error {
 	for _, n := range c.Nodes {
+		var spec corev1.NodeSpec
+		if n.PodCIDR.IsValid() {
+			spec = corev1.NodeSpec{PodCIDR: n.PodCIDR.String(), PodCIDRs: []string{n.PodCIDR.String()}}
+		}
 		node := &corev1.Node{
 			ObjectMeta: metav1.ObjectMeta{Name: n.Name},
-			Spec:       corev1.NodeSpec{PodCIDR: n.PodCIDR.String(), PodCIDRs: []string{n.PodCIDR.String()}},
+			Spec:       spec,
 			Status: corev1.NodeStatus{
 				Addresses:  []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: n.Addr.String()}},
 				Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}},
@@ -101,9 +105,9 @@ func (c *Cluster) describe(ctx context.Context) error {
 		}
 	}
 	for i, n := range c.Nodes[:min(len(c.Nodes), gateways)] {
-		gateway := pod(Namespace, gatewayPod(i), n.Name, c.gatewayAddr(i), n.Addr)
+		gateway := pod(Namespace, gatewayPod(i), n.Name, c.GatewayAddr(i), n.Addr)
 		gateway.Labels = map[string]string{"app.kubernetes.io/name": "gateway", "app.kubernetes.io/component": "networking"}
-		gateway.Spec.HostNetwork = len(c.GatewayPods) == 0
+		gateway.Spec.HostNetwork, gateway.Spec.ServiceAccountName = len(c.GatewayPods) == 0, deploy.GatewayServiceAccount
 		if err := c.create(ctx, gateway); err != nil {
 			return err
 		}
@@ -185,15 +189,14 @@ func (c *Cluster) identity(ctx context.Context, account string) (string, error) 
 	return c.tokenFor(ctx, account, account, nil)
 }
 
-// agentIdentity does so for the route agent on node i, counted from 0. Its token is bound to its
-// Pod, as the kubelet's are, so that the API server knows which node it comes from.
-func (c *Cluster) agentIdentity(ctx context.Context, i int) (string, error) {
+// podIdentity does so for a Pod. Its token is bound to it, as the kubelet's are, so that the API server
+// knows which Pod and node it comes from.
+func (c *Cluster) podIdentity(ctx context.Context, account, name string) (string, error) {
 	var pod corev1.Pod
-	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: Namespace, Name: Agent(i)}, &pod); err != nil {
-		return "", fmt.Errorf("pod of %s: %w", Agent(i), err)
+	if err := c.Client.Get(ctx, client.ObjectKey{Namespace: Namespace, Name: name}, &pod); err != nil {
+		return "", fmt.Errorf("pod %s: %w", name, err)
 	}
-	return c.tokenFor(ctx, deploy.RouteAgentServiceAccount, Agent(i),
-		&authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: pod.Name, UID: pod.UID})
+	return c.tokenFor(ctx, account, name, &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: pod.Name, UID: pod.UID})
 }
 
 func (c *Cluster) tokenFor(ctx context.Context, account, file string, bound *authenticationv1.BoundObjectReference) (string, error) {

@@ -38,6 +38,15 @@ type Options struct {
 	Kube     string    // the folder that kubetest.Build returned
 	Progress io.Writer // a line for each step; nil: none
 	Audit    bool      // API servers log what they are asked, see Cluster.AuditLog
+	// IPAMAllow is the networks of nodes of which virtual kubelets may map endpoints, for the flag
+	// --ipam-allow of managers; empty: none.
+	IPAMAllow string
+	// Dress is called for the lab before anything runs in it: it makes the pods' networks of clusters
+	// that are Bare, and may give Nodes and Pods other networks and addresses than the lab did.
+	Dress func(context.Context, *lab.Lab) error
+	// Network is called for each cluster when its Nodes are described, and before components run:
+	// it starts what makes the pods' network by what the API server says.
+	Network func(context.Context, *Cluster) error
 }
 
 // A Fleet is the clusters of one lab.
@@ -61,6 +70,7 @@ type Cluster struct {
 	remotes   remotes
 	dir       string
 	binary    string
+	ipamAllow string
 	mu        sync.Mutex
 	processes map[string]*process
 }
@@ -82,18 +92,23 @@ func Up(ctx context.Context, o Options) (*Fleet, error) {
 	if err != nil {
 		return nil, err
 	}
-	f := newFleet(l, o.Binary)
+	f := newFleet(l, o)
+	if o.Dress != nil {
+		if err := o.Dress(ctx, l); err != nil {
+			return nil, errors.Join(err, f.Down())
+		}
+	}
 	if err := f.up(ctx, o); err != nil {
 		return nil, errors.Join(err, f.Down())
 	}
 	return f, nil
 }
 
-func newFleet(l *lab.Lab, binary string) *Fleet {
-	f := &Fleet{Lab: l, binary: binary, Kubeconfig: filepath.Join(l.Dir, "kubeconfig")}
+func newFleet(l *lab.Lab, o Options) *Fleet {
+	f := &Fleet{Lab: l, binary: o.Binary, Kubeconfig: filepath.Join(l.Dir, "kubeconfig")}
 	for _, c := range l.Clusters {
 		f.Clusters = append(f.Clusters, &Cluster{
-			Cluster: c, binary: binary, dir: filepath.Join(l.Dir, "kube-"+c.Name), processes: map[string]*process{},
+			Cluster: c, binary: o.Binary, ipamAllow: o.IPAMAllow, dir: filepath.Join(l.Dir, "kube-"+c.Name), processes: map[string]*process{},
 		})
 	}
 	return f
@@ -111,7 +126,7 @@ func (f *Fleet) up(ctx context.Context, o Options) error {
 		return err
 	}
 	return f.each(func(c *Cluster) error {
-		out, err := f.Isthmus(ctx, "install", "--without-workloads", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID)
+		out, err := f.Isthmus(ctx, "install", "--without-workloads", "--request-timeout", "1m", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID)
 		if err != nil {
 			return fmt.Errorf("isthmus install: %w\n%s", err, out)
 		}
@@ -120,6 +135,11 @@ func (f *Fleet) up(ctx context.Context, o Options) error {
 		}
 		if err := c.describe(ctx); err != nil {
 			return err
+		}
+		if o.Network != nil {
+			if err := o.Network(ctx, c); err != nil {
+				return err
+			}
 		}
 		if err := c.startComponents(ctx); err != nil {
 			return err

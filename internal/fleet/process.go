@@ -15,6 +15,7 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
@@ -56,8 +57,9 @@ func (c *Cluster) GatewayHost(i int) *lab.Host {
 	return c.Nodes[i].Host
 }
 
-// gatewayAddr is the address of the Pod of the gateway of node i.
-func (c *Cluster) gatewayAddr(i int) netip.Addr {
+// GatewayAddr is the address of the Pod of the gateway of node i: its node's, where it has the
+// node's network.
+func (c *Cluster) GatewayAddr(i int) netip.Addr {
 	if i < len(c.GatewayPods) {
 		return c.GatewayPods[i].Addr
 	}
@@ -70,7 +72,11 @@ type process struct {
 	args  []string
 	env   []string
 	ready string // URL inside the host; empty: none
-	pod   bool   // it has no more rights than the container of an ordinary Pod with CAP_NET_ADMIN
+	// hinder is what a shell does before it becomes the component, in a mount namespace of its own;
+	// empty: nothing.
+	hinder string
+	// caps are the capabilities of its container, as setpriv(1) has them; empty: it is in none.
+	caps string
 
 	cmd  *lab.Cmd
 	done chan struct{}
@@ -80,10 +86,6 @@ type process struct {
 // until they are ready.
 func (c *Cluster) startComponents(ctx context.Context) error {
 	manager, err := c.identity(ctx, "isthmus-manager")
-	if err != nil {
-		return err
-	}
-	gateway, err := c.identity(ctx, "isthmus-gateway")
 	if err != nil {
 		return err
 	}
@@ -97,24 +99,32 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		host: c.Control.Host,
 		args: []string{"manager", "--kubeconfig", manager, "--namespace", Namespace,
 			"--pod-cidr", c.PodCIDR.String(),
-			"--ipam-address", fmt.Sprintf("127.0.0.1:%d", ipamPort), "--ipam-plain"},
+			"--ipam-address", fmt.Sprintf("127.0.0.1:%d", ipamPort), "--ipam-plain",
+			"--ipam-allow", c.ipamAllow},
 		env:   []string{"POD_NAME=manager-1", "POD_UID=manager-1"},
 		ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", managerHealthPort),
 	})
 	for i, n := range c.Nodes {
 		env := []string{"POD_IP=" + n.Addr.String(), "POD_NAMESPACE=" + Namespace, "NODE_NAME=" + n.Name}
 		if i < gateways {
-			own := len(c.GatewayPods) > 0
+			gateway, err := c.podIdentity(ctx, deploy.GatewayServiceAccount, gatewayPod(i))
+			if err != nil {
+				return err
+			}
+			own, caps := len(c.GatewayPods) > 0, "+net_admin"
+			if !own {
+				caps += ",+sys_admin"
+			}
 			add(Gateway(i), &process{
 				host: c.GatewayHost(i),
 				args: []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace, "--host-network=" + strconv.FormatBool(!own),
 					"--state-directory", filepath.Join(c.dir, Gateway(i)), "--tunnels", strconv.Itoa(c.Tunnels)},
-				env:   append(env[1:len(env):len(env)], "POD_IP="+c.gatewayAddr(i).String(), "POD_NAME="+gatewayPod(i)),
-				pod:   own,
+				env:   append(env[1:len(env):len(env)], "POD_IP="+c.GatewayAddr(i).String(), "POD_NAME="+gatewayPod(i)),
+				caps:  caps,
 				ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", gatewayPort),
 			})
 		}
-		agent, err := c.agentIdentity(ctx, i)
+		agent, err := c.podIdentity(ctx, deploy.RouteAgentServiceAccount, Agent(i))
 		if err != nil {
 			return err
 		}
@@ -154,6 +164,10 @@ func (c *Cluster) SetTunnels(n int) {
 	}
 }
 
+// Hinder has a shell do something before it becomes the component, in a mount namespace of its own,
+// from its next start on; empty: nothing.
+func (c *Cluster) Hinder(name, command string) { c.processes[name].hinder = command }
+
 // Start starts a component that does not run and waits until it is ready.
 func (c *Cluster) Start(ctx context.Context, name string) error {
 	if err := c.Launch(name); err != nil {
@@ -162,10 +176,11 @@ func (c *Cluster) Start(ctx context.Context, name string) error {
 	return c.waitReady(ctx, name, c.processes[name])
 }
 
-// asInPod runs a command as the kubelet runs the container of the gateway: with CAP_NET_ADMIN and no
-// other capability, no way to more, and /proc/sys read-only. It is in a mount namespace of its own.
-const asInPod = `mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys &&
-exec setpriv --bounding-set=-all,+net_admin --inh-caps=-all --no-new-privs "$@"`
+// inContainer runs a command as the kubelet runs the container of the gateway: with the capabilities
+// that are its first argument and no others, no way to more, and /proc/sys read-only. It is in a mount
+// namespace of its own.
+const inContainer = `caps=$1; shift; mount --bind /proc/sys /proc/sys && mount -o remount,bind,ro /proc/sys &&
+exec setpriv --bounding-set="-all,$caps" --inh-caps=-all --no-new-privs "$@"`
 
 // Launch starts a component that does not run and waits for nothing.
 func (c *Cluster) Launch(name string) error {
@@ -180,8 +195,12 @@ func (c *Cluster) Launch(name string) error {
 	defer log.Close()
 	cmd := p.host.Command(context.Background(), c.binary, p.args...)
 	flags := uintptr(0)
-	if p.pod {
-		cmd = p.host.Command(context.Background(), "/bin/sh", append([]string{"-c", asInPod, "sh", c.binary}, p.args...)...)
+	if p.caps != "" {
+		cmd = p.host.Command(context.Background(), "/bin/sh", append([]string{"-c", inContainer, "sh", p.caps, c.binary}, p.args...)...)
+		flags = syscall.CLONE_NEWNS
+	}
+	if p.hinder != "" {
+		cmd = p.host.Command(context.Background(), "/bin/sh", append([]string{"-ec", p.hinder + `; exec "$@"`, "sh", c.binary}, p.args...)...)
 		flags = syscall.CLONE_NEWNS
 	}
 	cmd.Env = append(os.Environ(), p.env...)

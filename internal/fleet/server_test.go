@@ -22,7 +22,7 @@ func TestControlPlanesRunInsideTheLab(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	f := newFleet(l, "")
+	f := newFleet(l, Options{})
 	t.Cleanup(func() {
 		if err := f.Down(); err != nil {
 			t.Error(err)

@@ -65,6 +65,12 @@ func (s *Servers) listen(what, address string, secure *tls.Config, handler http.
 	if secure != nil {
 		l = tls.NewListener(l, secure)
 	}
+	s.serve(what, l, handler)
+	return at, nil
+}
+
+// serve adds a server for a listener.
+func (s *Servers) serve(what string, l net.Listener, handler http.Handler) {
 	one := server{what, l, &http.Server{
 		Handler:           handler,
 		ReadHeaderTimeout: 5 * time.Second, // of the TLS handshake, too
@@ -76,7 +82,6 @@ func (s *Servers) listen(what, address string, secure *tls.Config, handler http.
 	}}
 	(&bound{most: maxConnections}).bind(one.http)
 	s.all = append(s.all, one)
-	return at, nil
 }
 
 // Serve answers on all sockets until Close, in goroutines of its own.

@@ -1,7 +1,6 @@
 package kernel
 
 import (
-	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -31,10 +30,9 @@ type FilterSets struct {
 // FilterFor makes a Filter. Networks inside others are left out, and so is IPv6, which the overlay
 // does not carry.
 func FilterFor(s FilterSets) Filter {
-	devices := slices.DeleteFunc(slices.Sorted(slices.Values(s.Underlay)), func(name string) bool { return name == "" })
 	return Filter{
 		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
-		Remote: networks(s.Remote), Elsewhere: networks(s.Elsewhere), Underlay: strings.Join(slices.Compact(devices), " "),
+		Remote: networks(s.Remote), Elsewhere: networks(s.Elsewhere), Underlay: devices(s.Underlay),
 	}
 }
 
@@ -60,7 +58,7 @@ func addresses(all []netip.Addr) string {
 	return strings.Join(texts, " ")
 }
 
-// FilterTable is the table's name; its family is inet.
+// FilterTable is the name of our tables: a Filter's family is inet, and a SourceNAT's ip.
 const FilterTable = "isthmus"
 
 // FilterPriority is that of the chains with a hook, but prerouting: before the rules of others,
@@ -79,10 +77,21 @@ type FilterChain struct {
 
 // Priority is that of a chain with a hook.
 func (c FilterChain) Priority() int {
-	if c.Hook == "prerouting" {
+	switch c.Hook {
+	case "prerouting":
 		return TranslationPriority
+	case "postrouting":
+		return SourceNATPriority
 	}
 	return FilterPriority
+}
+
+// Kind is the type of a chain with a hook, as nft(8) has it.
+func (c FilterChain) Kind() string {
+	if c.Hook == "postrouting" {
+		return "nat"
+	}
+	return "filter"
 }
 
 // FilterChains are the chains, those before that are jumped to.
@@ -104,7 +113,8 @@ func (c FilterChain) Priority() int {
 // the ports of Services (NodePort) and of pods (hostPort) are at all addresses of a node, and lead
 // on to pods, nodes and hosts outside that no peer may reach.
 //
-// Inside the overlay one end of a packet is a peer's and the other is not, and what has a peer's
+// Inside the overlay one end of a packet is a peer's and the other is not, unless it answers what was
+// sent to a NodePort of the gateway's node, which puts its own address in the place of the peer's. What has a peer's
 // source came out of the gateway: its node would otherwise carry there what a pod of its own made
 // up.
 //
@@ -113,7 +123,8 @@ func (c FilterChain) Priority() int {
 // which is one end of a veth pair or a bridge. Nor does what is for a peer and has the source of a
 // pod of another node: that may come from its node, to a NodePort here that leads to a peer.
 //
-// What most packets are comes first: each rule before costs a packet of the overlay some 100 ns.
+// What most packets are comes first: each rule before costs a packet of the overlay some 100 ns. Of two
+// sets the smaller is asked first: that of remote networks has two for each peer.
 var FilterChains = []FilterChain{
 	{Name: "remote", Rules: []string{
 		"ct state established,related accept",
@@ -129,6 +140,7 @@ var FilterChains = []FilterChain{
 	{Name: "overlay", Rules: []string{
 		"ip saddr @remote ip daddr != @remote accept",
 		"ip saddr != @remote ip daddr @remote accept",
+		"ct state established,related accept",
 		"drop",
 	}},
 	{Name: "bydevice", Rules: []string{
@@ -159,7 +171,7 @@ var FilterChains = []FilterChain{
 		`iifname "isthmus.vxlan" jump overlay`,
 		`iifname "isthmus*" accept`,
 		"ip saddr @remote jump forged",
-		"ip daddr @remote ip saddr @elsewhere jump bydevice",
+		"ip saddr @elsewhere ip daddr @remote jump bydevice",
 	}},
 }
 
@@ -193,34 +205,6 @@ func (f Filter) WithSet(name, elements string) Filter {
 	return f
 }
 
-// command is one line for nft(8), which replaces the table in one step.
 func (f Filter) command(remove bool, _ string) string {
-	c := fmt.Sprintf("add table inet %s; delete table inet %s", FilterTable, FilterTable)
-	if remove {
-		return "nft '" + c + "'"
-	}
-	c += fmt.Sprintf("; table inet %s { ", FilterTable)
-	for _, set := range f.Sets() {
-		flags := ""
-		if set.Interval {
-			flags = "flags interval; "
-		}
-		c += fmt.Sprintf("set %s { type %s; %s", set.Name, set.Type, flags)
-		if set.Elements != "" {
-			elements := strings.ReplaceAll(set.Elements, " ", ", ")
-			if set.Type == "ifname" {
-				elements = `"` + strings.ReplaceAll(set.Elements, " ", `", "`) + `"`
-			}
-			c += fmt.Sprintf("elements = { %s }; ", elements)
-		}
-		c += "}; "
-	}
-	for _, chain := range FilterChains {
-		c += "chain " + chain.Name + " { "
-		if chain.Hook != "" {
-			c += fmt.Sprintf("type filter hook %s priority %d; ", chain.Hook, chain.Priority())
-		}
-		c += strings.Join(chain.Rules, "; ") + "; }; "
-	}
-	return "nft '" + c + "}'"
+	return nftCommand(remove, "inet", f.Sets(), FilterChains)
 }

@@ -27,7 +27,9 @@ const (
 // State is what there is, or should be, as far as it is one owner's. What is not in a wanted State
 // has to go. The order of the fields is the order in which to add.
 type State struct {
-	Filters   []Filter // none or one
+	Filters   []Filter    // none or one
+	SourceNAT []SourceNAT // none or one
+	Accepts   []Accept    // none or one
 	Devices   []Device
 	Settings  []Setting
 	Links     []Link
@@ -129,6 +131,9 @@ type VXLAN struct {
 	Port     uint16
 	Local    netip.Addr
 	Learning bool
+	// UDPChecksum: outer packets have one. Zero is right (RFC 7348, section 5): where a CNI
+	// translates outer packets of which the inner checksum is still to be made, Linux spoils it.
+	UDPChecksum bool
 }
 
 // MAC is an Ethernet address.
@@ -174,8 +179,12 @@ func (d Device) command(remove bool, inner string) string {
 	if d.VXLAN.Learning {
 		learning = "learning"
 	}
-	return fmt.Sprintf("%sip link add %s type vxlan id %d local %v dstport %d %s",
-		d.In.enter(inner), d.Name, d.VXLAN.ID, d.VXLAN.Local, d.VXLAN.Port, learning)
+	checksum := "noudpcsum"
+	if d.VXLAN.UDPChecksum {
+		checksum = "udpcsum"
+	}
+	return fmt.Sprintf("%sip link add %s type vxlan id %d local %v dstport %d %s %s",
+		d.In.enter(inner), d.Name, d.VXLAN.ID, d.VXLAN.Local, d.VXLAN.Port, learning, checksum)
 }
 
 func (s Setting) command(_ bool, inner string) string {

@@ -21,20 +21,25 @@ const (
 	GatewayProtocol = 71 // RTA_PROTOCOL and FRA_PROTOCOL of everything that a gateway adds
 	NodeProtocol    = 72 // and that a route agent adds
 
+	// Priorities of rules. CNIs have some that decide for all that pods send, before the main table:
+	// AWS's VPC CNI 512, 1024 and 1536. What they send to peers would leave by them in the clear, so
+	// that ours come before; and after those up to 111 of Cilium, which moves the look at the
+	// node's own addresses from 0 to 100.
+	//
 	// What comes out of the overlay goes into the gateway, if there is one here, and never back
 	// into the overlay: two nodes that disagree for a moment about where the gateway is do not play
 	// ping-pong.
-	OverlayRulePriority = 4198
+	OverlayRulePriority = 418
 	// The agent's rules come before the gateway's, because a gateway that was killed leaves routes
 	// behind that refuse traffic. They are right until another gateway is active on another node;
 	// from then on they must not be asked.
-	NodeRulePriority    = 4199
-	GatewayRulePriority = 4200
+	NodeRulePriority    = 419
+	GatewayRulePriority = 420
 	// What comes from a peer out of a gateway on our node is refused while the agent does not know
 	// that the gateway is here.
-	GuardRulePriority = 4201
+	GuardRulePriority = 421
 	// Whatever is in none of these tables is refused before the main table is asked.
-	RefuseRulePriority = 4202
+	RefuseRulePriority = 422
 
 	// UnreachableMetric is worse than that of every route with a device. Routes without one outlive
 	// the device: traffic for a peer is then refused instead of leaving by the default route in the
@@ -48,6 +53,7 @@ type Owner struct {
 	Lock     string // a table of nftables that one process of the kind has per network namespace
 	Protocol int    // of all its routes and rules
 	Filter   bool   // whether it has one
+	NAT      bool   // whether it has a SourceNAT and an Accept
 	Devices  []Place
 	Tables   [2][]int // where it has routes, by Namespace
 }
@@ -61,12 +67,12 @@ type Place struct {
 // The owners. The TUNs are not among the gateway's devices, since they go with their file
 // descriptors.
 var (
-	RouteAgent = Owner{"route agent", "isthmus_route_agent", NodeProtocol, true,
+	RouteAgent = Owner{"route agent", "isthmus_route_agent", NodeProtocol, true, true,
 		[]Place{{Host, OverlayDevice}}, [2][]int{Host: {MainTable, NodeTable, RefuseTable, GuardTable}}}
 	// Gateway shares the network of its host, GatewayPod has that of its Pod and nothing else.
-	Gateway = Owner{"gateway", "isthmus_gateway", GatewayProtocol, false,
+	Gateway = Owner{"gateway", "isthmus_gateway", GatewayProtocol, false, false,
 		[]Place{{Host, VethHost}, {Inner, VethGateway}}, [2][]int{Host: {GatewayTable}, Inner: {MainTable}}}
-	GatewayPod = Owner{"gateway", "isthmus_gateway", GatewayProtocol, true,
+	GatewayPod = Owner{"gateway", "isthmus_gateway", GatewayProtocol, true, false,
 		[]Place{{Host, OverlayDevice}}, [2][]int{Host: {GatewayTable, NodeTable, RefuseTable}}}
 )
 

@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"cmp"
 	"net/netip"
 	"slices"
 	"strings"
@@ -29,9 +30,59 @@ func (p Plan) Commands(inner string) string {
 	return b.String()
 }
 
-// Additions is the plan without what it removes.
-func (p Plan) Additions() Plan {
-	return slices.DeleteFunc(slices.Clone(p), func(o Op) bool { return o.Remove })
+// AdditionsFor is PlanFor without what it removes.
+func AdditionsFor(have, want State) Plan {
+	wanted := make(map[Route]struct{}, len(want.Routes))
+	for _, r := range want.Routes {
+		wanted[r.key()] = struct{}{}
+	}
+	have.Routes = dropped(have.Routes, func(r Route) bool { // there may be thousands of others
+		_, is := wanted[r.key()]
+		return !is
+	})
+	return slices.DeleteFunc(PlanFor(have, want), func(o Op) bool { return o.Remove })
+}
+
+// With is what there is after a plan that adds, as far as it consists of routes and rules; the
+// routes are in the order of Route.Compare.
+func (s State) With(added Plan) (now State, ok bool) {
+	now = s
+	replaced := make(map[Route]struct{})
+	for _, o := range added {
+		if r, is := o.Object.(Route); is {
+			replaced[r.key()] = struct{}{}
+		}
+	}
+	if len(replaced) > 0 {
+		now.Routes = dropped(s.Routes, func(r Route) bool { _, is := replaced[r.key()]; return is })
+	}
+	for _, o := range added {
+		switch v := o.Object.(type) {
+		case Route:
+			now.Routes = append(now.Routes, v)
+		case Rule:
+			now.Rules = append(slices.Clone(now.Rules), v)
+		default:
+			return s, false
+		}
+		if o.Remove {
+			return s, false
+		}
+	}
+	if len(replaced) > 0 {
+		slices.SortStableFunc(now.Routes, Route.Compare)
+	}
+	return now, true
+}
+
+// Compare orders routes by table, network and metric.
+func (r Route) Compare(other Route) int {
+	return cmp.Or(cmp.Compare(r.Table, other.Table), r.Prefix.Compare(other.Prefix), cmp.Compare(r.Metric, other.Metric))
+}
+
+// key is what is left of a route without what may be replaced.
+func (r Route) key() Route {
+	return Route{In: r.In, Prefix: r.Prefix, Table: r.Table, Metric: r.Metric}
 }
 
 // PlanFor compares. The filter comes first, so that the overlay is never without, then devices,
@@ -42,6 +93,8 @@ func (p Plan) Additions() Plan {
 func PlanFor(have, want State) Plan {
 	var adds, removes Plan
 	planKind(&adds, &removes, have.Filters, want.Filters, func(Filter) bool { return true })
+	planKind(&adds, &removes, have.SourceNAT, want.SourceNAT, func(SourceNAT) bool { return true })
+	planKind(&adds, &removes, have.Accepts, want.Accepts, func(Accept) bool { return true })
 	for _, d := range have.Devices {
 		switch {
 		case slices.Contains(want.Devices, d):
@@ -59,9 +112,7 @@ func PlanFor(have, want State) Plan {
 	planKind(&adds, &removes, have.Addresses, want.Addresses, func(a Address) Address { return a })
 	planKind(&adds, &removes, have.FDB, want.FDB, func(f FDBEntry) FDBEntry { f.Dst = netip.Addr{}; return f })
 	planKind(&adds, &removes, have.Neighbors, want.Neighbors, func(n Neighbor) Neighbor { n.MAC = MAC{}; return n })
-	planKind(&adds, &removes, have.Routes, want.Routes, func(r Route) Route {
-		return Route{In: r.In, Prefix: r.Prefix, Table: r.Table, Metric: r.Metric}
-	})
+	planKind(&adds, &removes, have.Routes, want.Routes, Route.key)
 	planKind(&adds, &removes, have.Rules, want.Rules, func(r Rule) Rule { return r })
 	slices.Reverse(removes)
 	return append(adds, removes...)
@@ -96,7 +147,7 @@ func (s State) without(d Device) State {
 		return in == d.In && dev == d.Name || in == Inner && dev == d.Peer && dev != ""
 	}
 	return State{
-		Filters: s.Filters,
+		Filters: s.Filters, SourceNAT: s.SourceNAT, Accepts: s.Accepts,
 		Devices: dropped(s.Devices, func(other Device) bool { return gone(other.In, other.Name) }),
 		Settings: dropped(s.Settings, func(s Setting) bool {
 			return slices.ContainsFunc(strings.Split(s.Path, "/"), func(dev string) bool { return gone(s.In, dev) })

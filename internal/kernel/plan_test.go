@@ -52,7 +52,7 @@ func TestPlanForWhatIsThereIsEmptyAndForNothingIsEverything(t *testing.T) {
 
 func TestPlanRemovesWhatLeadsSomewhereBeforeWhereItLeads(t *testing.T) {
 	p := PlanFor(node(t, "172.30.1.1"), State{})
-	order := []string{"ip rule del", "ip route del", "ip link del", "nft"} // what hangs on the device goes with it
+	order := []string{"ip rule del", "ip route del", "ip link del", "iptables-nft", "nft"} // what hangs on the device goes with it
 	at := 0
 	for line := range strings.Lines(p.Commands("")) {
 		for at < len(order) && !strings.HasPrefix(line, order[at]) {

@@ -31,7 +31,12 @@ const Image = "isthmus.test/isthmus:1"
 
 // ImageOf writes an image of the isthmus program and returns the archive, for Options.Images.
 func ImageOf(program, archive string) (path string, err error) {
-	return archive, writeImage(archive, Image, "65532:65532", program)
+	return ImageAs(program, Image, archive)
+}
+
+// ImageAs is ImageOf with another name for the image. The program's file has to be called isthmus.
+func ImageAs(program, name, archive string) (path string, err error) {
+	return archive, writeImage(archive, name, "65532:65532", program)
 }
 
 // Install installs Isthmus in all clusters with the program and waits until all its Pods are ready.

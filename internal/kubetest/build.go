@@ -313,6 +313,7 @@ type reporter struct {
 	mu        sync.Mutex
 	stage     string
 	done, all int
+	since     time.Time // the stage of compiling
 }
 
 func (r *reporter) say(what string) {
@@ -342,7 +343,12 @@ func (r *reporter) everySeconds(n int, what recipe) (stop func()) {
 func (r *reporter) report() {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	r.say(r.stage)
+	stage := r.stage
+	if r.done >= 100 && r.done < r.all { // before, one package says little about the next
+		left := time.Since(r.since) / time.Duration(r.done) * time.Duration(r.all-r.done)
+		stage += fmt.Sprintf("; about %v left, and the linking", left.Round(10*time.Second))
+	}
+	r.say(stage)
 }
 
 func (r *reporter) downloaded() {
@@ -356,7 +362,7 @@ func (r *reporter) downloaded() {
 func (r *reporter) compiling(all int) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	if r.done, r.all, r.stage = 0, all, fmt.Sprintf("compiling %d packages", all); all < 2 { // itself, at most
+	if r.done, r.all, r.since, r.stage = 0, all, time.Now(), fmt.Sprintf("compiling %d packages", all); all < 2 { // itself, at most
 		r.stage = "linking"
 	}
 }

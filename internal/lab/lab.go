@@ -80,6 +80,8 @@ type Cluster struct {
 	OnPrem       *Server // a server outside the cluster, on a network of node 1
 	Control      *Server // the machine for the control plane; nil unless ClusterSpec.Control
 	ConfigDir    string  // what "isthmus gateway --config" reads
+
+	bare bool
 }
 
 // A Node is a machine of a cluster.
@@ -311,7 +313,7 @@ func fromState(s state) *Lab {
 		c := &Cluster{
 			Name: cs.Name, ID: cs.ID, PodCIDR: cs.PodCIDR, ExternalCIDR: cs.ExternalCIDR, Tunnels: max(cs.Tunnels, 1),
 			OnPrem:    &Server{host("%s-onprem", cs.Name), onPremServer},
-			ConfigDir: filepath.Join(dirOf(name), "config-"+cs.Name),
+			ConfigDir: filepath.Join(dirOf(name), "config-"+cs.Name), bare: cs.Bare,
 		}
 		network := underlayOf(i)
 		if cs.Control {
@@ -386,7 +388,7 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 			return err
 		}
 	}
-	pods, podsPerNode := c.Pods, len(c.Pods)/len(c.Nodes)
+	pods, podsPerNode, bare := c.Pods, len(c.Pods)/len(c.Nodes), c.bare
 	for i, n := range c.Nodes {
 		node, err := newKernel(n.Host, forward)
 		if err != nil {
@@ -406,7 +408,7 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 			return err
 		}
 		for j, other := range c.Nodes {
-			if j == i {
+			if j == i || bare {
 				continue
 			}
 			if err := node.route(other.PodCIDR, other.Addr, uplink); err != nil {
@@ -421,7 +423,7 @@ func (l *Lab) buildCluster(underlay *kernel, c *Cluster, network netip.Prefix) e
 			return err
 		}
 		for p := range podsPerNode {
-			if err := l.buildPod(node, n, pods[p], "pod"+strconv.Itoa(p+1), end); err != nil {
+			if err := l.buildPod(node, n, pods[p], "pod"+strconv.Itoa(p+1), end, bare); err != nil {
 				return err
 			}
 		}
@@ -455,12 +457,15 @@ func (l *Lab) buildControl(underlay *kernel, bridge string, c *Cluster, network 
 
 // buildPod makes a pod as the ptp CNI plugin does, which is kind's and, in the essence, Calico's
 // way.
-func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[string]string) error {
+func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[string]string, bare bool) error {
 	pod, err := newKernel(p.Host, settings)
 	if err != nil {
 		return err
 	}
 	defer pod.close()
+	if bare {
+		return nil
+	}
 	if err := node.veth(dev, l.Spec.MTU, pod); err != nil {
 		return err
 	}
@@ -479,7 +484,7 @@ func (l *Lab) buildPod(node *kernel, n *Node, p *Pod, dev string, settings map[s
 // ports of WireGuard at the node lead to it (hostPort).
 func (l *Lab) buildGatewayPod(node *kernel, c *Cluster, p *Pod, settings map[string]string) error {
 	const dev = "gateway"
-	if err := l.buildPod(node, p.Node, p, dev, settings); err != nil {
+	if err := l.buildPod(node, p.Node, p, dev, settings, c.bare); err != nil || c.bare {
 		return err
 	}
 	return p.Node.Do(func() error { return publish(p.Addr, c.PodCIDR, wireGuardPort, fabric.MaxTunnels) })

@@ -100,6 +100,9 @@ type ClusterSpec struct {
 	GatewayPods int `json:"gatewayPods,omitempty"`
 	// Control adds a machine for the cluster's control plane.
 	Control bool `json:"control,omitempty"`
+	// Bare leaves the pods' network to the caller: pods are namespaces without a device, nodes know no
+	// pods, and nothing masquerades. The PodCIDR may be in the cluster's part of the underlay then.
+	Bare bool `json:"bare,omitempty"`
 }
 
 // Clusters returns n default clusters, called "a", "b" and so on.
@@ -175,8 +178,10 @@ func (c *ClusterSpec) complete() error {
 	if c.GatewayPods < 0 || c.GatewayPods > c.Nodes {
 		return fmt.Errorf("%d pods for gateways: want 0 to %d, the number of nodes", c.GatewayPods, c.Nodes)
 	}
-	if err := checkNetwork("PodCIDR", c.PodCIDR); err != nil {
-		return err
+	if !c.Bare || !contains(underlayNetwork, c.PodCIDR) {
+		if err := checkNetwork("PodCIDR", c.PodCIDR); err != nil {
+			return err
+		}
 	}
 	if err := checkRoom(c.PodCIDR, c.Nodes, c.PodsPerNode+min(c.GatewayPods, 1)); err != nil {
 		return err
@@ -211,6 +216,8 @@ func checkNetwork(what string, p netip.Prefix) error {
 	}
 	return nil
 }
+
+func contains(p, part netip.Prefix) bool { return p.Bits() <= part.Bits() && p.Contains(part.Addr()) }
 
 // sliceBits is the length of a node's part of the PodCIDR: 24 as with kube-controller-manager,
 // longer where the PodCIDR is too small for that.

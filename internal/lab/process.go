@@ -36,9 +36,15 @@ func crowdOf(lab string) crowd {
 
 func (c crowd) has(pid int) bool {
 	dir := filepath.Join("/proc", strconv.Itoa(pid))
-	if ino, ok := nsfsInode(filepath.Join(dir, "ns/net")); !ok { // none: a zombie or a kernel thread's
-		return false
-	} else if c.namespaces[ino] {
+	ino, ok := nsfsInode(filepath.Join(dir, "ns/net"))
+	if !ok { // a zombie's or a kernel thread's; other threads of a zombie may still hold its sockets
+		threads, _ := filepath.Glob(filepath.Join(dir, "task/*/ns/net"))
+		return slices.ContainsFunc(threads, func(path string) bool {
+			ino, ok := nsfsInode(path)
+			return ok && c.namespaces[ino]
+		})
+	}
+	if c.namespaces[ino] {
 		return true
 	}
 	env, err := os.ReadFile(filepath.Join(dir, "environ"))

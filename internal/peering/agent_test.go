@@ -7,6 +7,7 @@ import (
 
 	authenticationv1 "k8s.io/api/authentication/v1"
 	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
@@ -16,26 +17,30 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 )
 
-// agentOn is what the route agent on a node is to the API server: it has a token that is bound to
-// its Pod there.
+// agentOn is what the route agent on a node is to the API server.
 func (c *Cluster) agentOn(t *testing.T, node string) (client.Client, *corev1.Node) {
 	t.Helper()
+	return c.podOn(t, node, deploy.RouteAgentServiceAccount)
+}
+
+// podOn is what a component's Pod on a node is to the API server: it has a token that is bound to it.
+func (c *Cluster) podOn(t *testing.T, node, account string) (client.Client, *corev1.Node) {
+	t.Helper()
 	n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: node}}
-	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "agent-on-" + node}, Spec: corev1.PodSpec{
-		NodeName: node, HostNetwork: true, ServiceAccountName: deploy.RouteAgentServiceAccount, Containers: []corev1.Container{{Name: "main", Image: "isthmus:1"}}}}
+	pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "pod-on-" + node}, Spec: corev1.PodSpec{
+		NodeName: node, HostNetwork: true, ServiceAccountName: account, Containers: []corev1.Container{{Name: "main", Image: "isthmus:1"}}}}
 	for _, o := range []client.Object{n, pod} {
 		must(t, c.client.Create(t.Context(), o))
 		t.Cleanup(func() { _ = c.client.Delete(t.Context(), o) })
 	}
 	token := &authenticationv1.TokenRequest{Spec: authenticationv1.TokenRequestSpec{
 		BoundObjectRef: &authenticationv1.BoundObjectReference{APIVersion: "v1", Kind: "Pod", Name: pod.Name, UID: pod.UID}}}
-	account := &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: deploy.RouteAgentServiceAccount}}
-	must(t, c.client.SubResource("token").Create(t.Context(), account, token))
+	must(t, c.client.SubResource("token").Create(t.Context(), &corev1.ServiceAccount{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: account}}, token))
 	config := rest.AnonymousClientConfig(c.config)
 	config.BearerToken = token.Status.Token
-	agent, err := client.New(config, client.Options{Scheme: c.client.Scheme(), Mapper: c.client.RESTMapper()})
+	by, err := client.New(config, client.Options{Scheme: c.client.Scheme(), Mapper: c.client.RESTMapper()})
 	must(t, err)
-	return agent, n
+	return by, n
 }
 
 func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
@@ -102,6 +107,45 @@ func TestAnAgentReportsItsOwnNodeAndNothingElse(t *testing.T) {
 		}
 	}
 	must(t, patch(agent, mine, `{"spec":{"networks":[`+several(`"10.0.0.0/8"`, 512)+`]}}`))
+}
+
+// Whoever has taken over a node or a gateway tells nothing in the name of another one.
+func TestAgentsAndGatewaysTellOfTheirOwnPodAndOfNothingElse(t *testing.T) {
+	t.Parallel()
+	const home = deploy.Namespace
+	c := connectTo(t, Access{Kubeconfig: files.b})
+	_, _ = c.podOn(t, "tells-other", deploy.ManagerServiceAccount)
+	for _, account := range []string{deploy.RouteAgentServiceAccount, deploy.GatewayServiceAccount} {
+		own := "pod-on-tells-" + account
+		bound, _ := c.podOn(t, "tells-"+account, account)
+		loose, err := client.New(c.as(t, home, account), client.Options{Scheme: c.client.Scheme(), Mapper: c.client.RESTMapper()})
+		must(t, err)
+		about := func(by client.Client, kind, namespace, name string) error {
+			return by.Create(t.Context(), &eventsv1.Event{
+				ObjectMeta: metav1.ObjectMeta{Namespace: home, GenerateName: "tells-"}, EventTime: metav1.NowMicro(),
+				ReportingController: "isthmus.net/x", ReportingInstance: "x", Action: "Run", Type: corev1.EventTypeWarning, Reason: "NotApplied", Note: "x",
+				Regarding: corev1.ObjectReference{APIVersion: "v1", Kind: kind, Namespace: namespace, Name: name}}, client.DryRunAll)
+		}
+		for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) {
+			good, bad := about(bound, "Pod", home, own), about(bound, "Pod", home, "pod-on-tells-other")
+			if good == nil && apierrors.IsForbidden(bad) {
+				break
+			}
+			if time.Since(begin) > patient {
+				t.Fatalf("%s: its own: %v; another one's: %v", account, good, bad)
+			}
+		}
+		for name, err := range map[string]error{
+			"its node":                       about(bound, "Node", home, own),
+			"a Pod of another namespace":     about(bound, "Pod", "default", own),
+			"an object of the name of a Pod": about(bound, "Secret", home, own),
+			"a token that is bound to none":  about(loose, "Pod", home, own),
+		} {
+			if !apierrors.IsForbidden(err) {
+				t.Errorf("%s: %s: %v", account, name, err)
+			}
+		}
+	}
 }
 
 // several is a list of JSON with n times the same in it, without its brackets.

@@ -180,12 +180,24 @@ func holder(name string, l coordinationv1.LeaseSpec, now time.Time) Holder {
 	return h
 }
 
-func (s *side) checkManager(ctx context.Context) error {
-	h, err := s.holderOf(ctx, managerLease)
-	if err == nil && h.Name == "" {
-		err = fmt.Errorf("%s: no manager is at work: %s. Start `isthmus manager`, or use --timeout 0 to set up without waiting for it", s.Cluster, h.Problem)
+func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
+	deadline := time.Now().Add(o.Timeout)
+	for told := false; ; told = true {
+		h, err := s.holderOf(ctx, managerLease)
+		switch {
+		case err != nil || h.Name != "":
+			return err
+		case time.Now().After(deadline):
+			return fmt.Errorf("%s: no manager is at work: %s. Start `isthmus manager`, or use --timeout 0 to set up without waiting for it", s.Cluster, h.Problem)
+		case !told:
+			o.Report(fmt.Sprintf("%s: waiting for a manager: %s", s.Cluster, h.Problem))
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(pollInterval):
+		}
 	}
-	return err
 }
 
 // checkRights asks the API server whether the person may do what is going to be done. RBAC lets

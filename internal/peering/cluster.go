@@ -29,6 +29,7 @@ import (
 	clientgoscheme "k8s.io/client-go/kubernetes/scheme"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/log"
 
@@ -52,6 +53,11 @@ type Access struct {
 	Context string
 	// Namespace is that of the installation; empty: deploy.Namespace.
 	Namespace string
+	// As and AsGroups are whom to act as, by impersonation; empty: the user of the context.
+	As       string
+	AsGroups []string
+	// Timeout bounds each request; 0: ten seconds.
+	Timeout time.Duration
 	// Server is the URL at which the other cluster's manager reaches the API server; empty: the one
 	// of the kubeconfig.
 	Server string
@@ -79,7 +85,7 @@ func Connect(a Access) (*Cluster, error) {
 	if err != nil {
 		return nil, err
 	}
-	config.Timeout = requestTimeout
+	config.Timeout = cmp.Or(a.Timeout, requestTimeout)
 	config.QPS = -1 // a person waits, and there are few requests
 	config.WarningHandler = rest.NoWarnings{}
 	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), context: name, server: cmp.Or(a.Server, config.Host), config: config}
@@ -101,7 +107,7 @@ func Connect(a Access) (*Cluster, error) {
 func load(a Access) (config *rest.Config, name string, err error) {
 	rules := clientcmd.NewDefaultClientConfigLoadingRules()
 	rules.ExplicitPath = a.Kubeconfig
-	kubeconfig := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: a.Context})
+	kubeconfig := clientcmd.NewNonInteractiveDeferredLoadingClientConfig(rules, &clientcmd.ConfigOverrides{CurrentContext: a.Context, AuthInfo: clientcmdapi.AuthInfo{Impersonate: a.As, ImpersonateGroups: a.AsGroups}})
 	raw, err := kubeconfig.RawConfig()
 	switch {
 	case errors.Is(err, fs.ErrNotExist):
@@ -133,6 +139,12 @@ func HasKubeconfig() bool {
 	}
 	return os.Getenv("KUBERNETES_SERVICE_HOST") != ""
 }
+
+// Client reads and writes objects of the cluster as the person may.
+func (c *Cluster) Client() client.Client { return c.client }
+
+// Config reaches the API server as the person may. The caller does not change it.
+func (c *Cluster) Config() *rest.Config { return c.config }
 
 // String is how messages call the cluster.
 func (c *Cluster) String() string {

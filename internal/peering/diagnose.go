@@ -10,6 +10,7 @@ import (
 	"time"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
 // A Diagnosis is what was found on the way between two clusters, or between one and all its peers.
@@ -25,9 +26,9 @@ type Diagnosis struct {
 	At time.Time `json:"at"`
 }
 
-// Fine reports whether everything works that was looked at.
+// Fine reports whether everything works that was looked at, if less well than it could.
 func (d *Diagnosis) Fine() bool {
-	return !slices.ContainsFunc(d.Hops, func(h Hop) bool { return h.State != Works })
+	return !slices.ContainsFunc(d.Hops, func(h Hop) bool { return h.State != Works && h.State != Limited })
 }
 
 // Diagnose walks from a cluster to the peer of that name, or to all where it is empty, hop by hop.
@@ -57,7 +58,7 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*Diagno
 			return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, ErrNoPeering, Printable(name))
 		}
 		d.Hops = here.hops()
-		d.NotAsked = append(d.NotAsked, "the other side: with --remote-context it is looked at too")
+		d.NotAsked = append(slices.Clone(here.notAsked), "the other side: with --remote-context it is looked at too")
 	} else {
 		if err := here.sameAs(name, remote); err != nil {
 			return nil, err
@@ -66,7 +67,7 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*Diagno
 		if err != nil {
 			return nil, err
 		}
-		d.Hops = between(here, there)
+		d.Hops, d.NotAsked = between(here, there), slices.Concat(here.notAsked, there.notAsked)
 	}
 	d.Broken = FirstBroken(d.Hops)
 	return d, nil
@@ -99,6 +100,7 @@ type examination struct {
 	own      []Hop
 	peerings [][]Hop
 	found    []*isthmus.Peering // beside peerings
+	notAsked []string
 }
 
 func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool) (*examination, error) {
@@ -113,6 +115,9 @@ func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool
 	}
 	for i := range list.Items {
 		heed(e.own, &list.Items[i])
+	}
+	if !slices.ContainsFunc(e.own, func(h Hop) bool { return h.Name == hopRights }) {
+		e.notAsked = append(e.notAsked, fmt.Sprintf("%s: whether the components have their rights: you may not create SubjectAccessReviews", c))
 	}
 	for i := range list.Items {
 		p := &list.Items[i]
@@ -162,7 +167,11 @@ func between(a, b *examination) []Hop {
 					if h.Name != stepNames[step] {
 						continue
 					}
-					stuck := (broken(other, hopManager) || len(other.peerings) == 0) && slices.Contains(waits, h.Reason) || broken(other, hopGateway) && step == isthmus.ConditionConnected
+					stuck := (broken(other, hopManager) || len(other.peerings) == 0) && slices.Contains(isthmus.WaitReasons, h.Reason) || broken(other, hopGateway) && step == isthmus.ConditionConnected
+					// What we cannot publish there is missing there, and a tunnel that the other side has taken down is silent here.
+					stuck = stuck || step == isthmus.ConditionPeerConfig && h.Reason == isthmus.ReasonPeerWithdrew && stands(all, other.cluster, isthmus.ConditionPublished) ||
+						step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, h.Reason) && stands(all, other.cluster, isthmus.ConditionPeerConfig)
+					stuck = stuck || len(other.peerings) == 0 && (h.Reason == v1alpha1.ReasonNotPeered || h.Reason == isthmus.ReasonPeerWithdrew)
 					if h.State == Broken && (stuck || step == isthmus.ConditionReady && told(all)) {
 						h.State = Waits
 					}
@@ -173,6 +182,13 @@ func between(a, b *examination) []Hop {
 	}
 	blameOne(all)
 	return all
+}
+
+// stands reports whether a hop of a side's Peering is known not to work.
+func stands(hops []Hop, at *Cluster, step string) bool {
+	return slices.ContainsFunc(hops, func(h Hop) bool {
+		return h.Cluster == at.String() && h.Name == stepNames[step] && (h.State == Broken || h.State == Waits)
+	})
 }
 
 // told reports whether something is broken already that a Peering's Ready would repeat.
@@ -232,10 +248,13 @@ func (d *Diagnosis) Print(w io.Writer) error {
 
 // conclude says what to act on.
 func (d *Diagnosis) conclude(w io.Writer) (err error) {
-	var unknown []string
+	var unknown, limited []string
 	for _, h := range d.Hops {
-		if h.State == Unknown {
+		switch h.State {
+		case Unknown:
 			unknown = append(unknown, h.Cluster+": "+h.Name)
+		case Limited:
+			limited = append(limited, h.Cluster+": "+h.Name+": "+h.Text)
 		}
 	}
 	switch b := d.Broken; {
@@ -245,6 +264,8 @@ func (d *Diagnosis) conclude(w io.Writer) (err error) {
 		_, err = fmt.Fprintf(w, "\nbroken: %s: %s: %s\n", b.Cluster, b.Name, b.Text)
 	case len(unknown) > 0:
 		_, err = fmt.Fprintf(w, "\nnothing is known to be broken; not known: %s\n", strings.Join(unknown, ", "))
+	case len(limited) > 0:
+		_, err = fmt.Fprintf(w, "\nit works, and less than it should: %s\n", strings.Join(limited, "; "))
 	default:
 		_, err = fmt.Fprintln(w, "\neverything works that was looked at")
 	}

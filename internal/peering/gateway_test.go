@@ -58,6 +58,7 @@ func TestAGatewayMarksItsOwnAndChangesNothingElse(t *testing.T) {
 		return gateway.Patch(t.Context(), s.DeepCopy(), client.RawPatch("application/merge-patch+json", []byte(patch)))
 	}
 	must(t, serve(service, `{"metadata":{"annotations":{"net.liqo.io/gatewayNodeIP":"192.0.2.7"}}}`))
+	must(t, serve(service, `{"metadata":{"annotations":{"isthmus.net/gateways":"10.244.1.9"}}}`))
 	secret := func(name string, kind corev1.SecretType) *corev1.Secret {
 		return &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: home, Name: name,
 			Annotations: map[string]string{corev1.ServiceAccountNameKey: deploy.ManagerServiceAccount}}, Type: kind}
@@ -83,6 +84,7 @@ func TestAGatewayMarksItsOwnAndChangesNothingElse(t *testing.T) {
 		"an external address":         serve(service, `{"spec":{"externalIPs":["192.0.2.99"]}}`),
 		"a label of its Service":      serve(service, `{"metadata":{"labels":{"a":"b"}}}`),
 		"no address":                  serve(service, `{"metadata":{"annotations":{"net.liqo.io/gatewayNodeIP":"x"}}}`),
+		"no address of a gateway":     serve(service, `{"metadata":{"annotations":{"isthmus.net/gateways":"10.244.1.9,x"}}}`),
 		"another annotation":          serve(service, `{"metadata":{"annotations":{"net.liqo.io/gatewayNodeIP":"192.0.2.7","liqo.io/override-address":"192.0.2.99"}}}`),
 		"another Service":             serve(other, `{"metadata":{"annotations":{"net.liqo.io/gatewayNodeIP":"192.0.2.7"}}}`),
 		"another Secret":              gateway.Create(t.Context(), secret("mine", ""), client.DryRunAll),

@@ -201,19 +201,28 @@ func (c *Cluster) remember(ctx context.Context, chosen chart.Values) error {
 
 // notByHelm keeps two from writing the same objects by turns; command is Helm's for what is wanted.
 func (c *Cluster) notByHelm(ctx context.Context, command string) error {
+	release, err := c.helmRelease(ctx)
+	if err != nil || release == "" {
+		return err
+	}
+	return fmt.Errorf("%s: namespace %s has the Helm release %s: run `helm %s %s` instead, since Helm would not know what is changed here",
+		c, c.Namespace, Printable(release), command, Printable(release))
+}
+
+// helmRelease is the name of the Helm release that the installation is; empty: it is none.
+func (c *Cluster) helmRelease(ctx context.Context) (string, error) {
 	for _, o := range []client.Object{&appsv1.Deployment{}, &corev1.ServiceAccount{}} {
 		o.SetNamespace(c.Namespace)
 		o.SetName(deploy.ManagerServiceAccount) // the Deployment has the same name
 		err := c.client.Get(ctx, client.ObjectKeyFromObject(o), o)
 		if client.IgnoreNotFound(err) != nil {
-			return c.explain(c.Namespace+"/"+o.GetName(), err)
+			return "", c.explain(c.Namespace+"/"+o.GetName(), err)
 		}
 		if release := o.GetAnnotations()["meta.helm.sh/release-name"]; release != "" {
-			return fmt.Errorf("%s: namespace %s has the Helm release %s: run `helm %s %s` instead, since Helm would not know what is changed here",
-				c, c.Namespace, Printable(release), command, Printable(release))
+			return release, nil
 		}
 	}
-	return nil
+	return "", nil
 }
 
 // applyManifest applies an object of the chart. A custom resource definition that a newer release

@@ -5,7 +5,6 @@ import (
 	"context"
 	"encoding/base64"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -23,6 +22,8 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
 // HopState is what was found out about a hop.
@@ -33,6 +34,8 @@ const (
 	Broken  HopState = "broken"
 	Waits   HopState = "waits"   // for a hop before it, which is broken
 	Unknown HopState = "unknown" // nobody has said, or nobody may be asked
+	// Limited: it works, and less than it should. Nothing after it waits for it.
+	Limited HopState = "limited"
 )
 
 // A Hop is one thing that has to work so that packets go both ways. `isthmus status` and `isthmus
@@ -56,7 +59,14 @@ const (
 	hopGateway = "gateway"
 	hopNodes   = "nodes" // only where one is not ready
 	hopAgents  = "route agents"
+	hopKernels = "nodes' kernels" // only where an agent says that something is not as it should be
+	hopRights  = "rights"         // of the ServiceAccounts of the three
 )
+
+// accounts are the ServiceAccounts of the components that hops are about.
+var accounts = map[string]string{
+	hopManager: deploy.ManagerServiceAccount, hopGateway: deploy.GatewayServiceAccount, hopAgents: deploy.RouteAgentServiceAccount,
+}
 
 // clusterHops are those that all peerings of a cluster need.
 func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway Holder, err error) {
@@ -66,14 +76,37 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 	if gateway, err = c.holderOf(ctx, isthmus.LeaseGateway); err != nil {
 		return nil, manager, gateway, err
 	}
-	nodes, err := c.nodeHops(ctx)
+	now := time.Now()
+	found, unlisted := c.components(ctx, now)
+	mayNot := forbidden(unlisted)
+	if unlisted != nil && !mayNot {
+		return nil, manager, gateway, c.explain("Pods in "+c.Namespace, unlisted)
+	}
+	hops = []Hop{
+		c.leaseHop(hopManager, managerLease, manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
+		c.leaseHop(hopGateway, isthmus.LeaseGateway, gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
+	}
+	if mayNot {
+		return append(hops, Hop{Cluster: c.String(), Name: hopAgents, State: Unknown, Source: "Pods in " + c.Namespace,
+			Text: "you may not list Pods in " + c.Namespace}), manager, gateway, nil
+	}
+	found.judgeGateway(&hops[1], gateway, now)
+	nodes, err := c.nodeHops(ctx, found, hops[1].State == Broken)
 	if err != nil {
 		return nil, manager, gateway, err
 	}
-	return append([]Hop{
-		c.leaseHop(hopManager, managerLease, manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
-		c.leaseHop(hopGateway, isthmus.LeaseGateway, gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
-	}, nodes...), manager, gateway, nil
+	hops = append(hops, nodes...)
+	rights, lacking, err := c.rightsHop(ctx)
+	if err != nil || rights == nil {
+		return hops, manager, gateway, err
+	}
+	found.excuseRights(rights, hops, lacking, cli.ImageTag())
+	for i := range hops {
+		if h := &hops[i]; h.State == Broken && slices.Contains(lacking, accounts[h.Name]) {
+			h.State = Waits // for its rights
+		}
+	}
+	return append([]Hop{*rights}, hops...), manager, gateway, nil
 }
 
 // leaseHop judges a component by the Lease that it renews.
@@ -111,24 +144,23 @@ func heed(own []Hop, p *isthmus.Peering) {
 }
 
 // nodeHops look for a route agent on every node that takes one, as the kubelets tell. A node that is
-// not ready is a hop of its own: whatever its agent does, no pod on it is reached.
-func (c *Cluster) nodeHops(ctx context.Context) ([]Hop, error) {
+// not ready is a hop of its own: whatever its agent does, no pod on it is reached. Without a gateway
+// at work, what agents say of the way to it waits.
+func (c *Cluster) nodeHops(ctx context.Context, found components, noGateway bool) ([]Hop, error) {
 	hop := Hop{Cluster: c.String(), Name: hopAgents, Source: "Nodes, Pods in " + c.Namespace}
 	var nodes corev1.NodeList
-	var pods corev1.PodList
 	var sets appsv1.DaemonSetList
-	err := errors.Join(c.client.List(ctx, &nodes), c.client.List(ctx, &pods, client.InNamespace(c.Namespace)))
-	switch {
+	switch err := c.client.List(ctx, &nodes); {
 	case forbidden(err):
-		hop.State, hop.Text = Unknown, "you may not list Nodes, or Pods in "+c.Namespace
+		hop.State, hop.Text = Unknown, "you may not list Nodes"
 		return []Hop{hop}, nil
 	case err != nil:
-		return nil, c.explain("Nodes, and Pods in "+c.Namespace, err)
+		return nil, c.explain("Nodes", err)
 	}
 	if err := c.client.List(ctx, &sets, client.InNamespace(c.Namespace)); err != nil && !forbidden(err) {
 		return nil, c.explain("DaemonSets in "+c.Namespace, err)
 	}
-	a := agentsOf(nodes.Items, pods.Items, sets.Items)
+	a := agentsOf(nodes.Items, found, sets.Items)
 	var hops []Hop
 	if len(a.unready) > 0 {
 		hops = append(hops, Hop{Cluster: c.String(), Name: hopNodes, State: Broken, Source: "Nodes",
@@ -137,17 +169,74 @@ func (c *Cluster) nodeHops(ctx context.Context) ([]Hop, error) {
 	}
 	hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes", a.nodes)
 	switch {
+	case noGateway && a.lacking > 0 && a.lacking == a.unreached:
+		hop.State, hop.Text = Waits, fmt.Sprintf("%d of %d nodes do not reach the gateway, as none is at work", a.lacking, a.nodes)
 	case a.lacking > 0:
 		hop.State, hop.Text = Broken, fmt.Sprintf("pods on %d of %d nodes are not joined: %s", a.lacking, a.nodes, firstFew(a.missing, "; "))
-	case len(a.versions) > 1:
-		hop.Text += ", of several versions: " + strings.Join(a.versions, ", ")
 	case len(a.versions) == 1:
 		hop.Text += ", " + a.versions[0]
+	}
+	if several := found.versions(); several != "" {
+		hop.Text += "; the components are of several versions, which is for an upgrade: " + several
 	}
 	if len(a.unwanted) > 0 {
 		hop.Text += "; the DaemonSet wants none on " + firstFew(a.unwanted, ", ")
 	}
-	return append(hops, hop), nil
+	hops = append(hops, hop)
+	if limited, is := c.kernelHop(ctx, nodes.Items); is {
+		hops = append(hops, limited)
+	}
+	return hops, nil
+}
+
+// kernelHop is what route agents say that their nodes lack, as far as these are there; false: nothing.
+// What drops packets is broken, the rest is limited.
+func (c *Cluster) kernelHop(ctx context.Context, nodes []corev1.Node) (Hop, bool) {
+	hop := Hop{Cluster: c.String(), Name: hopKernels, State: Limited, Source: "NodeNetworks in " + c.Namespace}
+	var reports isthmus.NodeNetworksList
+	if err := c.client.List(ctx, &reports, client.InNamespace(c.Namespace)); err != nil {
+		if meta.IsNoMatchError(err) {
+			return hop, false // of an older version, whose agents say nothing
+		}
+		hop.State, hop.Text = Unknown, "NodeNetworks cannot be read: "+Printable(err.Error())
+		return hop, true
+	}
+	hop.State, hop.Text = judgeKernels(reports.Items, nodes)
+	return hop, hop.Text != ""
+}
+
+func judgeKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState, string) {
+	on := make(map[isthmus.NodeProblem][]string)
+	for i := range reports {
+		r := &reports[i]
+		if !slices.ContainsFunc(nodes, func(n corev1.Node) bool { return n.Name == r.Name }) {
+			continue
+		}
+		for _, p := range r.Spec.Problems {
+			on[p] = append(on[p], Printable(r.Name))
+		}
+	}
+	problems := slices.SortedFunc(maps.Keys(on), func(a, b isthmus.NodeProblem) int {
+		return cmp.Or(cmp.Compare(severity(a), severity(b)), cmp.Compare(a.Reason, b.Reason), cmp.Compare(a.Message, b.Message))
+	})
+	var texts []string
+	for _, p := range problems {
+		slices.Sort(on[p])
+		texts = append(texts, fmt.Sprintf("%s on %s: %s", Printable(p.Reason), firstFew(on[p], ", "), printable(p.Message, maxMessage)))
+	}
+	state := Limited
+	if len(problems) > 0 && severity(problems[0]) == 0 {
+		state = Broken
+	}
+	return state, firstFew(texts, "; ")
+}
+
+// severity is 0 for a problem of a node that keeps packets from arriving, and more for others.
+func severity(p isthmus.NodeProblem) int {
+	if p.Reason == kernel.LimitForwarding || p.Reason == kernel.LimitGateway {
+		return 0
+	}
+	return 1
 }
 
 // firstFew joins some of what may be much.
@@ -162,12 +251,13 @@ func firstFew(all []string, between string) string {
 
 // agents is what is known of the route agents of a cluster.
 type agents struct {
-	nodes    int      // that are ready and take an agent
-	lacking  int      // those of them that have none at work
-	missing  []string // which these are, and why
-	unready  []string // nodes, and why
-	unwanted []string // nodes without an agent on which the DaemonSet wants none
-	versions []string // images
+	nodes     int      // that are ready and take an agent
+	lacking   int      // those of them that have none at work
+	unreached int      // those that do not reach the gateway through the overlay
+	missing   []string // which these are, and why
+	unready   []string // nodes, and why
+	unwanted  []string // nodes without an agent on which the DaemonSet wants none
+	versions  []string // images
 }
 
 // virtual are labels of Nodes that no route agent runs on: there is no kernel of theirs to make
@@ -209,11 +299,11 @@ func stillWanted(sets []appsv1.DaemonSet) (more int, told bool) {
 
 // agentsOf looks for the agent of each node. Whether a node without one is to have one, the
 // DaemonSet knows, which chooses by labels and taints; without it all are.
-func agentsOf(nodes []corev1.Node, pods []corev1.Pod, sets []appsv1.DaemonSet) (a agents) {
+func agentsOf(nodes []corev1.Node, found components, sets []appsv1.DaemonSet) (a agents) {
 	on := make(map[string]*corev1.Pod)
 	images := make(map[string]bool)
-	for i := range pods {
-		p := &pods[i]
+	for i := range found.pods {
+		p := &found.pods[i]
 		if p.Spec.ServiceAccountName != deploy.RouteAgentServiceAccount || p.Spec.NodeName == "" {
 			continue
 		}
@@ -240,7 +330,13 @@ func agentsOf(nodes []corev1.Node, pods []corev1.Pod, sets []appsv1.DaemonSet) (
 			without = append(without, name)
 		case p != nil:
 			a.nodes++
-			if problem := podProblem(p); problem != "" {
+			problem := found.problem(p)
+			if o := found.broken[n.Name]; o != nil {
+				a.unreached++
+				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf("says that the gateway at %s is not reached through the overlay since %s, but is by the underlay: let UDP 4800 pass between nodes",
+					Printable(o.Gateway), o.Since.UTC().Format("15:04:05 UTC"))
+			}
+			if problem != "" {
 				a.missing = append(a.missing, fmt.Sprintf("Node %s: Pod %s %s", name, Printable(p.Name), problem))
 			}
 		}
@@ -281,6 +377,18 @@ func podProblem(p *corev1.Pod) string {
 	if p.Status.Phase != corev1.PodRunning {
 		return "is " + Printable(string(p.Status.Phase))
 	}
+	for _, s := range p.Status.ContainerStatuses {
+		if w := s.State.Waiting; w != nil {
+			why := "waits: " + Printable(w.Reason)
+			if last := s.LastTerminationState.Terminated; last != nil { // the chart has the end of the log there
+				lines := strings.Split(strings.TrimSpace(last.Message), "\n")
+				why += fmt.Sprintf(", and ended with code %d: %s", last.ExitCode, printable(lines[len(lines)-1], maxMessage))
+			} else if w.Message != "" {
+				why += ": " + printable(w.Message, maxMessage)
+			}
+			return why
+		}
+	}
 	for _, c := range p.Status.Conditions {
 		if c.Type == corev1.PodReady && c.Status != corev1.ConditionTrue {
 			return "is not ready: " + cmp.Or(Printable(c.Message), Printable(c.Reason))
@@ -296,6 +404,10 @@ var stepNames = map[string]string{
 	isthmus.ConditionReady: "peering",
 }
 
+// followsWithdrawal are the reasons of a tunnel that a peer has taken down because it has no
+// NetworkConfig of ours any more.
+var followsWithdrawal = []string{v1alpha1.CausePeerSilent, v1alpha1.CauseNoAnswer}
+
 // peeringHops are those of one Peering, by its conditions. before are the cluster's: where the
 // manager is gone, what a condition says is a memory, and where no gateway is at work, what that of
 // the tunnel says.
@@ -309,7 +421,7 @@ func peeringHops(c *Cluster, p *isthmus.Peering, before []Hop) (hops []Hop) {
 			gateway = &before[i]
 		}
 	}
-	broken := false
+	broken, refused, left := false, false, false
 	for _, step := range append(slices.Clone(steps), isthmus.ConditionReady) {
 		hop := Hop{Cluster: c.String(), Peering: p.Name, Name: stepNames[step], State: Works, Source: "condition " + step + " of Peering " + p.Name}
 		condition := meta.FindStatusCondition(p.Status.Conditions, step)
@@ -328,13 +440,19 @@ func peeringHops(c *Cluster, p *isthmus.Peering, before []Hop) (hops []Hop) {
 			case condition.Status == metav1.ConditionTrue:
 			case step == isthmus.ConditionReady && broken: // it repeats what is said already
 				continue
-			case condition.Status == metav1.ConditionUnknown || broken && slices.Contains(waits, condition.Reason):
+			case condition.Status == metav1.ConditionUnknown || broken && slices.Contains(isthmus.WaitReasons, condition.Reason):
 				hop.State = Waits
 				if !broken {
 					hop.State = Unknown
 				}
+			case refused && step == isthmus.ConditionConnected && slices.Contains(followsWithdrawal, condition.Reason):
+				hop.State = Waits
+			case left && condition.Reason == isthmus.ReasonPeerWithdrew: // the same in other words
+				hop.State = Waits
 			default:
 				hop.State, broken = Broken, true
+				left = left || condition.Reason == v1alpha1.ReasonNotPeered
+				refused = refused || step == isthmus.ConditionPublished
 			}
 		}
 		hops = append(hops, hop)
@@ -361,14 +479,14 @@ func FirstBroken(hops []Hop) *Hop {
 }
 
 // ofNodes reports whether a hop is about nodes one by one.
-func ofNodes(h *Hop) bool { return h.Name == hopNodes || h.Name == hopAgents }
+func ofNodes(h *Hop) bool { return h.Name == hopNodes || h.Name == hopAgents || h.Name == hopKernels }
 
 // telling is how much a reason of the tunnel says about what to mend: whoever hears nothing knows
 // least.
 func telling(reason string) int {
 	return slices.Index([]string{
 		isthmus.ReasonLost, v1alpha1.CauseNoAnswer, v1alpha1.CausePeerSilent, v1alpha1.CauseProbeUnanswered, v1alpha1.CauseAnswersLost,
-		v1alpha1.CauseRangesDisagree, v1alpha1.CauseWrongKey, v1alpha1.CauseSendError, v1alpha1.CauseEndpointName, v1alpha1.CauseNotApplied,
+		v1alpha1.CauseRangesDisagree, v1alpha1.CauseWrongKey, v1alpha1.CauseSendError, v1alpha1.CauseEndpointName, v1alpha1.CauseNotApplied, v1alpha1.CausePathMTU,
 	}, reason)
 }
 

@@ -12,6 +12,7 @@ import (
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -19,6 +20,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
 func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
@@ -65,16 +67,22 @@ func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
 	}
 	without := []corev1.Node{node("n1"), node("n7", labelled(corev1.LabelOSStable, "linux")), node("n8")}
 	const none = " has no Pod of ServiceAccount isthmus-route-agent: see the DaemonSet, and the node's taints"
-	broken := []string{"Node n2: Pod a2 is not ready: no netlink", "Node n5: Pod a5 is Pending"}
+	reports := []isthmus.NodeNetworks{{ObjectMeta: metav1.ObjectMeta{Name: "n2"}, Spec: isthmus.NodeNetworksSpec{
+		BrokenOverlay: &isthmus.BrokenOverlay{Gateway: "10.0.0.9", Since: metav1.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)}}}, {ObjectMeta: metav1.ObjectMeta{Name: "n5"}}}
+	reports = append(reports, *reports[0].DeepCopy())
+	reports[2].Name = "n3"
+	broken := []string{"Node n2: Pod a2 is not ready: no netlink, and says that the gateway at 10.0.0.9 is not reached through the overlay since 12:00:00 UTC, " +
+		"but is by the underlay: let UDP 4800 pass between nodes",
+		"Node n3: Pod a3 says that the gateway at 10.0.0.9 is not reached through the overlay since 12:00:00 UTC, but is by the underlay: let UDP 4800 pass between nodes", "Node n5: Pod a5 is Pending"}
 	for _, tc := range []struct {
 		name  string
 		nodes []corev1.Node
 		sets  []appsv1.DaemonSet
 		want  agents
 	}{
-		{"nobody says where one is wanted", nodes, nil, agents{nodes: 5, lacking: 3, missing: append(slices.Clone(broken), "Node n4"+none), unready: []string{"Node n6: the kubelet is silent"}}},
-		{"the DaemonSet wants one on each", nodes, set(6, 5), agents{nodes: 5, lacking: 3, missing: append(slices.Clone(broken), "Node n4"+none), unready: []string{"Node n6: the kubelet is silent"}}},
-		{"the DaemonSet wants none there", nodes, set(5, 5), agents{nodes: 4, lacking: 2, missing: broken, unready: []string{"Node n6: the kubelet is silent"}, unwanted: []string{"n4"}}},
+		{"nobody says where one is wanted", nodes, nil, agents{nodes: 5, lacking: 4, unreached: 2, missing: append(slices.Clone(broken), "Node n4"+none), unready: []string{"Node n6: the kubelet is silent"}}},
+		{"the DaemonSet wants one on each", nodes, set(6, 5), agents{nodes: 5, lacking: 4, unreached: 2, missing: append(slices.Clone(broken), "Node n4"+none), unready: []string{"Node n6: the kubelet is silent"}}},
+		{"the DaemonSet wants none there", nodes, set(5, 5), agents{nodes: 4, lacking: 3, unreached: 2, missing: broken, unready: []string{"Node n6: the kubelet is silent"}, unwanted: []string{"n4"}}},
 		{"nodes that no agent can run on", []corev1.Node{node("n1"), node("w", labelled(corev1.LabelOSStable, "windows")),
 			node("v", labelled("type", "virtual-kubelet")), node("f", labelled("eks.amazonaws.com/compute-type", "fargate"))}, nil, agents{nodes: 1}},
 		{"one of two", without, set(2, 1), agents{nodes: 2, lacking: 1, missing: []string{"1 of the Nodes n7, n8 have no Pod of ServiceAccount isthmus-route-agent: see the DaemonSet, and the node's taints"}}},
@@ -82,7 +90,11 @@ func TestAnAgentIsMissedOnEveryNodeThatHasNoneAtWork(t *testing.T) {
 		{"what the DaemonSet says is old", without[1:2], set(1, 1, func(s *appsv1.DaemonSet) { s.Generation++ }), agents{nodes: 1, lacking: 1, missing: []string{"Node n7" + none}}},
 	} {
 		tc.want.versions = []string{"isthmus:1", "isthmus:2"}
-		if got := agentsOf(tc.nodes, pods, tc.sets); !reflect.DeepEqual(got, tc.want) {
+		found := components{pods: pods, broken: map[string]*isthmus.BrokenOverlay{}}
+		for _, r := range reports {
+			found.broken[r.Name] = r.Spec.BrokenOverlay
+		}
+		if got := agentsOf(tc.nodes, found, tc.sets); !reflect.DeepEqual(got, tc.want) {
 			t.Errorf("%s:\n%+v; want\n%+v", tc.name, got, tc.want)
 		}
 	}
@@ -255,6 +267,11 @@ func TestForbiddenMeansThatNothingElseIsWrong(t *testing.T) {
 func TestDiagnoseAsksBothSides(t *testing.T) {
 	t.Parallel()
 	p := newPair(t, "diagnose")
+	for _, c := range []*Cluster{p.a, p.b} { // whose components would lack rights, as the pair was not installed
+		must(t, c.client.Create(t.Context(), &rbacv1.ClusterRoleBinding{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace},
+			RoleRef:  rbacv1.RoleRef{APIGroup: rbacv1.GroupName, Kind: "ClusterRole", Name: "cluster-admin"},
+			Subjects: []rbacv1.Subject{{APIGroup: rbacv1.GroupName, Kind: rbacv1.GroupKind, Name: "system:serviceaccounts:" + c.Namespace}}}))
+	}
 	d, err := Diagnose(t.Context(), p.a, p.b, "")
 	must(t, err)
 	if d.Broken == nil || d.Broken.Name != "peering" || !strings.Contains(d.Broken.Text, "there is no Peering with diagnose-b") {
@@ -291,5 +308,33 @@ func TestDiagnoseAsksBothSides(t *testing.T) {
 	}
 	if _, err := Diagnose(t.Context(), p.a, p.a, ""); err == nil || !strings.Contains(err.Error(), "the same cluster") {
 		t.Errorf("itself: %v", err)
+	}
+}
+
+func TestWhatNodesLackIsNamedWithTheNodes(t *testing.T) {
+	report := func(node string, problems ...isthmus.NodeProblem) isthmus.NodeNetworks {
+		return isthmus.NodeNetworks{ObjectMeta: metav1.ObjectMeta{Name: node}, Spec: isthmus.NodeNetworksSpec{Problems: problems}}
+	}
+	masqueraded := isthmus.NodeProblem{Reason: kernel.LimitMasqueraded, Message: "no NAT"}
+	refused := isthmus.NodeProblem{Reason: kernel.LimitForwarding, Message: "FORWARD\x1b drops"}
+	nodes := []corev1.Node{{ObjectMeta: metav1.ObjectMeta{Name: "n1"}}, {ObjectMeta: metav1.ObjectMeta{Name: "n2"}}}
+	for _, tc := range []struct {
+		reports []isthmus.NodeNetworks
+		state   HopState
+		text    string
+	}{
+		{[]isthmus.NodeNetworks{report("n1"), report("n2"), report("gone", refused)}, Limited, ""},
+		{[]isthmus.NodeNetworks{report("n2", masqueraded), report("n1", masqueraded)}, Limited, "PodsMasqueraded on n1, n2: no NAT"},
+		{[]isthmus.NodeNetworks{report("n1", masqueraded, refused), report("n2")}, Broken, `ForwardingRefused on n1: FORWARD\u001b drops; PodsMasqueraded on n1: no NAT`},
+	} {
+		if state, text := judgeKernels(tc.reports, nodes); text != tc.text || text != "" && state != tc.state {
+			t.Errorf("%v %q, want %v %q", state, text, tc.state, tc.text)
+		}
+	}
+	// It works, so that nothing else waits for it, and is said all the same.
+	d := Diagnosis{Hops: []Hop{{Cluster: "a", Name: hopKernels, State: Limited, Text: "PodsMasqueraded on n1: no NAT"}}}
+	var b strings.Builder
+	if err := d.Print(&b); err != nil || !strings.Contains(b.String(), "less than it should: a: nodes' kernels: PodsMasqueraded on n1: no NAT") || !d.Fine() {
+		t.Errorf("%v %s", err, b.String())
 	}
 }

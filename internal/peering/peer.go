@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -48,10 +49,23 @@ func Peer(ctx context.Context, local, remote *Cluster, o PeerOptions) (peerings 
 	started := time.Now()
 	a, b := &side{Cluster: local, claims: o.Claims}, &side{Cluster: remote}
 	a.peer, b.peer = b, a
-	if err := both(a, b, func(s *side) error { return s.Identify(ctx) }); err != nil {
-		return peerings, err
+	if o.Report != nil {
+		var mu sync.Mutex // both sides report
+		report := o.Report
+		o.Report = func(line string) {
+			mu.Lock()
+			defer mu.Unlock()
+			report(line)
+		}
 	}
-	if err := check(ctx, a, b, o); err != nil {
+	err = both(a, b, func(s *side) error { return s.Identify(ctx) })
+	if err == nil {
+		err = check(ctx, a, b, o)
+	}
+	if err != nil {
+		if errors.Is(ctx.Err(), context.Canceled) {
+			err = errors.New("interrupted while the two clusters were looked at: nothing was changed")
+		}
 		return peerings, err
 	}
 	changed, err := setUp(ctx, a, b, o)
@@ -118,7 +132,7 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 		if err := s.checkAdmission(ctx); err != nil || o.Timeout == 0 {
 			return err
 		}
-		return s.checkManager(ctx)
+		return s.checkManager(ctx, o)
 	})
 }
 
@@ -364,12 +378,6 @@ func FirstProblem(p *isthmus.Peering) *metav1.Condition {
 	return unseen
 }
 
-// waits are the reasons of conditions that say no more than an earlier one does.
-var waits = []string{
-	isthmus.ReasonUnknown, isthmus.ReasonPublishing, isthmus.ReasonWaitingAnswer, isthmus.ReasonWaitingPeer, isthmus.ReasonWaiting,
-	isthmus.ReasonConnecting, isthmus.ReasonNoGateway,
-}
-
 // Problems returns all conditions of a Peering that say what is wrong, FirstProblem first: each side
 // may refuse the other one, and each refusal is worth a word.
 func Problems(p *isthmus.Peering) (all []metav1.Condition) {
@@ -383,7 +391,7 @@ func Problems(p *isthmus.Peering) (all []metav1.Condition) {
 	}
 	for _, t := range steps {
 		c := meta.FindStatusCondition(p.Status.Conditions, t)
-		if c != nil && c.Type != first.Type && c.Status == metav1.ConditionFalse && !slices.Contains(waits, c.Reason) {
+		if c != nil && c.Type != first.Type && c.Status == metav1.ConditionFalse && !slices.Contains(isthmus.WaitReasons, c.Reason) {
 			all = append(all, *c)
 		}
 	}

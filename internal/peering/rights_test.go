@@ -325,14 +325,18 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"list", "", "configmaps", home, ""},
 			{"list watch", "", "pods", "", ""},
 			{"list watch patch", "", "pods services", home, ""},
+			{"list watch", "isthmus.net", "nodenetworks", home, ""},
 			{"create", "coordination.k8s.io", "leases", home, ""},
 			{"get list watch update", "coordination.k8s.io", "leases", home, "isthmus-gateway"},
+			{"create patch", "events.k8s.io", "events", home, ""},
 		}},
 		{deploy.RouteAgentServiceAccount, []right{
 			{"list watch", "net.liqo.io", "tunnelendpoints ipamstorages", "", ""},
 			{"list watch", "", "nodes", "", ""},
 			{"list watch", "", "pods", "", ""},
 			{"create patch", "isthmus.net", "nodenetworks", home, ""},
+			{"create patch", "events.k8s.io", "events", home, ""},
+			{"list watch", "", "services", home, ""},
 		}},
 	} {
 		t.Run(tc.account, func(t *testing.T) {

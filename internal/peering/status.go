@@ -7,6 +7,7 @@ import (
 	"io"
 	"slices"
 	"strings"
+	"sync"
 	"text/tabwriter"
 	"time"
 
@@ -40,21 +41,23 @@ type GatewayPod struct {
 
 // A Row is how it goes with one of them.
 type Row struct {
-	Name       string                   `json:"name"`
-	Cluster    v1alpha1.ClusterIdentity `json:"cluster"`
-	Ready      bool                     `json:"ready"`
-	Status     metav1.ConditionStatus   `json:"status"`             // of the condition Ready; Unknown too when nobody is there who would know
-	Reason     string                   `json:"reason"`             // of the condition Ready
-	Problem    string                   `json:"problem,omitempty"`  // the first thing that is not as it should be
-	Problems   []string                 `json:"problems,omitempty"` // all that are, the first one first
-	Deleting   bool                     `json:"deleting,omitempty"`
-	Namespace  string                   `json:"namespace"` // the tenant namespace
-	Local      isthmus.Networks         `json:"local"`     // our networks, and as the peer sees them
-	Remote     isthmus.Networks         `json:"remote"`    // its networks, and as we see them
-	Endpoint   string                   `json:"endpoint,omitempty"`
-	Latency    string                   `json:"latency,omitempty"`
-	Since      *metav1.Time             `json:"since,omitempty"` // of Status, as the manager says; nil where nobody knows
-	Conditions []metav1.Condition       `json:"conditions"`
+	Name      string                   `json:"name"`
+	Cluster   v1alpha1.ClusterIdentity `json:"cluster"`
+	Ready     bool                     `json:"ready"`
+	Status    metav1.ConditionStatus   `json:"status"`             // of the condition Ready; Unknown too when nobody is there who would know
+	Reason    string                   `json:"reason"`             // of the condition Ready
+	Problem   string                   `json:"problem,omitempty"`  // the first thing that is not as it should be
+	Problems  []string                 `json:"problems,omitempty"` // all that are, the first one first
+	Deleting  bool                     `json:"deleting,omitempty"`
+	Namespace string                   `json:"namespace"` // the tenant namespace
+	Local     isthmus.Networks         `json:"local"`     // our networks, and as the peer sees them
+	Remote    isthmus.Networks         `json:"remote"`    // its networks, and as we see them
+	Endpoint  string                   `json:"endpoint,omitempty"`
+	Latency   string                   `json:"latency,omitempty"`
+	// IdentityUntil is when our token at the peer ends; nil where there is none, or it may not be read.
+	IdentityUntil *metav1.Time       `json:"identityUntil,omitempty"`
+	Since         *metav1.Time       `json:"since,omitempty"` // of Status, as the manager says; nil where nobody knows
+	Conditions    []metav1.Condition `json:"conditions"`
 }
 
 // StatusOf reads the status of a cluster that was identified.
@@ -64,8 +67,11 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 	if err := c.client.List(ctx, &list); err != nil {
 		return s, c.explain("Peerings", err)
 	}
+	until := c.identitiesUntil(ctx, list.Items)
 	for i := range list.Items {
-		s.Peerings = append(s.Peerings, rowOf(&list.Items[i]))
+		row := rowOf(&list.Items[i])
+		row.IdentityUntil = until[i]
+		s.Peerings = append(s.Peerings, row)
 	}
 	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
 	if s.Hops, s.Manager, s.Gateway, err = clusterHops(ctx, c); err != nil {
@@ -86,16 +92,29 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 	return s, nil
 }
 
+// noGateway says why no gateway is at work; empty: one is, or it is not ours.
+func (s *Status) noGateway() string {
+	for i := range s.Hops {
+		if h := &s.Hops[i]; h.Name == hopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason) {
+			return strings.TrimPrefix(h.Text, "no gateway is at work: ")
+		}
+	}
+	if s.Gateway.Name == "" && !s.Gateway.absent {
+		return s.Gateway.Problem
+	}
+	return ""
+}
+
 // doubt takes back what Peerings say of themselves when nobody is there who would know better: a
 // status is a memory as soon as its writer is gone.
 func (s *Status) doubt() {
-	var why string
-	switch {
-	case s.Manager.Name == "":
+	why := ""
+	if s.Manager.Name == "" {
 		why = "no manager is at work, so that this is from before: " + s.Manager.Problem
-	case s.Gateway.Name == "" && !s.Gateway.absent: // without a Lease it is not ours, or of files
-		why = "no gateway is at work: " + s.Gateway.Problem
-	default:
+	} else if none := s.noGateway(); none != "" {
+		why = "no gateway is at work: " + none
+	}
+	if why == "" {
 		return
 	}
 	for i := range s.Peerings {
@@ -142,14 +161,8 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		manager = "none: " + s.Manager.Problem
 	}
 	gateways := make([]string, 0, len(s.Gateways))
-	if s.Gateway.Name == "" && !s.Gateway.absent {
-		gateways = append(gateways, "none: "+s.Gateway.Problem)
-		s.Gateways = nil // whatever their marks say
-	}
-	for _, h := range s.Hops {
-		if h.Name == hopGateway && h.State == Broken && h.Reason != "" {
-			gateways, s.Gateways = []string{"none: " + h.Text}, nil
-		}
+	if none := s.noGateway(); none != "" {
+		gateways, s.Gateways = []string{"none: " + none}, nil // whatever their marks say
 	}
 	for _, g := range s.Gateways {
 		gateways = append(gateways, Printable(g.Pod)+" on node "+orDash(g.Node))
@@ -157,7 +170,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n", Printable(s.Cluster.ClusterName), Printable(s.Cluster.ClusterID), manager,
 		cmp.Or(strings.Join(gateways, ", "), "none is active"))
 	for _, h := range s.Hops {
-		if h.Name == hopNodes || h.Name == hopAgents {
+		if ofNodes(&h) || h.State == Broken && (h.Name == hopRights || h.Name == hopGateway && s.noGateway() == "") {
 			fmt.Fprintf(w, "%s %s\n", h.Name, h.Text)
 		}
 	}
@@ -167,11 +180,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		return err
 	}
 	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
-	header := "PEERING\tCLUSTER\tREADY\tSINCE\tTHEIR PODS HERE\tOUR PODS THERE\tENDPOINT\tLATENCY\tREASON"
-	if wide {
-		header += "\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE"
-	}
-	fmt.Fprintln(t, header)
+	fmt.Fprintln(t, "PEERING\tCLUSTER\tREADY\tSINCE\tTHEIR PODS HERE\tOUR PODS THERE\tENDPOINT\tLATENCY\tREASON")
 	for _, p := range s.Peerings {
 		ready := "no"
 		switch p.Status {
@@ -180,14 +189,17 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		case metav1.ConditionUnknown:
 			ready = "unknown"
 		}
-		cells := []string{p.Name, p.Cluster.ClusterName, ready, ago(p.Since, s.At), p.Remote.PodCIDRSeen, p.Local.PodCIDRSeen, p.Endpoint, p.Latency, p.Reason}
-		if wide {
-			cells = append(cells, p.Cluster.ClusterID, p.Namespace, p.Remote.ExternalCIDRSeen, p.Local.ExternalCIDRSeen)
+		printRow(t, p.Name, p.Cluster.ClusterName, ready, ago(p.Since, s.At), p.Remote.PodCIDRSeen, p.Local.PodCIDRSeen, p.Endpoint, p.Latency, p.Reason)
+	}
+	if wide { // in a table of its own, that both fit a screen
+		fmt.Fprintln(t, "\nPEERING\tCLUSTER ID\tNAMESPACE\tTHEIR EXTERNAL HERE\tOUR EXTERNAL THERE\tIDENTITY UNTIL")
+		for _, p := range s.Peerings {
+			until := ""
+			if p.IdentityUntil != nil {
+				until = p.IdentityUntil.UTC().Format(time.RFC3339)
+			}
+			printRow(t, p.Name, p.Cluster.ClusterID, p.Namespace, p.Remote.ExternalCIDRSeen, p.Local.ExternalCIDRSeen, until)
 		}
-		for i := range cells {
-			cells[i] = orDash(cells[i])
-		}
-		fmt.Fprintln(t, strings.Join(cells, "\t"))
 	}
 	if err := t.Flush(); err != nil {
 		return err
@@ -203,6 +215,31 @@ func (s Status) Print(w io.Writer, wide bool) error {
 		}
 	}
 	return nil
+}
+
+func printRow(w io.Writer, cells ...string) {
+	for i := range cells {
+		cells[i] = orDash(cells[i])
+	}
+	fmt.Fprintln(w, strings.Join(cells, "\t"))
+}
+
+// identitiesUntil says of each Peering until when the identity at the peer is good.
+func (c *Cluster) identitiesUntil(ctx context.Context, peerings []isthmus.Peering) []*metav1.Time {
+	all := make([]*metav1.Time, len(peerings))
+	var group sync.WaitGroup
+	slots := make(chan struct{}, requestsAtOnce)
+	for i := range peerings {
+		slots <- struct{}{}
+		group.Go(func() {
+			if at, ok := c.identityExpiry(ctx, &peerings[i]); ok {
+				all[i] = &metav1.Time{Time: at}
+			}
+			<-slots
+		})
+	}
+	group.Wait()
+	return all
 }
 
 // ago is how long ago something was.

@@ -102,7 +102,7 @@ c-4d5e6f, cluster c (C):
 	}
 	b.Reset()
 	must(t, s.Print(&b, true))
-	contains(t, b.String(), "OUR EXTERNAL THERE\n", "liqo-tenant-b-1a2b3c  10.61.0.0/20         10.247.0.0/16\n")
+	contains(t, b.String(), "IDENTITY UNTIL\n", "liqo-tenant-b-1a2b3c  10.61.0.0/20         10.247.0.0/16       -\n")
 	if s.Ready() {
 		t.Error("c is not ready")
 	}

@@ -34,6 +34,9 @@ type UninstallOptions struct {
 	Force bool
 	// KeepDefinitions leaves the custom resource definitions, and the books of the IPAM in them.
 	KeepDefinitions bool
+	// BeforeHelm leaves what Helm installed to Helm, which deletes it next, but for the workloads: they
+	// would put back what is cleaned.
+	BeforeHelm bool
 	// Image is that of the Pods that clean the nodes, where the installation does not say it any more.
 	Image string
 	// Timeout bounds the wait.
@@ -78,8 +81,12 @@ func (c *Cluster) Uninstall(ctx context.Context, o UninstallOptions) error {
 	} else {
 		c.Identity.ClusterID = c.uid
 	}
-	if err := c.notByHelm(ctx, "uninstall"); err != nil {
-		return err
+	byHelm := c.notByHelm(ctx, "uninstall")
+	if o.BeforeHelm {
+		byHelm = c.helmUninstalls(ctx)
+	}
+	if byHelm != nil {
+		return byHelm
 	}
 	if err := c.notElsewhere(ctx); err != nil {
 		return err
@@ -112,6 +119,15 @@ func (c *Cluster) Uninstall(ctx context.Context, o UninstallOptions) error {
 		if err := c.cleanNodes(ctx, *how, o); err != nil {
 			return err
 		}
+	}
+	if o.BeforeHelm {
+		for _, u := range c.installed() {
+			if err := c.remove(ctx, u, o); err != nil {
+				return err
+			}
+		}
+		o.Report(fmt.Sprintf("%s: what is left is Helm's to delete", c))
+		return nil
 	}
 	if err := c.removeObjects(ctx, o, objects); err != nil {
 		return err
@@ -213,6 +229,9 @@ func (c *Cluster) howToClean(ctx context.Context, o UninstallOptions) (*cleaning
 			return nil, err
 		}
 		_, err = c.apply(ctx, &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: uninstallConfigMap}, Data: map[string]string{keyCleaning: string(text)}})
+		if apierrors.HasStatusCause(err, corev1.NamespaceTerminatingCause) {
+			err = nil // somebody deleted the namespace: nothing can be remembered there
+		}
 		return &how, err
 	case !apierrors.IsNotFound(err):
 		return nil, c.explain("DaemonSet "+key.String(), err)
@@ -236,6 +255,22 @@ func (c *Cluster) howToClean(ctx context.Context, o UninstallOptions) (*cleaning
 }
 
 // unpeerAll parts the cluster from each of its peers. Without a manager nobody withdraws what lies
+// helmUninstalls returns an error unless Helm is about to delete a release in the namespace, which it
+// records before it runs the hooks (Helm 3.22 and 4.3, pkg/action/uninstall.go). Whoever renders the
+// chart without Helm gets the hook as an ordinary Job, and must not lose the installation by it.
+func (c *Cluster) helmUninstalls(ctx context.Context) error {
+	for _, list := range []client.ObjectList{&corev1.SecretList{}, &corev1.ConfigMapList{}} { // the storages that Helm has in a cluster
+		err := c.client.List(ctx, list, client.InNamespace(c.Namespace), client.MatchingLabels{"owner": "helm", "status": "uninstalling"})
+		if err != nil {
+			return c.explain("releases of Helm in "+c.Namespace, err)
+		}
+		if meta.LenList(list) > 0 {
+			return nil
+		}
+	}
+	return fmt.Errorf("%s: Helm is not uninstalling a release in namespace %s: --before-helm is for the chart's hook; nothing was changed", c, c.Namespace)
+}
+
 // at a peer, and its finalizers are ours to remove.
 func (c *Cluster) unpeerAll(ctx context.Context, o UninstallOptions) error {
 	var list isthmus.PeeringList
@@ -247,7 +282,7 @@ func (c *Cluster) unpeerAll(ctx context.Context, o UninstallOptions) error {
 	if len(list.Items) == 0 {
 		return nil
 	}
-	manager, err := c.holderOf(ctx, managerLease)
+	manager, err := c.managerAtWork(ctx, o)
 	if err != nil {
 		return err
 	}
@@ -265,6 +300,29 @@ func (c *Cluster) unpeerAll(ctx context.Context, o UninstallOptions) error {
 		}
 	}
 	return nil
+}
+
+// managerWait is how long a manager may take that starts just now, or takes over from another one.
+const managerWait = 30 * time.Second
+
+// managerAtWork is who holds the managers' Lease. While there is a Deployment of managers it waits for
+// one of them: without a manager nothing is withdrawn from peers.
+func (c *Cluster) managerAtWork(ctx context.Context, o UninstallOptions) (h Holder, err error) {
+	key := client.ObjectKey{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount} // the Deployment has the same name
+	until := time.Now().Add(managerWait)
+	err = c.untilNothing(ctx, o, func() (string, error) {
+		var err error
+		if h, err = c.holderOf(ctx, managerLease); err != nil || h.Name != "" {
+			return "", err
+		}
+		var managers appsv1.Deployment
+		err = c.client.Get(ctx, key, &managers)
+		if apierrors.IsNotFound(err) || managers.DeletionTimestamp != nil || managers.Status.Replicas == 0 || o.Force || time.Now().After(until) {
+			return "", nil
+		}
+		return "waiting for a manager: " + h.Problem, c.explain("Deployment "+key.String(), err)
+	})
+	return h, err
 }
 
 // abandon removes the finalizers of a Peering and of what belongs to it.
@@ -330,9 +388,21 @@ const labelCleans = "isthmus.net/cleans"
 
 // cleanNodes runs a Pod on each node that takes away what components made in its kernel.
 func (c *Cluster) cleanNodes(ctx context.Context, how cleaning, o UninstallOptions) error {
-	if _, err := c.apply(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: map[string]string{
-		labelName: managedBy, "pod-security.kubernetes.io/enforce": "privileged"}}}); err != nil {
-		return err
+	if !o.BeforeHelm { // else we run in it
+		if err := c.untilNothing(ctx, o, func() (string, error) {
+			have, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
+			if err != nil {
+				return "", err
+			}
+			if have != nil && have.GetDeletionTimestamp() != nil { // it takes no Pods any more
+				return "waiting until namespace " + c.Namespace + ", which somebody deleted, is gone, to make it again for what cleans the nodes", nil
+			}
+			_, err = c.apply(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: map[string]string{
+				labelName: managedBy, "pod-security.kubernetes.io/enforce": "privileged"}}})
+			return "", err
+		}); err != nil {
+			return err
+		}
 	}
 	var nodes corev1.NodeList
 	if err := c.client.List(ctx, &nodes); err != nil {

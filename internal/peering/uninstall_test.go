@@ -10,9 +10,11 @@ import (
 	"testing"
 	"time"
 
+	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/metadata"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -20,6 +22,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
@@ -193,4 +196,38 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	if cleaned, err = uninstall(UninstallOptions{}, nobody, ""); err != nil || len(cleaned) > 0 || !said.has("nothing to do") {
 		t.Errorf("without an installation: %v; cleaned %v; %v", err, cleaned, said)
 	}
+
+	// What Helm installed is Helm's to delete, and the rest goes before it.
+	install(nil)
+	peer()
+	manager := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: deploy.ManagerServiceAccount}}
+	must(t, c.client.Patch(t.Context(), manager, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"annotations":{"meta.helm.sh/release-name":"r"}}}`))))
+	if _, err = uninstall(UninstallOptions{}, nobody, ""); err == nil || !strings.Contains(err.Error(), "helm uninstall r") {
+		t.Errorf("a release of Helm: %v", err)
+	}
+	if cleaned, err = uninstall(UninstallOptions{BeforeHelm: true}, nobody, ""); err == nil || !strings.Contains(err.Error(), "nothing was changed") || len(cleaned) > 0 {
+		t.Fatalf("the hook without Helm: %v; cleaned %v", err, cleaned)
+	}
+	release := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "sh.helm.release.v1.r.v1", Labels: map[string]string{"owner": "helm", "status": "uninstalling"}}}
+	must(t, c.client.Create(t.Context(), release))
+	if cleaned, err = uninstall(UninstallOptions{BeforeHelm: true}, nobody, ""); err != nil || len(cleaned) != 2 {
+		t.Fatalf("before Helm: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
+	}
+	helms, err := chart.Objects(chart.Options{Namespace: c.Namespace, Values: chart.Values{"cluster": chart.Values{"name": "u"}, "namespace": chart.Values{"create": true}}})
+	must(t, err)
+	left := inventory(t, c)
+	for _, kept := range []string{"CustomResourceDefinition /peerings.isthmus.net", "ServiceAccount " + c.Namespace + "/" + deploy.ManagerServiceAccount} {
+		if !left[kept] {
+			t.Errorf("%s is gone before Helm deletes it", kept)
+		}
+	}
+	for _, u := range helms {
+		must(t, client.IgnoreNotFound(c.client.Delete(t.Context(), u)))
+	}
+	for begin := time.Now(); !gone(t, c, &corev1.Namespace{}, c.Namespace) || len(difference(before, inventory(t, c))) > 0; time.Sleep(100 * time.Millisecond) {
+		if time.Since(begin) > patient {
+			break
+		}
+	}
+	same("after Helm")
 }

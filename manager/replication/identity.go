@@ -162,6 +162,18 @@ func (e endpoint) tlsConfig() (*tls.Config, error) {
 	return c, nil
 }
 
+// life is what token and certificate say; zero where neither says anything.
+func (id identity) life() (l Life) {
+	if t, ok := readToken(id.token); ok {
+		l = Life{t.expires, t.renewal()}
+	}
+	if pair, err := tls.X509KeyPair([]byte(id.cert), []byte(id.key)); err == nil && pair.Leaf != nil &&
+		(l.Expires.IsZero() || pair.Leaf.NotAfter.Before(l.Expires)) {
+		l = Life{Expires: pair.Leaf.NotAfter.UTC()}
+	}
+	return l
+}
+
 // withToken returns the kubeconfig with another token of the user.
 func withToken(kubeconfig []byte, user, token string) ([]byte, error) {
 	config, err := clientcmd.Load(kubeconfig)

@@ -196,3 +196,32 @@ func FuzzIdentity(f *testing.F) {
 		}
 	})
 }
+
+func TestAnIdentityEndsWithItsTokenOrItsCertificate(t *testing.T) {
+	at := func(seconds int64) time.Time { return time.Unix(seconds, 0).UTC() }
+	token := jwt(`{"iat":1700000000,"exp":1900000000,"kubernetes.io":{"namespace":"n","serviceaccount":{"name":"a"}}}`)
+	certificate := func(until int64) endpoint {
+		_, cert, key := selfSigned(t, at(until))
+		return endpoint{cert: string(cert), key: string(key)}
+	}
+	for name, tc := range map[string]struct {
+		id   identity
+		want time.Time
+	}{
+		"nothing":             {},
+		"a token":             {identity{token: token}, at(1900000000)},
+		"a certificate":       {identity{endpoint: certificate(1800000000)}, at(1800000000)},
+		"whichever is first":  {identity{endpoint: certificate(1950000000), token: token}, at(1900000000)},
+		"and the other way":   {identity{endpoint: certificate(1850000000), token: token}, at(1850000000)},
+		"what is no token":    {identity{token: "x.y.z"}, time.Time{}},
+		"a certificate alone": {identity{endpoint: endpoint{cert: certificate(1800000000).cert}}, time.Time{}},
+	} {
+		got := tc.id.life()
+		if !got.Expires.Equal(tc.want) {
+			t.Errorf("%s: %v, want %v", name, got, tc.want)
+		}
+		if renewed := got.Expires.Equal(at(1900000000)); renewed == got.Renewal.IsZero() {
+			t.Errorf("%s: is renewed at %v", name, got.Renewal)
+		}
+	}
+}

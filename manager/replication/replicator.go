@@ -64,6 +64,14 @@ type State struct {
 	// Answered is empty, or False with ReasonInvalid when the API server here refuses the peer's
 	// answer: the original then keeps its last good status.
 	Answered Condition
+	// Life is that of the identity.
+	Life Life
+}
+
+// Life is what an identity says of its own end. Zero times are not known, or never.
+type Life struct {
+	Expires time.Time // its token or certificate, whichever is first
+	Renewal time.Time // its token is renewed from then on
 }
 
 // Options of a Replicator. All are required but Log and Now.
@@ -243,6 +251,19 @@ func (r *Replicator) State(id string) (State, bool) {
 	defer r.mu.Unlock()
 	s, ok := r.states[id]
 	return s, ok
+}
+
+// Lives are those of the identities that end, by cluster ID.
+func (r *Replicator) Lives() map[string]Life {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	all := make(map[string]Life)
+	for id, s := range r.states {
+		if !s.Life.Expires.IsZero() {
+			all[id] = s.Life
+		}
+	}
+	return all
 }
 
 // Changed returns a channel with an event for each peer whose State changed; the name of its object

@@ -48,6 +48,7 @@ type worker struct {
 
 	state   State
 	renewal renewal
+	life    Life // of the identity
 }
 
 func newWorker(r *Replicator, p Target, cancel context.CancelFunc) *worker {
@@ -151,7 +152,7 @@ func (w *worker) secretFeed() feed {
 func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	where := fmt.Sprintf("Secret %s/%s", w.peer.LocalNamespace, w.peer.IdentitySecret)
 	without := func(reason, format string, args ...any) bool {
-		w.secret, w.renewal = nil, renewal{}
+		w.secret, w.renewal, w.life = nil, renewal{}, Life{}
 		w.disconnect()
 		w.state.Identity = Condition{metav1.ConditionFalse, reason, fmt.Sprintf(format, args...)}
 		return true
@@ -179,7 +180,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	if w.link != nil && w.link.identity == id {
 		return false
 	}
-	w.renewal = newRenewal(id.token)
+	w.renewal, w.life = newRenewal(id.token), id.life()
 	w.tries.reset() // whatever failed did so with another identity
 	if err := w.connect(ctx, id, 0, &backoff{}); err != nil {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which makes it anew", where, err)
@@ -483,6 +484,7 @@ func (w *worker) tell(original *v1alpha1.NetworkConfig) {
 	if s.Identity.Status == metav1.ConditionTrue {
 		s.Identity.Message += w.renewal.warning()
 	}
+	s.Life = w.life
 	if s.Published.Status == "" {
 		s.Published = v.published()
 	}

@@ -1,7 +1,7 @@
 // Package attacks runs every attack of docs/attacks.md against one fleet of three clusters with API
 // servers, managers, gateways and route agents of their own:
 //
-//	a   the victim: three nodes
+//	a   the victim: three nodes; its gateways are Pods, or have the network of their nodes (-long)
 //	b   honest, a peer of a and of c; its pods overlap those of a
 //	c   the attacker's, with all keys and identities that a peer has
 //
@@ -30,6 +30,7 @@ import (
 var (
 	update = flag.Bool("update", false, "write docs/attacks.md")
 	open   = flag.Bool("open", false, "run the attacks that still work, too")
+	long   = flag.Bool("long", false, "run all once more against gateways that have the network of their nodes")
 )
 
 // patience is how long a test waits for what has to come, on a machine that is busy with other
@@ -50,11 +51,13 @@ type chapter struct {
 	title   string
 	prepare func(t *testing.T, s *site) // nil: nothing; what it changes it changes back by s.after
 	attacks []attack
+	closes  bool // traffic stops meanwhile, by design: the talks have ended before
 }
 
-// chapters are in an order in which none spoils the next.
+// chapters are in an order in which none spoils the next. The last one closes.
 func chapters() []chapter {
-	return []chapter{overlayChapter(), podChapter(), tunnelChapter(), claimChapter(), rightsChapter(), serverChapter(), insideChapter(), partingChapter()}
+	return []chapter{overlayChapter(), podChapter(), tunnelChapter(), claimChapter(), rightsChapter(), serverChapter(), insideChapter(), partingChapter(),
+		closingChapter()}
 }
 
 // isthmus is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes
@@ -89,10 +92,23 @@ func run(m *testing.M) int {
 	return m.Run()
 }
 
-func TestAttacks(t *testing.T) {
-	s := newSite(t)
+func TestAttacks(t *testing.T) { runChapters(t, newSite(t, true)) }
+
+// A gateway with the network of its node (--host-network) withstands the same.
+func TestAttacksOnTheNodesNetwork(t *testing.T) {
+	if !*long {
+		t.Skip("takes minutes: -long runs it")
+	}
+	runChapters(t, newSite(t, false))
+}
+
+func runChapters(t *testing.T, s *site) {
+	t.Helper()
 	for _, c := range chapters() {
 		t.Run(c.title, func(t *testing.T) {
+			if c.closes {
+				s.endWithoutLoss(t)
+			}
 			s.undo = nil
 			defer func() {
 				for i := len(s.undo) - 1; i >= 0; i-- {
@@ -137,7 +153,8 @@ func table() string {
 
 Made by ` + "`go test ./attacks -run Table -update`" + ` in test/ from the attacks that ` + "`test/attacks`" + ` runs, all against one live fleet
 of three clusters: *a* is the victim, *b* an honest peer, *c* the attacker's. Pods of a and b talk to each other meanwhile
-and lose nothing. [security.md](security.md) says what is protected, why it holds and what is left.
+and lose nothing. The gateways of a are Pods; with ` + "`-long`" + ` the same attacks run against gateways that have the network of their
+nodes. [security.md](security.md) says what is protected, why it holds and what is left.
 `)
 	for _, c := range chapters() {
 		fmt.Fprintf(&b, "\n## %s\n\n| attacker | attempt | before | now |\n|---|---|---|---|\n", c.title)

@@ -133,7 +133,7 @@ func nodeInAPeersNetwork(t *testing.T, s *site) {
 	patch(own, addr.String())
 	defer patch(own)
 	eventually(t, "a problem that names the Node", func() error {
-		text, err := s.a.Nodes[s.other].Get(t.Context(), "http://127.0.0.1:5875/status")
+		text, err := s.whoDelivers(t, s.other)
 		if err == nil && (!strings.Contains(text, addr.String()) || !strings.Contains(text, name)) {
 			err = fmt.Errorf("%s", text)
 		}
@@ -147,6 +147,16 @@ func nodeInAPeersNetwork(t *testing.T, s *site) {
 	if n := len(k.packets()); n > 0 {
 		t.Errorf("%d packets in the clear", n)
 	}
+}
+
+// whoDelivers is the status of who finds nodes and pods for packets of peers: the gateway where it is
+// a Pod, else the agents, of which it is that of a node.
+func (s *site) whoDelivers(t *testing.T, node int) (string, error) {
+	t.Helper()
+	if s.inPod() {
+		return s.host().Get(t.Context(), "http://127.0.0.1:5873/status")
+	}
+	return s.a.Nodes[node].Get(t.Context(), "http://127.0.0.1:5875/status")
 }
 
 func podOfAnother(t *testing.T, s *site) {
@@ -165,8 +175,8 @@ func podOfAnother(t *testing.T, s *site) {
 		return netip.AddrFrom4([4]byte(ip[12:16])) == b && netip.AddrFrom4([4]byte(ip[16:20])) == victim.Addr
 	})
 	addr := s.seen(t, s.b, s.a, victim.Addr)
-	eventually(t, "the agent of the gateway's node names it", func() error {
-		text, err := s.a.Nodes[s.gateway].Get(t.Context(), "http://127.0.0.1:5875/status")
+	eventually(t, "who delivers names it", func() error {
+		text, err := s.whoDelivers(t, s.gateway)
 		if err == nil && !strings.Contains(text, "Pod default/thief: status.podIPs: is "+victim.Addr.String()) {
 			err = errors.New(text)
 		}
@@ -181,29 +191,86 @@ func podOfAnother(t *testing.T, s *site) {
 }
 
 func filterDeleted(t *testing.T, s *site) {
-	n := s.a.Nodes[s.third()]
-	list := func() (string, error) {
-		out, err := n.Command(context.Background(), "nft", "-s", "list", "table", "inet", kernel.FilterTable).CombinedOutput()
-		return string(out), err
+	if _, err := exec.LookPath("nft"); err != nil {
+		t.Skip("needs the command nft: 'make deps' installs it")
+	}
+	hosts := []*lab.Host{s.a.Nodes[s.third()].Host}
+	if s.inPod() {
+		hosts = append(hosts, s.host())
+	}
+	for _, n := range hosts {
+		list := func() (string, error) {
+			out, err := n.Command(context.Background(), "nft", "-s", "list", "table", "inet", kernel.FilterTable).CombinedOutput()
+			return string(out), err
+		}
+		before, err := list()
+		must(t, err)
+		for _, command := range []string{"delete table inet " + kernel.FilterTable, "flush chain inet " + kernel.FilterTable + " input",
+			"insert rule inet " + kernel.FilterTable + " forward accept"} {
+			if out, err := n.Command(t.Context(), "nft", command).CombinedOutput(); err != nil {
+				t.Fatalf("%s: %v %s", command, err, out)
+			}
+			eventually(t, "the filter as it was", func() error {
+				now, err := list()
+				if err == nil && !slices.Equal(sorted(now), sorted(before)) {
+					err = fmt.Errorf("%s", now)
+				}
+				return err
+			})
+		}
+	}
+}
+
+// closingChapter has what the gateway answers by carrying nothing.
+func closingChapter() chapter {
+	return chapter{title: "What closes the gateway", closes: true, attacks: []attack{
+		{attacker: "somebody with root in the network of the gateway's Pod", attempt: "takes the packet filter's table for a process of his own",
+			now: "the overlay is taken down, nothing leaves in the clear, and /readyz says so", run: filterTaken},
+	}}
+}
+
+// filterTaken gives the table to a process that owns it (NFT_TABLE_F_OWNER): nobody else can write
+// there.
+func filterTaken(t *testing.T, s *site) {
+	if !s.inPod() {
+		return // routeagent has the test for an agent
 	}
 	if _, err := exec.LookPath("nft"); err != nil {
 		t.Skip("needs the command nft: 'make deps' installs it")
 	}
-	before, err := list()
-	must(t, err)
-	for _, command := range []string{"delete table inet " + kernel.FilterTable, "flush chain inet " + kernel.FilterTable + " input",
-		"insert rule inet " + kernel.FilterTable + " forward accept"} {
-		if out, err := n.Command(t.Context(), "nft", command).CombinedOutput(); err != nil {
-			t.Fatalf("%s: %v %s", command, err, out)
-		}
-		eventually(t, "the filter as it was", func() error {
-			now, err := list()
-			if err == nil && !slices.Equal(sorted(now), sorted(before)) {
-				err = fmt.Errorf("%s", now)
-			}
-			return err
-		})
+	_, closed := s.gatewayReady(t)
+	if closed != nil {
+		t.Fatal(closed)
 	}
+	owner := s.host().Command(t.Context(), "nft", "-i")
+	in, err := owner.StdinPipe()
+	must(t, err)
+	must(t, owner.Start())
+	defer func() {
+		in.Close()
+		_ = owner.Wait()
+		eventually(t, "a gateway that is ready again", func() error { _, err := s.gatewayReady(t); return err })
+	}()
+	eventually(t, "a gateway that is not ready", func() error {
+		// The gateway makes its table anew at once: who is first has it.
+		if _, err := fmt.Fprintf(in, "delete table inet %[1]s; add table inet %[1]s { flags owner; }\n", kernel.FilterTable); err != nil {
+			t.Fatal(err)
+		}
+		time.Sleep(grace)
+		text, err := s.gatewayReady(t)
+		if err == nil {
+			return fmt.Errorf("it says %s", text)
+		}
+		return nil
+	})
+	i := s.asPod(t, s.a.Nodes[s.third()].Host, s.addr())
+	i.run(t) // though a node sends it: without a filter the overlay is closed
+}
+
+// gatewayReady is what /readyz of the gateway says.
+func (s *site) gatewayReady(t *testing.T) (string, error) {
+	t.Helper()
+	return s.host().Get(t.Context(), "http://127.0.0.1:5872/readyz")
 }
 
 func sorted(text string) []string { return slices.Sorted(strings.SplitSeq(text, "\n")) }

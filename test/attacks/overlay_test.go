@@ -4,8 +4,10 @@ import (
 	"context"
 	"encoding/binary"
 	"fmt"
+	"net"
 	"net/netip"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -58,7 +60,7 @@ func (s *site) asRemote(t *testing.T, from *lab.Host, to func(*lab.Node) netip.A
 	p, v := s.onPod(t)
 	source := s.seen(t, s.a, s.b, s.podOfB().Addr)
 	return injection{from: from, to: overlayOf(to(p.Node)), victim: v,
-		packet: func(m string) []byte { return vxlan(p.Node.Name, source, p.Addr, m) }}
+		packet: func(m string) []byte { return vxlan(fabric.OverlayMAC(p.Node.Name), source, p.Addr, m) }}
 }
 
 // asPod injects a packet from one of our pods to a pod of b, through the overlay to the gateway.
@@ -66,8 +68,29 @@ func (s *site) asPod(t *testing.T, from *lab.Host, to netip.Addr) injection {
 	t.Helper()
 	p, b := s.podOfA(s.third()), s.podOfB()
 	dst := s.seen(t, s.a, s.b, b.Addr)
+	mac := fabric.OverlayMAC(s.a.Nodes[s.gateway].Name)
+	if s.inPod() {
+		mac = fabric.GatewayMAC(s.addr())
+	}
 	return injection{from: from, to: overlayOf(to), victim: listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort)),
-		packet: func(m string) []byte { return vxlan(s.a.Nodes[s.gateway].Name, p.Addr, dst, m) }}
+		packet: func(m string) []byte { return vxlan(mac, p.Addr, dst, m) }}
+}
+
+// reachGateway gives a host of the underlay a way to the gateway of a.
+func (s *site) reachGateway(t *testing.T, from *lab.Host) {
+	t.Helper()
+	if !s.inPod() {
+		return
+	}
+	to, via := s.addr().String(), s.a.Nodes[s.gateway].Addr.String()
+	if out, err := from.Command(t.Context(), "ip", "route", "replace", to, "via", via).CombinedOutput(); err != nil {
+		t.Fatalf("%v %s", err, out)
+	}
+	t.Cleanup(func() {
+		if out, err := from.Command(context.Background(), "ip", "route", "del", to, "via", via).CombinedOutput(); err != nil {
+			t.Errorf("%v %s", err, out)
+		}
+	})
 }
 
 func underlay(n *lab.Node) netip.Addr { return n.Addr }
@@ -75,16 +98,16 @@ func underlay(n *lab.Node) netip.Addr { return n.Addr }
 // counterproof wants the packets of asRemote and asPod to arrive from a node that may send them.
 func (s *site) counterproof(t *testing.T) {
 	t.Helper()
-	i := s.asRemote(t, s.a.Nodes[s.gateway].Host, underlay)
+	i := s.asRemote(t, s.host(), underlay)
 	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
-	i = s.asPod(t, s.a.Nodes[s.third()].Host, s.a.Nodes[s.gateway].Addr)
+	i = s.asPod(t, s.a.Nodes[s.third()].Host, s.addr())
 	i.victim.arrives(t, "from a node", func() error { return i.send("from a node") })
 }
 
-// masquerade does to a pod what some CNIs do: what it sends to nodes has its node's address.
-func (s *site) masquerade(t *testing.T, p *lab.Pod) {
+// masquerade does to a pod what some CNIs do: what it sends to a network has its node's address.
+func (s *site) masquerade(t *testing.T, p *lab.Pod, to netip.Prefix) {
 	t.Helper()
-	rules := fmt.Sprintf("table ip cni { chain p { type nat hook postrouting priority 100; ip saddr %v ip daddr 172.30.0.0/16 masquerade; }; }", p.Addr)
+	rules := fmt.Sprintf("table ip cni { chain p { type nat hook postrouting priority 100; ip saddr %v ip daddr %v masquerade; }; }", p.Addr, to)
 	if out, err := p.Node.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
 		t.Skipf("needs the command nft: 'make deps' installs it: %v %s", err, out)
 	}
@@ -92,6 +115,23 @@ func (s *site) masquerade(t *testing.T, p *lab.Pod) {
 		if out, err := p.Node.Command(context.Background(), "nft", "delete table ip cni").CombinedOutput(); err != nil {
 			t.Logf("%v %s", err, out)
 		}
+	})
+}
+
+// seesNode is the counterproof of masquerade: the gateway takes what the pod sends for its node's.
+func (s *site) seesNode(t *testing.T, p *lab.Pod) {
+	t.Helper()
+	conn, err := s.host().ListenPacket("udp4", netip.AddrPortFrom(s.addr(), victimPort).String())
+	must(t, err)
+	defer conn.Close()
+	eventually(t, "a datagram of the pod", func() error {
+		must(t, sendUDP(p.Host, netip.AddrPortFrom(s.addr(), victimPort), []byte("x")))
+		must(t, conn.SetReadDeadline(time.Now().Add(grace)))
+		_, from, err := conn.ReadFrom(make([]byte, 1))
+		if err == nil && from.(*net.UDPAddr).AddrPort().Addr() != p.Node.Addr {
+			t.Fatalf("the gateway saw %v; want the node, %v", from, p.Node.Addr)
+		}
+		return err
 	})
 }
 
@@ -104,31 +144,46 @@ func overlayChapter() chapter {
 			run: func(t *testing.T, s *site) {
 				i := s.asRemote(t, s.podOfA(s.other).Host, underlay)
 				p := s.podOfA(s.third())
-				i.packet = func(m string) []byte { return vxlan(p.Node.Name, netip.MustParseAddr("8.8.8.8"), p.Addr, m) }
+				i.packet = func(m string) []byte {
+					return vxlan(fabric.OverlayMAC(p.Node.Name), netip.MustParseAddr("8.8.8.8"), p.Addr, m)
+				}
 				i.run(t)
 			}},
-		{attacker: "a pod of a", attempt: "VXLAN to the gateway's node as another pod, to a pod of b", before: "arrived", now: "the same",
-			run: func(t *testing.T, s *site) { s.asPod(t, s.podOfA(s.other).Host, s.a.Nodes[s.gateway].Addr).run(t) }},
+		{attacker: "a pod of a", attempt: "VXLAN to the gateway as another pod, to a pod of b", before: "arrived", now: "the same",
+			run: func(t *testing.T, s *site) { s.asPod(t, s.podOfA(s.other).Host, s.addr()).run(t) }},
 		{attacker: "a pod of a that its CNI masquerades to its node's address", attempt: "VXLAN to another node as a pod of b", before: "arrived",
 			now: "dropped on the sending node, before its source is translated",
 			run: func(t *testing.T, s *site) {
 				p := s.podOfA(s.other)
-				s.masquerade(t, p)
+				s.masquerade(t, p, netip.MustParsePrefix("172.30.0.0/16"))
 				s.asRemote(t, p.Host, underlay).run(t)
 			}},
+		{attacker: "a pod of a that its CNI masquerades to its node's address", attempt: "VXLAN to the gateway as another pod, to a pod of b",
+			before: "arrived at a gateway in a Pod, which believes nodes", now: "the same: what came by the device of a pod goes to no overlay",
+			run: func(t *testing.T, s *site) {
+				p := s.podOfA(s.other)
+				s.masquerade(t, p, netip.PrefixFrom(s.addr(), 32))
+				s.asPod(t, p.Host, s.addr()).run(t)
+				if s.inPod() { // else nothing that is forwarded goes to the overlay's port
+					s.seesNode(t, p)
+				}
+			}},
 		{attacker: "a pod of a", attempt: "VXLAN to its own node's address among the pods", before: "arrived",
-			now: "the outer source has to be another node, by the device that leads there",
+			now: "the outer source has to be another node or a gateway, by the device that leads there",
 			run: func(t *testing.T, s *site) { s.asRemote(t, s.a.Pods[2*s.third()+1].Host, inside).run(t) }},
-		{attacker: "a pod of a", attempt: "the same with the address of another node as the outer source", before: "arrived", now: "the same",
+		{attacker: "a pod of a", attempt: "the same with the gateway's address as the outer source", before: "arrived", now: "the same",
 			run: func(t *testing.T, s *site) {
 				i := s.asRemote(t, s.a.Pods[2*s.third()+1].Host, inside)
-				i.source = s.a.Nodes[s.gateway].Addr
+				i.source = s.addr()
 				i.run(t)
 			}},
-		{attacker: "a host of the underlay", attempt: "VXLAN to a node as a pod of b", before: "arrived", now: "the outer source has to be another node of the cluster",
+		{attacker: "a host of the underlay", attempt: "VXLAN to a node as a pod of b", before: "arrived", now: "the outer source has to be another node of the cluster, or a gateway",
 			run: func(t *testing.T, s *site) { s.asRemote(t, s.a.Control.Host, underlay).run(t) }},
-		{attacker: "a host of the underlay", attempt: "VXLAN to the gateway's node as a pod of a, to a pod of b", before: "arrived", now: "the same",
-			run: func(t *testing.T, s *site) { s.asPod(t, s.a.Control.Host, s.a.Nodes[s.gateway].Addr).run(t) }},
+		{attacker: "a host of the underlay", attempt: "VXLAN to the gateway as a pod of a, to a pod of b", before: "arrived", now: "the same",
+			run: func(t *testing.T, s *site) {
+				s.reachGateway(t, s.a.Control.Host)
+				s.asPod(t, s.a.Control.Host, s.addr()).run(t)
+			}},
 		{attacker: "a node of c, with c's own overlay", attempt: "VXLAN to a node of a as a pod of b", now: "the same: it is no node of a",
 			run: func(t *testing.T, s *site) { s.asRemote(t, s.c.Nodes[0].Host, underlay).run(t) }},
 		{attacker: "a pod of c", attempt: "VXLAN through the tunnel to a node's address among the pods", before: "arrived, with answers",
@@ -136,9 +191,13 @@ func overlayChapter() chapter {
 			run: func(t *testing.T, s *site) {
 				s.asRemote(t, s.podOfC().Host, func(n *lab.Node) netip.Addr { return s.seen(t, s.c, s.a, inside(n)) }).run(t)
 			}},
-		{attacker: "a pod of c", attempt: "the same to the gateway's node, to a pod of b", before: "arrived", now: "the same",
+		{attacker: "a pod of c", attempt: "the same to the gateway, to a pod of b", before: "arrived", now: "the same",
 			run: func(t *testing.T, s *site) {
-				s.asPod(t, s.podOfC().Host, s.seen(t, s.c, s.a, inside(s.a.Nodes[s.gateway]))).run(t)
+				to := inside(s.a.Nodes[s.gateway])
+				if s.inPod() {
+					to = s.addr()
+				}
+				s.asPod(t, s.podOfC().Host, s.seen(t, s.c, s.a, to)).run(t)
 			}},
 		{attacker: "a pod of c", attempt: "a service of a node (kubelet, metrics) at its address among the pods", before: "HTTP 200",
 			now: "to nodes come answers only, and what was mapped", run: func(t *testing.T, s *site) { s.serviceOfNode(t, s.a.Nodes[s.third()]) }},
@@ -148,7 +207,7 @@ func overlayChapter() chapter {
 			before: "arrived", now: "dropped before the destination is translated", run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.third()]) }},
 		{attacker: "a pod of c", attempt: "the same of the gateway's node", before: "arrived", now: "the same",
 			run: func(t *testing.T, s *site) { s.nodePort(t, s.a.Nodes[s.gateway]) }},
-		{attacker: "a host of the underlay", attempt: "ARP in the overlay: another node's overlay address has the attacker's MAC address",
+		{attacker: "a host of the underlay", attempt: "ARP in the overlay: the gateway's address there has the attacker's MAC address",
 			now: "the overlay takes no frame of it, and the neighbours are permanent", run: arpInTheOverlay},
 	}}
 }
@@ -196,7 +255,33 @@ func (s *site) nodeOf(n *lab.Node) int {
 
 func arpInTheOverlay(t *testing.T, s *site) {
 	n, target := s.a.Nodes[s.third()], s.a.Nodes[s.gateway]
-	addr, mac := fabric.OverlayAddr(target.Addr), fabric.OverlayMAC(target.Name)
+	mac := fabric.OverlayMAC(target.Name)
+	if s.inPod() {
+		mac = fabric.GatewayMAC(s.addr())
+	}
+	// hop is the address of the gateway in the overlay, as the node has it.
+	hop := func() (addr netip.Addr, err error) {
+		err = n.Do(func() error {
+			link, err := netlink.LinkByName(kernel.OverlayDevice)
+			if err != nil {
+				return err
+			}
+			neighbours, err := netlink.NeighList(link.Attrs().Index, netlink.FAMILY_V4)
+			if err != nil {
+				return err
+			}
+			for _, e := range neighbours {
+				if string(e.HardwareAddr) == string(mac[:]) {
+					addr, _ = netip.AddrFromSlice(e.IP.To4())
+					return nil
+				}
+			}
+			return fmt.Errorf("%v is nobody's", mac)
+		})
+		return addr, err
+	}
+	addr, err := hop()
+	must(t, err)
 	self := fabric.OverlayAddr(n.Addr)
 	attacker := []byte{0x66, 6, 6, 6, 6, 6}
 	reply := binary.BigEndian.AppendUint16([]byte{0, 1, 8, 0, 6, 4}, 2)
@@ -204,25 +289,10 @@ func arpInTheOverlay(t *testing.T, s *site) {
 	own := fabric.OverlayMAC(n.Name)
 	reply = append(append(reply, own[:]...), self.AsSlice()...)
 	for range tries {
-		must(t, sendUDP(s.a.Control.Host, overlayOf(n.Addr), overlayFrame(n.Name, unix.ETH_P_ARP, reply)))
+		must(t, sendUDP(s.a.Control.Host, overlayOf(n.Addr), overlayFrame(fabric.OverlayMAC(n.Name), unix.ETH_P_ARP, reply)))
 	}
-	must(t, n.Do(func() error {
-		link, err := netlink.LinkByName(kernel.OverlayDevice)
-		if err != nil {
-			return err
-		}
-		neighbours, err := netlink.NeighList(link.Attrs().Index, netlink.FAMILY_V4)
-		if err != nil {
-			return err
-		}
-		for _, e := range neighbours {
-			if e.IP.String() == addr.String() {
-				if string(e.HardwareAddr) != string(mac[:]) {
-					err = fmt.Errorf("%v has %v; want %v", addr, e.HardwareAddr, mac)
-				}
-				return err
-			}
-		}
-		return fmt.Errorf("%v is no neighbour", addr)
-	}))
+	time.Sleep(grace)
+	if now, err := hop(); err != nil || now != addr {
+		t.Errorf("%v belonged to %v, and now %v: %v", mac, addr, now, err)
+	}
 }

@@ -12,7 +12,6 @@ import (
 
 	"golang.org/x/sys/unix"
 
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
@@ -70,16 +69,15 @@ func icmp(kind, code byte, rest uint32, body []byte) []byte {
 	return b
 }
 
-// vxlan is what a node would put into a UDP datagram to the overlay's port of a node: a datagram
-// from src to dst.
-func vxlan(node string, src, dst netip.Addr, payload string) []byte {
-	return overlayFrame(node, unix.ETH_P_IP, datagram(netip.AddrPortFrom(src, 9), netip.AddrPortFrom(dst, victimPort), payload))
+// vxlan is what a node would put into a UDP datagram to the overlay's port: a datagram from src to
+// dst.
+func vxlan(to kernel.MAC, src, dst netip.Addr, payload string) []byte {
+	return overlayFrame(to, unix.ETH_P_IP, datagram(netip.AddrPortFrom(src, 9), netip.AddrPortFrom(dst, victimPort), payload))
 }
 
-func overlayFrame(node string, protocol uint16, payload []byte) []byte {
+func overlayFrame(to kernel.MAC, protocol uint16, payload []byte) []byte {
 	b := binary.BigEndian.AppendUint32([]byte{8, 0, 0, 0}, kernel.OverlayID<<8) // the VNI is valid
-	mac := fabric.OverlayMAC(node)
-	b = append(b, mac[:]...)
+	b = append(b, to[:]...)
 	b = binary.BigEndian.AppendUint16(append(b, 0x66, 1, 2, 3, 4, 5), protocol)
 	return append(b, payload...)
 }

@@ -43,9 +43,13 @@ func podChapter() chapter {
 			}},
 		{attacker: "a pod of a", attempt: "what is no WireGuard message, and messages of nobody's session, to its own gateway's port",
 			now: "dropped and counted; a gateway looks at keys, not at who sends", run: garbage},
-		{attacker: "a pod of a, a pod of c", attempt: "the gateway's and the agents' status, which names all peers and flows", now: "listens on the node's loopback address",
+		{attacker: "a pod of a, a pod of c", attempt: "the gateway's and the agents' status, which names all peers and flows", now: "listens on the loopback address",
 			run: func(t *testing.T, s *site) {
 				for _, port := range []uint16{5873, 5875} {
+					if s.inPod() {
+						s.refuses(t, s.podOfA(s.other).Host, netip.AddrPortFrom(s.addr(), port))
+						s.refuses(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, s.addr()), port))
+					}
 					s.refuses(t, s.podOfA(s.other).Host, netip.AddrPortFrom(s.a.Nodes[s.gateway].Addr, port))
 					s.refuses(t, s.podOfA(s.gateway).Host, netip.AddrPortFrom(inside(s.a.Nodes[s.gateway]), port))
 					s.refuses(t, s.podOfC().Host, netip.AddrPortFrom(s.seen(t, s.c, s.a, inside(s.a.Nodes[s.gateway])), port))
@@ -116,10 +120,10 @@ func (s *site) gatewayOfB(t *testing.T) netip.Addr {
 // recorded returns data messages from b's gateway to a's, as whole packets.
 func (s *site) recorded(t *testing.T, n int) [][]byte {
 	t.Helper()
-	from := s.gatewayOfB(t)
+	from, to := s.gatewayOfB(t), s.a.Nodes[s.gateway].Addr
 	k := newTap(t, s.a.Nodes[s.gateway].Host, func(ip []byte) bool {
 		const headers = 20 + 8
-		return ip[9] == unix.IPPROTO_UDP && bytes.Equal(ip[12:16], from.AsSlice()) && len(ip) > headers && len(ip) <= 1500 && ip[headers] == noise.DataType
+		return ip[9] == unix.IPPROTO_UDP && bytes.Equal(ip[12:16], from.AsSlice()) && bytes.Equal(ip[16:20], to.AsSlice()) && len(ip) > headers && len(ip) <= 1500 && ip[headers] == noise.DataType
 	})
 	eventually(t, "messages of b", func() error { // the pings of those who talk
 		if len(k.packets()) < n {
@@ -152,7 +156,7 @@ func shrinkPath(t *testing.T, s *site) {
 	packet := ipv4(s.a.Control.Addr, n.Addr, unix.IPPROTO_ICMP, header{}, icmp(3, 4, 576, quoted))
 	before := s.mtuTo(t, s.b)
 	defer func() {
-		if out, err := n.Command(t.Context(), "ip", "route", "flush", "cache").CombinedOutput(); err != nil {
+		if out, err := s.host().Command(t.Context(), "ip", "route", "flush", "cache").CombinedOutput(); err != nil {
 			t.Errorf("%v %s", err, out)
 		}
 		eventually(t, "the MTU from before", func() error {
@@ -203,7 +207,7 @@ func (s *site) wholeMessages(t *testing.T, n *lab.Node, b netip.Addr) {
 // mtuTo is the MTU of the tunnel from a's gateway to another cluster.
 func (s *site) mtuTo(t *testing.T, of *fleet.Cluster) int {
 	t.Helper()
-	text, err := s.a.Nodes[s.gateway].Get(t.Context(), "http://127.0.0.1:5873/status")
+	text, err := s.host().Get(t.Context(), "http://127.0.0.1:5873/status")
 	must(t, err)
 	var status struct {
 		Peers []struct {

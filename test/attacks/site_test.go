@@ -28,7 +28,7 @@ const pingInterval = 100 * time.Millisecond
 type site struct {
 	*fleet.Fleet
 	a, b, c *fleet.Cluster
-	gateway int                // node of a with the active gateway, from 0
+	gateway int                // node of a with the active gateway, or its Pod, from 0
 	other   int                // one without
 	undo    []func(*testing.T) // at the end of the chapter, the last first
 	talks   []*talk
@@ -50,7 +50,8 @@ func madeUpByC(c *fleet.Cluster) func(lab.Leak) bool {
 	}
 }
 
-func newSite(t *testing.T) *site {
+// newSite has the gateways of a in Pods or on their nodes' networks. Those of b and c are on theirs.
+func newSite(t *testing.T, inPods bool) *site {
 	t.Helper()
 	if err := lab.Available(); err != nil {
 		t.Skip(err)
@@ -58,9 +59,11 @@ func newSite(t *testing.T) *site {
 	spec := func(podCIDR string, nodes int) lab.ClusterSpec {
 		return lab.ClusterSpec{PodCIDR: netip.MustParsePrefix(podCIDR), Nodes: nodes}
 	}
-	f, err := fleet.Up(t.Context(), fleet.Options{Binary: isthmus, Kube: kube, Spec: lab.Spec{Name: lab.UniqueName("attacks"), Clusters: []lab.ClusterSpec{
-		spec("10.244.0.0/16", 3), spec("10.244.128.0/18", 2), spec("172.20.0.0/22", 2),
-	}}})
+	clusters := []lab.ClusterSpec{spec("10.244.0.0/16", 3), spec("10.244.128.0/18", 2), spec("172.20.0.0/22", 2)}
+	if inPods {
+		clusters[0].GatewayPods = 2
+	}
+	f, err := fleet.Up(t.Context(), fleet.Options{Binary: isthmus, Kube: kube, Spec: lab.Spec{Name: lab.UniqueName("attacks"), Clusters: clusters}})
 	must(t, err)
 	t.Cleanup(func() {
 		for _, l := range f.Sniffer.Excuse(madeUpByC(f.Clusters[2])) {
@@ -110,6 +113,14 @@ func podOn(c *fleet.Cluster, node int) *lab.Pod { return c.Pods[node*len(c.Pods)
 func (s *site) podOfA(node int) *lab.Pod { return podOn(s.a, node) }
 func (s *site) podOfB() *lab.Pod         { return s.b.Pods[len(s.b.Pods)-1] }
 func (s *site) podOfC() *lab.Pod         { return s.c.Pods[len(s.c.Pods)-1] }
+
+// host is where the active gateway of a has its sockets, and addr its address there: that of its
+// Pod, or of its node.
+func (s *site) host() *lab.Host  { return s.a.GatewayHost(s.gateway) }
+func (s *site) addr() netip.Addr { return s.a.GatewayAddr(s.gateway) }
+
+// inPod tells whether the gateways of a are Pods.
+func (s *site) inPod() bool { return len(s.a.GatewayPods) > 0 }
 
 // seen is the address under which a cluster reaches an address of another one's pods.
 func (s *site) seen(t *testing.T, at, of *fleet.Cluster, addr netip.Addr) (seen netip.Addr) {
@@ -186,6 +197,7 @@ func (s *site) endWithoutLoss(t *testing.T) {
 	for _, k := range s.talks {
 		k.stop()
 	}
+	defer func() { s.talks = nil }()
 	for _, k := range s.talks {
 		defer time.AfterFunc(patience, k.giveUp).Stop()
 		k.group.Wait()

@@ -113,9 +113,10 @@ func tunnelChapter() chapter {
 		}},
 		{attacker: "c's gateway", attempt: "packets to nodes, Services, loopback, link-local, metadata, broadcast, multicast and overlay addresses of a",
 			now: "the same", run: forbiddenDestinations},
+		{attacker: "c's gateway", attempt: "packets to a's gateway itself, where it is a Pod", now: "to it come answers only", run: gatewayItself},
 		{attacker: "c's gateway", attempt: "what was mapped for b", now: "dropped: mappings are for the peer that they were made for", run: mappedForAnother},
 		{attacker: "c's gateway", attempt: "packets for addresses of a's PodCIDR that no node has", before: "left by the default route, in the clear, with c's source",
-			now: "refused on the gateway's node", run: unallocated},
+			now: "refused by the gateway, or on its node", run: unallocated},
 		{attacker: "c's gateway", attempt: "ICMP errors and redirects about a flow between a and b: shrink its MTU, cut it, lead it elsewhere",
 			now: "dropped: an error quotes a packet that the peer was sent", run: foreignErrors},
 		{attacker: "c's gateway", attempt: "VXLAN to a node in fragments, the port in the first alone; a second first fragment; overlapping ones",
@@ -157,6 +158,10 @@ func spoofedSources(t *testing.T, s *site) {
 func forbiddenDestinations(t *testing.T, s *site) {
 	n := s.a.Nodes[s.gateway]
 	v := listen(t, n.Host, netip.AddrPortFrom(netip.IPv4Unspecified(), victimPort))
+	if s.inPod() {
+		inside := listen(t, s.host(), netip.AddrPortFrom(netip.IPv4Unspecified(), victimPort))
+		defer inside.stopped(t, t.Name(), func() error { return nil })
+	}
 	var packets [][]byte
 	for _, dst := range []netip.Addr{
 		n.Addr, s.a.Nodes[s.other].Addr, s.a.Control.Addr, s.a.OnPrem.Addr, netip.MustParseAddr("10.96.0.1"), netip.MustParseAddr("127.0.0.1"),
@@ -167,6 +172,22 @@ func forbiddenDestinations(t *testing.T, s *site) {
 	}
 	s.grows(t, len(packets), "isthmus_drops_total", `direction="inbound"`, func() { must(t, s.rogue.send(packets...)) })
 	v.stopped(t, t.Name(), func() error { return nil })
+}
+
+// gatewayItself has nothing to look for where the gateway is no Pod.
+func gatewayItself(t *testing.T, s *site) {
+	if !s.inPod() {
+		return
+	}
+	dst := s.seen(t, s.c, s.a, s.addr())
+	for _, port := range []uint16{victimPort, 53} {
+		at := netip.AddrPortFrom(s.addr(), port)
+		v := listen(t, s.host(), at)
+		v.stopped(t, t.Name(), func() error {
+			return s.rogue.send(datagram(netip.AddrPortFrom(s.rogue.pod, 53), netip.AddrPortFrom(dst, port), t.Name()))
+		})
+		v.arrives(t, "from a pod of a", func() error { return sendUDP(s.podOfA(s.other).Host, at, []byte("from a pod of a")) })
+	}
 }
 
 // external is the network by which a cluster sees the ExternalCIDR of another one.
@@ -276,7 +297,7 @@ func roam(t *testing.T, s *site) {
 			must(t, sendRaw(s.c.Nodes[0].Host, datagram(victim, gateway, string(m))))
 		}
 	})
-	text, err := s.a.Nodes[s.gateway].Get(t.Context(), "http://127.0.0.1:5873/status")
+	text, err := s.host().Get(t.Context(), "http://127.0.0.1:5873/status")
 	must(t, err)
 	if strings.Contains(text, victim.String()) {
 		t.Errorf("a's gateway sends to %v", victim)

@@ -239,6 +239,9 @@ func salt(x any, s *structuralschema.Structural, places *int) {
 // The rules have a budget for each object. The largest object that the bounds allow must not run
 // out of it, or the bounds are lies.
 func TestLargestObjectsStayWithinTheBudgetOfTheRules(t *testing.T) {
+	if raceEnabled {
+		t.Skip("six minutes with the race detector; CI runs it without")
+	}
 	all, docs := servers(t), goldens(t)
 	mappings, endpoints := object{}, object{}
 	for i := range 16384 {

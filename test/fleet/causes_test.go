@@ -127,6 +127,27 @@ var causes = []cause{
 		},
 		heals: rejoin,
 	},
+	{
+		fault: "the two clusters disagree about the peer's pods, and about nothing else", here: "RangesDisagree", there: "ProbeUnanswered",
+		breaks: func(t *testing.T, s *causeSite) {
+			edit(t, s.b, s.a, [2]string{`localNATPodCIDR: \S+`, "localNATPodCIDR: 100.66.0.0/16"})
+		},
+		heals: rejoin,
+	},
+	{
+		fault: "this cluster has a wrong public key of the peer", here: "WrongKey", there: "WrongKey",
+		breaks: func(t *testing.T, s *causeSite) { edit(t, s.a, s.b, [2]string{`publicKey: \S+`, "publicKey: " + aKey}) },
+		heals:  rejoin,
+	},
+	{
+		fault: "this gateway's machine has no route to the peer", here: "SendError",
+		breaks: func(t *testing.T, s *causeSite) {
+			ipCommand(t, s.a.Gateway().Host, "route", "add", "unreachable", s.b.Gateway().Addr.String())
+		},
+		heals: func(t *testing.T, s *causeSite) {
+			ipCommand(t, s.a.Gateway().Host, "route", "del", "unreachable", s.b.Gateway().Addr.String())
+		},
+	},
 }
 
 // reasonAt is the reason that a cluster's gateway gives for a peer.

@@ -118,7 +118,7 @@ func isthmus(t *testing.T, f *fleet.Fleet, args ...string) {
 // peer peers two clusters and waits until both are ready.
 func peer(t *testing.T, f *fleet.Fleet, a, b *fleet.Cluster) {
 	t.Helper()
-	isthmus(t, f, "peer", "--context", a.Name, "--remote-context", b.Name)
+	isthmus(t, f, "peer", "--request-timeout", "1m", "--timeout", patience.String(), "--context", a.Name, "--remote-context", b.Name)
 	ready(t, a, b)
 }
 

@@ -1,4 +1,4 @@
-// Package helm renders the chart of Isthmus by Helm, and compares what comes out with what
+// Package helm renders the chart of Isthmus by Helm 3 and 4, and compares what comes out with what
 // internal/chart renders.
 package helm
 
@@ -14,9 +14,13 @@ import (
 	"strings"
 	"testing"
 
-	"helm.sh/helm/v3/pkg/chart/loader"
+	loader3 "helm.sh/helm/v3/pkg/chart/loader"
 	"helm.sh/helm/v3/pkg/chartutil"
-	"helm.sh/helm/v3/pkg/engine"
+	engine3 "helm.sh/helm/v3/pkg/engine"
+	"helm.sh/helm/v4/pkg/chart/common"
+	"helm.sh/helm/v4/pkg/chart/common/util"
+	loader4 "helm.sh/helm/v4/pkg/chart/v2/loader"
+	engine4 "helm.sh/helm/v4/pkg/engine"
 	utilyaml "k8s.io/apimachinery/pkg/util/yaml"
 )
 
@@ -44,67 +48,86 @@ func objects(t *testing.T, text string) map[string]string {
 	}
 }
 
+const folder = "../../deploy/chart/isthmus"
+
+// helms render the chart with values, which they check against its schema.
+var helms = map[string]func(values map[string]any) (map[string]string, error){
+	"Helm 3": func(values map[string]any) (map[string]string, error) {
+		c, err := loader3.Load(folder)
+		if err != nil {
+			return nil, err
+		}
+		all, err := chartutil.ToRenderValues(c, values, chartutil.ReleaseOptions{Name: "isthmus", Namespace: "isthmus-system", IsInstall: true}, nil)
+		if err != nil {
+			return nil, err
+		}
+		return engine3.Render(c, all)
+	},
+	"Helm 4": func(values map[string]any) (map[string]string, error) {
+		c, err := loader4.Load(folder)
+		if err != nil {
+			return nil, err
+		}
+		all, err := util.ToRenderValues(c, values, common.ReleaseOptions{Name: "isthmus", Namespace: "isthmus-system", IsInstall: true}, nil)
+		if err != nil {
+			return nil, err
+		}
+		return engine4.Render(c, all)
+	},
+}
+
 func TestHelmRendersWhatInstallApplies(t *testing.T) {
-	c, err := loader.Load("../../deploy/chart/isthmus")
-	if err != nil {
-		t.Fatal(err)
-	}
 	recorded, err := filepath.Glob("../../internal/chart/testdata/*.values.yaml")
 	if err != nil || len(recorded) < 3 {
 		t.Fatalf("%d files with values: %v", len(recorded), err)
 	}
-	for _, file := range recorded {
-		values, err := chartutil.ReadValuesFile(file)
-		if err != nil {
-			t.Fatal(err)
-		}
-		// This checks the values against the schema, too.
-		all, err := chartutil.ToRenderValues(c, values, chartutil.ReleaseOptions{Name: "isthmus", Namespace: "isthmus-system", IsInstall: true}, nil)
-		if err != nil {
-			t.Fatalf("%s: %v", file, err)
-		}
-		rendered, err := engine.Render(c, all)
-		if err != nil {
-			t.Fatalf("%s: %v", file, err)
-		}
-		var text bytes.Buffer
-		for _, name := range slices.Sorted(maps.Keys(rendered)) {
-			if strings.HasSuffix(name, ".yaml") {
-				text.WriteString("\n---\n" + rendered[name])
-			} else if strings.HasSuffix(name, "NOTES.txt") && !strings.Contains(rendered[name], "isthmus peer --context") {
-				t.Errorf("%s: NOTES.txt does not say the next command:\n%s", file, rendered[name])
+	for version, render := range helms {
+		for _, file := range recorded {
+			values, err := chartutil.ReadValuesFile(file)
+			if err != nil {
+				t.Fatal(err)
 			}
-		}
-		ours, err := os.ReadFile(strings.TrimSuffix(file, ".values.yaml") + ".yaml")
-		if err != nil {
-			t.Fatal(err)
-		}
-		got, want := objects(t, text.String()), objects(t, string(ours))
-		for _, name := range slices.Sorted(maps.Keys(got)) {
-			if got[name] != want[name] {
-				t.Errorf("%s: %s by Helm:\n%s\nby isthmus install:\n%s", file, name, got[name], want[name])
+			rendered, err := render(values)
+			if err != nil {
+				t.Fatalf("%s: %s: %v", version, file, err)
 			}
-		}
-		for name := range want {
-			if got[name] == "" {
-				t.Errorf("%s: Helm does not make %s", file, name)
+			var text bytes.Buffer
+			for _, name := range slices.Sorted(maps.Keys(rendered)) {
+				if strings.HasSuffix(name, ".yaml") {
+					text.WriteString("\n---\n" + rendered[name])
+				} else if strings.HasSuffix(name, "NOTES.txt") && !strings.Contains(rendered[name], "isthmus peer --context") {
+					t.Errorf("%s: %s: NOTES.txt does not say the next command:\n%s", version, file, rendered[name])
+				}
+			}
+			ours, err := os.ReadFile(strings.TrimSuffix(file, ".values.yaml") + ".yaml")
+			if err != nil {
+				t.Fatal(err)
+			}
+			got, want := objects(t, text.String()), objects(t, string(ours))
+			for _, name := range slices.Sorted(maps.Keys(got)) {
+				if got[name] != want[name] {
+					t.Errorf("%s: %s by %s:\n%s\nby isthmus install:\n%s", file, name, version, got[name], want[name])
+				}
+			}
+			for name := range want {
+				if got[name] == "" {
+					t.Errorf("%s: %s does not make %s", file, version, name)
+				}
 			}
 		}
 	}
 }
 
 func TestHelmRefusesValuesThatTheChartDoesNotHave(t *testing.T) {
-	c, err := loader.Load("../../deploy/chart/isthmus")
-	if err != nil {
-		t.Fatal(err)
-	}
-	for _, text := range []string{"gatway: {}", "gateway: {port: 70000}", "gateway: {service: {typ: x}}", "cluster: {name: PARIS}"} {
-		values, err := chartutil.ReadValues([]byte(text))
-		if err != nil {
-			t.Fatal(err)
-		}
-		if _, err := chartutil.ToRenderValues(c, values, chartutil.ReleaseOptions{}, nil); err == nil {
-			t.Errorf("%s is admitted", text)
+	for version, render := range helms {
+		for _, text := range []string{"gatway: {}", "gateway: {port: 70000}", "gateway: {service: {typ: x}}", "cluster: {name: PARIS}"} {
+			values, err := chartutil.ReadValues([]byte(text))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if _, err := render(values); err == nil {
+				t.Errorf("%s admits %s", version, text)
+			}
 		}
 	}
 }

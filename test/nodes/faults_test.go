@@ -62,6 +62,26 @@ func TestTrafficComesBackAfterEachFault(t *testing.T) {
 		{"gateways rolled", roll("Deployment", "isthmus-gateway")},
 		{"route agents rolled", roll("DaemonSet", "isthmus-route-agent")},
 		{"managers rolled", roll("Deployment", "isthmus-manager")},
+		{"everything rolled at the same moment, as an upgrade does", func(ctx context.Context, c *kubenodes.Cluster) error {
+			return errors.Join(roll("DaemonSet", "isthmus-route-agent")(ctx, c), roll("Deployment", "isthmus-manager")(ctx, c), roll("Deployment", "isthmus-gateway")(ctx, c))
+		}},
+		{"VXLAN dropped between all nodes for 3 s", whileBlocked("udp dport 4800 drop;")},
+		{"FORWARD policy DROP for 3 s", whileBlocked("policy drop;")},
+		{"API server killed and started, active gateway Pod deleted at once", func(ctx context.Context, c *kubenodes.Cluster) error {
+			p, err := c.ActiveGateway(ctx)
+			return errors.Join(err, c.Server.RestartAPIServer(ctx), c.Client.Delete(ctx, p))
+		}},
+		{"API server frozen for 10 s, active gateway Pod deleted after it", func(ctx context.Context, c *kubenodes.Cluster) error {
+			p, err := c.ActiveGateway(ctx)
+			if err != nil {
+				return err
+			}
+			if err := c.Server.Freeze(); err != nil {
+				return err
+			}
+			time.Sleep(10 * time.Second)
+			return errors.Join(c.Server.Thaw(), c.Client.Delete(ctx, p))
+		}},
 		{"API server killed and started", func(ctx context.Context, c *kubenodes.Cluster) error { return c.Server.RestartAPIServer(ctx) }},
 		{"node of the active gateway crashes, and boots", func(ctx context.Context, c *kubenodes.Cluster) error {
 			p, err := c.ActiveGateway(ctx)
@@ -126,6 +146,23 @@ func during(t *testing.T, w *world, do func()) (r probe.FlowReport) {
 	must(t, errors.Join(w.a.WaitReady(ctx, w.b), w.b.WaitReady(ctx, w.a)))
 	more()
 	return r
+}
+
+// whileBlocked has all nodes of a cluster forward with a chain of nft(8) for three seconds.
+func whileBlocked(chain string) func(context.Context, *kubenodes.Cluster) error {
+	return func(ctx context.Context, c *kubenodes.Cluster) error {
+		nft := func(rules string) (err error) {
+			for _, n := range c.Nodes {
+				if out, failed := n.Command(ctx, "nft", rules).CombinedOutput(); failed != nil {
+					err = errors.Join(err, fmt.Errorf("%s: %w: %s", n.Name, failed, out))
+				}
+			}
+			return err
+		}
+		err := nft("table ip fault { chain forward { type filter hook forward priority 0; " + chain + " }; }")
+		time.Sleep(3 * time.Second)
+		return errors.Join(err, nft("delete table ip fault"))
+	}
 }
 
 // deletePods deletes all Pods of a component.

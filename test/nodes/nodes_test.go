@@ -8,6 +8,7 @@
 package nodes
 
 import (
+	"cmp"
 	"context"
 	"encoding/json"
 	"errors"
@@ -91,9 +92,10 @@ func run(m *testing.M) int {
 
 // A plan is how two clusters are made.
 type plan struct {
-	name  string
-	pods  [2]string // PodCIDRs
-	nodes [2]kubenodes.NodeOptions
+	name     string
+	clusters [2]string // names; default a and b
+	pods     [2]string // PodCIDRs
+	nodes    [2]kubenodes.NodeOptions
 }
 
 var samePlan = plan{
@@ -142,33 +144,42 @@ func (s *sharedWorld) down() {
 	}
 }
 
-func makeWorld(ctx context.Context, p plan) (w *world, err error) {
-	begin := time.Now()
-	step := func(what string) { fmt.Fprintf(os.Stderr, "%6.1f s  %s\n", time.Since(begin).Seconds(), what) }
+// makeClusters makes the clusters of a plan, without Isthmus, and watches the underlay.
+func makeClusters(ctx context.Context, p plan, images ...string) (w *world, err error) {
 	spec := lab.Spec{Name: lab.UniqueName("nodes"), RPFilter: lab.RPFilterStrict}
-	for i, name := range []string{"a", "b"} {
+	options := map[string]kubenodes.NodeOptions{}
+	for i, name := range []string{cmp.Or(p.clusters[0], "a"), cmp.Or(p.clusters[1], "b")} {
 		spec.Clusters = append(spec.Clusters, lab.ClusterSpec{Name: name, PodCIDR: netip.MustParsePrefix(p.pods[i])})
+		options[name] = p.nodes[i]
 	}
-	set, err := kubenodes.Up(ctx, kubenodes.Options{
-		Spec: spec, Kube: fixture.kube, Images: []string{fixture.image}, Nodes: map[string]kubenodes.NodeOptions{"a": p.nodes[0], "b": p.nodes[1]},
-	})
+	set, err := kubenodes.Up(ctx, kubenodes.Options{Spec: spec, Kube: fixture.kube, Images: images, Nodes: options})
 	if err != nil {
 		return nil, err
 	}
-	step("four nodes are ready")
 	w = &world{plan: p, set: set, a: set.Clusters[0], b: set.Clusters[1]}
+	if w.sniffer, err = set.Lab.Sniff(nil); err != nil {
+		return nil, errors.Join(err, w.down())
+	}
+	return w, nil
+}
+
+func makeWorld(ctx context.Context, p plan) (w *world, err error) {
+	begin := time.Now()
+	step := func(what string) { fmt.Fprintf(os.Stderr, "%6.1f s  %s\n", time.Since(begin).Seconds(), what) }
+	if w, err = makeClusters(ctx, p, fixture.image); err != nil {
+		return nil, err
+	}
+	set, made := w.set, w // the result is nil on an error
+	step("four nodes are ready")
 	defer func() {
 		if err != nil {
 			if *keep {
 				fmt.Fprintf(os.Stderr, "%v\nkept: KUBECONFIG=%s\n", err, set.Kubeconfig)
 				select {}
 			}
-			err = errors.Join(err, w.down())
+			err = errors.Join(err, made.down())
 		}
 	}()
-	if w.sniffer, err = set.Lab.Sniff(nil); err != nil {
-		return nil, err
-	}
 	if err = set.Install(ctx, fixture.program); err != nil {
 		return nil, err
 	}

@@ -37,9 +37,13 @@ func TestAServiceHasPodsOfTheOtherClusterAsEndpoints(t *testing.T) {
 								}
 							}
 							check("ClusterIP", service.cluster, want)
-							// Whoever asks a node's port is masqueraded by kube-proxy.
+							// Whoever asks a node's port is masqueraded by kube-proxy, but pods of that very node.
 							for _, n := range from.Nodes {
-								check("NodePort", netip.AddrPortFrom(n.Addr, service.node), seen.Addr())
+								wantAt := seen.Addr()
+								if n == source {
+									wantAt = want
+								}
+								check("NodePort", netip.AddrPortFrom(n.Addr, service.node), wantAt)
 							}
 						}
 					}

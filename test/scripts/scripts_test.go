@@ -24,7 +24,7 @@
 //	[!] http FROM TO            standard output: what TO's web server answers ("b-pod1 sees 10.246.0.11")
 //	download FROM TO BYTES
 //	session open|check FROM TO  one TCP connection that lives across other commands
-//	on HOST PROGRAM ARG...      run a program inside a host
+//	on HOST PROGRAM ARG...      run a program inside a host; $ISTHMUS is the path of isthmus, for programs that run it
 //	metric A OP VALUE NAME [LABEL...]
 //	                            wait until the sum of the series of A's gateway with all the labels (reason="no_flow") compares
 //	                            so; OP: == != < > <= >=
@@ -82,6 +82,7 @@ func TestScripts(t *testing.T) {
 			e.Setenv("PATH", bin+string(filepath.ListSeparator)+e.Getenv("PATH"))
 			s := &script{name: lab.UniqueName("script"), binary: filepath.Join(bin, "isthmus")}
 			e.Setenv("LAB", s.name)
+			e.Setenv("ISTHMUS", s.binary)
 			e.Setenv("ISTHMUS_KUBE", kube)
 			e.Values[scriptKey{}] = s
 			e.Defer(s.end)

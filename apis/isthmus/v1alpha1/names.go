@@ -22,6 +22,11 @@ const (
 	AnnotationPeerAuthority = "isthmus.net/peer-authority"
 )
 
+// AnnotationGateways on the Service of the gateway has the addresses of the Pods of the active
+// gateways, separated by commas: today that is one. It is what route agents go by, instead of the
+// status of each TunnelEndpoint, as long as it names a Pod of the gateway with a network of its own.
+const AnnotationGateways = "isthmus.net/gateways"
+
 // AnnotationMappings on the IpamStorage has what Liqo's books have no place for: who asked for which
 // mapped endpoint, and what the endpoints were then.
 const AnnotationMappings = "isthmus.net/mappings"
@@ -82,28 +87,28 @@ const (
 	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer
 
 	// Published
-	ReasonUpToDate      = "UpToDate"
+	ReasonUpToDate      = "UpToDate"      // it does
 	ReasonForbidden     = "Forbidden"     // the peer's RBAC or quota refuses us
 	ReasonRefusedByPeer = "RefusedByPeer" // the peer's API server finds our object invalid
 	ReasonNamespaceGone = "NamespaceGone" // no tenant namespace at the peer
 	ReasonPublishing    = "Publishing"    // not done yet
 
 	// Answered, PeerConfigAccepted
-	ReasonAnswered      = "Answered"
-	ReasonWaitingAnswer = "WaitingForAnswer"
-	ReasonWaitingPeer   = "WaitingForPeer" // the peer has not published anything here yet
-	ReasonPeerWithdrew  = "PeerWithdrew"   // it had, and has deleted it: it un-peered
-	ReasonAmbiguous     = "Ambiguous"      // more than one NetworkConfig of the peer
+	ReasonAnswered      = "Answered"         // and the answer is taken
+	ReasonWaitingAnswer = "WaitingForAnswer" // the other side has not answered yet
+	ReasonWaitingPeer   = "WaitingForPeer"   // the peer has not published anything here yet
+	ReasonPeerWithdrew  = "PeerWithdrew"     // it had, and has deleted it: it un-peered
+	ReasonAmbiguous     = "Ambiguous"        // more than one NetworkConfig of the peer
 
 	// TunnelEndpointReady
-	ReasonAgreed  = "Agreed"
+	ReasonAgreed  = "Agreed"  // both sides have answered
 	ReasonInvalid = "Invalid" // what the two sides said does not go together
 	ReasonWaiting = "Waiting" // for the exchange
 
 	// Connected: that of the TunnelEndpoint's own condition Connected (Causes of package
 	// net/v1alpha1), or one of these
-	ReasonConnecting = "Connecting"
-	ReasonNoGateway  = "NoGateway" // no gateway has written a status yet
+	ReasonConnecting = "Connecting" // configured a moment ago, and no answer yet
+	ReasonNoGateway  = "NoGateway"  // no gateway has written a status yet
 	// ReasonGatewaySilent: no gateway is at work, so that nobody knows; Ready has it too.
 	ReasonGatewaySilent = "GatewaySilent"
 	ReasonLost          = "ConnectionLost" // a gateway that says no reason, such as a Liqo's
@@ -111,3 +116,8 @@ const (
 	// ReasonUnknown: not looked at yet.
 	ReasonUnknown = "Unknown"
 )
+
+// WaitReasons are those of conditions that say no more than that an earlier one is not true.
+var WaitReasons = []string{
+	ReasonUnknown, ReasonPublishing, ReasonWaitingAnswer, ReasonWaitingPeer, ReasonWaiting, ReasonConnecting, ReasonNoGateway,
+}

@@ -33,6 +33,42 @@ type NodeNetworksSpec struct {
 	// +kubebuilder:validation:Pattern=`^[0-9a-f]{32}$`
 	// +optional
 	Refused string `json:"refused,omitempty"`
+	// BrokenOverlay is there while packets of the node do not reach the gateway through the overlay,
+	// though others do by the underlay.
+	// +optional
+	BrokenOverlay *BrokenOverlay `json:"brokenOverlay,omitempty"`
+	// OverlaySources are addresses of the node among those of pods, such as a CNI's devices have. Its
+	// packets to a gateway that is a Pod may come from them.
+	// +kubebuilder:validation:MaxItems=16
+	// +listType=atomic
+	// +optional
+	OverlaySources []net.IPAddress `json:"overlaySources,omitempty"`
+	// Problems are what keeps pods of this node from reaching peers, from being reached, or from
+	// being known by their addresses, as far as the agent sees it.
+	// +kubebuilder:validation:MaxItems=16
+	// +listType=atomic
+	// +optional
+	Problems []NodeProblem `json:"problems,omitempty"`
+}
+
+// BrokenOverlay is a way that carries nothing.
+type BrokenOverlay struct {
+	// Gateway is the address of the gateway at the other end.
+	Gateway net.IPAddress `json:"gateway"`
+	// Since is when the first of the probes was sent that say so.
+	Since metav1.Time `json:"since"`
+}
+
+// NodeProblem is something that does not work on a node, or less well than elsewhere.
+type NodeProblem struct {
+	// Reason is PodsMasqueraded, ForwardingRefused, ForwardingUncertain, GatewayOutOfReach or, of
+	// something that an object says, Refused.
+	// +kubebuilder:validation:MaxLength=64
+	// +kubebuilder:validation:Pattern=`^[A-Za-z]+$`
+	Reason string `json:"reason"`
+	// Message says what it costs, why, and what to do.
+	// +kubebuilder:validation:MaxLength=512
+	Message string `json:"message"`
 }
 
 // NodeNetworks says what one node of the cluster reaches without Isthmus; its name is that of the
@@ -43,6 +79,7 @@ type NodeNetworksSpec struct {
 // +kubebuilder:resource:path=nodenetworks,singular=nodenetworks,scope=Namespaced,categories=isthmus
 // +kubebuilder:printcolumn:name="Networks",type=string,JSONPath=`.spec.networks`
 // +kubebuilder:printcolumn:name="Resolvers",type=string,JSONPath=`.spec.resolvers`
+// +kubebuilder:printcolumn:name="Problems",type=string,JSONPath=`.spec.problems[*].reason`
 // +kubebuilder:printcolumn:name="Age",type=date,JSONPath=`.metadata.creationTimestamp`
 type NodeNetworks struct {
 	metav1.TypeMeta   `json:",inline"`

@@ -62,11 +62,12 @@ const (
 	CausePeerSilent      = "PeerSilent"      // it was heard, and is not any more
 	CauseRangesDisagree  = "RangesDisagree"  // its packets arrive, from or for addresses that were not agreed upon
 	CauseProbeUnanswered = "ProbeUnanswered" // its messages arrive, but no answers to the connection check
+	CausePathMTU         = "PathMTU"         // it answers, but packets of the least size do not arrive there
 )
 
 // Causes are the reasons of ConditionConnected.
 var Causes = []string{CauseConnected, CauseConnecting, CauseNotApplied, CauseEndpointName, CauseSendError, CauseWrongKey, CauseAnswersLost,
-	CauseNoAnswer, CausePeerSilent, CauseRangesDisagree, CauseProbeUnanswered}
+	CauseNoAnswer, CausePeerSilent, CauseRangesDisagree, CauseProbeUnanswered, CausePathMTU}
 
 // None stands in a NAT field for "this network is not remapped". It has to be spelled out: a Liqo
 // copies what it finds in the status of a NetworkConfig into its TunnelEndpoint, and its gateway

@@ -7,6 +7,8 @@ import (
 	"errors"
 	"fmt"
 	"os"
+	"slices"
+	"strings"
 	"syscall"
 
 	"golang.org/x/sys/unix"
@@ -19,7 +21,8 @@ var groups = []int{unix.RTNLGRP_LINK, unix.RTNLGRP_NEIGH, unix.RTNLGRP_IPV4_IFAD
 	unix.RTNLGRP_IPV6_ROUTE, unix.RTNLGRP_IPV4_RULE, unix.RTNLGRP_IPV6_RULE, unix.RTNLGRP_IPV4_NETCONF}
 
 // Events calls notify whenever something changed that may concern the owner, until ctx ends. An
-// event means no more than "compare again", so that a lost one is only a delay.
+// event means no more than "compare again", so that a lost one is only a delay. From now on Apply
+// reads what is there only when somebody else has changed it.
 func (k *Kernel) Events(ctx context.Context, notify func()) error {
 	for in := range k.handles {
 		if k.handles[in] == nil {
@@ -33,7 +36,13 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 		if err != nil {
 			return fmt.Errorf("netlink events: %w", err)
 		}
-		k.listen(ctx, f, func(b []byte) bool { return concerns(b, k.owner.Protocol) }, notify)
+		k.listen(ctx, f, func(b []byte) bool {
+			stale, wakes := k.concerns(kernel.Namespace(in), b)
+			if stale {
+				k.memory.stale.Store(true)
+			}
+			return stale || wakes
+		}, notify)
 	}
 	if k.owner.Filter {
 		f, err := subscribe(unix.NETLINK_NETFILTER, unix.NFNLGRP_NFTABLES)
@@ -44,9 +53,17 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 			return fmt.Errorf("nftables events: %w", err)
 		}
 		// Others change their tables often. A message about a rule, a set or a chain names its
-		// table.
-		k.listen(ctx, f, func(b []byte) bool { return bytes.Contains(b, []byte(kernel.FilterTable+"\x00")) }, notify)
+		// table, and one about a chain or a rule the chain.
+		k.listen(ctx, f, func(b []byte) bool {
+			ours := bytes.Contains(b, []byte(kernel.FilterTable+"\x00")) || k.owner.NAT && bytes.Contains(b, []byte(forwardChain+"\x00"))
+			if ours {
+				k.memory.filter.Store(true)
+			}
+			return ours
+		}, notify)
 	}
+	k.memory.stale.Store(true) // what was read before
+	k.memory.following.Store(true)
 	return nil
 }
 
@@ -61,10 +78,14 @@ func (k *Kernel) read(f *os.File, concerns func([]byte) bool, notify func()) {
 		n, err := f.Read(buf)
 		switch {
 		case errors.Is(err, os.ErrClosed):
+			k.memory.following.Store(false)
 			return
 		case errors.Is(err, unix.ENOBUFS): // events were lost
+			k.memory.stale.Store(true)
+			k.memory.filter.Store(true)
 			notify()
 		case err != nil:
+			k.memory.following.Store(false)
 			k.log.Warn("netlink events ended, comparing at intervals only", "error", err)
 			return
 		case concerns(buf[:n]):
@@ -93,29 +114,103 @@ func subscribe(protocol int, groups ...int) (*os.File, error) {
 	return os.NewFile(uintptr(fd), "netlink"), nil
 }
 
-// concerns leaves out what a busy node has most of: foreign routes and neighbours that come and go.
-// In doubt it says yes.
-func concerns(b []byte, protocol int) bool {
+// concerns says of events whether what we know of the owner's objects is stale, and whether to
+// compare because something around them changed: the devices of the ways to others, addresses, the
+// settings of all devices. It leaves out what a busy node has most of, which is the devices, routes
+// and neighbours of pods that come and go, and what we have done ourselves. In doubt it says yes.
+func (k *Kernel) concerns(in kernel.Namespace, b []byte) (stale, wakes bool) {
 	messages, err := syscall.ParseNetlinkMessage(b)
 	if err != nil {
-		return true
+		return true, true
 	}
-	for _, m := range messages {
-		switch m.Header.Type {
-		case unix.RTM_NEWROUTE, unix.RTM_DELROUTE:
-			// struct rtmsg: the table is its fifth octet and says 252 ("see the attribute") above
-			// 255; the protocol is the next.
-			if len(m.Data) < unix.SizeofRtMsg || m.Data[4] == unix.RT_TABLE_COMPAT || int(m.Data[5]) == protocol {
-				return true
-			}
-		case unix.RTM_NEWNEIGH:
-			// struct ndmsg: the state is at 8. Entries of ours are permanent.
-			if len(m.Data) < unix.SizeofNdMsg || binary.NativeEndian.Uint16(m.Data[8:])&unix.NUD_PERMANENT != 0 {
-				return true
-			}
-		default:
-			return true
+	for i := range messages {
+		m := &messages[i]
+		if k.memory.isOurs(in, m.Header.Pid) {
+			continue
 		}
+		s, w := k.concernsOne(in, m)
+		stale, wakes = stale || s, wakes || w
 	}
-	return false
+	return stale, wakes
+}
+
+func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (stale, wakes bool) {
+	switch m.Header.Type {
+	case unix.RTM_NEWROUTE, unix.RTM_DELROUTE:
+		// struct rtmsg: the table is its fifth octet and says 252 ("see the attribute") above
+		// 255; the protocol is the next. A route of somebody else may have replaced one of ours.
+		if len(m.Data) < unix.SizeofRtMsg || int(m.Data[5]) == k.owner.Protocol {
+			return true, true
+		}
+		if m.Data[4] != unix.RT_TABLE_COMPAT {
+			return false, false
+		}
+		table, ok := attribute(m, unix.SizeofRtMsg, unix.RTA_TABLE)
+		return !ok || slices.Contains(k.owner.Tables[in], int(table)), true
+	case unix.RTM_NEWNEIGH, unix.RTM_DELNEIGH:
+		// struct ndmsg: the index is at 4, the state at 8. Entries of ours are permanent.
+		if len(m.Data) < unix.SizeofNdMsg {
+			return true, true
+		}
+		_, ours := k.memory.device(in, int(int32(binary.NativeEndian.Uint32(m.Data[4:]))))
+		permanent := m.Header.Type == unix.RTM_DELNEIGH || binary.NativeEndian.Uint16(m.Data[8:])&unix.NUD_PERMANENT != 0
+		return ours && permanent, ours && permanent
+	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
+		// struct ifinfomsg: the index is at 4.
+		if len(m.Data) < unix.SizeofIfInfomsg {
+			return true, true
+		}
+		if name, ok := text(m, unix.SizeofIfInfomsg, unix.IFLA_IFNAME); !ok || strings.HasPrefix(name, kernel.TunPrefix) {
+			return true, true
+		}
+		// With a device go the routes by it, and no event tells of these.
+		concerns, _ := k.memory.device(in, int(int32(binary.NativeEndian.Uint32(m.Data[4:]))))
+		return concerns, concerns
+	case unix.RTM_NEWADDR, unix.RTM_DELADDR:
+		// struct ifaddrmsg: the scope is at 3, the index at 4. Routes go with the address that they
+		// give to packets as the source, and no event tells of these.
+		if len(m.Data) < unix.SizeofIfAddrmsg {
+			return true, true
+		}
+		_, ours := k.memory.device(in, int(int32(binary.NativeEndian.Uint32(m.Data[4:]))))
+		around := m.Data[3] != unix.RT_SCOPE_LINK
+		return ours || around, ours || around
+	case unix.RTM_NEWNETCONF, unix.RTM_DELNETCONF:
+		// struct netconfmsg is the family, filled up to four octets; below 1 are all devices.
+		index, ok := attribute(m, 4, netconfIndex)
+		_, ours := k.memory.device(in, int(int32(index)))
+		return false, !ok || int32(index) < 1 || ours
+	}
+	return true, true
+}
+
+// netconfIndex is NETCONFA_IFINDEX of include/uapi/linux/netconf.h.
+const netconfIndex = 1
+
+// attribute is the first attribute of a type behind a header of some octets, as a number.
+func attribute(m *syscall.NetlinkMessage, header int, kind uint16) (uint32, bool) {
+	v, ok := rawAttribute(m, header, kind)
+	if !ok || len(v) < 4 {
+		return 0, false
+	}
+	return binary.NativeEndian.Uint32(v), true
+}
+
+func text(m *syscall.NetlinkMessage, header int, kind uint16) (string, bool) {
+	v, ok := rawAttribute(m, header, kind)
+	return string(bytes.TrimRight(v, "\x00")), ok
+}
+
+func rawAttribute(m *syscall.NetlinkMessage, header int, kind uint16) ([]byte, bool) {
+	for b := m.Data[min(header, len(m.Data)):]; len(b) >= unix.SizeofRtAttr; {
+		length := int(binary.NativeEndian.Uint16(b))
+		if length < unix.SizeofRtAttr || length > len(b) {
+			return nil, false
+		}
+		if binary.NativeEndian.Uint16(b[2:]) == kind {
+			return b[unix.SizeofRtAttr:length], true
+		}
+		b = b[min((length+unix.NLMSG_ALIGNTO-1)&^(unix.NLMSG_ALIGNTO-1), len(b)):]
+	}
+	return nil, false
 }

@@ -14,6 +14,7 @@ import (
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
 	"github.com/google/nftables/userdata"
+	nfnl "github.com/mdlayher/netlink"
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
@@ -27,9 +28,20 @@ var ErrFilter = errors.New("packet filter")
 // elementsPerMessage bounds a message to what fits a netlink attribute (64 KiB).
 const elementsPerMessage = 1000
 
-// rules are what the texts of kernel.FilterChains mean. TestFilterIsWhatItsTextSays compares them
-// with what nft(8) makes of the texts.
+// rules are what the texts of chains mean. TestFilterIsWhatItsTextSays compares them with what nft(8)
+// makes of the texts.
 var rules = map[string][]expr.Any{
+	"ip saddr @local snat to ip saddr":                 slices.Concat(from("local"), itself()),
+	"ip saddr @pods jump bydevice":                     slices.Concat(from("pods"), jump("bydevice")),
+	"ip saddr @remote return":                          slices.Concat(from("remote"), leave()),
+	`iifname "isthmus.vxlan" snat to ip saddr`:         slices.Concat(iif(padded(kernel.OverlayDevice)), itself()),
+	"iifname @underlay return":                         slices.Concat(byUnderlay(), leave()),
+	`meta iifkind "veth" snat to ip saddr`:             slices.Concat(iifKind("veth"), itself()),
+	`meta iifkind "bridge" snat to ip saddr`:           slices.Concat(iifKind("bridge"), itself()),
+	"ct status dnat return":                            slices.Concat(translated(), leave()),
+	"snat to ip saddr":                                 itself(),
+	`ip daddr @remote oifname "isthmus*" jump topeers`: slices.Concat(in(daddr, "remote", false), ours(expr.MetaKeyOIFNAME), jump("topeers")),
+	"ip saddr @remote ip daddr @pods jump frompeers":   slices.Concat(from("remote"), in(daddr, "pods", false), jump("frompeers")),
 	"drop":                                {verdict(expr.VerdictDrop)},
 	"accept":                              {verdict(expr.VerdictAccept)},
 	"jump bydevice":                       jump("bydevice"),
@@ -40,16 +52,16 @@ var rules = map[string][]expr.Any{
 	"ip saddr @remote ip daddr != @remote accept":               slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
 	"ip saddr != @remote ip daddr @remote accept":               slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
 	"fib daddr type != local accept":                            slices.Concat(notLocal(), accept()),
-	`iifname "isthmus*" accept`:                                 slices.Concat(ours(expr.CmpOpEq), accept()),
+	`iifname "isthmus*" accept`:                                 slices.Concat(ours(expr.MetaKeyIIFNAME), accept()),
 	"ip saddr @remote jump forged":                              slices.Concat(ip4(), in(saddr, "remote", false), jump("forged")),
 	`oifname "isthmus.vxlan" drop`:                              slices.Concat(oif(kernel.OverlayDevice), drop()),
-	"iifname @underlay accept":                                  {&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Lookup{SourceRegister: 1, SetName: "underlay"}, verdict(expr.VerdictAccept)},
+	"iifname @underlay accept":                                  slices.Concat(byUnderlay(), accept()),
 	`meta iifkind "veth" drop`:                                  slices.Concat(iifKind("veth"), drop()),
 	`meta iifkind "bridge" drop`:                                slices.Concat(iifKind("bridge"), drop()),
-	"ip daddr @remote ip saddr @elsewhere jump bydevice":        slices.Concat(ip4(), in(daddr, "remote", false), in(saddr, "elsewhere", false), jump("bydevice")),
-	`iifname "isthmus*" jump translated`:                        slices.Concat(ours(expr.CmpOpEq), jump("translated")),
-	`iifname "isthmus*" jump remote`:                            slices.Concat(ours(expr.CmpOpEq), jump("remote")),
-	`iifname "isthmus.vxlan" jump overlay`:                      slices.Concat(iif(padded(kernel.OverlayDevice), expr.CmpOpEq), jump("overlay")),
+	"ip saddr @elsewhere ip daddr @remote jump bydevice":        slices.Concat(ip4(), in(saddr, "elsewhere", false), in(daddr, "remote", false), jump("bydevice")),
+	`iifname "isthmus*" jump translated`:                        slices.Concat(ours(expr.MetaKeyIIFNAME), jump("translated")),
+	`iifname "isthmus*" jump remote`:                            slices.Concat(ours(expr.MetaKeyIIFNAME), jump("remote")),
+	`iifname "isthmus.vxlan" jump overlay`:                      slices.Concat(iif(padded(kernel.OverlayDevice)), jump("overlay")),
 	"ip saddr @gateways fib saddr . iif oif != 0 accept":        slices.Concat(ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
 	"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice": slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), jump("bydevice")),
 	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
@@ -90,12 +102,43 @@ func in(offset uint32, set string, invert bool) []expr.Any {
 	}
 }
 
-func iif(name []byte, op expr.CmpOp) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, equal(op, name)}
+// from is in for the source, in a table of the family ip, where a packet is nothing else.
+func from(set string) []expr.Any { return in(saddr, set, false) }
+
+// ctStatusDNAT is IPS_DST_NAT of linux/netfilter/nf_conntrack_common.h.
+const ctStatusDNAT = 1 << 5
+
+// translated: the destination was, by netfilter on this node.
+func translated() []expr.Any { return ctHas(expr.CtKeySTATUS, ctStatusDNAT) }
+
+// itself translates the source to what it is.
+func itself() []expr.Any {
+	return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: saddr, Len: 4}, snat()}
+}
+
+// to translates the source to an address, where the destination was translated.
+func to(addr netip.Addr) []expr.Any {
+	return append(translated(), &expr.Immediate{Register: 1, Data: addr.AsSlice()}, snat())
+}
+
+func snat() expr.Any {
+	return &expr.NAT{Type: expr.NATTypeSourceNAT, Family: unix.NFPROTO_IPV4, RegAddrMin: 1}
+}
+
+func leave() []expr.Any { return []expr.Any{verdict(expr.VerdictReturn)} }
+
+func byUnderlay() []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Lookup{SourceRegister: 1, SetName: "underlay"}}
+}
+
+func iif(name []byte) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, equal(expr.CmpOpEq, name)}
 }
 
 // ours are all devices whose names begin like those of ours.
-func ours(op expr.CmpOp) []expr.Any { return iif([]byte(kernel.TunPrefix), op) }
+func ours(key expr.MetaKey) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: key, Register: 1}, equal(expr.CmpOpEq, []byte(kernel.TunPrefix))}
+}
 
 func oif(name string) []expr.Any {
 	return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, equal(expr.CmpOpEq, padded(name))}
@@ -125,19 +168,57 @@ func notLocal() []expr.Any {
 }
 
 func answers() []expr.Any {
-	states := expr.CtStateBitESTABLISHED | expr.CtStateBitRELATED
+	return ctHas(expr.CtKeySTATE, expr.CtStateBitESTABLISHED|expr.CtStateBitRELATED)
+}
+
+// ctHas: the connection has one of the bits.
+func ctHas(key expr.CtKey, bits uint32) []expr.Any {
 	return []expr.Any{
-		&expr.Ct{Key: expr.CtKeySTATE, Register: 1},
-		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(states), Xor: make([]byte, 4)},
+		&expr.Ct{Key: key, Register: 1},
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(bits), Xor: make([]byte, 4)},
 		equal(expr.CmpOpNeq, make([]byte, 4)),
 	}
 }
 
-var filterTable = &nftables.Table{Name: kernel.FilterTable, Family: nftables.TableFamilyINet}
+// exprsOf are the rules that a text means.
+func exprsOf(text string) []expr.Any {
+	if addr, is := kernel.SNATTarget(text); is {
+		return to(addr)
+	}
+	return rules[text]
+}
+
+// A table is a Filter or a SourceNAT as nftables has it.
+type table struct {
+	nft    *nftables.Table
+	chains []kernel.FilterChain
+	sets   []kernel.FilterSet
+}
+
+var (
+	filterTable = &nftables.Table{Name: kernel.FilterTable, Family: nftables.TableFamilyINet}
+	natTable    = &nftables.Table{Name: kernel.FilterTable, Family: nftables.TableFamilyIPv4}
+)
+
+func filterOf(f kernel.Filter) table { return table{filterTable, kernel.FilterChains, f.Sets()} }
+
+func sourceNATOf(s kernel.SourceNAT) table { return table{natTable, s.Chains(), s.Sets()} }
+
+// transactionBytes is what a transaction may have: with 10,000 nodes and 4,096 peers it has 2 MB. It
+// is one message to the kernel, and 208 KiB is what a socket takes otherwise.
+const transactionBytes = 16 << 20
+
+func newConn(o ...nftables.ConnOption) (*nftables.Conn, error) {
+	return nftables.New(append(o, nftables.WithSockOptions(func(c *nfnl.Conn) error {
+		_ = c.SetWriteBuffer(transactionBytes) // where it may not, a large transaction tells
+		_ = c.SetReadBuffer(transactionBytes)  // each message of it is answered
+		return nil
+	}))...)
+}
 
 // nftSet is a set of the table.
-func nftSet(s kernel.FilterSet) *nftables.Set {
-	set := &nftables.Set{Table: filterTable, Name: s.Name, KeyType: nftables.TypeIPAddr, Interval: s.Interval}
+func (t table) nftSet(s kernel.FilterSet) *nftables.Set {
+	set := &nftables.Set{Table: t.nft, Name: s.Name, KeyType: nftables.TypeIPAddr, Interval: s.Interval}
 	if s.Type == "ifname" {
 		set.KeyType, set.KeyByteOrder = nftables.TypeIFName, binaryutil.NativeEndian // as nft(8) has names
 	}
@@ -171,23 +252,29 @@ func elementsFor(s kernel.FilterSet, texts []string) (all []nftables.SetElement,
 	return all, nil
 }
 
-// filterRead is what was last read, and of which generation of the namespace's tables: the kernel
+// tablesRead is what was last read, and of which generation of the namespace's tables: the kernel
 // counts it up with each change that anybody makes.
-type filterRead struct {
-	generation uint32 // 0: none
+type tablesRead struct {
+	generation uint32 // 0: not known
 	filters    []kernel.Filter
+	sourceNAT  []kernel.SourceNAT
 }
 
-// haveFilter reads the table, unless no table has changed since it was last read.
-func (k *Kernel) haveFilter() []kernel.Filter {
-	now := generation() // before it is read: what changes meanwhile is read again
-	if now == 0 || now != k.filter.generation {
-		k.filter = filterRead{now, readFilter()}
-		if !slices.ContainsFunc(k.filter.filters, func(f kernel.Filter) bool { return f != changed }) {
-			k.filter.generation = 0 // or an error has made it none, or another
+// haveTables reads the tables, unless no table has changed since they were last read.
+func (k *Kernel) haveTables() tablesRead {
+	now := generation() // before they are read: what changes meanwhile is read again
+	if now == 0 || now != k.tables.generation || !k.tables.good() {
+		k.tables = tablesRead{generation: now, filters: readFilter()}
+		if k.owner.NAT {
+			k.tables.sourceNAT = readSourceNAT()
 		}
 	}
-	return k.filter.filters
+	return k.tables
+}
+
+// good: else an error may have made it what it is.
+func (r tablesRead) good() bool {
+	return len(r.filters) == 1 && r.filters[0] != changed && !slices.Contains(r.sourceNAT, changedNAT)
 }
 
 // generation is that of the namespace's tables, 0 when it is not known.
@@ -207,68 +294,126 @@ func generation() uint32 {
 	return 0
 }
 
-// changed is a Filter that nobody wants.
-var changed = kernel.Filter{Nodes: "changed"}
+// changed and changedNAT are what nobody wants.
+var (
+	changed    = kernel.Filter{Nodes: "changed"}
+	changedNAT = kernel.SourceNAT{Local: "changed"}
+)
 
-// readFilter reads the table. One whose chains are not as they should be reads as changed. Where the kernel has no nftables there is none, and making one tells why.
+// readFilter reads the table. One whose chains are not as they should be reads as changed. Where the
+// kernel has no nftables there is none, and making one tells why.
 func readFilter() []kernel.Filter {
-	c, err := nftables.New(nftables.AsLasting()) // one socket for all questions
-	if err != nil {
+	elements, there, err := readTable(filterTable, kernel.Filter{}.Sets(), func(func(string) []string) []kernel.FilterChain { return kernel.FilterChains })
+	switch {
+	case !there:
 		return nil
-	}
-	defer func() { _ = c.CloseLasting() }()
-	tables, err := c.ListTablesOfFamily(filterTable.Family)
-	if err != nil || !slices.ContainsFunc(tables, func(t *nftables.Table) bool { return t.Name == filterTable.Name }) {
-		return nil
-	}
-	chains, err := c.ListChainsOfTableFamily(filterTable.Family)
-	if err != nil {
+	case err != nil:
 		return []kernel.Filter{changed}
-	}
-	chains = slices.DeleteFunc(chains, func(chain *nftables.Chain) bool { return chain.Table.Name != filterTable.Name })
-	if len(chains) != len(kernel.FilterChains) {
-		return []kernel.Filter{changed}
-	}
-	for _, want := range kernel.FilterChains {
-		at := slices.IndexFunc(chains, func(chain *nftables.Chain) bool { return chain.Name == want.Name })
-		if at < 0 || !isAs(chains[at], want) {
-			return []kernel.Filter{changed}
-		}
-		have, err := c.GetRules(filterTable, chains[at])
-		if err != nil || !slices.EqualFunc(have, want.Rules, func(r *nftables.Rule, text string) bool {
-			said, _ := userdata.GetString(r.UserData, userdata.TypeComment)
-			return said == text && len(r.Exprs) == len(rules[text])
-		}) {
-			return []kernel.Filter{changed}
-		}
 	}
 	var f kernel.Filter
-	for _, set := range f.Sets() {
-		elements, err := haveElements(c, set.Name)
-		if err != nil {
-			return []kernel.Filter{changed}
-		}
-		f = f.WithSet(set.Name, elements)
+	for name, e := range elements {
+		f = f.WithSet(name, e)
 	}
 	return []kernel.Filter{f}
+}
+
+// readSourceNAT is readFilter for the other table.
+func readSourceNAT() []kernel.SourceNAT {
+	var s kernel.SourceNAT
+	elements, there, err := readTable(natTable, s.Sets(), func(said func(string) []string) []kernel.FilterChain {
+		for _, text := range said("topeers") {
+			if addr, is := kernel.SNATTarget(text); is {
+				s.Self = addr
+			}
+		}
+		return s.Chains()
+	})
+	switch {
+	case !there:
+		return nil
+	case err != nil:
+		return []kernel.SourceNAT{changedNAT}
+	}
+	for name, e := range elements {
+		s = s.WithSet(name, e)
+	}
+	return []kernel.SourceNAT{s}
+}
+
+var errChanged = errors.New("somebody has changed it")
+
+// readTable returns the elements of the sets of a table, whether it is there, and an error where it
+// is not as it should be. chains are those that it should have, which is asked what the rules of a
+// chain say of themselves.
+func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(said func(chain string) []string) []kernel.FilterChain) (elements map[string]string, there bool, err error) {
+	c, err := newConn(nftables.AsLasting()) // one socket for all questions
+	if err != nil {
+		return nil, false, err
+	}
+	defer func() { _ = c.CloseLasting() }()
+	tables, err := c.ListTablesOfFamily(t.Family)
+	if err != nil || !slices.ContainsFunc(tables, func(other *nftables.Table) bool { return other.Name == t.Name }) {
+		return nil, false, err
+	}
+	all, err := c.ListChainsOfTableFamily(t.Family)
+	if err != nil {
+		return nil, true, err
+	}
+	have := make(map[string]*nftables.Chain)
+	for _, chain := range all {
+		if chain.Table.Name == t.Name {
+			have[chain.Name] = chain
+		}
+	}
+	said := make(map[string][]string)
+	for name, chain := range have {
+		found, err := c.GetRules(t, chain)
+		if err != nil {
+			return nil, true, err
+		}
+		for _, r := range found {
+			text, _ := userdata.GetString(r.UserData, userdata.TypeComment)
+			if len(r.Exprs) != len(exprsOf(text)) {
+				return nil, true, errChanged
+			}
+			said[name] = append(said[name], text)
+		}
+	}
+	want := chains(func(chain string) []string { return said[chain] })
+	if len(have) != len(want) {
+		return nil, true, errChanged
+	}
+	for _, w := range want {
+		if have[w.Name] == nil || !isAs(have[w.Name], w) || !slices.Equal(said[w.Name], w.Rules) {
+			return nil, true, errChanged
+		}
+	}
+	elements = make(map[string]string, len(sets))
+	for _, set := range sets {
+		if elements[set.Name], err = haveElements(c, t, set.Name); err != nil {
+			return nil, true, err
+		}
+	}
+	return elements, true, nil
 }
 
 func isAs(have *nftables.Chain, want kernel.FilterChain) bool {
 	if want.Hook == "" || have.Hooknum == nil || have.Priority == nil {
 		return want.Hook == "" && have.Hooknum == nil
 	}
-	return *have.Hooknum == *hook(want.Hook) && int(*have.Priority) == want.Priority() && have.Type == nftables.ChainTypeFilter
+	return *have.Hooknum == *hook(want.Hook) && int(*have.Priority) == want.Priority() && string(have.Type) == want.Kind()
 }
 
 func hook(name string) *nftables.ChainHook {
 	return map[string]*nftables.ChainHook{
 		"prerouting": nftables.ChainHookPrerouting, "input": nftables.ChainHookInput, "forward": nftables.ChainHookForward,
+		"postrouting": nftables.ChainHookPostrouting,
 	}[name]
 }
 
-// haveElements returns what a Filter says of a set.
-func haveElements(c *nftables.Conn, name string) (string, error) {
-	set, err := c.GetSetByName(filterTable, name)
+// haveElements returns what a FilterSet says of a set.
+func haveElements(c *nftables.Conn, t *nftables.Table, name string) (string, error) {
+	set, err := c.GetSetByName(t, name)
 	if err != nil {
 		return "", err
 	}
@@ -330,37 +475,58 @@ func end(p netip.Prefix) netip.Addr {
 	return netip.AddrFrom4(a)
 }
 
-// changeFilter makes the table what it should be in one step: there is no moment without. Where only
+// changeFilter and changeSourceNAT make a table what it should be.
+func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
+	var have *table
+	if h := k.tables.filters; len(h) == 1 && h[0] != changed {
+		t := filterOf(h[0])
+		have = &t
+	}
+	return k.changeTable(remove, have, filterOf(want), func() { k.tables.filters = []kernel.Filter{want} })
+}
+
+func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
+	var have *table
+	if h := k.tables.sourceNAT; len(h) == 1 && h[0] != changedNAT && h[0].Self == want.Self {
+		t := sourceNATOf(h[0])
+		have = &t
+	}
+	return k.changeTable(remove, have, sourceNATOf(want), func() { k.tables.sourceNAT = []kernel.SourceNAT{want} })
+}
+
+// changeTable makes a table what it should be in one step: there is no moment without. Where only
 // elements of sets differ from what was read, and nobody has changed a table since, it changes
 // these: to replace the table takes the kernel some twenty milliseconds, since it waits until no
 // packet is in the old chains. A transaction is one generation: if it is the only one since, the
-// table is what was written, and need not be read again.
-func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
-	have, before := k.filter, generation()
-	known := !remove && len(have.filters) == 1 && have.filters[0] != changed && before != 0 && have.generation == before
-	if !known || changeElements(have.filters[0], want) != nil {
+// table is what was written, and need not be read again. have is what was read with the wanted
+// chains, nil for none.
+func (k *Kernel) changeTable(remove bool, have *table, want table, remember func()) error {
+	read, before := k.tables.generation, generation()
+	known := !remove && have != nil && before != 0 && read == before
+	if !known || changeElements(*have, want) != nil {
 		before = generation()
-		if err := replaceFilter(remove, want); err != nil {
+		if err := replaceTable(remove, want); err != nil {
 			return err
 		}
 	}
-	if now := generation(); !remove && before != 0 && now == before+1 {
-		k.filter = filterRead{now, []kernel.Filter{want}}
+	if now := generation(); !remove && before != 0 && read == before && now == before+1 {
+		k.tables.generation = now
+		remember()
 	}
 	return nil
 }
 
 // changeElements changes the elements of the sets, and reads back what it has changed. After an
 // error the table is what it was, or what the kernel made of it.
-func changeElements(have, want kernel.Filter) error {
-	c, err := nftables.New(nftables.AsLasting())
+func changeElements(have, want table) error {
+	c, err := newConn(nftables.AsLasting())
 	if err != nil {
 		return err
 	}
 	defer func() { _ = c.CloseLasting() }()
 	var differ []kernel.FilterSet
-	for i, set := range want.Sets() {
-		was := strings.Fields(have.Sets()[i].Elements)
+	for i, set := range want.sets {
+		was := strings.Fields(have.sets[i].Elements)
 		is := strings.Fields(set.Elements)
 		gone, added := without(was, is), without(is, was)
 		if len(gone)+len(added) == 0 {
@@ -376,12 +542,12 @@ func changeElements(have, want kernel.Filter) error {
 			return err
 		}
 		for chunk := range slices.Chunk(remove, elementsPerMessage) {
-			if err := c.SetDeleteElements(nftSet(set), chunk); err != nil {
+			if err := c.SetDeleteElements(want.nftSet(set), chunk); err != nil {
 				return err
 			}
 		}
 		for chunk := range slices.Chunk(add, elementsPerMessage) {
-			if err := c.SetAddElements(nftSet(set), chunk); err != nil {
+			if err := c.SetAddElements(want.nftSet(set), chunk); err != nil {
 				return err
 			}
 		}
@@ -390,7 +556,7 @@ func changeElements(have, want kernel.Filter) error {
 		return err
 	}
 	for _, set := range differ {
-		if got, err := haveElements(c, set.Name); err != nil || got != set.Elements {
+		if got, err := haveElements(c, want.nft, set.Name); err != nil || got != set.Elements {
 			return fmt.Errorf("set %s has %.200s; want %.200s (%w)", set.Name, got, set.Elements, err)
 		}
 	}
@@ -411,20 +577,20 @@ func without(a, b []string) (rest []string) {
 	return rest
 }
 
-// replaceFilter replaces the table as a whole.
-func replaceFilter(remove bool, f kernel.Filter) error {
-	c, err := nftables.New()
+// replaceTable replaces the table as a whole.
+func replaceTable(remove bool, t table) error {
+	c, err := newConn()
 	if err != nil {
 		return err
 	}
-	c.AddTable(filterTable)
-	c.DelTable(filterTable)
+	c.AddTable(t.nft)
+	c.DelTable(t.nft)
 	if remove {
 		return c.Flush()
 	}
-	c.AddTable(filterTable)
-	for _, s := range f.Sets() {
-		set := nftSet(s)
+	c.AddTable(t.nft)
+	for _, s := range t.sets {
+		set := t.nftSet(s)
 		if err := c.AddSet(set, nil); err != nil {
 			return err
 		}
@@ -438,15 +604,15 @@ func replaceFilter(remove bool, f kernel.Filter) error {
 			}
 		}
 	}
-	for _, want := range kernel.FilterChains {
-		chain := &nftables.Chain{Table: filterTable, Name: want.Name}
+	for _, want := range t.chains {
+		chain := &nftables.Chain{Table: t.nft, Name: want.Name}
 		if want.Hook != "" {
 			policy := nftables.ChainPolicyAccept
-			chain.Type, chain.Hooknum, chain.Priority, chain.Policy = nftables.ChainTypeFilter, hook(want.Hook), nftables.ChainPriorityRef(nftables.ChainPriority(want.Priority())), &policy
+			chain.Type, chain.Hooknum, chain.Priority, chain.Policy = nftables.ChainType(want.Kind()), hook(want.Hook), nftables.ChainPriorityRef(nftables.ChainPriority(want.Priority())), &policy
 		}
 		c.AddChain(chain)
 		for _, text := range want.Rules {
-			c.AddRule(&nftables.Rule{Table: filterTable, Chain: chain, Exprs: rules[text], UserData: userdata.AppendString(nil, userdata.TypeComment, text)})
+			c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: exprsOf(text), UserData: userdata.AppendString(nil, userdata.TypeComment, text)})
 		}
 	}
 	return c.Flush()

@@ -29,8 +29,11 @@ type Kernel struct {
 	handles [2]*netlink.Handle
 	wg      sync.WaitGroup // readers of events
 
-	index  map[kernel.Place]int // of devices, during one Apply
-	filter filterRead
+	index   map[kernel.Place]int // of devices
+	tables  tablesRead
+	forward forwarding
+	unmade  []kernel.Limit // what is optional and could not be made
+	memory  memory
 }
 
 // Open takes the owner's lock of the network namespace and makes the Inner namespace, still empty,
@@ -45,7 +48,7 @@ func Open(owner kernel.Owner, log *slog.Logger) (_ *Kernel, err error) {
 	if k.lock, err = lock(owner, log); err != nil {
 		return nil, err
 	}
-	if k.handles[kernel.Host], err = netlink.NewHandle(unix.NETLINK_ROUTE); err != nil {
+	if err = k.newHandle(kernel.Host); err != nil {
 		return nil, fmt.Errorf("netlink: %w", err)
 	}
 	if len(owner.Tables[kernel.Inner]) == 0 {
@@ -54,10 +57,7 @@ func Open(owner kernel.Owner, log *slog.Logger) (_ *Kernel, err error) {
 	if k.inner, err = NewNamespace(); err != nil {
 		return nil, fmt.Errorf("network namespace: %w", explain(err, "CAP_SYS_ADMIN"))
 	}
-	err = k.Inside(func() (err error) {
-		k.handles[kernel.Inner], err = netlink.NewHandle(unix.NETLINK_ROUTE)
-		return err
-	})
+	err = k.Inside(func() error { return k.newHandle(kernel.Inner) })
 	if err != nil {
 		return nil, fmt.Errorf("netlink in the namespace of the %s: %w", owner.Name, explain(err, "CAP_SYS_ADMIN"))
 	}
@@ -108,16 +108,23 @@ func (k *Kernel) Path() string {
 // Apply makes want true and returns the changes that succeeded. It goes on after a failure and
 // returns all of them, but stops at ErrFilter.
 func (k *Kernel) Apply(want kernel.State) (kernel.Plan, error) {
-	return k.apply(want, func(p kernel.Plan) kernel.Plan { return p })
+	return k.apply(want, kernel.PlanFor, func(_ kernel.State, _ kernel.Plan) *kernel.State { return &want })
 }
 
 // Add adds what is wanted, and leaves everything else as it is.
 func (k *Kernel) Add(want kernel.State) (kernel.Plan, error) {
-	return k.apply(want, kernel.Plan.Additions)
+	return k.apply(want, kernel.AdditionsFor, func(have kernel.State, did kernel.Plan) *kernel.State {
+		if now, ok := have.With(did); ok {
+			return &now
+		}
+		return nil
+	})
 }
 
-func (k *Kernel) apply(want kernel.State, of func(kernel.Plan) kernel.Plan) (kernel.Plan, error) {
-	have, err := k.have(want)
+// apply carries out the plan; after is what there is when all of it succeeded, nil if that is not
+// known.
+func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) kernel.Plan, after func(kernel.State, kernel.Plan) *kernel.State) (kernel.Plan, error) {
+	have, err := k.remembered(want)
 	for range 5 { // a dump is interrupted when something changes meanwhile, as it does on a busy node
 		if !errors.Is(err, netlink.ErrDumpInterrupted) {
 			break
@@ -127,12 +134,19 @@ func (k *Kernel) apply(want kernel.State, of func(kernel.Plan) kernel.Plan) (ker
 	if err != nil {
 		return nil, fmt.Errorf("reading the kernel's state: %w", err)
 	}
+	have.Accepts = k.forward.accepts(want.Accepts)
+	k.memory.state = nil // until all is done
 	var done kernel.Plan
 	var errs []error
-	for _, o := range of(kernel.PlanFor(have, want)) {
+	k.unmade = nil
+	for _, o := range plan(have, want) {
 		err := k.change(o)
 		if _, is := o.Object.(kernel.Filter); is && err != nil && !o.Remove {
 			return done, fmt.Errorf("%w: %w (want a kernel with nftables, conntrack and fib, and CAP_NET_ADMIN)", ErrFilter, err)
+		}
+		if limit, is := limitOf(o, err); is {
+			k.unmade = append(k.unmade, limit)
+			continue
 		}
 		if errors.Is(err, errUnwritable) {
 			continue // not said again with each comparison
@@ -143,7 +157,32 @@ func (k *Kernel) apply(want kernel.State, of func(kernel.Plan) kernel.Plan) (ker
 		}
 		done = append(done, o)
 	}
+	if len(errs) == 0 {
+		k.memory.state = after(have, done)
+	}
+	if now := k.memory.state; now != nil && k.unmade != nil {
+		without := *now // it is tried again next time
+		without.SourceNAT = nil
+		k.memory.state = &without
+	}
 	return done, errors.Join(errs...)
+}
+
+// limitOf says what it costs that something optional could not be made.
+func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
+	if err == nil || o.Remove {
+		return l, false
+	}
+	err = explain(err, "CAP_NET_ADMIN")
+	switch o.Object.(type) {
+	case kernel.SourceNAT:
+		return kernel.Limit{Reason: kernel.LimitMasqueraded, Message: fmt.Sprintf(
+			"what the CNI masquerades cannot be exempted (nftables: %v); %s; want a kernel with NAT in nftables (nf_tables, nft_chain_nat)", err, masqueradeCost)}, true
+	case kernel.Accept:
+		return kernel.Limit{Reason: kernel.LimitForwarding, Message: fmt.Sprintf(
+			"FORWARD of iptables-nft drops what nobody accepts, and our rules cannot be added (%v): packets between pods and peers are dropped; want `%s`", err, o.Command(""))}, true
+	}
+	return l, false
 }
 
 // explain adds what is missing to a refusal.

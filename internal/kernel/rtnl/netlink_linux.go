@@ -2,6 +2,7 @@ package rtnl
 
 import (
 	"bytes"
+	"encoding/binary"
 	"errors"
 	"fmt"
 	"net"
@@ -39,6 +40,7 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 			errs = append(errs, fmt.Errorf("link %s: %w", p.Name, err))
 		default:
 			found[p], k.index[p] = l, l.Attrs().Index
+			k.memory.concerned(p.In, true, l.Attrs().Index)
 			errs = append(errs, k.haveOn(&s, p, l))
 		}
 	}
@@ -56,7 +58,11 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 	}
 	errs = append(errs, k.haveRules(&s))
 	if k.owner.Filter {
-		s.Filters = k.haveFilter()
+		have := k.haveTables()
+		s.Filters, s.SourceNAT = have.filters, have.sourceNAT
+	}
+	if k.owner.NAT {
+		k.lookForward()
 	}
 	return s, errors.Join(errs...)
 }
@@ -69,7 +75,7 @@ func device(p kernel.Place, l netlink.Link, found map[kernel.Place]netlink.Link)
 	case *netlink.Vxlan:
 		if l.VtepDevIndex == 0 && l.Group == nil && !l.FlowBased { // else it has a default destination
 			local, _ := netip.AddrFromSlice(l.SrcAddr)
-			d.VXLAN = kernel.VXLAN{ID: uint32(l.VxlanId), Port: uint16(l.Port), Local: local.Unmap(), Learning: l.Learning}
+			d.VXLAN = kernel.VXLAN{ID: uint32(l.VxlanId), Port: uint16(l.Port), Local: local.Unmap(), Learning: l.Learning, UDPChecksum: l.UDPCSum}
 		}
 	case *netlink.Veth:
 		for q, other := range found {
@@ -249,6 +255,10 @@ func (k *Kernel) change(o kernel.Op) (err error) {
 	switch v := o.Object.(type) {
 	case kernel.Filter:
 		return k.changeFilter(o.Remove, v)
+	case kernel.SourceNAT:
+		return k.changeSourceNAT(o.Remove, v)
+	case kernel.Accept:
+		return k.changeAccept(o.Remove)
 	case kernel.Device:
 		return k.changeDevice(o.Remove, v)
 	case kernel.Setting:
@@ -309,7 +319,7 @@ func (k *Kernel) set(v kernel.Setting) error {
 	parts := strings.Split(v.Path, "/")
 	number, err := strconv.Atoi(v.Value)
 	if len(parts) != 5 || parts[2] != "conf" || parts[3] == "all" || err != nil {
-		return ignoreOptional(v, os.WriteFile("/proc/sys/"+v.Path, []byte(v.Value), 0))
+		return ignoreOptional(v, k.write(v))
 	}
 	spec := nl.NewRtAttr(unix.IFLA_AF_SPEC, nil)
 	switch {
@@ -318,7 +328,7 @@ func (k *Kernel) set(v kernel.Setting) error {
 	case parts[1] == "ipv6" && parts[4] == "addr_gen_mode":
 		spec.AddRtAttr(unix.AF_INET6, nil).AddRtAttr(inet6AddrGenMode, nl.Uint8Attr(uint8(number)))
 	default:
-		return ignoreOptional(v, os.WriteFile("/proc/sys/"+v.Path, []byte(v.Value), 0))
+		return ignoreOptional(v, k.write(v))
 	}
 	index, err := k.dev(v.In, parts[3])
 	if err != nil {
@@ -331,6 +341,43 @@ func (k *Kernel) set(v kernel.Setting) error {
 	req.AddData(spec)
 	_, err = req.Execute(unix.NETLINK_ROUTE, 0)
 	return err
+}
+
+// write writes below /proc/sys. A container that is not privileged has it read-only, for the node's
+// sake. The Inner namespace is nobody else's, and CAP_SYS_ADMIN, which it takes to make one, gives
+// us a procfs of our own, mounted nowhere, where net is that of the thread.
+func (k *Kernel) write(v kernel.Setting) error {
+	err := os.WriteFile("/proc/sys/"+v.Path, []byte(v.Value), 0)
+	if v.In != kernel.Inner || k.inner == nil || !errors.Is(err, unix.EROFS) {
+		return err
+	}
+	proc, own := ownProc()
+	if own != nil {
+		return fmt.Errorf("%w, and no procfs of our own: %w (want CAP_SYS_ADMIN and Linux 5.2)", err, own)
+	}
+	defer unix.Close(proc)
+	fd, err := unix.Openat(proc, "sys/"+v.Path, unix.O_WRONLY|unix.O_CLOEXEC, 0)
+	if err != nil {
+		return fmt.Errorf("%s in a procfs of our own: %w", v.Path, err)
+	}
+	f := os.NewFile(uintptr(fd), v.Path)
+	defer f.Close()
+	_, err = f.WriteString(v.Value)
+	return err
+}
+
+// ownProc is a new mount of procfs, which goes when it is closed.
+func ownProc() (fd int, err error) {
+	fs, err := unix.Fsopen("proc", unix.FSOPEN_CLOEXEC)
+	if err != nil {
+		return -1, os.NewSyscallError("fsopen", err)
+	}
+	defer unix.Close(fs)
+	if err := unix.FsconfigCreate(fs); err != nil {
+		return -1, os.NewSyscallError("fsconfig", err)
+	}
+	fd, err = unix.Fsmount(fs, unix.FSMOUNT_CLOEXEC, unix.MOUNT_ATTR_NOSUID|unix.MOUNT_ATTR_NODEV|unix.MOUNT_ATTR_NOEXEC)
+	return fd, os.NewSyscallError("fsmount", err)
 }
 
 // errUnwritable says that an optional setting stays as it is.
@@ -356,8 +403,34 @@ func (k *Kernel) changeDevice(remove bool, v kernel.Device) error {
 	if v.Peer != "" {
 		return k.handles[v.In].LinkAdd(&netlink.Veth{LinkAttrs: attrs, PeerName: v.Peer, PeerNamespace: netlink.NsFd(k.inner.Fd())})
 	}
-	return k.handles[v.In].LinkAdd(&netlink.Vxlan{LinkAttrs: attrs, VxlanId: int(v.VXLAN.ID), Port: int(v.VXLAN.Port),
-		SrcAddr: v.VXLAN.Local.AsSlice(), Learning: v.VXLAN.Learning})
+	return k.do(v.In, func() error { return addVXLAN(v) })
+}
+
+// addVXLAN makes a VXLAN device in the namespace of the thread. Package netlink cannot say that there
+// is to be no outer checksum (v1.3.1), and the kernel makes one where nobody says anything.
+func addVXLAN(v kernel.Device) error {
+	bit := func(on bool) []byte {
+		if on {
+			return []byte{1}
+		}
+		return []byte{0}
+	}
+	info := nl.NewRtAttr(unix.IFLA_LINKINFO, nil)
+	info.AddRtAttr(nl.IFLA_INFO_KIND, nl.NonZeroTerminated("vxlan"))
+	data := info.AddRtAttr(nl.IFLA_INFO_DATA, nil)
+	data.AddRtAttr(nl.IFLA_VXLAN_ID, nl.Uint32Attr(v.VXLAN.ID))
+	if v.VXLAN.Local.IsValid() {
+		data.AddRtAttr(nl.IFLA_VXLAN_LOCAL, v.VXLAN.Local.AsSlice())
+	}
+	data.AddRtAttr(nl.IFLA_VXLAN_PORT, binary.BigEndian.AppendUint16(nil, v.VXLAN.Port))
+	data.AddRtAttr(nl.IFLA_VXLAN_LEARNING, bit(v.VXLAN.Learning))
+	data.AddRtAttr(nl.IFLA_VXLAN_UDP_CSUM, bit(v.VXLAN.UDPChecksum))
+	req := nl.NewNetlinkRequest(unix.RTM_NEWLINK, unix.NLM_F_CREATE|unix.NLM_F_EXCL|unix.NLM_F_ACK)
+	req.AddData(nl.NewIfInfomsg(unix.AF_UNSPEC))
+	req.AddData(nl.NewRtAttr(unix.IFLA_IFNAME, nl.ZeroTerminated(v.Name)))
+	req.AddData(info)
+	_, err := req.Execute(unix.NETLINK_ROUTE, 0)
+	return err
 }
 
 // changeLink brings the device up last.
@@ -431,31 +504,70 @@ func (k *Kernel) dev(in kernel.Namespace, name string) (int, error) {
 		return 0, err
 	}
 	k.index[p] = l.Attrs().Index
+	k.memory.concerned(in, true, k.index[p])
 	return k.index[p], nil
 }
 
 // MTUTo is the MTU on the way to addr: what the route says (set or learned from a router), else the
 // link's, which links remembers by its index.
 func (k *Kernel) MTUTo(addr netip.Addr, links map[int]int) (int, error) {
-	routes, err := k.handles[kernel.Host].RouteGet(addr.AsSlice())
+	route, err := k.routeTo(addr)
 	if err != nil {
-		return 0, fmt.Errorf("route to %s: %w", addr, err)
+		return 0, err
 	}
-	if len(routes) == 0 {
-		return 0, fmt.Errorf("route to %s: none", addr)
+	if route.MTU > 0 {
+		return route.MTU, nil
 	}
-	if routes[0].MTU > 0 {
-		return routes[0].MTU, nil
-	}
-	index := routes[0].LinkIndex
-	if links[index] == 0 {
+	if index := route.LinkIndex; links[index] == 0 {
 		l, err := k.handles[kernel.Host].LinkByIndex(index)
 		if err != nil {
 			return 0, fmt.Errorf("link of the route to %s: %w", addr, err)
 		}
 		links[index] = l.Attrs().MTU
 	}
-	return links[index], nil
+	return links[route.LinkIndex], nil
+}
+
+// DeviceTo is the name of the device by which addr is reached; names remembers them by index.
+func (k *Kernel) DeviceTo(addr netip.Addr, names map[int]string) (string, error) {
+	route, err := k.routeTo(addr)
+	if err != nil {
+		return "", err
+	}
+	if index := route.LinkIndex; names[index] == "" {
+		l, err := k.handles[kernel.Host].LinkByIndex(index)
+		if err != nil {
+			return "", fmt.Errorf("link of the route to %s: %w", addr, err)
+		}
+		names[index] = l.Attrs().Name
+	}
+	return names[route.LinkIndex], nil
+}
+
+// KindTo is the name and the kind of the device by which addr is reached, as ip(8) has kinds; empty for
+// one of hardware.
+func (k *Kernel) KindTo(addr netip.Addr) (name, kind string, err error) {
+	route, err := k.routeTo(addr)
+	if err != nil {
+		return "", "", err
+	}
+	l, err := k.handles[kernel.Host].LinkByIndex(route.LinkIndex)
+	if err != nil {
+		return "", "", fmt.Errorf("link of the route to %s: %w", addr, err)
+	}
+	return l.Attrs().Name, l.Type(), nil
+}
+
+func (k *Kernel) routeTo(addr netip.Addr) (r netlink.Route, err error) {
+	routes, err := k.handles[kernel.Host].RouteGet(addr.AsSlice())
+	if err != nil {
+		return r, fmt.Errorf("route to %s: %w", addr, err)
+	}
+	if len(routes) == 0 {
+		return r, fmt.Errorf("route to %s: none", addr)
+	}
+	k.memory.concerned(kernel.Host, false, routes[0].LinkIndex)
+	return routes[0], nil
 }
 
 // DeviceOf is the name and the MTU of the device with that address.
@@ -470,6 +582,7 @@ func (k *Kernel) DeviceOf(addr netip.Addr) (string, int, error) {
 			if err != nil {
 				return "", 0, fmt.Errorf("device of %v: %w", addr, err)
 			}
+			k.memory.concerned(kernel.Host, false, a.LinkIndex)
 			return l.Attrs().Name, l.Attrs().MTU, nil
 		}
 	}

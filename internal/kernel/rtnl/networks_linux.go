@@ -53,6 +53,26 @@ func Networks() (all []netip.Prefix, err error) {
 	return all, nil
 }
 
+// Addresses returns the IPv4 addresses of the network namespace of the process, but those of our
+// devices. Like Networks it may be called concurrently with anything.
+func Addresses() (all []netip.Addr, err error) {
+	h, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("netlink: %w", err)
+	}
+	defer h.Close()
+	addrs, err := untilWhole(func() ([]netlink.Addr, error) { return h.AddrList(nil, netlink.FAMILY_V4) })
+	if err != nil {
+		return nil, fmt.Errorf("addresses: %w", err)
+	}
+	for _, a := range addrs {
+		if addr := prefixOf(a.IPNet).Addr(); addr.IsValid() && !kernel.OwnsDevice(a.Label) {
+			all = append(all, addr)
+		}
+	}
+	return all, nil
+}
+
 // routed returns the destinations of one of the kernel's tables that are not ours. In the local one
 // are networks whose addresses are all the node's, beside its addresses, and broadcasts, which are
 // left out.

@@ -177,6 +177,23 @@ func TestApplyMendsRoutesThatWereChanged(t *testing.T) {
 	}
 }
 
+// A VXLAN device is what is wanted, down to the outer checksum, and one with another is made anew.
+func TestOuterPacketsHaveNoChecksum(t *testing.T) {
+	n := open(t, RouteAgent)
+	want := State{Devices: []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: OverlayID, Port: OverlayPort, Local: via4}}}}
+	for range 2 {
+		n.apply(want)
+		if again := n.apply(want); again != "" {
+			t.Errorf("the second time %q", again)
+		}
+		if got := n.run("ip -d link show " + OverlayDevice); !strings.Contains(got, " noudpcsum ") || !strings.Contains(got, "id 4200 local 169.254.100.1 ") || !strings.Contains(got, "dstport 4800 nolearning") {
+			t.Errorf("there is %s", got)
+		}
+		n.run("ip link del " + OverlayDevice)
+		n.run("ip link add " + OverlayDevice + " type vxlan id 4200 local 169.254.100.1 dstport 4800 nolearning udpcsum")
+	}
+}
+
 // A setting of a device needs no writable /proc/sys.
 func TestSettingsOfADeviceAreSetByNetlink(t *testing.T) {
 	n := open(t, RouteAgent)
@@ -185,16 +202,7 @@ func TestSettingsOfADeviceAreSetByNetlink(t *testing.T) {
 	for name, value := range map[string]string{"rp_filter": "2", "forwarding": "1", "send_redirects": "0"} {
 		path := "net/ipv4/conf/" + OverlayDevice + "/" + name
 		err := Do(n.f, func() error {
-			if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
-				return err
-			}
-			if err := unix.Mount("none", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
-				return err
-			}
-			if err := unix.Mount("/proc/sys", "/proc/sys", "", unix.MS_BIND, ""); err != nil {
-				return err
-			}
-			if err := unix.Mount("none", "/proc/sys", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, ""); err != nil {
+			if err := readOnlyProcSys(); err != nil {
 				return err
 			}
 			return n.k.set(Setting{Path: path, Value: value})
@@ -203,6 +211,60 @@ func TestSettingsOfADeviceAreSetByNetlink(t *testing.T) {
 			t.Errorf("%s is %s, want %s: %v", path, got, value, err)
 		}
 	}
+}
+
+// A gateway on its node's network is a container that is not privileged. What netlink does not set is
+// written in its own namespace all the same, and never in the node's.
+func TestSettingsOfTheInnerNamespaceNeedNoWritableProcSys(t *testing.T) {
+	n := open(t, Gateway)
+	const path = "net/ipv4/conf/all/rp_filter"
+	read := func() (value string, err error) {
+		b, err := os.ReadFile("/proc/sys/" + path)
+		return strings.TrimSpace(string(b)), err
+	}
+	for _, in := range []Namespace{Host, Inner} {
+		for _, value := range []string{"1", "0", "2"} {
+			f := n.f
+			if in == Inner {
+				f = n.k.inner
+			}
+			var before, after string
+			var set error
+			err := Do(f, func() (err error) {
+				if err := readOnlyProcSys(); err != nil {
+					return err
+				}
+				if before, err = read(); err != nil {
+					return err
+				}
+				set = n.k.set(Setting{In: in, Path: path, Value: value})
+				after, err = read()
+				return err
+			})
+			switch {
+			case err != nil:
+				t.Fatal(err)
+			case in == Inner && (set != nil || after != value):
+				t.Errorf("%s is %s, want %s: %v", path, after, value, set)
+			case in == Host && (!errors.Is(set, unix.EROFS) || after != before):
+				t.Errorf("the node's %s is %s after %s: %v; want a refusal", path, after, before, set)
+			}
+		}
+	}
+}
+
+// readOnlyProcSys gives the thread what a container that is not privileged has.
+func readOnlyProcSys() error {
+	if err := unix.Unshare(unix.CLONE_NEWNS); err != nil {
+		return err
+	}
+	if err := unix.Mount("none", "/", "", unix.MS_REC|unix.MS_PRIVATE, ""); err != nil {
+		return err
+	}
+	if err := unix.Mount("/proc/sys", "/proc/sys", "", unix.MS_BIND, ""); err != nil {
+		return err
+	}
+	return unix.Mount("none", "/proc/sys", "", unix.MS_REMOUNT|unix.MS_BIND|unix.MS_RDONLY, "")
 }
 
 func TestASecondOfOneKindIsToldWhoTheFirstIs(t *testing.T) {
@@ -346,33 +408,67 @@ func TestFilterIsWhatItsTextSays(t *testing.T) {
 	own = nodes[7:9]
 	remote := []netip.Prefix{remote4, netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("10.247.8.0/24"), // touching, inside
 		netip.MustParsePrefix("255.0.0.0/8"), netip.MustParsePrefix("10.9.1.2/32"), remote6}
-	for _, f := range []Filter{
-		{}, FilterFor(FilterSets{Nodes: nodes, Remote: remote, Own: own, Gateways: nodes[1:], Elsewhere: remote[:2], Underlay: []string{"eth1"}}),
-		FilterFor(FilterSets{Nodes: nodes[:1], Remote: remote[:1]}),
+	for family, all := range map[string][]State{
+		"inet": {
+			{Filters: []Filter{{}}},
+			{Filters: []Filter{FilterFor(FilterSets{Nodes: nodes, Remote: remote, Own: own, Gateways: nodes[1:], Elsewhere: remote[:2], Underlay: []string{"eth1"}})}},
+			{Filters: []Filter{FilterFor(FilterSets{Nodes: nodes[:1], Remote: remote[:1]})}},
+		},
+		"ip": {
+			{SourceNAT: []SourceNAT{{}}},
+			{SourceNAT: []SourceNAT{SourceNATFor(SourceNATSets{Remote: remote, Pods: remote[1:4], Local: remote[2:3], Underlay: []string{"eth1", "eth0"}, Self: nodes[5]})}},
+			{SourceNAT: []SourceNAT{SourceNATFor(SourceNATSets{Remote: remote, Self: nodes[6]})}},
+		},
 	} {
-		want := State{Filters: []Filter{f}}
-		command := n.apply(want)
-		if again := n.apply(want); again != "" {
-			t.Fatalf("the second time: %.300s", again)
-		}
-		have := n.run("nft -n list table inet isthmus")
-		script := filepath.Join(t.TempDir(), "filter.nft")
-		text, _ := strings.CutPrefix(command, "nft '")
-		if err := os.WriteFile(script, []byte(strings.TrimSuffix(text, "'\n")+"\n"), 0o600); err != nil {
-			t.Fatal(err)
-		}
-		n.run("nft -f " + script)
-		theirs := n.run("nft -n list table inet isthmus")
-		if stripped := regexp.MustCompile(` comment ".*"`).ReplaceAllString(have, ""); !sameLines(stripped, theirs) {
-			t.Errorf("we made\n%.2000s\nnft makes\n%.2000s", stripped, theirs)
-		}
-		if got := n.apply(want); got == "" { // without our comments it is somebody's
-			t.Error("a table that somebody else made is taken for ours")
+		for _, want := range all {
+			command := n.apply(want)
+			if at := strings.LastIndex(command, "\nnft"); at >= 0 { // the table of the other family goes
+				command = command[:at+1]
+			}
+			if again := n.apply(want); again != "" {
+				t.Fatalf("the second time: %.300s", again)
+			}
+			have := n.run("nft -n list table " + family + " isthmus")
+			script := filepath.Join(t.TempDir(), "filter.nft")
+			text, _ := strings.CutPrefix(command, "nft '")
+			if err := os.WriteFile(script, []byte(strings.TrimSuffix(text, "'\n")+"\n"), 0o600); err != nil {
+				t.Fatal(err)
+			}
+			n.run("nft -f " + script)
+			theirs := n.run("nft -n list table " + family + " isthmus")
+			stripped := regexp.MustCompile(` comment ".*"`).ReplaceAllString(have, "")
+			if !sameLines(stripped, theirs) {
+				t.Errorf("we made\n%.2000s\nnft makes\n%.2000s", stripped, theirs)
+			}
+			if got := n.apply(want); got == "" { // without our comments it is somebody's
+				t.Error("a table that somebody else made is taken for ours")
+			}
 		}
 	}
 	n.apply(State{})
 	if left := n.run("nft list tables"); left != "table inet "+RouteAgent.Lock+"\n" {
 		t.Errorf("left\n%s", left)
+	}
+}
+
+// The filter of a gateway's Pod in a cluster of ten thousand nodes, each with three addresses that
+// its outer packets may come from, and with 4,096 peers.
+func TestAFilterHasRoomForTheLargestCluster(t *testing.T) {
+	n := open(t, RouteAgent)
+	var nodes []netip.Addr
+	var remote []netip.Prefix
+	for i := range 30_000 {
+		nodes = append(nodes, netip.AddrFrom4([4]byte{172, byte(16 + i>>16), byte(i >> 8), byte(i)}))
+	}
+	for i := range 8192 {
+		remote = append(remote, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 5), byte(i << 3 & 255), 0}), 22))
+	}
+	f := FilterFor(FilterSets{Nodes: nodes, Remote: remote})
+	for _, want := range []Filter{f, FilterFor(FilterSets{Nodes: nodes[1:], Remote: remote[:8000]}), {}} {
+		n.apply(State{Filters: []Filter{want}})
+		if again := n.apply(State{Filters: []Filter{want}}); again != "" {
+			t.Fatalf("the second time: %.300s", again)
+		}
 	}
 }
 
@@ -382,7 +478,7 @@ func sameLines(a, b string) bool {
 		return slices.Sorted(slices.Values(strings.Split(s, "\n\n")))
 	}
 	strip := func(s string) string {
-		s = strings.TrimPrefix(s, "table inet isthmus {\n")
+		s = strings.TrimPrefix(strings.TrimPrefix(s, "table inet isthmus {\n"), "table ip isthmus {\n")
 		return strings.TrimRight(s, "}\n\t ")
 	}
 	return slices.Equal(blocks(strip(a)), blocks(strip(b)))
@@ -424,7 +520,7 @@ func TestAChangeOfAFilterChangesElements(t *testing.T) {
 		want := State{Filters: []Filter{FilterFor(some())}}
 		n.apply(want)
 		if i%2 == 0 {
-			n.k.filter = filterRead{} // so that the kernel is asked
+			n.k.tables = tablesRead{} // so that the kernel is asked
 		}
 		if again := n.apply(want); again != "" {
 			t.Fatalf("change %d: the second time: %.300s", i, again)
@@ -444,7 +540,8 @@ func TestAChangeOfAFilterChangesElements(t *testing.T) {
 
 func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 	n := open(t, RouteAgent)
-	want := State{Filters: []Filter{FilterFor(FilterSets{Nodes: []netip.Addr{via4}, Remote: []netip.Prefix{remote4}, Own: []netip.Addr{via4}, Gateways: []netip.Addr{via4}})}}
+	want := State{Filters: []Filter{FilterFor(FilterSets{Nodes: []netip.Addr{via4}, Remote: []netip.Prefix{remote4}, Own: []netip.Addr{via4}, Gateways: []netip.Addr{via4}})},
+		SourceNAT: []SourceNAT{SourceNATFor(SourceNATSets{Local: []netip.Prefix{remote4}, Pods: []netip.Prefix{remote4}, Self: via4})}}
 	n.apply(want)
 	for _, change := range []string{
 		"nft delete table inet isthmus",
@@ -459,6 +556,14 @@ func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 		"nft add element inet isthmus remote { 192.0.2.0/24 }",
 		"nft add element inet isthmus remote { 192.0.2.5-192.0.2.77 }",
 		"nft add element inet isthmus own { 192.0.2.1 }",
+		"nft delete table ip isthmus",
+		"nft flush chain ip isthmus postrouting",
+		"nft flush chain ip isthmus topeers",
+		"nft insert rule ip isthmus topeers masquerade",
+		"nft insert rule ip isthmus topeers ct status dnat snat to 192.0.2.1",
+		"nft add chain ip isthmus more",
+		"nft flush set ip isthmus pods",
+		"nft add element ip isthmus local { 192.0.2.0/24 }",
 	} {
 		n.run(change)
 		if got := n.apply(want); strings.Count(got, "nft ") != 1 {
@@ -467,14 +572,116 @@ func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 		if got := n.apply(want); got != "" {
 			t.Errorf("%s: the second time %q", change, got)
 		}
-		if n.k.filter.generation == 0 {
+		if !n.k.tables.good() {
 			t.Errorf("%s: what was read is not kept, so that it is read each time", change)
 		}
 	}
 	n.run("nft add table inet other")
 	n.run("nft add chain inet other input")
 	n.apply(State{})
-	if left := n.run("nft list tables"); !strings.Contains(left, "table inet other\n") || strings.Contains(left, "table inet isthmus\n") {
+	if left := n.run("nft list tables"); !strings.Contains(left, "table inet other\n") || strings.Contains(left, " isthmus\n") {
 		t.Errorf("left\n%s", left)
+	}
+}
+
+// FORWARD of iptables-nft that drops what nobody accepts lets our packets pass, after all that its
+// owner says, and is as it was when we are gone.
+func TestAcceptIsLastInAForwardThatDrops(t *testing.T) {
+	n := open(t, RouteAgent)
+	if _, err := exec.LookPath("iptables-nft"); err != nil {
+		t.Skip(err)
+	}
+	const in, out = "-A FORWARD -i isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT\n", "-A FORWARD -o isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT\n"
+	want := State{Accepts: []Accept{{}}}
+	check := func(after, rules string, changes int) {
+		t.Helper()
+		if got := n.apply(want); strings.Count(got, "iptables-nft -A")/2 != changes {
+			t.Errorf("after %s did %q", after, got)
+		}
+		if again := n.apply(want); again != "" {
+			t.Errorf("after %s the second time did %q", after, again)
+		}
+		if got := n.run("iptables-nft -S FORWARD"); got != rules {
+			t.Errorf("after %s there is\n%swant\n%s", after, got, rules)
+		}
+	}
+	if got := n.apply(want); got != "" {
+		t.Errorf("without iptables did %q", got)
+	}
+	n.run("iptables-nft -A FORWARD -s 10.0.0.1 -j DROP")
+	check("a rule", "-P FORWARD ACCEPT\n-A FORWARD -s 10.0.0.1/32 -j DROP\n", 0)
+	n.run("iptables-nft -P FORWARD DROP")
+	check("a policy", "-P FORWARD DROP\n-A FORWARD -s 10.0.0.1/32 -j DROP\n"+in+out, 1)
+	n.run("iptables-nft -A FORWARD -j REJECT")
+	check("a rule behind", "-P FORWARD DROP\n-A FORWARD -s 10.0.0.1/32 -j DROP\n"+in+out+"-A FORWARD -j REJECT --reject-with icmp-port-unreachable\n", 0)
+	n.run("iptables-nft -D FORWARD 2")
+	check("one of ours is gone", "-P FORWARD DROP\n-A FORWARD -s 10.0.0.1/32 -j DROP\n"+in+out+"-A FORWARD -j REJECT --reject-with icmp-port-unreachable\n", 1)
+	n.run("iptables-nft -F FORWARD")
+	check("a flush", "-P FORWARD DROP\n"+in+out, 1)
+	n.run("iptables-nft -P FORWARD ACCEPT")
+	n.run("iptables-nft -I FORWARD -j DROP -m comment --comment all")
+	check("a rule before", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 1)
+	n.run("sh " + script(t, "iptables-nft-save > $0.saved && iptables-nft-restore < $0.saved"))
+	check("a restart of iptables", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 0)
+	n.apply(State{})
+	if got, want := n.run("iptables-nft -S FORWARD"), "-P FORWARD ACCEPT\n-A FORWARD -m comment --comment all -j DROP\n"; got != want {
+		t.Errorf("left\n%swant\n%s", got, want)
+	}
+	if got := n.apply(State{}); got != "" {
+		t.Errorf("the second time took away %q", got)
+	}
+}
+
+func script(t *testing.T, text string) string {
+	t.Helper()
+	name := filepath.Join(t.TempDir(), "script")
+	if err := os.WriteFile(name, []byte(text), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	return name
+}
+
+// What cannot be mended is said, and nothing else is.
+func TestLimitsNameWhatKeepsTrafficFromWorking(t *testing.T) {
+	for _, program := range []string{"nft", "iptables-legacy"} {
+		if _, err := exec.LookPath(program); err != nil {
+			t.Skip(err)
+		}
+	}
+	nat := SourceNATFor(SourceNATSets{Local: []netip.Prefix{netip.MustParsePrefix("10.64.1.0/24")}, Remote: []netip.Prefix{remote4}})
+	for name, c := range map[string]struct {
+		commands []string
+		want     string // in the one Limit; empty: there is none
+	}{
+		"nothing":                    {nil, ""},
+		"masquerade at srcnat":       {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority 90 ; }", "nft add rule ip cni post masquerade"}, ""},
+		"masquerade before":          {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority -10 ; }", "nft add rule ip cni post masquerade"}, "chain post of table ip cni has priority -10"},
+		"an empty chain before":      {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority -10 ; }"}, ""},
+		"a forward with a policy":    {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; policy drop ; }"}, "nft insert rule inet fw f iifname"},
+		"a forward that rejects":     {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; }", "nft add rule inet fw f reject with icmpx type admin-prohibited"}, "chain f of table inet fw drops"},
+		"a forward that knows us":    {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; policy drop ; }", "nft add rule inet fw f oifname isthmus.vxlan accept"}, ""},
+		"iptables-nft":               {[]string{"iptables-nft -P FORWARD DROP"}, ""},
+		"legacy":                     {[]string{"iptables-legacy -P FORWARD ACCEPT"}, ""},
+		"legacy, policy":             {[]string{"iptables-legacy -P FORWARD DROP"}, "iptables-legacy -A FORWARD -i isthmus+"},
+		"legacy, established":        {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -A FORWARD -m conntrack --ctstate ESTABLISHED -j ACCEPT"}, "iptables-legacy"},
+		"legacy, Docker and flannel": {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -N FLANNEL-FWD", "iptables-legacy -A FORWARD -m comment --comment flannel -j FLANNEL-FWD", "iptables-legacy -A FLANNEL-FWD -s 10.64.0.0/14 -j ACCEPT", "iptables-legacy -A FLANNEL-FWD -d 10.64.0.0/14 -j ACCEPT"}, ""},
+		"legacy, one way":            {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -N C", "iptables-legacy -A FORWARD -g C", "iptables-legacy -A C -s 10.64.0.0/14 -j ACCEPT"}, "iptables-legacy"},
+		"legacy, as it says":         {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT", "iptables-legacy -A FORWARD -o isthmus+ -j ACCEPT"}, ""},
+		"legacy, other devices":      {[]string{"iptables-legacy -A FORWARD ! -i cni0 -o eth0 -j ACCEPT", "iptables-legacy -A FORWARD -p tcp -j ACCEPT", "iptables-legacy -A FORWARD -j REJECT"}, "iptables-legacy"},
+	} {
+		t.Run(name, func(t *testing.T) {
+			n := open(t, RouteAgent)
+			for _, command := range c.commands {
+				n.run(command)
+			}
+			n.apply(State{SourceNAT: []SourceNAT{nat}, Accepts: []Accept{{}}})
+			var got []Limit
+			if err := Do(n.f, func() error { got = n.k.Limits(nat); return nil }); err != nil {
+				t.Fatal(err)
+			}
+			if c.want == "" && len(got) > 0 || c.want != "" && (len(got) != 1 || !strings.Contains(got[0].Message, c.want)) {
+				t.Errorf("%+v, want %q", got, c.want)
+			}
+		})
 	}
 }

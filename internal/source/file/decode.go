@@ -47,6 +47,11 @@ func (l *loader) problem(origin fabric.Origin, field, format string, args ...any
 // of the YAML that the decoder knows (surrogate pairs).
 func (l *loader) file(name string, data []byte) {
 	origin := fabric.Origin{File: name}
+	// An editor or a full disk leaves such a file. Whoever wants a peer gone removes it.
+	if len(bytes.TrimSpace(data)) == 0 {
+		l.problem(origin, "", "is empty; want an object, a comment, or no such file")
+		return
+	}
 	if stdjson.Valid(data) {
 		l.object(origin, "", data)
 		return

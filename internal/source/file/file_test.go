@@ -183,10 +183,10 @@ func TestPrivateKeyDoesNotPrint(t *testing.T) {
 
 func TestGatewayFileRoundTrips(t *testing.T) {
 	for _, g := range []GatewayFile{
-		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", 5871, 1, AutoMTU, "127.0.0.1:5872", "127.0.0.1:5873", NAT{}},
-		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 1, 16, MinMTU, "[::1]:0", "localhost:65535",
+		{GatewayAPIVersion, GatewayKind, "a", "alpha", "private.key", 5871, 1, AutoMTU, "127.0.0.1:5872", "127.0.0.1:5873", "", 0, 0, NAT{}},
+		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 1, 16, MinMTU, "[::1]:0", "localhost:65535", "-", 1, MaxFlowLog,
 			NAT{MaxFlows, 2, 3, true, 4, 5, 6, 7, 8e9, 9e9, 10e9, 11e9, 12e9, 13e9, 14e9}},
-		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 65534, 2, MaxMTU, ":1", ":2", NAT{MaxFlows: 1}},
+		{GatewayAPIVersion, GatewayKind, "a", "", "private.key", 65534, 2, MaxMTU, ":1", ":2", "/var/log/flows.json", 7, 0, NAT{MaxFlows: 1}},
 	} {
 		text, err := yaml.Marshal(g)
 		if err != nil {
@@ -232,7 +232,6 @@ func TestLoadAccepts(t *testing.T) {
 	write(t, outside, "  "+keyText('k')+"\r\n\n")
 	for name, changes := range map[string]map[string]string{
 		"byte order mark and CRLF":       {"peers.yaml": "\ufeff" + strings.ReplaceAll(peerYAML(1), "\n", "\r\n")},
-		"an empty file":                  {"empty.yaml": ""},
 		"comments alone":                 {"empty.yaml": "# nothing\n---\n# more of it\n"},
 		"an empty list":                  {"empty.yaml": "apiVersion: v1\nkind: List\nitems: []\n"},
 		"a list in a list":               {"peers.yaml": "apiVersion: v1\nkind: List\nitems:\n- apiVersion: v1\n  kind: List\n"},
@@ -284,6 +283,8 @@ func TestLoadRefuses(t *testing.T) {
 		{map[string]string{"x.yaml": "a: &a [*a]\n"}, []string{"x.yaml: line 1: anchor 'a' value contains itself"}},
 		// Documents that are no objects of ours.
 		{map[string]string{"x.yaml": "hello\n"}, []string{"x.yaml: is of type string; want an object"}},
+		{map[string]string{"x.yaml": ""}, []string{"x.yaml: is empty; want an object, a comment, or no such file"}},
+		{map[string]string{"x.yaml": " \n\n"}, []string{"x.yaml: is empty; want an object, a comment, or no such file"}},
 		{map[string]string{"x.yaml": "# one\n--- # empty\n---\n[]\n"}, []string{"x.yaml: document 2: is of type array; want an object"}},
 		{map[string]string{"x.yaml": "1: 2\n"}, []string{"x.yaml: the key 1 is not a string; want it in quotes"}},
 		{map[string]string{"x.yaml": "a: .inf\n"}, []string{"x.yaml: a number is infinite or none; want one that JSON can hold"}},
@@ -347,6 +348,8 @@ func TestLoadRefuses(t *testing.T) {
 		{gateway("icmpTimeout: 10ms"), []string{gw + `icmpTimeout: is 10ms; want a time from 1s to 720h0m0s, such as "5m"`}},
 		{gateway("metricsAddress: 5872"), []string{gw + "metricsAddress: is of type number; want a string (in quotes, if it looks like something else)"}},
 		{gateway(`metricsAddress: "5872"`), []string{gw + `metricsAddress: "5872" is no listen address; want host:port, such as "127.0.0.1:5872"`}},
+		{gateway(`flowLogSample: 0`), []string{gw + `flowLogSample: is 0; want a number from 1 to 1000000`}},
+		{gateway(`flowLogPerSecond: many`), []string{gw + `flowLogPerSecond: is no whole number; want a number from 1 to 1000000`}},
 		{gateway(`statusAddress: "127.0.0.1:http"`), []string{gw + `statusAddress: "127.0.0.1:http" is no listen address; want host:port, such as "127.0.0.1:5873"`}},
 		// The private key: named, never shown.
 		{map[string]string{"gateway.yaml": strings.Replace(gatewayYAML, "privateKeyFile: private.key\n", "", 1)}, []string{gw + "privateKeyFile: is empty; want the name of the file with the WireGuard private key"}},

@@ -57,8 +57,17 @@ type GatewayFile struct {
 	MetricsAddress string `json:"metricsAddress,omitempty"` // TCP "host:port" of /metrics, /healthz, /readyz, default "127.0.0.1:5872"
 	StatusAddress  string `json:"statusAddress,omitempty"`  // TCP "host:port" of the JSON status, default "127.0.0.1:5873"
 
+	// FlowLog is the file to which a line of JSON is appended for flows that open, close or are
+	// refused; "-" is standard output. Empty, the default: no log.
+	FlowLog          string `json:"flowLog,omitempty"`
+	FlowLogSample    int    `json:"flowLogSample,omitempty"`    // log one flow in so many, default 1
+	FlowLogPerSecond int    `json:"flowLogPerSecond,omitempty"` // log at most so many lines, default 1000
+
 	NAT
 }
+
+// MaxFlowLog is the most that FlowLogSample and FlowLogPerSecond may be.
+const MaxFlowLog = 1_000_000
 
 // MTU is an MTU in octets. The zero value is AutoMTU; its JSON is "auto".
 type MTU int
@@ -124,6 +133,10 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 		MTU            stdjson.RawMessage `json:"mtu"`
 		MetricsAddress string             `json:"metricsAddress"`
 		StatusAddress  string             `json:"statusAddress"`
+
+		FlowLog          string             `json:"flowLog"`
+		FlowLogSample    stdjson.RawMessage `json:"flowLogSample"`
+		FlowLogPerSecond stdjson.RawMessage `json:"flowLogPerSecond"`
 		natRaw
 	}
 	l.unread = true
@@ -176,6 +189,20 @@ func (l *loader) gateway(origin fabric.Origin, raw []byte) {
 	if in.MTU != nil {
 		if err := g.MTU.UnmarshalJSON(in.MTU); err != nil {
 			l.problem(origin, "mtu", "%v", err)
+		}
+	}
+	g.FlowLog = in.FlowLog
+	for _, f := range []struct {
+		name string
+		raw  stdjson.RawMessage
+		to   *int
+	}{{"flowLogSample", in.FlowLogSample, &g.FlowLogSample}, {"flowLogPerSecond", in.FlowLogPerSecond, &g.FlowLogPerSecond}} {
+		if f.raw == nil {
+			continue
+		}
+		n, wrong := integer(f.raw, 1, MaxFlowLog)
+		if *f.to = int(n); wrong != "" {
+			l.problem(origin, f.name, "%s", wrong)
 		}
 	}
 	g.NAT.read(&in.natRaw, func(field, format string, args ...any) { l.problem(origin, field, format, args...) })

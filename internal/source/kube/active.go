@@ -6,6 +6,7 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"maps"
 	"net/netip"
 	"slices"
 	"time"
@@ -15,6 +16,7 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
@@ -76,6 +78,7 @@ type memory struct {
 	next     time.Time // not before
 	failures int
 	rtt      time.Duration // smoothed
+	said     said          // the object's status says this; zero: not, or not known
 	seen     bool          // in this round
 }
 
@@ -173,14 +176,18 @@ func (w *writer) place(ctx context.Context) {
 		return
 	}
 	have := &services.Items[0]
-	if m := w.of(have); have.Annotations[v1alpha1.AnnotationGatewayNodeIP] == node.String() || !m.due(have, now) {
-		return
+	marks := map[string]string{v1alpha1.AnnotationGatewayNodeIP: node.String()}
+	if w.o.Node != "" { // else agents ask which node it is on, and there with which device
+		marks[isthmus.AnnotationGateways] = w.o.PodIP.String()
 	}
 	want := have.DeepCopy()
 	if want.Annotations == nil {
 		want.Annotations = make(map[string]string)
 	}
-	want.Annotations[v1alpha1.AnnotationGatewayNodeIP] = node.String()
+	maps.Copy(want.Annotations, marks)
+	if m := w.of(have); maps.Equal(have.Annotations, want.Annotations) || !m.due(have, now) {
+		return
+	}
 	w.patch(ctx, "Service", have, want, false)
 }
 
@@ -189,14 +196,12 @@ func (w *writer) nodeAddr(ctx context.Context) netip.Addr {
 	if w.o.Node == "" {
 		return w.o.PodIP
 	}
-	var nodes corev1.NodeList
-	if err := w.objects.List(ctx, &nodes, client.UnsafeDisableDeepCopy); err != nil {
+	var node corev1.Node
+	if err := w.objects.Get(ctx, client.ObjectKey{Name: w.o.Node}, &node); err != nil {
 		return netip.Addr{}
 	}
-	for i := range nodes.Items {
-		if n := nodeFrom(&nodes.Items[i]); n.Name == w.o.Node && len(n.Addrs) > 0 {
-			return n.Addrs[0]
-		}
+	if n := nodeFrom(&node); len(n.Addrs) > 0 {
+		return n.Addrs[0]
 	}
 	return netip.Addr{}
 }

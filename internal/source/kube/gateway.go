@@ -67,6 +67,7 @@ type Gateway struct {
 	keeper  *keeper
 
 	prepared chan struct{} // closed when everything has been read once
+	places   places
 
 	mu       sync.Mutex
 	election *election // nil until the first Snapshot
@@ -106,6 +107,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	o.Tunnels = max(o.Tunnels, 1)
 	g := &Gateway{o: o, log: o.Log, look: newSignal(), prepared: make(chan struct{}), wished: make(chan struct{}), wait: errors.New("starting")}
 	g.keeper = newKeeper(o, g.look.set)
+	g.places.known.Self = o.Node
 	g.metrics = newGatewayMetrics(g)
 	config := rest.CopyConfig(o.Config)
 	config.QPS, config.Burst = 100, 100 // of writes: 500 peers change within seconds, and the API server is not flooded
@@ -292,10 +294,21 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 		return err
 	}
 	group.Go(func() { _ = g.objects.Start(ctx) }) // it only ends with ctx
-	err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Pod{}, &corev1.Service{}, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{},
+	err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Service{}, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{},
 		&v1alpha1.IpamStorage{}, &corev1.Node{}, &discoveryv1.EndpointSlice{})
 	if err != nil {
 		return err
+	}
+	if g.o.Node == "" {
+		err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Pod{})
+	} else if err = g.objects.watchBy(ctx, g.places.handler(g.look.set), waiting, &corev1.Node{}); err == nil {
+		err = g.objects.watchBy(ctx, g.places.handler(g.look.set), waiting, &corev1.Pod{})
+	}
+	if err != nil {
+		return err
+	}
+	if g.o.Node != "" {
+		g.watchReports(ctx, group)
 	}
 	var cluster v1alpha1.ClusterIdentity
 	err = retry(ctx, waiting, func() (err error) {
@@ -370,7 +383,7 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 	named := func(name string) map[string]cache.Config {
 		return map[string]cache.Config{g.o.Namespace: {FieldSelector: fields.OneTermEqualSelector("metadata.name", name)}}
 	}
-	return map[client.Object]cache.ByObject{
+	kinds := map[client.Object]cache.ByObject{
 		&v1alpha1.TunnelEndpoint{}: {},
 		&v1alpha1.NatMapping{}:     {},
 		&v1alpha1.IpamStorage{}:    {Transform: slimNetworks},
@@ -382,6 +395,10 @@ func (g *Gateway) kinds() map[client.Object]cache.ByObject {
 		&corev1.Pod{}:           g.pods(here),
 		&corev1.Service{}:       {Namespaces: here, Label: labels.SelectorFromSet(serviceLabels)},
 	}
+	if g.o.Node != "" {
+		kinds[&isthmus.NodeNetworks{}] = cache.ByObject{Namespaces: here, Transform: slimReport}
+	}
+	return kinds
 }
 
 // pods are those of the gateway; a replica that delivers by itself has to know where all are.
@@ -400,30 +417,30 @@ func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 }
 
 // podNetwork is where a replica delivers that has a network of its own.
-func (g *Gateway) podNetwork(ctx context.Context) (n fabric.PodNetwork, err error) {
+func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {
 	if g.o.Node == "" {
 		return n, nil
 	}
-	var nodes corev1.NodeList
-	var pods corev1.PodList
-	for _, list := range []client.ObjectList{&nodes, &pods} {
-		if err := g.objects.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
-			return n, err
-		}
-	}
-	n.Pod, n.Node = g.o.PodIP, g.o.Node
-	for i := range nodes.Items {
-		node := nodeFrom(&nodes.Items[i])
+	n = g.places.network(g.o.PodIP)
+	for _, node := range n.Nodes {
 		if node.Name == n.Node && slices.Contains(node.Addrs, n.Pod) {
 			return n, fmt.Errorf("POD_IP %v is an address of Node %s: the Pod has hostNetwork; want --host-network, or hostNetwork: false", n.Pod, node.Name)
 		}
-		n.Nodes = append(n.Nodes, node)
 	}
-	for i := range pods.Items {
-		n.Pods = append(n.Pods, podsFrom(&pods.Items[i])...)
-	}
-	n.Sort()
 	return n, nil
+}
+
+// watchReports watches what agents say of their nodes, and returns when that was read once or is not
+// to be had for now: a Role of an older version does not allow it, and few clusters need it.
+func (g *Gateway) watchReports(ctx context.Context, group *sync.WaitGroup) {
+	settled := make(chan struct{})
+	settle := sync.OnceFunc(func() { close(settled) })
+	group.Go(func() {
+		defer settle()
+		// It only gives up with ctx; the cache logs what is wrong.
+		_ = g.objects.watchBy(ctx, g.places.handler(g.look.set), func(error) { settle() }, &isthmus.NodeNetworks{})
+	})
+	<-settled
 }
 
 // waiter returns a function that says what is being waited for, in the log whenever it is something
@@ -465,8 +482,8 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 	var endpoints v1alpha1.TunnelEndpointList
 	var mappings v1alpha1.NatMappingList
 	site, unknown := g.site(ctx)
-	network, unreachable := g.podNetwork(ctx)
-	if err = errors.Join(err, unknown, unreachable, g.objects.List(ctx, &endpoints), g.objects.List(ctx, &mappings)); err != nil {
+	network, unreachable := g.podNetwork()
+	if err = errors.Join(err, unknown, unreachable, g.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy), g.objects.List(ctx, &mappings, client.UnsafeDisableDeepCopy)); err != nil {
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		next := g.wish

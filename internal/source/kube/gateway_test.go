@@ -192,7 +192,10 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 	administrator := goleak.IgnoreCurrent()
 	t.Cleanup(func() {
 		// client-go keeps connections for whoever comes next.
-		if err := leaktest.Find(administrator, goleak.IgnoreAnyFunction("golang.org/x/net/http2.(*clientConnReadLoop).run")); err != nil {
+		if err := leaktest.Find(administrator, goleak.IgnoreAnyFunction("golang.org/x/net/http2.(*clientConnReadLoop).run"),
+			// The cache waits for a kind that was never read, for ever.
+			goleak.IgnoreAnyFunction("sigs.k8s.io/controller-runtime/pkg/cache.newMultiNamespaceInformer.func1"),
+			goleak.IgnoreAnyFunction("sigs.k8s.io/controller-runtime/pkg/cache.newMultiNamespaceInformerHandlerRegistration.func1")); err != nil {
 			t.Error(err)
 		}
 	})
@@ -220,6 +223,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 	})
 
+	t.Run("what is wrong is told once by Events of the Pod", func(t *testing.T) { podEventsAreToldOnce(t, s) })
 	t.Run("it knows where no gateway of a peer is", func(t *testing.T) {
 		s.namespace(t, "site")
 		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "site"}}
@@ -474,6 +478,25 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			}
 			return nil
 		})
+	})
+
+	t.Run("a gateway that may not read agents' reports goes on without", func(t *testing.T) {
+		s.namespace(t, "rollback")
+		s.installCRDs(t)
+		text, err := deploy.Files.ReadFile("crds/isthmus.net_nodenetworks.yaml")
+		if err != nil {
+			t.Fatal(err)
+		}
+		reports := &apiextensionsv1.CustomResourceDefinition{}
+		if err := yaml.Unmarshal(text, reports); err != nil {
+			t.Fatal(err)
+		}
+		s.create(t, reports)
+		config := s.restricted(t, "before-reports",
+			rbacv1.PolicyRule{APIGroups: []string{"", "coordination.k8s.io"}, Resources: []string{"secrets", "pods", "services", "leases", "configmaps"}, Verbs: []string{"*"}},
+			rbacv1.PolicyRule{APIGroups: []string{"net.liqo.io"}, Resources: []string{"tunnelendpoints", "natmappings"}, Verbs: []string{"list", "watch"}})
+		r := start(t, GatewayOptions{Config: config, Namespace: "rollback", Pod: "p", Node: "n1", Cluster: self})
+		within(t, "ready", r.Ready)
 	})
 
 	t.Run("an API server that was away for long is watched again at once", func(t *testing.T) {

@@ -33,6 +33,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
@@ -45,7 +46,7 @@ func UseLogger(log *slog.Logger) {
 // newScheme knows the kinds that are read and written here.
 func newScheme() *runtime.Scheme {
 	scheme := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, coordinationv1.AddToScheme, discoveryv1.AddToScheme, v1alpha1.AddToScheme} {
+	for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, coordinationv1.AddToScheme, discoveryv1.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
 		if err := add(scheme); err != nil {
 			panic(err) // two Go types for one kind: not at run time
 		}
@@ -100,7 +101,7 @@ func (o *objects) failed(kind string, err error) {
 // been read once. It gives up only when ctx ends. waiting is told, about once a second, what is
 // being waited for.
 func (o *objects) watch(ctx context.Context, notify func(), waiting func(error), kinds ...client.Object) error {
-	handler := toolscache.ResourceEventHandlerFuncs{
+	return o.watchBy(ctx, toolscache.ResourceEventHandlerFuncs{
 		AddFunc: func(any) { notify() },
 		UpdateFunc: func(before, after any) {
 			if !sameButVersion(before, after) {
@@ -108,7 +109,11 @@ func (o *objects) watch(ctx context.Context, notify func(), waiting func(error),
 			}
 		},
 		DeleteFunc: func(any) { notify() },
-	}
+	}, waiting, kinds...)
+}
+
+// watchBy is watch with a handler of changes. When it returns the handler has had all that was read.
+func (o *objects) watchBy(ctx context.Context, handler toolscache.ResourceEventHandler, waiting func(error), kinds ...client.Object) error {
 	for _, kind := range kinds {
 		name := strings.TrimPrefix(fmt.Sprintf("%T", kind), "*")
 		name = name[strings.LastIndexByte(name, '.')+1:]

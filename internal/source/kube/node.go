@@ -2,8 +2,10 @@ package kube
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/netip"
 	"reflect"
 	"slices"
@@ -18,16 +20,22 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
 // WatchNode watches what the route agent of the node called self has to know: its Node and the Pods
-// on it, the Pods of the gateway, TunnelEndpoints and the books of the IPAM; and as long as a gateway has its node's
-// network, or none was seen yet, all Nodes and Pods. It calls deliver with everything when each kind
-// has been read once, and again after every change that says something new, never twice at a time.
-// Self and UnderlayMTU of the intent are empty. A TunnelEndpoint that is broken is left out and is
-// among the problems.
+// on it, the Pods of the gateway, the books of the IPAM, and the Service of the gateway, which says
+// who the active one is. Where that is not enough it watches more, as long as it is not:
+//
+//   - TunnelEndpoints, where there are no books, or the Service does not name a Pod of the gateway;
+//   - all Nodes, Pods and TunnelEndpoints, where a gateway has its node's network, or none was seen
+//     yet.
+//
+// It calls deliver with everything when all of that has been read once, and again after every change
+// that says something new, never twice at a time. Self and UnderlayMTU of the intent are empty. A
+// TunnelEndpoint that is broken is left out and is among the problems.
 //
 // Gateways are Pods with the gateway's labels in namespace, that of the installation.
 //
@@ -37,7 +45,7 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	config = rest.CopyConfig(config)
 	config.QPS = -1 // few and long requests
 	look, urgent, said := newSignal(), newSignal(), ""
-	w := &nodeWatch{config: config, namespace: namespace, log: log, look: look}
+	w := &nodeWatch{config: config, namespace: namespace, self: self, log: log, look: look, urgent: urgent}
 	waiting := func(err error) {
 		w.mu.Lock()
 		defer w.mu.Unlock()
@@ -50,17 +58,21 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	ctx, cancel := context.WithCancel(ctx)
 	defer w.group.Wait()
 	defer cancel()
+	here := map[string]cache.Config{namespace: {}}
+	w.place = w.further(map[client.Object]cache.ByObject{
+		&corev1.Service{}: {Transform: slimService, Label: labels.SelectorFromSet(serviceLabels), Namespaces: here}}, urgent)
+	w.tunnels = w.further(map[client.Object]cache.ByObject{&v1alpha1.TunnelEndpoint{}: {Transform: slimEndpoint}}, urgent)
+	w.all = w.further(map[client.Object]cache.ByObject{&corev1.Node{}: {Transform: slimNode}, &corev1.Pod{}: reachablePods()}, look)
 	var err error
 	w.few, err = w.open(ctx, map[client.Object]cache.ByObject{
-		&v1alpha1.TunnelEndpoint{}: {},
-		&v1alpha1.IpamStorage{}:    {Transform: slimBooks},
-		&corev1.Node{}:             {Transform: slimNode, Field: fields.OneTermEqualSelector("metadata.name", self)},
-		&corev1.Pod{}: {Transform: slimPod, Label: labels.SelectorFromSet(podLabels), Field: notEnded(),
-			Namespaces: map[string]cache.Config{namespace: {}}},
+		&v1alpha1.IpamStorage{}: {Transform: slimBooks},
+		&corev1.Node{}:          {Transform: slimNode, Field: fields.OneTermEqualSelector("metadata.name", self)},
+		&corev1.Pod{}:           {Transform: slimPod, Label: labels.SelectorFromSet(podLabels), Field: notEnded(), Namespaces: here},
 	})
 	if err != nil {
 		return nil // ctx has ended
 	}
+	w.place.want(ctx, true)
 	if err := w.few.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}); err != nil {
 		return nil // ctx has ended
 	}
@@ -73,10 +85,9 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 		return nil // ctx has ended
 	}
 	// Until it has seen these, a node lets packets for a peer, or from one, take other ways.
-	if err := w.few.watch(ctx, urgent.set, waiting, &v1alpha1.TunnelEndpoint{}, &v1alpha1.IpamStorage{}); err != nil {
+	if err := w.few.watch(ctx, urgent.set, waiting, &v1alpha1.IpamStorage{}); err != nil {
 		return nil // ctx has ended
 	}
-	var last *nodeSnapshot
 	see := func() {
 		now, whole, err := w.see(ctx)
 		if err != nil {
@@ -85,11 +96,11 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 			}
 			return
 		}
-		if last == nil && !whole {
+		if w.last == nil && !whole {
 			return // an agent that has just begun would take away what another one made
 		}
-		if last == nil || !reflect.DeepEqual(now, last) {
-			last = now
+		if w.last == nil || !reflect.DeepEqual(now, w.last) {
+			w.last = now
 			deliver(now.intent, now.problems)
 		}
 	}
@@ -100,20 +111,86 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 
 // nodeWatch is one WatchNode.
 type nodeWatch struct {
-	config    *rest.Config
-	namespace string
-	log       *slog.Logger
-	look      signal
-	waiting   func(error)
-	group     sync.WaitGroup
+	config          *rest.Config
+	namespace, self string
+	log             *slog.Logger
+	look, urgent    signal
+	waiting         func(error)
+	group           sync.WaitGroup
 
-	few  *objects           // what is watched in any case
-	mine *objects           // the Pods of our node
-	only bool               // what see saw last; its own
-	stop context.CancelFunc // ends all; nil: it is not wanted. see's own
+	few  *objects // what is watched in any case
+	mine *objects // the Pods of our node
+	only bool     // what see saw last; its own, as is last
+	last *nodeSnapshot
 
-	mu  sync.Mutex
-	all *objects // all Nodes and Pods; nil: they are not known
+	place   *further // the Service of the gateway
+	tunnels *further // TunnelEndpoints
+	all     *further // all Nodes and Pods
+
+	mu sync.Mutex
+}
+
+// further is objects that are watched as long as they are wanted.
+type further struct {
+	*nodeWatch
+	kinds  map[client.Object]cache.ByObject
+	notify signal
+
+	stop context.CancelFunc // nil: it is not wanted. see's own
+
+	got     *objects // nil: they are not known. Under mu, as what follows
+	refused bool     // the API server does not let us read them, or not yet
+}
+
+func (w *nodeWatch) further(kinds map[client.Object]cache.ByObject, notify signal) *further {
+	return &further{nodeWatch: w, kinds: kinds, notify: notify}
+}
+
+// want begins or ends the watch.
+func (f *further) want(ctx context.Context, wanted bool) {
+	switch {
+	case !wanted && f.stop != nil:
+		f.stop()
+		f.stop = nil
+		f.mu.Lock()
+		f.got, f.refused = nil, false
+		f.mu.Unlock()
+	case wanted && f.stop == nil:
+		var watching context.Context
+		watching, f.stop = context.WithCancel(ctx)
+		f.group.Go(func() { f.watch(watching) })
+	}
+}
+
+// watch watches until ctx ends.
+func (f *further) watch(ctx context.Context) {
+	got, err := f.open(ctx, f.kinds)
+	if err != nil {
+		return // ctx has ended
+	}
+	waiting := func(err error) {
+		f.waiting(err)
+		f.mu.Lock()
+		f.refused = true
+		f.mu.Unlock()
+		f.look.set()
+	}
+	if got.watch(ctx, f.notify.set, waiting, slices.Collect(maps.Keys(f.kinds))...) != nil {
+		return // ctx has ended
+	}
+	f.mu.Lock()
+	if ctx.Err() == nil {
+		f.got, f.refused = got, false
+	}
+	f.mu.Unlock()
+	f.notify.set()
+}
+
+// known is what is watched, nil while it is not known.
+func (f *further) known() (got *objects, refused bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.got, f.refused
 }
 
 // open makes a cache that ends with ctx.
@@ -131,42 +208,53 @@ func (w *nodeWatch) open(ctx context.Context, kinds map[client.Object]cache.ByOb
 // see looks at all that is known; whole says whether that is all that is wanted.
 func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err error) {
 	var pods corev1.PodList
-	if err := w.few.List(ctx, &pods, client.UnsafeDisableDeepCopy); err != nil {
+	var books v1alpha1.IpamStorageList
+	if err := errors.Join(w.few.List(ctx, &pods, client.UnsafeDisableDeepCopy), w.few.List(ctx, &books, client.UnsafeDisableDeepCopy)); err != nil {
 		return nil, false, err
 	}
 	hosts := slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Spec.HostNetwork })
 	w.only = !hosts && (w.only || len(pods.Items) > 0) // where all are gone, the next one is like them
-	switch {
-	case w.only && w.stop != nil:
-		w.stop()
-		w.stop = nil
-		w.mu.Lock()
-		w.all = nil
-		w.mu.Unlock()
-	case !w.only && w.stop == nil:
-		var watching context.Context
-		watching, w.stop = context.WithCancel(ctx)
-		w.group.Go(func() { w.watchAll(watching) })
+	now = &nodeSnapshot{}
+	in := &now.intent
+	in.OnlyPods = w.only
+	for i := range pods.Items {
+		in.Gateways = append(in.Gateways, gatewayFrom(&pods.Items[i])...)
 	}
-	w.mu.Lock()
-	all := w.all
-	w.mu.Unlock()
-	now, err = w.snapshot(ctx, all, pods.Items)
-	return now, w.only || all != nil, err
+	place, refused := w.place.known()
+	known := slices.ContainsFunc(books.Items, func(b v1alpha1.IpamStorage) bool { return b.Spec.PodCIDR != "" })
+	if place != nil && w.only && known {
+		var services corev1.ServiceList
+		if err := place.List(ctx, &services, client.UnsafeDisableDeepCopy); err != nil {
+			return nil, false, err
+		}
+		in.Gateway = activeGateway(services.Items, in.Gateways)
+	}
+	undecided := place == nil && !refused // whether TunnelEndpoints are needed; a moment at the start
+	w.all.want(ctx, !w.only)
+	w.tunnels.want(ctx, !in.Gateway.IsValid() && !undecided)
+	all, _ := w.all.known()
+	tunnels, _ := w.tunnels.known()
+	whole = (w.only || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
+	err = w.snapshot(ctx, now, all, tunnels, books.Items)
+	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // where gateways were stays in force meanwhile
+		in.Gateway, in.Tunnels = w.last.intent.Gateway, w.last.intent.Tunnels
+	}
+	return now, whole, err
 }
 
-// watchAll watches all Nodes and Pods until ctx ends.
-func (w *nodeWatch) watchAll(ctx context.Context) {
-	all, err := w.open(ctx, map[client.Object]cache.ByObject{&corev1.Node{}: {Transform: slimNode}, &corev1.Pod{}: reachablePods()})
-	if err != nil || all.watch(ctx, w.look.set, w.waiting, &corev1.Node{}, &corev1.Pod{}) != nil {
-		return // ctx has ended
+// activeGateway is the one that the Service of the gateway names, if it is one of the Pods and on the
+// node that the Service names: an older gateway that takes over writes the node alone. Zero: it
+// names none, or there is more than one Service.
+func activeGateway(services []corev1.Service, gateways []fabric.GatewayPod) netip.Addr {
+	if len(services) != 1 {
+		return netip.Addr{}
 	}
-	w.mu.Lock()
-	if ctx.Err() == nil {
-		w.all = all
+	addr, _ := netip.ParseAddr(services[0].Annotations[isthmus.AnnotationGateways])
+	host, _ := netip.ParseAddr(services[0].Annotations[v1alpha1.AnnotationGatewayNodeIP])
+	if !slices.ContainsFunc(gateways, func(g fabric.GatewayPod) bool { return g.Addr == addr && g.Host == host && !g.HostNetwork }) {
+		return netip.Addr{}
 	}
-	w.mu.Unlock()
-	w.look.set()
+	return addr
 }
 
 // reachablePods are those that may have an address.
@@ -194,36 +282,29 @@ type nodeSnapshot struct {
 	problems []fabric.Problem
 }
 
-// snapshot is of what is in the caches; all may be nil. A cache lists in no particular order, so that
-// everything is sorted.
-func (w *nodeWatch) snapshot(ctx context.Context, all *objects, gateways []corev1.Pod) (*nodeSnapshot, error) {
-	var (
-		nodes     corev1.NodeList
-		pods      corev1.PodList
-		endpoints v1alpha1.TunnelEndpointList
-		books     v1alpha1.IpamStorageList
-		s         nodeSnapshot
-	)
-	lists := map[*objects][]client.ObjectList{w.few: {&nodes, &endpoints, &books}, w.mine: {&pods}}
+// snapshot fills in what is in the caches; all and tunnels may be nil. A cache lists in no particular
+// order, so that everything is sorted.
+func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels *objects, books []v1alpha1.IpamStorage) error {
+	var nodes corev1.NodeList
+	var pods corev1.PodList
+	var endpoints v1alpha1.TunnelEndpointList
+	from := map[client.ObjectList]*objects{&nodes: w.few, &pods: w.mine}
 	if all != nil {
-		lists = map[*objects][]client.ObjectList{w.few: {&endpoints, &books}, all: {&nodes, &pods}}
+		from[&nodes], from[&pods] = all, all
 	}
-	for o, kinds := range lists {
-		for _, list := range kinds {
-			if err := o.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
-				return nil, fmt.Errorf("list %T: %w", list, err)
-			}
+	if tunnels != nil && !s.intent.Gateway.IsValid() {
+		from[&endpoints] = tunnels
+	}
+	for list, o := range from {
+		if err := o.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return fmt.Errorf("list %T: %w", list, err)
 		}
 	}
-	s.intent.OnlyPods = w.only
 	for i := range nodes.Items {
 		s.intent.Nodes = append(s.intent.Nodes, nodeFrom(&nodes.Items[i]))
 	}
 	for i := range pods.Items {
 		s.intent.Pods = append(s.intent.Pods, podsFrom(&pods.Items[i])...)
-	}
-	for i := range gateways {
-		s.intent.Gateways = append(s.intent.Gateways, gatewayFrom(&gateways[i])...)
 	}
 	for i := range endpoints.Items {
 		e := &endpoints.Items[i]
@@ -232,18 +313,22 @@ func (w *nodeWatch) snapshot(ctx context.Context, all *objects, gateways []corev
 			s.intent.Tunnels = append(s.intent.Tunnels, tunnel)
 		}
 	}
-	if len(books.Items) > 0 {
+	if len(books) > 0 {
 		s.intent.Granted = []netip.Prefix{} // there are books
 	}
-	for i := range books.Items {
-		granted, problems := fabric.GrantedIn(&books.Items[i])
+	for i := range books {
+		granted, problems := fabric.GrantedIn(&books[i])
 		s.intent.Granted = append(s.intent.Granted, granted...)
 		s.problems = append(s.problems, problems...)
-		s.intent.Own = append(s.intent.Own, fabric.OwnIn(&books.Items[i])...)
+		own, pods := fabric.OwnIn(&books[i])
+		s.intent.Own, s.intent.OwnPods = append(s.intent.Own, own...), append(s.intent.OwnPods, pods...)
+	}
+	if w.only {
+		s.intent.Trust(w.self)
 	}
 	s.intent.Sort()
 	fabric.SortProblems(s.problems)
-	return &s, nil
+	return nil
 }
 
 func nodeFrom(n *corev1.Node) fabric.ClusterNode {
@@ -288,12 +373,31 @@ func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 	return all
 }
 
-// slimNode, slimPod and slimBooks keep what is read of an object: on a large cluster every agent
+// slimNode, slimPod, slimBooks, slimEndpoint and slimService keep what is read of an object: on a large cluster every agent
 // has every Pod in memory.
 func slimBooks(o any) (any, error) {
 	if b, ok := o.(*v1alpha1.IpamStorage); ok {
 		return &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
 			ClusterSubnets: b.Spec.ClusterSubnets, PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR}}, nil
+	}
+	return o, nil
+}
+
+func slimEndpoint(o any) (any, error) {
+	if e, ok := o.(*v1alpha1.TunnelEndpoint); ok {
+		return &v1alpha1.TunnelEndpoint{ObjectMeta: slimMeta(e.ObjectMeta), Spec: e.Spec, Status: v1alpha1.TunnelEndpointStatus{GatewayIP: e.Status.GatewayIP}}, nil
+	}
+	return o, nil
+}
+
+func slimService(o any) (any, error) {
+	if s, ok := o.(*corev1.Service); ok {
+		slim := &corev1.Service{ObjectMeta: slimMeta(s.ObjectMeta)}
+		slim.Annotations = make(map[string]string)
+		for _, k := range []string{isthmus.AnnotationGateways, v1alpha1.AnnotationGatewayNodeIP} {
+			slim.Annotations[k] = s.Annotations[k]
+		}
+		return slim, nil
 	}
 	return o, nil
 }
@@ -314,6 +418,14 @@ func slimPod(o any) (any, error) {
 			slim.Labels, slim.Status.HostIP = podLabels, p.Status.HostIP
 		}
 		return slim, nil
+	}
+	return o, nil
+}
+
+// slimReport keeps of a node's report what a gateway reads.
+func slimReport(o any) (any, error) {
+	if n, ok := o.(*isthmus.NodeNetworks); ok {
+		return &isthmus.NodeNetworks{ObjectMeta: slimMeta(n.ObjectMeta), Spec: isthmus.NodeNetworksSpec{OverlaySources: n.Spec.OverlaySources}}, nil
 	}
 	return o, nil
 }

@@ -22,6 +22,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -277,6 +278,27 @@ func TestWatchNodeDeliversWhatARouteAgentHasToKnowAndNothingTwice(t *testing.T) 
 	s.create(pod("r", "n2", "10.64.1.6", nil))
 	s.create(node("n3", "172.30.1.13", "10.64.2.0/24"))
 	s.silence("a pod and a node, none of which matter", 500*time.Millisecond)
+
+	// With books, and a gateway that says on its Service that it is active, TunnelEndpoints do not
+	// matter, whatever happens to them; one that is no Pod of the gateway is not believed.
+	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "gateway", Labels: map[string]string{v1alpha1.LabelGateway: "true"},
+		Annotations: map[string]string{isthmus.AnnotationGateways: "10.64.1.254", v1alpha1.AnnotationGatewayNodeIP: "172.30.1.12"}}, Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 5871}}}}
+	s.must(s.admin.Create(ctx, service))
+	s.silence("books that do not say where our pods are", 500*time.Millisecond)
+	s.must(s.admin.Get(ctx, client.ObjectKeyFromObject(books), books))
+	books.Spec.PodCIDR = "10.64.0.0/14"
+	s.must(s.admin.Update(ctx, books))
+	s.until(func(d delivery) bool {
+		return d.intent.Gateway == own.Addr && len(d.intent.Tunnels) == 0 && len(d.intent.OwnPods) == 1 && len(d.intent.Granted) == 2
+	})
+	te := endpoint("x", 'x', nil)
+	s.create(te)
+	s.silence("a TunnelEndpoint that nobody reads", 500*time.Millisecond)
+	s.must(s.admin.Delete(ctx, te))
+	service.Annotations[isthmus.AnnotationGateways] = "10.64.1.253"
+	s.must(s.admin.Update(ctx, service))
+	s.until(func(d delivery) bool { return !d.intent.Gateway.IsValid() && len(d.intent.Tunnels) == 1 })
+	s.must(s.admin.Delete(ctx, service))
 	s.must(s.admin.Delete(ctx, &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: deploy.Namespace, Name: "gateway-1"}}, client.GracePeriodSeconds(0)))
 	s.until(func(d delivery) bool {
 		return d.intent.OnlyPods && len(d.intent.Gateways) == 0 && len(d.intent.Nodes) == 1

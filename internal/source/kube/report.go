@@ -83,10 +83,13 @@ func writeReport(ctx context.Context, api client.Client, namespace, node string,
 		}},
 		Spec: n.Spec(),
 	}
-	// A patch names each list, so that an empty one takes away what is there.
+	// A patch names each field, so that an empty one takes away what is there.
 	patch, err := json.Marshal(map[string]any{
 		"metadata": map[string]any{"ownerReferences": report.OwnerReferences},
-		"spec":     map[string]any{"networks": append([]string{}, report.Spec.Networks...), "resolvers": append([]string{}, report.Spec.Resolvers...)},
+		"spec": map[string]any{"networks": append([]string{}, report.Spec.Networks...), "resolvers": append([]string{}, report.Spec.Resolvers...),
+			"overlaySources": append([]string{}, report.Spec.OverlaySources...),
+			"problems":       append([]isthmus.NodeProblem{}, report.Spec.Problems...),
+			"brokenOverlay":  report.Spec.BrokenOverlay},
 	})
 	if err != nil {
 		return err

@@ -13,9 +13,14 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// site is where this cluster is, as its objects say: the networks in the books of the IPAM, the
-// nodes, and the API servers.
+// site is where this cluster is, as its objects say.
 func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
+	return siteOf(ctx, g.objects, g.o.Config.Host)
+}
+
+// siteOf is where a cluster is: the networks in the books of the IPAM, the nodes, and the API servers,
+// one of which is at host.
+func siteOf(ctx context.Context, reader client.Reader, host string) (fabric.Site, error) {
 	var (
 		site    fabric.Site
 		books   v1alpha1.IpamStorageList
@@ -23,7 +28,7 @@ func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
 		servers discoveryv1.EndpointSliceList
 	)
 	for _, list := range []client.ObjectList{&books, &nodes, &servers} {
-		if err := g.objects.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+		if err := reader.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
 			return site, err
 		}
 	}
@@ -40,7 +45,7 @@ func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
 			}
 		}
 	}
-	return site.With(apiServers(g.o.Config.Host, servers.Items), "an API server of ours").WithRelays(nodeAddrs(nodes.Items), "a node of ours"), nil
+	return site.With(apiServers(host, servers.Items), "an API server of ours").WithRelays(nodeAddrs(nodes.Items), "a node of ours"), nil
 }
 
 // apiServers are the addresses at which API servers are reached: by this process, and those behind

@@ -12,6 +12,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/equality"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -68,7 +69,7 @@ func (w *writer) statuses(ctx context.Context, ask func() (Report, error)) {
 		return
 	}
 	var endpoints v1alpha1.TunnelEndpointList
-	if err := w.objects.List(ctx, &endpoints); err != nil {
+	if err := w.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy); err != nil {
 		w.log.Error("TunnelEndpoints", "error", err)
 		return
 	}
@@ -106,17 +107,41 @@ func (w *writer) statuses(ctx context.Context, ask func() (Report, error)) {
 		case len(problems[origin]) > 0:
 			status = refusedStatus(have, problems[origin])
 		case known && chosen[origin]:
-			status = statusFor(have, w.o.PodIP, report, peer, now)
+			is := saidOf(have, report, peer)
+			if m.said == is && (peer.Status != v1alpha1.Connected || !outdated(have.Status.Connection.Latency, peer.RTT, now)) {
+				continue
+			}
+			status, m.said = statusFor(have, w.o.PodIP, report, peer, now), is
 		default:
 			continue // too new for one of the two; the next round knows
 		}
-		if equality.Semantic.DeepEqual(have.Status, status) || !m.due(have, now) || now.Sub(m.written) < mayWait(have.Status, status) {
+		if equality.Semantic.DeepEqual(have.Status, status) {
+			continue
+		}
+		m.said = said{} // until it says so
+		if !m.due(have, now) || now.Sub(m.written) < mayWait(have.Status, status) {
 			continue
 		}
 		want := have.DeepCopy()
 		want.Status = status
 		w.patch(ctx, "TunnelEndpoint", have, want, true)
 	}
+}
+
+// said is all that the status of a TunnelEndpoint comes from but the latency. While it is the same,
+// and the object says so, there is nothing to compare: of thousands of peers each second that adds
+// up.
+type said struct {
+	version string
+	iface   string
+	index   int
+	nextHop netip.Addr
+	peer    PeerReport // without RTT
+}
+
+func saidOf(te *v1alpha1.TunnelEndpoint, r Report, p PeerReport) said {
+	p.RTT = 0
+	return said{te.ResourceVersion, r.Interface, r.Index, r.NextHop, p}
 }
 
 // refusedStatus says what is wrong with a TunnelEndpoint. The peer is no peer of the gateway then,

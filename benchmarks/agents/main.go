@@ -1,0 +1,121 @@
+// Command agents measures what one route agent, or one gateway that is a Pod, costs in a large
+// cluster: a real process against a real API server with as many Nodes, Pods and peers as are
+// asked for. Nodes, Pods and TunnelEndpoints are written into etcd as the API server would have
+// written them, in a few seconds; every change afterwards goes through the API server.
+//
+//	go run ./benchmarks/agents                                   # a route agent, all sizes
+//	go run ./benchmarks/agents -role gateway
+//	go run ./benchmarks/agents -sizes 5000:20:1000 -isthmus PATH # nodes:pods of each:peers, another build
+//	go run ./benchmarks/agents -plot benchmarks/agents/before.md,benchmarks/agents/after.md > docs/scale.svg
+//
+// Everything runs in a network namespace of its own. What is counted is CPU time on processors, not
+// time of the clock, so that a busy machine adds caches and nothing else. It needs root, iproute2
+// and the programs that internal/kubetest builds.
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"log"
+	"os"
+	"os/exec"
+	"os/signal"
+	"strings"
+	"syscall"
+
+	"github.com/go-logr/logr"
+	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
+
+	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/testbin"
+)
+
+// inside is set in the environment of the process that has the network namespace.
+const inside = "BENCHMARK_NAMESPACE"
+
+func main() {
+	log.SetFlags(log.Ltime)
+	ctrllog.SetLogger(logr.Discard())
+	sizes := flag.String("sizes", "100:20:10,1000:20:500,5000:20:1000", "nodes:pods of each node:peers, separated by commas")
+	role := flag.String("role", agentRole, "what is measured: "+agentRole+" or "+gatewayRole)
+	program := flag.String("isthmus", "", "the program (default: built from this tree)")
+	draw := flag.String("plot", "", "BEFORE,AFTER: draw two tables that this program printed, as SVG, and measure nothing")
+	flag.Parse()
+	if before, after, ok := strings.Cut(*draw, ","); ok {
+		svg, err := plot(before, after)
+		if err != nil {
+			log.Fatal(err)
+		}
+		fmt.Print(svg)
+		return
+	}
+	if os.Getenv(inside) == "" {
+		if err := reexec(*program); err != nil {
+			log.Fatal(err)
+		}
+		return
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	var all []*result
+	for text := range strings.SplitSeq(*sizes, ",") {
+		var s size
+		if n, err := fmt.Sscanf(text, "%d:%d:%d", &s.nodes, &s.pods, &s.peers); n != 3 {
+			log.Fatalf("-sizes %q: want nodes:pods of each node:peers (%v)", text, err)
+		}
+		r, err := measureSize(ctx, s, *role, *program)
+		if err != nil {
+			log.Fatal(err)
+		}
+		all = append(all, r)
+	}
+	fmt.Printf("\n%s; CPU seconds of the process %s.\n%s", measure.Where(), *role, table(all))
+}
+
+// reexec builds what is missing and runs this program again in a network namespace of its own.
+func reexec(program string) error {
+	if program == "" {
+		dir, err := os.MkdirTemp("", "agents-")
+		if err != nil {
+			return err
+		}
+		defer func() { _ = os.RemoveAll(dir) }()
+		if program, err = testbin.Isthmus(dir); err != nil {
+			return err
+		}
+	}
+	if _, err := kubetest.Build(context.Background(), os.Stderr); err != nil {
+		return err
+	}
+	cmd := exec.Command("/proc/self/exe", append(os.Args[1:], "-isthmus", program)...)
+	cmd.Env = append(os.Environ(), inside+"=1")
+	cmd.Stdout, cmd.Stderr = os.Stdout, os.Stderr
+	cmd.SysProcAttr = &syscall.SysProcAttr{Cloneflags: syscall.CLONE_NEWNET, Pdeathsig: syscall.SIGTERM}
+	if err := cmd.Run(); errors.As(err, new(*exec.ExitError)) {
+		return errors.New("not measured")
+	} else if err != nil {
+		return fmt.Errorf("network namespace: %w", err)
+	}
+	return nil
+}
+
+// table has a column for each size, and a row for each figure.
+func table(all []*result) string {
+	var b strings.Builder
+	b.WriteString("\n| |")
+	for _, r := range all {
+		fmt.Fprintf(&b, " %d nodes, %d pods, %d peers |", r.nodes, r.nodes*r.pods, r.peers)
+	}
+	b.WriteString("\n|---|" + strings.Repeat("---|", len(all)) + "\n")
+	for i, row := range all[0].rows {
+		b.WriteString("| " + row.what + " |")
+		for _, r := range all {
+			b.WriteString(" " + r.rows[i].value + " |")
+		}
+		b.WriteString("\n")
+	}
+	return b.String()
+}

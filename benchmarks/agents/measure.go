@@ -1,0 +1,366 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"log"
+
+	"net/url"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+// What is measured.
+const (
+	agentRole   = "route-agent"
+	gatewayRole = "gateway"
+)
+
+const (
+	restTime = 30 * time.Second
+	repeats  = 10                     // of a change
+	apart    = 400 * time.Millisecond // two changes, so that each is taken up by itself
+	quiet    = time.Second            // in which a process that has settled does next to nothing
+)
+
+// A result is the figures of one size, always the same ones.
+type result struct {
+	size
+	rows []row
+}
+
+type row struct{ what, value string }
+
+func (r *result) add(what, format string, args ...any) {
+	r.rows = append(r.rows, row{what, fmt.Sprintf(format, args...)})
+	log.Printf("%d nodes, %d peers: %s: %s", r.nodes, r.peers, what, r.rows[len(r.rows)-1].value)
+}
+
+// A subject is the process that is measured.
+type subject struct {
+	*world
+	role  string
+	tap   *tap
+	cmd   *exec.Cmd
+	pid   int
+	idle  float64 // seconds of CPU in a second at rest
+	moves int
+}
+
+func measureSize(ctx context.Context, s size, role, program string) (r *result, err error) {
+	user := "system:serviceaccount:" + namespace + ":isthmus-" + role
+	began := time.Now()
+	if err := underlay(role); err != nil {
+		return nil, err
+	}
+	w, err := newWorld(ctx, s, user)
+	if w != nil {
+		defer func() { err = errors.Join(err, w.close()) }()
+	}
+	if err != nil {
+		return nil, err
+	}
+	log.Printf("%d nodes, %d pods, %d peers are there after %.0f s", s.nodes, s.nodes*s.pods, s.peers, time.Since(began).Seconds())
+	u, err := url.Parse(w.server.URL())
+	if err != nil {
+		return nil, err
+	}
+	p := &subject{world: w, role: role}
+	if p.tap, err = newTap(u.Host); err != nil {
+		return nil, err
+	}
+	defer p.tap.listener.Close()
+	if err := p.move(ctx); err != nil { // so that one is active
+		return nil, err
+	}
+	if err := p.start(program, user); err != nil {
+		return nil, err
+	}
+	defer func() {
+		_ = p.cmd.Process.Kill()
+		_ = p.cmd.Wait()
+		_ = run("ip link del isthmus.vxlan")
+		_ = run("ip link del eth0")
+	}()
+	r = &result{size: s}
+	return r, p.measure(ctx, r)
+}
+
+// underlay makes the devices of our node, or of the gateway's Pod.
+func underlay(role string) error {
+	if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0); err != nil {
+		return err
+	}
+	own := nodeAddr(0) + "/16"
+	if role == gatewayRole {
+		own = gatewayAddr(0) + "/32"
+	}
+	return run("ip link set lo up", "ip link add eth0 type bridge", "ip addr add "+own+" dev eth0", "ip link set eth0 up", "ip route add default dev eth0")
+}
+
+func run(commands ...string) error {
+	for _, c := range commands {
+		words := strings.Fields(c)
+		if out, err := exec.Command(words[0], words[1:]...).CombinedOutput(); err != nil {
+			return fmt.Errorf("%s: %w: %s", c, err, out)
+		}
+	}
+	return nil
+}
+
+// start starts the process with the rights that it has in a cluster.
+func (p *subject) start(program, user string) error {
+	cert, key, err := p.server.ClientCert(user)
+	if err != nil {
+		return err
+	}
+	config := clientcmdapi.NewConfig()
+	config.Clusters["large"] = &clientcmdapi.Cluster{Server: "https://" + p.tap.listener.Addr().String(), CertificateAuthorityData: p.server.CA()}
+	config.AuthInfos["us"] = &clientcmdapi.AuthInfo{ClientCertificateData: cert, ClientKeyData: key}
+	config.Contexts["large"], config.CurrentContext = &clientcmdapi.Context{Cluster: "large", AuthInfo: "us"}, "large"
+	kubeconfig := filepath.Join(p.dir, p.role+".kubeconfig")
+	if err := clientcmd.WriteToFile(*config, kubeconfig); err != nil {
+		return err
+	}
+	p.cmd = exec.Command(program, p.role, "--kubeconfig", kubeconfig, "--namespace", namespace, "--state-directory", filepath.Join(p.dir, "state"), "--metrics-address", "", "--status-address", "")
+	p.cmd.Env = append(os.Environ(), "NODE_NAME="+nodeName(0))
+	if p.role == gatewayRole {
+		p.cmd.Args = append(p.cmd.Args, "--cluster-id", "ffffffff-0000-4000-8000-000000000000")
+		p.cmd.Env = append(os.Environ(), "NODE_NAME="+nodeName(1), "POD_NAME="+gatewayName(0), "POD_IP="+gatewayAddr(0))
+	}
+	output, err := os.Create(filepath.Join(p.dir, "log"))
+	if err != nil {
+		return err
+	}
+	defer output.Close()
+	p.cmd.Stderr = output
+	if err := os.Mkdir(filepath.Join(p.dir, "state"), 0o700); err != nil {
+		return err
+	}
+	if err := p.cmd.Start(); err != nil {
+		return err
+	}
+	p.pid = p.cmd.Process.Pid
+	return nil
+}
+
+// settle waits until the process does next to nothing, and at the longest a minute.
+func (p *subject) settle(ctx context.Context) error {
+	for range 60 {
+		before, at := cpu(p.pid), time.Now()
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(quiet):
+		}
+		if busy := (cpu(p.pid) - before).Seconds() / time.Since(at).Seconds(); busy < p.idle*1.5+0.003 {
+			return nil
+		}
+	}
+	return nil
+}
+
+func (p *subject) measure(ctx context.Context, r *result) error {
+	for deadline := time.Now().Add(5 * time.Minute); ; time.Sleep(100 * time.Millisecond) {
+		if out, _ := exec.Command("ip", "-j", "route", "show", "table", "4201").Output(); strings.Count(string(out), `"dst"`) >= 2*p.peers {
+			break
+		}
+		if err := p.cmd.Process.Signal(syscall.Signal(0)); time.Now().After(deadline) || ctx.Err() != nil {
+			f, _ := os.ReadFile(filepath.Join(p.dir, "log"))
+			return fmt.Errorf("the routes are not there (%w); it said\n%s", err, f[max(0, len(f)-2000):])
+		}
+	}
+	p.idle = 0.02
+	if err := p.settle(ctx); err != nil {
+		return err
+	}
+	watches, others, err := asked(p.audit)
+	if err != nil {
+		return err
+	}
+	r.add("at start: CPU, s", "%.2f", cpu(p.pid).Seconds())
+	r.add("at start: read of the API server, KiB", "%d", p.tap.read.Load()>>10)
+	r.add("watches", "%d", watches)
+	r.add("at start: other requests", "%d", others)
+
+	before, read, requests := cpu(p.pid), p.tap.read.Load(), others
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(restTime):
+	}
+	p.idle = (cpu(p.pid) - before).Seconds() / restTime.Seconds()
+	_, others, err = asked(p.audit)
+	if err != nil {
+		return err
+	}
+	r.add("at rest: CPU, of a core", "%.2f %%", 100*p.idle)
+	r.add("at rest: octets a second of the API server", "%.0f", float64(p.tap.read.Load()-read)/restTime.Seconds())
+	r.add("at rest: requests a minute", "%.0f", float64(others-requests)*60/restTime.Seconds())
+	r.add("resident memory, MiB", "%d", memory(p.pid, "VmRSS")>>20)
+	r.add("routes, policy rules, neighbours, FDB", "%d, %d, %d, %d", p.count("ip route show table all"), p.count("ip rule show"),
+		p.count("ip neigh show nud permanent"), p.count("bridge fdb show dev isthmus.vxlan"))
+
+	for _, c := range p.changes() {
+		if err := p.settle(ctx); err != nil {
+			return err
+		}
+		n := c.times
+		if n == 0 {
+			n = repeats
+		}
+		before, read, at := cpu(p.pid), p.tap.read.Load(), time.Now()
+		for i := range n {
+			if err := c.do(ctx, i); err != nil {
+				return fmt.Errorf("%s: %w", c.what, err)
+			}
+			time.Sleep(apart)
+		}
+		if err := p.settle(ctx); err != nil {
+			return err
+		}
+		spent := (cpu(p.pid) - before).Seconds() - p.idle*time.Since(at).Seconds()
+		r.add(c.what+": CPU, ms", "%.1f", max(0, 1000*spent/float64(n)))
+		r.add(c.what+": octets read", "%d", (p.tap.read.Load()-read)/int64(n))
+	}
+	return nil
+}
+
+// count is how many of our objects a command of ip(8) lists.
+func (p *subject) count(command string) (n int) {
+	words := strings.Fields(command)
+	out, _ := exec.Command(words[0], words[1:]...).Output()
+	for line := range strings.Lines(string(out)) {
+		if ours := strings.Contains(line, "proto 72") || strings.Contains(line, "proto 71") || strings.Contains(line, " 42"); ours || words[1] != "route" && words[1] != "rule" {
+			n++
+		}
+	}
+	return n
+}
+
+// A change is done a few times, with the number of times before it.
+type change struct {
+	what  string
+	times int // 0: repeats
+	do    func(ctx context.Context, i int) error
+}
+
+func (p *subject) changes() []change {
+	node := func(i int) *corev1.Node { return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName(i)}} }
+	te := func(i int) *v1alpha1.TunnelEndpoint {
+		return &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("peer-%d", i)}}
+	}
+	books := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "books"}}
+	addPod := func(ctx context.Context, on, i int) error {
+		pod := p.pod(on, i)
+		pod.ManagedFields, pod.TypeMeta = nil, metav1.TypeMeta{}
+		status := pod.Status
+		if err := p.api.Create(ctx, pod); err != nil {
+			return err
+		}
+		pod.Status = status
+		return p.api.Status().Update(ctx, pod)
+	}
+	removePod := func(ctx context.Context, on, i int) error {
+		pod := p.pod(on, i)
+		pod.TypeMeta = metav1.TypeMeta{}
+		return p.api.Delete(ctx, pod, client.GracePeriodSeconds(0))
+	}
+	all := []change{
+		{"a heartbeat of another node", 0, func(ctx context.Context, i int) error {
+			return p.merge(ctx, node(3), true, map[string]any{"status": map[string]any{"daemonEndpoints": map[string]any{"kubeletEndpoint": map[string]any{"Port": 10250 + i}}}})
+		}},
+		{"a pod elsewhere comes", 0, func(ctx context.Context, i int) error { return addPod(ctx, 4, 200+i) }},
+		{"a pod elsewhere goes", 0, func(ctx context.Context, i int) error { return removePod(ctx, 4, 200+i) }},
+		{"a pod here comes", 0, func(ctx context.Context, i int) error { return addPod(ctx, 0, 200+i) }},
+		{"a pod's link here comes", 0, func(_ context.Context, i int) error {
+			name := fmt.Sprintf("pod%d", i)
+			return run("ip link add "+name+" type veth peer name "+name+"p", "ip link set "+name+" up", "ip link set "+name+"p up", "ip route add "+podAddr(0, 200+i)+"/32 dev "+name)
+		}},
+		{"a pod's link here goes", 0, func(_ context.Context, i int) error { return run(fmt.Sprintf("ip link del pod%d", i)) }},
+		{"a node is added", 0, func(ctx context.Context, i int) error {
+			n := p.node(p.nodes + i)
+			n.ManagedFields, n.TypeMeta = nil, metav1.TypeMeta{}
+			status := n.Status
+			if err := p.api.Create(ctx, n); err != nil {
+				return err
+			}
+			n.Status = status
+			return p.api.Status().Update(ctx, n)
+		}},
+		{"a peer's latency changes", 0, func(ctx context.Context, i int) error {
+			return p.merge(ctx, te(i), true, map[string]any{"status": p.status(i, p.moves%2, 100+i)})
+		}},
+		{"an endpoint is mapped for a peer", 0, func(ctx context.Context, i int) error {
+			return p.merge(ctx, books, false, map[string]any{"spec": map[string]any{"endpointMappings": map[string]any{fmt.Sprintf("172.20.0.%d", i): map[string]any{
+				"ExternalCIDROriginalIP": fmt.Sprintf("10.112.1.%d", i), "clusterMappings": map[string]any{}}}}})
+		}},
+		{"a peer is granted networks", 5, func(ctx context.Context, i int) error {
+			id := p.endpoint(p.peers + i).Spec.ClusterIdentity.ClusterID
+			return p.merge(ctx, books, false, map[string]any{"spec": map[string]any{"clusterSubnets": map[string]any{id: subnets(p.peers + i)}}})
+		}},
+		{"a peer's TunnelEndpoint comes", 5, func(ctx context.Context, i int) error {
+			te := p.endpoint(p.peers + i)
+			te.ManagedFields, te.TypeMeta = nil, metav1.TypeMeta{}
+			if err := p.api.Create(ctx, te); err != nil {
+				return err
+			}
+			te.Status = p.status(p.peers+i, p.moves%2, 20)
+			return p.api.Status().Update(ctx, te)
+		}},
+		{"a peer's gateway changes", 5, func(ctx context.Context, i int) error {
+			return p.merge(ctx, te(i), false, map[string]any{"spec": map[string]any{"endpointIP": fmt.Sprintf("198.19.0.%d", i)}})
+		}},
+		{"a peer goes", 5, func(ctx context.Context, i int) error {
+			if err := p.api.Delete(ctx, te(p.peers+i)); err != nil {
+				return err
+			}
+			id := p.endpoint(p.peers + i).Spec.ClusterIdentity.ClusterID
+			return p.merge(ctx, books, false, map[string]any{"spec": map[string]any{"clusterSubnets": map[string]any{id: nil}}})
+		}},
+	}
+	if p.role == gatewayRole {
+		return all
+	}
+	return append(all, change{"the gateway moves", 2, func(ctx context.Context, _ int) error { p.moves++; return p.move(ctx) }})
+}
+
+// move writes what a gateway writes that becomes the active one.
+func (p *subject) move(ctx context.Context) error {
+	g := p.moves % 2
+	for i, role := range []string{v1alpha1.GatewayActive, v1alpha1.GatewayStandby} {
+		pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: gatewayName((g + i) % 2)}}
+		if err := p.merge(ctx, pod, false, map[string]any{"metadata": map[string]any{"labels": map[string]any{v1alpha1.LabelGateway: role}}}); err != nil {
+			return err
+		}
+	}
+	service := &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: namespace, Name: "isthmus-gateway"}}
+	if err := p.merge(ctx, service, false, map[string]any{"metadata": map[string]any{"annotations": map[string]any{
+		v1alpha1.AnnotationGatewayNodeIP: nodeAddr(g + 1), isthmus.AnnotationGateways: gatewayAddr(g)}}}); err != nil {
+		return err
+	}
+	if p.moves == 0 {
+		return nil // the TunnelEndpoints say so
+	}
+	for i := range p.peers {
+		te := &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("peer-%d", i)}}
+		if err := p.merge(ctx, te, true, map[string]any{"status": p.status(i, g, 20)}); err != nil {
+			return err
+		}
+	}
+	return nil
+}

@@ -1,0 +1,261 @@
+// Package path runs the whole way of a packet in memory, from one cluster's TUN to the other's:
+// parsing, NAT, cutting, encryption, and the same backwards, without a kernel and without root.
+//
+//	go test -run '^$' -bench . ./benchmarks/path
+//
+// What is varied stands in the name, and all but one are as in size=64/nat=pod/flows=1/peers=1. A
+// packet of 62140 octets is a superpacket of TCP, cut for the tunnel and joined behind it; it counts
+// as the 45 packets that it is there. Sender and receiver are one process: cpu-ns/packet is what
+// both gateways use together, and the packets per second are those of this machine's processors.
+package path
+
+import (
+	"encoding/binary"
+	"fmt"
+	"net/netip"
+	"slices"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.org/x/crypto/curve25519"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+const (
+	tunnelMTU = 1420
+	segment   = 1380 // octets of TCP data in a packet of the tunnel, and of UDP in a large packet
+	segments  = 45   // of a superpacket
+	inFlight  = 256  // packets of the tunnel
+	virtioLen = 10   // struct virtio_net_hdr (Linux, include/uapi/linux/virtio_net.h)
+)
+
+// Both clusters have the same pods; node is of a's and no pod.
+var (
+	podsA   = netip.MustParsePrefix("10.244.0.0/16")
+	podsB   = netip.MustParsePrefix("10.244.0.0/18")
+	podsAtB = netip.MustParsePrefix("10.71.0.0/16")
+	podsAtA = netip.MustParsePrefix("10.71.0.0/18")
+	outside = [2]netip.Prefix{netip.MustParsePrefix("10.90.0.0/24"), netip.MustParsePrefix("10.91.0.0/20")} // Xa@B, Xb@A
+	pod     = netip.MustParseAddr("10.244.0.11")
+	node    = netip.MustParseAddr("172.16.0.9")
+	mapped  = netip.MustParseAddr("10.0.50.5") // an endpoint of a's that b knows
+	remote  = netip.MustParseAddr("10.71.0.12")
+	self    = netip.MustParseAddr("169.254.0.1")
+)
+
+// A load is what is sent, all at the same time to one peer.
+type load struct {
+	size  int // octets of the IP packet that the TUN gives
+	nat   string
+	flows int
+	peers int // configured; the others are silent
+}
+
+func (l load) String() string {
+	return fmt.Sprintf("size=%d/nat=%s/flows=%d/peers=%d", l.size, l.nat, l.flows, l.peers)
+}
+
+var sources = map[string]netip.Addr{"pod": pod, "node": node, "endpoint": mapped}
+
+func loads() []load {
+	base := load{size: 64, nat: "pod", flows: 1, peers: 1}
+	all := []load{base}
+	vary := func(change func(*load)) {
+		l := base
+		change(&l)
+		all = append(all, l)
+	}
+	for _, size := range []int{512, segment + 40, segments*segment + 40} {
+		vary(func(l *load) { l.size = size })
+	}
+	for _, nat := range []string{"node", "endpoint"} { // port translation, and a mapped endpoint
+		vary(func(l *load) { l.nat = nat })
+	}
+	for _, flows := range []int{100, 10_000} {
+		vary(func(l *load) { l.flows = flows })
+		vary(func(l *load) { l.flows, l.nat = flows, "node" })
+	}
+	for _, peers := range []int{100, 1000} {
+		vary(func(l *load) { l.peers = peers })
+	}
+	return all
+}
+
+func BenchmarkPath(b *testing.B) {
+	for _, l := range loads() {
+		b.Run(l.String(), func(b *testing.B) { run(b, l, func(*gateway) {}) })
+	}
+}
+
+// run measures a load, after prepare has had its way with the sender.
+func run(b *testing.B, l load, prepare func(from *gateway)) {
+	from, to := gateways(b, l.peers)
+	prepare(from)
+	var received atomic.Int64 // octets of payload: packets may be joined anywhere on the way in
+	arrived := make(chan struct{}, 1)
+	to.link.OnReceive(func(bufs [][]byte) error {
+		n := 0
+		for _, p := range bufs {
+			n += len(p)
+		}
+		received.Add(int64(n - virtioLen))
+		select {
+		case arrived <- struct{}{}:
+		default:
+		}
+		return nil
+	})
+	packets, per := l.packets(), int64(1)
+	if l.size > tunnelMTU {
+		per = segments
+	}
+	size := int64(len(packets[0]) - virtioLen)
+	// A run that was cut has more headers: never fewer octets than were sent.
+	sent, window := int64(0), max(1, inFlight/per)
+	wait := func(open int64) {
+		for sent*size-received.Load() > open*size {
+			select {
+			case <-arrived:
+			case <-time.After(10 * time.Second):
+				b.Fatalf("%d of %d octets arrived", received.Load(), sent*size)
+			}
+		}
+	}
+	send := func(i int) {
+		wait(window - 1)
+		if !from.link.Inject(packets[i%len(packets)]) {
+			b.Fatal("the link's queue is full")
+		}
+		sent++
+	}
+	for i := range packets { // each flow begins before the clock runs
+		send(i)
+	}
+	wait(0)
+	b.SetBytes(size)
+	before := cpu(b)
+	for i := 0; b.Loop(); i++ {
+		send(i)
+	}
+	wait(0)
+	n := float64(int64(b.N) * per)
+	b.ReportMetric(n/b.Elapsed().Seconds(), "packets/s")
+	b.ReportMetric(float64(int64(b.N)*size*8)/b.Elapsed().Seconds()/1e9, "Gbit/s")
+	b.ReportMetric(float64((cpu(b)-before).Nanoseconds())/n, "cpu-ns/packet")
+	b.ReportMetric(0, "ns/op")
+}
+
+// packets are those of all flows, one of each, as a TUN gives them.
+func (l load) packets() [][]byte {
+	var all [][]byte
+	for i := range l.flows {
+		ip := packettest.IP{Src: sources[l.nat], Dst: remote}
+		port := uint16(20_000 + i)
+		virtio := make([]byte, virtioLen)
+		if l.size <= tunnelMTU {
+			data := make([]byte, l.size-28)
+			all = append(all, append(virtio, packettest.Build(ip, packettest.UDP{SrcPort: port, DstPort: 80, Data: data})...))
+			continue
+		}
+		data := make([]byte, l.size-40)
+		super := packettest.Partial(packettest.Build(ip, packettest.TCP{SrcPort: port, DstPort: 80, Flags: packettest.ACK, Data: data}))
+		virtio[0], virtio[1] = 1, 1                        // VIRTIO_NET_HDR_F_NEEDS_CSUM, VIRTIO_NET_HDR_GSO_TCPV4
+		for at, v := range []uint16{40, segment, 20, 16} { // hdr_len, gso_size, csum_start, csum_offset
+			binary.NativeEndian.PutUint16(virtio[2+2*at:], v)
+		}
+		all = append(all, append(virtio, super...))
+	}
+	return all
+}
+
+// A gateway without a kernel.
+type gateway struct {
+	link   *memlink.Link
+	tunnel *datapath.Tunnel
+}
+
+// gateways are two that have met; the sender knows that many peers.
+func gateways(b *testing.B, peers int) (from, to *gateway) {
+	b.Helper()
+	network := &memlink.Network{}
+	wan := [2]netip.AddrPort{netip.MustParseAddrPort("192.0.2.1:5871"), netip.MustParseAddrPort("192.0.2.2:5871")}
+	pods, seen := [2]netip.Prefix{podsA, podsB}, [2]netip.Prefix{podsAtB, podsAtA}
+	endpoints := [2]netip.Addr{mapped, netip.MustParseAddr("10.0.50.6")}
+	var both [2]*gateway
+	for i := range both {
+		j := 1 - i
+		g := &gateway{link: memlink.NewLink("mem", tunnelMTU)}
+		engine := natengine.New(natengine.Config{Self4: self})
+		rules := []natengine.Peer{{
+			ID: "the other", MSS: tunnelMTU - 40, RemotePods: []netip.Prefix{seen[j]}, RemoteExternal: []netip.Prefix{outside[j]},
+			Pods: []natengine.Remap{{From: pods[i], To: seen[i]}}, External: []netip.Prefix{outside[i]},
+			Endpoints: []natengine.Endpoint{{Real: self, Seen: outside[i].Addr().Next()}, {Real: endpoints[i], Seen: outside[i].Addr().Next().Next()}},
+		}}
+		known := []datapath.Peer{{Key: public(private(byte(j))), Endpoint: wan[j]}}
+		for k := 1; i == 0 && k < peers; k++ { // silent ones
+			prefix := netip.PrefixFrom(netip.AddrFrom4([4]byte{100, byte(64 + k>>8), byte(k), 0}), 24)
+			rules = append(rules, natengine.Peer{
+				ID: fmt.Sprintf("silent %04d", k), RemotePods: []netip.Prefix{prefix},
+				Pods: []natengine.Remap{{From: pods[i], To: seen[i]}}, External: []netip.Prefix{outside[i]},
+			})
+			secret := private(byte(j))
+			binary.BigEndian.PutUint32(secret[8:], uint32(k))
+			known = append(known, datapath.Peer{Key: public(secret)})
+		}
+		if err := engine.SetPeers(rules); err != nil {
+			b.Fatal(err)
+		}
+		for _, state := range engine.Peers() {
+			known[slices.IndexFunc(rules, func(r natengine.Peer) bool { return r.ID == state.ID() })].State = state
+		}
+		local, err := datapath.NewLocal(self, netip.Addr{}, tunnelMTU)
+		if err != nil {
+			b.Fatal(err)
+		}
+		g.tunnel = datapath.New(g.link, network.Bind(wan[i].Addr()), engine, local, datapath.Options{})
+		b.Cleanup(func() { g.tunnel.Close() })
+		if err := g.tunnel.Up(private(byte(i)), wan[i].Port()); err != nil {
+			b.Fatal(err)
+		}
+		if err := g.tunnel.SetPeers(known); err != nil {
+			b.Fatal(err)
+		}
+		both[i] = g
+	}
+	key := public(private(1))
+	both[0].tunnel.Handshake(key)
+	for end := time.Now().Add(time.Minute); both[0].tunnel.Stats()[key].Handshake.IsZero(); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			b.Fatal("no session after a minute")
+		}
+	}
+	return both[0], both[1]
+}
+
+// private is the key of gateway i, the same each time.
+func private(i byte) (key [32]byte) {
+	for at := range key {
+		key[at] = i + 1
+	}
+	return key
+}
+
+func public(private [32]byte) [32]byte {
+	key, _ := curve25519.X25519(private[:], curve25519.Basepoint) // fails for a point of low order only
+	return [32]byte(key)
+}
+
+// cpu is what this process has used so far.
+func cpu(b *testing.B) time.Duration {
+	var u unix.Rusage
+	if err := unix.Getrusage(unix.RUSAGE_SELF, &u); err != nil {
+		b.Fatal(err)
+	}
+	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
+}

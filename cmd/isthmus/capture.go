@@ -1,0 +1,159 @@
+package main
+
+import (
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"os"
+	"strings"
+	"syscall"
+
+	"github.com/spf13/cobra"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/gateway/capture"
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/httpserve"
+)
+
+func newCaptureCommand() *cobra.Command {
+	options := capture.DefaultOptions()
+	var file, direction string
+	var places, drops []string
+	cmd := &cobra.Command{
+		Use:   "capture [END [END [tcp|udp|icmp]]]",
+		Short: "Show packets in the gateway before and after NAT, inside and outside of the tunnel (root)",
+		Long: `Write the packets that the gateway on this machine, or of this Pod, handles to a
+file in pcapng, which Wireshark, tshark and tcpdump open. Each packet is seen at up
+to four places, which are the interfaces of the file: before-nat, after-nat, tunnel
+and underlay. A comment on each says whose it is, which rule rewrote it to what, or
+why it was dropped. docs/capture.md tells how to read it.
+
+END is an address, an address with a port, a port such as :53, or any; a packet has
+them in either order, before NAT or after it. Without END it is all packets.
+
+Only headers are kept, unless --snaplen says how many octets: those are what pods
+say to each other. It ends after --duration, --packets or --bytes, or when it is
+interrupted. A packet for which the reader is too slow is missed, never delayed; the
+file and the summary say how many. One capture runs at a time.
+
+It needs root, or the gateway's own user: in a cluster the right to exec into the
+Pod of the active gateway. The gateway logs who captures what.`,
+		Example: `  isthmus capture -w peerings.pcapng --peer beta
+  isthmus capture 10.244.1.10 10.246.1.20:80 tcp | tshark -r - -T fields -e frame.interface_name -e frame.comment
+  isthmus capture --dropped --duration 10m -w drops.pcapng
+  kubectl exec -n isthmus-system POD -- isthmus capture > gateway.pcapng`,
+		Args: cobra.MaximumNArgs(3),
+		ValidArgsFunction: func(_ *cobra.Command, args []string, begin string) ([]string, cobra.ShellCompDirective) {
+			if len(args) != 2 { // an address
+				return nil, cobra.ShellCompDirectiveNoFileComp
+			}
+			return words(capture.Protocols, begin)
+		},
+		RunE: func(cmd *cobra.Command, args []string) error {
+			query := options.Query()
+			query["place"], query["drop"] = places, drops
+			if direction != "" {
+				query.Set("direction", direction)
+			}
+			for i, s := range args {
+				if i == 2 {
+					query.Set("protocol", s)
+				} else {
+					query.Add("end", s)
+				}
+			}
+			if _, err := capture.Parse(query); err != nil {
+				return cli.Usage("%w", err)
+			}
+			out := cmd.OutOrStdout()
+			if file != "-" {
+				f, err := os.OpenFile(file, os.O_WRONLY|os.O_CREATE|os.O_TRUNC, 0o600)
+				if err != nil {
+					return cli.Unreachable(err)
+				}
+				defer f.Close()
+				out = f
+			} else if isTerminal(out) {
+				return cli.Usage("the file would go to the terminal; want --write FILE, or a pipe such as | tshark -r -")
+			}
+			summary, err := captureTo(cmd.Context(), out, query.Encode())
+			if err != nil {
+				return err
+			}
+			fmt.Fprintf(cmd.ErrOrStderr(), "%d packets, %d missed because the reader was too slow; ended: %s\n", summary.Packets, summary.Missed, summary.Ended)
+			return nil
+		},
+	}
+	f := cmd.Flags()
+	f.StringVarP(&file, "write", "w", "-", "file to write, for its owner alone; - is standard output")
+	f.StringVar(&options.Peer, "peer", "", "packets of the peer with this name or cluster ID alone")
+	cli.AddChoiceFlag(cmd, &direction, "direction", "", "out is towards the tunnel, in is from it (default both)", "out", "in")
+	f.StringSliceVar(&places, "at", nil, "places: "+strings.Join(capture.PlaceNames(), ", ")+" (default all)")
+	f.BoolVar(&options.Dropped, "dropped", false, "dropped packets alone")
+	f.StringSliceVar(&drops, "drop", nil, "packets dropped for these reasons alone, such as no_flow; they are those of isthmus_drops_total")
+	f.IntVar(&options.Snap, "snaplen", 0, "octets of each packet to keep; 0 are its headers, more is what pods say")
+	f.IntVarP(&options.Packets, "packets", "c", options.Packets, "end after so many packets")
+	f.Int64Var(&options.Bytes, "bytes", options.Bytes, "end before the file has more octets than this")
+	f.DurationVar(&options.Duration, "duration", options.Duration, "end after this time, at most "+capture.MaxDuration.String())
+	complete := func(flag string, all []string) {
+		_ = cmd.RegisterFlagCompletionFunc(flag, func(_ *cobra.Command, _ []string, begin string) ([]string, cobra.ShellCompDirective) {
+			return words(all, begin)
+		}) // fails for a flag that is not there
+	}
+	complete("at", capture.PlaceNames())
+	complete("drop", capture.DropNames())
+	return cmd
+}
+
+// captureTo writes a capture to out until it ends, or until ctx does: then the gateway is asked to
+// bring the file to its end.
+func captureTo(ctx context.Context, out io.Writer, query string) (s capture.Summary, err error) {
+	var conn net.Conn
+	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(ctx context.Context, _, _ string) (c net.Conn, err error) {
+		conn, err = httpserve.DialOwner(ctx, gateway.CaptureSocket)
+		return conn, err
+	}}}
+	resp, err := client.Get("http://gateway/capture?" + query)
+	switch {
+	case errors.Is(err, syscall.ECONNREFUSED):
+		err = errors.New("nothing listens there (is the gateway running, in this network namespace?)")
+	case errors.Is(err, syscall.ECONNRESET), errors.Is(err, io.EOF), errors.Is(err, syscall.EPIPE):
+		err = errors.New("it refuses this user; want root, or the user that the gateway runs as")
+	}
+	if err != nil {
+		return s, cli.Unreachable(fmt.Errorf("gateway at @%s: %w", gateway.CaptureSocket, err))
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode != http.StatusOK {
+		text, _ := io.ReadAll(io.LimitReader(resp.Body, 4096)) // what came of it
+		return s, cli.Unreachable(fmt.Errorf("gateway: %s", strings.TrimSpace(string(text))))
+	}
+	stop := context.AfterFunc(ctx, func() {
+		if c, ok := conn.(*net.UnixConn); ok {
+			_ = c.CloseWrite() // it says that we read to the end and want no more
+		}
+	})
+	defer stop()
+	if _, err := io.Copy(out, resp.Body); err != nil {
+		return s, cli.Unreachable(fmt.Errorf("capture: %w", err))
+	}
+	if err := json.Unmarshal([]byte(resp.Trailer.Get(gateway.CaptureSummary)), &s); err != nil {
+		return s, cli.Unreachable(fmt.Errorf("the gateway has ended in the middle of the capture: %w", err))
+	}
+	return s, nil
+}
+
+func isTerminal(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	if !ok {
+		return false
+	}
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
+}

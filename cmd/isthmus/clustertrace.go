@@ -1,0 +1,392 @@
+package main
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/netip"
+	"strings"
+
+	"github.com/spf13/cobra"
+
+	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/cli"
+	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/source/kube"
+)
+
+// A way is that of a packet through clusters, hop by hop.
+type way struct {
+	Direction string   `json:"direction"` // "out", or "in" for that of the answer
+	Protocol  string   `json:"protocol"`
+	From      string   `json:"from"`
+	To        string   `json:"to"`
+	Hops      []wayHop `json:"hops"`
+	Arrives   bool     `json:"arrives"`
+	// Leaves is set where the packet leaves for a peer that was not asked, so that nobody says whether
+	// it arrives.
+	Leaves bool `json:"leaves,omitempty"`
+	// Verdict says whether it arrives, and else where it ends and why, in a sentence.
+	Verdict string `json:"verdict"`
+}
+
+// hopOtherSide is the peer where it is not asked, by which a way ends that works so far.
+const hopOtherSide = "other side"
+
+// A wayHop is a hop with what the gateway does to the packet there.
+type wayHop struct {
+	peering.Hop
+	Step *gateway.TraceStep `json:"step,omitempty"`
+}
+
+// clusterTrace is one run of `isthmus trace` on clusters.
+type clusterTrace struct {
+	ctx           context.Context
+	query         gateway.TraceQuery // without addresses
+	local, remote *peering.Cluster   // remote: nil where it is not asked
+}
+
+func (t *clusterTrace) run(cmd *cobra.Command, local, remote peering.Access, src, dst string, output cli.Output) (err error) {
+	if t.local, err = connect(local); err != nil {
+		return err
+	}
+	if otherCluster(&local, &remote) {
+		if t.remote, err = connect(remote); err != nil {
+			return err
+		}
+	}
+	for _, c := range []*peering.Cluster{t.local, t.remote} {
+		if c != nil {
+			if err := c.Identify(t.ctx); err != nil {
+				return clusterError(err)
+			}
+		}
+	}
+	ways, err := t.ways(src, dst)
+	if err != nil {
+		return clusterError(err)
+	}
+	if output.ForPrograms() {
+		err = output.Print(cmd.OutOrStdout(), ways)
+	} else {
+		err = printWays(cmd.OutOrStdout(), ways)
+	}
+	for _, w := range ways {
+		if err == nil && !w.Arrives && !w.Leaves {
+			err = cli.ErrProblem
+		}
+	}
+	return err
+}
+
+// ways are that of the packet and that of its answer, or one of the two.
+func (t *clusterTrace) ways(src, dst string) ([]way, error) {
+	from, err := t.end(t.local, src)
+	if err != nil {
+		return nil, fmt.Errorf("source: %w", err)
+	}
+	to, err := t.destination(dst)
+	if err != nil {
+		return nil, fmt.Errorf("destination: %w", err)
+	}
+	out, there, err := t.out(from, to)
+	if err != nil {
+		return nil, err
+	}
+	if t.query.Direction == "out" || there == nil {
+		return []way{out}, nil
+	}
+	in, err := t.back(from, to, there)
+	if err != nil {
+		return nil, err
+	}
+	if t.query.Direction == "in" {
+		return []way{in}, nil
+	}
+	return []way{out, in}, nil
+}
+
+// end is an end of the way in the cluster that it is in.
+func (t *clusterTrace) end(c *peering.Cluster, name string) (peering.Place, error) {
+	if !strings.Contains(name, "/") {
+		at, err := gateway.ParseTraceAddr(name)
+		if err != nil {
+			return peering.Place{}, cli.Usage("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME: %w", name, err)
+		}
+		return c.PlaceAt(t.ctx, at)
+	}
+	return c.Find(t.ctx, name)
+}
+
+// destination is the other end, at the address that this cluster knows it by: a Pod of the other
+// cluster where that is asked, else of whatever cluster the address is.
+func (t *clusterTrace) destination(name string) (peering.Place, error) {
+	if !strings.Contains(name, "/") || t.remote == nil || strings.HasPrefix(name, "svc/") || strings.HasPrefix(name, "service") {
+		return t.end(t.local, name)
+	}
+	p, err := t.remote.Find(t.ctx, name)
+	if err != nil {
+		return p, err
+	}
+	p.Addr, err = t.local.SeenFrom(t.ctx, t.remote.Identity.ClusterID, p.Addr)
+	return p, err
+}
+
+// out follows the packet. there is what the gateway made of it, nil where it drops it.
+func (t *clusterTrace) out(from, to peering.Place) (w way, there *gateway.TraceStep, err error) {
+	w = way{Direction: "out", Protocol: t.query.Protocol, From: from.String(), To: to.String()}
+	if err := w.add(t.local.NodeHop(t.ctx, from.Node)); err != nil {
+		return w, nil, err
+	}
+	if err := w.add(t.local.GatewayHop(t.ctx)); err != nil {
+		return w, nil, err
+	}
+	step, err := t.engine(&w, t.local, "out", from.Addr, to.Addr)
+	if err != nil || step == nil {
+		return w.judge(), nil, err
+	}
+	if err := w.add(t.local.TunnelHop(t.ctx, step.Peer)); err != nil {
+		return w, nil, err
+	}
+	if t.remote == nil || t.remote.Identity.ClusterID != step.Peer {
+		w.Hops = append(w.Hops, wayHop{Hop: peering.Hop{Cluster: peering.Printable(nameOrID(step.PeerName, step.Peer)), Name: hopOtherSide, State: peering.Unknown,
+			Text: "not asked: with --remote-context the way goes on there", Source: "nobody"}})
+		return w.judge(), step, nil
+	}
+	arrived, err := t.arrive(&w, t.remote, step)
+	if err != nil || arrived == nil {
+		return w.judge(), step, err
+	}
+	return w.judge(), step, nil
+}
+
+// arrive follows a packet that another gateway has sent into a cluster, to a Pod's node.
+func (t *clusterTrace) arrive(w *way, c *peering.Cluster, sent *gateway.TraceStep) (*gateway.TraceStep, error) {
+	src, dst, err := after(sent)
+	if err != nil {
+		return nil, err
+	}
+	step, err := t.engine(w, c, "in", src, dst)
+	if err != nil || step == nil {
+		return nil, err
+	}
+	if err := w.add(c.GatewayHop(t.ctx)); err != nil {
+		return nil, err
+	}
+	if step.Action == "deliver" {
+		return step, nil
+	}
+	_, dst, err = after(step)
+	if err != nil {
+		return nil, err
+	}
+	place, err := c.PlaceAt(t.ctx, dst)
+	if err != nil {
+		return nil, err
+	}
+	return step, w.add(c.NodeHop(t.ctx, place.Node))
+}
+
+// back follows the answer to a packet that the gateway has sent.
+func (t *clusterTrace) back(from, to peering.Place, sent *gateway.TraceStep) (w way, err error) {
+	w = way{Direction: "in", Protocol: t.query.Protocol, From: to.String(), To: from.String()}
+	src, _, err := after(sent)
+	if err != nil {
+		return w, err
+	}
+	if own, seen := from.Addr, src; from.Pod == "" && own.Addr() != seen.Addr() {
+		w.Hops = append(w.Hops, wayHop{Hop: peering.Hop{Cluster: t.local.String(), Name: "gateway", State: peering.Works,
+			Text: fmt.Sprintf("what is no Pod leaves as %v, and its answer comes in by the flow that the packet made", seen), Source: "rules"}})
+		return w.judge(), nil
+	}
+	if t.remote == nil || t.remote.Identity.ClusterID != sent.Peer {
+		if err := w.add(t.local.TunnelHop(t.ctx, sent.Peer)); err != nil {
+			return w, err
+		}
+		_, err := t.arrive(&w, t.local, &gateway.TraceStep{NewSrc: to.Addr.String(), NewDst: src.String()})
+		if w.judge(); w.Arrives {
+			w.Verdict += ", if " + peering.Printable(nameOrID(sent.PeerName, sent.Peer)) + " sends it, which was not asked"
+		}
+		return w, err
+	}
+	seen, err := t.engineStep(t.remote, "in", src, mustAfterDst(sent))
+	if err != nil {
+		return w, err
+	}
+	as, own, err := after(seen)
+	if err != nil { // it is dropped there
+		w.Verdict = "there is no answer to what does not arrive"
+		return w, nil //nolint:nilerr // the way of the packet says why
+	}
+	place, err := t.remote.PlaceAt(t.ctx, own)
+	if err != nil {
+		return w, err
+	}
+	if err := w.add(t.remote.NodeHop(t.ctx, place.Node)); err != nil {
+		return w, err
+	}
+	if err := w.add(t.remote.GatewayHop(t.ctx)); err != nil {
+		return w, err
+	}
+	step, err := t.engine(&w, t.remote, "out", own, as)
+	if err != nil || step == nil {
+		return w.judge(), err
+	}
+	if err := w.add(t.remote.TunnelHop(t.ctx, step.Peer)); err != nil {
+		return w, err
+	}
+	_, err = t.arrive(&w, t.local, step)
+	return w.judge(), err
+}
+
+func mustAfterDst(s *gateway.TraceStep) netip.AddrPort {
+	_, dst, _ := after(s) // it was read before
+	return dst
+}
+
+// after are the addresses that a packet leaves the gateway with.
+func after(s *gateway.TraceStep) (src, dst netip.AddrPort, err error) {
+	if src, err = gateway.ParseTraceAddr(s.NewSrc); err != nil {
+		return src, dst, err
+	}
+	dst, err = gateway.ParseTraceAddr(s.NewDst)
+	return src, dst, err
+}
+
+// engineStep asks an engine with the rules of a cluster's objects.
+func (t *clusterTrace) engineStep(c *peering.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
+	gw, _, err := kube.GatewayOf(t.ctx, c.Reader(), c.Host(), c.Identity)
+	if err != nil {
+		return nil, fmt.Errorf("%s: rules of the gateway: %w", c, err)
+	}
+	q := t.query
+	q.Src, q.Dst, q.Direction = src, dst, direction
+	steps, err := gateway.TraceOffline(gateway.Config{Gateway: gw}, q)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", c, err)
+	}
+	return &steps[0], nil
+}
+
+// engine adds to a way what the gateway of a cluster does; nil where it drops the packet.
+func (t *clusterTrace) engine(w *way, c *peering.Cluster, direction string, src, dst netip.AddrPort) (*gateway.TraceStep, error) {
+	step, err := t.engineStep(c, direction, src, dst)
+	if err != nil {
+		return nil, err
+	}
+	hop := peering.Hop{Cluster: c.String(), Name: "NAT", State: peering.Works, Source: "TunnelEndpoints, NatMappings"}
+	switch {
+	case step.Drop == "no_peer":
+		hop.State, hop.Reason, hop.Text = peering.Broken, step.Drop, fmt.Sprintf("no peer has %v: it does not go through a tunnel", dst.Addr())
+	case step.Drop != "":
+		hop.State, hop.Reason, hop.Text = peering.Broken, step.Drop, "dropped: "+step.Text
+	default:
+		hop.Text = rewrites(step)
+	}
+	w.Hops = append(w.Hops, wayHop{hop, step})
+	if step.Drop != "" {
+		return nil, nil
+	}
+	return step, nil
+}
+
+// rewrites says in a line what happens to the addresses.
+func rewrites(s *gateway.TraceStep) string {
+	var all []string
+	if s.NewSrc != s.Src {
+		all = append(all, "source "+s.Src+" becomes "+s.NewSrc)
+	}
+	if s.NewDst != s.Dst {
+		all = append(all, "destination "+s.Dst+" becomes "+s.NewDst)
+	}
+	if len(all) == 0 {
+		all = append(all, "both addresses stay")
+	}
+	return fmt.Sprintf("rule %s: %s", s.Rule, strings.Join(all, ", "))
+}
+
+func (w *way) add(h peering.Hop, err error) error {
+	if err != nil {
+		return err
+	}
+	w.Hops = append(w.Hops, wayHop{Hop: h})
+	return nil
+}
+
+// judge ends a way: the first hop that does not work is where it ends. One of which nobody knows
+// ends it too, but for a node that no Pod is known on.
+func (w *way) judge() way {
+	w.Arrives, w.Verdict = true, "it arrives"
+	if w.Direction == "in" {
+		w.Verdict = "the answer arrives"
+	}
+	for _, h := range w.Hops {
+		if h.State == peering.Works || h.State == peering.Unknown && h.Name == "node" {
+			continue
+		}
+		w.Arrives = false
+		if h.Name == hopOtherSide {
+			w.Leaves, w.Verdict = true, fmt.Sprintf("it leaves for %s; what becomes of it there was not asked", h.Cluster)
+			break
+		}
+		reason := h.Text
+		if h.Reason != "" {
+			reason = h.Reason + ": " + h.Text
+		}
+		switch {
+		case h.Name == "tunnel" && h.State == peering.Broken:
+			w.Verdict = "the peer is down: " + reason
+		case h.State == peering.Broken:
+			w.Verdict = fmt.Sprintf("it ends at %s, %s: %s", h.Cluster, h.Name, reason)
+		default:
+			w.Verdict = fmt.Sprintf("nobody knows at %s, %s: %s", h.Cluster, h.Name, reason)
+		}
+		break
+	}
+	return *w
+}
+
+// printWays prints for people. What clusters say was escaped where it was read.
+func printWays(out io.Writer, ways []way) error {
+	for i, w := range ways {
+		if i > 0 {
+			fmt.Fprintln(out)
+		}
+		what := "packet"
+		if w.Direction == "in" {
+			what = "answer"
+		}
+		fmt.Fprintf(out, "%s %s: %s -> %s\n", w.Protocol, what, w.From, w.To)
+		for _, h := range w.Hops {
+			text := h.Text
+			if h.Reason != "" && h.State != peering.Works {
+				text = h.Reason + ": " + text
+			}
+			fmt.Fprintf(out, "  %-12s %-8s %-8s %s\n", h.Cluster, h.Name, h.State, text)
+		}
+		if _, err := fmt.Fprintf(out, "  %s\n", w.Verdict); err != nil {
+			return err
+		}
+	}
+	return nil
+}
+
+// completePlace completes Pods: of this cluster for SRC, and of the other one for DST where that is
+// asked.
+func completePlace(cmd *cobra.Command, local, remote *peering.Access, args []string, begin string) ([]string, cobra.ShellCompDirective) {
+	access := *local
+	if len(args) == 1 && otherCluster(local, remote) {
+		access = *remote
+	}
+	c, err := peering.Connect(access)
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	ctx, cancel := context.WithTimeout(cmd.Context(), completionTime)
+	defer cancel()
+	pods, err := c.Pods(ctx)
+	if err != nil {
+		return nil, cobra.ShellCompDirectiveNoFileComp
+	}
+	return words(pods, begin)
+}

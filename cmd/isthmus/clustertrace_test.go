@@ -1,0 +1,56 @@
+package main
+
+import (
+	"strings"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/peering"
+)
+
+func TestAWayEndsAtTheFirstHopThatDoesNotWork(t *testing.T) {
+	hop := func(name string, state peering.HopState, reason string) wayHop {
+		return wayHop{Hop: peering.Hop{Cluster: "paris", Name: name, State: state, Reason: reason, Text: "why"}}
+	}
+	for _, tc := range []struct {
+		name    string
+		way     way
+		arrives bool
+		leaves  bool
+		verdict string
+	}{
+		{"all works", way{Direction: "out", Hops: []wayHop{hop("node", peering.Works, ""), hop("tunnel", peering.Works, "Connected")}}, true, false, "it arrives"},
+		{"the answer", way{Direction: "in", Hops: []wayHop{hop("tunnel", peering.Works, "")}}, true, false, "the answer arrives"},
+		{"from no Pod", way{Direction: "out", Hops: []wayHop{hop("node", peering.Unknown, ""), hop("tunnel", peering.Works, "")}}, true, false, "it arrives"},
+		{"the other side was not asked", way{Direction: "out", Hops: []wayHop{hop("tunnel", peering.Works, ""), hop(hopOtherSide, peering.Unknown, "")}}, false, true,
+			"it leaves for paris; what becomes of it there was not asked"},
+		{"it does not leave for the other side", way{Direction: "out", Hops: []wayHop{hop("tunnel", peering.Broken, "PeerSilent"), hop(hopOtherSide, peering.Unknown, "")}}, false, false,
+			"the peer is down: PeerSilent: why"},
+		{"the peer is down", way{Hops: []wayHop{hop("node", peering.Works, ""), hop("tunnel", peering.Broken, "PeerSilent")}}, false, false, "the peer is down: PeerSilent: why"},
+		{"no route agent, and the peer is down", way{Hops: []wayHop{hop("node", peering.Broken, ""), hop("tunnel", peering.Broken, "PeerSilent")}}, false, false, "it ends at paris, node: why"},
+		{"dropped", way{Hops: []wayHop{hop("NAT", peering.Broken, "source")}}, false, false, "it ends at paris, NAT: source: why"},
+		{"no gateway that would know", way{Hops: []wayHop{hop("tunnel", peering.Waits, "")}}, false, false, "nobody knows at paris, tunnel: why"},
+	} {
+		if got := tc.way.judge(); got.Arrives != tc.arrives || got.Leaves != tc.leaves || got.Verdict != tc.verdict {
+			t.Errorf("%s: arrives %v, leaves %v, %q; want %v, %v, %q", tc.name, got.Arrives, got.Leaves, got.Verdict, tc.arrives, tc.leaves, tc.verdict)
+		}
+	}
+}
+
+func TestTimeoutsOfRequestsAreReadAsKubectlDoes(t *testing.T) {
+	for text, want := range map[string]string{"30s": "30s", "5": "5s", "1m": "1m0s", "0": ""} {
+		var d requestTimeout
+		if err := d.Set(text); err != nil || d.String() != want {
+			t.Errorf("%q: %v, %v; want %s", text, d.String(), err, want)
+		}
+	}
+	for _, text := range []string{"", "soon", "-3s", "-1"} {
+		var d requestTimeout
+		if err := d.Set(text); err == nil {
+			t.Errorf("%q: accepted as %v", text, d.String())
+		}
+	}
+	_, errs, code := isthmus("", "status", "--request-timeout", "soon")
+	if code != 2 || !strings.Contains(errs, `--request-timeout "soon": want a duration such as 30s`) {
+		t.Errorf("code %d: %s", code, errs)
+	}
+}

@@ -1,0 +1,197 @@
+package fabric
+
+import (
+	"cmp"
+	"maps"
+	"net/netip"
+	"slices"
+)
+
+// PodPlaces knows where the nodes and pods of a cluster are, and which of the pods are not where the
+// podCIDRs of their nodes say: those alone matter to a gateway that is a Pod. A change costs what it
+// changes. It is an empty cluster at first, and not safe for concurrent use.
+type PodPlaces struct {
+	Self string // node of the gateway; not to be changed
+
+	nodes   map[string]ClusterNode
+	sources map[string][]netip.Addr // ClusterNode.Sources, by node
+	sorted  []ClusterNode           // by name; nil: to be made
+	pods    map[string]map[string][]NodePod
+	away    map[string]map[string][]NodePod // those of pods with an address outside of their node's networks
+	counts  map[string]tally
+	seen    int // nodes that are known and have pods with IPv4
+	holding int // those of them all of whose pods are inside
+}
+
+// tally counts addresses of pods with IPv4 on a node.
+type tally struct{ inside, outside int }
+
+// SetNode says what there is of a node, and reports whether that is new.
+func (p *PodPlaces) SetNode(n ClusterNode) bool {
+	was, known := p.nodes[n.Name]
+	if known && was.Created == n.Created && slices.Equal(was.Addrs, n.Addrs) && slices.Equal(was.PodCIDRs, n.PodCIDRs) {
+		return false
+	}
+	if p.nodes == nil {
+		p.nodes = make(map[string]ClusterNode)
+	}
+	p.replace(n.Name, func() { p.nodes[n.Name] = n })
+	return true
+}
+
+// RemoveNode says that a node is gone, and reports whether that is new.
+func (p *PodPlaces) RemoveNode(name string) bool {
+	if _, known := p.nodes[name]; !known {
+		return false
+	}
+	p.replace(name, func() { delete(p.nodes, name) })
+	return true
+}
+
+// SetSources says from where else packets of a node may come, and reports whether that is new. The
+// node may be unknown yet.
+func (p *PodPlaces) SetSources(node string, all []netip.Addr) bool {
+	if slices.Equal(p.sources[node], all) {
+		return false
+	}
+	if p.sources == nil {
+		p.sources = make(map[string][]netip.Addr)
+	}
+	if p.sources[node] = all; len(all) == 0 {
+		delete(p.sources, node)
+	}
+	p.sorted = nil
+	return true
+}
+
+// replace changes a node by f, and counts its pods again.
+func (p *PodPlaces) replace(name string, f func()) {
+	p.sorted = nil
+	all := p.pods[name]
+	p.count(name, tally{})
+	delete(p.counts, name)
+	delete(p.away, name)
+	f()
+	for id, pods := range all {
+		p.add(name, id, pods)
+	}
+}
+
+// SetPod says which addresses a pod has on a node, none when it is gone; id is its own, such as
+// namespace/name, and was is the node on which it was before, if any. It reports whether Network may
+// be another.
+func (p *PodPlaces) SetPod(id, was, node string, pods []NodePod) bool {
+	trusted := p.trusted()
+	changed := false
+	for _, name := range []string{was, node} {
+		old, had := p.pods[name][id]
+		if !had || name == node && slices.Equal(old, pods) {
+			continue
+		}
+		now := p.counts[name]
+		for _, pod := range old {
+			if pod.Addr.Is4() && p.inside(pod) {
+				now.inside--
+			} else if pod.Addr.Is4() {
+				now.outside--
+			}
+		}
+		p.count(name, now)
+		_, away := p.away[name][id]
+		changed = changed || away
+		remove(p.away, name, id)
+		remove(p.pods, name, id)
+	}
+	if _, has := p.pods[node][id]; !has && len(pods) > 0 {
+		if p.pods == nil {
+			p.pods, p.away, p.counts = make(map[string]map[string][]NodePod), make(map[string]map[string][]NodePod), make(map[string]tally)
+		}
+		put(p.pods, node, id, pods)
+		p.add(node, id, pods)
+		_, away := p.away[node][id]
+		changed = changed || away
+	}
+	return changed || trusted != p.trusted()
+}
+
+// add counts a pod.
+func (p *PodPlaces) add(node, id string, pods []NodePod) {
+	now, away := p.counts[node], false
+	for _, pod := range pods {
+		inside := p.inside(pod)
+		away = away || !inside
+		if pod.Addr.Is4() && inside {
+			now.inside++
+		} else if pod.Addr.Is4() {
+			now.outside++
+		}
+	}
+	p.count(node, now)
+	if away {
+		put(p.away, node, id, slices.DeleteFunc(slices.Clone(pods), p.inside))
+	}
+}
+
+func (p *PodPlaces) inside(pod NodePod) bool {
+	return slices.ContainsFunc(p.nodes[pod.Node].PodCIDRs, func(c netip.Prefix) bool { return c.Contains(pod.Addr) })
+}
+
+// count sets the counts of a node.
+func (p *PodPlaces) count(name string, now tally) {
+	if _, known := p.nodes[name]; known {
+		was := p.counts[name]
+		p.seen += sign(now.inside+now.outside) - sign(was.inside+was.outside)
+		p.holding += holds(now) - holds(was)
+	}
+	if p.counts != nil {
+		p.counts[name] = now
+	}
+}
+
+func sign(n int) int { return min(n, 1) }
+
+func holds(c tally) int {
+	if c.inside > 0 && c.outside == 0 {
+		return 1
+	}
+	return 0
+}
+
+// trusted is podCIDRsHold.
+func (p *PodPlaces) trusted() bool {
+	_, known := p.nodes[p.Self]
+	return known && holds(p.counts[p.Self]) == 1 && 2*p.holding >= p.seen
+}
+
+// Network is what a gateway in a Pod of that address has to know, as PodNetwork.Sort makes it. The
+// lists are not to be changed.
+func (p *PodPlaces) Network(pod netip.Addr) PodNetwork {
+	if p.sorted == nil {
+		p.sorted = slices.SortedFunc(maps.Values(p.nodes), func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
+		for i := range p.sorted {
+			p.sorted[i].Sources = p.sources[p.sorted[i].Name]
+		}
+	}
+	n := PodNetwork{Pod: pod, Node: p.Self, Nodes: p.sorted, Trusted: p.trusted()}
+	for _, of := range p.away {
+		for _, pods := range of {
+			n.Pods = append(n.Pods, pods...)
+		}
+	}
+	in := NodeIntent{Pods: n.Pods}
+	in.Sort()
+	return n
+}
+
+func put(all map[string]map[string][]NodePod, node, id string, pods []NodePod) {
+	if all[node] == nil {
+		all[node] = make(map[string][]NodePod)
+	}
+	all[node][id] = pods
+}
+
+func remove(all map[string]map[string][]NodePod, node, id string) {
+	if delete(all[node], id); len(all[node]) == 0 {
+		delete(all, node)
+	}
+}

@@ -1,0 +1,94 @@
+package fabric
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"slices"
+	"testing"
+)
+
+// Whatever comes, moves and goes, what is known is what the lists of all nodes and pods say, and a
+// change that is not reported is none.
+func TestPodPlacesAreWhatTheListsSay(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	own := ip("10.244.0.250")
+	for round := range 300 {
+		p := PodPlaces{Self: "n0"}
+		nodes, pods, was := map[string]ClusterNode{}, map[string][]NodePod{}, map[string]string{}
+		last, said := PodNetwork{}, true
+		for step := range 60 {
+			name := fmt.Sprintf("n%d", rng.IntN(4))
+			id := fmt.Sprintf("default/p%d", rng.IntN(8))
+			var changed bool
+			switch rng.IntN(6) {
+			case 0:
+				n := ClusterNode{Name: name, Created: int64(rng.IntN(2)), Addrs: []netip.Addr{netip.AddrFrom4([4]byte{172, 30, 0, name[1]})}}
+				if rng.IntN(4) > 0 {
+					n.PodCIDRs = []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 244, name[1] - '0', 0}), 24), pfx("fd00::/64")}
+				}
+				nodes[name], changed = n, p.SetNode(n)
+			case 1:
+				delete(nodes, name)
+				changed = p.RemoveNode(name)
+			case 2:
+				changed = p.SetPod(id, was[id], "", nil)
+				delete(pods, id)
+				delete(was, id)
+			default:
+				var now []NodePod
+				for range 1 + rng.IntN(2) {
+					a := netip.AddrFrom4([4]byte{10, 244, name[1] - '0', byte(rng.IntN(3))})
+					switch rng.IntN(8) {
+					case 0:
+						a = netip.AddrFrom4([4]byte{10, 244, 9, byte(rng.IntN(3))})
+					case 1:
+						a = netip.MustParseAddr("fd01::1")
+					}
+					now = append(now, NodePod{Name: id, Addr: a, Node: name, Created: 1})
+				}
+				changed = p.SetPod(id, was[id], name, now)
+				pods[id], was[id] = now, name
+			}
+			want := PodNetwork{Pod: own, Node: "n0"}
+			for _, n := range nodes {
+				want.Nodes = append(want.Nodes, n)
+			}
+			for _, of := range pods {
+				want.Pods = append(want.Pods, of...)
+			}
+			want.Sort()
+			if len(want.Pods) == 0 {
+				want.Pods = nil
+			}
+			got := p.Network(own)
+			if !reflect.DeepEqual(got, want) {
+				t.Fatalf("round %d, step %d: got\n%+v\nwant\n%+v", round, step, got, want)
+			}
+			if said = said || changed; !said && !reflect.DeepEqual(got, last) {
+				t.Fatalf("round %d, step %d: nothing was reported, yet\n%+v\nis now\n%+v", round, step, last, got)
+			}
+			last, said = got, false
+		}
+	}
+}
+
+func TestPodPlacesKnowFromWhereElsePacketsOfANodeCome(t *testing.T) {
+	p := PodPlaces{Self: "n0"}
+	from := []netip.Addr{netip.MustParseAddr("10.244.9.64")}
+	if !p.SetSources("n1", from) || p.SetSources("n1", from) {
+		t.Error("what is new is not told, or what is not new is")
+	}
+	p.SetNode(ClusterNode{Name: "n0"})
+	p.SetNode(ClusterNode{Name: "n1"})
+	if n := p.Network(netip.Addr{}); n.Nodes[0].Sources != nil || !slices.Equal(n.Nodes[1].Sources, from) {
+		t.Errorf("%+v", n.Nodes)
+	}
+	if !p.SetSources("n1", nil) {
+		t.Error("sources that are gone are no news")
+	}
+	if n := p.Network(netip.Addr{}); n.Nodes[1].Sources != nil {
+		t.Errorf("%+v", n.Nodes)
+	}
+}

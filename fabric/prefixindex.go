@@ -1,0 +1,57 @@
+package fabric
+
+import (
+	"net/netip"
+	"slices"
+)
+
+// A prefixIndex finds the networks that an address is in without reading all of them: it asks once for
+// each length that there is. Each has the number of whoever it belongs to.
+type prefixIndex struct {
+	lengths [2][]int // of IPv4 and IPv6, ascending
+	in      map[netip.Prefix][]int
+}
+
+// newPrefixIndex numbers networks as they are in the list.
+func newPrefixIndex(all []netip.Prefix) *prefixIndex {
+	x := &prefixIndex{in: make(map[netip.Prefix][]int, len(all))}
+	for i, p := range all {
+		x.add(p, i)
+	}
+	return x
+}
+
+func (x *prefixIndex) add(p netip.Prefix, number int) {
+	if !p.IsValid() {
+		return
+	}
+	if x.in == nil {
+		x.in = make(map[netip.Prefix][]int)
+	}
+	p = p.Masked()
+	family := p.Addr().BitLen() / 128
+	if at, has := slices.BinarySearch(x.lengths[family], p.Bits()); !has {
+		x.lengths[family] = slices.Insert(x.lengths[family], at, p.Bits())
+	}
+	x.in[p] = append(x.in[p], number)
+}
+
+// find returns the first number of a network that an address is in for which accept says yes, the
+// widest network first; -1: there is none. A nil accept says yes.
+func (x *prefixIndex) find(a netip.Addr, accept func(number int) bool) int {
+	if !a.IsValid() {
+		return -1
+	}
+	for _, bits := range x.lengths[a.BitLen()/128] {
+		p, err := a.WithZone("").Prefix(bits)
+		if err != nil {
+			continue
+		}
+		for _, number := range x.in[p] {
+			if accept == nil || accept(number) {
+				return number
+			}
+		}
+	}
+	return -1
+}

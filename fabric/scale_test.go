@@ -1,0 +1,58 @@
+package fabric
+
+import (
+	"fmt"
+	"net/netip"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// manyPeers is what an agent knows of a cluster with so many peers, whose gateways are Pods.
+func manyPeers(n int) NodeIntent {
+	in := NodeIntent{Self: "n1", OnlyPods: true, Trusted: true, OwnPods: []netip.Prefix{pfx("10.244.0.0/16")}, Gateway: ip("10.244.2.254"),
+		Nodes:    []ClusterNode{{Name: "n1", Addrs: []netip.Addr{ip("172.30.1.11")}, PodCIDRs: []netip.Prefix{pfx("10.244.1.0/24")}}},
+		Gateways: []GatewayPod{{Addr: ip("10.244.2.254"), Host: ip("172.30.1.12")}, {Addr: ip("10.244.3.254"), Host: ip("172.30.1.13")}}}
+	for i := range n {
+		in.Granted = append(in.Granted, netip.PrefixFrom(netip.AddrFrom4([4]byte{100, byte(64 + i>>8), byte(i), 0}), 24),
+			netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(i >> 8), byte(i), 0}), 24))
+	}
+	in.Sort()
+	return in
+}
+
+// BenchmarkGrant is what an agent computes when one more peer is granted networks.
+func BenchmarkGrant(b *testing.B) {
+	for _, n := range []int{10, 1000, 4096} {
+		b.Run(fmt.Sprintf("%d", n), func(b *testing.B) {
+			have, _ := NodeFor(manyPeers(n))
+			in := manyPeers(n + 1)
+			for b.Loop() {
+				want, _ := NodeFor(in)
+				if plan := kernel.PlanFor(have, want); len(plan) != 5 { // two networks in two tables, and in the filter
+					b.Fatalf("%d changes", len(plan))
+				}
+			}
+		})
+	}
+}
+
+// BenchmarkNodeAdded is what a gateway in a Pod computes when a node comes.
+func BenchmarkNodeAdded(b *testing.B) {
+	for _, nodes := range []int{100, 1000, 5000} {
+		b.Run(fmt.Sprintf("%d", nodes), func(b *testing.B) {
+			in := PodNetwork{Pod: ip("10.128.0.250"), Node: "n0", Trusted: true}
+			for i := range nodes {
+				in.Nodes = append(in.Nodes, ClusterNode{Name: fmt.Sprintf("n%d", i), Addrs: []netip.Addr{netip.AddrFrom4([4]byte{172, 30, byte(i >> 8), byte(i)})},
+					PodCIDRs: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(128 + i>>8), byte(i), 0}), 24)}})
+			}
+			var peers []GatewayPeer
+			for _, p := range manyPeers(1000).Granted {
+				peers = append(peers, GatewayPeer{AllowedIPs: [2]netip.Prefix{p, {}}})
+			}
+			for b.Loop() {
+				GatewayPodFor(peers, nil, 1340, 1, 1400, in)
+			}
+		})
+	}
+}

@@ -1,0 +1,90 @@
+package gateway
+
+import (
+	"encoding/json"
+	"net/http"
+	"strings"
+	"time"
+
+	"github.com/isthmus-net/isthmus/gateway/capture"
+)
+
+// CaptureSocket is the name of the abstract socket, in the gateway's own network namespace or its
+// host's, at which CaptureHandler answers root and the gateway's own user: a capture shows who
+// talks to whom and, when asked to, what they say.
+const CaptureSocket = "isthmus-gateway-capture"
+
+// CaptureSummary is a trailer of the answer: what the capture came to, as JSON of capture.Summary.
+const CaptureSummary = "Isthmus-Capture"
+
+// captureWrite is how long a reader may leave a piece of the file unread.
+const captureWrite = 10 * time.Second
+
+// captureHandler answers GET /capture with a file of pcapng, as long as the capture goes on.
+func (g *gateway) captureHandler() http.Handler {
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /capture", func(w http.ResponseWriter, r *http.Request) {
+		if err := r.ParseForm(); err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		options, err := capture.Parse(r.Form)
+		if err != nil {
+			http.Error(w, err.Error(), http.StatusBadRequest)
+			return
+		}
+		names, known := make(map[string]string), []string(nil)
+		for _, p := range g.current().peers {
+			if names[p.ID] = p.Name; options.Peer == p.Name && p.Name != "" {
+				options.Peer = p.ID
+			}
+			known = append(known, strings.TrimSpace(p.Name+" "+p.ID))
+		}
+		if _, ok := names[options.Peer]; options.Peer != "" && !ok {
+			http.Error(w, "peer "+options.Peer+" is not one of this gateway's: "+strings.Join(known, ", "), http.StatusNotFound)
+			return
+		}
+		c := capture.New(options, "isthmus "+g.version, names)
+		if !g.capturing.CompareAndSwap(nil, c) {
+			http.Error(w, "another capture is running; there can be one at a time", http.StatusConflict)
+			return
+		}
+		g.log.Info("capture begins", "what", options.Query().Encode())
+		g.show(c)
+		defer func() {
+			g.show(nil)
+			g.capturing.Store(nil)
+			s := c.Summary()
+			g.log.Info("capture ended", "packets", s.Packets, "missed", s.Missed, "because", s.Ended)
+		}()
+		control := http.NewResponseController(w)
+		_ = control.SetReadDeadline(time.Time{}) // the bound is the capture's own
+		w.Header().Set("Content-Type", "application/x-pcapng")
+		w.Header().Set("Trailer", CaptureSummary)
+		_ = c.WriteTo(r.Context(), writerFunc(func(b []byte) (int, error) {
+			_ = control.SetWriteDeadline(time.Now().Add(captureWrite))
+			return w.Write(b)
+		}), control.Flush) // an error is the client's
+		summary, _ := json.Marshal(c.Summary()) // three plain fields
+		w.Header().Set(CaptureSummary, string(summary))
+	})
+	return mux
+}
+
+// show shows the packets of all tunnels.
+func (g *gateway) show(c *capture.Capture) {
+	for _, e := range g.ends {
+		e.SetCapture(c)
+	}
+}
+
+// endCapture ends the capture that runs, if any, so that nobody waits for its reader.
+func (g *gateway) endCapture() {
+	if c := g.capturing.Load(); c != nil {
+		c.End("the gateway ends")
+	}
+}
+
+type writerFunc func([]byte) (int, error)
+
+func (f writerFunc) Write(b []byte) (int, error) { return f(b) }

@@ -1,0 +1,217 @@
+// Package capture keeps packets that a gateway shows, with what became of them, until whoever asked
+// has read them: as pcapng, which Wireshark and tshark open.
+//
+//	goroutines of the road ── Add ──► buffer of 1 MiB ── WriteTo ──► reader
+//
+// Nothing waits for the reader: a packet for which the buffer has no place is missed and counted,
+// and the file says so where it is missing.
+package capture
+
+import (
+	"context"
+	"io"
+	"slices"
+	"sync"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// Place is where in the gateway a packet was seen. Each is an interface of the file.
+type Place uint8
+
+const (
+	BeforeNAT Place = iota // as the engine got it
+	AfterNAT               // as the engine left it
+	Tunnel                 // inside of the tunnel: as it was sealed, or opened
+	Underlay               // outside: the WireGuard message
+
+	numPlaces
+)
+
+var places = [...]Place{BeforeNAT, AfterNAT, Tunnel, Underlay}
+
+var placeNames = [numPlaces]string{"before-nat", "after-nat", "tunnel", "underlay"}
+
+var placeTexts = [numPlaces]string{
+	"as the NAT engine got it: outbound from the TUN, inbound out of the tunnel; superpackets whole",
+	"as the NAT engine left it: outbound towards the tunnel, inbound for the TUN; superpackets whole",
+	"inside of the tunnel, packet by packet: what is sealed for the peer, or was opened",
+	"WireGuard messages outside; IP and UDP headers are made from the socket's addresses, and of data the header alone is kept, with zeros behind it",
+}
+
+// PlaceNames are the names of all places.
+func PlaceNames() []string { return slices.Clone(placeNames[:]) }
+
+// String is the name of the interface.
+func (p Place) String() string { return placeNames[p] }
+
+// bufferSize bounds what waits for the reader, and there are two of them: one that is filled while
+// the other is written.
+const bufferSize = 1 << 20
+
+// flushInterval is how long a packet waits for the reader at most, unless many come.
+const flushInterval = 100 * time.Millisecond
+
+// A Capture takes packets until one of its bounds is reached or End is called. Methods may be
+// called concurrently but for WriteTo.
+type Capture struct {
+	Options
+	program string
+	names   map[string]string
+	started time.Time
+	done    chan struct{}
+	half    chan struct{} // the buffer is half full
+
+	mu      sync.Mutex
+	buffer  []byte
+	packets int
+	bytes   int64
+	taken   [numPlaces]uint64
+	missed  [numPlaces]uint64
+	gap     [numPlaces]uint64 // missed since the last that was taken
+	ended   string
+}
+
+// New begins a capture. program is how the file names who wrote it, names are those of peers by ID.
+func New(o Options, program string, names map[string]string) *Capture {
+	c := &Capture{Options: o, program: program, names: names, started: time.Now(), done: make(chan struct{}), half: make(chan struct{}, 1)}
+	c.buffer = header(make([]byte, 0, bufferSize), program, o.Snap)
+	c.bytes = int64(len(c.buffer))
+	return c
+}
+
+// PeerName is a peer as people know it.
+func (c *Capture) PeerName(p *natengine.PeerState) string {
+	if name := c.names[p.ID()]; name != "" {
+		return name
+	}
+	return p.ID()
+}
+
+// Wants says whether packets at a place with this direction, peer and fate are captured. A caller
+// asks it before it goes to the length of a comment.
+func (c *Capture) Wants(p Place, dir natengine.Direction, peer *natengine.PeerState, drop natengine.Drop) bool {
+	return c.wants(p, dir) && c.WantsPeer(peer) && c.WantsDrop(drop)
+}
+
+// Add takes a packet of length octets, of which parts, one behind the other, are kept. Nothing of
+// them is kept by reference, and the call never waits for a reader.
+func (c *Capture) Add(p Place, dir natengine.Direction, length int, comment string, parts ...[]byte) {
+	size := 0
+	for _, part := range parts {
+		size += len(part)
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if c.ended != "" {
+		return
+	}
+	if room := packetRoom(size, len(comment)); len(c.buffer)+room > bufferSize {
+		c.missed[p]++
+		c.gap[p]++
+		return
+	} else if c.bytes+int64(room) > c.Bytes {
+		c.end("bytes")
+		return
+	}
+	was := len(c.buffer)
+	c.buffer = packetBlock(c.buffer, p, time.Now(), dir, length, c.gap[p], comment, parts...)
+	c.bytes += int64(len(c.buffer) - was)
+	c.gap[p] = 0
+	c.taken[p]++
+	if len(c.buffer) > bufferSize/2 {
+		select {
+		case c.half <- struct{}{}:
+		default:
+		}
+	}
+	if c.packets++; c.packets == c.Packets {
+		c.end("packets")
+	}
+}
+
+// End ends the capture; why is for the reader. The first reason counts.
+func (c *Capture) End(why string) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.end(why)
+}
+
+func (c *Capture) end(why string) {
+	if c.ended == "" {
+		c.ended = why
+		close(c.done)
+	}
+}
+
+// A Summary is what a capture came to.
+type Summary struct {
+	Packets int    // in the file
+	Missed  uint64 // for which the reader was too slow
+	Ended   string // "packets", "bytes", "duration", or the reason that End was given
+}
+
+// Summary is what the capture came to so far.
+func (c *Capture) Summary() Summary {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	s := Summary{Packets: c.packets, Ended: c.ended}
+	for _, n := range c.missed {
+		s.Missed += n
+	}
+	return s
+}
+
+// WriteTo writes the file to w, until the capture ends, which it does when ctx ends or w returns an
+// error. It is called once. flush is called after each piece.
+func (c *Capture) WriteTo(ctx context.Context, w io.Writer, flush func() error) error {
+	over := time.NewTimer(c.Duration)
+	defer over.Stop()
+	tick := time.NewTicker(flushInterval)
+	defer tick.Stop()
+	spare := make([]byte, 0, bufferSize)
+	for {
+		c.mu.Lock()
+		full, last := c.buffer, c.ended != ""
+		c.buffer = spare[:0]
+		c.mu.Unlock()
+		if last {
+			full = c.statistics(full)
+		}
+		if len(full) > 0 {
+			_, err := w.Write(full)
+			if err == nil {
+				err = flush()
+			}
+			if err != nil {
+				c.End("reader gone")
+				return err
+			}
+		}
+		if last {
+			return nil
+		}
+		spare = full
+		select {
+		case <-tick.C:
+		case <-c.half:
+		case <-c.done:
+		case <-over.C:
+			c.End("duration")
+		case <-ctx.Done():
+			c.End("interrupted") // the reader may still take the rest
+		}
+	}
+}
+
+// statistics appends what stands at the end of the file.
+func (c *Capture) statistics(b []byte) []byte {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	now := time.Now()
+	for _, p := range places {
+		b = statistics(b, p, c.started, now, c.taken[p]+c.missed[p], c.missed[p])
+	}
+	return b
+}

@@ -1,0 +1,283 @@
+package capture
+
+import (
+	"fmt"
+	"net/netip"
+	"net/url"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// Bounds of a capture: what it has when nobody says, and the most that may be asked for.
+const (
+	DefaultPackets  = 100_000
+	DefaultBytes    = 64 << 20
+	DefaultDuration = time.Minute
+	MaxPackets      = 100_000_000
+	MaxBytes        = 16 << 30
+	MaxDuration     = time.Hour
+	MaxSnap         = 65535
+)
+
+// Options say what is captured and when it ends. DefaultOptions fills it.
+type Options struct {
+	Places     []Place               // nil: all
+	Directions []natengine.Direction // nil: both
+	Peer       string                // cluster ID or, as a person writes it, name; empty: all
+	Drops      []natengine.Drop      // packets dropped for one of these reasons alone
+	Dropped    bool                  // packets dropped for any reason alone
+	Proto      uint8                 // upper-layer protocol; 0: all. packet.ICMP is ICMPv6 too
+	Ends       [2]netip.AddrPort     // both ends, in either order; the zero Addr and port 0 are any
+
+	// Snap is how many octets of each packet are kept; 0: its headers, and nothing that a pod has
+	// written.
+	Snap int
+
+	Packets  int           // records
+	Bytes    int64         // of the file
+	Duration time.Duration // of the capture
+}
+
+// DefaultOptions are everything that passes, headers only, within the default bounds.
+func DefaultOptions() Options {
+	return Options{Packets: DefaultPackets, Bytes: DefaultBytes, Duration: DefaultDuration}
+}
+
+// Protocols are the names of protocols that Proto may have.
+var Protocols = []string{"tcp", "udp", "icmp"}
+
+var protocols = map[string]uint8{"tcp": packet.TCP, "udp": packet.UDP, "icmp": packet.ICMP}
+
+// Query is the options as parameters of a URL; Parse is its reverse.
+func (o Options) Query() url.Values {
+	q := url.Values{}
+	for _, p := range o.Places {
+		q.Add("place", p.String())
+	}
+	for _, d := range o.Directions {
+		q.Add("direction", map[natengine.Direction]string{natengine.Outbound: "out", natengine.Inbound: "in"}[d])
+	}
+	for _, d := range o.Drops {
+		q.Add("drop", d.String())
+	}
+	if o.Dropped {
+		q.Set("dropped", "true")
+	}
+	if o.Peer != "" {
+		q.Set("peer", o.Peer)
+	}
+	for name, proto := range protocols {
+		if proto == o.Proto {
+			q.Set("protocol", name)
+		}
+	}
+	if o.Ends != [2]netip.AddrPort{} {
+		for _, e := range o.Ends {
+			q.Add("end", endText(e))
+		}
+	}
+	q.Set("snap", strconv.Itoa(o.Snap))
+	q.Set("packets", strconv.Itoa(o.Packets))
+	q.Set("bytes", strconv.FormatInt(o.Bytes, 10))
+	q.Set("duration", o.Duration.String())
+	return q
+}
+
+// Any is how an end is written that may be anything.
+const Any = "any"
+
+func endText(e netip.AddrPort) string {
+	switch {
+	case !e.Addr().IsValid() && e.Port() == 0:
+		return Any
+	case !e.Addr().IsValid():
+		return ":" + strconv.Itoa(int(e.Port()))
+	case e.Port() == 0:
+		return e.Addr().String()
+	}
+	return e.String()
+}
+
+// ParseEnd reads "10.0.0.1", "10.0.0.1:80", "[fd00::1]:80", "fd00::1", ":80" or "any".
+func ParseEnd(s string) (netip.AddrPort, error) {
+	wrong := fmt.Errorf("%q is no end; want an address such as 10.0.0.1, 10.0.0.1:80, fd00::1 or [fd00::1]:80, a port such as :80, or %s", s, Any)
+	if s == Any {
+		return netip.AddrPort{}, nil
+	}
+	if port, ok := strings.CutPrefix(s, ":"); ok && !strings.Contains(port, ":") {
+		n, err := strconv.ParseUint(port, 10, 16)
+		if err != nil || n == 0 {
+			return netip.AddrPort{}, wrong
+		}
+		return netip.AddrPortFrom(netip.Addr{}, uint16(n)), nil
+	}
+	at, err := netip.ParseAddrPort(s)
+	if err != nil {
+		a, err := netip.ParseAddr(s)
+		if err != nil {
+			return netip.AddrPort{}, wrong
+		}
+		at = netip.AddrPortFrom(a, 0)
+	}
+	if at.Addr().Zone() != "" {
+		return netip.AddrPort{}, wrong
+	}
+	return netip.AddrPortFrom(at.Addr().Unmap(), at.Port()), nil
+}
+
+// Parse reads the parameters of a URL, of which all may be missing.
+func Parse(q url.Values) (Options, error) {
+	o := DefaultOptions()
+	for name, values := range q {
+		switch name {
+		case "place":
+			for _, s := range values {
+				i := slices.Index(placeNames[:], s)
+				if i < 0 {
+					return o, fmt.Errorf("place %q: want one of %s", s, strings.Join(placeNames[:], ", "))
+				}
+				o.Places = append(o.Places, Place(i))
+			}
+		case "direction":
+			for _, s := range values {
+				i := slices.Index([]string{"out", "in"}, s)
+				if i < 0 {
+					return o, fmt.Errorf("direction %q: want out or in", s)
+				}
+				o.Directions = append(o.Directions, natengine.Direction(i))
+			}
+		case "drop":
+			for _, s := range values {
+				all := natengine.Drops()
+				i := slices.IndexFunc(all, func(d natengine.Drop) bool { return d.String() == s })
+				if i < 0 {
+					return o, fmt.Errorf("drop %q: want one of %s", s, strings.Join(DropNames(), ", "))
+				}
+				o.Drops = append(o.Drops, all[i])
+			}
+		case "end":
+			if len(values) > len(o.Ends) {
+				return o, fmt.Errorf("end: %d of them; want at most two", len(values))
+			}
+			for i, s := range values {
+				e, err := ParseEnd(s)
+				if err != nil {
+					return o, fmt.Errorf("end: %w", err)
+				}
+				o.Ends[i] = e
+			}
+		default:
+			if len(values) != 1 {
+				return o, fmt.Errorf("%s: %d values; want one", name, len(values))
+			}
+			if err := o.parse(name, values[0]); err != nil {
+				return o, err
+			}
+		}
+	}
+	if a, b := o.Ends[0].Addr(), o.Ends[1].Addr(); a.IsValid() && b.IsValid() && a.Is4() != b.Is4() {
+		return o, fmt.Errorf("end: %s and %s are of different families", a, b)
+	}
+	return o, nil
+}
+
+func (o *Options) parse(name, value string) error {
+	number := func(least, most int64) (int64, error) {
+		n, err := strconv.ParseInt(value, 10, 64)
+		if err != nil || n < least || n > most {
+			return 0, fmt.Errorf("%s %q: want a number from %d to %d", name, value, least, most)
+		}
+		return n, nil
+	}
+	var n int64
+	var err error
+	switch name {
+	case "peer":
+		o.Peer = value
+	case "dropped":
+		if o.Dropped = value == "true"; !o.Dropped && value != "false" {
+			return fmt.Errorf("dropped %q: want true or false", value)
+		}
+	case "protocol":
+		var ok bool
+		if o.Proto, ok = protocols[value]; !ok {
+			return fmt.Errorf("protocol %q: want %s", value, strings.Join(Protocols, ", "))
+		}
+	case "snap":
+		n, err = number(0, MaxSnap)
+		o.Snap = int(n)
+	case "packets":
+		n, err = number(1, MaxPackets)
+		o.Packets = int(n)
+	case "bytes":
+		o.Bytes, err = number(1, MaxBytes)
+	case "duration":
+		d, wrong := time.ParseDuration(value)
+		if wrong != nil || d <= 0 || d > MaxDuration {
+			return fmt.Errorf("duration %q: want one such as 30s or 5m, at most %v", value, MaxDuration)
+		}
+		o.Duration = d
+	default:
+		return fmt.Errorf("%q is not known; want place, direction, peer, drop, dropped, protocol, end, snap, packets, bytes or duration", name)
+	}
+	return err
+}
+
+// DropNames are the reasons that Options.Drops may have.
+func DropNames() (names []string) {
+	for _, d := range natengine.Drops() {
+		names = append(names, d.String())
+	}
+	return names
+}
+
+// wants says whether packets at a place are captured at all.
+func (o *Options) wants(p Place, dir natengine.Direction) bool {
+	return (len(o.Places) == 0 || slices.Contains(o.Places, p)) && (len(o.Directions) == 0 || slices.Contains(o.Directions, dir))
+}
+
+// WantsDrop says whether packets with this fate are captured; natengine.DropNone is that of one
+// that goes on.
+func (o *Options) WantsDrop(d natengine.Drop) bool {
+	switch {
+	case len(o.Drops) > 0:
+		return slices.Contains(o.Drops, d)
+	case o.Dropped:
+		return d != natengine.DropNone
+	}
+	return true
+}
+
+// WantsPeer says whether packets of the peer are captured; nil: the peer is not known.
+func (o *Options) WantsPeer(p *natengine.PeerState) bool {
+	return o.Peer == "" || p != nil && p.ID() == o.Peer
+}
+
+// Narrow says whether ends or a protocol are asked for.
+func (o *Options) Narrow() bool { return o.Proto != 0 || o.Ends != [2]netip.AddrPort{} }
+
+// WantsEnds says whether a packet with these ends is captured.
+func (o *Options) WantsEnds(t natengine.Tuple) bool {
+	a, b := o.Ends[0], o.Ends[1]
+	return o.wantsProto(t.Proto) && (is(a, t.Src) && is(b, t.Dst) || is(a, t.Dst) && is(b, t.Src))
+}
+
+// WantsRemote says whether a packet may be captured whose end at the peer, which NAT leaves as it
+// is, is this one, whatever becomes of the other.
+func (o *Options) WantsRemote(proto uint8, remote netip.AddrPort) bool {
+	return o.wantsProto(proto) && (is(o.Ends[0], remote) || is(o.Ends[1], remote))
+}
+
+func (o *Options) wantsProto(proto uint8) bool {
+	return o.Proto == 0 || o.Proto == proto || o.Proto == packet.ICMP && proto == packet.ICMPv6
+}
+
+// is says whether an end is one that is wanted.
+func is(want, have netip.AddrPort) bool {
+	return (!want.Addr().IsValid() || want.Addr() == have.Addr()) && (want.Port() == 0 || want.Port() == have.Port())
+}

@@ -1,0 +1,512 @@
+package datapath
+
+import (
+	"encoding/binary"
+	"encoding/hex"
+	"fmt"
+	"net/netip"
+	"strconv"
+	"strings"
+	"time"
+
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/gateway/capture"
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// SetCapture shows packets to c from the next batch on, to nobody when c is nil. The capture is
+// asked and filled by the goroutines of the road; it never makes them wait.
+func (t *Tunnel) SetCapture(c *capture.Capture) {
+	if c == nil {
+		t.capture.Store(nil)
+		return
+	}
+	t.capture.Store(&captured{c, t.Port()})
+	t.link.Wake() // the outbound goroutine may wait for the first packet of a batch
+}
+
+// captured is a capture and what its packets need of the tunnel. The port is that of the beginning:
+// asking for it would wait for a socket that closes and waits for its goroutine.
+type captured struct {
+	*capture.Capture
+	port uint16
+}
+
+const (
+	// tapHead holds the headers of a packet as they were before NAT, and of an ICMP error all that
+	// NAT may change.
+	tapHead = 2048
+	// tapWhole bounds what of a packet an explanation needs whole.
+	tapWhole = 2048
+)
+
+// tap is what one goroutine of the road shows to a capture, and its scratch. While there is none,
+// to is nil and nothing here is called: callers ask on first.
+type tap struct {
+	t   *Tunnel
+	dir natengine.Direction
+	to  *captured // of the batch at hand; one load
+
+	head     [tapHead]byte // of the packet before NAT
+	kept     int
+	size     int // of the packet before NAT, or of the run
+	checksum packet.ChecksumState
+	before   natengine.Tuple
+	headers  int  // octets of its headers
+	wanted   bool // the packet that crossed last, and so its segments
+
+	view   packet.View
+	small  [tapHead]byte
+	latest struct {
+		telling
+		comment string
+	}
+	last struct { // what was found out about ends, since packets of a flow come together
+		to     *captured
+		tuple  natengine.Tuple
+		wanted bool
+	}
+}
+
+// begin looks for a capture, once a batch.
+func (p *tap) begin() { p.to = p.t.capture.Load() }
+
+// on says whether there is one.
+func (p *tap) on() bool { return p.to != nil }
+
+// came remembers a packet or run before the engine changes its headers.
+func (p *tap) came(v *packet.View) {
+	b := v.Bytes()
+	p.headers = headersOf(v)
+	keep := p.headers
+	if _, _, _, fragment := v.Fragment(); fragment || v.IsICMPError() {
+		keep = len(b)
+	}
+	p.kept = copy(p.head[:], b[:min(keep, len(b))])
+	p.size, p.checksum, p.before = v.Len(), v.Checksum(), natengine.TupleOf(v, p.dir)
+}
+
+// crossed shows the packet that came, and what the engine has made of it. segments is how many
+// packets of the tunnel it is, tail the payload of the second and later ones of a run.
+func (p *tap) crossed(v *packet.View, verdict natengine.Verdict, drop natengine.Drop, segments int, tail [][]byte, now time.Duration) {
+	c := p.to
+	after := p.before
+	if verdict.Action == natengine.Forward || verdict.Action == natengine.Deliver {
+		after = natengine.TupleOf(v, p.dir)
+	}
+	p.wanted = c.WantsPeer(verdict.Peer) && (!c.Narrow() || c.WantsEnds(p.before) || c.WantsEnds(after))
+	if !p.wanted || !c.WantsDrop(drop) {
+		return
+	}
+	comment := p.told(verdict, drop, after, segments, now)
+	body := v.Bytes()
+	if c.Wants(capture.BeforeNAT, p.dir, verdict.Peer, drop) {
+		keep := p.keep(p.headers)
+		head := p.head[:min(p.kept, keep)]
+		p.add(capture.BeforeNAT, p.size, comment, keep, head, body[min(len(head), len(body)):], tail)
+	}
+	if (verdict.Action == natengine.Forward || verdict.Action == natengine.Deliver) && c.Wants(capture.AfterNAT, p.dir, verdict.Peer, drop) {
+		p.add(capture.AfterNAT, v.Len(), comment, p.keep(p.headers), body, nil, tail)
+	}
+}
+
+// keep is how many octets of a packet with these headers are kept.
+func (p *tap) keep(headers int) int {
+	if p.to.Snap > 0 {
+		return p.to.Snap
+	}
+	return headers
+}
+
+// add shows the first keep octets of a packet that consists of pieces.
+func (p *tap) add(place capture.Place, size int, comment string, keep int, head, rest []byte, tail [][]byte) {
+	var parts [2 + 64][]byte
+	n := 0
+	take := func(b []byte) {
+		if b = b[:min(len(b), keep)]; len(b) > 0 && n < len(parts) {
+			parts[n] = b
+			n++
+			keep -= len(b)
+		}
+	}
+	take(head)
+	take(rest)
+	for _, b := range tail {
+		take(b)
+	}
+	p.to.Add(place, p.dir, size, comment, parts[:n]...)
+}
+
+// told is story, made once for packets of a flow that come one behind the other.
+func (p *tap) told(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
+	if verdict.Action == natengine.Hold || len(verdict.Released()) > 0 {
+		return p.story(verdict, drop, after, segments, now)
+	}
+	same := telling{p.to, verdict.Peer, p.before, after, drop, segments, int64(now / time.Second)}
+	if p.latest.telling != same {
+		p.latest.telling, p.latest.comment = same, p.story(verdict, drop, after, segments, now)
+	}
+	return p.latest.comment
+}
+
+// telling is what a story is about. Rules may change from one second to the next.
+type telling struct {
+	to            *captured
+	peer          *natengine.PeerState
+	before, after natengine.Tuple
+	drop          natengine.Drop
+	segments      int
+	second        int64
+}
+
+// story is the comment: whose packet it is, which rule rewrote it to what, or why it was dropped.
+func (p *tap) story(verdict natengine.Verdict, drop natengine.Drop, after natengine.Tuple, segments int, now time.Duration) string {
+	var b strings.Builder
+	if verdict.Peer != nil {
+		fmt.Fprintf(&b, "peer %s", p.to.PeerName(verdict.Peer))
+	} else {
+		b.WriteString("no peer")
+	}
+	if rule := p.rule(now); rule != "" {
+		fmt.Fprintf(&b, "; %s", rule)
+	}
+	if after.Src != p.before.Src {
+		fmt.Fprintf(&b, "; source %s becomes %s", endText(p.before.Src), endText(after.Src))
+	}
+	if after.Dst != p.before.Dst {
+		fmt.Fprintf(&b, "; destination %s becomes %s", endText(p.before.Dst), endText(after.Dst))
+	}
+	if segments > 1 {
+		fmt.Fprintf(&b, "; superpacket of %d", segments)
+	}
+	switch {
+	case drop != natengine.DropNone:
+		b.WriteString("; " + dropText(drop))
+	case verdict.Action == natengine.Hold:
+		b.WriteString("; a fragment that waits for the first of its datagram")
+	case verdict.Action == natengine.Deliver:
+		b.WriteString("; for the gateway itself")
+	}
+	if n := len(verdict.Released()); n > 0 {
+		fmt.Fprintf(&b, "; %d fragments that waited for it go on", n)
+	}
+	return b.String()
+}
+
+func dropText(d natengine.Drop) string { return "dropped: " + d.String() + ": " + d.Explain() }
+
+func endText(a netip.AddrPort) string {
+	if a.Port() == 0 {
+		return a.Addr().String()
+	}
+	return a.String()
+}
+
+// rule is the rule that the engine has followed for the packet that came.
+func (p *tap) rule(now time.Duration) string {
+	trace, ok := p.trace(p.head[:p.kept], p.checksum, now)
+	switch {
+	case !ok:
+		return ""
+	case trace.Flow == "known":
+		return trace.Rule + ", flow in the table"
+	}
+	return trace.Rule
+}
+
+// trace asks the engine what it would do with the packet of which b is the beginning: the headers,
+// or all of it. Lengths are mended to what is there.
+func (p *tap) trace(b []byte, checksum packet.ChecksumState, now time.Duration) (natengine.Trace, bool) {
+	small := p.small[:copy(p.small[:], b)]
+	if !shorten(small) || p.view.Parse(small, checksum) != nil {
+		return natengine.Trace{}, false
+	}
+	return p.t.engine.Trace(&p.view, p.dir, now), true
+}
+
+// shorten makes the beginning of a packet a packet. It says no when there is too little of it.
+func shorten(b []byte) bool {
+	udp := -1
+	switch {
+	case len(b) >= 20 && b[0]>>4 == 4:
+		binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
+		if b[9] == packet.UDP && binary.BigEndian.Uint16(b[6:])&0x1fff == 0 {
+			udp = int(b[0]&15) * 4
+		}
+	case len(b) >= 40 && b[0]>>4 == 6:
+		binary.BigEndian.PutUint16(b[4:], uint16(len(b)-40))
+		if b[6] == packet.UDP {
+			udp = 40
+		}
+	default:
+		return false
+	}
+	if udp >= 0 && len(b) >= udp+8 {
+		binary.BigEndian.PutUint16(b[udp+4:], uint16(len(b)-udp))
+	}
+	return true
+}
+
+// headersOf is how many octets of a packet are headers; of an ICMP error the quoted ones too, as
+// far as they have no options.
+func headersOf(v *packet.View) int {
+	n := v.PayloadOffset()
+	if v.IsICMPError() {
+		if n += 20 + 8; !v.Is4() {
+			n += 20
+		}
+	}
+	return min(n, len(v.Bytes()))
+}
+
+// dropped shows a packet that is dropped elsewhere than by the engine.
+func (p *tap) dropped(place capture.Place, peer *natengine.PeerState, b []byte, why natengine.Drop) {
+	p.packet(place, peer, b, why, dropText(why))
+}
+
+// packet shows a packet b with a comment of its own. One that does not parse keeps what may be an
+// IP header.
+func (p *tap) packet(place capture.Place, peer *natengine.PeerState, b []byte, drop natengine.Drop, comment string) {
+	c := p.to
+	if !c.Wants(place, p.dir, peer, drop) {
+		return
+	}
+	headers := min(len(b), 20)
+	if p.view.Parse(b, packet.ChecksumComplete) == nil {
+		if headers = headersOf(&p.view); c.Narrow() && !c.WantsEnds(natengine.TupleOf(&p.view, p.dir)) {
+			return
+		}
+	} else if c.Narrow() {
+		return
+	}
+	if peer != nil {
+		comment = "peer " + c.PeerName(peer) + "; " + comment
+	}
+	p.add(place, len(b), comment, p.keep(headers), b, nil, nil)
+}
+
+// inner shows a packet of the outbound goroutine inside the tunnel, and says whether it is one that
+// is captured. crossed says that the packet is of the one that crossed the engine last, whose ends
+// are known before and after NAT.
+func (p *tap) inner(peer *natengine.PeerState, b []byte, crossed bool) bool {
+	headers, wanted := p.wantsInner(peer, b, crossed && p.wanted, 0)
+	if wanted {
+		p.showInner(peer, b, headers)
+	}
+	return wanted
+}
+
+// wantsInner says whether a packet inside the tunnel is captured, and how long its headers are.
+func (p *tap) wantsInner(peer *natengine.PeerState, b []byte, known bool, now time.Duration) (headers int, wanted bool) {
+	c := p.to
+	if !c.WantsPeer(peer) || !c.WantsDrop(natengine.DropNone) || p.view.Parse(b, packet.ChecksumComplete) != nil {
+		return 0, false
+	}
+	headers = headersOf(&p.view)
+	return headers, known || !c.Narrow() || p.wantsEnds(b, now)
+}
+
+func (p *tap) showInner(peer *natengine.PeerState, b []byte, headers int) {
+	if !p.to.Wants(capture.Tunnel, p.dir, peer, natengine.DropNone) {
+		return
+	}
+	way := "from"
+	if p.dir == natengine.Outbound {
+		way = "to"
+	}
+	p.add(capture.Tunnel, len(b), way+" peer "+p.to.PeerName(peer), p.keep(headers), b, nil, nil)
+}
+
+// wantsEnds says whether the ends of the packet in view are wanted, as they are or as the engine
+// will make them.
+func (p *tap) wantsEnds(b []byte, now time.Duration) bool {
+	c, v := p.to, &p.view
+	tuple := natengine.TupleOf(v, p.dir)
+	if c.WantsEnds(tuple) {
+		return true
+	}
+	remote := tuple.Src
+	if p.dir == natengine.Outbound {
+		remote = tuple.Dst
+	}
+	if p.dir == natengine.Outbound || !v.IsICMPError() && !c.WantsRemote(tuple.Proto, remote) {
+		return false // on the way out NAT is behind it
+	}
+	if p.last.to == c && p.last.tuple == tuple {
+		return p.last.wanted
+	}
+	keep := v.PayloadOffset()
+	if v.IsICMPError() {
+		keep = len(b)
+	}
+	trace, ok := p.trace(b[:min(keep, tapWhole)], v.Checksum(), now)
+	wanted := ok && c.WantsEnds(trace.After)
+	p.last.to, p.last.tuple, p.last.wanted = c, tuple, wanted
+	return wanted
+}
+
+// outer shows a WireGuard message. Of data it keeps the header alone: the packet in it is shown
+// inside the tunnel.
+func (p *tap) outer(peer *natengine.PeerState, m []byte, at conn.Endpoint, drop natengine.Drop) {
+	if p.to.Wants(capture.Underlay, p.dir, peer, drop) {
+		p.to.message(p.dir, p.nameOf(peer), m, at, drop)
+	}
+}
+
+func (p *tap) nameOf(peer *natengine.PeerState) string {
+	if peer == nil {
+		return ""
+	}
+	return p.to.PeerName(peer)
+}
+
+// handshake shows a message of the device's, or for it. Nothing in one that comes says whose it is
+// that a stranger could not write too, so that its peer is known by where it is configured to be.
+func (c *captured) handshake(t *Tunnel, dir natengine.Direction, m []byte, at conn.Endpoint, drop natengine.Drop) {
+	if c.Narrow() {
+		return
+	}
+	var peer *natengine.PeerState
+	table := t.peers.Load()
+	if to := t.bind.peerOf(m); dir == natengine.Outbound && to != nil {
+		peer = to.state
+	} else if table.byAddr[at.DstIP().Unmap()] != nil { // else a flood of strangers would have all peers looked at
+		for p, addr := range table.at {
+			if addr == at.DstIP().Unmap() {
+				peer = p.state
+				break
+			}
+		}
+	}
+	if !c.Wants(capture.Underlay, dir, peer, drop) {
+		return
+	}
+	name := ""
+	if peer != nil {
+		name = c.PeerName(peer)
+	}
+	c.message(dir, name, m, at, drop)
+}
+
+var messageNames = map[uint32]string{
+	device.MessageInitiationType: "handshake initiation", device.MessageResponseType: "handshake response",
+	device.MessageCookieReplyType: "cookie reply", device.MessageTransportType: "data",
+}
+
+// message adds a WireGuard message with headers made for it.
+func (c *captured) message(dir natengine.Direction, peer string, m []byte, at conn.Endpoint, drop natengine.Drop) {
+	if at == nil {
+		return
+	}
+	kind := uint32(0)
+	if len(m) >= 4 {
+		kind = binary.LittleEndian.Uint32(m)
+	}
+	var comment string
+	switch {
+	case messageNames[kind] == "":
+		comment = "no WireGuard message"
+	case kind == device.MessageTransportType && len(m) == headerLen+tagLen:
+		comment = "keepalive"
+	default:
+		comment = messageNames[kind]
+	}
+	if peer != "" {
+		comment = "peer " + peer + "; " + comment
+	}
+	if kind == device.MessageTransportType && len(m) >= headerLen {
+		var b [64]byte
+		text := append(b[:0], ", session "...)
+		text = hex.AppendEncode(text, []byte{m[7], m[6], m[5], m[4]})
+		text = strconv.AppendUint(append(text, ", counter "...), binary.LittleEndian.Uint64(m[8:]), 10)
+		comment += string(text)
+	}
+	if drop != natengine.DropNone {
+		comment += "; " + dropText(drop)
+	}
+	body, tail := m, []byte(nil)
+	if len(m) == 0 || len(m) != handshakeLen(kind) {
+		// What was behind the header may be in clear by now.
+		body, tail = m[:min(len(m), headerLen)], noContent[:min(len(m)-min(len(m), headerLen), len(noContent))]
+	}
+	remote := netip.AddrPortFrom(at.DstIP().Unmap(), 0)
+	if e, ok := at.(interface{ AddrPort() netip.AddrPort }); ok {
+		remote = netip.AddrPortFrom(remote.Addr(), e.AddrPort().Port())
+	}
+	local := netip.AddrPortFrom(at.SrcIP().Unmap(), c.port)
+	src, dst := local, remote
+	if dir == natengine.Inbound {
+		src, dst = remote, local
+	}
+	var head [48]byte
+	h := udpHeader(head[:0], src, dst, m)
+	c.Add(capture.Underlay, dir, len(h)+len(m), comment, h, body, tail)
+}
+
+// noContent stands for the content of a data message: Wireshark calls one malformed that has less.
+var noContent [tagLen]byte
+
+// udpHeader appends the IP and UDP header of a datagram. An address that is not known is the
+// unspecified one.
+func udpHeader(b []byte, src, dst netip.AddrPort, data []byte) []byte {
+	be := binary.BigEndian
+	size := 8 + len(data)
+	if src.Addr().Is4() || dst.Addr().Is4() {
+		s, d := as4(src.Addr()), as4(dst.Addr())
+		b = append(b, 0x45, 0, 0, 0, 0, 0, 0, 0, 64, packet.UDP, 0, 0)
+		be.PutUint16(b[2:], uint16(20+size))
+		b = append(append(b, s[:]...), d[:]...)
+		be.PutUint16(b[10:], ^fold(sum(0, b)))
+		b = be.AppendUint16(b, src.Port())
+		b = be.AppendUint16(b, dst.Port())
+		b = be.AppendUint16(b, uint16(size))
+		return append(b, 0, 0) // none, as IPv4 allows
+	}
+	s, d := as16(src.Addr()), as16(dst.Addr())
+	b = append(b, 0x60, 0, 0, 0, 0, 0, packet.UDP, 64)
+	be.PutUint16(b[4:], uint16(size))
+	b = append(append(b, s[:]...), d[:]...)
+	b = be.AppendUint16(b, src.Port())
+	b = be.AppendUint16(b, dst.Port())
+	b = be.AppendUint16(b, uint16(size))
+	check := ^fold(sum(sum(uint32(packet.UDP)+uint32(size), b[8:]), data))
+	if check == 0 {
+		check = 0xffff
+	}
+	return be.AppendUint16(b, check)
+}
+
+func as4(a netip.Addr) (b [4]byte) {
+	if a.Is4() {
+		b = a.As4()
+	}
+	return b
+}
+
+func as16(a netip.Addr) (b [16]byte) {
+	if a.IsValid() {
+		b = a.As16()
+	}
+	return b
+}
+
+// sum adds the 16-bit words of b (RFC 1071).
+func sum(n uint32, b []byte) uint32 {
+	for ; len(b) >= 2; b = b[2:] {
+		n += uint32(b[0])<<8 | uint32(b[1])
+	}
+	if len(b) == 1 {
+		n += uint32(b[0]) << 8
+	}
+	return n
+}
+
+func fold(n uint32) uint16 {
+	for n > 0xffff {
+		n = n>>16 + n&0xffff
+	}
+	return uint16(n)
+}

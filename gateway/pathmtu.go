@@ -1,0 +1,305 @@
+package gateway
+
+import (
+	"fmt"
+	"slices"
+	"time"
+)
+
+// Packetization layer path MTU discovery (RFC 8899) for each peer. The kernel knows what routers
+// say; a path that drops large datagrams and says nothing is found by WireGuard messages of a
+// size. Such a probe is a PING of the connection check that WireGuard pads (datapath.Local,
+// SendPadded), so that every peer answers it, Liqo too, and the answer is small: each side finds out
+// about the direction in which it sends.
+//
+// PLPMTU, the size in force, is that of an IP packet in the tunnel. Three things differ from the RFC:
+// a search begins with the largest size rather than the base, because TCP connections keep the
+// segment size of their first second for ever; several sizes are probed at once, because a probe is
+// no user data; and what was lowered is tried again after half a minute, but after ten minutes where
+// that has failed before.
+const (
+	// pathTimeout is PROBE_TIMER (RFC 8899, section 5.1.1), to which the round trip is added. Where
+	// the small message that was sent last of a round is answered, the others are not waited for as
+	// long: until a moment and some round trips after the beginning.
+	pathTimeout = time.Second
+	pathMoment  = pathTimeout / 5
+	pathTrips   = 4
+
+	pathLook = checkInterval / 8
+
+	// pathRate is how many peers are confirmed in a second at most; of up to 100 each is in each
+	// interval.
+	pathRate = 50
+
+	// pathRaise and pathRaiseMost bound PMTU_RAISE_TIMER.
+	pathRaise     = 30 * time.Second
+	pathRaiseMost = 10 * time.Minute
+
+	// pathSizes are probed in one round, besides the largest and the smallest in question. Twice
+	// that, and the controls, is less than a peer answers in a second.
+	pathSizes = 5
+)
+
+// PathState is a state of RFC 8899, section 5.2.
+type PathState string
+
+const (
+	PathDisabled       PathState = "Disabled"       // the peer does not answer, which says nothing of sizes
+	PathSearching      PathState = "Searching"      // probes are under way
+	PathSearchComplete PathState = "SearchComplete" // the largest size that passes is in force
+	PathError          PathState = "Error"          // not even the base passes
+)
+
+// PathMTU is what is known of the path to a peer, as far as it depends on sizes.
+type PathMTU struct {
+	State   PathState `json:"state"`
+	Bytes   int       `json:"bytes"`   // largest IP packet in the tunnel that the path takes
+	Ceiling int       `json:"ceiling"` // and what it should take, by what the kernel knows
+	Since   time.Time `json:"since"`   // of Bytes
+	// Confirmed is when a packet of that size arrived last; zero: none has yet.
+	Confirmed time.Time `json:"confirmed,omitzero"`
+}
+
+// Narrow says whether packets vanish that should fit.
+func (p PathMTU) Narrow() bool { return p.Bytes < p.Ceiling }
+
+// text is a sentence about a narrow path.
+func (p PathMTU) text() string {
+	return fmt.Sprintf("the path to it drops larger packets and says nothing, so packets to it are of %d octets at most instead of %d; "+
+		"let ICMP \"fragmentation needed\" and \"packet too big\" pass there, or mend the link", p.Bytes, p.Ceiling)
+}
+
+// pathProbe is a message of a probe. Its time names it.
+type pathProbe struct {
+	at       time.Time
+	size     int // 0: a control, as small as any PING
+	answered bool
+}
+
+// pathSearch is the search on one path. It reads no clock and sends nothing. The zero value does
+// nothing until a ceiling is set.
+type pathSearch struct {
+	PathMTU
+	floor  int           // BASE_PLPMTU
+	base   int           // as it was asked for; floor is at most the ceiling
+	raise  time.Duration // PMTU_RAISE_TIMER
+	raised time.Time     // when it last began
+	fell   time.Time     // when the size was last lowered
+
+	// Of the search: the largest step that passes, -1 for none, and the smallest that does not.
+	low, high int
+	doubt     bool // one round has found that the size in force does not pass
+
+	round []pathProbe // under way
+	began time.Time
+	kind  pathKind
+}
+
+type pathKind uint8
+
+const (
+	pathConfirm  pathKind = iota // does the size in force still pass?
+	pathSearches                 // which one does?
+	pathUpwards                  // does a larger one?
+)
+
+// The sizes that there are: floor, multiples of padding, ceiling.
+func (s *pathSearch) steps() int { return (s.Ceiling-s.floor+padding-1)/padding + 1 }
+
+func (s *pathSearch) sizeOf(step int) int { return min(s.floor+step*padding, s.Ceiling) }
+
+func (s *pathSearch) stepOf(size int) int { return (size - s.floor + padding - 1) / padding }
+
+// limit sets what the kernel knows of the path, and the size to begin with.
+func (s *pathSearch) limit(base, ceiling int, now time.Time) {
+	if s.base == base && s.Ceiling == ceiling {
+		return
+	}
+	was := s.Bytes
+	if was == s.Ceiling || was > ceiling {
+		was = ceiling
+	}
+	s.base, s.floor, s.Ceiling = base, min(base, ceiling), ceiling
+	if was = max(was, s.floor); was < ceiling { // a step
+		was -= (was - s.floor) % padding
+	}
+	if s.Bytes != was {
+		s.Bytes, s.Since = was, now
+	}
+	s.round, s.Confirmed = nil, time.Time{}
+	if s.State == "" {
+		s.State = PathDisabled
+	}
+	if s.State != PathDisabled {
+		s.begin(now)
+	}
+}
+
+// begin begins a search from nothing, as for another path.
+func (s *pathSearch) begin(now time.Time) {
+	if s.Ceiling == 0 {
+		return
+	}
+	s.State, s.low, s.high, s.doubt = PathSearching, -1, s.steps(), false
+	s.raise, s.raised, s.round = pathRaise, now, nil
+}
+
+// end ends what is under way: without answers to small messages, none to large ones says nothing.
+func (s *pathSearch) end() { s.State, s.round = PathDisabled, nil }
+
+// next are the probes to send now, if any. every is how often the size in force is confirmed.
+func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
+	if s.round != nil || s.Ceiling == 0 {
+		return nil
+	}
+	switch {
+	case s.State == PathDisabled:
+		return nil
+	case s.State == PathSearching && s.low >= 0 && now.Sub(s.began) < pathTimeout:
+		return nil // a peer answers so many in a second
+	case s.State == PathSearching:
+		return s.probe(pathSearches, now)
+	case (s.Narrow() || s.State == PathError) && now.Sub(s.raised) >= s.raise:
+		s.raised, s.low, s.high = now, s.stepOf(s.Bytes), s.steps()
+		if s.State == PathError {
+			s.low = -1
+		}
+		return s.probe(pathUpwards, now)
+	case s.State == PathSearchComplete && now.Sub(s.began) >= every:
+		return s.probe(pathConfirm, now)
+	}
+	return nil
+}
+
+// probe begins a round.
+func (s *pathSearch) probe(kind pathKind, now time.Time) []pathProbe {
+	s.kind, s.began, s.round = kind, now, nil
+	add := func(size, times int) {
+		for range times {
+			s.round = append(s.round, pathProbe{at: now.Add(time.Duration(len(s.round))), size: size})
+		}
+	}
+	if kind == pathConfirm {
+		add(s.Bytes, 1)
+		add(0, 1)
+		return s.round
+	}
+	for _, step := range s.candidates() {
+		times := 2
+		if kind == pathSearches && s.sizeOf(step) == s.Bytes {
+			times = 3
+		}
+		add(s.sizeOf(step), times)
+	}
+	add(0, 2)
+	return s.round
+}
+
+// candidates are the steps to probe: the largest in question, the size in force as long as it is
+// in question, the smallest when nothing is known to pass, and others between them.
+func (s *pathSearch) candidates() []int {
+	var steps []int
+	add := func(step int) {
+		if step > s.low && step < s.high && !slices.Contains(steps, step) {
+			steps = append(steps, step)
+		}
+	}
+	add(s.high - 1)
+	add(s.stepOf(s.Bytes))
+	if s.low < 0 {
+		add(0)
+	}
+	for i := 1; i <= pathSizes; i++ {
+		add(s.low + i*(s.high-s.low)/(pathSizes+1))
+	}
+	return steps
+}
+
+// answer takes an answer to the message of that time, and says whether it was one of the round's.
+func (s *pathSearch) answer(at time.Time) bool {
+	for i := range s.round {
+		if p := &s.round[i]; p.at.Equal(at) && !p.answered {
+			p.answered = true
+			return true
+		}
+	}
+	return false
+}
+
+// look draws the conclusions of a round that is over, and says whether another size is in force.
+func (s *pathSearch) look(now time.Time, rtt time.Duration) (changed bool) {
+	if s.round == nil {
+		return false
+	}
+	all := !slices.ContainsFunc(s.round, func(p pathProbe) bool { return !p.answered })
+	timeout := pathTimeout + rtt
+	if s.round[len(s.round)-1].answered {
+		timeout = min(timeout, pathMoment+pathTrips*rtt)
+	}
+	if !all && now.Sub(s.began) < timeout {
+		return false
+	}
+	round := s.round
+	s.round = nil
+	best, control := 0, false
+	for _, p := range round {
+		if p.answered {
+			best, control = max(best, p.size), true
+		}
+	}
+	if best >= s.Bytes {
+		s.Confirmed, s.doubt = now, false
+	}
+	if !control { // nothing at all came back: lost, or no peer
+		return false
+	}
+	if s.kind == pathConfirm {
+		if best == 0 {
+			s.State, s.low, s.high, s.doubt = PathSearching, -1, s.steps(), false
+		}
+		return false
+	}
+	return s.conclude(round, best, now)
+}
+
+// conclude narrows the search by what came back of a round.
+func (s *pathSearch) conclude(round []pathProbe, best int, now time.Time) (changed bool) {
+	if best != 0 {
+		s.low = max(s.low, s.stepOf(best))
+	}
+	for _, p := range round {
+		if p.size > best && s.stepOf(p.size) > s.low {
+			s.high = min(s.high, s.stepOf(p.size))
+		}
+	}
+	if s.kind == pathUpwards && best == 0 { // nothing larger
+		s.high = s.low + 1
+	}
+	size := s.floor
+	if s.low >= 0 {
+		size = s.sizeOf(s.low)
+	}
+	if s.kind == pathSearches && !s.doubt && (s.low < 0 || size < s.Bytes) { // a queue may have been full for a moment: ask again
+		s.doubt, s.low, s.high = true, -1, s.steps()
+		return false
+	}
+	s.doubt = false
+	if size < s.Bytes {
+		if s.raise = pathRaise; !s.fell.IsZero() && now.Sub(s.fell) < pathRaiseMost {
+			s.raise = pathRaiseMost
+		}
+		s.fell = now
+	}
+	if changed = size != s.Bytes; changed {
+		s.Bytes, s.Since = size, now
+	}
+	switch {
+	case s.low < 0:
+		s.State, s.raised = PathError, now
+	case s.high-s.low > 1:
+		s.State = PathSearching
+	default:
+		s.State, s.raised = PathSearchComplete, now
+	}
+	return changed
+}

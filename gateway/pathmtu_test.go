@@ -1,0 +1,261 @@
+package gateway
+
+import (
+	"math/rand/v2"
+	"net/netip"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+// path is a path that drops what is larger than takes, and others by chance, and says nothing.
+type path struct {
+	takes int
+	loss  float64
+	rng   *rand.Rand
+}
+
+func (p *path) passes(size int) bool { return size <= p.takes && p.rng.Float64() >= p.loss }
+
+// drive lets a search run for a while and returns when its size was first the one that is wanted
+// for good.
+func drive(s *pathSearch, p *path, now *time.Time, d time.Duration, want int) (after time.Duration, messages int) {
+	begin, since := *now, *now
+	for end := now.Add(d); now.Before(end); *now = now.Add(pathLook) {
+		s.look(*now, 20*time.Millisecond)
+		for _, probe := range s.next(*now, checkInterval) {
+			messages++
+			if p.passes(probe.size) {
+				s.answer(probe.at)
+			}
+		}
+		if s.Bytes != want {
+			since = now.Add(pathLook)
+		}
+	}
+	return since.Sub(begin), messages
+}
+
+// The size in force ends at the largest that the path takes: multiples of WireGuard's padding, or
+// the ceiling itself.
+func TestPathSearchFindsWhatThePathTakes(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	for range 2000 {
+		ceiling := 1200 + rng.IntN(400)
+		if rng.IntN(4) == 0 {
+			ceiling = 1200 + rng.IntN(7740)
+		}
+		takes := 1200 + rng.IntN(ceiling+100-1200)
+		want := min(takes-takes%padding, ceiling)
+		if takes >= ceiling {
+			want = ceiling
+		}
+		var s pathSearch
+		now := time.Now()
+		p := &path{takes, 0, rng}
+		s.limit(minAutoMTU, ceiling, now)
+		s.begin(now)
+		after, _ := drive(&s, p, &now, 20*time.Second, want)
+		if s.Bytes != want || s.State != PathSearchComplete || after > 8*time.Second {
+			t.Fatalf("ceiling %d, path takes %d: %+v after %v, want %d", ceiling, takes, s.PathMTU, after, want)
+		}
+		if p.takes = ceiling; want < ceiling { // it heals
+			if after, _ := drive(&s, p, &now, time.Minute, ceiling); s.Bytes != ceiling || after > pathRaise+2*time.Second {
+				t.Fatalf("ceiling %d, path took %d: %+v after %v, want all of it", ceiling, takes, s.PathMTU, after)
+			}
+		}
+	}
+}
+
+func TestPathSearchSeesABlackHoleWithinSeconds(t *testing.T) {
+	rng := rand.New(rand.NewPCG(3, 4))
+	worst := time.Duration(0)
+	for range 1000 {
+		var s pathSearch
+		now := time.Now()
+		p := &path{1440, 0, rng}
+		s.limit(minAutoMTU, 1440, now)
+		s.begin(now)
+		drive(&s, p, &now, 10*time.Second+time.Duration(rng.IntN(16))*pathLook, 1440)
+		p.takes = 1200 + rng.IntN(240)
+		begin := now
+		for s.Bytes > p.takes {
+			drive(&s, p, &now, pathLook, 0)
+			if now.Sub(begin) > 10*time.Second {
+				t.Fatalf("path takes %d: %+v after ten seconds", p.takes, s.PathMTU)
+			}
+		}
+		worst = max(worst, now.Sub(begin))
+	}
+	if worst > 4*time.Second {
+		t.Errorf("up to %v", worst)
+	}
+}
+
+// Loss is no black hole: of a path that loses a tenth of all packets nothing is believed but that.
+func TestPathSearchSurvivesLoss(t *testing.T) {
+	rng := rand.New(rand.NewPCG(5, 6))
+	lowered := 0
+	for range 200 {
+		var s pathSearch
+		now := time.Now()
+		p := &path{1440, 0.1, rng}
+		s.limit(minAutoMTU, 1440, now)
+		s.begin(now)
+		for range 10 { // ten minutes
+			if drive(&s, p, &now, time.Minute, 1440); s.Bytes != 1440 {
+				lowered++
+			}
+		}
+	}
+	if lowered > 10 {
+		t.Errorf("%d of 2000 minutes ended with a smaller size", lowered)
+	}
+}
+
+func TestPathSearchSaysWhenNotEvenTheBasePasses(t *testing.T) {
+	var s pathSearch
+	now := time.Now()
+	p := &path{1000, 0, rand.New(rand.NewPCG(7, 8))}
+	s.limit(minAutoMTU, 1440, now)
+	s.begin(now)
+	drive(&s, p, &now, 10*time.Second, 0)
+	if s.State != PathError || s.Bytes != minAutoMTU {
+		t.Errorf("%+v", s.PathMTU)
+	}
+	p.takes = 1340
+	drive(&s, p, &now, 40*time.Second, 0)
+	if s.State != PathSearchComplete || s.Bytes != 1328 {
+		t.Errorf("afterwards %+v", s.PathMTU)
+	}
+	s.end()
+	if drive(&s, p, &now, 40*time.Second, 0); s.Bytes != 1328 || s.State != PathDisabled {
+		t.Errorf("without a peer %+v", s.PathMTU)
+	}
+}
+
+// When nothing at all comes back, that says nothing of sizes.
+// Where the way takes no more than the base there is nothing to raise, but an error to leave.
+func TestPathSearchLeavesItsErrorWhereTheBaseIsAllThereIs(t *testing.T) {
+	var s pathSearch
+	now := time.Now()
+	p := &path{1000, 0, rand.New(rand.NewPCG(1, 2))}
+	s.limit(1200, 1200, now)
+	s.begin(now)
+	drive(&s, p, &now, 20*time.Second, 1200)
+	if s.State != PathError {
+		t.Fatalf("%+v, want %s", s.PathMTU, PathError)
+	}
+	p.takes = 1500
+	drive(&s, p, &now, pathRaiseMost+time.Minute, 1200)
+	if s.State != PathSearchComplete || s.Bytes != 1200 {
+		t.Errorf("%+v after it has healed, want %s", s.PathMTU, PathSearchComplete)
+	}
+}
+
+func TestPathSearchTakesAnOutageForNoBlackHole(t *testing.T) {
+	var s pathSearch
+	now := time.Now()
+	p := &path{1440, 0, rand.New(rand.NewPCG(9, 10))}
+	s.limit(minAutoMTU, 1440, now)
+	s.begin(now)
+	drive(&s, p, &now, 10*time.Second, 0)
+	p.takes = -1
+	for range 20 {
+		if drive(&s, p, &now, 500*time.Millisecond, 0); s.Bytes != 1440 {
+			t.Fatalf("%+v", s.PathMTU)
+		}
+	}
+}
+
+// A confirmation is one message of the size and one small one in an interval, and none to a peer
+// that does not answer.
+func TestPathSearchCostsLittle(t *testing.T) {
+	var s pathSearch
+	now := time.Now()
+	p := &path{1440, 0, rand.New(rand.NewPCG(11, 12))}
+	s.limit(minAutoMTU, 1440, now)
+	if _, n := drive(&s, p, &now, time.Minute, 0); n != 0 {
+		t.Errorf("%d messages to nobody", n)
+	}
+	s.begin(now)
+	if _, n := drive(&s, p, &now, 10*time.Second, 0); n > 30 {
+		t.Errorf("%d messages at the beginning", n)
+	}
+	if _, n := drive(&s, p, &now, time.Minute, 0); n < 50 || n > 62 {
+		t.Errorf("%d messages in a minute", n)
+	}
+}
+
+// A Liqo answers the probes, as the PINGs that they are, and so does a gateway of ours, whose limit
+// for PINGs they must not reach.
+func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
+	for _, peer := range []string{"Liqo", "Isthmus"} {
+		t.Run(peer, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				var mu sync.Mutex
+				takes, changes := 1340, 0
+				l := &liqo{delay: 7 * time.Millisecond}
+				receive := func(b []byte) { l.receive(b, bravoPeer.probe) }
+				if peer == "Isthmus" {
+					us := checkPeer{id: "a", probe: netip.MustParseAddrPort("10.71.0.1:12345"), allowed: [2]netip.Prefix{netip.MustParsePrefix("10.70.0.0/16"), netip.MustParsePrefix("10.71.0.0/16")}}
+					there := newSocket(func(b []byte, to netip.AddrPort) {
+						if to.Addr() == netip.MustParseAddr("10.70.0.0") {
+							l.socket.in <- datagram{b, bravoPeer.probe}
+						}
+					})
+					other := newChecker(there, quiet, func(string, time.Duration) {}, pathProber{})
+					defer other.close()
+					other.set([]checkPeer{us})
+					receive = func(b []byte) { there.in <- datagram{b, netip.MustParseAddrPort("10.70.0.0:12345")} }
+				}
+				l.socket = newSocket(func(b []byte, _ netip.AddrPort) { receive(b) })
+				c := newChecker(l.socket, quiet, func(string, time.Duration) {}, pathProber{
+					send: func(b []byte, _ netip.AddrPort, size int) {
+						mu.Lock()
+						defer mu.Unlock()
+						if size <= takes {
+							receive(append([]byte(nil), b...))
+						}
+					},
+					changed: func() { changes++ },
+				})
+				defer c.close()
+				c.set([]checkPeer{bravoPeer})
+				c.limitPath(bravo, minAutoMTU, 1440)
+				wants := func(bytes int, state PathState) {
+					t.Helper()
+					synctest.Wait()
+					r := c.results()[bravo]
+					if r.Path.Bytes != bytes || r.Path.State != state || r.Loss != 0 || r.State != Connected {
+						t.Errorf("%+v, want %d %s", r, bytes, state)
+					}
+					if n := c.narrowPaths(); (bytes == 1440) != (len(n) == 0) || bytes != 1440 && n[bravo] != bytes {
+						t.Errorf("narrow paths %v", n)
+					}
+				}
+				time.Sleep(10 * time.Second)
+				wants(1328, PathSearchComplete)
+				mu.Lock()
+				takes = 1500
+				mu.Unlock()
+				time.Sleep(pathRaise)
+				wants(1440, PathSearchComplete)
+				mu.Lock()
+				takes = 1250
+				mu.Unlock()
+				time.Sleep(10 * time.Second)
+				wants(1248, PathSearchComplete)
+				if changes < 3 {
+					t.Errorf("told of %d changes", changes)
+				}
+				for r := range c.rejected {
+					if n := c.rejected[r].Load(); n != 0 {
+						t.Errorf("%d messages were rejected: %s", n, rejections[r])
+					}
+				}
+			})
+		})
+	}
+}

@@ -1,0 +1,192 @@
+package demo
+
+import (
+	"context"
+	"fmt"
+	"io"
+	"net/netip"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// A narrator tells the reader what happens.
+type narrator struct {
+	Options
+	ctx   context.Context
+	steps int // so far
+}
+
+// A step of the demo has a number and checks what it shows.
+type step struct {
+	title string
+	do    func() error
+}
+
+// play goes through the steps until one fails.
+func (n *narrator) play(steps []step) error {
+	for _, step := range steps {
+		n.steps++
+		n.heading(fmt.Sprintf("%d. %s", n.steps, step.title))
+		if err := step.do(); err != nil {
+			if n.ctx.Err() != nil {
+				return ErrInterrupted
+			}
+			return fmt.Errorf("step %d, %q: %w", n.steps, step.title, err)
+		}
+	}
+	return nil
+}
+
+func (n *narrator) heading(text string) {
+	if n.Color {
+		text = "\x1b[1m" + text + "\x1b[0m"
+	}
+	fmt.Fprintf(n.Out, "\n%s\n", text)
+}
+
+func (n *narrator) say(format string, args ...any) { fmt.Fprintf(n.Out, format+"\n", args...) }
+
+func (n *narrator) ok(format string, args ...any) {
+	mark := "ok"
+	if n.Color {
+		mark = "\x1b[32mok\x1b[0m"
+	}
+	fmt.Fprintf(n.Out, "  "+mark+" "+format+"\n", args...)
+}
+
+func since(t time.Time) time.Duration { return time.Since(t).Round(10 * time.Millisecond) }
+
+// indent returns a writer that begins each line with two blanks.
+func indent(w io.Writer) io.Writer { return &indenter{w: w} }
+
+type indenter struct {
+	w      io.Writer
+	inLine bool
+}
+
+func (i *indenter) Write(p []byte) (int, error) {
+	var out []byte
+	for _, b := range p {
+		if !i.inLine && b != '\n' {
+			out = append(out, "  "...)
+		}
+		out = append(out, b)
+		i.inLine = b != '\n'
+	}
+	if _, err := i.w.Write(out); err != nil {
+		return 0, err
+	}
+	return len(p), nil
+}
+
+// talk pings and fetches from one host to another one under the address seen, and checks that the
+// answer comes from it and names the caller's address as expected.
+func (n *narrator) talk(from, to *lab.Host, seen, caller netip.Addr) error {
+	rtt, err := from.Ping(n.ctx, seen)
+	if err != nil {
+		return err
+	}
+	ctx, cancel := context.WithTimeout(n.ctx, time.Minute)
+	defer cancel()
+	got, err := from.Get(ctx, fmt.Sprintf("http://%v/", seen))
+	if err != nil {
+		return err
+	}
+	got = strings.TrimSpace(got)
+	if want := fmt.Sprintf("%s sees %v", to, caller); got != want {
+		return fmt.Errorf("http://%v from %s: %q; want %q", seen, from, got, want)
+	}
+	n.ok("%-7s -> %-8s at %-12v ping %5.2f ms   HTTP: %q", from, to, seen, float64(rtt.Microseconds())/1000, got)
+	return nil
+}
+
+// Pings are sent this often, and count as lost when there is no answer for that long.
+const (
+	pingEvery = 50 * time.Millisecond
+	pingWait  = 200 * time.Millisecond
+)
+
+// pings are those of one host to an address, one after the other, and what came of them.
+type pings struct {
+	cancel context.CancelFunc
+	ended  sync.WaitGroup
+
+	mu       sync.Mutex
+	sent     int
+	answered int
+	inRow    int // answered, since the last one that was not
+	last     time.Time
+	pause    time.Duration // the longest between two answers
+}
+
+// count begins to ping. On a terminal the reader sees the count.
+func (n *narrator) count(ctx context.Context, from *lab.Pod, to netip.Addr) *pings {
+	p := &pings{last: time.Now()}
+	ctx, p.cancel = context.WithCancel(ctx)
+	p.ended.Go(func() {
+		tick := time.NewTicker(pingEvery)
+		defer tick.Stop()
+		for ctx.Err() == nil {
+			_, err := from.PingWith(ctx, to, lab.PingOptions{Wait: pingWait})
+			if ctx.Err() != nil {
+				break
+			}
+			p.note(err == nil)
+			if n.Color {
+				p.mu.Lock()
+				fmt.Fprintf(n.Out, "\r  %d sent, %d answered, last answer %4.1f s ago ", p.sent, p.answered, time.Since(p.last).Seconds())
+				p.mu.Unlock()
+			}
+			select {
+			case <-ctx.Done():
+			case <-tick.C:
+			}
+		}
+		if n.Color {
+			fmt.Fprint(n.Out, "\r\x1b[K")
+		}
+	})
+	return p
+}
+
+func (p *pings) note(answered bool) {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	p.sent++
+	if !answered {
+		p.inRow = 0
+		return
+	}
+	p.answered++
+	p.inRow++
+	now := time.Now()
+	p.pause = max(p.pause, now.Sub(p.last))
+	p.last = now
+}
+
+// until waits until enough, which is called with p.mu held.
+func (p *pings) until(ctx context.Context, enough func() bool) error {
+	for {
+		p.mu.Lock()
+		done, sent, answered := enough(), p.sent, p.answered
+		p.mu.Unlock()
+		if done {
+			return nil
+		}
+		select {
+		case <-ctx.Done():
+			return fmt.Errorf("%d pings sent, %d answered: %w", sent, answered, ctx.Err())
+		case <-time.After(pingEvery):
+		}
+	}
+}
+
+// stop ends the pings and tells how many were sent and lost, and the longest pause.
+func (p *pings) stop() (sent, lost int, pause time.Duration) {
+	p.cancel()
+	p.ended.Wait()
+	return p.sent, p.sent - p.answered, p.pause
+}

@@ -1,0 +1,523 @@
+// Package gather puts what is to be known of a cluster into one archive for a bug report: objects,
+// judgements, logs, metrics and what the components say of themselves. Secrets stay out, and what
+// could not be read is listed with the reason.
+//
+//	API server ─┬─ objects, logs ──────────────┐
+//	            └─ kubelet ─ ports of the Pods ┴─► files ─► redact ─► tar, gzip
+package gather
+
+import (
+	"archive/tar"
+	"bytes"
+	"cmp"
+	"compress/gzip"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net/http"
+	"path"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	corev1client "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/tools/clientcmd"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/yaml"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/podport"
+	"github.com/isthmus-net/isthmus/internal/redact"
+)
+
+const (
+	// maxLog bounds the log of one container, maxAnswer an answer of a component.
+	maxLog, maxAnswer = 2 << 20, 32 << 20
+	// maxAgents is of how many route agents the logs and answers are read, those that are not ready
+	// first: a cluster may have thousands.
+	maxAgents = 30
+	// atOnce is how many Pods are asked at a time.
+	atOnce = 8
+	// patience is how long one answer may take.
+	patience = 20 * time.Second
+)
+
+// Options say what to gather.
+type Options struct {
+	Version  string       // of this program
+	LogLines int64        // of each container's log, the last ones
+	Report   func(string) // gets a line for each step
+}
+
+// Missing is something that could not be read, and why.
+type Missing struct{ What, Why string }
+
+// gathering is one run.
+type gathering struct {
+	Options
+	cluster *peering.Cluster
+	at      time.Time
+
+	mu      sync.Mutex
+	files   map[string][]byte
+	missing []Missing
+	redact  redact.Redactor
+}
+
+// Write gathers from a cluster and writes the archive, a tar compressed with gzip. The error is
+// about the archive, or ctx: what cannot be read of the cluster is in what is returned, and in the
+// archive.
+func Write(ctx context.Context, c *peering.Cluster, w io.Writer, o Options) ([]Missing, error) {
+	g := &gathering{Options: o, cluster: c, at: time.Now().UTC(), files: map[string][]byte{}}
+	if err := c.Identify(ctx); err != nil {
+		if errors.Is(err, peering.ErrUnreachable) {
+			return nil, err
+		}
+		g.miss("identity of the cluster", err)
+	}
+	o.Report("objects")
+	tenants := g.tenants(ctx)
+	g.secrets(ctx, append(slices.Clone(tenants), c.Namespace))
+	g.objects(ctx, tenants)
+	o.Report("what status and diagnose say")
+	status, diagnosis := g.judge(ctx)
+	pods := g.pods(ctx)
+	o.Report(fmt.Sprintf("logs, status and metrics of %d Pods", len(pods)))
+	g.askAll(ctx, pods)
+	if err := ctx.Err(); err != nil {
+		return g.missing, err
+	}
+	slices.SortFunc(g.missing, func(a, b Missing) int { return cmp.Or(cmp.Compare(a.What, b.What), cmp.Compare(a.Why, b.Why)) })
+	g.files["summary.md"] = g.summary(status, diagnosis, pods)
+	return g.missing, g.write(w)
+}
+
+func (g *gathering) put(name string, text []byte) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.files[name] = text
+}
+
+func (g *gathering) miss(what string, err error) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	g.missing = append(g.missing, Missing{what, err.Error()})
+}
+
+// tenants are the namespaces of the peerings.
+func (g *gathering) tenants(ctx context.Context) (names []string) {
+	var list isthmus.PeeringList
+	if err := g.cluster.Client().List(ctx, &list); err != nil {
+		g.miss("Peerings, and so the namespaces of peerings", err)
+		return nil
+	}
+	for _, p := range list.Items {
+		names = append(names, p.Spec.TenantNamespace.Local)
+	}
+	return names
+}
+
+// secrets notes what Secrets there are, without their values, which are learnt to be taken out
+// wherever else they stand.
+func (g *gathering) secrets(ctx context.Context, namespaces []string) {
+	type key struct {
+		Name   string `json:"name"`
+		Octets int    `json:"octets"`
+	}
+	type secret struct {
+		Namespace string            `json:"namespace"`
+		Name      string            `json:"name"`
+		Type      corev1.SecretType `json:"type"`
+		Created   time.Time         `json:"created"`
+		Labels    map[string]string `json:"labels,omitempty"`
+		Keys      []key             `json:"keys"`
+	}
+	all := []secret{}
+	for _, namespace := range namespaces {
+		var list corev1.SecretList
+		if err := g.cluster.Client().List(ctx, &list, client.InNamespace(namespace)); err != nil {
+			g.miss("Secrets in "+namespace+", so that their values are taken out only where they look like secrets", err)
+			continue
+		}
+		for i := range list.Items {
+			s := &list.Items[i]
+			out := secret{s.Namespace, s.Name, s.Type, s.CreationTimestamp.UTC(), s.Labels, []key{}}
+			for _, name := range slices.Sorted(maps.Keys(s.Data)) {
+				out.Keys = append(out.Keys, key{name, len(s.Data[name])})
+				g.learn(name, s.Data[name])
+			}
+			all = append(all, out)
+		}
+	}
+	g.yaml("secrets.yaml", all)
+}
+
+// public are keys of Secrets whose values are no secret, though they may stand elsewhere too.
+var public = map[string]bool{"publicKey": true, "tunnels": true, "ca.crt": true, "tls.crt": true, "certificate": true, "namespace": true, "apiServerUrl": true, "apiServerCa": true}
+
+func (g *gathering) learn(name string, value []byte) {
+	if public[name] {
+		return
+	}
+	g.redact.Secret(value)
+	config, err := clientcmd.Load(value)
+	if err != nil {
+		return
+	}
+	for _, user := range config.AuthInfos {
+		for _, secret := range [][]byte{[]byte(user.Token), []byte(user.Password), user.ClientKeyData} {
+			g.redact.Secret(secret)
+		}
+	}
+}
+
+// wanted are the objects that are read. Without a namespace they are of the cluster, or of all
+// namespaces.
+type wanted struct {
+	version, kind string
+	where         place
+	named         string // only those whose names begin like that
+}
+
+type place int
+
+const (
+	everywhere place = iota
+	inInstallation
+	inTenants
+	inBoth
+)
+
+var kinds = []wanted{
+	{"isthmus.net/v1alpha1", "Peering", everywhere, ""},
+	{"isthmus.net/v1alpha1", "NodeNetworks", everywhere, ""},
+	{"net.liqo.io/v1alpha1", "NetworkConfig", everywhere, ""},
+	{"net.liqo.io/v1alpha1", "TunnelEndpoint", everywhere, ""},
+	{"net.liqo.io/v1alpha1", "NatMapping", everywhere, ""},
+	{"net.liqo.io/v1alpha1", "IpamStorage", everywhere, ""},
+	{"v1", "Node", everywhere, ""},
+	{"v1", "Pod", inInstallation, ""},
+	{"v1", "Service", inInstallation, ""},
+	{"v1", "ConfigMap", inInstallation, ""},
+	{"v1", "ServiceAccount", inBoth, ""},
+	{"v1", "Event", inBoth, ""},
+	{"v1", "ResourceQuota", inTenants, ""},
+	{"discovery.k8s.io/v1", "EndpointSlice", inInstallation, ""},
+	{"apps/v1", "Deployment", inInstallation, ""},
+	{"apps/v1", "DaemonSet", inInstallation, ""},
+	{"coordination.k8s.io/v1", "Lease", inInstallation, ""},
+	{"networking.k8s.io/v1", "NetworkPolicy", inInstallation, ""},
+	{"rbac.authorization.k8s.io/v1", "Role", inBoth, ""},
+	{"rbac.authorization.k8s.io/v1", "RoleBinding", inBoth, ""},
+	{"rbac.authorization.k8s.io/v1", "ClusterRole", everywhere, "isthmus"},
+	{"rbac.authorization.k8s.io/v1", "ClusterRoleBinding", everywhere, "isthmus"},
+	{"admissionregistration.k8s.io/v1", "ValidatingAdmissionPolicy", everywhere, "isthmus"},
+	{"admissionregistration.k8s.io/v1", "ValidatingAdmissionPolicyBinding", everywhere, "isthmus"},
+	{"flowcontrol.apiserver.k8s.io/v1", "PriorityLevelConfiguration", everywhere, "isthmus"},
+}
+
+// objects reads them, a file for each kind and namespace.
+func (g *gathering) objects(ctx context.Context, tenants []string) {
+	for _, k := range kinds {
+		var namespaces []string
+		switch k.where {
+		case everywhere:
+			namespaces = []string{""}
+		case inInstallation:
+			namespaces = []string{g.cluster.Namespace}
+		case inTenants:
+			namespaces = tenants
+		case inBoth:
+			namespaces = append([]string{g.cluster.Namespace}, tenants...)
+		}
+		for _, namespace := range namespaces {
+			what := strings.TrimSuffix(k.kind+" in "+namespace, " in ")
+			list := &unstructured.UnstructuredList{}
+			list.SetGroupVersionKind(schema.FromAPIVersionAndKind(k.version, k.kind+"List"))
+			if err := g.cluster.Client().List(ctx, list, client.InNamespace(namespace)); err != nil {
+				g.miss(what, err)
+				continue
+			}
+			var kept []any
+			for i := range list.Items {
+				u := &list.Items[i]
+				if !strings.HasPrefix(u.GetName(), k.named) {
+					continue
+				}
+				g.clean(u)
+				kept = append(kept, u.Object)
+			}
+			if len(kept) > 0 {
+				g.yaml(path.Join("objects", namespace, strings.ToLower(k.kind)+".yaml"), kept)
+			}
+		}
+	}
+}
+
+// clean takes away what nobody reads, and learns public keys.
+func (g *gathering) clean(u *unstructured.Unstructured) {
+	u.SetManagedFields(nil)
+	annotations := u.GetAnnotations()
+	delete(annotations, corev1.LastAppliedConfigAnnotation)
+	u.SetAnnotations(annotations)
+	var walk func(any)
+	walk = func(v any) {
+		switch v := v.(type) {
+		case map[string]any:
+			for name, inner := range v {
+				text, ok := inner.(string)
+				switch {
+				case ok && name == "publicKey":
+					g.redact.Public(text)
+				case ok && name == "tunnels": // PORT:PUBLICKEY, separated by commas
+					for one := range strings.SplitSeq(text, ",") {
+						_, key, _ := strings.Cut(one, ":")
+						g.redact.Public(key)
+					}
+				}
+				walk(inner)
+			}
+		case []any:
+			for _, inner := range v {
+				walk(inner)
+			}
+		}
+	}
+	walk(u.Object)
+}
+
+func (g *gathering) yaml(name string, v any) {
+	text, err := yaml.Marshal(v)
+	if err != nil {
+		g.miss(name, err)
+		return
+	}
+	g.put(name, text)
+}
+
+// judge asks what `isthmus status` and `isthmus diagnose` ask.
+func (g *gathering) judge(ctx context.Context) (status, diagnosis string) {
+	if s, err := peering.StatusOf(ctx, g.cluster); err != nil {
+		g.miss("status", err)
+	} else {
+		g.yaml("status.yaml", s)
+		status = printed(func(w io.Writer) error { return s.Print(w, true) })
+	}
+	if d, err := peering.Diagnose(ctx, g.cluster, nil, ""); err != nil {
+		g.miss("diagnosis", err)
+	} else {
+		g.yaml("diagnosis.yaml", d)
+		diagnosis = printed(d.Print)
+	}
+	return status, diagnosis
+}
+
+func printed(print func(io.Writer) error) string {
+	var b strings.Builder
+	_ = print(&b) // a Builder takes everything
+	return b.String()
+}
+
+const statusFile = "status.json"
+
+// components are the kinds of Pods by their ServiceAccounts, and what each tells at its loopback address.
+var components = map[string][]struct {
+	port uint16
+	path string
+	file string
+}{
+	deploy.GatewayServiceAccount:    {{5873, "/status?flows=1000", statusFile}, {5873, "/metrics", "metrics.txt"}},
+	deploy.RouteAgentServiceAccount: {{5875, "/status", statusFile}, {5875, "/metrics", "metrics.txt"}},
+	deploy.ManagerServiceAccount:    {{5876, "/metrics", "metrics.txt"}},
+}
+
+// pods are those of the installation; of route agents, as many as are asked.
+func (g *gathering) pods(ctx context.Context) (all []corev1.Pod) {
+	var list corev1.PodList
+	if err := g.cluster.Client().List(ctx, &list, client.InNamespace(g.cluster.Namespace)); err != nil {
+		g.miss("Pods in "+g.cluster.Namespace+", and so what they say", err)
+		return nil
+	}
+	slices.SortStableFunc(list.Items, func(a, b corev1.Pod) int {
+		if ready(&a) != ready(&b) {
+			return map[bool]int{false: -1, true: 1}[ready(&a)]
+		}
+		return cmp.Compare(a.Name, b.Name)
+	})
+	agents := 0
+	for _, p := range list.Items {
+		if components[p.Spec.ServiceAccountName] == nil {
+			continue
+		}
+		if p.Spec.ServiceAccountName == deploy.RouteAgentServiceAccount {
+			if agents++; agents > maxAgents {
+				continue
+			}
+		}
+		all = append(all, p)
+	}
+	if agents > maxAgents {
+		g.miss(fmt.Sprintf("logs and status of %d more route agents", agents-maxAgents), fmt.Errorf("%d are enough, those that are not ready first", maxAgents))
+	}
+	return all
+}
+
+func ready(p *corev1.Pod) bool {
+	return slices.ContainsFunc(p.Status.Conditions, func(c corev1.PodCondition) bool {
+		return c.Type == corev1.PodReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+// askAll asks all Pods, some at a time.
+func (g *gathering) askAll(ctx context.Context, pods []corev1.Pod) {
+	core, err := corev1client.NewForConfig(g.cluster.Config())
+	if err != nil {
+		g.miss("logs", err)
+		return
+	}
+	var group sync.WaitGroup
+	seats := make(chan struct{}, atOnce)
+	for i := range pods {
+		seats <- struct{}{}
+		group.Go(func() {
+			defer func() { <-seats }()
+			g.logs(ctx, core, &pods[i])
+			for _, c := range components[pods[i].Spec.ServiceAccountName] {
+				if c.file == statusFile && pods[i].Labels[v1alpha1.LabelGateway] == v1alpha1.GatewayStandby {
+					continue // it has none
+				}
+				g.ask(ctx, &pods[i], c.port, c.path, c.file)
+			}
+		})
+	}
+	group.Wait()
+}
+
+func (g *gathering) logs(ctx context.Context, core corev1client.PodsGetter, p *corev1.Pod) {
+	restarted := make(map[string]bool)
+	for _, s := range p.Status.ContainerStatuses {
+		restarted[s.Name] = s.RestartCount > 0
+	}
+	limit := int64(maxLog)
+	for _, container := range p.Spec.Containers {
+		for _, previous := range []bool{false, true} {
+			name := container.Name + ".log"
+			if previous {
+				if !restarted[container.Name] {
+					continue
+				}
+				name = container.Name + ".before.log"
+			}
+			name = path.Join("pods", p.Name, name)
+			text, err := core.Pods(p.Namespace).GetLogs(p.Name, &corev1.PodLogOptions{
+				Container: container.Name, Previous: previous, TailLines: &g.LogLines, LimitBytes: &limit, Timestamps: true,
+			}).DoRaw(ctx)
+			if err != nil {
+				g.miss(name, err)
+				continue
+			}
+			g.put(name, text)
+		}
+	}
+}
+
+// ask reads what a component serves at its loopback address.
+func (g *gathering) ask(ctx context.Context, p *corev1.Pod, port uint16, at, file string) {
+	name := path.Join("pods", p.Name, file)
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	text, err := func() ([]byte, error) {
+		c, err := podport.Client(g.cluster.Config(), p.Namespace, p.Name, port)
+		if err != nil {
+			return nil, err
+		}
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://localhost"+at, http.NoBody)
+		if err != nil {
+			return nil, err
+		}
+		answer, err := c.Do(request)
+		if err != nil {
+			return nil, err
+		}
+		defer answer.Body.Close()
+		text, err := io.ReadAll(io.LimitReader(answer.Body, maxAnswer))
+		if err == nil && answer.StatusCode != http.StatusOK {
+			err = fmt.Errorf("%s: %s", answer.Status, peering.Printable(strings.TrimSpace(string(text))))
+		}
+		return text, err
+	}()
+	if err != nil {
+		g.miss(name, err)
+		return
+	}
+	g.put(name, text)
+}
+
+// write redacts all files and makes an archive of them.
+func (g *gathering) write(w io.Writer) error {
+	compressed := gzip.NewWriter(w)
+	archive := tar.NewWriter(compressed)
+	root := "isthmus-" + cmp.Or(g.cluster.Identity.ClusterName, "cluster") + "-" + g.at.Format("20060102T150405Z")
+	for _, name := range slices.Sorted(maps.Keys(g.files)) {
+		text := g.redact.Text(g.files[name])
+		header := &tar.Header{Name: path.Join(root, name), Mode: 0o600, Size: int64(len(text)), ModTime: g.at, Format: tar.FormatPAX}
+		if err := archive.WriteHeader(header); err != nil {
+			return err
+		}
+		if _, err := archive.Write(text); err != nil {
+			return err
+		}
+	}
+	return errors.Join(archive.Close(), compressed.Close())
+}
+
+// summary is the page to begin with.
+func (g *gathering) summary(status, diagnosis string, pods []corev1.Pod) []byte {
+	var b bytes.Buffer
+	identity := g.cluster.Identity
+	fmt.Fprintf(&b, "# Isthmus in cluster %s\n\nCluster ID %s, namespace %s. Gathered %s by isthmus %s.\n\nSecrets were taken out and replaced by %s. Look through it all the same before you show it to others:\nnames, addresses and public keys are in it.\n\n",
+		peering.Printable(cmp.Or(identity.ClusterName, "?")), peering.Printable(cmp.Or(identity.ClusterID, "?")), g.cluster.Namespace, g.at.Format(time.RFC3339), g.Version, redact.Mark)
+	section := func(title, text string) {
+		if text != "" {
+			fmt.Fprintf(&b, "## %s\n\n```\n%s\n```\n\n", title, strings.ReplaceAll(strings.Trim(text, "\n"), "```", "'''"))
+		}
+	}
+	section("Diagnosis", diagnosis)
+	section("Status", status)
+	fmt.Fprint(&b, "## Components\n\n| Pod | node | ready | restarts | image | last end |\n| --- | --- | --- | --- | --- | --- |\n")
+	for i := range pods {
+		p := &pods[i]
+		for j, c := range p.Spec.Containers {
+			restarts, end := int32(0), ""
+			if j < len(p.Status.ContainerStatuses) {
+				s := p.Status.ContainerStatuses[j]
+				restarts = s.RestartCount
+				if t := s.LastTerminationState.Terminated; t != nil {
+					end = fmt.Sprintf("%s, exit code %d, %s", t.Reason, t.ExitCode, t.FinishedAt.UTC().Format(time.RFC3339))
+				}
+			}
+			fmt.Fprintf(&b, "| %s | %s | %v | %d | %s | %s |\n", peering.Printable(p.Name), peering.Printable(p.Spec.NodeName), ready(p), restarts, peering.Printable(c.Image), end)
+		}
+	}
+	fmt.Fprint(&b, "\n## What could not be read\n\n")
+	if len(g.missing) == 0 {
+		fmt.Fprint(&b, "Nothing: all is here.\n")
+	}
+	for _, m := range g.missing {
+		fmt.Fprintf(&b, "- %s: %s\n", peering.Printable(m.What), peering.Printable(m.Why))
+	}
+	fmt.Fprint(&b, "\n## Files\n\n")
+	for _, name := range slices.Sorted(maps.Keys(g.files)) {
+		fmt.Fprintf(&b, "- %s, %d octets\n", name, len(g.files[name]))
+	}
+	return b.Bytes()
+}

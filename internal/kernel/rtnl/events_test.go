@@ -1,0 +1,146 @@
+package rtnl
+
+import (
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"golang.org/x/sys/unix"
+
+	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
+)
+
+// refusals are a route for each of some networks and the rule that leads to them.
+func refusals(n int) (s State) {
+	for i := range n {
+		s.Routes = append(s.Routes, Route{Prefix: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 64, byte(i), 0}), 24), Type: Unreachable, Table: RefuseTable,
+			Metric: UnreachableMetric, Protocol: NodeProtocol})
+	}
+	s.Rules = []Rule{{Priority: RefuseRulePriority, Table: RefuseTable, Protocol: NodeProtocol}}
+	return s
+}
+
+// What we change ourselves, and the links, routes and addresses of pods, make nobody compare; what
+// somebody else makes of our objects does.
+func TestEventsOfOwnChangesAndOfPodsConcernNobody(t *testing.T) {
+	n := open(t, RouteAgent)
+	var events *os.File
+	if err := Do(n.f, func() (err error) { events, err = subscribe(unix.NETLINK_ROUTE, groups...); return err }); err != nil {
+		t.Fatal(err)
+	}
+	defer events.Close()
+	// seen says what the events are worth up to that of a route that is the test's own.
+	buf, number := make([]byte, 1<<16), 0
+	seen := func() (stale, wakes bool) {
+		t.Helper()
+		number++
+		mark := []byte{10, 250, byte(number), 0}
+		n.run("ip route add blackhole " + netip.AddrFrom4([4]byte(mark)).String() + "/24 proto 4")
+		_ = events.SetReadDeadline(time.Now().Add(time.Minute))
+		for {
+			size, err := events.Read(buf)
+			if err != nil {
+				t.Fatal(err)
+			}
+			s, w := n.k.concerns(Host, buf[:size])
+			stale, wakes = stale || s, wakes || w
+			if strings.Contains(string(buf[:size]), string(mark)) {
+				return stale, wakes
+			}
+		}
+	}
+	n.run("ip link add under type bridge")
+	n.run("ip addr add 172.30.0.1/16 dev under")
+	n.run("ip link set under up")
+	if _, _, err := n.k.DeviceOf(netip.MustParseAddr("172.30.0.1")); err != nil {
+		t.Fatal(err)
+	}
+	seen()
+	n.apply(refusals(3))
+	n.apply(refusals(5))
+	n.apply(refusals(2))
+	if stale, wakes := seen(); stale || wakes {
+		t.Errorf("our own changes: stale %v, wakes %v", stale, wakes)
+	}
+	for _, c := range []struct {
+		command      string
+		stale, wakes bool
+	}{
+		{"ip link add pod type veth peer name podp", false, false},
+		{"ip link set pod up", false, false},
+		{"ip link set podp up", false, false},
+		{"ip route add 10.244.0.7/32 dev pod", false, false},
+		{"ip route add 10.244.0.8/32 dev pod table 1000", false, true},
+		{"ip neigh add 10.244.0.7 lladdr 02:00:00:00:00:01 dev pod nud permanent", false, false},
+		{"ip link del pod", false, false},
+		{"ip link set under mtu 1400", true, true},
+		{"ip addr add 172.31.0.1/16 dev under", true, true},
+		{"ip addr del 172.31.0.1/16 dev under", true, true},
+		{"ip route del unreachable 10.64.0.0/24 table 4202 metric 420000", true, true},
+		{"ip route replace blackhole 10.64.1.0/24 table 4202 metric 420000 proto 4", true, true},
+		{"ip rule del priority 422", true, true},
+		{"ip link add isthmus.vxlan type bridge", true, true},
+	} {
+		n.run(c.command)
+		if stale, wakes := seen(); stale != c.stale || wakes != c.wakes {
+			t.Errorf("%s: stale %v, wakes %v; want %v, %v", c.command, stale, wakes, c.stale, c.wakes)
+		}
+	}
+}
+
+// Whatever is remembered, what is there in the end is what is wanted.
+func TestWhatSomebodyElseChangesIsMendedFromMemory(t *testing.T) {
+	n := open(t, RouteAgent)
+	told := make(chan struct{}, 1)
+	if err := Do(n.f, func() error {
+		return n.k.Events(t.Context(), func() {
+			select {
+			case told <- struct{}{}:
+			default:
+			}
+		})
+	}); err != nil {
+		t.Fatal(err)
+	}
+	want := refusals(20)
+	n.apply(want)
+	if n.apply(want); n.k.memory.state == nil || n.k.memory.stale.Load() {
+		t.Fatal("nothing is remembered")
+	}
+	more := refusals(21)
+	if did := n.apply(more); strings.Count(did, "\n") != 1 || n.k.memory.stale.Load() {
+		t.Errorf("for one network more did\n%s(stale: %v)", did, n.k.memory.stale.Load())
+	}
+	for _, change := range []string{"ip route flush table 4202", "ip rule del priority 422", "ip route replace blackhole 10.64.1.0/24 table 4202 metric 420000 proto 4",
+		"ip route add blackhole 10.99.0.0/16 table 4202 proto 72"} {
+		for range len(told) {
+			<-told
+		}
+		n.run(change)
+		select {
+		case <-told:
+		case <-time.After(time.Minute):
+			t.Fatalf("%s: nobody is told", change)
+		}
+		for range 3 { // of a flush there are many events
+			n.apply(more)
+		}
+		n.k.memory.state = nil // read it
+		if did := n.apply(more); did != "" && change != "ip route flush table 4202" {
+			t.Errorf("%s: not mended: %s", change, did)
+		}
+	}
+	rest := slices.Clone(more.Routes)
+	if err := Do(n.f, func() error {
+		s, err := n.k.have(more)
+		if !slices.Equal(s.Routes, rest) {
+			t.Errorf("in the end there are %d routes; want %d", len(s.Routes), len(rest))
+		}
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+}

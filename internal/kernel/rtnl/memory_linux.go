@@ -1,0 +1,133 @@
+package rtnl
+
+import (
+	"math/rand/v2"
+	"os"
+	"slices"
+	"strconv"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// rereadInterval is how long at most what is there is not read again although no event says that it
+// is another: a kernel that forgets to tell of something is mended then. It is drawn between half of
+// it and all of it, so that not all nodes read at once. Only tests change it.
+var rereadInterval = 10 * time.Minute
+
+// memory is what the kernel has, as far as it was read, changed by us since, and changed by nobody
+// else: each change is an event, which says who made it. To read thousands of routes for every
+// event costs a node more than to keep them.
+type memory struct {
+	state *kernel.State // nil: nothing is known. Apply's alone
+	until time.Time     // it is to be read again
+
+	following atomic.Bool // events are read
+	stale     atomic.Bool // somebody else changed something of ours
+	filter    atomic.Bool // or of our tables of nftables
+
+	mu      sync.Mutex
+	ports   [2][]uint32     // of our netlink sockets, by namespace
+	devices [2]map[int]bool // indices of those that concern us; true: what hangs on them is ours
+}
+
+// newHandle opens the socket by which a namespace is changed, and notes its port: events that our
+// own changes cause carry it (rtnl_notify, net/core/rtnetlink.c).
+func (k *Kernel) newHandle(in kernel.Namespace) (err error) {
+	before := netlinkPorts()
+	k.handles[in], err = netlink.NewHandle(unix.NETLINK_ROUTE)
+	for fd, port := range netlinkPorts() {
+		if was, open := before[fd]; !open || was != port {
+			k.memory.ports[in] = append(k.memory.ports[in], port)
+		}
+	}
+	return err
+}
+
+// netlinkPorts are the ports of all netlink sockets of this process, by descriptor: a port is one's
+// own in each network namespace.
+func netlinkPorts() map[int]uint32 {
+	all := make(map[int]uint32)
+	files, _ := os.ReadDir("/proc/self/fd")
+	for _, f := range files {
+		if fd, err := strconv.Atoi(f.Name()); err == nil {
+			if a, err := unix.Getsockname(fd); err == nil {
+				if n, ok := a.(*unix.SockaddrNetlink); ok {
+					all[fd] = n.Pid
+				}
+			}
+		}
+	}
+	return all
+}
+
+// remembered is what there is of the owner: from memory, if nobody has changed it since.
+func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
+	m := &k.memory
+	if m.state == nil || !m.following.Load() || m.stale.Load() || time.Now().After(m.until) || !k.hasLinks(want) {
+		m.stale.Store(false) // before it is read: what changes meanwhile is read again
+		m.filter.Store(false)
+		m.until = time.Now().Add(rereadInterval/2 + rand.N(rereadInterval/2))
+		m.state = nil // an error leaves nothing to go by
+		return k.have(want)
+	}
+	have := *m.state
+	have.Settings = nil
+	if k.owner.Filter && m.filter.Swap(false) {
+		tables := k.haveTables()
+		have.Filters, have.SourceNAT = tables.filters, tables.sourceNAT
+		now := have
+		m.state = &now // also where an error follows
+		if k.owner.NAT {
+			k.lookForward()
+		}
+	}
+	for in, h := range k.handles {
+		if h != nil {
+			if err := k.haveSettings(&have, kernel.Namespace(in), want.Settings); err != nil {
+				return have, err
+			}
+		}
+	}
+	return have, nil
+}
+
+// hasLinks reports whether all links that are wanted were there.
+func (k *Kernel) hasLinks(want kernel.State) bool {
+	return !slices.ContainsFunc(want.Links, func(l kernel.Link) bool {
+		return !slices.ContainsFunc(k.memory.state.Links, func(have kernel.Link) bool { return have.In == l.In && have.Name == l.Name })
+	})
+}
+
+// concerned notes devices of a namespace whose events concern us. ours says that what hangs on them
+// is the owner's.
+func (m *memory) concerned(in kernel.Namespace, ours bool, indices ...int) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.devices[in] == nil {
+		m.devices[in] = make(map[int]bool)
+	}
+	for _, i := range indices {
+		m.devices[in][i] = m.devices[in][i] || ours
+	}
+}
+
+// device says whether events of a device concern us, and whether what hangs on it is the owner's.
+func (m *memory) device(in kernel.Namespace, index int) (concerns, ours bool) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	ours, concerns = m.devices[in][index]
+	return concerns, ours
+}
+
+// isOurs reports whether a port is that of one of our sockets.
+func (m *memory) isOurs(in kernel.Namespace, port uint32) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.Contains(m.ports[in], port)
+}

@@ -1,0 +1,214 @@
+package peering
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"maps"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/deploy"
+)
+
+// eventsOfLate is how old an Event of a Pod may be that is shown as the reason why it is not ready:
+// components repeat theirs every ten minutes.
+const eventsOfLate = 12 * time.Minute
+
+// components is what the API server knows of the Pods of an installation.
+type components struct {
+	pods     []corev1.Pod
+	services []string                          // by which peers reach the gateway; nil: they may not be listed
+	events   map[string]string                 // the latest warning of each Pod, by its name
+	broken   map[string]*isthmus.BrokenOverlay // what route agents say of their overlays, by node
+}
+
+// components lists them. Rights that are missing are an error; those to read Events are not needed.
+func (c *Cluster) components(ctx context.Context, now time.Time) (found components, err error) {
+	var pods corev1.PodList
+	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
+		return found, err
+	}
+	found.pods, found.events = pods.Items, make(map[string]string)
+	var services corev1.ServiceList
+	if c.client.List(ctx, &services, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: "true"}) == nil {
+		found.services = []string{}
+		for i := range services.Items {
+			found.services = append(found.services, Printable(services.Items[i].Name))
+		}
+	}
+	found.broken = make(map[string]*isthmus.BrokenOverlay)
+	var reports isthmus.NodeNetworksList // a help: who may not read it sees the agents' Pods
+	_ = c.client.List(ctx, &reports, client.InNamespace(c.Namespace))
+	for i := range reports.Items {
+		found.broken[reports.Items[i].Name] = reports.Items[i].Spec.BrokenOverlay
+	}
+	var list corev1.EventList
+	if err := c.client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingFields{"type": corev1.EventTypeWarning, "involvedObject.kind": "Pod"}); err != nil {
+		return found, nil //nolint:nilerr // they only say more
+	}
+	latest := make(map[string]time.Time)
+	for i := range list.Items {
+		e := &list.Items[i]
+		at := eventTime(e)
+		if pod := e.InvolvedObject.Name; now.Sub(at) < eventsOfLate && at.After(latest[pod]) {
+			latest[pod], found.events[pod] = at, fmt.Sprintf("%s: %s", Printable(e.Reason), printable(strings.TrimSpace(e.Message), maxMessage))
+		}
+	}
+	return found, nil
+}
+
+// eventTime is when an Event was last observed.
+func eventTime(e *corev1.Event) time.Time {
+	at := e.EventTime.Time
+	for _, t := range []time.Time{e.LastTimestamp.Time, e.FirstTimestamp.Time} {
+		if t.After(at) {
+			at = t
+		}
+	}
+	if e.Series != nil && e.Series.LastObservedTime.After(at) {
+		at = e.Series.LastObservedTime.Time
+	}
+	return at
+}
+
+// problem says why a Pod is not at work, and what it says of that itself; empty: it is.
+func (f components) problem(p *corev1.Pod) string {
+	why := podProblem(p)
+	if event := f.events[p.Name]; why != "" && event != "" {
+		why += "; its last Event: " + event
+	}
+	return why
+}
+
+// gateways are the Pods of the gateway, sorted by name.
+func (f components) gateways() (all []*corev1.Pod) {
+	for i := range f.pods {
+		if p := &f.pods[i]; p.Labels["app.kubernetes.io/name"] == "gateway" || p.Spec.ServiceAccountName == deploy.GatewayServiceAccount {
+			all = append(all, p)
+		}
+	}
+	slices.SortFunc(all, func(a, b *corev1.Pod) int { return cmp.Compare(a.Name, b.Name) })
+	return all
+}
+
+// Reasons of the hop of the gateway that say that one is at work all the same.
+const (
+	reasonSeveralActive = "SeveralActive"
+	reasonNoneMarked    = "NoneMarked"
+	reasonServices      = "ServiceMissing"
+)
+
+// markedFor is how long a gateway holds the Lease at least until it has marked its Pod.
+const markedFor = 15 * time.Second
+
+// judgeGateway adds to a hop of the Lease what the Pods of the gateway say.
+func (f components) judgeGateway(hop *Hop, h Holder, now time.Time) {
+	gateways := f.gateways()
+	if hop.State != Works {
+		if hop.State == Unknown && len(gateways) > 0 { // there are some, and ours
+			hop.State = Broken
+		}
+		var pods []string
+		for _, p := range gateways {
+			if why := f.problem(p); why != "" {
+				pods = append(pods, fmt.Sprintf("Pod %s %s", Printable(p.Name), why))
+			}
+		}
+		if len(pods) > 0 {
+			hop.Text += ": " + firstFew(pods, "; ")
+		}
+		if hop.State == Broken && len(gateways) == 0 {
+			hop.Text += ": there are none in the namespace"
+		}
+		return
+	}
+	var marked []string
+	for i := range f.pods {
+		if p := &f.pods[i]; p.Labels[v1alpha1.LabelGateway] == v1alpha1.GatewayActive {
+			marked = append(marked, Printable(p.Name))
+		}
+	}
+	slices.Sort(marked)
+	settled := h.since != nil && now.Sub(h.since.Time) > markedFor
+	switch {
+	case f.services != nil && len(f.services) != 1:
+		hop.State, hop.Reason, hop.Since = Broken, reasonServices, nil
+		hop.Text = fmt.Sprintf("there are %d Services with the label %s=true (%s), by one of which peers reach the gateway: peers that are connected stay so until their gateway or ours moves; `isthmus install` makes it again, and whatever is more has to be deleted",
+			len(f.services), v1alpha1.LabelGateway, strings.Join(f.services, ", "))
+		hop.Source = "Services"
+	case len(marked) > 1:
+		hop.State, hop.Reason = Broken, reasonSeveralActive
+		hop.Text = fmt.Sprintf("the Service leads peers to %d Pods, %s, because all have the label %s=%s; only %s holds the Lease: see who set the label, and delete the other Pods or their label",
+			len(marked), strings.Join(marked, ", "), v1alpha1.LabelGateway, v1alpha1.GatewayActive, Printable(h.Name))
+		hop.Source, hop.Since = "labels of Pods", nil
+	case len(marked) == 0 && settled && len(f.pods) > 0:
+		hop.State, hop.Reason = Broken, reasonNoneMarked
+		hop.Text = fmt.Sprintf("the Service leads peers to no Pod, because none has the label %s=%s, though %s holds the Lease: it may lack the right to patch its Pod, see the hop rights and its log",
+			v1alpha1.LabelGateway, v1alpha1.GatewayActive, Printable(h.Name))
+		hop.Source, hop.Since = "labels of Pods", nil
+	}
+}
+
+// versions are the images of the components, each with how many Pods have it, where there is more
+// than one; empty: all have the same.
+func (f components) versions() string {
+	images := make(map[string]map[string]int)
+	for i := range f.pods {
+		p := &f.pods[i]
+		var component string
+		switch p.Spec.ServiceAccountName {
+		case deploy.ManagerServiceAccount:
+			component = "manager"
+		case deploy.GatewayServiceAccount:
+			component = "gateway"
+		case deploy.RouteAgentServiceAccount:
+			component = "route agent"
+		default:
+			if p.Labels["app.kubernetes.io/name"] != "gateway" {
+				continue
+			}
+			component = "gateway"
+		}
+		for _, container := range p.Spec.Containers {
+			image := Printable(container.Image)
+			if images[image] == nil {
+				images[image] = make(map[string]int)
+			}
+			images[image][component]++
+		}
+	}
+	if len(images) < 2 {
+		return ""
+	}
+	var all []string
+	for _, image := range slices.Sorted(maps.Keys(images)) {
+		var of []string
+		for _, component := range slices.Sorted(maps.Keys(images[image])) {
+			of = append(of, fmt.Sprintf("%d %s", images[image][component], component))
+		}
+		all = append(all, fmt.Sprintf("%s (%s)", image, strings.Join(of, ", ")))
+	}
+	return strings.Join(all, ", ")
+}
+
+// labelVersion says on the Pods of an installation which version they are.
+const labelVersion = "app.kubernetes.io/version"
+
+// otherVersion is that of a component which is not of the version given; empty where no Pod of one
+// says so.
+func (f components) otherVersion(version string) string {
+	for i := range f.pods {
+		p := &f.pods[i]
+		if at := p.Labels[labelVersion]; at != "" && at != version && slices.Contains(slices.Collect(maps.Values(accounts)), p.Spec.ServiceAccountName) {
+			return Printable(at)
+		}
+	}
+	return ""
+}

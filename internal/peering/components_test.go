@@ -1,0 +1,144 @@
+package peering
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
+func TestAGatewayIsJudgedByItsPodsToo(t *testing.T) {
+	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
+	pod := func(name, role, problem string) corev1.Pod {
+		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{"app.kubernetes.io/name": "gateway"}}, Status: corev1.PodStatus{Phase: corev1.PodRunning}}
+		if role != "" {
+			p.Labels[v1alpha1.LabelGateway] = role
+		}
+		if problem != "" {
+			p.Status.Conditions = []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionFalse, Message: problem}}
+		}
+		return p
+	}
+	held := Holder{Name: "g1", since: &metav1.Time{Time: now.Add(-time.Minute)}}
+	one := []string{"isthmus-gateway"}
+	crashing := pod("g1", "", "")
+	crashing.Status.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "CrashLoopBackOff"}},
+		LastTerminationState: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 1, Message: "{\"msg\":\"starts\"}\nisthmus: /dev/net/tun: no such file\n"}}}}
+	for _, tc := range []struct {
+		name   string
+		hop    HopState
+		holder Holder
+		found  components
+		state  HopState
+		reason string
+		says   string
+	}{
+		{"well", Works, held, components{pods: []corev1.Pod{pod("g1", "active", ""), pod("g2", "standby", "")}, services: one}, Works, "", ""},
+		{"Services may not be listed", Works, held, components{pods: []corev1.Pod{pod("g1", "active", "")}}, Works, "", ""},
+		{"two marked", Works, held, components{pods: []corev1.Pod{pod("g1", "active", ""), pod("g2", "active", "")}, services: one}, Broken, reasonSeveralActive, "2 Pods, g1, g2"},
+		{"none marked", Works, held, components{pods: []corev1.Pod{pod("g1", "", "")}, services: one}, Broken, reasonNoneMarked, "no Pod"},
+		{"none marked yet", Works, Holder{Name: "g1", since: &metav1.Time{Time: now}}, components{pods: []corev1.Pod{pod("g1", "", "")}, services: one}, Works, "", ""},
+		{"no Service", Works, held, components{pods: []corev1.Pod{pod("g1", "active", "")}, services: []string{}}, Broken, reasonServices, "0 Services"},
+		{"two Services", Works, held, components{pods: []corev1.Pod{pod("g1", "active", "")}, services: []string{"a", "b"}}, Broken, reasonServices, "a, b"},
+		{"nobody at work", Broken, Holder{}, components{pods: []corev1.Pod{pod("g1", "", "not ready")}, events: map[string]string{"g1": "Failed: no TUN"}}, Broken, "", "its last Event: Failed: no TUN"},
+		{"nobody at work, and it crashes", Broken, Holder{}, components{pods: []corev1.Pod{crashing}}, Broken, "", "CrashLoopBackOff, and ended with code 1: isthmus: /dev/net/tun: no such file"},
+		{"nobody at work, and no Pods", Broken, Holder{}, components{}, Broken, "", "there are none in the namespace"},
+		{"no Lease, and Pods", Unknown, Holder{absent: true}, components{pods: []corev1.Pod{pod("g1", "", "")}}, Broken, "", ""},
+		{"no Lease, and no Pods", Unknown, Holder{absent: true}, components{}, Unknown, "", ""},
+	} {
+		hop := Hop{Name: hopGateway, State: tc.hop, Text: "said"}
+		tc.found.judgeGateway(&hop, tc.holder, now)
+		if hop.State != tc.state || hop.Reason != tc.reason || !strings.Contains(hop.Text, tc.says) {
+			t.Errorf("%s: %s %s: %s; want %s %s: ...%s...", tc.name, hop.State, hop.Reason, hop.Text, tc.state, tc.reason, tc.says)
+		}
+	}
+}
+
+func TestSeveralVersionsAreTold(t *testing.T) {
+	pod := func(account, image string) corev1.Pod {
+		return corev1.Pod{Spec: corev1.PodSpec{ServiceAccountName: account, Containers: []corev1.Container{{Image: image}}}}
+	}
+	f := components{pods: []corev1.Pod{pod("isthmus-manager", "isthmus:2"), pod("isthmus-gateway", "isthmus:2"), pod("isthmus-route-agent", "isthmus:2"), pod("other", "x")}}
+	if got := f.versions(); got != "" {
+		t.Errorf("one version: %q", got)
+	}
+	f.pods = append(f.pods, pod("isthmus-route-agent", "isthmus:1"))
+	if got, want := f.versions(), "isthmus:1 (1 route agent), isthmus:2 (1 gateway, 1 manager, 1 route agent)"; got != want {
+		t.Errorf("got %q, want %q", got, want)
+	}
+}
+
+// Rights that only another version asks for are no fault of this one, until a component that lacks
+// them is in trouble.
+func TestRightsOfAnotherVersionAreAFaultOnlyWhereSomethingIsBroken(t *testing.T) {
+	pod := func(account, version string) corev1.Pod {
+		return corev1.Pod{ObjectMeta: metav1.ObjectMeta{Labels: map[string]string{labelVersion: version}}, Spec: corev1.PodSpec{ServiceAccountName: account}}
+	}
+	lacking := []string{"isthmus-route-agent"}
+	for _, tc := range []struct {
+		name  string
+		pods  []corev1.Pod
+		hops  []Hop
+		state HopState
+	}{
+		{"this version", []corev1.Pod{pod("isthmus-route-agent", "2")}, nil, Broken},
+		{"a version that nobody says", []corev1.Pod{pod("isthmus-route-agent", "")}, nil, Broken},
+		{"another program's", []corev1.Pod{pod("isthmus-route-agent", "2"), pod("web", "1")}, nil, Broken},
+		{"an older one", []corev1.Pod{pod("isthmus-route-agent", "1")}, []Hop{{Name: hopAgents, State: Works}}, Limited},
+		{"in the middle of an upgrade", []corev1.Pod{pod("isthmus-manager", "2"), pod("isthmus-route-agent", "1")}, nil, Limited},
+		{"an older one that has all rights and is broken", []corev1.Pod{pod("isthmus-gateway", "1")}, []Hop{{Name: hopGateway, State: Broken}}, Limited},
+		{"an older one that is broken for it", []corev1.Pod{pod("isthmus-route-agent", "1")}, []Hop{{Name: hopAgents, State: Broken}}, Broken},
+	} {
+		rights := Hop{Name: hopRights, State: Broken, Text: "why"}
+		components{pods: tc.pods}.excuseRights(&rights, tc.hops, lacking, "2")
+		if rights.State != tc.state || strings.Contains(rights.Text, "version 1 is installed") != (tc.state == Limited) {
+			t.Errorf("%s: %s: %s; want %s", tc.name, rights.State, rights.Text, tc.state)
+		}
+	}
+	works := Hop{Name: hopRights, State: Works}
+	components{pods: []corev1.Pod{pod("isthmus-gateway", "1")}}.excuseRights(&works, nil, nil, "2")
+	if works.State != Works {
+		t.Errorf("nothing is missing, and it is %s", works.State)
+	}
+}
+
+func TestMissingRightsAreGivenByWhoeverInstalls(t *testing.T) {
+	c := &Cluster{context: "paris"}
+	if got := c.giver(""); got != "`isthmus install --context paris`" {
+		t.Errorf("without Helm: %s", got)
+	}
+	if got := c.giver("mine"); !strings.HasPrefix(got, "`helm upgrade mine`") {
+		t.Errorf("with Helm: %s", got)
+	}
+}
+
+// What is asked about is what is installed: each account, each scope, and names where a rule has some.
+func TestTheRightsThatAreAskedAboutAreThoseThatAreGiven(t *testing.T) {
+	all, err := needs("elsewhere")
+	if err != nil {
+		t.Fatal(err)
+	}
+	asked := make(map[string]bool)
+	for _, n := range all {
+		asked[n.String()] = true
+	}
+	for _, want := range []string{
+		"isthmus-gateway may not patch pods in elsewhere", "isthmus-gateway may not watch tunnelendpoints.net.liqo.io",
+		"isthmus-gateway may not update leases.coordination.k8s.io isthmus-gateway in elsewhere",
+		"isthmus-gateway may not patch tunnelendpoints/status.net.liqo.io", "isthmus-route-agent may not list nodes",
+		"isthmus-manager may not get configmaps kubeadm-config in kube-system",
+	} {
+		if !asked[want] {
+			t.Errorf("nobody asks whether %s", want)
+		}
+	}
+	for text := range asked {
+		if strings.Contains(text, "events") {
+			t.Errorf("a fault that is none: %s", text)
+		}
+	}
+}

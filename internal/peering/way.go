@@ -1,0 +1,270 @@
+package peering
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// What `isthmus trace` asks of a cluster: whom a name means, and the hops that a packet crosses there
+// beside the gateway itself.
+
+// Reader reads the cluster's objects with the rights of the person.
+func (c *Cluster) Reader() client.Reader { return c.client }
+
+// Host is the URL of the API server.
+func (c *Cluster) Host() string { return c.config.Host }
+
+// A Place is one end of the way of a packet.
+type Place struct {
+	Addr netip.AddrPort // the port may be 0
+	Pod  string         // NAMESPACE/NAME of the Pod that has the address; empty: none of this cluster has
+	Node string         // of the Pod
+}
+
+// String is how a person is told of a place.
+func (p Place) String() string {
+	text := p.Addr.String()
+	if p.Addr.Port() == 0 {
+		text = p.Addr.Addr().String()
+	}
+	if p.Pod != "" {
+		text += " (Pod " + Printable(p.Pod) + ")"
+	}
+	return text
+}
+
+// ErrNoPlace says that a name leads nowhere.
+var ErrNoPlace = errors.New("not found")
+
+// PlaceAt finds the Pod that has an address, if one of this cluster has.
+func (c *Cluster) PlaceAt(ctx context.Context, at netip.AddrPort) (Place, error) {
+	p := Place{Addr: at}
+	var pods corev1.PodList
+	if err := c.client.List(ctx, &pods, client.MatchingFields{"status.podIP": at.Addr().String()}); err != nil {
+		return p, c.explain("Pods", err)
+	}
+	for i := range pods.Items {
+		if pod := &pods.Items[i]; !pod.Spec.HostNetwork && pod.Status.Phase == corev1.PodRunning {
+			p.Pod, p.Node = pod.Namespace+"/"+pod.Name, pod.Spec.NodeName
+		}
+	}
+	return p, nil
+}
+
+// Find finds what a name means: NAMESPACE/POD, or svc/NAME or svc/NAMESPACE/NAME, of which the
+// first endpoint that is ready is meant; each with :PORT where a port is wanted. A Service without a
+// namespace is one of the namespace default.
+func (c *Cluster) Find(ctx context.Context, name string) (Place, error) {
+	bare, port, err := splitPort(name)
+	if err != nil {
+		return Place{}, err
+	}
+	parts := strings.Split(bare, "/")
+	switch {
+	case len(parts) > 1 && slices.Contains([]string{"svc", "service", "services"}, parts[0]) && len(parts) <= 3:
+		namespace := "default"
+		if len(parts) == 3 {
+			namespace = parts[1]
+		}
+		return c.endpointOf(ctx, namespace, parts[len(parts)-1], port)
+	case len(parts) == 2:
+		return c.podAt(ctx, parts[0], parts[1], port)
+	}
+	return Place{}, fmt.Errorf("%s: want an address, NAMESPACE/POD, svc/NAME or svc/NAMESPACE/NAME", Printable(name))
+}
+
+func splitPort(name string) (bare string, port uint16, err error) {
+	bare, text, ok := strings.Cut(name, ":")
+	if !ok {
+		return bare, 0, nil
+	}
+	n, err := strconv.ParseUint(text, 10, 16)
+	if err != nil || n == 0 {
+		return "", 0, fmt.Errorf("%s: port %s: want 1 to 65535", Printable(name), Printable(text))
+	}
+	return bare, uint16(n), nil
+}
+
+func (c *Cluster) podAt(ctx context.Context, namespace, name string, port uint16) (Place, error) {
+	var pod corev1.Pod
+	what := fmt.Sprintf("Pod %s/%s", Printable(namespace), Printable(name))
+	if err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &pod); err != nil {
+		if client.IgnoreNotFound(err) == nil {
+			return Place{}, fmt.Errorf("%s: %s: %w", c, what, ErrNoPlace)
+		}
+		return Place{}, c.explain(what, err)
+	}
+	addr, err := netip.ParseAddr(pod.Status.PodIP)
+	if err != nil {
+		return Place{}, fmt.Errorf("%s: %s has no address yet: it is %s", c, what, Printable(string(pod.Status.Phase)))
+	}
+	p := Place{Addr: netip.AddrPortFrom(addr, port), Node: pod.Spec.NodeName}
+	if !pod.Spec.HostNetwork {
+		p.Pod = namespace + "/" + name
+	}
+	return p, nil
+}
+
+// endpointOf is the first endpoint of a Service that is ready, at the port behind the Service's.
+func (c *Cluster) endpointOf(ctx context.Context, namespace, name string, port uint16) (Place, error) {
+	what := fmt.Sprintf("Service %s/%s", Printable(namespace), Printable(name))
+	var service corev1.Service
+	if err := c.client.Get(ctx, client.ObjectKey{Namespace: namespace, Name: name}, &service); err != nil {
+		if client.IgnoreNotFound(err) == nil {
+			return Place{}, fmt.Errorf("%s: %s: %w", c, what, ErrNoPlace)
+		}
+		return Place{}, c.explain(what, err)
+	}
+	wanted := -1
+	for i, p := range service.Spec.Ports {
+		if port == 0 && len(service.Spec.Ports) == 1 || p.Port == int32(port) {
+			wanted = i
+		}
+	}
+	if wanted < 0 && port != 0 {
+		return Place{}, fmt.Errorf("%s: %s has no port %d", c, what, port)
+	}
+	var list discoveryv1.EndpointSliceList
+	if err := c.client.List(ctx, &list, client.InNamespace(namespace), client.MatchingLabels{discoveryv1.LabelServiceName: name}); err != nil {
+		return Place{}, c.explain("EndpointSlices of "+what, err)
+	}
+	var found []Place
+	for i := range list.Items {
+		slice := &list.Items[i]
+		behind := port
+		for _, p := range slice.Ports {
+			if wanted >= 0 && p.Port != nil && (p.Name == nil || *p.Name == service.Spec.Ports[wanted].Name) {
+				behind = uint16(*p.Port)
+			}
+		}
+		for _, e := range slice.Endpoints {
+			if e.Conditions.Ready != nil && !*e.Conditions.Ready {
+				continue
+			}
+			for _, text := range e.Addresses {
+				if addr, err := netip.ParseAddr(text); err == nil {
+					found = append(found, Place{Addr: netip.AddrPortFrom(addr, behind)})
+				}
+			}
+		}
+	}
+	if len(found) == 0 {
+		return Place{}, fmt.Errorf("%s: %s has no endpoint that is ready", c, what)
+	}
+	first := slices.MinFunc(found, func(a, b Place) int { return a.Addr.Compare(b.Addr) })
+	return c.PlaceAt(ctx, first.Addr)
+}
+
+// NodeHop is what a packet crosses between a Pod's node and the gateway: the rules and the overlay of
+// that node's route agent. An empty node is that of no Pod.
+func (c *Cluster) NodeHop(ctx context.Context, node string) (Hop, error) {
+	hop := Hop{Cluster: c.String(), Name: "node", State: Works, Source: "Nodes, Pods in " + c.Namespace}
+	if node == "" {
+		hop.State, hop.Text = Unknown, "no Pod of the cluster has the address; it is taken for a node's or another machine's"
+		return hop, nil
+	}
+	found, err := c.components(ctx, time.Now())
+	if err != nil {
+		return hop, c.explain("Pods in "+c.Namespace, err)
+	}
+	var n corev1.Node
+	if err := c.client.Get(ctx, client.ObjectKey{Name: node}, &n); err != nil {
+		return hop, c.explain("Node "+node, err)
+	}
+	a := agentsOf([]corev1.Node{n}, found, nil)
+	switch problems := slices.Concat(a.unready, a.missing); {
+	case len(problems) > 0:
+		hop.State, hop.Text = Broken, strings.Join(problems, "; ")
+	case a.nodes == 0:
+		hop.State, hop.Text = Broken, fmt.Sprintf("Node %s takes no route agent", Printable(node))
+	default:
+		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so that rules and overlay lead to the gateway and back", Printable(node))
+	}
+	return hop, nil
+}
+
+// GatewayHop says whether a gateway is at work, and on which Pod the overlay ends.
+func (c *Cluster) GatewayHop(ctx context.Context) (Hop, error) {
+	hops, _, _, err := clusterHops(ctx, c)
+	if err != nil {
+		return Hop{}, err
+	}
+	var list isthmus.PeeringList
+	if err := c.client.List(ctx, &list); err != nil {
+		return Hop{}, c.explain("Peerings", err)
+	}
+	for i := range list.Items {
+		heed(hops, &list.Items[i])
+	}
+	i := slices.IndexFunc(hops, func(h Hop) bool { return h.Name == hopGateway })
+	return hops[i], nil
+}
+
+// TunnelHop says whether packets go both ways between the gateways of this cluster and of a peer.
+func (c *Cluster) TunnelHop(ctx context.Context, peer string) (Hop, error) {
+	e, err := c.examine(ctx, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == peer })
+	if err != nil {
+		return Hop{}, err
+	}
+	hop := Hop{Cluster: c.String(), Name: stepNames[isthmus.ConditionConnected], State: Unknown, Text: "there is no Peering with cluster " + Printable(peer), Source: "Peerings"}
+	for _, hops := range e.peerings {
+		for _, h := range hops {
+			if h.Name == hop.Name {
+				return h, nil
+			}
+		}
+	}
+	return hop, nil
+}
+
+// SeenFrom is the address under which this cluster reaches a Pod of a peer, as the two agreed.
+func (c *Cluster) SeenFrom(ctx context.Context, peer string, at netip.AddrPort) (netip.AddrPort, error) {
+	var list isthmus.PeeringList
+	if err := c.client.List(ctx, &list); err != nil {
+		return netip.AddrPort{}, c.explain("Peerings", err)
+	}
+	for i := range list.Items {
+		p := &list.Items[i]
+		own, err1 := netip.ParsePrefix(p.Status.Remote.PodCIDR)
+		seen, err2 := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen)
+		if p.Spec.Cluster.ClusterID != peer || cmp.Or(err1, err2) != nil {
+			continue
+		}
+		if addr, ok := (natengine.Remap{From: own, To: seen}).Map(at.Addr()); ok {
+			return netip.AddrPortFrom(addr, at.Port()), nil
+		}
+		return netip.AddrPort{}, fmt.Errorf("%s: %v is outside of the peer's pods, %v", c, at.Addr(), own)
+	}
+	return netip.AddrPort{}, fmt.Errorf("%s: nothing is agreed with cluster %s yet", c, Printable(peer))
+}
+
+// mostCompleted is how many Pods are offered to a shell.
+const mostCompleted = 500
+
+// Pods are names of Pods as Find takes them, for completion.
+func (c *Cluster) Pods(ctx context.Context) (names []string, err error) {
+	var list corev1.PodList
+	if err := c.client.List(ctx, &list, client.Limit(mostCompleted)); err != nil {
+		return nil, err
+	}
+	for _, p := range list.Items {
+		if !p.Spec.HostNetwork {
+			names = append(names, p.Namespace+"/"+p.Name)
+		}
+	}
+	return names, nil
+}

@@ -1,0 +1,147 @@
+// Package podport speaks HTTP to ports that a Pod has at its loopback address, by way of the API
+// server and the kubelet, as kubectl port-forward does. Nothing listens on this machine meanwhile.
+package podport
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/url"
+	"strconv"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/transport/spdy"
+	"k8s.io/streaming/pkg/httpstream"
+)
+
+// protocol is that of kubectl port-forward.
+const protocol = "portforward.k8s.io"
+
+// Client returns a client all of whose connections lead to that port of the Pod, whatever the URL
+// says. Whoever uses it needs the right to create pods/portforward.
+func Client(config *rest.Config, namespace, pod string, port uint16) (*http.Client, error) {
+	roundTripper, upgrader, err := spdy.RoundTripperFor(config)
+	if err != nil {
+		return nil, err
+	}
+	base, _, err := rest.DefaultServerUrlFor(config)
+	if err != nil {
+		return nil, err
+	}
+	to := base.JoinPath("api/v1/namespaces", url.PathEscape(namespace), "pods", url.PathEscape(pod), "portforward")
+	dialer := spdy.NewDialerForStreaming(upgrader, &http.Client{Transport: roundTripper}, http.MethodPost, to)
+	return &http.Client{
+		Transport: &http.Transport{
+			DisableKeepAlives: true, // a connection is a few streams of one to the API server, which ends with it
+			DialContext:       func(ctx context.Context, _, _ string) (net.Conn, error) { return dial(ctx, dialer, port) },
+		},
+		CheckRedirect: func(*http.Request, []*http.Request) error { return http.ErrUseLastResponse },
+	}, nil
+}
+
+// dial does not outlive ctx.
+func dial(ctx context.Context, dialer httpstream.Dialer, port uint16) (net.Conn, error) {
+	type result struct {
+		conn *conn
+		err  error
+	}
+	done := make(chan result, 1)
+	go func() {
+		c, err := open(dialer, port)
+		done <- result{c, err}
+	}()
+	select {
+	case r := <-done:
+		if r.err != nil {
+			return nil, r.err
+		}
+		return r.conn, nil
+	case <-ctx.Done():
+		go func() { // what comes too late is closed
+			if r := <-done; r.err == nil {
+				_ = r.conn.Close() // nobody has it
+			}
+		}()
+		return nil, ctx.Err()
+	}
+}
+
+func open(dialer httpstream.Dialer, port uint16) (*conn, error) {
+	connection, agreed, err := dialer.Dial(protocol)
+	if err != nil {
+		return nil, err
+	}
+	c := &conn{connection: connection, failed: make(chan error, 1)}
+	if agreed != protocol {
+		_ = connection.Close() // the error is told
+		return nil, fmt.Errorf("the API server speaks %q, want %q", agreed, protocol)
+	}
+	header := http.Header{}
+	header.Set(corev1.PortHeader, strconv.Itoa(int(port)))
+	header.Set(corev1.PortForwardRequestIDHeader, "0")
+	header.Set(corev1.StreamType, corev1.StreamTypeError)
+	problems, err := connection.CreateStream(header)
+	if err != nil {
+		_ = connection.Close() // the error is told
+		return nil, err
+	}
+	problems.Close() // nothing is written to it
+	go func() {
+		text, err := io.ReadAll(io.LimitReader(problems, 4096))
+		if len(text) > 0 {
+			err = errors.New(string(text))
+		}
+		c.failed <- err
+	}()
+	header.Set(corev1.StreamType, corev1.StreamTypeData)
+	if c.Stream, err = connection.CreateStream(header); err != nil {
+		_ = connection.Close() // the error is told
+		return nil, err
+	}
+	return c, nil
+}
+
+// conn is a net.Conn.
+type conn struct {
+	httpstream.Stream
+	connection httpstream.Connection
+	failed     chan error // what the kubelet says of it at the end
+}
+
+// Read says why nothing comes, where the kubelet says so.
+func (c *conn) Read(b []byte) (int, error) {
+	n, err := c.Stream.Read(b)
+	if n == 0 && errors.Is(err, io.EOF) {
+		select {
+		case failed := <-c.failed:
+			c.failed <- failed
+			if failed != nil {
+				err = failed
+			}
+		case <-time.After(100 * time.Millisecond): // it comes beside, and mostly before
+		}
+	}
+	return n, err
+}
+
+func (c *conn) Close() error {
+	_ = c.Stream.Reset()
+	return c.connection.Close()
+}
+
+// There are no deadlines: whoever waits closes the connection.
+func (c *conn) SetDeadline(time.Time) error      { return nil }
+func (c *conn) SetReadDeadline(time.Time) error  { return nil }
+func (c *conn) SetWriteDeadline(time.Time) error { return nil }
+func (c *conn) LocalAddr() net.Addr              { return addr{} }
+func (c *conn) RemoteAddr() net.Addr             { return addr{} }
+
+type addr struct{}
+
+func (addr) Network() string { return protocol }
+func (addr) String() string  { return protocol }

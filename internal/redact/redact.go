@@ -1,0 +1,160 @@
+// Package redact takes secrets out of texts that people are going to show to others: what it is told
+// to be secret, and what looks like it, in plain, in base64 and in hexadecimal digits.
+package redact
+
+import (
+	"bytes"
+	"encoding/base64"
+	"encoding/hex"
+	"regexp"
+	"slices"
+	"strings"
+)
+
+// Mark stands where something was taken out.
+const Mark = "[REDACTED]"
+
+// A Redactor knows what is secret. The zero value knows what secrets look like. Its methods may be
+// called concurrently once nothing is added any more.
+type Redactor struct {
+	known  map[string]bool // every form of what was told
+	order  []string        // the longest first
+	public map[string]bool // WireGuard public keys, which look like private ones
+}
+
+// least is how long a secret is that can be looked for: shorter ones are parts of words.
+const least = 8
+
+// Secret tells of a secret. Of one in PEM, each line of its body counts by itself.
+func (r *Redactor) Secret(value []byte) {
+	value = bytes.TrimSpace(value)
+	if len(value) < least {
+		return
+	}
+	forms := []string{string(value), hex.EncodeToString(value), strings.ToUpper(hex.EncodeToString(value))}
+	for _, e := range encodings {
+		forms = append(forms, e.EncodeToString(value))
+	}
+	if raw, ok := decoded(string(value)); ok && len(raw) >= least { // such as a key, which others show as digits
+		forms = append(forms, hex.EncodeToString(raw), strings.ToUpper(hex.EncodeToString(raw)))
+	}
+	// Within the base64 of something larger a value has three forms, by where it begins. Their ends
+	// depend on what is beside it.
+	for shift := range 3 {
+		inner := base64.StdEncoding.EncodeToString(append(make([]byte, shift), value...))
+		inner = strings.TrimRight(inner, "=")
+		if from, to := (shift*8+5)/6, len(inner)-2; to-from >= 2*least {
+			forms = append(forms, inner[from:to])
+		}
+	}
+	forms = append(forms, strings.ReplaceAll(string(value), "\n", `\n`))
+	if bytes.HasPrefix(value, []byte("-----BEGIN ")) {
+		for line := range strings.Lines(string(value)) {
+			if line = strings.TrimSpace(line); !strings.HasPrefix(line, "-----") && len(line) >= 4*least {
+				forms = append(forms, line)
+			}
+		}
+	}
+	if r.known == nil {
+		r.known = make(map[string]bool)
+	}
+	for _, f := range forms {
+		if len(f) >= least && !r.known[f] {
+			r.known[f] = true
+			r.order = append(r.order, f)
+		}
+	}
+	slices.SortFunc(r.order, func(a, b string) int { return len(b) - len(a) })
+}
+
+// Public tells of a WireGuard public key, which stays.
+func (r *Redactor) Public(key string) {
+	if r.public == nil {
+		r.public = make(map[string]bool)
+	}
+	r.public[key] = true
+}
+
+var encodings = []*base64.Encoding{base64.StdEncoding, base64.RawStdEncoding, base64.URLEncoding, base64.RawURLEncoding}
+
+func decoded(text string) ([]byte, bool) {
+	for _, e := range encodings {
+		if raw, err := e.DecodeString(text); err == nil {
+			return raw, true
+		}
+	}
+	return nil, false
+}
+
+// What secrets look like.
+var (
+	// Without its end it goes as far as it may be a key. Nothing here looks far ahead: a file of many beginnings would take for ever.
+	pemKey = regexp.MustCompile(`-----BEGIN [A-Z0-9 ]*PRIVATE KEY-----(?:(?:\s|\\[nr])+[A-Za-z-]+: [^\n\\]*)*[A-Za-z0-9+/=\s\\]*(?:-----END [A-Z0-9 ]*PRIVATE KEY-----)?`)
+	jwt    = regexp.MustCompile(`eyJ[A-Za-z0-9_-]{8,}\.[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]*)?`)
+	bearer = regexp.MustCompile(`(?i)\b(bearer|basic) +[A-Za-z0-9._~+/=-]{8,}`)
+	// A field whose name says that its value is secret, in YAML, JSON, an environment or a header.
+	named    = regexp.MustCompile(`(?i)((?:[\w.-]*(?:password|passwd|secret[_-]?key|client-key-data|private[_-]?key|preshared[_-]?key|access[_-]?key|api[_-]?key|auth[_-]?token|id-token|refresh-token)|\btoken)\\?["']?\s*[:=]\s*\\?["']?)([^\s"'\\,}\[]{4,})`)
+	userinfo = regexp.MustCompile(`(://)[^/\s:@"']+:[^/\s@"']+@`)
+	// 32 octets, as WireGuard has its keys, and longer pieces in which something may be.
+	blob       = regexp.MustCompile(`[A-Za-z0-9+/_-]{40,}={0,2}`)
+	onlyDigits = regexp.MustCompile(`^[0-9a-fA-F]+$`)
+	digits     = regexp.MustCompile(`(?:sha256:)?\b[0-9a-fA-F]{64,}\b`)
+)
+
+// Text returns text without secrets. It does not change text.
+func (r *Redactor) Text(text []byte) []byte { return r.text(text, 3) }
+
+// depth is how often something is taken out of its encoding.
+func (r *Redactor) text(text []byte, depth int) []byte {
+	out := text
+	for _, secret := range r.order {
+		out = bytes.ReplaceAll(out, []byte(secret), []byte(Mark))
+	}
+	mark := []byte(Mark)
+	out = pemKey.ReplaceAll(out, mark)
+	out = jwt.ReplaceAll(out, mark)
+	out = bearer.ReplaceAll(out, []byte("$1 "+Mark))
+	out = named.ReplaceAllFunc(out, func(found []byte) []byte {
+		parts := named.FindSubmatch(found)
+		if file := parts[2][0] == '/'; file { // where a secret lies is none
+			return found
+		}
+		return append(bytes.Clone(parts[1]), mark...)
+	})
+	out = userinfo.ReplaceAll(out, []byte("$1"+Mark+"@"))
+	if depth == 0 {
+		return out
+	}
+	out = digits.ReplaceAllFunc(out, func(found []byte) []byte {
+		if bytes.HasPrefix(found, []byte("sha256:")) { // of an image
+			return found
+		}
+		raw := make([]byte, len(found)/2)
+		_, _ = hex.Decode(raw, found[:len(found)/2*2]) // they are digits
+		key := len(raw) == 32 && clamped(raw) && !r.public[base64.StdEncoding.EncodeToString(raw)]
+		if key || r.hides(raw, depth) {
+			return mark
+		}
+		return found
+	})
+	return blob.ReplaceAllFunc(out, func(found []byte) []byte {
+		if r.public[string(found)] || onlyDigits.Match(found) {
+			return found
+		}
+		raw, ok := decoded(string(found))
+		switch {
+		case !ok:
+			return found
+		case len(found) == 44 && len(raw) == 32 && clamped(raw), r.hides(raw, depth):
+			return mark
+		}
+		return found
+	})
+}
+
+// hides reports whether there is a secret in what was encoded.
+func (r *Redactor) hides(raw []byte, depth int) bool { return !bytes.Equal(r.text(raw, depth-1), raw) }
+
+// clamped reports whether 32 octets have the form of a private key for X25519 (RFC 7748, section 5),
+// as wg(8) and we make them. One public key out of 32 has it, too.
+func clamped(key []byte) bool { return key[0]&7 == 0 && key[31]&0xc0 == 0x40 }

@@ -1,0 +1,72 @@
+package main
+
+import (
+	"fmt"
+	"strings"
+
+	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/metric"
+	"github.com/isthmus-net/isthmus/internal/source/kube"
+	"github.com/isthmus-net/isthmus/manager"
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/routeagent"
+)
+
+// metrics is docs/metrics.md.
+func metrics(string) (string, error) {
+	var b strings.Builder
+	b.WriteString("# Metrics\n\n")
+	fmt.Fprintf(&b, generated, "the families that the components declare")
+	b.WriteString(`All components serve Prometheus metrics at ` + "`/metrics`" + `, by default at a loopback address: the manager on port 5876, the gateway on
+5872, the route agent on 5874. [security.md](security.md) says how a Prometheus is let in. The chart has a PodMonitor for each
+component (` + "`metrics.podMonitor`" + `), alerts (` + "`metrics.prometheusRule`" + `) and a Grafana dashboard (` + "`metrics.dashboard`" + `).
+
+A series is there when there is something to say: counters of drops, events and results from the first one on, times once
+the thing has happened, series of a peer as long as the peer is configured. "Receive" and "inbound" are from the tunnel,
+"transmit" and "outbound" towards it. The label ` + "`peer`" + ` is the cluster ID, which ` + "`isthmus_peer_info`" + ` joins with the name. CPU time is not
+known by peer, since all peers share the goroutines that move packets; ` + "`process_cpu_seconds_total`" + ` has that of the gateway.
+
+`)
+	for _, c := range []struct {
+		title, about string
+		families     []*metric.Family
+	}{
+		{"All components", "Besides, those of the Go runtime (`go_*`) and of the process (`process_*`).", metric.Common.Families()},
+		{"Gateway", "Of the active gateway, and of one that is configured by files.", gateway.Families()},
+		{"Gateway in a cluster", "Of active and standby gateways.", kube.Families()},
+		{"Route agent", "", routeagent.Families()},
+		{"Manager", "Besides, those of controller-runtime (`controller_runtime_*`, `workqueue_*`, `rest_client_*`, `leader_election_*`).", manager.Families()},
+	} {
+		fmt.Fprintf(&b, "## %s\n\n", c.title)
+		if c.about != "" {
+			fmt.Fprintf(&b, "%s\n\n", c.about)
+		}
+		b.WriteString("| metric | type | unit | labels | meaning |\n| --- | --- | --- | --- | --- |\n")
+		for _, f := range c.families {
+			labels := ""
+			if len(f.Labels) > 0 {
+				labels = "`" + strings.Join(f.Labels, "` `") + "`"
+			}
+			fmt.Fprintf(&b, "| `%s` | %s | %s | %s | %s |\n", f.Name, strings.ToLower(f.Type.String()), unit(f.Name), labels, f.Help)
+		}
+		b.WriteByte('\n')
+	}
+	b.WriteString("## Reasons of isthmus_drops_total\n\n| reason | meaning |\n| --- | --- |\n")
+	for _, r := range natengine.Drops() {
+		fmt.Fprintf(&b, "| `%s` | %s |\n", r, r.Explain())
+	}
+	return b.String(), nil
+}
+
+// unit is what a name says of its unit, by the conventions of Prometheus.
+func unit(name string) string {
+	name = strings.TrimSuffix(name, "_total")
+	for _, u := range []struct{ suffix, text string }{
+		{"_timestamp_seconds", "Unix time"}, {"_seconds", "seconds"}, {"_bytes", "octets"}, {"_bytes_limit", "octets"}, {"_ratio", "0 to 1"}, {"_per_second_limit", "1/s"},
+	} {
+		if strings.HasSuffix(name, u.suffix) {
+			return u.text
+		}
+	}
+	return ""
+}

@@ -1,0 +1,189 @@
+package main
+
+import (
+	"fmt"
+	"go/ast"
+	"go/parser"
+	"go/token"
+	"path/filepath"
+	"reflect"
+	"strconv"
+	"strings"
+
+	"github.com/isthmus-net/isthmus/internal/source/file"
+)
+
+// parse reads a file of Go below the root.
+func parse(root, name string) (*ast.File, error) {
+	return parser.ParseFile(token.NewFileSet(), filepath.Join(root, filepath.FromSlash(name)), nil, parser.ParseComments|parser.SkipObjectResolution)
+}
+
+// line is a comment in one line.
+func line(c *ast.CommentGroup) string { return strings.Join(strings.Fields(c.Text()), " ") }
+
+// A constant is a string constant with what its comment says.
+type constant struct {
+	name, value, text string
+	group             string // the comment above it that is about it and those below
+}
+
+// constants are those of a file whose names begin like that. Comments are beside them, or above
+// them where they begin with the name.
+func constants(f *ast.File, prefix string) (all []constant) {
+	for _, d := range f.Decls {
+		gen, ok := d.(*ast.GenDecl)
+		if !ok || gen.Tok != token.CONST {
+			continue
+		}
+		group := ""
+		for _, s := range gen.Specs {
+			v := s.(*ast.ValueSpec)
+			name := v.Names[0].Name
+			if !strings.HasPrefix(name, prefix) || len(v.Values) != 1 {
+				continue
+			}
+			literal, ok := v.Values[0].(*ast.BasicLit)
+			if !ok {
+				continue
+			}
+			value, err := strconv.Unquote(literal.Value)
+			if err != nil {
+				continue
+			}
+			c := constant{name: name, value: value, text: line(v.Comment)}
+			above := v.Doc
+			if !gen.Lparen.IsValid() {
+				above = gen.Doc
+			}
+			switch text := line(above); {
+			case strings.HasPrefix(text, name):
+				text = strings.TrimPrefix(text, name)
+				c.text = strings.TrimLeft(strings.TrimPrefix(text, " is"), ": ")
+			case text != "":
+				group = text
+			}
+			c.group = group
+			all = append(all, c)
+		}
+	}
+	return all
+}
+
+// conditions is docs/conditions.md.
+func conditions(root string) (string, error) {
+	ours, err := parse(root, "apis/isthmus/v1alpha1/names.go")
+	if err != nil {
+		return "", err
+	}
+	theirs, err := parse(root, "apis/net/v1alpha1/names.go")
+	if err != nil {
+		return "", err
+	}
+	var b strings.Builder
+	b.WriteString("# Conditions and their reasons\n\n")
+	fmt.Fprintf(&b, generated, "apis/*/v1alpha1/names.go")
+	b.WriteString("Reasons are words out of closed lists, which programs may match. Messages are for people and may change.\n" +
+		"[troubleshooting.md](troubleshooting.md) says what to do about a reason.\n\n## Peering\n\nWritten by the manager.\n\n")
+	table := func(head string, rows []constant) {
+		fmt.Fprintf(&b, "| %s | meaning |\n| --- | --- |\n", head)
+		for _, c := range rows {
+			fmt.Fprintf(&b, "| `%s` | %s |\n", c.value, c.text)
+		}
+		b.WriteByte('\n')
+	}
+	table("condition", constants(ours, "Condition"))
+	group := ""
+	var rows []constant
+	flush := func() {
+		if len(rows) > 0 {
+			title, more, _ := strings.Cut(group, ": ")
+			fmt.Fprintf(&b, "### Reasons of %s\n\n", title)
+			if more != "" {
+				fmt.Fprintf(&b, "%s%s:\n\n", strings.ToUpper(more[:1]), more[1:])
+			}
+			table("reason", rows)
+		}
+		rows = nil
+	}
+	for _, c := range constants(ours, "Reason") {
+		if c.group != group {
+			flush()
+			group = c.group
+		}
+		rows = append(rows, c)
+	}
+	flush()
+	for _, kind := range []struct{ title, about, condition, reasons string }{
+		{"NetworkConfig", "The copy of a peer's NetworkConfig has the condition, and its original takes it over with the status.", "ConditionAccepted", "Reason"},
+		{"TunnelEndpoint", "Written by the active gateway.", "ConditionConnected", "Cause"},
+	} {
+		fmt.Fprintf(&b, "## %s\n\n%s\n\n", kind.title, kind.about)
+		table("condition", constants(theirs, kind.condition))
+		table("reason", constants(theirs, kind.reasons))
+	}
+	return strings.TrimSuffix(b.String(), "\n"), missing(b.String())
+}
+
+// missing refuses a page on which something has no meaning.
+func missing(text string) error {
+	for l := range strings.Lines(text) {
+		if strings.HasSuffix(l, "` |  |\n") {
+			return fmt.Errorf("no comment says what %s means", strings.Fields(l)[1])
+		}
+	}
+	return nil
+}
+
+// gatewayFile is docs/gateway.yaml.md.
+func gatewayFile(root string) (string, error) {
+	f, err := parse(root, "internal/source/file/gateway.go")
+	if err != nil {
+		return "", err
+	}
+	var b strings.Builder
+	b.WriteString("# gateway.yaml\n\n")
+	fmt.Fprintf(&b, generated, "internal/source/file")
+	b.WriteString("`isthmus gateway --config DIR` reads this object, and beside it the peers' TunnelEndpoints and NatMappings as `kubectl get -o yaml`\n" +
+		"prints them. A field that is not in this list is an error. Changes take effect without a restart, where the log does not say otherwise.\n\n" +
+		"| field | type | meaning |\n| --- | --- | --- |\n")
+	ast.Inspect(f, func(n ast.Node) bool {
+		spec, ok := n.(*ast.TypeSpec)
+		if !ok || spec.Name.Name != "GatewayFile" {
+			return true
+		}
+		for _, field := range spec.Type.(*ast.StructType).Fields.List {
+			if field.Tag == nil { // those of NAT come below
+				continue
+			}
+			tag, _ := strconv.Unquote(field.Tag.Value)
+			name, _, _ := strings.Cut(reflect.StructTag(tag).Get("json"), ",")
+			text := line(field.Comment)
+			if text == "" {
+				text = strings.TrimPrefix(line(field.Doc), field.Names[0].Name+" ")
+			}
+			var kind string
+			switch id, _ := field.Type.(*ast.Ident); id.Name {
+			case "string":
+				kind = "text"
+			case "MTU":
+				kind = "number or `auto`"
+			default:
+				kind = "number"
+			}
+			text = strings.NewReplacer("GatewayAPIVersion", "`"+file.GatewayAPIVersion+"`", "GatewayKind", "`"+file.GatewayKind+"`").Replace(text)
+			fmt.Fprintf(&b, "| `%s` | %s | %s |\n", name, kind, text)
+		}
+		return false
+	})
+	kinds := map[string]string{"int": "number", "bool": "true or false", "duration": "duration"}
+	flags := []string{}
+	fields := new(file.NAT).Fields()
+	for _, f := range fields {
+		flags = append(flags, "--"+f.Flag, "`"+f.Name+"`")
+	}
+	asFields := strings.NewReplacer(flags...)
+	for _, f := range fields {
+		fmt.Fprintf(&b, "| `%s` | %s | %s |\n", f.Name, kinds[f.Value.Type()], asFields.Replace(f.Usage))
+	}
+	return b.String(), missing(b.String())
+}

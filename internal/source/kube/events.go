@@ -1,0 +1,126 @@
+package kube
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"hash/fnv"
+	"os"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
+	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+const (
+	// tellAgain is how often an Event is repeated while what it says lasts: the API server forgets
+	// Events after an hour.
+	tellAgain = 10 * time.Minute
+	maxNote   = 1024 // of an Event, as the API server has it
+)
+
+// PodEvents tells of a component by Events of its own Pod, where people look first who see that the
+// Pod is not ready. An Event is written before the call returns, since a component that cannot go on
+// ends next. Methods may be called concurrently; those of a nil PodEvents do nothing.
+type PodEvents struct {
+	api       client.Client
+	component string
+	about     corev1.ObjectReference
+
+	mu   sync.Mutex
+	last string // reason and note
+	at   time.Time
+}
+
+// NewPodEvents makes one for a Pod. uid may be empty: `kubectl get events` has the Event then, and
+// `kubectl describe pod` has not.
+func NewPodEvents(config *rest.Config, component, namespace, pod string, uid types.UID) (*PodEvents, error) {
+	scheme := runtime.NewScheme()
+	if err := eventsv1.AddToScheme(scheme); err != nil {
+		return nil, err
+	}
+	config = rest.CopyConfig(config)
+	config.Timeout = writeTimeout
+	api, err := client.New(config, client.Options{Scheme: scheme})
+	if err != nil {
+		return nil, fmt.Errorf("way to the API server: %w", err)
+	}
+	return &PodEvents{api: api, component: component,
+		about: corev1.ObjectReference{APIVersion: "v1", Kind: "Pod", Namespace: namespace, Name: pod, UID: uid}}, nil
+}
+
+// Warn tells that something is wrong, once every ten minutes while it is the same.
+func (e *PodEvents) Warn(ctx context.Context, reason, note string) error {
+	return e.tell(ctx, corev1.EventTypeWarning, reason, note)
+}
+
+// Mended tells that what Warn told of is over; where nothing was told it does nothing.
+func (e *PodEvents) Mended(ctx context.Context, reason, note string) error {
+	if e == nil {
+		return nil
+	}
+	e.mu.Lock()
+	quiet := e.last == ""
+	e.mu.Unlock()
+	if quiet {
+		return nil
+	}
+	err := e.tell(ctx, corev1.EventTypeNormal, reason, note)
+	e.mu.Lock()
+	e.last = ""
+	e.mu.Unlock()
+	return err
+}
+
+func (e *PodEvents) tell(ctx context.Context, kind, reason, note string) error {
+	if e == nil {
+		return nil
+	}
+	note = cut(strings.ToValidUTF8(note, "?"), maxNote)
+	now := time.Now()
+	e.mu.Lock()
+	said := e.last == reason+note && now.Sub(e.at) < tellAgain
+	e.last, e.at = reason+note, now
+	e.mu.Unlock()
+	if said {
+		return nil
+	}
+	err := e.write(ctx, kind, reason, note, now)
+	if err != nil {
+		e.mu.Lock()
+		e.last = "" // to be tried again
+		e.mu.Unlock()
+		err = fmt.Errorf("event of Pod %s/%s: %w", e.about.Namespace, e.about.Name, err)
+	}
+	return err
+}
+
+// write makes the Event, or counts it where the same one was written before.
+func (e *PodEvents) write(ctx context.Context, kind, reason, note string, now time.Time) error {
+	hash := fnv.New64a()
+	fmt.Fprintf(hash, "%s\n%s", reason, note)
+	host, _ := os.Hostname() // "" is refused, and the error says so
+	event := &eventsv1.Event{
+		ObjectMeta:          metav1.ObjectMeta{Namespace: e.about.Namespace, Name: fmt.Sprintf("%s.%016x", strings.TrimRight(e.about.Name[:min(len(e.about.Name), 200)], "-."), hash.Sum64())},
+		EventTime:           metav1.NewMicroTime(now),
+		ReportingController: "isthmus.net/" + e.component, ReportingInstance: cut(e.component+"-"+host, 128),
+		Action: "Run", Type: kind, Reason: reason, Note: note, Regarding: e.about,
+	}
+	err := e.api.Create(ctx, event)
+	if !apierrors.IsAlreadyExists(err) {
+		return err
+	}
+	patch, err := json.Marshal(map[string]any{"series": eventsv1.EventSeries{Count: 2, LastObservedTime: metav1.NewMicroTime(now)}})
+	if err != nil {
+		return err
+	}
+	return e.api.Patch(ctx, event, client.RawPatch(types.MergePatchType, patch))
+}

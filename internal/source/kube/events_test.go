@@ -1,0 +1,71 @@
+package kube
+
+import (
+	"strings"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	eventsv1 "k8s.io/api/events/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// podEventsAreToldOnce is run by a test that has an API server.
+func podEventsAreToldOnce(t *testing.T, s *apiServer) {
+	s.namespace(t, "events")
+	e, err := NewPodEvents(s.config, "gateway", "events", "gateway-1", "uid-1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	scheme := newScheme()
+	if err := eventsv1.AddToScheme(scheme); err != nil {
+		t.Fatal(err)
+	}
+	api, err := client.New(s.config, client.Options{Scheme: scheme})
+	if err != nil {
+		t.Fatal(err)
+	}
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	list := func() (all []string) {
+		t.Helper()
+		var l eventsv1.EventList
+		must(api.List(t.Context(), &l, client.InNamespace("events")))
+		for _, e := range l.Items {
+			if e.Regarding.Name != "gateway-1" || e.Regarding.UID != "uid-1" || e.Regarding.Kind != "Pod" {
+				t.Errorf("it is about %+v", e.Regarding)
+			}
+			text := e.Type + " " + e.Reason
+			if e.Series != nil {
+				text += " again"
+			}
+			all = append(all, text)
+		}
+		return all
+	}
+	must(e.Mended(t.Context(), "Applied", "nothing was wrong"))
+	if got := list(); len(got) != 0 {
+		t.Fatalf("without a fault: %v", got)
+	}
+	must(e.Warn(t.Context(), "NotApplied", "no such device"))
+	must(e.Warn(t.Context(), "NotApplied", "no such device"))
+	if got := list(); len(got) != 1 || got[0] != corev1.EventTypeWarning+" NotApplied" {
+		t.Fatalf("one fault, told twice: %v", got)
+	}
+	must(e.Mended(t.Context(), "Applied", "all is there"))
+	must(e.Mended(t.Context(), "Applied", "all is there"))
+	if got := list(); len(got) != 2 {
+		t.Fatalf("mended: %v", got)
+	}
+	must(e.Warn(t.Context(), "NotApplied", "no such device")) // the same fault again
+	if got := strings.Join(list(), ", "); !strings.Contains(got, "NotApplied again") {
+		t.Fatalf("the same fault again: %v", got)
+	}
+	must(e.Warn(t.Context(), "NotApplied", strings.Repeat("ü", 5000)))
+	var nobody *PodEvents
+	must(nobody.Warn(t.Context(), "x", "y"))
+	must(nobody.Mended(t.Context(), "x", "y"))
+}

@@ -1,0 +1,30 @@
+package kube
+
+import (
+	"context"
+	"fmt"
+
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// GatewayOf is what the gateway of a cluster has to do by the objects as they are now, and what is
+// left out of it, for whoever wants to know without asking the gateway. It reads TunnelEndpoints,
+// NatMappings, Nodes, the IPAM's books and the addresses of the API servers, of which host is one.
+func GatewayOf(ctx context.Context, reader client.Reader, host string, cluster v1alpha1.ClusterIdentity) (gw fabric.Gateway, leftOut []fabric.Problem, err error) {
+	site, err := siteOf(ctx, reader, host)
+	if err != nil {
+		return gw, nil, err
+	}
+	var endpoints v1alpha1.TunnelEndpointList
+	var mappings v1alpha1.NatMappingList
+	for _, list := range []client.ObjectList{&endpoints, &mappings} {
+		if err := reader.List(ctx, list); err != nil {
+			return gw, nil, fmt.Errorf("list %T: %w", list, err)
+		}
+	}
+	gw, leftOut = gatewayFor(cluster, [32]byte{}, site, endpoints.Items, mappings.Items) // the rules need no key
+	return gw, leftOut, nil
+}

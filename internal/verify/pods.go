@@ -1,0 +1,276 @@
+package verify
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"math/rand/v2"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strings"
+	"sync"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/internal/podport"
+)
+
+const (
+	// label is on the Pods of all runs; its value is the run.
+	label = "isthmus.net/verify"
+	// echoPort is where Pods in the pod network echo.
+	echoPort = 7468
+	// lifetime ends Pods that nobody deleted, since this program was killed.
+	lifetime = 24 * time.Hour
+	// start is how long Pods may take to run: an image may have to be pulled.
+	start = 3 * time.Minute
+	// cleaning is how long deleting them may take.
+	cleaning = 30 * time.Second
+)
+
+// A site is one cluster, and the Pods of this run in it.
+type site struct {
+	*peering.Cluster
+	run     string
+	image   string
+	secrets []corev1.LocalObjectReference
+	control uint16 // port
+	pods    []*member
+}
+
+// A member is a Pod and the way to tell it what to do.
+type member struct {
+	End
+	name string
+	http *http.Client
+}
+
+func newSite(c *peering.Cluster, run, image string) *site {
+	// Pods in the host network share the ports of their node with everything there.
+	return &site{Cluster: c, run: run, image: image, control: uint16(20000 + rand.N(10000))}
+}
+
+// make makes the Pods and waits until they do what they are told.
+func (s *site) make(ctx context.Context, seen func(netip.Addr) (netip.Addr, error)) error {
+	places, err := s.places(ctx)
+	if err != nil {
+		return err
+	}
+	for _, p := range places {
+		for _, network := range []string{podNetwork, hostNetwork} {
+			pod := s.pod(p.node, p.place, network)
+			if err := s.Client().Create(ctx, pod); err != nil {
+				return fmt.Errorf("%s: Pod %s: %w", s, pod.Name, err)
+			}
+			s.pods = append(s.pods, &member{End: End{Cluster: s.String(), Network: network, Place: p.place, Node: p.node}, name: pod.Name})
+		}
+	}
+	var group sync.WaitGroup
+	errs := make([]error, len(s.pods))
+	ctx, cancel := context.WithTimeout(ctx, start)
+	defer cancel()
+	for i, m := range s.pods {
+		group.Go(func() { errs[i] = s.wait(ctx, m, seen) })
+	}
+	group.Wait()
+	return errors.Join(errs...)
+}
+
+// A place is a node on which there are Pods.
+type place struct{ place, node string }
+
+// places are the node of the active gateway, and another one where there is one. What Pods are made
+// of is taken from the gateway.
+func (s *site) places(ctx context.Context) ([]place, error) {
+	var gateways corev1.PodList
+	if err := s.Client().List(ctx, &gateways, client.InNamespace(s.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
+		return nil, fmt.Errorf("%s: Pods in %s: %w", s, s.Namespace, err)
+	}
+	if len(gateways.Items) == 0 {
+		return nil, fmt.Errorf("%s: no gateway is active in %s; `isthmus diagnose` says why", s, s.Namespace)
+	}
+	g := &gateways.Items[0]
+	s.secrets = g.Spec.ImagePullSecrets
+	if s.image == "" {
+		s.image = g.Spec.Containers[0].Image
+	}
+	var nodes corev1.NodeList
+	if err := s.Client().List(ctx, &nodes); err != nil {
+		return nil, fmt.Errorf("%s: Nodes: %w", s, err)
+	}
+	all := []place{{atGateway, g.Spec.NodeName}}
+	slices.SortFunc(nodes.Items, func(a, b corev1.Node) int { return strings.Compare(a.Name, b.Name) })
+	for i := range nodes.Items {
+		if n := &nodes.Items[i]; n.Name != g.Spec.NodeName && takesPods(n) {
+			return append(all, place{other, n.Name}), nil
+		}
+	}
+	return all, nil
+}
+
+func takesPods(n *corev1.Node) bool {
+	if n.Spec.Unschedulable || n.Labels[corev1.LabelOSStable] == "windows" || n.Labels["type"] == "virtual-kubelet" || n.Labels["liqo.io/type"] == "virtual-node" {
+		return false
+	}
+	return slices.ContainsFunc(n.Status.Conditions, func(c corev1.NodeCondition) bool {
+		return c.Type == corev1.NodeReady && c.Status == corev1.ConditionTrue
+	})
+}
+
+// pod is one that runs Serve. It is in the namespace of the installation, which may have what raw
+// sockets and the host network need.
+func (s *site) pod(node, place, network string) *corev1.Pod {
+	no, root, life, grace := false, int64(0), int64(lifetime.Seconds()), int64(1)
+	args := []string{"probe", fmt.Sprintf("--control=%d", s.control)}
+	if network == podNetwork {
+		args = append(args, fmt.Sprintf("--echo=%d", echoPort))
+	}
+	return &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{
+			Namespace: s.Namespace, Name: strings.Join([]string{"isthmus-verify", s.run, place, network}, "-"),
+			Labels: map[string]string{label: s.run, "app.kubernetes.io/name": "verify"},
+		},
+		Spec: corev1.PodSpec{
+			NodeName: node, HostNetwork: network == hostNetwork, RestartPolicy: corev1.RestartPolicyNever,
+			ActiveDeadlineSeconds: &life, TerminationGracePeriodSeconds: &grace, AutomountServiceAccountToken: &no, EnableServiceLinks: &no,
+			ImagePullSecrets: s.secrets,
+			Tolerations:      []corev1.Toleration{{Operator: corev1.TolerationOpExists}},
+			SecurityContext:  &corev1.PodSecurityContext{SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
+			Containers: []corev1.Container{{
+				Name: "probe", Image: s.image, Args: args,
+				SecurityContext: &corev1.SecurityContext{
+					// A user that is not root has no capability to use: those of a container are not ambient.
+					RunAsUser: &root, AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: new(true),
+					Capabilities: &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}, Add: []corev1.Capability{"NET_RAW"}}, // pings
+				},
+			}},
+		},
+	}
+}
+
+// wait waits for a Pod, and says why it does not run.
+func (s *site) wait(ctx context.Context, m *member, seen func(netip.Addr) (netip.Addr, error)) error {
+	last := errors.New("it was not looked at")
+	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		var p corev1.Pod
+		if last = s.Client().Get(ctx, client.ObjectKey{Namespace: s.Namespace, Name: m.name}, &p); last != nil {
+			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
+		}
+		if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
+			return false, fmt.Errorf("it has ended: %s", state(&p))
+		}
+		addr, err := netip.ParseAddr(p.Status.PodIP)
+		if p.Status.Phase != corev1.PodRunning || err != nil {
+			last = fmt.Errorf("it is %s: %s", p.Status.Phase, state(&p))
+			return false, nil //nolint:nilerr // it has no address yet: the wait goes on
+		}
+		m.Addr = addr
+		if m.http == nil {
+			if m.http, err = podport.Client(s.Config(), s.Namespace, m.name, s.control); err != nil {
+				return false, err
+			}
+		}
+		last = m.ask(ctx, http.MethodGet, "/ready", nil, nil)
+		return last == nil, nil
+	})
+	if ctx.Err() != nil {
+		err = last
+	}
+	if err == nil && m.Network == podNetwork {
+		m.Seen, err = seen(m.Addr)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: Pod %s on node %s: %w", s, m.name, m.Node, err)
+	}
+	return nil
+}
+
+// state is what the kubelet says of a container.
+func state(p *corev1.Pod) string {
+	for _, c := range p.Status.ContainerStatuses {
+		if w := c.State.Waiting; w != nil {
+			return peering.Printable(w.Reason + " " + w.Message)
+		}
+		if t := c.State.Terminated; t != nil {
+			return peering.Printable(fmt.Sprintf("%s %s, exit code %d", t.Reason, t.Message, t.ExitCode))
+		}
+	}
+	return peering.Printable(p.Status.Reason + " " + p.Status.Message)
+}
+
+// ask speaks to the program in the Pod.
+func (m *member) ask(ctx context.Context, method, path string, in, out any) error {
+	body := io.Reader(http.NoBody)
+	if in != nil {
+		text, err := json.Marshal(in)
+		if err != nil {
+			return err
+		}
+		body = bytes.NewReader(text)
+	}
+	request, err := http.NewRequestWithContext(ctx, method, "http://localhost"+path, body)
+	if err != nil {
+		return err
+	}
+	answer, err := m.http.Do(request)
+	if err != nil {
+		return err
+	}
+	defer answer.Body.Close()
+	text, err := io.ReadAll(io.LimitReader(answer.Body, 16<<20))
+	switch {
+	case err != nil:
+		return err
+	case answer.StatusCode != http.StatusOK:
+		return fmt.Errorf("%s: %s", answer.Status, peering.Printable(string(text)))
+	case out == nil:
+		return nil
+	}
+	return json.Unmarshal(text, out)
+}
+
+// remove deletes the Pods of this run, and those of others that have ended.
+func (s *site) remove(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleaning)
+	defer cancel()
+	var left corev1.PodList
+	var err error
+	_ = wait.PollUntilContextCancel(ctx, 200*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		if err = s.Client().List(ctx, &left, client.InNamespace(s.Namespace), client.HasLabels{label}); err != nil {
+			return false, nil //nolint:nilerr // once more
+		}
+		mine := 0
+		for i := range left.Items {
+			p := &left.Items[i]
+			ended := p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded
+			if p.Labels[label] != s.run && !ended {
+				continue
+			}
+			mine++
+			if p.DeletionTimestamp.IsZero() {
+				if failed := s.Client().Delete(ctx, p); failed != nil && !apierrors.IsNotFound(failed) {
+					err = failed
+				}
+			}
+		}
+		return mine == 0, nil
+	})
+	if err == nil && ctx.Err() != nil {
+		err = fmt.Errorf("they have not ended within %v", cleaning)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: Pods with the label %s=%s in namespace %s are left: %w", s, label, s.run, s.Namespace, err)
+	}
+	return nil
+}

@@ -1,0 +1,370 @@
+package verify
+
+import (
+	"bytes"
+	"context"
+	"crypto/rand"
+	"encoding/binary"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/http"
+	"net/netip"
+	"strconv"
+	"sync"
+	"time"
+
+	"golang.org/x/net/icmp"
+	"golang.org/x/net/ipv4"
+	"golang.org/x/net/ipv6"
+)
+
+const (
+	// maxSize bounds a payload, maxRequests what one Pod is told at once.
+	maxSize, maxRequests = 16 << 20, 1000
+	// senders is how many requests a Pod has under way.
+	senders = 8
+	// attempt is how long one attempt may take, and attempts how many there are.
+	attempt, attempts = 3 * time.Second, 3
+	// maxConnections is how many clients an echo serves at a time.
+	maxConnections = 64
+)
+
+// A Request is what one Pod is told to send.
+type Request struct {
+	Protocol string `json:"protocol"`
+	Host     string `json:"host"`           // an address, or a name that the sender resolves
+	Port     uint16 `json:"port,omitempty"` // not of ICMP
+	Size     int    `json:"size"`
+	Once     bool   `json:"once,omitempty"` // what is lost is not sent again
+}
+
+// An Answer is what came back.
+type Answer struct {
+	Error   string     `json:"error,omitempty"`
+	Seconds float64    `json:"seconds"`         // of the attempt that was answered
+	Tries   int        `json:"tries"`           // attempts
+	SeenAs  netip.Addr `json:"seenAs,omitzero"` // the source that the receiver saw; not of ICMP
+}
+
+// Serve echoes TCP and UDP at echo, where it is not 0, and does what it is told at a port of the
+// loopback address, until ctx ends.
+func Serve(ctx context.Context, echo, control uint16) error {
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	var config net.ListenConfig
+	told, err := config.Listen(ctx, "tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(int(control))))
+	if err != nil {
+		return err
+	}
+	mux := http.NewServeMux()
+	mux.HandleFunc("GET /ready", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
+	mux.HandleFunc("POST /run", run)
+	server := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, BaseContext: func(net.Listener) context.Context { return ctx }}
+	closers := []io.Closer{server}
+	errs := make(chan error, 3)
+	go func() { errs <- server.Serve(told) }()
+	if echo != 0 {
+		at := ":" + strconv.Itoa(int(echo))
+		tcp, err := config.Listen(ctx, "tcp", at)
+		if err != nil {
+			return errors.Join(err, server.Close())
+		}
+		udp, err := config.ListenPacket(ctx, "udp", at)
+		if err != nil {
+			return errors.Join(err, server.Close(), tcp.Close())
+		}
+		closers = append(closers, tcp, udp)
+		go func() { errs <- echoTCP(tcp) }()
+		go func() { errs <- echoUDP(udp) }()
+	}
+	select {
+	case <-ctx.Done():
+		err = nil
+	case err = <-errs:
+	}
+	for _, c := range closers {
+		_ = c.Close() // it ends
+	}
+	return err
+}
+
+// A TCP question is a length in four octets and so many octets. Its answer is a length and an
+// Answer in JSON, and the octets.
+func echoTCP(l net.Listener) error {
+	seats := make(chan struct{}, maxConnections)
+	for {
+		c, err := l.Accept()
+		if err != nil {
+			return err
+		}
+		seats <- struct{}{}
+		go func() {
+			defer func() { <-seats }()
+			defer c.Close()
+			_ = answerTCP(c) // who asked asks again
+		}()
+	}
+}
+
+func answerTCP(c net.Conn) error {
+	if err := c.SetDeadline(time.Now().Add(2 * attempt)); err != nil {
+		return err
+	}
+	payload, err := readPiece(c)
+	if err != nil {
+		return err
+	}
+	return errors.Join(writePiece(c, seenBy(c.RemoteAddr())), writePiece(c, payload))
+}
+
+func readPiece(r io.Reader) ([]byte, error) {
+	var head [4]byte
+	if _, err := io.ReadFull(r, head[:]); err != nil {
+		return nil, err
+	}
+	n := binary.BigEndian.Uint32(head[:])
+	if n > maxSize {
+		return nil, fmt.Errorf("%d octets are too many", n)
+	}
+	var b bytes.Buffer // grows with what comes, not with what was announced
+	if _, err := io.CopyN(&b, r, int64(n)); err != nil {
+		return nil, err
+	}
+	return b.Bytes(), nil
+}
+
+func writePiece(w io.Writer, b []byte) error {
+	_, err := w.Write(append(binary.BigEndian.AppendUint32(nil, uint32(len(b))), b...))
+	return err
+}
+
+// seenBy is the Answer that tells a client where it comes from.
+func seenBy(from net.Addr) []byte {
+	at, _ := netip.ParseAddrPort(from.String())
+	text, _ := json.Marshal(Answer{SeenAs: at.Addr().Unmap()}) // addresses can be marshalled
+	return text
+}
+
+// A UDP answer is as long as its question, whose first 16 octets it keeps but for one bit; after them
+// is an Answer, as far as it fits.
+const cookie = 16
+
+// question is the bit of the first octet that questions have and answers have not: no echo answers
+// an answer, and so two of them cannot be made to talk to each other.
+const question = 0x80
+
+// answerRoom holds an Answer of an echo: SeenAs of up to 39 octets, and what is around it.
+const answerRoom = 80
+
+// echoUDP answers questions, but none that seems to come from another echo.
+func echoUDP(c net.PacketConn) error {
+	own := portOf(c.LocalAddr())
+	b := make([]byte, 64<<10)
+	for {
+		n, from, err := c.ReadFrom(b)
+		if err != nil {
+			return err
+		}
+		if n > cookie && b[0]&question != 0 && portOf(from) != own {
+			b[0] &^= question
+			clear(b[cookie:n])
+			copy(b[cookie:n], seenBy(from))
+			_, _ = c.WriteTo(b[:n], from) // who asked asks again
+		}
+	}
+}
+
+func portOf(a net.Addr) uint16 {
+	at, _ := netip.ParseAddrPort(a.String())
+	return at.Port()
+}
+
+// run sends what it is told.
+func run(w http.ResponseWriter, r *http.Request) {
+	var requests []Request
+	if err := json.NewDecoder(io.LimitReader(r.Body, 1<<20)).Decode(&requests); err != nil || len(requests) > maxRequests {
+		http.Error(w, fmt.Sprintf("want at most %d requests in JSON: %v", maxRequests, err), http.StatusBadRequest)
+		return
+	}
+	answers := make([]Answer, len(requests))
+	var group sync.WaitGroup
+	seats := make(chan struct{}, senders)
+	for i := range requests {
+		seats <- struct{}{}
+		group.Go(func() {
+			answers[i] = Do(r.Context(), requests[i])
+			<-seats
+		})
+	}
+	group.Wait()
+	w.Header().Set("Content-Type", "application/json")
+	_ = json.NewEncoder(w).Encode(answers) // an error here is the client's
+}
+
+// Do sends until an answer comes, a few times.
+func Do(ctx context.Context, r Request) (a Answer) {
+	send := map[string]func(context.Context, netip.AddrPort, int) (netip.Addr, error){TCP: overTCP, UDP: overUDP, ICMP: ping, Connect: knock}[r.Protocol]
+	if send == nil || r.Size < 0 || r.Size > maxSize {
+		return Answer{Error: fmt.Sprintf("protocol %q, %d octets: want %s, %s or %s, and at most %d octets", r.Protocol, r.Size, TCP, UDP, ICMP, maxSize)}
+	}
+	for a.Tries = 1; ; a.Tries++ {
+		one, cancel := context.WithTimeout(ctx, attempt)
+		to, err := r.resolve(one)
+		start := time.Now()
+		var from netip.Addr
+		if err == nil {
+			from, err = send(one, to, r.Size)
+		}
+		cancel()
+		if err == nil {
+			a.SeenAs, a.Seconds = from, time.Since(start).Seconds()
+			return a
+		}
+		if r.Once || a.Tries == attempts || ctx.Err() != nil {
+			a.Error = err.Error()
+			if errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
+				a.Error = fmt.Sprintf("no answer within %v", attempt)
+			}
+			return a
+		}
+	}
+}
+
+func (r Request) resolve(ctx context.Context) (to netip.AddrPort, err error) {
+	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", r.Host)
+	if err != nil {
+		return to, err
+	}
+	return netip.AddrPortFrom(addrs[0].Unmap(), r.Port), nil
+}
+
+// knock connects and closes.
+func knock(ctx context.Context, to netip.AddrPort, _ int) (netip.Addr, error) {
+	c, err := connect(ctx, "tcp", to)
+	if err == nil {
+		err = c.Close()
+	}
+	return netip.Addr{}, err
+}
+
+func isTimeout(err error) bool {
+	var timeout net.Error
+	return errors.As(err, &timeout) && timeout.Timeout()
+}
+
+func payload(n int) []byte {
+	b := make([]byte, n)
+	_, _ = rand.Read(b) // it does not fail
+	return b
+}
+
+// connect dials and obeys the deadline of ctx.
+func connect(ctx context.Context, network string, to netip.AddrPort) (net.Conn, error) {
+	c, err := new(net.Dialer).DialContext(ctx, network, to.String())
+	if err != nil {
+		return nil, err
+	}
+	if end, ok := ctx.Deadline(); ok {
+		err = c.SetDeadline(end)
+	}
+	return c, err
+}
+
+func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
+	c, err := connect(ctx, "tcp", to)
+	if err != nil {
+		return from, err
+	}
+	defer c.Close()
+	sent := payload(size)
+	if err := writePiece(c, sent); err != nil {
+		return from, err
+	}
+	text, err := readPiece(c)
+	if err != nil {
+		return from, err
+	}
+	var seen Answer
+	if err := json.Unmarshal(text, &seen); err != nil {
+		return from, err
+	}
+	came, err := readPiece(c)
+	if err == nil && !bytes.Equal(came, sent) {
+		err = errors.New("other octets came back than were sent")
+	}
+	return seen.SeenAs, err
+}
+
+// overUDP uses a connected socket: an answer from another address is none.
+func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
+	c, err := connect(ctx, "udp", to)
+	if err != nil {
+		return from, err
+	}
+	defer c.Close()
+	sent := payload(max(size, least[UDP]))
+	sent[0] |= question
+	if _, err := c.Write(sent); err != nil {
+		return from, err
+	}
+	want := bytes.Clone(sent[:cookie])
+	want[0] &^= question
+	b := make([]byte, 64<<10)
+	for {
+		n, err := c.Read(b)
+		if err != nil {
+			return from, err
+		}
+		if n != len(sent) || !bytes.Equal(b[:cookie], want) {
+			continue // of an attempt before
+		}
+		var seen Answer
+		if err := json.Unmarshal(bytes.TrimRight(b[cookie:n], "\x00"), &seen); err != nil {
+			return from, err
+		}
+		return seen.SeenAs, nil
+	}
+}
+
+func ping(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
+	at := to.Addr()
+	network, all, request, reply, number := "ip4:icmp", "0.0.0.0", icmp.Type(ipv4.ICMPTypeEcho), icmp.Type(ipv4.ICMPTypeEchoReply), 1
+	if at.Is6() {
+		network, all, request, reply, number = "ip6:ipv6-icmp", "::", ipv6.ICMPTypeEchoRequest, ipv6.ICMPTypeEchoReply, 58
+	}
+	c, err := icmp.ListenPacket(network, all)
+	if err != nil {
+		return from, err
+	}
+	defer func() { _ = c.Close() }() // fails only when it is closed already
+	if end, ok := ctx.Deadline(); ok {
+		if err := c.SetDeadline(end); err != nil {
+			return from, err
+		}
+	}
+	sent := payload(max(size, least[ICMP]))
+	text, err := (&icmp.Message{Type: request, Body: &icmp.Echo{ID: int(binary.BigEndian.Uint16(sent)), Seq: 1, Data: sent}}).Marshal(nil)
+	if err != nil {
+		return from, err
+	}
+	if _, err := c.WriteTo(text, &net.IPAddr{IP: at.AsSlice()}); err != nil {
+		return from, err
+	}
+	b := make([]byte, 64<<10)
+	for {
+		n, answered, err := c.ReadFrom(b)
+		if err != nil {
+			return from, err
+		}
+		m, err := icmp.ParseMessage(number, b[:n])
+		if err != nil || m.Type != reply {
+			continue
+		}
+		if echo, ok := m.Body.(*icmp.Echo); ok && bytes.Equal(echo.Data, sent) && answered.String() == at.String() {
+			return from, nil // whom the receiver saw, it does not say
+		}
+	}
+}

@@ -1,0 +1,113 @@
+package verify
+
+import (
+	"encoding/xml"
+	"fmt"
+	"io"
+	"text/tabwriter"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/peering"
+)
+
+// A Result is what became of a check.
+type Result struct {
+	Check
+	Answer
+	NotAsked string `json:"notAsked,omitempty"` // why the sender could not be told to send; nothing is known then
+}
+
+// A Report is all of them.
+type Report struct {
+	Local  string    `json:"local"` // names of the clusters
+	Remote string    `json:"remote"`
+	At     time.Time `json:"at"`
+	Checks int       `json:"checks"`
+	Failed int       `json:"failed"`
+	// NotAsked are those whose sender could not be told to send; they have not failed.
+	NotAsked int      `json:"notAsked"`
+	Results  []Result `json:"results"`
+}
+
+func (r *Report) add(results ...Result) {
+	for _, one := range results {
+		r.Checks++
+		switch {
+		case one.NotAsked != "":
+			r.NotAsked++
+		case one.Error != "":
+			r.Failed++
+		}
+	}
+	r.Results = append(r.Results, results...)
+}
+
+// Print writes a table for people.
+func (r *Report) Print(w io.Writer) error {
+	t := tabwriter.NewWriter(w, 0, 0, 2, ' ', 0)
+	fmt.Fprintln(t, "FROM\tTO\tPROTOCOL\tOCTETS\tRESULT\tTIME\tSEEN AS")
+	for _, one := range r.Results {
+		result, took, seen := "ok", fmt.Sprintf("%.1fms", one.Seconds*1000), "-"
+		switch {
+		case one.NotAsked != "":
+			result, took = "not asked: "+peering.Printable(one.NotAsked), "-"
+		case one.Error != "":
+			result, took = peering.Printable(one.Error), "-"
+		case one.Tries > 1:
+			result = fmt.Sprintf("ok, attempt %d", one.Tries)
+		}
+		if one.SeenAs.IsValid() {
+			seen = one.SeenAs.String()
+		}
+		fmt.Fprintf(t, "%v\t%s\t%s\t%d\t%s\t%s\t%s\n", one.From, peering.Printable(one.whom()), one.Protocol, one.Size, result, took, seen)
+	}
+	if err := t.Flush(); err != nil {
+		return err
+	}
+	_, err := fmt.Fprintf(w, "\n%d checks, %d failed, %d not asked\n", r.Checks, r.Failed, r.NotAsked)
+	return err
+}
+
+// JUnit writes the report as CI systems read it.
+func (r *Report) JUnit(w io.Writer) error {
+	type failure struct {
+		Message string `xml:"message,attr"`
+	}
+	type testcase struct {
+		Class   string   `xml:"classname,attr"`
+		Name    string   `xml:"name,attr"`
+		Time    string   `xml:"time,attr"`
+		Failure *failure `xml:"failure"`
+		Error   *failure `xml:"error"` // nothing was found out
+	}
+	type suite struct {
+		XMLName   xml.Name   `xml:"testsuite"`
+		Name      string     `xml:"name,attr"`
+		Tests     int        `xml:"tests,attr"`
+		Failures  int        `xml:"failures,attr"`
+		Errors    int        `xml:"errors,attr"`
+		Timestamp string     `xml:"timestamp,attr"`
+		Cases     []testcase `xml:"testcase"`
+	}
+	out := suite{Name: "isthmus verify " + r.Local + " " + r.Remote, Tests: r.Checks, Failures: r.Failed, Errors: r.NotAsked, Timestamp: r.At.UTC().Format("2006-01-02T15:04:05")}
+	for _, one := range r.Results {
+		c := testcase{Class: one.From.String() + " to " + one.whom(), Name: fmt.Sprintf("%s %d octets", one.Protocol, one.Size), Time: fmt.Sprintf("%.4f", one.Seconds)}
+		switch {
+		case one.NotAsked != "":
+			c.Error = &failure{one.NotAsked}
+		case one.Error != "":
+			c.Failure = &failure{one.Error}
+		}
+		out.Cases = append(out.Cases, c)
+	}
+	if _, err := io.WriteString(w, xml.Header); err != nil {
+		return err
+	}
+	e := xml.NewEncoder(w)
+	e.Indent("", "  ")
+	if err := e.Encode(out); err != nil {
+		return err
+	}
+	_, err := io.WriteString(w, "\n")
+	return err
+}

@@ -1,0 +1,345 @@
+package verify
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/http"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+	"sync"
+	"time"
+
+	"k8s.io/apimachinery/pkg/util/validation"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// Options say what to verify.
+type Options struct {
+	Only   Only
+	Sizes  map[string][]int // by protocol; those that are missing are of Sizes
+	To     []string         // further targets, see Targets
+	Image  string           // of the Pods; empty: that of the gateway in each cluster
+	Report func(string)     // gets a line for each step
+	// Continuous goes on until the context ends, with one small UDP packet a second for each pair,
+	// and gets the numbers after each second, and at the end. The slice is the callee's.
+	Continuous func([]Loss)
+}
+
+// A Loss counts what was sent one way from one Pod to another.
+type Loss struct {
+	From, To   End
+	Sent, Lost int
+	Last       time.Time // when something was last lost; zero: never
+	Why        string    // then
+	NotAsked   int       // how often the sender could not be told to send: nobody knows what arrives
+	WhyNot     string    // the last time
+}
+
+// ErrNotPeered says that two clusters are not joined.
+var ErrNotPeered = errors.New("not peered")
+
+// Run makes Pods in both clusters, has them send, and deletes them, also when ctx ends. The Report
+// has what was found out before an error. That ctx ended is an error, unless Continuous had begun.
+func Run(ctx context.Context, local, remote *peering.Cluster, o Options) (report *Report, err error) {
+	report = &Report{At: time.Now(), Results: []Result{}}
+	clusters := [2]*peering.Cluster{local, remote}
+	for _, c := range clusters {
+		if err := c.Identify(ctx); err != nil {
+			return report, err
+		}
+	}
+	report.Local, report.Remote = local.String(), remote.String()
+	if local.Identity.ClusterID == remote.Identity.ClusterID {
+		return report, fmt.Errorf("%s and %s are the same cluster: want two", local, remote)
+	}
+	run := fmt.Sprintf("%06x", rand.Uint32()&0xffffff)
+	var sites [2]*site
+	for i, c := range clusters {
+		sites[i] = newSite(c, run, o.Image)
+	}
+	defer func() {
+		o.Report("deleting the Pods")
+		var errs [2]error
+		each(sites, func(i int, s *site) { errs[i] = s.remove(ctx) })
+		err = errors.Join(err, errs[0], errs[1])
+	}()
+	o.Report(fmt.Sprintf("making Pods isthmus-verify-%s-... in both clusters", run))
+	var errs [2]error
+	each(sites, func(i int, s *site) {
+		var seen func(netip.Addr) (netip.Addr, error)
+		if seen, errs[i] = seenFrom(ctx, clusters[1-i], clusters[i]); errs[i] == nil {
+			errs[i] = s.make(ctx, seen)
+		}
+	})
+	if err := errors.Join(errs[:]...); err != nil {
+		return report, err
+	}
+	return report, verify(ctx, sites, o, report)
+}
+
+// verify has the Pods send what o says.
+func verify(ctx context.Context, sites [2]*site, o Options, report *Report) error {
+	checks := Plan(sites[0].ends(), sites[1].ends(), o.Only, o.Sizes)
+	checks = append(checks, Targets(sites[0].ends(), o.Only, o.To)...)
+	if o.Continuous != nil {
+		watch(ctx, sites, pairs(checks), o.Continuous)
+		return nil // the end of ctx is how it ends
+	}
+	o.Report(fmt.Sprintf("%d checks", len(checks)))
+	report.add(send(ctx, sites, checks)...)
+	return ctx.Err()
+}
+
+func each(sites [2]*site, do func(int, *site)) {
+	var group sync.WaitGroup
+	for i, s := range sites {
+		group.Go(func() { do(i, s) })
+	}
+	group.Wait()
+}
+
+func (s *site) ends() (all []End) {
+	for _, m := range s.pods {
+		all = append(all, m.End)
+	}
+	return all
+}
+
+// seenFrom returns what translates addresses of pods of a cluster to those that another one has for
+// them, as its Peering says.
+func seenFrom(ctx context.Context, at, of *peering.Cluster) (func(netip.Addr) (netip.Addr, error), error) {
+	var list isthmus.PeeringList
+	if err := at.Client().List(ctx, &list); err != nil {
+		return nil, fmt.Errorf("%s: Peerings: %w", at, err)
+	}
+	for _, p := range list.Items {
+		if p.Spec.Cluster.ClusterID != of.Identity.ClusterID {
+			continue
+		}
+		from, err1 := netip.ParsePrefix(p.Status.Remote.PodCIDR)
+		to, err2 := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen)
+		if err1 != nil || err2 != nil {
+			return nil, fmt.Errorf("%s has not agreed with %s on networks yet; `isthmus diagnose` says why", at, of)
+		}
+		return func(a netip.Addr) (netip.Addr, error) {
+			seen, ok := natengine.Remap{From: from, To: to}.Map(a)
+			if !ok {
+				return seen, fmt.Errorf("its address %v is outside of the PodCIDR %v that %s claims", a, from, of)
+			}
+			return seen, nil
+		}, nil
+	}
+	return nil, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", at, of, ErrNotPeered)
+}
+
+// send has all Pods send at once, each what it is to send, and returns the results in the order of
+// the checks.
+func send(ctx context.Context, sites [2]*site, checks []Check) []Result {
+	results := make([]Result, len(checks))
+	var group sync.WaitGroup
+	for m, mine := range senderOf(sites, checks) {
+		group.Go(func() {
+			for i, r := range m.send(ctx, pick(checks, mine), false) {
+				results[mine[i]] = r
+			}
+		})
+	}
+	group.Wait()
+	return results
+}
+
+// senderOf says which of the checks each Pod sends.
+func senderOf(sites [2]*site, checks []Check) map[*member][]int {
+	of := map[*member][]int{}
+	for _, s := range sites {
+		for _, m := range s.pods {
+			for i, c := range checks {
+				if c.From == m.End {
+					of[m] = append(of[m], i)
+				}
+			}
+		}
+	}
+	return of
+}
+
+func pick(checks []Check, which []int) []Check {
+	some := make([]Check, len(which))
+	for i, at := range which {
+		some[i] = checks[at]
+	}
+	return some
+}
+
+// send has one Pod send. Its node may be gone, which nobody says to a connection that leads there:
+// it has the time that the Pod may take, and a bit.
+func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
+	requests := make([]Request, len(checks))
+	for i, c := range checks {
+		requests[i] = c.request()
+		requests[i].Once = once
+	}
+	ctx, cancel := context.WithTimeout(ctx, patience(len(requests), once))
+	defer cancel()
+	var answers []Answer
+	err := m.ask(ctx, http.MethodPost, "/run", requests, &answers)
+	if err == nil && len(answers) != len(requests) {
+		err = fmt.Errorf("%d answers to %d requests", len(answers), len(requests))
+	}
+	results := make([]Result, len(checks))
+	for i := range checks {
+		if results[i].Check = checks[i]; err != nil {
+			results[i].NotAsked = fmt.Sprintf("Pod %s: %v", m.name, err)
+		} else {
+			results[i].Answer = answers[i]
+		}
+	}
+	return results
+}
+
+// patience is how long a Pod may take for so many requests none of which is answered, and the way
+// to it.
+func patience(requests int, once bool) time.Duration {
+	rounds := (requests + senders - 1) / senders
+	if once {
+		return time.Duration(rounds)*attempt + 5*time.Second
+	}
+	return time.Duration(rounds*attempts)*attempt + 10*time.Second
+}
+
+// request is what the sender of a check is told.
+func (c Check) request() Request {
+	r := Request{Protocol: c.Protocol, Host: c.To.Seen.String(), Port: echoPort, Size: c.Size}
+	if c.Target != "" {
+		r.Host, r.Port = c.Target, 0
+		if host, port, err := net.SplitHostPort(c.Target); err == nil {
+			n, _ := strconv.ParseUint(port, 10, 16) // CheckTarget has seen it
+			r.Host, r.Port = host, uint16(n)
+		}
+	}
+	return r
+}
+
+// CheckTarget refuses what is neither HOST nor HOST:PORT.
+func CheckTarget(text string) error {
+	host, port, err := net.SplitHostPort(text)
+	if err == nil {
+		if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 {
+			return fmt.Errorf("%q: want a port from 1 to 65535", text)
+		}
+	} else {
+		host = text
+	}
+	if _, err := netip.ParseAddr(host); err == nil || validation.IsDNS1123Subdomain(strings.TrimSuffix(host, ".")) == nil {
+		return nil
+	}
+	return fmt.Errorf("%q: want an address or a name, and a port where a connection is meant, such as 10.0.0.1:443", text)
+}
+
+// pairs are the checks of Continuous: one for each pair.
+func pairs(checks []Check) (few []Check) {
+	known := map[[2]End]bool{}
+	for _, c := range checks {
+		if pair := [2]End{c.From, c.To}; c.Target == "" && !known[pair] {
+			known[pair] = true
+			few = append(few, Check{From: c.From, To: c.To, Protocol: UDP, Size: Sizes[UDP][0]})
+		}
+	}
+	return few
+}
+
+// watch has each Pod send once a second, whatever becomes of the others, and tells the numbers once
+// a second and at the end, as soon as there are any.
+func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss)) {
+	losses := make([]Loss, len(checks))
+	for i, c := range checks {
+		losses[i].From, losses[i].To = c.From, c.To
+	}
+	var mu sync.Mutex // of losses
+	var group sync.WaitGroup
+	for m, mine := range senderOf(sites, checks) {
+		group.Go(func() {
+			eachSecond(ctx, func() {
+				results := m.send(ctx, pick(checks, mine), true)
+				if ctx.Err() != nil { // what was under way is nobody's loss
+					return
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				for i, r := range results {
+					losses[mine[i]].count(r)
+				}
+			})
+		})
+	}
+	say := func() {
+		mu.Lock()
+		known := slices.Clone(losses)
+		mu.Unlock()
+		if slices.ContainsFunc(known, func(l Loss) bool { return l.Sent+l.NotAsked > 0 }) {
+			tell(known)
+		}
+	}
+	eachSecond(ctx, say)
+	group.Wait()
+	say()
+}
+
+// eachSecond returns when ctx has ended.
+func eachSecond(ctx context.Context, do func()) {
+	tick := time.NewTicker(time.Second)
+	defer tick.Stop()
+	for ctx.Err() == nil {
+		do()
+		select {
+		case <-ctx.Done():
+		case <-tick.C:
+		}
+	}
+}
+
+func (l *Loss) count(r Result) {
+	if r.NotAsked != "" {
+		l.NotAsked++
+		l.WhyNot = r.NotAsked
+		return
+	}
+	l.Sent++
+	if r.Error != "" {
+		l.Lost++
+		l.Last, l.Why = time.Now(), r.Error
+	}
+}
+
+// Line sums up losses in one line.
+func Line(losses []Loss) string {
+	var b strings.Builder
+	sent, lost, notAsked := 0, 0, 0
+	var last Loss
+	var whyNot string
+	for _, l := range losses {
+		sent, lost, notAsked = sent+l.Sent, lost+l.Lost, notAsked+l.NotAsked
+		if l.NotAsked > 0 {
+			whyNot = l.WhyNot
+		}
+		if l.Last.After(last.Last) {
+			last = l
+		}
+	}
+	fmt.Fprintf(&b, "%d sent, %d lost (%.2f %%)", sent, lost, 100*float64(lost)/float64(max(sent, 1)))
+	if lost > 0 {
+		fmt.Fprintf(&b, ", last %s from %v to %v: %s", last.Last.Format(time.TimeOnly), last.From, last.To, peering.Printable(last.Why))
+	}
+	if notAsked > 0 {
+		fmt.Fprintf(&b, ", %d not asked for: %s", notAsked, peering.Printable(whyNot))
+	}
+	return b.String()
+}

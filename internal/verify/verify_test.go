@@ -1,0 +1,428 @@
+package verify
+
+import (
+	"bytes"
+	"context"
+	"encoding/binary"
+	"encoding/json"
+	"encoding/xml"
+	"errors"
+	"fmt"
+	"io"
+	"maps"
+	"net"
+	"net/http"
+	"net/netip"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+	"testing/synctest"
+	"time"
+)
+
+func ends(cluster string, nodes int) (all []End) {
+	for i, place := range []string{atGateway, other}[:nodes] {
+		for j, network := range []string{podNetwork, hostNetwork} {
+			all = append(all, End{Cluster: cluster, Network: network, Place: place, Node: fmt.Sprint(i), Seen: netip.AddrFrom4([4]byte{10, 0, byte(i), byte(j)})})
+		}
+	}
+	return all
+}
+
+// Every sender asks every pod of the other cluster, by each protocol and size; nobody asks a host
+// of the other cluster, or anybody of their own.
+func TestThePlanHasEveryPairBothWays(t *testing.T) {
+	a, b := ends("a", 2), ends("b", 1)
+	seen := map[Check]bool{}
+	for _, c := range Plan(a, b, Only{}, nil) {
+		if seen[c] || c.To.Network != podNetwork || c.From.Cluster == c.To.Cluster {
+			t.Errorf("%+v", c)
+		}
+		seen[c] = true
+	}
+	each := len(Sizes[TCP]) + len(Sizes[UDP]) + len(Sizes[ICMP])
+	if want := each * (4*1 + 2*2); len(seen) != want {
+		t.Errorf("%d checks, want %d", len(seen), want)
+	}
+}
+
+func TestOnlyChoosesWhatItSays(t *testing.T) {
+	a, b := ends("a", 2), ends("b", 2)
+	for words, keeps := range map[string]func(Check) bool{
+		"tcp":         func(c Check) bool { return c.Protocol == TCP },
+		"tcp,udp":     func(c Check) bool { return c.Protocol != ICMP },
+		"pod":         func(c Check) bool { return c.From.Network == podNetwork },
+		"out":         func(c Check) bool { return c.From.Cluster == "a" },
+		"in,host,udp": func(c Check) bool { return c.From == b[1] || c.From == b[3] },
+	} {
+		only, err := ParseOnly(strings.Split(words, ","))
+		if err != nil {
+			t.Fatal(err)
+		}
+		got := Plan(a, b, only, nil)
+		if len(got) == 0 || len(got) == len(Plan(a, b, Only{}, nil)) {
+			t.Errorf("%s: %d checks", words, len(got))
+		}
+		for _, c := range got {
+			if !keeps(c) {
+				t.Errorf("%s keeps %+v", words, c)
+			}
+		}
+	}
+	if _, err := ParseOnly([]string{"tpc"}); err == nil || !strings.Contains(err.Error(), `"tpc": want tcp`) {
+		t.Errorf("%v", err)
+	}
+	for _, c := range Plan(a, b, Only{}, map[string][]int{UDP: {9000}}) {
+		if c.Protocol == UDP && c.Size != 9000 {
+			t.Errorf("%+v", c)
+		}
+	}
+}
+
+// A report tells the octets that were sent, and the answer to the least of them fits.
+func TestLessThanAQuestionNeedsIsNotPlanned(t *testing.T) {
+	sizes := map[string][]int{}
+	for protocol := range Sizes {
+		sizes[protocol] = []int{1, 2, 9000}
+	}
+	got := map[string][]int{}
+	for _, c := range Plan(ends("a", 1)[:1], ends("b", 1)[:1], Only{directions: []string{"out"}}, sizes) {
+		got[c.Protocol] = append(got[c.Protocol], c.Size)
+	}
+	if want := map[string][]int{TCP: {1, 2, 9000}, UDP: {96, 9000}, ICMP: {16, 9000}}; !maps.EqualFunc(got, want, slices.Equal) {
+		t.Errorf("%v, want %v", got, want)
+	}
+	longest := seenBy(net.UDPAddrFromAddrPort(netip.MustParseAddrPort("[fd00:1111:2222:3333:4444:5555:6666:7777]:65535")))
+	if cookie+len(longest) > least[UDP] {
+		t.Errorf("%s: %d octets in %d", longest, len(longest), least[UDP]-cookie)
+	}
+}
+
+func TestTargetsArePingedOrConnectedTo(t *testing.T) {
+	only, err := ParseOnly([]string{"pod"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	a := ends("a", 2)
+	got := Targets(a, only, []string{"10.9.0.1", "web.shop.svc:80", "2001:db8::1", "[2001:db8::1]:443"})
+	if len(got) != 4*2 {
+		t.Fatalf("%d checks", len(got))
+	}
+	for i, c := range got {
+		if want := []string{ICMP, Connect, ICMP, Connect}[i/2]; c.Protocol != want || c.From.Network != podNetwork || c.To != (End{}) || c.whom() != c.Target {
+			t.Errorf("%+v, want %s", c, want)
+		}
+	}
+}
+
+// serve runs Serve on ports that are free.
+func serve(t *testing.T) (echo, control uint16) {
+	t.Helper()
+	for range 10 { // whoever takes a port meanwhile
+		for _, p := range []*uint16{&echo, &control} {
+			l, err := net.Listen("tcp", "127.0.0.1:0")
+			if err != nil {
+				t.Fatal(err)
+			}
+			*p = uint16(l.Addr().(*net.TCPAddr).Port)
+			defer l.Close()
+			l.Close()
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- Serve(ctx, echo, control) }()
+		for {
+			resp, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d/ready", control))
+			if err == nil {
+				resp.Body.Close()
+				t.Cleanup(func() {
+					cancel()
+					if err := <-done; err != nil {
+						t.Error(err)
+					}
+				})
+				return echo, control
+			}
+			select {
+			case <-done:
+			case <-time.After(10 * time.Millisecond):
+				continue
+			}
+			break
+		}
+		cancel()
+	}
+	t.Fatal("no ports")
+	return 0, 0
+}
+
+func tell(t *testing.T, control uint16, requests []Request) (answers []Answer) {
+	t.Helper()
+	body, err := json.Marshal(requests)
+	if err != nil {
+		t.Fatal(err)
+	}
+	resp, err := http.Post(fmt.Sprintf("http://127.0.0.1:%d/run", control), "application/json", bytes.NewReader(body))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer resp.Body.Close()
+	if err := json.NewDecoder(resp.Body).Decode(&answers); err != nil || len(answers) != len(requests) {
+		t.Fatalf("%d answers: %v", len(answers), err)
+	}
+	return answers
+}
+
+func TestAProbeIsAnsweredInEverySize(t *testing.T) {
+	echo, control := serve(t)
+	var requests []Request
+	for protocol, sizes := range Sizes {
+		if protocol == ICMP && os.Geteuid() != 0 {
+			continue // raw sockets
+		}
+		for _, size := range append([]int{0, 1}, sizes...) {
+			requests = append(requests, Request{Protocol: protocol, Host: "127.0.0.1", Port: echo, Size: size})
+		}
+	}
+	for i, a := range tell(t, control, requests) {
+		if r := requests[i]; a.Error != "" || a.Tries < 1 || a.Seconds <= 0 || (r.Protocol != ICMP) != (a.SeenAs == netip.MustParseAddr("127.0.0.1")) {
+			t.Errorf("%+v: %+v", r, a)
+		}
+	}
+	requests = []Request{{Protocol: Connect, Host: "localhost", Port: echo}}
+	if os.Geteuid() == 0 {
+		requests = append(requests, Request{Protocol: ICMP, Host: "127.0.0.1", Size: 56})
+	}
+	for _, a := range tell(t, control, requests) {
+		if a.Error != "" {
+			t.Errorf("%+v", a)
+		}
+	}
+	for _, a := range tell(t, control, []Request{
+		{Protocol: Connect, Host: "nowhere.invalid", Port: 80, Once: true},
+		{Protocol: UDP, Host: "127.0.0.1", Port: 9, Once: true}, // nobody is there
+		{Protocol: "sctp", Host: "127.0.0.1", Port: echo}, {Protocol: TCP, Host: "127.0.0.1", Port: echo, Size: maxSize + 1}, {Protocol: TCP, Host: "127.0.0.1", Port: echo, Size: -1},
+	}) {
+		if a.Error == "" {
+			t.Errorf("%+v", a)
+		}
+	}
+}
+
+// An echo that anybody reaches believes no length, and sends nobody more than they sent.
+func TestAnEchoBelievesNoLength(t *testing.T) {
+	echo, _ := serve(t)
+	at := fmt.Sprintf("127.0.0.1:%d", echo)
+	c, err := net.Dial("tcp", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := c.Write(binary.BigEndian.AppendUint32(nil, 0xffffffff)); err != nil {
+		t.Fatal(err)
+	}
+	if b, _ := io.ReadAll(c); len(b) != 0 {
+		t.Errorf("%d octets for nothing", len(b))
+	}
+	u, err := net.Dial("udp", at)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer u.Close()
+	for _, n := range []int{1, cookie, cookie + 1, cookie + 5} { // the first two are not answered
+		if _, err := u.Write(append([]byte{question}, make([]byte, n-1)...)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	b := make([]byte, 1000)
+	for _, want := range []int{cookie + 1, cookie + 5} {
+		if err := u.SetReadDeadline(time.Now().Add(time.Minute)); err != nil {
+			t.Fatal(err)
+		}
+		if n, err := u.Read(b); err != nil || n != want {
+			t.Errorf("%d octets, %v; want %d", n, err, want)
+		}
+	}
+}
+
+// heard is a socket to which some datagrams came, and that keeps what is sent.
+type heard struct {
+	net.PacketConn
+	from [][2]string // address and payload
+	sent [][2]string
+}
+
+func (*heard) LocalAddr() net.Addr {
+	return net.UDPAddrFromAddrPort(netip.AddrPortFrom(netip.IPv6Unspecified(), echoPort))
+}
+
+func (h *heard) ReadFrom(b []byte) (int, net.Addr, error) {
+	if len(h.from) == 0 {
+		return 0, nil, io.EOF
+	}
+	one := h.from[0]
+	h.from = h.from[1:]
+	return copy(b, one[1]), net.UDPAddrFromAddrPort(netip.MustParseAddrPort(one[0])), nil
+}
+
+func (h *heard) WriteTo(b []byte, to net.Addr) (int, error) {
+	h.sent = append(h.sent, [2]string{to.String(), string(b)})
+	return len(b), nil
+}
+
+// One datagram with a forged source makes no two echoes talk to each other for ever: not at their
+// own port, and not at others where something translates it.
+func TestAnEchoDoesNotAnswerAnEcho(t *testing.T) {
+	asked := string([]byte{question | 5}) + strings.Repeat("x", 100)
+	c := &heard{from: [][2]string{
+		{"10.0.0.1:7468", asked}, {"[::ffff:10.0.0.1]:7468", asked}, {"[fd00::1]:7468", asked}, // as if from an echo
+		{"10.0.0.1:40000", asked}, {"[fd00::1]:40001", asked},
+	}}
+	if err := echoUDP(c); !errors.Is(err, io.EOF) {
+		t.Fatal(err)
+	}
+	if len(c.sent) != 2 || c.sent[0][0] != "10.0.0.1:40000" || c.sent[1][0] != "[fd00::1]:40001" {
+		t.Fatalf("%q", c.sent)
+	}
+	answers := &heard{from: c.sent}
+	if err := echoUDP(answers); !errors.Is(err, io.EOF) || len(answers.sent) != 0 {
+		t.Errorf("%v: answers are answered: %q", err, answers.sent)
+	}
+}
+
+func TestAReportIsATableAndJUnit(t *testing.T) {
+	a, b := ends("a", 1), ends("b\x1b[31m", 1)
+	r := &Report{Local: "a", Remote: "b", At: time.Unix(0, 0)}
+	r.add(Result{Check{From: a[0], To: b[0], Protocol: UDP, Size: 100}, Answer{Seconds: 0.0012, Tries: 1, SeenAs: netip.MustParseAddr("10.9.0.1")}, ""},
+		Result{Check{From: a[1], To: b[0], Protocol: ICMP, Size: 56}, Answer{Seconds: 0.002, Tries: 2}, ""},
+		Result{Check{From: b[0], To: a[0], Protocol: TCP, Size: 1000}, Answer{Error: "no answer\x1b[0m within 3s", Tries: 3}, ""},
+		Result{Check{From: b[0], To: a[0], Protocol: TCP, Size: 1000}, Answer{}, "API server\x1b[0m away"})
+	var table, junit bytes.Buffer
+	if err := r.Print(&table); err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"1.2ms", "10.9.0.1", "ok, attempt 2", `no answer\u001b[0m within 3s`, "4 checks, 1 failed, 1 not asked", `not asked: API server\u001b[0m away`} {
+		if !strings.Contains(table.String(), want) {
+			t.Errorf("no %q in\n%s", want, &table)
+		}
+	}
+	if err := r.JUnit(&junit); err != nil {
+		t.Fatal(err)
+	}
+	var suite struct {
+		Tests    int `xml:"tests,attr"`
+		Failures int `xml:"failures,attr"`
+		Errors   int `xml:"errors,attr"`
+		Cases    []struct {
+			Name    string `xml:"name,attr"`
+			Failure *struct {
+				Message string `xml:"message,attr"`
+			} `xml:"failure"`
+			Error *struct{} `xml:"error"`
+		} `xml:"testcase"`
+	}
+	if err := xml.Unmarshal(junit.Bytes(), &suite); err != nil {
+		t.Fatalf("%v\n%s", err, &junit)
+	}
+	if suite.Tests != 4 || suite.Failures != 1 || suite.Errors != 1 || len(suite.Cases) != 4 || suite.Cases[3].Error == nil || suite.Cases[3].Failure != nil || suite.Cases[2].Failure == nil || suite.Cases[0].Failure != nil {
+		t.Errorf("%s", &junit)
+	}
+}
+
+func TestALineSumsUpLosses(t *testing.T) {
+	a, b := ends("a", 1)[0], ends("b", 1)[0]
+	if got := Line([]Loss{{From: a, To: b, Sent: 10}}); got != "10 sent, 0 lost (0.00 %)" {
+		t.Error(got)
+	}
+	got := Line([]Loss{{From: a, To: b, Sent: 10}, {From: b, To: a, Sent: 10, Lost: 1, Last: time.Unix(0, 0).UTC(), Why: "gone"}})
+	if got != "20 sent, 1 lost (5.00 %), last 00:00:00 from b: pod, gateway's node to a: pod, gateway's node: gone" {
+		t.Error(got)
+	}
+	got = Line([]Loss{{From: a, To: b, Sent: 10, NotAsked: 2, WhyNot: "away"}, {From: b, To: a, Sent: 10}})
+	if got != "20 sent, 0 lost (0.00 %), 2 not asked for: away" {
+		t.Error(got)
+	}
+}
+
+// A way is an http.RoundTripper: what is between this program and a Pod.
+type way func(*http.Request) (*http.Response, error)
+
+func (w way) RoundTrip(r *http.Request) (*http.Response, error) { return w(r) }
+
+// fine is the way to a Pod to which everything is answered.
+func fine(r *http.Request) (*http.Response, error) {
+	var requests []Request
+	if err := json.NewDecoder(r.Body).Decode(&requests); err != nil {
+		return nil, err
+	}
+	text, err := json.Marshal(make([]Answer, len(requests)))
+	return &http.Response{StatusCode: http.StatusOK, Body: io.NopCloser(bytes.NewReader(text)), Request: r}, err
+}
+
+// hung is the way to a Pod whose node was powered off.
+func hung(r *http.Request) (*http.Response, error) {
+	<-r.Context().Done()
+	return nil, r.Context().Err()
+}
+
+// between returns two clusters with a Pod each, and the checks between them.
+func between(a, b way) (sites [2]*site, checks []Check) {
+	for i, w := range []way{a, b} {
+		end := ends(string(rune('a'+i)), 1)[0]
+		sites[i] = &site{pods: []*member{{End: end, name: "verify-" + end.Cluster, http: &http.Client{Transport: w}}}}
+	}
+	return sites, Plan(sites[0].ends(), sites[1].ends(), Only{}, nil)
+}
+
+func TestAPodWhoseNodeIsGoneIsNotWaitedForForEver(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		sites, checks := between(fine, hung)
+		start := time.Now()
+		defer func() {
+			if took := time.Since(start); took > time.Minute {
+				t.Errorf("it took %v", took)
+			}
+		}()
+		for _, r := range send(t.Context(), sites, checks) {
+			if notAsked := r.NotAsked != ""; notAsked != (r.From.Cluster == "b") || r.Error != "" {
+				t.Errorf("%+v", r)
+			}
+		}
+	})
+}
+
+// A Pod that does not answer any more keeps nobody else from sending each second.
+func TestTheOthersAreWatchedWhenANodeIsGone(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		sites, checks := between(fine, hung)
+		ctx, cancel := context.WithTimeout(t.Context(), 100*time.Second+time.Millisecond)
+		defer cancel()
+		told := 0
+		var last []Loss
+		watch(ctx, sites, pairs(checks), func(l []Loss) { told, last = told+1, l })
+		if told < 100 || len(last) != 2 || last[0].Sent < 100 || last[0].Lost != 0 {
+			t.Errorf("told %d times: %+v", told, last)
+		}
+		if gone := last[1]; gone.Sent != 0 || gone.Lost != 0 || gone.NotAsked < 10 || gone.WhyNot == "" {
+			t.Errorf("of the Pod that is gone: %+v", gone)
+		}
+	})
+}
+
+// That Pods are left is told by an error; nothing else is one when Continuous is ended.
+func TestToEndContinuousIsNoError(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		sites, _ := between(fine, fine)
+		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
+		defer cancel()
+		sent := 0
+		err := verify(ctx, sites, Options{Continuous: func(l []Loss) { sent = l[0].Sent }}, new(Report))
+		if err != nil || sent < 9 {
+			t.Errorf("%v, %d sent", err, sent)
+		}
+		if err := verify(ctx, sites, Options{Report: func(string) {}}, new(Report)); err == nil {
+			t.Error("an interrupted run says that it is whole")
+		}
+	})
+}

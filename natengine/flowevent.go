@@ -1,0 +1,140 @@
+package natengine
+
+import (
+	"net/netip"
+	"sync/atomic"
+	"time"
+
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// FlowChange says what a FlowEvent is about.
+type FlowChange uint8
+
+const (
+	FlowOpened  FlowChange = iota // a flow has begun
+	FlowClosed                    // it has ended
+	FlowRefused                   // a packet was discarded by the rules or for want of room
+)
+
+// String is "opened", "closed" or "refused".
+func (c FlowChange) String() string { return [...]string{"opened", "closed", "refused"}[c] }
+
+// FlowEnd says why a flow has ended.
+type FlowEnd uint8
+
+const (
+	FlowExpired  FlowEnd = iota // idle for too long
+	FlowEvicted                 // half-open, and gave way at a bound
+	FlowPurged                  // not permitted by new rules
+	FlowReplaced                // its client now speaks to the pod's own address
+)
+
+// String is "expired", "evicted", "purged" or "replaced".
+func (f FlowEnd) String() string { return [...]string{"expired", "evicted", "purged", "replaced"}[f] }
+
+// FlowEvent is a flow that was opened, closed or refused.
+//
+// Pods that are mapped 1:1 have no flows. Of theirs a TCP connection is known by its SYN, as an
+// event FlowOpened of kind "pod", and nothing else.
+type FlowEvent struct {
+	Change    FlowChange
+	Direction Direction  // of the packet that opened it or was refused; nothing for FlowClosed
+	Peer      *PeerState // nil: no peer has the address
+	Kind      string     // "napt", "endpoint" or "pod"; "" of FlowRefused
+	Proto     uint8
+	Local     netip.AddrPort // our end. Of FlowRefused what the packet said, which inbound is what the peer calls it
+	Mapped    netip.AddrPort // our end as the peer knows it; zero of FlowRefused
+	Remote    netip.AddrPort // the peer's end
+	Drop      Drop           // of FlowRefused
+	End       FlowEnd        // of FlowClosed
+	Lasted    time.Duration  // of FlowClosed: from its first packet to its last, to 0.13 s
+}
+
+// flowEvents is whom an engine tells of flows.
+type flowEvents struct {
+	observer atomic.Pointer[observer] // nil: nobody
+}
+
+type observer struct {
+	f      func(FlowEvent)
+	sample uint64
+	others atomic.Uint64 // events that belong to no flow of the table
+}
+
+// Observe has f told of flows from now on, of one in sample: a flow that was opened with an event is
+// closed with one. nil ends it. f is called from where packets are handled, with locks held: it must
+// neither wait nor call the engine. A packet of a known flow, or of a pod that is mapped 1:1, costs
+// nothing more.
+func (e *Engine) Observe(f func(FlowEvent), sample int) {
+	if f == nil {
+		e.events.observer.Store(nil)
+		return
+	}
+	e.events.observer.Store(&observer{f: f, sample: uint64(max(sample, 1))})
+}
+
+// another says whether an event is to be told that belongs to no flow of the table.
+func (o *observer) another() bool { return o.others.Add(1)%o.sample == 0 }
+
+// tell tells of a flow that is in the table. With mu.
+func (t *flowTable) tell(i uint32, change FlowChange, dir Direction, end FlowEnd) {
+	o := t.events.observer.Load()
+	if o == nil {
+		return
+	}
+	e := t.entry(i)
+	if e.hash(Outbound, &t.keys)%o.sample != 0 {
+		return
+	}
+	out, in, word := e.keyAt(Outbound), e.keyAt(Inbound), e.word.Load()
+	ev := FlowEvent{
+		Change: change, Direction: dir, Peer: t.peer, Kind: "napt", Proto: protoOf(word), End: end,
+		Local:  netip.AddrPortFrom(out.near.netip(), out.nearPort(Outbound)),
+		Mapped: netip.AddrPortFrom(in.near.netip(), in.nearPort(Inbound)),
+		Remote: netip.AddrPortFrom(out.remote.netip(), out.remotePort()),
+	}
+	if classOf(ev.Proto, out.near.is4()) == icmpIDs {
+		ev.Remote = netip.AddrPortFrom(ev.Remote.Addr(), 0)
+	}
+	if kindOf(word) == endpointFlow {
+		ev.Kind = "endpoint"
+	}
+	if change == FlowClosed {
+		ev.Lasted = duration(max(tick(e.seen.Load()).since(t.side(i).opened), 0))
+	}
+	o.f(ev)
+}
+
+// refused tells of a packet that is discarded, as it came.
+func (e *Engine) refused(v *packet.View, p *PeerState, dir Direction, d Drop) {
+	o := e.events.observer.Load()
+	if o == nil || !o.another() {
+		return
+	}
+	t := TupleOf(v, dir)
+	ev := FlowEvent{Change: FlowRefused, Direction: dir, Peer: p, Proto: t.Proto, Local: t.Src, Remote: t.Dst, Drop: d}
+	if dir == Inbound {
+		ev.Local, ev.Remote = t.Dst, t.Src
+	}
+	o.f(ev)
+}
+
+// connects bounds the MSS of a SYN of or for a pod, which has just been translated without a flow,
+// and tells of the connection. near is our end as it was before. Where there is no bound for the
+// MSS nobody looks for SYNs, and nothing is told.
+func (e *Engine) connects(v *packet.View, r *remote, dir Direction, near addr) {
+	v.ClampMSS(mssFor(r.mss, v.Is4()))
+	o := e.events.observer.Load()
+	if o == nil || v.TCPFlags()&packet.TCPAck != 0 || !o.another() {
+		return
+	}
+	t := TupleOf(v, dir)
+	ev := FlowEvent{Direction: dir, Peer: r.peer, Kind: "pod", Proto: t.Proto, Mapped: t.Src, Remote: t.Dst}
+	ev.Local = netip.AddrPortFrom(near.netip(), t.Src.Port())
+	if dir == Inbound {
+		ev.Local, ev.Remote = t.Dst, t.Src
+		ev.Mapped = netip.AddrPortFrom(near.netip(), t.Dst.Port())
+	}
+	o.f(ev)
+}

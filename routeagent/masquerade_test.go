@@ -1,0 +1,243 @@
+package routeagent
+
+import (
+	"context"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+const (
+	clusterIP = "10.96.0.10" // of a Service with a remote endpoint
+	nodePort  = 30080
+)
+
+// masquerades are what CNIs and others do to what pods send, with the program that each needs: what
+// leaves the cluster is masqueraded (bridge with ipMasq, flannel, kindnet, Calico's natOutgoing), and
+// what comes into it (flannel).
+func masquerades(pods netip.Prefix) map[string][]string {
+	xtables := func(program string) []string {
+		return []string{
+			fmt.Sprintf("%s -w -t nat -A POSTROUTING -s %v ! -d %v -j MASQUERADE", program, pods, pods),
+			fmt.Sprintf("%s -w -t nat -A POSTROUTING ! -s %v -d %v -j MASQUERADE", program, pods, pods),
+		}
+	}
+	nft := func(priority int) []string {
+		return []string{
+			"nft add table ip cni",
+			fmt.Sprintf("nft add chain ip cni post { type nat hook postrouting priority %d ; }", priority),
+			fmt.Sprintf("nft add rule ip cni post ip saddr %v ip daddr != %v masquerade", pods, pods),
+			fmt.Sprintf("nft add rule ip cni post ip saddr != %v ip daddr %v masquerade", pods, pods),
+		}
+	}
+	return map[string][]string{
+		"iptables-legacy": xtables("iptables-legacy"), "iptables-nft": xtables("iptables-nft"), "nftables": nft(100), "nftables, early": nft(90),
+	}
+}
+
+// services are what kube-proxy makes of a Service with a remote endpoint: a cluster IP, and a
+// NodePort of which it masquerades what comes from outside.
+func services(at string, pods netip.Prefix) []string {
+	return []string{
+		"nft add table ip kube",
+		"nft add chain ip kube pre { type nat hook prerouting priority -100 ; }",
+		"nft add chain ip kube out { type nat hook output priority -100 ; }",
+		"nft add chain ip kube post { type nat hook postrouting priority 100 ; }",
+		fmt.Sprintf("nft add rule ip kube pre fib daddr type local tcp dport %d meta mark set 0x4000 dnat to %s", nodePort, at),
+		fmt.Sprintf("nft add rule ip kube pre ip daddr %s tcp dport 80 dnat to %s", clusterIP, at),
+		fmt.Sprintf("nft add rule ip kube out ip daddr %s tcp dport 80 meta mark set 0x4000 dnat to %s", clusterIP, at),
+		"nft add rule ip kube post meta mark 0x4000 masquerade",
+	}
+}
+
+// Whatever a CNI masquerades and with what, pods and peers see each other's addresses, by address
+// and by a Service, and what a node translates for others has its own address.
+func TestPodsKeepTheirAddressesBehindEveryMasquerade(t *testing.T) {
+	t.Parallel()
+	for name, commands := range masquerades(localPods) {
+		t.Run(name, func(t *testing.T) {
+			t.Parallel()
+			for _, command := range commands {
+				if _, err := exec.LookPath(strings.Fields(command)[0]); err != nil {
+					t.Skip(err)
+				}
+			}
+			c := newCluster(t, 2)
+			at := netip.AddrPortFrom(remotePod, 8080)
+			for _, n := range c.Nodes {
+				for _, command := range append(commands, services(at.String(), localPods)...) {
+					c.run(n.Host, "%s", command)
+				}
+			}
+			c.start(c.Nodes...)
+			for i, n := range c.Nodes {
+				p := c.pod(i)
+				asked := map[netip.AddrPort]netip.Addr{
+					at: p.Addr,
+					netip.AddrPortFrom(netip.MustParseAddr(clusterIP), 80): p.Addr,
+					netip.AddrPortFrom(n.Addr, nodePort):                   p.Addr,
+				}
+				if i == 0 { // answers to other nodes leave the gateway's node by the overlay, which its strict rp_filter compares with
+					asked[netip.AddrPortFrom(c.Nodes[1].Addr, nodePort)] = c.Nodes[1].Addr
+				}
+				for to, want := range asked {
+					if got := c.seenAt(at, p.Host, to); got != want {
+						t.Errorf("pod %v of node %v at %v comes as %v, want %v", p.Addr, n.Addr, to, got, want)
+					}
+				}
+				for _, to := range []netip.AddrPort{at, netip.AddrPortFrom(netip.MustParseAddr(clusterIP), 80)} {
+					if got := c.seenAt(at, n.Host, to); got != n.Addr && i == 1 { // the gateway's node has that of its way there
+						t.Errorf("node %v at %v comes as %v", n.Addr, to, got)
+					}
+				}
+				if got := c.seenAt(at, c.Control.Host, netip.AddrPortFrom(n.Addr, nodePort)); got != n.Addr {
+					t.Errorf("a stranger at the NodePort of %v comes as %v", n.Addr, got)
+				}
+				c.run(c.OnPrem.Host, "ip route replace %v via %s src %v", p.Addr, hopStandIn, remotePod)
+				if got := c.seenAt(netip.AddrPortFrom(p.Addr, 8081), c.OnPrem.Host, netip.AddrPortFrom(p.Addr, 8081)); got != remotePod {
+					t.Errorf("a remote pod comes to %v as %v", p.Addr, got)
+				}
+			}
+			if s := c.run(c.Nodes[1].Host, "nft list chain ip isthmus postrouting"); !strings.Contains(s, "topeers") {
+				t.Errorf("no exemption: %s", s)
+			}
+			c.run(c.Nodes[1].Host, "nft delete table ip %s", kernel.FilterTable)
+			c.eventually(c.Nodes[1], func() error {
+				return c.Nodes[1].Command(c.ctx, "nft", "list", "chain", "ip", kernel.FilterTable, "topeers").Run()
+			})
+		})
+	}
+}
+
+// seenAt returns the source that a connection from a host to an address has at the listener, after
+// an octet was there and back.
+func (c *cluster) seenAt(listener netip.AddrPort, from *lab.Host, to netip.AddrPort) netip.Addr {
+	c.t.Helper()
+	at := c.OnPrem.Host
+	for _, p := range c.Pods {
+		if p.Addr == listener.Addr() {
+			at = p.Host
+		}
+	}
+	var l net.Listener
+	c.eventually(at, func() (err error) { // a process that another test starts has our sockets for a moment
+		l, err = at.Listen("tcp", listener.String())
+		return err
+	})
+	defer l.Close()
+	accepted := make(chan netip.Addr, 1)
+	go func() {
+		if conn, err := l.Accept(); err == nil {
+			accepted <- netip.MustParseAddrPort(conn.RemoteAddr().String()).Addr()
+			_, _ = conn.Write([]byte{1})
+			conn.Close()
+		}
+	}()
+	ctx, cancel := context.WithTimeout(c.ctx, time.Minute)
+	defer cancel()
+	conn, err := from.Dial(ctx, "tcp", to.String())
+	if err != nil {
+		c.t.Errorf("%s to %v: %v", from, to, err)
+		return netip.Addr{}
+	}
+	defer conn.Close()
+	deadline, _ := ctx.Deadline()
+	_ = conn.SetDeadline(deadline)
+	if _, err := conn.Read(make([]byte, 1)); err != nil {
+		c.t.Errorf("%s to %v: %v", from, to, err)
+		return netip.Addr{}
+	}
+	return <-accepted
+}
+
+// What keeps traffic from working, and cannot be mended, is in the status and in what the manager is
+// told, for as long as it is so.
+func TestAnAgentSaysWhatRulesOfOthersKeepFromWorking(t *testing.T) {
+	t.Parallel()
+	for _, program := range []string{"nft", "iptables-legacy", "iptables-nft"} {
+		if _, err := exec.LookPath(program); err != nil {
+			t.Skip(err)
+		}
+	}
+	c := newCluster(t, 2)
+	n := c.Nodes[1]
+	c.run(n.Host, "iptables-nft -P FORWARD DROP")
+	c.run(n.Host, "iptables-legacy -P FORWARD DROP")
+	c.start(c.Nodes...)
+	status := func(want string, there bool) {
+		t.Helper()
+		c.eventually(n, func() error {
+			b, err := n.Get(c.ctx, "http://"+statusAt+"/status")
+			if err == nil && strings.Contains(b, want) != there {
+				err = fmt.Errorf("want %q: %t, in %s", want, there, b)
+			}
+			return err
+		})
+	}
+	status("ForwardingRefused: FORWARD of iptables-legacy drops", true)
+	status(`"ready": true`, true)
+	c.eventually(n, func() error {
+		b, err := os.ReadFile(c.toldPath(n))
+		if err == nil && !strings.Contains(string(b), "ForwardingRefused") {
+			err = fmt.Errorf("the manager is told %s", b)
+		}
+		return err
+	})
+	c.run(n.Host, "iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT") // as it says
+	c.run(n.Host, "iptables-legacy -A FORWARD -o isthmus+ -j ACCEPT")
+	c.ping(c.pod(1).Host, remotePod)                            // through both
+	c.run(n.Host, "nft delete table ip %s", kernel.FilterTable) // so that the agent looks
+	status("ForwardingRefused", false)
+	c.run(n.Host, "iptables-nft -F FORWARD")
+	c.ping(c.pod(1).Host, remotePod)
+}
+
+// The MTU of the overlay is that of the way to the gateway's Pod, which a CNI may carry by a device
+// of its own, and follows it.
+func TestTheMTUIsThatOfTheWayToTheGateway(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	n, gateway := c.Nodes[1], c.pod(0).Addr
+	c.in.OnlyPods, c.in.Gateways = true, []fabric.GatewayPod{{Addr: gateway, Host: c.Nodes[0].Addr}}
+	c.in.Tunnels[0].Gateway = gateway
+	c.want()
+	mtuOf := func(dev string) (mtu int) {
+		f := strings.Fields(c.run(n.Host, "ip -o link show dev %s", dev))
+		_, _ = fmt.Sscan(f[slices.Index(f, "mtu")+1], &mtu)
+		return mtu
+	}
+	is := func(want int) {
+		t.Helper()
+		c.eventually(n, func() error {
+			if got := mtuOf(kernel.OverlayDevice); got != want {
+				return fmt.Errorf("the overlay's MTU is %d, want %d", got, want)
+			}
+			return nil
+		})
+	}
+	c.start(n)
+	under := 1500
+	for _, f := range strings.Split(c.run(n.Host, "ip -o route get %v", gateway), " dev ")[1:] {
+		under = mtuOf(strings.Fields(f)[0])
+	}
+	is(under - 50)
+	c.run(n.Host, "ip link add cnitun mtu 1450 type veth peer name cnitun2")
+	c.run(n.Host, "ip link set cnitun mtu 1440 up")
+	c.run(n.Host, "ip route replace %v/32 dev cnitun", gateway)
+	c.run(n.Host, "ip addr add 192.0.2.77/32 dev cnitun2") // which tells the agent, where a route of others does not
+	is(1390)
+	c.run(n.Host, "ip link set cnitun mtu 1300")
+	is(1250)
+	c.run(n.Host, "ip link del cnitun")
+	is(under - 50)
+}

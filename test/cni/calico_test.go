@@ -1,0 +1,136 @@
+package cni
+
+import (
+	"fmt"
+	"net/netip"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// Calico with a VXLAN pool and natOutgoing, blocks of 64 addresses that its own address management
+// gives to nodes as they come, whatever node.spec.podCIDR says: vxlan.calico with VNI 4096 on port
+// 4789, a route for each pod with the next hop 169.254.1.1 answered by proxy ARP, a blackhole for
+// the rest of a block (felix/dataplane/linux/vxlan_mgr.go, routetable), masquerading from pools to
+// everything that is no pool (felix/rules/nat.go), and what the node itself sends into the tunnel, a strict reverse path filter for workloads
+// (felix/rules/static.go: cali-PREROUTING in raw).
+var calicoVXLAN = &shape{
+	name:   "Calico, VXLAN",
+	source: "projectcalico/calico: felix/rules/static.go, felix/rules/nat.go, felix/dataplane/linux; docs.tigera.io, \"Overlay networking\", \"Calico IPAM\"",
+	form:   "no bridge, a route and proxy ARP for each pod, vxlan.calico, /26 blocks that are not the nodes' podCIDRs, natOutgoing, RPF for workloads",
+	own:    calicoBlocks,
+	node: func(c *lab.Cluster, i int) dress {
+		d := routedNode(c, i, "cali", 1450)
+		n := c.Nodes[i]
+		vtep := func(i int) netip.Addr { return calicoBlock(c, i).Addr() }
+		d.ip = append(d.ip,
+			fmt.Sprintf("link add vxlan.calico address %s mtu 1450 type vxlan id 4096 dev eth0 local %v dstport 4789 nolearning", mac(i), n.Addr),
+			fmt.Sprintf("addr add %v/32 dev vxlan.calico", vtep(i)),
+			"link set vxlan.calico up",
+			fmt.Sprintf("route add blackhole %v proto 80", calicoBlock(c, i)))
+		for j, other := range c.Nodes {
+			if j == i {
+				continue
+			}
+			d.ip = append(d.ip,
+				fmt.Sprintf("neigh add %v lladdr %s dev vxlan.calico nud permanent", vtep(j), mac(j)),
+				fmt.Sprintf("route add %v via %v dev vxlan.calico onlink proto 80", calicoBlock(c, j), vtep(j)))
+			d.bridge = append(d.bridge, fmt.Sprintf("fdb append %s dev vxlan.calico dst %v self permanent", mac(j), other.Addr))
+		}
+		d.tables = calicoNAT(c) + calicoPolicy("cali+")
+		return d
+	},
+}
+
+// Calico with BGP and no encapsulation: bird's routes to the blocks of other nodes by their
+// addresses (confd/etc/calico/confd/templates/bird.cfg.template).
+var calicoBGP = &shape{
+	name:   "Calico, no encapsulation",
+	source: "as Calico, VXLAN; docs.tigera.io, \"Configure BGP peering\"",
+	form:   "the same with routes by the nodes' addresses (proto bird)",
+	own:    calicoBlocks,
+	node: func(c *lab.Cluster, i int) dress {
+		d := routedNode(c, i, "cali", 1500)
+		d.ip = append(d.ip, fmt.Sprintf("route add blackhole %v proto bird", calicoBlock(c, i)))
+		for j, other := range c.Nodes {
+			if j != i {
+				d.ip = append(d.ip, fmt.Sprintf("route add %v via %v dev eth0 proto bird", calicoBlock(c, j), other.Addr))
+			}
+		}
+		d.tables = calicoNAT(c) + calicoPolicy("cali+")
+		return d
+	},
+}
+
+// calicoBlock is the block of a node: of those in the middle of the pool, the last node's first.
+func calicoBlock(c *lab.Cluster, i int) netip.Prefix {
+	middle := plus(c.PodCIDR.Addr(), 1<<(31-c.PodCIDR.Bits()))
+	return netip.PrefixFrom(plus(middle, 64*(len(c.Nodes)-1-i)), 26)
+}
+
+// calicoBlocks gives pods addresses of the blocks. Nodes keep the podCIDRs of
+// kube-controller-manager, of which Calico takes no notice.
+func calicoBlocks(c *lab.Cluster) {
+	for i, n := range c.Nodes {
+		for j, p := range podsOn(c, n) {
+			p.Addr = plus(calicoBlock(c, i).Addr(), 5+j)
+		}
+	}
+}
+
+// routedNode is a node with a device, a route and proxy ARP for each pod.
+func routedNode(c *lab.Cluster, i int, prefix string, mtu int) (d dress) {
+	d.pods = map[*lab.Pod][]string{}
+	d.later = map[string]string{}
+	for _, p := range podsOn(c, c.Nodes[i]) {
+		name := veth(prefix, p)
+		d.ip = append(d.ip, toPod(name, p, mtu,
+			fmt.Sprintf("link set %s address ee:ee:ee:ee:ee:ee", name),
+			fmt.Sprintf("route add %v dev %s scope link", p.Addr, name))...)
+		d.later["ipv4/conf/"+name+"/rp_filter"] = "1"
+		d.later["ipv4/conf/"+name+"/proxy_arp"] = "1"
+		d.later["ipv4/neigh/"+name+"/proxy_delay"] = "0"
+		d.pods[p] = routedPod(p)
+	}
+	return d
+}
+
+func calicoNAT(c *lab.Cluster) string {
+	return fmt.Sprintf(`*nat
+:cali-POSTROUTING -
+:cali-nat-outgoing -
+-I POSTROUTING -m comment --comment "cali:O3lYWMrLQYEMJtB5" -j cali-POSTROUTING
+-A cali-POSTROUTING -j cali-nat-outgoing
+-A cali-nat-outgoing -s %[1]v ! -d %[1]v -j MASQUERADE --random-fully
+-A cali-POSTROUTING -o vxlan.calico -m addrtype ! --src-type LOCAL --limit-iface-out -m addrtype --src-type LOCAL -j MASQUERADE --random-fully
+COMMIT
+`, c.PodCIDR)
+}
+
+// calicoPolicy is what Felix writes where no policy selects a pod: its profile allows everything.
+func calicoPolicy(workloads string) string {
+	return fmt.Sprintf(`*raw
+:cali-PREROUTING -
+-I PREROUTING -j cali-PREROUTING
+-A cali-PREROUTING -j MARK --set-xmark 0x0/0xf0000
+-A cali-PREROUTING -i %[1]s -j MARK --set-xmark 0x40000/0x40000
+-A cali-PREROUTING -m mark --mark 0x40000/0x40000 -m rpfilter --validmark --invert -j DROP
+COMMIT
+*filter
+:cali-FORWARD -
+:cali-from-wl-dispatch -
+:cali-to-wl-dispatch -
+-I FORWARD -j cali-FORWARD
+-A FORWARD -m mark --mark 0x10000/0x10000 -j ACCEPT
+-A cali-FORWARD -j MARK --set-xmark 0x0/0xe0000
+-A cali-FORWARD -i %[1]s -j cali-from-wl-dispatch
+-A cali-FORWARD -o %[1]s -j cali-to-wl-dispatch
+-A cali-from-wl-dispatch -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+-A cali-from-wl-dispatch -m conntrack --ctstate INVALID -j DROP
+-A cali-from-wl-dispatch -p udp -m multiport --dports 4789 -j DROP
+-A cali-from-wl-dispatch -j MARK --set-xmark 0x10000/0x10000
+-A cali-to-wl-dispatch -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
+-A cali-to-wl-dispatch -m conntrack --ctstate INVALID -j DROP
+-A cali-to-wl-dispatch -j MARK --set-xmark 0x10000/0x10000
+COMMIT
+`, workloads)
+}

@@ -1,0 +1,140 @@
+// Package cni tests Isthmus beside the networks that CNIs make: whole clusters (internal/fleet) whose
+// nodes are dressed after a CNI's documents, with the masquerading, the packet filter, the routes and
+// the underlay that belong to it. Two clusters with shapes of their own talk to each other, each
+// receiver says which source it saw, and what the shape's own traffic and the nodes' state were before
+// is compared with what they are meanwhile and after "--cleanup".
+//
+// A shape mostly runs no program of its CNI. It is one file, or part of one, that says what it
+// imitates and which document or source says so. docs/cni.md is made of what the tests assert:
+// go test ./cni -run Page -update, in test/. It needs root.
+package cni
+
+import (
+	"context"
+	"flag"
+	"fmt"
+	"log/slog"
+	"os"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/lab"
+	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
+	"github.com/isthmus-net/isthmus/internal/testbin"
+)
+
+var (
+	long   = flag.Bool("long", false, "try all shapes, and let faults last for a minute")
+	update = flag.Bool("update", false, "write docs/cni.md")
+)
+
+// patience is how long a test waits for what has to come, on a machine that is busy with other
+// things.
+const patience = 90 * time.Second
+
+// binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes both.
+var binary, kube string
+
+func TestMain(m *testing.M) { os.Exit(run(m)) }
+
+func run(m *testing.M) int {
+	flag.Parse()
+	kubesource.UseLogger(slog.New(slog.DiscardHandler))
+	if lab.Available() != nil {
+		return m.Run() // the tests say why they are skipped
+	}
+	dir, err := os.MkdirTemp("", "isthmus-cni-")
+	if err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	defer os.RemoveAll(dir)
+	if binary, err = testbin.Isthmus(dir); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
+		fmt.Fprintln(os.Stderr, err)
+		return 1
+	}
+	return m.Run()
+}
+
+// shapes are all shapes, in the order of the table.
+var shapes = []*shape{flannelReal, flannelVXLAN, flannelHostGW, calicoVXLAN, calicoBGP, weave, canal, cilium, kubenetAKS, azureCNI, awsVPC, gkeNative, ovnKubernetes, kindnet}
+
+// pairs are the worlds that are tried: different PodCIDRs and masks on the two sides, and each variant
+// of the packet filter, of the reverse path filter and of where gateways run somewhere.
+// The first is what runs without -long.
+var pairs = [][2]plan{
+	{{shape: flannelVXLAN, podCIDR: "10.244.0.0/16", filter: legacy, drop: true, strict: true},
+		{shape: calicoVXLAN, podCIDR: "10.244.64.0/18", filter: nft, drop: true, strict: true}},
+	{{shape: awsVPC, filter: legacy, strict: true},
+		{shape: flannelHostGW, podCIDR: "10.244.0.0/17", filter: nftables, drop: true, strict: true}},
+	{{shape: calicoBGP, podCIDR: "192.168.0.0/18", filter: legacy, drop: true, accept: true, strict: true},
+		{shape: weave, podCIDR: "10.32.0.0/12", filter: nft, drop: true, host: true}},
+	{{shape: canal, podCIDR: "10.42.0.0/16", filter: nft, drop: true, strict: true},
+		{shape: cilium, podCIDR: "10.42.128.0/19", filter: legacy, drop: true}},
+	{{shape: kubenetAKS, podCIDR: "10.244.0.0/16", filter: nft, drop: true},
+		{shape: azureCNI, filter: legacy, drop: true}},
+	{{shape: gkeNative, podCIDR: "10.8.0.0/14", filter: nft, drop: true, strict: true},
+		{shape: kindnet, podCIDR: "10.244.0.0/20", filter: nftables, strict: true}},
+	{{shape: ovnKubernetes, podCIDR: "10.128.0.0/14", filter: nft, host: true},
+		{shape: flannelVXLAN, podCIDR: "10.128.0.0/17", filter: nft, drop: true, host: true}},
+	{{shape: calicoVXLAN, podCIDR: "10.244.0.0/16", filter: nft, drop: true, strict: true, host: true},
+		{shape: awsVPC, filter: nft, host: true}},
+	{{shape: flannelReal, podCIDR: "10.244.0.0/16", filter: legacy, drop: true, strict: true},
+		{shape: flannelReal, podCIDR: "10.244.0.0/17", filter: nft, drop: true, strict: true}},
+}
+
+func TestShapes(t *testing.T) {
+	for i, plans := range pairs {
+		if i > 0 && !*long {
+			t.Logf("%v and %v, and what follows: with -long", plans[0], plans[1])
+			break
+		}
+		t.Run(plans[0].shape.name+" and "+plans[1].shape.name, func(t *testing.T) {
+			w := up(t, plans, 2)
+			for i, p := range plans {
+				judge(t, p, w.matrix(t, i))
+			}
+			w.unchanged(t, "while Isthmus runs", false)
+			w.end(t)
+			w.unchanged(t, "after --cleanup", true)
+		})
+	}
+}
+
+// A shape that does not work by itself shows nothing.
+func TestEveryShapeWorksWithoutIsthmus(t *testing.T) {
+	if !*long {
+		t.Skip("what runs without -long is tried there")
+	}
+	if err := lab.Available(); err != nil {
+		t.Skip(err)
+	}
+	for _, s := range shapes {
+		if s.run != nil {
+			continue // it needs an API server
+		}
+		t.Run(s.name, func(t *testing.T) {
+			w := &world{nodes: 2, listeners: map[*lab.Host]*listener{}}
+			for i, f := range []filter{legacy, nft, nftables} {
+				w.plans = append(w.plans, plan{shape: s, podCIDR: fmt.Sprintf("10.%d.0.0/1%d", 64*i+64, i+6), filter: f, drop: i != 1, strict: true})
+			}
+			l, err := lab.Up(t.Context(), w.spec("shape"))
+			must(t, err)
+			defer func() {
+				w.close()
+				if err := l.Down(); err != nil {
+					t.Error(err)
+				}
+			}()
+			must(t, w.dress(t.Context(), l))
+			for i, c := range l.Clusters {
+				must(t, w.lookBefore(t.Context(), i, c))
+			}
+		})
+	}
+}

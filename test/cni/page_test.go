@@ -1,0 +1,126 @@
+package cni
+
+import (
+	"cmp"
+	"fmt"
+	"os"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const page = "../../docs/cni.md"
+
+// docs/cni.md is made of what TestShapes asserts.
+func TestThePageIsWhatIsTried(t *testing.T) {
+	want := thePage()
+	if *update {
+		must(t, os.WriteFile(page, []byte(want), 0o644))
+	}
+	have, err := os.ReadFile(page)
+	if err != nil || string(have) != want {
+		t.Errorf("%s is not what the tests say (%v): go test ./cni -run Page -update, in test/", page, err)
+	}
+	for _, s := range shapes {
+		if !slices.ContainsFunc(pairs, func(p [2]plan) bool { return p[0].shape == s || p[1].shape == s }) {
+			t.Errorf("%s is in no pair", s.name)
+		}
+	}
+}
+
+func thePage() string {
+	var b strings.Builder
+	b.WriteString(`# Beside every CNI
+
+Made by ` + "`go test ./cni -run Page -update`" + ` in test/ from what ` + "`go test ./cni -long`" + ` asserts there. It runs whole clusters with
+the real manager, gateways and route agents, whose nodes are dressed after the network that a CNI makes: its devices,
+routes, rules, masquerading and policy, and its underlay. A row is an imitation after the documents and sources named
+below, unless it says that the real program runs. [matrix.md](matrix.md) has the bridge plugin with real kubelets and
+kube-proxy.
+
+For each pair of clusters below, every one of {pod, host-network pod, node} on {the gateway's node, another node} asks pods on
+both nodes of the other cluster, a Service whose endpoint is there, host-network servers and a server outside of the
+cluster as mapped endpoints, both ways, by TCP (40,000 octets each way), UDP, UDP with 4,000 octets and ICMP; host-network
+servers also answer from UDP sockets without an address. The receiver says which source it saw. The clusters' own traffic
+(pods, nodes, a Service, the Internet) has to show the same sources before, meanwhile and after ` + "`isthmus route-agent --cleanup`" + `,
+and after it the devices, addresses, rules, routes, neighbours, packet filters and settings of each node are octet for octet
+what they were.
+
+- *pod*: the address of the pod that asked, as the receiver's cluster sees it, one to one.
+- *network*: the first address of the sender's PodCIDR, as the receiver's cluster sees it: all that is no pod shares it, by NAPT.
+
+## The networks
+
+| network | what is there of it | pods show themselves as | nodes and host-network pods | through a Service | a mapped server outside of the cluster sees | has to be set |
+|---|---|---|---|---|---|---|
+`)
+	for _, s := range shapes {
+		server := "pod, network"
+		if s.translates {
+			server = "its cluster's node: the CNI masquerades whatever leaves"
+		}
+		fmt.Fprintf(&b, "| %s | %s | %s | network | as without | %s | %s |\n", s.name, s.form, asPod, server, cmp.Or(s.set, "nothing"))
+	}
+	b.WriteString(`
+**FORWARD DROP.** Where the policy of that chain is DROP, and whoever set it accepts only what comes from or goes to the
+PodCIDR (flannel, kube-proxy, Calico), pods reach peers and are reached. Other packets have no pod at either end: from a
+peer to a mapped server outside of the cluster and, with gateways on the host's network, between their node and the host
+network of other nodes. Route agents let these pass where the chain is that of iptables-nft. For iptables-legacy, and for a
+chain of nftables with another name, ` + "`isthmus status` and `diagnose`" + ` name the chain, and a rule has to be added to it:
+` + "`iptables-legacy -I FORWARD -i isthmus+ -j ACCEPT; iptables-legacy -I FORWARD -o isthmus+ -j ACCEPT`" + `. The tests assert
+that a server is not reached without such a rule, and is with it.
+`)
+	b.WriteString(`
+## The pairs
+
+The PodCIDRs overlap or have different lengths, so that each side sees the other remapped. FORWARD DROP is the policy of that
+chain, by a firewall that accepts what comes from or goes to the PodCIDR.
+
+| one side | PodCIDR | other side | PodCIDR |
+|---|---|---|---|
+`)
+	for _, pair := range pairs {
+		for i, p := range pair {
+			fmt.Fprintf(&b, "| %v | %s ", p, cmp.Or(p.podCIDR, "half of the nodes' subnet"))
+			if i == 1 {
+				b.WriteString("|\n")
+			}
+		}
+	}
+	b.WriteString(`
+## While things go wrong
+
+` + "`go test ./cni -run Chaos -long`" + ` lets a pod of each of two clusters (flannel with VXLAN and with host-gw, three nodes each, FORWARD
+DROP, strict reverse path filter) send the other a datagram every 10 ms and get an answer, and repeats one thing for a
+minute. It asserts that no packet for a peer is in the clear, that nothing on any node changes that is not Isthmus's, and
+that all pods reach their peers afterwards. Lost are datagrams without an answer. These figures are of one run on 2026-11-23,
+on two cores with a load of 45 from other work, where a process may wait a second for its turn:
+
+| what happens | how often | lost of sent, both ways | median and most for one event | longest pause |
+|---|---|---|---|---|
+| nothing, for comparison | | 0 of 5,379 | 0, 0 | 0.97 s |
+| a route, rule, neighbour, FDB entry, table of nftables or the device is deleted or changed, any of Isthmus's on any node | 0.5 s | 34 of 7,848 | 0, 11 | 0.52 s |
+| a route agent is killed, and starts again | 3 s | 0 of 8,554 | 0, 0 | 1.20 s |
+| the active gateway ends, now of one cluster and now of the other, and starts again as the standby | 5 s | 2,216 of 6,236 | 103, 210 | 10.04 s |
+| a node (not that of the pods) is removed, comes again, gets another InternalIP and its old one | 4 s | 0 of 8,867 | 0, 0 | 1.01 s |
+
+With the machine this busy a replica may need longer than five seconds to become ready, so that a gateway ends while there is
+no other: the ten seconds are that. [faults.md](faults.md) has what one such fault costs on a quiet machine.
+
+## What cannot be imitated
+
+- **eBPF.** Cilium with eBPF host routing, masquerading or kube-proxy replacement, and Calico's eBPF data plane, pass the host's
+  routes, rules and packet filters by. The row of Cilium is its tunnel mode with iptables masquerading.
+- **Open vSwitch.** OVN-Kubernetes with shared gateways never shows pods' packets to the host. The row is that of local gateways.
+- **IPIP.** The kernels that run the tests have no such device. Calico's IPIP pools are like its VXLAN pools here.
+
+## After which documents
+
+| network | documents and sources |
+|---|---|
+`)
+	for _, s := range shapes {
+		fmt.Fprintf(&b, "| %s | %s |\n", s.name, s.source)
+	}
+	return b.String()
+}

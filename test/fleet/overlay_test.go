@@ -1,0 +1,64 @@
+package fleet
+
+import (
+	"fmt"
+	"os/exec"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// A firewall on a node that drops its VXLAN: status names the node, and when the firewall is gone says
+// nothing. The other node is not blamed.
+func TestABrokenOverlayIsFound(t *testing.T) {
+	if !*long {
+		t.Skip("takes two minutes; see -long")
+	}
+	if _, err := exec.LookPath("nft"); err != nil {
+		t.Skip(err)
+	}
+	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.64.0.0/14", 2)), clusterSpec("10.80.0.0/16", 1)}})
+	a, b := f.Clusters[0], f.Clusters[1]
+	peer(t, f, a, b)
+	serving := active(t, a)
+	far := a.Nodes[1-serving]
+
+	nft := func(args string) {
+		t.Helper()
+		out, err := far.Command(t.Context(), "nft", strings.Fields(args)...).CombinedOutput()
+		if err != nil {
+			t.Fatalf("nft %s: %v: %s", args, err, out)
+		}
+	}
+	status := func() string {
+		out, _ := f.Isthmus(t.Context(), "status", "--context", a.Name) // the exit status says that something is wrong
+		return out
+	}
+	whole := func() {
+		t.Helper()
+		eventually(t, "an overlay that is whole", func() error {
+			if s := status(); strings.Contains(s, "overlay") {
+				return fmt.Errorf("status says\n%s", s)
+			}
+			return nil
+		})
+	}
+	whole()
+	nft("add table ip wall")
+	nft("add chain ip wall c { type filter hook output priority -310 ; }")
+	nft("add rule ip wall c udp dport 4800 drop")
+	begin := time.Now()
+	eventually(t, "a node that does not reach the gateway", func() error {
+		s := status()
+		if !strings.Contains(s, "Node "+far.Name+": Pod ") || !strings.Contains(s, " says that the gateway at "+a.GatewayPods[serving].Addr.String()) || !strings.Contains(s, "let UDP 4800 pass between nodes") ||
+			strings.Contains(s, "Node "+a.Nodes[serving].Name+":") {
+			return fmt.Errorf("status says\n%s", s)
+		}
+		return nil
+	})
+	t.Logf("found after %.0f s", time.Since(begin).Seconds())
+	nft("delete table ip wall")
+	whole()
+}

@@ -1,0 +1,311 @@
+package nodes
+
+import (
+	"context"
+	"fmt"
+	"maps"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"regexp"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	"k8s.io/client-go/discovery"
+	"k8s.io/client-go/metadata"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/kubenodes"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// previous is the version that clusters are upgraded from.
+const previous = "a871c4eb26437008b7567eab3fe3f44b203bca2d"
+
+// The images that docs/lifecycle.md names, and that of the version before.
+const (
+	newImage = "registry.example.org/isthmus:v1"
+	oldImage = "registry.example.org/isthmus:v0"
+)
+
+var lifecyclePlan = plan{
+	name:     "PodCIDRs of different sizes",
+	clusters: [2]string{"paris", "oslo"},
+	pods:     [2]string{"10.244.0.0/16", "10.20.0.0/17"},
+	nodes: [2]kubenodes.NodeOptions{
+		{Proxy: kubenodes.IPTables, Masquerade: kubenodes.MasqueradePublic},
+		{Proxy: kubenodes.NFTables, Masquerade: kubenodes.MasqueradeAll},
+	},
+}
+
+// The commands of docs/lifecycle.md do what it says, on clusters as they come from an installer.
+func TestLifecycle(t *testing.T) {
+	if fixture.skip != "" {
+		t.Skip(fixture.skip)
+	}
+	if !*all {
+		t.Skip("an installation's life takes minutes: -all (make test-nodes) runs it")
+	}
+	if _, err := exec.LookPath("kubectl"); err != nil {
+		t.Skip("needs kubectl (Debian's package kubernetes-client)")
+	}
+	old, err := buildPrevious(t.Context(), filepath.Join(t.TempDir(), "v0"))
+	if err != nil {
+		t.Logf("without an upgrade: %v", err)
+	}
+	w := lifecycleWorld(t, old)
+	before := map[*kubenodes.Cluster]state{w.a: stateOf(t, w.a), w.b: stateOf(t, w.b)}
+	as := func(program string) *shell { return &shell{w: w, program: program} }
+	today := as(fixture.program)
+
+	if !t.Run("upgrade", func(t *testing.T) {
+		first, image := today, newImage
+		if old != "" {
+			first, image = as(old), oldImage
+		}
+		first.section(t, "Install", newImage, image)
+		w.meet(t)
+		if old != "" {
+			w.upgrade(t, today)
+		}
+	}) {
+		return
+	}
+	// Nothing has been restored (test/fleet does that): everything is rolled at one moment, and peering again changes nothing.
+	t.Run("restart", func(t *testing.T) { w.lives(t, "everything restarted", func() { today.section(t, "Restore") }) })
+	t.Run("uninstall", func(t *testing.T) {
+		w.part(t)
+		today.section(t, "Uninstall")
+		for _, c := range w.set.Clusters {
+			before[c].same(t, c)
+		}
+	})
+	today.section(t, "Install")
+	w.meet(t)
+	w.part(t)
+	t.Run("order went wrong", func(t *testing.T) {
+		today.section(t, "When the order went wrong")
+		before[w.b].same(t, w.b)
+	})
+	t.Run("Helm", func(t *testing.T) {
+		helm := filepath.Join(t.TempDir(), "helm")
+		if out, err := exec.Command("go", "build", "-C", "../helm", "-o", helm, "helm.sh/helm/v4/cmd/helm").CombinedOutput(); err != nil {
+			t.Skipf("Helm is not built: %v\n%s", err, out)
+		}
+		today.beside = filepath.Dir(helm)
+		today.section(t, "With Helm")
+		before[w.b].same(t, w.b)
+	})
+}
+
+// lifecycleWorld is clusters with test pods and without Isthmus.
+func lifecycleWorld(t *testing.T, old string) *world {
+	t.Helper()
+	ctx, dir := t.Context(), t.TempDir()
+	image, err := kubenodes.ImageAs(fixture.program, newImage, filepath.Join(dir, "v1.tar"))
+	must(t, err)
+	images := []string{image}
+	if old != "" {
+		image, err = kubenodes.ImageAs(old, oldImage, filepath.Join(dir, "v0.tar"))
+		must(t, err)
+		images = append(images, image)
+	}
+	w, err := makeClusters(ctx, lifecyclePlan, images...)
+	must(t, err)
+	t.Cleanup(func() {
+		if t.Failed() {
+			for _, c := range w.set.Clusters {
+				t.Log(c.Explain())
+			}
+		}
+		if err := w.down(); err != nil {
+			t.Error(err)
+		}
+	})
+	for _, c := range w.set.Clusters {
+		must(t, startPods(ctx, c))
+		var system corev1.Namespace
+		must(t, c.Client.Get(ctx, client.ObjectKey{Name: metav1.NamespaceSystem}, &system))
+		c.ID = string(system.UID) // what is installed without --cluster-id has
+	}
+	return w
+}
+
+// buildPrevious builds the program of the version before from the repository's history.
+func buildPrevious(ctx context.Context, dir string) (program string, err error) {
+	if err := os.MkdirAll(dir, 0o755); err != nil {
+		return "", err
+	}
+	cmd := exec.CommandContext(ctx, "sh", "-ec", `git rev-parse --quiet --verify "$1^{commit}" >/dev/null
+git -C ../.. archive "$1" | tar -x -C "$2"
+CGO_ENABLED=0 go build -C "$2" -trimpath -ldflags="-s -w" -o "$2/bin/isthmus" ./cmd/isthmus`, "sh", previous, dir)
+	if out, err := cmd.CombinedOutput(); err != nil {
+		return "", fmt.Errorf("commit %.7s: %w\n%s", previous, err, out)
+	}
+	return filepath.Join(dir, "bin", "isthmus"), nil
+}
+
+// meet waits until the clusters are peered, and watches for what is in the clear from then on.
+func (w *world) meet(t *testing.T) {
+	t.Helper()
+	ctx := t.Context()
+	must(t, w.a.WaitReady(ctx, w.b))
+	must(t, w.b.WaitReady(ctx, w.a))
+	must(t, w.a.Watch(ctx, w.sniffer, w.b))
+	must(t, w.b.Watch(ctx, w.sniffer, w.a))
+}
+
+// part ends the watch: what was granted is released next.
+func (w *world) part(t *testing.T) {
+	t.Helper()
+	w.noPlaintext(t)
+	for _, c := range w.set.Clusters {
+		w.sniffer.Watch(c.Cluster, lab.Watched{})
+	}
+}
+
+// lives wants the connection to live through something, and nothing to be in the clear.
+func (w *world) lives(t *testing.T, what string, do func()) {
+	t.Helper()
+	r := during(t, w, do)
+	t.Logf("%s: %d of %d lost, %.2f s without answers in UDP, %.2f s in TCP, %d connections broken",
+		what, r.Sent-r.Answered, r.Sent, r.Pause, r.TCPPause, r.Broken)
+	if r.Broken > 0 {
+		t.Errorf("%s: %d connections broken", what, r.Broken)
+	}
+	w.noPlaintext(t)
+}
+
+// upgrade replaces components one by one in one cluster, so that each has worked beside those of the
+// version before, and then runs the commands of the page. Rights come first, as they do there: they
+// fit both versions.
+func (w *world) upgrade(t *testing.T, sh *shell) {
+	t.Helper()
+	sh.run(t, "kubectl --context oslo apply --server-side --force-conflicts -f deploy/rbac")
+	for _, c := range []string{"daemonset/isthmus-route-agent route-agent", "deployment/isthmus-manager manager", "deployment/isthmus-gateway gateway"} {
+		kind, container, _ := strings.Cut(c, " ")
+		w.lives(t, "in oslo alone, new: "+container, func() {
+			sh.run(t, fmt.Sprintf("kubectl --context oslo -n isthmus-system set image %s %s=%s", kind, container, newImage))
+		})
+	}
+	w.lives(t, "upgrade of both", func() { sh.section(t, "Upgrade") })
+}
+
+// A shell runs commands of the documentation.
+type shell struct {
+	w       *world
+	program string // isthmus
+	beside  string // a folder with further programs
+}
+
+// run runs lines of a shell in the repository's folder, from where all API servers are reached.
+func (s *shell) run(t *testing.T, lines string) {
+	t.Helper()
+	cmd := s.w.set.Command(t.Context(), "sh", "-exc", "cd ../..\n"+lines)
+	cmd.Env = append(cmd.Env, "PATH="+filepath.Dir(s.program)+":"+s.beside+":"+os.Getenv("PATH"))
+	begin := time.Now()
+	if out, err := cmd.CombinedOutput(); err != nil {
+		t.Fatalf("%s\n%v\n%s", lines, err, out)
+	}
+	t.Logf("%.1f s: %s", time.Since(begin).Seconds(), strings.ReplaceAll(lines, "\n", "; "))
+}
+
+// section runs the commands of a chapter of docs/lifecycle.md; replace are pairs of texts.
+func (s *shell) section(t *testing.T, name string, replace ...string) {
+	t.Helper()
+	page, err := os.ReadFile("../../docs/lifecycle.md")
+	must(t, err)
+	_, text, found := strings.Cut(string(page), "\n## "+name+"\n")
+	text, _, _ = strings.Cut(text, "\n## ")
+	var lines []string
+	for line := range strings.Lines(text) {
+		if command, ok := strings.CutPrefix(line, "    "); ok {
+			lines = append(lines, strings.TrimSpace(command))
+		}
+	}
+	if !found || len(lines) == 0 {
+		t.Fatalf("docs/lifecycle.md has no commands for %s", name)
+	}
+	s.run(t, strings.NewReplacer(replace...).Replace(strings.Join(lines, "\n")))
+}
+
+// A state is what a cluster has: its objects, and the networks of its nodes.
+type state map[string]bool
+
+// kept are the kinds that the API server, its controllers and kubelets keep for themselves.
+var kept = []string{"Event", "Lease", "EndpointSlice", "Endpoints", "ControllerRevision", "PodMetrics", "NodeMetrics"}
+
+// commands show the network of a node, each line by itself.
+var commands = []string{"ip -o link", "ip -o addr", "ip route show table all", "ip -6 route show table all", "ip rule", "ip -6 rule", "nft list ruleset", "iptables-save"}
+
+// volatile is what differs between two looks at the same: counters, times, numbers of devices, and
+// the devices of pods.
+var volatile = regexp.MustCompile(`counter packets \d+ bytes \d+|\[\d+:\d+\]|^\d+: |expires \S+|valid_lft.*|^#.*|@if\d+| state \w+|proto kernel|pref medium`)
+
+func stateOf(t *testing.T, c *kubenodes.Cluster) state {
+	t.Helper()
+	all := state{}
+	lists, err := discovery.NewDiscoveryClientForConfigOrDie(c.Config).ServerPreferredResources()
+	must(t, err)
+	objects := metadata.NewForConfigOrDie(c.Config)
+	for _, list := range lists {
+		version, err := schema.ParseGroupVersion(list.GroupVersion)
+		must(t, err)
+		for _, r := range list.APIResources {
+			if !slices.Contains(r.Verbs, "list") || slices.Contains(kept, r.Kind) {
+				continue
+			}
+			found, err := objects.Resource(version.WithResource(r.Name)).List(t.Context(), metav1.ListOptions{})
+			if err != nil {
+				continue // a kind that has just gone
+			}
+			for _, o := range found.Items {
+				all[fmt.Sprintf("object: %s %s/%s", r.Kind, o.Namespace, o.Name)] = true
+			}
+		}
+	}
+	for _, n := range c.Nodes {
+		for _, command := range commands {
+			args := strings.Fields(command)
+			out, err := n.Command(t.Context(), args[0], args[1:]...).CombinedOutput()
+			if err != nil {
+				t.Fatalf("%s: %v\n%s", command, err, out)
+			}
+			for line := range strings.Lines(string(out)) {
+				if !strings.Contains(line, "veth") {
+					all[fmt.Sprintf("%s, %s: %s", n.Name, command, strings.Join(strings.Fields(volatile.ReplaceAllString(line, "")), " "))] = true
+				}
+			}
+		}
+	}
+	return all
+}
+
+// same waits until a cluster is as it was.
+func (before state) same(t *testing.T, c *kubenodes.Cluster) {
+	t.Helper()
+	var left []string
+	for deadline := time.Now().Add(patience); time.Now().Before(deadline); time.Sleep(time.Second) {
+		left = nil
+		now := stateOf(t, c)
+		for _, line := range slices.Sorted(maps.Keys(now)) {
+			if !before[line] {
+				left = append(left, "left: "+line)
+			}
+		}
+		for _, line := range slices.Sorted(maps.Keys(before)) {
+			if !now[line] {
+				left = append(left, "gone: "+line)
+			}
+		}
+		if left == nil {
+			return
+		}
+	}
+	t.Errorf("cluster %s is not as before:\n%s", c.Name, strings.Join(left, "\n"))
+}

@@ -1,0 +1,198 @@
+package nodes
+
+import (
+	"archive/tar"
+	"bufio"
+	"compress/gzip"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io"
+	"os"
+	"path/filepath"
+	"strings"
+	"syscall"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/kubenodes"
+)
+
+// isthmus runs the command and returns what it prints on standard output, and its exit code.
+func (w *world) isthmus(t *testing.T, args ...string) (out string, code int) {
+	t.Helper()
+	var stdout, stderr strings.Builder
+	cmd := w.set.Command(t.Context(), fixture.program, args...)
+	cmd.Stdout, cmd.Stderr = &stdout, &stderr
+	if err := cmd.Run(); err != nil && cmd.ProcessState == nil {
+		t.Fatal(err)
+	}
+	t.Logf("isthmus %s: exit code %d\n%s%s", strings.Join(args, " "), cmd.ProcessState.ExitCode(), stderr.String(), stdout.String())
+	return stdout.String(), cmd.ProcessState.ExitCode()
+}
+
+// verified is what isthmus verify -o json prints.
+type verified struct {
+	Checks, Failed int
+	Results        []struct {
+		From, To                struct{ Cluster, Network, Place string }
+		Protocol, Error, SeenAs string
+	}
+}
+
+func (w *world) verify(t *testing.T, args ...string) (v verified, code int) {
+	t.Helper()
+	out, code := w.isthmus(t, append([]string{"verify", "--context", "a", "--remote-context", "b", "-o", "json"}, args...)...)
+	if err := json.Unmarshal([]byte(out), &v); err != nil {
+		t.Fatal(err)
+	}
+	return v, code
+}
+
+// nothingLeft fails the test when a Pod of isthmus verify is there.
+func (w *world) nothingLeft(t *testing.T) {
+	t.Helper()
+	for _, c := range w.set.Clusters {
+		var pods corev1.PodList
+		must(t, c.Client.List(t.Context(), &pods, client.HasLabels{"isthmus.net/verify"}))
+		for _, p := range pods.Items {
+			t.Errorf("cluster %s still has Pod %s", c.Name, p.Name)
+		}
+	}
+}
+
+func TestVerifySaysWhatArrivesAndLeavesNothing(t *testing.T) {
+	if !*all {
+		t.Skip("with -all")
+	}
+	w := shared.get(t)
+	v, code := w.verify(t)
+	// Of each cluster two nodes with a pod and a host's pod, each to two pods: 8 pairs both ways, and 8 sizes.
+	if code != 0 || v.Failed != 0 || v.Checks != 2*8*8 || len(v.Results) != v.Checks {
+		t.Errorf("exit code %d: %d checks, %d failed", code, v.Checks, v.Failed)
+	}
+	w.nothingLeft(t)
+
+	receiver, err := address(t.Context(), w.b, podName(pod, w.b.Nodes[0]))
+	must(t, err)
+	seen, err := w.a.Seen(t.Context(), w.b, receiver)
+	must(t, err)
+	v, code = w.verify(t, "--only", "pod,out,icmp", "--sizes", "56", "--to", fmt.Sprintf("%v:%d,%v", seen, port, seen))
+	if code != 0 || v.Checks != 2*2+2*2 {
+		t.Errorf("exit code %d: %d checks", code, v.Checks)
+	}
+
+	// One thing is broken, and nothing else is blamed.
+	for _, n := range w.b.Nodes {
+		rules := "add table ip fault; add chain ip fault f { type filter hook forward priority 0; }; add rule ip fault f ip daddr " + w.plan.pods[1] + " udp dport 7468 drop"
+		if out, err := n.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
+			t.Fatalf("%v\n%s", err, out)
+		}
+		defer func() { _ = n.Command(t.Context(), "nft", "delete table ip fault").Run() }()
+	}
+	v, code = w.verify(t, "--only", "pod", "--sizes", "100")
+	if code != 1 || v.Failed == 0 {
+		t.Errorf("exit code %d: %d failed", code, v.Failed)
+	}
+	for _, r := range v.Results {
+		if broken := r.Protocol == "udp" && r.To.Cluster == "b"; broken != (r.Error != "") {
+			t.Errorf("%s from %+v to %+v: %q", r.Protocol, r.From, r.To, r.Error)
+		}
+	}
+	w.nothingLeft(t)
+}
+
+func TestAnInterruptedVerifyLeavesNothing(t *testing.T) {
+	if !*all {
+		t.Skip("with -all")
+	}
+	w := shared.get(t)
+	cmd := w.set.Command(t.Context(), fixture.program, "verify", "--context", "a", "--remote-context", "b", "--continuous")
+	var stderr strings.Builder
+	cmd.Stderr = &stderr
+	out, err := cmd.StdoutPipe()
+	must(t, err)
+	must(t, cmd.Start())
+	lines := bufio.NewScanner(out)
+	if !lines.Scan() || !strings.Contains(lines.Text(), "sent, 0 lost") {
+		t.Errorf("%q", lines.Text())
+	}
+	must(t, cmd.Process.Signal(syscall.SIGINT))
+	last := ""
+	for lines.Scan() {
+		last = lines.Text()
+	}
+	if err := cmd.Wait(); err != nil || !strings.Contains(last, " sent, 0 lost") {
+		t.Errorf("%v: %q\n%s", err, last, stderr.String())
+	}
+	w.nothingLeft(t)
+}
+
+func TestGatherReadsWhatEachComponentSays(t *testing.T) {
+	if !*all {
+		t.Skip("with -all")
+	}
+	w := shared.get(t)
+	name := filepath.Join(t.TempDir(), "gathered.tar.gz")
+	if _, code := w.isthmus(t, "gather", "--context", "a", "--file", name); code != 0 {
+		t.Fatalf("exit code %d", code)
+	}
+	info, err := os.Stat(name)
+	must(t, err)
+	if info.Mode().Perm() != 0o600 {
+		t.Errorf("mode %v", info.Mode())
+	}
+	files := unpack(t, name)
+	if !strings.Contains(files["summary.md"], "Nothing: all is here.") {
+		t.Errorf("summary.md:\n%s", files["summary.md"])
+	}
+	var pods corev1.PodList
+	must(t, w.a.Client.List(t.Context(), &pods, client.InNamespace(kubenodes.Namespace)))
+	seen := 0
+	for _, p := range pods.Items {
+		for account, want := range map[string]map[string]string{
+			"isthmus-manager":     {"manager.log": `"msg":`, "metrics.txt": "isthmus_ipam_peers_left"},
+			"isthmus-gateway":     {"gateway.log": `"msg":`, "metrics.txt": "isthmus_gateway_active"},
+			"isthmus-route-agent": {"route-agent.log": `"msg":`, "metrics.txt": "isthmus_route_agent_ready 1", "status.json": "ip route replace"},
+		} {
+			if p.Spec.ServiceAccountName != account {
+				continue
+			}
+			if p.Labels["net.liqo.io/gateway"] == "active" {
+				want["status.json"] = `"state": "Connected"`
+			}
+			for file, text := range want {
+				seen++
+				if at := "pods/" + p.Name + "/" + file; !strings.Contains(files[at], text) {
+					t.Errorf("%s lacks %s:\n%.2000s", at, text, files[at])
+				}
+			}
+		}
+	}
+	if seen < 10 {
+		t.Errorf("%d Pods looked at", seen)
+	}
+}
+
+func unpack(t *testing.T, name string) map[string]string {
+	t.Helper()
+	f, err := os.Open(name)
+	must(t, err)
+	defer f.Close()
+	plain, err := gzip.NewReader(f)
+	must(t, err)
+	files := map[string]string{}
+	for r := tar.NewReader(plain); ; {
+		h, err := r.Next()
+		if errors.Is(err, io.EOF) {
+			return files
+		}
+		must(t, err)
+		text, err := io.ReadAll(r)
+		must(t, err)
+		_, below, _ := strings.Cut(h.Name, "/")
+		files[below] = string(text)
+	}
+}
