@@ -591,6 +591,9 @@ func (c *checker) take(m checkMessage, stamp time.Time, from netip.AddrPort) {
 	i := slices.IndexFunc(p.sent[:min(p.n, checkWindow)], func(s probe) bool { return s.at.Equal(stamp) && !s.answered })
 	if i < 0 {
 		ofPath := p.path.answer(stamp)
+		if ofPath {
+			p.result.Answered = now // the path's probes are PINGs, too, and say as well that the peer is there
+		}
 		c.mu.Unlock()
 		if !ofPath {
 			c.reject(rejectTimestamp)

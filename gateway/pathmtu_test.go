@@ -259,3 +259,41 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 		})
 	}
 }
+
+// Whoever answers a probe of a path is there, as with any other PING: the peer is given up as long
+// after its last answer as ever, whichever that was.
+func TestAnswersToProbesOfThePathSayThatThePeerIsThere(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		l := &liqo{delay: 7 * time.Millisecond}
+		deaf := false
+		var mu sync.Mutex
+		l.socket = newSocket(func(b []byte, to netip.AddrPort) {
+			mu.Lock()
+			defer mu.Unlock()
+			if !deaf {
+				l.receive(b, to)
+			}
+		})
+		c := newChecker(l.socket, quiet, func(string, time.Duration) {}, pathProber{
+			send: func(b []byte, to netip.AddrPort, _ int) { l.receive(append([]byte(nil), b...), to) },
+		})
+		defer c.close()
+		c.set([]checkPeer{bravoPeer})
+		c.limitPath(bravo, minAutoMTU, 1440)
+		state := func() CheckState { synctest.Wait(); return c.results()[bravo].State }
+		time.Sleep(10 * time.Second)
+		mu.Lock()
+		deaf = true
+		mu.Unlock()
+		if time.Sleep(time.Minute); state() != Connected {
+			t.Errorf("%s although probes are answered", state())
+		}
+		l.set(true)
+		if time.Sleep((checkThreshold - 2) * checkInterval); state() != Connected {
+			t.Errorf("%s so soon after the last answer", state())
+		}
+		if time.Sleep(4 * time.Second); state() != Disconnected {
+			t.Errorf("%s long after the last answer", state())
+		}
+	})
+}
