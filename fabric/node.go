@@ -237,10 +237,7 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 		nodes = nodes[at : at+1]
 	}
 	d.trusted = d.slim && in.Trusted || podCIDRsHold(nodes, in.Self, in.Pods)
-	ownPods := slices.Clone(in.OwnPods)
-	for _, t := range in.Tunnels {
-		ownPods = append(ownPods, t.Peer.Local.Pod)
-	}
+	ownPods := in.PodNetworks()
 	d.addFilter(ownPods, in.UnderlayDevices)
 	d.addSourceNAT(in, ownPods)
 	d.nameStrangers(in, ownPods)
@@ -327,15 +324,26 @@ func (in *NodeIntent) Elsewhere() netip.Addr {
 	for _, p := range validOf(in.OwnPods) {
 		if p.Addr().Is4() {
 			for _, rest := range without(p, in.Nodes[at].PodCIDRs) {
-				return end(rest)
+				return lastButOne(rest)
 			}
 		}
 	}
 	return netip.Addr{}
 }
 
-// end is the last address of a network but one, IPv4.
-func end(p netip.Prefix) netip.Addr {
+// PodNetworks are the networks of our pods, by the books and by what tunnels name.
+func (in *NodeIntent) PodNetworks() []netip.Prefix {
+	all := slices.Clone(in.OwnPods)
+	for _, t := range in.Tunnels {
+		if !slices.Contains(all, t.Peer.Local.Pod) {
+			all = append(all, t.Peer.Local.Pod)
+		}
+	}
+	return all
+}
+
+// lastButOne is the address before the last of a network, or the last where there are only two, IPv4.
+func lastButOne(p netip.Prefix) netip.Addr {
 	a := p.Addr().As4()
 	for i := p.Bits(); i < 32; i++ {
 		a[i/8] |= 0x80 >> (i % 8)

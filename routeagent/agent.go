@@ -163,7 +163,7 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || before.Gateway != in.Gateway ||
 		!reflect.DeepEqual(before.Tunnels, in.Tunnels) || !slices.Equal(before.Gateways, in.Gateways)
 	moved := before == nil || !slices.Equal(before.Own, in.Own) || madeAt(before, a.opts.Node) != madeAt(&in, a.opts.Node) ||
-		!slices.Equal(podsOf(before), podsOf(&in))
+		!slices.Equal(before.PodNetworks(), in.PodNetworks())
 	a.intent, a.broken = &in, broken
 	a.revision++
 	a.mu.Unlock()
@@ -292,14 +292,13 @@ func (a *agent) tellReady(ctx context.Context) {
 			return
 		case <-tick.C:
 		}
-		s := a.status()
-		if failing++; s.Ready {
+		wrong := ""
+		if err := a.ready(); err == nil {
 			failing = 0
-		}
-		if failing == 1 {
+		} else if wrong, failing = err.Error(), failing+1; failing == 1 {
 			continue
 		}
-		err := a.opts.TellReady(ctx, s.Error)
+		err := a.opts.TellReady(ctx, wrong)
 		if err != nil && !unwritten && ctx.Err() == nil {
 			a.log.Warn("nobody is told what is wrong, trying again", "error", err)
 		}

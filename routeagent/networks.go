@@ -181,18 +181,7 @@ func (a *agent) pods() []netip.Prefix {
 	if a.intent == nil {
 		return nil
 	}
-	return podsOf(a.intent)
-}
-
-// podsOf are the networks of our pods, by the books and by what tunnels name.
-func podsOf(in *fabric.NodeIntent) []netip.Prefix {
-	all := slices.Clone(in.OwnPods)
-	for _, t := range in.Tunnels {
-		if !slices.Contains(all, t.Peer.Local.Pod) {
-			all = append(all, t.Peer.Local.Pod)
-		}
-	}
-	return all
+	return a.intent.PodNetworks()
 }
 
 // madeAt is when the Node of a name was made; 0: there is none.

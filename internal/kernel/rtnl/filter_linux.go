@@ -244,7 +244,7 @@ func elementsFor(s kernel.FilterSet, texts []string) (all []nftables.SetElement,
 				return nil, err
 			}
 			all = append(all, nftables.SetElement{Key: p.Addr().AsSlice()})
-			if after := end(p); !after.IsUnspecified() {
+			if after := afterLast(p); !after.IsUnspecified() {
 				all = append(all, nftables.SetElement{Key: after.AsSlice(), IntervalEnd: true})
 			}
 		}
@@ -460,15 +460,15 @@ func boolean(b bool) int {
 // networkBetween is the network from its first address to the one after its last.
 func networkBetween(first, after netip.Addr) string {
 	for bits := range 33 {
-		if p, err := first.Prefix(bits); err == nil && p.Addr() == first && end(p) == after {
+		if p, err := first.Prefix(bits); err == nil && p.Addr() == first && afterLast(p) == after {
 			return p.String()
 		}
 	}
 	return first.String() + "-" + after.String() // somebody's
 }
 
-// end is the address after the last of a network; after 255.255.255.255 comes 0.0.0.0.
-func end(p netip.Prefix) netip.Addr {
+// afterLast is the address after the last of a network; after 255.255.255.255 comes 0.0.0.0.
+func afterLast(p netip.Prefix) netip.Addr {
 	a := p.Addr().As4()
 	last := binary.BigEndian.Uint32(a[:]) + uint32(1<<(32-p.Bits())-1)
 	binary.BigEndian.PutUint32(a[:], last+1)
