@@ -10,7 +10,6 @@
 package cni
 
 import (
-	"context"
 	"flag"
 	"fmt"
 	"log/slog"
@@ -18,10 +17,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
-	"github.com/isthmus-net/isthmus/internal/testbin"
+	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
 
 var (
@@ -39,26 +37,11 @@ var binary, kube string
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
-	flag.Parse()
 	kubesource.UseLogger(slog.New(slog.DiscardHandler))
 	if lab.Available() != nil {
 		return m.Run() // the tests say why they are skipped
 	}
-	dir, err := os.MkdirTemp("", "isthmus-cni-")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	defer os.RemoveAll(dir)
-	if binary, err = testbin.Isthmus(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return m.Run()
+	return programs.Run(m, &binary, &kube)
 }
 
 // shapes are all shapes, in the order of the table.
