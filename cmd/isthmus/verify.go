@@ -27,9 +27,12 @@ func newVerifyCommand() *cobra.Command {
 		Long: `Make Pods in the namespace of the installation of both clusters, on the node of the
 active gateway and on another one, in the pod network and in the host network. Have
 each send to every pod of the other cluster, both ways: ICMP, UDP and TCP, from
-little to more than the MTU. Say what was answered, how fast, and from which address
-the receiver saw it come. The Pods run the image of the gateway and are deleted at
-the end, also of an interrupted run.
+little to more than the MTU. Besides, ping the mapped addresses of the other cluster,
+and connect to the TCP ports of Services that have endpoints there, by address and by
+name, up to 16 of each; one that does not answer in its own cluster either has not
+failed. Say what was answered, how fast, and from which address the receiver saw it
+come. The Pods run the image of the gateway and are deleted at the end, also of an
+interrupted run.
 
 --continuous goes on until it is interrupted, with one small UDP packet a second
 between all of them, and counts what is lost.
@@ -37,8 +40,8 @@ between all of them, and counts what is lost.
 The exit code is 0 when everything was answered, 1 when something was not, and 2
 when a cluster could not be asked or the two are not peered. A Pod that could not be
 told to send, since its node or the API server was away, has lost nothing: that is
-counted apart, with exit code 2 where nothing failed; by --continuous, where nothing
-was sent at all.`,
+counted apart as unknown, with exit code 2 where nothing failed; by --continuous,
+where nothing was sent at all.`,
 		Example: "  isthmus verify --context paris --remote-context oslo\n" +
 			"  isthmus verify --context paris --remote-context oslo --only pod,tcp,out --sizes 1400,9000\n" +
 			"  isthmus verify --context paris --remote-context oslo --continuous",
@@ -92,8 +95,8 @@ was sent at all.`,
 				return clusterError(err)
 			case report.Failed > 0:
 				return cli.ErrProblem
-			case report.NotAsked > 0:
-				return cli.Unreachable(fmt.Errorf("%d of %d checks were not asked for", report.NotAsked, report.Checks))
+			case report.Unknown > 0:
+				return cli.Unreachable(fmt.Errorf("nothing is known of %d of %d checks", report.Unknown, report.Checks))
 			}
 			return nil
 		},
@@ -103,7 +106,7 @@ was sent at all.`,
 	cmd.Flags().StringSliceVar(&only, "only", nil, "not all: tcp, udp or icmp; from the pod or the host network; out is from A to B, in the other way")
 	_ = cmd.RegisterFlagCompletionFunc("only", cobra.FixedCompletions(verify.Words, cobra.ShellCompDirectiveNoFileComp)) // fails for a flag that is not there
 	cmd.Flags().IntSliceVar(&sizes, "sizes", nil, "octets to send instead of those chosen by protocol: 56 to 4000, by TCP 500000; UDP sends at least 96, ICMP 16")
-	cmd.Flags().StringSliceVar(&o.To, "to", nil, "besides, ping HOST, or connect to HOST:PORT, from the Pods in A: a mapped address, or the name of a Service")
+	cmd.Flags().StringSliceVar(&o.To, "to", nil, "besides what is found, ping HOST, or connect to HOST:PORT, from the Pods in A")
 	cmd.Flags().StringVar(&o.Image, "image", "", "image of the Pods (default that of the gateway in each cluster)")
 	cmd.Flags().BoolVar(&continuous, "continuous", false, "go on until interrupted, and count what is lost")
 	cli.AddOutputFlag(cmd, &output, "print for programs", "junit")
