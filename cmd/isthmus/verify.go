@@ -35,7 +35,7 @@ come. The Pods run the image of the gateway and are deleted at the end, also of 
 interrupted run.
 
 --continuous goes on until it is interrupted, with one small UDP packet a second
-between all of them, and counts what is lost.
+between all of them, and counts what is lost; -o json prints the counts at the end.
 
 The exit code is 0 when everything was answered, 1 when something was not, and 2
 when a cluster could not be asked or the two are not peered. A Pod that could not be
@@ -49,6 +49,9 @@ where nothing was sent at all.`,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if remote.Context == "" && remote.Kubeconfig == "" {
 				return cli.Usage("want --remote-context, or --remote-kubeconfig: the other cluster")
+			}
+			if continuous && (len(sizes) > 0 || len(o.To) > 0 || output == "junit") {
+				return cli.Usage("--continuous counts one small packet a second between the Pods: it goes without --sizes, --to and -o junit")
 			}
 			if o.Only, err = verify.ParseOnly(only); err != nil {
 				return cli.Usage("--only: %w", err)
@@ -82,7 +85,7 @@ where nothing was sent at all.`,
 			}
 			o.Report = func(line string) { fmt.Fprintln(cmd.ErrOrStderr(), line) }
 			if continuous {
-				return watchLoss(cmd, a, b, o)
+				return watchLoss(cmd, a, b, o, output)
 			}
 			report, err := verify.Run(cmd.Context(), a, b, o)
 			if report.Checks > 0 { // an interrupted run says what it knows
@@ -123,10 +126,14 @@ func printReport(cmd *cobra.Command, r *verify.Report, output cli.Output) error 
 	return r.Print(cmd.OutOrStdout())
 }
 
-// watchLoss shows a line that changes on a terminal, and one every ten seconds elsewhere. An
-// interruption is how it ends.
-func watchLoss(cmd *cobra.Command, a, b *peering.Cluster, o verify.Options) error {
+// watchLoss shows a line that changes on a terminal, and one every ten seconds elsewhere; for
+// programs it shows that on standard error, and at the end what was counted. An interruption is how it
+// ends.
+func watchLoss(cmd *cobra.Command, a, b *peering.Cluster, o verify.Options, output cli.Output) error {
 	out := cmd.OutOrStdout()
+	if output.ForPrograms() {
+		out = cmd.ErrOrStderr()
+	}
 	terminal := false
 	if f, ok := out.(*os.File); ok {
 		info, err := f.Stat()
@@ -155,6 +162,11 @@ func watchLoss(cmd *cobra.Command, a, b *peering.Cluster, o verify.Options) erro
 	}
 	if last != nil {
 		fmt.Fprintln(out, verify.Line(last))
+	}
+	if output.ForPrograms() {
+		err = errors.Join(err, output.Print(cmd.OutOrStdout(), struct {
+			Losses []verify.Loss `json:"losses"`
+		}{last}))
 	}
 	return lossError(last, err)
 }

@@ -33,12 +33,14 @@ type Options struct {
 
 // A Loss counts what was sent one way from one Pod to another.
 type Loss struct {
-	From, To   End
-	Sent, Lost int
-	Last       time.Time // when something was last lost; zero: never
-	Why        string    // then
-	NotAsked   int       // how often the sender could not be told to send: nobody knows what arrives
-	WhyNot     string    // the last time
+	From     End       `json:"from"`
+	To       End       `json:"to"`
+	Sent     int       `json:"sent"`
+	Lost     int       `json:"lost"`
+	Last     time.Time `json:"last,omitzero"` // when something was last lost; zero: never
+	Why      string    `json:"why,omitempty"` // then
+	NotAsked int       `json:"notAsked"`      // how often the sender could not be told to send: nobody knows what arrives
+	WhyNot   string    `json:"whyNot,omitempty"`
 }
 
 // ErrNotPeered says that two clusters are not joined.
