@@ -194,7 +194,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config(), FlowLog: k.flowLog, PodNetwork: s.PodNetwork}, err)
 			})
 		}
-		options.Ready = replica.Ready
+		options.Ready, options.Owner = replica.Ready, replica.Owner
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
