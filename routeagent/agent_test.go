@@ -706,7 +706,7 @@ func TestAnAgentFollowsTheOneThatRuns(t *testing.T) {
 	second := c.launch(n) // nobody tells it anything yet
 	c.eventually(n, func() error {
 		if err := started(second); err == nil || !strings.Contains(err.Error(), "does not know yet") {
-			return fmt.Errorf("%v\n%s", err, second.log)
+			return fmt.Errorf("%w\n%s", errors.Join(err, errors.New("it is not to have started")), second.log)
 		}
 		return nil
 	})

@@ -45,7 +45,7 @@ func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
 	if err != nil {
 		return nil, err
 	}
-	return open(owner, l, log)
+	return withLock(owner, l, log)
 }
 
 // followInterval is how often a process that follows another one looks whether that has ended.
@@ -57,7 +57,7 @@ func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel,
 	for {
 		l, err := lock(owner, log)
 		if err == nil {
-			return open(owner, l, log)
+			return withLock(owner, l, log)
 		}
 		if !errors.Is(err, ErrOther) {
 			return nil, err
@@ -70,8 +70,8 @@ func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel,
 	}
 }
 
-// open is Open with the lock, which it closes when it fails.
-func open(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, err error) {
+// withLock is Open with the lock, which it closes when it fails.
+func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, err error) {
 	k := &Kernel{owner: owner, log: log, lock: lock}
 	defer func() {
 		if err != nil {
