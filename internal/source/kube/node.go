@@ -320,6 +320,7 @@ func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels 
 		granted, problems := fabric.GrantedIn(&books[i])
 		s.intent.Granted = append(s.intent.Granted, granted...)
 		s.problems = append(s.problems, problems...)
+		s.intent.Edition = max(s.intent.Edition, fabric.EditionOf(books[i].Annotations))
 		own, pods := fabric.OwnIn(&books[i])
 		s.intent.Own, s.intent.OwnPods = append(s.intent.Own, own...), append(s.intent.OwnPods, pods...)
 	}
@@ -377,8 +378,10 @@ func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 // has every Pod in memory.
 func slimBooks(o any) (any, error) {
 	if b, ok := o.(*v1alpha1.IpamStorage); ok {
-		return &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
-			ClusterSubnets: b.Spec.ClusterSubnets, PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR}}, nil
+		slim := &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
+			ClusterSubnets: b.Spec.ClusterSubnets, PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR}}
+		slim.Annotations = map[string]string{isthmus.AnnotationEdition: b.Annotations[isthmus.AnnotationEdition]}
+		return slim, nil
 	}
 	return o, nil
 }
