@@ -265,7 +265,7 @@ func TestNoComponentHasAPrivilegeMore(t *testing.T) {
 		{false, map[string]string{
 			"isthmus-manager":     unprivileged,
 			"isthmus-gateway":     asRoot + ", adds NET_ADMIN, hostPath /dev/net/tun (CharDevice)",
-			"isthmus-route-agent": asRoot + ", adds NET_ADMIN, hostNetwork, hostPath /var/lib/isthmus (DirectoryOrCreate)",
+			"isthmus-route-agent": asRoot + ", adds NET_ADMIN, hostNetwork, hostPath /var/lib/isthmus (DirectoryOrCreate), hostPath /run/xtables.lock (FileOrCreate)",
 		}},
 		{true, map[string]string{
 			"isthmus-gateway": asRoot + ", adds NET_ADMIN, adds SYS_ADMIN, hostNetwork, hostPath /dev/net/tun (CharDevice)",

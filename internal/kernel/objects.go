@@ -29,7 +29,7 @@ const (
 type State struct {
 	Filters   []Filter    // none or one
 	SourceNAT []SourceNAT // none or one
-	Accepts   []Accept    // none or one
+	Accepts   []Accept    // wanted: none, or the zero value for all that are needed
 	Devices   []Device
 	Settings  []Setting
 	Links     []Link

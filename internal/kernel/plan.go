@@ -94,7 +94,7 @@ func PlanFor(have, want State) Plan {
 	var adds, removes Plan
 	planKind(&adds, &removes, have.Filters, want.Filters, func(Filter) bool { return true })
 	planKind(&adds, &removes, have.SourceNAT, want.SourceNAT, func(SourceNAT) bool { return true })
-	planKind(&adds, &removes, have.Accepts, want.Accepts, func(Accept) bool { return true })
+	planKind(&adds, &removes, have.Accepts, want.Accepts, func(a Accept) Accept { return a })
 	for _, d := range have.Devices {
 		switch {
 		case slices.Contains(want.Devices, d):

@@ -65,10 +65,11 @@ what they were.
 **FORWARD DROP.** Where the policy of that chain is DROP, and whoever set it accepts only what comes from or goes to the
 PodCIDR (flannel, kube-proxy, Calico), pods reach peers and are reached. Other packets have no pod at either end: from a
 peer to a mapped server outside of the cluster and, with gateways on the host's network, between their node and the host
-network of other nodes. Route agents let these pass where the chain is that of iptables-nft. For iptables-legacy, and for a
-chain of nftables with another name, ` + "`isthmus status` and `diagnose`" + ` name the chain, and a rule has to be added to it:
-` + "`iptables-legacy -I FORWARD -i isthmus+ -j ACCEPT; iptables-legacy -I FORWARD -o isthmus+ -j ACCEPT`" + `. The tests assert
-that a server is not reached without such a rule, and is with it.
+network of other nodes. Route agents let these pass with two rules of their own at the end of the chain, in iptables-nft,
+iptables-legacy and any chain of nftables at the hook forward that drops what nobody has accepted ([decision
+14](decisions/0014-sources-are-settled-before-the-cni.md)). What nobody else may change (a table that belongs to a process, as
+firewalld's does, a chain that others jump to and that drops, iptables-legacy without ` + "`/run/xtables.lock`" + `), ` + "`isthmus status` and `diagnose`" + `
+name with the command that mends it.
 `)
 	b.WriteString(`
 ## The pairs

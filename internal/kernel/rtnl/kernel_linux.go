@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"os"
 	"sync"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -32,7 +33,8 @@ type Kernel struct {
 
 	index   map[kernel.Place]int // of devices
 	tables  tablesRead
-	forward forwarding
+	forward []forwarding   // chains of others
+	legacy  time.Time      // when those of iptables-legacy were read, of which no event tells
 	unmade  []kernel.Limit // what is optional and could not be made
 	memory  memory
 }
@@ -153,21 +155,27 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 	if err != nil {
 		return nil, fmt.Errorf("reading the kernel's state: %w", err)
 	}
-	have.Accepts = k.forward.accepts(want.Accepts)
+	if k.owner.NAT && time.Since(k.legacy) > legacyInterval {
+		k.lookLegacy()
+	}
+	have.Accepts, want.Accepts = k.acceptsIn(want.Accepts)
 	k.memory.state = nil // until all is done
 	var done kernel.Plan
 	var errs []error
 	k.unmade = nil
+	exempt := true
 	for _, o := range plan(have, want) {
 		err := k.change(o)
 		if _, is := o.Object.(kernel.Filter); is && err != nil && !o.Remove {
 			return done, fmt.Errorf("%w: %w (want a kernel with nftables, conntrack and fib, and CAP_NET_ADMIN)", ErrFilter, err)
 		}
 		if limit, is := limitOf(o, err); is {
+			_, nat := o.Object.(kernel.SourceNAT)
+			exempt = exempt && !nat
 			k.unmade = append(k.unmade, limit)
 			continue
 		}
-		if errors.Is(err, errUnwritable) {
+		if errors.Is(err, errUnwritable) || errors.Is(err, errBusy) {
 			continue // not said again with each comparison
 		}
 		if err != nil {
@@ -179,7 +187,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 	if len(errs) == 0 {
 		k.memory.state = after(have, done)
 	}
-	if now := k.memory.state; now != nil && k.unmade != nil {
+	if now := k.memory.state; now != nil && !exempt {
 		without := *now // it is tried again next time
 		without.SourceNAT = nil
 		k.memory.state = &without
@@ -192,14 +200,12 @@ func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
 	if err == nil || o.Remove {
 		return l, false
 	}
-	err = explain(err, "CAP_NET_ADMIN")
-	switch o.Object.(type) {
+	switch v := o.Object.(type) {
 	case kernel.SourceNAT:
 		return kernel.Limit{Reason: kernel.LimitMasqueraded, Message: fmt.Sprintf(
-			"what the CNI masquerades cannot be exempted (nftables: %v); %s; want a kernel with NAT in nftables (nf_tables, nft_chain_nat)", err, masqueradeCost)}, true
+			"what the CNI masquerades cannot be exempted (nftables: %v); %s; want a kernel with NAT in nftables (nf_tables, nft_chain_nat)", explain(err, "CAP_NET_ADMIN"), masqueradeCost)}, true
 	case kernel.Accept:
-		return kernel.Limit{Reason: kernel.LimitForwarding, Message: fmt.Sprintf(
-			"FORWARD of iptables-nft drops what nobody accepts, and our rules cannot be added (%v): packets between pods and peers are dropped; want `%s`", err, o.Command(""))}, true
+		return refusal(v, explain(err, "CAP_NET_ADMIN")), !errors.Is(err, errBusy)
 	}
 	return l, false
 }

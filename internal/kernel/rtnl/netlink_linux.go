@@ -63,6 +63,7 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 	}
 	if k.owner.NAT {
 		k.lookForward()
+		k.lookLegacy()
 	}
 	return s, errors.Join(errs...)
 }
@@ -258,7 +259,7 @@ func (k *Kernel) change(o kernel.Op) (err error) {
 	case kernel.SourceNAT:
 		return k.changeSourceNAT(o.Remove, v)
 	case kernel.Accept:
-		return k.changeAccept(o.Remove)
+		return k.changeAccept(o.Remove, v)
 	case kernel.Device:
 		return k.changeDevice(o.Remove, v)
 	case kernel.Setting:

@@ -14,6 +14,7 @@ import (
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	nfnl "github.com/mdlayher/netlink"
 	"golang.org/x/sys/unix"
@@ -584,51 +585,176 @@ func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 	}
 }
 
-// FORWARD of iptables-nft that drops what nobody accepts lets our packets pass, after all that its
+// A chain that drops what nobody accepts of what is forwarded lets our packets pass, after all that its
 // owner says, and is as it was when we are gone.
 func TestAcceptIsLastInAForwardThatDrops(t *testing.T) {
-	n := open(t, RouteAgent)
-	if _, err := exec.LookPath("iptables-nft"); err != nil {
-		t.Skip(err)
-	}
 	const in, out = "-A FORWARD -i isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT\n", "-A FORWARD -o isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT\n"
 	want := State{Accepts: []Accept{{}}}
-	check := func(after, rules string, changes int) {
-		t.Helper()
-		if got := n.apply(want); strings.Count(got, "iptables-nft -A")/2 != changes {
-			t.Errorf("after %s did %q", after, got)
-		}
-		if again := n.apply(want); again != "" {
-			t.Errorf("after %s the second time did %q", after, again)
-		}
-		if got := n.run("iptables-nft -S FORWARD"); got != rules {
-			t.Errorf("after %s there is\n%swant\n%s", after, got, rules)
+	for _, program := range []string{IptablesNFT, IptablesLegacy} {
+		t.Run(program, func(t *testing.T) {
+			n := open(t, RouteAgent)
+			if _, err := exec.LookPath(program); err != nil {
+				t.Skip(err)
+			}
+			iptables := func(args string) string { t.Helper(); return n.run(program + " -w " + args) }
+			apply := func(want State) string {
+				n.k.legacy = time.Time{} // nobody tells of these changes
+				return n.apply(want)
+			}
+			check := func(after, rules string, changes int) {
+				t.Helper()
+				if got := apply(want); strings.Count(got, program+" -A")/2 != changes {
+					t.Errorf("after %s did %q", after, got)
+				}
+				if again := apply(want); again != "" {
+					t.Errorf("after %s the second time did %q", after, again)
+				}
+				if got := iptables("-S FORWARD"); got != rules {
+					t.Errorf("after %s there is\n%swant\n%s", after, got, rules)
+				}
+			}
+			if got := apply(want); got != "" {
+				t.Errorf("without iptables did %q", got)
+			}
+			iptables("-A FORWARD -s 10.0.0.1 -j DROP")
+			check("a rule", "-P FORWARD ACCEPT\n-A FORWARD -s 10.0.0.1/32 -j DROP\n", 0)
+			iptables("-P FORWARD DROP")
+			check("a policy", "-P FORWARD DROP\n-A FORWARD -s 10.0.0.1/32 -j DROP\n"+in+out, 1)
+			iptables("-A FORWARD -j REJECT")
+			check("a rule behind", "-P FORWARD DROP\n-A FORWARD -s 10.0.0.1/32 -j DROP\n"+in+out+"-A FORWARD -j REJECT --reject-with icmp-port-unreachable\n", 0)
+			iptables("-D FORWARD 2")
+			check("one of ours is gone", "-P FORWARD DROP\n-A FORWARD -s 10.0.0.1/32 -j DROP\n"+in+out+"-A FORWARD -j REJECT --reject-with icmp-port-unreachable\n", 1)
+			iptables("-F FORWARD")
+			check("a flush", "-P FORWARD DROP\n"+in+out, 1)
+			iptables("-P FORWARD ACCEPT")
+			iptables("-I FORWARD -j DROP -m comment --comment all")
+			check("a rule before", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 1)
+			n.run("sh " + script(t, program+"-save > $0.saved && "+program+"-restore -w < $0.saved"))
+			check("a restart of iptables", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 0)
+			apply(State{})
+			if got, want := iptables("-S FORWARD"), "-P FORWARD ACCEPT\n-A FORWARD -m comment --comment all -j DROP\n"; got != want {
+				t.Errorf("left\n%swant\n%s", got, want)
+			}
+			if got := apply(State{}); got != "" {
+				t.Errorf("the second time took away %q", got)
+			}
+		})
+	}
+}
+
+// The same for chains of nftables of any name; of those that belong to a process nothing but that is said.
+func TestAcceptIsLastInEachChainOfNftablesThatDrops(t *testing.T) {
+	n := open(t, RouteAgent)
+	if _, err := exec.LookPath("nft"); err != nil {
+		t.Skip(err)
+	}
+	list := func() string {
+		return regexp.MustCompile(`counter packets \d+ bytes \d+`).ReplaceAllString(n.run("nft list table inet fw"), "counter")
+	}
+	const ours = "\t\tiifname \"isthmus*\" counter accept comment \"isthmus-route-agent\"\n\t\toifname \"isthmus*\" counter accept comment \"isthmus-route-agent\"\n"
+	n.run("nft -f " + script(t, `table inet fw {
+		chain early { type filter hook forward priority -50; policy drop; ip saddr 10.0.0.1 drop; ct state established accept; }
+		chain late { type filter hook forward priority 50; ct state invalid drop; reject with icmpx type admin-prohibited; }
+		chain open { type filter hook forward priority 60; ip saddr 10.0.0.1 drop; }
+		chain in { type filter hook input priority 0; policy drop; }
+	}
+	table ip fw {
+		chain f { type filter hook forward priority 0; policy drop; }
+	}
+`))
+	before := list()
+	want := State{Accepts: []Accept{{}}}
+	if got := n.apply(want); strings.Count(got, "accept comment") != 6 {
+		t.Errorf("did %s", got)
+	}
+	now := list()
+	for _, part := range []string{"established accept\n" + ours + "\t}", "invalid drop\n" + ours + "\t\treject"} {
+		if !strings.Contains(now, part) {
+			t.Errorf("%q is missing in\n%s", part, now)
 		}
 	}
-	if got := n.apply(want); got != "" {
-		t.Errorf("without iptables did %q", got)
+	if got := strings.ReplaceAll(now, ours, ""); got != before {
+		t.Errorf("more than our rules has changed:\n%s\nwas\n%s", got, before)
 	}
-	n.run("iptables-nft -A FORWARD -s 10.0.0.1 -j DROP")
-	check("a rule", "-P FORWARD ACCEPT\n-A FORWARD -s 10.0.0.1/32 -j DROP\n", 0)
-	n.run("iptables-nft -P FORWARD DROP")
-	check("a policy", "-P FORWARD DROP\n-A FORWARD -s 10.0.0.1/32 -j DROP\n"+in+out, 1)
-	n.run("iptables-nft -A FORWARD -j REJECT")
-	check("a rule behind", "-P FORWARD DROP\n-A FORWARD -s 10.0.0.1/32 -j DROP\n"+in+out+"-A FORWARD -j REJECT --reject-with icmp-port-unreachable\n", 0)
-	n.run("iptables-nft -D FORWARD 2")
-	check("one of ours is gone", "-P FORWARD DROP\n-A FORWARD -s 10.0.0.1/32 -j DROP\n"+in+out+"-A FORWARD -j REJECT --reject-with icmp-port-unreachable\n", 1)
-	n.run("iptables-nft -F FORWARD")
-	check("a flush", "-P FORWARD DROP\n"+in+out, 1)
-	n.run("iptables-nft -P FORWARD ACCEPT")
-	n.run("iptables-nft -I FORWARD -j DROP -m comment --comment all")
-	check("a rule before", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 1)
-	n.run("sh " + script(t, "iptables-nft-save > $0.saved && iptables-nft-restore < $0.saved"))
-	check("a restart of iptables", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 0)
+	if again := n.apply(want); again != "" {
+		t.Errorf("the second time: %s", again)
+	}
+	n.run("nft flush chain ip fw f")
+	if got := n.apply(want); strings.Count(got, "accept comment") != 2 {
+		t.Errorf("after a flush did %s", got)
+	}
 	n.apply(State{})
-	if got, want := n.run("iptables-nft -S FORWARD"), "-P FORWARD ACCEPT\n-A FORWARD -m comment --comment all -j DROP\n"; got != want {
-		t.Errorf("left\n%swant\n%s", got, want)
+	if got := list(); got != before {
+		t.Errorf("left\n%s\nwas\n%s", got, before)
 	}
-	if got := n.apply(State{}); got != "" {
-		t.Errorf("the second time took away %q", got)
+}
+
+// What iptables-legacy has, with chains, jumps, rules without targets and matches with a state, is in
+// the same order, and its counters are what they were.
+func TestWhatOthersHaveInIptablesLegacyStays(t *testing.T) {
+	n := open(t, RouteAgent)
+	if _, err := exec.LookPath("iptables-legacy-restore"); err != nil {
+		t.Skip(err)
+	}
+	n.run("sh " + script(t, `iptables-legacy-restore -w -c <<END
+*filter
+:INPUT DROP [1:100]
+:FORWARD DROP [2:200]
+:OUTPUT ACCEPT [3:300]
+:KUBE-FORWARD - [0:0]
+:LAST - [0:0]
+[4:400] -A INPUT -i lo -j ACCEPT
+[5:500] -A INPUT -s 10.1.0.0/16
+[6:600] -A FORWARD -j KUBE-FORWARD
+[7:700] -A FORWARD -s 10.2.0.0/16
+[8:800] -A OUTPUT -m comment --comment more -j LAST
+[9:900] -A KUBE-FORWARD -m conntrack --ctstate INVALID -j DROP
+[10:1000] -A KUBE-FORWARD -p tcp -m tcp --dport 80 -m limit --limit 5/min -g LAST
+[11:1100] -A LAST -j RETURN
+COMMIT
+END`))
+	n.run("sh " + script(t, `iptables-legacy-restore -w -c -n <<END
+*filter
+:KUBE-FORWARD2 - [0:0]
+[12:1200] -A LAST -d 10.9.0.0/16 -j KUBE-FORWARD2
+COMMIT
+END`))
+	saved := func() string {
+		return regexp.MustCompile(`(?m)^#.*\n`).ReplaceAllString(n.run("iptables-legacy-save -c"), "")
+	}
+	before := saved()
+	apply := func(want State) { n.k.legacy = time.Time{}; n.apply(want) }
+	const in, out = "[0:0] -A FORWARD -i isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT\n", "[0:0] -A FORWARD -o isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT\n"
+	const last = "[7:700] -A FORWARD -s 10.2.0.0/16\n"
+	for range 3 {
+		apply(State{Accepts: []Accept{{}}})
+		if got, want := saved(), strings.Replace(before, last, last+in+out, 1); got != want || want == before {
+			t.Fatalf("there is\n%swant\n%s", got, want)
+		}
+		apply(State{})
+		if got := saved(); got != before {
+			t.Fatalf("left\n%swant\n%s", got, before)
+		}
+	}
+	// While somebody else has the lock nothing is read and nothing is written.
+	f, err := os.Open(legacyLock)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX); err != nil {
+		t.Fatal(err)
+	}
+	apply(State{Accepts: []Accept{{}}})
+	if got := saved(); got != before {
+		t.Errorf("without the lock there is\n%s", got)
+	}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_UN); err != nil {
+		t.Fatal(err)
+	}
+	apply(State{Accepts: []Accept{{}}})
+	if got := saved(); got == before {
+		t.Error("with the lock nothing is added")
 	}
 }
 
@@ -657,22 +783,23 @@ func TestLimitsNameWhatKeepsTrafficFromWorking(t *testing.T) {
 		"masquerade at srcnat":       {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority 90 ; }", "nft add rule ip cni post masquerade"}, ""},
 		"masquerade before":          {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority -10 ; }", "nft add rule ip cni post masquerade"}, "chain post of table ip cni has priority -10"},
 		"an empty chain before":      {[]string{"nft add table ip cni", "nft add chain ip cni post { type nat hook postrouting priority -10 ; }"}, ""},
-		"a forward with a policy":    {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; policy drop ; }"}, "nft insert rule inet fw f iifname"},
-		"a forward that rejects":     {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; }", "nft add rule inet fw f reject with icmpx type admin-prohibited"}, "chain f of table inet fw drops"},
+		"a forward with a policy":    {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; policy drop ; }"}, ""},
+		"a forward that rejects":     {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; }", "nft add rule inet fw f reject with icmpx type admin-prohibited"}, ""},
 		"a forward that knows us":    {[]string{"nft add table inet fw", "nft add chain inet fw f { type filter hook forward priority 0 ; policy drop ; }", "nft add rule inet fw f oifname isthmus.vxlan accept"}, ""},
 		"iptables-nft":               {[]string{"iptables-nft -P FORWARD DROP"}, ""},
 		"legacy":                     {[]string{"iptables-legacy -P FORWARD ACCEPT"}, ""},
-		"legacy, policy":             {[]string{"iptables-legacy -P FORWARD DROP"}, "iptables-legacy -A FORWARD -i isthmus+"},
-		"legacy, established":        {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -A FORWARD -m conntrack --ctstate ESTABLISHED -j ACCEPT"}, "iptables-legacy"},
+		"legacy, policy":             {[]string{"iptables-legacy -P FORWARD DROP"}, ""},
+		"legacy, in a chain":         {[]string{"iptables-legacy -N C", "iptables-legacy -A FORWARD -j C", "iptables-legacy -A C -j DROP"}, "iptables-legacy -A FORWARD -i isthmus+"},
+		"legacy, established":        {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -A FORWARD -m conntrack --ctstate ESTABLISHED -j ACCEPT"}, ""},
 		"legacy, Docker and flannel": {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -N FLANNEL-FWD", "iptables-legacy -A FORWARD -m comment --comment flannel -j FLANNEL-FWD", "iptables-legacy -A FLANNEL-FWD -s 10.64.0.0/14 -j ACCEPT", "iptables-legacy -A FLANNEL-FWD -d 10.64.0.0/14 -j ACCEPT"}, ""},
-		"legacy, one way":            {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -N C", "iptables-legacy -A FORWARD -g C", "iptables-legacy -A C -s 10.64.0.0/14 -j ACCEPT"}, "iptables-legacy"},
+		"legacy, one way":            {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -N C", "iptables-legacy -A FORWARD -g C", "iptables-legacy -A C -s 10.64.0.0/14 -j ACCEPT", "iptables-legacy -A C -j DROP"}, "iptables-legacy"},
 		"legacy, as it says":         {[]string{"iptables-legacy -P FORWARD DROP", "iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT", "iptables-legacy -A FORWARD -o isthmus+ -j ACCEPT"}, ""},
-		"legacy, other devices":      {[]string{"iptables-legacy -A FORWARD ! -i cni0 -o eth0 -j ACCEPT", "iptables-legacy -A FORWARD -p tcp -j ACCEPT", "iptables-legacy -A FORWARD -j REJECT"}, "iptables-legacy"},
+		"legacy, other devices":      {[]string{"iptables-legacy -A FORWARD ! -i cni0 -o eth0 -j ACCEPT", "iptables-legacy -A FORWARD -p tcp -j ACCEPT", "iptables-legacy -A FORWARD -j REJECT"}, ""},
 	} {
 		t.Run(name, func(t *testing.T) {
 			n := open(t, RouteAgent)
 			for _, command := range c.commands {
-				n.run(command)
+				n.run(strings.Replace(command, "legacy ", "legacy -w ", 1))
 			}
 			n.apply(State{SourceNAT: []SourceNAT{nat}, Accepts: []Accept{{}}})
 			var got []Limit
