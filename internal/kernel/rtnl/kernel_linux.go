@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net/netip"
 	"os"
 	"strings"
 	"sync"
@@ -158,6 +159,24 @@ func (k *Kernel) Add(want kernel.State) (kernel.Plan, error) {
 		}
 		return nil
 	})
+}
+
+// Refused are the networks that an owner of the same kind refuses in the host's namespace by
+// kernel.RefuseTable.
+func (k *Kernel) Refused() (all []netip.Prefix, err error) {
+	var s kernel.State
+	for range 5 { // as in apply
+		s = kernel.State{}
+		if err = k.haveRoutes(&s, kernel.Host); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	for _, r := range s.Routes {
+		if r.Table == kernel.RefuseTable && r.Type == kernel.Unreachable && r.Prefix.Bits() > 0 {
+			all = append(all, r.Prefix)
+		}
+	}
+	return all, err
 }
 
 // apply carries out the plan; after is what there is when all of it succeeded, nil if that is not
