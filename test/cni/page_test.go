@@ -59,7 +59,11 @@ what they were.
 		if s.translates {
 			server = "its cluster's node: the CNI masquerades whatever leaves"
 		}
-		fmt.Fprintf(&b, "| %s | %s | %s | network | as without | %s | %s |\n", s.name, s.form, asPod, server, cmp.Or(s.set, "nothing"))
+		pods := asPod
+		if s == twoNetworks {
+			pods = "pod; on the other node network, and it is not reached but as a mapped endpoint"
+		}
+		fmt.Fprintf(&b, "| %s | %s | %s | network | as without | %s | %s |\n", s.name, s.form, pods, server, cmp.Or(s.set, "nothing"))
 	}
 	b.WriteString(`
 **FORWARD DROP.** Where the policy of that chain is DROP, and whoever set it accepts only what comes from or goes to the
@@ -117,6 +121,8 @@ no other: the ten seconds are that. [faults.md](faults.md) has what one such fau
   ` + "`--gateway-mode local`" + `), which the row is; ` + "`isthmus diagnose` and `status`" + ` name nodes where it is not so. There ovn-k8s-mp0 is a device of Open vSwitch's own kind, here a macvlan.
   OVN lets a pod send from its own addresses only (port security), so that the gateway may believe those of nodes. Of Weave the bridge and the
   tunnel are here, and not Open vSwitch between them.
+- **IPVS.** The kernels that run the tests have none. What pods send to a Service of kube-proxy's mode ipvs keeps its source; [decision
+  14](decisions/0014-sources-are-settled-before-the-cni.md) says what goes astray there.
 - **IPIP.** The kernels that run the tests have no such device. Calico's IPIP pools are like its VXLAN pools here.
 
 ## After which documents
