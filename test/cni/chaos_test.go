@@ -280,7 +280,10 @@ func (w *world) change(t *testing.T, c *fleet.Cluster, what int) {
 		must(t, c.Kill(agent))
 		must(t, c.Client.Delete(ctx, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.Name}}))
 	case 1:
-		node = corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.Name}, Spec: corev1.NodeSpec{PodCIDR: n.PodCIDR.String(), PodCIDRs: []string{n.PodCIDR.String()}}}
+		node = corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: n.Name}}
+		if n.PodCIDR.IsValid() {
+			node.Spec = corev1.NodeSpec{PodCIDR: n.PodCIDR.String(), PodCIDRs: []string{n.PodCIDR.String()}}
+		}
 		must(t, c.Client.Create(ctx, &node))
 		w.address(t, c, n.Name, n.Addr)
 		must(t, c.Launch(agent))
