@@ -826,6 +826,21 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		}
 		return at, "", false
 	}
+	for _, n := range d.nodes { // thousands, which hardly ever overlap
+		for _, p := range n.PodCIDRs {
+			if p.IsValid() && p.Addr().Is4() {
+				networks = append(networks, network{p.Masked(), n.Name})
+			}
+		}
+	}
+	slices.SortFunc(networks, func(a, b network) int { return a.prefix.Compare(b.prefix) })
+	disjoint := true
+	for i := 1; i < len(networks); i++ {
+		disjoint = disjoint && !networks[i-1].prefix.Overlaps(networks[i].prefix)
+	}
+	if !disjoint {
+		networks = nil // one after the other: the older node has it
+	}
 	isNode := make(map[netip.Addr]bool, len(d.nodes))
 	byName := make(map[string]int, len(d.nodes))
 	for i, n := range d.nodes {
@@ -838,14 +853,21 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 				continue
 			}
 			p = p.Masked()
-			at, other, overlaps := find(p)
+			var at int
+			var other string
+			var overlaps bool
+			if !disjoint {
+				at, other, overlaps = find(p)
+			}
 			if overlaps && other != n.Name {
 				d.problem(Origin{Kind: "Node", Name: n.Name}, "spec.podCIDRs", "%v overlaps a network of Node %s; want one of its own", p, other)
 			}
 			if overlaps {
 				continue
 			}
-			networks = slices.Insert(networks, at, network{p, n.Name})
+			if !disjoint {
+				networks = slices.Insert(networks, at, network{p, n.Name})
+			}
 			if via, ok := d.overlay[n.Name]; ok && n.Name != d.self.Name && len(d.node.Devices) > 0 {
 				d.viaOverlay(p, via)
 			}

@@ -570,15 +570,19 @@ func (k *Kernel) changeTable(remove bool, have *table, want table, remember func
 	return nil
 }
 
-// changeElements changes the elements of the sets, and reads back what it has changed. After an
-// error the table is what it was, or what the kernel made of it.
+// changeElements changes the elements of the sets, and asks for what it has changed. After an error the
+// table is what it was, or what the kernel made of it.
 func changeElements(have, want table) error {
 	c, err := newConn(nftables.AsLasting())
 	if err != nil {
 		return err
 	}
 	defer func() { _ = c.CloseLasting() }()
-	var differ []kernel.FilterSet
+	type change struct {
+		set         kernel.FilterSet
+		gone, added []nftables.SetElement
+	}
+	var differ []change
 	for i, set := range want.sets {
 		was := strings.Fields(have.sets[i].Elements)
 		is := strings.Fields(set.Elements)
@@ -586,7 +590,6 @@ func changeElements(have, want table) error {
 		if len(gone)+len(added) == 0 {
 			continue
 		}
-		differ = append(differ, set)
 		remove, err := elementsFor(set, gone)
 		if err != nil {
 			return err
@@ -595,6 +598,7 @@ func changeElements(have, want table) error {
 		if err != nil {
 			return err
 		}
+		differ = append(differ, change{set, remove, add})
 		for chunk := range slices.Chunk(remove, elementsPerMessage) {
 			if err := c.SetDeleteElements(want.nftSet(set), chunk); err != nil {
 				return err
@@ -609,12 +613,79 @@ func changeElements(have, want table) error {
 	if err := c.Flush(); err != nil {
 		return err
 	}
-	for _, set := range differ {
-		if got, err := haveElements(c, want.nft, set.Name); err != nil || got != set.Elements {
-			return fmt.Errorf("set %s has %.200s; want %.200s (%w)", set.Name, got, set.Elements, err)
+	for _, d := range differ {
+		if len(d.gone)+len(d.added) <= fewElements && changedElements(want.nft, d.set.Name, d.gone, d.added) {
+			continue
+		}
+		if got, err := haveElements(c, want.nft, d.set.Name); err != nil || got != d.set.Elements {
+			return fmt.Errorf("set %s has %.200s; want %.200s (%w)", d.set.Name, got, d.set.Elements, err)
 		}
 	}
 	return nil
+}
+
+// fewElements is how many elements are asked for one by one, instead of reading the set.
+const fewElements = 16
+
+// changedElements reports whether a set has what was added to it and has not what was removed. Where an
+// interval ends another one may begin, which ends it as well. False may mean that the kernel does not
+// answer such questions.
+func changedElements(t *nftables.Table, set string, gone, added []nftables.SetElement) bool {
+	for _, e := range added {
+		there, known := hasElement(t, set, e)
+		if known && !there && e.IntervalEnd {
+			there, known = hasElement(t, set, nftables.SetElement{Key: e.Key})
+		}
+		if !known || !there {
+			return false
+		}
+	}
+	for _, e := range gone {
+		if e.IntervalEnd || slices.ContainsFunc(added, func(a nftables.SetElement) bool { return !a.IntervalEnd && bytes.Equal(a.Key, e.Key) }) {
+			continue // of another length now
+		}
+		if there, known := hasElement(t, set, e); !known || there {
+			return false
+		}
+	}
+	return true
+}
+
+// hasElement asks for one element. The kernel answers with the one that has the key, or with the
+// beginning of the interval that the key is in.
+func hasElement(t *nftables.Table, set string, e nftables.SetElement) (there, known bool) {
+	req := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_GETSETELEM, 0)
+	req.AddData(&nl.Nfgenmsg{NfgenFamily: uint8(t.Family)})
+	req.AddData(nl.NewRtAttr(unix.NFTA_SET_ELEM_LIST_TABLE, nl.ZeroTerminated(t.Name)))
+	req.AddData(nl.NewRtAttr(unix.NFTA_SET_ELEM_LIST_SET, nl.ZeroTerminated(set)))
+	list := nl.NewRtAttr(unix.NFTA_SET_ELEM_LIST_ELEMENTS|unix.NLA_F_NESTED, nil)
+	element := list.AddRtAttr(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, nil)
+	element.AddRtAttr(unix.NFTA_SET_ELEM_KEY|unix.NLA_F_NESTED, nil).AddRtAttr(unix.NFTA_DATA_VALUE, e.Key)
+	if e.IntervalEnd {
+		element.AddRtAttr(unix.NFTA_SET_ELEM_FLAGS, binary.BigEndian.AppendUint32(nil, unix.NFT_SET_ELEM_INTERVAL_END))
+	}
+	req.AddData(list)
+	messages, err := req.Execute(unix.NETLINK_NETFILTER, 0)
+	if errors.Is(err, unix.ENOENT) {
+		return false, true
+	}
+	if err != nil || len(messages) != 1 || len(messages[0]) < nl.SizeofNfgenmsg {
+		return false, false
+	}
+	nested := func(b []byte, kind uint16) []byte {
+		attributes, _ := nl.ParseRouteAttr(b)
+		for _, a := range attributes {
+			if a.Attr.Type&^unix.NLA_F_NESTED == kind {
+				return a.Value
+			}
+		}
+		return nil
+	}
+	got := nested(nested(messages[0][nl.SizeofNfgenmsg:], unix.NFTA_SET_ELEM_LIST_ELEMENTS), unix.NFTA_LIST_ELEM)
+	key := nested(nested(got, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
+	flags := nested(got, unix.NFTA_SET_ELEM_FLAGS)
+	end := len(flags) == 4 && binary.BigEndian.Uint32(flags)&unix.NFT_SET_ELEM_INTERVAL_END != 0
+	return bytes.Equal(key, e.Key) && (e.IntervalEnd || !end), true
 }
 
 // without returns what is in a, and not in b.

@@ -4,6 +4,7 @@
 package rtnl
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
@@ -44,16 +45,44 @@ type Kernel struct {
 
 // Open takes the owner's lock of the network namespace and makes the Inner namespace, still empty,
 // if the owner has something in it. The caller closes the Kernel.
-func Open(owner kernel.Owner, log *slog.Logger) (_ *Kernel, err error) {
-	k := &Kernel{owner: owner, log: log}
+func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
+	l, err := lock(owner, log)
+	if err != nil {
+		return nil, err
+	}
+	return withLock(owner, l, log)
+}
+
+// followInterval is how often a process that follows another one looks whether that has ended.
+const followInterval = 20 * time.Millisecond
+
+// Follow is Open for a process that takes over from another one: it waits until that has ended, or
+// until ctx ends.
+func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
+	for {
+		l, err := lock(owner, log)
+		if err == nil {
+			return withLock(owner, l, log)
+		}
+		if !errors.Is(err, ErrOther) {
+			return nil, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(followInterval):
+		}
+	}
+}
+
+// withLock is Open with the lock, which it closes when it fails.
+func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, err error) {
+	k := &Kernel{owner: owner, log: log, lock: lock}
 	defer func() {
 		if err != nil {
 			k.Close()
 		}
 	}()
-	if k.lock, err = lock(owner, log); err != nil {
-		return nil, err
-	}
 	if err = k.newHandle(kernel.Host); err != nil {
 		return nil, fmt.Errorf("netlink: %w", err)
 	}

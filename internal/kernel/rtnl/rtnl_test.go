@@ -18,6 +18,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/nftables"
 	nfnl "github.com/mdlayher/netlink"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -478,6 +479,59 @@ func TestAFilterHasRoomForTheLargestCluster(t *testing.T) {
 		n.apply(State{Filters: []Filter{want}})
 		if again := n.apply(State{Filters: []Filter{want}}); again != "" {
 			t.Fatalf("the second time: %.300s", again)
+		}
+	}
+}
+
+// What a set has is asked for by the element, so that a change among thousands does not read them all.
+func TestAnElementIsThereOrNot(t *testing.T) {
+	n := open(t, RouteAgent)
+	remote := []netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("255.255.255.0/24")}
+	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: remote, Nodes: []netip.Addr{netip.MustParseAddr("172.30.1.11")}})}})
+	for _, tc := range []struct {
+		set, addr  string
+		end, there bool
+	}{
+		{"remote", "10.246.0.0", false, true},
+		{"remote", "10.246.1.0", false, false}, // inside
+		{"remote", "10.247.0.0", false, true},
+		{"remote", "10.248.0.0", true, true},
+		{"remote", "10.248.0.0", false, false},
+		{"remote", "10.245.0.0", false, false},
+		{"remote", "10.249.0.0", true, false},
+		{"remote", "255.255.255.0", false, true},
+		{"nodes", "172.30.1.11", false, true},
+		{"nodes", "172.30.1.12", false, false},
+	} {
+		e := nftables.SetElement{Key: netip.MustParseAddr(tc.addr).AsSlice(), IntervalEnd: tc.end}
+		err := Do(n.f, func() error {
+			if there, known := hasElement(filterTable, tc.set, e); there != tc.there || !known {
+				return fmt.Errorf("%+v: there %v, known %v", tc, there, known)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	// Networks that touch, which the IPAM gives out one after the other.
+	elements, err := elementsFor(FilterSet{Name: "remote", Interval: true}, []string{"10.246.0.0/16", "10.247.0.0/16"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	absent := []nftables.SetElement{{Key: netip.MustParseAddr("10.99.0.0").AsSlice()}}
+	for _, tc := range []struct {
+		gone, added []nftables.SetElement
+		want        bool
+	}{{absent, elements, true}, {nil, absent, false}, {elements, nil, false}} {
+		err := Do(n.f, func() error {
+			if got := changedElements(filterTable, "remote", tc.gone, tc.added); got != tc.want {
+				return fmt.Errorf("%+v: %v", tc, got)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Error(err)
 		}
 	}
 }
