@@ -98,6 +98,11 @@ type Options struct {
 	// concurrently.
 	Owner func(netip.Addr) fabric.Owner
 
+	// Calls, if not nil, is closed when this gateway may call its peers by itself. A handshake moves what
+	// a peer sends from the gateway before to this one, so that it is of use when the nodes have moved.
+	// What they send until then is called for at once, and peers that call are answered.
+	Calls <-chan struct{}
+
 	// Beside, if any, runs as long as the gateway does: from when the first Config is in force
 	// until its context ends, which is before anything is taken down.
 	Beside func(ctx context.Context, r Running)
@@ -291,6 +296,11 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	}
 	if err := g.startEnds(c); err != nil {
 		return nil, err
+	}
+	if o.Calls != nil {
+		for _, e := range g.ends {
+			e.checker.hold(o.Calls)
+		}
 	}
 	g.resolver = newResolver(lookupHost, g.compareSoon, o.Log)
 	undo = append(undo, g.resolver.close)

@@ -148,7 +148,7 @@ func TestWrongValuesAreNamed(t *testing.T) {
 	}
 	for _, right := range []Values{
 		{"gateway": Values{"mtu": 1400.0}}, {"gateway": Values{"mtu": "auto"}}, {"manager": Values{"nodeSelector": Values{"a": "b"}}},
-		{"routeAgent": Values{"tolerations": []any{}, "maxUnavailable": 1.0}},
+		{"routeAgent": Values{"tolerations": []any{}, "maxSurge": 1.0}},
 	} {
 		if _, err := Render(Options{Namespace: "n", Values: paris(right)}); err != nil {
 			t.Errorf("%v: %v", right, err)
