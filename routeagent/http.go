@@ -1,11 +1,15 @@
 package routeagent
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"net"
 	"net/http"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -106,6 +110,64 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 	}
 	s.Serve()
 	return s, nil
+}
+
+// startedSocket is where an agent says that its Pod has started.
+func startedSocket(pod string) string { return "isthmus-route-agent-" + pod }
+
+// tellStarted answers Started until it is closed.
+func (a *agent) tellStarted() (*httpserve.Servers, error) {
+	s := httpserve.New(a.log)
+	if a.opts.Pod == "" {
+		return s, nil
+	}
+	err := s.ListenOwner("started", startedSocket(a.opts.Pod), http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		a.mu.Lock()
+		knows := a.intent != nil
+		a.mu.Unlock()
+		if !knows && !a.has.Load() {
+			http.Error(w, "another agent runs here, and this one does not know yet what to do when that ends", http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	}))
+	if err != nil {
+		return nil, fmt.Errorf("socket of the Pod's start: %w", err)
+	}
+	s.Serve()
+	return s, nil
+}
+
+// Started is nil when the agent of a Pod in this network namespace runs, or knows all that it needs to
+// follow the one that does. It is for startup probes: /readyz is of the agent that runs, and on a node
+// with two it is the older one's.
+func Started(ctx context.Context, pod string) error {
+	if pod == "" {
+		return errors.New("no UID of a Pod")
+	}
+	c, err := httpserve.DialOwner(ctx, startedSocket(pod)) // here: the namespace is that of the calling thread
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	web := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return c, nil }}}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://agent/", http.NoBody)
+	if err != nil {
+		return err
+	}
+	resp, err := web.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode == http.StatusOK {
+		return nil
+	}
+	b, err := io.ReadAll(io.LimitReader(resp.Body, 1<<10))
+	if err != nil {
+		return err
+	}
+	return errors.New(strings.TrimSpace(string(b)))
 }
 
 // metrics are the agent's Prometheus series.
