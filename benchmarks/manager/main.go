@@ -1,5 +1,5 @@
 // Command manager measures what one manager costs with many peers: CPU and memory when they come, at
-// rest, when the API servers of all are away and come back, and when it starts again among them.
+// rest, and when it starts again among them and reconnects to all.
 //
 //	go run ./benchmarks/manager -peers 500,1000
 //

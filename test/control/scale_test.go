@@ -97,22 +97,6 @@ func TestManyPeerings(t *testing.T) {
 
 	w.atRest("at rest", rest)
 
-	// All peers are away at once, and come back.
-	audits.next()
-	before, gone := w.load(), time.Now()
-	if err := away.server.RestartAPIServer(t.Context()); err != nil {
-		t.Fatal(err)
-	}
-	back := time.Now()
-	w.home.eventually(fmt.Sprintf("watches of %d peers", number), func() (string, bool) {
-		n := audits.read()["peer watch networkconfigs"]
-		return strconv.Itoa(n), n >= number
-	})
-	watched := time.Since(back)
-	w.settle()
-	after := w.load()
-	t.Logf("reconnect: the API server of all %d peers away for %.2f s, all watched %.2f s after that; manager %.2f CPU s, %v", number, back.Sub(gone).Seconds(), watched.Seconds(), (after.cpu - before.cpu).Seconds(), after)
-
 	home.killManager()
 	audits.next()
 	began := time.Now()
