@@ -138,8 +138,9 @@ type nodeWatch struct {
 }
 
 // doubtMost is how long GrantedNetworks may be other than the books say, before the books themselves are
-// read: with each grant they are for a moment.
-const doubtMost = 2 * time.Second
+// read: with each grant they are for a moment, and for longer while the API server is busy. The manager
+// waits five seconds for nodes to refuse what it has granted.
+const doubtMost = 4 * time.Second
 
 // further is objects that are watched as long as they are wanted.
 type further struct {
