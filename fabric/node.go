@@ -7,8 +7,10 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
@@ -55,6 +57,9 @@ type NodeIntent struct {
 	// Granted are the networks that peers have here by the books of the IPAM, from the grant to the
 	// end of un-peering; nil: there are no books.
 	Granted []netip.Prefix
+	// Edition is that of these books: a network that was granted is taken back by books of a higher
+	// one that lack it, and by nothing else. 0: they have none.
+	Edition int64
 	// Own are the networks of our own pods and Services by the same books, as far as they are
 	// known; OwnPods is that of the pods alone.
 	Own     []netip.Prefix
@@ -167,6 +172,15 @@ func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
 		}
 	}
 	return granted, r.problems
+}
+
+// EditionOf returns the edition of the books of the IPAM with these annotations, 0 if they have none.
+func EditionOf(annotations map[string]string) int64 {
+	n, err := strconv.ParseInt(annotations[isthmus.AnnotationEdition], 10, 63) // the next one has 64 bits
+	if err != nil {
+		return 0
+	}
+	return max(n, 0)
 }
 
 // OwnIn returns the networks of our own pods and Services in the books of the IPAM, and those of

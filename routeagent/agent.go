@@ -19,6 +19,7 @@ import (
 	"os"
 	"reflect"
 	"slices"
+	"strings"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -195,9 +196,9 @@ type agent struct {
 	reported bool // there is a report of this node
 
 	ways    ways           // the last that were found; the loop's alone
-	granted []netip.Prefix // the last that is known; the loop's alone
+	grants  grants         // what peers have; the loop's alone
 	refused []netip.Prefix // what the last comparison refused; the loop's alone
-	saved   []netip.Prefix // what the snapshot says; nil: there is none that is good. The loop's alone
+	saved   *snapshot      // nil: there is none that is good. The loop's alone
 }
 
 // state is the outcome of the last comparison.
@@ -287,10 +288,8 @@ func (a *agent) compare() bool {
 
 	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits, looked: before.looked}
 	in.Self = a.opts.Node
-	if in.Granted == nil {
-		in.Granted = a.granted // the books are away, and with them no peering has ended
-	}
-	a.granted = in.Granted
+	held := a.grants.read(in.Granted, in.Edition)
+	in.Granted = a.grants.networks
 	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
 	var changes kernel.Plan
 	if self < 0 {
@@ -308,7 +307,7 @@ func (a *agent) compare() bool {
 		now.node, now.problems = fabric.NodeFor(in)
 		first, failed := a.refuseNew(in.Refused())
 		if failed == nil {
-			now.refused = fabric.GrantsID(in.Granted)
+			now.refused = fabric.GrantsID(a.grants.named)
 			a.say(now.refused) // before the rest, for which nobody has to wait
 		}
 		changes, err = a.kernel.Apply(now.node)
@@ -318,6 +317,7 @@ func (a *agent) compare() bool {
 			closing, failed := a.kernel.Apply(now.node)
 			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("nothing is carried for peers: %w", err), failed)
 		}
+		now.problems = append(now.problems, a.ledElsewhere(in)...)
 		if len(in.Bridges) > 0 && a.kernel.Bridged() != in.Bridged {
 			a.notify() // the packet filter may go by it now, or may no longer
 		}
@@ -327,7 +327,7 @@ func (a *agent) compare() bool {
 		}
 	}
 	now.err = errors.Join(now.err, a.save(in))
-	now.problems = fabric.SortProblems(append(now.problems, broken...))
+	now.problems = fabric.SortProblems(append(append(now.problems, broken...), held...))
 	if now.err == nil {
 		now.applied = time.Now()
 	}
@@ -458,6 +458,32 @@ func forwards() error {
 	}
 	if v := string(bytes.TrimSpace(b)); v != "1" {
 		return fmt.Errorf("net.ipv4.ip_forward is %s: the node does not forward packets of pods; want 1", v)
+	}
+	return nil
+}
+
+// manyNetworks is how many networks of peers are looked up with each comparison.
+const manyNetworks = 16
+
+// ledElsewhere names a network of a peer that something of others leads away from our routes. Our
+// packet filter drops what goes there.
+func (a *agent) ledElsewhere(in fabric.NodeIntent) []fabric.Problem {
+	names := make(map[int]string)
+	looked := 0
+	for _, p := range in.Refused() {
+		if looked == manyNetworks {
+			break
+		}
+		if !p.Addr().Is4() || p.Bits() > 30 {
+			continue
+		}
+		looked++
+		name, err := a.kernel.DeviceTo(p.Addr().Next(), names)
+		if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error: it is refused
+			return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: in.Self}, Message: fmt.Sprintf(
+				"packets for %v, a network of a peer, are led elsewhere, by %s, and dropped: a rule of others comes before ours (ip rule); want it after priority %d, or not for networks of peers",
+				p, name, kernel.RefuseRulePriority)}}
+		}
 	}
 	return nil
 }

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
@@ -62,7 +63,7 @@ func TestNothingLeavesInTheClearWhateverEnds(t *testing.T) {
 	c := newCluster(t, 3)
 	n1, n2 := c.Nodes[0], c.Nodes[1]
 	tunnels := c.in.Tunnels
-	c.in.Tunnels = nil // granted, but not there yet
+	c.in.Tunnels, c.in.Edition = nil, 2 // granted, but not there yet
 	c.want()
 	c.start(c.Nodes...)
 	captures := []*capture{newCapture(t, n1), newCapture(t, n2)}
@@ -89,12 +90,32 @@ func TestNothingLeavesInTheClearWhateverEnds(t *testing.T) {
 			quiet(fmt.Sprintf("the agent of %s again after %v", n, sig))
 		}
 	}
+	// An agent that starts while the books are wrong knows the networks by its snapshot, or by the
+	// kernel alone.
+	for name, state := range map[string]func(){
+		"":                     func() {},
+		", without a snapshot": func() { _ = os.Remove(filepath.Join(c.state, n2.Name, snapshotName)) },
+	} {
+		before := c.in
+		_ = c.agents[n2].end(unix.SIGKILL)
+		state()
+		c.in.Tunnels, c.in.Granted = nil, []netip.Prefix{}
+		c.want()
+		c.start(n2)
+		quiet("the books emptied while no agent ran" + name)
+		c.in = before
+		c.want()
+		c.ping(c.pod(1).Host, remotePod)
+	}
 	for name, change := range map[string]func(){
 		"another gateway":          func() { c.in.Tunnels[0].Gateway = c.Nodes[2].Addr },
 		"no gateway":               func() { c.in.Tunnels[0].Gateway = netip.Addr{} },
 		"a gateway nobody knows":   func() { c.in.Tunnels[0].Gateway = netip.MustParseAddr("192.0.2.1") },
 		"the TunnelEndpoint gone":  func() { c.in.Tunnels = nil },
 		"the books gone as well":   func() { c.in.Tunnels, c.in.Granted = nil, nil },
+		"an entry edited out":      func() { c.in.Tunnels, c.in.Granted = nil, c.in.Granted[1:] },
+		"the books emptied":        func() { c.in.Tunnels, c.in.Granted = nil, []netip.Prefix{} },
+		"older books":              func() { c.in.Tunnels, c.in.Granted, c.in.Edition = nil, []netip.Prefix{}, 1 },
 		"a node that claims it":    func() { c.in.Nodes[2].Addrs = []netip.Addr{c.Nodes[2].Addr, remotePod} },
 		"a node that is in it":     func() { c.in.Nodes[2].Addrs = []netip.Addr{remotePod} },
 		"the other Nodes gone":     func() { c.in.Nodes = c.in.Nodes[1:2] },
@@ -219,5 +240,77 @@ func TestASnapshotThatCannotBeReadIsToldAndChangesNothing(t *testing.T) {
 			return nil
 		})
 		c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); return err })
+	}
+}
+
+// Routes and rules say where packets for a peer go, and the packet filter that they go nowhere else:
+// a rule of others may come before ours, and routes go when somebody takes them away.
+func TestWhateverLeadsAPacketForAPeerElsewhereItDoesNotLeave(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	n1, n2 := c.Nodes[0], c.Nodes[1]
+	c.start(c.Nodes...)
+	c.ping(c.pod(1).Host, remotePod)
+	captures := []*capture{newCapture(t, n1), newCapture(t, n2)}
+	stops := []func() int{c.talk(c.pod(1).Host), c.talk(n2.Host), c.talk(c.pod(0).Host), c.talk(n1.Host)}
+	quiet := func(when string) {
+		t.Helper()
+		time.Sleep(300 * time.Millisecond) // packets are sent all the time
+		for i, p := range captures {
+			if n := p.leaving.Load(); n > 0 {
+				t.Errorf("%s: %d packets in the clear on node %d", when, n, i+1)
+			}
+		}
+	}
+	quiet("as it should be")
+	for _, rule := range []string{"priority 100 lookup main", "priority 100 to " + remotePods.String() + " lookup main"} {
+		for _, n := range c.Nodes {
+			c.run(n.Host, "ip rule add %s", rule)
+		}
+		quiet("a rule of others: " + rule)
+		for _, n := range c.Nodes {
+			c.eventually(n, func() error { // and it is told
+				s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
+				if err != nil || !strings.Contains(s, "led elsewhere") {
+					return fmt.Errorf("nobody is told of it: %s%w", s, err)
+				}
+				return nil
+			})
+			c.run(n.Host, "ip rule del %s", rule)
+		}
+	}
+	c.ping(c.pod(1).Host, remotePod)
+	for _, n := range c.Nodes {
+		c.eventually(n, func() error {
+			if s, err := n.Get(c.ctx, "http://"+statusAt+"/status"); err != nil || strings.Contains(s, "led elsewhere") {
+				return fmt.Errorf("told of what is over: %s%w", s, err)
+			}
+			return nil
+		})
+	}
+	quiet("the rule is gone")
+
+	// Nobody is there to repair it.
+	for _, n := range c.Nodes {
+		_ = c.agents[n].end(unix.SIGKILL)
+		flush(c, n)
+	}
+	_ = n1.Command(c.ctx, "ip", "rule", "del", "priority", fmt.Sprint(kernel.GatewayRulePriority)).Run()
+	quiet("no agent, and its routes and rules are taken away")
+
+	// What this test would have seen.
+	for _, n := range c.Nodes {
+		c.run(n.Host, "nft delete table inet isthmus")
+	}
+	for i, n := range c.Nodes {
+		c.eventually(n, func() error {
+			if captures[i].leaving.Load() == 0 {
+				return errors.New("without the filter nothing is in the clear: the test proves nothing")
+			}
+			return nil
+		})
+	}
+	for _, stop := range stops {
+		stop()
 	}
 }

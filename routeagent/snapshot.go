@@ -19,7 +19,8 @@ import (
 // nothing of ours, and a packet for a remote network would leave by the default route.
 type snapshot struct {
 	Version int            `json:"version"`
-	Refused []netip.Prefix `json:"refused"` // networks of peers
+	Refused []netip.Prefix `json:"refused"`           // networks of peers
+	Edition int64          `json:"edition,omitempty"` // of the books that were read last; 0: an older agent's
 }
 
 const (
@@ -28,8 +29,8 @@ const (
 	snapshotLimit   = 1 << 20 // octets; a thousand peers need 50 KiB
 )
 
-// readSnapshot returns the networks in the snapshot of a directory, none if there is no snapshot.
-func readSnapshot(directory string) ([]netip.Prefix, error) {
+// readSnapshot returns the snapshot of a directory, nil if there is none.
+func readSnapshot(directory string) (*snapshot, error) {
 	var s snapshot
 	err := statefile.Read(directory, snapshotName, snapshotLimit, &s)
 	if errors.Is(err, fs.ErrNotExist) {
@@ -47,26 +48,41 @@ func readSnapshot(directory string) ([]netip.Prefix, error) {
 			return nil, fmt.Errorf("snapshot %s: refused[%d] is %v; want a network", path, i, p)
 		}
 	}
-	return s.Refused, nil
+	return &s, nil
 }
 
 // restore refuses what the snapshot says, before anything is read from anywhere. It adds only: what
-// an agent before left stays. A snapshot that cannot be read is told until a good one has replaced
-// it.
+// an agent before left stays, also what the kernel refuses and no snapshot knows of. A snapshot that
+// cannot be read is told until a good one has replaced it.
 func (a *agent) restore() {
+	left, err := a.kernel.Refused()
+	if err != nil {
+		a.log.Error("what an agent before refused", "error", err)
+	}
+	if len(left) > 0 {
+		a.grants.hold(left, unknownEdition)
+	}
 	if a.opts.StateDirectory == "" {
 		return
 	}
-	refused, err := readSnapshot(a.opts.StateDirectory)
+	saved, err := readSnapshot(a.opts.StateDirectory)
 	if err != nil {
 		a.log.Error("what is there stays as it is, nothing else is refused until the API server answers", "error", err)
 		a.state.err = err
 		return
 	}
-	a.granted, a.saved = refused, refused
-	changes, err := a.kernel.Add(fabric.RefusingState(refused))
+	if saved == nil {
+		return
+	}
+	a.saved = saved
+	edition := saved.Edition
+	if edition == 0 && len(saved.Refused)+len(left) > 0 {
+		edition = unknownEdition
+	}
+	a.grants.hold(saved.Refused, edition)
+	changes, err := a.kernel.Add(fabric.RefusingState(saved.Refused))
 	if len(changes) > 0 {
-		a.log.Info("refusing what the snapshot says", "networks", len(refused), "changes", len(changes))
+		a.log.Info("refusing what the snapshot says", "networks", len(saved.Refused), "changes", len(changes))
 	}
 	if err != nil {
 		a.log.Error("refusing what the snapshot says", "error", err)
@@ -76,16 +92,17 @@ func (a *agent) restore() {
 
 // save keeps what is refused for an agent that starts when nobody can be asked.
 func (a *agent) save(in fabric.NodeIntent) error {
-	refused := in.Refused()
-	if a.opts.StateDirectory == "" || a.saved != nil && slices.Equal(refused, a.saved) {
+	now := &snapshot{snapshotVersion, in.Refused(), max(a.grants.edition, 0)}
+	if now.Refused == nil {
+		now.Refused = []netip.Prefix{}
+	}
+	if a.opts.StateDirectory == "" || a.saved != nil && slices.Equal(now.Refused, a.saved.Refused) && now.Edition == a.saved.Edition {
 		return nil
 	}
-	if err := statefile.Write(a.opts.StateDirectory, snapshotName, snapshotLimit, snapshot{snapshotVersion, refused}); err != nil {
+	if err := statefile.Write(a.opts.StateDirectory, snapshotName, snapshotLimit, now); err != nil {
 		return fmt.Errorf("snapshot: %w", err)
 	}
-	if a.saved = refused; refused == nil {
-		a.saved = []netip.Prefix{}
-	}
+	a.saved = now
 	return nil
 }
 

@@ -74,15 +74,16 @@ const (
 // A FilterChain is a chain of the table, with its rules as nft(8) takes them.
 type FilterChain struct {
 	Name, Hook string // without a hook others jump to it
+	NAT        bool   // it translates
 	Rules      []string
 }
 
 // Priority is that of a chain with a hook.
 func (c FilterChain) Priority() int {
-	switch c.Hook {
-	case "prerouting":
+	switch {
+	case c.Hook == "prerouting":
 		return TranslationPriority
-	case "postrouting":
+	case c.NAT:
 		return SourceNATPriority
 	}
 	return FilterPriority
@@ -90,7 +91,7 @@ func (c FilterChain) Priority() int {
 
 // Kind is the type of a chain with a hook, as nft(8) has it.
 func (c FilterChain) Kind() string {
-	if c.Hook == "postrouting" {
+	if c.NAT {
 		return "nat"
 	}
 	return "filter"
@@ -125,6 +126,10 @@ func (c FilterChain) Kind() string {
 // out of the gateway, or over another node that brought it from there, and by no device of a pod,
 // which is one end of a veth pair or a bridge. Nor does what is for a peer and has the source of a
 // pod of another node: that may come from its node, to a NodePort here that leads to a peer.
+//
+// Whatever leads a packet for a peer elsewhere (a rule of others before ours, a route that a redirect
+// made, somebody who took our routes away), it leaves by a device of ours or not at all. Within the
+// node, by lo, it may go.
 //
 // What most packets are comes first: each rule before costs a packet of the overlay some 100 ns. Of two
 // sets the smaller is asked first: that of remote networks has two for each peer.
@@ -180,6 +185,11 @@ var FilterChains = []FilterChain{
 		`iifname "isthmus*" accept`,
 		"ip saddr @remote jump forged",
 		"ip saddr @elsewhere ip daddr @remote jump bydevice",
+	}},
+	{Name: "leaving", Hook: "postrouting", Rules: []string{
+		`oifname "isthmus*" accept`,
+		`oifname "lo" accept`,
+		"ip daddr @remote drop",
 	}},
 }
 

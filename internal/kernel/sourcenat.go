@@ -75,7 +75,7 @@ func (s SourceNAT) Chains() []FilterChain {
 			"ct status dnat return",
 			"snat to ip saddr",
 		}},
-		{Name: "postrouting", Hook: "postrouting", Rules: []string{
+		{Name: "postrouting", Hook: "postrouting", NAT: true, Rules: []string{
 			`ip daddr @remote oifname "isthmus*" jump topeers`,
 			"ip saddr @remote ip daddr @pods jump frompeers",
 		}},

@@ -216,6 +216,15 @@ func (b Book) Changed(since Book) []string {
 	return changed
 }
 
+// TakesBack reports whether a peer had a network in the older Book that it does not have any more.
+func (b Book) TakesBack(since Book) bool {
+	return slices.ContainsFunc(b.Changed(since), func(id string) bool {
+		was, had := since.GrantOf(id)
+		is, _ := b.GrantOf(id)
+		return had && is != was
+	})
+}
+
 // PoolUsage says how full a pool is, in addresses.
 type PoolUsage struct {
 	Pool       netip.Prefix

@@ -77,6 +77,35 @@ func (s *Store) rebuild(ctx context.Context) (ipam.Book, error) {
 	return book, nil
 }
 
+// withTunnels gives peers what their TunnelEndpoints name, where a Book says something else: somebody
+// edited the books, or restored older ones, while no manager ran. A change of ours that had not got to
+// the TunnelEndpoint is made again. NetworkConfigs do not count here, because under Liqo's rights a
+// peer without networks may answer itself.
+func (s *Store) withTunnels(ctx context.Context, book ipam.Book) (ipam.Book, error) {
+	var endpoints v1alpha1.TunnelEndpointList
+	if err := s.reader.List(ctx, &endpoints); err != nil {
+		return book, err
+	}
+	known := make(map[string]bool)
+	for _, t := range tracesOf(endpoints.Items, nil, nil) {
+		had, has := book.GrantOf(t.id)
+		if known[t.id] || has && had == t.grant || !t.grant.Pod.IsValid() || !t.grant.External.IsValid() {
+			continue
+		}
+		known[t.id] = true
+		next, _, err := book.Grant(ipam.Request{ID: t.id, Pod: t.grant.Pod, External: t.grant.External, WantPod: t.grant.Pod, WantExternal: t.grant.External})
+		if err != nil {
+			s.log.Error("the IPAM's books lack what a peer has by its tunnel, and cannot give it", "object", t.object, "clusterID", t.id, "err", err)
+			continue
+		}
+		if book = next; !has {
+			book = book.Answered(t.id, t.podSeen, t.externalSeen)
+		}
+		s.log.Warn("the IPAM's books lack what a peer has by its tunnel, and give it again", "object", t.object, "clusterID", t.id, "lacked", t.grant, "had", had)
+	}
+	return book, nil
+}
+
 // A trace is what one object says about a lost Book.
 type trace struct {
 	object, id            string

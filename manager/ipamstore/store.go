@@ -9,7 +9,9 @@
 // is added is there before it is in the IpamStorage, what is taken away goes after it.
 //
 // The object has the last word, because another manager may have written it. An object that cannot
-// be read has no say: the Book stays and replaces it.
+// be read has no say: the Book stays and replaces it. So it is with one that lacks networks of
+// peers without a higher edition (isthmus.AnnotationEdition): whoever takes a network back raises it
+// in the same write, and an edit, a deletion or an older backup does not.
 package ipamstore
 
 import (
@@ -20,8 +22,10 @@ import (
 	"log/slog"
 	"maps"
 	"slices"
+	"strconv"
 	"sync"
 	"sync/atomic"
+	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -30,6 +34,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -48,6 +53,7 @@ type Store struct {
 	loaded      bool
 	object      *v1alpha1.IpamStorage // as read last; nil when there is none
 	synced      bool                  // object has what Book says, and its version is current, though its spec may not be
+	edition     int64                 // the highest that was read or written
 	shares      map[string]share      // GrantedNetworks by name, as read or written last
 	copied      bool                  // shares have what Book says
 	subscribers []chan event.GenericEvent
@@ -93,6 +99,12 @@ func (s *Store) Load(ctx context.Context) error {
 			lost = true
 		}
 	}
+	if object != nil {
+		s.edition = max(s.edition, fabric.EditionOf(object.Annotations))
+	}
+	if s.edition == 0 { // what an older manager took back is taken back by this one
+		s.edition = nextEdition(0)
+	}
 	if lost {
 		if book, err = s.rebuild(ctx); err != nil {
 			return fmt.Errorf("rebuild the IPAM's books: %w", err)
@@ -100,6 +112,8 @@ func (s *Store) Load(ctx context.Context) error {
 		if object != nil {
 			book = s.withNotes(book, object)
 		}
+	} else if book, err = s.withTunnels(ctx, book); err != nil {
+		return fmt.Errorf("compare the IPAM's books with the TunnelEndpoints: %w", err)
 	}
 	s.object, s.synced = object, false
 	if err := s.readShares(ctx); err != nil {
@@ -264,7 +278,12 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 
 // putBooks makes the object say what the Book says.
 func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
-	kept := map[string]string{isthmus.AnnotationMappings: book.Notes(), isthmus.AnnotationFormer: book.Formers()}
+	edition := s.edition
+	if book.TakesBack(s.Book()) {
+		edition = nextEdition(edition)
+	}
+	kept := map[string]string{isthmus.AnnotationMappings: book.Notes(), isthmus.AnnotationFormer: book.Formers(),
+		isthmus.AnnotationEdition: strconv.FormatInt(edition, 10)}
 	digest := digestOf(book)
 	if s.object == nil {
 		object := &v1alpha1.IpamStorage{
@@ -278,7 +297,7 @@ func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
 		if err := s.client.Create(ctx, object); err != nil {
 			return fmt.Errorf("create IpamStorage: %w", err)
 		}
-		s.object, s.synced = object, true
+		s.object, s.synced, s.edition = object, true, edition
 		return nil
 	}
 	var have, want v1alpha1.IpamStorageSpec
@@ -311,9 +330,12 @@ func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
 		}
 		s.object.ObjectMeta = answer.ObjectMeta
 	}
-	s.synced = true
+	s.synced, s.edition = true, edition
 	return nil
 }
+
+// nextEdition is higher than those before, also than those that a restored backup has forgotten.
+func nextEdition(last int64) int64 { return max(last+1, time.Now().UnixMilli()) }
 
 // reread adopts what somebody else has written.
 func (s *Store) reread(ctx context.Context) error {
@@ -338,6 +360,13 @@ func (s *Store) reread(ctx context.Context) error {
 	book, err := s.read(object)
 	if err != nil {
 		s.log.Error("IpamStorage was changed by someone else, makes no sense now and is written again as it was", "name", object.Name, "err", err)
+		return nil
+	}
+	if edition := fabric.EditionOf(object.Annotations); edition > s.edition {
+		s.edition = edition
+	} else if s.loaded && book.TakesBack(before) {
+		s.log.Error("IpamStorage was changed by someone else, lacks networks that peers have and is written again as it was; peers go by isthmus unpeer, and an edit of their networks counts with a higher annotation "+isthmus.AnnotationEdition,
+			"name", object.Name, "edition", s.edition)
 		return nil
 	}
 	if nodes := before.Own().Nodes; len(nodes) > 0 { // the object does not keep them

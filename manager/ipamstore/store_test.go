@@ -13,6 +13,7 @@ import (
 	"net/netip"
 	"reflect"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"testing"
@@ -27,6 +28,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -505,11 +507,18 @@ func TestEditsByHand(t *testing.T) {
 		pod    string // of peer b afterwards, empty: none
 		mapped bool
 	}{
-		{"a deleted entry is believed", func(s *v1alpha1.IpamStorageSpec) {
+		{"a deleted entry is put back", func(s *v1alpha1.IpamStorageSpec) {
+			delete(s.ClusterSubnets, "b")
+			delete(s.EndpointMappings, "198.51.100.7")
+		}, `lacks networks that peers have`, "10.246.0.0/16", true},
+		{"another network is not believed", func(s *v1alpha1.IpamStorageSpec) {
+			subnets(s, func(v *v1alpha1.Subnets) { v.RemotePodCIDR = "10.66.0.0/16" })
+		}, `lacks networks that peers have`, "10.246.0.0/16", true},
+		{"a higher edition: a deleted entry is believed", func(s *v1alpha1.IpamStorageSpec) {
 			delete(s.ClusterSubnets, "b")
 			delete(s.EndpointMappings, "198.51.100.7")
 		}, `changed by someone else`, "", false},
-		{"another network is believed", func(s *v1alpha1.IpamStorageSpec) {
+		{"a higher edition: another network is believed", func(s *v1alpha1.IpamStorageSpec) {
 			subnets(s, func(v *v1alpha1.Subnets) { v.RemotePodCIDR = "10.66.0.0/16" })
 		}, `10.66.0.0/16`, "10.66.0.0/16", true},
 		{"an overlap is not", func(s *v1alpha1.IpamStorageSpec) {
@@ -531,8 +540,17 @@ func TestEditsByHand(t *testing.T) {
 			h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 			h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 			h.mapEndpoint("b", "198.51.100.7")
-			edit(t, func(o *v1alpha1.IpamStorage) { tc.edit(&o.Spec) })
+			edition := fabric.EditionOf(object(t).Annotations)
+			edit(t, func(o *v1alpha1.IpamStorage) {
+				if tc.edit(&o.Spec); strings.HasPrefix(tc.name, "a higher edition") {
+					edition++
+					o.Annotations[isthmus.AnnotationEdition] = strconv.FormatInt(edition, 10)
+				}
+			})
 			h.grant(claim("c", "10.50.0.0/16", "10.51.0.0/16")) // meets the edit as a conflict
+			if now := fabric.EditionOf(object(t).Annotations); now != edition {
+				t.Errorf("edition %d, want %d: nothing was taken back by the manager", now, edition)
+			}
 			g, _ := h.Book().GrantOf("b")
 			if got := g.Pod; tc.pod == "" && got.IsValid() || tc.pod != "" && got != pfx(tc.pod) {
 				t.Errorf("b has %v, want %q", got, tc.pod)
@@ -545,6 +563,98 @@ func TestEditsByHand(t *testing.T) {
 			}
 			h.agree()
 		})
+	}
+}
+
+// Agents go by it: it is higher with each network that is taken back, in the same write, also after
+// an older backup was restored.
+func TestTheEditionRisesWithEachNetworkThatIsTakenBackAndOnlyThen(t *testing.T) {
+	h := fresh(t)
+	last := fabric.EditionOf(h.agree().Annotations)
+	if last == 0 {
+		t.Error("the first books have no edition")
+	}
+	step := func(what string, higher bool, do func()) {
+		t.Helper()
+		do()
+		now := fabric.EditionOf(h.agree().Annotations)
+		if higher && now <= last || !higher && now != last {
+			t.Errorf("%s: edition %d after %d; want higher: %v", what, now, last, higher)
+		}
+		last = now
+	}
+	release := func(id string) {
+		h.update(func(b ipam.Book) ipam.Book { return b.Release(id) })
+	}
+	step("a grant", false, func() { h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")) })
+	step("an answer", false, func() { h.answered("b", "10.246.0.0/16", "10.247.0.0/16") })
+	step("a mapping", false, func() { h.mapEndpoint("b", "198.51.100.7") })
+	old := h.agree()
+	step("a release", true, func() { release("b") })
+	step("nothing to release", false, func() { release("b") })
+	step("a grant again", false, func() { h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16")) })
+	step("another network", true, func() {
+		h.update(func(b ipam.Book) ipam.Book {
+			r := claim("b", "10.244.0.0/16", "10.245.0.0/16")
+			r.WantPod = pfx("10.66.0.0/16")
+			b, _, err := b.Grant(r)
+			if err != nil {
+				t.Error(err)
+			}
+			return b
+		})
+	})
+	step("older books, restored", false, func() {
+		edit(t, func(o *v1alpha1.IpamStorage) { o.Spec, o.Annotations = old.Spec, old.Annotations })
+		if err := h.Refresh(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+	if g, _ := h.Book().GrantOf("b"); g.Pod != pfx("10.66.0.0/16") {
+		t.Errorf("b has %v of older books", g)
+	}
+	step("a deleted object", false, func() {
+		if err := testClient.Delete(t.Context(), object(t)); err != nil {
+			t.Fatal(err)
+		}
+		if err := h.Refresh(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
+	step("another manager", false, func() { h = loaded(t) })
+	step("a release by another manager", true, func() { release("b") })
+	step("older books, and a manager that knows no others", true, func() {
+		edit(t, func(o *v1alpha1.IpamStorage) { o.Spec, o.Annotations = old.Spec, old.Annotations })
+		h = loaded(t)
+		release("b")
+	})
+}
+
+// A manager that starts finds books that somebody has edited meanwhile.
+func TestBooksThatLackWhatATunnelNamesHaveItAgain(t *testing.T) {
+	h := fresh(t)
+	for i, id := range []string{"a-0000", "b-0001"} { // b has a TunnelEndpoint
+		h.grant(claim(id, "10.244.0.0/16", "10.245.0.0/16"))
+		h.answered(id, fmt.Sprintf("10.%d.0.0/16", 70+i), fmt.Sprintf("10.%d.0.0/16", 80+i))
+	}
+	makeTraces(t, h.Book(), "b-0001")
+	want := h.agree()
+	for name, change := range map[string]func(map[string]v1alpha1.Subnets){
+		"an entry edited out": func(s map[string]v1alpha1.Subnets) { delete(s, "b-0001") },
+		"another network in its place": func(s map[string]v1alpha1.Subnets) {
+			b := s["b-0001"]
+			b.RemotePodCIDR = "10.99.0.0/16"
+			s["b-0001"] = b
+		},
+	} {
+		edit(t, func(o *v1alpha1.IpamStorage) { change(o.Spec.ClusterSubnets) })
+		again := loaded(t)
+		if got := again.agree(); !reflect.DeepEqual(got.Spec.ClusterSubnets, want.Spec.ClusterSubnets) || fabric.EditionOf(got.Annotations) != fabric.EditionOf(want.Annotations) {
+			t.Errorf("%s: have %v, edition %d; want %v, edition %d", name, got.Spec.ClusterSubnets, fabric.EditionOf(got.Annotations), want.Spec.ClusterSubnets, fabric.EditionOf(want.Annotations))
+		}
+		if !strings.Contains(again.said(), "b-0001") {
+			t.Errorf("%s: log: %s", name, again.said())
+		}
 	}
 }
 

@@ -45,7 +45,7 @@ func run(m *testing.M) int {
 }
 
 // shapes are all shapes, in the order of the table.
-var shapes = []*shape{flannelReal, flannelVXLAN, flannelHostGW, calicoVXLAN, calicoBGP, weave, canal, cilium, kubenetAKS, azureCNI, awsVPC, gkeNative, ovnKubernetes, kindnet}
+var shapes = []*shape{flannelReal, flannelVXLAN, flannelHostGW, calicoVXLAN, calicoBGP, weave, canal, cilium, kubenetAKS, azureCNI, awsVPC, gkeNative, ovnKubernetes, kindnet, twoNetworks}
 
 // pairs are the worlds that are tried: different PodCIDRs and masks on the two sides, and each variant
 // of the packet filter, of the reverse path filter and of where gateways run somewhere.
@@ -67,6 +67,8 @@ var pairs = [][2]plan{
 		{shape: flannelVXLAN, podCIDR: "10.128.0.0/17", filter: nft, drop: true, host: true}},
 	{{shape: calicoVXLAN, podCIDR: "10.244.0.0/16", filter: nft, drop: true, strict: true, host: true},
 		{shape: awsVPC, filter: nft, host: true}},
+	{{shape: twoNetworks, podCIDR: "10.244.0.0/20", filter: nftables, strict: true},
+		{shape: cilium, podCIDR: "10.42.128.0/19", filter: nft}},
 	{{shape: flannelReal, podCIDR: "10.244.0.0/16", filter: legacy, drop: true, strict: true},
 		{shape: flannelReal, podCIDR: "10.244.0.0/17", filter: nft, drop: true, strict: true}},
 }
@@ -81,6 +83,7 @@ func TestShapes(t *testing.T) {
 			w := up(t, plans, 2)
 			for i, p := range plans {
 				judge(t, p, w.matrix(t, i))
+				w.named(t, i)
 			}
 			w.unchanged(t, "while Isthmus runs", false)
 			w.end(t)

@@ -10,6 +10,9 @@ import (
 	"testing"
 	"time"
 
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
@@ -64,7 +67,11 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 	var cells []*cell
 	for j := range where {
 		pods = append(pods, placed{"pod on " + where[j], from.Pods[2*j].Host, from.Pods[2*j].Addr})
-		receivers = append(receivers, placed{"pod on " + where[j], to.Pods[2*j].Host, to.Pods[2*j].Addr})
+		if to.PodCIDR.Contains(to.Pods[2*j].Addr) { // else peers do not reach it
+			receivers = append(receivers, placed{"pod on " + where[j], to.Pods[2*j].Host, to.Pods[2*j].Addr})
+		} else {
+			mapped = append(mapped, placed{"pod on " + where[j] + " as mapped endpoint", to.Pods[2*j].Host, to.Pods[2*j].Addr})
+		}
 		mapped = append(mapped, placed{where[j] + " as mapped endpoint", to.Nodes[j].Host, to.Nodes[j].Addr})
 	}
 	pods = append(pods, placed{"last pod on " + where[1], from.Pods[3].Host, from.Pods[3].Addr})
@@ -86,7 +93,11 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 	}
 	var senders []sender
 	for _, p := range pods {
-		senders = append(senders, sender{p, netip.Addr{}, [3]string{podToPod, podToMapped, podToService}, asPod})
+		want := asPod
+		if !from.PodCIDR.Contains(p.addr) {
+			want = asNetwork
+		}
+		senders = append(senders, sender{p, netip.Addr{}, [3]string{podToPod, podToMapped, podToService}, want})
 	}
 	for j, n := range from.Nodes {
 		c := [3]string{nodeToPod, nodeToMapped, nodeService}
@@ -153,6 +164,28 @@ func (w *world) matrix(t *testing.T, i int) []*cell {
 	}
 	group.Wait()
 	return cells
+}
+
+// named wants each node to be named whose pods have addresses outside of the PodCIDR, and no other.
+func (w *world) named(t *testing.T, i int) {
+	t.Helper()
+	c := w.sides[i]
+	for _, n := range c.Nodes {
+		strangers := slices.ContainsFunc(podsOn(c.Cluster, n), func(p *lab.Pod) bool { return !c.PodCIDR.Contains(p.Addr) })
+		eventually(t, "what is said of "+n.Name, func() error {
+			var report isthmus.NodeNetworks
+			if err := c.Client.Get(t.Context(), client.ObjectKey{Namespace: fleet.Namespace, Name: n.Name}, &report); err != nil {
+				return err
+			}
+			said := slices.ContainsFunc(report.Spec.Problems, func(p isthmus.NodeProblem) bool {
+				return strings.Contains(p.Message, "has pods outside of "+c.PodCIDR.String())
+			})
+			if said != strangers {
+				return fmt.Errorf("pods outside of the PodCIDR: %t, and said: %+v", strangers, report.Spec.Problems)
+			}
+			return nil
+		})
+	}
 }
 
 // cellPatience is how long a question is asked again. It is for machines that are busy, and passes in

@@ -10,32 +10,55 @@ import (
 // kindnet: the ptp plugin's device and route for each pod, routes by the nodes' addresses, and
 // KIND-MASQ-AGENT, which masquerades what leaves the pods' networks (kubernetes-sigs/kind:
 // images/kindnetd/cmd/kindnetd/masq.go, cni.go).
-var kindnet = &shape{
-	name:       "kindnet",
-	source:     "kubernetes-sigs/kind: images/kindnetd/cmd/kindnetd; containernetworking/plugins: ptp",
-	form:       "a device and a route for each pod, routes by the nodes' addresses, KIND-MASQ-AGENT masquerades all that leaves the cluster",
-	translates: true,
-	open:       true,
-	node: func(c *lab.Cluster, i int) dress {
-		n := c.Nodes[i]
-		gateway := n.PodCIDR.Addr().Next()
-		d := dress{pods: map[*lab.Pod][]string{}}
-		for _, p := range podsOn(c, n) {
-			name := veth("veth", p)
-			d.ip = append(d.ip, toPod(name, p, 1500,
-				fmt.Sprintf("addr add %v/32 dev %s", gateway, name),
-				fmt.Sprintf("route add %v dev %s scope link", p.Addr, name))...)
-			d.pods[p] = []string{
-				"link set eth0 up",
-				fmt.Sprintf("addr add %v/%d dev eth0 noprefixroute", p.Addr, n.PodCIDR.Bits()),
-				fmt.Sprintf("route add %v dev eth0 scope link", gateway),
-				fmt.Sprintf("route add default via %v dev eth0", gateway),
-			}
+var kindnet = ptp("kindnet")
+
+// A cluster that has grown: the last node's podCIDR is in a second network (kube-controller-manager has
+// one --cluster-cidr of a family, a MultiCIDRRangeAllocator and several clouds have more). Peers know one
+// network for all pods of a cluster, so that pods in another one are to peers what nodes are.
+var twoNetworks = func() *shape {
+	s := ptp("kindnet, pods in two networks")
+	s.form = "as kindnet; the other node's podCIDR is of " + secondNetwork.String() + ", not of the installation's PodCIDR"
+	s.set = "a PodCIDR of the installation with all pods in it (`--pod-cidr`), where there is one; each node without is named"
+	s.own = func(c *lab.Cluster) {
+		n := c.Nodes[len(c.Nodes)-1]
+		n.PodCIDR = netip.PrefixFrom(secondNetwork.Addr(), 24)
+		for i, p := range podsOn(c, n) {
+			p.Addr = plus(n.PodCIDR.Addr(), 10+i)
 		}
-		d.ip = append(d.ip, byNodes(c, i)...)
-		d.tables = masqueradeAgent("KIND-MASQ-AGENT", c.PodCIDR.String())
-		return d
-	},
+	}
+	return s
+}()
+
+var secondNetwork = netip.MustParsePrefix("10.77.0.0/16")
+
+func ptp(name string) *shape {
+	return &shape{
+		name:       name,
+		source:     "kubernetes-sigs/kind: images/kindnetd/cmd/kindnetd; containernetworking/plugins: ptp",
+		form:       "a device and a route for each pod, routes by the nodes' addresses, KIND-MASQ-AGENT masquerades all that leaves the cluster",
+		translates: true,
+		open:       true,
+		node: func(c *lab.Cluster, i int) dress {
+			n := c.Nodes[i]
+			gateway := n.PodCIDR.Addr().Next()
+			d := dress{pods: map[*lab.Pod][]string{}}
+			for _, p := range podsOn(c, n) {
+				name := veth("veth", p)
+				d.ip = append(d.ip, toPod(name, p, 1500,
+					fmt.Sprintf("addr add %v/32 dev %s", gateway, name),
+					fmt.Sprintf("route add %v dev %s scope link", p.Addr, name))...)
+				d.pods[p] = []string{
+					"link set eth0 up",
+					fmt.Sprintf("addr add %v/%d dev eth0 noprefixroute", p.Addr, n.PodCIDR.Bits()),
+					fmt.Sprintf("route add %v dev eth0 scope link", gateway),
+					fmt.Sprintf("route add default via %v dev eth0", gateway),
+				}
+			}
+			d.ip = append(d.ip, byNodes(c, i)...)
+			d.tables = masqueradeAgent("KIND-MASQ-AGENT", c.PodCIDR.String(), secondNetwork.String())
+			return d
+		},
+	}
 }
 
 // Weave Net: one layer 2 network over all nodes, its bridge with an address of it on each node, and

@@ -292,8 +292,8 @@ var volatile = regexp.MustCompile(`(?m)^#.*\n| state \w+| <[A-Z_,-]+>| counter p
 
 // stateOf is everything on a node that a CNI, kube-proxy or a person may have made.
 func stateOf(ctx context.Context, n *lab.Node) (string, error) {
-	const script = `set -e; ip -o link; echo; ip -o -4 addr; echo; ip rule; echo; ip route show table all; echo; ip neigh show nud permanent; echo
-bridge fdb show | grep -w permanent || true; echo
+	const script = `set -e; ip -o link; echo; ip -o -4 addr; echo; ip rule; echo; ip route show table all; echo; ip neigh show nud permanent | sort; echo
+bridge fdb show | grep -w permanent | sort; echo
 iptables-legacy-save; echo; nft -s list ruleset; echo
 for f in /proc/sys/net/ipv4/conf/*/rp_filter /proc/sys/net/ipv4/conf/*/forwarding /proc/sys/net/ipv4/conf/*/proxy_arp /proc/sys/net/ipv4/conf/*/send_redirects /proc/sys/net/ipv4/fib_multipath_hash_policy; do echo "$f $(cat $f)"; done`
 	out, err := n.Command(ctx, "sh", "-c", script).Output()

@@ -308,6 +308,9 @@ func difference(was, is string) string {
 			b.WriteString("+ " + l)
 		}
 	}
+	if b.Len() == 0 {
+		return "the same lines in another order, or another number of times:\n" + was + "and now:\n" + is
+	}
 	return b.String()
 }
 

@@ -143,7 +143,7 @@ func testEdits(t *testing.T, a, b *site) {
 				entry := s.ClusterSubnets[b.id]
 				entry.RemotePodCIDR = "10.200.64.0/18"
 				s.ClusterSubnets[b.id] = entry
-			}), moves: true},
+			})},
 		{name: "books deleted", at: a, object: &v1alpha1.IpamStorage{}, key: types.NamespacedName{Name: storage.Items[0].Name}},
 	}
 	for _, e := range edits {

@@ -43,6 +43,9 @@ func TestTheSnifferSeesWhatANodeThatDoesNotRefuseSends(t *testing.T) {
 	}
 
 	must(t, a.Kill(fleet.Agent(at))) // it would put the rule back
+	if out, err := a.Nodes[at].Command(t.Context(), "nft", "delete", "table", "inet", own.FilterTable).CombinedOutput(); err != nil { // it drops what leaves
+		t.Fatalf("%v: %s", err, out)
+	}
 	must(t, a.Nodes[at].Do(func() error {
 		rule := netlink.NewRule()
 		rule.Priority, rule.Table = own.RefuseRulePriority, own.RefuseTable

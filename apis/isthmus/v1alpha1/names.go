@@ -39,6 +39,11 @@ const AnnotationMappings = "isthmus.net/mappings"
 // last. A peer that comes back has them again while they are free.
 const AnnotationFormer = "isthmus.net/former-networks"
 
+// AnnotationEdition on the IpamStorage is a decimal number that the manager raises in the same write
+// in which it takes a network of a peer back. What the books lack without a higher one was not taken
+// back: somebody edited, emptied, deleted or restored them.
+const AnnotationEdition = "isthmus.net/edition"
+
 // AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated
 // by commas. The peer renews its token for no others.
 const AnnotationTokenAudiences = "isthmus.net/token-audiences"

@@ -70,6 +70,9 @@ var rules = map[string][]expr.Any{
 	"ip daddr @gateways fib saddr . iif oif != 0 iifname @bridges jump bridged": slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), byName("bridges"), jump("bridged")),
 	"ip saddr @gateways fib saddr . iif oif != 0 accept":                        slices.Concat(ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
 	"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice":                 slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), jump("bydevice")),
+	`oifname "isthmus*" accept`:                                                 slices.Concat(ours(expr.MetaKeyOIFNAME), accept()),
+	`oifname "lo" accept`:                                                       slices.Concat(oif("lo"), accept()),
+	"ip daddr @remote drop":                                                     slices.Concat(ip4(), in(daddr, "remote", false), drop()),
 	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
 		toOverlay(), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
 }

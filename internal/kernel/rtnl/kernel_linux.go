@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net/netip"
 	"os"
 	"strings"
 	"sync"
@@ -39,6 +40,7 @@ type Kernel struct {
 	unmade  []kernel.Limit // what is optional and could not be made
 	failed  struct{ nat, bridge error }
 	bridged bool // there was a Bridge after the last Apply
+	applied bool
 	memory  memory
 }
 
@@ -98,8 +100,15 @@ func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, 
 	return k, nil
 }
 
-// Bridged reports whether the last Apply found or made a Bridge.
-func (k *Kernel) Bridged() bool { return k.bridged }
+// Bridged reports whether the last Apply found or made a Bridge, and before the first one whether there
+// is one: an agent that starts again must not take back what goes by it.
+func (k *Kernel) Bridged() bool {
+	if !k.applied {
+		b := readBridge()
+		return len(b) == 1 && b[0] != changedBridge
+	}
+	return k.bridged
+}
 
 // Close waits for the readers of events, whose context has to be done. Objects stay, but the Inner
 // namespace goes unless something else in it is open.
@@ -146,6 +155,7 @@ func (k *Kernel) Path() string {
 // returns all of them, but stops at ErrFilter.
 func (k *Kernel) Apply(want kernel.State) (kernel.Plan, error) {
 	done, err := k.apply(want, kernel.PlanFor, func(_ kernel.State, _ kernel.Plan) *kernel.State { return &want })
+	k.applied = true
 	k.bridged = len(want.Bridges) > 0 && k.failed.bridge == nil && !errors.Is(err, ErrFilter)
 	return done, err
 }
@@ -158,6 +168,24 @@ func (k *Kernel) Add(want kernel.State) (kernel.Plan, error) {
 		}
 		return nil
 	})
+}
+
+// Refused are the networks that an owner of the same kind refuses in the host's namespace by
+// kernel.RefuseTable.
+func (k *Kernel) Refused() (all []netip.Prefix, err error) {
+	var s kernel.State
+	for range 5 { // as in apply
+		s = kernel.State{}
+		if err = k.haveRoutes(&s, kernel.Host); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	for _, r := range s.Routes {
+		if r.Table == kernel.RefuseTable && r.Type == kernel.Unreachable && r.Prefix.Bits() > 0 {
+			all = append(all, r.Prefix)
+		}
+	}
+	return all, err
 }
 
 // apply carries out the plan; after is what there is when all of it succeeded, nil if that is not

@@ -977,6 +977,14 @@ func TestABridgeKeepsPodsOffTheGateway(t *testing.T) {
 		filter := FilterFor(FilterSets{Gateways: []netip.Addr{gateway}, Bridges: []string{"weave"}, Underlay: []string{"eth0"}})
 		n.run("ip addr replace 10.32.0.2/12 dev weave") // the way back
 		n.apply(State{Filters: []Filter{filter}, Bridges: []Bridge{BridgeFor([]netip.Addr{gateway}, []string{"far"})}})
+		if err := Do(n.f, func() error {
+			if !n.k.Bridged() || !(&Kernel{owner: RouteAgent}).Bridged() {
+				return errors.New("it does not know that there is a Bridge")
+			}
+			return nil
+		}); err != nil {
+			t.Error(err)
+		}
 		for _, tags := range ways {
 			send("pod", frame("forged", tags...))
 		}

@@ -507,6 +507,20 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			rbacv1.PolicyRule{APIGroups: []string{"net.liqo.io"}, Resources: []string{"tunnelendpoints", "natmappings"}, Verbs: []string{"list", "watch"}})
 		r := start(t, GatewayOptions{Config: config, Namespace: "rollback", Pod: "p", Node: "n1", Cluster: self})
 		within(t, "ready", r.Ready)
+
+		// It knows Pods of the cluster by their addresses.
+		web := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "rollback", Name: "web"}, Spec: corev1.PodSpec{NodeName: "n2", Containers: []corev1.Container{{Name: "c", Image: "i"}}}}
+		s.create(t, web)
+		web.Status = corev1.PodStatus{Phase: corev1.PodRunning, PodIP: "10.244.2.7", PodIPs: []corev1.PodIP{{IP: "10.244.2.7"}}}
+		if err := s.client.Status().Update(t.Context(), web); err != nil {
+			t.Fatal(err)
+		}
+		within(t, "the name of a Pod", func() error {
+			if o := r.Owner(netip.MustParseAddr("10.244.2.7")); o != (fabric.Owner{Pod: "rollback/web", Node: "n2"}) {
+				return fmt.Errorf("%+v", o)
+			}
+			return nil
+		})
 	})
 
 	t.Run("an API server that was away for long is watched again at once", func(t *testing.T) {

@@ -138,8 +138,9 @@ type nodeWatch struct {
 }
 
 // doubtMost is how long GrantedNetworks may be other than the books say, before the books themselves are
-// read: with each grant they are for a moment.
-const doubtMost = 2 * time.Second
+// read: with each grant they are for a moment, and for longer while the API server is busy. The manager
+// waits five seconds for nodes to refuse what it has granted.
+const doubtMost = 4 * time.Second
 
 // further is objects that are watched as long as they are wanted.
 type further struct {
@@ -286,6 +287,7 @@ func (w *nodeWatch) grants(ctx context.Context, s *nodeSnapshot) (known bool, er
 		w.use(heads.Items[0].UID, digest.Generation)
 		w.doubt = time.Time{}
 		in.Granted, s.problems = append([]netip.Prefix{}, copied...), problems
+		in.Edition = fabric.EditionOf(heads.Items[0].Annotations)
 		in.Own, in.OwnPods = digest.Own()
 		return true, nil
 	}
@@ -310,7 +312,7 @@ func (w *nodeWatch) grants(ctx context.Context, s *nodeSnapshot) (known bool, er
 	last := &w.last.intent
 	in.Granted, s.problems = slices.Concat([]netip.Prefix{}, last.Granted, copied), problems
 	slices.SortFunc(in.Granted, netip.Prefix.Compare)
-	in.Granted = slices.Compact(in.Granted)
+	in.Granted, in.Edition = slices.Compact(in.Granted), last.Edition
 	in.Own, in.OwnPods = slices.Clone(last.Own), slices.Clone(last.OwnPods)
 	return true, nil
 }
@@ -352,6 +354,7 @@ func (w *nodeWatch) fromBooks(s *nodeSnapshot, books []v1alpha1.IpamStorage) {
 		granted, problems := fabric.GrantedIn(&books[i])
 		s.intent.Granted = append(s.intent.Granted, granted...)
 		s.problems = append(s.problems, problems...)
+		s.intent.Edition = max(s.intent.Edition, fabric.EditionOf(books[i].Annotations))
 		own, pods := fabric.OwnIn(&books[i])
 		s.intent.Own, s.intent.OwnPods = append(s.intent.Own, own...), append(s.intent.OwnPods, pods...)
 		w.use(books[i].UID, books[i].Generation)
@@ -493,6 +496,7 @@ func slimBooks(o any) (any, error) {
 		slim := &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
 			ClusterSubnets: b.Spec.ClusterSubnets, PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR}}
 		slim.Generation = b.Generation
+		slim.Annotations = map[string]string{isthmus.AnnotationEdition: b.Annotations[isthmus.AnnotationEdition]}
 		return slim, nil
 	}
 	return o, nil
@@ -509,7 +513,8 @@ func slimDigest(o any) (any, error) {
 	if m, ok := o.(*metav1.PartialObjectMetadata); ok {
 		slim := &metav1.PartialObjectMetadata{TypeMeta: m.TypeMeta, ObjectMeta: slimMeta(m.ObjectMeta)}
 		slim.Generation = m.Generation
-		slim.Annotations = map[string]string{isthmus.AnnotationGranted: m.Annotations[isthmus.AnnotationGranted]}
+		slim.Annotations = map[string]string{isthmus.AnnotationGranted: m.Annotations[isthmus.AnnotationGranted],
+			isthmus.AnnotationEdition: m.Annotations[isthmus.AnnotationEdition]}
 		return slim, nil
 	}
 	return o, nil

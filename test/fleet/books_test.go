@@ -1,0 +1,117 @@
+package fleet
+
+import (
+	"fmt"
+	"net/netip"
+	"testing"
+
+	"github.com/vishvananda/netlink"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	own "github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// Whatever somebody does to the books, nothing leaves in the clear (the sniffer looks), also while
+// no manager runs and agents are killed meanwhile: nodes go on, and the manager puts the books right.
+// A peering that ends in order is forgotten.
+func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
+	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.244.0.0/16", 2)), inPods(clusterSpec("10.244.64.0/19", 2))}})
+	a, b := f.Clusters[0], f.Clusters[1]
+	books := func() *v1alpha1.IpamStorage {
+		t.Helper()
+		var list v1alpha1.IpamStorageList
+		must(t, a.Client.List(t.Context(), &list))
+		if len(list.Items) != 1 {
+			t.Fatalf("%d books", len(list.Items))
+		}
+		return &list.Items[0]
+	}
+	before := books()
+	peer(t, f, a, b)
+	podsToPods(t, a, b)
+	from, to := podOn(t, a, 1), seen(t, a, b, podOn(t, b, 0).Addr)
+	granted := books()
+	id := ""
+	for id = range granted.Spec.ClusterSubnets {
+	}
+	edit := func(change func(*v1alpha1.IpamStorage)) func() {
+		return func() {
+			t.Helper()
+			eventually(t, "an edit", func() error { o := books(); change(o); return a.Client.Update(t.Context(), o) })
+		}
+	}
+	for _, e := range []struct {
+		name string
+		do   func()
+	}{
+		{"an entry edited out", edit(func(o *v1alpha1.IpamStorage) { delete(o.Spec.ClusterSubnets, id) })},
+		{"another network in its place", edit(func(o *v1alpha1.IpamStorage) {
+			o.Spec.ClusterSubnets[id] = v1alpha1.Subnets{RemotePodCIDR: "10.77.0.0/19", RemoteExternalCIDR: "10.78.0.0/19"}
+		})},
+		{"emptied", edit(func(o *v1alpha1.IpamStorage) {
+			o.Spec = v1alpha1.IpamStorageSpec{Prefixes: map[string][]byte{}, Pools: []string{}, ReservedSubnets: []string{},
+				ClusterSubnets: map[string]v1alpha1.Subnets{}, EndpointMappings: map[string]v1alpha1.EndpointMapping{}, NatMappingsConfigured: map[string]v1alpha1.ConfiguredCluster{}}
+			o.Annotations = nil
+		})},
+		{"those of before the peering", edit(func(o *v1alpha1.IpamStorage) { o.Spec, o.Annotations = before.Spec, before.Annotations })},
+		{"deleted", func() { must(t, a.Client.Delete(t.Context(), books())) }},
+		{"deleted, and older ones made", func() {
+			must(t, a.Client.Delete(t.Context(), books()))
+			o := before.DeepCopy()
+			o.ObjectMeta = metav1.ObjectMeta{Name: o.Name, Labels: o.Labels, Annotations: o.Annotations}
+			must(t, a.Client.Create(t.Context(), o))
+		}},
+	} {
+		for _, running := range []bool{true, false} {
+			t.Run(fmt.Sprintf("%s, the manager runs: %v", e.name, running), func(t *testing.T) {
+				during := startTraffic(t, a, b)
+				if !running {
+					must(t, a.Kill(fleet.Manager))
+				}
+				e.do()
+				if !running {
+					must(t, a.Kill(fleet.Agent(1)))
+					must(t, a.Start(t.Context(), fleet.Agent(1)))
+					if _, err := firstPing(t.Context(), from.Host, func() (netip.Addr, error) { return to, nil }); err != nil {
+						t.Errorf("while the books are wrong: %v", err)
+					}
+					must(t, a.Start(t.Context(), fleet.Manager))
+				}
+				eventually(t, "the books as they were", func() error {
+					var list v1alpha1.IpamStorageList
+					must(t, a.Client.List(t.Context(), &list))
+					if len(list.Items) != 1 || list.Items[0].Spec.ClusterSubnets[id] != granted.Spec.ClusterSubnets[id] {
+						return fmt.Errorf("%+v", list.Items)
+					}
+					return nil
+				})
+				ready(t, a, b)
+				during.endWithoutLoss(t)
+			})
+		}
+	}
+	if leaks := f.Sniffer.Report(); leaks.Leaked > 0 {
+		t.Errorf("in the clear: %v", leaks)
+	}
+
+	isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
+	for _, n := range a.Nodes {
+		eventually(t, n.Name+" that refuses nothing any more", func() error {
+			var left []netlink.Route
+			err := n.Do(func() (err error) {
+				left, err = netlink.RouteListFiltered(netlink.FAMILY_V4, &netlink.Route{Table: own.RefuseTable}, netlink.RT_FILTER_TABLE)
+				return err
+			})
+			if err == nil && len(left) > 0 {
+				err = fmt.Errorf("%v", left)
+			}
+			return err
+		})
+	}
+	if o := books(); len(o.Spec.ClusterSubnets) > 0 || o.Annotations["isthmus.net/edition"] <= granted.Annotations["isthmus.net/edition"] {
+		t.Errorf("released: %+v, annotations %v", o.Spec.ClusterSubnets, o.Annotations)
+	}
+}
