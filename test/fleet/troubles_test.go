@@ -676,19 +676,6 @@ var troubles = []trouble{
 		},
 	},
 	{
-		fault: "a new node's pods are in the network in which the peer's are seen", alone: "a/peering Overlap", both: "a/peering Overlap",
-		breaks: func(t *testing.T, s *troubleSite) {
-			network := peersNetwork(t, s).String()
-			must(t, s.a.Client.Create(t.Context(), &corev1.Node{
-				ObjectMeta: metav1.ObjectMeta{Name: "stray", Labels: map[string]string{"type": "virtual-kubelet"}},
-				Spec:       corev1.NodeSpec{PodCIDR: network, PodCIDRs: []string{network}},
-			}))
-		},
-		heals: func(t *testing.T, s *troubleSite) {
-			must(t, s.a.Client.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "stray"}}))
-		},
-	},
-	{
 		fault: "a Node has an address that its machine has not", alone: "a/route agents", both: "a/route agents",
 		breaks: func(t *testing.T, s *troubleSite) {
 			n := s.far(t)
@@ -757,14 +744,6 @@ var troubles = []trouble{
 		breaks: func(t *testing.T, s *troubleSite) {
 			s.far(t)
 			without(t, s.a, fleet.Agent(s.node), fullDisk(s.a, fleet.Agent(s.node)))
-		},
-		heals: func(t *testing.T, s *troubleSite) { with(t, s.a, fleet.Agent(s.node)) },
-	},
-	{
-		fault: "a route agent lacks CAP_NET_ADMIN", alone: "a/route agents", both: "a/route agents", says: "NET_ADMIN",
-		breaks: func(t *testing.T, s *troubleSite) {
-			s.far(t)
-			without(t, s.a, fleet.Agent(s.node), `set -- setpriv --bounding-set=-net_admin "$@"`)
 		},
 		heals: func(t *testing.T, s *troubleSite) { with(t, s.a, fleet.Agent(s.node)) },
 	},
