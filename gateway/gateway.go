@@ -94,6 +94,10 @@ type Options struct {
 	// that its Source remembers what it delivers. It may be called concurrently.
 	Ready func() error
 
+	// Owner, if any, says for the flow log whose an address of this cluster is. It may be called
+	// concurrently.
+	Owner func(netip.Addr) fabric.Owner
+
 	// Calls, if not nil, is closed when this gateway may call its peers by itself. A handshake moves what
 	// a peer sends from the gateway before to this one, so that it is of use when the nodes have moved.
 	// What they send until then is called for at once, and peers that call are answered.
@@ -280,7 +284,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	g.engine = natengine.New(engineConfig(c))
 	g.metrics = newMetrics(g)
 	if c.FlowLog.File != "" {
-		if g.flows, err = openFlowLog(c.FlowLog, g.peerName, o.Log); err != nil {
+		if g.flows, err = openFlowLog(c.FlowLog, o.Owner, o.Log); err != nil {
 			return nil, err
 		}
 		undo = append(undo, func() { g.flows.file.Close() })
@@ -343,16 +347,6 @@ func (g *gateway) left() kernel.State {
 	return fabric.GatewayHostLeft(g.now.wanted())
 }
 
-// peerName is the name of a peer, empty when it has none.
-func (g *gateway) peerName(id string) string {
-	for _, p := range g.current().peers {
-		if p.ID == id {
-			return p.Name
-		}
-	}
-	return ""
-}
-
 // compareSoon wakes run. It never blocks.
 func (g *gateway) compareSoon() {
 	select {
@@ -412,6 +406,9 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside 
 	for {
 		select {
 		case <-ctx.Done():
+			if g.podNetwork {
+				g.drain()
+			}
 			g.log.Info("gateway stopping")
 			return nil
 		case name := <-gone:
@@ -433,6 +430,30 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside 
 				g.reapply()
 			}
 		}
+	}
+}
+
+// How long a gateway in a Pod goes on at its end.
+const (
+	drainMost  = 3 * time.Second        // whatever comes
+	drainQuiet = 250 * time.Millisecond // when nodes have sent nothing for so long: they have followed another gateway
+	drainLook  = 50 * time.Millisecond
+)
+
+// drain carries on until the nodes have followed another gateway, or send nothing anyway.
+func (g *gateway) drain() {
+	begin := time.Now()
+	sent, since := uint64(0), begin
+	for time.Since(begin) < drainMost && time.Since(since) < drainQuiet {
+		now := uint64(0)
+		for _, p := range g.engine.Peers() {
+			packets, _ := p.Traffic(natengine.Outbound)
+			now += packets
+		}
+		if now != sent {
+			sent, since = now, time.Now()
+		}
+		time.Sleep(drainLook)
 	}
 }
 
@@ -533,6 +554,9 @@ func (g *gateway) accept(c Config) error {
 	g.mu.Lock()
 	g.now.config, g.now.configErr = c, nil
 	g.mu.Unlock()
+	if g.flows != nil {
+		g.flows.name(gw.Peers)
+	}
 	g.put(gw.Peers, mtu)
 	g.mu.Lock()
 	g.now.generation++ // only now: who waits for it finds what it says

@@ -11,24 +11,29 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/handler"
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// books has the Store look at its object when somebody else may have written or deleted it. Most
+// books has the Store look at its objects when somebody else may have written or deleted it. Most
 // events are of our own writes; a second is given to them, so that a hundred peers coming at once
 // are not a hundred looks.
 type books struct{ store *ipamstore.Store }
 
-// SetupWithManager makes mgr call Reconcile a second after the IpamStorage changed.
+// SetupWithManager makes mgr call Reconcile a second after the IpamStorage or GrantedNetworks changed.
 func (b *books) SetupWithManager(mgr ctrl.Manager) error {
 	type queue = workqueue.TypedRateLimitingInterface[reconcile.Request]
 	later := func(q queue) { q.AddAfter(requestFor("books"), time.Second) }
+	look := handler.Funcs{
+		UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q queue) { later(q) },
+		DeleteFunc: func(_ context.Context, _ event.TypedDeleteEvent[client.Object], q queue) { later(q) },
+	}
+	copies := look // nobody else makes one that is needed, but somebody may
+	copies.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
 	return ctrl.NewControllerManagedBy(mgr).Named("books").
-		Watches(&v1alpha1.IpamStorage{}, handler.Funcs{
-			UpdateFunc: func(_ context.Context, _ event.UpdateEvent, q queue) { later(q) },
-			DeleteFunc: func(_ context.Context, _ event.TypedDeleteEvent[client.Object], q queue) { later(q) },
-		}).
+		Watches(&v1alpha1.IpamStorage{}, look).
+		Watches(&isthmus.GrantedNetworks{}, copies).
 		Complete(noted("books", b))
 }
 

@@ -24,7 +24,7 @@ func prepare(ctx context.Context, mgr ctrl.Manager, foreign bool) error {
 	}
 	for _, o := range []client.Object{
 		&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.NatMapping{}, &v1alpha1.IpamStorage{},
-		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{}, &isthmus.NodeNetworks{},
+		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{}, &isthmus.NodeNetworks{}, &isthmus.GrantedNetworks{},
 	} {
 		if _, err := mgr.GetCache().GetInformer(ctx, o, cache.BlockUntilSynced(false)); err != nil {
 			return fmt.Errorf("cache of %T: %w", o, err)

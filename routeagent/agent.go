@@ -303,6 +303,8 @@ func (a *agent) compare() bool {
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
 			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = a.underlay(addr, in, revision)
 		}
+		in.Bridges, in.Uplinks = a.bridges(in)
+		in.Bridged = a.kernel.Bridged()
 		now.node, now.problems = fabric.NodeFor(in)
 		first, failed := a.refuseNew(in.Refused())
 		if failed == nil {
@@ -315,6 +317,9 @@ func (a *agent) compare() bool {
 			now.node = now.node.Closed()
 			closing, failed := a.kernel.Apply(now.node)
 			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("nothing is carried for peers: %w", err), failed)
+		}
+		if len(in.Bridges) > 0 && a.kernel.Bridged() != in.Bridged {
+			a.notify() // the packet filter may go by it now, or may no longer
 		}
 		now.err = errors.Join(err, unknownMTU, forwards())
 		if len(changes) > 0 || revision != before.revision || time.Since(now.looked) > limitsInterval {
@@ -412,6 +417,22 @@ func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, revision int) ([]
 	return found.devices, found.mtu, err
 }
 
+// bridges are those by which gateways' Pods are reached, here or on another node, and the ports of these
+// that lead to other nodes.
+func (a *agent) bridges(in fabric.NodeIntent) (names, uplinks []string) {
+	for _, g := range in.Ways() {
+		name, kind, err := a.kernel.KindTo(g.Addr)
+		if err != nil || kind != "bridge" || slices.Contains(names, name) {
+			continue
+		}
+		names = append(names, name)
+		if ports, err := a.kernel.Uplinks(name); err == nil {
+			uplinks = append(uplinks, ports...)
+		}
+	}
+	return names, uplinks
+}
+
 // refuseNew refuses networks that are new before anything else is done: the packet filter alone
 // takes ten milliseconds, and pods may know the networks already.
 func (a *agent) refuseNew(refused []netip.Prefix) (changes kernel.Plan, err error) {
@@ -454,6 +475,9 @@ func (a *agent) limits(node kernel.State, in fabric.NodeIntent) (all []kernel.Li
 		name, kind, err := a.kernel.KindTo(elsewhere)
 		if out, _, unknown := a.kernel.KindTo(nowhere); unknown == nil && out == name {
 			return all // by the default route: nobody has the address
+		}
+		if uplinks, unknown := a.kernel.Uplinks(name); kind == "bridge" && unknown == nil && len(uplinks) > 0 && (in.Bridged || !slices.Contains(in.Bridges, name)) {
+			return all
 		}
 		if err == nil && (kind == "veth" || kind == "bridge") && !slices.Contains(in.UnderlayDevices, name) {
 			all = append(all, kernel.Limit{Reason: kernel.LimitGateway, Message: fmt.Sprintf(

@@ -172,8 +172,19 @@ func TestAnAgentSaysWhatRulesOfOthersKeepFromWorking(t *testing.T) {
 	c := newCluster(t, 2)
 	n := c.Nodes[1]
 	c.run(n.Host, "iptables-nft -P FORWARD DROP")
-	c.run(n.Host, "iptables-legacy -P FORWARD DROP")
+	c.run(n.Host, "iptables-legacy -w -P FORWARD DROP")
+	c.run(n.Host, "nft add table inet fw")
+	c.run(n.Host, "nft add chain inet fw fw { type filter hook forward priority 5 ; policy drop ; }")
 	c.start(c.Nodes...)
+	c.ping(c.pod(1).Host, remotePod) // through all three, by rules of the agent
+	c.run(n.Host, "nft flush chain inet fw fw")
+	c.ping(c.pod(1).Host, remotePod)
+	c.run(n.Host, "nft add chain inet fw later { type filter hook forward priority 6 ; policy drop ; }")
+	c.ping(c.pod(1).Host, remotePod)
+	c.run(n.Host, "iptables-legacy -w -N WALL") // a chain of somebody's
+	c.run(n.Host, "iptables-legacy -w -A WALL -j DROP")
+	c.run(n.Host, "iptables-legacy -w -I FORWARD -j WALL")
+	c.run(n.Host, "nft delete table ip %s", kernel.FilterTable) // so that the agent looks
 	status := func(want string, there bool) {
 		t.Helper()
 		c.eventually(n, func() error {
@@ -193,8 +204,8 @@ func TestAnAgentSaysWhatRulesOfOthersKeepFromWorking(t *testing.T) {
 		}
 		return err
 	})
-	c.run(n.Host, "iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT") // as it says
-	c.run(n.Host, "iptables-legacy -A FORWARD -o isthmus+ -j ACCEPT")
+	c.run(n.Host, "iptables-legacy -w -I FORWARD -i isthmus+ -j ACCEPT") // as it says
+	c.run(n.Host, "iptables-legacy -w -I FORWARD -o isthmus+ -j ACCEPT")
 	c.ping(c.pod(1).Host, remotePod)                            // through both
 	c.run(n.Host, "nft delete table ip %s", kernel.FilterTable) // so that the agent looks
 	status("ForwardingRefused", false)

@@ -5,7 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log"
-
+	"net/netip"
 	"net/url"
 	"os"
 	"os/exec"
@@ -22,6 +22,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
 // What is measured.
@@ -264,7 +265,6 @@ func (p *subject) changes() []change {
 	te := func(i int) *v1alpha1.TunnelEndpoint {
 		return &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("peer-%d", i)}}
 	}
-	books := &v1alpha1.IpamStorage{ObjectMeta: metav1.ObjectMeta{Name: "books"}}
 	addPod := func(ctx context.Context, on, i int) error {
 		pod := p.pod(on, i)
 		pod.ManagedFields, pod.TypeMeta = nil, metav1.TypeMeta{}
@@ -306,12 +306,20 @@ func (p *subject) changes() []change {
 			return p.merge(ctx, te(i), true, map[string]any{"status": p.status(i, p.moves%2, 100+i)})
 		}},
 		{"an endpoint is mapped for a peer", 0, func(ctx context.Context, i int) error {
-			return p.merge(ctx, books, false, map[string]any{"spec": map[string]any{"endpointMappings": map[string]any{fmt.Sprintf("172.20.0.%d", i): map[string]any{
-				"ExternalCIDROriginalIP": fmt.Sprintf("10.112.1.%d", i), "clusterMappings": map[string]any{}}}}})
+			return p.inBooks(ctx, func(b ipam.Book) (ipam.Book, error) {
+				b, _, err := b.MapEndpoint(p.endpoint(i).Spec.ClusterIdentity.ClusterID, netip.AddrFrom4([4]byte{172, 20, 0, byte(i)}))
+				return b, err
+			})
 		}},
 		{"a peer is granted networks", 5, func(ctx context.Context, i int) error {
 			id := p.endpoint(p.peers + i).Spec.ClusterIdentity.ClusterID
-			return p.merge(ctx, books, false, map[string]any{"spec": map[string]any{"clusterSubnets": map[string]any{id: subnets(p.peers + i)}}})
+			pod, external := remote(p.peers + i)
+			want := ipam.Request{ID: id, WantPod: netip.MustParsePrefix(pod), WantExternal: netip.MustParsePrefix(external)}
+			want.Pod, want.External = want.WantPod, want.WantExternal
+			return p.inBooks(ctx, func(b ipam.Book) (ipam.Book, error) {
+				b, _, err := b.Grant(want)
+				return b, err
+			})
 		}},
 		{"a peer's TunnelEndpoint comes", 5, func(ctx context.Context, i int) error {
 			te := p.endpoint(p.peers + i)
@@ -330,13 +338,19 @@ func (p *subject) changes() []change {
 				return err
 			}
 			id := p.endpoint(p.peers + i).Spec.ClusterIdentity.ClusterID
-			return p.merge(ctx, books, false, map[string]any{"spec": map[string]any{"clusterSubnets": map[string]any{id: nil}}})
+			return p.inBooks(ctx, func(b ipam.Book) (ipam.Book, error) { return b.Release(id), nil })
 		}},
 	}
 	if p.role == gatewayRole {
 		return all
 	}
 	return append(all, change{"the gateway moves", 2, func(ctx context.Context, _ int) error { p.moves++; return p.move(ctx) }})
+}
+
+// inBooks changes the books of the IPAM as the manager does.
+func (w *world) inBooks(ctx context.Context, f func(ipam.Book) (ipam.Book, error)) error {
+	_, err := w.ipam.Update(ctx, f)
+	return err
 }
 
 // move writes what a gateway writes that becomes the active one.

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"log/slog"
 	"net"
 	"net/http"
 	"net/netip"
@@ -29,9 +30,11 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
 // A size is that of a cluster.
@@ -47,6 +50,7 @@ type world struct {
 	scheme *runtime.Scheme
 	audit  string // path of the log
 	born   metav1.Time
+	ipam   *ipamstore.Store
 }
 
 const namespace = deploy.Namespace
@@ -98,7 +102,7 @@ func newWorld(ctx context.Context, s size, user string) (w *world, err error) {
 	}
 	config.QPS, config.ContentType = -1, ""
 	w.scheme = runtime.NewScheme()
-	if err := errors.Join(corev1.AddToScheme(w.scheme), v1alpha1.AddToScheme(w.scheme)); err != nil {
+	if err := errors.Join(corev1.AddToScheme(w.scheme), v1alpha1.AddToScheme(w.scheme), isthmus.AddToScheme(w.scheme)); err != nil {
 		return w, err
 	}
 	if w.api, err = client.New(config, client.Options{Scheme: w.scheme}); err != nil {
@@ -148,7 +152,7 @@ func (w *world) fill(ctx context.Context) error {
 		return err
 	}
 	for {
-		err := errors.Join(w.api.List(ctx, &v1alpha1.TunnelEndpointList{}), w.api.List(ctx, &v1alpha1.IpamStorageList{}),
+		err := errors.Join(w.api.List(ctx, &v1alpha1.TunnelEndpointList{}), w.api.List(ctx, &v1alpha1.IpamStorageList{}), w.api.List(ctx, &isthmus.GrantedNetworksList{}),
 			w.api.Get(ctx, client.ObjectKey{Name: "default"}, &corev1.Namespace{}))
 		if err == nil {
 			break
@@ -175,7 +179,11 @@ func (w *world) fill(ctx context.Context) error {
 	if err := w.store(ctx, w.everything); err != nil {
 		return fmt.Errorf("into etcd: %w", err)
 	}
-	return w.api.Create(ctx, w.books())
+	if err := w.api.Create(ctx, w.books()); err != nil {
+		return err
+	}
+	w.ipam = ipamstore.New(w.api, w.api, slog.New(slog.DiscardHandler)) // as the manager writes them
+	return w.ipam.Load(ctx)
 }
 
 // everything yields the objects that are written into etcd, with their keys.

@@ -5,6 +5,7 @@ import (
 	"flag"
 	"maps"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -265,7 +266,7 @@ func TestNoComponentHasAPrivilegeMore(t *testing.T) {
 		{false, map[string]string{
 			"isthmus-manager":     unprivileged,
 			"isthmus-gateway":     asRoot + ", adds NET_ADMIN, hostPath /dev/net/tun (CharDevice)",
-			"isthmus-route-agent": asRoot + ", adds NET_ADMIN, hostNetwork, hostPath /var/lib/isthmus (DirectoryOrCreate)",
+			"isthmus-route-agent": asRoot + ", adds NET_ADMIN, hostNetwork, hostPath /var/lib/isthmus (DirectoryOrCreate), hostPath /run/xtables.lock (FileOrCreate)",
 		}},
 		{true, map[string]string{
 			"isthmus-gateway": asRoot + ", adds NET_ADMIN, adds SYS_ADMIN, hostNetwork, hostPath /dev/net/tun (CharDevice)",
@@ -413,4 +414,18 @@ func privileges(t *testing.T, pod map[string]any) string {
 		}
 	}
 	return strings.Join(all, ", ")
+}
+
+// Helm follows the links to the folders that are ours without it: a link that became a file leaves
+// alerts and dashboard empty, and says nothing.
+func TestTheFilesOfTheChartAreFolders(t *testing.T) {
+	entries, err := os.ReadDir("../../deploy/chart/isthmus/files")
+	if err != nil || len(entries) == 0 {
+		t.Fatalf("%d, %v", len(entries), err)
+	}
+	for _, e := range entries {
+		if inside, err := os.ReadDir(filepath.Join("../../deploy/chart/isthmus/files", e.Name())); err != nil || len(inside) == 0 {
+			t.Errorf("%s: %d files, %v", e.Name(), len(inside), err)
+		}
+	}
 }

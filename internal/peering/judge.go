@@ -216,6 +216,11 @@ func judgeKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 			on[p] = append(on[p], Printable(r.Name))
 		}
 	}
+	for i := range nodes {
+		if sharedGateway(&nodes[i]) {
+			on[pastTheNode] = append(on[pastTheNode], Printable(nodes[i].Name))
+		}
+	}
 	problems := slices.SortedFunc(maps.Keys(on), func(a, b isthmus.NodeProblem) int {
 		return cmp.Or(cmp.Compare(severity(a), severity(b)), cmp.Compare(a.Reason, b.Reason), cmp.Compare(a.Message, b.Message))
 	})
@@ -231,9 +236,22 @@ func judgeKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 	return state, firstFew(texts, "; ")
 }
 
+// pastTheNode is what no agent sees: the packets never come to its kernel.
+var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes has shared gateways: what pods send to peers passes the node's kernel by and leaves in the clear; " +
+	"want local gateways (`--gateway-mode local`, on OpenShift `gatewayConfig.routingViaHost: true`)"}
+
+// sharedGateway reports whether OVN-Kubernetes says of a node that its pods leave by br-ex.
+func sharedGateway(n *corev1.Node) bool {
+	var networks map[string]struct {
+		Mode string `json:"mode"`
+	}
+	err := json.Unmarshal([]byte(n.Annotations["k8s.ovn.org/l3-gateway-config"]), &networks)
+	return err == nil && networks["default"].Mode == "shared"
+}
+
 // severity is 0 for a problem of a node that keeps packets from arriving, and more for others.
 func severity(p isthmus.NodeProblem) int {
-	if p.Reason == kernel.LimitForwarding || p.Reason == kernel.LimitGateway {
+	if p.Reason == kernel.LimitForwarding || p.Reason == kernel.LimitGateway || p == pastTheNode {
 		return 0
 	}
 	return 1

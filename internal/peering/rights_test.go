@@ -299,6 +299,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"list watch create patch delete", "net.liqo.io", "networkconfigs tunnelendpoints natmappings", "", ""},
 			{"patch", "net.liqo.io", "networkconfigs/status", "", ""},
 			{"list watch create patch", "net.liqo.io", "ipamstorages", "", ""},
+			{"list watch create patch", "isthmus.net", "grantednetworks", "", ""},
 			{"list watch", "", "nodes namespaces", "", ""},
 			{"list", "", "pods services", "", ""},
 			{"get", "", "namespaces", "", "kube-system"},
@@ -332,6 +333,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 		}},
 		{deploy.RouteAgentServiceAccount, []right{
 			{"list watch", "net.liqo.io", "tunnelendpoints ipamstorages", "", ""},
+			{"list watch", "isthmus.net", "grantednetworks", "", ""},
 			{"list watch", "", "nodes", "", ""},
 			{"list watch", "", "pods", "", ""},
 			{"create patch", "isthmus.net", "nodenetworks", home, ""},

@@ -214,7 +214,7 @@ func (c *Cluster) howToClean(ctx context.Context, o UninstallOptions) (*cleaning
 		pod := agents.Spec.Template.Spec
 		how.Image, how.PullPolicy, how.PullSecrets = pod.Containers[0].Image, pod.Containers[0].ImagePullPolicy, pod.ImagePullSecrets
 		for _, v := range pod.Volumes {
-			if v.HostPath != nil {
+			if v.HostPath != nil && v.Name == "state" {
 				how.StateDirectory = v.HostPath.Path
 			}
 		}
@@ -475,6 +475,9 @@ func cleaningProblem(p *corev1.Pod) string {
 	return ""
 }
 
+// xtablesLock is the lock of iptables-legacy, from which the agents' rules are taken away.
+const xtablesLock = "/run/xtables.lock"
+
 // cleaningPod ends when all is removed from its node. It goes around the scheduler, so that it runs
 // on nodes that take no Pods.
 func cleaningPod(namespace, node string, how cleaning) *corev1.Pod {
@@ -491,7 +494,7 @@ func cleaningPod(namespace, node string, how cleaning) *corev1.Pod {
 		}
 	}
 	agent := container("route-agent", []corev1.Capability{"NET_ADMIN"}, "route-agent", "--cleanup", "--state-directory=/var/lib/isthmus")
-	agent.VolumeMounts = []corev1.VolumeMount{{Name: "state", MountPath: "/var/lib/isthmus"}}
+	agent.VolumeMounts = []corev1.VolumeMount{{Name: "state", MountPath: "/var/lib/isthmus"}, {Name: "xtables-lock", MountPath: xtablesLock, ReadOnly: true}}
 	containers := []corev1.Container{agent}
 	if how.HostGateways {
 		containers = append(containers, container("gateway", []corev1.Capability{"NET_ADMIN", "SYS_ADMIN"}, "gateway", "--cleanup"))
@@ -504,8 +507,12 @@ func cleaningPod(namespace, node string, how cleaning) *corev1.Pod {
 			Tolerations: []corev1.Toleration{{Operator: corev1.TolerationOpExists}}, ImagePullSecrets: how.PullSecrets,
 			SecurityContext: &corev1.PodSecurityContext{SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
 			Containers:      containers,
-			Volumes: []corev1.Volume{{Name: "state", VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{
-				Path: how.StateDirectory, Type: new(corev1.HostPathDirectoryOrCreate)}}}},
+			Volumes: []corev1.Volume{
+				{Name: "state", VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{
+					Path: how.StateDirectory, Type: new(corev1.HostPathDirectoryOrCreate)}}},
+				{Name: "xtables-lock", VolumeSource: corev1.VolumeSource{HostPath: &corev1.HostPathVolumeSource{
+					Path: xtablesLock, Type: new(corev1.HostPathFileOrCreate)}}},
+			},
 		},
 	}
 }

@@ -29,6 +29,7 @@ import (
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/yaml"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/leaktest"
@@ -74,7 +75,7 @@ func TestMain(m *testing.M) {
 
 func newStore(ctx context.Context, kubeconfig []byte) (*ipamstore.Store, error) {
 	scheme := runtime.NewScheme()
-	for _, add := range []func(*runtime.Scheme) error{apiextensions.AddToScheme, v1alpha1.AddToScheme} {
+	for _, add := range []func(*runtime.Scheme) error{apiextensions.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
 		if err := add(scheme); err != nil {
 			return nil, err
 		}
@@ -89,8 +90,8 @@ func newStore(ctx context.Context, kubeconfig []byte) (*ipamstore.Store, error) 
 		return nil, err
 	}
 	testClient = c
-	for _, kind := range []string{"ipamstorages", "tunnelendpoints", "networkconfigs", "natmappings"} {
-		text, err := os.ReadFile("../../deploy/crds/net.liqo.io_" + kind + ".yaml")
+	for _, kind := range []string{"net.liqo.io_ipamstorages", "net.liqo.io_tunnelendpoints", "net.liqo.io_networkconfigs", "net.liqo.io_natmappings", "isthmus.net_grantednetworks"} {
+		text, err := os.ReadFile("../../deploy/crds/" + kind + ".yaml")
 		if err != nil {
 			return nil, err
 		}

@@ -9,10 +9,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// diff returns the JSON merge patch that gives an IpamStorage the wanted spec and the given
-// annotations (nil removes one), or nil if nothing differs. The patch is as long as the difference,
-// and it names the version of the object, so that it cannot undo what somebody else wrote.
-func diff(version string, have, want *v1alpha1.IpamStorageSpec, annotations map[string]any) []byte {
+// diff returns the JSON merge patch that gives an IpamStorage the wanted spec, without what is the
+// same: it is as long as the difference.
+func diff(have, want *v1alpha1.IpamStorageSpec) map[string]any {
 	spec := make(map[string]any)
 	set := func(field string, differs bool, value any) {
 		if differs {
@@ -51,7 +50,13 @@ func diff(version string, have, want *v1alpha1.IpamStorageSpec, annotations map[
 		}
 	}
 	sub("endpointMappings", mappings, have.EndpointMappings == nil)
+	return spec
+}
 
+// patchOf returns the merge patch with a patch of the spec and the given annotations (nil removes
+// one), or nil if both are empty. It names the version of the object, so that it cannot undo what
+// somebody else wrote.
+func patchOf(version string, spec, annotations map[string]any) []byte {
 	if len(spec) == 0 && len(annotations) == 0 {
 		return nil
 	}
@@ -61,7 +66,11 @@ func diff(version string, have, want *v1alpha1.IpamStorageSpec, annotations map[
 	if len(annotations) > 0 {
 		metadata["annotations"] = annotations
 	}
-	patch, err := json.Marshal(map[string]any{"metadata": metadata, "spec": spec})
+	object := map[string]any{"metadata": metadata}
+	if len(spec) > 0 {
+		object["spec"] = spec
+	}
+	patch, err := json.Marshal(object)
 	if err != nil {
 		panic(err) // maps of strings can be marshalled
 	}

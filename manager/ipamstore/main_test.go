@@ -19,6 +19,7 @@ import (
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 	"sigs.k8s.io/yaml"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
@@ -36,7 +37,7 @@ func TestMain(m *testing.M) {
 	ctrllog.SetLogger(logr.Discard())
 	code := 1
 	err := func() error {
-		for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, apiextensions.AddToScheme, v1alpha1.AddToScheme} {
+		for _, add := range []func(*runtime.Scheme) error{corev1.AddToScheme, apiextensions.AddToScheme, v1alpha1.AddToScheme, isthmus.AddToScheme} {
 			if err := add(testScheme); err != nil {
 				return err
 			}
@@ -72,7 +73,7 @@ func TestMain(m *testing.M) {
 }
 
 func applyCRDs(ctx context.Context) error {
-	files, err := filepath.Glob("../../deploy/crds/net.liqo.io_*.yaml")
+	files, err := filepath.Glob("../../deploy/crds/*.yaml")
 	if err != nil || len(files) == 0 {
 		return fmt.Errorf("no CRDs (%w)", err)
 	}
@@ -89,7 +90,7 @@ func applyCRDs(ctx context.Context) error {
 			return err
 		}
 	}
-	for _, list := range []client.ObjectList{&v1alpha1.IpamStorageList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.NatMappingList{}} {
+	for _, list := range []client.ObjectList{&v1alpha1.IpamStorageList{}, &v1alpha1.TunnelEndpointList{}, &v1alpha1.NetworkConfigList{}, &v1alpha1.NatMappingList{}, &isthmus.GrantedNetworksList{}} {
 		for testClient.List(ctx, list) != nil {
 			if ctx.Err() != nil {
 				return ctx.Err()

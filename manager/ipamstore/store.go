@@ -5,6 +5,9 @@
 //	          ▲                        │ conflict: somebody else wrote
 //	          └──────── read again ◄───┘
 //
+// Beside it the Store keeps GrantedNetworks, the copy of what is granted that route agents read: what
+// is added is there before it is in the IpamStorage, what is taken away goes after it.
+//
 // The object has the last word, because another manager may have written it. An object that cannot
 // be read has no say: the Book stays and replaces it.
 package ipamstore
@@ -20,7 +23,6 @@ import (
 	"sync"
 	"sync/atomic"
 
-	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -46,6 +48,8 @@ type Store struct {
 	loaded      bool
 	object      *v1alpha1.IpamStorage // as read last; nil when there is none
 	synced      bool                  // object has what Book says, and its version is current, though its spec may not be
+	shares      map[string]share      // GrantedNetworks by name, as read or written last
+	copied      bool                  // shares have what Book says
 	subscribers []chan event.GenericEvent
 	observers   []func(ipam.Book)
 
@@ -98,6 +102,9 @@ func (s *Store) Load(ctx context.Context) error {
 		}
 	}
 	s.object, s.synced = object, false
+	if err := s.readShares(ctx); err != nil {
+		return err
+	}
 	if _, err = s.write(ctx, func(ipam.Book) (ipam.Book, error) { return book, nil }); err != nil {
 		return err
 	}
@@ -152,8 +159,8 @@ func (s *Store) Update(ctx context.Context, f func(ipam.Book) (ipam.Book, error)
 	return u.book, u.err
 }
 
-// Refresh looks whether somebody else has changed or deleted the object, which otherwise shows with
-// the next Update. What they wrote counts if it can be read. Otherwise, or if the object is gone,
+// Refresh looks whether somebody else has changed or deleted the object or a copy, which otherwise
+// shows with the next Update. What they wrote counts if it can be read. Otherwise, or if the object is gone,
 // Refresh writes it again.
 func (s *Store) Refresh(ctx context.Context) error {
 	s.mu.Lock()
@@ -161,20 +168,30 @@ func (s *Store) Refresh(ctx context.Context) error {
 	if !s.loaded {
 		return ErrNotLoaded
 	}
+	copies, err := s.sharesSame(ctx)
+	if err != nil {
+		return err
+	}
 	if s.object != nil {
 		var seen v1alpha1.IpamStorage
 		err := s.client.Get(ctx, client.ObjectKeyFromObject(s.object), &seen)
-		if err == nil && seen.ResourceVersion == s.object.ResourceVersion {
-			return nil
-		}
 		if client.IgnoreNotFound(err) != nil {
 			return fmt.Errorf("IpamStorage %s: %w", s.object.Name, err)
 		}
-		if err := s.reread(ctx); err != nil {
+		same := err == nil && seen.ResourceVersion == s.object.ResourceVersion
+		switch {
+		case same && copies && s.copied:
+			return nil
+		case same:
+			err = s.readShares(ctx)
+		default:
+			err = s.reread(ctx)
+		}
+		if err != nil {
 			return err
 		}
 	}
-	_, err := s.write(ctx, func(b ipam.Book) (ipam.Book, error) { return b, nil })
+	_, err = s.write(ctx, func(b ipam.Book) (ipam.Book, error) { return b, nil })
 	return err
 }
 
@@ -213,7 +230,7 @@ func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error))
 		case err == nil:
 			s.publish(next)
 			return next, nil
-		case !apierrors.IsConflict(err) && !apierrors.IsNotFound(err) || ctx.Err() != nil:
+		case !stale(err) || ctx.Err() != nil:
 			return book, err
 		}
 		if err := s.reread(ctx); err != nil {
@@ -222,15 +239,40 @@ func (s *Store) write(ctx context.Context, f func(ipam.Book) (ipam.Book, error))
 	}
 }
 
-// put makes the object say what the Book says. The API server answers Conflict or NotFound when the
-// object is no longer the one that was read last.
+// put makes the shares and the object say what the Book says. The API server answers Conflict,
+// NotFound or AlreadyExists when one is no longer what was read last.
 func (s *Store) put(ctx context.Context, book ipam.Book) error {
+	ids := s.sharedPeers(book)
+	copied := s.copied
+	if err := s.share(ctx, book, ids, true); err != nil {
+		s.copied = false
+		return err
+	}
+	s.copied = false // until the rest is done, too
+	if err := s.putBooks(ctx, book); err != nil {
+		return err
+	}
+	s.copied = copied
+	if err := s.share(ctx, book, ids, false); err != nil {
+		s.copied = false
+		s.log.Warn("nodes refuse networks that no peer has any more, until this can be written", "err", err)
+		return nil // the books are written, and Refresh follows
+	}
+	s.copied = true
+	return nil
+}
+
+// putBooks makes the object say what the Book says.
+func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
 	kept := map[string]string{isthmus.AnnotationMappings: book.Notes(), isthmus.AnnotationFormer: book.Formers()}
+	digest := digestOf(book)
 	if s.object == nil {
 		object := &v1alpha1.IpamStorage{
 			ObjectMeta: metav1.ObjectMeta{GenerateName: "ipamstorage-", Labels: map[string]string{v1alpha1.LabelIpamStorage: "true"}},
 			Spec:       book.Spec(),
 		}
+		digest.Generation = 1 // of an object that is made
+		kept[isthmus.AnnotationGranted] = digest.Annotation()
 		maps.DeleteFunc(kept, func(_, text string) bool { return text == "" })
 		object.Annotations = kept
 		if err := s.client.Create(ctx, object); err != nil {
@@ -245,6 +287,11 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 	} else {
 		have, want = s.object.Spec, book.Spec()
 	}
+	spec := diff(&have, &want)
+	if digest.Generation = s.object.Generation; len(spec) > 0 {
+		digest.Generation++ // the API server's rule, for exactly the version that the patch names
+	}
+	kept[isthmus.AnnotationGranted] = digest.Annotation()
 	annotations := make(map[string]any)
 	for name, want := range kept {
 		switch have := s.object.Annotations[name]; {
@@ -255,7 +302,7 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 			annotations[name] = want
 		}
 	}
-	if patch := diff(s.object.ResourceVersion, &have, &want, annotations); patch != nil {
+	if patch := patchOf(s.object.ResourceVersion, spec, annotations); patch != nil {
 		// The answer comes without the spec, which would be as long as all peers together.
 		answer := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: s.object.Name}}
 		answer.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
@@ -272,6 +319,9 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 func (s *Store) reread(ctx context.Context) error {
 	object, err := s.find(ctx)
 	if err != nil {
+		return err
+	}
+	if err := s.readShares(ctx); err != nil {
 		return err
 	}
 	before := s.Book()
@@ -296,7 +346,7 @@ func (s *Store) reread(ctx context.Context) error {
 		book, _ = book.Configure(own)
 	}
 	if was := before.Spec(); known {
-		if change := diff(object.ResourceVersion, &was, &object.Spec, nil); change != nil {
+		if change := patchOf(object.ResourceVersion, diff(&was, &object.Spec), nil); change != nil {
 			s.log.Info("IpamStorage was changed by someone else", "name", object.Name, "change", string(change[:min(len(change), 1000)]))
 		}
 	}

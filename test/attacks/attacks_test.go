@@ -12,7 +12,6 @@
 package attacks
 
 import (
-	"context"
 	"flag"
 	"fmt"
 	"log/slog"
@@ -21,10 +20,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
-	"github.com/isthmus-net/isthmus/internal/testbin"
+	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
 
 var (
@@ -67,7 +65,6 @@ var isthmus, kube string
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
-	flag.Parse()
 	if address := os.Getenv(asUnprivileged); address != "" {
 		return hold(address)
 	}
@@ -75,21 +72,7 @@ func run(m *testing.M) int {
 	if lab.Available() != nil {
 		return m.Run() // the tests say why they are skipped
 	}
-	dir, err := os.MkdirTemp("", "isthmus-attacks-")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	defer os.RemoveAll(dir)
-	if isthmus, err = testbin.Isthmus(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return m.Run()
+	return programs.Run(m, &isthmus, &kube)
 }
 
 func TestAttacks(t *testing.T) { runChapters(t, newSite(t, true)) }

@@ -10,7 +10,6 @@
 package cni
 
 import (
-	"context"
 	"flag"
 	"fmt"
 	"log/slog"
@@ -18,10 +17,9 @@ import (
 	"testing"
 	"time"
 
-	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
-	"github.com/isthmus-net/isthmus/internal/testbin"
+	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
 
 var (
@@ -39,26 +37,11 @@ var binary, kube string
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
-	flag.Parse()
 	kubesource.UseLogger(slog.New(slog.DiscardHandler))
 	if lab.Available() != nil {
 		return m.Run() // the tests say why they are skipped
 	}
-	dir, err := os.MkdirTemp("", "isthmus-cni-")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	defer os.RemoveAll(dir)
-	if binary, err = testbin.Isthmus(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return m.Run()
+	return programs.Run(m, &binary, &kube)
 }
 
 // shapes are all shapes, in the order of the table.
@@ -72,15 +55,15 @@ var pairs = [][2]plan{
 		{shape: calicoVXLAN, podCIDR: "10.244.64.0/18", filter: nft, drop: true, strict: true}},
 	{{shape: awsVPC, filter: legacy, strict: true},
 		{shape: flannelHostGW, podCIDR: "10.244.0.0/17", filter: nftables, drop: true, strict: true}},
-	{{shape: calicoBGP, podCIDR: "192.168.0.0/18", filter: legacy, drop: true, accept: true, strict: true},
-		{shape: weave, podCIDR: "10.32.0.0/12", filter: nft, drop: true, host: true}},
+	{{shape: calicoBGP, podCIDR: "192.168.0.0/18", filter: legacy, drop: true, strict: true},
+		{shape: weave, podCIDR: "10.32.0.0/12", filter: nft, drop: true}},
 	{{shape: canal, podCIDR: "10.42.0.0/16", filter: nft, drop: true, strict: true},
 		{shape: cilium, podCIDR: "10.42.128.0/19", filter: legacy, drop: true}},
 	{{shape: kubenetAKS, podCIDR: "10.244.0.0/16", filter: nft, drop: true},
 		{shape: azureCNI, filter: legacy, drop: true}},
 	{{shape: gkeNative, podCIDR: "10.8.0.0/14", filter: nft, drop: true, strict: true},
 		{shape: kindnet, podCIDR: "10.244.0.0/20", filter: nftables, strict: true}},
-	{{shape: ovnKubernetes, podCIDR: "10.128.0.0/14", filter: nft, host: true},
+	{{shape: ovnKubernetes, podCIDR: "10.128.0.0/14", filter: nft},
 		{shape: flannelVXLAN, podCIDR: "10.128.0.0/17", filter: nft, drop: true, host: true}},
 	{{shape: calicoVXLAN, podCIDR: "10.244.0.0/16", filter: nft, drop: true, strict: true, host: true},
 		{shape: awsVPC, filter: nft, host: true}},

@@ -46,7 +46,6 @@ var kindnet = &shape{
 var weave = &shape{
 	name:   "Weave Net",
 	source: "weaveworks/weave: net/bridge.go, net/expose.go, ipam; weave.works, \"Fast Datapath\"",
-	set:    "`isthmus install --host-network`: to a gateway that is a Pod other nodes come by a device like that of a pod",
 	form:   "one bridge over all nodes by VXLAN, addresses that are not the nodes' podCIDRs, WEAVE masquerades what leaves or enters, MTU 1376",
 	own: func(c *lab.Cluster) {
 		for i, n := range c.Nodes {
@@ -170,12 +169,13 @@ COMMIT
 // cluster comes to the host by ovn-k8s-mp0 and is masqueraded there, and the host reaches all pods
 // by it, its own and those of others (ovn-org/ovn-kubernetes: go-controller/pkg/node,
 // docs/design/local-gateway...). Open vSwitch is not here: a namespace with a bridge and GENEVE's
-// place taken by VXLAN does the logical router's and switches' work. With shared gateways pods'
+// place taken by VXLAN does the logical router's and switches' work, and ovn-k8s-mp0, which is an
+// internal port of Open vSwitch (a kind of its own), is a macvlan: what matters is that it is not of
+// the kind of pods' devices. With shared gateways pods'
 // packets never come to the host's tables, and that cannot be imitated.
 var ovnKubernetes = &shape{
 	name:   "OVN-Kubernetes, local gateways",
 	source: "ovn-org/ovn-kubernetes: go-controller/pkg/node/management-port_linux.go, gateway_localnet.go; ovn-kubernetes.io, \"Gateway modes\"",
-	set:    "`isthmus install --host-network`: to a gateway that is a Pod other nodes come by a device like that of a pod",
 	form:   "pods behind a logical router, ovn-k8s-mp0 to it, all that leaves the cluster masqueraded on the host; no Open vSwitch",
 	open:   true,
 	node: func(c *lab.Cluster, i int) dress {
@@ -187,13 +187,16 @@ var ovnKubernetes = &shape{
 			"netns add " + d.router,
 			fmt.Sprintf("link add genev_sys_6081 address %s mtu 1400 type vxlan id 0x10 dev eth0 local %v dstport 6081 nolearning", mac(i), n.Addr),
 			"link set genev_sys_6081 netns " + d.router,
-			"link add ovn-k8s-mp0 mtu 1400 type veth peer name mp0 mtu 1400 netns " + d.router,
+		}
+		d.ip = []string{
 			fmt.Sprintf("addr add %v/%d dev ovn-k8s-mp0", port, n.PodCIDR.Bits()),
 			"link set ovn-k8s-mp0 up",
+			fmt.Sprintf("route add %v via %v dev ovn-k8s-mp0", c.PodCIDR, gateway),
 		}
-		d.ip = []string{fmt.Sprintf("route add %v via %v dev ovn-k8s-mp0", c.PodCIDR, gateway)}
 		d.inRouter = []string{
-			"link set lo up", "link set genev_sys_6081 up", "link set mp0 up",
+			"link set lo up", "link set genev_sys_6081 up",
+			"link add mp0 mtu 1400 type veth peer name mp0up mtu 1400", "link set mp0 up", "link set mp0up up",
+			"link add link mp0up name ovn-k8s-mp0 netns " + n.Netns() + " type macvlan mode passthru",
 			"link add switch mtu 1400 type bridge", "link set switch up", "link set mp0 master switch",
 			fmt.Sprintf("addr add %v/%d dev switch", gateway, n.PodCIDR.Bits()),
 			fmt.Sprintf("addr add %v/24 dev genev_sys_6081", join(i)),

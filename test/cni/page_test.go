@@ -65,10 +65,11 @@ what they were.
 **FORWARD DROP.** Where the policy of that chain is DROP, and whoever set it accepts only what comes from or goes to the
 PodCIDR (flannel, kube-proxy, Calico), pods reach peers and are reached. Other packets have no pod at either end: from a
 peer to a mapped server outside of the cluster and, with gateways on the host's network, between their node and the host
-network of other nodes. Route agents let these pass where the chain is that of iptables-nft. For iptables-legacy, and for a
-chain of nftables with another name, ` + "`isthmus status` and `diagnose`" + ` name the chain, and a rule has to be added to it:
-` + "`iptables-legacy -I FORWARD -i isthmus+ -j ACCEPT; iptables-legacy -I FORWARD -o isthmus+ -j ACCEPT`" + `. The tests assert
-that a server is not reached without such a rule, and is with it.
+network of other nodes. Route agents let these pass with two rules of their own at the end of the chain, in iptables-nft,
+iptables-legacy and any chain of nftables at the hook forward that drops what nobody has accepted ([decision
+14](decisions/0014-sources-are-settled-before-the-cni.md)). What nobody else may change (a table that belongs to a process, as
+firewalld's does, a chain that others jump to and that drops, iptables-legacy without ` + "`/run/xtables.lock`" + `), ` + "`isthmus status` and `diagnose`" + `
+name with the command that mends it.
 `)
 	b.WriteString(`
 ## The pairs
@@ -111,7 +112,11 @@ no other: the ten seconds are that. [faults.md](faults.md) has what one such fau
 
 - **eBPF.** Cilium with eBPF host routing, masquerading or kube-proxy replacement, and Calico's eBPF data plane, pass the host's
   routes, rules and packet filters by. The row of Cilium is its tunnel mode with iptables masquerading.
-- **Open vSwitch.** OVN-Kubernetes with shared gateways never shows pods' packets to the host. The row is that of local gateways.
+- **Open vSwitch.** OVN-Kubernetes with shared gateways, its default, never shows pods' packets to the host: nothing on the host can lead them to a
+  gateway or refuse them, and **they leave for the peer's network in the clear** by br-ex. Set local gateways (` + "`routingViaHost: true`" + ` on OpenShift,
+  ` + "`--gateway-mode local`" + `), which the row is; ` + "`isthmus diagnose` and `status`" + ` name nodes where it is not so. There ovn-k8s-mp0 is a device of Open vSwitch's own kind, here a macvlan.
+  OVN lets a pod send from its own addresses only (port security), so that the gateway may believe those of nodes. Of Weave the bridge and the
+  tunnel are here, and not Open vSwitch between them.
 - **IPIP.** The kernels that run the tests have no such device. Calico's IPIP pools are like its VXLAN pools here.
 
 ## After which documents

@@ -80,7 +80,6 @@ type plan struct {
 	podCIDR string
 	filter  filter
 	drop    bool // FORWARD has the policy DROP
-	accept  bool // a person has let pass there what comes from or goes to devices of Isthmus
 	strict  bool // rp_filter is strict everywhere
 	host    bool // gateways have their node's network; else they are Pods
 
@@ -91,9 +90,6 @@ func (p plan) String() string {
 	text := fmt.Sprintf("%s, %s", p.shape.name, p.filter)
 	if p.drop && !p.shape.open {
 		text += ", FORWARD DROP"
-	}
-	if p.accept {
-		text += " with a rule for Isthmus"
 	}
 	if p.strict {
 		text += ", strict rp_filter"
@@ -168,9 +164,6 @@ func (p plan) put(ctx context.Context, l *lab.Lab, c *lab.Cluster, n *lab.Node, 
 	drop := p.drop && !p.shape.open
 	if drop && p.filter != nftables {
 		tables += "*filter\n:FORWARD DROP\nCOMMIT\n"
-	}
-	if p.accept {
-		tables += "*filter\n-I FORWARD -i isthmus+ -j ACCEPT\n-I FORWARD -o isthmus+ -j ACCEPT\nCOMMIT\n"
 	}
 	for _, table := range []string{serviceTables(c, p.filter), tables} {
 		if err := feed(ctx, n.Host, table, p.filter.program(), "--noflush"); err != nil {

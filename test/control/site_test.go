@@ -40,7 +40,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
-	"github.com/isthmus-net/isthmus/internal/testbin"
+	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
 
 // installed is the namespace of Isthmus.
@@ -50,25 +50,9 @@ const installed = "isthmus-system"
 // both.
 var binary, kube string
 
-func TestMain(m *testing.M) { os.Exit(run(m)) }
-
-func run(m *testing.M) int {
+func TestMain(m *testing.M) {
 	ctrllog.SetLogger(logr.Discard())
-	dir, err := os.MkdirTemp("", "isthmus-control-")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	defer os.RemoveAll(dir)
-	if binary, err = testbin.Isthmus(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return m.Run()
+	os.Exit(programs.Run(m, &binary, &kube))
 }
 
 // A site is one cluster: a control plane, and a manager once it is started.

@@ -17,10 +17,9 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/fleet"
-	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
-	"github.com/isthmus-net/isthmus/internal/testbin"
+	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
 
 var long = flag.Bool("long", false, "let faults last for a minute and more")
@@ -36,26 +35,11 @@ var binary, kube string
 func TestMain(m *testing.M) { os.Exit(run(m)) }
 
 func run(m *testing.M) int {
-	flag.Parse()
 	kubesource.UseLogger(slog.New(slog.DiscardHandler))
 	if lab.Available() != nil {
 		return m.Run() // the tests say why they are skipped
 	}
-	dir, err := os.MkdirTemp("", "isthmus-fleet-")
-	if err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	defer os.RemoveAll(dir)
-	if binary, err = testbin.Isthmus(dir); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	if kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
-		fmt.Fprintln(os.Stderr, err)
-		return 1
-	}
-	return m.Run()
+	return programs.Run(m, &binary, &kube)
 }
 
 // up makes a fleet that ends with the test, after the ends of all logs if it failed. The test fails

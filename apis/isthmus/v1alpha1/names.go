@@ -27,6 +27,10 @@ const (
 // status of each TunnelEndpoint, as long as it names a Pod of the gateway with a network of its own.
 const AnnotationGateways = "isthmus.net/gateways"
 
+// AnnotationGranted on the IpamStorage says of which generation of it GrantedNetworks are the copy, and
+// what they have to be together (fabric.BooksDigest).
+const AnnotationGranted = "isthmus.net/granted"
+
 // AnnotationMappings on the IpamStorage has what Liqo's books have no place for: who asked for which
 // mapped endpoint, and what the endpoints were then.
 const AnnotationMappings = "isthmus.net/mappings"

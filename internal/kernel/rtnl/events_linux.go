@@ -11,6 +11,7 @@ import (
 	"strings"
 	"syscall"
 
+	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -52,10 +53,8 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 		if err != nil {
 			return fmt.Errorf("nftables events: %w", err)
 		}
-		// Others change their tables often. A message about a rule, a set or a chain names its
-		// table, and one about a chain or a rule the chain.
 		k.listen(ctx, f, func(b []byte) bool {
-			ours := bytes.Contains(b, []byte(kernel.FilterTable+"\x00")) || k.owner.NAT && bytes.Contains(b, []byte(forwardChain+"\x00"))
+			ours := k.concernsFilter(b)
 			if ours {
 				k.memory.filter.Store(true)
 			}
@@ -65,6 +64,32 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 	k.memory.stale.Store(true) // what was read before
 	k.memory.following.Store(true)
 	return nil
+}
+
+// concernsFilter says of events of nftables whether they may be about our tables or a chain that
+// forwards. Others change their tables often. A message about a rule, a set or a chain names its table,
+// and one about a chain or a rule the chain.
+func (k *Kernel) concernsFilter(b []byte) bool {
+	if bytes.Contains(b, []byte(kernel.FilterTable+"\x00")) {
+		return true
+	}
+	if !k.owner.NAT {
+		return false
+	}
+	if names := k.memory.chains.Load(); names != nil && slices.ContainsFunc(*names, func(name []byte) bool { return bytes.Contains(b, name) }) {
+		return true
+	}
+	messages, err := syscall.ParseNetlinkMessage(b)
+	if err != nil {
+		return true
+	}
+	return slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool { // a new one: chains with a hook are few
+		if m.Header.Type != unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_NEWCHAIN {
+			return false
+		}
+		_, base := rawAttribute(&m, nl.SizeofNfgenmsg, unix.NFTA_CHAIN_HOOK)
+		return base
+	})
 }
 
 func (k *Kernel) listen(ctx context.Context, f *os.File, concerns func([]byte) bool, notify func()) {
@@ -207,7 +232,7 @@ func rawAttribute(m *syscall.NetlinkMessage, header int, kind uint16) ([]byte, b
 		if length < unix.SizeofRtAttr || length > len(b) {
 			return nil, false
 		}
-		if binary.NativeEndian.Uint16(b[2:]) == kind {
+		if binary.NativeEndian.Uint16(b[2:])&^unix.NLA_F_NESTED == kind {
 			return b[unix.SizeofRtAttr:length], true
 		}
 		b = b[min((length+unix.NLMSG_ALIGNTO-1)&^(unix.NLMSG_ALIGNTO-1), len(b)):]

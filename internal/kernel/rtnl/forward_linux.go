@@ -1,12 +1,13 @@
 package rtnl
 
 import (
-	"bytes"
 	"cmp"
 	"encoding/binary"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
+	"time"
 
 	"github.com/google/nftables"
 	"github.com/google/nftables/expr"
@@ -17,11 +18,6 @@ import (
 
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
-
-// iptablesFilter is the table filter of iptables-nft.
-var iptablesFilter = &nftables.Table{Name: "filter", Family: nftables.TableFamilyIPv4}
-
-const forwardChain = "FORWARD"
 
 // Verdicts of linux/netfilter.h.
 const (
@@ -34,7 +30,6 @@ type foreignRule struct {
 	handle  uint64
 	comment string
 	refuses bool // it drops or rejects everything
-	named   bool // it names devices of ours
 }
 
 // rulesOf reads the rules of a chain, in their order. Package nftables knows not all expressions.
@@ -77,7 +72,6 @@ func ruleFrom(b []byte) (r foreignRule, in [2]string, err error) {
 		return r, in, err
 	}
 	d.ByteOrder = binary.BigEndian
-	r.named = bytes.Contains(b, []byte(kernel.TunPrefix))
 	for d.Next() {
 		switch d.Type() {
 		case unix.NFTA_RULE_TABLE:
@@ -192,46 +186,63 @@ func matchIn(b []byte) (name, text string) {
 	return name, text
 }
 
-// A forwarding is what FORWARD of iptables-nft does with what nobody accepts.
+// A forwarding is a chain of others by which they look at what is forwarded, and what it does with
+// what nobody accepts.
 type forwarding struct {
+	accept  kernel.Accept
 	refuses bool   // at its end
 	before  uint64 // handle of the rule that refuses everything; 0: the policy does
 	ours    []foreignRule
 	right   bool // ours are where they should be
+	fixed   bool // it cannot be changed soundly
 }
 
-// readForwarding reads the chain; there is none where iptables-nft was never used.
-func readForwarding() (f forwarding, err error) {
+// families are those of nftables with chains that see forwarded packets of IPv4.
+var families = map[string]nftables.TableFamily{"ip": nftables.TableFamilyIPv4, "inet": nftables.TableFamilyINet}
+
+// readForwarding reads all such chains of nftables, those of iptables-nft among them.
+func readForwarding() (all []forwarding, err error) {
 	c, err := nftables.New(nftables.AsLasting())
 	if err != nil {
-		return f, nil // a kernel without
+		return nil, nil // a kernel without
 	}
 	defer func() { _ = c.CloseLasting() }()
-	chains, err := c.ListChainsOfTableFamily(iptablesFilter.Family)
-	if err != nil {
-		return f, err
-	}
-	at := slices.IndexFunc(chains, func(chain *nftables.Chain) bool {
-		return chain.Table.Name == iptablesFilter.Name && chain.Name == forwardChain && chain.Hooknum != nil
-	})
-	if at < 0 {
-		return f, nil
-	}
-	f.refuses = chains[at].Policy != nil && *chains[at].Policy == nftables.ChainPolicyDrop
-	found, err := rulesOf(iptablesFilter, forwardChain)
-	if err != nil {
-		return f, err
-	}
-	for _, r := range found {
-		switch {
-		case r.comment == kernel.AcceptComment:
-			f.ours = append(f.ours, r)
-			f.right = len(f.ours) == len(acceptRules()) && f.before == 0
-		case r.refuses && f.before == 0:
-			f.refuses, f.before = true, r.handle
+	for kind, family := range families {
+		chains, err := c.ListChainsOfTableFamily(family)
+		if err != nil {
+			return nil, err
+		}
+		for _, chain := range chains {
+			if !forwards(chain) || chain.Table.Name == kernel.FilterTable {
+				continue
+			}
+			f := forwarding{accept: kernel.Accept{Program: kernel.NFT, Family: kind, Table: chain.Table.Name, Chain: chain.Name}}
+			if family == nftables.TableFamilyIPv4 && chain.Table.Name == "filter" && chain.Name == "FORWARD" {
+				f.accept.Program = kernel.IptablesNFT
+			}
+			f.refuses = chain.Policy != nil && *chain.Policy == nftables.ChainPolicyDrop
+			found, err := rulesOf(&nftables.Table{Name: chain.Table.Name, Family: family}, chain.Name)
+			if err != nil {
+				return nil, err
+			}
+			for _, r := range found {
+				switch {
+				case r.comment == kernel.AcceptComment:
+					f.ours = append(f.ours, r)
+					f.right = len(f.ours) == len(acceptRules()) && f.before == 0
+				case r.refuses && f.before == 0:
+					f.refuses, f.before = true, r.handle
+				}
+			}
+			all = append(all, f)
 		}
 	}
-	return f, nil
+	return all, nil
+}
+
+// forwards reports whether a chain filters what is forwarded.
+func forwards(c *nftables.Chain) bool {
+	return c.Type == nftables.ChainTypeFilter && c.Hooknum != nil && *c.Hooknum == *nftables.ChainHookForward
 }
 
 // acceptRules are the rules of an Accept, as iptables-nft would make them.
@@ -242,39 +253,72 @@ func acceptRules() (all [][]expr.Any) {
 	return all
 }
 
-// lookForward reads the chain. While it cannot be read it is what it was.
+// lookForward reads the chains of nftables. While they cannot be read they are what they were.
 func (k *Kernel) lookForward() {
-	if f, err := readForwarding(); err == nil {
-		k.forward = f
+	now, err := readForwarding()
+	if err != nil {
+		return
 	}
+	k.forward = slices.Concat(now, slices.DeleteFunc(k.forward, func(f forwarding) bool { return f.accept.Program != kernel.IptablesLegacy }))
+	names := make([][]byte, len(now))
+	for i, f := range now {
+		names[i] = append([]byte(f.accept.Chain), 0)
+	}
+	k.memory.chains.Store(&names)
 }
 
-// accepts are those that are there: all that is wanted where nothing needs to be accepted.
-func (f forwarding) accepts(want []kernel.Accept) []kernel.Accept {
-	if len(want) == 0 && len(f.ours) > 0 || len(want) > 0 && (f.right || !f.refuses && len(f.ours) == 0) {
-		return []kernel.Accept{{}}
-	}
-	return nil
+// lookLegacy reads that of iptables-legacy.
+func (k *Kernel) lookLegacy() {
+	k.legacy = time.Now()
+	k.forward = append(slices.DeleteFunc(k.forward, func(f forwarding) bool { return f.accept.Program == kernel.IptablesLegacy }), legacyForwarding()...)
 }
 
-// changeAccept takes away what is there, and adds what is needed, in one step.
-func (k *Kernel) changeAccept(remove bool) error {
-	f, err := readForwarding()
+// acceptsIn are those that are there as they should be, or are to go, and those that are needed where
+// any are wanted. Of a chain that cannot be changed soundly nothing is asked: Limits tells.
+func (k *Kernel) acceptsIn(wanted []kernel.Accept) (have, want []kernel.Accept) {
+	for _, f := range k.forward {
+		if f.fixed {
+			continue
+		}
+		needed := len(wanted) > 0 && f.refuses
+		if needed {
+			want = append(want, f.accept)
+		}
+		if len(f.ours) > 0 && (f.right || !needed) {
+			have = append(have, f.accept)
+		}
+	}
+	return have, want
+}
+
+// changeAccept takes away what is there of ours in a chain, and adds what is needed, in one step.
+func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
+	if a.Program == kernel.IptablesLegacy {
+		err := changeLegacy(remove)
+		k.lookLegacy()
+		return err
+	}
+	now, err := readForwarding()
 	if err != nil {
 		return err
 	}
+	at := slices.IndexFunc(now, func(f forwarding) bool { return f.accept == a })
+	if at < 0 {
+		return unix.ENOENT
+	}
+	f := now[at]
 	c, err := nftables.New()
 	if err != nil {
 		return err
 	}
-	chain := &nftables.Chain{Table: iptablesFilter, Name: forwardChain}
+	chain := &nftables.Chain{Table: &nftables.Table{Name: a.Table, Family: families[a.Family]}, Name: a.Chain}
 	for _, r := range f.ours {
-		if err := c.DelRule(&nftables.Rule{Table: iptablesFilter, Chain: chain, Handle: r.handle}); err != nil {
+		if err := c.DelRule(&nftables.Rule{Table: chain.Table, Chain: chain, Handle: r.handle}); err != nil {
 			return err
 		}
 	}
 	for _, exprs := range acceptRules() {
-		r := &nftables.Rule{Table: iptablesFilter, Chain: chain, Exprs: exprs, Position: f.before,
+		r := &nftables.Rule{Table: chain.Table, Chain: chain, Exprs: exprs, Position: f.before,
 			UserData: userdata.AppendString(nil, userdata.TypeComment, kernel.AcceptComment)}
 		switch {
 		case remove || !f.refuses:
@@ -285,8 +329,27 @@ func (k *Kernel) changeAccept(remove bool) error {
 		}
 	}
 	err = c.Flush()
+	if errors.Is(err, unix.EPERM) { // our own tables could be made before
+		err = errOwned
+	}
 	k.lookForward()
 	return err
+}
+
+// errOwned: the table has the flag owner, as those of firewalld have.
+var errOwned = errors.New("the table belongs to a process, which alone may change it")
+
+// refusal says what it costs that an Accept could not be made, and what to do.
+func refusal(a kernel.Accept, err error) kernel.Limit {
+	remedy := "`" + kernel.Op{Object: a}.Command("") + "`"
+	switch {
+	case errors.Is(err, errOwned) && a.Table == "firewalld":
+		remedy = "`firewall-cmd --permanent --zone=trusted --add-interface=" + kernel.OverlayDevice + " && firewall-cmd --reload`, and the pods' networks in that zone (--add-source), as all that pods send needs it; or NftablesTableOwner=no in firewalld.conf"
+	case errors.Is(err, errOwned):
+		remedy = "`iifname \"isthmus*\" accept` and `oifname \"isthmus*\" accept` in the configuration of that process"
+	}
+	return kernel.Limit{Reason: kernel.LimitUncertain, Message: fmt.Sprintf(
+		"%v drops what none of its rules accepts, and ours cannot be added (%v): packets between pods and peers may be dropped; want %s", a, err, remedy)}
 }
 
 // masqueradeCost is what it costs that pods are masqueraded.
@@ -301,32 +364,24 @@ func (k *Kernel) Limits(want kernel.SourceNAT) (all []kernel.Limit) {
 		return all
 	}
 	defer func() { _ = c.CloseLasting() }()
-	for kind, family := range map[string]nftables.TableFamily{"ip": nftables.TableFamilyIPv4, "inet": nftables.TableFamilyINet} {
+	for kind, family := range families {
 		chains, err := c.ListChainsOfTableFamily(family)
 		if err != nil {
 			continue // it is asked again
 		}
 		for _, chain := range chains {
-			if chain.Table.Name == kernel.FilterTable || chain.Hooknum == nil || chain.Priority == nil {
+			early := chain.Type == nftables.ChainTypeNAT && chain.Hooknum != nil && *chain.Hooknum == *nftables.ChainHookPostrouting &&
+				chain.Priority != nil && *chain.Priority < kernel.SourceNATPriority
+			if !early || chain.Table.Name == kernel.FilterTable {
 				continue
 			}
-			name := fmt.Sprintf("chain %s of table %s %s", chain.Name, kind, chain.Table.Name)
 			found, err := rulesOf(&nftables.Table{Name: chain.Table.Name, Family: family}, chain.Name)
-			if err != nil || len(found) == 0 && (chain.Policy == nil || *chain.Policy == nftables.ChainPolicyAccept) {
+			if err != nil || len(found) == 0 {
 				continue
 			}
-			refuses := chain.Policy != nil && *chain.Policy == nftables.ChainPolicyDrop || slices.ContainsFunc(found, func(r foreignRule) bool { return r.refuses })
-			named := slices.ContainsFunc(found, func(r foreignRule) bool { return r.named })
-			switch {
-			case chain.Type == nftables.ChainTypeNAT && *chain.Hooknum == *nftables.ChainHookPostrouting && *chain.Priority < kernel.SourceNATPriority:
-				all = append(all, kernel.Limit{Reason: kernel.LimitMasqueraded, Message: fmt.Sprintf(
-					"%s has priority %d, before ours: where it masquerades pods they are not exempted; %s; want a priority of %d or more", name, *chain.Priority, masqueradeCost, kernel.SourceNATPriority)})
-			case chain.Type == nftables.ChainTypeFilter && *chain.Hooknum == *nftables.ChainHookForward && refuses && !named &&
-				!(family == iptablesFilter.Family && chain.Table.Name == iptablesFilter.Name && chain.Name == forwardChain):
-				all = append(all, kernel.Limit{Reason: kernel.LimitUncertain, Message: fmt.Sprintf(
-					"%s drops what none of its rules accepts, and none names our devices: packets between pods and peers may be dropped; want `nft insert rule %s %s %s iifname \"isthmus*\" accept` and the same with oifname",
-					name, kind, chain.Table.Name, chain.Name)})
-			}
+			all = append(all, kernel.Limit{Reason: kernel.LimitMasqueraded, Message: fmt.Sprintf(
+				"chain %s of table %s %s has priority %d, before ours: where it masquerades pods they are not exempted; %s; want a priority of %d or more",
+				chain.Name, kind, chain.Table.Name, *chain.Priority, masqueradeCost, kernel.SourceNATPriority)})
 		}
 	}
 	all = append(all, legacyLimits(want)...)

@@ -10,6 +10,7 @@ import (
 	"io"
 	"log/slog"
 	"os"
+	"strings"
 	"sync"
 	"time"
 
@@ -33,8 +34,11 @@ type Kernel struct {
 
 	index   map[kernel.Place]int // of devices
 	tables  tablesRead
-	forward forwarding
+	forward []forwarding   // chains of others
+	legacy  time.Time      // when those of iptables-legacy were read, of which no event tells
 	unmade  []kernel.Limit // what is optional and could not be made
+	failed  struct{ nat, bridge error }
+	bridged bool // there was a Bridge after the last Apply
 	memory  memory
 }
 
@@ -94,6 +98,9 @@ func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, 
 	return k, nil
 }
 
+// Bridged reports whether the last Apply found or made a Bridge.
+func (k *Kernel) Bridged() bool { return k.bridged }
+
 // Close waits for the readers of events, whose context has to be done. Objects stay, but the Inner
 // namespace goes unless something else in it is open.
 func (k *Kernel) Close() {
@@ -138,7 +145,9 @@ func (k *Kernel) Path() string {
 // Apply makes want true and returns the changes that succeeded. It goes on after a failure and
 // returns all of them, but stops at ErrFilter.
 func (k *Kernel) Apply(want kernel.State) (kernel.Plan, error) {
-	return k.apply(want, kernel.PlanFor, func(_ kernel.State, _ kernel.Plan) *kernel.State { return &want })
+	done, err := k.apply(want, kernel.PlanFor, func(_ kernel.State, _ kernel.Plan) *kernel.State { return &want })
+	k.bridged = len(want.Bridges) > 0 && k.failed.bridge == nil && !errors.Is(err, ErrFilter)
+	return done, err
 }
 
 // Add adds what is wanted, and leaves everything else as it is.
@@ -164,21 +173,33 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 	if err != nil {
 		return nil, fmt.Errorf("reading the kernel's state: %w", err)
 	}
-	have.Accepts = k.forward.accepts(want.Accepts)
+	if k.owner.NAT && time.Since(k.legacy) > legacyInterval {
+		k.lookLegacy()
+	}
+	have.Accepts, want.Accepts = k.acceptsIn(want.Accepts)
 	k.memory.state = nil // until all is done
 	var done kernel.Plan
 	var errs []error
 	k.unmade = nil
+	k.failed.nat, k.failed.bridge = nil, nil
 	for _, o := range plan(have, want) {
 		err := k.change(o)
 		if _, is := o.Object.(kernel.Filter); is && err != nil && !o.Remove {
 			return done, fmt.Errorf("%w: %w (want a kernel with nftables, conntrack and fib, and CAP_NET_ADMIN)", ErrFilter, err)
 		}
 		if limit, is := limitOf(o, err); is {
-			k.unmade = append(k.unmade, limit)
+			switch o.Object.(type) {
+			case kernel.SourceNAT:
+				k.failed.nat = err
+			case kernel.Bridge:
+				k.failed.bridge = err
+			}
+			if limit.Reason != kernel.LimitBridge || !bridgesFiltered() {
+				k.unmade = append(k.unmade, limit)
+			}
 			continue
 		}
-		if errors.Is(err, errUnwritable) {
+		if errors.Is(err, errUnwritable) || errors.Is(err, errBusy) {
 			continue // not said again with each comparison
 		}
 		if err != nil {
@@ -190,12 +211,23 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 	if len(errs) == 0 {
 		k.memory.state = after(have, done)
 	}
-	if now := k.memory.state; now != nil && k.unmade != nil {
+	if now := k.memory.state; now != nil && (k.failed.nat != nil || k.failed.bridge != nil) {
 		without := *now // it is tried again next time
-		without.SourceNAT = nil
+		if k.failed.nat != nil {
+			without.SourceNAT = nil
+		}
+		if k.failed.bridge != nil {
+			without.Bridges = nil
+		}
 		k.memory.state = &without
 	}
 	return done, errors.Join(errs...)
+}
+
+// bridgesFiltered reports whether br_netfilter hands what bridges carry to a Filter.
+func bridgesFiltered() bool {
+	b, err := os.ReadFile("/proc/sys/net/bridge/bridge-nf-call-iptables")
+	return err == nil && strings.TrimSpace(string(b)) == "1"
 }
 
 // limitOf says what it costs that something optional could not be made.
@@ -203,14 +235,16 @@ func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
 	if err == nil || o.Remove {
 		return l, false
 	}
-	err = explain(err, "CAP_NET_ADMIN")
-	switch o.Object.(type) {
+	switch v := o.Object.(type) {
 	case kernel.SourceNAT:
 		return kernel.Limit{Reason: kernel.LimitMasqueraded, Message: fmt.Sprintf(
-			"what the CNI masquerades cannot be exempted (nftables: %v); %s; want a kernel with NAT in nftables (nf_tables, nft_chain_nat)", err, masqueradeCost)}, true
+			"what the CNI masquerades cannot be exempted (nftables: %v); %s; want a kernel with NAT in nftables (nf_tables, nft_chain_nat)", explain(err, "CAP_NET_ADMIN"), masqueradeCost)}, true
+	case kernel.Bridge:
+		return kernel.Limit{Reason: kernel.LimitBridge, Message: fmt.Sprintf(
+			"bridges cannot be filtered (nftables: %v): where the gateway's Pod is on a bridge of this node, a pod there may send to it as a node; want a kernel with nftables for bridges (nf_tables_bridge), or br_netfilter with net.bridge.bridge-nf-call-iptables=1",
+			explain(err, "CAP_NET_ADMIN"))}, true
 	case kernel.Accept:
-		return kernel.Limit{Reason: kernel.LimitForwarding, Message: fmt.Sprintf(
-			"FORWARD of iptables-nft drops what nobody accepts, and our rules cannot be added (%v): packets between pods and peers are dropped; want `%s`", err, o.Command(""))}, true
+		return refusal(v, explain(err, "CAP_NET_ADMIN")), !errors.Is(err, errBusy)
 	}
 	return l, false
 }

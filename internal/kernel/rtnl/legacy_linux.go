@@ -3,10 +3,14 @@ package rtnl
 import (
 	"bytes"
 	"encoding/binary"
+	"errors"
+	"fmt"
 	"net/netip"
 	"os"
+	"runtime"
 	"slices"
 	"strings"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -14,26 +18,46 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// What iptables-legacy has in the kernel is read only: its one way to change a table is to replace all
-// of it, under a lock file of the host's and together with the rules of others.
+// iptables-legacy has one way to change a table: to replace all of it. Programs that do take a lock of
+// the host before they read it and give it back when they have written: iptables since 1.6, and with
+// it kube-proxy, CNIs and firewalls. So do we; without the file nothing is changed.
+
+// legacyLock is that lock (XT_LOCK_NAME of iptables). It is made by whoever is first, and never by us:
+// in a container without that of its node a file of this name would lock out nobody.
+const legacyLock = "/run/xtables.lock"
+
+const (
+	// legacyInterval is how long the table is not read again, of which no event tells.
+	legacyInterval = 9 * time.Second
+	// legacyPatience is how long others may have the lock.
+	legacyPatience = 500 * time.Millisecond
+)
+
+// errBusy: it is tried again.
+var errBusy = errors.New("others change iptables")
 
 // Of linux/netfilter_ipv4/ip_tables.h and x_tables.h.
 const (
-	iptGetInfo    = 64 // IPT_SO_GET_INFO
-	iptGetEntries = 65 // IPT_SO_GET_ENTRIES
-	iptInfoSize   = 84 // struct ipt_getinfo
-	iptEntrySize  = 112
-	iptHeader     = 40 // of struct ipt_get_entries, with what aligns the entries
-	iptForward    = 2  // NF_INET_FORWARD
-	iptGoto       = 2  // IPT_F_GOTO
-	xtReturn      = -5 // XT_RETURN
+	iptGetInfo     = 64 // IPT_SO_GET_INFO
+	iptGetEntries  = 65 // IPT_SO_GET_ENTRIES
+	iptSetReplace  = 64 // IPT_SO_SET_REPLACE
+	iptSetCounters = 65 // IPT_SO_SET_ADD_COUNTERS
+	iptInfoSize    = 84 // struct ipt_getinfo
+	iptReplaceSize = 96 // struct ipt_replace
+	iptEntrySize   = 112
+	iptHeader      = 40 // of struct ipt_get_entries and xt_counters_info, with what aligns the entries
+	iptHooks       = 5  // NF_INET_NUMHOOKS
+	iptForward     = 2  // NF_INET_FORWARD
+	iptGoto        = 2  // IPT_F_GOTO
+	xtReturn       = -5 // XT_RETURN
+	xtCounters     = 16 // struct xt_counters
+	xtMatchSize    = 32 // struct xt_entry_match, and xt_entry_target
+	xtCommentSize  = 256
 )
 
-// legacyLimits are those of the table filter of iptables-legacy, if there is one. Asking the kernel
-// for a table makes it, so that the list of tables is read first.
+// legacyLimits are those of the table filter of iptables-legacy, if there is one.
 func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
-	tables, err := os.ReadFile("/proc/thread-self/net/ip_tables_names")
-	if err != nil || !slices.Contains(strings.Fields(string(tables)), "filter") {
+	if !hasLegacy() {
 		return nil
 	}
 	pod, ok := firstAddr(want.Local)
@@ -51,8 +75,30 @@ func legacyLimits(want kernel.SourceNAT) []kernel.Limit {
 	if !t.drops(pod, remote, "", kernel.OverlayDevice) && !t.drops(remote, pod, kernel.OverlayDevice, "") {
 		return nil
 	}
-	return []kernel.Limit{{Reason: kernel.LimitForwarding, Message: "FORWARD of iptables-legacy drops packets between pods and peers, which no rule accepts as far as can be seen; " +
-		"want `iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT` and the same with -o, before the rule that drops"}}
+	why := "which no rule accepts as far as can be seen"
+	if f := t.forwarding(); f.fixed && f.refuses {
+		why += ", and there is no " + legacyLock + " of the node under which ours could be added"
+	}
+	return []kernel.Limit{{Reason: kernel.LimitForwarding, Message: "FORWARD of iptables-legacy drops packets between pods and peers, " + why +
+		"; want `iptables-legacy -A FORWARD -i isthmus+ -j ACCEPT` and the same with -o, before the rule that drops"}}
+}
+
+// legacyForwarding is the chain FORWARD of iptables-legacy, where there is one.
+func legacyForwarding() []forwarding {
+	if !hasLegacy() {
+		return nil
+	}
+	t, err := readLegacy()
+	if err != nil {
+		return nil
+	}
+	return []forwarding{t.forwarding()}
+}
+
+// hasLegacy: asking the kernel for a table makes it, so that the list of tables is read.
+func hasLegacy() bool {
+	tables, err := os.ReadFile("/proc/thread-self/net/ip_tables_names")
+	return err == nil && slices.Contains(strings.Fields(string(tables)), "filter")
 }
 
 // firstAddr is a host's address in the first of the networks.
@@ -72,21 +118,25 @@ func firstAddr(networks string) (netip.Addr, bool) {
 type legacyTable struct {
 	forward int // where its chain FORWARD begins
 	policy  int // where its policy is, which is the last of it
+	info    []byte
 	entries []byte
 }
 
+// socket is one by which tables are read and replaced; a raw one needs CAP_NET_RAW.
+func socket() (int, error) { return unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0) }
+
 func readLegacy() (t legacyTable, err error) {
-	fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0) // a raw one needs CAP_NET_RAW
+	fd, err := socket()
 	if err != nil {
 		return t, err
 	}
 	defer unix.Close(fd)
-	info := make([]byte, iptInfoSize)
-	copy(info, "filter")
-	if err := getsockopt(fd, iptGetInfo, info); err != nil {
+	t.info = make([]byte, iptInfoSize)
+	copy(t.info, "filter")
+	if err := getsockopt(fd, iptGetInfo, t.info); err != nil {
 		return t, err
 	}
-	word := func(at int) int { return int(binary.NativeEndian.Uint32(info[at:])) }
+	word := func(at int) int { return int(binary.NativeEndian.Uint32(t.info[at:])) }
 	t.forward = word(36 + 4*iptForward)
 	t.policy = word(56 + 4*iptForward)
 	size := word(80)
@@ -98,6 +148,247 @@ func readLegacy() (t legacyTable, err error) {
 	}
 	t.entries = b[iptHeader:]
 	return t, nil
+}
+
+// entry returns the parts of the one at an offset: what it matches, its target, and where the next is.
+func (t legacyTable) entry(at int) (matches, target []byte, next int, ok bool) {
+	if at < 0 || at+iptEntrySize > len(t.entries) {
+		return nil, nil, 0, false
+	}
+	e := t.entries[at:]
+	middle, end := int(binary.NativeEndian.Uint16(e[88:])), int(binary.NativeEndian.Uint16(e[90:]))
+	if middle < iptEntrySize || end < middle+xtMatchSize || end > len(e) {
+		return nil, nil, 0, false
+	}
+	return e[:middle], e[middle:end], at + end, true
+}
+
+// standard is the verdict of a target that is one, negative, or where it jumps.
+func standard(target []byte) (verdict int, is bool) {
+	if target[2] != 0 || len(target) < xtMatchSize+4 {
+		return 0, false
+	}
+	return int(int32(binary.NativeEndian.Uint32(target[xtMatchSize:]))), true
+}
+
+// forwarding says what FORWARD does with what nobody accepts; handles are offsets, those of ours and of
+// the rule that refuses. Where something is not understood nothing is refused.
+func (t legacyTable) forwarding() (f forwarding) {
+	f.accept = kernel.Accept{Program: kernel.IptablesLegacy, Chain: "FORWARD"}
+	if _, err := os.Stat(legacyLock); err != nil {
+		f.fixed = true
+	}
+	for at := t.forward; ; {
+		matches, target, next, ok := t.entry(at)
+		if !ok {
+			return forwarding{accept: f.accept, fixed: true}
+		}
+		comment, conditions := conditionsOf(matches)
+		verdict, is := standard(target)
+		refuses := !conditions && (is && verdict == -nfDrop-1 || targetName(target) == "REJECT")
+		switch {
+		case at == t.policy:
+			if f.before == 0 {
+				f.refuses = refuses
+			}
+			return f
+		case comment == kernel.AcceptComment:
+			f.ours = append(f.ours, foreignRule{handle: uint64(at), comment: comment})
+			f.right = len(f.ours) == 2 && f.before == 0
+		case refuses && f.before == 0:
+			f.refuses, f.before = true, uint64(at)
+		}
+		at = next
+	}
+}
+
+func targetName(target []byte) string {
+	name, _, _ := strings.Cut(string(target[2:xtMatchSize-1]), "\x00")
+	return name
+}
+
+// conditionsOf says whether an entry wants anything of a packet, and what its comment is.
+func conditionsOf(e []byte) (comment string, conditions bool) {
+	conditions = bytes.ContainsFunc(e[:84], func(r rune) bool { return r != 0 })
+	for at := iptEntrySize; at+xtMatchSize <= len(e); {
+		size := int(binary.NativeEndian.Uint16(e[at:]))
+		if size < xtMatchSize || at+size > len(e) {
+			return "", true
+		}
+		if targetName(e[at:]) == "comment" {
+			comment, _, _ = strings.Cut(string(e[at+xtMatchSize:at+size]), "\x00")
+		} else {
+			conditions = true
+		}
+		at += size
+	}
+	return comment, conditions
+}
+
+// acceptEntry is a rule of ours: "-i isthmus+ -m comment --comment ... -j ACCEPT", or the same with -o.
+func acceptEntry(out bool) []byte {
+	const target = iptEntrySize + xtMatchSize + xtCommentSize
+	e := make([]byte, target+xtMatchSize+8)
+	name, mask := 16, 48 // struct ipt_ip: iniface and its mask
+	if out {
+		name, mask = 32, 64
+	}
+	copy(e[name:], kernel.TunPrefix+"+")
+	for i := range len(kernel.TunPrefix) {
+		e[mask+i] = 0xff
+	}
+	order := binary.NativeEndian
+	order.PutUint16(e[88:], target)
+	order.PutUint16(e[90:], uint16(len(e)))
+	order.PutUint16(e[iptEntrySize:], xtMatchSize+xtCommentSize)
+	copy(e[iptEntrySize+2:], "comment")
+	copy(e[iptEntrySize+xtMatchSize:], kernel.AcceptComment)
+	order.PutUint16(e[target:], xtMatchSize+8)
+	verdict := int32(-nfAccept - 1)
+	order.PutUint32(e[target+xtMatchSize:], uint32(verdict))
+	return e
+}
+
+// changeLegacy replaces the table by one without rules of ours, or with them where they should be.
+// Whatever is there of others keeps its place, and its counters.
+func changeLegacy(remove bool) error {
+	lock, err := lockLegacy()
+	if err != nil {
+		return err
+	}
+	defer lock.Close()
+	t, err := readLegacy()
+	if err != nil {
+		return err
+	}
+	f := t.forwarding()
+	before := -1
+	if !remove && f.refuses {
+		before = t.policy
+		if f.before != 0 {
+			before = int(f.before)
+		}
+	}
+	replaced, kept, ok := t.rewritten(f.ours, before)
+	if !ok {
+		return errors.New("the table filter of iptables-legacy is not understood")
+	}
+	return t.replace(replaced, kept)
+}
+
+// lockLegacy takes the lock; closing the file gives it back.
+func lockLegacy() (*os.File, error) {
+	f, err := os.Open(legacyLock)
+	if err != nil {
+		return nil, err
+	}
+	for end := time.Now().Add(legacyPatience); ; time.Sleep(5 * time.Millisecond) {
+		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
+		if err == nil {
+			return f, nil
+		}
+		if !errors.Is(err, unix.EWOULDBLOCK) || time.Now().After(end) {
+			f.Close()
+			return nil, fmt.Errorf("%w: %s: %w", errBusy, legacyLock, err)
+		}
+	}
+}
+
+// rewritten is struct ipt_replace with the table without some rules, and with ours before an offset;
+// negative: without. kept says which of the old entries each of the new ones is, -1 for ours.
+func (t legacyTable) rewritten(gone []foreignRule, before int) (b []byte, kept []int, ok bool) {
+	moved := make(map[int]int) // where what jumps to an offset has to go
+	itself := make(map[int]int)
+	var entries []byte
+	for at, i := 0, 0; at < len(t.entries); i++ {
+		_, _, next, ok := t.entry(at)
+		if !ok {
+			return nil, nil, false
+		}
+		moved[at] = len(entries)
+		if at == before {
+			entries = append(append(entries, acceptEntry(false)...), acceptEntry(true)...)
+			kept = append(kept, -1, -1)
+		}
+		itself[at] = len(entries)
+		if !slices.ContainsFunc(gone, func(r foreignRule) bool { return r.handle == uint64(at) }) {
+			entries = append(entries, t.entries[at:next]...)
+			kept = append(kept, i)
+		}
+		at = next
+	}
+	now := legacyTable{entries: entries}
+	for at, i := 0, 0; at < len(entries); i++ {
+		_, target, next, ok := now.entry(at)
+		if !ok {
+			return nil, nil, false
+		}
+		if verdict, is := standard(target); is && verdict >= 0 {
+			to, known := moved[verdict]
+			if !known {
+				return nil, nil, false
+			}
+			binary.NativeEndian.PutUint32(target[xtMatchSize:], uint32(to))
+		}
+		at = next
+	}
+	b = make([]byte, iptReplaceSize, iptReplaceSize+len(entries))
+	copy(b, "filter")
+	word := binary.NativeEndian
+	hooks := word.Uint32(t.info[32:])
+	word.PutUint32(b[32:], hooks)
+	word.PutUint32(b[36:], uint32(len(kept)))
+	word.PutUint32(b[40:], uint32(len(entries)))
+	for h := range iptHooks {
+		if hooks&(1<<h) == 0 {
+			continue
+		}
+		begin, begins := moved[int(word.Uint32(t.info[36+4*h:]))]
+		end, ends := itself[int(word.Uint32(t.info[56+4*h:]))]
+		if !begins || !ends {
+			return nil, nil, false
+		}
+		word.PutUint32(b[44+4*h:], uint32(begin))
+		word.PutUint32(b[64+4*h:], uint32(end))
+	}
+	word.PutUint32(b[84:], word.Uint32(t.info[76:])) // how many counters the kernel is to give back
+	return append(b, entries...), kept, true
+}
+
+// replace has the kernel take a table instead of this one, and gives entries that stay the counters
+// that they had: with the table the kernel gives back the counters of the old one, and refuses where
+// that has another number of entries than was read.
+func (t legacyTable) replace(b []byte, kept []int) error {
+	fd, err := socket()
+	if err != nil {
+		return err
+	}
+	defer unix.Close(fd)
+	old := make([]byte, xtCounters*int(binary.NativeEndian.Uint32(t.info[76:])))
+	var pin runtime.Pinner
+	defer pin.Unpin()
+	pin.Pin(&old[0])
+	binary.NativeEndian.PutUint64(b[88:], uint64(uintptr(unsafe.Pointer(&old[0]))))
+	if err := unix.SetsockoptString(fd, unix.SOL_IP, iptSetReplace, string(b)); err != nil {
+		if errors.Is(err, unix.EAGAIN) {
+			return fmt.Errorf("%w without the lock: %w", errBusy, err)
+		}
+		return fmt.Errorf("replacing the table filter of iptables-legacy: %w", err)
+	}
+	counters := make([]byte, iptHeader, iptHeader+xtCounters*len(kept))
+	copy(counters, "filter")
+	binary.NativeEndian.PutUint32(counters[32:], uint32(len(kept)))
+	for _, i := range kept {
+		if i < 0 {
+			counters = append(counters, make([]byte, xtCounters)...)
+		} else {
+			counters = append(counters, old[xtCounters*i:xtCounters*(i+1)]...)
+		}
+	}
+	if err := unix.SetsockoptString(fd, unix.SOL_IP, iptSetCounters, string(counters)); err != nil {
+		return fmt.Errorf("counters of iptables-legacy: %w", err)
+	}
+	return nil
 }
 
 func getsockopt(fd, name int, b []byte) error {
@@ -116,27 +407,23 @@ func (t legacyTable) drops(src, dst netip.Addr, in, out string) bool {
 	var back []int
 	at := t.forward
 	for range 100_000 { // somebody's loop ends, too
-		if at < 0 || at+iptEntrySize > len(t.entries) {
+		matches, target, next, ok := t.entry(at)
+		if !ok {
 			return false
 		}
-		e := t.entries[at:]
-		target, next := int(binary.NativeEndian.Uint16(e[88:])), int(binary.NativeEndian.Uint16(e[90:]))
-		if target < iptEntrySize || target+32 > len(e) || next < target+32 || next > len(e) {
-			return false
-		}
-		if !entryMatches(e[:target], src, dst, in, out) {
-			at += next
+		if !entryMatches(matches, src, dst, in, out) {
+			at = next
 			continue
 		}
-		name, _, _ := strings.Cut(string(e[target+2:target+31]), "\x00")
-		if name != "" || target+36 > len(e) {
-			if name == "REJECT" || name == "DROP" {
+		verdict, is := standard(target)
+		if !is {
+			if name := targetName(target); name == "REJECT" || name == "DROP" {
 				return true
 			}
-			at += next // it goes on after others, such as LOG
+			at = next // it goes on after others, such as LOG
 			continue
 		}
-		switch verdict := int(int32(binary.NativeEndian.Uint32(e[target+32:]))); {
+		switch {
 		case verdict == xtReturn:
 			if len(back) == 0 {
 				at = t.policy
@@ -146,8 +433,8 @@ func (t legacyTable) drops(src, dst netip.Addr, in, out string) bool {
 		case verdict < 0:
 			return -verdict-1 == nfDrop
 		default:
-			if e[82]&iptGoto == 0 && verdict != at+next {
-				back = append(back, at+next)
+			if matches[82]&iptGoto == 0 && verdict != next {
+				back = append(back, next)
 			}
 			at = verdict
 		}

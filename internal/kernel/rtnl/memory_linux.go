@@ -29,7 +29,9 @@ type memory struct {
 
 	following atomic.Bool // events are read
 	stale     atomic.Bool // somebody else changed something of ours
-	filter    atomic.Bool // or of our tables of nftables
+	filter    atomic.Bool // or of our tables of nftables, or of a chain that forwards
+	// chains are the names of chains of nftables that look at what is forwarded, each with a zero.
+	chains atomic.Pointer[[][]byte]
 
 	mu      sync.Mutex
 	ports   [2][]uint32     // of our netlink sockets, by namespace
@@ -80,7 +82,7 @@ func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 	have.Settings = nil
 	if k.owner.Filter && m.filter.Swap(false) {
 		tables := k.haveTables()
-		have.Filters, have.SourceNAT = tables.filters, tables.sourceNAT
+		have.Filters, have.SourceNAT, have.Bridges = tables.filters, tables.sourceNAT, tables.bridges
 		now := have
 		m.state = &now // also where an error follows
 		if k.owner.NAT {

@@ -165,14 +165,17 @@ func TestWatchDoesNotSeeAHalfWrittenFile(t *testing.T) {
 }
 
 func TestWatchIsNotHeldUpByAWriterThatNeverStops(t *testing.T) {
-	dir := writeDir(t, valid(nil))
+	dir, next := writeDir(t, valid(nil)), filepath.Join(t.TempDir(), "next")
 	synctest.Test(t, func(t *testing.T) {
 		w := watch(t, dir)
 		defer w.end()
 		w.expect(0, "id1@192.0.2.1")
 		write(t, filepath.Join(dir, "peers.yaml"), at(1, "192.0.2.2"))
 		for i := range 120 {
-			write(t, filepath.Join(dir, "busy.yaml"), strings.Repeat("#", i))
+			write(t, next, strings.Repeat("#", i+1))
+			if err := os.Rename(next, filepath.Join(dir, "busy.yaml")); err != nil { // a file that is half written is another test's
+				t.Fatal(err)
+			}
 			time.Sleep(100 * time.Millisecond)
 		}
 		w.expect(0, "id1@192.0.2.2")

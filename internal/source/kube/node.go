@@ -10,12 +10,14 @@ import (
 	"reflect"
 	"slices"
 	"sync"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/apimachinery/pkg/selection"
+	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -26,9 +28,11 @@ import (
 )
 
 // WatchNode watches what the route agent of the node called self has to know: its Node and the Pods
-// on it, the Pods of the gateway, the books of the IPAM, and the Service of the gateway, which says
-// who the active one is. Where that is not enough it watches more, as long as it is not:
+// on it, the Pods of the gateway, the GrantedNetworks with the metadata of the IPAM's books, and the
+// Service of the gateway, which says who the active one is. Where that is not enough it watches more,
+// as long as it is not:
 //
+//   - the books themselves, where GrantedNetworks are not what these say of them (see grants);
 //   - TunnelEndpoints, where there are no books, or the Service does not name a Pod of the gateway;
 //   - all Nodes, Pods and TunnelEndpoints, where a gateway has its node's network, or none was seen
 //     yet.
@@ -61,31 +65,29 @@ func WatchNode(ctx context.Context, config *rest.Config, namespace, self string,
 	here := map[string]cache.Config{namespace: {}}
 	w.place = w.further(map[client.Object]cache.ByObject{
 		&corev1.Service{}: {Transform: slimService, Label: labels.SelectorFromSet(serviceLabels), Namespaces: here}}, urgent)
+	w.shares = w.further(map[client.Object]cache.ByObject{&isthmus.GrantedNetworks{}: {Transform: slimShare}, booksMetadata(): {Transform: slimDigest}}, urgent)
+	w.books = w.further(map[client.Object]cache.ByObject{&v1alpha1.IpamStorage{}: {Transform: slimBooks}}, urgent)
 	w.tunnels = w.further(map[client.Object]cache.ByObject{&v1alpha1.TunnelEndpoint{}: {Transform: slimEndpoint}}, urgent)
 	w.all = w.further(map[client.Object]cache.ByObject{&corev1.Node{}: {Transform: slimNode}, &corev1.Pod{}: reachablePods()}, look)
 	var err error
 	w.few, err = w.open(ctx, map[client.Object]cache.ByObject{
-		&v1alpha1.IpamStorage{}: {Transform: slimBooks},
-		&corev1.Node{}:          {Transform: slimNode, Field: fields.OneTermEqualSelector("metadata.name", self)},
-		&corev1.Pod{}:           {Transform: slimPod, Label: labels.SelectorFromSet(podLabels), Field: notEnded(), Namespaces: here},
-	})
+		&corev1.Node{}: {Transform: slimNode, Field: fields.OneTermEqualSelector("metadata.name", self)},
+		&corev1.Pod{}:  {Transform: slimPod, Label: labels.SelectorFromSet(podLabels), Field: notEnded(), Namespaces: here},
+	}, waiting)
 	if err != nil {
 		return nil // ctx has ended
 	}
 	w.place.want(ctx, true)
+	w.shares.want(ctx, true)
 	if err := w.few.watch(ctx, look.set, waiting, &corev1.Node{}, &corev1.Pod{}); err != nil {
 		return nil // ctx has ended
 	}
 	mine := reachablePods()
 	mine.Field = fields.AndSelectors(mine.Field, fields.OneTermEqualSelector("spec.nodeName", self))
-	if w.mine, err = w.open(ctx, map[client.Object]cache.ByObject{&corev1.Pod{}: mine}); err != nil {
+	if w.mine, err = w.open(ctx, map[client.Object]cache.ByObject{&corev1.Pod{}: mine}, waiting); err != nil {
 		return nil // ctx has ended
 	}
 	if err := w.mine.watch(ctx, look.set, waiting, &corev1.Pod{}); err != nil {
-		return nil // ctx has ended
-	}
-	// Until it has seen these, a node lets packets for a peer, or from one, take other ways.
-	if err := w.few.watch(ctx, urgent.set, waiting, &v1alpha1.IpamStorage{}); err != nil {
 		return nil // ctx has ended
 	}
 	see := func() {
@@ -124,11 +126,20 @@ type nodeWatch struct {
 	last *nodeSnapshot
 
 	place   *further // the Service of the gateway
+	shares  *further // GrantedNetworks, and the metadata of the books
+	books   *further // the books themselves
 	tunnels *further // TunnelEndpoints
 	all     *further // all Nodes and Pods
 
+	seen  map[types.UID]int64 // the highest generation of the books that was used; see's own, as is doubt
+	doubt time.Time           // since when GrantedNetworks are not what the books say; zero: they are
+
 	mu sync.Mutex
 }
+
+// doubtMost is how long GrantedNetworks may be other than the books say, before the books themselves are
+// read: with each grant they are for a moment.
+const doubtMost = 2 * time.Second
 
 // further is objects that are watched as long as they are wanted.
 type further struct {
@@ -164,16 +175,16 @@ func (f *further) want(ctx context.Context, wanted bool) {
 
 // watch watches until ctx ends.
 func (f *further) watch(ctx context.Context) {
-	got, err := f.open(ctx, f.kinds)
-	if err != nil {
-		return // ctx has ended
-	}
 	waiting := func(err error) {
 		f.waiting(err)
 		f.mu.Lock()
 		f.refused = true
 		f.mu.Unlock()
 		f.look.set()
+	}
+	got, err := f.open(ctx, f.kinds, waiting) // by an API server that may not know them
+	if err != nil {
+		return // ctx has ended
 	}
 	if got.watch(ctx, f.notify.set, waiting, slices.Collect(maps.Keys(f.kinds))...) != nil {
 		return // ctx has ended
@@ -194,8 +205,8 @@ func (f *further) known() (got *objects, refused bool) {
 }
 
 // open makes a cache that ends with ctx.
-func (w *nodeWatch) open(ctx context.Context, kinds map[client.Object]cache.ByObject) (o *objects, err error) {
-	err = retry(ctx, w.waiting, func() (err error) { // it asks the API server whether it has the kinds
+func (w *nodeWatch) open(ctx context.Context, kinds map[client.Object]cache.ByObject, waiting func(error)) (o *objects, err error) {
+	err = retry(ctx, waiting, func() (err error) { // it asks the API server whether it has the kinds
 		o, err = newObjects(w.config, kinds, w.log)
 		return err
 	})
@@ -208,8 +219,7 @@ func (w *nodeWatch) open(ctx context.Context, kinds map[client.Object]cache.ByOb
 // see looks at all that is known; whole says whether that is all that is wanted.
 func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err error) {
 	var pods corev1.PodList
-	var books v1alpha1.IpamStorageList
-	if err := errors.Join(w.few.List(ctx, &pods, client.UnsafeDisableDeepCopy), w.few.List(ctx, &books, client.UnsafeDisableDeepCopy)); err != nil {
+	if err := w.few.List(ctx, &pods, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, false, err
 	}
 	hosts := slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { return p.Spec.HostNetwork })
@@ -220,9 +230,12 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 	for i := range pods.Items {
 		in.Gateways = append(in.Gateways, gatewayFrom(&pods.Items[i])...)
 	}
+	granted, err := w.grants(ctx, now)
+	if err != nil {
+		return nil, false, err
+	}
 	place, refused := w.place.known()
-	known := slices.ContainsFunc(books.Items, func(b v1alpha1.IpamStorage) bool { return b.Spec.PodCIDR != "" })
-	if place != nil && w.only && known {
+	if place != nil && w.only && len(in.OwnPods) > 0 {
 		var services corev1.ServiceList
 		if err := place.List(ctx, &services, client.UnsafeDisableDeepCopy); err != nil {
 			return nil, false, err
@@ -234,12 +247,122 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 	w.tunnels.want(ctx, !in.Gateway.IsValid() && !undecided)
 	all, _ := w.all.known()
 	tunnels, _ := w.tunnels.known()
-	whole = (w.only || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
-	err = w.snapshot(ctx, now, all, tunnels, books.Items)
+	whole = granted && (w.only || all != nil) && (in.Gateway.IsValid() || tunnels != nil)
+	err = w.snapshot(ctx, now, all, tunnels)
 	if w.last != nil && !in.Gateway.IsValid() && tunnels == nil { // where gateways were stays in force meanwhile
 		in.Gateway, in.Tunnels = w.last.intent.Gateway, w.last.intent.Tunnels
 	}
 	return now, whole, err
+}
+
+// grants fills in what the books give to peers, and our own networks, and reports whether that is
+// known. It reads GrantedNetworks, as long as the books say by their metadata that these are what is in
+// them now. Where they do not, an older manager or a person has written the books, or not all of it has
+// come yet: the books count then, once they have been read, and meanwhile what was granted before stays
+// granted, together with what GrantedNetworks say.
+func (w *nodeWatch) grants(ctx context.Context, s *nodeSnapshot) (known bool, err error) {
+	shares, refused := w.shares.known()
+	if shares == nil && !refused {
+		return false, nil // a moment at the start
+	}
+	var heads metav1.PartialObjectMetadataList
+	heads.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorageList"))
+	var copies isthmus.GrantedNetworksList
+	if shares != nil {
+		if err := errors.Join(shares.List(ctx, &heads, client.UnsafeDisableDeepCopy), shares.List(ctx, &copies, client.UnsafeDisableDeepCopy)); err != nil {
+			return false, err
+		}
+		if len(heads.Items) == 0 {
+			w.books.want(ctx, false)
+			w.doubt = time.Time{}
+			return true, nil // there are no books
+		}
+	}
+	in := &s.intent
+	copied, problems := fabric.GrantedInShares(copies.Items)
+	digest, current := w.digest(heads.Items)
+	if current && fabric.GrantsID(copied) == digest.Granted {
+		w.books.want(ctx, false)
+		w.use(heads.Items[0].UID, digest.Generation)
+		w.doubt = time.Time{}
+		in.Granted, s.problems = append([]netip.Prefix{}, copied...), problems
+		in.Own, in.OwnPods = digest.Own()
+		return true, nil
+	}
+	if w.doubt.IsZero() {
+		w.doubt = time.Now()
+		time.AfterFunc(doubtMost, w.look.set)
+	}
+	w.books.want(ctx, w.books.stop != nil || w.last == nil || !current || time.Since(w.doubt) >= doubtMost)
+	if books, _ := w.books.known(); books != nil {
+		var list v1alpha1.IpamStorageList
+		if err := books.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
+			return false, err
+		}
+		if w.fresh(list.Items, heads.Items) {
+			w.fromBooks(s, list.Items)
+			return true, nil
+		}
+	}
+	if w.last == nil {
+		return false, nil
+	}
+	last := &w.last.intent
+	in.Granted, s.problems = slices.Concat([]netip.Prefix{}, last.Granted, copied), problems
+	slices.SortFunc(in.Granted, netip.Prefix.Compare)
+	in.Granted = slices.Compact(in.Granted)
+	in.Own, in.OwnPods = slices.Clone(last.Own), slices.Clone(last.OwnPods)
+	return true, nil
+}
+
+// digest is what the books say of GrantedNetworks; current is false where that does not count: because
+// somebody who does not know of them has written the books, or because it is older than what was used.
+func (w *nodeWatch) digest(heads []metav1.PartialObjectMetadata) (d fabric.BooksDigest, current bool) {
+	if len(heads) != 1 {
+		return d, false
+	}
+	d, ok := fabric.BooksDigestFrom(heads[0].Annotations[isthmus.AnnotationGranted])
+	return d, ok && d.Generation == heads[0].Generation && d.Generation >= w.seen[heads[0].UID]
+}
+
+// fresh reports whether books are at least those whose metadata is known, and no older than what was used.
+func (w *nodeWatch) fresh(books []v1alpha1.IpamStorage, heads []metav1.PartialObjectMetadata) bool {
+	for i := range heads {
+		if !slices.ContainsFunc(books, func(b v1alpha1.IpamStorage) bool { return b.UID == heads[i].UID && b.Generation >= heads[i].Generation }) {
+			return false
+		}
+	}
+	return !slices.ContainsFunc(books, func(b v1alpha1.IpamStorage) bool { return b.Generation < w.seen[b.UID] })
+}
+
+// use notes a generation of the books.
+func (w *nodeWatch) use(uid types.UID, generation int64) {
+	if w.seen[uid] == 0 { // another object, or the first
+		w.seen = make(map[types.UID]int64)
+	}
+	w.seen[uid] = generation
+}
+
+// fromBooks fills in what is in the books themselves.
+func (w *nodeWatch) fromBooks(s *nodeSnapshot, books []v1alpha1.IpamStorage) {
+	if len(books) > 0 {
+		s.intent.Granted = []netip.Prefix{} // there are books
+	}
+	for i := range books {
+		granted, problems := fabric.GrantedIn(&books[i])
+		s.intent.Granted = append(s.intent.Granted, granted...)
+		s.problems = append(s.problems, problems...)
+		own, pods := fabric.OwnIn(&books[i])
+		s.intent.Own, s.intent.OwnPods = append(s.intent.Own, own...), append(s.intent.OwnPods, pods...)
+		w.use(books[i].UID, books[i].Generation)
+	}
+}
+
+// booksMetadata stands for the IPAM's books without their spec.
+func booksMetadata() client.Object {
+	o := &metav1.PartialObjectMetadata{}
+	o.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
+	return o
 }
 
 // activeGateway is the one that the Service of the gateway names, if it is one of the Pods and on the
@@ -284,7 +407,7 @@ type nodeSnapshot struct {
 
 // snapshot fills in what is in the caches; all and tunnels may be nil. A cache lists in no particular
 // order, so that everything is sorted.
-func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels *objects, books []v1alpha1.IpamStorage) error {
+func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels *objects) error {
 	var nodes corev1.NodeList
 	var pods corev1.PodList
 	var endpoints v1alpha1.TunnelEndpointList
@@ -312,16 +435,6 @@ func (w *nodeWatch) snapshot(ctx context.Context, s *nodeSnapshot, all, tunnels 
 		if s.problems = append(s.problems, problems...); len(problems) == 0 {
 			s.intent.Tunnels = append(s.intent.Tunnels, tunnel)
 		}
-	}
-	if len(books) > 0 {
-		s.intent.Granted = []netip.Prefix{} // there are books
-	}
-	for i := range books {
-		granted, problems := fabric.GrantedIn(&books[i])
-		s.intent.Granted = append(s.intent.Granted, granted...)
-		s.problems = append(s.problems, problems...)
-		own, pods := fabric.OwnIn(&books[i])
-		s.intent.Own, s.intent.OwnPods = append(s.intent.Own, own...), append(s.intent.OwnPods, pods...)
 	}
 	if w.only {
 		s.intent.Trust(w.self)
@@ -373,12 +486,31 @@ func gatewayFrom(p *corev1.Pod) (all []fabric.GatewayPod) {
 	return all
 }
 
-// slimNode, slimPod, slimBooks, slimEndpoint and slimService keep what is read of an object: on a large cluster every agent
+// slimNode, slimPod, slimBooks, slimShare, slimDigest, slimEndpoint and slimService keep what is read of an object: on a large cluster every agent
 // has every Pod in memory.
 func slimBooks(o any) (any, error) {
 	if b, ok := o.(*v1alpha1.IpamStorage); ok {
-		return &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
-			ClusterSubnets: b.Spec.ClusterSubnets, PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR}}, nil
+		slim := &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
+			ClusterSubnets: b.Spec.ClusterSubnets, PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR}}
+		slim.Generation = b.Generation
+		return slim, nil
+	}
+	return o, nil
+}
+
+func slimShare(o any) (any, error) {
+	if g, ok := o.(*isthmus.GrantedNetworks); ok {
+		return &isthmus.GrantedNetworks{ObjectMeta: slimMeta(g.ObjectMeta), Spec: g.Spec}, nil
+	}
+	return o, nil
+}
+
+func slimDigest(o any) (any, error) {
+	if m, ok := o.(*metav1.PartialObjectMetadata); ok {
+		slim := &metav1.PartialObjectMetadata{TypeMeta: m.TypeMeta, ObjectMeta: slimMeta(m.ObjectMeta)}
+		slim.Generation = m.Generation
+		slim.Annotations = map[string]string{isthmus.AnnotationGranted: m.Annotations[isthmus.AnnotationGranted]}
+		return slim, nil
 	}
 	return o, nil
 }

@@ -1,0 +1,35 @@
+// Package programs builds what the tests of a package run as processes.
+package programs
+
+import (
+	"context"
+	"fmt"
+	"os"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+	"github.com/isthmus-net/isthmus/internal/testbin"
+)
+
+// Run builds the program isthmus and the programs of a control plane, says in *isthmus and in *kube
+// where they are (a file, and a folder as kubetest.Options wants it), runs the tests and returns what
+// TestMain ends with.
+func Run(m *testing.M, isthmus, kube *string) int {
+	dir, err := os.MkdirTemp("", "isthmus-test-")
+	if err != nil {
+		return failed(err)
+	}
+	defer os.RemoveAll(dir)
+	if *isthmus, err = testbin.Isthmus(dir); err != nil {
+		return failed(err)
+	}
+	if *kube, err = kubetest.Build(context.Background(), os.Stderr); err != nil {
+		return failed(err)
+	}
+	return m.Run()
+}
+
+func failed(err error) int {
+	fmt.Fprintln(os.Stderr, err)
+	return 1
+}
