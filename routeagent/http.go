@@ -46,7 +46,7 @@ func (a *agent) ready() error {
 	if err := a.current().ready(); err != nil {
 		return err
 	}
-	if o := a.lastOverlay(); o.Broken {
+	if o := a.lastOverlay(); o.Broken || o.Back.Broken {
 		return errors.New(o.problem())
 	}
 	return nil
@@ -187,7 +187,7 @@ var (
 	familyReady    = families.Gauge("route_agent_ready", "1 if all that is wanted is there.")
 	familyApplied  = families.Gauge("route_agent_last_apply_timestamp_seconds", "When all that is wanted was last there; no series before the first time.")
 	familyProblems = families.Gauge("route_agent_problems", "Objects, or parts of them, that were refused, and what rules of others keep from working.")
-	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if it is by the underlay only; no series while neither is known.", "gateway")
+	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if packets do not arrive there, or do not come back, though they do by the underlay; no series while nothing is known.", "gateway")
 	familyObjects  = families.Gauge("route_agent_objects", "Kernel objects that are wanted, by kind.", "kind")
 	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because somebody else had changed them.")
 	familyErrors   = families.Counter("route_agent_apply_errors_total", "Comparisons after which not all was as wanted.")
@@ -219,7 +219,7 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 	if !now.applied.IsZero() {
 		out <- familyApplied.Sample(float64(now.applied.UnixMilli()) / 1000)
 	}
-	if o := m.agent.lastOverlay(); o.Broken {
+	if o := m.agent.lastOverlay(); o.Broken || o.Back.Broken {
 		out <- familyOverlay.Sample(0, o.Gateway.String())
 	} else if !o.Answered.IsZero() {
 		out <- familyOverlay.Sample(1, o.Gateway.String())

@@ -123,7 +123,7 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 			add(Gateway(i), &process{
 				host: c.GatewayHost(i),
 				args: []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace, "--host-network=" + strconv.FormatBool(!own),
-					"--state-directory", filepath.Join(c.dir, Gateway(i)), "--tunnels", strconv.Itoa(c.Tunnels)},
+					"--state-directory", c.StateDirectory(Gateway(i)), "--tunnels", strconv.Itoa(c.Tunnels)},
 				env:   append(env[1:len(env):len(env)], "POD_IP="+c.GatewayAddr(i).String(), "POD_NAME="+gatewayPod(i)),
 				caps:  caps,
 				ready: url(gatewayPort, "readyz"), metrics: url(gatewayPort, "metrics"),
@@ -135,7 +135,7 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		}
 		add(Agent(i), &process{
 			host:  n.Host,
-			args:  []string{"route-agent", "--kubeconfig", agent, "--state-directory", filepath.Join(c.dir, Agent(i)), "--resolv-conf", resolvers},
+			args:  []string{"route-agent", "--kubeconfig", agent, "--state-directory", c.StateDirectory(Agent(i)), "--resolv-conf", resolvers},
 			env:   append(env[:len(env):len(env)], "POD_NAME="+Agent(i)),
 			ready: url(agentPort, "readyz"), metrics: url(agentPort, "metrics"),
 		})
@@ -251,6 +251,22 @@ func (c *Cluster) Stop(name string) error { return c.end(name, syscall.SIGTERM) 
 // Kill ends a component without its knowing.
 func (c *Cluster) Kill(name string) error { return c.end(name, syscall.SIGKILL) }
 
+// Pause has a component stand still, as under a debugger, until Resume.
+func (c *Cluster) Pause(name string) error { return c.signal(name, syscall.SIGSTOP) }
+
+// Resume has it go on.
+func (c *Cluster) Resume(name string) error { return c.signal(name, syscall.SIGCONT) }
+
+func (c *Cluster) signal(name string, signal syscall.Signal) error {
+	if !c.Running(name) {
+		return fmt.Errorf("%s of cluster %s does not run", name, c.Name)
+	}
+	return c.processes[name].cmd.Process.Signal(signal)
+}
+
+// StateDirectory is that of a gateway or route agent.
+func (c *Cluster) StateDirectory(name string) string { return filepath.Join(c.dir, name) }
+
 // Running reports whether a component runs.
 func (c *Cluster) Running(name string) bool {
 	c.mu.Lock()
@@ -276,6 +292,7 @@ func (c *Cluster) end(name string, signal syscall.Signal) error {
 	if err := p.cmd.Process.Signal(signal); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return err
 	}
+	_ = p.cmd.Process.Signal(syscall.SIGCONT) // it may stand still
 	select {
 	case <-p.done:
 		return nil

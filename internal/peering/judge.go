@@ -351,8 +351,11 @@ func agentsOf(nodes []corev1.Node, found components, sets []appsv1.DaemonSet) (a
 			problem := found.problem(p)
 			if o := found.broken[n.Name]; o != nil {
 				a.unreached++
-				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf("says that the gateway at %s is not reached through the overlay since %s, but is by the underlay: let UDP 4800 pass between nodes",
-					Printable(o.Gateway), o.Since.UTC().Format("15:04:05 UTC"))
+				says := "says that the gateway at %s is not reached through the overlay since %s, but is by the underlay: let UDP 4800 pass between nodes"
+				if o.Back {
+					says = "says that nothing comes from the gateway at %s through the overlay since %s, though pods send, and packets to it arrive: let UDP 4800 pass between nodes, in both directions"
+				}
+				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(says, Printable(o.Gateway), o.Since.UTC().Format("15:04:05 UTC"))
 			}
 			if problem != "" {
 				a.missing = append(a.missing, fmt.Sprintf("Node %s: Pod %s %s", name, Printable(p.Name), problem))
@@ -455,6 +458,10 @@ func peeringHops(c *Cluster, p *isthmus.Peering, before []Hop) (hops []Hop) {
 				hop.State, hop.Text = Unknown, "nobody keeps it up to date; it was: "+hop.Reason+": "+hop.Text
 			case gateway != nil && (step == isthmus.ConditionConnected || step == isthmus.ConditionReady):
 				hop.State, hop.Text = Waits, "no gateway is at work, so that nobody knows"
+			case condition.Status == metav1.ConditionTrue && condition.Reason == v1alpha1.CauseNarrowPath:
+				if hop.State = Limited; step == isthmus.ConditionReady { // it repeats what is said already
+					continue
+				}
 			case condition.Status == metav1.ConditionTrue:
 			case step == isthmus.ConditionReady && broken: // it repeats what is said already
 				continue
