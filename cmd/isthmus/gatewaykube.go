@@ -159,8 +159,8 @@ func (k *kubeGateway) complete() error {
 	return nil
 }
 
-// nodesFollow is about how long nodes take to follow a gateway that has said where it is.
-const nodesFollow = 100 * time.Millisecond
+// nodesFollow is how long nodes are given to follow a gateway that has said where it is, before that calls its peers.
+const nodesFollow = time.Second
 
 // run is one replica, until ctx ends; options are the gateway's but for Source and Beside.
 func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
@@ -205,7 +205,7 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			time.AfterFunc(time.Second, call) // without an API server nobody is told
+			time.AfterFunc(2*nodesFollow, call) // without an API server nobody is told
 			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()
 				tellPod(ctx, events, s, log)

@@ -286,6 +286,49 @@ func TestNoComponentHasAPrivilegeMore(t *testing.T) {
 		if len(got) != 3 {
 			t.Errorf("components: %v", slices.Sorted(maps.Keys(got)))
 		}
+		for name, row := range map[string]string{"isthmus-manager": "manager", "isthmus-gateway": "gateway", "isthmus-route-agent": "route agent"} {
+			if tc.hostNetwork && row == "gateway" {
+				row = "gateway with `gateway.hostNetwork`"
+			}
+			documented(t, row, got[name])
+		}
+	}
+}
+
+// documented fails the test where the table of docs/security.md has another privilege than a manifest.
+func documented(t *testing.T, component, privileges string) {
+	t.Helper()
+	text, err := os.ReadFile("../../docs/security.md")
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, table, _ := strings.Cut(string(text), "\n| component | privilege | why |\n")
+	table, _, _ = strings.Cut(table, "\n\n")
+	named, of := "", ""
+	for row := range strings.Lines(table) {
+		cells := strings.Split(row, "|")
+		if len(cells) != 5 {
+			t.Fatalf("a row of the table: %q", row)
+		}
+		if c := strings.TrimSpace(cells[1]); c != "" {
+			of = c
+		}
+		if of != component {
+			continue
+		}
+		named += strings.ReplaceAll(cells[2], "not root", "") + ","
+		if cells[2] = strings.TrimSpace(cells[2]); strings.TrimSpace(cells[3]) == "" && !strings.HasPrefix(cells[2], "none") {
+			t.Errorf("docs/security.md gives no reason for %s of the %s", cells[2], component)
+		}
+	}
+	if named == "" {
+		t.Errorf("docs/security.md has no row of the %s", component)
+	}
+	privileges = strings.ReplaceAll(privileges, "read-only root", "")
+	for _, p := range []string{"NET_ADMIN", "SYS_ADMIN", "hostNetwork", "hostPID", "hostIPC", "privileged", "/dev/net/tun", "/var/lib/isthmus", "root"} {
+		if says, has := strings.Contains(named, p), strings.Contains(privileges, p); says != has {
+			t.Errorf("docs/security.md says of the %s and %s: %v; the manifest: %v", component, p, says, has)
+		}
 	}
 }
 

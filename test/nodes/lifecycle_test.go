@@ -93,14 +93,20 @@ func TestLifecycle(t *testing.T) {
 		before[w.b].same(t, w.b)
 	})
 	t.Run("Helm", func(t *testing.T) {
-		helm := filepath.Join(t.TempDir(), "helm")
-		if out, err := exec.Command("go", "build", "-C", "../helm", "-o", helm, "helm.sh/helm/v4/cmd/helm").CombinedOutput(); err != nil {
-			t.Skipf("Helm is not built: %v\n%s", err, out)
-		}
-		today.beside = filepath.Dir(helm)
+		today.beside = buildHelm(t)
 		today.section(t, "With Helm")
 		before[w.b].same(t, w.b)
 	})
+}
+
+// buildHelm returns a folder with Helm.
+func buildHelm(t *testing.T) string {
+	t.Helper()
+	helm := filepath.Join(t.TempDir(), "helm")
+	if out, err := exec.Command("go", "build", "-C", "../helm", "-o", helm, "helm.sh/helm/v4/cmd/helm").CombinedOutput(); err != nil {
+		t.Skipf("Helm is not built: %v\n%s", err, out)
+	}
+	return filepath.Dir(helm)
 }
 
 // lifecycleWorld is clusters with test pods and without Isthmus.
@@ -218,20 +224,26 @@ func (s *shell) run(t *testing.T, lines string) {
 // section runs the commands of a chapter of docs/lifecycle.md; replace are pairs of texts.
 func (s *shell) section(t *testing.T, name string, replace ...string) {
 	t.Helper()
-	page, err := os.ReadFile("../../docs/lifecycle.md")
+	s.run(t, strings.NewReplacer(replace...).Replace(chapter(t, "lifecycle.md", name)))
+}
+
+// chapter is the commands of a chapter of a page in docs, a line each.
+func chapter(t *testing.T, page, name string) string {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join("../../docs", page))
 	must(t, err)
-	_, text, found := strings.Cut(string(page), "\n## "+name+"\n")
-	text, _, _ = strings.Cut(text, "\n## ")
-	var lines []string
-	for line := range strings.Lines(text) {
+	_, rest, found := strings.Cut(string(text), "\n## "+name+"\n")
+	rest, _, _ = strings.Cut(rest, "\n## ")
+	var lines strings.Builder
+	for line := range strings.Lines(rest) {
 		if command, ok := strings.CutPrefix(line, "    "); ok {
-			lines = append(lines, strings.TrimSpace(command))
+			lines.WriteString(command)
 		}
 	}
-	if !found || len(lines) == 0 {
-		t.Fatalf("docs/lifecycle.md has no commands for %s", name)
+	if !found || lines.Len() == 0 {
+		t.Fatalf("docs/%s has no commands for %s", page, name)
 	}
-	s.run(t, strings.NewReplacer(replace...).Replace(strings.Join(lines, "\n")))
+	return lines.String()
 }
 
 // A state is what a cluster has: its objects, and the networks of its nodes.

@@ -50,14 +50,6 @@ type Pause struct {
 	Seconds float64   `json:"seconds"`
 }
 
-// Silent is how many seconds there was no traffic in all.
-func (r FlowReport) Silent() (seconds float64) {
-	for _, p := range r.Pauses {
-		seconds += p.Seconds
-	}
-	return seconds
-}
-
 // NewFlow begins a flow.
 func NewFlow(to netip.AddrPort) *Flow {
 	ctx, end := context.WithCancel(context.Background())

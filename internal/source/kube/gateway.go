@@ -197,31 +197,28 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	return err
 }
 
-// How long a replica that ends goes on.
+// handOverMost is how long a replica that ends waits for another one to take over: a standby that sees
+// no change of the Lease reads it every retryPeriod.
 const (
-	handOverMost  = 4 * time.Second        // until another one has taken over: a standby that sees no change of the Lease reads it every retryPeriod
-	handOverNodes = 250 * time.Millisecond // after that, for the nodes to follow
-	handOverLook  = 10 * time.Millisecond
+	handOverMost = 4 * time.Second
+	handOverLook = 10 * time.Millisecond
 )
 
-// handOver returns when another replica has taken over what this one carries, and the nodes have had
-// the time to follow, or when there is nobody to wait for. Until then this one goes on to carry it.
+// handOver returns when another replica has taken over what this one carries, or when there is nobody
+// to wait for. Until then this one goes on to carry it.
 func (g *Gateway) handOver(ended <-chan struct{}) {
-	begin := time.Now()
-	for time.Since(begin) < handOverMost {
-		wait := handOverLook
+	for begin := time.Now(); time.Since(begin) < handOverMost; {
 		next, waiting := g.successor()
-		switch {
-		case !waiting:
-			return
-		case next != "":
+		if next != "" {
 			g.log.Info("another gateway has taken over", "pod", next, "after", time.Since(begin).Round(time.Millisecond).String())
-			begin, wait = time.Time{}, handOverNodes // the last time
+		}
+		if next != "" || !waiting {
+			return
 		}
 		select {
 		case <-ended:
 			return
-		case <-time.After(wait):
+		case <-time.After(handOverLook):
 		}
 	}
 }
