@@ -36,9 +36,13 @@ type NodeIntent struct {
 	// UnderlayDevices are those with our node's address and those by which it reaches other nodes,
 	// as far as they are known.
 	UnderlayDevices []string
-	Nodes           []ClusterNode
-	Pods            []NodePod
-	Gateways        []GatewayPod
+	// Bridges are those by which gateways' Pods are reached, and Uplinks the ports of these that lead to
+	// other nodes. Bridged says that our node keeps pods on them off the gateways.
+	Bridges, Uplinks []string
+	Bridged          bool
+	Nodes            []ClusterNode
+	Pods             []NodePod
+	Gateways         []GatewayPod
 	// OnlyPods says that all gateways are Pods with networks of their own. What a node has to know of
 	// nodes then is itself, and of pods its own.
 	OnlyPods bool
@@ -252,7 +256,7 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	}
 	d.trusted = d.slim && in.Trusted || podCIDRsHold(nodes, in.Self, in.Pods)
 	ownPods := in.PodNetworks()
-	d.addFilter(ownPods, in.UnderlayDevices)
+	d.addFilter(ownPods, in)
 	d.addSourceNAT(in, ownPods)
 	d.nameStrangers(in, ownPods)
 	var own, here []netip.Prefix
@@ -495,7 +499,7 @@ func (d *nodeDecision) addOverlay(own netip.Addr, underlayMTU int) {
 
 // addFilter keeps others out of the overlay, and peers from our node itself. ownPods are the networks
 // of the cluster's pods.
-func (d *nodeDecision) addFilter(ownPods []netip.Prefix, underlay []string) {
+func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	var nodes, own, gateways []netip.Addr
 	var elsewhere []netip.Prefix
 	pods := slices.Clone(ownPods)
@@ -532,9 +536,14 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, underlay []string) {
 			own = append(own, a)
 		}
 	}
-	d.node.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{
-		Nodes: nodes, Gateways: gateways, Remote: d.refused, Own: own, Elsewhere: elsewhere, Underlay: underlay,
-	})}
+	s := kernel.FilterSets{Nodes: nodes, Gateways: gateways, Remote: d.refused, Own: own, Elsewhere: elsewhere, Underlay: in.UnderlayDevices}
+	if len(in.Bridges) > 0 {
+		d.node.Bridges = []kernel.Bridge{kernel.BridgeFor(gateways, in.Uplinks)}
+	}
+	if in.Bridged && len(in.Uplinks) > 0 {
+		s.Bridges = in.Bridges
+	}
+	d.node.Filters = []kernel.Filter{kernel.FilterFor(s)}
 }
 
 // addSourceNAT lets pods keep their addresses towards peers, whatever their CNI masquerades, and has
@@ -831,6 +840,21 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 		}
 		return at, "", false
 	}
+	for _, n := range d.nodes { // thousands, which hardly ever overlap
+		for _, p := range n.PodCIDRs {
+			if p.IsValid() && p.Addr().Is4() {
+				networks = append(networks, network{p.Masked(), n.Name})
+			}
+		}
+	}
+	slices.SortFunc(networks, func(a, b network) int { return a.prefix.Compare(b.prefix) })
+	disjoint := true
+	for i := 1; i < len(networks); i++ {
+		disjoint = disjoint && !networks[i-1].prefix.Overlaps(networks[i].prefix)
+	}
+	if !disjoint {
+		networks = nil // one after the other: the older node has it
+	}
 	isNode := make(map[netip.Addr]bool, len(d.nodes))
 	byName := make(map[string]int, len(d.nodes))
 	for i, n := range d.nodes {
@@ -843,14 +867,21 @@ func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
 				continue
 			}
 			p = p.Masked()
-			at, other, overlaps := find(p)
+			var at int
+			var other string
+			var overlaps bool
+			if !disjoint {
+				at, other, overlaps = find(p)
+			}
 			if overlaps && other != n.Name {
 				d.problem(Origin{Kind: "Node", Name: n.Name}, "spec.podCIDRs", "%v overlaps a network of Node %s; want one of its own", p, other)
 			}
 			if overlaps {
 				continue
 			}
-			networks = slices.Insert(networks, at, network{p, n.Name})
+			if !disjoint {
+				networks = slices.Insert(networks, at, network{p, n.Name})
+			}
 			if via, ok := d.overlay[n.Name]; ok && n.Name != d.self.Name && len(d.node.Devices) > 0 {
 				d.viaOverlay(p, via)
 			}

@@ -42,6 +42,7 @@ type NodeNetworks struct {
 type BrokenOverlay struct {
 	Gateway netip.Addr
 	Since   time.Time // to a second, as it is stored
+	Back    bool      // packets reach the gateway, and those from there do not arrive
 }
 
 // GrantsID stands for a set of networks, in any order: two sets have the same only if they are
@@ -126,7 +127,7 @@ func (n NodeNetworks) Spec() (spec isthmus.NodeNetworksSpec) {
 	}
 	spec.Refused = n.Refused
 	if o := n.BrokenOverlay; o.Gateway.IsValid() {
-		spec.BrokenOverlay = &isthmus.BrokenOverlay{Gateway: o.Gateway.String()}
+		spec.BrokenOverlay = &isthmus.BrokenOverlay{Gateway: o.Gateway.String(), Back: o.Back}
 		spec.BrokenOverlay.Since.Time = o.Since
 	}
 	for _, addr := range n.Sources {

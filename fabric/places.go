@@ -21,6 +21,62 @@ type PodPlaces struct {
 	counts  map[string]tally
 	seen    int // nodes that are known and have pods with IPv4
 	holding int // those of them all of whose pods are inside
+
+	owners map[netip.Addr]Owner // see Owner; nil: to be made when somebody asks
+}
+
+// An Owner is the pod that has an address, or the node where Pod is empty.
+type Owner struct {
+	Pod  string // namespace/name
+	Node string // on which the pod is
+}
+
+// Owner says whose an address is, by what the API server has of Pods and Nodes: a name to show, by
+// which nothing is decided. It is zero when nobody has the address, or two have. The first call makes
+// an index, which changes of Pods then keep.
+func (p *PodPlaces) Owner(addr netip.Addr) Owner {
+	if p.owners == nil {
+		p.owners = make(map[netip.Addr]Owner)
+		for _, n := range p.nodes {
+			for _, a := range n.Addrs {
+				p.own(a, Owner{Node: n.Name})
+			}
+		}
+		for node, all := range p.sources {
+			for _, a := range all {
+				p.own(a, Owner{Node: node})
+			}
+		}
+		for node, all := range p.pods {
+			for id, pods := range all {
+				for _, pod := range pods {
+					p.own(pod.Addr, Owner{id, node})
+				}
+			}
+		}
+	}
+	return p.owners[addr]
+}
+
+// own puts an address into the index; that of two owners is nobody's.
+func (p *PodPlaces) own(addr netip.Addr, o Owner) {
+	if other, has := p.owners[addr]; has && other != o {
+		o = Owner{}
+	}
+	p.owners[addr] = o
+}
+
+// disown takes the addresses of a pod out of the index, and has it made again when another owner may
+// be left.
+func (p *PodPlaces) disown(o Owner, pods []NodePod) {
+	for _, pod := range pods {
+		if now, has := p.owners[pod.Addr]; now == o {
+			delete(p.owners, pod.Addr)
+		} else if has {
+			p.owners = nil
+			return
+		}
+	}
 }
 
 // tally counts addresses of pods with IPv4 on a node.
@@ -60,13 +116,13 @@ func (p *PodPlaces) SetSources(node string, all []netip.Addr) bool {
 	if p.sources[node] = all; len(all) == 0 {
 		delete(p.sources, node)
 	}
-	p.sorted = nil
+	p.sorted, p.owners = nil, nil
 	return true
 }
 
 // replace changes a node by f, and counts its pods again.
 func (p *PodPlaces) replace(name string, f func()) {
-	p.sorted = nil
+	p.sorted, p.owners = nil, nil
 	all := p.pods[name]
 	p.count(name, tally{})
 	delete(p.counts, name)
@@ -97,6 +153,7 @@ func (p *PodPlaces) SetPod(id, was, node string, pods []NodePod) bool {
 			}
 		}
 		p.count(name, now)
+		p.disown(Owner{id, name}, old)
 		_, away := p.away[name][id]
 		changed = changed || away
 		remove(p.away, name, id)
@@ -108,6 +165,11 @@ func (p *PodPlaces) SetPod(id, was, node string, pods []NodePod) bool {
 		}
 		put(p.pods, node, id, pods)
 		p.add(node, id, pods)
+		if p.owners != nil {
+			for _, pod := range pods {
+				p.own(pod.Addr, Owner{id, node})
+			}
+		}
 		_, away := p.away[node][id]
 		changed = changed || away
 	}

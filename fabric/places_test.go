@@ -58,6 +58,13 @@ func TestPodPlacesAreWhatTheListsSay(t *testing.T) {
 			for _, of := range pods {
 				want.Pods = append(want.Pods, of...)
 			}
+			for _, a := range append(addrsOf(want), ip("10.9.9.9")) {
+				if rng.IntN(4) == 0 { // else the index is not there yet, or is kept
+					if got, want := p.Owner(a), ownerIn(want, a); got != want {
+						t.Fatalf("round %d, step %d: %v is of %+v, want %+v", round, step, a, got, want)
+					}
+				}
+			}
 			want.Sort()
 			if len(want.Pods) == 0 {
 				want.Pods = nil
@@ -72,6 +79,37 @@ func TestPodPlacesAreWhatTheListsSay(t *testing.T) {
 			last, said = got, false
 		}
 	}
+}
+
+func addrsOf(n PodNetwork) (all []netip.Addr) {
+	for _, pod := range n.Pods {
+		all = append(all, pod.Addr)
+	}
+	for _, node := range n.Nodes {
+		all = append(all, node.Addrs...)
+	}
+	return all
+}
+
+// ownerIn is Owner by the lists.
+func ownerIn(n PodNetwork, addr netip.Addr) (o Owner) {
+	of := map[Owner]bool{}
+	for _, pod := range n.Pods {
+		if pod.Addr == addr {
+			of[Owner{pod.Name, pod.Node}] = true
+		}
+	}
+	for _, node := range n.Nodes {
+		if slices.Contains(node.Addrs, addr) {
+			of[Owner{Node: node.Name}] = true
+		}
+	}
+	for o = range of {
+		if len(of) > 1 {
+			return Owner{}
+		}
+	}
+	return o
 }
 
 func TestPodPlacesKnowFromWhereElsePacketsOfANodeCome(t *testing.T) {

@@ -59,7 +59,8 @@ func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunne
 	}
 	const dev = kernel.OverlayDevice
 	d := nodeDecision{nodes: slices.Clone(in.Nodes), trusted: in.Trusted, overlay: make(map[string]netip.Addr, len(in.Nodes))}
-	var remotes, own []netip.Prefix
+	d.node.Routes = make([]kernel.Route, 0, 6*len(peers)+3*len(in.Nodes)+len(in.Pods)+3)
+	remotes, own := make([]netip.Prefix, 0, 2*len(peers)), make([]netip.Prefix, 0, len(peers)+len(in.Nodes))
 	for i := range peers {
 		p := &peers[i]
 		own = append(own, p.Local.Pod)
@@ -120,20 +121,20 @@ func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunne
 	return d.node, SortProblems(d.problems)
 }
 
-// firstOfEach leaves out routes that contradict one before.
-func firstOfEach(routes []kernel.Route) (all []kernel.Route) {
+// firstOfEach leaves out routes that contradict one before; they may be many.
+func firstOfEach(routes []kernel.Route) []kernel.Route {
 	type key struct {
-		prefix        netip.Prefix
-		table, metric int
+		addr          [16]byte
+		bits          uint8
+		table, metric uint32
 	}
-	seen := make(map[key]bool, len(routes))
-	for _, r := range routes {
-		if k := (key{r.Prefix, r.Table, r.Metric}); !seen[k] {
-			seen[k] = true
-			all = append(all, r)
-		}
-	}
-	return all
+	seen := make(map[key]struct{}, len(routes))
+	return slices.DeleteFunc(routes, func(r kernel.Route) bool {
+		k := key{r.Prefix.Addr().As16(), uint8(r.Prefix.Bits()), uint32(r.Table), uint32(r.Metric)}
+		before := len(seen)
+		seen[k] = struct{}{}
+		return len(seen) == before
+	})
 }
 
 // disbelievePods leaves out addresses of nodes that are pods': that of our own Pod and, while pods

@@ -87,7 +87,7 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CausePathMTU, fmt.Sprintf("the peer answers, but packets of %d octets, the least that every path should take, do not arrive at %s and nobody says so: "+
 			"with WireGuard and outer headers they take %d; mend the link that drops them", e.check.Path.Bytes, at, e.check.Path.Bytes+overheadTo(e.endpoint.Addr()))}
 	case e.check.State == Connected && e.check.Path.Narrow():
-		return Cause{v1alpha1.CauseConnected, "the peer answers, but " + e.check.Path.text()}
+		return Cause{v1alpha1.CauseNarrowPath, "the peer answers, but " + e.check.Path.text()}
 	case e.check.State == Connected:
 		return Cause{v1alpha1.CauseConnected, "the peer answers"}
 	case !e.endpoint.IsValid() && e.unresolved != nil:

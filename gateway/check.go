@@ -127,7 +127,8 @@ type checker struct {
 	done  chan struct{}
 	wg    sync.WaitGroup
 
-	more time.Time // when the next new peers may be pinged; send's
+	more time.Time   // when the next new peers may be pinged; send's
+	held atomic.Bool // new peers are not pinged yet
 
 	rejected [numRejections]atomic.Uint64
 	answered atomic.Uint64 // PINGs answered
@@ -236,6 +237,19 @@ func (c *checker) look() {
 	}
 }
 
+// hold has nobody pinged for the first time until released is closed.
+func (c *checker) hold(released <-chan struct{}) {
+	c.held.Store(true)
+	c.wg.Go(func() {
+		select {
+		case <-released:
+		case <-c.done:
+		}
+		c.held.Store(false)
+		c.look()
+	})
+}
+
 // results are the findings by peer ID.
 func (c *checker) results() map[string]CheckResult {
 	now := time.Now()
@@ -316,7 +330,7 @@ func (c *checker) due(turn int) (peers []*checked) {
 // pingNew pings peers that never were, or are back, some of them in each step.
 func (c *checker) pingNew() {
 	now := time.Now()
-	if now.Before(c.more) {
+	if now.Before(c.more) || c.held.Load() {
 		return
 	}
 	var peers []*checked

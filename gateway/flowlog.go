@@ -15,6 +15,7 @@ import (
 
 	"golang.org/x/time/rate"
 
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -37,7 +38,8 @@ type flowLog struct {
 	omitted atomic.Uint64
 	limit   *rate.Limiter
 	file    *reopened
-	names   func(id string) string
+	names   atomic.Pointer[map[string]string] // of peers, by ID; never modified
+	owner   func(netip.Addr) fabric.Owner     // of an address of this cluster; nil: nobody knows
 	log     *slog.Logger
 }
 
@@ -50,16 +52,18 @@ type FlowRecord struct {
 	Kind      string    `json:"kind,omitempty"`      // "napt", "endpoint" or "pod"
 	Direction string    `json:"direction,omitempty"` // of the first packet, or the refused one: "outbound" or "inbound"
 	Protocol  string    `json:"protocol,omitempty"`
-	Local     string    `json:"local,omitempty"`   // our end
-	Mapped    string    `json:"mapped,omitempty"`  // our end as the peer knows it
-	Remote    string    `json:"remote,omitempty"`  // the peer's end
-	Reason    string    `json:"reason,omitempty"`  // of "closed" and "refused"
-	Seconds   *float64  `json:"seconds,omitempty"` // of "closed": from the first packet to the last
-	Count     uint64    `json:"count,omitempty"`   // of "omitted": lines left out since the last such line
+	Local     string    `json:"local,omitempty"`     // our end
+	LocalPod  string    `json:"localPod,omitempty"`  // namespace/name of the pod that has its address when the line is written, if one has
+	LocalNode string    `json:"localNode,omitempty"` // the node on which that pod is, or that has the address itself
+	Mapped    string    `json:"mapped,omitempty"`    // our end as the peer knows it
+	Remote    string    `json:"remote,omitempty"`    // the peer's end
+	Reason    string    `json:"reason,omitempty"`    // of "closed" and "refused"
+	Seconds   *float64  `json:"seconds,omitempty"`   // of "closed": from the first packet to the last
+	Count     uint64    `json:"count,omitempty"`     // of "omitted": lines left out since the last such line
 }
 
 // openFlowLog opens the file, so that a wrong name is an error at the start.
-func openFlowLog(c FlowLog, names func(id string) string, log *slog.Logger) (*flowLog, error) {
+func openFlowLog(c FlowLog, owner func(netip.Addr) fabric.Owner, log *slog.Logger) (*flowLog, error) {
 	f, err := reopen(c.File)
 	if err != nil {
 		return nil, fmt.Errorf("flow log: %w", err)
@@ -69,8 +73,17 @@ func openFlowLog(c FlowLog, names func(id string) string, log *slog.Logger) (*fl
 	}
 	return &flowLog{
 		queue: make(chan natengine.FlowEvent, flowQueue), limit: rate.NewLimiter(rate.Limit(c.PerSecond), c.PerSecond),
-		file: f, names: names, log: log,
+		file: f, owner: owner, log: log,
 	}, nil
+}
+
+// name says what peers are called from now on. It may be called while run does its work.
+func (l *flowLog) name(peers []fabric.GatewayPeer) {
+	names := make(map[string]string, len(peers))
+	for _, p := range peers {
+		names[p.ID] = p.Name
+	}
+	l.names.Store(&names)
 }
 
 // observe takes an event. It never waits.
@@ -146,7 +159,14 @@ func (l *flowLog) record(ev natengine.FlowEvent) FlowRecord {
 	r := FlowRecord{Event: ev.Change.String(), Kind: ev.Kind, Protocol: protocolName(ev.Proto), Local: endOf(ev.Local), Mapped: endOf(ev.Mapped), Remote: endOf(ev.Remote)}
 	if ev.Peer != nil {
 		r.Peer = ev.Peer.ID()
-		r.PeerName = l.names(r.Peer)
+		if names := l.names.Load(); names != nil {
+			r.PeerName = (*names)[r.Peer]
+		}
+	}
+	// Of what was refused inbound our end is as the peer calls it: here another may have that address.
+	if l.owner != nil && (ev.Change != natengine.FlowRefused || ev.Direction == natengine.Outbound) {
+		whose := l.owner(ev.Local.Addr())
+		r.LocalPod, r.LocalNode = whose.Pod, whose.Node
 	}
 	switch ev.Change {
 	case natengine.FlowClosed:

@@ -14,6 +14,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet"
 	"github.com/isthmus-net/isthmus/packet/packettest"
@@ -22,11 +23,16 @@ import (
 // startFlowLog runs a flow log until stop is called.
 func startFlowLog(t *testing.T, c FlowLog) (l *flowLog, stop func()) {
 	t.Helper()
-	l, err := openFlowLog(c, func(id string) string { return "name of " + id }, slog.New(slog.NewTextHandler(new(bytes.Buffer), nil)))
+	l, err := openFlowLog(c, func(a netip.Addr) fabric.Owner {
+		return map[netip.Addr]fabric.Owner{
+			netip.MustParseAddr("172.16.0.9"): {Node: "n1"}, netip.MustParseAddr("fd00::1"): {Pod: "shop/web", Node: "n2"},
+		}[a]
+	}, slog.New(slog.NewTextHandler(new(bytes.Buffer), nil)))
 	if err != nil {
 		t.Fatal(err)
 	}
 	done, ended := make(chan struct{}), make(chan struct{})
+	l.name([]fabric.GatewayPeer{{ID: "b", Name: "name of b"}})
 	go func() { l.run(done); close(ended) }()
 	return l, func() { close(done); <-ended }
 }
@@ -67,9 +73,11 @@ func TestFlowLogIsLinesOfJSON(t *testing.T) {
 	l.observe(ev)
 	l.observe(natengine.FlowEvent{Change: natengine.FlowRefused, Direction: natengine.Inbound, Proto: 17, Drop: natengine.DropNoFlow,
 		Local: netip.MustParseAddrPort("[fd00::1]:5"), Remote: netip.MustParseAddrPort("[fd00::2]:0")})
+	l.observe(natengine.FlowEvent{Change: natengine.FlowRefused, Direction: natengine.Outbound, Proto: 17, Drop: natengine.DropNoPeer,
+		Local: netip.MustParseAddrPort("[fd00::1]:5"), Remote: netip.MustParseAddrPort("[fd00::2]:0")})
 	stop()
 	all := readFlowLog(t, name)
-	if len(all) != 2 || time.Since(all[0].Time) > time.Hour {
+	if len(all) != 3 || time.Since(all[0].Time) > time.Hour {
 		t.Fatalf("%+v", all)
 	}
 	if r := all[0]; r.Seconds == nil || *r.Seconds != 1.5 {
@@ -77,8 +85,9 @@ func TestFlowLogIsLinesOfJSON(t *testing.T) {
 	}
 	all[0].Seconds = nil
 	for i, want := range []FlowRecord{
-		{Event: "closed", Peer: "b", PeerName: "name of b", Kind: "napt", Protocol: "tcp", Local: "172.16.0.9:4000", Mapped: "10.71.0.0:4001", Remote: "10.71.0.5:80", Reason: "evicted"},
-		{Event: "refused", Direction: "inbound", Protocol: "udp", Local: "[fd00::1]:5", Remote: "fd00::2", Reason: "no_flow"},
+		{Event: "closed", Peer: "b", PeerName: "name of b", Kind: "napt", Protocol: "tcp", Local: "172.16.0.9:4000", LocalNode: "n1", Mapped: "10.71.0.0:4001", Remote: "10.71.0.5:80", Reason: "evicted"},
+		{Event: "refused", Direction: "inbound", Protocol: "udp", Local: "[fd00::1]:5", Remote: "fd00::2", Reason: "no_flow"}, // as the peer calls it
+		{Event: "refused", Direction: "outbound", Protocol: "udp", Local: "[fd00::1]:5", LocalPod: "shop/web", LocalNode: "n2", Remote: "fd00::2", Reason: "no_peer"},
 	} {
 		want.Time = all[i].Time
 		if all[i] != want {
@@ -179,11 +188,12 @@ func BenchmarkFlowLog(b *testing.B) {
 				}
 				if on.Sample > 0 {
 					on.File = filepath.Join(b.TempDir(), "flows.json")
-					l, err := openFlowLog(on, func(string) string { return "beta" }, slog.New(slog.DiscardHandler))
+					l, err := openFlowLog(on, nil, slog.New(slog.DiscardHandler))
 					if err != nil {
 						b.Fatal(err)
 					}
 					done, ended := make(chan struct{}), make(chan struct{})
+					l.name([]fabric.GatewayPeer{{ID: "b", Name: "name of b"}})
 					go func() { l.run(done); close(ended) }()
 					defer func() { close(done); <-ended }()
 					e.Observe(l.observe, on.Sample)

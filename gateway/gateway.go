@@ -94,6 +94,15 @@ type Options struct {
 	// that its Source remembers what it delivers. It may be called concurrently.
 	Ready func() error
 
+	// Owner, if any, says for the flow log whose an address of this cluster is. It may be called
+	// concurrently.
+	Owner func(netip.Addr) fabric.Owner
+
+	// Calls, if not nil, is closed when this gateway may call its peers by itself. A handshake moves what
+	// a peer sends from the gateway before to this one, so that it is of use when the nodes have moved.
+	// What they send until then is called for at once, and peers that call are answered.
+	Calls <-chan struct{}
+
 	// Beside, if any, runs as long as the gateway does: from when the first Config is in force
 	// until its context ends, which is before anything is taken down.
 	Beside func(ctx context.Context, r Running)
@@ -275,7 +284,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	g.engine = natengine.New(engineConfig(c))
 	g.metrics = newMetrics(g)
 	if c.FlowLog.File != "" {
-		if g.flows, err = openFlowLog(c.FlowLog, g.peerName, o.Log); err != nil {
+		if g.flows, err = openFlowLog(c.FlowLog, o.Owner, o.Log); err != nil {
 			return nil, err
 		}
 		undo = append(undo, func() { g.flows.file.Close() })
@@ -287,6 +296,11 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	}
 	if err := g.startEnds(c); err != nil {
 		return nil, err
+	}
+	if o.Calls != nil {
+		for _, e := range g.ends {
+			e.checker.hold(o.Calls)
+		}
 	}
 	g.resolver = newResolver(lookupHost, g.compareSoon, o.Log)
 	undo = append(undo, g.resolver.close)
@@ -331,16 +345,6 @@ func (g *gateway) left() kernel.State {
 		return fabric.GatewayPodLeft(g.now.wanted())
 	}
 	return fabric.GatewayHostLeft(g.now.wanted())
-}
-
-// peerName is the name of a peer, empty when it has none.
-func (g *gateway) peerName(id string) string {
-	for _, p := range g.current().peers {
-		if p.ID == id {
-			return p.Name
-		}
-	}
-	return ""
 }
 
 // compareSoon wakes run. It never blocks.
@@ -523,6 +527,9 @@ func (g *gateway) accept(c Config) error {
 	g.mu.Lock()
 	g.now.config, g.now.configErr = c, nil
 	g.mu.Unlock()
+	if g.flows != nil {
+		g.flows.name(gw.Peers)
+	}
 	g.put(gw.Peers, mtu)
 	g.mu.Lock()
 	g.now.generation++ // only now: who waits for it finds what it says

@@ -106,7 +106,7 @@ func (g *gateway) statusHandler() http.Handler {
 				if p.ID != steps[i].Peer {
 					continue
 				}
-				if steps[i].PeerName = p.Name; p.Reason != v1alpha1.CauseConnected {
+				if steps[i].PeerName = p.Name; !v1alpha1.Carries(p.Reason) {
 					steps[i].PeerDown = p.Reason + ": " + p.Message
 				}
 			}

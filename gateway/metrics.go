@@ -103,10 +103,8 @@ func (m *metrics) own() ([]*dto.MetricFamily, error) {
 	at := time.Now()
 	for _, v := range m.gateway.views(now, stats) {
 		ofPeer(&s, &v)
-		if v.tunnels[0].check.State != Connected || now.applyErr != nil {
-			if cause := m.gateway.causeOf(&v, now.applyErr, at); cause.Reason != v1alpha1.CauseConnected {
-				s.add(familyReason, 1, labelled("peer", v.ID).with("reason", cause.Reason))
-			}
+		if cause := m.gateway.causeOf(&v, now.applyErr, at); cause.Reason != v1alpha1.CauseConnected {
+			s.add(familyReason, 1, labelled("peer", v.ID).with("reason", cause.Reason))
 		}
 	}
 	return slices.Collect(maps.Values(s.families)), nil

@@ -251,7 +251,7 @@ func TestABlackHoleIsFoundAndForgotten(t *testing.T) {
 				if p.PathMTU.State != PathSearchComplete || p.PathMTU.Bytes != mtu || p.MTU != mtu || p.State != Connected || p.Loss != 0 {
 					return fmt.Errorf("%s: %s, loss %v, MTU %d, path %+v", s.name, p.State, p.Loss, p.MTU, p.PathMTU)
 				}
-				if said := strings.Contains(p.Message, "drops larger packets"); said != p.PathMTU.Narrow() || p.Reason != v1alpha1.CauseConnected {
+				if said := strings.Contains(p.Message, "drops larger packets"); said != p.PathMTU.Narrow() || (p.Reason == v1alpha1.CauseNarrowPath) != said || !v1alpha1.Carries(p.Reason) {
 					return fmt.Errorf("%s: %s: %s", s.name, p.Reason, p.Message)
 				}
 				return nil

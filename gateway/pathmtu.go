@@ -159,7 +159,7 @@ func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 		return nil // a peer answers so many in a second
 	case s.State == PathSearching:
 		return s.probe(pathSearches, now)
-	case (s.Narrow() || s.State == PathError) && now.Sub(s.raised) >= s.raise:
+	case s.State == PathError && now.Sub(s.raised) >= pathRaise, s.Narrow() && now.Sub(s.raised) >= s.raise:
 		s.raised, s.low, s.high = now, s.stepOf(s.Bytes), s.steps()
 		if s.State == PathError {
 			s.low = -1

@@ -149,6 +149,9 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 		return no(isthmus.ReasonOverlap, "%s", s.refused(s.who()+" has networks that somebody here claims by now: ", strings.Join(s.overlaps, "; "),
 			"correct what overlaps, or give the peer other networks: isthmus unpeer "+s.peering.Name+", and isthmus peer"))
 	}
+	if v := verdicts[isthmus.ConditionConnected]; v.reason == v1alpha1.CauseNarrowPath {
+		return v
+	}
 	return yes(isthmus.ReasonConnected, "traffic can flow")
 }
 
@@ -274,7 +277,7 @@ func connectedVerdict(s peeringState) verdict {
 		return no(isthmus.ReasonInvalid, "%s", sentence(fmt.Sprintf("the gateway refuses TunnelEndpoint %s/%s of %s: ", te.Namespace, te.Name, s.who()),
 			accepted.Message, "it carries nothing for this peer; isthmus unpeer "+s.peering.Name+", or un-peer whoever has the same"))
 	case because != nil:
-		return no(because.Reason, "%s", because.Message)
+		return verdict{because.Status, because.Reason, because.Message}
 	case c.Status == v1alpha1.Connected:
 		return yes(isthmus.ReasonConnected, "the gateway hears the peer")
 	case c.Status == v1alpha1.Connecting:
@@ -285,12 +288,13 @@ func connectedVerdict(s peeringState) verdict {
 	return no(isthmus.ReasonNoGateway, "no gateway has taken up the TunnelEndpoint yet")
 }
 
-// reasonOf is why the tunnel is not connected, nil where the gateway does not say so. A gateway of a
-// version without the condition leaves one that was there as it is, and writes status.connection
-// alone: the condition counts only where both have the same message.
+// reasonOf is why the tunnel is not connected, or carries less than it should; nil where the gateway
+// does not say so. A gateway of a version without the condition leaves one that was there as it is,
+// and writes status.connection alone: the condition counts only where both have the same message.
 func reasonOf(status *v1alpha1.TunnelEndpointStatus) *metav1.Condition {
 	c := meta.FindStatusCondition(status.Conditions, v1alpha1.ConditionConnected)
-	if c == nil || c.Status != metav1.ConditionFalse || !slices.Contains(v1alpha1.Causes, c.Reason) || c.Message != status.Connection.StatusMessage {
+	if c == nil || !slices.Contains(v1alpha1.Causes, c.Reason) || c.Reason == v1alpha1.CauseConnected ||
+		(c.Status == metav1.ConditionTrue) != v1alpha1.Carries(c.Reason) || c.Message != status.Connection.StatusMessage {
 		return nil
 	}
 	return c

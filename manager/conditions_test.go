@@ -148,6 +148,11 @@ func TestConditionsOfAPeering(t *testing.T) {
 			s.endpoint.Status.Conditions = append(s.endpoint.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse,
 				Reason: v1alpha1.CauseNotApplied, Message: "no such device"})
 		}, isthmus.ConditionConnected, v1alpha1.CauseNotApplied, v1alpha1.CauseNotApplied, "no such device"},
+		{"connected by a narrow path", func(s *peeringState) {
+			s.endpoint.Status.Connection.StatusMessage = "1232 octets at most"
+			s.endpoint.Status.Conditions = append(s.endpoint.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionTrue,
+				Reason: v1alpha1.CauseNarrowPath, Message: "1232 octets at most"})
+		}, isthmus.ConditionConnected, v1alpha1.CauseNarrowPath, v1alpha1.CauseNarrowPath, "1232 octets at most"},
 		{"lost, for a reason that nobody knows", func(s *peeringState) {
 			s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "no answer"}
 			s.endpoint.Status.Conditions = append(s.endpoint.Status.Conditions, metav1.Condition{Type: v1alpha1.ConditionConnected, Status: metav1.ConditionFalse,
@@ -183,7 +188,7 @@ func TestConditionsOfAPeering(t *testing.T) {
 			if ready.Reason != c.ready || !strings.Contains(ready.Message, c.message) {
 				t.Errorf("Ready is %+v, want reason %s and %q", ready, c.ready, c.message)
 			}
-			if (ready.Status == metav1.ConditionTrue) != (c.ready == isthmus.ReasonConnected) {
+			if (ready.Status == metav1.ConditionTrue) != v1alpha1.Carries(c.ready) {
 				t.Errorf("Ready is %s with reason %s", ready.Status, ready.Reason)
 			}
 		})

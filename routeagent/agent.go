@@ -21,6 +21,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
@@ -67,6 +68,7 @@ type Options struct {
 	Resolvers string // path of the node's resolv.conf(5)
 	// MetricsSecure guards /metrics, and all of MetricsAddress is TLS then; nil: anybody may read.
 	MetricsSecure *httpserve.Secure
+	Pod           string // UID of the agent's Pod, by which Started finds it; empty: none
 }
 
 // Run makes the network namespace of the process what the source says, until ctx ends, and returns
@@ -74,16 +76,49 @@ type Options struct {
 // the tunnel while no agent runs; Cleanup takes it away. Until the source has delivered for the
 // first time, whatever an agent before it left stays in force, and what the snapshot says is
 // refused, which after a reboot is all there is. When the source fails, Run returns its error.
+//
+// While another agent runs in the namespace, Run reads what the source says and takes over as soon as
+// that one ends, so that an upgrade leaves no node without an agent. Until then it neither touches
+// the kernel nor answers at an address.
 func Run(ctx context.Context, o Options) error {
-	k, err := rtnl.Open(kernel.RouteAgent, o.Log)
+	ctx, cancel := context.WithCancel(ctx)
+	defer cancel()
+	a := &agent{opts: o, log: o.Log, wake: make(chan struct{}, 1), moved: make(chan struct{}, 1), refusing: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
+	a.metrics = newMetrics(a)
+	starting, err := a.tellStarted()
 	if err != nil {
 		return err
 	}
-	ctx, cancel := context.WithCancel(ctx)
-	a := &agent{opts: o, log: o.Log, kernel: k, wake: make(chan struct{}, 1), moved: make(chan struct{}, 1), refusing: make(chan struct{}, 1), urgent: make(chan struct{}, 1)}
-	a.metrics = newMetrics(a)
-	defer k.Close()
+	defer starting.Close()
+
+	failed := make(chan error, 1)
+	var source sync.WaitGroup
+	defer source.Wait()
 	defer cancel()
+	watch := func() {
+		source.Go(func() {
+			if err := o.Source(ctx, a.deliver); err != nil && ctx.Err() == nil {
+				failed <- err
+			}
+		})
+	}
+	k, err := rtnl.Open(kernel.RouteAgent, o.Log)
+	follows := errors.Is(err, rtnl.ErrOther)
+	if follows {
+		o.Log.Info("following the agent that runs here", "agent", err)
+		watch()
+		k, err = a.follow(ctx, failed)
+	}
+	if err != nil {
+		if ctx.Err() != nil {
+			return nil
+		}
+		return err
+	}
+	defer k.Close()
+	defer source.Wait() // it may use the kernel
+	defer cancel()
+	a.kernel = k
 	a.restore()
 	servers, err := a.listen()
 	if err != nil {
@@ -93,11 +128,7 @@ func Run(ctx context.Context, o Options) error {
 	if err := k.Events(ctx, a.notify); err != nil {
 		return err
 	}
-
-	failed := make(chan error, 1)
-	var source sync.WaitGroup
-	defer source.Wait()
-	defer cancel()
+	a.has.Store(true)
 	if o.Tell != nil {
 		if err := k.WatchNetworks(ctx, func() { set(a.moved) }); err != nil {
 			return err
@@ -111,12 +142,35 @@ func Run(ctx context.Context, o Options) error {
 		source.Go(func() { a.tellReady(ctx) })
 	}
 	source.Go(func() { a.probeOverlay(ctx) })
-	source.Go(func() {
-		if err := o.Source(ctx, a.deliver); err != nil && ctx.Err() == nil {
-			failed <- err
+	if !follows {
+		watch()
+	}
+	return a.loop(ctx, failed)
+}
+
+// follow waits until the agent that runs here has ended.
+func (a *agent) follow(ctx context.Context, failed <-chan error) (*rtnl.Kernel, error) {
+	ctx, cancel := context.WithCancelCause(ctx)
+	done := make(chan struct{})
+	var group sync.WaitGroup
+	defer group.Wait()
+	defer close(done)
+	group.Go(func() {
+		select {
+		case err := <-failed:
+			cancel(fmt.Errorf("source: %w", err))
+		case <-done:
+			cancel(nil)
 		}
 	})
-	return a.loop(ctx, failed)
+	k, err := rtnl.Follow(ctx, kernel.RouteAgent, a.log)
+	if err != nil && ctx.Err() != nil {
+		return nil, context.Cause(ctx)
+	}
+	if err == nil {
+		a.log.Info("the agent before has ended")
+	}
+	return k, err
 }
 
 // agent is one run. Only loop touches the kernel.
@@ -130,6 +184,7 @@ type agent struct {
 	urgent  chan struct{} // and do not wait: networks or gateways of peers are others
 
 	refusing chan struct{} // what the node refuses may have to be told
+	has      atomic.Bool   // the kernel, which no other agent has
 
 	mu       sync.Mutex
 	intent   *fabric.NodeIntent // nil: not delivered yet
@@ -247,6 +302,8 @@ func (a *agent) compare() bool {
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
 			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = a.underlay(addr, in, revision)
 		}
+		in.Bridges, in.Uplinks = a.bridges(in)
+		in.Bridged = a.kernel.Bridged()
 		now.node, now.problems = fabric.NodeFor(in)
 		first, failed := a.refuseNew(in.Refused())
 		if failed == nil {
@@ -261,6 +318,9 @@ func (a *agent) compare() bool {
 			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("nothing is carried for peers: %w", err), failed)
 		}
 		now.problems = append(now.problems, a.ledElsewhere(in)...)
+		if len(in.Bridges) > 0 && a.kernel.Bridged() != in.Bridged {
+			a.notify() // the packet filter may go by it now, or may no longer
+		}
 		now.err = errors.Join(err, unknownMTU, forwards())
 		if len(changes) > 0 || revision != before.revision || time.Since(now.looked) > limitsInterval {
 			now.limits, now.looked = a.limits(now.node, in), time.Now()
@@ -357,6 +417,22 @@ func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, revision int) ([]
 	return found.devices, found.mtu, err
 }
 
+// bridges are those by which gateways' Pods are reached, here or on another node, and the ports of these
+// that lead to other nodes.
+func (a *agent) bridges(in fabric.NodeIntent) (names, uplinks []string) {
+	for _, g := range in.Ways() {
+		name, kind, err := a.kernel.KindTo(g.Addr)
+		if err != nil || kind != "bridge" || slices.Contains(names, name) {
+			continue
+		}
+		names = append(names, name)
+		if ports, err := a.kernel.Uplinks(name); err == nil {
+			uplinks = append(uplinks, ports...)
+		}
+	}
+	return names, uplinks
+}
+
 // refuseNew refuses networks that are new before anything else is done: the packet filter alone
 // takes ten milliseconds, and pods may know the networks already.
 func (a *agent) refuseNew(refused []netip.Prefix) (changes kernel.Plan, err error) {
@@ -425,6 +501,9 @@ func (a *agent) limits(node kernel.State, in fabric.NodeIntent) (all []kernel.Li
 		name, kind, err := a.kernel.KindTo(elsewhere)
 		if out, _, unknown := a.kernel.KindTo(nowhere); unknown == nil && out == name {
 			return all // by the default route: nobody has the address
+		}
+		if uplinks, unknown := a.kernel.Uplinks(name); kind == "bridge" && unknown == nil && len(uplinks) > 0 && (in.Bridged || !slices.Contains(in.Bridges, name)) {
+			return all
 		}
 		if err == nil && (kind == "veth" || kind == "bridge") && !slices.Contains(in.UnderlayDevices, name) {
 			all = append(all, kernel.Limit{Reason: kernel.LimitGateway, Message: fmt.Sprintf(

@@ -14,6 +14,7 @@ import (
 	"os/signal"
 	"path/filepath"
 	"slices"
+	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -87,7 +88,7 @@ func child(node, path string) int {
 		}
 	}
 	err := Run(ctx, Options{Node: node, Source: source, Log: log, Version: "test", MetricsAddress: metricsAt, StatusAddress: statusAt,
-		StateDirectory: os.Getenv(childState), Tell: tell, TellRefused: tellRefused, Resolvers: filepath.Join(filepath.Dir(told), "resolv.conf")})
+		StateDirectory: os.Getenv(childState), Tell: tell, TellRefused: tellRefused, Pod: strconv.Itoa(os.Getpid()), Resolvers: filepath.Join(filepath.Dir(told), "resolv.conf")})
 	stop()
 	if err == nil {
 		err = leaktest.Find(goleak.IgnoreAnyFunction("os/signal.loop"), goleak.IgnoreAnyFunction("os/signal.signal_recv"),
@@ -685,6 +686,55 @@ func TestWhenTheGatewayMovesEveryNodeFollows(t *testing.T) {
 	}
 }
 
+// An upgrade starts the new agent beside the old one. At no time is there none that sees changes.
+func TestAnAgentFollowsTheOneThatRuns(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	n := c.Nodes[1]
+	c.want()
+	c.start(n)
+	first := c.agents[n]
+
+	started := func(a *agentProcess) error {
+		return n.Do(func() error { return Started(c.ctx, strconv.Itoa(a.cmd.Process.Pid)) })
+	}
+	if err := started(first); err != nil {
+		t.Errorf("the first: %v", err)
+	}
+	intent := c.intent
+	c.intent += ".second"
+	second := c.launch(n) // nobody tells it anything yet
+	c.eventually(n, func() error {
+		if err := started(second); err == nil || !strings.Contains(err.Error(), "does not know yet") {
+			return fmt.Errorf("%w\n%s", errors.Join(err, errors.New("it is not to have started")), second.log)
+		}
+		return nil
+	})
+	if !strings.Contains(second.log.String(), "another isthmus route agent (process ") {
+		t.Errorf("it does not say whom it follows:\n%s", second.log)
+	}
+	c.in.Granted = []netip.Prefix{}
+	c.in.Tunnels = nil
+	c.want()
+	c.eventually(n, func() error { return started(second) })
+	if s := c.snapshot(n); !strings.Contains(s, "from all to 10.246.0.0/16") {
+		t.Errorf("the second has touched the kernel beside the first:\n%s", s)
+	}
+	c.intent = intent
+
+	if err := first.end(syscall.SIGTERM); err != nil {
+		t.Errorf("the first: %v\n%s", err, first.log)
+	}
+	c.agents[n] = second
+	c.eventually(n, func() error {
+		if s := c.snapshot(n); strings.Contains(s, "from all to 10.246.0.0/16") {
+			return errors.New(s)
+		}
+		_, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz")
+		return err
+	})
+}
+
 func TestAnAgentSaysWhatIsWrong(t *testing.T) {
 	t.Parallel()
 	c := newCluster(t, 2)
@@ -693,11 +743,6 @@ func TestAnAgentSaysWhatIsWrong(t *testing.T) {
 	c.want()
 	c.start(n)
 
-	second := c.launch(n)
-	<-second.done
-	if !strings.Contains(second.log.String(), "another isthmus route agent (process ") {
-		t.Errorf("a second agent: %v\n%s", second.err, second.log)
-	}
 	status := func(want ...string) {
 		t.Helper()
 		c.eventually(n, func() error {

@@ -1,11 +1,15 @@
 package routeagent
 
 import (
+	"context"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
+	"net"
 	"net/http"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus"
@@ -42,7 +46,7 @@ func (a *agent) ready() error {
 	if err := a.current().ready(); err != nil {
 		return err
 	}
-	if o := a.lastOverlay(); o.Broken {
+	if o := a.lastOverlay(); o.Broken || o.Back.Broken {
 		return errors.New(o.problem())
 	}
 	return nil
@@ -108,6 +112,64 @@ func (a *agent) listen() (*httpserve.Servers, error) {
 	return s, nil
 }
 
+// startedSocket is where an agent says that its Pod has started.
+func startedSocket(pod string) string { return "isthmus-route-agent-" + pod }
+
+// tellStarted answers Started until it is closed.
+func (a *agent) tellStarted() (*httpserve.Servers, error) {
+	s := httpserve.New(a.log)
+	if a.opts.Pod == "" {
+		return s, nil
+	}
+	err := s.ListenOwner("started", startedSocket(a.opts.Pod), http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		a.mu.Lock()
+		knows := a.intent != nil
+		a.mu.Unlock()
+		if !knows && !a.has.Load() {
+			http.Error(w, "another agent runs here, and this one does not know yet what to do when that ends", http.StatusServiceUnavailable)
+			return
+		}
+		fmt.Fprintln(w, "ok")
+	}))
+	if err != nil {
+		return nil, fmt.Errorf("socket of the Pod's start: %w", err)
+	}
+	s.Serve()
+	return s, nil
+}
+
+// Started is nil when the agent of a Pod in this network namespace runs, or knows all that it needs to
+// follow the one that does. It is for startup probes: /readyz is of the agent that runs, and on a node
+// with two it is the older one's.
+func Started(ctx context.Context, pod string) error {
+	if pod == "" {
+		return errors.New("no UID of a Pod")
+	}
+	c, err := httpserve.DialOwner(ctx, startedSocket(pod)) // here: the namespace is that of the calling thread
+	if err != nil {
+		return err
+	}
+	defer c.Close()
+	web := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DialContext: func(context.Context, string, string) (net.Conn, error) { return c, nil }}}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, "http://agent/", http.NoBody)
+	if err != nil {
+		return err
+	}
+	resp, err := web.Do(req)
+	if err != nil {
+		return err
+	}
+	defer resp.Body.Close()
+	if resp.StatusCode == http.StatusOK {
+		return nil
+	}
+	b, err := io.ReadAll(io.LimitReader(resp.Body, 1<<10))
+	if err != nil {
+		return err
+	}
+	return errors.New(strings.TrimSpace(string(b)))
+}
+
 // metrics are the agent's Prometheus series.
 type metrics struct {
 	registry *prometheus.Registry
@@ -125,7 +187,7 @@ var (
 	familyReady    = families.Gauge("route_agent_ready", "1 if all that is wanted is there.")
 	familyApplied  = families.Gauge("route_agent_last_apply_timestamp_seconds", "When all that is wanted was last there; no series before the first time.")
 	familyProblems = families.Gauge("route_agent_problems", "Objects, or parts of them, that were refused, and what rules of others keep from working.")
-	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if it is by the underlay only; no series while neither is known.", "gateway")
+	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if packets do not arrive there, or do not come back, though they do by the underlay; no series while nothing is known.", "gateway")
 	familyObjects  = families.Gauge("route_agent_objects", "Kernel objects that are wanted, by kind.", "kind")
 	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because somebody else had changed them.")
 	familyErrors   = families.Counter("route_agent_apply_errors_total", "Comparisons after which not all was as wanted.")
@@ -157,7 +219,7 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 	if !now.applied.IsZero() {
 		out <- familyApplied.Sample(float64(now.applied.UnixMilli()) / 1000)
 	}
-	if o := m.agent.lastOverlay(); o.Broken {
+	if o := m.agent.lastOverlay(); o.Broken || o.Back.Broken {
 		out <- familyOverlay.Sample(0, o.Gateway.String())
 	} else if !o.Answered.IsZero() {
 		out <- familyOverlay.Sample(1, o.Gateway.String())

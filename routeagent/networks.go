@@ -95,8 +95,9 @@ func (t *teller) once(ctx context.Context) (wait time.Duration, problems []fabri
 		return 0, nil, nil // it is not known what the node refuses; comparing brings us back
 	}
 	now, problems, err := t.look(own)
-	if o := t.lastOverlay(); o.Broken {
-		now.BrokenOverlay = fabric.BrokenOverlay{Gateway: o.Gateway, Since: o.Since.UTC().Truncate(time.Second)}
+	if o := t.lastOverlay(); o.Broken || o.Back.Broken {
+		since, _ := o.fails()
+		now.BrokenOverlay = fabric.BrokenOverlay{Gateway: o.Gateway, Since: since.UTC().Truncate(time.Second), Back: !o.Broken}
 	}
 	wait = max(lookGap, lookShare*time.Since(begin))
 	if err != nil || now.Equal(t.last) && created == t.node && time.Since(t.at) < tellInterval {

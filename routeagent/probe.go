@@ -8,6 +8,8 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 	"github.com/isthmus-net/isthmus/internal/overlay"
 )
 
@@ -24,63 +26,125 @@ var (
 type OverlayStatus struct {
 	Gateway netip.Addr `json:"gateway"`
 	overlay.State
+	// Back is the way from the gateway to the node.
+	Back overlay.State `json:"back,omitzero"`
+}
+
+// fails reports whether it is broken, in one direction at least, and since when.
+func (s OverlayStatus) fails() (since time.Time, is bool) {
+	switch {
+	case s.Broken:
+		return s.Since, true
+	case s.Back.Broken:
+		return s.Back.Since, true
+	}
+	return time.Time{}, false
 }
 
 // problem is a sentence for people.
 func (s OverlayStatus) problem() string {
+	if !s.Broken {
+		return fmt.Sprintf("nothing comes from the gateway at %v through the overlay since %s, though pods send, and packets to it arrive: something between the gateway's node and this one drops VXLAN in that direction; let UDP 4800 pass between nodes",
+			s.Gateway, s.Back.Since.UTC().Format("15:04:05 UTC"))
+	}
 	return fmt.Sprintf("the gateway at %v is not reached through the overlay since %s, but is by the underlay: something between this node and that of the gateway drops VXLAN; let UDP 4800 pass between nodes",
 		s.Gateway, s.Since.UTC().Format("15:04:05 UTC"))
 }
 
-// probeTarget is the gateway to probe and an address of a peer behind it, in IPv4.
-func probeTarget(in *fabric.NodeIntent) (gateway, remote netip.Addr, ok bool) {
-	if in.Gateway.Is4() {
+// probeTarget is the gateway to probe and an address of a peer behind it, in IPv4: of the nth of its peers.
+func probeTarget(in *fabric.NodeIntent, nth int) (gateway, remote netip.Addr, ok bool) {
+	var remotes []netip.Addr
+	if gateway = in.Gateway; gateway.Is4() {
 		for _, p := range in.Granted {
 			if p.Addr().Is4() {
-				return in.Gateway, p.Addr().Next(), true
+				remotes = append(remotes, p.Addr().Next())
 			}
 		}
-		return gateway, remote, false
-	}
-	for _, t := range in.Tunnels {
-		if remote = t.Peer.Remote.PodSeen.Addr().Next(); t.Gateway.Is4() && remote.Is4() {
-			return t.Gateway, remote, true
+	} else {
+		for _, t := range in.Tunnels {
+			remote := t.Peer.Remote.PodSeen.Addr().Next()
+			if !t.Gateway.Is4() || !remote.Is4() || len(remotes) > 0 && t.Gateway != gateway {
+				continue
+			}
+			gateway, remotes = t.Gateway, append(remotes, remote)
 		}
 	}
-	return gateway, remote, false
+	if len(remotes) == 0 {
+		return netip.Addr{}, netip.Addr{}, false
+	}
+	return gateway, remotes[nth%len(remotes)], true
+}
+
+// A backProbe finds out whether packets come back from the gateway.
+type backProbe struct {
+	received, sent uint64 // by the overlay's device, when it was last looked
+	own            uint64 // datagrams of ours since then
+}
+
+// suspects reports whether nothing came by the overlay since it was asked last though pods have sent,
+// and something has come before: there is no other reason for that than one-way traffic or a fault.
+func (p *backProbe) suspects(received, sent uint64) bool {
+	silent := received == p.received && received > 0 && sent > p.sent+p.own
+	p.received, p.sent, p.own = received, sent, 0
+	return silent
+}
+
+// asked sends datagrams that live as far as the peer's gateway: past ours, which is one hop as a Pod and
+// two on a host's network. It reports whether one was answered by the overlay.
+func (p *backProbe) asked(ctx context.Context, remote netip.Addr, device int) bool {
+	p.own += 2
+	near, far := overlay.Round(ctx, overlay.Datagram{To: remote, TTL: 2, By: device}, overlay.Datagram{To: remote, TTL: 3, By: device})
+	return near != overlay.NoAnswer || far
 }
 
 // probeOverlay looks from time to time whether the gateway is reached, until ctx ends.
 func (a *agent) probeOverlay(ctx context.Context) {
 	var p OverlayStatus
+	var back backProbe
+	nth := 0 // peer
 	for wait := rand.N(probeAgain); sleep(ctx, wait); {
 		wait = probeInterval/2 + rand.N(probeInterval)
 		var gateway, remote netip.Addr
 		a.mu.Lock()
 		ok := a.intent != nil && a.state.err == nil && a.state.revision != 0
 		if ok {
-			gateway, remote, ok = probeTarget(a.intent)
+			gateway, remote, ok = probeTarget(a.intent, nth)
 		}
 		a.mu.Unlock()
 		if gateway != p.Gateway {
 			p = OverlayStatus{Gateway: gateway}
 		}
 		if ok {
-			was, began := p.Broken, time.Now()
-			answered, control := overlay.Round(ctx, overlay.Datagram{To: remote, TTL: 1}, overlay.Datagram{To: gateway})
-			p.Take(began, answered, control)
-			switch {
-			case p.Broken && !was:
+			_, was := p.fails()
+			began := time.Now()
+			answer, control := overlay.Round(ctx, overlay.Datagram{To: remote, TTL: 1}, overlay.Datagram{To: gateway})
+			p.Take(began, answer != overlay.NoAnswer, control)
+			back.own++
+			arrives := true
+			// Without a way on the gateway has no tunnel to that peer, and answers nobody.
+			if index, received, sent, err := rtnl.Counters(kernel.OverlayDevice); err == nil && answer == overlay.WayOn {
+				news := received != back.received
+				if back.suspects(received, sent) || p.Back.Doubted() && !news {
+					arrives = back.asked(ctx, remote, index)
+				}
+				p.Back.Take(began, arrives, true)
+			}
+			switch _, is := p.fails(); {
+			case is && !was:
 				a.log.Error("overlay", "problem", p.problem())
-			case was && !p.Broken:
+			case was && !is:
 				a.log.Info("the gateway is reached through the overlay again", "gateway", gateway)
 			}
-			if !answered {
+			if answer == overlay.NoAnswer || !arrives {
 				wait = probeAgain
+			} else {
+				nth++
 			}
 		}
 		a.mu.Lock()
-		news := a.overlay.Broken != p.Broken
+		_, was := a.overlay.fails()
+		_, is := p.fails()
+		news := was != is || a.overlay.Broken != p.Broken
 		a.overlay = p
 		a.mu.Unlock()
 		if news {

@@ -19,15 +19,15 @@ func TestTheProbeGoesToANetworkOfThatGateway(t *testing.T) {
 		return t
 	}
 	in := fabric.NodeIntent{Tunnels: []fabric.Tunnel{tunnel("", "10.1.0.0/16"), tunnel("10.0.0.9", "fd00::/64"), tunnel("10.0.0.9", "10.2.0.0/16")}}
-	if gateway, remote, ok := probeTarget(&in); !ok || gateway.String() != "10.0.0.9" || remote.String() != "10.2.0.1" {
+	if gateway, remote, ok := probeTarget(&in, 0); !ok || gateway.String() != "10.0.0.9" || remote.String() != "10.2.0.1" {
 		t.Error(gateway, remote, ok)
 	}
 	in.Gateway, in.Granted = netip.MustParseAddr("10.0.0.8"), []netip.Prefix{netip.MustParsePrefix("fd00::/64"), netip.MustParsePrefix("10.3.0.0/16")}
-	if gateway, remote, ok := probeTarget(&in); !ok || gateway.String() != "10.0.0.8" || remote.String() != "10.3.0.1" {
+	if gateway, remote, ok := probeTarget(&in, 0); !ok || gateway.String() != "10.0.0.8" || remote.String() != "10.3.0.1" {
 		t.Error("the one gateway:", gateway, remote, ok)
 	}
 	in.Gateway, in.Tunnels = netip.Addr{}, in.Tunnels[:2]
-	if _, _, ok := probeTarget(&in); ok {
+	if _, _, ok := probeTarget(&in, 0); ok {
 		t.Error("found a way where there is none")
 	}
 }

@@ -321,7 +321,7 @@ func (w *way) judge() way {
 		w.Verdict = "the answer arrives"
 	}
 	for _, h := range w.Hops {
-		if h.State == peering.Works || h.State == peering.Unknown && h.Name == "node" {
+		if h.State == peering.Works || h.State == peering.Limited || h.State == peering.Unknown && h.Name == "node" {
 			continue
 		}
 		w.Arrives = false

@@ -28,6 +28,7 @@ func TestAWayEndsAtTheFirstHopThatDoesNotWork(t *testing.T) {
 		{"the peer is down", way{Hops: []wayHop{hop("node", peering.Works, ""), hop("tunnel", peering.Broken, "PeerSilent")}}, false, false, "the peer is down: PeerSilent: why"},
 		{"no route agent, and the peer is down", way{Hops: []wayHop{hop("node", peering.Broken, ""), hop("tunnel", peering.Broken, "PeerSilent")}}, false, false, "it ends at paris, node: why"},
 		{"dropped", way{Hops: []wayHop{hop("NAT", peering.Broken, "source")}}, false, false, "it ends at paris, NAT: source: why"},
+		{"by a narrow path", way{Direction: "out", Hops: []wayHop{hop("tunnel", peering.Limited, "NarrowPath")}}, true, false, "it arrives"},
 		{"no gateway that would know", way{Hops: []wayHop{hop("tunnel", peering.Waits, "")}}, false, false, "nobody knows at paris, tunnel: why"},
 	} {
 		if got := tc.way.judge(); got.Arrives != tc.arrives || got.Leaves != tc.leaves || got.Verdict != tc.verdict {

@@ -159,6 +159,9 @@ func (k *kubeGateway) complete() error {
 	return nil
 }
 
+// nodesFollow is about how long nodes take to follow a gateway that has said where it is.
+const nodesFollow = 100 * time.Millisecond
+
 // run is one replica, until ctx ends; options are the gateway's but for Source and Beside.
 func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 	log := options.Log
@@ -194,15 +197,21 @@ func (k *kubeGateway) run(ctx context.Context, options gateway.Options) error {
 					ListenPort: k.port, Tunnels: k.tunnels, MTU: k.tunnel, NAT: k.nat.Config(), FlowLog: k.flowLog, PodNetwork: s.PodNetwork}, err)
 			})
 		}
-		options.Ready = replica.Ready
+		options.Ready, options.Owner = replica.Ready, replica.Owner
+		calls := make(chan struct{})
+		options.Calls = calls
+		call := sync.OnceFunc(func() { close(calls) })
+		placed := sync.OnceFunc(func() { time.AfterFunc(nodesFollow, call) })
 		options.Beside = func(ctx context.Context, r gateway.Running) {
 			front.set(&r)
 			defer front.set(nil)
-			replica.Write(ctx, func() (kube.Report, error) {
+			time.AfterFunc(time.Second, call) // without an API server nobody is told
+			replica.Write(ctx, placed, func() (kube.Report, error) {
 				s := r.Status()
 				tellPod(ctx, events, s, log)
 				return reportOf(s), nil
 			})
+			<-ctx.Done() // it carries until the nodes have followed another one
 		}
 		return gateway.Run(ctx, options)
 	}

@@ -45,17 +45,19 @@ and 2 when the cluster could not be asked.`,
 				return err
 			}
 			o.Report = func(line string) { fmt.Fprintln(cmd.ErrOrStderr(), line) }
-			if name == "-" {
-				_, err := gather.Write(cmd.Context(), c, cmd.OutOrStdout(), o)
+			write := func(w io.Writer) error {
+				missing, err := gather.Write(cmd.Context(), c, w, o)
+				for _, m := range missing {
+					fmt.Fprintf(cmd.ErrOrStderr(), "not read: %s: %s\n", peering.Printable(m.What), peering.Printable(m.Why))
+				}
 				return clusterError(err)
+			}
+			if name == "-" {
+				return write(cmd.OutOrStdout())
 			}
 			to := cmp.Or(name, "isthmus-gather-"+time.Now().UTC().Format("20060102T150405Z")+".tar.gz")
-			missing, err := writeNew(to, func(w io.Writer) ([]gather.Missing, error) { return gather.Write(cmd.Context(), c, w, o) })
-			if err != nil {
-				return clusterError(err)
-			}
-			for _, m := range missing {
-				fmt.Fprintf(cmd.ErrOrStderr(), "not read: %s: %s\n", peering.Printable(m.What), peering.Printable(m.Why))
+			if err := writeNew(to, write); err != nil {
+				return err
 			}
 			_, err = fmt.Fprintln(cmd.OutOrStdout(), to)
 			return err
@@ -68,10 +70,10 @@ and 2 when the cluster could not be asked.`,
 }
 
 // writeNew writes a file that others cannot read. After an error there is none.
-func writeNew(name string, write func(io.Writer) ([]gather.Missing, error)) (missing []gather.Missing, err error) {
+func writeNew(name string, write func(io.Writer) error) (err error) {
 	f, err := os.OpenFile(name, os.O_WRONLY|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	defer func() {
 		if err = errors.Join(err, f.Close()); err != nil {

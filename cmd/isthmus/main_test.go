@@ -130,7 +130,7 @@ func TestWhatCannotBeReachedOrIsUsedWronglyExitsWithTwo(t *testing.T) {
 		{[]string{"status", "--address", "127.0.0.1:1"}, "nothing listens there"},
 		{[]string{"status", "--address", "no address"}, "want host:port"},
 		{[]string{"status", "-o", "xml"}, `--output "xml": want wide, json or yaml`},
-		{[]string{"status", "extra"}, "unknown command"},
+		{[]string{"status", "extra"}, "arguments \"extra\": want isthmus status"},
 		{[]string{"statsu"}, "Did you mean this?\n\tstatus"},
 		{[]string{"status", "--addres", "x"}, "unknown flag: --addres; did you mean --address?"}, //nolint:misspell // a slip is what is answered
 		{[]string{"status", "--flows", "many"}, `--flows "many": want a number`},
@@ -139,7 +139,7 @@ func TestWhatCannotBeReachedOrIsUsedWronglyExitsWithTwo(t *testing.T) {
 		{[]string{"gateway", "--random-ports=perhaps"}, "--random-ports"},
 		{[]string{"bogus"}, "unknown command"},
 		{[]string{"status", "--bogus"}, "unknown flag"},
-		{[]string{"trace", "10.0.0.1"}, "accepts between 2 and 3"},
+		{[]string{"trace", "10.0.0.1"}, "arguments \"10.0.0.1\": want isthmus trace SRC"},
 		{[]string{"trace", "x", "10.0.0.1"}, "source: \"x\" is no address"},
 		{[]string{"trace", "10.0.0.1", "10.0.0.2", "--address", "127.0.0.1:1"}, "nothing listens there"},
 		{[]string{"trace", "10.0.0.1", "10.0.0.2", "--config", dir}, "no object of kind Gateway"},

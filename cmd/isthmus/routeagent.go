@@ -26,9 +26,9 @@ const (
 
 func newRouteAgentCommand() *cobra.Command {
 	var kubeconfig, namespace, level string
-	var cleanup bool
+	var cleanup, started bool
 	var secure metricsFlags
-	o := routeagent.Options{Version: cli.Version()}
+	o := routeagent.Options{Version: cli.Version(), Pod: os.Getenv("POD_UID")}
 	cmd := &cobra.Command{
 		Use:   "route-agent",
 		Short: "Run the route agent of a node, in the node's network namespace (root)",
@@ -46,13 +46,16 @@ refuses packets: the manager tells of a network only when all nodes do.
 What somebody else deletes or changes of it is back within a second. From the moment
 at which a network is granted to a peer, the node refuses packets for it that cannot go
 through the tunnel. That holds without an agent, too: it leaves everything as it is when
-it ends, and keeps in --state-directory what to refuse after a reboot. --cleanup takes
-everything away. It needs CAP_NET_ADMIN, the host's network, and dnsPolicy Default for
+it ends, and keeps in --state-directory what to refuse after a reboot. One that starts
+beside another follows it as soon as that one ends. --cleanup takes everything away. It needs CAP_NET_ADMIN, the host's network, and dnsPolicy Default for
 the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevice, kernel.OverlayPort),
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			if cleanup {
 				return routeagent.Cleanup(logger(cmd, level), o.StateDirectory)
+			}
+			if started {
+				return routeagent.Started(cmd.Context(), o.Pod)
 			}
 			if o.Node == "" {
 				return cli.Usage("want --node-name NAME, or NODE_NAME in the environment: the Node on which this runs")
@@ -103,6 +106,7 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 	f.StringVar(&o.StatusAddress, "status-address", agentStatusAddress, "host:port of /status; empty for none")
 	f.StringVar(&o.StateDirectory, "state-directory", "", "where to keep what is refused after a reboot until the API server answers; empty: nowhere")
 	f.StringVar(&o.Resolvers, "resolv-conf", "/etc/resolv.conf", "file with the DNS servers of the node")
+	f.BoolVar(&started, "started", false, "say by the exit code whether the agent of this Pod ($POD_UID) runs, or could follow the one that does: a startup probe")
 	f.BoolVar(&cleanup, "cleanup", false, "remove everything that route agents made on this node, and end")
 	return cmd
 }

@@ -152,8 +152,6 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 			fmt.Fprintf(w, "%s: %s: %s\n", nameOrID(p.Name, p.ID), p.Reason, p.Message)
 		case p.Problem != "":
 			fmt.Fprintf(w, "%s: %s\n", nameOrID(p.Name, p.ID), p.Problem)
-		case p.PathMTU.Narrow():
-			fmt.Fprintf(w, "%s: %s\n", nameOrID(p.Name, p.ID), p.Message)
 		}
 		if p.Down {
 			fmt.Fprintf(w, "%s: no WireGuard session for long, packets to it are dropped\n", nameOrID(p.Name, p.ID))

@@ -27,18 +27,21 @@ func newVerifyCommand() *cobra.Command {
 		Long: `Make Pods in the namespace of the installation of both clusters, on the node of the
 active gateway and on another one, in the pod network and in the host network. Have
 each send to every pod of the other cluster, both ways: ICMP, UDP and TCP, from
-little to more than the MTU. Say what was answered, how fast, and from which address
-the receiver saw it come. The Pods run the image of the gateway and are deleted at
-the end, also of an interrupted run.
+little to more than the MTU. Besides, ping the mapped addresses of the other cluster,
+and connect to the TCP ports of Services that have endpoints there, by address and by
+name, up to 16 of each; one that does not answer in its own cluster either has not
+failed. Say what was answered, how fast, and from which address the receiver saw it
+come. The Pods run the image of the gateway and are deleted at the end, also of an
+interrupted run.
 
 --continuous goes on until it is interrupted, with one small UDP packet a second
-between all of them, and counts what is lost.
+between all of them, and counts what is lost; -o json prints the counts at the end.
 
 The exit code is 0 when everything was answered, 1 when something was not, and 2
 when a cluster could not be asked or the two are not peered. A Pod that could not be
 told to send, since its node or the API server was away, has lost nothing: that is
-counted apart, with exit code 2 where nothing failed; by --continuous, where nothing
-was sent at all.`,
+counted apart as unknown, with exit code 2 where nothing failed; by --continuous,
+where nothing was sent at all.`,
 		Example: "  isthmus verify --context paris --remote-context oslo\n" +
 			"  isthmus verify --context paris --remote-context oslo --only pod,tcp,out --sizes 1400,9000\n" +
 			"  isthmus verify --context paris --remote-context oslo --continuous",
@@ -46,6 +49,9 @@ was sent at all.`,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
 			if remote.Context == "" && remote.Kubeconfig == "" {
 				return cli.Usage("want --remote-context, or --remote-kubeconfig: the other cluster")
+			}
+			if continuous && (len(sizes) > 0 || len(o.To) > 0 || output == "junit") {
+				return cli.Usage("--continuous counts one small packet a second between the Pods: it goes without --sizes, --to and -o junit")
 			}
 			if o.Only, err = verify.ParseOnly(only); err != nil {
 				return cli.Usage("--only: %w", err)
@@ -79,7 +85,7 @@ was sent at all.`,
 			}
 			o.Report = func(line string) { fmt.Fprintln(cmd.ErrOrStderr(), line) }
 			if continuous {
-				return watchLoss(cmd, a, b, o)
+				return watchLoss(cmd, a, b, o, output)
 			}
 			report, err := verify.Run(cmd.Context(), a, b, o)
 			if report.Checks > 0 { // an interrupted run says what it knows
@@ -92,8 +98,8 @@ was sent at all.`,
 				return clusterError(err)
 			case report.Failed > 0:
 				return cli.ErrProblem
-			case report.NotAsked > 0:
-				return cli.Unreachable(fmt.Errorf("%d of %d checks were not asked for", report.NotAsked, report.Checks))
+			case report.Unknown > 0:
+				return cli.Unreachable(fmt.Errorf("nothing is known of %d of %d checks", report.Unknown, report.Checks))
 			}
 			return nil
 		},
@@ -103,7 +109,7 @@ was sent at all.`,
 	cmd.Flags().StringSliceVar(&only, "only", nil, "not all: tcp, udp or icmp; from the pod or the host network; out is from A to B, in the other way")
 	_ = cmd.RegisterFlagCompletionFunc("only", cobra.FixedCompletions(verify.Words, cobra.ShellCompDirectiveNoFileComp)) // fails for a flag that is not there
 	cmd.Flags().IntSliceVar(&sizes, "sizes", nil, "octets to send instead of those chosen by protocol: 56 to 4000, by TCP 500000; UDP sends at least 96, ICMP 16")
-	cmd.Flags().StringSliceVar(&o.To, "to", nil, "besides, ping HOST, or connect to HOST:PORT, from the Pods in A: a mapped address, or the name of a Service")
+	cmd.Flags().StringSliceVar(&o.To, "to", nil, "besides what is found, ping HOST, or connect to HOST:PORT, from the Pods in A")
 	cmd.Flags().StringVar(&o.Image, "image", "", "image of the Pods (default that of the gateway in each cluster)")
 	cmd.Flags().BoolVar(&continuous, "continuous", false, "go on until interrupted, and count what is lost")
 	cli.AddOutputFlag(cmd, &output, "print for programs", "junit")
@@ -120,10 +126,14 @@ func printReport(cmd *cobra.Command, r *verify.Report, output cli.Output) error 
 	return r.Print(cmd.OutOrStdout())
 }
 
-// watchLoss shows a line that changes on a terminal, and one every ten seconds elsewhere. An
-// interruption is how it ends.
-func watchLoss(cmd *cobra.Command, a, b *peering.Cluster, o verify.Options) error {
+// watchLoss shows a line that changes on a terminal, and one every ten seconds elsewhere; for
+// programs it shows that on standard error, and at the end what was counted. An interruption is how it
+// ends.
+func watchLoss(cmd *cobra.Command, a, b *peering.Cluster, o verify.Options, output cli.Output) error {
 	out := cmd.OutOrStdout()
+	if output.ForPrograms() {
+		out = cmd.ErrOrStderr()
+	}
 	terminal := false
 	if f, ok := out.(*os.File); ok {
 		info, err := f.Stat()
@@ -152,6 +162,11 @@ func watchLoss(cmd *cobra.Command, a, b *peering.Cluster, o verify.Options) erro
 	}
 	if last != nil {
 		fmt.Fprintln(out, verify.Line(last))
+	}
+	if output.ForPrograms() {
+		err = errors.Join(err, output.Print(cmd.OutOrStdout(), struct {
+			Losses []verify.Loss `json:"losses"`
+		}{last}))
 	}
 	return lossError(last, err)
 }

@@ -99,7 +99,7 @@ func Merge(base, over Values) Values {
 var open = []string{".resources", ".nodeSelector", ".annotations", ".labels"}
 
 // textOrNumber are the values that may be either, such as 10% and 1, or auto and 1400.
-var textOrNumber = []string{".gateway.mtu", ".routeAgent.maxUnavailable"}
+var textOrNumber = []string{".gateway.mtu", ".routeAgent.maxSurge"}
 
 // check says which values the chart does not know, or knows as something else: a typing error would
 // do nothing, silently.

@@ -5,6 +5,7 @@ import (
 	"flag"
 	"maps"
 	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -147,7 +148,7 @@ func TestWrongValuesAreNamed(t *testing.T) {
 	}
 	for _, right := range []Values{
 		{"gateway": Values{"mtu": 1400.0}}, {"gateway": Values{"mtu": "auto"}}, {"manager": Values{"nodeSelector": Values{"a": "b"}}},
-		{"routeAgent": Values{"tolerations": []any{}, "maxUnavailable": 1.0}},
+		{"routeAgent": Values{"tolerations": []any{}, "maxSurge": 1.0}},
 	} {
 		if _, err := Render(Options{Namespace: "n", Values: paris(right)}); err != nil {
 			t.Errorf("%v: %v", right, err)
@@ -370,4 +371,18 @@ func privileges(t *testing.T, pod map[string]any) string {
 		}
 	}
 	return strings.Join(all, ", ")
+}
+
+// Helm follows the links to the folders that are ours without it: a link that became a file leaves
+// alerts and dashboard empty, and says nothing.
+func TestTheFilesOfTheChartAreFolders(t *testing.T) {
+	entries, err := os.ReadDir("../../deploy/chart/isthmus/files")
+	if err != nil || len(entries) == 0 {
+		t.Fatalf("%d, %v", len(entries), err)
+	}
+	for _, e := range entries {
+		if inside, err := os.ReadDir(filepath.Join("../../deploy/chart/isthmus/files", e.Name())); err != nil || len(inside) == 0 {
+			t.Errorf("%s: %d files, %v", e.Name(), len(inside), err)
+		}
+	}
 }

@@ -74,13 +74,15 @@ func Run(root *cobra.Command, args []string, stdin io.Reader, stdout, stderr io.
 	root.SilenceUsage, root.SilenceErrors = true, true
 	root.AddCommand(versionCommand(), referenceCommand())
 	root.SetFlagErrorFunc(flagError)
+	explainArgs(root)
 	root.Version = Version()
 	root.SetVersionTemplate(versionLine(root.Name()))
 	if root.Annotations == nil {
 		root.Annotations = make(map[string]string)
 	}
 	root.PersistentPreRun = func(*cobra.Command, []string) { root.Annotations[started] = "yes" }
-	return exitCode(ctx, root, root.ExecuteContext(ctx))
+	cmd, err := root.ExecuteContextC(ctx)
+	return exitCode(ctx, root, cmd, err)
 }
 
 // As makes a program speak of itself as it was called: kubectl runs the plugin kubectl-NAME where
@@ -95,8 +97,8 @@ func As(root *cobra.Command, argv0 string) {
 	root.Annotations[cobra.CommandDisplayNameAnnotation] = "kubectl " + root.Name()
 }
 
-// exitCode prints err and says how to end.
-func exitCode(ctx context.Context, root *cobra.Command, err error) int {
+// exitCode prints err, which is that of cmd, and says how to end.
+func exitCode(ctx context.Context, root, cmd *cobra.Command, err error) int {
 	if err == nil {
 		return Fine
 	}
@@ -112,7 +114,7 @@ func exitCode(ctx context.Context, root *cobra.Command, err error) int {
 		return code.code
 	}
 	if root.Annotations[started] == "" {
-		fmt.Fprintf(root.ErrOrStderr(), "Try \"%s --help\".\n", name)
+		fmt.Fprintf(root.ErrOrStderr(), "Try \"%s --help\".\n", cmd.CommandPath())
 		return Wrong
 	}
 	return Problem

@@ -26,11 +26,12 @@ func TestExitCodeSaysWhoseFaultItIs(t *testing.T) {
 		{"a problem that was printed", []string{"do"}, ErrProblem, Problem, ""},
 		{"wrong usage", []string{"do"}, Usage("--x %d: want 1", 2), Wrong, "program: --x 2: want 1\n"},
 		{"unreachable, wrapped", []string{"do"}, fmt.Errorf("a: %w", Unreachable(errors.New("gone"))), Wrong, "program: a: gone\n"},
-		{"no such flag", []string{"do", "--nope"}, nil, Wrong, "program: unknown flag: --nope\nTry \"program --help\".\n"},
+		{"too many arguments", []string{"do", "a", "b"}, nil, Wrong, "program: arguments \"a\" \"b\": want program do [flags]\nTry \"program do --help\".\n"},
+		{"no such flag", []string{"do", "--nope"}, nil, Wrong, "program: unknown flag: --nope\nTry \"program do --help\".\n"},
 	} {
 		var out, errs bytes.Buffer
 		root := &cobra.Command{Use: "program"}
-		root.AddCommand(&cobra.Command{Use: "do", RunE: func(*cobra.Command, []string) error { return tc.err }})
+		root.AddCommand(&cobra.Command{Use: "do", Args: cobra.NoArgs, RunE: func(*cobra.Command, []string) error { return tc.err }})
 		if code := Run(root, tc.args, strings.NewReader(""), &out, &errs); code != tc.code || errs.String() != tc.says {
 			t.Errorf("%s: code %d, %q; want %d, %q", tc.name, code, &errs, tc.code, tc.says)
 		}
@@ -67,7 +68,7 @@ func TestAPluginSpeaksOfItselfAsItWasCalled(t *testing.T) {
 			args []string
 			code int
 			says string
-		}{{[]string{"do"}, Problem, want + ": no\n"}, {[]string{"do", "--nothing"}, Wrong, "Try \"" + want + " --help\".\n"}} {
+		}{{[]string{"do"}, Problem, want + ": no\n"}, {[]string{"do", "--nothing"}, Wrong, "Try \"" + want + " do --help\".\n"}} {
 			var errs bytes.Buffer
 			if code := Run(root, tc.args, nil, io.Discard, &errs); code != tc.code || !strings.HasSuffix(errs.String(), tc.says) {
 				t.Errorf("%s %v: %d, %q; want %d, %q", argv0, tc.args, code, errs.String(), tc.code, tc.says)

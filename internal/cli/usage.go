@@ -41,6 +41,25 @@ func flagError(cmd *cobra.Command, err error) error {
 	return err
 }
 
+// explainArgs has all commands say which arguments they want, instead of how many cobra counted.
+func explainArgs(cmd *cobra.Command) {
+	if check := cmd.Args; check != nil {
+		cmd.Args = func(cmd *cobra.Command, args []string) error {
+			switch err := check(cmd, args); {
+			case err == nil:
+				return nil
+			case len(args) == 0:
+				return fmt.Errorf("want %s", cmd.UseLine())
+			default:
+				return fmt.Errorf("arguments %s: want %s", strings.Trim(fmt.Sprintf("%q", args), "[]"), cmd.UseLine())
+			}
+		}
+	}
+	for _, sub := range cmd.Commands() {
+		explainArgs(sub)
+	}
+}
+
 // Nearest returns the word that somebody may have meant who wrote said: at most two letters are
 // different, missing or too many, or said is how it begins. "" when there is none.
 func Nearest(said string, words []string) string {

@@ -134,7 +134,16 @@ func (c *Cluster) Metrics(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", err
 	}
-	return c.GatewayHost(active).Get(ctx, fmt.Sprintf("http://127.0.0.1:%d/metrics", gatewayPort))
+	return c.Scrape(ctx, Gateway(active))
+}
+
+// Scrape returns what a component answers at /metrics.
+func (c *Cluster) Scrape(ctx context.Context, name string) (string, error) {
+	p := c.processes[name]
+	if p == nil {
+		return "", fmt.Errorf("cluster %s has no %s", c.Name, name)
+	}
+	return p.host.Get(ctx, p.metrics)
 }
 
 // Metric returns the sum of all series of a metric of the active gateway that have all the given

@@ -31,6 +31,7 @@ const patience = 90 * time.Second
 
 // Ports of the components on their machines.
 const (
+	managerPort       = 5876
 	managerHealthPort = 5877
 	ipamPort          = 6000
 	gatewayPort       = 5872
@@ -68,10 +69,11 @@ func (c *Cluster) GatewayAddr(i int) netip.Addr {
 
 // A process is one component that runs, or is to be started again.
 type process struct {
-	host  *lab.Host
-	args  []string
-	env   []string
-	ready string // URL inside the host; empty: none
+	host *lab.Host
+	args []string
+	env  []string
+	// ready and metrics are URLs inside the host.
+	ready, metrics string
 	// hinder is what a shell does before it becomes the component, in a mount namespace of its own;
 	// empty: nothing.
 	hinder string
@@ -81,6 +83,9 @@ type process struct {
 	cmd  *lab.Cmd
 	done chan struct{}
 }
+
+// url is that of a page of a component on its own machine.
+func url(port int, page string) string { return fmt.Sprintf("http://127.0.0.1:%d/%s", port, page) }
 
 // startComponents starts manager, gateways and route agents with their own identities and waits
 // until they are ready.
@@ -102,7 +107,7 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 			"--ipam-address", fmt.Sprintf("127.0.0.1:%d", ipamPort), "--ipam-plain",
 			"--ipam-allow", c.ipamAllow},
 		env:   []string{"POD_NAME=manager-1", "POD_UID=manager-1"},
-		ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", managerHealthPort),
+		ready: url(managerHealthPort, "readyz"), metrics: url(managerPort, "metrics"),
 	})
 	for i, n := range c.Nodes {
 		env := []string{"POD_IP=" + n.Addr.String(), "POD_NAMESPACE=" + Namespace, "NODE_NAME=" + n.Name}
@@ -118,10 +123,10 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 			add(Gateway(i), &process{
 				host: c.GatewayHost(i),
 				args: []string{"gateway", "--kubeconfig", gateway, "--namespace", Namespace, "--host-network=" + strconv.FormatBool(!own),
-					"--state-directory", filepath.Join(c.dir, Gateway(i)), "--tunnels", strconv.Itoa(c.Tunnels)},
+					"--state-directory", c.StateDirectory(Gateway(i)), "--tunnels", strconv.Itoa(c.Tunnels)},
 				env:   append(env[1:len(env):len(env)], "POD_IP="+c.GatewayAddr(i).String(), "POD_NAME="+gatewayPod(i)),
 				caps:  caps,
-				ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", gatewayPort),
+				ready: url(gatewayPort, "readyz"), metrics: url(gatewayPort, "metrics"),
 			})
 		}
 		agent, err := c.podIdentity(ctx, deploy.RouteAgentServiceAccount, Agent(i))
@@ -130,9 +135,9 @@ func (c *Cluster) startComponents(ctx context.Context) error {
 		}
 		add(Agent(i), &process{
 			host:  n.Host,
-			args:  []string{"route-agent", "--kubeconfig", agent, "--state-directory", filepath.Join(c.dir, Agent(i)), "--resolv-conf", resolvers},
+			args:  []string{"route-agent", "--kubeconfig", agent, "--state-directory", c.StateDirectory(Agent(i)), "--resolv-conf", resolvers},
 			env:   append(env[:len(env):len(env)], "POD_NAME="+Agent(i)),
-			ready: fmt.Sprintf("http://127.0.0.1:%d/readyz", agentPort),
+			ready: url(agentPort, "readyz"), metrics: url(agentPort, "metrics"),
 		})
 	}
 	var group sync.WaitGroup
@@ -246,6 +251,22 @@ func (c *Cluster) Stop(name string) error { return c.end(name, syscall.SIGTERM) 
 // Kill ends a component without its knowing.
 func (c *Cluster) Kill(name string) error { return c.end(name, syscall.SIGKILL) }
 
+// Pause has a component stand still, as under a debugger, until Resume.
+func (c *Cluster) Pause(name string) error { return c.signal(name, syscall.SIGSTOP) }
+
+// Resume has it go on.
+func (c *Cluster) Resume(name string) error { return c.signal(name, syscall.SIGCONT) }
+
+func (c *Cluster) signal(name string, signal syscall.Signal) error {
+	if !c.Running(name) {
+		return fmt.Errorf("%s of cluster %s does not run", name, c.Name)
+	}
+	return c.processes[name].cmd.Process.Signal(signal)
+}
+
+// StateDirectory is that of a gateway or route agent.
+func (c *Cluster) StateDirectory(name string) string { return filepath.Join(c.dir, name) }
+
 // Running reports whether a component runs.
 func (c *Cluster) Running(name string) bool {
 	c.mu.Lock()
@@ -271,6 +292,7 @@ func (c *Cluster) end(name string, signal syscall.Signal) error {
 	if err := p.cmd.Process.Signal(signal); err != nil && !errors.Is(err, os.ErrProcessDone) {
 		return err
 	}
+	_ = p.cmd.Process.Signal(syscall.SIGCONT) // it may stand still
 	select {
 	case <-p.done:
 		return nil

@@ -74,6 +74,7 @@ const (
 	LimitMasqueraded = "PodsMasqueraded"     // peers do not see addresses of pods
 	LimitForwarding  = "ForwardingRefused"   // packets between pods and peers are dropped
 	LimitGateway     = "GatewayOutOfReach"   // other nodes do not reach a gateway's Pod here
+	LimitBridge      = "GatewayUnguarded"    // pods on a bridge here can send to a gateway as nodes
 	LimitUncertain   = "ForwardingUncertain" // some may be
 	LimitRefused     = "Refused"             // something of an object is not believed
 )

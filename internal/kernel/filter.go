@@ -15,6 +15,7 @@ type Filter struct {
 	Own       string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
 	Elsewhere string // networks in which pods of other nodes are, and none of ours, IPv4
 	Underlay  string // devices by which our node reaches the others
+	Bridges   string // of which a Bridge keeps pods off gateways, and by which other nodes reach these
 	// Gateways are addresses of gateways that are Pods, IPv4: what they send to the overlay of other
 	// nodes, and get from there, a node forwards.
 	Gateways string
@@ -24,7 +25,7 @@ type Filter struct {
 type FilterSets struct {
 	Nodes, Own, Gateways []netip.Addr
 	Remote, Elsewhere    []netip.Prefix
-	Underlay             []string
+	Underlay, Bridges    []string
 }
 
 // FilterFor makes a Filter. Networks inside others are left out, and so is IPv6, which the overlay
@@ -32,7 +33,7 @@ type FilterSets struct {
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
-		Remote: networks(s.Remote), Elsewhere: networks(s.Elsewhere), Underlay: devices(s.Underlay),
+		Remote: networks(s.Remote), Elsewhere: networks(s.Elsewhere), Underlay: devices(s.Underlay), Bridges: devices(s.Bridges),
 	}
 }
 
@@ -58,7 +59,8 @@ func addresses(all []netip.Addr) string {
 	return strings.Join(texts, " ")
 }
 
-// FilterTable is the name of our tables: a Filter's family is inet, and a SourceNAT's ip.
+// FilterTable is the name of our tables: a Filter's family is inet, a SourceNAT's ip and a Bridge's
+// bridge.
 const FilterTable = "isthmus"
 
 // FilterPriority is that of the chains with a hook, but prerouting: before the rules of others,
@@ -103,7 +105,8 @@ func (c FilterChain) Kind() string {
 // whether its source is translated later or not, and whether it comes from a pod of ours or of a
 // peer. The gateway is the exception where it is a Pod; it has a filter like this one, too. To it go
 // packets of other nodes, and none that came by the device of a pod: the CNI may hide a pod behind
-// its node's address, and the gateway would believe it.
+// its node's address, and the gateway would believe it. What came by a bridge between nodes has been
+// looked at by its port (Bridge), unless it was for another address then.
 //
 // The devices of ours that packets of peers come by are those of the overlay and of a gateway in
 // this namespace (isthmus.host, or the TUNs isthmus0 and so on).
@@ -158,8 +161,13 @@ var FilterChains = []FilterChain{
 		`oifname "isthmus.vxlan" drop`,
 		"jump bydevice",
 	}},
+	{Name: "bridged", Rules: []string{
+		"ct status dnat drop",
+		"accept",
+	}},
 	{Name: "outer", Rules: []string{
 		"ip saddr @gateways fib saddr . iif oif != 0 accept",
+		"ip daddr @gateways fib saddr . iif oif != 0 iifname @bridges jump bridged",
 		"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice",
 		"drop",
 	}},
@@ -200,13 +208,14 @@ func (f Filter) Sets() []FilterSet {
 		{"own", "ipv4_addr", false, f.Own},
 		{"elsewhere", "ipv4_addr", true, f.Elsewhere},
 		{"underlay", "ifname", false, f.Underlay},
+		{"bridges", "ifname", false, f.Bridges},
 		{"gateways", "ipv4_addr", false, f.Gateways},
 	}
 }
 
 // set is the field for the set of a name.
 func (f *Filter) set(name string) *string {
-	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay, "gateways": &f.Gateways}[name]
+	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay, "bridges": &f.Bridges, "gateways": &f.Gateways}[name]
 }
 
 // WithSet returns the Filter with other elements in the set of a name.

@@ -27,6 +27,7 @@ const (
 // State is what there is, or should be, as far as it is one owner's. What is not in a wanted State
 // has to go. The order of the fields is the order in which to add.
 type State struct {
+	Bridges   []Bridge    // none or one
 	Filters   []Filter    // none or one
 	SourceNAT []SourceNAT // none or one
 	Accepts   []Accept    // wanted: none, or the zero value for all that are needed

@@ -53,7 +53,7 @@ type Owner struct {
 	Lock     string // a table of nftables that one process of the kind has per network namespace
 	Protocol int    // of all its routes and rules
 	Filter   bool   // whether it has one
-	NAT      bool   // whether it has a SourceNAT and an Accept
+	NAT      bool   // whether it has a SourceNAT, Accepts and a Bridge
 	Devices  []Place
 	Tables   [2][]int // where it has routes, by Namespace
 }

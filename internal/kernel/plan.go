@@ -92,6 +92,7 @@ func (r Route) key() Route {
 // removed before. What hung on a device goes with it.
 func PlanFor(have, want State) Plan {
 	var adds, removes Plan
+	planKind(&adds, &removes, have.Bridges, want.Bridges, func(Bridge) bool { return true })
 	planKind(&adds, &removes, have.Filters, want.Filters, func(Filter) bool { return true })
 	planKind(&adds, &removes, have.SourceNAT, want.SourceNAT, func(SourceNAT) bool { return true })
 	planKind(&adds, &removes, have.Accepts, want.Accepts, func(a Accept) Accept { return a })
@@ -147,7 +148,7 @@ func (s State) without(d Device) State {
 		return in == d.In && dev == d.Name || in == Inner && dev == d.Peer && dev != ""
 	}
 	return State{
-		Filters: s.Filters, SourceNAT: s.SourceNAT, Accepts: s.Accepts,
+		Bridges: s.Bridges, Filters: s.Filters, SourceNAT: s.SourceNAT, Accepts: s.Accepts,
 		Devices: dropped(s.Devices, func(other Device) bool { return gone(other.In, other.Name) }),
 		Settings: dropped(s.Settings, func(s Setting) bool {
 			return slices.ContainsFunc(strings.Split(s.Path, "/"), func(dev string) bool { return gone(s.In, dev) })

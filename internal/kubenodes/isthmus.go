@@ -228,6 +228,54 @@ func (c *Cluster) Watch(ctx context.Context, s *lab.Sniffer, peers ...*Cluster) 
 	return nil
 }
 
+// Tell notes what becomes of the installation's Pods and of the Service of the gateway, until the function that it returns
+// is called, which returns it with the time of each line.
+func (c *Cluster) Tell(ctx context.Context) (told func() string) {
+	ctx, end := context.WithCancel(ctx)
+	var all strings.Builder
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		last := map[string]string{}
+		for ctx.Err() == nil {
+			now := map[string]string{}
+			var pods corev1.PodList
+			var services corev1.ServiceList
+			if c.Client.List(ctx, &pods, client.InNamespace(Namespace)) == nil && c.Client.List(ctx, &services, client.InNamespace(Namespace)) == nil {
+				for _, p := range pods.Items {
+					ready := false
+					for _, s := range p.Status.ContainerStatuses {
+						ready = s.Ready
+					}
+					now[p.Name] = fmt.Sprintf("%s on %s: %s %s, ready %v, deleted %v, %s", p.Name, p.Spec.NodeName, p.Status.Phase, p.Status.PodIP, ready, p.DeletionTimestamp != nil, p.Labels[v1alpha1.LabelGateway])
+				}
+				for _, s := range services.Items {
+					if a := s.Annotations[isthmus.AnnotationGateways]; a != "" {
+						now[s.Name] = "Service leads to " + a
+					}
+				}
+				for k, v := range now {
+					if last[k] != v {
+						fmt.Fprintf(&all, "%s %s\n", time.Now().Format("05.000"), v)
+					}
+				}
+				for k := range last {
+					if now[k] == "" {
+						fmt.Fprintf(&all, "%s %s is gone\n", time.Now().Format("05.000"), k)
+					}
+				}
+				last = now
+			}
+			time.Sleep(20 * time.Millisecond)
+		}
+	}()
+	return func() string {
+		end()
+		<-done
+		return all.String()
+	}
+}
+
 // Explain says what runs in the installation, for the error of something that did not come.
 func (c *Cluster) Explain() string {
 	ctx, cancel := context.WithTimeout(context.Background(), 20*time.Second)

@@ -1,6 +1,7 @@
 package overlay
 
 import (
+	"net"
 	"net/netip"
 	"os/exec"
 	"testing"
@@ -34,30 +35,51 @@ func TestTheOtherEndAnswersWithAndWithoutAWayOn(t *testing.T) {
 		}
 	}
 	to := netip.MustParseAddr("10.246.0.1")
-	answered := func() (answered bool) {
+	answered := func() (answer Answer) {
 		t.Helper()
 		for range 5 { // a loaded machine may need longer than the patience
 			err := n.Do(func() error {
-				answered = Datagram{To: to, TTL: 1}.answered(t.Context())
+				answer = Datagram{To: to, TTL: 1}.Ask(t.Context())
 				return nil
 			})
 			if err != nil {
 				t.Fatal(err)
 			}
-			if answered {
+			if answer != NoAnswer {
 				break
 			}
 		}
-		return answered
+		return answer
 	}
 	ip(n, "route", "add", "10.246.0.0/16", "via", end.Addr.String())
 	ip(end, "route", "add", "unreachable", "10.246.0.0/16")
-	if !answered() {
-		t.Error("an end without a way on: no answer")
+	if got := answered(); got != Ended {
+		t.Error("an end without a way on:", got)
 	}
 	ip(end, "route", "del", "unreachable", "10.246.0.0/16")
 	ip(end, "route", "add", "10.246.0.0/16", "via", n.Addr.String())
-	if !answered() {
-		t.Error("an end with a way on: no answer")
+	if got := answered(); got != WayOn {
+		t.Error("an end with a way on:", got)
+	}
+	for by, want := range map[string]Answer{"eth0": WayOn, "lo": NoAnswer} {
+		var got Answer
+		for range 5 {
+			err := n.Do(func() error {
+				link, err := net.InterfaceByName(by)
+				if err == nil {
+					got = Datagram{To: to, TTL: 1, By: link.Index}.Ask(t.Context())
+				}
+				return err
+			})
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got == want {
+				break
+			}
+		}
+		if got != want {
+			t.Errorf("answers by %s: %v, want %v", by, got, want)
+		}
 	}
 }

@@ -7,10 +7,15 @@
 // other kernel (icmp_ratelimit, icmp_msgs_per_sec), so that who exhausts these hides the state of the
 // overlay but cannot make it look broken; and both quote random ports, which a pod would have to
 // guess to make it look whole.
+//
+// Whether packets come back through the overlay shows the counter of its device. Where nothing comes
+// while pods send, datagrams are sent that live as far as the peer: whoever answers them, the answers
+// come by the overlay, as those to pods do.
 package overlay
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"math/rand/v2"
 	"net"
@@ -39,7 +44,8 @@ type State struct {
 	first  time.Time // when the first of these was sent
 }
 
-// Take takes the outcome of one round: which of the two datagrams were answered.
+// Take takes the outcome of one round: whether the datagram was answered, and whether another was, or
+// whatever else says that it should have been.
 func (s *State) Take(began time.Time, answered, control bool) {
 	switch {
 	case answered:
@@ -56,36 +62,49 @@ func (s *State) Take(began time.Time, answered, control bool) {
 	}
 }
 
+// Doubted reports whether the last round said that it is broken, or those before did and no other has.
+func (s *State) Doubted() bool { return s.missed > 0 || s.Broken }
+
 // A Datagram is one that the other end is to answer.
 type Datagram struct {
 	To  netip.Addr // IPv4
 	TTL int        // 0: that of the system
+	By  int        // index of the device by which answers come; 0: any
 }
 
-// Round sends a datagram by the overlay and one by the underlay, and says which were answered. With
+// An Answer is what the other end says of a datagram.
+type Answer int
+
+const (
+	NoAnswer Answer = iota
+	Ended           // it has no way on
+	WayOn           // it has one, and the datagram did not live long enough
+)
+
+// Round sends a datagram by the overlay and one by the underlay, and says what was answered. With
 // a TTL the first one is to end on the way, or where there is no way on.
-func Round(ctx context.Context, byOverlay, byUnderlay Datagram) (answered, control bool) {
-	done := make(chan bool, 1)
-	go func() { done <- byUnderlay.answered(ctx) }()
-	return byOverlay.answered(ctx), <-done
+func Round(ctx context.Context, byOverlay, byUnderlay Datagram) (answer Answer, control bool) {
+	done := make(chan Answer, 1)
+	go func() { done <- byUnderlay.Ask(ctx) }()
+	return byOverlay.Ask(ctx), <-done != NoAnswer
 }
 
 // ICMP types, RFC 792.
 const unreachable, timeExceeded = 3, 11
 
-// answered sends it from one random port to another, none of which is a NodePort of a Service, and
+// Ask sends it from one random port to another, none of which is a NodePort of a Service, and
 // waits for an ICMP error about it.
-func (d Datagram) answered(ctx context.Context) bool {
+func (d Datagram) Ask(ctx context.Context) Answer {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
 	c, err := net.DialUDP("udp4", nil, net.UDPAddrFromAddrPort(netip.AddrPortFrom(d.To, uint16(33434+rand.N(30000)))))
 	if err != nil {
-		return false
+		return NoAnswer
 	}
 	defer c.Close()
 	raw, err := c.SyscallConn()
 	if err != nil {
-		return false
+		return NoAnswer
 	}
 	var failed error
 	err = raw.Control(func(fd uintptr) {
@@ -93,42 +112,57 @@ func (d Datagram) answered(ctx context.Context) bool {
 		if d.TTL != 0 {
 			failed = errors.Join(failed, unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_TTL, d.TTL))
 		}
+		failed = errors.Join(failed, unix.SetsockoptInt(int(fd), unix.IPPROTO_IP, unix.IP_PKTINFO, 1))
 	})
 	if err != nil || failed != nil {
-		return false
+		return NoAnswer
 	}
 	stop := context.AfterFunc(ctx, func() { c.Close() })
 	defer stop()
 	if _, err := c.Write(nil); err != nil {
-		return false // nothing is known of the way behind
+		return NoAnswer // nothing is known of the way behind
 	}
-	found := false
+	found := NoAnswer
 	err = raw.Read(func(fd uintptr) bool { // an error in the queue makes the socket readable
 		oob := make([]byte, 512)
 		_, n, _, _, err := unix.Recvmsg(int(fd), make([]byte, 64), oob, unix.MSG_ERRQUEUE|unix.MSG_DONTWAIT)
 		if err != nil {
 			return !errors.Is(err, unix.EAGAIN)
 		}
-		// Routes come before the TTL: an end that has no way to the address says so instead, and was
-		// reached as well. Our own node's lack of a route ends in connect.
-		found = isICMP(oob[:n], unreachable) || d.TTL != 0 && isICMP(oob[:n], timeExceeded)
-		return true
+		found = d.answerIn(oob[:n])
+		return found != NoAnswer // else one of another device
 	})
-	return err == nil && found
+	if err != nil {
+		return NoAnswer
+	}
+	return found
 }
 
-// isICMP says whether control messages have an ICMP error of a type.
-func isICMP(oob []byte, icmpType int) bool {
+// answerIn reads control messages that have an ICMP error. Routes come before the TTL: an end that has
+// no way to the address says so instead, and was reached as well. Our own node's lack of a route ends in
+// connect.
+func (d Datagram) answerIn(oob []byte) Answer {
 	messages, err := unix.ParseSocketControlMessage(oob)
 	if err != nil {
-		return false
+		return NoAnswer
 	}
+	by, answer := 0, NoAnswer
 	for _, m := range messages {
-		// struct sock_extended_err: ee_errno 4, ee_origin, ee_type, ee_code
-		if m.Header.Level == unix.IPPROTO_IP && m.Header.Type == unix.IP_RECVERR && len(m.Data) >= 16 &&
-			m.Data[4] == unix.SO_EE_ORIGIN_ICMP && int(m.Data[5]) == icmpType {
-			return true
+		switch {
+		case m.Header.Level != unix.IPPROTO_IP:
+		case m.Header.Type == unix.IP_PKTINFO && len(m.Data) >= unix.SizeofInet4Pktinfo:
+			by = int(binary.NativeEndian.Uint32(m.Data)) // ipi_ifindex
+		case m.Header.Type == unix.IP_RECVERR && len(m.Data) >= 16 && m.Data[4] == unix.SO_EE_ORIGIN_ICMP: // struct sock_extended_err: ee_errno 4, ee_origin, ee_type, ee_code
+			switch icmpType := m.Data[5]; {
+			case icmpType == unreachable:
+				answer = Ended
+			case icmpType == timeExceeded && d.TTL != 0:
+				answer = WayOn
+			}
 		}
 	}
-	return false
+	if d.By != 0 && d.By != by {
+		return NoAnswer
+	}
+	return answer
 }

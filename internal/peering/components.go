@@ -27,6 +27,7 @@ type components struct {
 	services []string                          // by which peers reach the gateway; nil: they may not be listed
 	events   map[string]string                 // the latest warning of each Pod, by its name
 	broken   map[string]*isthmus.BrokenOverlay // what route agents say of their overlays, by node
+	refuses  map[string]string                 // what they say that drops packets of pods, by node
 }
 
 // components lists them. Rights that are missing are an error; those to read Events are not needed.
@@ -43,11 +44,17 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found componen
 			found.services = append(found.services, Printable(services.Items[i].Name))
 		}
 	}
-	found.broken = make(map[string]*isthmus.BrokenOverlay)
+	found.broken, found.refuses = make(map[string]*isthmus.BrokenOverlay), make(map[string]string)
 	var reports isthmus.NodeNetworksList // a help: who may not read it sees the agents' Pods
 	_ = c.client.List(ctx, &reports, client.InNamespace(c.Namespace))
 	for i := range reports.Items {
-		found.broken[reports.Items[i].Name] = reports.Items[i].Spec.BrokenOverlay
+		r := &reports.Items[i]
+		found.broken[r.Name] = r.Spec.BrokenOverlay
+		for _, p := range r.Spec.Problems {
+			if severity(p) == 0 {
+				found.refuses[r.Name] = Printable(p.Reason) + ": " + printable(p.Message, maxMessage)
+			}
+		}
 	}
 	var list corev1.EventList
 	if err := c.client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingFields{"type": corev1.EventTypeWarning, "involvedObject.kind": "Pod"}); err != nil {

@@ -216,6 +216,11 @@ func judgeKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 			on[p] = append(on[p], Printable(r.Name))
 		}
 	}
+	for i := range nodes {
+		if sharedGateway(&nodes[i]) {
+			on[pastTheNode] = append(on[pastTheNode], Printable(nodes[i].Name))
+		}
+	}
 	problems := slices.SortedFunc(maps.Keys(on), func(a, b isthmus.NodeProblem) int {
 		return cmp.Or(cmp.Compare(severity(a), severity(b)), cmp.Compare(a.Reason, b.Reason), cmp.Compare(a.Message, b.Message))
 	})
@@ -231,9 +236,22 @@ func judgeKernels(reports []isthmus.NodeNetworks, nodes []corev1.Node) (HopState
 	return state, firstFew(texts, "; ")
 }
 
+// pastTheNode is what no agent sees: the packets never come to its kernel.
+var pastTheNode = isthmus.NodeProblem{Reason: "PodsPassBy", Message: "OVN-Kubernetes has shared gateways: what pods send to peers passes the node's kernel by and leaves in the clear; " +
+	"want local gateways (`--gateway-mode local`, on OpenShift `gatewayConfig.routingViaHost: true`)"}
+
+// sharedGateway reports whether OVN-Kubernetes says of a node that its pods leave by br-ex.
+func sharedGateway(n *corev1.Node) bool {
+	var networks map[string]struct {
+		Mode string `json:"mode"`
+	}
+	err := json.Unmarshal([]byte(n.Annotations["k8s.ovn.org/l3-gateway-config"]), &networks)
+	return err == nil && networks["default"].Mode == "shared"
+}
+
 // severity is 0 for a problem of a node that keeps packets from arriving, and more for others.
 func severity(p isthmus.NodeProblem) int {
-	if p.Reason == kernel.LimitForwarding || p.Reason == kernel.LimitGateway {
+	if p.Reason == kernel.LimitForwarding || p.Reason == kernel.LimitGateway || p == pastTheNode {
 		return 0
 	}
 	return 1
@@ -333,8 +351,11 @@ func agentsOf(nodes []corev1.Node, found components, sets []appsv1.DaemonSet) (a
 			problem := found.problem(p)
 			if o := found.broken[n.Name]; o != nil {
 				a.unreached++
-				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf("says that the gateway at %s is not reached through the overlay since %s, but is by the underlay: let UDP 4800 pass between nodes",
-					Printable(o.Gateway), o.Since.UTC().Format("15:04:05 UTC"))
+				says := "says that the gateway at %s is not reached through the overlay since %s, but is by the underlay: let UDP 4800 pass between nodes"
+				if o.Back {
+					says = "says that nothing comes from the gateway at %s through the overlay since %s, though pods send, and packets to it arrive: let UDP 4800 pass between nodes, in both directions"
+				}
+				problem = strings.TrimPrefix(problem+", and ", ", and ") + fmt.Sprintf(says, Printable(o.Gateway), o.Since.UTC().Format("15:04:05 UTC"))
 			}
 			if problem != "" {
 				a.missing = append(a.missing, fmt.Sprintf("Node %s: Pod %s %s", name, Printable(p.Name), problem))
@@ -437,6 +458,10 @@ func peeringHops(c *Cluster, p *isthmus.Peering, before []Hop) (hops []Hop) {
 				hop.State, hop.Text = Unknown, "nobody keeps it up to date; it was: "+hop.Reason+": "+hop.Text
 			case gateway != nil && (step == isthmus.ConditionConnected || step == isthmus.ConditionReady):
 				hop.State, hop.Text = Waits, "no gateway is at work, so that nobody knows"
+			case condition.Status == metav1.ConditionTrue && condition.Reason == v1alpha1.CauseNarrowPath:
+				if hop.State = Limited; step == isthmus.ConditionReady { // it repeats what is said already
+					continue
+				}
 			case condition.Status == metav1.ConditionTrue:
 			case step == isthmus.ConditionReady && broken: // it repeats what is said already
 				continue

@@ -203,7 +203,7 @@ func TestWhatTheManagerKnowsOfTheGatewaysIsHeeded(t *testing.T) {
 
 func TestEveryReasonOfATunnelSaysSoMuch(t *testing.T) {
 	for _, reason := range v1alpha1.Causes {
-		if reason != v1alpha1.CauseConnected && reason != v1alpha1.CauseConnecting && telling(reason) < 0 {
+		if !v1alpha1.Carries(reason) && reason != v1alpha1.CauseConnecting && telling(reason) < 0 {
 			t.Errorf("%s has no place among the reasons", reason)
 		}
 	}
@@ -330,6 +330,15 @@ func TestWhatNodesLackIsNamedWithTheNodes(t *testing.T) {
 		if state, text := judgeKernels(tc.reports, nodes); text != tc.text || text != "" && state != tc.state {
 			t.Errorf("%v %q, want %v %q", state, text, tc.state, tc.text)
 		}
+	}
+	ovn := func(mode string) []corev1.Node {
+		return []corev1.Node{{ObjectMeta: metav1.ObjectMeta{Name: "n1", Annotations: map[string]string{"k8s.ovn.org/l3-gateway-config": `{"default":{"mode":"` + mode + `","next-hops":["192.168.126.1"]}}`}}}}
+	}
+	if state, text := judgeKernels(nil, ovn("shared")); state != Broken || !strings.HasPrefix(text, "PodsPassBy on n1: ") {
+		t.Errorf("shared gateways: %v %q", state, text)
+	}
+	if _, text := judgeKernels(nil, ovn("local")); text != "" {
+		t.Errorf("local gateways: %q", text)
 	}
 	// It works, so that nothing else waits for it, and is said all the same.
 	d := Diagnosis{Hops: []Hop{{Cluster: "a", Name: hopKernels, State: Limited, Text: "PodsMasqueraded on n1: no NAT"}}}

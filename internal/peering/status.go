@@ -12,6 +12,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/duration"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -136,6 +137,9 @@ func rowOf(p *isthmus.Peering) Row {
 			s.Status, s.Reason, s.Since = c.Status, c.Reason, &c.LastTransitionTime
 		}
 	}
+	if c := narrow(p); c != nil && s.Ready {
+		s.Problems = append(s.Problems, problem(c))
+	}
 	for _, c := range Problems(p) {
 		s.Problems = append(s.Problems, problem(&c))
 	}
@@ -143,6 +147,15 @@ func rowOf(p *isthmus.Peering) Row {
 		s.Problem = s.Problems[0]
 	}
 	return s
+}
+
+// narrow is the condition which says that a peering works and carries less than it should; else nil.
+func narrow(p *isthmus.Peering) *metav1.Condition {
+	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
+	if c == nil || c.Status != metav1.ConditionTrue || c.Reason != v1alpha1.CauseNarrowPath {
+		return nil
+	}
+	return c
 }
 
 // Ready reports whether all peerings are, and everything that they need of this cluster works.

@@ -191,6 +191,8 @@ func (c *Cluster) NodeHop(ctx context.Context, node string) (Hop, error) {
 		hop.State, hop.Text = Broken, strings.Join(problems, "; ")
 	case a.nodes == 0:
 		hop.State, hop.Text = Broken, fmt.Sprintf("Node %s takes no route agent", Printable(node))
+	case found.refuses[node] != "":
+		hop.State, hop.Text = Broken, fmt.Sprintf("Node %s: %s", Printable(node), found.refuses[node])
 	default:
 		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so that rules and overlay lead to the gateway and back", Printable(node))
 	}

@@ -62,8 +62,11 @@ type Check struct {
 	From     End    `json:"from"`
 	To       End    `json:"to,omitzero"`
 	Target   string `json:"target,omitempty"` // instead of To: HOST or HOST:PORT, see Targets
+	What     string `json:"what,omitempty"`   // that Target is, if it was found and not named by somebody
 	Protocol string `json:"protocol"`
 	Size     int    `json:"size"` // octets of the payload
+
+	own string // see Target.Own
 }
 
 // Only chooses checks; what is empty chooses all.
@@ -90,18 +93,18 @@ func ParseOnly(words []string) (o Only, err error) {
 	return o, errors.Join(wrong...)
 }
 
-// Targets says what is sent to targets that somebody names, from everybody in the local cluster: a
-// ping to HOST, and a connection to HOST:PORT. HOST is an address as it is seen there, such as that
-// of a mapped endpoint, or a name, which the Pods resolve.
-func Targets(local []End, only Only, targets []string) (checks []Check) {
-	for _, target := range targets {
-		protocol, size := ICMP, Sizes[ICMP][0]
-		if _, _, err := net.SplitHostPort(target); err == nil {
-			protocol, size = Connect, 0
+// Targets says what is sent to targets from everybody in a cluster: a ping to HOST, and a connection to
+// HOST:PORT. HOST is an address as it is seen there, such as that of a mapped endpoint, or a name,
+// which the Pods resolve. What somebody names is asked by whatever protocol.
+func Targets(local []End, only Only, targets []Target) (checks []Check) {
+	for _, t := range targets {
+		protocol, word, size := ICMP, ICMP, Sizes[ICMP][0]
+		if _, _, err := net.SplitHostPort(t.Host); err == nil {
+			protocol, word, size = Connect, TCP, 0
 		}
 		for _, from := range local {
-			if among(only.networks, from.Network) {
-				checks = append(checks, Check{From: from, Target: target, Protocol: protocol, Size: size})
+			if among(only.networks, from.Network) && (t.What == "" || among(only.protocols, word)) {
+				checks = append(checks, Check{From: from, Target: t.Host, What: t.What, Protocol: protocol, Size: size, own: t.Own})
 			}
 		}
 	}
@@ -110,7 +113,10 @@ func Targets(local []End, only Only, targets []string) (checks []Check) {
 
 // whom is who is asked.
 func (c Check) whom() string {
-	if c.Target != "" {
+	switch {
+	case c.What != "":
+		return c.Target + ", " + c.What
+	case c.Target != "":
 		return c.Target
 	}
 	return c.To.String()

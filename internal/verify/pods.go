@@ -45,6 +45,7 @@ type site struct {
 	run     string
 	image   string
 	secrets []corev1.LocalObjectReference
+	as      agreed // what the other cluster has for its networks
 	control uint16 // port
 	pods    []*member
 }
@@ -62,7 +63,7 @@ func newSite(c *peering.Cluster, run, image string) *site {
 }
 
 // make makes the Pods and waits until they do what they are told.
-func (s *site) make(ctx context.Context, seen func(netip.Addr) (netip.Addr, error)) error {
+func (s *site) make(ctx context.Context) error {
 	places, err := s.places(ctx)
 	if err != nil {
 		return err
@@ -81,7 +82,7 @@ func (s *site) make(ctx context.Context, seen func(netip.Addr) (netip.Addr, erro
 	ctx, cancel := context.WithTimeout(ctx, start)
 	defer cancel()
 	for i, m := range s.pods {
-		group.Go(func() { errs[i] = s.wait(ctx, m, seen) })
+		group.Go(func() { errs[i] = s.wait(ctx, m) })
 	}
 	group.Wait()
 	return errors.Join(errs...)
@@ -142,7 +143,7 @@ func (s *site) pod(node, place, network string) *corev1.Pod {
 			Labels: map[string]string{label: s.run, "app.kubernetes.io/name": "verify"},
 		},
 		Spec: corev1.PodSpec{
-			NodeName: node, HostNetwork: network == hostNetwork, RestartPolicy: corev1.RestartPolicyNever,
+			NodeName: node, HostNetwork: network == hostNetwork, DNSPolicy: corev1.DNSClusterFirstWithHostNet, RestartPolicy: corev1.RestartPolicyNever,
 			ActiveDeadlineSeconds: &life, TerminationGracePeriodSeconds: &grace, AutomountServiceAccountToken: &no, EnableServiceLinks: &no,
 			ImagePullSecrets: s.secrets,
 			Tolerations:      []corev1.Toleration{{Operator: corev1.TolerationOpExists}},
@@ -160,7 +161,7 @@ func (s *site) pod(node, place, network string) *corev1.Pod {
 }
 
 // wait waits for a Pod, and says why it does not run.
-func (s *site) wait(ctx context.Context, m *member, seen func(netip.Addr) (netip.Addr, error)) error {
+func (s *site) wait(ctx context.Context, m *member) error {
 	last := errors.New("it was not looked at")
 	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
@@ -188,7 +189,7 @@ func (s *site) wait(ctx context.Context, m *member, seen func(netip.Addr) (netip
 		err = last
 	}
 	if err == nil && m.Network == podNetwork {
-		m.Seen, err = seen(m.Addr)
+		m.Seen, err = s.as.seen(m.Addr)
 	}
 	if err != nil {
 		return fmt.Errorf("%s: Pod %s on node %s: %w", s, m.name, m.Node, err)

@@ -14,27 +14,28 @@ import (
 type Result struct {
 	Check
 	Answer
-	NotAsked string `json:"notAsked,omitempty"` // why the sender could not be told to send; nothing is known then
+	// Unknown is why nothing is known: the sender could not be told to send, or what it asked does not
+	// answer in its own cluster either.
+	Unknown string `json:"unknown,omitempty"`
 }
 
 // A Report is all of them.
 type Report struct {
-	Local  string    `json:"local"` // names of the clusters
-	Remote string    `json:"remote"`
-	At     time.Time `json:"at"`
-	Checks int       `json:"checks"`
-	Failed int       `json:"failed"`
-	// NotAsked are those whose sender could not be told to send; they have not failed.
-	NotAsked int      `json:"notAsked"`
-	Results  []Result `json:"results"`
+	Local   string    `json:"local"` // names of the clusters
+	Remote  string    `json:"remote"`
+	At      time.Time `json:"at"`
+	Checks  int       `json:"checks"`
+	Failed  int       `json:"failed"`
+	Unknown int       `json:"unknown"` // see Result.Unknown; they have not failed
+	Results []Result  `json:"results"`
 }
 
 func (r *Report) add(results ...Result) {
 	for _, one := range results {
 		r.Checks++
 		switch {
-		case one.NotAsked != "":
-			r.NotAsked++
+		case one.Unknown != "":
+			r.Unknown++
 		case one.Error != "":
 			r.Failed++
 		}
@@ -49,8 +50,8 @@ func (r *Report) Print(w io.Writer) error {
 	for _, one := range r.Results {
 		result, took, seen := "ok", fmt.Sprintf("%.1fms", one.Seconds*1000), "-"
 		switch {
-		case one.NotAsked != "":
-			result, took = "not asked: "+peering.Printable(one.NotAsked), "-"
+		case one.Unknown != "":
+			result, took = "unknown: "+peering.Printable(one.Unknown), "-"
 		case one.Error != "":
 			result, took = peering.Printable(one.Error), "-"
 		case one.Tries > 1:
@@ -64,7 +65,7 @@ func (r *Report) Print(w io.Writer) error {
 	if err := t.Flush(); err != nil {
 		return err
 	}
-	_, err := fmt.Fprintf(w, "\n%d checks, %d failed, %d not asked\n", r.Checks, r.Failed, r.NotAsked)
+	_, err := fmt.Fprintf(w, "\n%d checks, %d failed, %d unknown\n", r.Checks, r.Failed, r.Unknown)
 	return err
 }
 
@@ -89,12 +90,12 @@ func (r *Report) JUnit(w io.Writer) error {
 		Timestamp string     `xml:"timestamp,attr"`
 		Cases     []testcase `xml:"testcase"`
 	}
-	out := suite{Name: "isthmus verify " + r.Local + " " + r.Remote, Tests: r.Checks, Failures: r.Failed, Errors: r.NotAsked, Timestamp: r.At.UTC().Format("2006-01-02T15:04:05")}
+	out := suite{Name: "isthmus verify " + r.Local + " " + r.Remote, Tests: r.Checks, Failures: r.Failed, Errors: r.Unknown, Timestamp: r.At.UTC().Format("2006-01-02T15:04:05")}
 	for _, one := range r.Results {
 		c := testcase{Class: one.From.String() + " to " + one.whom(), Name: fmt.Sprintf("%s %d octets", one.Protocol, one.Size), Time: fmt.Sprintf("%.4f", one.Seconds)}
 		switch {
-		case one.NotAsked != "":
-			c.Error = &failure{one.NotAsked}
+		case one.Unknown != "":
+			c.Error = &failure{one.Unknown}
 		case one.Error != "":
 			c.Failure = &failure{one.Error}
 		}

@@ -16,16 +16,14 @@ import (
 
 	"k8s.io/apimachinery/pkg/util/validation"
 
-	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/peering"
-	"github.com/isthmus-net/isthmus/natengine"
 )
 
 // Options say what to verify.
 type Options struct {
 	Only   Only
 	Sizes  map[string][]int // by protocol; those that are missing are of Sizes
-	To     []string         // further targets, see Targets
+	To     []string         // targets in the remote cluster besides what is found there, see Targets
 	Image  string           // of the Pods; empty: that of the gateway in each cluster
 	Report func(string)     // gets a line for each step
 	// Continuous goes on until the context ends, with one small UDP packet a second for each pair,
@@ -35,12 +33,14 @@ type Options struct {
 
 // A Loss counts what was sent one way from one Pod to another.
 type Loss struct {
-	From, To   End
-	Sent, Lost int
-	Last       time.Time // when something was last lost; zero: never
-	Why        string    // then
-	NotAsked   int       // how often the sender could not be told to send: nobody knows what arrives
-	WhyNot     string    // the last time
+	From     End       `json:"from"`
+	To       End       `json:"to"`
+	Sent     int       `json:"sent"`
+	Lost     int       `json:"lost"`
+	Last     time.Time `json:"last,omitzero"` // when something was last lost; zero: never
+	Why      string    `json:"why,omitempty"` // then
+	NotAsked int       `json:"notAsked"`      // how often the sender could not be told to send: nobody knows what arrives
+	WhyNot   string    `json:"whyNot,omitempty"`
 }
 
 // ErrNotPeered says that two clusters are not joined.
@@ -74,27 +74,43 @@ func Run(ctx context.Context, local, remote *peering.Cluster, o Options) (report
 	o.Report(fmt.Sprintf("making Pods isthmus-verify-%s-... in both clusters", run))
 	var errs [2]error
 	each(sites, func(i int, s *site) {
-		var seen func(netip.Addr) (netip.Addr, error)
-		if seen, errs[i] = seenFrom(ctx, clusters[1-i], clusters[i]); errs[i] == nil {
-			errs[i] = s.make(ctx, seen)
+		if s.as, errs[i] = agreedBy(ctx, clusters[1-i], clusters[i]); errs[i] == nil {
+			errs[i] = s.make(ctx)
 		}
 	})
 	if err := errors.Join(errs[:]...); err != nil {
 		return report, err
 	}
-	return report, verify(ctx, sites, o, report)
+	var found [2][]Target
+	for i := range found {
+		if o.Continuous == nil {
+			found[i] = discover(ctx, clusters[i], clusters[1-i], sites[1-i].as, o.Report)
+		}
+	}
+	return report, verify(ctx, sites, found, o, report)
 }
 
-// verify has the Pods send what o says.
-func verify(ctx context.Context, sites [2]*site, o Options, report *Report) error {
+// verify has the Pods send what o says, and to what each cluster found in the other.
+func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, report *Report) error {
 	checks := Plan(sites[0].ends(), sites[1].ends(), o.Only, o.Sizes)
-	checks = append(checks, Targets(sites[0].ends(), o.Only, o.To)...)
 	if o.Continuous != nil {
 		watch(ctx, sites, pairs(checks), o.Continuous)
 		return nil // the end of ctx is how it ends
 	}
+	for _, target := range o.To {
+		checks = append(checks, Targets(sites[0].ends(), o.Only, []Target{{Host: target}})...)
+	}
+	for i, way := range []string{"out", "in"} {
+		if among(o.Only.directions, way) {
+			checks = append(checks, Targets(sites[i].ends(), o.Only, found[i])...)
+		}
+	}
 	o.Report(fmt.Sprintf("%d checks", len(checks)))
-	report.add(send(ctx, sites, checks)...)
+	results := send(ctx, sites, checks)
+	for _, of := range sites {
+		control(ctx, of, results)
+	}
+	report.add(results...)
 	return ctx.Err()
 }
 
@@ -111,33 +127,6 @@ func (s *site) ends() (all []End) {
 		all = append(all, m.End)
 	}
 	return all
-}
-
-// seenFrom returns what translates addresses of pods of a cluster to those that another one has for
-// them, as its Peering says.
-func seenFrom(ctx context.Context, at, of *peering.Cluster) (func(netip.Addr) (netip.Addr, error), error) {
-	var list isthmus.PeeringList
-	if err := at.Client().List(ctx, &list); err != nil {
-		return nil, fmt.Errorf("%s: Peerings: %w", at, err)
-	}
-	for _, p := range list.Items {
-		if p.Spec.Cluster.ClusterID != of.Identity.ClusterID {
-			continue
-		}
-		from, err1 := netip.ParsePrefix(p.Status.Remote.PodCIDR)
-		to, err2 := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen)
-		if err1 != nil || err2 != nil {
-			return nil, fmt.Errorf("%s has not agreed with %s on networks yet; `isthmus diagnose` says why", at, of)
-		}
-		return func(a netip.Addr) (netip.Addr, error) {
-			seen, ok := natengine.Remap{From: from, To: to}.Map(a)
-			if !ok {
-				return seen, fmt.Errorf("its address %v is outside of the PodCIDR %v that %s claims", a, from, of)
-			}
-			return seen, nil
-		}, nil
-	}
-	return nil, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", at, of, ErrNotPeered)
 }
 
 // send has all Pods send at once, each what it is to send, and returns the results in the order of
@@ -197,7 +186,7 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	results := make([]Result, len(checks))
 	for i := range checks {
 		if results[i].Check = checks[i]; err != nil {
-			results[i].NotAsked = fmt.Sprintf("Pod %s: %v", m.name, err)
+			results[i].Unknown = fmt.Sprintf("Pod %s: %v", m.name, err)
 		} else {
 			results[i].Answer = answers[i]
 		}
@@ -248,7 +237,7 @@ func CheckTarget(text string) error {
 func pairs(checks []Check) (few []Check) {
 	known := map[[2]End]bool{}
 	for _, c := range checks {
-		if pair := [2]End{c.From, c.To}; c.Target == "" && !known[pair] {
+		if pair := [2]End{c.From, c.To}; !known[pair] {
 			known[pair] = true
 			few = append(few, Check{From: c.From, To: c.To, Protocol: UDP, Size: Sizes[UDP][0]})
 		}
@@ -307,9 +296,9 @@ func eachSecond(ctx context.Context, do func()) {
 }
 
 func (l *Loss) count(r Result) {
-	if r.NotAsked != "" {
+	if r.Unknown != "" {
 		l.NotAsked++
-		l.WhyNot = r.NotAsked
+		l.WhyNot = r.Unknown
 		return
 	}
 	l.Sent++

@@ -105,7 +105,7 @@ func TestTargetsArePingedOrConnectedTo(t *testing.T) {
 		t.Fatal(err)
 	}
 	a := ends("a", 2)
-	got := Targets(a, only, []string{"10.9.0.1", "web.shop.svc:80", "2001:db8::1", "[2001:db8::1]:443"})
+	got := Targets(a, only, []Target{{Host: "10.9.0.1"}, {Host: "web.shop.svc:80"}, {Host: "2001:db8::1"}, {Host: "[2001:db8::1]:443"}})
 	if len(got) != 4*2 {
 		t.Fatalf("%d checks", len(got))
 	}
@@ -302,7 +302,7 @@ func TestAReportIsATableAndJUnit(t *testing.T) {
 	if err := r.Print(&table); err != nil {
 		t.Fatal(err)
 	}
-	for _, want := range []string{"1.2ms", "10.9.0.1", "ok, attempt 2", `no answer\u001b[0m within 3s`, "4 checks, 1 failed, 1 not asked", `not asked: API server\u001b[0m away`} {
+	for _, want := range []string{"1.2ms", "10.9.0.1", "ok, attempt 2", `no answer\u001b[0m within 3s`, "4 checks, 1 failed, 1 unknown", `unknown: API server\u001b[0m away`} {
 		if !strings.Contains(table.String(), want) {
 			t.Errorf("no %q in\n%s", want, &table)
 		}
@@ -385,7 +385,7 @@ func TestAPodWhoseNodeIsGoneIsNotWaitedForForEver(t *testing.T) {
 			}
 		}()
 		for _, r := range send(t.Context(), sites, checks) {
-			if notAsked := r.NotAsked != ""; notAsked != (r.From.Cluster == "b") || r.Error != "" {
+			if unknown := r.Unknown != ""; unknown != (r.From.Cluster == "b") || r.Error != "" {
 				t.Errorf("%+v", r)
 			}
 		}
@@ -417,11 +417,11 @@ func TestToEndContinuousIsNoError(t *testing.T) {
 		ctx, cancel := context.WithTimeout(t.Context(), 10*time.Second)
 		defer cancel()
 		sent := 0
-		err := verify(ctx, sites, Options{Continuous: func(l []Loss) { sent = l[0].Sent }}, new(Report))
+		err := verify(ctx, sites, [2][]Target{}, Options{Continuous: func(l []Loss) { sent = l[0].Sent }}, new(Report))
 		if err != nil || sent < 9 {
 			t.Errorf("%v, %d sent", err, sent)
 		}
-		if err := verify(ctx, sites, Options{Report: func(string) {}}, new(Report)); err == nil {
+		if err := verify(ctx, sites, [2][]Target{}, Options{Report: func(string) {}}, new(Report)); err == nil {
 			t.Error("an interrupted run says that it is whole")
 		}
 	})

@@ -56,7 +56,7 @@ var pairs = [][2]plan{
 	{{shape: awsVPC, filter: legacy, strict: true},
 		{shape: flannelHostGW, podCIDR: "10.244.0.0/17", filter: nftables, drop: true, strict: true}},
 	{{shape: calicoBGP, podCIDR: "192.168.0.0/18", filter: legacy, drop: true, strict: true},
-		{shape: weave, podCIDR: "10.32.0.0/12", filter: nft, drop: true, host: true}},
+		{shape: weave, podCIDR: "10.32.0.0/12", filter: nft, drop: true}},
 	{{shape: canal, podCIDR: "10.42.0.0/16", filter: nft, drop: true, strict: true},
 		{shape: cilium, podCIDR: "10.42.128.0/19", filter: legacy, drop: true}},
 	{{shape: kubenetAKS, podCIDR: "10.244.0.0/16", filter: nft, drop: true},

@@ -46,7 +46,6 @@ var kindnet = &shape{
 var weave = &shape{
 	name:   "Weave Net",
 	source: "weaveworks/weave: net/bridge.go, net/expose.go, ipam; weave.works, \"Fast Datapath\"",
-	set:    "`isthmus install --host-network`: to a gateway that is a Pod other nodes come by a device like that of a pod",
 	form:   "one bridge over all nodes by VXLAN, addresses that are not the nodes' podCIDRs, WEAVE masquerades what leaves or enters, MTU 1376",
 	own: func(c *lab.Cluster) {
 		for i, n := range c.Nodes {

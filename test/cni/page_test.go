@@ -112,7 +112,11 @@ no other: the ten seconds are that. [faults.md](faults.md) has what one such fau
 
 - **eBPF.** Cilium with eBPF host routing, masquerading or kube-proxy replacement, and Calico's eBPF data plane, pass the host's
   routes, rules and packet filters by. The row of Cilium is its tunnel mode with iptables masquerading.
-- **Open vSwitch.** OVN-Kubernetes with shared gateways never shows pods' packets to the host. The row is that of local gateways.
+- **Open vSwitch.** OVN-Kubernetes with shared gateways, its default, never shows pods' packets to the host: nothing on the host can lead them to a
+  gateway or refuse them, and **they leave for the peer's network in the clear** by br-ex. Set local gateways (` + "`routingViaHost: true`" + ` on OpenShift,
+  ` + "`--gateway-mode local`" + `), which the row is; ` + "`isthmus diagnose` and `status`" + ` name nodes where it is not so. There ovn-k8s-mp0 is a device of Open vSwitch's own kind, here a macvlan.
+  OVN lets a pod send from its own addresses only (port security), so that the gateway may believe those of nodes. Of Weave the bridge and the
+  tunnel are here, and not Open vSwitch between them.
 - **IPIP.** The kernels that run the tests have no such device. Calico's IPIP pools are like its VXLAN pools here.
 
 ## After which documents

@@ -73,6 +73,12 @@ func filter(t *testing.T, h *lab.Host, chain string) {
 	if chain == "" {
 		rules = "delete table ip fault"
 	}
+	nft(t, h, rules)
+}
+
+// nft runs nft(8) on a machine.
+func nft(t *testing.T, h *lab.Host, rules string) {
+	t.Helper()
 	if out, err := h.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
 		t.Fatalf("nft on %s: %v\n%s", h, err, out)
 	}

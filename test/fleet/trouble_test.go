@@ -81,7 +81,7 @@ type witness struct {
 const witnessed = "testdata/troubles.json"
 
 // Metrics that say that something is wrong, when they have these values.
-var telling = regexp.MustCompile(`(?m)^(isthmus_peer_reason\{.*reason="(\w+)".*\} 1|isthmus_manager_peering_ready\{.*reason="(\w+)".*\} 0|isthmus_route_agent_ready 0)$`)
+var telling = regexp.MustCompile(`(?m)^(isthmus_peer_reason\{.*reason="(\w+)".*\} 1|isthmus_manager_peering_ready\{.*reason="(\w+)".*\} 0|isthmus_route_agent_ready 0|isthmus_route_agent_overlay_up\{.*\} 0|isthmus_route_agent_problems [1-9]\d*)$`)
 
 // metrics are those that tell of something.
 func tellingMetrics(ctx context.Context, c *fleet.Cluster) string {
@@ -197,7 +197,8 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 	for _, c := range f.Clusters {
 		go c.Kubelets(kubelets)
 	}
-	from, to := a.Pods[0], seen(t, a, b, b.Pods[len(b.Pods)-1].Addr)
+	to := seen(t, a, b, b.Pods[len(b.Pods)-1].Addr)
+	senders := []*lab.Pod{podOn(t, a, 0), podOn(t, a, 1)}
 	fine := func(t *testing.T) {
 		t.Helper()
 		eventually(t, "a peering in which everything works", func() error {
@@ -208,8 +209,12 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 			if said, fine := peeringStatus(t.Context(), f, a); !fine {
 				return fmt.Errorf("isthmus status: %s", said)
 			}
-			_, err = from.Ping(t.Context(), to)
-			return err
+			for _, from := range senders {
+				if _, err := from.Ping(t.Context(), to); err != nil {
+					return fmt.Errorf("%s: %w", from, err)
+				}
+			}
+			return nil
 		})
 	}
 	fine(t)
@@ -224,22 +229,30 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 			continue
 		}
 		ok := t.Run(strings.ReplaceAll(tr.fault, " ", "_"), func(t *testing.T) {
+			s.node = 0
 			begin := time.Now()
 			tr.breaks(t, s)
 			named(t, s, tr, fine)
 			w := witness{Seconds: int(time.Since(begin).Seconds())}
 			if !tr.unasked {
 				w.Event = warnings(t.Context(), a, begin)
+				// An agent says it a second after it is not ready.
+				for deadline := time.Now().Add(5 * time.Second); w.Event == "" && tr.alone != "" && time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+					w.Event = warnings(t.Context(), a, begin)
+				}
 				w.Metrics = tellingMetrics(t.Context(), a)
 			}
 			var well bool
 			if w.Status, well = peeringStatus(t.Context(), f, a); well != (tr.alone == "" && !tr.unasked) {
 				t.Errorf("isthmus status is fine: %v; %s", well, w.Status)
 			}
-			w.Trace = traceOf(t.Context(), s, from.Addr.String(), to.String())
+			w.Trace = traceOf(t.Context(), s, senders[s.node].Addr.String(), to.String()) // from where the trouble is
 			mending := time.Now()
 			tr.heals(t, s)
 			fine(t)
+			if tr.alone == "" && tr.says != "" {
+				unsaid(t, s, tr)
+			}
 			w.Healed = int(time.Since(mending).Seconds())
 			if !t.Failed() {
 				saw[tr.fault] = w
@@ -340,6 +353,17 @@ func named(t *testing.T, s *troubleSite, tr *trouble, fine func(*testing.T)) {
 	if !tr.deaf {
 		is(true, tr.both)
 	}
+}
+
+// unsaid waits until nothing is said any more of a trouble that breaks nothing.
+func unsaid(t *testing.T, s *troubleSite, tr *trouble) {
+	t.Helper()
+	eventually(t, "the end of "+tr.says, func() error {
+		if _, says, err := diagnose(t.Context(), s.Fleet, s.a, s.b, false); err != nil || strings.Contains(says, tr.says) {
+			return fmt.Errorf("%w: %s", err, says)
+		}
+		return nil
+	})
 }
 
 // The tables of the document are those of these tests.

@@ -1,7 +1,9 @@
 package fleet
 
 import (
+	"context"
 	"fmt"
+	"net/netip"
 	"os"
 	"strings"
 	"testing"
@@ -28,6 +30,116 @@ type troubleSite struct {
 	*fleet.Fleet
 	a, b  *fleet.Cluster
 	saved client.Object // what a trouble took away, until it heals
+	node  int           // the node where it is, until it heals
+	pulse func()        // ends what it does meanwhile
+}
+
+// far is a node of a without the active gateway; the same until the next call.
+func (s *troubleSite) far(t *testing.T) *lab.Node {
+	t.Helper()
+	s.node = 1 - active(t, s.a)
+	return s.a.Nodes[s.node]
+}
+
+// there is the node of the last call of far.
+func (s *troubleSite) there() *lab.Node { return s.a.Nodes[s.node] }
+
+// talk has a pod send echo requests until pulse, whether they are answered or not.
+func (s *troubleSite) talk(t *testing.T, from *lab.Pod, to netip.Addr) {
+	ctx, stop := context.WithCancel(t.Context())
+	done := make(chan struct{})
+	s.pulse = func() { stop(); <-done }
+	go func() {
+		defer close(done)
+		for ctx.Err() == nil {
+			_, _ = from.PingWith(ctx, to, lab.PingOptions{Wait: time.Second})
+			select {
+			case <-ctx.Done():
+			case <-time.After(200 * time.Millisecond):
+			}
+		}
+	}()
+}
+
+// slow has an API server stand still for most of the time, until pulse.
+func (s *troubleSite) slow(t *testing.T, c *fleet.Cluster) {
+	stop, done := make(chan struct{}), make(chan struct{})
+	s.pulse = func() { close(stop); <-done }
+	go func() {
+		defer close(done)
+		for {
+			for _, step := range []struct {
+				do   func() error
+				wait time.Duration
+			}{{c.Server.Freeze, 800 * time.Millisecond}, {c.Server.Thaw, 200 * time.Millisecond}} {
+				if err := step.do(); err != nil {
+					t.Error(err)
+					return
+				}
+				select {
+				case <-stop:
+					if err := c.Server.Thaw(); err != nil {
+						t.Error(err)
+					}
+					return
+				case <-time.After(step.wait):
+				}
+			}
+		}
+	}()
+}
+
+// tooLarge has the underlay drop what is larger than a size, and say nothing; of one gateway, or of
+// all where it is the zero value.
+func tooLarge(t *testing.T, s *troubleSite, from *lab.Node, size int) {
+	t.Helper()
+	of := ""
+	if from != nil {
+		of = "ip saddr " + from.Addr.String() + " "
+	}
+	filter(t, s.Lab.Underlay, fmt.Sprintf("add chain ip fault on { type filter hook forward priority 0; }; add rule ip fault on %sip length > %d udp dport 5871 drop", of, size))
+}
+
+// without starts a component again, under a hindrance.
+func without(t *testing.T, c *fleet.Cluster, name, how string) {
+	t.Helper()
+	must(t, c.Kill(name))
+	c.Hinder(name, how)
+	must(t, c.Launch(name))
+}
+
+// with starts it again as it was.
+func with(t *testing.T, c *fleet.Cluster, name string) {
+	t.Helper()
+	must(t, c.Kill(name))
+	c.Hinder(name, "")
+	must(t, c.Start(t.Context(), name))
+}
+
+// fullDisk gives a component a state directory without room.
+func fullDisk(c *fleet.Cluster, name string) string {
+	dir := c.StateDirectory(name)
+	return fmt.Sprintf("mount -t tmpfs -o size=4096 none %s; dd if=/dev/zero of=%s/full bs=4096 count=1 2>/dev/null", dir, dir)
+}
+
+// addresses says which address a kubelet has told of a node, and of the Pods that have it.
+func addresses(t *testing.T, c *fleet.Cluster, n *lab.Node, addr string) {
+	t.Helper()
+	eventually(t, "another address of a Node", func() error {
+		var node corev1.Node
+		if err := c.Client.Get(t.Context(), client.ObjectKey{Name: n.Name}, &node); err != nil {
+			return err
+		}
+		node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: addr}}
+		return c.Client.Status().Update(t.Context(), &node)
+	})
+}
+
+// otherAddress is one on the node's own network that nobody has.
+func otherAddress(n *lab.Node) netip.Addr {
+	b := n.Addr.As4()
+	b[3] += 100
+	return netip.AddrFrom4(b)
 }
 
 // A trouble is a fault of a whole cluster, and what `isthmus diagnose` says of it in cluster a.
@@ -124,6 +236,12 @@ func inPeersNetwork(t *testing.T, a, b *fleet.Cluster) *netlink.Addr {
 	parsed, err := netlink.ParseAddr(addr.String() + "/24")
 	must(t, err)
 	return parsed
+}
+
+// peersNetwork is the network of that address.
+func peersNetwork(t *testing.T, s *troubleSite) netip.Prefix {
+	t.Helper()
+	return netip.PrefixFrom(seen(t, s.a, s.b, s.b.Pods[0].Addr), 24).Masked()
 }
 
 func onLoopback(t *testing.T, n *lab.Node, do func(link netlink.Link) error) {
@@ -477,6 +595,214 @@ var troubles = []trouble{
 		},
 		heals: func(*testing.T, *troubleSite) {},
 	},
+	{
+		fault: "a path drops large packets from here to the peer and says nothing", says: "drops larger packets",
+		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, gatewayNode(t, s.a), 1300) },
+		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
+	},
+	{
+		fault: "a path drops large packets in both directions and says nothing", says: "drops larger packets",
+		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, nil, 1300) },
+		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
+	},
+	{
+		fault: "a path drops packets of the least size that every path should take", alone: "a/tunnel PathMTU", both: "a/tunnel PathMTU",
+		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, gatewayNode(t, s.a), 600) },
+		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
+	},
+	{
+		fault: "a packet filter on a node drops all that is forwarded",
+		breaks: func(t *testing.T, s *troubleSite) {
+			filter(t, s.far(t).Host, "add chain ip fault on { type filter hook forward priority 0; policy drop; }")
+		},
+		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, "") },
+	},
+	{
+		fault: "the policy of a node's chain FORWARD is DROP",
+		breaks: func(t *testing.T, s *troubleSite) {
+			nft(t, s.far(t).Host, "add table ip filter; add chain ip filter FORWARD { type filter hook forward priority 0; policy drop; }")
+		},
+		heals: func(t *testing.T, s *troubleSite) { nft(t, s.there().Host, "delete table ip filter") },
+	},
+	{
+		fault: "a CNI masquerades pods, at the priority where all do",
+		breaks: func(t *testing.T, s *troubleSite) {
+			filter(t, s.far(t).Host, "add chain ip fault on { type nat hook postrouting priority 100; }; add rule ip fault on masquerade")
+		},
+		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, "") },
+	},
+	{
+		fault: "somebody masquerades pods before our exemption", says: "PodsMasqueraded",
+		breaks: func(t *testing.T, s *troubleSite) {
+			filter(t, s.far(t).Host, "add chain ip fault on { type nat hook postrouting priority -20; }; add rule ip fault on oifname != isthmus.vxlan masquerade")
+		},
+		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, "") },
+	},
+	{
+		fault:  "somebody flushed the packet filter of a node",
+		breaks: func(t *testing.T, s *troubleSite) { nft(t, s.far(t).Host, "flush ruleset") },
+		heals:  func(*testing.T, *troubleSite) {},
+	},
+	{
+		fault: "somebody deleted the policy rules of a node",
+		breaks: func(t *testing.T, s *troubleSite) {
+			ipCommand(t, s.far(t).Host, "rule", "flush", "protocol", "71")
+		},
+		heals: func(*testing.T, *troubleSite) {},
+	},
+	{
+		fault: "a firewall on a node drops the overlay's UDP port towards the gateway", alone: "a/route agents", both: "a/route agents", says: "let UDP 4800 pass",
+		breaks: func(t *testing.T, s *troubleSite) {
+			filter(t, s.far(t).Host, "add chain ip fault on { type filter hook output priority 0; }; add rule ip fault on udp dport 4800 drop")
+		},
+		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, "") },
+	},
+	{
+		fault: "a firewall on a node drops the overlay's UDP port from the gateway", alone: "a/route agents", both: "a/route agents", says: "let UDP 4800 pass",
+		breaks: func(t *testing.T, s *troubleSite) {
+			n := s.far(t)
+			s.talk(t, podOn(t, s.a, s.node), seen(t, s.a, s.b, s.b.Pods[0].Addr)) // without traffic nobody misses anything
+			filter(t, n.Host, "add chain ip fault on { type filter hook input priority 0; }; add rule ip fault on udp dport 4800 drop")
+		},
+		heals: func(t *testing.T, s *troubleSite) { filter(t, s.there().Host, ""); s.pulse() },
+	},
+	{
+		fault: "a node got a route into a network of the peer", alone: "a/peering Overlap", both: "a/peering Overlap",
+		breaks: func(t *testing.T, s *troubleSite) {
+			ipCommand(t, s.far(t).Host, "route", "add", "blackhole", peersNetwork(t, s).String())
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			ipCommand(t, s.there().Host, "route", "del", "blackhole", peersNetwork(t, s).String())
+		},
+	},
+	{
+		fault: "a new node's pods are in the network in which the peer's are seen", alone: "a/peering Overlap", both: "a/peering Overlap",
+		breaks: func(t *testing.T, s *troubleSite) {
+			network := peersNetwork(t, s).String()
+			must(t, s.a.Client.Create(t.Context(), &corev1.Node{
+				ObjectMeta: metav1.ObjectMeta{Name: "stray", Labels: map[string]string{"type": "virtual-kubelet"}},
+				Spec:       corev1.NodeSpec{PodCIDR: network, PodCIDRs: []string{network}},
+			}))
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			must(t, s.a.Client.Delete(t.Context(), &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "stray"}}))
+		},
+	},
+	{
+		fault: "a Node has an address that its machine has not", alone: "a/route agents", both: "a/route agents",
+		breaks: func(t *testing.T, s *troubleSite) {
+			n := s.far(t)
+			addresses(t, s.a, n, otherAddress(n).String())
+		},
+		heals: func(t *testing.T, s *troubleSite) { addresses(t, s.a, s.there(), s.there().Addr.String()) },
+	},
+	{
+		fault: "a node's address changed",
+		breaks: func(t *testing.T, s *troubleSite) {
+			n := s.far(t)
+			ipCommand(t, n.Host, "addr", "add", otherAddress(n).String()+"/24", "dev", "eth0")
+			addresses(t, s.a, n, otherAddress(n).String())
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			addresses(t, s.a, s.there(), s.there().Addr.String())
+			ipCommand(t, s.there().Host, "addr", "del", otherAddress(s.there()).String()+"/24", "dev", "eth0")
+		},
+	},
+	{
+		fault: "the MTU of a node's link was lowered to 1280",
+		breaks: func(t *testing.T, s *troubleSite) {
+			ipCommand(t, s.far(t).Host, "link", "set", "eth0", "mtu", "1280")
+		},
+		heals: func(t *testing.T, s *troubleSite) { ipCommand(t, s.there().Host, "link", "set", "eth0", "mtu", "1500") },
+	},
+	{
+		fault: "the active gateway stands still (SIGSTOP), and another takes over",
+		breaks: func(t *testing.T, s *troubleSite) {
+			s.node = active(t, s.a)
+			must(t, s.a.Pause(fleet.Gateway(s.node)))
+			eventually(t, "another gateway", func() error {
+				if at, err := s.a.ActiveGateway(t.Context()); err != nil || at == s.node {
+					return fmt.Errorf("%d is, %w", at, err)
+				}
+				return nil
+			})
+		},
+		heals: func(t *testing.T, s *troubleSite) { must(t, s.a.Resume(fleet.Gateway(s.node))) },
+	},
+	{
+		fault: "all gateways stand still (SIGSTOP)", alone: "a/gateway GatewaySilent", both: "a/gateway GatewaySilent",
+		breaks: func(t *testing.T, s *troubleSite) {
+			for i := range s.a.Nodes {
+				must(t, s.a.Pause(fleet.Gateway(i)))
+			}
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			for i := range s.a.Nodes {
+				must(t, s.a.Resume(fleet.Gateway(i)))
+			}
+		},
+	},
+	{
+		fault: "a route agent stands still (SIGSTOP)", alone: "a/route agents", both: "a/route agents",
+		breaks: func(t *testing.T, s *troubleSite) { s.far(t); must(t, s.a.Pause(fleet.Agent(s.node))) },
+		heals:  func(t *testing.T, s *troubleSite) { must(t, s.a.Resume(fleet.Agent(s.node))) },
+	},
+	{
+		fault: "the manager stands still (SIGSTOP)", alone: "a/manager", both: "a/manager",
+		breaks: func(t *testing.T, s *troubleSite) { must(t, s.a.Pause(fleet.Manager)) },
+		heals:  func(t *testing.T, s *troubleSite) { must(t, s.a.Resume(fleet.Manager)) },
+	},
+	{
+		fault: "the disk of a node is full, and its route agent starts again", alone: "a/route agents", both: "a/route agents", says: "no space left",
+		breaks: func(t *testing.T, s *troubleSite) {
+			s.far(t)
+			without(t, s.a, fleet.Agent(s.node), fullDisk(s.a, fleet.Agent(s.node)))
+		},
+		heals: func(t *testing.T, s *troubleSite) { with(t, s.a, fleet.Agent(s.node)) },
+	},
+	{
+		fault: "a route agent lacks CAP_NET_ADMIN", alone: "a/route agents", both: "a/route agents", says: "NET_ADMIN",
+		breaks: func(t *testing.T, s *troubleSite) {
+			s.far(t)
+			without(t, s.a, fleet.Agent(s.node), `set -- setpriv --bounding-set=-net_admin "$@"`)
+		},
+		heals: func(t *testing.T, s *troubleSite) { with(t, s.a, fleet.Agent(s.node)) },
+	},
+	{
+		fault:  "this cluster's own API server is slow",
+		breaks: func(t *testing.T, s *troubleSite) { s.slow(t, s.a) },
+		heals:  func(_ *testing.T, s *troubleSite) { s.pulse() },
+	},
+	{
+		fault:  "the peer's API server is slow",
+		breaks: func(t *testing.T, s *troubleSite) { s.slow(t, s.b) },
+		heals:  func(_ *testing.T, s *troubleSite) { s.pulse() },
+	},
+	{
+		fault: "the peer publishes another port than its gateway's, and reaches us by ours",
+		breaks: func(t *testing.T, s *troubleSite) {
+			change(t, s.b, gatewayService(), func(o *corev1.Service) {
+				s.saved = o.DeepCopy()
+				o.Annotations[v1alpha1.AnnotationOverridePort] = "45871"
+			})
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			change(t, s.b, gatewayService(), func(o *corev1.Service) { o.Annotations = s.saved.GetAnnotations() })
+		},
+	},
+	{
+		fault: "the gateways are of another version than the rest", says: "of several versions",
+		breaks: func(t *testing.T, s *troubleSite) {
+			for i := range s.a.Nodes {
+				podImage(t, s.a, fleet.Gateway(i), "isthmus:before")
+			}
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			for i := range s.a.Nodes {
+				podImage(t, s.a, fleet.Gateway(i), "isthmus")
+			}
+		},
+	},
 }
 
 // nodeReady has a kubelet say whether the last node is ready.
@@ -491,5 +817,10 @@ func nodeReady(t *testing.T, c *fleet.Cluster, is corev1.ConditionStatus) {
 // image gives the Pod of the last route agent an image.
 func image(t *testing.T, c *fleet.Cluster, name string) {
 	t.Helper()
-	change(t, c, &corev1.Pod{ObjectMeta: object(fleet.Namespace, fleet.Agent(len(c.Nodes)-1))}, func(p *corev1.Pod) { p.Spec.Containers[0].Image = name })
+	podImage(t, c, fleet.Agent(len(c.Nodes)-1), name)
+}
+
+func podImage(t *testing.T, c *fleet.Cluster, pod, name string) {
+	t.Helper()
+	change(t, c, &corev1.Pod{ObjectMeta: object(fleet.Namespace, pod)}, func(p *corev1.Pod) { p.Spec.Containers[0].Image = name })
 }

@@ -1,6 +1,7 @@
 package nodes
 
 import (
+	"context"
 	"fmt"
 	"net/http"
 	"net/netip"
@@ -8,6 +9,8 @@ import (
 	"testing"
 
 	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/internal/kubenodes"
@@ -87,6 +90,14 @@ ports:
 endpoints:
 - {addresses: [%[3]q], conditions: {ready: true}}
 `, name, port, there)))
+	t.Cleanup(func() {
+		of := metav1.ObjectMeta{Namespace: "default", Name: name}
+		for _, o := range []client.Object{&discoveryv1.EndpointSlice{ObjectMeta: of}, &corev1.Service{ObjectMeta: of}} {
+			if err := from.Client.Delete(context.Background(), o); client.IgnoreNotFound(err) != nil {
+				t.Error(err)
+			}
+		}
+	})
 	var s corev1.Service
 	must(t, from.Client.Get(t.Context(), client.ObjectKey{Namespace: "default", Name: name}, &s))
 	ip, err := netip.ParseAddr(s.Spec.ClusterIP)

@@ -1,90 +1,110 @@
 package prometheus
 
 import (
-	"fmt"
-	"maps"
+	"flag"
+	"math"
+	"os"
 	"slices"
-	"strings"
 	"testing"
-	"time"
-
-	"github.com/prometheus/prometheus/promql/promqltest"
-	"github.com/prometheus/prometheus/rules"
 )
 
-// scraped are all the metrics that there are, of one gateway with two peers, with the labels that
-// each has. Gauges have the given value, counters run.
-func scraped(t *testing.T, value int) string {
+const (
+	dashboardFile = "../../deploy/monitoring/dashboard.json"
+	pictureFile   = "../../docs/dashboard.svg"
+	// recordingFile has what TestRecord in test/fleet scraped: `make record`.
+	recordingFile = "testdata/fleet.gz"
+)
+
+var update = flag.Bool("update", false, "write docs/dashboard.svg")
+
+// chosen are the variables of the dashboard as they are at first, with one cluster of the recording.
+var chosen = map[string]string{"cluster": "a", "namespace": ".*", "peer": ".*"}
+
+func open(t *testing.T) (Dashboard, *Recording) {
 	t.Helper()
-	var b strings.Builder
-	b.WriteString("load 1m\n")
-	metrics := known(t)
-	for _, name := range slices.Sorted(maps.Keys(metrics)) {
-		samples := fmt.Sprintf("%dx60", value)
-		if strings.HasSuffix(name, "_total") {
-			samples = "0+60x60"
-		}
-		if strings.HasSuffix(name, "_info") {
-			samples = "1x60"
-		}
-		peers := []string{""}
-		if slices.Contains(metrics[name], "peer") {
-			peers = []string{"p", "q"}
-		}
-		for _, peer := range peers {
-			series := name + `{namespace="n",job="j",instance="i"`
-			for _, l := range metrics[name] {
-				of := map[string]string{"peer": peer, "name": "of-" + peer}[l]
-				if l == "name" && peer == "" {
-					of = "isthmus-manager" // leader_election_master_status
-				}
-				if of == "" {
-					of = "used" // of the pools; others do not care
-				}
-				series += fmt.Sprintf(`,%s=%q`, l, of)
-			}
-			fmt.Fprintf(&b, "  %s} %s\n", series, samples)
-		}
+	d, err := ReadDashboard(dashboardFile)
+	if err != nil {
+		t.Fatal(err)
 	}
-	return b.String()
+	r, err := Open(recordingFile, t.TempDir())
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() {
+		if err := r.Close(); err != nil {
+			t.Error(err)
+		}
+	})
+	return d, r
 }
 
-// Each panel shows something, where all metrics are there: while all is well, or when it is not.
-func TestEachPanelShowsSomething(t *testing.T) {
-	shown := map[string]int{}
-	for _, value := range []int{0, 1} {
-		loader, err := promqltest.NewLazyLoader(scraped(t, value), promqltest.LazyLoaderOpts{EnableAtModifier: true, EnableNegativeOffset: true})
-		if err != nil {
-			t.Fatal(err)
+func TestPanelsUseMetricsAndLabelsThatExist(t *testing.T) {
+	d, r := open(t)
+	metrics := known(t)
+	seen := 0
+	for _, p := range d.Panels {
+		for _, target := range p.Targets {
+			seen++
+			check(t, p.Title, r.Fill(target.Expr, chosen), metrics)
 		}
-		defer loader.Close()
-		at := time.Unix(1800, 0).UTC()
-		loader.WithSamplesTill(at, func(err error) {
-			if err != nil {
-				t.Fatal(err)
-			}
-		})
-		query := rules.EngineQueryFunc(loader.QueryEngine(), loader.Queryable())
-		for _, p := range panels(t) {
-			for i, target := range p.Targets {
-				vector, err := query(loader.Context(), filled(target.Expr), at)
+	}
+	if seen < 30 {
+		t.Errorf("%d expressions", seen)
+	}
+}
+
+// Each query returns something of what a fleet said during a takeover, faults and traffic, for each
+// of two clusters that one Prometheus asks, and the names in its legend are not empty.
+func TestEachPanelShowsWhatAFleetSaid(t *testing.T) {
+	d, r := open(t)
+	for _, cluster := range []string{"a", "b"} {
+		of := map[string]string{"cluster": cluster, "namespace": ".*", "peer": ".*"}
+		for _, p := range d.Panels {
+			for _, target := range p.Targets {
+				got, err := r.Over(t.Context(), r.Fill(target.Expr, of))
 				if err != nil {
-					t.Errorf("%s: %v\n%s", p.Title, err, target.Expr)
+					t.Errorf("cluster %s, %s: %v\n%s", cluster, p.Title, err, target.Expr)
+					continue
 				}
-				shown[fmt.Sprintf("%s %d", p.Title, i)] += len(vector)
-				for _, sample := range vector {
-					for label := range strings.SplitSeq(target.LegendFormat, "{{") {
-						if name, _, ok := strings.Cut(label, "}}"); ok && sample.Metric.Get(name) == "" {
-							t.Errorf("%s: the legend names %s, which %s lacks", p.Title, name, sample.Metric)
+				some := false
+				for _, s := range got {
+					for _, f := range s.Floats {
+						some = some || !math.IsNaN(f.F)
+					}
+					for _, m := range inLegend.FindAllStringSubmatch(target.LegendFormat, -1) {
+						if s.Metric.Get(m[1]) == "" {
+							t.Errorf("%s: the legend names %s, which %s lacks", p.Title, m[1], s.Metric)
 						}
 					}
 				}
+				if !some && !slices.Contains(quiet[cluster], p.Title) {
+					t.Errorf("cluster %s: %s shows nothing\n%s", cluster, p.Title, target.Expr)
+				}
 			}
 		}
 	}
-	for panel, n := range shown {
-		if n == 0 {
-			t.Errorf("%s shows nothing", panel)
+}
+
+// quiet are the panels for which nothing happened in a cluster.
+var quiet = map[string][]string{"b": {"Packets that are too big"}}
+
+// The picture in the documents is the dashboard as it is, with what a fleet said.
+func TestPictureOfTheDashboard(t *testing.T) {
+	d, r := open(t)
+	got, err := r.Draw(t.Context(), d, chosen)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if *update {
+		if err := os.WriteFile(pictureFile, []byte(got), 0o644); err != nil {
+			t.Fatal(err)
 		}
+	}
+	want, err := os.ReadFile(pictureFile)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got != string(want) {
+		t.Errorf("%s is another one: go test -C test/prometheus -run Picture -update", pictureFile)
 	}
 }

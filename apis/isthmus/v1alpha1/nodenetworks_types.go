@@ -34,7 +34,7 @@ type NodeNetworksSpec struct {
 	// +optional
 	Refused string `json:"refused,omitempty"`
 	// BrokenOverlay is there while packets of the node do not reach the gateway through the overlay,
-	// though others do by the underlay.
+	// or do not come back, though others do by the underlay.
 	// +optional
 	BrokenOverlay *BrokenOverlay `json:"brokenOverlay,omitempty"`
 	// OverlaySources are addresses of the node among those of pods, such as a CNI's devices have. Its
@@ -57,11 +57,14 @@ type BrokenOverlay struct {
 	Gateway net.IPAddress `json:"gateway"`
 	// Since is when the first of the probes was sent that say so.
 	Since metav1.Time `json:"since"`
+	// Back is true where packets of the node reach the gateway, and those from there do not arrive.
+	// +optional
+	Back bool `json:"back,omitempty"`
 }
 
 // NodeProblem is something that does not work on a node, or less well than elsewhere.
 type NodeProblem struct {
-	// Reason is PodsMasqueraded, ForwardingRefused, ForwardingUncertain, GatewayOutOfReach or, of
+	// Reason is PodsMasqueraded, ForwardingRefused, ForwardingUncertain, GatewayOutOfReach, GatewayUnguarded or, of
 	// something that an object says, Refused.
 	// +kubebuilder:validation:MaxLength=64
 	// +kubebuilder:validation:Pattern=`^[A-Za-z]+$`

@@ -62,12 +62,17 @@ const (
 	CausePeerSilent      = "PeerSilent"      // it was heard, and is not any more
 	CauseRangesDisagree  = "RangesDisagree"  // its packets arrive, from or for addresses that were not agreed upon
 	CauseProbeUnanswered = "ProbeUnanswered" // its messages arrive, but no answers to the connection check
+	CauseNarrowPath      = "NarrowPath"      // True: it answers, but packets that should fit do not arrive there and are made smaller
 	CausePathMTU         = "PathMTU"         // it answers, but packets of the least size do not arrive there
 )
 
 // Causes are the reasons of ConditionConnected.
 var Causes = []string{CauseConnected, CauseConnecting, CauseNotApplied, CauseEndpointName, CauseSendError, CauseWrongKey, CauseAnswersLost,
-	CauseNoAnswer, CausePeerSilent, CauseRangesDisagree, CauseProbeUnanswered, CausePathMTU}
+	CauseNoAnswer, CausePeerSilent, CauseRangesDisagree, CauseProbeUnanswered, CauseNarrowPath, CausePathMTU}
+
+// Carries reports whether packets go to a peer and come back, as its cause says: whether the condition
+// is True.
+func Carries(cause string) bool { return cause == CauseConnected || cause == CauseNarrowPath }
 
 // None stands in a NAT field for "this network is not remapped". It has to be spelled out: a Liqo
 // copies what it finds in the status of a NetworkConfig into its TunnelEndpoint, and its gateway

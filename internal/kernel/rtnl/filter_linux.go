@@ -45,30 +45,36 @@ var rules = map[string][]expr.Any{
 	"drop":                                {verdict(expr.VerdictDrop)},
 	"accept":                              {verdict(expr.VerdictAccept)},
 	"jump bydevice":                       jump("bydevice"),
-	"udp dport 4800 jump outer":           slices.Concat(udpTo(kernel.OverlayPort), jump("outer")),
-	"udp dport 4800 drop":                 slices.Concat(udpTo(kernel.OverlayPort), drop()),
+	"udp dport 4800 jump outer":           slices.Concat(toOverlay(), jump("outer")),
+	"udp dport 4800 drop":                 slices.Concat(toOverlay(), drop()),
 	"ct state established,related accept": slices.Concat(answers(), accept()),
 	"ip daddr @own accept":                slices.Concat(ip4(), in(daddr, "own", false), accept()),
-	"ip saddr @remote ip daddr != @remote accept":               slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
-	"ip saddr != @remote ip daddr @remote accept":               slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
-	"fib daddr type != local accept":                            slices.Concat(notLocal(), accept()),
-	`oifname "isthmus*" accept`:                                 slices.Concat(ours(expr.MetaKeyOIFNAME), accept()),
-	`oifname "lo" accept`:                                       slices.Concat(oif("lo"), accept()),
-	"ip daddr @remote drop":                                     slices.Concat(ip4(), in(daddr, "remote", false), drop()),
-	`iifname "isthmus*" accept`:                                 slices.Concat(ours(expr.MetaKeyIIFNAME), accept()),
-	"ip saddr @remote jump forged":                              slices.Concat(ip4(), in(saddr, "remote", false), jump("forged")),
-	`oifname "isthmus.vxlan" drop`:                              slices.Concat(oif(kernel.OverlayDevice), drop()),
-	"iifname @underlay accept":                                  slices.Concat(byUnderlay(), accept()),
-	`meta iifkind "veth" drop`:                                  slices.Concat(iifKind("veth"), drop()),
-	`meta iifkind "bridge" drop`:                                slices.Concat(iifKind("bridge"), drop()),
-	"ip saddr @elsewhere ip daddr @remote jump bydevice":        slices.Concat(ip4(), in(saddr, "elsewhere", false), in(daddr, "remote", false), jump("bydevice")),
-	`iifname "isthmus*" jump translated`:                        slices.Concat(ours(expr.MetaKeyIIFNAME), jump("translated")),
-	`iifname "isthmus*" jump remote`:                            slices.Concat(ours(expr.MetaKeyIIFNAME), jump("remote")),
-	`iifname "isthmus.vxlan" jump overlay`:                      slices.Concat(iif(padded(kernel.OverlayDevice)), jump("overlay")),
-	"ip saddr @gateways fib saddr . iif oif != 0 accept":        slices.Concat(ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
-	"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice": slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), jump("bydevice")),
+	"ip saddr @remote ip daddr != @remote accept":                               slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
+	"ip saddr != @remote ip daddr @remote accept":                               slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
+	"fib daddr type != local accept":                                            slices.Concat(notLocal(), accept()),
+	`iifname "isthmus*" accept`:                                                 slices.Concat(ours(expr.MetaKeyIIFNAME), accept()),
+	"ip saddr @remote jump forged":                                              slices.Concat(ip4(), in(saddr, "remote", false), jump("forged")),
+	`oifname "isthmus.vxlan" drop`:                                              slices.Concat(oif(kernel.OverlayDevice), drop()),
+	"iifname @underlay accept":                                                  slices.Concat(byUnderlay(), accept()),
+	`meta iifkind "veth" drop`:                                                  slices.Concat(iifKind("veth"), drop()),
+	`meta iifkind "bridge" drop`:                                                slices.Concat(iifKind("bridge"), drop()),
+	"ip saddr @elsewhere ip daddr @remote jump bydevice":                        slices.Concat(ip4(), in(saddr, "elsewhere", false), in(daddr, "remote", false), jump("bydevice")),
+	`iifname "isthmus*" jump translated`:                                        slices.Concat(ours(expr.MetaKeyIIFNAME), jump("translated")),
+	`iifname "isthmus*" jump remote`:                                            slices.Concat(ours(expr.MetaKeyIIFNAME), jump("remote")),
+	`iifname "isthmus.vxlan" jump overlay`:                                      slices.Concat(iif(padded(kernel.OverlayDevice)), jump("overlay")),
+	"iifname @uplinks accept":                                                   slices.Concat(byName("uplinks"), accept()),
+	"ip daddr @gateways udp dport 4800 drop":                                    slices.Concat(etherType(unix.ETH_P_IP), in(daddr, "gateways", false), toOverlay(), drop()),
+	"meta protocol 8021q @ll,116,12 0 drop":                                     slices.Concat(etherType(unix.ETH_P_8021Q), noVLAN(), drop()),
+	"meta protocol 8021ad @ll,116,12 0 drop":                                    slices.Concat(etherType(unix.ETH_P_8021AD), noVLAN(), drop()),
+	"ct status dnat drop":                                                       slices.Concat(translated(), drop()),
+	"ip daddr @gateways fib saddr . iif oif != 0 iifname @bridges jump bridged": slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), byName("bridges"), jump("bridged")),
+	"ip saddr @gateways fib saddr . iif oif != 0 accept":                        slices.Concat(ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
+	"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice":                 slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), jump("bydevice")),
+	`oifname "isthmus*" accept`:                                                 slices.Concat(ours(expr.MetaKeyOIFNAME), accept()),
+	`oifname "lo" accept`:                                                       slices.Concat(oif("lo"), accept()),
+	"ip daddr @remote drop":                                                     slices.Concat(ip4(), in(daddr, "remote", false), drop()),
 	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
-		udpTo(kernel.OverlayPort), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
+		toOverlay(), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
 }
 
 // Offsets of the addresses in the IPv4 header.
@@ -86,11 +92,12 @@ func jump(chain string) []expr.Any {
 
 func equal(op expr.CmpOp, data []byte) expr.Any { return &expr.Cmp{Op: op, Register: 1, Data: data} }
 
-func udpTo(port uint16) []expr.Any {
+// toOverlay: to the overlay's port, by UDP.
+func toOverlay() []expr.Any {
 	return []expr.Any{
 		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, equal(expr.CmpOpEq, []byte{unix.IPPROTO_UDP}),
 		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
-		equal(expr.CmpOpEq, binary.BigEndian.AppendUint16(nil, port)),
+		equal(expr.CmpOpEq, binary.BigEndian.AppendUint16(nil, kernel.OverlayPort)),
 	}
 }
 
@@ -130,8 +137,25 @@ func snat() expr.Any {
 
 func leave() []expr.Any { return []expr.Any{verdict(expr.VerdictReturn)} }
 
-func byUnderlay() []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Lookup{SourceRegister: 1, SetName: "underlay"}}
+func byUnderlay() []expr.Any { return byName("underlay") }
+
+// byName: it came by a device whose name is in the set.
+func byName(set string) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Lookup{SourceRegister: 1, SetName: set}}
+}
+
+// etherType: what a frame says that it has in it, behind a tag that was taken off.
+func etherType(kind uint16) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyPROTOCOL, Register: 1}, equal(expr.CmpOpEq, binary.BigEndian.AppendUint16(nil, kind))}
+}
+
+// noVLAN: the number in a tag is 0.
+func noVLAN() []expr.Any {
+	return []expr.Any{
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseLLHeader, Offset: 14, Len: 2},
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 2, Mask: []byte{0x0f, 0xff}, Xor: []byte{0, 0}},
+		equal(expr.CmpOpEq, []byte{0, 0}),
+	}
 }
 
 func iif(name []byte) []expr.Any {
@@ -191,7 +215,7 @@ func exprsOf(text string) []expr.Any {
 	return rules[text]
 }
 
-// A table is a Filter or a SourceNAT as nftables has it.
+// A table is a Filter, a SourceNAT or a Bridge as nftables has it.
 type table struct {
 	nft    *nftables.Table
 	chains []kernel.FilterChain
@@ -201,7 +225,10 @@ type table struct {
 var (
 	filterTable = &nftables.Table{Name: kernel.FilterTable, Family: nftables.TableFamilyINet}
 	natTable    = &nftables.Table{Name: kernel.FilterTable, Family: nftables.TableFamilyIPv4}
+	bridgeTable = &nftables.Table{Name: kernel.FilterTable, Family: nftables.TableFamilyBridge}
 )
+
+func bridgeOf(b kernel.Bridge) table { return table{bridgeTable, kernel.BridgeChains, b.Sets()} }
 
 func filterOf(f kernel.Filter) table { return table{filterTable, kernel.FilterChains, f.Sets()} }
 
@@ -261,6 +288,7 @@ type tablesRead struct {
 	generation uint32 // 0: not known
 	filters    []kernel.Filter
 	sourceNAT  []kernel.SourceNAT
+	bridges    []kernel.Bridge
 }
 
 // haveTables reads the tables, unless no table has changed since they were last read.
@@ -269,7 +297,7 @@ func (k *Kernel) haveTables() tablesRead {
 	if now == 0 || now != k.tables.generation || !k.tables.good() {
 		k.tables = tablesRead{generation: now, filters: readFilter()}
 		if k.owner.NAT {
-			k.tables.sourceNAT = readSourceNAT()
+			k.tables.sourceNAT, k.tables.bridges = readSourceNAT(), readBridge()
 		}
 	}
 	return k.tables
@@ -277,7 +305,7 @@ func (k *Kernel) haveTables() tablesRead {
 
 // good: else an error may have made it what it is.
 func (r tablesRead) good() bool {
-	return len(r.filters) == 1 && r.filters[0] != changed && !slices.Contains(r.sourceNAT, changedNAT)
+	return len(r.filters) == 1 && r.filters[0] != changed && !slices.Contains(r.sourceNAT, changedNAT) && !slices.Contains(r.bridges, changedBridge)
 }
 
 // generation is that of the namespace's tables, 0 when it is not known.
@@ -297,10 +325,11 @@ func generation() uint32 {
 	return 0
 }
 
-// changed and changedNAT are what nobody wants.
+// changed, changedNAT and changedBridge are what nobody wants.
 var (
-	changed    = kernel.Filter{Nodes: "changed"}
-	changedNAT = kernel.SourceNAT{Local: "changed"}
+	changed       = kernel.Filter{Nodes: "changed"}
+	changedNAT    = kernel.SourceNAT{Local: "changed"}
+	changedBridge = kernel.Bridge{Uplinks: "changed"}
 )
 
 // readFilter reads the table. One whose chains are not as they should be reads as changed. Where the
@@ -341,6 +370,22 @@ func readSourceNAT() []kernel.SourceNAT {
 		s = s.WithSet(name, e)
 	}
 	return []kernel.SourceNAT{s}
+}
+
+// readBridge is readFilter for the table of bridges.
+func readBridge() []kernel.Bridge {
+	var b kernel.Bridge
+	elements, there, err := readTable(bridgeTable, b.Sets(), func(func(string) []string) []kernel.FilterChain { return kernel.BridgeChains })
+	switch {
+	case !there:
+		return nil
+	case err != nil:
+		return []kernel.Bridge{changedBridge}
+	}
+	for name, e := range elements {
+		b = b.WithSet(name, e)
+	}
+	return []kernel.Bridge{b}
 }
 
 var errChanged = errors.New("somebody has changed it")
@@ -488,6 +533,15 @@ func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
 	return k.changeTable(remove, have, filterOf(want), func() { k.tables.filters = []kernel.Filter{want} })
 }
 
+func (k *Kernel) changeBridge(remove bool, want kernel.Bridge) error {
+	var have *table
+	if h := k.tables.bridges; len(h) == 1 && h[0] != changedBridge {
+		t := bridgeOf(h[0])
+		have = &t
+	}
+	return k.changeTable(remove, have, bridgeOf(want), func() { k.tables.bridges = []kernel.Bridge{want} })
+}
+
 func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 	var have *table
 	if h := k.tables.sourceNAT; len(h) == 1 && h[0] != changedNAT && h[0].Self == want.Self {
@@ -519,15 +573,19 @@ func (k *Kernel) changeTable(remove bool, have *table, want table, remember func
 	return nil
 }
 
-// changeElements changes the elements of the sets, and reads back what it has changed. After an
-// error the table is what it was, or what the kernel made of it.
+// changeElements changes the elements of the sets, and asks for what it has changed. After an error the
+// table is what it was, or what the kernel made of it.
 func changeElements(have, want table) error {
 	c, err := newConn(nftables.AsLasting())
 	if err != nil {
 		return err
 	}
 	defer func() { _ = c.CloseLasting() }()
-	var differ []kernel.FilterSet
+	type change struct {
+		set         kernel.FilterSet
+		gone, added []nftables.SetElement
+	}
+	var differ []change
 	for i, set := range want.sets {
 		was := strings.Fields(have.sets[i].Elements)
 		is := strings.Fields(set.Elements)
@@ -535,7 +593,6 @@ func changeElements(have, want table) error {
 		if len(gone)+len(added) == 0 {
 			continue
 		}
-		differ = append(differ, set)
 		remove, err := elementsFor(set, gone)
 		if err != nil {
 			return err
@@ -544,6 +601,7 @@ func changeElements(have, want table) error {
 		if err != nil {
 			return err
 		}
+		differ = append(differ, change{set, remove, add})
 		for chunk := range slices.Chunk(remove, elementsPerMessage) {
 			if err := c.SetDeleteElements(want.nftSet(set), chunk); err != nil {
 				return err
@@ -558,12 +616,79 @@ func changeElements(have, want table) error {
 	if err := c.Flush(); err != nil {
 		return err
 	}
-	for _, set := range differ {
-		if got, err := haveElements(c, want.nft, set.Name); err != nil || got != set.Elements {
-			return fmt.Errorf("set %s has %.200s; want %.200s (%w)", set.Name, got, set.Elements, err)
+	for _, d := range differ {
+		if len(d.gone)+len(d.added) <= fewElements && changedElements(want.nft, d.set.Name, d.gone, d.added) {
+			continue
+		}
+		if got, err := haveElements(c, want.nft, d.set.Name); err != nil || got != d.set.Elements {
+			return fmt.Errorf("set %s has %.200s; want %.200s (%w)", d.set.Name, got, d.set.Elements, err)
 		}
 	}
 	return nil
+}
+
+// fewElements is how many elements are asked for one by one, instead of reading the set.
+const fewElements = 16
+
+// changedElements reports whether a set has what was added to it and has not what was removed. Where an
+// interval ends another one may begin, which ends it as well. False may mean that the kernel does not
+// answer such questions.
+func changedElements(t *nftables.Table, set string, gone, added []nftables.SetElement) bool {
+	for _, e := range added {
+		there, known := hasElement(t, set, e)
+		if known && !there && e.IntervalEnd {
+			there, known = hasElement(t, set, nftables.SetElement{Key: e.Key})
+		}
+		if !known || !there {
+			return false
+		}
+	}
+	for _, e := range gone {
+		if e.IntervalEnd || slices.ContainsFunc(added, func(a nftables.SetElement) bool { return !a.IntervalEnd && bytes.Equal(a.Key, e.Key) }) {
+			continue // of another length now
+		}
+		if there, known := hasElement(t, set, e); !known || there {
+			return false
+		}
+	}
+	return true
+}
+
+// hasElement asks for one element. The kernel answers with the one that has the key, or with the
+// beginning of the interval that the key is in.
+func hasElement(t *nftables.Table, set string, e nftables.SetElement) (there, known bool) {
+	req := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_GETSETELEM, 0)
+	req.AddData(&nl.Nfgenmsg{NfgenFamily: uint8(t.Family)})
+	req.AddData(nl.NewRtAttr(unix.NFTA_SET_ELEM_LIST_TABLE, nl.ZeroTerminated(t.Name)))
+	req.AddData(nl.NewRtAttr(unix.NFTA_SET_ELEM_LIST_SET, nl.ZeroTerminated(set)))
+	list := nl.NewRtAttr(unix.NFTA_SET_ELEM_LIST_ELEMENTS|unix.NLA_F_NESTED, nil)
+	element := list.AddRtAttr(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, nil)
+	element.AddRtAttr(unix.NFTA_SET_ELEM_KEY|unix.NLA_F_NESTED, nil).AddRtAttr(unix.NFTA_DATA_VALUE, e.Key)
+	if e.IntervalEnd {
+		element.AddRtAttr(unix.NFTA_SET_ELEM_FLAGS, binary.BigEndian.AppendUint32(nil, unix.NFT_SET_ELEM_INTERVAL_END))
+	}
+	req.AddData(list)
+	messages, err := req.Execute(unix.NETLINK_NETFILTER, 0)
+	if errors.Is(err, unix.ENOENT) {
+		return false, true
+	}
+	if err != nil || len(messages) != 1 || len(messages[0]) < nl.SizeofNfgenmsg {
+		return false, false
+	}
+	nested := func(b []byte, kind uint16) []byte {
+		attributes, _ := nl.ParseRouteAttr(b)
+		for _, a := range attributes {
+			if a.Attr.Type&^unix.NLA_F_NESTED == kind {
+				return a.Value
+			}
+		}
+		return nil
+	}
+	got := nested(nested(messages[0][nl.SizeofNfgenmsg:], unix.NFTA_SET_ELEM_LIST_ELEMENTS), unix.NFTA_LIST_ELEM)
+	key := nested(nested(got, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
+	flags := nested(got, unix.NFTA_SET_ELEM_FLAGS)
+	end := len(flags) == 4 && binary.BigEndian.Uint32(flags)&unix.NFT_SET_ELEM_INTERVAL_END != 0
+	return bytes.Equal(key, e.Key) && (e.IntervalEnd || !end), true
 }
 
 // without returns what is in a, and not in b.

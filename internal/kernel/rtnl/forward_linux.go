@@ -194,7 +194,6 @@ type forwarding struct {
 	before  uint64 // handle of the rule that refuses everything; 0: the policy does
 	ours    []foreignRule
 	right   bool // ours are where they should be
-	owned   bool // the table is one process's, and nobody else may change it
 	fixed   bool // it cannot be changed soundly
 }
 
@@ -213,21 +212,14 @@ func readForwarding() (all []forwarding, err error) {
 		if err != nil {
 			return nil, err
 		}
-		var tables []*nftables.Table
 		for _, chain := range chains {
 			if !forwards(chain) || chain.Table.Name == kernel.FilterTable {
 				continue
-			}
-			if tables == nil {
-				if tables, err = c.ListTablesOfFamily(family); err != nil {
-					return nil, err
-				}
 			}
 			f := forwarding{accept: kernel.Accept{Program: kernel.NFT, Family: kind, Table: chain.Table.Name, Chain: chain.Name}}
 			if family == nftables.TableFamilyIPv4 && chain.Table.Name == "filter" && chain.Name == "FORWARD" {
 				f.accept.Program = kernel.IptablesNFT
 			}
-			f.owned = slices.ContainsFunc(tables, func(t *nftables.Table) bool { return t.Name == chain.Table.Name && t.Flags&tableIsOwned != 0 })
 			f.refuses = chain.Policy != nil && *chain.Policy == nftables.ChainPolicyDrop
 			found, err := rulesOf(&nftables.Table{Name: chain.Table.Name, Family: family}, chain.Name)
 			if err != nil {
@@ -337,7 +329,7 @@ func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 		}
 	}
 	err = c.Flush()
-	if err != nil && f.owned {
+	if errors.Is(err, unix.EPERM) { // our own tables could be made before
 		err = errOwned
 	}
 	k.lookForward()

@@ -4,12 +4,14 @@
 package rtnl
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"net/netip"
 	"os"
+	"strings"
 	"sync"
 	"time"
 
@@ -36,21 +38,51 @@ type Kernel struct {
 	forward []forwarding   // chains of others
 	legacy  time.Time      // when those of iptables-legacy were read, of which no event tells
 	unmade  []kernel.Limit // what is optional and could not be made
+	failed  struct{ nat, bridge error }
+	bridged bool // there was a Bridge after the last Apply
 	memory  memory
 }
 
 // Open takes the owner's lock of the network namespace and makes the Inner namespace, still empty,
 // if the owner has something in it. The caller closes the Kernel.
-func Open(owner kernel.Owner, log *slog.Logger) (_ *Kernel, err error) {
-	k := &Kernel{owner: owner, log: log}
+func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
+	l, err := lock(owner, log)
+	if err != nil {
+		return nil, err
+	}
+	return withLock(owner, l, log)
+}
+
+// followInterval is how often a process that follows another one looks whether that has ended.
+const followInterval = 20 * time.Millisecond
+
+// Follow is Open for a process that takes over from another one: it waits until that has ended, or
+// until ctx ends.
+func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
+	for {
+		l, err := lock(owner, log)
+		if err == nil {
+			return withLock(owner, l, log)
+		}
+		if !errors.Is(err, ErrOther) {
+			return nil, err
+		}
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(followInterval):
+		}
+	}
+}
+
+// withLock is Open with the lock, which it closes when it fails.
+func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, err error) {
+	k := &Kernel{owner: owner, log: log, lock: lock}
 	defer func() {
 		if err != nil {
 			k.Close()
 		}
 	}()
-	if k.lock, err = lock(owner, log); err != nil {
-		return nil, err
-	}
 	if err = k.newHandle(kernel.Host); err != nil {
 		return nil, fmt.Errorf("netlink: %w", err)
 	}
@@ -66,6 +98,9 @@ func Open(owner kernel.Owner, log *slog.Logger) (_ *Kernel, err error) {
 	}
 	return k, nil
 }
+
+// Bridged reports whether the last Apply found or made a Bridge.
+func (k *Kernel) Bridged() bool { return k.bridged }
 
 // Close waits for the readers of events, whose context has to be done. Objects stay, but the Inner
 // namespace goes unless something else in it is open.
@@ -111,7 +146,9 @@ func (k *Kernel) Path() string {
 // Apply makes want true and returns the changes that succeeded. It goes on after a failure and
 // returns all of them, but stops at ErrFilter.
 func (k *Kernel) Apply(want kernel.State) (kernel.Plan, error) {
-	return k.apply(want, kernel.PlanFor, func(_ kernel.State, _ kernel.Plan) *kernel.State { return &want })
+	done, err := k.apply(want, kernel.PlanFor, func(_ kernel.State, _ kernel.Plan) *kernel.State { return &want })
+	k.bridged = len(want.Bridges) > 0 && k.failed.bridge == nil && !errors.Is(err, ErrFilter)
+	return done, err
 }
 
 // Add adds what is wanted, and leaves everything else as it is.
@@ -163,16 +200,22 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 	var done kernel.Plan
 	var errs []error
 	k.unmade = nil
-	exempt := true
+	k.failed.nat, k.failed.bridge = nil, nil
 	for _, o := range plan(have, want) {
 		err := k.change(o)
 		if _, is := o.Object.(kernel.Filter); is && err != nil && !o.Remove {
 			return done, fmt.Errorf("%w: %w (want a kernel with nftables, conntrack and fib, and CAP_NET_ADMIN)", ErrFilter, err)
 		}
 		if limit, is := limitOf(o, err); is {
-			_, nat := o.Object.(kernel.SourceNAT)
-			exempt = exempt && !nat
-			k.unmade = append(k.unmade, limit)
+			switch o.Object.(type) {
+			case kernel.SourceNAT:
+				k.failed.nat = err
+			case kernel.Bridge:
+				k.failed.bridge = err
+			}
+			if limit.Reason != kernel.LimitBridge || !bridgesFiltered() {
+				k.unmade = append(k.unmade, limit)
+			}
 			continue
 		}
 		if errors.Is(err, errUnwritable) || errors.Is(err, errBusy) {
@@ -187,12 +230,23 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 	if len(errs) == 0 {
 		k.memory.state = after(have, done)
 	}
-	if now := k.memory.state; now != nil && !exempt {
+	if now := k.memory.state; now != nil && (k.failed.nat != nil || k.failed.bridge != nil) {
 		without := *now // it is tried again next time
-		without.SourceNAT = nil
+		if k.failed.nat != nil {
+			without.SourceNAT = nil
+		}
+		if k.failed.bridge != nil {
+			without.Bridges = nil
+		}
 		k.memory.state = &without
 	}
 	return done, errors.Join(errs...)
+}
+
+// bridgesFiltered reports whether br_netfilter hands what bridges carry to a Filter.
+func bridgesFiltered() bool {
+	b, err := os.ReadFile("/proc/sys/net/bridge/bridge-nf-call-iptables")
+	return err == nil && strings.TrimSpace(string(b)) == "1"
 }
 
 // limitOf says what it costs that something optional could not be made.
@@ -204,6 +258,10 @@ func limitOf(o kernel.Op, err error) (l kernel.Limit, is bool) {
 	case kernel.SourceNAT:
 		return kernel.Limit{Reason: kernel.LimitMasqueraded, Message: fmt.Sprintf(
 			"what the CNI masquerades cannot be exempted (nftables: %v); %s; want a kernel with NAT in nftables (nf_tables, nft_chain_nat)", explain(err, "CAP_NET_ADMIN"), masqueradeCost)}, true
+	case kernel.Bridge:
+		return kernel.Limit{Reason: kernel.LimitBridge, Message: fmt.Sprintf(
+			"bridges cannot be filtered (nftables: %v): where the gateway's Pod is on a bridge of this node, a pod there may send to it as a node; want a kernel with nftables for bridges (nf_tables_bridge), or br_netfilter with net.bridge.bridge-nf-call-iptables=1",
+			explain(err, "CAP_NET_ADMIN"))}, true
 	case kernel.Accept:
 		return refusal(v, explain(err, "CAP_NET_ADMIN")), !errors.Is(err, errBusy)
 	}

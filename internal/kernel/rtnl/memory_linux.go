@@ -82,7 +82,7 @@ func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 	have.Settings = nil
 	if k.owner.Filter && m.filter.Swap(false) {
 		tables := k.haveTables()
-		have.Filters, have.SourceNAT = tables.filters, tables.sourceNAT
+		have.Filters, have.SourceNAT, have.Bridges = tables.filters, tables.sourceNAT, tables.bridges
 		now := have
 		m.state = &now // also where an error follows
 		if k.owner.NAT {

@@ -59,7 +59,7 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 	errs = append(errs, k.haveRules(&s))
 	if k.owner.Filter {
 		have := k.haveTables()
-		s.Filters, s.SourceNAT = have.filters, have.sourceNAT
+		s.Filters, s.SourceNAT, s.Bridges = have.filters, have.sourceNAT, have.bridges
 	}
 	if k.owner.NAT {
 		k.lookForward()
@@ -256,6 +256,8 @@ func (k *Kernel) change(o kernel.Op) (err error) {
 	switch v := o.Object.(type) {
 	case kernel.Filter:
 		return k.changeFilter(o.Remove, v)
+	case kernel.Bridge:
+		return k.changeBridge(o.Remove, v)
 	case kernel.SourceNAT:
 		return k.changeSourceNAT(o.Remove, v)
 	case kernel.Accept:
@@ -557,6 +559,37 @@ func (k *Kernel) KindTo(addr netip.Addr) (name, kind string, err error) {
 		return "", "", fmt.Errorf("link of the route to %s: %w", addr, err)
 	}
 	return l.Attrs().Name, l.Type(), nil
+}
+
+// Uplinks are the ports of a bridge that lead to other nodes and to no pod, as far as their kind tells:
+// tunnels, hardware, and one end of a pair whose other end is not in another network namespace.
+func (k *Kernel) Uplinks(bridge string) (all []string, err error) {
+	h := k.handles[kernel.Host]
+	l, err := h.LinkByName(bridge)
+	if err != nil {
+		return nil, fmt.Errorf("bridge %s: %w", bridge, err)
+	}
+	links, err := untilWhole(h.LinkList)
+	if err != nil {
+		return nil, fmt.Errorf("ports of bridge %s: %w", bridge, err)
+	}
+	for _, port := range links {
+		a := port.Attrs()
+		if a.MasterIndex != l.Attrs().Index {
+			continue
+		}
+		switch port.Type() {
+		case "vxlan", "geneve", "gretap", "ip6gretap", "device", "vlan", "bond", "openvswitch":
+		case "veth":
+			if a.NetNsID >= 0 {
+				continue // a pod's
+			}
+		default:
+			continue
+		}
+		all = append(all, a.Name)
+	}
+	return all, nil
 }
 
 func (k *Kernel) routeTo(addr netip.Addr) (r netlink.Route, err error) {

@@ -112,3 +112,15 @@ func (k *Kernel) WatchNetworks(ctx context.Context, notify func()) error {
 	k.listen(ctx, f, func([]byte) bool { return true }, notify)
 	return nil
 }
+
+// Counters are the packets that a device has received and sent since it was made, and its index.
+func Counters(device string) (index int, received, sent uint64, err error) {
+	link, err := netlink.LinkByName(device)
+	if err != nil {
+		return 0, 0, 0, fmt.Errorf("%s: %w", device, err)
+	}
+	if s := link.Attrs().Statistics; s != nil {
+		received, sent = s.RxPackets, s.TxPackets
+	}
+	return link.Attrs().Index, received, sent, nil
+}

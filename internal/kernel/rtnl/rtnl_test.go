@@ -1,8 +1,10 @@
 package rtnl
 
 import (
+	"encoding/binary"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"math/rand/v2"
 	"net"
@@ -16,7 +18,9 @@ import (
 	"testing"
 	"time"
 
+	"github.com/google/nftables"
 	nfnl "github.com/mdlayher/netlink"
+	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
 	. "github.com/isthmus-net/isthmus/internal/kernel" //nolint:revive // its words are those of these tests
@@ -412,8 +416,12 @@ func TestFilterIsWhatItsTextSays(t *testing.T) {
 	for family, all := range map[string][]State{
 		"inet": {
 			{Filters: []Filter{{}}},
-			{Filters: []Filter{FilterFor(FilterSets{Nodes: nodes, Remote: remote, Own: own, Gateways: nodes[1:], Elsewhere: remote[:2], Underlay: []string{"eth1"}})}},
+			{Filters: []Filter{FilterFor(FilterSets{Nodes: nodes, Remote: remote, Own: own, Gateways: nodes[1:], Elsewhere: remote[:2], Underlay: []string{"eth1"}, Bridges: []string{"weave"}})}},
 			{Filters: []Filter{FilterFor(FilterSets{Nodes: nodes[:1], Remote: remote[:1]})}},
+		},
+		"bridge": {
+			{Bridges: []Bridge{{}}},
+			{Bridges: []Bridge{BridgeFor(nodes[:3], []string{"vxlan-6784", "vethwe-bridge"})}},
 		},
 		"ip": {
 			{SourceNAT: []SourceNAT{{}}},
@@ -423,8 +431,10 @@ func TestFilterIsWhatItsTextSays(t *testing.T) {
 	} {
 		for _, want := range all {
 			command := n.apply(want)
-			if at := strings.LastIndex(command, "\nnft"); at >= 0 { // the table of the other family goes
-				command = command[:at+1]
+			for line := range strings.Lines(command) { // tables of other families go
+				if strings.Contains(line, "; table "+family+" ") {
+					command = line
+				}
 			}
 			if again := n.apply(want); again != "" {
 				t.Fatalf("the second time: %.300s", again)
@@ -473,13 +483,66 @@ func TestAFilterHasRoomForTheLargestCluster(t *testing.T) {
 	}
 }
 
+// What a set has is asked for by the element, so that a change among thousands does not read them all.
+func TestAnElementIsThereOrNot(t *testing.T) {
+	n := open(t, RouteAgent)
+	remote := []netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16"), netip.MustParsePrefix("255.255.255.0/24")}
+	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: remote, Nodes: []netip.Addr{netip.MustParseAddr("172.30.1.11")}})}})
+	for _, tc := range []struct {
+		set, addr  string
+		end, there bool
+	}{
+		{"remote", "10.246.0.0", false, true},
+		{"remote", "10.246.1.0", false, false}, // inside
+		{"remote", "10.247.0.0", false, true},
+		{"remote", "10.248.0.0", true, true},
+		{"remote", "10.248.0.0", false, false},
+		{"remote", "10.245.0.0", false, false},
+		{"remote", "10.249.0.0", true, false},
+		{"remote", "255.255.255.0", false, true},
+		{"nodes", "172.30.1.11", false, true},
+		{"nodes", "172.30.1.12", false, false},
+	} {
+		e := nftables.SetElement{Key: netip.MustParseAddr(tc.addr).AsSlice(), IntervalEnd: tc.end}
+		err := Do(n.f, func() error {
+			if there, known := hasElement(filterTable, tc.set, e); there != tc.there || !known {
+				return fmt.Errorf("%+v: there %v, known %v", tc, there, known)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Error(err)
+		}
+	}
+	// Networks that touch, which the IPAM gives out one after the other.
+	elements, err := elementsFor(FilterSet{Name: "remote", Interval: true}, []string{"10.246.0.0/16", "10.247.0.0/16"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	absent := []nftables.SetElement{{Key: netip.MustParseAddr("10.99.0.0").AsSlice()}}
+	for _, tc := range []struct {
+		gone, added []nftables.SetElement
+		want        bool
+	}{{absent, elements, true}, {nil, absent, false}, {elements, nil, false}} {
+		err := Do(n.f, func() error {
+			if got := changedElements(filterTable, "remote", tc.gone, tc.added); got != tc.want {
+				return fmt.Errorf("%+v: %v", tc, got)
+			}
+			return nil
+		})
+		if err != nil {
+			t.Error(err)
+		}
+	}
+}
+
 // sameLines: nft lists sets and chains as they came.
 func sameLines(a, b string) bool {
 	blocks := func(s string) []string {
 		return slices.Sorted(slices.Values(strings.Split(s, "\n\n")))
 	}
 	strip := func(s string) string {
-		s = strings.TrimPrefix(strings.TrimPrefix(s, "table inet isthmus {\n"), "table ip isthmus {\n")
+		s = regexp.MustCompile(`^table \w+ isthmus \{\n`).ReplaceAllString(s, "")
 		return strings.TrimRight(s, "}\n\t ")
 	}
 	return slices.Equal(blocks(strip(a)), blocks(strip(b)))
@@ -542,7 +605,8 @@ func TestAChangeOfAFilterChangesElements(t *testing.T) {
 func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 	n := open(t, RouteAgent)
 	want := State{Filters: []Filter{FilterFor(FilterSets{Nodes: []netip.Addr{via4}, Remote: []netip.Prefix{remote4}, Own: []netip.Addr{via4}, Gateways: []netip.Addr{via4}})},
-		SourceNAT: []SourceNAT{SourceNATFor(SourceNATSets{Local: []netip.Prefix{remote4}, Pods: []netip.Prefix{remote4}, Self: via4})}}
+		SourceNAT: []SourceNAT{SourceNATFor(SourceNATSets{Local: []netip.Prefix{remote4}, Pods: []netip.Prefix{remote4}, Self: via4})},
+		Bridges:   []Bridge{BridgeFor([]netip.Addr{via4}, []string{"vxlan-6784"})}}
 	n.apply(want)
 	for _, change := range []string{
 		"nft delete table inet isthmus",
@@ -557,6 +621,10 @@ func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 		"nft add element inet isthmus remote { 192.0.2.0/24 }",
 		"nft add element inet isthmus remote { 192.0.2.5-192.0.2.77 }",
 		"nft add element inet isthmus own { 192.0.2.1 }",
+		"nft delete table bridge isthmus",
+		"nft flush chain bridge isthmus prerouting",
+		"nft add element bridge isthmus uplinks { pod }",
+		"nft flush set bridge isthmus gateways",
 		"nft delete table ip isthmus",
 		"nft flush chain ip isthmus postrouting",
 		"nft flush chain ip isthmus topeers",
@@ -689,6 +757,42 @@ func TestAcceptIsLastInEachChainOfNftablesThatDrops(t *testing.T) {
 	}
 }
 
+// A table that belongs to a process nobody else may change: that is said, with what to do, in no more
+// characters than a report has.
+func TestAForwardThatBelongsToAProcessIsNamed(t *testing.T) {
+	n := open(t, RouteAgent)
+	if _, err := exec.LookPath("nft"); err != nil {
+		t.Skip(err)
+	}
+	var in io.WriteCloser
+	owner := exec.Command("nft", "-i")
+	if err := Do(n.f, func() (err error) {
+		if in, err = owner.StdinPipe(); err != nil {
+			return err
+		}
+		return owner.Start()
+	}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { in.Close(); _ = owner.Wait() })
+	if _, err := io.WriteString(in, "add table inet firewalld { flags owner; chain filter_FORWARD { type filter hook forward priority 10; policy drop; }; }\n"); err != nil {
+		t.Fatal(err)
+	}
+	for deadline := time.Now().Add(time.Minute); !strings.Contains(n.run("nft list ruleset"), "filter_FORWARD"); {
+		if time.Now().After(deadline) {
+			t.Fatal("no table of a process: " + n.run("nft list ruleset"))
+		}
+	}
+	n.apply(State{Accepts: []Accept{{}}})
+	var got []Limit
+	if err := Do(n.f, func() error { got = n.k.Limits(SourceNAT{}); return nil }); err != nil {
+		t.Fatal(err)
+	}
+	if len(got) != 1 || got[0].Reason != LimitUncertain || len(got[0].Message) > 512 || !strings.Contains(got[0].Message, "--zone=trusted --add-interface=isthmus.vxlan") {
+		t.Errorf("said %+v", got)
+	}
+}
+
 // What iptables-legacy has, with chains, jumps, rules without targets and matches with a state, is in
 // the same order, and its counters are what they were.
 func TestWhatOthersHaveInIptablesLegacyStays(t *testing.T) {
@@ -755,6 +859,131 @@ END`))
 	apply(State{Accepts: []Accept{{}}})
 	if got := saved(); got == before {
 		t.Error("with the lock nothing is added")
+	}
+}
+
+// A pod on the bridge of a gateway's Pod says that it is a node, in all ways that arrive: what comes by
+// the uplink arrives, and nothing of the pod's, whether br_netfilter looks at bridges or not.
+func TestABridgeKeepsPodsOffTheGateway(t *testing.T) {
+	n := open(t, RouteAgent)
+	gateway, other := netip.MustParseAddr("10.32.0.7"), netip.MustParseAddr("10.32.0.1")
+	n.run("ip link add weave type bridge")
+	n.run("ip link set weave up")
+	ends := map[string]*os.File{}
+	for _, name := range []string{"gw", "pod", "far"} {
+		f, err := NewNamespace()
+		if err != nil {
+			t.Fatal(err)
+		}
+		t.Cleanup(func() { f.Close() })
+		ends[name] = f
+		n.run("ip link add " + name + " type veth peer name e" + name)
+		n.run("ip link set " + name + " master weave up")
+		err = Do(n.f, func() error {
+			l, err := netlink.LinkByName("e" + name)
+			if err != nil {
+				return err
+			}
+			return netlink.LinkSetNsFd(l, int(f.Fd()))
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		(&node{t: t, f: f}).run("ip link set e" + name + " up")
+	}
+	n.run("ip link add vethwe-bridge type veth peer name vethwe-datapath") // Weave's, to Open vSwitch
+	n.run("ip link set vethwe-bridge master weave up")
+	n.run("ip link add vxlan-6784 type vxlan id 7 dstport 6784")
+	n.run("ip link set vxlan-6784 master weave up")
+	if got, err := n.k.Uplinks("weave"); err != nil || !slices.Equal(slices.Sorted(slices.Values(got)), []string{"vethwe-bridge", "vxlan-6784"}) {
+		t.Errorf("uplinks %v (%v)", got, err)
+	}
+	in := &node{t: t, f: ends["gw"]}
+	in.run("ip addr add " + gateway.String() + "/12 dev egw")
+	var arrived net.PacketConn
+	if err := Do(ends["gw"], func() (err error) {
+		arrived, err = net.ListenPacket("udp4", fmt.Sprintf("%v:%d", gateway, OverlayPort))
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { arrived.Close() })
+	hw := net.HardwareAddr{2, 0, 0, 0, 0, 7}
+	in.run("ip link set egw address " + hw.String())
+	frame := func(payload string, tags ...uint16) []byte {
+		b := append(slices.Clone([]byte(hw)), 2, 0, 0, 0, 0, 9)
+		for _, kind := range tags {
+			b = binary.BigEndian.AppendUint16(b, kind)
+			b = append(b, 0xe0, 0) // a priority and no number
+		}
+		b = append(b, 8, 0)
+		ip := []byte{0x45, 0, 0, byte(28 + len(payload)), 0, 0, 0, 0, 64, unix.IPPROTO_UDP, 0, 0}
+		ip = append(append(ip, other.AsSlice()...), gateway.AsSlice()...)
+		sum := uint32(0)
+		for i := 0; i < len(ip); i += 2 {
+			sum += uint32(binary.BigEndian.Uint16(ip[i:]))
+		}
+		binary.BigEndian.PutUint16(ip[10:], ^uint16(sum+sum>>16))
+		b = append(b, ip...)
+		b = binary.BigEndian.AppendUint16(b, 9999)
+		b = binary.BigEndian.AppendUint16(b, OverlayPort)
+		b = binary.BigEndian.AppendUint16(b, uint16(8+len(payload)))
+		return append(append(b, 0, 0), payload...)
+	}
+	send := func(from string, b []byte) {
+		t.Helper()
+		err := Do(ends[from], func() error {
+			fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW|unix.SOCK_CLOEXEC, 0)
+			if err != nil {
+				return err
+			}
+			defer unix.Close(fd)
+			l, err := net.InterfaceByName("e" + from)
+			if err != nil {
+				return err
+			}
+			return unix.Sendto(fd, b, 0, &unix.SockaddrLinklayer{Ifindex: l.Index, Halen: 6})
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	// next is what arrives next: what a host sends waits for nothing, so that what was sent before has
+	// arrived before or never does.
+	next := func() string {
+		t.Helper()
+		buf := make([]byte, 100)
+		_ = arrived.SetReadDeadline(time.Now().Add(time.Minute))
+		got, _, err := arrived.ReadFrom(buf)
+		if err != nil {
+			t.Fatal(err)
+		}
+		return string(buf[:got])
+	}
+	ways := [][]uint16{nil, {0x8100}, {0x8100, 0x8100}, {0x88a8, 0x8100}, {0x8100, 0x88a8}, {0x8100, 0x8100, 0x8100}}
+	for _, call := range []string{"0", "1"} {
+		if err := Do(n.f, func() error {
+			return os.WriteFile("/proc/sys/net/bridge/bridge-nf-call-iptables", []byte(call), 0)
+		}); err != nil && !errors.Is(err, os.ErrNotExist) {
+			t.Fatal(err)
+		}
+		n.apply(State{})
+		for _, tags := range ways {
+			send("pod", frame("unguarded", tags...))
+			if got := next(); got != "unguarded" {
+				t.Errorf("%x: %q arrives", tags, got)
+			}
+		}
+		filter := FilterFor(FilterSets{Gateways: []netip.Addr{gateway}, Bridges: []string{"weave"}, Underlay: []string{"eth0"}})
+		n.run("ip addr replace 10.32.0.2/12 dev weave") // the way back
+		n.apply(State{Filters: []Filter{filter}, Bridges: []Bridge{BridgeFor([]netip.Addr{gateway}, []string{"far"})}})
+		for _, tags := range ways {
+			send("pod", frame("forged", tags...))
+		}
+		send("far", frame("of a node"))
+		if got := next(); got != "of a node" {
+			t.Errorf("with bridge-nf-call-iptables=%s %q arrives", call, got)
+		}
 	}
 }
 

@@ -12,8 +12,10 @@ import (
 	"time"
 )
 
-// interval of the packets of a Flow.
-const interval = 10 * time.Millisecond
+const (
+	interval = 10 * time.Millisecond  // of the packets of a Flow
+	silence  = 100 * time.Millisecond // without an answer: ten packets are none that the machine was slow for
+)
 
 // A Flow is traffic to a Server for as long as faults are made: a UDP packet with an answer every
 // 10 ms, and one TCP connection that carries an octet as often. It tells what was lost.
@@ -26,6 +28,7 @@ type Flow struct {
 	answered int
 	last     time.Time     // of the last UDP answer
 	pause    time.Duration // longest between two UDP answers
+	pauses   []Pause       // those over silence
 	tcpLast  time.Time
 	tcpPause time.Duration
 	broken   int // TCP connections that ended by themselves
@@ -38,6 +41,21 @@ type FlowReport struct {
 	Pause    float64 `json:"pause"`    // seconds: the longest between two answers, or since the last one
 	TCPPause float64 `json:"tcpPause"` // seconds: the longest between two octets of the connection
 	Broken   int     `json:"broken"`   // connections
+	Pauses   []Pause `json:"pauses"`   // in UDP, of a tenth of a second and more
+}
+
+// A Pause is a time without UDP answers.
+type Pause struct {
+	Begin   time.Time `json:"begin"` // the last answer before it
+	Seconds float64   `json:"seconds"`
+}
+
+// Silent is how many seconds there was no traffic in all.
+func (r FlowReport) Silent() (seconds float64) {
+	for _, p := range r.Pauses {
+		seconds += p.Seconds
+	}
+	return seconds
 }
 
 // NewFlow begins a flow.
@@ -60,7 +78,11 @@ func (f *Flow) Stop() {
 func (f *Flow) Report() FlowReport {
 	f.mu.Lock()
 	defer f.mu.Unlock()
-	return FlowReport{f.sent, f.answered, max(f.pause, time.Since(f.last)).Seconds(), max(f.tcpPause, time.Since(f.tcpLast)).Seconds(), f.broken}
+	pauses := f.pauses[:len(f.pauses):len(f.pauses)]
+	if now := time.Since(f.last); now > silence {
+		pauses = append(pauses, Pause{f.last, now.Seconds()})
+	}
+	return FlowReport{f.sent, f.answered, max(f.pause, time.Since(f.last)).Seconds(), max(f.tcpPause, time.Since(f.tcpLast)).Seconds(), f.broken, pauses}
 }
 
 func (f *Flow) udp(ctx context.Context, to netip.AddrPort) {
@@ -83,7 +105,11 @@ func (f *Flow) udp(ctx context.Context, to netip.AddrPort) {
 			f.mu.Lock()
 			f.answered++
 			now := time.Now()
-			f.pause = max(f.pause, now.Sub(f.last))
+			pause := now.Sub(f.last)
+			f.pause = max(f.pause, pause)
+			if pause > silence {
+				f.pauses = append(f.pauses, Pause{f.last, pause.Seconds()})
+			}
 			f.last = now
 			f.mu.Unlock()
 		}

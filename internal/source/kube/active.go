@@ -9,6 +9,7 @@ import (
 	"maps"
 	"net/netip"
 	"slices"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -31,12 +32,26 @@ const writeInterval = time.Second
 
 // Write keeps the API objects true while this replica is the active one: which Pod is active, where
 // the Service leads, how each TunnelEndpoint fares. report is asked for the state of the running
-// gateway about once a second. Write returns when ctx ends, and leaves all objects as they are.
+// gateway about once a second. placed is called when the Service was written, or could not be.
+// Write returns when ctx ends or another replica is to take over, and leaves all objects as they are.
 //
 // It begins when everything has been read once: a replica that carries on with what it remembers
 // could write to nobody. Nothing is written that is so already. Each object has its own retries, so
 // that one that cannot be written holds up no other.
-func (g *Gateway) Write(ctx context.Context, report func() (Report, error)) {
+func (g *Gateway) Write(ctx context.Context, placed func(), report func() (Report, error)) {
+	g.writing.Lock()
+	defer g.writing.Unlock()
+	ctx, cancel := context.WithCancel(ctx)
+	var group sync.WaitGroup
+	defer group.Wait()
+	defer cancel()
+	group.Go(func() {
+		defer cancel()
+		select {
+		case <-ctx.Done():
+		case <-g.leaving:
+		}
+	})
 	select {
 	case <-ctx.Done():
 		return
@@ -46,7 +61,9 @@ func (g *Gateway) Write(ctx context.Context, report func() (Report, error)) {
 	tick := time.NewTicker(writeInterval)
 	defer tick.Stop()
 	for {
-		w.write(ctx, report)
+		w.place(ctx, placed)
+		w.statuses(ctx, report)
+		w.forget()
 		g.mu.Lock()
 		wished := g.wished
 		g.mu.Unlock()
@@ -126,10 +143,8 @@ func (w *writer) patch(ctx context.Context, kind string, have, want client.Objec
 	}
 }
 
-// write is one round.
-func (w *writer) write(ctx context.Context, report func() (Report, error)) {
-	w.place(ctx)
-	w.statuses(ctx, report)
+// forget ends a round: what was not seen in it is gone.
+func (w *writer) forget() {
 	for uid, m := range w.memory {
 		if !m.seen {
 			delete(w.memory, uid)
@@ -139,7 +154,7 @@ func (w *writer) write(ctx context.Context, report func() (Report, error)) {
 }
 
 // place marks the Pods and the Service.
-func (w *writer) place(ctx context.Context) {
+func (w *writer) place(ctx context.Context, placed func()) {
 	var pods corev1.PodList
 	var services corev1.ServiceList
 	if err := errors.Join(w.objects.List(ctx, &pods, client.InNamespace(w.o.Namespace), client.MatchingLabels(podLabels)), w.objects.List(ctx, &services)); err != nil {
@@ -157,7 +172,11 @@ func (w *writer) place(ctx context.Context) {
 	w.say(trouble)
 
 	now := time.Now()
-	// The active one first: until it is marked, the Service leads nowhere.
+	if len(services.Items) == 1 && node.IsValid() {
+		w.lead(ctx, &services.Items[0], node, now) // first: the nodes follow it
+	}
+	placed()
+	// The active one first: until it is marked, the Service leads peers nowhere.
 	slices.SortFunc(pods.Items, func(a, b corev1.Pod) int { return cmp.Compare(rank(a, w.o.Pod), rank(b, w.o.Pod)) })
 	for i := range pods.Items {
 		have := &pods.Items[i]
@@ -172,10 +191,33 @@ func (w *writer) place(ctx context.Context) {
 		want.Labels[v1alpha1.LabelGateway] = role
 		w.patch(ctx, "Pod", have, want, false)
 	}
-	if len(services.Items) != 1 || !node.IsValid() {
-		return
+	// By itself, since an older policy refuses it.
+	for i := range pods.Items {
+		have, cost := &pods.Items[i], ""
+		if have.Name == w.o.Pod {
+			cost = costOfActive
+		}
+		if m := w.of(have); have.Annotations[corev1.PodDeletionCost] == cost || !m.due(have, now) {
+			continue
+		}
+		want := have.DeepCopy()
+		if cost == "" {
+			delete(want.Annotations, corev1.PodDeletionCost)
+		} else if want.Annotations == nil {
+			want.Annotations = map[string]string{corev1.PodDeletionCost: cost}
+		} else {
+			want.Annotations[corev1.PodDeletionCost] = cost
+		}
+		w.patch(ctx, "Pod", have, want, false)
 	}
-	have := &services.Items[0]
+}
+
+// costOfActive has a Deployment end standbys first, so that the active gateway moves once while all are
+// replaced.
+const costOfActive = "1"
+
+// lead has the Service lead nodes to this replica.
+func (w *writer) lead(ctx context.Context, have *corev1.Service, node netip.Addr, now time.Time) {
 	marks := map[string]string{v1alpha1.AnnotationGatewayNodeIP: node.String()}
 	if w.o.Node != "" { // else agents ask which node it is on, and there with which device
 		marks[isthmus.AnnotationGateways] = w.o.PodIP.String()

@@ -67,6 +67,8 @@ type Gateway struct {
 	keeper  *keeper
 
 	prepared chan struct{} // closed when everything has been read once
+	leaving  chan struct{} // closed when another replica is to take over
+	writing  sync.Mutex    // held by Write
 	places   places
 
 	mu       sync.Mutex
@@ -105,7 +107,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 		o.Log = slog.Default()
 	}
 	o.Tunnels = max(o.Tunnels, 1)
-	g := &Gateway{o: o, log: o.Log, look: newSignal(), prepared: make(chan struct{}), wished: make(chan struct{}), wait: errors.New("starting")}
+	g := &Gateway{o: o, log: o.Log, look: newSignal(), prepared: make(chan struct{}), leaving: make(chan struct{}), wished: make(chan struct{}), wait: errors.New("starting")}
 	g.keeper = newKeeper(o, g.look.set)
 	g.places.known.Self = o.Node
 	g.metrics = newGatewayMetrics(g)
@@ -121,13 +123,16 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 // Run watches, takes part in the election, and calls serve whenever this replica becomes the active
 // one; the context of serve ends when it is not any more. Before anything else another replica is
 // seen to be active, standby is called once, to clear what an earlier life of this one may have
-// left. Run returns when ctx ends, the Lease released, or when serve or standby fails.
+// left. Run returns when ctx ends, or when serve or standby fails, the Lease released. When ctx ends
+// and another replica is ready, serve goes on until that one has taken over, for no longer than
+// handOverMost.
 //
 // While the API server cannot be reached for the first Snapshot, Run waits: Ready and the log say
 // for what. A replica that was the active one shortly before, by its state directory, carries on
 // with what it knew.
 func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, standby func() error) error {
-	ctx, cancel := context.WithCancel(ctx)
+	wanted := ctx
+	ctx, cancel := context.WithCancel(context.WithoutCancel(wanted))
 	var group sync.WaitGroup
 	defer group.Wait()
 	defer cancel()
@@ -149,8 +154,8 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 			close(g.prepared)
 		}
 	})
-	if err := g.await(ctx, e, known); err != nil {
-		return nil // ctx has ended
+	if err := g.await(wanted, e, known); err != nil {
+		return nil // it is not wanted any more
 	}
 	g.mu.Lock()
 	g.election = e
@@ -160,15 +165,92 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	var elector sync.WaitGroup
 	elector.Go(func() { e.run(electing) })
 	elector.Go(func() { g.keeper.run(electing, e) })
-	err = g.follow(ctx, e, serve, standby)
-	leave()
-	elector.Wait()
-	if released := e.release(); released != nil {
-		g.log.Warn("Lease not released; a standby waits until it expires", "error", released)
-	} else {
+	release := sync.OnceFunc(func() {
+		leave()
+		elector.Wait()
+		close(g.leaving)
+		g.writing.Lock() // what it has begun could name this one after the successor has named itself
+		defer g.writing.Unlock()
+		if err := e.release(); err != nil {
+			g.log.Warn("Lease not released; a standby waits until it expires", "error", err)
+			return
+		}
 		g.keeper.forget()
-	}
+	})
+	ended := make(chan struct{})
+	group.Go(func() {
+		select {
+		case <-ended:
+			return
+		case <-wanted.Done():
+		}
+		active := e.active()
+		release()
+		if active {
+			g.handOver(ended)
+		}
+		cancel()
+	})
+	err = g.follow(ctx, e, serve, standby)
+	close(ended)
+	release()
 	return err
+}
+
+// How long a replica that ends goes on.
+const (
+	handOverMost  = 4 * time.Second        // until another one has taken over: a standby that sees no change of the Lease reads it every retryPeriod
+	handOverNodes = 250 * time.Millisecond // after that, for the nodes to follow
+	handOverLook  = 10 * time.Millisecond
+)
+
+// handOver returns when another replica has taken over what this one carries, and the nodes have had
+// the time to follow, or when there is nobody to wait for. Until then this one goes on to carry it.
+func (g *Gateway) handOver(ended <-chan struct{}) {
+	begin := time.Now()
+	for time.Since(begin) < handOverMost {
+		wait := handOverLook
+		next, waiting := g.successor()
+		switch {
+		case !waiting:
+			return
+		case next != "":
+			g.log.Info("another gateway has taken over", "pod", next, "after", time.Since(begin).Round(time.Millisecond).String())
+			begin, wait = time.Time{}, handOverNodes // the last time
+		}
+		select {
+		case <-ended:
+			return
+		case <-time.After(wait):
+		}
+	}
+}
+
+// successor is the Pod of another gateway to which the Service leads the nodes. Without one, waiting
+// says whether there is a gateway that could become it. Gateways that have their nodes' networks do not
+// wait: the nodes ask the TunnelEndpoints where these are.
+func (g *Gateway) successor() (pod string, waiting bool) {
+	if g.o.Node == "" || !g.reading.Load() {
+		return "", false
+	}
+	ctx := context.Background() // these are in memory
+	var pods corev1.PodList
+	var services corev1.ServiceList
+	if g.objects.List(ctx, &pods, client.InNamespace(g.o.Namespace), client.MatchingLabels(podLabels)) != nil || g.objects.List(ctx, &services) != nil {
+		return "", false
+	}
+	for _, p := range pods.Items {
+		if p.Name == g.o.Pod || !p.DeletionTimestamp.IsZero() {
+			continue
+		}
+		waiting = waiting || p.Status.Phase == corev1.PodRunning // a container that has died is seen late; it costs a while of waiting
+		for _, s := range services.Items {
+			if p.Status.PodIP != "" && s.Annotations[isthmus.AnnotationGateways] == p.Status.PodIP {
+				return p.Name, true
+			}
+		}
+	}
+	return "", waiting
 }
 
 // remember returns what the state directory says to carry on with, if it says anything.
@@ -415,6 +497,10 @@ func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 	}
 	return all
 }
+
+// Owner says whose an address of the cluster is, by the Pods and Nodes that a gateway in a Pod watches
+// to deliver; one on the host's network watches none, and knows nobody. It may be called concurrently.
+func (g *Gateway) Owner(addr netip.Addr) fabric.Owner { return g.places.owner(addr) }
 
 // podNetwork is where a replica delivers that has a network of its own.
 func (g *Gateway) podNetwork() (n fabric.PodNetwork, err error) {

@@ -112,6 +112,20 @@ func (s *apiServer) installCRDs(t *testing.T) {
 	within(t, "the kinds are served", func() error { return s.client.List(t.Context(), &v1alpha1.TunnelEndpointList{}) })
 }
 
+// installReports installs the definition of what agents report.
+func (s *apiServer) installReports(t *testing.T) {
+	t.Helper()
+	text, err := deploy.Files.ReadFile("crds/isthmus.net_nodenetworks.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	reports := &apiextensionsv1.CustomResourceDefinition{}
+	if err := yaml.Unmarshal(text, reports); err != nil {
+		t.Fatal(err)
+	}
+	s.create(t, reports)
+}
+
 // restricted is an identity with the given rules, everywhere.
 func (s *apiServer) restricted(t *testing.T, user string, rules ...rbacv1.PolicyRule) *rest.Config {
 	t.Helper()
@@ -157,7 +171,9 @@ func start(t *testing.T, o GatewayOptions) *testReplica {
 	if o.Log == nil {
 		o.Log = quiet
 	}
-	o.PodIP = netip.MustParseAddr("172.30.1.11")
+	if !o.PodIP.IsValid() {
+		o.PodIP = netip.MustParseAddr("172.30.1.11")
+	}
 	g, err := NewGateway(o)
 	if err != nil {
 		t.Fatal(err)
@@ -346,6 +362,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 	})
 
+	t.Run("one that ends carries on until another one has taken over", func(t *testing.T) { testHandOver(t, s) })
+
 	t.Run("the loss of a Secret keeps the key, and a broken one changes nothing", func(t *testing.T) {
 		s.namespace(t, "keys")
 		r := start(t, GatewayOptions{Config: s.config, Namespace: "keys", Pod: "p", Cluster: self})
@@ -483,15 +501,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 	t.Run("a gateway that may not read agents' reports goes on without", func(t *testing.T) {
 		s.namespace(t, "rollback")
 		s.installCRDs(t)
-		text, err := deploy.Files.ReadFile("crds/isthmus.net_nodenetworks.yaml")
-		if err != nil {
-			t.Fatal(err)
-		}
-		reports := &apiextensionsv1.CustomResourceDefinition{}
-		if err := yaml.Unmarshal(text, reports); err != nil {
-			t.Fatal(err)
-		}
-		s.create(t, reports)
+		s.installReports(t)
 		config := s.restricted(t, "before-reports",
 			rbacv1.PolicyRule{APIGroups: []string{"", "coordination.k8s.io"}, Resources: []string{"secrets", "pods", "services", "leases", "configmaps"}, Verbs: []string{"*"}},
 			rbacv1.PolicyRule{APIGroups: []string{"net.liqo.io"}, Resources: []string{"tunnelendpoints", "natmappings"}, Verbs: []string{"list", "watch"}})
@@ -566,7 +576,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		}
 		begin := time.Now()
 		group.Go(func() {
-			r.Write(ctx, func() (Report, error) {
+			r.Write(ctx, func() {}, func() (Report, error) {
 				mu.Lock()
 				defer mu.Unlock()
 				report := Report{Interface: "isthmus.host", Index: 7, NextHop: netip.MustParseAddr("169.254.100.1")}
@@ -637,6 +647,80 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 			t.Errorf("%v failed writes in %v", n, passed)
 		}
 	})
+}
+
+func testHandOver(t *testing.T, s *apiServer) {
+	s.installCRDs(t)
+	s.installReports(t)
+	s.namespace(t, "handover")
+	s.create(t, &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "handover"}})
+	node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "handover"}}
+	node.Status.Addresses = []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "172.30.1.7"}}
+	if err := s.client.Status().Patch(t.Context(), node, client.Merge); err != nil {
+		t.Fatal(err)
+	}
+	s.create(t, &corev1.Service{ObjectMeta: metav1.ObjectMeta{Namespace: "handover", Name: "gateway", Labels: serviceLabels},
+		Spec: corev1.ServiceSpec{Ports: []corev1.ServicePort{{Port: 5871, Protocol: corev1.ProtocolUDP}}}})
+	var replicas []*testReplica
+	for i := range 2 {
+		p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "handover", Name: fmt.Sprint("gateway-", i), Labels: podLabels},
+			Spec: corev1.PodSpec{NodeName: "handover", Containers: []corev1.Container{{Name: "gateway", Image: "i"}}}}
+		s.create(t, p)
+		p.Status = corev1.PodStatus{Phase: corev1.PodRunning, PodIP: fmt.Sprint("10.1.0.", i+1), PodIPs: []corev1.PodIP{{IP: fmt.Sprint("10.1.0.", i+1)}}}
+		if err := s.client.Status().Update(t.Context(), p); err != nil {
+			t.Fatal(err)
+		}
+		r := start(t, GatewayOptions{Config: s.config, Namespace: "handover", Pod: p.Name, PodIP: netip.MustParseAddr(p.Status.PodIP), Node: "handover", Cluster: self})
+		replicas = append(replicas, r)
+		within(t, "ready", func() error { return r.Ready() })
+		if i == 0 && !<-r.serving {
+			t.Fatal("the first is not active")
+		}
+	}
+	first, second := replicas[0], replicas[1]
+	leads := func(to string) func() error {
+		return func() error {
+			var service corev1.Service
+			if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "handover", Name: "gateway"}, &service); err != nil {
+				return err
+			}
+			if at := service.Annotations[isthmus.AnnotationGateways]; at != to {
+				return fmt.Errorf("the Service leads to %q", at)
+			}
+			return nil
+		}
+	}
+	nothing := func() (Report, error) { return Report{}, nil }
+	var writing sync.WaitGroup
+	writing.Go(func() { first.Write(t.Context(), func() {}, nothing) })
+	within(t, "it leads to the first", leads("10.1.0.1"))
+
+	writing.Go(first.stop)
+	if !<-second.serving {
+		t.Error("the second is not active")
+	}
+	select {
+	case <-first.serving:
+		t.Error("the first has ended before the nodes know of the second")
+	default:
+	}
+	ctx, cancel := context.WithCancel(t.Context())
+	placed := make(chan struct{}, 1)
+	defer writing.Wait()
+	defer cancel()
+	writing.Go(func() {
+		second.Write(ctx, func() {
+			select {
+			case placed <- struct{}{}:
+			default:
+			}
+		}, nothing)
+	})
+	<-placed
+	within(t, "it leads to the second", leads("10.1.0.2"))
+	if <-first.serving {
+		t.Error("the first serves again")
+	}
 }
 
 // way leads to an API server and can be cut.

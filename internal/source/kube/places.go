@@ -64,6 +64,12 @@ func (p *places) set(before, after any) bool {
 	return false
 }
 
+func (p *places) owner(addr netip.Addr) fabric.Owner {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	return p.known.Owner(addr)
+}
+
 func (p *places) network(pod netip.Addr) fabric.PodNetwork {
 	p.mu.Lock()
 	defer p.mu.Unlock()

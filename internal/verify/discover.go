@@ -1,0 +1,195 @@
+package verify
+
+import (
+	"cmp"
+	"context"
+	"fmt"
+	"maps"
+	"net"
+	"net/netip"
+	"slices"
+	"strconv"
+	"strings"
+
+	corev1 "k8s.io/api/core/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/peering"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// maxFound is how many mapped addresses are asked, and how many ports of Services, each way.
+const maxFound = 16
+
+// tunnelEndpoint is the endpoint that every peer has: the gateway's own.
+const tunnelEndpoint = "169.254.0.1"
+
+// agreed are the networks of another cluster as one has them, by its Peering.
+type agreed struct {
+	pods     natengine.Remap // from the other's own addresses
+	external netip.Prefix    // mapped addresses; not valid: none
+}
+
+// agreedBy returns what a cluster has agreed upon with another one.
+func agreedBy(ctx context.Context, at, of *peering.Cluster) (a agreed, err error) {
+	var list isthmus.PeeringList
+	if err := at.Client().List(ctx, &list); err != nil {
+		return a, fmt.Errorf("%s: Peerings: %w", at, err)
+	}
+	for _, p := range list.Items {
+		if p.Spec.Cluster.ClusterID != of.Identity.ClusterID {
+			continue
+		}
+		from, err1 := netip.ParsePrefix(p.Status.Remote.PodCIDR)
+		to, err2 := netip.ParsePrefix(p.Status.Remote.PodCIDRSeen)
+		if err1 != nil || err2 != nil {
+			return a, fmt.Errorf("%s has not agreed with %s on networks yet; `isthmus diagnose` says why", at, of)
+		}
+		a.pods = natengine.Remap{From: from, To: to}
+		a.external, _ = netip.ParsePrefix(p.Status.Remote.ExternalCIDRSeen) // mapped addresses are not asked then
+		return a, nil
+	}
+	return a, fmt.Errorf("%s has no Peering with %s: %w; `isthmus peer` joins them", at, of, ErrNotPeered)
+}
+
+// seen is the address that a pod of the other cluster has here.
+func (a agreed) seen(pod netip.Addr) (netip.Addr, error) {
+	seen, ok := a.pods.Map(pod)
+	if !ok {
+		return seen, fmt.Errorf("its address %v is outside of the PodCIDR %v that its cluster claims", pod, a.pods.From)
+	}
+	return seen, nil
+}
+
+// A Target is something besides the Pods of a run to which they send.
+type Target struct {
+	Host string // HOST, which is pinged, or HOST:PORT, to which there is a connection
+	What string // it is, if it was found and not named by somebody
+	Own  string // it, or an endpoint of it, as its own cluster has it; empty: not known
+}
+
+// discover finds what one cluster reaches of another besides the Pods of this run: mapped addresses,
+// which are pinged, and Services with endpoints in the other cluster, to whose TCP ports there is a
+// connection, by address and by name. What an API server does not show is told, and left out.
+func discover(ctx context.Context, at, of *peering.Cluster, a agreed, tell func(string)) (all []Target) {
+	some := func(what string, targets []Target, err error) {
+		if err != nil {
+			tell(fmt.Sprintf("%s of %s are not asked from %s: %v", what, of, at, err))
+		}
+		if more := len(targets) - maxFound; more > 0 {
+			targets = targets[:maxFound]
+			tell(fmt.Sprintf("%s of %s: %d are asked from %s, %d are not; --to asks them", what, of, maxFound, at, more))
+		}
+		all = append(all, targets...)
+	}
+	var mappings v1alpha1.NatMappingList
+	err := of.Client().List(ctx, &mappings)
+	mapped := mappedIn(mappings.Items, at.Identity.ClusterID, a.external)
+	var pings []Target
+	for _, seen := range slices.SortedFunc(maps.Keys(mapped), netip.Addr.Compare) {
+		pings = append(pings, Target{Host: seen.String(), Own: mapped[seen].String(), What: "mapped address"})
+	}
+	some("mapped addresses", pings, err)
+
+	var endpoints discoveryv1.EndpointSliceList
+	var services corev1.ServiceList
+	if err = at.Client().List(ctx, &endpoints); err == nil {
+		err = at.Client().List(ctx, &services)
+	}
+	some("endpoints of Services", servicesIn(endpoints.Items, services.Items, func(addr netip.Addr) (own netip.Addr, is bool) {
+		if own, is = a.pods.Reverse().Map(addr); !is {
+			own, is = mapped[addr]
+		}
+		return own, is
+	}), err)
+	return all
+}
+
+// mappedIn are the mapped addresses of a cluster for a peer that are where the peer has agreed to have
+// them, with the endpoints behind them. The tunnel's own is not among them.
+func mappedIn(all []v1alpha1.NatMapping, peer v1alpha1.ClusterID, external netip.Prefix) map[netip.Addr]netip.Addr {
+	mapped := map[netip.Addr]netip.Addr{}
+	for _, m := range all {
+		if m.Spec.ClusterID != peer {
+			continue
+		}
+		for endpoint, as := range m.Spec.ClusterMappings {
+			own, err1 := netip.ParseAddr(endpoint)
+			seen, err2 := netip.ParseAddr(as)
+			if err1 == nil && err2 == nil && endpoint != tunnelEndpoint && external.Contains(seen) {
+				mapped[seen] = own
+			}
+		}
+	}
+	return mapped
+}
+
+// servicesIn are the TCP ports of Services with endpoints in the other cluster, which remote translates
+// to its own addresses: each ready endpoint, and the name of the Service.
+func servicesIn(endpoints []discoveryv1.EndpointSlice, services []corev1.Service, remote func(netip.Addr) (own netip.Addr, is bool)) (all []Target) {
+	for i := range endpoints {
+		s := &endpoints[i]
+		at := slices.IndexFunc(services, func(of corev1.Service) bool {
+			return of.Namespace == s.Namespace && of.Name == s.Labels[discoveryv1.LabelServiceName]
+		})
+		if at < 0 {
+			continue
+		}
+		of := &services[at]
+		name := of.Namespace + "/" + of.Name
+		for _, p := range s.Ports {
+			if p.Port == nil || p.Protocol != nil && *p.Protocol != corev1.ProtocolTCP {
+				continue
+			}
+			port := uint16(*p.Port) //nolint:gosec // the API server takes no other
+			home := ""              // of one of them
+			for _, e := range s.Endpoints {
+				for _, text := range e.Addresses {
+					addr, err := netip.ParseAddr(text)
+					if err != nil || e.Conditions.Ready != nil && !*e.Conditions.Ready {
+						continue
+					}
+					if own, is := remote(addr); is {
+						home = netip.AddrPortFrom(own, port).String()
+						all = append(all, Target{Host: netip.AddrPortFrom(addr, port).String(), What: "endpoint of Service " + name, Own: home})
+					}
+				}
+			}
+			for _, asked := range of.Spec.Ports {
+				if home != "" && p.Name != nil && asked.Name == *p.Name && asked.Protocol == corev1.ProtocolTCP {
+					if of.Spec.ClusterIP != corev1.ClusterIPNone {
+						port = uint16(asked.Port) //nolint:gosec // the API server takes no other
+					}
+					all = append(all, Target{Host: net.JoinHostPort(of.Name+"."+of.Namespace+".svc", strconv.Itoa(int(port))), What: "Service " + name, Own: home})
+				}
+			}
+		}
+	}
+	slices.SortFunc(all, func(a, b Target) int { return cmp.Or(strings.Compare(a.What, b.What), strings.Compare(a.Host, b.Host)) })
+	return slices.Compact(all)
+}
+
+// control asks what was found and did not answer from its own cluster, too: what does not answer
+// there says nothing of the way between the clusters.
+func control(ctx context.Context, own *site, results []Result) {
+	var which []int
+	var checks []Check
+	for i, r := range results {
+		if r.Error != "" && r.own != "" && r.From.Cluster != own.pods[0].Cluster {
+			which = append(which, i)
+			checks = append(checks, Check{From: own.pods[0].End, Target: r.own, Protocol: r.Protocol, Size: r.Size})
+		}
+	}
+	if len(checks) == 0 {
+		return
+	}
+	for i, there := range own.pods[0].send(ctx, checks, false) {
+		r := &results[which[i]]
+		if there.Error != "" {
+			r.Unknown = fmt.Sprintf("%s does not answer in its own cluster either: %s", r.own, there.Error)
+			r.Error = ""
+		}
+	}
+}

@@ -1,0 +1,211 @@
+// Package prometheus has Prometheus judge our alerts and our dashboard: its parser, its engine, its
+// database and its rules. The dashboard is drawn from what a fleet was recorded to say.
+package prometheus
+
+import (
+	"bufio"
+	"compress/gzip"
+	"context"
+	"encoding/json"
+	"fmt"
+	"log/slog"
+	"math"
+	"os"
+	"strings"
+	"time"
+
+	"github.com/prometheus/common/model"
+	"github.com/prometheus/prometheus/model/labels"
+	"github.com/prometheus/prometheus/model/value"
+	"github.com/prometheus/prometheus/promql"
+	"github.com/prometheus/prometheus/promql/parser"
+	"github.com/prometheus/prometheus/tsdb"
+)
+
+var promQL = parser.NewParser(parser.Options{})
+
+// A Dashboard is what the drawing needs of one of Grafana's.
+type Dashboard struct {
+	Panels     []Panel
+	Templating struct {
+		List []struct {
+			Name  string
+			Query json.RawMessage
+		}
+	}
+}
+
+// A Panel is one field of a Dashboard.
+type Panel struct {
+	Type, Title, Description string
+	GridPos                  struct{ H, W, X, Y int }
+	Targets                  []Target
+	FieldConfig              struct {
+		Defaults struct {
+			Unit, NoValue string
+			Min, Max      *float64
+			Thresholds    struct {
+				Steps []struct {
+					Color string
+					Value *float64 // nil: from the least on
+				}
+			}
+			Custom struct {
+				FillOpacity       float64
+				LineInterpolation string
+				Stacking          struct{ Mode string }
+			}
+		}
+		Overrides []struct {
+			Matcher    struct{ ID, Options string }
+			Properties []struct {
+				ID    string
+				Value any
+			}
+		}
+	}
+	Transformations []struct {
+		ID      string
+		Options struct {
+			ExcludeByName map[string]bool
+			RenameByName  map[string]string
+		}
+	}
+}
+
+// A Target is one query of a Panel.
+type Target struct {
+	RefID, Expr, LegendFormat string
+	Instant                   bool
+}
+
+// ReadDashboard reads the file of a dashboard.
+func ReadDashboard(name string) (d Dashboard, err error) {
+	text, err := os.ReadFile(name)
+	if err != nil {
+		return d, err
+	}
+	return d, json.Unmarshal(text, &d)
+}
+
+// A Recording is what a scraper got from a fleet, in Prometheus's own database.
+type Recording struct {
+	Begin, End time.Time
+	Step       time.Duration // between two scrapes
+	db         *tsdb.DB
+	engine     *promql.Engine
+}
+
+// Open reads the recording of a file, as test/fleet writes it, into a database in dir.
+func Open(name, dir string) (*Recording, error) {
+	f, err := os.Open(name)
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = f.Close() }() // it was only read
+	z, err := gzip.NewReader(f)
+	if err != nil {
+		return nil, fmt.Errorf("%s: %w", name, err)
+	}
+	lines := bufio.NewScanner(z)
+	lines.Buffer(nil, 1<<20)
+	var begin int64
+	var step string
+	if lines.Scan(); lines.Err() == nil {
+		_, err = fmt.Sscan(lines.Text(), &begin, &step)
+	}
+	r := &Recording{Begin: time.Unix(begin, 0)}
+	if err == nil {
+		r.Step, err = time.ParseDuration(step)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("%s: first line: %w", name, err)
+	}
+	if r.db, err = tsdb.Open(dir, slog.New(slog.DiscardHandler), nil, tsdb.DefaultOptions(), nil); err != nil {
+		return nil, err
+	}
+	r.engine = promql.NewEngine(promql.EngineOpts{
+		Logger: slog.New(slog.DiscardHandler), MaxSamples: 10_000_000, Timeout: time.Minute,
+		EnableAtModifier: true, EnableNegativeOffset: true, Parser: promQL,
+	})
+	into := r.db.Appender(context.Background())
+	for lines.Scan() {
+		if err := r.add(lines.Text(), func(series labels.Labels, at time.Time, v float64) error {
+			_, err := into.Append(0, series, at.UnixMilli(), v)
+			return err
+		}); err != nil {
+			return nil, fmt.Errorf("%s: %w", name, err)
+		}
+	}
+	if err := lines.Err(); err != nil {
+		return nil, fmt.Errorf("%s: %w", name, err)
+	}
+	return r, into.Commit()
+}
+
+// add takes a line. A series that ends gets the mark by which Prometheus knows it: else it would
+// seem to go on for five minutes.
+func (r *Recording) add(line string, sample func(labels.Labels, time.Time, float64) error) error {
+	series, values, err := promQL.ParseSeriesDesc(line)
+	if err != nil {
+		return err
+	}
+	before := false
+	for i, v := range values {
+		at := r.Begin.Add(time.Duration(i) * r.Step)
+		if at.After(r.End) {
+			r.End = at
+		}
+		switch {
+		case !v.Omitted:
+			err = sample(series, at, v.Value)
+		case before:
+			err = sample(series, at, math.Float64frombits(value.StaleNaN))
+		}
+		if err != nil {
+			return err
+		}
+		before = !v.Omitted
+	}
+	return nil
+}
+
+// Close closes the database.
+func (r *Recording) Close() error { return r.db.Close() }
+
+// Fill puts what is chosen in a dashboard into a query. The window of rates is what Grafana makes of
+// the interval of scrapes.
+func (r *Recording) Fill(expr string, chosen map[string]string) string {
+	pairs := []string{"$__rate_interval", model.Duration(4 * r.Step).String()}
+	for name, as := range chosen {
+		pairs = append(pairs, "$"+name, as)
+	}
+	return strings.NewReplacer(pairs...).Replace(expr)
+}
+
+// At evaluates a query at one time.
+func (r *Recording) At(ctx context.Context, query string, at time.Time) (promql.Vector, error) {
+	q, err := r.engine.NewInstantQuery(ctx, r.db, nil, query, at)
+	if err != nil {
+		return nil, err
+	}
+	defer q.Close()
+	v, err := q.Exec(ctx).Vector()
+	return append(promql.Vector(nil), v...), err
+}
+
+// Over evaluates a query at the time of each scrape.
+func (r *Recording) Over(ctx context.Context, query string) (promql.Matrix, error) {
+	q, err := r.engine.NewRangeQuery(ctx, r.db, nil, query, r.Begin, r.End, r.Step)
+	if err != nil {
+		return nil, err
+	}
+	defer q.Close()
+	m, err := q.Exec(ctx).Matrix()
+	all := make(promql.Matrix, len(m)) // its points are the engine's again after Close
+	for i, s := range m {
+		s.Floats = append([]promql.FPoint(nil), s.Floats...)
+		all[i] = s
+	}
+	return all, err
+}
