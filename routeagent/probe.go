@@ -79,6 +79,15 @@ func probeTarget(in *fabric.NodeIntent, nth int) (gateway, remote netip.Addr, ok
 type backProbe struct {
 	received, sent uint64 // by the overlay's device, when it was last looked
 	own            uint64 // datagrams of ours since then
+
+	answers map[netip.Addr]bool // by address of a peer: its gateway has answered while packets came
+}
+
+// asks reports whether to ask a peer, and whether it tells of the way back that no answer comes: of
+// one that has never answered it tells nothing, a Liqo's gateway for example.
+func (p *backProbe) asks(suspected bool, remote netip.Addr) (ask, tells bool) {
+	known := p.answers[remote]
+	return suspected == known, suspected && known
 }
 
 // suspects reports whether nothing came by the overlay since it was asked last though pods have sent,
@@ -100,7 +109,7 @@ func (p *backProbe) asked(ctx context.Context, remote netip.Addr, device int) bo
 // probeOverlay looks from time to time whether the gateway is reached, until ctx ends.
 func (a *agent) probeOverlay(ctx context.Context) {
 	var p OverlayStatus
-	var back backProbe
+	back := backProbe{answers: make(map[netip.Addr]bool)}
 	nth := 0 // peer
 	for wait := rand.N(probeAgain); sleep(ctx, wait); {
 		wait = probeInterval/2 + rand.N(probeInterval)
@@ -124,10 +133,19 @@ func (a *agent) probeOverlay(ctx context.Context) {
 			// Without a way on the gateway has no tunnel to that peer, and answers nobody.
 			if index, received, sent, err := rtnl.Counters(kernel.OverlayDevice); err == nil && answer == overlay.WayOn {
 				news := received != back.received
-				if back.suspects(received, sent) || p.Back.Doubted() && !news {
-					arrives = back.asked(ctx, remote, index)
+				suspected := back.suspects(received, sent) || p.Back.Doubted() && !news
+				ask, tells := back.asks(suspected, remote)
+				came := ask && back.asked(ctx, remote, index)
+				if came {
+					back.answers[remote] = true
 				}
-				p.Back.Take(began, arrives, true)
+				switch {
+				case came, p.Back.Doubted() && news:
+					p.Back.Take(began, true, true)
+				case tells:
+					arrives = false
+					p.Back.Take(began, false, true)
+				}
 			}
 			switch _, is := p.fails(); {
 			case is && !was:

@@ -32,6 +32,21 @@ func TestTheProbeGoesToANetworkOfThatGateway(t *testing.T) {
 	}
 }
 
+// That a gateway does not answer tells something if it used to.
+func TestWhoeverHasNeverAnsweredTellsNothingOfTheWayBack(t *testing.T) {
+	silent, known := netip.MustParseAddr("10.2.0.1"), netip.MustParseAddr("10.3.0.1")
+	p := backProbe{answers: map[netip.Addr]bool{known: true}}
+	for _, c := range []struct {
+		suspected  bool
+		remote     netip.Addr
+		ask, tells bool
+	}{{false, silent, true, false}, {true, silent, false, false}, {false, known, false, false}, {true, known, true, true}} {
+		if ask, tells := p.asks(c.suspected, c.remote); ask != c.ask || tells != c.tells {
+			t.Errorf("suspected %v, %v: asked %v, which tells %v", c.suspected, c.remote, ask, tells)
+		}
+	}
+}
+
 // A firewall between the nodes that drops VXLAN: the agent says so, and that it is over.
 func TestAnAgentSaysThatTheOverlayIsBroken(t *testing.T) {
 	if _, err := exec.LookPath("nft"); err != nil {

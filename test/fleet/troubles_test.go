@@ -2,6 +2,7 @@ package fleet
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"net/netip"
 	"os"
@@ -23,6 +24,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	own "github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/routeagent"
 )
 
 // troubleSite is where troubles are made.
@@ -39,6 +41,22 @@ func (s *troubleSite) far(t *testing.T) *lab.Node {
 	t.Helper()
 	s.node = 1 - active(t, s.a)
 	return s.a.Nodes[s.node]
+}
+
+// answersCome waits until the agent of a node knows that the peer answers what it asks.
+func answersCome(t *testing.T, n *lab.Node) {
+	t.Helper()
+	eventually(t, "an answer through the overlay to "+n.Name, func() error {
+		text, err := n.Get(t.Context(), "http://127.0.0.1:5875/status")
+		var s routeagent.Status
+		if err == nil {
+			err = json.Unmarshal([]byte(text), &s)
+		}
+		if err == nil && (s.Overlay == nil || s.Overlay.Back.Answered.IsZero()) {
+			err = fmt.Errorf("overlay %+v", s.Overlay)
+		}
+		return err
+	})
 }
 
 // there is the node of the last call of far.
@@ -661,6 +679,7 @@ var troubles = []trouble{
 		fault: "a firewall on a node drops the overlay's UDP port from the gateway", alone: "a/route agents", both: "a/route agents", says: "let UDP 4800 pass",
 		breaks: func(t *testing.T, s *troubleSite) {
 			n := s.far(t)
+			answersCome(t, n)
 			s.talk(t, podOn(t, s.a, s.node), seen(t, s.a, s.b, s.b.Pods[0].Addr)) // without traffic nobody misses anything
 			filter(t, n.Host, "add chain ip fault on { type filter hook input priority 0; }; add rule ip fault on udp dport 4800 drop")
 		},
