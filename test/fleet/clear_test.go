@@ -42,7 +42,7 @@ func TestTheSnifferSeesWhatANodeThatDoesNotRefuseSends(t *testing.T) {
 		t.Fatalf("refused, and yet in the clear: %v", leaks)
 	}
 
-	must(t, a.Kill(fleet.Agent(at))) // it would put the rule back
+	must(t, a.Kill(fleet.Agent(at)))                                                                                                  // it would put the rule back
 	if out, err := a.Nodes[at].Command(t.Context(), "nft", "delete", "table", "inet", own.FilterTable).CombinedOutput(); err != nil { // it drops what leaves
 		t.Fatalf("%v: %s", err, out)
 	}

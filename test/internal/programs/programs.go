@@ -19,7 +19,7 @@ func Run(m *testing.M, isthmus, kube *string) int {
 	if err != nil {
 		return failed(err)
 	}
-	defer os.RemoveAll(dir)
+	defer func() { _ = os.RemoveAll(dir) }()
 	if *isthmus, err = testbin.Isthmus(dir); err != nil {
 		return failed(err)
 	}
