@@ -356,7 +356,10 @@ func TestCaptureOfASuperpacket(t *testing.T) {
 	if counts["before-nat"] != 1 || counts["after-nat"] != 1 || counts["tunnel"] != 45 || counts["underlay"] != 45 {
 		t.Errorf("sender: %v", counts)
 	}
-	all, _ = records(t, in.stop(t))
+	all, missed := records(t, in.stop(t))
+	if missed > 0 {
+		t.Skipf("the machine is too slow: %d records are missed", missed)
+	}
 	octets := 0
 	for _, r := range all {
 		if r.place == "after-nat" {
