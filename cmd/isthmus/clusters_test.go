@@ -111,7 +111,7 @@ func TestInstallPrintsManifestsWithoutACluster(t *testing.T) {
 		{[]string{"--set", "cluster.configMap=false"}, "kind: Deployment", "CLUSTER_NAME"},
 		{[]string{"--set", "image.pullPolicy=Always", "--set", "image.pullSecrets=[s]", "--image", "a/b:c"}, "imagePullPolicy: Always", "IfNotPresent"},
 		{[]string{"--set", "image.pullSecrets=[s]", "--image", "a/b:c"}, "- name: \"s\"", "ghcr.io"},
-		{[]string{"--set", "routeAgent.maxUnavailable=1"}, "{maxUnavailable: 1}", "10%"},
+		{[]string{"--set", "routeAgent.maxSurge=1"}, "{maxSurge: 1", "10%"},
 		{[]string{"--set", "gateway.replicas=5", "--pod-cidr", "10.9.0.0/16"}, "replicas: 5", "<no value>"},
 		{[]string{"--pod-cidr", "10.9.0.0/16"}, "- --pod-cidr=10.9.0.0/16", "<no value>"},
 	} {
