@@ -46,7 +46,7 @@ func (a *agent) ready() error {
 	if err := a.current().ready(); err != nil {
 		return err
 	}
-	if o := a.lastOverlay(); o.Broken || o.Back.Broken {
+	if o := a.lastOverlay(); o.Broken {
 		return errors.New(o.problem())
 	}
 	return nil
@@ -61,6 +61,9 @@ func (a *agent) status() Status {
 	}
 	if o := a.lastOverlay(); o.Gateway.IsValid() {
 		s.Overlay = &o
+		if !o.Broken && o.Back.Broken { // the agent cannot tell whether the peers are at fault
+			s.Problems = append(s.Problems, o.problem())
+		}
 	}
 	told := a.lastTold()
 	for _, p := range slices.Concat(now.problems, told.problems) {
@@ -219,12 +222,17 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 	if !now.applied.IsZero() {
 		out <- familyApplied.Sample(float64(now.applied.UnixMilli()) / 1000)
 	}
-	if o := m.agent.lastOverlay(); o.Broken || o.Back.Broken {
+	o := m.agent.lastOverlay()
+	if o.Broken {
 		out <- familyOverlay.Sample(0, o.Gateway.String())
 	} else if !o.Answered.IsZero() {
 		out <- familyOverlay.Sample(1, o.Gateway.String())
 	}
-	out <- familyProblems.Sample(float64(len(now.problems) + len(now.limits) + len(m.agent.lastTold().problems)))
+	problems := len(now.problems) + len(now.limits) + len(m.agent.lastTold().problems)
+	if !o.Broken && o.Back.Broken {
+		problems++
+	}
+	out <- familyProblems.Sample(float64(problems))
 	for kind, n := range map[string]int{
 		"device": len(now.node.Devices), "fdb": len(now.node.FDB), "neighbor": len(now.node.Neighbors),
 		"route": len(now.node.Routes), "rule": len(now.node.Rules),

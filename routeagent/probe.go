@@ -5,6 +5,8 @@ import (
 	"fmt"
 	"math/rand/v2"
 	"net/netip"
+	"slices"
+	"sync"
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
@@ -44,7 +46,7 @@ func (s OverlayStatus) fails() (since time.Time, is bool) {
 // problem is a sentence for people.
 func (s OverlayStatus) problem() string {
 	if !s.Broken {
-		return fmt.Sprintf("nothing comes from the gateway at %v through the overlay since %s, though pods send, and packets to it arrive: something between the gateway's node and this one drops VXLAN in that direction; let UDP 4800 pass between nodes",
+		return fmt.Sprintf("nothing comes from the gateway at %v through the overlay since %s, though pods send, and packets to it arrive: while peers are connected, something between the gateway's node and this one drops VXLAN in that direction; let UDP 4800 pass between nodes",
 			s.Gateway, s.Back.Since.UTC().Format("15:04:05 UTC"))
 	}
 	return fmt.Sprintf("the gateway at %v is not reached through the overlay since %s, but is by the underlay: something between this node and that of the gateway drops VXLAN; let UDP 4800 pass between nodes",
@@ -80,14 +82,31 @@ type backProbe struct {
 	received, sent uint64 // by the overlay's device, when it was last looked
 	own            uint64 // datagrams of ours since then
 
-	answers map[netip.Addr]bool // by address of a peer: its gateway has answered while packets came
+	// answer are addresses of peers whose gateways have answered while packets came, those that did it
+	// last at the end. That one has no answer tells nothing if it never had any (a Liqo's need not
+	// answer), nor if the peer is away: so several are asked.
+	answer []netip.Addr
 }
 
-// asks reports whether to ask a peer, and whether it tells of the way back that no answer comes: of
-// one that has never answered it tells nothing, a Liqo's gateway for example.
-func (p *backProbe) asks(suspected bool, remote netip.Addr) (ask, tells bool) {
-	known := p.answers[remote]
-	return suspected == known, suspected && known
+// backPeers is how many peers are asked at once.
+const backPeers = 8
+
+// asks are the peers to ask: those that have answered before when something is wrong, and else the one
+// whose turn it is, once.
+func (p *backProbe) asks(suspected bool, remote netip.Addr) []netip.Addr {
+	switch {
+	case suspected:
+		return p.answer
+	case slices.Contains(p.answer, remote):
+		return nil
+	}
+	return []netip.Addr{remote}
+}
+
+// answered notes that a peer has answered.
+func (p *backProbe) answered(remote netip.Addr) {
+	p.answer = append(slices.DeleteFunc(p.answer, func(a netip.Addr) bool { return a == remote }), remote)
+	p.answer = p.answer[max(0, len(p.answer)-backPeers):]
 }
 
 // suspects reports whether nothing came by the overlay since it was asked last though pods have sent,
@@ -98,18 +117,33 @@ func (p *backProbe) suspects(received, sent uint64) bool {
 	return silent
 }
 
-// asked sends datagrams that live as far as the peer's gateway: past ours, which is one hop as a Pod and
+// ask sends datagrams that live as far as gateways of peers: past ours, which is one hop as a Pod and
 // two on a host's network. It reports whether one was answered by the overlay.
-func (p *backProbe) asked(ctx context.Context, remote netip.Addr, device int) bool {
-	p.own += 2
-	near, far := overlay.Round(ctx, overlay.Datagram{To: remote, TTL: 2, By: device}, overlay.Datagram{To: remote, TTL: 3, By: device})
-	return near != overlay.NoAnswer || far
+func (p *backProbe) ask(ctx context.Context, remotes []netip.Addr, device int) (came bool) {
+	all := slices.Clone(remotes)
+	answered := make([]bool, len(all))
+	var group sync.WaitGroup
+	for i, remote := range all {
+		group.Go(func() {
+			near, far := overlay.Round(ctx, overlay.Datagram{To: remote, TTL: 2, By: device}, overlay.Datagram{To: remote, TTL: 3, By: device})
+			answered[i] = near != overlay.NoAnswer || far
+		})
+	}
+	group.Wait()
+	p.own += 2 * uint64(len(all))
+	for i, remote := range all {
+		if answered[i] {
+			p.answered(remote)
+			came = true
+		}
+	}
+	return came
 }
 
 // probeOverlay looks from time to time whether the gateway is reached, until ctx ends.
 func (a *agent) probeOverlay(ctx context.Context) {
 	var p OverlayStatus
-	back := backProbe{answers: make(map[netip.Addr]bool)}
+	var back backProbe
 	nth := 0 // peer
 	for wait := rand.N(probeAgain); sleep(ctx, wait); {
 		wait = probeInterval/2 + rand.N(probeInterval)
@@ -134,15 +168,11 @@ func (a *agent) probeOverlay(ctx context.Context) {
 			if index, received, sent, err := rtnl.Counters(kernel.OverlayDevice); err == nil && answer == overlay.WayOn {
 				news := received != back.received
 				suspected := back.suspects(received, sent) || p.Back.Doubted() && !news
-				ask, tells := back.asks(suspected, remote)
-				came := ask && back.asked(ctx, remote, index)
-				if came {
-					back.answers[remote] = true
-				}
-				switch {
+				asked := back.asks(suspected, remote)
+				switch came := back.ask(ctx, asked, index); {
 				case came, p.Back.Doubted() && news:
 					p.Back.Take(began, true, true)
-				case tells:
+				case suspected && len(asked) > 0:
 					arrives = false
 					p.Back.Take(began, false, true)
 				}

@@ -6,6 +6,7 @@ import (
 	"net/netip"
 	"os"
 	"os/exec"
+	"slices"
 	"strings"
 	"testing"
 
@@ -35,14 +36,28 @@ func TestTheProbeGoesToANetworkOfThatGateway(t *testing.T) {
 // That a gateway does not answer tells something if it used to.
 func TestWhoeverHasNeverAnsweredTellsNothingOfTheWayBack(t *testing.T) {
 	silent, known := netip.MustParseAddr("10.2.0.1"), netip.MustParseAddr("10.3.0.1")
-	p := backProbe{answers: map[netip.Addr]bool{known: true}}
+	var p backProbe
+	if got := p.asks(true, silent); len(got) != 0 {
+		t.Errorf("asks %v although none has ever answered", got)
+	}
+	p.answered(known)
 	for _, c := range []struct {
-		suspected  bool
-		remote     netip.Addr
-		ask, tells bool
-	}{{false, silent, true, false}, {true, silent, false, false}, {false, known, false, false}, {true, known, true, true}} {
-		if ask, tells := p.asks(c.suspected, c.remote); ask != c.ask || tells != c.tells {
-			t.Errorf("suspected %v, %v: asked %v, which tells %v", c.suspected, c.remote, ask, tells)
+		suspected bool
+		remote    netip.Addr
+		want      []netip.Addr
+	}{{false, silent, []netip.Addr{silent}}, {true, silent, []netip.Addr{known}}, {false, known, nil}, {true, known, []netip.Addr{known}}} {
+		if got := p.asks(c.suspected, c.remote); !slices.Equal(got, c.want) {
+			t.Errorf("suspected %v, turn of %v: asks %v; want %v", c.suspected, c.remote, got, c.want)
+		}
+	}
+	first := known
+	for i := range 20 {
+		last := netip.AddrFrom4([4]byte{10, 9, byte(i), 1})
+		if p.answered(last); i < backPeers-1 {
+			p.answered(first)
+		}
+		if !slices.Contains(p.answer, last) || len(p.answer) > backPeers || slices.Contains(p.answer, first) != (i < 2*backPeers-2) {
+			t.Errorf("after %d more: %v", i+1, p.answer)
 		}
 	}
 }

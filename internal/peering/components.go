@@ -10,6 +10,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -49,7 +50,9 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found componen
 	_ = c.client.List(ctx, &reports, client.InNamespace(c.Namespace))
 	for i := range reports.Items {
 		r := &reports.Items[i]
-		found.broken[r.Name] = r.Spec.BrokenOverlay
+		if o := r.Spec.BrokenOverlay; o != nil && (!o.Back || c.anyConnected(ctx)) {
+			found.broken[r.Name] = o
+		}
 		for _, p := range r.Spec.Problems {
 			if severity(p) == 0 {
 				found.refuses[r.Name] = Printable(p.Reason) + ": " + printable(p.Message, maxMessage)
@@ -69,6 +72,15 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found componen
 		}
 	}
 	return found, nil
+}
+
+// anyConnected reports whether packets go both ways between this cluster and some peer: else it is no
+// wonder that none come back to a node.
+func (c *Cluster) anyConnected(ctx context.Context) bool {
+	var list isthmus.PeeringList
+	return c.client.List(ctx, &list) == nil && slices.ContainsFunc(list.Items, func(p isthmus.Peering) bool {
+		return meta.IsStatusConditionTrue(p.Status.Conditions, isthmus.ConditionConnected)
+	})
 }
 
 // eventTime is when an Event was last observed.
