@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -177,13 +178,21 @@ func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
 	return granted, r.problems
 }
 
-// EditionOf returns the edition of the books of the IPAM with these annotations, 0 if they have none.
-func EditionOf(annotations map[string]string) int64 {
-	n, err := strconv.ParseInt(annotations[isthmus.AnnotationEdition], 10, 63) // the next one has 64 bits
-	if err != nil {
+// EditionOf returns the edition of the books of the IPAM with these annotations, 0 if they have none
+// that counts, see EditionCounts.
+func EditionOf(annotations map[string]string, now time.Time) int64 {
+	n, err := strconv.ParseInt(annotations[isthmus.AnnotationEdition], 10, 64)
+	if err != nil || !EditionCounts(n, now) {
 		return 0
 	}
 	return max(n, 0)
+}
+
+// EditionCounts reports whether an edition is one that a manager may have written: at least the time in
+// milliseconds, and hardly more. One far ahead would never be passed by the next of a manager that has
+// not seen it, and nothing would be taken back any more.
+func EditionCounts(edition int64, now time.Time) bool {
+	return edition <= now.Add(24*time.Hour).UnixMilli()
 }
 
 // OwnIn returns the networks of our own pods and Services in the books of the IPAM, and those of
