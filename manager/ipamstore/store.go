@@ -41,6 +41,9 @@ import (
 // ErrNotLoaded says that Load has to succeed first.
 var ErrNotLoaded = errors.New("the IPAM's books are not loaded yet")
 
+// errNotCopied says that Refresh has to be called again.
+var errNotCopied = errors.New("GrantedNetworks are not yet what the IPAM's books say")
+
 // A Store keeps one Book. Its methods may be called concurrently.
 type Store struct {
 	client client.Client
@@ -206,6 +209,9 @@ func (s *Store) Refresh(ctx context.Context) error {
 		}
 	}
 	_, err = s.write(ctx, func(b ipam.Book) (ipam.Book, error) { return b, nil })
+	if err == nil && !s.copied {
+		return errNotCopied // nothing else would bring us back
+	}
 	return err
 }
 
