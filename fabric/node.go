@@ -9,6 +9,7 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"time"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -57,6 +58,8 @@ type NodeIntent struct {
 	// Granted are the networks that peers have here by the books of the IPAM, from the grant to the
 	// end of un-peering; nil: there are no books.
 	Granted []netip.Prefix
+	// Doubtful are networks that a copy of the books names and the books may not, see RefusedInDoubt.
+	Doubtful []netip.Prefix
 	// Edition is that of these books: a network that was granted is taken back by books of a higher
 	// one that lack it, and by nothing else. 0: they have none.
 	Edition int64
@@ -84,6 +87,7 @@ func (in *NodeIntent) Sort() {
 	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
 	slices.SortFunc(in.Granted, netip.Prefix.Compare)
+	slices.SortFunc(in.Doubtful, netip.Prefix.Compare)
 	slices.SortFunc(in.Own, netip.Prefix.Compare)
 	slices.SortFunc(in.OwnPods, netip.Prefix.Compare)
 }
@@ -174,13 +178,21 @@ func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
 	return granted, r.problems
 }
 
-// EditionOf returns the edition of the books of the IPAM with these annotations, 0 if they have none.
-func EditionOf(annotations map[string]string) int64 {
-	n, err := strconv.ParseInt(annotations[isthmus.AnnotationEdition], 10, 63) // the next one has 64 bits
-	if err != nil {
+// EditionOf returns the edition of the books of the IPAM with these annotations, 0 if they have none
+// that counts, see EditionCounts.
+func EditionOf(annotations map[string]string, now time.Time) int64 {
+	n, err := strconv.ParseInt(annotations[isthmus.AnnotationEdition], 10, 64)
+	if err != nil || !EditionCounts(n, now) {
 		return 0
 	}
 	return max(n, 0)
+}
+
+// EditionCounts reports whether an edition is one that a manager may have written: at least the time in
+// milliseconds, and hardly more. One far ahead would never be passed by the next of a manager that has
+// not seen it, and nothing would be taken back any more.
+func EditionCounts(edition int64, now time.Time) bool {
+	return edition <= now.Add(24*time.Hour).UnixMilli()
 }
 
 // OwnIn returns the networks of our own pods and Services in the books of the IPAM, and those of
@@ -239,7 +251,7 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
 	d := nodeDecision{nodes: nodes, slim: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid()}
-	d.refuse(in.Refused())
+	d.refuse(in.Refused(), in.RefusedInDoubt())
 	if at < 0 {
 		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "is not there; want the name of the Node on which the agent runs")
 		return d.node, d.problems
@@ -386,18 +398,56 @@ func (in *NodeIntent) Refused() []netip.Prefix {
 	return slices.Compact(all)
 }
 
+// RefusedInDoubt are those of the Doubtful that may be a new peer's, as far as our node knows: they are
+// refused while they are among them, and nothing remembers them. Whoever may write the copy must not
+// cut nodes off with it.
+func (in *NodeIntent) RefusedInDoubt() []netip.Prefix {
+	if len(in.Doubtful) == 0 {
+		return nil
+	}
+	taken := slices.Concat(in.Own, in.OwnPods)
+	host := func(a netip.Addr) {
+		if a.IsValid() {
+			taken = append(taken, hostPrefix(a))
+		}
+	}
+	for _, n := range in.Nodes {
+		taken = append(taken, n.PodCIDRs...)
+		for _, a := range n.Addrs {
+			host(a)
+		}
+	}
+	for _, g := range in.Gateways {
+		host(g.Addr)
+		host(g.Host)
+	}
+	granted := in.Refused()
+	all := slices.DeleteFunc(slices.Clone(in.Doubtful), func(p netip.Prefix) bool {
+		_, known := slices.BinarySearchFunc(granted, p, netip.Prefix.Compare)
+		return known || CheckNetwork(p) != "" || p.Overlaps(overlayNetwork) || slices.ContainsFunc(taken, p.Overlaps)
+	})
+	slices.SortFunc(all, netip.Prefix.Compare)
+	return slices.Compact(all)
+}
+
 // refuse adds the routes that are asked when no other of ours leads anywhere.
-func (d *nodeDecision) refuse(networks []netip.Prefix) {
+func (d *nodeDecision) refuse(networks, doubtful []netip.Prefix) {
 	d.refused = networks
-	d.node = RefusingState(networks)
+	d.node = refusingState(networks, doubtful)
 }
 
 // RefusingState is the part of every node's State that refuses the networks.
-func RefusingState(networks []netip.Prefix) (s kernel.State) {
+func RefusingState(networks []netip.Prefix) kernel.State { return refusingState(networks, nil) }
+
+func refusingState(networks, doubtful []netip.Prefix) (s kernel.State) {
 	var families [2]bool
-	for _, p := range networks {
+	for at, p := range slices.Concat(networks, doubtful) {
+		metric := kernel.UnreachableMetric
+		if at >= len(networks) {
+			metric = kernel.DoubtfulMetric
+		}
 		s.Routes = append(s.Routes, kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.RefuseTable,
-			Metric: kernel.UnreachableMetric, Protocol: kernel.NodeProtocol})
+			Metric: metric, Protocol: kernel.NodeProtocol})
 		if i := p.Addr().BitLen() / 128; !families[i] {
 			families[i] = true
 			s.Rules = append(s.Rules, kernel.Rule{V6: i == 1, Priority: kernel.RefuseRulePriority, Table: kernel.RefuseTable, Protocol: kernel.NodeProtocol})

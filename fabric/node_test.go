@@ -278,6 +278,36 @@ func TestNodeNeverLetsAGrantedNetworkLeaveInTheClear(t *testing.T) {
 	}
 }
 
+// What only a copy of the books names is refused, as far as it may be a new peer's: nobody cuts a node
+// off with it. It is not carried, and not taken for granted.
+func TestNodeRefusesInDoubtWhatMayBeAPeers(t *testing.T) {
+	in := nodeIntent(t, "n2")
+	in.Granted = []netip.Prefix{pfx("10.246.0.0/16")}
+	in.Own, in.OwnPods = []netip.Prefix{pfx("10.96.0.0/12"), pfx("10.244.0.0/16")}, []netip.Prefix{pfx("10.244.0.0/16")}
+	in.Gateways = append(in.Gateways, GatewayPod{Addr: ip("10.9.0.8"), Host: ip("10.8.0.8")})
+	before, _ := NodeFor(in)
+	in.Doubtful = []netip.Prefix{pfx("0.0.0.0/1"), pfx("128.0.0.0/1"), pfx("8.0.0.0/7"), pfx("10.96.1.0/24"), pfx("10.244.0.0/15"), pfx("172.30.1.0/24"),
+		pfx("10.8.0.0/24"), pfx("10.9.0.0/24"), pfx("127.0.0.0/8"), pfx("169.254.169.0/24"), pfx("::/1"), pfx("192.0.2.1/32")}
+	if after, _ := NodeFor(in); !reflect.DeepEqual(after, before) {
+		t.Errorf("refuses what is no peer's:\n%s\nwant\n%s", after, before)
+	}
+	in.Doubtful = append(in.Doubtful, pfx("10.246.0.0/16"), pfx("10.99.0.0/16"), pfx("10.112.0.0/16"), pfx("fd00:112::/48"))
+	n, _ := NodeFor(in)
+	for to, want := range map[string]bool{"10.246.0.9": true, "10.112.0.9": true, "fd00:112::9": true, "10.99.0.9": false, "172.30.1.11": false, "192.0.2.1": false} {
+		if refuses(n, ip(to)) != want {
+			t.Errorf("%s: refused %v; want %v\n%s", to, !want, want, n)
+		}
+	}
+	for _, r := range n.Routes {
+		if r.Prefix == pfx("10.112.0.0/16") && (r.Table != kernel.RefuseTable || r.Metric != kernel.DoubtfulMetric) {
+			t.Errorf("%v: an agent that follows takes it for granted", r)
+		}
+	}
+	if slices.Contains(in.Refused(), pfx("10.112.0.0/16")) {
+		t.Error("the snapshot would have it")
+	}
+}
+
 // Whatever is missing on the way to a gateway, traffic for the peer does not leave in the clear.
 func TestNodeRefusesTrafficWhenItKnowsNoWayToTheGateway(t *testing.T) {
 	for name, tc := range map[string]struct {

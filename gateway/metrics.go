@@ -45,7 +45,7 @@ var (
 
 	familyInfo       = gauge("peer_info", "Always 1; the name of the peer.", "peer", "name")
 	familyUp         = gauge("peer_up", "1 if the peer answers the connection check.", "peer")
-	familyReason     = gauge("peer_reason", "1 for the reason why packets do not go both ways; no series while they do.", "peer", "reason")
+	familyReason     = gauge("peer_reason", "1 for the reason why packets do not go both ways, or go smaller than they should (NarrowPath); no series while all is well.", "peer", "reason")
 	familyRxBytes    = counter("peer_receive_bytes_total", "Octets of IP packets from the peer.", "peer")
 	familyRxPackets  = counter("peer_receive_packets_total", "IP packets from the peer.", "peer")
 	familyTxBytes    = counter("peer_transmit_bytes_total", "Octets of IP packets to the peer.", "peer")

@@ -216,7 +216,7 @@ type state struct {
 func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 	a.mu.Lock()
 	before := a.intent
-	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || before.Gateway != in.Gateway ||
+	urgent := before == nil || !slices.Equal(before.Granted, in.Granted) || !slices.Equal(before.Doubtful, in.Doubtful) || before.Gateway != in.Gateway ||
 		!reflect.DeepEqual(before.Tunnels, in.Tunnels) || !slices.Equal(before.Gateways, in.Gateways)
 	moved := before == nil || !slices.Equal(before.Own, in.Own) || madeAt(before, a.opts.Node) != madeAt(&in, a.opts.Node) ||
 		!slices.Equal(before.PodNetworks(), in.PodNetworks())

@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"path/filepath"
 	"slices"
+	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -76,7 +77,7 @@ func (a *agent) restore() {
 	}
 	a.saved = saved
 	edition := saved.Edition
-	if edition == 0 && len(saved.Refused)+len(left) > 0 {
+	if edition == 0 && len(saved.Refused)+len(left) > 0 || !fabric.EditionCounts(edition, time.Now()) {
 		edition = unknownEdition
 	}
 	a.grants.hold(saved.Refused, edition)

@@ -208,6 +208,9 @@ func TestTheCopyLacksNothingOfTheBooksAtAnyMoment(t *testing.T) {
 	if _, _, current := copies(t); current {
 		t.Error("the copy has what the books have not, and agents would go by it")
 	}
+	if err := h.Refresh(t.Context()); err == nil {
+		t.Error("a refresh that cannot write the copy is content, and nobody tries again")
+	}
 	s.at = ""
 	if err := h.Refresh(t.Context()); err != nil {
 		t.Fatal(err)

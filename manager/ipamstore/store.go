@@ -41,6 +41,9 @@ import (
 // ErrNotLoaded says that Load has to succeed first.
 var ErrNotLoaded = errors.New("the IPAM's books are not loaded yet")
 
+// errNotCopied says that Refresh has to be called again.
+var errNotCopied = errors.New("GrantedNetworks are not yet what the IPAM's books say")
+
 // A Store keeps one Book. Its methods may be called concurrently.
 type Store struct {
 	client client.Client
@@ -100,7 +103,7 @@ func (s *Store) Load(ctx context.Context) error {
 		}
 	}
 	if object != nil {
-		s.edition = max(s.edition, fabric.EditionOf(object.Annotations))
+		s.edition = max(s.edition, fabric.EditionOf(object.Annotations, time.Now()))
 	}
 	if s.edition == 0 { // what an older manager took back is taken back by this one
 		s.edition = nextEdition(0)
@@ -206,6 +209,9 @@ func (s *Store) Refresh(ctx context.Context) error {
 		}
 	}
 	_, err = s.write(ctx, func(b ipam.Book) (ipam.Book, error) { return b, nil })
+	if err == nil && !s.copied {
+		return errNotCopied // nothing else would bring us back
+	}
 	return err
 }
 
@@ -362,7 +368,7 @@ func (s *Store) reread(ctx context.Context) error {
 		s.log.Error("IpamStorage was changed by someone else, makes no sense now and is written again as it was", "name", object.Name, "err", err)
 		return nil
 	}
-	if edition := fabric.EditionOf(object.Annotations); edition > s.edition {
+	if edition := fabric.EditionOf(object.Annotations, time.Now()); edition > s.edition {
 		s.edition = edition
 	} else if s.loaded && book.TakesBack(before) {
 		s.log.Error("IpamStorage was changed by someone else, lacks networks that peers have and is written again as it was; peers go by isthmus unpeer, and an edit of their networks counts with a higher annotation "+isthmus.AnnotationEdition,

@@ -142,6 +142,10 @@ type nodeWatch struct {
 // waits five seconds for nodes to refuse what it has granted.
 const doubtMost = 4 * time.Second
 
+// doubtHeld is how long networks are refused that GrantedNetworks alone name, while the books cannot be
+// read: it may be these networks that keep us from the API server.
+const doubtHeld = 30 * time.Second
+
 // further is objects that are watched as long as they are wanted.
 type further struct {
 	*nodeWatch
@@ -260,7 +264,7 @@ func (w *nodeWatch) see(ctx context.Context) (now *nodeSnapshot, whole bool, err
 // known. It reads GrantedNetworks, as long as the books say by their metadata that these are what is in
 // them now. Where they do not, an older manager or a person has written the books, or not all of it has
 // come yet: the books count then, once they have been read, and meanwhile what was granted before stays
-// granted, together with what GrantedNetworks say.
+// granted. What GrantedNetworks say beside that is doubtful.
 func (w *nodeWatch) grants(ctx context.Context, s *nodeSnapshot) (known bool, err error) {
 	shares, refused := w.shares.known()
 	if shares == nil && !refused {
@@ -287,13 +291,14 @@ func (w *nodeWatch) grants(ctx context.Context, s *nodeSnapshot) (known bool, er
 		w.use(heads.Items[0].UID, digest.Generation)
 		w.doubt = time.Time{}
 		in.Granted, s.problems = append([]netip.Prefix{}, copied...), problems
-		in.Edition = fabric.EditionOf(heads.Items[0].Annotations)
+		in.Edition = fabric.EditionOf(heads.Items[0].Annotations, time.Now())
 		in.Own, in.OwnPods = digest.Own()
 		return true, nil
 	}
 	if w.doubt.IsZero() {
 		w.doubt = time.Now()
 		time.AfterFunc(doubtMost, w.look.set)
+		time.AfterFunc(doubtHeld, w.look.set)
 	}
 	w.books.want(ctx, w.books.stop != nil || w.last == nil || !current || time.Since(w.doubt) >= doubtMost)
 	if books, _ := w.books.known(); books != nil {
@@ -310,9 +315,14 @@ func (w *nodeWatch) grants(ctx context.Context, s *nodeSnapshot) (known bool, er
 		return false, nil
 	}
 	last := &w.last.intent
-	in.Granted, s.problems = slices.Concat([]netip.Prefix{}, last.Granted, copied), problems
-	slices.SortFunc(in.Granted, netip.Prefix.Compare)
-	in.Granted, in.Edition = slices.Compact(in.Granted), last.Edition
+	in.Granted, in.Edition, s.problems = slices.Clone(last.Granted), last.Edition, problems
+	if time.Since(w.doubt) < doubtHeld {
+		for _, p := range copied {
+			if _, known := slices.BinarySearchFunc(last.Granted, p, netip.Prefix.Compare); !known {
+				in.Doubtful = append(in.Doubtful, p)
+			}
+		}
+	}
 	in.Own, in.OwnPods = slices.Clone(last.Own), slices.Clone(last.OwnPods)
 	return true, nil
 }
@@ -354,7 +364,7 @@ func (w *nodeWatch) fromBooks(s *nodeSnapshot, books []v1alpha1.IpamStorage) {
 		granted, problems := fabric.GrantedIn(&books[i])
 		s.intent.Granted = append(s.intent.Granted, granted...)
 		s.problems = append(s.problems, problems...)
-		s.intent.Edition = max(s.intent.Edition, fabric.EditionOf(books[i].Annotations))
+		s.intent.Edition = max(s.intent.Edition, fabric.EditionOf(books[i].Annotations, time.Now()))
 		own, pods := fabric.OwnIn(&books[i])
 		s.intent.Own, s.intent.OwnPods = append(s.intent.Own, own...), append(s.intent.OwnPods, pods...)
 		w.use(books[i].UID, books[i].Generation)
