@@ -8,6 +8,7 @@ import (
 	"net/netip"
 	"path/filepath"
 	"slices"
+	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -20,7 +21,7 @@ import (
 type snapshot struct {
 	Version int            `json:"version"`
 	Refused []netip.Prefix `json:"refused"`           // networks of peers
-	Edition int64          `json:"edition,omitempty"` // of the books that were read last; 0: an older agent's
+	Edition int64          `json:"edition,omitempty"` // of the books that were read last; 0, or one that does not count: an older agent's
 }
 
 const (
@@ -75,7 +76,7 @@ func (a *agent) restore() {
 		return
 	}
 	a.saved = saved
-	edition := saved.Edition
+	edition := fabric.Edition(saved.Edition, time.Now())
 	if edition == 0 && len(saved.Refused)+len(left) > 0 {
 		edition = unknownEdition
 	}

@@ -100,7 +100,7 @@ func (s *Store) Load(ctx context.Context) error {
 		}
 	}
 	if object != nil {
-		s.edition = max(s.edition, fabric.EditionOf(object.Annotations))
+		s.edition = max(s.edition, fabric.EditionOf(object.Annotations, time.Now()))
 	}
 	if s.edition == 0 { // what an older manager took back is taken back by this one
 		s.edition = nextEdition(0)
@@ -362,7 +362,7 @@ func (s *Store) reread(ctx context.Context) error {
 		s.log.Error("IpamStorage was changed by someone else, makes no sense now and is written again as it was", "name", object.Name, "err", err)
 		return nil
 	}
-	if edition := fabric.EditionOf(object.Annotations); edition > s.edition {
+	if edition := fabric.EditionOf(object.Annotations, time.Now()); edition > s.edition {
 		s.edition = edition
 	} else if s.loaded && book.TakesBack(before) {
 		s.log.Error("IpamStorage was changed by someone else, lacks networks that peers have and is written again as it was; peers go by isthmus unpeer, and an edit of their networks counts with a higher annotation "+isthmus.AnnotationEdition,

@@ -540,7 +540,7 @@ func TestEditsByHand(t *testing.T) {
 			h.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 			h.answered("b", "10.246.0.0/16", "10.247.0.0/16")
 			h.mapEndpoint("b", "198.51.100.7")
-			edition := fabric.EditionOf(object(t).Annotations)
+			edition := fabric.EditionOf(object(t).Annotations, time.Now())
 			edit(t, func(o *v1alpha1.IpamStorage) {
 				if tc.edit(&o.Spec); strings.HasPrefix(tc.name, "a higher edition") {
 					edition++
@@ -548,7 +548,7 @@ func TestEditsByHand(t *testing.T) {
 				}
 			})
 			h.grant(claim("c", "10.50.0.0/16", "10.51.0.0/16")) // meets the edit as a conflict
-			if now := fabric.EditionOf(object(t).Annotations); now != edition {
+			if now := fabric.EditionOf(object(t).Annotations, time.Now()); now != edition {
 				t.Errorf("edition %d, want %d: nothing was taken back by the manager", now, edition)
 			}
 			g, _ := h.Book().GrantOf("b")
@@ -570,14 +570,14 @@ func TestEditsByHand(t *testing.T) {
 // an older backup was restored.
 func TestTheEditionRisesWithEachNetworkThatIsTakenBackAndOnlyThen(t *testing.T) {
 	h := fresh(t)
-	last := fabric.EditionOf(h.agree().Annotations)
+	last := fabric.EditionOf(h.agree().Annotations, time.Now())
 	if last == 0 {
 		t.Error("the first books have no edition")
 	}
 	step := func(what string, higher bool, do func()) {
 		t.Helper()
 		do()
-		now := fabric.EditionOf(h.agree().Annotations)
+		now := fabric.EditionOf(h.agree().Annotations, time.Now())
 		if higher && now <= last || !higher && now != last {
 			t.Errorf("%s: edition %d after %d; want higher: %v", what, now, last, higher)
 		}
@@ -613,6 +613,12 @@ func TestTheEditionRisesWithEachNetworkThatIsTakenBackAndOnlyThen(t *testing.T) 
 	if g, _ := h.Book().GrantOf("b"); g.Pod != pfx("10.66.0.0/16") {
 		t.Errorf("b has %v of older books", g)
 	}
+	step("an edition of no clock", false, func() {
+		edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations[isthmus.AnnotationEdition] = "4611686018427387903" })
+		if err := h.Refresh(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
 	step("a deleted object", false, func() {
 		if err := testClient.Delete(t.Context(), object(t)); err != nil {
 			t.Fatal(err)
@@ -649,8 +655,8 @@ func TestBooksThatLackWhatATunnelNamesHaveItAgain(t *testing.T) {
 	} {
 		edit(t, func(o *v1alpha1.IpamStorage) { change(o.Spec.ClusterSubnets) })
 		again := loaded(t)
-		if got := again.agree(); !reflect.DeepEqual(got.Spec.ClusterSubnets, want.Spec.ClusterSubnets) || fabric.EditionOf(got.Annotations) != fabric.EditionOf(want.Annotations) {
-			t.Errorf("%s: have %v, edition %d; want %v, edition %d", name, got.Spec.ClusterSubnets, fabric.EditionOf(got.Annotations), want.Spec.ClusterSubnets, fabric.EditionOf(want.Annotations))
+		if got := again.agree(); !reflect.DeepEqual(got.Spec.ClusterSubnets, want.Spec.ClusterSubnets) || fabric.EditionOf(got.Annotations, time.Now()) != fabric.EditionOf(want.Annotations, time.Now()) {
+			t.Errorf("%s: have %v, edition %d; want %v, edition %d", name, got.Spec.ClusterSubnets, fabric.EditionOf(got.Annotations, time.Now()), want.Spec.ClusterSubnets, fabric.EditionOf(want.Annotations, time.Now()))
 		}
 		if !strings.Contains(again.said(), "b-0001") {
 			t.Errorf("%s: log: %s", name, again.said())

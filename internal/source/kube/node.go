@@ -287,7 +287,7 @@ func (w *nodeWatch) grants(ctx context.Context, s *nodeSnapshot) (known bool, er
 		w.use(heads.Items[0].UID, digest.Generation)
 		w.doubt = time.Time{}
 		in.Granted, s.problems = append([]netip.Prefix{}, copied...), problems
-		in.Edition = fabric.EditionOf(heads.Items[0].Annotations)
+		in.Edition = fabric.EditionOf(heads.Items[0].Annotations, time.Now())
 		in.Own, in.OwnPods = digest.Own()
 		return true, nil
 	}
@@ -354,7 +354,7 @@ func (w *nodeWatch) fromBooks(s *nodeSnapshot, books []v1alpha1.IpamStorage) {
 		granted, problems := fabric.GrantedIn(&books[i])
 		s.intent.Granted = append(s.intent.Granted, granted...)
 		s.problems = append(s.problems, problems...)
-		s.intent.Edition = max(s.intent.Edition, fabric.EditionOf(books[i].Annotations))
+		s.intent.Edition = max(s.intent.Edition, fabric.EditionOf(books[i].Annotations, time.Now()))
 		own, pods := fabric.OwnIn(&books[i])
 		s.intent.Own, s.intent.OwnPods = append(s.intent.Own, own...), append(s.intent.OwnPods, pods...)
 		w.use(books[i].UID, books[i].Generation)
