@@ -47,7 +47,7 @@ type Kernel struct {
 // Open takes the owner's lock of the network namespace and makes the Inner namespace, still empty,
 // if the owner has something in it. The caller closes the Kernel.
 func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
-	l, err := lock(owner, log)
+	l, err := lock(owner, log, false)
 	if err != nil {
 		return nil, err
 	}
@@ -55,13 +55,14 @@ func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
 }
 
 // followInterval is how often a process that follows another one looks whether that has ended.
-const followInterval = 20 * time.Millisecond
+// Each look costs a socket and a transaction of nftables.
+const followInterval = 100 * time.Millisecond
 
 // Follow is Open for a process that takes over from another one: it waits until that has ended, or
 // until ctx ends.
 func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
-	for {
-		l, err := lock(owner, log)
+	for again := false; ; again = true {
+		l, err := lock(owner, log, again)
 		if err == nil {
 			return withLock(owner, l, log)
 		}
