@@ -77,6 +77,27 @@ func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel,
 	}
 }
 
+// Look reads what Apply would, and asks for events, beside a process that has the lock. It changes
+// nothing.
+func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
+	k, err := withLock(owner, nil, log)
+	if err != nil {
+		return err
+	}
+	defer k.Close()
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel() // before Close
+	if err := k.Events(ctx, func() {}); err != nil {
+		return err
+	}
+	for range 5 { // as in apply
+		if _, err = k.have(want); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	return err
+}
+
 // withLock is Open with the lock, which it closes when it fails.
 func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, err error) {
 	k := &Kernel{owner: owner, log: log, lock: lock}
