@@ -1,6 +1,7 @@
 package fabric
 
 import (
+	"math"
 	"strconv"
 	"testing"
 	"time"
@@ -8,15 +9,22 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-func TestAnEditionThatNoManagerWouldPassDoesNotCount(t *testing.T) {
+// Whatever number somebody writes, the manager's next one is above it, or it does not count.
+func TestNoEditionIsAboveAllThatFollow(t *testing.T) {
 	now := time.UnixMilli(1_800_000_000_000)
-	at := func(d time.Duration) string { return strconv.FormatInt(now.Add(d).UnixMilli(), 10) }
+	day := now.Add(24 * time.Hour).UnixMilli()
 	for text, want := range map[string]int64{
-		"": 0, "x": 0, "-3": 0, "7": 7, at(0): now.UnixMilli(), at(time.Hour): now.Add(time.Hour).UnixMilli(),
-		at(25 * time.Hour): 0, "4611686018427387903": 0, "4611686018427387904": 0, "9223372036854775807": 0,
+		"": 0, "x": 0, "-1": 0, "7": 7, "99999999999999999999": 0,
+		strconv.FormatInt(now.UnixMilli(), 10): now.UnixMilli(),
+		strconv.FormatInt(day, 10):             day,
+		strconv.FormatInt(day+1, 10):           0,
+		strconv.FormatInt(now.UnixNano(), 10):  0,
+		strconv.FormatInt(1<<62-1, 10):         0,
+		strconv.FormatInt(1<<62, 10):           0,
+		strconv.FormatInt(math.MaxInt64, 10):   0,
 	} {
 		if got := EditionOf(map[string]string{isthmus.AnnotationEdition: text}, now); got != want {
-			t.Errorf("%q: %d; want %d", text, got, want)
+			t.Errorf("%q: %d, want %d", text, got, want)
 		}
 	}
 }

@@ -178,14 +178,27 @@ func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
 	return granted, r.problems
 }
 
+// editionAhead is how far ahead of the clock an edition may be, for clocks that differ.
+const editionAhead = 24 * time.Hour
+
 // EditionOf returns the edition of the books of the IPAM with these annotations, 0 if they have none
-// that counts, see EditionCounts.
+// that counts at that time.
 func EditionOf(annotations map[string]string, now time.Time) int64 {
 	n, err := strconv.ParseInt(annotations[isthmus.AnnotationEdition], 10, 64)
-	if err != nil || !EditionCounts(n, now) {
+	if err != nil {
 		return 0
 	}
-	return max(n, 0)
+	return Edition(n, now)
+}
+
+// Edition returns an edition that was read, or 0 when it does not count. The manager's are times in
+// milliseconds, or little above; one far ahead of the clock is somebody's slip or malice, and no later
+// edition would be above it for as long.
+func Edition(n int64, now time.Time) int64 {
+	if n < 0 || n > now.Add(editionAhead).UnixMilli() {
+		return 0
+	}
+	return n
 }
 
 // EditionCounts reports whether an edition is one that a manager may have written: at least the time in

@@ -107,7 +107,7 @@ func Run(ctx context.Context, o Options) error {
 	if follows {
 		o.Log.Info("following the agent that runs here", "agent", err)
 		watch()
-		k, err = a.follow(ctx, failed)
+		k, err = a.follow(ctx, failed, func(ctx context.Context) (*rtnl.Kernel, error) { return rtnl.Follow(ctx, kernel.RouteAgent, a.log) })
 	}
 	if err != nil {
 		if ctx.Err() != nil {
@@ -148,8 +148,9 @@ func Run(ctx context.Context, o Options) error {
 	return a.loop(ctx, failed)
 }
 
-// follow waits until the agent that runs here has ended.
-func (a *agent) follow(ctx context.Context, failed <-chan error) (*rtnl.Kernel, error) {
+// follow waits, in open, until the agent that runs here has ended. An error of the source that open
+// no longer heeds stays in failed, which has room for one, for the loop.
+func (a *agent) follow(ctx context.Context, failed chan error, open func(context.Context) (*rtnl.Kernel, error)) (*rtnl.Kernel, error) {
 	ctx, cancel := context.WithCancelCause(ctx)
 	done := make(chan struct{})
 	var group sync.WaitGroup
@@ -158,12 +159,13 @@ func (a *agent) follow(ctx context.Context, failed <-chan error) (*rtnl.Kernel, 
 	group.Go(func() {
 		select {
 		case err := <-failed:
+			failed <- err
 			cancel(fmt.Errorf("source: %w", err))
 		case <-done:
 			cancel(nil)
 		}
 	})
-	k, err := rtnl.Follow(ctx, kernel.RouteAgent, a.log)
+	k, err := open(ctx)
 	if err != nil && ctx.Err() != nil {
 		return nil, context.Cause(ctx)
 	}

@@ -716,6 +716,17 @@ func TestAnAgentFollowsTheOneThatRuns(t *testing.T) {
 	c.in.Granted = []netip.Prefix{}
 	c.in.Tunnels = nil
 	c.want()
+	nodes := c.in.Nodes
+	c.in.Nodes = nodes[:1]
+	c.want()
+	c.eventually(n, func() error { // it could do nothing, and says so before the first has to go
+		if err := started(second); err == nil || !strings.Contains(err.Error(), "finds no Node that is called") {
+			return errors.Join(err, errors.New("it is not to have started"))
+		}
+		return nil
+	})
+	c.in.Nodes = nodes
+	c.want()
 	c.eventually(n, func() error { return started(second) })
 	if s := c.snapshot(n); !strings.Contains(s, "from all to 10.246.0.0/16") {
 		t.Errorf("the second has touched the kernel beside the first:\n%s", s)

@@ -4,6 +4,7 @@ import (
 	"net/netip"
 	"slices"
 	"testing"
+	"time"
 )
 
 // A network of a peer goes with books of a higher edition that lack it, and with nothing else.
@@ -58,6 +59,28 @@ func TestANetworkGoesWhenTheManagerTakesItBackAndNotBefore(t *testing.T) {
 		}
 		if !slices.Equal(g.networks, tc.want) || told != tc.told {
 			t.Errorf("%s: %v, told %v; want %v, told %v", name, g.networks, told, tc.want, tc.told)
+		}
+	}
+}
+
+// What the kernel refuses and the snapshot does not explain is of any age.
+func TestTheEditionOfASnapshotIsThatOfWhatItExplains(t *testing.T) {
+	a, b := netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.250.16.0/20")
+	for name, tc := range map[string]struct {
+		saved snapshot
+		left  []netip.Prefix
+		want  int64
+	}{
+		"a reboot":                    {snapshot{Refused: []netip.Prefix{a, b}, Edition: 7}, nil, 7},
+		"a restart":                   {snapshot{Refused: []netip.Prefix{a, b}, Edition: 7}, []netip.Prefix{b, a}, 7},
+		"the kernel has more":         {snapshot{Refused: []netip.Prefix{a}, Edition: 7}, []netip.Prefix{a, b}, unknownEdition},
+		"the snapshot is empty":       {snapshot{Edition: 7}, []netip.Prefix{b}, unknownEdition},
+		"an older agent's":            {snapshot{Refused: []netip.Prefix{a}}, nil, unknownEdition},
+		"an older agent's, and empty": {snapshot{}, nil, 0},
+		"far ahead of the clock":      {snapshot{Refused: []netip.Prefix{a}, Edition: 1<<62 - 1}, []netip.Prefix{a}, unknownEdition},
+	} {
+		if got := tc.saved.edition(tc.left, time.Now()); got != tc.want {
+			t.Errorf("%s: %d, want %d", name, got, tc.want)
 		}
 	}
 }

@@ -6,6 +6,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"net"
 	"net/http"
 	"slices"
@@ -16,7 +17,10 @@ import (
 	"github.com/prometheus/client_golang/prometheus/collectors"
 	"github.com/prometheus/client_golang/prometheus/promhttp"
 
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 	"github.com/isthmus-net/isthmus/internal/metric"
 )
 
@@ -125,12 +129,11 @@ func (a *agent) tellStarted() (*httpserve.Servers, error) {
 		return s, nil
 	}
 	err := s.ListenOwner("started", startedSocket(a.opts.Pod), http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
-		a.mu.Lock()
-		knows := a.intent != nil
-		a.mu.Unlock()
-		if !knows && !a.has.Load() {
-			http.Error(w, "another agent runs here, and this one does not know yet what to do when that ends", http.StatusServiceUnavailable)
-			return
+		if !a.has.Load() {
+			if err := a.canFollow(); err != nil {
+				http.Error(w, "another agent runs here, and "+err.Error(), http.StatusServiceUnavailable)
+				return
+			}
 		}
 		fmt.Fprintln(w, "ok")
 	}))
@@ -141,8 +144,37 @@ func (a *agent) tellStarted() (*httpserve.Servers, error) {
 	return s, nil
 }
 
+// canFollow says what keeps this agent from taking over, as far as that shows without a change of the
+// kernel: an agent that says it has started ends the one that runs.
+func (a *agent) canFollow() error {
+	a.mu.Lock()
+	var in fabric.NodeIntent
+	knows := a.intent != nil
+	if knows {
+		in = *a.intent
+	}
+	a.mu.Unlock()
+	if !knows {
+		return errors.New("this one does not know yet what to do when that ends")
+	}
+	in.Self = a.opts.Node
+	if !slices.ContainsFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self }) {
+		return fmt.Errorf("this one finds no Node that is called %q", in.Self)
+	}
+	if a.opts.StateDirectory != "" {
+		if _, err := readSnapshot(a.opts.StateDirectory); errors.Is(err, fs.ErrPermission) { // another error ends with the next snapshot
+			return fmt.Errorf("this one may not read what that has left: %w", err)
+		}
+	}
+	node, _ := fabric.NodeFor(in)
+	if err := rtnl.Look(kernel.RouteAgent, node, a.log); err != nil {
+		return fmt.Errorf("this one cannot read the kernel's state: %w", err)
+	}
+	return nil
+}
+
 // Started is nil when the agent of a Pod in this network namespace runs, or knows all that it needs to
-// follow the one that does. It is for startup probes: /readyz is of the agent that runs, and on a node
+// follow the one that does, and could read the kernel's state. It is for startup probes: /readyz is of the agent that runs, and on a node
 // with two it is the older one's.
 func Started(ctx context.Context, pod string) error {
 	if pod == "" {

@@ -21,7 +21,7 @@ import (
 type snapshot struct {
 	Version int            `json:"version"`
 	Refused []netip.Prefix `json:"refused"`           // networks of peers
-	Edition int64          `json:"edition,omitempty"` // of the books that were read last; 0: an older agent's
+	Edition int64          `json:"edition,omitempty"` // of the books that were read last; 0, or one that does not count: an older agent's
 }
 
 const (
@@ -76,11 +76,7 @@ func (a *agent) restore() {
 		return
 	}
 	a.saved = saved
-	edition := saved.Edition
-	if edition == 0 && len(saved.Refused)+len(left) > 0 || !fabric.EditionCounts(edition, time.Now()) {
-		edition = unknownEdition
-	}
-	a.grants.hold(saved.Refused, edition)
+	a.grants.hold(saved.Refused, saved.edition(left, time.Now()))
 	changes, err := a.kernel.Add(fabric.RefusingState(saved.Refused))
 	if len(changes) > 0 {
 		a.log.Info("refusing what the snapshot says", "networks", len(saved.Refused), "changes", len(changes))
@@ -89,6 +85,17 @@ func (a *agent) restore() {
 		a.log.Error("refusing what the snapshot says", "error", err)
 	}
 	a.state.err = err
+}
+
+// edition is that of the networks of a snapshot and those that the kernel refuses. It is unknown when
+// the kernel's are more: they were granted after the last snapshot that could be written.
+func (s *snapshot) edition(left []netip.Prefix, now time.Time) int64 {
+	edition := fabric.Edition(s.Edition, now)
+	unexplained := slices.ContainsFunc(left, func(p netip.Prefix) bool { return !slices.Contains(s.Refused, p) })
+	if unexplained || edition == 0 && len(s.Refused)+len(left) > 0 {
+		return unknownEdition
+	}
+	return edition
 }
 
 // save keeps what is refused for an agent that starts when nobody can be asked.

@@ -613,6 +613,12 @@ func TestTheEditionRisesWithEachNetworkThatIsTakenBackAndOnlyThen(t *testing.T) 
 	if g, _ := h.Book().GrantOf("b"); g.Pod != pfx("10.66.0.0/16") {
 		t.Errorf("b has %v of older books", g)
 	}
+	step("an edition of no clock", false, func() {
+		edit(t, func(o *v1alpha1.IpamStorage) { o.Annotations[isthmus.AnnotationEdition] = "4611686018427387903" })
+		if err := h.Refresh(t.Context()); err != nil {
+			t.Error(err)
+		}
+	})
 	step("a deleted object", false, func() {
 		if err := testClient.Delete(t.Context(), object(t)); err != nil {
 			t.Fatal(err)

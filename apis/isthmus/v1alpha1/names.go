@@ -41,7 +41,8 @@ const AnnotationFormer = "isthmus.net/former-networks"
 
 // AnnotationEdition on the IpamStorage is a decimal number that the manager raises in the same write
 // in which it takes a network of a peer back. What the books lack without a higher one was not taken
-// back: somebody edited, emptied, deleted or restored them.
+// back: somebody edited, emptied, deleted or restored them. One more than a day ahead of the time in
+// milliseconds counts as none.
 const AnnotationEdition = "isthmus.net/edition"
 
 // AnnotationTokenAudiences on a tenant namespace has the audiences of the peer's tokens, separated

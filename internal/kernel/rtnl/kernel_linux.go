@@ -47,7 +47,7 @@ type Kernel struct {
 // Open takes the owner's lock of the network namespace and makes the Inner namespace, still empty,
 // if the owner has something in it. The caller closes the Kernel.
 func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
-	l, err := lock(owner, log)
+	l, err := lock(owner, log, false)
 	if err != nil {
 		return nil, err
 	}
@@ -55,13 +55,14 @@ func Open(owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
 }
 
 // followInterval is how often a process that follows another one looks whether that has ended.
-const followInterval = 20 * time.Millisecond
+// Each look costs a socket and a transaction of nftables.
+const followInterval = 100 * time.Millisecond
 
 // Follow is Open for a process that takes over from another one: it waits until that has ended, or
 // until ctx ends.
 func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel, error) {
-	for {
-		l, err := lock(owner, log)
+	for again := false; ; again = true {
+		l, err := lock(owner, log, again)
 		if err == nil {
 			return withLock(owner, l, log)
 		}
@@ -74,6 +75,27 @@ func Follow(ctx context.Context, owner kernel.Owner, log *slog.Logger) (*Kernel,
 		case <-time.After(followInterval):
 		}
 	}
+}
+
+// Look reads what Apply would, and asks for events, beside a process that has the lock. It changes
+// nothing.
+func Look(owner kernel.Owner, want kernel.State, log *slog.Logger) error {
+	k, err := withLock(owner, nil, log)
+	if err != nil {
+		return err
+	}
+	defer k.Close()
+	ctx, cancel := context.WithCancel(context.Background())
+	defer cancel() // before Close
+	if err := k.Events(ctx, func() {}); err != nil {
+		return err
+	}
+	for range 5 { // as in apply
+		if _, err = k.have(want); !errors.Is(err, netlink.ErrDumpInterrupted) {
+			break
+		}
+	}
+	return err
 }
 
 // withLock is Open with the lock, which it closes when it fails.

@@ -22,12 +22,12 @@ const (
 )
 
 // lock takes the place of the owner's one process in the network namespace of the calling thread,
-// or returns ErrOther. Closing it, like the end of the process in whatever way, gives it back.
+// or returns ErrOther; again is for another try, which says nothing twice. Closing it, like the end of the process in whatever way, gives it back.
 //
 // The lock is an empty table of nftables that belongs to a netlink socket: the kernel lets nobody
 // make one who lacks CAP_NET_ADMIN in the namespace, nobody else change or remove it (`nft flush
 // ruleset` passes it by), and removes it with the socket.
-func lock(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
+func lock(owner kernel.Owner, log *slog.Logger, again bool) (io.Closer, error) {
 	c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
 	if err == nil {
 		if err = ownTable(c, owner); err == nil {
@@ -38,7 +38,9 @@ func lock(owner kernel.Owner, log *slog.Logger) (io.Closer, error) {
 	if errors.Is(err, ErrOther) {
 		return nil, err
 	}
-	log.Warn("no nftables of Linux 5.12 or later: any process can hinder this one from seeing that another of its kind runs", "error", err)
+	if !again {
+		log.Warn("no nftables of Linux 5.12 or later: any process can hinder this one from seeing that another of its kind runs", "error", err)
+	}
 	return lockAddress(owner, log)
 }
 

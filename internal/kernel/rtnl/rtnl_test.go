@@ -1,6 +1,7 @@
 package rtnl
 
 import (
+	"context"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -372,6 +373,38 @@ func TestAnUnprivilegedProcessCannotHoldTheLock(t *testing.T) {
 	})
 	if want := fmt.Sprintf("another isthmus gateway (process %d) runs in this network namespace", os.Getpid()); !errors.Is(err, ErrOther) || err.Error() != want {
 		t.Errorf("%v, want %s", err, want)
+	}
+}
+
+// Where tables have no owner, a process that follows another one for hours says so once.
+func TestFollowingSaysOnceWhatIsWrongWithTheLock(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root")
+	}
+	namespace, err := NewNamespace()
+	if err != nil {
+		t.Skip(err)
+	}
+	defer namespace.Close()
+	err = Do(namespace, func() error {
+		first, err := lockAddress(RouteAgent, slog.New(slog.DiscardHandler))
+		if err == nil {
+			t.Cleanup(func() { first.Close() })
+		}
+		return err
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var log strings.Builder
+	err = asNobody(t, namespace, func() error { // who may make no table
+		ctx, cancel := context.WithTimeout(t.Context(), 5*followInterval)
+		defer cancel()
+		_, err := Follow(ctx, RouteAgent, slog.New(slog.NewTextHandler(&log, nil)))
+		return err
+	})
+	if n := strings.Count(log.String(), "no nftables"); n != 1 || !errors.Is(err, context.DeadlineExceeded) {
+		t.Errorf("%v, said %d times:\n%s", err, n, &log)
 	}
 }
 

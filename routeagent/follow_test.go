@@ -1,0 +1,28 @@
+package routeagent
+
+import (
+	"context"
+	"errors"
+	"log/slog"
+	"testing"
+
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
+)
+
+// The source may fail just when the agent before has ended. Without a source no agent goes on.
+func TestASourceThatFailsInATakeoverIsNotForgotten(t *testing.T) {
+	failed := make(chan error, 1)
+	wrong := errors.New("no rights any more")
+	a := &agent{log: slog.New(slog.DiscardHandler)}
+	_, err := a.follow(t.Context(), failed, func(ctx context.Context) (*rtnl.Kernel, error) {
+		failed <- wrong
+		<-ctx.Done()
+		return &rtnl.Kernel{}, nil // it had the lock already
+	})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := a.loop(t.Context(), failed); !errors.Is(err, wrong) {
+		t.Errorf("the loop ends with %v, want %v", err, wrong)
+	}
+}
