@@ -201,13 +201,6 @@ func Edition(n int64, now time.Time) int64 {
 	return n
 }
 
-// EditionCounts reports whether an edition is one that a manager may have written: at least the time in
-// milliseconds, and hardly more. One far ahead would never be passed by the next of a manager that has
-// not seen it, and nothing would be taken back any more.
-func EditionCounts(edition int64, now time.Time) bool {
-	return edition <= now.Add(24*time.Hour).UnixMilli()
-}
-
 // OwnIn returns the networks of our own pods and Services in the books of the IPAM, and those of
 // the pods alone.
 func OwnIn(books *v1alpha1.IpamStorage) (own, pods []netip.Prefix) {
