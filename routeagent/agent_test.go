@@ -710,9 +710,12 @@ func TestAnAgentFollowsTheOneThatRuns(t *testing.T) {
 		}
 		return nil
 	})
-	if !strings.Contains(second.log.String(), "another isthmus route agent (process ") {
-		t.Errorf("it does not say whom it follows:\n%s", second.log)
-	}
+	c.eventually(n, func() error {
+		if !strings.Contains(second.log.String(), "another isthmus route agent (process ") {
+			return fmt.Errorf("it does not say whom it follows:\n%s", second.log)
+		}
+		return nil
+	})
 	c.in.Granted = []netip.Prefix{}
 	c.in.Tunnels = nil
 	c.want()

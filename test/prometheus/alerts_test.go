@@ -20,8 +20,8 @@ import (
 )
 
 const (
-	alertsFile    = "../../deploy/monitoring/alerts.yaml"
-	metricsFile   = "../../docs/metrics.md"
+	alertsFile  = "../../deploy/monitoring/alerts.yaml"
+	metricsFile = "../../docs/metrics.md"
 )
 
 func groups(t *testing.T) []rulefmt.RuleGroup {
