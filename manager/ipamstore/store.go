@@ -90,11 +90,28 @@ func (s *Store) Book() ipam.Book { return *s.book.Load() }
 func (s *Store) Load(ctx context.Context) error {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	for {
+		book, err := s.readAll(ctx)
+		if err != nil {
+			return err
+		}
+		switch err := s.put(ctx, book); {
+		case err == nil:
+			s.publish(book)
+			s.loaded = true
+			return nil
+		case !stale(err) || ctx.Err() != nil:
+			return err
+		} // somebody, such as the leader before, has written since: what was granted there counts
+	}
+}
+
+// readAll reads the object and the shares, and makes the Book with which to begin.
+func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
 	object, err := s.find(ctx)
 	if err != nil {
-		return err
+		return book, err
 	}
-	var book ipam.Book
 	lost := object == nil || blank(&object.Spec)
 	if !lost {
 		if book, err = s.read(object); err != nil {
@@ -110,23 +127,16 @@ func (s *Store) Load(ctx context.Context) error {
 	}
 	if lost {
 		if book, err = s.rebuild(ctx); err != nil {
-			return fmt.Errorf("rebuild the IPAM's books: %w", err)
+			return book, fmt.Errorf("rebuild the IPAM's books: %w", err)
 		}
 		if object != nil {
 			book = s.withNotes(book, object)
 		}
 	} else if book, err = s.withTunnels(ctx, book); err != nil {
-		return fmt.Errorf("compare the IPAM's books with the TunnelEndpoints: %w", err)
+		return book, fmt.Errorf("compare the IPAM's books with the TunnelEndpoints: %w", err)
 	}
 	s.object, s.synced = object, false
-	if err := s.readShares(ctx); err != nil {
-		return err
-	}
-	if _, err = s.write(ctx, func(ipam.Book) (ipam.Book, error) { return book, nil }); err != nil {
-		return err
-	}
-	s.loaded = true
-	return nil
+	return book, s.readShares(ctx)
 }
 
 // Update changes the Book by f, writes what differs and returns the new Book, or the old one and an
@@ -285,7 +295,7 @@ func (s *Store) put(ctx context.Context, book ipam.Book) error {
 // putBooks makes the object say what the Book says.
 func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
 	edition := s.edition
-	if book.TakesBack(s.Book()) {
+	if s.loaded && book.TakesBack(s.Book()) { // before that a Book of ours says nothing of what was granted
 		edition = nextEdition(edition)
 	}
 	kept := map[string]string{isthmus.AnnotationMappings: book.Notes(), isthmus.AnnotationFormer: book.Formers(),

@@ -23,6 +23,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/client/interceptor"
 	"sigs.k8s.io/controller-runtime/pkg/event"
 	"sigs.k8s.io/yaml"
 
@@ -113,7 +114,7 @@ func newStore(t *testing.T) *harness {
 			return answer, err
 		})
 	})
-	c, err := client.New(config, client.Options{Scheme: testScheme})
+	c, err := client.NewWithWatch(config, client.Options{Scheme: testScheme})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -568,6 +569,41 @@ func TestEditsByHand(t *testing.T) {
 
 // Agents go by it: it is higher with each network that is taken back, in the same write, also after
 // an older backup was restored.
+// What a leader before grants while another one starts stays granted: its networks are not taken back.
+func TestAGrantWhileAnotherStarts(t *testing.T) {
+	before := fresh(t)
+	before.grant(claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	edition := fabric.EditionOf(before.agree().Annotations, time.Now())
+	o := object(t)
+	delete(o.Annotations, isthmus.AnnotationGranted) // so that the one that starts has something to write
+	if err := testClient.Update(t.Context(), o); err != nil {
+		t.Fatal(err)
+	}
+	late := sync.OnceFunc(func() {
+		if err := before.Refresh(t.Context()); err != nil {
+			t.Error(err)
+		}
+		before.grant(claim("c", "10.244.0.0/17", "10.245.0.0/17"))
+	})
+	plain := newStore(t)
+	c := interceptor.NewClient(plain.client.(client.WithWatch), interceptor.Funcs{
+		Patch: func(ctx context.Context, c client.WithWatch, o client.Object, p client.Patch, options ...client.PatchOption) error {
+			late()
+			return c.Patch(ctx, o, p, options...)
+		},
+	})
+	s := New(c, c, slog.New(slog.DiscardHandler))
+	if err := s.Load(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	if _, granted := s.Book().GrantOf("c"); !granted || len(object(t).Spec.ClusterSubnets) != 2 {
+		t.Error("what was granted meanwhile is gone")
+	}
+	if now := fabric.EditionOf(object(t).Annotations, time.Now()); now != edition {
+		t.Errorf("edition %d after %d although nothing was taken back", now, edition)
+	}
+}
+
 func TestTheEditionRisesWithEachNetworkThatIsTakenBackAndOnlyThen(t *testing.T) {
 	h := fresh(t)
 	last := fabric.EditionOf(h.agree().Annotations, time.Now())
