@@ -81,7 +81,7 @@ func (s *Store) share(ctx context.Context, book ipam.Book, ids []string, more bo
 	for _, id := range ids {
 		name := fabric.ShareOf(id)
 		have, want := s.shares[name].peers[id], networksOf(book, id)
-		if more {
+		if more && (s.copied || s.named(book, id)) {
 			kept := slices.DeleteFunc(slices.Clone(have), func(n string) bool { return slices.Contains(want, n) })
 			want = slices.Concat(want, kept)
 			want = want[:min(len(want), 4)] // the schema's; nobody but us writes more than two
@@ -95,7 +95,7 @@ func (s *Store) share(ctx context.Context, book ipam.Book, ids []string, more bo
 		changes[name][id] = want // nil: none
 	}
 	// A peer whose share this is not is nobody's: another manager never wrote that.
-	if !more && !s.copied {
+	if !s.copied {
 		for name, share := range s.shares {
 			for id := range share.peers {
 				if fabric.ShareOf(id) == name {
@@ -114,6 +114,18 @@ func (s *Store) share(ctx context.Context, book ipam.Book, ids []string, more bo
 		}
 	}
 	return nil
+}
+
+// named reports whether books name a peer: those to be written, ours, or those that are there. What
+// nobody names is somebody's who may write a share, and would fill it.
+func (s *Store) named(book ipam.Book, id string) bool {
+	_, will := book.GrantOf(id)
+	_, is := s.Book().GrantOf(id)
+	there := false
+	if s.object != nil {
+		_, there = s.object.Spec.ClusterSubnets[id]
+	}
+	return will || is || there
 }
 
 func (s *Store) writeShare(ctx context.Context, name string, changes map[string]isthmus.PeerNetworks) error {

@@ -217,3 +217,32 @@ func TestTheCopyLacksNothingOfTheBooksAtAnyMoment(t *testing.T) {
 	}
 	want(t, "after a refresh")
 }
+
+// Somebody who may write a share fills it: what is granted has a place, and the rest goes.
+func TestAFullShareKeepsNobodyOut(t *testing.T) {
+	h := fresh(t)
+	grant(t, h.Store, "b", "10.244.0.0/16", "10.245.0.0/16")
+	granted, _, _ := copies(t)
+	full := isthmus.GrantedNetworks{}
+	if err := testClient.Get(t.Context(), client.ObjectKey{Name: fabric.ShareOf("b")}, &full); err != nil {
+		t.Fatal(err)
+	}
+	full.Spec.Peers = make(map[string]isthmus.PeerNetworks)
+	for i := 0; len(full.Spec.Peers) < 4096; i++ {
+		if id := fmt.Sprintf("x%d", i); fabric.ShareOf(id) == full.Name {
+			full.Spec.Peers[id] = isthmus.PeerNetworks{"10.99.0.0/24"}
+		}
+	}
+	if err := testClient.Update(t.Context(), &full); err != nil {
+		t.Fatal(err)
+	}
+	another := newStore(t)
+	for name, do := range map[string]func(context.Context) error{"a look": h.Refresh, "another manager": another.Load} {
+		if err := do(t.Context()); err != nil {
+			t.Fatalf("%s: %v", name, err)
+		}
+	}
+	if now, _, current := copies(t); !current || !slices.Equal(now, granted) {
+		t.Errorf("agents read %v (current: %v); want %v", now, current, granted)
+	}
+}
