@@ -316,6 +316,9 @@ func (c *checker) due(turn int) (peers []*checked) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, p := range c.slots[turn%checkSlots] {
+		if p.n == 0 && c.held.Load() {
+			continue
+		}
 		last := p.begun
 		if p.n > 0 {
 			last = p.sent[(p.n-1)%checkWindow].at

@@ -415,6 +415,29 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 	})
 }
 
+// A gateway that takes over calls nobody before the nodes have followed it.
+func TestCheckHoldsItsFirstPings(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var sent atomic.Int64
+		c := newChecker(newSocket(func([]byte, netip.AddrPort) { sent.Add(1) }), quiet, func(string, time.Duration) {}, pathProber{})
+		defer c.close()
+		released := make(chan struct{})
+		c.hold(released)
+		c.set(manyPeers(100))
+		time.Sleep(3 * checkInterval)
+		synctest.Wait()
+		if n := sent.Load(); n != 0 {
+			t.Errorf("%d PINGs while they are held", n)
+		}
+		close(released)
+		time.Sleep(3 * checkInterval)
+		synctest.Wait()
+		if n := sent.Load(); n < 100 {
+			t.Errorf("%d PINGs of 100 peers afterwards", n)
+		}
+	})
+}
+
 func manyPeers(n int) (peers []checkPeer) {
 	for i := range n {
 		peers = append(peers, checkPeer{
