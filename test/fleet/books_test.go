@@ -29,6 +29,13 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 		}
 		return &list.Items[0]
 	}
+	eventually(t, "the first books", func() error {
+		var list v1alpha1.IpamStorageList
+		if err := a.Client.List(t.Context(), &list); err != nil || len(list.Items) == 0 {
+			return fmt.Errorf("%d of them (%w)", len(list.Items), err)
+		}
+		return nil
+	})
 	before := books()
 	peer(t, f, a, b)
 	podsToPods(t, a, b)
