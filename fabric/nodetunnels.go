@@ -1,0 +1,284 @@
+package fabric
+
+import (
+	"cmp"
+	"net/netip"
+	"slices"
+	"strings"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// addTunnels adds rules and routes for the remote networks; here are those of which the gateway is
+// on our node, and own are the PodCIDRs of our cluster, by what their tunnels say.
+func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
+	peers := make([]Peer, len(tunnels))
+	gateways := make(map[Origin]netip.Addr, len(tunnels))
+	for i, t := range tunnels {
+		peers[i] = t.Peer
+		gateways[t.Peer.Origin] = t.Gateway
+	}
+	byAddr := make(map[netip.Addr]ClusterNode, len(d.nodes))
+	for _, n := range d.nodes {
+		for _, a := range n.Addrs {
+			if _, taken := byAddr[a]; !taken {
+				byAddr[a] = n
+			}
+		}
+	}
+
+	kept, problems := GatewayFor(Intent{Peers: peers})
+	d.problems = append(d.problems, problems...)
+	var strangers []netip.Addr
+	for i := range kept.Peers {
+		p := &kept.Peers[i]
+		gateway := gateways[p.Origin]
+		if !gateway.IsValid() {
+			continue // nowhere to go yet
+		}
+		if g, ok := d.gateways[gateway]; ok {
+			d.toPod(p, g)
+			continue
+		}
+		if !d.carries(p) {
+			continue
+		}
+		if d.slim { // the table that is asked last refuses it; all tunnels of a gateway say the same
+			if !slices.Contains(strangers, gateway) {
+				strangers = append(strangers, gateway)
+				d.problem(p.Origin, "status.gatewayIP", "%v is no address of a Pod of the gateway; want that of the active one", gateway)
+			}
+			continue
+		}
+		where, known := byAddr[gateway]
+		if !known {
+			d.problem(p.Origin, "status.gatewayIP", "%v is no node's InternalIP; want that of the node with the active gateway", gateway)
+		}
+		if known && where.Name == d.self.Name {
+			own = append(own, p.Local.Pod)
+			for _, prefix := range p.AllowedIPs {
+				here = append(here, prefix)
+				d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, From: prefix, Table: kernel.NodeTable})
+			}
+			continue
+		}
+		via, reachable := d.overlay[where.Name] // no node has the empty name
+		for _, prefix := range p.AllowedIPs {
+			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
+			if reachable && len(d.node.Devices) > 0 {
+				d.route(kernel.Route{Prefix: prefix, Via: via, Src: d.self.Underlay(), Dev: kernel.OverlayDevice, Table: kernel.NodeTable})
+			}
+			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+		}
+	}
+	return own, here
+}
+
+// toPod leads to a peer whose gateway is a Pod. The source of what the node itself sends is an
+// address of the node that the gateway knows, and answers to which are for no pod.
+func (d *nodeDecision) toPod(p *GatewayPeer, g GatewayPod) {
+	for i, prefix := range p.AllowedIPs {
+		if prefix.Addr().Is6() {
+			d.problem(p.Origin, remoteField(p, i), "%v is IPv6, which the overlay does not carry to a gateway that is a Pod; want IPv4, or a gateway with --host-network", prefix)
+			continue
+		}
+		if !d.slim {
+			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, To: prefix, Table: kernel.NodeTable})
+		} else if !slices.ContainsFunc(d.node.Rules, func(r kernel.Rule) bool { return r.Priority == kernel.NodeRulePriority }) {
+			d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, Table: kernel.NodeTable})
+		}
+		if len(d.node.Devices) > 0 {
+			d.route(kernel.Route{Prefix: prefix, Via: g.Addr, Src: d.self.Underlay(), Dev: kernel.OverlayDevice, Table: kernel.NodeTable})
+		}
+		d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+	}
+}
+
+// remoteField is the field of a TunnelEndpoint that a network of AllowedIPs is in.
+func remoteField(p *GatewayPeer, i int) string {
+	if own := [2]netip.Prefix{p.Remote.Pod, p.Remote.External}[i]; own != p.AllowedIPs[i] {
+		return [2]string{"spec.remoteNATPodCIDR", "spec.remoteNATExternalCIDR"}[i]
+	}
+	return [2]string{"spec.remotePodCIDR", "spec.remoteExternalCIDR"}[i]
+}
+
+// carries says whether the overlay can carry the networks of a peer.
+func (d *nodeDecision) carries(p *GatewayPeer) bool {
+	before := len(d.problems)
+	for i, prefix := range p.AllowedIPs {
+		field := remoteField(p, i)
+		switch {
+		case prefix.Overlaps(overlayNetwork):
+			d.problem(p.Origin, field, "%v overlaps %v, the overlay between the nodes; want a network outside", prefix, overlayNetwork)
+		case prefix.Addr().Is6() && len(d.nodes) > 1:
+			d.problem(p.Origin, field, "%v is IPv6, which the overlay between nodes does not carry; only pods on the gateway's node reach it", prefix)
+		case prefix.Addr().Is6():
+			return false // nothing to carry
+		}
+	}
+	return len(d.problems) == before
+}
+
+// guard refuses what comes out of a gateway on our node for a peer of which we do not know yet that
+// its gateway is here: it delivers from its TunnelEndpoint on, and says where it is a moment later.
+// Without the rules of addTunnels its packets would go to other nodes by the CNI's routes, in the
+// clear. While no gateway is known to be here, one rule for each family does it for all peers.
+func (d *nodeDecision) guard(here []netip.Prefix) {
+	var families [2]bool
+	for _, p := range d.refused {
+		six := p.Addr().Is6()
+		if i := p.Addr().BitLen() / 128; !families[i] {
+			families[i] = true
+			everything := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
+			if six {
+				everything = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
+			}
+			d.route(kernel.Route{Prefix: everything, Type: kernel.Unreachable, Table: kernel.GuardTable, Metric: kernel.UnreachableMetric})
+			if len(here) == 0 {
+				d.rule(kernel.Rule{V6: six, Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, Table: kernel.GuardTable})
+			}
+		}
+		if len(here) > 0 && !slices.Contains(here, p) {
+			d.rule(kernel.Rule{V6: six, Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, From: p, Table: kernel.GuardTable})
+		}
+	}
+}
+
+// addPods adds the routes to pods on other nodes, for the rules of the gateway's node: one for the
+// network of each node, and one for each pod that is not where these networks say. A CNI with an
+// address management of its own has many such; where there is none, a Pod with an address of
+// another node's network is not believed: who may write the status of its own node's Pods would get
+// what peers send to others.
+//
+// What a peer sends to an address of own, our PodCIDRs, that is none of these is refused: by the
+// default route it may reach somebody outside of the cluster.
+func (d *nodeDecision) addPods(pods []NodePod, own []netip.Prefix) {
+	type network struct {
+		prefix netip.Prefix
+		node   string
+	}
+	var networks []network // disjoint, sorted
+	find := func(p netip.Prefix) (at int, overlapped string, overlaps bool) {
+		at, _ = slices.BinarySearchFunc(networks, p, func(n network, p netip.Prefix) int { return n.prefix.Addr().Compare(p.Addr()) })
+		for i := max(at-1, 0); i <= at && i < len(networks); i++ { // disjoint prefixes: both neighbours are enough
+			if networks[i].prefix.Overlaps(p) {
+				return at, networks[i].node, true
+			}
+		}
+		return at, "", false
+	}
+	for _, n := range d.nodes { // thousands, which hardly ever overlap
+		for _, p := range n.PodCIDRs {
+			if p.IsValid() && p.Addr().Is4() {
+				networks = append(networks, network{p.Masked(), n.Name})
+			}
+		}
+	}
+	slices.SortFunc(networks, func(a, b network) int { return a.prefix.Compare(b.prefix) })
+	disjoint := true
+	for i := 1; i < len(networks); i++ {
+		disjoint = disjoint && !networks[i-1].prefix.Overlaps(networks[i].prefix)
+	}
+	if !disjoint {
+		networks = nil // one after the other: the older node has it
+	}
+	isNode := make(map[netip.Addr]bool, len(d.nodes))
+	byName := make(map[string]int, len(d.nodes))
+	for i, n := range d.nodes {
+		byName[n.Name] = i
+		for _, a := range n.Addrs {
+			isNode[a] = true
+		}
+		for _, p := range n.PodCIDRs {
+			if !p.IsValid() || !p.Addr().Is4() {
+				continue
+			}
+			p = p.Masked()
+			var at int
+			var other string
+			var overlaps bool
+			if !disjoint {
+				at, other, overlaps = find(p)
+			}
+			if overlaps && other != n.Name {
+				d.problem(Origin{Kind: "Node", Name: n.Name}, "spec.podCIDRs", "%v overlaps a network of Node %s; want one of its own", p, other)
+			}
+			if overlaps {
+				continue
+			}
+			if !disjoint {
+				networks = slices.Insert(networks, at, network{p, n.Name})
+			}
+			if via, ok := d.overlay[n.Name]; ok && n.Name != d.self.Name && len(d.node.Devices) > 0 {
+				d.viaOverlay(p, via)
+			}
+			if n.Name == d.self.Name {
+				d.route(kernel.Route{Prefix: p, Type: kernel.Throw, Table: kernel.NodeTable})
+				continue
+			}
+			own = append(own, p) // what comes from a peer does not go there beside the overlay
+		}
+	}
+	d.addRest(own)
+	pods = slices.DeleteFunc(slices.Clone(pods), func(p NodePod) bool {
+		if !d.trusted || !p.Addr.Is4() || p.Node == "" || isNode[p.Addr] {
+			return false
+		}
+		_, owner, covered := find(netip.PrefixFrom(p.Addr, 32))
+		own, known := byName[p.Node]
+		if !covered || owner == p.Node || known && slices.ContainsFunc(d.nodes[own].PodCIDRs, func(n netip.Prefix) bool { return n.Contains(p.Addr) }) {
+			return false
+		}
+		namespace, name, _ := strings.Cut(p.Name, "/")
+		d.problem(Origin{Kind: "Pod", Namespace: namespace, Name: name}, "status.podIPs",
+			"is %v on Node %s, but that address is of the podCIDRs of Node %s; it is not believed, want one of its own Node", p.Addr, p.Node, owner)
+		return true
+	})
+	pods = slices.SortedFunc(slices.Values(pods), func(a, b NodePod) int {
+		return cmp.Or(a.Addr.Compare(b.Addr), cmp.Compare(b.Created, a.Created), cmp.Compare(a.Node, b.Node))
+	})
+	pods = slices.CompactFunc(pods, func(a, b NodePod) bool { return a.Addr == b.Addr })
+	for _, p := range pods {
+		if !p.Addr.Is4() || p.Node == "" || isNode[p.Addr] {
+			continue
+		}
+		host := netip.PrefixFrom(p.Addr, 32)
+		_, owner, covered := find(host)
+		via, reachable := d.overlay[p.Node]
+		reachable = reachable && p.Node != d.self.Name && len(d.node.Devices) > 0
+		switch {
+		case covered && owner == p.Node:
+		case reachable:
+			d.viaOverlay(host, via)
+		case covered && owner != d.self.Name, p.Node == d.self.Name:
+			d.route(kernel.Route{Prefix: host, Type: kernel.Throw, Table: kernel.NodeTable})
+		}
+	}
+}
+
+// addRest refuses what is left of the networks of our pods. Nodes get what is for their own addresses
+// by the overlay, where their filter looks at it: answers to what they sent themselves, or for
+// others, and what is for them as mapped endpoints.
+func (d *nodeDecision) addRest(own []netip.Prefix) {
+	slices.SortFunc(own, netip.Prefix.Compare)
+	own = slices.DeleteFunc(slices.Compact(own), func(p netip.Prefix) bool { return !p.Addr().Is4() })
+	for _, p := range own {
+		d.route(kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
+	}
+	for _, n := range d.nodes {
+		via, reachable := d.overlay[n.Name]
+		if !reachable || n.Name == d.self.Name || len(d.node.Devices) == 0 {
+			continue
+		}
+		for _, a := range n.Addrs {
+			if a.Is4() && !slices.Contains(d.self.Addrs, a) {
+				d.viaOverlay(hostPrefix(a), via)
+			}
+		}
+	}
+}
+
+// viaOverlay adds the route to a network behind another node.
+func (d *nodeDecision) viaOverlay(prefix netip.Prefix, node netip.Addr) {
+	d.route(kernel.Route{Prefix: prefix, Via: node, Dev: kernel.OverlayDevice, Table: kernel.NodeTable})
+}
