@@ -83,7 +83,6 @@ type crowd struct {
 
 	mu       sync.Mutex
 	answered map[int]time.Time // when the first PING since reset was answered, by peer
-	ports    [maxPeers]int     // to which a peer's last PING came
 }
 
 // far is the far end of one peer.
@@ -97,6 +96,7 @@ type far struct {
 	last    byte
 	gateway net.Addr // where its messages came from
 	socket  int
+	moved   bool // it is not at its first port any more
 }
 
 // newCrowd opens the sockets in a host to which all endpoints lead.
@@ -172,6 +172,7 @@ func (c *crowd) message(i, socket int, m []byte, from net.Addr) []byte {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	switch {
+	case f.moved && socket == 0: // nobody is there any more
 	case m[0] == initiationType:
 		f.last++
 		response, s, err := respond(f.key, m, uint32(i)<<8|uint32(f.last))
@@ -191,7 +192,7 @@ func (c *crowd) message(i, socket int, m []byte, from net.Addr) []byte {
 		}
 		f.current, f.gateway, f.socket = s, from, socket
 		if answer := pong(packet); answer != nil {
-			c.note(i, socket)
+			c.note(i)
 			return s.seal(answer)
 		}
 	}
@@ -273,14 +274,13 @@ func (c *crowd) ask(ctx context.Context) {
 // asked counts the PINGs that were answered.
 var asked atomic.Int64
 
-func (c *crowd) note(i, socket int) {
+func (c *crowd) note(i int) {
 	asked.Add(1)
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if _, ok := c.answered[i]; !ok {
 		c.answered[i] = time.Now()
 	}
-	c.ports[i] = peerPort + socket
 }
 
 // reset forgets who was answered.
@@ -310,11 +310,12 @@ func (c *crowd) wait(ctx context.Context, n int) (half, all time.Time, err error
 	}
 }
 
-// port is to which the last PING of a peer came.
-func (c *crowd) port(i int) int {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	return c.ports[i]
+// move has a peer at its other port from now on.
+func (c *crowd) move(i int) {
+	f := c.far[i]
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.socket, f.moved = 1, true
 }
 
 // forget forgets that a peer was answered, has that it was since.

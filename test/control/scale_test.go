@@ -299,7 +299,7 @@ func (w *world) peer(what string, peers []*remote) tally {
 	})
 	made := time.Since(began)
 	var took []time.Duration
-	for deadline := began.Add(5 * time.Minute); len(took) < len(peers); time.Sleep(10 * time.Millisecond) {
+	for deadline := began.Add(5*time.Minute + time.Duration(len(peers))*time.Second); len(took) < len(peers); time.Sleep(10 * time.Millisecond) {
 		w.mu.Lock()
 		took = took[:0]
 		for _, r := range peers {
