@@ -283,8 +283,13 @@ func (c *crowd) note(i int) {
 	}
 }
 
-// reset forgets who was answered.
-func (c *crowd) reset() {
+// reset forgets who was answered, and puts the first peers at their other port, all others at their first.
+func (c *crowd) reset(moved int) {
+	for i, f := range c.far {
+		f.mu.Lock()
+		f.socket, f.moved = min(1, max(0, moved-i)), i < moved
+		f.mu.Unlock()
+	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	clear(c.answered)

@@ -162,7 +162,7 @@ const settle = time.Second
 func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles string) error {
 	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute)
 	defer cancel()
-	b.crowd.reset()
+	b.crowd.reset(0)
 	began := time.Now()
 	p, err := b.start(ctx, n, 0)
 	if err != nil {
@@ -267,7 +267,7 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 		pause time.Duration // between scrapes; negative: none
 	}{{"nobody scrapes", -1}, {"a scrape each second", time.Second}, {"one scrape after the other", 0}} {
 		p.end()
-		b.crowd.reset()
+		b.crowd.reset(moved)
 		began := time.Now()
 		if p, err = b.start(ctx, n, moved); err != nil {
 			return err

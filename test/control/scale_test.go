@@ -431,7 +431,7 @@ func (w *world) change(peers []*remote, idle float64) {
 	took := time.Since(began)
 	w.settle()
 	after, asked := w.load(), w.audits.next()
-	cost := (after.cpu-before.cpu).Seconds() - idle*time.Since(began).Seconds()
+	cost := (after.cpu - before.cpu).Seconds() - idle*time.Since(began).Seconds()
 	w.t.Logf("one peer changes: manager %.1f ms of CPU, in the TunnelEndpoint after %.2f s; %.2f writes: %s",
 		1000*cost/float64(len(peers)), took.Seconds()/float64(len(peers)), float64(asked.writes())/float64(len(peers)), asked.per(len(peers)))
 }
