@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -48,9 +49,10 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found componen
 	found.broken, found.refuses = make(map[string]*isthmus.BrokenOverlay), make(map[string]string)
 	var reports isthmus.NodeNetworksList // a help: who may not read it sees the agents' Pods
 	_ = c.client.List(ctx, &reports, client.InNamespace(c.Namespace))
+	connected := sync.OnceValue(func() bool { return c.anyConnected(ctx) })
 	for i := range reports.Items {
 		r := &reports.Items[i]
-		if o := r.Spec.BrokenOverlay; o != nil && (!o.Back || c.anyConnected(ctx)) {
+		if o := r.Spec.BrokenOverlay; o != nil && (!o.Back || connected()) {
 			found.broken[r.Name] = o
 		}
 		for _, p := range r.Spec.Problems {
