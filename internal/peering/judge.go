@@ -119,6 +119,9 @@ func (c *Cluster) leaseHop(name, lease string, h Holder, remedy string) Hop {
 		hop.State, hop.Text = Unknown, h.Problem+", so that no gateway of this cluster was ever elected; "+remedy
 	default:
 		hop.State, hop.Text = Broken, "no "+name+" is at work: "+h.Problem+"; "+remedy
+		if name == hopGateway { // the word that the manager has for it, which knows it earlier
+			hop.Reason = isthmus.ReasonGatewaySilent
+		}
 	}
 	return hop
 }
