@@ -188,11 +188,11 @@ func (w *world) lives(t *testing.T, what string, do func()) {
 }
 
 // upgrade replaces components one by one in one cluster, so that each has worked beside those of the
-// version before, and then runs the commands of the page. Rights come first, as they do there: they
-// fit both versions.
+// version before, and then runs the commands of the page. Definitions and rights come first, as they do
+// there: they fit both versions.
 func (w *world) upgrade(t *testing.T, sh *shell) {
 	t.Helper()
-	sh.run(t, "kubectl --context oslo apply --server-side --force-conflicts -f deploy/rbac")
+	sh.run(t, "kubectl --context oslo apply --server-side --force-conflicts -f deploy/crds -f deploy/rbac")
 	for _, c := range []string{"daemonset/isthmus-route-agent route-agent", "deployment/isthmus-manager manager", "deployment/isthmus-gateway gateway"} {
 		kind, container, _ := strings.Cut(c, " ")
 		w.lives(t, "in oslo alone, new: "+container, func() {
