@@ -190,7 +190,7 @@ func (w *world) lives(t *testing.T, what string, do func()) {
 		}
 		t.Log(timeline)
 		sh := w.set.Command(t.Context(), "kubectl", "--context", w.b.Name, "-n", kubenodes.Namespace, "logs", "-l", "app.kubernetes.io/part-of=isthmus", "--prefix", "--tail=40")
-		out, _ := sh.CombinedOutput() //nolint:errcheck // it is there to explain something else
+		out, _ := sh.CombinedOutput()
 		t.Logf("%s", out)
 	}
 	t.Logf("%s: %d of %d lost, %.2f s without answers in UDP, %.2f s in TCP, %d connections broken",
