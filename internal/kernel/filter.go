@@ -77,7 +77,9 @@ const (
 type FilterChain struct {
 	Name, Hook string // without a hook others jump to it
 	NAT        bool   // it translates
-	Rules      []string
+	// Drops is the reason for which its rules drop, each of which counts what it drops; empty: none does.
+	Drops string
+	Rules []string
 }
 
 // Priority is that of a chain with a hook.
@@ -144,42 +146,42 @@ func (c FilterChain) Kind() string {
 // What most packets are comes first: each rule before costs a packet of the overlay some 100 ns. Of two
 // sets the smaller is asked first: that of remote networks has two for each peer.
 var FilterChains = []FilterChain{
-	{Name: "remote", Rules: []string{
+	{Name: "remote", Drops: "peer_to_node", Rules: []string{
 		"ct state established,related accept",
 		"ip daddr @own accept",
-		"drop",
+		"counter drop",
 	}},
-	{Name: "translated", Rules: []string{
+	{Name: "translated", Drops: "peer_to_node", Rules: []string{
 		"ct state established,related accept",
 		"fib daddr type != local accept",
 		"ip daddr @own accept",
-		"drop",
+		"counter drop",
 	}},
-	{Name: "overlay", Rules: []string{
+	{Name: "overlay", Drops: "overlay_stranger", Rules: []string{
 		"ip saddr @remote ip daddr != @remote accept",
 		"ip saddr != @remote ip daddr @remote accept",
 		"ct state established,related accept",
-		"drop",
+		"counter drop",
 	}},
-	{Name: "bydevice", Rules: []string{
+	{Name: "bydevice", Drops: "forged_source", Rules: []string{
 		"iifname @underlay accept",
-		`meta iifkind "veth" drop`,
-		`meta iifkind "bridge" drop`,
+		`meta iifkind "veth" counter drop`,
+		`meta iifkind "bridge" counter drop`,
 		"accept",
 	}},
-	{Name: "forged", Rules: []string{
-		`oifname "isthmus.vxlan" drop`,
+	{Name: "forged", Drops: "forged_source", Rules: []string{
+		`oifname "isthmus.vxlan" counter drop`,
 		"jump bydevice",
 	}},
-	{Name: "bridged", Rules: []string{
-		"ct status dnat drop",
+	{Name: "bridged", Drops: "overlay_port", Rules: []string{
+		"ct status dnat counter drop",
 		"accept",
 	}},
-	{Name: "outer", Rules: []string{
+	{Name: "outer", Drops: "overlay_port", Rules: []string{
 		"ip saddr @gateways fib saddr . iif oif != 0 accept",
 		"ip daddr @gateways fib saddr . iif oif != 0 iifname @bridges jump bridged",
 		"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice",
-		"drop",
+		"counter drop",
 	}},
 	{Name: "answers", Rules: []string{
 		`iifname "isthmus*" return`,
@@ -194,9 +196,9 @@ var FilterChains = []FilterChain{
 	{Name: "prerouting", Hook: "prerouting", Rules: []string{
 		`iifname "isthmus*" jump translated`,
 	}},
-	{Name: "input", Hook: "input", Rules: []string{
+	{Name: "input", Hook: "input", Drops: "overlay_source", Rules: []string{
 		"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept",
-		"udp dport 4800 drop",
+		"udp dport 4800 counter drop",
 		`iifname "isthmus*" jump remote`,
 	}},
 	{Name: "forward", Hook: "forward", Rules: []string{
@@ -206,11 +208,22 @@ var FilterChains = []FilterChain{
 		"ip saddr @remote jump forged",
 		"ip saddr @elsewhere ip daddr @remote jump bydevice",
 	}},
-	{Name: "leaving", Hook: "postrouting", Rules: []string{
+	{Name: "leaving", Hook: "postrouting", Drops: "in_the_clear", Rules: []string{
 		`oifname "isthmus*" accept`,
 		`oifname "lo" accept`,
-		"ip daddr @remote drop",
+		"ip daddr @remote counter drop",
 	}},
+}
+
+// DropReasons are the reasons for which rules of a Filter and of a Bridge drop, each with a sentence.
+var DropReasons = []struct{ Reason, Explain string }{
+	{"in_the_clear", "it is for a peer and would leave by a device that is not ours"},
+	{"forged_source", "a pod says that it is a peer, or a pod of another node"},
+	{"peer_to_node", "a peer sends to the node itself, or to a port of it that leads elsewhere"},
+	{"overlay_source", "it came to the overlay's port from no node or gateway, or by a device that does not lead there"},
+	{"overlay_port", "a pod, or a peer through us, sends to the overlay's port"},
+	{"bridged_overlay_port", "a pod on a bridge sends to the overlay's port of a gateway, or hides that by VLAN tags"},
+	{"overlay_stranger", "neither of its ends, or both, are a peer's, in the overlay"},
 }
 
 // A FilterSet is a set of the table, as nft(8) takes it.
