@@ -8,6 +8,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/diff"
 )
 
 // grants are the networks of peers as an agent knows them. A network goes when the manager takes it
@@ -38,18 +39,23 @@ func (g *grants) read(named []netip.Prefix, edition int64) []fabric.Problem {
 	if named == nil {
 		return nil // the books are away, and with them no peering has ended
 	}
-	before, now := g.networks, join(named)
+	before, now := g.networks, g.named
+	if !slices.Equal(named, now) {
+		now = join(named)
+	}
 	g.named, g.networks = now, now
 	older := edition == 0 && g.edition <= 0 // the books of an older manager, or Liqo's, count as they are
 	if !older && (g.edition == unknownEdition || edition <= g.edition) {
 		g.networks = join(now, before)
+		if slices.Equal(g.networks, now) {
+			g.networks = now // one list of thousands is enough
+		}
 	}
 	g.edition = max(g.edition, edition)
 	var lacking []string
-	for _, p := range g.networks {
-		if _, there := slices.BinarySearchFunc(now, p, netip.Prefix.Compare); !there {
-			lacking = append(lacking, p.String())
-		}
+	held, _, _ := diff.Of(now, g.networks, func(p netip.Prefix) netip.Prefix { return p })
+	for _, p := range held {
+		lacking = append(lacking, p.String())
 	}
 	if len(lacking) == 0 {
 		return nil
@@ -62,8 +68,11 @@ func (g *grants) read(named []netip.Prefix, edition int64) []fabric.Problem {
 		"lacks %s, which the manager has not taken back: they stay as they are, and refused where there is no tunnel; want them there, or an annotation %s higher than %d", some, isthmus.AnnotationEdition, g.edition)}}
 }
 
-// join returns all networks, sorted.
+// join returns all networks, sorted. What it returns may be what it got, and is not to be changed.
 func join(lists ...[]netip.Prefix) []netip.Prefix {
+	if len(lists) == 1 && fabric.InOrder(lists[0]) {
+		return lists[0]
+	}
 	all := slices.Concat(lists...)
 	for i := range all {
 		all[i] = all[i].Masked()

@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -177,7 +178,11 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 		if len(m.Data) < unix.SizeofNdMsg {
 			return true, true
 		}
-		_, ours := k.memory.device(in, int(int32(binary.NativeEndian.Uint32(m.Data[4:]))))
+		index := int(int32(binary.NativeEndian.Uint32(m.Data[4:])))
+		_, ours := k.memory.device(in, index)
+		if ours && k.wroteNeighbor(in, index, m) {
+			return false, false
+		}
 		permanent := m.Header.Type == unix.RTM_DELNEIGH || binary.NativeEndian.Uint16(m.Data[8:])&unix.NUD_PERMANENT != 0
 		return ours && permanent, ours && permanent
 	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
@@ -207,6 +212,18 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 		return false, !ok || int32(index) < 1 || ours
 	}
 	return true, true
+}
+
+// wroteNeighbor reports whether an event of a neighbour says what we have made of it.
+func (k *Kernel) wroteNeighbor(in kernel.Namespace, index int, m *syscall.NetlinkMessage) bool {
+	to, _ := rawAttribute(m, unix.SizeofNdMsg, unix.NDA_DST)
+	lladdr, _ := rawAttribute(m, unix.SizeofNdMsg, unix.NDA_LLADDR)
+	addr, _ := netip.AddrFromSlice(to)
+	entry, value := neighborOf(index, int(m.Data[0]), macOf(lladdr), addr)
+	if m.Header.Type == unix.RTM_DELNEIGH {
+		value = neighborValue{}
+	}
+	return k.memory.wrote(in, entry, value)
 }
 
 // netconfIndex is NETCONFA_IFINDEX of include/uapi/linux/netconf.h.

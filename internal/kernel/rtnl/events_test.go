@@ -65,10 +65,32 @@ func TestEventsOfOwnChangesAndOfPodsConcernNobody(t *testing.T) {
 	if stale, wakes := seen(); stale || wakes {
 		t.Errorf("our own changes: stale %v, wakes %v", stale, wakes)
 	}
+	overlay := refusals(2)
+	overlay.Devices = []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: OverlayID, Port: OverlayPort}}}
+	overlay.Links = []Link{{Name: OverlayDevice, MAC: MAC{0x66, 1}, MTU: 1400, Up: true}}
+	gateway := func(mac byte, at string) State {
+		s := overlay
+		s.FDB = []FDBEntry{{Dev: OverlayDevice, MAC: MAC{0x66, mac}, Dst: netip.MustParseAddr(at)}}
+		s.Neighbors = []Neighbor{{Dev: OverlayDevice, Addr: netip.MustParseAddr("192.0.0.8"), MAC: MAC{0x66, mac}}}
+		return s
+	}
+	n.apply(gateway(2, "10.244.2.254"))
+	seen() // it has made a device
+	for _, s := range []State{gateway(3, "10.244.3.254"), gateway(3, "10.244.4.254"), overlay, gateway(2, "10.244.2.254")} {
+		n.apply(s)
+		if stale, wakes := seen(); stale || wakes {
+			t.Errorf("our own changes of neighbours: stale %v, wakes %v", stale, wakes)
+		}
+	}
 	for _, c := range []struct {
 		command      string
 		stale, wakes bool
 	}{
+		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.9.9 self permanent", true, true},
+		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.2.254 self permanent", false, false}, // as it was
+		{"bridge fdb del 66:02:00:00:00:00 dev isthmus.vxlan self", true, true},
+		{"ip neigh replace 192.0.0.8 lladdr 66:09:00:00:00:00 dev isthmus.vxlan nud permanent", true, true},
+		{"ip neigh del 192.0.0.8 dev isthmus.vxlan", true, true},
 		{"ip link add pod type veth peer name podp", false, false},
 		{"ip link set pod up", false, false},
 		{"ip link set podp up", false, false},
@@ -82,7 +104,7 @@ func TestEventsOfOwnChangesAndOfPodsConcernNobody(t *testing.T) {
 		{"ip route del unreachable 10.64.0.0/24 table 4202 metric 420000", true, true},
 		{"ip route replace blackhole 10.64.1.0/24 table 4202 metric 420000 proto 4", true, true},
 		{"ip rule del priority 422", true, true},
-		{"ip link add isthmus.vxlan type bridge", true, true},
+		{"ip link del isthmus.vxlan", true, true},
 	} {
 		n.run(c.command)
 		if stale, wakes := seen(); stale != c.stale || wakes != c.wakes {

@@ -18,6 +18,7 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
+	"github.com/isthmus-net/isthmus/internal/diff"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
@@ -293,14 +294,20 @@ type tablesRead struct {
 
 // haveTables reads the tables, unless no table has changed since they were last read.
 func (k *Kernel) haveTables() tablesRead {
-	now := generation() // before they are read: what changes meanwhile is read again
-	if now == 0 || now != k.tables.generation || !k.tables.good() {
-		k.tables = tablesRead{generation: now, filters: readFilter()}
+	if !k.unchangedTables() {
+		k.tables = tablesRead{generation: generation()} // before they are read: what changes meanwhile is read again
+		k.tables.filters = readFilter()
 		if k.owner.NAT {
 			k.tables.sourceNAT, k.tables.bridges = readSourceNAT(), readBridge()
 		}
 	}
 	return k.tables
+}
+
+// unchangedTables reports whether nobody has changed any table of the namespace since ours were read, or
+// written by us alone.
+func (k *Kernel) unchangedTables() bool {
+	return k.tables.generation != 0 && k.tables.generation == generation() && k.tables.good()
 }
 
 // good: else an error may have made it what it is.
@@ -587,9 +594,12 @@ func changeElements(have, want table) error {
 	}
 	var differ []change
 	for i, set := range want.sets {
+		if have.sets[i].Elements == set.Elements {
+			continue
+		}
 		was := strings.Fields(have.sets[i].Elements)
 		is := strings.Fields(set.Elements)
-		gone, added := without(was, is), without(is, was)
+		added, _, gone := diff.Of(was, is, func(text string) string { return text })
 		if len(gone)+len(added) == 0 {
 			continue
 		}
@@ -689,20 +699,6 @@ func hasElement(t *nftables.Table, set string, e nftables.SetElement) (there, kn
 	flags := nested(got, unix.NFTA_SET_ELEM_FLAGS)
 	end := len(flags) == 4 && binary.BigEndian.Uint32(flags)&unix.NFT_SET_ELEM_INTERVAL_END != 0
 	return bytes.Equal(key, e.Key) && (e.IntervalEnd || !end), true
-}
-
-// without returns what is in a, and not in b.
-func without(a, b []string) (rest []string) {
-	in := make(map[string]struct{}, len(b))
-	for _, text := range b {
-		in[text] = struct{}{}
-	}
-	for _, text := range a {
-		if _, is := in[text]; !is {
-			rest = append(rest, text)
-		}
-	}
-	return rest
 }
 
 // replaceTable replaces the table as a whole.
