@@ -6,6 +6,7 @@
 //	go run ./benchmarks/agents                                   # a route agent, all sizes
 //	go run ./benchmarks/agents -role gateway
 //	go run ./benchmarks/agents -sizes 5000:20:1000 -isthmus PATH # nodes:pods of each:peers, another build
+//	go run ./benchmarks/agents -sizes 200:10:1000 -changes granted -repeats 20 -profile DIR # why it costs that
 //	go run ./benchmarks/agents -plot benchmarks/agents/before.md,benchmarks/agents/after.md > docs/scale.svg
 //
 // Everything runs in a network namespace of its own. What is counted is CPU time on processors, not
@@ -22,6 +23,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"regexp"
 	"strings"
 	"syscall"
 
@@ -40,8 +42,12 @@ func main() {
 	log.SetFlags(log.Ltime)
 	ctrllog.SetLogger(logr.Discard())
 	sizes := flag.String("sizes", "100:20:10,1000:20:500,5000:20:1000", "nodes:pods of each node:peers, separated by commas")
-	role := flag.String("role", agentRole, "what is measured: "+agentRole+" or "+gatewayRole)
-	program := flag.String("isthmus", "", "the program (default: built from this tree)")
+	var o options
+	flag.StringVar(&o.role, "role", agentRole, "what is measured: "+agentRole+" or "+gatewayRole)
+	flag.StringVar(&o.program, "isthmus", "", "the program (default: built from this tree)")
+	flag.IntVar(&o.repeats, "repeats", 0, "how often each change is made (default: 2 to 10 times)")
+	changes := flag.String("changes", "", "only changes whose name matches this regular expression")
+	flag.StringVar(&o.profiles, "profile", "", "directory for a profile by perf(1) of each change, the kernel's part and all, which makes the figures higher")
 	draw := flag.String("plot", "", "BEFORE,AFTER: draw two tables that this program printed, as SVG, and measure nothing")
 	flag.Parse()
 	if before, after, ok := strings.Cut(*draw, ","); ok {
@@ -52,8 +58,12 @@ func main() {
 		fmt.Print(svg)
 		return
 	}
+	var err error
+	if o.changes, err = regexp.Compile(*changes); err != nil {
+		log.Fatal(err)
+	}
 	if os.Getenv(inside) == "" {
-		if err := reexec(*program); err != nil {
+		if err := reexec(o.program); err != nil {
 			log.Fatal(err)
 		}
 		return
@@ -66,13 +76,13 @@ func main() {
 		if n, err := fmt.Sscanf(text, "%d:%d:%d", &s.nodes, &s.pods, &s.peers); n != 3 {
 			log.Fatalf("-sizes %q: want nodes:pods of each node:peers (%v)", text, err)
 		}
-		r, err := measureSize(ctx, s, *role, *program)
+		r, err := measureSize(ctx, s, o)
 		if err != nil {
 			log.Fatal(err)
 		}
 		all = append(all, r)
 	}
-	fmt.Printf("\n%s; CPU seconds of the process %s.\n%s", measure.Where(), *role, table(all))
+	fmt.Printf("\n%s; CPU seconds of the process %s.\n%s", measure.Where(), o.role, table(all))
 }
 
 // reexec builds what is missing and runs this program again in a network namespace of its own.
