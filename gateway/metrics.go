@@ -11,6 +11,7 @@ import (
 	dto "github.com/prometheus/client_model/go"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/natengine"
 )
@@ -41,6 +42,7 @@ var (
 	familyLimit      = gauge("nat_sessions_limit", "NAT flows that there may be.")
 	familyNATBytes   = gauge("nat_memory_bytes", "Memory of NAT flows and held fragments.")
 	familyRejected   = counter("probe_rejected_total", "Messages of the connection check that were ignored.", "reason")
+	familyFiltered   = counter("filter_drops_total", "Packets that the packet filter of the gateway's Pod dropped, by reason, since its table was made.", "reason")
 	familyDrops      = counter("drops_total", "Packets dropped, by reason; peer is empty when no peer has the address.", "direction", "peer", "reason")
 
 	familyInfo       = gauge("peer_info", "Always 1; the name of the peer.", "peer", "name")
@@ -124,6 +126,13 @@ func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 	for _, d := range directions {
 		for _, reason := range natengine.Drops() {
 			s.count(familyDrops, noPeerDrops(stats, d, reason), nil, "peer", "", "direction", d.String(), "reason", reason.String())
+		}
+	}
+	if g.podNetwork { // else the filter is the route agent's
+		if dropped, err := rtnl.Dropped(); err == nil { // an error is a series less
+			for reason, n := range dropped {
+				s.count(familyFiltered, n, nil, "reason", reason)
+			}
 		}
 	}
 	for r, reason := range rejections {

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net/netip"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -70,6 +71,10 @@ type Options struct {
 	Version string
 	// IPAM is Liqo's gRPC service; without an Address there is none.
 	IPAM ipamrpc.Options
+	// IPAMService is a Service without a selector, and the EndpointSlice of its name, which lead to the
+	// IPAM of the manager that works, at PodIP. Empty: somebody else sees to it.
+	IPAMService string
+	PodIP       netip.Addr
 	// MetricsAddress and HealthAddress are TCP addresses to listen on, such as ":5876"; empty means
 	// not to.
 	// The registry of metrics is that of the process: of several managers in one process only one
@@ -277,6 +282,12 @@ func (l *leader) lead(ctx context.Context) error {
 		if err := l.mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
 			return ipamrpc.Serve(ctx, service, l.store, l.Log)
 		})); err != nil {
+			return err
+		}
+	}
+	if l.IPAMService != "" {
+		s := &ipamService{l.client, l.mgr.GetAPIReader(), l.Namespace, l.IPAMService, l.PodIP, l.Log}
+		if err := l.mgr.Add(runtimemanager.RunnableFunc(s.run)); err != nil {
 			return err
 		}
 	}

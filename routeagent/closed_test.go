@@ -269,6 +269,14 @@ func TestWhateverLeadsAPacketForAPeerElsewhereItDoesNotLeave(t *testing.T) {
 		}
 		quiet("a rule of others: " + rule)
 		for _, n := range c.Nodes {
+			c.eventually(n, func() error { // the node has packets of its own for the peer, and counts what it drops
+				for _, page := range []struct{ address, has string }{{metricsAt + "/metrics", `isthmus_filter_drops_total{reason="in_the_clear"} `}, {statusAt + "/status", `"in_the_clear": `}} {
+					if s, err := n.Get(c.ctx, "http://"+page.address); err != nil || !strings.Contains(s, page.has) {
+						return fmt.Errorf("no %s: %s%w", page.has, s, err)
+					}
+				}
+				return nil
+			})
 			c.eventually(n, func() error { // and it is told
 				s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
 				if err != nil || !strings.Contains(s, "led elsewhere") {

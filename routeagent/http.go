@@ -34,7 +34,9 @@ type Status struct {
 	Problems []string  `json:"problems"`         // objects that were refused, or parts of them, and what rules of others keep from working
 	Commands string    `json:"commands"`         // what should be, as commands, one a line
 
-	Overlay *OverlayStatus `json:"overlay,omitempty"` // the way to the active gateway; nil: there is none
+	// Dropped is how many packets the packet filter of the node has dropped, by reason (kernel.DropReasons).
+	Dropped map[string]uint64 `json:"dropped,omitempty"`
+	Overlay *OverlayStatus    `json:"overlay,omitempty"` // the way to the active gateway; nil: there is none
 }
 
 // ready is nil when all that is wanted is there.
@@ -78,6 +80,10 @@ func (a *agent) status() Status {
 	}
 	if told.err != nil { // no reason to be unready: traffic does not depend on it
 		s.Problems = append(s.Problems, told.err.Error())
+	}
+	var err error
+	if s.Dropped, err = rtnl.Dropped(); err != nil {
+		s.Problems = append(s.Problems, fmt.Sprintf("what the packet filter has dropped is not known: %v", err))
 	}
 	return s
 }
@@ -225,6 +231,7 @@ var (
 	familyOverlay  = families.Gauge("route_agent_overlay_up", "1 if the gateway is reached through the overlay, 0 if packets do not arrive there, or do not come back, though they do by the underlay; no series while nothing is known.", "gateway")
 	familyObjects  = families.Gauge("route_agent_objects", "Kernel objects that are wanted, by kind.", "kind")
 	familyRepaired = families.Counter("route_agent_drift_repaired_total", "Kernel objects set or removed because somebody else had changed them.")
+	familyDropped  = families.Counter("filter_drops_total", "Packets that the packet filter of the node dropped, by reason, since its table was made.", "reason")
 	familyErrors   = families.Counter("route_agent_apply_errors_total", "Comparisons after which not all was as wanted.")
 )
 
@@ -270,6 +277,11 @@ func (m *metrics) Collect(out chan<- prometheus.Metric) {
 		"route": len(now.node.Routes), "rule": len(now.node.Rules),
 	} {
 		out <- familyObjects.Sample(float64(n), kind)
+	}
+	if dropped, err := rtnl.Dropped(); err == nil { // an error is a series less
+		for reason, n := range dropped {
+			out <- familyDropped.Sample(float64(n), reason)
+		}
 	}
 	m.repaired.Collect(out)
 	m.errors.Collect(out)

@@ -80,6 +80,7 @@ the Lease, and with $POD_UID (metadata.uid) a container that was killed goes on 
 	flags.StringVar(&f.ipamKey, "ipam-tls-key", "", "file with its private key")
 	flags.StringVar(&f.ipamClientCA, "ipam-client-ca", "", "file with the authority of the certificates by which it knows its callers")
 	flags.BoolVar(&o.IPAM.Plain, "ipam-plain", false, "answer without TLS whoever reaches that address, as Liqo does; keep others away by a NetworkPolicy such as deploy/networkpolicy/ipam.yaml")
+	flags.StringVar(&o.IPAMService, "ipam-service", "", "Service without a selector that leads to the one that works, by the EndpointSlice of its name and at $POD_IP (default: somebody else sees to it)")
 	flags.StringSliceVar(&f.ipamAllow, "ipam-allow", nil, "networks of nodes, Services and other peers whose endpoints that service may map for peers (default: none)")
 	flags.StringVar(&o.MetricsAddress, "metrics-address", "127.0.0.1:5876", "TCP address of /metrics; empty: none")
 	f.secure.add(flags)
@@ -154,9 +155,14 @@ func (f *managerFlags) complete() (err error) {
 
 // completeIPAM sees to it that nobody opens the IPAM to everybody without saying so.
 func (f *managerFlags) completeIPAM() (err error) {
+	if f.options.IPAMService != "" {
+		if f.options.PodIP, err = netip.ParseAddr(os.Getenv("POD_IP")); err != nil {
+			return cli.Usage("--ipam-service: $POD_IP %q: want an address of this Pod", os.Getenv("POD_IP"))
+		}
+	}
 	o, files := &f.options.IPAM, f.ipamCert != "" || f.ipamKey != "" || f.ipamClientCA != ""
 	switch {
-	case o.Address == "" && (files || o.Plain || len(o.Allow) > 0):
+	case o.Address == "" && (files || o.Plain || len(o.Allow) > 0 || f.options.IPAMService != ""):
 		return cli.Usage("--ipam-address is not given, but what belongs to it is")
 	case o.Address == "" || o.Plain && !files:
 		return nil

@@ -23,6 +23,7 @@ func TestManagerNamesTheFlagThatIsWrong(t *testing.T) {
 		{"--ipam-address :6000 --ipam-tls-cert a --ipam-tls-key b --ipam-client-ca c", "certificate a with key b"},
 		{"--ipam-address :6000 --ipam-plain --ipam-client-ca c", "contradict"},
 		{"--ipam-plain", "--ipam-address is not given"},
+		{"--ipam-address :6000 --ipam-plain --ipam-service x", "--ipam-service: $POD_IP"},
 		{"--ipam-address :6000 --ipam-plain --ipam-allow 10.96.0.1", `--ipam-allow "10.96.0.1": want a network`},
 		{"--metrics-address :99999", "--metrics-address"},
 		{"--pprof-address :6060", "--pprof-address"},

@@ -69,22 +69,28 @@ const FilterTable = "isthmus"
 
 // FilterPriority is that of the chains with a hook, but prerouting: before the rules of others,
 // which may still drop what these let pass. TranslationPriority is that of prerouting: after the
-// connections are known (-200) and before others change destinations (-100).
+// connections are known (-200) and before others change destinations (-100). RawPriority is before
+// the connections are known.
 const (
 	FilterPriority      = -1
 	TranslationPriority = -150
+	RawPriority         = -300
 )
 
 // A FilterChain is a chain of the table, with its rules as nft(8) takes them.
 type FilterChain struct {
 	Name, Hook string // without a hook others jump to it
 	NAT        bool   // it translates
-	Rules      []string
+	// Drops is the reason for which its rules drop, each of which counts what it drops; empty: none does.
+	Drops string
+	Rules []string
 }
 
 // Priority is that of a chain with a hook.
 func (c FilterChain) Priority() int {
 	switch {
+	case c.Name == "raw":
+		return RawPriority
 	case c.Hook == "prerouting":
 		return TranslationPriority
 	case c.NAT:
@@ -135,52 +141,68 @@ func (c FilterChain) Kind() string {
 // made, somebody who took our routes away), it leaves by a device of ours or not at all. Within the
 // node, by lo, it may go.
 //
+// A gateway that is a Pod answers the probes of agents (package overlay) with ICMP errors, which its
+// node forwards. What they quote came inside VXLAN, so that the node knows no connection of it: the
+// errors would be invalid, and kube-proxy drops what is. They belong to no connection on purpose, but
+// at the node that they are for, which does know. No other error is: those from inside the tunnel are
+// for pods, and come by the overlay.
+//
 // What most packets are comes first: each rule before costs a packet of the overlay some 100 ns. Of two
 // sets the smaller is asked first: that of remote networks has two for each peer.
 var FilterChains = []FilterChain{
-	{Name: "remote", Rules: []string{
+	{Name: "remote", Drops: "peer_to_node", Rules: []string{
 		"ct state established,related accept",
 		"ip daddr @own accept",
-		"drop",
+		"counter drop",
 	}},
-	{Name: "translated", Rules: []string{
+	{Name: "translated", Drops: "peer_to_node", Rules: []string{
 		"ct state established,related accept",
 		"fib daddr type != local accept",
 		"ip daddr @own accept",
-		"drop",
+		"counter drop",
 	}},
-	{Name: "overlay", Rules: []string{
+	{Name: "overlay", Drops: "overlay_stranger", Rules: []string{
 		"ip saddr @remote ip daddr != @remote accept",
 		"ip saddr != @remote ip daddr @remote accept",
 		"ct state established,related accept",
-		"drop",
+		"counter drop",
 	}},
-	{Name: "bydevice", Rules: []string{
+	{Name: "bydevice", Drops: "forged_source", Rules: []string{
 		"iifname @underlay accept",
-		`meta iifkind "veth" drop`,
-		`meta iifkind "bridge" drop`,
+		`meta iifkind "veth" counter drop`,
+		`meta iifkind "bridge" counter drop`,
 		"accept",
 	}},
-	{Name: "forged", Rules: []string{
-		`oifname "isthmus.vxlan" drop`,
+	{Name: "forged", Drops: "forged_source", Rules: []string{
+		`oifname "isthmus.vxlan" counter drop`,
 		"jump bydevice",
 	}},
-	{Name: "bridged", Rules: []string{
-		"ct status dnat drop",
+	{Name: "bridged", Drops: "overlay_port", Rules: []string{
+		"ct status dnat counter drop",
 		"accept",
 	}},
-	{Name: "outer", Rules: []string{
+	{Name: "outer", Drops: "overlay_port", Rules: []string{
 		"ip saddr @gateways fib saddr . iif oif != 0 accept",
 		"ip daddr @gateways fib saddr . iif oif != 0 iifname @bridges jump bridged",
 		"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice",
-		"drop",
+		"counter drop",
+	}},
+	{Name: "answers", Rules: []string{
+		`iifname "isthmus*" return`,
+		"fib daddr type local return",
+		"@th,0,16 0x0b00 notrack", // time exceeded in transit
+		"@th,0,16 0x0300 notrack", // no way to the network
+		"@th,0,16 0x0301 notrack", // no way to the host
+	}},
+	{Name: "raw", Hook: "prerouting", Rules: []string{
+		"ip protocol icmp ip saddr @gateways fib saddr . iif oif != 0 jump answers",
 	}},
 	{Name: "prerouting", Hook: "prerouting", Rules: []string{
 		`iifname "isthmus*" jump translated`,
 	}},
-	{Name: "input", Hook: "input", Rules: []string{
+	{Name: "input", Hook: "input", Drops: "overlay_source", Rules: []string{
 		"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept",
-		"udp dport 4800 drop",
+		"udp dport 4800 counter drop",
 		`iifname "isthmus*" jump remote`,
 	}},
 	{Name: "forward", Hook: "forward", Rules: []string{
@@ -190,11 +212,22 @@ var FilterChains = []FilterChain{
 		"ip saddr @remote jump forged",
 		"ip saddr @elsewhere ip daddr @remote jump bydevice",
 	}},
-	{Name: "leaving", Hook: "postrouting", Rules: []string{
+	{Name: "leaving", Hook: "postrouting", Drops: "in_the_clear", Rules: []string{
 		`oifname "isthmus*" accept`,
 		`oifname "lo" accept`,
-		"ip daddr @remote drop",
+		"ip daddr @remote counter drop",
 	}},
+}
+
+// DropReasons are the reasons for which rules of a Filter and of a Bridge drop, each with a sentence.
+var DropReasons = []struct{ Reason, Explain string }{
+	{"in_the_clear", "it is for a peer and would leave by a device that is not ours"},
+	{"forged_source", "a pod says that it is a peer, or a pod of another node"},
+	{"peer_to_node", "a peer sends to the node itself, or to a port of it that leads elsewhere"},
+	{"overlay_source", "it came to the overlay's port from no node or gateway, or by a device that does not lead there"},
+	{"overlay_port", "a pod, or a peer through us, sends to the overlay's port"},
+	{"bridged_overlay_port", "a pod on a bridge sends to the overlay's port of a gateway, or hides that by VLAN tags"},
+	{"overlay_stranger", "neither of its ends, or both, are a peer's, in the overlay"},
 }
 
 // A FilterSet is a set of the table, as nft(8) takes it.

@@ -5,6 +5,7 @@ import (
 	"strings"
 
 	"github.com/isthmus-net/isthmus/gateway"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/internal/source/kube"
 	"github.com/isthmus-net/isthmus/manager"
@@ -58,6 +59,11 @@ dashboard divides by packets.
 	b.WriteString("## Reasons of isthmus_drops_total\n\n| reason | meaning |\n| --- | --- |\n")
 	for _, r := range natengine.Drops() {
 		fmt.Fprintf(&b, "| `%s` | %s |\n", r, r.Explain())
+	}
+	b.WriteString("\n## Reasons of isthmus_filter_drops_total\n\nOf the nftables tables `inet isthmus` and `bridge isthmus`; `nft list ruleset` shows them with a counter in each rule. What a\n" +
+		"route refuses (`unreachable`) the kernel does not count: the sender is told, and its error says so.\n\n| reason | meaning |\n| --- | --- |\n")
+	for _, r := range kernel.DropReasons {
+		fmt.Fprintf(&b, "| `%s` | %s |\n", r.Reason, r.Explain)
 	}
 	return b.String(), nil
 }

@@ -43,37 +43,43 @@ var rules = map[string][]expr.Any{
 	"snat to ip saddr":                                 itself(),
 	`ip daddr @remote oifname "isthmus*" jump topeers`: slices.Concat(in(daddr, "remote", false), ours(expr.MetaKeyOIFNAME), jump("topeers")),
 	"ip saddr @remote ip daddr @pods jump frompeers":   slices.Concat(from("remote"), in(daddr, "pods", false), jump("frompeers")),
-	"drop":                                {verdict(expr.VerdictDrop)},
-	"accept":                              {verdict(expr.VerdictAccept)},
-	"jump bydevice":                       jump("bydevice"),
-	"udp dport 4800 jump outer":           slices.Concat(toOverlay(), jump("outer")),
-	"udp dport 4800 drop":                 slices.Concat(toOverlay(), drop()),
-	"ct state established,related accept": slices.Concat(answers(), accept()),
-	"ip daddr @own accept":                slices.Concat(ip4(), in(daddr, "own", false), accept()),
+	"accept":                                                                    {verdict(expr.VerdictAccept)},
+	"counter drop":                                                              drop(),
+	"jump bydevice":                                                             jump("bydevice"),
+	"udp dport 4800 jump outer":                                                 slices.Concat(toOverlay(), jump("outer")),
+	"udp dport 4800 counter drop":                                               slices.Concat(toOverlay(), drop()),
+	"ct state established,related accept":                                       slices.Concat(answers(), accept()),
+	"ip daddr @own accept":                                                      slices.Concat(ip4(), in(daddr, "own", false), accept()),
 	"ip saddr @remote ip daddr != @remote accept":                               slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
 	"ip saddr != @remote ip daddr @remote accept":                               slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
-	"fib daddr type != local accept":                                            slices.Concat(notLocal(), accept()),
+	"fib daddr type != local accept":                                            slices.Concat(local(expr.CmpOpNeq), accept()),
 	`iifname "isthmus*" accept`:                                                 slices.Concat(ours(expr.MetaKeyIIFNAME), accept()),
 	"ip saddr @remote jump forged":                                              slices.Concat(ip4(), in(saddr, "remote", false), jump("forged")),
-	`oifname "isthmus.vxlan" drop`:                                              slices.Concat(oif(kernel.OverlayDevice), drop()),
+	`oifname "isthmus.vxlan" counter drop`:                                      slices.Concat(oif(kernel.OverlayDevice), drop()),
 	"iifname @underlay accept":                                                  slices.Concat(byUnderlay(), accept()),
-	`meta iifkind "veth" drop`:                                                  slices.Concat(iifKind("veth"), drop()),
-	`meta iifkind "bridge" drop`:                                                slices.Concat(iifKind("bridge"), drop()),
+	`meta iifkind "veth" counter drop`:                                          slices.Concat(iifKind("veth"), drop()),
+	`meta iifkind "bridge" counter drop`:                                        slices.Concat(iifKind("bridge"), drop()),
 	"ip saddr @elsewhere ip daddr @remote jump bydevice":                        slices.Concat(ip4(), in(saddr, "elsewhere", false), in(daddr, "remote", false), jump("bydevice")),
 	`iifname "isthmus*" jump translated`:                                        slices.Concat(ours(expr.MetaKeyIIFNAME), jump("translated")),
 	`iifname "isthmus*" jump remote`:                                            slices.Concat(ours(expr.MetaKeyIIFNAME), jump("remote")),
 	`iifname "isthmus.vxlan" jump overlay`:                                      slices.Concat(iif(padded(kernel.OverlayDevice)), jump("overlay")),
 	"iifname @uplinks accept":                                                   slices.Concat(byName("uplinks"), accept()),
-	"ip daddr @gateways udp dport 4800 drop":                                    slices.Concat(etherType(unix.ETH_P_IP), in(daddr, "gateways", false), toOverlay(), drop()),
-	"meta protocol 8021q @ll,116,12 0 drop":                                     slices.Concat(etherType(unix.ETH_P_8021Q), noVLAN(), drop()),
-	"meta protocol 8021ad @ll,116,12 0 drop":                                    slices.Concat(etherType(unix.ETH_P_8021AD), noVLAN(), drop()),
-	"ct status dnat drop":                                                       slices.Concat(translated(), drop()),
+	"ip daddr @gateways udp dport 4800 counter drop":                            slices.Concat(etherType(unix.ETH_P_IP), in(daddr, "gateways", false), toOverlay(), drop()),
+	"meta protocol 8021q @ll,116,12 0 counter drop":                             slices.Concat(etherType(unix.ETH_P_8021Q), noVLAN(), drop()),
+	"meta protocol 8021ad @ll,116,12 0 counter drop":                            slices.Concat(etherType(unix.ETH_P_8021AD), noVLAN(), drop()),
+	"ct status dnat counter drop":                                               slices.Concat(translated(), drop()),
 	"ip daddr @gateways fib saddr . iif oif != 0 iifname @bridges jump bridged": slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), byName("bridges"), jump("bridged")),
 	"ip saddr @gateways fib saddr . iif oif != 0 accept":                        slices.Concat(ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
 	"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice":                 slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), jump("bydevice")),
 	`oifname "isthmus*" accept`:                                                 slices.Concat(ours(expr.MetaKeyOIFNAME), accept()),
 	`oifname "lo" accept`:                                                       slices.Concat(oif("lo"), accept()),
-	"ip daddr @remote drop":                                                     slices.Concat(ip4(), in(daddr, "remote", false), drop()),
+	"ip protocol icmp ip saddr @gateways fib saddr . iif oif != 0 jump answers": slices.Concat(icmpIn4(), in(saddr, "gateways", false), theWayBack(), jump("answers")),
+	`iifname "isthmus*" return`:                                                 slices.Concat(ours(expr.MetaKeyIIFNAME), leave()),
+	"fib daddr type local return":                                               slices.Concat(local(expr.CmpOpEq), leave()),
+	"@th,0,16 0x0b00 notrack":                                                   slices.Concat(icmpError(11, 0), []expr.Any{&expr.Notrack{}}),
+	"@th,0,16 0x0300 notrack":                                                   slices.Concat(icmpError(3, 0), []expr.Any{&expr.Notrack{}}),
+	"@th,0,16 0x0301 notrack":                                                   slices.Concat(icmpError(3, 1), []expr.Any{&expr.Notrack{}}),
+	"ip daddr @remote counter drop":                                             slices.Concat(ip4(), in(daddr, "remote", false), drop()),
 	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
 		toOverlay(), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
 }
@@ -85,7 +91,7 @@ const (
 )
 
 func verdict(kind expr.VerdictKind) expr.Any { return &expr.Verdict{Kind: kind} }
-func drop() []expr.Any                       { return []expr.Any{verdict(expr.VerdictDrop)} }
+func drop() []expr.Any                       { return []expr.Any{&expr.Counter{}, verdict(expr.VerdictDrop)} }
 func accept() []expr.Any                     { return []expr.Any{verdict(expr.VerdictAccept)} }
 func jump(chain string) []expr.Any {
 	return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chain}}
@@ -104,6 +110,16 @@ func toOverlay() []expr.Any {
 
 func ip4() []expr.Any {
 	return []expr.Any{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1}, equal(expr.CmpOpEq, []byte{unix.NFPROTO_IPV4})}
+}
+
+// icmpIn4: ICMP in IPv4.
+func icmpIn4() []expr.Any {
+	return append(ip4(), &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: 9, Len: 1}, equal(expr.CmpOpEq, []byte{unix.IPPROTO_ICMP}))
+}
+
+// icmpError: it has that type and code.
+func icmpError(kind, code byte) []expr.Any {
+	return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Len: 2}, equal(expr.CmpOpEq, []byte{kind, code})}
 }
 
 func in(offset uint32, set string, invert bool) []expr.Any {
@@ -190,9 +206,9 @@ func theWayBack() []expr.Any {
 	return []expr.Any{&expr.Fib{Register: 1, FlagSADDR: true, FlagIIF: true, ResultOIF: true}, equal(expr.CmpOpNeq, make([]byte, 4))}
 }
 
-// notLocal: the destination is no address of the node.
-func notLocal() []expr.Any {
-	return []expr.Any{&expr.Fib{Register: 1, FlagDADDR: true, ResultADDRTYPE: true}, equal(expr.CmpOpNeq, binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL))}
+// local: the destination is an address of the node, or not.
+func local(op expr.CmpOp) []expr.Any {
+	return []expr.Any{&expr.Fib{Register: 1, FlagDADDR: true, ResultADDRTYPE: true}, equal(op, binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL))}
 }
 
 func answers() []expr.Any {
@@ -740,4 +756,36 @@ func replaceTable(remove bool, t table) error {
 		}
 	}
 	return c.Flush()
+}
+
+// Dropped returns how many packets the rules of our tables in the network namespace of the calling
+// thread have dropped since the tables were made, by reason (kernel.FilterChain.Drops); reasons for
+// which none was are left out. The kernel counts; a table that is made anew begins at zero. It may be
+// called beside a process that changes the tables.
+func Dropped() (map[string]uint64, error) {
+	c, err := newConn(nftables.AsLasting())
+	if err != nil {
+		return nil, err
+	}
+	defer func() { _ = c.CloseLasting() }()
+	dropped := make(map[string]uint64)
+	for _, t := range []table{filterOf(kernel.Filter{}), bridgeOf(kernel.Bridge{})} {
+		for _, chain := range t.chains {
+			if chain.Drops == "" {
+				continue
+			}
+			rules, err := c.GetRules(t.nft, &nftables.Chain{Name: chain.Name})
+			if err != nil {
+				return nil, err
+			}
+			for _, r := range rules { // none where there is no such table
+				for _, e := range r.Exprs {
+					if n, is := e.(*expr.Counter); is && n.Packets > 0 {
+						dropped[chain.Drops] += n.Packets
+					}
+				}
+			}
+		}
+	}
+	return dropped, nil
 }

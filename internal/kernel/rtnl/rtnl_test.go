@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"math/rand/v2"
 	"net"
 	"net/netip"
@@ -20,6 +21,7 @@ import (
 	"time"
 
 	"github.com/google/nftables"
+	"github.com/google/nftables/expr"
 	nfnl "github.com/mdlayher/netlink"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -1025,6 +1027,97 @@ func TestABridgeKeepsPodsOffTheGateway(t *testing.T) {
 		if got := next(); got != "of a node" {
 			t.Errorf("with bridge-nf-call-iptables=%s %q arrives", call, got)
 		}
+		if got := n.dropped()["bridged_overlay_port"]; got != uint64(len(ways)) {
+			t.Errorf("with bridge-nf-call-iptables=%s %d are counted as dropped, want %d", call, got, len(ways))
+		}
+	}
+}
+
+func (n *node) dropped() (all map[string]uint64) {
+	n.t.Helper()
+	if err := Do(n.f, func() (err error) { all, err = Dropped(); return err }); err != nil {
+		n.t.Fatal(err)
+	}
+	return all
+}
+
+// No rule drops what it does not count, and no chain drops without a reason.
+func TestEachRuleThatDropsCounts(t *testing.T) {
+	reasons := make(map[string]bool)
+	for _, chain := range slices.Concat(FilterChains, BridgeChains, SourceNAT{Self: via4}.Chains()) {
+		drops := false
+		for _, text := range chain.Rules {
+			exprs := exprsOf(text)
+			v, is := exprs[len(exprs)-1].(*expr.Verdict)
+			if !is || v.Kind != expr.VerdictDrop {
+				continue
+			}
+			drops = true
+			if _, counts := exprs[len(exprs)-2].(*expr.Counter); !counts {
+				t.Errorf("chain %s: %q does not count", chain.Name, text)
+			}
+		}
+		if drops != (chain.Drops != "") {
+			t.Errorf("chain %s drops: %v, for the reason %q", chain.Name, drops, chain.Drops)
+		}
+		reasons[chain.Drops] = true
+	}
+	delete(reasons, "")
+	for _, r := range DropReasons {
+		if !reasons[r.Reason] {
+			t.Errorf("%s: no rule drops for it", r.Reason)
+		}
+		delete(reasons, r.Reason)
+	}
+	if len(reasons) > 0 {
+		t.Errorf("%v: not among DropReasons", reasons)
+	}
+}
+
+// What a filter drops is counted under its reason, and a change of the filter's sets forgets none.
+func TestWhatAFilterDropsIsCounted(t *testing.T) {
+	n := open(t, RouteAgent)
+	if got := n.dropped(); len(got) != 0 {
+		t.Errorf("without a table %v", got)
+	}
+	n.run("ip link add eth0 type veth peer name eth1")
+	n.run("ip addr add 172.30.1.11/24 dev eth0")
+	n.run("ip link set eth0 up")
+	n.run("ip link set eth1 up")
+	n.run("ip route add default via 172.30.1.1")
+	n.run("ip neigh add 172.30.1.1 lladdr 02:00:00:00:00:01 dev eth0")
+	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4}})}})
+	if got := n.dropped(); len(got) != 0 {
+		t.Errorf("before there was any %v", got)
+	}
+	send := func(to string) {
+		t.Helper()
+		if err := Do(n.f, func() error {
+			c, err := net.Dial("udp4", to)
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			_, err = c.Write([]byte("x"))
+			if errors.Is(err, unix.EPERM) { // what the chain leaving drops is told to who sent it
+				err = nil
+			}
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+	}
+	send("10.246.0.9:53")
+	send("10.246.0.9:53")
+	send("192.0.2.1:53") // no peer's
+	send(fmt.Sprintf("127.0.0.1:%d", OverlayPort))
+	want := map[string]uint64{"in_the_clear": 2, "overlay_source": 1}
+	if got := n.dropped(); !maps.Equal(got, want) {
+		t.Errorf("%v; want %v", got, want)
+	}
+	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4, netip.MustParsePrefix("10.250.0.0/20")}})}})
+	if got := n.dropped(); !maps.Equal(got, want) {
+		t.Errorf("after a change %v; want %v", got, want)
 	}
 }
 
