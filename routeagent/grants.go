@@ -40,25 +40,21 @@ func (g *grants) read(named []netip.Prefix, edition int64) []fabric.Problem {
 		return nil // the books are away, and with them no peering has ended
 	}
 	before, now := g.networks, g.named
-	if !slices.Equal(named, now) {
+	if now == nil || !slices.Equal(named, now) {
 		now = join(named)
 	}
+	lacks, _, _ := diff.Of(now, before, func(p netip.Prefix) netip.Prefix { return p })
 	g.named, g.networks = now, now
 	older := edition == 0 && g.edition <= 0 // the books of an older manager, or Liqo's, count as they are
-	if !older && (g.edition == unknownEdition || edition <= g.edition) {
-		g.networks = join(now, before)
-		if slices.Equal(g.networks, now) {
-			g.networks = now // one list of thousands is enough
-		}
-	}
+	kept := !older && (g.edition == unknownEdition || edition <= g.edition)
 	g.edition = max(g.edition, edition)
-	var lacking []string
-	held, _, _ := diff.Of(now, g.networks, func(p netip.Prefix) netip.Prefix { return p })
-	for _, p := range held {
-		lacking = append(lacking, p.String())
-	}
-	if len(lacking) == 0 {
+	if !kept || len(lacks) == 0 {
 		return nil
+	}
+	g.networks = join(now, lacks)
+	var lacking []string
+	for _, p := range lacks {
+		lacking = append(lacking, p.String())
 	}
 	some := strings.Join(lacking[:min(len(lacking), 4)], ", ")
 	if more := len(lacking) - 4; more > 0 {
