@@ -3,8 +3,6 @@ package main
 import (
 	"fmt"
 	"math"
-	"os"
-	"regexp"
 	"strconv"
 	"strings"
 )
@@ -25,17 +23,17 @@ var panels = []string{
 }
 
 // plot draws how the figures of two tables grow with the number of peers, both axes logarithmic.
-func plot(before, after string) (string, error) {
+func plot(before, after figures) string {
 	const width, height, across = 250, 170, 4
 	var tables [2]map[string][]float64
 	var peers [2][]float64
-	for i, name := range []string{before, after} {
-		b, err := os.ReadFile(name)
-		if err != nil {
-			return "", err
-		}
-		if tables[i], peers[i], err = parse(string(b)); err != nil {
-			return "", fmt.Errorf("%s: %w", name, err)
+	for i, f := range []figures{before, after} {
+		tables[i] = make(map[string][]float64)
+		for _, r := range f.all {
+			peers[i] = append(peers[i], float64(r.peers))
+			for _, panel := range panels {
+				tables[i][panel] = append(tables[i][panel], r.number(panel))
+			}
 		}
 	}
 	var b strings.Builder
@@ -74,7 +72,7 @@ func plot(before, after string) (string, error) {
 		}
 	}
 	b.WriteString("</svg>\n")
-	return b.String(), nil
+	return b.String()
 }
 
 func short(v float64) string {
@@ -85,35 +83,4 @@ func short(v float64) string {
 		return strconv.FormatFloat(v/1e3, 'g', 3, 64) + "k"
 	}
 	return strconv.FormatFloat(v, 'g', 3, 64)
-}
-
-var peersIn = regexp.MustCompile(`(\d+) peers`)
-
-// parse reads a table as this program prints it.
-func parse(text string) (rows map[string][]float64, peers []float64, err error) {
-	rows = make(map[string][]float64)
-	for line := range strings.Lines(text) {
-		cells := strings.Split(strings.Trim(strings.TrimSpace(line), "|"), "|")
-		if !strings.HasPrefix(line, "|") || len(cells) < 2 || strings.HasPrefix(line, "|---") {
-			continue
-		}
-		name := strings.TrimSpace(cells[0])
-		for _, cell := range cells[1:] {
-			if name == "" {
-				if m := peersIn.FindStringSubmatch(cell); m != nil {
-					n, _ := strconv.ParseFloat(m[1], 64)
-					peers = append(peers, n)
-				}
-				continue
-			}
-			v, err := strconv.ParseFloat(strings.TrimSuffix(strings.TrimSpace(cell), " %"), 64)
-			if err == nil {
-				rows[name] = append(rows[name], v)
-			}
-		}
-	}
-	if len(peers) == 0 {
-		return nil, nil, fmt.Errorf("want a table as this program prints it")
-	}
-	return rows, peers, nil
 }
