@@ -71,6 +71,16 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 // forwards. Others change their tables often. A message about a rule, a set or a chain names its table,
 // and one about a chain or a rule the chain.
 func (k *Kernel) concernsFilter(b []byte) bool {
+	messages, err := syscall.ParseNetlinkMessage(b)
+	if err != nil {
+		return true
+	}
+	// struct nfgenmsg ends with 16 bits of the generation, in network order (nf_tables_api.c).
+	if !slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool {
+		return len(m.Data) < nl.SizeofNfgenmsg || !k.memory.committed(binary.BigEndian.Uint16(m.Data[2:]))
+	}) {
+		return false // all of it is our own
+	}
 	if bytes.Contains(b, []byte(kernel.FilterTable+"\x00")) {
 		return true
 	}
@@ -78,10 +88,6 @@ func (k *Kernel) concernsFilter(b []byte) bool {
 		return false
 	}
 	if names := k.memory.chains.Load(); names != nil && slices.ContainsFunc(*names, func(name []byte) bool { return bytes.Contains(b, name) }) {
-		return true
-	}
-	messages, err := syscall.ParseNetlinkMessage(b)
-	if err != nil {
 		return true
 	}
 	return slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool { // a new one: chains with a hook are few

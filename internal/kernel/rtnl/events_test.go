@@ -113,6 +113,70 @@ func TestEventsOfOwnChangesAndOfPodsConcernNobody(t *testing.T) {
 	}
 }
 
+// What we change of our tables ourselves makes nobody compare, and what somebody else changes of them does,
+// also between changes of ours.
+func TestEventsOfOwnTablesConcernNobody(t *testing.T) {
+	n := open(t, RouteAgent)
+	var events *os.File
+	if err := Do(n.f, func() (err error) {
+		events, err = subscribe(unix.NETLINK_NETFILTER, unix.NFNLGRP_NFTABLES)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	defer events.Close()
+	buf := make([]byte, 1<<16)
+	concerned := func() (concerns bool) { // up to a table of the test
+		t.Helper()
+		n.run("nft add table ip seen")
+		n.run("nft delete table ip seen")
+		_ = events.SetReadDeadline(time.Now().Add(time.Minute))
+		for marks := 0; marks < 2; {
+			size, err := events.Read(buf)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if strings.Contains(string(buf[:size]), "seen\x00") {
+				marks += strings.Count(string(buf[:size]), "seen\x00")
+				continue
+			}
+			concerns = concerns || n.k.concernsFilter(buf[:size])
+		}
+		return concerns
+	}
+	state := func(networks ...string) State {
+		var remote []netip.Prefix
+		for _, text := range networks {
+			remote = append(remote, netip.MustParsePrefix(text))
+		}
+		return State{Filters: []Filter{FilterFor(FilterSets{Remote: remote})}, SourceNAT: []SourceNAT{SourceNATFor(SourceNATSets{Remote: remote})}}
+	}
+	n.apply(state("11.1.0.0/16"))
+	concerned() // it has made tables
+	n.apply(state("11.1.0.0/16", "11.2.0.0/16"))
+	n.apply(state("11.2.0.0/16"))
+	if concerned() {
+		t.Error("our own elements concern somebody")
+	}
+	for _, command := range []string{"nft add element inet isthmus remote { 11.9.0.0/16 }", "nft delete element inet isthmus remote { 11.9.0.0/16 }", "nft flush chain inet isthmus leaving"} {
+		n.run(command)
+		if !concerned() {
+			t.Errorf("%s concerns nobody", command)
+		}
+	}
+	n.apply(state("11.2.0.0/16"))
+	concerned()
+	n.apply(state("11.2.0.0/16", "11.3.0.0/16"))
+	n.run("nft delete element inet isthmus remote { 11.2.0.0/16 }")
+	n.apply(state("11.3.0.0/16"))
+	if !concerned() {
+		t.Error("a change between two of ours concerns nobody")
+	}
+	if n.run("nft delete table inet isthmus"); !concerned() {
+		t.Error("a table that is gone concerns nobody")
+	}
+}
+
 // Whatever is remembered, what is there in the end is what is wanted.
 func TestWhatSomebodyElseChangesIsMendedFromMemory(t *testing.T) {
 	n := open(t, RouteAgent)

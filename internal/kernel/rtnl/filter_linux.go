@@ -583,13 +583,23 @@ func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 func (k *Kernel) changeTable(remove bool, have *table, want table, remember func()) error {
 	read, before := k.tables.generation, generation()
 	known := !remove && have != nil && before != 0 && read == before
+	doubt := func() { k.memory.filter.Store(true) } // somebody else's transaction may have been taken for ours
+	k.memory.commit(before)
 	if !known || changeElements(*have, want) != nil {
+		if known {
+			doubt()
+		}
 		before = generation()
+		k.memory.commit(before)
 		if err := replaceTable(remove, want); err != nil {
+			doubt()
 			return err
 		}
 	}
-	if now := generation(); !remove && before != 0 && read == before && now == before+1 {
+	now := generation()
+	if before == 0 || now != before+1 {
+		doubt()
+	} else if !remove && read == before {
 		k.tables.generation = now
 		remember()
 	}

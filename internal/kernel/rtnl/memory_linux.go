@@ -36,6 +36,7 @@ type memory struct {
 
 	mu      sync.Mutex
 	written [2]map[neighbor]neighborValue // what we have made of neighbours, by namespace
+	commits []commit                      // the last transactions of nftables that we began
 	ports   [2][]uint32                   // of our netlink sockets, by namespace
 	devices [2]map[int]bool               // indices of those that concern us; true: what hangs on them is ours
 }
@@ -161,6 +162,34 @@ func (m *memory) wrote(in kernel.Namespace, n neighbor, value neighborValue) boo
 	defer m.mu.Unlock()
 	was, known := m.written[in][n]
 	return known && was == value
+}
+
+// A commit is a transaction of nftables, by the generation that it makes.
+type commit struct {
+	generation uint32
+	at         time.Time
+}
+
+// commit notes that we are about to make the generation after one; 0: it is not known. Whoever does
+// that has to look afterwards whether it was him.
+func (m *memory) commit(before uint32) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.commits = slices.DeleteFunc(m.commits, func(c commit) bool { return time.Since(c.at) > commitAge })
+	if before != 0 {
+		m.commits = append(m.commits, commit{before + 1, time.Now()})
+	}
+}
+
+// commitAge is how long a transaction is known as ours. Messages have 16 bits of its generation: there
+// must not be that many transactions meanwhile.
+const commitAge = 10 * time.Second
+
+// committed reports whether a message is about a transaction that we made.
+func (m *memory) committed(generation uint16) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.ContainsFunc(m.commits, func(c commit) bool { return uint16(c.generation) == generation && time.Since(c.at) <= commitAge })
 }
 
 // isOurs reports whether a port is that of one of our sockets.
