@@ -25,6 +25,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -50,7 +51,7 @@ func main() {
 			all = append(all, p)
 		}
 	}
-	fmt.Println("| PodCIDR | ExternalCIDR | peers | refused because | ms for the last 100 | octets of the books |")
+	fmt.Println("| PodCIDR | ExternalCIDR | peers | refused because | ms of CPU for the last 100 | octets of the books |")
 	fmt.Println("|---|---|---|---|---|---|")
 	for text := range strings.SplitSeq(*lengths, ",") {
 		bits, err := strconv.Atoi(text)
@@ -81,9 +82,9 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 		return fmt.Errorf("%v: %v", pod, conflicts)
 	}
 	external := b.Own().ExternalCIDR
-	var last [100]time.Time
+	var last [100]time.Duration
 	for n := 0; ; n++ {
-		last[n%len(last)] = time.Now()
+		last[n%len(last)] = cpu()
 		id := fmt.Sprintf("%08x-0000-4000-8000-000000000000", n)
 		next, got, err := b.Grant(ipam.Request{ID: id, Pod: pod, External: external})
 		if err != nil {
@@ -99,7 +100,7 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 			if n < len(last) {
 				since = last[0]
 			}
-			fmt.Printf("| %v | %v | %d | %s | %.0f | %d |\n", pod, external, n, why, float64(time.Since(since).Microseconds())/1000, len(text))
+			fmt.Printf("| %v | %v | %d | %s | %.0f | %d |\n", pod, external, n, why, (cpu()-since).Seconds()*1000, len(text))
 			return nil
 		}
 		b = next.Answered(id, got.Pod, got.External)
@@ -125,7 +126,7 @@ const more = 5
 
 // grow prints what a grant costs as the books grow.
 func grow() error {
-	rows := [][]string{{""}, {"PodCIDR of all"}, {"a grant is decided: CPU, ms"}, {"what a grant changed is found in the books: CPU, ms"}, {"all books as text: CPU, ms"}, {"all books read: CPU, ms"}, {"octets of the books"}}
+	rows := [][]string{{""}, {"PodCIDR of all"}, {"a grant is decided: CPU, ms"}, {"what a grant changed is found in the books: CPU, ms"}, {"all books as text: CPU, ms"}, {"all books read: CPU, ms"}, {"octets of the books"}, {"octets of a share of their copy"}}
 	for _, g := range grown {
 		pod := netip.MustParsePrefix(g.pod)
 		var pools []netip.Prefix
@@ -172,10 +173,23 @@ func grow() error {
 			return err
 		}
 		read := cpu()
+		shares := make(map[string]map[string][]string)
+		for _, id := range b.Peers() {
+			got, _ := b.GrantOf(id)
+			share := fabric.ShareOf(id)
+			if shares[share] == nil {
+				shares[share] = make(map[string][]string)
+			}
+			shares[share][id] = []string{got.Pod.String(), got.External.String()}
+		}
+		copied, err := json.Marshal(shares)
+		if err != nil {
+			return err
+		}
 		ms := func(d time.Duration, of int) string {
 			return strconv.FormatFloat(d.Seconds()*1000/float64(of), 'f', 2, 64)
 		}
-		for i, cell := range []string{fmt.Sprintf("%d peers", g.peers), "/" + strconv.Itoa(pod.Bits()), ms(decided-begin, more), ms(compared-decided, more), ms(written-compared, 1), ms(read-written, 1), strconv.Itoa(len(text))} {
+		for i, cell := range []string{fmt.Sprintf("%d peers", g.peers), "/" + strconv.Itoa(pod.Bits()), ms(decided-begin, more), ms(compared-decided, more), ms(written-compared, 1), ms(read-written, 1), strconv.Itoa(len(text)), strconv.Itoa(len(copied) / len(shares))} {
 			rows[i] = append(rows[i], cell)
 		}
 	}
