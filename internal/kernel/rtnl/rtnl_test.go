@@ -885,8 +885,8 @@ END`))
 		t.Fatal(err)
 	}
 	apply(State{Accepts: []Accept{{}}})
-	if got := saved(); got != before {
-		t.Errorf("without the lock there is\n%s", got)
+	if got := saved(); got != before || !n.k.Busy() {
+		t.Errorf("without the lock (busy: %v) there is\n%s", n.k.Busy(), got)
 	}
 	if err := unix.Flock(int(f.Fd()), unix.LOCK_UN); err != nil {
 		t.Fatal(err)
@@ -1030,6 +1030,36 @@ func TestABridgeKeepsPodsOffTheGateway(t *testing.T) {
 		if got := n.dropped()["bridged_overlay_port"]; got != uint64(len(ways)) {
 			t.Errorf("with bridge-nf-call-iptables=%s %d are counted as dropped, want %d", call, got, len(ways))
 		}
+	}
+}
+
+// While nothing could be read, what another process left counts, and what this one wants does not.
+func TestABridgeIsNotBelievedInBeforeItCouldBeRead(t *testing.T) {
+	n := open(t, RouteAgent)
+	bridges := []Bridge{BridgeFor([]netip.Addr{via4}, nil)}
+	unreadable := State{Bridges: bridges, Links: []Link{{Name: strings.Repeat("x", 200)}}}
+	bridged := func() bool {
+		t.Helper()
+		var is bool
+		err := Do(n.f, func() error {
+			if _, err := n.k.Apply(unreadable); !errors.Is(err, errUnread) {
+				return fmt.Errorf("it could be read: %w", err)
+			}
+			is = n.k.Bridged()
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return is
+	}
+	if bridged() {
+		t.Error("there is none, and it says that there is")
+	}
+	n.apply(State{Bridges: bridges})
+	n.k.applied = false // as of a process that starts
+	if !bridged() {
+		t.Error("there is one, and it says that there is none")
 	}
 }
 
