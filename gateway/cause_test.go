@@ -165,6 +165,9 @@ func TestADropHasATimeAndLosesItWithItsPeer(t *testing.T) {
 	}
 	g.send(t, natengine.Inbound, "10.246.1.1", "10.99.0.1", 1, 2) // not ours
 	g.send(t, natengine.Outbound, "10.244.1.1", "10.99.0.1", 1, 2)
+	if d := g.status(0).Peers[0].Drops; len(d) != 1 || d[0].LastSeen == nil || time.Since(*d[0].LastSeen) > time.Hour {
+		t.Errorf("%+v before anybody has looked; want the time of now", d)
+	}
 	first := begin.Add(time.Second)
 	g.tick(first)
 	g.tick(first.Add(time.Minute))

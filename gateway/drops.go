@@ -61,9 +61,20 @@ func (d *dropTimes) look(e *natengine.Engine, now time.Time) {
 	}
 }
 
-// last is when a counter last grew; zero: it has not been seen to.
+// last is when a counter was last seen to grow; zero: it has not been.
 func (d *dropTimes) last(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop) time.Time {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	return d.seen[dropKey{peer, direction, reason}].at
+}
+
+// lastOf is when a counter last grew that has this count now: one that grew since somebody looked at
+// it did so just now.
+func (d *dropTimes) lastOf(peer *natengine.PeerState, direction natengine.Direction, reason natengine.Drop, count uint64, now time.Time) time.Time {
+	d.mu.Lock()
+	defer d.mu.Unlock()
+	if seen := d.seen[dropKey{peer, direction, reason}]; seen.count == count {
+		return seen.at
+	}
+	return now
 }

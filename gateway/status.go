@@ -324,11 +324,8 @@ func (g *gateway) appendDrops(list []DropStatus, peer *natengine.PeerState, d na
 		if n == 0 {
 			continue
 		}
-		s := DropStatus{Direction: d.String(), Reason: r.String(), Packets: n, Text: r.Explain()}
-		if at := g.drops.last(peer, d, r); !at.IsZero() {
-			s.LastSeen = &at
-		}
-		list = append(list, s)
+		at := g.drops.lastOf(peer, d, r, n, time.Now())
+		list = append(list, DropStatus{Direction: d.String(), Reason: r.String(), Packets: n, Text: r.Explain(), LastSeen: &at})
 	}
 	return list
 }

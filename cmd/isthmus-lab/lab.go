@@ -32,15 +32,18 @@ func newUpCommand() *cobra.Command {
 			if err != nil {
 				return cli.Usage("--pod-cidr %q: want a network such as 10.244.0.0/16", podCIDR)
 			}
-			if binary, err = program(binary); err != nil {
-				return err
-			}
 			if pods == 0 {
 				pods = -1
 			}
 			spec.Name, spec.RPFilter, spec.Clusters = name, lab.RPFilter(filter), lab.Clusters(clusters)
 			for i := range spec.Clusters {
 				spec.Clusters[i].PodCIDR, spec.Clusters[i].Nodes, spec.Clusters[i].PodsPerNode = prefix, nodes, pods
+			}
+			if err := spec.Check(); err != nil {
+				return cli.Usage("%w", err)
+			}
+			if binary, err = program(binary); err != nil {
+				return err
 			}
 			return up(cmd.Context(), cmd.OutOrStdout(), spec, binary, bare)
 		}),

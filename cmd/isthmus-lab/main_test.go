@@ -50,6 +50,18 @@ func TestWithoutRootNothingIsSaidAboutLabs(t *testing.T) {
 	}
 }
 
+func TestLabThatCannotBeIsWrongUsage(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("without root the command says that first")
+	}
+	for _, args := range [][]string{{"--clusters", "-3"}, {"--clusters", "0"}, {"--nodes", "100"}, {"--tunnels", "17"}, {"--mtu", "20"}, {"--name", "../x"}} {
+		out, errs, code := isthmusLab(append([]string{"up"}, args...)...)
+		if code != 2 || out != "" || !strings.Contains(errs, "want ") {
+			t.Errorf("up %q: code %d, stdout %q, stderr %q; want 2 and what is wanted", args, code, out, errs)
+		}
+	}
+}
+
 func TestProgramIsTheOneNamedOrTheOneBeside(t *testing.T) {
 	self, err := os.Executable()
 	if err != nil {

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"os"
@@ -44,6 +45,14 @@ func unreachableCluster(t *testing.T) (path string) {
 func TestCommandsForClustersSayWhatTheyWant(t *testing.T) {
 	noCluster(t)
 	gone := unreachableCluster(t)
+	text, err := os.ReadFile(gone)
+	if err != nil {
+		t.Fatal(err)
+	}
+	without := filepath.Join(t.TempDir(), "kubeconfig")
+	if err := os.WriteFile(without, bytes.Replace(text, []byte("current-context: gone, "), nil, 1), 0o600); err != nil {
+		t.Fatal(err)
+	}
 	for _, tc := range []struct {
 		args []string
 		want string
@@ -78,6 +87,7 @@ func TestCommandsForClustersSayWhatTheyWant(t *testing.T) {
 		{[]string{"install", "--values", "/no/such/file"}, "--values: open /no/such/file"},
 		{[]string{"status", "--kubeconfig", gone}, "unreachable"},
 		{[]string{"status", "--context", "x"}, "no context x"},
+		{[]string{"status", "--kubeconfig", without}, "no context is the current one: want --context with one of gone"},
 	} {
 		out, errs, code := isthmus("", tc.args...)
 		if code != 2 || !strings.Contains(errs, tc.want) || out != "" {

@@ -230,7 +230,7 @@ func tellPod(ctx context.Context, events *kube.PodEvents, s gateway.Status, log 
 	if wrong := slices.Concat(s.Config.Errors, s.Config.Problems); len(wrong) > 0 {
 		err = events.Warn(ctx, "NotApplied", strings.Join(wrong, "; "))
 	} else {
-		err = events.Mended(ctx, "Applied", "the gateway is as it should be again")
+		err = events.Mended(ctx, "the gateway is as it should be again")
 	}
 	if err != nil && ctx.Err() == nil {
 		log.Debug("nobody is told what is wrong", "error", err) // Pod and status say it too

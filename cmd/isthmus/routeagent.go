@@ -88,7 +88,7 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 				}
 				o.TellReady = func(ctx context.Context, problem string) error {
 					if problem == "" {
-						return events.Mended(ctx, "Applied", "the node is as it should be again")
+						return events.Mended(ctx, "the node is as it should be again")
 					}
 					return events.Warn(ctx, "NotApplied", problem)
 				}

@@ -339,15 +339,28 @@ func TestCaptureKeepsPayloadOnlyWhenAsked(t *testing.T) {
 
 // A superpacket is one packet before the tunnel and 45 in it, and comes back as one.
 func TestCaptureOfASuperpacket(t *testing.T) {
+	for try := 1; !superpacketIsCaptured(t); try++ { // a machine that is busy with other tests misses records, and says so
+		if try == 20 {
+			t.Fatal("each recorder was too slow")
+		}
+	}
+}
+
+// superpacketIsCaptured reports whether no record was missed, which else proves nothing.
+func superpacketIsCaptured(t *testing.T) bool {
 	s := newScene(t, plans[0])
 	o := capture.DefaultOptions()
 	o.Proto = 6
 	out, in := startRecorder(s.a, o), startRecorder(s.b, o)
 	s.send(t, s.a, s.atB, super4(at(s.a.pod, 4000), at(s.remote, 80), 1000, 1380, random(45*1380)))
 	s.settle(t)
-	all, _ := records(t, out.stop(t))
+	sent, missedThere := records(t, out.stop(t))
+	received, missed := records(t, in.stop(t))
+	if missed+missedThere > 0 {
+		return false
+	}
 	counts := make(map[string]int)
-	for _, r := range all {
+	for _, r := range sent {
 		counts[r.place]++
 		if r.place == "before-nat" && (r.length != 40+45*1380 || !strings.Contains(r.comment, "superpacket of 45")) {
 			t.Errorf("%v", r)
@@ -356,19 +369,16 @@ func TestCaptureOfASuperpacket(t *testing.T) {
 	if counts["before-nat"] != 1 || counts["after-nat"] != 1 || counts["tunnel"] != 45 || counts["underlay"] != 45 {
 		t.Errorf("sender: %v", counts)
 	}
-	all, missed := records(t, in.stop(t))
-	if missed > 0 {
-		t.Skipf("the machine is too slow: %d records are missed", missed)
-	}
 	octets := 0
-	for _, r := range all {
+	for _, r := range received {
 		if r.place == "after-nat" {
 			octets += r.length - 40
 		}
 	}
 	if octets != 45*1380 {
-		t.Errorf("receiver: %d octets after NAT\n%s", octets, lines(all))
+		t.Errorf("receiver: %d octets after NAT\n%s", octets, lines(received))
 	}
+	return true
 }
 
 // Nobody reads: the road goes on, and what was missed is counted.

@@ -12,7 +12,7 @@ import (
 // kinds say what a flag of one of pflag's types wants; those of ours explain themselves.
 var kinds = map[string]string{
 	"int": "a number", "int32": "a number", "int64": "a number", "uint16": "a number from 0 to 65535",
-	"bool": "true or false", "duration": "a duration such as 90s or 5m",
+	"bool": "true or false", "duration": "a duration such as 90s or 5m", "intSlice": "numbers, with commas between them",
 }
 
 // flagError tells people what pflag tells programmers.

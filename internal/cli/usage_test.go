@@ -1,6 +1,12 @@
 package cli
 
-import "testing"
+import (
+	"strings"
+	"testing"
+
+	"github.com/spf13/cobra"
+	"github.com/spf13/pflag"
+)
 
 func TestNearestIsWhatSomebodyMayHaveMeant(t *testing.T) {
 	words := []string{"context", "namespace", "remote-context", "o", "timeout"}
@@ -10,6 +16,23 @@ func TestNearestIsWhatSomebodyMayHaveMeant(t *testing.T) {
 	} {
 		if got := Nearest(said, words); got != want {
 			t.Errorf("%q: %q, want %q", said, got, want)
+		}
+	}
+}
+
+func TestFlagsOfEachTypeSayWhatTheyWantWithoutTheWordsOfGo(t *testing.T) {
+	for kind, add := range map[string]func(*pflag.FlagSet){
+		"int":      func(f *pflag.FlagSet) { f.Int("x", 0, "") },
+		"uint16":   func(f *pflag.FlagSet) { f.Uint16("x", 0, "") },
+		"bool":     func(f *pflag.FlagSet) { f.Bool("x", false, "") },
+		"duration": func(f *pflag.FlagSet) { f.Duration("x", 0, "") },
+		"intSlice": func(f *pflag.FlagSet) { f.IntSlice("x", nil, "") },
+	} {
+		cmd := &cobra.Command{Use: "x"}
+		add(cmd.Flags())
+		err := flagError(cmd, cmd.ParseFlags([]string{"--x=1,nonsense"}))
+		if want := `--x "1,nonsense": want ` + kinds[kind]; err == nil || kinds[kind] == "" || !strings.HasPrefix(err.Error(), want) {
+			t.Errorf("%s: %v; want %s", kind, err, want)
 		}
 	}
 }

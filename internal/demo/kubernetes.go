@@ -64,7 +64,7 @@ func RunKubernetes(ctx context.Context, o Options) (err error) {
 	}
 	if o.Keep {
 		fmt.Fprintf(o.Out, "\nThe clusters stand until Ctrl-C. From another terminal, as root:\n"+
-			"  isthmus-lab exec %s underlay -- kubectl --kubeconfig %s --context a get pods -A\n", o.Name, k.set.Kubeconfig)
+			"  isthmus-lab exec --name %s underlay -- kubectl --kubeconfig %s --context a get pods -A\n", o.Name, k.set.Kubeconfig)
 		<-ctx.Done()
 	}
 	return nil

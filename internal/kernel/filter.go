@@ -65,10 +65,12 @@ const FilterTable = "isthmus"
 
 // FilterPriority is that of the chains with a hook, but prerouting: before the rules of others,
 // which may still drop what these let pass. TranslationPriority is that of prerouting: after the
-// connections are known (-200) and before others change destinations (-100).
+// connections are known (-200) and before others change destinations (-100). RawPriority is before
+// the connections are known.
 const (
 	FilterPriority      = -1
 	TranslationPriority = -150
+	RawPriority         = -300
 )
 
 // A FilterChain is a chain of the table, with its rules as nft(8) takes them.
@@ -83,6 +85,8 @@ type FilterChain struct {
 // Priority is that of a chain with a hook.
 func (c FilterChain) Priority() int {
 	switch {
+	case c.Name == "raw":
+		return RawPriority
 	case c.Hook == "prerouting":
 		return TranslationPriority
 	case c.NAT:
@@ -133,6 +137,12 @@ func (c FilterChain) Kind() string {
 // made, somebody who took our routes away), it leaves by a device of ours or not at all. Within the
 // node, by lo, it may go.
 //
+// A gateway that is a Pod answers the probes of agents (package overlay) with ICMP errors, which its
+// node forwards. What they quote came inside VXLAN, so that the node knows no connection of it: the
+// errors would be invalid, and kube-proxy drops what is. They belong to no connection on purpose, but
+// at the node that they are for, which does know. No other error is: those from inside the tunnel are
+// for pods, and come by the overlay.
+//
 // What most packets are comes first: each rule before costs a packet of the overlay some 100 ns. Of two
 // sets the smaller is asked first: that of remote networks has two for each peer.
 var FilterChains = []FilterChain{
@@ -172,6 +182,16 @@ var FilterChains = []FilterChain{
 		"ip daddr @gateways fib saddr . iif oif != 0 iifname @bridges jump bridged",
 		"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice",
 		"counter drop",
+	}},
+	{Name: "answers", Rules: []string{
+		`iifname "isthmus*" return`,
+		"fib daddr type local return",
+		"@th,0,16 0x0b00 notrack", // time exceeded in transit
+		"@th,0,16 0x0300 notrack", // no way to the network
+		"@th,0,16 0x0301 notrack", // no way to the host
+	}},
+	{Name: "raw", Hook: "prerouting", Rules: []string{
+		"ip protocol icmp ip saddr @gateways fib saddr . iif oif != 0 jump answers",
 	}},
 	{Name: "prerouting", Hook: "prerouting", Rules: []string{
 		`iifname "isthmus*" jump translated`,

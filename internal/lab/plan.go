@@ -105,8 +105,14 @@ type ClusterSpec struct {
 	Bare bool `json:"bare,omitempty"`
 }
 
-// Clusters returns n default clusters, called "a", "b" and so on.
-func Clusters(n int) []ClusterSpec { return make([]ClusterSpec, n) }
+// Clusters returns n default clusters, called "a", "b" and so on; none for a negative number.
+func Clusters(n int) []ClusterSpec { return make([]ClusterSpec, max(0, n)) }
+
+// Check names everything wrong with a spec.
+func (s Spec) Check() error {
+	_, err := s.withDefaults()
+	return err
+}
 
 // withDefaults returns a complete copy of the spec or an error that names everything wrong with it.
 func (s Spec) withDefaults() (Spec, error) {

@@ -15,9 +15,12 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"maps"
 	"net/url"
 	"os"
 	"regexp"
+	"slices"
+	"strings"
 	"time"
 
 	"github.com/go-logr/logr"
@@ -120,6 +123,9 @@ func load(a Access) (config *rest.Config, name string, err error) {
 		return nil, "", fmt.Errorf("kubeconfig: no context %s", Printable(a.Context))
 	}
 	config, err = kubeconfig.ClientConfig()
+	if all := slices.Sorted(maps.Keys(raw.Contexts)); clientcmd.IsEmptyConfig(err) && len(all) > 0 { // and none of them is current
+		return nil, "", fmt.Errorf("kubeconfig: no context is the current one: want --context with one of %s", Printable(strings.Join(all, ", ")))
+	}
 	if clientcmd.IsEmptyConfig(err) || errors.Is(err, rest.ErrNotInCluster) {
 		return nil, "", errors.New("no kubeconfig: want --kubeconfig, $KUBECONFIG or ~/.kube/config")
 	}

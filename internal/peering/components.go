@@ -7,6 +7,7 @@ import (
 	"maps"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -37,7 +38,7 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found componen
 	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
 		return found, err
 	}
-	found.pods, found.events = pods.Items, make(map[string]string)
+	found.pods = pods.Items
 	var services corev1.ServiceList
 	if c.client.List(ctx, &services, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: "true"}) == nil {
 		found.services = []string{}
@@ -48,9 +49,10 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found componen
 	found.broken, found.refuses = make(map[string]*isthmus.BrokenOverlay), make(map[string]string)
 	var reports isthmus.NodeNetworksList // a help: who may not read it sees the agents' Pods
 	_ = c.client.List(ctx, &reports, client.InNamespace(c.Namespace))
+	connected := sync.OnceValue(func() bool { return c.anyConnected(ctx) })
 	for i := range reports.Items {
 		r := &reports.Items[i]
-		if o := r.Spec.BrokenOverlay; o != nil && (!o.Back || c.anyConnected(ctx)) {
+		if o := r.Spec.BrokenOverlay; o != nil && (!o.Back || connected()) {
 			found.broken[r.Name] = o
 		}
 		for _, p := range r.Spec.Problems {
@@ -59,19 +61,50 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found componen
 			}
 		}
 	}
-	var list corev1.EventList
-	if err := c.client.List(ctx, &list, client.InNamespace(c.Namespace), client.MatchingFields{"type": corev1.EventTypeWarning, "involvedObject.kind": "Pod"}); err != nil {
-		return found, nil //nolint:nilerr // they only say more
-	}
-	latest := make(map[string]time.Time)
-	for i := range list.Items {
-		e := &list.Items[i]
-		at := eventTime(e)
-		if pod := e.InvolvedObject.Name; now.Sub(at) < eventsOfLate && at.After(latest[pod]) {
-			latest[pod], found.events[pod] = at, fmt.Sprintf("%s: %s", Printable(e.Reason), printable(strings.TrimSpace(e.Message), maxMessage))
+	var warnings, over corev1.EventList // they only say more
+	about := client.MatchingFields{"type": corev1.EventTypeWarning, "involvedObject.kind": "Pod"}
+	if c.client.List(ctx, &warnings, client.InNamespace(c.Namespace), about) == nil {
+		about = client.MatchingFields{"type": corev1.EventTypeNormal, "reason": isthmus.EventApplied, "involvedObject.kind": "Pod"}
+		if c.client.List(ctx, &over, client.InNamespace(c.Namespace), about) == nil {
+			found.events = lastWarnings(warnings.Items, over.Items, found.pods, now)
 		}
 	}
 	return found, nil
+}
+
+// readyLag is how much later a kubelet may see that a Pod is not ready than the Pod has said why.
+const readyLag = 2 * time.Minute
+
+// lastWarnings are the latest warnings about Pods that are of now: not of long ago, not of before the
+// Pod was ready, and not taken back since by whoever warned.
+func lastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
+	after := make(map[string]time.Time)
+	for i := range pods {
+		for _, c := range pods[i].Status.Conditions {
+			if c.Type == corev1.PodReady && !c.LastTransitionTime.IsZero() {
+				after[pods[i].Name] = c.LastTransitionTime.Add(-readyLag)
+			}
+		}
+	}
+	type reporter struct{ pod, name string }
+	mended := make(map[reporter]time.Time)
+	for i := range over {
+		e := &over[i]
+		by := reporter{e.InvolvedObject.Name, e.ReportingController}
+		if at := eventTime(e); at.After(mended[by]) {
+			mended[by] = at
+		}
+	}
+	said, latest := make(map[string]string), make(map[string]time.Time)
+	for i := range warnings {
+		e := &warnings[i]
+		pod, at := e.InvolvedObject.Name, eventTime(e)
+		if now.Sub(at) >= eventsOfLate || at.Before(after[pod]) || !at.After(mended[reporter{pod, e.ReportingController}]) || !at.After(latest[pod]) {
+			continue
+		}
+		latest[pod], said[pod] = at, fmt.Sprintf("%s: %s", Printable(e.Reason), printable(strings.TrimSpace(e.Message), maxMessage))
+	}
+	return said
 }
 
 // anyConnected reports whether packets go both ways between this cluster and some peer: else it is no

@@ -58,6 +58,41 @@ func TestAGatewayIsJudgedByItsPodsToo(t *testing.T) {
 	}
 }
 
+func TestWarningsOfWhatIsOverAreNotShown(t *testing.T) {
+	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
+	event := func(ago time.Duration, by, message string) corev1.Event {
+		return corev1.Event{EventTime: metav1.NewMicroTime(now.Add(-ago)), InvolvedObject: corev1.ObjectReference{Name: "agent"}, ReportingController: by, Reason: "R", Message: message}
+	}
+	notReadySince := func(ago time.Duration) []corev1.Pod {
+		return []corev1.Pod{{ObjectMeta: metav1.ObjectMeta{Name: "agent"}, Status: corev1.PodStatus{
+			Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionFalse, LastTransitionTime: metav1.NewTime(now.Add(-ago))}}}}}
+	}
+	disk, kubelet := event(5*time.Minute, "isthmus.net/route-agent", "no space left"), event(4*time.Minute, "kubelet", "Back-off")
+	repeated := disk
+	repeated.Series = &corev1.EventSeries{LastObservedTime: metav1.NewMicroTime(now.Add(-time.Minute))}
+	for _, tc := range []struct {
+		name     string
+		warnings []corev1.Event
+		over     []corev1.Event
+		pods     []corev1.Pod
+		want     string
+	}{
+		{"one", []corev1.Event{disk}, nil, nil, "R: no space left"},
+		{"the latest", []corev1.Event{kubelet, disk}, nil, nil, "R: Back-off"},
+		{"of long ago", []corev1.Event{event(time.Hour, "kubelet", "x")}, nil, nil, ""},
+		{"taken back", []corev1.Event{disk}, []corev1.Event{event(3*time.Minute, "isthmus.net/route-agent", "well")}, nil, ""},
+		{"taken back before", []corev1.Event{disk}, []corev1.Event{event(6*time.Minute, "isthmus.net/route-agent", "well")}, nil, "R: no space left"},
+		{"told again since", []corev1.Event{repeated}, []corev1.Event{event(3*time.Minute, "isthmus.net/route-agent", "well")}, nil, "R: no space left"},
+		{"taken back by somebody else", []corev1.Event{kubelet}, []corev1.Event{event(time.Minute, "isthmus.net/route-agent", "well")}, nil, "R: Back-off"},
+		{"the Pod has been ready since", []corev1.Event{disk}, nil, notReadySince(time.Minute), ""},
+		{"it is why the Pod is not", []corev1.Event{disk}, nil, notReadySince(4 * time.Minute), "R: no space left"},
+	} {
+		if got := lastWarnings(tc.warnings, tc.over, tc.pods, now)["agent"]; got != tc.want {
+			t.Errorf("%s: %q, want %q", tc.name, got, tc.want)
+		}
+	}
+}
+
 func TestSeveralVersionsAreTold(t *testing.T) {
 	pod := func(account, image string) corev1.Pod {
 		return corev1.Pod{Spec: corev1.PodSpec{ServiceAccountName: account, Containers: []corev1.Container{{Image: image}}}}

@@ -51,6 +51,24 @@ type Hop struct {
 	// Source is who says so, and Since is since when, if that is known.
 	Source string       `json:"source"`
 	Since  *metav1.Time `json:"since,omitempty"`
+
+	// followsGateway: what is broken is the way to the gateway and nothing else, which is no wonder
+	// where none is at work.
+	followsGateway bool
+}
+
+// noneAtWork reports whether a hop of the gateway says that none is at work.
+func noneAtWork(h *Hop) bool {
+	return h.Name == hopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason)
+}
+
+// withoutGateway has the hops wait that are broken because no gateway is at work.
+func withoutGateway(hops []Hop) {
+	for i := range hops {
+		if h := &hops[i]; h.followsGateway && h.State == Broken {
+			h.State, h.Text = Waits, "the gateway is not reached, as none is at work"
+		}
+	}
 }
 
 // Names of the hops of a cluster; those of a peering are the types of its conditions.
@@ -91,11 +109,13 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 			Text: "you may not list Pods in " + c.Namespace}), manager, gateway, nil
 	}
 	found.judgeGateway(&hops[1], gateway, now)
-	nodes, err := c.nodeHops(ctx, found, hops[1].State == Broken)
+	nodes, err := c.nodeHops(ctx, found)
 	if err != nil {
 		return nil, manager, gateway, err
 	}
-	hops = append(hops, nodes...)
+	if hops = append(hops, nodes...); noneAtWork(&hops[1]) {
+		withoutGateway(hops)
+	}
 	rights, lacking, err := c.rightsHop(ctx)
 	if err != nil || rights == nil {
 		return hops, manager, gateway, err
@@ -119,6 +139,9 @@ func (c *Cluster) leaseHop(name, lease string, h Holder, remedy string) Hop {
 		hop.State, hop.Text = Unknown, h.Problem+", so that no gateway of this cluster was ever elected; "+remedy
 	default:
 		hop.State, hop.Text = Broken, "no "+name+" is at work: "+h.Problem+"; "+remedy
+		if name == hopGateway { // the word that the manager has for it, which knows it earlier
+			hop.Reason = isthmus.ReasonGatewaySilent
+		}
 	}
 	return hop
 }
@@ -139,14 +162,14 @@ func heed(own []Hop, p *isthmus.Peering) {
 		if h := &own[i]; h.Name == hopGateway && h.State == Works {
 			h.State, h.Reason, h.Text, h.Since = Broken, Printable(c.Reason), printable(c.Message, maxMessage), &c.LastTransitionTime
 			h.Source = "condition Connected of Peering " + p.Name
+			withoutGateway(own)
 		}
 	}
 }
 
 // nodeHops look for a route agent on every node that takes one, as the kubelets tell. A node that is
-// not ready is a hop of its own: whatever its agent does, no pod on it is reached. Without a gateway
-// at work, what agents say of the way to it waits.
-func (c *Cluster) nodeHops(ctx context.Context, found components, noGateway bool) ([]Hop, error) {
+// not ready is a hop of its own: whatever its agent does, no pod on it is reached.
+func (c *Cluster) nodeHops(ctx context.Context, found components) ([]Hop, error) {
 	hop := Hop{Cluster: c.String(), Name: hopAgents, Source: "Nodes, Pods in " + c.Namespace}
 	var nodes corev1.NodeList
 	var sets appsv1.DaemonSetList
@@ -169,9 +192,8 @@ func (c *Cluster) nodeHops(ctx context.Context, found components, noGateway bool
 	}
 	hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes", a.nodes)
 	switch {
-	case noGateway && a.lacking > 0 && a.lacking == a.unreached:
-		hop.State, hop.Text = Waits, fmt.Sprintf("%d of %d nodes do not reach the gateway, as none is at work", a.lacking, a.nodes)
 	case a.lacking > 0:
+		hop.followsGateway = a.lacking == a.unreached
 		hop.State, hop.Text = Broken, fmt.Sprintf("pods on %d of %d nodes are not joined: %s", a.lacking, a.nodes, firstFew(a.missing, "; "))
 	case len(a.versions) == 1:
 		hop.Text += ", " + a.versions[0]

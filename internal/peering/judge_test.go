@@ -186,7 +186,8 @@ func TestWhatIsBrokenIsBlamedAndNothingThatFollowsFromIt(t *testing.T) {
 
 func TestWhatTheManagerKnowsOfTheGatewaysIsHeeded(t *testing.T) {
 	silent := named("p", "Unknown(GatewaySilent) x", "Connected=Unknown(GatewaySilent) no gateway is at work")
-	own := []Hop{{Cluster: "a", Name: hopManager, State: Works}, {Cluster: "a", Name: hopGateway, State: Works}}
+	own := []Hop{{Cluster: "a", Name: hopManager, State: Works}, {Cluster: "a", Name: hopGateway, State: Works},
+		{Cluster: "a", Name: hopAgents, State: Broken, followsGateway: true}, {Cluster: "a", Name: hopNodes, State: Broken}}
 	heed(own, named("q", "True"))
 	if own[1].State != Works {
 		t.Error("broken, though a gateway is at work")
@@ -198,6 +199,9 @@ func TestWhatTheManagerKnowsOfTheGatewaysIsHeeded(t *testing.T) {
 	own[0].State = Works
 	if heed(own, silent); own[1].State != Broken || own[1].Reason != isthmus.ReasonGatewaySilent || own[1].Text != "no gateway is at work" {
 		t.Errorf("%+v", own[1])
+	}
+	if own[2].State != Waits || own[3].State != Broken {
+		t.Errorf("agents that only lack the gateway: %s; want %s. Nodes: %s", own[2].State, Waits, own[3].State)
 	}
 }
 

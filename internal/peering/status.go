@@ -96,7 +96,7 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 // noGateway says why no gateway is at work; empty: one is, or it is not ours.
 func (s *Status) noGateway() string {
 	for i := range s.Hops {
-		if h := &s.Hops[i]; h.Name == hopGateway && (h.State == Broken || h.State == Waits) && !slices.Contains([]string{reasonSeveralActive, reasonNoneMarked, reasonServices}, h.Reason) {
+		if h := &s.Hops[i]; noneAtWork(h) {
 			return strings.TrimPrefix(h.Text, "no gateway is at work: ")
 		}
 	}

@@ -170,7 +170,8 @@ func (c *Cluster) endpointOf(ctx context.Context, namespace, name string, port u
 }
 
 // NodeHop is what a packet crosses between a Pod's node and the gateway: the rules and the overlay of
-// that node's route agent. An empty node is that of no Pod.
+// that node's route agent. An empty node is that of no Pod. Where the way to the gateway is all that
+// is broken, and no gateway is at work, it waits.
 func (c *Cluster) NodeHop(ctx context.Context, node string) (Hop, error) {
 	hop := Hop{Cluster: c.String(), Name: "node", State: Works, Source: "Nodes, Pods in " + c.Namespace}
 	if node == "" {
@@ -188,7 +189,7 @@ func (c *Cluster) NodeHop(ctx context.Context, node string) (Hop, error) {
 	a := agentsOf([]corev1.Node{n}, found, nil)
 	switch problems := slices.Concat(a.unready, a.missing); {
 	case len(problems) > 0:
-		hop.State, hop.Text = Broken, strings.Join(problems, "; ")
+		hop.State, hop.Text, hop.followsGateway = Broken, strings.Join(problems, "; "), len(problems) == a.unreached
 	case a.nodes == 0:
 		hop.State, hop.Text = Broken, fmt.Sprintf("Node %s takes no route agent", Printable(node))
 	case found.refuses[node] != "":
@@ -196,7 +197,18 @@ func (c *Cluster) NodeHop(ctx context.Context, node string) (Hop, error) {
 	default:
 		hop.Text = fmt.Sprintf("Node %s: its route agent is ready, so that rules and overlay lead to the gateway and back", Printable(node))
 	}
-	return hop, nil
+	if !hop.followsGateway {
+		return hop, nil
+	}
+	gateway, err := c.GatewayHop(ctx)
+	if err != nil {
+		return hop, err
+	}
+	way := []Hop{hop}
+	if noneAtWork(&gateway) {
+		withoutGateway(way)
+	}
+	return way[0], nil
 }
 
 // GatewayHop says whether a gateway is at work, and on which Pod the overlay ends.

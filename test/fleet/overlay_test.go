@@ -1,6 +1,7 @@
 package fleet
 
 import (
+	"encoding/json"
 	"fmt"
 	"os/exec"
 	"strings"
@@ -8,6 +9,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/routeagent"
 )
 
 // A firewall on a node that drops its VXLAN: status names the node, and when the firewall is gone says
@@ -61,4 +63,33 @@ func TestABrokenOverlayIsFound(t *testing.T) {
 	t.Logf("found after %.0f s", time.Since(begin).Seconds())
 	nft("delete table ip wall")
 	whole()
+}
+
+// kube-proxy has nodes drop what they forward and know no connection of, whatever mode it is in. The
+// gateway's answers to probes are of that kind: what they quote came to its node inside VXLAN.
+func TestProbesOfTheOverlayAreAnsweredBesideKubeProxy(t *testing.T) {
+	if _, err := exec.LookPath("nft"); err != nil {
+		t.Skip(err)
+	}
+	f := up(t, lab.Spec{Clusters: []lab.ClusterSpec{inPods(clusterSpec("10.64.0.0/14", 2)), clusterSpec("10.80.0.0/16", 1)}})
+	a, b := f.Clusters[0], f.Clusters[1]
+	for _, n := range a.Nodes {
+		rules := "add table ip proxy; add chain ip proxy f { type filter hook forward priority 0; }; add rule ip proxy f ct state invalid counter drop"
+		if out, err := n.Command(t.Context(), "nft", rules).CombinedOutput(); err != nil {
+			t.Fatalf("nft: %v: %s", err, out)
+		}
+	}
+	peer(t, f, a, b)
+	far := a.Nodes[1-active(t, a)]
+	eventually(t, "an answer to a probe", func() error {
+		text, err := far.Get(t.Context(), "http://127.0.0.1:5875/status")
+		if err != nil {
+			return err
+		}
+		var s routeagent.Status
+		if err := json.Unmarshal([]byte(text), &s); err != nil || s.Overlay == nil || s.Overlay.Answered.IsZero() {
+			return fmt.Errorf("%w: overlay %+v", err, s.Overlay)
+		}
+		return nil
+	})
 }

@@ -17,7 +17,6 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 
-	isthmusv1 "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
@@ -324,16 +323,12 @@ func named(t *testing.T, s *troubleSite, tr *trouble, fine func(*testing.T)) {
 		if hop != "" {
 			want = []string{hop}
 		}
-		lapsed := hop // once the Lease has ended, which takes half a minute, it says so without the word
-		if rest, silent := strings.CutSuffix(hop, " "+isthmusv1.ReasonGatewaySilent); silent {
-			lapsed = rest
-		}
 		eventually(t, fmt.Sprintf("%v alone is broken", want), func() error {
 			broken, says, err := diagnose(t.Context(), s.Fleet, s.a, s.b, both)
 			switch {
 			case err != nil:
 				return err
-			case !slices.Equal(broken, want) && !slices.Equal(broken, []string{lapsed}):
+			case !slices.Equal(broken, want):
 				return fmt.Errorf("broken: %v: %s", broken, says)
 			case !strings.Contains(says, tr.says):
 				return fmt.Errorf("%v is broken, and %q is not said: %s", broken, tr.says, says)

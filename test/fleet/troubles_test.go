@@ -455,12 +455,12 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { startAll(t, s.a) },
 	},
 	{
-		fault: "the nodes have no /dev/net/tun", alone: "a/gateway", both: "a/gateway", says: "/dev/net/tun",
+		fault: "the nodes have no /dev/net/tun", alone: "a/gateway GatewaySilent", both: "a/gateway GatewaySilent", says: "/dev/net/tun",
 		breaks: func(t *testing.T, s *troubleSite) { hinderAll(t, s.a, "mount -t tmpfs none /dev/net") },
 		heals:  func(t *testing.T, s *troubleSite) { unhinderAll(t, s.a) },
 	},
 	{
-		fault: "the gateways' Pods lack CAP_NET_ADMIN", alone: "a/gateway", both: "a/gateway", says: "NET_ADMIN",
+		fault: "the gateways' Pods lack CAP_NET_ADMIN", alone: "a/gateway GatewaySilent", both: "a/gateway GatewaySilent", says: "NET_ADMIN",
 		breaks: func(t *testing.T, s *troubleSite) {
 			hinderAll(t, s.a, `set -- setpriv --bounding-set=-net_admin "$@"`)
 		},

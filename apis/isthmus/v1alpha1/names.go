@@ -49,6 +49,10 @@ const AnnotationEdition = "isthmus.net/edition"
 // by commas. The peer renews its token for no others.
 const AnnotationTokenAudiences = "isthmus.net/token-audiences"
 
+// EventApplied is the reason of the Event by which a gateway or a route agent says of its own Pod that
+// what it warned of is over.
+const EventApplied = "Applied"
+
 // DefaultIdentitySecret is the Secret in the local tenant namespace with which the manager speaks
 // to the peer's API server, unless the Peering names another.
 const DefaultIdentitySecret = "isthmus-identity"

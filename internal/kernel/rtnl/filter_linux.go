@@ -51,7 +51,7 @@ var rules = map[string][]expr.Any{
 	"ip daddr @own accept":                                                      slices.Concat(ip4(), in(daddr, "own", false), accept()),
 	"ip saddr @remote ip daddr != @remote accept":                               slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
 	"ip saddr != @remote ip daddr @remote accept":                               slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
-	"fib daddr type != local accept":                                            slices.Concat(notLocal(), accept()),
+	"fib daddr type != local accept":                                            slices.Concat(local(expr.CmpOpNeq), accept()),
 	`iifname "isthmus*" accept`:                                                 slices.Concat(ours(expr.MetaKeyIIFNAME), accept()),
 	"ip saddr @remote jump forged":                                              slices.Concat(ip4(), in(saddr, "remote", false), jump("forged")),
 	`oifname "isthmus.vxlan" counter drop`:                                      slices.Concat(oif(kernel.OverlayDevice), drop()),
@@ -72,6 +72,12 @@ var rules = map[string][]expr.Any{
 	"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice":                 slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), jump("bydevice")),
 	`oifname "isthmus*" accept`:                                                 slices.Concat(ours(expr.MetaKeyOIFNAME), accept()),
 	`oifname "lo" accept`:                                                       slices.Concat(oif("lo"), accept()),
+	"ip protocol icmp ip saddr @gateways fib saddr . iif oif != 0 jump answers": slices.Concat(icmpIn4(), in(saddr, "gateways", false), theWayBack(), jump("answers")),
+	`iifname "isthmus*" return`:                                                 slices.Concat(ours(expr.MetaKeyIIFNAME), leave()),
+	"fib daddr type local return":                                               slices.Concat(local(expr.CmpOpEq), leave()),
+	"@th,0,16 0x0b00 notrack":                                                   slices.Concat(icmpError(11, 0), []expr.Any{&expr.Notrack{}}),
+	"@th,0,16 0x0300 notrack":                                                   slices.Concat(icmpError(3, 0), []expr.Any{&expr.Notrack{}}),
+	"@th,0,16 0x0301 notrack":                                                   slices.Concat(icmpError(3, 1), []expr.Any{&expr.Notrack{}}),
 	"ip daddr @remote counter drop":                                             slices.Concat(ip4(), in(daddr, "remote", false), drop()),
 	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
 		toOverlay(), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
@@ -103,6 +109,16 @@ func toOverlay() []expr.Any {
 
 func ip4() []expr.Any {
 	return []expr.Any{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1}, equal(expr.CmpOpEq, []byte{unix.NFPROTO_IPV4})}
+}
+
+// icmpIn4: ICMP in IPv4.
+func icmpIn4() []expr.Any {
+	return append(ip4(), &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: 9, Len: 1}, equal(expr.CmpOpEq, []byte{unix.IPPROTO_ICMP}))
+}
+
+// icmpError: it has that type and code.
+func icmpError(kind, code byte) []expr.Any {
+	return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Len: 2}, equal(expr.CmpOpEq, []byte{kind, code})}
 }
 
 func in(offset uint32, set string, invert bool) []expr.Any {
@@ -189,9 +205,9 @@ func theWayBack() []expr.Any {
 	return []expr.Any{&expr.Fib{Register: 1, FlagSADDR: true, FlagIIF: true, ResultOIF: true}, equal(expr.CmpOpNeq, make([]byte, 4))}
 }
 
-// notLocal: the destination is no address of the node.
-func notLocal() []expr.Any {
-	return []expr.Any{&expr.Fib{Register: 1, FlagDADDR: true, ResultADDRTYPE: true}, equal(expr.CmpOpNeq, binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL))}
+// local: the destination is an address of the node, or not.
+func local(op expr.CmpOp) []expr.Any {
+	return []expr.Any{&expr.Fib{Register: 1, FlagDADDR: true, ResultADDRTYPE: true}, equal(op, binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL))}
 }
 
 func answers() []expr.Any {

@@ -18,6 +18,8 @@ import (
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
 const (
@@ -63,7 +65,7 @@ func (e *PodEvents) Warn(ctx context.Context, reason, note string) error {
 }
 
 // Mended tells that what Warn told of is over; where nothing was told it does nothing.
-func (e *PodEvents) Mended(ctx context.Context, reason, note string) error {
+func (e *PodEvents) Mended(ctx context.Context, note string) error {
 	if e == nil {
 		return nil
 	}
@@ -73,7 +75,7 @@ func (e *PodEvents) Mended(ctx context.Context, reason, note string) error {
 	if quiet {
 		return nil
 	}
-	err := e.tell(ctx, corev1.EventTypeNormal, reason, note)
+	err := e.tell(ctx, corev1.EventTypeNormal, isthmus.EventApplied, note)
 	e.mu.Lock()
 	e.last = ""
 	e.mu.Unlock()

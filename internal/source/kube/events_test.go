@@ -46,7 +46,7 @@ func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 		}
 		return all
 	}
-	must(e.Mended(t.Context(), "Applied", "nothing was wrong"))
+	must(e.Mended(t.Context(), "nothing was wrong"))
 	if got := list(); len(got) != 0 {
 		t.Fatalf("without a fault: %v", got)
 	}
@@ -55,8 +55,8 @@ func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 	if got := list(); len(got) != 1 || got[0] != corev1.EventTypeWarning+" NotApplied" {
 		t.Fatalf("one fault, told twice: %v", got)
 	}
-	must(e.Mended(t.Context(), "Applied", "all is there"))
-	must(e.Mended(t.Context(), "Applied", "all is there"))
+	must(e.Mended(t.Context(), "all is there"))
+	must(e.Mended(t.Context(), "all is there"))
 	if got := list(); len(got) != 2 {
 		t.Fatalf("mended: %v", got)
 	}
@@ -67,5 +67,5 @@ func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 	must(e.Warn(t.Context(), "NotApplied", strings.Repeat("ü", 5000)))
 	var nobody *PodEvents
 	must(nobody.Warn(t.Context(), "x", "y"))
-	must(nobody.Mended(t.Context(), "x", "y"))
+	must(nobody.Mended(t.Context(), "y"))
 }
