@@ -19,7 +19,10 @@ import (
 // books has the Store look at its objects when somebody else may have written or deleted it. Most
 // events are of our own writes; a second is given to them, so that a hundred peers coming at once
 // are not a hundred looks.
-type books struct{ store *ipamstore.Store }
+type books struct {
+	store  *ipamstore.Store
+	copies bool // there are GrantedNetworks
+}
 
 // SetupWithManager makes mgr call Reconcile a second after the IpamStorage or GrantedNetworks changed.
 func (b *books) SetupWithManager(mgr ctrl.Manager) error {
@@ -31,10 +34,11 @@ func (b *books) SetupWithManager(mgr ctrl.Manager) error {
 	}
 	copies := look // nobody else makes one that is needed, but somebody may
 	copies.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
-	return ctrl.NewControllerManagedBy(mgr).Named("books").
-		Watches(&v1alpha1.IpamStorage{}, look).
-		Watches(&isthmus.GrantedNetworks{}, copies).
-		Complete(noted("books", b))
+	watching := ctrl.NewControllerManagedBy(mgr).Named("books").Watches(&v1alpha1.IpamStorage{}, look)
+	if b.copies {
+		watching.Watches(&isthmus.GrantedNetworks{}, copies)
+	}
+	return watching.Complete(noted("books", b))
 }
 
 // Reconcile has the Store look.

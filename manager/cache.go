@@ -18,14 +18,18 @@ import (
 )
 
 // prepare does what every manager does, leader or not: indexes, caches, health.
-func prepare(ctx context.Context, mgr ctrl.Manager, foreign bool) error {
-	if err := addIndexes(ctx, mgr.GetFieldIndexer(), foreign); err != nil {
+func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
+	if err := addIndexes(ctx, mgr.GetFieldIndexer(), has.foreignClusters); err != nil {
 		return fmt.Errorf("indexes: %w", installFirst(err))
 	}
-	for _, o := range []client.Object{
+	kinds := []client.Object{
 		&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.NatMapping{}, &v1alpha1.IpamStorage{},
-		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{}, &isthmus.NodeNetworks{}, &isthmus.GrantedNetworks{},
-	} {
+		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{}, &isthmus.NodeNetworks{},
+	}
+	if has.grantedNetworks {
+		kinds = append(kinds, &isthmus.GrantedNetworks{})
+	}
+	for _, o := range kinds {
 		if _, err := mgr.GetCache().GetInformer(ctx, o, cache.BlockUntilSynced(false)); err != nil {
 			return fmt.Errorf("cache of %T: %w", o, err)
 		}

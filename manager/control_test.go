@@ -149,7 +149,7 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 		Controller: config.Controller{SkipNameValidation: ptr.To(true)},
 	})
 	w.ok(err)
-	w.ok(prepare(w.ctx, mgr, foreignClusters))
+	w.ok(prepare(w.ctx, mgr, present{foreignClusters, true}))
 	peers := Peers{Reader: mgr.GetCache(), Self: w.self.ClusterID, ForeignClusters: foreignClusters}
 	own := &FactsKeeper{
 		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.books, Cluster: w.self, Namespace: w.system, Log: log,

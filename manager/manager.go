@@ -17,6 +17,7 @@ import (
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/discovery"
 	"k8s.io/client-go/rest"
@@ -30,6 +31,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/metrics"
 	metricsserver "sigs.k8s.io/controller-runtime/pkg/metrics/server"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/metric"
@@ -86,7 +88,7 @@ type Options struct {
 }
 
 // errAgain ends a run whose cluster has got another set of kinds since.
-var errAgain = errors.New("ForeignClusters have come or gone")
+var errAgain = errors.New("ForeignClusters or GrantedNetworks have come or gone")
 
 // lostLease is the text of controller-runtime's error, which has no name.
 const lostLease = "leader election lost"
@@ -154,17 +156,20 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err != nil {
 		return err
 	}
-	var foreign bool
+	var has present
 	if err := untilAnswered(ctx, o.Log, func() (err error) {
 		if o.Cluster, err = identify(ctx, direct, o.Namespace, o.Cluster); err != nil {
 			return err
 		}
-		foreign, err = hasForeignClusters(kinds)
+		has, err = whatIsThere(ctx, kinds, direct)
 		return err
 	}); err != nil || ctx.Err() != nil {
 		return err
 	}
-	o.Log.Info("manager starts", "clusterID", o.Cluster.ClusterID, "clusterName", o.Cluster.ClusterName, "foreignClusters", foreign)
+	o.Log.Info("manager starts", "clusterID", o.Cluster.ClusterID, "clusterName", o.Cluster.ClusterName, "foreignClusters", has.foreignClusters)
+	if !has.grantedNetworks {
+		o.Log.Error("GrantedNetworks are not known here, or this manager may not read them: route agents read the IPAM's books in their place, which costs the API server more with each grant; want the CRDs and the rights of this version (isthmus install, helm upgrade)")
+	}
 
 	var lock resourcelock.Interface
 	if o.LeaderElect {
@@ -190,17 +195,20 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err != nil {
 		return installFirst(err)
 	}
-	if err := prepare(ctx, mgr, foreign); err != nil {
+	if err := prepare(ctx, mgr, has); err != nil {
 		return err
 	}
 	l := &leader{
 		Options: o, mgr: mgr,
 		client: client.WithFieldOwner(mgr.GetClient(), component),
-		peers:  Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: foreign},
+		peers:  Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: has.foreignClusters},
 		config: cfg,
 		leads:  new(atomic.Pointer[leading]),
 	}
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
+	if l.copies = has.grantedNetworks; !l.copies {
+		l.store.WithoutCopies()
+	}
 	l.expiry = newExpiry(mgr.GetAPIReader(), l.store, o.Log)
 	if o.MetricsAddress != "" {
 		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired, leads: l.leads}
@@ -214,7 +222,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err := errors.Join(
 		mgr.Add(runtimemanager.RunnableFunc(l.lead)),
 		mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
-			watchKinds(ctx, kinds, foreign, lookForKinds, func() { cancel(errAgain) })
+			watchKinds(ctx, kinds, direct, has, lookForKinds, func() { cancel(errAgain) })
 			return nil
 		})),
 	); err != nil {
@@ -244,6 +252,7 @@ type leader struct {
 	expiry *expiry
 	leads  *atomic.Pointer[leading]
 	config *rest.Config
+	copies bool // present.grantedNetworks
 }
 
 // lead works until ctx ends. Controllers start after the books of the IPAM have been read and our
@@ -297,7 +306,7 @@ func (l *leader) lead(ctx context.Context) error {
 	for _, r := range []interface{ SetupWithManager(ctrl.Manager) error }{
 		own,
 		warden,
-		&books{l.store},
+		&books{l.store, l.copies},
 		&feeder{Peers: l.peers, Replicator: replicator},
 		&Answers{Client: l.client, Peers: l.peers, Facts: own, Store: l.store, Warden: warden, FactsChanged: own.Subscribe(), Log: l.Log},
 		&NetworkConfigReconciler{Client: l.client, Peers: l.peers, Facts: own, FactsChanged: own.Subscribe(), Log: l.Log},
@@ -373,9 +382,29 @@ func hasForeignClusters(kinds *discovery.DiscoveryClient) (bool, error) {
 	return false, nil
 }
 
-// watchKinds calls changed when there are ForeignClusters where there were none, or the other way
-// round: people install Liqo later, and remove it.
-func watchKinds(ctx context.Context, kinds *discovery.DiscoveryClient, had bool, every time.Duration, changed func()) {
+// present are kinds that a cluster need not have.
+type present struct {
+	foreignClusters bool // of Liqo's control plane
+	// grantedNetworks: they are there, and we may read them. An older installation has neither; the
+	// manager does not end for that, since agents can read the books.
+	grantedNetworks bool
+}
+
+func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader) (p present, err error) {
+	if p.foreignClusters, err = hasForeignClusters(kinds); err != nil {
+		return p, err
+	}
+	err = direct.List(ctx, &isthmus.GrantedNetworksList{}, client.Limit(1))
+	p.grantedNetworks = err == nil
+	if meta.IsNoMatchError(err) || apierrors.IsNotFound(err) || apierrors.IsForbidden(err) {
+		err = nil
+	}
+	return p, err
+}
+
+// watchKinds calls changed when there are ForeignClusters or GrantedNetworks where there were none, or
+// the other way round: people install Liqo later, and remove it, or upgrade in another order.
+func watchKinds(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, had present, every time.Duration, changed func()) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
 	for {
@@ -383,7 +412,7 @@ func watchKinds(ctx context.Context, kinds *discovery.DiscoveryClient, had bool,
 		case <-ctx.Done():
 			return
 		case <-tick.C:
-			if has, err := hasForeignClusters(kinds); err == nil && has != had {
+			if has, err := whatIsThere(ctx, kinds, direct); err == nil && has != had {
 				changed()
 				return
 			}

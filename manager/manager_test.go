@@ -456,7 +456,15 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 		t.Fatal(err)
 	}
 	changed := make(chan struct{})
-	go watchKinds(t.Context(), kinds, false, 50*time.Millisecond, func() { close(changed) })
+	scheme, err := newScheme()
+	if err != nil {
+		t.Fatal(err)
+	}
+	direct, err := client.New(testConfig, client.Options{Scheme: scheme})
+	if err != nil {
+		t.Fatal(err)
+	}
+	go watchKinds(t.Context(), kinds, direct, present{grantedNetworks: true}, 50*time.Millisecond, func() { close(changed) })
 	select {
 	case <-changed:
 		t.Fatal("noticed before it happened")

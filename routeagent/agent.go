@@ -35,6 +35,7 @@ import (
 const (
 	compareGap    = 100 * time.Millisecond // at least between two comparisons: events come in bursts
 	retryInterval = time.Second            // after a failure
+	busyInterval  = 100 * time.Millisecond // while others change iptables-legacy
 	// limitsInterval is how long rules of others are not read again, of which nobody tells.
 	limitsInterval = 9 * time.Second
 )
@@ -203,6 +204,7 @@ type agent struct {
 	decider fabric.Decider // the loop's alone
 	decided decided        // the loop's alone
 	refused []netip.Prefix // what the last comparison refused; the loop's alone
+	looksAt netip.Prefix   // where ledElsewhere goes on; the loop's alone
 	saved   *snapshot      // nil: there is none that is good. The loop's alone
 }
 
@@ -264,10 +266,13 @@ func (a *agent) loop(ctx context.Context, failed <-chan error) error {
 		case <-a.urgent: // it is being done
 		default:
 		}
-		if a.compare() {
-			timer.Reset(compareInterval)
-		} else {
+		switch {
+		case !a.compare():
 			timer.Reset(retryInterval)
+		case a.kernel.Busy():
+			timer.Reset(busyInterval)
+		default:
+			timer.Reset(compareInterval)
 		}
 		select {
 		case <-ctx.Done():
@@ -508,24 +513,23 @@ func forwards() error {
 	return nil
 }
 
-// manyNetworks is how many networks of peers are looked up with each comparison.
+// manyNetworks is how many networks of peers are looked up with each comparison: with those that
+// follow all of them, in turn.
 const manyNetworks = 16
 
 // ledElsewhere names a network of a peer that something of others leads away from our routes. Our
 // packet filter drops what goes there.
 func (a *agent) ledElsewhere(self string) []fabric.Problem {
+	networks := slices.DeleteFunc(slices.Clone(a.decided.refused), func(p netip.Prefix) bool { return !p.Addr().Is4() || p.Bits() > 30 })
 	names := make(map[int]string)
-	looked := 0
-	for _, p := range a.decided.refused {
-		if looked == manyNetworks {
-			break
-		}
-		if !p.Addr().Is4() || p.Bits() > 30 {
-			continue
-		}
-		looked++
+	// From the one that comes after those of the last time, or was found then.
+	first, _ := slices.BinarySearchFunc(networks, a.looksAt, netip.Prefix.Compare)
+	for i := range min(manyNetworks, len(networks)) {
+		p := networks[(first+i)%len(networks)]
+		a.looksAt = networks[(first+i+1)%len(networks)]
 		name, err := a.kernel.DeviceTo(p.Addr().Next(), names)
 		if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error: it is refused
+			a.looksAt = p
 			return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: self}, Message: fmt.Sprintf(
 				"packets for %v, a network of a peer, are led elsewhere, by %s, and dropped: a rule of others comes before ours (ip rule); want it after priority %d, or not for networks of peers",
 				p, name, kernel.RefuseRulePriority)}}

@@ -2,7 +2,9 @@ package routeagent
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"log/slog"
 	"net"
 	"net/netip"
 	"os"
@@ -12,8 +14,11 @@ import (
 	"testing"
 	"time"
 
+	"golang.org/x/sys/unix"
+
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
@@ -211,6 +216,116 @@ func TestAnAgentSaysWhatRulesOfOthersKeepFromWorking(t *testing.T) {
 	status("ForwardingRefused", false)
 	c.run(n.Host, "iptables-nft -F FORWARD")
 	c.ping(c.pod(1).Host, remotePod)
+}
+
+// While others change iptables-legacy nobody waits for the agent, nor the agent for them, and what it
+// could not do then it does when they are done; --cleanup as well.
+func TestWhatOthersHeldUpIsDoneWhenTheyAreDone(t *testing.T) {
+	t.Parallel()
+	if _, err := exec.LookPath("iptables-legacy"); err != nil {
+		t.Skip(err)
+	}
+	c := newCluster(t, 2)
+	n := c.Nodes[1]
+	c.run(n.Host, "iptables-legacy -w -P FORWARD DROP")
+	c.start(c.Nodes[0])
+	lock, err := os.Open("/run/xtables.lock")
+	if err != nil {
+		t.Skip(err)
+	}
+	defer lock.Close()
+	hold := func(how int) {
+		t.Helper()
+		if err := unix.Flock(int(lock.Fd()), how); err != nil {
+			t.Fatal(err)
+		}
+	}
+	hold(unix.LOCK_EX)
+	c.start(n) // it is ready without them
+	tries := make(map[string]bool)
+	c.eventually(n, func() error { // and goes on trying, though nothing happens
+		text, err := n.Get(c.ctx, "http://"+metricsAt+"/metrics")
+		_, at, _ := strings.Cut(text, "\nisthmus_route_agent_last_apply_timestamp_seconds ")
+		at, _, _ = strings.Cut(at, "\n")
+		if tries[at] = true; err != nil || len(tries) < 30 {
+			return fmt.Errorf("%d comparisons were seen: %w", len(tries), err)
+		}
+		return nil
+	})
+	hold(unix.LOCK_UN)
+	c.ping(c.pod(1).Host, remotePod)
+
+	_ = c.agents[n].end(unix.SIGTERM)
+	hold(unix.LOCK_EX)
+	intent := c.intent
+	c.intent = ""
+	cleanup := c.launch(n)
+	c.intent = intent
+	c.eventually(n, func() error {
+		if now := c.run(n.Host, "nft list tables"); strings.Contains(now, "table inet "+kernel.FilterTable+"\n") {
+			return errors.New(now) // it goes after the rules in chains of others
+		}
+		return nil
+	})
+	hold(unix.LOCK_UN)
+	if <-cleanup.done; cleanup.err != nil {
+		t.Errorf("%v\n%s", cleanup.err, cleanup.log)
+	}
+	if left := c.run(n.Host, "iptables-legacy -w -S FORWARD"); left != "-P FORWARD DROP\n" {
+		t.Errorf("left\n%s", left)
+	}
+}
+
+// Of many networks a comparison looks at some, and one after the other at all of them: what leads a
+// single one elsewhere is found, and is said until it is over.
+func TestWhatLeadsOneOfManyNetworksElsewhereIsFound(t *testing.T) {
+	c := newCluster(t, 2)
+	n := c.Nodes[1]
+	a := &agent{log: slog.New(slog.DiscardHandler)}
+	if err := n.Do(func() (err error) { a.kernel, err = rtnl.Open(kernel.RouteAgent, a.log); return err }); err != nil {
+		t.Fatal(err)
+	}
+	defer a.kernel.Close()
+	in := fabric.NodeIntent{Self: n.Name}
+	for i := range 5 * manyNetworks {
+		p := netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 200, byte(i), 0}), 24)
+		in.Granted = append(in.Granted, p)
+		c.run(n.Host, "ip route add unreachable %v", p)
+	}
+	a.decided.refused = in.Refused()
+	elsewhere := in.Granted[4*manyNetworks+3]
+	found := func() (said bool) {
+		t.Helper()
+		for _, p := range a.ledElsewhere(in.Self) {
+			if said = true; !strings.Contains(p.Message, elsewhere.String()) {
+				t.Errorf("it says %v", p)
+			}
+		}
+		return said
+	}
+	if found() {
+		t.Error("found before it is so")
+	}
+	c.run(n.Host, "ip route del unreachable %v", elsewhere)
+	c.run(n.Host, "ip route add %v via 172.30.1.1", elsewhere)
+	rounds := 1
+	for ; !found(); rounds++ {
+		if rounds == 6 {
+			t.Fatal("not found")
+		}
+	}
+	for range 2 {
+		if !found() {
+			t.Error("it is not said any more, and is not over")
+		}
+	}
+	c.run(n.Host, "ip route del %v", elsewhere)
+	c.run(n.Host, "ip route add unreachable %v", elsewhere)
+	for range 6 {
+		if found() {
+			t.Error("said after it is over")
+		}
+	}
 }
 
 // The MTU of the overlay is that of the way to the gateway's Pod, which a CNI may carry by a device

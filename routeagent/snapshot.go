@@ -114,6 +114,9 @@ func (a *agent) save(refused []netip.Prefix) error {
 	return nil
 }
 
+// cleanupPatience is how long others may change iptables-legacy while it is cleaned up.
+const cleanupPatience = 30 * time.Second
+
 // Cleanup removes everything that route agents made in the network namespace of the process, and
 // the snapshot in the directory. It is for the end of an installation: packets for remote networks
 // leave by other routes from then on. It fails while an agent runs.
@@ -129,6 +132,14 @@ func Cleanup(log *slog.Logger, directory string) error {
 		}
 	}
 	changes, err := k.Apply(kernel.State{})
+	for end := time.Now().Add(cleanupPatience); err == nil && k.Busy(); time.Sleep(busyInterval) {
+		if time.Now().After(end) {
+			return errors.New("others change iptables-legacy all the time, and rules of ours are left in its FORWARD; want another --cleanup")
+		}
+		var more kernel.Plan
+		more, err = k.Apply(kernel.State{})
+		changes = append(changes, more...)
+	}
 	log.Info("everything of route agents is removed", "changes", len(changes))
 	return err
 }

@@ -13,6 +13,7 @@ import (
 type Filter struct {
 	Nodes     string // addresses from which packets of the overlay come, IPv4: those of nodes and gateways
 	Remote    string // networks of peers, IPv4
+	Remote6   string // the same, IPv6
 	Own       string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
 	Elsewhere string // networks in which pods of other nodes are, and none of ours, IPv4
 	Underlay  string // devices by which our node reaches the others
@@ -30,23 +31,26 @@ type FilterSets struct {
 }
 
 // FilterFor makes a Filter. Networks inside others are left out, and so is IPv6, which the overlay
-// does not carry.
+// does not carry, but for networks of peers: nothing for them leaves either.
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
-		Remote: NetworkElements(s.Remote), Elsewhere: NetworkElements(s.Elsewhere), Underlay: devices(s.Underlay), Bridges: devices(s.Bridges),
+		Remote: NetworkElements(s.Remote), Remote6: networksOf(s.Remote, netip.Addr.Is6), Elsewhere: NetworkElements(s.Elsewhere),
+		Underlay: devices(s.Underlay), Bridges: devices(s.Bridges),
 	}
 }
 
 // NetworkElements are those of IPv4 as a Filter and a SourceNAT have them.
-func NetworkElements(all []netip.Prefix) string {
+func NetworkElements(all []netip.Prefix) string { return networksOf(all, netip.Addr.Is4) }
+
+func networksOf(all []netip.Prefix, family func(netip.Addr) bool) string {
 	if !slices.IsSortedFunc(all, netip.Prefix.Compare) {
 		all = slices.SortedFunc(slices.Values(all), netip.Prefix.Compare)
 	}
 	var last netip.Prefix
 	text := make([]byte, 0, len("255.255.255.255/32 ")*len(all))
 	for _, p := range all { // a network sorts before those inside
-		if p.Addr().Is4() && !(last.IsValid() && last.Overlaps(p)) {
+		if family(p.Addr()) && !(last.IsValid() && last.Overlaps(p)) {
 			last = p
 			text = append(p.AppendTo(text), ' ')
 		}
@@ -216,6 +220,7 @@ var FilterChains = []FilterChain{
 		`oifname "isthmus*" accept`,
 		`oifname "lo" accept`,
 		"ip daddr @remote counter drop",
+		"ip6 daddr @remote6 counter drop",
 	}},
 }
 
@@ -242,6 +247,7 @@ func (f Filter) Sets() []FilterSet {
 	return []FilterSet{
 		{"nodes", "ipv4_addr", false, f.Nodes},
 		{"remote", "ipv4_addr", true, f.Remote},
+		{"remote6", "ipv6_addr", true, f.Remote6},
 		{"own", "ipv4_addr", false, f.Own},
 		{"elsewhere", "ipv4_addr", true, f.Elsewhere},
 		{"underlay", "ifname", false, f.Underlay},
@@ -252,7 +258,7 @@ func (f Filter) Sets() []FilterSet {
 
 // set is the field for the set of a name.
 func (f *Filter) set(name string) *string {
-	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay, "bridges": &f.Bridges, "gateways": &f.Gateways}[name]
+	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "remote6": &f.Remote6, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay, "bridges": &f.Bridges, "gateways": &f.Gateways}[name]
 }
 
 // WithSet returns the Filter with other elements in the set of a name.

@@ -34,7 +34,7 @@ import (
 // both.
 var files struct{ a, b string }
 
-func TestMain(m *testing.M) { os.Exit(testMain(m)) }
+func TestMain(m *testing.M) { os.Exit(kubetest.Rounds(func() int { return testMain(m) })) }
 
 func testMain(m *testing.M) int {
 	ctx := context.Background()

@@ -59,6 +59,7 @@ type Store struct {
 	edition     int64                 // the highest that was read or written
 	shares      map[string]share      // GrantedNetworks by name, as read or written last
 	copied      bool                  // shares have what Book says
+	alone       bool                  // there are no shares
 	subscribers []chan event.GenericEvent
 	observers   []func(ipam.Book)
 
@@ -80,6 +81,11 @@ func New(c client.Client, reader client.Reader, log *slog.Logger) *Store {
 	s.book.Store(new(ipam.Book))
 	return s
 }
+
+// WithoutCopies has the Store write no GrantedNetworks, and read none: the API server does not know them,
+// or does not let us. What the books say of them stays true, so that agents see that they are not there
+// and read the books. It is called before Load.
+func (s *Store) WithoutCopies() { s.alone = true }
 
 // Book returns the Book as it is now; the zero Book before Load.
 func (s *Store) Book() ipam.Book { return *s.book.Load() }

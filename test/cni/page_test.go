@@ -122,6 +122,9 @@ seconds where a gateway ended while its replica was not ready. [faults.md](fault
 
 - **eBPF.** Cilium with eBPF host routing, masquerading or kube-proxy replacement, and Calico's eBPF data plane, pass the host's
   routes, rules and packet filters by. The row of Cilium is its tunnel mode with iptables masquerading.
+- **Cilium's proxy**, which policies of layer 7 use. What it sends has a mark, and a rule of priority 10 leads it by cilium_host, around within the
+  node, before our rules are asked. Whether it comes back or leaves from there only Cilium's eBPF knows, so that what is for a peer is dropped,
+  counted as ` + "`in_the_clear`" + `: pods under such a policy and peers do not reach each other through the proxy.
 - **Open vSwitch.** OVN-Kubernetes with shared gateways, its default, never shows pods' packets to the host: nothing on the host can lead them to a
   gateway or refuse them, and **they leave for the peer's network in the clear** by br-ex. Set local gateways (` + "`routingViaHost: true`" + ` on OpenShift,
   ` + "`--gateway-mode local`" + `), which the row is; ` + "`isthmus diagnose` and `status`" + ` name nodes where it is not so. There ovn-k8s-mp0 is a device of Open vSwitch's own kind, here a macvlan.

@@ -80,6 +80,7 @@ var rules = map[string][]expr.Any{
 	"@th,0,16 0x0300 notrack":                                                   slices.Concat(icmpError(3, 0), []expr.Any{&expr.Notrack{}}),
 	"@th,0,16 0x0301 notrack":                                                   slices.Concat(icmpError(3, 1), []expr.Any{&expr.Notrack{}}),
 	"ip daddr @remote counter drop":                                             slices.Concat(ip4(), in(daddr, "remote", false), drop()),
+	"ip6 daddr @remote6 counter drop":                                           slices.Concat(ip6(), in6(daddr6, "remote6"), drop()),
 	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
 		toOverlay(), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
 }
@@ -89,6 +90,9 @@ const (
 	saddr = 12
 	daddr = 16
 )
+
+// daddr6 is that in the IPv6 header.
+const daddr6 = 24
 
 func verdict(kind expr.VerdictKind) expr.Any { return &expr.Verdict{Kind: kind} }
 func drop() []expr.Any                       { return []expr.Any{&expr.Counter{}, verdict(expr.VerdictDrop)} }
@@ -120,6 +124,17 @@ func icmpIn4() []expr.Any {
 // icmpError: it has that type and code.
 func icmpError(kind, code byte) []expr.Any {
 	return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Len: 2}, equal(expr.CmpOpEq, []byte{kind, code})}
+}
+
+func ip6() []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1}, equal(expr.CmpOpEq, []byte{unix.NFPROTO_IPV6})}
+}
+
+func in6(offset uint32, set string) []expr.Any {
+	return []expr.Any{
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 16},
+		&expr.Lookup{SourceRegister: 1, SetName: set},
+	}
 }
 
 func in(offset uint32, set string, invert bool) []expr.Any {
@@ -266,6 +281,9 @@ func newConn(o ...nftables.ConnOption) (*nftables.Conn, error) {
 // nftSet is a set of the table.
 func (t table) nftSet(s kernel.FilterSet) *nftables.Set {
 	set := &nftables.Set{Table: t.nft, Name: s.Name, KeyType: nftables.TypeIPAddr, Interval: s.Interval}
+	if s.Type == "ipv6_addr" {
+		set.KeyType = nftables.TypeIP6Addr
+	}
 	if s.Type == "ifname" {
 		set.KeyType, set.KeyByteOrder = nftables.TypeIFName, binaryutil.NativeEndian // as nft(8) has names
 	}
@@ -516,7 +534,7 @@ func haveElements(c *nftables.Conn, t *nftables.Table, name string) (string, err
 		}
 	}
 	if start.IsValid() { // to the end of all addresses
-		texts = append(texts, networkBetween(start, netip.IPv4Unspecified()))
+		texts = append(texts, networkBetween(start, unspecified(start)))
 	}
 	return strings.Join(texts, " "), nil
 }
@@ -530,7 +548,7 @@ func boolean(b bool) int {
 
 // networkBetween is the network from its first address to the one after its last.
 func networkBetween(first, after netip.Addr) string {
-	for bits := range 33 {
+	for bits := range first.BitLen() + 1 {
 		if p, err := first.Prefix(bits); err == nil && p.Addr() == first && afterLast(p) == after {
 			return p.String()
 		}
@@ -538,12 +556,25 @@ func networkBetween(first, after netip.Addr) string {
 	return first.String() + "-" + after.String() // somebody's
 }
 
-// afterLast is the address after the last of a network; after 255.255.255.255 comes 0.0.0.0.
+// afterLast is the address after the last of a network; after the last of all comes the first.
 func afterLast(p netip.Prefix) netip.Addr {
-	a := p.Addr().As4()
-	last := binary.BigEndian.Uint32(a[:]) + uint32(1<<(32-p.Bits())-1)
-	binary.BigEndian.PutUint32(a[:], last+1)
-	return netip.AddrFrom4(a)
+	b := p.Addr().AsSlice()
+	for bit := p.Bits(); bit < 8*len(b); bit++ {
+		b[bit/8] |= 0x80 >> (bit % 8)
+	}
+	last, _ := netip.AddrFromSlice(b)
+	if next := last.Next(); next.IsValid() {
+		return next
+	}
+	return unspecified(last)
+}
+
+// unspecified is the first address of the family.
+func unspecified(a netip.Addr) netip.Addr {
+	if a.Is6() {
+		return netip.IPv6Unspecified()
+	}
+	return netip.IPv4Unspecified()
 }
 
 // changeFilter and changeSourceNAT make a table what it should be.

@@ -39,8 +39,9 @@ type Kernel struct {
 	legacy  time.Time      // when those of iptables-legacy were read, of which no event tells
 	unmade  []kernel.Limit // what is optional and could not be made
 	failed  struct{ nat, bridge error }
-	bridged bool // there was a Bridge after the last Apply
-	applied bool
+	busy    bool // others had the lock of iptables-legacy at the last Apply
+	bridged bool // there was a Bridge after the last Apply that read what there was
+	applied bool // there was such an Apply
 	memory  memory
 }
 
@@ -122,8 +123,12 @@ func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, 
 	return k, nil
 }
 
-// Bridged reports whether the last Apply found or made a Bridge, and before the first one whether there
-// is one: an agent that starts again must not take back what goes by it.
+// Busy reports whether the last Apply left something undone because others changed iptables-legacy at
+// that moment: the caller applies again soon.
+func (k *Kernel) Busy() bool { return k.busy }
+
+// Bridged reports whether the last Apply found or made a Bridge, and before the first one that could read
+// what there was whether there is one: an agent that starts again must not take back what goes by it.
 func (k *Kernel) Bridged() bool {
 	if !k.applied {
 		b := readBridge()
@@ -131,6 +136,9 @@ func (k *Kernel) Bridged() bool {
 	}
 	return k.bridged
 }
+
+// errUnread says that the kernel's state could not be read, so that nothing was done.
+var errUnread = errors.New("reading the kernel's state")
 
 // Close waits for the readers of events, whose context has to be done. Objects stay, but the Inner
 // namespace goes unless something else in it is open.
@@ -177,8 +185,10 @@ func (k *Kernel) Path() string {
 // returns all of them, but stops at ErrFilter.
 func (k *Kernel) Apply(want kernel.State) (kernel.Plan, error) {
 	done, err := k.apply(want, kernel.PlanFor, func(_ kernel.State, _ kernel.Plan) *kernel.State { return &want })
-	k.applied = true
-	k.bridged = len(want.Bridges) > 0 && k.failed.bridge == nil && !errors.Is(err, ErrFilter)
+	if !errors.Is(err, errUnread) {
+		k.applied = true
+		k.bridged = len(want.Bridges) > 0 && k.failed.bridge == nil && !errors.Is(err, ErrFilter)
+	}
 	return done, err
 }
 
@@ -221,7 +231,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 		have, err = k.have(want)
 	}
 	if err != nil {
-		return nil, fmt.Errorf("reading the kernel's state: %w", err)
+		return nil, fmt.Errorf("%w: %w", errUnread, err)
 	}
 	if k.owner.NAT && time.Since(k.legacy) > legacyInterval {
 		k.lookLegacy()
@@ -230,7 +240,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 	k.memory.state = nil // until all is done
 	var done kernel.Plan
 	var errs []error
-	k.unmade = nil
+	k.unmade, k.busy = nil, false
 	k.failed.nat, k.failed.bridge = nil, nil
 	for _, o := range plan(have, want) {
 		err := k.change(o)
@@ -249,6 +259,7 @@ func (k *Kernel) apply(want kernel.State, plan func(have, want kernel.State) ker
 			}
 			continue
 		}
+		k.busy = k.busy || errors.Is(err, errBusy)
 		if errors.Is(err, errUnwritable) || errors.Is(err, errBusy) {
 			continue // not said again with each comparison
 		}

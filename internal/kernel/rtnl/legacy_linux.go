@@ -26,14 +26,10 @@ import (
 // in a container without that of its node a file of this name would lock out nobody.
 const legacyLock = "/run/xtables.lock"
 
-const (
-	// legacyInterval is how long the table is not read again, of which no event tells.
-	legacyInterval = 9 * time.Second
-	// legacyPatience is how long others may have the lock.
-	legacyPatience = 500 * time.Millisecond
-)
+// legacyInterval is how long the table is not read again, of which no event tells.
+const legacyInterval = 9 * time.Second
 
-// errBusy: it is tried again.
+// errBusy: it is tried again soon, see Busy.
 var errBusy = errors.New("others change iptables")
 
 // Of linux/netfilter_ipv4/ip_tables.h and x_tables.h.
@@ -276,22 +272,17 @@ func changeLegacy(remove bool) error {
 	return t.replace(replaced, kept)
 }
 
-// lockLegacy takes the lock; closing the file gives it back.
+// lockLegacy takes the lock, or waits for nobody; closing the file gives it back.
 func lockLegacy() (*os.File, error) {
 	f, err := os.Open(legacyLock)
 	if err != nil {
 		return nil, err
 	}
-	for end := time.Now().Add(legacyPatience); ; time.Sleep(5 * time.Millisecond) {
-		err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB)
-		if err == nil {
-			return f, nil
-		}
-		if !errors.Is(err, unix.EWOULDBLOCK) || time.Now().After(end) {
-			f.Close()
-			return nil, fmt.Errorf("%w: %s: %w", errBusy, legacyLock, err)
-		}
+	if err := unix.Flock(int(f.Fd()), unix.LOCK_EX|unix.LOCK_NB); err != nil {
+		f.Close()
+		return nil, fmt.Errorf("%w: %s: %w", errBusy, legacyLock, err)
 	}
+	return f, nil
 }
 
 // rewritten is struct ipt_replace with the table without some rules, and with ours before an offset;

@@ -598,7 +598,9 @@ func TestAChangeOfAFilterChangesElements(t *testing.T) {
 			s.Underlay = append(s.Underlay, fmt.Sprintf("eth%d", rng.IntN(50)))
 			// Touching each other, inside each other, and at both ends of all addresses.
 			s.Remote = append(s.Remote, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 246, byte(rng.IntN(4)), 0}), 22+rng.IntN(3)).Masked(),
-				netip.PrefixFrom(netip.AddrFrom4([4]byte{byte(rng.IntN(2) * 255), byte(rng.Uint32()), 0, 0}), 16))
+				netip.PrefixFrom(netip.AddrFrom4([4]byte{byte(rng.IntN(2) * 255), byte(rng.Uint32()), 0, 0}), 16),
+				netip.PrefixFrom(netip.AddrFrom16([16]byte{0xfd, 0, 0, byte(rng.IntN(4))}), 30+rng.IntN(3)).Masked(),
+				netip.PrefixFrom(netip.AddrFrom16([16]byte{byte(rng.IntN(2) * 255), byte(rng.IntN(2) * 255)}), 16))
 			s.Elsewhere = append(s.Elsewhere, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 244, byte(rng.Uint32()), 0}), 24))
 		}
 		return s
@@ -885,8 +887,8 @@ END`))
 		t.Fatal(err)
 	}
 	apply(State{Accepts: []Accept{{}}})
-	if got := saved(); got != before {
-		t.Errorf("without the lock there is\n%s", got)
+	if got := saved(); got != before || !n.k.Busy() {
+		t.Errorf("without the lock (busy: %v) there is\n%s", n.k.Busy(), got)
 	}
 	if err := unix.Flock(int(f.Fd()), unix.LOCK_UN); err != nil {
 		t.Fatal(err)
@@ -1033,6 +1035,36 @@ func TestABridgeKeepsPodsOffTheGateway(t *testing.T) {
 	}
 }
 
+// While nothing could be read, what another process left counts, and what this one wants does not.
+func TestABridgeIsNotBelievedInBeforeItCouldBeRead(t *testing.T) {
+	n := open(t, RouteAgent)
+	bridges := []Bridge{BridgeFor([]netip.Addr{via4}, nil)}
+	unreadable := State{Bridges: bridges, Links: []Link{{Name: strings.Repeat("x", 200)}}}
+	bridged := func() bool {
+		t.Helper()
+		var is bool
+		err := Do(n.f, func() error {
+			if _, err := n.k.Apply(unreadable); !errors.Is(err, errUnread) {
+				return fmt.Errorf("it could be read: %w", err)
+			}
+			is = n.k.Bridged()
+			return nil
+		})
+		if err != nil {
+			t.Fatal(err)
+		}
+		return is
+	}
+	if bridged() {
+		t.Error("there is none, and it says that there is")
+	}
+	n.apply(State{Bridges: bridges})
+	n.k.applied = false // as of a process that starts
+	if !bridged() {
+		t.Error("there is one, and it says that there is none")
+	}
+}
+
 func (n *node) dropped() (all map[string]uint64) {
 	n.t.Helper()
 	if err := Do(n.f, func() (err error) { all, err = Dropped(); return err }); err != nil {
@@ -1086,14 +1118,17 @@ func TestWhatAFilterDropsIsCounted(t *testing.T) {
 	n.run("ip link set eth1 up")
 	n.run("ip route add default via 172.30.1.1")
 	n.run("ip neigh add 172.30.1.1 lladdr 02:00:00:00:00:01 dev eth0")
-	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4}})}})
+	n.run("ip addr add fd00:30::11/64 dev eth0 nodad")
+	n.run("ip -6 route add default via fd00:30::1")
+	n.run("ip neigh add fd00:30::1 lladdr 02:00:00:00:00:01 dev eth0")
+	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4, remote6}})}})
 	if got := n.dropped(); len(got) != 0 {
 		t.Errorf("before there was any %v", got)
 	}
 	send := func(to string) {
 		t.Helper()
 		if err := Do(n.f, func() error {
-			c, err := net.Dial("udp4", to)
+			c, err := net.Dial("udp", to)
 			if err != nil {
 				return err
 			}
@@ -1109,13 +1144,15 @@ func TestWhatAFilterDropsIsCounted(t *testing.T) {
 	}
 	send("10.246.0.9:53")
 	send("10.246.0.9:53")
+	send("[fd00:246::9]:53")
 	send("192.0.2.1:53") // no peer's
+	send("[fd00:99::9]:53")
 	send(fmt.Sprintf("127.0.0.1:%d", OverlayPort))
-	want := map[string]uint64{"in_the_clear": 2, "overlay_source": 1}
+	want := map[string]uint64{"in_the_clear": 3, "overlay_source": 1}
 	if got := n.dropped(); !maps.Equal(got, want) {
 		t.Errorf("%v; want %v", got, want)
 	}
-	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4, netip.MustParsePrefix("10.250.0.0/20")}})}})
+	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4, remote6, netip.MustParsePrefix("10.250.0.0/20")}})}})
 	if got := n.dropped(); !maps.Equal(got, want) {
 		t.Errorf("after a change %v; want %v", got, want)
 	}
