@@ -18,8 +18,8 @@ import (
 	"os"
 	"strings"
 	"testing"
-	"time"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
@@ -31,9 +31,7 @@ var (
 	long   = flag.Bool("long", false, "run all once more against gateways that have the network of their nodes")
 )
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
-const patience = 90 * time.Second
+const patience = expect.Patience
 
 // An attack is a row of the table and what it does.
 type attack struct {

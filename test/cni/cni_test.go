@@ -15,8 +15,8 @@ import (
 	"log/slog"
 	"os"
 	"testing"
-	"time"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
@@ -27,9 +27,7 @@ var (
 	update = flag.Bool("update", false, "write docs/cni.md")
 )
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
-const patience = 90 * time.Second
+const patience = expect.Patience
 
 // binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes both.
 var binary, kube string

@@ -16,17 +16,18 @@ import (
 	"testing"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
 
+var must, eventually = expect.NoError, expect.Eventually
+
 var long = flag.Bool("long", false, "let faults last for a minute and more")
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
-const patience = 90 * time.Second
+const patience = expect.Patience
 
 // binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes
 // both.
@@ -158,26 +159,6 @@ func podOn(t *testing.T, c *fleet.Cluster, i int) *lab.Pod {
 	}
 	t.Fatalf("no pod on %s", c.Nodes[i])
 	return nil
-}
-
-// eventually waits until f returns nil.
-func eventually(t *testing.T, what string, f func() error) {
-	t.Helper()
-	err := f()
-	for deadline := time.Now().Add(patience); err != nil; err = f() {
-		if time.Now().After(deadline) {
-			t.Fatalf("%s did not come within %v: %v", what, patience, err)
-		}
-		time.Sleep(20 * time.Millisecond)
-	}
-}
-
-// must ends the test on an error.
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 // firstPing waits for an answer to an echo request, one every 100 ms and then more slowly, and says
