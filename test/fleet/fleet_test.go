@@ -10,7 +10,6 @@ import (
 	"context"
 	"flag"
 	"fmt"
-	"log/slog"
 	"net/netip"
 	"os"
 	"testing"
@@ -19,7 +18,6 @@ import (
 	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
-	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
 
@@ -33,15 +31,7 @@ const patience = expect.Patience
 // both.
 var binary, kube string
 
-func TestMain(m *testing.M) { os.Exit(run(m)) }
-
-func run(m *testing.M) int {
-	kubesource.UseLogger(slog.New(slog.DiscardHandler))
-	if lab.Available() != nil {
-		return m.Run() // the tests say why they are skipped
-	}
-	return programs.Run(m, &binary, &kube)
-}
+func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 
 // up makes a fleet that ends with the test, after the ends of all logs if it failed. The test fails
 // when a node has sent a packet for a peer in the clear.
