@@ -72,3 +72,71 @@ func GrantedInShares(all []isthmus.GrantedNetworks) (granted []netip.Prefix, pro
 	}
 	return granted, problems
 }
+
+// Shares reads GrantedNetworks one time after the other, and of these only what has changed since: of a
+// grant one of 64. The zero value is ready. One goroutine uses it.
+type Shares struct {
+	read  map[string]share // by name
+	named []netip.Prefix   // what all have together, sorted, each as often as it is named
+	once  []netip.Prefix
+	id    string // GrantsID of these
+}
+
+type share struct {
+	version  string // of an object that does not change; empty: not known
+	granted  []netip.Prefix
+	problems []Problem
+}
+
+// Read returns what GrantedInShares does, sorted and without what is there twice, and its GrantsID. The
+// list is the same one until it is another, and is not to be changed.
+func (s *Shares) Read(all []isthmus.GrantedNetworks) (granted []netip.Prefix, id string, problems []Problem) {
+	now := make(map[string]share, len(all))
+	var gone, come []netip.Prefix
+	for i := range all {
+		g := &all[i]
+		is, version := s.read[g.Name], ""
+		if g.ResourceVersion != "" {
+			version = string(g.UID) + " " + g.ResourceVersion
+		}
+		if version == "" || is.version != version {
+			gone = append(gone, is.granted...)
+			is.version = version
+			is.granted, is.problems = GrantedInShares(all[i : i+1])
+			come = append(come, is.granted...)
+		}
+		now[g.Name] = is
+		problems = append(problems, is.problems...)
+	}
+	for name, was := range s.read {
+		if _, there := now[name]; !there {
+			gone = append(gone, was.granted...)
+		}
+	}
+	s.read = now
+	if s.once == nil || len(gone)+len(come) > 0 {
+		s.named = exchanged(s.named, gone, come)
+		s.once = slices.Compact(append([]netip.Prefix{}, s.named...))
+		s.id = GrantsID(s.once)
+	}
+	return s.once, s.id, problems
+}
+
+// exchanged returns a sorted list without what has gone, all of which is in it, and with what has come. It
+// sorts both.
+func exchanged(sorted, gone, come []netip.Prefix) []netip.Prefix {
+	slices.SortFunc(gone, netip.Prefix.Compare)
+	slices.SortFunc(come, netip.Prefix.Compare)
+	all := make([]netip.Prefix, 0, len(sorted)-len(gone)+len(come))
+	for _, p := range sorted {
+		for len(come) > 0 && come[0].Compare(p) < 0 {
+			all, come = append(all, come[0]), come[1:]
+		}
+		if len(gone) > 0 && gone[0] == p {
+			gone = gone[1:]
+			continue
+		}
+		all = append(all, p)
+	}
+	return append(all, come...)
+}

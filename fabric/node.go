@@ -63,15 +63,30 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 // Which peers count is decided by GatewayFor, as in the gateway. A node's address in a network of a
 // peer is not believed. Of two nodes with one overlay address the older one has it. When our node
 // is not among in.Nodes, the State only refuses, and one Problem says so.
-func NodeFor(in NodeIntent) (kernel.State, []Problem) {
+func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).NodeFor(in) }
+
+// A Decider decides one intent after the other. What it makes of the networks of peers, of which there are
+// thousands, it keeps until these are others. The zero value is ready. One goroutine uses it, and what it
+// returns is not to be changed.
+type Decider struct {
+	refused, doubtful []netip.Prefix
+	src               netip.Addr // of routes to the gateway; zero: there are none
+	made              bool
+	routes            []kernel.Route // in the order of Route.Compare
+	elements          string         // of sets of the networks
+}
+
+// NodeFor is the function of that name.
+func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	nodes := slices.SortedFunc(slices.Values(in.Nodes), olderNode)
 	at := slices.IndexFunc(nodes, func(n ClusterNode) bool { return n.Name == in.Self })
-	d := nodeDecision{nodes: nodes, slim: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid()}
-	d.refuse(in.Refused(), in.RefusedInDoubt())
+	d := nodeDecision{nodes: nodes, slim: in.OnlyPods, one: in.OnlyPods && in.Gateway.IsValid(), refused: in.Refused(), doubtful: in.RefusedInDoubt()}
 	if at < 0 {
 		d.problem(Origin{Kind: "Node", Name: in.Self}, "", "is not there; want the name of the Node on which the agent runs")
-		return d.node, d.problems
+		return refusingState(d.refused, d.doubtful), d.problems
 	}
+	d.node.Rules = refusingRules(d.refused, d.doubtful)
+	d.remote = m.remote(d.refused)
 	d.disbelieve()
 	d.self = nodes[at]
 	d.believe(in)
@@ -97,8 +112,50 @@ func NodeFor(in NodeIntent) (kernel.State, []Problem) {
 		d.addPods(in.Pods, own)
 	}
 	d.guard(here)
+	if routes := m.peers(d.refused, d.doubtful, d.src); len(d.node.Routes) == 0 {
+		d.node.Routes = routes
+	} else {
+		d.node.Routes = append(d.node.Routes, routes...)
+	}
 	d.sort()
 	return d.node, SortProblems(d.problems)
+}
+
+// remote are the elements of sets of the networks. It is asked before peers.
+func (m *Decider) remote(refused []netip.Prefix) string {
+	if !m.made || !slices.Equal(refused, m.refused) {
+		*m = Decider{refused: refused, elements: kernel.NetworkElements(refused)}
+	}
+	return m.elements
+}
+
+// peers are the routes of the networks: to the gateway with a source, and those that refuse.
+func (m *Decider) peers(refused, doubtful []netip.Prefix, src netip.Addr) []kernel.Route {
+	if m.made && src == m.src && slices.Equal(doubtful, m.doubtful) {
+		return m.routes
+	}
+	m.made, m.doubtful, m.src = true, doubtful, src
+	m.routes = make([]kernel.Route, 0, 2*len(refused)+len(doubtful)+2)
+	for _, p := range refused {
+		if src.IsValid() && p.Addr().Is4() {
+			m.routes = append(m.routes, kernel.Route{Prefix: p, Via: gatewayHop, Src: src, Dev: kernel.OverlayDevice, Table: kernel.NodeTable, Protocol: kernel.NodeProtocol})
+		}
+	}
+	m.routes = appendRefusing(m.routes, refused, doubtful)
+	for _, everything := range everythingOf(refused) {
+		m.routes = append(m.routes, kernel.Route{Prefix: everything, Type: kernel.Unreachable, Table: kernel.GuardTable, Metric: kernel.UnreachableMetric, Protocol: kernel.NodeProtocol})
+	}
+	return m.routes
+}
+
+// everythingOf has all addresses of each family that is among the networks, IPv4 first.
+func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
+	for _, none := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
+		if slices.ContainsFunc(networks, func(p netip.Prefix) bool { return p.Addr().BitLen() == none.BitLen() }) {
+			all = append(all, netip.PrefixFrom(none, 0))
+		}
+	}
+	return all
 }
 
 type nodeDecision struct {
@@ -108,6 +165,9 @@ type nodeDecision struct {
 	gateways map[netip.Addr]GatewayPod // those with a network of their own that a tunnel names
 	nodes    []ClusterNode             // the oldest first
 	refused  []netip.Prefix            // networks of peers
+	doubtful []netip.Prefix            // that may be such
+	remote   string                    // elements of sets of the refused
+	src      netip.Addr                // of routes to the one gateway; zero: there are none
 	trusted  bool                      // pods are where the podCIDRs of nodes say
 	overlay  map[string]netip.Addr     // overlay addresses by name of the node
 	node     kernel.State
@@ -118,39 +178,47 @@ func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
 	d.problems = append(d.problems, Problem{o, field, fmt.Sprintf(format, args...)})
 }
 
-// refuse adds the routes that are asked when no other of ours leads anywhere.
-func (d *nodeDecision) refuse(networks, doubtful []netip.Prefix) {
-	d.refused = networks
-	d.node = refusingState(networks, doubtful)
-}
-
-// RefusingState is the part of every node's State that refuses the networks.
+// RefusingState is the part of every node's State that refuses the networks, which are sorted.
 func RefusingState(networks []netip.Prefix) kernel.State { return refusingState(networks, nil) }
 
-func refusingState(networks, doubtful []netip.Prefix) (s kernel.State) {
-	var families [2]bool
-	for at, p := range slices.Concat(networks, doubtful) {
-		metric := kernel.UnreachableMetric
-		if at >= len(networks) {
-			metric = kernel.DoubtfulMetric
+func refusingState(networks, doubtful []netip.Prefix) kernel.State {
+	return kernel.State{Routes: appendRefusing(nil, networks, doubtful), Rules: refusingRules(networks, doubtful)}
+}
+
+// appendRefusing adds the routes that are asked when no other of ours leads anywhere. Both lists are
+// sorted, and so are they.
+func appendRefusing(all []kernel.Route, networks, doubtful []netip.Prefix) []kernel.Route {
+	for len(networks)+len(doubtful) > 0 {
+		from, metric := &networks, kernel.UnreachableMetric
+		if len(networks) == 0 || len(doubtful) > 0 && doubtful[0].Compare(networks[0]) < 0 {
+			from, metric = &doubtful, kernel.DoubtfulMetric
 		}
-		s.Routes = append(s.Routes, kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.RefuseTable,
-			Metric: metric, Protocol: kernel.NodeProtocol})
-		if i := p.Addr().BitLen() / 128; !families[i] {
-			families[i] = true
-			s.Rules = append(s.Rules, kernel.Rule{V6: i == 1, Priority: kernel.RefuseRulePriority, Table: kernel.RefuseTable, Protocol: kernel.NodeProtocol})
-		}
+		all = append(all, kernel.Route{Prefix: (*from)[0], Type: kernel.Unreachable, Table: kernel.RefuseTable, Metric: metric, Protocol: kernel.NodeProtocol})
+		*from = (*from)[1:]
 	}
-	return s
+	return all
+}
+
+func refusingRules(networks, doubtful []netip.Prefix) (all []kernel.Rule) {
+	for _, everything := range everythingOf(slices.Concat(networks, doubtful)) {
+		all = append(all, kernel.Rule{V6: everything.Addr().Is6(), Priority: kernel.RefuseRulePriority, Table: kernel.RefuseTable, Protocol: kernel.NodeProtocol})
+	}
+	return all
 }
 
 // disbelieve leaves out addresses of nodes that are in networks of peers. Who can write the status
 // of one Node must not make the others send there without the tunnel.
 func (d *nodeDecision) disbelieve() {
-	remote := newPrefixIndex(d.refused)
+	find := func(a netip.Addr) int {
+		return slices.IndexFunc(d.refused, func(p netip.Prefix) bool { return p.Contains(a) })
+	}
+	if len(d.nodes) > 16 { // an index of few addresses takes longer than to look for them
+		remote := newPrefixIndex(d.refused)
+		find = func(a netip.Addr) int { return remote.find(a, nil) }
+	}
 	for i, n := range d.nodes {
 		d.nodes[i].Addrs = slices.DeleteFunc(slices.Clone(n.Addrs), func(a netip.Addr) bool {
-			at := remote.find(a, nil)
+			at := find(a)
 			if at >= 0 {
 				d.problem(Origin{Kind: "Node", Name: n.Name}, "status.addresses", "%v is in %v, a network of a peer; want an address outside", a, d.refused[at])
 			}
@@ -274,14 +342,14 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 			own = append(own, a)
 		}
 	}
-	s := kernel.FilterSets{Nodes: nodes, Gateways: gateways, Remote: d.refused, Own: own, Elsewhere: elsewhere, Underlay: in.UnderlayDevices}
+	s := kernel.FilterSets{Nodes: nodes, Gateways: gateways, Own: own, Elsewhere: elsewhere, Underlay: in.UnderlayDevices}
 	if len(in.Bridges) > 0 {
 		d.node.Bridges = []kernel.Bridge{kernel.BridgeFor(gateways, in.Uplinks)}
 	}
 	if in.Bridged && len(in.Uplinks) > 0 {
 		s.Bridges = in.Bridges
 	}
-	d.node.Filters = []kernel.Filter{kernel.FilterFor(s)}
+	d.node.Filters = []kernel.Filter{kernel.FilterFor(s).WithSet("remote", d.remote)}
 }
 
 // addSourceNAT lets pods keep their addresses towards peers, whatever their CNI masquerades, and has
@@ -290,7 +358,7 @@ func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 {
 		return // no packet leaves for a peer
 	}
-	s := kernel.SourceNATSets{Remote: d.refused, Underlay: in.UnderlayDevices, Self: d.self.Underlay()}
+	s := kernel.SourceNATSets{Underlay: in.UnderlayDevices, Self: d.self.Underlay()}
 	s.Pods = validOf(ownPods)
 	for _, n := range d.nodes {
 		s.Pods = append(s.Pods, validOf(n.PodCIDRs)...)
@@ -305,7 +373,7 @@ func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 		}
 	}
 	s.Pods = append(s.Pods, s.Local...)
-	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s)}
+	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s).WithSet("remote", d.remote)}
 	d.node.Accepts = []kernel.Accept{{}}
 }
 
@@ -359,11 +427,10 @@ func (d *nodeDecision) toGateway(gateway netip.Addr) {
 	for _, p := range d.refused {
 		if p.Addr().Is6() {
 			d.problem(Origin{Kind: "IpamStorage"}, "spec.clusterSubnets", "%v is IPv6, which the overlay does not carry to a gateway that is a Pod; want IPv4, or a gateway with --host-network", p)
-			continue
 		}
-		d.route(kernel.Route{Prefix: p, Via: gatewayHop, Src: d.self.Underlay(), Dev: kernel.OverlayDevice, Table: kernel.NodeTable})
 	}
-	if len(d.node.Routes) > 0 {
+	d.src = d.self.Underlay()
+	if len(d.refused)+len(d.doubtful) > 0 {
 		d.rule(kernel.Rule{Priority: kernel.NodeRulePriority, Table: kernel.NodeTable})
 	}
 }
@@ -381,7 +448,9 @@ func (d *nodeDecision) rule(r kernel.Rule) {
 func (d *nodeDecision) sort() {
 	slices.SortFunc(d.node.FDB, func(a, b kernel.FDBEntry) int { return a.Dst.Compare(b.Dst) })
 	slices.SortFunc(d.node.Neighbors, func(a, b kernel.Neighbor) int { return a.Addr.Compare(b.Addr) })
-	slices.SortFunc(d.node.Routes, kernel.Route.Compare)
+	if !slices.IsSortedFunc(d.node.Routes, kernel.Route.Compare) { // those of a Decider are
+		slices.SortFunc(d.node.Routes, kernel.Route.Compare)
+	}
 	slices.SortStableFunc(d.node.Rules, func(a, b kernel.Rule) int {
 		return cmp.Or(cmp.Compare(a.Priority, b.Priority), a.From.Compare(b.From), a.To.Compare(b.To), cmp.Compare(a.Iif, b.Iif))
 	})

@@ -66,10 +66,11 @@ func (in *NodeIntent) Sort() {
 	})
 	slices.SortFunc(in.Gateways, func(a, b GatewayPod) int { return cmp.Or(a.Addr.Compare(b.Addr), a.Host.Compare(b.Host)) })
 	slices.SortFunc(in.Tunnels, func(a, b Tunnel) int { return a.Peer.Origin.compare(b.Peer.Origin) })
-	slices.SortFunc(in.Granted, netip.Prefix.Compare)
-	slices.SortFunc(in.Doubtful, netip.Prefix.Compare)
-	slices.SortFunc(in.Own, netip.Prefix.Compare)
-	slices.SortFunc(in.OwnPods, netip.Prefix.Compare)
+	for _, networks := range [][]netip.Prefix{in.Granted, in.Doubtful, in.Own, in.OwnPods} {
+		if !slices.IsSortedFunc(networks, netip.Prefix.Compare) { // one that is may be somebody else's, too
+			slices.SortFunc(networks, netip.Prefix.Compare)
+		}
+	}
 }
 
 // ClusterNode is one node of our own cluster.
@@ -205,13 +206,28 @@ func (in *NodeIntent) PodNetworks() []netip.Prefix {
 	return all
 }
 
-// Refused are all networks of peers, whether there is a way to them or not.
+// InOrder reports whether networks are as Refused returns them: each once, sorted, without bits of hosts.
+func InOrder(networks []netip.Prefix) bool {
+	for i, p := range networks {
+		if p != p.Masked() || i > 0 && networks[i-1].Compare(p) >= 0 {
+			return false
+		}
+	}
+	return true
+}
+
+// Refused are all networks of peers, whether there is a way to them or not. The list may be that of the
+// intent and is not to be changed.
 func (in *NodeIntent) Refused() []netip.Prefix {
+	odd := func(p netip.Prefix) bool { return !p.IsValid() || p.Overlaps(overlayNetwork) }
+	if len(in.Tunnels) == 0 && InOrder(in.Granted) && !slices.ContainsFunc(in.Granted, odd) {
+		return in.Granted
+	}
 	all := slices.Clone(in.Granted)
 	for _, t := range in.Tunnels {
 		all = append(all, t.Peer.Remote.PodSeen, t.Peer.Remote.ExternalSeen)
 	}
-	all = slices.DeleteFunc(all, func(p netip.Prefix) bool { return !p.IsValid() || p.Overlaps(overlayNetwork) })
+	all = slices.DeleteFunc(all, odd)
 	for i := range all {
 		all[i] = all[i].Masked()
 	}

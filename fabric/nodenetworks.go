@@ -48,13 +48,16 @@ type BrokenOverlay struct {
 // GrantsID stands for a set of networks, in any order: two sets have the same only if they are
 // equal. Thousands of nodes say by it which networks of peers they refuse.
 func GrantsID(networks []netip.Prefix) string {
-	sorted := slices.SortedFunc(slices.Values(networks), netip.Prefix.Compare)
-	sum := sha256.New()
-	for _, p := range slices.Compact(sorted) {
-		b, _ := p.MarshalText() // never fails
-		sum.Write(append(b, '\n'))
+	if !InOrder(networks) {
+		networks = slices.Compact(slices.SortedFunc(slices.Values(networks), netip.Prefix.Compare))
 	}
-	return hex.EncodeToString(sum.Sum(nil)[:16])
+	text := make([]byte, 0, len("255.255.255.255/32\n")*len(networks))
+	for _, p := range networks {
+		text, _ = p.AppendText(text) // never fails
+		text = append(text, '\n')
+	}
+	sum := sha256.Sum256(text)
+	return hex.EncodeToString(sum[:16])
 }
 
 // NodeNetworksOf makes the report of a node from the networks and resolvers that it has. own are

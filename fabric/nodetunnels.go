@@ -124,22 +124,15 @@ func (d *nodeDecision) carries(p *GatewayPeer) bool {
 // Without the rules of addTunnels its packets would go to other nodes by the CNI's routes, in the
 // clear. While no gateway is known to be here, one rule for each family does it for all peers.
 func (d *nodeDecision) guard(here []netip.Prefix) {
-	var families [2]bool
-	for _, p := range d.refused {
-		six := p.Addr().Is6()
-		if i := p.Addr().BitLen() / 128; !families[i] {
-			families[i] = true
-			everything := netip.PrefixFrom(netip.IPv4Unspecified(), 0)
-			if six {
-				everything = netip.PrefixFrom(netip.IPv6Unspecified(), 0)
-			}
-			d.route(kernel.Route{Prefix: everything, Type: kernel.Unreachable, Table: kernel.GuardTable, Metric: kernel.UnreachableMetric})
-			if len(here) == 0 {
-				d.rule(kernel.Rule{V6: six, Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, Table: kernel.GuardTable})
-			}
+	if len(here) == 0 {
+		for _, everything := range everythingOf(d.refused) {
+			d.rule(kernel.Rule{V6: everything.Addr().Is6(), Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, Table: kernel.GuardTable})
 		}
-		if len(here) > 0 && !slices.Contains(here, p) {
-			d.rule(kernel.Rule{V6: six, Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, From: p, Table: kernel.GuardTable})
+		return
+	}
+	for _, p := range d.refused {
+		if !slices.Contains(here, p) {
+			d.rule(kernel.Rule{V6: p.Addr().Is6(), Priority: kernel.GuardRulePriority, Iif: kernel.VethHost, From: p, Table: kernel.GuardTable})
 		}
 	}
 }

@@ -25,6 +25,7 @@ import (
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/diff"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
@@ -199,6 +200,8 @@ type agent struct {
 
 	ways    ways           // the last that were found; the loop's alone
 	grants  grants         // what peers have; the loop's alone
+	decider fabric.Decider // the loop's alone
+	decided decided        // the loop's alone
 	refused []netip.Prefix // what the last comparison refused; the loop's alone
 	saved   *snapshot      // nil: there is none that is good. The loop's alone
 }
@@ -275,6 +278,50 @@ func (a *agent) loop(ctx context.Context, failed <-chan error) error {
 	}
 }
 
+// decided is what was read of an intent, and decided for it. It is the same until the intent is another, or
+// what the node says of itself.
+type decided struct {
+	revision int
+	intent   fabric.NodeIntent // without what only the node itself can say
+	refused  []netip.Prefix    // all networks of peers
+	id       string            // GrantsID of those that the books name
+	held     []fabric.Problem  // of reading them
+
+	from     *fabric.NodeIntent // with that, as it was decided; nil: it was not yet
+	node     kernel.State
+	problems []fabric.Problem
+}
+
+// read takes an intent, unless it was read before.
+func (a *agent) read(in fabric.NodeIntent, revision int) {
+	if a.decided.revision == revision {
+		return
+	}
+	in.Self = a.opts.Node
+	was, named := a.decided, a.grants.named
+	held := a.grants.read(in.Granted, in.Edition)
+	in.Granted = a.grants.networks
+	a.decided = decided{revision: revision, intent: in, refused: was.refused, id: was.id, held: held}
+	if was.revision == 0 || len(in.Tunnels)+len(was.intent.Tunnels) > 0 || !slices.Equal(in.Granted, was.intent.Granted) {
+		a.decided.refused = in.Refused()
+	}
+	if was.revision == 0 || !slices.Equal(a.grants.named, named) {
+		a.decided.id = fabric.GrantsID(a.grants.named)
+	}
+}
+
+// decide decides what our node has to be, unless it was decided from the same before: in is the intent
+// with what the node itself says.
+func (a *agent) decide(in fabric.NodeIntent) {
+	d := &a.decided
+	if d.from != nil && d.from.UnderlayMTU == in.UnderlayMTU && d.from.Bridged == in.Bridged && slices.Equal(d.from.UnderlayDevices, in.UnderlayDevices) &&
+		slices.Equal(d.from.Bridges, in.Bridges) && slices.Equal(d.from.Uplinks, in.Uplinks) {
+		return
+	}
+	d.from = &in
+	d.node, d.problems = a.decider.NodeFor(in)
+}
+
 // compare makes the kernel's state what it should be now; false means that some of it failed.
 func (a *agent) compare() bool {
 	a.mu.Lock()
@@ -289,9 +336,8 @@ func (a *agent) compare() bool {
 	}
 
 	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits, looked: before.looked}
-	in.Self = a.opts.Node
-	held := a.grants.read(in.Granted, in.Edition)
-	in.Granted = a.grants.networks
+	a.read(in, revision)
+	in = a.decided.intent
 	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
 	var changes kernel.Plan
 	if self < 0 {
@@ -306,10 +352,11 @@ func (a *agent) compare() bool {
 		}
 		in.Bridges, in.Uplinks = a.bridges(in)
 		in.Bridged = a.kernel.Bridged()
-		now.node, now.problems = fabric.NodeFor(in)
-		first, failed := a.refuseNew(in.Refused())
+		a.decide(in)
+		now.node, now.problems = a.decided.node, slices.Clone(a.decided.problems)
+		first, failed := a.refuseNew(a.decided.refused)
 		if failed == nil {
-			now.refused = fabric.GrantsID(a.grants.named)
+			now.refused = a.decided.id
 			a.say(now.refused) // before the rest, for which nobody has to wait
 		}
 		changes, err = a.kernel.Apply(now.node)
@@ -319,7 +366,7 @@ func (a *agent) compare() bool {
 			closing, failed := a.kernel.Apply(now.node)
 			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("nothing is carried for peers: %w", err), failed)
 		}
-		now.problems = append(now.problems, a.ledElsewhere(in)...)
+		now.problems = append(now.problems, a.ledElsewhere(in.Self)...)
 		if len(in.Bridges) > 0 && a.kernel.Bridged() != in.Bridged {
 			a.notify() // the packet filter may go by it now, or may no longer
 		}
@@ -328,8 +375,8 @@ func (a *agent) compare() bool {
 			now.limits, now.looked = a.limits(now.node, in), time.Now()
 		}
 	}
-	now.err = errors.Join(now.err, a.save(in))
-	now.problems = fabric.SortProblems(append(append(now.problems, broken...), held...))
+	now.err = errors.Join(now.err, a.save(a.decided.refused))
+	now.problems = fabric.SortProblems(append(append(now.problems, broken...), a.decided.held...))
 	if now.err == nil {
 		now.applied = time.Now()
 	}
@@ -438,10 +485,7 @@ func (a *agent) bridges(in fabric.NodeIntent) (names, uplinks []string) {
 // refuseNew refuses networks that are new before anything else is done: the packet filter alone
 // takes ten milliseconds, and pods may know the networks already.
 func (a *agent) refuseNew(refused []netip.Prefix) (changes kernel.Plan, err error) {
-	news := slices.DeleteFunc(slices.Clone(refused), func(p netip.Prefix) bool {
-		_, known := slices.BinarySearchFunc(a.refused, p, netip.Prefix.Compare)
-		return known
-	})
+	news, _, _ := diff.Of(a.refused, refused, func(p netip.Prefix) netip.Prefix { return p })
 	if len(news) > 0 {
 		changes, err = a.kernel.Add(fabric.RefusingState(news))
 	}
@@ -469,10 +513,10 @@ const manyNetworks = 16
 
 // ledElsewhere names a network of a peer that something of others leads away from our routes. Our
 // packet filter drops what goes there.
-func (a *agent) ledElsewhere(in fabric.NodeIntent) []fabric.Problem {
+func (a *agent) ledElsewhere(self string) []fabric.Problem {
 	names := make(map[int]string)
 	looked := 0
-	for _, p := range in.Refused() {
+	for _, p := range a.decided.refused {
 		if looked == manyNetworks {
 			break
 		}
@@ -482,7 +526,7 @@ func (a *agent) ledElsewhere(in fabric.NodeIntent) []fabric.Problem {
 		looked++
 		name, err := a.kernel.DeviceTo(p.Addr().Next(), names)
 		if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error: it is refused
-			return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: in.Self}, Message: fmt.Sprintf(
+			return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: self}, Message: fmt.Sprintf(
 				"packets for %v, a network of a peer, are led elsewhere, by %s, and dropped: a rule of others comes before ours (ip rule); want it after priority %d, or not for networks of peers",
 				p, name, kernel.RefuseRulePriority)}}
 		}
@@ -533,7 +577,7 @@ func (a *agent) report(before, now state, changes kernel.Plan) {
 	for _, o := range changes {
 		if drift {
 			a.log.Warn("repaired", "command", o.Command(""))
-		} else {
+		} else if a.log.Enabled(context.Background(), slog.LevelDebug) { // the text of a filter has all networks
 			a.log.Debug("changed", "command", o.Command(""))
 		}
 	}

@@ -8,6 +8,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/diff"
 )
 
 // grants are the networks of peers as an agent knows them. A network goes when the manager takes it
@@ -38,21 +39,22 @@ func (g *grants) read(named []netip.Prefix, edition int64) []fabric.Problem {
 	if named == nil {
 		return nil // the books are away, and with them no peering has ended
 	}
-	before, now := g.networks, join(named)
+	before, now := g.networks, g.named
+	if now == nil || !slices.Equal(named, now) {
+		now = join(named)
+	}
+	lacks, _, _ := diff.Of(now, before, func(p netip.Prefix) netip.Prefix { return p })
 	g.named, g.networks = now, now
 	older := edition == 0 && g.edition <= 0 // the books of an older manager, or Liqo's, count as they are
-	if !older && (g.edition == unknownEdition || edition <= g.edition) {
-		g.networks = join(now, before)
-	}
+	kept := !older && (g.edition == unknownEdition || edition <= g.edition)
 	g.edition = max(g.edition, edition)
-	var lacking []string
-	for _, p := range g.networks {
-		if _, there := slices.BinarySearchFunc(now, p, netip.Prefix.Compare); !there {
-			lacking = append(lacking, p.String())
-		}
-	}
-	if len(lacking) == 0 {
+	if !kept || len(lacks) == 0 {
 		return nil
+	}
+	g.networks = join(now, lacks)
+	var lacking []string
+	for _, p := range lacks {
+		lacking = append(lacking, p.String())
 	}
 	some := strings.Join(lacking[:min(len(lacking), 4)], ", ")
 	if more := len(lacking) - 4; more > 0 {
@@ -62,8 +64,11 @@ func (g *grants) read(named []netip.Prefix, edition int64) []fabric.Problem {
 		"lacks %s, which the manager has not taken back: they stay as they are, and refused where there is no tunnel; want them there, or an annotation %s higher than %d", some, isthmus.AnnotationEdition, g.edition)}}
 }
 
-// join returns all networks, sorted.
+// join returns all networks, sorted. What it returns may be what it got, and is not to be changed.
 func join(lists ...[]netip.Prefix) []netip.Prefix {
+	if len(lists) == 1 && fabric.InOrder(lists[0]) {
+		return lists[0]
+	}
 	all := slices.Concat(lists...)
 	for i := range all {
 		all[i] = all[i].Masked()

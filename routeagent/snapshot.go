@@ -99,8 +99,8 @@ func (s *snapshot) edition(left []netip.Prefix, now time.Time) int64 {
 }
 
 // save keeps what is refused for an agent that starts when nobody can be asked.
-func (a *agent) save(in fabric.NodeIntent) error {
-	now := &snapshot{snapshotVersion, in.Refused(), max(a.grants.edition, 0)}
+func (a *agent) save(refused []netip.Prefix) error {
+	now := &snapshot{snapshotVersion, refused, max(a.grants.edition, 0)}
 	if now.Refused == nil {
 		now.Refused = []netip.Prefix{}
 	}

@@ -3,10 +3,11 @@
 // asked for. Nodes, Pods and TunnelEndpoints are written into etcd as the API server would have
 // written them, in a few seconds; every change afterwards goes through the API server.
 //
-//	go run ./benchmarks/agents                                   # a route agent, all sizes
+//	go run ./benchmarks/agents -out benchmarks/agents/after.md   # a route agent, all sizes; again after an interruption
+//	go run ./benchmarks/agents -docs .                           # what is in before.md and after.md, into docs/scale.md and docs/scale.svg
 //	go run ./benchmarks/agents -role gateway
 //	go run ./benchmarks/agents -sizes 5000:20:1000 -isthmus PATH # nodes:pods of each:peers, another build
-//	go run ./benchmarks/agents -plot benchmarks/agents/before.md,benchmarks/agents/after.md > docs/scale.svg
+//	go run ./benchmarks/agents -sizes 200:10:1000 -changes granted -repeats 20 -profile DIR # why it costs that
 //
 // Everything runs in a network namespace of its own. What is counted is CPU time on processors, not
 // time of the clock, so that a busy machine adds caches and nothing else. It needs root, iproute2
@@ -22,13 +23,14 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"regexp"
+	"slices"
 	"strings"
 	"syscall"
 
 	"github.com/go-logr/logr"
 	ctrllog "sigs.k8s.io/controller-runtime/pkg/log"
 
-	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
@@ -40,39 +42,58 @@ func main() {
 	log.SetFlags(log.Ltime)
 	ctrllog.SetLogger(logr.Discard())
 	sizes := flag.String("sizes", "100:20:10,1000:20:500,5000:20:1000", "nodes:pods of each node:peers, separated by commas")
-	role := flag.String("role", agentRole, "what is measured: "+agentRole+" or "+gatewayRole)
-	program := flag.String("isthmus", "", "the program (default: built from this tree)")
-	draw := flag.String("plot", "", "BEFORE,AFTER: draw two tables that this program printed, as SVG, and measure nothing")
+	var o options
+	flag.StringVar(&o.role, "role", agentRole, "what is measured: "+agentRole+" or "+gatewayRole)
+	flag.StringVar(&o.program, "isthmus", "", "the program (default: built from this tree)")
+	flag.IntVar(&o.repeats, "repeats", 0, "how often each change is made (default: 2 to 10 times)")
+	changes := flag.String("changes", "", "only changes whose name matches this regular expression")
+	flag.StringVar(&o.profiles, "profile", "", "directory for a profile by perf(1) of each change, the kernel's part and all, which makes the figures higher")
+	out := flag.String("out", "", "file for the figures, which is written after each size; sizes that are in it are not measured again")
+	docs := flag.String("docs", "", "directory of a checkout: write the figures of "+beforeFile+" and "+afterFile+" into "+pageFile+" and "+plotFile+", and measure nothing")
 	flag.Parse()
-	if before, after, ok := strings.Cut(*draw, ","); ok {
-		svg, err := plot(before, after)
-		if err != nil {
+	if *docs != "" {
+		if err := page(*docs); err != nil {
 			log.Fatal(err)
 		}
-		fmt.Print(svg)
 		return
 	}
+	var err error
+	if o.changes, err = regexp.Compile(*changes); err != nil {
+		log.Fatal(err)
+	}
 	if os.Getenv(inside) == "" {
-		if err := reexec(*program); err != nil {
+		if err := reexec(o.program); err != nil {
 			log.Fatal(err)
 		}
 		return
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	var all []*result
+	f, err := unfinished(*out, o.role)
+	if err != nil {
+		log.Fatal(err)
+	}
 	for text := range strings.SplitSeq(*sizes, ",") {
 		var s size
 		if n, err := fmt.Sscanf(text, "%d:%d:%d", &s.nodes, &s.pods, &s.peers); n != 3 {
 			log.Fatalf("-sizes %q: want nodes:pods of each node:peers (%v)", text, err)
 		}
-		r, err := measureSize(ctx, s, *role, *program)
+		if slices.ContainsFunc(f.all, func(r *result) bool { return r.size == s }) {
+			log.Printf("%v are in %s", s, *out)
+			continue
+		}
+		r, err := measureSize(ctx, s, o)
 		if err != nil {
 			log.Fatal(err)
 		}
-		all = append(all, r)
+		f.all = append(f.all, r)
+		if *out != "" {
+			if err := os.WriteFile(*out, []byte(f.text()), 0o644); err != nil {
+				log.Fatal(err)
+			}
+		}
 	}
-	fmt.Printf("\n%s; CPU seconds of the process %s.\n%s", measure.Where(), *role, table(all))
+	fmt.Print("\n" + f.text())
 }
 
 // reexec builds what is missing and runs this program again in a network namespace of its own.
@@ -100,22 +121,4 @@ func reexec(program string) error {
 		return fmt.Errorf("network namespace: %w", err)
 	}
 	return nil
-}
-
-// table has a column for each size, and a row for each figure.
-func table(all []*result) string {
-	var b strings.Builder
-	b.WriteString("\n| |")
-	for _, r := range all {
-		fmt.Fprintf(&b, " %d nodes, %d pods, %d peers |", r.nodes, r.nodes*r.pods, r.peers)
-	}
-	b.WriteString("\n|---|" + strings.Repeat("---|", len(all)) + "\n")
-	for i, row := range all[0].rows {
-		b.WriteString("| " + row.what + " |")
-		for _, r := range all {
-			b.WriteString(" " + r.rows[i].value + " |")
-		}
-		b.WriteString("\n")
-	}
-	return b.String()
 }

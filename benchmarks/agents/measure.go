@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -10,6 +11,8 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"regexp"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -54,7 +57,7 @@ func (r *result) add(what, format string, args ...any) {
 // A subject is the process that is measured.
 type subject struct {
 	*world
-	role  string
+	options
 	tap   *tap
 	cmd   *exec.Cmd
 	pid   int
@@ -62,10 +65,18 @@ type subject struct {
 	moves int
 }
 
-func measureSize(ctx context.Context, s size, role, program string) (r *result, err error) {
-	user := "system:serviceaccount:" + namespace + ":isthmus-" + role
+// options are what is measured, and of which program.
+type options struct {
+	role, program string
+	repeats       int // of a change; 0: as often as it says
+	changes       *regexp.Regexp
+	profiles      string // directory; empty: none are made
+}
+
+func measureSize(ctx context.Context, s size, o options) (r *result, err error) {
+	user := "system:serviceaccount:" + namespace + ":isthmus-" + o.role
 	began := time.Now()
-	if err := underlay(role); err != nil {
+	if err := underlay(o.role); err != nil {
 		return nil, err
 	}
 	w, err := newWorld(ctx, s, user)
@@ -80,7 +91,7 @@ func measureSize(ctx context.Context, s size, role, program string) (r *result, 
 	if err != nil {
 		return nil, err
 	}
-	p := &subject{world: w, role: role}
+	p := &subject{world: w, options: o}
 	if p.tap, err = newTap(u.Host); err != nil {
 		return nil, err
 	}
@@ -88,7 +99,7 @@ func measureSize(ctx context.Context, s size, role, program string) (r *result, 
 	if err := p.move(ctx); err != nil { // so that one is active
 		return nil, err
 	}
-	if err := p.start(program, user); err != nil {
+	if err := p.start(o.program, user); err != nil {
 		return nil, err
 	}
 	defer func() {
@@ -216,13 +227,17 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 	r.add("routes, policy rules, neighbours, FDB", "%d, %d, %d, %d", p.count("ip route show table all"), p.count("ip rule show"),
 		p.count("ip neigh show nud permanent"), p.count("bridge fdb show dev isthmus.vxlan"))
 
-	for _, c := range p.changes() {
+	for _, c := range p.all() {
+		if !p.changes.MatchString(c.what) {
+			continue
+		}
 		if err := p.settle(ctx); err != nil {
 			return err
 		}
-		n := c.times
-		if n == 0 {
-			n = repeats
+		n := cmp.Or(p.repeats, c.times, repeats)
+		done, err := p.profile(ctx, c.what)
+		if err != nil {
+			return err
 		}
 		before, read, at := cpu(p.pid), p.tap.read.Load(), time.Now()
 		for i := range n {
@@ -234,11 +249,34 @@ func (p *subject) measure(ctx context.Context, r *result) error {
 		if err := p.settle(ctx); err != nil {
 			return err
 		}
+		if err := done(); err != nil {
+			return err
+		}
 		spent := (cpu(p.pid) - before).Seconds() - p.idle*time.Since(at).Seconds()
 		r.add(c.what+": CPU, ms", "%.1f", max(0, 1000*spent/float64(n)))
 		r.add(c.what+": octets read", "%d", (p.tap.read.Load()-read)/int64(n))
 	}
 	return nil
+}
+
+// profile has perf(1) note where the process spends its time, until done is called.
+func (p *subject) profile(ctx context.Context, what string) (done func() error, err error) {
+	if p.profiles == "" {
+		return func() error { return nil }, nil
+	}
+	name := filepath.Join(p.profiles, fmt.Sprintf("%d-%d %s.perf", p.nodes, p.peers, what))
+	cmd := exec.CommandContext(ctx, "perf", "record", "-q", "-g", "-F", "1999", "-p", strconv.Itoa(p.pid), "-o", strings.ReplaceAll(name, " ", "-"))
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	return func() error {
+		_ = cmd.Process.Signal(os.Interrupt)
+		err := cmd.Wait()
+		if cmd.ProcessState.Exited() || cmd.ProcessState.Sys().(syscall.WaitStatus).Signal() == syscall.SIGINT { // as it ends when asked to
+			return nil
+		}
+		return fmt.Errorf("perf: %w", err)
+	}, nil
 }
 
 // count is how many of our objects a command of ip(8) lists.
@@ -260,7 +298,7 @@ type change struct {
 	do    func(ctx context.Context, i int) error
 }
 
-func (p *subject) changes() []change {
+func (p *subject) all() []change {
 	node := func(i int) *corev1.Node { return &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: nodeName(i)}} }
 	te := func(i int) *v1alpha1.TunnelEndpoint {
 		return &v1alpha1.TunnelEndpoint{ObjectMeta: metav1.ObjectMeta{Namespace: "default", Name: fmt.Sprintf("peer-%d", i)}}
@@ -334,7 +372,7 @@ func (p *subject) changes() []change {
 			return p.merge(ctx, te(i), false, map[string]any{"spec": map[string]any{"endpointIP": fmt.Sprintf("198.19.0.%d", i)}})
 		}},
 		{"a peer goes", 5, func(ctx context.Context, i int) error {
-			if err := p.api.Delete(ctx, te(p.peers+i)); err != nil {
+			if err := client.IgnoreNotFound(p.api.Delete(ctx, te(p.peers+i))); err != nil {
 				return err
 			}
 			id := p.endpoint(p.peers + i).Spec.ClusterIdentity.ClusterID

@@ -5,8 +5,8 @@
 //
 // It runs TestManyPeerings of test/control, which has the real manager, two real API servers (one
 // stands for those of all peers, and knows each by a certificate of its own) and peers that answer, and
-// prints what that logs. It needs the programs that internal/kubetest builds. With 500 peers it takes some
-// five minutes on two processors.
+// makes a table of its figures. What else it logs goes to standard error. It needs the programs that
+// internal/kubetest builds. With 500 peers it takes some five minutes on two processors.
 package main
 
 import (
@@ -19,6 +19,7 @@ import (
 	"os"
 	"os/exec"
 	"os/signal"
+	"slices"
 	"strconv"
 	"strings"
 	"syscall"
@@ -33,21 +34,34 @@ func main() {
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	fmt.Printf("%s.\n", measure.Where())
+	var head string
+	var rows []string // of the table, in order
+	cells := make(map[string][]string)
 	for s := range strings.SplitSeq(*text, ",") {
 		n, err := strconv.Atoi(s)
 		if err != nil || n < 3 || n > 4096 {
 			log.Fatalf("-peers %q: want numbers from 3 to 4096", *text)
 		}
-		fmt.Printf("\n%d peers:\n\n", n)
-		if err := run(ctx, n, *profiles); err != nil {
+		head += fmt.Sprintf(" %d peers |", n)
+		log.Printf("%d peers:", n)
+		err = run(ctx, n, *profiles, func(row, cell string) {
+			if !slices.Contains(rows, row) {
+				rows = append(rows, row)
+			}
+			cells[row] = append(cells[row], cell)
+		})
+		if err != nil {
 			log.Fatal(err)
 		}
 	}
+	fmt.Printf("%s.\n\n| |%s\n|---|%s\n", measure.Where(), head, strings.Repeat("---|", strings.Count(*text, ",")+1))
+	for _, row := range rows {
+		fmt.Printf("| %s | %s |\n", row, strings.Join(cells[row], " | "))
+	}
 }
 
-// run prints the lines of one test that have figures.
-func run(ctx context.Context, peers int, profiles string) error {
+// run takes the figures of one test, and logs its other lines.
+func run(ctx context.Context, peers int, profiles string, figure func(row, cell string)) error {
 	cmd := exec.CommandContext(ctx, "go", "test", "./control", "-run", "^TestManyPeerings$", "-count=1", "-v", "-timeout=60m", "-long", fmt.Sprintf("-peers=%d", peers), "-profiles="+profiles)
 	cmd.Dir, cmd.Stderr = "test", os.Stderr
 	out, err := cmd.StdoutPipe()
@@ -60,7 +74,12 @@ func run(ctx context.Context, peers int, profiles string) error {
 	for lines := bufio.NewScanner(out); lines.Scan(); {
 		if _, text, is := strings.Cut(lines.Text(), "scale_test.go:"); is {
 			_, text, _ = strings.Cut(text, ": ")
-			fmt.Println("- " + text)
+			if f, is := strings.CutPrefix(text, "figure "); is {
+				row, cell, _ := strings.Cut(f, " = ")
+				figure(row, cell)
+				continue
+			}
+			log.Print("- " + text)
 		}
 	}
 	if err := cmd.Wait(); err != nil {

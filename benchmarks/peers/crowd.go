@@ -18,10 +18,10 @@ import (
 
 	"golang.org/x/net/ipv4"
 	"golang.org/x/sys/unix"
-	"gvisor.dev/gvisor/pkg/tcpip/checksum"
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/packet"
 )
 
 // Networks and addresses of the gateway and of peer i. All clusters have the same networks.
@@ -186,12 +186,12 @@ func (c *crowd) message(i, socket int, m []byte, from net.Addr) []byte {
 		if s == nil {
 			return nil
 		}
-		packet, err := s.open(m)
+		inner, err := s.open(m)
 		if err != nil {
 			return nil
 		}
 		f.current, f.gateway, f.socket = s, from, socket
-		if answer := pong(packet); answer != nil {
+		if answer := pong(inner); answer != nil {
 			c.note(i)
 			return s.seal(answer)
 		}
@@ -204,22 +204,22 @@ func (c *crowd) write(f *far, m []byte) {
 }
 
 // pong makes the answer of a PING, nil of anything else.
-func pong(packet []byte) []byte {
-	if len(packet) < 28 || packet[0] != 0x45 || packet[9] != unix.IPPROTO_UDP {
+func pong(p []byte) []byte {
+	if len(p) < 28 || p[0] != 0x45 || p[9] != unix.IPPROTO_UDP {
 		return nil
 	}
-	n := int(binary.BigEndian.Uint16(packet[2:]))
-	if n > len(packet) || n < 28 {
+	n := int(binary.BigEndian.Uint16(p[2:]))
+	if n > len(p) || n < 28 {
 		return nil
 	}
-	at := bytes.Index(packet[28:n], []byte(`"PING"`))
+	at := bytes.Index(p[28:n], []byte(`"PING"`))
 	if at < 0 {
 		return nil
 	}
-	b := bytes.Clone(packet[:n])
+	b := bytes.Clone(p[:n])
 	b[28+at+2] = 'O'
-	src, dst := [4]byte(packet[12:16]), [4]byte(packet[16:20])
-	return datagram(b[28:], netip.AddrPortFrom(netip.AddrFrom4(dst), binary.BigEndian.Uint16(packet[22:])), netip.AddrPortFrom(netip.AddrFrom4(src), binary.BigEndian.Uint16(packet[20:])))
+	src, dst := [4]byte(p[12:16]), [4]byte(p[16:20])
+	return datagram(b[28:], netip.AddrPortFrom(netip.AddrFrom4(dst), binary.BigEndian.Uint16(p[22:])), netip.AddrPortFrom(netip.AddrFrom4(src), binary.BigEndian.Uint16(p[20:])))
 }
 
 // datagram is a whole IPv4 packet.
@@ -229,14 +229,17 @@ func datagram(payload []byte, from, to netip.AddrPort) []byte {
 	binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
 	copy(b[12:], from.Addr().AsSlice())
 	copy(b[16:], to.Addr().AsSlice())
-	binary.BigEndian.PutUint16(b[10:], ^checksum.Checksum(b[:20], 0))
+	binary.BigEndian.PutUint16(b[10:], packet.Checksum(b[:20], 0))
 	u := b[20:]
 	binary.BigEndian.PutUint16(u, from.Port())
 	binary.BigEndian.PutUint16(u[2:], to.Port())
 	binary.BigEndian.PutUint16(u[4:], uint16(len(u)))
 	copy(u[8:], payload)
-	sum := checksum.Checksum(b[12:20], uint16(len(u))+unix.IPPROTO_UDP)
-	binary.BigEndian.PutUint16(u[6:], ^checksum.Checksum(u, sum))
+	pseudo := uint64(len(u)) + unix.IPPROTO_UDP
+	for i := 12; i < 20; i += 2 {
+		pseudo += uint64(binary.BigEndian.Uint16(b[i:]))
+	}
+	binary.BigEndian.PutUint16(u[6:], packet.Checksum(u, pseudo))
 	return b
 }
 

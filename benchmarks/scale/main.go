@@ -5,7 +5,12 @@
 //	go run ./benchmarks/scale -pools 10.0.0.0/8,11.0.0.0/8 -lengths 16
 //
 // It asks the IPAM of the manager until it refuses, first with an ExternalCIDR as long as the PodCIDR,
-// which is Liqo's choice, then with the one that the IPAM chooses by itself. It needs no root.
+// which is Liqo's choice, then with the one that the IPAM chooses by itself. With
+//
+//	go run ./benchmarks/scale -growth
+//
+// it says what one more grant costs among so many peers, all with the same PodCIDR: the decision, and the
+// books that are compared, written and digested for it. It needs no root.
 package main
 
 import (
@@ -14,10 +19,13 @@ import (
 	"fmt"
 	"log"
 	"net/netip"
+	"os"
 	"strconv"
 	"strings"
 	"time"
 
+	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -25,7 +33,14 @@ func main() {
 	log.SetFlags(0)
 	lengths := flag.String("lengths", "14,16,18,20", "lengths of the PodCIDR")
 	pools := flag.String("pools", "", "pools (default: those of the manager)")
+	growth := flag.Bool("growth", false, "say what a grant costs among 10 to 4,000 peers instead, whatever -lengths and -pools say")
 	flag.Parse()
+	if *growth {
+		if err := grow(); err != nil {
+			log.Fatal(err)
+		}
+		return
+	}
 	var all []netip.Prefix
 	if *pools != "" {
 		for text := range strings.SplitSeq(*pools, ",") {
@@ -36,7 +51,7 @@ func main() {
 			all = append(all, p)
 		}
 	}
-	fmt.Println("| PodCIDR | ExternalCIDR | peers | refused because | ms for the last 100 | octets of the books |")
+	fmt.Println("| PodCIDR | ExternalCIDR | peers | refused because | ms of CPU for the last 100 | octets of the books |")
 	fmt.Println("|---|---|---|---|---|---|")
 	for text := range strings.SplitSeq(*lengths, ",") {
 		bits, err := strconv.Atoi(text)
@@ -67,9 +82,9 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 		return fmt.Errorf("%v: %v", pod, conflicts)
 	}
 	external := b.Own().ExternalCIDR
-	var last [100]time.Time
+	var last [100]time.Duration
 	for n := 0; ; n++ {
-		last[n%len(last)] = time.Now()
+		last[n%len(last)] = cpu()
 		id := fmt.Sprintf("%08x-0000-4000-8000-000000000000", n)
 		next, got, err := b.Grant(ipam.Request{ID: id, Pod: pod, External: external})
 		if err != nil {
@@ -85,9 +100,108 @@ func fill(pod netip.Prefix, pools []netip.Prefix, asLong bool) error {
 			if n < len(last) {
 				since = last[0]
 			}
-			fmt.Printf("| %v | %v | %d | %s | %.0f | %d |\n", pod, external, n, why, float64(time.Since(since).Microseconds())/1000, len(text))
+			fmt.Printf("| %v | %v | %d | %s | %.0f | %d |\n", pod, external, n, why, (cpu()-since).Seconds()*1000, len(text))
 			return nil
 		}
 		b = next.Answered(id, got.Pod, got.External)
 	}
 }
+
+// grown are the numbers of peers among which a grant is measured, and the PodCIDR of all of them with pools
+// that have room for so many: a /16 as far as addresses go.
+var grown = []struct {
+	peers int
+	pod   string
+	pools []string
+}{
+	{10, "10.244.0.0/16", nil},
+	{100, "10.244.0.0/16", nil},
+	{300, "10.244.0.0/16", nil},
+	{1000, "10.244.0.0/16", []string{"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "11.0.0.0/8", "21.0.0.0/8", "22.0.0.0/8", "26.0.0.0/8"}},
+	{4000, "10.244.0.0/20", []string{"10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "100.64.0.0/10", "11.0.0.0/8"}},
+}
+
+// more is how many more peers are granted networks, one after the other, to be measured.
+const more = 5
+
+// grow prints what a grant costs as the books grow.
+func grow() error {
+	rows := [][]string{{""}, {"PodCIDR of all"}, {"a grant is decided: CPU, ms"}, {"what a grant changed is found in the books: CPU, ms"}, {"all books as text: CPU, ms"}, {"all books read: CPU, ms"}, {"octets of the books"}, {"octets of a share of their copy"}}
+	for _, g := range grown {
+		pod := netip.MustParsePrefix(g.pod)
+		var pools []netip.Prefix
+		for _, text := range g.pools {
+			pools = append(pools, netip.MustParsePrefix(text))
+		}
+		b, conflicts := ipam.Book{}.Configure(ipam.Config{PodCIDR: pod, ServiceCIDR: netip.MustParsePrefix("10.96.0.0/12"), Pools: pools})
+		if len(conflicts) > 0 {
+			return fmt.Errorf("%v: %v", pod, conflicts)
+		}
+		external := b.Own().ExternalCIDR
+		ask := func(n int) (err error) {
+			id := fmt.Sprintf("%08x-0000-4000-8000-000000000000", n)
+			next, got, err := b.Grant(ipam.Request{ID: id, Pod: pod, External: external})
+			if err == nil {
+				b = next.Answered(id, got.Pod, got.External)
+			}
+			return err
+		}
+		for n := range g.peers - more {
+			if err := ask(n); err != nil {
+				return fmt.Errorf("%d peers: %w", n, err)
+			}
+		}
+		was, begin := b, cpu()
+		for n := range more {
+			if err := ask(g.peers - more + n); err != nil {
+				return fmt.Errorf("%d peers: %w", g.peers, err)
+			}
+		}
+		decided := cpu()
+		for range more {
+			ipam.Delta(was, b)
+			b.TakesBack(was)
+		}
+		compared := cpu()
+		spec := b.Spec()
+		text, err := json.Marshal(spec)
+		if err != nil {
+			return err
+		}
+		written := cpu()
+		if _, err := ipam.Read(&spec); err != nil {
+			return err
+		}
+		read := cpu()
+		shares := make(map[string]map[string][]string)
+		for _, id := range b.Peers() {
+			got, _ := b.GrantOf(id)
+			share := fabric.ShareOf(id)
+			if shares[share] == nil {
+				shares[share] = make(map[string][]string)
+			}
+			shares[share][id] = []string{got.Pod.String(), got.External.String()}
+		}
+		copied, err := json.Marshal(shares)
+		if err != nil {
+			return err
+		}
+		ms := func(d time.Duration, of int) string {
+			return strconv.FormatFloat(d.Seconds()*1000/float64(of), 'f', 2, 64)
+		}
+		for i, cell := range []string{fmt.Sprintf("%d peers", g.peers), "/" + strconv.Itoa(pod.Bits()), ms(decided-begin, more), ms(compared-decided, more), ms(written-compared, 1), ms(read-written, 1), strconv.Itoa(len(text)), strconv.Itoa(len(copied) / len(shares))} {
+			rows[i] = append(rows[i], cell)
+		}
+	}
+	fmt.Printf("%s.\n\n", measure.Where())
+	for i, row := range rows {
+		fmt.Println("| " + strings.Join(row, " | ") + " |")
+		if i == 0 {
+			fmt.Println("|" + strings.Repeat("---|", len(row)))
+		}
+	}
+	return nil
+}
+
+// cpu is how long this process has been on processors.
+func cpu() time.Duration { return measure.CPU(os.Getpid()) }

@@ -1,6 +1,8 @@
 // Package diff compares what is wanted with what is there.
 package diff
 
+import "slices"
+
 // few is how many elements may differ for a comparison that reads the rest once instead of hashing
 // it: a change among thousands costs microseconds then.
 const few = 64
@@ -9,7 +11,12 @@ const few = 64
 // matched by key; a matched element that differs in any other field is to be replaced, and the
 // result holds its wanted form. The results keep the order of the inputs, so that a plan prints the
 // same every time. When a key occurs more than once in one input, its last element counts.
+//
+// What is remembered and what is wanted again may be one and the same list: that takes no time at all.
 func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []V) {
+	if len(have) == len(want) && (len(have) == 0 || &have[0] == &want[0]) {
+		return nil, nil, nil
+	}
 	old, wanted := differing(have, want)
 	switch {
 	case len(old)+len(wanted) == 0:
@@ -17,12 +24,11 @@ func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []
 	case len(old)+len(wanted) > few:
 		return whole(have, want, key)
 	}
-	keys := make(map[K]struct{}, len(old)+len(wanted))
-	for _, v := range old {
-		keys[key(v)] = struct{}{}
-	}
-	for _, v := range wanted {
-		keys[key(v)] = struct{}{}
+	var keys []K
+	for _, v := range slices.Concat(old, wanted) {
+		if k := key(v); !slices.Contains(keys, k) {
+			keys = append(keys, k)
+		}
 	}
 	if occur(have, keys, key) != len(old) || occur(want, keys, key) != len(wanted) {
 		return whole(have, want, key) // one that is the same in both has the key of one that differs
@@ -57,9 +63,9 @@ walk:
 }
 
 // occur counts the elements with one of the keys.
-func occur[K, V comparable](list []V, keys map[K]struct{}, key func(V) K) (n int) {
+func occur[K, V comparable](list []V, keys []K, key func(V) K) (n int) {
 	for _, v := range list {
-		if _, is := keys[key(v)]; is {
+		if slices.Contains(keys, key(v)) { // of one or two, mostly, which is faster than a map
 			n++
 		}
 	}

@@ -1,6 +1,7 @@
 package kernel
 
 import (
+	"bytes"
 	"net/netip"
 	"slices"
 	"strings"
@@ -33,21 +34,24 @@ type FilterSets struct {
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
-		Remote: networks(s.Remote), Elsewhere: networks(s.Elsewhere), Underlay: devices(s.Underlay), Bridges: devices(s.Bridges),
+		Remote: NetworkElements(s.Remote), Elsewhere: NetworkElements(s.Elsewhere), Underlay: devices(s.Underlay), Bridges: devices(s.Bridges),
 	}
 }
 
-func networks(all []netip.Prefix) string {
-	all = slices.SortedFunc(slices.Values(all), func(a, b netip.Prefix) int { return a.Compare(b) })
+// NetworkElements are those of IPv4 as a Filter and a SourceNAT have them.
+func NetworkElements(all []netip.Prefix) string {
+	if !slices.IsSortedFunc(all, netip.Prefix.Compare) {
+		all = slices.SortedFunc(slices.Values(all), netip.Prefix.Compare)
+	}
 	var last netip.Prefix
-	var texts []string
+	text := make([]byte, 0, len("255.255.255.255/32 ")*len(all))
 	for _, p := range all { // a network sorts before those inside
 		if p.Addr().Is4() && !(last.IsValid() && last.Overlaps(p)) {
 			last = p
-			texts = append(texts, p.String())
+			text = append(p.AppendTo(text), ' ')
 		}
 	}
-	return strings.Join(texts, " ")
+	return string(bytes.TrimSuffix(text, []byte{' '}))
 }
 
 func addresses(all []netip.Addr) string {

@@ -33,14 +33,17 @@ func (p Plan) Commands(inner string) string {
 // AdditionsFor is PlanFor without what it removes. A rule that is there at another priority is not added: an older version gave
 // it that one, and its other rules as well, which a refusal of ours would come before.
 func AdditionsFor(have, want State) Plan {
-	wanted := make(map[Route]struct{}, len(want.Routes))
+	wanted := make(map[netip.Prefix]struct{}, len(want.Routes))
 	for _, r := range want.Routes {
-		wanted[r.key()] = struct{}{}
+		wanted[r.Prefix] = struct{}{}
 	}
-	have.Routes = dropped(have.Routes, func(r Route) bool { // there may be thousands of others
-		_, is := wanted[r.key()]
-		return !is
-	})
+	all := have.Routes
+	have.Routes = nil
+	for _, r := range all { // there may be thousands of others
+		if _, is := wanted[r.Prefix]; is {
+			have.Routes = append(have.Routes, r)
+		}
+	}
 	return slices.DeleteFunc(PlanFor(have, want), func(o Op) bool {
 		added, isRule := o.Object.(Rule)
 		return o.Remove || isRule && slices.ContainsFunc(have.Rules, func(r Rule) bool {
@@ -54,19 +57,11 @@ func AdditionsFor(have, want State) Plan {
 // routes are in the order of Route.Compare.
 func (s State) With(added Plan) (now State, ok bool) {
 	now = s
-	replaced := make(map[Route]struct{})
-	for _, o := range added {
-		if r, is := o.Object.(Route); is {
-			replaced[r.key()] = struct{}{}
-		}
-	}
-	if len(replaced) > 0 {
-		now.Routes = dropped(s.Routes, func(r Route) bool { _, is := replaced[r.key()]; return is })
-	}
+	var routes []Route
 	for _, o := range added {
 		switch v := o.Object.(type) {
 		case Route:
-			now.Routes = append(now.Routes, v)
+			routes = append(routes, v)
 		case Rule:
 			now.Rules = append(slices.Clone(now.Rules), v)
 		default:
@@ -76,15 +71,34 @@ func (s State) With(added Plan) (now State, ok bool) {
 			return s, false
 		}
 	}
-	if len(replaced) > 0 {
-		slices.SortStableFunc(now.Routes, Route.Compare)
+	if len(routes) == 0 {
+		return now, true
 	}
+	slices.SortFunc(routes, Route.Compare)
+	before := s.Routes
+	if !slices.IsSortedFunc(before, Route.Compare) {
+		before = slices.SortedFunc(slices.Values(before), Route.Compare)
+	}
+	now.Routes = make([]Route, 0, len(before)+len(routes))
+	for _, r := range before {
+		order := 1
+		for len(routes) > 0 {
+			if order = routes[0].Compare(r); order >= 0 {
+				break
+			}
+			now.Routes, routes = append(now.Routes, routes[0]), routes[1:]
+		}
+		if len(routes) == 0 || order > 0 { // else it was replaced
+			now.Routes = append(now.Routes, r)
+		}
+	}
+	now.Routes = append(now.Routes, routes...)
 	return now, true
 }
 
-// Compare orders routes by table, network and metric.
+// Compare orders routes by table, network and metric. Of two that are equal one would replace the other.
 func (r Route) Compare(other Route) int {
-	return cmp.Or(cmp.Compare(r.Table, other.Table), r.Prefix.Compare(other.Prefix), cmp.Compare(r.Metric, other.Metric))
+	return cmp.Or(cmp.Compare(r.Table, other.Table), r.Prefix.Compare(other.Prefix), cmp.Compare(r.Metric, other.Metric), cmp.Compare(r.In, other.In))
 }
 
 // key is what is left of a route without what may be replaced.

@@ -1,6 +1,8 @@
 package kernel_test
 
 import (
+	"maps"
+	"math/rand/v2"
 	"net/netip"
 	"slices"
 	"strings"
@@ -104,6 +106,45 @@ func TestPlanMakesADeviceAnewThatCannotBeChanged(t *testing.T) {
 	for _, stays := range []string{"unreachable", "ip rule"} {
 		if strings.Contains(got, stays) {
 			t.Errorf("%q, which stayed, in\n%s", stays, got)
+		}
+	}
+}
+
+// What With says that there is after additions is what a comparison of everything finds.
+func TestWithIsWhatThereIsAfterAdditions(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	routes := func(n int) (all []Route) {
+		seen := make(map[Route]bool)
+		for range n {
+			r := Route{In: Namespace(rng.IntN(2)), Prefix: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(rng.IntN(6)), 0, 0}), 16), Table: NodeTable + rng.IntN(2), Metric: rng.IntN(2)}
+			if !seen[r] {
+				seen[r] = true
+				r.Dev = []string{"a", "b"}[rng.IntN(2)]
+				all = append(all, r)
+			}
+		}
+		return all
+	}
+	for range 2000 {
+		have, want := State{Routes: routes(12)}, State{Routes: routes(6)}
+		if rng.IntN(2) == 0 {
+			slices.SortFunc(have.Routes, Route.Compare)
+		}
+		now, ok := have.With(AdditionsFor(have, want))
+		if !ok || !slices.IsSortedFunc(now.Routes, Route.Compare) {
+			t.Fatalf("%v, %v", now.Routes, ok)
+		}
+		key := func(r Route) Route { r.Dev = ""; return r }
+		expected := make(map[Route]Route)
+		for _, r := range slices.Concat(have.Routes, want.Routes) {
+			expected[key(r)] = r
+		}
+		got := make(map[Route]Route)
+		for _, r := range now.Routes {
+			got[key(r)] = r
+		}
+		if len(got) != len(now.Routes) || !maps.Equal(got, expected) {
+			t.Fatalf("%v with %v is %v", have.Routes, want.Routes, now.Routes)
 		}
 	}
 }

@@ -32,7 +32,7 @@ type SourceNATSets struct {
 
 // SourceNATFor makes a SourceNAT. Networks inside others are left out, and so is IPv6.
 func SourceNATFor(s SourceNATSets) SourceNAT {
-	return SourceNAT{Local: networks(s.Local), Pods: networks(s.Pods), Remote: networks(s.Remote), Underlay: devices(s.Underlay), Self: s.Self}
+	return SourceNAT{Local: NetworkElements(s.Local), Pods: NetworkElements(s.Pods), Remote: NetworkElements(s.Remote), Underlay: devices(s.Underlay), Self: s.Self}
 }
 
 // SourceNATPriority is that of the chain at postrouting: before the places that others have, which

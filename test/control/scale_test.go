@@ -317,6 +317,9 @@ func (w *world) peer(what string, peers []*remote) tally {
 	after, asked := w.load(), w.audits.next()
 	w.t.Logf("%s, %d: Peerings made in %.2f s, half of them Ready after %.2f s, all after %.2f s; manager %.2f CPU s, %v",
 		what, len(peers), made.Seconds(), took[len(took)/2].Seconds(), took[len(took)-1].Seconds(), (after.cpu - before.cpu).Seconds(), after)
+	w.figure(what+": CPU, s", "%.2f", (after.cpu - before.cpu).Seconds())
+	w.figure(what+": all Ready after, s", "%.1f", took[len(took)-1].Seconds())
+	w.figure(what+": writes for each", "%.1f", float64(asked.writes())/float64(len(peers)))
 	w.t.Logf("%s: %.2f writes for each: %s", what, float64(asked.writes())/float64(len(peers)), asked.per(len(peers)))
 	if n := asked["home patch ipamstorages"]; n > 0 {
 		w.t.Logf("%s: %d octets in each of %d patches of the IpamStorage", what, asked[patched]/n, n)
@@ -396,6 +399,11 @@ func (w *world) atRest(what string, d time.Duration) float64 {
 	watches, requests := asked.began()
 	w.t.Logf("%s, in %v: manager %.2f %% of a core, %v; %.2f watches and %.2f other requests a second: %s", what, d, 100*share, after,
 		float64(watches)/d.Seconds(), float64(requests)/d.Seconds(), asked.per(1))
+	w.figure(what+": CPU, of a core", "%.2f %%", 100*share)
+	w.figure(what+": resident memory, MiB", "%d", after.memory>>20)
+	w.figure(what+": goroutines", "%d", after.goroutines)
+	w.figure(what+": watches that ended, a second", "%.2f", float64(watches)/d.Seconds())
+	w.figure(what+": other requests, a second", "%.2f", float64(requests)/d.Seconds())
 	if asked.writes() > 0 {
 		w.t.Errorf("%s the manager writes", what)
 	}
@@ -432,8 +440,16 @@ func (w *world) change(peers []*remote, idle float64) {
 	w.settle()
 	after, asked := w.load(), w.audits.next()
 	cost := (after.cpu - before.cpu).Seconds() - idle*time.Since(began).Seconds()
+	w.figure("a peer's endpoint changes: CPU, ms", "%.1f", 1000*cost/float64(len(peers)))
+	w.figure("a peer's endpoint changes: writes", "%.1f", float64(asked.writes())/float64(len(peers)))
 	w.t.Logf("one peer changes: manager %.1f ms of CPU, in the TunnelEndpoint after %.2f s; %.2f writes: %s",
 		1000*cost/float64(len(peers)), took.Seconds()/float64(len(peers)), float64(asked.writes())/float64(len(peers)), asked.per(len(peers)))
+}
+
+// figure prints one for the table of benchmarks/manager.
+func (w *world) figure(name, format string, v any) {
+	w.t.Helper()
+	w.t.Logf("figure %s = "+format, name, v)
 }
 
 // profile begins a profile of the manager's CPU, where profiles are wanted. The function that it
@@ -482,6 +498,8 @@ func (w *world) restarted(began time.Time, number int) {
 	w.settle()
 	u, asked := w.load(), w.audits.next()
 	w.t.Logf("restart: leader after %.2f s, at all %d peers after %.2f s, %v", leads.Seconds(), number, looked.Seconds(), u)
+	w.figure("it starts again: CPU, s", "%.2f", u.cpu.Seconds())
+	w.figure("it starts again: all looked at after, s", "%.1f", looked.Seconds())
 	w.t.Logf("restart: %s", asked.per(1))
 	if asked.writes() > 0 {
 		w.t.Errorf("a manager that is started among %d peerings writes", number)

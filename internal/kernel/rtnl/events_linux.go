@@ -6,6 +6,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net/netip"
 	"os"
 	"slices"
 	"strings"
@@ -70,6 +71,16 @@ func (k *Kernel) Events(ctx context.Context, notify func()) error {
 // forwards. Others change their tables often. A message about a rule, a set or a chain names its table,
 // and one about a chain or a rule the chain.
 func (k *Kernel) concernsFilter(b []byte) bool {
+	messages, err := syscall.ParseNetlinkMessage(b)
+	if err != nil {
+		return true
+	}
+	// struct nfgenmsg ends with 16 bits of the generation, in network order (nf_tables_api.c).
+	if !slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool {
+		return len(m.Data) < nl.SizeofNfgenmsg || !k.memory.committed(binary.BigEndian.Uint16(m.Data[2:]))
+	}) {
+		return false // all of it is our own
+	}
 	if bytes.Contains(b, []byte(kernel.FilterTable+"\x00")) {
 		return true
 	}
@@ -77,10 +88,6 @@ func (k *Kernel) concernsFilter(b []byte) bool {
 		return false
 	}
 	if names := k.memory.chains.Load(); names != nil && slices.ContainsFunc(*names, func(name []byte) bool { return bytes.Contains(b, name) }) {
-		return true
-	}
-	messages, err := syscall.ParseNetlinkMessage(b)
-	if err != nil {
 		return true
 	}
 	return slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool { // a new one: chains with a hook are few
@@ -177,7 +184,11 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 		if len(m.Data) < unix.SizeofNdMsg {
 			return true, true
 		}
-		_, ours := k.memory.device(in, int(int32(binary.NativeEndian.Uint32(m.Data[4:]))))
+		index := int(int32(binary.NativeEndian.Uint32(m.Data[4:])))
+		_, ours := k.memory.device(in, index)
+		if ours && k.wroteNeighbor(in, index, m) {
+			return false, false
+		}
 		permanent := m.Header.Type == unix.RTM_DELNEIGH || binary.NativeEndian.Uint16(m.Data[8:])&unix.NUD_PERMANENT != 0
 		return ours && permanent, ours && permanent
 	case unix.RTM_NEWLINK, unix.RTM_DELLINK:
@@ -207,6 +218,18 @@ func (k *Kernel) concernsOne(in kernel.Namespace, m *syscall.NetlinkMessage) (st
 		return false, !ok || int32(index) < 1 || ours
 	}
 	return true, true
+}
+
+// wroteNeighbor reports whether an event of a neighbour says what we have made of it.
+func (k *Kernel) wroteNeighbor(in kernel.Namespace, index int, m *syscall.NetlinkMessage) bool {
+	to, _ := rawAttribute(m, unix.SizeofNdMsg, unix.NDA_DST)
+	lladdr, _ := rawAttribute(m, unix.SizeofNdMsg, unix.NDA_LLADDR)
+	addr, _ := netip.AddrFromSlice(to)
+	entry, value := neighborOf(index, int(m.Data[0]), macOf(lladdr), addr)
+	if m.Header.Type == unix.RTM_DELNEIGH {
+		value = neighborValue{}
+	}
+	return k.memory.wrote(in, entry, value)
 }
 
 // netconfIndex is NETCONFA_IFINDEX of include/uapi/linux/netconf.h.

@@ -65,10 +65,32 @@ func TestEventsOfOwnChangesAndOfPodsConcernNobody(t *testing.T) {
 	if stale, wakes := seen(); stale || wakes {
 		t.Errorf("our own changes: stale %v, wakes %v", stale, wakes)
 	}
+	overlay := refusals(2)
+	overlay.Devices = []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: OverlayID, Port: OverlayPort}}}
+	overlay.Links = []Link{{Name: OverlayDevice, MAC: MAC{0x66, 1}, MTU: 1400, Up: true}}
+	gateway := func(mac byte, at string) State {
+		s := overlay
+		s.FDB = []FDBEntry{{Dev: OverlayDevice, MAC: MAC{0x66, mac}, Dst: netip.MustParseAddr(at)}}
+		s.Neighbors = []Neighbor{{Dev: OverlayDevice, Addr: netip.MustParseAddr("192.0.0.8"), MAC: MAC{0x66, mac}}}
+		return s
+	}
+	n.apply(gateway(2, "10.244.2.254"))
+	seen() // it has made a device
+	for _, s := range []State{gateway(3, "10.244.3.254"), gateway(3, "10.244.4.254"), overlay, gateway(2, "10.244.2.254")} {
+		n.apply(s)
+		if stale, wakes := seen(); stale || wakes {
+			t.Errorf("our own changes of neighbours: stale %v, wakes %v", stale, wakes)
+		}
+	}
 	for _, c := range []struct {
 		command      string
 		stale, wakes bool
 	}{
+		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.9.9 self permanent", true, true},
+		{"bridge fdb replace 66:02:00:00:00:00 dev isthmus.vxlan dst 10.244.2.254 self permanent", false, false}, // as it was
+		{"bridge fdb del 66:02:00:00:00:00 dev isthmus.vxlan self", true, true},
+		{"ip neigh replace 192.0.0.8 lladdr 66:09:00:00:00:00 dev isthmus.vxlan nud permanent", true, true},
+		{"ip neigh del 192.0.0.8 dev isthmus.vxlan", true, true},
 		{"ip link add pod type veth peer name podp", false, false},
 		{"ip link set pod up", false, false},
 		{"ip link set podp up", false, false},
@@ -82,12 +104,76 @@ func TestEventsOfOwnChangesAndOfPodsConcernNobody(t *testing.T) {
 		{"ip route del unreachable 10.64.0.0/24 table 4202 metric 420000", true, true},
 		{"ip route replace blackhole 10.64.1.0/24 table 4202 metric 420000 proto 4", true, true},
 		{"ip rule del priority 422", true, true},
-		{"ip link add isthmus.vxlan type bridge", true, true},
+		{"ip link del isthmus.vxlan", true, true},
 	} {
 		n.run(c.command)
 		if stale, wakes := seen(); stale != c.stale || wakes != c.wakes {
 			t.Errorf("%s: stale %v, wakes %v; want %v, %v", c.command, stale, wakes, c.stale, c.wakes)
 		}
+	}
+}
+
+// What we change of our tables ourselves makes nobody compare, and what somebody else changes of them does,
+// also between changes of ours.
+func TestEventsOfOwnTablesConcernNobody(t *testing.T) {
+	n := open(t, RouteAgent)
+	var events *os.File
+	if err := Do(n.f, func() (err error) {
+		events, err = subscribe(unix.NETLINK_NETFILTER, unix.NFNLGRP_NFTABLES)
+		return err
+	}); err != nil {
+		t.Fatal(err)
+	}
+	defer events.Close()
+	buf := make([]byte, 1<<16)
+	concerned := func() (concerns bool) { // up to a table of the test
+		t.Helper()
+		n.run("nft add table ip seen")
+		n.run("nft delete table ip seen")
+		_ = events.SetReadDeadline(time.Now().Add(time.Minute))
+		for marks := 0; marks < 2; {
+			size, err := events.Read(buf)
+			if err != nil {
+				t.Fatal(err)
+			}
+			if strings.Contains(string(buf[:size]), "seen\x00") {
+				marks += strings.Count(string(buf[:size]), "seen\x00")
+				continue
+			}
+			concerns = concerns || n.k.concernsFilter(buf[:size])
+		}
+		return concerns
+	}
+	state := func(networks ...string) State {
+		var remote []netip.Prefix
+		for _, text := range networks {
+			remote = append(remote, netip.MustParsePrefix(text))
+		}
+		return State{Filters: []Filter{FilterFor(FilterSets{Remote: remote})}, SourceNAT: []SourceNAT{SourceNATFor(SourceNATSets{Remote: remote})}}
+	}
+	n.apply(state("11.1.0.0/16"))
+	concerned() // it has made tables
+	n.apply(state("11.1.0.0/16", "11.2.0.0/16"))
+	n.apply(state("11.2.0.0/16"))
+	if concerned() {
+		t.Error("our own elements concern somebody")
+	}
+	for _, command := range []string{"nft add element inet isthmus remote { 11.9.0.0/16 }", "nft delete element inet isthmus remote { 11.9.0.0/16 }", "nft flush chain inet isthmus leaving"} {
+		n.run(command)
+		if !concerned() {
+			t.Errorf("%s concerns nobody", command)
+		}
+	}
+	n.apply(state("11.2.0.0/16"))
+	concerned()
+	n.apply(state("11.2.0.0/16", "11.3.0.0/16"))
+	n.run("nft delete element inet isthmus remote { 11.2.0.0/16 }")
+	n.apply(state("11.3.0.0/16"))
+	if !concerned() {
+		t.Error("a change between two of ours concerns nobody")
+	}
+	if n.run("nft delete table inet isthmus"); !concerned() {
+		t.Error("a table that is gone concerns nobody")
 	}
 }
 

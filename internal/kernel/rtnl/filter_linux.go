@@ -18,6 +18,7 @@ import (
 	"github.com/vishvananda/netlink/nl"
 	"golang.org/x/sys/unix"
 
+	"github.com/isthmus-net/isthmus/internal/diff"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
@@ -309,14 +310,20 @@ type tablesRead struct {
 
 // haveTables reads the tables, unless no table has changed since they were last read.
 func (k *Kernel) haveTables() tablesRead {
-	now := generation() // before they are read: what changes meanwhile is read again
-	if now == 0 || now != k.tables.generation || !k.tables.good() {
-		k.tables = tablesRead{generation: now, filters: readFilter()}
+	if !k.unchangedTables() {
+		k.tables = tablesRead{generation: generation()} // before they are read: what changes meanwhile is read again
+		k.tables.filters = readFilter()
 		if k.owner.NAT {
 			k.tables.sourceNAT, k.tables.bridges = readSourceNAT(), readBridge()
 		}
 	}
 	return k.tables
+}
+
+// unchangedTables reports whether nobody has changed any table of the namespace since ours were read, or
+// written by us alone.
+func (k *Kernel) unchangedTables() bool {
+	return k.tables.generation != 0 && k.tables.generation == generation() && k.tables.good()
 }
 
 // good: else an error may have made it what it is.
@@ -576,13 +583,23 @@ func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 func (k *Kernel) changeTable(remove bool, have *table, want table, remember func()) error {
 	read, before := k.tables.generation, generation()
 	known := !remove && have != nil && before != 0 && read == before
+	doubt := func() { k.memory.filter.Store(true) } // somebody else's transaction may have been taken for ours
+	k.memory.commit(before)
 	if !known || changeElements(*have, want) != nil {
+		if known {
+			doubt()
+		}
 		before = generation()
+		k.memory.commit(before)
 		if err := replaceTable(remove, want); err != nil {
+			doubt()
 			return err
 		}
 	}
-	if now := generation(); !remove && before != 0 && read == before && now == before+1 {
+	now := generation()
+	if before == 0 || now != before+1 {
+		doubt()
+	} else if !remove && read == before {
 		k.tables.generation = now
 		remember()
 	}
@@ -603,9 +620,12 @@ func changeElements(have, want table) error {
 	}
 	var differ []change
 	for i, set := range want.sets {
+		if have.sets[i].Elements == set.Elements {
+			continue
+		}
 		was := strings.Fields(have.sets[i].Elements)
 		is := strings.Fields(set.Elements)
-		gone, added := without(was, is), without(is, was)
+		added, _, gone := diff.Of(was, is, func(text string) string { return text })
 		if len(gone)+len(added) == 0 {
 			continue
 		}
@@ -705,20 +725,6 @@ func hasElement(t *nftables.Table, set string, e nftables.SetElement) (there, kn
 	flags := nested(got, unix.NFTA_SET_ELEM_FLAGS)
 	end := len(flags) == 4 && binary.BigEndian.Uint32(flags)&unix.NFT_SET_ELEM_INTERVAL_END != 0
 	return bytes.Equal(key, e.Key) && (e.IntervalEnd || !end), true
-}
-
-// without returns what is in a, and not in b.
-func without(a, b []string) (rest []string) {
-	in := make(map[string]struct{}, len(b))
-	for _, text := range b {
-		in[text] = struct{}{}
-	}
-	for _, text := range a {
-		if _, is := in[text]; !is {
-			rest = append(rest, text)
-		}
-	}
-	return rest
 }
 
 // replaceTable replaces the table as a whole.

@@ -2,6 +2,7 @@ package rtnl
 
 import (
 	"math/rand/v2"
+	"net/netip"
 	"os"
 	"slices"
 	"strconv"
@@ -34,8 +35,10 @@ type memory struct {
 	chains atomic.Pointer[[][]byte]
 
 	mu      sync.Mutex
-	ports   [2][]uint32     // of our netlink sockets, by namespace
-	devices [2]map[int]bool // indices of those that concern us; true: what hangs on them is ours
+	written [2]map[neighbor]neighborValue // what we have made of neighbours, by namespace
+	commits []commit                      // the last transactions of nftables that we began
+	ports   [2][]uint32                   // of our netlink sockets, by namespace
+	devices [2]map[int]bool               // indices of those that concern us; true: what hangs on them is ours
 }
 
 // newHandle opens the socket by which a namespace is changed, and notes its port: events that our
@@ -80,7 +83,7 @@ func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 	}
 	have := *m.state
 	have.Settings = nil
-	if k.owner.Filter && m.filter.Swap(false) {
+	if k.owner.Filter && m.filter.Swap(false) && !k.unchangedTables() {
 		tables := k.haveTables()
 		have.Filters, have.SourceNAT, have.Bridges = tables.filters, tables.sourceNAT, tables.bridges
 		now := have
@@ -125,6 +128,68 @@ func (m *memory) device(in kernel.Namespace, index int) (concerns, ours bool) {
 	defer m.mu.Unlock()
 	ours, concerns = m.devices[in][index]
 	return concerns, ours
+}
+
+// A neighbor is an entry for an address or, where it has none, an entry of a forwarding database.
+type neighbor struct {
+	index int
+	addr  netip.Addr
+	mac   kernel.MAC
+}
+
+// neighborValue is what an entry says; zero: there is none.
+type neighborValue struct {
+	there bool
+	mac   kernel.MAC
+	dst   netip.Addr
+}
+
+// write notes what we are about to make of a neighbour. Events of what we remove, and all of those of
+// forwarding databases, do not carry our port (neigh_cleanup_and_release, vxlan_fdb_notify): ours are
+// known by what they say. Whoever changes an entry later says something else.
+func (m *memory) write(in kernel.Namespace, n neighbor, value neighborValue) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	if m.written[in] == nil || len(m.written[in]) > 1<<16 { // one that is forgotten is read again
+		m.written[in] = make(map[neighbor]neighborValue)
+	}
+	m.written[in][n] = value
+}
+
+// wrote reports whether it was us who made a neighbour what it is.
+func (m *memory) wrote(in kernel.Namespace, n neighbor, value neighborValue) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	was, known := m.written[in][n]
+	return known && was == value
+}
+
+// A commit is a transaction of nftables, by the generation that it makes.
+type commit struct {
+	generation uint32
+	at         time.Time
+}
+
+// commit notes that we are about to make the generation after one; 0: it is not known. Whoever does
+// that has to look afterwards whether it was him.
+func (m *memory) commit(before uint32) {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	m.commits = slices.DeleteFunc(m.commits, func(c commit) bool { return time.Since(c.at) > commitAge })
+	if before != 0 {
+		m.commits = append(m.commits, commit{before + 1, time.Now()})
+	}
+}
+
+// commitAge is how long a transaction is known as ours. Messages have 16 bits of its generation: there
+// must not be that many transactions meanwhile.
+const commitAge = 10 * time.Second
+
+// committed reports whether a message is about a transaction that we made.
+func (m *memory) committed(generation uint16) bool {
+	m.mu.Lock()
+	defer m.mu.Unlock()
+	return slices.ContainsFunc(m.commits, func(c commit) bool { return uint16(c.generation) == generation && time.Since(c.at) <= commitAge })
 }
 
 // isOurs reports whether a port is that of one of our sockets.

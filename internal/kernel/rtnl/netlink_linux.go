@@ -449,14 +449,26 @@ func (k *Kernel) changeLink(v kernel.Link) error {
 	return errors.Join(err, h.LinkSetMTU(l, v.MTU), h.LinkSetUp(l))
 }
 
+// neighborOf is an entry of a forwarding database, whose address is where it leads to, or another one.
+func neighborOf(index, family int, mac kernel.MAC, addr netip.Addr) (neighbor, neighborValue) {
+	if family == unix.AF_BRIDGE {
+		return neighbor{index: index, mac: mac}, neighborValue{there: true, mac: mac, dst: addr}
+	}
+	return neighbor{index: index, addr: addr}, neighborValue{there: true, mac: mac}
+}
+
 func (k *Kernel) changeNeigh(remove bool, in kernel.Namespace, dev string, n *netlink.Neigh) (err error) {
 	if n.LinkIndex, err = k.dev(in, dev); err != nil {
 		return err
 	}
 	n.State = netlink.NUD_PERMANENT
+	addr, _ := netip.AddrFromSlice(n.IP)
+	entry, value := neighborOf(n.LinkIndex, n.Family, macOf(n.HardwareAddr), addr)
 	if remove {
+		k.memory.write(in, entry, neighborValue{})
 		return k.handles[in].NeighDel(n)
 	}
+	k.memory.write(in, entry, value)
 	return k.handles[in].NeighSet(n)
 }
 

@@ -5,6 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"net/netip"
+	"slices"
+	"syscall"
 
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
@@ -22,6 +24,12 @@ func Networks() (all []netip.Prefix, err error) {
 		return nil, fmt.Errorf("netlink: %w", err)
 	}
 	defer h.Close()
+	strict, err := netlink.NewHandle(unix.NETLINK_ROUTE)
+	if err != nil {
+		return nil, fmt.Errorf("netlink: %w", err)
+	}
+	defer strict.Close()
+	_ = strict.SetStrictCheck(true) // the kernel leaves out other tables, of thousands of routes, from Linux 4.20 on
 	links, err := untilWhole(h.LinkList)
 	if err != nil {
 		return nil, fmt.Errorf("links: %w", err)
@@ -43,8 +51,8 @@ func Networks() (all []netip.Prefix, err error) {
 			}
 		}
 		for _, table := range []int{unix.RT_TABLE_MAIN, unix.RT_TABLE_LOCAL} {
-			routes, err := untilWhole(func() ([]netip.Prefix, error) { return routed(h, family, table, ours) })
-			if err != nil && !withoutFamily(family, err) {
+			routes, err := untilWhole(func() ([]netip.Prefix, error) { return routed(strict, family, table, ours) })
+			if err != nil && !withoutFamily(family, err) && !errors.Is(err, unix.ENOENT) { // there is no such table
 				return nil, fmt.Errorf("routes: %w", err)
 			}
 			all = append(all, routes...)
@@ -109,8 +117,18 @@ func (k *Kernel) WatchNetworks(ctx context.Context, notify func()) error {
 	if err != nil {
 		return fmt.Errorf("netlink events of networks: %w", err)
 	}
-	k.listen(ctx, f, func([]byte) bool { return true }, notify)
+	k.listen(ctx, f, reachesOthers, notify)
 	return nil
+}
+
+// reachesOthers says of events whether they may be about more than routes of ours, of which there are
+// thousands.
+func reachesOthers(b []byte) bool {
+	messages, err := syscall.ParseNetlinkMessage(b)
+	return err != nil || slices.ContainsFunc(messages, func(m syscall.NetlinkMessage) bool {
+		route := m.Header.Type == unix.RTM_NEWROUTE || m.Header.Type == unix.RTM_DELROUTE
+		return !route || len(m.Data) < unix.SizeofRtMsg || m.Data[5] != kernel.NodeProtocol && m.Data[5] != kernel.GatewayProtocol // as in concerns
+	})
 }
 
 // Counters are the packets that a device has received and sent since it was made, and its index.

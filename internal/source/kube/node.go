@@ -25,6 +25,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/diff"
 )
 
 // WatchNode watches what the route agent of the node called self has to know: its Node and the Pods
@@ -130,6 +131,8 @@ type nodeWatch struct {
 	books   *further // the books themselves
 	tunnels *further // TunnelEndpoints
 	all     *further // all Nodes and Pods
+
+	copied fabric.Shares // what is in the shares; see's own
 
 	seen  map[types.UID]int64 // the highest generation of the books that was used; see's own, as is doubt
 	doubt time.Time           // since when GrantedNetworks are not what the books say; zero: they are
@@ -284,13 +287,13 @@ func (w *nodeWatch) grants(ctx context.Context, s *nodeSnapshot) (known bool, er
 		}
 	}
 	in := &s.intent
-	copied, problems := fabric.GrantedInShares(copies.Items)
+	copied, id, problems := w.copied.Read(copies.Items)
 	digest, current := w.digest(heads.Items)
-	if current && fabric.GrantsID(copied) == digest.Granted {
+	if current && id == digest.Granted {
 		w.books.want(ctx, false)
 		w.use(heads.Items[0].UID, digest.Generation)
 		w.doubt = time.Time{}
-		in.Granted, s.problems = append([]netip.Prefix{}, copied...), problems
+		in.Granted, s.problems = copied, problems
 		in.Edition = fabric.EditionOf(heads.Items[0].Annotations, time.Now())
 		in.Own, in.OwnPods = digest.Own()
 		return true, nil
@@ -315,13 +318,9 @@ func (w *nodeWatch) grants(ctx context.Context, s *nodeSnapshot) (known bool, er
 		return false, nil
 	}
 	last := &w.last.intent
-	in.Granted, in.Edition, s.problems = slices.Clone(last.Granted), last.Edition, problems
+	in.Granted, in.Edition, s.problems = last.Granted, last.Edition, problems
 	if time.Since(w.doubt) < doubtHeld {
-		for _, p := range copied {
-			if _, known := slices.BinarySearchFunc(last.Granted, p, netip.Prefix.Compare); !known {
-				in.Doubtful = append(in.Doubtful, p)
-			}
-		}
+		in.Doubtful, _, _ = diff.Of(last.Granted, copied, func(p netip.Prefix) netip.Prefix { return p })
 	}
 	in.Own, in.OwnPods = slices.Clone(last.Own), slices.Clone(last.OwnPods)
 	return true, nil
