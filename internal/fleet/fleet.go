@@ -149,20 +149,7 @@ func (f *Fleet) up(ctx context.Context, o Options) error {
 	})
 }
 
-// each runs f for all clusters in parallel.
-func (f *Fleet) each(do func(*Cluster) error) error {
-	errs := make([]error, len(f.Clusters))
-	var group sync.WaitGroup
-	for i, c := range f.Clusters {
-		group.Go(func() {
-			if err := do(c); err != nil {
-				errs[i] = fmt.Errorf("cluster %s: %w", c.Name, err)
-			}
-		})
-	}
-	group.Wait()
-	return errors.Join(errs...)
-}
+func (f *Fleet) each(do func(*Cluster) error) error { return lab.Each(f.Clusters, do) }
 
 // Down ends everything and removes the lab. Packets for a peer that any node has sent in the clear,
 // at any time from Up on, are an error.

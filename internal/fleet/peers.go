@@ -23,16 +23,11 @@ import (
 
 // Peering returns cluster c's Peering with another cluster; an error when there is none.
 func (c *Cluster) Peering(ctx context.Context, with *Cluster) (*isthmus.Peering, error) {
-	var list isthmus.PeeringList
-	if err := c.Client.List(ctx, &list); err != nil {
-		return nil, fmt.Errorf("cluster %s: %w", c.Name, err)
+	p, err := FindPeering(ctx, c.Client, with.ID)
+	if err != nil {
+		return nil, fmt.Errorf("cluster %s with %s: %w", c.Name, with.Name, err)
 	}
-	for i := range list.Items {
-		if list.Items[i].Spec.Cluster.ClusterID == with.ID {
-			return &list.Items[i], nil
-		}
-	}
-	return nil, fmt.Errorf("cluster %s has no Peering with %s", c.Name, with.Name)
+	return p, nil
 }
 
 // Seen is the address under which c reaches a pod's address of another cluster, by what the two
@@ -108,22 +103,10 @@ func (c *Cluster) RemotePod(ctx context.Context) (*lab.Pod, error) {
 // WaitReady waits until cluster c's Peering with another one is Ready. The error says what it
 // lacked.
 func (c *Cluster) WaitReady(ctx context.Context, with *Cluster, atMost time.Duration) error {
-	last := "there is no Peering"
-	err := wait.PollUntilContextTimeout(ctx, 20*time.Millisecond, atMost, true, func(ctx context.Context) (bool, error) {
-		p, err := c.Peering(ctx, with)
-		if err != nil {
-			return false, nil //nolint:nilerr // not there yet, or the API server is away: the wait goes on
-		}
-		for _, condition := range p.Status.Conditions {
-			if condition.Type == isthmus.ConditionReady {
-				last = fmt.Sprintf("%s: %s", condition.Reason, condition.Message)
-				return condition.Status == "True", nil
-			}
-		}
-		return false, nil
-	})
-	if err != nil {
-		return fmt.Errorf("cluster %s is not ready for %s after %v: %s", c.Name, with.Name, atMost, last)
+	ctx, cancel := context.WithTimeout(ctx, atMost)
+	defer cancel()
+	if err := WaitReady(ctx, c.Client, with.ID); err != nil {
+		return fmt.Errorf("cluster %s is not ready for %s after %v: %w", c.Name, with.Name, atMost, err)
 	}
 	return nil
 }

@@ -24,8 +24,11 @@ import (
 	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
+
+var must = expect.NoError
 
 // world is an API server with the optional rights installed.
 type world struct {
@@ -154,13 +157,6 @@ func (g *guarded) ask(authorization string) (int, string) {
 		g.t.Errorf("%d: %q", w.Code, text)
 	}
 	return w.Code, w.Body.String()
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 // until waits for what the API server's authorizer sees a moment later.

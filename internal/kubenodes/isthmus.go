@@ -20,6 +20,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
 
@@ -123,38 +124,19 @@ func (s *Set) Peer(ctx context.Context, program string, a, b *Cluster) error {
 
 // Peering returns cluster c's Peering with another cluster.
 func (c *Cluster) Peering(ctx context.Context, with *Cluster) (*isthmus.Peering, error) {
-	var list isthmus.PeeringList
-	if err := c.Client.List(ctx, &list); err != nil {
-		return nil, err
+	p, err := fleet.FindPeering(ctx, c.Client, with.ID)
+	if err != nil {
+		return nil, fmt.Errorf("cluster %s with %s: %w", c.Name, with.Name, err)
 	}
-	for i := range list.Items {
-		if list.Items[i].Spec.Cluster.ClusterID == with.ID {
-			return &list.Items[i], nil
-		}
-	}
-	return nil, fmt.Errorf("cluster %s has no Peering with %s", c.Name, with.Name)
+	return p, nil
 }
 
 // WaitReady waits until c's Peering with another cluster is Ready.
 func (c *Cluster) WaitReady(ctx context.Context, with *Cluster) error {
 	ctx, cancel := context.WithTimeout(ctx, patience)
 	defer cancel()
-	last := "there is no Peering"
-	err := wait.PollUntilContextCancel(ctx, 100*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-		p, err := c.Peering(ctx, with)
-		if err != nil {
-			return false, nil //nolint:nilerr // not there yet, or the API server is away: the wait goes on
-		}
-		for _, condition := range p.Status.Conditions {
-			if condition.Type == isthmus.ConditionReady {
-				last = fmt.Sprintf("%s: %s", condition.Reason, condition.Message)
-				return condition.Status == "True", nil
-			}
-		}
-		return false, nil
-	})
-	if err != nil {
-		return fmt.Errorf("cluster %s is not ready for %s: %s\n%s", c.Name, with.Name, last, c.Explain())
+	if err := fleet.WaitReady(ctx, c.Client, with.ID); err != nil {
+		return fmt.Errorf("cluster %s is not ready for %s: %w\n%s", c.Name, with.Name, err, c.Explain())
 	}
 	return nil
 }

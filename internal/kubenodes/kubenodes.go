@@ -237,20 +237,7 @@ func (s *Set) up(ctx context.Context) error {
 	return s.writeKubeconfig()
 }
 
-// each runs do for all clusters in parallel.
-func (s *Set) each(do func(*Cluster) error) error {
-	errs := make([]error, len(s.Clusters))
-	var group sync.WaitGroup
-	for i, c := range s.Clusters {
-		group.Go(func() {
-			if err := do(c); err != nil {
-				errs[i] = fmt.Errorf("cluster %s: %w", c.Name, err)
-			}
-		})
-	}
-	group.Wait()
-	return errors.Join(errs...)
-}
+func (s *Set) each(do func(*Cluster) error) error { return lab.Each(s.Clusters, do) }
 
 // Down ends everything and removes the lab.
 func (s *Set) Down() error {

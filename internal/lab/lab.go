@@ -110,6 +110,21 @@ func (c *Cluster) Gateway() *Node { return c.Nodes[0] }
 // String returns the cluster's name.
 func (c *Cluster) String() string { return c.Name }
 
+// Each runs do for all clusters in parallel. An error says which cluster it is of.
+func Each[C fmt.Stringer](clusters []C, do func(C) error) error {
+	errs := make([]error, len(clusters))
+	var group sync.WaitGroup
+	for i, c := range clusters {
+		group.Go(func() {
+			if err := do(c); err != nil {
+				errs[i] = fmt.Errorf("cluster %v: %w", c, err)
+			}
+		})
+	}
+	group.Wait()
+	return errors.Join(errs...)
+}
+
 // Cluster returns the cluster with that name, or nil.
 func (l *Lab) Cluster(name string) *Cluster {
 	for _, c := range l.Clusters {

@@ -27,8 +27,11 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
+
+var must = expect.NoError
 
 // The kubeconfig files of the two clusters that this package's tests share. Isthmus is installed in
 // both.
@@ -149,13 +152,6 @@ func connectTo(t *testing.T, a Access) *Cluster {
 	c, err := Connect(a)
 	must(t, err)
 	return c
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 func (p *pair) report(line string) { p.lines = append(p.lines, line) }

@@ -216,7 +216,7 @@ func (s *site) wait(ctx context.Context, m *member) error {
 		return last == nil, nil
 	})
 	if ctx.Err() != nil {
-		err = last
+		err = endOfWait(ctx, last)
 	}
 	if err == nil && m.Network == podNetwork {
 		m.Seen, err = s.as.seen(m.Addr)
@@ -225,6 +225,14 @@ func (s *site) wait(ctx context.Context, m *member) error {
 		return fmt.Errorf("%s: Pod %s on node %s: %w", s, m.name, m.Node, err)
 	}
 	return nil
+}
+
+// endOfWait is why a wait whose context has ended ended: somebody interrupted it, or what was seen last.
+func endOfWait(ctx context.Context, last error) error {
+	if errors.Is(ctx.Err(), context.Canceled) {
+		return fmt.Errorf("%w while it was waited for: %w", context.Canceled, last)
+	}
+	return last
 }
 
 // state is what the kubelet says of a container.

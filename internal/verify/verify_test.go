@@ -462,3 +462,17 @@ func TestAProbeEnds(t *testing.T) {
 		resp.Body.Close()
 	}
 }
+
+func TestAnInterruptedWaitSaysThatItWasInterrupted(t *testing.T) {
+	last := errors.New("ContainerCreating")
+	ctx, cancel := context.WithCancel(t.Context())
+	cancel()
+	if err := endOfWait(ctx, last); !errors.Is(err, context.Canceled) || !errors.Is(err, last) {
+		t.Error(err)
+	}
+	late, cancel := context.WithDeadline(t.Context(), time.Now().Add(-time.Hour))
+	defer cancel()
+	if err := endOfWait(late, last); !errors.Is(err, last) || errors.Is(err, context.DeadlineExceeded) {
+		t.Error(err)
+	}
+}

@@ -14,14 +14,11 @@ package attacks
 import (
 	"flag"
 	"fmt"
-	"log/slog"
 	"os"
 	"strings"
 	"testing"
-	"time"
 
-	"github.com/isthmus-net/isthmus/internal/lab"
-	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
 
@@ -31,9 +28,7 @@ var (
 	long   = flag.Bool("long", false, "run all once more against gateways that have the network of their nodes")
 )
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
-const patience = 90 * time.Second
+const patience = expect.Patience
 
 // An attack is a row of the table and what it does.
 type attack struct {
@@ -67,10 +62,6 @@ func TestMain(m *testing.M) { os.Exit(run(m)) }
 func run(m *testing.M) int {
 	if address := os.Getenv(asUnprivileged); address != "" {
 		return hold(address)
-	}
-	kubesource.UseLogger(slog.New(slog.DiscardHandler))
-	if lab.Available() != nil {
-		return m.Run() // the tests say why they are skipped
 	}
 	return programs.Run(m, &isthmus, &kube)
 }

@@ -17,10 +17,13 @@ import (
 
 	api "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
+
+var must, eventually = expect.NoError, expect.Eventually
 
 const pingInterval = 100 * time.Millisecond
 
@@ -273,26 +276,6 @@ func (s *site) grows(t *testing.T, n int, name, label string, do func()) {
 		}
 		return nil
 	})
-}
-
-// eventually waits until f returns nil.
-func eventually(t *testing.T, what string, f func() error) {
-	t.Helper()
-	err := f()
-	for deadline := time.Now().Add(patience); err != nil; err = f() {
-		if time.Now().After(deadline) {
-			t.Fatalf("%s did not come within %v: %v", what, patience, err)
-		}
-		time.Sleep(20 * time.Millisecond)
-	}
-}
-
-// must ends the test on an error.
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 func contextOf(t *testing.T, d time.Duration) (context.Context, context.CancelFunc) {

@@ -14,9 +14,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
+
+var must = expect.NoError
 
 var (
 	podsOfB  = netip.MustParsePrefix("10.50.32.0/20")
@@ -160,11 +163,4 @@ func (s *site) discover(ctx context.Context, from string, local uint16, flags ..
 		r.seen = append(r.seen, a)
 	}
 	return r, nil
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }

@@ -12,13 +12,11 @@ package cni
 import (
 	"flag"
 	"fmt"
-	"log/slog"
 	"os"
 	"testing"
-	"time"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/lab"
-	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
 
@@ -27,22 +25,12 @@ var (
 	update = flag.Bool("update", false, "write docs/cni.md")
 )
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
-const patience = 90 * time.Second
+const patience = expect.Patience
 
 // binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes both.
 var binary, kube string
 
-func TestMain(m *testing.M) { os.Exit(run(m)) }
-
-func run(m *testing.M) int {
-	kubesource.UseLogger(slog.New(slog.DiscardHandler))
-	if lab.Available() != nil {
-		return m.Run() // the tests say why they are skipped
-	}
-	return programs.Run(m, &binary, &kube)
-}
+func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 
 // shapes are all shapes, in the order of the table.
 var shapes = []*shape{flannelReal, flannelVXLAN, flannelHostGW, calicoVXLAN, calicoBGP, weave, canal, cilium, kubenetAKS, azureCNI, awsVPC, gkeNative, ovnKubernetes, kindnet, twoNetworks}

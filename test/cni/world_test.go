@@ -10,9 +10,12 @@ import (
 	"testing"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
 )
+
+var must, eventually = expect.NoError, expect.Eventually
 
 // internet is a host outside of all clusters.
 var internet = netip.MustParseAddr("198.51.100.1")
@@ -312,22 +315,4 @@ func difference(was, is string) string {
 		return "the same lines in another order, or another number of times:\n" + was + "and now:\n" + is
 	}
 	return b.String()
-}
-
-func eventually(t *testing.T, what string, f func() error) {
-	t.Helper()
-	err := f()
-	for deadline := time.Now().Add(patience); err != nil; err = f() {
-		if time.Now().After(deadline) {
-			t.Fatalf("%s: did not come within %v: %v", what, patience, err)
-		}
-		time.Sleep(20 * time.Millisecond)
-	}
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }

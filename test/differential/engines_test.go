@@ -17,17 +17,22 @@ type engines struct {
 }
 
 func newEngines(t *testing.T, p plan) *engines {
+	return enginesOf(t, p.pods, p.podsSeen, p.extSeen, p.endpoint, p.mapped)
+}
+
+// enginesOf makes the engines of both sides; ext is as the other side sees it.
+func enginesOf(t *testing.T, pods, podsSeen, ext [2]netip.Prefix, endpoint, mapped func(side) netip.Addr) *engines {
 	e := &engines{}
 	for _, s := range []side{A, B} {
 		r := s.other()
 		e.engines[s] = natengine.New(natengine.Config{})
 		err := e.engines[s].SetPeers([]natengine.Peer{{
 			ID:             r.String(),
-			RemotePods:     []netip.Prefix{p.podsSeen[r]},
-			RemoteExternal: []netip.Prefix{p.extSeen[r]},
-			Pods:           []natengine.Remap{{From: p.pods[s], To: p.podsSeen[s]}},
-			External:       []netip.Prefix{p.extSeen[s]},
-			Endpoints:      []natengine.Endpoint{{Real: p.endpoint(s), Seen: p.mapped(s)}},
+			RemotePods:     []netip.Prefix{podsSeen[r]},
+			RemoteExternal: []netip.Prefix{ext[r]},
+			Pods:           []natengine.Remap{{From: pods[s], To: podsSeen[s]}},
+			External:       []netip.Prefix{ext[s]},
+			Endpoints:      []natengine.Endpoint{{Real: endpoint(s), Seen: mapped(s)}},
 		}})
 		if err != nil {
 			t.Fatalf("engine of %v: %v", s, err)

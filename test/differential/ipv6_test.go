@@ -11,7 +11,6 @@ import (
 	"strings"
 	"testing"
 
-	"github.com/isthmus-net/isthmus/natengine"
 	"github.com/isthmus-net/isthmus/packet/packettest"
 	"github.com/isthmus-net/isthmus/test/internal/hosts"
 )
@@ -156,23 +155,7 @@ func stateless6(p plan6, s side) string {
 }
 
 func newEngines6(t *testing.T, p plan6) *engines {
-	e := &engines{}
-	for _, s := range []side{A, B} {
-		r := s.other()
-		e.engines[s] = natengine.New(natengine.Config{})
-		err := e.engines[s].SetPeers([]natengine.Peer{{
-			ID:             r.String(),
-			RemotePods:     []netip.Prefix{p.podsSeen[r]},
-			RemoteExternal: []netip.Prefix{p.ext[r]},
-			Pods:           []natengine.Remap{{From: p.pods[s], To: p.podsSeen[s]}},
-			External:       []netip.Prefix{p.ext[s]},
-			Endpoints:      []natengine.Endpoint{{Real: p.endpoint(s), Seen: p.mapped(s)}},
-		}})
-		if err != nil {
-			t.Fatalf("engine of %v: %v", s, err)
-		}
-	}
-	return e
+	return enginesOf(t, p.pods, p.podsSeen, p.ext, p.endpoint, p.mapped)
 }
 
 // exchange6 is an exchange over IPv6.

@@ -10,37 +10,28 @@ import (
 	"context"
 	"flag"
 	"fmt"
-	"log/slog"
 	"net/netip"
 	"os"
 	"testing"
 	"time"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
-	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
 
+var must, eventually = expect.NoError, expect.Eventually
+
 var long = flag.Bool("long", false, "let faults last for a minute and more")
 
-// patience is how long a test waits for what has to come, on a machine that is busy with other
-// things.
-const patience = 90 * time.Second
+const patience = expect.Patience
 
 // binary is the isthmus program, and kube the folder of etcd and kube-apiserver; TestMain makes
 // both.
 var binary, kube string
 
-func TestMain(m *testing.M) { os.Exit(run(m)) }
-
-func run(m *testing.M) int {
-	kubesource.UseLogger(slog.New(slog.DiscardHandler))
-	if lab.Available() != nil {
-		return m.Run() // the tests say why they are skipped
-	}
-	return programs.Run(m, &binary, &kube)
-}
+func TestMain(m *testing.M) { os.Exit(programs.Run(m, &binary, &kube)) }
 
 // up makes a fleet that ends with the test, after the ends of all logs if it failed. The test fails
 // when a node has sent a packet for a peer in the clear.
@@ -158,26 +149,6 @@ func podOn(t *testing.T, c *fleet.Cluster, i int) *lab.Pod {
 	}
 	t.Fatalf("no pod on %s", c.Nodes[i])
 	return nil
-}
-
-// eventually waits until f returns nil.
-func eventually(t *testing.T, what string, f func() error) {
-	t.Helper()
-	err := f()
-	for deadline := time.Now().Add(patience); err != nil; err = f() {
-		if time.Now().After(deadline) {
-			t.Fatalf("%s did not come within %v: %v", what, patience, err)
-		}
-		time.Sleep(20 * time.Millisecond)
-	}
-}
-
-// must ends the test on an error.
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }
 
 // firstPing waits for an answer to an echo request, one every 100 ms and then more slowly, and says

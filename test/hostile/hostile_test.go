@@ -29,10 +29,13 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/lab"
 	"github.com/isthmus-net/isthmus/internal/testbin"
 	"github.com/isthmus-net/isthmus/test/internal/noise"
 )
+
+var must = expect.NoError
 
 const (
 	// patience is how long a test waits for what has to come, on a machine that is busy with other
@@ -525,11 +528,4 @@ func (s *site) kernelDrops(t *testing.T) (n int) {
 		}
 	}
 	return n
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }

@@ -30,6 +30,7 @@ import (
 	"k8s.io/apimachinery/pkg/util/wait"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/kubenodes"
 	"github.com/isthmus-net/isthmus/internal/kubenodes/probe"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
@@ -37,6 +38,8 @@ import (
 	kubesource "github.com/isthmus-net/isthmus/internal/source/kube"
 	"github.com/isthmus-net/isthmus/internal/testbin"
 )
+
+var must = expect.NoError
 
 var (
 	all    = flag.Bool("all", false, "all plans, large transfers and faults: half an hour")
@@ -345,11 +348,4 @@ func send(ctx context.Context, c *kubenodes.Cluster, n *kubenodes.Node, k kind, 
 		return a, err
 	}
 	return a, ask(ctx, n, from, http.MethodGet, "/probe", query, &a)
-}
-
-func must(t *testing.T, err error) {
-	t.Helper()
-	if err != nil {
-		t.Fatal(err)
-	}
 }

@@ -1,0 +1,31 @@
+// Package expect is what tests say often: that something is no error, and that it will come.
+package expect
+
+import (
+	"testing"
+	"time"
+)
+
+// Patience is how long a test waits for what has to come, on a machine that is busy with other
+// things.
+const Patience = 90 * time.Second
+
+// NoError ends the test on an error.
+func NoError(t testing.TB, err error) {
+	t.Helper()
+	if err != nil {
+		t.Fatal(err)
+	}
+}
+
+// Eventually waits until f returns nil.
+func Eventually(t testing.TB, what string, f func() error) {
+	t.Helper()
+	err := f()
+	for deadline := time.Now().Add(Patience); err != nil; err = f() {
+		if time.Now().After(deadline) {
+			t.Fatalf("%s did not come within %v: %v", what, Patience, err)
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+}
