@@ -79,3 +79,11 @@ func TestAPluginSpeaksOfItselfAsItWasCalled(t *testing.T) {
 		}
 	}
 }
+
+func TestEachVersionIsATag(t *testing.T) {
+	for version, want := range map[string]string{"(devel)": "devel", "v1.2.3+dirty": "v1.2.3-dirty", "0123456789ab-modified": "0123456789ab-modified"} {
+		if got := tagOf(version); got != want {
+			t.Errorf("%s: %s, want %s", version, got, want)
+		}
+	}
+}

@@ -64,4 +64,8 @@ func Version() string {
 
 // ImageTag is the tag of the image that was built with this program, which a label of the Pods
 // repeats.
-func ImageTag() string { return strings.ReplaceAll(Version(), "+", "-") }
+func ImageTag() string { return tagOf(Version()) }
+
+// tagOf makes a version a tag and a value of a label: Go calls a build from outside of a repository
+// "(devel)", and has a + in versions.
+func tagOf(version string) string { return strings.ReplaceAll(strings.Trim(version, "()"), "+", "-") }

@@ -17,6 +17,7 @@ import (
 	"testing"
 	"time"
 
+	coordinationv1 "k8s.io/api/coordination/v1"
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/util/wait"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -80,7 +81,27 @@ func TestTrafficComesBackAfterEachFault(t *testing.T) {
 			}
 			return c.Client.Delete(ctx, p)
 		}},
-		{"active gateway killed by SIGKILL", killGateway},
+		{"active gateway killed by SIGKILL", func(ctx context.Context, c *kubenodes.Cluster) error {
+			p, err := c.ActiveGateway(ctx)
+			if err != nil {
+				return err
+			}
+			return kill(p, "gateway")
+		}},
+		{"of two managers the one that leads killed by SIGKILL", func(ctx context.Context, c *kubenodes.Cluster) error {
+			var lease coordinationv1.Lease
+			if err := c.Client.Get(ctx, client.ObjectKey{Namespace: kubenodes.Namespace, Name: "isthmus-manager"}, &lease); err != nil {
+				return err
+			}
+			var pods corev1.PodList
+			err := c.Client.List(ctx, &pods, client.InNamespace(kubenodes.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"})
+			for _, p := range pods.Items {
+				if lease.Spec.HolderIdentity != nil && strings.HasPrefix(*lease.Spec.HolderIdentity, p.Name) {
+					return kill(&p, "manager")
+				}
+			}
+			return errors.Join(err, fmt.Errorf("nobody leads: %+v", lease.Spec))
+		}},
 		{"route agents deleted", deletePods("route-agent")},
 		{"managers deleted", deletePods("manager")},
 		{"gateways rolled", roll("Deployment", "isthmus-gateway")},
@@ -284,12 +305,8 @@ func roll(kind, name string) func(context.Context, *kubenodes.Cluster) error {
 	}
 }
 
-// killGateway kills the processes of the active gateway without their knowing.
-func killGateway(ctx context.Context, c *kubenodes.Cluster) error {
-	p, err := c.ActiveGateway(ctx)
-	if err != nil {
-		return err
-	}
+// kill kills the processes of a Pod that have a word in their command line, without their knowing.
+func kill(p *corev1.Pod, word string) error {
 	groups, err := filepath.Glob("/proc/[0-9]*/cgroup")
 	if err != nil {
 		return err
@@ -304,7 +321,7 @@ func killGateway(ctx context.Context, c *kubenodes.Cluster) error {
 			return err
 		}
 		command, err := os.ReadFile(filepath.Join(filepath.Dir(g), "cmdline"))
-		if err != nil || !strings.Contains(string(text), "pod"+string(p.UID)) || !bytes.Contains(command, []byte("gateway")) {
+		if err != nil || !strings.Contains(string(text), "pod"+string(p.UID)) || !bytes.Contains(command, []byte(word)) {
 			continue
 		}
 		pid, err := strconv.Atoi(filepath.Base(filepath.Dir(g)))

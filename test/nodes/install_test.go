@@ -114,7 +114,7 @@ data:
 		t.Errorf("the gateways have the image %s", image)
 	}
 	uninstall := strings.Split(strings.TrimSpace(chapter(t, "install.md", "Uninstall")), "\n")
-	if len(uninstall) != 4 {
+	if len(uninstall) != 5 {
 		t.Fatalf("the chapter Uninstall has %d commands: %q", len(uninstall), uninstall)
 	}
 	ran["Uninstall"] = true
