@@ -77,6 +77,9 @@ func (e *evidence) cause() Cause {
 		at = fmt.Sprintf("%v", e.endpoint)
 	}
 	hears := e.since(e.heard, recently) // so that there is a session, whatever else comes from there
+	// Its own PINGs are from and for addresses that were agreed upon: what is dropped beside them is
+	// some pod's, and no reason why nothing is answered.
+	agreed := e.since(e.check.Asked, recently)
 	switch {
 	case e.failed != nil:
 		return Cause{v1alpha1.CauseNotApplied, fmt.Sprintf("this gateway's own machine refuses something that is tried again every second: %s", strings.Join(texts(e.failed), "; "))}
@@ -118,10 +121,10 @@ func (e *evidence) cause() Cause {
 			"open that port for UDP at both ends%s", at, e.relayed())}
 	case !hears:
 		return Cause{v1alpha1.CausePeerSilent, fmt.Sprintf("nothing has come from %s%s: its gateway does not run any more, or something drops UDP on the way since then%s", at, e.sinceHeard(), e.relayed())}
-	case e.since(e.source, recently):
+	case !agreed && e.since(e.source, recently):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends from addresses outside of %v, under which it is known here, and its packets are dropped (source): "+
 			"the two clusters disagree about the peer's networks", e.remote)}
-	case e.since(e.destination, recently):
+	case !agreed && e.since(e.destination, recently):
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside of %v, under which it knows us, and its packets are dropped (destination): "+
 			"the two clusters disagree about this cluster's networks", e.local)}
 	}

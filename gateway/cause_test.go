@@ -82,6 +82,8 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		{"heard once", func(e *evidence) { e.handshake, e.heard = ago(60), ago(12) }, v1alpha1.CausePeerSilent, "since 11:59:48 UTC"},
 		{"heard long ago", func(e *evidence) { e.handshake, e.heard = ago(3600), ago(3500) }, v1alpha1.CausePeerSilent, "since 11:01:40 UTC"},
 		{"its ranges", func(e *evidence) { session(e); e.source = ago(1) }, v1alpha1.CauseRangesDisagree, "10.246.0.0/16 and 10.247.0.0/16"},
+		{"pods send to nowhere, while the peer asks and hears no answer", func(e *evidence) { session(e); e.check.Asked, e.source, e.destination = ago(2), ago(1), ago(1) },
+			v1alpha1.CauseProbeUnanswered, "no answer to the connection check"},
 		{"our ranges", func(e *evidence) { session(e); e.destination = ago(1) }, v1alpha1.CauseRangesDisagree, "10.250.0.0/16 and 10.251.0.0/16"},
 		{"its ranges, once", func(e *evidence) { session(e); e.source = ago(60) }, v1alpha1.CauseProbeUnanswered, "source"},
 		{"its pods alone", func(e *evidence) {

@@ -61,7 +61,7 @@ func cacheOptions(namespace string) cache.Options {
 			&corev1.Node{}: {Transform: func(o any) (any, error) {
 				if node, ok := o.(*corev1.Node); ok {
 					node.ObjectMeta = metav1.ObjectMeta{Name: node.Name, UID: node.UID, ResourceVersion: node.ResourceVersion}
-					node.Spec = corev1.NodeSpec{}
+					node.Spec = corev1.NodeSpec{PodCIDRs: node.Spec.PodCIDRs}
 					node.Status = corev1.NodeStatus{Addresses: node.Status.Addresses}
 				}
 				return o, nil

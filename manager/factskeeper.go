@@ -138,7 +138,7 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 		Complete(noted("own", k))
 }
 
-// addressesChanged: of a Node nothing else is read, and thousands of them tell all the time that
+// addressesChanged: of a Node nothing else is read but the networks of its pods, which do not change, and thousands of them tell all the time that
 // they are well.
 var addressesChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	before, after := e.ObjectOld.(*corev1.Node), e.ObjectNew.(*corev1.Node)
@@ -283,7 +283,8 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 	return nil
 }
 
-// reports reads what the nodes say that they reach.
+// reports reads what the nodes say that they reach, and where one says nothing the networks of its
+// pods, as far as they are none of the PodCIDR.
 func (k *FactsKeeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node) error {
 	if k.began.IsZero() {
 		k.began = time.Now()
@@ -305,9 +306,24 @@ func (k *FactsKeeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node
 		f.Ignored = append(f.Ignored, problems...)
 		reported[r.Name] = true
 	}
+	f.Reached = append(f.Reached, unreported(nodes, reported, f.PodCIDR)...)
 	f.Reached, f.Ignored = ipam.MergeReached(f.Reached), fabric.SortProblems(f.Ignored)
 	f.Awaiting = time.Since(k.began) < reportPatience && slices.ContainsFunc(nodes, func(n corev1.Node) bool { return !reported[n.Name] })
 	return nil
+}
+
+// unreported are the networks of pods on nodes of which no agent has told anything, and never may where
+// none runs: as far as they are outside of the PodCIDR, nothing else says that they are in use.
+func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Prefix) (all []ipam.Reached) {
+	for i := range nodes {
+		for _, text := range nodes[i].Spec.PodCIDRs {
+			p, err := netip.ParsePrefix(text)
+			if err == nil && !reported[nodes[i].Name] && podCIDR.IsValid() && p.Addr().Is4() == podCIDR.Addr().Is4() && !podCIDR.Overlaps(p) {
+				all = append(all, ipam.Reached{Prefix: p.Masked(), Node: nodes[i].Name})
+			}
+		}
+	}
+	return all
 }
 
 // nodeAddresses returns the IP addresses of all nodes, sorted.

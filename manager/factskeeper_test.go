@@ -12,6 +12,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
 func gatewayService(kind corev1.ServiceType, annotations map[string]string) corev1.Service {
@@ -138,6 +139,20 @@ func TestTunnelsHaveAKeyAndAPort(t *testing.T) {
 		if !slices.Equal(got, c.want) || fewer != c.fewer {
 			t.Errorf("%q with %v: got %v, %q; want %v, %q", c.keys, c.ports, got, fewer, c.want, c.fewer)
 		}
+	}
+}
+
+func TestPodsOfNodesOfWhichNoAgentTellsAreReachedToo(t *testing.T) {
+	node := func(name string, podCIDRs ...string) corev1.Node {
+		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.NodeSpec{PodCIDRs: podCIDRs}}
+	}
+	nodes := []corev1.Node{node("reports", "10.99.0.0/24"), node("inside", "10.244.3.0/24"), node("stray", "10.246.1.0/24", "fd00::/64"), node("none"), node("bad", "x")}
+	got := unreported(nodes, map[string]bool{"reports": true}, netip.MustParsePrefix("10.244.0.0/16"))
+	if want := []ipam.Reached{{Prefix: netip.MustParsePrefix("10.246.1.0/24"), Node: "stray"}}; !slices.Equal(got, want) {
+		t.Errorf("%v, want %v", got, want)
+	}
+	if got := unreported(nodes, nil, netip.Prefix{}); got != nil {
+		t.Errorf("without a PodCIDR: %v", got)
 	}
 }
 

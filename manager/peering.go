@@ -351,12 +351,12 @@ func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
 		case ready && isTrue && !wasTrue:
 			r.Log.Info("peering ready", "peering", after.Name, "message", c.Message)
 			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s", c.Message)
-		case !ready && isTrue && c.Reason == v1alpha1.CauseNarrowPath && (old == nil || old.Reason != c.Reason):
-			r.Log.Warn("peering carries less than it should", "peering", after.Name, "reason", c.Reason, "message", c.Message)
+		case !ready && isTrue && isthmus.Limited(c) && (old == nil || old.Reason != c.Reason):
+			r.Log.Warn("peering works, and not as it should", "peering", after.Name, "reason", c.Reason, "message", c.Message)
 			r.Events.Eventf(about, nil, corev1.EventTypeWarning, reason, c.Type, "%s", c.Message)
-		case !ready && isTrue && wasTrue && old.Reason == v1alpha1.CauseNarrowPath && old.Reason != c.Reason:
-			r.Log.Info("peering carries what it should again", "peering", after.Name)
-			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "packets of the full size arrive again")
+		case !ready && isTrue && wasTrue && isthmus.Limited(old) && old.Reason != c.Reason:
+			r.Log.Info("peering works as it should again", "peering", after.Name, "was", old.Reason)
+			r.Events.Eventf(about, nil, corev1.EventTypeNormal, reason, c.Type, "%s is over: %s", old.Reason, c.Message)
 		case !isTrue && wasTrue && !ready && slices.Contains(isthmus.WaitReasons, c.Reason): // the Event of what it waits for is enough
 		case !isTrue && wasTrue, ready && old != nil && !isTrue && eventReason(old) != reason,
 			c.Type == isthmus.ConditionPeerConfig && c.Reason == v1alpha1.ReasonConsent && old != nil && old.Message != c.Message:

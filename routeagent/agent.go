@@ -92,6 +92,9 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	defer starting.Close()
+	if err := rtnl.MayChange(); err != nil {
+		return err
+	}
 
 	failed := make(chan error, 1)
 	var source sync.WaitGroup

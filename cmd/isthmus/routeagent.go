@@ -81,8 +81,9 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 				return err
 			}
 			o.Tell, o.TellRefused = reporter.Tell, reporter.TellRefused
+			var events *kube.PodEvents
 			if pod := os.Getenv("POD_NAME"); pod != "" {
-				events, err := kube.NewPodEvents(config, "route-agent", installed, pod, types.UID(os.Getenv("POD_UID")))
+				events, err = kube.NewPodEvents(config, "route-agent", installed, pod, types.UID(os.Getenv("POD_UID")))
 				if err != nil {
 					return err
 				}
@@ -93,7 +94,13 @@ the node's own DNS servers; probes have "host: 127.0.0.1".`, kernel.OverlayDevic
 					return events.Warn(ctx, "NotApplied", problem)
 				}
 			}
-			return routeagent.Run(cmd.Context(), o)
+			err = routeagent.Run(cmd.Context(), o)
+			if err != nil && cmd.Context().Err() == nil { // the last that this process can say
+				if untold := events.Warn(cmd.Context(), "Failed", "the route agent ended: "+err.Error()); untold != nil {
+					o.Log.Warn("nobody is told why", "error", untold)
+				}
+			}
+			return err
 		},
 	}
 	f := cmd.Flags()

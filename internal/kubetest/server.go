@@ -15,6 +15,7 @@ package kubetest
 import (
 	"bytes"
 	"context"
+	"crypto/ecdsa"
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/base64"
@@ -84,6 +85,7 @@ type Server struct {
 	ca   *authority
 
 	admin      []byte // kubeconfig
+	tokenKey   *ecdsa.PrivateKey
 	client     *http.Client
 	guard      *guard
 	port       *reservation // nil where the caller chose
@@ -224,8 +226,8 @@ func (s *Server) credentials() (err error) {
 	if err != nil {
 		return err
 	}
-	_, tokenKey, err := newKey()
-	if err != nil {
+	var tokenKey []byte
+	if s.tokenKey, tokenKey, err = newKey(); err != nil {
 		return err
 	}
 	s.admin = kubeconfig(s.opts.Name, s.URL(), s.ca.certPEM, adminCert, adminKey)

@@ -145,8 +145,9 @@ type Holder struct {
 	// Problem says why nobody does.
 	Problem string `json:"problem,omitempty"`
 
-	absent bool         // there is no Lease
-	since  *metav1.Time // the holder has held it; nil: nobody does, or it is not said
+	absent bool          // there is no Lease
+	since  *metav1.Time  // the holder has held it; nil: nobody does, or it is not said
+	ahead  time.Duration // of the API server's clock, the holder's; 0: not known
 }
 
 // holderOf says who is at work, by the Lease that the manager or the active gateway renews.
@@ -160,20 +161,30 @@ func (c *Cluster) holderOf(ctx context.Context, leaseName string) (Holder, error
 	if err != nil {
 		return Holder{}, c.explain(name, err)
 	}
-	return holder(name, lease.Spec, time.Now()), nil
+	return holder(name, &lease, time.Now()), nil
 }
 
-// holder allows the clocks of the two machines half a minute of difference.
-func holder(name string, l coordinationv1.LeaseSpec, now time.Time) Holder {
+// holder goes by when the API server took a renewal, where it says so: the holder's clock may be wrong
+// by any amount. It allows the clocks of the API server and of this machine half a minute.
+func holder(name string, lease *coordinationv1.Lease, now time.Time) Holder {
+	l := lease.Spec
 	if l.HolderIdentity == nil || *l.HolderIdentity == "" {
 		return Holder{Problem: name + " is held by nobody"}
 	}
+	taken, known := takenAt(lease)
 	if l.RenewTime != nil && l.LeaseDurationSeconds != nil {
-		if until := l.RenewTime.Add(time.Duration(*l.LeaseDurationSeconds) * time.Second); now.After(until.Add(30 * time.Second)) {
-			return Holder{Problem: fmt.Sprintf("%s was last renewed by %s at %s", name, Printable(*l.HolderIdentity), l.RenewTime.UTC().Format(time.RFC3339))}
+		renewed := l.RenewTime.Time
+		if known {
+			renewed = taken
+		}
+		if until := renewed.Add(time.Duration(*l.LeaseDurationSeconds) * time.Second); now.After(until.Add(30 * time.Second)) {
+			return Holder{Problem: fmt.Sprintf("%s was last renewed by %s at %s", name, Printable(*l.HolderIdentity), renewed.UTC().Format(time.RFC3339))}
 		}
 	}
 	h := Holder{Name: *l.HolderIdentity}
+	if known && l.RenewTime != nil {
+		h.ahead = l.RenewTime.Sub(taken)
+	}
 	if l.AcquireTime != nil {
 		h.since = &metav1.Time{Time: l.AcquireTime.Time}
 	}

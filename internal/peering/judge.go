@@ -116,6 +116,9 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 	if hops = append(hops, nodes...); noneAtWork(&hops[1]) {
 		withoutGateway(hops)
 	}
+	if clocks, differ := c.clockHop(ctx, manager, gateway); differ {
+		hops = append(hops, clocks)
+	}
 	rights, lacking, err := c.rightsHop(ctx)
 	if err != nil || rights == nil {
 		return hops, manager, gateway, err
@@ -480,7 +483,7 @@ func peeringHops(c *Cluster, p *isthmus.Peering, before []Hop) (hops []Hop) {
 				hop.State, hop.Text = Unknown, "nobody keeps it up to date; it was: "+hop.Reason+": "+hop.Text
 			case gateway != nil && (step == isthmus.ConditionConnected || step == isthmus.ConditionReady):
 				hop.State, hop.Text = Waits, "no gateway is at work, so that nobody knows"
-			case condition.Status == metav1.ConditionTrue && condition.Reason == v1alpha1.CauseNarrowPath:
+			case isthmus.Limited(condition):
 				if hop.State = Limited; step == isthmus.ConditionReady { // it repeats what is said already
 					continue
 				}

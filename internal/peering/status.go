@@ -12,7 +12,6 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/util/duration"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -137,8 +136,10 @@ func rowOf(p *isthmus.Peering) Row {
 			s.Status, s.Reason, s.Since = c.Status, c.Reason, &c.LastTransitionTime
 		}
 	}
-	if c := narrow(p); c != nil && s.Ready {
-		s.Problems = append(s.Problems, problem(c))
+	for i := range p.Status.Conditions {
+		if c := &p.Status.Conditions[i]; s.Ready && c.Type != isthmus.ConditionReady && isthmus.Limited(c) {
+			s.Problems = append(s.Problems, problem(c))
+		}
 	}
 	for _, c := range Problems(p) {
 		s.Problems = append(s.Problems, problem(&c))
@@ -147,15 +148,6 @@ func rowOf(p *isthmus.Peering) Row {
 		s.Problem = s.Problems[0]
 	}
 	return s
-}
-
-// narrow is the condition which says that a peering works and carries less than it should; else nil.
-func narrow(p *isthmus.Peering) *metav1.Condition {
-	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
-	if c == nil || c.Status != metav1.ConditionTrue || c.Reason != v1alpha1.CauseNarrowPath {
-		return nil
-	}
-	return c
 }
 
 // Ready reports whether all peerings are, and everything that they need of this cluster works.
@@ -183,7 +175,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n", Printable(s.Cluster.ClusterName), Printable(s.Cluster.ClusterID), manager,
 		cmp.Or(strings.Join(gateways, ", "), "none is active"))
 	for _, h := range s.Hops {
-		if ofNodes(&h) || h.State == Broken && (h.Name == hopRights || h.Name == hopGateway && s.noGateway() == "") {
+		if ofNodes(&h) || h.Name == hopClocks || h.State == Broken && (h.Name == hopRights || h.Name == hopGateway && s.noGateway() == "") {
 			fmt.Fprintf(w, "%s %s\n", h.Name, h.Text)
 		}
 	}

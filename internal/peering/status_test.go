@@ -146,9 +146,23 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 		{held("", time.Second), "", "L is held by nobody"},
 		{coordinationv1.LeaseSpec{}, "", "L is held by nobody"},
 	} {
-		if got := holder("L", tc.lease, now); got.Name != tc.holder || got.Problem != tc.problem {
+		if got := holder("L", &coordinationv1.Lease{Spec: tc.lease}, now); got.Name != tc.holder || got.Problem != tc.problem {
 			t.Errorf("%v: %+v", tc, got)
 		}
+	}
+	taken := func(l coordinationv1.LeaseSpec, ago time.Duration) *coordinationv1.Lease {
+		at := metav1.NewTime(now.Add(-ago))
+		lease := &coordinationv1.Lease{Spec: l}
+		for field, t := range map[string]metav1.Time{"f:acquireTime": metav1.NewTime(now), "f:renewTime": at} {
+			lease.ManagedFields = append(lease.ManagedFields, metav1.ManagedFieldsEntry{Time: &t, FieldsV1: metav1.NewFieldsV1(`{"f:spec":{"` + field + `":{}}}`)})
+		}
+		return lease
+	}
+	if got := holder("L", taken(held("m", time.Hour), time.Second), now); got.Name != "m" || got.ahead != time.Second-time.Hour {
+		t.Errorf("a clock that is an hour behind: %+v", got)
+	}
+	if got := holder("L", taken(held("m", -time.Hour), time.Minute), now); got.Name != "" || got.Problem != "L was last renewed by m at 2026-11-21T11:59:00Z" {
+		t.Errorf("an old renewal of a clock that is an hour ahead: %+v", got)
 	}
 }
 

@@ -464,7 +464,7 @@ func TestATokenIsRenewedWhenTwoThirdsOfItsLifeAreOver(t *testing.T) {
 	at(9*time.Minute + 30*time.Second)
 	p.change(home, p.here, move("198.51.100.9"))
 	p.eventually(p.outdated)
-	p.awaitState(isthmus.ReasonIdentityAccepted, isthmus.ReasonUpToDate, "its token expires "+old.expires.Format(time.RFC3339), "serviceaccounts/token")
+	p.awaitState(isthmus.ReasonNotRenewed, isthmus.ReasonUpToDate, "its token expires "+old.expires.Format(time.RFC3339), "serviceaccounts/token")
 
 	grant.ResourceVersion = ""
 	grant.Rules = append(grant.Rules, rule("", "serviceaccounts/token", "create", "peer"))

@@ -481,8 +481,9 @@ func (w *worker) tell(original *v1alpha1.NetworkConfig) {
 	if s.Identity.Status == "" {
 		return // the worker has found out nothing yet
 	}
-	if s.Identity.Status == metav1.ConditionTrue {
-		s.Identity.Message += w.renewal.warning()
+	if warning := w.renewal.warning(); warning != "" && s.Identity.Status == metav1.ConditionTrue {
+		s.Identity.Reason = isthmus.ReasonNotRenewed
+		s.Identity.Message += warning
 	}
 	s.Life = w.life
 	if s.Published.Status == "" {

@@ -69,12 +69,13 @@ func diagnose(ctx context.Context, f *fleet.Fleet, a, b *fleet.Cluster, both boo
 
 // A witness is what was said of a trouble in one run, all of it in cluster a.
 type witness struct {
-	Status  string // the peering in `isthmus status`
-	Trace   string // where `isthmus trace` ends that a pod's packet does
-	Metrics string // that are not as they were
-	Event   string // the latest warning
-	Seconds int    // until diagnose named it
-	Healed  int    // seconds until nothing was broken any more
+	Status  string  // the peering in `isthmus status`
+	Trace   string  // where `isthmus trace` ends that a pod's packet does
+	Metrics string  // that are not as they were
+	Event   string  // the latest warning
+	Seconds int     // until diagnose named it
+	Healed  int     // seconds until nothing was broken any more
+	Load    float64 // of the machine when it was named, the mean of a minute
 }
 
 // witnessed is what the run saw on which the document is based.
@@ -233,7 +234,7 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 			begin := time.Now()
 			tr.breaks(t, s)
 			named(t, s, tr, fine)
-			w := witness{Seconds: int(time.Since(begin).Seconds())}
+			w := witness{Seconds: int(time.Since(begin).Seconds()), Load: load(t)}
 			if !tr.unasked {
 				w.Event = warnings(t.Context(), a, begin)
 				// An agent says it a second after it is not ready.
@@ -256,6 +257,11 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 			w.Healed = int(time.Since(mending).Seconds())
 			if !t.Failed() {
 				saw[tr.fault] = w
+				if *update { // a run may be of some of them, or end early
+					text, err := json.MarshalIndent(saw, "", "  ")
+					must(t, err)
+					must(t, os.WriteFile(witnessed, append(text, '\n'), 0o644))
+				}
 			}
 			t.Logf("%+v", w)
 		})
@@ -267,11 +273,17 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 			fine(t)
 		}
 	}
-	if *update {
-		text, err := json.MarshalIndent(saw, "", "  ")
-		must(t, err)
-		must(t, os.WriteFile(witnessed, append(text, '\n'), 0o644))
-	}
+}
+
+// load is the machine's, over a minute.
+func load(t *testing.T) float64 {
+	t.Helper()
+	text, err := os.ReadFile("/proc/loadavg")
+	must(t, err)
+	mean, _, _ := strings.Cut(string(text), " ")
+	n, err := strconv.ParseFloat(mean, 64)
+	must(t, err)
+	return n
 }
 
 // followed is what `isthmus trace` says of a packet between two pods, and of its answer, while all is
@@ -375,7 +387,8 @@ func TestTheDocumentHasTheFaultsOfTheseTests(t *testing.T) {
 	for _, table := range []struct {
 		name string
 		rows [][]string
-	}{{"causes", causeRows()}, {"troubles", troubleRows(t)}} {
+		rest string
+	}{{"causes", causeRows(), ""}, {"troubles", troubleRows(t), loads(t)}} {
 		begin, end := "<!-- "+table.name+": written by go test ./fleet -run Document -update -->\n", "<!-- end -->"
 		head, rest, ok1 := strings.Cut(want, begin)
 		_, tail, ok2 := strings.Cut(rest, end)
@@ -389,7 +402,7 @@ func TestTheDocumentHasTheFaultsOfTheseTests(t *testing.T) {
 				fmt.Fprintf(&b, "|%s\n", strings.Repeat(" --- |", len(row)))
 			}
 		}
-		want = head + begin + b.String() + end + tail
+		want = head + begin + b.String() + table.rest + end + tail
 	}
 	if want == string(text) {
 		return
@@ -399,6 +412,26 @@ func TestTheDocumentHasTheFaultsOfTheseTests(t *testing.T) {
 		return
 	}
 	must(t, os.WriteFile(file, []byte(want), 0o644))
+}
+
+// loads says how busy the machine was that the seconds are of.
+func loads(t *testing.T) string {
+	saw := map[string]witness{}
+	text, err := os.ReadFile(witnessed)
+	must(t, err)
+	must(t, json.Unmarshal(text, &saw))
+	var all []float64
+	for _, tr := range troubles {
+		if w := saw[tr.fault]; w.Load > 0 {
+			all = append(all, w.Load)
+		}
+	}
+	slices.Sort(all)
+	said := fmt.Sprintf("\nMade at a load of %.1f to %.1f, half of them below %.1f", all[0], all[len(all)-1], all[len(all)/2])
+	if missing := len(troubles) - len(all); missing > 0 {
+		said += fmt.Sprintf("; of %d it was not written down", missing)
+	}
+	return said + ".\n"
 }
 
 func code(s string) string {

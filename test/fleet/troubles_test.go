@@ -15,6 +15,7 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	"k8s.io/apimachinery/pkg/api/resource"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/vishvananda/netlink"
@@ -295,6 +296,19 @@ func object(namespace, name string) metav1.ObjectMeta {
 	return metav1.ObjectMeta{Namespace: namespace, Name: name}
 }
 
+// dated gives the identity's token other dates: how long ago it was issued, and how long it is good.
+func dated(t *testing.T, s *troubleSite, o *corev1.Secret, issued, left time.Duration) {
+	t.Helper()
+	config, err := clientcmd.Load(o.Data[isthmusv1.SecretKubeconfig])
+	must(t, err)
+	for _, user := range config.AuthInfos {
+		user.Token, err = s.b.Server.DatedToken(user.Token, time.Now().Add(-issued).Unix(), time.Now().Add(left).Unix())
+		must(t, err)
+	}
+	o.Data[isthmusv1.SecretKubeconfig], err = clientcmd.Write(*config)
+	must(t, err)
+}
+
 // peerAgain repairs what `isthmus peer` repairs.
 func peerAgain(t *testing.T, s *troubleSite) {
 	isthmus(t, s.Fleet, "peer", "--context", s.a.Name, "--remote-context", s.b.Name)
@@ -338,6 +352,65 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) {
 			change(t, s.a, identitySecret(t, s), func(o *corev1.Secret) { o.Data = s.saved.(*corev1.Secret).Data })
 		},
+	},
+	{
+		fault: "the identity's token has expired", alone: "a/identity Unauthorized", both: "a/identity Unauthorized", says: "the token expired",
+		breaks: func(t *testing.T, s *troubleSite) {
+			change(t, s.a, identitySecret(t, s), func(o *corev1.Secret) {
+				s.saved = o.DeepCopy()
+				dated(t, s, o, 2*time.Hour, -time.Hour)
+			})
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			change(t, s.a, identitySecret(t, s), func(o *corev1.Secret) { o.Data = s.saved.(*corev1.Secret).Data })
+		},
+	},
+	{
+		fault: "the Secret with the identity is immutable, and its token will end", says: "is not renewed",
+		breaks: func(t *testing.T, s *troubleSite) {
+			change(t, s.a, identitySecret(t, s), func(o *corev1.Secret) {
+				dated(t, s, o, 50*time.Minute, 10*time.Minute)
+				o.Immutable = new(true)
+			})
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			s.take(t, s.a, identitySecret(t, s))
+			s.saved.(*corev1.Secret).Immutable = nil
+			s.giveBack(t, s.a)
+		},
+	},
+	{
+		fault: "the clock of a node is a quarter of an hour behind", says: "that of Node a-node2 is 1", // 15m0s or 14m59s: the API server notes seconds
+		breaks: func(t *testing.T, s *troubleSite) { // as its kubelet tells the API server
+			lease := &coordinationv1.Lease{ObjectMeta: object(corev1.NamespaceNodeLease, s.a.Nodes[1].Name),
+				Spec: coordinationv1.LeaseSpec{HolderIdentity: &s.a.Nodes[1].Name, RenewTime: &metav1.MicroTime{Time: time.Now().Add(-15 * time.Minute)}}}
+			must(t, s.a.Client.Create(t.Context(), lease))
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			must(t, s.a.Client.Delete(t.Context(), &coordinationv1.Lease{ObjectMeta: object(corev1.NamespaceNodeLease, s.a.Nodes[1].Name)}))
+		},
+	},
+	{
+		fault: "a Node without a route agent has its pods in a network of the peer", alone: "a/peering Overlap", both: "a/peering Overlap", says: "a-stray",
+		breaks: func(t *testing.T, s *troubleSite) {
+			pods := peersNetwork(t, s).String()
+			stray := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "a-stray", Labels: map[string]string{"type": "virtual-kubelet"}},
+				Spec: corev1.NodeSpec{PodCIDR: pods, PodCIDRs: []string{pods}},
+				Status: corev1.NodeStatus{Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: otherAddress(s.a.Nodes[1]).String()}},
+					Conditions: []corev1.NodeCondition{{Type: corev1.NodeReady, Status: corev1.ConditionTrue}}}}
+			must(t, s.a.Client.Create(t.Context(), stray))
+		},
+		heals: func(t *testing.T, s *troubleSite) {
+			must(t, s.a.Client.Delete(t.Context(), &corev1.Node{ObjectMeta: object("", "a-stray")}))
+		},
+	},
+	{
+		fault: "a route agent's Pod lacks CAP_NET_ADMIN", alone: "a/route agents", both: "a/route agents", says: "CAP_NET_ADMIN",
+		breaks: func(t *testing.T, s *troubleSite) {
+			s.far(t)
+			without(t, s.a, fleet.Agent(s.node), `set -- setpriv --bounding-set=-net_admin "$@"`)
+		},
+		heals: func(t *testing.T, s *troubleSite) { with(t, s.a, fleet.Agent(s.node)) },
 	},
 	{
 		fault: "the peer revoked this cluster's rights", alone: "a/publishing Forbidden", both: "a/publishing Forbidden",

@@ -1,5 +1,11 @@
 package v1alpha1
 
+import (
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	net "github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+)
+
 // FinalizerPeering keeps a Peering until everything that the manager made for it, here and at the
 // peer, is gone.
 const FinalizerPeering = "isthmus.net/peering"
@@ -97,6 +103,7 @@ const (
 	ReasonIdentityAccepted = "Accepted"      // the peer's API server answers
 	ReasonSecretMissing    = "SecretMissing" // no Secret of that name, or not readable for us
 	ReasonSecretInvalid    = "SecretInvalid" // it holds neither a kubeconfig nor Liqo's identity
+	ReasonNotRenewed       = "NotRenewed"    // True: it answers, but our token is not renewed and will end; the message says why
 	ReasonUnauthorized     = "Unauthorized"  // revoked or expired
 	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer
 
@@ -134,4 +141,9 @@ const (
 // WaitReasons are those of conditions that say no more than that an earlier one is not true.
 var WaitReasons = []string{
 	ReasonUnknown, ReasonPublishing, ReasonWaitingAnswer, ReasonWaitingPeer, ReasonWaiting, ReasonConnecting, ReasonNoGateway,
+}
+
+// Limited reports whether a condition is true and says that something works less well than it should.
+func Limited(c *metav1.Condition) bool {
+	return c.Status == metav1.ConditionTrue && (c.Reason == net.CauseNarrowPath || c.Reason == ReasonNotRenewed)
 }

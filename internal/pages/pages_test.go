@@ -1,0 +1,106 @@
+package pages
+
+import (
+	"os"
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+)
+
+const root = "../.."
+
+// ranFrom are the tests that read the commands of chapters out of a page and run them. The test names
+// the page and each chapter.
+var ranFrom = map[string]string{
+	"README.md":               "test/fleet/pages_test.go",
+	"docs/troubleshooting.md": "test/fleet/pages_test.go",
+	"docs/lifecycle.md":       "test/nodes/lifecycle_test.go",
+	"docs/install.md":         "test/nodes/install_test.go",
+}
+
+// A reason says why a command is not run as it stands there, and what tests the same.
+type reason struct {
+	page, begins string // of the page, how the commands begin; "" is all of them
+	why          string
+	tested       string // FILE: a word of it; "" where nothing does
+}
+
+var reasons = []reason{
+	{"README.md", "sudo make demo", "a Makefile builds first", "test/scripts/demo.txtar: isthmus-lab demo"},
+	{"README.md", "isthmus install ", "containers are needed, and an image", "test/nodes/lifecycle_test.go: \"Install\""},
+	{"README.md", "isthmus verify ", "containers are needed", "test/nodes/tools_test.go: \"verify\""},
+	{"README.md", "kubectl exec ", "containers are needed; the program that it runs is tested beside a gateway", "cmd/isthmus/gatewaykube_test.go: \"capture\""},
+	{"README.md", "isthmus uninstall ", "containers are needed, and an image", "test/nodes/lifecycle_test.go: \"Uninstall\""},
+	{"docs/capture.md", "", "examples of arguments, which need traffic of that kind", "cmd/isthmus/gatewaykube_test.go: \"capture\""},
+	{"docs/install.md", "make image-load", "it is about a containerd of the machine's", ""},
+	{"docs/install.md", "skopeo ", "a registry is needed", ""},
+	{"docs/liqo.md", "", "a Liqo is needed; its objects are made from the page and exchanged with a manager", "test/control/liqodoc_test.go: docs/liqo.md"},
+	{"docs/peering.md", "", "output of an example, in which a peer has changed its claim", "internal/peering/claims_test.go: Consent"},
+	{"docs/performance.md", "", "a profile is for people to look at", ""},
+}
+
+// Whoever adds a command to a page adds it to a test that runs the page, or says here why not.
+func TestEveryCommandOfThePagesIsRunOrSaysWhyNot(t *testing.T) {
+	files, err := filepath.Glob(filepath.Join(root, "docs", "*.md"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	text := func(name string) string {
+		t.Helper()
+		b, err := os.ReadFile(filepath.Join(root, name))
+		if err != nil {
+			t.Error(err)
+		}
+		return string(b)
+	}
+	used := make([]bool, len(reasons))
+	commands := 0
+	for _, file := range append(files, filepath.Join(root, "README.md"), filepath.Join(root, "CONTRIBUTING.md"), filepath.Join(root, "benchmarks", "README.md")) {
+		page, _ := filepath.Rel(root, file)
+		if page == "docs/cli.md" || page == "docs/experiments.md" { // made from the commands; what was done once
+			continue
+		}
+		all, err := Of(file)
+		if err != nil {
+			t.Fatal(err)
+		}
+		for _, c := range all {
+			commands++
+			why := slices.IndexFunc(reasons, func(r reason) bool { return r.page == page && strings.HasPrefix(c.Text, r.begins) })
+			switch by := ranFrom[page]; {
+			case why >= 0:
+				used[why] = true
+			case by == "":
+				t.Errorf("%s, %s: no test runs %q, and no reason is given", page, c.Chapter, c.Text)
+			case !strings.Contains(text(by), filepath.Base(page)+`"`) && !strings.Contains(text(by), page) || !strings.Contains(text(by), `"`+c.Chapter+`"`):
+				t.Errorf("%s does not run the chapter %q of %s, with %q", by, c.Chapter, page, c.Text)
+			}
+		}
+	}
+	for i, r := range reasons {
+		file, word, named := strings.Cut(r.tested, ": ")
+		switch {
+		case !used[i]:
+			t.Errorf("%s has no command any more that begins with %q", r.page, r.begins)
+		case named && !strings.Contains(text(file), word):
+			t.Errorf("%s, %q: %s does not have %s", r.page, r.begins, file, word)
+		}
+	}
+	if commands < 60 {
+		t.Errorf("%d commands are found", commands)
+	}
+}
+
+func TestCommandsAreFoundWhereverAPageShowsThem(t *testing.T) {
+	page := filepath.Join(t.TempDir(), "page.md")
+	if err := os.WriteFile(page, []byte(strings.ReplaceAll("# One\n\n    isthmus peer --context a \\\n      b  # why\n    output\n\nisthmus is text.\n\n## Two\n\n'''\n"+
+		"$ kubectl apply -f - <<EOF\nmake nothing\nEOF\nhelm list\n'''\n", "'''", "```")), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	got, err := Of(page)
+	want := []Command{{"One", "isthmus peer --context a b"}, {"Two", "kubectl apply -f - <<EOF"}, {"Two", "helm list"}}
+	if err != nil || !slices.Equal(got, want) {
+		t.Errorf("%q, %v; want %q", got, err, want)
+	}
+}

@@ -1,0 +1,158 @@
+package fleet
+
+import (
+	"bytes"
+	"fmt"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/isthmus-net/isthmus/internal/fleet"
+	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/internal/pages"
+	"github.com/isthmus-net/isthmus/internal/testbin"
+)
+
+// chapterOf is what a chapter of a page tells people to run.
+func chapterOf(t *testing.T, page, chapter string) (lines []string) {
+	t.Helper()
+	all, err := pages.Of("../../" + page)
+	must(t, err)
+	for _, c := range all {
+		if c.Chapter == chapter {
+			lines = append(lines, c.Text)
+		}
+	}
+	if len(lines) == 0 {
+		t.Fatalf("%s has no commands under %q", page, chapter)
+	}
+	return lines
+}
+
+// named puts a Pod where people look for one that the pages name.
+func (s *troubleSite) named(t *testing.T, c *fleet.Cluster, namespace, name string, at *lab.Pod) {
+	t.Helper()
+	must(t, c.Client.Create(t.Context(), &corev1.Namespace{ObjectMeta: object("", namespace)}))
+	must(t, c.Client.Delete(t.Context(), &corev1.Pod{ObjectMeta: object(metav1.NamespaceDefault, at.Name)}))
+	pod := &corev1.Pod{ObjectMeta: object(namespace, name), Spec: corev1.PodSpec{NodeName: at.Node.Name,
+		AutomountServiceAccountToken: new(bool), Containers: []corev1.Container{{Name: "main", Image: "x"}}}}
+	must(t, c.Client.Create(t.Context(), pod))
+	pod.Status = corev1.PodStatus{Phase: corev1.PodRunning, PodIP: at.Addr.String(), PodIPs: []corev1.PodIP{{IP: at.Addr.String()}}}
+	must(t, c.Client.Status().Update(t.Context(), pod))
+}
+
+// elsewhere begin commands that need containers: test/nodes runs them.
+var elsewhere = []string{"isthmus install ", "isthmus verify ", "isthmus uninstall ", "kubectl "}
+
+// The commands that README.md and docs/troubleshooting.md show for clusters work on two of these
+// names.
+func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
+	spec := lab.Spec{Clusters: []lab.ClusterSpec{clusterSpec("10.244.0.0/16", 1), clusterSpec("10.244.0.0/16", 2)}}
+	spec.Clusters[0].Name, spec.Clusters[1].Name = "paris", "oslo"
+	f := up(t, spec)
+	s := &troubleSite{Fleet: f, a: f.Clusters[0], b: f.Clusters[1]}
+	s.named(t, s.a, "shop", "web-0", s.a.Pods[0])
+	s.named(t, s.b, "db", "postgres-0", s.b.Pods[0])
+	lines := chapterOf(t, "README.md", "Use it on clusters")
+	apart := slices.IndexFunc(lines, func(line string) bool { return strings.HasPrefix(line, "isthmus unpeer ") })
+	if apart < 0 {
+		t.Fatal("nobody is told how to un-peer")
+	}
+	lines = slices.Concat(lines[:apart], chapterOf(t, "docs/troubleshooting.md", "Troubleshooting"), lines[apart:])
+	t.Chdir(t.TempDir()) // gather writes an archive
+	for _, line := range lines {
+		args := strings.Fields(line)
+		switch {
+		case slices.ContainsFunc(elsewhere, func(begin string) bool { return strings.HasPrefix(line, begin) }):
+			continue
+		case args[1] == "peer":
+			args = append(args, "--timeout", patience.String(), "--request-timeout", "1m")
+		}
+		isthmus(t, f, args[1:]...)
+		if args[1] == "peer" {
+			ready(t, s.a, s.b)
+		}
+	}
+	if archives, _ := filepath.Glob("isthmus-gather-*.tar.gz"); len(archives) != 1 {
+		t.Errorf("archives of isthmus gather: %v", archives)
+	}
+}
+
+// Those for machines without Kubernetes work too, with the gateway.yaml that is shown.
+func TestCommandsOfThePagesWorkWithoutKubernetes(t *testing.T) {
+	if err := lab.Available(); err != nil {
+		t.Skip(err)
+	}
+	lines := chapterOf(t, "README.md", "Use it without Kubernetes")
+	readme, err := os.ReadFile("../../README.md")
+	must(t, err)
+	_, rest, _ := strings.Cut(string(readme), "```yaml\n")
+	config, _, found := strings.Cut(rest, "```")
+	if len(lines) != 5 || !found {
+		t.Fatalf("another page than this test knows: %q", lines)
+	}
+	programs, dir, name := t.TempDir(), t.TempDir(), lab.UniqueName("pages")
+	must(t, testbin.Build(programs, "isthmus", "isthmus-lab"))
+	must(t, os.Mkdir(filepath.Join(dir, "a"), 0o755))
+	must(t, os.WriteFile(filepath.Join(dir, "a", "gateway.yaml"), []byte(config), 0o644))
+	shell := func(line string) *exec.Cmd {
+		cmd := exec.CommandContext(t.Context(), "sh", "-ec", line)
+		cmd.Dir, cmd.Env = dir, append(os.Environ(), "PATH="+programs+":"+os.Getenv("PATH"))
+		return cmd
+	}
+	run := func(line string) {
+		t.Helper()
+		if out, err := shell(line).CombinedOutput(); err != nil {
+			t.Fatalf("%s: %v\n%s", line, err, out)
+		}
+	}
+	inLab := func(line string) string { // the lab of this test
+		words := strings.Fields(line)
+		return strings.Join(slices.Insert(words, 2, "--name", name), " ")
+	}
+	steps := strings.Split(lines[4], "; ") // up, ..., down
+	run(inLab(steps[0]))
+	t.Cleanup(func() {
+		cmd := exec.Command(filepath.Join(programs, "isthmus-lab"), "down", "--name", name)
+		if out, err := cmd.CombinedOutput(); err != nil && !strings.Contains(string(out), "is not up") {
+			t.Errorf("%v\n%s", err, out)
+		}
+	})
+	for _, step := range steps[1 : len(steps)-1] {
+		eventually(t, step, func() error { // until the gateways have met
+			if out, err := shell(inLab(step)).CombinedOutput(); err != nil {
+				return fmt.Errorf("%w\n%s", err, out)
+			}
+			return nil
+		})
+	}
+	run(inLab("isthmus-lab exec a-node1 -- " + lines[3]))
+
+	run(lines[0])
+	gateway := shell("exec " + inLab("isthmus-lab exec a-onprem -- "+lines[1]))
+	var said bytes.Buffer
+	gateway.Stdout, gateway.Stderr = &said, &said
+	gateway.Cancel = func() error { return gateway.Process.Signal(syscall.SIGTERM) }
+	must(t, gateway.Start())
+	ended := make(chan error, 1)
+	go func() { ended <- gateway.Wait() }()
+	eventually(t, lines[2], func() error {
+		out, err := shell(inLab("isthmus-lab exec a-onprem -- " + lines[2])).CombinedOutput()
+		if err != nil {
+			return fmt.Errorf("%w\n%s", err, out)
+		}
+		return nil
+	})
+	must(t, gateway.Process.Signal(syscall.SIGTERM))
+	if err := <-ended; err != nil {
+		t.Errorf("%s: %v\n%s", lines[1], err, said.String())
+	}
+	run(inLab(steps[len(steps)-1]))
+}
