@@ -96,6 +96,10 @@ test-helm: ## Compare the chart as Helm renders it with what isthmus install app
 test-prometheus: ## Have Prometheus judge the alerts and the queries of the dashboard (builds its engine, a minute once)
 	go test -C test/prometheus ./...
 
+.PHONY: test-otel
+test-otel: ## Have an OpenTelemetry collector's filelog receiver read the flow log (builds it, a minute once)
+	go test -C test/otel ./...
+
 .PHONY: record
 record: ## Record what a scraper gets from three clusters with traffic and faults, and draw the dashboard of it (root, seven minutes)
 	cd test && go test ./fleet -count=1 -run '^TestRecord$$' -v -record $(CURDIR)/test/prometheus/testdata/fleet.gz

@@ -46,28 +46,30 @@ func (s Site) WithRelays(addrs []netip.Addr, what string) Site {
 	return s
 }
 
-// CheckSource says why no message of a peer comes from addr, or "". Where a message came from is
-// where answers go, so it is judged as an endpoint is, but for addresses that Services relay from.
-func (s Site) CheckSource(addr netip.Addr) string {
-	if s.Relays[addr.Unmap().WithZone("")] {
-		return ""
-	}
-	s.Networks = slices.DeleteFunc(slices.Clone(s.Networks), func(n SiteNetwork) bool { return n.Relay })
-	return s.CheckEndpoint(addr)
-}
-
-// RelaysFrom reports whether Services relay messages of peers from addr, so that it says nothing of
-// who sent them.
-func (s Site) RelaysFrom(addr netip.Addr) bool {
-	addr = addr.Unmap().WithZone("")
-	return s.Relays[addr] || slices.ContainsFunc(s.Networks, func(n SiteNetwork) bool { return n.Relay && n.Prefix.Contains(addr) })
-}
-
 // CheckEndpoint says why no gateway of a peer can be at addr, or "". A peer chooses the address, or
 // the name that is resolved to it, and we send UDP packets there. It is the one judge of both:
 // literals are judged where they are read and claimed, and what is about to be used is judged by
 // the gateway each time, because whoever answers for a name may answer differently each time.
 func (s Site) CheckEndpoint(addr netip.Addr) string {
+	return checkWith(addr, func(addr netip.Addr) string {
+		i := slices.IndexFunc(s.Networks, func(n SiteNetwork) bool { return n.Prefix.Contains(addr) })
+		return s.is(addr, i)
+	})
+}
+
+// is says what an address is, which is in the network of that number, or in none where it is -1.
+func (s Site) is(addr netip.Addr, in int) string {
+	if in >= 0 {
+		return fmt.Sprintf("%v is inside %v, %s", addr, s.Networks[in].Prefix, s.Networks[in].What)
+	}
+	if what, is := s.Addrs[addr]; is {
+		return fmt.Sprintf("%v is %s", addr, what)
+	}
+	return ""
+}
+
+// checkWith is Site.CheckEndpoint, with what a Site has to say of an address.
+func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 	if !addr.IsValid() {
 		return "there is no address"
 	}
@@ -76,7 +78,7 @@ func (s Site) CheckEndpoint(addr netip.Addr) string {
 	}
 	addr = addr.Unmap() // for the kernel it is the IPv4 address
 	if v4, how := embedded(addr); how != "" {
-		if wrong := s.CheckEndpoint(v4); wrong != "" {
+		if wrong := checkWith(v4, site); wrong != "" {
 			return fmt.Sprintf("%v leads to %v (%s): %s", addr, v4, how, wrong)
 		}
 	}
@@ -87,13 +89,60 @@ func (s Site) CheckEndpoint(addr netip.Addr) string {
 			}
 		}
 	}
-	if i := slices.IndexFunc(s.Networks, func(n SiteNetwork) bool { return n.Prefix.Contains(addr) }); i >= 0 {
-		return fmt.Sprintf("%v is inside %v, %s", addr, s.Networks[i].Prefix, s.Networks[i].What)
+	return site(addr)
+}
+
+// A Judge is a Site that can be asked often: where each message comes from, and where each peer is. What
+// an answer costs hardly depends on the number of networks, of which each peer has two. It is immutable.
+type Judge struct {
+	site  Site
+	all   *prefixIndex // of site.Networks
+	still *prefixIndex // of those that Services do not relay from
+	relay *prefixIndex // of those that they do
+}
+
+// Judge makes a Judge of a Site.
+func (s Site) Judge() *Judge {
+	j := &Judge{site: s, all: new(prefixIndex), still: new(prefixIndex), relay: new(prefixIndex)}
+	for i, n := range s.Networks {
+		j.all.add(n.Prefix, i)
+		if n.Relay {
+			j.relay.add(n.Prefix, i)
+		} else {
+			j.still.add(n.Prefix, i)
+		}
 	}
-	if what, is := s.Addrs[addr]; is {
-		return fmt.Sprintf("%v is %s", addr, what)
+	return j
+}
+
+// CheckEndpoint is that of the Site.
+func (j *Judge) CheckEndpoint(addr netip.Addr) string {
+	return checkWith(addr, func(addr netip.Addr) string {
+		first := -1 // the first of those that it is in
+		j.all.find(addr, func(i int) bool {
+			if first < 0 || i < first {
+				first = i
+			}
+			return false
+		})
+		return j.site.is(addr, first)
+	})
+}
+
+// CheckSource says why no message of a peer comes from addr, or "". Where a message came from is
+// where answers go, so it is judged as an endpoint is, but for addresses that Services relay from.
+func (j *Judge) CheckSource(addr netip.Addr) string {
+	if j.site.Relays[addr.Unmap().WithZone("")] {
+		return ""
 	}
-	return ""
+	return checkWith(addr, func(addr netip.Addr) string { return j.site.is(addr, j.still.find(addr, nil)) })
+}
+
+// RelaysFrom reports whether Services relay messages of peers from addr, so that it says nothing of
+// who sent them.
+func (j *Judge) RelaysFrom(addr netip.Addr) bool {
+	addr = addr.Unmap().WithZone("")
+	return j.site.Relays[addr] || j.relay.find(addr, nil) >= 0
 }
 
 // endpointRanges are where no gateway is, besides specialRanges and metadataRanges. Pods may be

@@ -1,6 +1,8 @@
 package fabric
 
 import (
+	"fmt"
+	"math/rand/v2"
 	"net/netip"
 	"strings"
 	"testing"
@@ -48,18 +50,68 @@ func TestTheSiteOfAGatewayHasAllThatIsKnown(t *testing.T) {
 	}
 }
 
+// A Judge says the same as its Site, word for word, whatever networks overlap.
+func TestAJudgeSaysWhatItsSiteSays(t *testing.T) {
+	rng := rand.New(rand.NewPCG(7, 8))
+	addr := func() netip.Addr {
+		a := [4]byte{10, byte(rng.IntN(4)), byte(rng.IntN(4)), byte(rng.IntN(256))}
+		switch rng.IntN(8) {
+		case 0:
+			return netip.AddrFrom16(netip.AddrFrom4(a).As16())
+		case 1:
+			return netip.AddrFrom16([16]byte{0, 0x64, 0xff, 0x9b, 12: a[0], a[1], a[2], a[3]})
+		case 2:
+			return netip.AddrFrom16([16]byte{0xfd, 15: a[3]})
+		}
+		return netip.AddrFrom4(a)
+	}
+	refused := 0
+	for range 300 {
+		var site, still Site
+		for i := range rng.IntN(8) {
+			a := addr().Unmap()
+			p := netip.PrefixFrom(a, 8+rng.IntN(a.BitLen()-8)).Masked()
+			n := SiteNetwork{Prefix: p, What: fmt.Sprintf("network %d", i), Relay: rng.IntN(4) == 0}
+			if site.Networks = append(site.Networks, n); !n.Relay {
+				still.Networks = append(still.Networks, n)
+			}
+		}
+		site = site.With([]netip.Addr{addr(), addr()}, "an API server").WithRelays([]netip.Addr{addr()}, "a node")
+		still.Addrs = site.Addrs
+		judge := site.Judge()
+		for range 50 {
+			a := addr()
+			want := site.CheckEndpoint(a)
+			if got := judge.CheckEndpoint(a); got != want {
+				t.Fatalf("%v of %+v: %q, want %q", a, site, got, want)
+			}
+			if want != "" {
+				refused++
+			}
+			may := site.Relays[a.Unmap()] || still.CheckEndpoint(a) == ""
+			if got := judge.CheckSource(a); (got == "") != may {
+				t.Fatalf("%v of %+v as a source: %q", a, site, got)
+			}
+		}
+	}
+	if refused < 1000 {
+		t.Errorf("%d addresses were refused; want more, else this tests nothing", refused)
+	}
+}
+
 // Services relay messages of peers from nodes, by their addresses or those among the pods.
 func TestMessagesMayComeFromWhereServicesRelay(t *testing.T) {
 	site := Site{Networks: []SiteNetwork{{Prefix: pfx("10.244.0.0/16"), What: "our PodCIDR", Relay: true}, {Prefix: pfx("10.96.0.0/12"), What: "our ServiceCIDR"}}}.
 		With([]netip.Addr{ip("172.30.1.2"), ip("172.30.1.11")}, "an API server of ours").WithRelays([]netip.Addr{ip("172.30.1.11")}, "a node of ours")
+	judge := site.Judge()
 	for addr, may := range map[string]bool{
 		"198.51.100.1": true, "172.30.1.11": true, "10.244.3.1": true, "::ffff:172.30.1.11": true,
 		"172.30.1.2": false, "10.96.0.1": false, "127.0.0.1": false, "169.254.169.254": false, "64:ff9b::a60:1": false,
 	} {
-		if wrong := site.CheckSource(ip(addr)); (wrong == "") != may {
+		if wrong := judge.CheckSource(ip(addr)); (wrong == "") != may {
 			t.Errorf("%s: %q", addr, wrong)
 		}
-		if got := site.RelaysFrom(ip(addr)); got != (may && addr != "198.51.100.1") {
+		if got := judge.RelaysFrom(ip(addr)); got != (may && addr != "198.51.100.1") {
 			t.Errorf("%s: relayed from there: %v", addr, got)
 		}
 		if wrong := site.CheckEndpoint(ip(addr)); (wrong == "") != (addr == "198.51.100.1") {

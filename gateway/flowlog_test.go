@@ -226,3 +226,26 @@ func cpuUsed(b *testing.B) time.Duration {
 	}
 	return time.Duration(u.Utime.Nano() + u.Stime.Nano())
 }
+
+// The lines that collectors are tested with (test/otel) are those that the gateway writes.
+func TestTheLinesForCollectorsAreTheGateways(t *testing.T) {
+	l, stop := startFlowLog(t, FlowLog{File: filepath.Join(t.TempDir(), "flows.json")})
+	defer stop()
+	opened, refused := closedFlow, closedFlow
+	opened.Change, opened.Local = natengine.FlowOpened, netip.MustParseAddrPort("[fd00::1]:4000")
+	refused.Change, refused.Drop, refused.Kind, refused.Mapped = natengine.FlowRefused, natengine.DropNoMapping, "", netip.AddrPort{}
+	var b bytes.Buffer
+	lines := json.NewEncoder(&b)
+	records := []FlowRecord{l.record(opened), l.record(closedFlow), l.record(refused), {Event: "omitted", Count: 512}}
+	for i, r := range records {
+		r.Time = time.Date(2026, 11, 23, 3, 10, 11, i*200_000_100, time.UTC) // also without a fraction
+		if err := lines.Encode(r); err != nil {
+			t.Fatal(err)
+		}
+	}
+	const name = "testdata/flows.json"
+	want, err := os.ReadFile(name)
+	if err != nil || string(want) != b.String() {
+		t.Errorf("%s (%v) has\n%sthe gateway writes\n%s", name, err, want, &b)
+	}
+}

@@ -673,10 +673,11 @@ func (g *gateway) objectsFor(want []fabric.GatewayPeer, inUse map[string]fabric.
 	return s, undelivered, err
 }
 
-// peersFor are the peers as they should be now, with what is known of those that stay.
+// peersFor are the peers as they should be now, with what is known of those that stay. They keep want.
 func (g *gateway) peersFor(want []fabric.GatewayPeer, mtu mtus, inUse map[string]fabric.TunnelSet) []peer {
 	old, states, peers := byID(g.now.peers), g.peerStates(), make([]peer, len(want))
-	for i, w := range want {
+	for i := range want {
+		w := &want[i]
 		p := peer{GatewayPeer: w, state: states[w.ID], way: mtu.way(w.ID), mtu: mtu.of(w.ID), inUse: inUse[w.ID], session: session{since: time.Now()}}
 		if was := old[w.ID]; was != nil {
 			if was.PublicKey == w.PublicKey {

@@ -14,12 +14,12 @@ import (
 // account of a peer and is asked for it by view: the engine, the ends of the tunnels, the
 // connection checks, the resolver.
 type peer struct {
-	fabric.GatewayPeer                  // as it should be, with MTU and MSS in its rules
-	session            session          // in the first tunnel, as seen from outside
-	way                int              // largest packet that fits the way to it, by what the kernel knows, octets
-	mtu                int              // largest packet towards it: less where the path drops such packets
-	inUse              fabric.TunnelSet // further tunnels that carry flows
-	state              *natengine.PeerState
+	*fabric.GatewayPeer                  // as it should be, with MTU and MSS in its rules; never modified
+	session             session          // in the first tunnel, as seen from outside
+	way                 int              // largest packet that fits the way to it, by what the kernel knows, octets
+	mtu                 int              // largest packet towards it: less where the path drops such packets
+	inUse               fabric.TunnelSet // further tunnels that carry flows
+	state               *natengine.PeerState
 }
 
 // session is what a peer's WireGuard session looks like from outside.
@@ -59,14 +59,14 @@ func byID(peers []peer) map[string]*peer {
 func (c current) wanted() []fabric.GatewayPeer {
 	all := make([]fabric.GatewayPeer, len(c.peers))
 	for i, p := range c.peers {
-		all[i] = p.GatewayPeer
+		all[i] = *p.GatewayPeer
 	}
 	return all
 }
 
 // view is a peer with what those beside the loop know of it now. Status and metrics are made of it.
 type view struct {
-	peer
+	*peer
 	tunnels    []tunnelView // of the tunnels to it, the first one first
 	nat        natengine.PeerStats
 	translated bool           // nat is known: the engine is the first to forget a peer that is removed
@@ -95,7 +95,8 @@ func (v *view) octets() (received, sent uint64) {
 // views looks at the peers of now. stats are the engine's.
 func (g *gateway) views(now current, stats natengine.Stats) []view {
 	views, at := make([]view, len(now.peers)), make(map[string]int, len(now.peers))
-	for i, p := range now.peers {
+	for i := range now.peers {
+		p := &now.peers[i]
 		v := view{peer: p, tunnels: make([]tunnelView, 0, 1+len(p.Tunnels))}
 		v.resolved, v.unresolved = g.resolver.endpoint(p.ID)
 		views[i], at[p.ID] = v, i

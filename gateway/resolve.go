@@ -9,6 +9,7 @@ import (
 	"reflect"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
@@ -45,6 +46,17 @@ type resolver struct {
 	mu    sync.Mutex
 	peers map[string]*location
 	site  fabric.Site
+	judge *fabric.Judge // of site
+
+	// What each message is judged by. It is made anew with the peers, and never modified.
+	sources atomic.Pointer[sources]
+}
+
+// sources are where messages of peers may come from: wherever a gateway of a peer can be, from where a
+// Service relays it, and from where one is said to be.
+type sources struct {
+	judge *fabric.Judge
+	said  map[netip.Addr]bool
 }
 
 // location is where one peer is.
@@ -65,7 +77,8 @@ type location struct {
 }
 
 func newResolver(lookup func(context.Context, string) ([]netip.Addr, error), changed func(), log *slog.Logger) *resolver {
-	r := &resolver{lookup: lookup, changed: changed, log: log, peers: make(map[string]*location)}
+	r := &resolver{lookup: lookup, changed: changed, log: log, peers: make(map[string]*location), judge: fabric.Site{}.Judge()}
+	r.sources.Store(&sources{judge: r.judge})
 	r.ctx, r.cancel = context.WithCancel(context.Background())
 	return r
 }
@@ -84,7 +97,10 @@ func (r *resolver) set(peers []fabric.GatewayPeer, site fabric.Site) (changed bo
 	same := reflect.DeepEqual(site, r.site)
 	old := r.peers
 	changed = !same || len(old) != len(peers)
-	r.peers, r.site = make(map[string]*location, len(peers)), site
+	r.peers = make(map[string]*location, len(peers))
+	if !same {
+		r.site, r.judge = site, site.Judge()
+	}
 	for _, p := range peers {
 		l := old[p.ID]
 		if l != nil && l.host == p.Endpoint {
@@ -97,39 +113,37 @@ func (r *resolver) set(peers []fabric.GatewayPeer, site fabric.Site) (changed bo
 		}
 		r.peers[p.ID] = l
 		if l != old[p.ID] || !same {
-			r.judge(p.ID, l)
+			r.try(p.ID, l)
 		}
+	}
+	if changed {
+		all := &sources{r.judge, make(map[netip.Addr]bool)}
+		for _, l := range r.peers {
+			if literal, err := netip.ParseAddr(l.host); l.literal && err == nil {
+				all.said[literal.Unmap()] = true
+			}
+			all.said[l.was] = true
+		}
+		delete(all.said, netip.Addr{})
+		r.sources.Store(all)
 	}
 	return changed
 }
 
-// mayCome says whether a message of a peer may come from an address. It may from wherever a gateway
-// of a peer can be, from where a Service relays it, and from where one is said to be: an address
-// that a Node claims later is refused as a place to send to, until its peer shows itself there.
+// mayCome says whether a message of a peer may come from an address. An address that a Node claims
+// later is refused as a place to send to, until its peer shows itself there. It is asked for each
+// message that comes from elsewhere than the one before, takes no lock and reads no list.
 func (r *resolver) mayCome(addr netip.Addr) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	if r.site.CheckSource(addr) == "" {
-		return true
-	}
-	for _, l := range r.peers {
-		if literal, err := netip.ParseAddr(l.host); l.literal && err == nil && literal.Unmap() == addr.Unmap() || l.was == addr.Unmap() {
-			return true
-		}
-	}
-	return false
+	s := r.sources.Load()
+	return s.judge.CheckSource(addr) == "" || s.said[addr.Unmap()]
 }
 
 // relaysFrom says whether Services relay messages of peers from an address.
-func (r *resolver) relaysFrom(addr netip.Addr) bool {
-	r.mu.Lock()
-	defer r.mu.Unlock()
-	return r.site.RelaysFrom(addr)
-}
+func (r *resolver) relaysFrom(addr netip.Addr) bool { return r.sources.Load().judge.RelaysFrom(addr) }
 
-// judge gives up what is refused now, and takes a literal address that is not refused any more.
-func (r *resolver) judge(id string, l *location) {
-	if l.latest.IsValid() && r.site.CheckEndpoint(l.latest) != "" {
+// try gives up what is refused now, and takes a literal address that is not refused any more.
+func (r *resolver) try(id string, l *location) {
+	if l.latest.IsValid() && r.judge.CheckEndpoint(l.latest) != "" {
 		l.latest = netip.Addr{}
 	}
 	addr := l.addr
@@ -137,7 +151,7 @@ func (r *resolver) judge(id string, l *location) {
 		addr, _ = netip.ParseAddr(l.host)
 		addr = addr.Unmap()
 	}
-	switch wrong := r.site.CheckEndpoint(addr); {
+	switch wrong := r.judge.CheckEndpoint(addr); {
 	case !addr.IsValid(): // a name that has not been looked up
 	case wrong == "":
 		if l.addr = addr; l.literal {
@@ -225,7 +239,7 @@ func (r *resolver) resolve(id string, l *location) {
 	r.mu.Lock()
 	var answer netip.Addr
 	if err == nil {
-		answer, err = choose(addrs, l.addr, r.site)
+		answer, err = choose(addrs, l.addr, r.judge)
 	}
 	first := l.err == nil || err != nil && err.Error() != l.err.Error()
 	if l.busy = false; err != nil {
@@ -250,7 +264,7 @@ func (r *resolver) resolve(id string, l *location) {
 }
 
 // choose picks the address to use out of the answers. It returns none that site refuses.
-func choose(addrs []netip.Addr, current netip.Addr, site fabric.Site) (netip.Addr, error) {
+func choose(addrs []netip.Addr, current netip.Addr, site *fabric.Judge) (netip.Addr, error) {
 	var usable []netip.Addr
 	err := errors.New("no address")
 	for _, a := range addrs {

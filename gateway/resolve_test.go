@@ -3,6 +3,7 @@ package gateway
 import (
 	"context"
 	"errors"
+	"fmt"
 	"math/rand/v2"
 	"net/netip"
 	"slices"
@@ -256,7 +257,7 @@ func TestChooseReturnsNothingThatIsRefused(t *testing.T) {
 			answers = append(answers, one())
 		}
 		current := one()
-		got, err := choose(answers, current, here)
+		got, err := choose(answers, current, here.Judge())
 		fine := slices.ContainsFunc(answers, func(a netip.Addr) bool { return here.CheckEndpoint(a) == "" })
 		switch {
 		case got.IsValid() && here.CheckEndpoint(got) != "":
@@ -343,5 +344,52 @@ func TestAPeerIsDownWithoutASession(t *testing.T) {
 	}
 	if heard := begin.Add(41 * time.Second); !s.heard.Equal(heard) {
 		t.Errorf("heard at %v, want %v", s.heard, heard)
+	}
+}
+
+// Where a message comes from is asked for each that has another source than the one before, by whoever
+// sends it, so that the answer must not cost what the peers are many.
+func TestWhereAMessageComesFromIsFoundWithoutAList(t *testing.T) {
+	var peers []fabric.GatewayPeer
+	for _, p := range crowdOf(1000) {
+		peers = append(peers, fabric.GatewayPeer{ID: p.ID, Endpoint: "198.51.100.1", Port: 5871, AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen}})
+	}
+	r := newResolver(nil, func() {}, quiet)
+	defer r.close()
+	r.set1(peers)
+	for addr, may := range map[netip.Addr]bool{
+		netip.MustParseAddr("203.0.113.9"):     true,
+		netip.MustParseAddr("198.51.100.1"):    true,
+		peers[500].AllowedIPs[1].Addr().Next(): false,
+	} {
+		if got := r.mayCome(addr); got != may {
+			t.Errorf("%v: %v, want %v", addr, got, may)
+		}
+		if allocated := testing.AllocsPerRun(100, func() { r.mayCome(addr) }); may && allocated > 0 {
+			t.Errorf("%v: %v allocations, want none", addr, allocated)
+		}
+	}
+}
+
+// BenchmarkMayCome judges the source of a message, as with messages of peers in turns.
+func BenchmarkMayCome(b *testing.B) {
+	for _, n := range []int{10, 1000, 4000} {
+		b.Run(fmt.Sprintf("peers=%d", n), func(b *testing.B) {
+			var peers []fabric.GatewayPeer
+			for _, p := range crowdOf(n) {
+				peers = append(peers, fabric.GatewayPeer{ID: p.ID, Endpoint: "198.51.100.1", Port: 5871, AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen}})
+			}
+			r := newResolver(nil, func() {}, quiet)
+			defer r.close()
+			r.set1(peers)
+			addr := netip.MustParseAddr("203.0.113.9")
+			before := cpuTime(b)
+			for b.Loop() {
+				if !r.mayCome(addr) {
+					b.Fatal("refused")
+				}
+			}
+			b.ReportMetric(float64((cpuTime(b)-before).Nanoseconds())/float64(b.N), "cpu-ns/op")
+		})
 	}
 }

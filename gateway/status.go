@@ -232,7 +232,6 @@ func (g *gateway) status(flows int) Status {
 			Problems:   texts(now.applyErr),
 		},
 		Sessions: SessionsStatus{stats.Flows, stats.MaxFlows, stats.Bytes},
-		Peers:    []PeerStatus{},
 		Check:    CheckStatus{Answered: checker.answered.Load()},
 	}
 	for _, p := range now.config.Refused {
@@ -263,7 +262,9 @@ func (g *gateway) status(flows int) Status {
 	}
 
 	at := time.Now()
-	for _, p := range g.views(now, stats) {
+	views := g.views(now, stats)
+	s.Peers = make([]PeerStatus, 0, len(views)) // it is asked for once a second, and one is most of a KiB
+	for _, p := range views {
 		first, cause := p.tunnels[0], g.causeOf(&p, now.failed(p.Origin), at)
 		ps := PeerStatus{
 			ID: p.ID, Name: p.Name,

@@ -142,7 +142,8 @@ func (e *tunnelEnd) listen(port uint16) error {
 // tunnelPeers are the peers that have tunnel i.
 func (g *gateway) tunnelPeers(i int, peers []fabric.GatewayPeer) (list []datapath.Peer) {
 	states := g.peerStates()
-	for _, p := range peers {
+	for j := range peers {
+		p := &peers[j]
 		theirs, ok := theirEnd(p, i)
 		if !ok || states[p.ID] == nil {
 			continue
@@ -157,7 +158,7 @@ func (g *gateway) tunnelPeers(i int, peers []fabric.GatewayPeer) (list []datapat
 }
 
 // theirEnd is a peer's end of tunnel i.
-func theirEnd(p fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
+func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	if i == 0 {
 		return fabric.TunnelEnd{PublicKey: p.PublicKey, Port: p.Port}, true
 	}
@@ -184,7 +185,8 @@ func (g *gateway) applyEnds(c Config, peers []fabric.GatewayPeer, mtu mtus) (err
 
 // checkPeers are the peers that have tunnel i, for its connection check.
 func checkPeers(i int, peers []fabric.GatewayPeer) (all []checkPeer) {
-	for _, p := range peers {
+	for j := range peers {
+		p := &peers[j]
 		if theirs, ok := theirEnd(p, i); ok {
 			check := checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs, key: theirs.PublicKey, endpoint: p.Endpoint, port: theirs.Port}
 			if i > 0 {

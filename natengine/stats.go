@@ -80,7 +80,9 @@ func (e *Engine) Stats() Stats {
 			s.NoPeerDrops[dir][d] = e.noPeer[dir][d].Load()
 		}
 	}
-	for _, p := range e.Peers() {
+	peers := e.Peers()
+	s.Peers = make([]PeerStats, 0, len(peers))
+	for _, p := range peers {
 		ps := p.Stats()
 		s.Flows += ps.Flows
 		s.Bytes += ps.Bytes

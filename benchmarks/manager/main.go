@@ -29,6 +29,7 @@ import (
 func main() {
 	log.SetFlags(0)
 	text := flag.String("peers", "500,1000", "numbers of peers, separated by commas")
+	profiles := flag.String("profiles", "", "existing directory for profiles of the manager; empty: none, since taking them costs something")
 	flag.Parse()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
@@ -39,15 +40,15 @@ func main() {
 			log.Fatalf("-peers %q: want numbers from 3 to 4096", *text)
 		}
 		fmt.Printf("\n%d peers:\n\n", n)
-		if err := run(ctx, n); err != nil {
+		if err := run(ctx, n, *profiles); err != nil {
 			log.Fatal(err)
 		}
 	}
 }
 
 // run prints the lines of one test that have figures.
-func run(ctx context.Context, peers int) error {
-	cmd := exec.CommandContext(ctx, "go", "test", "./control", "-run", "^TestManyPeerings$", "-count=1", "-v", "-timeout=60m", "-long", fmt.Sprintf("-peers=%d", peers))
+func run(ctx context.Context, peers int, profiles string) error {
+	cmd := exec.CommandContext(ctx, "go", "test", "./control", "-run", "^TestManyPeerings$", "-count=1", "-v", "-timeout=60m", "-long", fmt.Sprintf("-peers=%d", peers), "-profiles="+profiles)
 	cmd.Dir, cmd.Stderr = "test", os.Stderr
 	out, err := cmd.StdoutPipe()
 	if err != nil {

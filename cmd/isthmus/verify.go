@@ -34,6 +34,11 @@ failed. Say what was answered, how fast, and from which address the receiver saw
 come. The Pods run the image of the gateway and are deleted at the end, also of an
 interrupted run.
 
+--pod and --remote-pod take Pods that are there instead, in whatever namespace, so that
+the policies for these count. Each gets an ephemeral container that asks for no rights,
+and that ends with the run; Kubernetes keeps its record until the Pod goes. It echoes at
+port 7468 of the Pod meanwhile.
+
 --continuous goes on until it is interrupted, with one small UDP packet a second
 between all of them, and counts what is lost; -o json prints the counts at the end.
 
@@ -44,6 +49,7 @@ counted apart as unknown, with exit code 2 where nothing failed; by --continuous
 where nothing was sent at all.`,
 		Example: "  isthmus verify --context paris --remote-context oslo\n" +
 			"  isthmus verify --context paris --remote-context oslo --only pod,tcp,out --sizes 1400,9000\n" +
+			"  isthmus verify --context paris --remote-context oslo --pod shop/web-0 --remote-pod db/postgres-0\n" +
 			"  isthmus verify --context paris --remote-context oslo --continuous",
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) (err error) {
@@ -55,6 +61,11 @@ where nothing was sent at all.`,
 			}
 			if o.Only, err = verify.ParseOnly(only); err != nil {
 				return cli.Usage("--only: %w", err)
+			}
+			for flag, pods := range map[string][]string{"--pod": o.Pods, "--remote-pod": o.RemotePods} {
+				if err := verify.CheckPods(pods); err != nil {
+					return cli.Usage("%s: %w", flag, err)
+				}
 			}
 			for _, target := range o.To {
 				if err := verify.CheckTarget(target); err != nil {
@@ -110,6 +121,8 @@ where nothing was sent at all.`,
 	_ = cmd.RegisterFlagCompletionFunc("only", cobra.FixedCompletions(verify.Words, cobra.ShellCompDirectiveNoFileComp)) // fails for a flag that is not there
 	cmd.Flags().IntSliceVar(&sizes, "sizes", nil, "octets to send instead of those chosen by protocol: 56 to 4000, by TCP 500000; UDP sends at least 96, ICMP 16")
 	cmd.Flags().StringSliceVar(&o.To, "to", nil, "besides what is found, ping HOST, or connect to HOST:PORT, from the Pods in A")
+	cmd.Flags().StringSliceVar(&o.Pods, "pod", nil, "send from and to this Pod of A, NAMESPACE/NAME, instead of Pods made for it")
+	cmd.Flags().StringSliceVar(&o.RemotePods, "remote-pod", nil, "the same for B")
 	cmd.Flags().StringVar(&o.Image, "image", "", "image of the Pods (default that of the gateway in each cluster)")
 	cmd.Flags().BoolVar(&continuous, "continuous", false, "go on until interrupted, and count what is lost")
 	cli.AddOutputFlag(cmd, &output, "print for programs", "junit")
@@ -191,6 +204,7 @@ func lossError(losses []verify.Loss, err error) error {
 // newProbeCommand is what the Pods of verify run.
 func newProbeCommand() *cobra.Command {
 	var echo, control uint16
+	var idle time.Duration
 	cmd := &cobra.Command{
 		Use:    "probe",
 		Short:  "Echo, and send what a port of the loopback address is told to (the Pods of isthmus verify run it)",
@@ -200,10 +214,11 @@ func newProbeCommand() *cobra.Command {
 			if control == 0 {
 				return cli.Usage("--control %s: want a port", strconv.Itoa(int(control)))
 			}
-			return verify.Serve(cmd.Context(), echo, control)
+			return verify.Serve(cmd.Context(), echo, control, idle)
 		},
 	}
 	cmd.Flags().Uint16Var(&echo, "echo", 0, "TCP and UDP port to echo at; 0: none")
+	cmd.Flags().DurationVar(&idle, "idle", 0, "end when nobody has told anything for so long; 0: never")
 	cmd.Flags().Uint16Var(&control, "control", 0, "TCP port of the loopback address")
 	return cmd
 }

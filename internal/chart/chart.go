@@ -109,6 +109,7 @@ func check(defaults, values Values, at string) error {
 		name, value := at+"."+key, values[key]
 		want, known := defaults[key]
 		switch {
+		case name == ".routeAgent.maxUnavailable": // of before; the template says what to do
 		case !known:
 			wrong = append(wrong, fmt.Errorf("value %s: the chart has no such value; `isthmus install --print-values` lists them", name[1:]))
 		case value == nil || want == nil:
@@ -296,6 +297,8 @@ func functions(all *template.Template) template.FuncMap {
 			}
 			return value, nil
 		},
+		"fail":   func(what string) (string, error) { return "", &wantsError{what} },
+		"hasKey": func(values Values, key string) bool { _, has := values[key]; return has },
 		"toYaml": func(value any) (string, error) {
 			text, err := yaml.Marshal(value)
 			return strings.TrimSuffix(string(text), "\n"), err

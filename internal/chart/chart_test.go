@@ -138,6 +138,9 @@ func TestWrongValuesAreNamed(t *testing.T) {
 		{Values{"gateway": Values{"service": Values{"typ": "x"}}}, "value gateway.service.typ: the chart has no such value"},
 		{Values{"gateway": Values{"replicas": "3"}}, "value gateway.replicas: want a number"},
 		{Values{"gateway": 3.0}, "value gateway: want an object"},
+		{Values{"routeAgent": Values{"maxUnavailable": "10%"}}, "value routeAgent.maxUnavailable: it has become routeAgent.maxSurge"},
+		{Values{"routeAgent": Values{"maxSurge": 0.0}}, "value routeAgent.maxSurge: want how many nodes"},
+		{Values{"routeAgent": Values{"maxSurge": "0%"}}, "value routeAgent.maxSurge: want how many nodes"},
 		{Values{"workloads": "yes"}, "value workloads: want true or false"},
 		{Values{"cluster": Values{"name": ""}}, "cluster.name: want how peers are to call this cluster, such as --set cluster.name=paris"},
 	} {
@@ -177,7 +180,10 @@ func TestSchemaKnowsEachValue(t *testing.T) {
 			return // anybody's keys
 		}
 		properties, _ := schema["properties"].(map[string]any)
-		known := slices.DeleteFunc(slices.Sorted(maps.Keys(properties)), func(key string) bool { return at == "" && key == "global" })
+		known := slices.DeleteFunc(slices.Sorted(maps.Keys(properties)), func(key string) bool {
+			property, _ := properties[key].(map[string]any)
+			return at == "" && key == "global" || property["deprecated"] == true
+		})
 		if want := slices.Sorted(maps.Keys(values)); !slices.Equal(known, want) {
 			t.Errorf("values.schema.json has at %q %v, values.yaml %v", at, known, want)
 		}

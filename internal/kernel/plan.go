@@ -30,7 +30,8 @@ func (p Plan) Commands(inner string) string {
 	return b.String()
 }
 
-// AdditionsFor is PlanFor without what it removes.
+// AdditionsFor is PlanFor without what it removes. A rule that is there at another priority is not added: an older version gave
+// it that one, and its other rules as well, which a refusal of ours would come before.
 func AdditionsFor(have, want State) Plan {
 	wanted := make(map[netip.Prefix]struct{}, len(want.Routes))
 	for _, r := range want.Routes {
@@ -43,7 +44,13 @@ func AdditionsFor(have, want State) Plan {
 			have.Routes = append(have.Routes, r)
 		}
 	}
-	return slices.DeleteFunc(PlanFor(have, want), func(o Op) bool { return o.Remove })
+	return slices.DeleteFunc(PlanFor(have, want), func(o Op) bool {
+		added, isRule := o.Object.(Rule)
+		return o.Remove || isRule && slices.ContainsFunc(have.Rules, func(r Rule) bool {
+			added.Priority = r.Priority
+			return r == added
+		})
+	})
 }
 
 // With is what there is after a plan that adds, as far as it consists of routes and rules; the

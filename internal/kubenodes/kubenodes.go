@@ -102,6 +102,9 @@ type Cluster struct {
 	options NodeOptions
 }
 
+// Proxy is how the cluster's kube-proxy makes Services.
+func (c *Cluster) Proxy() ProxyMode { return c.options.Proxy }
+
 // programsOfNodes are those of Debian's packages that a node runs.
 var programsOfNodes = map[string]string{
 	"containerd": "containerd", "ctr": "containerd", "runc": "runc", "iptables": "iptables", "nft": "nftables",

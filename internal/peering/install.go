@@ -181,6 +181,12 @@ func (c *Cluster) remembered(ctx context.Context) (chart.Values, error) {
 	if err != nil {
 		return nil, fmt.Errorf("%s: %s, %s: %w", c, what, keyValues, err)
 	}
+	if agents, is := values["routeAgent"].(chart.Values); is { // on how many nodes an upgrade works had this name
+		if most, was := agents["maxUnavailable"]; was {
+			agents["maxSurge"] = cmp.Or(agents["maxSurge"], most)
+			delete(agents, "maxUnavailable")
+		}
+	}
 	return values, nil
 }
 

@@ -105,6 +105,17 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	if *gateway.Spec.Replicas != 3 {
 		t.Errorf("%d gateways; want the 3 of the first time", *gateway.Spec.Replicas)
 	}
+	// A value that has another name since keeps its meaning.
+	remembered := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: installConfigMap}}
+	must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(remembered), remembered))
+	remembered.Data[keyValues] += "routeAgent: {maxUnavailable: 3}\n"
+	must(t, c.client.Update(t.Context(), remembered))
+	must(t, c.Install(t.Context(), options))
+	var agents appsv1.DaemonSet
+	must(t, c.client.Get(t.Context(), client.ObjectKey{Namespace: "twice", Name: "isthmus-route-agent"}, &agents))
+	if surge := agents.Spec.UpdateStrategy.RollingUpdate.MaxSurge; surge.IntValue() != 3 {
+		t.Errorf("on %v nodes at a time; want the 3 of before", surge)
+	}
 	// Nothing runs here, and that is said.
 	options.Wait, options.Version = time.Second, "v2"
 	err := c.Install(t.Context(), options)

@@ -34,8 +34,9 @@ var least = map[string]int{UDP: cookie + answerRoom, ICMP: cookie}
 // An End is a Pod that takes part.
 type End struct {
 	Cluster string     `json:"cluster"`
-	Network string     `json:"network"` // "pod" or "host"
-	Place   string     `json:"place"`   // "gateway": the node of the active gateway; "other": another one
+	Network string     `json:"network"`         // "pod" or "host"
+	Place   string     `json:"place,omitempty"` // "gateway": the node of the active gateway; "other": another one
+	Pod     string     `json:"pod,omitempty"`   // instead of Place: the Pod that was given, NAMESPACE/NAME
 	Node    string     `json:"node"`
 	Addr    netip.Addr `json:"addr"` // of the Pod
 	Seen    netip.Addr `json:"seen"` // as the other cluster has it; of a pod network only
@@ -43,6 +44,9 @@ type End struct {
 
 // String says which one it is.
 func (e End) String() string {
+	if e.Pod != "" {
+		return fmt.Sprintf("%s: %s", e.Cluster, e.Pod)
+	}
 	where := "gateway's node"
 	if e.Place == other {
 		where = "other node"

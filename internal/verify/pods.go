@@ -45,25 +45,30 @@ type site struct {
 	run     string
 	image   string
 	secrets []corev1.LocalObjectReference
-	as      agreed // what the other cluster has for its networks
-	control uint16 // port
+	given   []string // Pods to use instead of making some, NAMESPACE/NAME
+	as      agreed   // what the other cluster has for its networks
+	control uint16   // port
 	pods    []*member
 }
 
 // A member is a Pod and the way to tell it what to do.
 type member struct {
 	End
-	name string
-	http *http.Client
+	namespace, name string
+	container       string // of the Pod, where it was given; empty: the only one
+	http            *http.Client
 }
 
-func newSite(c *peering.Cluster, run, image string) *site {
+func newSite(c *peering.Cluster, run, image string, given []string) *site {
 	// Pods in the host network share the ports of their node with everything there.
-	return &site{Cluster: c, run: run, image: image, control: uint16(20000 + rand.N(10000))}
+	return &site{Cluster: c, run: run, image: image, given: given, control: uint16(20000 + rand.N(10000))}
 }
 
 // make makes the Pods and waits until they do what they are told.
 func (s *site) make(ctx context.Context) error {
+	if len(s.given) > 0 {
+		return s.borrow(ctx)
+	}
 	places, err := s.places(ctx)
 	if err != nil {
 		return err
@@ -74,9 +79,13 @@ func (s *site) make(ctx context.Context) error {
 			if err := s.Client().Create(ctx, pod); err != nil {
 				return fmt.Errorf("%s: Pod %s: %w", s, pod.Name, err)
 			}
-			s.pods = append(s.pods, &member{End: End{Cluster: s.String(), Network: network, Place: p.place, Node: p.node}, name: pod.Name})
+			s.pods = append(s.pods, &member{End: End{Cluster: s.String(), Network: network, Place: p.place, Node: p.node}, namespace: s.Namespace, name: pod.Name})
 		}
 	}
+	return s.waitForAll(ctx)
+}
+
+func (s *site) waitForAll(ctx context.Context) error {
 	var group sync.WaitGroup
 	errs := make([]error, len(s.pods))
 	ctx, cancel := context.WithTimeout(ctx, start)
@@ -91,9 +100,8 @@ func (s *site) make(ctx context.Context) error {
 // A place is a node on which there are Pods.
 type place struct{ place, node string }
 
-// places are the node of the active gateway, and another one where there is one. What Pods are made
-// of is taken from the gateway.
-func (s *site) places(ctx context.Context) ([]place, error) {
+// gateway is the Pod of the active gateway. What Pods are made of is taken from it.
+func (s *site) gateway(ctx context.Context) (*corev1.Pod, error) {
 	var gateways corev1.PodList
 	if err := s.Client().List(ctx, &gateways, client.InNamespace(s.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
 		return nil, fmt.Errorf("%s: Pods in %s: %w", s, s.Namespace, err)
@@ -105,6 +113,15 @@ func (s *site) places(ctx context.Context) ([]place, error) {
 	s.secrets = g.Spec.ImagePullSecrets
 	if s.image == "" {
 		s.image = g.Spec.Containers[0].Image
+	}
+	return g, nil
+}
+
+// places are the node of the active gateway, and another one where there is one.
+func (s *site) places(ctx context.Context) ([]place, error) {
+	g, err := s.gateway(ctx)
+	if err != nil {
+		return nil, err
 	}
 	var nodes corev1.NodeList
 	if err := s.Client().List(ctx, &nodes); err != nil {
@@ -129,14 +146,19 @@ func takesPods(n *corev1.Node) bool {
 	})
 }
 
-// pod is one that runs Serve. It is in the namespace of the installation, which may have what raw
-// sockets and the host network need.
-func (s *site) pod(node, place, network string) *corev1.Pod {
-	no, root, life, grace := false, int64(0), int64(lifetime.Seconds()), int64(1)
+// args are those of the program in a Pod.
+func (s *site) args(network string) []string {
 	args := []string{"probe", fmt.Sprintf("--control=%d", s.control)}
 	if network == podNetwork {
 		args = append(args, fmt.Sprintf("--echo=%d", echoPort))
 	}
+	return args
+}
+
+// pod is one that runs Serve. It is in the namespace of the installation, which may have what raw
+// sockets and the host network need.
+func (s *site) pod(node, place, network string) *corev1.Pod {
+	no, root, life, grace := false, int64(0), int64(lifetime.Seconds()), int64(1)
 	return &corev1.Pod{
 		ObjectMeta: metav1.ObjectMeta{
 			Namespace: s.Namespace, Name: strings.Join([]string{"isthmus-verify", s.run, place, network}, "-"),
@@ -149,7 +171,7 @@ func (s *site) pod(node, place, network string) *corev1.Pod {
 			Tolerations:      []corev1.Toleration{{Operator: corev1.TolerationOpExists}},
 			SecurityContext:  &corev1.PodSecurityContext{SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault}},
 			Containers: []corev1.Container{{
-				Name: "probe", Image: s.image, Args: args,
+				Name: "probe", Image: s.image, Args: s.args(network),
 				SecurityContext: &corev1.SecurityContext{
 					// A user that is not root has no capability to use: those of a container are not ambient.
 					RunAsUser: &root, AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: new(true),
@@ -165,20 +187,28 @@ func (s *site) wait(ctx context.Context, m *member) error {
 	last := errors.New("it was not looked at")
 	err := wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
 		var p corev1.Pod
-		if last = s.Client().Get(ctx, client.ObjectKey{Namespace: s.Namespace, Name: m.name}, &p); last != nil {
+		if last = s.Client().Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p); last != nil {
 			return false, nil //nolint:nilerr // the wait goes on, and its error says this one
 		}
 		if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
 			return false, fmt.Errorf("it has ended: %s", state(&p))
 		}
+		c := m.status(&p)
+		if c != nil && c.State.Terminated != nil {
+			return false, fmt.Errorf("container %s has ended: %s", c.Name, stateOf(*c))
+		}
 		addr, err := netip.ParseAddr(p.Status.PodIP)
-		if p.Status.Phase != corev1.PodRunning || err != nil {
+		if c != nil && c.State.Running == nil {
+			last = fmt.Errorf("container %s: %s", c.Name, stateOf(*c))
+			return false, nil
+		}
+		if p.Status.Phase != corev1.PodRunning || err != nil || c == nil {
 			last = fmt.Errorf("it is %s: %s", p.Status.Phase, state(&p))
 			return false, nil //nolint:nilerr // it has no address yet: the wait goes on
 		}
 		m.Addr = addr
 		if m.http == nil {
-			if m.http, err = podport.Client(s.Config(), s.Namespace, m.name, s.control); err != nil {
+			if m.http, err = podport.Client(s.Config(), m.namespace, m.name, s.control); err != nil {
 				return false, err
 			}
 		}
@@ -200,14 +230,22 @@ func (s *site) wait(ctx context.Context, m *member) error {
 // state is what the kubelet says of a container.
 func state(p *corev1.Pod) string {
 	for _, c := range p.Status.ContainerStatuses {
-		if w := c.State.Waiting; w != nil {
-			return peering.Printable(w.Reason + " " + w.Message)
-		}
-		if t := c.State.Terminated; t != nil {
-			return peering.Printable(fmt.Sprintf("%s %s, exit code %d", t.Reason, t.Message, t.ExitCode))
+		if text := stateOf(c); text != "" {
+			return text
 		}
 	}
 	return peering.Printable(p.Status.Reason + " " + p.Status.Message)
+}
+
+// stateOf is empty for a container that runs.
+func stateOf(c corev1.ContainerStatus) string {
+	if w := c.State.Waiting; w != nil {
+		return peering.Printable(w.Reason + " " + w.Message)
+	}
+	if t := c.State.Terminated; t != nil {
+		return peering.Printable(fmt.Sprintf("%s %s, exit code %d", t.Reason, t.Message, t.ExitCode))
+	}
+	return ""
 }
 
 // ask speaks to the program in the Pod.
@@ -243,6 +281,9 @@ func (m *member) ask(ctx context.Context, method, path string, in, out any) erro
 
 // remove deletes the Pods of this run, and those of others that have ended.
 func (s *site) remove(ctx context.Context) error {
+	if len(s.given) > 0 {
+		return s.part(ctx)
+	}
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleaning)
 	defer cancel()
 	var left corev1.PodList

@@ -12,6 +12,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
 	"strconv"
 	"sync"
 	"time"
@@ -44,16 +45,19 @@ type Request struct {
 // An Answer is what came back.
 type Answer struct {
 	Error   string     `json:"error,omitempty"`
-	Seconds float64    `json:"seconds"`         // of the attempt that was answered
-	Tries   int        `json:"tries"`           // attempts
-	SeenAs  netip.Addr `json:"seenAs,omitzero"` // the source that the receiver saw; not of ICMP
+	Unable  string     `json:"unable,omitempty"` // why nothing was sent
+	Seconds float64    `json:"seconds"`          // of the attempt that was answered
+	Tries   int        `json:"tries"`            // attempts
+	SeenAs  netip.Addr `json:"seenAs,omitzero"`  // the source that the receiver saw; not of ICMP
 }
 
 // Serve echoes TCP and UDP at echo, where it is not 0, and does what it is told at a port of the
-// loopback address, until ctx ends.
-func Serve(ctx context.Context, echo, control uint16) error {
+// loopback address, until ctx ends, somebody there says so, or nobody has said anything for as long
+// as idle (0: for ever).
+func Serve(ctx context.Context, echo, control uint16, idle time.Duration) error {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	alive := afterIdle(idle, cancel)
 	var config net.ListenConfig
 	told, err := config.Listen(ctx, "tcp", net.JoinHostPort("127.0.0.1", strconv.Itoa(int(control))))
 	if err != nil {
@@ -62,7 +66,12 @@ func Serve(ctx context.Context, echo, control uint16) error {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /ready", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
 	mux.HandleFunc("POST /run", run)
-	server := &http.Server{Handler: mux, ReadHeaderTimeout: 10 * time.Second, BaseContext: func(net.Listener) context.Context { return ctx }}
+	mux.HandleFunc("POST /end", func(http.ResponseWriter, *http.Request) { cancel() })
+	handler := http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		alive()
+		mux.ServeHTTP(w, r)
+	})
+	server := &http.Server{Handler: handler, ReadHeaderTimeout: 10 * time.Second, BaseContext: func(net.Listener) context.Context { return ctx }}
 	closers := []io.Closer{server}
 	errs := make(chan error, 3)
 	go func() { errs <- server.Serve(told) }()
@@ -89,6 +98,15 @@ func Serve(ctx context.Context, echo, control uint16) error {
 		_ = c.Close() // it ends
 	}
 	return err
+}
+
+// afterIdle calls end when alive has not been called for so long; 0 is never.
+func afterIdle(idle time.Duration, end func()) (alive func()) {
+	if idle <= 0 {
+		return func() {}
+	}
+	timer := time.AfterFunc(idle, end)
+	return func() { timer.Reset(idle) }
 }
 
 // A TCP question is a length in four octets and so many octets. Its answer is a length and an
@@ -223,6 +241,10 @@ func Do(ctx context.Context, r Request) (a Answer) {
 			a.SeenAs, a.Seconds = from, time.Since(start).Seconds()
 			return a
 		}
+		if errors.Is(err, errUnable) {
+			a.Unable = err.Error()
+			return a
+		}
 		if r.Once || a.Tries == attempts || ctx.Err() != nil {
 			a.Error = err.Error()
 			if errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
@@ -329,13 +351,24 @@ func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 	}
 }
 
+// errUnable says that nothing was sent.
+var errUnable = errors.New("it may not send pings (net.ipv4.ping_group_range says who may); --only tcp,udp leaves them out")
+
 func ping(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
 	at := to.Addr()
 	network, all, request, reply, number := "ip4:icmp", "0.0.0.0", icmp.Type(ipv4.ICMPTypeEcho), icmp.Type(ipv4.ICMPTypeEchoReply), 1
 	if at.Is6() {
 		network, all, request, reply, number = "ip6:ipv6-icmp", "::", ipv6.ICMPTypeEchoRequest, ipv6.ICMPTypeEchoReply, 58
 	}
+	peer := net.Addr(&net.IPAddr{IP: at.AsSlice()})
 	c, err := icmp.ListenPacket(network, all)
+	if errors.Is(err, os.ErrPermission) { // a ping needs no raw socket where net.ipv4.ping_group_range says so
+		peer = &net.UDPAddr{IP: at.AsSlice()}
+		c, err = icmp.ListenPacket(map[bool]string{false: "udp4", true: "udp6"}[at.Is6()], all)
+	}
+	if errors.Is(err, os.ErrPermission) {
+		return from, fmt.Errorf("%w: %w", errUnable, err)
+	}
 	if err != nil {
 		return from, err
 	}
@@ -350,7 +383,7 @@ func ping(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, er
 	if err != nil {
 		return from, err
 	}
-	if _, err := c.WriteTo(text, &net.IPAddr{IP: at.AsSlice()}); err != nil {
+	if _, err := c.WriteTo(text, peer); err != nil {
 		return from, err
 	}
 	b := make([]byte, 64<<10)
@@ -363,7 +396,7 @@ func ping(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, er
 		if err != nil || m.Type != reply {
 			continue
 		}
-		if echo, ok := m.Body.(*icmp.Echo); ok && bytes.Equal(echo.Data, sent) && answered.String() == at.String() {
+		if echo, ok := m.Body.(*icmp.Echo); ok && bytes.Equal(echo.Data, sent) && answered.String() == peer.String() {
 			return from, nil // whom the receiver saw, it does not say
 		}
 	}

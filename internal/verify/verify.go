@@ -21,11 +21,14 @@ import (
 
 // Options say what to verify.
 type Options struct {
-	Only   Only
-	Sizes  map[string][]int // by protocol; those that are missing are of Sizes
-	To     []string         // targets in the remote cluster besides what is found there, see Targets
-	Image  string           // of the Pods; empty: that of the gateway in each cluster
-	Report func(string)     // gets a line for each step
+	Only  Only
+	Sizes map[string][]int // by protocol; those that are missing are of Sizes
+	To    []string         // targets in the remote cluster besides what is found there, see Targets
+	Image string           // of the Pods; empty: that of the gateway in each cluster
+	// Pods of the local and the remote cluster to use instead of making some, each NAMESPACE/NAME, see
+	// CheckPods.
+	Pods, RemotePods []string
+	Report           func(string) // gets a line for each step
 	// Continuous goes on until the context ends, with one small UDP packet a second for each pair,
 	// and gets the numbers after each second, and at the end. The slice is the callee's.
 	Continuous func([]Loss)
@@ -63,15 +66,19 @@ func Run(ctx context.Context, local, remote *peering.Cluster, o Options) (report
 	run := fmt.Sprintf("%06x", rand.Uint32()&0xffffff)
 	var sites [2]*site
 	for i, c := range clusters {
-		sites[i] = newSite(c, run, o.Image)
+		sites[i] = newSite(c, run, o.Image, [][]string{o.Pods, o.RemotePods}[i])
 	}
 	defer func() {
-		o.Report("deleting the Pods")
+		for _, s := range sites {
+			o.Report(s.story("deleting the Pods", "ending the containers"))
+		}
 		var errs [2]error
 		each(sites, func(i int, s *site) { errs[i] = s.remove(ctx) })
 		err = errors.Join(err, errs[0], errs[1])
 	}()
-	o.Report(fmt.Sprintf("making Pods isthmus-verify-%s-... in both clusters", run))
+	for _, s := range sites {
+		o.Report(s.story(fmt.Sprintf("making Pods isthmus-verify-%s-...", run), fmt.Sprintf("adding a container isthmus-verify-%s to Pods", run)))
+	}
 	var errs [2]error
 	each(sites, func(i int, s *site) {
 		if s.as, errs[i] = agreedBy(ctx, clusters[1-i], clusters[i]); errs[i] == nil {
@@ -112,6 +119,14 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 	}
 	report.add(results...)
 	return ctx.Err()
+}
+
+// story is a line about the Pods that are made, or those that were given.
+func (s *site) story(made, given string) string {
+	if len(s.given) > 0 {
+		return fmt.Sprintf("%s: %s %s", s, given, strings.Join(s.given, ", "))
+	}
+	return fmt.Sprintf("%s: %s", s, made)
 }
 
 func each(sites [2]*site, do func(int, *site)) {
@@ -189,6 +204,9 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 			results[i].Unknown = fmt.Sprintf("Pod %s: %v", m.name, err)
 		} else {
 			results[i].Answer = answers[i]
+			if answers[i].Unable != "" {
+				results[i].Unknown = fmt.Sprintf("Pod %s: %s", m.name, answers[i].Unable)
+			}
 		}
 	}
 	return results

@@ -131,7 +131,7 @@ func serve(t *testing.T) (echo, control uint16) {
 		}
 		ctx, cancel := context.WithCancel(t.Context())
 		done := make(chan error, 1)
-		go func() { done <- Serve(ctx, echo, control) }()
+		go func() { done <- Serve(ctx, echo, control, 0) }()
 		for {
 			resp, err := http.Get(fmt.Sprintf("http://127.0.0.1:%d/ready", control))
 			if err == nil {
@@ -425,4 +425,40 @@ func TestToEndContinuousIsNoError(t *testing.T) {
 			t.Error("an interrupted run says that it is whole")
 		}
 	})
+}
+
+func TestGivenPodsAreNamedOnce(t *testing.T) {
+	for text, good := range map[string]bool{"shop/web-0": true, "shop/web-0,db/web-0": true, "web-0": false, "/web-0": false, "shop/": false, "shop/web/0": false, "a/b,a/b": false, "Shop/web": false} {
+		if err := CheckPods(strings.Split(text, ",")); (err == nil) != good {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+	if got := (End{Cluster: "a", Pod: "shop/web-0"}).String(); got != "a: shop/web-0" {
+		t.Error(got)
+	}
+}
+
+// Nobody can delete a container of a Pod that was given: it ends when it is told to, and when nobody
+// tells it anything.
+func TestAProbeEnds(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		var asked time.Time
+		begin := time.Now()
+		ctx, cancel := context.WithCancel(t.Context())
+		alive := afterIdle(time.Minute, func() { asked = time.Now(); cancel() })
+		time.Sleep(50 * time.Second)
+		alive()
+		<-ctx.Done()
+		if got := asked.Sub(begin); got != 110*time.Second {
+			t.Errorf("ended after %v", got)
+		}
+	})
+	_, control := serve(t)
+	for {
+		resp, err := http.Post(fmt.Sprintf("http://127.0.0.1:%d/end", control), "", nil)
+		if err != nil {
+			return // nobody listens any more
+		}
+		resp.Body.Close()
+	}
 }

@@ -40,8 +40,11 @@ import (
 // connection to each, as if they were as many API servers.
 const manyUsers = "peers"
 
-// manyPeers is for benchmarks/manager.
-var manyPeers = flag.Int("peers", 0, "number of peerings of TestManyPeerings; 0: 20, or 500 with -long")
+// Flags of TestManyPeerings are for benchmarks/manager.
+var (
+	manyPeers    = flag.Int("peers", 0, "number of peerings of TestManyPeerings; 0: 20, or 500 with -long")
+	manyProfiles = flag.String("profiles", "", "directory for profiles of the manager of TestManyPeerings, of each thing it does; empty: none")
+)
 
 // TestManyPeerings has one manager with many peerings, 20 or, with -long, 500, whose networks
 // collide with ours and with each other, and prints what that costs. What the manager asks of the
@@ -66,13 +69,15 @@ func TestManyPeerings(t *testing.T) {
 	first, most, last := peers[:1], peers[1:number-1], peers[number-1:number]
 	inParallel(t, peers, w.prepare)
 	w.play(peers)
-	home.startManager()
+	home.startManager("--pprof-address", home.address()+":6060")
 	w.settle()
 	p := w.load()
 	t.Logf("no peerings: %v", p)
 
 	one := w.peer("the first peer", first)
+	profiled := w.profile("come")
 	w.peer("the many", most)
+	profiled()
 	before := w.load()
 	t.Logf("%d peerings: %v; %.1f goroutines for each", number-1, before, float64(before.goroutines-p.goroutines)/float64(number-1))
 	another := w.peer("one more peer", last)
@@ -95,13 +100,20 @@ func TestManyPeerings(t *testing.T) {
 	}
 	w.ranges(number)
 
-	w.atRest("at rest", rest)
+	profiled = w.profile("rest")
+	idle := w.atRest("at rest", rest)
+	profiled()
+	profiled = w.profile("change")
+	w.change(most[:min(len(most), changes)], idle)
+	profiled()
 
 	home.killManager()
 	audits.next()
 	began := time.Now()
 	home.restartManager()
+	profiled = w.profile("restart")
 	w.restarted(began, number)
+	profiled()
 	w.atRest("after the restart", rest/2)
 }
 
@@ -287,7 +299,7 @@ func (w *world) peer(what string, peers []*remote) tally {
 	})
 	made := time.Since(began)
 	var took []time.Duration
-	for deadline := began.Add(5 * time.Minute); len(took) < len(peers); time.Sleep(10 * time.Millisecond) {
+	for deadline := began.Add(5*time.Minute + time.Duration(len(peers))*time.Second); len(took) < len(peers); time.Sleep(10 * time.Millisecond) {
 		w.mu.Lock()
 		took = took[:0]
 		for _, r := range peers {
@@ -372,16 +384,88 @@ func (w *world) settle() {
 	}
 }
 
-// atRest checks that nothing is written for a while, and prints what else is done.
-func (w *world) atRest(what string, d time.Duration) {
+// atRest checks that nothing is written for a while, prints what else is done, and returns the share
+// of a processor that it takes.
+func (w *world) atRest(what string, d time.Duration) float64 {
 	w.t.Helper()
 	w.audits.next()
 	before := w.load()
 	time.Sleep(d)
 	after, asked := w.load(), w.audits.next()
-	w.t.Logf("%s, in %v: manager %.2f %% of a core, %v; %s", what, d, 100*(after.cpu-before.cpu).Seconds()/d.Seconds(), after, asked.per(1))
+	share := (after.cpu - before.cpu).Seconds() / d.Seconds()
+	watches, requests := asked.began()
+	w.t.Logf("%s, in %v: manager %.2f %% of a core, %v; %.2f watches and %.2f other requests a second: %s", what, d, 100*share, after,
+		float64(watches)/d.Seconds(), float64(requests)/d.Seconds(), asked.per(1))
 	if asked.writes() > 0 {
 		w.t.Errorf("%s the manager writes", what)
+	}
+	return share
+}
+
+// changes is how many peers change: enough for the ticks in which the kernel counts CPU time.
+const changes = 40
+
+// change gives peers another endpoint, one after the other, each when the TunnelEndpoint has that of
+// the one before, and prints what one of them costs beside what the manager takes at rest.
+func (w *world) change(peers []*remote, idle float64) {
+	w.t.Helper()
+	w.audits.next()
+	before, began := w.load(), time.Now()
+	for i, r := range peers {
+		nc := r.networkConfig()
+		if err := w.home.client.Get(w.t.Context(), client.ObjectKeyFromObject(nc), nc); err != nil {
+			w.t.Fatal(err)
+		}
+		nc.Spec.EndpointIP = fmt.Sprintf("198.19.%d.%d", i/256, i%256)
+		if err := w.home.client.Update(w.t.Context(), nc); err != nil {
+			w.t.Fatal(err)
+		}
+		w.home.eventually("the TunnelEndpoint of "+r.ClusterName, func() (string, bool) {
+			var list v1alpha1.TunnelEndpointList
+			if err := w.home.client.List(w.t.Context(), &list, client.InNamespace(r.TenantNamespace())); err != nil {
+				return err.Error(), false
+			}
+			return fmt.Sprint(list.Items), len(list.Items) == 1 && list.Items[0].Spec.EndpointIP == nc.Spec.EndpointIP
+		})
+	}
+	took := time.Since(began)
+	w.settle()
+	after, asked := w.load(), w.audits.next()
+	cost := (after.cpu - before.cpu).Seconds() - idle*time.Since(began).Seconds()
+	w.t.Logf("one peer changes: manager %.1f ms of CPU, in the TunnelEndpoint after %.2f s; %.2f writes: %s",
+		1000*cost/float64(len(peers)), took.Seconds()/float64(len(peers)), float64(asked.writes())/float64(len(peers)), asked.per(len(peers)))
+}
+
+// profile begins a profile of the manager's CPU, where profiles are wanted. The function that it
+// returns waits for its end, and adds one of the memory.
+func (w *world) profile(what string) func() {
+	w.t.Helper()
+	if *manyProfiles == "" {
+		return func() {}
+	}
+	save := func(from, name string) {
+		r, err := http.Get("http://" + w.home.address() + ":6060/debug/pprof/" + from)
+		if err != nil {
+			w.t.Error(err)
+			return
+		}
+		defer r.Body.Close()
+		b, err := io.ReadAll(r.Body)
+		if err == nil {
+			err = os.WriteFile(filepath.Join(*manyProfiles, name), b, 0o644)
+		}
+		if err != nil {
+			w.t.Error(err)
+		}
+	}
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		save("profile?seconds=30", what+".cpu")
+	}()
+	return func() {
+		<-done
+		save("heap?gc=1", what+".heap")
 	}
 }
 
@@ -474,6 +558,18 @@ func (c tally) writes() (n int) {
 		}
 	}
 	return n
+}
+
+// began are the watches, counted when they end, and the other requests that were made.
+func (c tally) began() (watches, requests int) {
+	for key, number := range c {
+		if f := strings.Fields(key); len(f) == 3 && f[1] == "watch" {
+			watches += number
+		} else if len(f) == 3 {
+			requests += number
+		}
+	}
+	return watches, requests
 }
 
 // conflicts are the writes that were refused because another one was faster.

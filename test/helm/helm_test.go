@@ -120,7 +120,8 @@ func TestHelmRendersWhatInstallApplies(t *testing.T) {
 
 func TestHelmRefusesValuesThatTheChartDoesNotHave(t *testing.T) {
 	for version, render := range helms {
-		for _, text := range []string{"gatway: {}", "gateway: {port: 70000}", "gateway: {service: {typ: x}}", "cluster: {name: PARIS}"} {
+		for _, text := range []string{"gatway: {}", "gateway: {port: 70000}", "gateway: {service: {typ: x}}", "cluster: {name: PARIS}",
+			"routeAgent: {maxSurge: 0}", "routeAgent: {maxSurge: 0%}", "routeAgent: {maxSurge: some}"} {
 			values, err := chartutil.ReadValues([]byte(text))
 			if err != nil {
 				t.Fatal(err)
@@ -129,5 +130,37 @@ func TestHelmRefusesValuesThatTheChartDoesNotHave(t *testing.T) {
 				t.Errorf("%s admits %s", version, text)
 			}
 		}
+	}
+}
+
+// `helm upgrade --reuse-values` takes the values of the chart before in place of this one's. What has
+// another name since says so.
+func TestHelmSaysWhatBecameOfAValueOfBefore(t *testing.T) {
+	const old = "{cluster: {name: paris, configMap: true}, routeAgent: {maxUnavailable: 10%}, gateway: {}, metrics: {}, networkPolicy: {}, crds: {}, workloads: true}"
+	c3, err := loader3.Load(folder)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if c3.Values, err = chartutil.ReadValues([]byte(old)); err != nil {
+		t.Fatal(err)
+	}
+	all, err := chartutil.ToRenderValues(c3, nil, chartutil.ReleaseOptions{Name: "isthmus", Namespace: "isthmus-system", IsUpgrade: true}, nil)
+	if err == nil {
+		_, err = engine3.Render(c3, all)
+	}
+	if err == nil || !strings.Contains(err.Error(), "--reset-then-reuse-values") {
+		t.Errorf("Helm 3: %v", err)
+	}
+	c4, err := loader4.Load(folder)
+	if err != nil {
+		t.Fatal(err)
+	}
+	c4.Values = c3.Values
+	all4, err := util.ToRenderValues(c4, nil, common.ReleaseOptions{Name: "isthmus", Namespace: "isthmus-system", IsUpgrade: true}, nil)
+	if err == nil {
+		_, err = engine4.Render(c4, all4)
+	}
+	if err == nil || !strings.Contains(err.Error(), "--reset-then-reuse-values") {
+		t.Errorf("Helm 4: %v", err)
 	}
 }

@@ -175,10 +175,24 @@ func (w *world) part(t *testing.T) {
 	}
 }
 
+// tooLong is a pause in seconds that a planned change should not cause; what went on is then said.
+const tooLong = 1.0
+
 // lives wants the connection to live through something, and nothing to be in the clear.
 func (w *world) lives(t *testing.T, what string, do func()) {
 	t.Helper()
+	told := w.b.Tell(t.Context())
 	r := during(t, w, do)
+	timeline := told()
+	if r.Pause > tooLong {
+		for _, p := range r.Pauses {
+			t.Logf("%s, for %.2f s: no answers", p.Begin.Format("05.000"), p.Seconds)
+		}
+		t.Log(timeline)
+		sh := w.set.Command(t.Context(), "kubectl", "--context", w.b.Name, "-n", kubenodes.Namespace, "logs", "-l", "app.kubernetes.io/part-of=isthmus", "--prefix", "--tail=40")
+		out, _ := sh.CombinedOutput()
+		t.Logf("%s", out)
+	}
 	t.Logf("%s: %d of %d lost, %.2f s without answers in UDP, %.2f s in TCP, %d connections broken",
 		what, r.Sent-r.Answered, r.Sent, r.Pause, r.TCPPause, r.Broken)
 	if r.Broken > 0 {
@@ -188,11 +202,11 @@ func (w *world) lives(t *testing.T, what string, do func()) {
 }
 
 // upgrade replaces components one by one in one cluster, so that each has worked beside those of the
-// version before, and then runs the commands of the page. Rights come first, as they do there: they
-// fit both versions.
+// version before, and then runs the commands of the page. Definitions and rights come first, as they do
+// there: they fit both versions.
 func (w *world) upgrade(t *testing.T, sh *shell) {
 	t.Helper()
-	sh.run(t, "kubectl --context oslo apply --server-side --force-conflicts -f deploy/rbac")
+	sh.run(t, "kubectl --context oslo apply --server-side --force-conflicts -f deploy/crds -f deploy/rbac")
 	for _, c := range []string{"daemonset/isthmus-route-agent route-agent", "deployment/isthmus-manager manager", "deployment/isthmus-gateway gateway"} {
 		kind, container, _ := strings.Cut(c, " ")
 		w.lives(t, "in oslo alone, new: "+container, func() {

@@ -9,6 +9,7 @@ import (
 	"fmt"
 	"io"
 	"maps"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -38,7 +39,7 @@ func (w *world) isthmus(t *testing.T, args ...string) (out string, code int) {
 type verified struct {
 	Checks, Failed int
 	Results        []struct {
-		From, To                      struct{ Cluster, Network, Place string }
+		From, To                      struct{ Cluster, Network, Place, Pod string }
 		Protocol, What, Error, SeenAs string
 	}
 }
@@ -119,6 +120,39 @@ func TestVerifySaysWhatArrivesAndLeavesNothing(t *testing.T) {
 		}
 		if broken := r.Protocol == "udp" && r.To.Cluster == "b"; broken != (r.Error != "") {
 			t.Errorf("%s from %+v to %+v: %q", r.Protocol, r.From, r.To, r.Error)
+		}
+	}
+	w.nothingLeft(t)
+}
+
+// Pods of users send and answer, with their own names and addresses, and go on as they were.
+func TestVerifyTakesPodsThatAreThere(t *testing.T) {
+	if !*all {
+		t.Skip("with -all")
+	}
+	w := shared.get(t)
+	ours, theirs := podName(pod, w.a.Nodes[0]), podName(pod, w.b.Nodes[1])
+	var before, after corev1.Pod
+	must(t, w.a.Client.Get(t.Context(), client.ObjectKey{Namespace: "default", Name: ours}, &before))
+	// Their runtime lets no Pod ping without rights.
+	v, code := w.verify(t, "--pod", "default/"+ours, "--remote-pod", "default/"+theirs, "--only", "tcp,udp", "--sizes", "100")
+	if code != 0 || v.Checks != 2*2 {
+		t.Errorf("exit code %d: %d checks", code, v.Checks)
+	}
+	from, err := w.b.Seen(t.Context(), w.a, netip.MustParseAddr(before.Status.PodIP))
+	must(t, err)
+	for _, r := range v.Results {
+		if r.From.Cluster == "a" && (r.From.Pod != "default/"+ours || r.SeenAs != from.String()) {
+			t.Errorf("%+v; want it seen as %v", r, from)
+		}
+	}
+	must(t, w.a.Client.Get(t.Context(), client.ObjectKey{Namespace: "default", Name: ours}, &after))
+	if after.UID != before.UID || after.Status.ContainerStatuses[0].RestartCount != before.Status.ContainerStatuses[0].RestartCount {
+		t.Error("the Pod is another one")
+	}
+	for _, c := range after.Status.EphemeralContainerStatuses {
+		if c.State.Terminated == nil {
+			t.Errorf("container %s goes on", c.Name)
 		}
 	}
 	w.nothingLeft(t)

@@ -90,13 +90,19 @@ type writer struct {
 
 // memory is what is remembered of one object that is written.
 type memory struct {
-	version  string    // that was written to: a cache that still has it is late
-	written  time.Time // last success
+	version string    // that was written to: a cache that still has it is late
+	written time.Time // last success
+	retries retries
+	cost    retries       // of the deletion cost, which may be refused where the rest is not
+	rtt     time.Duration // smoothed
+	said    said          // the object's status says this; zero: not, or not known
+	seen    bool          // in this round
+}
+
+// retries are when what could not be written is tried again.
+type retries struct {
 	next     time.Time // not before
 	failures int
-	rtt      time.Duration // smoothed
-	said     said          // the object's status says this; zero: not, or not known
-	seen     bool          // in this round
 }
 
 func (w *writer) of(o client.Object) *memory {
@@ -110,13 +116,20 @@ func (w *writer) of(o client.Object) *memory {
 }
 
 // due says whether an object may be written now.
-func (m *memory) due(o client.Object, now time.Time) bool {
-	return o.GetResourceVersion() != m.version && !now.Before(m.next)
+func (m *memory) due(o client.Object, now time.Time) bool { return m.dueFor(o, &m.retries, now) }
+
+func (m *memory) dueFor(o client.Object, r *retries, now time.Time) bool {
+	return o.GetResourceVersion() != m.version && !now.Before(r.next)
 }
 
 // patch writes the difference between two versions of an object, unless somebody else has changed
 // it since.
 func (w *writer) patch(ctx context.Context, kind string, have, want client.Object, status bool) {
+	w.patchFor(ctx, kind, have, want, status, &w.of(have).retries)
+}
+
+// patchFor is patch for a part of an object that has retries of its own.
+func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Object, status bool, r *retries) {
 	m := w.of(have)
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
@@ -130,14 +143,14 @@ func (w *writer) patch(ctx context.Context, kind string, have, want client.Objec
 	now := time.Now()
 	switch {
 	case err == nil:
-		m.version, m.written, m.next, m.failures = have.GetResourceVersion(), now, time.Time{}, 0
+		m.version, m.written, *r = have.GetResourceVersion(), now, retries{}
 		w.metrics.writes.WithLabelValues(kind, "success").Inc()
 	case errors.Is(ctx.Err(), context.Canceled):
 	default:
-		m.next = now.Add(min(time.Second<<min(m.failures, 5), 30*time.Second))
-		m.failures++
+		r.next = now.Add(min(time.Second<<min(r.failures, 5), 30*time.Second))
+		r.failures++
 		w.metrics.writes.WithLabelValues(kind, "error").Inc()
-		if m.failures == 1 {
+		if r.failures == 1 {
 			w.log.Warn("not written, trying again", "object", kind+" "+client.ObjectKeyFromObject(have).String(), "error", err)
 		}
 	}
@@ -191,13 +204,15 @@ func (w *writer) place(ctx context.Context, placed func()) {
 		want.Labels[v1alpha1.LabelGateway] = role
 		w.patch(ctx, "Pod", have, want, false)
 	}
-	// By itself, since an older policy refuses it.
+	// By itself and with retries of its own, since an older policy refuses it: a Pod that becomes the active one
+	// gets its label at once.
 	for i := range pods.Items {
 		have, cost := &pods.Items[i], ""
 		if have.Name == w.o.Pod {
 			cost = costOfActive
 		}
-		if m := w.of(have); have.Annotations[corev1.PodDeletionCost] == cost || !m.due(have, now) {
+		m := w.of(have)
+		if have.Annotations[corev1.PodDeletionCost] == cost || !m.dueFor(have, &m.cost, now) {
 			continue
 		}
 		want := have.DeepCopy()
@@ -208,7 +223,7 @@ func (w *writer) place(ctx context.Context, placed func()) {
 		} else {
 			want.Annotations[corev1.PodDeletionCost] = cost
 		}
-		w.patch(ctx, "Pod", have, want, false)
+		w.patchFor(ctx, "Pod", have, want, false, &m.cost)
 	}
 }
 

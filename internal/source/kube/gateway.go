@@ -136,14 +136,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	var group sync.WaitGroup
 	defer group.Wait()
 	defer cancel()
-	cached := func() string {
-		var lease coordinationv1.Lease
-		if g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: isthmus.LeaseGateway}, &lease) != nil {
-			return ""
-		}
-		return holderOf(&lease)
-	}
-	e, err := newElection(g.o.Config, g.o.Namespace, g.o.Pod, cached, g.log)
+	e, err := newElection(g.o.Config, g.o.Namespace, g.o.Pod, func() string { return g.holder(ctx) }, g.log)
 	if err != nil {
 		return err
 	}
@@ -223,7 +216,8 @@ func (g *Gateway) handOver(ended <-chan struct{}) {
 	}
 }
 
-// successor is the Pod of another gateway to which the Service leads the nodes. Without one, waiting
+// successor is the Pod of another gateway that holds the Lease and to which the Service leads the nodes: what the Service alone
+// names may be the gateway before this one, when it could not be written since, or anything. Without one, waiting
 // says whether there is a gateway that could become it. Gateways that have their nodes' networks do not
 // wait: the nodes ask the TunnelEndpoints where these are.
 func (g *Gateway) successor() (pod string, waiting bool) {
@@ -236,18 +230,28 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 	if g.objects.List(ctx, &pods, client.InNamespace(g.o.Namespace), client.MatchingLabels(podLabels)) != nil || g.objects.List(ctx, &services) != nil {
 		return "", false
 	}
+	holder := g.holder(ctx)
 	for _, p := range pods.Items {
 		if p.Name == g.o.Pod || !p.DeletionTimestamp.IsZero() {
 			continue
 		}
 		waiting = waiting || p.Status.Phase == corev1.PodRunning // a container that has died is seen late; it costs a while of waiting
 		for _, s := range services.Items {
-			if p.Status.PodIP != "" && s.Annotations[isthmus.AnnotationGateways] == p.Status.PodIP {
+			if p.Name == holder && p.Status.PodIP != "" && s.Annotations[isthmus.AnnotationGateways] == p.Status.PodIP {
 				return p.Name, true
 			}
 		}
 	}
 	return "", waiting
+}
+
+// holder is who has the Lease by the watch, which may be late; empty: nobody, or not known.
+func (g *Gateway) holder(ctx context.Context) string {
+	var lease coordinationv1.Lease
+	if g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: isthmus.LeaseGateway}, &lease) != nil {
+		return ""
+	}
+	return holderOf(&lease)
 }
 
 // remember returns what the state directory says to carry on with, if it says anything.

@@ -718,6 +718,34 @@ func testHandOver(t *testing.T, s *apiServer) {
 		t.Error("the first has ended before the nodes know of the second")
 	default:
 	}
+	// A Service that names a gateway's Pod without the Lease is no reason to end: there is nobody at it.
+	stranger := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "handover", Name: "gateway-before", Labels: podLabels},
+		Spec: corev1.PodSpec{NodeName: "handover", Containers: []corev1.Container{{Name: "gateway", Image: "i"}}}}
+	s.create(t, stranger)
+	stranger.Status = corev1.PodStatus{Phase: corev1.PodRunning, PodIP: "10.1.0.9", PodIPs: []corev1.PodIP{{IP: "10.1.0.9"}}}
+	if err := s.client.Status().Update(t.Context(), stranger); err != nil {
+		t.Fatal(err)
+	}
+	service := &corev1.Service{}
+	key := client.ObjectKey{Namespace: "handover", Name: "gateway"}
+	if err := s.client.Get(t.Context(), key, service); err != nil {
+		t.Fatal(err)
+	}
+	service.Annotations[isthmus.AnnotationGateways] = "10.1.0.9"
+	if err := s.client.Update(t.Context(), service); err != nil {
+		t.Fatal(err)
+	}
+	within(t, "the first knows both", func() error {
+		var p corev1.Pod
+		err := errors.Join(first.objects.Get(t.Context(), client.ObjectKeyFromObject(stranger), &p), first.objects.Get(t.Context(), key, service))
+		if err == nil && (p.Status.PodIP == "" || service.Annotations[isthmus.AnnotationGateways] != "10.1.0.9") {
+			return errors.New("not yet")
+		}
+		return err
+	})
+	if next, waiting := first.successor(); next != "" || !waiting {
+		t.Errorf("%q follows the first, whose successor has not named itself", next)
+	}
 	ctx, cancel := context.WithCancel(t.Context())
 	placed := make(chan struct{}, 1)
 	defer writing.Wait()
@@ -792,4 +820,24 @@ func compact(replicas []*testReplica) (some []*testReplica) {
 		}
 	}
 	return some
+}
+
+// An admission policy of before refuses the deletion cost of Pods. That holds up nobody's label, by
+// which peers find the active gateway.
+func TestWhatIsRefusedOfAPodHoldsUpNothingElse(t *testing.T) {
+	s := newAPIServer(t)
+	s.namespace(t, "refused")
+	g, err := NewGateway(GatewayOptions{Config: s.config, Namespace: "refused", Pod: "p", Cluster: self})
+	if err != nil {
+		t.Fatal(err)
+	}
+	w := &writer{Gateway: g, memory: make(map[types.UID]*memory)}
+	have := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "refused", Name: "p", UID: "u", ResourceVersion: "1"}} // which is not there
+	want := have.DeepCopy()
+	want.Annotations = map[string]string{corev1.PodDeletionCost: costOfActive}
+	m := w.of(have)
+	w.patchFor(t.Context(), "Pod", have, want, false, &m.cost)
+	if now := time.Now(); !m.due(have, now) || m.dueFor(have, &m.cost, now) || m.cost.failures != 1 {
+		t.Errorf("%+v", m)
+	}
 }

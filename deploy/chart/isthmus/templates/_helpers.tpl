@@ -39,3 +39,15 @@ imagePullSecrets:
 - name: POD_IP
   valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end }}
+
+{{- /* What the schema cannot say in words that help. Each template that has values which an older chart lacks begins with
+it, since Helm keeps no order: --reuse-values replaces the defaults of this chart by those of the one before. */}}
+{{- define "isthmus.check" -}}
+{{- if hasKey .Values.routeAgent "maxUnavailable" }}
+{{- fail "value routeAgent.maxUnavailable: it has become routeAgent.maxSurge; want --reset-then-reuse-values in place of --reuse-values, and --set routeAgent.maxUnavailable=null where it was chosen" }}
+{{- end }}
+{{- /* With 0 no agent could ever be replaced. */}}
+{{- if not (regexFind "^[1-9]" (printf "%v" .Values.routeAgent.maxSurge)) }}
+{{- fail "value routeAgent.maxSurge: want how many nodes, or a share of them such as 10%, and not 0" }}
+{{- end }}
+{{- end }}

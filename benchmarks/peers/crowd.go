@@ -1,0 +1,344 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"crypto/ecdh"
+	"crypto/sha256"
+	"encoding/binary"
+	"encoding/json"
+	"fmt"
+	"maps"
+	"net"
+	"net/netip"
+	"slices"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"golang.org/x/net/ipv4"
+	"golang.org/x/sys/unix"
+	"gvisor.dev/gvisor/pkg/tcpip/checksum"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// Networks and addresses of the gateway and of peer i. All clusters have the same networks.
+var (
+	localPods, localExternal = netip.MustParsePrefix("10.244.0.0/16"), netip.MustParsePrefix("10.245.0.0/20")
+	seenPods, seenExternal   = netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/20")
+	firstEndpoint            = netip.MustParseAddr("198.18.0.0")
+	endpoints                = netip.MustParsePrefix("198.18.0.0/15")
+)
+
+const (
+	maxPeers   = 4096
+	peerPort   = 51820 // and the next one, where it is after a change
+	checkPort  = 12345
+	askEvery   = 2 * time.Second // Liqo's interval
+	askBatches = 100             // into which the peers are divided, so that they do not ask all at once
+)
+
+// keyOf is the private key of peer i.
+func keyOf(i int) *ecdh.PrivateKey {
+	seed := sha256.Sum256(fmt.Appendf(nil, "peer %d", i))
+	k, err := ecdh.X25519().NewPrivateKey(seed[:])
+	if err != nil {
+		panic(err)
+	}
+	return k
+}
+
+func idOf(i int) string { return fmt.Sprintf("%08x-0000-4000-8000-000000000000", i+1) }
+
+// plus is an address n later.
+func plus(a netip.Addr, n uint32) netip.Addr {
+	b := a.As4()
+	binary.BigEndian.PutUint32(b[:], binary.BigEndian.Uint32(b[:])+n)
+	return netip.AddrFrom4(b)
+}
+
+// peerOf is peer i as the gateway knows it; moved says that it has its other port.
+func peerOf(i int, moved bool) fabric.Peer {
+	p := fabric.Peer{
+		ID: idOf(i), Name: fmt.Sprintf("peer-%d", i), Endpoint: plus(firstEndpoint, uint32(i)).String(), Port: peerPort,
+		Local: fabric.Networks{Pod: localPods, PodSeen: seenPods, External: localExternal, ExternalSeen: seenExternal},
+		Remote: fabric.Networks{Pod: netip.MustParsePrefix("10.244.0.0/20"), External: netip.MustParsePrefix("10.245.0.0/24"),
+			PodSeen:      netip.PrefixFrom(plus(netip.MustParseAddr("11.0.0.0"), uint32(i)<<12), 20),
+			ExternalSeen: netip.PrefixFrom(plus(netip.MustParseAddr("100.64.0.0"), uint32(i)<<8), 24)},
+	}
+	if moved {
+		p.Port++
+	}
+	copy(p.PublicKey[:], keyOf(i).PublicKey().Bytes())
+	return p
+}
+
+// A crowd is the far ends of all peers. Each has a key, an address and a session of its own, answers
+// PINGs of the connection check, and asks as a Liqo does, every two seconds. It begins no handshakes.
+type crowd struct {
+	sockets [2]*ipv4.PacketConn
+	far     []*far
+
+	mu       sync.Mutex
+	answered map[int]time.Time // when the first PING since reset was answered, by peer
+}
+
+// far is the far end of one peer.
+type far struct {
+	key     *ecdh.PrivateKey
+	addr    net.IP
+	ping    netip.AddrPort // inside the tunnel, where it asks from
+	mu      sync.Mutex
+	current *session
+	next    [256]*session // by the low octet of the index
+	last    byte
+	gateway net.Addr // where its messages came from
+	socket  int
+	moved   bool // it is not at its first port any more
+}
+
+// newCrowd opens the sockets in a host to which all endpoints lead.
+func newCrowd(at *lab.Host) (*crowd, error) {
+	c := &crowd{answered: make(map[int]time.Time)}
+	for i := range maxPeers {
+		c.far = append(c.far, &far{key: keyOf(i), addr: plus(firstEndpoint, uint32(i)).AsSlice(),
+			ping: netip.AddrPortFrom(peerOf(i, false).Remote.PodSeen.Addr(), checkPort)})
+	}
+	for i := range c.sockets {
+		conn, err := at.ListenPacket("udp4", fmt.Sprintf("0.0.0.0:%d", peerPort+i))
+		if err != nil {
+			return nil, err
+		}
+		raw, err := conn.(*net.UDPConn).SyscallConn()
+		if err != nil {
+			return nil, err
+		}
+		var failed error
+		err = raw.Control(func(fd uintptr) { failed = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 32<<20) })
+		if err == nil {
+			err = failed
+		}
+		if err != nil {
+			return nil, err
+		}
+		c.sockets[i] = ipv4.NewPacketConn(conn)
+		if err := c.sockets[i].SetControlMessage(ipv4.FlagDst, true); err != nil {
+			return nil, err
+		}
+	}
+	return c, nil
+}
+
+// run answers and asks until ctx ends.
+func (c *crowd) run(ctx context.Context) {
+	var group sync.WaitGroup
+	for i := range c.sockets {
+		group.Go(func() { c.receive(i) })
+	}
+	group.Go(func() { c.ask(ctx) })
+	<-ctx.Done()
+	for _, s := range c.sockets {
+		_ = s.Close()
+	}
+	group.Wait()
+}
+
+func (c *crowd) receive(socket int) {
+	buf := make([]byte, 4096)
+	for {
+		n, control, from, err := c.sockets[socket].ReadFrom(buf)
+		if err != nil {
+			return
+		}
+		dst, ok := netip.AddrFromSlice(control.Dst)
+		if !ok || !endpoints.Contains(dst.Unmap()) {
+			continue
+		}
+		i := int(binary.BigEndian.Uint32(dst.Unmap().AsSlice()) - binary.BigEndian.Uint32(firstEndpoint.AsSlice()))
+		if i >= len(c.far) || n < 8 {
+			continue
+		}
+		if out := c.message(i, socket, buf[:n], from); out != nil {
+			c.write(c.far[i], out)
+		}
+	}
+}
+
+// message handles a message to peer i and returns the answer.
+func (c *crowd) message(i, socket int, m []byte, from net.Addr) []byte {
+	f := c.far[i]
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	switch {
+	case f.moved && socket == 0: // nobody is there any more
+	case m[0] == initiationType:
+		f.last++
+		response, s, err := respond(f.key, m, uint32(i)<<8|uint32(f.last))
+		if err != nil {
+			return nil
+		}
+		f.next[f.last], f.gateway, f.socket = s, from, socket
+		return response
+	case m[0] == dataType && len(m) >= headerLen+tagLen:
+		s := f.next[m[4]]
+		if s == nil {
+			return nil
+		}
+		packet, err := s.open(m)
+		if err != nil {
+			return nil
+		}
+		f.current, f.gateway, f.socket = s, from, socket
+		if answer := pong(packet); answer != nil {
+			c.note(i)
+			return s.seal(answer)
+		}
+	}
+	return nil
+}
+
+func (c *crowd) write(f *far, m []byte) {
+	_, _ = c.sockets[f.socket].WriteTo(m, &ipv4.ControlMessage{Src: f.addr}, f.gateway) // lost, as on any way
+}
+
+// pong makes the answer of a PING, nil of anything else.
+func pong(packet []byte) []byte {
+	if len(packet) < 28 || packet[0] != 0x45 || packet[9] != unix.IPPROTO_UDP {
+		return nil
+	}
+	n := int(binary.BigEndian.Uint16(packet[2:]))
+	if n > len(packet) || n < 28 {
+		return nil
+	}
+	at := bytes.Index(packet[28:n], []byte(`"PING"`))
+	if at < 0 {
+		return nil
+	}
+	b := bytes.Clone(packet[:n])
+	b[28+at+2] = 'O'
+	src, dst := [4]byte(packet[12:16]), [4]byte(packet[16:20])
+	return datagram(b[28:], netip.AddrPortFrom(netip.AddrFrom4(dst), binary.BigEndian.Uint16(packet[22:])), netip.AddrPortFrom(netip.AddrFrom4(src), binary.BigEndian.Uint16(packet[20:])))
+}
+
+// datagram is a whole IPv4 packet.
+func datagram(payload []byte, from, to netip.AddrPort) []byte {
+	b := make([]byte, 28+len(payload))
+	b[0], b[8], b[9] = 0x45, 64, unix.IPPROTO_UDP
+	binary.BigEndian.PutUint16(b[2:], uint16(len(b)))
+	copy(b[12:], from.Addr().AsSlice())
+	copy(b[16:], to.Addr().AsSlice())
+	binary.BigEndian.PutUint16(b[10:], ^checksum.Checksum(b[:20], 0))
+	u := b[20:]
+	binary.BigEndian.PutUint16(u, from.Port())
+	binary.BigEndian.PutUint16(u[2:], to.Port())
+	binary.BigEndian.PutUint16(u[4:], uint16(len(u)))
+	copy(u[8:], payload)
+	sum := checksum.Checksum(b[12:20], uint16(len(u))+unix.IPPROTO_UDP)
+	binary.BigEndian.PutUint16(u[6:], ^checksum.Checksum(u, sum))
+	return b
+}
+
+// ask asks the gateway on behalf of all who have a session.
+func (c *crowd) ask(ctx context.Context) {
+	to := netip.AddrPortFrom(seenExternal.Addr().Next(), checkPort)
+	turns := time.NewTicker(askEvery / askBatches)
+	defer turns.Stop()
+	for turn := 0; ; turn++ {
+		select {
+		case <-ctx.Done():
+			return
+		case <-turns.C:
+		}
+		for i := turn % askBatches; i < len(c.far); i += askBatches {
+			f := c.far[i]
+			f.mu.Lock()
+			var m []byte
+			if f.current != nil {
+				text, _ := json.Marshal(struct {
+					ClusterID string `json:"clusterID"`
+					MsgType   string `json:"msgType"`
+					Timestamp string `json:"timeStamp"`
+				}{"11111111-0000-4000-8000-000000000000", "PING", time.Now().UTC().Format(time.RFC3339Nano)})
+				m = f.current.seal(datagram(text, f.ping, to))
+			}
+			f.mu.Unlock()
+			if m != nil {
+				c.write(f, m)
+			}
+		}
+	}
+}
+
+// asked counts the PINGs that were answered.
+var asked atomic.Int64
+
+func (c *crowd) note(i int) {
+	asked.Add(1)
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if _, ok := c.answered[i]; !ok {
+		c.answered[i] = time.Now()
+	}
+}
+
+// reset forgets who was answered, and puts the first peers at their other port, all others at their first.
+func (c *crowd) reset(moved int) {
+	for i, f := range c.far {
+		f.mu.Lock()
+		f.socket, f.moved = min(1, max(0, moved-i)), i < moved
+		f.mu.Unlock()
+	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	clear(c.answered)
+}
+
+// wait waits until n peers were answered, and returns when half of them and all were.
+func (c *crowd) wait(ctx context.Context, n int) (half, all time.Time, err error) {
+	for {
+		c.mu.Lock()
+		have := len(c.answered)
+		if have >= n {
+			half, all = spread(c.answered)
+		}
+		c.mu.Unlock()
+		if have >= n {
+			return half, all, nil
+		}
+		select {
+		case <-ctx.Done():
+			return half, all, fmt.Errorf("%d of %d peers are connected: %w", have, n, ctx.Err())
+		case <-time.After(20 * time.Millisecond):
+		}
+	}
+}
+
+// move has a peer at its other port from now on.
+func (c *crowd) move(i int) {
+	f := c.far[i]
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.socket, f.moved = 1, true
+}
+
+// forget forgets that a peer was answered, has that it was since.
+func (c *crowd) forget(i int) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	delete(c.answered, i)
+}
+
+func (c *crowd) has(i int) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	_, ok := c.answered[i]
+	return ok
+}
+
+// spread is when half of the peers were answered, and all.
+func spread(answered map[int]time.Time) (half, all time.Time) {
+	times := slices.SortedFunc(maps.Values(answered), time.Time.Compare)
+	return times[len(times)/2], times[len(times)-1]
+}

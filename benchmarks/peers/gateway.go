@@ -1,0 +1,154 @@
+package main
+
+import (
+	"bufio"
+	"context"
+	"encoding/json"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"runtime"
+	"runtime/pprof"
+	"syscall"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway"
+)
+
+const (
+	listenPort     = 5871
+	metricsAddress = "127.0.0.1:5872"
+)
+
+// A command is a line that the process with the gateway reads.
+type command struct {
+	Peers   int    // that there are to be
+	Moved   int    // of them, the first ones, are at another port
+	Profile string // instead: write a CPU profile of so many seconds to this file
+	Seconds int
+}
+
+// inForce is the line that it prints when a configuration is in force.
+const inForce = "in force"
+
+// printing prints a line for each configuration in force, and errors.
+type printing struct{ slog.Handler }
+
+func (h printing) Handle(ctx context.Context, r slog.Record) error {
+	switch {
+	case r.Message == "configuration in force":
+		fmt.Println(inForce)
+	case r.Level >= slog.LevelError:
+		return h.Handler.Handle(ctx, r)
+	}
+	return nil
+}
+
+func (h printing) WithAttrs(a []slog.Attr) slog.Handler { return printing{h.Handler.WithAttrs(a)} }
+
+// beGateway is the process with the gateway: the real one, but its wishes come from standard input
+// instead of API objects. As in a cluster its status is asked for once a second.
+func beGateway() error {
+	if os.Getenv("GOMAXPROCS") == "" {
+		runtime.GOMAXPROCS(max(1, runtime.GOMAXPROCS(0)/2)) // as cmd/isthmus does, decision 5
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	var key gateway.Key
+	copy(key[:], keyOf(-1).Bytes())
+	source := func(ctx context.Context, deliver func(gateway.Config, error)) {
+		lines := bufio.NewScanner(os.Stdin)
+		for ctx.Err() == nil && lines.Scan() {
+			var c command
+			if err := json.Unmarshal(lines.Bytes(), &c); err != nil {
+				deliver(gateway.Config{}, err)
+				continue
+			}
+			if c.Profile != "" {
+				go profile(c)
+				continue
+			}
+			in := fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "home"}
+			for i := range c.Peers {
+				in.Peers = append(in.Peers, known[i][min(1, max(0, c.Moved-i))])
+			}
+			gw, problems := fabric.GatewayFor(in)
+			deliver(gateway.Config{Gateway: gw, Refused: problems, PrivateKey: key, ListenPort: listenPort, MetricsAddress: metricsAddress}, nil)
+		}
+		<-ctx.Done()
+	}
+	for i := range known {
+		known[i] = [2]fabric.Peer{peerOf(i, false), peerOf(i, true)}
+	}
+	return gateway.Run(ctx, gateway.Options{
+		Source: source,
+		Log:    slog.New(printing{slog.NewTextHandler(os.Stderr, nil)}),
+		Beside: func(ctx context.Context, r gateway.Running) {
+			tick := time.NewTicker(time.Second)
+			defer tick.Stop()
+			for ctx.Err() == nil {
+				select {
+				case <-ctx.Done():
+				case <-tick.C:
+					_ = r.Status()
+				}
+			}
+		},
+	})
+}
+
+// known are all peers, without and with their other port.
+var known [maxPeers][2]fabric.Peer
+
+func profile(c command) {
+	f, err := os.Create(c.Profile)
+	if err == nil {
+		err = pprof.StartCPUProfile(f)
+	}
+	if err != nil {
+		slog.Error("no profile", "error", err)
+		return
+	}
+	time.Sleep(time.Duration(c.Seconds) * time.Second)
+	pprof.StopCPUProfile()
+	_ = f.Close()
+	heap, err := os.Create(filepath.Join(filepath.Dir(c.Profile), filepath.Base(c.Profile)+".heap"))
+	if err != nil {
+		slog.Error("no profile", "error", err)
+		return
+	}
+	_ = pprof.WriteHeapProfile(heap)
+	_ = heap.Close()
+}
+
+// A process is a gateway as its parent sees it.
+type process struct {
+	stdin  io.WriteCloser
+	forced chan struct{} // a configuration is in force
+	pid    int
+	end    func()
+}
+
+// tell sends a wish and waits until it is in force.
+func (p *process) tell(ctx context.Context, c command) error {
+	b, err := json.Marshal(c)
+	if err != nil {
+		return err
+	}
+	if _, err := p.stdin.Write(append(b, '\n')); err != nil {
+		return err
+	}
+	if c.Profile != "" {
+		return nil
+	}
+	select {
+	case <-p.forced:
+		return nil
+	case <-ctx.Done():
+		return ctx.Err()
+	}
+}

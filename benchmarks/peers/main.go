@@ -1,0 +1,318 @@
+// Command peers measures what living peers cost a gateway: at rest, when one of them changes, comes or
+// goes, when all come back, and when somebody scrapes meanwhile.
+//
+//	go run ./benchmarks/peers -peers 10,100,1000,4000
+//
+// The gateway is the real one, in a process and a network namespace of its own. Its peers are one
+// program in another namespace, but each has an address, a key, a WireGuard session and a connection
+// check of its own, answers every PING, and asks every two seconds, as a Liqo does. They begin no
+// handshake and look for no path MTU. Wishes do not come from an API server, whose part benchmarks/agents
+// measures; the status is asked for once a second, as in a cluster. It needs root and iproute2.
+package main
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log"
+	"os"
+	"os/signal"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"syscall"
+	"time"
+
+	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
+	"github.com/isthmus-net/isthmus/internal/lab"
+)
+
+// beGatewayArg makes the program the gateway's process.
+const beGatewayArg = "be-gateway"
+
+func main() {
+	log.SetFlags(0)
+	if len(os.Args) > 1 && os.Args[1] == beGatewayArg {
+		if err := beGateway(); err != nil {
+			log.Fatal(err)
+		}
+		return
+	}
+	text := flag.String("peers", "10,100,1000,4000", "numbers of peers, from 2 to 4095")
+	rest := flag.Duration("rest", 30*time.Second, "how long to look at rest")
+	profiles := flag.String("profiles", "", "existing directory for profiles of the gateway, at rest and while peers change; empty: none")
+	flag.Parse()
+	var numbers []int
+	for s := range strings.SplitSeq(*text, ",") {
+		n, err := strconv.Atoi(s)
+		if err != nil || n < 2 || n >= maxPeers {
+			log.Fatalf("-peers %q: want numbers from 2 to %d", *text, maxPeers-1)
+		}
+		numbers = append(numbers, n)
+	}
+	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
+	defer stop()
+	if err := run(ctx, numbers, *rest, *profiles); err != nil {
+		log.Fatal(err)
+	}
+}
+
+// A bench is a lab with a crowd.
+type bench struct {
+	*lab.Lab
+	crowd *crowd
+	rows  []string // of the table, in order
+	cells map[string][]string
+}
+
+func run(ctx context.Context, numbers []int, rest time.Duration, profiles string) (err error) {
+	l, err := lab.Up(ctx, lab.Spec{Name: lab.UniqueName("peers"), Clusters: []lab.ClusterSpec{{PodCIDR: localPods, Nodes: 1, PodsPerNode: 1}}})
+	if err != nil {
+		return err
+	}
+	defer func() { err = errors.Join(err, l.Down()) }()
+	if out, err := l.Underlay.Command(ctx, "ip", "route", "add", "local", endpoints.String(), "dev", "lo").CombinedOutput(); err != nil {
+		return fmt.Errorf("%w: %s", err, out)
+	}
+	b := &bench{Lab: l, cells: make(map[string][]string)}
+	if b.crowd, err = newCrowd(l.Underlay); err != nil {
+		return err
+	}
+	living, end := context.WithCancel(ctx)
+	done := make(chan struct{})
+	go func() {
+		defer close(done)
+		b.crowd.run(living)
+	}()
+	defer func() { end(); <-done }()
+	for _, n := range numbers {
+		if err := b.measure(ctx, n, rest, profiles); err != nil {
+			return fmt.Errorf("%d peers: %w", n, err)
+		}
+	}
+	fmt.Printf("\n%s.\n\n| |", measure.Where())
+	for _, n := range numbers {
+		fmt.Printf(" %d peers |", n)
+	}
+	fmt.Print("\n|---|" + strings.Repeat("---|", len(numbers)) + "\n")
+	for _, row := range b.rows {
+		fmt.Printf("| %s | %s |\n", row, strings.Join(b.cells[row], " | "))
+	}
+	return nil
+}
+
+// say adds a cell to a row of the table.
+func (b *bench) say(n int, row, format string, v ...any) {
+	if !slices.Contains(b.rows, row) {
+		b.rows = append(b.rows, row)
+	}
+	cell := fmt.Sprintf(format, v...)
+	b.cells[row] = append(b.cells[row], cell)
+	log.Printf("%5d peers  %s: %s", n, row, cell)
+}
+
+// start starts a gateway with n peers.
+func (b *bench) start(ctx context.Context, n, moved int) (*process, error) {
+	self, err := os.Executable()
+	if err != nil {
+		return nil, err
+	}
+	cmd := b.Clusters[0].Gateway().Command(context.Background(), self, beGatewayArg)
+	in, err := cmd.StdinPipe()
+	if err != nil {
+		return nil, err
+	}
+	out, err := cmd.StdoutPipe()
+	if err != nil {
+		return nil, err
+	}
+	cmd.Stderr = os.Stderr
+	if err := cmd.Start(); err != nil {
+		return nil, err
+	}
+	p := &process{stdin: in, forced: make(chan struct{}, 16), pid: cmd.Process.Pid}
+	go func() {
+		for lines := bufio.NewScanner(out); lines.Scan(); {
+			if lines.Text() == inForce {
+				p.forced <- struct{}{}
+			}
+		}
+	}()
+	p.end = func() {
+		_ = cmd.Process.Kill()
+		_ = cmd.Wait()
+	}
+	if err := p.tell(ctx, command{Peers: n, Moved: moved}); err != nil {
+		p.end()
+		return nil, err
+	}
+	return p, nil
+}
+
+// many is how many times a single change is made, to be told from what happens at rest.
+const many = 10
+
+// settle is for what a change has done soon after it: a turn of all that happens once a second.
+const settle = time.Second
+
+func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles string) error {
+	ctx, cancel := context.WithTimeout(ctx, 10*time.Minute)
+	defer cancel()
+	b.crowd.reset(0)
+	began := time.Now()
+	p, err := b.start(ctx, n, 0)
+	if err != nil {
+		return err
+	}
+	defer func() { p.end() }()
+	half, all, err := b.crowd.wait(ctx, n)
+	if err != nil {
+		return err
+	}
+	b.say(n, "all connect at a start: half of them after, s", "%.1f", half.Sub(began).Seconds())
+	b.say(n, "all connect at a start: all after, s", "%.1f", all.Sub(began).Seconds())
+	b.say(n, "all connect at a start: CPU, s", "%.2f", measure.CPU(p.pid).Seconds())
+
+	if err := sleep(ctx, 15*time.Second); err != nil { // handshakes that crossed, path MTUs, the collector
+		return err
+	}
+	profile := func(what string, d time.Duration) error {
+		if profiles == "" {
+			return nil
+		}
+		return p.tell(ctx, command{Profile: filepath.Join(profiles, fmt.Sprintf("%s-%d", what, n)), Seconds: int(d.Seconds())})
+	}
+	if err := profile("rest", rest); err != nil {
+		return err
+	}
+	before, from, answers := measure.CPU(p.pid), time.Now(), asked.Load()
+	if err := sleep(ctx, rest); err != nil {
+		return err
+	}
+	took := time.Since(from).Seconds()
+	idle := (measure.CPU(p.pid) - before).Seconds() / took
+	b.say(n, "at rest: CPU, of a core", "%.2f %%", 100*idle)
+	b.say(n, "at rest: PINGs of ours that are answered, of those to be sent", "%.1f %%", 100*float64(asked.Load()-answers)/took*askEvery.Seconds()/float64(n))
+	b.say(n, "resident memory, MiB", "%d", measure.Memory(p.pid, "VmRSS")>>20)
+
+	const scrapes = 20
+	client := b.Clusters[0].Gateway().Client()
+	scrape := func() (int64, error) {
+		r, err := client.Get("http://" + metricsAddress + "/metrics")
+		if err != nil {
+			return 0, err
+		}
+		defer r.Body.Close()
+		return io.Copy(io.Discard, r.Body)
+	}
+	var octets int64
+	cost, err := p.cost(ctx, idle, scrapes, func(int) (err error) { octets, err = scrape(); return err })
+	if err != nil {
+		return err
+	}
+	b.say(n, "a scrape: CPU, ms", "%.1f", cost)
+	b.say(n, "a scrape: octets", "%d", octets)
+
+	took = 0
+	if err := profile("change", many*settle); err != nil {
+		return err
+	}
+	cost, err = p.cost(ctx, idle, many, func(i int) error {
+		at := time.Now()
+		b.crowd.move(i)
+		if err := p.tell(ctx, command{Peers: n, Moved: i + 1}); err != nil {
+			return err
+		}
+		took += time.Since(at).Seconds() / many
+		return sleep(ctx, settle)
+	})
+	if err != nil {
+		return err
+	}
+	b.say(n, "a peer's endpoint changes: CPU, ms", "%.1f", cost)
+	b.say(n, "a peer's endpoint changes: in force after, s", "%.3f", took)
+	const moved = many
+	took = 0
+	if err := profile("come", 2*many*settle); err != nil {
+		return err
+	}
+	cost, err = p.cost(ctx, idle, many, func(int) error {
+		b.crowd.forget(n)
+		at := time.Now()
+		if err := p.tell(ctx, command{Peers: n + 1, Moved: moved}); err != nil {
+			return err
+		}
+		for !b.crowd.has(n) {
+			if err := sleep(ctx, 5*time.Millisecond); err != nil {
+				return err
+			}
+		}
+		took += time.Since(at).Seconds() / many
+		if err := sleep(ctx, settle); err != nil {
+			return err
+		}
+		if err := p.tell(ctx, command{Peers: n, Moved: moved}); err != nil {
+			return err
+		}
+		return sleep(ctx, settle)
+	})
+	if err != nil {
+		return err
+	}
+	b.say(n, "a peer comes and goes: CPU, ms", "%.1f", cost)
+	b.say(n, "a peer comes: connected after, s", "%.2f", took)
+
+	for _, how := range []struct {
+		name  string
+		pause time.Duration // between scrapes; negative: none
+	}{{"nobody scrapes", -1}, {"a scrape each second", time.Second}, {"one scrape after the other", 0}} {
+		p.end()
+		b.crowd.reset(moved)
+		began := time.Now()
+		if p, err = b.start(ctx, n, moved); err != nil {
+			return err
+		}
+		over, quiet := context.WithCancel(ctx)
+		ended := make(chan struct{})
+		go func() {
+			defer close(ended)
+			for how.pause >= 0 && over.Err() == nil {
+				_, _ = scrape()
+				_ = sleep(over, how.pause)
+			}
+		}()
+		_, all, err := b.crowd.wait(ctx, n)
+		quiet()
+		<-ended
+		if err != nil {
+			return err
+		}
+		b.say(n, "all come back, "+how.name+", s", "%.1f", all.Sub(began).Seconds())
+	}
+	return nil
+}
+
+// cost is what doing something costs, in ms of CPU for each of so many times, beside what the process
+// takes at rest.
+func (p *process) cost(ctx context.Context, idle float64, times int, do func(i int) error) (float64, error) {
+	before, from := measure.CPU(p.pid), time.Now()
+	for i := range times {
+		if err := do(i); err != nil {
+			return 0, err
+		}
+	}
+	return 1000 * ((measure.CPU(p.pid) - before).Seconds() - idle*time.Since(from).Seconds()) / float64(times), ctx.Err()
+}
+
+func sleep(ctx context.Context, d time.Duration) error {
+	select {
+	case <-ctx.Done():
+		return ctx.Err()
+	case <-time.After(d):
+		return nil
+	}
+}

@@ -1,0 +1,136 @@
+package verify
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"net/http"
+	"slices"
+	"strings"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/util/validation"
+	"k8s.io/apimachinery/pkg/util/wait"
+	"k8s.io/client-go/util/retry"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+// idle ends the container in a Pod that was given when nobody has told it anything for so long:
+// nobody can delete it, and there is no deadline for it.
+const idle = 10 * time.Minute
+
+// CheckPods refuses what is not NAMESPACE/NAME, and what is there twice.
+func CheckPods(given []string) error {
+	for i, text := range given {
+		namespace, name, _ := strings.Cut(text, "/")
+		if validation.IsDNS1123Label(namespace) != nil || validation.IsDNS1123Subdomain(name) != nil {
+			return fmt.Errorf("%q: want NAMESPACE/NAME of a Pod", text)
+		}
+		if slices.Contains(given[:i], text) {
+			return fmt.Errorf("%s is there twice", text)
+		}
+	}
+	return nil
+}
+
+// borrow adds a container to each Pod that was given, and waits until all do what they are told. The
+// Pods' own containers go on as they are.
+func (s *site) borrow(ctx context.Context) error {
+	if s.image == "" {
+		if _, err := s.gateway(ctx); err != nil {
+			return err
+		}
+	}
+	for _, text := range s.given {
+		namespace, name, _ := strings.Cut(text, "/")
+		if err := s.join(ctx, client.ObjectKey{Namespace: namespace, Name: name}); err != nil {
+			return fmt.Errorf("%s: Pod %s: %w", s, text, err)
+		}
+	}
+	return s.waitForAll(ctx)
+}
+
+// join adds a container to a Pod.
+func (s *site) join(ctx context.Context, key client.ObjectKey) error {
+	return retry.RetryOnConflict(retry.DefaultRetry, func() error {
+		var p corev1.Pod
+		if err := s.Client().Get(ctx, key, &p); err != nil {
+			return err
+		}
+		if p.Status.Phase != corev1.PodRunning || !p.DeletionTimestamp.IsZero() {
+			return fmt.Errorf("it is not running: %s %s", p.Status.Phase, state(&p))
+		}
+		m := &member{
+			End:       End{Cluster: s.String(), Network: podNetwork, Pod: key.String(), Node: p.Spec.NodeName},
+			namespace: key.Namespace, name: key.Name, container: "isthmus-verify-" + s.run,
+		}
+		if p.Spec.HostNetwork {
+			m.Network = hostNetwork
+		}
+		p.Spec.EphemeralContainers = append(p.Spec.EphemeralContainers, s.guest(m))
+		if err := s.Client().SubResource("ephemeralcontainers").Update(ctx, &p); err != nil {
+			return err
+		}
+		s.pods = append(s.pods, m)
+		return nil
+	})
+}
+
+// guest is the container. It asks for nothing that the strictest standard for Pods (restricted) forbids.
+func (s *site) guest(m *member) corev1.EphemeralContainer {
+	no, yes, nobody := false, true, int64(65532)
+	return corev1.EphemeralContainer{EphemeralContainerCommon: corev1.EphemeralContainerCommon{
+		Name: m.container, Image: s.image, Args: append(s.args(m.Network), "--idle="+idle.String()),
+		SecurityContext: &corev1.SecurityContext{
+			RunAsUser: &nobody, RunAsNonRoot: &yes, AllowPrivilegeEscalation: &no, ReadOnlyRootFilesystem: &yes,
+			Capabilities:   &corev1.Capabilities{Drop: []corev1.Capability{"ALL"}},
+			SeccompProfile: &corev1.SeccompProfile{Type: corev1.SeccompProfileTypeRuntimeDefault},
+		},
+	}}
+}
+
+// part ends the containers in Pods that were given, and waits until they have ended.
+func (s *site) part(ctx context.Context) error {
+	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleaning)
+	defer cancel()
+	var errs []error
+	for _, m := range s.pods {
+		last := errors.New("it was not looked at")
+		_ = wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+			var p corev1.Pod
+			if last = client.IgnoreNotFound(s.Client().Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p)); last != nil {
+				return false, nil //nolint:nilerr // once more
+			}
+			if p.Name == "" || p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
+				return true, nil
+			}
+			if c := m.status(&p); c != nil && c.State.Terminated != nil {
+				return true, nil
+			}
+			last = errors.New("it has not ended")
+			if m.http != nil {
+				_ = m.ask(ctx, http.MethodPost, "/end", nil, nil) // looked at above
+			}
+			return false, nil
+		})
+		if last != nil {
+			errs = append(errs, fmt.Errorf("%s: container %s in Pod %s: %w; it ends by itself after %v", s, m.container, m.Pod, last, idle))
+		}
+	}
+	return errors.Join(errs...)
+}
+
+// status is that of the member's container, nil where there is none yet.
+func (m *member) status(p *corev1.Pod) *corev1.ContainerStatus {
+	all := p.Status.ContainerStatuses
+	if m.container != "" {
+		all = p.Status.EphemeralContainerStatuses
+	}
+	for i := range all {
+		if m.container == "" || all[i].Name == m.container {
+			return &all[i]
+		}
+	}
+	return nil
+}
