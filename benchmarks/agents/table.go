@@ -157,7 +157,11 @@ func page(dir string) error {
 	if err := os.WriteFile(filepath.Join(dir, pageFile), []byte(text), 0o644); err != nil {
 		return err
 	}
-	return os.WriteFile(filepath.Join(dir, plotFile), []byte(plot(both[0], both[1])), 0o644)
+	svg, err := plot(filepath.Join(dir, beforeFile), filepath.Join(dir, afterFile))
+	if err != nil {
+		return err
+	}
+	return os.WriteFile(filepath.Join(dir, plotFile), []byte(svg), 0o644)
 }
 
 // sideBySide has two columns for each size that is in both. Rows of nothing but zeros are left out.
