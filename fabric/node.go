@@ -73,7 +73,7 @@ type Decider struct {
 	src               netip.Addr // of routes to the gateway; zero: there are none
 	made              bool
 	routes            []kernel.Route // in the order of Route.Compare
-	elements          string         // of sets of the networks
+	remote, remote6   string         // elements of sets of the networks
 }
 
 // NodeFor is the function of that name.
@@ -86,7 +86,8 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 		return refusingState(d.refused, d.doubtful), d.problems
 	}
 	d.node.Rules = refusingRules(d.refused, d.doubtful)
-	d.remote = m.remote(d.refused)
+	m.take(d.refused)
+	d.remote, d.remote6 = m.remote, m.remote6
 	d.disbelieve()
 	d.self = nodes[at]
 	d.believe(in)
@@ -121,12 +122,11 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	return d.node, SortProblems(d.problems)
 }
 
-// remote are the elements of sets of the networks. It is asked before peers.
-func (m *Decider) remote(refused []netip.Prefix) string {
+// take forgets what was made of other networks. It is asked before peers.
+func (m *Decider) take(refused []netip.Prefix) {
 	if !m.made || !slices.Equal(refused, m.refused) {
-		*m = Decider{refused: refused, elements: kernel.NetworkElements(refused)}
+		*m = Decider{refused: refused, remote: kernel.NetworkElements(refused), remote6: kernel.NetworkElements6(refused)}
 	}
-	return m.elements
 }
 
 // peers are the routes of the networks: to the gateway with a source, and those that refuse.
@@ -159,19 +159,19 @@ func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 }
 
 type nodeDecision struct {
-	self     ClusterNode
-	slim     bool                      // no gateway has a host's network: other nodes do not matter
-	one      bool                      // one gateway has all peers
-	gateways map[netip.Addr]GatewayPod // those with a network of their own that a tunnel names
-	nodes    []ClusterNode             // the oldest first
-	refused  []netip.Prefix            // networks of peers
-	doubtful []netip.Prefix            // that may be such
-	remote   string                    // elements of sets of the refused
-	src      netip.Addr                // of routes to the one gateway; zero: there are none
-	trusted  bool                      // pods are where the podCIDRs of nodes say
-	overlay  map[string]netip.Addr     // overlay addresses by name of the node
-	node     kernel.State
-	problems []Problem
+	self            ClusterNode
+	slim            bool                      // no gateway has a host's network: other nodes do not matter
+	one             bool                      // one gateway has all peers
+	gateways        map[netip.Addr]GatewayPod // those with a network of their own that a tunnel names
+	nodes           []ClusterNode             // the oldest first
+	refused         []netip.Prefix            // networks of peers
+	doubtful        []netip.Prefix            // that may be such
+	remote, remote6 string                    // elements of sets of the refused
+	src             netip.Addr                // of routes to the one gateway; zero: there are none
+	trusted         bool                      // pods are where the podCIDRs of nodes say
+	overlay         map[string]netip.Addr     // overlay addresses by name of the node
+	node            kernel.State
+	problems        []Problem
 }
 
 func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
@@ -349,7 +349,7 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	if in.Bridged && len(in.Uplinks) > 0 {
 		s.Bridges = in.Bridges
 	}
-	d.node.Filters = []kernel.Filter{kernel.FilterFor(s).WithSet("remote", d.remote)}
+	d.node.Filters = []kernel.Filter{kernel.FilterFor(s).WithSet("remote", d.remote).WithSet("remote6", d.remote6)}
 }
 
 // addSourceNAT lets pods keep their addresses towards peers, whatever their CNI masquerades, and has

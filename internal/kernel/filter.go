@@ -35,13 +35,16 @@ type FilterSets struct {
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
-		Remote: NetworkElements(s.Remote), Remote6: networksOf(s.Remote, netip.Addr.Is6), Elsewhere: NetworkElements(s.Elsewhere),
+		Remote: NetworkElements(s.Remote), Remote6: NetworkElements6(s.Remote), Elsewhere: NetworkElements(s.Elsewhere),
 		Underlay: devices(s.Underlay), Bridges: devices(s.Bridges),
 	}
 }
 
 // NetworkElements are those of IPv4 as a Filter and a SourceNAT have them.
 func NetworkElements(all []netip.Prefix) string { return networksOf(all, netip.Addr.Is4) }
+
+// NetworkElements6 are those of IPv6 as a Filter has them.
+func NetworkElements6(all []netip.Prefix) string { return networksOf(all, netip.Addr.Is6) }
 
 func networksOf(all []netip.Prefix, family func(netip.Addr) bool) string {
 	if !slices.IsSortedFunc(all, netip.Prefix.Compare) {

@@ -113,7 +113,7 @@ func newPair(t *testing.T, name string) *pair {
 		}))
 		m := &manager{Cluster: c, name: name, dead: map[string]string{}}
 		p.managers[i] = m
-		m.renew(t, time.Now())
+		m.renew(t)
 		go m.run(t.Context())
 		if i == 0 {
 			p.a = c
@@ -230,11 +230,17 @@ type manager struct {
 	paused bool
 }
 
-func (m *manager) renew(t *testing.T, at time.Time) {
+func (m *manager) renew(t *testing.T) { m.write(t, "manager-1") }
+
+// release is what a manager does at its end. That a renewal is long ago cannot be written to an API
+// server, which says itself when it took it.
+func (m *manager) release(t *testing.T) { m.write(t, "") }
+
+func (m *manager) write(t *testing.T, holder string) {
 	t.Helper()
 	l := &coordinationv1.Lease{ObjectMeta: metav1.ObjectMeta{Namespace: m.Namespace, Name: managerLease}}
 	_, err := controllerutil.CreateOrUpdate(t.Context(), m.client, l, func() error {
-		l.Spec = coordinationv1.LeaseSpec{HolderIdentity: new("manager-1"), LeaseDurationSeconds: new(int32(600)), RenewTime: &metav1.MicroTime{Time: at}}
+		l.Spec = coordinationv1.LeaseSpec{HolderIdentity: &holder, LeaseDurationSeconds: new(int32(600)), RenewTime: &metav1.MicroTime{Time: time.Now()}}
 		return nil
 	})
 	must(t, err)

@@ -226,9 +226,9 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	}
 	must(t, p.a.client.Create(t.Context(), newPeering("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
 	refused("a name that is taken", p.a, p.b, PeerOptions{Name: "taken"}, "Peering taken is for the cluster")
-	p.managers[1].renew(t, time.Now().Add(-time.Hour))
-	refused("manager away", p.a, p.b, PeerOptions{}, "no-b: no manager is at work: Lease install-no/isthmus-manager was last renewed by manager-1")
-	p.managers[1].renew(t, time.Now())
+	p.managers[1].release(t)
+	refused("manager away", p.a, p.b, PeerOptions{}, "no-b: no manager is at work: Lease install-no/isthmus-manager is held by nobody")
+	p.managers[1].renew(t)
 	must(t, p.b.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs, Labels: map[string]string{v1alpha1.LabelTenantClusterID: "x"}}}))
 	refused("foreign namespace", p.a, p.b, PeerOptions{}, "Namespace "+theirs+" belongs to the cluster x")
 	must(t, p.b.client.Delete(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: theirs}}))

@@ -44,7 +44,7 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	twin := connectTo(t, Access{Kubeconfig: file})
 	must(t, twin.Install(t.Context(), InstallOptions{Identity: p.b.Identity, Values: withoutWorkloads, Report: func(string) {}}))
 	m := &manager{Cluster: twin, name: "pin", dead: map[string]string{}}
-	m.renew(t, time.Now())
+	m.renew(t)
 	go m.run(t.Context())
 
 	before := p.everything(t)
