@@ -20,10 +20,11 @@ const (
 	maxNodeSources  = 16
 	maxNodeProblems = 16
 	maxNodeProblem  = 512 // characters
-	// widestNodeNetwork is the length of the widest network that a node may keep from peers. A
+
+	// WidestNodeNetwork is the length of the widest network that a node may keep from peers. A
 	// route to a wider one is a default route in disguise (VPN clients split it into 0.0.0.0/1 and
 	// 128.0.0.0/1), or the attempt of a node to have all peers refused.
-	widestNodeNetwork = 8
+	WidestNodeNetwork = 8
 )
 
 // NodeNetworks are what a node of our own cluster reaches without us: no network of a peer may be
@@ -72,9 +73,9 @@ func NodeNetworksOf(node string, have, own []netip.Prefix, resolvers []netip.Add
 		p = p.Masked()
 		switch {
 		case !p.IsValid() || p.Bits() == 0 || insideAny(p, ignored):
-		case p.Bits() < widestNodeNetwork:
+		case p.Bits() < WidestNodeNetwork:
 			problems = append(problems, Problem{Origin{Kind: "Node", Name: node}, "", fmt.Sprintf(
-				"its route to %v is wider than a /%d: like a default route it keeps no network from peers", p, widestNodeNetwork)})
+				"its route to %v is wider than a /%d: like a default route it keeps no network from peers", p, WidestNodeNetwork)})
 		case p.Addr().Is4():
 			v4 = append(v4, p)
 		default:
@@ -100,7 +101,7 @@ func NodeNetworksFrom(from *isthmus.NodeNetworks) (n NodeNetworks, problems []Pr
 	wrong, first := 0, ""
 	for _, text := range from.Spec.Networks {
 		p, err := netip.ParsePrefix(text)
-		if err != nil || p.Bits() < widestNodeNetwork {
+		if err != nil || p.Bits() < WidestNodeNetwork {
 			if wrong++; wrong == 1 {
 				first = text
 			}
@@ -110,7 +111,7 @@ func NodeNetworksFrom(from *isthmus.NodeNetworks) (n NodeNetworks, problems []Pr
 	}
 	if wrong > 0 {
 		r.add("spec.networks", "node %s says that it has %s and %d more that are no networks of length /%d or longer; they are ignored and keep nothing from peers",
-			quote(from.Name), quote(first), wrong-1, widestNodeNetwork)
+			quote(from.Name), quote(first), wrong-1, WidestNodeNetwork)
 	}
 	for _, text := range from.Spec.Resolvers {
 		if addr, err := netip.ParseAddr(text); err == nil {
@@ -172,7 +173,7 @@ func OverlaySourcesFrom(from *isthmus.NodeNetworks) (all []netip.Addr) {
 }
 
 // atMost merges networks of one family into no more than limit, which is enough for all there are
-// of length widestNodeNetwork: it cuts those that are longer to the greatest length at which there
+// of length WidestNodeNetwork: it cuts those that are longer to the greatest length at which there
 // are few enough.
 func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
 	merged := mergeNetworks(networks)
@@ -188,12 +189,12 @@ func atMost(limit int, networks []netip.Prefix) []netip.Prefix {
 		return mergeNetworks(short)
 	}
 	// With less to cut there are never fewer.
-	steps := sort.Search(longest-widestNodeNetwork, func(i int) bool { return len(cut(longest-i)) <= limit })
+	steps := sort.Search(longest-WidestNodeNetwork, func(i int) bool { return len(cut(longest-i)) <= limit })
 	return cut(longest - steps)
 }
 
 // mergeNetworks sorts networks and joins those of which one contains the other, or which are the
-// halves of one that is not wider than widestNodeNetwork. It works in place.
+// halves of one that is not wider than WidestNodeNetwork. It works in place.
 func mergeNetworks(networks []netip.Prefix) []netip.Prefix {
 	slices.SortFunc(networks, netip.Prefix.Compare) // what contains others comes before them
 	out := networks[:0]
@@ -204,7 +205,7 @@ func mergeNetworks(networks []netip.Prefix) []netip.Prefix {
 		out = append(out, p)
 		for len(out) > 1 {
 			a, b := out[len(out)-2], out[len(out)-1]
-			if a.Bits() != b.Bits() || a.Bits() <= widestNodeNetwork {
+			if a.Bits() != b.Bits() || a.Bits() <= WidestNodeNetwork {
 				break
 			}
 			parent := netip.PrefixFrom(a.Addr(), a.Bits()-1).Masked()

@@ -138,11 +138,10 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 		Complete(noted("own", k))
 }
 
-// addressesChanged: of a Node nothing else is read but the networks of its pods, which do not change, and thousands of them tell all the time that
-// they are well.
+// addressesChanged: of a Node nothing else is read but the networks of its pods, and thousands of them tell all the time that they are well.
 var addressesChanged = predicate.Funcs{UpdateFunc: func(e event.UpdateEvent) bool {
 	before, after := e.ObjectOld.(*corev1.Node), e.ObjectNew.(*corev1.Node)
-	return !slices.Equal(before.Status.Addresses, after.Status.Addresses)
+	return !slices.Equal(before.Status.Addresses, after.Status.Addresses) || !slices.Equal(before.Spec.PodCIDRs, after.Spec.PodCIDRs)
 }}
 
 // networksChanged: what a node refuses is the Warden's.
@@ -313,12 +312,13 @@ func (k *FactsKeeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node
 }
 
 // unreported are the networks of pods on nodes of which no agent has told anything, and never may where
-// none runs: as far as they are outside of the PodCIDR, nothing else says that they are in use.
+// none runs: as far as they are outside of the PodCIDR, nothing else says that they are in use. Like a
+// report they keep nothing from peers that is wider than any cluster's pods.
 func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Prefix) (all []ipam.Reached) {
 	for i := range nodes {
 		for _, text := range nodes[i].Spec.PodCIDRs {
 			p, err := netip.ParsePrefix(text)
-			if err == nil && !reported[nodes[i].Name] && podCIDR.IsValid() && p.Addr().Is4() == podCIDR.Addr().Is4() && !podCIDR.Overlaps(p) {
+			if err == nil && p.Bits() >= fabric.WidestNodeNetwork && !reported[nodes[i].Name] && podCIDR.IsValid() && p.Addr().Is4() == podCIDR.Addr().Is4() && !podCIDR.Overlaps(p) {
 				all = append(all, ipam.Reached{Prefix: p.Masked(), Node: nodes[i].Name})
 			}
 		}

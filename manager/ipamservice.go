@@ -8,6 +8,7 @@ import (
 	"time"
 
 	discoveryv1 "k8s.io/api/discovery/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
@@ -15,6 +16,9 @@ import (
 // ipamLook is how often the manager that leads looks whether the IPAM's Service leads to it: one small
 // request.
 const ipamLook = 3 * time.Second
+
+// ipamRepeat is how often it is said again that it does not.
+const ipamRepeat = time.Minute
 
 // An ipamService leads the IPAM's Service to us. The Service has no selector, and an EndpointSlice of
 // its own name: a Service with one would name managers that do not lead, at which nobody answers.
@@ -27,10 +31,10 @@ type ipamService struct {
 	log       *slog.Logger
 }
 
-// run keeps the Service ours until ctx ends. Then it leads to us until another manager writes itself: who
-// calls meanwhile is told at once that nobody listens.
+// run keeps the Service ours until ctx ends. Then it leads nowhere until another manager writes itself:
+// our address may be another Pod's soon.
 func (s *ipamService) run(ctx context.Context) error {
-	said := ""
+	said, at := "", time.Time{}
 	tick := time.NewTicker(ipamLook)
 	defer tick.Stop()
 	for {
@@ -38,12 +42,16 @@ func (s *ipamService) run(ctx context.Context) error {
 		if err := s.lead(ctx); err != nil && ctx.Err() == nil {
 			text = err.Error()
 		}
-		if text != said && text != "" {
+		if text != "" && (text != said || time.Since(at) > ipamRepeat) {
 			s.log.Error("virtual kubelets may not reach the IPAM; trying again", "error", text)
+			at = time.Now()
 		}
 		said = text
 		select {
 		case <-ctx.Done():
+			if err := s.leave(); err != nil {
+				s.log.Warn("the IPAM's Service may still lead here", "error", err)
+			}
 			return nil
 		case <-tick.C:
 		}
@@ -56,7 +64,13 @@ func (s *ipamService) lead(ctx context.Context) error {
 	defer cancel()
 	have := &discoveryv1.EndpointSlice{}
 	if err := s.reader.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.name}, have); err != nil {
+		if apierrors.IsNotFound(err) { // there is no right to create one
+			return fmt.Errorf("EndpointSlice %s of the IPAM's Service is gone: apply the chart again", s.name)
+		}
 		return fmt.Errorf("EndpointSlice of the IPAM's Service: %w", err)
+	}
+	if have.Labels[discoveryv1.LabelServiceName] != s.name || len(have.Ports) == 0 {
+		return fmt.Errorf("EndpointSlice %s of the IPAM's Service: want the label %s=%s and a port, as the chart has them: apply it again", s.name, discoveryv1.LabelServiceName, s.name)
 	}
 	ready := func(e discoveryv1.Endpoint) bool { return ptr.Deref(e.Conditions.Ready, true) }
 	if e := have.Endpoints; len(e) == 1 && len(e[0].Addresses) == 1 && e[0].Addresses[0] == s.addr.String() && ready(e[0]) {
@@ -69,4 +83,20 @@ func (s *ipamService) lead(ctx context.Context) error {
 	}
 	s.log.Info("the IPAM's Service leads here", "service", s.name, "address", s.addr)
 	return nil
+}
+
+// leave says that we are not ready any more, where the EndpointSlice still names us.
+func (s *ipamService) leave() error {
+	ctx, cancel := context.WithTimeout(context.Background(), ipamLook)
+	defer cancel()
+	have := &discoveryv1.EndpointSlice{}
+	if err := s.reader.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.name}, have); err != nil {
+		return client.IgnoreNotFound(err)
+	}
+	if e := have.Endpoints; len(e) != 1 || len(e[0].Addresses) != 1 || e[0].Addresses[0] != s.addr.String() {
+		return nil // another one leads
+	}
+	want := have.DeepCopy()
+	want.Endpoints[0].Conditions.Ready = ptr.To(false)
+	return s.client.Patch(ctx, want, client.MergeFromWithOptions(have, client.MergeFromWithOptimisticLock{}))
 }

@@ -115,6 +115,16 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 		if err := c.agentsFirst(ctx, object, objects, o); err != nil {
 			return err
 		}
+		if object.GetKind() == "Namespace" {
+			have, err := c.get(ctx, object.GroupVersionKind(), "", object.GetName())
+			if err != nil {
+				return err
+			}
+			if labels := object.GetLabels(); !isOurs(have) {
+				delete(labels, labelName)
+				object.SetLabels(labels)
+			}
+		}
 		outcome, err := c.applyManifest(ctx, object)
 		if err != nil {
 			return err

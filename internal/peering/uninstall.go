@@ -146,7 +146,8 @@ func (c *Cluster) everyObject(ctx context.Context) ([]*unstructured.Unstructured
 	on := chart.Values{
 		"cluster": chart.Values{"name": cmp.Or(c.Identity.ClusterName, "x"), "configMap": true}, "workloads": true,
 		"gateway": chart.Values{"service": chart.Values{"type": "NodePort"}}, "networkPolicy": chart.Values{"enabled": true},
-		"metrics": chart.Values{"enabled": true, "podMonitor": chart.Values{"enabled": true}},
+		"metrics":    chart.Values{"enabled": true, "podMonitor": chart.Values{"enabled": true}},
+		"routeAgent": chart.Values{"maxSurge": 1.0}, // 0 could be chosen once, and is refused now
 	}
 	var all []*unstructured.Unstructured
 	for _, port := range []float64{0, 6000} { // either of two NetworkPolicies
@@ -397,8 +398,11 @@ func (c *Cluster) cleanNodes(ctx context.Context, how cleaning, o UninstallOptio
 			if have != nil && have.GetDeletionTimestamp() != nil { // it takes no Pods any more
 				return "waiting until namespace " + c.Namespace + ", which somebody deleted, is gone, to make it again for what cleans the nodes", nil
 			}
-			_, err = c.apply(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: map[string]string{
-				labelName: managedBy, "pod-security.kubernetes.io/enforce": "privileged"}}})
+			labels := map[string]string{"pod-security.kubernetes.io/enforce": "privileged"}
+			if isOurs(have) {
+				labels[labelName] = managedBy
+			}
+			_, err = c.apply(ctx, &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: labels}})
 			return "", err
 		}); err != nil {
 			return err
@@ -565,9 +569,19 @@ func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects
 	if err != nil || namespace == nil {
 		return err
 	}
-	if namespace.GetLabels()[labelName] != managedBy {
+	if !isOurs(namespace) {
 		o.Report(fmt.Sprintf("%s: namespace %s stays, since `isthmus install` did not make it", c, c.Namespace))
 		return nil
+	}
+	var pods corev1.PodList // versions before marked namespaces of others as ours
+	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {
+		return c.explain("Pods in "+c.Namespace, err)
+	}
+	for i := range pods.Items {
+		if p := &pods.Items[i]; p.DeletionTimestamp == nil && p.Labels[labelCleans] == "" {
+			o.Report(fmt.Sprintf("%s: namespace %s stays, since Pod %s is in it, which is not of Isthmus", c, c.Namespace, Printable(p.Name)))
+			return nil
+		}
 	}
 	if err := c.remove(ctx, namespace, o); err != nil {
 		return err
@@ -579,6 +593,12 @@ func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects
 		}
 		return "waiting until namespace " + c.Namespace + " is gone", nil
 	})
+}
+
+// isOurs reports whether we make or have made a namespace: nil, there is none yet. Only such a one is marked, and
+// deleted.
+func isOurs(namespace *unstructured.Unstructured) bool {
+	return namespace == nil || namespace.GetLabels()[labelName] == managedBy
 }
 
 // remove deletes an object and says so; what is not there is no error.

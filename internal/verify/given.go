@@ -7,6 +7,7 @@ import (
 	"net/http"
 	"slices"
 	"strings"
+	"sync"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
@@ -94,31 +95,40 @@ func (s *site) guest(m *member) corev1.EphemeralContainer {
 func (s *site) part(ctx context.Context) error {
 	ctx, cancel := context.WithTimeout(context.WithoutCancel(ctx), cleaning)
 	defer cancel()
-	var errs []error
-	for _, m := range s.pods {
-		last := errors.New("it was not looked at")
-		_ = wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
-			var p corev1.Pod
-			if last = client.IgnoreNotFound(s.Client().Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p)); last != nil {
-				return false, nil //nolint:nilerr // once more
+	var group sync.WaitGroup
+	errs := make([]error, len(s.pods))
+	for i, m := range s.pods {
+		group.Go(func() {
+			if err := m.end(ctx, s.Client()); err != nil {
+				errs[i] = fmt.Errorf("%s: container %s in Pod %s: %w; it ends by itself after %v", s, m.container, m.Pod, err, idle)
 			}
-			if p.Name == "" || p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
-				return true, nil
-			}
-			if c := m.status(&p); c != nil && c.State.Terminated != nil {
-				return true, nil
-			}
-			last = errors.New("it has not ended")
-			if m.http != nil {
-				_ = m.ask(ctx, http.MethodPost, "/end", nil, nil) // looked at above
-			}
-			return false, nil
 		})
-		if last != nil {
-			errs = append(errs, fmt.Errorf("%s: container %s in Pod %s: %w; it ends by itself after %v", s, m.container, m.Pod, last, idle))
-		}
 	}
+	group.Wait()
 	return errors.Join(errs...)
+}
+
+// end ends the member's container.
+func (m *member) end(ctx context.Context, c client.Client) error {
+	last := errors.New("it was not looked at")
+	_ = wait.PollUntilContextCancel(ctx, 500*time.Millisecond, true, func(ctx context.Context) (bool, error) {
+		var p corev1.Pod
+		if last = client.IgnoreNotFound(c.Get(ctx, client.ObjectKey{Namespace: m.namespace, Name: m.name}, &p)); last != nil {
+			return false, nil //nolint:nilerr // once more
+		}
+		if p.Name == "" || p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
+			return true, nil
+		}
+		if c := m.status(&p); c != nil && c.State.Terminated != nil {
+			return true, nil
+		}
+		last = errors.New("it has not ended")
+		if m.http != nil {
+			_ = m.ask(ctx, http.MethodPost, "/end", nil, nil) // looked at above
+		}
+		return false, nil
+	})
+	return last
 }
 
 // status is that of the member's container, nil where there is none yet.

@@ -272,9 +272,17 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss
 	}
 	var mu sync.Mutex // of losses
 	var group sync.WaitGroup
-	for m, mine := range senderOf(sites, checks) {
+	senders := senderOf(sites, checks)
+	for _, m := range slices.Concat(sites[0].pods, sites[1].pods) {
+		if _, sends := senders[m]; !sends { // who only answers has to hear that somebody is there
+			group.Go(func() {
+				every(ctx, idle/10, func() { _ = m.ask(ctx, http.MethodGet, "/ready", nil, nil) })
+			})
+		}
+	}
+	for m, mine := range senders {
 		group.Go(func() {
-			eachSecond(ctx, func() {
+			every(ctx, time.Second, func() {
 				results := m.send(ctx, pick(checks, mine), true)
 				if ctx.Err() != nil { // what was under way is nobody's loss
 					return
@@ -295,14 +303,14 @@ func watch(ctx context.Context, sites [2]*site, checks []Check, tell func([]Loss
 			tell(known)
 		}
 	}
-	eachSecond(ctx, say)
+	every(ctx, time.Second, say)
 	group.Wait()
 	say()
 }
 
-// eachSecond returns when ctx has ended.
-func eachSecond(ctx context.Context, do func()) {
-	tick := time.NewTicker(time.Second)
+// every does something at once and then at each interval. It returns when ctx has ended.
+func every(ctx context.Context, interval time.Duration, do func()) {
+	tick := time.NewTicker(interval)
 	defer tick.Stop()
 	for ctx.Err() == nil {
 		do()

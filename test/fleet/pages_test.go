@@ -75,7 +75,18 @@ func TestCommandsOfThePagesWorkOnClusters(t *testing.T) {
 		case args[1] == "peer":
 			args = append(args, "--timeout", patience.String(), "--request-timeout", "1m")
 		}
-		isthmus(t, f, args[1:]...)
+		switch args[1] {
+		case "status", "diagnose", "trace": // each agent follows in its own time
+			eventually(t, line, func() error {
+				out, err := f.Isthmus(t.Context(), args[1:]...)
+				if err != nil {
+					return fmt.Errorf("%w\n%s", err, out)
+				}
+				return nil
+			})
+		default:
+			isthmus(t, f, args[1:]...)
+		}
 		if args[1] == "peer" {
 			ready(t, s.a, s.b)
 		}

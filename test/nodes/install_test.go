@@ -1,6 +1,7 @@
 package nodes
 
 import (
+	"fmt"
 	"maps"
 	"os"
 	"os/exec"
@@ -11,11 +12,13 @@ import (
 	"testing"
 
 	appsv1 "k8s.io/api/apps/v1"
+	discoveryv1 "k8s.io/api/discovery/v1"
 	apiextensionsv1 "k8s.io/apiextensions-apiserver/pkg/apis/apiextensions/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/metadata"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/kubenodes"
 )
 
@@ -115,7 +118,7 @@ data:
 		t.Errorf("the gateways have the image %s", image)
 	}
 	uninstall := strings.Split(strings.TrimSpace(chapter(t, "install.md", "Uninstall")), "\n")
-	if len(uninstall) != 4 {
+	if len(uninstall) != 5 {
 		t.Fatalf("the chapter Uninstall has %d commands: %q", len(uninstall), uninstall)
 	}
 	ran["Uninstall"] = true
@@ -149,6 +152,14 @@ data: {CLUSTER_ID: 8f3f0b5c-6b0e-4d53-9b6f-0a3f7b3f6a11, CLUSTER_NAME: paris}
 		if err != nil || !strings.Contains(string(out), `"clusterID":"8f3f0b5c-6b0e-4d53-9b6f-0a3f7b3f6a11"`) || !strings.Contains(string(out), `"foreignClusters":true`) {
 			t.Errorf("the manager does not take Liqo's identity and ForeignClusters: %v\n%s", err, out)
 		}
+		expect.Eventually(t, "an endpoint of the IPAM's Service", func() error {
+			var slice discoveryv1.EndpointSlice
+			err := w.a.Client.Get(t.Context(), client.ObjectKey{Namespace: "liqo", Name: "isthmus-ipam"}, &slice)
+			if err == nil && len(slice.Endpoints) != 1 {
+				err = fmt.Errorf("it has %d", len(slice.Endpoints))
+			}
+			return err
+		})
 		sh.run(t, "helm uninstall isthmus --namespace liqo --timeout 10m")
 		if now := definitionsOf(t, w.a); !slices.ContainsFunc(slices.Collect(maps.Keys(now)), func(name string) bool { return strings.HasSuffix(name, ".net.liqo.io") }) {
 			t.Errorf("Liqo's definitions are gone: %v", now)

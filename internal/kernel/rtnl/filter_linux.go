@@ -577,10 +577,11 @@ func unspecified(a netip.Addr) netip.Addr {
 	return netip.IPv4Unspecified()
 }
 
-// changeFilter and changeSourceNAT make a table what it should be.
+// changeFilter, changeBridge and changeSourceNAT make a table what it should be. After a transaction of
+// somebody else all are read again: to replace them would take longer, and forget what they have counted.
 func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
 	var have *table
-	if h := k.tables.filters; len(h) == 1 && h[0] != changed {
+	if h := k.haveTables().filters; len(h) == 1 && h[0] != changed {
 		t := filterOf(h[0])
 		have = &t
 	}
@@ -589,7 +590,7 @@ func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
 
 func (k *Kernel) changeBridge(remove bool, want kernel.Bridge) error {
 	var have *table
-	if h := k.tables.bridges; len(h) == 1 && h[0] != changedBridge {
+	if h := k.haveTables().bridges; len(h) == 1 && h[0] != changedBridge {
 		t := bridgeOf(h[0])
 		have = &t
 	}
@@ -598,7 +599,7 @@ func (k *Kernel) changeBridge(remove bool, want kernel.Bridge) error {
 
 func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 	var have *table
-	if h := k.tables.sourceNAT; len(h) == 1 && h[0] != changedNAT && h[0].Self == want.Self {
+	if h := k.haveTables().sourceNAT; len(h) == 1 && h[0] != changedNAT && h[0].Self == want.Self {
 		t := sourceNATOf(h[0])
 		have = &t
 	}
@@ -615,7 +616,9 @@ func (k *Kernel) changeTable(remove bool, have *table, want table, remember func
 	read, before := k.tables.generation, generation()
 	known := !remove && have != nil && before != 0 && read == before
 	doubt := func() { k.memory.filter.Store(true) } // somebody else's transaction may have been taken for ours
-	k.memory.commit(before)
+	if known {
+		k.memory.commit(before)
+	}
 	if !known || changeElements(*have, want) != nil {
 		if known {
 			doubt()

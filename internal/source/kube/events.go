@@ -88,11 +88,7 @@ func (e *PodEvents) tell(ctx context.Context, kind, reason, note string) error {
 	}
 	note = cut(strings.ToValidUTF8(note, "?"), maxNote)
 	now := time.Now()
-	e.mu.Lock()
-	said := e.last == reason+note && now.Sub(e.at) < tellAgain
-	e.last, e.at = reason+note, now
-	e.mu.Unlock()
-	if said {
+	if !e.due(reason+note, now) {
 		return nil
 	}
 	err := e.write(ctx, kind, reason, note, now)
@@ -103,6 +99,17 @@ func (e *PodEvents) tell(ctx context.Context, kind, reason, note string) error {
 		err = fmt.Errorf("event of Pod %s/%s: %w", e.about.Namespace, e.about.Name, err)
 	}
 	return err
+}
+
+// due notes that something is told, unless the same was told less than tellAgain ago.
+func (e *PodEvents) due(what string, now time.Time) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.last == what && now.Sub(e.at) < tellAgain {
+		return false
+	}
+	e.last, e.at = what, now
+	return true
 }
 
 // write makes the Event, or counts it where the same one was written before.

@@ -1,8 +1,10 @@
 package kube
 
 import (
+	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	eventsv1 "k8s.io/api/events/v1"
@@ -68,4 +70,19 @@ func podEventsAreToldOnce(t *testing.T, s *apiServer) {
 	var nobody *PodEvents
 	must(nobody.Warn(t.Context(), "x", "y"))
 	must(nobody.Mended(t.Context(), "y"))
+}
+
+// Components warn with each try, every second. What lasts is told again, or the API server forgets it.
+func TestAWarningThatLastsIsToldEveryTenMinutes(t *testing.T) {
+	var e PodEvents
+	var told []time.Duration
+	begin := time.Now()
+	for after := time.Duration(0); after < 25*time.Minute; after += time.Second {
+		if e.due("the same", begin.Add(after)) {
+			told = append(told, after)
+		}
+	}
+	if want := []time.Duration{0, tellAgain, 2 * tellAgain}; !slices.Equal(told, want) {
+		t.Errorf("told after %v, want %v", told, want)
+	}
 }
