@@ -118,7 +118,7 @@ func TestTrafficComesBackAfterEachFault(t *testing.T) {
 			}
 			return nil
 		}},
-		{"`iptables -P FORWARD DROP` for 5 s, as Docker does", onNodes("iptables -w -P FORWARD DROP", "iptables -w -P FORWARD ACCEPT", nil)},
+		{"`iptables -P FORWARD DROP` for 5 s, and no CNI that lets its pods pass", onNodes("iptables -w -P FORWARD DROP", "iptables -w -P FORWARD ACCEPT", nil)},
 		{"the CNI masquerades all that leaves the PodCIDR, for 5 s, and new connections are made", func(ctx context.Context, c *kubenodes.Cluster) error {
 			rule := func(how string) string {
 				return fmt.Sprintf("iptables -w -t nat %s POSTROUTING -s %[2]v ! -d %[2]v -j MASQUERADE", how, c.PodCIDR)
