@@ -571,7 +571,7 @@ const patched = "octets"
 // writes are all but those of the Lease, which is renewed every two seconds.
 func (c tally) writes() (n int) {
 	for key, number := range c {
-		if f := strings.Fields(key); len(f) == 3 && f[2] != "leases" && slices.Contains([]string{"create", "update", "patch", "delete"}, f[1]) {
+		if f := strings.Fields(key); len(f) == 3 && !strings.HasPrefix(f[2], "leases") && slices.Contains([]string{"create", "update", "patch", "delete"}, f[1]) {
 			n += number
 		}
 	}
