@@ -231,6 +231,15 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 		}
 		ok := t.Run(strings.ReplaceAll(tr.fault, " ", "_"), func(t *testing.T) {
 			s.node = 0
+			if tr.fresh {
+				for _, c := range []*fleet.Cluster{a, b} {
+					for i := range 2 {
+						must(t, c.Stop(fleet.Gateway(i)))
+						must(t, c.Start(t.Context(), fleet.Gateway(i)))
+					}
+				}
+				fine(t)
+			}
 			begin := time.Now()
 			tr.breaks(t, s)
 			named(t, s, tr, fine)

@@ -171,6 +171,7 @@ type trouble struct {
 	unasked     bool   // a cannot be asked at all
 	deaf        bool   // b cannot be asked at all
 	short       bool   // it is among those that are made without -long
+	fresh       bool   // gateways remember a path that was narrow, and let one that is so again be for ten minutes: they start anew before
 	breaks      func(t *testing.T, s *troubleSite)
 	heals       func(t *testing.T, s *troubleSite)
 }
@@ -692,12 +693,12 @@ var troubles = []trouble{
 		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
 	},
 	{
-		fault: "a path drops large packets in both directions and says nothing", says: "drops larger packets",
+		fault: "a path drops large packets in both directions and says nothing", says: "drops larger packets", fresh: true,
 		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, nil, 1300) },
 		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
 	},
 	{
-		fault: "a path drops packets of the least size that every path should take", alone: "a/tunnel PathMTU", both: "a/tunnel PathMTU",
+		fault: "a path drops packets of the least size that every path should take", alone: "a/tunnel PathMTU", both: "a/tunnel PathMTU", fresh: true,
 		breaks: func(t *testing.T, s *troubleSite) { tooLarge(t, s, gatewayNode(t, s.a), 600) },
 		heals:  func(t *testing.T, s *troubleSite) { filter(t, s.Lab.Underlay, "") },
 	},
