@@ -305,7 +305,8 @@ func (k *FactsKeeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node
 		f.Ignored = append(f.Ignored, problems...)
 		reported[r.Name] = true
 	}
-	f.Reached = append(f.Reached, unreported(nodes, reported, f.PodCIDR)...)
+	reached, wide := unreported(nodes, reported, f.PodCIDR)
+	f.Reached, f.Ignored = append(f.Reached, reached...), append(f.Ignored, wide...)
 	f.Reached, f.Ignored = ipam.MergeReached(f.Reached), fabric.SortProblems(f.Ignored)
 	f.Awaiting = time.Since(k.began) < reportPatience && slices.ContainsFunc(nodes, func(n corev1.Node) bool { return !reported[n.Name] })
 	return nil
@@ -314,16 +315,22 @@ func (k *FactsKeeper) reports(ctx context.Context, f *Facts, nodes []corev1.Node
 // unreported are the networks of pods on nodes of which no agent has told anything, and never may where
 // none runs: as far as they are outside of the PodCIDR, nothing else says that they are in use. Like a
 // report they keep nothing from peers that is wider than any cluster's pods.
-func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Prefix) (all []ipam.Reached) {
+func unreported(nodes []corev1.Node, reported map[string]bool, podCIDR netip.Prefix) (all []ipam.Reached, wide []fabric.Problem) {
 	for i := range nodes {
+		name := nodes[i].Name
 		for _, text := range nodes[i].Spec.PodCIDRs {
 			p, err := netip.ParsePrefix(text)
-			if err == nil && p.Bits() >= fabric.WidestNodeNetwork && !reported[nodes[i].Name] && podCIDR.IsValid() && p.Addr().Is4() == podCIDR.Addr().Is4() && !podCIDR.Overlaps(p) {
-				all = append(all, ipam.Reached{Prefix: p.Masked(), Node: nodes[i].Name})
+			switch {
+			case err != nil || reported[name] || !podCIDR.IsValid() || p.Addr().Is4() != podCIDR.Addr().Is4():
+			case p.Bits() < fabric.WidestNodeNetwork:
+				wide = append(wide, fabric.Problem{Origin: fabric.Origin{Kind: "Node", Name: name}, Field: "spec.podCIDRs", Message: fmt.Sprintf(
+					"%v is ignored, and keeps nothing from peers; want a network of length /%d or longer", p, fabric.WidestNodeNetwork)})
+			case !podCIDR.Overlaps(p):
+				all = append(all, ipam.Reached{Prefix: p.Masked(), Node: name})
 			}
 		}
 	}
-	return all
+	return all, wide
 }
 
 // nodeAddresses returns the IP addresses of all nodes, sorted.

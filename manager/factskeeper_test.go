@@ -147,11 +147,14 @@ func TestPodsOfNodesOfWhichNoAgentTellsAreReachedToo(t *testing.T) {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}, Spec: corev1.NodeSpec{PodCIDRs: podCIDRs}}
 	}
 	nodes := []corev1.Node{node("reports", "10.99.0.0/24"), node("inside", "10.244.3.0/24"), node("stray", "10.246.1.0/24", "fd00::/64"), node("none"), node("bad", "x"), node("all", "128.0.0.0/1")}
-	got := unreported(nodes, map[string]bool{"reports": true}, netip.MustParsePrefix("10.244.0.0/16"))
+	got, wide := unreported(nodes, map[string]bool{"reports": true}, netip.MustParsePrefix("10.244.0.0/16"))
+	if len(wide) != 1 || wide[0].Origin.Name != "all" || wide[0].Field != "spec.podCIDRs" {
+		t.Errorf("too wide: %v", wide)
+	}
 	if want := []ipam.Reached{{Prefix: netip.MustParsePrefix("10.246.1.0/24"), Node: "stray"}}; !slices.Equal(got, want) {
 		t.Errorf("%v, want %v", got, want)
 	}
-	if got := unreported(nodes, nil, netip.Prefix{}); got != nil {
+	if got, _ := unreported(nodes, nil, netip.Prefix{}); got != nil {
 		t.Errorf("without a PodCIDR: %v", got)
 	}
 }

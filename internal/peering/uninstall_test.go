@@ -197,6 +197,36 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		t.Errorf("without an installation: %v; cleaned %v; %v", err, cleaned, said)
 	}
 
+	// A namespace that others made stays as it was, and so does one that a version before has marked as ours
+	// while others are in it.
+	for name, marks := range map[string]map[string]string{"of others": nil, "marked by a version before": {labelName: managedBy}} {
+		must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: marks}}))
+		install(nil)
+		var theirs corev1.Namespace
+		must(t, c.client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
+		if theirs.Labels[labelName] != marks[labelName] {
+			t.Errorf("%s: install marks it: %v", name, theirs.Labels)
+		}
+		pod := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "theirs"}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "c", Image: "i"}}}}
+		if marks != nil {
+			must(t, c.client.Create(t.Context(), pod))
+		}
+		if _, err = uninstall(UninstallOptions{}, nobody, ""); err != nil || !said.has("stays, since") {
+			t.Errorf("%s: %v; %v", name, err, said)
+		}
+		must(t, c.client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
+		if theirs.DeletionTimestamp != nil {
+			t.Errorf("%s: uninstall deletes it", name)
+		}
+		must(t, client.IgnoreNotFound(c.client.Delete(t.Context(), pod, client.GracePeriodSeconds(0))))
+		must(t, c.client.Delete(t.Context(), &theirs))
+		for begin := time.Now(); !gone(t, c, &corev1.Namespace{}, c.Namespace); time.Sleep(100 * time.Millisecond) {
+			if time.Since(begin) > patient {
+				t.Fatalf("%s: it does not go", name)
+			}
+		}
+	}
+
 	// What Helm installed is Helm's to delete, and the rest goes before it.
 	install(nil)
 	peer()
