@@ -21,6 +21,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/internal/noise"
 	"github.com/isthmus-net/isthmus/packet"
 )
 
@@ -91,8 +92,8 @@ type far struct {
 	addr    net.IP
 	ping    netip.AddrPort // inside the tunnel, where it asks from
 	mu      sync.Mutex
-	current *session
-	next    [256]*session // by the low octet of the index
+	current *noise.Session
+	next    [256]*noise.Session // by the low octet of the index
 	last    byte
 	gateway net.Addr // where its messages came from
 	socket  int
@@ -173,27 +174,27 @@ func (c *crowd) message(i, socket int, m []byte, from net.Addr) []byte {
 	defer f.mu.Unlock()
 	switch {
 	case f.moved && socket == 0: // nobody is there any more
-	case m[0] == initiationType:
+	case m[0] == noise.InitiationType:
 		f.last++
-		response, s, err := respond(f.key, m, uint32(i)<<8|uint32(f.last))
+		response, s, err := noise.Respond(f.key, m, uint32(i)<<8|uint32(f.last))
 		if err != nil {
 			return nil
 		}
 		f.next[f.last], f.gateway, f.socket = s, from, socket
 		return response
-	case m[0] == dataType && len(m) >= headerLen+tagLen:
+	case m[0] == noise.DataType && len(m) >= noise.HeaderLen+noise.TagLen:
 		s := f.next[m[4]]
 		if s == nil {
 			return nil
 		}
-		inner, err := s.open(m)
+		inner, err := s.Open(m)
 		if err != nil {
 			return nil
 		}
 		f.current, f.gateway, f.socket = s, from, socket
 		if answer := pong(inner); answer != nil {
 			c.note(i)
-			return s.seal(answer)
+			return s.SealPadded(answer)
 		}
 	}
 	return nil
@@ -264,7 +265,7 @@ func (c *crowd) ask(ctx context.Context) {
 					MsgType   string `json:"msgType"`
 					Timestamp string `json:"timeStamp"`
 				}{"11111111-0000-4000-8000-000000000000", "PING", time.Now().UTC().Format(time.RFC3339Nano)})
-				m = f.current.seal(datagram(text, f.ping, to))
+				m = f.current.SealPadded(datagram(text, f.ping, to))
 			}
 			f.mu.Unlock()
 			if m != nil {

@@ -19,7 +19,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
-	"github.com/isthmus-net/isthmus/test/internal/noise"
+	"github.com/isthmus-net/isthmus/internal/noise"
 )
 
 type spec = v1alpha1.NetworkConfigSpec

@@ -15,7 +15,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
-	"github.com/isthmus-net/isthmus/test/internal/noise"
+	"github.com/isthmus-net/isthmus/internal/noise"
 )
 
 const wireGuardPort = 5871

@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
-	"github.com/isthmus-net/isthmus/test/internal/noise"
+	"github.com/isthmus-net/isthmus/internal/noise"
 )
 
 // A rogue is c's gateway in the attacker's hands: it has its key and its address, and sends a what

@@ -31,8 +31,8 @@ import (
 
 	"github.com/isthmus-net/isthmus/internal/expect"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/internal/noise"
 	"github.com/isthmus-net/isthmus/internal/testbin"
-	"github.com/isthmus-net/isthmus/test/internal/noise"
 )
 
 var must = expect.NoError

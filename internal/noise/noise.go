@@ -1,5 +1,6 @@
-// Package noise is the initiator of WireGuard's handshake and a sender of data, from the paper
-// (section 5.4), so that a test can do what no implementation would.
+// Package noise is both sides of WireGuard's handshake and its data messages, from the paper (section
+// 5.4), so that a test can do what no implementation would, and a benchmark can be thousands of peers
+// that share everything but keys.
 package noise
 
 import (
@@ -12,6 +13,7 @@ import (
 	"fmt"
 	"hash"
 	"net"
+	"slices"
 	"time"
 
 	"golang.org/x/crypto/blake2s"
@@ -28,10 +30,11 @@ const (
 // answerTime is how long an answer to an initiation may take, of which Connect sends ten.
 const answerTime = 6 * time.Second
 
-// A Session is what a handshake left: a key to send with, and the receiver's name for it.
+// A Session is what a handshake left: keys, and the receiver's name for it. One goroutine uses it.
 type Session struct {
 	index   uint32
 	send    cipher.AEAD
+	receive cipher.AEAD // of a responder; nil
 	counter uint64
 }
 
@@ -42,6 +45,11 @@ func (s *Session) Seal(inner []byte) []byte {
 	m := DataHeader(s.index, s.counter)
 	s.counter++
 	return s.send.Seal(m, nonce[:], inner, nil)
+}
+
+// SealPadded is Seal for a packet, which it pads to 16 octets as WireGuard does.
+func (s *Session) SealPadded(packet []byte) []byte {
+	return s.Seal(append(slices.Clone(packet), make([]byte, -len(packet)&15)...))
 }
 
 // DataHeader is that of a data message, with room for what follows.
