@@ -73,7 +73,7 @@ type Decider struct {
 	src               netip.Addr // of routes to the gateway; zero: there are none
 	made              bool
 	routes            []kernel.Route // in the order of Route.Compare
-	remote, remote6   string         // elements of sets of the networks
+	remote            kernel.Remote  // of the networks
 }
 
 // NodeFor is the function of that name.
@@ -87,7 +87,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	}
 	d.node.Rules = refusingRules(d.refused, d.doubtful)
 	m.take(d.refused)
-	d.remote, d.remote6 = m.remote, m.remote6
+	d.remote = m.remote
 	d.disbelieve()
 	d.self = nodes[at]
 	d.believe(in)
@@ -125,7 +125,7 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 // take forgets what was made of other networks. It is asked before peers.
 func (m *Decider) take(refused []netip.Prefix) {
 	if !m.made || !slices.Equal(refused, m.refused) {
-		*m = Decider{refused: refused, remote: kernel.NetworkElements(refused), remote6: kernel.NetworkElements6(refused)}
+		*m = Decider{refused: refused, remote: kernel.RemoteOf(refused)}
 	}
 }
 
@@ -159,19 +159,19 @@ func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
 }
 
 type nodeDecision struct {
-	self            ClusterNode
-	slim            bool                      // no gateway has a host's network: other nodes do not matter
-	one             bool                      // one gateway has all peers
-	gateways        map[netip.Addr]GatewayPod // those with a network of their own that a tunnel names
-	nodes           []ClusterNode             // the oldest first
-	refused         []netip.Prefix            // networks of peers
-	doubtful        []netip.Prefix            // that may be such
-	remote, remote6 string                    // elements of sets of the refused
-	src             netip.Addr                // of routes to the one gateway; zero: there are none
-	trusted         bool                      // pods are where the podCIDRs of nodes say
-	overlay         map[string]netip.Addr     // overlay addresses by name of the node
-	node            kernel.State
-	problems        []Problem
+	self     ClusterNode
+	slim     bool                      // no gateway has a host's network: other nodes do not matter
+	one      bool                      // one gateway has all peers
+	gateways map[netip.Addr]GatewayPod // those with a network of their own that a tunnel names
+	nodes    []ClusterNode             // the oldest first
+	refused  []netip.Prefix            // networks of peers
+	doubtful []netip.Prefix            // that may be such
+	remote   kernel.Remote             // of the refused
+	src      netip.Addr                // of routes to the one gateway; zero: there are none
+	trusted  bool                      // pods are where the podCIDRs of nodes say
+	overlay  map[string]netip.Addr     // overlay addresses by name of the node
+	node     kernel.State
+	problems []Problem
 }
 
 func (d *nodeDecision) problem(o Origin, field, format string, args ...any) {
@@ -349,7 +349,9 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 	if in.Bridged && len(in.Uplinks) > 0 {
 		s.Bridges = in.Bridges
 	}
-	d.node.Filters = []kernel.Filter{kernel.FilterFor(s).WithSet("remote", d.remote).WithSet("remote6", d.remote6)}
+	filter := kernel.FilterFor(s)
+	filter.Remote = d.remote
+	d.node.Filters = []kernel.Filter{filter}
 }
 
 // addSourceNAT lets pods keep their addresses towards peers, whatever their CNI masquerades, and has
@@ -373,7 +375,7 @@ func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 		}
 	}
 	s.Pods = append(s.Pods, s.Local...)
-	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s).WithSet("remote", d.remote)}
+	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s).WithSet("remote", d.remote.Networks)}
 	d.node.Accepts = []kernel.Accept{{}}
 }
 

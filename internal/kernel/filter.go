@@ -12,8 +12,7 @@ import (
 // spaces, so that filters are comparable.
 type Filter struct {
 	Nodes     string // addresses from which packets of the overlay come, IPv4: those of nodes and gateways
-	Remote    string // networks of peers, IPv4
-	Remote6   string // the same, IPv6
+	Remote    Remote // networks of peers
 	Own       string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
 	Elsewhere string // networks in which pods of other nodes are, and none of ours, IPv4
 	Underlay  string // devices by which our node reaches the others
@@ -21,6 +20,38 @@ type Filter struct {
 	// Gateways are addresses of gateways that are Pods, IPv4: what they send to the overlay of other
 	// nodes, and get from there, a node forwards.
 	Gateways string
+}
+
+// Remote is networks of peers, as the sets of a Filter have them.
+type Remote struct {
+	Networks  string // IPv4
+	Networks6 string // IPv6
+	// Around are the networks of length 16 that have an address of Networks in them, without the
+	// length: an address that is in none of these is in none of those.
+	Around string
+}
+
+// RemoteOf makes a Remote of networks in any order.
+func RemoteOf(all []netip.Prefix) Remote {
+	all = inOrder(all)
+	return Remote{Networks: networksOf(all, netip.Addr.Is4), Networks6: networksOf(all, netip.Addr.Is6), Around: around(all)}
+}
+
+// around goes through the networks of length 16 of each network, which is one where it is longer.
+func around(sorted []netip.Prefix) string {
+	var text []byte
+	next := 0 // before it all are said
+	for _, p := range sorted {
+		if !p.Addr().Is4() {
+			continue
+		}
+		b := p.Masked().Addr().As4()
+		first := int(b[0])<<8 | int(b[1])
+		for next = max(next, first); next < first+1<<max(16-p.Bits(), 0); next++ {
+			text = append(netip.AddrFrom4([4]byte{byte(next >> 8), byte(next)}).AppendTo(text), ' ')
+		}
+	}
+	return string(bytes.TrimSuffix(text, []byte{' '}))
 }
 
 // FilterSets is what a Filter is made of, in any order.
@@ -35,24 +66,25 @@ type FilterSets struct {
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
-		Remote: NetworkElements(s.Remote), Remote6: NetworkElements6(s.Remote), Elsewhere: NetworkElements(s.Elsewhere),
+		Remote: RemoteOf(s.Remote), Elsewhere: NetworkElements(s.Elsewhere),
 		Underlay: devices(s.Underlay), Bridges: devices(s.Bridges),
 	}
 }
 
 // NetworkElements are those of IPv4 as a Filter and a SourceNAT have them.
-func NetworkElements(all []netip.Prefix) string { return networksOf(all, netip.Addr.Is4) }
+func NetworkElements(all []netip.Prefix) string { return networksOf(inOrder(all), netip.Addr.Is4) }
 
-// NetworkElements6 are those of IPv6 as a Filter has them.
-func NetworkElements6(all []netip.Prefix) string { return networksOf(all, netip.Addr.Is6) }
-
-func networksOf(all []netip.Prefix, family func(netip.Addr) bool) string {
-	if !slices.IsSortedFunc(all, netip.Prefix.Compare) {
-		all = slices.SortedFunc(slices.Values(all), netip.Prefix.Compare)
+func inOrder(all []netip.Prefix) []netip.Prefix {
+	if slices.IsSortedFunc(all, netip.Prefix.Compare) {
+		return all
 	}
+	return slices.SortedFunc(slices.Values(all), netip.Prefix.Compare)
+}
+
+func networksOf(sorted []netip.Prefix, family func(netip.Addr) bool) string {
 	var last netip.Prefix
-	text := make([]byte, 0, len("255.255.255.255/32 ")*len(all))
-	for _, p := range all { // a network sorts before those inside
+	text := make([]byte, 0, len("255.255.255.255/32 ")*len(sorted))
+	for _, p := range sorted { // a network sorts before those inside
 		if family(p.Addr()) && !(last.IsValid() && last.Overlaps(p)) {
 			last = p
 			text = append(p.AppendTo(text), ' ')
@@ -154,8 +186,9 @@ func (c FilterChain) Kind() string {
 // at the node that they are for, which does know. No other error is: those from inside the tunnel are
 // for pods, and come by the overlay.
 //
-// What most packets are comes first: each rule before costs a packet of the overlay some 100 ns. Of two
-// sets the smaller is asked first: that of remote networks has two for each peer.
+// What most packets are comes first: each rule before costs a packet some 50 ns. Most are for no peer
+// and from none, and the kernel searches a set of networks as a tree: 150 ns with ten peers, 300 with
+// a thousand. So remote16, which it finds an address in by a hash, is asked before remote.
 var FilterChains = []FilterChain{
 	{Name: "remote", Drops: "peer_to_node", Rules: []string{
 		"ct state established,related accept",
@@ -169,6 +202,7 @@ var FilterChains = []FilterChain{
 		"counter drop",
 	}},
 	{Name: "overlay", Drops: "overlay_stranger", Rules: []string{
+		`iifname != "isthmus.vxlan" accept`,
 		"ip saddr @remote ip daddr != @remote accept",
 		"ip saddr != @remote ip daddr @remote accept",
 		"ct state established,related accept",
@@ -183,6 +217,12 @@ var FilterChains = []FilterChain{
 	{Name: "forged", Drops: "forged_source", Rules: []string{
 		`oifname "isthmus.vxlan" counter drop`,
 		"jump bydevice",
+	}},
+	{Name: "clear", Drops: "in_the_clear", Rules: []string{
+		`oifname "isthmus*" accept`,
+		`oifname "lo" accept`,
+		"ip daddr @remote counter drop",
+		"ip6 daddr @remote6 counter drop",
 	}},
 	{Name: "bridged", Drops: "overlay_port", Rules: []string{
 		"ct status dnat counter drop",
@@ -214,16 +254,13 @@ var FilterChains = []FilterChain{
 	}},
 	{Name: "forward", Hook: "forward", Rules: []string{
 		"udp dport 4800 jump outer",
-		`iifname "isthmus.vxlan" jump overlay`,
-		`iifname "isthmus*" accept`,
-		"ip saddr @remote jump forged",
-		"ip saddr @elsewhere ip daddr @remote jump bydevice",
+		`iifname "isthmus*" jump overlay`,
+		"ip saddr & 255.255.0.0 @remote16 ip saddr @remote jump forged",
+		"ip daddr & 255.255.0.0 @remote16 ip saddr @elsewhere ip daddr @remote jump bydevice",
 	}},
-	{Name: "leaving", Hook: "postrouting", Drops: "in_the_clear", Rules: []string{
-		`oifname "isthmus*" accept`,
-		`oifname "lo" accept`,
-		"ip daddr @remote counter drop",
-		"ip6 daddr @remote6 counter drop",
+	{Name: "leaving", Hook: "postrouting", Rules: []string{
+		"ip daddr & 255.255.0.0 @remote16 jump clear",
+		"ip6 daddr @remote6 jump clear",
 	}},
 }
 
@@ -249,8 +286,9 @@ type FilterSet struct {
 func (f Filter) Sets() []FilterSet {
 	return []FilterSet{
 		{"nodes", "ipv4_addr", false, f.Nodes},
-		{"remote", "ipv4_addr", true, f.Remote},
-		{"remote6", "ipv6_addr", true, f.Remote6},
+		{"remote", "ipv4_addr", true, f.Remote.Networks},
+		{"remote16", "ipv4_addr", false, f.Remote.Around},
+		{"remote6", "ipv6_addr", true, f.Remote.Networks6},
 		{"own", "ipv4_addr", false, f.Own},
 		{"elsewhere", "ipv4_addr", true, f.Elsewhere},
 		{"underlay", "ifname", false, f.Underlay},
@@ -261,7 +299,7 @@ func (f Filter) Sets() []FilterSet {
 
 // set is the field for the set of a name.
 func (f *Filter) set(name string) *string {
-	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote, "remote6": &f.Remote6, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay, "bridges": &f.Bridges, "gateways": &f.Gateways}[name]
+	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote.Networks, "remote16": &f.Remote.Around, "remote6": &f.Remote.Networks6, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay, "bridges": &f.Bridges, "gateways": &f.Gateways}[name]
 }
 
 // WithSet returns the Filter with other elements in the set of a name.

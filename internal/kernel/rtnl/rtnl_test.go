@@ -1141,7 +1141,7 @@ func TestWhatAFilterDropsIsCounted(t *testing.T) {
 			}
 			defer c.Close()
 			_, err = c.Write([]byte("x"))
-			if errors.Is(err, unix.EPERM) { // what the chain leaving drops is told to who sent it
+			if errors.Is(err, unix.EPERM) { // what the chain clear drops is told to who sent it
 				err = nil
 			}
 			return err
@@ -1164,6 +1164,64 @@ func TestWhatAFilterDropsIsCounted(t *testing.T) {
 		n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4, remote6, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 250, byte(i), 0}), 24)}})}})
 		if got := n.dropped(); !maps.Equal(got, want) {
 			t.Errorf("after a change %v; want %v", got, want)
+		}
+	}
+}
+
+// Whatever the lengths of the networks of peers, and however they change: what is for one of them does
+// not leave, and what is for none does.
+func TestWhatIsForAPeerDoesNotLeaveWhateverTheLengthOfItsNetwork(t *testing.T) {
+	n := open(t, RouteAgent)
+	n.run("ip link add eth0 type veth peer name eth1")
+	n.run("ip addr add 172.30.1.11/24 dev eth0")
+	n.run("ip link set eth0 up")
+	n.run("ip link set eth1 up")
+	n.run("ip route add default via 172.30.1.1")
+	n.run("ip neigh add 172.30.1.1 lladdr 02:00:00:00:00:01 dev eth0")
+	rng := rand.New(rand.NewPCG(14, 16))
+	random := func(bits int) netip.Prefix { // of few networks of length 8, so that some touch
+		p, _ := netip.AddrFrom4([4]byte{10 + byte(rng.IntN(4)), byte(rng.IntN(256)), byte(rng.IntN(256)), byte(rng.IntN(256))}).Prefix(bits)
+		return p
+	}
+	last := func(p netip.Prefix) netip.Addr {
+		b := p.Addr().As4()
+		for bit := p.Bits(); bit < 32; bit++ {
+			b[bit/8] |= 0x80 >> (bit % 8)
+		}
+		return netip.AddrFrom4(b)
+	}
+	var remote []netip.Prefix
+	for range 15 {
+		remote = slices.DeleteFunc(remote, func(netip.Prefix) bool { return rng.IntN(4) == 0 })
+		for range 3 {
+			remote = append(remote, random(11+rng.IntN(22)))
+		}
+		n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: remote})}})
+		var to []netip.Addr
+		for _, p := range remote {
+			to = append(to, p.Addr(), last(p), p.Addr().Prev(), last(p).Next())
+		}
+		for range 20 {
+			to = append(to, random(32).Addr())
+		}
+		if err := Do(n.f, func() error {
+			c, err := net.ListenUDP("udp4", nil)
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			for _, addr := range to {
+				_, err := c.WriteToUDPAddrPort([]byte("x"), netip.AddrPortFrom(addr, 53))
+				if err != nil && !errors.Is(err, unix.EPERM) {
+					return err
+				}
+				if of := slices.ContainsFunc(remote, func(p netip.Prefix) bool { return p.Contains(addr) }); of != (err != nil) {
+					t.Errorf("%v, of a peer: %v; sending: %v", addr, of, err)
+				}
+			}
+			return nil
+		}); err != nil {
+			t.Fatal(err)
 		}
 	}
 }

@@ -18,7 +18,7 @@ var rules = map[string][]expr.Any{
 	"ip saddr @local snat to ip saddr":                 slices.Concat(from("local"), itself()),
 	"ip saddr @pods jump bydevice":                     slices.Concat(from("pods"), jump("bydevice")),
 	"ip saddr @remote return":                          slices.Concat(from("remote"), leave()),
-	`iifname "isthmus.vxlan" snat to ip saddr`:         slices.Concat(iif(padded(kernel.OverlayDevice)), itself()),
+	`iifname "isthmus.vxlan" snat to ip saddr`:         slices.Concat(iif(expr.CmpOpEq, kernel.OverlayDevice), itself()),
 	"iifname @underlay return":                         slices.Concat(byUnderlay(), leave()),
 	`meta iifkind "veth" snat to ip saddr`:             slices.Concat(iifKind("veth"), itself()),
 	`meta iifkind "bridge" snat to ip saddr`:           slices.Concat(iifKind("bridge"), itself()),
@@ -26,31 +26,29 @@ var rules = map[string][]expr.Any{
 	"snat to ip saddr":                                 itself(),
 	`ip daddr @remote oifname "isthmus*" jump topeers`: slices.Concat(in(daddr, "remote", false), ours(expr.MetaKeyOIFNAME), jump("topeers")),
 	"ip saddr @remote ip daddr @pods jump frompeers":   slices.Concat(from("remote"), in(daddr, "pods", false), jump("frompeers")),
-	"accept":                                                                    {verdict(expr.VerdictAccept)},
-	"counter drop":                                                              drop(),
-	"jump bydevice":                                                             jump("bydevice"),
-	"udp dport 4800 jump outer":                                                 slices.Concat(toOverlay(), jump("outer")),
-	"udp dport 4800 counter drop":                                               slices.Concat(toOverlay(), drop()),
-	"ct state established,related accept":                                       slices.Concat(answers(), accept()),
-	"ip daddr @own accept":                                                      slices.Concat(ip4(), in(daddr, "own", false), accept()),
-	"ip saddr @remote ip daddr != @remote accept":                               slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
-	"ip saddr != @remote ip daddr @remote accept":                               slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
-	"fib daddr type != local accept":                                            slices.Concat(local(expr.CmpOpNeq), accept()),
-	`iifname "isthmus*" accept`:                                                 slices.Concat(ours(expr.MetaKeyIIFNAME), accept()),
-	"ip saddr @remote jump forged":                                              slices.Concat(ip4(), in(saddr, "remote", false), jump("forged")),
-	`oifname "isthmus.vxlan" counter drop`:                                      slices.Concat(oif(kernel.OverlayDevice), drop()),
-	"iifname @underlay accept":                                                  slices.Concat(byUnderlay(), accept()),
-	`meta iifkind "veth" counter drop`:                                          slices.Concat(iifKind("veth"), drop()),
-	`meta iifkind "bridge" counter drop`:                                        slices.Concat(iifKind("bridge"), drop()),
-	"ip saddr @elsewhere ip daddr @remote jump bydevice":                        slices.Concat(ip4(), in(saddr, "elsewhere", false), in(daddr, "remote", false), jump("bydevice")),
-	`iifname "isthmus*" jump translated`:                                        slices.Concat(ours(expr.MetaKeyIIFNAME), jump("translated")),
-	`iifname "isthmus*" jump remote`:                                            slices.Concat(ours(expr.MetaKeyIIFNAME), jump("remote")),
-	`iifname "isthmus.vxlan" jump overlay`:                                      slices.Concat(iif(padded(kernel.OverlayDevice)), jump("overlay")),
-	"iifname @uplinks accept":                                                   slices.Concat(byName("uplinks"), accept()),
-	"ip daddr @gateways udp dport 4800 counter drop":                            slices.Concat(etherType(unix.ETH_P_IP), in(daddr, "gateways", false), toOverlay(), drop()),
-	"meta protocol 8021q @ll,116,12 0 counter drop":                             slices.Concat(etherType(unix.ETH_P_8021Q), noVLAN(), drop()),
-	"meta protocol 8021ad @ll,116,12 0 counter drop":                            slices.Concat(etherType(unix.ETH_P_8021AD), noVLAN(), drop()),
-	"ct status dnat counter drop":                                               slices.Concat(translated(), drop()),
+	"accept":                                         {verdict(expr.VerdictAccept)},
+	"counter drop":                                   drop(),
+	"jump bydevice":                                  jump("bydevice"),
+	"udp dport 4800 jump outer":                      slices.Concat(toOverlay(), jump("outer")),
+	"udp dport 4800 counter drop":                    slices.Concat(toOverlay(), drop()),
+	"ct state established,related accept":            slices.Concat(answers(), accept()),
+	"ip daddr @own accept":                           slices.Concat(ip4(), in(daddr, "own", false), accept()),
+	"ip saddr @remote ip daddr != @remote accept":    slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
+	"ip saddr != @remote ip daddr @remote accept":    slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
+	"fib daddr type != local accept":                 slices.Concat(local(expr.CmpOpNeq), accept()),
+	`iifname != "isthmus.vxlan" accept`:              slices.Concat(iif(expr.CmpOpNeq, kernel.OverlayDevice), accept()),
+	`iifname "isthmus*" jump overlay`:                slices.Concat(ours(expr.MetaKeyIIFNAME), jump("overlay")),
+	`oifname "isthmus.vxlan" counter drop`:           slices.Concat(oif(kernel.OverlayDevice), drop()),
+	"iifname @underlay accept":                       slices.Concat(byUnderlay(), accept()),
+	`meta iifkind "veth" counter drop`:               slices.Concat(iifKind("veth"), drop()),
+	`meta iifkind "bridge" counter drop`:             slices.Concat(iifKind("bridge"), drop()),
+	`iifname "isthmus*" jump translated`:             slices.Concat(ours(expr.MetaKeyIIFNAME), jump("translated")),
+	`iifname "isthmus*" jump remote`:                 slices.Concat(ours(expr.MetaKeyIIFNAME), jump("remote")),
+	"iifname @uplinks accept":                        slices.Concat(byName("uplinks"), accept()),
+	"ip daddr @gateways udp dport 4800 counter drop": slices.Concat(etherType(unix.ETH_P_IP), in(daddr, "gateways", false), toOverlay(), drop()),
+	"meta protocol 8021q @ll,116,12 0 counter drop":  slices.Concat(etherType(unix.ETH_P_8021Q), noVLAN(), drop()),
+	"meta protocol 8021ad @ll,116,12 0 counter drop": slices.Concat(etherType(unix.ETH_P_8021AD), noVLAN(), drop()),
+	"ct status dnat counter drop":                    slices.Concat(translated(), drop()),
 	"ip daddr @gateways fib saddr . iif oif != 0 iifname @bridges jump bridged": slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), byName("bridges"), jump("bridged")),
 	"ip saddr @gateways fib saddr . iif oif != 0 accept":                        slices.Concat(ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
 	"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice":                 slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), jump("bydevice")),
@@ -63,7 +61,12 @@ var rules = map[string][]expr.Any{
 	"@th,0,16 0x0300 notrack":                                                   slices.Concat(icmpError(3, 0), []expr.Any{&expr.Notrack{}}),
 	"@th,0,16 0x0301 notrack":                                                   slices.Concat(icmpError(3, 1), []expr.Any{&expr.Notrack{}}),
 	"ip daddr @remote counter drop":                                             slices.Concat(ip4(), in(daddr, "remote", false), drop()),
+	"ip daddr & 255.255.0.0 @remote16 jump clear":                               slices.Concat(ip4(), around(daddr), jump("clear")),
+	"ip6 daddr @remote6 jump clear":                                             slices.Concat(ip6(), in6(daddr6, "remote6"), jump("clear")),
+	"ip saddr & 255.255.0.0 @remote16 ip saddr @remote jump forged":             slices.Concat(ip4(), around(saddr), in(saddr, "remote", false), jump("forged")),
 	"ip6 daddr @remote6 counter drop":                                           slices.Concat(ip6(), in6(daddr6, "remote6"), drop()),
+	"ip daddr & 255.255.0.0 @remote16 ip saddr @elsewhere ip daddr @remote jump bydevice": slices.Concat(
+		ip4(), around(daddr), in(saddr, "elsewhere", false), in(daddr, "remote", false), jump("bydevice")),
 	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
 		toOverlay(), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
 }
@@ -127,6 +130,15 @@ func in(offset uint32, set string, invert bool) []expr.Any {
 	}
 }
 
+// around: the network of length 16 that the address is in is in the set remote16.
+func around(offset uint32) []expr.Any {
+	return []expr.Any{
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4},
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: []byte{0xff, 0xff, 0, 0}, Xor: make([]byte, 4)},
+		&expr.Lookup{SourceRegister: 1, SetName: "remote16"},
+	}
+}
+
 // from is in for the source, in a table of the family ip, where a packet is nothing else.
 func from(set string) []expr.Any { return in(saddr, set, false) }
 
@@ -173,8 +185,8 @@ func noVLAN() []expr.Any {
 	}
 }
 
-func iif(name []byte) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, equal(expr.CmpOpEq, name)}
+func iif(op expr.CmpOp, name string) []expr.Any {
+	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, equal(op, padded(name))}
 }
 
 // ours are all devices whose names begin like those of ours.
