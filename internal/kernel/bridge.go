@@ -35,8 +35,8 @@ var BridgeChains = []FilterChain{
 // Sets are the sets, always the same but for their elements.
 func (b Bridge) Sets() []FilterSet {
 	return []FilterSet{
-		{"gateways", "ipv4_addr", false, b.Gateways},
-		{"uplinks", "ifname", false, b.Uplinks},
+		{"gateways", "ipv4_addr", false, 0, b.Gateways},
+		{"uplinks", "ifname", false, 0, b.Uplinks},
 	}
 }
 

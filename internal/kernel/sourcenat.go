@@ -95,10 +95,10 @@ func SNATTarget(rule string) (netip.Addr, bool) {
 // Sets are the sets, always the same but for their elements.
 func (s SourceNAT) Sets() []FilterSet {
 	return []FilterSet{
-		{"local", "ipv4_addr", true, s.Local},
-		{"pods", "ipv4_addr", true, s.Pods},
-		{"remote", "ipv4_addr", true, s.Remote},
-		{"underlay", "ifname", false, s.Underlay},
+		{"local", "ipv4_addr", true, 0, s.Local},
+		{"pods", "ipv4_addr", true, 0, s.Pods},
+		{"remote", "ipv4_addr", true, 0, s.Remote},
+		{"underlay", "ifname", false, 0, s.Underlay},
 	}
 }
 
@@ -128,6 +128,9 @@ func nftCommand(remove bool, family string, sets []FilterSet, chains []FilterCha
 		flags := ""
 		if set.Interval {
 			flags = "flags interval; "
+		}
+		if set.Size > 0 {
+			flags = fmt.Sprintf("size %d; ", set.Size)
 		}
 		c += fmt.Sprintf("set %s { type %s; %s", set.Name, set.Type, flags)
 		if set.Elements != "" {

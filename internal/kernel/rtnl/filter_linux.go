@@ -62,7 +62,7 @@ func newConn(o ...nftables.ConnOption) (*nftables.Conn, error) {
 
 // nftSet is a set of the table.
 func (t table) nftSet(s kernel.FilterSet) *nftables.Set {
-	set := &nftables.Set{Table: t.nft, Name: s.Name, KeyType: nftables.TypeIPAddr, Interval: s.Interval}
+	set := &nftables.Set{Table: t.nft, Name: s.Name, KeyType: nftables.TypeIPAddr, Interval: s.Interval, Size: s.Size}
 	if s.Type == "ipv6_addr" {
 		set.KeyType = nftables.TypeIP6Addr
 	}

@@ -498,7 +498,7 @@ func TestFilterIsWhatItsTextSays(t *testing.T) {
 }
 
 // The filter of a gateway's Pod in a cluster of ten thousand nodes, each with three addresses that
-// its outer packets may come from, and with 4,096 peers.
+// its outer packets may come from, and with 4,096 peers; and one whose peers have all addresses.
 func TestAFilterHasRoomForTheLargestCluster(t *testing.T) {
 	n := open(t, RouteAgent)
 	var nodes []netip.Addr
@@ -510,7 +510,8 @@ func TestAFilterHasRoomForTheLargestCluster(t *testing.T) {
 		remote = append(remote, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(i >> 5), byte(i << 3 & 255), 0}), 22))
 	}
 	f := FilterFor(FilterSets{Nodes: nodes, Remote: remote})
-	for _, want := range []Filter{f, FilterFor(FilterSets{Nodes: nodes[1:], Remote: remote[:8000]}), {}} {
+	for _, want := range []Filter{f, FilterFor(FilterSets{Nodes: nodes[1:], Remote: remote[:8000]}), {},
+		FilterFor(FilterSets{Remote: []netip.Prefix{netip.MustParsePrefix("0.0.0.0/0")}})} {
 		n.apply(State{Filters: []Filter{want}})
 		if again := n.apply(State{Filters: []Filter{want}}); again != "" {
 			t.Fatalf("the second time: %.300s", again)
