@@ -3,10 +3,12 @@
 //
 //	go run ./benchmarks/packets -rounds 5
 //
-// The node has what fabric.NodeFor decides for gateways that are Pods: routes and the sets of the
-// packet filter for two networks of each peer. Figures are CPU time from the system call of a pod to
-// the arrival, on one processor, which includes the pod's own part; all sizes are measured in each
-// round, in another order, and the ratios are formed round by round. It needs root and iproute2.
+// Each number of peers has a cluster of its own, whose first node has what fabric.NodeFor decides for
+// gateways that are Pods: routes and the sets of the packet filter for two networks of each peer. One
+// more has no route agent. Its nodes track connections and masquerade, as all of them do. Figures are
+// CPU time from the system call of a pod to the arrival, on one processor, which includes the pod's own
+// part. Each takes a turn of a thousand packets after the other, so that what else the machine does
+// concerns all, and the ratios are formed round by round. It needs root and iproute2.
 package main
 
 import (
@@ -56,80 +58,133 @@ func main() {
 	fmt.Printf("\n%s; %d interleaved rounds. ns of CPU for a packet, median [smallest - largest], and the ratio to the baseline.\n%s", measure.Where(), *rounds, table)
 }
 
-// A node is that of the measured route agent.
-type node struct {
+const (
+	turn  = 1000 // packets of one cluster, after some that are not counted
+	turns = 100  // in a round
+)
+
+// A row is a number of peers, or no agent, and its cluster.
+type row struct {
 	*lab.Cluster
-	kernel *rtnl.Kernel
+	name    string
+	flows   []*load.Flow // by kind; nil: nothing goes there
+	samples [][]float64  // by kind and round
 }
 
+var kinds = []string{"for no peer", "to a peer"}
+
 func run(ctx context.Context, rounds int, numbers []int) (table string, err error) {
-	l, err := lab.Up(ctx, lab.Spec{Name: lab.UniqueName("packets"), Clusters: []lab.ClusterSpec{{PodCIDR: localPods, Nodes: 2, PodsPerNode: 1}}})
+	spec := lab.Spec{Name: lab.UniqueName("packets"), Clusters: lab.Clusters(len(numbers) + 1)}
+	for i := range spec.Clusters {
+		c := &spec.Clusters[i]
+		c.PodCIDR, c.Nodes, c.PodsPerNode = localPods, 2, 1
+	}
+	l, err := lab.Up(ctx, spec)
 	if err != nil {
 		return "", err
 	}
 	defer func() { err = errors.Join(err, l.Down()) }()
-	n := &node{Cluster: l.Clusters[0]}
-	err = n.Nodes[0].Do(func() (err error) {
-		n.kernel, err = rtnl.Open(kernel.RouteAgent, slog.New(slog.DiscardHandler))
-		return err
+	var rows []*row
+	for i, c := range l.Clusters {
+		r := &row{Cluster: c, name: "no agent", flows: make([]*load.Flow, len(kinds)), samples: make([][]float64, len(kinds))}
+		peers := 0
+		if i < len(numbers) {
+			peers, r.name = numbers[i], strconv.Itoa(numbers[i])
+			k, err := r.become(peers)
+			if err != nil {
+				return "", fmt.Errorf("%d peers: %w", peers, err)
+			}
+			defer k.Close()
+		}
+		for kind := range kinds {
+			if kind == 1 && peers == 0 {
+				continue
+			}
+			f, err := r.open(kind)
+			if err != nil {
+				return "", fmt.Errorf("%s, %s: %w", r.name, kinds[kind], err)
+			}
+			defer func() { err = errors.Join(err, f.Close()) }()
+			r.flows[kind] = f
+		}
+		rows = append(rows, r)
+	}
+	err = rows[0].Nodes[0].Do(func() error { // a thread that ends
+		if err := load.StayOnOneProcessor(); err != nil {
+			return err
+		}
+		for round := range rounds {
+			for kind := range kinds {
+				if err := ctx.Err(); err != nil {
+					return err
+				}
+				if err := measureRound(rows, kind); err != nil {
+					return err
+				}
+			}
+			log.Printf("round %d/%d", round+1, rounds)
+		}
+		return nil
 	})
 	if err != nil {
 		return "", err
 	}
-	defer n.kernel.Close()
-	kinds := []string{"for no peer", "to a peer"}
-	samples := make([][][]float64, len(kinds)) // by kind, number and round
-	for kind := range kinds {
-		samples[kind] = make([][]float64, len(numbers))
-		for i := range numbers {
-			samples[kind][i] = make([]float64, rounds)
+	return tableOf(rows), nil
+}
+
+// measureRound adds one sample to each row.
+func measureRound(rows []*row, kind int) error {
+	sums := make([]float64, len(rows))
+	for at := range turns {
+		for i := range rows {
+			i := (i + at) % len(rows)
+			f := rows[i].flows[kind]
+			if f == nil {
+				continue
+			}
+			if _, err := f.Send(turn / 10); err != nil {
+				return err
+			}
+			ns, err := f.Send(turn)
+			if err != nil {
+				return err
+			}
+			sums[i] += ns / turns
 		}
 	}
-	for round := range rounds {
-		for i := range numbers {
-			i := (i + round) % len(numbers)
-			if err := n.become(numbers[i]); err != nil {
-				return "", fmt.Errorf("%d peers: %w", numbers[i], err)
-			}
-			for kind := range kinds {
-				if numbers[i] == 0 && kind == 1 {
-					continue
-				}
-				ns, err := n.packet(kind)
-				if err != nil {
-					return "", fmt.Errorf("%d peers, %s: %w", numbers[i], kinds[kind], err)
-				}
-				samples[kind][i][round] = ns
-				log.Printf("round %d/%d  %5d peers  %-11s  %.0f ns", round+1, rounds, numbers[i], kinds[kind], ns)
-			}
+	for i, r := range rows {
+		if r.flows[kind] != nil {
+			r.samples[kind] = append(r.samples[kind], sums[i])
 		}
 	}
+	return nil
+}
+
+// tableOf compares all rows with the first that has samples.
+func tableOf(rows []*row) string {
 	var b strings.Builder
 	b.WriteString("\n| peers |")
 	for _, kind := range kinds {
 		fmt.Fprintf(&b, " %s | ratio |", kind)
 	}
 	b.WriteString("\n|---|" + strings.Repeat("---|---|", len(kinds)) + "\n")
-	for i, number := range numbers {
-		fmt.Fprintf(&b, "| %d |", number)
+	for _, r := range rows {
+		fmt.Fprintf(&b, "| %s |", r.name)
 		for kind := range kinds {
-			base := samples[kind][0]
-			if base[0] == 0 { // with no peers nothing goes to one
-				base = samples[kind][min(1, len(numbers)-1)]
-			}
-			if samples[kind][i][0] == 0 {
+			if len(r.samples[kind]) == 0 {
 				b.WriteString(" | |")
 				continue
 			}
-			ratios := slices.Clone(samples[kind][i])
-			for r := range ratios {
-				ratios[r] /= base[r]
+			base := rows[slices.IndexFunc(rows, func(r *row) bool { return len(r.samples[kind]) > 0 })].samples[kind]
+			ratios := slices.Clone(r.samples[kind])
+			for round := range ratios {
+				ratios[round] /= base[round]
 			}
-			fmt.Fprintf(&b, " %s | **%s** |", spread(samples[kind][i], 0), spread(ratios, 3))
+			fmt.Fprintf(&b, " %s | **%s** |", spread(r.samples[kind], 0), spread(ratios, 3))
 		}
 		b.WriteString("\n")
 	}
-	return b.String(), nil
+	return b.String()
 }
 
 func spread(v []float64, digits int) string {
@@ -142,16 +197,16 @@ func remote(i int) (pod, external netip.Prefix) {
 }
 
 // gateway is where the gateway's Pod would be: the pod on the second node.
-func (n *node) gateway() *lab.Pod { return n.Pods[len(n.Pods)-1] }
+func (r *row) gateway() *lab.Pod { return r.Pods[len(r.Pods)-1] }
 
 // become makes the first node what it is with so many peers.
-func (n *node) become(peers int) error {
-	self := n.Nodes[0]
+func (r *row) become(peers int) (k *rtnl.Kernel, err error) {
+	self := r.Nodes[0]
 	in := fabric.NodeIntent{
 		Self: self.Name, OnlyPods: true, Trusted: true, Granted: []netip.Prefix{}, OwnPods: []netip.Prefix{localPods}, UnderlayDevices: []string{"eth0"},
 		Nodes:    []fabric.ClusterNode{{Name: self.Name, Addrs: []netip.Addr{self.Addr}, PodCIDRs: []netip.Prefix{self.PodCIDR}}},
-		Gateways: []fabric.GatewayPod{{Addr: n.gateway().Addr, Host: n.Nodes[1].Addr}},
-		Gateway:  n.gateway().Addr,
+		Gateways: []fabric.GatewayPod{{Addr: r.gateway().Addr, Host: r.Nodes[1].Addr}},
+		Gateway:  r.gateway().Addr,
 	}
 	for i := range peers {
 		pod, external := remote(i)
@@ -159,21 +214,25 @@ func (n *node) become(peers int) error {
 	}
 	want, problems := fabric.NodeFor(in)
 	if len(problems) > 0 {
-		return problems[0]
+		return nil, problems[0]
 	}
-	return self.Do(func() error {
-		_, err := n.kernel.Apply(want)
+	err = self.Do(func() error {
+		if k, err = rtnl.Open(kernel.RouteAgent, slog.New(slog.DiscardHandler)); err != nil {
+			return err
+		}
+		_, err := k.Apply(want)
 		return err
 	})
+	return k, err
 }
 
-// packet measures one kind.
-func (n *node) packet(kind int) (float64, error) {
-	pod := n.Pods[0]
+// open begins to measure one kind.
+func (r *row) open(kind int) (*load.Flow, error) {
+	pod := r.Pods[0]
 	if kind == 0 {
-		return load.PerPacket(pod.Host, pod.Addr, n.OnPrem.Addr, n.OnPrem.Host, netip.AddrPortFrom(n.OnPrem.Addr, load.DiscardPort), "eth0")
+		return load.OpenFlow(pod.Host, pod.Addr, r.OnPrem.Addr, r.OnPrem.Host, netip.AddrPortFrom(r.OnPrem.Addr, load.DiscardPort), "eth0")
 	}
 	to, _ := remote(5)
-	gateway := n.gateway()
-	return load.PerPacket(pod.Host, pod.Addr, to.Addr().Next(), gateway.Host, netip.AddrPortFrom(gateway.Addr, kernel.OverlayPort), "eth0")
+	gateway := r.gateway()
+	return load.OpenFlow(pod.Host, pod.Addr, to.Addr().Next(), gateway.Host, netip.AddrPortFrom(gateway.Addr, kernel.OverlayPort), "eth0")
 }

@@ -1,7 +1,9 @@
 package load
 
 import (
+	"errors"
 	"fmt"
+	"net"
 	"net/netip"
 	"os"
 
@@ -20,60 +22,98 @@ const (
 	packets     = 100_000
 )
 
-// PerPacket is the CPU time of one datagram from its system call in a host to its arrival by a
-// device of another one, in ns. All of it happens inside that call, on one thread and one
-// processor: links between namespaces hand packets on in the softirq of whoever sent them. What
-// others do on the machine meanwhile costs caches, but is not counted. Nobody reads the datagrams,
-// so that nobody has to be woken; listen is where a socket takes them, as they arrive: at an overlay
-// they are inside others.
+// PerPacket is the CPU time of one datagram of a Flow, in ns.
 func PerPacket(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.AddrPort, device string) (ns float64, err error) {
-	unread, err := to.ListenPacket("udp4", listen.String())
+	f, err := OpenFlow(from, src, dst, to, listen, device)
 	if err != nil {
 		return 0, err
 	}
-	defer unread.Close()
-	before, err := received(to, device)
-	if err != nil {
-		return 0, err
-	}
+	defer func() { err = errors.Join(err, f.Close()) }()
 	err = from.Do(func() error {
-		var cpus unix.CPUSet
-		cpus.Set(0)
-		if err := unix.SchedSetaffinity(0, &cpus); err != nil { // of this thread, which ends with the function
-			return os.NewSyscallError("sched_setaffinity", err)
+		if err := StayOnOneProcessor(); err != nil {
+			return err
 		}
-		fd, err := unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
-		if err != nil {
+		if _, err := f.Send(warmUp); err != nil {
+			return err
+		}
+		ns, err = f.Send(packets)
+		return err
+	})
+	return ns, err
+}
+
+// StayOnOneProcessor binds the calling thread, which has to end with what it does, as those of
+// lab.Host.Do do.
+func StayOnOneProcessor() error {
+	var cpus unix.CPUSet
+	cpus.Set(0)
+	return os.NewSyscallError("sched_setaffinity", unix.SchedSetaffinity(0, &cpus))
+}
+
+// A Flow is datagrams from one host to another. All that happens to one, from its system call to its
+// arrival, happens inside that call, on one thread and one processor: links between namespaces hand
+// packets on in the softirq of whoever sent them. What others do on the machine meanwhile costs
+// caches, but is not counted. Nobody reads the datagrams, so that nobody has to be woken.
+type Flow struct {
+	fd           int
+	unread       net.PacketConn
+	to           *lab.Host
+	device       string
+	before, sent uint64
+}
+
+// OpenFlow makes one. listen is where a socket takes the datagrams, as they arrive by the device: at an
+// overlay they are inside others.
+func OpenFlow(from *lab.Host, src, dst netip.Addr, to *lab.Host, listen netip.AddrPort, device string) (f *Flow, err error) {
+	f = &Flow{fd: -1, to: to, device: device}
+	if f.before, err = received(to, device); err != nil {
+		return nil, err
+	}
+	if f.unread, err = to.ListenPacket("udp4", listen.String()); err != nil {
+		return nil, err
+	}
+	err = from.Do(func() (err error) {
+		if f.fd, err = unix.Socket(unix.AF_INET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0); err != nil {
 			return os.NewSyscallError("socket", err)
 		}
-		defer unix.Close(fd)
-		if err := unix.Bind(fd, &unix.SockaddrInet4{Addr: src.As4()}); err != nil {
+		if err := unix.Bind(f.fd, &unix.SockaddrInet4{Addr: src.As4()}); err != nil {
 			return os.NewSyscallError("bind", err)
 		}
-		if err := unix.Connect(fd, &unix.SockaddrInet4{Addr: dst.As4(), Port: DiscardPort}); err != nil {
-			return os.NewSyscallError("connect", err)
-		}
-		b := make([]byte, datagramLen)
-		var start int64
-		for i := range warmUp + packets {
-			if i == warmUp {
-				start = threadTime()
-			}
-			if _, err := unix.Write(fd, b); err != nil {
-				return os.NewSyscallError("write", err)
-			}
-		}
-		ns = float64(threadTime()-start) / packets
-		return nil
+		return os.NewSyscallError("connect", unix.Connect(f.fd, &unix.SockaddrInet4{Addr: dst.As4(), Port: DiscardPort}))
 	})
 	if err != nil {
-		return 0, err
+		f.close()
+		return nil, err
 	}
-	after, err := received(to, device)
-	if got := after - before; err == nil && (got < (warmUp+packets)*99/100 || got > (warmUp+packets)*101/100) {
-		err = fmt.Errorf("%d of %d packets arrived at %s of %s", got, warmUp+packets, device, to)
+	return f, nil
+}
+
+// Send sends n datagrams, from any namespace, and returns the CPU time of one, in ns.
+func (f *Flow) Send(n int) (ns float64, err error) {
+	b := make([]byte, datagramLen)
+	start := threadTime()
+	for range n {
+		if _, err := unix.Write(f.fd, b); err != nil {
+			return 0, os.NewSyscallError("write", err)
+		}
 	}
-	return ns, err
+	f.sent += uint64(n)
+	return float64(threadTime()-start) / float64(n), nil
+}
+
+// Close returns an error when not as many arrived as were sent.
+func (f *Flow) Close() error {
+	f.close()
+	after, err := received(f.to, f.device)
+	if got := after - f.before; err == nil && (got < f.sent*99/100 || got > f.sent*101/100) {
+		err = fmt.Errorf("%d of %d packets arrived at %s of %s", got, f.sent, f.device, f.to)
+	}
+	return err
+}
+
+func (f *Flow) close() {
+	_ = unix.Close(f.fd) // of none it is an error that tells nothing
+	_ = f.unread.Close()
 }
 
 // received is how many packets came by a device.
