@@ -54,6 +54,9 @@ const SourceNATPriority = 0
 //
 // What comes from a peer and is for a pod keeps its source, too: some CNIs masquerade what comes from
 // outside of the cluster. If it was for a Service that somebody mapped, kube-proxy decides.
+//
+// The set of remote networks is searched last: that costs the first packet of a flow 300 ns with a
+// thousand peers.
 func (s SourceNAT) Chains() []FilterChain {
 	toPeers := []string{
 		"ip saddr @local snat to ip saddr",
@@ -76,8 +79,8 @@ func (s SourceNAT) Chains() []FilterChain {
 			"snat to ip saddr",
 		}},
 		{Name: "postrouting", Hook: "postrouting", NAT: true, Rules: []string{
-			`ip daddr @remote oifname "isthmus*" jump topeers`,
-			"ip saddr @remote ip daddr @pods jump frompeers",
+			`oifname "isthmus*" ip daddr @remote jump topeers`,
+			"ip daddr @pods ip saddr @remote jump frompeers",
 		}},
 	}
 }

@@ -656,6 +656,8 @@ func TestApplyMendsAFilterThatWasChanged(t *testing.T) {
 		"nft add element inet isthmus nodes { 192.0.2.1 }",
 		"nft flush set inet isthmus nodes",
 		"nft flush set inet isthmus remote",
+		"nft flush set inet isthmus remote16",
+		"nft add element inet isthmus remote16 { 192.0.0.0 }",
 		"nft add element inet isthmus remote { 192.0.2.0/24 }",
 		"nft add element inet isthmus remote { 192.0.2.5-192.0.2.77 }",
 		"nft add element inet isthmus own { 192.0.2.1 }",
