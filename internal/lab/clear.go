@@ -29,13 +29,14 @@ type Watched struct {
 type watch struct {
 	Watched
 	first, last netip.Addr   // underlay addresses of the nodes, which are consecutive
-	gateways    []netip.Addr // addresses of gateways that are pods
+	others      []netip.Addr // further ends of the overlay: gateways that are pods, and what nodes were given since
 }
 
-func watchFor(c *Cluster, what Watched) *watch {
-	w := &watch{Watched: what, first: c.Nodes[0].Addr, last: c.Nodes[len(c.Nodes)-1].Addr}
+// watchFor makes a watch. moved are addresses that nodes have been given beside those of the lab.
+func watchFor(c *Cluster, what Watched, moved []netip.Addr) *watch {
+	w := &watch{Watched: what, first: c.Nodes[0].Addr, last: c.Nodes[len(c.Nodes)-1].Addr, others: slices.Clone(moved)}
 	for _, p := range c.GatewayPods {
-		w.gateways = append(w.gateways, p.Addr)
+		w.others = append(w.others, p.Addr)
 	}
 	return w
 }
@@ -77,7 +78,7 @@ func (w *watch) isNode(a netip.Addr) bool { return w.first.Compare(a) <= 0 && a.
 
 // mayCarry says whether an address is one of the ends of the overlay.
 func (w *watch) mayCarry(a netip.Addr) bool {
-	return w.isNode(a) || slices.Contains(w.gateways, a) || w.Overlay.Contains(a)
+	return w.isNode(a) || slices.Contains(w.others, a) || w.Overlay.Contains(a)
 }
 
 // Offsets in a frame with an IPv4 header, for the filter.
@@ -132,8 +133,8 @@ func (w *watch) filter() []bpf.Instruction {
 		drop)
 	for _, at := range []uint32{ipv4Source, ipv4Dest} {
 		p = append(p, bpf.LoadAbsolute{Off: at, Size: 4})
-		for i, g := range w.gateways { // on to the next of the two addresses
-			p = append(p, bpf.JumpIf{Cond: bpf.JumpEqual, Val: number(g), SkipTrue: uint8(len(w.gateways) - 1 - i + 4)})
+		for i, o := range w.others { // on to the next of the two addresses
+			p = append(p, bpf.JumpIf{Cond: bpf.JumpEqual, Val: number(o), SkipTrue: uint8(len(w.others) - 1 - i + 4)})
 		}
 		p = append(p,
 			bpf.JumpIf{Cond: bpf.JumpGreaterOrEqual, Val: number(w.first), SkipTrue: 1},

@@ -20,7 +20,7 @@ func watched() *watch {
 	return watchFor(c, Watched{
 		Networks:  []netip.Prefix{netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.99.128.0/18"), netip.MustParsePrefix("fd00:1::/48")},
 		Endpoints: []netip.Addr{netip.MustParseAddr("192.168.77.10")},
-	})
+	}, []netip.Addr{netip.MustParseAddr("172.30.1.113")})
 }
 
 func ethernet(kind uint16, payload []byte) []byte {
@@ -68,6 +68,7 @@ func TestALeakIsWhatShowsANetworkOfAPeer(t *testing.T) {
 		"beside the network":   {ip4("10.244.1.11", "10.99.192.0", unix.IPPROTO_UDP, 0, 0, udp(4000, 9)...), ""},
 		"the tunnel":           {ip4("172.30.1.11", "172.30.2.11", unix.IPPROTO_UDP, 0, 0, udp(5871, 5871, toPeer...)...), ""},
 		"the overlay":          {ip4("172.30.1.11", "172.30.1.13", unix.IPPROTO_UDP, 0, 0, vxlan(toPeer)...), ""},
+		"overlay to an address that a node was given": {ip4("172.30.1.11", "172.30.1.113", unix.IPPROTO_UDP, 0, 0, vxlan(toPeer)...), ""},
 		"overlay to nobody": {ip4("172.30.1.11", "172.30.1.14", unix.IPPROTO_UDP, 0, 0, vxlan(toPeer)...),
 			"10.246.0.0/16 UDP 172.30.1.11:40000 -> 172.30.1.14:4800, 81 octets, with UDP 10.244.1.11:4000 -> 10.246.0.11:9, 31 octets inside"},
 		"overlay from a pod": {ip4("10.244.1.11", "172.30.1.12", unix.IPPROTO_UDP, 0, 8, vxlan(toPeer)...),
@@ -96,7 +97,7 @@ func TestTheFilterHandsOutEveryLeak(t *testing.T) {
 		t.Fatal(err)
 	}
 	rng := rand.New(rand.NewPCG(1, 2))
-	addrs := strings.Fields("172.30.1.10 172.30.1.11 172.30.1.13 172.30.1.14 172.30.2.11 10.244.1.11 10.246.0.11 10.245.255.255 10.247.0.0 10.99.128.0 10.99.127.255 192.168.77.10")
+	addrs := strings.Fields("172.30.1.10 172.30.1.11 172.30.1.13 172.30.1.14 172.30.1.113 172.30.2.11 10.244.1.11 10.246.0.11 10.245.255.255 10.247.0.0 10.99.128.0 10.99.127.255 192.168.77.10")
 	pick := func() string { return addrs[rng.IntN(len(addrs))] }
 	leaks, passed := 0, 0
 	for range 100_000 {
@@ -126,7 +127,7 @@ func TestTheFilterHandsOutEveryLeak(t *testing.T) {
 	if leaks < 10_000 || passed > 90_000 {
 		t.Errorf("%d leaks, %d handed out: the test proves little", leaks, passed)
 	}
-	none, err := bpf.NewVM(watchFor(&Cluster{Nodes: []*Node{{}}}, Watched{}).filter())
+	none, err := bpf.NewVM(watchFor(&Cluster{Nodes: []*Node{{}}}, Watched{}, nil).filter())
 	if err != nil {
 		t.Fatal(err)
 	}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net/netip"
 	"os"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -39,8 +40,9 @@ type Sniffer struct {
 
 	mu      sync.Mutex
 	watches map[*Cluster]*watch
-	taps    map[string]*tap // by port
-	past    uint64          // packets of ports that are gone
+	moved   map[*Cluster][]netip.Addr // what nodes have or had beside the addresses of the lab
+	taps    map[string]*tap           // by port
+	past    uint64                    // packets of ports that are gone
 	report  Report
 	errs    []error // what kept the Sniffer from seeing all
 	closed  bool
@@ -106,9 +108,9 @@ func (r Report) err() error {
 // Watch. Only what is a leak then, too, is counted: the nodes may have heard sooner than the caller
 // of Watch that a peer is gone. The caller closes the Sniffer before the lab goes down.
 func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
-	s := &Sniffer{refresh: refresh, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, taps: map[string]*tap{}, done: make(chan struct{})}
+	s := &Sniffer{refresh: refresh, nodes: map[string]*Cluster{}, watches: map[*Cluster]*watch{}, moved: map[*Cluster][]netip.Addr{}, taps: map[string]*tap{}, done: make(chan struct{})}
 	for _, c := range l.Clusters {
-		s.watches[c] = watchFor(c, Watched{})
+		s.watches[c] = watchFor(c, Watched{}, nil)
 		for _, n := range c.Nodes {
 			s.nodes[n.Name] = c
 		}
@@ -141,7 +143,12 @@ func (l *Lab) Sniff(refresh func(*Cluster)) (*Sniffer, error) {
 func (s *Sniffer) Watch(c *Cluster, what Watched) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	s.watches[c] = watchFor(c, what)
+	s.watch(c, what)
+}
+
+// watch does that. The caller holds s.mu.
+func (s *Sniffer) watch(c *Cluster, what Watched) {
+	s.watches[c] = watchFor(c, what, s.moved[c])
 	for _, t := range s.taps {
 		if t.cluster != c {
 			continue
@@ -360,9 +367,12 @@ func (s *Sniffer) look(t *tap, frame []byte) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	_, _, leaks := s.watches[t.cluster].leak(frame)
-	if leaks && s.refresh != nil && s.report.Leaked < toldLeaks { // a flood is one, whatever becomes of its end
+	if leaks && s.report.Leaked < toldLeaks { // a flood is one, whatever becomes of its end
 		s.mu.Unlock()
-		s.refresh(t.cluster)
+		s.findNodes(t.cluster)
+		if s.refresh != nil {
+			s.refresh(t.cluster)
+		}
 		s.mu.Lock()
 	}
 	network, packet, leaks := s.watches[t.cluster].leak(frame)
@@ -372,6 +382,51 @@ func (s *Sniffer) look(t *tap, frame []byte) {
 	if s.report.Leaked++; s.report.Leaked <= toldLeaks {
 		s.report.Leaks = append(s.report.Leaks, Leak{at, t.port, network, packet})
 	}
+}
+
+// findNodes asks the kernels of a cluster's nodes which addresses they have on the underlay: one that a
+// node got since the lab was made is an end of the overlay like the first. It stays one, for what is under
+// way to it.
+func (s *Sniffer) findNodes(c *Cluster) {
+	var have []netip.Addr
+	for _, n := range c.Nodes {
+		have = append(have, uplinkAddrs(n.Host)...)
+	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	w := s.watches[c]
+	known := len(s.moved[c])
+	for _, a := range have {
+		if !w.isNode(a) && !slices.Contains(s.moved[c], a) {
+			s.moved[c] = append(s.moved[c], a)
+		}
+	}
+	if len(s.moved[c]) > known {
+		s.watch(c, w.Watched)
+	}
+}
+
+// uplinkAddrs are the IPv4 addresses of a host towards the rest of the lab; none where the host is gone.
+func uplinkAddrs(h *Host) (all []netip.Addr) {
+	k, err := openKernel(h)
+	if err != nil {
+		return nil
+	}
+	defer k.close()
+	link, err := k.nl.LinkByName(uplink)
+	if err != nil {
+		return nil
+	}
+	addrs, err := k.nl.AddrList(link, netlink.FAMILY_V4)
+	if err != nil {
+		return nil
+	}
+	for _, a := range addrs {
+		if addr, ok := netip.AddrFromSlice(a.IP.To4()); ok {
+			all = append(all, addr)
+		}
+	}
+	return all
 }
 
 // open makes the socket. It gets nothing before it has its filter.

@@ -165,6 +165,44 @@ func TestTheSnifferAsksAgainBeforeALeakCounts(t *testing.T) {
 	}
 }
 
+// A node that is given another address is an end of the overlay with it, and no other machine is with that
+// one.
+func TestTheSnifferKnowsWhatAddressesNodesAreGiven(t *testing.T) {
+	l := up(t, Spec{Clusters: []ClusterSpec{{Nodes: 2, Control: true}, {}}})
+	a, b := l.Clusters[0], l.Clusters[1]
+	s := sniff(t, l, nil)
+	s.Watch(a, Watched{Networks: []netip.Prefix{peerPods}})
+	inner := ip4("10.244.1.11", "10.246.0.11", unix.IPPROTO_UDP, 0, 0, udp(1, 2)...)
+	moved := netip.MustParseAddr("172.30.1.112")
+	mustPing(t, a.Nodes[0].Host, b.Nodes[0].Addr)
+	give := func(h *Host) {
+		t.Helper()
+		k, err := openKernel(h)
+		if err != nil {
+			t.Fatal(err)
+		}
+		defer k.close()
+		if err := k.address(uplink, netip.PrefixFrom(moved, 24)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	give(a.Control.Host) // in the same network, and no node
+	mustPing(t, a.Nodes[0].Host, moved)
+	datagrams(t, a.Nodes[0].Host, ":0", moved.String()+":4800", vxlan(inner)[8:])
+	leaked(t, s, "a-node1", "-> 172.30.1.112:4800")
+
+	give(a.Nodes[1].Host)
+	datagrams(t, a.Nodes[0].Host, ":0", moved.String()+":4800", vxlan(inner)[8:])
+	datagrams(t, a.Nodes[1].Host, moved.String()+":0", a.Nodes[0].Addr.String()+":4800", vxlan(inner)[8:])
+	datagrams(t, a.Nodes[0].Host, ":0", b.Nodes[0].Addr.String()+":4800", vxlan(inner)[8:])
+	leaked(t, s, "a-node1", "-> 172.30.2.11:4800")
+	datagrams(t, a.Nodes[1].Host, moved.String()+":0", "10.246.0.1:9", nil) // what is in the clear is so from there, too
+	leaked(t, s, "a-node2", "UDP 172.30.1.112:")
+	if err := s.Close(); err != nil {
+		t.Error(err)
+	}
+}
+
 // A node may be made anew, as after a reboot.
 func TestTheSnifferFollowsNodesThatGoAndCome(t *testing.T) {
 	l := up(t, Spec{Clusters: []ClusterSpec{{Nodes: 2}}})
