@@ -18,9 +18,10 @@ import (
 )
 
 const (
-	pulseInterval = 3 * time.Second
-	// pulseSilence is how long the Lease may stay as it is: longer than a standby takes to follow.
-	pulseSilence = 15 * time.Second
+	pulseInterval = 2 * time.Second
+	// pulseSilence is how long the Lease may stay as it is: longer than a standby takes to follow, which
+	// the Lease lets after 7 s.
+	pulseSilence = 10 * time.Second
 	// clockSkew is what the clocks of two machines may differ by.
 	clockSkew = 30 * time.Second
 )

@@ -2,9 +2,11 @@ package fleet
 
 import (
 	"context"
+	"slices"
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 )
 
@@ -15,7 +17,8 @@ const (
 )
 
 // Kubelets ask all gateways and route agents whether they are ready, and write what they say into
-// their Pods, until ctx ends. As with real ones, the Pod does not say why one is not ready.
+// their Pods, and whether they run at all, until ctx ends. As with real ones, the Pod does not say why one
+// is not ready.
 func (c *Cluster) Kubelets(ctx context.Context) {
 	for {
 		for i := range c.Nodes {
@@ -35,10 +38,13 @@ func (c *Cluster) Kubelets(ctx context.Context) {
 // probe does so once; whatever fails is tried again at the next time.
 func (c *Cluster) probe(ctx context.Context, component, name string) {
 	ready := corev1.PodCondition{Type: corev1.PodReady, Status: corev1.ConditionFalse, Reason: "ContainersNotReady", Message: "containers with unready status: [main]"}
+	container := corev1.ContainerStatus{Name: "main", State: corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 137}}}
 	if p := c.processes[component]; c.Running(component) {
+		container.State = corev1.ContainerState{Running: &corev1.ContainerStateRunning{}}
 		asking, cancel := context.WithTimeout(ctx, probeTimeout)
 		if _, err := p.host.Get(asking, p.ready); err == nil {
 			ready = corev1.PodCondition{Type: corev1.PodReady, Status: corev1.ConditionTrue}
+			container.Ready = true
 		}
 		cancel()
 	}
@@ -48,17 +54,16 @@ func (c *Cluster) probe(ctx context.Context, component, name string) {
 	if c.Client.Get(asking, client.ObjectKey{Namespace: Namespace, Name: name}, &pod) != nil {
 		return
 	}
-	for i, old := range pod.Status.Conditions {
-		if old.Type != ready.Type {
-			continue
-		}
-		if old.Status == ready.Status {
-			return
-		}
+	before := pod.DeepCopy()
+	pod.Status.ContainerStatuses = []corev1.ContainerStatus{container}
+	i := slices.IndexFunc(pod.Status.Conditions, func(c corev1.PodCondition) bool { return c.Type == ready.Type })
+	switch {
+	case i < 0:
+		pod.Status.Conditions = append(pod.Status.Conditions, ready)
+	case pod.Status.Conditions[i].Status != ready.Status:
 		pod.Status.Conditions[i] = ready
-		_ = c.Client.Status().Update(asking, &pod)
-		return
 	}
-	pod.Status.Conditions = append(pod.Status.Conditions, ready)
-	_ = c.Client.Status().Update(asking, &pod)
+	if !equality.Semantic.DeepEqual(before.Status, pod.Status) {
+		_ = c.Client.Status().Update(asking, &pod)
+	}
 }

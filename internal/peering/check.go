@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -154,30 +155,64 @@ type Holder struct {
 func (c *Cluster) holderOf(ctx context.Context, leaseName string) (Holder, error) {
 	var lease coordinationv1.Lease
 	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
-	name := "Lease " + c.Namespace + "/" + leaseName
+	name := c.leaseName(leaseName)
 	if apierrors.IsNotFound(err) {
 		return Holder{Problem: name + " is not there", absent: true}, nil
 	}
 	if err != nil {
 		return Holder{}, c.explain(name, err)
 	}
-	return holder(name, &lease, time.Now()), nil
+	now, known := c.now()
+	return holder(name, &lease, now, known), nil
+}
+
+func (c *Cluster) leaseName(lease string) string { return "Lease " + c.Namespace + "/" + lease }
+
+// outlive takes back who holds a Lease where the holder's Pod says that none of its containers runs: the
+// Lease is good for some seconds more, and nobody renews it. A holder is named as its Pod, with what an
+// elector of client-go adds after an underscore. A Pod that is not there tells something of a holder only
+// that cannot be without one.
+func (h *Holder) outlive(pods []corev1.Pod, lease string, hasPod bool) {
+	name, _, _ := strings.Cut(h.Name, "_")
+	if name == "" {
+		return
+	}
+	i := slices.IndexFunc(pods, func(p corev1.Pod) bool { return p.Name == name })
+	switch {
+	case i < 0 && hasPod:
+		*h = Holder{Problem: fmt.Sprintf("%s is held by %s, which is gone", lease, Printable(name))}
+	case i >= 0 && ended(&pods[i]):
+		*h = Holder{Problem: fmt.Sprintf("%s is held by %s, none of whose containers runs", lease, Printable(name))}
+	}
+}
+
+// ended reports whether a kubelet says that nothing of a Pod runs.
+func ended(p *corev1.Pod) bool {
+	if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
+		return true
+	}
+	return len(p.Status.ContainerStatuses) > 0 &&
+		!slices.ContainsFunc(p.Status.ContainerStatuses, func(s corev1.ContainerStatus) bool { return s.State.Running != nil })
 }
 
 // holder goes by when the API server took a renewal, where it says so: the holder's clock may be wrong
-// by any amount. It allows the clocks of the API server and of this machine half a minute.
-func holder(name string, lease *coordinationv1.Lease, now time.Time) Holder {
+// by any amount. Where now is by the same clock (exact), a Lease is over when it says so; otherwise two
+// clocks are allowed half a minute.
+func holder(name string, lease *coordinationv1.Lease, now time.Time, exact bool) Holder {
 	l := lease.Spec
 	if l.HolderIdentity == nil || *l.HolderIdentity == "" {
 		return Holder{Problem: name + " is held by nobody"}
 	}
 	taken, known := takenAt(lease)
 	if l.RenewTime != nil && l.LeaseDurationSeconds != nil {
-		renewed := l.RenewTime.Time
+		renewed, allowed := l.RenewTime.Time, clocksDiffer
 		if known {
 			renewed = taken
 		}
-		if until := renewed.Add(time.Duration(*l.LeaseDurationSeconds) * time.Second); now.After(until.Add(30 * time.Second)) {
+		if known && exact {
+			allowed = secondsOff
+		}
+		if until := renewed.Add(time.Duration(*l.LeaseDurationSeconds) * time.Second); now.After(until.Add(allowed)) {
 			return Holder{Problem: fmt.Sprintf("%s was last renewed by %s at %s", name, Printable(*l.HolderIdentity), renewed.UTC().Format(time.RFC3339))}
 		}
 	}
@@ -186,7 +221,9 @@ func holder(name string, lease *coordinationv1.Lease, now time.Time) Holder {
 		h.ahead = l.RenewTime.Sub(taken)
 	}
 	if l.AcquireTime != nil {
-		h.since = &metav1.Time{Time: l.AcquireTime.Time}
+		if at := byServer(metav1.NewTime(l.AcquireTime.Time), h.ahead, now); !at.IsZero() {
+			h.since = &at
+		}
 	}
 	return h
 }

@@ -78,6 +78,7 @@ type Cluster struct {
 	uid     string // of kube-system, which no two clusters share
 	config  *rest.Config
 	client  client.Client
+	clock   *serverClock // as client hears
 }
 
 // Connect prepares to speak to a cluster. It sends nothing yet, so that its errors are about the
@@ -91,7 +92,7 @@ func Connect(a Access) (*Cluster, error) {
 	config.Timeout = cmp.Or(a.Timeout, requestTimeout)
 	config.QPS = -1 // a person waits, and there are few requests
 	config.WarningHandler = rest.NoWarnings{}
-	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), context: name, server: cmp.Or(a.Server, config.Host), config: config}
+	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), context: name, server: cmp.Or(a.Server, config.Host), config: config, clock: new(serverClock)}
 	if u, err := url.Parse(c.server); err != nil || u.Scheme != "https" || u.Host == "" {
 		return nil, fmt.Errorf("%s: API server %s: want a URL such as https://192.0.2.1:6443", c, Printable(c.server))
 	}
@@ -101,7 +102,9 @@ func Connect(a Access) (*Cluster, error) {
 			return nil, err
 		}
 	}
-	if c.client, err = client.New(config, client.Options{Scheme: scheme}); err != nil {
+	heard := rest.CopyConfig(config)
+	heard.Wrap(c.clock.listening)
+	if c.client, err = client.New(heard, client.Options{Scheme: scheme}); err != nil {
 		return nil, fmt.Errorf("%s: %w", c, err)
 	}
 	return c, nil

@@ -76,7 +76,8 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found componen
 const readyLag = 2 * time.Minute
 
 // lastWarnings are the latest warnings about Pods that are of now: not of long ago, not of before the
-// Pod was ready, and not taken back since by whoever warned.
+// Pod was ready, and not taken back since by whoever warned. How old one is the API server knows, by whose
+// clock now is; what comes before what is by the clock of the Pod's node, where all these are written.
 func lastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
 	after := make(map[string]time.Time)
 	for i := range pods {
@@ -99,7 +100,7 @@ func lastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Tim
 	for i := range warnings {
 		e := &warnings[i]
 		pod, at := e.InvolvedObject.Name, eventTime(e)
-		if now.Sub(at) >= eventsOfLate || at.Before(after[pod]) || !at.After(mended[reporter{pod, e.ReportingController}]) || !at.After(latest[pod]) {
+		if now.Sub(writtenAt(e)) >= eventsOfLate || at.Before(after[pod]) || !at.After(mended[reporter{pod, e.ReportingController}]) || !at.After(latest[pod]) {
 			continue
 		}
 		latest[pod], said[pod] = at, fmt.Sprintf("%s: %s", Printable(e.Reason), printable(strings.TrimSpace(e.Message), maxMessage))

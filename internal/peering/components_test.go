@@ -61,13 +61,19 @@ func TestAGatewayIsJudgedByItsPodsToo(t *testing.T) {
 func TestWarningsOfWhatIsOverAreNotShown(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	event := func(ago time.Duration, by, message string) corev1.Event {
-		return corev1.Event{EventTime: metav1.NewMicroTime(now.Add(-ago)), InvolvedObject: corev1.ObjectReference{Name: "agent"}, ReportingController: by, Reason: "R", Message: message}
+		return corev1.Event{ObjectMeta: metav1.ObjectMeta{CreationTimestamp: metav1.NewTime(now.Add(-ago))}, EventTime: metav1.NewMicroTime(now.Add(-ago)), InvolvedObject: corev1.ObjectReference{Name: "agent"}, ReportingController: by, Reason: "R", Message: message}
 	}
 	notReadySince := func(ago time.Duration) []corev1.Pod {
 		return []corev1.Pod{{ObjectMeta: metav1.ObjectMeta{Name: "agent"}, Status: corev1.PodStatus{
 			Conditions: []corev1.PodCondition{{Type: corev1.PodReady, Status: corev1.ConditionFalse, LastTransitionTime: metav1.NewTime(now.Add(-ago))}}}}}
 	}
 	disk, kubelet := event(5*time.Minute, "isthmus.net/route-agent", "no space left"), event(4*time.Minute, "kubelet", "Back-off")
+	// The API server's clock says how old one is, whatever the writer's shows.
+	taken := func(e corev1.Event, ago time.Duration) corev1.Event {
+		at := metav1.NewTime(now.Add(-ago))
+		e.CreationTimestamp, e.ManagedFields = metav1.Time{Time: at.Add(-time.Hour)}, []metav1.ManagedFieldsEntry{{Time: &at}}
+		return e
+	}
 	repeated := disk
 	repeated.Series = &corev1.EventSeries{LastObservedTime: metav1.NewMicroTime(now.Add(-time.Minute))}
 	for _, tc := range []struct {
@@ -80,6 +86,8 @@ func TestWarningsOfWhatIsOverAreNotShown(t *testing.T) {
 		{"one", []corev1.Event{disk}, nil, nil, "R: no space left"},
 		{"the latest", []corev1.Event{kubelet, disk}, nil, nil, "R: Back-off"},
 		{"of long ago", []corev1.Event{event(time.Hour, "kubelet", "x")}, nil, nil, ""},
+		{"of long ago, by a clock that is an hour ahead", []corev1.Event{taken(event(0, "kubelet", "x"), time.Hour)}, nil, nil, ""},
+		{"of now, by a clock that is an hour behind", []corev1.Event{taken(event(time.Hour, "kubelet", "x"), time.Minute)}, nil, nil, "R: x"},
 		{"taken back", []corev1.Event{disk}, []corev1.Event{event(3*time.Minute, "isthmus.net/route-agent", "well")}, nil, ""},
 		{"taken back before", []corev1.Event{disk}, []corev1.Event{event(6*time.Minute, "isthmus.net/route-agent", "well")}, nil, "R: no space left"},
 		{"told again since", []corev1.Event{repeated}, []corev1.Event{event(3*time.Minute, "isthmus.net/route-agent", "well")}, nil, "R: no space left"},

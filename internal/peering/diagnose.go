@@ -109,10 +109,13 @@ func (c *Cluster) examine(ctx context.Context, meant func(*isthmus.Peering) bool
 	if err := c.client.List(ctx, &list); err != nil {
 		return nil, c.explain("Peerings", err)
 	}
+	var manager Holder
 	var err error
-	if e.own, _, _, err = clusterHops(ctx, c); err != nil {
+	if e.own, manager, _, err = clusterHops(ctx, c); err != nil {
 		return nil, err
 	}
+	now, _ := c.now()
+	dateByServer(list.Items, manager, now)
 	for i := range list.Items {
 		heed(e.own, &list.Items[i])
 	}

@@ -94,12 +94,14 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 	if gateway, err = c.holderOf(ctx, isthmus.LeaseGateway); err != nil {
 		return nil, manager, gateway, err
 	}
-	now := time.Now()
+	now, _ := c.now()
 	found, unlisted := c.components(ctx, now)
 	mayNot := forbidden(unlisted)
 	if unlisted != nil && !mayNot {
 		return nil, manager, gateway, c.explain("Pods in "+c.Namespace, unlisted)
 	}
+	manager.outlive(found.pods, c.leaseName(managerLease), false)
+	gateway.outlive(found.pods, c.leaseName(isthmus.LeaseGateway), len(found.pods) > 0)
 	hops = []Hop{
 		c.leaseHop(hopManager, managerLease, manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
 		c.leaseHop(hopGateway, isthmus.LeaseGateway, gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
@@ -134,7 +136,7 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 
 // leaseHop judges a component by the Lease that it renews.
 func (c *Cluster) leaseHop(name, lease string, h Holder, remedy string) Hop {
-	hop := Hop{Cluster: c.String(), Name: name, State: Works, Source: "Lease " + c.Namespace + "/" + lease, Since: h.since}
+	hop := Hop{Cluster: c.String(), Name: name, State: Works, Source: c.leaseName(lease), Since: h.since}
 	switch {
 	case h.Name != "":
 		hop.Text = Printable(h.Name) + " is at work"

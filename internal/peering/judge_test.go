@@ -281,6 +281,9 @@ func TestDiagnoseAsksBothSides(t *testing.T) {
 	if d.Broken == nil || d.Broken.Name != "peering" || !strings.Contains(d.Broken.Text, "there is no Peering with diagnose-b") {
 		t.Errorf("before they are peered: %+v", d.Broken)
 	}
+	if now, known := p.a.now(); !known || time.Since(now).Abs() > secondsOff {
+		t.Errorf("the API server's clock shows %v (known: %v), and is this machine's", now, known)
+	}
 	if _, err := Diagnose(t.Context(), p.a, nil, "nobody"); !errors.Is(err, ErrNoPeering) {
 		t.Errorf("nobody: %v", err)
 	}

@@ -29,7 +29,7 @@ type Status struct {
 	Gateways  []GatewayPod             `json:"gateways"`  // Pods marked as active: one, when all is well
 	Hops      []Hop                    `json:"hops"`      // what all peerings need of this cluster
 	Peerings  []Row                    `json:"peerings"`  // sorted by name
-	At        time.Time                `json:"at"`        // when this was found out
+	At        time.Time                `json:"at"`        // when this was found out, by the API server's clock
 }
 
 // A GatewayPod is the Pod of an active gateway.
@@ -56,7 +56,7 @@ type Row struct {
 	Latency   string                   `json:"latency,omitempty"`
 	// IdentityUntil is when our token at the peer ends; nil where there is none, or it may not be read.
 	IdentityUntil *metav1.Time       `json:"identityUntil,omitempty"`
-	Since         *metav1.Time       `json:"since,omitempty"` // of Status, as the manager says; nil where nobody knows
+	Since         *metav1.Time       `json:"since,omitempty"` // of Status, by the API server's clock; nil where nobody knows
 	Conditions    []metav1.Condition `json:"conditions"`
 }
 
@@ -68,19 +68,18 @@ func StatusOf(ctx context.Context, c *Cluster) (s Status, err error) {
 		return s, c.explain("Peerings", err)
 	}
 	until := c.identitiesUntil(ctx, list.Items)
+	if s.Hops, s.Manager, s.Gateway, err = clusterHops(ctx, c); err != nil {
+		return s, err
+	}
+	s.At, _ = c.now()
+	dateByServer(list.Items, s.Manager, s.At)
 	for i := range list.Items {
 		row := rowOf(&list.Items[i])
 		row.IdentityUntil = until[i]
 		s.Peerings = append(s.Peerings, row)
-	}
-	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
-	if s.Hops, s.Manager, s.Gateway, err = clusterHops(ctx, c); err != nil {
-		return s, err
-	}
-	s.At = time.Now()
-	for i := range list.Items {
 		heed(s.Hops, &list.Items[i])
 	}
+	slices.SortFunc(s.Peerings, func(a, b Row) int { return cmp.Compare(a.Name, b.Name) })
 	var pods corev1.PodList
 	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace), client.MatchingLabels{v1alpha1.LabelGateway: v1alpha1.GatewayActive}); err != nil {
 		return s, c.explain("Pods in namespace "+c.Namespace, err)
@@ -108,18 +107,18 @@ func (s *Status) noGateway() string {
 // doubt takes back what Peerings say of themselves when nobody is there who would know better: a
 // status is a memory as soon as its writer is gone.
 func (s *Status) doubt() {
-	why := ""
+	why, reason := "", isthmus.ReasonUnknown
 	if s.Manager.Name == "" {
 		why = "no manager is at work, so that this is from before: " + s.Manager.Problem
 	} else if none := s.noGateway(); none != "" {
-		why = "no gateway is at work: " + none
+		why, reason = "no gateway is at work: "+none, isthmus.ReasonGatewaySilent // as the manager will
 	}
 	if why == "" {
 		return
 	}
 	for i := range s.Peerings {
 		if p := &s.Peerings[i]; p.Ready {
-			p.Ready, p.Status, p.Reason, p.Latency, p.Since = false, metav1.ConditionUnknown, isthmus.ReasonUnknown, "", nil
+			p.Ready, p.Status, p.Reason, p.Latency, p.Since = false, metav1.ConditionUnknown, reason, "", nil
 			p.Problem, p.Problems = why, []string{why}
 		}
 	}

@@ -2,6 +2,7 @@ package peering
 
 import (
 	"maps"
+	"math/rand/v2"
 	"slices"
 	"strings"
 	"testing"
@@ -113,7 +114,7 @@ c-4d5e6f, cluster c (C):
 	s.Gateway = Holder{Problem: "Lease x/y is held by nobody"}
 	s.doubt()
 	must(t, s.Print(&b, false))
-	contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "Unknown", "no gateway is at work")
+	contains(t, b.String(), "gateway none: Lease x/y is held by nobody", "b        unknown", "GatewaySilent", "no gateway is at work")
 	if s.Ready() {
 		t.Error("b is ready without a gateway")
 	}
@@ -146,7 +147,7 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 		{held("", time.Second), "", "L is held by nobody"},
 		{coordinationv1.LeaseSpec{}, "", "L is held by nobody"},
 	} {
-		if got := holder("L", &coordinationv1.Lease{Spec: tc.lease}, now); got.Name != tc.holder || got.Problem != tc.problem {
+		if got := holder("L", &coordinationv1.Lease{Spec: tc.lease}, now, true); got.Name != tc.holder || got.Problem != tc.problem {
 			t.Errorf("%v: %+v", tc, got)
 		}
 	}
@@ -158,11 +159,110 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 		}
 		return lease
 	}
-	if got := holder("L", taken(held("m", time.Hour), time.Second), now); got.Name != "m" || got.ahead != time.Second-time.Hour {
+	if got := holder("L", taken(held("m", time.Hour), time.Second), now, true); got.Name != "m" || got.ahead != time.Second-time.Hour {
 		t.Errorf("a clock that is an hour behind: %+v", got)
 	}
-	if got := holder("L", taken(held("m", -time.Hour), time.Minute), now); got.Name != "" || got.Problem != "L was last renewed by m at 2026-11-21T11:59:00Z" {
+	if got := holder("L", taken(held("m", -time.Hour), time.Minute), now, false); got.Name != "" || got.Problem != "L was last renewed by m at 2026-11-21T11:59:00Z" {
 		t.Errorf("an old renewal of a clock that is an hour ahead: %+v", got)
+	}
+	for _, tc := range []struct {
+		ago   time.Duration
+		exact bool
+		want  string
+	}{{16 * time.Second, true, "m"}, {18 * time.Second, true, ""}, {18 * time.Second, false, "m"}} {
+		if got := holder("L", taken(held("m", tc.ago), tc.ago), now, tc.exact); got.Name != tc.want {
+			t.Errorf("renewed %v ago, and the API server's time known is %v: held by %q, want %q", tc.ago, tc.exact, got.Name, tc.want)
+		}
+	}
+	ahead := held("m", -time.Hour)
+	ahead.AcquireTime = &metav1.MicroTime{Time: now.Add(59 * time.Minute)}
+	if got := holder("L", taken(ahead, 0), now, true); got.since == nil || !got.since.Equal(&metav1.Time{Time: now.Add(-time.Minute)}) {
+		t.Errorf("acquired a minute ago by a clock that is an hour ahead: %v", got.since)
+	}
+}
+
+// A Lease is good for some seconds after the last of its holder's containers has ended.
+func TestAHolderWhosePodHasEndedIsAtWorkNoMore(t *testing.T) {
+	pod := func(name string, phase corev1.PodPhase, containers ...corev1.ContainerState) corev1.Pod {
+		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name}, Status: corev1.PodStatus{Phase: phase}}
+		for _, s := range containers {
+			p.Status.ContainerStatuses = append(p.Status.ContainerStatuses, corev1.ContainerStatus{State: s})
+		}
+		return p
+	}
+	runs := corev1.ContainerState{Running: &corev1.ContainerStateRunning{}}
+	ended, waits := corev1.ContainerState{Terminated: &corev1.ContainerStateTerminated{ExitCode: 137}}, corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: "CrashLoopBackOff"}}
+	for _, tc := range []struct {
+		name   string
+		holder string
+		pods   []corev1.Pod
+		hasPod bool
+		want   string // the problem
+	}{
+		{"it runs", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, runs)}, true, ""},
+		{"no kubelet has said anything", "g1", []corev1.Pod{pod("g1", corev1.PodRunning)}, true, ""},
+		{"killed", "g1", []corev1.Pod{pod("g2", corev1.PodRunning, runs), pod("g1", corev1.PodRunning, ended)}, true, "L is held by g1, none of whose containers runs"},
+		{"it crashes again and again", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, waits)}, true, "L is held by g1, none of whose containers runs"},
+		{"evicted", "g1", []corev1.Pod{pod("g1", corev1.PodFailed)}, true, "L is held by g1, none of whose containers runs"},
+		{"something runs beside it", "g1", []corev1.Pod{pod("g1", corev1.PodRunning, ended, runs)}, true, ""},
+		{"gone", "g1", []corev1.Pod{pod("g2", corev1.PodRunning, runs)}, true, "L is held by g1, which is gone"},
+		{"it needs no Pod", "m1_0f3a", []corev1.Pod{pod("g2", corev1.PodRunning, runs)}, false, ""},
+		{"an elector of client-go", "m1_0f3a", []corev1.Pod{pod("m1", corev1.PodRunning, ended)}, false, "L is held by m1, none of whose containers runs"},
+		{"nobody", "", nil, true, "before"},
+	} {
+		h := Holder{Name: tc.holder}
+		if h.Name == "" {
+			h.Problem = "before"
+		}
+		if h.outlive(tc.pods, "L", tc.hasPod); h.Problem != tc.want || (h.Name == "") != (tc.want != "") {
+			t.Errorf("%s: %+v, want %q", tc.name, h, tc.want)
+		}
+	}
+}
+
+// Whatever the two clocks show, each answer narrows their difference, and one that contradicts the others
+// is of a clock that was set.
+func TestTheAPIServersTimeIsLearntFromItsAnswers(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	base := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
+	var c serverClock
+	if _, known := c.ahead(); known {
+		t.Error("known before an answer")
+	}
+	for _, ahead := range []time.Duration{0, 300 * time.Millisecond, -time.Hour, 10*time.Second + 999*time.Millisecond} {
+		for i := range 200 {
+			sent := base.Add(time.Duration(rng.Int64N(int64(time.Minute))))
+			answered := sent.Add(time.Duration(rng.Int64N(int64(2 * time.Second))))
+			received := answered.Add(time.Duration(rng.Int64N(int64(2 * time.Second))))
+			c.heard(answered.Add(ahead).Truncate(time.Second), sent, received)
+			got, known := c.ahead()
+			if off := (got - ahead).Abs(); !known || off > 5*time.Second || i > 100 && off > time.Second || got.Abs() > ahead.Abs() {
+				t.Fatalf("after %d answers: %v ahead (known: %v), it is %v", i+1, got, known, ahead)
+			}
+		}
+	}
+}
+
+// What the manager says is dated by its clock, and shown by the API server's.
+func TestAgesAreByTheAPIServersClock(t *testing.T) {
+	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
+	for _, tc := range []struct {
+		ahead, written time.Duration // from now
+		want           string
+	}{
+		{0, -time.Minute, "60s"},
+		{time.Second, -time.Minute, "60s"}, // no more than is uncertain
+		{time.Hour, 59 * time.Minute, "60s"},
+		{-time.Hour, -61 * time.Minute, "60s"},
+		{0, time.Second, "0s"},
+		{0, time.Hour, ""}, // of a clock that was set back since
+	} {
+		p := isthmus.Peering{Status: isthmus.PeeringStatus{Conditions: []metav1.Condition{{Type: isthmus.ConditionReady, LastTransitionTime: metav1.NewTime(now.Add(tc.written))}}}}
+		list := []isthmus.Peering{p}
+		dateByServer(list, Holder{ahead: tc.ahead}, now)
+		if got := ago(rowOf(&list[0]).Since, now); got != tc.want {
+			t.Errorf("written %v from now by a clock that is %v ahead: %q, want %q", tc.written, tc.ahead, got, tc.want)
+		}
 	}
 }
 

@@ -9,7 +9,6 @@ import (
 	"slices"
 	"strconv"
 	"strings"
-	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -178,7 +177,8 @@ func (c *Cluster) NodeHop(ctx context.Context, node string) (Hop, error) {
 		hop.State, hop.Text = Unknown, "no Pod of the cluster has the address; it is taken for a node's or another machine's"
 		return hop, nil
 	}
-	found, err := c.components(ctx, time.Now())
+	now, _ := c.now()
+	found, err := c.components(ctx, now)
 	if err != nil {
 		return hop, c.explain("Pods in "+c.Namespace, err)
 	}

@@ -115,15 +115,26 @@ func TestGatewayFaults(t *testing.T) {
 	})
 
 	t.Run("WithoutAnyGatewayNobodyCallsItReady", func(t *testing.T) {
-		must(t, a.Kill(fleet.Gateway(0)))
-		must(t, a.Kill(fleet.Gateway(1)))
 		ctx, cancel := context.WithTimeout(t.Context(), patience)
 		defer cancel()
+		go a.Kubelets(ctx)
+		begin := time.Now()
+		must(t, a.Kill(fleet.Gateway(0)))
+		must(t, a.Kill(fleet.Gateway(1)))
+		// Before the Lease is over and the manager knows, as the Pods say that nothing of them runs.
+		for {
+			if out, err := f.Isthmus(ctx, "status", "--context", a.Name); err != nil && strings.Contains(out, "GatewaySilent") {
+				t.Logf("after %.1f s:\n%s", time.Since(begin).Seconds(), out)
+				break
+			}
+			must(t, ctx.Err())
+			time.Sleep(100 * time.Millisecond)
+		}
 		for {
 			p, err := a.Peering(ctx, b)
 			must(t, err)
 			if c := meta.FindStatusCondition(p.Status.Conditions, peerings.ConditionReady); c.Status == metav1.ConditionUnknown && c.Reason == peerings.ReasonGatewaySilent {
-				t.Log(c.Message)
+				t.Logf("the manager says after %.1f s: %s", time.Since(begin).Seconds(), c.Message)
 				break
 			}
 			time.Sleep(100 * time.Millisecond)
