@@ -352,7 +352,7 @@ func overUDP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 }
 
 // errUnable says that nothing was sent.
-var errUnable = errors.New("it may not send pings (net.ipv4.ping_group_range says who may); --only tcp,udp leaves them out")
+var errUnable = errors.New("it may not send them: it has no CAP_NET_RAW, and its group is not in net.ipv4.ping_group_range, which the securityContext.sysctls of a Pod can set")
 
 func ping(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
 	at := to.Addr()

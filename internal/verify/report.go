@@ -28,6 +28,8 @@ type Report struct {
 	Failed  int       `json:"failed"`
 	Unknown int       `json:"unknown"` // see Result.Unknown; they have not failed
 	Results []Result  `json:"results"`
+	// LeftOut is what was not tried, and why.
+	LeftOut []string `json:"leftOut,omitempty"`
 }
 
 func (r *Report) add(results ...Result) {
@@ -66,6 +68,9 @@ func (r *Report) Print(w io.Writer) error {
 		return err
 	}
 	_, err := fmt.Fprintf(w, "\n%d checks, %d failed, %d unknown\n", r.Checks, r.Failed, r.Unknown)
+	for _, what := range r.LeftOut {
+		fmt.Fprintf(w, "left out: %s\n", peering.Printable(what))
+	}
 	return err
 }
 

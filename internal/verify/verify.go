@@ -117,8 +117,25 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 	for _, of := range sites {
 		control(ctx, of, results)
 	}
+	results, report.LeftOut = withoutUnable(results, o.Only)
 	report.add(results...)
 	return ctx.Err()
+}
+
+// withoutUnable leaves out the pings that a Pod may not send, and says of which Pods: what it sends by TCP
+// and UDP goes the same way. Pings that somebody asked for stay, and nothing is known of them.
+func withoutUnable(results []Result, only Only) (some []Result, leftOut []string) {
+	for _, r := range results {
+		asked := slices.Contains(only.protocols, ICMP) || r.Target != "" && r.What == ""
+		if r.Unable == "" || asked {
+			some = append(some, r)
+			continue
+		}
+		if why := fmt.Sprintf("pings: %s", r.Unknown); !slices.Contains(leftOut, why) {
+			leftOut = append(leftOut, why)
+		}
+	}
+	return some, leftOut
 }
 
 // story is a line about the Pods that are made, or those that were given.

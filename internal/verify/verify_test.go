@@ -330,6 +330,40 @@ func TestAReportIsATableAndJUnit(t *testing.T) {
 	}
 }
 
+// A Pod that may not send pings is no reason to doubt the way that TCP and UDP go.
+func TestPingsThatAPodMayNotSendAreLeftOut(t *testing.T) {
+	const why = "Pod web-0: it may not send them"
+	may, mayNot := End{Cluster: "a", Pod: "shop/web-1"}, End{Cluster: "a", Pod: "shop/web-0"}
+	unable := func(c Check) Result {
+		return Result{Check: c, Answer: Answer{Unable: "it may not send them"}, Unknown: why}
+	}
+	results := []Result{
+		{Check: Check{From: may, Protocol: ICMP}}, unable(Check{From: mayNot, Protocol: ICMP, Size: 56}), unable(Check{From: mayNot, Protocol: ICMP, Size: 1300}),
+		{Check: Check{From: mayNot, Protocol: UDP}}, unable(Check{From: mayNot, Protocol: ICMP, Target: "10.80.0.1", What: "mapped address"}),
+		unable(Check{From: mayNot, Protocol: ICMP, Target: "192.0.2.1"}), // that somebody named
+	}
+	some, leftOut := withoutUnable(results, Only{})
+	r := &Report{LeftOut: leftOut}
+	r.add(some...)
+	if r.Checks != 3 || r.Unknown != 1 || some[2].Target != "192.0.2.1" || !slices.Equal(leftOut, []string{"pings: " + why}) {
+		t.Errorf("%+v", r)
+	}
+	var b strings.Builder
+	if err := r.Print(&b); err != nil {
+		t.Error(err)
+	}
+	if !strings.HasSuffix(b.String(), "3 checks, 0 failed, 1 unknown\nleft out: pings: "+why+"\n") {
+		t.Error(b.String())
+	}
+	asked, err := ParseOnly([]string{ICMP, UDP})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if some, leftOut := withoutUnable(results, asked); len(some) != len(results) || leftOut != nil {
+		t.Errorf("asked for: %d of %d, %v", len(some), len(results), leftOut)
+	}
+}
+
 func TestALineSumsUpLosses(t *testing.T) {
 	a, b := ends("a", 1)[0], ends("b", 1)[0]
 	if got := Line([]Loss{{From: a, To: b, Sent: 10}}); got != "10 sent, 0 lost (0.00 %)" {
