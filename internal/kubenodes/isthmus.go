@@ -41,13 +41,14 @@ func ImageAs(program, name, archive string) (path string, err error) {
 }
 
 // Install installs Isthmus in all clusters with the program and waits until all its Pods are ready.
-func (s *Set) Install(ctx context.Context, program string) error {
+func (s *Set) Install(ctx context.Context, program string, more ...string) error {
 	return s.each(func(c *Cluster) error {
 		args := []string{"install", "--context", c.Name, "--cluster-name", c.Name, "--cluster-id", c.ID, "--image", Image,
 			"--pod-cidr", c.PodCIDR.String(), "--timeout", patience.String()}
 		if c.options.HostNetwork {
 			args = append(args, "--host-network")
 		}
+		args = append(args, more...)
 		if out, err := s.Command(ctx, program, args...).CombinedOutput(); err != nil {
 			return fmt.Errorf("isthmus install: %w\n%s\n%s", err, out, c.Explain())
 		}

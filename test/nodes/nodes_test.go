@@ -183,7 +183,7 @@ func makeWorld(ctx context.Context, p plan) (w *world, err error) {
 			err = errors.Join(err, made.down())
 		}
 	}()
-	if err = set.Install(ctx, fixture.program); err != nil {
+	if err = set.Install(ctx, fixture.program, "--set", fmt.Sprintf("ipam.port=%d", ipamPort)); err != nil {
 		return nil, err
 	}
 	step("Isthmus is installed")

@@ -2,12 +2,18 @@ package nodes
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"io"
+	"net"
 	"net/http"
 	"net/netip"
 	"net/url"
+	"strconv"
 	"testing"
 
+	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials/insecure"
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -15,6 +21,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/internal/kubenodes"
 	"github.com/isthmus-net/isthmus/internal/kubenodes/probe"
+	"github.com/isthmus-net/isthmus/manager/ipamrpc"
 )
 
 // What a multi-cluster service controller makes: a Service whose endpoints are pods of the other
@@ -108,6 +115,70 @@ endpoints:
 		must(t, from.Client.Update(t.Context(), &s))
 	}
 	return service{netip.AddrPortFrom(ip, port), uint16(s.Spec.Ports[0].NodePort)}
+}
+
+// ipamPort is where the manager that leads serves the IPAM.
+const ipamPort = 6000
+
+// The IPAM's Service has no selector, and kube-proxy leads pods of each node, and nodes, to the address that
+// the manager wrote into its EndpointSlice, in both modes.
+func TestTheIPAMIsReachedByItsService(t *testing.T) {
+	w := shared.get(t)
+	for _, c := range w.set.Clusters {
+		var s corev1.Service
+		must(t, c.Client.Get(t.Context(), client.ObjectKey{Namespace: kubenodes.Namespace, Name: "isthmus-ipam"}, &s))
+		to := net.JoinHostPort(s.Spec.ClusterIP, strconv.Itoa(ipamPort))
+		for _, n := range c.Nodes {
+			own, err := address(t.Context(), c, podName(pod, n))
+			must(t, err)
+			for k, dial := range map[kind]func(context.Context, string) (net.Conn, error){
+				pod:  func(ctx context.Context, to string) (net.Conn, error) { return dialFrom(ctx, n, own, to) },
+				node: func(ctx context.Context, to string) (net.Conn, error) { return n.Dial(ctx, "tcp", to) },
+			} {
+				for ip, want := range map[string]bool{own.String(): true, "192.0.2.1": false} {
+					got, err := belongsToPods(t.Context(), dial, to, ip)
+					if err != nil || got != want {
+						t.Errorf("%s on %s asks %s whether %s is a pod's: %v, %v; want %v", k, n.Name, to, ip, got, err, want)
+					}
+				}
+			}
+		}
+	}
+}
+
+// belongsToPods asks the IPAM, as Liqo's virtual kubelets do, until it answers: a proxy may learn late of
+// its address.
+func belongsToPods(ctx context.Context, dial func(context.Context, string) (net.Conn, error), to, ip string) (bool, error) {
+	ctx, cancel := context.WithTimeout(ctx, patience)
+	defer cancel()
+	conn, err := grpc.NewClient("passthrough:///"+to, grpc.WithTransportCredentials(insecure.NewCredentials()), grpc.WithContextDialer(dial))
+	if err != nil {
+		return false, err
+	}
+	defer conn.Close()
+	var answer ipamrpc.BelongsResponse
+	err = conn.Invoke(ctx, "/ipam/BelongsToPodCIDR", &ipamrpc.BelongsRequest{Ip: ip}, &answer, grpc.WaitForReady(true))
+	return answer.GetBelongs(), err
+}
+
+// dialFrom connects from a test pod, which is reached from its node.
+func dialFrom(ctx context.Context, n *kubenodes.Node, from netip.Addr, to string) (net.Conn, error) {
+	c, err := n.Dial(ctx, "tcp", netip.AddrPortFrom(from, port).String())
+	if err != nil {
+		return nil, err
+	}
+	head := "HTTP/1.1 200 OK\r\n\r\n"
+	answer := make([]byte, len(head))
+	if _, err = fmt.Fprintf(c, "GET /connect?to=%s HTTP/1.1\r\nHost: pod\r\n\r\n", url.QueryEscape(to)); err == nil {
+		_, err = io.ReadFull(c, answer)
+	}
+	if err == nil && string(answer) != head {
+		err = fmt.Errorf("pod %v to %s: %q", from, to, answer)
+	}
+	if err != nil {
+		return nil, errors.Join(err, c.Close())
+	}
+	return c, nil
 }
 
 // What TCP carries over the whole way is what was sent, at any size of superpackets.

@@ -257,6 +257,31 @@ func (s *Server) icmp(c *icmp.PacketConn) error {
 	}
 }
 
+// relay connects from here to whom the caller says; after the head of the answer the connection is the
+// caller's.
+func relay(w http.ResponseWriter, r *http.Request) {
+	to, err := new(net.Dialer).DialContext(r.Context(), "tcp", r.FormValue("to"))
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusBadGateway)
+		return
+	}
+	defer to.Close()
+	caller, buffered, err := http.NewResponseController(w).Hijack()
+	if err != nil {
+		http.Error(w, err.Error(), http.StatusInternalServerError)
+		return
+	}
+	defer caller.Close()
+	if _, err := io.WriteString(caller, "HTTP/1.1 200 OK\r\n\r\n"); err != nil {
+		return
+	}
+	go func() {
+		_, _ = io.Copy(to, buffered) // either end that closes ends the other
+		to.Close()
+	}()
+	_, _ = io.Copy(caller, to)
+}
+
 func (s *Server) handler() http.Handler {
 	mux := http.NewServeMux()
 	mux.HandleFunc("GET /{$}", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintf(w, "hello from %s\n", s.Name) })
@@ -288,6 +313,7 @@ func (s *Server) handler() http.Handler {
 		a, err := Do(r.Context(), request)
 		reply(w, a, err)
 	})
+	mux.HandleFunc("GET /connect", relay)
 	mux.HandleFunc("GET /fetch", func(w http.ResponseWriter, r *http.Request) {
 		t, err := fetch(r.Context(), r.FormValue("url"))
 		reply(w, t, err)
