@@ -246,8 +246,13 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 			w := witness{Seconds: int(time.Since(begin).Seconds()), Load: load(t)}
 			if !tr.unasked {
 				w.Event = warnings(t.Context(), a, begin)
-				// An agent says it a second after it is not ready.
-				for deadline := time.Now().Add(5 * time.Second); w.Event == "" && tr.alone != "" && time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
+				// An agent says it a second after it is not ready. What the document shows has time for the manager,
+				// who looks at the Lease for ten.
+				wait := 5 * time.Second
+				if *update {
+					wait = 15 * time.Second
+				}
+				for deadline := time.Now().Add(wait); w.Event == "" && tr.alone != "" && time.Now().Before(deadline); time.Sleep(100 * time.Millisecond) {
 					w.Event = warnings(t.Context(), a, begin)
 				}
 				w.Metrics = tellingMetrics(t.Context(), a)

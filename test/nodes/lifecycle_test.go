@@ -77,7 +77,13 @@ func TestLifecycle(t *testing.T) {
 		return
 	}
 	// Nothing has been restored (test/fleet does that): everything is rolled at one moment, and peering again changes nothing.
-	t.Run("restart", func(t *testing.T) { w.lives(t, "everything restarted", func() { today.section(t, "Restore") }) })
+	t.Run("restart", func(t *testing.T) {
+		w.lives(t, "everything restarted", func() { today.section(t, "Restore") })
+		w.lives(t, "everything of both restarted at once", func() {
+			today.run(t, `for what in "rollout restart" "rollout status --timeout=5m"; do for c in paris oslo; do
+for component in daemonset/isthmus-route-agent deployment/isthmus-manager deployment/isthmus-gateway; do kubectl --context $c -n isthmus-system $what $component; done; done; done`)
+		})
+	})
 	t.Run("uninstall", func(t *testing.T) {
 		w.part(t)
 		today.section(t, "Uninstall")
@@ -181,17 +187,24 @@ const tooLong = 1.0
 // lives wants the connection to live through something, and nothing to be in the clear.
 func (w *world) lives(t *testing.T, what string, do func()) {
 	t.Helper()
-	told := w.b.Tell(t.Context())
+	var told []func() string
+	for _, c := range w.set.Clusters {
+		told = append(told, c.Tell(t.Context()))
+	}
 	r := during(t, w, do)
-	timeline := told()
-	if r.Pause > tooLong {
+	var timelines []string
+	for _, tell := range told {
+		timelines = append(timelines, tell())
+	}
+	if max(r.Pause, r.TCPPause) > tooLong {
 		for _, p := range r.Pauses {
 			t.Logf("%s, for %.2f s: no answers", p.Begin.Format("05.000"), p.Seconds)
 		}
-		t.Log(timeline)
-		sh := w.set.Command(t.Context(), "kubectl", "--context", w.b.Name, "-n", kubenodes.Namespace, "logs", "-l", "app.kubernetes.io/part-of=isthmus", "--prefix", "--tail=40")
-		out, _ := sh.CombinedOutput()
-		t.Logf("%s", out)
+		for i, c := range w.set.Clusters {
+			sh := w.set.Command(t.Context(), "kubectl", "--context", c.Name, "-n", kubenodes.Namespace, "logs", "-l", "app.kubernetes.io/part-of=isthmus", "--prefix", "--tail=40")
+			out, _ := sh.CombinedOutput()
+			t.Logf("%s:\n%s\n%s", c.Name, timelines[i], out)
+		}
 	}
 	t.Logf("%s: %d of %d lost, %.2f s without answers in UDP, %.2f s in TCP, %d connections broken",
 		what, r.Sent-r.Answered, r.Sent, r.Pause, r.TCPPause, r.Broken)
