@@ -18,8 +18,11 @@ import (
 	"github.com/prometheus/client_golang/prometheus"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apimachinery/pkg/util/uuid"
 	"k8s.io/client-go/discovery"
+	coordination "k8s.io/client-go/kubernetes/typed/coordination/v1"
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/leaderelection/resourcelock"
 	"k8s.io/klog/v2"
@@ -140,6 +143,22 @@ func restConfig(kubeconfig string) (*rest.Config, error) {
 	return cfg, nil
 }
 
+// leaseClient returns what the election alone uses: thousands of requests may be on their way when peers
+// come or a manager starts among them, and a Lease that is not renewed in time ends all work. done
+// closes its connection.
+func leaseClient(cfg *rest.Config) (leases coordination.LeasesGetter, done func(), err error) {
+	cfg = rest.AddUserAgent(rest.CopyConfig(cfg), "leader-election")
+	cfg.Timeout = renewDeadline / 2
+	cfg.QPS, cfg.Burst = 5, 10
+	cfg.NextProtos = []string{"http/1.1"} // one of HTTP/2 would be shared with all other requests, and outlives a network that is away
+	web, err := rest.HTTPClientFor(cfg)
+	if err != nil {
+		return nil, nil, err
+	}
+	client, err := coordination.NewForConfigAndClient(cfg, web)
+	return client, func() { utilnet.CloseIdleConnectionsFor(web.Transport) }, err
+}
+
 // runOnce runs the manager for the kinds that the cluster has now.
 func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	ctx, cancel := context.WithCancelCause(ctx)
@@ -173,9 +192,15 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 
 	var lock resourcelock.Interface
 	if o.LeaderElect {
-		if lock, err = resourcelock.NewFromKubeconfig(resourcelock.LeasesResourceLock, o.Namespace, component,
-			resourcelock.ResourceLockConfig{Identity: cmp.Or(o.Name, component) + "_" + o.Instance}, cfg, renewDeadline); err != nil {
+		leases, done, err := leaseClient(cfg)
+		if err != nil {
 			return err
+		}
+		defer done()
+		lock = &resourcelock.LeaseLock{
+			LeaseMeta:  metav1.ObjectMeta{Namespace: o.Namespace, Name: component},
+			Client:     leases,
+			LockConfig: resourcelock.ResourceLockConfig{Identity: cmp.Or(o.Name, component) + "_" + o.Instance},
 		}
 	}
 	mgr, err := ctrl.NewManager(cfg, ctrl.Options{

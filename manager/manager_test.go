@@ -2,14 +2,17 @@ package manager
 
 import (
 	"context"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"io"
 	"log/slog"
 	"math/rand/v2"
 	"net/http"
+	"net/http/httptest"
 	"net/netip"
 	"os"
+	"path"
 	"path/filepath"
 	"strings"
 	"sync"
@@ -26,6 +29,8 @@ import (
 	"k8s.io/apimachinery/pkg/runtime"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/discovery"
+	corev1client "k8s.io/client-go/kubernetes/typed/core/v1"
+	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
@@ -475,5 +480,40 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 	case <-changed:
 	case <-time.After(time.Minute):
 		t.Fatal("not noticed")
+	}
+}
+
+// A server that is asked for thousands of things at once still has a connection for the Lease.
+func TestTheLeaseHasAConnectionOfItsOwn(t *testing.T) {
+	var mu sync.Mutex
+	by := make(map[string]string) // what was asked: from where, by which protocol
+	server := httptest.NewUnstartedServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		mu.Lock()
+		defer mu.Unlock()
+		by[path.Base(r.URL.Path)] = r.RemoteAddr + " " + r.Proto
+		w.WriteHeader(http.StatusNotFound)
+	}))
+	server.EnableHTTP2 = true
+	server.StartTLS()
+	defer server.Close()
+	cfg := &rest.Config{Host: server.URL, QPS: -1, TLSClientConfig: rest.TLSClientConfig{
+		CAData: pem.EncodeToMemory(&pem.Block{Type: "CERTIFICATE", Bytes: server.Certificate().Raw})}}
+	leases, done, err := leaseClient(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer done()
+	others, err := corev1client.NewForConfig(cfg)
+	if err != nil {
+		t.Fatal(err)
+	}
+	_, _ = others.Secrets("n").Get(t.Context(), "before", metav1.GetOptions{})
+	_, _ = leases.Leases("n").Get(t.Context(), "lease", metav1.GetOptions{})
+	_, _ = others.Secrets("n").Get(t.Context(), "after", metav1.GetOptions{})
+	if by["before"] == "" || by["before"] != by["after"] || by["before"] == by["lease"] || !strings.HasSuffix(by["lease"], "HTTP/1.1") {
+		t.Errorf("%v", by)
+	}
+	if cfg.QPS != -1 || cfg.NextProtos != nil {
+		t.Error("the others' configuration has changed")
 	}
 }

@@ -233,6 +233,48 @@ func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 	}
 }
 
+// Whatever else manager and gateway ask for, their Leases do not queue behind it.
+func TestElectionsHaveThePriorityOfElections(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "lead")
+	levels := map[string]string{}
+	for _, name := range []string{"leader-election", "workload-low"} { // of Kubernetes; the second has all other ServiceAccounts
+		var level flowcontrolv1.PriorityLevelConfiguration
+		must(t, p.a.client.Get(t.Context(), client.ObjectKey{Name: name}, &level))
+		levels[string(level.UID)] = name
+	}
+	config := rest.CopyConfig(p.a.config)
+	for _, account := range []string{deploy.ManagerServiceAccount, deploy.GatewayServiceAccount} {
+		config.Impersonate.UserName = "system:serviceaccount:" + p.a.Namespace + ":" + account
+		config.Impersonate.Groups = []string{"system:serviceaccounts", "system:authenticated"}
+		c, err := rest.HTTPClientFor(config)
+		must(t, err)
+		leases := "/apis/coordination.k8s.io/v1/namespaces/" + p.a.Namespace + "/leases"
+		for _, ask := range []struct{ method, path, want string }{
+			{http.MethodGet, leases + "/" + account, "leader-election"},
+			{http.MethodPut, leases + "/" + account, "leader-election"},
+			{http.MethodPost, leases, "leader-election"},
+			{http.MethodGet, leases, "workload-low"}, // nobody lists them to lead
+			{http.MethodGet, "/api/v1/nodes", "workload-low"},
+		} {
+			for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // it learns of a FlowSchema a moment later
+				req, err := http.NewRequestWithContext(t.Context(), ask.method, config.Host+ask.path, strings.NewReader("{}"))
+				must(t, err)
+				resp, err := c.Do(req)
+				must(t, err)
+				resp.Body.Close()
+				got := levels[resp.Header.Get("X-Kubernetes-Pf-Prioritylevel-Uid")]
+				if got == ask.want {
+					break
+				}
+				if time.Since(begin) > patient {
+					t.Fatalf("%s: %s %s is on the level %q, want %s", account, ask.method, ask.path, got, ask.want)
+				}
+			}
+		}
+	}
+}
+
 func TestNobodyIsPeeredWithAClusterThatWouldTakeAnything(t *testing.T) {
 	s := &side{Cluster: connectTo(t, Access{Kubeconfig: files.a}), peer: &side{}}
 	must(t, s.checkAdmission(t.Context()))
