@@ -21,6 +21,10 @@ type pace struct {
 	settled  time.Duration // a watch that lasted so long ends a series of failures
 	min, max time.Duration // pause after the first failure in a series, and after any
 	renew    time.Duration // least time between two attempts to renew a token
+
+	// turns bounds the requests of all workers that wait for an answer together, where they go to one
+	// API server; nil: nothing does.
+	turns chan struct{}
 }
 
 // usual is the pace outside of tests. A watch lasts as long as the server lets it, mostly half an hour
@@ -32,10 +36,34 @@ var usual = pace{
 	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second,
 }
 
-// own is the pace at our own API server, whose right to say who we are nobody doubts.
+// ownTurns is how many of all workers ask our own API server at a time. It has a queue for each client,
+// mostly of some hundred requests, and refuses what does not find room in it (429): a manager that
+// starts among a thousand peers lists and watches as many Secrets.
+const ownTurns = 16
+
+// own is the pace of all workers together at our own API server, whose right to say who we are nobody
+// doubts.
 func (p pace) own() pace {
 	p.ask = 0
+	p.turns = make(chan struct{}, ownTurns)
 	return p
+}
+
+// turn waits until one more request may be sent, and returns what to call when it was answered. One
+// without an answer holds up the others for no longer than a request may take. It fails when ctx ends
+// first.
+func (p pace) turn(ctx context.Context) (answered func(), err error) {
+	if p.turns == nil {
+		return func() {}, nil
+	}
+	select {
+	case p.turns <- struct{}{}:
+		done := sync.OnceFunc(func() { <-p.turns })
+		late := time.AfterFunc(p.request, done)
+		return func() { late.Stop(); done() }, nil
+	case <-ctx.Done():
+		return nil, ctx.Err()
+	}
 }
 
 // backoff counts the failures of a series. The zero value has seen none.
@@ -95,6 +123,11 @@ func (p pace) follow(ctx context.Context, f feed, b *backoff, emit func(change))
 }
 
 func (p pace) list(ctx context.Context, f feed) (c change, version string) {
+	answered, err := p.turn(ctx)
+	if err != nil {
+		return change{err: err}, ""
+	}
+	defer answered()
 	ctx, cancel := context.WithTimeout(ctx, p.request)
 	defer cancel()
 	all, meta, err := f.list(ctx, metav1.ListOptions{Limit: maxListed})
@@ -107,6 +140,10 @@ func (p pace) list(ctx context.Context, f feed) (c change, version string) {
 // watchOnce watches from version on and moves it along. It reports whether the next watch can begin
 // there at once, because this one ended in good order and not suspiciously soon.
 func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff, emit func(change)) bool {
+	answered, err := p.turn(ctx)
+	if err != nil {
+		return false
+	}
 	var asking sync.WaitGroup
 	defer asking.Wait()
 	ctx, cancel := context.WithTimeout(ctx, p.watch) // in case the server does not end it
@@ -118,6 +155,7 @@ func (p pace) watchOnce(ctx context.Context, f feed, version *string, b *backoff
 		}
 	}()
 	w, err := f.watch(ctx, metav1.ListOptions{ResourceVersion: *version, AllowWatchBookmarks: true})
+	answered()
 	if err != nil {
 		if !expired(err) {
 			emit(change{err: err})

@@ -3,6 +3,7 @@ package replication
 import (
 	"context"
 	"errors"
+	"sync"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -182,6 +183,60 @@ func TestFollowEndsAWatchThatTheServerDoesNot(t *testing.T) {
 		s.during(t, 24*time.Hour)
 		if s.watches < 9 {
 			t.Errorf("%d watches in a day", s.watches)
+		}
+	})
+}
+
+// A thousand workers that start together ask by turns: an API server refuses what it has no room for.
+func TestWorkersAskOurAPIServerByTurns(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		const workers = 1000
+		var mu sync.Mutex
+		waiting, most, watching := 0, 0, 0
+		ask := func(ctx context.Context) {
+			mu.Lock()
+			waiting++
+			most = max(most, waiting)
+			mu.Unlock()
+			select {
+			case <-time.After(10 * time.Millisecond):
+			case <-ctx.Done():
+			}
+			mu.Lock()
+			waiting--
+			mu.Unlock()
+		}
+		pace := usual.own()
+		ctx, cancel := context.WithCancel(t.Context())
+		var group sync.WaitGroup
+		for i := range workers {
+			s := &script{watching: untilEnd}
+			f := s.feed()
+			group.Go(func() {
+				pace.follow(ctx, feed{
+					list: func(ctx context.Context, o metav1.ListOptions) ([]client.Object, metav1.ListInterface, error) {
+						ask(ctx)
+						return f.list(ctx, o)
+					},
+					watch: func(ctx context.Context, o metav1.ListOptions) (watch.Interface, error) {
+						if i < ownTurns { // as a server does that has taken a connection and is silent
+							<-ctx.Done()
+							return nil, ctx.Err()
+						}
+						ask(ctx)
+						mu.Lock()
+						watching++
+						mu.Unlock()
+						return f.watch(ctx, o)
+					},
+				}, &backoff{}, func(change) {})
+			})
+		}
+		time.Sleep(2*workers/ownTurns*10*time.Millisecond + 2*usual.request)
+		cancel()
+		group.Wait()
+		if most > ownTurns || watching != workers-ownTurns {
+			t.Errorf("%d requests at a time, %d watches; want at most %d, and %d", most, watching, ownTurns, workers-ownTurns)
 		}
 	})
 }

@@ -24,6 +24,7 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime"
 	corev1client "k8s.io/client-go/kubernetes/typed/core/v1"
 	"k8s.io/client-go/rest"
 	toolscache "k8s.io/client-go/tools/cache"
@@ -93,7 +94,8 @@ type Options struct {
 // A Replicator replicates to any number of peers. Its methods may be called concurrently.
 type Replicator struct {
 	opts    Options
-	pace    pace
+	pace    pace // at the peers
+	own     pace // at our own API server, of all workers together
 	secrets corev1client.SecretsGetter
 	pool    pool
 	changed chan event.GenericEvent
@@ -119,7 +121,7 @@ func New(o Options) *Replicator {
 		o.Now = time.Now
 	}
 	return &Replicator{
-		opts: o, pace: usual,
+		opts: o, pace: usual, own: usual.own(),
 		changed: make(chan event.GenericEvent),
 		peers:   map[string]Target{}, workers: map[string]*worker{}, ending: map[string]*worker{}, byHome: map[string]*worker{},
 		states: map[string]State{}, news: map[string]struct{}{}, bell: make(chan struct{}, 1),
@@ -132,7 +134,8 @@ func (r *Replicator) NeedLeaderElection() bool { return true }
 // Start replicates until ctx is done and returns when all workers have ended. Call it once.
 func (r *Replicator) Start(ctx context.Context) error {
 	config := rest.CopyConfig(r.opts.Config)
-	config.QPS = -1 // each worker sends one request at a time and pauses after a failure
+	config.QPS = -1                                  // ownTurns, and each worker pauses after a failure
+	config.ContentType = runtime.ContentTypeProtobuf // as all else that reads core kinds; half the work of JSON
 	core, err := corev1client.NewForConfig(config)
 	if err != nil {
 		return fmt.Errorf("client for identity Secrets: %w", err)

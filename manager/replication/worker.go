@@ -64,7 +64,7 @@ func (w *worker) run(ctx context.Context) {
 	finished := make(chan struct{})
 	go func() {
 		defer close(finished)
-		w.r.pace.own().follow(ctx, w.secretFeed(), &backoff{}, deliver(ctx, secrets))
+		w.r.own.follow(ctx, w.secretFeed(), &backoff{}, deliver(ctx, secrets))
 	}()
 	defer func() {
 		w.disconnect()
