@@ -170,6 +170,7 @@ type nodeDecision struct {
 	src      netip.Addr                // of routes to the one gateway; zero: there are none
 	trusted  bool                      // pods are where the podCIDRs of nodes say
 	overlay  map[string]netip.Addr     // overlay addresses by name of the node
+	outer    []netip.Addr              // from which a gateway in a Pod takes outer packets, sorted
 	node     kernel.State
 	problems []Problem
 }
@@ -448,8 +449,8 @@ func (d *nodeDecision) rule(r kernel.Rule) {
 }
 
 func (d *nodeDecision) sort() {
-	slices.SortFunc(d.node.FDB, func(a, b kernel.FDBEntry) int { return a.Dst.Compare(b.Dst) })
-	slices.SortFunc(d.node.Neighbors, func(a, b kernel.Neighbor) int { return a.Addr.Compare(b.Addr) })
+	slices.SortFunc(d.node.FDB, compareFDB)
+	slices.SortFunc(d.node.Neighbors, compareNeighbors)
 	if !slices.IsSortedFunc(d.node.Routes, kernel.Route.Compare) { // those of a Decider are
 		slices.SortFunc(d.node.Routes, kernel.Route.Compare)
 	}
@@ -457,3 +458,7 @@ func (d *nodeDecision) sort() {
 		return cmp.Or(cmp.Compare(a.Priority, b.Priority), a.From.Compare(b.From), a.To.Compare(b.To), cmp.Compare(a.Iif, b.Iif))
 	})
 }
+
+func compareFDB(a, b kernel.FDBEntry) int { return a.Dst.Compare(b.Dst) }
+
+func compareNeighbors(a, b kernel.Neighbor) int { return a.Addr.Compare(b.Addr) }

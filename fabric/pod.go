@@ -53,12 +53,19 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 // a CNI may hide a node that talks to pods behind an address of its own, from those that its agent
 // has found among pods' addresses, and while pods are where podCIDRs say from the first two addresses
 // of these, which no pod has.
+//
+// A PodDecider decides the same for one PodNetwork after the other.
 func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
+	d := decidePod(peers, further, mtu, tunnels, underlayMTU, in)
+	return d.node, SortProblems(d.problems)
+}
+
+func decidePod(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) *nodeDecision {
 	if underlayMTU == 0 {
 		underlayMTU = defaultUnderlay
 	}
 	const dev = kernel.OverlayDevice
-	d := nodeDecision{nodes: slices.Clone(in.Nodes), trusted: in.Trusted, overlay: make(map[string]netip.Addr, len(in.Nodes))}
+	d := &nodeDecision{nodes: slices.Clone(in.Nodes), trusted: in.Trusted, overlay: make(map[string]netip.Addr, len(in.Nodes))}
 	d.node.Routes = make([]kernel.Route, 0, 6*len(peers)+3*len(in.Nodes)+len(in.Pods)+3)
 	remotes, own := make([]netip.Prefix, 0, 2*len(peers)), make([]netip.Prefix, 0, len(peers)+len(in.Nodes))
 	for i := range peers {
@@ -106,19 +113,33 @@ func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunne
 	d.disbelievePods(in.Pod)
 	d.toNodes(in)
 	d.addPods(in.Pods, own)
-	s.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{Nodes: d.outerSources(in), Remote: remotes})}
+	d.outer = sortedIPv4(d.outerSources(in))
+	s.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{Remote: remotes}).WithSet("nodes", kernel.AddressElements(d.outer))}
+	for i := range s.Rules {
+		s.Rules[i].Protocol = kernel.GatewayProtocol
+	}
+	d.finishRoutes()
+	d.sort()
+	return d
+}
+
+// finishRoutes makes the routes of nodes those of a gateway in a Pod.
+func (d *nodeDecision) finishRoutes() {
+	s := &d.node
 	for i := range s.Routes {
 		r := &s.Routes[i]
 		if r.Protocol = kernel.GatewayProtocol; r.Type == kernel.Throw { // its way is unknown, and eth0 is none
 			r.Type, r.Metric = kernel.Unreachable, kernel.UnreachableMetric
 		}
 	}
-	for i := range s.Rules {
-		s.Rules[i].Protocol = kernel.GatewayProtocol
-	}
 	s.Routes = firstOfEach(s.Routes) // an address of a node may be among those of pods
-	d.sort()
-	return d.node, SortProblems(d.problems)
+}
+
+// sortedIPv4 are the addresses of IPv4, each once.
+func sortedIPv4(all []netip.Addr) []netip.Addr {
+	all = slices.DeleteFunc(all, func(a netip.Addr) bool { return !a.Is4() })
+	slices.SortFunc(all, netip.Addr.Compare)
+	return slices.Compact(all)
 }
 
 // firstOfEach leaves out routes that contradict one before; they may be many.

@@ -1,8 +1,10 @@
 package fabric
 
 import (
+	"cmp"
 	"fmt"
 	"net/netip"
+	"slices"
 	"testing"
 
 	"github.com/isthmus-net/isthmus/internal/kernel"
@@ -37,7 +39,7 @@ func BenchmarkGrant(b *testing.B) {
 	}
 }
 
-// BenchmarkNodeAdded is what a gateway in a Pod computes when a node comes.
+// BenchmarkNodeAdded is what a gateway in a Pod computes when a node comes, and when it goes again.
 func BenchmarkNodeAdded(b *testing.B) {
 	for _, nodes := range []int{100, 1000, 5000} {
 		b.Run(fmt.Sprintf("%d", nodes), func(b *testing.B) {
@@ -50,8 +52,20 @@ func BenchmarkNodeAdded(b *testing.B) {
 			for _, p := range manyPeers(1000).Granted {
 				peers = append(peers, GatewayPeer{AllowedIPs: [2]netip.Prefix{p, {}}})
 			}
+			more := in
+			more.Nodes = append(slices.Clone(in.Nodes), ClusterNode{Name: "new", Addrs: []netip.Addr{ip("172.31.0.1")}, PodCIDRs: []netip.Prefix{pfx("10.200.0.0/24")}})
+			slices.SortFunc(in.Nodes, func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
+			slices.SortFunc(more.Nodes, func(a, b ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
+			var d PodDecider
+			have, _ := d.GatewayPodFor(peers, nil, 1340, 1, 1400, in)
 			for b.Loop() {
-				GatewayPodFor(peers, nil, 1340, 1, 1400, in)
+				for _, now := range []PodNetwork{more, in} { // it comes, and goes
+					want, _ := d.GatewayPodFor(peers, nil, 1340, 1, 1400, now)
+					if plan := kernel.PlanFor(have, want); len(plan) != 6 { // filter, FDB, neighbour, and three routes
+						b.Fatalf("%d changes", len(plan))
+					}
+					have = want
+				}
 			}
 		})
 	}

@@ -226,8 +226,9 @@ type gateway struct {
 	engine *natengine.Engine
 	ends   []*tunnelEnd // of the tunnels; the first is always there
 
-	podNetwork bool // Options.PodNetwork
-	udpOffload bool // UDP superpackets cross the TUN
+	podNetwork bool              // Options.PodNetwork
+	delivery   fabric.PodDecider // run alone; what it needs where podNetwork is
+	udpOffload bool              // UDP superpackets cross the TUN
 	resolver   *resolver
 	metrics    *metrics
 	drops      dropTimes
@@ -485,11 +486,11 @@ func (g *gateway) wish(w wish) {
 	}
 }
 
-// deliversElsewhere takes a configuration in which only nodes and pods are others: rules and peers
-// stay as they are.
+// deliversElsewhere takes a configuration in which only nodes and pods are others, and where no peer's
+// gateway can be, which is at no node: rules and peers stay as they are.
 func (g *gateway) deliversElsewhere(c Config) bool {
 	same := c
-	same.PodNetwork = g.now.config.PodNetwork
+	same.PodNetwork, same.Gateway.Site = g.now.config.PodNetwork, g.now.config.Gateway.Site
 	if g.now.configErr != nil || !reflect.DeepEqual(same, g.now.config) {
 		return false
 	}
@@ -669,7 +670,7 @@ func (g *gateway) objectsFor(want []fabric.GatewayPeer, inUse map[string]fabric.
 			underlay = min(underlay, least)
 		}
 	}
-	s, undelivered := fabric.GatewayPodFor(want, inUse, mtu, len(g.ends), underlay, in)
+	s, undelivered := g.delivery.GatewayPodFor(want, inUse, mtu, len(g.ends), underlay, in)
 	return s, undelivered, err
 }
 

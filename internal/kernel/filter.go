@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"net/netip"
 	"slices"
-	"strings"
 )
 
 // Filter is a table of nftables that keeps others out of the overlay. Its chains are always the
@@ -95,11 +94,16 @@ func networksOf(sorted []netip.Prefix, family func(netip.Addr) bool) string {
 
 func addresses(all []netip.Addr) string {
 	all = slices.DeleteFunc(slices.SortedFunc(slices.Values(all), netip.Addr.Compare), func(a netip.Addr) bool { return !a.Is4() })
-	var texts []string
-	for _, a := range slices.Compact(all) {
-		texts = append(texts, a.String())
+	return AddressElements(slices.Compact(all))
+}
+
+// AddressElements are those of a set of addresses of IPv4, which are sorted.
+func AddressElements(sorted []netip.Addr) string {
+	text := make([]byte, 0, len("255.255.255.255 ")*len(sorted))
+	for _, a := range sorted {
+		text = append(a.AppendTo(text), ' ')
 	}
-	return strings.Join(texts, " ")
+	return string(bytes.TrimSuffix(text, []byte{' '}))
 }
 
 // FilterTable is the name of our tables: a Filter's family is inet, a SourceNAT's ip and a Bridge's

@@ -1,0 +1,265 @@
+package fabric
+
+import (
+	"maps"
+	"net/netip"
+	"slices"
+	"unsafe"
+
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// A PodDecider decides for a gateway that is a Pod, one PodNetwork after the other. A node that comes,
+// goes or changes and has nothing to do with any other adds and takes away what is its own, and all
+// else stays: with thousands of nodes that is a hundredth of what it takes to decide anew, which
+// happens whenever anything else is another. The zero value is ready. One goroutine uses it, and what it
+// returns is not to be changed.
+type PodDecider struct {
+	made     bool
+	peers    []GatewayPeer
+	further  map[string]TunnelSet
+	mtus     [3]int // of TUNs, their number, that of the underlay
+	in       PodNetwork
+	state    kernel.State
+	problems []Problem
+
+	sources []netip.Addr // in the filter, sorted
+	used    prefixSet    // by nodes, pods and peers
+	own     []netip.Prefix
+}
+
+// GatewayPodFor is the function of that name.
+func (m *PodDecider) GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
+	mtus := [3]int{mtu, tunnels, underlayMTU}
+	if m.made && mtus == m.mtus && m.samePeers(peers, further) &&
+		in.Pod == m.in.Pod && in.Node == m.in.Node && in.Trusted == m.in.Trusted && slices.Equal(in.Pods, m.in.Pods) && m.follow(in) {
+		return m.state, m.problems
+	}
+	d := decidePod(peers, further, mtu, tunnels, underlayMTU, in)
+	*m = PodDecider{made: true, peers: peers, further: maps.Clone(further), mtus: mtus, in: in, state: d.node, problems: SortProblems(d.problems), sources: d.outer}
+	for i := range peers {
+		m.own = append(m.own, peers[i].Local.Pod)
+	}
+	slices.SortFunc(m.own, netip.Prefix.Compare)
+	m.own = slices.Compact(m.own)
+	used := usedBy([]netip.Addr{in.Pod}, d.refused)
+	for _, p := range in.Pods {
+		used = append(used, usedBy([]netip.Addr{p.Addr}, nil)...)
+	}
+	for _, n := range in.Nodes {
+		used = append(used, n.prefixes()...)
+	}
+	m.used.fill(used)
+	return m.state, m.problems
+}
+
+// samePeers reports whether nothing is another of what is decided by of peers. Where they are, and by
+// which keys, is not.
+func (m *PodDecider) samePeers(peers []GatewayPeer, further map[string]TunnelSet) bool {
+	return len(peers) == len(m.peers) && (sameList(peers, m.peers) || slices.EqualFunc(peers, m.peers, func(a, b GatewayPeer) bool {
+		return a.ID == b.ID && a.AllowedIPs == b.AllowedIPs && a.Local.Pod == b.Local.Pod && a.Origin == b.Origin
+	})) && maps.Equal(further, m.further)
+}
+
+// sameList reports whether two lists are one and the same.
+func sameList[T any](a, b []T) bool {
+	return len(a) == len(b) && unsafe.SliceData(a) == unsafe.SliceData(b)
+}
+
+func (n ClusterNode) equal(other ClusterNode) bool {
+	return n.Name == other.Name && n.Created == other.Created && slices.Equal(n.Addrs, other.Addrs) &&
+		slices.Equal(n.PodCIDRs, other.PodCIDRs) && slices.Equal(n.Sources, other.Sources)
+}
+
+// mostFollowed is how many nodes may be others before all is decided anew.
+const mostFollowed = 32
+
+// follow takes nodes that have come, gone or changed; false: what is decided is not to be used any more.
+func (m *PodDecider) follow(in PodNetwork) bool {
+	if sameList(in.Nodes, m.in.Nodes) {
+		return true
+	}
+	var gone, come []ClusterNode
+	for i, j := 0, 0; i < len(m.in.Nodes) || j < len(in.Nodes); {
+		switch {
+		case j == len(in.Nodes) || i < len(m.in.Nodes) && m.in.Nodes[i].Name < in.Nodes[j].Name:
+			gone = append(gone, m.in.Nodes[i])
+			i++
+		case i == len(m.in.Nodes) || in.Nodes[j].Name < m.in.Nodes[i].Name:
+			come = append(come, in.Nodes[j])
+			j++
+		default:
+			if !m.in.Nodes[i].equal(in.Nodes[j]) {
+				gone, come = append(gone, m.in.Nodes[i]), append(come, in.Nodes[j])
+			}
+			i, j = i+1, j+1
+		}
+		if len(gone)+len(come) > mostFollowed {
+			return false
+		}
+	}
+	change := podChange{}
+	for _, n := range gone {
+		for _, p := range n.prefixes() {
+			m.used.remove(p)
+		}
+		if !m.alone(n) {
+			return false
+		}
+		change.of(n, m.in.Trusted, false)
+	}
+	for _, n := range come {
+		if !m.alone(n) {
+			return false
+		}
+		for _, p := range n.prefixes() {
+			m.used.add(p)
+		}
+		change.of(n, m.in.Trusted, true)
+	}
+	m.in = in
+	m.state.FDB = change.fdb.in(m.state.FDB, compareFDB)
+	m.state.Neighbors = change.neighbors.in(m.state.Neighbors, compareNeighbors)
+	m.state.Routes = change.routes.in(m.state.Routes, kernel.Route.Compare)
+	m.sources = change.sources.in(m.sources, netip.Addr.Compare)
+	m.state.Filters = []kernel.Filter{m.state.Filters[0].WithSet("nodes", kernel.AddressElements(m.sources))}
+	return true
+}
+
+// prefixes are all addresses and networks of a node.
+func (n ClusterNode) prefixes() []netip.Prefix {
+	return usedBy(slices.Concat(n.Addrs, n.Sources), n.PodCIDRs)
+}
+
+func usedBy(addrs []netip.Addr, networks []netip.Prefix) (all []netip.Prefix) {
+	for _, a := range addrs {
+		if a.IsValid() {
+			all = append(all, hostPrefix(a))
+		}
+	}
+	for _, p := range networks {
+		if p.IsValid() {
+			all = append(all, p.Masked())
+		}
+	}
+	return all
+}
+
+// alone reports whether a node, which is not in m.used, contradicts and serves no other, no pod and no
+// peer: then what is decided for it and what is decided for them do not depend on each other.
+func (m *PodDecider) alone(n ClusterNode) bool {
+	if n.Name == "" || n.Name == m.in.Node || !n.Underlay().IsValid() || slices.ContainsFunc(m.in.Pods, func(p NodePod) bool { return p.Node == n.Name }) {
+		return false
+	}
+	return !slices.ContainsFunc(n.prefixes(), func(p netip.Prefix) bool {
+		_, named := slices.BinarySearchFunc(m.own, p, netip.Prefix.Compare)
+		return named || m.used.overlaps(p)
+	})
+}
+
+// A podChange is what nodes that are alone add and take away.
+type podChange struct {
+	fdb       listChange[kernel.FDBEntry]
+	neighbors listChange[kernel.Neighbor]
+	routes    listChange[kernel.Route]
+	sources   listChange[netip.Addr]
+}
+
+func (c *podChange) of(n ClusterNode, trusted, come bool) {
+	d := nodeDecision{nodes: []ClusterNode{n}, trusted: trusted, overlay: make(map[string]netip.Addr, 1)}
+	d.node.Devices = []kernel.Device{{Name: kernel.OverlayDevice}}
+	d.toNodes(PodNetwork{})
+	d.addPods(nil, nil)
+	d.finishRoutes()
+	c.fdb.note(come, d.node.FDB...)
+	c.neighbors.note(come, d.node.Neighbors...)
+	c.routes.note(come, d.node.Routes...)
+	c.sources.note(come, sortedIPv4(d.outerSources(PodNetwork{}))...)
+}
+
+// A listChange is what comes into a sorted list, and what goes.
+type listChange[T comparable] struct{ come, gone []T }
+
+func (c *listChange[T]) note(come bool, all ...T) {
+	if come {
+		c.come = append(c.come, all...)
+	} else {
+		c.gone = append(c.gone, all...)
+	}
+}
+
+// in returns the list with the change in it; the one before stays as it is.
+func (c *listChange[T]) in(list []T, compare func(a, b T) int) []T {
+	if len(c.come)+len(c.gone) == 0 {
+		return list
+	}
+	slices.SortFunc(c.come, compare)
+	slices.SortFunc(c.gone, compare)
+	now := make([]T, 0, len(list)+len(c.come))
+	from := 0
+	upTo := func(v T) {
+		at, _ := slices.BinarySearchFunc(list[from:], v, compare)
+		now, from = append(now, list[from:from+at]...), from+at
+	}
+	come := c.come
+	for _, v := range c.gone {
+		for len(come) > 0 && compare(come[0], v) < 0 {
+			upTo(come[0])
+			now, come = append(now, come[0]), come[1:]
+		}
+		upTo(v)
+		from++ // it is there: an addition has put it there
+	}
+	for _, v := range come {
+		upTo(v)
+		now = append(now, v)
+	}
+	return append(now, list[from:]...)
+}
+
+// A prefixSet is a multiset of networks, addresses among them, of which some may be inside others.
+type prefixSet struct {
+	sorted  []netip.Prefix
+	lengths [2][129]int // how many there are, of IPv4 and IPv6
+}
+
+func (s *prefixSet) fill(all []netip.Prefix) {
+	*s = prefixSet{sorted: slices.SortedFunc(slices.Values(all), netip.Prefix.Compare)}
+	for _, p := range s.sorted {
+		*s.length(p, p.Bits())++
+	}
+}
+
+func (s *prefixSet) length(p netip.Prefix, bits int) *int {
+	return &s.lengths[p.Addr().BitLen()/128][bits]
+}
+
+func (s *prefixSet) add(p netip.Prefix) {
+	at, _ := slices.BinarySearchFunc(s.sorted, p, netip.Prefix.Compare)
+	s.sorted = slices.Insert(s.sorted, at, p)
+	*s.length(p, p.Bits())++
+}
+
+// remove takes away one of a network that is there.
+func (s *prefixSet) remove(p netip.Prefix) {
+	at, _ := slices.BinarySearchFunc(s.sorted, p, netip.Prefix.Compare)
+	s.sorted = slices.Delete(s.sorted, at, at+1)
+	*s.length(p, p.Bits())--
+}
+
+// overlaps reports whether any network contains one, or is in it.
+func (s *prefixSet) overlaps(p netip.Prefix) bool {
+	at, is := slices.BinarySearchFunc(s.sorted, p, netip.Prefix.Compare)
+	if is || at < len(s.sorted) && p.Overlaps(s.sorted[at]) { // those inside follow
+		return true
+	}
+	for bits := range p.Bits() {
+		if *s.length(p, bits) > 0 {
+			around, _ := p.Addr().Prefix(bits)
+			if _, is := slices.BinarySearchFunc(s.sorted, around, netip.Prefix.Compare); is {
+				return true
+			}
+		}
+	}
+	return false
+}
