@@ -116,18 +116,40 @@ func (p *PodPlaces) SetSources(node string, all []netip.Addr) bool {
 	if p.sources[node] = all; len(all) == 0 {
 		delete(p.sources, node)
 	}
-	p.sorted, p.owners = nil, nil
+	p.owners = nil
+	p.resort(node)
 	return true
+}
+
+// resort puts a node where it belongs in the list, as it is now, or takes it out. Lists that were given
+// out stay as they are.
+func (p *PodPlaces) resort(name string) {
+	if p.sorted == nil {
+		return
+	}
+	at, was := slices.BinarySearchFunc(p.sorted, name, func(n ClusterNode, name string) int { return cmp.Compare(n.Name, name) })
+	var now []ClusterNode
+	n, is := p.nodes[name]
+	if is {
+		n.Sources = p.sources[name]
+		now = []ClusterNode{n}
+	}
+	rest := p.sorted[at:]
+	if was {
+		rest = rest[1:]
+	}
+	p.sorted = slices.Concat(p.sorted[:at], now, rest)
 }
 
 // replace changes a node by f, and counts its pods again.
 func (p *PodPlaces) replace(name string, f func()) {
-	p.sorted, p.owners = nil, nil
+	p.owners = nil
 	all := p.pods[name]
 	p.count(name, tally{})
 	delete(p.counts, name)
 	delete(p.away, name)
 	f()
+	p.resort(name)
 	for id, pods := range all {
 		p.add(name, id, pods)
 	}

@@ -17,12 +17,19 @@ func TestPodPlacesAreWhatTheListsSay(t *testing.T) {
 	for round := range 300 {
 		p := PodPlaces{Self: "n0"}
 		nodes, pods, was := map[string]ClusterNode{}, map[string][]NodePod{}, map[string]string{}
-		last, said := PodNetwork{}, true
+		sources := map[string][]netip.Addr{}
+		last, kept, said := PodNetwork{}, []ClusterNode(nil), true
 		for step := range 60 {
 			name := fmt.Sprintf("n%d", rng.IntN(4))
 			id := fmt.Sprintf("default/p%d", rng.IntN(8))
 			var changed bool
-			switch rng.IntN(6) {
+			switch rng.IntN(7) {
+			case 6:
+				var all []netip.Addr
+				for range rng.IntN(2) {
+					all = append(all, netip.AddrFrom4([4]byte{192, 168, 0, byte(rng.IntN(3))}))
+				}
+				sources[name], changed = all, p.SetSources(name, all)
 			case 0:
 				n := ClusterNode{Name: name, Created: int64(rng.IntN(2)), Addrs: []netip.Addr{netip.AddrFrom4([4]byte{172, 30, 0, name[1]})}}
 				if rng.IntN(4) > 0 {
@@ -53,6 +60,7 @@ func TestPodPlacesAreWhatTheListsSay(t *testing.T) {
 			}
 			want := PodNetwork{Pod: own, Node: "n0"}
 			for _, n := range nodes {
+				n.Sources = sources[n.Name]
 				want.Nodes = append(want.Nodes, n)
 			}
 			for _, of := range pods {
@@ -76,7 +84,10 @@ func TestPodPlacesAreWhatTheListsSay(t *testing.T) {
 			if said = said || changed; !said && !reflect.DeepEqual(got, last) {
 				t.Fatalf("round %d, step %d: nothing was reported, yet\n%+v\nis now\n%+v", round, step, last, got)
 			}
-			last, said = got, false
+			if !reflect.DeepEqual(last.Nodes, kept) {
+				t.Fatalf("round %d, step %d: what was told before has changed to %+v", round, step, last.Nodes)
+			}
+			last, kept, said = got, slices.Clone(got.Nodes), false
 		}
 	}
 }

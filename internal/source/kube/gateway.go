@@ -65,6 +65,7 @@ type Gateway struct {
 	metrics *gatewayMetrics
 	reading atomic.Bool // everything has been read once
 	keeper  *keeper
+	asking  atomic.Bool // TunnelEndpoints or NatMappings have changed since they were listed
 
 	prepared chan struct{} // closed when everything has been read once
 	leaving  chan struct{} // closed when another replica is to take over
@@ -78,6 +79,8 @@ type Gateway struct {
 	wished   chan struct{} // closed when wish is replaced
 	keyTries time.Time     // when the Secret may be made again
 	logged   string        // problems that were logged
+
+	asked asked // refresh's alone
 
 	// What refresh alone uses, about data.tunnels of the Secret; see tellTunnels.
 	told      [32]byte  // the private key for which it is or was what we want
@@ -377,14 +380,20 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 		return err
 	}
 	group.Go(func() { _ = g.objects.Start(ctx) }) // it only ends with ctx
-	err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Service{}, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{},
-		&v1alpha1.IpamStorage{}, &corev1.Node{}, &discoveryv1.EndpointSlice{})
+	ask := func() {
+		g.asking.Store(true)
+		g.look.set()
+	}
+	err = errors.Join(
+		g.objects.watch(ctx, g.look.set, waiting, &corev1.Secret{}, &corev1.Service{}, &v1alpha1.IpamStorage{}, &discoveryv1.EndpointSlice{}),
+		g.objects.watch(ctx, ask, waiting, &v1alpha1.NatMapping{}, &v1alpha1.TunnelEndpoint{}),
+		g.objects.watchBy(ctx, g.places.handler(g.look.set), waiting, &corev1.Node{}))
 	if err != nil {
 		return err
 	}
 	if g.o.Node == "" {
 		err = g.objects.watch(ctx, g.look.set, waiting, &corev1.Pod{})
-	} else if err = g.objects.watchBy(ctx, g.places.handler(g.look.set), waiting, &corev1.Node{}); err == nil {
+	} else {
 		err = g.objects.watchBy(ctx, g.places.handler(g.look.set), waiting, &corev1.Pod{})
 	}
 	if err != nil {
@@ -560,17 +569,16 @@ func (g *Gateway) identity(ctx context.Context) (v1alpha1.ClusterIdentity, error
 	return owncluster.Identify(ctx, g.client, g.o.Namespace, g.o.Cluster)
 }
 
-// refresh gathers all objects, decides and publishes.
+// refresh gathers what the objects say, decides and publishes. Where Nodes or Pods are others, as they are all
+// the time in a large cluster, it does not read again what peers ask for.
 func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity) {
 	g.mu.Lock()
 	inUse := g.wish.snapshot.PrivateKey
 	g.mu.Unlock()
 	private, mismatch, err := g.key(ctx, inUse)
-	var endpoints v1alpha1.TunnelEndpointList
-	var mappings v1alpha1.NatMappingList
 	site, unknown := g.site(ctx)
 	network, unreachable := g.podNetwork()
-	if err = errors.Join(err, unknown, unreachable, g.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy), g.objects.List(ctx, &mappings, client.UnsafeDisableDeepCopy)); err != nil {
+	if err = errors.Join(err, unknown, unreachable, g.ask(ctx, cluster, private)); err != nil {
 		g.mu.Lock()
 		defer g.mu.Unlock()
 		next := g.wish
@@ -578,14 +586,33 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 		g.wishLocked(next)
 		return
 	}
-	gw, problems := gatewayFor(cluster, private, site, endpoints.Items, mappings.Items)
+	gw, problems := g.asked.decide(site)
 	problems = slices.Concat(mismatch, problems, g.keeper.problems())
 	if g.o.StateDirectory != "" {
-		saved := savedFrom(cluster, private, site, endpoints.Items, mappings.Items)
-		saved.PodNetwork = network
+		saved := g.asked.saved
+		saved.places.Site, saved.places.PodNetwork = site, network
 		g.keeper.put(saved, private)
 	}
 	g.publish(Snapshot{Gateway: gw, Problems: problems, PrivateKey: private, PodNetwork: network})
+}
+
+// ask reads what peers ask for, if that may be something else than before.
+func (g *Gateway) ask(ctx context.Context, cluster v1alpha1.ClusterIdentity, private [32]byte) error {
+	if !g.asking.Swap(false) && private == g.asked.private {
+		return nil
+	}
+	var endpoints v1alpha1.TunnelEndpointList
+	var mappings v1alpha1.NatMappingList
+	err := errors.Join(g.objects.List(ctx, &endpoints, client.UnsafeDisableDeepCopy), g.objects.List(ctx, &mappings, client.UnsafeDisableDeepCopy))
+	if err != nil {
+		g.asking.Store(true)
+		return err
+	}
+	g.asked = askedFor(cluster, private, endpoints.Items, mappings.Items)
+	if g.o.StateDirectory != "" {
+		g.asked.saved = savedFrom(cluster, private, endpoints.Items, mappings.Items)
+	}
+	return nil
 }
 
 // key reads the key, or sees to it that there is one. The problems are of a key that can be used
@@ -617,21 +644,33 @@ func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.P
 	return inUse, nil, missing
 }
 
+// asked is what the objects of peers ask for, wherever our own cluster is.
+type asked struct {
+	private  [32]byte
+	intent   fabric.Intent    // without Site
+	problems []fabric.Problem // of objects that are left out
+	saved    savedObjects     // without places
+}
+
 // gatewayFor has it decided what the objects ask for. What is wrong is left out; each problem names
 // the object and the field.
 func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.Site, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
+	a := askedFor(cluster, private, endpoints, mappings)
+	return a.decide(site)
+}
+
+func askedFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) asked {
 	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
-	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:], Site: site}
+	a := asked{private: private, intent: fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}}
 	var peers []fabric.Peer
 	var sets []fabric.MappingSet
-	var problems []fabric.Problem
 	for i := range endpoints {
 		te := &endpoints[i]
 		if !te.DeletionTimestamp.IsZero() {
 			continue // somebody's finalizer holds it; we are done with it
 		}
 		peer, wrong := fabric.PeerFrom(te, originOf(te))
-		problems = append(problems, wrong...)
+		a.problems = append(a.problems, wrong...)
 		if len(wrong) == 0 {
 			peers = append(peers, peer)
 		}
@@ -643,16 +682,22 @@ func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.
 		}
 		origin := fabric.Origin{Kind: "NatMapping", Name: nm.Name}
 		id, found, wrong := fabric.MappingsFrom(nm, origin)
-		problems = append(problems, wrong...)
+		a.problems = append(a.problems, wrong...)
 		if id != "" {
 			sets = append(sets, fabric.MappingSet{ID: id, Mappings: found, Origin: origin})
 		}
 	}
 	var wrong []fabric.Problem
-	in.Peers, in.Waiting, wrong = fabric.Attach(peers, sets)
-	problems = append(problems, wrong...)
+	a.intent.Peers, a.intent.Waiting, wrong = fabric.Attach(peers, sets)
+	a.problems = append(a.problems, wrong...)
+	return a
+}
+
+func (a *asked) decide(site fabric.Site) (fabric.Gateway, []fabric.Problem) {
+	in := a.intent
+	in.Site = site
 	gw, wrong := fabric.GatewayFor(in)
-	return gw, fabric.SortProblems(append(problems, wrong...))
+	return gw, fabric.SortProblems(slices.Concat(a.problems, wrong))
 }
 
 func originOf(te *v1alpha1.TunnelEndpoint) fabric.Origin {

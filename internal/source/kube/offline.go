@@ -3,7 +3,9 @@ package kube
 import (
 	"context"
 	"fmt"
+	"net/netip"
 
+	corev1 "k8s.io/api/core/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -14,7 +16,15 @@ import (
 // left out of it, for whoever wants to know without asking the gateway. It reads TunnelEndpoints,
 // NatMappings, Nodes, the IPAM's books and the addresses of the API servers, of which host is one.
 func GatewayOf(ctx context.Context, reader client.Reader, host string, cluster v1alpha1.ClusterIdentity) (gw fabric.Gateway, leftOut []fabric.Problem, err error) {
-	site, err := siteOf(ctx, reader, host)
+	var nodes corev1.NodeList
+	if err := reader.List(ctx, &nodes); err != nil {
+		return gw, nil, fmt.Errorf("list %T: %w", &nodes, err)
+	}
+	var addrs []netip.Addr
+	for i := range nodes.Items {
+		addrs = append(addrs, nodeAddrs(&nodes.Items[i])...)
+	}
+	site, err := siteOf(ctx, reader, host, nodesSite(addrs))
 	if err != nil {
 		return gw, nil, err
 	}

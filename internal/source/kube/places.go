@@ -1,7 +1,9 @@
 package kube
 
 import (
+	"maps"
 	"net/netip"
+	"slices"
 	"sync"
 
 	corev1 "k8s.io/api/core/v1"
@@ -16,6 +18,9 @@ import (
 type places struct {
 	mu    sync.Mutex
 	known fabric.PodPlaces
+	addrs map[netip.Addr]int // how many nodes have an address, of any type
+	nodes fabric.Site        // of addrs; not to be changed any more once told
+	told  bool
 }
 
 // handler calls notify for a change after which network may be another.
@@ -43,7 +48,9 @@ func (p *places) set(before, after any) bool {
 	defer p.mu.Unlock()
 	switch now := after.(type) {
 	case *corev1.Node:
-		return p.known.SetNode(nodeFrom(now))
+		was, _ := before.(*corev1.Node)
+		moved := p.move(was, now)
+		return p.known.SetNode(nodeFrom(now)) || moved
 	case *corev1.Pod:
 		was := ""
 		if b, ok := before.(*corev1.Pod); ok {
@@ -55,13 +62,61 @@ func (p *places) set(before, after any) bool {
 	}
 	switch was := before.(type) {
 	case *corev1.Node:
-		return p.known.RemoveNode(was.Name)
+		moved := p.move(was, nil)
+		return p.known.RemoveNode(was.Name) || moved
 	case *corev1.Pod:
 		return p.known.SetPod(was.Namespace+"/"+was.Name, was.Spec.NodeName, "", nil)
 	case *isthmus.NodeNetworks:
 		return p.known.SetSources(was.Name, nil)
 	}
 	return false
+}
+
+// move notes the addresses that a node had and has, nil: none, and reports whether any is of no other.
+func (p *places) move(was, now *corev1.Node) (moved bool) {
+	var gone, come []netip.Addr
+	if was != nil {
+		gone = nodeAddrs(was)
+	}
+	if now != nil {
+		come = nodeAddrs(now)
+	}
+	if slices.Equal(gone, come) {
+		return false
+	}
+	if p.addrs == nil {
+		p.addrs, p.nodes = make(map[netip.Addr]int), nodesSite(nil)
+	}
+	if p.told {
+		p.nodes, p.told = fabric.Site{Addrs: maps.Clone(p.nodes.Addrs), Relays: maps.Clone(p.nodes.Relays)}, false
+	}
+	for _, a := range come {
+		a = a.Unmap().WithZone("")
+		if p.addrs[a]++; p.addrs[a] == 1 {
+			p.nodes.Addrs[a], p.nodes.Relays[a], moved = nodeOfOurs, true, true
+		}
+	}
+	for _, a := range gone {
+		a = a.Unmap().WithZone("")
+		if p.addrs[a]--; p.addrs[a] == 0 {
+			delete(p.addrs, a)
+			delete(p.nodes.Addrs, a)
+			delete(p.nodes.Relays, a)
+			moved = true
+		}
+	}
+	return moved
+}
+
+// site is where the nodes are.
+func (p *places) site() fabric.Site {
+	p.mu.Lock()
+	defer p.mu.Unlock()
+	if p.addrs == nil {
+		return nodesSite(nil)
+	}
+	p.told = true
+	return p.nodes
 }
 
 func (p *places) owner(addr netip.Addr) fabric.Owner {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"net/netip"
 	"net/url"
+	"slices"
 
 	corev1 "k8s.io/api/core/v1"
 	discoveryv1 "k8s.io/api/discovery/v1"
@@ -15,19 +16,17 @@ import (
 
 // site is where this cluster is, as its objects say.
 func (g *Gateway) site(ctx context.Context) (fabric.Site, error) {
-	return siteOf(ctx, g.objects, g.o.Config.Host)
+	return siteOf(ctx, g.objects, g.o.Config.Host, g.places.site())
 }
 
-// siteOf is where a cluster is: the networks in the books of the IPAM, the nodes, and the API servers,
-// one of which is at host.
-func siteOf(ctx context.Context, reader client.Reader, host string) (fabric.Site, error) {
+// siteOf is where a cluster is: its nodes, the networks in the books of the IPAM, and the API servers, one
+// of which is at host.
+func siteOf(ctx context.Context, reader client.Reader, host string, site fabric.Site) (fabric.Site, error) {
 	var (
-		site    fabric.Site
 		books   v1alpha1.IpamStorageList
-		nodes   corev1.NodeList
 		servers discoveryv1.EndpointSliceList
 	)
-	for _, list := range []client.ObjectList{&books, &nodes, &servers} {
+	for _, list := range []client.ObjectList{&books, &servers} {
 		if err := reader.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
 			return site, err
 		}
@@ -45,19 +44,24 @@ func siteOf(ctx context.Context, reader client.Reader, host string) (fabric.Site
 			}
 		}
 	}
-	return site.With(apiServers(host, servers.Items), "an API server of ours").WithRelays(nodeAddrs(nodes.Items), "a node of ours"), nil
+	return site.With(slices.DeleteFunc(apiServers(host, servers.Items), func(a netip.Addr) bool { return site.Relays[a.Unmap().WithZone("")] }), "an API server of ours"), nil
 }
+
+// nodesSite is where nodes are.
+func nodesSite(addrs []netip.Addr) fabric.Site { return fabric.Site{}.WithRelays(addrs, nodeOfOurs) }
+
+const nodeOfOurs = "a node of ours"
 
 // apiServers are the addresses at which API servers are reached: by this process, and those behind
 // their Service.
-func apiServers(host string, slices []discoveryv1.EndpointSlice) (all []netip.Addr) {
+func apiServers(host string, lists []discoveryv1.EndpointSlice) (all []netip.Addr) {
 	if u, err := url.Parse(host); err == nil {
 		if addr, err := netip.ParseAddr(u.Hostname()); err == nil { // it may be a name
 			all = append(all, addr)
 		}
 	}
-	for i := range slices {
-		for _, e := range slices[i].Endpoints {
+	for i := range lists {
+		for _, e := range lists[i].Endpoints {
 			all = appendAddrs(all, e.Addresses...)
 		}
 	}
@@ -65,11 +69,9 @@ func apiServers(host string, slices []discoveryv1.EndpointSlice) (all []netip.Ad
 }
 
 // nodeAddrs are the addresses of all types: a peer's gateway is no more at an external one.
-func nodeAddrs(nodes []corev1.Node) (all []netip.Addr) {
-	for i := range nodes {
-		for _, a := range nodes[i].Status.Addresses {
-			all = appendAddrs(all, a.Address)
-		}
+func nodeAddrs(node *corev1.Node) (all []netip.Addr) {
+	for _, a := range node.Status.Addresses {
+		all = appendAddrs(all, a.Address)
 	}
 	return all
 }

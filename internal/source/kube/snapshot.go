@@ -24,6 +24,7 @@ import (
 const (
 	keyFile     = "gateway-key.json" // the only one with a secret
 	objectsFile = "gateway-objects.json"
+	placesFile  = "gateway-places.json"
 	leaseFile   = "gateway-lease.json"
 
 	snapshotVersion = 1
@@ -32,7 +33,8 @@ const (
 )
 
 const (
-	// noteInterval is how often the active replica notes that it still is, and writeGap the least
+	// noteInterval is how often the active replica notes that it still is, and where nodes and pods are
+	// if nothing else has changed: with thousands of nodes that is a megabyte. writeGap is the least
 	// time between two rounds of writing: a peer may change its objects often.
 	noteInterval = 30 * time.Second
 	writeGap     = time.Second
@@ -55,10 +57,17 @@ type savedObjects struct {
 	Read            time.Time                 `json:"read"` // from the API server
 	Cluster         v1alpha1.ClusterIdentity  `json:"cluster"`
 	PublicKey       string                    `json:"publicKey"` // of the key that was in use
-	Site            fabric.Site               `json:"site"`      // where no peer's gateway can be
 	TunnelEndpoints []v1alpha1.TunnelEndpoint `json:"tunnelEndpoints"`
 	NatMappings     []v1alpha1.NatMapping     `json:"natMappings"`
-	PodNetwork      fabric.PodNetwork         `json:"podNetwork,omitzero"` // where to deliver
+
+	places savedPlaces // of a file of its own
+}
+
+// savedPlaces are where our own cluster is, as Nodes and Pods say.
+type savedPlaces struct {
+	Version    int               `json:"version"`
+	Site       fabric.Site       `json:"site"`                // where no peer's gateway can be
+	PodNetwork fabric.PodNetwork `json:"podNetwork,omitzero"` // where to deliver
 }
 
 // savedLease says who the active replica was.
@@ -70,9 +79,9 @@ type savedLease struct {
 	Active    time.Time `json:"active"`  // when this was written
 }
 
-// savedFrom takes of the objects what fabric reads.
-func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.Site, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) savedObjects {
-	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), Site: site}
+// savedFrom takes of the objects what fabric reads; places are to be filled in.
+func savedFrom(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) savedObjects {
+	s := savedObjects{Version: snapshotVersion, Cluster: cluster, PublicKey: base64.StdEncoding.EncodeToString(publicKey(private)), places: savedPlaces{Version: snapshotVersion}}
 	meta := func(m *metav1.ObjectMeta) metav1.ObjectMeta {
 		return metav1.ObjectMeta{Namespace: m.Namespace, Name: m.Name, CreationTimestamp: m.CreationTimestamp}
 	}
@@ -130,7 +139,10 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	if err := statefile.Read(o.StateDirectory, objectsFile, objectsLimit, &objects); err != nil {
 		return nil, err
 	}
-	if err := errors.Join(wantVersion(keyFile, key.Version), wantVersion(objectsFile, objects.Version)); err != nil {
+	if err := statefile.Read(o.StateDirectory, placesFile, objectsLimit, &objects.places); err != nil {
+		return nil, err
+	}
+	if err := errors.Join(wantVersion(keyFile, key.Version), wantVersion(objectsFile, objects.Version), wantVersion(placesFile, objects.places.Version)); err != nil {
 		return nil, err
 	}
 	private, err := fabric.ParseKey(key.PrivateKey)
@@ -146,10 +158,10 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	if id := o.Cluster.ClusterID; id != "" && id != objects.Cluster.ClusterID {
 		return nil, fmt.Errorf("%s: cluster.clusterID is %q; want our %q", objectsFile, objects.Cluster.ClusterID, id)
 	}
-	gw, problems := gatewayFor(objects.Cluster, private, objects.Site, objects.TunnelEndpoints, objects.NatMappings)
+	gw, problems := gatewayFor(objects.Cluster, private, objects.places.Site, objects.TunnelEndpoints, objects.NatMappings)
 	snapshot := Snapshot{Gateway: gw, Problems: problems, PrivateKey: private}
 	if o.Node != "" { // the Pod of that name may have got another address with another sandbox
-		snapshot.PodNetwork = objects.PodNetwork
+		snapshot.PodNetwork = objects.places.PodNetwork
 		snapshot.PodNetwork.Pod, snapshot.PodNetwork.Node = o.PodIP, o.Node
 	}
 	return &remembered{objects, snapshot, lease.Renewed}, nil
@@ -164,7 +176,7 @@ func wantVersion(file string, version int) error {
 
 // Forget removes what a gateway keeps in a state directory, the private key first of all.
 func Forget(directory string) error {
-	if err := statefile.Remove(directory, keyFile, leaseFile, objectsFile); err != nil {
+	if err := statefile.Remove(directory, keyFile, leaseFile, objectsFile, placesFile); err != nil {
 		return fmt.Errorf("snapshot: %w", err)
 	}
 	return nil
@@ -186,6 +198,7 @@ type keeper struct {
 	have    savedObjects // written; Version 0: nothing is
 	renewed time.Time    // last contact to the API server, of an earlier life
 	noted   time.Time    // when savedLease was written
+	placed  time.Time    // and savedPlaces
 	kept    bool         // that there may be files
 }
 
@@ -275,14 +288,22 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	if renewed.IsZero() {
 		renewed = k.renewed
 	}
-	want.Read = k.have.Read
+	places := want.places
+	want.Read, want.places = k.have.Read, k.have.places
 	same := reflect.DeepEqual(want, k.have)
-	if same && now.Sub(k.noted) < noteInterval-writeGap { // a tick may be a little early
+	const early = noteInterval - writeGap // a tick may be a little early
+	moved := (!same || now.Sub(k.placed) >= early) && !reflect.DeepEqual(places, k.have.places)
+	if same && !moved && now.Sub(k.noted) < early {
 		return false
 	}
 	k.kept = true
 	var err error
-	if !same {
+	if moved { // before what may need it
+		if err = statefile.Write(k.o.StateDirectory, placesFile, objectsLimit, places); err == nil {
+			want.places, k.placed = places, now
+		}
+	}
+	if !same && err == nil {
 		want.Read = now
 		key := savedKey{snapshotVersion, base64.StdEncoding.EncodeToString(private[:])}
 		if err = statefile.Write(k.o.StateDirectory, keyFile, smallLimit, key); err == nil {

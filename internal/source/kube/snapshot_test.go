@@ -41,7 +41,9 @@ func saved(t *testing.T) (GatewayOptions, Snapshot) {
 	gone := endpoint(3)
 	gone.DeletionTimestamp = new(metav1.Now())
 	k := newKeeper(o, func() {})
-	k.put(savedFrom(self, private, site, append(endpoints, gone), mappings), private)
+	want := savedFrom(self, private, append(endpoints, gone), mappings)
+	want.places.Site = site
+	k.put(want, private)
 	if !k.round("pod-1", noon.Add(-time.Second), noon) || k.problem() != nil {
 		t.Fatal(k.problem())
 	}
@@ -59,8 +61,8 @@ func TestASnapshotIsDecidedAnewToTheSame(t *testing.T) {
 		t.Errorf("renewed %v, read %v", known.renewed, known.objects.Read)
 	}
 	entries, err := os.ReadDir(o.StateDirectory)
-	if err != nil || len(entries) != 3 {
-		t.Errorf("%v, %v; want three files", entries, err)
+	if err != nil || len(entries) != 4 {
+		t.Errorf("%v, %v; want four files", entries, err)
 	}
 	secret := base64.StdEncoding.EncodeToString(want.PrivateKey[:])
 	for _, e := range entries {
@@ -108,7 +110,7 @@ func TestWhatTheActiveReplicaKeepsAStandbyForgets(t *testing.T) {
 		t.Error("removed before everything was read: there may be nothing else")
 	}
 	private := newKey()
-	k.put(savedFrom(self, private, site, nil, nil), private)
+	k.put(savedFrom(self, private, nil, nil), private)
 	if k.round("", noon, noon) {
 		t.Error("changed while nobody knows who is active")
 	}
@@ -129,12 +131,51 @@ func TestWhatTheActiveReplicaKeepsAStandbyForgets(t *testing.T) {
 			t.Fatalf("step %d: %v, %v; want %v", i, did, k.problem(), s.want)
 		}
 		entries, err := os.ReadDir(o.StateDirectory)
-		if want := map[string]int{"pod-1": 3, "pod-2": 0}[s.holder]; err != nil || len(entries) != want {
+		if want := map[string]int{"pod-1": 4, "pod-2": 0}[s.holder]; err != nil || len(entries) != want {
 			t.Errorf("step %d: %v, %v; want %d files", i, entries, err, want)
 		}
 	}
 	if known, err := remember(o, noon.Add(noteInterval)); err != nil || known == nil || known.snapshot.PrivateKey != private {
 		t.Errorf("%+v, %v", known, err)
+	}
+}
+
+// Where nodes are is a megabyte in a large cluster: it is written with what peers ask for, and else twice a minute.
+func TestNodesThatComeAreKeptLaterThanPeers(t *testing.T) {
+	o, _ := saved(t)
+	k := newKeeper(o, func() {})
+	private := newKey()
+	at := noon
+	for i, s := range []struct {
+		after       time.Duration
+		peers, node string
+		want        string // what is kept: peers and node
+		changes     bool
+	}{
+		{0, "1", "a", "1 a", true},
+		{2 * time.Second, "1", "b", "1 a", false},
+		{2 * time.Second, "2", "b", "2 b", true},
+		{2 * time.Second, "2", "c", "2 b", false},
+		{noteInterval, "2", "c", "2 c", true},
+		{2 * time.Second, "3", "c", "3 c", true},
+		{noteInterval, "3", "c", "3 c", true}, // that it still is the active one
+	} {
+		te := endpoint(1)
+		te.Name = s.peers
+		want := savedFrom(self, private, []v1alpha1.TunnelEndpoint{te}, nil)
+		want.places.PodNetwork.Node = s.node
+		k.put(want, private)
+		at = at.Add(s.after)
+		if did := k.round("pod-1", at, at); did != s.changes || k.problem() != nil {
+			t.Fatalf("step %d: written: %v, %v", i, did, k.problem())
+		}
+		known, err := remember(o, at)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := known.objects.TunnelEndpoints[0].Name + " " + known.objects.places.PodNetwork.Node; got != s.want {
+			t.Errorf("step %d: %s is kept; want %s", i, got, s.want)
+		}
 	}
 }
 
@@ -144,7 +185,7 @@ func TestAStateDirectoryThatCannotBeWrittenIsTold(t *testing.T) {
 	told := 0
 	k := newKeeper(o, func() { told++ })
 	private := newKey()
-	k.put(savedFrom(self, private, site, nil, nil), private)
+	k.put(savedFrom(self, private, nil, nil), private)
 	for range 2 {
 		k.round("pod-1", noon, noon)
 	}
@@ -169,6 +210,8 @@ var damages = []struct {
 	{objectsFile, "cannot unmarshal", edit("tunnelEndpoints", "none")},
 	{objectsFile, "cannot unmarshal", edit("natMappings", []int{1})},
 	{objectsFile, "cluster.clusterID: ", edit("cluster", map[string]string{"clusterID": "a b"})},
+	{placesFile, "version 9; want 1", edit("version", 9)},
+	{placesFile, "cannot unmarshal", edit("podNetwork", "none")},
 	{objectsFile, "unexpected end of JSON input", func(b []byte) []byte { return b[:len(b)/2] }},
 	{objectsFile, "larger than 16777216 octets", func(b []byte) []byte { return append(b, strings.Repeat(" ", objectsLimit)...) }},
 }
@@ -203,7 +246,7 @@ func TestADamagedSnapshotIsRefused(t *testing.T) {
 			t.Errorf("%s: %v, %v; want %q", d.file, known, err, d.want)
 		}
 	}
-	for _, name := range []string{keyFile, objectsFile} { // without the lease's there is no snapshot
+	for _, name := range []string{keyFile, objectsFile, placesFile} { // without the lease's there is no snapshot
 		o, _ := saved(t)
 		if err := os.Remove(filepath.Join(o.StateDirectory, name)); err != nil {
 			t.Fatal(err)
@@ -218,7 +261,7 @@ func TestADamagedSnapshotIsRefused(t *testing.T) {
 // wrong. Whatever is in the file, it is a snapshot or an error.
 func FuzzSnapshot(f *testing.F) {
 	private := [32]byte{8, 1}
-	text, err := json.Marshal(savedFrom(self, private, site, []v1alpha1.TunnelEndpoint{endpoint(1), endpoint(2)}, []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"})}))
+	text, err := json.Marshal(savedFrom(self, private, []v1alpha1.TunnelEndpoint{endpoint(1), endpoint(2)}, []v1alpha1.NatMapping{natMapping(1, map[string]string{"10.7.7.7": "10.245.0.9"})}))
 	if err != nil {
 		f.Fatal(err)
 	}
@@ -228,8 +271,8 @@ func FuzzSnapshot(f *testing.F) {
 		if json.Unmarshal(text, &s) != nil {
 			return
 		}
-		gw, problems := gatewayFor(s.Cluster, private, s.Site, s.TunnelEndpoints, s.NatMappings)
-		again, problemsAgain := gatewayFor(s.Cluster, private, s.Site, s.TunnelEndpoints, s.NatMappings)
+		gw, problems := gatewayFor(s.Cluster, private, site, s.TunnelEndpoints, s.NatMappings)
+		again, problemsAgain := gatewayFor(s.Cluster, private, site, s.TunnelEndpoints, s.NatMappings)
 		if !reflect.DeepEqual(gw, again) || !reflect.DeepEqual(problems, problemsAgain) {
 			t.Errorf("decided differently:\n%+v\n%+v", gw, again)
 		}
@@ -300,13 +343,13 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		o, way := begin(t, "carries")
 		r := start(t, o)
 		serves(t, r, true)
-		files(t, o, 3)
+		files(t, o, 4)
 		r.mu.Lock()
 		before := r.wish.snapshot
 		r.mu.Unlock()
 		way.cut()
 		r.stop() // it cannot release the Lease
-		files(t, o, 3)
+		files(t, o, 4)
 
 		for range 2 { // over more than one restart
 			r = start(t, o)
@@ -343,7 +386,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		o, way := begin(t, "gives-way")
 		r := start(t, o)
 		serves(t, r, true)
-		files(t, o, 3)
+		files(t, o, 4)
 		way.cut()
 		r.stop()
 		successor := start(t, GatewayOptions{Config: s.config, Namespace: "gives-way", Pod: "q", Cluster: self})
@@ -371,7 +414,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		o, way := begin(t, "reads")
 		r := start(t, o)
 		serves(t, r, true)
-		files(t, o, 3)
+		files(t, o, 4)
 		way.cut()
 		r.stop()
 		successor := start(t, GatewayOptions{Config: s.config, Namespace: "reads", Pod: "q", Cluster: self})
@@ -395,7 +438,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		o, way := begin(t, "damaged")
 		r := start(t, o)
 		serves(t, r, true)
-		files(t, o, 3)
+		files(t, o, 4)
 		way.cut()
 		r.stop()
 		if err := os.WriteFile(filepath.Join(o.StateDirectory, objectsFile), []byte("{}"), 0o600); err != nil {

@@ -1,0 +1,68 @@
+package kube
+
+import (
+	"fmt"
+	"maps"
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+// Whatever nodes come, change and go, where they are is what all of them say; what was told stays as it
+// is, and a change that is not reported is none.
+func TestWhereNodesAreIsWhatAllOfThemSay(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	texts := []string{"192.0.2.1", "192.0.2.2", "::ffff:192.0.2.1", "fd00::1", "fe80::1%eth0", "a-host-name", "198.51.100.7"}
+	var p places
+	nodes := map[string]*corev1.Node{}
+	was, told, copied := p.site(), p.site(), p.site()
+	for step := range 3000 {
+		name := fmt.Sprint("n", rng.IntN(4))
+		before, after := nodes[name], (*corev1.Node)(nil)
+		if rng.IntN(3) > 0 {
+			after = &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: name}}
+			for range rng.IntN(3) {
+				after.Status.Addresses = append(after.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: texts[rng.IntN(len(texts))]})
+			}
+		}
+		changed := false
+		switch {
+		case before == nil && after == nil:
+			continue
+		case after == nil:
+			changed = p.set(before, nil)
+			delete(nodes, name)
+		case before == nil:
+			changed = p.set(nil, after)
+			nodes[name] = after
+		default:
+			changed = p.set(before, after)
+			nodes[name] = after
+		}
+		var addrs []netip.Addr
+		for _, n := range nodes {
+			addrs = append(addrs, nodeAddrs(n)...)
+		}
+		want := nodesSite(addrs)
+		if !changed && !reflect.DeepEqual(want, was) {
+			t.Fatalf("step %d: a change was not reported: %v, now %v", step, was, want)
+		}
+		if was = want; rng.IntN(2) == 0 {
+			continue
+		}
+		got := p.site()
+		if !reflect.DeepEqual(got, want) {
+			t.Fatalf("step %d: %v; want %v", step, got, want)
+		}
+		if !reflect.DeepEqual(told, copied) {
+			t.Fatalf("step %d: what was told has changed to %v", step, told)
+		}
+		told, copied = got, fabric.Site{Addrs: maps.Clone(got.Addrs), Relays: maps.Clone(got.Relays)}
+	}
+}
