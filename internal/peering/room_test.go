@@ -236,20 +236,20 @@ func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 // Whatever else manager and gateway ask for, their Leases do not queue behind it.
 func TestElectionsHaveThePriorityOfElections(t *testing.T) {
 	t.Parallel()
-	p := newPair(t, "lead")
+	a := connectTo(t, Access{Kubeconfig: files.a})
 	levels := map[string]string{}
 	for _, name := range []string{"leader-election", "workload-low"} { // of Kubernetes; the second has all other ServiceAccounts
 		var level flowcontrolv1.PriorityLevelConfiguration
-		must(t, p.a.client.Get(t.Context(), client.ObjectKey{Name: name}, &level))
+		must(t, a.client.Get(t.Context(), client.ObjectKey{Name: name}, &level))
 		levels[string(level.UID)] = name
 	}
-	config := rest.CopyConfig(p.a.config)
+	config := rest.CopyConfig(a.config)
 	for _, account := range []string{deploy.ManagerServiceAccount, deploy.GatewayServiceAccount} {
-		config.Impersonate.UserName = "system:serviceaccount:" + p.a.Namespace + ":" + account
+		config.Impersonate.UserName = "system:serviceaccount:" + deploy.Namespace + ":" + account
 		config.Impersonate.Groups = []string{"system:serviceaccounts", "system:authenticated"}
 		c, err := rest.HTTPClientFor(config)
 		must(t, err)
-		leases := "/apis/coordination.k8s.io/v1/namespaces/" + p.a.Namespace + "/leases"
+		leases := "/apis/coordination.k8s.io/v1/namespaces/" + deploy.Namespace + "/leases"
 		for _, ask := range []struct{ method, path, want string }{
 			{http.MethodGet, leases + "/" + account, "leader-election"},
 			{http.MethodPut, leases + "/" + account, "leader-election"},
