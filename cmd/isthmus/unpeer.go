@@ -19,7 +19,8 @@ func newUnpeerCommand() *cobra.Command {
 NAME of its Peering or of the other cluster. First the other cluster's rights are
 revoked (with --remote-context all but those to withdraw what it published); then
 the Peerings go, and the managers take down what they made; then the rest of the
-rights, identities and namespaces.
+rights, identities and namespaces. Two clusters that are not peered are no error:
+there is nothing to do, and it says so. A NAME that means nothing is one.
 
 A manager waits for the other cluster's API server, so that nothing of ours stays
 there. With --force it does not, and what may stay is said.`,

@@ -134,10 +134,33 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if err := c.established(ctx, objects); err != nil {
 		return err
 	}
-	if o.Wait == 0 {
-		return nil
+	if o.Wait > 0 {
+		if err := c.rolledOut(ctx, objects, o, "all is applied"); err != nil {
+			return err
+		}
 	}
-	return c.rolledOut(ctx, objects, o, "all is applied")
+	return c.prune(ctx, o, chosen, found, objects) // no component that is wanted uses it
+}
+
+// prune deletes what an installation before this one made for parts that may be left out, and now are.
+func (c *Cluster) prune(ctx context.Context, o InstallOptions, chosen, found chart.Values, objects []*unstructured.Unstructured) error {
+	for _, port := range []float64{0, 6000} { // the NetworkPolicies are others with the IPAM's
+		all := chart.Merge(chosen, chart.Values{"ipam": chart.Values{"port": port}, "networkPolicy": chart.Values{"enabled": true},
+			"metrics": chart.Values{"enabled": true, "podMonitor": chart.Values{"enabled": true}}})
+		with, err := chart.Objects(o.chart(c.Namespace, c.Identity, false, all, found))
+		if err != nil {
+			return fmt.Errorf("%s: %w", c, err)
+		}
+		for _, u := range with {
+			if slices.ContainsFunc(objects, func(wanted *unstructured.Unstructured) bool { return describe(wanted) == describe(u) }) {
+				continue
+			}
+			if err := c.remove(ctx, u, UninstallOptions{Report: o.Report}); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
 }
 
 // Manifests returns as text what Install would apply in a cluster of which nothing is known.

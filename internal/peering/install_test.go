@@ -305,6 +305,46 @@ func TestAnOlderProgramDoesNotReplaceNewerDefinitions(t *testing.T) {
 	}
 }
 
+func TestInstallTakesAwayWhatIsNotChosenAnyMore(t *testing.T) {
+	t.Parallel()
+	c, _ := newCluster(t, "twice")
+	options := InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "twice"}, Version: "v1", Values: chart.Values{
+		"networks": chart.Values{"podCIDR": "10.9.0.0/16"}, "networkPolicy": chart.Values{"enabled": true}, "metrics": chart.Values{"enabled": true},
+	}}
+	install := func(port float64) string {
+		t.Helper()
+		var said lines
+		options.Report = said.report
+		options.Values = chart.Merge(options.Values, chart.Values{"ipam": chart.Values{"port": port}})
+		must(t, c.Install(t.Context(), options))
+		var deleted []string
+		for _, line := range said {
+			if strings.HasSuffix(line, " deleted") {
+				deleted = append(deleted, strings.TrimSuffix(strings.TrimPrefix(line, c.String()+": "), " deleted"))
+			}
+		}
+		slices.Sort(deleted)
+		return strings.Join(deleted, ", ")
+	}
+	if did := install(6000); did != "" {
+		t.Errorf("the first time it deletes %s", did)
+	}
+	if did := install(7000); did != "" {
+		t.Errorf("for another port it deletes %s", did)
+	}
+	const want = "EndpointSlice twice/isthmus-ipam, NetworkPolicy twice/isthmus-ipam, Role twice/isthmus-ipam, RoleBinding twice/isthmus-ipam, " +
+		"Service twice/isthmus-ipam, ValidatingAdmissionPolicy isthmus-ipam, ValidatingAdmissionPolicyBinding isthmus-ipam"
+	if did := install(0); did != want {
+		t.Errorf("without the IPAM's Service it deletes %s\nwant %s", did, want)
+	}
+	if did := install(0); did != "" {
+		t.Errorf("again it deletes %s", did)
+	}
+	if did := install(6000); did != "NetworkPolicy twice/isthmus-manager" {
+		t.Errorf("with it again it deletes %s", did)
+	}
+}
+
 func TestInstallLeavesARelaseOfHelmAlone(t *testing.T) {
 	t.Parallel()
 	c := connectTo(t, Access{Kubeconfig: files.b, Namespace: "of-helm"})

@@ -72,7 +72,7 @@ func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error 
 			local, ErrNoPeering, Printable(o.Name))
 	}
 	if nothing {
-		o.Report("nothing to do: there is no such peering")
+		o.Report(fmt.Sprintf("nothing to do: %s and %s are not peered, and nothing is left of a peering", local, remote))
 		return nil
 	}
 	for _, f := range sides {

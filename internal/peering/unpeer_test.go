@@ -32,7 +32,7 @@ func TestUnpeerLeavesNothingAndCanBeRepeated(t *testing.T) {
 		t.Errorf("left: %v", left)
 	}
 	must(t, p.unpeer(t))
-	if said := p.said(); said != "nothing to do: there is no such peering" {
+	if said := p.said(); said != "nothing to do: part-a and part-b are not peered, and nothing is left of a peering" {
 		t.Errorf("the second time it says %q", said)
 	}
 	must(t, p.peer(t)) // at once
