@@ -34,7 +34,7 @@ func (b *books) SetupWithManager(mgr ctrl.Manager) error {
 	}
 	copies := look // nobody else makes one that is needed, but somebody may
 	copies.CreateFunc = func(_ context.Context, _ event.CreateEvent, q queue) { later(q) }
-	watching := ctrl.NewControllerManagedBy(mgr).Named("books").Watches(&v1alpha1.IpamStorage{}, look)
+	watching := ctrl.NewControllerManagedBy(mgr).Named("books").WatchesMetadata(&v1alpha1.IpamStorage{}, look)
 	if b.copies {
 		watching.Watches(&isthmus.GrantedNetworks{}, copies)
 	}

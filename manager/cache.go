@@ -23,7 +23,7 @@ func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 		return fmt.Errorf("indexes: %w", installFirst(err))
 	}
 	kinds := []client.Object{
-		&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.NatMapping{}, &v1alpha1.IpamStorage{},
+		&v1alpha1.NetworkConfig{}, &v1alpha1.TunnelEndpoint{}, &v1alpha1.NatMapping{}, booksMetadata(),
 		&corev1.Service{}, &corev1.Secret{}, &corev1.Node{}, &isthmus.NodeNetworks{},
 	}
 	if has.grantedNetworks {
@@ -35,6 +35,14 @@ func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 		}
 	}
 	return nil
+}
+
+// booksMetadata is the IpamStorage without what is in it, 300 octets for each peer: of the cache only its
+// version is asked, and it changes with each peer that comes.
+func booksMetadata() *metav1.PartialObjectMetadata {
+	m := new(metav1.PartialObjectMetadata)
+	m.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
+	return m
 }
 
 // installFirst says what to do about an API server that does not know our kinds, or not all.

@@ -78,11 +78,12 @@ func (p Peers) ByNamespace(ctx context.Context, namespace string) (Peer, error) 
 	return p.one(ctx, indexTenantNamespace, namespace)
 }
 
-// List returns all peers, sorted by cluster ID.
+// List returns all peers, sorted by cluster ID. What they were read from is not to be changed: it is
+// the cache's own.
 func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	byID := make(map[string]Peer)
 	var peerings isthmus.PeeringList
-	if err := p.Reader.List(ctx, &peerings); err != nil {
+	if err := p.Reader.List(ctx, &peerings, client.UnsafeDisableDeepCopy); err != nil {
 		return nil, fmt.Errorf("peerings: %w", err)
 	}
 	ids, namespaces := make(map[string]bool), make(map[string]bool)
@@ -101,7 +102,7 @@ func (p Peers) List(ctx context.Context) ([]Peer, error) {
 	}
 	if p.ForeignClusters {
 		var list ForeignClusterList
-		if err := p.Reader.List(ctx, &list); err != nil {
+		if err := p.Reader.List(ctx, &list, client.UnsafeDisableDeepCopy); err != nil {
 			return nil, fmt.Errorf("foreign clusters: %w", err)
 		}
 		slices.SortFunc(list.Items, func(a, b ForeignCluster) int { return compareAge(&a, &b) })

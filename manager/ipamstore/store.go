@@ -206,8 +206,8 @@ func (s *Store) Refresh(ctx context.Context) error {
 		return err
 	}
 	if s.object != nil {
-		var seen v1alpha1.IpamStorage
-		err := s.client.Get(ctx, client.ObjectKeyFromObject(s.object), &seen)
+		seen := metadata()
+		err := s.client.Get(ctx, client.ObjectKeyFromObject(s.object), seen)
 		if client.IgnoreNotFound(err) != nil {
 			return fmt.Errorf("IpamStorage %s: %w", s.object.Name, err)
 		}
@@ -345,8 +345,8 @@ func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
 	}
 	if patch := patchOf(s.object.ResourceVersion, spec, annotations); patch != nil {
 		// The answer comes without the spec, which would be as long as all peers together.
-		answer := &metav1.PartialObjectMetadata{ObjectMeta: metav1.ObjectMeta{Name: s.object.Name}}
-		answer.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
+		answer := metadata()
+		answer.Name = s.object.Name
 		if err := s.client.Patch(ctx, answer, client.RawPatch(types.MergePatchType, patch)); err != nil {
 			return fmt.Errorf("patch IpamStorage %s: %w", s.object.Name, err)
 		}
@@ -354,6 +354,13 @@ func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
 	}
 	s.synced, s.edition = true, edition
 	return nil
+}
+
+// metadata is that of an IpamStorage.
+func metadata() *metav1.PartialObjectMetadata {
+	m := new(metav1.PartialObjectMetadata)
+	m.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("IpamStorage"))
+	return m
 }
 
 // nextEdition is higher than those before, also than those that a restored backup has forgotten.

@@ -2,7 +2,6 @@ package control
 
 import (
 	"bufio"
-	"bytes"
 	"context"
 	"crypto/sha256"
 	"encoding/base64"
@@ -75,9 +74,9 @@ func TestManyPeerings(t *testing.T) {
 	p := w.load()
 	t.Logf("no peerings: %v", p)
 
-	one := w.peer("the first peer", first)
+	one, _ := w.peer("the first peer", first, 0)
 	profiled := w.profile("come")
-	w.peer("the many", most)
+	w.peer("the many", most, 0)
 	profiled()
 	before, so := w.load(), number-later
 	t.Logf("%d peerings: %v; %.1f goroutines for each", so, before, float64(before.goroutines-p.goroutines)/float64(so))
@@ -90,9 +89,9 @@ func TestManyPeerings(t *testing.T) {
 	var another tally
 	var cost time.Duration
 	for i := range last {
-		from, began := w.load().cpu, time.Now()
-		another = w.peer("one more peer", last[i:i+1])
-		cost += w.load().cpu - from - time.Duration(idle*float64(time.Since(began)))
+		var c time.Duration
+		another, c = w.peer("one more peer", last[i:i+1], idle)
+		cost += c
 	}
 	profiled()
 	w.figure("one more peer: CPU beside that at rest, ms", "%.0f", 1000*cost.Seconds()/float64(later))
@@ -295,11 +294,12 @@ func each(ctx context.Context, c client.WithWatch, list client.ObjectList, f fun
 }
 
 // peer makes the Peerings with some peers, waits until they are Ready and until nothing is written
-// any more, prints what that took, and returns what was asked of the API servers.
-func (w *world) peer(what string, peers []*remote) tally {
+// any more, prints what that took, and returns what was asked of the API servers, and the CPU time of
+// the manager beside what it takes at rest, which is that share of a processor.
+func (w *world) peer(what string, peers []*remote, idle float64) (tally, time.Duration) {
 	w.t.Helper()
 	w.audits.next()
-	before, began := w.load(), time.Now()
+	before, began := w.cpu(), time.Now()
 	inParallel(w.t, peers, func(r *remote) error {
 		return w.home.client.Create(w.t.Context(), &isthmus.Peering{
 			ObjectMeta: metav1.ObjectMeta{Name: r.UniqueName()},
@@ -326,11 +326,12 @@ func (w *world) peer(what string, peers []*remote) tally {
 	}
 	slices.Sort(took)
 	w.settle()
-	after, asked := w.load(), w.audits.next()
+	spent, rested := w.cpu()-before, time.Duration(idle*float64(time.Since(began)))
+	asked := w.audits.next()
 	w.t.Logf("%s, %d: Peerings made in %.2f s, half of them Ready after %.2f s, all after %.2f s; manager %.2f CPU s, %v",
-		what, len(peers), made.Seconds(), took[len(took)/2].Seconds(), took[len(took)-1].Seconds(), (after.cpu - before.cpu).Seconds(), after)
+		what, len(peers), made.Seconds(), took[len(took)/2].Seconds(), took[len(took)-1].Seconds(), spent.Seconds(), w.load())
 	if len(peers) > 1 {
-		w.figure(what+": CPU, s", "%.2f", (after.cpu - before.cpu).Seconds())
+		w.figure(what+": CPU, s", "%.2f", spent.Seconds())
 		w.figure(what+": all Ready after, s", "%.1f", took[len(took)-1].Seconds())
 		w.figure(what+": writes for each", "%.1f", float64(asked.writes())/float64(len(peers)))
 	}
@@ -338,7 +339,7 @@ func (w *world) peer(what string, peers []*remote) tally {
 	if n := asked["home patch ipamstorages"]; n > 0 {
 		w.t.Logf("%s: %d octets in each of %d patches of the IpamStorage", what, asked[patched]/n, n)
 	}
-	return asked
+	return asked, spent - rested
 }
 
 // unready tells why the first of the peers that are not Ready are not.
@@ -406,10 +407,10 @@ func (w *world) settle() {
 func (w *world) atRest(what string, d time.Duration) float64 {
 	w.t.Helper()
 	w.audits.next()
-	before := w.load()
+	before := w.cpu()
 	time.Sleep(d)
-	after, asked := w.load(), w.audits.next()
-	share := (after.cpu - before.cpu).Seconds() / d.Seconds()
+	share, asked := (w.cpu()-before).Seconds()/d.Seconds(), w.audits.next()
+	after := w.load()
 	watches, requests := asked.began()
 	w.t.Logf("%s, in %v: manager %.2f %% of a core, %v; %.2f watches and %.2f other requests a second: %s", what, d, 100*share, after,
 		float64(watches)/d.Seconds(), float64(requests)/d.Seconds(), asked.per(1))
@@ -435,7 +436,7 @@ const changes = 40
 func (w *world) change(peers []*remote, idle float64) {
 	w.t.Helper()
 	w.audits.next()
-	before, began := w.load(), time.Now()
+	before, began := w.cpu(), time.Now()
 	for i, r := range peers {
 		nc := r.networkConfig()
 		if err := w.home.client.Get(w.t.Context(), client.ObjectKeyFromObject(nc), nc); err != nil {
@@ -455,8 +456,7 @@ func (w *world) change(peers []*remote, idle float64) {
 	}
 	took := time.Since(began)
 	w.settle()
-	after, asked := w.load(), w.audits.next()
-	cost := (after.cpu - before.cpu).Seconds() - idle*time.Since(began).Seconds()
+	cost, asked := (w.cpu()-before).Seconds()-idle*time.Since(began).Seconds(), w.audits.next()
 	w.figure("a peer's endpoint changes: CPU, ms", "%.1f", 1000*cost/float64(len(peers)))
 	w.figure("a peer's endpoint changes: writes", "%.1f", float64(asked.writes())/float64(len(peers)))
 	w.t.Logf("one peer changes: manager %.1f ms of CPU, in the TunnelEndpoint after %.2f s; %.2f writes: %s",
@@ -540,22 +540,30 @@ func (u load) String() string {
 	return fmt.Sprintf("RSS %d MiB (peak %d), %d goroutines, %.2f CPU s since its start", u.memory>>20, u.peak>>20, u.goroutines, u.cpu.Seconds())
 }
 
-func (w *world) load() (u load) {
+// cpu is what the manager's threads have used so far; unlike load it makes the manager do nothing.
+func (w *world) cpu() (sum time.Duration) {
 	w.t.Helper()
-	proc := filepath.Join("/proc", strconv.Itoa(w.home.manager.Process.Pid))
-	stat, err := os.ReadFile(filepath.Join(proc, "stat"))
+	files, err := filepath.Glob(fmt.Sprintf("/proc/%d/task/*/schedstat", w.home.manager.Process.Pid))
 	if err != nil {
 		w.t.Fatal(err)
 	}
-	fields := strings.Fields(string(stat[bytes.LastIndexByte(stat, ')')+1:])) // from the third on
-	for _, ticks := range fields[11:13] {                                     // utime and stime, in 1/100 s
-		n, err := strconv.Atoi(ticks)
-		if err != nil {
-			w.t.Fatal(err)
+	for _, name := range files {
+		b, _ := os.ReadFile(name) // a thread may have ended, as hardly any of a Go program does
+		if fields := strings.Fields(string(b)); len(fields) == 3 {
+			n, err := strconv.ParseInt(fields[0], 10, 64)
+			if err != nil {
+				w.t.Fatal(err)
+			}
+			sum += time.Duration(n)
 		}
-		u.cpu += time.Duration(n) * 10 * time.Millisecond
 	}
-	status, err := os.ReadFile(filepath.Join(proc, "status"))
+	return sum
+}
+
+func (w *world) load() (u load) {
+	w.t.Helper()
+	u.cpu = w.cpu()
+	status, err := os.ReadFile(fmt.Sprintf("/proc/%d/status", w.home.manager.Process.Pid))
 	if err != nil {
 		w.t.Fatal(err)
 	}
