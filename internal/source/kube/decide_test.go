@@ -46,6 +46,30 @@ func natMapping(n int, entries map[string]string) v1alpha1.NatMapping {
 
 var self = v1alpha1.ClusterIdentity{ClusterID: "id-self", ClusterName: "self"}
 
+// Where our cluster is decides nothing about peers: it is added to what was decided without it.
+func TestAPeersPartOfTheSiteDoesNotDependOnOurs(t *testing.T) {
+	private := [32]byte{8, 200}
+	endpoints := []v1alpha1.TunnelEndpoint{endpoint(1), endpoint(2), endpoint(3)}
+	endpoints[2].Spec.RemoteNATPodCIDR = endpoints[1].Spec.RemoteNATPodCIDR // it is refused
+	var in fabric.Intent
+	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
+	in.ClusterID, in.ClusterName, in.PublicKey, in.FurtherKeys = self.ClusterID, self.ClusterName, keys[0], keys[1:]
+	for i := range endpoints {
+		peer, wrong := fabric.PeerFrom(&endpoints[i], originOf(&endpoints[i]))
+		if len(wrong) > 0 {
+			t.Fatal(wrong)
+		}
+		in.Peers = append(in.Peers, peer)
+	}
+	for _, in.Site = range []fabric.Site{site, {Networks: site.Networks}, nodesSite([]netip.Addr{netip.MustParseAddr("192.0.2.9")})} {
+		want, wantProblems := fabric.GatewayFor(in)
+		got, problems := gatewayFor(self, private, in.Site, endpoints, nil)
+		if !reflect.DeepEqual(got, want) || !reflect.DeepEqual(problems, wantProblems) || len(got.Peers) != 2 || len(problems) == 0 {
+			t.Errorf("at %v:\n%+v\n%v\nwant\n%+v\n%v", in.Site, got, problems, want, wantProblems)
+		}
+	}
+}
+
 func TestABrokenObjectIsLeftOutAlone(t *testing.T) {
 	private := [32]byte{8, 200}
 	for _, tc := range []struct {

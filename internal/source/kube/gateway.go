@@ -586,14 +586,13 @@ func (g *Gateway) refresh(ctx context.Context, cluster v1alpha1.ClusterIdentity)
 		g.wishLocked(next)
 		return
 	}
-	gw, problems := g.asked.decide(site)
-	problems = slices.Concat(mismatch, problems, g.keeper.problems())
+	problems := slices.Concat(mismatch, g.asked.problems, g.keeper.problems())
 	if g.o.StateDirectory != "" {
 		saved := g.asked.saved
 		saved.places.Site, saved.places.PodNetwork = site, network
 		g.keeper.put(saved, private)
 	}
-	g.publish(Snapshot{Gateway: gw, Problems: problems, PrivateKey: private, PodNetwork: network})
+	g.publish(Snapshot{Gateway: g.asked.at(site), Problems: problems, PrivateKey: private, PodNetwork: network})
 }
 
 // ask reads what peers ask for, if that may be something else than before.
@@ -647,30 +646,33 @@ func (g *Gateway) key(ctx context.Context, inUse [32]byte) ([32]byte, []fabric.P
 // asked is what the objects of peers ask for, wherever our own cluster is.
 type asked struct {
 	private  [32]byte
-	intent   fabric.Intent    // without Site
-	problems []fabric.Problem // of objects that are left out
-	saved    savedObjects     // without places
+	gateway  fabric.Gateway // for a cluster that is nowhere
+	problems []fabric.Problem
+	saved    savedObjects // without places
+
+	ours, networks []fabric.SiteNetwork // of the last site, and with those of peers
 }
 
 // gatewayFor has it decided what the objects ask for. What is wrong is left out; each problem names
 // the object and the field.
 func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.Site, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
 	a := askedFor(cluster, private, endpoints, mappings)
-	return a.decide(site)
+	return a.at(site), a.problems
 }
 
 func askedFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) asked {
 	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
-	a := asked{private: private, intent: fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}}
+	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}
 	var peers []fabric.Peer
 	var sets []fabric.MappingSet
+	var problems []fabric.Problem
 	for i := range endpoints {
 		te := &endpoints[i]
 		if !te.DeletionTimestamp.IsZero() {
 			continue // somebody's finalizer holds it; we are done with it
 		}
 		peer, wrong := fabric.PeerFrom(te, originOf(te))
-		a.problems = append(a.problems, wrong...)
+		problems = append(problems, wrong...)
 		if len(wrong) == 0 {
 			peers = append(peers, peer)
 		}
@@ -682,22 +684,26 @@ func askedFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1
 		}
 		origin := fabric.Origin{Kind: "NatMapping", Name: nm.Name}
 		id, found, wrong := fabric.MappingsFrom(nm, origin)
-		a.problems = append(a.problems, wrong...)
+		problems = append(problems, wrong...)
 		if id != "" {
 			sets = append(sets, fabric.MappingSet{ID: id, Mappings: found, Origin: origin})
 		}
 	}
 	var wrong []fabric.Problem
-	a.intent.Peers, a.intent.Waiting, wrong = fabric.Attach(peers, sets)
-	a.problems = append(a.problems, wrong...)
-	return a
+	in.Peers, in.Waiting, wrong = fabric.Attach(peers, sets)
+	problems = append(problems, wrong...)
+	gw, wrong := fabric.GatewayFor(in)
+	return asked{private: private, gateway: gw, problems: fabric.SortProblems(append(problems, wrong...))}
 }
 
-func (a *asked) decide(site fabric.Site) (fabric.Gateway, []fabric.Problem) {
-	in := a.intent
-	in.Site = site
-	gw, wrong := fabric.GatewayFor(in)
-	return gw, fabric.SortProblems(slices.Concat(a.problems, wrong))
+// at is the gateway of a cluster that is at site, to which peers add networks and nothing else.
+func (a *asked) at(site fabric.Site) fabric.Gateway {
+	if a.networks == nil || !slices.Equal(site.Networks, a.ours) { // else the same list again, which is soon compared
+		a.ours, a.networks = site.Networks, slices.Concat(site.Networks, a.gateway.Site.Networks)
+	}
+	gw := a.gateway
+	gw.Site = fabric.Site{Networks: a.networks, Addrs: site.Addrs, Relays: site.Relays}
+	return gw
 }
 
 func originOf(te *v1alpha1.TunnelEndpoint) fabric.Origin {
