@@ -118,6 +118,15 @@ func (m *PodDecider) follow(in PodNetwork) bool {
 		change.of(n, m.in.Trusted, true)
 	}
 	m.in = in
+	if len(change.unsound)+len(change.problems) > 0 {
+		var left []Problem // those of others
+		for _, p := range m.problems {
+			if !slices.Contains(change.unsound, p) {
+				left = append(left, p)
+			}
+		}
+		m.problems = SortProblems(append(left, change.problems...))
+	}
 	m.state.FDB = change.fdb.in(m.state.FDB, compareFDB)
 	m.state.Neighbors = change.neighbors.in(m.state.Neighbors, compareNeighbors)
 	m.state.Routes = change.routes.in(m.state.Routes, kernel.Route.Compare)
@@ -148,7 +157,7 @@ func usedBy(addrs []netip.Addr, networks []netip.Prefix) (all []netip.Prefix) {
 // alone reports whether a node, which is not in m.used, contradicts and serves no other, no pod and no
 // peer: then what is decided for it and what is decided for them do not depend on each other.
 func (m *PodDecider) alone(n ClusterNode) bool {
-	if n.Name == "" || n.Name == m.in.Node || !n.Underlay().IsValid() || slices.ContainsFunc(m.in.Pods, func(p NodePod) bool { return p.Node == n.Name }) {
+	if n.Name == "" || n.Name == m.in.Node || slices.ContainsFunc(m.in.Pods, func(p NodePod) bool { return p.Node == n.Name }) {
 		return false
 	}
 	return !slices.ContainsFunc(n.prefixes(), func(p netip.Prefix) bool {
@@ -163,6 +172,8 @@ type podChange struct {
 	neighbors listChange[kernel.Neighbor]
 	routes    listChange[kernel.Route]
 	sources   listChange[netip.Addr]
+
+	problems, unsound []Problem // of those that come, and of those that go
 }
 
 func (c *podChange) of(n ClusterNode, trusted, come bool) {
@@ -171,6 +182,15 @@ func (c *podChange) of(n ClusterNode, trusted, come bool) {
 	d.toNodes(PodNetwork{})
 	d.addPods(nil, nil)
 	d.finishRoutes()
+	for _, p := range d.problems {
+		switch {
+		case p.Origin.Name != n.Name: // that there is no way for all else
+		case come:
+			c.problems = append(c.problems, p)
+		default:
+			c.unsound = append(c.unsound, p)
+		}
+	}
 	c.fdb.note(come, d.node.FDB...)
 	c.neighbors.note(come, d.node.Neighbors...)
 	c.routes.note(come, d.node.Routes...)
