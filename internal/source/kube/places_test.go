@@ -31,7 +31,7 @@ func TestWhereNodesAreIsWhatAllOfThemSay(t *testing.T) {
 				after.Status.Addresses = append(after.Status.Addresses, corev1.NodeAddress{Type: corev1.NodeExternalIP, Address: texts[rng.IntN(len(texts))]})
 			}
 		}
-		changed := false
+		var changed bool
 		switch {
 		case before == nil && after == nil:
 			continue
