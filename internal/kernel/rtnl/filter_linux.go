@@ -3,7 +3,6 @@ package rtnl
 import (
 	"bytes"
 	"cmp"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -15,10 +14,7 @@ import (
 	"github.com/google/nftables/expr"
 	"github.com/google/nftables/userdata"
 	nfnl "github.com/mdlayher/netlink"
-	"github.com/vishvananda/netlink/nl"
-	"golang.org/x/sys/unix"
 
-	"github.com/isthmus-net/isthmus/internal/diff"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
@@ -53,11 +49,13 @@ func sourceNATOf(s kernel.SourceNAT) table { return table{natTable, s.Chains(), 
 const transactionBytes = 16 << 20
 
 func newConn(o ...nftables.ConnOption) (*nftables.Conn, error) {
-	return nftables.New(append(o, nftables.WithSockOptions(func(c *nfnl.Conn) error {
-		_ = c.SetWriteBuffer(transactionBytes) // where it may not, a large transaction tells
-		_ = c.SetReadBuffer(transactionBytes)  // each message of it is answered
-		return nil
-	}))...)
+	return nftables.New(append(o, nftables.WithSockOptions(func(c *nfnl.Conn) error { roomy(c); return nil }))...)
+}
+
+// roomy makes room for large transactions. Where it may not, one of these tells.
+func roomy(c *nfnl.Conn) {
+	_ = c.SetWriteBuffer(transactionBytes)
+	_ = c.SetReadBuffer(transactionBytes) // each message of a transaction is answered
 }
 
 // nftSet is a set of the table.
@@ -108,44 +106,23 @@ type tablesRead struct {
 	bridges    []kernel.Bridge
 }
 
-// haveTables reads the tables, unless no table has changed since they were last read.
+// haveTables reads the tables, and the chains of others that forward, unless no table of the namespace has
+// changed since they were last read, or only by us.
 func (k *Kernel) haveTables() tablesRead {
-	if !k.unchangedTables() {
-		k.tables = tablesRead{generation: generation()} // before they are read: what changes meanwhile is read again
-		k.tables.filters = readFilter()
+	now := k.generation() // before they are read: what changes meanwhile is read again
+	if now == 0 || now != k.tables.generation || !k.tables.good() {
+		k.tables = tablesRead{generation: now, filters: readFilter()}
 		if k.owner.NAT {
 			k.tables.sourceNAT, k.tables.bridges = readSourceNAT(), readBridge()
+			k.lookForward()
 		}
 	}
 	return k.tables
 }
 
-// unchangedTables reports whether nobody has changed any table of the namespace since ours were read, or
-// written by us alone.
-func (k *Kernel) unchangedTables() bool {
-	return k.tables.generation != 0 && k.tables.generation == generation() && k.tables.good()
-}
-
 // good: else an error may have made it what it is.
 func (r tablesRead) good() bool {
 	return len(r.filters) == 1 && r.filters[0] != changed && !slices.Contains(r.sourceNAT, changedNAT) && !slices.Contains(r.bridges, changedBridge)
-}
-
-// generation is that of the namespace's tables, 0 when it is not known.
-func generation() uint32 {
-	req := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_GETGEN, 0)
-	req.AddData(&nl.Nfgenmsg{NfgenFamily: unix.AF_UNSPEC})
-	messages, err := req.Execute(unix.NETLINK_NETFILTER, 0)
-	if err != nil || len(messages) != 1 || len(messages[0]) < nl.SizeofNfgenmsg {
-		return 0
-	}
-	attributes, _ := nl.ParseRouteAttr(messages[0][nl.SizeofNfgenmsg:])
-	for _, a := range attributes {
-		if a.Attr.Type == unix.NFTA_GEN_ID && len(a.Value) == 4 {
-			return binary.BigEndian.Uint32(a.Value)
-		}
-	}
-	return 0
 }
 
 // changed, changedNAT and changedBridge are what nobody wants.
@@ -357,190 +334,6 @@ func unspecified(a netip.Addr) netip.Addr {
 		return netip.IPv6Unspecified()
 	}
 	return netip.IPv4Unspecified()
-}
-
-// changeFilter, changeBridge and changeSourceNAT make a table what it should be. After a transaction of
-// somebody else all are read again: to replace them would take longer, and forget what they have counted.
-func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
-	var have *table
-	if h := k.haveTables().filters; len(h) == 1 && h[0] != changed {
-		t := filterOf(h[0])
-		have = &t
-	}
-	return k.changeTable(remove, have, filterOf(want), func() { k.tables.filters = []kernel.Filter{want} })
-}
-
-func (k *Kernel) changeBridge(remove bool, want kernel.Bridge) error {
-	var have *table
-	if h := k.haveTables().bridges; len(h) == 1 && h[0] != changedBridge {
-		t := bridgeOf(h[0])
-		have = &t
-	}
-	return k.changeTable(remove, have, bridgeOf(want), func() { k.tables.bridges = []kernel.Bridge{want} })
-}
-
-func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
-	var have *table
-	if h := k.haveTables().sourceNAT; len(h) == 1 && h[0] != changedNAT && h[0].Self == want.Self {
-		t := sourceNATOf(h[0])
-		have = &t
-	}
-	return k.changeTable(remove, have, sourceNATOf(want), func() { k.tables.sourceNAT = []kernel.SourceNAT{want} })
-}
-
-// changeTable makes a table what it should be in one step: there is no moment without. Where only
-// elements of sets differ from what was read, and nobody has changed a table since, it changes
-// these: to replace the table takes the kernel some twenty milliseconds, since it waits until no
-// packet is in the old chains. A transaction is one generation: if it is the only one since, the
-// table is what was written, and need not be read again. have is what was read with the wanted
-// chains, nil for none.
-func (k *Kernel) changeTable(remove bool, have *table, want table, remember func()) error {
-	read, before := k.tables.generation, generation()
-	known := !remove && have != nil && before != 0 && read == before
-	doubt := func() { k.memory.filter.Store(true) } // somebody else's transaction may have been taken for ours
-	if known {
-		k.memory.commit(before)
-	}
-	if !known || changeElements(*have, want) != nil {
-		if known {
-			doubt()
-		}
-		before = generation()
-		k.memory.commit(before)
-		if err := replaceTable(remove, want); err != nil {
-			doubt()
-			return err
-		}
-	}
-	now := generation()
-	if before == 0 || now != before+1 {
-		doubt()
-	} else if !remove && read == before {
-		k.tables.generation = now
-		remember()
-	}
-	return nil
-}
-
-// changeElements changes the elements of the sets, and asks for what it has changed. After an error the
-// table is what it was, or what the kernel made of it.
-func changeElements(have, want table) error {
-	c, err := newConn(nftables.AsLasting())
-	if err != nil {
-		return err
-	}
-	defer func() { _ = c.CloseLasting() }()
-	type change struct {
-		set         kernel.FilterSet
-		gone, added []nftables.SetElement
-	}
-	var differ []change
-	for i, set := range want.sets {
-		if have.sets[i].Elements == set.Elements {
-			continue
-		}
-		was := strings.Fields(have.sets[i].Elements)
-		is := strings.Fields(set.Elements)
-		added, _, gone := diff.Of(was, is, func(text string) string { return text })
-		if len(gone)+len(added) == 0 {
-			continue
-		}
-		remove, err := elementsFor(set, gone)
-		if err != nil {
-			return err
-		}
-		add, err := elementsFor(set, added)
-		if err != nil {
-			return err
-		}
-		differ = append(differ, change{set, remove, add})
-		for chunk := range slices.Chunk(remove, elementsPerMessage) {
-			if err := c.SetDeleteElements(want.nftSet(set), chunk); err != nil {
-				return err
-			}
-		}
-		for chunk := range slices.Chunk(add, elementsPerMessage) {
-			if err := c.SetAddElements(want.nftSet(set), chunk); err != nil {
-				return err
-			}
-		}
-	}
-	if err := c.Flush(); err != nil {
-		return err
-	}
-	for _, d := range differ {
-		if len(d.gone)+len(d.added) <= fewElements && changedElements(want.nft, d.set.Name, d.gone, d.added) {
-			continue
-		}
-		if got, err := haveElements(c, want.nft, d.set.Name); err != nil || got != d.set.Elements {
-			return fmt.Errorf("set %s has %.200s; want %.200s (%w)", d.set.Name, got, d.set.Elements, err)
-		}
-	}
-	return nil
-}
-
-// fewElements is how many elements are asked for one by one, instead of reading the set.
-const fewElements = 16
-
-// changedElements reports whether a set has what was added to it and has not what was removed. Where an
-// interval ends another one may begin, which ends it as well. False may mean that the kernel does not
-// answer such questions.
-func changedElements(t *nftables.Table, set string, gone, added []nftables.SetElement) bool {
-	for _, e := range added {
-		there, known := hasElement(t, set, e)
-		if known && !there && e.IntervalEnd {
-			there, known = hasElement(t, set, nftables.SetElement{Key: e.Key})
-		}
-		if !known || !there {
-			return false
-		}
-	}
-	for _, e := range gone {
-		if e.IntervalEnd || slices.ContainsFunc(added, func(a nftables.SetElement) bool { return !a.IntervalEnd && bytes.Equal(a.Key, e.Key) }) {
-			continue // of another length now
-		}
-		if there, known := hasElement(t, set, e); !known || there {
-			return false
-		}
-	}
-	return true
-}
-
-// hasElement asks for one element. The kernel answers with the one that has the key, or with the
-// beginning of the interval that the key is in.
-func hasElement(t *nftables.Table, set string, e nftables.SetElement) (there, known bool) {
-	req := nl.NewNetlinkRequest(unix.NFNL_SUBSYS_NFTABLES<<8|unix.NFT_MSG_GETSETELEM, 0)
-	req.AddData(&nl.Nfgenmsg{NfgenFamily: uint8(t.Family)})
-	req.AddData(nl.NewRtAttr(unix.NFTA_SET_ELEM_LIST_TABLE, nl.ZeroTerminated(t.Name)))
-	req.AddData(nl.NewRtAttr(unix.NFTA_SET_ELEM_LIST_SET, nl.ZeroTerminated(set)))
-	list := nl.NewRtAttr(unix.NFTA_SET_ELEM_LIST_ELEMENTS|unix.NLA_F_NESTED, nil)
-	element := list.AddRtAttr(unix.NFTA_LIST_ELEM|unix.NLA_F_NESTED, nil)
-	element.AddRtAttr(unix.NFTA_SET_ELEM_KEY|unix.NLA_F_NESTED, nil).AddRtAttr(unix.NFTA_DATA_VALUE, e.Key)
-	if e.IntervalEnd {
-		element.AddRtAttr(unix.NFTA_SET_ELEM_FLAGS, binary.BigEndian.AppendUint32(nil, unix.NFT_SET_ELEM_INTERVAL_END))
-	}
-	req.AddData(list)
-	messages, err := req.Execute(unix.NETLINK_NETFILTER, 0)
-	if errors.Is(err, unix.ENOENT) {
-		return false, true
-	}
-	if err != nil || len(messages) != 1 || len(messages[0]) < nl.SizeofNfgenmsg {
-		return false, false
-	}
-	nested := func(b []byte, kind uint16) []byte {
-		attributes, _ := nl.ParseRouteAttr(b)
-		for _, a := range attributes {
-			if a.Attr.Type&^unix.NLA_F_NESTED == kind {
-				return a.Value
-			}
-		}
-		return nil
-	}
-	got := nested(nested(messages[0][nl.SizeofNfgenmsg:], unix.NFTA_SET_ELEM_LIST_ELEMENTS), unix.NFTA_LIST_ELEM)
-	key := nested(nested(got, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
-	flags := nested(got, unix.NFTA_SET_ELEM_FLAGS)
-	end := len(flags) == 4 && binary.BigEndian.Uint32(flags)&unix.NFT_SET_ELEM_INTERVAL_END != 0
-	return bytes.Equal(key, e.Key) && (e.IntervalEnd || !end), true
 }
 
 // replaceTable replaces the table as a whole.

@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	nfnl "github.com/mdlayher/netlink"
 	"github.com/vishvananda/netlink"
 	"golang.org/x/sys/unix"
 
@@ -33,6 +34,7 @@ type Kernel struct {
 	handles [2]*netlink.Handle
 	wg      sync.WaitGroup // readers of events
 
+	nft     *nfnl.Conn           // for what is asked often of nftables; nil: none is open
 	index   map[kernel.Place]int // of devices
 	tables  tablesRead
 	forward []forwarding   // chains of others
@@ -149,6 +151,7 @@ func (k *Kernel) Close() {
 			h.Close()
 		}
 	}
+	k.closeNFT()
 	if k.inner != nil {
 		k.inner.Close()
 	}

@@ -47,7 +47,7 @@ func lock(owner kernel.Owner, log *slog.Logger, again bool) (io.Closer, error) {
 // ownTable makes the table.
 func ownTable(c *nfnl.Conn, owner kernel.Owner) (err error) {
 	for range 3 { // one that is there may go meanwhile
-		if err = inTransaction(c, tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock)); err == nil {
+		if err = inTransaction(c, 0, tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock)); err == nil {
 			return nil
 		}
 		port, asked := tableHolder(c, owner.Lock)
@@ -56,7 +56,7 @@ func ownTable(c *nfnl.Conn, owner kernel.Owner) (err error) {
 		case asked != nil:
 			return err
 		case port == 0: // somebody made it by hand, and it is nobody's
-			return inTransaction(c, tableMessage(unix.NFT_MSG_DELTABLE, owner.Lock), tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock))
+			return inTransaction(c, 0, tableMessage(unix.NFT_MSG_DELTABLE, owner.Lock), tableMessage(unix.NFT_MSG_NEWTABLE, owner.Lock))
 		case int32(port) > 0: // the kernel gives a process's first socket its number
 			return fmt.Errorf("%w %s (process %d) runs in this network namespace", ErrOther, owner.Name, port)
 		default:
@@ -82,12 +82,23 @@ func tableMessage(kind nfnl.HeaderType, name string) nfnl.Message {
 		Data: append([]byte{unix.NFPROTO_INET, unix.NFNETLINK_V0, 0, 0}, text...)}
 }
 
-// inTransaction has all messages carried out or none. Each of them asks for an answer.
-func inTransaction(c *nfnl.Conn, messages ...nfnl.Message) error {
+// batchGeneration is NFNL_BATCH_GENID of linux/netfilter/nfnetlink.h, Linux 4.10 and later.
+const batchGeneration = 1
+
+// inTransaction has all messages carried out or none. Each of them asks for an answer. When somebody has
+// changed a table of the namespace since its tables were of the generation, none is, and the error is
+// unix.ERESTART; 0: whatever they are.
+func inTransaction(c *nfnl.Conn, generation uint32, messages ...nfnl.Message) error {
 	edge := func(kind nfnl.HeaderType) nfnl.Message {
 		return nfnl.Message{Header: nfnl.Header{Type: kind, Flags: nfnl.Request}, Data: []byte{0, unix.NFNETLINK_V0, 0, unix.NFNL_SUBSYS_NFTABLES}}
 	}
-	all := append([]nfnl.Message{edge(unix.NFNL_MSG_BATCH_BEGIN)}, messages...)
+	begin := edge(unix.NFNL_MSG_BATCH_BEGIN)
+	if generation != 0 {
+		begin.Data = binary.NativeEndian.AppendUint16(begin.Data, unix.SizeofNlAttr+4)
+		begin.Data = binary.NativeEndian.AppendUint16(begin.Data, batchGeneration)
+		begin.Data = binary.BigEndian.AppendUint32(begin.Data, generation)
+	}
+	all := append([]nfnl.Message{begin}, messages...)
 	if _, err := c.SendMessages(append(all, edge(unix.NFNL_MSG_BATCH_END))); err != nil {
 		return err
 	}

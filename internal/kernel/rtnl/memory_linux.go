@@ -83,14 +83,11 @@ func (k *Kernel) remembered(want kernel.State) (kernel.State, error) {
 	}
 	have := *m.state
 	have.Settings = nil
-	if k.owner.Filter && m.filter.Swap(false) && !k.unchangedTables() {
+	if k.owner.Filter && m.filter.Swap(false) {
 		tables := k.haveTables()
 		have.Filters, have.SourceNAT, have.Bridges = tables.filters, tables.sourceNAT, tables.bridges
 		now := have
 		m.state = &now // also where an error follows
-		if k.owner.NAT {
-			k.lookForward()
-		}
 	}
 	for in, h := range k.handles {
 		if h != nil {

@@ -62,7 +62,6 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 		s.Filters, s.SourceNAT, s.Bridges = have.filters, have.sourceNAT, have.bridges
 	}
 	if k.owner.NAT {
-		k.lookForward()
 		k.lookLegacy()
 	}
 	return s, errors.Join(errs...)

@@ -540,14 +540,8 @@ func TestAnElementIsThereOrNot(t *testing.T) {
 		{"nodes", "172.30.1.12", false, false},
 	} {
 		e := nftables.SetElement{Key: netip.MustParseAddr(tc.addr).AsSlice(), IntervalEnd: tc.end}
-		err := Do(n.f, func() error {
-			if there, known := hasElement(filterTable, tc.set, e); there != tc.there || !known {
-				return fmt.Errorf("%+v: there %v, known %v", tc, there, known)
-			}
-			return nil
-		})
-		if err != nil {
-			t.Error(err)
+		if there, err := n.k.there(filterTable, []element{{set: tc.set, SetElement: e}}); err != nil || there[0] != tc.there {
+			t.Errorf("%+v: there %v, %v", tc, there, err)
 		}
 	}
 	// Networks that touch, which the IPAM gives out one after the other.
@@ -560,15 +554,39 @@ func TestAnElementIsThereOrNot(t *testing.T) {
 		gone, added []nftables.SetElement
 		want        bool
 	}{{absent, elements, true}, {nil, absent, false}, {elements, nil, false}} {
-		err := Do(n.f, func() error {
-			if got := changedElements(filterTable, "remote", tc.gone, tc.added); got != tc.want {
-				return fmt.Errorf("%+v: %v", tc, got)
-			}
-			return nil
-		})
-		if err != nil {
-			t.Error(err)
+		unlike, err := n.k.unlike(filterTable, elementsAfter("remote", tc.gone, tc.added))
+		if got := len(unlike) == 0; got != tc.want || err != nil {
+			t.Errorf("%+v: %v, %v", tc, got, err)
 		}
+	}
+}
+
+// Somebody who changes a table between our reading and our writing is seen, though the kernel is asked
+// nothing in between: what was read is not written on top of.
+func TestATransactionIsOfTheGenerationThatWasRead(t *testing.T) {
+	n := open(t, RouteAgent)
+	of := func(networks ...netip.Prefix) State {
+		return State{Filters: []Filter{FilterFor(FilterSets{Remote: networks})}}
+	}
+	n.apply(of(remote4))
+	n.apply(of(remote4))
+	next := netip.MustParsePrefix("10.9.0.0/24")
+	for _, change := range []string{"nft add table inet other", "nft flush set inet isthmus remote", "nft delete table inet isthmus", "nft add table inet another; add table inet more"} {
+		n.run(change)
+		have, want := filterOf(of(remote4).Filters[0]), filterOf(of(remote4, next).Filters[0])
+		if err := n.k.changeElements(have, want); !errors.Is(err, unix.ERESTART) {
+			t.Errorf("%s: %v; want ERESTART", change, err)
+		}
+		for range 2 {
+			n.apply(of(remote4, next))
+			if got := n.run("nft list set inet isthmus remote"); !strings.Contains(got, "10.9.0.0/24") || !strings.Contains(got, remote4.String()) {
+				t.Errorf("%s: there is %s", change, got)
+			}
+		}
+		if before := n.k.tables.generation; before == 0 || before != n.k.generation() {
+			t.Errorf("%s: generation %d is known; there is %d", change, before, n.k.generation())
+		}
+		n.apply(of(remote4))
 	}
 }
 

@@ -1,0 +1,336 @@
+package rtnl
+
+import (
+	"bytes"
+	"encoding/binary"
+	"errors"
+	"fmt"
+	"slices"
+	"strings"
+
+	"github.com/google/nftables"
+	nfnl "github.com/mdlayher/netlink"
+	"github.com/vishvananda/netlink/nl"
+	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/internal/diff"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+)
+
+// openNFT returns the socket for what is asked often of nftables. It stays open: to close one has the
+// kernel finish all that was taken out of tables before, which is a wait for all processors.
+func (k *Kernel) openNFT() (*nfnl.Conn, error) {
+	if k.nft == nil {
+		c, err := nfnl.Dial(unix.NETLINK_NETFILTER, nil)
+		if err != nil {
+			return nil, err
+		}
+		k.nft = c
+		roomy(c)
+	}
+	return k.nft, nil
+}
+
+// closeNFT forgets answers that nobody has read.
+func (k *Kernel) closeNFT() {
+	if k.nft != nil {
+		_ = k.nft.Close()
+		k.nft = nil
+	}
+}
+
+// generation is that of the namespace's tables, 0 when it is not known.
+func (k *Kernel) generation() uint32 {
+	c, err := k.openNFT()
+	if err != nil {
+		return 0
+	}
+	messages, err := c.Execute(nfnl.Message{Header: nfnl.Header{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | unix.NFT_MSG_GETGEN, Flags: nfnl.Request},
+		Data: []byte{unix.AF_UNSPEC, unix.NFNETLINK_V0, 0, 0}})
+	if err != nil || len(messages) != 1 || len(messages[0].Data) < nl.SizeofNfgenmsg {
+		k.closeNFT()
+		return 0
+	}
+	if id := nested(messages[0].Data[nl.SizeofNfgenmsg:], unix.NFTA_GEN_ID); len(id) == 4 {
+		return binary.BigEndian.Uint32(id)
+	}
+	return 0
+}
+
+// nested is the value of the first attribute of a type.
+func nested(b []byte, kind uint16) []byte {
+	attributes, _ := nl.ParseRouteAttr(b)
+	for _, a := range attributes {
+		if a.Attr.Type&^unix.NLA_F_NESTED == kind {
+			return a.Value
+		}
+	}
+	return nil
+}
+
+// changeFilter, changeBridge and changeSourceNAT make a table what it should be. After a transaction of
+// somebody else all are read again: to replace them would take longer, and forget what they have counted.
+func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
+	have := func() *table {
+		if h := k.tables.filters; len(h) == 1 && h[0] != changed {
+			t := filterOf(h[0])
+			return &t
+		}
+		return nil
+	}
+	return k.changeTable(remove, have, filterOf(want), func() { k.tables.filters = []kernel.Filter{want} })
+}
+
+func (k *Kernel) changeBridge(remove bool, want kernel.Bridge) error {
+	have := func() *table {
+		if h := k.tables.bridges; len(h) == 1 && h[0] != changedBridge {
+			t := bridgeOf(h[0])
+			return &t
+		}
+		return nil
+	}
+	return k.changeTable(remove, have, bridgeOf(want), func() { k.tables.bridges = []kernel.Bridge{want} })
+}
+
+func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
+	have := func() *table {
+		if h := k.tables.sourceNAT; len(h) == 1 && h[0] != changedNAT && h[0].Self == want.Self {
+			t := sourceNATOf(h[0])
+			return &t
+		}
+		return nil
+	}
+	return k.changeTable(remove, have, sourceNATOf(want), func() { k.tables.sourceNAT = []kernel.SourceNAT{want} })
+}
+
+// changeTable makes a table what it should be in one step: there is no moment without. Where only
+// elements of sets differ from what was read, it changes these: to replace the table takes the kernel some
+// twenty milliseconds, since it waits until no packet is in the old chains. The kernel does so only while
+// the tables of the namespace are of the generation that was read, and the next one is what was written
+// then, and need not be read again. have is what was read last with the wanted chains, nil for none.
+func (k *Kernel) changeTable(remove bool, have func() *table, want table, remember func()) error {
+	doubt := func() { k.memory.filter.Store(true) } // somebody else's transaction may have been taken for ours
+	if k.tables.generation == 0 || !k.tables.good() {
+		k.haveTables()
+	}
+	for again := false; !remove && k.tables.generation != 0; again = true {
+		h := have()
+		if h == nil {
+			break
+		}
+		err := k.changeElements(*h, want)
+		if err == nil {
+			remember()
+			return nil
+		}
+		doubt()
+		if again || !errors.Is(err, unix.ERESTART) {
+			break
+		}
+		k.haveTables()
+	}
+	read, before := k.tables.generation, k.generation()
+	k.memory.commit(before)
+	if err := replaceTable(remove, want); err != nil {
+		doubt()
+		return err
+	}
+	now := k.generation()
+	if before == 0 || now != before+1 {
+		doubt()
+	} else if !remove && read == before {
+		k.tables.generation = now
+		remember()
+	}
+	return nil
+}
+
+// changeElements changes the elements of the sets, and asks for what it has changed. After an error the
+// table is what it was, or what the kernel made of it.
+func (k *Kernel) changeElements(have, want table) error {
+	type change struct {
+		set         kernel.FilterSet
+		gone, added []nftables.SetElement
+	}
+	var differ []change
+	var messages []nfnl.Message
+	for i, set := range want.sets {
+		if have.sets[i].Elements == set.Elements {
+			continue
+		}
+		added, _, gone := diff.Of(strings.Fields(have.sets[i].Elements), strings.Fields(set.Elements), func(text string) string { return text })
+		remove, err := elementsFor(set, gone)
+		if err != nil {
+			return err
+		}
+		add, err := elementsFor(set, added)
+		if err != nil {
+			return err
+		}
+		differ = append(differ, change{set, remove, add})
+		for chunk := range slices.Chunk(remove, elementsPerMessage) {
+			messages = append(messages, elementsMessage(unix.NFT_MSG_DELSETELEM, nfnl.Acknowledge, want.nft, set.Name, chunk))
+		}
+		for chunk := range slices.Chunk(add, elementsPerMessage) {
+			messages = append(messages, elementsMessage(unix.NFT_MSG_NEWSETELEM, nfnl.Acknowledge|nfnl.Create, want.nft, set.Name, chunk))
+		}
+	}
+	if len(messages) == 0 {
+		return nil
+	}
+	c, err := k.openNFT()
+	if err != nil {
+		return err
+	}
+	k.memory.commit(k.tables.generation)
+	if err := inTransaction(c, k.tables.generation, messages...); err != nil {
+		k.closeNFT()
+		return err
+	}
+	var asked []element
+	for _, d := range differ {
+		if len(d.gone)+len(d.added) <= fewElements {
+			asked = append(asked, elementsAfter(d.set.Name, d.gone, d.added)...)
+		}
+	}
+	unlike, err := k.unlike(want.nft, asked)
+	for _, d := range differ {
+		if few := len(d.gone)+len(d.added) <= fewElements; err == nil && few && !slices.Contains(unlike, d.set.Name) {
+			continue
+		}
+		if got, err := readElements(want.nft, d.set.Name); err != nil || got != d.set.Elements {
+			k.tables = tablesRead{}
+			return fmt.Errorf("set %s has %.200s; want %.200s (%w)", d.set.Name, got, d.set.Elements, err)
+		}
+	}
+	if k.tables.generation++; k.tables.generation == 0 { // as in nf_tables_commit
+		k.tables.generation++
+	}
+	return nil
+}
+
+// elementsMessage is one about elements of a set.
+func elementsMessage(kind nfnl.HeaderType, flags nfnl.HeaderFlags, t *nftables.Table, set string, elements []nftables.SetElement) nfnl.Message {
+	all := nfnl.NewAttributeEncoder()
+	all.ByteOrder = binary.BigEndian
+	all.String(unix.NFTA_SET_ELEM_LIST_TABLE, t.Name)
+	all.String(unix.NFTA_SET_ELEM_LIST_SET, set)
+	all.Nested(unix.NFTA_SET_ELEM_LIST_ELEMENTS, func(list *nfnl.AttributeEncoder) error {
+		for _, e := range elements {
+			list.Nested(unix.NFTA_LIST_ELEM, func(one *nfnl.AttributeEncoder) error {
+				if e.IntervalEnd {
+					one.Uint32(unix.NFTA_SET_ELEM_FLAGS, unix.NFT_SET_ELEM_INTERVAL_END)
+				}
+				one.Nested(unix.NFTA_SET_ELEM_KEY, func(key *nfnl.AttributeEncoder) error {
+					key.Bytes(unix.NFTA_DATA_VALUE, e.Key)
+					return nil
+				})
+				return nil
+			})
+		}
+		return nil
+	})
+	b, err := all.Encode()
+	if err != nil {
+		panic(err) // elements too long for an attribute, see elementsPerMessage
+	}
+	return nfnl.Message{Header: nfnl.Header{Type: unix.NFNL_SUBSYS_NFTABLES<<8 | kind, Flags: nfnl.Request | flags},
+		Data: append([]byte{byte(t.Family), unix.NFNETLINK_V0, 0, 0}, b...)}
+}
+
+// fewElements is how many elements are asked for one by one, instead of reading the set.
+const fewElements = 16
+
+// An element is one that a set should have, or should not.
+type element struct {
+	set string
+	nftables.SetElement
+	there bool
+}
+
+// elementsAfter are those that tell whether a set has what was added to it and has not what was removed.
+func elementsAfter(set string, gone, added []nftables.SetElement) (all []element) {
+	for _, e := range added {
+		all = append(all, element{set, e, true})
+	}
+	for _, e := range gone {
+		if e.IntervalEnd || slices.ContainsFunc(added, func(a nftables.SetElement) bool { return !a.IntervalEnd && bytes.Equal(a.Key, e.Key) }) {
+			continue // of another length now
+		}
+		all = append(all, element{set, e, false})
+	}
+	return all
+}
+
+// unlike are the names of sets with elements that are not as they should be. Where an interval ends
+// another one may begin, which ends it as well. An error may mean that the kernel does not answer such
+// questions.
+func (k *Kernel) unlike(t *nftables.Table, all []element) (sets []string, err error) {
+	there, err := k.there(t, all)
+	if err != nil {
+		return nil, err
+	}
+	for i, e := range all {
+		if e.there && !there[i] && e.IntervalEnd {
+			begins, err := k.there(t, []element{{set: e.set, SetElement: nftables.SetElement{Key: e.Key}}})
+			if err != nil {
+				return nil, err
+			}
+			there[i] = begins[0]
+		}
+		if there[i] != e.there {
+			sets = append(sets, e.set)
+		}
+	}
+	return sets, nil
+}
+
+// there asks for elements, all at once. The kernel answers with the one that has the key, or with the
+// beginning of the interval that the key is in.
+func (k *Kernel) there(t *nftables.Table, all []element) ([]bool, error) {
+	if len(all) == 0 {
+		return nil, nil
+	}
+	c, err := k.openNFT()
+	if err != nil {
+		return nil, err
+	}
+	questions := make([]nfnl.Message, len(all))
+	for i, e := range all {
+		questions[i] = elementsMessage(unix.NFT_MSG_GETSETELEM, 0, t, e.set, []nftables.SetElement{e.SetElement})
+	}
+	if _, err := c.SendMessages(questions); err != nil {
+		k.closeNFT()
+		return nil, err
+	}
+	there := make([]bool, len(all))
+	for i, e := range all {
+		answers, err := c.Receive()
+		if errors.Is(err, unix.ENOENT) {
+			continue
+		}
+		if err == nil && (len(answers) != 1 || len(answers[0].Data) < nl.SizeofNfgenmsg) {
+			err = fmt.Errorf("%d answers to one question", len(answers))
+		}
+		if err != nil {
+			k.closeNFT()
+			return nil, err
+		}
+		got := nested(nested(answers[0].Data[nl.SizeofNfgenmsg:], unix.NFTA_SET_ELEM_LIST_ELEMENTS), unix.NFTA_LIST_ELEM)
+		key := nested(nested(got, unix.NFTA_SET_ELEM_KEY), unix.NFTA_DATA_VALUE)
+		flags := nested(got, unix.NFTA_SET_ELEM_FLAGS)
+		end := len(flags) == 4 && binary.BigEndian.Uint32(flags)&unix.NFT_SET_ELEM_INTERVAL_END != 0
+		there[i] = bytes.Equal(key, e.Key) && (e.IntervalEnd || !end)
+	}
+	return there, nil
+}
+
+// readElements is haveElements with a socket of its own.
+func readElements(t *nftables.Table, set string) (string, error) {
+	c, err := newConn(nftables.AsLasting())
+	if err != nil {
+		return "", err
+	}
+	defer func() { _ = c.CloseLasting() }()
+	return haveElements(c, t, set)
+}
