@@ -11,6 +11,7 @@ package routeagent
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
@@ -130,7 +131,7 @@ func Run(ctx context.Context, o Options) error {
 		return err
 	}
 	defer servers.Close()
-	if err := k.Events(ctx, a.notify); err != nil {
+	if err := k.Events(ctx, a.happened); err != nil {
 		return err
 	}
 	a.has.Store(true)
@@ -202,12 +203,17 @@ type agent struct {
 	overlay  OverlayStatus
 	reported bool // there is a report of this node
 
+	events  atomic.Bool    // something may have changed around us
+	looked  time.Time      // when it was last looked what is around us; the loop's alone
 	ways    ways           // the last that were found; the loop's alone
+	reach   reach          // the last that was found; the loop's alone
 	grants  grants         // what peers have; the loop's alone
 	decider fabric.Decider // the loop's alone
 	decided decided        // the loop's alone
 	refused []netip.Prefix // what the last comparison refused; the loop's alone
 	looksAt netip.Prefix   // where ledElsewhere goes on; the loop's alone
+	led     netip.Prefix   // what it found, zero: none; the loop's alone
+	ledBy   string         // the device of that
 	saved   *snapshot      // nil: there is none that is good. The loop's alone
 }
 
@@ -218,7 +224,6 @@ type state struct {
 	refused  string // GrantsID of what was granted and is refused; empty: not known
 	problems []fabric.Problem
 	limits   []kernel.Limit
-	looked   time.Time // when limits were found out
 	err      error
 	applied  time.Time // when err was last nil
 }
@@ -244,6 +249,12 @@ func (a *agent) deliver(in fabric.NodeIntent, broken []fabric.Problem) {
 
 // notify says "compare again".
 func (a *agent) notify() { set(a.wake) }
+
+// happened is notify for events of the kernel.
+func (a *agent) happened() {
+	a.events.Store(true)
+	a.notify()
+}
 
 func set(signal chan<- struct{}) {
 	select {
@@ -343,7 +354,12 @@ func (a *agent) compare() bool {
 		return true // what is there stays
 	}
 
-	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits, looked: before.looked}
+	now := state{revision: revision, node: before.node, refused: before.refused, applied: before.applied, limits: before.limits}
+	// What is around us an intent does not change. Of routes of others no event is heeded.
+	look := a.events.Swap(false) || time.Since(a.looked) > limitsInterval || before.err != nil
+	if look {
+		a.looked = time.Now()
+	}
 	a.read(in, revision)
 	in = a.decided.intent
 	self := slices.IndexFunc(in.Nodes, func(n fabric.ClusterNode) bool { return n.Name == in.Self })
@@ -356,13 +372,13 @@ func (a *agent) compare() bool {
 	} else {
 		var unknownMTU, err error
 		if addr := in.Nodes[self].Underlay(); addr.IsValid() {
-			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = a.underlay(addr, in, revision)
+			in.UnderlayDevices, in.UnderlayMTU, unknownMTU = a.underlay(addr, in, look)
 		}
-		in.Bridges, in.Uplinks = a.bridges(in)
+		in.Bridges, in.Uplinks = a.bridges(in, look)
 		in.Bridged = a.kernel.Bridged()
 		a.decide(in)
 		now.node, now.problems = a.decided.node, slices.Clone(a.decided.problems)
-		first, failed := a.refuseNew(a.decided.refused)
+		news, first, failed := a.refuseNew(a.decided.refused)
 		if failed == nil {
 			now.refused = a.decided.id
 			a.say(now.refused) // before the rest, for which nobody has to wait
@@ -374,14 +390,13 @@ func (a *agent) compare() bool {
 			closing, failed := a.kernel.Apply(now.node)
 			changes, err = append(changes, closing...), errors.Join(fmt.Errorf("nothing is carried for peers: %w", err), failed)
 		}
-		now.problems = append(now.problems, a.ledElsewhere(in.Self)...)
+		now.problems = append(now.problems, a.ledElsewhere(in.Self, look, news)...)
 		if len(in.Bridges) > 0 && a.kernel.Bridged() != in.Bridged {
 			a.notify() // the packet filter may go by it now, or may no longer
 		}
 		now.err = errors.Join(err, unknownMTU, forwards())
-		if len(changes) > 0 || revision != before.revision || time.Since(now.looked) > limitsInterval {
-			now.limits, now.looked = a.limits(now.node, in), time.Now()
-		}
+		accepted := slices.ContainsFunc(changes, func(o kernel.Op) bool { _, is := o.Object.(kernel.Accept); return is })
+		now.limits = a.limits(now.node, in, look || accepted)
 	}
 	now.err = errors.Join(now.err, a.save(a.decided.refused))
 	now.problems = fabric.SortProblems(append(append(now.problems, broken...), a.decided.held...))
@@ -434,50 +449,59 @@ func (a *agent) say(refused string) {
 	}
 }
 
-// manyWays is how many ways of outer packets are looked at with each comparison; of more it is done when
-// the intent changes, and at intervals.
+// manyWays is how many ways of outer packets are looked at after events; of more it is done at intervals.
 const manyWays = 100
 
 // ways is what was found out of an intent's.
 type ways struct {
-	revision int
-	at       time.Time
-	devices  []string
-	mtu      int
+	at           time.Time
+	own          netip.Addr
+	outer, nodes []netip.Addr
+	devices      []string
+	mtu          int
+
+	gateways         []fabric.GatewayPod
+	bridges, uplinks []string
 }
 
 // underlay are the device with the node's address and those by which it reaches other nodes, and the
 // least MTU of the ways that outer packets take: a CNI may have an overlay of its own, and the node's
-// address may be on lo. Where no way is known it is that of the device.
-func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, revision int) ([]string, int, error) {
-	device, mtu, err := a.kernel.DeviceOf(own)
+// address may be on lo. Where no way is known it is that of the device. Without look it is as it was.
+func (a *agent) underlay(own netip.Addr, in fabric.NodeIntent, look bool) ([]string, int, error) {
 	outer, nodes := in.Carriers()
-	if len(outer) > manyWays && a.ways.revision == revision && time.Since(a.ways.at) < limitsInterval {
-		return a.ways.devices, a.ways.mtu, err
+	w := &a.ways
+	many := len(outer) > manyWays && time.Since(w.at) < limitsInterval
+	if same := w.own == own && slices.Equal(w.outer, outer) && slices.Equal(w.nodes, nodes); same && (!look || many) {
+		return w.devices, w.mtu, nil
 	}
-	found := ways{revision: revision, at: time.Now(), devices: []string{device}}
+	device, mtu, err := a.kernel.DeviceOf(own)
+	devices, least := []string{device}, 0
 	mtus, names := make(map[int]int), make(map[int]string)
 	for _, to := range outer {
-		if least, unknown := a.kernel.MTUTo(to, mtus); unknown == nil && (found.mtu == 0 || least < found.mtu) {
-			found.mtu = least
+		if mtu, unknown := a.kernel.MTUTo(to, mtus); unknown == nil && (least == 0 || mtu < least) {
+			least = mtu
 		}
-	}
-	if found.mtu == 0 {
-		found.mtu = mtu
 	}
 	for _, to := range nodes {
-		if name, unknown := a.kernel.DeviceTo(to, names); unknown == nil && !slices.Contains(found.devices, name) {
-			found.devices = append(found.devices, name)
+		if name, unknown := a.kernel.DeviceTo(to, names); unknown == nil && !slices.Contains(devices, name) {
+			devices = append(devices, name)
 		}
 	}
-	a.ways = found
-	return found.devices, found.mtu, err
+	w.at, w.own, w.outer, w.nodes, w.devices, w.mtu = time.Now(), own, outer, nodes, devices, cmp.Or(least, mtu)
+	if err != nil {
+		w.own = netip.Addr{} // it is asked again
+	}
+	return w.devices, w.mtu, err
 }
 
 // bridges are those by which gateways' Pods are reached, here or on another node, and the ports of these
-// that lead to other nodes.
-func (a *agent) bridges(in fabric.NodeIntent) (names, uplinks []string) {
-	for _, g := range in.Ways() {
+// that lead to other nodes. Without look they are as they were.
+func (a *agent) bridges(in fabric.NodeIntent, look bool) (names, uplinks []string) {
+	w, gateways := &a.ways, in.Ways()
+	if !look && slices.Equal(w.gateways, gateways) {
+		return w.bridges, w.uplinks
+	}
+	for _, g := range gateways {
 		name, kind, err := a.kernel.KindTo(g.Addr)
 		if err != nil || kind != "bridge" || slices.Contains(names, name) {
 			continue
@@ -487,20 +511,21 @@ func (a *agent) bridges(in fabric.NodeIntent) (names, uplinks []string) {
 			uplinks = append(uplinks, ports...)
 		}
 	}
+	w.gateways, w.bridges, w.uplinks = gateways, names, uplinks
 	return names, uplinks
 }
 
 // refuseNew refuses networks that are new before anything else is done: the packet filter alone
 // takes ten milliseconds, and pods may know the networks already.
-func (a *agent) refuseNew(refused []netip.Prefix) (changes kernel.Plan, err error) {
-	news, _, _ := diff.Of(a.refused, refused, func(p netip.Prefix) netip.Prefix { return p })
+func (a *agent) refuseNew(refused []netip.Prefix) (news []netip.Prefix, changes kernel.Plan, err error) {
+	news, _, _ = diff.Of(a.refused, refused, func(p netip.Prefix) netip.Prefix { return p })
 	if len(news) > 0 {
 		changes, err = a.kernel.Add(fabric.RefusingState(news))
 	}
 	if err == nil {
 		a.refused = refused
 	}
-	return changes, err
+	return news, changes, err
 }
 
 // forwards says what is wrong when the node does not forward packets at all. That is the owner's to
@@ -516,54 +541,95 @@ func forwards() error {
 	return nil
 }
 
-// manyNetworks is how many networks of peers are looked up with each comparison: with those that
-// follow all of them, in turn.
+// manyNetworks is how many networks of peers are looked up at a time: with those that follow all of
+// them, in turn.
 const manyNetworks = 16
 
 // ledElsewhere names a network of a peer that something of others leads away from our routes. Our
-// packet filter drops what goes there.
-func (a *agent) ledElsewhere(self string) []fabric.Problem {
-	networks := slices.DeleteFunc(slices.Clone(a.decided.refused), func(p netip.Prefix) bool { return !p.Addr().Is4() || p.Bits() > 30 })
+// packet filter drops what goes there. Without look it looks at those that are new.
+func (a *agent) ledElsewhere(self string, look bool, news []netip.Prefix) []fabric.Problem {
+	refused := func(p netip.Prefix) (int, bool) {
+		return slices.BinarySearchFunc(a.decided.refused, p, netip.Prefix.Compare)
+	}
+	if _, is := refused(a.led); look || !is {
+		a.led = netip.Prefix{}
+	}
 	names := make(map[int]string)
-	// From the one that comes after those of the last time, or was found then.
-	first, _ := slices.BinarySearchFunc(networks, a.looksAt, netip.Prefix.Compare)
-	for i := range min(manyNetworks, len(networks)) {
-		p := networks[(first+i)%len(networks)]
-		a.looksAt = networks[(first+i+1)%len(networks)]
-		name, err := a.kernel.DeviceTo(p.Addr().Next(), names)
-		if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error: it is refused
-			a.looksAt = p
-			return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: self}, Message: fmt.Sprintf(
-				"packets for %v, a network of a peer, are led elsewhere, by %s, and dropped: a rule of others comes before ours (ip rule); want it after priority %d, or not for networks of peers",
-				p, name, kernel.RefuseRulePriority)}}
+	led := func(p netip.Prefix) bool {
+		if p.Addr().Is4() && p.Bits() <= 30 {
+			name, err := a.kernel.DeviceTo(p.Addr().Next(), names)
+			if err == nil && name != "lo" && !strings.HasPrefix(name, kernel.TunPrefix) { // an error: it is refused
+				a.led, a.ledBy = p, name
+			}
+		}
+		return a.led.IsValid()
+	}
+	if look { // from the one that comes after those of the last time, or was found then
+		first, _ := refused(a.looksAt)
+		for i := range min(manyNetworks, len(a.decided.refused)) {
+			p := a.decided.refused[(first+i)%len(a.decided.refused)]
+			if a.looksAt = p; led(p) {
+				break
+			}
+			a.looksAt = a.decided.refused[(first+i+1)%len(a.decided.refused)]
+		}
+	} else if !a.led.IsValid() {
+		for _, p := range news[:min(manyNetworks, len(news))] {
+			if led(p) {
+				break
+			}
 		}
 	}
-	return nil
+	if !a.led.IsValid() {
+		return nil
+	}
+	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Node", Name: self}, Message: fmt.Sprintf(
+		"packets for %v, a network of a peer, are led elsewhere, by %s, and dropped: a rule of others comes before ours (ip rule); want it after priority %d, or not for networks of peers",
+		a.led, a.ledBy, kernel.RefuseRulePriority)}}
 }
 
 // nowhere is an address that only the default route leads to (TEST-NET-1, RFC 5737).
 var nowhere = netip.AddrFrom4([4]byte{192, 0, 2, 1})
 
-// limits are what rules of others keep from working, while there are peers.
-func (a *agent) limits(node kernel.State, in fabric.NodeIntent) (all []kernel.Limit) {
+// reach is whether other nodes reach a gateway's Pod here, as far as that was found out.
+type reach struct {
+	elsewhere netip.Addr // from this address
+	bridged   bool
+	limits    []kernel.Limit
+}
+
+// limits are what rules of others keep from working, while there are peers. Without look these are as
+// they were.
+func (a *agent) limits(node kernel.State, in fabric.NodeIntent, look bool) []kernel.Limit {
 	if len(node.SourceNAT) == 0 || node.SourceNAT[0].Remote == "" {
+		a.reach = reach{}
 		return nil
 	}
-	all = a.kernel.Limits(node.SourceNAT[0])
-	if elsewhere := in.Elsewhere(); elsewhere.IsValid() {
-		name, kind, err := a.kernel.KindTo(elsewhere)
-		if out, _, unknown := a.kernel.KindTo(nowhere); unknown == nil && out == name {
-			return all // by the default route: nobody has the address
-		}
-		if uplinks, unknown := a.kernel.Uplinks(name); kind == "bridge" && unknown == nil && len(uplinks) > 0 && (in.Bridged || !slices.Contains(in.Bridges, name)) {
-			return all
-		}
-		if err == nil && (kind == "veth" || kind == "bridge") && !slices.Contains(in.UnderlayDevices, name) {
-			all = append(all, kernel.Limit{Reason: kernel.LimitGateway, Message: fmt.Sprintf(
-				"pods of other nodes are reached by %s, a %s as devices of pods are, so that our packet filter cannot tell other nodes from pods: while the gateway's Pod runs here, other nodes do not reach it; want gateways with --host-network", name, kind)})
-		}
+	elsewhere := in.Elsewhere()
+	if look = look || a.reach.elsewhere != elsewhere || a.reach.bridged != in.Bridged || !elsewhere.IsValid(); look {
+		a.reach = reach{elsewhere, in.Bridged, a.outOfReach(elsewhere, in)}
 	}
-	return all
+	return append(a.kernel.Limits(node.SourceNAT[0], look), a.reach.limits...)
+}
+
+// outOfReach is the Limit that other nodes do not reach a gateway's Pod here, if that is so, from an
+// address elsewhere.
+func (a *agent) outOfReach(elsewhere netip.Addr, in fabric.NodeIntent) []kernel.Limit {
+	if !elsewhere.IsValid() {
+		return nil
+	}
+	name, kind, err := a.kernel.KindTo(elsewhere)
+	if out, _, unknown := a.kernel.KindTo(nowhere); unknown == nil && out == name {
+		return nil // by the default route: nobody has the address
+	}
+	if uplinks, unknown := a.kernel.Uplinks(name); kind == "bridge" && unknown == nil && len(uplinks) > 0 && (in.Bridged || !slices.Contains(in.Bridges, name)) {
+		return nil
+	}
+	if err != nil || kind != "veth" && kind != "bridge" || slices.Contains(in.UnderlayDevices, name) {
+		return nil
+	}
+	return []kernel.Limit{{Reason: kernel.LimitGateway, Message: fmt.Sprintf(
+		"pods of other nodes are reached by %s, a %s as devices of pods are, so that our packet filter cannot tell other nodes from pods: while the gateway's Pod runs here, other nodes do not reach it; want gateways with --host-network", name, kind)}}
 }
 
 // reportedOf is what others have to know of a state: what is wrong with the node, not with objects that

@@ -294,20 +294,25 @@ func TestWhatLeadsOneOfManyNetworksElsewhereIsFound(t *testing.T) {
 	}
 	a.decided.refused = in.Refused()
 	elsewhere := in.Granted[4*manyNetworks+3]
-	found := func() (said bool) {
+	finds := func(look bool, news ...netip.Prefix) (said bool) {
 		t.Helper()
-		for _, p := range a.ledElsewhere(in.Self) {
+		for _, p := range a.ledElsewhere(in.Self, look, news) {
 			if said = true; !strings.Contains(p.Message, elsewhere.String()) {
 				t.Errorf("it says %v", p)
 			}
 		}
 		return said
 	}
-	if found() {
+	found := func() bool { t.Helper(); return finds(true) }
+	if found() || finds(false, elsewhere) {
 		t.Error("found before it is so")
 	}
 	c.run(n.Host, "ip route del unreachable %v", elsewhere)
 	c.run(n.Host, "ip route add %v via 172.30.1.1", elsewhere)
+	if finds(false) || !finds(false, in.Granted[0], elsewhere) || !finds(false) {
+		t.Error("a new one is not looked at, or not said again")
+	}
+	a.led = netip.Prefix{}
 	rounds := 1
 	for ; !found(); rounds++ {
 		if rounds == 6 {

@@ -356,12 +356,24 @@ func refusal(a kernel.Accept, err error) kernel.Limit {
 const masqueradeCost = "peers then see one address for all pods of the node, and their network policies cannot tell pods apart"
 
 // Limits are what rules of others keep from working between pods and peers, and what an Apply could
-// not make of what is optional: as far as can be seen, of the wanted SourceNAT.
-func (k *Kernel) Limits(want kernel.SourceNAT) (all []kernel.Limit) {
-	all = slices.Clone(k.unmade)
+// not make of what is optional: as far as can be seen, of the wanted SourceNAT. Without look the rules of
+// others are those that were read last.
+func (k *Kernel) Limits(want kernel.SourceNAT, look bool) []kernel.Limit {
+	if look {
+		k.theirs = append(earlyNAT(), legacyLimits(want)...)
+	}
+	all := slices.Concat(k.unmade, k.theirs)
+	slices.SortFunc(all, func(a, b kernel.Limit) int {
+		return cmp.Or(cmp.Compare(a.Reason, b.Reason), cmp.Compare(a.Message, b.Message))
+	})
+	return all
+}
+
+// earlyNAT are the Limits by chains of others that translate before ours.
+func earlyNAT() (all []kernel.Limit) {
 	c, err := nftables.New(nftables.AsLasting())
 	if err != nil {
-		return all
+		return nil
 	}
 	defer func() { _ = c.CloseLasting() }()
 	for kind, family := range families {
@@ -384,9 +396,5 @@ func (k *Kernel) Limits(want kernel.SourceNAT) (all []kernel.Limit) {
 				chain.Name, kind, chain.Table.Name, *chain.Priority, masqueradeCost, kernel.SourceNATPriority)})
 		}
 	}
-	all = append(all, legacyLimits(want)...)
-	slices.SortFunc(all, func(a, b kernel.Limit) int {
-		return cmp.Or(cmp.Compare(a.Reason, b.Reason), cmp.Compare(a.Message, b.Message))
-	})
 	return all
 }

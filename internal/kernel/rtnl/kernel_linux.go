@@ -40,6 +40,7 @@ type Kernel struct {
 	forward []forwarding   // chains of others
 	legacy  time.Time      // when those of iptables-legacy were read, of which no event tells
 	unmade  []kernel.Limit // what is optional and could not be made
+	theirs  []kernel.Limit // by rules of others, as they were read last
 	failed  struct{ nat, bridge error }
 	busy    bool // others had the lock of iptables-legacy at the last Apply
 	bridged bool // there was a Bridge after the last Apply that read what there was

@@ -843,7 +843,7 @@ func TestAForwardThatBelongsToAProcessIsNamed(t *testing.T) {
 	}
 	n.apply(State{Accepts: []Accept{{}}})
 	var got []Limit
-	if err := Do(n.f, func() error { got = n.k.Limits(SourceNAT{}); return nil }); err != nil {
+	if err := Do(n.f, func() error { got = n.k.Limits(SourceNAT{}, true); return nil }); err != nil {
 		t.Fatal(err)
 	}
 	if len(got) != 1 || got[0].Reason != LimitUncertain || len(got[0].Message) > 512 || !strings.Contains(got[0].Message, "--zone=trusted --add-interface=isthmus.vxlan") {
@@ -1292,7 +1292,7 @@ func TestLimitsNameWhatKeepsTrafficFromWorking(t *testing.T) {
 			}
 			n.apply(State{SourceNAT: []SourceNAT{nat}, Accepts: []Accept{{}}})
 			var got []Limit
-			if err := Do(n.f, func() error { got = n.k.Limits(nat); return nil }); err != nil {
+			if err := Do(n.f, func() error { got = n.k.Limits(nat, true); return nil }); err != nil {
 				t.Fatal(err)
 			}
 			if c.want == "" && len(got) > 0 || c.want != "" && (len(got) != 1 || !strings.Contains(got[0].Message, c.want)) {
