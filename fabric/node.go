@@ -149,9 +149,10 @@ func (m *Decider) peers(refused, doubtful []netip.Prefix, src netip.Addr) []kern
 }
 
 // everythingOf has all addresses of each family that is among the networks, IPv4 first.
-func everythingOf(networks []netip.Prefix) (all []netip.Prefix) {
+func everythingOf(lists ...[]netip.Prefix) (all []netip.Prefix) {
 	for _, none := range []netip.Addr{netip.IPv4Unspecified(), netip.IPv6Unspecified()} {
-		if slices.ContainsFunc(networks, func(p netip.Prefix) bool { return p.Addr().BitLen() == none.BitLen() }) {
+		of := func(p netip.Prefix) bool { return p.Addr().BitLen() == none.BitLen() }
+		if slices.ContainsFunc(lists, func(networks []netip.Prefix) bool { return slices.ContainsFunc(networks, of) }) {
 			all = append(all, netip.PrefixFrom(none, 0))
 		}
 	}
@@ -201,7 +202,7 @@ func appendRefusing(all []kernel.Route, networks, doubtful []netip.Prefix) []ker
 }
 
 func refusingRules(networks, doubtful []netip.Prefix) (all []kernel.Rule) {
-	for _, everything := range everythingOf(slices.Concat(networks, doubtful)) {
+	for _, everything := range everythingOf(networks, doubtful) {
 		all = append(all, kernel.Rule{V6: everything.Addr().Is6(), Priority: kernel.RefuseRulePriority, Table: kernel.RefuseTable, Protocol: kernel.NodeProtocol})
 	}
 	return all

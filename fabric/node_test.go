@@ -616,3 +616,17 @@ func TestNodeOverlayHasRoomForTheTunnel(t *testing.T) {
 		}
 	}
 }
+
+func TestANetworkIsInOrderWithoutBitsOfHosts(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	all := []netip.Prefix{{}, netip.PrefixFrom(netip.IPv4Unspecified(), 40)}
+	for range 10_000 {
+		addr := netip.AddrFrom4([4]byte{byte(rng.Uint32()), byte(rng.Uint32()), byte(rng.Uint32() & 0xf0), byte(rng.IntN(2) << 7)})
+		all = append(all, netip.PrefixFrom(addr, rng.IntN(33)), netip.PrefixFrom(netip.AddrFrom16(netip.MustParseAddr("fd00::").As16()), rng.IntN(129)), netip.PrefixFrom(addr, 33))
+	}
+	for _, p := range all {
+		if got := InOrder([]netip.Prefix{p}); got != (p == p.Masked()) {
+			t.Errorf("%v: %v", p, got)
+		}
+	}
+}

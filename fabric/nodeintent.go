@@ -2,6 +2,7 @@ package fabric
 
 import (
 	"cmp"
+	"encoding/binary"
 	"net/netip"
 	"slices"
 
@@ -209,11 +210,20 @@ func (in *NodeIntent) PodNetworks() []netip.Prefix {
 // InOrder reports whether networks are as Refused returns them: each once, sorted, without bits of hosts.
 func InOrder(networks []netip.Prefix) bool {
 	for i, p := range networks {
-		if p != p.Masked() || i > 0 && networks[i-1].Compare(p) >= 0 {
+		if !withoutHost(p) || i > 0 && networks[i-1].Compare(p) >= 0 {
 			return false
 		}
 	}
 	return true
+}
+
+// withoutHost reports whether p is p.Masked(), of thousands at a time.
+func withoutHost(p netip.Prefix) bool {
+	if p.IsValid() && p.Addr().Is4() {
+		a := p.Addr().As4()
+		return binary.BigEndian.Uint32(a[:])<<p.Bits() == 0
+	}
+	return p == p.Masked()
 }
 
 // Refused are all networks of peers, whether there is a way to them or not. The list may be that of the
