@@ -1,6 +1,7 @@
 package routeagent
 
 import (
+	"encoding/json"
 	"net/netip"
 	"slices"
 	"testing"
@@ -81,6 +82,18 @@ func TestTheEditionOfASnapshotIsThatOfWhatItExplains(t *testing.T) {
 	} {
 		if got := tc.saved.edition(tc.left, time.Now()); got != tc.want {
 			t.Errorf("%s: %d, want %d", name, got, tc.want)
+		}
+	}
+}
+
+func TestASnapshotIsTheJSONOfItsNetworks(t *testing.T) {
+	for _, list := range [][]netip.Prefix{nil, {netip.MustParsePrefix("10.0.0.0/8")}, {netip.MustParsePrefix("10.0.0.0/8"), netip.MustParsePrefix("fd00::/48")}} {
+		want, err := json.Marshal(append([]netip.Prefix{}, list...))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got, err := json.Marshal(networks(list)); err != nil || string(got) != string(want) {
+			t.Errorf("%s, %v; want %s", got, err, want)
 		}
 	}
 }

@@ -19,9 +19,24 @@ import (
 // snapshot is what an agent has to know before it can ask anybody: after a reboot the kernel holds
 // nothing of ours, and a packet for a remote network would leave by the default route.
 type snapshot struct {
-	Version int            `json:"version"`
-	Refused []netip.Prefix `json:"refused"`           // networks of peers
-	Edition int64          `json:"edition,omitempty"` // of the books that were read last; 0, or one that does not count: an older agent's
+	Version int      `json:"version"`
+	Refused networks `json:"refused"`           // of peers
+	Edition int64    `json:"edition,omitempty"` // of the books that were read last; 0, or one that does not count: an older agent's
+}
+
+// networks are in JSON as without it, but made at one go: with each grant there are thousands.
+type networks []netip.Prefix
+
+// MarshalJSON implements json.Marshaler.
+func (n networks) MarshalJSON() ([]byte, error) {
+	b := append(make([]byte, 0, len(`"255.255.255.255/32",`)*len(n)+2), '[')
+	for i, p := range n {
+		if i > 0 {
+			b = append(b, ',')
+		}
+		b = append(p.AppendTo(append(b, '"')), '"')
+	}
+	return append(b, ']'), nil
 }
 
 const (
@@ -101,9 +116,6 @@ func (s *snapshot) edition(left []netip.Prefix, now time.Time) int64 {
 // save keeps what is refused for an agent that starts when nobody can be asked.
 func (a *agent) save(refused []netip.Prefix) error {
 	now := &snapshot{snapshotVersion, refused, max(a.grants.edition, 0)}
-	if now.Refused == nil {
-		now.Refused = []netip.Prefix{}
-	}
 	if a.opts.StateDirectory == "" || a.saved != nil && slices.Equal(now.Refused, a.saved.Refused) && now.Edition == a.saved.Edition {
 		return nil
 	}
