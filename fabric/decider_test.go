@@ -11,6 +11,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
 // Whatever a Decider decided before, it decides as one that knows nothing.
@@ -59,6 +60,9 @@ func TestADeciderDecidesAsANewOne(t *testing.T) {
 		}
 		got, problems := d.NodeFor(in)
 		want, wantProblems := NodeFor(in)
+		if !slices.IsSortedFunc(got.Routes, kernel.Route.Compare) {
+			t.Fatalf("step %d: routes are in no order:\n%v", step, got)
+		}
 		if !reflect.DeepEqual(got, want) || !reflect.DeepEqual(problems, wantProblems) {
 			t.Fatalf("step %d: of %+v\n%v\nwant\n%v", step, in, got, want)
 		}

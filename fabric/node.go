@@ -114,11 +114,12 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	}
 	d.guard(here)
 	if routes := m.peers(d.refused, d.doubtful, d.src); len(d.node.Routes) == 0 {
-		d.node.Routes = routes
+		d.sort()
+		d.node.Routes = routes // in order as they were made
 	} else {
 		d.node.Routes = append(d.node.Routes, routes...)
+		d.sort()
 	}
-	d.sort()
 	return d.node, SortProblems(d.problems)
 }
 
@@ -452,9 +453,7 @@ func (d *nodeDecision) rule(r kernel.Rule) {
 func (d *nodeDecision) sort() {
 	slices.SortFunc(d.node.FDB, compareFDB)
 	slices.SortFunc(d.node.Neighbors, compareNeighbors)
-	if !slices.IsSortedFunc(d.node.Routes, kernel.Route.Compare) { // those of a Decider are
-		slices.SortFunc(d.node.Routes, kernel.Route.Compare)
-	}
+	slices.SortFunc(d.node.Routes, kernel.Route.Compare)
 	slices.SortStableFunc(d.node.Rules, func(a, b kernel.Rule) int {
 		return cmp.Or(cmp.Compare(a.Priority, b.Priority), a.From.Compare(b.From), a.To.Compare(b.To), cmp.Compare(a.Iif, b.Iif))
 	})
