@@ -114,7 +114,7 @@ func decidePod(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, 
 	d.toNodes(in)
 	d.addPods(in.Pods, own)
 	d.outer = sortedIPv4(d.outerSources(in))
-	s.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{Remote: remotes}).WithSet("nodes", kernel.AddressElements(d.outer))}
+	s.Filters = []kernel.Filter{kernel.FilterFor(kernel.FilterSets{Pod: true, Remote: remotes}).WithSet("nodes", kernel.AddressElements(d.outer))}
 	for i := range s.Rules {
 		s.Rules[i].Protocol = kernel.GatewayProtocol
 	}

@@ -6,10 +6,11 @@ import (
 	"slices"
 )
 
-// Filter is a table of nftables that keeps others out of the overlay. Its chains are always the
-// same (FilterChains); what differs is the addresses in its sets, each sorted and separated by
-// spaces, so that filters are comparable.
+// Filter is a table of nftables that keeps others out of the overlay. Its chains are those of a node
+// or those of a gateway's Pod, always the same; what differs is the addresses in its sets, each
+// sorted and separated by spaces, so that filters are comparable.
 type Filter struct {
+	Pod       bool   // that of a gateway's Pod
 	Nodes     string // addresses from which packets of the overlay come, IPv4: those of nodes and gateways
 	Remote    Remote // networks of peers
 	Own       string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
@@ -55,6 +56,7 @@ func around(sorted []netip.Prefix) string {
 
 // FilterSets is what a Filter is made of, in any order.
 type FilterSets struct {
+	Pod                  bool // that of a gateway's Pod, which needs Nodes and Remote alone
 	Nodes, Own, Gateways []netip.Addr
 	Remote, Elsewhere    []netip.Prefix
 	Underlay, Bridges    []string
@@ -64,7 +66,7 @@ type FilterSets struct {
 // does not carry, but for networks of peers: nothing for them leaves either.
 func FilterFor(s FilterSets) Filter {
 	return Filter{
-		Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
+		Pod: s.Pod, Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
 		Remote: RemoteOf(s.Remote), Elsewhere: NetworkElements(s.Elsewhere),
 		Underlay: devices(s.Underlay), Bridges: devices(s.Bridges),
 	}
@@ -150,13 +152,13 @@ func (c FilterChain) Kind() string {
 	return "filter"
 }
 
-// FilterChains are the chains, those before that are jumped to.
+// FilterChains are those of a node.
 //
 // What claims to be of the overlay is believed only when it comes from another node of the cluster,
 // by the device that leads to that node: a pod or an underlay host with an ordinary UDP socket
 // could otherwise send anything as anybody. No packet that is forwarded goes to the overlay's port,
 // whether its source is translated later or not, and whether it comes from a pod of ours or of a
-// peer. The gateway is the exception where it is a Pod; it has a filter like this one, too. To it go
+// peer. The gateway is the exception where it is a Pod; it has a filter of its own (PodFilterChains). To it go
 // packets of other nodes, and none that came by the device of a pod: the CNI may hide a pod behind
 // its node's address, and the gateway would believe it. What came by a bridge between nodes has been
 // looked at by its port (Bridge), unless it was for another address then.
@@ -222,12 +224,7 @@ var FilterChains = []FilterChain{
 		`oifname "isthmus.vxlan" counter drop`,
 		"jump bydevice",
 	}},
-	{Name: "clear", Drops: "in_the_clear", Rules: []string{
-		`oifname "isthmus*" accept`,
-		`oifname "lo" accept`,
-		"ip daddr @remote counter drop",
-		"ip6 daddr @remote6 counter drop",
-	}},
+	clearChain,
 	{Name: "bridged", Drops: "overlay_port", Rules: []string{
 		"ct status dnat counter drop",
 		"accept",
@@ -251,21 +248,65 @@ var FilterChains = []FilterChain{
 	{Name: "prerouting", Hook: "prerouting", Rules: []string{
 		`iifname "isthmus*" jump translated`,
 	}},
-	{Name: "input", Hook: "input", Drops: "overlay_source", Rules: []string{
-		"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept",
-		"udp dport 4800 counter drop",
-		`iifname "isthmus*" jump remote`,
-	}},
+	inputChain,
 	{Name: "forward", Hook: "forward", Rules: []string{
 		"udp dport 4800 jump outer",
 		`iifname "isthmus*" jump overlay`,
 		"ip saddr & 255.255.0.0 @remote16 ip saddr @remote jump forged",
 		"ip daddr & 255.255.0.0 @remote16 ip saddr @elsewhere ip daddr @remote jump bydevice",
 	}},
-	{Name: "leaving", Hook: "postrouting", Rules: []string{
+	leavingChain,
+}
+
+// PodFilterChains are those in the network of a gateway's Pod, under the names of a node's. Nothing is
+// translated there, nothing of the overlay forwarded, and no peer has business with the Pod itself: so
+// no rule asks for a connection, and without one that does the kernel does not track them. It would
+// cost each packet of the overlay, of the tunnel and between them, and a flow through the gateway would
+// have an entry in a table that is bounded for the whole machine.
+var PodFilterChains = []FilterChain{
+	{Name: "remote", Drops: "peer_to_node", Rules: []string{"counter drop"}},
+	{Name: "overlay", Drops: "overlay_stranger", Rules: []string{
+		`iifname != "isthmus.vxlan" accept`,
+		"ip saddr != @remote ip daddr @remote accept",
+		"counter drop",
+	}},
+	{Name: "forged", Drops: "forged_source", Rules: []string{"counter drop"}},
+	clearChain,
+	{Name: "outer", Drops: "overlay_port", Rules: []string{"counter drop"}},
+	inputChain,
+	{Name: "forward", Hook: "forward", Rules: []string{
+		"udp dport 4800 jump outer",
+		`iifname "isthmus*" jump overlay`,
+		"ip saddr & 255.255.0.0 @remote16 ip saddr @remote jump forged",
+	}},
+	leavingChain,
+}
+
+// Chains both have.
+var (
+	clearChain = FilterChain{Name: "clear", Drops: "in_the_clear", Rules: []string{
+		`oifname "isthmus*" accept`,
+		`oifname "lo" accept`,
+		"ip daddr @remote counter drop",
+		"ip6 daddr @remote6 counter drop",
+	}}
+	inputChain = FilterChain{Name: "input", Hook: "input", Drops: "overlay_source", Rules: []string{
+		"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept",
+		"udp dport 4800 counter drop",
+		`iifname "isthmus*" jump remote`,
+	}}
+	leavingChain = FilterChain{Name: "leaving", Hook: "postrouting", Rules: []string{
 		"ip daddr & 255.255.0.0 @remote16 jump clear",
 		"ip6 daddr @remote6 jump clear",
-	}},
+	}}
+)
+
+// Chains are the chains, those before that are jumped to.
+func (f Filter) Chains() []FilterChain {
+	if f.Pod {
+		return PodFilterChains
+	}
+	return FilterChains
 }
 
 // DropReasons are the reasons for which rules of a Filter and of a Bridge drop, each with a sentence.
@@ -318,5 +359,5 @@ func (f Filter) WithSet(name, elements string) Filter {
 }
 
 func (f Filter) command(remove bool, _ string) string {
-	return nftCommand(remove, "inet", f.Sets(), FilterChains)
+	return nftCommand(remove, "inet", f.Sets(), f.Chains())
 }

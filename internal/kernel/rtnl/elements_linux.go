@@ -72,7 +72,7 @@ func nested(b []byte, kind uint16) []byte {
 // somebody else all are read again: to replace them would take longer, and forget what they have counted.
 func (k *Kernel) changeFilter(remove bool, want kernel.Filter) error {
 	have := func() *table {
-		if h := k.tables.filters; len(h) == 1 && h[0] != changed {
+		if h := k.tables.filters; len(h) == 1 && h[0] != changed && h[0].Pod == want.Pod {
 			t := filterOf(h[0])
 			return &t
 		}

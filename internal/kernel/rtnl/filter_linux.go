@@ -40,7 +40,7 @@ var (
 
 func bridgeOf(b kernel.Bridge) table { return table{bridgeTable, kernel.BridgeChains, b.Sets()} }
 
-func filterOf(f kernel.Filter) table { return table{filterTable, kernel.FilterChains, f.Sets()} }
+func filterOf(f kernel.Filter) table { return table{filterTable, f.Chains(), f.Sets()} }
 
 func sourceNATOf(s kernel.SourceNAT) table { return table{natTable, s.Chains(), s.Sets()} }
 
@@ -135,14 +135,17 @@ var (
 // readFilter reads the table. One whose chains are not as they should be reads as changed. Where the
 // kernel has no nftables there is none, and making one tells why.
 func readFilter() []kernel.Filter {
-	elements, there, err := readTable(filterTable, kernel.Filter{}.Sets(), func(func(string) []string) []kernel.FilterChain { return kernel.FilterChains })
+	var f kernel.Filter
+	elements, there, err := readTable(filterTable, f.Sets(), func(said func(string) []string) []kernel.FilterChain {
+		f.Pod = said("raw") == nil // only nodes have it
+		return f.Chains()
+	})
 	switch {
 	case !there:
 		return nil
 	case err != nil:
 		return []kernel.Filter{changed}
 	}
-	var f kernel.Filter
 	for name, e := range elements {
 		f = f.WithSet(name, e)
 	}

@@ -1104,7 +1104,7 @@ func (n *node) dropped() (all map[string]uint64) {
 // No rule drops what it does not count, and no chain drops without a reason.
 func TestEachRuleThatDropsCounts(t *testing.T) {
 	reasons := make(map[string]bool)
-	for _, chain := range slices.Concat(FilterChains, BridgeChains, SourceNAT{Self: via4}.Chains()) {
+	for _, chain := range slices.Concat(FilterChains, PodFilterChains, BridgeChains, SourceNAT{Self: via4}.Chains()) {
 		drops := false
 		for _, text := range chain.Rules {
 			exprs := exprsOf(text)
@@ -1136,7 +1136,12 @@ func TestEachRuleThatDropsCounts(t *testing.T) {
 
 // What a filter drops is counted under its reason, and a change of the filter's sets forgets none.
 func TestWhatAFilterDropsIsCounted(t *testing.T) {
-	n := open(t, RouteAgent)
+	t.Run("of a node", func(t *testing.T) { testWhatAFilterDropsIsCounted(t, RouteAgent, false) })
+	t.Run("of a gateway's Pod", func(t *testing.T) { testWhatAFilterDropsIsCounted(t, GatewayPod, true) })
+}
+
+func testWhatAFilterDropsIsCounted(t *testing.T, owner Owner, pod bool) {
+	n := open(t, owner)
 	if got := n.dropped(); len(got) != 0 {
 		t.Errorf("without a table %v", got)
 	}
@@ -1149,7 +1154,7 @@ func TestWhatAFilterDropsIsCounted(t *testing.T) {
 	n.run("ip addr add fd00:30::11/64 dev eth0 nodad")
 	n.run("ip -6 route add default via fd00:30::1")
 	n.run("ip neigh add fd00:30::1 lladdr 02:00:00:00:00:01 dev eth0")
-	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4, remote6}})}})
+	n.apply(State{Filters: []Filter{FilterFor(FilterSets{Pod: pod, Remote: []netip.Prefix{remote4, remote6}})}})
 	if got := n.dropped(); len(got) != 0 {
 		t.Errorf("before there was any %v", got)
 	}
@@ -1182,9 +1187,45 @@ func TestWhatAFilterDropsIsCounted(t *testing.T) {
 	}
 	for i := range 3 { // somebody else has changed a table of his meanwhile, as kube-proxy does
 		n.run(fmt.Sprintf("nft add table ip other%d", i))
-		n.apply(State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4, remote6, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 250, byte(i), 0}), 24)}})}})
+		n.apply(State{Filters: []Filter{FilterFor(FilterSets{Pod: pod, Remote: []netip.Prefix{remote4, remote6, netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 250, byte(i), 0}), 24)}})}})
 		if got := n.dropped(); !maps.Equal(got, want) {
 			t.Errorf("after a change %v; want %v", got, want)
+		}
+	}
+}
+
+// With the filter of a gateway's Pod the kernel tracks no connections, as it does with that of a node,
+// and takes neither for the other.
+func TestTheKernelTracksNoConnectionsInAGatewaysPod(t *testing.T) {
+	for _, pod := range []bool{false, true} {
+		n := open(t, GatewayPod)
+		sets := FilterSets{Remote: []netip.Prefix{remote4}}
+		if pod {
+			n.apply(State{Filters: []Filter{FilterFor(sets)}}) // of a gateway of before
+		}
+		sets.Pod = pod
+		want := State{Filters: []Filter{FilterFor(sets)}}
+		if n.apply(want) == "" {
+			t.Errorf("Pod %v: nothing was to be done", pod)
+		}
+		n.k.memory.filter.Store(true)
+		if again := n.apply(want); again != "" {
+			t.Errorf("Pod %v: applied twice: %s", pod, again)
+		}
+		n.run("ip link set lo up")
+		if err := Do(n.f, func() error {
+			c, err := net.Dial("udp", "127.0.0.1:53")
+			if err != nil {
+				return err
+			}
+			defer c.Close()
+			_, err = c.Write([]byte("x"))
+			return err
+		}); err != nil {
+			t.Fatal(err)
+		}
+		if tracked := strings.TrimSpace(n.run("cat /proc/sys/net/netfilter/nf_conntrack_count")) != "0"; tracked == pod {
+			t.Errorf("Pod %v: tracks connections: %v", pod, tracked)
 		}
 	}
 }
