@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"regexp"
 	"slices"
+	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -1228,6 +1229,117 @@ func TestTheKernelTracksNoConnectionsInAGatewaysPod(t *testing.T) {
 			t.Errorf("Pod %v: tracks connections: %v", pod, tracked)
 		}
 	}
+}
+
+// The filter of a gateway's Pod refuses what that of a node would refuse in its place, for the same
+// reasons, and nothing else.
+func TestTheFilterOfAGatewaysPodRefusesAsThatOfANode(t *testing.T) {
+	for _, pod := range []bool{false, true} {
+		n := open(t, GatewayPod)
+		n.apply(State{Filters: []Filter{FilterFor(FilterSets{Pod: pod, Nodes: []netip.Addr{netip.MustParseAddr("172.30.1.11")}, Remote: []netip.Prefix{remote4}})}})
+		devices := []string{"eth0", "isthmus.vxlan", "isthmus0"} // what is sent by far0 comes by eth0
+		for i, dev := range devices {
+			n.run(fmt.Sprintf("ip link add %s address 02:00:00:00:00:0%d type veth peer name far%[2]d", dev, i))
+			n.run("ip link set " + dev + " up")
+			n.run(fmt.Sprintf("ip link set far%d up", i))
+		}
+		for path, value := range map[string]string{"ip_forward": "1", "conf/all/rp_filter": "0", "conf/eth0/rp_filter": "0", "conf/isthmus.vxlan/rp_filter": "0", "conf/isthmus0/rp_filter": "0"} {
+			if err := Do(n.f, func() error { return os.WriteFile("/proc/sys/net/ipv4/"+path, []byte(value), 0) }); err != nil {
+				t.Fatal(err)
+			}
+		}
+		n.run("ip addr add 10.244.0.254/32 dev eth0")
+		n.run("ip route add default dev eth0")
+		n.run("ip route add 10.246.0.0/16 dev isthmus0")
+		n.run("ip route add 10.246.200.0/24 dev eth0") // somebody's
+		for _, packet := range []struct {
+			dev, src, dst string
+			port          uint16
+			want          string // reason; empty: it passes
+		}{
+			{"isthmus.vxlan", "10.244.0.11", "10.246.0.9", 53, ""},
+			{"isthmus0", "10.246.0.9", "10.244.0.11", 53, ""},
+			{"isthmus0", "10.246.0.9", "10.246.1.1", 53, ""}, // from one peer's to another's mapped endpoint
+			{"eth0", "172.30.1.11", "10.244.0.254", OverlayPort, ""},
+			{"isthmus.vxlan", "10.246.1.1", "10.246.0.9", 53, "overlay_stranger"},
+			{"isthmus.vxlan", "10.244.0.11", "10.99.0.1", 53, "overlay_stranger"},
+			{"isthmus.vxlan", "10.244.0.11", "10.246.0.9", OverlayPort, "overlay_port"},
+			{"isthmus0", "10.246.0.9", "10.244.0.11", OverlayPort, "overlay_port"},
+			{"isthmus.vxlan", "10.244.0.11", "10.244.0.254", 53, "peer_to_node"},
+			{"isthmus0", "10.246.0.9", "10.244.0.254", 53, "peer_to_node"},
+			{"eth0", "172.30.1.99", "10.244.0.254", OverlayPort, "overlay_source"},
+			{"eth0", "10.246.0.9", "10.244.0.11", 53, "forged_source"},
+			{"isthmus.vxlan", "10.244.0.11", "10.246.200.1", 53, "in_the_clear"},
+			{"isthmus0", "10.246.0.9", "10.246.200.1", 53, "in_the_clear"},
+		} {
+			dropped, passed := n.dropped(), n.passed()
+			n.inject(slices.Index(devices, packet.dev), netip.MustParseAddr(packet.src), netip.MustParseAddr(packet.dst), packet.port)
+			got := "nothing was seen"
+			for deadline := time.Now().Add(time.Minute); got == "nothing was seen" && time.Now().Before(deadline); {
+				if n.passed() != passed {
+					got = ""
+				}
+				for reason, count := range n.dropped() { // what is dropped where it leaves was forwarded
+					if count != dropped[reason] {
+						got = reason
+					}
+				}
+			}
+			if got != packet.want {
+				t.Errorf("Pod %v: %+v: %q", pod, packet, got)
+			}
+		}
+	}
+}
+
+// inject sends a datagram by the far end of the device 02:00:00:00:00:0i, so that it comes by that one.
+func (n *node) inject(i int, src, dst netip.Addr, port uint16) {
+	n.t.Helper()
+	ip := slices.Concat([]byte{0x45, 0, 0, 28, 0, 0, 0x40, 0, 64, unix.IPPROTO_UDP, 0, 0}, src.AsSlice(), dst.AsSlice())
+	sum := uint32(0)
+	for i := 0; i < len(ip); i += 2 {
+		sum += uint32(binary.BigEndian.Uint16(ip[i:]))
+	}
+	sum = sum&0xffff + sum>>16
+	binary.BigEndian.PutUint16(ip[10:], ^uint16(sum+sum>>16))
+	frame := slices.Concat([]byte{2, 0, 0, 0, 0, byte(i), 2, 0, 0, 0, 0, 9, 8, 0}, ip, []byte{0x80, 0x80}, binary.BigEndian.AppendUint16(nil, port), []byte{0, 8, 0, 0})
+	if err := Do(n.f, func() error {
+		far, err := net.InterfaceByName(fmt.Sprintf("far%d", i))
+		if err != nil {
+			return err
+		}
+		fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_RAW, 0)
+		if err != nil {
+			return err
+		}
+		defer unix.Close(fd)
+		return unix.Sendto(fd, frame, 0, &unix.SockaddrLinklayer{Ifindex: far.Index})
+	}); err != nil {
+		n.t.Fatal(err)
+	}
+}
+
+// passed is how many packets were forwarded or came to a port at which nobody listens.
+func (n *node) passed() (sum int) {
+	n.t.Helper()
+	var names []string
+	for line := range strings.Lines(n.run("cat /proc/net/snmp")) {
+		fields := strings.Fields(line)
+		if len(names) != len(fields) || names[0] != fields[0] {
+			names = fields
+			continue
+		}
+		for i, name := range names {
+			if name == "ForwDatagrams" || names[0] == "Udp:" && name == "NoPorts" {
+				count, err := strconv.Atoi(fields[i])
+				if err != nil {
+					n.t.Fatal(err)
+				}
+				sum += count
+			}
+		}
+	}
+	return sum
 }
 
 // Whatever the lengths of the networks of peers, and however they change: what is for one of them does
