@@ -1,0 +1,118 @@
+package routeagent
+
+import (
+	"context"
+	"fmt"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os/exec"
+	"slices"
+	"strings"
+	"syscall"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
+)
+
+// BenchmarkChange is what an agent needs for a change, from the intent on and with the kernel's part, in CPU
+// time of the process. It is for a network namespace of its own:
+//
+//	unshare -n go test ./routeagent -run '^$' -bench Change -benchtime 30x
+func BenchmarkChange(b *testing.B) {
+	if links, err := net.Interfaces(); err != nil || len(links) != 1 {
+		b.Skip("needs a network namespace with nothing in it (unshare -n)")
+	}
+	for _, command := range []string{"ip link set lo up", "ip link add eth0 type bridge", "ip addr add 172.30.0.1/16 dev eth0", "ip link set eth0 up", "ip route add default dev eth0",
+		"sysctl -qw net.ipv4.ip_forward=1"} {
+		words := strings.Fields(command)
+		if out, err := exec.Command(words[0], words[1:]...).CombinedOutput(); err != nil {
+			b.Skipf("%s: %s", command, out)
+		}
+	}
+	for _, peers := range []int{10, 1000} {
+		signal := func() chan struct{} { return make(chan struct{}, 1) }
+		log := slog.New(slog.DiscardHandler)
+		a := &agent{opts: Options{Node: "n0", StateDirectory: b.TempDir()}, log: log, wake: signal(), moved: signal(), refusing: signal(), urgent: signal()}
+		a.metrics = newMetrics(a)
+		var err error
+		if a.kernel, err = rtnl.Open(kernel.RouteAgent, log); err != nil {
+			b.Skip(err)
+		}
+		ctx, cancel := context.WithCancel(b.Context())
+		if err := a.kernel.Events(ctx, a.happened); err != nil {
+			b.Fatal(err)
+		}
+		in := fabric.NodeIntent{Nodes: []fabric.ClusterNode{{Name: "n0", Addrs: []netip.Addr{netip.MustParseAddr("172.30.0.1")}, PodCIDRs: []netip.Prefix{netip.MustParsePrefix("10.128.0.0/24")}}},
+			OnlyPods: true, Trusted: true, OwnPods: []netip.Prefix{netip.MustParsePrefix("10.128.0.0/11")}, Edition: 1}
+		for i := range byte(2) {
+			in.Gateways = append(in.Gateways, fabric.GatewayPod{Addr: netip.AddrFrom4([4]byte{10, 128, i + 1, 252}), Host: netip.AddrFrom4([4]byte{172, 30, 0, 2 + i})})
+		}
+		in.Gateway = in.Gateways[0].Addr
+		for _, first := range []byte{11, 100} {
+			for i := range peers {
+				in.Granted = append(in.Granted, netip.PrefixFrom(netip.AddrFrom4([4]byte{first, byte(64 + i>>4), byte(i & 15 << 4), 0}), 20))
+			}
+		}
+		more := []netip.Prefix{netip.MustParsePrefix("11.127.240.0/20"), netip.MustParsePrefix("100.127.240.0/20")}
+		var granted []netip.Prefix
+		compare := func(change func()) {
+			change()
+			a.deliver(in, nil)
+			if !a.compare() {
+				b.Fatal(a.state.err)
+			}
+		}
+		few := in.Granted
+		nothing := func() {}
+		doubt := func() { in.Doubtful = more }
+		grant := func() {
+			granted = slices.Concat(few, more)
+			slices.SortFunc(granted, netip.Prefix.Compare)
+			in.Granted, in.Doubtful = granted, nil
+			in.Edition++
+		}
+		release := func() { in.Granted = slices.Clone(few); in.Edition++ }
+		move := func() {
+			in.Gateway = in.Gateways[slices.IndexFunc(in.Gateways, func(g fabric.GatewayPod) bool { return g.Addr != in.Gateway })].Addr
+		}
+		compare(nothing)
+		for _, c := range []struct {
+			what           string
+			before, change []func()
+		}{{"granted", []func(){release}, []func(){doubt, grant}}, {"goes", []func(){grant}, []func(){release}}, {"moves", nil, []func(){move}}, {"nothing", nil, []func(){nothing}}} {
+			b.Run(fmt.Sprintf("%s/%d", c.what, peers), func(b *testing.B) {
+				spent := 0.0
+				for b.Loop() {
+					for _, f := range c.before {
+						compare(f)
+					}
+					began := processorTime(b)
+					for _, f := range c.change {
+						compare(f)
+					}
+					time.Sleep(5 * time.Millisecond) // what events still cause
+					spent += processorTime(b) - began
+				}
+				b.ReportMetric(spent*1000/float64(b.N), "cpu-ms/op")
+			})
+		}
+		cancel()
+		if _, err := a.kernel.Apply(kernel.State{}); err != nil {
+			b.Fatal(err)
+		}
+		a.kernel.Close()
+	}
+}
+
+func processorTime(b *testing.B) float64 {
+	b.Helper()
+	var u syscall.Rusage
+	if err := syscall.Getrusage(syscall.RUSAGE_SELF, &u); err != nil {
+		b.Fatal(err)
+	}
+	return float64(u.Utime.Nano()+u.Stime.Nano()) / 1e9
+}
