@@ -131,8 +131,9 @@ type Engine struct {
 	sweeping  sync.Mutex // held by the sweep under way
 	noPeer    [directions][numDrops]atomic.Uint64
 
-	mu    sync.Mutex // SetPeers
-	peers map[string]*PeerState
+	mu               sync.Mutex // guards what follows: SetPeers and Change
+	peers            map[string]*PeerState
+	quota, hostQuota int // as they were last set
 }
 
 // New makes an engine without peers: it drops everything.
@@ -170,39 +171,89 @@ func New(c Config) *Engine {
 func (e *Engine) SetPeers(peers []Peer) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	states := make(map[string]*PeerState, len(peers))
-	table, err := compile(peers, e.self, func(id string) *PeerState {
+	return e.setPeers(peers)
+}
+
+func (e *Engine) setPeers(peers []Peer) error {
+	var fresh []*PeerState
+	table, err := compile(peers, e.self, e.state(&fresh))
+	if err != nil {
+		return err
+	}
+	var gone []string
+	for id := range e.peers {
+		if _, stays := table.find(id); !stays {
+			gone = append(gone, id)
+		}
+	}
+	e.publish(table, table.rules, fresh, gone)
+	return nil
+}
+
+// Change is SetPeers with all peers that there are, but for those with other rules, new ones among
+// them, and those that are gone. What it costs does not follow how many others there are, but for
+// copies of memory.
+func (e *Engine) Change(changed []Peer, gone []string) error {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	var fresh []*PeerState
+	old := e.rules.Load()
+	table := old.with(changed, gone, e.self, e.state(&fresh))
+	if table == nil {
+		return e.setPeers(old.specs(changed, gone))
+	}
+	var rules []*rule
+	for i := range changed {
+		at, _ := table.find(changed[i].ID)
+		rules = append(rules, table.rules[at])
+	}
+	e.publish(table, rules, fresh, gone)
+	return nil
+}
+
+// state returns a function that finds the PeerState of an ID, or makes one and adds it to fresh.
+func (e *Engine) state(fresh *[]*PeerState) func(id string) *PeerState {
+	return func(id string) *PeerState {
 		p := e.peers[id]
 		if p == nil {
 			p = newPeerState(id, &e.config, e.seed, &e.total)
 			p.flows.peer, p.flows.events = p, &e.events
+			*fresh = append(*fresh, p)
 		}
-		states[id] = p
 		return p
-	})
-	if err != nil {
-		return err
 	}
-	share, quota, hostQuota := e.config.quotas(len(peers))
-	e.share.Store(int64(share))
-	for _, r := range table.rules {
+}
+
+// publish puts a table into force that has these rules new, and peers.
+func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, gone []string) {
+	share, quota, hostQuota := e.config.quotas(len(table.rules))
+	bounded := rules
+	if e.share.Swap(int64(share)) != int64(share) || quota != e.quota || hostQuota != e.hostQuota {
+		bounded = table.rules
+	}
+	e.quota, e.hostQuota = quota, hostQuota
+	for _, r := range bounded {
 		r.peer.quota.Store(int64(quota))
 		r.peer.setHostQuota(uint32(hostQuota))
+	}
+	for _, r := range rules {
 		r.peer.path.mtu.Store(int32(r.spec.MTU))
 	}
 	// First every PeerState learns its new rule, then the table is published: a packet under way
 	// with the old table cannot open a flow that the new one does not permit.
-	for id, p := range e.peers {
-		if states[id] == nil {
+	for _, id := range gone {
+		if p := e.peers[id]; p != nil {
 			p.setRule(nil)
+			delete(e.peers, id)
 		}
 	}
-	for _, r := range table.rules {
+	for _, r := range rules {
 		r.peer.setRule(r)
 	}
 	e.rules.Store(table)
-	e.peers = states
-	return nil
+	for _, p := range fresh {
+		e.peers[p.id] = p
+	}
 }
 
 // setRule makes r the rule for new flows and ends those that it does not permit, all of them when r

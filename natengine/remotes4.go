@@ -1,6 +1,10 @@
 package natengine
 
-import "net/netip"
+import (
+	"encoding/binary"
+	"net/netip"
+	"slices"
+)
 
 // remotes4 finds the remote prefix of an IPv4 address in one to three loads: 16 bits, then 8 and 8
 // for prefixes longer than /16 and /24. bart would do, and does at compile time; this saves a third
@@ -9,23 +13,56 @@ type remotes4 struct {
 	root    [1 << 16]uint16 // number in remotes, 0 for none; or deeper | number in nodes
 	nodes   [][256]uint16
 	remotes []*remote // the first is nil
+	free    []uint16  // numbers of remotes that are not in use any more; insert takes the last
+	removed int       // networks since the table was made, whose nodes may be empty
 }
 
 const deeper = 1 << 15 // bounds IPv4 prefixes and nodes to 32,767 each; compile checks that
 
-func (t *remotes4) lookup(a uint32) *remote {
+func (t *remotes4) lookup(a uint32) *remote { return t.remotes[t.number(a)] }
+
+func (t *remotes4) number(a uint32) uint16 {
 	x := t.root[a>>16]
 	if x&deeper != 0 {
 		if x = t.nodes[x&^deeper][uint8(a>>8)]; x&deeper != 0 {
 			x = t.nodes[x&^deeper][uint8(a)]
 		}
 	}
-	return t.remotes[x]
+	return x
+}
+
+// own makes a copy of another table one of its own, into which so many networks may be inserted. It
+// does not, and returns false, where a new table would be a good deal smaller.
+func (t *remotes4) own(networks int) bool {
+	if t.removed > len(t.remotes) || len(t.nodes)+2*networks >= deeper {
+		return false
+	}
+	t.nodes, t.remotes, t.free = slices.Clone(t.nodes), slices.Clone(t.remotes), slices.Clone(t.free)
+	return true
 }
 
 func (t *remotes4) insert(p netip.Prefix, r *remote) {
 	x := uint16(len(t.remotes))
-	t.remotes = append(t.remotes, r)
+	if last := len(t.free) - 1; last >= 0 {
+		x, t.free = t.free[last], t.free[:last]
+		t.remotes[x] = r
+	} else {
+		t.remotes = append(t.remotes, r)
+	}
+	t.fill(p, x)
+}
+
+// remove takes out a network that was entered.
+func (t *remotes4) remove(p netip.Prefix) {
+	a4 := p.Addr().As4()
+	x := t.number(binary.BigEndian.Uint32(a4[:]))
+	t.remotes[x], t.free = nil, append(t.free, x)
+	t.removed++
+	t.fill(p, 0)
+}
+
+// fill puts a number at all addresses of a network.
+func (t *remotes4) fill(p netip.Prefix, x uint16) {
 	a4 := p.Addr().As4()
 	fill := func(level []uint16, at uint8, bits int) {
 		for i := range 1 << (8 - bits) {

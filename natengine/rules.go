@@ -1,6 +1,7 @@
 package natengine
 
 import (
+	"cmp"
 	"encoding/binary"
 	"errors"
 	"fmt"
@@ -69,11 +70,13 @@ func (p Peer) equal(q Peer) bool {
 		slices.Equal(p.External, q.External) && slices.Equal(p.Endpoints, q.Endpoints)
 }
 
-// ruleTable is everything a packet is judged by. It is never changed after it was published.
+// ruleTable is everything a packet is judged by. It is never changed after it was published; the
+// one after it shares the rules that stay.
 type ruleTable struct {
 	remotes4 remotes4
 	remotes6 remotes6
-	rules    []*rule // sorted by peer ID
+	rules    []*rule    // sorted by peer ID
+	taken    *bart.Lite // remote prefixes of all peers
 }
 
 // remote finds the peer that has an address; nil when none has.
@@ -120,6 +123,7 @@ type rule struct {
 	// guarded: a prefix reaches into special-purpose addresses (a /1 does) or contains the
 	// in-process endpoint, so that each address has to be asked.
 	guarded bool
+	has6    bool // a remote prefix is of IPv6
 }
 
 type remotePrefix struct {
@@ -197,8 +201,8 @@ func (r *rule) permits(kind flowKind, local, mapped, peer addr) bool {
 func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*ruleTable, error) {
 	var errs []error
 	ids := map[string]bool{}
-	var taken bart.Table[string] // remote prefixes of all peers and whose they are
-	for _, p := range peers {
+	t := &ruleTable{taken: new(bart.Lite)}
+	for i, p := range peers {
 		if p.ID == "" {
 			errs = append(errs, errors.New("peer without ID"))
 			continue
@@ -214,42 +218,127 @@ func compile(peers []Peer, self [2]addr, state func(id string) *PeerState) (*rul
 			if checkPrefix(remote) != nil {
 				continue // reported above
 			}
-			if taken.OverlapsPrefix(remote) {
-				errs = append(errs, fmt.Errorf("peer %s: remote network %v overlaps %s", p.ID, remote, owner(&taken, remote)))
+			if t.taken.OverlapsPrefix(remote) {
+				errs = append(errs, fmt.Errorf("peer %s: remote network %v overlaps %s", p.ID, remote, owner(peers[:i+1], remote)))
 			}
-			taken.Insert(remote, p.ID)
+			t.taken.Insert(remote)
 		}
 	}
-	if n := taken.Size4(); n >= deeper {
+	if n := t.taken.Size4(); n >= deeper {
 		errs = append(errs, fmt.Errorf("%d IPv4 networks of peers are too many", n))
 	}
 	if len(errs) > 0 {
 		return nil, errors.Join(errs...)
 	}
-	t := &ruleTable{}
 	t.remotes4.remotes = make([]*remote, 1)
-	var six []remote6
-	for _, p := range peers {
-		six = append(six, t.add(newRule(p, state(p.ID), self))...)
+	t.rules = make([]*rule, len(peers))
+	for i, p := range peers {
+		t.rules[i] = newRule(p, state(p.ID), self)
+		t.add4(t.rules[i])
 	}
-	t.remotes6 = newRemotes6(six)
-	slices.SortFunc(t.rules, func(a, b *rule) int {
-		if a.spec.ID < b.spec.ID {
-			return -1
-		}
-		return 1
-	})
+	slices.SortFunc(t.rules, func(a, b *rule) int { return cmp.Compare(a.spec.ID, b.spec.ID) })
+	t.add6()
 	return t, nil
 }
 
-// owner says in words what of the table is in the way of p.
-func owner(taken *bart.Table[string], p netip.Prefix) string {
-	for net, id := range taken.All() {
-		if net.Overlaps(p) {
-			return fmt.Sprintf("%v of peer %s", net, id)
+// owner says in words what of peers is in the way of a network of the last of them.
+func owner(peers []Peer, p netip.Prefix) string {
+	for _, other := range peers {
+		for _, net := range slices.Concat(other.RemotePods, other.RemoteExternal) {
+			if net.Overlaps(p) {
+				return fmt.Sprintf("%v of peer %s", net, other.ID)
+			}
 		}
 	}
 	return "another"
+}
+
+// find returns where the rule of a peer is in t.rules, or belongs.
+func (t *ruleTable) find(id string) (at int, found bool) {
+	return slices.BinarySearchFunc(t.rules, id, func(r *rule, id string) int { return cmp.Compare(r.spec.ID, id) })
+}
+
+// specs are the rules of all peers that with would have.
+func (t *ruleTable) specs(changed []Peer, gone []string) []Peer {
+	out := make(map[string]bool, len(changed)+len(gone))
+	for _, id := range gone {
+		out[id] = true
+	}
+	for i := range changed {
+		out[changed[i].ID] = true
+	}
+	all := make([]Peer, 0, len(t.rules)+len(changed))
+	for _, r := range t.rules {
+		if !out[r.spec.ID] {
+			all = append(all, r.spec)
+		}
+	}
+	return append(all, changed...)
+}
+
+// with is the table with other rules for some peers, and without those that are gone: what compile
+// makes of all of them, but what it costs follows what is different, except for copies of memory and
+// the networks of IPv6. It is nil when only compile can tell what is to be done.
+func (t *ruleTable) with(changed []Peer, gone []string, self [2]addr, state func(id string) *PeerState) *ruleTable {
+	next := *t
+	var out []*rule
+	ids := make(map[string]bool, len(changed)+len(gone))
+	leave := func(id string) {
+		if at, found := t.find(id); found && !ids[id] {
+			out = append(out, t.rules[at])
+		}
+		ids[id] = true
+	}
+	for _, id := range gone {
+		leave(id)
+	}
+	for i := range changed {
+		if p := &changed[i]; p.ID == "" || ids[p.ID] || len(p.check(self)) > 0 {
+			return nil
+		}
+		leave(changed[i].ID)
+	}
+	for _, r := range out { // first, because a network may move from one peer to another
+		for _, net := range r.remotePrefixes() {
+			next.taken = next.taken.DeletePersist(net)
+		}
+	}
+	networks := 0
+	for i := range changed {
+		for _, net := range slices.Concat(changed[i].RemotePods, changed[i].RemoteExternal) {
+			networks++
+			if next.taken.OverlapsPrefix(net) {
+				return nil
+			}
+			next.taken = next.taken.InsertPersist(net)
+		}
+	}
+	if next.taken.Size4() >= deeper || !next.remotes4.own(networks) {
+		return nil
+	}
+	next.rules = slices.Clone(t.rules)
+	six := false
+	for _, r := range out {
+		for _, net := range r.remotePrefixes() {
+			if net.Addr().Is4() {
+				next.remotes4.remove(net)
+			} else {
+				six = true
+			}
+		}
+		at, _ := next.find(r.spec.ID)
+		next.rules = slices.Delete(next.rules, at, at+1)
+	}
+	for i := range changed {
+		r := newRule(changed[i], state(changed[i].ID), self)
+		six = next.add4(r) || six
+		at, _ := next.find(r.spec.ID)
+		next.rules = slices.Insert(next.rules, at, r)
+	}
+	if six {
+		next.add6()
+	}
+	return &next
 }
 
 func checkPrefix(p netip.Prefix) error {
@@ -371,13 +460,44 @@ func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 		r.remotes = append(r.remotes, remotePrefix{prefixOf(net), false})
 		r.guarded = r.guarded || reachesSpecial(net)
 	}
+	r.has6 = slices.ContainsFunc(r.remotePrefixes(), func(net netip.Prefix) bool { return net.Addr().Is6() })
 	return r
 }
 
-// add enters the remote prefixes of r, but for those of IPv6, which it returns: their table is made
-// of all of them.
-func (t *ruleTable) add(r *rule) (six []remote6) {
-	t.rules = append(t.rules, r)
+// remotePrefixes are the networks of the peer.
+func (r *rule) remotePrefixes() []netip.Prefix {
+	return slices.Concat(r.spec.RemotePods, r.spec.RemoteExternal)
+}
+
+// add4 enters the remote prefixes of r, but for those of IPv6, of which it says whether there are any.
+func (t *ruleTable) add4(r *rule) (six bool) {
+	r.each(func(net netip.Prefix, to *remote) {
+		if net.Addr().Is4() {
+			t.remotes4.insert(net, to)
+		} else {
+			six = true
+		}
+	})
+	return six
+}
+
+// add6 makes the table of IPv6 of all rules: it is a hash table.
+func (t *ruleTable) add6() {
+	var six []remote6
+	for _, r := range t.rules {
+		if r.has6 {
+			r.each(func(net netip.Prefix, to *remote) {
+				if net.Addr().Is6() {
+					six = append(six, remote6{net, to})
+				}
+			})
+		}
+	}
+	t.remotes6 = newRemotes6(six)
+}
+
+// each calls insert for the networks of the peer with what is said of their addresses.
+func (r *rule) each(insert func(netip.Prefix, *remote)) {
 	base := remote{out: noMap4, in: noMap4, out6: noMap6, in6: noMap6, mss: r.spec.MSS, guarded: r.guarded, peer: r.peer, rule: r}
 	general := r.guarded || len(r.endpoints) > 0 // every packet wants to be looked at
 	if m := &r.pods[0]; m.ok && !general {       // a single address is its network address, which the fast path leaves out
@@ -389,16 +509,10 @@ func (t *ruleTable) add(r *rule) (six []remote6) {
 	}
 	pods := base
 	pods.pods = true
-	insert := func(list []netip.Prefix, r *remote) {
-		for _, net := range list {
-			if net.Addr().Is4() {
-				t.remotes4.insert(net, r)
-			} else {
-				six = append(six, remote6{net, r})
-			}
-		}
+	for _, net := range r.spec.RemotePods {
+		insert(net, &pods)
 	}
-	insert(r.spec.RemotePods, &pods)
-	insert(r.spec.RemoteExternal, &base)
-	return six
+	for _, net := range r.spec.RemoteExternal {
+		insert(net, &base)
+	}
 }

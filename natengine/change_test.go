@@ -1,0 +1,189 @@
+package natengine
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"reflect"
+	"slices"
+	"testing"
+)
+
+// However peers change, come and go, an engine that was told of each change judges as a new one that
+// was told of all peers, and no table changes once it is published.
+func TestChangesAreWhatAllOfThemMake(t *testing.T) {
+	rng := rand.New(rand.NewPCG(14, 1))
+	network := func() netip.Prefix {
+		if rng.IntN(6) == 0 {
+			a := netip.AddrFrom16([16]byte{0xfd, 0, 0, byte(rng.IntN(8)), 15: byte(rng.IntN(2))})
+			return netip.PrefixFrom(a, []int{28, 32, 64, 80, 127, 128}[rng.IntN(6)]).Masked()
+		}
+		a := netip.AddrFrom4([4]byte{byte(11 + rng.IntN(3)), byte(rng.IntN(8)), byte(rng.IntN(8)), byte(rng.IntN(8))})
+		return netip.PrefixFrom(a, []int{9, 15, 16, 17, 20, 24, 25, 31, 32}[rng.IntN(9)]).Masked()
+	}
+	random := func(id string) Peer {
+		p := peerB()
+		p.ID, p.MSS, p.MTU = id, uint16(1300+rng.IntN(2)), uint16(1400+rng.IntN(2))
+		p.RemotePods, p.RemoteExternal = nil, nil
+		for range rng.IntN(3) {
+			p.RemotePods = append(p.RemotePods, network())
+		}
+		if rng.IntN(3) == 0 {
+			p.RemoteExternal = append(p.RemoteExternal, network())
+		}
+		return p
+	}
+	var asked []netip.Addr // where networks begin and end, and beside that
+	ask := func(p Peer) {
+		for _, net := range slices.Concat(p.RemotePods, p.RemoteExternal) {
+			first := net.Addr()
+			asked = append(asked, first, first.Prev(), first.Next())
+		}
+		if len(asked) > 300 {
+			asked = asked[len(asked)-300:]
+		}
+	}
+	type answer struct {
+		id      string
+		out, in map4
+		out6    map6
+		mss     uint16
+		pods    bool
+		guarded bool
+		spec    Peer
+	}
+	answers := func(table *ruleTable) (all []answer) {
+		for _, a := range asked {
+			var says answer
+			if r := table.remote(a); r != nil {
+				says = answer{r.peer.id, r.out, r.in, r.out6, r.mss, r.pods, r.guarded, r.rule.spec}
+			}
+			all = append(all, says)
+		}
+		return all
+	}
+	e, now := New(Config{}), make(map[string]Peer)
+	refused, taken := 0, 0
+	for step := range 3000 {
+		next := make(map[string]Peer)
+		for id, p := range now {
+			next[id] = p
+		}
+		var changed []Peer
+		var gone []string
+		for range 1 + rng.IntN(3) {
+			id := fmt.Sprint("peer", rng.IntN(12))
+			if slices.Contains(gone, id) || slices.ContainsFunc(changed, func(p Peer) bool { return p.ID == id }) {
+				continue
+			}
+			old, is := now[id]
+			switch rng.IntN(5) {
+			case 0:
+				gone = append(gone, id)
+				delete(next, id)
+				continue
+			case 1: // only what is no network, or all of another peer's that goes
+				if other := fmt.Sprint("peer", rng.IntN(12)); is && other != id && !slices.Contains(gone, other) && !slices.ContainsFunc(changed, func(p Peer) bool { return p.ID == other }) {
+					old.RemotePods, old.RemoteExternal = now[other].RemotePods, now[other].RemoteExternal
+					gone = append(gone, other)
+					delete(next, other)
+				}
+				old.ID, old.MSS = id, 1200
+				next[id] = old
+			default:
+				next[id] = random(id)
+			}
+			ask(next[id])
+			changed = append(changed, next[id])
+		}
+		before := e.rules.Load()
+		was := answers(before)
+		err := e.Change(changed, gone)
+		reference := New(Config{})
+		var all []Peer
+		for _, p := range next {
+			all = append(all, p)
+		}
+		if wrong := reference.SetPeers(all); (wrong == nil) != (err == nil) {
+			t.Fatalf("step %d: %v, and of all at once %v", step, err, wrong)
+		}
+		if !reflect.DeepEqual(answers(before), was) {
+			t.Fatalf("step %d: a table has changed that was published", step)
+		}
+		if err != nil {
+			refused++
+			if e.rules.Load() != before {
+				t.Fatalf("step %d: refused, and changed something", step)
+			}
+			continue
+		}
+		taken++
+		now = next
+		table := e.rules.Load()
+		if got, want := answers(table), answers(reference.rules.Load()); !reflect.DeepEqual(got, want) {
+			t.Fatalf("step %d:\n%+v\nwant\n%+v", step, got, want)
+		}
+		got, want := e.Stats(), reference.Stats()
+		for i := range got.Peers {
+			got.Peers[i].Bytes, want.Peers[i].Bytes = 0, 0
+		}
+		got.Bytes, want.Bytes = 0, 0
+		if !reflect.DeepEqual(got, want) {
+			t.Fatalf("step %d:\n%+v\nwant\n%+v", step, got, want)
+		}
+		if len(e.peers) != len(table.rules) || table.taken.Size() != reference.rules.Load().taken.Size() {
+			t.Fatalf("step %d: %d peers of %d, %d networks", step, len(e.peers), len(table.rules), table.taken.Size())
+		}
+		for _, r := range table.rules {
+			if e.peers[r.spec.ID] != r.peer || r.peer.rule != r {
+				t.Fatalf("step %d: %s has another rule", step, r.spec.ID)
+			}
+		}
+	}
+	if refused < 100 || taken < 100 {
+		t.Errorf("%d changes were refused and %d taken: too few to say anything", refused, taken)
+	}
+}
+
+// BenchmarkChange changes one peer among many, and has one come and go.
+func BenchmarkChange(b *testing.B) {
+	for _, n := range []int{10, 100, 1000, 4000} {
+		var peers []Peer
+		for i := range n + 1 {
+			p := peerB()
+			p.ID, p.MSS = fmt.Sprintf("peer%05d", i), 1400
+			p.RemotePods = []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(i >> 4), byte(i << 4), 0}), 20)}
+			p.RemoteExternal = []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{100, byte(64 + i>>8), byte(i), 0}), 24)}
+			peers = append(peers, p)
+		}
+		e := New(Config{})
+		if err := e.SetPeers(peers[:n]); err != nil {
+			b.Fatal(err)
+		}
+		try := func(err error) {
+			if err != nil {
+				b.Fatal(err)
+			}
+		}
+		b.Run(fmt.Sprintf("MSS/%d", n), func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				peers[n/2].MSS ^= 16
+				try(e.Change(peers[n/2:n/2+1], nil))
+			}
+		})
+		b.Run(fmt.Sprintf("ComesAndGoes/%d", n), func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				try(e.Change(peers[n:], nil))
+				try(e.Change(nil, []string{peers[n].ID}))
+			}
+		})
+		b.Run(fmt.Sprintf("AllAgain/%d", n), func(b *testing.B) {
+			b.ReportAllocs()
+			for b.Loop() {
+				try(e.SetPeers(peers[:n]))
+			}
+		})
+	}
+}
