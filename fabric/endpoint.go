@@ -22,6 +22,12 @@ type SiteNetwork struct {
 	Relay  bool         // Services relay messages of peers from addresses in it
 }
 
+// Equal reports whether both say the same.
+func (s Site) Equal(other Site) bool {
+	same := len(s.Networks) == len(other.Networks) && (len(s.Networks) == 0 || &s.Networks[0] == &other.Networks[0])
+	return (same || slices.Equal(s.Networks, other.Networks)) && maps.Equal(s.Addrs, other.Addrs) && maps.Equal(s.Relays, other.Relays)
+}
+
 // With returns the Site with further addresses, all of them called what.
 func (s Site) With(addrs []netip.Addr, what string) Site {
 	all := make(map[netip.Addr]string, len(s.Addrs)+len(addrs))

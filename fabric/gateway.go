@@ -16,10 +16,10 @@ import (
 // Gateway is what a gateway has to make true, complete: a peer that is not in it has to go.
 // GatewayFor makes it; whoever has one treats it as read-only.
 type Gateway struct {
-	ClusterID, ClusterName string        // our own cluster, to show
-	Peers                  []GatewayPeer // sorted by ID
-	Waiting                []Waiting     // mappings whose peer is missing, sorted; nothing to apply, only to show
-	Site                   Site          // where no peer's gateway can be: our own networks and those of all peers are in it
+	ClusterID, ClusterName string         // our own cluster, to show
+	Peers                  []*GatewayPeer // sorted by ID
+	Waiting                []Waiting      // mappings whose peer is missing, sorted; nothing to apply, only to show
+	Site                   Site           // where no peer's gateway can be: our own networks and those of all peers are in it
 }
 
 // Equal reports whether both say the same.
@@ -67,7 +67,7 @@ func GatewayFor(in Intent) (Gateway, []Problem) {
 	var (
 		gw       = Gateway{ClusterID: in.ClusterID, ClusterName: in.ClusterName}
 		problems []Problem
-		kept     = keeper{id: in.ClusterID, own: append([][32]byte{in.PublicKey}, in.FurtherKeys...), ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
+		kept     = newKeeper(in)
 	)
 	peers := slices.Clone(in.Peers)
 	slices.SortFunc(peers, byAge)
@@ -86,16 +86,19 @@ func GatewayFor(in Intent) (Gateway, []Problem) {
 		problems = append(problems, wrong...)
 		gw.Peers = append(gw.Peers, gatewayPeer(p, endpoints))
 	}
-	slices.SortFunc(gw.Peers, func(a, b GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })
-	gw.Site = kept.site(in.Site)
-	gw.Waiting = slices.SortedFunc(slices.Values(in.Waiting), func(a, b Waiting) int {
-		return cmp.Or(cmp.Compare(a.ID, b.ID), a.Origin.compare(b.Origin))
-	})
+	slices.SortFunc(gw.Peers, func(a, b *GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })
+	gw.Site, gw.Waiting = kept.site(in.Site), sortedWaiting(in.Waiting)
 	return gw, SortProblems(problems)
 }
 
-func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) GatewayPeer {
-	return GatewayPeer{
+func sortedWaiting(all []Waiting) []Waiting {
+	return slices.SortedFunc(slices.Values(all), func(a, b Waiting) int {
+		return cmp.Or(cmp.Compare(a.ID, b.ID), a.Origin.compare(b.Origin))
+	})
+}
+
+func gatewayPeer(p *Peer, endpoints []natengine.Endpoint) *GatewayPeer {
+	return &GatewayPeer{
 		ID:         p.ID,
 		Name:       p.Name,
 		Local:      p.Local,
@@ -184,10 +187,15 @@ type keeper struct {
 	id    string     // our own cluster ID
 	own   [][32]byte // our own public keys
 	first [2]*Peer   // of IPv4 and of IPv6: sets what our own networks of that family are
+	of    [2]int     // peers of that family
 	ids   map[string]*Peer
 	keys  map[[32]byte]*Peer // of all tunnels
-	nets  []occupied         // disjoint, sorted by address
-	gates []gate             // sorted by address; peers behind one NAT share theirs
+	nets  []*occupied        // disjoint, sorted by address
+	gates []*gate            // sorted by address; peers behind one NAT share theirs
+}
+
+func newKeeper(in Intent) keeper {
+	return keeper{id: in.ClusterID, own: append([][32]byte{in.PublicKey}, in.FurtherKeys...), ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
 }
 
 // familyOf is 0 for a peer whose networks are IPv4, 1 for IPv6; check has seen that all four are of
@@ -214,8 +222,10 @@ type occupied struct {
 
 func (k *keeper) keep(p *Peer) {
 	if k.first[familyOf(p)] == nil {
-		k.first[familyOf(p)] = p
+		first := *p
+		k.first[familyOf(p)] = &first
 	}
+	k.of[familyOf(p)]++
 	k.ids[p.ID] = p
 	for _, t := range ends(p.PublicKey, p.Port, p.Tunnels) {
 		k.keys[t.PublicKey] = p
@@ -223,18 +233,48 @@ func (k *keeper) keep(p *Peer) {
 	_, _, pod, external := p.pairs(placesInTunnelEndpoint(p.Origin))
 	for _, n := range []pair{pod, external} {
 		at, _ := k.find(n.seen)
-		k.nets = slices.Insert(k.nets, at, occupied{n.seen, n.at().field, p})
+		k.nets = slices.Insert(k.nets, at, &occupied{n.seen, n.at().field, p})
 	}
 	if addr, err := netip.ParseAddr(p.Endpoint); err == nil {
 		at := k.gateAt(addr)
-		k.gates = slices.Insert(k.gates, at, gate{addr, p})
+		k.gates = slices.Insert(k.gates, at, &gate{addr, p})
+	}
+}
+
+// drop forgets a peer that was kept. Where there are others of its family, their own networks are the
+// same as those of the first.
+func (k *keeper) drop(p *Peer) {
+	family := familyOf(p)
+	if k.of[family]--; k.of[family] == 0 {
+		k.first[family] = nil
+	}
+	delete(k.ids, p.ID)
+	for _, t := range ends(p.PublicKey, p.Port, p.Tunnels) {
+		delete(k.keys, t.PublicKey)
+	}
+	for _, n := range []netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen} {
+		at, _ := k.find(n)
+		k.nets = slices.Delete(k.nets, at, at+1)
+	}
+	if addr, err := netip.ParseAddr(p.Endpoint); err == nil {
+		at := k.gateAt(addr)
+		for k.gates[at].peer != p {
+			at++
+		}
+		k.gates = slices.Delete(k.gates, at, at+1)
 	}
 }
 
 // site adds to a Site what the peers that are kept say: our own networks, and those that the host
 // routes into the tunnel, where the tunnel's own packets would go as well.
 func (k *keeper) site(s Site) Site {
-	s.Networks = slices.Clone(s.Networks)
+	more := len(k.nets)
+	for _, p := range k.first {
+		if p != nil {
+			more += 2
+		}
+	}
+	s.Networks = append(slices.Grow([]SiteNetwork(nil), len(s.Networks)+more), s.Networks...)
 	for _, p := range k.first {
 		if p != nil {
 			s.Networks = append(s.Networks, SiteNetwork{Prefix: p.Local.Pod, What: "our PodCIDR", Relay: true},
@@ -249,20 +289,20 @@ func (k *keeper) site(s Site) Site {
 
 // gateAt returns where in k.gates the first address that is not below addr is, or belongs.
 func (k *keeper) gateAt(addr netip.Addr) int {
-	at, _ := slices.BinarySearchFunc(k.gates, addr, func(g gate, a netip.Addr) int { return g.addr.Compare(a) })
+	at, _ := slices.BinarySearchFunc(k.gates, addr, func(g *gate, a netip.Addr) int { return g.addr.Compare(a) })
 	return at
 }
 
 // find returns where prefix belongs in k.nets, or the first of those it overlaps.
 func (k *keeper) find(prefix netip.Prefix) (at int, overlapped *occupied) {
-	at, _ = slices.BinarySearchFunc(k.nets, prefix, func(o occupied, p netip.Prefix) int {
+	at, _ = slices.BinarySearchFunc(k.nets, prefix, func(o *occupied, p netip.Prefix) int {
 		return o.prefix.Addr().Compare(p.Addr())
 	})
 	// Prefixes overlap only when one contains the other, so among disjoint ones it is enough to
 	// look at both neighbours.
 	for i := max(at-1, 0); i <= at && i < len(k.nets); i++ {
 		if k.nets[i].prefix.Overlaps(prefix) {
-			return at, &k.nets[i]
+			return at, k.nets[i]
 		}
 	}
 	return at, nil

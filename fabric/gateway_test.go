@@ -391,7 +391,7 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 		again := in
 		again.Peers = nil
 		for _, p := range in.Peers {
-			if slices.ContainsFunc(gw.Peers, func(k GatewayPeer) bool { return sameKept(k, p) }) {
+			if slices.ContainsFunc(gw.Peers, func(k *GatewayPeer) bool { return sameKept(k, p) }) {
 				again.Peers = append(again.Peers, p)
 			}
 		}
@@ -402,7 +402,7 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 
 		// Complete: each refused peer is wrong alone, or contradicts what is kept.
 		for _, p := range in.Peers {
-			if slices.ContainsFunc(gw.Peers, func(k GatewayPeer) bool { return sameKept(k, p) }) {
+			if slices.ContainsFunc(gw.Peers, func(k *GatewayPeer) bool { return sameKept(k, p) }) {
 				kept++
 				continue
 			}
@@ -418,7 +418,7 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 	}
 }
 
-func sameKept(k GatewayPeer, p Peer) bool {
+func sameKept(k *GatewayPeer, p Peer) bool {
 	return k.ID == p.ID && k.Origin == p.Origin && k.PublicKey == p.PublicKey && slices.Equal(k.Tunnels, p.Tunnels) && k.Local == p.Local && k.Remote == p.Remote
 }
 

@@ -68,7 +68,7 @@ func (s TunnelSet) devs() string {
 // this MTU, which is the largest of all peers, but not its own peer's, is answered by the engine. A
 // packet from a peer with a larger tunnel is answered by the gateway's namespace like one from a
 // pod, so that the sender learns the smaller of the two.
-func GatewayHostFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels int) kernel.State {
+func GatewayHostFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels int) kernel.State {
 	type remote struct {
 		prefix netip.Prefix
 		devs   string
@@ -135,7 +135,7 @@ func GatewayHostFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunn
 
 // GatewayHostLeft is what a gateway leaves on its host when it ends, as it would when it is killed:
 // what refuses packets for its peers, which have no other way than in the clear.
-func GatewayHostLeft(peers []GatewayPeer) (left kernel.State) {
+func GatewayHostLeft(peers []*GatewayPeer) (left kernel.State) {
 	s := GatewayHostFor(peers, nil, 0, 0)
 	for _, r := range s.Routes {
 		if r.Type == kernel.Unreachable {

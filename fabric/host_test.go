@@ -15,10 +15,10 @@ import (
 // behind is what a gateway wants with that many tunnels and peers of two networks each, which are
 // all behind the tunnels of further beside the first.
 func behind(mtu, tunnels int, further TunnelSet, networks ...string) kernel.State {
-	var peers []GatewayPeer
+	var peers []*GatewayPeer
 	sets := make(map[string]TunnelSet)
 	for pair := range slices.Chunk(networks, 2) {
-		peers = append(peers, GatewayPeer{ID: pair[0], AllowedIPs: [2]netip.Prefix{pfx(pair[0]), pfx(pair[1])}})
+		peers = append(peers, &GatewayPeer{ID: pair[0], AllowedIPs: [2]netip.Prefix{pfx(pair[0]), pfx(pair[1])}})
 		sets[pair[0]] = further
 	}
 	return GatewayHostFor(peers, sets, mtu, tunnels)
@@ -100,7 +100,7 @@ func TestPlanPrintsTheCommandsAnOperatorCouldType(t *testing.T) {
 // A gateway that ends leaves what a killed one leaves, less the routes by its veth, and nothing
 // without peers.
 func TestGatewayHostLeftOnlyRefuses(t *testing.T) {
-	peers := []GatewayPeer{{ID: "b", AllowedIPs: [2]netip.Prefix{pfx("10.246.0.0/16"), pfx("fd00:1::/48")}}}
+	peers := []*GatewayPeer{{ID: "b", AllowedIPs: [2]netip.Prefix{pfx("10.246.0.0/16"), pfx("fd00:1::/48")}}}
 	const want = `ip route replace unreachable 10.246.0.0/16 table 4200 metric 420000 proto 71
 ip -6 route replace unreachable fd00:1::/48 table 4200 metric 420000 proto 71
 ip rule add priority 420 lookup 4200 protocol 71

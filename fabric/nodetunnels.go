@@ -30,8 +30,7 @@ func (d *nodeDecision) addTunnels(tunnels []Tunnel) (own, here []netip.Prefix) {
 	kept, problems := GatewayFor(Intent{Peers: peers})
 	d.problems = append(d.problems, problems...)
 	var strangers []netip.Addr
-	for i := range kept.Peers {
-		p := &kept.Peers[i]
+	for _, p := range kept.Peers {
 		gateway := gateways[p.Origin]
 		if !gateway.IsValid() {
 			continue // nowhere to go yet

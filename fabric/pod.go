@@ -55,12 +55,12 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 // of these, which no pod has.
 //
 // A PodDecider decides the same for one PodNetwork after the other.
-func GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
+func GatewayPodFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	d := decidePod(peers, further, mtu, tunnels, underlayMTU, in)
 	return d.node, SortProblems(d.problems)
 }
 
-func decidePod(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) *nodeDecision {
+func decidePod(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) *nodeDecision {
 	if underlayMTU == 0 {
 		underlayMTU = defaultUnderlay
 	}
@@ -68,8 +68,7 @@ func decidePod(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, 
 	d := &nodeDecision{nodes: slices.Clone(in.Nodes), trusted: in.Trusted, overlay: make(map[string]netip.Addr, len(in.Nodes))}
 	d.node.Routes = make([]kernel.Route, 0, 6*len(peers)+3*len(in.Nodes)+len(in.Pods)+3)
 	remotes, own := make([]netip.Prefix, 0, 2*len(peers)), make([]netip.Prefix, 0, len(peers)+len(in.Nodes))
-	for i := range peers {
-		p := &peers[i]
+	for _, p := range peers {
 		own = append(own, p.Local.Pod)
 		for i, prefix := range p.AllowedIPs {
 			if prefix.Addr().Is6() {
@@ -261,7 +260,7 @@ func (d *nodeDecision) outerSources(in PodNetwork) (all []netip.Addr) {
 
 // GatewayPodLeft is what a gateway leaves in its Pod when it ends, or another one is active: what
 // refuses packets for its peers.
-func GatewayPodLeft(peers []GatewayPeer) (left kernel.State) {
+func GatewayPodLeft(peers []*GatewayPeer) (left kernel.State) {
 	s, _ := GatewayPodFor(peers, nil, 0, 0, 0, PodNetwork{})
 	for _, r := range s.Routes {
 		if r.Table == kernel.RefuseTable {

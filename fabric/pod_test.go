@@ -26,7 +26,7 @@ func podNetwork(t testing.TB) PodNetwork {
 	return n
 }
 
-func gatewayPeers(t *testing.T) []GatewayPeer {
+func gatewayPeers(t *testing.T) []*GatewayPeer {
 	gw, problems := GatewayFor(Intent{Peers: []Peer{peer(t, idB, nil)}})
 	wantTexts(t, problems)
 	return gw.Peers

@@ -16,7 +16,7 @@ import (
 // returns is not to be changed.
 type PodDecider struct {
 	made     bool
-	peers    []GatewayPeer
+	peers    []*GatewayPeer
 	further  map[string]TunnelSet
 	mtus     [3]int // of TUNs, their number, that of the underlay
 	in       PodNetwork
@@ -29,7 +29,7 @@ type PodDecider struct {
 }
 
 // GatewayPodFor is the function of that name.
-func (m *PodDecider) GatewayPodFor(peers []GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
+func (m *PodDecider) GatewayPodFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
 	mtus := [3]int{mtu, tunnels, underlayMTU}
 	if m.made && mtus == m.mtus && m.samePeers(peers, further) &&
 		in.Pod == m.in.Pod && in.Node == m.in.Node && in.Trusted == m.in.Trusted && slices.Equal(in.Pods, m.in.Pods) && m.follow(in) {
@@ -55,9 +55,9 @@ func (m *PodDecider) GatewayPodFor(peers []GatewayPeer, further map[string]Tunne
 
 // samePeers reports whether nothing is another of what is decided by of peers. Where they are, and by
 // which keys, is not.
-func (m *PodDecider) samePeers(peers []GatewayPeer, further map[string]TunnelSet) bool {
-	return len(peers) == len(m.peers) && (sameList(peers, m.peers) || slices.EqualFunc(peers, m.peers, func(a, b GatewayPeer) bool {
-		return a.ID == b.ID && a.AllowedIPs == b.AllowedIPs && a.Local.Pod == b.Local.Pod && a.Origin == b.Origin
+func (m *PodDecider) samePeers(peers []*GatewayPeer, further map[string]TunnelSet) bool {
+	return len(peers) == len(m.peers) && (sameList(peers, m.peers) || slices.EqualFunc(peers, m.peers, func(a, b *GatewayPeer) bool {
+		return a == b || a.ID == b.ID && a.AllowedIPs == b.AllowedIPs && a.Local.Pod == b.Local.Pod && a.Origin == b.Origin
 	})) && maps.Equal(further, m.further)
 }
 

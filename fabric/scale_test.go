@@ -48,9 +48,9 @@ func BenchmarkNodeAdded(b *testing.B) {
 				in.Nodes = append(in.Nodes, ClusterNode{Name: fmt.Sprintf("n%d", i), Addrs: []netip.Addr{netip.AddrFrom4([4]byte{172, 30, byte(i >> 8), byte(i)})},
 					PodCIDRs: []netip.Prefix{netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(128 + i>>8), byte(i), 0}), 24)}})
 			}
-			var peers []GatewayPeer
+			var peers []*GatewayPeer
 			for _, p := range manyPeers(1000).Granted {
-				peers = append(peers, GatewayPeer{AllowedIPs: [2]netip.Prefix{p, {}}})
+				peers = append(peers, &GatewayPeer{AllowedIPs: [2]netip.Prefix{p, {}}})
 			}
 			more := in
 			more.Nodes = append(slices.Clone(in.Nodes), ClusterNode{Name: "new", Addrs: []netip.Addr{ip("172.31.0.1")}, PodCIDRs: []netip.Prefix{pfx("10.200.0.0/24")}})

@@ -176,7 +176,7 @@ type pathProber struct {
 // newChecker starts both roles on conn, which it owns.
 func newChecker(conn net.PacketConn, log *slog.Logger, rtt func(string, time.Duration), path pathProber) *checker {
 	c := &checker{conn: conn, log: log, rtt: rtt, path: path,
-		fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked)}
+		fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
 	c.wg.Go(c.receive)
 	c.wg.Go(c.send)
 	return c
@@ -191,22 +191,37 @@ func (c *checker) close() {
 
 // set replaces the peers. One that did not change keeps its state.
 func (c *checker) set(peers []checkPeer) {
+	stay := make(map[string]bool, len(peers))
+	for i := range peers {
+		stay[peers[i].id] = true
+	}
+	var gone []string
+	c.mu.Lock()
+	for id := range c.peers {
+		if !stay[id] {
+			gone = append(gone, id)
+		}
+	}
+	c.mu.Unlock()
+	c.change(peers, gone)
+}
+
+// change is set with all others as they are.
+func (c *checker) change(peers []checkPeer, gone []string) {
 	now := time.Now()
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	old := c.peers
-	c.peers, c.slots = make(map[string]*checked, len(peers)), [checkSlots][]*checked{}
-	defer c.index()
+	for _, id := range gone {
+		c.forget(c.peers[id])
+	}
 	var anew []*checked
-	for _, p := range peers {
-		if was := old[p.id]; was != nil && was.checkPeer == p {
-			c.peers[p.id] = was
-			c.slots[was.slot] = append(c.slots[was.slot], was)
+	for i := range peers {
+		was := c.peers[peers[i].id]
+		if was != nil && was.checkPeer == peers[i] {
 			continue
 		}
-		c.peers[p.id] = &checked{checkPeer: p, begun: now, tokens: checkBurst, filled: now,
-			result: CheckResult{State: Connecting, Since: now}}
-		anew = append(anew, c.peers[p.id])
+		c.forget(was)
+		anew = append(anew, &checked{checkPeer: peers[i], begun: now, tokens: checkBurst, filled: now, result: CheckResult{State: Connecting, Since: now}})
 	}
 	for i, p := range anew {
 		for slot := range c.slots {
@@ -214,19 +229,25 @@ func (c *checker) set(peers []checkPeer) {
 				p.slot = slot
 			}
 		}
+		c.peers[p.id] = p
+		// What is no pod leaves from the network address of the PodCIDR (docs/liqo-v0.md, section 7.2).
+		c.at[p.allowed[0].Addr()] = p
 		c.slots[p.slot] = append(c.slots[p.slot], p)
 		p.away = i >= checkFirst
 		c.look()
 	}
 }
 
-// index finds the peers by where they ask from: what is no pod leaves from the network address of the
-// PodCIDR (docs/liqo-v0.md, section 7.2). The caller holds c.mu.
-func (c *checker) index() {
-	c.at = make(map[netip.Addr]*checked, len(c.peers))
-	for _, p := range c.peers {
-		c.at[p.allowed[0].Addr()] = p
+// forget makes no more of a peer, if it is one. The caller holds c.mu.
+func (c *checker) forget(p *checked) {
+	if p == nil {
+		return
 	}
+	delete(c.peers, p.id)
+	if c.at[p.allowed[0].Addr()] == p {
+		delete(c.at, p.allowed[0].Addr())
+	}
+	c.slots[p.slot] = slices.DeleteFunc(c.slots[p.slot], func(other *checked) bool { return other == p })
 }
 
 // look wakes send for a peer that was never pinged.

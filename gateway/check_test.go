@@ -3,8 +3,11 @@ package gateway
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
+	"math/rand/v2"
 	"net"
 	"net/netip"
+	"slices"
 	"strings"
 	"sync"
 	"sync/atomic"
@@ -340,7 +343,7 @@ func FuzzCheckMessage(f *testing.F) {
 				t.Errorf("sent %q, %v", out, err)
 			}
 		})
-		c := &checker{conn: s, log: quiet, rtt: func(string, time.Duration) {}, peers: map[string]*checked{}}
+		c := &checker{conn: s, log: quiet, rtt: func(string, time.Duration) {}, peers: map[string]*checked{}, at: map[netip.Addr]*checked{}}
 		c.set([]checkPeer{bravoPeer})
 		from := netip.MustParseAddrPort("10.246.0.0:9")
 		if probe {
@@ -413,6 +416,67 @@ func TestCheckSharesOutItsPingsOverTheInterval(t *testing.T) {
 			t.Errorf("%d PINGs at one moment", most)
 		}
 	})
+}
+
+// However peers change, come and go, a check that was told of each change has the peers of one that was told of
+// all of them, and shares them out among its turns.
+func TestChangesOfPeersOfTheCheckAreWhatAllOfThemMake(t *testing.T) {
+	rng := rand.New(rand.NewPCG(14, 3))
+	fresh := func() *checker {
+		return &checker{log: quiet, peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
+	}
+	peerOf := func(i int) checkPeer {
+		p := manyPeers(i + 1)[i]
+		p.port = uint16(rng.IntN(2))
+		p.allowed[0] = netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(rng.IntN(3)*100 + i), 0, 0}), 16)
+		return p
+	}
+	c, now := fresh(), make(map[string]checkPeer)
+	for step := range 2000 {
+		var changed []checkPeer
+		var gone []string
+		for i := range 20 {
+			switch rng.IntN(10) {
+			case 0:
+				gone = append(gone, fmt.Sprint(i)) // perhaps it is none
+				delete(now, fmt.Sprint(i))
+			case 1:
+				p := peerOf(i)
+				changed, now[p.id] = append(changed, p), p
+			case 2:
+				if p, is := now[fmt.Sprint(i)]; is {
+					changed = append(changed, p)
+				}
+			}
+		}
+		before := maps.Clone(c.peers)
+		c.change(changed, gone)
+		reference := fresh()
+		reference.set(slices.Collect(maps.Values(now)))
+		if len(c.peers) != len(reference.peers) || len(c.at) != len(reference.at) {
+			t.Fatalf("step %d: %d peers at %d addresses, want %d at %d", step, len(c.peers), len(c.at), len(reference.peers), len(reference.at))
+		}
+		inSlots := 0
+		for slot, all := range c.slots {
+			inSlots += len(all)
+			for _, p := range all {
+				if p.slot != slot || c.peers[p.id] != p {
+					t.Fatalf("step %d: peer %s is in turn %d, and nobody knows it", step, p.id, slot)
+				}
+			}
+		}
+		for id, p := range c.peers {
+			if p.checkPeer != reference.peers[id].checkPeer || c.at[p.allowed[0].Addr()] != p {
+				t.Fatalf("step %d: %+v, want %+v", step, p.checkPeer, reference.peers[id].checkPeer)
+			}
+			if was := before[id]; was != nil && was != p && was.checkPeer == p.checkPeer {
+				t.Fatalf("step %d: peer %s has begun anew", step, id)
+			}
+		}
+		if inSlots != len(c.peers) {
+			t.Fatalf("step %d: %d peers in turns of %d", step, inSlots, len(c.peers))
+		}
+	}
 }
 
 // A gateway that takes over calls nobody before the nodes have followed it.

@@ -78,7 +78,7 @@ func openFlowLog(c FlowLog, owner func(netip.Addr) fabric.Owner, log *slog.Logge
 }
 
 // name says what peers are called from now on. It may be called while run does its work.
-func (l *flowLog) name(peers []fabric.GatewayPeer) {
+func (l *flowLog) name(peers []*fabric.GatewayPeer) {
 	names := make(map[string]string, len(peers))
 	for _, p := range peers {
 		names[p.ID] = p.Name

@@ -237,8 +237,12 @@ type gateway struct {
 	flows      *flowLog                        // nil: none
 
 	wake chan struct{} // something may differ now: compare
+	ways atomic.Bool   // and ask the kernel for the way to every peer
 	done chan struct{} // ends sweep
 	wg   sync.WaitGroup
+
+	located located      // run's goroutine's, as the next
+	objects kernel.State // on the gateway's host, as they were last wanted
 
 	mu  sync.RWMutex // guards what follows; written by run's goroutine alone
 	now current
@@ -382,7 +386,8 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside 
 	}
 	events, stop := context.WithCancel(ctx)
 	defer stop()
-	if err := g.host.Events(events, g.compareSoon); err != nil {
+	err := g.host.Events(events, func() { g.ways.Store(true); g.compareSoon() })
+	if err != nil {
 		return err
 	}
 	g.mu.Lock()
@@ -416,19 +421,18 @@ func (g *gateway) run(ctx context.Context, c Config, wishes <-chan wish, beside 
 			return fmt.Errorf("the TUN %s is gone", name)
 		case w := <-wishes:
 			g.wish(w)
-			compared = time.Now()
 		case <-g.wake:
 			if compare == nil {
 				compare = time.After(compareDelay)
 			}
 		case <-compare:
-			compare, compared = nil, time.Now()
-			g.reapply()
+			compare = nil
+			g.reapply(g.ways.Swap(false))
 		case now := <-second.C:
 			g.tick(now)
 			if now.Sub(compared) > compareInterval || g.now.applyErr != nil {
 				compared = now
-				g.reapply()
+				g.reapply(true)
 			}
 		}
 	}
@@ -462,11 +466,14 @@ func (g *gateway) drain() {
 func (g *gateway) wish(w wish) {
 	err := w.err
 	if err == nil {
-		if reflect.DeepEqual(w.config, g.now.config) && g.now.configErr == nil {
-			return
-		}
-		if g.deliversElsewhere(w.config) {
-			g.reapply()
+		if g.now.configErr == nil && w.config.samePeers(g.now.config) {
+			if reflect.DeepEqual(w.config.PodNetwork, g.now.config.PodNetwork) && w.config.Gateway.Site.Equal(g.now.config.Gateway.Site) {
+				return
+			}
+			g.mu.Lock() // only nodes and pods are others, and where no peer's gateway can be: rules and peers stay as they are
+			g.now.config = w.config
+			g.mu.Unlock()
+			g.reapply(false)
 			return
 		}
 		err = g.accept(w.config)
@@ -486,18 +493,15 @@ func (g *gateway) wish(w wish) {
 	}
 }
 
-// deliversElsewhere takes a configuration in which only nodes and pods are others, and where no peer's
-// gateway can be, which is at no node: rules and peers stay as they are.
-func (g *gateway) deliversElsewhere(c Config) bool {
-	same := c
-	same.PodNetwork, same.Gateway.Site = g.now.config.PodNetwork, g.now.config.Gateway.Site
-	if g.now.configErr != nil || !reflect.DeepEqual(same, g.now.config) {
+// samePeers reports whether both say the same but for where a gateway in a Pod delivers, and where no
+// peer's gateway can be.
+func (c Config) samePeers(other Config) bool {
+	if !slices.EqualFunc(c.Gateway.Peers, other.Gateway.Peers, samePeer) {
 		return false
 	}
-	g.mu.Lock()
-	g.now.config = c
-	g.mu.Unlock()
-	return true
+	c.Gateway.Peers, c.Gateway.Site, c.PodNetwork = nil, fabric.Site{}, fabric.PodNetwork{}
+	other.Gateway.Peers, other.Gateway.Site, other.PodNetwork = nil, fabric.Site{}, fabric.PodNetwork{}
+	return reflect.DeepEqual(c, other)
 }
 
 // unjoin takes errors.Join apart.
@@ -528,10 +532,10 @@ func (g *gateway) accept(c Config) error {
 	if err := checkMTU(c.MTU, gw.Peers); err != nil {
 		return err
 	}
-	gw.Peers = g.cutTunnels(gw.Peers)
-	g.locate(gw.Peers, gw.Site)
-	mtu := g.mtusFor(c, gw.Peers)
-	if err := g.engine.SetPeers(rulesFor(gw.Peers, mtu)); err != nil {
+	want := g.cutTunnels(gw.Peers, g.now.peers)
+	g.locate(want, gw.Site)
+	survey := g.survey(c, want, false, g.now.generation == 0 || c.PrivateKey != g.now.config.PrivateKey)
+	if err := g.setRules(&survey); err != nil {
 		g.locate(g.now.wanted(), g.now.config.Gateway.Site)
 		return err
 	}
@@ -558,7 +562,7 @@ func (g *gateway) accept(c Config) error {
 	if g.flows != nil {
 		g.flows.name(gw.Peers)
 	}
-	g.put(gw.Peers, mtu)
+	g.put(&survey)
 	g.mu.Lock()
 	g.now.generation++ // only now: who waits for it finds what it says
 	g.now.reloaded = time.Now()
@@ -567,23 +571,28 @@ func (g *gateway) accept(c Config) error {
 	return nil
 }
 
-// reapply makes the configuration in force true again, whatever changed around it.
-func (g *gateway) reapply() {
+// reapply makes the configuration in force true again, whatever changed around it; ways says that ways to
+// peers may be others. After a failure it is all of it.
+func (g *gateway) reapply(ways bool) {
 	peers := g.now.wanted()
 	g.locate(peers, g.now.config.Gateway.Site)
-	mtu := g.mtusFor(g.now.config, peers)
-	if mtu.tunnel != g.now.mtu || slices.ContainsFunc(g.now.peers, func(p peer) bool { return mtu.of(p.ID) != p.mtu }) {
-		if err := g.engine.SetPeers(rulesFor(peers, mtu)); err != nil {
-			g.log.Error("rules for another MTU", "mtu", mtu.tunnel, "error", err) // they differ in MTU and MSS alone
-			return
-		}
+	survey := g.survey(g.now.config, peers, ways, g.now.applyErr != nil)
+	if err := g.setRules(&survey); err != nil {
+		g.log.Error("rules for another MTU", "mtu", survey.tunnel, "error", err) // they differ in MTU and MSS alone
+		return
 	}
-	g.put(peers, mtu)
+	g.put(&survey)
+}
+
+// located is what locate was told last, and made of it.
+type located struct {
+	site, all fabric.Site
+	own       []netip.Addr
 }
 
 // locate tells the resolver where peers may be. No peer is at an address of the host, which changes
 // without a new configuration.
-func (g *gateway) locate(peers []fabric.GatewayPeer, site fabric.Site) {
+func (g *gateway) locate(peers []*fabric.GatewayPeer, site fabric.Site) {
 	own, err := net.InterfaceAddrs()
 	if err != nil {
 		g.log.Warn("addresses of this host", "error", err)
@@ -594,8 +603,10 @@ func (g *gateway) locate(peers []fabric.GatewayPeer, site fabric.Site) {
 			addrs = append(addrs, p.Addr())
 		}
 	}
-	site = site.WithRelays(addrs, "an address of the gateway's own host")
-	if !g.resolver.set(peers, site) {
+	if l := &g.located; l.own == nil || !slices.Equal(addrs, l.own) || !site.Equal(l.site) {
+		g.located = located{site, site.WithRelays(addrs, "an address of the gateway's own host"), addrs}
+	}
+	if !g.resolver.set(peers, g.located.all) {
 		return
 	}
 	for _, e := range g.ends {
@@ -606,18 +617,17 @@ func (g *gateway) locate(peers []fabric.GatewayPeer, site fabric.Site) {
 
 // put makes everything but the engine's rules true, which are swapped already. It goes on after a
 // failure; what failed is tried again every second.
-func (g *gateway) put(want []fabric.GatewayPeer, mtu mtus) {
-	if was := g.now.mtu; mtu.tunnel != was {
+func (g *gateway) put(s *survey) {
+	if was := g.now.mtu; s.tunnel != was {
 		if was != 0 {
-			g.log.Info("tunnel MTU changed", "from", was, "to", mtu.tunnel)
+			g.log.Info("tunnel MTU changed", "from", was, "to", s.tunnel)
 		}
 		for _, e := range g.ends {
-			e.SetMTU(mtu.tunnel)
+			e.SetMTU(s.tunnel)
 		}
 	}
-	errs := g.applyEnds(g.now.config, want, mtu)
-	inUse := g.working()
-	objects, undelivered, err := g.objectsFor(want, inUse, mtu.tunnel)
+	errs := g.applyEnds(g.now.config, s)
+	objects, undelivered, err := g.objectsFor(s)
 	if err != nil {
 		errs = append(errs, err)
 	}
@@ -647,9 +657,8 @@ func (g *gateway) put(want []fabric.GatewayPeer, mtu mtus) {
 			g.log.Error("not applied, trying again", "error", e)
 		}
 	}
-	peers := g.peersFor(want, mtu, inUse)
 	g.mu.Lock()
-	g.now.peers, g.now.mtu, g.now.applyErr, g.now.undelivered = peers, mtu.tunnel, failed, undelivered
+	g.now.peers, g.now.mtu, g.now.applyErr, g.now.undelivered = s.peers, s.tunnel, failed, undelivered
 	g.mu.Unlock()
 }
 
@@ -658,9 +667,20 @@ func (g *gateway) put(want []fabric.GatewayPeer, mtu mtus) {
 const fewNodes = 16
 
 // objectsFor are the kernel's objects for the peers.
-func (g *gateway) objectsFor(want []fabric.GatewayPeer, inUse map[string]fabric.TunnelSet, mtu int) (kernel.State, []fabric.Problem, error) {
+func (g *gateway) objectsFor(s *survey) (kernel.State, []fabric.Problem, error) {
+	if !g.podNetwork && !s.routed {
+		return g.objects, nil, nil
+	}
+	want, inUse := make([]*fabric.GatewayPeer, len(s.peers)), make(map[string]fabric.TunnelSet)
+	for i := range s.peers {
+		p := &s.peers[i]
+		if want[i] = p.GatewayPeer; p.inUse != 0 {
+			inUse[p.ID] = p.inUse
+		}
+	}
 	if !g.podNetwork {
-		return fabric.GatewayHostFor(want, inUse, mtu, len(g.ends)), nil, nil
+		g.objects = fabric.GatewayHostFor(want, inUse, s.tunnel, len(g.ends))
+		return g.objects, nil, nil
 	}
 	in := g.now.config.PodNetwork
 	_, underlay, err := g.host.DeviceOf(in.Pod)
@@ -670,27 +690,8 @@ func (g *gateway) objectsFor(want []fabric.GatewayPeer, inUse map[string]fabric.
 			underlay = min(underlay, least)
 		}
 	}
-	s, undelivered := g.delivery.GatewayPodFor(want, inUse, mtu, len(g.ends), underlay, in)
-	return s, undelivered, err
-}
-
-// peersFor are the peers as they should be now, with what is known of those that stay. They keep want.
-func (g *gateway) peersFor(want []fabric.GatewayPeer, mtu mtus, inUse map[string]fabric.TunnelSet) []peer {
-	old, states, peers := byID(g.now.peers), g.peerStates(), make([]peer, len(want))
-	for i := range want {
-		w := &want[i]
-		p := peer{GatewayPeer: w, state: states[w.ID], way: mtu.way(w.ID), mtu: mtu.of(w.ID), inUse: inUse[w.ID], session: session{since: time.Now()}}
-		if was := old[w.ID]; was != nil {
-			if was.PublicKey == w.PublicKey {
-				p.session = was.session
-			}
-			if p.mtu != was.mtu {
-				g.log.Info("MTU towards a peer changed", "peer", p.ID, "from", was.mtu, "to", p.mtu)
-			}
-		}
-		peers[i] = p
-	}
-	return peers
+	state, undelivered := g.delivery.GatewayPodFor(want, inUse, s.tunnel, len(g.ends), underlay, in)
+	return state, undelivered, err
 }
 
 // tick looks after the sessions, once a second.
@@ -721,7 +722,7 @@ func (g *gateway) tick(now time.Time) {
 					e.Forget(theirs.PublicKey)
 				}
 			}
-			p.session.asserted, changed = now, true
+			p.session.asserted, p.forgotten, changed = now, true, true
 		}
 		if p.session.stats.Endpoint.Addr() != was.stats.Endpoint.Addr() {
 			changed = true // the way to it may have another MTU

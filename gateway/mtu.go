@@ -36,41 +36,14 @@ const (
 
 // underlay is the way to one peer.
 type underlay struct {
-	id   string
 	addr netip.Addr
 	mtu  int  // of the way; 0: not known
 	last int  // what it gave the peer for an MTU in the tunnel, 0: nothing yet
 	six  bool // IPv6 goes through the tunnel
 }
 
-// mtus are the largest packets in octets: of the device, and towards each peer.
-type mtus struct {
-	tunnel int
-	peers  map[string]int // by ID, by what the kernel knows
-	narrow map[string]int // and of those whose path takes less, see pathSearch
-}
-
-// sameMTU is one MTU for all.
-func sameMTU(mtu int) mtus { return mtus{tunnel: mtu} }
-
-// way is the MTU towards a peer by what the kernel knows.
-func (m mtus) way(id string) int {
-	if mtu, ok := m.peers[id]; ok {
-		return mtu
-	}
-	return m.tunnel
-}
-
-// of is the MTU towards a peer.
-func (m mtus) of(id string) int {
-	if mtu, ok := m.narrow[id]; ok {
-		return min(mtu, m.way(id))
-	}
-	return m.way(id)
-}
-
 // leastMTU is what every path to a peer should take.
-func leastMTU(p fabric.GatewayPeer) int {
+func leastMTU(p *fabric.GatewayPeer) int {
 	if inner6(p) {
 		return minAutoMTU6
 	}
@@ -78,31 +51,31 @@ func leastMTU(p fabric.GatewayPeer) int {
 }
 
 // inner6 says whether IPv6 goes through the tunnel to a peer.
-func inner6(p fabric.GatewayPeer) bool {
-	return slices.ContainsFunc(p.AllowedIPs[:], func(n netip.Prefix) bool { return n.Addr().Is6() })
+func inner6(p *fabric.GatewayPeer) bool {
+	return p.AllowedIPs[0].Addr().Is6() || p.AllowedIPs[1].Addr().Is6()
 }
 
 // autoMTUs gives each peer the largest packet that fits into one outer packet on the way to it, and
 // the device the largest of these, or last when no way is known. A way that is not known any more
 // is taken for what it was, and one that never was for Ethernet.
-func autoMTUs(ways []underlay, last int) mtus {
-	m := mtus{peers: make(map[string]int, len(ways))}
-	for _, w := range ways {
-		m.tunnel = max(m.tunnel, w.inner())
+func autoMTUs(ways []underlay, last int) (tunnel int, each []int) {
+	each = make([]int, len(ways))
+	for i := range ways {
+		tunnel = max(tunnel, ways[i].inner())
 	}
-	m.tunnel = cmp.Or(m.tunnel, last, defaultMTU)
-	for _, w := range ways {
-		mtu := min(cmp.Or(w.inner(), defaultMTU), m.tunnel)
-		if mtu < m.tunnel {
+	tunnel = cmp.Or(tunnel, last, defaultMTU)
+	for i := range ways {
+		mtu := min(cmp.Or(ways[i].inner(), defaultMTU), tunnel)
+		if mtu < tunnel {
 			mtu -= mtu % padding
 		}
-		m.peers[w.id] = mtu
+		each[i] = mtu
 	}
-	return m
+	return tunnel, each
 }
 
 // inner is what fits into one outer packet, 0 when the way never was known.
-func (w underlay) inner() int {
+func (w *underlay) inner() int {
 	if w.mtu == 0 {
 		return w.last
 	}
@@ -124,20 +97,16 @@ func overheadTo(outer netip.Addr) int {
 // header. The engine takes 20 more off for IPv6.
 func mssFor(mtu int) uint16 { return uint16(mtu - 40) }
 
-// rulesFor sets MTU and MSS in peers, which the caller owns, and returns their rules.
-func rulesFor(peers []fabric.GatewayPeer, m mtus) []natengine.Peer {
-	rules := make([]natengine.Peer, len(peers))
-	for i := range peers {
-		mtu := m.of(peers[i].ID)
-		peers[i].Rules.MTU, peers[i].Rules.MSS = uint16(mtu), mssFor(mtu)
-		rules[i] = peers[i].Rules
-	}
-	return rules
+// rulesFor are the rules for a peer to which packets of an MTU may go.
+func rulesFor(p *fabric.GatewayPeer, mtu int) natengine.Peer {
+	r := p.Rules
+	r.MTU, r.MSS = uint16(mtu), mssFor(mtu)
+	return r
 }
 
 // checkMTU says what is wrong with an MTU that is asked for, 0 for none: IPv6 has no link below
 // 1280 octets, and Linux takes it away from a device that has less.
-func checkMTU(mtu int, peers []fabric.GatewayPeer) error {
+func checkMTU(mtu int, peers []*fabric.GatewayPeer) error {
 	if mtu == 0 || mtu >= minAutoMTU6 {
 		return nil
 	}
@@ -150,42 +119,52 @@ func checkMTU(mtu int, peers []fabric.GatewayPeer) error {
 	return nil
 }
 
-// mtusFor is what c says or, when it leaves it to us, what the kernel says about the way to every
-// peer whose address is known: where it is, else where it is configured to be. That includes what
-// routers on the way have said; the kernel remembers it for ten minutes. Either is lowered to what
-// the path takes.
-func (g *gateway) mtusFor(c Config, peers []fabric.GatewayPeer) mtus {
-	m := sameMTU(c.MTU)
-	if c.MTU == 0 {
-		m = g.mtusOfWays(peers)
-	}
-	m.narrow = g.ends[0].checker.narrowPaths()
-	return m
-}
-
-func (g *gateway) mtusOfWays(peers []fabric.GatewayPeer) mtus {
-	ways, links, known := make([]underlay, len(peers)), make(map[int]int), byID(g.now.peers)
-	for i, p := range peers {
-		if i%32 == 31 { // a millisecond or so, which packets wait for where there is one processor
-			time.Sleep(time.Millisecond)
+// measure finds the MTU of the tunnel and towards each of peers. Where c leaves it to us, that is what
+// the kernel says about the way to every peer whose address is known: where it is, else where it is
+// configured to be. That includes what routers on the way have said; the kernel remembers it for ten
+// minutes, and tells nobody of it. It is asked about peers that are somewhere else now, and with all
+// about each. Either is lowered to what the path takes.
+func (g *gateway) measure(c Config, peers []peer, all bool) (tunnel int) {
+	if tunnel = c.MTU; tunnel != 0 {
+		for i := range peers {
+			peers[i].way, peers[i].asked = tunnel, netip.Addr{}
 		}
-		ways[i] = underlay{id: p.ID, six: inner6(p)}
-		at, _ := g.resolver.endpoint(p.ID)
-		if was := known[p.ID]; was != nil {
-			ways[i].last = was.way
-			if e := was.session.stats.Endpoint; e.IsValid() {
-				at = e // it may have roamed, or never have had a name
+	} else {
+		tunnel = g.measureWays(peers, all)
+	}
+	narrow := g.ends[0].checker.narrowPaths()
+	for i := range peers {
+		p := &peers[i]
+		if p.mtu = p.way; len(narrow) > 0 {
+			if mtu, is := narrow[p.ID]; is {
+				p.mtu = min(mtu, p.way)
 			}
 		}
-		if !at.IsValid() {
-			continue
+	}
+	return tunnel
+}
+
+func (g *gateway) measureWays(peers []peer, all bool) (tunnel int) {
+	ways, links, asked := make([]underlay, len(peers)), make(map[int]int), 0
+	for i := range peers {
+		p := &peers[i]
+		at := p.at
+		if e := p.session.stats.Endpoint; e.IsValid() {
+			at = e // it may have roamed, or never have had a name
 		}
-		mtu, err := g.host.MTUTo(at.Addr(), links)
-		if err != nil {
-			g.log.Debug("no way to the peer", "peer", p.ID, "error", err)
-			continue // no way to it: nothing to be too large for
+		if addr := at.Addr(); addr.IsValid() && (all || addr != p.asked) {
+			if asked++; asked%32 == 0 { // a millisecond or so, which packets wait for where there is one processor
+				time.Sleep(time.Millisecond)
+			}
+			mtu, err := g.host.MTUTo(addr, links)
+			if err != nil {
+				g.log.Debug("no way to the peer", "peer", p.ID, "error", err) // nothing to be too large for
+			}
+			p.asked, p.kernel = addr, mtu
+		} else if !addr.IsValid() {
+			p.asked, p.kernel = netip.Addr{}, 0
 		}
-		ways[i].addr, ways[i].mtu = at.Addr(), mtu
+		ways[i] = underlay{addr: p.asked, mtu: p.kernel, last: p.way, six: inner6(p.GatewayPeer)}
 	}
 	ignore := slices.ContainsFunc(ways, func(w underlay) bool { return w.addr.Is4() && w.mtu != 0 && w.mtu < w.inner()+overhead4 })
 	for _, e := range g.ends {
@@ -193,5 +172,9 @@ func (g *gateway) mtusOfWays(peers []fabric.GatewayPeer) mtus {
 			g.log.Warn("path MTU", "ignored", ignore, "error", err)
 		}
 	}
-	return autoMTUs(ways, g.now.mtu)
+	tunnel, each := autoMTUs(ways, g.now.mtu)
+	for i := range peers {
+		peers[i].way = each[i]
+	}
+	return tunnel
 }

@@ -2,6 +2,7 @@ package gateway
 
 import (
 	"net/netip"
+	"reflect"
 	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
@@ -14,11 +15,16 @@ import (
 // account of a peer and is asked for it by view: the engine, the ends of the tunnels, the
 // connection checks, the resolver.
 type peer struct {
-	*fabric.GatewayPeer                  // as it should be, with MTU and MSS in its rules; never modified
+	*fabric.GatewayPeer                  // as it should be; never modified, and another one when something of it changes
 	session             session          // in the first tunnel, as seen from outside
+	at                  netip.AddrPort   // where it is configured to be; zero: not known
+	refused             bool             // it must not be sent to where it was before
+	asked               netip.Addr       // of which the kernel was asked how large packets may be; zero: of none
+	kernel              int              // what it said: MTU of the way, octets; 0: there is none
 	way                 int              // largest packet that fits the way to it, by what the kernel knows, octets
 	mtu                 int              // largest packet towards it: less where the path drops such packets
 	inUse               fabric.TunnelSet // further tunnels that carry flows
+	forgotten           bool             // the tunnels have to be told where it is again
 	state               *natengine.PeerState
 }
 
@@ -46,22 +52,100 @@ func (s session) after(stats datapath.Stats, now time.Time) session {
 	return s
 }
 
-// byID are the peers by their cluster ID.
-func byID(peers []peer) map[string]*peer {
-	all := make(map[string]*peer, len(peers))
-	for i := range peers {
-		all[peers[i].ID] = &peers[i]
+// wanted are the peers as they should be. The slice is the caller's.
+func (c current) wanted() []*fabric.GatewayPeer {
+	all := make([]*fabric.GatewayPeer, len(c.peers))
+	for i, p := range c.peers {
+		all[i] = p.GatewayPeer
 	}
 	return all
 }
 
-// wanted are the peers as they should be. The slice is the caller's.
-func (c current) wanted() []fabric.GatewayPeer {
-	all := make([]fabric.GatewayPeer, len(c.peers))
-	for i, p := range c.peers {
-		all[i] = *p.GatewayPeer
+// A survey is what there should be, beside what is in force, and what of it is different. What nobody
+// changed costs a comparison.
+type survey struct {
+	peers  []peer // sorted by ID
+	tunnel int    // MTU of the tunnel, octets
+	all    bool   // whatever is the same is to be made true again, too
+	ruled  []int  // peers with other rules for the engine
+	other  []int  // peers of which tunnels and connection checks have to know something else
+	gone   []peer // as they were
+	routed bool   // other networks lead to other tunnels
+}
+
+// survey looks where peers are and how large packets to them may be, see measure, and compares.
+func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways, all bool) survey {
+	s := survey{peers: make([]peer, len(want)), all: all}
+	inUse, now, old := g.working(), time.Now(), g.now.peers
+	before := make([]int, len(want)) // where they are in old, -1: nowhere
+	j := 0
+	for i, w := range want {
+		for ; j < len(old) && old[j].ID < w.ID; j++ {
+			s.gone = append(s.gone, old[j])
+		}
+		p := &s.peers[i]
+		if before[i] = -1; j < len(old) && old[j].ID == w.ID {
+			*p, before[i] = old[j], j
+			j++
+		}
+		if p.GatewayPeer == nil || p.PublicKey != w.PublicKey {
+			p.session = session{since: now}
+		}
+		p.GatewayPeer, p.inUse, p.forgotten = w, inUse[w.ID], false
 	}
-	return all
+	s.gone = append(s.gone, old[j:]...)
+	g.resolver.locate(s.peers)
+	s.tunnel = g.measure(c, s.peers, ways || all)
+	s.routed = all || len(s.gone) > 0 || s.tunnel != g.now.mtu
+	for i := range s.peers {
+		p, was := &s.peers[i], peer{}
+		if before[i] >= 0 {
+			was = old[before[i]]
+		}
+		is := was.GatewayPeer == p.GatewayPeer
+		if p.mtu != was.mtu || !is && (was.GatewayPeer == nil || !reflect.DeepEqual(p.Rules, was.Rules)) {
+			s.ruled = append(s.ruled, i)
+		}
+		if all || !is || p.at != was.at || p.refused != was.refused || p.way != was.way || was.forgotten {
+			s.other = append(s.other, i)
+		}
+		s.routed = s.routed || p.inUse != was.inUse || !is && (was.GatewayPeer == nil || p.AllowedIPs != was.AllowedIPs || p.Local != was.Local || p.Origin != was.Origin)
+		if was.mtu != 0 && p.mtu != was.mtu {
+			g.log.Info("MTU towards a peer changed", "peer", p.ID, "from", was.mtu, "to", p.mtu)
+		}
+	}
+	return s
+}
+
+// setRules gives the engine the rules of a survey.
+func (g *gateway) setRules(s *survey) error {
+	rules := func(i int) natengine.Peer { return rulesFor(s.peers[i].GatewayPeer, s.peers[i].mtu) }
+	if s.all {
+		all := make([]natengine.Peer, len(s.peers))
+		for i := range all {
+			all[i] = rules(i)
+		}
+		if err := g.engine.SetPeers(all); err != nil {
+			return err
+		}
+	} else if len(s.ruled)+len(s.gone) > 0 {
+		changed, gone := make([]natengine.Peer, len(s.ruled)), make([]string, len(s.gone))
+		for i, at := range s.ruled {
+			changed[i] = rules(at)
+		}
+		for i := range s.gone {
+			gone[i] = s.gone[i].ID
+		}
+		if err := g.engine.Change(changed, gone); err != nil {
+			return err
+		}
+	}
+	for i := range s.peers {
+		if p := &s.peers[i]; p.state == nil {
+			p.state = g.engine.Peer(p.ID)
+		}
+	}
+	return nil
 }
 
 // view is a peer with what those beside the loop know of it now. Status and metrics are made of it.

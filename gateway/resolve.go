@@ -5,8 +5,8 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"net/netip"
-	"reflect"
 	"slices"
 	"sync"
 	"sync/atomic"
@@ -45,6 +45,8 @@ type resolver struct {
 
 	mu    sync.Mutex
 	peers map[string]*location
+	last  []*fabric.GatewayPeer // as set got them
+	round uint64                // of set
 	site  fabric.Site
 	judge *fabric.Judge // of site
 
@@ -74,6 +76,8 @@ type location struct {
 	silent bool
 	next   time.Time // of the next lookup
 	busy   bool      // one is under way
+
+	round uint64 // of set, the last one that it was in
 }
 
 func newResolver(lookup func(context.Context, string) ([]netip.Addr, error), changed func(), log *slog.Logger) *resolver {
@@ -91,33 +95,39 @@ func (r *resolver) close() {
 
 // set replaces the peers, and where they cannot be; false: nothing of that is new. One whose name
 // stays keeps its answer, unless that is refused now.
-func (r *resolver) set(peers []fabric.GatewayPeer, site fabric.Site) (changed bool) {
+func (r *resolver) set(peers []*fabric.GatewayPeer, site fabric.Site) (changed bool) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	same := reflect.DeepEqual(site, r.site)
-	old := r.peers
-	changed = !same || len(old) != len(peers)
-	r.peers = make(map[string]*location, len(peers))
+	same := site.Equal(r.site)
 	if !same {
 		r.site, r.judge = site, site.Judge()
 	}
+	if same && slices.Equal(peers, r.last) { // the same ones, not only as they were
+		return false
+	}
+	r.last = peers
+	changed = !same
+	r.round++
 	for _, p := range peers {
-		l := old[p.ID]
-		if l != nil && l.host == p.Endpoint {
-			l.port = p.Port
-		} else {
+		l := r.peers[p.ID]
+		renamed := l == nil || l.host != p.Endpoint
+		if renamed { // another location: a lookup of the old name may be under way
 			changed = true
-			l = &location{host: p.Endpoint, port: p.Port}
 			_, err := netip.ParseAddr(p.Endpoint)
-			l.literal = err == nil
+			l = &location{host: p.Endpoint, literal: err == nil}
+			r.peers[p.ID] = l
 		}
-		r.peers[p.ID] = l
-		if l != old[p.ID] || !same {
+		l.port, l.round = p.Port, r.round
+		if renamed || !same {
 			r.try(p.ID, l)
 		}
 	}
+	if len(r.peers) > len(peers) {
+		changed = true
+		maps.DeleteFunc(r.peers, func(_ string, l *location) bool { return l.round != r.round })
+	}
 	if changed {
-		all := &sources{r.judge, make(map[netip.Addr]bool)}
+		all := &sources{r.judge, make(map[netip.Addr]bool, len(peers))}
 		for _, l := range r.peers {
 			if literal, err := netip.ParseAddr(l.host); l.literal && err == nil {
 				all.said[literal.Unmap()] = true
@@ -184,13 +194,21 @@ func (r *resolver) endpoint(id string) (netip.AddrPort, error) {
 	return netip.AddrPortFrom(l.addr, l.port), l.err
 }
 
-// refused reports whether packets for the peer must not go to the endpoint that they went to
-// before, and there is no other.
-func (r *resolver) refused(id string) bool {
+// locate says of each peer where to send packets for it, and whether they must not go where they went
+// before.
+func (r *resolver) locate(peers []peer) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	l := r.peers[id]
-	return l != nil && l.gaveUp
+	for i := range peers {
+		p := &peers[i]
+		l := r.peers[p.ID]
+		if p.at, p.refused = (netip.AddrPort{}), false; l == nil {
+			continue
+		}
+		if p.refused = l.gaveUp; l.addr.IsValid() {
+			p.at = netip.AddrPortFrom(l.addr, l.port)
+		}
+	}
 }
 
 // heard says whether the peer sent something lately.

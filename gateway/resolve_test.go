@@ -42,15 +42,21 @@ func (n *names) set(err error, addrs ...string) {
 	}
 }
 
-func named1(endpoint string) []fabric.GatewayPeer {
-	return []fabric.GatewayPeer{{ID: "b", Endpoint: endpoint, Port: 5871, AllowedIPs: [2]netip.Prefix{
+func named1(endpoint string) []*fabric.GatewayPeer {
+	return []*fabric.GatewayPeer{{ID: "b", Endpoint: endpoint, Port: 5871, AllowedIPs: [2]netip.Prefix{
 		netip.MustParsePrefix("10.246.0.0/16"), netip.MustParsePrefix("10.247.0.0/16")}}}
 }
 
 // set1 is set where nothing but the peers' own networks is known.
-func (r *resolver) set1(peers []fabric.GatewayPeer) { r.set(peers, siteOf(peers)) }
+func (r *resolver) set1(peers []*fabric.GatewayPeer) { r.set(peers, siteOf(peers)) }
 
-func siteOf(peers []fabric.GatewayPeer) (site fabric.Site) {
+func (r *resolver) refused(id string) bool {
+	peers := []peer{{GatewayPeer: &fabric.GatewayPeer{ID: id}}}
+	r.locate(peers)
+	return peers[0].refused
+}
+
+func siteOf(peers []*fabric.GatewayPeer) (site fabric.Site) {
 	for _, p := range peers {
 		for _, n := range p.AllowedIPs {
 			site.Networks = append(site.Networks, fabric.SiteNetwork{Prefix: n, What: "which is reached through the tunnel itself"})
@@ -206,7 +212,7 @@ func TestLiteralsAndNamesAreJudgedAlike(t *testing.T) {
 	for text, why := range judged {
 		resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
 			n.set(nil, text)
-			r.set([]fabric.GatewayPeer{{ID: "literal", Endpoint: text, Port: 1}, {ID: "name", Endpoint: "gw.example", Port: 1}}, here)
+			r.set([]*fabric.GatewayPeer{{ID: "literal", Endpoint: text, Port: 1}, {ID: "name", Endpoint: "gw.example", Port: 1}}, here)
 			step(1)
 			for _, id := range []string{"literal", "name"} {
 				at, err := r.endpoint(id)
@@ -222,7 +228,7 @@ func TestLiteralsAndNamesAreJudgedAlike(t *testing.T) {
 	// An IPv4 address in IPv6 form is the IPv4 address.
 	resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
 		n.set(nil, "::ffff:127.0.0.1", "::ffff:198.51.100.7", "fe80::1%eth0")
-		r.set([]fabric.GatewayPeer{{ID: "name", Endpoint: "gw.example", Port: 1}}, here)
+		r.set([]*fabric.GatewayPeer{{ID: "name", Endpoint: "gw.example", Port: 1}}, here)
 		step(1)
 		if at, err := r.endpoint("name"); err == nil || at.IsValid() {
 			t.Errorf("mapped: %v, %v", at, err)
@@ -293,7 +299,7 @@ func TestANameThatChangesItsMindLeadsNowhereElse(t *testing.T) {
 
 func TestAnAddressInUseIsGivenUpWhenItBecomesOurs(t *testing.T) {
 	resolving(t, func(r *resolver, n *names, step func(int), _ func() string) {
-		peers := append(named1("gw.example"), fabric.GatewayPeer{ID: "c", Endpoint: "192.0.2.1", Port: 1})
+		peers := append(named1("gw.example"), &fabric.GatewayPeer{ID: "c", Endpoint: "192.0.2.1", Port: 1})
 		n.set(nil, "192.0.2.1")
 		r.set(peers, here)
 		r.heard("b", true)
@@ -350,9 +356,9 @@ func TestAPeerIsDownWithoutASession(t *testing.T) {
 // Where a message comes from is asked for each that has another source than the one before, by whoever
 // sends it, so that the answer must not cost what the peers are many.
 func TestWhereAMessageComesFromIsFoundWithoutAList(t *testing.T) {
-	var peers []fabric.GatewayPeer
+	var peers []*fabric.GatewayPeer
 	for _, p := range crowdOf(1000) {
-		peers = append(peers, fabric.GatewayPeer{ID: p.ID, Endpoint: "198.51.100.1", Port: 5871, AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen}})
+		peers = append(peers, &fabric.GatewayPeer{ID: p.ID, Endpoint: "198.51.100.1", Port: 5871, AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen}})
 	}
 	r := newResolver(nil, func() {}, quiet)
 	defer r.close()
@@ -375,9 +381,9 @@ func TestWhereAMessageComesFromIsFoundWithoutAList(t *testing.T) {
 func BenchmarkMayCome(b *testing.B) {
 	for _, n := range []int{10, 1000, 4000} {
 		b.Run(fmt.Sprintf("peers=%d", n), func(b *testing.B) {
-			var peers []fabric.GatewayPeer
+			var peers []*fabric.GatewayPeer
 			for _, p := range crowdOf(n) {
-				peers = append(peers, fabric.GatewayPeer{ID: p.ID, Endpoint: "198.51.100.1", Port: 5871, AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen}})
+				peers = append(peers, &fabric.GatewayPeer{ID: p.ID, Endpoint: "198.51.100.1", Port: 5871, AllowedIPs: [2]netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen}})
 			}
 			r := newResolver(nil, func() {}, quiet)
 			defer r.close()

@@ -160,13 +160,14 @@ func TestScrapesWhilePeersChange(t *testing.T) {
 		})
 	}
 	for i := range 20 {
-		g.mu.Lock() // as accept and put do, which the control loop calls
-		peers := g.peersFor(decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: crowdOf(20 + i)}).Peers, sameMTU(1440), nil)
-		g.now.peers = peers
-		g.mu.Unlock()
-		if err := g.engine.SetPeers(rulesFor(g.current().wanted(), sameMTU(1440))); err != nil {
+		peers := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: crowdOf(20 + i)}).Peers
+		survey := g.survey(Config{MTU: 1440}, peers, false, false) // as accept and put do, which the control loop calls
+		if err := g.setRules(&survey); err != nil {
 			t.Error(err)
 		}
+		g.mu.Lock()
+		g.now.peers = survey.peers
+		g.mu.Unlock()
 	}
 	close(stop)
 	group.Wait()

@@ -198,14 +198,6 @@ func (c *current) failed(peer fabric.Origin) error {
 	return err
 }
 
-func (g *gateway) peerStates() map[string]*natengine.PeerState {
-	states := make(map[string]*natengine.PeerState)
-	for _, p := range g.engine.Peers() {
-		states[p.ID()] = p
-	}
-	return states
-}
-
 // status describes the gateway, with at most that many flows.
 func (g *gateway) status(flows int) Status {
 	now := g.current()
@@ -275,7 +267,7 @@ func (g *gateway) status(flows int) Status {
 			Rules: RulesStatus{
 				RemotePods: p.Remote.Pod, RemotePodsHere: p.Remote.PodSeen, RemoteExternal: p.Remote.ExternalSeen,
 				LocalPods: p.Local.Pod, LocalPodsThere: p.Local.PodSeen, LocalExternal: p.Local.ExternalSeen,
-				NAPT: p.Local.PodSeen.Addr(), MSS: p.Rules.MSS,
+				NAPT: p.Local.PodSeen.Addr(), MSS: mssFor(p.mtu),
 			},
 			MTU:      p.nat.MTU,
 			PathMTU:  first.check.Path,

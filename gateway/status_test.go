@@ -66,7 +66,9 @@ func (g *gateway) put0(t testing.TB, peers ...fabric.Peer) {
 	t.Helper()
 	gw := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", Peers: peers})
 	c := Config{Gateway: gw, PrivateKey: Key(key(9)), ListenPort: 5871}
-	if err := g.engine.SetPeers(rulesFor(gw.Peers, sameMTU(1440))); err != nil {
+	g.resolver.set(gw.Peers, gw.Site)
+	survey := g.survey(Config{MTU: 1440}, gw.Peers, false, true)
+	if err := g.setRules(&survey); err != nil {
 		t.Fatal(err)
 	}
 	var checks []checkPeer
@@ -74,8 +76,7 @@ func (g *gateway) put0(t testing.TB, peers ...fabric.Peer) {
 		checks = append(checks, checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs})
 	}
 	g.ends[0].checker.set(checks)
-	g.resolver.set(gw.Peers, gw.Site)
-	g.now.peers = g.peersFor(gw.Peers, sameMTU(1440), nil)
+	g.now.peers = survey.peers
 	g.now.config, g.now.mtu, g.now.ready = c, 1440, true
 	g.now.generation++
 	g.now.reloaded = time.Now()
@@ -214,7 +215,7 @@ func TestSeriesVanishWithTheirPeer(t *testing.T) {
 // A peer that goes leaves the engine a moment before the list of peers.
 func TestAScrapeBetweenTheStepsOfARemovalIsWhole(t *testing.T) {
 	g := without(t, alphaBravo, charlie)
-	if err := g.engine.SetPeers(rulesFor(g.now.wanted()[:1], sameMTU(1440))); err != nil {
+	if err := g.engine.Change(nil, []string{g.now.peers[1].ID}); err != nil {
 		t.Fatal(err)
 	}
 	if text := g.scrape(t); !strings.Contains(text, `isthmus_peer_nat_sessions{peer="`+bravo+`"}`) {
@@ -270,8 +271,8 @@ func TestAPeerWithoutASessionIsDownForEngineStatusAndTrace(t *testing.T) {
 		if err != nil {
 			t.Fatal(err)
 		}
-		if s.Peers[0].Down != tc.down || g.peerStates()[bravo].Down() != tc.down || len(steps) != 1 || steps[0].Drop != tc.drop {
-			t.Errorf("after %v: status %v, engine %v, trace %+v", tc.after, s.Peers[0].Down, g.peerStates()[bravo].Down(), steps)
+		if s.Peers[0].Down != tc.down || g.engine.Peer(bravo).Down() != tc.down || len(steps) != 1 || steps[0].Drop != tc.drop {
+			t.Errorf("after %v: status %v, engine %v, trace %+v", tc.after, s.Peers[0].Down, g.engine.Peer(bravo).Down(), steps)
 		}
 	}
 }

@@ -5,7 +5,6 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
-	"slices"
 	"strconv"
 	"strings"
 	"time"
@@ -235,11 +234,15 @@ func TraceOffline(c Config, q TraceQuery) ([]TraceStep, error) {
 		mtu = defaultMTU
 	}
 	e := natengine.New(engineConfig(c))
-	if err := e.SetPeers(rulesFor(slices.Clone(c.Gateway.Peers), sameMTU(mtu))); err != nil {
+	var rules []natengine.Peer
+	for _, p := range c.Gateway.Peers {
+		rules = append(rules, rulesFor(p, mtu))
+	}
+	if err := e.SetPeers(rules); err != nil {
 		return nil, err
 	}
 	steps, err := Trace(e, q, 0)
-	named(steps, c.Gateway.Peers, func(p fabric.GatewayPeer) (string, string) { return p.ID, p.Name })
+	named(steps, c.Gateway.Peers, func(p *fabric.GatewayPeer) (string, string) { return p.ID, p.Name })
 	return steps, err
 }
 

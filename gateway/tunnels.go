@@ -4,6 +4,7 @@ import (
 	"encoding/base64"
 	"errors"
 	"net/netip"
+	"reflect"
 	"slices"
 	"time"
 
@@ -11,6 +12,7 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/tun"
+	"github.com/isthmus-net/isthmus/natengine"
 )
 
 // A peer that knows several tunnels has its flows shared out among them. Each is a whole way of its
@@ -116,12 +118,24 @@ func (g *gateway) watchEnds() <-chan string {
 }
 
 // apply makes our end i what it should be. A listen port that cannot be had leaves the old one.
-func (g *gateway) apply(i int, c Config, peers []fabric.GatewayPeer) error {
+func (g *gateway) apply(i int, c Config, s *survey) error {
 	e := g.ends[i]
-	return errors.Join(
-		e.SetPrivateKey(fabric.TunnelKey(c.PrivateKey, i)),
-		e.listen(c.ListenPort+uint16(i)),
-		e.SetPeers(g.tunnelPeers(i, peers)))
+	errs := []error{e.SetPrivateKey(fabric.TunnelKey(c.PrivateKey, i)), e.listen(c.ListenPort + uint16(i))}
+	if s.all {
+		errs = append(errs, e.SetPeers(tunnelPeers(i, s.peers, s.other)))
+	} else {
+		gone := make([]*natengine.PeerState, len(s.gone))
+		for j := range s.gone {
+			gone[j] = s.gone[j].state
+		}
+		for _, at := range s.other {
+			if p := &s.peers[at]; i > len(p.Tunnels) {
+				gone = append(gone, p.state) // it has no such tunnel any more
+			}
+		}
+		errs = append(errs, e.Change(tunnelPeers(i, s.peers, s.other), gone))
+	}
+	return errors.Join(errs...)
 }
 
 // listen moves our end to another port.
@@ -139,20 +153,19 @@ func (e *tunnelEnd) listen(port uint16) error {
 	return nil
 }
 
-// tunnelPeers are the peers that have tunnel i.
-func (g *gateway) tunnelPeers(i int, peers []fabric.GatewayPeer) (list []datapath.Peer) {
-	states := g.peerStates()
-	for j := range peers {
+// tunnelPeers are those of some peers that have tunnel i.
+func tunnelPeers(i int, peers []peer, of []int) (list []datapath.Peer) {
+	for _, j := range of {
 		p := &peers[j]
-		theirs, ok := theirEnd(p, i)
-		if !ok || states[p.ID] == nil {
+		theirs, ok := theirEnd(p.GatewayPeer, i)
+		if !ok || p.state == nil {
 			continue
 		}
-		at, _ := g.resolver.endpoint(p.ID) // the resolver has logged its error
+		at := p.at
 		if at.IsValid() {
 			at = netip.AddrPortFrom(at.Addr(), theirs.Port)
 		}
-		list = append(list, datapath.Peer{State: states[p.ID], Key: theirs.PublicKey, Endpoint: at, Refused: g.resolver.refused(p.ID)})
+		list = append(list, datapath.Peer{State: p.state, Key: theirs.PublicKey, Endpoint: at, Refused: p.refused})
 	}
 	return list
 }
@@ -170,32 +183,45 @@ func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 
 // applyEnds makes all our ends what they should be, and then tells the connection checks: the first
 // PING goes out at once, and would be lost in a tunnel that does not know its peer yet.
-func (g *gateway) applyEnds(c Config, peers []fabric.GatewayPeer, mtu mtus) (errs []error) {
+func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 	for i, e := range g.ends {
-		if err := g.apply(i, c, peers); err != nil {
+		if err := g.apply(i, c, s); err != nil {
 			errs = append(errs, err)
 		}
-		e.checker.set(checkPeers(i, peers))
+		checks, without := checkPeers(i, s.peers, s.other)
+		if s.all {
+			e.checker.set(checks)
+		} else {
+			for j := range s.gone {
+				without = append(without, s.gone[j].ID)
+			}
+			e.checker.change(checks, without)
+		}
 	}
-	for _, p := range peers {
-		g.ends[0].checker.limitPath(p.ID, leastMTU(p), mtu.way(p.ID))
+	for _, i := range s.other {
+		p := &s.peers[i]
+		g.ends[0].checker.limitPath(p.ID, leastMTU(p.GatewayPeer), p.way)
 	}
 	return errs
 }
 
-// checkPeers are the peers that have tunnel i, for its connection check.
-func checkPeers(i int, peers []fabric.GatewayPeer) (all []checkPeer) {
-	for j := range peers {
+// checkPeers are those of some peers that have tunnel i, for its connection check, and the IDs of those
+// that do not.
+func checkPeers(i int, peers []peer, of []int) (all []checkPeer, without []string) {
+	for _, j := range of {
 		p := &peers[j]
-		if theirs, ok := theirEnd(p, i); ok {
-			check := checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs, key: theirs.PublicKey, endpoint: p.Endpoint, port: theirs.Port}
-			if i > 0 {
-				check.threshold = furtherThreshold
-			}
-			all = append(all, check)
+		theirs, ok := theirEnd(p.GatewayPeer, i)
+		if !ok {
+			without = append(without, p.ID)
+			continue
 		}
+		check := checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs, key: theirs.PublicKey, endpoint: p.Endpoint, port: theirs.Port}
+		if i > 0 {
+			check.threshold = furtherThreshold
+		}
+		all = append(all, check)
 	}
-	return all
+	return all, without
 }
 
 // status describes a further tunnel to a peer.
@@ -224,11 +250,27 @@ func (g *gateway) working() map[string]fabric.TunnelSet {
 	return sets
 }
 
-// cutTunnels leaves each peer those further tunnels that we have an end for.
-func (g *gateway) cutTunnels(peers []fabric.GatewayPeer) []fabric.GatewayPeer {
+// cutTunnels leaves each peer those further tunnels that we have an end for. One that is as it was
+// before, in old, sorted alike, is the same one: whoever compares them later compares pointers.
+func (g *gateway) cutTunnels(peers []*fabric.GatewayPeer, old []peer) []*fabric.GatewayPeer {
 	peers = slices.Clone(peers)
-	for i := range peers {
-		peers[i].Tunnels = peers[i].Tunnels[:min(len(peers[i].Tunnels), len(g.ends)-1)]
+	j := 0
+	for i, p := range peers {
+		if most := len(g.ends) - 1; len(p.Tunnels) > most {
+			cut := *p
+			cut.Tunnels = p.Tunnels[:most]
+			p = &cut
+		}
+		for j < len(old) && old[j].ID < p.ID {
+			j++
+		}
+		if j < len(old) && old[j].ID == p.ID && samePeer(old[j].GatewayPeer, p) {
+			p = old[j].GatewayPeer
+		}
+		peers[i] = p
 	}
 	return peers
 }
+
+// samePeer reports whether both say the same.
+func samePeer(a, b *fabric.GatewayPeer) bool { return a == b || reflect.DeepEqual(a, b) }

@@ -68,6 +68,15 @@ func (e *Engine) Peers() []*PeerState {
 	return peers
 }
 
+// Peer is the one in force with an ID, nil when there is none.
+func (e *Engine) Peer(id string) *PeerState {
+	t := e.rules.Load()
+	if at, found := t.find(id); found {
+		return t.rules[at].peer
+	}
+	return nil
+}
+
 // NoPeerDrops counts packets for which no peer was known. It takes no lock.
 func (e *Engine) NoPeerDrops(dir Direction, d Drop) uint64 { return e.noPeer[dir][d].Load() }
 

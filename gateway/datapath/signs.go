@@ -130,11 +130,10 @@ func (t *Tunnel) answered(index uint32, to conn.Endpoint) {
 	}
 }
 
-// placesOf are the places of peers. One that stays keeps what is known of it.
-func placesOf(peers []Peer, old map[netip.Addr]*place) map[netip.Addr]*place {
-	all := make(map[netip.Addr]*place, len(peers))
-	for _, p := range peers {
-		addr := p.Endpoint.Addr().Unmap()
+// placesOf are the places where peers are configured to be. One that stays keeps what is known of it.
+func placesOf(at map[*peer]netip.Addr, old map[netip.Addr]*place) map[netip.Addr]*place {
+	all := make(map[netip.Addr]*place, len(at))
+	for _, addr := range at {
 		if !addr.IsValid() || all[addr] != nil {
 			continue
 		}

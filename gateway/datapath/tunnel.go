@@ -21,6 +21,7 @@ import (
 	"fmt"
 	"maps"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -88,6 +89,14 @@ type peerTable struct {
 	byAddr   map[netip.Addr]*place // what is there
 }
 
+func newPeerTable(peers int) *peerTable {
+	return &peerTable{
+		byState:  make(map[*natengine.PeerState]*peer, peers),
+		byDevice: make(map[*device.Peer]*peer, peers),
+		at:       make(map[*peer]netip.Addr, peers),
+	}
+}
+
 // New joins a link, a wire, an engine and, unless nil, an in-process endpoint. The Tunnel owns
 // link, wire and local: its Close closes them. Nothing travels before Up.
 func New(link Link, wire Wire, engine *natengine.Engine, local *Local, o Options) *Tunnel {
@@ -113,7 +122,7 @@ func newTunnel(link Link, wire Wire, engine *natengine.Engine, local *Local, sta
 	}
 	t.mtu.Store(int64(link.MTU()))
 	t.coalesceUDP.Store(o.CoalesceUDP)
-	t.peers.Store(&peerTable{})
+	t.peers.Store(newPeerTable(0))
 	t.setPublic(device.NoisePublicKey{})
 	t.out = newOutbound(t)
 	t.bind = newHandshakes(t)
@@ -168,12 +177,12 @@ func (t *Tunnel) SetPrivateKey(private [32]byte) error {
 }
 
 func (t *Tunnel) setPrivateKey(private [32]byte) error {
+	if t.private == private {
+		return nil
+	}
 	public, err := curve25519.X25519(private[:], curve25519.Basepoint)
 	if err != nil {
 		return fmt.Errorf("private key: %w", err)
-	}
-	if t.private == private {
-		return nil
 	}
 	// The device would remove a peer with our own key, but not tell, and wait for its timers with
 	// its key locked, which they may wait for.
@@ -231,13 +240,46 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 	if t.closed {
 		return nil
 	}
-	old := t.peers.Load()
-	table := &peerTable{
-		byState:  make(map[*natengine.PeerState]*peer, len(peers)),
-		byDevice: make(map[*device.Peer]*peer, len(peers)),
-		at:       make(map[*peer]netip.Addr, len(peers)),
-		byAddr:   placesOf(peers, old.byAddr),
+	return t.set(newPeerTable(len(peers)), peers)
+}
+
+// Change is SetPeers with all peers that there are, but for those that changed, new ones among them, and
+// those that are gone.
+func (t *Tunnel) Change(changed []Peer, gone []*natengine.PeerState) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.closed || len(changed)+len(gone) == 0 {
+		return nil
 	}
+	old := t.peers.Load()
+	same := !slices.ContainsFunc(gone, func(s *natengine.PeerState) bool { return old.byState[s] != nil })
+	for _, want := range changed {
+		p := old.byState[want.State]
+		same = same && p != nil && p.key == want.Key && old.at[p] == want.Endpoint.Addr().Unmap()
+	}
+	if same {
+		for _, want := range changed {
+			t.place(old.byState[want.State].dev, want)
+		}
+		return nil
+	}
+	table := &peerTable{byState: maps.Clone(old.byState), byDevice: maps.Clone(old.byDevice), at: maps.Clone(old.at)}
+	for _, want := range changed {
+		gone = append(gone, want.State)
+	}
+	for _, state := range gone {
+		if p := table.byState[state]; p != nil {
+			delete(table.byState, state)
+			delete(table.byDevice, p.dev)
+			delete(table.at, p)
+		}
+	}
+	return t.set(table, changed)
+}
+
+// set adds peers to a table, which is in force then. With t.mu.
+func (t *Tunnel) set(table *peerTable, peers []Peer) error {
+	old := t.peers.Load()
 	var errs []error
 	var fresh []*peer
 	for _, want := range peers {
@@ -264,15 +306,10 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 			p = newPeer(t, want.State, key, dev)
 			fresh = append(fresh, p)
 		}
-		if want.Endpoint.IsValid() && t.places[key] != want.Endpoint {
-			dev.SetEndpointFromPacket(t.wire.Endpoint(want.Endpoint))
-			t.places[key] = want.Endpoint
-		} else if was, ok := t.places[key]; ok && want.Refused {
-			leave(dev, was)
-			delete(t.places, key)
-		}
+		t.place(dev, want)
 		table.byState[want.State], table.byDevice[dev], table.at[p] = p, p, want.Endpoint.Addr().Unmap()
 	}
+	table.byAddr = placesOf(table.at, old.byAddr)
 	t.publish(table)
 	for _, p := range fresh {
 		if t.up {
@@ -281,6 +318,19 @@ func (t *Tunnel) SetPeers(peers []Peer) error {
 	}
 	t.lookSoon()
 	return errors.Join(errs...)
+}
+
+// place sets where a peer is. With t.mu.
+func (t *Tunnel) place(dev *device.Peer, want Peer) {
+	was, placed := t.places[want.Key]
+	switch {
+	case want.Endpoint.IsValid() && was != want.Endpoint:
+		dev.SetEndpointFromPacket(t.wire.Endpoint(want.Endpoint))
+		t.places[want.Key] = want.Endpoint
+	case placed && want.Refused:
+		leave(dev, was)
+		delete(t.places, want.Key)
+	}
 }
 
 // leave makes the device forget where a peer is, if that is where it was set to be: where it has

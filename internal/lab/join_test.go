@@ -195,7 +195,7 @@ func TestJoinTellsOfAllTunnelsOfTheOtherSide(t *testing.T) {
 			if err != nil {
 				t.Fatal(err)
 			}
-			p := s.Gateway.Peers[slices.IndexFunc(s.Gateway.Peers, func(p fabric.GatewayPeer) bool { return p.ID == of.ID })]
+			p := s.Gateway.Peers[slices.IndexFunc(s.Gateway.Peers, func(p *fabric.GatewayPeer) bool { return p.ID == of.ID })]
 			ends := append([]fabric.TunnelEnd{{PublicKey: p.PublicKey, Port: p.Port}}, p.Tunnels...)
 			for j, key := range keys {
 				if len(ends) != want || ends[j] != (fabric.TunnelEnd{PublicKey: key, Port: wireGuardPort + uint16(j)}) {

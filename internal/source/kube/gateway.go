@@ -80,7 +80,8 @@ type Gateway struct {
 	keyTries time.Time     // when the Secret may be made again
 	logged   string        // problems that were logged
 
-	asked asked // refresh's alone
+	asked   asked                 // refresh's alone, as the next
+	decider fabric.GatewayDecider
 
 	// What refresh alone uses, about data.tunnels of the Secret; see tellTunnels.
 	told      [32]byte  // the private key for which it is or was what we want
@@ -607,7 +608,7 @@ func (g *Gateway) ask(ctx context.Context, cluster v1alpha1.ClusterIdentity, pri
 		g.asking.Store(true)
 		return err
 	}
-	g.asked = askedFor(cluster, private, endpoints.Items, mappings.Items)
+	g.asked = askedFor(&g.decider, cluster, private, endpoints.Items, mappings.Items)
 	if g.o.StateDirectory != "" {
 		g.asked.saved = savedFrom(cluster, private, endpoints.Items, mappings.Items)
 	}
@@ -656,11 +657,12 @@ type asked struct {
 // gatewayFor has it decided what the objects ask for. What is wrong is left out; each problem names
 // the object and the field.
 func gatewayFor(cluster v1alpha1.ClusterIdentity, private [32]byte, site fabric.Site, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) (fabric.Gateway, []fabric.Problem) {
-	a := askedFor(cluster, private, endpoints, mappings)
+	a := askedFor(new(fabric.GatewayDecider), cluster, private, endpoints, mappings)
 	return a.at(site), a.problems
 }
 
-func askedFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) asked {
+// askedFor decides with d, for which what stays the same costs a comparison.
+func askedFor(d *fabric.GatewayDecider, cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1alpha1.TunnelEndpoint, mappings []v1alpha1.NatMapping) asked {
 	keys := fabric.PublicKeys(private, fabric.MaxTunnels)
 	in := fabric.Intent{ClusterID: cluster.ClusterID, ClusterName: cluster.ClusterName, PublicKey: keys[0], FurtherKeys: keys[1:]}
 	var peers []fabric.Peer
@@ -692,7 +694,7 @@ func askedFor(cluster v1alpha1.ClusterIdentity, private [32]byte, endpoints []v1
 	var wrong []fabric.Problem
 	in.Peers, in.Waiting, wrong = fabric.Attach(peers, sets)
 	problems = append(problems, wrong...)
-	gw, wrong := fabric.GatewayFor(in)
+	gw, wrong := d.GatewayFor(in)
 	return asked{private: private, gateway: gw, problems: fabric.SortProblems(append(problems, wrong...))}
 }
 

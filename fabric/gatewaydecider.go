@@ -1,0 +1,153 @@
+package fabric
+
+import (
+	"cmp"
+	"slices"
+)
+
+// A GatewayDecider decides one Intent after the other as GatewayFor does. As long as no two peers
+// contradict each other, what that costs follows the peers that are different, but for a comparison of
+// all. The zero value is ready. One goroutine uses it; what it returns is not to be changed.
+type GatewayDecider struct {
+	in     Intent // as it was decided last, without Peers
+	kept   keeper
+	peers  map[string]*decidedPeer // nil: two contradict each other, or nothing was decided yet
+	gw     Gateway
+	wrong  int    // peers that there is something wrong with, by themselves
+	intent uint64 // how many there were
+}
+
+// decidedPeer is what was decided of a peer, which contradicts no other.
+type decidedPeer struct {
+	peer   Peer
+	kept   bool
+	wrong  []Problem
+	intent uint64 // number of the last one that it was in
+}
+
+// GatewayFor is the function of that name.
+func (d *GatewayDecider) GatewayFor(in Intent) (Gateway, []Problem) {
+	peers := in.Peers
+	in.Peers = nil
+	if d.peers == nil || in.ClusterID != d.in.ClusterID || in.PublicKey != d.in.PublicKey || !slices.Equal(in.FurtherKeys, d.in.FurtherKeys) {
+		d.peers, d.kept, d.gw, d.wrong, d.in = make(map[string]*decidedPeer, len(peers)), newKeeper(in), Gateway{}, 0, in
+		d.gw.Site = d.kept.site(in.Site)
+	}
+	if !d.decide(peers, in.Site) {
+		d.peers = nil
+		in.Peers = peers
+		return GatewayFor(in)
+	}
+	d.in = in
+	d.gw.ClusterID, d.gw.ClusterName, d.gw.Waiting = in.ClusterID, in.ClusterName, sortedWaiting(in.Waiting)
+	var problems []Problem
+	if d.wrong > 0 {
+		for _, p := range d.peers {
+			problems = append(problems, p.wrong...)
+		}
+	}
+	return d.gw, SortProblems(problems)
+}
+
+// decide takes other peers and another Site. It returns false where two peers contradict each other, and
+// what it has decided so far is of no use then.
+func (d *GatewayDecider) decide(peers []Peer, site Site) bool {
+	d.intent++
+	var changed []*Peer
+	for i := range peers {
+		p := &peers[i]
+		was := d.peers[p.ID]
+		if was == nil {
+			was = new(decidedPeer)
+			d.peers[p.ID] = was
+		}
+		if was.intent == d.intent {
+			return false
+		}
+		if fresh := was.intent == 0; fresh || !was.peer.equal(p) {
+			changed = append(changed, p)
+		}
+		was.intent = d.intent
+	}
+	var gone []*decidedPeer
+	if len(d.peers) > len(peers) {
+		for id, p := range d.peers {
+			if p.intent != d.intent {
+				gone = append(gone, p)
+				delete(d.peers, id)
+			}
+		}
+	}
+	if len(changed)+len(gone) == 0 {
+		if !site.Equal(d.in.Site) {
+			d.gw.Site = d.kept.site(site)
+		}
+		return true
+	}
+	networks := false // others than before
+	out := make(map[string]bool, len(changed)+len(gone))
+	leave := func(p *decidedPeer) {
+		if len(p.wrong) > 0 {
+			d.wrong--
+		}
+		if p.kept {
+			out[p.peer.ID] = true
+			d.kept.drop(&p.peer)
+		}
+	}
+	for _, p := range gone {
+		leave(p)
+		networks = networks || p.kept
+	}
+	for _, p := range changed { // all of them first: a network may move from one to another
+		leave(d.peers[p.ID])
+	}
+	var in []*GatewayPeer
+	for _, now := range changed {
+		p := d.peers[now.ID]
+		before := *p
+		p.peer, p.kept = *now, false
+		if p.wrong = p.peer.check(placesInTunnelEndpoint(p.peer.Origin)); len(p.wrong) == 0 {
+			if len(d.kept.check(&p.peer)) > 0 {
+				return false
+			}
+			d.kept.keep(&p.peer)
+			p.kept = true
+			endpoints, wrong := endpointsFor(&p.peer)
+			p.wrong = wrong
+			in = append(in, gatewayPeer(&p.peer, endpoints))
+		}
+		if len(p.wrong) > 0 {
+			d.wrong++
+		}
+		networks = networks || p.kept != before.kept || p.peer.Local != before.peer.Local || p.peer.Remote != before.peer.Remote
+	}
+	d.gw.Peers = merged(d.gw.Peers, out, in)
+	if networks || !site.Equal(d.in.Site) {
+		d.gw.Site = d.kept.site(site)
+	}
+	return true
+}
+
+// equal reports whether both say the same.
+func (p *Peer) equal(q *Peer) bool {
+	return p.ID == q.ID && p.Name == q.Name && p.Local == q.Local && p.Remote == q.Remote && p.Endpoint == q.Endpoint && p.Port == q.Port &&
+		p.PublicKey == q.PublicKey && slices.Equal(p.Tunnels, q.Tunnels) && slices.Equal(p.Mappings, q.Mappings) &&
+		p.Origin == q.Origin && p.MappingsOrigin == q.MappingsOrigin && p.Created == q.Created
+}
+
+// merged are peers sorted by ID without some, and with others.
+func merged(peers []*GatewayPeer, out map[string]bool, in []*GatewayPeer) []*GatewayPeer {
+	all := slices.Grow([]*GatewayPeer(nil), len(peers)-len(out)+len(in))
+	slices.SortFunc(in, func(a, b *GatewayPeer) int { return cmp.Compare(a.ID, b.ID) })
+	for _, p := range peers {
+		if out[p.ID] {
+			continue
+		}
+		for len(in) > 0 && in[0].ID < p.ID {
+			all, in = append(all, in[0]), in[1:]
+		}
+		all = append(all, p)
+	}
+	return append(all, in...)
+}
