@@ -14,11 +14,17 @@ import (
 // seconds for each, which with a thousand away is 3 % of a core and delays packets; so all together
 // get a few a second, after a first one each. Who comes back begins one himself, and is answered at
 // once in any case.
+//
+// Where some are answered, others may have got lost: on a machine that has no time left, the queue of
+// handshakes runs full, or wireguard-go thinks itself under load and asks who answers for a cookie.
+// Then they are begun again as fast as the first ones, as long as some are answered.
 const (
-	awayAfter           = 2 * time.Second // without a session since it was configured
-	firstPerSecond      = 250             // handshakes with peers that were never tried
-	handshakesPerSecond = 20              // with all others
-	handshakePatience   = 3 * time.Second // for an answer; after five seconds wireguard-go tries again by itself
+	awayAfter         = 2 * time.Second // without a session since it was configured
+	mostPerSecond     = 250             // handshakes, so that packets do not wait for them; with peers that were never tried at once
+	leastPerSecond    = 20              // with all others
+	handshakePatience = 3 * time.Second // for an answer; after five seconds wireguard-go tries again by itself
+	handshakesLost    = 8               // for each that is answered, and as many are begun all the same
+	handshakesOver    = 8               // seconds over which they are counted, about
 )
 
 // sessions takes notice of which peers have a WireGuard session; call it once a second. It says
@@ -28,6 +34,7 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	var away []*checked
+	answered, lost := 0.0, 0.0
 	for _, p := range c.peers {
 		s := stats[p.key]
 		switch never := s.Handshake.IsZero(); {
@@ -35,6 +42,10 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 			if p.away {
 				p.away, p.back = false, true
 				c.look()
+			}
+			if p.waits {
+				p.waits = false
+				answered++
 			}
 			continue
 		case p.away:
@@ -49,18 +60,32 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 			away = append(away, p)
 		}
 	}
-	pause := max(device.RekeyTimeout, time.Duration(len(away))*time.Second/handshakesPerSecond)
-	slices.SortFunc(away, func(a, b *checked) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.id, b.id)) })
-	first, again := firstPerSecond, handshakesPerSecond
 	for _, p := range away {
+		if p.waits && now.Sub(p.tried) >= handshakePatience {
+			p.waits = false
+			lost++
+		}
+	}
+	c.answers.answered += (answered - c.answers.answered) / handshakesOver
+	c.answers.lost += (lost - c.answers.lost) / handshakesOver
+	again := leastPerSecond
+	if a := c.answers; a.answered*handshakesOver > 1 && a.lost <= handshakesLost*a.answered {
+		again = mostPerSecond
+	}
+	pause := max(device.RekeyTimeout, time.Duration(len(away))*time.Second/time.Duration(again))
+	slices.SortFunc(away, func(a, b *checked) int { return cmp.Or(a.tried.Compare(b.tried), cmp.Compare(a.id, b.id)) })
+	first := mostPerSecond
+	for _, p := range away { // those that were never tried come first
 		left, due := &again, now.Sub(p.tried) >= pause
 		if p.tried.IsZero() {
 			left, due = &first, true
 		}
 		switch {
 		case due && *left > 0:
-			*left--
-			p.tried, p.rests = now, false
+			if *left--; left == &first {
+				again = min(again, max(first, leastPerSecond))
+			}
+			p.tried, p.rests, p.waits = now, false, true
 			try = append(try, p.key)
 		case now.Sub(p.tried) >= handshakePatience && pause > device.RekeyTimeout && !p.rests && !p.tried.IsZero():
 			p.rests = true

@@ -137,6 +137,8 @@ type checker struct {
 	peers map[string]*checked
 	at    map[netip.Addr]*checked // by the address from which a peer asks, as far as all of them do
 	slots [checkSlots][]*checked
+	// Handshakes in a second of late that were answered, and that were not, see sessions.
+	answers struct{ answered, lost float64 }
 }
 
 // checked is the state of one peer.
@@ -151,6 +153,7 @@ type checked struct {
 	back  bool      // it has one again, and was not pinged since
 	tried time.Time // when a handshake was last begun
 	rests bool      // that one was given up
+	waits bool      // it may still be answered
 
 	sent [checkWindow]probe // ring
 	n    int                // probes ever sent
