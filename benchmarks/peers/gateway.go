@@ -62,6 +62,8 @@ func beGateway() error {
 	copy(key[:], keyOf(-1).Bytes())
 	source := func(ctx context.Context, deliver func(gateway.Config, error)) {
 		lines := bufio.NewScanner(os.Stdin)
+		var decider fabric.GatewayDecider
+		peers := make([]fabric.Peer, 0, maxPeers)
 		for ctx.Err() == nil && lines.Scan() {
 			var c command
 			if err := json.Unmarshal(lines.Bytes(), &c); err != nil {
@@ -72,11 +74,11 @@ func beGateway() error {
 				go profile(c)
 				continue
 			}
-			in := fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "home"}
+			peers = peers[:0]
 			for i := range c.Peers {
-				in.Peers = append(in.Peers, known[i][min(1, max(0, c.Moved-i))])
+				peers = append(peers, known[i][min(1, max(0, c.Moved-i))])
 			}
-			gw, problems := fabric.GatewayFor(in)
+			gw, problems := decider.GatewayFor(fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "home", Peers: peers})
 			deliver(gateway.Config{Gateway: gw, Refused: problems, PrivateKey: key, ListenPort: listenPort, MetricsAddress: metricsAddress}, nil)
 		}
 		<-ctx.Done()

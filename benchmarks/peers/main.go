@@ -18,6 +18,7 @@ import (
 	"fmt"
 	"io"
 	"log"
+	"math"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -44,6 +45,7 @@ func main() {
 	}
 	text := flag.String("peers", "10,100,1000,4000", "numbers of peers, from 2 to 4095")
 	rest := flag.Duration("rest", 30*time.Second, "how long to look at rest")
+	only := flag.String("only", "", "what to measure besides the start: any of rest, scrape, change, back, with commas; empty: all")
 	profiles := flag.String("profiles", "", "existing directory for profiles of the gateway, at rest and while peers change; empty: none")
 	flag.Parse()
 	var numbers []int
@@ -56,7 +58,7 @@ func main() {
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
-	if err := run(ctx, numbers, *rest, *profiles); err != nil {
+	if err := run(ctx, numbers, *rest, *profiles, *only); err != nil {
 		log.Fatal(err)
 	}
 }
@@ -67,9 +69,15 @@ type bench struct {
 	crowd *crowd
 	rows  []string // of the table, in order
 	cells map[string][]string
+	only  string // parts to measure, with commas; empty: all
 }
 
-func run(ctx context.Context, numbers []int, rest time.Duration, profiles string) (err error) {
+// measures reports whether a part is to be measured.
+func (b *bench) measures(part string) bool {
+	return b.only == "" || slices.Contains(strings.Split(b.only, ","), part)
+}
+
+func run(ctx context.Context, numbers []int, rest time.Duration, profiles, only string) (err error) {
 	l, err := lab.Up(ctx, lab.Spec{Name: lab.UniqueName("peers"), Clusters: []lab.ClusterSpec{{PodCIDR: localPods, Nodes: 1, PodsPerNode: 1}}})
 	if err != nil {
 		return err
@@ -78,7 +86,7 @@ func run(ctx context.Context, numbers []int, rest time.Duration, profiles string
 	if out, err := l.Underlay.Command(ctx, "ip", "route", "add", "local", endpoints.String(), "dev", "lo").CombinedOutput(); err != nil {
 		return fmt.Errorf("%w: %s", err, out)
 	}
-	b := &bench{Lab: l, cells: make(map[string][]string)}
+	b := &bench{Lab: l, cells: make(map[string][]string), only: only}
 	if b.crowd, err = newCrowd(l.Underlay); err != nil {
 		return err
 	}
@@ -154,7 +162,7 @@ func (b *bench) start(ctx context.Context, n, moved int) (*process, error) {
 }
 
 // many is how many times a single change is made, to be told from what happens at rest.
-const many = 10
+const many = 20
 
 // settle is for what a change has done soon after it: a turn of all that happens once a second.
 const settle = time.Second
@@ -186,20 +194,20 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 		}
 		return p.tell(ctx, command{Profile: filepath.Join(profiles, fmt.Sprintf("%s-%d", what, n)), Seconds: int(d.Seconds())})
 	}
-	if err := profile("rest", rest); err != nil {
-		return err
+	if b.measures("rest") {
+		if err := profile("rest", rest); err != nil {
+			return err
+		}
+		before, from, answers := measure.CPU(p.pid), time.Now(), asked.Load()
+		if err := sleep(ctx, rest); err != nil {
+			return err
+		}
+		took := time.Since(from).Seconds()
+		b.say(n, "at rest: CPU, of a core", "%.2f %%", 100*(measure.CPU(p.pid)-before).Seconds()/took)
+		b.say(n, "at rest: PINGs of ours that are answered, of those to be sent", "%.1f %%", 100*float64(asked.Load()-answers)/took*askEvery.Seconds()/float64(n))
+		b.say(n, "resident memory, MiB", "%d", measure.Memory(p.pid, "VmRSS")>>20)
 	}
-	before, from, answers := measure.CPU(p.pid), time.Now(), asked.Load()
-	if err := sleep(ctx, rest); err != nil {
-		return err
-	}
-	took := time.Since(from).Seconds()
-	idle := (measure.CPU(p.pid) - before).Seconds() / took
-	b.say(n, "at rest: CPU, of a core", "%.2f %%", 100*idle)
-	b.say(n, "at rest: PINGs of ours that are answered, of those to be sent", "%.1f %%", 100*float64(asked.Load()-answers)/took*askEvery.Seconds()/float64(n))
-	b.say(n, "resident memory, MiB", "%d", measure.Memory(p.pid, "VmRSS")>>20)
 
-	const scrapes = 20
 	client := b.Clusters[0].Gateway().Client()
 	scrape := func() (int64, error) {
 		r, err := client.Get("http://" + metricsAddress + "/metrics")
@@ -209,63 +217,70 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 		defer r.Body.Close()
 		return io.Copy(io.Discard, r.Body)
 	}
-	var octets int64
-	cost, err := p.cost(ctx, idle, scrapes, func(int) (err error) { octets, err = scrape(); return err })
-	if err != nil {
-		return err
+	if b.measures("scrape") {
+		var octets int64
+		cost, err := p.cost(ctx, many, func(int) (err error) { octets, err = scrape(); return err })
+		if err != nil {
+			return err
+		}
+		b.say(n, "a scrape: CPU, ms", "%s", cost)
+		b.say(n, "a scrape: octets", "%d", octets)
 	}
-	b.say(n, "a scrape: CPU, ms", "%.1f", cost)
-	b.say(n, "a scrape: octets", "%d", octets)
 
-	took = 0
-	if err := profile("change", many*settle); err != nil {
-		return err
-	}
-	cost, err = p.cost(ctx, idle, many, func(i int) error {
-		at := time.Now()
-		b.crowd.move(i)
-		if err := p.tell(ctx, command{Peers: n, Moved: i + 1}); err != nil {
+	moved := 0
+	if b.measures("change") {
+		if err := profile("change", many*2*settle); err != nil {
 			return err
 		}
-		took += time.Since(at).Seconds() / many
-		return sleep(ctx, settle)
-	})
-	if err != nil {
-		return err
-	}
-	b.say(n, "a peer's endpoint changes: CPU, ms", "%.1f", cost)
-	b.say(n, "a peer's endpoint changes: in force after, s", "%.3f", took)
-	const moved = many
-	took = 0
-	if err := profile("come", 2*many*settle); err != nil {
-		return err
-	}
-	cost, err = p.cost(ctx, idle, many, func(int) error {
-		b.crowd.forget(n)
-		at := time.Now()
-		if err := p.tell(ctx, command{Peers: n + 1, Moved: moved}); err != nil {
-			return err
-		}
-		for !b.crowd.has(n) {
-			if err := sleep(ctx, 5*time.Millisecond); err != nil {
+		took := 0.0
+		cost, err := p.cost(ctx, many, func(i int) error {
+			at := time.Now()
+			b.crowd.move(i % n)
+			moved = min(i+1, n)
+			if err := p.tell(ctx, command{Peers: n, Moved: moved}); err != nil {
 				return err
 			}
-		}
-		took += time.Since(at).Seconds() / many
-		if err := sleep(ctx, settle); err != nil {
+			took += time.Since(at).Seconds() / many
+			return sleep(ctx, settle)
+		})
+		if err != nil {
 			return err
 		}
-		if err := p.tell(ctx, command{Peers: n, Moved: moved}); err != nil {
+		b.say(n, "a peer's endpoint changes: CPU, ms", "%s", cost)
+		b.say(n, "a peer's endpoint changes: in force after, s", "%.3f", took)
+		if err := profile("come", many*3*settle); err != nil {
 			return err
 		}
-		return sleep(ctx, settle)
-	})
-	if err != nil {
-		return err
+		took = 0
+		cost, err = p.cost(ctx, many, func(int) error {
+			b.crowd.forget(n)
+			at := time.Now()
+			if err := p.tell(ctx, command{Peers: n + 1, Moved: moved}); err != nil {
+				return err
+			}
+			for !b.crowd.has(n) {
+				if err := sleep(ctx, 5*time.Millisecond); err != nil {
+					return err
+				}
+			}
+			took += time.Since(at).Seconds() / many
+			if err := sleep(ctx, settle); err != nil {
+				return err
+			}
+			if err := p.tell(ctx, command{Peers: n, Moved: moved}); err != nil {
+				return err
+			}
+			return sleep(ctx, settle)
+		})
+		if err != nil {
+			return err
+		}
+		b.say(n, "a peer comes and goes: CPU, ms", "%s", cost)
+		b.say(n, "a peer comes: connected after, s", "%.2f", took)
 	}
-	b.say(n, "a peer comes and goes: CPU, ms", "%.1f", cost)
-	b.say(n, "a peer comes: connected after, s", "%.2f", took)
-
+	if !b.measures("back") {
+		return nil
+	}
 	for _, how := range []struct {
 		name  string
 		pause time.Duration // between scrapes; negative: none
@@ -296,16 +311,30 @@ func (b *bench) measure(ctx context.Context, n int, rest time.Duration, profiles
 	return nil
 }
 
-// cost is what doing something costs, in ms of CPU for each of so many times, beside what the process
-// takes at rest.
-func (p *process) cost(ctx context.Context, idle float64, times int, do func(i int) error) (float64, error) {
-	before, from := measure.CPU(p.pid), time.Now()
+// cost is what doing something costs, in ms of CPU beside what the process takes at rest, with the
+// standard error. It rests for a while before each time: what rest costs changes with the machine's load.
+func (p *process) cost(ctx context.Context, times int, do func(i int) error) (string, error) {
+	var costs []float64
 	for i := range times {
-		if err := do(i); err != nil {
-			return 0, err
+		before, from := measure.CPU(p.pid), time.Now()
+		if err := sleep(ctx, settle); err != nil {
+			return "", err
 		}
+		idle := (measure.CPU(p.pid) - before).Seconds() / time.Since(from).Seconds()
+		before, from = measure.CPU(p.pid), time.Now()
+		if err := do(i); err != nil {
+			return "", err
+		}
+		costs = append(costs, 1000*((measure.CPU(p.pid)-before).Seconds()-idle*time.Since(from).Seconds()))
 	}
-	return 1000 * ((measure.CPU(p.pid) - before).Seconds() - idle*time.Since(from).Seconds()) / float64(times), ctx.Err()
+	mean, squares := 0.0, 0.0
+	for _, c := range costs {
+		mean += c / float64(times)
+	}
+	for _, c := range costs {
+		squares += (c - mean) * (c - mean)
+	}
+	return fmt.Sprintf("%.1f ± %.1f", mean, math.Sqrt(squares/float64(times-1)/float64(times))), ctx.Err()
 }
 
 func sleep(ctx context.Context, d time.Duration) error {
