@@ -101,31 +101,29 @@ func checkWith(addr netip.Addr, site func(netip.Addr) string) string {
 // A Judge is a Site that can be asked often: where each message comes from, and where each peer is. What
 // an answer costs hardly depends on the number of networks, of which each peer has two. It is immutable.
 type Judge struct {
-	site  Site
-	all   *prefixIndex // of site.Networks
-	still *prefixIndex // of those that Services do not relay from
-	relay *prefixIndex // of those that they do
+	site     Site
+	networks *prefixIndex // of site.Networks
 }
 
 // Judge makes a Judge of a Site.
 func (s Site) Judge() *Judge {
-	j := &Judge{site: s, all: new(prefixIndex), still: new(prefixIndex), relay: new(prefixIndex)}
-	for i, n := range s.Networks {
-		j.all.add(n.Prefix, i)
-		if n.Relay {
-			j.relay.add(n.Prefix, i)
-		} else {
-			j.still.add(n.Prefix, i)
-		}
+	j := &Judge{site: s, networks: &prefixIndex{in: make(map[netip.Prefix][]int, len(s.Networks))}}
+	for i := range s.Networks {
+		j.networks.add(s.Networks[i].Prefix, i)
 	}
 	return j
+}
+
+// find is the number of a network that an address is in, which Services relay from or not; -1: none.
+func (j *Judge) find(addr netip.Addr, relay bool) int {
+	return j.networks.find(addr, func(i int) bool { return j.site.Networks[i].Relay == relay })
 }
 
 // CheckEndpoint is that of the Site.
 func (j *Judge) CheckEndpoint(addr netip.Addr) string {
 	return checkWith(addr, func(addr netip.Addr) string {
 		first := -1 // the first of those that it is in
-		j.all.find(addr, func(i int) bool {
+		j.networks.find(addr, func(i int) bool {
 			if first < 0 || i < first {
 				first = i
 			}
@@ -141,14 +139,14 @@ func (j *Judge) CheckSource(addr netip.Addr) string {
 	if j.site.Relays[addr.Unmap().WithZone("")] {
 		return ""
 	}
-	return checkWith(addr, func(addr netip.Addr) string { return j.site.is(addr, j.still.find(addr, nil)) })
+	return checkWith(addr, func(addr netip.Addr) string { return j.site.is(addr, j.find(addr, false)) })
 }
 
 // RelaysFrom reports whether Services relay messages of peers from addr, so that it says nothing of
 // who sent them.
 func (j *Judge) RelaysFrom(addr netip.Addr) bool {
 	addr = addr.Unmap().WithZone("")
-	return j.site.Relays[addr] || j.relay.find(addr, nil) >= 0
+	return j.site.Relays[addr] || j.find(addr, true) >= 0
 }
 
 // endpointRanges are where no gateway is, besides specialRanges and metadataRanges. Pods may be

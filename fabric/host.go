@@ -73,10 +73,13 @@ func GatewayHostFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tun
 		prefix netip.Prefix
 		devs   string
 	}
-	var remotes []remote
-	six := false
+	remotes := make([]remote, 0, 2*len(peers))
+	six, first := false, TunnelSet(0).devs()
 	for _, p := range peers {
-		devs := further[p.ID].devs()
+		devs := first
+		if set := further[p.ID]; set != 0 {
+			devs = set.devs()
+		}
 		for _, prefix := range p.AllowedIPs {
 			remotes, six = append(remotes, remote{prefix, devs}), six || prefix.Addr().Is6()
 		}
@@ -91,6 +94,7 @@ func GatewayHostFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tun
 			{In: kernel.Inner, Name: kernel.VethGateway, MTU: mtu, MAC: macGateway, Up: true},
 		},
 	}
+	s.Routes = make([]kernel.Route, 0, 3*len(remotes)+3) // three for each, and those of the ends
 	for i := range tunnels {
 		s.Links = append(s.Links, kernel.Link{In: kernel.Inner, Name: TunName(i), MTU: mtu, Up: true})
 	}
