@@ -534,7 +534,8 @@ func (g *gateway) accept(c Config) error {
 	}
 	want := g.cutTunnels(gw.Peers, g.now.peers)
 	g.locate(want, gw.Site)
-	survey := g.survey(c, want, false, g.now.generation == 0 || c.PrivateKey != g.now.config.PrivateKey)
+	all := g.now.generation == 0 || g.now.applyErr != nil || c.PrivateKey != g.now.config.PrivateKey
+	survey := g.survey(c, want, false, all)
 	if err := g.setRules(&survey); err != nil {
 		g.locate(g.now.wanted(), g.now.config.Gateway.Site)
 		return err
