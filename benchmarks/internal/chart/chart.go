@@ -58,7 +58,9 @@ func parse(text string) Table {
 	return t
 }
 
+// number reads a cell; what follows ± is its error.
 func number(text string) float64 {
+	text, _, _ = strings.Cut(text, " ±")
 	v, err := strconv.ParseFloat(strings.ReplaceAll(text, ",", ""), 64)
 	if err != nil {
 		return math.NaN()
