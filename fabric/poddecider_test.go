@@ -50,9 +50,9 @@ func TestAPodDeciderDecidesAsANewOne(t *testing.T) {
 			}
 			return n
 		}
-		var peers []GatewayPeer
+		var peers []*GatewayPeer
 		for i := range 5 {
-			peers = append(peers, GatewayPeer{ID: fmt.Sprint(i), Local: Networks{Pod: pfx("10.0.0.0/15")},
+			peers = append(peers, &GatewayPeer{ID: fmt.Sprint(i), Local: Networks{Pod: pfx("10.0.0.0/15")},
 				AllowedIPs: [2]netip.Prefix{netip.PrefixFrom(addr(100), 24).Masked(), netip.PrefixFrom(addr(101), 24).Masked()}})
 		}
 		if rng.IntN(4) == 0 {
@@ -62,11 +62,17 @@ func TestAPodDeciderDecidesAsANewOne(t *testing.T) {
 		in := PodNetwork{Pod: addr(10), Node: "n00", Trusted: rng.IntN(3) > 0}
 		mtu := 1340
 		further := map[string]TunnelSet{}
+		another := func() *GatewayPeer { // in the place of one that there is
+			i := rng.IntN(5)
+			p := *peers[i]
+			peers = slices.Clone(peers)
+			peers[i] = &p
+			return peers[i]
+		}
 		for step := range 150 {
 			switch rng.IntN(40) {
 			case 0:
-				peers = slices.Clone(peers)
-				peers[rng.IntN(5)].AllowedIPs[0] = netip.PrefixFrom(addr(100), 24).Masked()
+				another().AllowedIPs[0] = netip.PrefixFrom(addr(100), 24).Masked()
 			case 1:
 				in.Trusted = !in.Trusted
 			case 2:
@@ -78,11 +84,9 @@ func TestAPodDeciderDecidesAsANewOne(t *testing.T) {
 			case 5:
 				mtu++
 			case 6:
-				peers = slices.Clone(peers)
-				peers[rng.IntN(5)].Port++
+				another().Port++
 			case 7:
-				peers = slices.Clone(peers)
-				p := &peers[rng.IntN(5)]
+				p := another()
 				p.Origin.Name, p.AllowedIPs[1] = fmt.Sprint(step), pfx("fd00:9::/64") // of which there is a problem
 			case 8:
 				further[peers[rng.IntN(5)].ID]++

@@ -80,7 +80,7 @@ type Gateway struct {
 	keyTries time.Time     // when the Secret may be made again
 	logged   string        // problems that were logged
 
-	asked   asked                 // refresh's alone, as the next
+	asked   asked // refresh's alone, as the next
 	decider fabric.GatewayDecider
 
 	// What refresh alone uses, about data.tunnels of the Secret; see tellTunnels.
