@@ -11,23 +11,24 @@ import (
 // are not made anew.
 func TestANodeThatComesIsNoNewConfiguration(t *testing.T) {
 	at := func(addr string) Config {
-		c := Config{Gateway: fabric.Gateway{ClusterID: "us"}, ListenPort: 5871}
+		c := Config{Gateway: fabric.Gateway{ClusterID: "us", Peers: []*fabric.GatewayPeer{{ID: "them"}}}, ListenPort: 5871}
 		c.Gateway.Site = fabric.Site{}.WithRelays([]netip.Addr{netip.MustParseAddr(addr)}, "a node of ours")
 		c.PodNetwork.Nodes = []fabric.ClusterNode{{Name: "n", Addrs: []netip.Addr{netip.MustParseAddr(addr)}}}
 		return c
 	}
-	g := &gateway{}
-	g.now.config = at("192.0.2.1")
-	if !g.deliversElsewhere(at("192.0.2.2")) || g.now.config.Gateway.Site.CheckEndpoint(netip.MustParseAddr("192.0.2.2")) == "" || g.now.config.PodNetwork.Nodes[0].Addrs[0] != netip.MustParseAddr("192.0.2.2") {
-		t.Errorf("another node: %+v", g.now.config)
+	now := at("192.0.2.1")
+	if !at("192.0.2.2").samePeers(now) {
+		t.Error("another node is taken for another peer")
 	}
 	for what, change := range map[string]func(*Config){
-		"another peer": func(c *Config) { c.Gateway.ClusterID = "them" },
-		"another key":  func(c *Config) { c.PrivateKey[0]++ },
-		"another port": func(c *Config) { c.ListenPort++ },
+		"another cluster ID": func(c *Config) { c.Gateway.ClusterID = "them" },
+		"another key":        func(c *Config) { c.PrivateKey[0]++ },
+		"another port":       func(c *Config) { c.ListenPort++ },
+		"another endpoint":   func(c *Config) { c.Gateway.Peers[0].Port++ },
+		"one peer less":      func(c *Config) { c.Gateway.Peers = nil },
 	} {
 		c := at("192.0.2.3")
-		if change(&c); g.deliversElsewhere(c) {
+		if change(&c); c.samePeers(now) {
 			t.Errorf("%s is taken for another node", what)
 		}
 	}
