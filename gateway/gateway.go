@@ -636,6 +636,9 @@ func (g *gateway) put(s *survey) {
 	if err != nil {
 		errs = append(errs, err)
 	}
+	if g.host.Busy() {
+		g.compareSoon()
+	}
 	if errors.Is(err, rtnl.ErrFilter) { // without it the overlay would take packets from anybody
 		if _, err := g.host.Apply(g.left()); err != nil {
 			errs = append(errs, err)

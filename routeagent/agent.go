@@ -36,7 +36,7 @@ import (
 const (
 	compareGap    = 100 * time.Millisecond // at least between two comparisons: events come in bursts
 	retryInterval = time.Second            // after a failure
-	busyInterval  = 100 * time.Millisecond // while others change iptables-legacy
+	busyInterval  = 100 * time.Millisecond // while others change iptables-legacy, or nftables
 	// limitsInterval is how long rules of others are not read again, of which nobody tells.
 	limitsInterval = 9 * time.Second
 )

@@ -42,7 +42,7 @@ func around(sorted []netip.Prefix) string {
 	var text []byte
 	next := 0 // before it all are said
 	for _, p := range sorted {
-		if !p.Addr().Is4() {
+		if !p.IsValid() || !p.Addr().Is4() {
 			continue
 		}
 		b := p.Masked().Addr().As4()

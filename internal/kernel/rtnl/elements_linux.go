@@ -109,7 +109,10 @@ func (k *Kernel) changeSourceNAT(remove bool, want kernel.SourceNAT) error {
 // the tables of the namespace are of the generation that was read, and the next one is what was written
 // then, and need not be read again. have is what was read last with the wanted chains, nil for none.
 func (k *Kernel) changeTable(remove bool, have func() *table, want table, remember func()) error {
-	doubt := func() { k.memory.filter.Store(true) } // somebody else's transaction may have been taken for ours
+	doubt := func() { // somebody else's transaction may have been taken for ours, and then no event tells of it
+		k.memory.filter.Store(true)
+		k.busy = true
+	}
 	if k.tables.generation == 0 || !k.tables.good() {
 		k.haveTables()
 	}

@@ -114,7 +114,9 @@ func (k *Kernel) haveTables() tablesRead {
 		k.tables = tablesRead{generation: now, filters: readFilter()}
 		if k.owner.NAT {
 			k.tables.sourceNAT, k.tables.bridges = readSourceNAT(), readBridge()
-			k.lookForward()
+			if !k.lookForward() {
+				k.tables.generation = 0
+			}
 		}
 	}
 	return k.tables

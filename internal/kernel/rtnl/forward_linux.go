@@ -253,11 +253,11 @@ func acceptRules() (all [][]expr.Any) {
 	return all
 }
 
-// lookForward reads the chains of nftables. While they cannot be read they are what they were.
-func (k *Kernel) lookForward() {
+// lookForward reads the chains of nftables; false: they cannot be read, and are what they were.
+func (k *Kernel) lookForward() bool {
 	now, err := readForwarding()
 	if err != nil {
-		return
+		return false
 	}
 	k.forward = slices.Concat(now, slices.DeleteFunc(k.forward, func(f forwarding) bool { return f.accept.Program != kernel.IptablesLegacy }))
 	names := make([][]byte, len(now))
@@ -265,6 +265,7 @@ func (k *Kernel) lookForward() {
 		names[i] = append([]byte(f.accept.Chain), 0)
 	}
 	k.memory.chains.Store(&names)
+	return true
 }
 
 // lookLegacy reads that of iptables-legacy.
@@ -304,6 +305,7 @@ func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 	}
 	at := slices.IndexFunc(now, func(f forwarding) bool { return f.accept == a })
 	if at < 0 {
+		k.lookForward()
 		return unix.ENOENT
 	}
 	f := now[at]

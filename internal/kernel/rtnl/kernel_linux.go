@@ -42,7 +42,7 @@ type Kernel struct {
 	unmade  []kernel.Limit // what is optional and could not be made
 	theirs  []kernel.Limit // by rules of others, as they were read last
 	failed  struct{ nat, bridge error }
-	busy    bool // others had the lock of iptables-legacy at the last Apply
+	busy    bool // others had the lock of iptables-legacy at the last Apply, or changed nftables in its middle
 	bridged bool // there was a Bridge after the last Apply that read what there was
 	applied bool // there was such an Apply
 	memory  memory
@@ -127,7 +127,7 @@ func withLock(owner kernel.Owner, lock io.Closer, log *slog.Logger) (_ *Kernel, 
 }
 
 // Busy reports whether the last Apply left something undone because others changed iptables-legacy at
-// that moment: the caller applies again soon.
+// that moment, or may have, because they changed a table of nftables: the caller applies again soon.
 func (k *Kernel) Busy() bool { return k.busy }
 
 // Bridged reports whether the last Apply found or made a Bridge, and before the first one that could read

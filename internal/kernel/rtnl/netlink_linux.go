@@ -62,6 +62,7 @@ func (k *Kernel) have(want kernel.State) (kernel.State, error) {
 		s.Filters, s.SourceNAT, s.Bridges = have.filters, have.sourceNAT, have.bridges
 	}
 	if k.owner.NAT {
+		k.lookForward() // a table that goes with its process is no new generation, and no event tells of it
 		k.lookLegacy()
 	}
 	return s, errors.Join(errs...)

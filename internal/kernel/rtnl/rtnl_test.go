@@ -18,6 +18,8 @@ import (
 	"slices"
 	"strconv"
 	"strings"
+	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -833,7 +835,8 @@ func TestAForwardThatBelongsToAProcessIsNamed(t *testing.T) {
 	}); err != nil {
 		t.Fatal(err)
 	}
-	t.Cleanup(func() { in.Close(); _ = owner.Wait() })
+	end := sync.OnceFunc(func() { in.Close(); _ = owner.Wait() })
+	t.Cleanup(end)
 	if _, err := io.WriteString(in, "add table inet firewalld { flags owner; chain filter_FORWARD { type filter hook forward priority 10; policy drop; }; }\n"); err != nil {
 		t.Fatal(err)
 	}
@@ -849,6 +852,19 @@ func TestAForwardThatBelongsToAProcessIsNamed(t *testing.T) {
 	}
 	if len(got) != 1 || got[0].Reason != LimitUncertain || len(got[0].Message) > 512 || !strings.Contains(got[0].Message, "--zone=trusted --add-interface=isthmus.vxlan") {
 		t.Errorf("said %+v", got)
+	}
+
+	end() // the kernel takes the table away, as no new generation
+	for strings.Contains(n.run("nft list tables"), "firewalld") {
+		time.Sleep(10 * time.Millisecond)
+	}
+	n.apply(State{Accepts: []Accept{{}}}) // finds out
+	n.apply(State{Accepts: []Accept{{}}})
+	if err := Do(n.f, func() error { got = n.k.Limits(SourceNAT{}, true); return nil }); err != nil {
+		t.Fatal(err)
+	}
+	if len(got) != 0 {
+		t.Errorf("after its end: %+v", got)
 	}
 }
 
@@ -1232,7 +1248,8 @@ func TestTheKernelTracksNoConnectionsInAGatewaysPod(t *testing.T) {
 }
 
 // The filter of a gateway's Pod refuses what that of a node would refuse in its place, for the same
-// reasons, and nothing else.
+// reasons, and besides what has a peer's address and is for no peer: a node may have been given one of these
+// by a Service, and nobody is behind a gateway.
 func TestTheFilterOfAGatewaysPodRefusesAsThatOfANode(t *testing.T) {
 	for _, pod := range []bool{false, true} {
 		n := open(t, GatewayPod)
@@ -1262,6 +1279,7 @@ func TestTheFilterOfAGatewaysPodRefusesAsThatOfANode(t *testing.T) {
 			{"isthmus0", "10.246.0.9", "10.246.1.1", 53, ""}, // from one peer's to another's mapped endpoint
 			{"eth0", "172.30.1.11", "10.244.0.254", OverlayPort, ""},
 			{"isthmus.vxlan", "10.246.1.1", "10.246.0.9", 53, "overlay_stranger"},
+			{"isthmus.vxlan", "10.246.1.1", "10.99.0.1", 53, map[bool]string{true: "overlay_stranger"}[pod]},
 			{"isthmus.vxlan", "10.244.0.11", "10.99.0.1", 53, "overlay_stranger"},
 			{"isthmus.vxlan", "10.244.0.11", "10.246.0.9", OverlayPort, "overlay_port"},
 			{"isthmus0", "10.246.0.9", "10.244.0.11", OverlayPort, "overlay_port"},
@@ -1407,6 +1425,41 @@ func script(t *testing.T, text string) string {
 		t.Fatal(err)
 	}
 	return name
+}
+
+// Somebody takes our filter away, and before his event is read a change of another table is carried out:
+// that one must not pass for his, nor his for ours.
+func TestATransactionOfOthersBesideOursIsLookedFor(t *testing.T) {
+	n := open(t, RouteAgent)
+	var held atomic.Bool
+	waits, goOn := make(chan struct{}, 100), make(chan struct{})
+	if err := Do(n.f, func() error {
+		return n.k.Events(t.Context(), func() {
+			if held.Load() {
+				waits <- struct{}{}
+				<-goOn
+			}
+		})
+	}); err != nil {
+		t.Fatal(err)
+	}
+	defer close(goOn)
+	want := State{Filters: []Filter{FilterFor(FilterSets{Remote: []netip.Prefix{remote4}})}, SourceNAT: []SourceNAT{SourceNATFor(SourceNATSets{Remote: []netip.Prefix{remote4}})}}
+	n.apply(want)
+	held.Store(true)
+	n.run("nft add element inet isthmus own { 192.0.2.77 }")
+	<-waits // who reads events stands still
+	n.apply(want)
+	n.run("nft delete table inet isthmus")
+	want.SourceNAT = []SourceNAT{SourceNATFor(SourceNATSets{Remote: []netip.Prefix{remote4}, Pods: []netip.Prefix{netip.MustParsePrefix("10.99.0.0/16")}})}
+	n.apply(want)
+	if !n.k.Busy() {
+		t.Error("nobody is told to apply again")
+	}
+	n.apply(want)
+	if got := n.run("nft list tables"); !strings.Contains(got, "inet isthmus\n") {
+		t.Errorf("the filter is gone: %s", got)
+	}
 }
 
 // What cannot be mended is said, and nothing else is.
