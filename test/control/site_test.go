@@ -347,7 +347,10 @@ func (s *site) identity(account string) string {
 		user.ClientCertificateData, user.ClientKeyData, user.Token = nil, nil, token.Status.Token
 	}
 	path := filepath.Join(s.dir, account+".kubeconfig")
-	if err := clientcmd.WriteToFile(*config, path); err != nil {
+	if err := clientcmd.WriteToFile(*config, path+".next"); err != nil {
+		s.t.Fatal(err)
+	}
+	if err := os.Rename(path+".next", path); err != nil { // a process may be reading the one before
 		s.t.Fatal(err)
 	}
 	return path
