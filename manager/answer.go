@@ -140,7 +140,7 @@ func (r *AnswerReconciler) reconcile(ctx context.Context, req ctrl.Request) erro
 		return r.refuse(ctx, copies, refusals...)
 	}
 	r.waiting.remove(req)
-	if !answerInForce(r.Store.Book(), nc) && !r.Warden.Refused(req.Name, r.queue.queue, req) {
+	if !answerInForce(r.Store.Book(), nc) && !r.Warden.Refused(req.Name, &r.queue, req) {
 		return nil
 	}
 	answer := v1alpha1.NetworkConfigStatus{Processed: true}

@@ -203,6 +203,13 @@ func (p *partner) claim(pod, external string) *v1alpha1.NetworkConfig {
 	}
 }
 
+// told reports whether the partner was told networks; that nobody wants it may be, before the Peering is
+// seen.
+func (p *partner) told() bool {
+	nc := p.copied()
+	return nc != nil && nc.Status.Processed
+}
+
 // claims creates that NetworkConfig.
 func (p *partner) claims(pod, external string) *partner {
 	p.a.t.Helper()

@@ -248,7 +248,7 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	if err != nil || spec == nil {
 		return err
 	}
-	if !r.Warden.Refused(x.id, r.queue.queue, exchangeWith(x.peer)) {
+	if !r.Warden.Refused(x.id, &r.queue, exchangeWith(x.peer)) {
 		return nil // under Liqo's rights the peer may have answered itself
 	}
 	if ready, err := r.mapped(ctx, x.id, original); err != nil || !ready {

@@ -80,7 +80,7 @@ type granted struct {
 
 type await struct {
 	id    string // of the peer
-	queue requestQueue
+	queue *wardedQueue
 }
 
 // Observe learns of each version of the books.
@@ -123,7 +123,7 @@ func (w *Warden) Observe(book ipam.Book) {
 
 // Refused reports whether what a peer has in the books may be told. If not, it adds the request to
 // the queue when it may be.
-func (w *Warden) Refused(id string, queue requestQueue, request reconcile.Request) bool {
+func (w *Warden) Refused(id string, queue *wardedQueue, request reconcile.Request) bool {
 	w.mu.Lock()
 	defer w.mu.Unlock()
 	g, ok := w.granted[id]
@@ -133,7 +133,7 @@ func (w *Warden) Refused(id string, queue requestQueue, request reconcile.Reques
 	}
 	if rest := w.Patience - time.Since(g.at); rest > 0 {
 		w.waiting[request] = await{id, queue}
-		queue.AddAfter(request, rest)
+		queue.add(request, rest)
 		return false
 	}
 	for _, node := range w.behind(g) {
@@ -210,21 +210,43 @@ func (w *Warden) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Result, er
 	for request, a := range w.waiting {
 		if w.granted[a.id].number <= least {
 			delete(w.waiting, request)
-			a.queue.Add(request)
+			a.queue.add(request, 0)
 		}
 	}
 	return ctrl.Result{}, nil
 }
 
-// A wardedQueue is the queue of one controller, for the Warden.
-type wardedQueue struct{ queue requestQueue }
+// A wardedQueue is the queue of one controller, for the Warden. The controller may reconcile before it hands
+// it over; what is to be added by then is added later.
+type wardedQueue struct {
+	mu    sync.Mutex
+	queue requestQueue // nil: not handed over yet
+	early []reconcile.Request
+}
 
-// source hands over the queue when the controller starts, before it reconciles anything.
+// source hands over the queue.
 func (q *wardedQueue) source() source.Source {
 	return source.Func(func(_ context.Context, queue requestQueue) error {
+		q.mu.Lock()
+		defer q.mu.Unlock()
 		q.queue = queue
+		for _, r := range q.early {
+			queue.Add(r)
+		}
+		q.early = nil
 		return nil
 	})
+}
+
+// add adds a request after a while.
+func (q *wardedQueue) add(r reconcile.Request, after time.Duration) {
+	q.mu.Lock()
+	defer q.mu.Unlock()
+	if q.queue == nil {
+		q.early = append(q.early, r)
+		return
+	}
+	q.queue.AddAfter(r, after)
 }
 
 // watchBooks has the Warden learn of all that a Store writes.
