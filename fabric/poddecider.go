@@ -228,7 +228,9 @@ func (c *listChange[T]) in(list []T, compare func(a, b T) int) []T {
 			now, come = append(now, come[0]), come[1:]
 		}
 		upTo(v)
-		from++ // it is there: an addition has put it there
+		if from < len(list) && compare(list[from], v) == 0 {
+			from++
+		}
 	}
 	for _, v := range come {
 		upTo(v)
