@@ -233,15 +233,18 @@ func TestAPeersRequestsHaveSeatsOfTheirOwn(t *testing.T) {
 	}
 }
 
-// Whatever else manager and gateway ask for, their Leases do not queue behind it.
-func TestElectionsHaveThePriorityOfElections(t *testing.T) {
+// Whatever else manager and gateway ask for, their Leases do not queue behind it, nor behind those of others.
+func TestElectionsHaveSeatsOfTheirOwn(t *testing.T) {
 	t.Parallel()
 	a := connectTo(t, Access{Kubeconfig: files.a})
 	levels := map[string]string{}
-	for _, name := range []string{"leader-election", "workload-low"} { // of Kubernetes; the second has all other ServiceAccounts
+	for _, name := range []string{deploy.ManagerServiceAccount + "-election", deploy.GatewayServiceAccount + "-election", "leader-election", "workload-low"} {
 		var level flowcontrolv1.PriorityLevelConfiguration
 		must(t, a.client.Get(t.Context(), client.ObjectKey{Name: name}, &level))
 		levels[string(level.UID)] = name
+		if l := level.Spec.Limited; strings.HasPrefix(name, "isthmus-") && (*l.BorrowingLimitPercent != 0 || *l.LendablePercent != 0) {
+			t.Errorf("%s lends %d %% and borrows %d %%: want its own, always", name, *l.LendablePercent, *l.BorrowingLimitPercent)
+		}
 	}
 	config := rest.CopyConfig(a.config)
 	for _, account := range []string{deploy.ManagerServiceAccount, deploy.GatewayServiceAccount} {
@@ -251,10 +254,10 @@ func TestElectionsHaveThePriorityOfElections(t *testing.T) {
 		must(t, err)
 		leases := "/apis/coordination.k8s.io/v1/namespaces/" + deploy.Namespace + "/leases"
 		for _, ask := range []struct{ method, path, want string }{
-			{http.MethodGet, leases + "/" + account, "leader-election"},
-			{http.MethodPut, leases + "/" + account, "leader-election"},
-			{http.MethodPost, leases, "leader-election"},
-			{http.MethodGet, leases, "workload-low"}, // nobody lists them to lead
+			{http.MethodGet, leases + "/" + account, account + "-election"},
+			{http.MethodPut, leases + "/" + account, account + "-election"},
+			{http.MethodPost, leases, account + "-election"},
+			{http.MethodGet, leases, "workload-low"}, // as all ServiceAccounts: nobody lists them to lead
 			{http.MethodGet, "/api/v1/nodes", "workload-low"},
 		} {
 			for begin := time.Now(); ; time.Sleep(50 * time.Millisecond) { // it learns of a FlowSchema a moment later
