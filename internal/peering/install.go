@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	appsv1 "k8s.io/api/apps/v1"
@@ -143,24 +144,64 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 }
 
 // prune deletes what an installation before this one made for parts that may be left out, and now are.
+// An object of the same name that somebody else made stays, such as a NetworkPolicy applied by hand, and
+// so does one that a person may not see: most clusters have nothing of the kind, so that is no error.
 func (c *Cluster) prune(ctx context.Context, o InstallOptions, chosen, found chart.Values, objects []*unstructured.Unstructured) error {
-	for _, port := range []float64{0, 6000} { // the NetworkPolicies are others with the IPAM's
-		all := chart.Merge(chosen, chart.Values{"ipam": chart.Values{"port": port}, "networkPolicy": chart.Values{"enabled": true},
-			"metrics": chart.Values{"enabled": true, "podMonitor": chart.Values{"enabled": true}}})
-		with, err := chart.Objects(o.chart(c.Namespace, c.Identity, false, all, found))
-		if err != nil {
-			return fmt.Errorf("%s: %w", c, err)
+	with, err := c.withEveryPart(func(on chart.Values) chart.Options {
+		return o.chart(c.Namespace, c.Identity, false, chart.Merge(chosen, on), found)
+	})
+	if err != nil {
+		return err
+	}
+	var unseen []string
+	for _, u := range with {
+		if slices.ContainsFunc(objects, func(wanted *unstructured.Unstructured) bool { return describe(wanted) == describe(u) }) {
+			continue
 		}
-		for _, u := range with {
-			if slices.ContainsFunc(objects, func(wanted *unstructured.Unstructured) bool { return describe(wanted) == describe(u) }) {
-				continue
-			}
-			if err := c.remove(ctx, u, UninstallOptions{Report: o.Report}); err != nil {
+		have, err := c.get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName())
+		switch {
+		case forbidden(err):
+			unseen = append(unseen, describe(u))
+		case err != nil:
+			return err
+		case have != nil && have.GetDeletionTimestamp() == nil && appliedByUs(have):
+			if err := c.deleteObject(ctx, have, o.Report); err != nil {
 				return err
 			}
 		}
 	}
+	if len(unseen) > 0 {
+		o.Report(fmt.Sprintf("%s: you may not get what would be deleted if an installation before had made it: %s", c, strings.Join(unseen, ", ")))
+	}
 	return nil
+}
+
+// appliedByUs reports whether apply has written an object, whoever else has.
+func appliedByUs(u *unstructured.Unstructured) bool {
+	return slices.ContainsFunc(u.GetManagedFields(), func(f metav1.ManagedFieldsEntry) bool {
+		return f.Manager == fieldManager && f.Operation == metav1.ManagedFieldsOperationApply
+	})
+}
+
+// withEveryPart renders the chart with all parts on that may be left out: twice, since the NetworkPolicies
+// are others where the IPAM has a port.
+func (c *Cluster) withEveryPart(options func(on chart.Values) chart.Options) (all []*unstructured.Unstructured, err error) {
+	enabled := chart.Values{"enabled": true}
+	for _, port := range []float64{0, 6000} {
+		some, err := chart.Objects(options(chart.Values{
+			"ipam": chart.Values{"port": port}, "networkPolicy": enabled,
+			"metrics": chart.Values{"enabled": true, "podMonitor": enabled, "prometheusRule": enabled, "dashboard": enabled},
+		}))
+		if err != nil {
+			return nil, fmt.Errorf("%s: %w", c, err)
+		}
+		for _, u := range some {
+			if !slices.ContainsFunc(all, func(have *unstructured.Unstructured) bool { return describe(have) == describe(u) }) {
+				all = append(all, u)
+			}
+		}
+	}
+	return all, nil
 }
 
 // Manifests returns as text what Install would apply in a cluster of which nothing is known.

@@ -1,6 +1,7 @@
 package peering
 
 import (
+	"context"
 	"errors"
 	"fmt"
 	"net/netip"
@@ -12,6 +13,9 @@ import (
 
 	appsv1 "k8s.io/api/apps/v1"
 	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
+	rbacv1 "k8s.io/api/rbac/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -309,12 +313,14 @@ func TestInstallTakesAwayWhatIsNotChosenAnyMore(t *testing.T) {
 	t.Parallel()
 	c, _ := newCluster(t, "twice")
 	options := InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "twice"}, Version: "v1", Values: chart.Values{
-		"networks": chart.Values{"podCIDR": "10.9.0.0/16"}, "networkPolicy": chart.Values{"enabled": true}, "metrics": chart.Values{"enabled": true},
+		"networks": chart.Values{"podCIDR": "10.9.0.0/16"}, "networkPolicy": chart.Values{"enabled": true},
+		"metrics": chart.Values{"enabled": true, "dashboard": chart.Values{"enabled": true}},
 	}}
+	var said lines
+	options.Report = func(line string) { said.report(line) }
 	install := func(port float64) string {
 		t.Helper()
-		var said lines
-		options.Report = said.report
+		said = nil
 		options.Values = chart.Merge(options.Values, chart.Values{"ipam": chart.Values{"port": port}})
 		must(t, c.Install(t.Context(), options))
 		var deleted []string
@@ -342,6 +348,79 @@ func TestInstallTakesAwayWhatIsNotChosenAnyMore(t *testing.T) {
 	}
 	if did := install(6000); did != "NetworkPolicy twice/isthmus-manager" {
 		t.Errorf("with it again it deletes %s", did)
+	}
+	off := chart.Values{"enabled": false}
+	options.Values = chart.Merge(options.Values, chart.Values{"networkPolicy": off, "metrics": chart.Values{"enabled": false, "dashboard": off}})
+	const without = "ClusterRole isthmus-metrics-auth, ClusterRole isthmus-metrics-reader, ClusterRoleBinding isthmus-metrics-auth, " +
+		"ConfigMap twice/isthmus-dashboard, NetworkPolicy twice/isthmus-gateway, NetworkPolicy twice/isthmus-ipam"
+	if did := install(6000); did != without {
+		t.Errorf("without metrics and NetworkPolicies it deletes %s\nwant %s", did, without)
+	}
+	// What others made has our names where they took it from our files.
+	foreign := &rbacv1.ClusterRole{ObjectMeta: metav1.ObjectMeta{Name: "isthmus-metrics-reader"}}
+	must(t, c.client.Create(t.Context(), foreign))
+	policy := &networkingv1.NetworkPolicy{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: "isthmus-ipam"}}
+	must(t, c.client.Create(t.Context(), policy, client.FieldOwner(fieldManager))) // the name alone does not tell
+	if did := install(0); did != strings.Replace(want, "NetworkPolicy twice/isthmus-ipam, ", "", 1) {
+		t.Errorf("beside what others made it deletes %s", did)
+	}
+	for _, o := range []client.Object{foreign, policy} {
+		must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(o), o))
+	}
+	// A person who may not look for it has installed all the same.
+	c.client = mayNotGet{c.client, "NetworkPolicy"}
+	if did := install(0); did != "" {
+		t.Errorf("without the right to get NetworkPolicies it deletes %s", did)
+	}
+	if last := said[len(said)-1]; !strings.Contains(last, "you may not get what would be deleted") || !strings.Contains(last, "NetworkPolicy twice/isthmus-ipam") {
+		t.Errorf("without the right to get NetworkPolicies it says last: %s", last)
+	}
+}
+
+// mayNotGet is a client that the API server lets get all but objects of one kind.
+type mayNotGet struct {
+	client.Client
+	kind string
+}
+
+func (m mayNotGet) Get(ctx context.Context, key client.ObjectKey, o client.Object, opts ...client.GetOption) error {
+	if o.GetObjectKind().GroupVersionKind().Kind == m.kind {
+		return apierrors.NewForbidden(schema.GroupResource{Resource: m.kind}, key.Name, nil)
+	}
+	return m.Client.Get(ctx, key, o, opts...)
+}
+
+// Whatever the values can turn on is among what prune and Uninstall look for.
+func TestEveryPartThatMayBeLeftOutIsLookedFor(t *testing.T) {
+	defaults, err := chart.Defaults()
+	must(t, err)
+	var allOn func(chart.Values)
+	allOn = func(values chart.Values) {
+		for key, value := range values {
+			if more, is := value.(chart.Values); is {
+				allOn(more)
+			} else if key == "enabled" {
+				values[key] = true
+			}
+		}
+	}
+	allOn(defaults)
+	options := chart.Options{Namespace: "x", Values: defaults}
+	chart.Set(defaults, "x", "cluster", "name")
+	c := &Cluster{}
+	all, err := c.withEveryPart(func(on chart.Values) chart.Options {
+		return chart.Options{Namespace: "x", Values: chart.Merge(chart.Values{"cluster": chart.Values{"name": "x"}}, on)}
+	})
+	must(t, err)
+	for _, port := range []float64{0, 7000} {
+		chart.Set(defaults, port, "ipam", "port")
+		some, err := chart.Objects(options)
+		must(t, err)
+		for _, u := range some {
+			if !slices.ContainsFunc(all, func(o *unstructured.Unstructured) bool { return describe(o) == describe(u) }) {
+				t.Errorf("nobody looks for %s, which the chart can make", describe(u))
+			}
+		}
 	}
 }
 

@@ -143,26 +143,14 @@ func (c *Cluster) everyObject(ctx context.Context) ([]*unstructured.Unstructured
 	if err != nil {
 		return nil, err
 	}
-	on := chart.Values{
+	anyway := chart.Merge(chosen, chart.Values{
 		"cluster": chart.Values{"name": cmp.Or(c.Identity.ClusterName, "x"), "configMap": true}, "workloads": true,
-		"gateway": chart.Values{"service": chart.Values{"type": "NodePort"}}, "networkPolicy": chart.Values{"enabled": true},
-		"metrics":    chart.Values{"enabled": true, "podMonitor": chart.Values{"enabled": true}},
+		"gateway":    chart.Values{"service": chart.Values{"type": "NodePort"}},
 		"routeAgent": chart.Values{"maxSurge": 1.0}, // 0 could be chosen once, and is refused now
-	}
-	var all []*unstructured.Unstructured
-	for _, port := range []float64{0, 6000} { // either of two NetworkPolicies
-		on["ipam"] = chart.Values{"port": port}
-		some, err := chart.Objects(chart.Options{Namespace: c.Namespace, Values: chart.Merge(chosen, on)})
-		if err != nil {
-			return nil, fmt.Errorf("%s: %w", c, err)
-		}
-		for _, u := range some {
-			if !slices.ContainsFunc(all, func(have *unstructured.Unstructured) bool { return describe(have) == describe(u) }) {
-				all = append(all, u)
-			}
-		}
-	}
-	return all, nil
+	})
+	return c.withEveryPart(func(on chart.Values) chart.Options {
+		return chart.Options{Namespace: c.Namespace, Values: chart.Merge(anyway, on)}
+	})
 }
 
 // get reads an object as it is; nil when it or its kind is not there.
@@ -607,10 +595,14 @@ func (c *Cluster) remove(ctx context.Context, u *unstructured.Unstructured, o Un
 	if err != nil || have == nil || have.GetDeletionTimestamp() != nil {
 		return err
 	}
+	return c.deleteObject(ctx, have, o.Report)
+}
+
+func (c *Cluster) deleteObject(ctx context.Context, have *unstructured.Unstructured, report func(string)) error {
 	if err := c.client.Delete(ctx, have, client.PropagationPolicy(metav1.DeletePropagationBackground)); client.IgnoreNotFound(err) != nil {
-		return c.explain("delete "+describe(u), err)
+		return c.explain("delete "+describe(have), err)
 	}
-	o.Report(fmt.Sprintf("%s: %s deleted", c, describe(u)))
+	report(fmt.Sprintf("%s: %s deleted", c, describe(have)))
 	return nil
 }
 
