@@ -151,9 +151,13 @@ type Holder struct {
 	ahead  time.Duration // of the API server's clock, the holder's; 0: not known
 }
 
-// holderOf says who is at work, by the Lease that the manager or the active gateway renews.
-func (c *Cluster) holderOf(ctx context.Context, leaseName string) (Holder, error) {
+// holderOf says who is at work, by the Lease that the manager or the active gateway renews. A sharp answer is
+// to be shown. What is done because nobody is at work, such as taking down what others keep up, needs
+// both clocks to say that the Lease is over, by half a minute: the API server's may be a proxy's, or that of
+// one of several.
+func (c *Cluster) holderOf(ctx context.Context, leaseName string, sharp bool) (Holder, error) {
 	var lease coordinationv1.Lease
+	asked := time.Now() // the answer may be as old as that
 	err := c.client.Get(ctx, client.ObjectKey{Namespace: c.Namespace, Name: leaseName}, &lease)
 	name := c.leaseName(leaseName)
 	if apierrors.IsNotFound(err) {
@@ -162,8 +166,11 @@ func (c *Cluster) holderOf(ctx context.Context, leaseName string) (Holder, error
 	if err != nil {
 		return Holder{}, c.explain(name, err)
 	}
-	now, known := c.now()
-	return holder(name, &lease, now, known), nil
+	ahead, known := c.clock.atLeast()
+	if !sharp {
+		ahead, known = min(ahead, 0), false
+	}
+	return holder(name, &lease, asked.Add(ahead), known), nil
 }
 
 func (c *Cluster) leaseName(lease string) string { return "Lease " + c.Namespace + "/" + lease }
@@ -231,7 +238,7 @@ func holder(name string, lease *coordinationv1.Lease, now time.Time, exact bool)
 func (s *side) checkManager(ctx context.Context, o PeerOptions) error {
 	deadline := time.Now().Add(o.Timeout)
 	for told := false; ; told = true {
-		h, err := s.holderOf(ctx, managerLease)
+		h, err := s.holderOf(ctx, managerLease, false)
 		switch {
 		case err != nil || h.Name != "":
 			return err

@@ -43,6 +43,13 @@ func (s *serverClock) ahead() (time.Duration, bool) {
 	return max(s.low, min(s.high, 0)), s.known
 }
 
+// atLeast is the least that it may be, which makes nothing older than it is.
+func (s *serverClock) atLeast() (time.Duration, bool) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.low, s.known
+}
+
 // listening hears the answers to what a client asks.
 func (s *serverClock) listening(to http.RoundTripper) http.RoundTripper {
 	return roundTripper(func(r *http.Request) (*http.Response, error) {

@@ -88,10 +88,10 @@ var accounts = map[string]string{
 
 // clusterHops are those that all peerings of a cluster need.
 func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway Holder, err error) {
-	if manager, err = c.holderOf(ctx, managerLease); err != nil {
+	if manager, err = c.holderOf(ctx, managerLease, true); err != nil {
 		return nil, manager, gateway, err
 	}
-	if gateway, err = c.holderOf(ctx, isthmus.LeaseGateway); err != nil {
+	if gateway, err = c.holderOf(ctx, isthmus.LeaseGateway, true); err != nil {
 		return nil, manager, gateway, err
 	}
 	now, _ := c.now()

@@ -1,11 +1,13 @@
 package peering
 
 import (
+	"context"
 	"maps"
 	"math/rand/v2"
 	"slices"
 	"strings"
 	"testing"
+	"testing/synctest"
 	"time"
 
 	coordinationv1 "k8s.io/api/coordination/v1"
@@ -179,6 +181,56 @@ func TestALeaseThatIsNotRenewedIsHeldByNobody(t *testing.T) {
 	if got := holder("L", taken(ahead, 0), now, true); got.since == nil || !got.since.Equal(&metav1.Time{Time: now.Add(-time.Minute)}) {
 		t.Errorf("acquired a minute ago by a clock that is an hour ahead: %v", got.since)
 	}
+}
+
+// What is only shown goes by the API server's clock, and never by a moment after the question. What is done
+// because nobody is at work needs both clocks to say so.
+func TestALeaseIsOverForWhoeverActsWhenBothClocksSaySo(t *testing.T) {
+	for _, tc := range []struct {
+		name         string
+		ago, took    time.Duration // by our clock: the renewal before the question, and the answer
+		low          time.Duration // of the API server's clock, how far it is ahead at least
+		unknown      bool
+		sharp, acted bool // it is held
+	}{
+		{"renewed just now", time.Second, 0, 0, false, true, true},
+		{"the answer took its time", 16 * time.Second, 5 * time.Second, 0, false, true, true},
+		{"over", 18 * time.Second, 0, 0, false, false, true},
+		{"over for half a minute", 46 * time.Second, 0, 0, false, false, false},
+		{"over for half a minute, and no answer has a time", 46 * time.Second, 0, 0, true, false, false},
+		{"over, and no answer has a time", 18 * time.Second, 0, 0, true, true, true},
+		{"a proxy whose clock is an hour ahead", time.Second, 0, time.Hour, false, false, true},
+		{"our clock is an hour ahead", time.Hour, 0, -time.Hour, false, true, true},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				for sharp, want := range map[bool]bool{true: tc.sharp, false: tc.acted} {
+					at := metav1.NewTime(time.Now().Add(-tc.ago))
+					lease := coordinationv1.Lease{Spec: coordinationv1.LeaseSpec{HolderIdentity: new("m"), LeaseDurationSeconds: new(int32(15)), RenewTime: &metav1.MicroTime{Time: at.Time}}}
+					lease.ManagedFields = []metav1.ManagedFieldsEntry{{Time: &at, FieldsV1: metav1.NewFieldsV1(`{"f:spec":{"f:renewTime":{}}}`)}}
+					c := &Cluster{client: leaseAfter{lease: lease, took: tc.took}, clock: &serverClock{known: !tc.unknown, low: tc.low, high: tc.low + time.Second}}
+					h, err := c.holderOf(t.Context(), managerLease, sharp)
+					must(t, err)
+					if (h.Name != "") != want {
+						t.Errorf("sharp %v: %+v; want it held: %v", sharp, h, want)
+					}
+				}
+			})
+		})
+	}
+}
+
+// leaseAfter is a client that gets one Lease, after a while.
+type leaseAfter struct {
+	client.Client
+	lease coordinationv1.Lease
+	took  time.Duration
+}
+
+func (l leaseAfter) Get(_ context.Context, _ client.ObjectKey, o client.Object, _ ...client.GetOption) error {
+	time.Sleep(l.took)
+	l.lease.DeepCopyInto(o.(*coordinationv1.Lease))
+	return nil
 }
 
 // A Lease is good for some seconds after the last of its holder's containers has ended.

@@ -301,7 +301,7 @@ func (c *Cluster) managerAtWork(ctx context.Context, o UninstallOptions) (h Hold
 	until := time.Now().Add(managerWait)
 	err = c.untilNothing(ctx, o, func() (string, error) {
 		var err error
-		if h, err = c.holderOf(ctx, managerLease); err != nil || h.Name != "" {
+		if h, err = c.holderOf(ctx, managerLease, false); err != nil || h.Name != "" {
 			return "", err
 		}
 		var managers appsv1.Deployment
