@@ -37,8 +37,9 @@ interrupted run.
 --pod and --remote-pod take Pods that are there instead, in whatever namespace, so that
 the policies for these count. Each gets an ephemeral container that asks for no rights,
 and that ends with the run; Kubernetes keeps its record until the Pod goes. It echoes at
-port 7468 of the Pod meanwhile. Pings are left out where a Pod may not send them (sysctl
-net.ipv4.ping_group_range); --only icmp asks for them.
+port 7468 of the Pod meanwhile. Pings between Pods are left out where a Pod may not send
+them (sysctl net.ipv4.ping_group_range), and of those to mapped addresses nothing is
+known; --only icmp asks for all.
 
 --continuous goes on until it is interrupted, with one small UDP packet a second
 between all of them, and counts what is lost; -o json prints the counts at the end.

@@ -85,6 +85,7 @@ func (r *Report) JUnit(w io.Writer) error {
 		Time    string   `xml:"time,attr"`
 		Failure *failure `xml:"failure"`
 		Error   *failure `xml:"error"` // nothing was found out
+		Skipped *failure `xml:"skipped"`
 	}
 	type suite struct {
 		XMLName   xml.Name   `xml:"testsuite"`
@@ -92,10 +93,14 @@ func (r *Report) JUnit(w io.Writer) error {
 		Tests     int        `xml:"tests,attr"`
 		Failures  int        `xml:"failures,attr"`
 		Errors    int        `xml:"errors,attr"`
+		Skipped   int        `xml:"skipped,attr"`
 		Timestamp string     `xml:"timestamp,attr"`
 		Cases     []testcase `xml:"testcase"`
 	}
-	out := suite{Name: "isthmus verify " + r.Local + " " + r.Remote, Tests: r.Checks, Failures: r.Failed, Errors: r.Unknown, Timestamp: r.At.UTC().Format("2006-01-02T15:04:05")}
+	out := suite{
+		Name: "isthmus verify " + r.Local + " " + r.Remote, Tests: r.Checks + len(r.LeftOut), Failures: r.Failed, Errors: r.Unknown,
+		Skipped: len(r.LeftOut), Timestamp: r.At.UTC().Format("2006-01-02T15:04:05"),
+	}
 	for _, one := range r.Results {
 		c := testcase{Class: one.From.String() + " to " + one.whom(), Name: fmt.Sprintf("%s %d octets", one.Protocol, one.Size), Time: fmt.Sprintf("%.4f", one.Seconds)}
 		switch {
@@ -105,6 +110,9 @@ func (r *Report) JUnit(w io.Writer) error {
 			c.Failure = &failure{one.Error}
 		}
 		out.Cases = append(out.Cases, c)
+	}
+	for _, what := range r.LeftOut {
+		out.Cases = append(out.Cases, testcase{Class: "left out", Name: what, Time: "0", Skipped: &failure{what}})
 	}
 	if _, err := io.WriteString(w, xml.Header); err != nil {
 		return err

@@ -122,12 +122,12 @@ func verify(ctx context.Context, sites [2]*site, found [2][]Target, o Options, r
 	return ctx.Err()
 }
 
-// withoutUnable leaves out the pings that a Pod may not send, and says of which Pods: what it sends by TCP
-// and UDP goes the same way. Pings that somebody asked for stay, and nothing is known of them.
+// withoutUnable leaves out the pings between Pods that one of them may not send, and says of which: what it
+// sends by TCP and UDP goes the same way. Others stay, and nothing is known of them: those that somebody
+// asked for, and those to targets, to which nothing else may be sent.
 func withoutUnable(results []Result, only Only) (some []Result, leftOut []string) {
 	for _, r := range results {
-		asked := slices.Contains(only.protocols, ICMP) || r.Target != "" && r.What == ""
-		if r.Unable == "" || asked {
+		if r.Unable == "" || r.Target != "" || slices.Contains(only.protocols, ICMP) {
 			some = append(some, r)
 			continue
 		}

@@ -339,21 +339,30 @@ func TestPingsThatAPodMayNotSendAreLeftOut(t *testing.T) {
 	}
 	results := []Result{
 		{Check: Check{From: may, Protocol: ICMP}}, unable(Check{From: mayNot, Protocol: ICMP, Size: 56}), unable(Check{From: mayNot, Protocol: ICMP, Size: 1300}),
-		{Check: Check{From: mayNot, Protocol: UDP}}, unable(Check{From: mayNot, Protocol: ICMP, Target: "10.80.0.1", What: "mapped address"}),
+		{Check: Check{From: mayNot, Protocol: UDP}}, unable(Check{From: mayNot, Protocol: ICMP, Target: "10.80.0.1", What: "mapped address"}), // by nothing but pings
 		unable(Check{From: mayNot, Protocol: ICMP, Target: "192.0.2.1"}), // that somebody named
 	}
 	some, leftOut := withoutUnable(results, Only{})
 	r := &Report{LeftOut: leftOut}
 	r.add(some...)
-	if r.Checks != 3 || r.Unknown != 1 || some[2].Target != "192.0.2.1" || !slices.Equal(leftOut, []string{"pings: " + why}) {
+	if r.Checks != 4 || r.Unknown != 2 || some[2].What != "mapped address" || some[3].Target != "192.0.2.1" || !slices.Equal(leftOut, []string{"pings: " + why}) {
 		t.Errorf("%+v", r)
 	}
 	var b strings.Builder
 	if err := r.Print(&b); err != nil {
 		t.Error(err)
 	}
-	if !strings.HasSuffix(b.String(), "3 checks, 0 failed, 1 unknown\nleft out: pings: "+why+"\n") {
+	if !strings.HasSuffix(b.String(), "4 checks, 0 failed, 2 unknown\nleft out: pings: "+why+"\n") {
 		t.Error(b.String())
+	}
+	b.Reset()
+	if err := r.JUnit(&b); err != nil {
+		t.Error(err)
+	}
+	for _, want := range []string{`tests="5" failures="0" errors="2" skipped="1"`, `<skipped message="pings: ` + why + `">`} {
+		if !strings.Contains(b.String(), want) {
+			t.Errorf("no %s in\n%s", want, &b)
+		}
 	}
 	asked, err := ParseOnly([]string{ICMP, UDP})
 	if err != nil {
