@@ -20,8 +20,9 @@ import (
 const (
 	pulseInterval = 2 * time.Second
 	// pulseSilence is how long the Lease may stay as it is: longer than a standby takes to follow, which
-	// the Lease lets after 7 s.
-	pulseSilence = 10 * time.Second
+	// the Lease lets after 7 s, and than two renewals that a slow API server does not answer (4.5 s each, with
+	// the pause) and the one after them, 2 s later.
+	pulseSilence = 12 * time.Second
 	// clockSkew is what the clocks of two machines may differ by.
 	clockSkew = 30 * time.Second
 )
