@@ -193,7 +193,8 @@ func (h *Holder) outlive(pods []corev1.Pod, lease string, hasPod bool) {
 	}
 }
 
-// ended reports whether a kubelet says that nothing of a Pod runs.
+// ended reports whether a kubelet says that nothing of a Pod runs. Of a container that starts again in place
+// it says so for a second or two more: for that long nobody seems to be at work who is.
 func ended(p *corev1.Pod) bool {
 	if p.Status.Phase == corev1.PodFailed || p.Status.Phase == corev1.PodSucceeded {
 		return true

@@ -101,7 +101,7 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 		return nil, manager, gateway, c.explain("Pods in "+c.Namespace, unlisted)
 	}
 	manager.outlive(found.pods, c.leaseName(managerLease), false)
-	gateway.outlive(found.pods, c.leaseName(isthmus.LeaseGateway), len(found.pods) > 0)
+	gateway.outlive(found.pods, c.leaseName(isthmus.LeaseGateway), len(found.gateways()) > 0)
 	hops = []Hop{
 		c.leaseHop(hopManager, managerLease, manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
 		c.leaseHop(hopGateway, isthmus.LeaseGateway, gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
