@@ -223,7 +223,7 @@ func (p *pair) prepare(config *rest.Config) {
 		Log: slog.New(slog.NewTextHandler(testWriter{p.t}, &slog.HandlerOptions{Level: slog.LevelDebug})),
 		Now: func() time.Time { return time.Now().Add(time.Duration(p.ahead.Load())) },
 	})
-	p.r.pace = quick
+	p.r.pace, p.r.own = quick, quick.own()
 	p.ended = make(chan struct{})
 	close(p.ended)
 	p.stop = func() {}
