@@ -105,6 +105,23 @@ func TestAGatewayThatRenewsNothingIsSilent(t *testing.T) {
 	}
 }
 
+// An API server that answers two renewals in a row too late sees the third after 11 s.
+func TestTwoRenewalsMayFail(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		r := &leaseReader{holder: "gateway-1", renewed: time.Now()}
+		p := NewPulse(r, "isthmus-system", slog.New(slog.DiscardHandler))
+		p.look(t.Context())
+		time.Sleep(11 * time.Second)
+		if p.look(t.Context()); p.Silent() != "" {
+			t.Errorf("silent after 11 s: %s", p.Silent())
+		}
+		time.Sleep(time.Second)
+		if p.look(t.Context()); p.Silent() == "" {
+			t.Error("not silent after 12 s")
+		}
+	})
+}
+
 // The clocks here may differ by half a minute and no more.
 func TestAManagerThatStartsDoesNotBelieveAnOldLease(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
