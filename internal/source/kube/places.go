@@ -18,8 +18,9 @@ import (
 type places struct {
 	mu    sync.Mutex
 	known fabric.PodPlaces
-	addrs map[netip.Addr]int // how many nodes have an address, of any type
-	nodes fabric.Site        // of addrs; not to be changed any more once told
+	has   map[string][]netip.Addr // the addresses of a node that are counted in addrs
+	addrs map[netip.Addr]int      // how many nodes have an address, of any type
+	nodes fabric.Site             // of addrs; not to be changed any more once told
 	told  bool
 }
 
@@ -48,8 +49,7 @@ func (p *places) set(before, after any) bool {
 	defer p.mu.Unlock()
 	switch now := after.(type) {
 	case *corev1.Node:
-		was, _ := before.(*corev1.Node)
-		moved := p.move(was, now)
+		moved := p.move(now.Name, nodeAddrs(now))
 		return p.known.SetNode(nodeFrom(now)) || moved
 	case *corev1.Pod:
 		was := ""
@@ -62,7 +62,7 @@ func (p *places) set(before, after any) bool {
 	}
 	switch was := before.(type) {
 	case *corev1.Node:
-		moved := p.move(was, nil)
+		moved := p.move(was.Name, nil)
 		return p.known.RemoveNode(was.Name) || moved
 	case *corev1.Pod:
 		return p.known.SetPod(was.Namespace+"/"+was.Name, was.Spec.NodeName, "", nil)
@@ -72,20 +72,18 @@ func (p *places) set(before, after any) bool {
 	return false
 }
 
-// move notes the addresses that a node had and has, nil: none, and reports whether any is of no other.
-func (p *places) move(was, now *corev1.Node) (moved bool) {
-	var gone, come []netip.Addr
-	if was != nil {
-		gone = nodeAddrs(was)
-	}
-	if now != nil {
-		come = nodeAddrs(now)
-	}
+// move notes the addresses that a node has now, nil: none, and reports whether any is of no other. What it
+// had is what was counted, and not what an event says: that can be of a version nobody was told of.
+func (p *places) move(node string, come []netip.Addr) (moved bool) {
+	gone := p.has[node]
 	if slices.Equal(gone, come) {
 		return false
 	}
 	if p.addrs == nil {
-		p.addrs, p.nodes = make(map[netip.Addr]int), nodesSite(nil)
+		p.has, p.addrs, p.nodes = make(map[string][]netip.Addr), make(map[netip.Addr]int), nodesSite(nil)
+	}
+	if p.has[node] = come; len(come) == 0 {
+		delete(p.has, node)
 	}
 	if p.told {
 		p.nodes, p.told = fabric.Site{Addrs: maps.Clone(p.nodes.Addrs), Relays: maps.Clone(p.nodes.Relays)}, false
