@@ -509,8 +509,8 @@ func (g *Gateway) pods(here map[string]cache.Config) cache.ByObject {
 	return all
 }
 
-// Owner says whose an address of the cluster is, by the Pods and Nodes that a gateway in a Pod watches
-// to deliver; one on the host's network watches none, and knows nobody. It may be called concurrently.
+// Owner says whose an address of the cluster is, by the Pods and Nodes that a gateway in a Pod follows
+// to deliver. One on the host's network delivers nothing and knows nobody. It may be called concurrently.
 func (g *Gateway) Owner(addr netip.Addr) fabric.Owner { return g.places.owner(addr) }
 
 // podNetwork is where a replica delivers that has a network of its own.

@@ -17,7 +17,7 @@ import (
 // a hundred thousand Pods for each that comes or goes takes most of a second.
 type places struct {
 	mu    sync.Mutex
-	known fabric.PodPlaces
+	known fabric.PodPlaces        // empty where the gateway has its node's network: it delivers nothing
 	has   map[string][]netip.Addr // the addresses of a node that are counted in addrs
 	addrs map[netip.Addr]int      // how many nodes have an address, of any type
 	nodes fabric.Site             // of addrs; not to be changed any more once told
@@ -50,7 +50,7 @@ func (p *places) set(before, after any) bool {
 	switch now := after.(type) {
 	case *corev1.Node:
 		moved := p.move(now.Name, nodeAddrs(now))
-		return p.known.SetNode(nodeFrom(now)) || moved
+		return p.known.Self != "" && p.known.SetNode(nodeFrom(now)) || moved
 	case *corev1.Pod:
 		was := ""
 		if b, ok := before.(*corev1.Pod); ok {

@@ -70,3 +70,25 @@ func TestWhereNodesAreIsWhatAllOfThemSay(t *testing.T) {
 		told, copied = got, fabric.Site{Addrs: maps.Clone(got.Addrs), Relays: maps.Clone(got.Relays)}
 	}
 }
+
+// A gateway on the host's network follows where nodes are, and that alone: their other changes are none
+// to it, and it names nobody.
+func TestOnlyAGatewayInAPodFollowsWhoseAddressesAre(t *testing.T) {
+	for _, self := range []string{"", "n1"} {
+		var p places
+		p.known.Self = self
+		n := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Status: corev1.NodeStatus{
+			Addresses: []corev1.NodeAddress{{Type: corev1.NodeInternalIP, Address: "192.0.2.1"}}}}
+		if !p.set(nil, n) || len(p.site().Addrs) != 1 {
+			t.Errorf("%q: a node that came was not reported, or is nowhere: %v", self, p.site())
+		}
+		other := n.DeepCopy()
+		other.Spec.PodCIDRs = []string{"10.244.0.0/24"}
+		if p.set(n, other) != (self != "") {
+			t.Errorf("%q: of a change of PodCIDRs it thinks otherwise", self)
+		}
+		if named := p.owner(netip.MustParseAddr("192.0.2.1")) != (fabric.Owner{}); named != (self != "") {
+			t.Errorf("%q: the node's address has a name: %v", self, named)
+		}
+	}
+}
