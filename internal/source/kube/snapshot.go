@@ -27,7 +27,9 @@ const (
 	placesFile  = "gateway-places.json"
 	leaseFile   = "gateway-lease.json"
 
-	snapshotVersion = 1
+	// snapshotVersion is that of all four. 2: where our own cluster is has a file of its own. A gateway that
+	// finds files of another version says so and waits for the API server.
+	snapshotVersion = 2
 	objectsLimit    = 16 << 20 // octets; a thousand peers with all mappings that there may be need five MiB
 	smallLimit      = 4 << 10
 )

@@ -199,18 +199,18 @@ var damages = []struct {
 	file, want string
 	damage     func(text []byte) []byte
 }{
-	{leaseFile, "version 2; want 1", edit("version", 2)},
+	{leaseFile, "version 1; want 2", edit("version", 1)},
 	{leaseFile, "unexpected end of JSON input", func([]byte) []byte { return nil }},
 	{leaseFile, "larger than 4096 octets", func(b []byte) []byte { return append(b, strings.Repeat(" ", 4096)...) }},
-	{keyFile, "version 0; want 1", edit("version", nil)},
+	{keyFile, "version 0; want 2", edit("version", nil)},
 	{keyFile, "privateKey", edit("privateKey", "nonsense")},
 	{keyFile, "that of gateway-key.json", edit("privateKey", base64.StdEncoding.EncodeToString(append([]byte{8}, make([]byte, 31)...)))},
 	{objectsFile, "that of gateway-key.json", edit("publicKey", keyText(7))},
-	{objectsFile, "version 9; want 1", edit("version", 9)},
+	{objectsFile, "version 9; want 2", edit("version", 9)},
 	{objectsFile, "cannot unmarshal", edit("tunnelEndpoints", "none")},
 	{objectsFile, "cannot unmarshal", edit("natMappings", []int{1})},
 	{objectsFile, "cluster.clusterID: ", edit("cluster", map[string]string{"clusterID": "a b"})},
-	{placesFile, "version 9; want 1", edit("version", 9)},
+	{placesFile, "version 9; want 2", edit("version", 9)},
 	{placesFile, "cannot unmarshal", edit("podNetwork", "none")},
 	{objectsFile, "unexpected end of JSON input", func(b []byte) []byte { return b[:len(b)/2] }},
 	{objectsFile, "larger than 16777216 octets", func(b []byte) []byte { return append(b, strings.Repeat(" ", objectsLimit)...) }},
@@ -446,7 +446,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		}
 		r = start(t, o)
 		within(t, "reason", func() error {
-			if err := r.Ready(); err == nil || !strings.Contains(err.Error(), objectsFile+": version 0; want 1") || !strings.Contains(err.Error(), "connection refused") {
+			if err := r.Ready(); err == nil || !strings.Contains(err.Error(), objectsFile+": version 0; want 2") || !strings.Contains(err.Error(), "connection refused") {
 				return fmt.Errorf("it says %w", err)
 			}
 			return nil
