@@ -147,6 +147,9 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 	if err := errors.Join(wantVersion(keyFile, key.Version), wantVersion(objectsFile, objects.Version), wantVersion(placesFile, objects.places.Version)); err != nil {
 		return nil, err
 	}
+	nodes := objects.places.PodNetwork.Nodes // what follows them later relies on their order
+	slices.SortStableFunc(nodes, func(a, b fabric.ClusterNode) int { return cmp.Compare(a.Name, b.Name) })
+	objects.places.PodNetwork.Nodes = slices.CompactFunc(nodes, func(a, b fabric.ClusterNode) bool { return a.Name == b.Name })
 	private, err := fabric.ParseKey(key.PrivateKey)
 	if err != nil {
 		return nil, fmt.Errorf("%s: privateKey %w", keyFile, err)

@@ -179,6 +179,27 @@ func TestNodesThatComeAreKeptLaterThanPeers(t *testing.T) {
 	}
 }
 
+// A later change of nodes is followed in the order of their names.
+func TestNodesOfASnapshotAreInOrderAndThereOnce(t *testing.T) {
+	o, _ := saved(t)
+	o.Node = "n2"
+	k := newKeeper(o, func() {})
+	private := newKey()
+	want := savedFrom(self, private, nil, nil)
+	for _, name := range []string{"n3", "n1", "n3", "n2", "n1"} {
+		want.places.PodNetwork.Nodes = append(want.places.PodNetwork.Nodes, fabric.ClusterNode{Name: name})
+	}
+	k.put(want, private)
+	k.round("pod-1", noon, noon)
+	known, err := remember(o, noon)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if nodes := known.snapshot.PodNetwork.Nodes; len(nodes) != 3 || nodes[0].Name != "n1" || nodes[1].Name != "n2" || nodes[2].Name != "n3" {
+		t.Errorf("%v", nodes)
+	}
+}
+
 func TestAStateDirectoryThatCannotBeWrittenIsTold(t *testing.T) {
 	o, _ := saved(t)
 	o.StateDirectory = filepath.Join(o.StateDirectory, leaseFile, "below a file")
