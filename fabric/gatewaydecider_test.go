@@ -20,6 +20,13 @@ func TestAGatewayDeciderDecidesAsGatewayFor(t *testing.T) {
 		if rng.IntN(50) == 0 { // that of another one
 			at = rng.IntN(10)
 		}
+		if i%3 == 2 { // IPv6, which has no ranges of its own in common with the others
+			p.Local = Networks{Pod: pfx(fmt.Sprintf("fd00:%d::/48", 1+rng.IntN(30)/29)), PodSeen: pfx("fd01:1::/48"), External: pfx("fd00:9::/48"), ExternalSeen: pfx("fd01:2::/48")}
+			p.Remote = Networks{Pod: pfx("fd00:1::/48"), External: pfx("fd00:9::/48"), PodSeen: pfx(fmt.Sprintf("fd02:%d::/48", at)), ExternalSeen: pfx(fmt.Sprintf("fd03:%d::/48", at))}
+			p.Endpoint, p.Port, p.PublicKey = []string{"2600::1", "192.0.2.1", "gw.example.com"}[rng.IntN(3)], 5871, keyOf(byte(100+at))
+			p.Tunnels, p.Mappings, p.Created = nil, nil, int64(rng.IntN(3))
+			return p
+		}
 		p.Local.Pod = own
 		p.Remote.PodSeen = netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(at), byte(rng.IntN(2)) << 7, 0}), 16+rng.IntN(2)).Masked()
 		p.Remote.Pod = netip.PrefixFrom(ip("10.244.0.0"), p.Remote.PodSeen.Bits())
@@ -46,7 +53,7 @@ func TestAGatewayDeciderDecidesAsGatewayFor(t *testing.T) {
 	}
 	var d GatewayDecider
 	in := Intent{ClusterID: idA, PublicKey: keyOf(1)}
-	incremental, kept := 0, 0
+	incremental, kept, kept6 := 0, 0, 0
 	var last Gateway
 	var lastText string
 	for step := range 5000 {
@@ -62,7 +69,9 @@ func TestAGatewayDeciderDecidesAsGatewayFor(t *testing.T) {
 		case 4: // all of them at once
 			own = []netip.Prefix{pfx("10.244.0.0/16"), pfx("10.200.0.0/16")}[rng.IntN(2)]
 			for i, p := range peers {
-				p.Local.Pod = own
+				if p.Local.Pod.Addr().Is4() {
+					p.Local.Pod = own
+				}
 				peers[i] = p
 			}
 		}
@@ -92,10 +101,15 @@ func TestAGatewayDeciderDecidesAsGatewayFor(t *testing.T) {
 		if d.peers != nil {
 			incremental++
 			kept += len(gw.Peers)
+			for _, p := range gw.Peers {
+				if p.AllowedIPs[0].Addr().Is6() {
+					kept6++
+				}
+			}
 		}
 	}
-	if kept < 10_000 || incremental < 1000 || incremental > 4800 {
-		t.Errorf("%d of 5000 were decided one by one, with %d peers: too few or too many to say anything", incremental, kept)
+	if kept < 10_000 || kept6 < 2000 || incremental < 1000 || incremental > 4800 {
+		t.Errorf("%d of 5000 were decided one by one, with %d peers, %d of them with IPv6: too few or too many to say anything", incremental, kept, kept6)
 	}
 }
 
