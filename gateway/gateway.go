@@ -223,6 +223,7 @@ type gateway struct {
 	ready   func() error // Options.Ready; nil: always
 
 	host   *rtnl.Kernel
+	mtuTo  func(addr netip.Addr, links map[int]int) (int, error) // host's
 	engine *natengine.Engine
 	ends   []*tunnelEnd // of the tunnels; the first is always there
 
@@ -278,6 +279,7 @@ func open(o Options, c Config) (_ *gateway, err error) {
 	if g.host, err = rtnl.Open(ownerOf(o.PodNetwork), o.Log); err != nil {
 		return nil, err
 	}
+	g.mtuTo = g.host.MTUTo
 	undo = append(undo, g.host.Close)
 	mtu := c.MTU
 	if mtu == 0 {
@@ -534,8 +536,7 @@ func (g *gateway) accept(c Config) error {
 	}
 	want := g.cutTunnels(gw.Peers, g.now.peers)
 	g.locate(want, gw.Site)
-	all := g.now.generation == 0 || g.now.applyErr != nil || c.PrivateKey != g.now.config.PrivateKey
-	survey := g.survey(c, want, false, all)
+	survey := g.survey(c, want, false)
 	if err := g.setRules(&survey); err != nil {
 		g.locate(g.now.wanted(), g.now.config.Gateway.Site)
 		return err
@@ -577,7 +578,7 @@ func (g *gateway) accept(c Config) error {
 func (g *gateway) reapply(ways bool) {
 	peers := g.now.wanted()
 	g.locate(peers, g.now.config.Gateway.Site)
-	survey := g.survey(g.now.config, peers, ways, g.now.applyErr != nil)
+	survey := g.survey(g.now.config, peers, ways)
 	if err := g.setRules(&survey); err != nil {
 		g.log.Error("rules for another MTU", "mtu", survey.tunnel, "error", err) // they differ in MTU and MSS alone
 		return
@@ -627,7 +628,7 @@ func (g *gateway) put(s *survey) {
 			e.SetMTU(s.tunnel)
 		}
 	}
-	errs := g.applyEnds(g.now.config, s)
+	errs := append(g.moveEnds(g.now.config.ListenPort), g.applyEnds(g.now.config, s)...)
 	objects, undelivered, err := g.objectsFor(s)
 	if err != nil {
 		errs = append(errs, err)

@@ -156,7 +156,7 @@ func (g *gateway) measureWays(peers []peer, all bool) (tunnel int) {
 			if asked++; asked%32 == 0 { // a millisecond or so, which packets wait for where there is one processor
 				time.Sleep(time.Millisecond)
 			}
-			mtu, err := g.host.MTUTo(addr, links)
+			mtu, err := g.mtuTo(addr, links)
 			if err != nil {
 				g.log.Debug("no way to the peer", "peer", p.ID, "error", err) // nothing to be too large for
 			}

@@ -73,8 +73,10 @@ type survey struct {
 	routed bool   // other networks lead to other tunnels
 }
 
-// survey looks where peers are and how large packets to them may be, see measure, and compares.
-func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways, all bool) survey {
+// survey looks where peers are and how large packets to them may be, see measure, and compares. At the
+// start, after a failure and with another key, nothing is taken to be as it was.
+func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
+	all := g.now.generation == 0 || g.now.applyErr != nil || c.PrivateKey != g.now.config.PrivateKey
 	s := survey{peers: make([]peer, len(want)), all: all}
 	inUse, now, old := g.working(), time.Now(), g.now.peers
 	before := make([]int, len(want)) // where they are in old, -1: nowhere

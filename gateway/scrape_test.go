@@ -161,7 +161,7 @@ func TestScrapesWhilePeersChange(t *testing.T) {
 	}
 	for i := range 20 {
 		peers := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: crowdOf(20 + i)}).Peers
-		survey := g.survey(Config{MTU: 1440}, peers, false, false) // as accept and put do, which the control loop calls
+		survey := g.survey(Config{MTU: 1440, PrivateKey: g.now.config.PrivateKey}, peers, false) // as accept and put do, which the control loop calls
 		if err := g.setRules(&survey); err != nil {
 			t.Error(err)
 		}

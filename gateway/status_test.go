@@ -67,7 +67,7 @@ func (g *gateway) put0(t testing.TB, peers ...fabric.Peer) {
 	gw := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", ClusterName: "alpha", Peers: peers})
 	c := Config{Gateway: gw, PrivateKey: Key(key(9)), ListenPort: 5871}
 	g.resolver.set(gw.Peers, gw.Site)
-	survey := g.survey(Config{MTU: 1440}, gw.Peers, false, true)
+	survey := g.survey(Config{MTU: 1440}, gw.Peers, false)
 	if err := g.setRules(&survey); err != nil {
 		t.Fatal(err)
 	}

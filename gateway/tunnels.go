@@ -117,10 +117,20 @@ func (g *gateway) watchEnds() <-chan string {
 	return gone
 }
 
-// apply makes our end i what it should be. A listen port that cannot be had leaves the old one.
+// moveEnds moves our ends to the ports from port upwards. One that cannot be had leaves the old one.
+func (g *gateway) moveEnds(port uint16) (errs []error) {
+	for i, e := range g.ends {
+		if err := e.listen(port + uint16(i)); err != nil {
+			errs = append(errs, err)
+		}
+	}
+	return errs
+}
+
+// apply makes our end i what it should be.
 func (g *gateway) apply(i int, c Config, s *survey) error {
 	e := g.ends[i]
-	errs := []error{e.SetPrivateKey(fabric.TunnelKey(c.PrivateKey, i)), e.listen(c.ListenPort + uint16(i))}
+	errs := []error{e.SetPrivateKey(fabric.TunnelKey(c.PrivateKey, i))}
 	if s.all {
 		errs = append(errs, e.SetPeers(tunnelPeers(i, s.peers, s.other)))
 	} else {
@@ -181,7 +191,7 @@ func theirEnd(p *fabric.GatewayPeer, i int) (fabric.TunnelEnd, bool) {
 	return p.Tunnels[i-1], true
 }
 
-// applyEnds makes all our ends what they should be, and then tells the connection checks: the first
+// applyEnds makes all our ends what they should be, on whatever port, and then tells the connection checks: the first
 // PING goes out at once, and would be lost in a tunnel that does not know its peer yet.
 func (g *gateway) applyEnds(c Config, s *survey) (errs []error) {
 	for i, e := range g.ends {

@@ -1,0 +1,278 @@
+package gateway
+
+import (
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+	"time"
+
+	"golang.org/x/crypto/curve25519"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// changing is a gateway without a kernel and with a further tunnel, to which nothing was told yet. Its
+// connection checks find out nothing by themselves.
+func changing(t *testing.T) *gateway {
+	g := without(t)
+	second := &tunnelEnd{Tunnel: g.ends[0].Beside(memlink.NewLink("mem1", 1440), bind.New(), nil, nil)}
+	g.ends = append(g.ends, second)
+	second.wire = bind.New()
+	g.ends[0].wire = bind.New()
+	g.ends[0].checker.close()
+	for _, e := range g.ends {
+		e.checker = &checker{conn: newSocket(nil), log: quiet, fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
+	}
+	g.now = current{}
+	return g
+}
+
+// take is what accept, reapply and put do, without a kernel.
+func (g *gateway) take(t *testing.T, c Config, ways bool) kernel.State {
+	t.Helper()
+	want := g.cutTunnels(c.Gateway.Peers, g.now.peers)
+	g.resolver.set(want, c.Gateway.Site)
+	s := g.survey(c, want, ways)
+	if err := g.setRules(&s); err != nil {
+		t.Fatal(err)
+	}
+	g.now.config = c
+	errs := g.applyEnds(c, &s)
+	objects, _, err := g.objectsFor(&s)
+	g.now.peers, g.now.mtu, g.now.applyErr = s.peers, s.tunnel, errors.Join(append(errs, err)...)
+	g.now.generation++
+	return objects
+}
+
+// says is what can be seen of a gateway, in lines.
+func (g *gateway) says(t *testing.T, objects kernel.State) (all []string) {
+	t.Helper()
+	say := func(v ...any) { all = append(all, fmt.Sprint(v...)) }
+	say("tunnel ", g.now.mtu, " peers ", len(g.engine.Peers()))
+	say("objects ", objects)
+	for _, p := range g.now.peers {
+		say("peer ", p.ID, p.Name, " at ", p.at, p.refused, " MTU ", p.way, p.mtu, p.state.MTU(), " in use ", p.inUse, " state ", g.engine.Peer(p.ID) == p.state)
+		b, err := TraceQuery{Src: netip.MustParseAddrPort("10.244.1.1:1"), Dst: netip.AddrPortFrom(p.AllowedIPs[0].Addr().Next(), 2), Protocol: "udp"}.packet()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var v packet.View
+		if err := v.Parse(b, packet.ChecksumComplete); err != nil {
+			t.Fatal(err)
+		}
+		if verdict := g.engine.Outbound(&v, time.Second); verdict.Peer != nil {
+			say("packet to ", p.ID, " goes to ", verdict.Peer.ID(), verdict.Action, fmt.Sprintf(" as %x", b))
+		}
+	}
+	kept := make(map[[32]byte]bool) // keys of peers of which nobody knows where they are: they stay where they were
+	for _, p := range g.now.peers {
+		kept[p.PublicKey] = !p.at.IsValid() && !p.refused
+		for _, e := range p.Tunnels {
+			kept[e.PublicKey] = kept[p.PublicKey]
+		}
+	}
+	for i, e := range g.ends {
+		for key, s := range e.Stats() {
+			if kept[key] {
+				s.Endpoint = netip.AddrPort{}
+			}
+			say("tunnel ", i, key, " leads to ", s.Endpoint)
+		}
+		for id, p := range e.checker.peers {
+			say("check ", i, id, p.checkPeer, p.path.Ceiling, p.path.base)
+		}
+	}
+	slices.Sort(all)
+	return all
+}
+
+// Whatever changes of peers, of where they are and of ways to them, a gateway that takes the change is as one
+// that is told all at once: of tunnels, rules, connection checks and routes, and of what is wrong.
+func TestAChangeOfPeersIsWhatAGatewayToldAllWouldDo(t *testing.T) {
+	rng := rand.New(rand.NewPCG(7, 8))
+	privates := [2]Key{key(40), key(48)} // the second one is a peer's, too
+	theirs, err := curve25519.X25519(privates[1][:], curve25519.Basepoint)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var (
+		base      = crowdOf(12)
+		peers     = make(map[int]fabric.Peer)
+		connected = make(map[string]bool) // over the further tunnel
+		mtus      = make(map[netip.Addr]int)
+		nowhere   fabric.Site
+		c         = Config{MTU: 1440, PrivateKey: privates[0]}
+		failed    int
+		happened  = make(map[string]int)
+	)
+	mtuTo := func(a netip.Addr, _ map[int]int) (int, error) { return 1500 - mtus[a], nil }
+	base[3].PublicKey = [32]byte(theirs)
+	g := changing(t)
+	g.mtuTo = mtuTo
+	for step := range 900 {
+		ways := false
+		for range rng.IntN(4) {
+			i := rng.IntN(len(base))
+			p, is := peers[i]
+			if is && rng.IntN(6) == 0 {
+				delete(peers, i)
+				continue
+			}
+			if !is {
+				p = base[i]
+			}
+			switch rng.IntN(11) {
+			case 0:
+				p.Name = fmt.Sprint("x", rng.IntN(3))
+			case 1:
+				p.PublicKey[9] ^= 1
+			case 2:
+				p.Endpoint = fmt.Sprintf("192.0.2.%d", 1+rng.IntN(5))
+			case 3:
+				p.Port = uint16(5000 + rng.IntN(3))
+			case 4:
+				p.Tunnels = nil
+				if rng.IntN(3) > 0 {
+					k := p.PublicKey
+					k[15] = byte(1 + rng.IntN(2))
+					p.Tunnels = []fabric.TunnelEnd{{PublicKey: k, Port: uint16(6000 + rng.IntN(2))}}
+				}
+			case 5: // keys or networks are another peer's now, and its are ours
+				j := rng.IntN(len(base))
+				if q, is := peers[j]; is && j != i {
+					if rng.IntN(2) == 0 {
+						p.PublicKey, q.PublicKey, p.Tunnels, q.Tunnels = q.PublicKey, p.PublicKey, q.Tunnels, p.Tunnels
+						base[i].PublicKey, base[j].PublicKey = base[j].PublicKey, base[i].PublicKey
+					} else {
+						p.Remote, q.Remote = q.Remote, p.Remote
+						base[i].Remote, base[j].Remote = base[j].Remote, base[i].Remote
+					}
+					peers[j] = q
+				}
+			case 6:
+				c.MTU = []int{1440, 1400, 0, 0, 0}[rng.IntN(5)]
+			case 7: // the kernel learns of other ways
+				mtus[netip.AddrFrom4([4]byte{192, 0, 2, byte(1 + rng.IntN(5))})] = rng.IntN(3) * 100
+				ways = true
+			case 8:
+				nowhere = fabric.Site{}
+				if rng.IntN(2) == 0 {
+					nowhere = nowhere.With([]netip.Addr{netip.AddrFrom4([4]byte{192, 0, 2, byte(1 + rng.IntN(5))})}, "a node of ours")
+				}
+			case 9:
+				connected[p.ID] = !connected[p.ID]
+			case 10:
+				p.Local.PodSeen = netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(200 + rng.IntN(3)), 0, 0}), 16)
+			}
+			peers[i] = p
+		}
+		switch rng.IntN(60) {
+		case 0, 1, 2:
+			if g.now.applyErr == nil {
+				c.PrivateKey = privates[1]
+			}
+		case 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14:
+			c.PrivateKey = privates[0]
+		}
+		in := fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000"}
+		for _, p := range peers { // in any order
+			in.Peers = append(in.Peers, p)
+		}
+		c.Gateway, _ = fabric.GatewayFor(in)
+		c.Gateway.Site = nowhere
+		if want := c.Gateway.Peers; len(want) > 1 && rng.IntN(8) == 0 { // of which the tunnels refuse one
+			p := *want[0]
+			p.PublicKey = want[1].PublicKey
+			c.Gateway.Peers = slices.Clone(want)
+			c.Gateway.Peers[0] = &p
+		}
+		g.now.peers = slices.Clone(g.now.peers)
+		for i := range g.now.peers {
+			p := &g.now.peers[i]
+			if g.ends[0].Stats()[p.PublicKey].Endpoint.IsValid() && rng.IntN(20) == 0 { // it is led back from where it roamed to, as tick does
+				if err := g.ends[0].Change([]datapath.Peer{{State: p.state, Key: p.PublicKey, Endpoint: netip.MustParseAddrPort("198.51.100.1:9")}}, nil); err != nil && g.now.applyErr == nil {
+					t.Fatal(err)
+				}
+				p.forgotten = true
+				happened["forgotten"]++
+			}
+		}
+		if c.MTU == 0 && g.now.config.MTU == 0 && ways {
+			happened["ways"]++
+		}
+
+		ref := changing(t) // with what is remembered of ways and places, and nothing else
+		ref.resolver, ref.mtuTo = g.resolver, mtuTo
+		ref.now.mtu, ref.now.peers = g.now.mtu, slices.Clone(g.now.peers)
+		for i := range ref.now.peers {
+			ref.now.peers[i].state = nil
+		}
+		checks := g.ends[1].checker.peers
+		ref.ends[1].checker.change(slices.Collect(func(yield func(checkPeer) bool) {
+			for _, p := range checks {
+				if !yield(p.checkPeer) {
+					return
+				}
+			}
+		}), nil)
+		for id := range checks {
+			state := Connecting
+			if connected[id] {
+				state = Connected
+			}
+			checks[id].result.State, ref.ends[1].checker.peers[id].result.State = state, state
+		}
+		if rng.IntN(4) == 0 { // where a peer is becomes known, and is refused before anybody asked
+			g.resolver.set(g.now.wanted(), fabric.Site{})
+		}
+		objects := g.take(t, c, ways)
+		wantObjects := ref.take(t, c, ways)
+		for _, p := range g.now.peers {
+			if p.refused {
+				happened["refused"]++
+			}
+			if p.inUse != 0 {
+				happened["in use"]++
+			}
+		}
+		if g.now.applyErr != nil && c.PrivateKey == privates[1] {
+			happened["a peer with our key"]++
+		}
+		if got, want := g.now.applyErr, ref.now.applyErr; (got == nil) != (want == nil) { // of two with one key either may be named
+			t.Fatalf("step %d: not applied: %v; want %v", step, got, want)
+		}
+		if g.now.applyErr != nil {
+			failed++
+		} else if got, want := g.says(t, objects), ref.says(t, wantObjects); !slices.Equal(got, want) {
+			t.Fatalf("step %d: only of the change:\n%s\nonly of all:\n%s", step, linesWithout(got, want), linesWithout(want, got))
+		}
+		ref.closeEnds()
+		ref.ends, ref.resolver = nil, newResolver(nil, func() {}, quiet)
+	}
+	for _, what := range []string{"forgotten", "ways", "refused", "in use", "a peer with our key"} {
+		if happened[what] < 20 {
+			t.Errorf("%s: %d times are too few to say anything", what, happened[what])
+		}
+	}
+	if failed < 50 || failed > 450 {
+		t.Errorf("%d of 900 configurations could not be applied: too few or too many to say anything", failed)
+	}
+}
+
+// linesWithout are the lines of some that are not among others.
+func linesWithout(some, others []string) (all []string) {
+	for _, s := range some {
+		if !slices.Contains(others, s) {
+			all = append(all, s+"\n")
+		}
+	}
+	return all
+}
