@@ -580,6 +580,9 @@ func (g *gateway) reapply(ways bool) {
 	g.locate(peers, g.now.config.Gateway.Site)
 	survey := g.survey(g.now.config, peers, ways)
 	if err := g.setRules(&survey); err != nil {
+		if ways { // what was found out about them is lost
+			g.ways.Store(true)
+		}
 		g.log.Error("rules for another MTU", "mtu", survey.tunnel, "error", err) // they differ in MTU and MSS alone
 		return
 	}

@@ -276,3 +276,23 @@ func linesWithout(some, others []string) (all []string) {
 	}
 	return all
 }
+
+// Ways to peers that are others, of which the rules were refused, are asked for again with the next comparison.
+func TestWaysAreAskedForAgainWhenRulesAreRefused(t *testing.T) {
+	for _, ways := range []bool{true, false} {
+		g := without(t, alphaBravo, charlie)
+		g.now.config.MTU = 1440
+		p := *g.now.peers[1].GatewayPeer
+		p.Rules = g.now.peers[0].Rules // what the engine refuses
+		p.Rules.ID = p.ID
+		g.now.peers[1].GatewayPeer = &p
+		g.now.applyErr = errors.New("of the time before")
+		g.reapply(ways)
+		if g.now.applyErr == nil {
+			t.Fatal("the rules are not refused")
+		}
+		if g.ways.Load() != ways {
+			t.Errorf("ways %v: asked for again: %v", ways, !ways)
+		}
+	}
+}
