@@ -161,8 +161,7 @@ func (k *Kernel) changeElements(have, want table) error {
 		if have.sets[i].Elements == set.Elements {
 			continue
 		}
-		before, now := withoutCommon(have.sets[i].Elements, set.Elements)
-		added, _, gone := diff.Of(strings.Fields(before), strings.Fields(now), func(text string) string { return text })
+		added, _, gone := diff.Of(strings.Fields(have.sets[i].Elements), strings.Fields(set.Elements), func(text string) string { return text })
 		remove, err := elementsFor(set, gone)
 		if err != nil {
 			return err
@@ -211,26 +210,6 @@ func (k *Kernel) changeElements(have, want table) error {
 		k.tables.generation++
 	}
 	return nil
-}
-
-// withoutCommon leaves out elements with which both begin or end: there are thousands, and texts are
-// compared faster than elements.
-func withoutCommon(a, b string) (restA, restB string) {
-	at := 0
-	for at < len(a) && at < len(b) && a[at] == b[at] {
-		at++
-	}
-	at = strings.LastIndexByte(a[:at], ' ') + 1
-	a, b = a[at:], b[at:]
-	end := 0
-	for end < len(a) && end < len(b) && a[len(a)-end-1] == b[len(b)-end-1] {
-		end++
-	}
-	if space := strings.IndexByte(a[len(a)-end:], ' '); space >= 0 {
-		end -= space
-		return a[:len(a)-end], b[:len(b)-end]
-	}
-	return a, b
 }
 
 // elementsMessage is one about elements of a set.

@@ -1,8 +1,6 @@
 package rtnl
 
 import (
-	"fmt"
-	"math/rand/v2"
 	"net/netip"
 	"os"
 	"slices"
@@ -230,40 +228,5 @@ func TestWhatSomebodyElseChangesIsMendedFromMemory(t *testing.T) {
 		return err
 	}); err != nil {
 		t.Fatal(err)
-	}
-}
-
-// What two texts of elements have in common at both ends makes no difference to what differs.
-func TestElementsThatBothBeginAndEndWithDoNotDiffer(t *testing.T) {
-	rng := rand.New(rand.NewPCG(5, 6))
-	list := func() (all []string) {
-		for e := range 12 {
-			if rng.IntN(3) > 0 {
-				all = append(all, fmt.Sprintf("%d.0.0.0/%d", 1<<e, 8+rng.IntN(2)))
-			}
-		}
-		return all
-	}
-	for range 20_000 {
-		have, want := list(), list()
-		if rng.IntN(2) == 0 {
-			want = slices.Clone(have)
-			if at := rng.IntN(len(have) + 1); at < len(have) {
-				want = slices.Delete(want, at, at+1)
-			}
-		}
-		a, b := withoutCommon(strings.Join(have, " "), strings.Join(want, " "))
-		differ := func(have, want []string) (all []string) {
-			for _, e := range have {
-				if !slices.Contains(want, e) {
-					all = append(all, e)
-				}
-			}
-			return all
-		}
-		restA, restB := strings.Fields(a), strings.Fields(b)
-		if !slices.Equal(differ(restA, restB), differ(have, want)) || !slices.Equal(differ(restB, restA), differ(want, have)) {
-			t.Fatalf("%v and %v: %v and %v are left", have, want, restA, restB)
-		}
 	}
 }
