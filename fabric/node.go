@@ -66,16 +66,14 @@ func OverlayAddr(node netip.Addr) netip.Addr {
 func NodeFor(in NodeIntent) (kernel.State, []Problem) { return new(Decider).NodeFor(in) }
 
 // A Decider decides one intent after the other. What it makes of the networks of peers, of which there are
-// thousands, it keeps, and changes by those that come and go. The zero value is ready. One goroutine uses it,
-// and what it returns is not to be changed.
+// thousands, it keeps until these are others. The zero value is ready. One goroutine uses it, and what it
+// returns is not to be changed.
 type Decider struct {
-	remote kernel.Remote  // of the networks named
-	named  []netip.Prefix // nil: it was not made yet
-
-	made              bool
-	routes            []kernel.Route // of what follows, in the order of Route.Compare
 	refused, doubtful []netip.Prefix
 	src               netip.Addr // of routes to the gateway; zero: there are none
+	made              bool
+	routes            []kernel.Route // in the order of Route.Compare
+	remote            kernel.Remote  // of the networks
 }
 
 // NodeFor is the function of that name.
@@ -88,7 +86,8 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 		return refusingState(d.refused, d.doubtful), d.problems
 	}
 	d.node.Rules = refusingRules(d.refused, d.doubtful)
-	d.remote = m.remoteOf(d.refused)
+	m.take(d.refused)
+	d.remote = m.remote
 	d.disbelieve()
 	d.self = nodes[at]
 	d.believe(in)
@@ -124,74 +123,30 @@ func (m *Decider) NodeFor(in NodeIntent) (kernel.State, []Problem) {
 	return d.node, SortProblems(d.problems)
 }
 
-// remoteOf is the function of that name.
-func (m *Decider) remoteOf(refused []netip.Prefix) kernel.Remote {
-	if m.named == nil || !slices.Equal(refused, m.named) {
-		m.remote, m.named = kernel.RemoteOf(refused), refused
+// take forgets what was made of other networks. It is asked before peers.
+func (m *Decider) take(refused []netip.Prefix) {
+	if !m.made || !slices.Equal(refused, m.refused) {
+		*m = Decider{refused: refused, remote: kernel.RemoteOf(refused)}
 	}
-	return m.remote
 }
 
-// peers are the routes of the networks, which are sorted, each once: to the gateway with a source, and those
-// that refuse.
+// peers are the routes of the networks: to the gateway with a source, and those that refuse.
 func (m *Decider) peers(refused, doubtful []netip.Prefix, src netip.Addr) []kernel.Route {
-	if !m.made || src != m.src {
-		m.routes = peerRoutes(refused, doubtful, src)
-	} else {
-		var change listChange[kernel.Route]
-		note := func(have, want []netip.Prefix, routes func([]netip.Prefix) []kernel.Route) {
-			come, gone := changed(have, want)
-			change.note(true, routes(come)...)
-			change.note(false, routes(gone)...)
-		}
-		note(m.refused, refused, func(networks []netip.Prefix) []kernel.Route {
-			return appendRefusing(appendLeading(nil, networks, src), networks, nil)
-		})
-		note(m.doubtful, doubtful, func(networks []netip.Prefix) []kernel.Route { return appendRefusing(nil, nil, networks) })
-		note(everythingOf(m.refused), everythingOf(refused), guardingRoutes)
-		m.routes = change.in(m.routes, kernel.Route.Compare)
+	if m.made && src == m.src && slices.Equal(doubtful, m.doubtful) {
+		return m.routes
 	}
-	m.made, m.refused, m.doubtful, m.src = true, refused, doubtful, src
-	return m.routes
-}
-
-// changed is what comes into a sorted list, and what goes; each is in it once.
-func changed(have, want []netip.Prefix) (come, gone []netip.Prefix) {
-	for len(have) > 0 && len(want) > 0 {
-		if have[0] == want[0] {
-			have, want = have[1:], want[1:]
-			continue
-		}
-		if have[0].Compare(want[0]) < 0 {
-			gone, have = append(gone, have[0]), have[1:]
-		} else {
-			come, want = append(come, want[0]), want[1:]
-		}
-	}
-	return append(come, want...), append(gone, have...)
-}
-
-func peerRoutes(refused, doubtful []netip.Prefix, src netip.Addr) []kernel.Route {
-	all := appendLeading(make([]kernel.Route, 0, 2*len(refused)+len(doubtful)+2), refused, src)
-	return append(appendRefusing(all, refused, doubtful), guardingRoutes(everythingOf(refused))...)
-}
-
-// appendLeading adds the routes to the gateway.
-func appendLeading(all []kernel.Route, networks []netip.Prefix, src netip.Addr) []kernel.Route {
-	for _, p := range networks {
+	m.made, m.doubtful, m.src = true, doubtful, src
+	m.routes = make([]kernel.Route, 0, 2*len(refused)+len(doubtful)+2)
+	for _, p := range refused {
 		if src.IsValid() && p.Addr().Is4() {
-			all = append(all, kernel.Route{Prefix: p, Via: gatewayHop, Src: src, Dev: kernel.OverlayDevice, Table: kernel.NodeTable, Protocol: kernel.NodeProtocol})
+			m.routes = append(m.routes, kernel.Route{Prefix: p, Via: gatewayHop, Src: src, Dev: kernel.OverlayDevice, Table: kernel.NodeTable, Protocol: kernel.NodeProtocol})
 		}
 	}
-	return all
-}
-
-// guardingRoutes refuse what comes out of a gateway on our node for a peer that is not known to be there.
-func guardingRoutes(everything []netip.Prefix) (all []kernel.Route) {
-	for _, p := range everything {
-		all = append(all, kernel.Route{Prefix: p, Type: kernel.Unreachable, Table: kernel.GuardTable, Metric: kernel.UnreachableMetric, Protocol: kernel.NodeProtocol})
+	m.routes = appendRefusing(m.routes, refused, doubtful)
+	for _, everything := range everythingOf(refused) {
+		m.routes = append(m.routes, kernel.Route{Prefix: everything, Type: kernel.Unreachable, Table: kernel.GuardTable, Metric: kernel.UnreachableMetric, Protocol: kernel.NodeProtocol})
 	}
-	return all
+	return m.routes
 }
 
 // everythingOf has all addresses of each family that is among the networks, IPv4 first.

@@ -30,8 +30,8 @@ func Of[K, V comparable](have, want []V, key func(V) K) (add, replace, remove []
 			keys = append(keys, k)
 		}
 	}
-	if occur(have, keys, key) != len(old) {
-		return whole(have, want, key) // one that is the same in both, and so in want, too, has the key of one that differs
+	if occur(have, keys, key) != len(old) || occur(want, keys, key) != len(wanted) {
+		return whole(have, want, key) // one that is the same in both has the key of one that differs
 	}
 	return whole(old, wanted, key)
 }

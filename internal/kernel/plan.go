@@ -80,14 +80,19 @@ func (s State) With(added Plan) (now State, ok bool) {
 		before = slices.SortedFunc(slices.Values(before), Route.Compare)
 	}
 	now.Routes = make([]Route, 0, len(before)+len(routes))
-	for _, r := range routes {
-		at, _ := slices.BinarySearchFunc(before, r, Route.Compare)
-		now.Routes, before = append(append(now.Routes, before[:at]...), r), before[at:]
-		for len(before) > 0 && before[0].Compare(r) == 0 { // it was replaced
-			before = before[1:]
+	for _, r := range before {
+		order := 1
+		for len(routes) > 0 {
+			if order = routes[0].Compare(r); order >= 0 {
+				break
+			}
+			now.Routes, routes = append(now.Routes, routes[0]), routes[1:]
+		}
+		if len(routes) == 0 || order > 0 { // else it was replaced
+			now.Routes = append(now.Routes, r)
 		}
 	}
-	now.Routes = append(now.Routes, before...)
+	now.Routes = append(now.Routes, routes...)
 	return now, true
 }
 
