@@ -157,16 +157,29 @@ func (s *scene) send(t testing.TB, from *side, there chan []byte, p []byte) {
 	if !from.link.Inject(p) {
 		t.Fatal("the link's queue is full")
 	}
+	arrived(t, there)
+}
+
+func arrived(t testing.TB, there chan []byte) []byte {
+	t.Helper()
 	select {
-	case <-there:
+	case p := <-there:
+		return p
 	case <-time.After(20 * time.Second):
 		t.Fatal("a packet did not arrive")
+		return nil
 	}
 }
 
-// settle waits until the outbound goroutine has done with what came before.
+// settle waits until the outbound goroutine has done with what came before, and the other side, too: a
+// superpacket arrives in as many pieces as the other side likes.
 func (s *scene) settle(t testing.TB) {
-	s.send(t, s.a, s.atB, s.datagram(s.a.node, s.b.seen(s.b.external)))
+	t.Helper()
+	if !s.a.link.Inject(s.datagram(s.a.node, s.b.seen(s.b.external))) {
+		t.Fatal("the link's queue is full")
+	}
+	for !bytes.Contains(arrived(t, s.atB), s.secret) {
+	}
 }
 
 func TestCaptureShowsEachPlaceAndSaysWhatBecameOfAPacket(t *testing.T) {
