@@ -101,9 +101,8 @@ test-otel: ## Have an OpenTelemetry collector's filelog receiver read the flow l
 	go test -C test/otel ./...
 
 .PHONY: record
-record: ## Record what a scraper gets from three clusters with traffic and faults, and draw the dashboard of it (root, seven minutes)
+record: ## Record the metrics of three clusters with traffic and faults, for test-prometheus (root, seven minutes)
 	cd test && go test ./fleet -count=1 -run '^TestRecord$$' -v -record $(CURDIR)/test/prometheus/testdata/fleet.gz
-	go test -C test/prometheus -run Picture -update .
 
 .PHONY: lint
 lint: $(GOLANGCI) ## golangci-lint over both modules

@@ -4,7 +4,6 @@
 // written them, in a few seconds; every change afterwards goes through the API server.
 //
 //	go run ./benchmarks/agents -out benchmarks/agents/after.md   # a route agent, all sizes; again after an interruption
-//	go run ./benchmarks/agents -docs .                           # what is in before.md and after.md, into docs/scale.md and docs/scale.svg
 //	go run ./benchmarks/agents -role gateway
 //	go run ./benchmarks/agents -sizes 5000:20:1000 -isthmus PATH # nodes:pods of each:peers, another build
 //	go run ./benchmarks/agents -sizes 200:10:1000 -changes granted -repeats 20 -profile DIR # why it costs that
@@ -49,14 +48,7 @@ func main() {
 	changes := flag.String("changes", "", "only changes whose name matches this regular expression")
 	flag.StringVar(&o.profiles, "profile", "", "directory for a profile by perf(1) of each change, the kernel's part and all, which makes the figures higher")
 	out := flag.String("out", "", "file for the figures, which is written after each size; sizes that are in it are not measured again")
-	docs := flag.String("docs", "", "directory of a checkout: write the figures of "+beforeFile+" and "+afterFile+" into "+pageFile+" and "+plotFile+", and measure nothing")
 	flag.Parse()
-	if *docs != "" {
-		if err := page(*docs); err != nil {
-			log.Fatal(err)
-		}
-		return
-	}
 	var err error
 	if o.changes, err = regexp.Compile(*changes); err != nil {
 		log.Fatal(err)

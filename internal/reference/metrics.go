@@ -21,9 +21,6 @@ func metrics(string) (string, error) {
 	b.WriteString(`All components serve Prometheus metrics at ` + "`/metrics`" + `, by default at a loopback address: the manager on port 5876, the gateway on
 5872, the route agent on 5874. [security.md](security.md) says how a Prometheus is let in. The chart has a PodMonitor for each
 component (` + "`metrics.podMonitor`" + `), alerts (` + "`metrics.prometheusRule`" + `) and a Grafana dashboard (` + "`metrics.dashboard`" + `).
-[The picture](dashboard.svg) is that dashboard over six minutes of a cluster with two peers in a lab, scraped every 5 s and drawn by our own program with
-Prometheus's engine and not by Grafana: a gateway is killed after 1:40, large packets to c vanish from 2:30 to 3:50, the manager is away from
-4:10 to 4:30, and a firewall shuts b off after 5:00. ` + "`make record`" + ` makes it anew.
 
 A series is there when there is something to say: counters of drops, events and results from the first one on, times once
 the thing has happened, series of a peer as long as the peer is configured. "Receive" and "inbound" are from the tunnel,

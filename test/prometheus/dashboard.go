@@ -1,5 +1,5 @@
 // Package prometheus has Prometheus judge our alerts and our dashboard: its parser, its engine, its
-// database and its rules. The dashboard is drawn from what a fleet was recorded to say.
+// database and its rules. The dashboard's queries run over a recording of a fleet.
 package prometheus
 
 import (
@@ -24,59 +24,12 @@ import (
 
 var promQL = parser.NewParser(parser.Options{})
 
-// A Dashboard is what the drawing needs of one of Grafana's.
+// A Dashboard is the part of one of Grafana's that the tests read.
 type Dashboard struct {
-	Panels     []Panel
-	Templating struct {
-		List []struct {
-			Name  string
-			Query json.RawMessage
-		}
+	Panels []struct {
+		Title   string
+		Targets []struct{ Expr, LegendFormat string }
 	}
-}
-
-// A Panel is one field of a Dashboard.
-type Panel struct {
-	Type, Title, Description string
-	GridPos                  struct{ H, W, X, Y int }
-	Targets                  []Target
-	FieldConfig              struct {
-		Defaults struct {
-			Unit, NoValue string
-			Min, Max      *float64
-			Thresholds    struct {
-				Steps []struct {
-					Color string
-					Value *float64 // nil: from the least on
-				}
-			}
-			Custom struct {
-				FillOpacity       float64
-				LineInterpolation string
-				Stacking          struct{ Mode string }
-			}
-		}
-		Overrides []struct {
-			Matcher    struct{ ID, Options string }
-			Properties []struct {
-				ID    string
-				Value any
-			}
-		}
-	}
-	Transformations []struct {
-		ID      string
-		Options struct {
-			ExcludeByName map[string]bool
-			RenameByName  map[string]string
-		}
-	}
-}
-
-// A Target is one query of a Panel.
-type Target struct {
-	RefID, Expr, LegendFormat string
-	Instant                   bool
 }
 
 // ReadDashboard reads the file of a dashboard.
@@ -181,17 +134,6 @@ func (r *Recording) Fill(expr string, chosen map[string]string) string {
 		pairs = append(pairs, "$"+name, as)
 	}
 	return strings.NewReplacer(pairs...).Replace(expr)
-}
-
-// At evaluates a query at one time.
-func (r *Recording) At(ctx context.Context, query string, at time.Time) (promql.Vector, error) {
-	q, err := r.engine.NewInstantQuery(ctx, r.db, nil, query, at)
-	if err != nil {
-		return nil, err
-	}
-	defer q.Close()
-	v, err := q.Exec(ctx).Vector()
-	return append(promql.Vector(nil), v...), err
 }
 
 // Over evaluates a query at the time of each scrape.

@@ -1,21 +1,20 @@
 package prometheus
 
 import (
-	"flag"
 	"math"
-	"os"
+	"regexp"
 	"slices"
 	"testing"
 )
 
 const (
 	dashboardFile = "../../deploy/monitoring/dashboard.json"
-	pictureFile   = "../../docs/dashboard.svg"
 	// recordingFile has what TestRecord in test/fleet scraped: `make record`.
 	recordingFile = "testdata/fleet.gz"
 )
 
-var update = flag.Bool("update", false, "write docs/dashboard.svg")
+// inLegend finds the labels that the legend of a query names.
+var inLegend = regexp.MustCompile(`{{\s*(\w+)\s*}}`)
 
 // chosen are the variables of the dashboard as they are at first, with one cluster of the recording.
 var chosen = map[string]string{"cluster": "a", "namespace": ".*", "peer": ".*"}
@@ -87,24 +86,3 @@ func TestEachPanelShowsWhatAFleetSaid(t *testing.T) {
 
 // quiet are the panels for which nothing happened in a cluster.
 var quiet = map[string][]string{"b": {"Packets that are too big"}}
-
-// The picture in the documents is the dashboard as it is, with what a fleet said.
-func TestPictureOfTheDashboard(t *testing.T) {
-	d, r := open(t)
-	got, err := r.Draw(t.Context(), d, chosen)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if *update {
-		if err := os.WriteFile(pictureFile, []byte(got), 0o644); err != nil {
-			t.Fatal(err)
-		}
-	}
-	want, err := os.ReadFile(pictureFile)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if got != string(want) {
-		t.Errorf("%s is another one: go test -C test/prometheus -run Picture -update", pictureFile)
-	}
-}
