@@ -24,11 +24,11 @@ func BridgeFor(gateways []netip.Addr, uplinks []string) Bridge {
 // for addresses only when it is in another tag: Linux takes off one before a bridge sees the frame, and
 // all of them where it arrives. Nobody has a use for two of which the outer is such a one.
 var BridgeChains = []FilterChain{
-	{Name: "prerouting", Hook: "prerouting", Drops: "bridged_overlay_port", Rules: []string{
-		"iifname @uplinks accept",
-		"ip daddr @gateways udp dport 4800 counter drop",
-		"meta protocol 8021q @ll,116,12 0 counter drop",
-		"meta protocol 8021ad @ll,116,12 0 counter drop",
+	{Name: "prerouting", Hook: "prerouting", Drops: "bridged_overlay_port", Rules: []FilterRule{
+		{InSet{InDevice, "uplinks"}, DoAccept},
+		{toGateways, toOverlay, DoDrop},
+		{VLANTag, IsPriorityTag, DoDrop},
+		{ServiceTag, IsPriorityTag, DoDrop},
 	}},
 }
 

@@ -122,13 +122,13 @@ const (
 	RawPriority         = -300
 )
 
-// A FilterChain is a chain of the table, with its rules as nft(8) takes them.
+// A FilterChain is a chain of the table.
 type FilterChain struct {
 	Name, Hook string // without a hook others jump to it
 	NAT        bool   // it translates
 	// Drops is the reason for which its rules drop, each of which counts what it drops; empty: none does.
 	Drops string
-	Rules []string
+	Rules []FilterRule
 }
 
 // Priority is that of a chain with a hook.
@@ -196,64 +196,64 @@ func (c FilterChain) Kind() string {
 // and from none, and the kernel searches a set of networks as a tree: 150 ns with ten peers, 300 with
 // a thousand. So remote16, which it finds an address in by a hash, is asked before remote.
 var FilterChains = []FilterChain{
-	{Name: "remote", Drops: "peer_to_node", Rules: []string{
-		"ct state established,related accept",
-		"ip daddr @own accept",
-		"counter drop",
+	{Name: "remote", Drops: "peer_to_node", Rules: []FilterRule{
+		{IsAnswer, DoAccept},
+		{toOwn, DoAccept},
+		{DoDrop},
 	}},
-	{Name: "translated", Drops: "peer_to_node", Rules: []string{
-		"ct state established,related accept",
-		"fib daddr type != local accept",
-		"ip daddr @own accept",
-		"counter drop",
+	{Name: "translated", Drops: "peer_to_node", Rules: []FilterRule{
+		{IsAnswer, DoAccept},
+		{IsNotLocal, DoAccept},
+		{toOwn, DoAccept},
+		{DoDrop},
 	}},
-	{Name: "overlay", Drops: "overlay_stranger", Rules: []string{
-		`iifname != "isthmus.vxlan" accept`,
-		"ip saddr @remote ip daddr != @remote accept",
-		"ip saddr != @remote ip daddr @remote accept",
-		"ct state established,related accept",
-		"counter drop",
+	{Name: "overlay", Drops: "overlay_stranger", Rules: []FilterRule{
+		{NotFrom(OverlayDevice), DoAccept},
+		{fromRemote, NotInSet(toRemote), DoAccept},
+		{NotInSet(fromRemote), toRemote, DoAccept},
+		{IsAnswer, DoAccept},
+		{DoDrop},
 	}},
-	{Name: "bydevice", Drops: "forged_source", Rules: []string{
-		"iifname @underlay accept",
-		`meta iifkind "veth" counter drop`,
-		`meta iifkind "bridge" counter drop`,
-		"accept",
+	{Name: "bydevice", Drops: "forged_source", Rules: []FilterRule{
+		{byUnderlay, DoAccept},
+		{FromKind("veth"), DoDrop},
+		{FromKind("bridge"), DoDrop},
+		{DoAccept},
 	}},
-	{Name: "forged", Drops: "forged_source", Rules: []string{
-		`oifname "isthmus.vxlan" counter drop`,
-		"jump bydevice",
+	{Name: "forged", Drops: "forged_source", Rules: []FilterRule{
+		{To(OverlayDevice), DoDrop},
+		{Jump("bydevice")},
 	}},
 	clearChain,
-	{Name: "bridged", Drops: "overlay_port", Rules: []string{
-		"ct status dnat counter drop",
-		"accept",
+	{Name: "bridged", Drops: "overlay_port", Rules: []FilterRule{
+		{IsTranslated, DoDrop},
+		{DoAccept},
 	}},
-	{Name: "outer", Drops: "overlay_port", Rules: []string{
-		"ip saddr @gateways fib saddr . iif oif != 0 accept",
-		"ip daddr @gateways fib saddr . iif oif != 0 iifname @bridges jump bridged",
-		"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice",
-		"counter drop",
+	{Name: "outer", Drops: "overlay_port", Rules: []FilterRule{
+		{fromGateways, HasReturnPath, DoAccept},
+		{toGateways, HasReturnPath, InSet{InDevice, "bridges"}, Jump("bridged")},
+		{toGateways, HasReturnPath, Jump("bydevice")},
+		{DoDrop},
 	}},
-	{Name: "answers", Rules: []string{
-		`iifname "isthmus*" return`,
-		"fib daddr type local return",
-		"@th,0,16 0x0b00 notrack", // time exceeded in transit
-		"@th,0,16 0x0300 notrack", // no way to the network
-		"@th,0,16 0x0301 notrack", // no way to the host
+	{Name: "answers", Rules: []FilterRule{
+		{fromOurs, DoReturn},
+		{IsLocal, DoReturn},
+		{ICMPHead{11, 0}, DoNotTrack}, // time exceeded in transit
+		{ICMPHead{3, 0}, DoNotTrack},  // no way to the network
+		{ICMPHead{3, 1}, DoNotTrack},  // no way to the host
 	}},
-	{Name: "raw", Hook: "prerouting", Rules: []string{
-		"ip protocol icmp ip saddr @gateways fib saddr . iif oif != 0 jump answers",
+	{Name: "raw", Hook: "prerouting", Rules: []FilterRule{
+		{IsICMP, fromGateways, HasReturnPath, Jump("answers")},
 	}},
-	{Name: "prerouting", Hook: "prerouting", Rules: []string{
-		`iifname "isthmus*" jump translated`,
+	{Name: "prerouting", Hook: "prerouting", Rules: []FilterRule{
+		{fromOurs, Jump("translated")},
 	}},
 	inputChain,
-	{Name: "forward", Hook: "forward", Rules: []string{
-		"udp dport 4800 jump outer",
-		`iifname "isthmus*" jump overlay`,
-		"ip saddr & 255.255.0.0 @remote16 ip saddr @remote jump forged",
-		"ip daddr & 255.255.0.0 @remote16 ip saddr @elsewhere ip daddr @remote jump bydevice",
+	{Name: "forward", Hook: "forward", Rules: []FilterRule{
+		{toOverlay, Jump("outer")},
+		{fromOurs, Jump("overlay")},
+		{fromNearRemote, fromRemote, Jump("forged")},
+		{toNearRemote, InSet{Source, "elsewhere"}, toRemote, Jump("bydevice")},
 	}},
 	leavingChain,
 }
@@ -264,40 +264,40 @@ var FilterChains = []FilterChain{
 // cost each packet of the overlay, of the tunnel and between them, and a flow through the gateway would
 // have an entry in a table that is bounded for the whole machine.
 var PodFilterChains = []FilterChain{
-	{Name: "remote", Drops: "peer_to_node", Rules: []string{"counter drop"}},
-	{Name: "overlay", Drops: "overlay_stranger", Rules: []string{
-		`iifname != "isthmus.vxlan" accept`,
-		"ip saddr != @remote ip daddr @remote accept",
-		"counter drop",
+	{Name: "remote", Drops: "peer_to_node", Rules: []FilterRule{{DoDrop}}},
+	{Name: "overlay", Drops: "overlay_stranger", Rules: []FilterRule{
+		{NotFrom(OverlayDevice), DoAccept},
+		{NotInSet(fromRemote), toRemote, DoAccept},
+		{DoDrop},
 	}},
-	{Name: "forged", Drops: "forged_source", Rules: []string{"counter drop"}},
+	{Name: "forged", Drops: "forged_source", Rules: []FilterRule{{DoDrop}}},
 	clearChain,
-	{Name: "outer", Drops: "overlay_port", Rules: []string{"counter drop"}},
+	{Name: "outer", Drops: "overlay_port", Rules: []FilterRule{{DoDrop}}},
 	inputChain,
-	{Name: "forward", Hook: "forward", Rules: []string{
-		"udp dport 4800 jump outer",
-		`iifname "isthmus*" jump overlay`,
-		"ip saddr & 255.255.0.0 @remote16 ip saddr @remote jump forged",
+	{Name: "forward", Hook: "forward", Rules: []FilterRule{
+		{toOverlay, Jump("outer")},
+		{fromOurs, Jump("overlay")},
+		{fromNearRemote, fromRemote, Jump("forged")},
 	}},
 	leavingChain,
 }
 
 // Chains both have.
 var (
-	clearChain = FilterChain{Name: "clear", Drops: "in_the_clear", Rules: []string{
-		`oifname "isthmus*" accept`,
-		`oifname "lo" accept`,
-		"ip daddr @remote counter drop",
-		"ip6 daddr @remote6 counter drop",
+	clearChain = FilterChain{Name: "clear", Drops: "in_the_clear", Rules: []FilterRule{
+		{toOurs, DoAccept},
+		{To("lo"), DoAccept},
+		{toRemote, DoDrop},
+		{toRemote6, DoDrop},
 	}}
-	inputChain = FilterChain{Name: "input", Hook: "input", Drops: "overlay_source", Rules: []string{
-		"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept",
-		"udp dport 4800 counter drop",
-		`iifname "isthmus*" jump remote`,
+	inputChain = FilterChain{Name: "input", Hook: "input", Drops: "overlay_source", Rules: []FilterRule{
+		{toOverlay, InSet{Source, "nodes"}, HasReturnPath, DoAccept},
+		{toOverlay, DoDrop},
+		{fromOurs, Jump("remote")},
 	}}
-	leavingChain = FilterChain{Name: "leaving", Hook: "postrouting", Rules: []string{
-		"ip daddr & 255.255.0.0 @remote16 jump clear",
-		"ip6 daddr @remote6 jump clear",
+	leavingChain = FilterChain{Name: "leaving", Hook: "postrouting", Rules: []FilterRule{
+		{toNearRemote, Jump("clear")},
+		{toRemote6, Jump("clear")},
 	}}
 )
 

@@ -58,41 +58,42 @@ const SourceNATPriority = 0
 // The set of remote networks is searched last: that costs the first packet of a flow 300 ns with a
 // thousand peers.
 func (s SourceNAT) Chains() []FilterChain {
-	toPeers := []string{
-		"ip saddr @local snat to ip saddr",
-		"ip saddr @pods jump bydevice",
-		"ip saddr @remote return",
+	toPeers := []FilterRule{
+		{InSet{Source, "local"}, DoKeepSource},
+		{InSet{Source, "pods"}, Jump("bydevice")},
+		{fromRemote, DoReturn},
 	}
 	if s.Self.IsValid() {
-		toPeers = append(toPeers, snatTo+s.Self.String())
+		toPeers = append(toPeers, FilterRule{IsTranslated, SourceTo{s.Self}})
 	}
 	return []FilterChain{
-		{Name: "bydevice", Rules: []string{
-			`iifname "isthmus.vxlan" snat to ip saddr`,
-			"iifname @underlay return",
-			`meta iifkind "veth" snat to ip saddr`,
-			`meta iifkind "bridge" snat to ip saddr`,
+		{Name: "bydevice", Rules: []FilterRule{
+			{fromOverlay, DoKeepSource},
+			{byUnderlay, DoReturn},
+			{FromKind("veth"), DoKeepSource},
+			{FromKind("bridge"), DoKeepSource},
 		}},
 		{Name: "topeers", Rules: toPeers},
-		{Name: "frompeers", Rules: []string{
-			"ct status dnat return",
-			"snat to ip saddr",
+		{Name: "frompeers", Rules: []FilterRule{
+			{IsTranslated, DoReturn},
+			{DoKeepSource},
 		}},
-		{Name: "postrouting", Hook: "postrouting", NAT: true, Rules: []string{
-			`oifname "isthmus*" ip daddr @remote jump topeers`,
-			"ip daddr @pods ip saddr @remote jump frompeers",
+		{Name: "postrouting", Hook: "postrouting", NAT: true, Rules: []FilterRule{
+			{toOurs, toRemote, Jump("topeers")},
+			{InSet{Destination, "pods"}, fromRemote, Jump("frompeers")},
 		}},
 	}
 }
 
-// snatTo begins a rule for flows whose destination was translated on this node.
-const snatTo = "ct status dnat snat to "
-
-// SNATTarget is the address of a rule that translates to one.
-func SNATTarget(rule string) (netip.Addr, bool) {
-	text, is := strings.CutPrefix(rule, snatTo)
-	addr, err := netip.ParseAddr(text)
-	return addr, is && err == nil
+// SelfOf is the Self of a SourceNAT whose chain "topeers" has rules of these texts; the zero Addr: none.
+func SelfOf(texts []string) (self netip.Addr) {
+	for _, text := range texts {
+		_, after, _ := strings.Cut(text, "snat to ")
+		if addr, err := netip.ParseAddr(after); err == nil {
+			self = addr
+		}
+	}
+	return self
 }
 
 // Sets are the sets, always the same but for their elements.
@@ -150,7 +151,10 @@ func nftCommand(remove bool, family string, sets []FilterSet, chains []FilterCha
 		if chain.Hook != "" {
 			c += fmt.Sprintf("type %s hook %s priority %d; ", chain.Kind(), chain.Hook, chain.Priority())
 		}
-		c += strings.Join(chain.Rules, "; ") + "; }; "
+		for _, rule := range chain.Rules {
+			c += rule.String() + "; "
+		}
+		c += "}; "
 	}
 	return "nft '" + c + "}'"
 }

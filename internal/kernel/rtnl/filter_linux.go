@@ -158,11 +158,7 @@ func readFilter() []kernel.Filter {
 func readSourceNAT() []kernel.SourceNAT {
 	var s kernel.SourceNAT
 	elements, there, err := readTable(natTable, s.Sets(), func(said func(string) []string) []kernel.FilterChain {
-		for _, text := range said("topeers") {
-			if addr, is := kernel.SNATTarget(text); is {
-				s.Self = addr
-			}
-		}
+		s.Self = kernel.SelfOf(said("topeers"))
 		return s.Chains()
 	})
 	switch {
@@ -218,26 +214,26 @@ func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(said func
 			have[chain.Name] = chain
 		}
 	}
-	said := make(map[string][]string)
+	rules := make(map[string][]*nftables.Rule)
 	for name, chain := range have {
-		found, err := c.GetRules(t, chain)
-		if err != nil {
+		if rules[name], err = c.GetRules(t, chain); err != nil {
 			return nil, true, err
 		}
-		for _, r := range found {
-			text, _ := userdata.GetString(r.UserData, userdata.TypeComment)
-			if len(r.Exprs) != len(exprsOf(text)) {
-				return nil, true, errChanged
-			}
-			said[name] = append(said[name], text)
-		}
 	}
-	want := chains(func(chain string) []string { return said[chain] })
+	want := chains(func(chain string) (said []string) {
+		for _, r := range rules[chain] {
+			said = append(said, comment(r))
+		}
+		return said
+	})
 	if len(have) != len(want) {
 		return nil, true, errChanged
 	}
 	for _, w := range want {
-		if have[w.Name] == nil || !isAs(have[w.Name], w) || !slices.Equal(said[w.Name], w.Rules) {
+		same := func(have *nftables.Rule, want kernel.FilterRule) bool {
+			return comment(have) == want.String() && len(have.Exprs) == len(exprsOf(t.Family, want))
+		}
+		if have[w.Name] == nil || !isAs(have[w.Name], w) || !slices.EqualFunc(rules[w.Name], w.Rules, same) {
 			return nil, true, errChanged
 		}
 	}
@@ -248,6 +244,12 @@ func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(said func
 		}
 	}
 	return elements, true, nil
+}
+
+// comment is the text that a rule of ours has beside it.
+func comment(r *nftables.Rule) string {
+	text, _ := userdata.GetString(r.UserData, userdata.TypeComment)
+	return text
 }
 
 func isAs(have *nftables.Chain, want kernel.FilterChain) bool {
@@ -375,8 +377,8 @@ func replaceTable(remove bool, t table) error {
 			chain.Type, chain.Hooknum, chain.Priority, chain.Policy = nftables.ChainType(want.Kind()), hook(want.Hook), nftables.ChainPriorityRef(nftables.ChainPriority(want.Priority())), &policy
 		}
 		c.AddChain(chain)
-		for _, text := range want.Rules {
-			c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: exprsOf(text), UserData: userdata.AppendString(nil, userdata.TypeComment, text)})
+		for _, rule := range want.Rules {
+			c.AddRule(&nftables.Rule{Table: t.nft, Chain: chain, Exprs: exprsOf(t.nft.Family, rule), UserData: userdata.AppendString(nil, userdata.TypeComment, rule.String())})
 		}
 	}
 	return c.Flush()

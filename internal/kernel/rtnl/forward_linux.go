@@ -248,7 +248,7 @@ func forwards(c *nftables.Chain) bool {
 // acceptRules are the rules of an Accept, as iptables-nft would make them.
 func acceptRules() (all [][]expr.Any) {
 	for _, key := range []expr.MetaKey{expr.MetaKeyIIFNAME, expr.MetaKeyOIFNAME} {
-		all = append(all, slices.Concat(ours(key), []expr.Any{&expr.Counter{}}, accept()))
+		all = append(all, []expr.Any{meta(key), is([]byte(kernel.TunPrefix)), &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictAccept}})
 	}
 	return all
 }

@@ -1123,15 +1123,15 @@ func TestEachRuleThatDropsCounts(t *testing.T) {
 	reasons := make(map[string]bool)
 	for _, chain := range slices.Concat(FilterChains, PodFilterChains, BridgeChains, SourceNAT{Self: via4}.Chains()) {
 		drops := false
-		for _, text := range chain.Rules {
-			exprs := exprsOf(text)
+		for _, rule := range chain.Rules {
+			exprs := exprsOf(nftables.TableFamilyINet, rule)
 			v, is := exprs[len(exprs)-1].(*expr.Verdict)
 			if !is || v.Kind != expr.VerdictDrop {
 				continue
 			}
 			drops = true
 			if _, counts := exprs[len(exprs)-2].(*expr.Counter); !counts {
-				t.Errorf("chain %s: %q does not count", chain.Name, text)
+				t.Errorf("chain %s: %q does not count", chain.Name, rule)
 			}
 		}
 		if drops != (chain.Drops != "") {

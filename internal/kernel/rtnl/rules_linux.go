@@ -2,9 +2,9 @@ package rtnl
 
 import (
 	"encoding/binary"
-	"net/netip"
-	"slices"
+	"strings"
 
+	"github.com/google/nftables"
 	"github.com/google/nftables/binaryutil"
 	"github.com/google/nftables/expr"
 	"golang.org/x/sys/unix"
@@ -12,197 +12,160 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// rules are what the texts of chains mean. TestFilterIsWhatItsTextSays compares them with what nft(8)
-// makes of the texts.
-var rules = map[string][]expr.Any{
-	"ip saddr @local snat to ip saddr":                 slices.Concat(from("local"), itself()),
-	"ip saddr @pods jump bydevice":                     slices.Concat(from("pods"), jump("bydevice")),
-	"ip saddr @remote return":                          slices.Concat(from("remote"), leave()),
-	`iifname "isthmus.vxlan" snat to ip saddr`:         slices.Concat(iif(expr.CmpOpEq, kernel.OverlayDevice), itself()),
-	"iifname @underlay return":                         slices.Concat(byUnderlay(), leave()),
-	`meta iifkind "veth" snat to ip saddr`:             slices.Concat(iifKind("veth"), itself()),
-	`meta iifkind "bridge" snat to ip saddr`:           slices.Concat(iifKind("bridge"), itself()),
-	"ct status dnat return":                            slices.Concat(translated(), leave()),
-	"snat to ip saddr":                                 itself(),
-	`oifname "isthmus*" ip daddr @remote jump topeers`: slices.Concat(ours(expr.MetaKeyOIFNAME), in(daddr, "remote", false), jump("topeers")),
-	"ip daddr @pods ip saddr @remote jump frompeers":   slices.Concat(in(daddr, "pods", false), from("remote"), jump("frompeers")),
-	"accept":                                         {verdict(expr.VerdictAccept)},
-	"counter drop":                                   drop(),
-	"jump bydevice":                                  jump("bydevice"),
-	"udp dport 4800 jump outer":                      slices.Concat(toOverlay(), jump("outer")),
-	"udp dport 4800 counter drop":                    slices.Concat(toOverlay(), drop()),
-	"ct state established,related accept":            slices.Concat(answers(), accept()),
-	"ip daddr @own accept":                           slices.Concat(ip4(), in(daddr, "own", false), accept()),
-	"ip saddr @remote ip daddr != @remote accept":    slices.Concat(ip4(), in(saddr, "remote", false), in(daddr, "remote", true), accept()),
-	"ip saddr != @remote ip daddr @remote accept":    slices.Concat(ip4(), in(saddr, "remote", true), in(daddr, "remote", false), accept()),
-	"fib daddr type != local accept":                 slices.Concat(local(expr.CmpOpNeq), accept()),
-	`iifname != "isthmus.vxlan" accept`:              slices.Concat(iif(expr.CmpOpNeq, kernel.OverlayDevice), accept()),
-	`iifname "isthmus*" jump overlay`:                slices.Concat(ours(expr.MetaKeyIIFNAME), jump("overlay")),
-	`oifname "isthmus.vxlan" counter drop`:           slices.Concat(oif(kernel.OverlayDevice), drop()),
-	"iifname @underlay accept":                       slices.Concat(byUnderlay(), accept()),
-	`meta iifkind "veth" counter drop`:               slices.Concat(iifKind("veth"), drop()),
-	`meta iifkind "bridge" counter drop`:             slices.Concat(iifKind("bridge"), drop()),
-	`iifname "isthmus*" jump translated`:             slices.Concat(ours(expr.MetaKeyIIFNAME), jump("translated")),
-	`iifname "isthmus*" jump remote`:                 slices.Concat(ours(expr.MetaKeyIIFNAME), jump("remote")),
-	"iifname @uplinks accept":                        slices.Concat(byName("uplinks"), accept()),
-	"ip daddr @gateways udp dport 4800 counter drop": slices.Concat(etherType(unix.ETH_P_IP), in(daddr, "gateways", false), toOverlay(), drop()),
-	"meta protocol 8021q @ll,116,12 0 counter drop":  slices.Concat(etherType(unix.ETH_P_8021Q), noVLAN(), drop()),
-	"meta protocol 8021ad @ll,116,12 0 counter drop": slices.Concat(etherType(unix.ETH_P_8021AD), noVLAN(), drop()),
-	"ct status dnat counter drop":                    slices.Concat(translated(), drop()),
-	"ip daddr @gateways fib saddr . iif oif != 0 iifname @bridges jump bridged": slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), byName("bridges"), jump("bridged")),
-	"ip saddr @gateways fib saddr . iif oif != 0 accept":                        slices.Concat(ip4(), in(saddr, "gateways", false), theWayBack(), accept()),
-	"ip daddr @gateways fib saddr . iif oif != 0 jump bydevice":                 slices.Concat(ip4(), in(daddr, "gateways", false), theWayBack(), jump("bydevice")),
-	`oifname "isthmus*" accept`:                                                 slices.Concat(ours(expr.MetaKeyOIFNAME), accept()),
-	`oifname "lo" accept`:                                                       slices.Concat(oif("lo"), accept()),
-	"ip protocol icmp ip saddr @gateways fib saddr . iif oif != 0 jump answers": slices.Concat(icmpIn4(), in(saddr, "gateways", false), theWayBack(), jump("answers")),
-	`iifname "isthmus*" return`:                                                 slices.Concat(ours(expr.MetaKeyIIFNAME), leave()),
-	"fib daddr type local return":                                               slices.Concat(local(expr.CmpOpEq), leave()),
-	"@th,0,16 0x0b00 notrack":                                                   slices.Concat(icmpError(11, 0), []expr.Any{&expr.Notrack{}}),
-	"@th,0,16 0x0300 notrack":                                                   slices.Concat(icmpError(3, 0), []expr.Any{&expr.Notrack{}}),
-	"@th,0,16 0x0301 notrack":                                                   slices.Concat(icmpError(3, 1), []expr.Any{&expr.Notrack{}}),
-	"ip daddr @remote counter drop":                                             slices.Concat(ip4(), in(daddr, "remote", false), drop()),
-	"ip daddr & 255.255.0.0 @remote16 jump clear":                               slices.Concat(ip4(), around(daddr), jump("clear")),
-	"ip6 daddr @remote6 jump clear":                                             slices.Concat(ip6(), in6(daddr6, "remote6"), jump("clear")),
-	"ip saddr & 255.255.0.0 @remote16 ip saddr @remote jump forged":             slices.Concat(ip4(), around(saddr), in(saddr, "remote", false), jump("forged")),
-	"ip6 daddr @remote6 counter drop":                                           slices.Concat(ip6(), in6(daddr6, "remote6"), drop()),
-	"ip daddr & 255.255.0.0 @remote16 ip saddr @elsewhere ip daddr @remote jump bydevice": slices.Concat(
-		ip4(), around(daddr), in(saddr, "elsewhere", false), in(daddr, "remote", false), jump("bydevice")),
-	"udp dport 4800 ip saddr @nodes fib saddr . iif oif != 0 accept": slices.Concat(
-		toOverlay(), ip4(), in(saddr, "nodes", false), theWayBack(), accept()),
+// exprsOf returns the expressions of a rule in a table of a family. TestFilterIsWhatItsTextSays compares
+// them with those that nft(8) makes of the rule's text.
+func exprsOf(family nftables.TableFamily, rule kernel.FilterRule) []expr.Any {
+	c := compiler{family: family}
+	for _, term := range rule {
+		c.add(term)
+	}
+	return c.exprs
 }
 
-// Offsets of the addresses in the IPv4 header.
-const (
-	saddr = 12
-	daddr = 16
-)
-
-// daddr6 is that in the IPv6 header.
-const daddr6 = 24
-
-func verdict(kind expr.VerdictKind) expr.Any { return &expr.Verdict{Kind: kind} }
-func drop() []expr.Any                       { return []expr.Any{&expr.Counter{}, verdict(expr.VerdictDrop)} }
-func accept() []expr.Any                     { return []expr.Any{verdict(expr.VerdictAccept)} }
-func jump(chain string) []expr.Any {
-	return []expr.Any{&expr.Verdict{Kind: expr.VerdictJump, Chain: chain}}
+// A compiler makes the expressions of one rule. Before the first match of an IP header it makes one of
+// the version of IP, in tables of families that have both, as nft(8) does.
+type compiler struct {
+	family  nftables.TableFamily
+	version byte // NFPROTO of the version that was matched; 0: none
+	exprs   []expr.Any
 }
 
-func equal(op expr.CmpOp, data []byte) expr.Any { return &expr.Cmp{Op: op, Register: 1, Data: data} }
-
-// toOverlay: to the overlay's port, by UDP.
-func toOverlay() []expr.Any {
-	return []expr.Any{
-		&expr.Meta{Key: expr.MetaKeyL4PROTO, Register: 1}, equal(expr.CmpOpEq, []byte{unix.IPPROTO_UDP}),
-		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Offset: 2, Len: 2},
-		equal(expr.CmpOpEq, binary.BigEndian.AppendUint16(nil, kernel.OverlayPort)),
+func (c *compiler) add(term kernel.Term) {
+	switch t := term.(type) {
+	case kernel.Fixed:
+		c.fixed(t)
+	case kernel.InSet:
+		c.load(t.Field)
+		c.then(&expr.Lookup{SourceRegister: 1, SetName: t.Set})
+	case kernel.NotInSet:
+		c.load(t.Field)
+		c.then(&expr.Lookup{SourceRegister: 1, SetName: t.Set, Invert: true})
+	case kernel.NearSet:
+		c.load(t.Field)
+		c.then(masked([]byte{0xff, 0xff, 0, 0}), &expr.Lookup{SourceRegister: 1, SetName: t.Set})
+	case kernel.From:
+		c.then(meta(expr.MetaKeyIIFNAME), is(named(string(t))))
+	case kernel.To:
+		c.then(meta(expr.MetaKeyOIFNAME), is(named(string(t))))
+	case kernel.NotFrom:
+		c.then(meta(expr.MetaKeyIIFNAME), isNot(named(string(t))))
+	case kernel.FromKind:
+		c.then(meta(metaIIFKind), is(padded(string(t))))
+	case kernel.ToPort:
+		c.then(meta(expr.MetaKeyL4PROTO), is([]byte{unix.IPPROTO_UDP}), payload(expr.PayloadBaseTransportHeader, 2, 2), is(bigEndian(uint16(t))))
+	case kernel.EtherType:
+		c.then(meta(expr.MetaKeyPROTOCOL), is(bigEndian(uint16(t))))
+	case kernel.ICMPHead:
+		c.then(payload(expr.PayloadBaseTransportHeader, 0, 2), is([]byte{t.Type, t.Code}))
+	case kernel.Jump:
+		c.then(&expr.Verdict{Kind: expr.VerdictJump, Chain: string(t)})
+	case kernel.SourceTo:
+		c.then(&expr.Immediate{Register: 1, Data: t.Addr.AsSlice()}, sourceNAT())
 	}
 }
 
-func ip4() []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1}, equal(expr.CmpOpEq, []byte{unix.NFPROTO_IPV4})}
-}
-
-// icmpIn4: ICMP in IPv4.
-func icmpIn4() []expr.Any {
-	return append(ip4(), &expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: 9, Len: 1}, equal(expr.CmpOpEq, []byte{unix.IPPROTO_ICMP}))
-}
-
-// icmpError: it has that type and code.
-func icmpError(kind, code byte) []expr.Any {
-	return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseTransportHeader, Len: 2}, equal(expr.CmpOpEq, []byte{kind, code})}
-}
-
-func ip6() []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1}, equal(expr.CmpOpEq, []byte{unix.NFPROTO_IPV6})}
-}
-
-func in6(offset uint32, set string) []expr.Any {
-	return []expr.Any{
-		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 16},
-		&expr.Lookup{SourceRegister: 1, SetName: set},
+func (c *compiler) fixed(term kernel.Fixed) {
+	switch term {
+	case kernel.IsAnswer:
+		c.then(connection(expr.CtKeySTATE, expr.CtStateBitESTABLISHED|expr.CtStateBitRELATED)...)
+	case kernel.IsTranslated:
+		c.then(connection(expr.CtKeySTATUS, ctStatusDNAT)...)
+	case kernel.IsICMP:
+		c.ip(unix.NFPROTO_IPV4)
+		c.then(payload(expr.PayloadBaseNetworkHeader, 9, 1), is([]byte{unix.IPPROTO_ICMP}))
+	case kernel.HasReturnPath:
+		c.then(&expr.Fib{Register: 1, FlagSADDR: true, FlagIIF: true, ResultOIF: true}, isNot(make([]byte, 4)))
+	case kernel.IsLocal:
+		c.then(destinationType(), is(binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL)))
+	case kernel.IsNotLocal:
+		c.then(destinationType(), isNot(binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL)))
+	case kernel.IsPriorityTag:
+		c.then(payload(expr.PayloadBaseLLHeader, 14, 2), masked([]byte{0x0f, 0xff}), is([]byte{0, 0}))
+	case kernel.DoAccept:
+		c.then(&expr.Verdict{Kind: expr.VerdictAccept})
+	case kernel.DoReturn:
+		c.then(&expr.Verdict{Kind: expr.VerdictReturn})
+	case kernel.DoDrop:
+		c.then(&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop})
+	case kernel.DoNotTrack:
+		c.then(&expr.Notrack{})
+	case kernel.DoKeepSource:
+		c.load(kernel.Source)
+		c.then(sourceNAT())
 	}
 }
 
-func in(offset uint32, set string, invert bool) []expr.Any {
-	return []expr.Any{
-		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4},
-		&expr.Lookup{SourceRegister: 1, SetName: set, Invert: invert},
+func (c *compiler) then(exprs ...expr.Any) { c.exprs = append(c.exprs, exprs...) }
+
+// load puts a field into register 1.
+func (c *compiler) load(field kernel.Field) {
+	switch field {
+	case kernel.Source:
+		c.ip(unix.NFPROTO_IPV4)
+		c.then(payload(expr.PayloadBaseNetworkHeader, 12, 4))
+	case kernel.Destination:
+		c.ip(unix.NFPROTO_IPV4)
+		c.then(payload(expr.PayloadBaseNetworkHeader, 16, 4))
+	case kernel.Destination6:
+		c.ip(unix.NFPROTO_IPV6)
+		c.then(payload(expr.PayloadBaseNetworkHeader, 24, 16))
+	case kernel.InDevice:
+		c.then(meta(expr.MetaKeyIIFNAME))
 	}
 }
 
-// around: the network of length 16 that the address is in is in the set remote16.
-func around(offset uint32) []expr.Any {
-	return []expr.Any{
-		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: offset, Len: 4},
-		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: []byte{0xff, 0xff, 0, 0}, Xor: make([]byte, 4)},
-		&expr.Lookup{SourceRegister: 1, SetName: "remote16"},
+// ip matches a version of IP, where the family has both and the rule has not done so yet.
+func (c *compiler) ip(version byte) {
+	if c.version == version {
+		return
+	}
+	c.version = version
+	switch c.family {
+	case nftables.TableFamilyINet:
+		c.then(meta(expr.MetaKeyNFPROTO), is([]byte{version}))
+	case nftables.TableFamilyBridge: // whose rules match IPv4 alone
+		c.then(meta(expr.MetaKeyPROTOCOL), is(bigEndian(unix.ETH_P_IP)))
 	}
 }
-
-// from is in for the source, in a table of the family ip, where a packet is nothing else.
-func from(set string) []expr.Any { return in(saddr, set, false) }
 
 // ctStatusDNAT is IPS_DST_NAT of linux/netfilter/nf_conntrack_common.h.
 const ctStatusDNAT = 1 << 5
 
-// translated: the destination was, by netfilter on this node.
-func translated() []expr.Any { return ctHas(expr.CtKeySTATUS, ctStatusDNAT) }
-
-// itself translates the source to what it is.
-func itself() []expr.Any {
-	return []expr.Any{&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: saddr, Len: 4}, snat()}
-}
-
-// to translates the source to an address, where the destination was translated.
-func to(addr netip.Addr) []expr.Any {
-	return append(translated(), &expr.Immediate{Register: 1, Data: addr.AsSlice()}, snat())
-}
-
-func snat() expr.Any {
-	return &expr.NAT{Type: expr.NATTypeSourceNAT, Family: unix.NFPROTO_IPV4, RegAddrMin: 1}
-}
-
-func leave() []expr.Any { return []expr.Any{verdict(expr.VerdictReturn)} }
-
-func byUnderlay() []expr.Any { return byName("underlay") }
-
-// byName: it came by a device whose name is in the set.
-func byName(set string) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, &expr.Lookup{SourceRegister: 1, SetName: set}}
-}
-
-// etherType: what a frame says that it has in it, behind a tag that was taken off.
-func etherType(kind uint16) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyPROTOCOL, Register: 1}, equal(expr.CmpOpEq, binary.BigEndian.AppendUint16(nil, kind))}
-}
-
-// noVLAN: the number in a tag is 0.
-func noVLAN() []expr.Any {
-	return []expr.Any{
-		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseLLHeader, Offset: 14, Len: 2},
-		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 2, Mask: []byte{0x0f, 0xff}, Xor: []byte{0, 0}},
-		equal(expr.CmpOpEq, []byte{0, 0}),
-	}
-}
-
-func iif(op expr.CmpOp, name string) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1}, equal(op, padded(name))}
-}
-
-// ours are all devices whose names begin like those of ours.
-func ours(key expr.MetaKey) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: key, Register: 1}, equal(expr.CmpOpEq, []byte(kernel.TunPrefix))}
-}
-
-func oif(name string) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: expr.MetaKeyOIFNAME, Register: 1}, equal(expr.CmpOpEq, padded(name))}
-}
-
 // metaIIFKind is NFT_META_IIFKIND of linux/netfilter/nf_tables.h, Linux 5.1.
 const metaIIFKind expr.MetaKey = 26
 
-func iifKind(kind string) []expr.Any {
-	return []expr.Any{&expr.Meta{Key: metaIIFKind, Register: 1}, equal(expr.CmpOpEq, padded(kind))}
+func meta(key expr.MetaKey) expr.Any { return &expr.Meta{Key: key, Register: 1} }
+
+func payload(base expr.PayloadBase, offset, length uint32) expr.Any {
+	return &expr.Payload{DestRegister: 1, Base: base, Offset: offset, Len: length}
+}
+
+func is(data []byte) expr.Any    { return &expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: data} }
+func isNot(data []byte) expr.Any { return &expr.Cmp{Op: expr.CmpOpNeq, Register: 1, Data: data} }
+
+func masked(mask []byte) expr.Any {
+	return &expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: uint32(len(mask)), Mask: mask, Xor: make([]byte, len(mask))}
+}
+
+func destinationType() expr.Any {
+	return &expr.Fib{Register: 1, FlagDADDR: true, ResultADDRTYPE: true}
+}
+
+func sourceNAT() expr.Any {
+	return &expr.NAT{Type: expr.NATTypeSourceNAT, Family: unix.NFPROTO_IPV4, RegAddrMin: 1}
+}
+
+// connection matches where the connection has one of the bits.
+func connection(key expr.CtKey, bits uint32) []expr.Any {
+	return []expr.Any{&expr.Ct{Key: key, Register: 1}, masked(binaryutil.NativeEndian.PutUint32(bits)), isNot(make([]byte, 4))}
+}
+
+// named is what the kernel compares the name of a device with: all of it, or the octets before a last "*".
+func named(name string) []byte {
+	if prefix, found := strings.CutSuffix(name, "*"); found {
+		return []byte(prefix)
+	}
+	return padded(name)
 }
 
 func padded(name string) []byte {
@@ -211,33 +174,4 @@ func padded(name string) []byte {
 	return b
 }
 
-// theWayBack: an answer to the packet would leave by the device that it came by.
-func theWayBack() []expr.Any {
-	return []expr.Any{&expr.Fib{Register: 1, FlagSADDR: true, FlagIIF: true, ResultOIF: true}, equal(expr.CmpOpNeq, make([]byte, 4))}
-}
-
-// local: the destination is an address of the node, or not.
-func local(op expr.CmpOp) []expr.Any {
-	return []expr.Any{&expr.Fib{Register: 1, FlagDADDR: true, ResultADDRTYPE: true}, equal(op, binaryutil.NativeEndian.PutUint32(unix.RTN_LOCAL))}
-}
-
-func answers() []expr.Any {
-	return ctHas(expr.CtKeySTATE, expr.CtStateBitESTABLISHED|expr.CtStateBitRELATED)
-}
-
-// ctHas: the connection has one of the bits.
-func ctHas(key expr.CtKey, bits uint32) []expr.Any {
-	return []expr.Any{
-		&expr.Ct{Key: key, Register: 1},
-		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: binaryutil.NativeEndian.PutUint32(bits), Xor: make([]byte, 4)},
-		equal(expr.CmpOpNeq, make([]byte, 4)),
-	}
-}
-
-// exprsOf are the rules that a text means.
-func exprsOf(text string) []expr.Any {
-	if addr, is := kernel.SNATTarget(text); is {
-		return to(addr)
-	}
-	return rules[text]
-}
+func bigEndian(v uint16) []byte { return binary.BigEndian.AppendUint16(nil, v) }
