@@ -379,7 +379,13 @@ func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	}
 	s.Pods = append(s.Pods, s.Local...)
 	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s).WithSet("remote", d.remote.Networks)}
-	d.node.Accepts = []kernel.Accept{{}}
+	var here []netip.Addr // those of our node, standing by or not
+	for _, g := range in.Gateways {
+		if !g.HostNetwork && slices.Contains(d.self.Addrs, g.Host) {
+			here = append(here, g.Addr)
+		}
+	}
+	d.node.Accepts = []kernel.Accept{kernel.AcceptFor(here)}
 }
 
 // nameStrangers says when pods of our node are in none of the networks by which peers know our pods:

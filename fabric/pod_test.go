@@ -176,6 +176,22 @@ func TestAGatewayThatIsNoPodOfOursIsNotBelieved(t *testing.T) {
 	}
 }
 
+// A node forwards the outer packets of the gateways' Pods that it has, whatever others say of what is
+// forwarded; those on other nodes are no business of its.
+func TestANodeAcceptsWhatItForwardsForGatewaysOfItsOwn(t *testing.T) {
+	for node, want := range map[string]string{"n1": "10.244.1.254", "n2": "10.244.2.254", "n3": ""} {
+		in := podIntent(t, node)
+		n, _ := NodeFor(in)
+		if len(n.Accepts) != 1 || n.Accepts[0].Gateways != want {
+			t.Errorf("%s: %+v, want those of %q", node, n.Accepts, want)
+		}
+		in.Gateways[0].HostNetwork, in.Gateways[1].HostNetwork = true, true
+		if n, _ := NodeFor(in); len(n.Accepts) > 0 && n.Accepts[0].Gateways != "" {
+			t.Errorf("%s: %+v for gateways on the host's network", node, n.Accepts)
+		}
+	}
+}
+
 // For a moment after a gateway's Pod has gone, all tunnels name it.
 func TestAGatewayThatHasGoneIsOneProblemAndNoRule(t *testing.T) {
 	in := podIntent(t, "n3")

@@ -1,21 +1,37 @@
 package kernel
 
-import "fmt"
+import (
+	"fmt"
+	"net/netip"
+	"slices"
+	"strings"
+)
 
-// Accept is a pair of rules in a chain of others: for what comes from our devices, and what goes to
-// them. The chain is one by which a packet filter looks at what is forwarded: FORWARD of iptables-nft
+// Accept is rules in a chain of others: for what comes from our devices and what goes to them, and for
+// UDP and ICMP of gateways that are Pods on our node, whose outer packets the node forwards. The chain is one by which a packet filter looks at what is forwarded: FORWARD of iptables-nft
 // or iptables-legacy, or a chain of nftables of any name. They are the last before the chain's end, or
 // before a rule that drops or rejects everything, and are there only while the end of the chain drops
 // what nobody has accepted, as after `iptables -P FORWARD DROP`. An accept in a table of our own would
 // not do: each table has its own say. What is before, such as network policies, decides before.
 //
-// In a wanted State the zero value stands for all such chains, and nothing else is asked for. Rules of
+// In a wanted State one without a Chain stands for all such chains, and nothing else is asked for. Rules of
 // others are not touched. Ours say AcceptComment.
 type Accept struct {
 	Program string // IptablesNFT, IptablesLegacy or NFT
 	Family  string // of an nftables table: "ip" or "inet"
 	Table   string
 	Chain   string
+	// Gateways are addresses of gateways that are Pods on our node, IPv4, sorted and separated by spaces.
+	Gateways string
+}
+
+// AcceptFor is wanted on a node with gateways that are Pods at these addresses, in any order.
+func AcceptFor(gateways []netip.Addr) Accept { return Accept{Gateways: addresses(gateways)} }
+
+// InChain is the Accept of the same chain without Gateways.
+func (a Accept) InChain() Accept {
+	a.Gateways = ""
+	return a
 }
 
 // Programs of an Accept: whose chains these are.
@@ -25,9 +41,28 @@ const (
 	NFT            = "nft"
 )
 
-// AcceptComment is the comment of our rules in chains of others. Nobody else is told to write it: rules
-// with it are ours to remove.
+// AcceptComment begins the comment of our rules in chains of others: rules with it are ours to remove.
+// In those of a gateway a colon and its address follow.
 const AcceptComment = "isthmus-route-agent"
+
+// Comments are those of the rules of an Accept, in their order: two for our devices, and for each gateway
+// four, UDP to it and from it, then ICMP to it and from it.
+func (a Accept) Comments() []string {
+	all := []string{AcceptComment, AcceptComment}
+	for g := range strings.FieldsSeq(a.Gateways) {
+		all = append(all, slices.Repeat([]string{AcceptComment + ":" + g}, 4)...)
+	}
+	return all
+}
+
+// OwnComment reports whether a comment is that of a rule of ours, and the gateway that it is for; empty:
+// our devices.
+func OwnComment(comment string) (gateway string, ours bool) {
+	if gateway, found := strings.CutPrefix(comment, AcceptComment+":"); found {
+		return gateway, true
+	}
+	return "", comment == AcceptComment
+}
 
 // String names the chain for people.
 func (a Accept) String() string {
@@ -38,28 +73,40 @@ func (a Accept) String() string {
 }
 
 func (a Accept) command(remove bool, _ string) string {
-	if a == (Accept{}) {
-		a = Accept{Program: IptablesNFT, Chain: "FORWARD"} // the one that most nodes have
+	if a.InChain() == (Accept{}) {
+		a.Program, a.Chain = IptablesNFT, "FORWARD" // the one that most nodes have
 	}
 	if a.Program == NFT {
 		if remove {
 			return fmt.Sprintf("nft -a list chain %s %s %s; nft delete rule %[1]s %[2]s %[3]s handle N of each that says %s", a.Family, a.Table, a.Chain, AcceptComment)
 		}
-		rule := fmt.Sprintf(`add rule %s %s %s %%s "isthmus*" counter accept comment "%s"`, a.Family, a.Table, a.Chain, AcceptComment)
-		return "nft '" + fmt.Sprintf(rule, "iifname") + "; " + fmt.Sprintf(rule, "oifname") + "'"
+		matches := []string{`iifname "isthmus*"`, `oifname "isthmus*"`}
+		for g := range strings.FieldsSeq(a.Gateways) {
+			for _, protocol := range []string{"udp", "icmp"} {
+				matches = append(matches, "ip daddr "+g+" meta l4proto "+protocol, "ip saddr "+g+" meta l4proto "+protocol)
+			}
+		}
+		return "nft '" + strings.Join(a.rules(matches, fmt.Sprintf("add rule %s %s %s %%s counter accept comment \"%%s\"", a.Family, a.Table, a.Chain)), "; ") + "'"
 	}
 	verb := " -A "
 	if remove {
 		verb = " -D "
 	}
-	c := ""
-	for _, device := range []string{"-i", "-o"} {
-		if c != "" {
-			c += "; "
+	matches := []string{"-i isthmus+", "-o isthmus+"}
+	for g := range strings.FieldsSeq(a.Gateways) {
+		for _, protocol := range []string{"udp", "icmp"} {
+			matches = append(matches, "-d "+g+" -p "+protocol, "-s "+g+" -p "+protocol)
 		}
-		c += a.Program + verb + a.Chain + " " + device + " isthmus+ -m comment --comment " + AcceptComment + " -j ACCEPT"
 	}
-	return c
+	return strings.Join(a.rules(matches, a.Program+verb+a.Chain+" %s -m comment --comment %s -j ACCEPT"), "; ")
+}
+
+// rules are the matches, with their comments, in a format.
+func (a Accept) rules(matches []string, format string) []string {
+	for i, comment := range a.Comments() {
+		matches[i] = fmt.Sprintf(format, matches[i], comment)
+	}
+	return matches
 }
 
 // A Limit is what rules of others in a kernel, or the kernel itself, keep from working, as far as can

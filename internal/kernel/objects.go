@@ -30,7 +30,7 @@ type State struct {
 	Bridges   []Bridge    // none or one
 	Filters   []Filter    // none or one
 	SourceNAT []SourceNAT // none or one
-	Accepts   []Accept    // wanted: none, or the zero value for all that are needed
+	Accepts   []Accept    // wanted: none, or one without a Chain for all that are needed
 	Devices   []Device
 	Settings  []Setting
 	Links     []Link

@@ -116,7 +116,7 @@ func PlanFor(have, want State) Plan {
 	planKind(&adds, &removes, have.Bridges, want.Bridges, func(Bridge) bool { return true })
 	planKind(&adds, &removes, have.Filters, want.Filters, func(Filter) bool { return true })
 	planKind(&adds, &removes, have.SourceNAT, want.SourceNAT, func(SourceNAT) bool { return true })
-	planKind(&adds, &removes, have.Accepts, want.Accepts, func(a Accept) Accept { return a })
+	planKind(&adds, &removes, have.Accepts, want.Accepts, Accept.InChain)
 	for _, d := range have.Devices {
 		switch {
 		case slices.Contains(want.Devices, d):

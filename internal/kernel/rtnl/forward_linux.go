@@ -5,6 +5,7 @@ import (
 	"encoding/binary"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"strings"
 	"time"
@@ -193,8 +194,24 @@ type forwarding struct {
 	refuses bool   // at its end
 	before  uint64 // handle of the rule that refuses everything; 0: the policy does
 	ours    []foreignRule
-	right   bool // ours are where they should be
+	right   bool // ours are those of accept, where they should be
 	fixed   bool // it cannot be changed soundly
+}
+
+// add takes the next rule of the chain into account.
+func (f *forwarding) add(r foreignRule) {
+	gateway, ours := kernel.OwnComment(r.comment)
+	switch {
+	case ours:
+		f.ours = append(f.ours, r)
+		if known := strings.Fields(f.accept.Gateways); gateway != "" && !slices.Contains(known, gateway) {
+			f.accept.Gateways = strings.Join(append(known, gateway), " ")
+		}
+		is := func(r foreignRule, comment string) bool { return r.comment == comment }
+		f.right = f.before == 0 && slices.EqualFunc(f.ours, f.accept.Comments(), is)
+	case r.refuses && f.before == 0:
+		f.refuses, f.before = true, r.handle
+	}
 }
 
 // families are those of nftables with chains that see forwarded packets of IPv4.
@@ -226,13 +243,7 @@ func readForwarding() (all []forwarding, err error) {
 				return nil, err
 			}
 			for _, r := range found {
-				switch {
-				case r.comment == kernel.AcceptComment:
-					f.ours = append(f.ours, r)
-					f.right = len(f.ours) == len(acceptRules()) && f.before == 0
-				case r.refuses && f.before == 0:
-					f.refuses, f.before = true, r.handle
-				}
+				f.add(r)
 			}
 			all = append(all, f)
 		}
@@ -245,10 +256,39 @@ func forwards(c *nftables.Chain) bool {
 	return c.Type == nftables.ChainTypeFilter && c.Hooknum != nil && *c.Hooknum == *nftables.ChainHookForward
 }
 
-// acceptRules are the rules of an Accept, as iptables-nft would make them.
-func acceptRules() (all [][]expr.Any) {
+// gatewayProtocols are those that an Accept lets gateways have.
+var gatewayProtocols = []byte{unix.IPPROTO_UDP, unix.IPPROTO_ICMP}
+
+// acceptRules are the rules of an Accept in the order of its Comments, as iptables-nft would make them.
+func acceptRules(a kernel.Accept) (all [][]expr.Any) {
+	accepting := func(c compiler) {
+		all = append(all, append(c.exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictAccept}))
+	}
 	for _, key := range []expr.MetaKey{expr.MetaKeyIIFNAME, expr.MetaKeyOIFNAME} {
-		all = append(all, []expr.Any{meta(key), is([]byte(kernel.TunPrefix)), &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictAccept}})
+		accepting(compiler{exprs: []expr.Any{meta(key), is([]byte(kernel.TunPrefix))}})
+	}
+	for _, addr := range gatewaysOf(a) {
+		for _, protocol := range gatewayProtocols {
+			for _, field := range []kernel.Field{kernel.Destination, kernel.Source} {
+				c := compiler{family: families[a.Family]}
+				c.load(field)
+				c.then(is(addr.AsSlice()), meta(expr.MetaKeyL4PROTO), is([]byte{protocol}))
+				accepting(c)
+			}
+		}
+	}
+	return all
+}
+
+// gatewaysOf are the addresses of an Accept's gateways. One that is none, which somebody has put into a
+// comment of ours, is the zero address.
+func gatewaysOf(a kernel.Accept) (all []netip.Addr) {
+	for text := range strings.FieldsSeq(a.Gateways) {
+		addr, err := netip.ParseAddr(text)
+		if err != nil || !addr.Is4() {
+			addr = netip.IPv4Unspecified()
+		}
+		all = append(all, addr)
 	}
 	return all
 }
@@ -283,7 +323,9 @@ func (k *Kernel) acceptsIn(wanted []kernel.Accept) (have, want []kernel.Accept) 
 		}
 		needed := len(wanted) > 0 && f.refuses
 		if needed {
-			want = append(want, f.accept)
+			a := f.accept
+			a.Gateways = wanted[0].Gateways
+			want = append(want, a)
 		}
 		if len(f.ours) > 0 && (f.right || !needed) {
 			have = append(have, f.accept)
@@ -295,7 +337,7 @@ func (k *Kernel) acceptsIn(wanted []kernel.Accept) (have, want []kernel.Accept) 
 // changeAccept takes away what is there of ours in a chain, and adds what is needed, in one step.
 func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 	if a.Program == kernel.IptablesLegacy {
-		err := changeLegacy(remove)
+		err := changeLegacy(remove, a)
 		k.lookLegacy()
 		return err
 	}
@@ -303,7 +345,7 @@ func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 	if err != nil {
 		return err
 	}
-	at := slices.IndexFunc(now, func(f forwarding) bool { return f.accept == a })
+	at := slices.IndexFunc(now, func(f forwarding) bool { return f.accept.InChain() == a.InChain() })
 	if at < 0 {
 		k.lookForward()
 		return unix.ENOENT
@@ -319,9 +361,10 @@ func (k *Kernel) changeAccept(remove bool, a kernel.Accept) error {
 			return err
 		}
 	}
-	for _, exprs := range acceptRules() {
+	comments := a.Comments()
+	for i, exprs := range acceptRules(a) {
 		r := &nftables.Rule{Table: chain.Table, Chain: chain, Exprs: exprs, Position: f.before,
-			UserData: userdata.AppendString(nil, userdata.TypeComment, kernel.AcceptComment)}
+			UserData: userdata.AppendString(nil, userdata.TypeComment, comments[i])}
 		switch {
 		case remove || !f.refuses:
 		case f.before != 0:

@@ -182,18 +182,13 @@ func (t legacyTable) forwarding() (f forwarding) {
 		comment, conditions := conditionsOf(matches)
 		verdict, is := standard(target)
 		refuses := !conditions && (is && verdict == -nfDrop-1 || targetName(target) == "REJECT")
-		switch {
-		case at == t.policy:
+		if at == t.policy {
 			if f.before == 0 {
 				f.refuses = refuses
 			}
 			return f
-		case comment == kernel.AcceptComment:
-			f.ours = append(f.ours, foreignRule{handle: uint64(at), comment: comment})
-			f.right = len(f.ours) == 2 && f.before == 0
-		case refuses && f.before == 0:
-			f.refuses, f.before = true, uint64(at)
 		}
+		f.add(foreignRule{handle: uint64(at), comment: comment, refuses: refuses})
 		at = next
 	}
 }
@@ -221,33 +216,60 @@ func conditionsOf(e []byte) (comment string, conditions bool) {
 	return comment, conditions
 }
 
-// acceptEntry is a rule of ours: "-i isthmus+ -m comment --comment ... -j ACCEPT", or the same with -o.
-func acceptEntry(out bool) []byte {
+// Offsets of struct ipt_ip, with which an entry begins. Each address and name has a mask.
+const (
+	ipSource, ipSourceMask           = 0, 8
+	ipDestination, ipDestinationMask = 4, 12
+	ipInDevice, ipInDeviceMask       = 16, 48
+	ipOutDevice, ipOutDeviceMask     = 32, 64
+	ipProtocol                       = 80
+)
+
+// acceptEntries are the rules of an Accept in the order of its Comments, such as
+// "-i isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT".
+func acceptEntries(a kernel.Accept) (all [][]byte) {
+	comments := a.Comments()
+	add := func(value []byte, at, mask, masked int, protocol byte) {
+		e := acceptEntry(comments[len(all)])
+		copy(e[at:], value)
+		for i := range masked {
+			e[mask+i] = 0xff
+		}
+		binary.NativeEndian.PutUint16(e[ipProtocol:], uint16(protocol))
+		all = append(all, e)
+	}
+	device := []byte(kernel.TunPrefix + "+")
+	add(device, ipInDevice, ipInDeviceMask, len(kernel.TunPrefix), 0)
+	add(device, ipOutDevice, ipOutDeviceMask, len(kernel.TunPrefix), 0)
+	for _, addr := range gatewaysOf(a) {
+		for _, protocol := range gatewayProtocols {
+			add(addr.AsSlice(), ipDestination, ipDestinationMask, 4, protocol)
+			add(addr.AsSlice(), ipSource, ipSourceMask, 4, protocol)
+		}
+	}
+	return all
+}
+
+// acceptEntry is a rule that accepts everything, with a comment.
+func acceptEntry(comment string) []byte {
 	const target = iptEntrySize + xtMatchSize + xtCommentSize
 	e := make([]byte, target+xtMatchSize+8)
-	name, mask := 16, 48 // struct ipt_ip: iniface and its mask
-	if out {
-		name, mask = 32, 64
-	}
-	copy(e[name:], kernel.TunPrefix+"+")
-	for i := range len(kernel.TunPrefix) {
-		e[mask+i] = 0xff
-	}
 	order := binary.NativeEndian
 	order.PutUint16(e[88:], target)
 	order.PutUint16(e[90:], uint16(len(e)))
 	order.PutUint16(e[iptEntrySize:], xtMatchSize+xtCommentSize)
 	copy(e[iptEntrySize+2:], "comment")
-	copy(e[iptEntrySize+xtMatchSize:], kernel.AcceptComment)
+	copy(e[iptEntrySize+xtMatchSize:], comment)
 	order.PutUint16(e[target:], xtMatchSize+8)
 	verdict := int32(-nfAccept - 1)
 	order.PutUint32(e[target+xtMatchSize:], uint32(verdict))
 	return e
 }
 
-// changeLegacy replaces the table by one without rules of ours, or with them where they should be.
+// changeLegacy replaces the table by one without rules of ours, or with those of an Accept where they
+// should be.
 // Whatever is there of others keeps its place, and its counters.
-func changeLegacy(remove bool) error {
+func changeLegacy(remove bool, a kernel.Accept) error {
 	lock, err := lockLegacy()
 	if err != nil {
 		return err
@@ -265,7 +287,7 @@ func changeLegacy(remove bool) error {
 			before = int(f.before)
 		}
 	}
-	replaced, kept, ok := t.rewritten(f.ours, before)
+	replaced, kept, ok := t.rewritten(f.ours, acceptEntries(a), before)
 	if !ok {
 		return errors.New("the table filter of iptables-legacy is not understood")
 	}
@@ -285,9 +307,9 @@ func lockLegacy() (*os.File, error) {
 	return f, nil
 }
 
-// rewritten is struct ipt_replace with the table without some rules, and with ours before an offset;
-// negative: without. kept says which of the old entries each of the new ones is, -1 for ours.
-func (t legacyTable) rewritten(gone []foreignRule, before int) (b []byte, kept []int, ok bool) {
+// rewritten is struct ipt_replace with the table without some rules, and with others before an offset;
+// negative: without. kept says which of the old entries each of the new ones is, -1 for those that were added.
+func (t legacyTable) rewritten(gone []foreignRule, added [][]byte, before int) (b []byte, kept []int, ok bool) {
 	moved := make(map[int]int) // where what jumps to an offset has to go
 	itself := make(map[int]int)
 	var entries []byte
@@ -298,8 +320,10 @@ func (t legacyTable) rewritten(gone []foreignRule, before int) (b []byte, kept [
 		}
 		moved[at] = len(entries)
 		if at == before {
-			entries = append(append(entries, acceptEntry(false)...), acceptEntry(true)...)
-			kept = append(kept, -1, -1)
+			for _, e := range added {
+				entries = append(entries, e...)
+				kept = append(kept, -1)
+			}
 		}
 		itself[at] = len(entries)
 		if !slices.ContainsFunc(gone, func(r foreignRule) bool { return r.handle == uint64(at) }) {

@@ -732,7 +732,7 @@ func TestAcceptIsLastInAForwardThatDrops(t *testing.T) {
 			}
 			check := func(after, rules string, changes int) {
 				t.Helper()
-				if got := apply(want); strings.Count(got, program+" -A")/2 != changes {
+				if got := apply(want); strings.Count(got, "-i isthmus+") != changes {
 					t.Errorf("after %s did %q", after, got)
 				}
 				if again := apply(want); again != "" {
@@ -760,6 +760,23 @@ func TestAcceptIsLastInAForwardThatDrops(t *testing.T) {
 			check("a rule before", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 1)
 			n.run("sh " + script(t, program+"-save > $0.saved && "+program+"-restore -w < $0.saved"))
 			check("a restart of iptables", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 0)
+			// Outer packets of gateways that are Pods here.
+			gateway := func(addr string) (rules string) {
+				for _, protocol := range []string{"udp", "icmp"} {
+					for _, field := range []string{"-d ", "-s "} {
+						rules += "-A FORWARD " + field + addr + "/32 -p " + protocol + " -m comment --comment \"isthmus-route-agent:" + addr + "\" -j ACCEPT\n"
+					}
+				}
+				return rules
+			}
+			want = State{Accepts: []Accept{AcceptFor([]netip.Addr{netip.MustParseAddr("10.244.1.9"), netip.MustParseAddr("10.244.1.5")})}}
+			check("two gateways", "-P FORWARD ACCEPT\n"+in+out+gateway("10.244.1.5")+gateway("10.244.1.9")+"-A FORWARD -m comment --comment all -j DROP\n", 1)
+			iptables("-D FORWARD 4")
+			check("one rule of a gateway is gone", "-P FORWARD ACCEPT\n"+in+out+gateway("10.244.1.5")+gateway("10.244.1.9")+"-A FORWARD -m comment --comment all -j DROP\n", 1)
+			want = State{Accepts: []Accept{AcceptFor([]netip.Addr{netip.MustParseAddr("10.244.1.9")})}}
+			check("a gateway less", "-P FORWARD ACCEPT\n"+in+out+gateway("10.244.1.9")+"-A FORWARD -m comment --comment all -j DROP\n", 1)
+			want = State{Accepts: []Accept{{}}}
+			check("no gateway", "-P FORWARD ACCEPT\n"+in+out+"-A FORWARD -m comment --comment all -j DROP\n", 1)
 			apply(State{})
 			if got, want := iptables("-S FORWARD"), "-P FORWARD ACCEPT\n-A FORWARD -m comment --comment all -j DROP\n"; got != want {
 				t.Errorf("left\n%swant\n%s", got, want)
@@ -811,6 +828,15 @@ func TestAcceptIsLastInEachChainOfNftablesThatDrops(t *testing.T) {
 	n.run("nft flush chain ip fw f")
 	if got := n.apply(want); strings.Count(got, "accept comment") != 2 {
 		t.Errorf("after a flush did %s", got)
+	}
+	want = State{Accepts: []Accept{AcceptFor([]netip.Addr{netip.MustParseAddr("10.244.1.5")})}}
+	n.apply(want)
+	if again := n.apply(want); again != "" {
+		t.Errorf("with a gateway, the second time: %s", again)
+	}
+	const gateway = "accept comment \"isthmus-route-agent\"\n\t\tip daddr 10.244.1.5 meta l4proto udp counter accept comment \"isthmus-route-agent:10.244.1.5\"\n\t\tip saddr 10.244.1.5 "
+	if now := list(); strings.Count(now, gateway) != 2 {
+		t.Errorf("with a gateway there is\n%s", now)
 	}
 	n.apply(State{})
 	if got := list(); got != before {
