@@ -108,23 +108,13 @@ func run(ctx context.Context, binary string, rounds int, d time.Duration) (table
 		_ = sink.Kill()
 		_, _ = sink.Wait()
 	}()
-	got := make([][][]float64, len(variants)) // by variant, figure and round
-	for i := range got {
-		got[i] = make([][]float64, len(figures))
+	var names []string
+	for _, v := range variants {
+		names = append(names, v.name)
 	}
-	for round := range rounds {
-		for i := range variants {
-			at := (i + round) % len(variants) // what comes after what is not always the same
-			v := variants[at]
-			one, err := measureOne(ctx, l, v, self, binary, d)
-			if err != nil {
-				return "", fmt.Errorf("%s: %w", v.name, err)
-			}
-			log.Printf("round %d: %-38s %6.2f Gbit/s %6.0f kpps", round+1, v.name, one[0], one[1])
-			for f := range figures {
-				got[at][f] = append(got[at][f], one[f])
-			}
-		}
+	got, err := measure.Rounds(rounds, names, func(i int) ([]float64, error) { return measureOne(ctx, l, variants[i], self, binary, d) })
+	if err != nil {
+		return "", err
 	}
 	fields := strings.Fields(string(busy))
 	return fmt.Sprintf("%s; load %s when it began. %d interleaved rounds, %v a load: median [smallest - largest], and the ratio to \"off\" of the same round.\n\n%s",
@@ -223,25 +213,18 @@ func startCapture(ctx context.Context, c *lab.Cluster, binary string, args []str
 	}, nil
 }
 
-func tableOf(got [][][]float64) string {
+// tableOf compares all variants with the first.
+func tableOf(got measure.Samples) string {
 	var b strings.Builder
 	fmt.Fprintf(&b, "| | %s |\n|---|%s\n", strings.Join(figures, " | "), strings.Repeat("---|", len(figures)))
 	for i, v := range variants {
 		fmt.Fprintf(&b, "| %s |", v.name)
 		for f := range figures {
-			ratios := make([]float64, len(got[i][f]))
-			for round, value := range got[i][f] {
-				ratios[round] = value / got[0][f][round]
-			}
-			fmt.Fprintf(&b, " %s |", spread(got[i][f], "%.3g")+", "+spread(ratios, "%.2f"))
+			fmt.Fprintf(&b, " %s, %s |", measure.Spread(got[i][f]), measure.Spread(measure.Ratios(got[i][f], got[0][f])))
 		}
 		b.WriteString("\n")
 	}
 	return b.String()
-}
-
-func spread(v []float64, format string) string {
-	return fmt.Sprintf(format+" ["+format+" - "+format+"]", measure.Median(v), slices.Min(v), slices.Max(v))
 }
 
 // write puts the table between the marks of the page.

@@ -19,8 +19,6 @@ import (
 	"net/netip"
 	"os"
 	"os/signal"
-	"slices"
-	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -88,10 +86,6 @@ func (v variant) String() string {
 	return where + ", pods on " + pods
 }
 
-var figures = []string{
-	"TCP 1 stream, Gbit/s", "TCP 4 streams, Gbit/s", "CPU of the machine, s/Gbit", "UDP 64 B flooded, received, kpps", "round trip p50, us", "round trip p99, us",
-}
-
 // A path is the two pods of a variant.
 type path struct {
 	from *lab.Pod
@@ -138,25 +132,19 @@ func run(ctx context.Context, rounds int, d time.Duration) (text string, err err
 	if err != nil {
 		return "", err
 	}
-	samples := make(map[variant][][]float64, len(variants)) // by variant, figure and round
-	for round := range rounds {
-		for i := range variants {
-			v := variants[(i+round)%len(variants)] // what comes after what is not always the same
-			got, err := traffic(ctx, paths[v], self, d)
-			if err != nil {
-				return "", fmt.Errorf("%v: %w", v, err)
-			}
-			if samples[v] == nil {
-				samples[v] = make([][]float64, len(figures))
-			}
-			for i := range figures {
-				samples[v][i] = append(samples[v][i], got[i])
-			}
-			log.Printf("round %d/%d  %-40s %.2f", round+1, rounds, v, got)
-		}
+	var names []string
+	for _, v := range variants {
+		names = append(names, v.String())
+	}
+	samples, err := measure.Rounds(rounds, names, func(i int) ([]float64, error) {
+		p := paths[variants[i]]
+		return load.Traffic(ctx, p.from.Host, self, p.to, d)
+	})
+	if err != nil {
+		return "", err
 	}
 	before := strings.Join(strings.Fields(string(others))[:2], " and, over five minutes, ")
-	return fmt.Sprintf("The load of the machine before it was %s.\n%s", before, table(samples)), nil
+	return fmt.Sprintf("The load of the machine before it was %s.\n%s", before, samples.Pairs(names, load.TrafficFigures)), nil
 }
 
 // connect peers the clusters in pairs and starts what answers; stop ends that, also after an error.
@@ -200,78 +188,4 @@ func connect(ctx context.Context, f *fleet.Fleet, self string) (paths map[varian
 		}
 	}
 	return paths, stop, nil
-}
-
-// traffic measures a variant once; what it returns is in the order of figures.
-func traffic(ctx context.Context, p path, self string, d time.Duration) (got []float64, err error) {
-	to, ms := p.to.String(), strconv.Itoa(int(d.Milliseconds()))
-	run := func(args ...string) (res load.Result) {
-		if err == nil {
-			res, err = load.Run(ctx, p.from.Host, self, args...)
-		}
-		return res
-	}
-	run("tcp", to, "1", "300") // warm-up
-	one := run("tcp", to, "1", ms)
-	before, failed := busy()
-	err = errors.Join(err, failed)
-	four := run("tcp", to, "4", ms)
-	after, failed := busy()
-	err = errors.Join(err, failed)
-	flood := run("udp", to, "64", ms, "0")
-	rtt := run("rtt", to, ms)
-	if err != nil {
-		return nil, err
-	}
-	gbit := func(r load.Result) float64 { return float64(r.Bytes) * 8 / r.Seconds / 1e9 }
-	return []float64{gbit(one), gbit(four), (after - before) / (float64(four.Bytes) * 8 / 1e9), float64(flood.Packets) / flood.Seconds / 1e3, rtt.P50, rtt.P99}, nil
-}
-
-// busy is how many seconds all processors have worked since the machine booted (proc_stat(5)).
-func busy() (float64, error) {
-	text, err := os.ReadFile("/proc/stat")
-	if err != nil {
-		return 0, err
-	}
-	line, _, _ := strings.Cut(string(text), "\n")
-	ticks := 0.0
-	for i, field := range strings.Fields(line)[1:] {
-		n, err := strconv.ParseFloat(field, 64)
-		if err != nil {
-			return 0, fmt.Errorf("/proc/stat: %w", err)
-		}
-		if idle := i == 3 || i == 4; !idle && i < 8 { // guests are in user time already
-			ticks += n
-		}
-	}
-	return ticks / 100, nil
-}
-
-func table(samples map[variant][][]float64) string {
-	var b strings.Builder
-	b.WriteString("\n| |")
-	for i, v := range variants {
-		fmt.Fprintf(&b, " %v |", v)
-		if i%2 == 1 {
-			b.WriteString(" ratio |")
-		}
-	}
-	b.WriteString("\n|---|" + strings.Repeat("---|", len(variants)*3/2) + "\n")
-	for f, name := range figures {
-		fmt.Fprintf(&b, "| %s |", name)
-		for i := 0; i < len(variants); i += 2 {
-			host, pod := samples[variants[i]][f], samples[variants[i+1]][f]
-			ratios := slices.Clone(pod)
-			for i := range ratios {
-				ratios[i] /= host[i]
-			}
-			fmt.Fprintf(&b, " %s | %s | **%s** |", spread(host), spread(pod), spread(ratios))
-		}
-		b.WriteString("\n")
-	}
-	return b.String()
-}
-
-func spread(v []float64) string {
-	return fmt.Sprintf("%.2f [%.2f - %.2f]", measure.Median(v), slices.Min(v), slices.Max(v))
 }

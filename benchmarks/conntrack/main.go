@@ -21,10 +21,11 @@ import (
 	"log"
 	"os"
 	"runtime"
-	"slices"
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/isthmus-net/isthmus/benchmarks/internal/measure"
 )
 
 func main() {
@@ -76,21 +77,20 @@ var subjects = []subject{
 // table is Markdown.
 func table(runs map[string][]figures, flows int) string {
 	var b strings.Builder
-	fmt.Fprintf(&b, "| %d UDP flows | new flow, ns | new flows per second | known flow, ns | octets per flow |\n|---|---|---|---|---|\n", flows)
+	fmt.Fprintf(&b, "| %d UDP flows | new flow, ns | new flows per second, millions | known flow, ns | octets per flow |\n|---|---|---|---|---|\n", flows)
 	for _, s := range subjects {
-		spread := func(of func(figures) float64, format string) string {
+		spread := func(of func(figures) float64) string {
 			var all []float64
 			for _, f := range runs[s.name] {
 				all = append(all, of(f))
 			}
-			slices.Sort(all)
-			return fmt.Sprintf(format+" ["+format+" - "+format+"]", all[len(all)/2], all[0], all[len(all)-1])
+			return measure.Spread(all)
 		}
 		fmt.Fprintf(&b, "| %s | %s | %s | %s | %s |\n", s.name,
-			spread(func(f figures) float64 { return f.fresh - f.without }, "%.0f"),
-			spread(func(f figures) float64 { return 1e3 / (f.fresh - f.without) }, "%.2f M"),
-			spread(func(f figures) float64 { return f.known - f.without }, "%.0f"),
-			spread(func(f figures) float64 { return f.octets }, "%.0f"))
+			spread(func(f figures) float64 { return f.fresh - f.without }),
+			spread(func(f figures) float64 { return 1e3 / (f.fresh - f.without) }),
+			spread(func(f figures) float64 { return f.known - f.without }),
+			spread(func(f figures) float64 { return f.octets }))
 	}
 	return b.String()
 }

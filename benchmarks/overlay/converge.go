@@ -63,7 +63,7 @@ func (c *cluster) measureConvergence(rounds int) (string, error) {
 				}
 				log.Printf("round %d/%d  %s, %d nodes and peers: %.1f and %.1f ms", round+1, rounds, change, size, times[0][round], times[1][round])
 			}
-			fmt.Fprintf(&b, "| %s, %d nodes, %[2]d peers |%s\n", change, size, compared(times[0], times[1]))
+			fmt.Fprintf(&b, "| %s, %d nodes, %[2]d peers |%s\n", change, size, measure.Compared(times[0], times[1]))
 		}
 	}
 	return b.String(), nil

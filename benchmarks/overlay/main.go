@@ -24,8 +24,6 @@ import (
 	"os"
 	"os/signal"
 	"slices"
-	"strconv"
-	"strings"
 	"syscall"
 	"time"
 
@@ -91,16 +89,10 @@ func (v variant) String() string {
 }
 
 // figures are the rows of the table of traffic.
-var figures = []string{
-	"TCP 1 stream, Gbit/s",
-	"TCP 4 streams, Gbit/s",
-	"TCP 4 streams, CPU of the machine, s/Gbit",
-	"UDP 64 B flooded, received, kpps",
+var figures = append(slices.Clone(load.TrafficFigures),
 	"CPU of a UDP packet of 64 B from pod to gateway, ns",
 	"CPU of a UDP packet of 64 B from gateway to pod, ns",
-	"round trip p50, us",
-	"round trip p99, us",
-}
+)
 
 func (c *cluster) measureTraffic(ctx context.Context, rounds int, d time.Duration) (string, error) {
 	stop, err := c.listen(ctx)
@@ -108,81 +100,23 @@ func (c *cluster) measureTraffic(ctx context.Context, rounds int, d time.Duratio
 		return "", err
 	}
 	defer stop()
-	samples := make(map[variant][][]float64) // by variant, figure and round
+	var names []string
 	for _, v := range variants {
-		samples[v] = make([][]float64, len(figures))
+		names = append(names, v.String())
 	}
-	for round := range rounds {
-		for i := range variants {
-			v := variants[(i+round)%len(variants)] // what comes after what is not always the same
-			got, err := c.traffic(ctx, v, d)
-			if err != nil {
-				return "", fmt.Errorf("%v: %w", v, err)
-			}
-			for f := range figures {
-				samples[v][f] = append(samples[v][f], got[f])
-			}
-			log.Printf("round %d/%d  %-38s %.2f", round+1, rounds, v, got)
-		}
+	samples, err := measure.Rounds(rounds, names, func(i int) ([]float64, error) { return c.traffic(ctx, variants[i], d) })
+	if err != nil {
+		return "", err
 	}
-	var b strings.Builder
-	b.WriteString("\n| |")
-	for i, v := range variants {
-		fmt.Fprintf(&b, " %v |", v)
-		if i%2 == 1 {
-			b.WriteString(" ratio |")
-		}
-	}
-	b.WriteString("\n|---|" + strings.Repeat("---|", len(variants)*3/2) + "\n")
-	for f, name := range figures {
-		fmt.Fprintf(&b, "| %s |", name)
-		for i := 0; i < len(variants); i += 2 {
-			b.WriteString(compared(samples[variants[i]][f], samples[variants[i+1]][f]))
-		}
-		b.WriteString("\n")
-	}
-	return b.String(), nil
+	return samples.Pairs(names, figures), nil
 }
 
-// compared are three columns: both, and the ratio of the second to the first.
-func compared(without, with []float64) string {
-	ratios := slices.Clone(with)
-	for i := range ratios {
-		ratios[i] /= without[i]
-	}
-	return fmt.Sprintf(" %s | %s | **%s** |", spread(without), spread(with), spread(ratios))
-}
-
-func spread(v []float64) string {
-	digits := 2
-	if m := measure.Median(v); m >= 100 {
-		digits = 0
-	} else if m < 0.1 {
-		digits = 4
-	}
-	text := func(f float64) string { return strconv.FormatFloat(f, 'f', digits, 64) }
-	return fmt.Sprintf("%s [%s - %s]", text(measure.Median(v)), text(slices.Min(v)), text(slices.Max(v)))
-}
-
-// traffic measures a variant once; what it returns is in the order of figures.
-func (c *cluster) traffic(ctx context.Context, v variant, d time.Duration) (got []float64, err error) {
+// traffic measures a variant once; it returns the figures in the order of their names.
+func (c *cluster) traffic(ctx context.Context, v variant, d time.Duration) ([]float64, error) {
 	if err := c.become(ctx, v); err != nil {
 		return nil, err
 	}
-	ms := strconv.Itoa(int(d.Milliseconds()))
-	run := func(args ...string) (res load.Result) {
-		if err == nil {
-			res, err = load.Run(ctx, c.pod.Host, c.self, args...)
-		}
-		return res
-	}
-	run("tcp", remotePod.String(), "1", "300") // warm-up
-	one := run("tcp", remotePod.String(), "1", ms)
-	before := busySeconds()
-	four := run("tcp", remotePod.String(), "4", ms)
-	busy := busySeconds() - before
-	flood := run("udp", remotePod.String(), "64", ms, "0")
-	rtt := run("rtt", remotePod.String(), ms)
+	got, err := load.Traffic(ctx, c.pod.Host, c.self, remotePod, d)
 	if err != nil {
 		return nil, err
 	}
@@ -191,10 +125,5 @@ func (c *cluster) traffic(ctx context.Context, v variant, d time.Duration) (got 
 		return nil, err
 	}
 	in, err := load.PerPacket(c.far, remotePod, c.pod.Addr, c.pod.Host, netip.AddrPortFrom(c.pod.Addr, load.DiscardPort), podDevice)
-	if err != nil {
-		return nil, err
-	}
-	gbit := func(r load.Result) float64 { return float64(r.Bytes) * 8 / r.Seconds / 1e9 }
-	return []float64{gbit(one), gbit(four), busy / (float64(four.Bytes) * 8 / 1e9),
-		float64(flood.Packets) / flood.Seconds / 1e3, out, in, rtt.P50, rtt.P99}, nil
+	return append(got, out, in), err
 }

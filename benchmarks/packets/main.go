@@ -176,19 +176,11 @@ func tableOf(rows []*row) string {
 				continue
 			}
 			base := rows[slices.IndexFunc(rows, func(r *row) bool { return len(r.samples[kind]) > 0 })].samples[kind]
-			ratios := slices.Clone(r.samples[kind])
-			for round := range ratios {
-				ratios[round] /= base[round]
-			}
-			fmt.Fprintf(&b, " %s | **%s** |", spread(r.samples[kind], 0), spread(ratios, 3))
+			fmt.Fprintf(&b, " %s | **%s** |", measure.Spread(r.samples[kind]), measure.Spread(measure.Ratios(r.samples[kind], base)))
 		}
 		b.WriteString("\n")
 	}
 	return b.String()
-}
-
-func spread(v []float64, digits int) string {
-	return fmt.Sprintf("%.*f [%.*f - %.*f]", digits, measure.Median(v), digits, slices.Min(v), digits, slices.Max(v))
 }
 
 // remote are the networks of a peer.

@@ -69,3 +69,23 @@ func Memory(pid int, name string) int {
 	}
 	return 0
 }
+
+// Busy is how many seconds all processors have worked since the machine started, but for what others of
+// its host took: user, nice, system, irq and softirq of /proc/stat (proc_stat(5)).
+func Busy() (seconds float64, err error) {
+	stat, err := os.ReadFile("/proc/stat")
+	if err != nil {
+		return 0, err
+	}
+	line, _, _ := strings.Cut(string(stat), "\n")
+	for i, field := range strings.Fields(line) {
+		if i == 1 || i == 2 || i == 3 || i == 6 || i == 7 {
+			ticks, err := strconv.ParseFloat(field, 64)
+			if err != nil {
+				return 0, fmt.Errorf("/proc/stat: %w", err)
+			}
+			seconds += ticks / 100 // USER_HZ is 100 on every Linux architecture that Go knows
+		}
+	}
+	return seconds, nil
+}

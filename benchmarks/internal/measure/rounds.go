@@ -1,0 +1,83 @@
+package measure
+
+import (
+	"fmt"
+	"log"
+	"slices"
+	"strconv"
+	"strings"
+)
+
+// Samples are figures by variant, figure and round.
+type Samples [][][]float64
+
+// Rounds measures every variant once a round. Each round begins with another one, so that none always
+// comes after the same. one returns the figures of a variant, as many each time.
+func Rounds(rounds int, variants []string, one func(variant int) ([]float64, error)) (Samples, error) {
+	s := make(Samples, len(variants))
+	for round := range rounds {
+		for i := range variants {
+			at := (i + round) % len(variants)
+			got, err := one(at)
+			if err != nil {
+				return nil, fmt.Errorf("%s: %w", variants[at], err)
+			}
+			if s[at] == nil {
+				s[at] = make([][]float64, len(got))
+			}
+			for figure, v := range got {
+				s[at][figure] = append(s[at][figure], v)
+			}
+			log.Printf("round %d/%d  %-40s %.2f", round+1, rounds, variants[at], got)
+		}
+	}
+	return s, nil
+}
+
+// Pairs is a table with a row for each figure. Of each two variants that follow each other it has both,
+// and the ratio of the second to the first.
+func (s Samples) Pairs(variants, figures []string) string {
+	var b strings.Builder
+	b.WriteString("\n| |")
+	for i, name := range variants {
+		b.WriteString(" " + name + " |")
+		if i%2 == 1 {
+			b.WriteString(" ratio |")
+		}
+	}
+	b.WriteString("\n|---|" + strings.Repeat("---|", len(variants)*3/2) + "\n")
+	for f, name := range figures {
+		b.WriteString("| " + name + " |")
+		for i := 0; i < len(variants); i += 2 {
+			b.WriteString(Compared(s[i][f], s[i+1][f]))
+		}
+		b.WriteString("\n")
+	}
+	return b.String()
+}
+
+// Compared are three cells: two figures, and the ratio of the second to the first.
+func Compared(base, v []float64) string {
+	return fmt.Sprintf(" %s | %s | **%s** |", Spread(base), Spread(v), Spread(Ratios(v, base)))
+}
+
+// Ratios are those of v to base, round by round.
+func Ratios(v, base []float64) []float64 {
+	ratios := slices.Clone(v)
+	for round := range ratios {
+		ratios[round] /= base[round]
+	}
+	return ratios
+}
+
+// Spread is the median of v with the smallest and the largest. It shows three digits or more.
+func Spread(v []float64) string {
+	digits := 2
+	if m := Median(v); m >= 100 {
+		digits = 0
+	} else if m < 0.1 {
+		digits = 4
+	}
+	text := func(f float64) string { return strconv.FormatFloat(f, 'f', digits, 64) }
+	return fmt.Sprintf("%s [%s - %s]", text(Median(v)), text(slices.Min(v)), text(slices.Max(v)))
+}
