@@ -1,6 +1,7 @@
 package manager
 
 import (
+	"fmt"
 	"net/netip"
 	"slices"
 	"strings"
@@ -173,22 +174,18 @@ func TestNodeAddressesAreSortedAndAreAddresses(t *testing.T) {
 	}
 }
 
-func TestKubeadmPodSubnets(t *testing.T) {
+func TestKubeadmSubnets(t *testing.T) {
 	for text, want := range map[string]string{
-		"networking:\n  podSubnet: 10.244.0.0/16\n  serviceSubnet: 10.96.0.0/12\n": "[10.244.0.0/16]",
-		"networking:\n  podSubnet: 10.1.0.0/18,fd00:1::/48\n":                      "[10.1.0.0/18 fd00:1::/48]",
-		"networking: {}\n": "[]",
-		"networking:\n  podSubnet: 10.1.0.0/18,nonsense\n": "[]",
-		"]": "[]",
-		"":  "[]",
+		"networking:\n  podSubnet: 10.244.0.0/16\n  serviceSubnet: 10.96.0.0/12\n":                       "[10.244.0.0/16] [10.96.0.0/12]",
+		"networking:\n  podSubnet: 10.1.0.0/18,fd00:1::/48\n  serviceSubnet: 10.2.0.0/18,fd00:2::/112\n": "[10.1.0.0/18 fd00:1::/48] [10.2.0.0/18 fd00:2::/112]",
+		"networking: {}\n": "[] []",
+		"networking:\n  podSubnet: 10.1.0.0/18,nonsense\n  serviceSubnet: 10.2.0.0/18\n": "[] [10.2.0.0/18]",
+		"]": "[] []",
+		"":  "[] []",
 	} {
-		got := kubeadmPodSubnets(text)
-		texts := make([]string, len(got))
-		for i, p := range got {
-			texts[i] = p.String()
-		}
-		if s := "[" + strings.Join(texts, " ") + "]"; s != want {
-			t.Errorf("%q: got %s, want %s", text, s, want)
+		pods, services := kubeadmSubnets(text)
+		if got := fmt.Sprint(pods, services); got != want {
+			t.Errorf("%q: got %s, want %s", text, got, want)
 		}
 	}
 }

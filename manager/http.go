@@ -4,6 +4,7 @@ import (
 	"context"
 	"fmt"
 	"net/http"
+	"sync/atomic"
 	"time"
 
 	"github.com/prometheus/client_golang/prometheus/promhttp"
@@ -14,8 +15,9 @@ import (
 )
 
 // listen answers on the addresses of o until the servers are closed. Those of controller-runtime
-// have no bounds for clients that are slow or many.
-func listen(o Options, mgr ctrl.Manager) (*httpserve.Servers, error) {
+// have no bounds for clients that are slow or many. waits has the reason while a manager that leads
+// cannot begin its work; a standby is ready.
+func listen(o Options, mgr ctrl.Manager, waits *atomic.Pointer[string]) (*httpserve.Servers, error) {
 	public, private := http.NewServeMux(), http.NewServeMux()
 	private.Handle("GET /metrics", o.MetricsSecure.Guarded(promhttp.HandlerFor(metrics.Registry, promhttp.HandlerOpts{ErrorHandling: promhttp.HTTPErrorOnError})))
 	public.HandleFunc("GET /healthz", func(w http.ResponseWriter, _ *http.Request) { fmt.Fprintln(w, "ok") })
@@ -24,6 +26,10 @@ func listen(o Options, mgr ctrl.Manager) (*httpserve.Servers, error) {
 		defer cancel()
 		if !mgr.GetCache().WaitForCacheSync(ctx) {
 			http.Error(w, "not all caches are filled yet", http.StatusServiceUnavailable)
+			return
+		}
+		if why := waits.Load(); why != nil {
+			http.Error(w, "this manager leads and cannot begin: "+*why, http.StatusServiceUnavailable)
 			return
 		}
 		fmt.Fprintln(w, "ok")

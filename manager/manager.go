@@ -229,6 +229,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		peers:  Peers{Reader: mgr.GetCache(), Self: o.Cluster.ClusterID, ForeignClusters: has.foreignClusters},
 		config: cfg,
 		leads:  new(atomic.Pointer[leading]),
+		waits:  new(atomic.Pointer[string]),
 	}
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
 	if l.copies = has.grantedNetworks; !l.copies {
@@ -253,7 +254,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	); err != nil {
 		return err
 	}
-	servers, err := listen(o, mgr)
+	servers, err := listen(o, mgr, l.waits)
 	if err != nil {
 		return err
 	}
@@ -276,6 +277,7 @@ type leader struct {
 	store  *ipamstore.Store
 	expiry *expiry
 	leads  *atomic.Pointer[leading]
+	waits  *atomic.Pointer[string] // why this leader has not begun its work; nil inside: it has, or does not lead
 	config *rest.Config
 	copies bool // present.grantedNetworks
 }
@@ -290,18 +292,17 @@ func (l *leader) lead(ctx context.Context) error {
 	}
 	warden := &Warden{Cache: l.mgr.GetCache(), Namespace: l.Namespace, Events: l.mgr.GetEventRecorder(component), Log: l.Log, Patience: refusalPatience}
 	warden.watchBooks(l.store)
+	l.waits.Store(ptr.To("it has not read the cluster yet"))
 	if !untilDone(ctx, l.Log, func() error {
-		if err := l.store.Load(ctx); err != nil {
-			return fmt.Errorf("books of the IPAM: %w", err)
-		}
-		_, err := own.Reconcile(ctx, ctrl.Request{})
-		if err == nil {
-			_, err = warden.Reconcile(ctx, ctrl.Request{})
+		err := l.begin(ctx, own, warden)
+		if err != nil {
+			l.waits.Store(ptr.To(err.Error()))
 		}
 		return err
 	}) {
 		return nil
 	}
+	l.waits.Store(nil)
 	replicator := replication.New(replication.Options{
 		ClusterID: l.Cluster.ClusterID, Client: l.client, Cache: l.mgr.GetCache(), Config: l.config, Log: l.Log,
 	})
@@ -348,6 +349,18 @@ func (l *leader) lead(ctx context.Context) error {
 	l.Log.Info("this manager works")
 	<-ctx.Done()
 	return nil
+}
+
+// begin reads the books of the IPAM, puts our own networks into them, and learns what nodes refuse.
+func (l *leader) begin(ctx context.Context, own *FactsKeeper, warden *Warden) error {
+	if err := l.store.Load(ctx); err != nil {
+		return fmt.Errorf("books of the IPAM: %w", err)
+	}
+	if _, err := own.Reconcile(ctx, ctrl.Request{}); err != nil {
+		return err
+	}
+	_, err := warden.Reconcile(ctx, ctrl.Request{})
+	return err
 }
 
 // untilDone calls f until it succeeds, with growing pauses. It is false when ctx ended before that.

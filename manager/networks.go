@@ -12,8 +12,13 @@ import (
 	discoveryv1 "k8s.io/api/discovery/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/yaml"
+
+	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
 // detected are the networks found in the cluster's own configuration. They never change in the life
@@ -35,12 +40,13 @@ func (k *FactsKeeper) networks(ctx context.Context, f *Facts) error {
 		f.PodCIDR = k.detected.pods[0]
 	}
 	if f.ServiceCIDR = k.Plan.ServiceCIDR; !f.ServiceCIDR.IsValid() {
-		if err := k.readServiceCIDR(ctx); err != nil {
+		if err := k.readServices(ctx); err != nil {
 			return err
 		}
 		i := slices.IndexFunc(k.detected.services, func(p netip.Prefix) bool { return p.Addr().Is4() == f.PodCIDR.Addr().Is4() })
 		if i < 0 {
-			f.Missing = append(f.Missing, fmt.Sprintf("ServiceCIDR: ServiceCIDR kubernetes names none of the family of the PodCIDR, %v; set --service-cidr", f.PodCIDR))
+			f.Missing = append(f.Missing, fmt.Sprintf("ServiceCIDR: %s name none of the family of the PodCIDR, %v; set --service-cidr (value networks.serviceCIDR)",
+				serviceSources, f.PodCIDR))
 			return nil
 		}
 		f.ServiceCIDR = k.detected.services[i]
@@ -51,36 +57,65 @@ func (k *FactsKeeper) networks(ctx context.Context, f *Facts) error {
 	return nil
 }
 
-// readKubeadm reads the networks that kubeadm was given. Not being permitted to is the same as not
-// finding it.
+// readKubeadm reads the networks of pods that kubeadm was given.
 func (k *FactsKeeper) readKubeadm(ctx context.Context) error {
 	if len(k.detected.pods) > 0 {
 		return nil
 	}
-	var cm corev1.ConfigMap
-	if err := k.Direct.Get(ctx, types.NamespacedName{Namespace: "kube-system", Name: "kubeadm-config"}, &cm); err != nil {
-		if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) {
-			return nil
-		}
-		return fmt.Errorf("configuration of kubeadm: %w", err)
-	}
-	k.detected.pods = kubeadmPodSubnets(cm.Data["ClusterConfiguration"])
-	return nil
+	pods, _, err := k.kubeadm(ctx)
+	k.detected.pods = pods
+	return err
 }
 
-func (k *FactsKeeper) readServiceCIDR(ctx context.Context) error {
+// kubeadm returns the networks that kubeadm was given, of each family at most one. A cluster without
+// its ConfigMap, or a missing permission to read it, is no error.
+func (k *FactsKeeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, err error) {
+	var cm corev1.ConfigMap
+	if err := k.Direct.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"}, &cm); ignoreUnknown(err) != nil {
+		return nil, nil, fmt.Errorf("configuration of kubeadm: %w", err)
+	}
+	pods, services = kubeadmSubnets(cm.Data["ClusterConfiguration"])
+	return pods, services, nil
+}
+
+// serviceSources names what readServices reads, for messages.
+const serviceSources = "ServiceCIDR kubernetes, ConfigMap kube-system/kubeadm-config and the flags of API servers"
+
+// readServices reads the network of the Services. Kubernetes 1.31 and 1.32 do not serve the kind
+// ServiceCIDR: there only the configuration of the cluster has it, where it can be seen.
+func (k *FactsKeeper) readServices(ctx context.Context) error {
 	if len(k.detected.services) > 0 {
 		return nil
 	}
 	var cidr networkingv1.ServiceCIDR
-	if err := k.Direct.Get(ctx, types.NamespacedName{Name: "kubernetes"}, &cidr); err != nil {
-		if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) {
-			return nil
-		}
+	if err := k.Direct.Get(ctx, types.NamespacedName{Name: "kubernetes"}, &cidr); ignoreUnknown(err) != nil {
 		return fmt.Errorf("network of the services: %w", err)
 	}
-	k.detected.services = prefixes(cidr.Spec.CIDRs)
+	if k.detected.services = prefixes(cidr.Spec.CIDRs); len(k.detected.services) > 0 {
+		return nil
+	}
+	_, services, err := k.kubeadm(ctx)
+	if err != nil {
+		return err
+	}
+	if k.detected.services = services; len(services) > 0 {
+		return nil
+	}
+	var servers corev1.PodList
+	if err := k.Direct.List(ctx, &servers, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": "kube-apiserver"}); ignoreUnknown(err) != nil {
+		return fmt.Errorf("flags of API servers: %w", err)
+	}
+	k.detected.services = prefixes(strings.Split(owncluster.Flag(servers.Items, "service-cluster-ip-range"), ","))
 	return nil
+}
+
+// ignoreUnknown returns nil for an object that is absent, whose kind the API server does not serve, or
+// that we may not read.
+func ignoreUnknown(err error) error {
+	if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) || meta.IsNoMatchError(err) {
+		return nil
+	}
+	return err
 }
 
 // apiServers returns the addresses behind the Service kubernetes. Not being permitted to read them
@@ -113,17 +148,19 @@ func addressesIn(slice discoveryv1.EndpointSlice) (all []netip.Addr) {
 	return slices.Compact(all)
 }
 
-// kubeadmPodSubnets returns networking.podSubnet, one network per family, the main one first.
-func kubeadmPodSubnets(clusterConfiguration string) []netip.Prefix {
+// kubeadmSubnets returns networking.podSubnet and networking.serviceSubnet, one network per family,
+// the main one first.
+func kubeadmSubnets(clusterConfiguration string) (pods, services []netip.Prefix) {
 	var config struct {
 		Networking struct {
-			PodSubnet string `json:"podSubnet"`
+			PodSubnet     string `json:"podSubnet"`
+			ServiceSubnet string `json:"serviceSubnet"`
 		} `json:"networking"`
 	}
-	if err := yaml.Unmarshal([]byte(clusterConfiguration), &config); err != nil || config.Networking.PodSubnet == "" {
-		return nil
+	if err := yaml.Unmarshal([]byte(clusterConfiguration), &config); err != nil {
+		return nil, nil
 	}
-	return prefixes(strings.Split(config.Networking.PodSubnet, ","))
+	return prefixes(strings.Split(config.Networking.PodSubnet, ",")), prefixes(strings.Split(config.Networking.ServiceSubnet, ","))
 }
 
 func prefixes(texts []string) (all []netip.Prefix) {

@@ -6,6 +6,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"slices"
+	"strings"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -80,4 +82,19 @@ func Identify(ctx context.Context, reader client.Reader, namespace string, said 
 		return id, fmt.Errorf("%w: cluster ID %s", ErrUnknown, wrong)
 	}
 	return id, nil
+}
+
+// Flag returns the value of a command-line flag of the first of the Pods that has it in the form
+// --name=value, as static Pods of a control plane do; empty when none has it.
+func Flag(pods []corev1.Pod, name string) string {
+	for i := range pods {
+		for _, container := range pods[i].Spec.Containers {
+			for _, arg := range slices.Concat(container.Command, container.Args) {
+				if value, ok := strings.CutPrefix(arg, "--"+name+"="); ok {
+					return value
+				}
+			}
+		}
+	}
+	return ""
 }

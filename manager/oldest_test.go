@@ -1,0 +1,185 @@
+package manager
+
+import (
+	"bytes"
+	"context"
+	"encoding/json"
+	"io"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"net/http/httputil"
+	"net/netip"
+	"net/url"
+	"path/filepath"
+	"slices"
+	"strconv"
+	"strings"
+	"sync/atomic"
+	"testing"
+
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// An oldServer is the API server of all tests as Kubernetes 1.31 and 1.32 would be: it does not serve
+// the kind ServiceCIDR.
+type oldServer struct {
+	url string
+	// fail is the path of requests that get an error; nil inside: none.
+	fail atomic.Pointer[string]
+}
+
+func startOldServer(t *testing.T) *oldServer {
+	t.Helper()
+	transport, err := rest.TransportFor(testConfig)
+	if err != nil {
+		t.Fatal(err)
+	}
+	target, err := url.Parse(testConfig.Host)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const group = "/apis/networking.k8s.io/v1"
+	proxy := &httputil.ReverseProxy{
+		Transport: transport, FlushInterval: -1, ErrorLog: slog.NewLogLogger(slog.DiscardHandler, slog.LevelError),
+		Rewrite: func(r *httputil.ProxyRequest) {
+			r.SetURL(target)
+			if path := r.In.URL.Path; path == "/apis" || path == group { // the old form of discovery, and readable
+				r.Out.Header.Set("Accept", "application/json")
+				r.Out.Header.Del("Accept-Encoding")
+			}
+		},
+		ModifyResponse: func(r *http.Response) error {
+			if r.Request.URL.Path != group {
+				return nil
+			}
+			var list metav1.APIResourceList
+			if err := json.NewDecoder(r.Body).Decode(&list); err != nil {
+				return err
+			}
+			list.APIResources = slices.DeleteFunc(list.APIResources, func(one metav1.APIResource) bool { return one.Kind == "ServiceCIDR" })
+			text, err := json.Marshal(list)
+			r.Body = io.NopCloser(bytes.NewReader(text))
+			r.ContentLength = int64(len(text))
+			r.Header.Set("Content-Length", strconv.Itoa(len(text)))
+			return err
+		},
+	}
+	s := new(oldServer)
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch fail := s.fail.Load(); {
+		case strings.HasPrefix(r.URL.Path, group+"/servicecidrs"):
+			http.NotFound(w, r)
+		case fail != nil && r.URL.Path == *fail:
+			http.Error(w, "not today", http.StatusInternalServerError)
+		default:
+			proxy.ServeHTTP(w, r)
+		}
+	}))
+	t.Cleanup(func() {
+		server.CloseClientConnections()
+		server.Close()
+	})
+	s.url = server.URL
+	return s
+}
+
+func (s *oldServer) client(t *testing.T) client.Client {
+	t.Helper()
+	scheme, err := newScheme()
+	if err != nil {
+		t.Fatal(err)
+	}
+	api, err := client.New(&rest.Config{Host: s.url, QPS: -1}, client.Options{Scheme: scheme})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return api
+}
+
+func (s *oldServer) kubeconfig(t *testing.T) string {
+	t.Helper()
+	config := clientcmdapi.NewConfig()
+	config.Clusters["old"] = &clientcmdapi.Cluster{Server: s.url}
+	config.Contexts["old"] = &clientcmdapi.Context{Cluster: "old"}
+	config.CurrentContext = "old"
+	file := filepath.Join(t.TempDir(), "kubeconfig")
+	if err := clientcmd.WriteToFile(*config, file); err != nil {
+		t.Fatal(err)
+	}
+	return file
+}
+
+func TestServiceCIDRWithoutItsKindIsFoundElsewhere(t *testing.T) {
+	w := bare(t)
+	api := startOldServer(t).client(t)
+	gather := func() Facts {
+		t.Helper()
+		own := &FactsKeeper{Cache: api, Direct: api, Store: &stubBooks{}, Cluster: w.self, Namespace: w.system,
+			Plan: AddressPlan{PodCIDR: netip.MustParsePrefix("10.32.0.0/19")}, Log: slog.New(slog.DiscardHandler)}
+		f, err := own.gather(w.ctx)
+		w.ok(err)
+		return f
+	}
+	if f := gather(); f.ServiceCIDR.IsValid() || !strings.Contains(strings.Join(f.Missing, "\n"), "set --service-cidr") {
+		t.Errorf("nothing has it: %v, missing %q", f.ServiceCIDR, f.Missing)
+	}
+	server := &corev1.Pod{
+		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kube-apiserver-" + w.prefix, Labels: map[string]string{"component": "kube-apiserver"}},
+		Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "kube-apiserver", Image: "example.org/kube-apiserver:v1.32.0",
+			Command: []string{"kube-apiserver", "--service-cluster-ip-range=10.97.0.0/16"}}}},
+	}
+	w.until("namespace kube-system takes Pods", func() bool { return w.api().Create(w.ctx, server.DeepCopy()) == nil })
+	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), server, client.GracePeriodSeconds(0))) })
+	if f := gather(); f.ServiceCIDR.String() != "10.97.0.0/16" || len(f.Missing) != 1 { // and no key
+		t.Errorf("flags of the API server: %v, missing %q", f.ServiceCIDR, f.Missing)
+	}
+	kubeadm := &corev1.ConfigMap{
+		ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"},
+		Data:       map[string]string{"ClusterConfiguration": "networking:\n  serviceSubnet: 10.98.0.0/16\n"},
+	}
+	w.create(kubeadm)
+	t.Cleanup(func() { w.ok(w.api().Delete(context.Background(), kubeadm)) })
+	if f := gather(); f.ServiceCIDR.String() != "10.98.0.0/16" {
+		t.Errorf("kubeadm: %v, missing %q", f.ServiceCIDR, f.Missing)
+	}
+}
+
+// Of two managers that cannot read the cluster's configuration the one that leads is not ready and
+// says why; the other one has nothing to do and is ready.
+func TestManagerThatCannotBeginIsNotReady(t *testing.T) {
+	w := bare(t)
+	old := startOldServer(t)
+	configuration := "/api/v1/namespaces/kube-system/configmaps/kubeadm-config"
+	old.fail.Store(&configuration)
+	var health [2]string
+	for i := range health {
+		health[i] = kubetest.Address(9443)
+		t.Cleanup(w.runManager(Options{
+			Kubeconfig: old.kubeconfig(t), Namespace: w.system, LeaderElect: true, Cluster: w.self, HealthAddress: health[i],
+			Log: slog.New(slog.DiscardHandler),
+		}))
+	}
+	var ready [2]string
+	w.until("one waits and one is ready", func() bool {
+		for i := range health {
+			ready[i] = get(t, "http://"+health[i]+"/readyz")
+		}
+		slices.Sort(ready[:])
+		return ready[0] == "ok\n" && strings.Contains(ready[1], "configuration of kubeadm")
+	})
+	if !strings.HasPrefix(ready[1], "this manager leads and cannot begin: ") {
+		t.Errorf("the one that leads: %q", ready[1])
+	}
+	old.fail.Store(nil)
+	w.until("both are ready", func() bool {
+		return get(t, "http://"+health[0]+"/readyz") == "ok\n" && get(t, "http://"+health[1]+"/readyz") == "ok\n"
+	})
+}
