@@ -5,6 +5,7 @@ import (
 	"fmt"
 
 	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/fields"
@@ -28,6 +29,9 @@ func prepare(ctx context.Context, mgr ctrl.Manager, has present) error {
 	}
 	if has.grantedNetworks {
 		kinds = append(kinds, &isthmus.GrantedNetworks{})
+	}
+	if has.serviceCIDRs {
+		kinds = append(kinds, &networkingv1.ServiceCIDR{})
 	}
 	for _, o := range kinds {
 		if _, err := mgr.GetCache().GetInformer(ctx, o, cache.BlockUntilSynced(false)); err != nil {

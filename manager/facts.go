@@ -15,6 +15,7 @@ type Facts struct {
 	Cluster      v1alpha1.ClusterIdentity
 	PodCIDR      netip.Prefix
 	ServiceCIDR  netip.Prefix
+	MoreServices []netip.Prefix // addresses of Services outside of ServiceCIDR, sorted
 	ExternalCIDR netip.Prefix
 	Nodes        []netip.Addr   // addresses of the nodes, sorted
 	APIServers   []netip.Addr   // addresses behind the Service of the API server, sorted

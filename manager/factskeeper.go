@@ -13,6 +13,7 @@ import (
 	"time"
 
 	corev1 "k8s.io/api/core/v1"
+	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/events"
@@ -79,6 +80,8 @@ type FactsKeeper struct {
 	Cluster   v1alpha1.ClusterIdentity
 	Namespace string // of the gateway's Service and Secret
 	Plan      AddressPlan
+	// ServiceCIDRs says that the API server serves that kind, and Cache has it.
+	ServiceCIDRs bool
 	// BooksChanged gets the events of the Store.
 	BooksChanged <-chan event.GenericEvent
 	Events       events.EventRecorder
@@ -120,7 +123,11 @@ func (k *FactsKeeper) SetupWithManager(mgr ctrl.Manager) error {
 	something := handler.EnqueueRequestsFromMapFunc(func(context.Context, client.Object) []reconcile.Request {
 		return []reconcile.Request{requestFor("own")}
 	})
-	return ctrl.NewControllerManagedBy(mgr).Named("own").
+	c := ctrl.NewControllerManagedBy(mgr).Named("own")
+	if k.ServiceCIDRs {
+		c.Watches(&networkingv1.ServiceCIDR{}, something, builder.WithPredicates(predicate.GenerationChangedPredicate{}))
+	}
+	return c.
 		Watches(&corev1.Service{}, something).
 		Watches(&corev1.Secret{}, something).
 		Watches(&corev1.Node{}, something, builder.WithPredicates(addressesChanged)).
@@ -171,7 +178,7 @@ func (k *FactsKeeper) Reconcile(ctx context.Context, _ ctrl.Request) (ctrl.Resul
 	}
 	k.tellIgnored(facts.Ignored)
 	k.facts, k.known = facts, true
-	k.Log.Info("facts of this cluster", "podCIDR", facts.PodCIDR, "serviceCIDR", facts.ServiceCIDR, "externalCIDR", facts.ExternalCIDR,
+	k.Log.Info("facts of this cluster", "podCIDR", facts.PodCIDR, "serviceCIDR", facts.ServiceCIDR, "moreServices", facts.MoreServices, "externalCIDR", facts.ExternalCIDR,
 		"endpoint", facts.Endpoint, "port", facts.Port, "tunnels", 1+len(facts.Tunnels), "nodes", len(facts.Nodes), "reached", len(facts.Reached))
 	for _, c := range k.subscribers {
 		select {
@@ -260,7 +267,7 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 	n := k.Plan
 	config := ipam.Config{
 		PodCIDR: f.PodCIDR, ServiceCIDR: f.ServiceCIDR, ExternalCIDR: n.ExternalCIDR,
-		Pools: n.Pools, Reserved: n.Reserved, Nodes: slices.Concat(f.Nodes, f.APIServers), Reached: f.Reached,
+		Pools: n.Pools, Reserved: slices.Concat(n.Reserved, f.MoreServices), Nodes: slices.Concat(f.Nodes, f.APIServers), Reached: f.Reached,
 	}
 	var conflicts []ipam.Conflict
 	book, err := k.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {

@@ -10,14 +10,15 @@ import (
 	"fmt"
 	"log/slog"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
 
 	"github.com/go-logr/logr"
 	"github.com/prometheus/client_golang/prometheus"
+	networkingv1 "k8s.io/api/networking/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
-	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	utilnet "k8s.io/apimachinery/pkg/util/net"
 	"k8s.io/apimachinery/pkg/util/uuid"
@@ -50,7 +51,7 @@ const component = "isthmus-manager"
 // renewDeadline is how long a leader goes on without its Lease; controller-runtime's.
 const renewDeadline = 10 * time.Second
 
-// lookForKinds is how often we look whether Liqo was installed: one small request.
+// lookForKinds is how often we look whether Liqo was installed: a few small requests.
 const lookForKinds = 30 * time.Second
 
 // Options say what Run runs.
@@ -91,7 +92,7 @@ type Options struct {
 }
 
 // errAgain ends a run whose cluster has got another set of kinds since.
-var errAgain = errors.New("ForeignClusters or GrantedNetworks have come or gone")
+var errAgain = errors.New("ForeignClusters, GrantedNetworks or ServiceCIDRs have come or gone")
 
 // lostLease is the text of controller-runtime's error, which has no name.
 const lostLease = "leader election lost"
@@ -175,13 +176,18 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err != nil {
 		return err
 	}
+	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct) }
 	var has present
+	absent := 0
 	if err := untilAnswered(ctx, o.Log, func() (err error) {
 		if o.Cluster, err = identify(ctx, direct, o.Namespace, o.Cluster); err != nil {
 			return err
 		}
-		has, err = whatIsThere(ctx, kinds, direct)
-		return err
+		if has, err = look(ctx); err != nil || has.foreignClusters {
+			return err
+		}
+		absent++
+		return doubtAbsence(ctx, direct, absent)
 	}); err != nil || ctx.Err() != nil {
 		return err
 	}
@@ -232,6 +238,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 		waits:  new(atomic.Pointer[string]),
 	}
 	l.store = ipamstore.New(l.client, mgr.GetAPIReader(), o.Log)
+	l.services = has.serviceCIDRs
 	if l.copies = has.grantedNetworks; !l.copies {
 		l.store.WithoutCopies()
 	}
@@ -248,7 +255,7 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if err := errors.Join(
 		mgr.Add(runtimemanager.RunnableFunc(l.lead)),
 		mgr.Add(runtimemanager.RunnableFunc(func(ctx context.Context) error {
-			watchKinds(ctx, kinds, direct, has, lookForKinds, func() { cancel(errAgain) })
+			watchKinds(ctx, look, has, lookForKinds, func() { cancel(errAgain) })
 			return nil
 		})),
 	); err != nil {
@@ -271,15 +278,15 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 // A leader is the part of a manager that only one at a time has.
 type leader struct {
 	Options
-	mgr    ctrl.Manager
-	client client.Client
-	peers  Peers
-	store  *ipamstore.Store
-	expiry *expiry
-	leads  *atomic.Pointer[leading]
-	waits  *atomic.Pointer[string] // why this leader has not begun its work; nil inside: it has, or does not lead
-	config *rest.Config
-	copies bool // present.grantedNetworks
+	mgr              ctrl.Manager
+	client           client.Client
+	peers            Peers
+	store            *ipamstore.Store
+	expiry           *expiry
+	leads            *atomic.Pointer[leading]
+	waits            *atomic.Pointer[string] // why this leader has not begun its work; nil inside: it has, or does not lead
+	config           *rest.Config
+	copies, services bool // present.grantedNetworks, present.serviceCIDRs
 }
 
 // lead works until ctx ends. Controllers start after the books of the IPAM have been read and our
@@ -287,7 +294,7 @@ type leader struct {
 func (l *leader) lead(ctx context.Context) error {
 	own := &FactsKeeper{
 		Cache: l.mgr.GetCache(), Direct: l.mgr.GetAPIReader(), Store: l.store,
-		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, BooksChanged: l.store.Subscribe(),
+		Cluster: l.Cluster, Namespace: l.Namespace, Plan: l.Plan, ServiceCIDRs: l.services, BooksChanged: l.store.Subscribe(),
 		Events: l.mgr.GetEventRecorder(component), Log: l.Log,
 	}
 	warden := &Warden{Cache: l.mgr.GetCache(), Namespace: l.Namespace, Events: l.mgr.GetEventRecorder(component), Log: l.Log, Patience: refusalPatience}
@@ -426,34 +433,79 @@ type present struct {
 	// grantedNetworks: they are there, and we may read them. An older installation has neither; the
 	// manager does not end for that, since agents can read the books.
 	grantedNetworks bool
+	serviceCIDRs    bool // they are there, since Kubernetes 1.33, and we may list them
 }
 
 func whatIsThere(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader) (p present, err error) {
 	if p.foreignClusters, err = hasForeignClusters(kinds); err != nil {
 		return p, err
 	}
-	err = direct.List(ctx, &isthmus.GrantedNetworksList{}, client.Limit(1))
-	p.grantedNetworks = err == nil
-	if meta.IsNoMatchError(err) || apierrors.IsNotFound(err) || apierrors.IsForbidden(err) {
-		err = nil
+	if p.grantedNetworks, err = canList(ctx, direct, &isthmus.GrantedNetworksList{}); err != nil {
+		return p, err
 	}
+	p.serviceCIDRs, err = canList(ctx, direct, &networkingv1.ServiceCIDRList{})
 	return p, err
 }
 
-// watchKinds calls changed when there are ForeignClusters or GrantedNetworks where there were none, or
-// the other way round: people install Liqo later, and remove it, or upgrade in another order.
-func watchKinds(ctx context.Context, kinds *discovery.DiscoveryClient, direct client.Reader, had present, every time.Duration, changed func()) {
+// canList reports whether a kind is served, and we may list it.
+func canList(ctx context.Context, direct client.Reader, list client.ObjectList) (bool, error) {
+	err := direct.List(ctx, list, client.Limit(1))
+	return err == nil, ignoreUnknown(err)
+}
+
+// looksForAbsence is how often in a row a kind has to be missing until it counts as gone. An API server
+// that starts, and one of several that is behind, deny for a moment that there are custom resources; and
+// without ForeignClusters, the tunnels to all peers that they stand for are taken down.
+const looksForAbsence = 4
+
+// doubtAbsence returns an error when ForeignClusters are missing for the n-th time at the start of a
+// manager, and that is not to be believed yet: there are TunnelEndpoints that belong to some.
+func doubtAbsence(ctx context.Context, direct client.Reader, n int) error {
+	if n >= looksForAbsence {
+		return nil
+	}
+	var list metav1.PartialObjectMetadataList
+	list.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind("TunnelEndpointList"))
+	if err := direct.List(ctx, &list); err != nil {
+		return fmt.Errorf("TunnelEndpoints: %w", installFirst(err))
+	}
+	for i := range list.Items {
+		if slices.ContainsFunc(list.Items[i].OwnerReferences, func(o metav1.OwnerReference) bool { return o.Kind == "ForeignCluster" }) {
+			return fmt.Errorf("the API server does not serve ForeignClusters, though TunnelEndpoint %s/%s belongs to one; look %d of %d",
+				list.Items[i].Namespace, list.Items[i].Name, n, looksForAbsence)
+		}
+	}
+	return nil
+}
+
+// watchKinds calls changed when there are kinds where there were none, or the other way round: people
+// install Liqo later, and remove it, or upgrade in another order.
+func watchKinds(ctx context.Context, look func(context.Context) (present, error), had present, every time.Duration, changed func()) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
+	missing := 0
 	for {
 		select {
 		case <-ctx.Done():
 			return
 		case <-tick.C:
-			if has, err := whatIsThere(ctx, kinds, direct); err == nil && has != had {
-				changed()
-				return
+		}
+		has, err := look(ctx)
+		switch {
+		case err != nil:
+		case has == had:
+			missing = 0
+		default:
+			if missing++; had.lost(has) && missing < looksForAbsence {
+				continue
 			}
+			changed()
+			return
 		}
 	}
+}
+
+// lost reports whether a kind is missing from now.
+func (p present) lost(now present) bool {
+	return p.foreignClusters && !now.foreignClusters || p.grantedNetworks && !now.grantedNetworks || p.serviceCIDRs && !now.serviceCIDRs
 }

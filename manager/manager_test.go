@@ -469,7 +469,8 @@ func TestInstallationOfLiqoIsNoticed(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	go watchKinds(t.Context(), kinds, direct, present{grantedNetworks: true}, 50*time.Millisecond, func() { close(changed) })
+	look := func(ctx context.Context) (present, error) { return whatIsThere(ctx, kinds, direct) }
+	go watchKinds(t.Context(), look, present{grantedNetworks: true, serviceCIDRs: true}, 50*time.Millisecond, func() { close(changed) })
 	select {
 	case <-changed:
 		t.Fatal("noticed before it happened")

@@ -5,6 +5,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"strconv"
 	"strings"
 	"time"
 
@@ -22,7 +23,8 @@ import (
 )
 
 // detected are the networks found in the cluster's own configuration. They never change in the life
-// of a cluster, so that what was found is not read again.
+// of a cluster, so that what was found is not read again. services are not needed where ServiceCIDRs
+// are watched.
 type detected struct{ pods, services []netip.Prefix }
 
 // networks finds PodCIDR and ServiceCIDR: what a person said, else what the cluster's configuration
@@ -39,22 +41,71 @@ func (k *FactsKeeper) networks(ctx context.Context, f *Facts) error {
 		}
 		f.PodCIDR = k.detected.pods[0]
 	}
+	services, err := k.serviceCIDRs(ctx)
+	if err != nil {
+		return err
+	}
 	if f.ServiceCIDR = k.Plan.ServiceCIDR; !f.ServiceCIDR.IsValid() {
-		if err := k.readServices(ctx); err != nil {
-			return err
+		among := services
+		if len(among) == 0 {
+			if err := k.readServices(ctx); err != nil {
+				return err
+			}
+			among = k.detected.services
 		}
-		i := slices.IndexFunc(k.detected.services, func(p netip.Prefix) bool { return p.Addr().Is4() == f.PodCIDR.Addr().Is4() })
+		i := slices.IndexFunc(among, func(p netip.Prefix) bool { return p.Addr().Is4() == f.PodCIDR.Addr().Is4() })
 		if i < 0 {
 			f.Missing = append(f.Missing, fmt.Sprintf("ServiceCIDR: %s name none of the family of the PodCIDR, %v; set --service-cidr (value networks.serviceCIDR)",
 				serviceSources, f.PodCIDR))
 			return nil
 		}
-		f.ServiceCIDR = k.detected.services[i]
+		f.ServiceCIDR = among[i]
 	}
+	f.MoreServices = outside(services, f.ServiceCIDR)
 	if f.PodCIDR.Overlaps(f.ServiceCIDR) {
 		f.Missing = append(f.Missing, fmt.Sprintf("PodCIDR %v overlaps ServiceCIDR %v; correct --pod-cidr or --service-cidr", f.PodCIDR, f.ServiceCIDR))
 	}
 	return nil
+}
+
+// serviceCIDRs returns the networks of all ServiceCIDRs, those of the cluster's first one, kubernetes, at
+// the beginning. Others may come and go at any time. There are none where the kind is not served.
+func (k *FactsKeeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err error) {
+	if !k.ServiceCIDRs {
+		return nil, nil
+	}
+	var list networkingv1.ServiceCIDRList
+	if err := k.Cache.List(ctx, &list); err != nil {
+		return nil, fmt.Errorf("networks of the services: %w", err)
+	}
+	slices.SortFunc(list.Items, func(a, b networkingv1.ServiceCIDR) int {
+		if first := "kubernetes"; a.Name == first || b.Name == first {
+			return strings.Compare(strconv.FormatBool(a.Name != first), strconv.FormatBool(b.Name != first))
+		}
+		return strings.Compare(a.Name, b.Name)
+	})
+	for i := range list.Items {
+		all = append(all, prefixes(list.Items[i].Spec.CIDRs)...)
+	}
+	return all, nil
+}
+
+// outside returns the addresses of all networks without those of inner, as sorted networks.
+func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
+	for _, p := range all {
+		if !p.Overlaps(inner) {
+			rest = append(rest, p)
+			continue
+		}
+		for bits := p.Bits() + 1; bits <= inner.Bits(); bits++ { // the half that does not hold inner, then that of the other half, and so on
+			half := inner.Addr().AsSlice()
+			half[(bits-1)/8] ^= 0x80 >> ((bits - 1) % 8)
+			addr, _ := netip.AddrFromSlice(half)
+			rest = append(rest, netip.PrefixFrom(addr, bits).Masked())
+		}
+	}
+	slices.SortFunc(rest, netip.Prefix.Compare)
+	return slices.Compact(rest)
 }
 
 // readKubeadm reads the networks of pods that kubeadm was given.

@@ -303,7 +303,7 @@ func TestComponentsHaveTheRightsTheyNeedAndNoOthers(t *testing.T) {
 			{"list watch", "", "nodes namespaces", "", ""},
 			{"list", "", "pods services", "", ""},
 			{"get", "", "namespaces", "", "kube-system"},
-			{"get", "networking.k8s.io", "servicecidrs", "", "kubernetes"},
+			{"list watch", "networking.k8s.io", "servicecidrs", "", ""},
 			{"get", "discovery.k8s.io", "endpointslices", "", "kubernetes"},
 			{"create patch", "events.k8s.io", "events", "", ""},
 			{"list watch", "", "secrets", home, "wireguard-pubkey"},

@@ -1,0 +1,121 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	networkingv1 "k8s.io/api/networking/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/types"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+)
+
+func TestNetworksOutsideOfOneHaveEveryAddressOutsideOnce(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	prefix := func() netip.Prefix { // in 10.0.0.0/24, so that they meet
+		return netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 0, 0, byte(rng.Uint32())}), 24+rng.IntN(9)).Masked()
+	}
+	in := func(all []netip.Prefix, a netip.Addr) bool {
+		return slices.ContainsFunc(all, func(p netip.Prefix) bool { return p.Contains(a) })
+	}
+	for range 2000 {
+		all, inner := []netip.Prefix{prefix(), prefix()}, prefix()
+		rest := outside(all, inner)
+		for i := range 256 {
+			a := netip.AddrFrom4([4]byte{10, 0, 0, byte(i)})
+			if want := in(all, a) && !inner.Contains(a); in(rest, a) != want {
+				t.Fatalf("%v without %v: %v has %v: %v", all, inner, rest, a, !want)
+			}
+		}
+	}
+	six := []netip.Prefix{netip.MustParsePrefix("fd00:10::/64")}
+	if got := outside(six, netip.MustParsePrefix("10.96.0.0/12")); !slices.Equal(got, six) {
+		t.Errorf("of another family: %v", got)
+	}
+}
+
+func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
+	w := newWorld(t, false)
+	serviceCIDR := func(name, cidr string) *networkingv1.ServiceCIDR {
+		return &networkingv1.ServiceCIDR{ObjectMeta: metav1.ObjectMeta{Name: w.prefix + name}, Spec: networkingv1.ServiceCIDRSpec{CIDRs: []string{cidr}}}
+	}
+	inside, later := serviceCIDR("-inside", "10.111.0.0/16"), serviceCIDR("-later", "172.29.0.0/24") // ours is 10.96.0.0/12
+	drop := func(o *networkingv1.ServiceCIDR) {
+		w.ok(client.IgnoreNotFound(w.api().Delete(context.Background(), o)))
+		w.ok(client.IgnoreNotFound(w.api().Patch(context.Background(), o, client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`)))))
+	}
+	reserved := func() bool {
+		return slices.Contains(w.books.Book().Own().Reserved, netip.MustParsePrefix("172.29.0.0/24"))
+	}
+	if reserved() {
+		t.Fatal("reserved before it is there")
+	}
+	for _, o := range []*networkingv1.ServiceCIDR{inside, later} {
+		w.create(o)
+		t.Cleanup(func() { drop(o) })
+	}
+	w.until("it is reserved", reserved)
+	for _, c := range w.books.Book().Conflicts() {
+		t.Errorf("conflict: %v", c)
+	}
+	drop(later)
+	w.until("it is free again", func() bool { return !reserved() })
+}
+
+func TestAKindIsGoneWhenSeveralLooksInARowMissIt(t *testing.T) {
+	with, without := present{foreignClusters: true, grantedNetworks: true}, present{grantedNetworks: true}
+	for name, tc := range map[string]struct {
+		had   present
+		looks []present // the last one again and again
+		after int       // looks
+	}{
+		"gone for good":       {with, []present{without}, looksForAbsence},
+		"back in between":     {with, []present{without, without, without, with, without}, 4 + looksForAbsence},
+		"an error in between": {with, []present{without, {}, without}, 1 + looksForAbsence},
+		"there at last":       {without, []present{without, with}, 2},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			n, began := 0, time.Now()
+			changed := false
+			watchKinds(t.Context(), func(context.Context) (present, error) {
+				p := tc.looks[min(n, len(tc.looks)-1)]
+				if n++; p == (present{}) {
+					return p, errors.New("no answer")
+				}
+				return p, nil
+			}, tc.had, time.Second, func() { changed = true })
+			if looked := int(time.Since(began) / time.Second); !changed || looked != tc.after {
+				t.Errorf("%s: after %d looks, want %d", name, looked, tc.after)
+			}
+		})
+	}
+}
+
+// owned is a reader that has one TunnelEndpoint.
+type owned struct {
+	client.Reader
+	by string
+}
+
+func (o owned) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
+	list.(*metav1.PartialObjectMetadataList).Items = []metav1.PartialObjectMetadata{{ObjectMeta: metav1.ObjectMeta{Namespace: "n", Name: "te",
+		OwnerReferences: []metav1.OwnerReference{{Kind: "NetworkConfig"}, {Kind: o.by}}}}}
+	return nil
+}
+
+func TestAManagerThatStartsDoubtsThatForeignClustersWithTunnelsAreGone(t *testing.T) {
+	for n := 1; n <= looksForAbsence; n++ {
+		if err := doubtAbsence(t.Context(), owned{by: "ForeignCluster"}, n); (err == nil) != (n == looksForAbsence) {
+			t.Errorf("look %d: %v", n, err)
+		}
+	}
+	if err := doubtAbsence(t.Context(), owned{by: "Peering"}, 1); err != nil {
+		t.Errorf("no ForeignCluster has a tunnel: %v", err)
+	}
+}
