@@ -92,6 +92,7 @@ type FactsKeeper struct {
 	facts       Facts
 	known       bool
 	detected    detected
+	podsIn      netip.Prefix // a PodCIDR in which Pods were seen
 	servers     []netip.Addr // of the API, as read last
 	serversRead time.Time
 	conflicts   []ipam.Conflict
@@ -229,6 +230,9 @@ func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
 	f.Nodes = nodeAddresses(nodes.Items)
 	err := k.reports(ctx, &f, nodes.Items)
 	if err != nil {
+		return f, err
+	}
+	if err := k.checkPodCIDR(ctx, &f, nodes.Items); err != nil {
 		return f, err
 	}
 	if f.APIServers, err = k.apiServers(ctx); err != nil {

@@ -108,6 +108,48 @@ func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
 	return slices.Compact(rest)
 }
 
+// checkPodCIDR adds a sentence to f.Missing when nothing of this cluster is in its PodCIDR: no node's
+// podCIDR, and no Pod. A CNI that gives out addresses by itself does not use what the nodes have.
+func (k *FactsKeeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node) error {
+	network, node := strayNode(f.PodCIDR, nodes)
+	if node == "" || k.podsIn == f.PodCIDR {
+		return nil
+	}
+	var pods corev1.PodList
+	err := k.Direct.List(ctx, &pods, client.Limit(500), client.MatchingFields{"status.phase": string(corev1.PodRunning), "spec.hostNetwork": "false"})
+	if ignoreUnknown(err) != nil {
+		return fmt.Errorf("addresses of Pods: %w", err)
+	}
+	if err != nil || slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool {
+		addr, err := netip.ParseAddr(p.Status.PodIP)
+		return err == nil && f.PodCIDR.Contains(addr)
+	}) {
+		k.podsIn = f.PodCIDR
+		return nil
+	}
+	f.Missing = append(f.Missing, fmt.Sprintf("PodCIDR %v: no Pod has an address in it, and every node's podCIDR lies outside, such as %v of node %s; correct --pod-cidr (value networks.podCIDR)",
+		f.PodCIDR, network, node))
+	return nil
+}
+
+// strayNode returns a podCIDR outside of the PodCIDR and its node, when each podCIDR of its family lies
+// outside.
+func strayNode(podCIDR netip.Prefix, nodes []corev1.Node) (stray netip.Prefix, node string) {
+	for i := range nodes {
+		for _, text := range nodes[i].Spec.PodCIDRs {
+			p, err := netip.ParsePrefix(text)
+			switch {
+			case err != nil || !podCIDR.IsValid() || p.Addr().Is4() != podCIDR.Addr().Is4():
+			case p.Overlaps(podCIDR):
+				return netip.Prefix{}, ""
+			case node == "":
+				stray, node = p, nodes[i].Name
+			}
+		}
+	}
+	return stray, node
+}
+
 // readKubeadm reads the networks of pods that kubeadm was given.
 func (k *FactsKeeper) readKubeadm(ctx context.Context) error {
 	if len(k.detected.pods) > 0 {

@@ -6,10 +6,12 @@ import (
 	"math/rand/v2"
 	"net/netip"
 	"slices"
+	"strings"
 	"testing"
 	"testing/synctest"
 	"time"
 
+	corev1 "k8s.io/api/core/v1"
 	networkingv1 "k8s.io/api/networking/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -66,6 +68,54 @@ func TestServicesOfALaterServiceCIDRAreReserved(t *testing.T) {
 	}
 	drop(later)
 	w.until("it is free again", func() bool { return !reserved() })
+}
+
+// A pods is a reader that has Pods, and counts how often they are listed.
+type pods struct {
+	client.Reader
+	items []corev1.Pod
+	lists int
+}
+
+func (p *pods) List(_ context.Context, list client.ObjectList, _ ...client.ListOption) error {
+	list.(*corev1.PodList).Items = p.items
+	p.lists++
+	return nil
+}
+
+func TestPodCIDRInWhichNothingIsCountsAsMissing(t *testing.T) {
+	node := func(podCIDRs ...string) corev1.Node {
+		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n" + podCIDRs[0]}, Spec: corev1.NodeSpec{PodCIDRs: podCIDRs}}
+	}
+	pod := func(ip string) corev1.Pod { return corev1.Pod{Status: corev1.PodStatus{PodIP: ip}} }
+	for name, tc := range map[string]struct {
+		nodes   []corev1.Node
+		pods    []corev1.Pod
+		missing string
+	}{
+		"one node inside":                   {[]corev1.Node{node("10.246.1.0/24"), node("10.244.1.0/24")}, nil, ""},
+		"a node with more than all":         {[]corev1.Node{node("10.244.0.0/15")}, nil, ""},
+		"no node has a podCIDR":             {[]corev1.Node{node("")}, []corev1.Pod{pod("10.1.2.3")}, ""},
+		"another family":                    {[]corev1.Node{node("fd00::/64")}, nil, ""},
+		"all outside, and no Pod":           {[]corev1.Node{node("fd00::/64", "10.246.1.0/24"), node("10.247.1.0/24")}, nil, "such as 10.246.1.0/24 of node nfd00::/64"},
+		"all outside, Pods as well":         {[]corev1.Node{node("10.246.1.0/24")}, []corev1.Pod{pod("10.246.1.7"), pod("")}, "correct --pod-cidr"},
+		"a CNI that gives addresses itself": {[]corev1.Node{node("10.246.1.0/24")}, []corev1.Pod{pod("10.1.1.1"), pod("10.244.3.4")}, ""},
+	} {
+		reader := &pods{items: tc.pods}
+		own := &FactsKeeper{Direct: reader}
+		for range 2 {
+			f := Facts{PodCIDR: netip.MustParsePrefix("10.244.0.0/16")}
+			if err := own.checkPodCIDR(t.Context(), &f, tc.nodes); err != nil {
+				t.Fatal(err)
+			}
+			if got := strings.Join(f.Missing, "\n"); (got == "") != (tc.missing == "") || !strings.Contains(got, tc.missing) {
+				t.Errorf("%s: missing %q", name, got)
+			}
+		}
+		if tc.missing == "" && reader.lists > 1 {
+			t.Errorf("%s: Pods are listed again after one was found", name)
+		}
+	}
 }
 
 func TestAKindIsGoneWhenSeveralLooksInARowMissIt(t *testing.T) {
