@@ -95,59 +95,21 @@ func Merge(base, over Values) Values {
 	return merged
 }
 
-// open are the values whose keys are anybody's.
-var open = []string{".resources", ".nodeSelector", ".annotations", ".labels"}
-
-// textOrNumber are the values that may be either, such as 10% and 1, or auto and 1400.
-var textOrNumber = []string{".gateway.mtu", ".routeAgent.maxSurge"}
-
-// check says which values the chart does not know, or knows as something else: a typing error would
-// do nothing, silently.
-func check(defaults, values Values, at string) error {
-	var wrong []error
-	for _, key := range slices.Sorted(maps.Keys(values)) {
-		name, value := at+"."+key, values[key]
-		want, known := defaults[key]
-		switch {
-		case name == ".routeAgent.maxUnavailable": // of before; the template says what to do
-		case !known:
-			wrong = append(wrong, fmt.Errorf("value %s: the chart has no such value; `isthmus install --print-values` lists them", name[1:]))
-		case value == nil || want == nil:
-		case kindOf(value) == "a number" && slices.Contains(textOrNumber, name):
-		case kindOf(value) != kindOf(want):
-			wrong = append(wrong, fmt.Errorf("value %s: want %s", name[1:], kindOf(want)))
-		case kindOf(want) == "an object" && !slices.ContainsFunc(open, func(suffix string) bool { return strings.HasSuffix(name, suffix) }):
-			below, _ := want.(Values)
-			inner, _ := value.(Values)
-			if err := check(below, inner, name); err != nil {
-				wrong = append(wrong, err)
-			}
-		}
-	}
-	return errors.Join(wrong...)
-}
-
-func kindOf(value any) string {
-	switch value.(type) {
-	case Values:
-		return "an object"
-	case []any, []string:
-		return "a list"
-	case bool:
-		return "true or false"
-	case float64, int, int32, int64:
-		return "a number"
-	}
-	return "text"
-}
-
 // Render returns the manifests as text, each file under its name and in the order of the names.
 func Render(o Options) (string, error) {
 	defaults, err := Defaults()
 	if err != nil {
 		return "", err
 	}
-	if err := check(defaults, o.Values, ""); err != nil {
+	known, err := readSchema()
+	if err != nil {
+		return "", err
+	}
+	if err := known.check(o.Values, ""); err != nil {
+		return "", err
+	}
+	values := Merge(defaults, o.Values)
+	if err := checkNetworks(values); err != nil {
 		return "", err
 	}
 	names, err := fs.Glob(deploy.Chart, root+"/templates/*")
@@ -166,7 +128,7 @@ func Render(o Options) (string, error) {
 		}
 	}
 	data := map[string]any{
-		"Values":  Merge(defaults, o.Values),
+		"Values":  values,
 		"Release": map[string]any{"Name": "isthmus", "Namespace": o.Namespace},
 		"Chart":   map[string]any{"Name": "isthmus", "AppVersion": o.AppVersion},
 		"Files":   files{},
@@ -291,6 +253,8 @@ func functions(all *template.Template) template.FuncMap {
 		"replace": func(from, to, text string) string {
 			return strings.ReplaceAll(text, from, to)
 		},
+		"trunc":   func(n int, text string) string { return text[:min(n, len(text))] },
+		"trimAll": func(of, text string) string { return strings.Trim(text, of) },
 		"required": func(what string, value any) (any, error) {
 			if value == nil || value == "" {
 				return nil, &wantsError{what}

@@ -130,6 +130,19 @@ func TestWrongValuesAreNamed(t *testing.T) {
 		{Values{"routeAgent": Values{"maxSurge": 0.0}}, "value routeAgent.maxSurge: want how many nodes"},
 		{Values{"routeAgent": Values{"maxSurge": "0%"}}, "value routeAgent.maxSurge: want how many nodes"},
 		{Values{"workloads": "yes"}, "value workloads: want true or false"},
+		{Values{"gateway": Values{"replicas": 1.5}}, "value gateway.replicas: want a whole number"},
+		{Values{"gateway": Values{"service": Values{"nodePort": 99999.0}}}, "value gateway.service.nodePort: want a number from 0 to 65535"},
+		{Values{"gateway": Values{"service": Values{"nodePort": 65534.0}, "tunnels": 3.0}}, "value gateway.service.nodePort: want ports for 3 tunnels"},
+		{Values{"gateway": Values{"service": Values{"type": "Nodeport"}}}, `value gateway.service.type: want one of ["" "NodePort"`},
+		{Values{"manager": Values{"replicas": -1.0}}, "value manager.replicas: want a number from 0 upwards"},
+		{Values{"manager": Values{"extraArgs": []any{"--a", 3.0}}}, "value manager.extraArgs[1]: want text"},
+		{Values{"manager": Values{"logLevel": Values{}}}, "value manager.logLevel: want one of"},
+		{Values{"networks": Values{"podCIDR": "10.9.0.0/33"}}, "value networks.podCIDR: want a network such as 10.244.0.0/16"},
+		{Values{"networks": Values{"podCIDR": "10.300.0.0/16"}}, "value networks.podCIDR: want a network such as 10.244.0.0/16"},
+		{Values{"networks": Values{"podCIDR": "10.9.1.0/16"}}, "value networks.podCIDR: 10.9.1.0/16 has host bits set; want 10.9.0.0/16"},
+		{Values{"networks": Values{"serviceCIDR": "10.9.0.0/16", "podCIDR": "10.8.0.0/14"}}, "value networks.serviceCIDR: 10.9.0.0/16 overlaps networks.podCIDR, 10.8.0.0/14"},
+		{Values{"networks": Values{"reserved": []any{"10.9.0.0/16", "fd00::/129"}}}, "value networks.reserved[1]: want a network"},
+		{Values{"image": Values{"tag": strings.Repeat("t", 129)}}, "value image.tag: want a tag of at most 128"},
 		{Values{"cluster": Values{"name": ""}}, "cluster.name: want how peers are to call this cluster, such as --set cluster.name=paris"},
 	} {
 		_, err := Render(Options{Namespace: "n", Values: paris(tc.values)})
@@ -147,8 +160,7 @@ func TestWrongValuesAreNamed(t *testing.T) {
 	}
 }
 
-// Helm checks values against the schema, `isthmus install` against values.yaml: both have to know
-// the same.
+// The defaults are right by the schema, and the schema has no value that they lack.
 func TestSchemaKnowsEachValue(t *testing.T) {
 	text, err := deploy.Chart.ReadFile(root + "/values.schema.json")
 	if err != nil {
@@ -161,6 +173,11 @@ func TestSchemaKnowsEachValue(t *testing.T) {
 	defaults, err := Defaults()
 	if err != nil {
 		t.Fatal(err)
+	}
+	if s, err := readSchema(); err != nil {
+		t.Error(err)
+	} else if err := s.check(defaults, ""); err != nil {
+		t.Errorf("the defaults: %v", err)
 	}
 	var compare func(at string, schema, values map[string]any)
 	compare = func(at string, schema, values map[string]any) {
@@ -192,7 +209,7 @@ func TestImageIsOfTheVersionUnlessSaidOtherwise(t *testing.T) {
 	}{
 		{nil, "ghcr.io/isthmus-net/isthmus:v9"},
 		{Values{"repository": "a/b", "tag": "t"}, "a/b:t"},
-		{Values{"tag": "t", "digest": "sha256:1"}, "ghcr.io/isthmus-net/isthmus@sha256:1"},
+		{Values{"tag": "t", "digest": "sha256:" + strings.Repeat("1", 64)}, "ghcr.io/isthmus-net/isthmus@sha256:" + strings.Repeat("1", 64)},
 	} {
 		all := objects(t, paris(Values{"image": tc.image}))
 		for _, w := range [][2]string{{"Deployment", "isthmus-manager"}, {"Deployment", "isthmus-gateway"}, {"DaemonSet", "isthmus-route-agent"}} {
@@ -203,6 +220,17 @@ func TestImageIsOfTheVersionUnlessSaidOtherwise(t *testing.T) {
 			if got := containers[0].(map[string]any)["image"]; got != tc.want {
 				t.Errorf("%v: %s has %v, want %s", tc.image, w[1], got, tc.want)
 			}
+		}
+	}
+}
+
+func TestALongTagBecomesAShorterLabel(t *testing.T) {
+	for tag, want := range map[string]string{
+		"v1.2.3": "v1.2.3", strings.Repeat("t", 128): strings.Repeat("t", 63), "_" + strings.Repeat("t", 61) + "._": strings.Repeat("t", 61),
+	} {
+		manager := find(t, objects(t, paris(Values{"image": Values{"tag": tag}})), "Deployment", "isthmus-manager")
+		if got := manager.GetLabels()["app.kubernetes.io/version"]; got != want {
+			t.Errorf("tag %s: label %s, want %s", tag, got, want)
 		}
 	}
 }

@@ -5,7 +5,8 @@
 {{- /* Labels of what is ours beside its app.kubernetes.io/name. */ -}}
 {{- define "isthmus.labels" -}}
 app.kubernetes.io/part-of: isthmus
-app.kubernetes.io/version: {{ default .Chart.AppVersion .Values.image.tag | quote }}
+{{- /* A label takes 63 characters, and letters or digits at both ends; a tag 128. */}}
+app.kubernetes.io/version: {{ default .Chart.AppVersion .Values.image.tag | trunc 63 | trimAll "-_." | quote }}
 {{- end }}
 
 {{- /* How a container starts: the same for all components. */ -}}
