@@ -24,30 +24,50 @@ import (
 
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/chart"
+	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
 // detect finds out what the chart needs to know of the cluster and nobody has said, and reports
-// what it took from where. Of what it returns, Install remembers the PodCIDR.
-func (c *Cluster) detect(ctx context.Context, chosen chart.Values, report func(string)) (chart.Values, error) {
+// what it took from where. It refuses a cluster whose pods have no IPv4, and a PodCIDR that is chosen now
+// and that nothing is in. Of what it returns, Install remembers the PodCIDR.
+func (c *Cluster) detect(ctx context.Context, chosen chart.Values, o InstallOptions) (chart.Values, error) {
 	var nodes corev1.NodeList
 	if err := c.client.List(ctx, &nodes); err != nil {
 		return nil, c.explain("Nodes", err)
 	}
+	pods, six, err := c.addresses(ctx)
+	if err != nil {
+		return nil, err
+	}
+	ofNodes := nodeNetworks(nodes.Items)
+	six = six || anyIPv6(nodes.Items)
+	if six && len(pods) == 0 && len(ofNodes) == 0 {
+		return nil, fmt.Errorf("%s: its pods have addresses of IPv6 alone, and Isthmus joins pods by IPv4: nothing is changed", c)
+	}
 	found := chart.Values{}
-	if said, _ := chart.Get(chosen, "networks", "podCIDR").(string); said == "" {
-		pods, err := c.addresses(ctx)
-		if err != nil {
-			return nil, err
-		}
+	said, _ := chart.Get(chosen, "networks", "podCIDR").(string)
+	switch chosenNow := chart.Get(o.Values, "networks", "podCIDR"); {
+	case said == "":
 		p, source, err := c.podCIDR(ctx, nodes.Items, pods)
 		if err != nil {
 			return nil, err
 		}
-		report(fmt.Sprintf("%s: PodCIDR %v, from %s", c, p, source))
+		o.Report(fmt.Sprintf("%s: PodCIDR %v, from %s", c, p, source))
 		chart.Set(found, p.String(), "networks", "podCIDR")
+	case chosenNow != nil && !o.Force:
+		if wrong := nothingIn(said, ofNodes, pods); wrong != "" {
+			return nil, fmt.Errorf("%s: %s: correct --pod-cidr, or take it all the same by --force", c, wrong)
+		}
 	}
-	if said, _ := chart.Get(chosen, "networks", "serviceCIDR").(string); said == "" {
-		c.reportServices(ctx, report)
+	if six {
+		o.Report(fmt.Sprintf("%s: its pods have addresses of IPv4 and IPv6: those of IPv4 are joined", c))
+	}
+	services, err := c.services(ctx, chosen, nodes.Items, o.Report)
+	if err != nil {
+		return nil, err
+	}
+	if services != "" {
+		chart.Set(found, services, "networks", "serviceCIDR")
 	}
 	if chart.Get(chosen, "gateway", "replicas") == nil {
 		have, err := c.gateways(ctx)
@@ -63,7 +83,7 @@ func (c *Cluster) detect(ctx context.Context, chosen chart.Values, report func(s
 		case float64(have) >= usually: // the other node may be away for a while
 			chart.Set(found, float64(have), "gateway", "replicas")
 		case schedulable(nodes.Items) == 1:
-			report(fmt.Sprintf("%s: one gateway, since one node takes Pods and each gateway runs on a node of its own", c))
+			o.Report(fmt.Sprintf("%s: one gateway, since one node takes Pods and each gateway runs on a node of its own", c))
 			chart.Set(found, 1.0, "gateway", "replicas")
 		}
 	}
@@ -86,23 +106,53 @@ type address struct {
 	addr netip.Addr
 }
 
-// addresses returns those of IPv4, of all Pods. Where they may not be read, there are none.
-func (c *Cluster) addresses(ctx context.Context) (all []address, err error) {
+// addresses returns those of IPv4, of all Pods, and whether any Pod has one of IPv6. Where they may not
+// be read, there are none.
+func (c *Cluster) addresses(ctx context.Context) (all []address, six bool, err error) {
 	for next, more := "", true; more; more = next != "" {
 		var pods corev1.PodList
 		err := c.client.List(ctx, &pods, client.MatchingFields{"status.phase": string(corev1.PodRunning)}, client.Limit(500), client.Continue(next))
 		if err != nil {
-			return nil, c.explain("Pods", ignoreAbsent(err))
+			return nil, false, c.explain("Pods", ignoreAbsent(err))
 		}
 		next = pods.Continue
 		for i := range pods.Items {
 			p := &pods.Items[i]
-			if a, err := netip.ParseAddr(p.Status.PodIP); err == nil && a.Is4() && !p.Spec.HostNetwork {
-				all = append(all, address{p.Namespace + "/" + p.Name, a})
+			if p.Spec.HostNetwork {
+				continue
+			}
+			for _, ip := range append([]corev1.PodIP{{IP: p.Status.PodIP}}, p.Status.PodIPs...) {
+				a, err := netip.ParseAddr(ip.IP)
+				one := address{p.Namespace + "/" + p.Name, a}
+				if six = six || err == nil && a.Is6(); err == nil && a.Is4() && (len(all) == 0 || all[len(all)-1] != one) {
+					all = append(all, one)
+				}
 			}
 		}
 	}
-	return all, nil
+	return all, six, nil
+}
+
+// anyIPv6 reports whether a node has a network of IPv6 for its pods.
+func anyIPv6(nodes []corev1.Node) bool {
+	return slices.ContainsFunc(nodes, func(n corev1.Node) bool {
+		return slices.ContainsFunc(append([]string{n.Spec.PodCIDR}, n.Spec.PodCIDRs...), func(text string) bool {
+			p, err := netip.ParsePrefix(text)
+			return err == nil && p.Addr().Is6()
+		})
+	})
+}
+
+// nothingIn is a sentence when the nodes have networks for their pods and none of them overlaps the
+// PodCIDR, and no Pod is in it; else empty. A CNI that gives out addresses by itself does not use the
+// networks of the nodes.
+func nothingIn(podCIDR string, ofNodes []netip.Prefix, pods []address) string {
+	p, err := netip.ParsePrefix(podCIDR)
+	if err != nil || len(ofNodes) == 0 || slices.ContainsFunc(ofNodes, p.Overlaps) ||
+		slices.ContainsFunc(pods, func(a address) bool { return p.Contains(a.addr) }) {
+		return ""
+	}
+	return fmt.Sprintf("PodCIDR %v: no Pod has an address in it, and every node's podCIDR lies outside, such as %v", p, ofNodes[0])
 }
 
 // schedulable counts the nodes that take Pods without tolerations.
@@ -117,17 +167,71 @@ func schedulable(nodes []corev1.Node) (n int) {
 	return n
 }
 
-// reportServices says of which network the Services are, and where the DNS of the cluster is: the
-// manager finds out the same by itself. What is not there is not worth an error.
-func (c *Cluster) reportServices(ctx context.Context, report func(string)) {
+// services reports the network of the Services, and where the DNS of the cluster is. The manager reads a
+// ServiceCIDR by itself. Where the API server does not serve that kind, before Kubernetes 1.33, services
+// returns the network that it has found elsewhere, or an error when nothing has it.
+func (c *Cluster) services(ctx context.Context, chosen chart.Values, nodes []corev1.Node, report func(string)) (network string, err error) {
+	if said, _ := chart.Get(chosen, "networks", "serviceCIDR").(string); said != "" {
+		return "", nil
+	}
 	var cidr networkingv1.ServiceCIDR
-	if err := c.client.Get(ctx, client.ObjectKey{Name: "kubernetes"}, &cidr); err == nil {
+	err = c.client.Get(ctx, client.ObjectKey{Name: "kubernetes"}, &cidr)
+	switch {
+	case err == nil:
 		report(fmt.Sprintf("%s: Services in %s, from ServiceCIDR kubernetes", c, strings.Join(cidr.Spec.CIDRs, ", ")))
+	case meta.IsNoMatchError(err):
+		source := ""
+		if network, source, err = c.servicesElsewhere(ctx, nodes); err != nil {
+			return "", err
+		}
+		if network == "" {
+			return "", fmt.Errorf("%s: want --set networks.serviceCIDR=NETWORK, that of the Services, since nothing in the cluster says it: "+
+				"it has no ServiceCIDRs (Kubernetes 1.33 and later), and neither kubeadm's ConfigMap nor the flags of an API server can be seen", c)
+		}
+		report(fmt.Sprintf("%s: Services in %s, from %s", c, network, source))
 	}
 	var dns corev1.Service
 	if err := c.client.Get(ctx, client.ObjectKey{Namespace: metav1.NamespaceSystem, Name: "kube-dns"}, &dns); err == nil {
 		report(fmt.Sprintf("%s: DNS at %s, from Service kube-system/kube-dns", c, Printable(dns.Spec.ClusterIP)))
 	}
+	return network, nil
+}
+
+// servicesElsewhere returns the network of the Services in IPv4 and the source of it; both are empty
+// when no source has one.
+func (c *Cluster) servicesElsewhere(ctx context.Context, nodes []corev1.Node) (network, source string, err error) {
+	text, err := c.configMap(ctx, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
+	var cluster struct {
+		Networking struct {
+			ServiceSubnet string `json:"serviceSubnet"`
+		} `json:"networking"`
+	}
+	ofKubeadm, err := read(text, err, &cluster, func() string { return cluster.Networking.ServiceSubnet })
+	if err != nil {
+		return "", "", err
+	}
+	ofServers, err := c.flag(ctx, "kube-apiserver", "service-cluster-ip-range")
+	if err != nil {
+		return "", "", err
+	}
+	for _, one := range []struct{ source, text string }{
+		{"ConfigMap kube-system/kubeadm-config (networking.serviceSubnet)", ofKubeadm},
+		{"flags of the API server (--service-cluster-ip-range)", ofServers},
+		{"k3s (its nodes' arguments, or its default)", k3s(nodes, "--service-cidr", "10.43.0.0/16")},
+	} {
+		if p, ok := onlyIPv4(one.text); ok {
+			return p.String(), one.source, nil
+		}
+	}
+	return "", "", nil
+}
+
+// flag returns a flag of a component of the control plane that runs as Pods; empty when it cannot be
+// seen.
+func (c *Cluster) flag(ctx context.Context, component, name string) (string, error) {
+	var pods corev1.PodList
+	err := c.client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": component})
+	return owncluster.Flag(pods.Items, name), ignoreAbsent(err)
 }
 
 // A podSource is one place that says what the network of all pods is: none is no error.
@@ -146,15 +250,7 @@ var podSources = []podSource{
 		if err := c.client.List(ctx, &pools); err != nil {
 			return "", ignoreAbsent(err)
 		}
-		var all []string
-		for i := range pools.Items {
-			spec, _, _ := unstructured.NestedMap(pools.Items[i].Object, "spec")
-			if disabled, _ := spec["disabled"].(bool); !disabled {
-				cidr, _ := spec["cidr"].(string)
-				all = append(all, cidr)
-			}
-		}
-		return strings.Join(all, ","), nil
+		return calicoNetworks(pools.Items), nil
 	}},
 	{"ConfigMap kube-system/cilium-config (cluster-pool-ipv4-cidr)", true, func(ctx context.Context, c *Cluster) (string, error) {
 		ipam, err := c.configMap(ctx, metav1.NamespaceSystem, "cilium-config", "ipam")
@@ -178,20 +274,7 @@ var podSources = []podSource{
 		return read(text, err, &cluster, func() string { return cluster.Networking.PodSubnet })
 	}},
 	{"flags of the controller manager (--cluster-cidr)", false, func(ctx context.Context, c *Cluster) (string, error) {
-		var pods corev1.PodList
-		if err := c.client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": "kube-controller-manager"}); err != nil {
-			return "", ignoreAbsent(err)
-		}
-		for i := range pods.Items {
-			for _, container := range pods.Items[i].Spec.Containers {
-				for _, arg := range append(slices.Clone(container.Command), container.Args...) {
-					if cidr, ok := strings.CutPrefix(arg, "--cluster-cidr="); ok {
-						return cidr, nil
-					}
-				}
-			}
-		}
-		return "", nil
+		return c.flag(ctx, "kube-controller-manager", "cluster-cidr")
 	}},
 	{"ConfigMap kube-system/kube-proxy (clusterCIDR)", false, func(ctx context.Context, c *Cluster) (string, error) {
 		text, err := c.configMap(ctx, metav1.NamespaceSystem, "kube-proxy", "config.conf")
@@ -205,13 +288,27 @@ var podSources = []podSource{
 		if err := c.client.List(ctx, &nodes); err != nil {
 			return "", err
 		}
-		return k3s(nodes.Items), nil
+		return k3s(nodes.Items, "--cluster-cidr", "10.42.0.0/16"), nil
 	}},
 }
 
-// k3s returns the --cluster-cidr that k3s or RKE2 notes on its servers' Nodes, else the default of
-// both; nothing when the nodes are not theirs.
-func k3s(nodes []corev1.Node) string {
+// calicoNetworks returns the networks of the IPPools from which Pods get addresses.
+func calicoNetworks(pools []unstructured.Unstructured) string {
+	var all []string
+	for i := range pools {
+		spec, _, _ := unstructured.NestedMap(pools[i].Object, "spec")
+		uses, limited := spec["allowedUses"].([]any) // else for workloads and tunnels
+		if disabled, _ := spec["disabled"].(bool); !disabled && (!limited || slices.Contains(uses, any("Workload"))) {
+			cidr, _ := spec["cidr"].(string)
+			all = append(all, cidr)
+		}
+	}
+	return strings.Join(all, ",")
+}
+
+// k3s returns the value of a flag that k3s or RKE2 notes on its servers' Nodes, else usual, the default
+// of both; nothing when the nodes are not theirs.
+func k3s(nodes []corev1.Node, flag, usual string) string {
 	is := false
 	for i := range nodes {
 		text := nodes[i].Annotations["k3s.io/node-args"] + nodes[i].Annotations["rke2.io/node-args"]
@@ -224,16 +321,16 @@ func k3s(nodes []corev1.Node) string {
 			continue
 		}
 		for n, arg := range args {
-			if arg == "--cluster-cidr" && n+1 < len(args) {
+			if arg == flag && n+1 < len(args) {
 				return args[n+1]
 			}
-			if cidr, ok := strings.CutPrefix(arg, "--cluster-cidr="); ok {
-				return cidr
+			if value, ok := strings.CutPrefix(arg, flag+"="); ok {
+				return value
 			}
 		}
 	}
 	if is {
-		return "10.42.0.0/16"
+		return usual
 	}
 	return ""
 }
@@ -250,6 +347,9 @@ func (c *Cluster) podCIDR(ctx context.Context, nodes []corev1.Node, pods []addre
 		}
 		p, ok := onlyIPv4(text)
 		if !ok {
+			if strings.Count(text, ".") > 3 { // several: which of them, or what is around them, a person knows
+				outside = append(outside, fmt.Sprintf("%s have several networks, %s", source.what, Printable(text)))
+			}
 			continue
 		}
 		if i := slices.IndexFunc(pods, func(a address) bool { return !p.Contains(a.addr) }); i >= 0 {

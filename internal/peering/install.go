@@ -35,6 +35,8 @@ type InstallOptions struct {
 	Values chart.Values
 	// Forget leaves out what was chosen before.
 	Forget bool
+	// Force takes a PodCIDR of Values in which nothing of the cluster is.
+	Force bool
 	// Version is the tag of the image where Values say nothing of it.
 	Version string
 	// Wait is how long to wait until the components run; 0: not at all.
@@ -69,10 +71,11 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if err := c.notElsewhere(ctx); err != nil {
 		return err
 	}
-	chosen, err := c.chosen(ctx, o)
+	before, known, err := c.before(ctx, o)
 	if err != nil {
 		return err
 	}
+	chosen := chart.Merge(before, o.Values)
 	if o.Identity.ClusterName == "" {
 		o.Identity.ClusterName, _ = chart.Get(chosen, "cluster", "name").(string)
 	}
@@ -89,7 +92,7 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	keep := chosen
 	switch {
 	case withWorkloads(chosen):
-		if found, err = c.detect(ctx, chosen, o.Report); err != nil {
+		if found, err = c.detect(ctx, chosen, o); err != nil {
 			return err
 		}
 		if p := chart.Get(found, "networks", "podCIDR"); p != nil { // peers know it from now on
@@ -105,13 +108,14 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 	if err := c.inTheWay(ctx, objects); err != nil {
 		return err
 	}
-	remembered := false
 	for _, object := range objects {
-		if !remembered && object.GetKind() != "Namespace" {
-			if err := c.remember(ctx, keep); err != nil {
+		// What was chosen now is remembered when it is applied: until then it may be what the API server
+		// refuses. But a first installation that is interrupted must not look like one without workloads.
+		if !known && object.GetKind() != "Namespace" {
+			if err := c.remember(ctx, before); err != nil {
 				return err
 			}
-			remembered = true
+			known = true
 		}
 		if err := c.agentsFirst(ctx, object, objects, o); err != nil {
 			return err
@@ -131,6 +135,9 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 			return err
 		}
 		o.Report(fmt.Sprintf("%s: %s %s", c, describe(object), outcome))
+	}
+	if err := c.remember(ctx, keep); err != nil {
+		return err
 	}
 	if err := c.established(ctx, objects); err != nil {
 		return err
@@ -228,16 +235,17 @@ func (o InstallOptions) chart(namespace string, who v1alpha1.ClusterIdentity, ow
 
 func withWorkloads(chosen chart.Values) bool { return chart.Get(chosen, "workloads") != false }
 
-// chosen returns what a person chose, now and before.
-func (c *Cluster) chosen(ctx context.Context, o InstallOptions) (chart.Values, error) {
+// before returns what a person chose in earlier installations and is not to be forgotten, and whether the
+// cluster remembers it.
+func (c *Cluster) before(ctx context.Context, o InstallOptions) (before chart.Values, known bool, err error) {
 	if o.Forget {
-		return o.Values, nil
+		return nil, false, nil
 	}
-	before, err := c.remembered(ctx)
-	if err == nil && before == nil {
-		before, err = c.former(ctx, o)
+	if before, err = c.remembered(ctx); err != nil || before != nil {
+		return before, true, err
 	}
-	return chart.Merge(before, o.Values), err
+	before, err = c.former(ctx, o)
+	return before, false, err
 }
 
 // remembered returns what was chosen before; nil when nothing says it.

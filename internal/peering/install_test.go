@@ -16,6 +16,7 @@ import (
 	networkingv1 "k8s.io/api/networking/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/runtime/schema"
@@ -90,6 +91,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 		}
 	}
 
+	refusesBeforeItWrites(t, c, options)
 	must(t, c.Install(t.Context(), options))
 	for _, want := range []string{"Namespace twice created", "Deployment twice/isthmus-manager created", "DaemonSet twice/isthmus-route-agent created", "PodDisruptionBudget twice/isthmus-gateway created"} {
 		if !first.has(want) {
@@ -109,6 +111,16 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	if *gateway.Spec.Replicas != 3 {
 		t.Errorf("%d gateways; want the 3 of the first time", *gateway.Spec.Replicas)
 	}
+	// What the chart or the API server refuses is not remembered.
+	for nodePort, want := range map[float64]string{99999: "value gateway.service.nodePort: want a number from 0 to 65535", 20000: "nodePort"} {
+		options.Values = chart.Values{"gateway": chart.Values{"service": chart.Values{"nodePort": nodePort}}}
+		if err := c.Install(t.Context(), options); err == nil || !strings.Contains(err.Error(), want) {
+			t.Errorf("nodePort %v: %v", nodePort, err)
+		}
+	}
+	options.Values = nil
+	must(t, c.Install(t.Context(), options))
+
 	// A value that has another name since keeps its meaning.
 	remembered := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: "twice", Name: installConfigMap}}
 	must(t, c.client.Get(t.Context(), client.ObjectKeyFromObject(remembered), remembered))
@@ -498,6 +510,96 @@ func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 	}
 }
 
+// refusesBeforeItWrites: a cluster whose pods Isthmus cannot join, or not with what was chosen, stays as
+// it is.
+func refusesBeforeItWrites(t *testing.T, c *Cluster, o InstallOptions) {
+	t.Helper()
+	var said lines
+	o.Report = said.report
+	for _, tc := range []struct {
+		networks []string
+		want     string
+	}{
+		{[]string{"fd00:1::/64"}, "addresses of IPv6 alone"},
+		{[]string{"10.50.1.0/24", "fd00:1::/64"}, "PodCIDR 10.9.0.0/16: no Pod has an address in it, and every node's podCIDR lies outside, such as 10.50.1.0/24: correct --pod-cidr, or take it all the same by --force"},
+	} {
+		node := &corev1.Node{ObjectMeta: metav1.ObjectMeta{Name: "n1"}, Spec: corev1.NodeSpec{PodCIDR: tc.networks[0], PodCIDRs: tc.networks}}
+		must(t, c.client.Create(t.Context(), node))
+		if err := c.Install(t.Context(), o); err == nil || !strings.Contains(err.Error(), tc.want) || !gone(t, c, &corev1.Namespace{}, c.Namespace) {
+			t.Errorf("%v: %v", tc.networks, err)
+		}
+		if len(tc.networks) > 1 {
+			o.Force = true
+			if _, err := c.detect(t.Context(), o.Values, o); err != nil || !said.has("those of IPv4 are joined") {
+				t.Errorf("forced: %v; said %v", err, said)
+			}
+		}
+		must(t, c.client.Delete(t.Context(), node))
+	}
+
+	// Without the kind ServiceCIDR the network of the Services has to be somewhere else.
+	old := *c
+	old.client = withoutServiceCIDRs{c.client}
+	if _, err := old.services(t.Context(), nil, nil, said.report); err == nil || !strings.Contains(err.Error(), "want --set networks.serviceCIDR=NETWORK") {
+		t.Errorf("without any: %v", err)
+	}
+	kubeadm := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"},
+		Data: map[string]string{"ClusterConfiguration": "networking: {serviceSubnet: 'fd00:2::/112,10.97.0.0/16'}"}}
+	must(t, c.client.Create(t.Context(), kubeadm))
+	if p, err := old.services(t.Context(), nil, nil, said.report); err != nil || p != "10.97.0.0/16" {
+		t.Errorf("of kubeadm: %q, %v", p, err)
+	}
+	must(t, c.client.Delete(t.Context(), kubeadm))
+	nodes := []corev1.Node{{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{"k3s.io/node-args": `["server"]`}}}}
+	if p, err := old.services(t.Context(), nil, nodes, said.report); err != nil || p != "10.43.0.0/16" {
+		t.Errorf("of k3s: %q, %v", p, err)
+	}
+	if p, err := c.services(t.Context(), nil, nodes, said.report); err != nil || p != "" {
+		t.Errorf("with the kind the manager finds it: %q, %v", p, err)
+	}
+}
+
+// withoutServiceCIDRs is an API server before Kubernetes 1.33.
+type withoutServiceCIDRs struct{ client.Client }
+
+func (w withoutServiceCIDRs) Get(ctx context.Context, key client.ObjectKey, o client.Object, options ...client.GetOption) error {
+	if _, is := o.(*networkingv1.ServiceCIDR); is {
+		return &meta.NoKindMatchError{GroupKind: networkingv1.SchemeGroupVersion.WithKind("ServiceCIDR").GroupKind()}
+	}
+	return w.Client.Get(ctx, key, o, options...)
+}
+
+func TestAPodCIDRInWhichSomethingIsIsTaken(t *testing.T) {
+	network, pod := netip.MustParsePrefix, address{"x/y", netip.MustParseAddr("10.9.3.4")}
+	for name, tc := range map[string]struct {
+		ofNodes []netip.Prefix
+		pods    []address
+		taken   bool
+	}{
+		"nodes have no networks":           {nil, nil, true},
+		"one node inside":                  {[]netip.Prefix{network("10.8.1.0/24"), network("10.9.1.0/24")}, nil, true},
+		"a Pod of a CNI with its own IPAM": {[]netip.Prefix{network("10.8.1.0/24")}, []address{pod}, true},
+		"nothing":                          {[]netip.Prefix{network("10.8.1.0/24")}, []address{{"x/z", netip.MustParseAddr("10.8.1.4")}}, false},
+	} {
+		if wrong := nothingIn("10.9.0.0/16", tc.ofNodes, tc.pods); (wrong == "") != tc.taken {
+			t.Errorf("%s: %q", name, wrong)
+		}
+	}
+}
+
+func TestNetworksOfCalicoAreThoseOfPods(t *testing.T) {
+	pool := func(spec map[string]any) unstructured.Unstructured {
+		return unstructured.Unstructured{Object: map[string]any{"spec": spec}}
+	}
+	got := calicoNetworks([]unstructured.Unstructured{
+		pool(map[string]any{"cidr": "10.1.0.0/16"}), pool(map[string]any{"cidr": "10.2.0.0/16", "disabled": true}),
+		pool(map[string]any{"cidr": "10.3.0.0/16", "allowedUses": []any{"Tunnel"}}), pool(map[string]any{"cidr": "10.4.0.0/16", "allowedUses": []any{"Workload", "Tunnel"}}),
+	})
+	if got != "10.1.0.0/16,10.4.0.0/16" {
+		t.Errorf("got %s", got)
+	}
+}
+
 func TestPodCIDROfK3sIsThatOfItsArguments(t *testing.T) {
 	node := func(key, text string) corev1.Node {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{key: text}}}
@@ -512,7 +614,7 @@ func TestPodCIDROfK3sIsThatOfItsArguments(t *testing.T) {
 		{[]corev1.Node{node("rke2.io/node-args", `["server","--cluster-cidr=10.8.0.0/16"]`)}, "10.8.0.0/16"},
 		{[]corev1.Node{node("k3s.io/node-args", `{`)}, "10.42.0.0/16"},
 	} {
-		if got := k3s(tc.nodes); got != tc.want {
+		if got := k3s(tc.nodes, "--cluster-cidr", "10.42.0.0/16"); got != tc.want {
 			t.Errorf("%v: %q, want %q", tc.nodes[0].Annotations, got, tc.want)
 		}
 	}

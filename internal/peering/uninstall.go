@@ -143,11 +143,13 @@ func (c *Cluster) everyObject(ctx context.Context) ([]*unstructured.Unstructured
 	if err != nil {
 		return nil, err
 	}
-	anyway := chart.Merge(chosen, chart.Values{
+	anyway := chart.Values{ // other values have no say, and need not be right any more
 		"cluster": chart.Values{"name": cmp.Or(c.Identity.ClusterName, "x"), "configMap": true}, "workloads": true,
-		"gateway":    chart.Values{"service": chart.Values{"type": "NodePort"}},
-		"routeAgent": chart.Values{"maxSurge": 1.0}, // 0 could be chosen once, and is refused now
-	})
+		"gateway": chart.Values{"service": chart.Values{"type": "NodePort"}},
+	}
+	if definitions := chosen["crds"]; definitions != nil {
+		anyway["crds"] = definitions
+	}
 	return c.withEveryPart(func(on chart.Values) chart.Options {
 		return chart.Options{Namespace: c.Namespace, Values: chart.Merge(anyway, on)}
 	})
