@@ -398,9 +398,9 @@ func (s *Store) reread(ctx context.Context) error {
 			"name", object.Name, "edition", s.edition)
 		return nil
 	}
-	if nodes := before.Own().Nodes; len(nodes) > 0 { // the object does not keep them
+	if was := before.Own(); len(was.Nodes)+len(was.Reached) > 0 { // the object does not keep them
 		own := book.Own()
-		own.Nodes = nodes
+		own.Nodes, own.Reached = was.Nodes, was.Reached
 		book, _ = book.Configure(own)
 	}
 	if was := before.Spec(); known {

@@ -1026,3 +1026,22 @@ func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
 		t.Errorf("the annotation stays: %v", o.Annotations)
 	}
 }
+
+// Nobody else's write makes the manager forget what nodes reach: the object does not have it.
+func TestWhatNodesReachOutlivesAWriteOfSomebodyElse(t *testing.T) {
+	h := fresh(t)
+	reached := ours
+	reached.Reached = []ipam.Reached{{Prefix: pfx("10.70.0.0/16"), Node: "n1"}}
+	h.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(reached); return b })
+	edit(t, func(o *v1alpha1.IpamStorage) { o.Spec.ReservedSubnets = []string{"10.80.0.0/16"} })
+	if err := h.Refresh(t.Context()); err != nil {
+		t.Fatal(err)
+	}
+	own := h.Book().Own()
+	if !slices.Equal(own.Reached, reached.Reached) || !slices.Equal(own.Nodes, reached.Nodes) || len(own.Reserved) != 1 {
+		t.Errorf("nodes %v reach %v, reserved are %v", own.Nodes, own.Reached, own.Reserved)
+	}
+	if g := h.grant(claim("b", "10.70.0.0/16", "10.71.0.0/20")); g.Pod.Overlaps(pfx("10.70.0.0/16")) {
+		t.Errorf("b has %v as it is, which a node reaches", g.Pod)
+	}
+}
