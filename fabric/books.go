@@ -13,7 +13,8 @@ import (
 
 // GrantedIn returns the networks that the books of the IPAM give to peers. They are the manager's
 // alone, unlike what peers write about themselves, and name a network from before it is told to
-// anybody to after the last trace of a peering is gone.
+// anybody to the end of the hold that follows their release. An annotation has those that a peer had
+// before the ones that it has now.
 func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
 	var granted []netip.Prefix
 	r := report{origin: Origin{Kind: "IpamStorage", Name: books.Name}}
@@ -31,7 +32,11 @@ func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
 			granted = append(granted, p.Masked())
 		}
 	}
-	return granted, r.problems
+	released, err := ReleasedFrom(books.Annotations)
+	if err != nil {
+		r.add("metadata.annotations", "%s cannot be read: %v", isthmus.AnnotationReleased, err)
+	}
+	return append(granted, released.replacedIn()...), r.problems
 }
 
 // editionAhead is how far ahead of the clock an edition may be, for clocks that differ.

@@ -117,6 +117,8 @@ func (b *stubBooks) Update(_ context.Context, f func(ipam.Book) (ipam.Book, erro
 	return b.book, err
 }
 
+func (b *stubBooks) Now(context.Context) (time.Time, error) { return time.Now(), nil }
+
 func (b *stubBooks) Book() ipam.Book {
 	b.mu.Lock()
 	defer b.mu.Unlock()

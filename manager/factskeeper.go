@@ -67,6 +67,7 @@ type AddressPlan struct {
 // A bookkeeper is the part of ipamstore.Store that our own side needs.
 type bookkeeper interface {
 	Book() ipam.Book
+	Now(context.Context) (time.Time, error)
 	Update(context.Context, func(ipam.Book) (ipam.Book, error)) (ipam.Book, error)
 }
 

@@ -51,9 +51,13 @@ func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.N
 		} else if err != nil {
 			return b, err
 		}
-		next, got, inside, err := grantClearOf(b, asked, func(p netip.Prefix) ([]netip.Addr, error) {
-			return gatewaysIn(ctx, r.Client, peer, claim, p)
-		})
+		gateways := func(p netip.Prefix) ([]netip.Addr, error) { return gatewaysIn(ctx, r.Client, peer, claim, p) }
+		next, got, inside, err := grantClearOf(b, asked, gateways)
+		if had, has := b.GrantOf(id); err == nil && has && got != had { // what it had is held from now on
+			if asked.Now, err = r.Store.Now(ctx); err == nil {
+				next, got, inside, err = grantClearOf(b, asked, gateways)
+			}
+		}
 		if err != nil {
 			return b, err
 		}

@@ -242,6 +242,11 @@ func runOnce(ctx context.Context, o Options, cfg *rest.Config) error {
 	if l.copies = has.grantedNetworks; !l.copies {
 		l.store.WithoutCopies()
 	}
+	clock, err := serverClock(cfg)
+	if err != nil {
+		return err
+	}
+	l.store.WithClock(clock)
 	l.expiry = newExpiry(mgr.GetAPIReader(), l.store, o.Log)
 	if o.MetricsAddress != "" {
 		collector := &collector{peers: mgr.GetCache(), store: l.store, expired: &l.expiry.expired, leads: l.leads}
@@ -333,8 +338,11 @@ func (l *leader) lead(ctx context.Context) error {
 			return err
 		}
 	}
-	if err := l.mgr.Add(runtimemanager.RunnableFunc(l.expiry.run)); err != nil {
-		return err
+	releases := &releases{Cache: l.mgr.GetCache(), Peers: l.peers, Store: l.store, Events: l.mgr.GetEventRecorder(component), Log: l.Log}
+	for _, run := range []runtimemanager.RunnableFunc{l.expiry.run, releases.run} {
+		if err := l.mgr.Add(run); err != nil {
+			return err
+		}
 	}
 	for _, r := range []interface{ SetupWithManager(ctrl.Manager) error }{
 		own,

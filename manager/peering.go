@@ -240,8 +240,12 @@ func (r *PeeringReconciler) leave(ctx context.Context, s *peeringState) (done bo
 			return false, nil
 		}
 		// Where our NetworkConfig never came to be, the peer's may have got networks.
+		now, err := r.Store.Now(ctx)
+		if err != nil {
+			return false, err
+		}
 		if _, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
-			return b.Release(s.peering.Spec.Cluster.ClusterID), nil
+			return b.Part(s.peering.Spec.Cluster.ClusterID, now), nil
 		}); err != nil {
 			return false, fmt.Errorf("release the networks of the peer: %w", err)
 		}

@@ -187,9 +187,13 @@ func (r *TunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 	return nil
 }
 
-// release takes the networks of a peer back. It is false until the NatMapping, which follows the
-// books, is gone.
+// release takes the networks of a peer back, which are held from then on. It is false until the
+// NatMapping, which follows the books, is gone.
 func (r *TunnelEndpointReconciler) release(ctx context.Context, x *exchange) (gone bool, err error) {
+	now, err := r.Store.Now(ctx)
+	if err != nil {
+		return false, err
+	}
 	if _, err := r.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
 		switch peer, err := r.Peers.ByID(ctx, x.id); {
 		case err == nil && !peer.Leaving:
@@ -197,7 +201,7 @@ func (r *TunnelEndpointReconciler) release(ctx context.Context, x *exchange) (go
 		case err != nil && !errors.Is(err, ErrNoPeer):
 			return b, err
 		}
-		return b.Release(x.id), nil
+		return b.Part(x.id, now), nil
 	}); errors.Is(err, errWantedAgain) {
 		return false, nil // and its Peering has made another request
 	} else if err != nil {

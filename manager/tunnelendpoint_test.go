@@ -170,10 +170,26 @@ func TestUnpeeringTakesDownInOrder(t *testing.T) {
 	if p.granted() || len(p.mappings()) != 0 {
 		t.Error("networks or NatMapping are still there")
 	}
+	p.held("10.246.0.0/18", "10.130.0.0/20")
 	p.untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: the peering with cluster " + p.cluster.ClusterID + " is being taken down here")
 }
 
-// Liqo's ForeignClusters have no finalizer of ours: they may be gone first.
+// held checks that nodes go on to refuse the networks of a partner that has left.
+func (p *partner) held(networks ...string) {
+	p.a.t.Helper()
+	var list isthmus.GrantedNetworksList
+	p.a.ok(testClient.List(p.a.ctx, &list))
+	var shared []string
+	for _, share := range list.Items {
+		shared = append(shared, share.Spec.Peers[p.cluster.ClusterID]...)
+	}
+	if at := p.a.store.Book().ReleasedAt(p.cluster.ClusterID); at.IsZero() || !slices.Equal(shared, networks) {
+		p.a.t.Errorf("released at %v, nodes refuse %v; want %v", at, shared, networks)
+	}
+}
+
+// Liqo's ForeignClusters have no finalizer of ours, and neither has a Peering whose definition is deleted:
+// they may be gone first.
 func TestWhatIsLeftOfAPeerThatIsGoneIsTakenDown(t *testing.T) {
 	a := newAnswering(t)
 	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
@@ -186,6 +202,7 @@ func TestWhatIsLeftOfAPeerThatIsGoneIsTakenDown(t *testing.T) {
 	a.until("all is gone", func() bool {
 		return p.original() == nil && !p.granted() && len(p.mappings()) == 0 && !holds(p.copied())
 	})
+	p.held("10.246.0.0/18", "10.130.0.0/20")
 }
 
 func TestRepeeringLeavesNothingBehind(t *testing.T) {
@@ -206,7 +223,7 @@ func TestRepeeringLeavesNothingBehind(t *testing.T) {
 		a.ok(testClient.Delete(a.ctx, p.original()))
 		a.ok(testClient.Delete(a.ctx, p.copied()))
 		a.until("all is gone", func() bool { return p.original() == nil && p.copied() == nil && p.endpoint() == nil })
-		if p.granted() || len(p.mappings()) != 0 || len(a.store.Book().Peers()) != 0 {
+		if p.granted() || len(p.mappings()) != 0 || len(a.store.Book().Peers()) != 1 { // its networks are held
 			t.Fatalf("round %d: %v are left", i, a.store.Book().Peers())
 		}
 		edit(a, p.peering, func(p *isthmus.Peering) { p.Finalizers = nil })

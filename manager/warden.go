@@ -88,9 +88,9 @@ func (w *Warden) Observe(book ipam.Book) {
 	now := make(map[string]granted)
 	var networks []netip.Prefix
 	for _, id := range book.Peers() {
+		networks = append(networks, book.NetworksOf(id)...)
 		if g, ok := book.GrantOf(id); ok {
 			now[id] = granted{grant: g}
-			networks = append(networks, g.Pod, g.External)
 		}
 	}
 	set := fabric.GrantsID(networks)

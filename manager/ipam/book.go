@@ -20,6 +20,7 @@ import (
 	"math"
 	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/isthmus-net/isthmus/fabric"
 )
@@ -110,6 +111,7 @@ type Book struct {
 	taken     tree                     // all networks that no peer can get, those of peers among them
 	nodes     tree                     // addresses of nodes, and what they reach
 	formers   []former                 // peers that have left; never changed once it is in a Book
+	replaced  []replaced               // networks of peers that have others now, held; never changed, as formers
 	addresses tree                     // of the ExternalCIDR, those in use or unusable
 }
 
@@ -117,6 +119,8 @@ type Book struct {
 // the others until it has answered.
 type account struct {
 	Grant
+	released              time.Time    // when the peer left; its networks are held since then. Zero: it has not left
+	unused                time.Time    // since when no object names the peer; zero: some do, or nobody has looked
 	podSeen, externalSeen netip.Prefix // how it sees our PodCIDR and ExternalCIDR
 	// endpoints are the real addresses mapped for it, without the gateway's own, each with those who
 	// asked for it, sorted; with nobody where that is not known.
@@ -137,7 +141,8 @@ func (b Book) Own() Config {
 	return c
 }
 
-// Peers returns the IDs of all peers that have a network or have answered, sorted.
+// Peers returns the IDs of all peers that have a network, one that is held among it, or have answered,
+// sorted.
 func (b Book) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
 // Answered notes how the peer sees our PodCIDR and ExternalCIDR; equal to our own when it does not
@@ -152,6 +157,9 @@ func (b Book) Answered(id string, podSeen, externalSeen netip.Prefix) Book {
 			return b
 		}
 		old = new(account)
+	}
+	if !old.released.IsZero() {
+		return b
 	}
 	p := *old
 	if fits(podSeen, b.own.PodCIDR) {
@@ -172,8 +180,8 @@ func fits(seen, own netip.Prefix) bool {
 }
 
 // Release forgets the peer: its answer, and the endpoints that were mapped for it alone. Its networks
-// are free, but it has them again if it comes back while they are. Unknown peers are as good as
-// released.
+// are free at once, but it has them again if it comes back while they are. Unknown peers are as good as
+// released. A peer that leaves is Parted before.
 func (b Book) Release(id string) Book {
 	p := b.peers[id]
 	if p == nil {
@@ -212,16 +220,21 @@ func (b Book) Changed(since Book) []string {
 			changed = append(changed, id)
 		}
 	}
+	if !slices.Equal(b.replaced, since.replaced) {
+		for _, r := range slices.Concat(b.replaced, since.replaced) {
+			changed = append(changed, r.id)
+		}
+	}
 	slices.Sort(changed)
-	return changed
+	return slices.Compact(changed)
 }
 
-// TakesBack reports whether a peer had a network in the older Book that it does not have any more.
+// TakesBack reports whether nodes refused a network of a peer by the older Book that they do not have to
+// refuse any more.
 func (b Book) TakesBack(since Book) bool {
 	return slices.ContainsFunc(b.Changed(since), func(id string) bool {
-		was, had := since.GrantOf(id)
-		is, _ := b.GrantOf(id)
-		return had && is != was
+		is := b.NetworksOf(id)
+		return slices.ContainsFunc(since.NetworksOf(id), func(was netip.Prefix) bool { return !slices.Contains(is, was) })
 	})
 }
 
@@ -249,11 +262,11 @@ func (b Book) Left() float64 {
 	if !pod.IsValid() || !external.IsValid() {
 		return 0
 	}
-	pods, externals := 0.0, 0.0
+	pods, externals, barred := 0.0, 0.0, b.barred()
 	for _, pool := range b.own.Pools {
 		if pool.Addr().BitLen() == pod.Addr().BitLen() {
-			pods += b.taken.room(pool, pod.Bits(), b.nodes)
-			externals += b.taken.room(pool, external.Bits(), b.nodes)
+			pods += b.taken.room(pool, pod.Bits(), barred)
+			externals += b.taken.room(pool, external.Bits(), barred)
 		}
 	}
 	both := max(pods*size(pod), externals*size(external)) / (size(pod) + size(external))

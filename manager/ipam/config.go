@@ -60,7 +60,7 @@ func (b Book) Configure(c Config) (Book, []Conflict) {
 	own.Nodes = slices.Compact(own.Nodes)
 
 	was := b.own.ExternalCIDR
-	if !own.ExternalCIDR.IsValid() && len(b.peers) > 0 {
+	if !own.ExternalCIDR.IsValid() && b.inUse() {
 		own.ExternalCIDR = was // they may know it
 	}
 	if own.ExternalCIDR.IsValid() && own.Equal(b.own) {
@@ -105,6 +105,16 @@ func (b *Book) fill() {
 // 4,093 endpoints, and each peer has to find as much. That of Liqo is as large as the PodCIDR, so
 // that every peer takes twice what it needs.
 const largestExternal = 20
+
+// inUse reports whether there is a peer that has not left.
+func (b *Book) inUse() bool {
+	for _, p := range b.peers {
+		if p.released.IsZero() {
+			return true
+		}
+	}
+	return false
+}
 
 // chooseExternal picks our ExternalCIDR. The former one stays if it is not in the way.
 func (b *Book) chooseExternal(was netip.Prefix) netip.Prefix {
@@ -274,9 +284,20 @@ func (b *Book) holder(p netip.Prefix, except string) obstacle {
 			return o
 		}
 	}
+	for _, r := range b.replaced {
+		if r.id != except && r.network.Overlaps(p) {
+			return heldObstacle(r.id, r.network, r.at)
+		}
+	}
 	for _, id := range b.Peers() {
 		of := obstacle{whose: "peer " + id, anonymous: "another peer"}
-		if other := b.peers[id]; id == except {
+		if other := b.peers[id]; id != except && !other.released.IsZero() {
+			for _, network := range []netip.Prefix{other.Pod, other.External} {
+				if network.Overlaps(p) {
+					return heldObstacle(id, network, other.released)
+				}
+			}
+		} else if id == except {
 			continue
 		} else if other.Pod.Overlaps(p) {
 			of.name, of.prefix = "the network used for the pods of ", other.Pod

@@ -23,6 +23,7 @@ func (b Book) Explain(c Request) (both [2]Standing, err error) {
 		return both, err
 	}
 	others := next.Release(c.ID)
+	others.replaced = slices.DeleteFunc(slices.Clone(others.replaced), func(r replaced) bool { return r.id == c.ID })
 	both[0] = Standing{c.Pod, got.Pod, others.why(c, "podCIDR", c.Pod, got.Pod, c.WantPod)}
 	both[1] = Standing{c.External, got.External, others.why(c, "externalCIDR", c.External, got.External, c.WantExternal)}
 	if both[1].Why == givenBefore && c.External.Overlaps(got.Pod) {

@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"net/netip"
 	"slices"
+	"time"
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -25,6 +26,9 @@ type Request struct {
 	Allowed []netip.Prefix
 	// AlwaysRemap: neither network may be used as it is.
 	AlwaysRemap bool
+	// Now is the time. Networks that the peer has, and does not get again, are held from then on; zero:
+	// they are free at once.
+	Now time.Time
 	// Consented: somebody here has seen this claim, and the peer may have for it what it has not
 	// had before.
 	Consented bool
@@ -60,9 +64,9 @@ func contains(n, p netip.Prefix) bool {
 // are not remapped.
 type Grant struct{ Pod, External netip.Prefix }
 
-// GrantOf returns the networks of the peer.
+// GrantOf returns the networks of the peer; false: it has none, or has left.
 func (b Book) GrantOf(id string) (Grant, bool) {
-	if p := b.peers[id]; p != nil && p.Pod.IsValid() {
+	if p := b.peers[id]; p != nil && p.Pod.IsValid() && p.released.IsZero() {
 		return p.Grant, true
 	}
 	return Grant{}, false
@@ -75,20 +79,39 @@ func (b Book) UsedForAnother(id string, addr netip.Addr) bool {
 			return true
 		}
 	}
-	return false
+	return slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.id != id && r.network.Contains(addr) })
 }
 
 // Grant gives the peer its two networks, or none: the error is a *fabric.Refusal, and the Book is
 // the same as before. A peer that comes back has what it had, as far as that is free and permitted.
 // Networks that it has already stay as long as they have the family and length
 // of the claim and nothing else is wanted, even if the claim itself is another one: they are in use
-// on both sides.
+// on both sides. What is held for another peer is not free; what is held for this one is.
 func (b Book) Grant(c Request) (Book, Grant, error) {
+	held, at := b, c.Now
+	if p := b.peers[c.ID]; p != nil && !p.released.IsZero() {
+		at = p.released
+		b = b.Release(c.ID)
+	}
+	next, g, err := b.grant(c)
+	if err != nil {
+		return held, g, err
+	}
+	if had := held.peers[c.ID]; had != nil {
+		if refusal := next.hold(c.ID, g, had.Grant, at); refusal != nil {
+			return held, Grant{}, refusal
+		}
+	}
+	return next, g, nil
+}
+
+// grant is Grant for a peer that has not left.
+func (b Book) grant(c Request) (Book, Grant, error) {
 	old := b.peers[c.ID]
 	if old == nil {
 		old = new(account)
 		if len(b.peers) >= MaxPeers {
-			return b, Grant{}, refuse(v1alpha1.ReasonExhausted, "", "there are %d peers already, and no room for more", MaxPeers)
+			return b, Grant{}, refuse(v1alpha1.ReasonExhausted, "", "there are %d peers already, those included that have left within %v, and no room for more", MaxPeers, fabric.ReleaseHold)
 		}
 	}
 	if refusal := check(c); refusal != nil {
@@ -108,6 +131,7 @@ func (b Book) Grant(c Request) (Book, Grant, error) {
 	// What stays keeps its place, then the wanted networks get theirs, so that nothing is allocated
 	// where one of them has to go.
 	changed := b
+	changed.replaced = slices.DeleteFunc(slices.Clone(b.replaced), func(r replaced) bool { return r.id == c.ID })
 	for i := range asks {
 		if asks[i].stays() {
 			asks[i].got = asks[i].had
@@ -116,9 +140,15 @@ func (b Book) Grant(c Request) (Book, Grant, error) {
 		}
 	}
 	if asks[0].got.IsValid() && asks[1].got.IsValid() {
+		if !old.unused.IsZero() { // somebody uses them again
+			p := *old
+			p.unused = time.Time{}
+			b = b.withPeer(c.ID, &p)
+		}
 		return b, old.Grant, nil
 	}
 	p := *old
+	p.unused = time.Time{}
 	p.Grant = Grant{Pod: asks[0].got, External: asks[1].got} // for messages; nobody else has it yet
 	changed = changed.withPeer(c.ID, &p)
 	changed.forget(c.ID)
@@ -141,6 +171,7 @@ func (b Book) Grant(c Request) (Book, Grant, error) {
 				a.claim, a.got, a.had, c.Pod, c.External)
 		}
 	}
+	changed.replaced = b.replaced
 	return changed, p.Grant, nil
 }
 
@@ -228,8 +259,8 @@ func (b *Book) placeAny(a *ask) *fabric.Refusal {
 			why = "must not be used as it is (spec.claims.alwaysRemap of the receiver's Peering)"
 		}
 		return refuse(v1alpha1.ReasonExhausted, "spec."+a.field,
-			"%v %s, and no %s is free in the pools %v; want a network that overlaps nothing, or a larger pool",
-			a.claim, why, length(a.claim), b.own.Pools)
+			"%v %s, and no %s is free in the pools %v; want a network that overlaps nothing, or a larger pool%s",
+			a.claim, why, length(a.claim), b.own.Pools, b.freeSoon(a.claim))
 	}
 	if a.got = found; !ok {
 		a.got = a.claim
@@ -237,7 +268,19 @@ func (b *Book) placeAny(a *ask) *fabric.Refusal {
 	return nil
 }
 
-func (b *Book) free(p netip.Prefix) bool { return !b.taken.overlaps(p) && !b.nodes.overlaps(p) }
+func (b *Book) free(p netip.Prefix) bool {
+	return !b.taken.overlaps(p) && !b.nodes.overlaps(p) && !slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.network.Overlaps(p) })
+}
+
+// barred are the networks that no peer gets beside those that are taken: they do not cut free blocks into
+// smaller ones.
+func (b *Book) barred() tree {
+	barred := b.nodes
+	for _, r := range b.replaced {
+		barred = barred.with(r.network)
+	}
+	return barred
+}
 
 func (b *Book) coversPool(p netip.Prefix) bool {
 	for _, pool := range b.own.Pools {
@@ -255,7 +298,7 @@ func (b *Book) allocate(p netip.Prefix) (netip.Prefix, bool) {
 	if b.free(p) {
 		taken = taken.with(p)
 	}
-	barred := b.nodes
+	barred := b.barred()
 	for _, m := range metadata {
 		barred = barred.with(m)
 	}

@@ -73,11 +73,14 @@ func (s *Store) sharedPeers(book ipam.Book) []string {
 
 // networksOf are those of a peer, as its share has them.
 func networksOf(book ipam.Book, id string) (all isthmus.PeerNetworks) {
-	if g, ok := book.GrantOf(id); ok {
-		all = isthmus.PeerNetworks{g.Pod.String(), g.External.String()}
+	for _, p := range book.NetworksOf(id) {
+		all = append(all, p.String())
 	}
 	return all
 }
+
+// maxNetworks is how many networks of a peer a share may have by its schema.
+const maxNetworks = 16
 
 // share makes the shares say what the Book does of some peers. With more, it only adds: that comes
 // before the books, and what is taken away after them, so that no agent misses a network of the books
@@ -94,7 +97,7 @@ func (s *Store) share(ctx context.Context, book ipam.Book, ids []string, more bo
 		if more && (s.copied || s.named(book, id)) {
 			kept := slices.DeleteFunc(slices.Clone(have), func(n string) bool { return slices.Contains(want, n) })
 			want = slices.Concat(want, kept)
-			want = want[:min(len(want), 4)] // the schema's; nobody but us writes more than two
+			want = want[:min(len(want), maxNetworks)] // nobody but us writes as many
 		}
 		if slices.Equal(have, want) {
 			continue
@@ -129,8 +132,7 @@ func (s *Store) share(ctx context.Context, book ipam.Book, ids []string, more bo
 // named reports whether books name a peer: those to be written, ours, or those that are there. What
 // nobody names is somebody's who may write a share, and would fill it.
 func (s *Store) named(book ipam.Book, id string) bool {
-	_, will := book.GrantOf(id)
-	_, is := s.Book().GrantOf(id)
+	will, is := len(book.NetworksOf(id)) > 0, len(s.Book().NetworksOf(id)) > 0
 	there := false
 	if s.object != nil {
 		_, there = s.object.Spec.ClusterSubnets[id]
@@ -175,9 +177,7 @@ func (s *Store) writeShare(ctx context.Context, name string, changes map[string]
 func digestOf(book ipam.Book) fabric.BooksDigest {
 	var networks []netip.Prefix
 	for _, id := range book.Peers() {
-		if g, ok := book.GrantOf(id); ok {
-			networks = append(networks, g.Pod, g.External)
-		}
+		networks = append(networks, book.NetworksOf(id)...)
 	}
 	own, d := book.Own(), fabric.BooksDigest{Granted: fabric.GrantsID(networks)}
 	if own.PodCIDR.IsValid() {

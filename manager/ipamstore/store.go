@@ -50,6 +50,8 @@ type Store struct {
 	reader client.Reader
 	log    *slog.Logger
 
+	now func(context.Context) (time.Time, error) // what Now returns
+
 	book atomic.Pointer[ipam.Book]
 
 	mu          sync.Mutex // one update at a time
@@ -77,7 +79,7 @@ type update struct {
 
 // New makes a Store. c writes; it may read from a cache. reader reads from the API server itself.
 func New(c client.Client, reader client.Reader, log *slog.Logger) *Store {
-	s := &Store{client: c, reader: reader, log: log}
+	s := &Store{client: c, reader: reader, log: log, now: func(context.Context) (time.Time, error) { return time.Now(), nil }}
 	s.book.Store(new(ipam.Book))
 	return s
 }
@@ -86,6 +88,23 @@ func New(c client.Client, reader client.Reader, log *slog.Logger) *Store {
 // or does not let us. What the books say of them stays true, so that agents see that they are not there
 // and read the books. It is called before Load.
 func (s *Store) WithoutCopies() { s.alone = true }
+
+// WithClock has the Store take the time from now, such as that of the API server. It is called before
+// Load; without it the clock is that of this machine.
+func (s *Store) WithClock(now func(context.Context) (time.Time, error)) { s.now = now }
+
+// Now returns the time at which networks are released, and from which holds of released networks end.
+func (s *Store) Now(ctx context.Context) (time.Time, error) { return s.now(ctx) }
+
+// ObjectName is the name of the IpamStorage; empty: there is none.
+func (s *Store) ObjectName() string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	if s.object == nil {
+		return ""
+	}
+	return s.object.Name
+}
 
 // Book returns the Book as it is now; the zero Book before Load.
 func (s *Store) Book() ipam.Book { return *s.book.Load() }
@@ -306,6 +325,7 @@ func (s *Store) putBooks(ctx context.Context, book ipam.Book) error {
 	}
 	kept := map[string]string{isthmus.AnnotationMappings: book.Notes(), isthmus.AnnotationFormer: book.Formers(),
 		isthmus.AnnotationEdition: strconv.FormatInt(edition, 10)}
+	kept[isthmus.AnnotationReleased] = book.Releases(len(kept[isthmus.AnnotationMappings]) + len(kept[isthmus.AnnotationFormer]))
 	digest := digestOf(book)
 	if s.object == nil {
 		object := &v1alpha1.IpamStorage{
@@ -430,6 +450,8 @@ func (s *Store) withNotes(book ipam.Book, object *v1alpha1.IpamStorage) ipam.Boo
 	}{
 		{isthmus.AnnotationMappings, "so that nobody knows who asked for mappings", ipam.Book.WithNotes},
 		{isthmus.AnnotationFormer, "so that peers that come back may get other networks than before", ipam.Book.WithFormers},
+		{isthmus.AnnotationReleased, "so that networks of peers that have left are held for longer than they have to be",
+			func(b ipam.Book, _ string) (ipam.Book, error) { return b.WithReleases(object.Annotations) }},
 	} {
 		noted, err := a.with(book, object.Annotations[a.name])
 		if err != nil {

@@ -5,16 +5,16 @@ import metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 // GrantedNetworksSpec is what a share of the peers have. The manager writes it.
 type GrantedNetworksSpec struct {
 	// Peers has the networks that stand for each peer's here, by clusterID: the one of its pods and
-	// the one of its mapped endpoints.
+	// the one of its mapped endpoints. Released networks are among them for 24 hours.
 	// +kubebuilder:validation:MaxProperties=4096
 	// +kubebuilder:validation:XValidation:rule="self.all(c, c.size() > 0 && c.size() <= 63)",message="keys must be clusterIDs of 1 to 63 characters",reason=FieldValueInvalid
 	// +optional
 	Peers map[string]PeerNetworks `json:"peers,omitempty"`
 }
 
-// PeerNetworks are the networks of one peer: what is granted, and for a moment beside it what was
-// granted before.
-// +kubebuilder:validation:MaxItems=4
+// PeerNetworks are the networks of one peer: those that it has, and those that it had and that are held
+// for a day.
+// +kubebuilder:validation:MaxItems=16
 // +listType=atomic
 type PeerNetworks []GrantedNetwork
 

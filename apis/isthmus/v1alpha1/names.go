@@ -45,6 +45,10 @@ const AnnotationMappings = "isthmus.net/mappings"
 // last. A peer that comes back has them again while they are free.
 const AnnotationFormer = "isthmus.net/former-networks"
 
+// AnnotationReleased on the IpamStorage says which networks were released and when. They stay refused
+// on every node and are allocated to no other cluster for 24 hours (fabric.Released).
+const AnnotationReleased = "isthmus.net/released-networks"
+
 // AnnotationEdition on the IpamStorage is a decimal number that the manager raises in the same write
 // in which it takes a network of a peer back. What the books lack without a higher one was not taken
 // back: somebody edited, emptied, deleted or restored them. One more than a day ahead of the time in

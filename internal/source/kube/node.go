@@ -505,7 +505,8 @@ func slimBooks(o any) (any, error) {
 		slim := &v1alpha1.IpamStorage{ObjectMeta: slimMeta(b.ObjectMeta), Spec: v1alpha1.IpamStorageSpec{
 			ClusterSubnets: b.Spec.ClusterSubnets, PodCIDR: b.Spec.PodCIDR, ServiceCIDR: b.Spec.ServiceCIDR}}
 		slim.Generation = b.Generation
-		slim.Annotations = map[string]string{isthmus.AnnotationEdition: b.Annotations[isthmus.AnnotationEdition]}
+		slim.Annotations = map[string]string{isthmus.AnnotationEdition: b.Annotations[isthmus.AnnotationEdition],
+			isthmus.AnnotationReleased: b.Annotations[isthmus.AnnotationReleased]}
 		return slim, nil
 	}
 	return o, nil

@@ -1,0 +1,61 @@
+package fabric
+
+import (
+	"encoding/json"
+	"maps"
+	"net/netip"
+	"slices"
+	"time"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// ReleaseHold is how long a released network stays refused on every node and is allocated to no other
+// cluster.
+const ReleaseHold = 24 * time.Hour
+
+// Released is what the IPAM state says about networks that peers gave up, in the annotation
+// isthmus.net/released-networks. The keys of the maps are times in RFC 3339, by the API server's clock.
+type Released struct {
+	// Peers have left: the networks that the IPAM state still has for them are held.
+	Peers map[string][]string `json:"released,omitempty"`
+	// Replaced are held networks of peers that have other ones now, by cluster ID.
+	Replaced map[string]map[string][]string `json:"replaced,omitempty"`
+	// Unused are peers with networks that no object of a peering has named since then.
+	Unused map[string][]string `json:"unused,omitempty"`
+}
+
+// ReleasedFrom reads the annotation.
+func ReleasedFrom(annotations map[string]string) (r Released, err error) {
+	if text := annotations[isthmus.AnnotationReleased]; text != "" {
+		err = json.Unmarshal([]byte(text), &r)
+	}
+	return r, err
+}
+
+// Text returns the annotation; empty if there is nothing to say.
+func (r Released) Text() string {
+	if len(r.Peers)+len(r.Replaced)+len(r.Unused) == 0 {
+		return ""
+	}
+	text, err := json.Marshal(r)
+	if err != nil {
+		panic(err) // maps of texts
+	}
+	return string(text)
+}
+
+// replacedIn returns the networks of Replaced. What cannot be read is left out: the manager writes the
+// annotation anew.
+func (r Released) replacedIn() (all []netip.Prefix) {
+	for _, at := range slices.Sorted(maps.Keys(r.Replaced)) {
+		for _, id := range slices.Sorted(maps.Keys(r.Replaced[at])) {
+			for _, text := range r.Replaced[at][id] {
+				if p, err := netip.ParsePrefix(text); err == nil && p.Bits() > 0 {
+					all = append(all, p.Masked())
+				}
+			}
+		}
+	}
+	return all
+}

@@ -1,0 +1,277 @@
+package ipam
+
+import (
+	"cmp"
+	"fmt"
+	"maps"
+	"net/netip"
+	"slices"
+	"time"
+
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+const (
+	// UnusedGrace is how long no object of a peering may name a peer before its networks are released.
+	UnusedGrace = 24 * time.Hour
+	// maxReplaced bounds the networks that are held though their peers have others, of all peers and of
+	// one. GrantedNetworks have 16 of a peer at most.
+	maxReplaced, maxReplacedOfOne = 64, 8
+	// maxAnnotations is how long the annotations of the IpamStorage may be together, in octets. The API
+	// server takes 256 KiB; the rest is for those of a fixed length.
+	maxAnnotations = 252 << 10
+)
+
+// A replaced network is held for a peer that has another one now.
+type replaced struct {
+	id      string
+	network netip.Prefix
+	at      time.Time // when it was released
+}
+
+// Part releases the networks of a peer that leaves: they are held from then on, so that nodes refuse them
+// and no other peer gets them. The peer's answer and the endpoints that were mapped for it alone are
+// forgotten. A peer that has left, or has no networks, is as good as parted.
+func (b Book) Part(id string, now time.Time) Book {
+	p := b.peers[id]
+	switch {
+	case p == nil || !p.released.IsZero():
+		return b
+	case !p.Pod.IsValid():
+		return b.Release(id)
+	}
+	return b.unmapAll(p).withPeer(id, &account{Grant: p.Grant, released: stored(now)})
+}
+
+// stored is a time as the annotation has it.
+func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
+
+// hold notes which networks a peer gives up that gets others: they are held since then. What it has again
+// is not held any more.
+func (b *Book) hold(id string, now, had Grant, at time.Time) *fabric.Refusal {
+	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
+	var kept []replaced
+	held := 0
+	for _, r := range b.replaced {
+		if r.id == id && again(r.network) {
+			continue
+		}
+		if kept = append(kept, r); r.id == id {
+			held++
+		}
+	}
+	for _, p := range []netip.Prefix{had.Pod, had.External} {
+		if !p.IsValid() || at.IsZero() || again(p) {
+			continue
+		}
+		if held++; len(kept) >= maxReplaced || held > maxReplacedOfOne {
+			return refuse(v1alpha1.ReasonExhausted, "", "too many networks were replaced within %v, and each is held as long; want the networks that it has, or a later change", fabric.ReleaseHold)
+		}
+		kept = append(kept, replaced{id, p, stored(at)})
+	}
+	slices.SortFunc(kept, func(a, b replaced) int {
+		return cmp.Or(a.at.Compare(b.at), cmp.Compare(a.id, b.id), a.network.Compare(b.network))
+	})
+	if !slices.Equal(kept, b.replaced) {
+		b.replaced = slices.Compact(kept)
+	}
+	return nil
+}
+
+// NetworksOf returns the networks of a peer that nodes refuse where there is no tunnel for them: those
+// that it has, and those that are held.
+func (b Book) NetworksOf(id string) (all []netip.Prefix) {
+	if p := b.peers[id]; p != nil && p.Pod.IsValid() {
+		all = append(all, p.Pod, p.External)
+	}
+	for _, r := range b.replaced {
+		if r.id == id && !slices.Contains(all, r.network) {
+			all = append(all, r.network)
+		}
+	}
+	return all
+}
+
+// ReleasedAt returns when a peer left whose networks are held; zero: there is no such peer.
+func (b Book) ReleasedAt(id string) time.Time {
+	if p := b.peers[id]; p != nil {
+		return p.released
+	}
+	return time.Time{}
+}
+
+// Age brings the Book to a time: holds end that have lasted long enough, and peers that no object has
+// named for UnusedGrace are released, whose IDs it returns. named says which peers some object names.
+//
+// A time that is ahead of now is of a clock that was wrong. It counts as now.
+func (b Book) Age(now time.Time, named func(id string) bool) (next Book, abandoned []string) {
+	now = stored(now)
+	next = b
+	for _, id := range b.Peers() {
+		p := *b.peers[id]
+		switch {
+		case p.released.After(now):
+			p.released = now
+		case !p.released.IsZero():
+			if now.Sub(p.released) >= fabric.ReleaseHold {
+				next = next.Release(id)
+			}
+			continue
+		case named(id):
+			p.unused = time.Time{}
+		case p.unused.IsZero() || p.unused.After(now):
+			p.unused = now
+		case now.Sub(p.unused) >= UnusedGrace:
+			next, abandoned = next.Part(id, now), append(abandoned, id)
+			continue
+		}
+		if was := b.peers[id]; p.released != was.released || p.unused != was.unused {
+			next = next.withPeer(id, &p)
+		}
+	}
+	over := func(r replaced) bool { return now.Sub(r.at) >= fabric.ReleaseHold }
+	if slices.ContainsFunc(b.replaced, over) {
+		next.replaced = slices.DeleteFunc(slices.Clone(b.replaced), over)
+	}
+	for i, r := range next.replaced {
+		if r.at.After(now) {
+			next.replaced = slices.Clone(next.replaced)
+			next.replaced[i].at = now
+		}
+	}
+	return next, abandoned
+}
+
+// heldObstacle is a network that is held for a peer.
+func heldObstacle(id string, network netip.Prefix, at time.Time) obstacle {
+	return obstacle{name: "a network that stays refused until " + until(at) + " after it was released by ",
+		whose: "peer " + id, anonymous: "another peer", prefix: network}
+}
+
+func until(released time.Time) string { return released.Add(fabric.ReleaseHold).Format(time.RFC3339) }
+
+// freeSoon names the held network that is free first, for a claim that gets none; empty: none would do.
+func (b *Book) freeSoon(claim netip.Prefix) string {
+	var first replaced
+	held, now := 0, b.replaced
+	for id, p := range b.peers {
+		if !p.released.IsZero() {
+			now = append(now[:len(now):len(now)], replaced{id, p.Pod, p.released}, replaced{id, p.External, p.released})
+		}
+	}
+	for _, r := range now {
+		inPool := slices.ContainsFunc(b.own.Pools, func(pool netip.Prefix) bool { return contains(pool, r.network) })
+		if !inPool || r.network.Addr().BitLen() != claim.Addr().BitLen() || r.network.Bits() > claim.Bits() {
+			continue
+		}
+		if held++; held == 1 || cmp.Or(r.at.Compare(first.at), r.network.Compare(first.network)) < 0 {
+			first = r
+		}
+	}
+	if held == 0 {
+		return ""
+	}
+	text := fmt.Sprintf("; %v was released and is free at %s", first.network, until(first.at))
+	if held > 1 {
+		text += fmt.Sprintf(", %d more later", held-1)
+	}
+	return text
+}
+
+// Releases returns the annotation that has what is held and since when, and which peers nothing names.
+// It is empty when there is nothing to say. Together with other annotations of that many octets it fits
+// the object. What does not fit is left out, the youngest first: those peers count as having networks
+// after a restart, until nothing names them for UnusedGrace.
+func (b Book) Releases(others int) string {
+	text := fabric.Released{}
+	for _, r := range b.replaced {
+		if text.Replaced == nil {
+			text.Replaced = make(map[string]map[string][]string)
+		}
+		at := r.at.Format(time.RFC3339)
+		if text.Replaced[at] == nil {
+			text.Replaced[at] = make(map[string][]string)
+		}
+		text.Replaced[at][r.id] = append(text.Replaced[at][r.id], r.network.String())
+	}
+	room := maxAnnotations - others - len(text.Text())
+	ids := slices.DeleteFunc(b.Peers(), func(id string) bool { return b.peers[id].released.IsZero() && b.peers[id].unused.IsZero() })
+	when := func(id string) time.Time { // one of the two is zero
+		if at := b.peers[id].released; !at.IsZero() {
+			return at
+		}
+		return b.peers[id].unused
+	}
+	slices.SortStableFunc(ids, func(x, y string) int { return when(x).Compare(when(y)) })
+	text.Peers, text.Unused = make(map[string][]string), make(map[string][]string)
+	for _, id := range ids {
+		list, at := text.Peers, when(id).Format(time.RFC3339)
+		if b.peers[id].released.IsZero() {
+			list = text.Unused
+		}
+		if room -= len(id) + len(`"",`); list[at] == nil {
+			room -= len(at) + len(`"":[],`)
+		}
+		if room < len(`"released":{},"unused":{},"replaced":{}`) {
+			break
+		}
+		list[at] = append(list[at], id)
+	}
+	return text.Text()
+}
+
+// WithReleases returns the Book with what Releases said of it. Peers that have no networks are left out.
+func (b Book) WithReleases(annotations map[string]string) (Book, error) {
+	text, err := fabric.ReleasedFrom(annotations)
+	if err != nil {
+		return b, err
+	}
+	next := b
+	next.peers = maps.Clone(b.peers)
+	for _, list := range []struct {
+		ids map[string][]string
+		set func(*account, time.Time)
+	}{
+		{text.Unused, func(p *account, at time.Time) { p.unused = at }},
+		{text.Peers, func(p *account, at time.Time) { *p = account{Grant: p.Grant, released: at} }},
+	} {
+		for at, ids := range list.ids {
+			t, err := time.Parse(time.RFC3339, at)
+			if err != nil {
+				return b, fmt.Errorf("%s is no time in RFC 3339", quote(at))
+			}
+			for _, id := range ids {
+				old := next.peers[id]
+				if old == nil || !old.Pod.IsValid() {
+					continue
+				}
+				p := *old
+				list.set(&p, stored(t))
+				if !p.released.IsZero() {
+					next = next.unmapAll(old)
+				}
+				next.peers[id] = &p
+			}
+		}
+	}
+	for at, peers := range text.Replaced {
+		t, err := time.Parse(time.RFC3339, at)
+		if err != nil {
+			return b, fmt.Errorf("%s is no time in RFC 3339", quote(at))
+		}
+		for id, networks := range peers {
+			for _, n := range networks {
+				p, err := netip.ParsePrefix(n)
+				if err != nil || fabric.CheckNetwork(p) != "" || fabric.CheckClusterID(id) != "" {
+					return b, fmt.Errorf("%s of cluster %s is no network of a peer", quote(n), quote(id))
+				}
+				g, _ := next.GrantOf(id)
+				if refusal := next.hold(id, g, Grant{Pod: p}, t); refusal != nil {
+					return b, refusal
+				}
+			}
+		}
+	}
+	return next, nil
+}

@@ -1,0 +1,282 @@
+package ipam
+
+import (
+	"fmt"
+	"math/rand/v2"
+	"net/netip"
+	"slices"
+	"strings"
+	"testing"
+	"time"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+)
+
+var noon = time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
+
+func nobody(string) bool { return false }
+
+// reopened is the Book after a restart, with what the annotations say.
+func reopened(t *testing.T, b Book) Book {
+	t.Helper()
+	read, err := restarted(b)
+	if err == nil {
+		read, err = read.WithReleases(map[string]string{isthmus.AnnotationReleased: b.Releases(0)})
+	}
+	if err != nil {
+		t.Fatal(err)
+	}
+	return read
+}
+
+func TestReleasedNetworksAreHeldForADay(t *testing.T) {
+	b, had := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.50.0.0/16"))
+	b = b.Answered("b", pfx("10.1.0.0/16"), pfx("10.2.0.0/16"))
+	b, _, err := b.MapEndpoint("b", addr("198.51.100.7"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	left := b.Part("b", noon)
+	if _, has := left.GrantOf("b"); has || left.ReleasedAt("b") != noon || left.TakesBack(b) {
+		t.Errorf("has %v, released at %v, taken back %v", has, left.ReleasedAt("b"), left.TakesBack(b))
+	}
+	if _, mapped := left.NatMapping("b"); mapped || left.Mapped("b", addr("198.51.100.7")) || left.inUse() {
+		t.Error("something of the peer is left beside its networks")
+	}
+	if again := left.Answered("b", pfx("10.1.0.0/16"), pfx("10.2.0.0/16")).Part("b", noon.Add(time.Hour)); len(again.Changed(left)) > 0 {
+		t.Error("a peer that has left answers, or leaves once more")
+	}
+	left = reopened(t, left)
+
+	// No other cluster gets them, the same cluster does.
+	_, other := grant(t, left, claim("c", had.Pod.String(), "10.50.0.0/16"))
+	for _, p := range []netip.Prefix{other.Pod, other.External} {
+		if p.Overlaps(had.Pod) || p.Overlaps(had.External) {
+			t.Errorf("c has %v of what is held, %v", other, had)
+		}
+	}
+	wanted := claim("c", had.Pod.String(), "10.51.0.0/16")
+	wanted.WantPod = had.Pod
+	if _, _, err := left.Grant(wanted); err == nil || !strings.Contains(err.Error(), "stays refused until 2026-11-26T12:00:00Z after it was released by another peer, "+had.Pod.String()) {
+		t.Errorf("an override: %v", err)
+	}
+	back, again := grant(t, left, claim("b", "10.244.0.0/16", "10.50.0.0/16"))
+	if again != had || !back.ReleasedAt("b").IsZero() || back.TakesBack(left) || back.Releases(0) != "" {
+		t.Errorf("b has %v again, had %v; noted %s", again, had, back.Releases(0))
+	}
+
+	early, _ := left.Age(noon.Add(fabric.ReleaseHold-time.Second), nobody)
+	if early.TakesBack(left) {
+		t.Error("a hold ends early")
+	}
+	over, _ := left.Age(noon.Add(fabric.ReleaseHold), nobody)
+	if !over.TakesBack(left) || len(over.NetworksOf("b")) > 0 || over.Releases(0) != "" {
+		t.Errorf("after a day: %v, %s", over.NetworksOf("b"), over.Releases(0))
+	}
+	if _, g := grant(t, over, claim("c", "10.50.0.0/16", "10.51.0.0/16")); g.External != pfx("10.51.0.0/16") || g.Pod != pfx("10.50.0.0/16") {
+		t.Errorf("after a day c has %v", g)
+	}
+	if former, _ := over.FormerOf("b"); former != had {
+		t.Errorf("after a day b is remembered with %v", former)
+	}
+}
+
+func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
+	b, had := grant(t, configured(t, ours()), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
+	shorter := claim("b", "10.50.0.0/17", "10.51.0.0/16") // inside of what it had
+	shorter.Now = noon
+	b, got := grant(t, b, shorter)
+	if want := []netip.Prefix{pfx("10.50.0.0/17"), had.External, had.Pod}; !slices.Equal(b.NetworksOf("b"), want) {
+		t.Errorf("nodes refuse %v; want %v", b.NetworksOf("b"), want)
+	}
+	if len(b.ConflictsOf("b")) > 0 {
+		t.Errorf("a peer is in its own way: %v", b.ConflictsOf("b"))
+	}
+	b = reopened(t, b)
+	if _, g := grant(t, b, claim("c", "10.50.128.0/17", "10.52.0.0/16")); g.Pod.Overlaps(had.Pod) {
+		t.Errorf("c has %v of %v", g, had)
+	}
+	if same, g := grant(t, b, shorter); g != got || len(same.Changed(b)) > 0 {
+		t.Errorf("the same claim changes %v", same.Changed(b))
+	}
+	if back, g := grant(t, b, claim("b", "10.50.0.0/16", "10.51.0.0/16")); g != had || len(back.NetworksOf("b")) != 2 {
+		t.Errorf("the first claim again: %v, nodes refuse %v", g, back.NetworksOf("b"))
+	}
+	// Another network after it had left: the time is that of the release.
+	other := claim("b", "10.60.0.0/17", "10.51.0.0/16")
+	other.Now = noon.Add(time.Hour)
+	back, _ := grant(t, b.Part("b", noon), other)
+	if got := back.replaced; !slices.Contains(got, replaced{"b", pfx("10.50.0.0/16"), noon}) {
+		t.Errorf("held: %v", got)
+	}
+	over, _ := back.Age(noon.Add(25*time.Hour), func(string) bool { return true })
+	if len(over.NetworksOf("b")) != 2 || !over.TakesBack(back) {
+		t.Errorf("after a day nodes refuse %v", over.NetworksOf("b"))
+	}
+
+	for i := range 20 { // a bound, and a reason
+		c := claim("d", fmt.Sprintf("10.%d.0.0/%d", 70+i, 16+i%2), "10.200.0.0/24")
+		c.Now = noon
+		next, _, err := b.Grant(c)
+		if err != nil {
+			if i < maxReplacedOfOne || !strings.Contains(err.Error(), "held") {
+				t.Errorf("%d: %v", i, err)
+			}
+			return
+		}
+		if b = next; len(b.NetworksOf("d")) > 16 {
+			t.Fatal("more networks than a share may have")
+		}
+	}
+	t.Error("no bound")
+}
+
+func TestPoolsThatAreHeldSayUntilWhen(t *testing.T) {
+	c := ours()
+	c.Pools, c.ExternalCIDR = []netip.Prefix{pfx("10.246.0.0/15")}, pfx("10.245.0.0/16")
+	b, _ := grant(t, configured(t, c), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	_, _, err := b.Part("b", noon).Grant(claim("c", "10.244.0.0/16", "10.50.0.0/16"))
+	if !exhausted(err) || !strings.Contains(err.Error(), "10.246.0.0/16 was released and is free at 2026-11-26T12:00:00Z, 1 more later") {
+		t.Errorf("%v", err)
+	}
+}
+
+func TestPeersThatNothingNamesAreReleasedAfterADay(t *testing.T) {
+	b, had := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	named := func(id string) bool { return id == "b" }
+	if same, _ := b.Age(noon, named); len(same.Changed(b)) > 0 {
+		t.Error("a peer that is named changes")
+	}
+	b, _ = b.Age(noon, nobody)
+	b = reopened(t, b) // a restart does not begin anew
+	if again, _ := b.Age(noon.Add(time.Hour), nobody); len(again.Changed(b)) > 0 {
+		t.Error("the time begins anew")
+	}
+	if back, _ := b.Age(noon.Add(time.Hour), named); back.Releases(0) != "" {
+		t.Errorf("named again: %s", back.Releases(0))
+	}
+	// Its networks are allocated again in the very moment.
+	back, _ := grant(t, b, claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	if _, gone := back.Age(noon.Add(UnusedGrace), nobody); len(gone) > 0 {
+		t.Error("a peer that has just got its networks is released")
+	}
+	b, gone := b.Age(noon.Add(UnusedGrace), nobody)
+	if !slices.Equal(gone, []string{"b"}) || b.ReleasedAt("b") != noon.Add(UnusedGrace) || !slices.Equal(b.NetworksOf("b"), []netip.Prefix{had.Pod, had.External}) {
+		t.Errorf("released %v at %v, nodes refuse %v", gone, b.ReleasedAt("b"), b.NetworksOf("b"))
+	}
+	if b, _ = b.Age(noon.Add(UnusedGrace+fabric.ReleaseHold), nobody); len(b.Peers()) > 0 {
+		t.Errorf("left: %v", b.Peers())
+	}
+}
+
+// An API server's clock that was ahead must not hold networks for as long, nor end holds.
+func TestReleasesOfTheFutureCountAsOfNow(t *testing.T) {
+	b, _ := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	b = b.Part("b", noon.AddDate(10, 0, 0))
+	if b, _ = b.Age(noon, nobody); b.ReleasedAt("b") != noon {
+		t.Errorf("released at %v", b.ReleasedAt("b"))
+	}
+}
+
+// Whatever does not fit the object is held all the same, and longer.
+func TestReleasesFitTheObject(t *testing.T) {
+	spec := configured(t, ours()).Spec()
+	read, _ := Read(&spec)
+	peers := make(map[string]*account, MaxPeers)
+	for i := range MaxPeers {
+		peers[fmt.Sprintf("%063d", i)] = &account{Grant: Grant{pfx(fmt.Sprintf("11.%d.%d.0/24", i>>8, i&0xff)), pfx(fmt.Sprintf("12.%d.%d.0/24", i>>8, i&0xff))},
+			released: noon.Add(time.Duration(i) * time.Second)}
+	}
+	read.peers = peers
+	read.fill()
+	for _, others := range []int{0, MaxNotes + MaxFormer*130} {
+		text := read.Releases(others)
+		if len(text)+others > maxAnnotations || len(text)+others < maxAnnotations-maxAnnotations/50 {
+			t.Errorf("beside %d octets there are %d; want nearly %d together", others, len(text), maxAnnotations)
+		}
+		again := reopened(t, read)
+		if others > 0 {
+			var err error
+			if again, err = restarted(read); err == nil {
+				again, err = again.WithReleases(map[string]string{isthmus.AnnotationReleased: text})
+			}
+			if err != nil {
+				t.Fatal(err)
+			}
+		}
+		if again.TakesBack(read) || again.ReleasedAt(fmt.Sprintf("%063d", 0)) != noon {
+			t.Error("a restart loses holds")
+		}
+	}
+}
+
+func TestReleasesThatMakeNoSenseAreRefused(t *testing.T) {
+	b, _ := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
+	for _, text := range []string{"{", `{"released":{"yesterday":["b"]}}`, `{"replaced":{"2026-11-25T12:00:00Z":{"b":["169.254.0.0/16"]}}}`, `{"replaced":{"x":{}}}`} {
+		if next, err := b.WithReleases(map[string]string{isthmus.AnnotationReleased: text}); err == nil || len(next.Changed(b)) > 0 {
+			t.Errorf("%s: %v", text, err)
+		}
+	}
+	if next, err := b.WithReleases(map[string]string{isthmus.AnnotationReleased: `{"released":{"2026-11-25T12:00:00Z":["x"]}}`}); err != nil || len(next.Peers()) != 1 {
+		t.Errorf("a peer that is not there: %v", err)
+	}
+}
+
+// Whoever comes and goes: no other cluster ever gets an address that is held, a network goes from what
+// nodes refuse a day after its release at the earliest, and a restart changes nothing.
+func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
+	for seed := range uint64(20) {
+		rng := rand.New(rand.NewPCG(seed, 39))
+		b := configured(t, ours())
+		now, last := noon, map[netip.Prefix]time.Time{} // when a network was last in use
+		owner := map[netip.Prefix]string{}
+		for range 120 {
+			now = now.Add(time.Duration(rng.IntN(4*3600)) * time.Second)
+			id, before := fmt.Sprint("peer-", rng.IntN(8)), b
+			switch rng.IntN(5) {
+			case 0:
+				b = b.Part(id, now)
+			case 1:
+				b, _ = b.Age(now, func(string) bool { return true })
+			case 2:
+				b = reopened(t, b)
+			default:
+				r := Request{ID: id, Pod: randNetwork(rng, 18), External: randNetwork(rng, 18), Allowed: everywhere, Consented: true, Now: now}
+				if next, _, err := b.Grant(r); err == nil {
+					b = next
+				}
+			}
+			for id := range before.peers { // in use until now
+				if g, has := before.GrantOf(id); has {
+					for _, p := range []netip.Prefix{g.Pod, g.External} {
+						last[p], owner[p] = now, id
+					}
+				}
+			}
+			for id := range b.peers {
+				g, has := b.GrantOf(id)
+				for p, at := range last {
+					if has && owner[p] != id && now.Sub(at) < fabric.ReleaseHold && (p.Overlaps(g.Pod) || p.Overlaps(g.External)) {
+						t.Fatalf("seed %d: %s has %v, and %s had %v until %v ago", seed, id, g, owner[p], p, now.Sub(at))
+					}
+				}
+			}
+			var refused []netip.Prefix
+			for _, id := range append(b.Peers(), slices.Collect(func(yield func(string) bool) {
+				for _, r := range b.replaced {
+					if !yield(r.id) {
+						return
+					}
+				}
+			})...) {
+				refused = append(refused, b.NetworksOf(id)...)
+			}
+			for p, at := range last {
+				if now.Sub(at) < fabric.ReleaseHold-time.Second && !slices.ContainsFunc(refused, func(r netip.Prefix) bool { return contains(r, p) }) {
+					t.Fatalf("seed %d: nodes do not refuse %v, which %s had until %v ago", seed, p, owner[p], now.Sub(at))
+				}
+			}
+		}
+	}
+}

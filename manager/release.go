@@ -1,0 +1,154 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net/http"
+	"time"
+
+	corev1 "k8s.io/api/core/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/events"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+	"github.com/isthmus-net/isthmus/manager/ipamstore"
+)
+
+// releaseInterval is how often holds of released networks and peers without objects are looked for.
+const releaseInterval = 5 * time.Minute
+
+// reasonReleased is that of the Event about networks that were released because nothing named their peer.
+const reasonReleased = "NetworksReleased"
+
+// releases ends holds of released networks after fabric.ReleaseHold, and releases networks of peers that
+// vanished without un-peering, which no object has named for ipam.UnusedGrace. Both times are in the IPAM
+// state, so that a restart of the manager begins neither anew.
+type releases struct {
+	Cache  client.Reader
+	Peers  Peers
+	Store  *ipamstore.Store
+	Events events.EventRecorder
+	Log    *slog.Logger
+}
+
+// run looks now and then, until ctx ends.
+func (r *releases) run(ctx context.Context) error {
+	tick := time.NewTicker(releaseInterval)
+	defer tick.Stop()
+	for {
+		if err := r.look(ctx); err != nil && ctx.Err() == nil {
+			r.Log.Warn("released networks stay held until this can be read and written", "err", err)
+		}
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-tick.C:
+		}
+	}
+}
+
+// look brings the IPAM state to the present.
+func (r *releases) look(ctx context.Context) error {
+	named, err := r.named(ctx)
+	if err != nil {
+		return err
+	}
+	now, err := r.Store.Now(ctx)
+	if err != nil {
+		return err
+	}
+	var abandoned []string
+	book, err := r.Store.Update(ctx, func(b ipam.Book) (next ipam.Book, err error) {
+		next, abandoned = b.Age(now, func(id string) bool { return named[id] })
+		return next, nil
+	})
+	if err != nil {
+		return fmt.Errorf("released networks: %w", err)
+	}
+	about := &corev1.ObjectReference{APIVersion: v1alpha1.GroupVersion.String(), Kind: "IpamStorage", Name: r.Store.ObjectName()}
+	for _, id := range abandoned {
+		networks, free := book.NetworksOf(id), now.Add(fabric.ReleaseHold).UTC().Format(time.RFC3339)
+		r.Log.Warn("networks of a peer are released, since no object has named it for a day", "peer", id, "networks", networks, "heldUntil", free)
+		r.Events.Eventf(about, nil, corev1.EventTypeWarning, reasonReleased, "ReleaseNetworks",
+			"no Peering, ForeignCluster, NetworkConfig or TunnelEndpoint has named cluster %s for %v, so its networks %v are released; nodes refuse them, and no other cluster gets them, until %s",
+			id, ipam.UnusedGrace, networks, free)
+	}
+	return nil
+}
+
+// named has the clusters that some object of a peering names.
+func (r *releases) named(ctx context.Context) (map[string]bool, error) {
+	var (
+		peerings  isthmus.PeeringList
+		configs   v1alpha1.NetworkConfigList
+		endpoints v1alpha1.TunnelEndpointList
+		foreign   ForeignClusterList
+	)
+	lists := []client.ObjectList{&peerings, &configs, &endpoints}
+	if r.Peers.ForeignClusters {
+		lists = append(lists, &foreign)
+	}
+	for _, list := range lists {
+		if err := r.Cache.List(ctx, list, client.UnsafeDisableDeepCopy); err != nil {
+			return nil, fmt.Errorf("%T: %w", list, err)
+		}
+	}
+	named := make(map[string]bool)
+	for i := range peerings.Items {
+		named[peerings.Items[i].Spec.Cluster.ClusterID] = true
+	}
+	for i := range foreign.Items {
+		named[foreign.Items[i].Spec.ClusterIdentity.ClusterID] = true
+	}
+	for i := range configs.Items {
+		labels := configs.Items[i].Labels
+		named[labels[v1alpha1.LabelOriginID]], named[labels[v1alpha1.LabelRemoteID]] = true, true
+	}
+	for i := range endpoints.Items {
+		named[endpoints.Items[i].Labels[v1alpha1.LabelClusterID]] = true
+		named[endpoints.Items[i].Spec.ClusterIdentity.ClusterID] = true
+	}
+	return named, nil
+}
+
+// serverClock returns the API server's time, to a second: the Date of its answer to a request, whatever
+// the answer is (RFC 9110, section 6.6.1). A clock of this machine that is set does not end a hold.
+func serverClock(cfg *rest.Config) (func(context.Context) (time.Time, error), error) {
+	cfg = rest.CopyConfig(cfg)
+	cfg.Timeout = 10 * time.Second
+	web, err := rest.HTTPClientFor(cfg)
+	if err != nil {
+		return nil, err
+	}
+	base, _, err := rest.DefaultServerUrlFor(cfg)
+	if err != nil {
+		return nil, err
+	}
+	at := base.JoinPath("version").String()
+	return func(ctx context.Context) (time.Time, error) {
+		request, err := http.NewRequestWithContext(ctx, http.MethodGet, at, nil)
+		if err != nil {
+			return time.Time{}, err
+		}
+		answer, err := web.Do(request)
+		if err != nil {
+			return time.Time{}, fmt.Errorf("time of the API server: %w", err)
+		}
+		defer answer.Body.Close()
+		if _, err := io.Copy(io.Discard, io.LimitReader(answer.Body, 1<<16)); err != nil { // so that the connection is used again
+			return time.Time{}, fmt.Errorf("time of the API server: %w", err)
+		}
+		date, err := http.ParseTime(answer.Header.Get("Date"))
+		if err != nil {
+			return time.Time{}, errors.New("time of the API server: its answer has no Date")
+		}
+		return date, nil
+	}, nil
+}

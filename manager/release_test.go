@@ -1,0 +1,94 @@
+package manager
+
+import (
+	"context"
+	"log/slog"
+	"net/http"
+	"net/http/httptest"
+	"net/netip"
+	"strings"
+	"testing"
+	"time"
+
+	"k8s.io/client-go/rest"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/manager/ipam"
+)
+
+// A peer vanished while no manager ran: somebody removed finalizers, or deleted definitions. Its networks
+// are released after a day, with an Event, and free after another one.
+func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
+	a := newAnswering(t)
+	there := a.partner("there", 2)
+	gone := a.describe("gone").cluster.ClusterID
+	for i, id := range []string{gone, there.cluster.ClusterID} {
+		_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) {
+			b, _, err := b.Grant(ipam.Request{ID: id, Pod: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(150 + i), 0, 0}), 16),
+				External: netip.PrefixFrom(netip.AddrFrom4([4]byte{10, byte(160 + i), 0, 0}), 20)})
+			return b, err
+		})
+		a.ok(err)
+	}
+	now := time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
+	a.store.WithClock(func(context.Context) (time.Time, error) { return now, nil })
+	r := &releases{Cache: a.mgr.GetCache(), Peers: Peers{Reader: a.mgr.GetCache(), Self: a.self.ClusterID}, Store: a.store, Events: a.events, Log: slog.New(slog.DiscardHandler)}
+	a.until("the cache has the Peering", func() bool {
+		named, err := r.named(a.ctx)
+		a.ok(err)
+		return named[there.cluster.ClusterID]
+	})
+	a.ok(r.look(a.ctx))
+	now = now.Add(ipam.UnusedGrace - time.Second)
+	a.ok(r.look(a.ctx))
+	if _, has := a.store.Book().GrantOf(gone); !has {
+		t.Error("released early")
+	}
+	now = now.Add(time.Second)
+	a.ok(r.look(a.ctx))
+	if at := a.store.Book().ReleasedAt(gone); !at.Equal(now) || len(a.store.Book().NetworksOf(gone)) != 2 {
+		t.Errorf("released at %v, nodes refuse %v", at, a.store.Book().NetworksOf(gone))
+	}
+	select {
+	case e := <-a.events.Events:
+		for _, want := range []string{reasonReleased, gone, "10.150.0.0/16", "2026-11-27T12:00:00Z"} {
+			if !strings.Contains(e, want) {
+				t.Errorf("the Event %q lacks %s", e, want)
+			}
+		}
+	default:
+		t.Error("no Event")
+	}
+	now = now.Add(fabric.ReleaseHold)
+	a.ok(r.look(a.ctx))
+	if n := a.store.Book().NetworksOf(gone); len(n) > 0 {
+		t.Errorf("after another day nodes refuse %v", n)
+	}
+	if _, has := a.store.Book().GrantOf(there.cluster.ClusterID); !has {
+		t.Error("a peer with a Peering is released")
+	}
+}
+
+func TestTheTimeIsThatOfTheAPIServer(t *testing.T) {
+	date := "Sun, 06 Nov 1994 08:49:37 GMT"
+	server := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, _ *http.Request) {
+		w.Header()["Date"] = []string{date}
+		w.WriteHeader(http.StatusForbidden) // its answer does not matter
+	}))
+	defer server.Close()
+	now, err := serverClock(&rest.Config{Host: server.URL})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if at, err := now(t.Context()); err != nil || at.Unix() != 784111777 {
+		t.Errorf("%v, %v", at, err)
+	}
+	date = ""
+	if at, err := now(t.Context()); err == nil {
+		t.Errorf("without a Date: %v", at)
+	}
+	server.Close()
+	if at, err := now(t.Context()); err == nil {
+		t.Errorf("without a server: %v", at)
+	}
+}
