@@ -109,6 +109,7 @@ func (c *Cluster) Uninstall(ctx context.Context, o UninstallOptions) error {
 	if err != nil {
 		return err
 	}
+	o.Report(fmt.Sprintf("%s: uninstalling Isthmus: once a node is clean, its packets for the networks of peers follow the default route, also for networks that were released within the last 24 hours", c))
 	if err := c.unpeerAll(ctx, o); err != nil {
 		return err
 	}
@@ -285,7 +286,7 @@ func (c *Cluster) unpeerAll(ctx context.Context, o UninstallOptions) error {
 				return err
 			}
 		}
-		err := Unpeer(ctx, c, nil, UnpeerOptions{Name: p.Name, Force: o.Force || manager.Name == "", Timeout: o.Timeout, Report: o.Report})
+		err := Unpeer(ctx, c, nil, UnpeerOptions{Name: p.Name, Force: o.Force || manager.Name == "", Timeout: o.Timeout, Report: o.Report, uninstalls: true})
 		if err != nil && !errors.Is(err, ErrNoPeering) {
 			return err
 		}

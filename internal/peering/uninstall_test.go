@@ -169,6 +169,9 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	peer()
 	// A node is away, and nothing that would not be repaired is taken away before it is back.
 	cleaned, err := uninstall(UninstallOptions{}, func(node string) bool { return node == "n2" }, "waiting until nodes are clean: n2")
+	if first := said[0]; !strings.Contains(first, "follow the default route") { // before anything is done
+		t.Errorf("it begins with %q", first)
+	}
 	if !errors.Is(err, ErrNotReady) || cleaned["n1"] == "" || !strings.Contains(err.Error(), "n2") {
 		t.Fatalf("with a node away: %v; cleaned %v\n%s", err, cleaned, strings.Join(said, "\n"))
 	}

@@ -12,9 +12,11 @@ import (
 	rbacv1 "k8s.io/api/rbac/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/api/meta"
+	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"k8s.io/apimachinery/pkg/types"
 	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
+	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -25,12 +27,15 @@ type UnpeerOptions struct {
 	// Name is the Peering or the peer's name in the first cluster; empty where the second cluster
 	// is given.
 	Name string
-	// Force does not wait for the peer: what lies there stays there.
+	// Force does not wait for the peer: what lies there stays there. Nor does it need a manager: where
+	// none is at work, what managers made is taken down without one.
 	Force bool
 	// Timeout bounds the wait.
 	Timeout time.Duration
 	// Report gets a line for each thing done or waited for.
 	Report func(line string)
+
+	uninstalls bool // nodes are cleaned next
 }
 
 // A farewell is what there is to be removed from one cluster.
@@ -43,6 +48,7 @@ type farewell struct {
 	remains   string // what stays at the peer when it is not waited for
 	waitsFor  string // as last seen, with the cluster
 	told      string // as last reported
+	abandoned bool   // nobody is at work that takes the Peering down, and that is reported
 }
 
 // ErrNoPeering says that a name is neither that of a Peering nor of anything that one left.
@@ -52,6 +58,9 @@ var ErrNoPeering = errors.New("no such peering")
 // then the Peerings, whose finalizers the managers remove when all that they made is gone; then
 // what else Peer had set up. Between two clusters what is gone already is no error; a name that
 // means nothing is ErrNoPeering.
+//
+// The networks of the peer stay refused on every node, and are allocated to no other cluster, for 24
+// hours after that (fabric.ReleaseHold).
 //
 // Where the peer is not spoken to, or not waited for, nothing of its rights is left before anything
 // else happens, whatever becomes of the rest. Where both sides part, each manager needs its own at
@@ -86,7 +95,7 @@ func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error 
 		}
 	}
 	for _, step := range []func(*farewell) (string, error){
-		func(f *farewell) (string, error) { return f.peeringGone(ctx) },
+		func(f *farewell) (string, error) { return f.peeringGone(ctx, o) },
 		func(f *farewell) (string, error) { return f.removeRest(ctx) },
 		func(f *farewell) (string, error) { return f.namespaceGone(ctx) },
 	} {
@@ -94,10 +103,14 @@ func Unpeer(ctx context.Context, local, remote *Cluster, o UnpeerOptions) error 
 			return err
 		}
 	}
+	held := "; nodes refuse the peer's networks for 24 hours more"
+	if o.uninstalls {
+		held = ""
+	}
 	if len(sides) == 2 {
-		o.Report(fmt.Sprintf("%s and %s are not peered any more", sides[0].Cluster, sides[1].Cluster))
+		o.Report(fmt.Sprintf("%s and %s are not peered any more%s", sides[0].Cluster, sides[1].Cluster, held))
 	} else {
-		o.Report(fmt.Sprintf("%s is not peered with %s any more", sides[0].Cluster, Printable(sides[0].peer.ClusterName)))
+		o.Report(fmt.Sprintf("%s is not peered with %s any more%s", sides[0].Cluster, Printable(sides[0].peer.ClusterName), held))
 	}
 	return nil
 }
@@ -321,8 +334,10 @@ func until(ctx context.Context, sides []*farewell, o UnpeerOptions, step func(*f
 	}
 }
 
-// peeringGone waits until the manager has taken down what it made.
-func (f *farewell) peeringGone(ctx context.Context) (string, error) {
+// peeringGone waits until the manager has taken down what it made. With Force, and without a manager at
+// work, it takes that down itself. The next manager finds the networks of a peer that no object names, and
+// releases them later: until then they stay as they are, and refused.
+func (f *farewell) peeringGone(ctx context.Context, o UnpeerOptions) (string, error) {
 	if f.peering == "" {
 		return "", nil
 	}
@@ -334,11 +349,54 @@ func (f *farewell) peeringGone(ctx context.Context) (string, error) {
 	if err != nil {
 		return "", f.explain("Peering "+f.peering, err)
 	}
+	if o.Force {
+		manager, err := f.holderOf(ctx, managerLease, false)
+		if err != nil {
+			return "", err
+		}
+		if manager.Name == "" && !f.abandoned {
+			f.abandoned = true
+			o.Report(fmt.Sprintf("%s: no manager is at work (%s), so what it made is taken down without one", f.Cluster, manager.Problem))
+		}
+		if manager.Name == "" {
+			if err := f.takeDown(ctx, &p); err != nil {
+				return "", err
+			}
+		}
+	}
 	what := "waiting for the manager, which removes the finalizers " + strings.Join(p.Finalizers, ", ")
 	if c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionReady); c != nil && c.Reason == isthmus.ReasonUnpeering {
 		what = Printable(c.Message)
 	}
 	return "", &errWaiting{what}
+}
+
+// takeDown does what the manager would, without the peer: it deletes TunnelEndpoint and NetworkConfigs of
+// a Peering that is being deleted, and removes the finalizers that keep them and the Peering. Those of
+// others stay on the Peering.
+func (f *farewell) takeDown(ctx context.Context, p *isthmus.Peering) error {
+	for _, kind := range []string{"TunnelEndpoint", "NetworkConfig"} {
+		o := &unstructured.Unstructured{}
+		o.SetGroupVersionKind(v1alpha1.GroupVersion.WithKind(kind))
+		if err := f.client.DeleteAllOf(ctx, o, client.InNamespace(f.namespace)); client.IgnoreNotFound(err) != nil && !meta.IsNoMatchError(err) {
+			return f.explain("delete "+kind+"s in "+f.namespace, err)
+		}
+	}
+	finalizers := p.Finalizers
+	p.Finalizers = nil // abandon removes all
+	if err := f.abandon(ctx, p); err != nil {
+		return err
+	}
+	p.Finalizers = finalizers
+	before := p.DeepCopy()
+	if !controllerutil.RemoveFinalizer(p, isthmus.FinalizerPeering) {
+		return nil
+	}
+	err := f.client.Patch(ctx, p, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}), client.FieldOwner(fieldManager))
+	if client.IgnoreNotFound(err) != nil && !apierrors.IsConflict(err) { // the next look tries again
+		return f.explain("finalizer of Peering "+p.Name, err)
+	}
+	return nil
 }
 
 // removeRest removes what Peer had set up: the tenant namespace, where Peer made it, else what Peer

@@ -153,6 +153,31 @@ func TestForcedUnpeerRevokesThePeerBeforeItWaitsForAnything(t *testing.T) {
 		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":null}}`))))
 }
 
+// People who are stuck without a manager remove finalizers by hand, and the IPAM state then never learns of
+// the end.
+func TestForcedUnpeerNeedsNoManager(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "alone")
+	must(t, p.peer(t))
+	p.said()
+	p.managers[0].pause()
+	p.managers[0].release(t)
+	ns := p.b.Identity.TenantNamespace()
+	must(t, p.a.client.Patch(t.Context(), newPeering(p.b.Identity.UniqueName(), p.b.Identity, "", ""),
+		client.RawPatch(types.MergePatchType, []byte(`{"metadata":{"finalizers":["isthmus.net/peering"]}}`))))
+	ours := networkConfig(p.a, p.b)
+	ours.Finalizers = []string{v1alpha1.FinalizerReplicator, v1alpha1.FinalizerTunnelEndpointCreator}
+	must(t, p.a.client.Create(t.Context(), ours))
+	err := Unpeer(t.Context(), p.a, nil, UnpeerOptions{Name: "alone-b", Force: true, Timeout: patient, Report: p.report})
+	said := p.said()
+	if err != nil || strings.Count(said, "no manager is at work") != 1 {
+		t.Fatalf("%v\n%s", err, said)
+	}
+	if !gone(t, p.a, &isthmus.Peering{}, p.b.Identity.UniqueName()) || !gone(t, p.a, &corev1.Namespace{}, ns) {
+		t.Errorf("Peering or namespace are still there\n%s", said)
+	}
+}
+
 func TestUnpeerDoesNotWaitForFinalizersOfThePeer(t *testing.T) {
 	t.Parallel()
 	p := newPair(t, "cling")
