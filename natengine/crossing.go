@@ -73,7 +73,16 @@ func (c *crossing) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) 
 	if !m.ok {
 		return addr{}, samePort, DropSource // no address of this family under which the peer would know us
 	}
+	if c.midConnection() && c.r.rule.isTarget(c.near) {
+		return addr{}, samePort, DropNoFlow // NAPT would show it from another address than the client speaks to
+	}
 	return c.begin(naptFlow, &k, m.natAddr())
+}
+
+// midConnection reports whether the packet is a TCP segment that does not ask for a connection: any
+// but a SYN without ACK.
+func (c *crossing) midConnection() bool {
+	return c.v.Proto() == packet.TCP && c.v.TCPFlags()&(packet.TCPSyn|packet.TCPAck) != packet.TCPSyn
 }
 
 // inbound is the general path of a packet out of the tunnel, r the remote of its source or nil; see
@@ -158,8 +167,7 @@ func (c *crossing) turn(pod addr) {
 	back := keyOf(Outbound, pod, c.far, c.v.Proto(), k.nearPort(Inbound), k.remotePort())
 	t := &c.r.peer.flows
 	f, ok := t.find(Outbound, &back)
-	opens := c.v.TCPFlags()&(packet.TCPSyn|packet.TCPAck) == packet.TCPSyn
-	if !ok || f.expired(&c.e.lifetimes, c.now) || c.v.Proto() == packet.TCP && !opens && !halfOpen(f.word) {
+	if !ok || f.expired(&c.e.lifetimes, c.now) || c.midConnection() && !halfOpen(f.word) {
 		return
 	}
 	t.mu.Lock()
@@ -339,6 +347,12 @@ func (r *rule) isEndpoint(a addr) bool {
 		return false
 	}
 	_, ok := r.endpoints[a]
+	return ok
+}
+
+// isTarget reports whether the peer reaches a as a mapped endpoint.
+func (r *rule) isTarget(a addr) bool {
+	_, ok := r.targets[a]
 	return ok
 }
 

@@ -572,6 +572,28 @@ func TestConnectionGoesOnWithoutItsFlow(t *testing.T) {
 	}
 }
 
+// A gateway that has lost its flows must not show a mapped endpoint from the NAPT address in
+// mid-connection: the client's RST to that address would be translated back into the connection.
+func TestMappedEndpointThatSendsFirstKeepsItsConnection(t *testing.T) {
+	const client, seen, real = "10.71.0.5:4000", "10.247.0.9:80", "192.168.7.7:80"
+	for _, flags := range []uint8{packettest.ACK, packettest.ACK | packettest.PSH, packettest.SYN | packettest.ACK, packettest.FIN | packettest.ACK, 0} {
+		e := newEngine(t, Config{}, peerB()) // it knows no flow
+		refused(t, e, Outbound, tcp(real, client, flags), 0, DropNoFlow)
+		if s := e.Stats(); s.Flows != 0 {
+			t.Fatalf("flags %#x: %d flows", flags, s.Flows)
+		}
+		in(t, e, tcp(client, seen, packettest.ACK), 0) // the client's next segment
+		src, _ := out(t, e, tcp(real, client, flags), 0)
+		wantEnd(t, src, seen)
+	}
+	e := newEngine(t, Config{}, peerB())
+	src, _ := out(t, e, tcp("192.168.7.7:4000", "10.71.0.5:443", packettest.SYN), 0) // a connection of its own
+	wantEnd(t, src, "10.246.0.0:4000")
+	out(t, e, tcp("192.168.7.8:4001", "10.71.0.5:443", packettest.ACK), 0) // another host picks up
+	src, _ = out(t, e, udp("192.168.7.7:53", "10.71.0.5:4000"), 0)
+	wantEnd(t, src, "10.246.0.0:53")
+}
+
 func TestIdleTimeouts(t *testing.T) { // RFC 4787, REQ-5; RFC 5508, REQ-2
 	for _, c := range []struct {
 		b        []byte

@@ -137,7 +137,7 @@ func (o *opening) expire(f *match, late []uint32) []uint32 {
 
 // begins tells whether a packet may open a flow: a TCP segment without RST (also in mid-connection,
 // so that connections survive the loss of the table when their port can be kept), an ICMP request,
-// anything of other protocols.
+// anything of other protocols. flowOut asks more of mapped endpoints.
 func begins(v *packet.View) Drop {
 	switch classOf(v.Proto(), v.Is4()) {
 	case tcpPorts:

@@ -352,6 +352,9 @@ func (r *reference) outbound(p packettest.Packet, now time.Duration) outcome {
 	if d := cannotBegin(p); d != natengine.DropNone {
 		return dropped(d)
 	}
+	if endpoint && p.Proto == 6 && (p.Flags&packettest.SYN == 0 || p.Flags&packettest.ACK != 0) {
+		return dropped(natengine.DropNoFlow)
+	}
 	f := &refFlow{peer: peer.ID, proto: p.Proto, query: queryOf(p, natengine.Outbound), local: near, mapped: netip.AddrPortFrom(m.To.Addr(), 0), remote: remote, seen: now}
 	clash := natengine.DropNone
 	if !hasPorts(p) { // told apart by the remote address alone

@@ -116,6 +116,7 @@ type rule struct {
 	pods      [2]podMap // by family
 	external  []prefix
 	seen      map[addr]addr     // Endpoint.Seen -> Endpoint.Real
+	targets   map[addr]struct{} // Endpoint.Real
 	endpoints map[addr]struct{} // Endpoint.Real inside Pods.From: their packets may be replies, so flows come first; see turn
 	remotes   []remotePrefix
 	gateway   [2]addr // by family: Endpoint.Seen of the in-process endpoint
@@ -433,7 +434,7 @@ func (p Peer) checkEndpoint(e Endpoint, self [2]addr) error {
 func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 	p.RemotePods, p.RemoteExternal = slices.Clone(p.RemotePods), slices.Clone(p.RemoteExternal)
 	p.Pods, p.External, p.Endpoints = slices.Clone(p.Pods), slices.Clone(p.External), slices.Clone(p.Endpoints)
-	r := &rule{peer: peer, spec: p, self: self, seen: map[addr]addr{}, endpoints: map[addr]struct{}{}}
+	r := &rule{peer: peer, spec: p, self: self, seen: map[addr]addr{}, targets: map[addr]struct{}{}, endpoints: map[addr]struct{}{}}
 	for _, m := range p.Pods {
 		from := prefixOf(m.From)
 		r.pods[from.net.family()] = podMap{ok: true, from: from, to: prefixOf(m.To), single: m.From.IsSingleIP()}
@@ -445,6 +446,7 @@ func newRule(p Peer, peer *PeerState, self [2]addr) *rule {
 	for _, e := range p.Endpoints {
 		at := addrOf(e.Real)
 		r.seen[addrOf(e.Seen)] = at
+		r.targets[at] = struct{}{}
 		if at == self[at.family()] {
 			r.gateway[at.family()] = addrOf(e.Seen)
 		}

@@ -78,7 +78,7 @@ const (
 	DropSource      // outbound: martian source; inbound: source that no packet of a peer may have
 	DropDestination // inbound: neither in the PodCIDR as the peer sees it nor a mapped address
 	DropNoMapping   // inbound: address of the ExternalCIDR to which nothing is mapped (for this source)
-	DropNoFlow      // to the NAPT address without a known flow, or a packet that cannot begin a flow (TCP RST, ICMP reply)
+	DropNoFlow      // to the NAPT address without a known flow, or a packet that cannot begin a flow (TCP RST, ICMP reply, TCP of a mapped endpoint but for SYN)
 
 	// What state there is.
 	DropPortsExhausted    // no free port or ICMP id towards this peer
