@@ -96,6 +96,7 @@ type memory struct {
 	cost    retries       // of the deletion cost, which may be refused where the rest is not
 	rtt     time.Duration // smoothed
 	said    said          // the object's status says this; zero: not, or not known
+	pruned  bool          // the API server drops the conditions of the object's status
 	seen    bool          // in this round
 }
 
@@ -123,13 +124,13 @@ func (m *memory) dueFor(o client.Object, r *retries, now time.Time) bool {
 }
 
 // patch writes the difference between two versions of an object, unless somebody else has changed
-// it since.
-func (w *writer) patch(ctx context.Context, kind string, have, want client.Object, status bool) {
-	w.patchFor(ctx, kind, have, want, status, &w.of(have).retries)
+// it since. It returns true when the API server took the patch; want is then the object as stored.
+func (w *writer) patch(ctx context.Context, kind string, have, want client.Object, status bool) bool {
+	return w.patchFor(ctx, kind, have, want, status, &w.of(have).retries)
 }
 
 // patchFor is patch for a part of an object that has retries of its own.
-func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Object, status bool, r *retries) {
+func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Object, status bool, r *retries) bool {
 	m := w.of(have)
 	ctx, cancel := context.WithTimeout(ctx, writeTimeout)
 	defer cancel()
@@ -154,6 +155,7 @@ func (w *writer) patchFor(ctx context.Context, kind string, have, want client.Ob
 			w.log.Warn("not written, trying again", "object", kind+" "+client.ObjectKeyFromObject(have).String(), "error", err)
 		}
 	}
+	return err == nil
 }
 
 // forget ends a round: what was not seen in it is gone.

@@ -115,16 +115,33 @@ func (w *writer) statuses(ctx context.Context, ask func() (Report, error)) {
 		default:
 			continue // too new for one of the two; the next round knows
 		}
-		if equality.Semantic.DeepEqual(have.Status, status) {
-			continue
-		}
-		m.said = said{} // until it says so
-		if !m.due(have, now) || now.Sub(m.written) < mayWait(have.Status, status) {
-			continue
-		}
-		want := have.DeepCopy()
-		want.Status = status
-		w.patch(ctx, "TunnelEndpoint", have, want, true)
+		w.writeStatus(ctx, have, status, now)
+	}
+}
+
+// writeStatus writes the status of a TunnelEndpoint where what the API server would store differs
+// from what it has. Liqo's definition of TunnelEndpoints has no status.conditions: the API server
+// drops them, and a patch of conditions alone changes nothing, not even the version.
+func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint, status v1alpha1.TunnelEndpointStatus, now time.Time) {
+	m, stored := w.of(have), status
+	if m.pruned {
+		stored.Conditions = have.Status.Conditions
+	}
+	if equality.Semantic.DeepEqual(have.Status, stored) {
+		return
+	}
+	m.said = said{} // until it says so
+	if !m.due(have, now) || now.Sub(m.written) < mayWait(have.Status, stored) {
+		return
+	}
+	want := have.DeepCopy()
+	want.Status = status
+	if !w.patch(ctx, "TunnelEndpoint", have, want, true) {
+		return
+	}
+	m.pruned = len(status.Conditions) > 0 && len(want.Status.Conditions) == 0
+	if m.pruned && want.ResourceVersion == have.ResourceVersion {
+		m.version = "" // no newer object comes that the cache could be late with
 	}
 }
 

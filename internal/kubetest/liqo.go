@@ -1,0 +1,50 @@
+package kubetest
+
+import (
+	"embed"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"strings"
+)
+
+//go:embed liqo/*.yaml
+var liqoFiles embed.FS
+
+// liqoEnv names a checkout of Liqo v0.x, whose definitions LiqoCRDs then returns.
+const liqoEnv = "ISTHMUS_LIQO"
+
+// LiqoCRDs returns Liqo's own definitions of the kinds of net.liqo.io, one YAML document each. They
+// have no status.conditions, so an API server that serves them drops ours. Without a checkout of
+// Liqo they are those in the folder liqo, which follow docs/liqo-v0.md.
+func LiqoCRDs() ([][]byte, error) {
+	checkout := os.Getenv(liqoEnv)
+	kinds, err := fs.Glob(liqoFiles, "liqo/*.yaml")
+	if err != nil {
+		return nil, err
+	}
+	crds := make([][]byte, 0, len(kinds))
+	for _, name := range kinds {
+		text, err := liqoFiles.ReadFile(name)
+		if checkout != "" {
+			text, err = findCRD(checkout, strings.TrimPrefix(name, "liqo/"))
+		}
+		if err != nil {
+			return nil, err
+		}
+		crds = append(crds, text)
+	}
+	return crds, nil
+}
+
+// findCRD reads the file with a definition, whose folder differs between versions of Liqo.
+func findCRD(checkout, name string) ([]byte, error) {
+	for _, folder := range []string{"deployments/liqo/crds", "deployments/liqo/charts/liqo-crds/crds"} {
+		text, err := os.ReadFile(filepath.Join(checkout, folder, name))
+		if err == nil || !os.IsNotExist(err) {
+			return text, err
+		}
+	}
+	return nil, fmt.Errorf("%s=%s: no file %s in deployments/liqo", liqoEnv, checkout, name)
+}
