@@ -128,7 +128,7 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside of %v, under which it knows us, and its packets are dropped (destination): "+
 			"the two clusters disagree about this cluster's networks", e.local)}
 	}
-	return Cause{v1alpha1.CauseProbeUnanswered, "messages of the peer arrive, but no answer to the connection check: see with `isthmus status --gateway` there whether ours arrive, and what is dropped of them; " +
+	return Cause{v1alpha1.CauseProbeUnanswered, "messages of the peer arrive, but no answer to the connection check: see there whether ours arrive, and what is dropped of them (`isthmus status --gateway`, or the log of Liqo's gateway where the peer is a Liqo); " +
 		"where that is by source or destination, the two clusters disagree about their networks"}
 }
 

@@ -45,8 +45,8 @@ func (c *Cluster) refuseLiqo() error {
 	if is, err := c.isLiqo(); err != nil || !is {
 		return err
 	}
-	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings. This command joins two clusters with Isthmus, and has changed "+
-		"nothing; docs/liqo.md has the few objects that join one with a Liqo", c, ErrLiqo, foreignClusters)
+	return fmt.Errorf("%s: %w: it has the kind %s of Liqo's and no Peerings. This command is for clusters with Isthmus, and has changed "+
+		"nothing; docs/liqo.md has the few objects that join one with a Liqo, and what to look at there", c, ErrLiqo, foreignClusters)
 }
 
 // knows asks whether the API server has a kind.

@@ -122,10 +122,8 @@ func (c *Cluster) Uninstall(ctx context.Context, o UninstallOptions) error {
 		}
 	}
 	if o.BeforeHelm {
-		for _, u := range c.installed() {
-			if err := c.remove(ctx, u, o); err != nil {
-				return err
-			}
+		if err := c.removeInstalled(ctx, o); err != nil {
+			return err
 		}
 		o.Report(fmt.Sprintf("%s: what is left is Helm's to delete", c))
 		return nil
@@ -168,7 +166,11 @@ func (c *Cluster) get(ctx context.Context, kind schema.GroupVersionKind, namespa
 }
 
 func (c *Cluster) anyOf(ctx context.Context, objects []*unstructured.Unstructured) (bool, error) {
-	for _, u := range append(slices.Clone(objects), c.installed()...) {
+	installed, err := c.installed(ctx)
+	if err != nil {
+		return false, err
+	}
+	for _, u := range slices.Concat(objects, installed) {
 		if have, err := c.get(ctx, u.GroupVersionKind(), u.GetNamespace(), u.GetName()); err != nil || have != nil {
 			return have != nil, err
 		}
@@ -177,10 +179,11 @@ func (c *Cluster) anyOf(ctx context.Context, objects []*unstructured.Unstructure
 }
 
 // installed are the objects that no manifest names: those that Install, Uninstall and the components
-// make.
-func (c *Cluster) installed() (all []*unstructured.Unstructured) {
+// make. The Secret with the key is among them when a gateway of ours has made it: in the namespace of a
+// Liqo there may be one of the same name.
+func (c *Cluster) installed(ctx context.Context) (all []*unstructured.Unstructured, err error) {
 	for _, o := range []struct{ version, kind, name string }{
-		{"v1", "Secret", keysSecret}, {"v1", "ConfigMap", installConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},
+		{"v1", "ConfigMap", installConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},
 		{coordinationv1.SchemeGroupVersion.String(), "Lease", managerLease}, {coordinationv1.SchemeGroupVersion.String(), "Lease", deploy.GatewayServiceAccount},
 	} {
 		u := &unstructured.Unstructured{}
@@ -190,7 +193,24 @@ func (c *Cluster) installed() (all []*unstructured.Unstructured) {
 		u.SetName(o.name)
 		all = append(all, u)
 	}
-	return all
+	secret, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, keysSecret)
+	if err == nil && secret != nil && secret.GetLabels()[labelManagedBy] == managedBy {
+		all = append(all, secret)
+	}
+	return all, err
+}
+
+func (c *Cluster) removeInstalled(ctx context.Context, o UninstallOptions) error {
+	installed, err := c.installed(ctx)
+	if err != nil {
+		return err
+	}
+	for _, u := range installed {
+		if err := c.remove(ctx, u, o); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // howToClean finds out what cleaning needs while the DaemonSet is there, and remembers it. Where
@@ -551,10 +571,8 @@ func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects
 	}); err != nil {
 		return err
 	}
-	for _, u := range c.installed() {
-		if err := c.remove(ctx, u, o); err != nil {
-			return err
-		}
+	if err := c.removeInstalled(ctx, o); err != nil {
+		return err
 	}
 	namespace, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Namespace"), "", c.Namespace)
 	if err != nil || namespace == nil {
@@ -562,7 +580,12 @@ func (c *Cluster) removeObjects(ctx context.Context, o UninstallOptions, objects
 	}
 	if !isOurs(namespace) {
 		o.Report(fmt.Sprintf("%s: namespace %s stays, since `isthmus install` did not make it", c, c.Namespace))
-		return nil
+		secret, err := c.get(ctx, corev1.SchemeGroupVersion.WithKind("Secret"), c.Namespace, keysSecret)
+		if err == nil && secret != nil && secret.GetDeletionTimestamp() == nil {
+			o.Report(fmt.Sprintf("%s: Secret %s/%s stays, since it has no label %s=%s: it is of a Liqo, or of a gateway of an earlier version; delete it where no Liqo runs",
+				c, c.Namespace, keysSecret, labelManagedBy, managedBy))
+		}
+		return err
 	}
 	var pods corev1.PodList // versions before marked namespaces of others as ours
 	if err := c.client.List(ctx, &pods, client.InNamespace(c.Namespace)); err != nil {

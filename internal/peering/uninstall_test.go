@@ -126,7 +126,8 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		t.Helper()
 		values = chart.Merge(chart.Values{"networks": chart.Values{"podCIDR": "10.9.0.0/16"}}, values)
 		must(t, c.Install(t.Context(), InstallOptions{Identity: v1alpha1.ClusterIdentity{ClusterName: "u"}, Version: "v1", Values: values, Report: func(string) {}}))
-		must(t, c.client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: keysSecret}})) // a gateway's
+		must(t, client.IgnoreAlreadyExists(c.client.Create(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{ // a gateway's
+			Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{"app.kubernetes.io/managed-by": "isthmus"}}})))
 	}
 	peer := func() { // as `isthmus peer` and a manager that is gone leave it
 		t.Helper()
@@ -204,6 +205,10 @@ func TestUninstallLeavesNothing(t *testing.T) {
 	// while others are in it.
 	for name, marks := range map[string]map[string]string{"of others": nil, "marked by a version before": {labelName: managedBy}} {
 		must(t, c.client.Create(t.Context(), &corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: c.Namespace, Labels: marks}}))
+		key := &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: c.Namespace, Name: keysSecret, Labels: map[string]string{v1alpha1.LabelKey: "wireguard"}}}
+		if marks == nil { // of a Liqo
+			must(t, c.client.Create(t.Context(), key))
+		}
 		install(nil)
 		var theirs corev1.Namespace
 		must(t, c.client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
@@ -216,6 +221,11 @@ func TestUninstallLeavesNothing(t *testing.T) {
 		}
 		if _, err = uninstall(UninstallOptions{}, nobody, ""); err != nil || !said.has("stays, since") {
 			t.Errorf("%s: %v; %v", name, err, said)
+		}
+		err = c.client.Get(t.Context(), client.ObjectKeyFromObject(key), &corev1.Secret{})
+		must(t, client.IgnoreNotFound(err))
+		if kept := err == nil; marks == nil && !kept || marks == nil != said.has("Secret "+c.Namespace+"/"+keysSecret+" stays") {
+			t.Errorf("%s: the Secret with the key stays: %v; %v", name, kept, said)
 		}
 		must(t, c.client.Get(t.Context(), client.ObjectKey{Name: c.Namespace}, &theirs))
 		if theirs.DeletionTimestamp != nil {

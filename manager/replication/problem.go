@@ -120,7 +120,7 @@ var remedies = map[string]string{
 	isthmus.ReasonUnauthorized:  "the identity was revoked or has expired: run isthmus peer again, or put a new one into the Secret",
 	isthmus.ReasonForbidden:     "the peer has to grant its Role for networkconfigs in this namespace (isthmus peer repairs it), and leave quota for one; it is tried again by itself",
 	isthmus.ReasonNamespaceGone: "the peer un-peered, or its tenant namespace was deleted: run isthmus peer again, or isthmus unpeer",
-	isthmus.ReasonRefusedByPeer: "its CRD, an admission policy or a webhook does not take what we publish: run isthmus install there",
+	isthmus.ReasonRefusedByPeer: "its CRD, an admission policy or a webhook does not take what we publish: run `isthmus install` there, unless it is a Liqo",
 	isthmus.ReasonUnreachable:   "it is tried again at least every half minute",
 }
 

@@ -285,6 +285,9 @@ func TestTimeWithoutContactDoesNotCount(t *testing.T) {
 func TestKeySecret(t *testing.T) {
 	private := newKey()
 	good := keySecret("ns", private, 1)
+	if good.Labels["app.kubernetes.io/managed-by"] != "isthmus" {
+		t.Errorf("uninstall does not know it as ours by %v", good.Labels)
+	}
 	if _, there := good.Data["tunnels"]; there {
 		t.Error("a gateway with one tunnel tells of others")
 	}

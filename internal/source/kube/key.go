@@ -27,6 +27,10 @@ const (
 	keyPublic     = "publicKey"
 	keyTunnels    = "tunnels" // the public keys of tunnels 1, 2 and so on, separated by commas; Liqo has no such field
 	keyLabelValue = "wireguard"
+	// labelManagedBy is on the Secret when we have made it: `isthmus uninstall` deletes no other one, such
+	// as that of a Liqo in the same namespace.
+	labelManagedBy = "app.kubernetes.io/managed-by"
+	managedBy      = "isthmus"
 )
 
 // keyFrom reads the private key. A wrong public key is only reported: peers are told what no
@@ -81,7 +85,7 @@ func keySecret(namespace string, private [32]byte, tunnels int) *corev1.Secret {
 	secret := &corev1.Secret{
 		ObjectMeta: metav1.ObjectMeta{
 			Namespace: namespace, Name: KeySecret,
-			Labels: map[string]string{v1alpha1.LabelKey: keyLabelValue},
+			Labels: map[string]string{v1alpha1.LabelKey: keyLabelValue, labelManagedBy: managedBy},
 		},
 		Data: map[string][]byte{keyPrivate: text(private[:]), keyPublic: text(publicKey(private))},
 	}
