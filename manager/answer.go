@@ -7,6 +7,7 @@ import (
 	"log/slog"
 	"slices"
 	"strings"
+	"sync/atomic"
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
@@ -47,6 +48,9 @@ type AnswerReconciler struct {
 	queue     wardedQueue
 	waiting   requests // for a network or an address to become free
 	claimants requests // of keys, to tell them when one changes hands
+
+	// pruned is true while the API server drops conditions: Liqo's definition of NetworkConfigs has none.
+	pruned atomic.Bool
 }
 
 // SetupWithManager makes mgr call Reconcile for each peer that something happened to. The indexes
@@ -198,11 +202,7 @@ func (r *AnswerReconciler) refuseStranger(ctx context.Context, copies []v1alpha1
 // refuse says in the oldest of the copies why they are refused. An answer that was given before
 // stays as long as it is still right.
 func (r *AnswerReconciler) refuse(ctx context.Context, copies []v1alpha1.NetworkConfig, refusals ...fabric.Refusal) (err error) {
-	var messages []string
-	for _, refusal := range refusals {
-		messages = append(messages, refusal.Error())
-	}
-	condition := metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: strings.Join(messages, "; ")}
+	condition := metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}
 	for i := range copies[:min(len(copies), maxRefused)] {
 		nc := &copies[i]
 		var answer v1alpha1.NetworkConfigStatus
@@ -218,6 +218,15 @@ func (r *AnswerReconciler) refuse(ctx context.Context, copies []v1alpha1.Network
 	return err
 }
 
+// textOf returns the messages of refusals.
+func textOf(refusals []fabric.Refusal) string {
+	messages := make([]string, len(refusals))
+	for i := range refusals {
+		messages[i] = refusals[i].Error()
+	}
+	return strings.Join(messages, "; ")
+}
+
 // answerInForce reports whether the status of a copy answers what the sender claims, with the
 // networks that it has in the books.
 func answerInForce(b ipam.Book, nc *v1alpha1.NetworkConfig) bool {
@@ -226,15 +235,19 @@ func answerInForce(b ipam.Book, nc *v1alpha1.NetworkConfig) bool {
 	return granted && answered && grant == ipam.Grant{Pod: pod, External: external}
 }
 
-// write writes the status of a copy if it differs. All of it is ours: conditions that the sender
-// may have written there are gone.
+// write writes the status of a copy if the API server would store another one. All of it is ours:
+// conditions that the sender may have written there are gone.
 func (r *AnswerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig, answer v1alpha1.NetworkConfigStatus, accepted metav1.Condition) error {
 	if old := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted); old != nil {
 		answer.Conditions = []metav1.Condition{*old}
 	}
 	accepted.Type, accepted.ObservedGeneration = v1alpha1.ConditionAccepted, nc.Generation
 	meta.SetStatusCondition(&answer.Conditions, accepted)
-	if equality.Semantic.DeepEqual(nc.Status, answer) {
+	stored := answer
+	if r.pruned.Load() {
+		stored.Conditions = nil
+	}
+	if equality.Semantic.DeepEqual(nc.Status, stored) {
 		return nil
 	}
 	want := nc.DeepCopy()
@@ -243,6 +256,7 @@ func (r *AnswerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig
 	if err := r.Client.Status().Patch(ctx, want, client.MergeFromWithOptions(nc, client.MergeFromWithOptimisticLock{})); err != nil {
 		return client.IgnoreNotFound(err)
 	}
+	r.pruned.Store(len(want.Status.Conditions) == 0)
 	level := slog.LevelInfo
 	if accepted.Status != metav1.ConditionTrue {
 		level = slog.LevelWarn

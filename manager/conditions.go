@@ -51,9 +51,10 @@ type peeringState struct {
 	silent              string                   // since when no gateway is at work; empty while one is
 	waiting             string                   // what a Peering that is being deleted waits for
 
-	granted  ipam.Grant       // what the books have for the peer; zero: nothing
-	standing [2]ipam.Standing // what its claim has here, or would have with consent; zero: it is refused
-	keyOwner string           // which other peer has a key that it lists, where that is why it is refused
+	granted  ipam.Grant        // what the books have for the peer; zero: nothing
+	standing [2]ipam.Standing  // what its claim has here, or would have with consent; zero: it is refused
+	unstored *metav1.Condition // Accepted of the peer's NetworkConfig where the API server stores no conditions; nil: stored, or not answered
+	keyOwner string            // which other peer has a key that it lists, where that is why it is refused
 }
 
 // steps are the conditions in the order in which they become true, without Ready.
@@ -208,16 +209,25 @@ func peerConfigVerdict(s peeringState) verdict {
 
 func acceptedVerdict(s peeringState) verdict {
 	nc := &s.copies[0]
-	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
+	accepted := cmp.Or(meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted), s.unstored)
 	switch {
 	case accepted == nil:
 		return no(isthmus.ReasonWaitingAnswer, "the NetworkConfig of the peer is here and not answered yet")
 	case accepted.Status != metav1.ConditionTrue || !nc.Status.Processed:
 		reason := known(accepted.Reason) // in Liqo's RBAC the peer may have written it
 		return no(reason, "%s", s.refusedPeer(nc, reason, accepted.Message))
+	case accepted.ObservedGeneration != nc.Generation && !s.inForceAsSeen(nc):
+		return no(isthmus.ReasonWaitingAnswer, "the NetworkConfig of the peer has changed and is not answered yet")
 	default:
 		return yes(isthmus.ReasonAnswered, s.standingText())
 	}
+}
+
+// inForceAsSeen reports whether the answer in a copy has the networks that the peer has in the books.
+// An answer to an older claim with other networks has others, read against the claim of now.
+func (s peeringState) inForceAsSeen(nc *v1alpha1.NetworkConfig) bool {
+	pod, external, answered := fabric.SeenBy(nc)
+	return answered && s.granted == ipam.Grant{Pod: pod, External: external}
 }
 
 // withdrew reports whether the peer's NetworkConfig was here, and is gone or going.

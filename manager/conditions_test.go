@@ -111,6 +111,20 @@ func TestConditionsOfAPeering(t *testing.T) {
 			isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict, v1alpha1.ReasonKeyConflict, "asks by NetworkConfig tenant/alpha-111111: "},
 		{"we have not looked at the peer's", func(s *peeringState) { s.copies[0].Status = v1alpha1.NetworkConfigStatus{} },
 			isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer, isthmus.ReasonWaitingAnswer, "not answered yet"},
+		{"what the peer claims has changed, and the answer is to what it claimed before", func(s *peeringState) { s.copies[0].Generation = 2 },
+			isthmus.ConditionPeerConfig, isthmus.ReasonWaitingAnswer, isthmus.ReasonWaitingAnswer, "has changed and is not answered yet"},
+		{"the peer has moved, and has the networks that it had", func(s *peeringState) {
+			s.copies[0].Generation = 2
+			s.granted.Pod, s.granted.External, _ = fabric.SeenBy(&s.copies[0])
+		}, isthmus.ConditionPeerConfig, isthmus.ReasonAnswered, isthmus.ReasonConnected, "traffic can flow"},
+		{"conditions are not stored, and the answer is in force", func(s *peeringState) {
+			s.copies[0].Status.Conditions = nil
+			s.unstored = &metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered}
+		}, isthmus.ConditionPeerConfig, isthmus.ReasonAnswered, isthmus.ReasonConnected, "traffic can flow"},
+		{"conditions are not stored, and we refuse the peer", func(s *peeringState) {
+			s.copies[0].Status.Conditions = nil
+			s.unstored = &refusal[0]
+		}, isthmus.ConditionPeerConfig, v1alpha1.ReasonKeyConflict, v1alpha1.ReasonKeyConflict, "asks by NetworkConfig tenant/alpha-111111: "},
 		{"the peer has two", func(s *peeringState) { s.copies = append(s.copies, s.copies[0]) },
 			isthmus.ConditionPeerConfig, isthmus.ReasonAmbiguous, isthmus.ReasonAmbiguous, "more than one"},
 		{"answers that do not fit", func(s *peeringState) { s.original.Status.PodCIDRNAT = "10.70.0.0/20" },

@@ -151,7 +151,8 @@ func newWorld(t *testing.T, foreignClusters bool) *world {
 		Controller: config.Controller{SkipNameValidation: ptr.To(true)},
 	})
 	w.ok(err)
-	w.ok(prepare(w.ctx, mgr, present{foreignClusters, true, true}))
+w.ok(prepare(w.ctx, mgr, present{foreignClusters, true, true}))
+	w.ok(addExchangeIndexes(mgr.GetFieldIndexer()))
 	peers := Peers{Reader: mgr.GetCache(), Self: w.self.ClusterID, ForeignClusters: foreignClusters}
 	own := &FactsKeeper{
 		Cache: mgr.GetCache(), Direct: mgr.GetAPIReader(), Store: w.books, Cluster: w.self, Namespace: w.system, Log: log,
@@ -395,7 +396,7 @@ func (r *remote) join() {
 	r.w.create(theirs)
 	theirs.Status = v1alpha1.NetworkConfigStatus{
 		Processed: true, PodCIDRNAT: "10.246.0.0/18", ExternalCIDRNAT: v1alpha1.None,
-		Conditions: []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, LastTransitionTime: metav1.Now()}},
+		Conditions: []metav1.Condition{{Type: v1alpha1.ConditionAccepted, Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, ObservedGeneration: theirs.Generation, LastTransitionTime: metav1.Now()}},
 	}
 	r.w.ok(r.w.api().Status().Update(r.w.ctx, theirs))
 	spec, problems := fabric.TunnelEndpointFor(nc, theirs, r.cluster)

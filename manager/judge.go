@@ -109,10 +109,13 @@ func (j judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, k
 
 // standing tells copies of which we accepted what they say now (2) from those of which we accepted
 // what they said before (1), and both from all others. One that is edited so that it lists the key
-// of another peer falls behind that peer by the edit.
+// of another peer falls behind that peer by the edit. Where the API server stores no conditions, all
+// that is known of an answered copy is that we accepted it once.
 func standing(nc *v1alpha1.NetworkConfig) int {
 	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
 	switch {
+	case alive(*nc) && accepted == nil && nc.Status.Processed:
+		return 1
 	case !alive(*nc) || accepted == nil || accepted.Status != metav1.ConditionTrue:
 		return 0
 	case accepted.ObservedGeneration != nc.Generation:

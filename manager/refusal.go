@@ -2,6 +2,7 @@ package manager
 
 import (
 	"context"
+	"errors"
 	"fmt"
 	"slices"
 	"strings"
@@ -222,12 +223,44 @@ func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer Pee
 		}
 	}
 	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
+	if accepted == nil {
+		var err error
+		if s.unstored, err = r.unstored(ctx, peer, nc); err != nil {
+			return err
+		}
+		accepted = s.unstored
+	}
 	if accepted == nil || accepted.Reason != v1alpha1.ReasonKeyConflict {
 		return nil
 	}
 	var err error
 	s.keyOwner, err = keyOwner(ctx, r.Client, nc)
 	return err
+}
+
+// unstored returns the condition Accepted of a copy that has none. Liqo's definition of
+// NetworkConfigs drops conditions, so this says what the AnswerReconciler has found: that it refuses
+// the claim, or that the answer in the status is in force. nil: the copy is not answered yet.
+func (r *PeeringReconciler) unstored(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
+	claim, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Books: r.Store}.judge(ctx, peer, nc)
+	if err != nil {
+		return nil, err
+	}
+	if len(refusals) == 0 {
+		var refusal *fabric.Refusal
+		if asked, wrong := requestFrom(peer, claim); wrong != nil {
+			refusals = append(refusals, fabric.Refusal{Reason: v1alpha1.ReasonCIDRConflict, Problem: *wrong})
+		} else if _, _, err := r.Store.Book().Grant(asked); errors.As(err, &refusal) {
+			refusals = append(refusals, *refusal)
+		}
+	}
+	switch {
+	case len(refusals) > 0:
+		return &metav1.Condition{Status: metav1.ConditionFalse, Reason: refusals[0].Reason, Message: textOf(refusals)}, nil
+	case answerInForce(r.Store.Book(), nc):
+		return &metav1.Condition{Status: metav1.ConditionTrue, Reason: v1alpha1.ReasonAnswered, ObservedGeneration: nc.Generation}, nil
+	}
+	return nil, nil
 }
 
 // keyOwner says which other peer has a key of a NetworkConfig; "" when none has. The peer that asks

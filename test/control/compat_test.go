@@ -130,7 +130,11 @@ func newLiqoSite(t *testing.T) *site {
 	if s.client, err = client.NewWithWatch(s.config, client.Options{Scheme: scheme()}); err != nil {
 		t.Fatal(err)
 	}
-	for _, file := range []string{"testdata/liqo-crds.yaml", "../../manager/testdata/liqo/foreignclusters.yaml"} {
+	crds, err := filepath.Glob("../../internal/kubetest/liqo/*.yaml")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, file := range append(crds, "../../manager/testdata/liqo/foreignclusters.yaml") {
 		if err := applyFile(t.Context(), s.client, file); err != nil {
 			t.Fatal(err)
 		}

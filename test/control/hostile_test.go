@@ -615,12 +615,11 @@ func (f *foe) answer(pod, external string) {
 // testAnswers has b answer as it likes: its administrator replaces the CRD, too.
 func (f *foe) testAnswers(t *testing.T) (table []string) {
 	crd := &apiextensions.CustomResourceDefinition{}
-	text, err := os.ReadFile("testdata/liqo-crds.yaml")
+	text, err := os.ReadFile("../../internal/kubetest/liqo/net.liqo.io_networkconfigs.yaml")
 	if err != nil {
 		t.Fatal(err)
 	}
-	first, _, _ := strings.Cut(string(text), "\n---\n")
-	if err := yaml.Unmarshal([]byte(first), crd); err != nil {
+	if err := yaml.Unmarshal(text, crd); err != nil {
 		t.Fatal(err)
 	}
 	f.lax(crd)

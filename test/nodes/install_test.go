@@ -133,7 +133,7 @@ data:
 	before.same(t, w.a)
 
 	t.Run("beside Liqo", func(t *testing.T) {
-		sh.run(t, "kubectl create namespace liqo\nkubectl create -f test/control/testdata/liqo-crds.yaml -f manager/testdata/liqo/foreignclusters.yaml -f deploy/crds/net.liqo.io_natmappings.yaml -f deploy/crds/net.liqo.io_ipamstorages.yaml")
+		sh.run(t, "kubectl create namespace liqo\nkubectl create -f internal/kubetest/liqo -f manager/testdata/liqo/foreignclusters.yaml")
 		must(t, w.a.Apply(t.Context(), `
 apiVersion: v1
 kind: ConfigMap
