@@ -60,6 +60,11 @@ func TestMain(m *testing.M) {
 
 // connect returns the ways to a server, after our CRDs are there.
 func connect(ctx context.Context, server *kubetest.Server) (*rest.Config, client.Client, error) {
+	return connectWith(ctx, server, "../deploy/crds")
+}
+
+// connectWith is connect with the CRDs in a folder.
+func connectWith(ctx context.Context, server *kubetest.Server, crds string) (*rest.Config, client.Client, error) {
 	cfg, err := clientcmd.RESTConfigFromKubeConfig(server.Kubeconfig())
 	if err != nil {
 		return nil, nil, err
@@ -76,7 +81,7 @@ func connect(ctx context.Context, server *kubetest.Server) (*rest.Config, client
 	if err != nil {
 		return nil, nil, err
 	}
-	return cfg, api, applyCRDs(ctx, api, "../deploy/crds")
+	return cfg, api, applyCRDs(ctx, api, crds)
 }
 
 // applyCRDs creates the CRDs in a folder and waits until they are served.

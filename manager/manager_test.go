@@ -102,6 +102,13 @@ type side struct {
 // the first one, and peers them as ` + "`isthmus peer`" + ` would.
 func twoSides(t *testing.T) (a, b *side) {
 	t.Helper()
+	return twoSidesWith(t, connect)
+}
+
+// twoSidesWith is twoSides with a function that returns the ways to the server of the second side, after
+// the CRDs are there.
+func twoSidesWith(t *testing.T, connect func(context.Context, *kubetest.Server) (*rest.Config, client.Client, error)) (a, b *side) {
+	t.Helper()
 	w := bare(t)
 	a = &side{world: w, server: testServer, pods: "10.200.0.0/17"}
 	server, err := kubetest.Start(t.Context(), kubetest.Options{Name: "manager-peer", Controllers: true})

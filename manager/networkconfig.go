@@ -24,6 +24,7 @@ import (
 	"sigs.k8s.io/controller-runtime/pkg/reconcile"
 	"sigs.k8s.io/controller-runtime/pkg/source"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
 )
@@ -191,12 +192,23 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 		if notOurs(current, peer) != "" {
 			return nil
 		}
+		if current.Annotations[isthmus.AnnotationUnanswered] != "" {
+			return r.withdraw(ctx, current)
+		}
 		want := current.DeepCopy()
 		if err := shape(want, peer, spec, r.Client.Scheme()); err != nil {
 			return err
 		}
 		if equality.Semantic.DeepEqual(current, want) {
 			return nil
+		}
+		if spec.PodCIDR != current.Spec.PodCIDR || spec.ExternalCIDR != current.Spec.ExternalCIDR {
+			if !peer.Replicated() {
+				// Liqo's replicator brings back whatever answer it finds. To a new NetworkConfig it is a new one.
+				r.Log.Info("NetworkConfig is made anew, since our networks have changed", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
+				return r.remove(ctx, current)
+			}
+			metav1.SetMetaDataAnnotation(&want.ObjectMeta, isthmus.AnnotationUnanswered, "true")
 		}
 		if err = r.Client.Patch(ctx, want, client.MergeFrom(current)); err == nil {
 			r.Log.Info("NetworkConfig corrected", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
@@ -214,6 +226,31 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 		r.Log.Info("NetworkConfig created", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
 	}
 	return err
+}
+
+// withdraw takes an answer to networks that we had before out of our NetworkConfig, and then the mark
+// that says so. The replicator brings back an answer to the new ones.
+func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha1.NetworkConfig) error {
+	if !equality.Semantic.DeepEqual(current.Status, v1alpha1.NetworkConfigStatus{}) {
+		before := current.DeepCopy()
+		current.Status = v1alpha1.NetworkConfigStatus{}
+		if err := r.Client.Status().Patch(ctx, current, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{})); err != nil {
+			return err
+		}
+	}
+	before := current.DeepCopy()
+	delete(current.Annotations, isthmus.AnnotationUnanswered)
+	return r.Client.Patch(ctx, current, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
+}
+
+// believed returns our NetworkConfig without an answer to networks that we had before.
+func believed(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
+	if nc.Annotations[isthmus.AnnotationUnanswered] == "" {
+		return nc
+	}
+	nc = nc.DeepCopy()
+	nc.Status = v1alpha1.NetworkConfigStatus{}
+	return nc
 }
 
 // shape gives nc what an original for the peer has, and leaves the rest.

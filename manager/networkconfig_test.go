@@ -150,6 +150,32 @@ func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
 	}
 }
 
+// An answer is to the networks that it answers: with others it is taken out of our NetworkConfig, and
+// nothing says meanwhile that both sides agree.
+func TestWithOtherNetworksTheAnswerIsWithdrawn(t *testing.T) {
+	w := newWorld(t, false)
+	w.gateway("192.0.2.1")
+	p := w.peer("b")
+	p.join()
+	nc := p.original()
+	nc.Spec.PodCIDR = "10.200.0.0/16" // so that ours are others than those that are written
+	w.ok(w.api().Update(w.ctx, nc))
+	w.until("our network is back, and the answer and its mark are gone", func() bool {
+		nc := p.original()
+		return nc.Spec.PodCIDR == "10.244.0.0/16" && !nc.Status.Processed && nc.Status.PodCIDRNAT == "" && nc.Annotations[isthmus.AnnotationUnanswered] == ""
+	})
+	p.untilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
+	p.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
+
+	// Whoever reads it in between believes nothing either.
+	nc = p.original()
+	nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}
+	nc.Annotations = map[string]string{isthmus.AnnotationUnanswered: "true"}
+	if got := believed(nc); got.Status.Processed || !nc.Status.Processed {
+		t.Errorf("believed: %+v of %+v", got.Status, nc.Status)
+	}
+}
+
 func TestChangeOfTheGatewayIsPublishedToAllPeersAtOnce(t *testing.T) {
 	w := newWorld(t, false)
 	w.gateway("192.0.2.1")

@@ -179,6 +179,8 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 	if s.original != nil {
 		if problem := notOurs(s.original, peer); problem != "" {
 			s.original, s.lacking = nil, append(s.lacking, problem)
+		} else {
+			s.original = believed(s.original)
 		}
 	}
 	if s.endpoint, err = found(ctx, r.Client, name, new(v1alpha1.TunnelEndpoint)); err != nil {

@@ -9,6 +9,7 @@ import (
 
 	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
 	ctrl "sigs.k8s.io/controller-runtime"
@@ -244,6 +245,7 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 	if err := r.hold(ctx, original); err != nil {
 		return err
 	}
+	original = believed(original)
 	if len(live) != 1 {
 		return nil
 	}
@@ -284,6 +286,10 @@ func (r *TunnelEndpointReconciler) decide(ctx context.Context, peer Peer, origin
 	}
 	if original.Spec.PodCIDR != facts.PodCIDR.String() || original.Spec.ExternalCIDR != facts.ExternalCIDR.String() {
 		return nil, nil
+	}
+	if accepted := meta.FindStatusCondition(copied.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil &&
+		(accepted.Status != metav1.ConditionTrue || accepted.ObservedGeneration != copied.Generation) {
+		return nil, nil // what the peer claims now is refused, or not answered yet
 	}
 	if !answerInForce(r.Store.Book(), copied) {
 		return nil, nil

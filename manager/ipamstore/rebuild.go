@@ -11,6 +11,7 @@ import (
 	"k8s.io/apimachinery/pkg/runtime/schema"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
@@ -141,7 +142,7 @@ func tracesOf(endpoints []v1alpha1.TunnelEndpoint, configs []v1alpha1.NetworkCon
 			continue
 		case labels[v1alpha1.LabelReplication] == "true" && nc.Spec.RemoteCluster.ClusterID == peer:
 			t.pod, t.external = parse(nc.Spec.PodCIDR), parse(nc.Spec.ExternalCIDR)
-			if nc.Status.Processed {
+			if nc.Status.Processed && nc.Annotations[isthmus.AnnotationUnanswered] == "" {
 				t.podSeen, t.externalSeen = podSeen, externalSeen
 			}
 		case labels[v1alpha1.LabelOriginID] == peer && nc.Status.Processed:

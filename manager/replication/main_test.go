@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"log/slog"
 	"os"
+	"slices"
 	"strings"
 	"sync/atomic"
 	"testing"
@@ -427,12 +428,16 @@ func (p *pair) change(c cluster, get func() *v1alpha1.NetworkConfig, edit func(*
 	p.must(c.admin.Patch(p.t.Context(), o, client.MergeFrom(base)))
 }
 
-// answer writes a status into the copy, as the peer does.
+// answer writes a status into the copy, as the peer does: to what the copy says now.
 func (p *pair) answer(status v1alpha1.NetworkConfigStatus) {
 	p.t.Helper()
 	c := p.there()
 	base := c.DeepCopy()
 	c.Status = status
+	c.Status.Conditions = slices.Clone(status.Conditions)
+	for i := range c.Status.Conditions {
+		c.Status.Conditions[i].ObservedGeneration = c.Generation
+	}
 	p.must(away.admin.Status().Patch(p.t.Context(), c, client.MergeFrom(base)))
 }
 

@@ -73,15 +73,38 @@ func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 	case c == nil:
 		actions = append(actions, action{create, wanted})
 	case !c.DeletionTimestamp.IsZero(): // a new one when it is gone
+	case stale(c, original):
+		actions = append(actions, action{remove, wanted}) // a new one when it is gone
 	default:
 		if !equality.Semantic.DeepEqual(c.Spec, original.Spec) || c.Labels[v1alpha1.LabelReplication] != "false" {
 			actions = append(actions, action{update, wanted})
 		}
-		if !equality.Semantic.DeepEqual(answerOf(c), original.Status) {
+		if answers(c, original) && !equality.Semantic.DeepEqual(answerOf(c), original.Status) {
 			actions = append(actions, action{answer, wanted})
 		}
 	}
 	return actions
+}
+
+// answers reports whether the status of the copy answers what the original says now. An Isthmus says
+// which generation of the copy it has answered. A Liqo does not, but a copy that it has answered never
+// gets other networks; see stale.
+func answers(c, original *v1alpha1.NetworkConfig) bool {
+	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
+		return accepted.ObservedGeneration == c.Generation && equality.Semantic.DeepEqual(c.Spec, original.Spec)
+	}
+	return sameNetworks(c, original)
+}
+
+// stale reports whether the copy has an answer to networks that we had before, and the answer to the
+// new ones could not be told from it: a Liqo says of no answer what it is to. Such a copy is replaced:
+// what is in the status of a new one answers the new networks.
+func stale(c, original *v1alpha1.NetworkConfig) bool {
+	return c.Status.Processed && !sameNetworks(c, original) && meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted) == nil
+}
+
+func sameNetworks(a, b *v1alpha1.NetworkConfig) bool {
+	return a.Spec.PodCIDR == b.Spec.PodCIDR && a.Spec.ExternalCIDR == b.Spec.ExternalCIDR
 }
 
 // maxMessage bounds what a peer says about its refusal, in octets: enough for each field of a

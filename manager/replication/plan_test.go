@@ -38,6 +38,12 @@ var (
 	moved      edit = func(o *v1alpha1.NetworkConfig) { o.Spec.EndpointIP = "198.51.100.8" }
 	received   edit = func(o *v1alpha1.NetworkConfig) { o.Labels[v1alpha1.LabelReplication] = "false" }
 	processed  edit = func(o *v1alpha1.NetworkConfig) { o.Status.Processed = true }
+	renumbered edit = func(o *v1alpha1.NetworkConfig) { o.Spec.PodCIDR = "10.200.0.0/16" }
+	changed    edit = func(o *v1alpha1.NetworkConfig) { o.Generation++ }
+	answered1  edit = func(o *v1alpha1.NetworkConfig) { // by an Isthmus, to the generation of now
+		o.Status.Processed = true
+		o.Status.Conditions = []metav1.Condition{{Type: v1alpha1.ConditionAccepted, ObservedGeneration: o.Generation}}
+	}
 )
 
 func TestPlan(t *testing.T) {
@@ -46,29 +52,36 @@ func TestPlan(t *testing.T) {
 		copies   []*v1alpha1.NetworkConfig
 		want     string
 	}{
-		"nothing":                       {nil, nil, ""},
-		"new":                           {config("n"), nil, "hold n, create n"},
-		"held, no copy":                 {config("n", held), nil, "create n"},
-		"all well":                      {config("n", held), []*v1alpha1.NetworkConfig{config("n", received)}, ""},
-		"copy without finalizer here":   {config("n"), []*v1alpha1.NetworkConfig{config("n", received)}, "hold n"},
-		"spec differs":                  {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", received)}, "update n"},
-		"label edited at the peer":      {config("n", held), []*v1alpha1.NetworkConfig{config("n")}, "update n"},
-		"edited at the peer":            {config("n", held), []*v1alpha1.NetworkConfig{config("n", received, moved)}, "update n"},
-		"status differs":                {config("n", held), []*v1alpha1.NetworkConfig{config("n", received, processed)}, "answer n"},
-		"both differ":                   {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", received, processed)}, "update n, answer n"},
-		"answer taken back":             {config("n", held, processed), []*v1alpha1.NetworkConfig{config("n", received)}, "answer n"},
-		"peer deletes the copy":         {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", received, claimed, dying)}, ""},
-		"original goes":                 {config("n", held, dying), []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
-		"original and copy go":          {config("n", held, dying), []*v1alpha1.NetworkConfig{config("n", received, claimed, dying)}, ""},
-		"original goes, copy gone":      {config("n", held, dying), nil, "release n"},
-		"original goes, never held":     {config("n", claimed, dying), nil, ""},
-		"not held, but the copy exists": {config("n", claimed, dying), []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
-		"for another cluster":           {config("n", strange), nil, ""},
-		"not to be replicated":          {config("n", unlabelled), nil, ""},
-		"not any more":                  {config("n", held, unlabelled), []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
-		"not any more, and it goes":     {config("n", held, unlabelled, dying), nil, "release n"},
-		"orphans":                       {config("n", held), []*v1alpha1.NetworkConfig{config("z", received), config("a", received), config("y", received, dying), config("n", received)}, "remove a, remove z"},
-		"no original at all":            {nil, []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
+		"nothing":                     {nil, nil, ""},
+		"new":                         {config("n"), nil, "hold n, create n"},
+		"held, no copy":               {config("n", held), nil, "create n"},
+		"all well":                    {config("n", held), []*v1alpha1.NetworkConfig{config("n", received)}, ""},
+		"copy without finalizer here": {config("n"), []*v1alpha1.NetworkConfig{config("n", received)}, "hold n"},
+		"spec differs":                {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", received)}, "update n"},
+		"label edited at the peer":    {config("n", held), []*v1alpha1.NetworkConfig{config("n")}, "update n"},
+		"edited at the peer":          {config("n", held), []*v1alpha1.NetworkConfig{config("n", received, moved)}, "update n"},
+		"status differs":              {config("n", held), []*v1alpha1.NetworkConfig{config("n", received, processed)}, "answer n"},
+		"both differ":                 {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", received, processed)}, "update n, answer n"},
+		"answer taken back":           {config("n", held, processed), []*v1alpha1.NetworkConfig{config("n", received)}, "answer n"},
+		"networks changed, a Liqo has answered the older ones":       {config("n", held, renumbered), []*v1alpha1.NetworkConfig{config("n", received, processed)}, "remove n"},
+		"networks changed, nobody has answered the older ones":       {config("n", held, renumbered), []*v1alpha1.NetworkConfig{config("n", received)}, "update n"},
+		"networks changed, an Isthmus has answered the older ones":   {config("n", held, renumbered), []*v1alpha1.NetworkConfig{config("n", received, answered1)}, "update n"},
+		"networks changed, the copy has them, and the answer is old": {config("n", held, renumbered), []*v1alpha1.NetworkConfig{config("n", received, answered1, renumbered, changed)}, ""},
+		"networks changed, and an Isthmus has answered them":         {config("n", held, renumbered), []*v1alpha1.NetworkConfig{config("n", received, renumbered, changed, answered1)}, "answer n"},
+		"networks changed, and a Liqo has answered them":             {config("n", held, renumbered), []*v1alpha1.NetworkConfig{config("n", received, renumbered, processed)}, "answer n"},
+		"moved, and the copy was answered before":                    {config("n", held, moved, processed), []*v1alpha1.NetworkConfig{config("n", received, moved, answered1, changed)}, ""},
+		"peer deletes the copy":                                      {config("n", held, moved), []*v1alpha1.NetworkConfig{config("n", received, claimed, dying)}, ""},
+		"original goes":                                              {config("n", held, dying), []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
+		"original and copy go":                                       {config("n", held, dying), []*v1alpha1.NetworkConfig{config("n", received, claimed, dying)}, ""},
+		"original goes, copy gone":                                   {config("n", held, dying), nil, "release n"},
+		"original goes, never held":                                  {config("n", claimed, dying), nil, ""},
+		"not held, but the copy exists":                              {config("n", claimed, dying), []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
+		"for another cluster":                                        {config("n", strange), nil, ""},
+		"not to be replicated":                                       {config("n", unlabelled), nil, ""},
+		"not any more":                                               {config("n", held, unlabelled), []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
+		"not any more, and it goes":                                  {config("n", held, unlabelled, dying), nil, "release n"},
+		"orphans":                                                    {config("n", held), []*v1alpha1.NetworkConfig{config("z", received), config("a", received), config("y", received, dying), config("n", received)}, "remove a, remove z"},
+		"no original at all":                                         {nil, []*v1alpha1.NetworkConfig{config("n", received)}, "remove n"},
 	} {
 		var got []string
 		for _, a := range plan("b", tc.original, byName(tc.copies)) {
@@ -89,7 +102,8 @@ func byName(copies []*v1alpha1.NetworkConfig) map[string]*v1alpha1.NetworkConfig
 }
 
 // From any state, carrying out plans again and again ends in a state that needs none. No plan
-// publishes an original that has no finalizer, or releases one while a copy is there.
+// publishes an original that has no finalizer, releases one while a copy is there, or takes an answer
+// to other networks for one to ours.
 func TestPlansEnd(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	pick := func(edits ...edit) (some []edit) {
@@ -103,19 +117,19 @@ func TestPlansEnd(t *testing.T) {
 	for range 5000 {
 		var original *v1alpha1.NetworkConfig
 		if rng.IntN(5) > 0 {
-			original = config("n", pick(held, claimed, dying, strange, unlabelled, moved, processed)...)
+			original = config("n", pick(held, claimed, dying, strange, unlabelled, moved, renumbered, processed)...)
 		}
 		var copies []*v1alpha1.NetworkConfig
 		for _, name := range []string{"n", "m"} {
 			if rng.IntN(2) == 0 {
-				copies = append(copies, config(name, pick(claimed, dying, moved, processed, received)...))
+				copies = append(copies, config(name, pick(claimed, dying, moved, processed, renumbered, received, answered1, changed)...))
 			}
 		}
 		there := byName(copies)
 		story := fmt.Sprintf("%+v\n%+v", original, there)
 		rounds := 0
 		for actions := plan("b", original, there); len(actions) > 0; actions = plan("b", original, there) {
-			if rounds++; rounds > 4 {
+			if rounds++; rounds > 5 { // one more where the copy is replaced
 				t.Fatalf("%s\ndoes not end: %v", story, actions)
 			}
 			for _, a := range actions {
@@ -131,7 +145,11 @@ func TestPlansEnd(t *testing.T) {
 				case update:
 					there[a.name].Spec = original.Spec
 					received(there[a.name])
+					changed(there[a.name])
 				case answer:
+					if there[a.name].Spec.PodCIDR != original.Spec.PodCIDR {
+						t.Fatalf("%s\nbelieves an answer to other networks", story)
+					}
 					original.Status = there[a.name].Status
 				case remove:
 					if dying(there[a.name]); len(there[a.name].Finalizers) == 0 {

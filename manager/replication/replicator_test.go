@@ -117,6 +117,37 @@ func TestSpecGoesOutAndStatusComesBackAsLiqoDoesIt(t *testing.T) {
 	}
 }
 
+// A Liqo does not say which networks it has answered, and its answers are sticky. Ours is taken from a
+// copy that never had others.
+func TestALiqosAnswerToTheNetworksOfBeforeIsNotBelieved(t *testing.T) {
+	p := established(t, (*pair).byToken)
+	liqos := v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}
+	p.answer(liqos)
+	p.eventually(func() string { return p.unanswered(liqos) })
+	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = []string{v1alpha1.FinalizerTunnelEndpointCreator} })
+	before := p.there().UID
+
+	p.change(home, p.here, func(o *v1alpha1.NetworkConfig) { o.Spec.PodCIDR = "10.200.0.0/16" })
+	p.eventually(func() string {
+		if there := p.there(); there.UID != before || there.DeletionTimestamp.IsZero() {
+			return "the copy is not deleted"
+		}
+		return ""
+	})
+	if there := p.there(); there.Spec.PodCIDR != "10.244.0.0/16" {
+		t.Errorf("an answered copy got other networks: %+v", there.Spec)
+	}
+	p.change(away, p.there, func(o *v1alpha1.NetworkConfig) { o.Finalizers = nil }) // a Liqo's manager lets go
+	p.eventually(func() string { return p.unanswered(v1alpha1.NetworkConfigStatus{}) })
+	if there := p.there(); there == nil || there.UID == before || there.Spec.PodCIDR != "10.200.0.0/16" {
+		t.Fatalf("the new copy: %+v", there)
+	}
+	liqos.PodCIDRNAT = "10.244.0.0/16" // what it gave to us before
+	p.answer(liqos)
+	p.eventually(func() string { return p.unanswered(liqos) })
+	p.awaitUpToDate()
+}
+
 func TestACopyThatThePeerDeletesIsMadeAgain(t *testing.T) {
 	t.Parallel()
 	p := established(t, (*pair).byToken)

@@ -13,6 +13,7 @@ import (
 
 	"golang.org/x/time/rate"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/apimachinery/pkg/api/equality"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/apimachinery/pkg/types"
@@ -45,6 +46,10 @@ type worker struct {
 	copies map[string]*v1alpha1.NetworkConfig // at the peer, that are ours
 	listed bool                               // copies are from this API server, if not from just now
 	up     bool                               // it answered last time
+
+	// The last answer that was written into the original, and what the API server here stored of it:
+	// Liqo's definition drops the condition.
+	answer, stored v1alpha1.NetworkConfigStatus
 
 	state   State
 	renewal renewal
@@ -415,9 +420,17 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 		return nil
 
 	case answer:
+		is := answerOf(w.copies[a.name])
+		if equality.Semantic.DeepEqual(is, w.answer) && equality.Semantic.DeepEqual(original.Status, w.stored) {
+			return nil
+		}
 		base := original.DeepCopy()
-		original.Status = answerOf(w.copies[a.name])
-		err := w.r.opts.Client.Status().Patch(ctx, original, client.MergeFrom(base))
+		original.Status = is
+		// The lock, because the answer is to the spec that was read.
+		err := w.r.opts.Client.Status().Patch(ctx, original, client.MergeFromWithOptions(base, client.MergeFromWithOptimisticLock{}))
+		if err == nil {
+			w.answer, w.stored = is, original.Status
+		}
 		return client.IgnoreNotFound(err)
 
 	case remove:

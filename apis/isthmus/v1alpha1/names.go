@@ -14,6 +14,11 @@ const FinalizerPeering = "isthmus.net/peering"
 // lies there stays there, and an Event says what that is.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
+// AnnotationUnanswered is "true" on our NetworkConfig from the moment in which its networks change
+// until the answer to the older ones is out of its status. It is set together with the networks, so
+// that no reader takes that answer for one to the new networks.
+const AnnotationUnanswered = "isthmus.net/unanswered"
+
 // LeaseGateway is the name of the Lease whose holder is the active gateway. It lasts 7 s and is
 // renewed every 2.
 const LeaseGateway = "isthmus-gateway"

@@ -1,0 +1,113 @@
+package manager
+
+import (
+	"context"
+	"errors"
+	"os"
+	"path/filepath"
+	"testing"
+
+	"k8s.io/client-go/rest"
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubetest"
+)
+
+// connectToLiqo is connect for a server with Liqo's definitions of the kinds of net.liqo.io.
+func connectToLiqo(t *testing.T) func(context.Context, *kubetest.Server) (*rest.Config, client.Client, error) {
+	dir := t.TempDir()
+	return func(ctx context.Context, server *kubetest.Server) (*rest.Config, client.Client, error) {
+		ours, err := filepath.Glob("../deploy/crds/isthmus.net_*.yaml")
+		liqos, errLiqo := kubetest.LiqoCRDs()
+		if err := errors.Join(err, errLiqo); err != nil {
+			return nil, nil, err
+		}
+		for _, file := range ours {
+			text, err := os.ReadFile(file)
+			if err != nil {
+				return nil, nil, err
+			}
+			liqos = append(liqos, text)
+		}
+		for i, text := range liqos {
+			if err := os.WriteFile(filepath.Join(dir, string(rune('a'+i))+".yaml"), text, 0o600); err != nil {
+				return nil, nil, err
+			}
+		}
+		return connectWith(ctx, server, dir)
+	}
+}
+
+// ready brings both sides to Ready.
+func ready(sides ...*side) {
+	for _, s := range sides {
+		s.t.Helper()
+		s.peer.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonAgreed)
+		s.connected()
+	}
+	for _, s := range sides {
+		s.peer.untilIs(isthmus.ConditionReady, isthmus.ReasonConnected)
+	}
+}
+
+// renumber starts the manager of a side again with another network of its pods, which the manager of
+// the other side, at work or not, may not have seen.
+func (s *side) renumber(pods string) {
+	s.t.Helper()
+	s.stop()
+	s.pods = pods
+	s.manage()
+	s.until("the other network is published here", func() bool { return s.peer.original().Spec.PodCIDR == pods })
+}
+
+// claims is the copy of the other side's NetworkConfig.
+func (s *side) claims(other *side) *v1alpha1.NetworkConfig {
+	s.t.Helper()
+	nc := new(v1alpha1.NetworkConfig)
+	s.ok(s.api().Get(s.ctx, client.ObjectKey{Namespace: s.peer.ns, Name: s.self.UniqueName()}, nc))
+	return nc
+}
+
+// While the peer's manager is away, its answer to the networks that we had before is not taken for
+// one to those that we have.
+func TestAnAnswerCountsForTheNetworksThatItAnswers(t *testing.T) {
+	a, b := twoSides(t)
+	ready(a, b)
+	before := a.peer.endpoint().Spec
+	b.stop()
+	a.renumber("10.210.0.0/17")
+	a.until("the peer's API server has it", func() bool { return b.claims(a).Spec.PodCIDR == a.pods })
+	a.peer.untilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
+	a.peer.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
+	a.always("the TunnelEndpoint is what both sides have agreed upon", func() bool {
+		is := a.peer.endpoint().Spec
+		return is.LocalPodCIDR == before.LocalPodCIDR && is.LocalNATPodCIDR == before.LocalNATPodCIDR && !a.peer.is(isthmus.ConditionAnswered, isthmus.ReasonAnswered)
+	})
+	b.manage()
+	agreed(a, b)
+	ready(a, b)
+}
+
+// Beside Liqo's definitions, which have no conditions, a Peering becomes ready, also once more after a
+// change of networks, and at rest nothing is written.
+func TestBesideLiqosDefinitionsAPeeringBecomesReady(t *testing.T) {
+	a, b := twoSidesWith(t, connectToLiqo(t))
+	ready(a, b)
+	before := a.versions() + b.versions()
+	a.always("nothing is written at rest", func() bool { return a.versions()+b.versions() == before })
+	a.renumber("10.210.0.0/17")
+	agreed(a, b)
+	ready(a, b)
+}
+
+// agreed waits until the TunnelEndpoints of both sides have the pods of one.
+func agreed(s, other *side) {
+	s.t.Helper()
+	s.until("both sides use the other network", func() bool {
+		here, there := s.peer.endpoint(), other.peer.endpoint()
+		return here != nil && there != nil && here.Spec.LocalPodCIDR == s.pods && there.Spec.RemotePodCIDR == s.pods &&
+			seen(s.pods, here.Spec.LocalNATPodCIDR) == seen(s.pods, there.Spec.RemoteNATPodCIDR)
+	})
+}
