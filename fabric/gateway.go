@@ -54,8 +54,9 @@ type GatewayPeer struct {
 // it returns, and the gateway carries that out.
 //
 // A peer is refused when it is wrong by itself or contradicts one that is kept: the same cluster
-// ID, the same public key, a network as we see it that overlaps with another peer's, own networks
-// that differ. Peers are taken in the order of age, then ID, then origin, and the first of two is
+// ID, the same public key, a network as we see it that overlaps with another peer's, or with what our
+// own networks are towards another one. Towards each peer our own networks are those that it has
+// answered, so that they differ while not all peers have followed a change. Peers are taken in the order of age, then ID, then origin, and the first of two is
 // kept. A mapping that is wrong is left out alone, so that its address is answered by nobody and
 // the peer's pods stay connected. Problems are sorted.
 //
@@ -186,8 +187,7 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 type keeper struct {
 	id    string     // our own cluster ID
 	own   [][32]byte // our own public keys
-	first [2]*Peer   // of IPv4 and of IPv6: sets what our own networks of that family are
-	of    [2]int     // peers of that family
+	local []*local   // our own networks, sorted by prefix; few, since all peers have the same but during a change
 	ids   map[string]*Peer
 	keys  map[[32]byte]*Peer // of all tunnels
 	nets  []*occupied        // disjoint, sorted by address
@@ -198,13 +198,34 @@ func newKeeper(in Intent) keeper {
 	return keeper{id: in.ClusterID, own: append([][32]byte{in.PublicKey}, in.FurtherKeys...), ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
 }
 
-// familyOf is 0 for a peer whose networks are IPv4, 1 for IPv6; check has seen that all four are of
-// one family.
-func familyOf(p *Peer) int {
-	if p.Local.Pod.Addr().Is4() {
-		return 0
+// local is a network of ours as peers know it, of pods or of mapped endpoints.
+type local struct {
+	prefix netip.Prefix
+	pods   bool
+	peers  int   // that know it
+	peer   *Peer // the first of them
+}
+
+func localsOf(p *Peer) [2]local {
+	return [2]local{{p.Local.Pod, true, 1, p}, {p.Local.External, false, 1, p}}
+}
+
+func (l *local) compare(m local) int {
+	switch order := l.prefix.Compare(m.prefix); {
+	case order != 0 || l.pods == m.pods:
+		return order
+	case l.pods:
+		return -1
 	}
 	return 1
+}
+
+// name says in a Site what l is.
+func (l *local) name() string {
+	if l.pods {
+		return "our PodCIDR"
+	}
+	return "our ExternalCIDR"
 }
 
 // gate is the literal address of a peer's gateway.
@@ -221,11 +242,13 @@ type occupied struct {
 }
 
 func (k *keeper) keep(p *Peer) {
-	if k.first[familyOf(p)] == nil {
-		first := *p
-		k.first[familyOf(p)] = &first
+	for _, l := range localsOf(p) {
+		if at, has := slices.BinarySearchFunc(k.local, l, (*local).compare); has {
+			k.local[at].peers++
+		} else {
+			k.local = slices.Insert(k.local, at, &l)
+		}
 	}
-	k.of[familyOf(p)]++
 	k.ids[p.ID] = p
 	for _, t := range ends(p.PublicKey, p.Port, p.Tunnels) {
 		k.keys[t.PublicKey] = p
@@ -241,12 +264,13 @@ func (k *keeper) keep(p *Peer) {
 	}
 }
 
-// drop forgets a peer that was kept. Where there are others of its family, their own networks are the
-// same as those of the first.
+// drop forgets a peer that was kept.
 func (k *keeper) drop(p *Peer) {
-	family := familyOf(p)
-	if k.of[family]--; k.of[family] == 0 {
-		k.first[family] = nil
+	for _, l := range localsOf(p) {
+		at, _ := slices.BinarySearchFunc(k.local, l, (*local).compare)
+		if k.local[at].peers--; k.local[at].peers == 0 {
+			k.local = slices.Delete(k.local, at, at+1)
+		}
 	}
 	delete(k.ids, p.ID)
 	for _, t := range ends(p.PublicKey, p.Port, p.Tunnels) {
@@ -268,18 +292,9 @@ func (k *keeper) drop(p *Peer) {
 // site adds to a Site what the peers that are kept say: our own networks, and those that the host
 // routes into the tunnel, where the tunnel's own packets would go as well.
 func (k *keeper) site(s Site) Site {
-	more := len(k.nets)
-	for _, p := range k.first {
-		if p != nil {
-			more += 2
-		}
-	}
-	s.Networks = append(slices.Grow([]SiteNetwork(nil), len(s.Networks)+more), s.Networks...)
-	for _, p := range k.first {
-		if p != nil {
-			s.Networks = append(s.Networks, SiteNetwork{Prefix: p.Local.Pod, What: "our PodCIDR", Relay: true},
-				SiteNetwork{Prefix: p.Local.External, What: "our ExternalCIDR"})
-		}
+	s.Networks = append(slices.Grow([]SiteNetwork(nil), len(s.Networks)+len(k.local)+len(k.nets)), s.Networks...)
+	for _, l := range k.local {
+		s.Networks = append(s.Networks, SiteNetwork{Prefix: l.prefix, What: l.name(), Relay: l.pods})
 	}
 	for _, n := range k.nets {
 		s.Networks = append(s.Networks, SiteNetwork{Prefix: n.prefix, What: "which is reached through the tunnel itself"})
@@ -333,15 +348,20 @@ func (k *keeper) check(p *Peer) []Problem {
 		}
 	}
 	localPod, localExternal, remotePod, remoteExternal := p.pairs(at)
-	if first := k.first[familyOf(p)]; first != nil {
-		firstPod, firstExternal, _, _ := first.pairs(at)
-		for _, n := range [][2]pair{{localPod, firstPod}, {localExternal, firstExternal}} {
-			if n[0].own != n[1].own {
-				r.addAt(n[0].ownAt, "%v is not the %v that %s has; want the same own network towards all peers", n[0].own, n[1].own, first.Origin)
-			}
+	// Either would lead what one peer sends to us into the tunnel of another.
+	for _, n := range []pair{localPod, localExternal} {
+		if _, other := k.find(n.own); other != nil {
+			r.addAt(n.ownAt, "%v overlaps %v of cluster %s (%s: %s); want a network that no peer has here",
+				n.own, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)
 		}
 	}
 	for _, n := range []pair{remotePod, remoteExternal} {
+		for _, l := range k.local {
+			if n.seen.Overlaps(l.prefix) && l.prefix != p.Local.Pod && l.prefix != p.Local.External { // else p is wrong by itself
+				r.addAt(n.at(), "%v overlaps %v, which is %s for cluster %s (%s); want a network of its own",
+					n.seen, l.prefix, l.name(), quote(l.peer.ID), l.peer.Origin)
+			}
+		}
 		if _, other := k.find(n.seen); other != nil {
 			r.addAt(n.at(), "%v overlaps %v of cluster %s (%s: %s); want a network that no other peer has here",
 				n.seen, other.prefix, quote(other.peer.ID), other.peer.Origin, other.field)

@@ -139,9 +139,55 @@ func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
 	}
 	engineAccepts(t, gw)
 
-	peers[2] = six("d", "fd05", "fd00:9::/48")
-	_, problems = GatewayFor(Intent{ClusterID: idA, Peers: peers})
-	wantTexts(t, problems, "TunnelEndpoint tenant/d: spec.localPodCIDR: fd00:9::/48 is not the fd00:1::/48 that TunnelEndpoint tenant/c has; want the same own network towards all peers")
+	peers[2] = six("d", "fd05", "fd00:9::/48") // it has not followed a change yet, or c has not
+	gw, problems = GatewayFor(Intent{ClusterID: idA, Peers: peers})
+	wantTexts(t, problems)
+	if len(gw.Peers) != 3 {
+		t.Errorf("%v", gw)
+	}
+	engineAccepts(t, gw)
+}
+
+// A change of our own networks reaches one peer after the other, and some never. What the gateway does
+// for a peer does not depend on what our networks are towards others.
+func TestOurNetworksArePeerByPeer(t *testing.T) {
+	rng := rand.New(rand.NewPCG(7, 8))
+	for range 500 {
+		in := Intent{ClusterID: idA, PublicKey: keyOf(1)}
+		for i := range 2 + rng.IntN(8) {
+			own, external := netip.PrefixFrom(ip("10.244.0.0"), 15+rng.IntN(3)), netip.PrefixFrom(ip("10.0.0.0"), 15+rng.IntN(3))
+			if rng.IntN(4) == 0 {
+				own, external = external, own // what was a network of pods is one of mapped endpoints
+			}
+			in.Peers = append(in.Peers, peer(t, fmt.Sprintf("%c-peer", 'b'+i), func(p *Peer) {
+				p.Local = Networks{Pod: own, External: external, PodSeen: own, ExternalSeen: external}
+				if rng.IntN(2) == 0 {
+					p.Local.PodSeen = netip.PrefixFrom(netip.AddrFrom4([4]byte{10, 64, byte(i), 0}), own.Bits()).Masked()
+				}
+				remotes(fmt.Sprintf("11.%d.0.0/16", i), fmt.Sprintf("12.%d.0.0/16", i))(p)
+				p.Mappings = []Mapping{{ip("10.9.9.9"), p.Local.ExternalSeen.Addr().Next().Next()}}
+			}))
+		}
+		gw, problems := GatewayFor(in)
+		wantTexts(t, problems)
+		engineAccepts(t, gw)
+		if len(gw.Peers) != len(in.Peers) {
+			t.Fatalf("%d of %d peers are left", len(gw.Peers), len(in.Peers))
+		}
+		for i, p := range in.Peers { // which are sorted by ID
+			alone := in
+			alone.Peers = []Peer{p}
+			want, _ := GatewayFor(alone)
+			if !reflect.DeepEqual(gw.Peers[i], want.Peers[0]) {
+				t.Fatalf("beside others\n%s\nalone\n%s", gw.Peers[i], want.Peers[0])
+			}
+			for _, own := range []netip.Prefix{p.Local.Pod, p.Local.External} {
+				if gw.Site.CheckEndpoint(own.Addr().Next()) == "" {
+					t.Fatalf("a gateway of a peer may be in %v, which is ours towards %s", own, p.ID)
+				}
+			}
+		}
+	}
 }
 
 func TestMetadataServicesAreNoEndpoints(t *testing.T) {
@@ -189,8 +235,12 @@ func TestGatewayForRefusesContradictions(t *testing.T) {
 		{"another's ID", func(p *Peer) { p.ID = idB }, `TunnelEndpoint tenant/c: spec.clusterIdentity.clusterID: "` + idB + `" is also the cluster of TunnelEndpoint tenant/b; want one TunnelEndpoint for each cluster`, "b"},
 		{"our own key", func(p *Peer) { p.PublicKey = keyOf(1) }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is our own public key; want that of cluster "` + idC + `"`, "b"},
 		{"another's key", func(p *Peer) { p.PublicKey = keyOf('b') }, `TunnelEndpoint tenant/c: spec.backend_config.publicKey: is also the key of cluster "` + idB + `" (TunnelEndpoint tenant/b); want a key for each cluster`, "b"},
-		{"another own PodCIDR", func(p *Peer) { p.Local.Pod = pfx("10.243.0.0/16") }, "TunnelEndpoint tenant/c: spec.localPodCIDR: 10.243.0.0/16 is not the 10.244.0.0/16 that TunnelEndpoint tenant/b has; want the same own network towards all peers", "b"},
-		{"another own ExternalCIDR", func(p *Peer) { p.Local.External = pfx("10.243.0.0/16") }, "TunnelEndpoint tenant/c: spec.localExternalCIDR: 10.243.0.0/16 is not the 10.245.0.0/16 that TunnelEndpoint tenant/b has; want the same own network towards all peers", "b"},
+		{"another own PodCIDR", func(p *Peer) { p.Local.Pod = pfx("10.243.0.0/16") }, "", "bc"},
+		{"another own ExternalCIDR", func(p *Peer) { p.Local.External = pfx("10.243.0.0/16") }, "", "bc"},
+		{"an own network that is another's", func(p *Peer) { p.Local.Pod = pfx("10.246.0.0/16") }, `TunnelEndpoint tenant/c: spec.localPodCIDR: 10.246.0.0/16 overlaps 10.246.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no peer has here`, "b"},
+		{"a network that was our own, and is it towards another", func(p *Peer) {
+			p.Local.Pod, p.Remote.PodSeen = pfx("10.243.0.0/16"), pfx("10.244.0.0/16")
+		}, `TunnelEndpoint tenant/c: spec.remotePodCIDR: 10.244.0.0/16 overlaps 10.244.0.0/16, which is our PodCIDR for cluster "` + idB + `" (TunnelEndpoint tenant/b); want a network of its own`, "b"},
 		{"overlap of pods", func(p *Peer) { p.Remote.PodSeen = pfx("10.246.0.0/16") }, `TunnelEndpoint tenant/c: spec.remoteNATPodCIDR: 10.246.0.0/16 overlaps 10.246.0.0/16 of cluster "` + idB + `" (TunnelEndpoint tenant/b: spec.remoteNATPodCIDR); want a network that no other peer has here`, "b"},
 		{"overlap of pods and external", func(p *Peer) {
 			p.Remote.Pod, p.Remote.PodSeen = pfx("10.247.9.0/24"), pfx("10.247.9.0/24")
@@ -374,7 +424,6 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 				}
 				keys[tunnel.PublicKey] = true
 			}
-			prefixes = append(prefixes, pfx("10.244.0.0/16"))
 		}
 		for i, p := range gw.RoutePrefixes() {
 			for _, q := range append(prefixes[:0:0], gw.RoutePrefixes()[:i]...) {
@@ -382,8 +431,10 @@ func TestWhatGatewayForKeepsIsSoundAndComplete(t *testing.T) {
 					t.Fatalf("%v overlaps %v", p, q)
 				}
 			}
-			if p.Overlaps(pfx("10.244.0.0/16")) {
-				t.Fatalf("%v overlaps our pods", p)
+			for _, k := range gw.Peers {
+				if p.Overlaps(k.Local.Pod) || p.Overlaps(k.Local.External) {
+					t.Fatalf("%v overlaps a network of ours, as %s knows it", p, k.ID)
+				}
 			}
 		}
 
@@ -432,8 +483,18 @@ func contradicts(p Peer, gw Gateway) bool {
 				}
 			}
 		}
-		if k.ID == p.ID || k.Local.Pod != p.Local.Pod || k.Local.External != p.Local.External {
+		if k.ID == p.ID {
 			return true
+		}
+		for _, n := range []netip.Prefix{k.Local.Pod, k.Local.External} {
+			if p.Remote.PodSeen.Overlaps(n) || p.Remote.ExternalSeen.Overlaps(n) {
+				return true
+			}
+		}
+		for _, n := range k.AllowedIPs {
+			if n.Overlaps(p.Local.Pod) || n.Overlaps(p.Local.External) {
+				return true
+			}
 		}
 		for _, a := range []netip.Prefix{p.Remote.PodSeen, p.Remote.ExternalSeen} {
 			for _, b := range k.AllowedIPs {
