@@ -127,17 +127,17 @@ func answerOf(c *v1alpha1.NetworkConfig) v1alpha1.NetworkConfigStatus {
 	return answer
 }
 
-// copyOf returns the copy as it is created at the peer.
+// copyOf returns the copy as it is created at the peer. What somebody here has put on the original for
+// tools of this cluster, labels and annotations, means nothing there, and an Isthmus refuses such
+// labels.
 func copyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.NetworkConfig {
-	labels := maps.Clone(original.Labels)
-	delete(labels, v1alpha1.LabelOwnership)
-	labels[v1alpha1.LabelReplication] = "false"
-	labels[v1alpha1.LabelReplicated] = "true"
-	labels[v1alpha1.LabelOriginID] = own
 	return &v1alpha1.NetworkConfig{
-		ObjectMeta: metav1.ObjectMeta{
-			Name: original.Name, Namespace: namespace, Labels: labels, Annotations: maps.Clone(original.Annotations),
-		},
+		ObjectMeta: metav1.ObjectMeta{Name: original.Name, Namespace: namespace, Labels: map[string]string{
+			v1alpha1.LabelReplication: "false",
+			v1alpha1.LabelReplicated:  "true",
+			v1alpha1.LabelOriginID:    own,
+			v1alpha1.LabelRemoteID:    original.Labels[v1alpha1.LabelRemoteID],
+		}},
 		Spec: *original.Spec.DeepCopy(),
 	}
 }

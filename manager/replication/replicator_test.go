@@ -79,10 +79,9 @@ func TestSpecGoesOutAndStatusComesBackAsLiqoDoesIt(t *testing.T) {
 			here, there := p.here(), p.there()
 			wantLabels := map[string]string{
 				v1alpha1.LabelReplication: "false", v1alpha1.LabelReplicated: "true", v1alpha1.LabelOriginID: p.own,
-				v1alpha1.LabelRemoteID: p.peer.ID, "team": "blue",
+				v1alpha1.LabelRemoteID: p.peer.ID,
 			}
-			if !maps.Equal(there.Labels, wantLabels) || there.Annotations["note"] != "kept" ||
-				len(there.OwnerReferences)+len(there.Finalizers) != 0 {
+			if !maps.Equal(there.Labels, wantLabels) || len(there.Annotations)+len(there.OwnerReferences)+len(there.Finalizers) != 0 {
 				t.Errorf("metadata of the copy: %+v", there.ObjectMeta)
 			}
 			if !slices.Contains(here.Finalizers, v1alpha1.FinalizerReplicator) {
@@ -96,7 +95,7 @@ func TestSpecGoesOutAndStatusComesBackAsLiqoDoesIt(t *testing.T) {
 			p.eventually(p.outdated)
 			p.change(away, p.there, func(o *v1alpha1.NetworkConfig) {
 				o.Spec.EndpointIP, o.Spec.BackendConfig["more"] = "203.0.113.99", "x"
-				o.Annotations["theirs"] = "stays"
+				o.Labels["team"], o.Annotations = "green", map[string]string{"theirs": "stays"}
 			})
 			p.eventually(func() string {
 				if p.there().Spec.BackendConfig["more"] != "" {
@@ -104,8 +103,8 @@ func TestSpecGoesOutAndStatusComesBackAsLiqoDoesIt(t *testing.T) {
 				}
 				return p.outdated()
 			})
-			if there := p.there(); there.Labels["team"] != "blue" || there.Annotations["theirs"] != "stays" {
-				t.Errorf("labels and annotations are set on create only: %+v", there.ObjectMeta)
+			if there := p.there(); there.Labels["team"] != "green" || there.Annotations["theirs"] != "stays" {
+				t.Errorf("labels and annotations of the peer's tools do not stay: %+v", there.ObjectMeta)
 			}
 
 			p.answer(v1alpha1.NetworkConfigStatus{}) // taken back

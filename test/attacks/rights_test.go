@@ -170,6 +170,10 @@ func relabel(t *testing.T, s *site) {
 		"the origin of b": func(nc *v1alpha1.NetworkConfig) { nc.Labels[v1alpha1.LabelOriginID] = s.b.ID },
 		"nobody's":        func(nc *v1alpha1.NetworkConfig) { delete(nc.Labels, v1alpha1.LabelOriginID) },
 		"no labels":       func(nc *v1alpha1.NetworkConfig) { nc.Labels = nil },
+		"a foreign label": func(nc *v1alpha1.NetworkConfig) { nc.Labels["app"] = "x" },
+		"an owner's label": func(nc *v1alpha1.NetworkConfig) {
+			nc.Labels[v1alpha1.LabelOwnership] = v1alpha1.OwnershipNetworkConfigCreator
+		},
 	} {
 		s.refusedWith(t, what, change)
 	}
