@@ -102,6 +102,17 @@ func TestForeignClustersAreServedLikePeerings(t *testing.T) {
 		t.Error("Liqo's crd-replicator replicates for ForeignClusters, not we")
 	}
 
+	// Liqo's replicator brings back whatever answer it finds at the peer. So with other networks there is
+	// another NetworkConfig, and an answer to that one is to them.
+	nc := incoming.original()
+	edited := nc.DeepCopy()
+	edited.Spec.PodCIDR = "10.200.0.0/16"
+	w.ok(w.api().Patch(w.ctx, edited, client.MergeFrom(nc)))
+	w.until("our NetworkConfig is another one", func() bool {
+		now := incoming.original()
+		return now != nil && now.UID != nc.UID && now.Spec.PodCIDR == nc.Spec.PodCIDR
+	})
+
 	fc := outgoing.foreignObject("OutOfBand", "None", "None")
 	w.ok(w.api().Status().Patch(w.ctx, fc, client.RawPatch(types.MergePatchType,
 		[]byte(`{"status":{"peeringConditions":[{"type":"OutgoingPeering","status":"None"}]}}`))))

@@ -465,7 +465,8 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 }
 
 // relabel turns the object in the place of the copy into the copy: somebody has taken its labels
-// away. It leaves an original of the peer as it is; exists is then the reason why there is no copy.
+// away. It leaves an original of the peer as it is, and deletes what has an answer to other networks;
+// exists is then the reason why there is no copy.
 func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exists error) (*v1alpha1.NetworkConfig, error) {
 	found, err := w.link.get(ctx, want.Name)
 	if err != nil {
@@ -474,6 +475,9 @@ func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exis
 	_, received := found.Labels[v1alpha1.LabelOriginID]
 	if found.Labels[v1alpha1.LabelReplication] == "true" && !received || !found.DeletionTimestamp.IsZero() {
 		return nil, exists
+	}
+	if stale(found, want) { // it is made anew when it is gone
+		return nil, cmp.Or(w.link.delete(ctx, found.Name, found.UID), exists)
 	}
 	if found.Labels == nil {
 		found.Labels = make(map[string]string)
