@@ -88,6 +88,7 @@ func TestAnAnswerCountsForTheNetworksThatItAnswers(t *testing.T) {
 	b.manage()
 	agreed(a, b)
 	ready(a, b)
+	part(a, b)
 }
 
 // Beside Liqo's definitions, which have no conditions, a Peering becomes ready, also once more after a
@@ -100,6 +101,18 @@ func TestBesideLiqosDefinitionsAPeeringBecomesReady(t *testing.T) {
 	a.renumber("10.210.0.0/17")
 	agreed(a, b)
 	ready(a, b)
+	part(a, b)
+}
+
+// part ends the peering, so that the next test finds books without it.
+func part(sides ...*side) {
+	for _, s := range sides {
+		s.t.Helper()
+		s.peer.delete()
+	}
+	for _, s := range sides {
+		s.until("the Peering is gone", s.peer.gone)
+	}
 }
 
 // agreed waits until the TunnelEndpoints of both sides have the pods of one.
