@@ -1,6 +1,7 @@
 package replication
 
 import (
+	"context"
 	"fmt"
 	"maps"
 	"math/rand/v2"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
@@ -166,6 +168,52 @@ func TestPlansEnd(t *testing.T) {
 				return !c.DeletionTimestamp.IsZero() && rng.IntN(2) == 0
 			})
 		}
+	}
+}
+
+// pruning is an API server that stores statuses without their conditions.
+type pruning struct {
+	client.Client
+	patches int
+}
+
+func (p *pruning) Status() client.SubResourceWriter { return pruningStatus{p: p} }
+
+type pruningStatus struct {
+	client.SubResourceWriter
+	p *pruning
+}
+
+func (s pruningStatus) Patch(_ context.Context, o client.Object, _ client.Patch, _ ...client.SubResourcePatchOption) error {
+	o.(*v1alpha1.NetworkConfig).Status.Conditions = nil
+	s.p.patches++
+	return nil
+}
+
+// Where the API server here drops the peer's condition, an answer is taken over once.
+func TestAnAnswerWithoutItsConditionIsTakenOverOnce(t *testing.T) {
+	api := new(pruning)
+	original, c := config("n", held), config("n", received, answered1)
+	w := &worker{r: &Replicator{opts: Options{Client: api}, pace: usual}, copies: map[string]*v1alpha1.NetworkConfig{"n": c}}
+	sync := func() {
+		for _, a := range plan("b", original, w.copies) {
+			if err := w.do(t.Context(), a, original); err != nil || a.step != answer {
+				t.Fatalf("%v: %v", a, err)
+			}
+		}
+	}
+	for range 3 {
+		sync()
+	}
+	if api.patches != 1 || !original.Status.Processed {
+		t.Errorf("%d patches of the same answer, and here is %+v", api.patches, original.Status)
+	}
+	original.Status = v1alpha1.NetworkConfigStatus{} // somebody has taken it away
+	sync()
+	c.Status.PodCIDRNAT = "10.62.0.0/16"
+	sync()
+	if api.patches != 3 || original.Status.PodCIDRNAT != c.Status.PodCIDRNAT {
+		t.Errorf("%d patches, and here is %+v", api.patches, original.Status)
 	}
 }
 
