@@ -283,11 +283,16 @@ func (p *PeerState) setRule(r *rule) {
 // Count adds one to a drop counter. The engine counts what it discards; the gateway counts its own
 // drops here, with a nil peer when none is known.
 func (e *Engine) Count(p *PeerState, dir Direction, d Drop) {
+	e.CountMany(p, dir, d, 1)
+}
+
+// CountMany adds n to a drop counter.
+func (e *Engine) CountMany(p *PeerState, dir Direction, d Drop, n uint64) {
 	if p == nil {
-		e.noPeer[dir][d].Add(1)
+		e.noPeer[dir][d].Add(n)
 		return
 	}
-	p.drops[dir][d].Add(1)
+	p.drops[dir][d].Add(n)
 }
 
 // Sweep ends expired flows and gives up fragments that wait in vain. Call it about once a second;

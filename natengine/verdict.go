@@ -106,6 +106,9 @@ const (
 	DropTunnelSource   // inbound: a message from where no gateway of a peer can be, see fabric.Site; the peer is not known
 	DropHandshakeQueue // inbound: a handshake message for which the bounded queue had no place; the peer is not known
 
+	DropReceiveQueue // inbound: a data message for which the queue of its peer, or of nobody, had no place
+	DropSocketBuffer // inbound: a message that the kernel dropped because the UDP socket was full; the peer is not known
+
 	numDrops
 )
 
@@ -142,6 +145,8 @@ var drops = [numDrops]struct{ label, text string }{
 	DropTunnelQueue:       {"tunnel_queue", "the packet waited for a session of its peer and gave way to newer ones, or was too old"},
 	DropTunnelSource:      {"tunnel_source", "the message comes from where no gateway of a peer can be"},
 	DropHandshakeQueue:    {"handshake_queue", "the queue of handshakes is full"},
+	DropReceiveQueue:      {"receive_queue", "the peer sends more than its share of the gateway's time, or others send too much in no peer's name"},
+	DropSocketBuffer:      {"socket_buffer", "the kernel's buffer of the UDP socket was full"},
 }
 
 // Drops lists every reason, without DropNone, in the order of the constants.

@@ -2,10 +2,26 @@ package bind
 
 import "golang.zx2c4.com/wireguard/conn"
 
-// Batch is what one call has received: datagrams, each where it was received, some of them several
-// of one size that the kernel has put together. They are the caller's, to read and to change, until
-// the next call with the same Batch. Not for concurrent use.
+const (
+	// MaxDatagram is the room that one datagram may take: more than any UDP payload.
+	MaxDatagram = 65535
+
+	slabLen   = 512<<10 + MaxDatagram
+	slabAlign = 64 // of a datagram: a cache line
+)
+
+// Batch is datagrams that were received, one behind the other in memory of its own. Some of them are
+// several of one size that the kernel has put together. Their octets are the caller's, to read and to
+// change, until Reset. Not for concurrent use. The zero value is empty.
 type Batch struct {
+	// More says that the last call stopped because it had received enough: the socket may have more.
+	More bool
+	// Lost counts the datagrams that the kernel had no room for, as the calls since Reset learned of
+	// them. The kernel counts those that it has put together as one.
+	Lost uint64
+
+	slab     []byte // nil until it is needed
+	used     int    // octets of slab
 	received []received
 	at       int // the first that is not yet taken as a whole
 }
@@ -17,13 +33,24 @@ type received struct {
 	from    conn.Endpoint
 }
 
-// Add appends a datagram, or several put together, each of them segment octets long but for the
-// last. segment 0 is one datagram.
-func (b *Batch) Add(data []byte, segment int, from conn.Endpoint) {
-	if b.at == len(b.received) {
-		b.received, b.at = b.received[:0], 0
+// Space is where the next datagram may be received: MaxDatagram octets, or nil when the batch is full.
+func (b *Batch) Space() []byte {
+	if b.slab == nil {
+		b.slab = make([]byte, slabLen)
 	}
-	b.received = append(b.received, received{data, segment, from})
+	if b.used+MaxDatagram > len(b.slab) {
+		return nil
+	}
+	return b.slab[b.used : b.used+MaxDatagram]
+}
+
+// Received appends the datagram in the first n octets of Space, or several put together, each of them
+// segment octets long but for the last. segment 0 is one datagram. An empty datagram takes room too,
+// so that a batch of them is bounded.
+func (b *Batch) Received(n, segment int, from conn.Endpoint) {
+	end := b.used + n
+	b.received = append(b.received, received{b.slab[b.used:end:end], segment, from})
+	b.used = (end + slabAlign) &^ (slabAlign - 1)
 }
 
 // Empty reports whether all of it was taken.
@@ -44,4 +71,10 @@ func (b *Batch) Next() ([]byte, conn.Endpoint) {
 		b.at++
 	}
 	return m, from
+}
+
+// Reset empties the batch and takes its memory back.
+func (b *Batch) Reset() {
+	b.More, b.Lost = false, 0
+	b.received, b.used, b.at = b.received[:0], 0, 0
 }

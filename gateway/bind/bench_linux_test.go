@@ -39,12 +39,13 @@ func BenchmarkLoopback(b *testing.B) {
 						b.Fatal(err)
 					}
 					for got := 0; got < batch; {
-						if err := receive[0](&in); err != nil {
+						if err := receive[0](&in, true); err != nil {
 							b.Fatal(err)
 						}
 						for ; !in.Empty(); got++ {
 							in.Next()
 						}
+						in.Reset()
 					}
 				}
 			})

@@ -25,9 +25,13 @@ import (
 )
 
 const (
-	// bufferSize of both socket buffers, octets: what wireguard-go asks for. It takes CAP_NET_ADMIN
-	// to exceed net.core.{r,w}mem_max.
-	bufferSize = 7 << 20
+	// sendBuffer and receiveBuffer are what the sockets may hold, in octets. The first is what
+	// wireguard-go asks for. All peers share the second one in the order in which messages come, so
+	// it bounds how long one waits behind those of others: its receiver drains it into queues of
+	// peers much faster than it opens messages, and what it holds is some ten thousand small ones.
+	// It takes CAP_NET_ADMIN to exceed net.core.{r,w}mem_max.
+	sendBuffer    = 7 << 20
+	receiveBuffer = 4 << 20
 
 	// maxSegments is UDP_MAX_SEGMENTS of older kernels (include/linux/udp.h): datagrams that one
 	// sendmsg may carry.
@@ -49,10 +53,10 @@ type Bind struct {
 func New() *Bind { return new(Bind) }
 
 // Listen binds port, 0 for a free one, for both families, or for the one that the machine has. An
-// occupied port is syscall.EADDRINUSE. Each of the functions waits for a datagram and fills a
-// Batch, which has to be empty, with it and what else is there; one goroutine calls it, and gets
-// net.ErrClosed after Close.
-func (b *Bind) Listen(port uint16) ([]func(*Batch) error, uint16, error) {
+// occupied port is syscall.EADDRINUSE. Each of the functions appends to a Batch what is there, and
+// waits for a datagram first where wait says so; one goroutine calls it, and gets net.ErrClosed after
+// Close.
+func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if b.v4 != nil || b.v6 != nil {
@@ -66,7 +70,7 @@ func (b *Bind) Listen(port uint16) ([]func(*Batch) error, uint16, error) {
 			if b.ignore {
 				_ = v4.ignorePath(true) // it is tried again by whoever wants it
 			}
-			var receive []func(*Batch) error
+			var receive []func(*Batch, bool) error
 			for _, s := range []*socket{v4, v6} {
 				if s != nil {
 					receive = append(receive, s.receive)
@@ -176,10 +180,14 @@ func prepare(network, _ string, c syscall.RawConn) error {
 	var err error
 	control := c.Control(func(fd uintptr) {
 		set := func(level, option, value int) error { return unix.SetsockoptInt(int(fd), level, option, value) }
-		for _, option := range []int{unix.SO_RCVBUF, unix.SO_SNDBUF, unix.SO_RCVBUFFORCE, unix.SO_SNDBUFFORCE} {
-			_ = set(unix.SOL_SOCKET, option, bufferSize) // as large as we may have
+		for _, option := range []int{unix.SO_RCVBUF, unix.SO_RCVBUFFORCE} {
+			_ = set(unix.SOL_SOCKET, option, receiveBuffer) // as large as we may have
 		}
-		_ = set(unix.IPPROTO_UDP, unix.UDP_GRO, 1) // Linux 5.0; without it datagrams come one by one
+		for _, option := range []int{unix.SO_SNDBUF, unix.SO_SNDBUFFORCE} {
+			_ = set(unix.SOL_SOCKET, option, sendBuffer)
+		}
+		_ = set(unix.SOL_SOCKET, unix.SO_RXQ_OVFL, 1) // how many it had no room for; Linux 2.6.33
+		_ = set(unix.IPPROTO_UDP, unix.UDP_GRO, 1)    // Linux 5.0; without it datagrams come one by one
 		if network == "udp6" {
 			err = errors.Join(set(unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1), set(unix.IPPROTO_IPV6, unix.IPV6_RECVPKTINFO, 1))
 		} else {

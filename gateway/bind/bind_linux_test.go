@@ -35,7 +35,7 @@ func newEnd(t *testing.T) *end {
 	e.run(t, port, err, len(fns), func(i int) error {
 		var b Batch
 		for {
-			if err := fns[i](&b); err != nil {
+			if err := fns[i](&b, true); err != nil {
 				return err
 			}
 			for !b.Empty() {
@@ -43,6 +43,7 @@ func newEnd(t *testing.T) *end {
 				e.got <- datagram{bytes.Clone(m), from}
 				copy(m, bytes.Repeat([]byte{0xee}, len(m))) // the others are as they were sent all the same
 			}
+			b.Reset()
 		}
 	})
 	return e
@@ -277,7 +278,7 @@ func TestEmptyDatagramsAreReceivedAsMessages(t *testing.T) {
 	}
 	for n := 0; n <= empty; {
 		var b Batch
-		if err := receive[0](&b); err != nil {
+		if err := receive[0](&b, true); err != nil {
 			t.Fatal(err)
 		}
 		most := n + maxReceive
@@ -338,12 +339,13 @@ func TestSendAndReceiveDoNotAllocate(t *testing.T) {
 			t.Fatal(err)
 		}
 		for n := 0; n < len(batch); {
-			if err := fns[0](&in); err != nil {
+			if err := fns[0](&in, true); err != nil {
 				t.Fatal(err)
 			}
 			for ; !in.Empty(); n++ {
 				in.Next()
 			}
+			in.Reset()
 		}
 	})
 	if allocs > 0 {
@@ -398,5 +400,54 @@ func TestAPathIsIgnored(t *testing.T) {
 		if _, _, err := b.Listen(0); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// Datagrams that find no room in the socket are counted, when the next one arrives.
+func TestDatagramsThatFindNoRoomAreCounted(t *testing.T) {
+	b := New()
+	receive, port, err := b.Listen(0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	if err := b.v4.conn.SetReadBuffer(1 << 16); err != nil {
+		t.Fatal(err)
+	}
+	c, err := net.DialUDP("udp4", nil, &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1), Port: int(port)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	const n = 1000
+	for range n {
+		if _, err := c.Write(make([]byte, 1000)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	var got, lost int
+	var in Batch
+	drain := func() {
+		for in.More = true; in.More; {
+			in.Reset()
+			if err := receive[0](&in, false); err != nil {
+				t.Fatal(err)
+			}
+			lost += int(in.Lost)
+			for ; !in.Empty(); got++ {
+				in.Next()
+			}
+		}
+	}
+	drain()
+	if _, err := c.Write(make([]byte, 1000)); err != nil {
+		t.Fatal(err)
+	}
+	drain()
+	if got == n+1 || got+lost != n+1 {
+		t.Errorf("%d arrived and %d were counted as lost of %d", got, lost, n+1)
+	}
+	if drain(); lost != n+1-got {
+		t.Error("counted twice")
 	}
 }

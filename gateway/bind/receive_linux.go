@@ -14,16 +14,13 @@ import (
 // has a few per peer; when it is full it is begun anew.
 const maxEndpoints = 4096
 
-const (
-	// maxReceive messages, or slabLen octets, are received before anything is done with them. What
-	// is received together is joined to larger packets for the pods: with half of this, one TCP
-	// stream was a tenth slower; with twice, no faster.
-	maxReceive = 384
-	slabLen    = 512<<10 + maxDatagram
+// maxReceive messages, or a full Batch, are received before anything is done with them. What is
+// received together is joined to larger packets for the pods: with half of this, one TCP stream was a
+// tenth slower; with twice, no faster.
+const maxReceive = 384
 
-	maxDatagram = 65535 // more than any UDP payload
-	slabAlign   = 64    // of a datagram: a cache line
-)
+// overflowSpace is what SO_RXQ_OVFL takes as a control message on a 64-bit machine.
+const overflowSpace = 24
 
 // remote names a remote end and the local address that it talks to.
 type remote struct {
@@ -36,13 +33,12 @@ type receiver struct {
 	header  unix.Msghdr
 	iovec   unix.Iovec
 	name    [unix.SizeofSockaddrInet6]byte
-	control [pktinfoSpace + gsoSpace]byte
+	control [pktinfoSpace + gsoSpace + overflowSpace]byte
 	n       int
 	errno   unix.Errno
 	try     func(fd uintptr)
 	wait    func(fd uintptr) bool
-
-	slab []byte // all that one call receives, one datagram behind the other
+	lost    uint32 // datagrams that the kernel had no room for, as it last said
 
 	endpoints map[remote]*endpoint
 	last      *endpoint // most datagrams come from where the one before came from
@@ -51,8 +47,7 @@ type receiver struct {
 }
 
 func (in *receiver) init() {
-	in.slab = make([]byte, slabLen)
-	in.iovec.SetLen(maxDatagram)
+	in.iovec.SetLen(MaxDatagram)
 	in.header.Name = &in.name[0]
 	in.header.Iov = &in.iovec
 	in.header.SetIovlen(1)
@@ -77,19 +72,22 @@ func (in *receiver) recvmsg(fd uintptr) {
 	}
 }
 
-// receive fills an empty batch, in memory that the next call uses again. It waits for the first
-// datagram and takes what else is there already.
-func (s *socket) receive(b *Batch) error {
+// receive appends to a batch what is there. With wait it waits for the first datagram, without it
+// there may be none.
+func (s *socket) receive(b *Batch, wait bool) error {
 	in := &s.in
-	for used, messages := 0, 0; messages < maxReceive && used+maxDatagram <= len(in.slab); {
-		in.iovec.Base = &in.slab[used]
-		var err error
-		if messages == 0 {
-			err = s.raw.Read(in.wait)
-		} else {
-			err = s.raw.Control(in.try)
+	b.More = true
+	for messages := 0; messages < maxReceive; {
+		space := b.Space()
+		if space == nil {
+			return nil
 		}
-		if messages > 0 && (err != nil || in.errno != 0) {
+		in.iovec.Base = &space[0]
+		var err error
+		if first := messages == 0; first && wait {
+			err = s.raw.Read(in.wait)
+		} else if err = s.raw.Control(in.try); in.errno == unix.EAGAIN || !first && (err != nil || in.errno != 0) {
+			b.More = false
 			return nil //nolint:nilerr // no more for now, or an error that the next call will meet too
 		}
 		switch {
@@ -98,20 +96,29 @@ func (s *socket) receive(b *Batch) error {
 		case in.errno != 0:
 			return in.errno
 		}
-		segment, source := in.controls()
-		end := used + in.n
-		b.Add(in.slab[used:end:end], segment, in.endpoint(source)) // an empty one too: somebody has to count it
-		if messages++; segment > 0 {
-			messages += (in.n - 1) / segment
+		c := in.controls()
+		b.Received(in.n, c.segment, in.endpoint(c.source)) // an empty one too: somebody has to count it
+		if c.overflow {
+			b.Lost += uint64(c.lost - in.lost) // both wrap
+			in.lost = c.lost
 		}
-		used = (end + slabAlign - 1) &^ (slabAlign - 1)
+		if messages++; c.segment > 0 {
+			messages += (in.n - 1) / c.segment
+		}
 	}
 	return nil
 }
 
-// controls reads the control messages: the size of a segment, 0 for none, and the PKTINFO with the
-// local address.
-func (in *receiver) controls() (segment int, source []byte) {
+// controls is what control messages say.
+type controls struct {
+	segment  int    // size of a segment, 0 for none
+	source   []byte // the local address, of PKTINFO
+	lost     uint32 // datagrams that the socket had no room for before this one, since it was opened
+	overflow bool   // lost is there: the kernel leaves it out while it is 0
+}
+
+// controls reads the control messages.
+func (in *receiver) controls() (c controls) {
 	b := in.control[:in.header.Controllen]
 	for len(b) >= unix.SizeofCmsghdr {
 		h := (*unix.Cmsghdr)(unsafe.Pointer(&b[0]))
@@ -121,15 +128,17 @@ func (in *receiver) controls() (segment int, source []byte) {
 		data := b[unix.CmsgLen(0):h.Len]
 		switch {
 		case h.Level == unix.IPPROTO_UDP && h.Type == unix.UDP_GRO && len(data) >= 4:
-			segment = int(binary.NativeEndian.Uint32(data))
+			c.segment = int(binary.NativeEndian.Uint32(data))
 		case h.Level == unix.IPPROTO_IP && h.Type == unix.IP_PKTINFO && len(data) >= unix.SizeofInet4Pktinfo:
-			source = data[4:8] // ipi_spec_dst
+			c.source = data[4:8] // ipi_spec_dst
 		case h.Level == unix.IPPROTO_IPV6 && h.Type == unix.IPV6_PKTINFO && len(data) >= unix.SizeofInet6Pktinfo:
-			source = data[:16]
+			c.source = data[:16]
+		case h.Level == unix.SOL_SOCKET && h.Type == unix.SO_RXQ_OVFL && len(data) >= 4:
+			c.lost, c.overflow = binary.NativeEndian.Uint32(data), true
 		}
 		b = b[min(unix.CmsgSpace(len(data)), len(b)):]
 	}
-	return segment, source
+	return c
 }
 
 // endpoint returns the value for the sender of the datagram just received.

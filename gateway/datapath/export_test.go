@@ -11,6 +11,7 @@ import (
 	"golang.zx2c4.com/wireguard/conn"
 	"golang.zx2c4.com/wireguard/device"
 
+	"github.com/isthmus-net/isthmus/gateway/bind"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -188,3 +189,38 @@ func (t *Tunnel) Asked(key [32]byte) int {
 	}
 	return 0
 }
+
+// ReceiveAll has an inbound goroutine's work done for datagrams that next gives, until it is closed.
+func ReceiveAll(t *Tunnel, next func(b *bind.Batch, wait bool) error) { newInbound(t).receiveAll(next) }
+
+// Backlog is a backlog of messages of numbered peers; 0 is nobody.
+type Backlog struct {
+	b     backlog
+	peers map[int]*peer
+	slab  slab
+}
+
+// Push has a message wait, of which the first octet is who sent it.
+func (b *Backlog) Push(m []byte) bool {
+	p := b.peers[int(m[0])]
+	if p == nil && m[0] != 0 {
+		if b.peers == nil {
+			b.peers = make(map[int]*peer)
+		}
+		p = new(peer)
+		b.peers[int(m[0])] = p
+	}
+	return b.b.push(p, waiting{m, nil, &b.slab})
+}
+
+func (b *Backlog) Pop() []byte { return b.b.pop().b }
+func (b *Backlog) Empty() bool { return b.b.empty() }
+
+const (
+	MessageCost   = messageCost
+	Quantum       = quantum
+	NobodyQuantum = nobodyQuantum
+	BacklogLimit  = backlogLimit
+	LeastQueue    = leastQueue
+	NobodyLimit   = nobodyLimit
+)

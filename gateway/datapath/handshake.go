@@ -35,10 +35,10 @@ const (
 
 // Wire is the UDP side of a tunnel: *bind.Bind, or memory. All methods may be called concurrently.
 type Wire interface {
-	// Listen opens a port, 0 for a free one. Each of the functions waits for datagrams and fills
-	// the Batch, which has to be empty; it is called by one goroutine and returns net.ErrClosed
-	// after Close.
-	Listen(port uint16) ([]func(*bind.Batch) error, uint16, error)
+	// Listen opens a port, 0 for a free one. Each of the functions appends to the Batch what is there,
+	// and waits for a datagram first where wait says so; it is called by one goroutine and returns
+	// net.ErrClosed after Close.
+	Listen(port uint16) ([]func(b *bind.Batch, wait bool) error, uint16, error)
 	// Close ends what Listen began. Listen may be called again.
 	Close() error
 	// Send sends datagrams in order, and goes on after an error.

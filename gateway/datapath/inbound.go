@@ -5,6 +5,7 @@ import (
 	"errors"
 	"net"
 	"net/netip"
+	"runtime"
 	"time"
 
 	"golang.zx2c4.com/wireguard/conn"
@@ -15,21 +16,37 @@ import (
 )
 
 // inbound is the goroutine that receives from one socket, and its scratch. It waits for nothing but
-// the socket: what one peer sends costs the others no more than the time that it takes to refuse
-// it.
+// the socket. As long as it keeps up, messages go straight from the socket to their packets:
+//
+//	socket ── slab ─┬───────────────────────────────── run ─ open, NAT, write
+//	                └─ backlog: a queue for each peer ──┘
+//
+// When there is more than one call receives, it drains the socket first, and messages wait in the
+// backlog, in the slab where they were received.
 type inbound struct {
 	t     *Tunnel
-	batch bind.Batch
+	slab  *slab   // the one that is being filled, nil for none
+	slabs int     // that there are, free ones among them
+	free  []*slab // empty ones
 	now   time.Time
 	nonce [12]byte
 	run   run
 	tap   *tap
 	write writer
 
+	backlog backlog
+	taken   []*slab // of the messages of the backlog that are being opened
+
 	source struct { // of the last message
 		from  conn.Endpoint
 		judge *func(netip.Addr) bool
 		may   bool
+	}
+	sender struct { // of the last message that waits
+		known bool
+		index uint32
+		from  conn.Endpoint
+		peer  *peer
 	}
 }
 
@@ -54,29 +71,176 @@ func newInbound(t *Tunnel) *inbound {
 }
 
 // receiveAll handles what next receives until the socket is closed.
-func (in *inbound) receiveAll(next func(*bind.Batch) error) {
+func (in *inbound) receiveAll(next func(b *bind.Batch, wait bool) error) {
 	for {
-		if err := next(&in.batch); errors.Is(err, net.ErrClosed) {
+		if err := in.drain(next); errors.Is(err, net.ErrClosed) {
 			return
 		} else if err != nil {
 			in.t.options.Logger.Errorf("receive: %v", err)
 			time.Sleep(receivePause)
-			continue
 		}
-		in.now = time.Now()
-		in.tap.begin()
-		for !in.batch.Empty() {
-			in.accept(in.batch.Next())
+		if !in.backlog.empty() {
+			in.work()
+			runtime.Gosched() // others of this processor have waited meanwhile
 		}
-		in.open()
 	}
 }
 
-// accept sorts one message: data into the run at hand, handshakes into the device's queue.
+// drain waits for messages, unless some wait already, and handles them when the socket has no more.
+// Else it puts them into the backlog, and those after them.
+func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
+	wait := in.backlog.empty()
+	in.sender.known = false // where peers are and which sessions they have may have changed
+	for range drainCalls {
+		s := in.room()
+		if s == nil {
+			return nil
+		}
+		if err := next(&s.Batch, wait); err != nil {
+			return err
+		}
+		in.now = time.Now()
+		in.tap.begin()
+		if s.Lost > 0 {
+			in.t.engine.CountMany(nil, natengine.Inbound, natengine.DropSocketBuffer, s.Lost)
+			s.Lost = 0
+		}
+		if wait && !s.More {
+			for !s.Empty() {
+				in.accept(s.Next())
+			}
+			in.open()
+			s.Reset()
+			return nil
+		}
+		wait = false
+		for !s.Empty() {
+			if m, from := s.Next(); in.sort(m, from) {
+				in.wait(m, from, s)
+			}
+		}
+		if !s.More {
+			return nil
+		}
+	}
+	return nil
+}
+
+// room is a slab that has room for a datagram, nil when messages wait in all that there may be.
+func (in *inbound) room() *slab {
+	if s := in.slab; s != nil {
+		if s.waiting == 0 {
+			s.Reset()
+		}
+		if s.Space() != nil {
+			return s
+		}
+		in.slab = nil // release keeps it when its last message has gone
+	}
+	if n := len(in.free); n > 0 {
+		in.slab, in.free = in.free[n-1], in.free[:n-1]
+	} else if in.slabs < maxSlabs {
+		in.slab = new(slab)
+		in.slabs++
+	}
+	return in.slab
+}
+
+// release notes that messages of slabs are not needed any more.
+func (in *inbound) release() {
+	for i, s := range in.taken {
+		if s.waiting--; s.waiting == 0 && s != in.slab {
+			s.Reset()
+			in.free = append(in.free, s)
+		}
+		in.taken[i] = nil
+	}
+	in.taken = in.taken[:0]
+	if in.backlog.empty() && len(in.free) > keptSlabs { // the flood is over
+		in.slabs -= len(in.free) - keptSlabs
+		clear(in.free[keptSlabs:])
+		in.free = in.free[:keptSlabs]
+		in.backlog.trim()
+	}
+}
+
+// wait puts a data message into the queue of its peer.
+func (in *inbound) wait(m []byte, from conn.Endpoint, s *slab) {
+	p := in.senderOf(m, from)
+	if in.backlog.push(p, waiting{m, from, s}) {
+		return
+	}
+	var state *natengine.PeerState
+	if p != nil {
+		state = p.state
+	}
+	in.refuse(state, m, from, natengine.DropReceiveQueue)
+}
+
+// senderOf is the peer that a data message is charged to before it is opened: the one whose receiver
+// index it names, if it comes from where that peer is. An index alone can be read on the way by
+// whoever then forges messages, from elsewhere. It is nil for nobody: also for a peer that has just
+// moved, until the first of its messages was opened.
+func (in *inbound) senderOf(m []byte, from conn.Endpoint) *peer {
+	c, index := &in.sender, binary.LittleEndian.Uint32(m[4:])
+	if c.known && c.index == index && c.from == from {
+		return c.peer
+	}
+	dev, k := lookup(in.t.dev, index)
+	p := in.t.peers.Load().byDevice[dev]
+	if p != nil && (k == nil || !samePlace(endpointOf(dev), from)) {
+		p = nil
+	}
+	c.known, c.index, c.from, c.peer = true, index, from, p
+	return p
+}
+
+// samePlace reports whether two endpoints are one remote address and port.
+func samePlace(a, b conn.Endpoint) bool {
+	if a == b {
+		return true
+	}
+	x, ok := a.(interface{ AddrPort() netip.AddrPort })
+	y, too := b.(interface{ AddrPort() netip.AddrPort })
+	return ok && too && x.AddrPort() == y.AddrPort()
+}
+
+// work opens some of what waits.
+func (in *inbound) work() {
+	in.now = time.Now()
+	in.tap.begin()
+	for cost := 0; cost < workCost && len(in.taken) < workMessages && !in.backlog.empty(); {
+		w := in.backlog.pop()
+		in.taken = append(in.taken, w.in)
+		cost += w.cost()
+		in.add(w.b, w.from)
+	}
+	in.open()
+	in.release()
+}
+
+// accept handles one message of a batch: open has to follow the last one.
 func (in *inbound) accept(m []byte, from conn.Endpoint) {
+	if in.sort(m, from) {
+		in.add(m, from)
+	}
+}
+
+// add puts a data message into the run at hand.
+func (in *inbound) add(m []byte, from conn.Endpoint) {
+	if index := binary.LittleEndian.Uint32(m[4:]); index != in.run.index {
+		in.open()
+		in.run.index = index
+	}
+	in.run.messages = append(in.run.messages, message{b: m, counter: binary.LittleEndian.Uint64(m[8:]), from: from})
+}
+
+// sort reports whether a message is data. Handshakes go into the device's queue, and what is neither
+// is refused.
+func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 	if !in.mayCome(from) {
 		in.refuse(nil, m, from, natengine.DropTunnelSource)
-		return
+		return false
 	}
 	var messageType uint32
 	if len(m) >= 4 {
@@ -84,11 +248,7 @@ func (in *inbound) accept(m []byte, from conn.Endpoint) {
 	}
 	switch {
 	case messageType == device.MessageTransportType && len(m) >= headerLen+tagLen:
-		if index := binary.LittleEndian.Uint32(m[4:]); index != in.run.index {
-			in.open()
-			in.run.index = index
-		}
-		in.run.messages = append(in.run.messages, message{b: m, counter: binary.LittleEndian.Uint64(m[8:]), from: from})
+		return true
 	case messageType == device.MessageTransportType:
 		in.refuse(nil, m, from, natengine.DropTunnelShort)
 	case len(m) != 0 && len(m) == handshakeLen(messageType):
@@ -99,6 +259,7 @@ func (in *inbound) accept(m []byte, from conn.Endpoint) {
 	default:
 		in.refuse(nil, m, from, natengine.DropTunnelType)
 	}
+	return false
 }
 
 // mayCome says whether messages may come from there. Those of one source are mostly together.

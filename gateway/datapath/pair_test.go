@@ -46,7 +46,7 @@ type message struct {
 	b  []byte
 }
 
-func (w *wire) Listen(port uint16) ([]func(*bind.Batch) error, uint16, error) {
+func (w *wire) Listen(port uint16) ([]func(*bind.Batch, bool) error, uint16, error) {
 	first, port, err := w.Bind.Listen(port)
 	if err != nil {
 		return nil, 0, err

@@ -92,8 +92,9 @@ func (b *Bind) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 		return nil, 0, err
 	}
 	receive := func(bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
-		n, err := b.receive(closed, len(bufs), func(i int, d *datagram) {
+		n, err := b.receive(closed, len(bufs), func(i int, d *datagram) (more bool) {
 			sizes[i], eps[i] = copy(bufs[i], d.bytes()), d.from
+			return true
 		})
 		return n, err
 	}
@@ -101,20 +102,24 @@ func (b *Bind) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 }
 
 // Listen implements datapath.Wire.
-func (b *Bind) Listen(port uint16) ([]func(*bind.Batch) error, uint16, error) {
+func (b *Bind) Listen(port uint16) ([]func(*bind.Batch, bool) error, uint16, error) {
 	closed, port, err := b.open(port)
 	if err != nil {
 		return nil, 0, err
 	}
-	var slots [conn.IdealBatchSize][]byte
-	receive := func(batch *bind.Batch) error {
-		_, err := b.receive(closed, len(slots), func(i int, d *datagram) {
-			slots[i] = append(slots[i][:0], d.bytes()...)
-			batch.Add(slots[i], 0, d.from)
+	receive := func(batch *bind.Batch, wait bool) error {
+		batch.More = batch.Space() == nil
+		if batch.More || !wait && len(b.queue) == 0 {
+			return nil
+		}
+		n, err := b.receive(closed, conn.IdealBatchSize, func(_ int, d *datagram) (more bool) {
+			batch.Received(copy(batch.Space(), d.bytes()), 0, d.from)
+			return batch.Space() != nil
 		})
+		batch.More = n == conn.IdealBatchSize || batch.Space() == nil
 		return err
 	}
-	return []func(*bind.Batch) error{receive}, port, nil
+	return []func(*bind.Batch, bool) error{receive}, port, nil
 }
 
 // open makes the bind known in its network. The channel is closed by Close.
@@ -143,18 +148,18 @@ func (b *Bind) open(port uint16) (closed chan struct{}, actual uint16, err error
 	return b.closed, port, nil
 }
 
-// receive waits for a datagram and takes up to most of those that are there.
-func (b *Bind) receive(closed <-chan struct{}, most int, take func(i int, d *datagram)) (int, error) {
+// receive waits for a datagram and takes up to most of those that are there, while take wants more.
+func (b *Bind) receive(closed <-chan struct{}, most int, take func(i int, d *datagram) (more bool)) (int, error) {
 	select {
 	case <-closed:
 		return 0, net.ErrClosed
 	case d := <-b.queue:
 		i := 0
 		for {
-			take(i, d)
+			more := take(i, d)
 			d.big = nil
 			datagrams.Put(d)
-			if i++; i == most {
+			if i++; i == most || !more {
 				return i, nil
 			}
 			select {

@@ -1,0 +1,239 @@
+package datapath_test
+
+import (
+	"encoding/binary"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"slices"
+	"testing"
+
+	"golang.zx2c4.com/wireguard/conn"
+
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/natengine"
+)
+
+// from is a message that waits, of peer n or, for 0, of nobody.
+func from(n byte, size int) []byte {
+	m := make([]byte, size)
+	m[0] = n
+	return m
+}
+
+func TestAMessageWaitsForOneTurnOfTheOthersAtMost(t *testing.T) {
+	const floods = 5
+	var b datapath.Backlog
+	for range 20_000 {
+		for peer := range byte(floods + 1) {
+			b.Push(from(peer, 64))
+		}
+	}
+	for range 100 {
+		b.Pop()
+	}
+	b.Push(from(200, 1452))
+	cost := 0
+	for m := b.Pop(); m[0] != 200; m = b.Pop() {
+		cost += len(m) + datapath.MessageCost
+	}
+	if most := floods*(datapath.Quantum+2000) + datapath.NobodyQuantum + 2000; cost > most {
+		t.Errorf("messages of cost %d went first: want %d at most", cost, most)
+	}
+}
+
+// Large or small, each peer gets the same; nobody gets a quarter of that.
+func TestPeersShareByCost(t *testing.T) {
+	sizes := map[byte]int{0: 64, 1: 64, 2: 1452, 3: 9000}
+	var b datapath.Backlog
+	got := map[byte]int{}
+	for range 50_000 {
+		for peer, size := range sizes {
+			b.Push(from(peer, size))
+		}
+		m := b.Pop()
+		got[m[0]] += len(m) + datapath.MessageCost
+	}
+	for peer := range sizes {
+		want := got[1]
+		if peer == 0 {
+			want /= datapath.Quantum / datapath.NobodyQuantum
+		}
+		if diff := got[peer] - want; diff < -want/20-2*datapath.Quantum || diff > want/20+2*datapath.Quantum {
+			t.Errorf("peer %d got %d: want about %d", peer, got[peer], want)
+		}
+	}
+}
+
+// The messages of each peer keep their order, none is lost or invented, and what waits is bounded.
+func TestTheBacklogKeepsOrderAndBounds(t *testing.T) {
+	rng := rand.New(rand.NewPCG(1, 2))
+	var b datapath.Backlog
+	waiting, cost, sum := map[byte][]uint32{}, map[byte]int{}, 0
+	pop := func() {
+		m := b.Pop()
+		n, peer := binary.BigEndian.Uint32(m[1:]), m[0]
+		if len(waiting[peer]) == 0 || waiting[peer][0] != n {
+			t.Fatalf("message %d of peer %d: want one of %v", n, peer, waiting[peer][:min(3, len(waiting[peer]))])
+		}
+		if waiting[peer] = waiting[peer][1:]; len(waiting[peer]) == 0 {
+			delete(waiting, peer)
+		}
+		c := len(m) + datapath.MessageCost
+		cost[peer], sum = cost[peer]-c, sum-c
+	}
+	for i := range uint32(200_000) {
+		if rng.IntN(3) == 0 && !b.Empty() {
+			pop()
+			continue
+		}
+		m := from(byte(rng.IntN(12)), 5+rng.IntN(1500))
+		binary.BigEndian.PutUint32(m[1:], i)
+		peer := m[0]
+		limit := datapath.NobodyLimit
+		if peer != 0 {
+			limit = max(datapath.LeastQueue, datapath.BacklogLimit/max(1, len(waiting)))
+		}
+		c := len(m) + datapath.MessageCost
+		if admitted := b.Push(m); admitted != (len(waiting[peer]) == 0 || cost[peer]+c <= limit) {
+			t.Fatalf("admitted %v, where %d wait of %d", admitted, cost[peer], limit)
+		} else if admitted {
+			waiting[peer] = append(waiting[peer], i)
+			cost[peer], sum = cost[peer]+c, sum+c
+		}
+	}
+	for !b.Empty() {
+		pop()
+	}
+	if sum != 0 || len(waiting) != 0 {
+		t.Errorf("%d peers have messages left", len(waiting))
+	}
+}
+
+// --- with messages
+
+// arrival is a message and where it came from.
+type arrival struct {
+	b    []byte
+	from conn.Endpoint
+}
+
+// socket gives batches one after the other, all of which were there already, and is closed after them.
+func socket(batches [][]arrival) func(*bind.Batch, bool) error {
+	return func(b *bind.Batch, wait bool) error {
+		if len(batches) == 0 {
+			if b.More = false; wait {
+				return net.ErrClosed
+			}
+			return nil
+		}
+		for len(batches[0]) > 0 && b.Space() != nil {
+			a := batches[0][0]
+			b.Received(copy(b.Space(), a.b), 0, a.from)
+			batches[0] = batches[0][1:]
+		}
+		if len(batches[0]) == 0 {
+			batches = batches[1:]
+		}
+		b.More = true
+		return nil
+	}
+}
+
+// flooded has a full socket with batches of a flood, of 300 each, and one message of a somewhere in
+// each batch, and reports how many messages of the flood were handled before each of them.
+func flooded(t *testing.T, b, a *end, batches int, flood func() arrival) (before []int) {
+	t.Helper()
+	all := make([][]arrival, batches)
+	rng, at := rand.New(rand.NewPCG(1, 2)), b.wire.Endpoint(a.place)
+	for i := range all {
+		for range 300 {
+			all[i] = append(all[i], flood())
+		}
+		honest := arrival{a.Seal(b.key.public, numbered(podOf(0), podOf(1), uint32(1000+i), 100)), at}
+		all[i] = slices.Insert(all[i], rng.IntN(300), honest)
+	}
+	others := 0
+	b.on = func(number uint32) {
+		if number >= 1000 {
+			before = append(before, others)
+		} else {
+			others++
+		}
+	}
+	datapath.ReceiveAll(b.Tunnel, socket(all))
+	b.on = nil
+	return before
+}
+
+func TestAPeerThatSendsTooMuchWaitsForItself(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		c := p.third(t)
+		at, sent := b.wire.Endpoint(c.place), 0
+		before := flooded(t, b, a, 60, func() arrival {
+			sent++
+			return arrival{c.Seal(b.key.public, numbered(podOf(2), podOf(1), 1, 60)), at}
+		})
+		if len(before) != 60 {
+			t.Fatalf("%d messages of the honest peer arrived: want 60", len(before))
+		}
+		// Eight batches are received at once, and their eight messages are of less than a turn.
+		if n := before[7]; n > 2*datapath.Quantum/datapath.MessageCost {
+			t.Errorf("%d messages of the flood were handled before the first eight of the honest peer", n)
+		}
+		delivered, _ := b.state(t, "2").Traffic(natengine.Inbound)
+		if n := b.state(t, "2").Drops(natengine.Inbound, natengine.DropReceiveQueue); n == 0 || delivered+n != uint64(sent) {
+			t.Errorf("%d delivered and %d counted for the peer that floods: want %d together", delivered, n, sent)
+		}
+		if n := b.state(t, "0").Drops(natengine.Inbound, natengine.DropReceiveQueue); n != 0 {
+			t.Errorf("%d counted for the honest peer", n)
+		}
+	})
+}
+
+// A host on the underlay reads the index of a peer and sends junk with it, from elsewhere. That has its
+// own small queue; so has what the peer sends from a new address, until some of it was opened.
+func TestJunkWithTheIndexOfAPeerHurtsNobody(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		bad, n := b.wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:9999")), uint64(0)
+		junk := func() arrival {
+			n++
+			m := datapath.SealWith(a.session(), 1<<40+n, make([]byte, 64))
+			m[20] ^= 1
+			return arrival{m, bad}
+		}
+		if before := flooded(t, b, a, 60, junk); len(before) != 60 {
+			t.Fatalf("%d messages of the honest peer arrived: want 60", len(before))
+		}
+		if n := b.state(t, "0").Drops(natengine.Inbound, natengine.DropReceiveQueue); n != 0 {
+			t.Errorf("%d counted for the honest peer", n)
+		}
+		forged := b.state(t, "0").Drops(natengine.Inbound, natengine.DropTunnelForged)
+		queue := b.engine.Stats().NoPeerDrops[natengine.Inbound][natengine.DropReceiveQueue]
+		if queue == 0 || forged+queue != n {
+			t.Errorf("%d counted as forged, %d without a place: want %d together", forged, queue, n)
+		}
+		a.place = netip.MustParseAddrPort("192.0.2.77:4711") // it has moved
+		if before := flooded(t, b, a, 60, junk); len(before) < 40 || b.Stats()[a.key.public].Endpoint != a.place {
+			t.Errorf("%d messages arrived of a peer that has moved, and it is at %s for us", len(before), b.Stats()[a.key.public].Endpoint)
+		}
+	})
+}
+
+// What the kernel drops is counted with everything else.
+func TestDropsOfTheSocketAreCounted(t *testing.T) {
+	e := newEngine(t)
+	d := newDevice(t, newScript(), e, datapath.Options{})
+	calls := 0
+	datapath.ReceiveAll(d, func(b *bind.Batch, _ bool) error {
+		if calls++; calls > 3 {
+			return net.ErrClosed
+		}
+		b.Lost = uint64(calls)
+		return nil
+	})
+	if n := drops(e, natengine.Inbound, natengine.DropSocketBuffer); n != 1+2+3 {
+		t.Errorf("%d counted: want 6", n)
+	}
+}
