@@ -104,10 +104,12 @@ const (
 	DropTunnelType     // inbound: no known type of WireGuard message, or a handshake of a wrong length; the same
 	DropTunnelQueue    // outbound: gave way, by packets, octets or age, where packets wait for a session of their peer
 	DropTunnelSource   // inbound: a message from where no gateway of a peer can be, see fabric.Site; the peer is not known
-	DropHandshakeQueue // inbound: a handshake message for which the bounded queue had no place; the peer is not known
+	DropHandshakeQueue // inbound: a handshake message for which a bounded queue or budget had no place; the peer is not known
 
-	DropReceiveQueue // inbound: a data message for which the queue of its peer, or of nobody, had no place
-	DropSocketBuffer // inbound: a message that the kernel dropped because the UDP socket was full; the peer is not known
+	DropReceiveQueue     // inbound: a data message for which the queue of its peer, or of nobody, had no place
+	DropSocketBuffer     // inbound: a message that the kernel dropped because the UDP socket was full; the peer is not known
+	DropHandshakeKey     // inbound: a handshake message that was made for another public key; the peer is not known
+	DropHandshakeRefused // inbound: a handshake message for our key, of no peer, a second time, or to none of ours
 
 	numDrops
 )
@@ -144,9 +146,11 @@ var drops = [numDrops]struct{ label, text string }{
 	DropTunnelType:        {"tunnel_type", "not a WireGuard message, or a handshake of a wrong length"},
 	DropTunnelQueue:       {"tunnel_queue", "the packet waited for a session of its peer and gave way to newer ones, or was too old"},
 	DropTunnelSource:      {"tunnel_source", "the message comes from where no gateway of a peer can be"},
-	DropHandshakeQueue:    {"handshake_queue", "the queue of handshakes is full"},
+	DropHandshakeQueue:    {"handshake_queue", "more handshakes came from there than are answered without a cookie, or their queue is full"},
 	DropReceiveQueue:      {"receive_queue", "the peer sends more than its share of the gateway's time, or others send too much in no peer's name"},
 	DropSocketBuffer:      {"socket_buffer", "the kernel's buffer of the UDP socket was full"},
+	DropHandshakeKey:      {"handshake_key", "the handshake was made for another public key than ours"},
+	DropHandshakeRefused:  {"handshake_refused", "the handshake is of no peer's key, came before, or answers none of ours"},
 }
 
 // Drops lists every reason, without DropNone, in the order of the constants.

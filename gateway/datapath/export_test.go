@@ -2,6 +2,7 @@ package datapath
 
 import (
 	"encoding/binary"
+	"net/netip"
 	"reflect"
 	"runtime"
 	"sync"
@@ -224,3 +225,16 @@ const (
 	LeastQueue    = leastQueue
 	NobodyLimit   = nobodyLimit
 )
+
+// Budgets are budgets of numbered addresses.
+type Budgets struct{ b budgets }
+
+func (b *Budgets) Spend(addr netip.Addr, proven bool, now time.Time, every time.Duration, burst int) bool {
+	return b.b.spend(budget{addr: addr, proven: proven}, now, every, burst)
+}
+func (b *Budgets) Len() int { return len(b.b.spent) }
+
+const MaxBudgets = maxBudgets
+
+// Knows reports whether a peer is at an address.
+func (t *Tunnel) Knows(addr netip.Addr) bool { return t.knows(addr) }

@@ -2,6 +2,7 @@ package datapath
 
 import (
 	"encoding/binary"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -20,14 +21,37 @@ import (
 // no packets.
 //
 //	socket ─ inbound ─┬─ data ─► open, NAT, write
-//	                  └─ handshakes ─► queue ─► device ─ handshakes, keepalives ─► socket
+//	                  └─ handshakes ─┬─ of known sources ─┬─► admit ─► device ─ handshakes, keepalives ─► socket
+//	                                 └─ of others ────────┘     └─ cookies ─► socket
+//
+// An answer takes the device as long as a hundred packets, and anybody who knows our public key can
+// make it look at an initiation, with a forged source. So sources where peers are go first, each has a
+// budget of its own, and all others share one. Beyond its budget a message must show a cookie (section
+// 5.4.7 of the WireGuard paper), which proves that its source is no forged one. The device's own queue
+// stays so short that the device never asks for cookies itself.
 
 const (
-	// maxHandshakes bounds the queue. The device has one of 1024 behind it, and goes over to
-	// cookies when that is an eighth full.
-	maxHandshakes = 512
+	// knownHandshakes and otherHandshakes bound the two queues. The first one holds a handshake of each
+	// of a thousand peers, which may all begin at once when this gateway is back.
+	knownHandshakes = 1024
+	otherHandshakes = 512
 	// handshakeBatch is how many the device takes at once. It has a buffer of 64 KiB for each.
 	handshakeBatch = 16
+	// deviceHandshakes may wait in the device when it is given more. It answers in the order in which
+	// they came, and asks for cookies when 128 wait.
+	deviceHandshakes = 16
+	// devicePause is how long the device is left alone when that many wait.
+	devicePause = time.Millisecond
+
+	// Budgets for handshakes: how often one may come, and of how many at once. A peer begins one in
+	// five seconds. Of other sources all together have one budget. A source that shows a cookie has one
+	// of its own.
+	knownEvery, knownBurst   = time.Second / 10, 20
+	otherEvery, otherBurst   = time.Second / 200, 100
+	provenEvery, provenBurst = time.Second / 20, 20
+
+	// maxBudgets bounds the sources whose budgets are remembered, beyond those of peers.
+	maxBudgets = 8192
 
 	// receivePause is for a socket that fails without being closed.
 	receivePause = 100 * time.Millisecond
@@ -68,10 +92,11 @@ func handshakeLen(messageType uint32) int {
 	return 0
 }
 
-// handshakes is the conn.Bind of the device: it receives from the queue and sends by the wire.
+// handshakes is the conn.Bind of the device: it receives from the queues and sends by the wire.
 type handshakes struct {
-	t     *Tunnel
-	queue chan handshake
+	t             *Tunnel
+	known, others chan handshake
+	budgets       budgets // of the device's receiving goroutine
 
 	mu      sync.Mutex
 	closed  chan struct{} // nil while not open
@@ -91,21 +116,222 @@ type initiation struct {
 var _ conn.Bind = (*handshakes)(nil)
 
 func newHandshakes(t *Tunnel) *handshakes {
-	return &handshakes{t: t, queue: make(chan handshake, maxHandshakes), forgotten: make(map[uint32]*peer)}
+	return &handshakes{
+		t: t, known: make(chan handshake, knownHandshakes), others: make(chan handshake, otherHandshakes),
+		forgotten: make(map[uint32]*peer),
+	}
 }
 
 // offer gives the device a handshake message, of which it keeps a copy. It never waits.
 func (h *handshakes) offer(m []byte, from conn.Endpoint) {
 	msg := handshake{from: from, n: len(m)}
 	copy(msg.b[:], m)
+	queue := h.others
+	if h.t.knows(from.DstIP()) {
+		queue = h.known
+	}
 	select {
-	case h.queue <- msg:
+	case queue <- msg:
 	default:
-		h.t.engine.Count(nil, natengine.Inbound, natengine.DropHandshakeQueue)
-		if c := h.t.capture.Load(); c != nil {
-			c.handshake(h.t, natengine.Inbound, m, from, natengine.DropHandshakeQueue)
+		h.refuse(&msg, natengine.DropHandshakeQueue)
+	}
+}
+
+// refuse counts a handshake message.
+func (h *handshakes) refuse(m *handshake, why natengine.Drop) {
+	h.t.engine.Count(nil, natengine.Inbound, why)
+	if c := h.t.capture.Load(); c != nil {
+		c.handshake(h.t, natengine.Inbound, m.b[:m.n], m.from, why)
+	}
+}
+
+// next takes a message, of a known source if there is one, and waits for it if wait says so. It
+// reports false when there is none, or when the wire is closed.
+func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bool) {
+	select {
+	case m = <-h.known:
+		return m, true
+	default:
+	}
+	if !wait {
+		select {
+		case m = <-h.others:
+			return m, true
+		default:
+			return m, false
 		}
 	}
+	select {
+	case <-closed:
+		return m, false
+	case m = <-h.known:
+	case m = <-h.others:
+	}
+	return m, true
+}
+
+// receive fills bufs with messages that the device may look at, and waits for the first of them.
+func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
+	for handshakesWaiting(h.t.dev) > deviceHandshakes {
+		select {
+		case <-closed:
+			return 0, net.ErrClosed
+		case <-time.After(devicePause):
+		}
+	}
+	for n := 0; ; {
+		m, ok := h.next(closed, n == 0)
+		if !ok && n == 0 {
+			return 0, net.ErrClosed
+		} else if !ok {
+			return n, nil
+		}
+		if !h.admit(&m, time.Now()) {
+			continue
+		}
+		if h.forgot(m.b[:m.n]) {
+			continue
+		}
+		sizes[n], eps[n] = copy(bufs[n], m.b[:m.n]), m.from
+		if n++; n == len(bufs) {
+			return n, nil
+		}
+	}
+}
+
+// admit reports whether the device is to look at a message. It answers one that is beyond its budget
+// with a cookie.
+func (h *handshakes) admit(msg *handshake, now time.Time) bool {
+	m := msg.b[:msg.n]
+	if m[0] == device.MessageCookieReplyType { // takes the device no longer than this
+		return true
+	}
+	checker := h.t.checker.Load()
+	ours := checker.CheckMAC1(m)
+	h.t.came(m, msg.from, ours)
+	if !ours {
+		h.refuse(msg, natengine.DropHandshakeKey)
+		return false
+	}
+	addr := msg.from.DstIP()
+	if h.t.knows(addr) {
+		if h.budgets.spend(budget{addr: addr}, now, knownEvery, knownBurst) {
+			return true
+		}
+	} else if h.budgets.spend(budget{}, now, otherEvery, otherBurst) {
+		return true
+	}
+	source := msg.from.DstToBytes()
+	if checker.CheckMAC2(m, source) {
+		proven := budget{addr: addr, proven: true}
+		if h.t.relay(addr) { // many peers, one address
+			proven.source = string(source)
+		}
+		if h.budgets.spend(proven, now, provenEvery, provenBurst) {
+			return true
+		}
+	} else if reply, err := checker.CreateReply(m, binary.LittleEndian.Uint32(m[4:]), source); err == nil {
+		b, _ := binary.Append(nil, binary.LittleEndian, reply) // never fails
+		_ = h.Send([][]byte{b}, msg.from)                      // lost: the peer tries again
+	}
+	h.refuse(msg, natengine.DropHandshakeQueue)
+	return false
+}
+
+// budget names what handshakes are charged to: the address of a peer, one that showed a cookie, or,
+// by the zero value, all others.
+type budget struct {
+	addr   netip.Addr
+	source string // behind a relay: address and port
+	proven bool
+}
+
+// budgets are the times up to which budgets are spent (GCRA). One that is not spent takes no room.
+// The zero value is ready.
+type budgets struct {
+	spent map[budget]time.Time
+	swept time.Time // when those that were not spent any more were forgotten
+}
+
+// spend takes one from a budget that grows by one in every and holds burst at most. It reports false
+// when there is none left.
+func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int) bool {
+	at, ok := b.spent[k]
+	if at.Before(now) {
+		at = now
+	}
+	if at.Sub(now) > every*time.Duration(burst-1) {
+		return false
+	}
+	if !ok && now.Sub(b.swept) > time.Second {
+		maps.DeleteFunc(b.spent, func(_ budget, until time.Time) bool { return until.Before(now) })
+		b.swept = now
+	}
+	if !ok && k.proven && len(b.spent) >= maxBudgets {
+		return false
+	}
+	if b.spent == nil {
+		b.spent = make(map[budget]time.Time)
+	}
+	b.spent[k] = at.Add(every)
+	return true
+}
+
+// knows reports whether a peer is at an address: it is configured there, or was heard from there last.
+// Addresses of relays are nobody's.
+func (t *Tunnel) knows(addr netip.Addr) bool {
+	addr = addr.Unmap()
+	return (t.peers.Load().byAddr[addr] != nil || t.heard.has(addr)) && !t.relay(addr)
+}
+
+// relay reports whether Services of ours relay messages from an address.
+func (t *Tunnel) relay(addr netip.Addr) bool {
+	relays := t.relays.Load()
+	return relays != nil && (*relays)(addr)
+}
+
+// heard is the addresses that peers were last heard from, by authentic messages. Methods may be called
+// concurrently.
+type heard struct {
+	mu    sync.RWMutex
+	peers map[netip.Addr]int // how many are at an address
+}
+
+// note says that a peer is there. It costs a comparison while the peer stays where it is.
+func (h *heard) note(p *peer, from conn.Endpoint) {
+	addr := from.DstIP()
+	if was := p.heardAt.Load(); was == nil || *was != addr {
+		h.move(p, &addr)
+	}
+}
+
+// move says that a peer is at another address. After nil, for one that has gone, it stays so.
+func (h *heard) move(p *peer, to *netip.Addr) {
+	h.mu.Lock()
+	defer h.mu.Unlock()
+	was := p.heardAt.Load()
+	if p.gone {
+		return
+	}
+	if was != nil {
+		if h.peers[was.Unmap()]--; h.peers[was.Unmap()] == 0 {
+			delete(h.peers, was.Unmap())
+		}
+	}
+	p.heardAt.Store(to)
+	if p.gone = to == nil; p.gone {
+		return
+	}
+	if h.peers == nil {
+		h.peers = make(map[netip.Addr]int)
+	}
+	h.peers[to.Unmap()]++
+}
+
+func (h *heard) has(addr netip.Addr) bool {
+	h.mu.RLock()
+	defer h.mu.RUnlock()
+	return h.peers[addr] > 0
 }
 
 // Open opens the wire, for data and handshakes, and starts a goroutine that receives for each of
@@ -126,25 +352,7 @@ func (h *handshakes) Open(port uint16) ([]conn.ReceiveFunc, uint16, error) {
 		h.inbound.Go(func() { newInbound(h.t).receiveAll(next) })
 	}
 	receive := func(bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
-		select {
-		case <-closed:
-			return 0, net.ErrClosed
-		case m := <-h.queue:
-			n := 0
-			for {
-				h.look(m.b[:m.n])
-				h.t.came(m.b[:m.n], m.from)
-				sizes[n], eps[n] = copy(bufs[n], m.b[:m.n]), m.from
-				if n++; n == len(bufs) {
-					return n, nil
-				}
-				select {
-				case m = <-h.queue:
-				default:
-					return n, nil
-				}
-			}
-		}
+		return h.receive(closed, bufs, sizes, eps)
 	}
 	return []conn.ReceiveFunc{receive}, port, nil
 }
@@ -230,18 +438,22 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 	}
 }
 
-// look finds the answers to handshakes that the device has forgotten.
-func (h *handshakes) look(m []byte) {
+// forgot reports whether a message is the answer to a handshake that the device has forgotten, and so
+// would refuse.
+func (h *handshakes) forgot(m []byte) bool {
 	if m[0] != device.MessageResponseType {
-		return
+		return false
 	}
 	index := binary.LittleEndian.Uint32(m[8:])
 	h.crossings.Lock()
 	defer h.crossings.Unlock()
-	if p := h.forgotten[index]; p != nil {
-		delete(h.forgotten, index)
-		p.crossed(time.Since(p.begun.at))
+	p := h.forgotten[index]
+	if p == nil {
+		return false
 	}
+	delete(h.forgotten, index)
+	p.crossed(time.Since(p.begun.at))
+	return true
 }
 
 // forget makes no more of what was begun with a peer.

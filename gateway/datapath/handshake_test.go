@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"encoding/hex"
 	"fmt"
+	"net/netip"
 	"os"
 	"slices"
 	"sync"
@@ -15,6 +16,7 @@ import (
 	"golang.zx2c4.com/wireguard/tun"
 
 	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
@@ -258,44 +260,170 @@ func initiationFor(public [32]byte, n uint32) []byte {
 	return m
 }
 
-func TestCookiesLetAPeerInWhileOthersFlood(t *testing.T) {
+// flood has somebody send initiations to an end, 5,000 a second, until the test ends.
+func (p *pair) flood(t *testing.T, to *end, offer func(m [][]byte)) {
+	stop := make(chan struct{})
+	var flooding sync.WaitGroup
+	flooding.Go(func() {
+		for n := uint32(0); ; n += 5 {
+			var flood [][]byte
+			for i := range uint32(5) {
+				flood = append(flood, initiationFor(to.key.public, n+i))
+			}
+			select {
+			case <-stop:
+				return
+			case <-time.After(time.Millisecond):
+				offer(flood)
+			}
+		}
+	})
+	t.Cleanup(func() { close(stop); flooding.Wait() })
+}
+
+func (p *pair) floodFromElsewhere(t *testing.T, to *end) {
+	bad := p.stranger(t, "192.0.2.66")
+	p.flood(t, to, func(m [][]byte) { _ = bad.Send(m, to.wire.Endpoint(to.place)) })
+}
+
+// cookied reports whether an initiation shows a cookie.
+func cookied(m message) bool { return string(m.b[132:]) != string(make([]byte, 16)) }
+
+// A peer at its place is answered at once, whoever else sends initiations.
+func TestAKnownPeerIsBackAtOnceWhileOthersFlood(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
 		a, b := p.ends[0], p.ends[1]
-		var flood [][]byte
-		for n := range uint32(512) {
-			flood = append(flood, initiationFor(b.key.public, n))
-		}
-		stop := make(chan struct{})
-		var flooding sync.WaitGroup
-		flooding.Go(func() {
-			bad := p.stranger(t, "192.0.2.66")
-			for {
-				select {
-				case <-stop:
-					return
-				case <-time.After(100 * time.Millisecond):
-					_ = bad.Send(flood, b.wire.Endpoint(b.place))
-				}
-			}
-		})
-		time.Sleep(450 * time.Millisecond)
+		p.floodFromElsewhere(t, b)
+		time.Sleep(450*time.Millisecond + 300*time.Microsecond)
 		a.send(t, 1)
-		time.Sleep(rekeyTimeout + mostJitter + time.Second)
+		time.Sleep(10 * time.Millisecond)
 		b.wants(t, 1)
-		close(stop)
-		flooding.Wait()
 		if n := len(b.wire.messages(cookies)); n == 0 {
 			t.Error("no cookie was sent: this was no load")
 		}
-		list := a.wire.messages(initiations)
-		if len(list) != 2 || string(list[0].b[132:]) != string(make([]byte, 16)) || string(list[1].b[132:]) == string(make([]byte, 16)) {
-			t.Errorf("%d initiations: want two, of which the second shows the cookie", len(list))
+		if list := a.wire.messages(initiations); len(list) != 1 {
+			t.Errorf("%d initiations of the peer: want 1", len(list))
 		}
 	})
 }
 
-func TestTheQueueOfHandshakesIsBoundedAndCounted(t *testing.T) {
+// One that nobody knows shows a cookie; so does one whose own address others forge.
+func TestCookiesLetAPeerInWhileOthersFlood(t *testing.T) {
+	for _, forged := range []bool{false, true} {
+		t.Run(fmt.Sprintf("forged=%v", forged), func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				p := newPair(t, orderedKeys(true))
+				a, b := p.ends[0], p.ends[1]
+				if forged {
+					r := datapath.NewReceiver(b.Tunnel)
+					p.flood(t, b, func(m [][]byte) { r.Receive(m, b.wire.Endpoint(a.place)) })
+				} else {
+					b.setPeer(t, a.key, netip.MustParseAddrPort("192.0.2.99:1"))
+					p.floodFromElsewhere(t, b)
+				}
+				time.Sleep(450*time.Millisecond + 300*time.Microsecond)
+				a.send(t, 1)
+				time.Sleep(rekeyTimeout + mostJitter + time.Second)
+				b.wants(t, 1)
+				list := a.wire.messages(initiations)
+				if len(list) != 2 || cookied(list[0]) || !cookied(list[1]) {
+					t.Errorf("%d initiations: want two, of which the second shows the cookie", len(list))
+				}
+				if n := b.drops(natengine.Inbound, natengine.DropHandshakeQueue); n < 1000 {
+					t.Errorf("%d initiations counted as beyond the budget", n)
+				}
+			})
+		})
+	}
+}
+
+func TestEachRefusedHandshakeIsCounted(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		s := p.stranger(t, "192.0.2.66")
+		response := make([]byte, device.MessageResponseSize)
+		response[0] = 2
+		binary.LittleEndian.PutUint32(response[8:], 4711)
+		var g device.CookieGenerator
+		g.Init(b.key.public)
+		g.AddMacs(response)
+		b.tell(t, s, initiationFor(a.key.public, 1), initiationFor(b.key.public, 2), response)
+		for reason, want := range map[natengine.Drop]uint64{natengine.DropHandshakeKey: 1, natengine.DropHandshakeRefused: 2} {
+			if n := b.drops(natengine.Inbound, reason); n != want {
+				t.Errorf("%d counted as %s: want %d", n, reason, want)
+			}
+		}
+		if n, what := b.allDrops(); n != 3 {
+			t.Errorf("counted:%s", what)
+		}
+	})
+}
+
+// A peer is known where it is configured and where it was heard last, and nowhere when it has gone.
+func TestAPeerIsKnownWhereItIs(t *testing.T) {
+	inPair(t, func(t *testing.T, p *pair, a, b *end) {
+		elsewhere := netip.MustParseAddr("192.0.2.66")
+		s := p.stranger(t, elsewhere.String())
+		knows := func(at netip.Addr, want bool) {
+			t.Helper()
+			if b.Knows(at) != want {
+				t.Errorf("%s known %v: want %v", at, !want, want)
+			}
+		}
+		knows(a.place.Addr(), true)
+		knows(elsewhere, false)
+		b.tell(t, s, a.Seal(b.key.public, numbered(podOf(0), podOf(1), 1, 60)))
+		knows(elsewhere, true)
+		b.SetRelays(func(at netip.Addr) bool { return at == elsewhere })
+		knows(elsewhere, false)
+		b.SetRelays(func(netip.Addr) bool { return false })
+		if err := b.SetPeers(nil); err != nil {
+			t.Fatal(err)
+		}
+		knows(elsewhere, false)
+		knows(a.place.Addr(), false)
+	})
+}
+
+func TestABudgetIsSpentAndGrows(t *testing.T) {
+	const every, burst = 100 * time.Millisecond, 20
+	var b datapath.Budgets
+	now := time.Unix(1, 0)
+	one, other := netip.MustParseAddr("192.0.2.1"), netip.MustParseAddr("192.0.2.2")
+	spend := func(addr netip.Addr, n int) (got int) {
+		for range n {
+			if b.Spend(addr, false, now, every, burst) {
+				got++
+			}
+		}
+		return got
+	}
+	for i, tc := range []struct {
+		after time.Duration
+		addr  netip.Addr
+		want  int
+	}{{0, one, burst}, {0, other, burst}, {every, one, 1}, {every / 2, one, 0}, {every / 2, one, 1}, {time.Hour, one, burst}} {
+		now = now.Add(tc.after)
+		if got := spend(tc.addr, 50); got != tc.want {
+			t.Errorf("step %d: %d spent, want %d", i, got, tc.want)
+		}
+	}
+	for i := range 100_000 {
+		b.Spend(netip.AddrFrom4([4]byte{10, byte(i >> 16), byte(i >> 8), byte(i)}), true, now, every, burst)
+	}
+	if n := b.Len(); n > datapath.MaxBudgets {
+		t.Errorf("%d budgets are remembered", n)
+	}
+	now = now.Add(time.Hour)
+	for i := range 100 {
+		b.Spend(netip.AddrFrom4([4]byte{11, 0, 0, byte(i)}), true, now, every, burst)
+	}
+	if n := b.Len(); n > 200 {
+		t.Errorf("%d budgets are remembered that are not spent", n)
+	}
+}
+
+func TestTheQueuesOfHandshakesAreBoundedAndCounted(t *testing.T) {
 	e := newEngine(t)
 	d := newDevice(t, newScript(), e, datapath.Options{}) // is not up, so nobody takes from the queue
 	r := datapath.NewReceiver(d)
@@ -303,7 +431,7 @@ func TestTheQueueOfHandshakesIsBoundedAndCounted(t *testing.T) {
 	for n := range uint32(600) {
 		flood = append(flood, initiationFor([32]byte{}, n))
 	}
-	r.Receive(flood, nil)
+	r.Receive(flood, (&memlink.Bind{}).Endpoint(netip.MustParseAddrPort("192.0.2.66:1")))
 	if n := drops(e, natengine.Inbound, natengine.DropHandshakeQueue); n != 600-512 {
 		t.Errorf("%d counted as without a place: want %d", n, 600-512)
 	}

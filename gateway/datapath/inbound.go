@@ -313,6 +313,7 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 		return
 	}
 	p.dev.SetEndpointFromPacket(from)
+	in.t.heard.note(p, from)
 	peerReceived.of(p.dev).Add(uint64(r.octets))
 	p.received(k, in.now, data)
 	for i := range r.messages {

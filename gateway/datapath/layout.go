@@ -79,6 +79,38 @@ var (
 	keypairRemote    = fieldOf[device.Keypair, uint32]("remoteIndex")
 )
 
+// handshakesWaiting is how many handshake messages wait in the device.
+func handshakesWaiting(d *device.Device) int {
+	return reflect.ValueOf(d).Elem().FieldByIndex(deviceHandshakeQueue).Elem().FieldByIndex(queueChannel).Len()
+}
+
+// The device's queue of handshakes is of a type that has no name outside of its package: the path to
+// the pointer, and from there to the channel.
+var (
+	deviceHandshakeQueue = indexOf(reflect.TypeFor[device.Device](), "queue", "handshake")
+	queueChannel         = indexOf(reflect.TypeFor[device.Device]().FieldByIndex(deviceHandshakeQueue).Type.Elem(), "c")
+	_                    = reflect.TypeFor[device.Device]().FieldByIndex(deviceHandshakeQueue).Type.Elem().FieldByIndex(queueChannel).Type.ChanDir()
+)
+
+// indexOf is the path to a field by its names from the outside in. It panics when there is none.
+func indexOf(in reflect.Type, names ...string) (path []int) {
+	for _, name := range names {
+		f, ok := in.FieldByName(name)
+		if !ok {
+			panic(fmt.Sprintf("wireguard-go: %v has no field %s", in, name))
+		}
+		path, in = append(path, f.Index...), f.Type
+	}
+	return path
+}
+
+// What the device logs when it refuses a handshake message whose first MAC is right. It reports that
+// in no other way.
+var refusals = [...]string{
+	"Received invalid initiation message from %s",
+	"Received invalid response message from %s",
+}
+
 // lookup finds what a receiver index stands for: the keypair is nil for an index that nobody has
 // and for that of a handshake under way. It takes the read lock of the device's index table.
 func lookup(d *device.Device, index uint32) (*device.Peer, *device.Keypair) {

@@ -3,6 +3,7 @@ package datapath
 import (
 	"bytes"
 	"math/rand/v2"
+	"net/netip"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -52,7 +53,9 @@ type peer struct {
 	answers        atomic.Int64 // handshakes of the peer that were answered
 	answered       atomic.Int64 // when the last of them was, in nanoseconds since 1970
 	unsent         atomic.Pointer[unsent]
-	renewed        atomic.Int64 // when the session was made for which receive asked for the next one
+	heardAt        atomic.Pointer[netip.Addr] // where it was last heard from; set by heard
+	gone           bool                       // it is not heard any more; guarded by heard
+	renewed        atomic.Int64               // when the session was made for which receive asked for the next one
 
 	crossedAt atomic.Int64 // answers when two handshakes had crossed
 	begun     initiation   // the last one here, guarded by handshakes.crossings
@@ -81,6 +84,7 @@ func (p *peer) deadlines() []*deadline {
 // stop ends the timers. None acts afterwards.
 func (p *peer) stop() {
 	p.t.bind.forget(p)
+	p.t.heard.move(p, nil)
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	p.stopped = true

@@ -80,9 +80,9 @@ func (t *Tunnel) placeAt(addr netip.Addr) *place {
 	return nil
 }
 
-// came notes a handshake message that came from a place, before the device sees it. Where no peer
-// is it costs no more than to find that out.
-func (t *Tunnel) came(m []byte, from conn.Endpoint) {
+// came notes a handshake message that came from a place, before the device sees it; ours says that it
+// was made for our key. Where no peer is it costs no more than to find that out.
+func (t *Tunnel) came(m []byte, from conn.Endpoint, ours bool) {
 	if m[0] != device.MessageInitiationType {
 		return
 	}
@@ -90,7 +90,7 @@ func (t *Tunnel) came(m []byte, from conn.Endpoint) {
 	if p == nil {
 		return
 	}
-	ours, now := t.checker.Load().CheckMAC1(m), time.Now()
+	now := time.Now()
 	p.mu.Lock()
 	defer p.mu.Unlock()
 	if !ours {

@@ -57,6 +57,7 @@ type Tunnel struct {
 
 	dev   *device.Device
 	bind  *handshakes
+	heard heard
 	peers atomic.Pointer[peerTable]
 
 	public  atomic.Pointer[device.NoisePublicKey]
@@ -126,11 +127,22 @@ func newTunnel(link Link, wire Wire, engine *natengine.Engine, local *Local, sta
 	t.setPublic(device.NoisePublicKey{})
 	t.out = newOutbound(t)
 	t.bind = newHandshakes(t)
-	t.dev = device.NewDevice(newNoPackets(), t.bind, o.Logger)
+	t.dev = device.NewDevice(newNoPackets(), t.bind, t.logger())
 	if local != nil {
 		local.attach(link.Wake, func() { engine.Count(nil, natengine.Outbound, natengine.DropLocalQueue) })
 	}
 	return t
+}
+
+// logger counts what the device refuses, besides logging it.
+func (t *Tunnel) logger() *device.Logger {
+	to := t.options.Logger
+	return &device.Logger{Errorf: to.Errorf, Verbosef: func(format string, args ...any) {
+		if slices.Contains(refusals[:], format) {
+			t.engine.Count(nil, natengine.Inbound, natengine.DropHandshakeRefused)
+		}
+		to.Verbosef(format, args...)
+	}}
 }
 
 // Now is the monotonic time since New. It is what the engine is given, so Sweep and Trace of the

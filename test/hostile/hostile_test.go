@@ -61,9 +61,9 @@ var (
 	podsOfC = netip.MustParsePrefix("10.60.0.0/18")
 )
 
-// overflow are the reasons of what is too much: handshakes, which the device judges and does not
-// count, and packets for the gateway itself.
-var overflow = []string{"handshake_queue", "local_queue"}
+// overflow are the reasons of what is too much: handshakes, of which those within the budgets are
+// answered or refused, and packets for the gateway itself.
+var overflow = []string{"handshake_queue", "handshake_key", "handshake_refused", "local_queue"}
 
 // A flood is messages of one kind.
 type flood struct {
