@@ -42,8 +42,10 @@ func without(t testing.TB, peers ...fabric.Peer) *gateway {
 	g := &gateway{log: quiet, version: "v1", started: time.Now(), host: new(rtnl.Kernel), wake: make(chan struct{}, 1)}
 	g.engine = natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlows: 1000})
 	g.metrics = newMetrics(g)
+	wire := bind.New()
 	g.ends = []*tunnelEnd{{
-		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), bind.New(), g.engine, nil, datapath.Options{}),
+		wire:    wire,
+		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), wire, g.engine, nil, datapath.Options{}),
 		checker: newChecker(newSocket(func([]byte, netip.AddrPort) {}), quiet, g.metrics.observeRTT, pathProber{}),
 	}}
 	g.resolver = newResolver(nil, func() {}, quiet)

@@ -47,6 +47,8 @@ type Bind struct {
 	mu     sync.RWMutex // guards the two; held to read by senders
 	v4, v6 *socket
 	ignore bool // see IgnorePath
+
+	refused atomic.Uint64 // see SegmentationRefused
 }
 
 // New returns a closed Bind.
@@ -64,7 +66,7 @@ func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, e
 	}
 	const attempts = 100 // to find a port that is free for both families
 	for try := 1; ; try++ {
-		v4, v6, actual, err := openBoth(port)
+		v4, v6, actual, err := b.openBoth(port)
 		if err == nil {
 			b.v4, b.v6 = v4, v6
 			if b.ignore {
@@ -84,15 +86,15 @@ func (b *Bind) Listen(port uint16) ([]func(b *Batch, wait bool) error, uint16, e
 	}
 }
 
-func openBoth(port uint16) (v4, v6 *socket, actual uint16, err error) {
-	v4, err = open("udp4", port)
+func (b *Bind) openBoth(port uint16) (v4, v6 *socket, actual uint16, err error) {
+	v4, err = open("udp4", port, &b.refused)
 	if err != nil && !errors.Is(err, unix.EAFNOSUPPORT) {
 		return nil, nil, 0, err
 	}
 	if v4 != nil {
 		port = v4.port()
 	}
-	v6, err = open("udp6", port)
+	v6, err = open("udp6", port, &b.refused)
 	switch {
 	case err == nil:
 		port = v6.port()
@@ -128,6 +130,10 @@ func (b *Bind) IgnorePath(ignore bool) error {
 	return err
 }
 
+// SegmentationRefused counts the calls with UDP_SEGMENT that the kernel refused because the device
+// behind the route cannot do it. The datagrams left one by one.
+func (b *Bind) SegmentationRefused() uint64 { return b.refused.Load() }
+
 // Endpoint is a place to send to. Its local address is the kernel's choice.
 func (b *Bind) Endpoint(at netip.AddrPort) conn.Endpoint { return newEndpoint(at, netip.Addr{}) }
 
@@ -152,21 +158,21 @@ func (b *Bind) Send(bufs [][]byte, ep conn.Endpoint) error {
 
 // socket is one of the two.
 type socket struct {
-	conn  *net.UDPConn
-	raw   syscall.RawConn
-	noGSO atomic.Bool // the device behind the route cannot do it
+	conn    *net.UDPConn
+	raw     syscall.RawConn
+	refused *atomic.Uint64 // of the Bind
 
 	senders sync.Pool // of *sender
 	in      receiver
 }
 
-func open(network string, port uint16) (*socket, error) {
+func open(network string, port uint16, refused *atomic.Uint64) (*socket, error) {
 	lc := net.ListenConfig{Control: prepare}
 	c, err := lc.ListenPacket(context.Background(), network, ":"+strconv.Itoa(int(port)))
 	if err != nil {
 		return nil, err
 	}
-	s := &socket{conn: c.(*net.UDPConn)}
+	s := &socket{conn: c.(*net.UDPConn), refused: refused}
 	if s.raw, err = s.conn.SyscallConn(); err != nil {
 		return nil, errors.Join(err, c.Close())
 	}

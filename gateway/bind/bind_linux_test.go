@@ -113,13 +113,11 @@ func TestDatagramsArriveAsTheyWereSent(t *testing.T) {
 				if a.v6 == nil && addr == "::1" {
 					t.Skip("this machine has no IPv6")
 				}
-				for _, s := range []*socket{a.v4, a.v6} {
-					if s != nil {
-						s.noGSO.Store(!gso)
-					}
-				}
 				onOneProcessor(t)
-				to := b.at(t, addr)
+				to := b.at(t, addr).(*endpoint)
+				if !gso {
+					to.refuse()
+				}
 				rng := rand.New(rand.NewPCG(1, 2))
 				for range 50 {
 					batch := randBatch(rng)
@@ -400,6 +398,53 @@ func TestAPathIsIgnored(t *testing.T) {
 		if _, _, err := b.Listen(0); err != nil {
 			t.Fatal(err)
 		}
+	}
+}
+
+// A route without checksum offload, or by IPsec, refuses UDP_SEGMENT with EIO. That concerns one
+// endpoint, and is tried again.
+func TestARefusedSegmentationConcernsOneEndpointForAWhile(t *testing.T) {
+	a, b := newEnd(t), newEnd(t)
+	poor, rich := b.at(t, "127.0.0.1").(*endpoint), b.at(t, "127.0.0.2").(*endpoint)
+	var segmented, refused int
+	a.v4.senders.New = func() any {
+		m := newSender()
+		try := m.try
+		m.try = func(fd uintptr) {
+			if m.header.Iovlen > 1 {
+				if m.header.Name == &poor.name[0] {
+					refused++
+					m.errno = unix.EIO
+					return
+				}
+				segmented++
+			}
+			try(fd)
+		}
+		return m
+	}
+	send := func(to *endpoint) {
+		t.Helper()
+		batch := [][]byte{make([]byte, 100), make([]byte, 100), make([]byte, 100), make([]byte, 10)}
+		if err := a.Send(batch, to); err != nil {
+			t.Fatal(err)
+		}
+		for range batch {
+			b.next(t)
+		}
+	}
+	for range 3 {
+		send(poor)
+		send(rich)
+	}
+	if refused != 1 || segmented != 3 || a.SegmentationRefused() != 1 {
+		t.Errorf("%d calls refused, %d counted, and %d segmented for the other endpoint: want 1, 1 and 3", refused, a.SegmentationRefused(), segmented)
+	}
+	before := poor.refused.Load().Add(-segmentAgain)
+	poor.refused.Store(&before)
+	send(poor)
+	if refused != 2 || a.SegmentationRefused() != 2 {
+		t.Errorf("%d calls refused, %d counted after %v: want a second one", refused, a.SegmentationRefused(), segmentAgain)
 	}
 }
 

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"net/netip"
 	"sync/atomic"
+	"time"
 	"unsafe"
 
 	"golang.org/x/sys/unix"
@@ -12,11 +13,13 @@ import (
 
 // endpoint is the remote address of a peer and, once a datagram has come from there, the local
 // address that it came to: replies leave from it, since a peer behind NAT or a firewall expects
-// them from where it sends to. It is immutable but for ClearSrc, and all holders share it.
+// them from where it sends to. It is immutable but for ClearSrc and what the kernel refuses, and all
+// holders share it.
 type endpoint struct {
 	dst     netip.AddrPort
 	src     netip.Addr // zero: let the kernel choose
 	cleared atomic.Bool
+	refused atomic.Pointer[time.Time] // when the kernel refused to segment for it; nil: never
 
 	name    [unix.SizeofSockaddrInet6]byte // dst as a sockaddr
 	nameLen uint32
@@ -62,6 +65,22 @@ func (e *endpoint) SrcIP() netip.Addr {
 		return netip.Addr{}
 	}
 	return e.src
+}
+
+// segmentAgain is after how long the kernel is asked again to segment for an endpoint: its route may
+// lead to another device by then.
+const segmentAgain = 10 * time.Second
+
+// segments reports whether several datagrams may leave for e as one, which the kernel segments.
+func (e *endpoint) segments() bool {
+	at := e.refused.Load()
+	return at == nil || time.Since(*at) >= segmentAgain
+}
+
+// refuse notes that the kernel refused to segment for e just now.
+func (e *endpoint) refuse() {
+	now := time.Now()
+	e.refused.Store(&now)
 }
 
 // AddrPort is the remote address.

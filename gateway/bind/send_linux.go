@@ -71,14 +71,17 @@ func (s *socket) send(bufs [][]byte, e *endpoint) error {
 	m.header.Name, m.header.Namelen = &e.name[0], e.nameLen
 	var errs error
 	unsent := 0
+	segments := e.segments()
 	for len(bufs) > 0 {
 		n := 1
-		if !s.noGSO.Load() {
+		if segments {
 			n = sameSize(bufs)
 		}
 		err := s.sendOne(m, bufs[:n], e)
-		if n > 1 && errors.Is(err, unix.EIO) {
-			s.noGSO.Store(true) // no checksum offload behind the route, see udp(7)
+		if n > 1 && errors.Is(err, unix.EIO) { // no checksum offload behind the route, or IPsec, see udp(7)
+			segments = false
+			e.refuse()
+			s.refused.Add(1)
 		}
 		if n > 1 && refusesGSO(err) {
 			for i := range bufs[:n] {
