@@ -38,7 +38,7 @@ func (e *Engine) outbound(v *packet.View, r *remote, now tick, tr *Trace) Verdic
 		tr.prefixMap(r.rule, src.family())
 		return c.pass(seen)
 	}
-	if _, _, _, is := v.Fragment(); is {
+	if v.IsFragment() {
 		if verdict, done := c.fragment(); done {
 			return verdict
 		}
@@ -89,41 +89,47 @@ func (c *crossing) midConnection() bool {
 // outbound.
 func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict {
 	c := crossing{e: e, v: v, r: r, dir: Inbound, now: now, near: destination(v), far: source(v), tr: tr}
-	dst := c.near
 	switch {
 	case r == nil:
 		return c.refuse(DropNoPeer)
 	case r.rule.guarded && unreachable(c.far, v.Is4()):
 		return c.refuse(DropSource)
+	case v.IsFragment():
+		return c.join()
 	case v.IsICMPError():
 		return c.inboundError()
 	case linkScope(v):
 		return c.refuse(DropProtocol)
 	}
-	m := &r.rule.pods[dst.family()]
-	local, pod := m.mapIn(dst)
-	if pod && e.offLimits(local, v.Is4()) {
-		return c.refuse(DropDestination)
+	local, pod, endpoint, drop := c.reach()
+	if drop != DropNone {
+		return c.refuse(drop)
 	}
-	if pod && !m.single {
+	if pod && !r.rule.pods[c.near.family()].single {
 		c.turn(local)
-		tr.prefixMapIn(r.rule, dst.family())
+		tr.prefixMapIn(r.rule, c.near.family())
 		return c.pass(local)
 	}
-	endpoint, mapped := r.rule.seen[dst]
-	switch {
-	case mapped, m.ok && dst == m.natAddr():
-	case r.rule.isExternal(dst):
-		return c.refuse(DropNoMapping)
-	default:
-		return c.refuse(DropDestination)
-	}
-	if _, _, _, is := v.Fragment(); is {
-		if verdict, done := c.fragment(); done {
-			return verdict
-		}
-	}
 	return c.place(c.flowIn(local, endpoint))
+}
+
+// reach finds what the peer reaches at the destination of an inbound packet: the pod that the prefix
+// map leads to, the mapped endpoint, or neither at the NAPT address, where only flows lead on.
+func (c *crossing) reach() (local addr, pod bool, endpoint addr, drop Drop) {
+	r, dst := c.r.rule, c.near
+	m := &r.pods[dst.family()]
+	local, pod = m.mapIn(dst)
+	endpoint, mapped := r.seen[dst]
+	switch {
+	case pod && c.e.offLimits(local, c.v.Is4()):
+		drop = DropDestination
+	case pod && !m.single, mapped, m.ok && dst == m.natAddr():
+	case r.isExternal(dst):
+		drop = DropNoMapping
+	default:
+		drop = DropDestination
+	}
+	return local, pod, endpoint, drop
 }
 
 // offLimits reports whether a prefix map must not lead to a: the in-process endpoint is reached as
@@ -160,7 +166,7 @@ func (c *crossing) flowIn(pod, endpoint addr) (to addr, port int, drop Drop) {
 // could open no flow ends none, nor does a segment other than a SYN end that of an established
 // connection: it is a late one of a connection that was before.
 func (c *crossing) turn(pod addr) {
-	if c.tr != nil || !c.r.rule.isEndpoint(pod) || c.v.LaterFragment() || begins(c.v) != DropNone {
+	if c.tr != nil || !c.r.rule.isEndpoint(pod) || begins(c.v) != DropNone {
 		return
 	}
 	k, _ := c.key()
@@ -230,10 +236,10 @@ func (c *crossing) begin(kind flowKind, k *key, other addr) (to addr, port int, 
 }
 
 // place ends the general path: it rewrites the packet to the address and port that were found, or
-// refuses it, and tells the other fragments of the same datagram.
+// refuses it, and, outbound, tells the other fragments of the same datagram.
 func (c *crossing) place(to addr, port int, drop Drop) Verdict {
 	var released *[][]byte
-	if _, _, _, is := c.v.Fragment(); is && c.tr == nil {
+	if c.tr == nil && c.v.IsFragment() {
 		released, drop = c.firstFragment(to, drop)
 	}
 	if drop != DropNone {

@@ -48,7 +48,7 @@
 //	octets of held fragments            1 MiB                 the same
 //	  (both per peer and direction)
 //	  of which one source               a quarter of both     its own oldest gives way, in the same way
-//	held fragments of one datagram      64                    fragment_store_full
+//	held fragments of one datagram      256                   fragment_store_full
 //	time a fragment is held             5 s, 2-30 s           fragment_timeout
 //	ICMP errors of our own, per peer    1,000 a second, 100   the sender is not told; counted
 //	                                    at once

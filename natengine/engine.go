@@ -41,7 +41,7 @@ const (
 	defaultMaxFlows           = 1 << 20
 	defaultMaxFragmentSets    = 256
 	defaultMaxFragmentBytes   = 1 << 20
-	defaultMaxFragmentsPerSet = 64
+	defaultMaxFragmentsPerSet = 256 // a pod's largest datagram, cut again for a peer with the smallest MTU, has 138
 	defaultMaxErrorsPerSecond = 1000
 
 	minFragmentTimeout = 2 * time.Second // RFC 6146, section 3.4
@@ -265,8 +265,9 @@ func (p *PeerState) setRule(r *rule) {
 	old := p.rule
 	p.rule = r
 	differs := old != nil && (r == nil || !old.spec.equal(r.spec))
-	for dir := range p.fragments {
-		p.fragments[dir].setRule(r, differs)
+	p.fragments[Outbound].setRule(r, differs)
+	if r == nil {
+		p.fragments[Inbound].setRule(nil, true)
 	}
 	if !differs {
 		return

@@ -29,8 +29,10 @@ func (e *Engine) Outbound(v *packet.View, now time.Duration) Verdict {
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
-		if verdict, ok := e.known(v, r, Outbound, addr4(v.Src4()), addr4(v.Dst4()), tickOf(now)); ok {
-			return verdict
+		if !v.IsFragment() {
+			if verdict, ok := e.known(v, r, Outbound, addr4(v.Src4()), addr4(v.Dst4()), tickOf(now)); ok {
+				return verdict
+			}
 		}
 	}
 	return e.outbound(v, r, tickOf(now), nil)
@@ -46,6 +48,10 @@ func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 // InboundFrom is Inbound for a packet that the key of peer p opened. A source that is no address of
 // p is DropSource, by the same rules that judge the rest of the packet, so that a range which moves
 // from one peer to another is never judged by half of each.
+//
+// A fragment is held until its datagram is whole, and the datagram then is one packet: v becomes it
+// and is forwarded, over memory that the caller owns. One of IPv6 larger than 1,280 octets leaves in
+// fragments of that size, v the first of them and the others in Verdict.Released.
 func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {
@@ -55,7 +61,7 @@ func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Ve
 	if p != nil && !r.of(p) {
 		return e.spoofed(v, p)
 	}
-	if r != nil {
+	if r != nil && !v.IsFragment() {
 		dst, m := v.Dst4(), &r.in
 		if m.maps(dst) && !v.IsICMPError() {
 			if m.from != m.to {
@@ -93,7 +99,7 @@ func (m *map4) maps(a uint32) bool { return a&m.mask == m.from && a != m.from }
 func (e *Engine) outbound6(v *packet.View, t *ruleTable, now time.Duration) Verdict {
 	src, dst := source6(v), destination6(v)
 	r := t.remotes6.lookup(dst)
-	if r != nil {
+	if r != nil && !v.IsFragment() {
 		if m := &r.out6; m.maps(src) && (v.Proto() != packet.ICMPv6 || v.IsICMPQuery()) {
 			if m.from != m.to {
 				v.SetSrc6(m.to.hi|src.hi&^m.mask.hi, m.to.lo|src.lo&^m.mask.lo)
@@ -103,8 +109,10 @@ func (e *Engine) outbound6(v *packet.View, t *ruleTable, now time.Duration) Verd
 			}
 			return Verdict{Action: Forward, Peer: r.peer}
 		}
-		if verdict, ok := e.known(v, r, Outbound, src, dst, tickOf(now)); ok {
-			return verdict
+		if !v.IsFragment() {
+			if verdict, ok := e.known(v, r, Outbound, src, dst, tickOf(now)); ok {
+				return verdict
+			}
 		}
 	}
 	return e.outbound(v, r, tickOf(now), nil)
@@ -117,7 +125,7 @@ func (e *Engine) inbound6(p *PeerState, v *packet.View, t *ruleTable, now time.D
 	if p != nil && !r.of(p) {
 		return e.spoofed(v, p)
 	}
-	if r != nil {
+	if r != nil && !v.IsFragment() {
 		if m := &r.in6; m.maps(dst) && (v.Proto() != packet.ICMPv6 || v.IsICMPQuery()) {
 			if m.from != m.to {
 				v.SetDst6(m.to.hi|dst.hi&^m.mask.hi, m.to.lo|dst.lo&^m.mask.lo)
@@ -148,9 +156,9 @@ func (m *map6) maps(a addr) bool {
 
 // known is the shortcut for a whole TCP or UDP packet of a flow that is there: the rules let it be
 // opened, and would have ended it since if they did not permit it any more, so that there is
-// nothing else to ask but where each address has to be asked for.
+// nothing else to ask but where each address has to be asked for. Not for fragments.
 func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, now tick) (Verdict, bool) {
-	if _, _, _, fragment := v.Fragment(); fragment || !v.HasPorts() || r.guarded {
+	if !v.HasPorts() || r.guarded {
 		return Verdict{}, false
 	}
 	// Key and match are filled in place: copying a struct whose words were just stored stalls until

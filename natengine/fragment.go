@@ -8,27 +8,42 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
+// # Inbound
+//
+// A peer's fragments are held until their datagram is whole, whatever rule it will meet. The node
+// behind us reassembles in one small memory for everybody (nf_defrag, 4 MiB and 30 s by default), so
+// it must never see an incomplete datagram of a peer. A whole one is joined, judged and translated
+// like a packet that came in one piece.
+//
+//	IPv4   leaves as one packet without DF, which the kernel cuts again where a link needs it
+//	IPv6   leaves in fragments of 1,280 octets, since no router may cut it
+//
+// # Outbound
+//
 // Later fragments have no ports. A 1:1 map needs none and translates each fragment as it comes;
 // where a flow decides, the first fragment decides for its datagram. What it decided is remembered
 // until all octets of the datagram went by; later fragments that come before it are copied and
-// held. Nothing is reassembled: that is the receiver's business.
+// held. Nothing is reassembled: that is the receiver's business, and our own pods are bounded by the
+// peer's gateway.
 //
-// Where a flow decides, each octet of a datagram passes once, and all of them in one flow, so that
-// nothing can be put over a header that was judged. The rules are those of Linux's reassembly
-// (net/ipv4/inet_fragment.c), for both families:
+// # Both
 //
-//	a fragment of octets that went by already       is a duplicate and dropped
+// Each octet of a datagram passes once, and all of them in one flow, so that nothing can be put over
+// a header that was judged. The rules are those of Linux's reassembly (net/ipv4/inet_fragment.c),
+// for both families:
+//
+//	a fragment of octets that came already          is a duplicate and dropped
 //	one that overlaps in part, ends elsewhere than   ends the datagram: what is held, this and what may still come is
 //	  the last fragment said, or is another first      dropped until its time is over (RFC 5722, section 4)
 //	  fragment of the same identification
 //
 // So a datagram that uses an identification again while fragments of the one before are missing is
-// lost, not mixed with it (RFC 4963). The same holds for one that only looks so behind us, because
-// two hosts share an address there: the datagram that was first goes on, the other is dropped,
-// since the identification is not rewritten. Fragments that a 1:1 map translates are not compared:
-// the map looks at no port, and the receiver reassembles.
+// lost, not mixed with it (RFC 4963). Outbound the same holds for one that only looks so behind us,
+// because two hosts share an address there: the datagram that was first goes on, the other is
+// dropped, since the identification is not rewritten. Outbound fragments that a 1:1 map translates
+// are not compared: the map looks at no port, and the receiver reassembles.
 
-// fragmentStore remembers datagrams of one peer and direction. Its three bounds are in Config; at a
+// fragmentStore remembers datagrams of one peer and direction, of which fragments are missing. Its three bounds are in Config; at a
 // bound the oldest datagram gives way, with DropFragmentStoreFull for each of its held fragments,
 // because a datagram whose fragments do arrive needs its entry for milliseconds and a flood of ones
 // that do not would block a store that refuses new ones. One source may take a quarter; at that it
@@ -36,9 +51,9 @@ import (
 // others'.
 type fragmentStore struct {
 	mu    sync.Mutex
-	rule  *rule                        // by which the decisions here were made
+	rule  *rule                        // outbound: by which the decisions here were made
 	sets  map[fragmentKey]*fragmentSet // by what they are when they come,
-	after map[fragmentKey]*fragmentSet // and those that go on by what they are then
+	after map[fragmentKey]*fragmentSet // and, outbound, those that go on by what they are then
 	hosts map[addr]*fragmentHost
 	all   fragmentList
 	bytes int
@@ -64,12 +79,12 @@ type fragmentSet struct {
 	after   fragmentKey // and behind it, once decided
 	host    *fragmentHost
 	born    tick
-	decided bool
+	decided bool   // outbound; inbound only a datagram that is dropped is
 	to      addr   // our end, written to every fragment
 	drop    Drop   // or why every fragment is dropped
 	first   uint64 // the octets of the first fragment that have the ports and, mostly, the checksum
 	held    [][]byte
-	seen    []span // what went by, in order, not adjacent
+	seen    []span // what came, in order, not adjacent
 	total   int    // octets of the whole datagram, 0 while the last fragment is missing
 	links   [2]links
 }
@@ -130,11 +145,92 @@ func fragmentKeyOf(v *packet.View) fragmentKey {
 	return k
 }
 
-// fragment enters a fragment in its datagram. done says that there is no more to do: it follows the
-// first one, waits for it, or is refused. Otherwise it is the first and its flow has to be found;
-// firstFragment then tells the others.
+// minMTU6 is the largest packet of IPv6 that every link takes (RFC 8200, section 5).
+const minMTU6 = 1280
+
+// join holds an inbound fragment until its datagram is whole. The datagram is then judged like any
+// packet; a drop is counted once for each of its fragments.
+func (c *crossing) join() Verdict {
+	if _, _, _, drop := c.reach(); drop != DropNone {
+		return c.refuse(drop)
+	}
+	hold := Verdict{Action: Hold, Peer: c.r.peer}
+	if c.tr != nil {
+		return hold
+	}
+	s := &c.r.peer.fragments[Inbound]
+	fragments, drop := s.join(c.v, c.now, c.e)
+	switch {
+	case drop != DropNone:
+		return c.refuse(drop)
+	case fragments == nil:
+		return hold
+	}
+	verdict := c.joined(fragments)
+	if verdict.Action == Discard {
+		s.lost(verdict.Drop, len(fragments)-1)
+	}
+	return verdict
+}
+
+// joined judges the datagram of all these fragments. The packet becomes it, or the first fragment of
+// it, unless it is dropped.
+func (c *crossing) joined(fragments [][]byte) Verdict {
+	whole, err := packet.Join(fragments)
+	if err != nil {
+		return c.refuse(DropFragment)
+	}
+	var w packet.View
+	if w.Parse(whole, packet.ChecksumComplete) != nil {
+		return c.refuse(DropMalformed)
+	}
+	verdict := c.e.inbound(&w, c.r, c.now, nil)
+	if verdict.Action == Discard {
+		return verdict
+	}
+	if verdict.Action == Forward && !w.Is4() {
+		_, _, id, _ := c.v.Fragment()
+		pieces := w.Split6(minMTU6, id)
+		if len(pieces) == 0 || w.Parse(pieces[0], packet.ChecksumComplete) != nil {
+			return c.refuse(DropFragment) // headers that no fragment can hold
+		}
+		if rest := pieces[1:]; len(rest) > 0 {
+			verdict.released = &rest
+		}
+	}
+	*c.v = w
+	return verdict
+}
+
+// join enters v and returns all fragments of its datagram when v was the last one missing: v and
+// copies of the others, in no order, which are the caller's. Nil means that v was copied and is held.
+func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][]byte, drop Drop) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	set := s.set(fragmentKeyOf(v), now, e)
+	f := set.fit(v)
+	switch {
+	case f.kind == contradiction:
+		s.spoil(set)
+		return nil, DropFragment
+	case f.kind == duplicate:
+		return nil, DropFragment
+	case set.completes(f):
+		fragments = append(s.release(set), v.Bytes())
+		s.remove(set, DropNone)
+		return fragments, DropNone
+	case !s.hold(set, v, e):
+		return nil, DropFragmentStoreFull
+	}
+	set.enter(v, f)
+	return nil, DropNone
+}
+
+// fragment enters an outbound fragment in its datagram. done says that there is no more to do: it
+// follows the first one, waits for it, or is refused. Otherwise it is the first and its flow has to
+// be found; firstFragment then tells the others.
 func (c *crossing) fragment() (verdict Verdict, done bool) {
-	s := &c.r.peer.fragments[c.dir]
+	s := &c.r.peer.fragments[Outbound]
 	var to addr
 	var drop Drop
 	var decided bool
@@ -155,11 +251,11 @@ func (c *crossing) fragment() (verdict Verdict, done bool) {
 }
 
 // firstFragment tells the store what becomes of the datagram of which the packet is the first
-// fragment, as it came, and returns the fragments that were waiting, translated. The datagram may
+// outbound fragment, as it came, and returns the fragments that were waiting, translated. The datagram may
 // have to be dropped after all.
 func (c *crossing) firstFragment(to addr, drop Drop) (*[][]byte, Drop) {
-	s := &c.r.peer.fragments[c.dir]
-	held, drop := s.decide(c.v, c.r.rule, c.dir, to, drop)
+	s := &c.r.peer.fragments[Outbound]
+	held, drop := s.decide(c.v, c.r.rule, to, drop)
 	if len(held) == 0 {
 		return nil, drop
 	}
@@ -196,31 +292,19 @@ func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to 
 		return addr{}, false, DropNoFlow
 	}
 	set := s.set(fragmentKeyOf(v), now, e)
-	if set.drop == DropFragment {
-		return addr{}, true, DropFragment
-	}
-	off, more, _, _ := v.Fragment()
-	end := off + v.FragmentLen()
-	part := span{uint16(off / 8), uint16((end + 7) / 8)}
-	at, kind := set.place(part)
+	f := set.fit(v)
 	switch {
-	case set.contradicts(v, end, more), kind == overlap:
+	case f.kind == contradiction:
 		s.spoil(set)
 		return addr{}, true, DropFragment
-	case kind == duplicate:
+	case f.kind == duplicate:
 		return addr{}, true, DropFragment
 	case len(set.seen) > e.config.MaxFragmentsPerSet:
 		return addr{}, false, DropFragmentStoreFull
-	case off > 0 && !set.decided && !s.hold(set, v, e):
+	case v.LaterFragment() && !set.decided && !s.hold(set, v, e):
 		return addr{}, false, DropFragmentStoreFull
 	}
-	set.cover(at, part)
-	if off == 0 {
-		set.first = firstOctets(v)
-	}
-	if !more {
-		set.total = end
-	}
+	set.enter(v, f)
 	to, decided, drop = set.to, set.decided, set.drop
 	s.finish(set)
 	return to, decided, drop
@@ -228,7 +312,7 @@ func (s *fragmentStore) admit(v *packet.View, r *rule, now tick, e *Engine) (to 
 
 // decide enters what becomes of the datagram of v and returns the fragments that waited for it.
 // There may be nothing to enter any more: the datagram gave way, or the rule did.
-func (s *fragmentStore) decide(v *packet.View, r *rule, dir Direction, to addr, drop Drop) (held [][]byte, _ Drop) {
+func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (held [][]byte, _ Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	set := s.sets[fragmentKeyOf(v)]
@@ -237,11 +321,7 @@ func (s *fragmentStore) decide(v *packet.View, r *rule, dir Direction, to addr, 
 	}
 	if drop == DropNone {
 		after := set.key
-		if dir == Outbound {
-			after.src = to
-		} else {
-			after.dst = to
-		}
+		after.src = to
 		if s.after[after] == nil {
 			s.after[after], set.after = set, after
 		} else {
@@ -290,10 +370,65 @@ type placement uint8
 const (
 	fresh placement = iota
 	duplicate
-	overlap
+	contradiction
 )
 
-// place finds where part belongs among the octets that went by.
+// fitting is where a fragment belongs in its datagram.
+type fitting struct {
+	span
+	at   int // in fragmentSet.seen
+	end  int // octets
+	last bool
+	kind placement
+}
+
+// fit finds where v belongs in the datagram, of which set has what came before.
+func (set *fragmentSet) fit(v *packet.View) fitting {
+	off, more, _, _ := v.Fragment()
+	end := off + v.FragmentLen()
+	f := fitting{span: span{uint16(off / 8), uint16((end + 7) / 8)}, end: end, last: !more}
+	if set.drop == DropFragment {
+		f.kind = duplicate // of a datagram that has ended
+		return f
+	}
+	if f.at, f.kind = set.place(f.span); set.contradicts(v, end, more) {
+		f.kind = contradiction
+	}
+	return f
+}
+
+// enter notes that v came, which is fresh.
+func (set *fragmentSet) enter(v *packet.View, f fitting) {
+	set.cover(f.at, f.span)
+	if f.from == 0 {
+		set.first = firstOctets(v)
+	}
+	if f.last {
+		set.total = f.end
+	}
+}
+
+// completes reports whether a fresh fragment fills the only gap.
+func (set *fragmentSet) completes(f fitting) bool {
+	total := set.total
+	if f.last {
+		total = f.end
+	}
+	if total == 0 {
+		return false
+	}
+	all := span{0, uint16((total + 7) / 8)}
+	switch len(set.seen) {
+	case 1:
+		one := set.seen[0]
+		return one.from == all.from && one.to == f.from && f.to == all.to || f.from == all.from && f.to == one.from && one.to == all.to
+	case 2:
+		return set.seen[0].from == all.from && set.seen[0].to == f.from && f.to == set.seen[1].from && set.seen[1].to == all.to
+	}
+	return false
+}
+
+// place finds where part belongs among the octets that came.
 func (set *fragmentSet) place(part span) (at int, kind placement) {
 	for at < len(set.seen) && set.seen[at].to <= part.from {
 		at++
@@ -304,10 +439,10 @@ func (set *fragmentSet) place(part span) (at int, kind placement) {
 	case set.seen[at].from <= part.from && part.to <= set.seen[at].to:
 		return at, duplicate
 	}
-	return at, overlap
+	return at, contradiction
 }
 
-// cover notes that part went by, which place has found to be fresh.
+// cover notes that part came, which place has found to be fresh.
 func (set *fragmentSet) cover(at int, part span) {
 	left := at > 0 && set.seen[at-1].to == part.from
 	right := at < len(set.seen) && set.seen[at].from == part.to
@@ -324,7 +459,7 @@ func (set *fragmentSet) cover(at int, part span) {
 	}
 }
 
-// hold copies v to wait for the first fragment; false when there is no room.
+// hold copies v to wait for others of its datagram; false when there is no room.
 func (s *fragmentStore) hold(set *fragmentSet, v *packet.View, e *Engine) bool {
 	n, limit := v.Len(), e.config.MaxFragmentBytes
 	if len(set.held) >= e.config.MaxFragmentsPerSet || n > limit {
@@ -448,8 +583,8 @@ func (s *fragmentStore) sweep(now tick, lifetime int32) {
 	s.expire(now, lifetime)
 }
 
-// setRule makes r the rule for what is decided from now on. What was decided by one that differs is
-// forgotten.
+// setRule makes r the rule for what is decided from now on, and forgets what was decided by one that
+// differs. Inbound nothing is decided before a datagram is whole, so only the end of the peer counts.
 func (s *fragmentStore) setRule(r *rule, differs bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

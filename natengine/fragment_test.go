@@ -130,10 +130,13 @@ func TestFragmentsOfPrefixMapNeedNoState(t *testing.T) {
 func TestFragmentsToTheInProcessEndpointAreDelivered(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("10.71.0.5:4000", "10.247.0.1:53", 77)
-	for _, i := range []int{1, 0, 2} {
-		_, v := send(t, e, Inbound, fragments[i], 0)
-		if want := map[int]Action{0: Deliver, 1: Hold, 2: Deliver}[i]; v.Action != want {
+	for n, i := range []int{1, 0, 2} {
+		b, v := send(t, e, Inbound, fragments[i], 0)
+		if want := [...]Action{Hold, Hold, Deliver}[n]; v.Action != want || len(v.Released()) > 0 {
 			t.Errorf("fragment %d: %v", i, v.Action)
+		}
+		if n == 2 && reassembled(t, [][]byte{b}).Dst != ip("169.254.0.1") {
+			t.Errorf("%x", b[:40])
 		}
 	}
 }
@@ -141,15 +144,28 @@ func TestFragmentsToTheInProcessEndpointAreDelivered(t *testing.T) {
 func TestFragmentsShareTheFateOfTheFirst(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
 	_, fragments := datagram("10.71.0.5:53", "10.246.0.0:4000", 77) // no flow
-	if _, v := send(t, e, Inbound, fragments[1], 0); v.Action != Hold {
-		t.Fatal(v.Action, v.Drop)
-	}
-	for _, i := range []int{0, 2} {
-		if _, v := send(t, e, Inbound, fragments[i], 0); v.Drop != DropNoFlow {
+	for n, i := range []int{1, 0, 2} {
+		if b, v := send(t, e, Inbound, fragments[i], 0); n < 2 && v.Action != Hold || n == 2 && v.Drop != DropNoFlow || !bytes.Equal(b, fragments[i]) {
 			t.Errorf("fragment %d: %v %v", i, v.Action, v.Drop)
 		}
 	}
 	if n := e.Peers()[0].Drops(Inbound, DropNoFlow); n != 3 {
+		t.Errorf("%d drops counted for three fragments", n)
+	}
+	// Outbound the first decides.
+	p := peerB()
+	p.Pods = nil
+	e = newEngine(t, Config{}, p)
+	_, fragments = datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
+	if _, v := send(t, e, Outbound, fragments[1], 0); v.Action != Hold {
+		t.Fatal(v.Action, v.Drop)
+	}
+	for _, i := range []int{0, 2} {
+		if _, v := send(t, e, Outbound, fragments[i], 0); v.Drop != DropSource {
+			t.Errorf("fragment %d: %v %v", i, v.Action, v.Drop)
+		}
+	}
+	if n := e.Peers()[0].Drops(Outbound, DropSource); n != 3 {
 		t.Errorf("%d drops counted for three fragments", n)
 	}
 }
@@ -232,12 +248,19 @@ func TestDatagramsOfTwoHostsAreNotMixedBehindUs(t *testing.T) {
 	left, _ = sendAll(t, e, Outbound, other, []int{2, 0, 1}, 0)
 	reassembled(t, left)
 
-	// Inbound the NAPT address and a mapped one may lead to one host.
+	// Inbound the NAPT address and a mapped one may lead to one host. It gets whole datagrams.
 	out(t, e, udp("192.168.7.7:4444", "10.71.0.5:53"), 0)
 	_, one = datagram("10.71.0.5:53", "10.246.0.0:4444", 78)
 	_, other = datagram("10.71.0.5:53", "10.247.0.9:80", 78)
-	sendAll(t, e, Inbound, one, []int{0}, 0)
-	refused(t, e, Inbound, other[0], 0, DropFragment)
+	sendAll(t, e, Inbound, one, []int{0, 2}, 0)
+	left, _ = sendAll(t, e, Inbound, other, []int{0, 2, 1}, 0)
+	if p := reassembled(t, left); p.DstPort != 80 {
+		t.Error(p.DstPort)
+	}
+	left, _ = sendAll(t, e, Inbound, one, []int{1}, 0)
+	if p := reassembled(t, left); p.DstPort != 4444 {
+		t.Error(p.DstPort)
+	}
 }
 
 func TestDuplicateFragmentPassesOnce(t *testing.T) {
@@ -506,7 +529,11 @@ func TestFragmentsOfManyGoroutinesDuringRuleChanges(t *testing.T) {
 					}
 					sent.Add(1)
 					if verdict := judge(&v, 0); verdict.Action == Forward {
-						forwarded.Add(1 + int64(len(verdict.Released())))
+						if dir == Inbound {
+							forwarded.Add(int64(len(fragments))) // joined
+						} else {
+							forwarded.Add(1 + int64(len(verdict.Released())))
+						}
 					}
 				}
 			}
@@ -564,15 +591,22 @@ func TestFragmentsInOrderDoNotAllocate(t *testing.T) {
 	}
 }
 
+// elsewhere is peer b with another NAPT address.
+func elsewhere() Peer {
+	p := peerB()
+	p.Pods = []Remap{{pfx("10.244.0.0/16"), pfx("10.248.0.0/16")}}
+	return p
+}
+
 // A packet may have been judged by the old rules just before they are replaced.
 func TestOldRuleDoesNotDecideAboutFragments(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
-	_, fragments := datagram("10.71.0.5:53", "10.247.0.9:80", 77)
+	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
 	old := e.rules.Load().remote(ip("10.71.0.5"))
 	judge := func(b []byte) Verdict {
 		var v packet.View
 		parse(t, &v, bytes.Clone(b))
-		return e.inbound(&v, old, 0, nil)
+		return e.outbound(&v, old, 0, nil)
 	}
 	if err := e.SetPeers([]Peer{peerB()}); err != nil { // nothing changes
 		t.Fatal(err)
@@ -580,9 +614,7 @@ func TestOldRuleDoesNotDecideAboutFragments(t *testing.T) {
 	if v := judge(fragments[0]); v.Action != Forward {
 		t.Errorf("%v %v", v.Action, v.Drop)
 	}
-	changed := peerB()
-	changed.Endpoints[1].Real = ip("192.168.7.8")
-	if err := e.SetPeers([]Peer{changed}); err != nil {
+	if err := e.SetPeers([]Peer{elsewhere()}); err != nil {
 		t.Fatal(err)
 	}
 	for _, b := range fragments {
@@ -595,15 +627,15 @@ func TestOldRuleDoesNotDecideAboutFragments(t *testing.T) {
 	}
 	// A first fragment of before that is late: others of its datagram wait already, under the new
 	// rules.
-	send(t, e, Inbound, fragments[1], 0)
+	send(t, e, Outbound, fragments[1], 0)
 	var v packet.View
 	parse(t, &v, fragments[0])
-	if held, _ := old.peer.fragments[Inbound].decide(&v, old.rule, Inbound, addrOf(ip("192.168.7.7")), DropNone); held != nil {
+	if held, _ := old.peer.fragments[Outbound].decide(&v, old.rule, addrOf(ip("10.246.0.0")), DropNone); held != nil {
 		t.Error("an old decision was carried out")
 	}
-	left, _ := sendAll(t, e, Inbound, fragments, []int{0, 2}, 0)
-	if p := reassembled(t, left); p.Dst != ip("192.168.7.8") {
-		t.Error(p.Dst)
+	left, _ := sendAll(t, e, Outbound, fragments, []int{0, 2}, 0)
+	if p := reassembled(t, left); p.Src != ip("10.248.0.0") {
+		t.Error(p.Src)
 	}
 	if err := e.SetPeers(nil); err != nil {
 		t.Fatal(err)
@@ -708,16 +740,14 @@ func TestHeldFragmentIsACopy(t *testing.T) {
 	reassembled(t, left)
 }
 
-func TestRuleChangeForgetsFragments(t *testing.T) {
+func TestRuleChangeForgetsOutboundFragments(t *testing.T) {
 	e := newEngine(t, Config{}, peerB())
-	_, fragments := datagram("10.71.0.5:53", "10.247.0.9:80", 77)
-	sendAll(t, e, Inbound, fragments, []int{0}, 0)
-	changed := peerB()
-	changed.Endpoints[1].Real = ip("192.168.7.8")
-	if err := e.SetPeers([]Peer{changed}); err != nil {
+	_, fragments := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
+	sendAll(t, e, Outbound, fragments, []int{0}, 0)
+	if err := e.SetPeers([]Peer{elsewhere()}); err != nil {
 		t.Fatal(err)
 	}
-	if _, v := send(t, e, Inbound, fragments[1], 0); v.Action != Hold {
+	if _, v := send(t, e, Outbound, fragments[1], 0); v.Action != Hold {
 		t.Errorf("%v: a fragment followed a rule that is gone", v.Action)
 	}
 }

@@ -88,7 +88,7 @@ func judgeFuzzed(t *testing.T, e *Engine, peers []Peer, dir Direction, b []byte,
 	got := verdict(&v, now)
 	// Of a fragmented datagram a trace knows what was decided, not what went by already and what
 	// there is room for.
-	if _, _, _, is := before.Fragment(); !is && (trace.Action != got.Action || trace.Drop != got.Drop) {
+	if !before.IsFragment() && (trace.Action != got.Action || trace.Drop != got.Drop) {
 		t.Fatalf("trace says %v %v, engine %v %v", trace.Action, trace.Drop, got.Action, got.Drop)
 	}
 	for _, r := range got.Released() {
@@ -102,6 +102,13 @@ func judgeFuzzed(t *testing.T, e *Engine, peers []Peer, dir Direction, b []byte,
 		if got.Action == Discard && got.Drop == DropNone || string(work) != string(b) {
 			t.Fatalf("%v %v, changed: %v", got.Action, got.Drop, string(work) != string(b))
 		}
+		return
+	}
+	if dir == Inbound && before.IsFragment() { // it has become the datagram, or the first piece of it cut again
+		if v.IsFragment() != (len(got.Released()) > 0) || v.IsFragment() && (v.Is4() || v.Len() > 1280) {
+			t.Fatalf("a fragment became %x", v.Bytes())
+		}
+		judgeForwarded(t, e, peers, dir, &v, got.Action)
 		return
 	}
 	if before.ValidChecksums() != v.ValidChecksums() {
@@ -305,9 +312,10 @@ func decodeRules(b []byte) (peers []Peer) {
 
 // FuzzFragments sends pieces of datagrams through the fragment store: any place and length, twice,
 // overlapping, with other octets than the datagram has there, with another first fragment, with
-// pauses. Whatever leaves is translated like a first fragment that left with the same
+// pauses. Outbound, whatever leaves is translated like a first fragment that left with the same
 // identification, untouched but for that, and covers no transport header but its own. When nothing
 // was forged and all octets left, the receiver puts the datagram together, its ports translated.
+// Inbound, only whole datagrams leave, and when nothing was forged they are the one that was sent.
 func FuzzFragments(f *testing.F) {
 	f.Add([]byte{0, 60}, []byte{0, 20, 0, 20, 20, 0, 40, 40, 0})
 	f.Add([]byte{1, 60}, []byte{40, 40, 0, 20, 20, 0, 0, 20, 0})
@@ -423,13 +431,16 @@ func (s *pieces) send(t *testing.T, off, n int, how byte) {
 	}
 	before := slices.Clone(b)
 	s.sent = append(s.sent, packettest.MustDecode(before))
+	joins := s.dir == Inbound && v.IsFragment()
 	verdict := s.e.Outbound
 	if s.dir == Inbound {
 		verdict = s.e.Inbound
 	}
 	got := verdict(&v, s.now)
-	switch got.Action {
-	case Forward, Deliver:
+	switch {
+	case got.Action == Forward && joins:
+		s.arrived(t, slices.Concat([][]byte{v.Bytes()}, got.Released()), s.forged[id])
+	case got.Action == Forward, got.Action == Deliver:
 		for _, b := range slices.Concat([][]byte{v.Bytes()}, got.Released()) {
 			packettest.Check(t, b, packettest.HeaderChecksum())
 			s.left = append(s.left, packettest.MustDecode(b))
@@ -438,6 +449,42 @@ func (s *pieces) send(t *testing.T, off, n int, how byte) {
 		if len(got.Released()) > 0 || !bytes.Equal(b, before) {
 			t.Fatalf("%v %v, and released %d", got.Action, got.Drop, len(got.Released()))
 		}
+	}
+}
+
+// arrived looks at an inbound datagram that went on, in one packet or cut again.
+func (s *pieces) arrived(t *testing.T, packets [][]byte, forged bool) {
+	var data []byte
+	hosts := []netip.Addr{ip("192.168.1.1"), ip("192.168.1.2"), ip("fd01::1"), ip("fd01::2")}
+	for i, b := range packets {
+		p := packettest.MustDecode(b)
+		if p.FragmentOffset != len(data) || p.More != (i < len(packets)-1) || p.More && (p.Src.Is4() || len(b) > 1280) {
+			t.Fatalf("piece %d of %d: %+v", i, len(packets), p)
+		}
+		if packettest.Check(t, b, packettest.HeaderChecksum()); !slices.Contains(hosts, p.Dst) {
+			t.Fatalf("it goes to %v", p.Dst)
+		}
+		if len(packets) > 1 {
+			data = append(data, b[48:]...) // with the extension headers that are cut too
+		} else {
+			data = p.Transport
+		}
+	}
+	whole := packettest.MustDecode(s.whole)
+	want, sum := slices.Clone(s.whole[whole.TransportOffset:]), 6
+	if whole.Proto == packet.TCP {
+		sum = 16
+	}
+	if forged || len(want) < sum+2 {
+		return
+	}
+	if data = slices.Clone(data[max(0, len(data)-len(want)):]); len(data) < len(want) {
+		t.Fatalf("%d octets arrived, want %d", len(data), len(want))
+	}
+	clear(data[sum : sum+2])
+	clear(want[sum : sum+2])
+	if !bytes.Equal(data, want) { // the host has the port that it was sent to
+		t.Fatalf("%x\narrived for\n%x", data, want)
 	}
 }
 

@@ -149,7 +149,7 @@ func (h *hostileTable) judge(dir Direction, in []byte) string {
 		return "hold"
 	}
 	h.left = append([][]byte{v.Bytes()}, verdict.Released()...)
-	if p, err := packettest.Decode(in[:v.Len()]); err == nil && valid(p) {
+	if p, err := packettest.Decode(in[:min(v.Len(), len(in))]); err == nil && valid(p) {
 		for _, b := range h.left {
 			packettest.Check(h.t, b, packettest.ValidChecksums())
 		}

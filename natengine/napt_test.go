@@ -177,9 +177,6 @@ func TestMappedPodAnswersFromTheAddressThatItsClientSpokeToLast(t *testing.T) {
 			return packettest.Build(packettest.IP{Src: port(from).Addr(), Dst: port(to).Addr()}, packettest.Echo{ID: 80, Reply: reply})
 		}
 	}
-	fragment := func(from, to string) []byte {
-		return packettest.Fragments(udp(from, to, make([]byte, 64)...), 32, 1)[0]
-	}
 	unported := func(from, to string) []byte {
 		return packettest.Build(packettest.IP{Src: port(from).Addr(), Dst: port(to).Addr()}, packettest.Raw{Proto: 47, Data: []byte("GRE")})
 	}
@@ -202,7 +199,6 @@ func TestMappedPodAnswersFromTheAddressThatItsClientSpokeToLast(t *testing.T) {
 			"datagram, back again":         {[]step{{mapped, datagram}, {direct, datagram}, {mapped, datagram}}, datagram, mapped},
 			"echo":                         {[]step{{mapped, echo(false)}, {direct, echo(false)}}, echo(true), direct},
 			"echo reply":                   {[]step{{mapped, echo(false)}, {direct, echo(true)}}, echo(true), mapped},
-			"first fragment":               {[]step{{mapped, datagram}, {direct, fragment}}, datagram, direct},
 			"protocol without ports":       {[]step{{mapped, unported}, {direct, unported}}, unported, direct},
 			"opening":                      {[]step{{mapped, segment(syn)}, {direct, segment(syn)}}, segment(syn | ack), direct},
 			"segment beside an opening":    {[]step{{mapped, segment(syn)}, {direct, segment(ack)}}, segment(ack), direct},

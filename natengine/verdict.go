@@ -24,7 +24,7 @@ const (
 	Discard Action = iota // drop it; Verdict.Drop says why and has been counted
 	Forward               // send it on: outbound into the tunnel of Verdict.Peer, inbound to the TUN
 	Deliver               // inbound only: hand it to the in-process endpoint (Config.Self4, Self6)
-	Hold                  // a fragment was copied and waits for the first of its set; it is not lost
+	Hold                  // a fragment was copied and waits for others of its datagram; it is not lost
 )
 
 // String is the action in lower case.
@@ -50,9 +50,9 @@ type Verdict struct {
 	released *[][]byte // rare, so a pointer: a Verdict of three words is returned in registers
 }
 
-// Released are fragments that were held and that this packet, the first of their set, set free:
-// whole IP packets, already rewritten, owned by the caller. They take the same Action as this
-// packet and go after it.
+// Released are further fragments of the datagram of this packet, which take the same Action and go
+// after it: outbound those that waited for the first, inbound the rest of a datagram of IPv6 that was
+// whole and cut again. Each is a whole IP packet, already rewritten, owned by the caller.
 func (v Verdict) Released() [][]byte {
 	if v.released == nil {
 		return nil
@@ -86,7 +86,7 @@ const (
 	DropHostQuota         // flow bound of one host reached and none of its flows may be evicted
 	DropFlowClash         // the tuple belongs to another flow already
 	DropFragmentStoreFull // fragment bound reached
-	DropFragmentTimeout   // held, but the first fragment never came
+	DropFragmentTimeout   // held, but the others of its datagram, or outbound the first, never came
 	DropICMPError         // ICMP error that quotes no known flow or rule, is damaged, or is about an error
 	DropProtocol          // NAPT of a protocol without ports, when the remote address is taken or the type is link-local
 
@@ -119,7 +119,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropNone:              {"none", "not dropped"},
 	DropMalformed:         {"malformed", "not a whole, well-formed IP packet"},
 	DropBadChecksum:       {"bad_checksum", "a checksum is wrong"},
-	DropFragment:          {"fragment", "tiny, overlapping, repeated or oversized fragment"},
+	DropFragment:          {"fragment", "tiny, overlapping, repeated or oversized fragment, or one of such a datagram"},
 	DropNoPeer:            {"no_peer", "no peer has this address"},
 	DropPeerDown:          {"peer_down", "the peer has no WireGuard session"},
 	DropSource:            {"source", "the source address is not allowed"},
@@ -131,7 +131,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropHostQuota:         {"host_quota", "this host has as many flows as a host may have, and no half-open one is left to evict"},
 	DropFlowClash:         {"flow_clash", "another flow already has this tuple"},
 	DropFragmentStoreFull: {"fragment_store_full", "the fragment store is full"},
-	DropFragmentTimeout:   {"fragment_timeout", "the first fragment did not come in time"},
+	DropFragmentTimeout:   {"fragment_timeout", "the rest of the datagram did not come in time"},
 	DropICMPError:         {"icmp_error", "the ICMP error quotes no packet of a known flow or rule"},
 	DropProtocol:          {"protocol", "this protocol has no ports and cannot be told apart behind the NAPT address"},
 	DropVirtioHeader:      {"virtio_header", "the virtio-net header contradicts its packet"},

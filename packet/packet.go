@@ -84,6 +84,7 @@ const (
 	ErrHeaderChecksum                   // quoted IPv4 header with a wrong checksum
 	ErrVirtioHeader                     // virtio header that contradicts its packet
 	ErrGSO                              // superpacket that cannot be segmented
+	ErrJoin                             // fragments that do not make one datagram
 )
 
 var errorTexts = [...]string{
@@ -103,6 +104,7 @@ var errorTexts = [...]string{
 	ErrHeaderChecksum:  "bad quoted header checksum",
 	ErrVirtioHeader:    "virtio header contradicts packet",
 	ErrGSO:             "superpacket cannot be segmented",
+	ErrJoin:            "fragments do not make a datagram",
 }
 
 // Error returns the reason in words, without the name of the package.

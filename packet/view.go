@@ -405,6 +405,9 @@ func (v *View) Fragment() (off int, more bool, id uint32, is bool) {
 	return int(v.fragOff), v.more, v.fragID, v.more || v.fragOff != 0
 }
 
+// IsFragment reports whether this is a part of a datagram; see Fragment.
+func (v *View) IsFragment() bool { return v.more || v.fragOff != 0 }
+
 // LaterFragment reports whether this is a fragment other than the first, so without a transport
 // header.
 func (v *View) LaterFragment() bool { return v.fragOff != 0 }

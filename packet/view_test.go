@@ -374,7 +374,7 @@ func TestValidChecksumsSeesEveryWrongBit(t *testing.T) {
 
 func TestEveryErrorHasAText(t *testing.T) {
 	seen := map[string]bool{}
-	for e := packet.ErrTruncated; e <= packet.ErrGSO; e++ {
+	for e := packet.ErrTruncated; e <= packet.ErrJoin; e++ {
 		if seen[e.Error()] || e.Error() == packet.Error(0).Error() {
 			t.Errorf("%d: %q", e, e)
 		}

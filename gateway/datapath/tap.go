@@ -56,6 +56,7 @@ type tap struct {
 	checksum packet.ChecksumState
 	before   natengine.Tuple
 	headers  int  // octets of its headers
+	fragment bool // it is one, which inbound may become the whole datagram
 	wanted   bool // the packet that crossed last, and so its segments
 
 	view   packet.View
@@ -82,7 +83,7 @@ func (p *tap) came(v *packet.View) {
 	b := v.Bytes()
 	p.headers = headersOf(v)
 	keep := p.headers
-	if _, _, _, fragment := v.Fragment(); fragment || v.IsICMPError() {
+	if p.fragment = v.IsFragment(); p.fragment || v.IsICMPError() {
 		keep = len(b)
 	}
 	p.kept = copy(p.head[:], b[:min(keep, len(b))])
@@ -106,7 +107,11 @@ func (p *tap) crossed(v *packet.View, verdict natengine.Verdict, drop natengine.
 	if c.Wants(capture.BeforeNAT, p.dir, verdict.Peer, drop) {
 		keep := p.keep(p.headers)
 		head := p.head[:min(p.kept, keep)]
-		p.add(capture.BeforeNAT, p.size, comment, keep, head, body[min(len(head), len(body)):], tail)
+		rest := body[min(len(head), len(body)):]
+		if p.fragment && p.dir == natengine.Inbound {
+			rest = nil // of the datagram
+		}
+		p.add(capture.BeforeNAT, p.size, comment, keep, head, rest, tail)
 	}
 	if (verdict.Action == natengine.Forward || verdict.Action == natengine.Deliver) && c.Wants(capture.AfterNAT, p.dir, verdict.Peer, drop) {
 		p.add(capture.AfterNAT, v.Len(), comment, p.keep(p.headers), body, nil, tail)
@@ -186,12 +191,12 @@ func (p *tap) story(verdict natengine.Verdict, drop natengine.Drop, after nateng
 	case drop != natengine.DropNone:
 		b.WriteString("; " + dropText(drop))
 	case verdict.Action == natengine.Hold:
-		b.WriteString("; a fragment that waits for the first of its datagram")
+		b.WriteString("; a fragment that waits for others of its datagram")
 	case verdict.Action == natengine.Deliver:
 		b.WriteString("; for the gateway itself")
 	}
 	if n := len(verdict.Released()); n > 0 {
-		fmt.Fprintf(&b, "; %d fragments that waited for it go on", n)
+		fmt.Fprintf(&b, "; %d more fragments of its datagram go on", n)
 	}
 	return b.String()
 }

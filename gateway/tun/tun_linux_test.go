@@ -1,6 +1,7 @@
 package tun
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
 	"errors"
@@ -22,6 +23,7 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
 	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
 const mtu = 1420
@@ -220,6 +222,41 @@ func TestForwardedSuperpacketsArriveWhole(t *testing.T) {
 	}
 	t.Logf("superpackets from the kernel %d, to it %d; hdr_len is not the header's length in %d",
 		w.superIn.Load(), w.superOut.Load(), w.hdrLenWrong.Load())
+}
+
+// The engine hands a datagram that came in fragments over as one packet, larger than any MTU. The
+// kernel takes it and cuts it for the next link.
+func TestKernelCutsADatagramAboveTheMTU(t *testing.T) {
+	pod, gw := newNamespace(t), newNamespace(t)
+	veth(t, pod, gw, "10.8.0.2/24", "10.8.0.1/24")
+	d := gw.open(t, "tuntest0", mtu, Options{})
+	t.Cleanup(func() { d.Close() })
+	gw.do(t, func() error {
+		if err := os.WriteFile("/proc/sys/net/ipv4/ip_forward", []byte("1"), 0); err != nil {
+			return err
+		}
+		return setUp("tuntest0", "10.9.0.1/24")
+	})
+	pod.do(t, func() error { return routeVia("10.9.0.0/24", "10.8.0.1") })
+	var c *net.UDPConn
+	pod.do(t, func() (err error) {
+		c, err = net.ListenUDP("udp4", &net.UDPAddr{Port: 4000})
+		return err
+	})
+	defer c.Close()
+	for _, size := range []int{5000, 65535 - 28} {
+		data := make([]byte, size)
+		rand.NewChaCha8([32]byte{byte(size)}).Read(data)
+		b := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.9.0.2"), Dst: netip.MustParseAddr("10.8.0.2")}, packettest.UDP{SrcPort: 1, DstPort: 4000, Data: data})
+		if err := d.Write([][]byte{make([]byte, packet.VirtioHeaderLen), b}); err != nil {
+			t.Fatal(err)
+		}
+		got := make([]byte, 1<<16)
+		c.SetReadDeadline(time.Now().Add(time.Minute))
+		if n, err := c.Read(got); err != nil || !bytes.Equal(got[:n], data) {
+			t.Fatalf("%d of %d octets, %v", n, size, err)
+		}
+	}
 }
 
 // switchOffloadsOff makes the kernel hand over each packet alone and complete, as one would that

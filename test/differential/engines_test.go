@@ -73,7 +73,7 @@ func (e *engines) sendPartial(t *testing.T, from side, b []byte) (o outcome) {
 }
 
 // cross takes one packet through one engine and returns what comes out: the packet, perhaps none,
-// perhaps fragments that had waited for it. b is not touched.
+// perhaps fragments that had waited for it, or the datagram that it made whole. b is not touched.
 func (e *engines) cross(t *testing.T, at side, dir natengine.Direction, sum packet.ChecksumState, b []byte, o *outcome) [][]byte {
 	t.Helper()
 	e.now += time.Millisecond
@@ -98,7 +98,7 @@ func (e *engines) cross(t *testing.T, at side, dir natengine.Direction, sum pack
 		o.drops = append(o.drops, verdict.Drop)
 	case natengine.Deliver:
 		t.Errorf("gateway %v, %v: delivered to an endpoint that the plan does not have: % x", at, dir, b)
-	case natengine.Hold: // it comes back as Released
+	case natengine.Hold: // it comes back as Released, or in its datagram
 	}
 	return nil
 }

@@ -50,12 +50,12 @@ func (x *exchange) pods(from side, n int) (src, dst netip.Addr) {
 // send takes packets of one sender to the other side by both ways, wants the same bytes on the wire
 // and at the end, and returns what arrived. Of more than one packet, or of fragments, the datagrams
 // are compared: the kernel's conntrack puts them together and cuts them again as it likes, the
-// engine translates each as it comes.
+// engine translates each as it comes on the way out and joins them on the way in.
 func (x *exchange) send(from side, packets ...[]byte) (arrived [][]byte) {
 	x.Helper()
 	o := x.engines.send(x.T, from, packets...)
-	if len(o.out) != len(packets) {
-		x.Fatalf("%v: %d of %d packets came out of the engines, dropped: %v\n%s", from, len(o.out), len(packets), o.drops, dump(packets))
+	if len(o.wire) != len(packets) || len(o.drops) > 0 {
+		x.Fatalf("%v: %d of %d packets went into the tunnel, dropped: %v\n%s", from, len(o.wire), len(packets), o.drops, dump(packets))
 	}
 	wire, out := x.kernel.send(x.T, from, packets...)
 	x.same(from, "on the wire", o.wire, wire, hopsToWire)

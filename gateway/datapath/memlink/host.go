@@ -344,7 +344,7 @@ func (e *hostEndpoint) check(b []byte) error {
 		if hdrLen+gsoSize > e.link.MTU() {
 			return fmt.Errorf("GSO size %d with header %d above MTU %d", gsoSize, hdrLen, e.link.MTU())
 		}
-	} else if len(p) > e.link.MTU() {
+	} else if len(p) > e.link.MTU() && (!v4 || p[6]&0x40 != 0) { // a kernel cuts it where it has to
 		return fmt.Errorf("packet of %d octets above MTU %d", len(p), e.link.MTU())
 	}
 	if flags&flagNeedsChecksum != 0 {

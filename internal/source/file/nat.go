@@ -76,7 +76,7 @@ func (n *NAT) Fields() []NATField {
 		{"randomPorts", "random-ports", "give every NAT mapping a random port, also where its own is free", (*truth)(&n.RandomPorts)},
 		{"maxFragmentSets", "max-fragment-sets", "fragmented datagrams under way, per peer and direction (default 256)", &number{&n.MaxFragmentSets, 1 << 20}},
 		{"maxFragmentBytes", "max-fragment-bytes", "octets of held fragments, per peer and direction (default 1048576)", &number{&n.MaxFragmentBytes, 1 << 30}},
-		{"maxFragmentsPerSet", "max-fragments-per-set", "held fragments of one datagram (default 64)", &number{&n.MaxFragmentsPerSet, 1 << 13}},
+		{"maxFragmentsPerSet", "max-fragments-per-set", "held fragments of one datagram (default 256)", &number{&n.MaxFragmentsPerSet, 1 << 13}},
 		{"maxICMPErrorsPerSecond", "max-icmp-errors-per-second", "ICMP errors of our own, per peer (default 1000)", &number{&n.MaxICMPErrorsPerSecond, 1 << 20}},
 		{"udpTimeout", "udp-timeout", "of UDP flows (default 5m)", &n.UDPTimeout},
 		{"tcpEstablishedTimeout", "tcp-established-timeout", "of established TCP connections (default 2h4m)", &n.TCPEstablishedTimeout},

@@ -1,0 +1,161 @@
+package packet
+
+import "slices"
+
+// Join puts the fragments of one datagram together, given in any order: whole IP packets that Parse
+// takes, of one family, source, destination and identification. The result is new memory, the
+// fragments stay as they are. It has the header of the first fragment (RFC 791, section 3.2; RFC
+// 8200, section 4.5), in IPv6 without the fragment header, in IPv4 without DF, because a datagram
+// that came in fragments may be cut again. The error is ErrJoin when the fragments leave a gap,
+// overlap, make a packet that its length field cannot describe, or mix senders with and without ECN.
+//
+// ECN follows Linux (net/ipv4/inet_fragment.c, ip_frag_ecn_table) and RFC 3168, section 5.3:
+// congestion that one fragment has met is the datagram's.
+func Join(fragments [][]byte) ([]byte, error) {
+	parts := make([]part, len(fragments))
+	var first View // the last that is parsed is the first of the datagram
+	for i, b := range fragments {
+		if err := first.Parse(b, ChecksumComplete); err != nil {
+			return nil, ErrJoin
+		}
+		parts[i] = part{off: int(first.fragOff), more: first.more, b: b, data: first.b[len(first.b)-first.FragmentLen():]}
+	}
+	slices.SortFunc(parts, func(a, b part) int { return a.off - b.off })
+	size, marks := 0, uint8(0)
+	for i, p := range parts {
+		if p.off != size || p.more != (i < len(parts)-1) || len(p.data) == 0 {
+			return nil, ErrJoin
+		}
+		size += len(p.data)
+		marks |= 1 << ecn(p.b)
+	}
+	if len(parts) == 0 || marks&(1<<notECT) != 0 && marks != 1<<notECT {
+		return nil, ErrJoin
+	}
+	_ = first.Parse(parts[0].b, ChecksumComplete) // it did above
+	header, kindAt := first.headerOfDatagram()
+	length := header + size
+	if first.is4 && length > maxPacket || !first.is4 && length-ipv6Len > maxPacket {
+		return nil, ErrJoin
+	}
+	whole := append(make([]byte, 0, length), first.b[:header]...)
+	for _, p := range parts {
+		whole = append(whole, p.data...)
+	}
+	if first.is4 {
+		be.PutUint16(whole[2:4], uint16(length))
+		be.PutUint16(whole[6:8], 0)
+	} else {
+		be.PutUint16(whole[4:6], uint16(length-ipv6Len))
+		whole[kindAt] = first.b[header] // the next header of the fragment header
+	}
+	if marks&(1<<congestion) != 0 {
+		setCongestion(whole)
+	}
+	if first.is4 {
+		be.PutUint16(whole[10:12], 0)
+		be.PutUint16(whole[10:12], Checksum(whole[:header], 0))
+	}
+	return whole, nil
+}
+
+// part is a fragment of Join.
+type part struct {
+	off     int // octets
+	more    bool
+	b, data []byte // the packet, and what it carries of the datagram
+}
+
+// headerOfDatagram is the length of what stands in front of the fragmented part, without the
+// fragment header of IPv6, and for IPv6 the offset of the field that names the fragment header.
+func (v *View) headerOfDatagram() (length, kindAt int) {
+	if v.is4 {
+		return int(v.transport), 0
+	}
+	length, kindAt = ipv6Len, 6
+	for kind := v.b[kindAt]; kind != fragmentHeader; kind = v.b[kindAt] {
+		length, kindAt = length+extensionLen(kind, v.b[length:]), length
+	}
+	return length, kindAt
+}
+
+// ECN codepoints (RFC 3168, section 5).
+const (
+	notECT     = 0
+	congestion = 3
+)
+
+func ecn(b []byte) uint8 {
+	if b[0]>>4 == 4 {
+		return b[1] & 3
+	}
+	return b[1] >> 4 & 3
+}
+
+func setCongestion(b []byte) {
+	if b[0]>>4 == 4 {
+		b[1] |= congestion
+	} else {
+		b[1] |= congestion << 4
+	}
+}
+
+// minCut is the least that a fragment of Split6 carries, so that long headers, which each fragment
+// repeats, do not multiply a packet.
+const minCut = 512
+
+// Split6 cuts an IPv6 packet into fragments of at most mtu octets with this identification (RFC
+// 8200, section 4.5). A packet that fits is one. The fragments are new memory, the packet stays as
+// it is. The result is nil for IPv4, for a fragment, for a partial checksum, for an mtu below 1280,
+// and for headers so long that the first fragment cannot hold all of them (RFC 7112) or each
+// fragment little else.
+func (v *View) Split6(mtu int, id uint32) [][]byte {
+	if v.is4 || v.more || v.fragOff != 0 || v.csum == ChecksumPartial || mtu < minMTU6 {
+		return nil
+	}
+	if len(v.b) <= mtu {
+		return [][]byte{slices.Clone(v.b)}
+	}
+	header, kindAt := v.unfragmentable()
+	size := (mtu - header - fragmentHeaderLen) &^ 7
+	if size < minCut || int(v.payload) > header+size {
+		return nil
+	}
+	data := v.b[header:]
+	n := (len(data) + size - 1) / size
+	fragments := make([][]byte, 0, n)
+	memory := make([]byte, 0, n*(header+fragmentHeaderLen)+len(data))
+	for off := 0; off < len(data); off += size {
+		piece := data[off:min(off+size, len(data))]
+		word := uint16(off)
+		if off+size < len(data) {
+			word |= 1
+		}
+		start := len(memory)
+		memory = append(append(memory, v.b[:header]...), v.b[kindAt], 0)
+		memory = be.AppendUint16(memory, word)
+		memory = be.AppendUint32(memory, id)
+		memory = append(memory, piece...)
+		f := memory[start:len(memory):len(memory)]
+		f[kindAt] = fragmentHeader
+		be.PutUint16(f[4:6], uint16(len(f)-ipv6Len))
+		fragments = append(fragments, f)
+	}
+	return fragments
+}
+
+const fragmentHeaderLen = 8
+
+// unfragmentable is the length of the part that each fragment repeats, the headers up to a routing
+// header, else up to a hop-by-hop header, and the offset of the field that names what follows.
+func (v *View) unfragmentable() (length, kindAt int) {
+	length, kindAt = ipv6Len, 6
+	for at, field := ipv6Len, 6; isExtension(v.b[field]); {
+		kind := v.b[field]
+		field, at = at, at+extensionLen(kind, v.b[at:])
+		if kind == routing || kind == hopByHop {
+			length, kindAt = at, field
+		}
+	}
+	return length, kindAt
+}
