@@ -145,6 +145,74 @@ func TestChangesAreWhatAllOfThemMake(t *testing.T) {
 	}
 }
 
+// The path to a peer changes its MTU at any time, and a host on the underlay can bring that about.
+func TestMTUChangeKeepsFlowsAndFragments(t *testing.T) {
+	p := peer46()
+	p.MSS, p.MTU = 1360, 1400
+	e := newEngine(t, Config{}, p)
+	_, outbound := datagram("192.168.1.1:4000", "10.71.0.5:53", 77)
+	_, waiting := datagram("192.168.1.1:4001", "10.71.0.5:53", 78)
+	_, inbound := datagram("10.71.0.5:4000", "10.246.1.1:53", 77)
+	left, _ := sendAll(t, e, Outbound, outbound, []int{0}, 0)
+	sendAll(t, e, Outbound, waiting, []int{2}, 0)
+	sendAll(t, e, Inbound, inbound, []int{0, 2}, 0)
+	before := e.Stats().Peers[0]
+
+	p.MSS, p.MTU = 1240, 1280
+	if e.Peers()[0].setRule(newRule(p, e.Peers()[0], e.self)) {
+		t.Error("flows are looked at")
+	}
+	if err := e.Change([]Peer{p}, nil); err != nil {
+		t.Fatal(err)
+	}
+	if s := e.Stats().Peers[0]; s.Flows != 1 || s.Purged != 0 || s.FragmentSets != before.FragmentSets || s.FragmentBytes != before.FragmentBytes {
+		t.Errorf("before %+v\nafter %+v", before, s)
+	}
+	more, held := sendAll(t, e, Outbound, outbound, []int{2, 1}, 0)
+	if reassembled(t, append(left, more...)); held != 0 {
+		t.Errorf("%d fragments wait again", held)
+	}
+	left, _ = sendAll(t, e, Outbound, waiting, []int{0, 1}, 0)
+	reassembled(t, left)
+	left, _ = sendAll(t, e, Inbound, inbound, []int{1}, 0)
+	reassembled(t, left)
+}
+
+// Between the steps the lock is free: another peer, and the same one, opens a flow.
+func TestRuleChangeEndsFlowsInSteps(t *testing.T) {
+	const flows = 5 * chunkSize
+	e := newEngine(t, Config{MaxFlows: 2 * flows, MaxFlowsPerPeer: 2 * flows, MaxFlowsPerHost: 2 * flows}, peerB(), peerC())
+	for i := range flows {
+		in(t, e, udp(fmt.Sprintf("10.71.0.5:%d", 1000+i), "10.247.0.9:80"), 0)
+	}
+	out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0) // is permitted by both rules
+	b := e.Peers()[0]
+	changed := peerB()
+	changed.Endpoints = changed.Endpoints[:1]
+	r := newRule(changed, b, e.self)
+	if !b.setRule(r) {
+		t.Fatal("no flow is looked at")
+	}
+	steps, last := 0, int64(flows)
+	b.flows.purge(r, func() {
+		steps++
+		if !b.flows.mu.TryLock() {
+			t.Fatal("the lock is held between two steps")
+		}
+		b.flows.mu.Unlock()
+		if live := b.flows.live.Load(); last-live > chunkSize {
+			t.Errorf("%d flows ended in one step", last-live)
+		}
+		out(t, e, udp(fmt.Sprintf("192.168.1.2:%d", 5000+steps), "10.71.0.5:53"), 0)
+		out(t, e, udp(fmt.Sprintf("192.168.1.2:%d", 5000+steps), "10.73.0.5:53"), 0)
+		last = b.flows.live.Load()
+	})
+	if s := e.Stats().Peers; steps < flows/chunkSize || s[0].Flows != 1+steps || s[1].Flows != steps || s[0].Purged != flows {
+		t.Errorf("%d steps: %+v", steps, s)
+	}
+	e.checkTables(t)
+}
+
 // BenchmarkChange changes one peer among many, and has one come and go.
 func BenchmarkChange(b *testing.B) {
 	for _, n := range []int{10, 100, 1000, 4000} {

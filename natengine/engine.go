@@ -4,6 +4,7 @@ import (
 	"fmt"
 	"hash/maphash"
 	"net/netip"
+	"runtime"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -166,8 +167,9 @@ func New(c Config) *Engine {
 // SetPeers replaces all rules by one atomic swap: a packet sees the old rules or the new ones. On a
 // contradiction (networks of two peers that overlap, masks of different length, an address mapped
 // twice) it changes nothing and returns an error that names every peer and rule at fault. Flows
-// that the new rules would not let be opened end here; the others stay, with their ports. peers is
-// copied.
+// that the new rules would not let be opened have ended when it returns; the others stay, with their
+// ports. They end in steps, between which packets open new flows. A change of MSS and MTU looks at no
+// flow and drops no fragment. peers is copied.
 func (e *Engine) SetPeers(peers []Peer) error {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -240,45 +242,44 @@ func (e *Engine) publish(table *ruleTable, rules []*rule, fresh []*PeerState, go
 		r.peer.path.mtu.Store(int32(r.spec.MTU))
 	}
 	// First every PeerState learns its new rule, then the table is published: a packet under way
-	// with the old table cannot open a flow that the new one does not permit.
+	// with the old table cannot open a flow that the new one does not permit. Flows that are there
+	// end last, because that takes long where there are many.
+	var differ []*PeerState
 	for _, id := range gone {
 		if p := e.peers[id]; p != nil {
 			p.setRule(nil)
+			differ = append(differ, p)
 			delete(e.peers, id)
 		}
 	}
 	for _, r := range rules {
-		r.peer.setRule(r)
+		if r.peer.setRule(r) {
+			differ = append(differ, r.peer)
+		}
 	}
 	e.rules.Store(table)
 	for _, p := range fresh {
 		e.peers[p.id] = p
 	}
+	for _, p := range differ {
+		p.flows.purge(p.rule, runtime.Gosched)
+	}
 }
 
-// setRule makes r the rule for new flows and ends those that it does not permit, all of them when r
-// is nil.
-func (p *PeerState) setRule(r *rule) {
+// setRule makes r, nil for none, the rule for new flows. It reports whether there may be flows that
+// r does not permit.
+func (p *PeerState) setRule(r *rule) (differs bool) {
 	t := &p.flows
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	old := p.rule
 	p.rule = r
-	differs := old != nil && (r == nil || !old.spec.equal(r.spec))
+	differs = old != nil && (r == nil || !old.spec.sameFlows(r.spec))
 	p.fragments[Outbound].setRule(r, differs)
 	if r == nil {
 		p.fragments[Inbound].setRule(nil, true)
 	}
-	if !differs {
-		return
-	}
-	t.each(func(i uint32, f *entry, word uint64) {
-		out, in := f.keyAt(Outbound), f.keyAt(Inbound)
-		if r == nil || !r.permits(kindOf(word), out.near, in.near, out.remote) {
-			t.remove(i, FlowPurged)
-			t.purged.Add(1)
-		}
-	})
+	return differs
 }
 
 // Count adds one to a drop counter. The engine counts what it discards; the gateway counts its own

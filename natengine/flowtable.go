@@ -239,14 +239,55 @@ func (t *flowTable) remove(i uint32, why FlowEnd) {
 	t.total.Add(-1)
 }
 
-// each calls f with the number of every live flow, and its word. With mu; f may remove the flow.
-func (t *flowTable) each(f func(i uint32, e *entry, word uint64)) {
-	for i := range t.used {
-		e := t.entry(i)
-		if word := e.word.Load(); word&stateLive != 0 {
-			f(i, e, word)
+// purge ends the flows that rule r, nil for none, does not permit. It reads without the lock, chunk by
+// chunk, and takes the lock only for a chunk in which there is something to end, so that new flows
+// never wait for more than one chunk. between is called after each chunk, without the lock. New flows
+// have to be permitted by r already.
+func (t *flowTable) purge(r *rule, between func()) {
+	slab := t.slab.Load()
+	if slab == nil {
+		return
+	}
+	for c, chunk := range *slab {
+		t.purgeChunk(uint32(c), chunk.entries, r)
+		between()
+	}
+}
+
+// purgeChunk is purge for one chunk.
+func (t *flowTable) purgeChunk(c uint32, entries *[chunkSize]entry, r *rule) {
+	locked := false
+	for n := range entries {
+		e := &entries[n]
+		if e.stays(r) {
+			continue
+		}
+		if !locked {
+			t.mu.Lock()
+			defer t.mu.Unlock()
+			locked = true
+		}
+		if !e.stays(r) { // it may have ended or been replaced before the lock was ours
+			t.remove(c<<chunkBits|uint32(n), FlowPurged)
+			t.purged.Add(1)
 		}
 	}
+}
+
+// stays reports whether the entry has no flow, or one that rule r, nil for none, permits. Without mu
+// it may be false for an entry that is written at that moment.
+func (e *entry) stays(r *rule) bool {
+	seq, word := e.seq.Load(), e.word.Load()
+	switch {
+	case seq&1 != 0:
+		return false
+	case word&stateLive == 0:
+		return true
+	case r == nil:
+		return false
+	}
+	out, in := e.keyAt(Outbound), e.keyAt(Inbound)
+	return r.permits(kindOf(word), out.near, in.near, out.remote) && e.seq.Load() == seq
 }
 
 // sweepStep counts what a sweep has done since its last pause.

@@ -337,7 +337,7 @@ func (s *fragmentStore) decide(v *packet.View, r *rule, to addr, drop Drop) (hel
 // outdated reports that a packet was judged by a rule which has just been replaced by a different
 // one: what is decided by it must not be remembered.
 func (s *fragmentStore) outdated(r *rule) bool {
-	return s.rule != r && (s.rule == nil || !s.rule.spec.equal(r.spec))
+	return s.rule != r && (s.rule == nil || !s.rule.spec.sameFlows(r.spec))
 }
 
 // contradicts reports whether v, which ends at end, cannot be a part of the same datagram as what

@@ -38,3 +38,13 @@ func send(t testing.TB, e *Engine, dir Direction, b []byte, now tick) ([]byte, V
 	verdict := e.Inbound(&v, at)
 	return v.Bytes(), verdict
 }
+
+// each calls f with the number of every live flow, and its word. With mu; f may remove the flow.
+func (t *flowTable) each(f func(i uint32, e *entry, word uint64)) {
+	for i := range t.used {
+		e := t.entry(i)
+		if word := e.word.Load(); word&stateLive != 0 {
+			f(i, e, word)
+		}
+	}
+}

@@ -63,9 +63,10 @@ type Peer struct {
 	MTU            uint16         // largest IP packet towards the peer in octets, see PeerState.MTU; 0 = no bound
 }
 
-// equal compares what flows depend on.
-func (p Peer) equal(q Peer) bool {
-	return p.ID == q.ID && p.MSS == q.MSS && slices.Equal(p.RemotePods, q.RemotePods) &&
+// sameFlows reports whether p and q permit the same flows and translate fragments alike. MSS and MTU
+// have no part in that.
+func (p Peer) sameFlows(q Peer) bool {
+	return p.ID == q.ID && slices.Equal(p.RemotePods, q.RemotePods) &&
 		slices.Equal(p.RemoteExternal, q.RemoteExternal) && slices.Equal(p.Pods, q.Pods) &&
 		slices.Equal(p.External, q.External) && slices.Equal(p.Endpoints, q.Endpoints)
 }
