@@ -42,8 +42,8 @@
 //	                                                          flow_table_full
 //	flows of one host                   quarter of the        oldest half-open flow of the host is evicted, else host_quota
 //	  (per peer; see below)             peer's, 1,024-16,384
-//	ports at a NAPT address             65,535 TCP, 65,535    ports_exhausted; established flows go on
-//	  (per peer, family and protocol)   UDP, 65,536 ICMP ids
+//	ports at a NAPT address             65,535 TCP, 65,535    oldest half-open flow with such a port is evicted, else
+//	  (per peer, family and protocol)   UDP, 65,536 ICMP ids  ports_exhausted; established flows go on
 //	datagrams with fragments under way  256                   oldest gives way, fragment_store_full for what it held
 //	octets of held fragments            1 MiB                 the same
 //	  (both per peer and direction)
@@ -69,8 +69,9 @@
 // address of IPv6 is a host too, as each pod has one and those of a node share a prefix; who sends
 // from many has the bound of his peer. A mapping needs a flow, so that the quota also keeps one
 // host from taking all ports of the NAPT address: by default it may have a quarter of them at most
-// (RFC 6888, REQ-4). Where all ports of a protocol are in use nothing is evicted for one: new
-// mappings fail until some end.
+// (RFC 6888, REQ-4). Where all ports of a protocol are in use, a new mapping takes that of the oldest
+// half-open flows, so that forged sources, which nobody answers, leave ports to others. It fails while
+// all flows are established.
 //
 // Timeouts: UDP 300 s, TCP 7,440 s established and 240 s else, ICMP 60 s, other protocols 300 s.
 // Packets of either direction refresh a flow, RSTs and ICMP errors do not. Shorter ones than the
@@ -89,12 +90,12 @@
 //
 // # Memory
 //
-// An entry is one cache line of 64 octets plus 20 that only writers touch, and two index slots of 8
+// An entry is one cache line of 64 octets plus 28 that only writers touch, and two index slots of 8
 // octets at a load of 42 to 75 %; a NAPT mapping takes 16 octets and is shared by all flows of one
 // inside port, a host takes 16; both 2 to 4 more of hash chain. At 1,048,576 flows the heap grows
-// by 109 octets per flow for those of few hosts and ports, of either family, by 128 when each has
-// an inside port of its own, 127 when each is of another pod of a peer to a mapped endpoint and 147
+// by 117 octets per flow for those of few hosts and ports, of either family, by 136 when each has
+// an inside port of its own, 136 when each is of another pod of a peer to a mapped endpoint and 155
 // when each has an inside host and a port of its own (BenchmarkFlowMemory, 2026-11). Tables grow as
-// needed, a shard or chunk at a time, from 23 KiB for a peer with a flow or two on, and are given
+// needed, a shard or chunk at a time, from 24 KiB for a peer with a flow or two on, and are given
 // back when their peer goes. The rule table takes 128 KiB and a few hundred octets per peer.
 package natengine

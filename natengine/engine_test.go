@@ -1,6 +1,7 @@
 package natengine
 
 import (
+	"cmp"
 	"math/bits"
 	"net/netip"
 	"os/exec"
@@ -596,7 +597,18 @@ func (t *flowTable) checkQueues(tb testing.TB) map[uint32]bool {
 	}
 	queued := map[uint32]bool{}
 	byHost := [2]map[uint32][]uint32{{}, {}}
-	for _, i := range walk(t.queue.head, queueOfPeer) {
+	var waiting []uint32
+	for n := range t.waiting {
+		list := walk(t.waiting[n].head, queueOfPeer)
+		for at, i := range list {
+			if e := t.entry(i); t.queueFor(e, e.word.Load()) != &t.waiting[n] || at > 0 && *t.order(i) <= *t.order(list[at-1]) {
+				tb.Errorf("flow %d is in queue %d, or out of order", i, n)
+			}
+		}
+		waiting = append(waiting, list...)
+	}
+	slices.SortFunc(waiting, func(i, j uint32) int { return cmp.Compare(*t.order(i), *t.order(j)) })
+	for _, i := range waiting {
 		queued[i] = true
 		kind, h := kindOf(t.entry(i).word.Load()), t.side(i).host
 		byHost[kind][h] = append(byHost[kind][h], i)

@@ -20,13 +20,14 @@ type flowTable struct {
 
 	_ [64]byte // so that a new flow does not take what lookups read out of the caches of other cores
 
-	mu    sync.Mutex
-	live  atomic.Int64 // entries in use; changed under mu
-	used  uint32       // entries that were ever in use
-	free  uint32       // list of entries that were and are not, through side.links
-	queue queue        // half-open flows of the peer
-	hosts [2]hostTable // by flowKind: inside hosts, hosts of the peer
-	napt  napt
+	mu      sync.Mutex
+	live    atomic.Int64         // entries in use; changed under mu
+	used    uint32               // entries that were ever in use
+	free    uint32               // list of entries that were and are not, through side.links
+	waiting [waitingQueues]queue // half-open flows of the peer
+	entered uint32               // flows that have entered a queue so far; wraps
+	hosts   [2]hostTable         // by flowKind: inside hosts, hosts of the peer
+	napt    napt
 
 	created, expired, evicted, purged atomic.Uint64
 	halfOpen                          atomic.Int64 // counted by the last sweep
@@ -38,11 +39,12 @@ const (
 )
 
 // chunk is 256 entries and, apart from them so that a hit touches one cache line, what only writers
-// need: 22 KiB, which a thousand peers with a flow or two each may have. Chunks that begin smaller
+// need: 23 KiB, which a thousand peers with a flow or two each may have. Chunks that begin smaller
 // and grow took 1 to 2 ns of every hit.
 type chunk struct {
 	entries *[chunkSize]entry
 	sides   *[chunkSize]side
+	orders  *[chunkSize]uint32 // flowTable.entered when each entered its queues; apart, so that sides fill their size class
 	sweep   *sweepState
 }
 
@@ -84,6 +86,12 @@ func (t *flowTable) entry(i uint32) *entry {
 func (t *flowTable) side(i uint32) *side {
 	slab := *t.slab.Load()
 	return &slab[i>>chunkBits].sides[i%chunkSize]
+}
+
+// order is when an entry has entered its queues, counted by flowTable.entered.
+func (t *flowTable) order(i uint32) *uint32 {
+	slab := *t.slab.Load()
+	return &slab[i>>chunkBits].orders[i%chunkSize]
 }
 
 // find looks for the flow with key k. It may be called with and without mu; without, a flow that is
@@ -211,7 +219,7 @@ func (t *flowTable) addChunk() {
 	if p := t.slab.Load(); p != nil {
 		slab = *p
 	}
-	slab = append(slab, chunk{new([chunkSize]entry), new([chunkSize]side), new(sweepState)})
+	slab = append(slab, chunk{new([chunkSize]entry), new([chunkSize]side), new([chunkSize]uint32), new(sweepState)})
 	t.slab.Store(&slab)
 }
 
@@ -388,7 +396,7 @@ func (t *flowTable) sweepChunk(c uint32, entries *[chunkSize]entry, l *lifetimes
 func (t *flowTable) bytes() int {
 	n := t.napt.bytes() + t.hosts[naptFlow].bytes() + t.hosts[endpointFlow].bytes()
 	if slab := t.slab.Load(); slab != nil {
-		each := chunkSize*(unsafe.Sizeof(entry{})+unsafe.Sizeof(side{})) + unsafe.Sizeof(sweepState{})
+		each := chunkSize*(unsafe.Sizeof(entry{})+unsafe.Sizeof(side{})+unsafe.Sizeof(t.entered)) + unsafe.Sizeof(sweepState{})
 		n += len(*slab)*int(each) + cap(*slab)*int(unsafe.Sizeof(chunk{}))
 	}
 	for dir := range t.index {

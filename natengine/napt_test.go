@@ -295,6 +295,82 @@ func TestProtocolWithoutPortsHasOneHostPerRemote(t *testing.T) {
 	}
 }
 
+// allAnswered makes all flows of the first peer established.
+func allAnswered(e *Engine) {
+	e.Peers()[0].flows.each(func(_ uint32, f *entry, _ uint64) { f.word.Or(stateSeen) })
+}
+
+// A pod of ours that forges sources looks like many hosts. What it takes are ports of flows that
+// nobody answers.
+func TestFullPortsTakeThatOfTheOldestHalfOpenFlow(t *testing.T) {
+	e := newEngine(t, Config{}, peer46(), peerC())
+	answered := established(t, e, "192.168.1.1:4000", "10.71.0.5:443", 0)
+	spoken, _ := out(t, e, udp("192.168.1.1:4000", "10.71.0.5:53"), 0)
+	in(t, e, udp("10.71.0.5:53", spoken.String()), 0)
+	out(t, e, tcp("192.168.1.1:4001", "10.71.0.5:443", packettest.SYN), 0) // half-open, of another class,
+	out(t, e, udp("[fd01::1]:4000", "[fd71::5]:53"), 0)                    // of another family,
+	in(t, e, udp("10.71.0.5:4000", "10.247.0.9:80"), 0)                    // and without a port: all older than the flood
+	b := e.Peers()[0]
+	var v packet.View
+	tmpl := udp("192.168.1.1:4000", "10.71.0.5:53")
+	flood := func(n int) {
+		t.Helper()
+		for i := range n {
+			parse(t, &v, append([]byte(nil), tmpl...))
+			v.SetSrc4(0xc0a90000 + uint32(i))
+			v.SetSrcPort(uint16(1024 + i*7%60_000))
+			if verdict := e.Outbound(&v, 0); verdict.Action != Forward {
+				t.Fatalf("forged source %d: %v", i, verdict.Drop)
+			}
+		}
+	}
+	flood(70_000)
+	if used := b.flows.napt.ports[0][udpPorts].inUse(); used != 1<<16-firstUserPort {
+		t.Fatalf("%d ports in use: this is no test", used)
+	}
+	evicted := b.Stats().Evicted
+	src, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), 0)
+	if _, dst := in(t, e, udp("10.71.0.5:53", src.String()), 0); dst != port("192.168.1.2:4000") {
+		t.Errorf("the answer goes to %v", dst)
+	}
+	if n := b.Stats().Evicted - evicted; n != 1 {
+		t.Errorf("%d flows were evicted for one port", n)
+	}
+	flood(70_000)
+	for _, answer := range [][]byte{tcp("10.71.0.5:443", answered.String(), packettest.ACK), udp("10.71.0.5:53", spoken.String()), udp("10.71.0.5:53", src.String()),
+		tcp("10.71.0.5:443", "10.246.0.0:4001", packettest.SYN|packettest.ACK), udp("[fd71::5]:53", "[fd46::]:4000")} {
+		in(t, e, answer, 0)
+	}
+	endpoint, _ := out(t, e, udp("192.168.7.7:80", "10.71.0.5:4000"), 0)
+	wantEnd(t, endpoint, "10.247.0.9:80")
+	e.checkTables(t)
+	// A port below 1024 takes one of any, one above never one below.
+	low, _ := out(t, e, udp("192.168.1.3:53", "10.71.0.5:53"), 0)
+	wantEnd(t, low, "10.246.0.0:53")
+	allAnswered(e)
+	refused(t, e, Outbound, udp("192.168.1.4:4000", "10.71.0.5:53"), 0, DropPortsExhausted)
+}
+
+// A mapping with several flows is free when all of them have ended.
+func TestEvictionForAPortGoesOnUntilOneIsFree(t *testing.T) {
+	e := newEngine(t, Config{MaxFlowsPerHost: 1 << 20}, peerB())
+	var v packet.View
+	tmpl := udp("192.168.1.1:4000", "10.71.0.5:53")
+	for i := firstUserPort; i < 1<<16; i++ {
+		for dst := range uint32(1 + 3/(i-firstUserPort+1)) { // the oldest mapping has four flows
+			parse(t, &v, append([]byte(nil), tmpl...))
+			v.SetSrcPort(uint16(i))
+			v.SetDst4(0x0a470005 + dst)
+			e.Outbound(&v, 0)
+		}
+	}
+	src, _ := out(t, e, udp("192.168.1.2:4000", "10.71.0.5:53"), 0)
+	if s := e.Stats().Peers[0]; src.Port() != firstUserPort || s.Evicted != 4 {
+		t.Errorf("port %d, %d evicted", src.Port(), s.Evicted)
+	}
+	e.checkTables(t)
+}
+
 func TestPortExhaustionFailsNewFlowsOnlyAndRecovers(t *testing.T) {
 	e := newEngine(t, Config{MaxFlowsPerHost: 1 << 20}, peerB())
 	var v packet.View
@@ -311,6 +387,7 @@ func TestPortExhaustionFailsNewFlowsOnlyAndRecovers(t *testing.T) {
 			t.Fatalf("port %d: %v", p, d)
 		}
 	}
+	allAnswered(e)
 	e.checkTables(t)
 	if used := e.Peers()[0].flows.napt.ports[0][udpPorts]; used.inUse() != 1<<16-1 || used.has(0) {
 		t.Errorf("%d ports in use, 0 among them: %v", used.inUse(), used.has(0))

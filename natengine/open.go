@@ -84,31 +84,35 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 	}
 	hosts := &t.hosts[o.kind]
 	h := hosts.hold(o.owner)
-	mappedPort := port
+	family, mappedPort := o.local.family(), port
 	hasPort := o.kind == naptFlow && o.class != noPorts
+	// Each eviction makes the place for the flow too. The host's own comes first, so that one at its
+	// bound takes no port from others.
+	evicted := false
+	if hosts.at(h).flows > hosts.quota {
+		if evicted = t.evict(hosts.at(h)); !evicted {
+			hosts.release(h, o.owner)
+			return match{}, false, DropHostQuota
+		}
+	}
 	if hasPort {
 		var ok bool
-		if mappedPort, ok = t.napt.hold(h, port, o.class, o.local.family()); !ok {
+		mappedPort, ok = t.napt.hold(h, port, o.class, family)
+		for n := 0; n < evictSteps && !ok && t.evictPort(o.class, family, port); n++ { // flows may share a port
+			evicted = true
+			mappedPort, ok = t.napt.hold(h, port, o.class, family)
+		}
+		if !ok {
 			hosts.release(h, o.owner)
 			return match{}, false, DropPortsExhausted
 		}
 	}
-	switch {
-	case hosts.at(h).flows > hosts.quota:
-		if !t.evict(hosts.at(h)) {
-			drop = DropHostQuota
-		}
-	case room != roomFree || t.live.Load() >= quota:
-		if room == roomElsewhere && t.live.Load() < quota || !t.evict(nil) {
-			drop = DropFlowTableFull
-		}
-	}
-	if drop != DropNone {
+	if !evicted && (room != roomFree || t.live.Load() >= quota) && (room == roomElsewhere && t.live.Load() < quota || !t.evict(nil)) {
 		if hasPort {
-			t.napt.release(h, port, o.class, o.local.family())
+			t.napt.release(h, port, o.class, family)
 		}
 		hosts.release(h, o.owner)
-		return match{}, false, drop
+		return match{}, false, DropFlowTableFull
 	}
 	word := uint64(port)<<nearShift[Outbound] | uint64(mappedPort)<<nearShift[Inbound] | o.k.word&farMask | stateLive
 	if o.kind == endpointFlow {

@@ -166,10 +166,10 @@ func (t *hostTable) bytes() int {
 	return t.hosts.bytes() + t.chains.bytes()
 }
 
-// A half-open flow waits for its eviction in two queues, oldest first: that of its peer and that of
-// its host. It enters both when it is opened, or found closed by a sweep, and leaves them when it
-// ends or is met, by a sweep or an eviction, after it was established. stateQueued says that it is
-// in them.
+// A half-open flow waits for its eviction in two queues, oldest first: one of its peer, which all
+// flows share that take ports of the same class and family, and that of its host. It enters both when
+// it is opened, or found closed by a sweep, and leaves them when it ends or is met, by a sweep or an
+// eviction, after it was established. stateQueued says that it is in them.
 const (
 	queueOfPeer = iota
 	queueOfHost
@@ -177,6 +177,74 @@ const (
 )
 
 type queue struct{ head, tail uint32 }
+
+// The queues of a peer: for each family one of ICMP queries, and of TCP and UDP one for each range of
+// ports at the NAPT address; and one for flows that take no port there. order tells which of two
+// flows has waited longer.
+const (
+	withoutPort   = 4 * int(noPorts)
+	waitingQueues = withoutPort + 1
+)
+
+// waitingSet is a set of queues of a peer, a bit for each.
+type waitingSet uint32
+
+const allWaiting waitingSet = 1<<waitingQueues - 1
+
+func waitingIn(class portClass, family int, r portRange) int {
+	if class == icmpIDs {
+		r = wellKnown // identifiers know no range
+	}
+	return (family*int(noPorts)+int(class))*2 + int(r)
+}
+
+// waitingFor are the queues of flows whose ports an inside port may get: see portSet.choose.
+func waitingFor(class portClass, family int, port uint16) waitingSet {
+	set := waitingSet(1) << waitingIn(class, family, user)
+	if rangeOf(port) == wellKnown {
+		set |= 1 << waitingIn(class, family, wellKnown)
+	}
+	return set
+}
+
+// queueFor is the queue of a flow that is there. With mu.
+func (t *flowTable) queueFor(e *entry, word uint64) *queue {
+	local := addr{e.near[Outbound][0].Load(), e.near[Outbound][1].Load()}
+	class := classOf(protoOf(word), local.is4())
+	if kindOf(word) != naptFlow || class == noPorts {
+		return &t.waiting[withoutPort]
+	}
+	return &t.waiting[waitingIn(class, local.family(), rangeOf(uint16(word>>nearShift[Inbound])))]
+}
+
+// longest is the index of that of the flows, heads of queues or 0, which has waited longest; -1 for
+// none. With mu.
+func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
+	found := -1
+	for i, at := range heads {
+		if at != 0 && (found < 0 || int32(*t.order(at - 1)-*t.order(heads[found] - 1)) < 0) {
+			found = i
+		}
+	}
+	return found
+}
+
+// heads are the flows that have waited longest: of host h, or where it is nil in each queue of a set.
+// With mu.
+func (t *flowTable) heads(h *host, of waitingSet) (heads [waitingQueues]uint32) {
+	if h != nil {
+		if h.queued != 0 {
+			heads[0] = h.head
+		}
+		return heads
+	}
+	for i := range t.waiting {
+		if of>>i&1 != 0 {
+			heads[i] = t.waiting[i].head
+		}
+	}
+	return heads
+}
 
 type link struct{ prev, next uint32 }
 
@@ -191,8 +259,12 @@ func (t *flowTable) hostOf(i uint32, word uint64) (*hostTable, *host) {
 // enqueue puts a flow, which is in neither, at the end of its queues. A new one enters the list of
 // its host, and says already that it is in them. With mu.
 func (t *flowTable) enqueue(i uint32, isNew bool) {
-	e, q := t.entry(i), &t.queue
-	hosts, h := t.hostOf(i, e.word.Load())
+	e := t.entry(i)
+	word := e.word.Load()
+	q := t.queueFor(e, word)
+	hosts, h := t.hostOf(i, word)
+	*t.order(i) = t.entered
+	t.entered++
 	if !isNew {
 		hosts.leave(h, i)
 	}
@@ -212,7 +284,7 @@ func (t *flowTable) enqueue(i uint32, isNew bool) {
 // dequeue takes a flow off its queues, if it is there; one that ends leaves the list of its host.
 // With mu.
 func (t *flowTable) dequeue(i uint32, ends bool) {
-	e, q := t.entry(i), &t.queue
+	e := t.entry(i)
 	word := e.word.Load()
 	queued := word&stateQueued != 0
 	if hosts, h := t.hostOf(i, word); queued || ends {
@@ -224,7 +296,7 @@ func (t *flowTable) dequeue(i uint32, ends bool) {
 		return
 	}
 	e.word.And(^uint64(stateQueued))
-	l := *t.link(i, queueOfPeer)
+	q, l := t.queueFor(e, word), *t.link(i, queueOfPeer)
 	if l.prev == 0 {
 		q.head = l.next
 	} else {
@@ -243,17 +315,22 @@ func (t *flowTable) dequeue(i uint32, ends bool) {
 const evictSteps = 32
 
 // evict removes the oldest half-open flow: of the peer, or of host h when it is not nil. With mu.
-func (t *flowTable) evict(h *host) bool {
+func (t *flowTable) evict(h *host) bool { return t.evictFrom(h, allWaiting) }
+
+// evictPort removes the peer's oldest half-open flow whose port an inside port may get. That port is
+// free then, unless other flows share it. With mu.
+func (t *flowTable) evictPort(class portClass, family int, port uint16) bool {
+	return t.evictFrom(nil, waitingFor(class, family, port))
+}
+
+func (t *flowTable) evictFrom(h *host, of waitingSet) bool {
 	for range evictSteps {
-		head := t.queue.head
-		if h != nil {
-			if head = h.head; h.queued == 0 {
-				return false
-			}
-		}
-		if head == 0 {
+		heads := t.heads(h, of)
+		at := t.longest(&heads)
+		if at < 0 {
 			return false
 		}
+		head := heads[at]
 		if halfOpen(t.entry(head - 1).word.Load()) {
 			t.remove(head-1, FlowEvicted)
 			t.evicted.Add(1)
@@ -264,13 +341,19 @@ func (t *flowTable) evict(h *host) bool {
 	return false
 }
 
-// evictable reports whether evict would find something if the flows of late were gone. With mu.
-func (t *flowTable) evictable(h *host, late []uint32) bool {
-	at, which := t.queue.head, queueOfPeer
+// evictable reports whether evictFrom would find something if the flows of late were gone. With mu.
+func (t *flowTable) evictable(h *host, of waitingSet, late []uint32) bool {
+	which := queueOfPeer
 	if h != nil {
-		at, which = h.head, queueOfHost
+		which = queueOfHost
 	}
-	for n := 0; n < evictSteps+len(late) && at != 0; n++ {
+	heads := t.heads(h, of)
+	for range evictSteps + len(late) {
+		i := t.longest(&heads)
+		if i < 0 {
+			break
+		}
+		at := heads[i]
 		word := t.entry(at - 1).word.Load()
 		if word&stateQueued == 0 {
 			break
@@ -278,7 +361,7 @@ func (t *flowTable) evictable(h *host, late []uint32) bool {
 		if halfOpen(word) && !slices.Contains(late, at-1) {
 			return true
 		}
-		at = t.link(at-1, which).next
+		heads[i] = t.link(at-1, which).next
 	}
 	return false
 }
@@ -353,7 +436,7 @@ func (t *flowTable) yield(dry bool) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
 	if dry {
-		return t.evictable(nil, nil)
+		return t.evictable(nil, allWaiting, nil)
 	}
 	return t.evict(nil)
 }

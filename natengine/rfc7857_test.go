@@ -101,7 +101,8 @@ func TestRFC7857_3_PortsDoNotOverlap(t *testing.T) {
 func exhaust(b *box) {
 	b.Helper()
 	for port := 1; port < 1<<16; port++ {
-		b.out(datagram(fmt.Sprintf("%s:%d", node1, port), theirPod+":53"))
+		seen := source(b.out(datagram(fmt.Sprintf("%s:%d", node1, port), theirPod+":53")))
+		b.in(datagram(theirPod+":53", seen))
 	}
 }
 

@@ -171,13 +171,6 @@ func (o *opening) preview(t *flowTable, room room, quota int64, late []uint32) (
 	o.tr.describe(o.kind, o.local, o.mapped)
 	hosts := &t.hosts[o.kind]
 	h := hosts.find(o.owner)
-	port := o.k.nearPort(o.dir)
-	if o.kind == naptFlow && o.class != noPorts {
-		var ok bool
-		if port, ok = t.napt.preview(h, port, o.class, o.local.family()); !ok {
-			return match{}, DropPortsExhausted
-		}
-	}
 	flows, ofHost := t.live.Load()-int64(len(late)), uint32(0)
 	if h != 0 {
 		ofHost = hosts.at(h).flows
@@ -187,15 +180,22 @@ func (o *opening) preview(t *flowTable, room room, quota int64, late []uint32) (
 			}
 		}
 	}
-	switch {
-	case ofHost >= hosts.quota:
-		if !t.evictable(hosts.at(h), late) {
-			return match{}, DropHostQuota
+	evicts := ofHost >= hosts.quota
+	if evicts && !t.evictable(hosts.at(h), allWaiting, late) {
+		return match{}, DropHostQuota
+	}
+	port := o.k.nearPort(o.dir)
+	if o.kind == naptFlow && o.class != noPorts {
+		var ok bool
+		if port, ok = t.napt.preview(h, port, o.class, o.local.family()); !ok {
+			if evicts = t.evictable(nil, waitingFor(o.class, o.local.family(), o.k.nearPort(o.dir)), late); !evicts {
+				return match{}, DropPortsExhausted
+			}
+			port = o.k.nearPort(o.dir) // an example: it will be that of another flow
 		}
-	case room != roomFree || flows >= quota:
-		if room == roomElsewhere && flows < quota || !t.evictable(nil, late) {
-			return match{}, DropFlowTableFull
-		}
+	}
+	if !evicts && (room != roomFree || flows >= quota) && (room == roomElsewhere && flows < quota || !t.evictable(nil, allWaiting, late)) {
+		return match{}, DropFlowTableFull
 	}
 	return match{word: uint64(port) << nearShift[1-o.dir], other: o.other}, DropNone
 }

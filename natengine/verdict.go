@@ -81,7 +81,7 @@ const (
 	DropNoFlow      // to the NAPT address without a known flow, or a packet that cannot begin a flow (TCP RST, ICMP reply, TCP of a mapped endpoint but for SYN)
 
 	// What state there is.
-	DropPortsExhausted    // no free port or ICMP id towards this peer
+	DropPortsExhausted    // no free port or ICMP id towards this peer, and none of a half-open flow
 	DropFlowTableFull     // flow bound reached and nothing may be evicted
 	DropHostQuota         // flow bound of one host reached and none of its flows may be evicted
 	DropFlowClash         // the tuple belongs to another flow already
