@@ -4,6 +4,7 @@ import (
 	"cmp"
 	"errors"
 	"fmt"
+	"net/netip"
 	"slices"
 	"strconv"
 	"strings"
@@ -16,8 +17,8 @@ import (
 
 // endpointOf returns where peers reach the gateway, by the rules of Liqo, or a sentence that says
 // why that is not known. Of the ports, the first is the gateway's, and those that follow are of
-// further tunnels.
-func endpointOf(namespace string, services []corev1.Service) (host string, ports []uint16, missing string) {
+// further tunnels. Beyond Liqo's rules, a node has its ExternalIP where there is one.
+func endpointOf(namespace string, services []corev1.Service, nodes []corev1.Node) (host string, ports []uint16, missing string) {
 	const label = v1alpha1.LabelGateway + "=true"
 	if len(services) != 1 {
 		if len(services) == 0 {
@@ -35,7 +36,7 @@ func endpointOf(namespace string, services []corev1.Service) (host string, ports
 		return fmt.Sprintf("Service %s/%s: ", s.Namespace, s.Name) + fmt.Sprintf(format, args...)
 	}
 	var noHost, noPort string
-	host, ports, noHost, noPort = exposed(s)
+	host, ports, noHost, noPort = exposed(s, nodes)
 	if override, ok := s.Annotations[v1alpha1.AnnotationOverrideAddress]; ok {
 		host, noHost = strings.TrimSpace(override), ""
 		if host == "" {
@@ -79,7 +80,7 @@ func servicePorts(s *corev1.Service) (ports []corev1.ServicePort, missing string
 
 // exposed returns what the Service itself says, and what it does not. The ports are as in
 // endpointOf.
-func exposed(s *corev1.Service) (host string, ports []uint16, noHost, noPort string) {
+func exposed(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint16, noHost, noPort string) {
 	all, missing := servicePorts(s)
 	if len(all) == 0 {
 		noPort = missing
@@ -91,6 +92,7 @@ func exposed(s *corev1.Service) (host string, ports []uint16, noHost, noPort str
 		if host = s.Annotations[v1alpha1.AnnotationGatewayNodeIP]; host == "" {
 			noHost = "no annotation " + v1alpha1.AnnotationGatewayNodeIP + " yet; the active gateway sets it"
 		}
+		host = outerAddress(host, s.Spec.IPFamilies, nodes)
 	case corev1.ServiceTypeLoadBalancer:
 		number = func(p corev1.ServicePort) int32 { return p.Port }
 		if ingress := s.Status.LoadBalancer.Ingress; len(ingress) > 0 {
@@ -114,6 +116,38 @@ func exposed(s *corev1.Service) (host string, ports []uint16, noHost, noPort str
 		noPort = "port " + v1alpha1.TunnelPortName(0) + " has no number yet"
 	}
 	return host, ports, noHost, noPort
+}
+
+// outerAddress returns the address at which peers reach the node that has the given one: its first
+// ExternalIP of a family of the Service, else its first InternalIP of one. It is the given address when the
+// node is not known, or has no address of such a family.
+func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node) string {
+	given, err := netip.ParseAddr(inner)
+	if err != nil {
+		return inner
+	}
+	if len(families) == 0 {
+		families = []corev1.IPFamily{corev1.IPv4Protocol}
+		if given.Is6() {
+			families[0] = corev1.IPv6Protocol
+		}
+	}
+	at := slices.IndexFunc(nodes, func(n corev1.Node) bool {
+		return slices.ContainsFunc(n.Status.Addresses, func(a corev1.NodeAddress) bool { return a.Address == inner })
+	})
+	if at < 0 {
+		return inner
+	}
+	for _, family := range families { // the main one first: a node need not be reached by the other
+		for _, kind := range []corev1.NodeAddressType{corev1.NodeExternalIP, corev1.NodeInternalIP} {
+			for _, a := range nodes[at].Status.Addresses {
+				if addr, err := netip.ParseAddr(a.Address); err == nil && a.Type == kind && addr.Is4() == (family == corev1.IPv4Protocol) {
+					return addr.String()
+				}
+			}
+		}
+	}
+	return inner
 }
 
 // tunnelsOf joins the keys of the gateway's further tunnels with the ports that its Service has for

@@ -240,7 +240,7 @@ func (k *FactsKeeper) gather(ctx context.Context) (Facts, error) {
 		return f, err
 	}
 	var ports []uint16
-	if f.Endpoint, ports, f.NoEndpoint = endpointOf(k.Namespace, services.Items); len(ports) > 0 {
+	if f.Endpoint, ports, f.NoEndpoint = endpointOf(k.Namespace, services.Items, nodes.Items); len(ports) > 0 {
 		f.Port = ports[0]
 	}
 

@@ -92,11 +92,52 @@ func TestEndpointOfTheGatewayService(t *testing.T) {
 		{"two Services", []corev1.Service{with(corev1.ServiceTypeNodePort, ip, "192.0.2.7"), with(corev1.ServiceTypeNodePort, ip, "192.0.2.8")}, "", nil, "want exactly one"},
 	} {
 		t.Run(c.name, func(t *testing.T) {
-			host, ports, missing := endpointOf("isthmus-system", c.services)
+			host, ports, missing := endpointOf("isthmus-system", c.services, nil)
 			if host != c.host || !slices.Equal(ports, c.ports) || (missing == "") != (c.missing == "") || !strings.Contains(missing, c.missing) {
 				t.Errorf("got %q, %d, %q", host, ports, missing)
 			}
 		})
+	}
+}
+
+func TestPeersReachANodeAtItsExternalAddress(t *testing.T) {
+	const four, six = corev1.IPv4Protocol, corev1.IPv6Protocol
+	node := func(addresses ...string) (n corev1.Node) { // e: external, i: internal
+		for _, a := range addresses {
+			kind := corev1.NodeInternalIP
+			if a[0] == 'e' {
+				kind = corev1.NodeExternalIP
+			}
+			n.Status.Addresses = append(n.Status.Addresses, corev1.NodeAddress{Type: kind, Address: a[1:]})
+		}
+		return n
+	}
+	other := node("i10.0.0.2", "e198.51.100.2")
+	for name, tc := range map[string]struct {
+		node     corev1.Node
+		families []corev1.IPFamily
+		want     string
+	}{
+		"inner alone":                {node("i10.0.0.1"), nil, "10.0.0.1"},
+		"outer as well":              {node("i10.0.0.1", "e198.51.100.1", "e198.51.100.9"), nil, "198.51.100.1"},
+		"outer of another family":    {node("i10.0.0.1", "e2001:db8::1"), []corev1.IPFamily{four}, "10.0.0.1"},
+		"IPv6 first, a Service of 4": {node("i2001:db8::5", "i10.0.0.1"), []corev1.IPFamily{four}, "10.0.0.1"},
+		"a Service of both":          {node("i10.0.0.1", "e2001:db8::1"), []corev1.IPFamily{four, six}, "10.0.0.1"},
+		"a Service of 6":             {node("i10.0.0.1", "i2001:db8::5"), []corev1.IPFamily{six}, "2001:db8::5"},
+		"no address of the family":   {node("i10.0.0.1"), []corev1.IPFamily{six}, "10.0.0.1"},
+		"no name for an address":     {node("i10.0.0.1", "enode-1.example.org"), nil, "10.0.0.1"},
+	} {
+		inner := tc.node.Status.Addresses[0].Address
+		if got := outerAddress(inner, tc.families, []corev1.Node{other, tc.node}); got != tc.want {
+			t.Errorf("%s: %s, want %s", name, got, tc.want)
+		}
+	}
+	if got := outerAddress("10.0.0.7", nil, []corev1.Node{other}); got != "10.0.0.7" {
+		t.Errorf("of a node that is not known: %s", got)
+	}
+	s := gatewayService(corev1.ServiceTypeNodePort, map[string]string{v1alpha1.AnnotationGatewayNodeIP: "10.0.0.2"})
+	if host, _, missing := endpointOf("isthmus-system", []corev1.Service{s}, []corev1.Node{other}); host != "198.51.100.2" || missing != "" {
+		t.Errorf("%s, %s", host, missing)
 	}
 }
 
