@@ -219,7 +219,7 @@ func (c *Cluster) servicesElsewhere(ctx context.Context, nodes []corev1.Node) (n
 		{"flags of the API server (--service-cluster-ip-range)", ofServers},
 		{"k3s (its nodes' arguments, or its default)", k3s(nodes, "--service-cidr", "10.43.0.0/16")},
 	} {
-		if p, ok := onlyIPv4(one.text); ok {
+		if p, ok := around(ofIPv4(one.text)); ok {
 			return p.String(), one.source, nil
 		}
 	}
@@ -338,18 +338,29 @@ func k3s(nodes []corev1.Node, flag, usual string) string {
 // podCIDR asks one source after the other. What one says is believed only if the networks that the
 // nodes have of it lie inside, and the Pods that run.
 func (c *Cluster) podCIDR(ctx context.Context, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
+	return c.podCIDRFrom(ctx, podSources, nodes, pods)
+}
+
+func (c *Cluster) podCIDRFrom(ctx context.Context, sources []podSource, nodes []corev1.Node, pods []address) (netip.Prefix, string, error) {
 	var outside []string
+	var several []netip.Prefix // of a CNI, each of which has to lie inside
 	ofNodes := nodeNetworks(nodes)
-	for _, source := range podSources {
+	for _, source := range sources {
 		text, err := source.read(ctx, c)
 		if err != nil {
 			return netip.Prefix{}, "", c.explain(source.what, err)
 		}
-		p, ok := onlyIPv4(text)
+		all := ofIPv4(text)
+		p, ok := around(all)
 		if !ok {
-			if strings.Count(text, ".") > 3 { // several: which of them, or what is around them, a person knows
-				outside = append(outside, fmt.Sprintf("%s have several networks, %s", source.what, Printable(text)))
+			if source.own && len(all) > 0 { // no Pod need have used them all yet
+				several = append(several, all...)
+				outside = append(outside, fmt.Sprintf("%s have several, %s", source.what, Printable(text)))
 			}
+			continue
+		}
+		if i := slices.IndexFunc(several, func(n netip.Prefix) bool { return !holds(p, n) }); i >= 0 {
+			outside = append(outside, fmt.Sprintf("%s say %v, and %v lies outside", source.what, p, several[i]))
 			continue
 		}
 		if i := slices.IndexFunc(pods, func(a address) bool { return !p.Contains(a.addr) }); i >= 0 {
@@ -381,17 +392,26 @@ func nodeNetworks(nodes []corev1.Node) (all []netip.Prefix) {
 	return all
 }
 
-// onlyIPv4 returns the one network of IPv4 in a list; several would need a choice.
-func onlyIPv4(text string) (found netip.Prefix, ok bool) {
+// ofIPv4 returns the networks of IPv4 in a list.
+func ofIPv4(text string) (all []netip.Prefix) {
 	for one := range strings.FieldsFuncSeq(text, func(r rune) bool { return r == ',' || r == ' ' }) {
 		if p, err := netip.ParsePrefix(one); err == nil && p.Addr().Is4() {
-			if ok {
-				return netip.Prefix{}, false
-			}
-			found, ok = p.Masked(), true
+			all = append(all, p.Masked())
 		}
 	}
-	return found, ok
+	return all
+}
+
+// around returns the one of the networks that holds all of them; false when there is none, and a person
+// has to choose.
+func around(all []netip.Prefix) (netip.Prefix, bool) {
+	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
+		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })
+	})
+	if i < 0 {
+		return netip.Prefix{}, false
+	}
+	return all[i], true
 }
 
 func holds(outer, inner netip.Prefix) bool {

@@ -600,6 +600,39 @@ func TestNetworksOfCalicoAreThoseOfPods(t *testing.T) {
 	}
 }
 
+func TestOfSeveralNetworksTheOneAroundAllIsTaken(t *testing.T) {
+	for text, want := range map[string]string{
+		"10.1.0.0/16": "10.1.0.0/16", "10.1.0.0/16,fd00::/64": "10.1.0.0/16", "10.1.0.0/24 10.1.0.0/16,10.1.7.0/24": "10.1.0.0/16",
+		"10.1.0.0/16,10.2.0.0/16": "", "fd00::/64": "", "": "",
+	} {
+		got := ""
+		if p, ok := around(ofIPv4(text)); ok {
+			got = p.String()
+		}
+		if got != want {
+			t.Errorf("%q: %q, want %q", text, got, want)
+		}
+	}
+}
+
+// What the cluster was made with is not believed when it leaves out a pool of the CNI, which no Pod has
+// used yet.
+func TestPodCIDRHoldsEachPoolOfTheCNI(t *testing.T) {
+	said := func(what string, own bool, text string) podSource {
+		return podSource{what, own, func(context.Context, *Cluster) (string, error) { return text, nil }}
+	}
+	c := &Cluster{context: "c"}
+	pools := said("IPPools", true, "10.1.0.0/16,10.9.0.0/16")
+	p, source, err := c.podCIDRFrom(t.Context(), []podSource{pools, said("kubeadm", false, "10.1.0.0/16"), said("flags", false, "10.0.0.0/12")}, nil, nil)
+	if err != nil || p.String() != "10.0.0.0/12" || source != "flags" {
+		t.Errorf("%v from %s: %v", p, source, err)
+	}
+	_, _, err = c.podCIDRFrom(t.Context(), []podSource{pools, said("kubeadm", false, "10.1.0.0/16")}, nil, nil)
+	if err == nil || !strings.Contains(err.Error(), "IPPools have several, 10.1.0.0/16,10.9.0.0/16; kubeadm say 10.1.0.0/16, and 10.9.0.0/16 lies outside") {
+		t.Errorf("nothing holds both: %v", err)
+	}
+}
+
 func TestPodCIDROfK3sIsThatOfItsArguments(t *testing.T) {
 	node := func(key, text string) corev1.Node {
 		return corev1.Node{ObjectMeta: metav1.ObjectMeta{Annotations: map[string]string{key: text}}}
