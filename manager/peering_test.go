@@ -257,3 +257,21 @@ func TestNothingIsWrittenAtRest(t *testing.T) {
 		t.Errorf("resource versions were %s and are %s", before, after)
 	}
 }
+
+func TestTheNamespacesOfAPeeringAreSetOnce(t *testing.T) {
+	w := bare(t)
+	for field, change := range map[string]func(*isthmus.TenantNamespace){
+		"local":  func(n *isthmus.TenantNamespace) { n.Local = w.prefix + "-y" },
+		"remote": func(n *isthmus.TenantNamespace) { n.Remote = w.prefix + "-y" },
+	} {
+		p := &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Name: w.prefix + "-" + field}, Spec: isthmus.PeeringSpec{
+			Cluster:         v1alpha1.ClusterIdentity{ClusterID: w.prefix + "-" + field, ClusterName: "n"},
+			TenantNamespace: isthmus.TenantNamespace{Local: w.prefix + "-" + field, Remote: w.prefix + "-x"}}}
+		w.create(p)
+		change(&p.Spec.TenantNamespace)
+		if err := w.api().Update(w.ctx, p); err == nil || !strings.Contains(err.Error(), "tenantNamespace."+field+" is immutable") {
+			t.Errorf("%s: %v", field, err)
+		}
+		w.ok(w.api().Delete(w.ctx, p))
+	}
+}

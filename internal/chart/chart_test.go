@@ -6,10 +6,12 @@ import (
 	"maps"
 	"os"
 	"path/filepath"
+	"reflect"
 	"slices"
 	"strings"
 	"testing"
 
+	"k8s.io/apimachinery/pkg/api/resource"
 	"k8s.io/apimachinery/pkg/apis/meta/v1/unstructured"
 	"sigs.k8s.io/yaml"
 
@@ -231,6 +233,57 @@ func TestALongTagBecomesAShorterLabel(t *testing.T) {
 		manager := find(t, objects(t, paris(Values{"image": Values{"tag": tag}})), "Deployment", "isthmus-manager")
 		if got := manager.GetLabels()["app.kubernetes.io/version"]; got != want {
 			t.Errorf("tag %s: label %s, want %s", tag, got, want)
+		}
+	}
+}
+
+func TestTheIPAMKnowsItsCallersByCertificatesWhereASecretHasThem(t *testing.T) {
+	for secret, plain := range map[string]bool{"": true, "ipam-tls": false} {
+		manager := find(t, objects(t, paris(Values{"ipam": Values{"port": 6000.0, "tlsSecret": secret}})), "Deployment", "isthmus-manager")
+		text, err := manager.MarshalJSON()
+		if err != nil {
+			t.Fatal(err)
+		}
+		for part, want := range map[string]bool{
+			`"--ipam-plain"`: plain, `"--ipam-tls-cert=/etc/isthmus/ipam/tls.crt"`: !plain, `"--ipam-tls-key=/etc/isthmus/ipam/tls.key"`: !plain,
+			`"--ipam-client-ca=/etc/isthmus/ipam/ca.crt"`: !plain, `"secretName":"ipam-tls"`: !plain, `"mountPath":"/etc/isthmus/ipam"`: !plain,
+		} {
+			if strings.Contains(string(text), part) != want {
+				t.Errorf("Secret %q: %s is there: %v", secret, part, !want)
+			}
+		}
+	}
+}
+
+// Both files of a gateway and the new version of either fit (statefile.Write, internal/source/kube).
+func TestTheStateOfAGatewayFits(t *testing.T) {
+	volumes, _, err := unstructured.NestedSlice(find(t, objects(t, paris(nil)), "Deployment", "isthmus-gateway").Object, "spec", "template", "spec", "volumes")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, v := range volumes {
+		text, there, err := unstructured.NestedString(v.(map[string]any), "emptyDir", "sizeLimit")
+		if err != nil || !there {
+			continue
+		}
+		if limit := resource.MustParse(text); limit.Value() <= 3*16<<20 {
+			t.Errorf("%s for two files of 16 MiB and one that is being written", text)
+		}
+	}
+}
+
+func TestADrainTakesOneOfSeveral(t *testing.T) {
+	all := objects(t, paris(nil))
+	for _, name := range []string{"isthmus-manager", "isthmus-gateway"} {
+		selector := func(kind string) map[string]any {
+			s, _, err := unstructured.NestedMap(find(t, all, kind, name).Object, "spec", "selector")
+			if err != nil {
+				t.Fatal(err)
+			}
+			return s
+		}
+		if of, budget := selector("Deployment"), selector("PodDisruptionBudget"); !reflect.DeepEqual(of, budget) {
+			t.Errorf("%s: the budget is for %v, the Pods are %v", name, budget, of)
 		}
 	}
 }

@@ -70,7 +70,9 @@ type TenantNamespace struct {
 	// It is set once.
 	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.local is immutable",reason=FieldValueInvalid
 	Local Namespace `json:"local"`
-	// Remote is the namespace at the peer.
+	// Remote is the namespace at the peer. It is set once: our NetworkConfig in the one before would
+	// stay there.
+	// +kubebuilder:validation:XValidation:rule="self == oldSelf",message="tenantNamespace.remote is immutable",reason=FieldValueInvalid
 	Remote Namespace `json:"remote"`
 }
 
