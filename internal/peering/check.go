@@ -4,6 +4,8 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"net/netip"
+	"net/url"
 	"slices"
 	"strings"
 	"sync"
@@ -43,6 +45,26 @@ func distinct(a, b *Cluster) error {
 		return fmt.Errorf("%s and %s are the same cluster (its namespace kube-system has the UID %s): want two", a.context, b.context, a.uid)
 	case a.Identity.ClusterID == b.Identity.ClusterID:
 		return fmt.Errorf("%s and %s have the same cluster ID %s: install one of them with another --cluster-id", a, b, Printable(a.Identity.ClusterID))
+	}
+	return nil
+}
+
+// reachable refuses to give the peer a way to the API server that works here alone, unless a person has
+// chosen it by the flag.
+func (c *Cluster) reachable(flag string) error {
+	if c.chosen {
+		return nil
+	}
+	const want = "want %s, a URL at which the manager of the other cluster reaches it"
+	u, err := url.Parse(c.server)
+	if err != nil {
+		return fmt.Errorf("%s: API server: %w", c, err)
+	}
+	if addr, err := netip.ParseAddr(u.Hostname()); err == nil && addr.Unmap().IsLoopback() || u.Hostname() == "localhost" {
+		return fmt.Errorf("%s: the kubeconfig reaches the API server at %s, an address of this machine alone: "+want, c, u.Host, flag)
+	}
+	if c.config.Proxy != nil {
+		return fmt.Errorf("%s: the kubeconfig reaches the API server through a proxy (proxy-url), which managers do not use: "+want, c, flag)
 	}
 	return nil
 }

@@ -75,6 +75,7 @@ type Cluster struct {
 
 	context string // for messages as long as there is no name
 	server  string // URL that is given to the peer
+	chosen  bool   // server is Access.Server
 	uid     string // of kube-system, which no two clusters share
 	config  *rest.Config
 	client  client.Client
@@ -92,7 +93,7 @@ func Connect(a Access) (*Cluster, error) {
 	config.Timeout = cmp.Or(a.Timeout, requestTimeout)
 	config.QPS = -1 // a person waits, and there are few requests
 	config.WarningHandler = rest.NoWarnings{}
-	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), context: name, server: cmp.Or(a.Server, config.Host), config: config, clock: new(serverClock)}
+	c := &Cluster{Namespace: cmp.Or(a.Namespace, deploy.Namespace), context: name, server: cmp.Or(a.Server, config.Host), chosen: a.Server != "", config: config, clock: new(serverClock)}
 	if u, err := url.Parse(c.server); err != nil || u.Scheme != "https" || u.Host == "" {
 		return nil, fmt.Errorf("%s: API server %s: want a URL such as https://192.0.2.1:6443", c, Printable(c.server))
 	}

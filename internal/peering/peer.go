@@ -123,6 +123,9 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 		if _, err := s.kubeconfigFor("", ""); err != nil {
 			return err
 		}
+		if err := s.reachable(map[*side]string{a: "--server", b: "--remote-server"}[s]); err != nil {
+			return err
+		}
 		if err := s.checkNamespace(ctx); err != nil {
 			return err
 		}

@@ -3,6 +3,7 @@ package peering
 import (
 	"context"
 	"errors"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -12,6 +13,9 @@ import (
 	flowcontrolv1 "k8s.io/api/flowcontrol/v1"
 	rbacv1 "k8s.io/api/rbac/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/rest"
+	"k8s.io/client-go/tools/clientcmd"
+	clientcmdapi "k8s.io/client-go/tools/clientcmd/api"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -224,6 +228,10 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	if err := refused("unreachable", p.a, dead, PeerOptions{}, "unreachable", "127.0.0.1:1"); !errors.Is(err, ErrUnreachable) {
 		t.Error(err)
 	}
+	here := connectTo(t, Access{Kubeconfig: files.b, Namespace: p.b.Namespace})
+	here.chosen = false
+	refused("at a loopback address", p.a, here, PeerOptions{}, "no-b: the kubeconfig reaches the API server at 127.0.0.1:", "want --remote-server, a URL")
+	refused("at a loopback address", here, p.a, PeerOptions{}, "want --server, a URL")
 	must(t, p.a.client.Create(t.Context(), newPeering("taken", v1alpha1.ClusterIdentity{ClusterID: "other", ClusterName: "other"}, "x", "y")))
 	refused("a name that is taken", p.a, p.b, PeerOptions{Name: "taken"}, "Peering taken is for the cluster")
 	p.managers[1].release(t)
@@ -255,4 +263,31 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 		time.Sleep(50 * time.Millisecond)
 	}
 	refused("missing rights", p.a, viewer, PeerOptions{}, "no-b: you may not create namespaces, patch namespaces", "create peerings", "create secrets", "create serviceaccounts/token")
+}
+
+func TestAServerOfThisMachineOrBehindAProxyIsForNoPeer(t *testing.T) {
+	for server, right := range map[string]bool{
+		"https://127.0.0.1:6443": false, "https://127.8.9.1": false, "https://localhost:6443": false, "https://[::1]:6443": false, "https://[::ffff:127.0.0.1]:6443": false,
+		"https://192.0.2.1:6443": true, "https://[2001:db8::1]:6443": true, "https://api.example.org": true,
+	} {
+		c := &Cluster{context: "c", server: server, config: &rest.Config{}}
+		if err := c.reachable("--server"); (err == nil) != right {
+			t.Errorf("%s: %v", server, err)
+		}
+		if c.chosen = true; c.reachable("--server") != nil {
+			t.Errorf("%s: refused though a person has chosen it", server)
+		}
+	}
+	file := filepath.Join(t.TempDir(), "kubeconfig")
+	config := clientcmdapi.NewConfig()
+	config.Clusters["c"] = &clientcmdapi.Cluster{Server: "https://192.0.2.1:6443", ProxyURL: "http://192.0.2.9:3128"}
+	config.Contexts["c"], config.CurrentContext = &clientcmdapi.Context{Cluster: "c"}, "c"
+	must(t, clientcmd.WriteToFile(*config, file))
+	for server, right := range map[string]bool{"": false, "https://192.0.2.1:6443": true} {
+		c, err := Connect(Access{Kubeconfig: file, Server: server})
+		must(t, err)
+		if err := c.reachable("--server"); (err == nil) != right {
+			t.Errorf("behind a proxy, --server %q: %v", server, err)
+		}
+	}
 }

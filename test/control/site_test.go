@@ -356,7 +356,18 @@ func (s *site) identity(account string) string {
 	return path
 }
 
+// isthmus runs the program. The API servers are at loopback addresses, and so are the managers: that
+// peers reach them there has to be said.
 func (s *site) isthmus(args ...string) (string, error) {
+	if args[0] == "peer" && slices.Contains(args, "--remote-kubeconfig") {
+		for flag, of := range map[string]string{"--server": "--kubeconfig", "--remote-server": "--remote-kubeconfig"} {
+			config, err := clientcmd.LoadFromFile(args[slices.Index(args, of)+1])
+			if err != nil {
+				return "", err
+			}
+			args = append(args, flag, config.Clusters[config.Contexts[config.CurrentContext].Cluster].Server)
+		}
+	}
 	ctx, cancel := context.WithTimeout(s.t.Context(), 5*time.Minute)
 	defer cancel()
 	out, err := exec.CommandContext(ctx, binary, args...).CombinedOutput()
