@@ -1,18 +1,15 @@
 package gateway
 
 import (
+	"bytes"
 	"cmp"
 	"encoding/json"
-	"errors"
 	"log/slog"
-	"net"
 	"net/netip"
 	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
-
-	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
 // Liqo's connection check (docs/liqo-v0.md, section 8): UDP port 12345 of the gateways' own
@@ -24,7 +21,8 @@ const (
 	checkInterval  = 2 * time.Second
 	checkThreshold = 5 // intervals without an answer until the peer counts as lost
 	checkObserve   = checkThreshold * checkInterval / 10
-	checkMaxLen    = 1024 // Liqo's read buffer; a real message has about 113 bytes
+	checkMaxLen    = 512 // octets of a message; a real one has about 113, and Liqo reads 1024
+	checkMaxColons = 16  // in a message, so that there are no more members; a real one has 6
 
 	// checkWindow is over how many probes loss is measured: one minute's.
 	checkWindow = 30
@@ -36,14 +34,9 @@ const (
 	checkStep  = checkInterval / checkSlots
 	checkFirst = 64 // new peers that are pinged at once; of more the rest counts as away, see sessions
 
-	// localMessages is how many probes of paths are sent at once, about: half of what the in-process
-	// endpoint's queue takes.
-	localMessages = datapath.LocalQueueLen / 2
-
-	// A peer may ask this often, in bursts of as much as it saved up. A real one asks every two
-	// seconds.
-	checkRate  = 20 // per second
-	checkBurst = 40
+	// pathMessages is about how many probes of paths are sent at once, since packets have to wait
+	// meanwhile.
+	pathMessages = 128
 )
 
 // CheckState is the state of a peer by the connection check, in Liqo's words.
@@ -71,17 +64,16 @@ func (s CheckState) Message() string {
 type rejection uint8
 
 const (
-	rejectOversize  rejection = iota // longer than 1024 bytes
+	rejectOversize  rejection = iota // longer than checkMaxLen
 	rejectMalformed                  // not the JSON object it should be
 	rejectType                       // neither PING nor PONG
 	rejectSource                     // from an address that is not that peer's
 	rejectPeer                       // a PONG about a cluster that is no peer
 	rejectTimestamp                  // a PONG to no PING of ours, or to one that is answered
-	rejectRate                       // too many PINGs
 	numRejections
 )
 
-var rejections = [numRejections]string{"oversize", "malformed", "type", "source", "unknown_peer", "timestamp", "rate"}
+var rejections = [numRejections]string{"oversize", "malformed", "type", "source", "unknown_peer", "timestamp"}
 
 // checkMessage is the JSON object, its fields in Liqo's order.
 type checkMessage struct {
@@ -116,9 +108,17 @@ type CheckResult struct {
 	Path     PathMTU
 }
 
+// A checkPort is how messages come and go: a datapath.Port. It bounds what one peer may send, so that
+// whatever the checker does for a message it does for each peer so many times a second at most.
+type checkPort interface {
+	Receive() (message []byte, from netip.AddrPort, err error) // net.ErrClosed after Close
+	Send(message []byte, to netip.AddrPort, size int) error
+	Close()
+}
+
 // checker is both roles of the check for all peers. Methods may be called concurrently.
 type checker struct {
-	conn net.PacketConn
+	port checkPort
 	log  *slog.Logger
 	rtt  func(id string, rtt time.Duration) // called for each answer
 	path pathProber
@@ -135,7 +135,7 @@ type checker struct {
 
 	mu    sync.Mutex
 	peers map[string]*checked
-	at    map[netip.Addr]*checked // by the address from which a peer asks, as far as all of them do
+	at    map[netip.Addr]*checked // by the address from which a peer asks
 	slots [checkSlots][]*checked
 	// Handshakes in a second of late that were answered, and that were not, see sessions.
 	answers struct{ answered, lost float64 }
@@ -158,9 +158,6 @@ type checked struct {
 	sent [checkWindow]probe // ring
 	n    int                // probes ever sent
 
-	tokens float64 // for answering its PINGs
-	filled time.Time
-
 	path pathSearch
 }
 
@@ -176,9 +173,9 @@ type pathProber struct {
 	changed func()                                         // another size is in force
 }
 
-// newChecker starts both roles on conn, which it owns.
-func newChecker(conn net.PacketConn, log *slog.Logger, rtt func(string, time.Duration), path pathProber) *checker {
-	c := &checker{conn: conn, log: log, rtt: rtt, path: path,
+// newChecker starts both roles on port, which it owns.
+func newChecker(port checkPort, log *slog.Logger, rtt func(string, time.Duration), path pathProber) *checker {
+	c := &checker{port: port, log: log, rtt: rtt, path: path,
 		fresh: make(chan struct{}, 1), done: make(chan struct{}), peers: make(map[string]*checked), at: make(map[netip.Addr]*checked)}
 	c.wg.Go(c.receive)
 	c.wg.Go(c.send)
@@ -188,7 +185,7 @@ func newChecker(conn net.PacketConn, log *slog.Logger, rtt func(string, time.Dur
 // close ends both roles and the socket.
 func (c *checker) close() {
 	close(c.done)
-	c.conn.Close()
+	c.port.Close()
 	c.wg.Wait()
 }
 
@@ -224,7 +221,7 @@ func (c *checker) change(peers []checkPeer, gone []string) {
 			continue
 		}
 		c.forget(was)
-		anew = append(anew, &checked{checkPeer: peers[i], begun: now, tokens: checkBurst, filled: now, result: CheckResult{State: Connecting, Since: now}})
+		anew = append(anew, &checked{checkPeer: peers[i], begun: now, result: CheckResult{State: Connecting, Since: now}})
 	}
 	for i, p := range anew {
 		for slot := range c.slots {
@@ -233,8 +230,7 @@ func (c *checker) change(peers []checkPeer, gone []string) {
 			}
 		}
 		c.peers[p.id] = p
-		// What is no pod leaves from the network address of the PodCIDR (docs/liqo-v0.md, section 7.2).
-		c.at[p.allowed[0].Addr()] = p
+		c.at[p.allowed[0].Addr()] = p // see gatewayOf
 		c.slots[p.slot] = append(c.slots[p.slot], p)
 		p.away = i >= checkFirst
 		c.look()
@@ -382,7 +378,7 @@ func (c *checker) pingNew() {
 // for a session, in 64 KiB of memory.
 func (c *checker) ping(peers []*checked) {
 	type ping struct {
-		to   *net.UDPAddr
+		to   netip.AddrPort
 		text []byte
 	}
 	var pings []ping
@@ -396,12 +392,12 @@ func (c *checker) ping(peers []*checked) {
 		}
 		text, err := json.Marshal(checkMessage{p.id, "PING", now.UTC().Format(time.RFC3339Nano)})
 		if err == nil {
-			pings = append(pings, ping{net.UDPAddrFromAddrPort(p.probe), text})
+			pings = append(pings, ping{p.probe, text})
 		}
 	}
 	c.mu.Unlock()
 	for _, p := range pings {
-		_, _ = c.conn.WriteTo(p.text, p.to) // lost or refused: no answer will come, which is what counts
+		_ = c.port.Send(p.text, p.to, 0) // lost or refused: no answer will come, which is what counts
 	}
 }
 
@@ -472,7 +468,7 @@ func (c *checker) searchPaths(now time.Time) {
 		} else if was.State != PathError && p.path.State == PathError {
 			c.log.Warn("path MTU: the smallest size does not arrive", "peer", id, "size", p.path.Bytes)
 		}
-		if p.away || len(messages) >= localMessages {
+		if p.away || len(messages) >= pathMessages {
 			continue
 		}
 		for _, probe := range p.path.next(now, every) {
@@ -506,35 +502,23 @@ func (c *checker) enter(p *checked, s CheckState, now time.Time) {
 }
 
 func (c *checker) receive() {
-	buf := make([]byte, checkMaxLen+1)
 	for {
-		n, from, err := c.conn.ReadFrom(buf)
-		if errors.Is(err, net.ErrClosed) {
+		b, from, err := c.port.Receive()
+		if err != nil {
 			return
 		}
-		if err != nil {
-			select {
-			case <-c.done:
-				return
-			case <-time.After(checkObserve): // nothing known makes it fail for ever without being closed
-				continue
-			}
-		}
-		if addr, ok := from.(*net.UDPAddr); ok {
-			ap := addr.AddrPort()
-			c.message(buf[:n], netip.AddrPortFrom(ap.Addr().Unmap(), ap.Port()))
-		}
+		c.message(b, from)
 	}
 }
 
-// message handles one datagram. Whatever is wrong with it is counted and has no other effect.
+// message handles one message. Whatever is wrong with it is counted and has no other effect.
 func (c *checker) message(b []byte, from netip.AddrPort) {
 	if len(b) > checkMaxLen {
 		c.reject(rejectOversize)
 		return
 	}
 	var m checkMessage
-	if err := json.Unmarshal(b, &m); err != nil { // unknown fields are none of our business, as with Liqo
+	if bytes.Count(b, []byte{':'}) > checkMaxColons || json.Unmarshal(b, &m) != nil { // unknown fields are none of our business, as with Liqo
 		c.reject(rejectMalformed)
 		return
 	}
@@ -557,58 +541,28 @@ func (c *checker) message(b []byte, from netip.AddrPort) {
 // they are the pinger's own business. An answer is no longer than its question and goes to the peer
 // that asked, so nothing can be amplified.
 func (c *checker) answer(m checkMessage, from netip.AddrPort) {
-	now := time.Now()
-	c.mu.Lock()
-	p := c.peerAt(from.Addr())
-	allowed := p != nil && p.mayAsk(now)
-	if p != nil && p.away {
-		p.back, p.away = true, false // there is a session
-		c.look()
-	}
-	c.mu.Unlock()
-	switch {
-	case p == nil:
-		c.reject(rejectSource)
-		return
-	case !allowed:
-		c.reject(rejectRate)
-		return
-	}
 	m.MsgType = "PONG"
 	text, err := json.Marshal(m)
-	if err != nil || len(text) > checkMaxLen { // escapes may grow: the peer could not read it
+	if err != nil || len(text) > checkMaxLen { // escapes may grow
 		c.reject(rejectOversize)
 		return
 	}
 	c.mu.Lock()
-	p.result.Asked = now
-	c.mu.Unlock()
-	c.answered.Add(1)
-	_, _ = c.conn.WriteTo(text, net.UDPAddrFromAddrPort(from)) // as above
-}
-
-// peerAt finds the peer by an address of its networks. The caller holds c.mu.
-func (c *checker) peerAt(a netip.Addr) *checked {
-	if p := c.at[a]; p != nil {
-		return p
-	}
-	for _, p := range c.peers {
-		if p.allowed[0].Contains(a) || p.allowed[1].Contains(a) {
-			return p
+	p := c.at[from.Addr()]
+	if p != nil {
+		p.result.Asked = time.Now()
+		if p.away {
+			p.back, p.away = true, false // there is a session
+			c.look()
 		}
 	}
-	return nil
-}
-
-// mayAsk takes a token. The caller holds the checker's mu.
-func (p *checked) mayAsk(now time.Time) bool {
-	p.tokens = min(checkBurst, p.tokens+now.Sub(p.filled).Seconds()*checkRate)
-	p.filled = now
-	if p.tokens < 1 {
-		return false
+	c.mu.Unlock()
+	if p == nil {
+		c.reject(rejectSource)
+		return
 	}
-	p.tokens--
-	return true
+	c.answered.Add(1)
+	_ = c.port.Send(text, from, 0) // as above
 }
 
 // take takes a PONG. It is believed only if it comes from the address that was pinged and repeats

@@ -7,6 +7,10 @@ import (
 	"testing"
 	"testing/synctest"
 	"time"
+
+	"golang.org/x/time/rate"
+
+	"github.com/isthmus-net/isthmus/gateway/datapath"
 )
 
 // path is a path that drops what is larger than takes, and others by chance, and says nothing.
@@ -205,10 +209,22 @@ func TestPathSearchAsksWhoeverAnswersPINGs(t *testing.T) {
 							l.socket.in <- datagram{b, bravoPeer.probe}
 						}
 					})
+					arrived := make(map[netip.AddrPort]*rate.Limiter) // by sender: what a datapath.Port lets pass of each
+					limit := func(from netip.AddrPort) {
+						if arrived[from] == nil {
+							arrived[from] = rate.NewLimiter(datapath.MessageRate, datapath.MessageBurst)
+						}
+						if !arrived[from].Allow() {
+							t.Errorf("%v sends more than a gateway may", from)
+						}
+					}
 					other := newChecker(there, quiet, func(string, time.Duration) {}, pathProber{})
 					defer other.close()
 					other.set([]checkPeer{us})
-					receive = func(b []byte) { there.in <- datagram{b, netip.MustParseAddrPort("10.70.0.0:12345")} }
+					receive = func(b []byte) {
+						limit(netip.MustParseAddrPort("10.70.0.0:12345"))
+						there.in <- datagram{b, netip.MustParseAddrPort("10.70.0.0:12345")}
+					}
 				}
 				l.socket = newSocket(func(b []byte, _ netip.AddrPort) { receive(b) })
 				c := newChecker(l.socket, quiet, func(string, time.Duration) {}, pathProber{

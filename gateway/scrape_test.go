@@ -172,19 +172,3 @@ func TestScrapesWhilePeersChange(t *testing.T) {
 	close(stop)
 	group.Wait()
 }
-
-// BenchmarkAsker finds out who sent a PING, which each peer does every two seconds.
-func BenchmarkAsker(b *testing.B) {
-	for _, n := range []int{100, 1000, 4000} {
-		b.Run(fmt.Sprintf("peers=%d", n), func(b *testing.B) {
-			g := without(b, crowdOf(n)...)
-			c, i := g.ends[0].checker, 0
-			for b.Loop() {
-				i = (i + 1) % n
-				if p := c.peerAt(g.now.peers[i].AllowedIPs[0].Addr()); p == nil || p.id != g.now.peers[i].ID {
-					b.Fatal(p)
-				}
-			}
-		})
-	}
-}

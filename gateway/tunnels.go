@@ -60,7 +60,7 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 			local.Close()
 		}
 	}()
-	socket, err := local.ListenUDP(fabric.ProbePort)
+	port, err := local.Listen(fabric.ProbePort, checkMaxLen+1)
 	if err != nil {
 		return nil, err
 	}
@@ -76,14 +76,14 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 	if i == 0 {
 		g.udpOffload = link.Offloads().USO4
 		send := func(text []byte, to netip.AddrPort, size int) {
-			_ = local.SendPadded(text, fabric.ProbePort, to, size) // lost or refused: no answer will come, which is what counts
+			_ = port.Send(text, to, size) // lost or refused: no answer will come, which is what counts
 		}
 		t := datapath.New(link, wire, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
-		return &tunnelEnd{t, newChecker(socket, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire}, nil
+		return &tunnelEnd{t, newChecker(port, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire}, nil
 	}
 	log := o.Log.With("tunnel", i)
 	t := g.ends[0].Beside(link, wire, local, wgLogger(log))
-	return &tunnelEnd{t, newChecker(socket, log, func(string, time.Duration) {}, pathProber{}), wire}, nil
+	return &tunnelEnd{t, newChecker(port, log, func(string, time.Duration) {}, pathProber{}), wire}, nil
 }
 
 // startEnds opens the sockets.
@@ -175,9 +175,16 @@ func tunnelPeers(i int, peers []peer, of []int) (list []datapath.Peer) {
 		if at.IsValid() {
 			at = netip.AddrPortFrom(at.Addr(), theirs.Port)
 		}
-		list = append(list, datapath.Peer{State: p.state, Key: theirs.PublicKey, Endpoint: at, Refused: p.refused})
+		list = append(list, datapath.Peer{State: p.state, Key: theirs.PublicKey, Endpoint: at, Refused: p.refused, Gateway: gatewayOf(p.GatewayPeer)})
 	}
 	return list
+}
+
+// gatewayOf are the addresses of a peer's gateway inside the tunnel. Its PINGs come from the network
+// address of the peer's PodCIDR, as does everything that is no pod (docs/liqo-v0.md, section 7.2); its
+// PONGs come from the address that ours go to.
+func gatewayOf(p *fabric.GatewayPeer) [2]netip.Addr {
+	return [2]netip.Addr{p.AllowedIPs[0].Addr(), p.Probe.Addr()}
 }
 
 // theirEnd is a peer's end of tunnel i.

@@ -95,6 +95,10 @@ const (
 	DropTooBig        // larger than the MTU towards its peer and not to be fragmented; its sender is told, see TooBig
 	DropTUNWrite      // the kernel refused the packet
 	DropLocalQueue    // queue of the in-process endpoint is full
+	DropLocalSource   // inbound: a message for the in-process endpoint that is not from the peer's gateway
+	DropLocalRate     // inbound: the peer has sent the in-process endpoint as much as it may
+	DropLocalPort     // inbound: nobody listens on that UDP port of the in-process endpoint
+	DropLocalProtocol // inbound: the in-process endpoint neither speaks the protocol nor answers such a message
 	DropTunnelSend    // outbound: the sealed message could not be sent
 	DropTunnelForged  // inbound: the message does not authenticate under the key of its session
 	DropTunnelReplay  // inbound: the message was received before, or is too old to tell
@@ -137,7 +141,11 @@ var drops = [numDrops]struct{ label, text string }{
 	DropVirtioHeader:      {"virtio_header", "the virtio-net header contradicts its packet"},
 	DropTooBig:            {"too_big", "larger than the MTU towards its peer, and not to be fragmented"},
 	DropTUNWrite:          {"tun_write", "the kernel refused the packet"},
-	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full, or one peer sends it too much at once"},
+	DropLocalQueue:        {"local_queue", "the queue of the in-process endpoint is full"},
+	DropLocalSource:       {"local_source", "a message of the connection check that does not come from the peer's gateway"},
+	DropLocalRate:         {"local_rate", "the peer sends the in-process endpoint more than it may"},
+	DropLocalPort:         {"local_port", "nobody listens on this UDP port of the in-process endpoint"},
+	DropLocalProtocol:     {"local_protocol", "the in-process endpoint does not speak this protocol or does not answer this kind of message"},
 	DropTunnelSend:        {"tunnel_send", "the sealed message could not be sent"},
 	DropTunnelForged:      {"tunnel_forged", "the message does not authenticate under the key of its session"},
 	DropTunnelReplay:      {"tunnel_replay", "the message was received before, or is too old to tell"},

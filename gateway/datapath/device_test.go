@@ -62,6 +62,25 @@ func newDevice(t testing.TB, link datapath.Link, e *natengine.Engine, o datapath
 	return d
 }
 
+// listen opens the port of the connection check.
+func listen(t testing.TB, local *datapath.Local) *datapath.Port {
+	t.Helper()
+	port, err := local.Listen(12345, 1024)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(port.Close)
+	return port
+}
+
+// setGateway makes the engine's peer that of the tunnel, with a gateway at that address.
+func setGateway(t testing.TB, d *datapath.Tunnel, e *natengine.Engine, gateway netip.Addr) {
+	t.Helper()
+	if err := d.SetPeers([]datapath.Peer{{State: e.Peers()[0], Key: newKey(9).public, Gateway: [2]netip.Addr{gateway}}}); err != nil {
+		t.Fatal(err)
+	}
+}
+
 func read(t testing.TB, d *datapath.Tunnel, b *buffers) int {
 	t.Helper()
 	n, err := d.Read(b.bufs, b.sizes, offset)
@@ -265,12 +284,8 @@ func TestReadDropsForAPeerThatIsDownExceptOurOwn(t *testing.T) {
 	}
 	d := datapath.New(link, bind.New(), e, local, datapath.Options{})
 	defer d.Close()
-	c, err := local.ListenUDP(12345)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	if _, err := c.WriteTo([]byte("ping"), udpAddr("10.90.0.1:12345")); err != nil {
+	c := listen(t, local)
+	if err := c.Send([]byte("ping"), netip.MustParseAddrPort("10.90.0.1:12345"), 0); err != nil {
 		t.Fatal(err)
 	}
 	b := newBuffers(8, 2048)
@@ -325,11 +340,7 @@ func TestReadWaitsForPacketsOfTheEndpointToo(t *testing.T) {
 	}
 	d := datapath.New(link, bind.New(), newEngine(t), local, datapath.Options{})
 	defer d.Close()
-	c, err := local.ListenUDP(0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
+	c := listen(t, local)
 	b := newBuffers(128, 2048)
 	got := make(chan int)
 	go func() {
@@ -337,7 +348,7 @@ func TestReadWaitsForPacketsOfTheEndpointToo(t *testing.T) {
 		got <- n
 	}()
 	time.Sleep(10 * time.Millisecond)
-	if _, err := c.WriteTo([]byte("hello"), udpAddr("10.71.3.4:9")); err != nil {
+	if err := c.Send([]byte("hello"), netip.MustParseAddrPort("10.71.3.4:9"), 0); err != nil {
 		t.Fatal(err)
 	}
 	select {
@@ -383,14 +394,10 @@ func TestEndpointQueueIsBoundedAndDoesNotStarveTheLink(t *testing.T) {
 	}
 	d := datapath.New(link, bind.New(), e, local, datapath.Options{})
 	defer d.Close()
-	c, err := local.ListenUDP(0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	const sent = datapath.LocalQueueLen + 44
+	c := listen(t, local)
+	const sent = datapath.TurnsEach + 44
 	for range sent {
-		c.WriteTo([]byte("x"), udpAddr("10.71.3.4:9"))
+		c.Send([]byte("x"), netip.MustParseAddrPort("10.71.3.4:9"), 0)
 	}
 	if got := drops(e, natengine.Outbound, natengine.DropLocalQueue); got != 44 {
 		t.Errorf("local_queue counted %d times: want 44", got)
@@ -401,7 +408,7 @@ func TestEndpointQueueIsBoundedAndDoesNotStarveTheLink(t *testing.T) {
 		t.Errorf("batch of %d without the link's packet", n)
 	}
 	total := n
-	for total < datapath.LocalQueueLen+1 {
+	for total < datapath.TurnsEach+1 {
 		total += read(t, d, b)
 	}
 }
@@ -546,13 +553,11 @@ func TestWriteDeliversTheDatagramsOfARunOneByOne(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	d := datapath.New(link, bind.New(), newEngine(t), local, datapath.Options{CoalesceUDP: true})
+	e := newEngine(t)
+	d := datapath.New(link, bind.New(), e, local, datapath.Options{CoalesceUDP: true})
 	defer d.Close()
-	c, err := local.ListenUDP(12345)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
+	setGateway(t, d, e, podB)
+	c := listen(t, local)
 	var packets [][]byte
 	for i := range 5 {
 		packets = append(packets, udp4(at(podB, 12345), at(netip.MustParseAddr("10.90.0.1"), 12345), bytes.Repeat([]byte{byte(i)}, 100)))
@@ -560,44 +565,13 @@ func TestWriteDeliversTheDatagramsOfARunOneByOne(t *testing.T) {
 	if _, err := d.Write(behindOffset(packets...), offset); err != nil {
 		t.Fatal(err)
 	}
-	c.SetReadDeadline(time.Now().Add(time.Minute))
-	p := make([]byte, 2000)
 	for i := range 5 {
-		n, from, err := c.ReadFrom(p)
+		p, from, err := c.Receive()
 		if err != nil {
 			t.Fatal(err)
 		}
-		if n != 100 || p[0] != byte(i) || from.(*net.UDPAddr).AddrPort() != at(podB, 12345) {
-			t.Errorf("datagram %d: %d octets of %d from %v", i, n, p[0], from)
-		}
-	}
-}
-
-// What is for the in-process endpoint costs more than anything else on the way in, so a peer gets
-// so much of it at once.
-func TestOnePeerDoesNotOccupyTheEndpoint(t *testing.T) {
-	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
-	if err != nil {
-		t.Fatal(err)
-	}
-	e, link := newEngine(t), newScript()
-	d := datapath.New(link, bind.New(), e, local, datapath.Options{})
-	defer d.Close()
-	const most, sent = 64, 100
-	var packets [][]byte
-	for i := range sent {
-		packets = append(packets, udp4(at(podB, 12345), at(netip.MustParseAddr("10.90.0.1"), 12345), make([]byte, 100+i)))
-	}
-	packets = append(packets, udp4(at(podB, 80), at(podASee, 4000), []byte("for a pod")))
-	for round := range uint64(2) {
-		if _, err := d.Write(behindOffset(packets...), offset); err != nil {
-			t.Fatal(err)
-		}
-		if got, want := drops(e, natengine.Inbound, natengine.DropLocalQueue), (round+1)*(sent-most); got != want {
-			t.Errorf("local_queue counted %d times, want %d", got, want)
-		}
-		if len(link.written) != int(round)+1 {
-			t.Errorf("%d packets written, want %d", len(link.written), round+1)
+		if len(p) != 100 || p[0] != byte(i) || from != at(podB, 12345) {
+			t.Errorf("datagram %d: %d octets of %d from %v", i, len(p), p[0], from)
 		}
 	}
 }
@@ -684,17 +658,14 @@ func TestCloseEndsReadWriteAndSockets(t *testing.T) {
 		t.Fatal(err)
 	}
 	d := datapath.New(link, bind.New(), newEngine(t), local, datapath.Options{})
-	c, err := local.ListenUDP(12345)
-	if err != nil {
-		t.Fatal(err)
-	}
+	c := listen(t, local)
 	ended := make(chan error, 2)
 	go func() {
 		b := newBuffers(8, 2048)
 		_, err := d.Read(b.bufs, b.sizes, offset)
 		ended <- err
 	}()
-	go func() { _, _, err := c.ReadFrom(make([]byte, 100)); ended <- err }()
+	go func() { _, _, err := c.Receive(); ended <- err }()
 	time.Sleep(10 * time.Millisecond)
 	for range 2 {
 		if err := d.Close(); err != nil {
@@ -708,15 +679,15 @@ func TestCloseEndsReadWriteAndSockets(t *testing.T) {
 				t.Errorf("%v: want closed", err)
 			}
 		case <-time.After(time.Minute):
-			t.Fatal("Close did not end Read or ReadFrom")
+			t.Fatal("Close did not end Read or Receive")
 		}
 	}
 	d.SetMTU(1300) // must not panic
-	if _, err := local.ListenUDP(1); !errors.Is(err, net.ErrClosed) {
-		t.Errorf("ListenUDP after Close: %v: want net.ErrClosed", err)
+	if _, err := local.Listen(1, 1); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("Listen after Close: %v: want net.ErrClosed", err)
 	}
-	if _, err := c.WriteTo([]byte("x"), udpAddr("10.71.3.4:9")); err == nil {
-		t.Error("WriteTo after Close succeeded")
+	if err := c.Send([]byte("x"), netip.MustParseAddrPort("10.71.3.4:9"), 0); !errors.Is(err, net.ErrClosed) {
+		t.Errorf("Send after Close: %v: want net.ErrClosed", err)
 	}
 }
 
@@ -769,12 +740,8 @@ func TestLocalCarriesIPv6(t *testing.T) {
 	}
 	d := datapath.New(newScript(), bind.New(), e, local, datapath.Options{})
 	defer d.Close()
-	c, err := local.ListenUDP(12345)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	if _, err := c.WriteTo([]byte("six"), udpAddr("[fd00:bb::1]:12345")); err != nil {
+	c := listen(t, local)
+	if err := c.Send([]byte("six"), netip.MustParseAddrPort("[fd00:bb::1]:12345"), 0); err != nil {
 		t.Fatal(err)
 	}
 	b := newBuffers(8, 2048)

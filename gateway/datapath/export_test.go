@@ -47,8 +47,8 @@ func (b *buffers) take(_ *natengine.PeerState, p []byte) (more bool) {
 	return b.n < len(b.bufs)
 }
 
-// Write translates packets of a peer that has proven to be their sender, each at offset of its
-// buffer.
+// Write translates packets, each at offset of its buffer, of the tunnel's peer, or of anybody when the
+// tunnel has none.
 func (t *Tunnel) Write(bufs [][]byte, offset int) (int, error) {
 	w := writes.Get().(*write)
 	defer writes.Put(w)
@@ -56,7 +56,14 @@ func (t *Tunnel) Write(bufs [][]byte, offset int) (int, error) {
 	for _, b := range bufs {
 		w.bufs = append(w.bufs, b[offset:])
 	}
-	if err := w.packets(nil, w.bufs); err != nil {
+	from := w.anyone
+	from.messages[0].paid.Store(0)
+	from.messages[1].paid.Store(0)
+	from.others.paid.Store(0)
+	for _, p := range t.peers.Load().byState {
+		from = p
+	}
+	if err := w.packets(from, w.bufs); err != nil {
 		return 0, err
 	}
 	return len(bufs), nil
@@ -64,12 +71,13 @@ func (t *Tunnel) Write(bufs [][]byte, offset int) (int, error) {
 
 type write struct {
 	writer
-	bufs [][]byte
+	bufs   [][]byte
+	anyone *peer
 }
 
 var (
 	reads  = sync.Pool{New: func() any { return new(buffers) }}
-	writes = sync.Pool{New: func() any { return &write{writer: newWriter(nil, &tap{dir: natengine.Inbound})} }}
+	writes = sync.Pool{New: func() any { return &write{writer: newWriter(nil, &tap{dir: natengine.Inbound}), anyone: new(peer)} }}
 )
 
 // What tests have to see and set of a session.
@@ -238,3 +246,25 @@ const MaxBudgets = maxBudgets
 
 // Knows reports whether a peer is at an address.
 func (t *Tunnel) Knows(addr netip.Addr) bool { return t.knows(addr) }
+
+// Turns is turns.
+type Turns struct{ t turns }
+
+func (t *Turns) Push(at netip.AddrPort, b []byte) bool { return t.t.push(datagram{at: at, b: b}) }
+func (t *Turns) Pop() (at netip.AddrPort, b []byte, ok bool) {
+	d, ok := t.t.pop()
+	return d.at, d.b, ok
+}
+
+// Bucket is bucket.
+type Bucket struct{ b bucket }
+
+func (b *Bucket) Take(now time.Duration, rate, burst int64) bool { return b.b.take(now, rate, burst) }
+
+const (
+	LocalQueueLen = localQueueLen
+	OtherRate     = otherRate
+	OtherBurst    = otherBurst
+	TurnsEach     = turnsEach
+	TurnsAll      = turnsAll
+)

@@ -152,7 +152,8 @@ func startGateways(t testing.TB, network *memlink.Network, p plan, o datapath.Op
 		if err := s.tunnel.Up(keys[i].private, 5871); err != nil {
 			t.Fatal(err)
 		}
-		s.peer = datapath.Peer{State: s.engine.Peers()[0], Key: keys[j].public, Endpoint: netip.AddrPortFrom(wan[j], 5871)}
+		s.peer = datapath.Peer{State: s.engine.Peers()[0], Key: keys[j].public, Endpoint: netip.AddrPortFrom(wan[j], 5871),
+			Gateway: [2]netip.Addr{remotePods.Addr(), remoteExternal.Addr().Next()}}
 		if err := s.tunnel.SetPeers([]datapath.Peer{s.peer}); err != nil {
 			t.Fatal(err)
 		}
@@ -565,34 +566,24 @@ func bigPings(t *testing.T, a, b *side) {
 func TestTwoGatewaysConnectionCheck(t *testing.T) { eachPlan(t, connectionCheck) }
 
 func connectionCheck(t *testing.T, a, b *side) {
-	conns := map[*side]net.PacketConn{}
-	for _, s := range []*side{a, b} {
-		c, err := s.local.ListenUDP(12345)
-		if err != nil {
-			t.Fatal(err)
-		}
-		defer c.Close()
-		conns[s] = c
-	}
-	go func() { // b answers from the same socket
-		p := make([]byte, 1024)
+	ours, theirs := listen(t, a.local), listen(t, b.local)
+	go func() { // b answers
 		for {
-			n, from, err := conns[b].ReadFrom(p)
+			m, from, err := theirs.Receive()
 			if err != nil {
 				return
 			}
-			conns[b].WriteTo(bytes.Replace(p[:n], []byte("PING"), []byte("PONG"), 1), from)
+			theirs.Send(bytes.Replace(m, []byte("PING"), []byte("PONG"), 1), from, 0)
 		}
 	}()
 	to := netip.AddrPortFrom(b.seen(b.self), 12345)
-	if _, err := conns[a].WriteTo([]byte("PING"), net.UDPAddrFromAddrPort(to)); err != nil {
+	if err := ours.Send([]byte("PING"), to, 0); err != nil {
 		t.Fatal(err)
 	}
-	p := make([]byte, 1024)
-	conns[a].SetReadDeadline(time.Now().Add(time.Minute))
-	n, from, err := conns[a].ReadFrom(p)
-	if err != nil || string(p[:n]) != "PONG" || from.(*net.UDPAddr).AddrPort() != to {
-		t.Errorf("%q from %v, %v: want PONG from %s", p[:n], from, err, to)
+	lost := time.AfterFunc(time.Minute, ours.Close)
+	defer lost.Stop()
+	if m, from, err := ours.Receive(); err != nil || string(m) != "PONG" || from != to {
+		t.Errorf("%q from %v, %v: want PONG from %s", m, from, err, to)
 	}
 }
 

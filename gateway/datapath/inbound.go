@@ -335,7 +335,7 @@ func (in *inbound) openFor(p *peer, k *device.Keypair) {
 		r.packets = append(r.packets, m.b[headerLen:headerLen+size])
 	}
 	if len(r.packets) > 0 {
-		_ = in.write.packets(p.state, r.packets) // drops are counted there; the end of the link ends the outbound goroutine
+		_ = in.write.packets(p, r.packets) // drops are counted there; the end of the link ends the outbound goroutine
 		clear(r.packets)
 		r.packets = r.packets[:0]
 	}

@@ -1,16 +1,13 @@
 package datapath
 
 import (
-	"errors"
 	"fmt"
-	"io"
-	"net"
 	"net/netip"
 	"sync/atomic"
 
+	"golang.org/x/time/rate"
 	"gvisor.dev/gvisor/pkg/buffer"
 	"gvisor.dev/gvisor/pkg/tcpip"
-	"gvisor.dev/gvisor/pkg/tcpip/adapters/gonet"
 	"gvisor.dev/gvisor/pkg/tcpip/checksum"
 	"gvisor.dev/gvisor/pkg/tcpip/header"
 	"gvisor.dev/gvisor/pkg/tcpip/link/channel"
@@ -21,33 +18,26 @@ import (
 )
 
 const (
-	// LocalQueueLen bounds the packets that the in-process endpoint has sent and the reader has not
-	// fetched yet. What comes on top is dropped and counted as DropLocalQueue: a flood of pings
-	// costs the flooder answers, not us memory.
-	LocalQueueLen = 256
+	// localQueueLen bounds the packets that the TCP/IP stack has sent and the reader has not fetched
+	// yet. The newest is dropped and counted as DropLocalQueue.
+	localQueueLen = 256
 
 	localNIC = 1
 )
 
-// Local is the gateway's own endpoint: a TCP/IP stack inside the process that answers ICMP echo and
-// carries UDP sockets (Liqo's connection check on port 12345). It has no kernel address, so the
-// kernel's addresses, routes and firewall cannot get in its way. Packets to it are those with
-// verdict Deliver; packets from it pass the engine like any pod's.
+// Local is the gateway's own endpoint. A TCP/IP stack inside the process answers ICMP echo. Messages
+// between gateways (Liqo's connection check on UDP port 12345) have a Port, which the stack does not
+// see. Local has no kernel address, so the kernel's addresses, routes and firewall cannot get in its
+// way. Packets to it are those with verdict Deliver; packets from it pass the engine like any pod's.
 //
 // Safe for concurrent use.
 type Local struct {
 	stack  *stack.Stack
 	link   *localLink
-	has6   bool
 	addrs  [2]netip.Addr // IPv4, IPv6; zero: none
-	padded chan padded   // beside the stack's queue
+	port   atomic.Pointer[Port]
+	out    turns // whole packets of the port, by destination
 	closed atomic.Bool
-}
-
-// padded is a packet that is to be sent in a WireGuard message for one of size octets.
-type padded struct {
-	packet []byte
-	size   int
 }
 
 // NewLocal makes an endpoint with an IPv4 address (Liqo's 169.254.0.1), an IPv6 address, or both;
@@ -61,11 +51,12 @@ func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 			NetworkProtocols:   []stack.NetworkProtocolFactory{ipv4.NewProtocol, ipv6.NewProtocol},
 			TransportProtocols: []stack.TransportProtocolFactory{udp.NewProtocol},
 		}),
-		link:   &localLink{Endpoint: channel.New(LocalQueueLen, uint32(mtu), "")},
-		has6:   addr6.IsValid(),
-		addrs:  [2]netip.Addr{addr4, addr6},
-		padded: make(chan padded, LocalQueueLen),
+		link:  &localLink{Endpoint: channel.New(localQueueLen, uint32(mtu), "")},
+		addrs: [2]netip.Addr{addr4, addr6},
 	}
+	// The stack's limit is one for all peers, so that one of them could use it up. Each has its own,
+	// see peer.others.
+	l.stack.SetICMPLimit(rate.Inf)
 	if err := l.configure(addr4, addr6); err != nil {
 		l.Close()
 		return nil, fmt.Errorf("in-process endpoint: %w", err)
@@ -99,48 +90,8 @@ func (l *Local) configure(addr4, addr6 netip.Addr) error {
 	return nil
 }
 
-// ListenUDP opens a socket on the port (0: any) of all of the endpoint's addresses. Its addresses
-// are *net.UDPAddr; IPv4 addresses are in four octets. After Close of the socket or of the endpoint
-// its methods return net.ErrClosed.
-func (l *Local) ListenUDP(port uint16) (net.PacketConn, error) {
-	if l.closed.Load() {
-		return nil, net.ErrClosed
-	}
-	network := ipv4.ProtocolNumber
-	if l.has6 {
-		network = ipv6.ProtocolNumber // without IPV6_V6ONLY, so IPv4 too
-	}
-	c, err := gonet.DialUDP(l.stack, &tcpip.FullAddress{NIC: localNIC, Port: port}, nil, network)
-	if err != nil {
-		return nil, fmt.Errorf("in-process endpoint: %w", err)
-	}
-	return &localConn{UDPConn: c}, nil
-}
-
-// SendPadded sends a UDP datagram from a port of the endpoint in a WireGuard message as long as that
-// of a packet of size octets, which must not exceed the tunnel's MTU: what follows the packet is
-// padding, which the receiver takes off by the length in the IP header (WireGuard paper, section
-// 5.4.6). Without a session with the peer it waits for one like any packet. It does not keep
-// payload.
-func (l *Local) SendPadded(payload []byte, from uint16, to netip.AddrPort, size int) error {
-	b, err := l.datagram(payload, from, to)
-	if err != nil {
-		return err
-	}
-	if l.closed.Load() {
-		return net.ErrClosed
-	}
-	select {
-	case l.padded <- padded{b, size}:
-		l.link.called(&l.link.wake)
-	default:
-		l.link.called(&l.link.overflow)
-	}
-	return nil
-}
-
-// datagram is a whole packet of the endpoint.
-func (l *Local) datagram(payload []byte, from uint16, to netip.AddrPort) ([]byte, error) {
+// udp is a whole packet of the endpoint.
+func (l *Local) udp(payload []byte, from uint16, to netip.AddrPort) ([]byte, error) {
 	headers, src := header.IPv4MinimumSize, l.addrs[0]
 	if to.Addr().Is6() {
 		headers, src = header.IPv6MinimumSize, l.addrs[1]
@@ -174,28 +125,31 @@ func (l *Local) datagram(payload []byte, from uint16, to netip.AddrPort) ([]byte
 // SetMTU changes the size in octets above which packets leave as fragments.
 func (l *Local) SetMTU(mtu int) { l.link.SetMTU(uint32(mtu)) }
 
-// Close ends the endpoint and its sockets. Further calls do nothing.
+// Close ends the endpoint and its port. Further calls do nothing.
 func (l *Local) Close() {
 	if l.closed.Swap(true) {
 		return
+	}
+	if port := l.port.Load(); port != nil {
+		port.Close()
 	}
 	l.link.wake.Store(nil)
 	l.stack.Destroy()
 	l.link.Endpoint.Close()
 }
 
-// attach sets what is called when the queue has got a packet, and when it had no place for one.
+// attach sets what is called when a queue has got a packet, and when it had no place for one.
 func (l *Local) attach(wake, overflow func()) {
 	l.link.overflow.Store(&overflow)
 	l.link.wake.Store(&wake)
 }
 
-// next copies the oldest packet of the endpoint into p and returns its length, 0 when there is none,
-// and the size that it is to be padded to, 0 for none.
+// next copies the next packet of the endpoint into p. It returns its length, 0 when there is none, and
+// the size that it is to be padded to, 0 for none. Packets of the port go first: there are few of them,
+// and they decide whether peers count as connected.
 func (l *Local) next(p []byte) (n, size int) {
-	if l.hasPadded() { // one load, as below: this is asked once per batch
-		next := <-l.padded
-		return copy(p, next.packet), next.size
+	if d, ok := l.out.pop(); ok { // one load, as below: this is asked once per batch
+		return copy(p, d.b), d.size
 	}
 	if l.link.NumQueued() == 0 {
 		return 0, 0
@@ -211,10 +165,10 @@ func (l *Local) next(p []byte) (n, size int) {
 }
 
 // hasPadded says whether the next packet is to be padded.
-func (l *Local) hasPadded() bool { return len(l.padded) > 0 }
+func (l *Local) hasPadded() bool { return l.out.peek().size > 0 }
 
-// deliver hands the endpoint one whole packet, which it copies. Answers (ICMP echo) may be in the
-// queue before it returns.
+// deliver hands the stack one whole packet, which it copies. Answers (ICMP echo) may be in the queue
+// before it returns.
 func (l *Local) deliver(b []byte) {
 	protocol := ipv4.ProtocolNumber
 	if b[0]>>4 == 6 {
@@ -250,48 +204,4 @@ func (l *localLink) called(f *atomic.Pointer[func()]) {
 	if f := f.Load(); f != nil {
 		(*f)()
 	}
-}
-
-// localConn gives a netstack socket the addresses and the errors of package net.
-type localConn struct {
-	*gonet.UDPConn
-	closed atomic.Bool
-}
-
-func (c *localConn) ReadFrom(b []byte) (int, net.Addr, error) {
-	n, from, err := c.UDPConn.ReadFrom(b)
-	if err != nil {
-		return 0, nil, c.errorOf(err)
-	}
-	return n, from, nil
-}
-
-func (c *localConn) WriteTo(b []byte, to net.Addr) (int, error) {
-	a, ok := to.(*net.UDPAddr)
-	if !ok {
-		return 0, &net.OpError{Op: "write", Net: "udp", Addr: to, Err: errors.New("not a UDP address")}
-	}
-	if ip4 := a.IP.To4(); ip4 != nil {
-		a = &net.UDPAddr{IP: ip4, Port: a.Port}
-	}
-	n, err := c.UDPConn.WriteTo(b, a)
-	return n, c.errorOf(err)
-}
-
-func (c *localConn) Close() error {
-	if c.closed.Swap(true) {
-		return net.ErrClosed
-	}
-	return c.UDPConn.Close()
-}
-
-// errorOf makes netstack's io.EOF of a closed socket the error that net has.
-func (c *localConn) errorOf(err error) error {
-	if err == nil {
-		return nil
-	}
-	if c.closed.Load() || errors.Is(err, io.EOF) {
-		return net.ErrClosed
-	}
-	return err
 }

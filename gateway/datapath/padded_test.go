@@ -23,10 +23,10 @@ func TestSendPadded(t *testing.T) {
 	}
 	d := datapath.New(newScript(), bind.New(), newEngine(t), local, datapath.Options{})
 	defer d.Close()
-	to := at(podB, 12345)
+	port, to := listen(t, local), at(podB, 12345)
 	b := newBuffers(8, 2048)
 	for _, size := range []int{0, 20, 1280, 1420, 9000} {
-		if err := local.SendPadded([]byte("probe"), 12345, to, size); err != nil {
+		if err := port.Send([]byte("probe"), to, size); err != nil {
 			t.Fatal(err)
 		}
 		if n := read(t, d, b); n != 1 {
@@ -47,7 +47,7 @@ func TestSendPadded(t *testing.T) {
 		}
 	}
 	for _, to := range []netip.AddrPort{{}, netip.MustParseAddrPort("[::ffff:10.0.0.1]:1")} {
-		if local.SendPadded(nil, 1, to, 100) == nil {
+		if port.Send(nil, to, 100) == nil {
 			t.Errorf("sent to %v", to)
 		}
 	}
@@ -69,9 +69,10 @@ func TestPaddedPacketsAreAsLongAsTheySay(t *testing.T) {
 			t.Fatal(err)
 		}
 		a.Attach(local)
+		port := listen(t, local)
 		for _, size := range []int{1280, 1408, 1420} {
 			a.wire.forget()
-			if err := local.SendPadded([]byte{0, 0, 0, 7}, 12345, at(a.to, 5000), size); err != nil {
+			if err := port.Send([]byte{0, 0, 0, 7}, at(a.to, 5000), size); err != nil {
 				t.Fatal(err)
 			}
 			time.Sleep(time.Second)

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"math/rand/v2"
 	"net/netip"
+	"slices"
 	"sync"
 	"sync/atomic"
 	"time"
@@ -44,6 +45,11 @@ type peer struct {
 
 	staged staging // the outbound goroutine's
 
+	// What it may send to the in-process endpoint: messages, by address of its gateway, and all else.
+	gateway  atomic.Pointer[[2]netip.Addr] // Peer.Gateway; nil: none
+	messages [2]bucket
+	others   bucket
+
 	windows sync.Mutex // guards the replay windows of all its keypairs: it may be heard over IPv4 and IPv6 at once
 
 	unanswered     atomic.Int64 // first data sent since anything was received
@@ -79,6 +85,14 @@ func newPeer(t *Tunnel, state *natengine.PeerState, key device.NoisePublicKey, d
 
 func (p *peer) deadlines() []*deadline {
 	return []*deadline{&p.keepalive, &p.silence, &p.initiation, &p.crossing}
+}
+
+// gatewayOf is which of the addresses of the peer's gateway a is, -1 for none.
+func (p *peer) gatewayOf(a netip.Addr) int {
+	if gateway := p.gateway.Load(); gateway != nil {
+		return slices.Index(gateway[:], a)
+	}
+	return -1
 }
 
 // stop ends the timers. None acts afterwards.

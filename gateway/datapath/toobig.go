@@ -75,7 +75,9 @@ func (o *outbound) splitOrTell(v *packet.View, limit int, peer *natengine.PeerSt
 			o.t.engine.Count(peer, natengine.Inbound, natengine.DropTUNWrite)
 		}
 	case natengine.Deliver:
-		o.t.deliverPacket(peer, answer)
+		if o.t.local != nil { // else a host has forged its address
+			o.t.local.deliver(answer)
+		}
 	}
 	return false
 }

@@ -183,24 +183,14 @@ func TestReleasedFragmentsAreCutAgain(t *testing.T) {
 func TestPacketsOfTheLocalEndpointAreCut(t *testing.T) {
 	p := smallPeer()
 	p.MTU = 500
-	e := newEngine(t, p)
-	link := newScript()
-	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
-	if err != nil {
+	e, link := newEngine(t, p), newScript()
+	d := newDevice(t, link, e, datapath.Options{})
+	request := packettest.Build(packettest.IP{Src: podB, Dst: netip.MustParseAddr("10.90.0.1"), TTL: 64},
+		packettest.Echo{ID: 5, Seq: 1, Data: random(1000)})
+	if _, err := d.Write(behindOffset(request), offset); err != nil {
 		t.Fatal(err)
 	}
-	d := datapath.New(link, bind.New(), e, local, datapath.Options{})
-	defer d.Close()
-	socket, err := local.ListenUDP(12345)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer socket.Close()
-	if _, err := socket.WriteTo(random(1000), udpAddr("10.71.3.4:12345")); err != nil {
-		t.Fatal(err)
-	}
-	b := newBuffers(16, 2048)
-	if n := read(t, d, b); n != 3 { // gVisor sends without DF
+	if n := read(t, d, newBuffers(16, 2048)); n != 3 { // gVisor sends without DF
 		t.Fatalf("%d packets", n)
 	}
 	if len(link.written) != 0 {
@@ -243,14 +233,10 @@ func TestLocalEndpointIsToldOverIPv6(t *testing.T) {
 	link := newScript()
 	d := datapath.New(link, bind.New(), e, local, datapath.Options{})
 	defer d.Close()
-	socket, err := local.ListenUDP(12345)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer socket.Close()
+	port, to := listen(t, local), netip.MustParseAddrPort("[fd71::5]:12345")
 	b := newBuffers(16, 2048)
-	_, _ = socket.WriteTo(random(1350), udpAddr("[fd71::5]:12345"))
-	_, _ = socket.WriteTo([]byte("small"), udpAddr("[fd71::5]:12345"))
+	_ = port.Send(random(1350), to, 0)
+	_ = port.Send([]byte("small"), to, 0)
 	if n := read(t, d, b); n != 1 || !bytes.HasSuffix(b.packet(0), []byte("small")) {
 		t.Fatalf("%d packets", n)
 	}

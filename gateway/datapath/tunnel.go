@@ -240,6 +240,9 @@ type Peer struct {
 	Key      [32]byte
 	Endpoint netip.AddrPort
 	Refused  bool
+	// Gateway holds the two addresses of the peer's gateway inside the tunnel: the one that its messages
+	// come from, and the one where it is reached and answers. The Port takes messages from nowhere else.
+	Gateway [2]netip.Addr
 }
 
 // SetPeers replaces the peers. Call it after each change of the engine's: what a peer may send is
@@ -271,7 +274,7 @@ func (t *Tunnel) Change(changed []Peer, gone []*natengine.PeerState) error {
 	}
 	if same {
 		for _, want := range changed {
-			t.place(old.byState[want.State].dev, want)
+			t.place(old.byState[want.State], want)
 		}
 		return nil
 	}
@@ -318,7 +321,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 			p = newPeer(t, want.State, key, dev)
 			fresh = append(fresh, p)
 		}
-		t.place(dev, want)
+		t.place(p, want)
 		table.byState[want.State], table.byDevice[dev], table.at[p] = p, p, want.Endpoint.Addr().Unmap()
 	}
 	table.byAddr = placesOf(table.at, old.byAddr)
@@ -332,8 +335,10 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	return errors.Join(errs...)
 }
 
-// place sets where a peer is. With t.mu.
-func (t *Tunnel) place(dev *device.Peer, want Peer) {
+// place sets where a peer is, and the addresses of its gateway. With t.mu.
+func (t *Tunnel) place(p *peer, want Peer) {
+	dev := p.dev
+	p.gateway.Store(&want.Gateway)
 	was, placed := t.places[want.Key]
 	switch {
 	case want.Endpoint.IsValid() && was != want.Endpoint:

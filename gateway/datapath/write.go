@@ -11,11 +11,6 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// maxDelivered is how many packets of one peer that came together the in-process endpoint takes:
-// the largest datagram in fragments, and more than any peer has to say to it. Each takes longer
-// than a hundred that are refused, and they would be the way to hold up the others.
-const maxDelivered = 64
-
 // writer is the second half of an inbound goroutine, and its scratch: packets that came out of the
 // tunnel are joined to runs, translated, and written to the link or handed to the in-process
 // endpoint.
@@ -29,9 +24,10 @@ type writer struct {
 	whole     []byte   // a run put together for who takes packets only
 	segmenter packet.Segmenter
 	view      packet.View
+	local     packet.View // a packet for the in-process endpoint
 	traffic   traffic
+	from      *peer // of the packets at hand
 	now       time.Duration
-	delivered int
 	closed    bool
 }
 
@@ -41,8 +37,9 @@ func newWriter(t *Tunnel, shown *tap) writer {
 
 // packets translates packets of one peer, in order. Their octets are changed, and not kept. Packets
 // that are dropped are counted and are no error; os.ErrClosed means that the link is closed.
-func (w *writer) packets(peer *natengine.PeerState, packets [][]byte) error {
-	w.now, w.delivered, w.closed = w.t.Now(), 0, false
+func (w *writer) packets(from *peer, packets [][]byte) error {
+	peer := from.state
+	w.from, w.now, w.closed = from, w.t.Now(), false
 	w.coalescer.UDP = w.t.coalesceUDP.Load()
 	for _, b := range packets {
 		if err := w.coalescer.Add(b); err != nil {
@@ -164,24 +161,21 @@ func (w *writer) each(peer *natengine.PeerState, run *packet.Run, f func([]byte)
 	}
 }
 
-// deliver hands one packet to the in-process endpoint, or drops it when the peer has had its share.
+// deliver hands one packet to the in-process endpoint, or counts why not.
 func (w *writer) deliver(peer *natengine.PeerState, p []byte) {
-	if w.delivered == maxDelivered {
-		w.t.engine.Count(peer, natengine.Inbound, natengine.DropLocalQueue)
-		if w.tap.on() {
-			w.tap.dropped(capture.AfterNAT, peer, p, natengine.DropLocalQueue)
+	why := natengine.DropLocalQueue // there is none
+	if w.t.local != nil {
+		if err := w.local.Parse(p, packet.ChecksumComplete); err != nil {
+			why = dropOf(err)
+		} else {
+			why = w.t.toLocal(w.from, &w.local, w.now)
 		}
+	}
+	if why == natengine.DropNone {
 		return
 	}
-	w.delivered++
-	w.t.deliverPacket(peer, p)
-}
-
-// deliverPacket hands one packet to the in-process endpoint.
-func (t *Tunnel) deliverPacket(peer *natengine.PeerState, p []byte) {
-	if t.local == nil {
-		t.engine.Count(peer, natengine.Inbound, natengine.DropLocalQueue)
-		return
+	w.t.engine.Count(peer, natengine.Inbound, why)
+	if w.tap.on() {
+		w.tap.dropped(capture.AfterNAT, peer, p, why)
 	}
-	t.local.deliver(p)
 }

@@ -317,7 +317,9 @@ func sourceRoute(t *testing.T, s *site) {
 
 func forgedCheck(t *testing.T, s *site) {
 	to := netip.AddrPortFrom(external(t, s.c, s.a).Addr().Next(), 12345)
-	src := netip.AddrPortFrom(s.rogue.pod, 12345)
+	peering, err := s.a.Peering(t.Context(), s.c)
+	must(t, err)
+	src := netip.AddrPortFrom(netip.MustParsePrefix(peering.Status.Remote.PodCIDRSeen).Addr(), 12345) // that of c's gateway
 	message := func(id, kind string) []byte {
 		text := fmt.Sprintf(`{"clusterID":%q,"msgType":%q,"timeStamp":%q}`, id, kind, time.Now().UTC().Format(time.RFC3339Nano))
 		return datagram(src, to, text)
@@ -325,6 +327,7 @@ func forgedCheck(t *testing.T, s *site) {
 	s.grows(t, 1, "isthmus_probe_rejected_total", `reason="source"`, func() { must(t, s.rogue.send(message(s.b.ID, "PONG"))) })
 	s.grows(t, 1, "isthmus_probe_rejected_total", `reason="unknown_peer"`, func() { must(t, s.rogue.send(message("nobody", "PONG"))) })
 	s.grows(t, 1, "isthmus_probe_rejected_total", `reason="type"`, func() { must(t, s.rogue.send(message(s.b.ID, "QUIT"))) })
+	s.dropped(t, "local_source", datagram(netip.AddrPortFrom(s.rogue.pod, 12345), to, "from a pod"))
 	if got := endpointOf(t, s.a, s.b).Status.Connection.Status; got != v1alpha1.Connected {
 		t.Errorf("b is %s", got)
 	}

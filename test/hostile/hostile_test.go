@@ -62,8 +62,8 @@ var (
 )
 
 // overflow are the reasons of what is too much: handshakes, of which those within the budgets are
-// answered or refused, and packets for the gateway itself.
-var overflow = []string{"handshake_queue", "handshake_key", "handshake_refused", "local_queue"}
+// answered or refused.
+var overflow = []string{"handshake_queue", "handshake_key", "handshake_refused"}
 
 // A flood is messages of one kind.
 type flood struct {
@@ -257,7 +257,7 @@ func (s *site) floods(t *testing.T) []flood {
 			rand.Read(b[4:])
 			return b
 		}},
-		{"connection checks", "", func() []byte {
+		{"connection checks of a pod", "local_source", func() []byte {
 			text := fmt.Sprintf(`{"clusterID":%q,"msgType":"PING","timeStamp":%q}`, s.a.ID, time.Now().Format(time.RFC3339Nano))
 			return s.session.Seal(datagram(netip.AddrPortFrom(ours, checkPort), netip.AddrPortFrom(s.a.ExternalCIDR.Addr().Next(), checkPort), text))
 		}},

@@ -1,0 +1,210 @@
+package gateway
+
+import (
+	"crypto/ecdh"
+	"encoding/binary"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/internal/noise"
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+// farPeer is the gateway of a peer, which has a session with ours.
+type farPeer struct {
+	key     *ecdh.PrivateKey
+	index   uint32 // of its end of the session: messages for it carry that
+	session *noise.Session
+	at      netip.Prefix // its pods as ours knows them; its gateway has the network address
+}
+
+// ping is a sealed PING from an address of the peer.
+func (f *farPeer) ping(from netip.Addr) []byte {
+	text := `{"clusterID":"11111111-0000-4000-8000-000000000000","msgType":"PING","timeStamp":"2026-01-01T00:00:00.000000001Z"}`
+	return f.session.SealPadded(packettest.Build(packettest.IP{Src: from, Dst: netip.MustParseAddr("10.251.0.1")},
+		packettest.UDP{SrcPort: 12345, DstPort: 12345, Data: []byte(text)}))
+}
+
+// farSocket is the socket of the gateways of all peers.
+type farSocket struct {
+	net.Conn // nil
+	wire     *memlink.Bind
+	gateway  netip.AddrPort
+	index    uint32 // of the initiation that was sent last
+	answers  chan []byte
+
+	mu   sync.Mutex
+	data map[uint32]int // data messages with content, by index
+}
+
+func (s *farSocket) SetReadDeadline(time.Time) error { return nil }
+
+func (s *farSocket) Write(m []byte) (int, error) {
+	if m[0] == noise.InitiationType {
+		s.index = binary.LittleEndian.Uint32(m[4:])
+	}
+	return len(m), s.wire.Send([][]byte{m}, s.wire.Endpoint(s.gateway))
+}
+
+// Read waits for a handshake message.
+func (s *farSocket) Read(b []byte) (int, error) { return copy(b, <-s.answers), nil }
+
+// receive sorts what comes until the socket is closed.
+func (s *farSocket) receive(next func(*bind.Batch) error) {
+	var batch bind.Batch
+	for next(&batch) == nil {
+		for !batch.Empty() {
+			m, _ := batch.Next()
+			switch {
+			case m[0] != noise.DataType:
+				select {
+				case s.answers <- append([]byte(nil), m...):
+				default: // nobody waits for one
+				}
+			case len(m) > noise.HeaderLen+noise.TagLen:
+				s.mu.Lock()
+				s.data[binary.LittleEndian.Uint32(m[4:])]++
+				s.mu.Unlock()
+			}
+		}
+	}
+}
+
+func (s *farSocket) received(index uint32) int {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.data[index]
+}
+
+// A pod of one peer, and then its gateway, flood ours with PINGs. Each PING of each other peer is
+// answered, and every message of the flood is answered or counted for that peer.
+func TestAFloodOfPINGsByOnePeerOfAThousandCostsTheOthersNothing(t *testing.T) {
+	const (
+		peers  = 1000
+		rounds = 20 // in each, so many PINGs come mixed:
+		flood  = 100
+		honest = peers / rounds
+	)
+	crowd := crowdOf(peers)
+	far := make([]*farPeer, peers)
+	for i := range crowd {
+		far[i] = &farPeer{key: noise.NewKey(), at: crowd[i].Remote.PodSeen}
+		crowd[i].PublicKey = [32]byte(far[i].key.PublicKey().Bytes())
+	}
+	gw := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: crowd})
+	g := &gateway{log: quiet, engine: natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6})}
+	all, rules := survey{all: true, peers: make([]peer, len(gw.Peers))}, make([]natengine.Peer, len(gw.Peers))
+	for i, p := range gw.Peers {
+		all.peers[i].GatewayPeer = p
+		all.other, rules[i] = append(all.other, i), rulesFor(p, 1440)
+	}
+	if err := g.engine.SetPeers(rules); err != nil {
+		t.Fatal(err)
+	}
+	for i := range all.peers {
+		all.peers[i].state = g.engine.Peer(all.peers[i].ID)
+	}
+
+	network := &memlink.Network{}
+	local, err := datapath.NewLocal(fabric.GatewayAddr, fabric.GatewayAddr6, 1440)
+	if err != nil {
+		t.Fatal(err)
+	}
+	port, err := local.Listen(fabric.ProbePort, checkMaxLen+1)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e := &tunnelEnd{
+		Tunnel:  datapath.New(memlink.NewLink("mem", 1440), network.Bind(netip.MustParseAddr("198.51.100.1")), g.engine, local, datapath.Options{}),
+		checker: newChecker(port, quiet, func(string, time.Duration) {}, pathProber{}),
+	}
+	g.ends = []*tunnelEnd{e}
+	defer g.closeEnds()
+	e.checker.hold(nil) // ours asks nobody, so that whatever comes is an answer
+	private := noise.NewKey()
+	c := Config{PrivateKey: Key(private.Bytes())}
+	if err := e.Up(fabric.TunnelKey(c.PrivateKey, 0), 5871); err != nil {
+		t.Fatal(err)
+	}
+	if errs := g.applyEnds(c, &all); len(errs) > 0 {
+		t.Fatal(errs)
+	}
+
+	socket := &farSocket{wire: network.Bind(netip.MustParseAddr("192.0.2.1")), gateway: netip.MustParseAddrPort("198.51.100.1:5871"),
+		answers: make(chan []byte, 100), data: make(map[uint32]int)}
+	sockets, _, err := socket.wire.Listen(5871)
+	if err != nil {
+		t.Fatal(err)
+	}
+	var group sync.WaitGroup
+	defer group.Wait()
+	defer socket.wire.Close()
+	group.Go(func() { socket.receive(sockets[0]) })
+	for _, f := range far {
+		if f.session, err = noise.Connect(socket, f.key, private.PublicKey()); err != nil {
+			t.Fatal(err)
+		}
+		f.index = socket.index
+	}
+
+	hostile, state := far[0], g.engine.Peer(crowd[0].ID)
+	dropped := func(why natengine.Drop) int { return int(state.Drops(natengine.Inbound, why)) }
+	counted := func() int {
+		return dropped(natengine.DropLocalSource) + dropped(natengine.DropLocalRate) + dropped(natengine.DropLocalQueue) + int(e.checker.answered.Load())
+	}
+	begin, sent := time.Now(), 0
+	for round := range rounds {
+		for i := range flood {
+			messages := [][]byte{hostile.ping(hostile.at.Addr().Next()), hostile.ping(hostile.at.Addr())}
+			if at := round*honest + i*honest/flood; at > 0 && i*honest%flood == 0 {
+				messages = append(messages, far[at].ping(far[at].at.Addr()))
+			}
+			if err := socket.wire.Send(messages, socket.wire.Endpoint(socket.gateway)); err != nil {
+				t.Fatal(err)
+			}
+			sent += len(messages)
+		}
+		for end := time.Now().Add(patience); counted() < sent; time.Sleep(time.Millisecond) { // so that no queue of the network overflows
+			if time.Now().After(end) {
+				t.Fatalf("%d of %d messages are answered or counted", counted(), sent)
+			}
+		}
+	}
+	if n := counted(); n != sent {
+		t.Errorf("%d messages are answered or counted, of %d", n, sent)
+	}
+	if n := dropped(natengine.DropLocalSource); n != rounds*flood {
+		t.Errorf("%d of the pod's %d messages are counted as local_source", n, rounds*flood)
+	}
+	passed := int(e.checker.answered.Load()) - (peers - 1) // of the hostile gateway
+	if most := datapath.MessageBurst + 1 + int(time.Since(begin)*datapath.MessageRate/time.Second); passed > most {
+		t.Errorf("%d PINGs of the hostile gateway were answered, want %d at most", passed, most)
+	}
+	for i, f := range far[1:] {
+		for end := time.Now().Add(patience); socket.received(f.index) == 0 && time.Now().Before(end); {
+			time.Sleep(time.Millisecond) // the answers go out by another goroutine
+		}
+		if n := socket.received(f.index); n != 1 {
+			t.Fatalf("peer %d: %d answers", i+1, n)
+		}
+	}
+	for i, p := range all.peers {
+		for _, why := range natengine.Drops() {
+			if n := p.state.Drops(natengine.Inbound, why); n != 0 && p.state != state {
+				t.Errorf("peer %s: %d dropped: %v", fmt.Sprint(i), n, why)
+			}
+		}
+	}
+	if n := network.Overflowed(); n != 0 {
+		t.Errorf("%d datagrams were lost in the network", n)
+	}
+}

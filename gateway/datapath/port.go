@@ -1,0 +1,269 @@
+package datapath
+
+import (
+	"bytes"
+	"encoding/binary"
+	"fmt"
+	"net"
+	"net/netip"
+	"sync"
+	"sync/atomic"
+	"time"
+
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+)
+
+// What one peer may send to the in-process endpoint. Who sends more loses that, and costs the others
+// no more than a comparison.
+const (
+	// MessageRate and MessageBurst bound the messages from each of the two addresses of a peer's
+	// gateway. An honest gateway sends one PING and one PONG every two seconds, and for a moment some
+	// twenty of each while it looks for the MTU of the path.
+	MessageRate  = 20 // per second
+	MessageBurst = 2 * MessageRate
+
+	// otherRate and otherBurst bound everything else: ICMP echo, and what nobody answers. The largest
+	// datagram has some fifty fragments.
+	otherRate  = 100 // per second
+	otherBurst = 64
+)
+
+// A bucket is a token bucket (RFC 1812, section 4.3.2.8). The zero value is full. Safe for concurrent
+// use.
+type bucket struct{ paid atomic.Int64 } // time.Duration of Tunnel.Now until which it is spent
+
+// take takes a token, of which there are rate a second and burst at most.
+func (b *bucket) take(now time.Duration, rate, burst int64) bool {
+	interval := int64(time.Second) / rate
+	for {
+		was := b.paid.Load()
+		next := max(was, int64(now)) + interval
+		if next-int64(now) > burst*interval {
+			return false
+		}
+		if b.paid.CompareAndSwap(was, next) {
+			return true
+		}
+	}
+}
+
+// A datagram waits in turns.
+type datagram struct {
+	at   netip.AddrPort // source of one that came, destination of one that goes
+	b    []byte         // payload of one that came, whole packet of one that goes; owned
+	size int            // octets that one that goes is padded to; 0: it is not
+}
+
+const (
+	turnsEach = 32   // datagrams of one address
+	turnsAll  = 4096 // of all; an address without any may have one all the same
+)
+
+// turns is a queue of datagrams that serves addresses in turn: no address waits for more than one
+// datagram of each of the others, and none takes the room of another. Datagrams of one address stay in
+// order. The zero value is empty. Safe for concurrent use.
+type turns struct {
+	n    atomic.Int64 // datagrams; an empty queue costs a load
+	mu   sync.Mutex   // guards what follows
+	of   map[netip.Addr][]datagram
+	next []netip.Addr // those that have datagrams, in the order of their turns
+}
+
+// push adds a datagram, and says whether there was room.
+func (t *turns) push(d datagram) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	addr := d.at.Addr()
+	waiting := t.of[addr]
+	if len(waiting) == turnsEach || len(waiting) > 0 && t.n.Load() >= turnsAll {
+		return false
+	}
+	if t.of == nil {
+		t.of = make(map[netip.Addr][]datagram)
+	}
+	if len(waiting) == 0 {
+		t.next = append(t.next, addr)
+	}
+	t.of[addr] = append(waiting, d)
+	t.n.Add(1)
+	return true
+}
+
+// pop takes the next datagram, if there is one.
+func (t *turns) pop() (d datagram, ok bool) {
+	if t.n.Load() == 0 {
+		return datagram{}, false
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.next) == 0 {
+		return datagram{}, false
+	}
+	addr := t.next[0]
+	t.next = t.next[1:]
+	waiting := t.of[addr]
+	if d = waiting[0]; len(waiting) == 1 {
+		delete(t.of, addr)
+	} else {
+		waiting[0] = datagram{}
+		t.of[addr], t.next = waiting[1:], append(t.next, addr)
+	}
+	t.n.Add(-1)
+	return d, true
+}
+
+// peek is the datagram that pop would take, the zero datagram for none.
+func (t *turns) peek() datagram {
+	if t.n.Load() == 0 {
+		return datagram{}
+	}
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if len(t.next) == 0 {
+		return datagram{}
+	}
+	return t.of[t.next[0]][0]
+}
+
+// A Port is the UDP port of the in-process endpoint for messages between gateways. It takes them from
+// the gateways of peers alone (Peer.Gateway), of each peer as many as it may send.
+type Port struct {
+	local  *Local
+	number uint16
+	most   int // octets of a message; the rest is cut off
+	in     turns
+	came   chan struct{} // holds one value when in may have got something
+	closed chan struct{}
+	once   sync.Once
+}
+
+// Listen opens the port for messages of at most so many octets; longer ones are cut. There can be one
+// Port.
+func (l *Local) Listen(number uint16, most int) (*Port, error) {
+	p := &Port{local: l, number: number, most: most, came: make(chan struct{}, 1), closed: make(chan struct{})}
+	if l.closed.Load() {
+		return nil, net.ErrClosed
+	}
+	if !l.port.CompareAndSwap(nil, p) {
+		return nil, fmt.Errorf("in-process endpoint: port %d: there is one already", number)
+	}
+	return p, nil
+}
+
+// Receive waits for a message, which is the caller's. One goroutine may call it. After Close of the
+// port or of its endpoint it returns net.ErrClosed.
+func (p *Port) Receive() (message []byte, from netip.AddrPort, err error) {
+	for {
+		select {
+		case <-p.closed:
+			return nil, netip.AddrPort{}, net.ErrClosed
+		default:
+		}
+		if d, ok := p.in.pop(); ok {
+			return d.b, d.at, nil
+		}
+		select {
+		case <-p.came:
+		case <-p.closed:
+		}
+	}
+}
+
+// Send sends a message in a WireGuard message as long as that of a packet of size octets, which must
+// not exceed the tunnel's MTU; 0 adds no padding. The receiver takes the padding off by the length in
+// the IP header (WireGuard paper, section 5.4.6). Without a session with the peer the packet waits for
+// one like any other. Send does not keep message.
+func (p *Port) Send(message []byte, to netip.AddrPort, size int) error {
+	select {
+	case <-p.closed:
+		return net.ErrClosed
+	default:
+	}
+	b, err := p.local.udp(message, p.number, to)
+	if err != nil {
+		return err
+	}
+	link := p.local.link
+	if p.local.out.push(datagram{to, b, size}) {
+		link.called(&link.wake)
+	} else {
+		link.called(&link.overflow)
+	}
+	return nil
+}
+
+// Close ends Receive and Send. Further calls do nothing.
+func (p *Port) Close() {
+	p.once.Do(func() { close(p.closed) })
+}
+
+// isFor reports whether a packet is a message for the port.
+func (p *Port) isFor(v *packet.View) bool {
+	_, _, _, fragment := v.Fragment()
+	return p != nil && v.Proto() == packet.UDP && !fragment && v.DstPort() == p.number
+}
+
+// offer queues a copy of a message, or says why not.
+func (p *Port) offer(v *packet.View) natengine.Drop {
+	size := int(binary.BigEndian.Uint16(v.Bytes()[v.TransportOffset()+4:])) // Parse has checked it
+	message := v.Bytes()[v.PayloadOffset() : v.TransportOffset()+size]
+	d := datagram{at: netip.AddrPortFrom(v.Src(), v.SrcPort()), b: bytes.Clone(message[:min(len(message), p.most)])}
+	if !p.in.push(d) {
+		return natengine.DropLocalQueue
+	}
+	select {
+	case p.came <- struct{}{}:
+	default:
+	}
+	return natengine.DropNone
+}
+
+// toLocal hands the in-process endpoint a packet of a peer, or says why not. Tokens are taken of the
+// peer's own before anything is touched that peers share.
+func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.Drop {
+	port := t.local.port.Load()
+	if port.isFor(v) {
+		from := p.gatewayOf(v.Src())
+		switch {
+		case from < 0:
+			return natengine.DropLocalSource
+		case !p.messages[from].take(now, MessageRate, MessageBurst):
+			return natengine.DropLocalRate
+		case !v.ValidChecksums():
+			return natengine.DropBadChecksum
+		}
+		return port.offer(v)
+	}
+	if !p.others.take(now, otherRate, otherBurst) {
+		return natengine.DropLocalRate
+	}
+	if !v.ValidChecksums() {
+		return natengine.DropBadChecksum
+	}
+	stack, why := useOf(v)
+	if stack {
+		t.local.deliver(v.Bytes())
+	}
+	return why
+}
+
+// useOf says whether the stack is to have a packet, and why the packet counts as dropped. The stack
+// answers ICMP echo and takes note of ICMP errors. It tells senders of TCP and UDP that nobody is there
+// (RFC 1122, section 3.2.2.1).
+func useOf(v *packet.View) (stack bool, why natengine.Drop) {
+	_, _, _, fragment := v.Fragment()
+	echo, icmp := uint8(8), uint8(packet.ICMP)
+	if !v.Is4() {
+		echo, icmp = 128, packet.ICMPv6
+	}
+	switch proto := v.Proto(); {
+	case proto == icmp && (v.LaterFragment() || v.ICMPType() == echo || v.IsICMPError()):
+		return true, natengine.DropNone
+	case proto == packet.UDP:
+		return !fragment, natengine.DropLocalPort
+	case proto == packet.TCP:
+		return !fragment, natengine.DropLocalProtocol
+	}
+	return false, natengine.DropLocalProtocol
+}
