@@ -9,6 +9,7 @@ import (
 	"sync"
 	"testing"
 	"time"
+	"unsafe"
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/bind"
@@ -85,33 +86,36 @@ func (s *farSocket) received(index uint32) int {
 	return s.data[index]
 }
 
-// A pod of one peer, and then its gateway, flood ours with PINGs. Each PING of each other peer is
-// answered, and every message of the flood is answered or counted for that peer.
-func TestAFloodOfPINGsByOnePeerOfAThousandCostsTheOthersNothing(t *testing.T) {
-	const (
-		peers  = 1000
-		rounds = 20 // in each, so many PINGs come mixed:
-		flood  = 100
-		honest = peers / rounds
-	)
-	crowd := crowdOf(peers)
+// crowd is a gateway without a kernel, with real sessions with many peers.
+type crowd struct {
+	*gateway
+	end     *tunnelEnd
+	peers   []peer
+	far     []*farPeer
+	socket  *farSocket
+	network *memlink.Network
+}
+
+func newCrowd(t *testing.T, peers int) *crowd {
+	t.Helper()
+	all := crowdOf(peers)
 	far := make([]*farPeer, peers)
-	for i := range crowd {
-		far[i] = &farPeer{key: noise.NewKey(), at: crowd[i].Remote.PodSeen}
-		crowd[i].PublicKey = [32]byte(far[i].key.PublicKey().Bytes())
+	for i := range all {
+		far[i] = &farPeer{key: noise.NewKey(), at: all[i].Remote.PodSeen}
+		all[i].PublicKey = [32]byte(far[i].key.PublicKey().Bytes())
 	}
-	gw := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: crowd})
+	gw := decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: all})
 	g := &gateway{log: quiet, engine: natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6})}
-	all, rules := survey{all: true, peers: make([]peer, len(gw.Peers))}, make([]natengine.Peer, len(gw.Peers))
+	s, rules := survey{all: true, peers: make([]peer, len(gw.Peers))}, make([]natengine.Peer, len(gw.Peers))
 	for i, p := range gw.Peers {
-		all.peers[i].GatewayPeer = p
-		all.other, rules[i] = append(all.other, i), rulesFor(p, 1440)
+		s.peers[i].GatewayPeer = p
+		s.other, rules[i] = append(s.other, i), rulesFor(p, 1440)
 	}
 	if err := g.engine.SetPeers(rules); err != nil {
 		t.Fatal(err)
 	}
-	for i := range all.peers {
-		all.peers[i].state = g.engine.Peer(all.peers[i].ID)
+	for i := range s.peers {
+		s.peers[i].state = g.engine.Peer(s.peers[i].ID)
 	}
 
 	network := &memlink.Network{}
@@ -128,14 +132,14 @@ func TestAFloodOfPINGsByOnePeerOfAThousandCostsTheOthersNothing(t *testing.T) {
 		checker: newChecker(port, quiet, func(string, time.Duration) {}, pathProber{}),
 	}
 	g.ends = []*tunnelEnd{e}
-	defer g.closeEnds()
+	t.Cleanup(g.closeEnds)
 	e.checker.hold(nil) // ours asks nobody, so that whatever comes is an answer
 	private := noise.NewKey()
 	c := Config{PrivateKey: Key(private.Bytes())}
 	if err := e.Up(fabric.TunnelKey(c.PrivateKey, 0), 5871); err != nil {
 		t.Fatal(err)
 	}
-	if errs := g.applyEnds(c, &all); len(errs) > 0 {
+	if errs := g.applyEnds(c, &s); len(errs) > 0 {
 		t.Fatal(errs)
 	}
 
@@ -146,8 +150,10 @@ func TestAFloodOfPINGsByOnePeerOfAThousandCostsTheOthersNothing(t *testing.T) {
 		t.Fatal(err)
 	}
 	var group sync.WaitGroup
-	defer group.Wait()
-	defer socket.wire.Close()
+	t.Cleanup(func() {
+		socket.wire.Close()
+		group.Wait()
+	})
 	group.Go(func() { socket.receive(sockets[0]) })
 	for _, f := range far {
 		if f.session, err = noise.Connect(socket, f.key, private.PublicKey()); err != nil {
@@ -155,8 +161,21 @@ func TestAFloodOfPINGsByOnePeerOfAThousandCostsTheOthersNothing(t *testing.T) {
 		}
 		f.index = socket.index
 	}
+	return &crowd{g, e, s.peers, far, socket, network}
+}
 
-	hostile, state := far[0], g.engine.Peer(crowd[0].ID)
+// A pod of one peer, and its gateway, flood ours with PINGs. Each PING of each other peer is answered,
+// and every message of the flood is answered or counted for that peer.
+func TestAFloodOfPINGsByOnePeerOfAThousandCostsTheOthersNothing(t *testing.T) {
+	const (
+		peers  = 1000
+		rounds = 20 // in each, so many PINGs come mixed:
+		flood  = 100
+		honest = peers / rounds
+	)
+	c := newCrowd(t, peers)
+	e, far, socket := c.end, c.far, c.socket
+	hostile, state := far[0], c.peers[0].state
 	dropped := func(why natengine.Drop) int { return int(state.Drops(natengine.Inbound, why)) }
 	counted := func() int {
 		return dropped(natengine.DropLocalSource) + dropped(natengine.DropLocalRate) + dropped(natengine.DropLocalQueue) + int(e.checker.answered.Load())
@@ -197,14 +216,71 @@ func TestAFloodOfPINGsByOnePeerOfAThousandCostsTheOthersNothing(t *testing.T) {
 			t.Fatalf("peer %d: %d answers", i+1, n)
 		}
 	}
-	for i, p := range all.peers {
+	for i, p := range c.peers {
 		for _, why := range natengine.Drops() {
 			if n := p.state.Drops(natengine.Inbound, why); n != 0 && p.state != state {
 				t.Errorf("peer %s: %d dropped: %v", fmt.Sprint(i), n, why)
 			}
 		}
 	}
-	if n := network.Overflowed(); n != 0 {
+	if n := c.network.Overflowed(); n != 0 {
 		t.Errorf("%d datagrams were lost in the network", n)
+	}
+}
+
+// stepped is now as it would be had the wall clock been stepped by d, whole seconds, after the process
+// began.
+func stepped(t *testing.T, now time.Time, d time.Duration) time.Time {
+	t.Helper()
+	is := now
+	// The first word of a time with a monotonic reading has the seconds of the wall clock from bit 30 on.
+	*(*uint64)(unsafe.Pointer(&is)) += uint64(d/time.Second) << 30
+	if is.Sub(now) != 0 || is.Round(0).Sub(now.Round(0)) != d {
+		t.Fatal("package time keeps times in another way")
+	}
+	return is
+}
+
+// Whatever the wall clock is set to, peers with a session that works are neither down nor away, and a
+// peer whose session has ended is both.
+func TestAStepOfTheWallClockCutsOffNobody(t *testing.T) {
+	c := newCrowd(t, 30)
+	for _, f := range c.far { // the first message confirms the session
+		if err := c.socket.wire.Send([][]byte{f.ping(f.at.Addr())}, c.socket.wire.Endpoint(c.socket.gateway)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for end := time.Now().Add(patience); c.end.checker.answered.Load() < uint64(len(c.far)); time.Sleep(time.Millisecond) {
+		if time.Now().After(end) {
+			t.Fatal("no answers")
+		}
+	}
+	stats := c.end.Stats()
+	for _, d := range []time.Duration{0, 4 * time.Minute, -4 * time.Minute, 24 * time.Hour, -24 * time.Hour} {
+		for _, old := range []bool{false, true} {
+			now := time.Now()
+			if old {
+				now = now.Add(sessionGone + time.Minute)
+			}
+			now = stepped(t, now, d)
+			for _, p := range c.peers {
+				was := session{since: now.Add(-time.Hour), heard: now}
+				if is := was.after(stats[p.PublicKey], now); is.down != old {
+					t.Fatalf("clock stepped by %v, old session %t: down %t", d, old, is.down)
+				}
+			}
+			c.end.checker.sessions(stats, now)
+			away := 0
+			c.end.checker.mu.Lock()
+			for _, p := range c.end.checker.peers {
+				if p.away {
+					away++
+				}
+			}
+			c.end.checker.mu.Unlock()
+			if old != (away == len(c.peers)) || !old && away > 0 {
+				t.Fatalf("clock stepped by %v, old session %t: %d peers are away", d, old, away)
+			}
+		}
 	}
 }

@@ -431,7 +431,7 @@ func (h *handshakes) observe(messageType uint32, m []byte, to conn.Endpoint) {
 		}
 		p.receivedAny() // since the peer has sent an initiation, which was authentic
 		p.answers.Add(1)
-		p.answered.Store(time.Now().UnixNano())
+		p.answered.Store(h.t.at(time.Now()))
 		if time.Since(p.begun.at) < device.RekeyTimeout {
 			h.forgotten[p.begun.index] = p
 		}

@@ -62,7 +62,6 @@ var (
 	peerKeypairs   = fieldOf[device.Peer, device.Keypairs]("keypairs")
 	peerReceived   = fieldOf[device.Peer, atomic.Uint64]("rxBytes")
 	peerSent       = fieldOf[device.Peer, atomic.Uint64]("txBytes")
-	peerHandshake  = fieldOf[device.Peer, atomic.Int64]("lastHandshakeNano")
 	peerEndpointMu = fieldOf[device.Peer, sync.Mutex]("endpoint", "Mutex")
 	peerEndpoint   = fieldOf[device.Peer, conn.Endpoint]("endpoint", "val")
 	peerRetransmit = fieldOf[device.Peer, *device.Timer]("timers", "retransmitHandshake")

@@ -57,7 +57,8 @@ type peer struct {
 	more           atomic.Bool  // more data was received since
 	asked          atomic.Int64 // when a handshake was last asked for
 	answers        atomic.Int64 // handshakes of the peer that were answered
-	answered       atomic.Int64 // when the last of them was, in nanoseconds since 1970
+	answered       atomic.Int64 // when the last of them was
+	made           atomic.Int64 // when the session was made that there was last, see session
 	unsent         atomic.Pointer[unsent]
 	heardAt        atomic.Pointer[netip.Addr] // where it was last heard from; set by heard
 	gone           bool                       // it is not heard any more; guarded by heard
@@ -202,8 +203,17 @@ func (p *peer) receivedAny() {
 func (p *peer) confirmed() {
 	(*peerRetransmit.of(p.dev)).Del()
 	peerAttempts.of(p.dev).Store(0)
-	peerHandshake.of(p.dev).Store(time.Now().UnixNano())
 	p.t.lookSoon()
+}
+
+// session is when the present session was made, or the last one when the device has erased its keys;
+// zero: there was none. Messages are sent and accepted by that age (see fresh), which the monotonic
+// clock measures.
+func (p *peer) session(now time.Time) time.Time {
+	if k := peerKeypairs.of(p.dev).Current(); k != nil {
+		p.made.Store(p.t.at(*keypairCreated.of(k)))
+	}
+	return p.t.when(p.made.Load(), now)
 }
 
 // acknowledge sends a passive keepalive (section 6.5).

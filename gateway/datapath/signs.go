@@ -163,7 +163,7 @@ func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	s := table.byAddr[table.at[p]].signs(now)
 	relayed := p.t.relayed.signs(now)
 	s.RelayedOtherKey, s.RelayedRefused = relayed.OtherKey, relayed.Refused
-	session := time.Unix(0, peerHandshake.of(p.dev).Load())
+	session := p.session(now)
 	if !session.Before(s.Refused) && !session.Before(s.OtherKey) {
 		s.Refused, s.OtherKey = time.Time{}, time.Time{}
 	}
@@ -173,9 +173,7 @@ func (p *peer) signs(table *peerTable, now time.Time) Signs {
 	if !session.Before(s.RelayedRefused) && !session.Before(s.RelayedOtherKey) {
 		s.RelayedRefused, s.RelayedOtherKey = time.Time{}, time.Time{}
 	}
-	if at := p.answered.Load(); at != 0 {
-		s.Answered = time.Unix(0, at)
-	}
+	s.Answered = p.t.when(p.answered.Load(), now)
 	if u := p.unsent.Load(); u != nil {
 		s.Unsent, s.UnsentAt = u.err, u.at
 	}

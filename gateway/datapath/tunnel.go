@@ -152,6 +152,15 @@ func (t *Tunnel) Now() time.Duration { return time.Since(t.start) }
 // at is a time as peers keep it: never 0, which stands for none.
 func (t *Tunnel) at(now time.Time) int64 { return max(1, int64(now.Sub(t.start))) }
 
+// when is the time that at made an integer of, zero for none. Its age at now is right whatever has
+// become of the wall clock in between.
+func (t *Tunnel) when(at int64, now time.Time) time.Time {
+	if at == 0 {
+		return time.Time{}
+	}
+	return now.Add(time.Duration(at - t.at(now)))
+}
+
 // Up gives the tunnel its private key, opens its port, 0 for a free one, and begins. Once.
 func (t *Tunnel) Up(private [32]byte, port uint16) error {
 	t.mu.Lock()
@@ -392,24 +401,21 @@ func (t *Tunnel) Forget(key [32]byte) {
 // Stats is what is known of one peer.
 type Stats struct {
 	Endpoint  netip.AddrPort // where its last packet came from, else as configured; zero: not known
-	Handshake time.Time      // of the present session; zero: never
+	Handshake time.Time      // when the present session was made, with a monotonic clock reading; zero: never
 	Received  uint64         // octets of WireGuard messages
 	Sent      uint64
 }
 
 // Stats is what is known of the peers, by public key.
 func (t *Tunnel) Stats() map[[32]byte]Stats {
-	table := t.peers.Load()
+	table, now := t.peers.Load(), time.Now()
 	all := make(map[[32]byte]Stats, len(table.byDevice))
 	for dev, p := range table.byDevice {
-		s := Stats{Received: peerReceived.of(dev).Load(), Sent: peerSent.of(dev).Load()}
+		s := Stats{Handshake: p.session(now), Received: peerReceived.of(dev).Load(), Sent: peerSent.of(dev).Load()}
 		if e := endpointOf(dev); e != nil {
 			if at, ok := e.(interface{ AddrPort() netip.AddrPort }); ok {
 				s.Endpoint = at.AddrPort()
 			}
-		}
-		if ns := peerHandshake.of(dev).Load(); ns != 0 {
-			s.Handshake = time.Unix(0, ns)
 		}
 		all[p.key] = s
 	}
