@@ -60,9 +60,9 @@ func (s *farSocket) Write(m []byte) (int, error) {
 func (s *farSocket) Read(b []byte) (int, error) { return copy(b, <-s.answers), nil }
 
 // receive sorts what comes until the socket is closed.
-func (s *farSocket) receive(next func(*bind.Batch) error) {
+func (s *farSocket) receive(next func(*bind.Batch, bool) error) {
 	var batch bind.Batch
-	for next(&batch) == nil {
+	for next(&batch, true) == nil {
 		for !batch.Empty() {
 			m, _ := batch.Next()
 			switch {

@@ -46,9 +46,9 @@ const (
 	// Budgets for handshakes: how often one may come, and of how many at once. A peer begins one in
 	// five seconds. Of other sources all together have one budget. A source that shows a cookie has one
 	// of its own.
-	knownEvery, knownBurst   = time.Second / 10, 20
-	otherEvery, otherBurst   = time.Second / 200, 100
-	provenEvery, provenBurst = time.Second / 20, 20
+	knownEvery, knownBurst       = time.Second / 10, 20
+	strangerEvery, strangerBurst = time.Second / 200, 100
+	provenEvery, provenBurst     = time.Second / 20, 20
 
 	// maxBudgets bounds the sources whose budgets are remembered, beyond those of peers.
 	maxBudgets = 8192
@@ -218,7 +218,7 @@ func (h *handshakes) admit(msg *handshake, now time.Time) bool {
 		if h.budgets.spend(budget{addr: addr}, now, knownEvery, knownBurst) {
 			return true
 		}
-	} else if h.budgets.spend(budget{}, now, otherEvery, otherBurst) {
+	} else if h.budgets.spend(budget{}, now, strangerEvery, strangerBurst) {
 		return true
 	}
 	source := msg.from.DstToBytes()
