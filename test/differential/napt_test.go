@@ -19,8 +19,8 @@ type flow struct{ engine, kernel []byte }
 func (x *exchange) sendNAPT(from side, packets ...[]byte) flow {
 	x.Helper()
 	o := x.engines.send(x.T, from, packets...)
-	if len(o.out) != len(packets) {
-		x.Fatalf("%v: %d of %d packets came out of the engines, dropped: %v\n%s", from, len(o.out), len(packets), o.drops, dump(packets))
+	if len(o.wire) != len(packets) || len(o.out) == 0 || len(o.drops) > 0 {
+		x.Fatalf("%v: %d of %d packets went into the tunnel, %d came out, dropped: %v\n%s", from, len(o.wire), len(packets), len(o.out), o.drops, dump(packets))
 	}
 	kernelWire, kernelOut := x.kernel.send(x.T, from, packets...)
 	x.sameButPort(from, "on the wire", o.wire, kernelWire, hopsToWire, true)
