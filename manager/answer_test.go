@@ -127,6 +127,10 @@ func TestExhaustionEndsWhenAnotherPeerLeaves(t *testing.T) {
 	charlie := a.partner("charlie", 3).claims("10.244.0.0/16", "10.65.0.0/20")
 	a.until("exhausted", func() bool { return strings.HasPrefix(accepted(charlie.copied()), "Exhausted: ") })
 	a.ok(testClient.Delete(a.ctx, bravo.peering))
+	a.until("it says until when", func() bool {
+		return strings.Contains(accepted(charlie.copied()), "; 172.16.0.0/16 was released and is free at ")
+	})
+	a.endHolds()
 	charlie.untilAccepted("172.16.0.0/16 None")
 	bravo.untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: the peering with cluster " + bravo.cluster.ClusterID + " is being taken down here")
 }
@@ -143,6 +147,8 @@ func TestOverridesAreFollowedOrRefused(t *testing.T) {
 	})
 	edit(a, bravo.peering, func(p *isthmus.Peering) { p.Spec.Overrides = isthmus.Overrides{PodCIDR: ptr.To("10.10.0.0/18")} })
 	bravo.untilAccepted("10.10.0.0/18 10.8.0.0/20")
+	a.until("it says until when", func() bool { return strings.Contains(accepted(charlie.copied()), " stays refused until ") })
+	a.endHolds()
 	charlie.untilAccepted("10.9.0.0/16 None")
 }
 

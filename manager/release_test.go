@@ -2,6 +2,7 @@ package manager
 
 import (
 	"context"
+	"errors"
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
@@ -15,6 +16,19 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
+
+// endHolds lets the time pass for which networks are held that were released.
+func (a *answering) endHolds() {
+	a.t.Helper()
+	_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) {
+		next, _ := b.Age(time.Now().Add(fabric.ReleaseHold+time.Second), func(string) bool { return true })
+		if !next.TakesBack(b) {
+			return b, errors.New("nothing is held")
+		}
+		return next, nil
+	})
+	a.ok(err)
+}
 
 // A peer vanished while no manager ran: somebody removed finalizers, or deleted definitions. Its networks
 // are released after a day, with an Event, and free after another one.

@@ -1,9 +1,11 @@
 package fleet
 
 import (
+	"context"
 	"fmt"
 	"net/netip"
 	"testing"
+	"time"
 
 	"github.com/vishvananda/netlink"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -104,14 +106,37 @@ func TestWhateverSomebodyDoesToTheBooksNothingLeavesInTheClear(t *testing.T) {
 		t.Errorf("in the clear: %v", leaks)
 	}
 
+	// Pods that still talk to the former peer send nothing in the clear, and nodes go on to refuse its
+	// networks until the manager says that they need not.
 	isthmus(t, f, "unpeer", "--context", a.Name, "--remote-context", b.Name)
+	if held := books(); held.Spec.ClusterSubnets[id].RemotePodCIDR != granted.Spec.ClusterSubnets[id].RemotePodCIDR ||
+		held.Annotations["isthmus.net/edition"] != granted.Annotations["isthmus.net/edition"] {
+		t.Errorf("after un-peering: %+v, annotations %v", held.Spec.ClusterSubnets, held.Annotations)
+	}
+	refusing := func(do func(func() error) error) (left []netlink.Route, err error) {
+		err = do(func() (err error) {
+			left, err = netlink.RouteListFiltered(netlink.FAMILY_V4, &netlink.Route{Table: own.RefuseTable}, netlink.RT_FILTER_TABLE)
+			return err
+		})
+		return left, err
+	}
+	for _, n := range a.Nodes {
+		if left, err := refusing(n.Do); err != nil || len(left) == 0 {
+			t.Errorf("%s refuses nothing after un-peering (%v)", n.Name, err)
+		}
+	}
+	ctx, cancel := context.WithTimeout(t.Context(), 2*time.Second)
+	defer cancel()
+	if _, err := firstPing(ctx, from.Host, func() (netip.Addr, error) { return to, nil }); err == nil {
+		t.Error("the former peer answers")
+	}
+	if leaks := f.Sniffer.Report(); leaks.Leaked > 0 {
+		t.Errorf("in the clear after un-peering: %v", leaks)
+	}
+	endHolds(t, a)
 	for _, n := range a.Nodes {
 		eventually(t, n.Name+" that refuses nothing any more", func() error {
-			var left []netlink.Route
-			err := n.Do(func() (err error) {
-				left, err = netlink.RouteListFiltered(netlink.FAMILY_V4, &netlink.Route{Table: own.RefuseTable}, netlink.RT_FILTER_TABLE)
-				return err
-			})
+			left, err := refusing(n.Do)
 			if err == nil && len(left) > 0 {
 				err = fmt.Errorf("%v", left)
 			}

@@ -69,6 +69,7 @@ func TestPeering(t *testing.T) {
 		}
 		others.Wait()
 		for _, x := range f.Clusters {
+			endHolds(t, x)
 			sameInventory(t, x, had[x])
 		}
 	})
