@@ -7,6 +7,8 @@ import (
 	"testing"
 	"time"
 
+	"sigs.k8s.io/controller-runtime/pkg/client"
+
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
@@ -78,6 +80,29 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	o = again.agree()
 	if _, there := o.Annotations[isthmus.AnnotationReleased]; there || o.Annotations[isthmus.AnnotationEdition] <= edition {
 		t.Errorf("after a day the annotations are %v; edition was %s", o.Annotations, edition)
+	}
+}
+
+// Definitions are deleted, and with them every object, and a manager starts that knows of nothing: agents go
+// on to refuse what they know, because no IPAM state of a higher edition lacks it.
+func TestAnIPAMStateMadeAnewTakesNothingBack(t *testing.T) {
+	h := fresh(t)
+	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	h.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	before := fabric.EditionOf(h.agree().Annotations, time.Now())
+	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.GrantedNetworks{}} {
+		if err := testClient.DeleteAllOf(t.Context(), kind); err != nil {
+			t.Fatal(err)
+		}
+	}
+	again := loaded(t)
+	if now := fabric.EditionOf(again.agree().Annotations, time.Now()); now == 0 || now > before {
+		t.Errorf("edition %d after %d; want one that is not higher", now, before)
+	}
+	again.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	again.update(func(b ipam.Book) ipam.Book { return b.Release("b") })
+	if now := fabric.EditionOf(again.agree().Annotations, time.Now()); now <= before {
+		t.Errorf("edition %d after %d, and a network was taken back", now, before)
 	}
 }
 

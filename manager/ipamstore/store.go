@@ -147,7 +147,11 @@ func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
 	if object != nil {
 		s.edition = max(s.edition, fabric.EditionOf(object.Annotations, time.Now()))
 	}
-	if s.edition == 0 { // what an older manager took back is taken back by this one
+	switch {
+	case s.edition > 0:
+	case lost: // nobody knows any more what was taken back, so nothing is
+		s.edition = 1
+	default: // what an older manager took back is taken back by this one
 		s.edition = nextEdition(0)
 	}
 	if lost {
