@@ -149,11 +149,7 @@ func (a *answering) cleanUp() {
 	for i := range mappings.Items {
 		a.drop(&mappings.Items[i])
 	}
-	var books v1alpha1.IpamStorageList
-	a.ok(testClient.List(a.ctx, &books))
-	for i := range books.Items {
-		a.drop(&books.Items[i])
-	}
+	a.dropBooks()
 }
 
 func testKey(b byte) (key [32]byte) {

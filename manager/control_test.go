@@ -221,6 +221,14 @@ func (w *world) cleanUp() {
 	}
 }
 
+// dropBooks deletes the IPAM state and its copy: networks that a test released would be held in the next one.
+func (w *world) dropBooks() {
+	w.t.Helper()
+	for _, kind := range []client.Object{&v1alpha1.IpamStorage{}, &isthmus.GrantedNetworks{}} {
+		w.ok(testClient.DeleteAllOf(context.Background(), kind))
+	}
+}
+
 func (w *world) drop(o client.Object) {
 	w.t.Helper()
 	w.ok(client.IgnoreNotFound(w.api().Delete(w.ctx, o)))

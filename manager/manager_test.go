@@ -82,7 +82,10 @@ func bare(t *testing.T) *world {
 	w := &world{t: t, ctx: context.Background(), prefix: prefix, system: prefix + "-system", stop: func() {}}
 	w.self = v1alpha1.ClusterIdentity{ClusterID: prefix + "-self", ClusterName: prefix + "-self"}
 	w.create(&corev1.Namespace{ObjectMeta: metav1.ObjectMeta{Name: w.system}})
-	t.Cleanup(w.cleanUp)
+	t.Cleanup(func() {
+		w.cleanUp()
+		w.dropBooks()
+	})
 	return w
 }
 

@@ -13,6 +13,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
@@ -103,6 +104,31 @@ func (s *Store) withTunnels(ctx context.Context, book ipam.Book) (ipam.Book, err
 			book = book.Answered(t.id, t.podSeen, t.externalSeen)
 		}
 		s.log.Warn("the IPAM's books lack what a peer has by its tunnel, and give it again", "object", t.object, "clusterID", t.id, "lacked", t.grant, "had", had)
+	}
+	return book, nil
+}
+
+// withCopies holds the networks that only GrantedNetworks name, where the Book was lost: nodes refuse them,
+// and nobody knows any more when they were released.
+func (s *Store) withCopies(ctx context.Context, book ipam.Book) (ipam.Book, error) {
+	now, err := s.Now(ctx)
+	if err != nil {
+		return book, err
+	}
+	for _, name := range slices.Sorted(maps.Keys(s.shares)) {
+		for _, id := range slices.Sorted(maps.Keys(s.shares[name].peers)) {
+			networks := s.shares[name].peers[id]
+			if fabric.ShareOf(id) != name || len(networks) < 2 || len(book.NetworksOf(id)) > 0 {
+				continue
+			}
+			pod, external := parse(networks[0]), parse(networks[1])
+			next, _, err := book.Grant(ipam.Request{ID: id, Pod: pod, External: external, WantPod: pod, WantExternal: external})
+			if err != nil {
+				s.log.Warn("rebuilding the IPAM's books: what nodes refuse cannot be held", "object", "GrantedNetworks "+name, "clusterID", id, "err", err)
+				continue
+			}
+			book = next.Part(id, now)
+		}
 	}
 	return book, nil
 }

@@ -106,6 +106,28 @@ func TestAnIPAMStateMadeAnewTakesNothingBack(t *testing.T) {
 	}
 }
 
+// Without the IPAM state the copies still say what nodes refuse.
+func TestHeldNetworksOutliveTheIPAMState(t *testing.T) {
+	h := fresh(t)
+	had := h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
+	h.update(func(b ipam.Book) ipam.Book { return b.Part("b", time.Now()) })
+	if err := testClient.DeleteAllOf(t.Context(), &v1alpha1.IpamStorage{}); err != nil {
+		t.Fatal(err)
+	}
+	again := loaded(t)
+	want(t, "rebuilt", "10.64.0.0/16", "10.65.0.0/20")
+	if again.Book().ReleasedAt("b").IsZero() {
+		t.Error("the networks are not held")
+	}
+	again.update(func(b ipam.Book) ipam.Book { b, _ = b.Configure(ours); return b })
+	if g := again.grant(claim("c", "10.64.0.0/16", "10.67.0.0/20")); g.Pod.Overlaps(had.Pod) {
+		t.Errorf("c has %v of %v", g, had)
+	}
+	if g := again.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20")); g != had {
+		t.Errorf("b has %v, had %v", g, had)
+	}
+}
+
 func TestAStoreTakesTheTimeFromItsClock(t *testing.T) {
 	s := New(nil, nil, nil)
 	if now, err := s.Now(t.Context()); err != nil || time.Since(now).Abs() > time.Hour {

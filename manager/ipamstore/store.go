@@ -165,7 +165,10 @@ func (s *Store) readAll(ctx context.Context) (book ipam.Book, err error) {
 		return book, fmt.Errorf("compare the IPAM's books with the TunnelEndpoints: %w", err)
 	}
 	s.object, s.synced = object, false
-	return book, s.readShares(ctx)
+	if err := s.readShares(ctx); err != nil || !lost {
+		return book, err
+	}
+	return s.withCopies(ctx, book)
 }
 
 // Update changes the Book by f, writes what differs and returns the new Book, or the old one and an
