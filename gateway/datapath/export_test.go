@@ -30,7 +30,7 @@ func (t *Tunnel) Read(bufs [][]byte, sizes []int, offset int) (int, error) {
 	b := reads.Get().(*buffers)
 	defer reads.Put(b)
 	*b = buffers{bufs: bufs, sizes: sizes, offset: offset}
-	err := t.out.read(&batch{to: b, most: len(bufs[0]) - offset - 31})
+	err := t.out.read(&batch{to: b})
 	return b.n, err
 }
 
@@ -40,6 +40,8 @@ type buffers struct {
 	offset int
 	n      int // are full
 }
+
+func (b *buffers) most() int { return len(b.bufs[0]) - b.offset - 31 }
 
 func (b *buffers) take(_ *natengine.PeerState, p []byte) (more bool) {
 	b.sizes[b.n] = copy(b.bufs[b.n][b.offset:], p)
@@ -268,3 +270,43 @@ const (
 	TurnsEach     = turnsEach
 	TurnsAll      = turnsAll
 )
+
+// A Held holds the timers of a peer, as one that acts does.
+type Held struct{ p *peer }
+
+// Hold keeps the timers of a peer from acting, and those who wait for them, until Release.
+func (t *Tunnel) Hold(key [32]byte) Held {
+	p := t.peer(key)
+	p.mu.Lock()
+	return Held{p}
+}
+
+// Release ends Hold.
+func (h Held) Release() { h.p.mu.Unlock() }
+
+// Peers is how many peers the tunnel has.
+func (t *Tunnel) Peers() int { return len(t.peers.Load().byDevice) }
+
+// Knows reports whether the device has a peer.
+func (t *Tunnel) Knows(key [32]byte) bool { return t.dev.LookupPeer(key) != nil }
+
+// Replay is a session and the peer that the tunnel had for it at one moment.
+type Replay struct {
+	p *peer
+	k *device.Keypair
+}
+
+// Replay is the session with a peer now.
+func (t *Tunnel) Replay(key [32]byte) Replay { return Replay{t.peer(key), t.Keypair(key)} }
+
+// First has the replay window judge a message, as an inbound goroutine does, and reports whether it is
+// the first one with that counter.
+func (r Replay) First(counter uint64) bool {
+	in := newInbound(r.p.t)
+	in.run.messages = []message{{b: make([]byte, headerLen+1), counter: counter, from: endpointOf(r.p.dev)}}
+	from, _ := in.first(r.p, r.k)
+	return from != nil
+}
+
+// SameLock reports whether both take one lock.
+func SameLock(a, b Replay) bool { return a.p != b.p && a.p.windows == b.p.windows }

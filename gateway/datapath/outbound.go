@@ -55,7 +55,7 @@ func (o *outbound) run() {
 	defer o.seal.expiry.Stop()
 	for {
 		o.seal.fit(o.t.MTU())
-		err := o.read(&batch{to: &o.seal, most: o.seal.most})
+		err := o.read(&batch{to: &o.seal})
 		o.seal.finish()
 		if err != nil {
 			return
@@ -69,13 +69,15 @@ type taker interface {
 	// peer, but for padding, which may follow it and may make it as large as any. The octets are the taker's, to read and to change, until take returns. more says
 	// whether there is room for another packet.
 	take(peer *natengine.PeerState, p []byte) (more bool)
+
+	// most is the largest packet that it takes now, in octets. It may grow while the batch is empty.
+	most() int
 }
 
 // batch is what is read at once: packets until the link has no more, or until the taker is full. A
 // superpacket of more segments than that goes on in the next batch.
 type batch struct {
 	to    taker
-	most  int // largest packet that it takes
 	n     int // packets taken
 	full  bool
 	timed bool // the clock was read for this batch
@@ -274,7 +276,7 @@ func (o *outbound) forward(b *batch, gsoSize int, peer *natengine.PeerState) {
 			o.tooBig(b, 0, most, peer)
 			return
 		}
-		b.give(peer, o.padded(p, b.most))
+		b.give(peer, o.padded(p, b.to.most()))
 		o.traffic.add(peer, 1, len(p))
 		return
 	}

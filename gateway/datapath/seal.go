@@ -32,7 +32,7 @@ type sealer struct {
 	slab  []byte // messages: header, packet, padding, tag
 	slot  int    // the most that one takes
 	used  int    // octets of slab
-	most  int    // largest packet
+	large int    // largest packet
 	mtu   int
 	nonce [12]byte
 
@@ -61,8 +61,8 @@ func newSealer(t *Tunnel, shown *tap) sealer {
 // the size that it had.
 func (s *sealer) fit(mtu int) {
 	s.mtu = mtu
-	if mtu > s.most {
-		s.most = mtu
+	if mtu > s.large {
+		s.large = mtu
 		s.slot = slotFor(mtu)
 		s.slab = make([]byte, slabLen+s.slot)
 	}
@@ -71,6 +71,15 @@ func (s *sealer) fit(mtu int) {
 // slotFor is what the message of a packet takes of the slab: whole cache lines.
 func slotFor(size int) int {
 	return (headerLen + size + device.PaddingMultiple - 1 + tagLen + 63) &^ 63
+}
+
+// most implements taker. The first packet of a batch, for which the goroutine may have waited long,
+// meets the MTU of now.
+func (s *sealer) most() int {
+	if s.taken == 0 {
+		s.fit(s.t.MTU())
+	}
+	return s.large
 }
 
 // take implements taker.

@@ -50,7 +50,9 @@ type peer struct {
 	messages [2]bucket
 	others   bucket
 
-	windows sync.Mutex // guards the replay windows of all its keypairs: it may be heard over IPv4 and IPv6 at once
+	// windows guards the replay windows of all keypairs of dev, since it may be heard over IPv4 and IPv6 at
+	// once. The peer shares it with the one before it that had dev: an inbound goroutine may still have that.
+	windows *sync.Mutex
 
 	unanswered     atomic.Int64 // first data sent since anything was received
 	unacknowledged atomic.Int64 // first data received since anything was sent
@@ -72,8 +74,12 @@ type peer struct {
 	keepalive, silence, initiation, crossing deadline
 }
 
-func newPeer(t *Tunnel, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer) *peer {
-	p := &peer{t: t, state: state, key: key, dev: dev}
+// newPeer is a peer in the place of old, which had the same dev; nil: there was none.
+func newPeer(t *Tunnel, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer, old *peer) *peer {
+	p := &peer{t: t, state: state, key: key, dev: dev, windows: new(sync.Mutex)}
+	if old != nil {
+		p.windows = old.windows
+	}
 	p.keepalive.timer = time.AfterFunc(time.Hour, func() { p.act(&p.keepalive, p.acknowledge) })
 	p.silence.timer = time.AfterFunc(time.Hour, func() { p.act(&p.silence, p.breakSilence) })
 	p.initiation.timer = time.AfterFunc(time.Hour, func() { p.act(&p.initiation, p.begin) })

@@ -6,6 +6,7 @@ import (
 	"runtime"
 	"slices"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"testing/synctest"
 	"time"
@@ -755,5 +756,78 @@ func TestAChangeOfThePortDoesNotHang(t *testing.T) {
 		a.mu.Unlock()
 		b.send(t, 7)
 		a.wants(t, 7)
+	})
+}
+
+// --- peers that change
+
+// The timers of a peer have ended before the device forgets it.
+func TestTimersOfAPeerEndBeforeTheDeviceForgetsIt(t *testing.T) {
+	p := newPair(t, orderedKeys(true))
+	a, key := p.ends[0], p.ends[1].key.public
+	acting := a.Hold(key) // one of them acts
+	removed := make(chan error)
+	go func() { removed <- a.SetPeers(nil) }()
+	for a.Peers() > 0 {
+		time.Sleep(time.Millisecond)
+	}
+	time.Sleep(20 * time.Millisecond)
+	if !a.Knows(key) {
+		t.Error("the device forgot the peer while a timer of it acts")
+	}
+	acting.Release()
+	if err := <-removed; err != nil || a.Knows(key) {
+		t.Errorf("not removed: %v", err)
+	}
+}
+
+// While a peer is replaced by another one with its key, one inbound goroutine may have the old one and
+// one the new: of each counter both let pass one message.
+func TestTheReplayWindowHasOneLockWhileItsPeerIsReplaced(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+		before := a.Replay(b.key.public)
+		renamed := a.rules
+		renamed.ID = "renamed"
+		if err := a.engine.SetPeers([]natengine.Peer{renamed}); err != nil {
+			t.Fatal(err)
+		}
+		a.setPeer(t, b.key, b.place)
+		after := a.Replay(b.key.public)
+		if !datapath.SameLock(before, after) {
+			t.Fatal("the new peer guards the windows by another lock")
+		}
+		var passed atomic.Int64
+		var group sync.WaitGroup
+		const counters = 2000
+		for _, r := range []datapath.Replay{before, after} {
+			group.Go(func() {
+				for n := range uint64(counters) {
+					if r.First(1000 + n) {
+						passed.Add(1)
+					}
+				}
+			})
+		}
+		group.Wait()
+		if n := passed.Load(); n != counters {
+			t.Errorf("%d messages passed, want one for each of %d counters", n, counters)
+		}
+	})
+}
+
+// A packet that comes after the MTU has grown meets the new one, although the goroutine began to wait
+// for it before.
+func TestALargerMTUIsInForceForTheFirstPacket(t *testing.T) {
+	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
+		synctest.Wait() // it waits
+		a.SetMTU(3000)
+		a.link.SetMTU(3000)
+		if !a.link.Inject(plain(numbered(a.from, a.to, 1, 2900))) {
+			t.Fatal("no place in the queue of the link")
+		}
+		b.wants(t, 1)
+		if n := a.drops(natengine.Outbound, natengine.DropTooBig); n != 0 {
+			t.Errorf("%d packets were too big", n)
+		}
 	})
 }

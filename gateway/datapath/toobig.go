@@ -16,10 +16,11 @@ type tooBig struct {
 
 // limit is the largest packet that may go to the peer in this batch.
 func limit(b *batch, peer *natengine.PeerState) int {
+	most := b.to.most()
 	if mtu := peer.MTU(); mtu != 0 {
-		return min(mtu, b.most)
+		return min(mtu, most)
 	}
-	return b.most
+	return most
 }
 
 // tooBig handles a translated packet, or a superpacket with segments of gsoSize, that is larger

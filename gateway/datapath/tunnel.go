@@ -327,7 +327,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 			delete(t.places, key)
 		}
 		if p == nil || p.state != want.State {
-			p = newPeer(t, want.State, key, dev)
+			p = newPeer(t, want.State, key, dev, p)
 			fresh = append(fresh, p)
 		}
 		t.place(p, want)
@@ -371,14 +371,15 @@ func leave(dev *device.Peer, was netip.AddrPort) {
 func (t *Tunnel) publish(table *peerTable) {
 	old := t.peers.Swap(table)
 	for dev, p := range old.byDevice {
-		switch table.byDevice[dev] {
-		case p:
+		now := table.byDevice[dev]
+		if now == p {
 			continue
-		case nil:
+		}
+		p.stop() // first: a timer that began a handshake with a removed peer would leave its index in the device's table for ever
+		if now == nil {
 			t.dev.RemovePeer(p.key)
 			delete(t.places, p.key)
 		}
-		p.stop()
 	}
 }
 
