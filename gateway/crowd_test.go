@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"sync"
 	"testing"
 	"time"
@@ -56,8 +57,15 @@ func (s *farSocket) Write(m []byte) (int, error) {
 	return len(m), s.wire.Send([][]byte{m}, s.wire.Endpoint(s.gateway))
 }
 
-// Read waits for a handshake message.
-func (s *farSocket) Read(b []byte) (int, error) { return copy(b, <-s.answers), nil }
+// Read waits for a handshake message, but not for ever.
+func (s *farSocket) Read(b []byte) (int, error) {
+	select {
+	case m := <-s.answers:
+		return copy(b, m), nil
+	case <-time.After(10 * time.Second):
+		return 0, os.ErrDeadlineExceeded
+	}
+}
 
 // receive sorts what comes until the socket is closed.
 func (s *farSocket) receive(next func(*bind.Batch, bool) error) {

@@ -264,11 +264,9 @@ type Bucket struct{ b bucket }
 func (b *Bucket) Take(now time.Duration, rate, burst int64) bool { return b.b.take(now, rate, burst) }
 
 const (
-	LocalQueueLen = localQueueLen
-	OtherRate     = otherRate
-	OtherBurst    = otherBurst
-	TurnsEach     = turnsEach
-	TurnsAll      = turnsAll
+	OtherBurst = otherBurst
+	TurnsEach  = turnsEach
+	TurnsAll   = turnsAll
 )
 
 // A Held holds the timers of a peer, as one that acts does.
