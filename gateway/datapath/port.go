@@ -14,8 +14,8 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// What one peer may send to the in-process endpoint. Who sends more loses that, and costs the others
-// no more than a comparison.
+// These constants bound what one peer may send to the in-process endpoint. The rest is dropped before it
+// touches anything that peers share.
 const (
 	// MessageRate and MessageBurst bound the messages from each of the two addresses of a peer's
 	// gateway. An honest gateway sends one PING and one PONG every two seconds, and for a moment some
@@ -23,7 +23,7 @@ const (
 	MessageRate  = 20 // per second
 	MessageBurst = 2 * MessageRate
 
-	// otherRate and otherBurst bound everything else: ICMP echo, and what nobody answers. The largest
+	// otherRate and otherBurst bound all other packets, of which only ICMP echo is answered. The largest
 	// datagram has some fifty fragments.
 	otherRate  = 100 // per second
 	otherBurst = 64
@@ -31,7 +31,7 @@ const (
 
 // A bucket is a token bucket (RFC 1812, section 4.3.2.8). The zero value is full. Safe for concurrent
 // use.
-type bucket struct{ paid atomic.Int64 } // time.Duration of Tunnel.Now until which it is spent
+type bucket struct{ paid atomic.Int64 } // Tunnel.Now at which it will be full again
 
 // take takes a token, of which there are rate a second and burst at most.
 func (b *bucket) take(now time.Duration, rate, burst int64) bool {
@@ -48,20 +48,20 @@ func (b *bucket) take(now time.Duration, rate, burst int64) bool {
 	}
 }
 
-// A datagram waits in turns.
+// A datagram is an entry of turns.
 type datagram struct {
-	at   netip.AddrPort // source of one that came, destination of one that goes
-	b    []byte         // payload of one that came, whole packet of one that goes; owned
-	size int            // octets that one that goes is padded to; 0: it is not
+	at   netip.AddrPort // inbound: source; outbound: destination
+	b    []byte         // inbound: payload; outbound: whole packet; owned
+	size int            // outbound: octets to pad the packet to; 0: none
 }
 
 const (
 	turnsEach = 32   // datagrams of one address
-	turnsAll  = 4096 // of all; an address without any may have one all the same
+	turnsAll  = 4096 // of all addresses; one that has none may always add one
 )
 
-// turns is a queue of datagrams that serves addresses in turn: no address waits for more than one
-// datagram of each of the others, and none takes the room of another. Datagrams of one address stay in
+// turns is a fair queue of datagrams. It serves addresses in turn, and each address has room of its own,
+// so a flood from one address delays another by one datagram at most. Datagrams of one address stay in
 // order. The zero value is empty. Safe for concurrent use.
 type turns struct {
 	n    atomic.Int64 // datagrams; an empty queue costs a load
@@ -126,8 +126,8 @@ func (t *turns) peek() datagram {
 	return t.of[t.next[0]][0]
 }
 
-// A Port is the UDP port of the in-process endpoint for messages between gateways. It takes them from
-// the gateways of peers alone (Peer.Gateway), of each peer as many as it may send.
+// A Port is the UDP port of the in-process endpoint for messages between gateways. It accepts messages
+// only from the gateways of peers (Peer.Gateway), and from each at a bounded rate.
 type Port struct {
 	local  *Local
 	number uint16
@@ -219,8 +219,8 @@ func (p *Port) offer(v *packet.View) natengine.Drop {
 	return natengine.DropNone
 }
 
-// toLocal hands the in-process endpoint a packet of a peer, or says why not. Tokens are taken of the
-// peer's own before anything is touched that peers share.
+// toLocal hands the in-process endpoint a packet of a peer, or says why not. It takes a token of the peer
+// before it touches anything that peers share.
 func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.Drop {
 	port := t.local.port.Load()
 	if port.isFor(v) {
@@ -248,9 +248,9 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 	return why
 }
 
-// useOf says whether the stack is to have a packet, and why the packet counts as dropped. The stack
-// answers ICMP echo and takes note of ICMP errors. It tells senders of TCP and UDP that nobody is there
-// (RFC 1122, section 3.2.2.1).
+// useOf says whether the stack gets a packet, and why the packet counts as dropped. The stack answers
+// ICMP echo and handles ICMP errors. It also answers TCP and UDP with an ICMP error (RFC 1122, section
+// 3.2.2.1), but those packets count as dropped.
 func useOf(v *packet.View) (stack bool, why natengine.Drop) {
 	_, _, _, fragment := v.Fragment()
 	echo, icmp := uint8(8), uint8(packet.ICMP)
