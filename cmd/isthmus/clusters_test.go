@@ -160,6 +160,17 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 	}
 	config := twoClusters(t)
 	t.Setenv("KUBECONFIG", config)
+	contexts, err := clientcmd.LoadFromFile(config)
+	if err != nil {
+		t.Fatal(err)
+	}
+	peer := func(from, to string, more ...string) []string { // at loopback addresses, which has to be said
+		args := []string{"peer", "--context", from, "--remote-context", to}
+		for flag, name := range map[string]string{"--server": from, "--remote-server": to} {
+			args = append(args, flag, contexts.Clusters[contexts.Contexts[name].Cluster].Server)
+		}
+		return append(args, more...)
+	}
 	run := func(code int, wants string, args ...string) string {
 		t.Helper()
 		out, errs, got := isthmus("", args...)
@@ -181,7 +192,7 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 	if out := run(0, "", "install", "--without-workloads", "--context", "a"); strings.Contains(out, "created") || strings.Contains(out, "changed\n") && !strings.Contains(out, "unchanged\n") {
 		t.Errorf("the second time:\n%s", out)
 	}
-	run(1, "a: waiting for a manager|a: no manager is at work: Lease isthmus-system/isthmus-manager is not there|b: no manager", "peer", "--context", "a", "--remote-context", "b", "--timeout", "1s")
+	run(1, "a: waiting for a manager|a: no manager is at work: Lease isthmus-system/isthmus-manager is not there|b: no manager", peer("a", "b", "--timeout", "1s")...)
 	run(0, "cluster a (|manager none|no peerings", "status", "--context", "a")
 
 	a, b := clientOf(t, config, "a"), clientOf(t, config, "b")
@@ -192,7 +203,7 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 		}
 	}
 	run(1, "a: Peering b-|has an identity at b until|not peered within 300ms|a: Ready is Unknown (Unknown): the manager has not looked at it yet|b: Ready",
-		"peer", "--context", "a", "--remote-context", "b", "--timeout", "300ms")
+		peer("a", "b", "--timeout", "300ms")...)
 	run(1, "PEERING|b-|manager m\n|the manager has not looked at it yet", "status", "--context", "a")
 
 	for _, c := range []client.Client{a, b} {
@@ -207,8 +218,8 @@ func TestTwoClustersByTheCommandLine(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	run(0, "a and b are peered", "peer", "--context", "a", "--remote-context", "b")
-	out, _, code := isthmus("", "peer", "--context", "b", "--remote-context", "a", "-o", "json")
+	run(0, "a and b are peered", peer("a", "b")...)
+	out, _, code := isthmus("", peer("b", "a", "-o", "json")...)
 	var both map[string]isthmusv1alpha1.Peering
 	if err := json.Unmarshal([]byte(out), &both); err != nil || code != 0 || both["remote"].Spec.Cluster.ClusterName != "b" {
 		t.Errorf("code %d, %v:\n%s", code, err, out)
