@@ -102,6 +102,9 @@ func (k *kubeGateway) complete() error {
 	if last := int(k.port) + k.tunnels - 1; last > 65535 {
 		return cli.Usage("--tunnels %d: the last would listen on port %d (--port is %d); want ports up to 65535", k.tunnels, last, k.port)
 	}
+	if p := kube.QuestionPort; int(k.port) <= p && p < int(k.port)+k.tunnels {
+		return cli.Usage("--port %d: want ports of tunnels without %d, at which gateways ask each other whether they are active", k.port, p)
+	}
 	if k.mtu != "auto" {
 		n, err := strconv.Atoi(k.mtu)
 		if err != nil || n < file.MinMTU || n > file.MaxMTU {

@@ -62,6 +62,7 @@ var well = map[string]string{
 	`isthmus_config_applied{instance="gw",job="g",namespace="n"}`:                                                  "1x400",
 	`isthmus_gateway_active{instance="gw",job="g",namespace="n"}`:                                                  "1x400",
 	`isthmus_gateway_active{instance="standby",job="g",namespace="n"}`:                                             "0x400",
+	`isthmus_gateway_standbys{instance="gw",job="g",namespace="n"}`:                                                "1x400",
 	`isthmus_gateway_source_ok{instance="gw",job="g",namespace="n"}`:                                               "1x400",
 	`isthmus_gateway_from_snapshot{instance="gw",job="g",namespace="n"}`:                                           "0x400",
 	`isthmus_gateway_left_out_objects{instance="gw",job="g",namespace="n",kind="NatMapping"}`:                      "0x400",
@@ -104,6 +105,7 @@ var faults = []struct {
 	{alert: "IsthmusIdentityNotRenewed", after: 9, series: map[string]string{ // a series that ends counts for almost five minutes more
 		`isthmus_manager_identity_expiry`: "500000", `isthmus_manager_identity_renewal`: "_"}, summary: "ends in"},
 	{alert: "IsthmusNoActiveGateway", after: 1, series: map[string]string{`isthmus_gateway_active{instance="gw"`: "0"}, summary: "No gateway"},
+	{alert: "IsthmusNoStandby", after: 10, series: map[string]string{`isthmus_gateway_standbys`: "0"}, summary: "No standby"},
 	{alert: "IsthmusNoActiveGateway", after: 5, series: map[string]string{`isthmus_gateway_active`: "_"}, summary: "No gateway"}, // the same
 	{alert: "IsthmusSeveralActiveGateways", after: 1, series: map[string]string{`isthmus_gateway_active{instance="standby"`: "1"}, summary: "2 gateways"},
 	{alert: "IsthmusGatewayFlaps", after: 2, series: map[string]string{`isthmus_gateway_takeovers_total`: "+2"}, summary: "times within an hour"},

@@ -1,11 +1,13 @@
 package kube
 
 import (
+	"cmp"
 	"context"
 	"errors"
 	"fmt"
 	"log/slog"
 	"net/http"
+	"slices"
 	"sync"
 	"time"
 
@@ -34,37 +36,47 @@ const (
 //   - This replica becomes active when it has written its name into the Lease, because nobody's was
 //     there or the Lease had not changed for leaseDuration.
 //   - It stays active, with or without an API server, until it reads another name, also over a
-//     restart (see remember).
+//     restart (see remember). While it cannot renew the Lease it asks the other gateways, and is
+//     silent where one does not answer (see decide).
+//   - A standby does not take an expired Lease while its holder answers. It renews the Lease in the
+//     holder's name when the holder does not, so that whoever reads it knows a gateway is at work.
 //   - Time without contact to the API server does not count: a standby cannot tell an active
 //     replica that died from one that could not reach the API server either, and gives it another
 //     leaseDuration to show itself.
 //
-// client-go's elector differs in each of the three: it gives up when it could not renew for a
+// client-go's elector differs in each of these: it gives up when it could not renew for a
 // while, and the first to find the API server back takes over. It also looks at the Lease only
 // every two to four seconds; this one is told of changes, and takes over as soon as the Lease has
 // expired. The Lease itself means the same to both.
 //
-// A replica that alone is cut off from the API server is active beside its successor until it is
-// back. That does less harm than the reverse, a data plane that stops with the API server: peers
-// answer whoever spoke last.
+// Of the holder it is said that it is active when it may also speak to peers.
 type election struct {
 	leases   coordination.LeaseInterface
 	web      *http.Client // of leases alone
 	identity string
+	id       gatewayID // of identity
 	log      *slog.Logger
-	changed  signal        // what holder returns
+	changed  signal        // what holder or active returns
+	met      func()        // another gateway has answered for the first time; may be nil
 	look     signal        // something happened to the Lease
 	cached   func() string // its holder by the watch, which may be late
 
 	// Of run alone.
 	lease   *coordinationv1.Lease // as last read or written; nil: unknown, or there is none
-	version string                // that was seen first at ...
-	seen    time.Time
+	version string                // that was seen first at seen
+	vouched time.Time             // when the Lease was last renewed in its holder's name
 
-	mu   sync.Mutex
-	name string    // in the Lease when it was last seen; not emptied when it is freed
-	last time.Time // contact with the API server
-	away bool
+	mu         sync.Mutex
+	name       string    // in the Lease when it was last seen; not emptied when it is freed
+	transition int32     // of that Lease
+	renewed    time.Time // when the last renewal of this replica was sent that succeeded
+	seen       time.Time // since when the Lease is as it is, in contact with the API server
+	last       time.Time // contact with the API server
+	away       bool
+	taking     bool              // a request is under way, or was lost, that makes this replica the holder
+	speaking   bool              // the holder may speak
+	unheard    string            // the Pod for which the holder may not; empty: it may
+	others     map[string]*other // by Pod
 }
 
 func newElection(config *rest.Config, namespace, identity string, cached func() string, log *slog.Logger) (*election, error) {
@@ -83,7 +95,13 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 	if err != nil {
 		return nil, err
 	}
-	return &election{leases: leases.Leases(namespace), web: web, identity: identity, cached: cached, log: log, changed: newSignal(), look: newSignal()}, nil
+	e := electionWith(leases.Leases(namespace), identity, cached, log)
+	e.web = web
+	return e, nil
+}
+
+func electionWith(leases coordination.LeaseInterface, identity string, cached func() string, log *slog.Logger) *election {
+	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), others: make(map[string]*other)}
 }
 
 // run takes part until ctx ends.
@@ -97,7 +115,7 @@ func (e *election) run(ctx context.Context) {
 			case <-next:
 				waiting = false
 			case <-e.look:
-				if e.active() && e.cached() == e.identity {
+				if e.holds() && e.cached() == e.identity {
 					continue // its own doing
 				}
 				e.lease, waiting = nil, false // read it
@@ -109,7 +127,7 @@ func (e *election) run(ctx context.Context) {
 // step reads the Lease, writes it if this replica is to be or to stay its holder, and says when to
 // do so again at the latest.
 func (e *election) step(ctx context.Context) time.Duration {
-	if e.lease == nil || !e.active() {
+	if e.lease == nil || !e.holds() {
 		lease, err := e.leases.Get(ctx, isthmus.LeaseGateway, metav1.GetOptions{})
 		if !e.reached(err) {
 			return retryPeriod
@@ -120,16 +138,52 @@ func (e *election) step(ctx context.Context) time.Duration {
 		e.observe(lease, time.Now())
 	}
 	now := time.Now()
-	if wait := standDown(e.lease, e.identity, e.seen, now); wait > 0 {
+	wait, vouch := e.begin(now)
+	if wait > 0 {
+		if vouch && now.Sub(e.vouched) >= retryPeriod {
+			e.vouch(ctx, now)
+		}
 		return min(wait, retryPeriod)
 	}
-	lease, err := e.write(ctx, take(e.lease, e.identity, now))
+	want := take(e.lease, e.identity, now)
+	if e.lease == nil {
+		*want.Spec.LeaseTransitions += e.lastTransition() // of one that was deleted: numbers only grow
+	}
+	lease, err := e.write(ctx, want)
 	if !e.reached(err) || err != nil { // in case of a conflict another replica was faster
 		e.lease = nil
 		return retryPeriod / 10
 	}
+	e.mu.Lock()
+	e.renewed = now
+	e.mu.Unlock()
 	e.observe(lease, now)
 	return retryPeriod
+}
+
+// begin says how long to leave the Lease alone. When that is 0 and this replica is not the holder, it promises
+// nothing any more until it has read what became of its request. vouch says that the holder answers, but does not
+// renew the Lease.
+func (e *election) begin(now time.Time) (wait time.Duration, vouch bool) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	v := e.viewLocked(now)
+	v.free, v.wait = holderOf(e.lease) == "", standDown(e.lease, e.identity, e.seen, now)
+	r := decide(v)
+	e.taking = e.taking || r.wait <= 0 && !v.holds
+	return r.wait, r.deferring && now.Sub(e.seen) >= vouchAfter
+}
+
+// vouch renews the Lease in the name of its holder. It does not count as a sign of the holder: a holder that stops
+// answering is followed as soon as it would have been without this.
+func (e *election) vouch(ctx context.Context, now time.Time) {
+	e.vouched = now
+	lease := e.lease.DeepCopy()
+	at := metav1.NewMicroTime(now)
+	lease.Spec.RenewTime = &at
+	if lease, err := e.write(ctx, lease); e.reached(err) && err == nil {
+		e.lease, e.version = lease, lease.ResourceVersion
+	}
 }
 
 func (e *election) write(ctx context.Context, lease *coordinationv1.Lease) (*coordinationv1.Lease, error) {
@@ -186,18 +240,71 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	if lease != nil {
 		version = lease.ResourceVersion
 	}
+	e.mu.Lock()
+	defer e.mu.Unlock()
 	if version != e.version || e.seen.IsZero() {
 		e.version, e.seen = version, now
 	}
+	e.taking = false
+	if lease != nil && lease.Spec.LeaseTransitions != nil {
+		e.transition = *lease.Spec.LeaseTransitions
+	}
+	if holder := holderOf(lease); holder != "" && holder != e.name {
+		e.log.Info("active gateway", "pod", holder, "before", e.name)
+		e.name = holder
+		e.changed.set()
+	}
+	e.judgeLocked(now)
+}
+
+// viewLocked is what this replica knows; e.mu is held. What the Lease says of others is left to begin.
+func (e *election) viewLocked(now time.Time) view {
+	v := view{claim: claim{holds: e.name == e.identity, transition: e.transition}}
+	v.confirmed = v.holds && !e.renewed.IsZero() && now.Sub(e.renewed) < leaseDuration-stopEarly
+	for _, o := range e.others {
+		if o.answered && !o.leaving {
+			a := o.last
+			a.pod, a.age = o.pod, now.Sub(o.asked)
+			v.others = append(v.others, a)
+		}
+	}
+	slices.SortFunc(v.others, func(a, b account) int { return cmp.Compare(a.pod, b.pod) })
+	return v
+}
+
+// judge decides anew whether this replica may speak: time alone can end that.
+func (e *election) judge(now time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	holder := holderOf(lease)
-	if holder == "" || holder == e.name {
+	e.judgeLocked(now)
+}
+
+func (e *election) judgeLocked(now time.Time) {
+	v := e.viewLocked(now)
+	r := decide(v)
+	if r.lost {
+		e.log.Warn("another gateway has taken over, and says so", "pod", r.successor)
+		e.name = r.successor
+		e.look.set() // read the Lease, if that is possible
+	}
+	e.unheard = r.unheard
+	if r.speak == e.speaking {
 		return
 	}
-	e.log.Info("active gateway", "pod", holder, "before", e.name)
-	e.name = holder
+	switch e.speaking = r.speak; {
+	case r.unheard != "":
+		e.log.Warn("silent: the Lease cannot be renewed, and another gateway that may have taken over does not answer", "pod", r.unheard)
+	case r.speak:
+		e.log.Info("this gateway may speak")
+	}
 	e.changed.set()
+}
+
+// lastTransition is how often the Lease has been taken over, as far as this replica knows.
+func (e *election) lastTransition() int32 {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.transition
 }
 
 // reached notes whether the API server answered: with an error about the Lease it did, too.
@@ -208,7 +315,7 @@ func (e *election) reached(err error) bool {
 	if err != nil && !apierrors.IsNotFound(err) && !apierrors.IsConflict(err) && !apierrors.IsAlreadyExists(err) {
 		if !e.away && !errors.Is(err, context.Canceled) {
 			e.away = true
-			e.log.Warn("Lease not reached; the active gateway stays the same", "error", err)
+			e.log.Warn("Lease not reached", "error", err)
 		}
 		return false
 	}
@@ -223,8 +330,26 @@ func (e *election) reached(err error) bool {
 	return true
 }
 
-// active reports whether this replica is the active one.
-func (e *election) active() bool { return e.holder() == e.identity }
+// active reports whether this replica is the active one: it holds the Lease, as far as it knows, and may
+// speak to peers.
+func (e *election) active() bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	return e.name == e.identity && e.speaking
+}
+
+// holds reports whether this replica was named in the Lease when it was last seen.
+func (e *election) holds() bool { return e.holder() == e.identity }
+
+// silence says why the holder may not speak; empty: it may, or is not the holder.
+func (e *election) silence() string {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	if e.name != e.identity || e.unheard == "" {
+		return ""
+	}
+	return fmt.Sprintf("silent: this gateway cannot renew the Lease %s, and Pod %s, which may have taken over, does not answer at UDP port %d", isthmus.LeaseGateway, e.unheard, QuestionPort)
+}
 
 // holder is the name that was last seen in the Lease.
 func (e *election) holder() string {
@@ -255,13 +380,29 @@ func (e *election) ask(ctx context.Context) (holder string, refused bool, err er
 	return holderOf(lease), false, nil
 }
 
-// carryOn makes this replica the active one by what it remembers, until it reads another name. To
-// be called before run.
-func (e *election) carryOn() {
+// carryOn makes this replica the holder by what it remembers, until it reads or hears of another one. To
+// be called before run. Gateways that had answered in its earlier life have to answer again before it
+// speaks.
+func (e *election) carryOn(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.name, e.away = e.identity, true
+	e.transition = max(e.transition, known.Transition)
 	e.changed.set()
+	e.judgeLocked(time.Now())
+}
+
+// recall notes the gateways that had answered in an earlier life of this one.
+func (e *election) recall(known acquaintance) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	for pod, addr := range known.Others {
+		o := e.otherLocked(pod)
+		o.answered = true
+		if !o.addr.IsValid() {
+			o.addr = addr
+		}
+	}
 }
 
 // close is the last use of the election.

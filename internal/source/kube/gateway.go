@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"net"
 	"net/http"
 	"net/netip"
 	"reflect"
@@ -22,6 +23,7 @@ import (
 	"k8s.io/apimachinery/pkg/fields"
 	"k8s.io/apimachinery/pkg/labels"
 	"k8s.io/client-go/rest"
+	toolscache "k8s.io/client-go/tools/cache"
 	"sigs.k8s.io/controller-runtime/pkg/cache"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
@@ -87,6 +89,8 @@ type Gateway struct {
 	told      [32]byte  // the private key for which it is or was what we want
 	tellAgain time.Time // when it may be written again
 	tellErr   error     // of the last attempt
+
+	listen func() (net.PacketConn, error) // for questions of other gateways
 }
 
 // A Snapshot is what the objects ask of the gateway, complete.
@@ -113,6 +117,7 @@ func NewGateway(o GatewayOptions) (*Gateway, error) {
 	o.Tunnels = max(o.Tunnels, 1)
 	g := &Gateway{o: o, log: o.Log, look: newSignal(), prepared: make(chan struct{}), leaving: make(chan struct{}), wished: make(chan struct{}), wait: errors.New("starting")}
 	g.keeper = newKeeper(o, g.look.set)
+	g.listen = func() (net.PacketConn, error) { return listenAt(o.PodIP) }
 	g.places.known.Self = o.Node
 	g.metrics = newGatewayMetrics(g)
 	config := rest.CopyConfig(o.Config)
@@ -145,7 +150,13 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 		return err
 	}
 	defer e.close()
+	e.met = g.keeper.changed.set
 	known := g.remember()
+	asking, silence := context.WithCancel(ctx)
+	var questioners sync.WaitGroup
+	questioners.Go(func() { g.questioner(e, known).run(asking) })
+	defer questioners.Wait()
+	defer silence()
 	group.Go(func() {
 		if g.prepare(ctx, &group, e) == nil {
 			close(g.prepared)
@@ -164,7 +175,9 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	elector.Go(func() { g.keeper.run(electing, e) })
 	release := sync.OnceFunc(func() {
 		leave()
+		silence()
 		elector.Wait()
+		questioners.Wait() // what it answers from now on would not be true
 		close(g.leaving)
 		g.writing.Lock() // what it has begun could name this one after the successor has named itself
 		defer g.writing.Unlock()
@@ -258,6 +271,53 @@ func (g *Gateway) holder(ctx context.Context) string {
 	return holderOf(&lease)
 }
 
+// questioner asks the other gateways of e, with the key that is in use or known from before.
+func (g *Gateway) questioner(e *election, known *remembered) *questioner {
+	var before [32]byte
+	if known != nil {
+		before = known.snapshot.PrivateKey
+		e.recall(known.acquaintance)
+	}
+	return &questioner{election: e, listen: g.listen, log: g.log,
+		refused: func(why string) { g.metrics.refused.WithLabelValues(why).Inc() },
+		private: func() [32]byte {
+			g.mu.Lock()
+			defer g.mu.Unlock()
+			if g.wish.valid {
+				return g.wish.snapshot.PrivateKey
+			}
+			return before
+		}}
+}
+
+// meet has e follow the other gateways, by their Pods.
+func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
+	set := func(o any) {
+		p, ok := o.(*corev1.Pod)
+		if !ok || !isGateway(p, g.o.Namespace) || p.Name == g.o.Pod {
+			return
+		}
+		if p.Status.Phase == corev1.PodSucceeded || p.Status.Phase == corev1.PodFailed {
+			e.unsee(p.Name)
+			return
+		}
+		addr, _ := netip.ParseAddr(p.Status.PodIP) // invalid: it has none yet
+		e.see(p.Name, addr, !p.DeletionTimestamp.IsZero())
+	}
+	return toolscache.ResourceEventHandlerFuncs{
+		AddFunc:    set,
+		UpdateFunc: func(_, after any) { set(after) },
+		DeleteFunc: func(o any) {
+			if gone, missed := o.(toolscache.DeletedFinalStateUnknown); missed {
+				o = gone.Obj
+			}
+			if p, ok := o.(*corev1.Pod); ok && isGateway(p, g.o.Namespace) {
+				e.unsee(p.Name)
+			}
+		},
+	}
+}
+
 // remember returns what the state directory says to carry on with, if it says anything.
 func (g *Gateway) remember() *remembered {
 	if g.o.StateDirectory == "" {
@@ -316,7 +376,7 @@ func (g *Gateway) carryOn(e *election, known *remembered) {
 	why := known.from(time.Now())
 	g.log.Warn("active again without having been told", "peers", len(known.snapshot.Gateway.Peers), "reason", why)
 	g.keeper.adopt(known)
-	e.carryOn()
+	e.carryOn(known.acquaintance)
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if !g.wish.valid { // else the API server has answered just now
@@ -335,7 +395,7 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 		}
 		if !e.active() {
 			g.keeper.changed.set()
-			if !cleared {
+			if !cleared && !e.holds() {
 				if err := standby(); err != nil {
 					return err
 				}
@@ -360,7 +420,9 @@ func (g *Gateway) follow(ctx context.Context, e *election, serve func(context.Co
 			case <-e.changed:
 			}
 		}
-		g.log.Warn("another replica is active: this one is a standby again")
+		if !e.holds() {
+			g.log.Warn("another replica is active: this one is a standby again")
+		}
 		stop()
 		if err := <-done; err != nil {
 			return err
@@ -400,6 +462,10 @@ func (g *Gateway) prepare(ctx context.Context, group *sync.WaitGroup, e *electio
 	if err != nil {
 		return err
 	}
+	if err := g.objects.watchBy(ctx, g.meet(e), waiting, &corev1.Pod{}); err != nil {
+		return err
+	}
+	e.onlySeen()
 	if g.o.Node != "" {
 		g.watchReports(ctx, group)
 	}
@@ -764,14 +830,22 @@ func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) 
 }
 
 // Ready says why this replica could become or be no active one, or nil. One that carries on with
-// what it remembers is not ready: it learns of no change.
+// what it remembers is not ready: it learns of no change. Nor is one that holds the Lease and may not speak.
 func (g *Gateway) Ready() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()
+	var why []string
+	if g.election != nil {
+		if silence := g.election.silence(); silence != "" {
+			why = append(why, silence)
+		}
+	}
 	if g.wait == nil {
+		if len(why) > 0 {
+			return errors.New(why[0])
+		}
 		return nil
 	}
-	var why []string
 	for _, err := range []error{g.wish.remembered, g.wait, g.keeper.problem()} {
 		if err != nil {
 			why = append(why, err.Error())

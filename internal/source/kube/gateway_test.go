@@ -8,6 +8,7 @@ import (
 	"io/fs"
 	"log/slog"
 	"math"
+	"math/rand/v2"
 	"net"
 	"net/netip"
 	"os"
@@ -166,7 +167,7 @@ type testReplica struct {
 	serving chan bool // true when serve begins, false when it ends
 }
 
-func start(t *testing.T, o GatewayOptions) *testReplica {
+func start(t *testing.T, o GatewayOptions, with ...func(*Gateway)) *testReplica {
 	t.Helper()
 	if o.Log == nil {
 		o.Log = quiet
@@ -177,6 +178,9 @@ func start(t *testing.T, o GatewayOptions) *testReplica {
 	g, err := NewGateway(o)
 	if err != nil {
 		t.Fatal(err)
+	}
+	for _, change := range with {
+		change(g)
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	r := &testReplica{Gateway: g, serving: make(chan bool, 10)}
@@ -363,6 +367,8 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 	})
 
 	t.Run("one that ends carries on until another one has taken over", func(t *testing.T) { testHandOver(t, s) })
+
+	t.Run("one that is cut off from the API server alone goes on, and is silent when it does not hear the other either", func(t *testing.T) { testCutOff(t, s) })
 
 	t.Run("the loss of a Secret keeps the key, and a broken one changes nothing", func(t *testing.T) {
 		s.namespace(t, "keys")
@@ -840,4 +846,107 @@ func TestWhatIsRefusedOfAPodHoldsUpNothingElse(t *testing.T) {
 	if now := time.Now(); !m.due(have, now) || m.dueFor(have, &m.cost, now) || m.cost.failures != 1 {
 		t.Errorf("%+v", m)
 	}
+}
+
+// mutedConn is a socket of which nothing comes and goes while it is muted.
+type mutedConn struct {
+	net.PacketConn
+	muted *atomic.Bool
+}
+
+func (c mutedConn) ReadFrom(b []byte) (int, net.Addr, error) {
+	for {
+		n, from, err := c.PacketConn.ReadFrom(b)
+		if err != nil || !c.muted.Load() {
+			return n, from, err
+		}
+	}
+}
+
+func (c mutedConn) WriteTo(b []byte, to net.Addr) (int, error) {
+	if c.muted.Load() {
+		return len(b), nil
+	}
+	return c.PacketConn.WriteTo(b, to)
+}
+
+func testCutOff(t *testing.T, s *apiServer) {
+	s.namespace(t, "cutoff")
+	way, config := newWay(t, s)
+	var muted atomic.Bool
+	// Addresses that no other run of this test has at the same time.
+	network := [4]byte{127, byte(rand.IntN(256)), byte(rand.IntN(256)), 0}
+	begin := func(i int, config *rest.Config, with ...func(*Gateway)) *testReplica {
+		network[3] = byte(i + 1)
+		addr := netip.AddrFrom4(network)
+		p := &corev1.Pod{ObjectMeta: metav1.ObjectMeta{Namespace: "cutoff", Name: fmt.Sprint("gateway-", i), Labels: podLabels},
+			Spec: corev1.PodSpec{NodeName: "cutoff", Containers: []corev1.Container{{Name: "gateway", Image: "i"}}}}
+		s.create(t, p)
+		p.Status = corev1.PodStatus{Phase: corev1.PodRunning, PodIP: addr.String(), PodIPs: []corev1.PodIP{{IP: addr.String()}}}
+		if err := s.client.Status().Update(t.Context(), p); err != nil {
+			t.Fatal(err)
+		}
+		return start(t, GatewayOptions{Config: config, Namespace: "cutoff", Pod: p.Name, PodIP: addr, Cluster: self}, with...)
+	}
+	first := begin(0, config, func(g *Gateway) {
+		listen := g.listen
+		g.listen = func() (net.PacketConn, error) {
+			c, err := listen()
+			return mutedConn{c, &muted}, err
+		}
+	})
+	serves(t, first, true)
+	second := begin(1, s.config)
+	within(t, "the standby", func() error {
+		if err := second.Ready(); err != nil {
+			return err
+		}
+		if n := testutil.CollectAndCount(first.Collector(), "isthmus_gateway_standbys"); n != 1 {
+			return fmt.Errorf("%d series", n)
+		}
+		if n, _ := first.election.standbys(time.Now()); n != 1 {
+			return fmt.Errorf("%d standbys", n)
+		}
+		return nil
+	})
+
+	way.cut()
+	lease := func() (l coordinationv1.Lease) {
+		if err := s.client.Get(t.Context(), client.ObjectKey{Namespace: "cutoff", Name: isthmus.LeaseGateway}, &l); err != nil {
+			t.Fatal(err)
+		}
+		return l
+	}
+	last := first.election.lastContact()
+	within(t, "the standby renews the Lease for the first", func() error {
+		if l := lease(); l.Spec.RenewTime.Time.Before(last.Add(leaseDuration)) {
+			return fmt.Errorf("renewed at %v", l.Spec.RenewTime)
+		}
+		return nil
+	})
+	if l := lease(); holderOf(&l) != "gateway-0" || *l.Spec.LeaseTransitions != 1 {
+		t.Errorf("the Lease is %+v", l.Spec)
+	}
+	if _, active := first.Active(); !active || len(first.serving)+len(second.serving) > 0 {
+		t.Error("the first was not the only active one all the time")
+	}
+
+	muted.Store(true)
+	serves(t, first, false)
+	if err := first.Ready(); err == nil || !strings.Contains(err.Error(), "Pod gateway-1, which may have taken over, does not answer at UDP port 5870") {
+		t.Errorf("ready: %v", err)
+	}
+	serves(t, second, true)
+	muted.Store(false)
+	within(t, "the first hears of its successor", func() error {
+		if pod, active := first.Active(); pod != "gateway-1" || active {
+			return fmt.Errorf("%q, %v", pod, active)
+		}
+		return nil
+	})
+	if len(first.serving) > 0 {
+		t.Error("the first has served again")
+	}
+	way.mend()
+	within(t, "ready", first.Ready)
 }

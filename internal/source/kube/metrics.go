@@ -1,6 +1,8 @@
 package kube
 
 import (
+	"time"
+
 	"github.com/prometheus/client_golang/prometheus"
 
 	"github.com/isthmus-net/isthmus/internal/metric"
@@ -11,6 +13,7 @@ type gatewayMetrics struct {
 	g         *Gateway
 	takeovers prometheus.Counter
 	writes    *prometheus.CounterVec
+	refused   *prometheus.CounterVec
 }
 
 var families metric.Catalogue
@@ -26,6 +29,8 @@ var (
 	familyLeftOut   = families.Gauge("gateway_left_out_objects", "Objects of which something is wrong, and is left out.", "kind")
 	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this replica became the active one.")
 	familyWrites    = families.Counter("gateway_api_writes_total", "Writes to the API server, by kind of object and by result.", "kind", "result")
+	familyStandbys  = families.Gauge("gateway_standbys", "How many other gateways answer the active one and could take over from it; no series where there is no other Pod of the gateway, and on a standby.")
+	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams at the port at which gateways ask each other that were not believed, by reason.", "reason")
 )
 
 func newGatewayMetrics(g *Gateway) *gatewayMetrics {
@@ -33,6 +38,7 @@ func newGatewayMetrics(g *Gateway) *gatewayMetrics {
 		g:         g,
 		takeovers: prometheus.NewCounter(familyTakeovers.Options()),
 		writes:    prometheus.NewCounterVec(familyWrites.Options(), familyWrites.Labels),
+		refused:   prometheus.NewCounterVec(familyRefused.Options(), familyRefused.Labels),
 	}
 }
 
@@ -51,6 +57,9 @@ func (m *gatewayMetrics) Collect(out chan<- prometheus.Metric) {
 	e, w := m.g.election, m.g.wish
 	m.g.mu.Unlock()
 	if e != nil {
+		if n, others := e.standbys(time.Now()); active && others {
+			out <- familyStandbys.Sample(float64(n))
+		}
 		if at := e.lastContact(); !at.IsZero() {
 			out <- familyContact.Sample(float64(at.UnixMilli()) / 1000)
 		}
@@ -66,4 +75,5 @@ func (m *gatewayMetrics) Collect(out chan<- prometheus.Metric) {
 	}
 	m.takeovers.Collect(out)
 	m.writes.Collect(out)
+	m.refused.Collect(out)
 }

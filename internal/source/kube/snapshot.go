@@ -79,6 +79,7 @@ type savedLease struct {
 	Pod       string    `json:"pod"`
 	Renewed   time.Time `json:"renewed"` // last contact to the API server
 	Active    time.Time `json:"active"`  // when this was written
+	acquaintance
 }
 
 // savedFrom takes of the objects what fabric reads; places are to be filled in.
@@ -109,6 +110,8 @@ type remembered struct {
 	objects  savedObjects
 	snapshot Snapshot  // what they ask for
 	renewed  time.Time // the Lease
+
+	acquaintance acquaintance // with the other gateways
 }
 
 // remember reads a state directory. Without an error and without a result this replica was not the
@@ -169,7 +172,7 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 		snapshot.PodNetwork = objects.places.PodNetwork
 		snapshot.PodNetwork.Pod, snapshot.PodNetwork.Node = o.PodIP, o.Node
 	}
-	return &remembered{objects, snapshot, lease.Renewed}, nil
+	return &remembered{objects, snapshot, lease.Renewed, lease.acquaintance}, nil
 }
 
 func wantVersion(file string, version int) error {
@@ -200,6 +203,8 @@ type keeper struct {
 	err     error    // why the directory is not as it should be
 
 	// Of run alone, and what follows it.
+	others  acquaintance // to be written
+	wrote   acquaintance
 	have    savedObjects // written; Version 0: nothing is
 	renewed time.Time    // last contact to the API server, of an earlier life
 	noted   time.Time    // when savedLease was written
@@ -221,7 +226,7 @@ func (k *keeper) put(want savedObjects, private [32]byte) {
 
 // adopt takes the files as they are, unless put knows better already. It is called before run.
 func (k *keeper) adopt(r *remembered) {
-	k.have, k.renewed = r.objects, r.renewed
+	k.have, k.renewed, k.wrote = r.objects, r.renewed, r.acquaintance
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.private == ([32]byte{}) {
@@ -263,6 +268,7 @@ func (k *keeper) run(ctx context.Context, e *election) {
 	tick := time.NewTicker(noteInterval)
 	defer tick.Stop()
 	for {
+		k.others = e.acquaintance()
 		if k.round(e.holder(), e.lastContact(), time.Now()) {
 			select {
 			case <-ctx.Done():
@@ -298,7 +304,7 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	same := reflect.DeepEqual(want, k.have)
 	const early = noteInterval - writeGap // a tick may be a little early
 	moved := (!same || now.Sub(k.placed) >= early) && !reflect.DeepEqual(places, k.have.places)
-	if same && !moved && now.Sub(k.noted) < early {
+	if same && !moved && now.Sub(k.noted) < early && reflect.DeepEqual(k.others, k.wrote) {
 		return false
 	}
 	k.kept = true
@@ -316,14 +322,14 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 		}
 	}
 	if err == nil {
-		lease := savedLease{snapshotVersion, k.o.Namespace, k.o.Pod, renewed, now}
+		lease := savedLease{snapshotVersion, k.o.Namespace, k.o.Pod, renewed, now, k.others}
 		err = statefile.Write(k.o.StateDirectory, leaseFile, smallLimit, lease)
 	}
 	if err != nil {
 		k.tell(fmt.Errorf("not written: %w", err))
 		return true
 	}
-	k.have, k.noted = want, now
+	k.have, k.noted, k.wrote = want, now, k.others
 	k.tell(nil)
 	return true
 }

@@ -1,0 +1,613 @@
+package kube
+
+import (
+	"context"
+	"errors"
+	"fmt"
+	"math/rand/v2"
+	"net"
+	"net/netip"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	coordinationv1 "k8s.io/api/coordination/v1"
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/apimachinery/pkg/runtime/schema"
+	coordination "k8s.io/client-go/kubernetes/typed/coordination/v1"
+)
+
+func TestWhoMaySpeak(t *testing.T) {
+	holder := func(confirmed bool, others ...account) view {
+		return view{claim: claim{holds: true, confirmed: confirmed, transition: 5}, others: others}
+	}
+	standby := func(wait time.Duration, others ...account) view {
+		return view{claim: claim{transition: 5}, wait: wait, others: others}
+	}
+	other := func(holds, confirmed bool, transition int32, age, defers time.Duration) account {
+		return account{claim{holds, confirmed, transition}, "b", age, defers}
+	}
+	const ms, s = time.Millisecond, time.Second
+	for _, tc := range []struct {
+		name string
+		view view
+		want ruling
+	}{
+		{"the holder renews the Lease", holder(true), ruling{speak: true}},
+		{"... though the standby is silent", holder(true, other(false, false, 5, time.Hour, 0)), ruling{speak: true}},
+		{"... and another one remembers an older Lease", holder(true, other(true, false, 4, 0, 0)), ruling{speak: true}},
+		{"the holder renews nothing, and never had a standby", holder(false), ruling{speak: true}},
+		{"... but its standby defers", holder(false, other(false, false, 5, 100*ms, 3900*ms)), ruling{speak: true}},
+		{"... whose promise ends", holder(false, other(false, false, 5, 2900*ms, 3900*ms)), ruling{unheard: "b"}},
+		{"... and its standby answers that it may take the Lease", holder(false, other(false, false, 5, 0, 0)), ruling{unheard: "b"}},
+		{"... and one of two standbys is silent", holder(false, other(false, false, 5, 0, 4*s), other(false, false, 5, time.Hour, 4*s)), ruling{unheard: "b"}},
+		{"another one has taken over", holder(false, other(true, true, 6, 0, 0)), ruling{lost: true, successor: "b"}},
+		{"... which the holder has not read yet", holder(true, other(true, true, 6, 0, 0)), ruling{lost: true, successor: "b"}},
+		{"... as a third one knows", holder(false, other(false, false, 6, 0, 0)), ruling{lost: true}},
+		{"... by an answer of long ago", holder(true, other(true, true, 6, 5*s, 0)), ruling{speak: true}},
+		{"the Lease was deleted, and another one can write it", holder(false, other(true, true, 1, 0, 0)), ruling{lost: true, successor: "b"}},
+		{"... but not this one's", holder(true, other(true, false, 1, 0, 0)), ruling{speak: true}},
+
+		{"the Lease is another's", standby(5 * s), ruling{wait: 5 * s}},
+		{"... which answers", standby(5*s, other(true, true, 5, 0, 0)), ruling{wait: 5 * s, deferring: true}},
+		{"it has expired", standby(0), ruling{}},
+		{"... but its holder answers", standby(0, other(true, false, 5, s, 0)), ruling{wait: 3 * s, deferring: true}},
+		{"... did so too long ago", standby(0, other(true, false, 5, 4*s, 0)), ruling{}},
+		{"... or is of before a takeover", standby(0, other(true, false, 4, s, 0)), ruling{}},
+		{"... another standby answers", standby(0, other(false, false, 5, s, 0)), ruling{}},
+		{"the Lease was freed by its holder", view{claim: claim{transition: 5}, free: true, others: []account{other(true, true, 5, 0, 0)}}, ruling{}},
+	} {
+		if got := decide(tc.view); got != tc.want {
+			t.Errorf("%s: %+v, want %+v", tc.name, got, tc.want)
+		}
+	}
+}
+
+func TestOnlyAnAnswerToAQuestionOfOursIsBelieved(t *testing.T) {
+	key := questionKey(newKey())
+	a := electionWith(nil, "a", nil, quiet)
+	b := electionWith(nil, "b", nil, quiet)
+	a.see("b", netip.MustParseAddr("10.0.0.2"), false)
+	b.see("a", netip.MustParseAddr("10.0.0.1"), false)
+	now := time.Now()
+	ask := func() message {
+		q := a.questions(now)
+		if len(q) != 1 {
+			t.Fatalf("%d questions", len(q))
+		}
+		return message{kind: kindQuestion, nonce: q[0].nonce, from: a.id, to: q[0].id}
+	}
+	question := ask()
+	answer := b.answer(question, now)
+	sealed := answer.seal(key)
+	if len(sealed) != len(question.seal(key)) {
+		t.Error("an answer is longer than its question")
+	}
+	if m, refused := openMessage(sealed, key); m != answer || refused != "" {
+		t.Errorf("opened %+v, %s; want %+v", m, refused, answer)
+	}
+	for i := range sealed { // every octet is authenticated
+		sealed[i] ^= 1
+		if _, refused := openMessage(sealed, key); refused == "" {
+			t.Errorf("believed with octet %d changed", i)
+		}
+		sealed[i] ^= 1
+	}
+	if _, refused := openMessage(sealed, questionKey(newKey())); refused != refusedTag {
+		t.Errorf("another key: %q", refused)
+	}
+	for _, b := range [][]byte{nil, sealed[:len(sealed)-1], append(sealed[:len(sealed):len(sealed)], 0)} {
+		if _, refused := openMessage(b, key); refused != refusedForm {
+			t.Errorf("%d octets: %q", len(b), refused)
+		}
+	}
+	if _, ok := a.standbys(now); !ok {
+		t.Error("the other one is not known")
+	}
+	stranger := answer
+	stranger.from = idOf("c")
+	unasked := answer
+	unasked.nonce[0] ^= 1
+	for i, tc := range []struct {
+		m    message
+		want bool
+	}{{stranger, false}, {unasked, false}, {answer, true}, {answer, false}} {
+		if got := a.heard(tc.m, now); got != tc.want {
+			t.Errorf("answer %d: %v", i, got)
+		}
+	}
+	if n, _ := a.standbys(now); n != 1 {
+		t.Errorf("%d standbys", n)
+	}
+	late := b.answer(ask(), now)
+	now = now.Add(deferFor)
+	a.questions(now)
+	if a.heard(late, now) {
+		t.Error("an answer is believed for ever")
+	}
+	if n, ok := a.standbys(now); n != 0 || !ok {
+		t.Errorf("%d standbys, %v, after a silence", n, ok)
+	}
+}
+
+// world is an API server and two gateways of it, in simulated time.
+type world struct {
+	t    *testing.T
+	rng  *rand.Rand
+	key  [32]byte
+	mu   sync.Mutex
+	now  links
+	old  *coordinationv1.Lease // as stored
+	rv   int
+	gw   [2]*simGateway
+	hung bool // what is cut does not answer, instead of refusing
+	calm bool // no request is slow, and nothing is lost
+}
+
+// links say which way is open.
+type links struct {
+	api [2]bool // of each gateway
+	to  [2]bool // from the other gateway to each
+}
+
+func (l links) String() string {
+	var b strings.Builder
+	for i := range 2 {
+		fmt.Fprintf(&b, "%c: api %v, hears %v; ", 'a'+i, l.api[i], l.to[i])
+	}
+	return b.String()
+}
+
+func (l links) joined() bool { return l.to[0] && l.to[1] }
+
+type simGateway struct {
+	w     *world
+	i     int
+	known acquaintance
+	stop  func()
+
+	mu    sync.Mutex
+	e     *election // nil: the process does not run
+	inbox chan []byte
+}
+
+func podOf(i int) string         { return string(rune('a' + i)) }
+func addressOf(i int) netip.Addr { return netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)}) }
+
+func (g *simGateway) start() {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	cached := func() string {
+		g.w.mu.Lock()
+		defer g.w.mu.Unlock()
+		return holderOf(g.w.old)
+	}
+	e := electionWith(&simLeases{g: g}, podOf(g.i), cached, quiet)
+	e.recall(g.known)
+	e.see(podOf(1-g.i), addressOf(1-g.i), false)
+	g.e, g.inbox = e, make(chan []byte, 100)
+	conn := &simConn{g: g, inbox: g.inbox, closed: make(chan struct{})}
+	q := &questioner{election: e, private: func() [32]byte { return g.w.key }, refused: func(string) {}, log: quiet,
+		listen: func() (net.PacketConn, error) { return conn, nil }}
+	ctx, cancel := context.WithCancel(g.w.t.Context())
+	var running sync.WaitGroup
+	running.Go(func() { e.run(ctx) })
+	running.Go(func() { q.run(ctx) })
+	g.stop = func() {
+		cancel()
+		running.Wait()
+		g.mu.Lock()
+		defer g.mu.Unlock()
+		g.known = acquaintance{}
+		if e.holds() { // a standby keeps nothing
+			g.known = e.acquaintance()
+		}
+		g.e = nil
+	}
+}
+
+func (g *simGateway) speaks() bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return g.e != nil && g.e.active()
+}
+
+type simLeases struct {
+	coordination.LeaseInterface
+	g *simGateway
+}
+
+var leaseResource = schema.GroupResource{Group: "coordination.k8s.io", Resource: "leases"}
+
+// reach returns with w.mu held when the API server is reached, and with an error otherwise.
+func (l *simLeases) reach() error {
+	w := l.g.w
+	w.mu.Lock()
+	delay := time.Duration(w.rng.IntN(30)) * time.Millisecond
+	if w.rng.IntN(10) == 0 && !w.calm { // a slow one
+		delay = time.Duration(w.rng.Int64N(int64(leaseTimeout)))
+	}
+	w.mu.Unlock()
+	time.Sleep(delay)
+	w.mu.Lock()
+	if w.now.api[l.g.i] {
+		return nil
+	}
+	hung := w.hung
+	w.mu.Unlock()
+	if hung {
+		time.Sleep(leaseTimeout)
+	}
+	return errors.New("no way to the API server")
+}
+
+func (l *simLeases) Get(context.Context, string, metav1.GetOptions) (*coordinationv1.Lease, error) {
+	if err := l.reach(); err != nil {
+		return nil, err
+	}
+	defer l.g.w.mu.Unlock()
+	if l.g.w.old == nil {
+		return nil, apierrors.NewNotFound(leaseResource, "isthmus-gateway")
+	}
+	return l.g.w.old.DeepCopy(), nil
+}
+
+func (l *simLeases) Create(_ context.Context, lease *coordinationv1.Lease, _ metav1.CreateOptions) (*coordinationv1.Lease, error) {
+	if err := l.reach(); err != nil {
+		return nil, err
+	}
+	if l.g.w.old != nil {
+		l.g.w.mu.Unlock()
+		return nil, apierrors.NewAlreadyExists(leaseResource, lease.Name)
+	}
+	return l.store(lease)
+}
+
+func (l *simLeases) Update(_ context.Context, lease *coordinationv1.Lease, _ metav1.UpdateOptions) (*coordinationv1.Lease, error) {
+	if err := l.reach(); err != nil {
+		return nil, err
+	}
+	if l.g.w.old == nil || l.g.w.old.ResourceVersion != lease.ResourceVersion {
+		l.g.w.mu.Unlock()
+		return nil, apierrors.NewConflict(leaseResource, lease.Name, errors.New("changed"))
+	}
+	return l.store(lease)
+}
+
+// store keeps a Lease and tells who watches it; w.mu is held, and free afterwards. Now and then the answer is lost.
+func (l *simLeases) store(lease *coordinationv1.Lease) (*coordinationv1.Lease, error) {
+	w := l.g.w
+	w.rv++
+	w.old = lease.DeepCopy()
+	w.old.ResourceVersion = fmt.Sprint(w.rv)
+	result, lost, now := w.old.DeepCopy(), w.rng.IntN(20) == 0 && !w.calm, w.now
+	w.mu.Unlock()
+	for i, g := range w.gw {
+		if g.mu.Lock(); g.e != nil && now.api[i] {
+			g.e.look.set()
+		}
+		g.mu.Unlock()
+	}
+	if lost {
+		return nil, errors.New("the connection ended")
+	}
+	return result, nil
+}
+
+// simConn is the socket of a gateway.
+type simConn struct {
+	net.PacketConn
+	g      *simGateway
+	inbox  chan []byte
+	once   sync.Once
+	closed chan struct{}
+}
+
+func (c *simConn) Close() error {
+	c.once.Do(func() { close(c.closed) })
+	return nil
+}
+
+func (c *simConn) ReadFrom(b []byte) (int, net.Addr, error) {
+	select {
+	case <-c.closed:
+		return 0, nil, net.ErrClosed
+	case m := <-c.inbox:
+		return copy(b, m), net.UDPAddrFromAddrPort(netip.AddrPortFrom(addressOf(1-c.g.i), QuestionPort)), nil
+	}
+}
+
+func (c *simConn) WriteTo(b []byte, to net.Addr) (int, error) {
+	w, peer := c.g.w, c.g.w.gw[1-c.g.i]
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if to.String() != netip.AddrPortFrom(addressOf(peer.i), QuestionPort).String() {
+		w.t.Errorf("sent to %v", to)
+	}
+	copies := []int{0, 1, 1, 1, 1, 1, 1, 1, 1, 2}[w.rng.IntN(10)] // lost, or there twice
+	if w.calm {
+		copies = 1
+	}
+	if !w.now.to[peer.i] {
+		copies = 0
+	}
+	for range copies {
+		delay := time.Duration(w.rng.IntN(100)) * time.Millisecond
+		time.AfterFunc(delay, func() {
+			peer.mu.Lock()
+			defer peer.mu.Unlock()
+			if peer.e != nil {
+				select {
+				case peer.inbox <- append([]byte(nil), b...):
+				default:
+				}
+			}
+		})
+	}
+	return len(b), nil
+}
+
+// phase is a time during which nothing changes.
+type phase struct {
+	links
+	lasts   time.Duration
+	hung    bool
+	restart [2]bool // which processes are ended and started again when it begins
+	dead    [2]bool // which do not run
+}
+
+func (p phase) String() string {
+	return fmt.Sprintf("%v hung %v, restarted %v, dead %v, %v", p.links, p.hung, p.restart, p.dead, p.lasts)
+}
+
+// settled is how long after a change somebody speaks: the Lease is seen to expire leaseDuration after the
+// API server is reached again, which is tried every retryPeriod and may take leaseTimeout.
+const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
+
+// play goes through phases and checks, every 50 ms of them, that never two speak, and that nobody who can speak is
+// silent for long.
+func play(t *testing.T, seed uint64, phases []phase) {
+	const look = 50 * time.Millisecond
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{t: t, rng: rand.New(rand.NewPCG(seed, 1)), key: newKey()}
+		all := links{[2]bool{true, true}, [2]bool{true, true}}
+		for i := range w.gw {
+			w.gw[i] = &simGateway{w: w, i: i}
+		}
+		defer func() {
+			for _, g := range w.gw {
+				if g.e != nil {
+					g.stop()
+				}
+			}
+			time.Sleep(time.Second) // for what is under way
+		}()
+		phases = append([]phase{{links: all, lasts: 30 * time.Second}}, phases...)
+		phases = append(phases, phase{links: all, lasts: 30 * time.Second})
+		failed := func(n int, after time.Duration, why string) {
+			var text strings.Builder
+			for i, p := range phases[:n+1] {
+				fmt.Fprintf(&text, "\n%d: %v", i, p)
+			}
+			t.Fatalf("seed %d, phase %d, after %v: %s%s", seed, n, after, why, text.String())
+		}
+		for n, p := range phases {
+			w.mu.Lock()
+			w.now, w.hung = p.links, p.hung
+			w.mu.Unlock()
+			for i, g := range w.gw {
+				if g.e != nil && (p.restart[i] || p.dead[i]) {
+					g.stop()
+				}
+				if g.e == nil && !p.dead[i] && p.api[i] { // without an API server it would wait
+					g.start()
+				}
+			}
+			holders := 0
+			for _, g := range w.gw {
+				if g.e != nil && g.e.holds() {
+					holders++
+				}
+			}
+			silent := time.Duration(0)
+			for after := time.Duration(0); after < p.lasts; after += look {
+				time.Sleep(look)
+				a, b := w.gw[0].speaks(), w.gw[1].speaks()
+				if a && b {
+					failed(n, after, "two gateways speak")
+				}
+				can := p.joined() && w.gw[0].e != nil && w.gw[1].e != nil && holders == 1 // they ask each other
+				for i, g := range w.gw {
+					can = can || g.e != nil && p.api[i]
+				}
+				if silent += look; a || b {
+					silent = 0
+				}
+				if silent > settled && can {
+					failed(n, after, "nobody speaks")
+				}
+			}
+		}
+	})
+}
+
+// allLinks are all states of the ways between two gateways and an API server.
+func allLinks() (all []links) {
+	for n := range 16 {
+		all = append(all, links{[2]bool{n&1 != 0, n&2 != 0}, [2]bool{n&4 != 0, n&8 != 0}})
+	}
+	return all
+}
+
+func TestNeverTwoGatewaysSpeakAndAlwaysOneThatCan(t *testing.T) {
+	for i, l := range allLinks() { // each from the state in which all is well, in both ways to fail
+		for _, hung := range []bool{false, true} {
+			t.Run(fmt.Sprintf("%v hung %v", l, hung), func(t *testing.T) {
+				play(t, uint64(i), []phase{{links: l, lasts: 40 * time.Second, hung: hung}})
+			})
+		}
+	}
+	states := allLinks()
+	for seed := range uint64(25) {
+		t.Run(fmt.Sprint("random ", seed), func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(seed, 2))
+			var phases []phase
+			for range 6 {
+				phases = append(phases, phase{links: states[rng.IntN(len(states))], hung: rng.IntN(2) == 0,
+					lasts: time.Duration(rng.IntN(30000)) * time.Millisecond})
+			}
+			play(t, seed, phases)
+		})
+	}
+}
+
+// A gateway that starts again has forgotten what it promised, and what others promised it.
+func TestNeverTwoGatewaysSpeakThoughTheyStartAgain(t *testing.T) {
+	states := allLinks()
+	for seed := range uint64(20) {
+		t.Run(fmt.Sprint(seed), func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(seed, 3))
+			var phases []phase
+			for range 6 {
+				p := phase{links: states[rng.IntN(len(states))], hung: rng.IntN(2) == 0, lasts: time.Duration(rng.IntN(30000)) * time.Millisecond}
+				if i := rng.IntN(4); i < 2 {
+					p.restart[i] = true
+				} else if rng.IntN(2) == 0 {
+					p.dead[i-2] = true
+				}
+				p.to = [2]bool{true, true}
+				phases = append(phases, p)
+			}
+			play(t, seed, phases)
+		})
+	}
+}
+
+// The manager and others know by the Lease that a gateway is at work. What a standby writes there must not hold
+// up its own takeover.
+func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		w := &world{t: t, rng: rand.New(rand.NewPCG(1, 1)), key: newKey(), calm: true, now: links{[2]bool{true, true}, [2]bool{true, true}}}
+		for i := range w.gw {
+			w.gw[i] = &simGateway{w: w, i: i}
+		}
+		a, b := w.gw[0], w.gw[1]
+		a.start()
+		time.Sleep(10 * time.Second)
+		b.start()
+		time.Sleep(10 * time.Second)
+		cut := func(l links) {
+			w.mu.Lock()
+			defer w.mu.Unlock()
+			w.now = l
+		}
+		cut(links{[2]bool{false, true}, [2]bool{true, true}})
+		for range 60 {
+			time.Sleep(time.Second)
+			w.mu.Lock()
+			lease := w.old.DeepCopy()
+			w.mu.Unlock()
+			if age := time.Since(lease.Spec.RenewTime.Time); holderOf(lease) != "a" || age > leaseDuration {
+				t.Fatalf("the Lease is that of %s, renewed %v ago", holderOf(lease), age)
+			}
+		}
+		if !a.speaks() || b.speaks() {
+			t.Errorf("a speaks: %v, b: %v", a.speaks(), b.speaks())
+		}
+		if why := a.e.silence(); why != "" {
+			t.Error(why)
+		}
+		cut(links{[2]bool{false, true}, [2]bool{}})
+		time.Sleep(deferFor - stopEarly + questionInterval)
+		if a.speaks() || !strings.Contains(a.e.silence(), "Pod b, which may have taken over, does not answer") {
+			t.Errorf("it speaks although nobody answers; %q", a.e.silence())
+		}
+		time.Sleep(stopEarly + leaseTimeout)
+		if !b.speaks() {
+			t.Error("the standby has not taken over when its holder stopped answering")
+		}
+		cut(links{[2]bool{false, true}, [2]bool{true, true}})
+		time.Sleep(time.Second)
+		if a.e.holder() != "b" || a.e.silence() != "" {
+			t.Errorf("it has not heard of its successor: %q, %q", a.e.holder(), a.e.silence())
+		}
+		a.stop()
+		b.stop()
+		time.Sleep(time.Second)
+	})
+}
+
+// A gateway that starts again without an API server asks those that it knew before it speaks.
+func TestAGatewayThatCarriesOnAsksFirst(t *testing.T) {
+	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
+	now := time.Now()
+	start := func(claim claim, defers time.Duration) *election {
+		e := electionWith(nil, "a", nil, quiet)
+		e.recall(known)
+		e.carryOn(known)
+		if e.active() || e.silence() == "" {
+			t.Errorf("it speaks before it has asked; %q", e.silence())
+		}
+		q := e.questions(now)
+		if len(q) != 1 || q[0].addr != known.Others["b"] {
+			t.Fatalf("it asks %+v", q)
+		}
+		e.heard(message{kind: kindAnswer, claim: claim, defers: defers, nonce: q[0].nonce, from: idOf("b"), to: e.id}, now)
+		return e
+	}
+	if e := start(claim{transition: 3}, deferFor); !e.active() {
+		t.Errorf("the standby defers, and it is silent: %s", e.silence())
+	}
+	if e := start(claim{transition: 4, holds: true, confirmed: true}, 0); e.active() || e.holder() != "b" {
+		t.Errorf("another one has taken over: active %v, holder %q", e.active(), e.holder())
+	}
+	alone := electionWith(nil, "a", nil, quiet)
+	alone.recall(acquaintance{Transition: 3})
+	alone.carryOn(acquaintance{Transition: 3})
+	if !alone.active() {
+		t.Error("a gateway that never had another one waits for it")
+	}
+}
+
+// From the moment at which a standby asks for the Lease until it knows what became of that, it lets nobody go on.
+func TestAStandbyThatTakesTheLeasePromisesNothing(t *testing.T) {
+	now := time.Now()
+	lease := func(version string) *coordinationv1.Lease {
+		l := take(nil, "a", now)
+		l.ResourceVersion = version
+		return l
+	}
+	b := electionWith(nil, "b", nil, quiet)
+	b.see("a", netip.MustParseAddr("10.0.0.1"), false)
+	b.observe(lease("1"), now)
+	defers := func() time.Duration {
+		return b.answer(message{kind: kindQuestion, from: idOf("a"), to: b.id}, now).defers
+	}
+	if d := defers(); d != 0 {
+		t.Errorf("defers %v to a gateway that it has not heard", d)
+	}
+	b.heard(message{kind: kindAnswer, claim: claim{holds: true, transition: 1}, nonce: b.questions(now)[0].nonce, from: idOf("a"), to: b.id}, now)
+	now = now.Add(time.Second)
+	if d := defers(); d != deferFor-time.Second {
+		t.Errorf("defers %v after a second, want %v", d, deferFor-time.Second)
+	}
+	now = now.Add(leaseDuration)
+	b.heard(message{kind: kindAnswer, claim: claim{holds: true, transition: 1}, nonce: b.questions(now)[0].nonce, from: idOf("a"), to: b.id}, now)
+	if wait, vouch := b.begin(now); wait != deferFor || !vouch || defers() != deferFor {
+		t.Errorf("the holder answers: wait %v, vouch %v, defers %v", wait, vouch, defers())
+	}
+	now = now.Add(deferFor)
+	if wait, _ := b.begin(now); wait != 0 {
+		t.Errorf("the holder is silent: wait %v", wait)
+	}
+	b.heard(message{kind: kindAnswer, claim: claim{holds: true, transition: 1}, nonce: b.questions(now)[0].nonce, from: idOf("a"), to: b.id}, now)
+	if d := defers(); d != 0 {
+		t.Errorf("defers %v while its request may be under way", d)
+	}
+	if b.observe(lease("2"), now); defers() != deferFor {
+		t.Errorf("defers %v although the Lease is another's", defers())
+	}
+}
