@@ -209,6 +209,38 @@ func (f components) judgeGateway(hop *Hop, h Holder, now time.Time) {
 	}
 }
 
+// reasonNoStandby is the reason of the hop of the standby.
+const reasonNoStandby = "NoStandby"
+
+// noStandby says why no Pod of the gateway could take over from the active one; empty: one could, or one gateway
+// is all that is wanted. wanted is how many Pods there are to be; -1: nobody tells, and those that are
+// there are wanted.
+func (f components) noStandby(active string, wanted int) string {
+	gateways := f.gateways()
+	if wanted < 0 {
+		wanted = len(gateways)
+	}
+	if wanted < 2 {
+		return ""
+	}
+	var pods []string
+	for _, p := range gateways {
+		if p.Name == active {
+			continue
+		}
+		why := f.problem(p)
+		if why == "" {
+			return ""
+		}
+		pods = append(pods, fmt.Sprintf("Pod %s %s", Printable(p.Name), why))
+	}
+	why := firstFew(pods, "; ")
+	if len(pods) == 0 {
+		why = fmt.Sprintf("%d Pods are wanted, and there is no other one; see `kubectl describe` of the gateway's Deployment and its ReplicaSets", wanted)
+	}
+	return fmt.Sprintf("there is none: if Pod %s or its node ends, no pod reaches any peer until another gateway starts: %s", Printable(active), why)
+}
+
 // versions are the images of the components, each with how many Pods have it, where there is more
 // than one; empty: all have the same.
 func (f components) versions() string {

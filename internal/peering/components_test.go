@@ -58,6 +58,52 @@ func TestAGatewayIsJudgedByItsPodsToo(t *testing.T) {
 	}
 }
 
+func TestAGatewayWithoutAStandbyIsTold(t *testing.T) {
+	pod := func(name string, phase corev1.PodPhase, change func(*corev1.PodStatus)) corev1.Pod {
+		p := corev1.Pod{ObjectMeta: metav1.ObjectMeta{Name: name, Labels: map[string]string{"app.kubernetes.io/name": "gateway"}}, Status: corev1.PodStatus{Phase: phase}}
+		if change != nil {
+			change(&p.Status)
+		}
+		return p
+	}
+	waits := func(reason, message string) func(*corev1.PodStatus) {
+		return func(s *corev1.PodStatus) {
+			s.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionTrue}}
+			s.ContainerStatuses = []corev1.ContainerStatus{{State: corev1.ContainerState{Waiting: &corev1.ContainerStateWaiting{Reason: reason, Message: message}}}}
+		}
+	}
+	unschedulable := func(s *corev1.PodStatus) {
+		s.Conditions = []corev1.PodCondition{{Type: corev1.PodScheduled, Status: corev1.ConditionFalse, Reason: "Unschedulable", Message: "0/2 nodes are available"}}
+	}
+	active := pod("g1", corev1.PodRunning, nil)
+	leaving := pod("g2", corev1.PodRunning, nil)
+	leaving.DeletionTimestamp = &metav1.Time{Time: time.Now()}
+	pulled := pod("g2", corev1.PodPending, waits("ErrImagePull", "no such image"))
+	for _, tc := range []struct {
+		name   string
+		wanted int
+		pods   []corev1.Pod
+		says   string // "": nothing
+	}{
+		{"there is one", 2, []corev1.Pod{active, pod("g2", corev1.PodRunning, nil)}, ""},
+		{"there is one, beside one that cannot start", 2, []corev1.Pod{active, pulled, pod("g3", corev1.PodRunning, nil)}, ""},
+		{"none is wanted", 1, []corev1.Pod{active}, ""},
+		{"none is wanted, and the next one starts", 1, []corev1.Pod{active, pulled}, ""},
+		{"nobody tells, and there is one Pod", -1, []corev1.Pod{active}, ""},
+		{"no image", 2, []corev1.Pod{active, pulled}, "if Pod g1 or its node ends, no pod reaches any peer until another gateway starts: Pod g2 is Pending: ErrImagePull: no such image"},
+		{"no image, and nobody tells", -1, []corev1.Pod{active, pulled}, "Pod g2 is Pending: ErrImagePull: no such image"},
+		{"no image since it ran", 2, []corev1.Pod{active, pod("g2", corev1.PodRunning, waits("ImagePullBackOff", "Back-off"))}, "Pod g2 waits: ImagePullBackOff: Back-off"},
+		{"no node", 2, []corev1.Pod{active, pod("g2", corev1.PodPending, unschedulable)}, "Pod g2 is Pending: Unschedulable: 0/2 nodes are available"},
+		{"no Pod", 2, []corev1.Pod{active}, "2 Pods are wanted, and there is no other one"},
+		{"only one that is being deleted", 2, []corev1.Pod{active, leaving}, "Pod g2 is being deleted"},
+	} {
+		got := components{pods: tc.pods}.noStandby("g1", tc.wanted)
+		if !strings.Contains(got, tc.says) || (got == "") != (tc.says == "") {
+			t.Errorf("%s: %q, want %q", tc.name, got, tc.says)
+		}
+	}
+}
+
 func TestWarningsOfWhatIsOverAreNotShown(t *testing.T) {
 	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
 	event := func(ago time.Duration, by, message string) corev1.Event {

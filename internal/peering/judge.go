@@ -17,6 +17,7 @@ import (
 	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"k8s.io/client-go/tools/clientcmd"
+	"k8s.io/utils/ptr"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -75,7 +76,8 @@ func withoutGateway(hops []Hop) {
 const (
 	hopManager = "manager"
 	hopGateway = "gateway"
-	hopNodes   = "nodes" // only where one is not ready
+	hopStandby = "standby" // only where there should be one, and none could take over
+	hopNodes   = "nodes"   // only where one is not ready
 	hopAgents  = "route agents"
 	hopKernels = "nodes' kernels" // only where an agent says that something is not as it should be
 	hopRights  = "rights"         // of the ServiceAccounts of the three
@@ -111,6 +113,9 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 			Text: "you may not list Pods in " + c.Namespace}), manager, gateway, nil
 	}
 	found.judgeGateway(&hops[1], gateway, now)
+	if text := found.noStandby(gateway.Name, c.gatewaysWanted(ctx)); text != "" && !noneAtWork(&hops[1]) {
+		hops = append(hops, Hop{Cluster: c.String(), Name: hopStandby, State: Limited, Reason: reasonNoStandby, Source: "Pods in " + c.Namespace, Text: text})
+	}
 	nodes, err := c.nodeHops(ctx, found)
 	if err != nil {
 		return nil, manager, gateway, err
@@ -423,7 +428,7 @@ func podProblem(p *corev1.Pod) string {
 		return "is being deleted"
 	}
 	if p.Status.Phase != corev1.PodRunning {
-		return "is " + Printable(string(p.Status.Phase))
+		return "is " + Printable(string(p.Status.Phase)) + pendingFor(p)
 	}
 	for _, s := range p.Status.ContainerStatuses {
 		if w := s.State.Waiting; w != nil {
@@ -443,6 +448,43 @@ func podProblem(p *corev1.Pod) string {
 		}
 	}
 	return ""
+}
+
+// pendingFor says, after a colon, for what a Pod waits that does not run; empty: nobody says.
+func pendingFor(p *corev1.Pod) string {
+	why := func(reason, message string) string {
+		if reason == "" {
+			return ""
+		}
+		if reason = ": " + Printable(reason); message != "" {
+			reason += ": " + printable(message, maxMessage)
+		}
+		return reason
+	}
+	for _, s := range slices.Concat(p.Status.InitContainerStatuses, p.Status.ContainerStatuses) {
+		if w := s.State.Waiting; w != nil {
+			return why(w.Reason, w.Message)
+		}
+	}
+	for _, c := range p.Status.Conditions {
+		if c.Type == corev1.PodScheduled && c.Status != corev1.ConditionTrue {
+			return why(c.Reason, c.Message)
+		}
+	}
+	return why(p.Status.Reason, p.Status.Message)
+}
+
+// gatewaysWanted is how many Pods of the gateway the Deployments want; -1: none tells.
+func (c *Cluster) gatewaysWanted(ctx context.Context) int {
+	var deployments appsv1.DeploymentList // a help: who may not read it sees the Pods
+	if c.client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "gateway"}) != nil || len(deployments.Items) == 0 {
+		return -1
+	}
+	n := 0
+	for i := range deployments.Items {
+		n += int(ptr.Deref(deployments.Items[i].Spec.Replicas, 1))
+	}
+	return n
 }
 
 // stepNames are the conditions of a Peering as hops.

@@ -174,7 +174,7 @@ func (s Status) Print(w io.Writer, wide bool) error {
 	fmt.Fprintf(w, "cluster %s (%s)\nmanager %s\ngateway %s\n", Printable(s.Cluster.ClusterName), Printable(s.Cluster.ClusterID), manager,
 		cmp.Or(strings.Join(gateways, ", "), "none is active"))
 	for _, h := range s.Hops {
-		if ofNodes(&h) || h.Name == hopClocks || h.State == Broken && (h.Name == hopRights || h.Name == hopGateway && s.noGateway() == "") {
+		if ofNodes(&h) || h.Name == hopClocks || h.Name == hopStandby || h.State == Broken && (h.Name == hopRights || h.Name == hopGateway && s.noGateway() == "") {
 			fmt.Fprintf(w, "%s %s\n", h.Name, h.Text)
 		}
 	}
