@@ -36,6 +36,7 @@ type evidence struct {
 	now        time.Time
 	check      CheckResult
 	endpoint   netip.AddrPort // where the peer is; zero: nowhere yet
+	hidden     bool           // endpoint is an address from which our Service relays, which hides where the peer is
 	configured string         // endpoint as it is configured
 	unresolved error          // why there is no address, or an old one
 	failed     error          // what the gateway's own machine refuses, of this peer or of all
@@ -72,9 +73,13 @@ func (e *evidence) unasked() bool {
 // cause decides. The first thing to mend comes first: what is wrong on this machine, then with the
 // address, with the way, with the keys, with the ranges.
 func (e *evidence) cause() Cause {
-	at := e.configured
-	if e.endpoint.IsValid() && e.endpoint.String() != at {
-		at = fmt.Sprintf("%v", e.endpoint)
+	sentTo := e.configured
+	if e.endpoint.IsValid() {
+		sentTo = e.endpoint.String()
+	}
+	at := sentTo
+	if e.hidden {
+		at = e.configured + " (our Service hides the source of what comes from there)"
 	}
 	hears := e.since(e.heard, recently) // so that there is a session, whatever else comes from there
 	// Its own PINGs are from and for addresses that were agreed upon: what is dropped beside them is
@@ -98,7 +103,7 @@ func (e *evidence) cause() Cause {
 	case e.check.State == Connecting:
 		return Cause{v1alpha1.CauseConnecting, fmt.Sprintf("waiting for the first answer of %s", at)}
 	case e.signs.Unsent != nil && e.since(e.signs.UnsentAt, ofLate):
-		return Cause{v1alpha1.CauseSendError, fmt.Sprintf("the kernel of this gateway's machine does not send to %s: %s; %s", at, kernelSays(e.signs.Unsent), sendRemedy(e.signs.Unsent))}
+		return Cause{v1alpha1.CauseSendError, fmt.Sprintf("the kernel of this gateway's machine does not send to %s: %s; %s", sentTo, kernelSays(e.signs.Unsent), sendRemedy(e.signs.Unsent))}
 	case !hears && e.since(e.signs.OtherKey, ofLate):
 		return Cause{v1alpha1.CauseWrongKey, fmt.Sprintf("handshakes come from %s that are made for another public key than this gateway's: the peer has an old or a wrong key of this cluster; "+
 			"compare it with what `isthmus status --gateway -o wide` says here", at)}
@@ -128,8 +133,8 @@ func (e *evidence) cause() Cause {
 		return Cause{v1alpha1.CauseRangesDisagree, fmt.Sprintf("the peer sends to addresses outside of %v, under which it knows us, and its packets are dropped (destination): "+
 			"the two clusters disagree about this cluster's networks", e.local)}
 	}
-	return Cause{v1alpha1.CauseProbeUnanswered, "messages of the peer arrive, but no answer to the connection check: see there whether ours arrive, and what is dropped of them (`isthmus status --gateway`, or the log of Liqo's gateway where the peer is a Liqo); " +
-		"where that is by source or destination, the two clusters disagree about their networks"}
+	return Cause{v1alpha1.CauseProbeUnanswered, "unanswered: messages of the peer arrive, but no answer to the connection check, and nothing shows why: what this gateway sends may be lost on the way, or dropped there; " +
+		"see there whether it arrives, and what is dropped (source, destination): `isthmus status --gateway`, or the log of Liqo's gateway where the peer is a Liqo"}
 }
 
 // relayed ends a sentence about one of several peers that do not answer, where it is not known whose
@@ -184,7 +189,7 @@ func failedOf(id string, failed error) error {
 func (g *gateway) causeOf(v *view, failed error, now time.Time) Cause {
 	first := v.tunnels[0]
 	e := evidence{
-		now: now, check: first.check, endpoint: first.stats.Endpoint, configured: hostPort(v.Endpoint, v.Port), unresolved: v.unresolved,
+		now: now, check: first.check, endpoint: first.stats.Endpoint, hidden: first.stats.Endpoint.IsValid() && g.resolver.relaysFrom(first.stats.Endpoint.Addr()), configured: hostPort(v.Endpoint, v.Port), unresolved: v.unresolved,
 		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.session.heard, alone: v.alone,
 		remote: ranges{v.Remote.PodSeen, v.Remote.ExternalSeen}, local: ranges{v.Local.PodSeen, v.Local.ExternalSeen},
 	}

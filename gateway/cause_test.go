@@ -80,6 +80,9 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		{"the same, after a session", func(e *evidence) { e.handshake, e.heard, e.signs.RelayedRefused = ago(60), ago(12), ago(3) }, v1alpha1.CausePeerSilent, "through our Service"},
 		{"never heard", func(*evidence) {}, v1alpha1.CauseNoAnswer, "nothing has ever come from 192.0.2.9:5871"},
 		{"heard once", func(e *evidence) { e.handshake, e.heard = ago(60), ago(12) }, v1alpha1.CausePeerSilent, "since 11:59:48 UTC"},
+		{"heard by way of a Service that hides the source", func(e *evidence) { e.handshake, e.heard, e.hidden = ago(60), ago(12), true }, v1alpha1.CausePeerSilent,
+			"nothing has come from gw.example:5871 (our Service hides the source of what comes from there) since"},
+		{"our firewall towards such a source", func(e *evidence) { e.hidden, e.signs.Unsent, e.signs.UnsentAt = true, unix.EPERM, ago(2) }, v1alpha1.CauseSendError, "send to 192.0.2.9:5871:"},
 		{"heard long ago", func(e *evidence) { e.handshake, e.heard = ago(3600), ago(3500) }, v1alpha1.CausePeerSilent, "since 11:01:40 UTC"},
 		{"its ranges", func(e *evidence) { session(e); e.source = ago(1) }, v1alpha1.CauseRangesDisagree, "10.246.0.0/16 and 10.247.0.0/16"},
 		{"pods send to nowhere, while the peer asks and hears no answer", func(e *evidence) { session(e); e.check.Asked, e.source, e.destination = ago(2), ago(1), ago(1) },
@@ -109,6 +112,9 @@ func TestTheCauseIsTheFirstThingToMend(t *testing.T) {
 		got := e.cause()
 		if got.Reason != c.reason || !strings.Contains(got.Text, c.says) {
 			t.Errorf("%s: %+v; want %s with %q", c.name, got, c.reason, c.says)
+		}
+		if got.Reason == v1alpha1.CauseProbeUnanswered && (strings.Contains(got.Text, "disagree") || !strings.HasPrefix(got.Text, "unanswered: ")) {
+			t.Errorf("%s: it claims to know why: %s", c.name, got.Text)
 		}
 		told[c.reason] = true
 	}
