@@ -634,6 +634,7 @@ func TestGatewayNamesTheFlagThatIsWrong(t *testing.T) {
 		{[]string{"--kubeconfig", "/no/such/file"}, "kubeconfig"},
 		{[]string{"--kubeconfig", kubeconfig, "--mtu", "9"}, "--mtu"},
 		{[]string{"--kubeconfig", kubeconfig, "--port", "0"}, "--port"},
+		{[]string{"--kubeconfig", kubeconfig, "--port", "5869", "--tunnels", "2"}, "--port 5869: want ports of tunnels without 5870"},
 		{[]string{"--kubeconfig", kubeconfig, "--tunnels", "0"}, "--tunnels 0: want 1 to 16"},
 		{[]string{"--kubeconfig", kubeconfig, "--tunnels", "17"}, "--tunnels 17: want 1 to 16"},
 		{[]string{"--kubeconfig", kubeconfig, "--port", "65534", "--tunnels", "3"}, "--tunnels 3: the last would listen on port 65536"},

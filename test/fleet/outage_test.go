@@ -138,7 +138,9 @@ func TestControlPlaneOutage(t *testing.T) {
 			return nil
 		})
 		must(t, a.Launch(fleet.Gateway(was)))
-		carriesOn(t, a, was)
+		time.Sleep(10 * time.Second) // it has missed the API server twice, which waits 2.5 s for an answer
+		says(t, a, was, 5872, "/readyz", "503")
+		says(t, a, was, 5872, "/metrics", "isthmus_gateway_from_snapshot 0\n", "isthmus_gateway_active 0\n")
 		heal()
 		says(t, a, was, 5872, "/readyz", "ok, standby for "+fleet.Gateway(1-was))
 		ready(t, a, b)

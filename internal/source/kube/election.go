@@ -392,10 +392,21 @@ func (e *election) carryOn(known acquaintance) {
 	e.judgeLocked(time.Now())
 }
 
+// superseded reports whether another gateway has answered that this one, which held the Lease when it knew what is
+// known, does not hold it any more.
+func (e *election) superseded(known acquaintance, now time.Time) bool {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	v := e.viewLocked(now)
+	v.holds, v.transition = true, max(v.transition, known.Transition)
+	return decide(v).lost
+}
+
 // recall notes the gateways that had answered in an earlier life of this one.
 func (e *election) recall(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
+	e.transition = max(e.transition, known.Transition)
 	for pod, addr := range known.Others {
 		o := e.otherLocked(pod)
 		o.answered = true

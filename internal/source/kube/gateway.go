@@ -154,7 +154,8 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 	known := g.remember()
 	asking, silence := context.WithCancel(ctx)
 	var questioners sync.WaitGroup
-	questioners.Go(func() { g.questioner(e, known).run(asking) })
+	q, others := g.questioner(e)
+	questioners.Go(func() { q.run(asking) })
 	defer questioners.Wait()
 	defer silence()
 	group.Go(func() {
@@ -162,7 +163,7 @@ func (g *Gateway) Run(ctx context.Context, serve func(context.Context) error, st
 			close(g.prepared)
 		}
 	})
-	if err := g.await(wanted, e, known); err != nil {
+	if err := g.await(wanted, e, known, others); err != nil {
 		return nil // it is not wanted any more
 	}
 	g.mu.Lock()
@@ -271,23 +272,25 @@ func (g *Gateway) holder(ctx context.Context) string {
 	return holderOf(&lease)
 }
 
-// questioner asks the other gateways of e, with the key that is in use or known from before.
-func (g *Gateway) questioner(e *election, known *remembered) *questioner {
-	var before [32]byte
-	if known != nil {
-		before = known.snapshot.PrivateKey
-		e.recall(known.acquaintance)
-	}
-	return &questioner{election: e, listen: g.listen, log: g.log,
+// questioner asks the other gateways of e, and returns what the state directory has of them.
+func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
+	q := &questioner{election: e, listen: g.listen, log: g.log,
 		refused: func(why string) { g.metrics.refused.WithLabelValues(why).Inc() },
 		private: func() [32]byte {
 			g.mu.Lock()
 			defer g.mu.Unlock()
-			if g.wish.valid {
-				return g.wish.snapshot.PrivateKey
-			}
-			return before
+			return g.wish.snapshot.PrivateKey
 		}}
+	if g.o.StateDirectory == "" {
+		return q, acquaintance{}
+	}
+	before, known, err := rememberOthers(g.o.StateDirectory)
+	if err != nil {
+		g.log.Error("nothing is known of other gateways until the API server answers", "directory", g.o.StateDirectory, "error", err)
+	}
+	q.before = before
+	e.recall(known)
+	return q, known
 }
 
 // meet has e follow the other gateways, by their Pods.
@@ -338,7 +341,7 @@ const carryOnMisses = 2
 
 // await returns when everything has been read, or when this replica carries on with what is known
 // since it cannot be told of a successor.
-func (g *Gateway) await(ctx context.Context, e *election, known *remembered) error {
+func (g *Gateway) await(ctx context.Context, e *election, known *remembered, others acquaintance) error {
 	for misses := 0; known != nil; {
 		holder, refused, err := e.ask(ctx)
 		switch {
@@ -352,7 +355,12 @@ func (g *Gateway) await(ctx context.Context, e *election, known *remembered) err
 			misses = 0
 		}
 		if misses == carryOnMisses && ctx.Err() == nil {
-			g.carryOn(e, known)
+			if e.superseded(others, time.Now()) {
+				g.log.Info("the snapshot is of no use: another gateway answers that it has taken over")
+				known = nil
+				continue
+			}
+			g.carryOn(e, known, others)
 			return nil
 		}
 		select {
@@ -372,11 +380,11 @@ func (g *Gateway) await(ctx context.Context, e *election, known *remembered) err
 }
 
 // carryOn makes this replica the active one with what is known.
-func (g *Gateway) carryOn(e *election, known *remembered) {
+func (g *Gateway) carryOn(e *election, known *remembered, others acquaintance) {
 	why := known.from(time.Now())
 	g.log.Warn("active again without having been told", "peers", len(known.snapshot.Gateway.Peers), "reason", why)
 	g.keeper.adopt(known)
-	e.carryOn(known.acquaintance)
+	e.carryOn(others)
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	if !g.wish.valid { // else the API server has answered just now

@@ -131,6 +131,7 @@ const (
 type questioner struct {
 	election *election
 	private  func() [32]byte // the WireGuard private key; zero: not known yet
+	before   []byte          // the key of an earlier life, until private is known; nil: none
 	listen   func() (net.PacketConn, error)
 	refused  func(why string) // counts
 	log      *slog.Logger
@@ -161,6 +162,9 @@ func (q *questioner) run(ctx context.Context) {
 	}()
 	var again time.Time
 	logged := false
+	if q.before != nil {
+		q.key.Store(&q.before)
+	}
 	var private [32]byte
 	for {
 		if p := q.private(); p != private {

@@ -3,6 +3,7 @@ package kube
 import (
 	"cmp"
 	"context"
+	"crypto/sha256"
 	"encoding/base64"
 	"errors"
 	"fmt"
@@ -26,6 +27,7 @@ const (
 	objectsFile = "gateway-objects.json"
 	placesFile  = "gateway-places.json"
 	leaseFile   = "gateway-lease.json"
+	othersFile  = "gateway-others.json" // not one of those: of standbys, too, and with a secret
 
 	// snapshotVersion is that of all four. 2: where our own cluster is has a file of its own. A gateway that
 	// finds files of another version says so and waits for the API server.
@@ -79,6 +81,13 @@ type savedLease struct {
 	Pod       string    `json:"pod"`
 	Renewed   time.Time `json:"renewed"` // last contact to the API server
 	Active    time.Time `json:"active"`  // when this was written
+}
+
+// savedOthers is what a replica needs after a restart to ask the other gateways, and to answer them. A standby keeps
+// it, too: without an API server the active one goes on as long as its standby answers.
+type savedOthers struct {
+	Version int    `json:"version"`
+	Key     string `json:"key"` // questionKey, base64
 	acquaintance
 }
 
@@ -110,8 +119,6 @@ type remembered struct {
 	objects  savedObjects
 	snapshot Snapshot  // what they ask for
 	renewed  time.Time // the Lease
-
-	acquaintance acquaintance // with the other gateways
 }
 
 // remember reads a state directory. Without an error and without a result this replica was not the
@@ -172,7 +179,7 @@ func remember(o GatewayOptions, now time.Time) (*remembered, error) {
 		snapshot.PodNetwork = objects.places.PodNetwork
 		snapshot.PodNetwork.Pod, snapshot.PodNetwork.Node = o.PodIP, o.Node
 	}
-	return &remembered{objects, snapshot, lease.Renewed, lease.acquaintance}, nil
+	return &remembered{objects, snapshot, lease.Renewed}, nil
 }
 
 func wantVersion(file string, version int) error {
@@ -182,8 +189,32 @@ func wantVersion(file string, version int) error {
 	return nil
 }
 
+// rememberOthers reads what keepOthers wrote. Whatever is wrong with it, this replica gets to know the others by
+// the API server.
+func rememberOthers(directory string) (key []byte, known acquaintance, err error) {
+	var s savedOthers
+	if err := statefile.Read(directory, othersFile, smallLimit, &s); err != nil {
+		if errors.Is(err, fs.ErrNotExist) {
+			err = nil
+		}
+		return nil, known, err
+	}
+	if err := wantVersion(othersFile, s.Version); err != nil {
+		return nil, known, err
+	}
+	if key, err = base64.StdEncoding.DecodeString(s.Key); err != nil || len(key) != sha256.Size {
+		return nil, known, fmt.Errorf("%s: key: want %d octets in base64", othersFile, sha256.Size)
+	}
+	return key, s.acquaintance, nil
+}
+
 // Forget removes what a gateway keeps in a state directory, the private key first of all.
 func Forget(directory string) error {
+	return errors.Join(forgetSnapshot(directory), statefile.Remove(directory, othersFile))
+}
+
+// forgetSnapshot removes what only the active replica keeps.
+func forgetSnapshot(directory string) error {
 	if err := statefile.Remove(directory, keyFile, leaseFile, objectsFile, placesFile); err != nil {
 		return fmt.Errorf("snapshot: %w", err)
 	}
@@ -203,8 +234,7 @@ type keeper struct {
 	err     error    // why the directory is not as it should be
 
 	// Of run alone, and what follows it.
-	others  acquaintance // to be written
-	wrote   acquaintance
+	others  savedOthers  // written
 	have    savedObjects // written; Version 0: nothing is
 	renewed time.Time    // last contact to the API server, of an earlier life
 	noted   time.Time    // when savedLease was written
@@ -226,7 +256,7 @@ func (k *keeper) put(want savedObjects, private [32]byte) {
 
 // adopt takes the files as they are, unless put knows better already. It is called before run.
 func (k *keeper) adopt(r *remembered) {
-	k.have, k.renewed, k.wrote = r.objects, r.renewed, r.acquaintance
+	k.have, k.renewed = r.objects, r.renewed
 	k.mu.Lock()
 	defer k.mu.Unlock()
 	if k.private == ([32]byte{}) {
@@ -268,7 +298,7 @@ func (k *keeper) run(ctx context.Context, e *election) {
 	tick := time.NewTicker(noteInterval)
 	defer tick.Stop()
 	for {
-		k.others = e.acquaintance()
+		k.keepOthers(e.acquaintance())
 		if k.round(e.holder(), e.lastContact(), time.Now()) {
 			select {
 			case <-ctx.Done():
@@ -281,6 +311,24 @@ func (k *keeper) run(ctx context.Context, e *election) {
 		case <-tick.C:
 		case <-k.changed:
 		}
+	}
+}
+
+// keepOthers writes what this replica knows of the other ones, when it is something else.
+func (k *keeper) keepOthers(known acquaintance) {
+	k.mu.Lock()
+	private := k.private
+	k.mu.Unlock()
+	if private == ([32]byte{}) {
+		return
+	}
+	want := savedOthers{snapshotVersion, base64.StdEncoding.EncodeToString(questionKey(private)), known}
+	if reflect.DeepEqual(want, k.others) {
+		return
+	}
+	k.others = want // if it is not written, it is again with the next change: round says what is wrong with the directory
+	if err := statefile.Write(k.o.StateDirectory, othersFile, smallLimit, want); err != nil {
+		k.o.Log.Warn("what is known of other gateways is not kept", "file", othersFile, "error", err)
 	}
 }
 
@@ -304,7 +352,7 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 	same := reflect.DeepEqual(want, k.have)
 	const early = noteInterval - writeGap // a tick may be a little early
 	moved := (!same || now.Sub(k.placed) >= early) && !reflect.DeepEqual(places, k.have.places)
-	if same && !moved && now.Sub(k.noted) < early && reflect.DeepEqual(k.others, k.wrote) {
+	if same && !moved && now.Sub(k.noted) < early {
 		return false
 	}
 	k.kept = true
@@ -322,14 +370,14 @@ func (k *keeper) round(holder string, renewed, now time.Time) bool {
 		}
 	}
 	if err == nil {
-		lease := savedLease{snapshotVersion, k.o.Namespace, k.o.Pod, renewed, now, k.others}
+		lease := savedLease{snapshotVersion, k.o.Namespace, k.o.Pod, renewed, now}
 		err = statefile.Write(k.o.StateDirectory, leaseFile, smallLimit, lease)
 	}
 	if err != nil {
 		k.tell(fmt.Errorf("not written: %w", err))
 		return true
 	}
-	k.have, k.noted, k.wrote = want, now, k.others
+	k.have, k.noted = want, now
 	k.tell(nil)
 	return true
 }
@@ -339,7 +387,7 @@ func (k *keeper) forget() bool {
 	if !k.kept {
 		return false
 	}
-	err := Forget(k.o.StateDirectory)
+	err := forgetSnapshot(k.o.StateDirectory)
 	k.tell(err)
 	k.kept, k.have = err != nil, savedObjects{}
 	return true

@@ -1,15 +1,18 @@
 package kube
 
 import (
+	"bytes"
 	"context"
 	"encoding/base64"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io/fs"
 	"net/netip"
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -100,6 +103,40 @@ func TestOnlyWhoWasActiveLatelyCarriesOn(t *testing.T) {
 	other.Cluster = v1alpha1.ClusterIdentity{ClusterID: "id-other"}
 	if known, err := remember(other, noon); known != nil || err == nil || !strings.Contains(err.Error(), `cluster.clusterID is "id-self"; want our "id-other"`) {
 		t.Errorf("another cluster: %v, %v", known, err)
+	}
+}
+
+func TestWhatIsKnownOfOtherGatewaysIsKeptOnAStandbyToo(t *testing.T) {
+	o, _ := saved(t)
+	key, known, err := rememberOthers(o.StateDirectory)
+	if key != nil || len(known.Others) > 0 || err != nil {
+		t.Errorf("of nothing: %v, %+v, %v", key, known, err)
+	}
+	k := newKeeper(o, func() {})
+	want := acquaintance{Transition: 7, Others: map[string]netip.Addr{"pod-2": netip.MustParseAddr("10.0.0.2")}}
+	if k.keepOthers(want); len(k.others.Key) > 0 {
+		t.Error("kept without a key")
+	}
+	private := newKey()
+	k.put(savedFrom(self, private, nil, nil), private)
+	k.keepOthers(want)
+	k.round("pod-1", noon, noon)
+	k.round("pod-2", noon, noon)
+	if key, known, err = rememberOthers(o.StateDirectory); !bytes.Equal(key, questionKey(private)) || !reflect.DeepEqual(known, want) || err != nil {
+		t.Errorf("%v, %+v, %v; want %+v", key, known, err, want)
+	}
+	file := filepath.Join(o.StateDirectory, othersFile)
+	if err := os.WriteFile(file, []byte(`{"version": 2, "key": "AAAA"}`), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if key, _, err := rememberOthers(o.StateDirectory); key != nil || err == nil || !strings.Contains(err.Error(), "want 32 octets in base64") {
+		t.Errorf("a damaged one: %v, %v", key, err)
+	}
+	if err := Forget(o.StateDirectory); err != nil {
+		t.Error(err)
+	}
+	if entries, err := os.ReadDir(o.StateDirectory); len(entries) > 0 || err != nil {
+		t.Errorf("after the cleanup: %v, %v", entries, err)
 	}
 }
 
@@ -329,6 +366,7 @@ func testCarryingOn(t *testing.T, s *apiServer) {
 		t.Helper()
 		within(t, fmt.Sprintf("%d files", n), func() error {
 			entries, err := os.ReadDir(o.StateDirectory)
+			entries = slices.DeleteFunc(entries, func(e fs.DirEntry) bool { return e.Name() == othersFile }) // which a standby has, too
 			if len(entries) != n {
 				return fmt.Errorf("%v, %w", entries, err)
 			}

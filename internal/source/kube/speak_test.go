@@ -166,7 +166,10 @@ func (l links) joined() bool { return l.to[0] && l.to[1] }
 type simGateway struct {
 	w     *world
 	i     int
-	known acquaintance
+	known acquaintance // that its state directory has
+	held  bool         // when it ran last
+	waits bool         // for the API server, before it takes part
+	join  func()       // has it take part
 	stop  func()
 
 	mu    sync.Mutex
@@ -177,7 +180,11 @@ type simGateway struct {
 func podOf(i int) string         { return string(rune('a' + i)) }
 func addressOf(i int) netip.Addr { return netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)}) }
 
+// start begins a life. Without an API server a standby waits for it, and the holder of before carries on.
 func (g *simGateway) start() {
+	g.w.mu.Lock()
+	api := g.w.now.api[g.i]
+	g.w.mu.Unlock()
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	cached := func() string {
@@ -186,25 +193,43 @@ func (g *simGateway) start() {
 		return holderOf(g.w.old)
 	}
 	e := electionWith(&simLeases{g: g}, podOf(g.i), cached, quiet)
-	e.recall(g.known)
-	e.see(podOf(1-g.i), addressOf(1-g.i), false)
+	known := g.known
+	e.recall(known)
+	if api {
+		e.see(podOf(1-g.i), addressOf(1-g.i), false)
+	}
 	g.e, g.inbox = e, make(chan []byte, 100)
 	conn := &simConn{g: g, inbox: g.inbox, closed: make(chan struct{})}
 	q := &questioner{election: e, private: func() [32]byte { return g.w.key }, refused: func(string) {}, log: quiet,
 		listen: func() (net.PacketConn, error) { return conn, nil }}
 	ctx, cancel := context.WithCancel(g.w.t.Context())
 	var running sync.WaitGroup
-	running.Go(func() { e.run(ctx) })
 	running.Go(func() { q.run(ctx) })
+	g.join, g.waits = func() { running.Go(func() { e.run(ctx) }) }, false
+	switch {
+	case api:
+		g.join()
+	case g.held:
+		running.Go(func() {
+			select {
+			case <-ctx.Done():
+				return
+			case <-time.After(2 * time.Second): // as await does
+			}
+			if !e.superseded(known, time.Now()) {
+				e.carryOn(known)
+			}
+			e.run(ctx)
+		})
+	default:
+		g.waits = true
+	}
 	g.stop = func() {
 		cancel()
 		running.Wait()
 		g.mu.Lock()
 		defer g.mu.Unlock()
-		g.known = acquaintance{}
-		if e.holds() { // a standby keeps nothing
-			g.known = e.acquaintance()
-		}
+		g.known, g.held = e.acquaintance(), e.holds()
 		g.e = nil
 	}
 }
@@ -402,8 +427,12 @@ func play(t *testing.T, seed uint64, phases []phase) {
 				if g.e != nil && (p.restart[i] || p.dead[i]) {
 					g.stop()
 				}
-				if g.e == nil && !p.dead[i] && p.api[i] { // without an API server it would wait
+				if g.e == nil && !p.dead[i] {
 					g.start()
+				} else if g.e != nil && g.waits && p.api[i] {
+					g.waits = false
+					g.e.see(podOf(1-i), addressOf(1-i), false)
+					g.join()
 				}
 			}
 			holders := 0
