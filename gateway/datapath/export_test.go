@@ -285,8 +285,8 @@ func (h Held) Release() { h.p.mu.Unlock() }
 // Peers is how many peers the tunnel has.
 func (t *Tunnel) Peers() int { return len(t.peers.Load().byDevice) }
 
-// Knows reports whether the device has a peer.
-func (t *Tunnel) Knows(key [32]byte) bool { return t.dev.LookupPeer(key) != nil }
+// HasPeer reports whether the device has a peer.
+func (t *Tunnel) HasPeer(key [32]byte) bool { return t.dev.LookupPeer(key) != nil }
 
 // Replay is a session and the peer that the tunnel had for it at one moment.
 type Replay struct {

@@ -772,11 +772,11 @@ func TestTimersOfAPeerEndBeforeTheDeviceForgetsIt(t *testing.T) {
 		time.Sleep(time.Millisecond)
 	}
 	time.Sleep(20 * time.Millisecond)
-	if !a.Knows(key) {
+	if !a.HasPeer(key) {
 		t.Error("the device forgot the peer while a timer of it acts")
 	}
 	acting.Release()
-	if err := <-removed; err != nil || a.Knows(key) {
+	if err := <-removed; err != nil || a.HasPeer(key) {
 		t.Errorf("not removed: %v", err)
 	}
 }
