@@ -598,25 +598,26 @@ func TestRuleChangeInTheMiddleOfATransferLosesNothing(t *testing.T) {
 			External:   a.rules.External,
 		}
 	}
-	stop, changes := make(chan struct{}), 0
+	stop := make(chan struct{})
+	var changes atomic.Int64
 	var changing sync.WaitGroup
 	changing.Go(func() {
 		for {
 			for _, s := range []*side{a, b} {
 				peers := []natengine.Peer{s.rules}
-				for i := range changes % 4 {
+				for i := range int(changes.Load() % 4) {
 					peers = append(peers, other(i))
 				}
-				if changes%2 == 1 { // the peer itself changes too: one more mapping
+				if changes.Load()%2 == 1 { // the peer itself changes too: one more mapping
 					peers[0].Endpoints = append([]natengine.Endpoint{{
 						Real: netip.MustParseAddr("10.0.50.99"), Seen: peers[0].External[0].Addr().Next().Next().Next(),
 					}}, peers[0].Endpoints...)
 				}
 				if err := s.engine.SetPeers(peers); err != nil {
-					t.Errorf("rule change %d: %v", changes, err)
+					t.Errorf("rule change %d: %v", changes.Load(), err)
 				}
 			}
-			changes++
+			changes.Add(1)
 			select {
 			case <-stop:
 				return
@@ -626,26 +627,25 @@ func TestRuleChangeInTheMiddleOfATransferLosesNothing(t *testing.T) {
 	})
 	ctx, cancel := context.WithTimeout(context.Background(), 2*time.Minute)
 	defer cancel()
-	var wg sync.WaitGroup
-	for i, f := range []struct{ from, to netip.Addr }{{a.pod, b.pod}, {a.node, b.pod2}, {a.pod2, b.external}} {
-		wg.Go(func() {
-			if err := transfer(ctx, a, f.from, b, f.to, uint16(9000+i), 2<<20); err != nil {
-				t.Errorf("TCP %v -> %v: %v", f.from, f.to, err)
+	for round := 0; round == 0 || changes.Load() < 20 && !t.Failed(); round++ {
+		var wg sync.WaitGroup
+		for i, f := range []struct{ from, to netip.Addr }{{a.pod, b.pod}, {a.node, b.pod2}, {a.pod2, b.external}} {
+			wg.Go(func() {
+				if err := transfer(ctx, a, f.from, b, f.to, uint16(9000+3*round+i), 2<<20); err != nil {
+					t.Errorf("TCP %v -> %v: %v", f.from, f.to, err)
+				}
+			})
+		}
+		wg.Go(func() { // nothing sends a datagram again
+			if err := echoUDP(a, a.node, b, b.pod, 300, false, nil); err != nil {
+				t.Errorf("UDP: %v; lost: %s", err, lost(network, a, b))
 			}
 		})
+		wg.Wait()
 	}
-	wg.Go(func() { // nothing sends a datagram again
-		if err := echoUDP(a, a.node, b, b.pod, 300, false, nil); err != nil {
-			t.Errorf("UDP: %v; lost: %s", err, lost(network, a, b))
-		}
-	})
-	wg.Wait()
 	close(stop)
 	changing.Wait()
-	t.Logf("%d rule changes; lost: %s", changes, lost(network, a, b))
-	if changes < 20 {
-		t.Errorf("%d rule changes during the transfers: want more", changes)
-	}
+	t.Logf("%d rule changes; lost: %s", changes.Load(), lost(network, a, b))
 	for _, s := range []*side{a, b} {
 		for _, dir := range []natengine.Direction{natengine.Outbound, natengine.Inbound} {
 			for _, d := range natengine.Drops() {
