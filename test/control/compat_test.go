@@ -359,15 +359,22 @@ func testLiqoChanges(a, b *site, m *liqoManager) {
 	agreedWithLiqo(a, b, m)
 }
 
-// testLiqoRemembers changes our PodCIDR. Liqo goes on to answer what it answered to the old one, of
-// another length: nothing is applied of that, and the Peering says why.
+// testLiqoRemembers changes our PodCIDR. Liqo goes on to answer what it answered to the old one. Of the
+// same length that serves the new one. Of another length nothing is applied, and the Peering says why.
 func testLiqoRemembers(a, b *site, m *liqoManager) {
 	a.t.Helper()
+	a.reconfigure("10.222.0.0/16")
+	a.eventually("a TunnelEndpoint with the other network", func() (string, bool) {
+		te := a.tunnelEndpoint(b)
+		return fmt.Sprintf("%+v", te), te != nil && te.Spec.LocalPodCIDR == "10.222.0.0/16" && te.Spec.LocalNATPodCIDR == "10.64.0.0/16"
+	})
+	agreedWithLiqo(a, b, m)
+	a.ready(b)
 	before := a.tunnelEndpoint(b)
 	a.reconfigure("10.220.0.0/15")
 	a.eventually("a Peering that complains", func() (string, bool) {
-		c := a.has(b, isthmus.ConditionTunnelEndpoint)
-		return fmt.Sprintf("%+v", c), c.Reason == isthmus.ReasonInvalid && strings.Contains(c.Message, "status.podCIDRNAT: 10.64.0.0/16 has another length")
+		c := a.has(b, isthmus.ConditionAnswered)
+		return fmt.Sprintf("%+v", c), c.Reason == isthmus.ReasonInvalid && strings.Contains(c.Message, "podCIDRNAT must have the address family and prefix length")
 	})
 	if te := a.tunnelEndpoint(b); te == nil || te.UID != before.UID || te.Generation != before.Generation {
 		a.t.Errorf("the TunnelEndpoint was %+v, is %+v", before, te)
