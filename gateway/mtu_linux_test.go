@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-var long = flag.Bool("long", false, "also wait until a path is tried again that has dropped large packets, half a minute")
+var long = flag.Bool("long", false, "also what takes long: half a minute until a path is tried again that has dropped large packets, and fairness among 4,000 peers")
 
 // dontFragment makes the pinger send with DF and follow what the path says.
 func (p *pinger) dontFragment(t *testing.T) *pinger {

@@ -34,9 +34,10 @@ const (
 	maxSlabs  = 24
 	keptSlabs = 4
 
-	// drainCalls is how often the socket is asked for more before something is opened. A call gives
-	// up to 384 messages.
-	drainCalls = 8
+	// drainCalls is how often the socket is asked for more before something is opened: a call gives up
+	// to 384 messages, so that a full buffer of small ones is drained at once. Fewer would leave the
+	// messages of all peers in one queue there whenever the process did not run for a while.
+	drainCalls = 32
 
 	// workMessages, or messages of cost workCost, are opened before the socket is drained again.
 	workMessages = 384

@@ -58,6 +58,8 @@ func check(ctx context.Context) bool {
 		// The race detector allocates, so tests of "no allocation" skip themselves under it and run
 		// here.
 		{"allocations", goTest(".", tests, "", "-run=NotAllocate", "./...")},
+		// In real time: the race detector would make the honest peer the slow one.
+		{"fairness", goTest(".", tests, "", "-run=OneHostilePeer", "./gateway")},
 	}
 	beside := []step{
 		{"tests in test/", goTest("test", tests, raceDetector, "./...")},

@@ -1,0 +1,747 @@
+//go:build !race
+
+package gateway
+
+import (
+	"bytes"
+	"cmp"
+	"crypto/ecdh"
+	"encoding/binary"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"slices"
+	"strings"
+	"sync"
+	"sync/atomic"
+	"testing"
+	"time"
+
+	"golang.zx2c4.com/wireguard/conn"
+	"golang.zx2c4.com/wireguard/device"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/bind"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+	"github.com/isthmus-net/isthmus/gateway/datapath/memlink"
+	"github.com/isthmus-net/isthmus/natengine"
+	"github.com/isthmus-net/isthmus/packet"
+	"github.com/isthmus-net/isthmus/packet/packettest"
+)
+
+// TestOneHostilePeerAmongThousands measures in real time what an honest peer notices of a hostile one.
+// A victim with thousands of peers, an honest peer and a hostile one are real tunnels over UDP sockets
+// of this machine, in one process with one processor, where CPU is scarce as it is on a small node:
+//
+//	pods (memory) ── victim ══ 127.0.0.1 ══ honest peer ── pods (memory): echo, new flows, a stream, PINGs
+//	                   ╚═══════════════════ hostile peer, or a host that has no key
+//
+// Each row compares an attack with a quiet time right before it. A row that fails is tried twice more.
+// It is skipped where the process gets less than half of a processor, or where the quiet time itself is
+// bad: a busy machine fails no row.
+//
+// go test ./gateway -run OneHostilePeer -v prints the table of docs/fairness.md; -long has 4,000 peers
+// and takes longer.
+func TestOneHostilePeerAmongThousands(t *testing.T) {
+	if os.Getenv(fairnessChild) == "" {
+		if testing.Short() {
+			t.Skip("it takes half a minute of real time")
+		}
+		cmd := exec.CommandContext(t.Context(), os.Args[0], "-test.run=^TestOneHostilePeerAmongThousands$", "-test.v", fmt.Sprintf("-long=%v", *long))
+		cmd.Env = append(os.Environ(), fairnessChild+"=1", "GOMAXPROCS=1")
+		out, err := cmd.CombinedOutput()
+		t.Logf("%s", out)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if strings.Contains(string(out), "--- SKIP") {
+			t.Skip("this machine is too busy to judge all rows")
+		}
+		return
+	}
+	newFairness(t).run()
+}
+
+const fairnessChild = "ISTHMUS_FAIRNESS_CHILD"
+
+const (
+	fairPort  = 4000 // of the pods; new flows have others
+	honestID  = 1
+	hostileID = 2
+	backID    = 3 // an honest peer that starts again
+
+	// mostTime is after how long no row is tried again.
+	mostTime = 30 * time.Second
+
+	// writeTime is what it takes to write one run of packets to a TUN and to forward it, on a node
+	// whose CPU is slow: the links here are memory, and cost nothing.
+	writeTime = 15 * time.Microsecond
+
+	echoEvery   = 10 * time.Millisecond
+	flowEvery   = 50 * time.Millisecond
+	streamEvery = 5 * time.Millisecond
+	streamBurst = 5 // packets of streamLen octets: 1.4 MB/s, a fraction of what the victim can do
+	streamLen   = 1380
+)
+
+var (
+	victimPods     = netip.MustParsePrefix("10.71.0.0/16") // as peers see them
+	victimExternal = netip.MustParsePrefix("10.90.0.0/24")
+	victimPod      = netip.MustParseAddr("10.71.0.9")
+	victimMapped   = netip.MustParseAddr("10.90.0.9") // stands for a host that is no pod: each flow to it has state
+)
+
+// nthPods and nthExternal are the networks of a peer, as the victim sees them.
+func nthPods(n int) netip.Prefix {
+	return netip.PrefixFrom(netip.AddrFrom4([4]byte{11, byte(n >> 4), byte(n << 4)}), 20)
+}
+
+func nthExternal(n int) netip.Prefix {
+	return netip.PrefixFrom(netip.AddrFrom4([4]byte{100, 64 + byte(n>>8), byte(n)}), 24)
+}
+
+func nthKey(n int) (private, public [32]byte) {
+	private = key(byte(n))
+	private[0] &= 248
+	binary.BigEndian.PutUint32(private[8:], uint32(n))
+	k, _ := ecdh.X25519().NewPrivateKey(private[:])
+	return private, [32]byte(k.PublicKey().Bytes())
+}
+
+// fairWire keeps the last data message that was sent: whoever is on the underlay sees it. While it
+// records, it keeps messages and sends none.
+type fairWire struct {
+	*bind.Bind
+	mu       sync.Mutex
+	seen     [64]byte
+	records  bool
+	recorded [][]byte
+}
+
+func (w *fairWire) Send(bufs [][]byte, to conn.Endpoint) error {
+	if m := bufs[0]; m[0] == device.MessageTransportType {
+		w.mu.Lock()
+		defer w.mu.Unlock()
+		copy(w.seen[:], m)
+		if w.records {
+			for _, m := range bufs {
+				w.recorded = append(w.recorded, bytes.Clone(m))
+			}
+			return nil
+		}
+	}
+	return w.Bind.Send(bufs, to)
+}
+
+// record sets whether messages are kept, and returns those that are.
+func (w *fairWire) record(on bool) [][]byte {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	w.records = on
+	recorded := w.recorded
+	w.recorded = nil
+	return recorded
+}
+
+// junk is a data message that nobody can open, under the session that was seen last.
+func (w *fairWire) junk() []byte {
+	m := make([]byte, 96)
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	copy(m, w.seen[:16])
+	binary.LittleEndian.PutUint64(m[8:], 1<<40)
+	return m
+}
+
+// fairEnd is one gateway.
+type fairEnd struct {
+	*datapath.Tunnel
+	engine  *natengine.Engine
+	link    *memlink.Link
+	wire    *fairWire
+	checker *checker
+	public  [32]byte
+}
+
+// checked gives an end a connection check of those peers.
+func (e *fairEnd) check(t *testing.T, local *datapath.Local, peers []checkPeer) {
+	socket, err := local.ListenUDP(fabric.ProbePort)
+	if err != nil {
+		t.Fatal(err)
+	}
+	e.checker = newChecker(socket, quiet, func(string, time.Duration) {}, pathProber{})
+	e.checker.set(peers)
+	t.Cleanup(e.checker.close)
+}
+
+func (f *fairness) open(n int, rules []natengine.Peer, port uint16) (*fairEnd, *datapath.Local) {
+	private, public := nthKey(n)
+	e := &fairEnd{
+		engine: natengine.New(natengine.Config{Self4: fabric.GatewayAddr, Self6: fabric.GatewayAddr6, MaxFlowsPerPeer: 1 << 16, MaxFlowsPerHost: 1 << 16}),
+		link:   memlink.NewLink("mem", 1420), wire: &fairWire{Bind: bind.New()}, public: public,
+	}
+	local, err := datapath.NewLocal(fabric.GatewayAddr, fabric.GatewayAddr6, 1420)
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	e.Tunnel = datapath.New(e.link, e.wire, e.engine, local, datapath.Options{})
+	f.t.Cleanup(func() { _ = e.Close() })
+	if err := e.engine.SetPeers(rules); err != nil {
+		f.t.Fatal(err)
+	}
+	if err := e.Up(private, port); err != nil {
+		f.t.Fatal(err)
+	}
+	return e, local
+}
+
+// peer is a gateway whose only peer is the victim.
+func (f *fairness) peer(n int, port uint16) (*fairEnd, *datapath.Local) {
+	e, local := f.open(n, []natengine.Peer{{
+		ID: "victim", RemotePods: []netip.Prefix{victimPods}, RemoteExternal: []netip.Prefix{victimExternal},
+		Pods:      []natengine.Remap{{From: nthPods(n), To: nthPods(n)}},
+		External:  []netip.Prefix{nthExternal(n)},
+		Endpoints: []natengine.Endpoint{{Real: fabric.GatewayAddr, Seen: fabric.FirstHost(nthExternal(n))}},
+	}}, port)
+	if err := e.SetPeers([]datapath.Peer{{State: e.engine.Peers()[0], Key: f.victim.public, Endpoint: f.at}}); err != nil {
+		f.t.Fatal(err)
+	}
+	return e, local
+}
+
+// fairness is the test.
+type fairness struct {
+	t                       *testing.T
+	peers                   int
+	quiet, time             time.Duration // how long the quiet time and the attack of a row take
+	victim, honest, hostile *fairEnd
+	at                      netip.AddrPort // of the victim
+	states                  map[string]*natengine.PeerState
+
+	mu     sync.Mutex
+	sent   map[uint64]time.Time // echoes and new flows under way, by number
+	rtts   [2][]time.Duration   // of echoes, of new flows
+	next   uint64
+	octets atomic.Int64 // of the stream, at the victim
+	rows   []string
+}
+
+func newFairness(t *testing.T) *fairness {
+	f := &fairness{t: t, peers: 1000, sent: make(map[uint64]time.Time), states: make(map[string]*natengine.PeerState),
+		quiet: 1200 * time.Millisecond, time: 2 * time.Second}
+	if *long {
+		f.peers, f.quiet, f.time = 4000, 2*time.Second, 5*time.Second
+	}
+	var rules []natengine.Peer
+	for n := range f.peers {
+		rules = append(rules, natengine.Peer{
+			ID: fmt.Sprint(n), RemotePods: []netip.Prefix{nthPods(n)}, RemoteExternal: []netip.Prefix{nthExternal(n)},
+			Pods:      []natengine.Remap{{From: victimPods, To: victimPods}},
+			External:  []netip.Prefix{victimExternal},
+			Endpoints: []natengine.Endpoint{{Real: fabric.GatewayAddr, Seen: fabric.FirstHost(victimExternal)}, {Real: netip.MustParseAddr("172.16.0.9"), Seen: victimMapped}},
+		})
+	}
+	var local, honestLocal *datapath.Local
+	f.victim, local = f.open(0xffff, rules, 0)
+	f.at = netip.AddrPortFrom(netip.MustParseAddr("127.0.0.1"), f.victim.Port())
+	f.victim.link.OnReceive(f.answer)
+	f.honest, honestLocal = f.peer(honestID, 0)
+	f.honest.link.OnReceive(f.came)
+	f.hostile, _ = f.peer(hostileID, 0)
+	back, _ := f.peer(backID, 0)
+	ports := map[int]uint16{honestID: f.honest.Port(), hostileID: f.hostile.Port(), backID: back.Port()}
+	_ = back.Close()
+	var peers []datapath.Peer
+	var checks []checkPeer
+	for _, state := range f.victim.engine.Peers() {
+		var n int
+		_, _ = fmt.Sscan(state.ID(), &n)
+		f.states[state.ID()] = state
+		_, public := nthKey(n)
+		p := datapath.Peer{State: state, Key: public}
+		if port := ports[n]; port != 0 {
+			p.Endpoint = netip.AddrPortFrom(f.at.Addr(), port)
+		}
+		peers = append(peers, p)
+		checks = append(checks, checkPeer{id: state.ID(), probe: netip.AddrPortFrom(fabric.FirstHost(nthExternal(n)), fabric.ProbePort),
+			allowed: [2]netip.Prefix{nthPods(n), nthExternal(n)}, key: public, endpoint: "127.0.0.1", port: ports[n]})
+	}
+	if err := f.victim.SetPeers(peers); err != nil {
+		t.Fatal(err)
+	}
+	f.victim.check(t, local, checks)
+	f.honest.check(t, honestLocal, []checkPeer{{id: "victim", probe: netip.AddrPortFrom(fabric.FirstHost(victimExternal), fabric.ProbePort),
+		allowed: [2]netip.Prefix{victimPods, victimExternal}, key: f.victim.public, endpoint: "127.0.0.1", port: f.at.Port()}})
+	return f
+}
+
+// answer is the victim's pods: they take the stream, and send back all else.
+func (f *fairness) answer(bufs [][]byte) error {
+	for begin := time.Now(); time.Since(begin) < writeTime; {
+	}
+	b := slices.Concat(bufs[1:]...)
+	if len(b) > 1000 {
+		f.octets.Add(int64(len(b)))
+		return nil
+	}
+	if binary.BigEndian.Uint64(b[28:]) == 0 { // the flood
+		return nil
+	}
+	src, dst := [4]byte(b[12:16]), [4]byte(b[16:20])
+	copy(b[12:], dst[:])
+	copy(b[16:], src[:])
+	sport, dport := [2]byte(b[20:22]), [2]byte(b[22:24])
+	copy(b[20:], dport[:])
+	copy(b[22:], sport[:])
+	f.victim.link.Inject(make([]byte, packet.VirtioHeaderLen), b)
+	return nil
+}
+
+// came is the honest peer's pods: they take the answers.
+func (f *fairness) came(bufs [][]byte) error {
+	n := binary.BigEndian.Uint64(bufs[1][28:])
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if at, ok := f.sent[n]; ok {
+		delete(f.sent, n)
+		f.rtts[n&1] = append(f.rtts[n&1], time.Since(at))
+	}
+	return nil
+}
+
+// fairPacket is a datagram of a peer's pod to the victim's, with a number. The last bit of the number is
+// 1 for a new flow.
+func fairPacket(peer int, to netip.Addr, port uint16, number uint64, size int) []byte {
+	data := make([]byte, size)
+	binary.BigEndian.PutUint64(data, number)
+	return packettest.Build(packettest.IP{Src: nthPods(peer).Addr().Next().Next(), Dst: to},
+		packettest.UDP{SrcPort: port, DstPort: fairPort, NoChecksum: true, Data: data})
+}
+
+func inject(e *fairEnd, b []byte) bool { return e.link.Inject(make([]byte, packet.VirtioHeaderLen), b) }
+
+// noticed is what the honest peer notices of some time.
+type noticed struct {
+	median, worst [2]time.Duration // round trips, of known flows and of new ones
+	lost          [2]float64       // shares
+	offered       float64          // share of the stream that was sent
+	check         [2]CheckResult   // of the honest peer, of the victim about it
+	got           float64          // share of the time that the process wanted to run and did
+}
+
+// notice has the honest peer work for some time.
+func (f *fairness) notice(d time.Duration) (r noticed) {
+	f.mu.Lock()
+	clear(f.sent)
+	f.rtts = [2][]time.Duration{}
+	f.mu.Unlock()
+	var asked [2]int
+	f.octets.Store(0)
+	before := schedstat()
+	stream := fairPacket(honestID, victimPod, fairPort, 2, streamLen-28)
+	begin := time.Now()
+	var echo, flow, burst time.Time
+	bursts := 0
+	ask := func(kind uint64, to netip.Addr, port uint16) {
+		f.mu.Lock()
+		f.next++
+		n := f.next<<1 | kind
+		f.sent[n] = time.Now()
+		f.mu.Unlock()
+		asked[kind]++
+		inject(f.honest, fairPacket(honestID, to, port, n, 36))
+	}
+	for now := begin; now.Sub(begin) < d; now = time.Now() {
+		if now.Sub(echo) >= echoEvery {
+			echo = now
+			ask(0, victimPod, fairPort)
+		}
+		if now.Sub(flow) >= flowEvery {
+			flow = now
+			ask(1, victimMapped, uint16(10_000+f.next%50_000))
+		}
+		if now.Sub(burst) >= streamEvery {
+			burst = now
+			bursts++
+			for range streamBurst {
+				inject(f.honest, stream)
+			}
+		}
+		time.Sleep(time.Millisecond)
+	}
+	r.got = got(before, schedstat())
+	octets := float64(f.octets.Load())
+	if bursts > 0 {
+		r.offered = octets / float64(bursts*streamBurst*streamLen)
+	}
+	for end := time.Now().Add(time.Second); time.Now().Before(end); time.Sleep(10 * time.Millisecond) { // for answers that are late
+		f.mu.Lock()
+		left := len(f.sent)
+		f.mu.Unlock()
+		if left == 0 {
+			break
+		}
+	}
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	for kind := range r.median {
+		all := f.rtts[kind]
+		slices.Sort(all)
+		if len(all) > 0 {
+			r.median[kind], r.worst[kind] = all[len(all)/2], all[len(all)-1]
+		}
+		r.lost[kind] = 1 - float64(len(all))/float64(max(1, asked[kind]))
+	}
+	r.check = [2]CheckResult{f.honest.checker.results()["victim"], f.victim.checker.results()[fmt.Sprint(honestID)]}
+	return r
+}
+
+// schedstat is how long each thread of this process has run, and how long it was ready and did not.
+func schedstat() map[string][2]time.Duration {
+	all := make(map[string][2]time.Duration)
+	tasks, _ := filepath.Glob("/proc/self/task/*/schedstat")
+	for _, name := range tasks {
+		b, _ := os.ReadFile(name)
+		var ran, waited time.Duration
+		_, _ = fmt.Sscan(string(b), &ran, &waited)
+		all[name] = [2]time.Duration{ran, waited}
+	}
+	return all
+}
+
+// got is the share of a processor that the process got, of what it could have used: one thread of it runs
+// at a time, so what counts beside what all have run is the longest wait.
+func got(before, after map[string][2]time.Duration) float64 {
+	var ran, waited time.Duration
+	for name, now := range after {
+		ran += now[0] - before[name][0]
+		waited = max(waited, now[1]-before[name][1])
+	}
+	return float64(ran) / float64(max(1, ran+waited))
+}
+
+// bad says what of a quiet time is so bad that an attack cannot be judged by it.
+func (r *noticed) bad() string {
+	switch {
+	case r.lost[0] > 0.02 || r.lost[1] > 0.05 || r.offered < 0.95:
+		return fmt.Sprintf("even in quiet %.0f %% of echoes and %.0f %% of new flows were lost, and %.0f %% of the stream arrived", 100*r.lost[0], 100*r.lost[1], 100*r.offered)
+	case r.median[0] > 20*time.Millisecond || r.worst[0] > 200*time.Millisecond:
+		return fmt.Sprintf("even in quiet a round trip took %v, %v at worst", r.median[0], r.worst[0])
+	case r.check[0].State != Connected || r.check[1].State != Connected:
+		return "the connection check was not answered before the attack"
+	}
+	return ""
+}
+
+// suffers says what the honest peer suffers from an attack, compared with the quiet time before it.
+func (r *noticed) suffers(quiet *noticed) (list []string) {
+	for kind, name := range []string{"echoes", "new flows"} {
+		if most := 10*quiet.median[kind] + 60*time.Millisecond; r.median[kind] > most {
+			list = append(list, fmt.Sprintf("%s take %v: want %v at most", name, r.median[kind], most))
+		}
+		if most := 5*quiet.worst[kind] + time.Second; r.worst[kind] > most {
+			list = append(list, fmt.Sprintf("%s take %v at worst: want %v at most", name, r.worst[kind], most))
+		}
+		if most := quiet.lost[kind] + 0.05; r.lost[kind] > most {
+			list = append(list, fmt.Sprintf("%.0f %% of %s are lost", 100*r.lost[kind], name))
+		}
+	}
+	if r.offered < 0.8*quiet.offered {
+		list = append(list, fmt.Sprintf("%.0f %% of the stream arrive", 100*r.offered))
+	}
+	for i, who := range []string{"the honest peer", "the victim"} {
+		if c := r.check[i]; c.State != Connected || c.Loss > quiet.check[i].Loss+0.1 {
+			list = append(list, fmt.Sprintf("the check of %s says %s, %.0f %% lost", who, c.State, 100*c.Loss))
+		}
+	}
+	return list
+}
+
+// An attack sends messages.
+type attack struct {
+	name string
+	rate int // messages a second
+	// prepare returns what sends n messages, and reports how many were sent.
+	prepare func(f *fairness) (send func(n int) int)
+	// handled are the messages of the attack that the victim has handled in any way.
+	handled func(f *fairness) uint64
+}
+
+// paced calls send a thousand times a second with how many are due.
+func paced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent int) {
+	for begin, due := time.Now(), 0; ; time.Sleep(time.Millisecond) {
+		select {
+		case <-stop:
+			return sent
+		default:
+		}
+		n := min(int(time.Since(begin).Seconds()*float64(perSecond))-due, perSecond/50) // what is late by more is not made up for
+		due = int(time.Since(begin).Seconds() * float64(perSecond))
+		if n > 0 {
+			sent += send(n)
+		}
+	}
+}
+
+// batches sends the messages that next gives, of one size, as many at once as the kernel takes.
+func batches(w *bind.Bind, to netip.AddrPort, next func(n int) [][]byte) func(n int) int {
+	at := w.Endpoint(to)
+	return func(n int) (sent int) {
+		for sent < n {
+			part := next(min(64, n-sent))
+			if len(part) == 0 {
+				break
+			}
+			if err := w.Send(part, at); err != nil {
+				return sent + len(part) - bind.Unsent(err, len(part))
+			}
+			sent += len(part)
+		}
+		return sent
+	}
+}
+
+// same gives one message again and again.
+func same(m []byte) func(n int) [][]byte {
+	batch := slices.Repeat([][]byte{m}, 64)
+	return func(n int) [][]byte { return batch[:n] }
+}
+
+// podsFlood has a pod of the hostile peer send small packets. They were sealed before, so that they cost
+// nothing now but to send them.
+func (f *fairness) podsFlood() func(n int) int {
+	b := fairPacket(hostileID, victimPod, fairPort, 0, 36)
+	var all [][]byte
+	for f.hostile.wire.record(true); len(all) < podsRate*int(f.time/time.Second); {
+		for range 400 {
+			inject(f.hostile, b)
+		}
+		time.Sleep(time.Millisecond)
+		all = append(all, f.hostile.wire.record(true)...)
+	}
+	all = append(all, f.hostile.wire.record(false)...)
+	return batches(f.hostile.wire.Bind, f.at, func(n int) [][]byte {
+		n = min(n, len(all))
+		part := all[:n]
+		all = all[n:]
+		return part
+	})
+}
+
+// stranger is a socket of somebody who has no key, at an address where no peer is.
+func (f *fairness) stranger(next func() []byte) func(n int) int {
+	c, err := net.DialUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 66)}, net.UDPAddrFromAddrPort(f.at))
+	if err != nil {
+		f.t.Fatal(err)
+	}
+	f.t.Cleanup(func() { c.Close() })
+	return func(n int) (sent int) {
+		for range n {
+			if _, err := c.Write(next()); err == nil {
+				sent++
+			}
+		}
+		return sent
+	}
+}
+
+// charged is what the victim counts of peer n: packets delivered, and dropped for the reasons.
+func (f *fairness) charged(n int, delivered bool, reasons ...natengine.Drop) (sum uint64) {
+	state := f.states[fmt.Sprint(n)]
+	if delivered {
+		sum, _ = state.Traffic(natengine.Inbound)
+	}
+	for _, reason := range reasons {
+		sum += state.Drops(natengine.Inbound, reason)
+	}
+	return sum
+}
+
+func (f *fairness) nobodys(reason natengine.Drop) uint64 {
+	return f.victim.engine.NoPeerDrops(natengine.Inbound, reason)
+}
+
+// podsRate is packets a second: more than the victim can write.
+const podsRate = 100_000
+
+func (f *fairness) ofPods() uint64 {
+	return f.charged(hostileID, true, natengine.DropReceiveQueue, natengine.DropTunnelForged)
+}
+
+var attacks = []attack{
+	{"a pod of the hostile peer sends 100,000 small packets a second", podsRate, (*fairness).podsFlood, (*fairness).ofPods},
+	{"besides, its gateway sends 100,000 messages that nobody can open", 2 * podsRate, func(f *fairness) func(n int) int {
+		pods, gateway := f.podsFlood(), batches(f.hostile.wire.Bind, f.at, same(f.hostile.wire.junk()))
+		return func(n int) int { return pods(n/2) + gateway(n/2) }
+	}, (*fairness).ofPods},
+	{"besides, a host on the underlay sends 100,000 with the index of the honest peer", 2 * podsRate, func(f *fairness) func(n int) int {
+		elsewhere := bind.New()
+		if _, _, err := elsewhere.Listen(0); err != nil {
+			f.t.Fatal(err)
+		}
+		f.t.Cleanup(func() { _ = elsewhere.Close() })
+		pods, host := f.podsFlood(), batches(elsewhere, f.at, same(f.honest.wire.junk()))
+		return func(n int) int { return pods(n/2) + host(n/2) }
+	}, func(f *fairness) uint64 {
+		return f.ofPods() + f.nobodys(natengine.DropReceiveQueue) + f.charged(honestID, false, natengine.DropTunnelForged)
+	}},
+	{"a host on the underlay sends 10,000 initiations a second", 10_000, func(f *fairness) func(n int) int {
+		return f.stranger(f.initiations())
+	}, func(f *fairness) uint64 {
+		return f.nobodys(natengine.DropHandshakeQueue) + f.nobodys(natengine.DropHandshakeRefused)
+	}},
+}
+
+// initiations makes initiations whose first MAC is right.
+func (f *fairness) initiations() func() []byte {
+	var g device.CookieGenerator
+	g.Init(f.victim.public)
+	all := make([][]byte, 1000)
+	for i := range all {
+		m := make([]byte, device.MessageInitiationSize)
+		m[0] = device.MessageInitiationType
+		binary.LittleEndian.PutUint32(m[4:], uint32(i))
+		binary.LittleEndian.PutUint32(m[8:], uint32(i)+1)
+		g.AddMacs(m)
+		all[i] = m
+	}
+	n := 0
+	return func() []byte { n++; return all[n%len(all)] }
+}
+
+func (f *fairness) run() {
+	t := f.t
+	inject(f.hostile, fairPacket(hostileID, victimPod, fairPort, 0, 36)) // it has a session
+	for end := time.Now().Add(20 * time.Second); time.Now().Before(end); time.Sleep(50 * time.Millisecond) {
+		if f.honest.checker.results()["victim"].State == Connected && f.victim.checker.results()[fmt.Sprint(honestID)].State == Connected {
+			break
+		}
+	}
+	busy, start := "", time.Now()
+	judge := func(name string, try func() (failed []string, busy string)) {
+		const tries = 3
+		var was string
+		var failed []string
+		for range tries {
+			var b string
+			if failed, b = try(); b == "" && len(failed) == 0 {
+				return
+			}
+			t.Logf("%s: %s; %s", name, strings.Join(failed, "; "), b)
+			if was = cmp.Or(was, b); time.Since(start) > mostTime {
+				was = cmp.Or(was, "there is no time to try it again")
+				break
+			}
+			time.Sleep(time.Second)
+		}
+		if was != "" {
+			busy = name + ": " + was
+			return
+		}
+		t.Errorf("%s: %s", name, strings.Join(failed, "; "))
+	}
+	f.rows = append(f.rows, "| attack | messages | echo: median, worst, lost | new flow: median, worst, lost | stream | check | counted |", "|---|---|---|---|---|---|---|")
+	for _, a := range attacks {
+		judge(a.name, func() ([]string, string) { return f.attack(&a) })
+	}
+	judge("an honest peer starts again meanwhile", f.restart)
+	t.Logf("%d peers, GOMAXPROCS=1\n\n%s\n", f.peers, strings.Join(f.rows, "\n"))
+	if busy != "" && !t.Failed() {
+		t.Skip(busy)
+	}
+}
+
+// attack judges one row.
+func (f *fairness) attack(a *attack) (failed []string, busy string) {
+	send := a.prepare(f)
+	quiet := f.notice(f.quiet)
+	if busy = quiet.bad(); busy != "" {
+		return nil, busy
+	}
+	before, full := a.handled(f), f.nobodys(natengine.DropSocketBuffer)
+	stop, done := make(chan struct{}), make(chan int)
+	go func() { done <- paced(stop, a.rate, send) }()
+	r := f.notice(f.time)
+	close(stop)
+	sent := <-done
+	failed = r.suffers(&quiet)
+	// All that was sent is counted, at the latest when the queues are empty. What the kernel drops it
+	// counts when the next message comes, and 64 that it has put together as one.
+	var missing, most int
+	for end := time.Now().Add(3 * time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
+		inject(f.honest, fairPacket(honestID, victimPod, fairPort, 2, 36))
+		missing, most = sent-int(a.handled(f)-before), int(f.nobodys(natengine.DropSocketBuffer)-full)*64
+		if missing <= most {
+			break
+		}
+	}
+	if missing < 0 || missing > most {
+		failed = append(failed, fmt.Sprintf("%d of %d messages are counted nowhere, %d were lost in the socket at most", missing, sent, most))
+	}
+	f.rows = append(f.rows, fmt.Sprintf("| nothing | | %s | %.0f %% | %s | |", quiet.times(), 100*quiet.offered, quiet.check[0].State),
+		fmt.Sprintf("| %s | %d | %s | %.0f %% | %s | %.0f %% |", a.name, sent, r.times(), 100*r.offered, r.check[0].State, 100*float64(sent-max(0, missing-most))/float64(max(1, sent))))
+	if len(failed) > 0 && r.got < 0.5 {
+		return failed, fmt.Sprintf("the process got %.0f %% of the processor time that it could have used", 100*r.got)
+	}
+	return failed, ""
+}
+
+func (r *noticed) times() string {
+	var cells []string
+	for kind := range r.median {
+		cells = append(cells, fmt.Sprintf("%.1f ms, %.0f ms, %.1f %%", r.median[kind].Seconds()*1000, r.worst[kind].Seconds()*1000, 100*r.lost[kind]))
+	}
+	return strings.Join(cells, " | ")
+}
+
+// restart judges how soon a peer is back that starts again while others send initiations with its
+// victim's key.
+func (f *fairness) restart() (failed []string, busy string) {
+	quiet := f.returns()
+	if quiet > time.Second {
+		return nil, fmt.Sprintf("even in quiet a peer is back after %v", quiet)
+	}
+	stop, done := make(chan struct{}), make(chan int)
+	send := f.stranger(f.initiations())
+	go func() { done <- paced(stop, 10_000, send) }()
+	time.Sleep(500 * time.Millisecond)
+	took := f.returns()
+	close(stop)
+	sent := <-done
+	f.rows = append(f.rows, fmt.Sprintf("| a peer starts again while %d initiations come | %d | back after %v, quiet %v | | | | |", sent, sent, took.Round(time.Millisecond), quiet.Round(time.Millisecond)))
+	if most := 5*quiet + 1500*time.Millisecond; took > most {
+		failed = append(failed, fmt.Sprintf("it is back after %v: want %v at most", took, most))
+	}
+	return failed, ""
+}
+
+// returns is how long a peer takes from its start to its first answer.
+func (f *fairness) returns() time.Duration {
+	port := f.backPort()
+	begin := time.Now()
+	e, _ := f.peer(backID, port)
+	defer func() { _ = e.Close() }()
+	arrived := make(chan struct{}, 1)
+	e.link.OnReceive(func([][]byte) error {
+		select {
+		case arrived <- struct{}{}:
+		default:
+		}
+		return nil
+	})
+	inject(e, fairPacket(backID, victimPod, fairPort, 2, 36))
+	select {
+	case <-arrived:
+	case <-time.After(20 * time.Second):
+	}
+	return time.Since(begin)
+}
+
+// backPort is where the victim expects the peer that starts again.
+func (f *fairness) backPort() uint16 {
+	_, public := nthKey(backID)
+	return f.victim.Stats()[public].Endpoint.Port()
+}
