@@ -66,6 +66,12 @@ test: deps ## Everything CI runs: generated files, vet, lint, all tests with -ra
 kube: ## Build etcd and kube-apiserver for the tests and the demo, where missing (4 to 8 minutes, once)
 	@go run ./cmd/isthmus-lab kube
 
+# The control plane's tests by ISTHMUS_KUBE, which names the programs that they start.
+.PHONY: test-oldest
+test-oldest: ## All tests of the control plane on the oldest Kubernetes that is supported (builds it once, 4 to 8 minutes)
+	@kube=$$(go run ./cmd/isthmus-lab kube --oldest) && ISTHMUS_KUBE=$$kube go test -count=1 -timeout=45m ./manager/... ./internal/peering/... ./internal/source/kube && \
+		ISTHMUS_KUBE=$$kube go test -C test -count=1 -timeout=45m ./control ./crd
+
 # What clusters with real nodes need besides: their programs, from source and from Debian.
 NODES := containerd:containerd runc:runc nft:nftables iptables:iptables conntrack:conntrack
 

@@ -9,19 +9,23 @@ import (
 )
 
 func newKubeCommand() *cobra.Command {
-	var nodes bool
+	var nodes, oldest bool
 	cmd := &cobra.Command{
 		Use:   "kube",
 		Short: "Build etcd, kube-apiserver and kube-controller-manager, and print where they are",
 		Long: `Build etcd, kube-apiserver and kube-controller-manager from source where they are
 missing, and print the folder that has them. That takes some minutes, once, and works
 in a checkout of the source. With --nodes there are kube-scheduler, kubelet and
-kube-proxy besides, in a folder of their own.`,
+kube-proxy besides, in a folder of their own. With --oldest they are of the oldest
+version of Kubernetes that Isthmus supports, in another folder.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			build := kubetest.Build
-			if nodes {
+			switch {
+			case nodes:
 				build = kubetest.BuildNodes
+			case oldest:
+				build = kubetest.BuildOldest
 			}
 			dir, err := build(cmd.Context(), cmd.ErrOrStderr())
 			if err == nil {
@@ -31,5 +35,7 @@ kube-proxy besides, in a folder of their own.`,
 		},
 	}
 	cmd.Flags().BoolVar(&nodes, "nodes", false, "build the programs of nodes too")
+	cmd.Flags().BoolVar(&oldest, "oldest", false, "build the oldest version that Isthmus supports")
+	cmd.MarkFlagsMutuallyExclusive("nodes", "oldest")
 	return cmd
 }

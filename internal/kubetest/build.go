@@ -28,8 +28,8 @@ const binEnv = "ISTHMUS_KUBE"
 // programs are the names under which the one binary is linked.
 var programs = []string{"etcd", "kube-apiserver", "kube-controller-manager"}
 
-// A recipe is one of the two binaries that are built here: for control planes alone, and with the
-// programs of nodes besides.
+// A recipe is one of the binaries that are built here: for control planes alone, of the newest and of the
+// oldest version of Kubernetes that we support, and with the programs of nodes besides.
 type recipe struct {
 	env      string // names a folder that has the programs already
 	module   string // folder in test/
@@ -40,6 +40,7 @@ type recipe struct {
 
 var (
 	controlPlane = recipe{binEnv, "kube", "kube-", programs, "four to eight minutes on two cores"}
+	oldest       = recipe{"ISTHMUS_KUBE_OLDEST", "kubeoldest", "kube-oldest-", programs, "four to eight minutes on two cores"}
 	withNodes    = recipe{"ISTHMUS_KUBE_NODES", "kubenodes", "kube-nodes-",
 		append(slices.Clone(programs), "kube-scheduler", "kubelet", "kube-proxy"), "five to ten minutes on two cores"}
 )
@@ -61,6 +62,13 @@ var buildFlags = []string{"-trimpath", "-gcflags=all=-dwarf=false", "-buildvcs=f
 // seconds; nothing is written to it when there is nothing to build.
 func Build(ctx context.Context, progress io.Writer) (dir string, err error) {
 	return controlPlane.build(ctx, progress)
+}
+
+// BuildOldest is Build for the oldest version of Kubernetes that we support. Its folder is
+// bin/kube-oldest-VERSION-HASH, or what ISTHMUS_KUBE_OLDEST names. Where ISTHMUS_KUBE names that folder,
+// tests run on the oldest version.
+func BuildOldest(ctx context.Context, progress io.Writer) (dir string, err error) {
+	return oldest.build(ctx, progress)
 }
 
 // BuildNodes is Build for the programs of nodes too: kube-scheduler, kubelet and kube-proxy. Its
