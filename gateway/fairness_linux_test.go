@@ -166,13 +166,13 @@ type fairEnd struct {
 	public  [32]byte
 }
 
-// checked gives an end a connection check of those peers.
+// check gives an end a connection check of those peers.
 func (e *fairEnd) check(t *testing.T, local *datapath.Local, peers []checkPeer) {
-	socket, err := local.ListenUDP(fabric.ProbePort)
+	port, err := local.Listen(fabric.ProbePort, checkMaxLen+1)
 	if err != nil {
 		t.Fatal(err)
 	}
-	e.checker = newChecker(socket, quiet, func(string, time.Duration) {}, pathProber{})
+	e.checker = newChecker(port, quiet, func(string, time.Duration) {}, pathProber{})
 	e.checker.set(peers)
 	t.Cleanup(e.checker.close)
 }
@@ -206,7 +206,7 @@ func (f *fairness) peer(n int, port uint16) (*fairEnd, *datapath.Local) {
 		External:  []netip.Prefix{nthExternal(n)},
 		Endpoints: []natengine.Endpoint{{Real: fabric.GatewayAddr, Seen: fabric.FirstHost(nthExternal(n))}},
 	}}, port)
-	if err := e.SetPeers([]datapath.Peer{{State: e.engine.Peers()[0], Key: f.victim.public, Endpoint: f.at}}); err != nil {
+	if err := e.SetPeers([]datapath.Peer{{State: e.engine.Peers()[0], Key: f.victim.public, Endpoint: f.at, Gateway: [2]netip.Addr{victimPods.Addr(), fabric.FirstHost(victimExternal)}}}); err != nil {
 		f.t.Fatal(err)
 	}
 	return e, local
@@ -261,7 +261,7 @@ func newFairness(t *testing.T) *fairness {
 		_, _ = fmt.Sscan(state.ID(), &n)
 		f.states[state.ID()] = state
 		_, public := nthKey(n)
-		p := datapath.Peer{State: state, Key: public}
+		p := datapath.Peer{State: state, Key: public, Gateway: [2]netip.Addr{nthPods(n).Addr(), fabric.FirstHost(nthExternal(n))}}
 		if port := ports[n]; port != 0 {
 			p.Endpoint = netip.AddrPortFrom(f.at.Addr(), port)
 		}
