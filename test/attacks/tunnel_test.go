@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"net"
 	"net/netip"
+	"os"
 	"strings"
 	"testing"
 	"time"
@@ -121,6 +122,9 @@ func tunnelChapter() chapter {
 			now: "dropped: an error quotes a packet that the peer was sent", run: foreignErrors},
 		{attacker: "c's gateway", attempt: "VXLAN to a node in fragments, the port in the first alone; a second first fragment; overlapping ones",
 			now: "what is whole is judged, and what overlaps is dropped", run: fragments},
+		{attacker: "c's gateway", attempt: "datagrams in fragments whose first, last or middle part never comes",
+			before: "the reassembly of the gateway's node was full: all fragmented IPv4 of that node was lost, of other peers and local pods too",
+			now:    "held by the gateway, bounded for c, until the datagram is whole; the node sees none of them", run: incomplete},
 		{attacker: "c's gateway", attempt: "a source route (IP option) by a node to the server behind it", now: "arrives nowhere", run: sourceRoute},
 		{attacker: "c's gateway", attempt: "answers of the connection check in b's name, and about clusters that are none", now: "rejected; b stays Connected",
 			run: forgedCheck},
@@ -278,6 +282,55 @@ func fragments(t *testing.T, s *site) {
 		id++
 		return s.rogue.send(fragment(0, more, first[:48]), fragment(24, more, second[:24]), fragment(48, 0, first[48:]))
 	})
+}
+
+// incomplete sends more datagrams that never become whole than a node's reassembly has room for. None
+// of them gets there, and a datagram in fragments still arrives.
+func incomplete(t *testing.T, s *site) {
+	const more, size, datagrams = 0x2000, 1200, 3000
+	to, v := s.toPod(t)
+	id := uint16(1000)
+	fragment := func(at int, flags uint16, b []byte) []byte {
+		return ipv4(s.rogue.pod, to.Addr(), unix.IPPROTO_UDP, header{id: id, fragment: flags | uint16(at*size/8)}, b)
+	}
+	part := make([]byte, size)
+	first := udp(9, to.Port(), make([]byte, 3*size-8))[:size]
+	s.grows(t, datagrams/2, "isthmus_drops_total", `reason="fragment_store_full"`, func() {
+		for range datagrams / 3 {
+			must(t, s.rogue.send(fragment(0, more, first)))
+			id++
+			must(t, s.rogue.send(fragment(2, 0, part)))
+			id++
+			must(t, s.rogue.send(fragment(0, more, first), fragment(2, 0, part)))
+			id++
+		}
+	})
+	for _, h := range []*lab.Host{s.a.Nodes[s.gateway].Host, s.host()} {
+		if n := reassembly(t, h); n > 256<<10 {
+			t.Errorf("%v holds %d octets of incomplete datagrams", h, n)
+		}
+	}
+	whole := udp(9, to.Port(), append(make([]byte, 2*size), t.Name()...))
+	v.arrives(t, t.Name(), func() error {
+		id++
+		return s.rogue.send(fragment(2, 0, whole[2*size:]), fragment(0, more, whole[:size]), fragment(1, more, whole[size:2*size]))
+	})
+}
+
+// reassembly is what the kernel of a host holds of incomplete datagrams of IPv4, in octets.
+func reassembly(t *testing.T, h *lab.Host) (octets int) {
+	t.Helper()
+	var b []byte
+	must(t, h.Do(func() (err error) {
+		b, err = os.ReadFile("/proc/thread-self/net/sockstat")
+		return err
+	}))
+	_, line, ok := strings.Cut(string(b), "FRAG: ")
+	var inuse int
+	if _, err := fmt.Sscanf(line, "inuse %d memory %d", &inuse, &octets); err != nil || !ok {
+		t.Fatalf("no memory of fragments in\n%s", b)
+	}
+	return octets
 }
 
 // toPodBeside is toPod on another port, while the pod's first one is in use.
