@@ -228,7 +228,8 @@ func slowJoin(fragments [][]byte) (data []byte, ok bool) {
 	const room = 1 << 17
 	var octets [room]byte
 	var there [room]bool
-	end, firstHeader, six := -1, 0, false
+	end, firstHeader := -1, 0
+	var six bool
 	var ecn [4]bool
 	for _, b := range fragments {
 		var v packet.View

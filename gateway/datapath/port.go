@@ -253,7 +253,7 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 // 3.2.2.1), but those packets count as dropped.
 func useOf(v *packet.View) (stack bool, why natengine.Drop) {
 	_, _, _, fragment := v.Fragment()
-	echo, icmp := uint8(8), uint8(packet.ICMP)
+	echo, icmp := uint8(8), packet.ICMP
 	if !v.Is4() {
 		echo, icmp = 128, packet.ICMPv6
 	}

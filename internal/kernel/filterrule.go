@@ -62,19 +62,21 @@ const (
 )
 
 type (
-	// InSet matches where a field is in a set, NotInSet where it is not.
+	// InSet matches where a field is in a set.
 	InSet struct {
 		Field Field
 		Set   string
 	}
+	// NotInSet matches where a field is not in a set.
 	NotInSet InSet
 	// NearSet matches where the network of length 16 that an IPv4 address is in is in a set.
 	NearSet InSet
 
-	// From and To match the name of the device that a packet comes by and leaves by. A last "*" stands
-	// for any end. NotFrom matches every other device.
-	From    string
-	To      string
+	// From matches the name of the device that a packet comes by. A last "*" stands for any end.
+	From string
+	// To matches the name of the device that a packet leaves by, as From does.
+	To string
+	// NotFrom matches every device but the one of that name, by which a packet comes.
 	NotFrom string
 	// FromKind matches the kind of the device that a packet comes by (Linux 5.7 and later), such as veth.
 	FromKind string

@@ -180,7 +180,7 @@ func (c *Cluster) services(ctx context.Context, chosen chart.Values, nodes []cor
 	case err == nil:
 		report(fmt.Sprintf("%s: Services in %s, from ServiceCIDR kubernetes", c, strings.Join(cidr.Spec.CIDRs, ", ")))
 	case meta.IsNoMatchError(err):
-		source := ""
+		var source string
 		if network, source, err = c.servicesElsewhere(ctx, nodes); err != nil {
 			return "", err
 		}
