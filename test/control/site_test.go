@@ -16,7 +16,6 @@ import (
 	"os/exec"
 	"path/filepath"
 	"slices"
-	"strconv"
 	"strings"
 	"sync"
 	"syscall"
@@ -40,6 +39,7 @@ import (
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
+	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
 )
@@ -587,15 +587,19 @@ func (s *site) books() v1alpha1.IpamStorageSpec {
 	return list.Items[0].Spec
 }
 
-// released is what the IPAM state says about networks that are held.
-func (s *site) released() string {
+// released are the IDs of peers that have left, whose networks are held.
+func (s *site) released() (ids []string) {
 	s.t.Helper()
 	var list v1alpha1.IpamStorageList
 	s.list(&list)
 	if len(list.Items) == 0 {
-		return ""
+		return nil
 	}
-	return list.Items[0].Annotations[isthmus.AnnotationReleased]
+	said, err := fabric.ReleasedFrom(list.Items[0].Annotations)
+	if err != nil {
+		s.t.Fatal(err)
+	}
+	return slices.Concat(slices.Collect(maps.Values(said.Peers))...)
 }
 
 // leftovers names what there is of peerings.
@@ -613,7 +617,7 @@ func (s *site) leftovers() (all []string) {
 	}
 	books, held := s.books(), s.released()
 	for _, id := range slices.Sorted(maps.Keys(books.ClusterSubnets)) {
-		if strings.Contains(held, strconv.Quote(id)) { // for a day
+		if slices.Contains(held, id) { // for a day
 			continue
 		}
 		all = append(all, fmt.Sprintf("books of %s: %+v", id, books.ClusterSubnets[id]))
