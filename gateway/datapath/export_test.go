@@ -261,7 +261,9 @@ func (t *Turns) Pop() (at netip.AddrPort, b []byte, ok bool) {
 // Bucket is bucket.
 type Bucket struct{ b bucket }
 
-func (b *Bucket) Take(now time.Duration, rate, burst int64) bool { return b.b.take(now, rate, burst) }
+func (b *Bucket) Take(now time.Duration, rate, burst int64) bool {
+	return b.b.take(now, 1, rate, burst)
+}
 
 const (
 	OtherBurst = otherBurst

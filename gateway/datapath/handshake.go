@@ -44,11 +44,13 @@ const (
 	devicePause = time.Millisecond
 
 	// Budgets for handshakes: how often one may come, and of how many at once. A peer begins one in
-	// five seconds. Of other sources all together have one budget. A source that shows a cookie has one
-	// of its own.
+	// five seconds, and an address has a budget for each peer that is there. Of other sources all together
+	// have one budget. A source that shows a cookie has one of its own, and such sources where no peer is
+	// have one together.
 	knownEvery, knownBurst       = time.Second / 10, 20
 	strangerEvery, strangerBurst = time.Second / 200, 100
 	provenEvery, provenBurst     = time.Second / 20, 20
+	guestEvery, guestBurst       = time.Second / 500, 200
 
 	// maxBudgets bounds the sources whose budgets are remembered, beyond those of peers.
 	maxBudgets = 8192
@@ -122,10 +124,17 @@ func newHandshakes(t *Tunnel) *handshakes {
 	}
 }
 
-// offer gives the device a handshake message, of which it keeps a copy. It never waits.
+// offer gives the device a handshake message, of which it keeps a copy. It never waits. A cookie reply
+// carries no MAC, so it has to name a handshake of ours before it takes a place.
 func (h *handshakes) offer(m []byte, from conn.Endpoint) {
 	msg := handshake{from: from, n: len(m)}
 	copy(msg.b[:], m)
+	if m[0] == device.MessageCookieReplyType {
+		if dev, _ := lookup(h.t.dev, binary.LittleEndian.Uint32(m[4:])); dev == nil {
+			h.refuse(&msg, natengine.DropHandshakeRefused)
+			return
+		}
+	}
 	queue := h.others
 	if h.t.knows(from.DstIP()) {
 		queue = h.known
@@ -214,8 +223,9 @@ func (h *handshakes) admit(msg *handshake, now time.Time) bool {
 		return false
 	}
 	addr := msg.from.DstIP()
-	if h.t.knows(addr) {
-		if h.budgets.spend(budget{addr: addr}, now, knownEvery, knownBurst) {
+	peers := h.t.peersAt(addr)
+	if peers > 0 {
+		if h.budgets.spend(budget{addr: addr}, now, knownEvery/time.Duration(peers), knownBurst*peers) {
 			return true
 		}
 	} else if h.budgets.spend(budget{}, now, strangerEvery, strangerBurst) {
@@ -224,10 +234,14 @@ func (h *handshakes) admit(msg *handshake, now time.Time) bool {
 	source := msg.from.DstToBytes()
 	if checker.CheckMAC2(m, source) {
 		proven := budget{addr: addr, proven: true}
-		if h.t.relay(addr) { // many peers, one address
+		switch {
+		case peers > 1 || h.t.relay(addr): // many peers, one address
 			proven.source = string(source)
+		case addr.Is6(): // a host has many of these
+			proven.addr = netip.PrefixFrom(addr, 64).Masked().Addr()
 		}
-		if h.budgets.spend(proven, now, provenEvery, provenBurst) {
+		if h.budgets.spend(proven, now, provenEvery, provenBurst) &&
+			(peers > 0 || h.budgets.spend(budget{proven: true}, now, guestEvery, guestBurst)) {
 			return true
 		}
 	} else if reply, err := checker.CreateReply(m, binary.LittleEndian.Uint32(m[4:]), source); err == nil {
@@ -277,11 +291,20 @@ func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int)
 	return true
 }
 
-// knows reports whether a peer is at an address: it is configured there, or was heard from there last.
-// Addresses of relays are nobody's.
-func (t *Tunnel) knows(addr netip.Addr) bool {
+// knows reports whether a peer is at an address.
+func (t *Tunnel) knows(addr netip.Addr) bool { return t.peersAt(addr) > 0 }
+
+// peersAt is how many peers are at an address: as many as were heard from there last, or one that is
+// configured there. Addresses of relays are nobody's.
+func (t *Tunnel) peersAt(addr netip.Addr) (n int) {
 	addr = addr.Unmap()
-	return (t.peers.Load().byAddr[addr] != nil || t.heard.has(addr)) && !t.relay(addr)
+	if n = t.heard.at(addr); n == 0 && t.peers.Load().byAddr[addr] != nil {
+		n = 1
+	}
+	if n > 0 && t.relay(addr) {
+		return 0
+	}
+	return n
 }
 
 // relay reports whether Services of ours relay messages from an address.
@@ -301,7 +324,8 @@ type heard struct {
 func (h *heard) note(p *peer, from conn.Endpoint) {
 	addr := from.DstIP()
 	if was := p.heardAt.Load(); was == nil || *was != addr {
-		h.move(p, &addr)
+		to := addr // addr itself stays on the stack: each run comes by here
+		h.move(p, &to)
 	}
 }
 
@@ -328,10 +352,11 @@ func (h *heard) move(p *peer, to *netip.Addr) {
 	h.peers[to.Unmap()]++
 }
 
-func (h *heard) has(addr netip.Addr) bool {
+// at is how many peers are at an address.
+func (h *heard) at(addr netip.Addr) int {
 	h.mu.RLock()
 	defer h.mu.RUnlock()
-	return h.peers[addr] > 0
+	return h.peers[addr]
 }
 
 // Open opens the wire, for data and handshakes, and starts a goroutine that receives for each of

@@ -43,10 +43,10 @@ type inbound struct {
 		may   bool
 	}
 	sender struct { // of the last message that waits
-		known bool
-		index uint32
-		from  conn.Endpoint
-		peer  *peer
+		session bool // there is one, and what follows is of it
+		index   uint32
+		from    conn.Endpoint
+		peer    *peer
 	}
 }
 
@@ -90,7 +90,7 @@ func (in *inbound) receiveAll(next func(b *bind.Batch, wait bool) error) {
 // Else it puts them into the backlog, and those after them.
 func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 	wait := in.backlog.empty()
-	in.sender.known = false // where peers are and which sessions they have may have changed
+	in.sender.session = false // where peers are and which sessions they have may have changed
 	for range drainCalls {
 		s := in.room()
 		if s == nil {
@@ -166,7 +166,12 @@ func (in *inbound) release() {
 
 // wait puts a data message into the queue of its peer.
 func (in *inbound) wait(m []byte, from conn.Endpoint, s *slab) {
-	p := in.senderOf(m, from)
+	p, session := in.senderOf(m, from)
+	if !session { // nobody can ever open it: it takes no place from a peer that has just moved
+		in.refuse(nil, m, from, natengine.DropTunnelSession)
+		in.t.strange(from, in.now)
+		return
+	}
 	if in.backlog.push(p, waiting{m, from, s}) {
 		return
 	}
@@ -180,19 +185,20 @@ func (in *inbound) wait(m []byte, from conn.Endpoint, s *slab) {
 // senderOf is the peer that a data message is charged to before it is opened: the one whose receiver
 // index it names, if it comes from where that peer is. An index alone can be read on the way by
 // whoever then forges messages, from elsewhere. It is nil for nobody: also for a peer that has just
-// moved, until the first of its messages was opened.
-func (in *inbound) senderOf(m []byte, from conn.Endpoint) *peer {
+// moved, until the first of its messages was opened. session reports whether a session has the index.
+func (in *inbound) senderOf(m []byte, from conn.Endpoint) (p *peer, session bool) {
 	c, index := &in.sender, binary.LittleEndian.Uint32(m[4:])
-	if c.known && c.index == index && c.from == from {
-		return c.peer
+	if c.session && c.index == index && c.from == from {
+		return c.peer, true
 	}
 	dev, k := lookup(in.t.dev, index)
-	p := in.t.peers.Load().byDevice[dev]
-	if p != nil && (k == nil || !samePlace(endpointOf(dev), from)) {
+	p = in.t.peers.Load().byDevice[dev]
+	session = p != nil && k != nil
+	if !session || !samePlace(endpointOf(dev), from) {
 		p = nil
 	}
-	c.known, c.index, c.from, c.peer = true, index, from, p
-	return p
+	c.session, c.index, c.from, c.peer = session, index, from, p
+	return p, session
 }
 
 // samePlace reports whether two endpoints are one remote address and port.

@@ -23,22 +23,23 @@ const (
 	MessageRate  = 20 // per second
 	MessageBurst = 2 * MessageRate
 
-	// otherRate and otherBurst bound all other packets, of which only ICMP echo is answered. The largest
-	// datagram has some fifty fragments.
+	// otherRate and otherBurst bound all other packets, of which only ICMP echo is answered. A packet takes
+	// a token for each otherLen octets: an answer leaves in fragments of that size.
 	otherRate  = 100 // per second
 	otherBurst = 64
+	otherLen   = 1280
 )
 
 // A bucket is a token bucket (RFC 1812, section 4.3.2.8). The zero value is full. Safe for concurrent
 // use.
 type bucket struct{ paid atomic.Int64 } // Tunnel.Now at which it will be full again
 
-// take takes a token, of which there are rate a second and burst at most.
-func (b *bucket) take(now time.Duration, rate, burst int64) bool {
+// take takes n tokens, of which there are rate a second and burst at most.
+func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 	interval := int64(time.Second) / rate
 	for {
 		was := b.paid.Load()
-		next := max(was, int64(now)) + interval
+		next := max(was, int64(now)) + n*interval
 		if next-int64(now) > burst*interval {
 			return false
 		}
@@ -228,14 +229,14 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 		switch {
 		case from < 0:
 			return natengine.DropLocalSource
-		case !p.messages[from].take(now, MessageRate, MessageBurst):
+		case !p.messages[from].take(now, 1, MessageRate, MessageBurst):
 			return natengine.DropLocalRate
 		case !v.ValidChecksums():
 			return natengine.DropBadChecksum
 		}
 		return port.offer(v)
 	}
-	if !p.others.take(now, otherRate, otherBurst) {
+	if !p.others.take(now, int64(1+len(v.Bytes())/otherLen), otherRate, otherBurst) {
 		return natengine.DropLocalRate
 	}
 	if !v.ValidChecksums() {
