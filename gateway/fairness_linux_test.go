@@ -573,11 +573,11 @@ func (f *fairness) ofPods() uint64 {
 
 var attacks = []attack{
 	{"a pod of the hostile peer sends 100,000 small packets a second", podsRate, (*fairness).podsFlood, (*fairness).ofPods},
-	{"besides, its gateway sends 100,000 messages that nobody can open", 2 * podsRate, func(f *fairness) func(n int) int {
+	{"in addition, its gateway sends 100,000 messages that cannot be decrypted", 2 * podsRate, func(f *fairness) func(n int) int {
 		pods, gateway := f.podsFlood(), batches(f.hostile.wire.Bind, f.at, same(f.hostile.wire.junk()))
 		return func(n int) int { return pods(n/2) + gateway(n/2) }
 	}, (*fairness).ofPods},
-	{"besides, a host on the underlay sends 100,000 with the index of the honest peer", 2 * podsRate, func(f *fairness) func(n int) int {
+	{"in addition, a host on the underlay sends 100,000 with the index of the honest peer", 2 * podsRate, func(f *fairness) func(n int) int {
 		elsewhere := bind.New()
 		if _, _, err := elsewhere.Listen(0); err != nil {
 			f.t.Fatal(err)

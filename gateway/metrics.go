@@ -43,7 +43,7 @@ var (
 	familyNATBytes   = gauge("nat_memory_bytes", "Memory of NAT flows and held fragments.")
 	familyRejected   = counter("probe_rejected_total", "Messages of the connection check that were ignored.", "reason")
 	familyFiltered   = counter("filter_drops_total", "Packets that the packet filter of the gateway's Pod dropped, by reason, since its table was made.", "reason")
-	familySegments   = counter("udp_segmentation_refused_total", "Sends to peers that the kernel refused to segment (UDP_SEGMENT, EIO), so that messages left one by one: no checksum offload behind the route, or IPsec.")
+	familySegments   = counter("udp_segmentation_refused_total", "Sends that the kernel refused to segment (UDP_SEGMENT, EIO): the route has no checksum offload, or uses IPsec. Messages left one by one.")
 	familyDrops      = counter("drops_total", "Packets dropped, by reason; peer is empty when no peer has the address.", "direction", "peer", "reason")
 
 	familyInfo       = gauge("peer_info", "Always 1; the name of the peer.", "peer", "name")

@@ -123,7 +123,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropNone:              {"none", "not dropped"},
 	DropMalformed:         {"malformed", "not a whole, well-formed IP packet"},
 	DropBadChecksum:       {"bad_checksum", "a checksum is wrong"},
-	DropFragment:          {"fragment", "tiny, overlapping, repeated or oversized fragment, or one of such a datagram"},
+	DropFragment:          {"fragment", "tiny, overlapping, repeated or oversized fragment, or another fragment of such a datagram"},
 	DropNoPeer:            {"no_peer", "no peer has this address"},
 	DropPeerDown:          {"peer_down", "the peer has no WireGuard session"},
 	DropSource:            {"source", "the source address is not allowed"},
@@ -135,7 +135,7 @@ var drops = [numDrops]struct{ label, text string }{
 	DropHostQuota:         {"host_quota", "this host has as many flows as a host may have, and no half-open one is left to evict"},
 	DropFlowClash:         {"flow_clash", "another flow already has this tuple"},
 	DropFragmentStoreFull: {"fragment_store_full", "the fragment store is full"},
-	DropFragmentTimeout:   {"fragment_timeout", "the rest of the datagram did not come in time"},
+	DropFragmentTimeout:   {"fragment_timeout", "the datagram was not complete in time"},
 	DropICMPError:         {"icmp_error", "the ICMP error quotes no packet of a known flow or rule"},
 	DropProtocol:          {"protocol", "this protocol has no ports and cannot be told apart behind the NAPT address"},
 	DropVirtioHeader:      {"virtio_header", "the virtio-net header contradicts its packet"},
@@ -154,11 +154,11 @@ var drops = [numDrops]struct{ label, text string }{
 	DropTunnelType:        {"tunnel_type", "not a WireGuard message, or a handshake of a wrong length"},
 	DropTunnelQueue:       {"tunnel_queue", "the packet waited for a session of its peer and gave way to newer ones, or was too old"},
 	DropTunnelSource:      {"tunnel_source", "the message comes from where no gateway of a peer can be"},
-	DropHandshakeQueue:    {"handshake_queue", "more handshakes came from there than are answered without a cookie, or their queue is full"},
-	DropReceiveQueue:      {"receive_queue", "the peer sends more than its share of the gateway's time, or others send too much in no peer's name"},
+	DropHandshakeQueue:    {"handshake_queue", "the source exceeded its budget of handshakes without a cookie, or the queue is full"},
+	DropReceiveQueue:      {"receive_queue", "the peer exceeded its share of the gateway's time, or too many messages belong to no peer"},
 	DropSocketBuffer:      {"socket_buffer", "the kernel's buffer of the UDP socket was full"},
 	DropHandshakeKey:      {"handshake_key", "the handshake was made for another public key than ours"},
-	DropHandshakeRefused:  {"handshake_refused", "the handshake is of no peer's key, came before, or answers none of ours"},
+	DropHandshakeRefused:  {"handshake_refused", "the handshake is of an unknown key, replayed, or answers no handshake of ours"},
 }
 
 // Drops lists every reason, without DropNone, in the order of the constants.

@@ -23,8 +23,8 @@ rights, identities and namespaces. Two clusters that are not peered are no error
 there is nothing to do, and it says so. A NAME that means nothing is one.
 
 A manager waits for the other cluster's API server, so that nothing of ours stays
-there. With --force it does not, and what may stay is said. Where no manager is at
-work, --force takes down without one what managers made.
+there. With --force it does not wait, and reports what may stay. Where no manager
+runs, --force does the manager's work.
 
 Nodes refuse the networks of the other cluster for 24 hours more, and no other
 cluster gets them meanwhile.`,

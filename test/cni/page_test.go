@@ -69,10 +69,10 @@ what they were.
 **FORWARD DROP.** Where the policy of that chain is DROP, and whoever set it accepts only what comes from or goes to the
 PodCIDR (flannel, kube-proxy, Calico), pods reach peers and are reached. Other packets have no pod at either end: from a
 peer to a mapped server outside of the cluster and, with gateways on the host's network, between their node and the host
-network of other nodes. Where that CNI accepts nobody's pods, the outer packets of a gateway that is a Pod are dropped on its node as
-well. Route agents let all these pass with rules of their own at the end of the chain: two for the devices of Isthmus, and four
-for each gateway's Pod on the node, UDP and ICMP to it and from it. No other pod gains by them: where the CNI accepts nobody,
-pods of one cluster do not reach each other across nodes either, and that is for the CNI to mend. The chains are those of iptables-nft,
+network of other nodes. If the CNI accepts no pods at all, the chain also drops the outer packets of a gateway that is a Pod.
+Route agents accept all these packets by their own rules at the end of the chain: two for the devices of Isthmus, and four
+for each gateway's Pod on the node, for UDP and ICMP to it and from it. The rules accept no packets of other pods. If the CNI accepts
+no pods, pods of one cluster do not reach each other across nodes either. Only the CNI can repair that. The chains are those of iptables-nft,
 iptables-legacy and any chain of nftables at the hook forward that drops what nobody has accepted ([decision
 14](decisions/0014-sources-are-settled-before-the-cni.md)). What nobody else may change (a table that belongs to a process, as
 firewalld's does, a chain that others jump to and that drops, iptables-legacy without ` + "`/run/xtables.lock`" + `), ` + "`isthmus status` and `diagnose`" + `

@@ -29,8 +29,8 @@ var (
 	familyLeftOut   = families.Gauge("gateway_left_out_objects", "Objects of which something is wrong, and is left out.", "kind")
 	familyTakeovers = families.Counter("gateway_takeovers_total", "How often this replica became the active one.")
 	familyWrites    = families.Counter("gateway_api_writes_total", "Writes to the API server, by kind of object and by result.", "kind", "result")
-	familyStandbys  = families.Gauge("gateway_standbys", "How many other gateways answer the active one and could take over from it; no series where there is no other Pod of the gateway, and on a standby.")
-	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams at the port at which gateways ask each other that were not believed, by reason.", "reason")
+	familyStandbys  = families.Gauge("gateway_standbys", "Other gateways that answer the active one and can take over. A standby, and a gateway without another Pod, has no series.")
+	familyRefused   = families.Counter("gateway_questions_refused_total", "Datagrams between gateways (UDP 5870) that were refused, by reason.", "reason")
 )
 
 func newGatewayMetrics(g *Gateway) *gatewayMetrics {
