@@ -6,51 +6,52 @@ import (
 	"github.com/isthmus-net/isthmus/gateway/bind"
 )
 
-// Opening, translating and writing a message takes several times as long as receiving it. So when
-// more comes than can be opened, messages wait here and not in the socket, where all peers share one
-// queue: each peer has a queue of its own, and queues take turns by deficit round robin. A peer that
-// sends too much fills its own queue, and waits for itself.
+// Decrypting, translating and writing a message takes several times as long as receiving it. Under
+// overload, messages therefore wait here and not in the socket, where all peers share one queue. Here each
+// peer has a queue, and the queues take turns by deficit round robin. A peer that sends too much fills
+// only its own queue.
 
 const (
-	// messageCost is what a message costs besides its octets, in octets: about what the smallest one
-	// takes, compared with a full one.
+	// messageCost is the fixed cost of a message, in octets: about the time of the smallest message
+	// compared with a full one.
 	messageCost = 1000
 
-	// quantum is the cost of the messages of one peer that go in one turn. Messages of nobody have a
-	// smaller one, so that junk from anywhere takes a fifth of the time of a peer at most, while what
-	// comes from a peer that has moved still gets through.
+	// quantum is the cost that one peer may use per turn. Messages without a peer have a smaller quantum:
+	// junk gets a fifth of the time of a peer at most, while messages of a peer that has moved still pass.
 	quantum       = 64 << 10
 	nobodyQuantum = quantum / 4
 
-	// backlogLimit is the cost of the messages that may wait in all, and thus bounds for how long:
-	// some 8,000 small ones, or 3,400 full ones. Each queue gets an equal share of it, and at least
-	// leastQueue, so that the first flight of a connection fits.
+	// backlogLimit bounds the total cost of waiting messages, and thereby their delay: some 8,000 small or
+	// 3,400 full messages. Each queue gets an equal share, and at least leastQueue, so that the first
+	// flight of a connection fits.
 	backlogLimit = 8 << 20
 	leastQueue   = 128 << 10
 	nobodyLimit  = 256 << 10
 
-	// maxSlabs bounds the memory of messages that wait: 14 MiB. While all of it is in use the socket
-	// has to keep what comes. What a burst of one connection needs is kept for the next one.
+	// maxSlabs bounds the memory of waiting messages to 14 MiB. While all of it is in use, further
+	// messages stay in the socket. keptSlabs, enough for a burst of one connection, are kept for the next
+	// one.
 	maxSlabs  = 24
 	keptSlabs = 4
 
-	// drainCalls is how often the socket is asked for more before something is opened: a call gives up
-	// to 384 messages, so that a full buffer of small ones is drained at once. Fewer would leave the
-	// messages of all peers in one queue there whenever the process did not run for a while.
+	// drainCalls is how often the socket is read before messages are decrypted. A call returns up to 384
+	// messages, so a full buffer of small ones is drained at once. With fewer calls, the messages of all
+	// peers would stay in one queue whenever the process was not scheduled for a while.
 	drainCalls = 32
 
-	// workMessages, or messages of cost workCost, are opened before the socket is drained again.
+	// workMessages messages, or messages of cost workCost, are decrypted before the socket is drained
+	// again.
 	workMessages = 384
 	workCost     = 1 << 20
 )
 
-// slab is memory of messages, some of which wait.
+// slab is the memory of received messages, some of which wait.
 type slab struct {
 	bind.Batch
 	waiting int
 }
 
-// waiting is a data message that waits.
+// waiting is a data message in a queue.
 type waiting struct {
 	b    []byte
 	from conn.Endpoint
@@ -59,26 +60,26 @@ type waiting struct {
 
 func (w *waiting) cost() int { return messageCost + len(w.b) }
 
-// queue is what waits of one peer, in the order in which it came.
+// queue holds the waiting messages of one peer, in order of arrival.
 type queue struct {
-	peer     *peer     // nil: of nobody
-	messages []waiting // from first on
+	peer     *peer     // nil: messages without a peer
+	messages []waiting // the waiting ones start at first
 	first    int
-	cost     int    // of these
-	deficit  int    // that may still go in this turn
-	next     *queue // whose turn is the next; the last one's is nil
+	cost     int    // of the waiting messages
+	deficit  int    // cost that is left in this turn
+	next     *queue // in the order of turns; nil for the last
 }
 
-// backlog is the queues of the messages that wait. One goroutine uses it. The zero value is empty.
+// backlog holds the queues of waiting messages. One goroutine uses it. The zero value is empty.
 type backlog struct {
-	queues      map[*peer]*queue // those that have messages
+	queues      map[*peer]*queue // queues with messages
 	first, last *queue           // in the order of their turns
-	spare       []*queue         // empty ones, to use again
+	spare       []*queue         // empty queues for reuse
 }
 
 func (b *backlog) empty() bool { return b.first == nil }
 
-// push has a message of a peer, or of nobody, wait. It reports false when there is no room.
+// push queues a message of a peer, or of no peer (nil). It reports false when there is no room.
 func (b *backlog) push(p *peer, w waiting) bool {
 	q := b.queues[p]
 	if q == nil {
@@ -92,7 +93,7 @@ func (b *backlog) push(p *peer, w waiting) bool {
 	return true
 }
 
-// limit is what may wait of a peer, or of nobody.
+// limit is the greatest cost of the queue of a peer, or of the queue without a peer (nil).
 func (b *backlog) limit(p *peer) int {
 	if p == nil {
 		return nobodyLimit
@@ -100,7 +101,7 @@ func (b *backlog) limit(p *peer) int {
 	return max(leastQueue, backlogLimit/len(b.queues))
 }
 
-// begin makes a queue, whose turn comes after all others.
+// begin makes a queue and appends it to the turns.
 func (b *backlog) begin(p *peer) *queue {
 	if b.queues == nil {
 		b.queues = make(map[*peer]*queue)
@@ -135,7 +136,7 @@ func (b *backlog) append(q *queue) {
 	b.last = q
 }
 
-// pop takes the message whose turn it is. The backlog must not be empty.
+// pop takes the next message in turn. The backlog must not be empty.
 func (b *backlog) pop() waiting {
 	for b.first.deficit <= 0 {
 		q := b.first
@@ -154,7 +155,7 @@ func (b *backlog) pop() waiting {
 		delete(b.queues, q.peer)
 		*q = queue{messages: q.messages[:0]}
 		b.spare = append(b.spare, q)
-	} else if q.first >= 1024 && q.first > len(q.messages)/2 { // as many are moved as have gone
+	} else if q.first >= 1024 && q.first > len(q.messages)/2 { // moves no more than were taken
 		n := copy(q.messages, q.messages[q.first:])
 		clear(q.messages[n:])
 		q.messages, q.first = q.messages[:n], 0
@@ -162,7 +163,7 @@ func (b *backlog) pop() waiting {
 	return w
 }
 
-// trim gives memory back that a flood has needed.
+// trim frees the memory that a flood needed.
 func (b *backlog) trim() {
 	if len(b.spare) > 1 {
 		clear(b.spare[1:])

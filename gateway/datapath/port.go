@@ -14,16 +14,16 @@ import (
 	"github.com/isthmus-net/isthmus/packet"
 )
 
-// These constants bound what one peer may send to the in-process endpoint. The rest is dropped before it
-// touches anything that peers share.
+// These constants bound the packets of one peer to the in-process endpoint. Packets beyond them are
+// dropped before they touch anything that peers share.
 const (
-	// MessageRate and MessageBurst bound the messages from each of the two addresses of a peer's
-	// gateway. An honest gateway sends one PING and one PONG every two seconds, and for a moment some
-	// twenty of each while it looks for the MTU of the path.
+	// MessageRate and MessageBurst bound the messages from each of the two addresses of a peer's gateway.
+	// An honest gateway sends one PING and one PONG every two seconds, and briefly some twenty of each
+	// while it probes the path MTU.
 	MessageRate  = 20 // per second
 	MessageBurst = 2 * MessageRate
 
-	// otherRate and otherBurst bound all other packets, of which only ICMP echo is answered. A packet takes
+	// otherRate and otherBurst bound all other packets. Only ICMP echo among them is answered. A packet takes
 	// a token for each otherLen octets: an answer leaves in fragments of that size.
 	otherRate  = 100 // per second
 	otherBurst = 64
@@ -32,9 +32,9 @@ const (
 
 // A bucket is a token bucket (RFC 1812, section 4.3.2.8). The zero value is full. Safe for concurrent
 // use.
-type bucket struct{ paid atomic.Int64 } // Tunnel.Now at which it will be full again
+type bucket struct{ paid atomic.Int64 } // Tunnel.Now at which it is full again
 
-// take takes n tokens, of which there are rate a second and burst at most.
+// take takes n tokens. The bucket gains rate tokens a second and holds at most burst.
 func (b *bucket) take(now time.Duration, n, rate, burst int64) bool {
 	interval := int64(time.Second) / rate
 	for {
@@ -58,20 +58,20 @@ type datagram struct {
 
 const (
 	turnsEach = 32   // datagrams of one address
-	turnsAll  = 4096 // of all addresses; one that has none may always add one
+	turnsAll  = 4096 // of all addresses; one datagram per address always fits
 )
 
-// turns is a fair queue of datagrams. It serves addresses in turn, and each address has room of its own,
-// so a flood from one address delays another by one datagram at most. Datagrams of one address stay in
-// order. The zero value is empty. Safe for concurrent use.
+// turns is a fair queue of datagrams. It serves addresses in turn, and each address has its own room, so a
+// flood from one address delays another by at most one datagram. Datagrams of one address stay in order.
+// The zero value is empty. Safe for concurrent use.
 type turns struct {
-	n    atomic.Int64 // datagrams; an empty queue costs a load
+	n    atomic.Int64 // datagrams; testing an empty queue costs one load
 	mu   sync.Mutex   // guards what follows
 	of   map[netip.Addr][]datagram
-	next []netip.Addr // those that have datagrams, in the order of their turns
+	next []netip.Addr // addresses with datagrams, in the order of turns
 }
 
-// push adds a datagram, and says whether there was room.
+// push adds a datagram and reports whether there was room.
 func (t *turns) push(d datagram) bool {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -114,7 +114,7 @@ func (t *turns) pop() (d datagram, ok bool) {
 	return d, true
 }
 
-// peek is the datagram that pop would take, the zero datagram for none.
+// peek returns the datagram that pop would take, or the zero datagram.
 func (t *turns) peek() datagram {
 	if t.n.Load() == 0 {
 		return datagram{}
@@ -132,15 +132,14 @@ func (t *turns) peek() datagram {
 type Port struct {
 	local  *Local
 	number uint16
-	most   int // octets of a message; the rest is cut off
+	most   int // octets of a message; longer ones are truncated
 	in     turns
-	came   chan struct{} // holds one value when in may have got something
+	came   chan struct{} // holds one value when in may have a datagram
 	closed chan struct{}
 	once   sync.Once
 }
 
-// Listen opens the port for messages of at most so many octets; longer ones are cut. There can be one
-// Port.
+// Listen opens the port and truncates messages to most octets. There can be one Port.
 func (l *Local) Listen(number uint16, most int) (*Port, error) {
 	p := &Port{local: l, number: number, most: most, came: make(chan struct{}, 1), closed: make(chan struct{})}
 	if l.closed.Load() {
@@ -152,8 +151,8 @@ func (l *Local) Listen(number uint16, most int) (*Port, error) {
 	return p, nil
 }
 
-// Receive waits for a message, which is the caller's. One goroutine may call it. After Close of the
-// port or of its endpoint it returns net.ErrClosed.
+// Receive waits for a message, which the caller owns. One goroutine may call it. After Close of the port
+// or of its endpoint it returns net.ErrClosed.
 func (p *Port) Receive() (message []byte, from netip.AddrPort, err error) {
 	for {
 		select {
@@ -171,10 +170,10 @@ func (p *Port) Receive() (message []byte, from netip.AddrPort, err error) {
 	}
 }
 
-// Send sends a message in a WireGuard message as long as that of a packet of size octets, which must
-// not exceed the tunnel's MTU; 0 adds no padding. The receiver takes the padding off by the length in
-// the IP header (WireGuard paper, section 5.4.6). Without a session with the peer the packet waits for
-// one like any other. Send does not keep message.
+// Send pads the WireGuard message to the length of a packet of size octets, which must not exceed the
+// tunnel's MTU; 0 adds no padding. The receiver removes the padding by the length in the IP header
+// (WireGuard paper, section 5.4.6). Without a session the packet waits for one, like any other packet.
+// Send does not keep message.
 func (p *Port) Send(message []byte, to netip.AddrPort, size int) error {
 	select {
 	case <-p.closed:
@@ -205,7 +204,7 @@ func (p *Port) isFor(v *packet.View) bool {
 	return p != nil && v.Proto() == packet.UDP && !fragment && v.DstPort() == p.number
 }
 
-// offer queues a copy of a message, or says why not.
+// offer queues a copy of a message, or returns the reason why not.
 func (p *Port) offer(v *packet.View) natengine.Drop {
 	size := int(binary.BigEndian.Uint16(v.Bytes()[v.TransportOffset()+4:])) // Parse has checked it
 	message := v.Bytes()[v.PayloadOffset() : v.TransportOffset()+size]
@@ -220,8 +219,8 @@ func (p *Port) offer(v *packet.View) natengine.Drop {
 	return natengine.DropNone
 }
 
-// toLocal hands the in-process endpoint a packet of a peer, or says why not. It takes a token of the peer
-// before it touches anything that peers share.
+// toLocal hands the in-process endpoint a packet of a peer, or returns the reason to drop it. It takes a
+// token of the peer before it touches anything that peers share.
 func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.Drop {
 	port := t.local.port.Load()
 	if port.isFor(v) {
@@ -249,9 +248,9 @@ func (t *Tunnel) toLocal(p *peer, v *packet.View, now time.Duration) natengine.D
 	return why
 }
 
-// useOf says whether the stack gets a packet, and why the packet counts as dropped. The stack answers
-// ICMP echo and handles ICMP errors. It also answers TCP and UDP with an ICMP error (RFC 1122, section
-// 3.2.2.1), but those packets count as dropped.
+// useOf reports whether the stack gets a packet, and the reason if the packet counts as dropped. The stack
+// answers ICMP echo and handles ICMP errors. It also answers TCP and UDP with an ICMP error (RFC 1122,
+// section 3.2.2.1), but those packets count as dropped.
 func useOf(v *packet.View) (stack bool, why natengine.Drop) {
 	_, _, _, fragment := v.Fragment()
 	echo, icmp := uint8(8), packet.ICMP
