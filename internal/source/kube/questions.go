@@ -31,9 +31,9 @@ const QuestionPort = 5870
 //	48  to      16  identity of the receiver
 //	64  tag     32  HMAC-SHA256 of all before
 //
-// A question says nothing but who asks whom: only an answer to a nonce of one's own is believed, so that
-// nothing can be replayed. Both have one length and only a question with a valid tag is answered, so that nobody
-// gets more out than he puts in.
+// A gateway accepts an answer only to its own nonce, so messages cannot be replayed. A question contains
+// only sender and receiver. Question and answer have the same length, and only a question with a valid tag
+// is answered, so the port cannot be used for amplification.
 const (
 	questionLength = 96
 	signedLength   = questionLength - sha256.Size
@@ -68,8 +68,8 @@ type message struct {
 	from, to gatewayID
 }
 
-// questionKey is what gateways of one installation authenticate their messages with; private is the WireGuard
-// private key that they share.
+// questionKey derives the key that authenticates messages between the gateways of one installation.
+// private is the WireGuard private key that they share.
 func questionKey(private [32]byte) []byte {
 	key, err := hkdf.Key(sha256.New, private[:], nil, "isthmus gateway questions", sha256.Size)
 	if err != nil {
@@ -102,7 +102,7 @@ func tagOf(signed, key []byte) []byte {
 	return h.Sum(nil)
 }
 
-// openMessage reads what seal wrote with the same key; refused says why it is none.
+// openMessage reads a sealed message made with the same key; refused is the reason if it is invalid.
 func openMessage(b, key []byte) (m message, refused string) {
 	if len(b) != questionLength || [4]byte(b) != questionMagic {
 		return m, refusedForm
@@ -119,19 +119,19 @@ func openMessage(b, key []byte) (m message, refused string) {
 	}, ""
 }
 
-// Why a datagram is not believed.
+// Reasons to refuse a datagram.
 const (
 	refusedForm     = "malformed"       // of another length or version
 	refusedTag      = "unauthenticated" // made without our key
 	refusedReceiver = "misdirected"     // for another gateway, or our own
-	refusedNonce    = "unasked"         // an answer to no question of ours, or a second one
+	refusedNonce    = "unasked"         // an answer without a question of ours, or repeated
 )
 
-// questioner asks the other gateways, and answers them. It starts with run.
+// questioner asks the other gateways and answers their questions. run starts it.
 type questioner struct {
 	election *election
-	private  func() [32]byte // the WireGuard private key; zero: not known yet
-	before   []byte          // the key of an earlier life, until private is known; nil: none
+	private  func() [32]byte // the WireGuard private key; zero: unknown yet
+	before   []byte          // key from before the restart, until private is known; nil: none
 	listen   func() (net.PacketConn, error)
 	refused  func(why string) // counts
 	log      *slog.Logger
@@ -139,21 +139,21 @@ type questioner struct {
 	key atomic.Pointer[[]byte] // of the last private; nil: not known yet
 }
 
-// listenAt opens the port at the address of this gateway's Pod, which others know it by.
+// listenAt opens the port at the address of this gateway's Pod, at which other gateways know it.
 func listenAt(addr netip.Addr) (net.PacketConn, error) {
 	return net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(addr, QuestionPort)))
 }
 
-// listenAgain is how long after a failure the port is opened again.
+// listenAgain is the delay before the port is opened again after a failure.
 const listenAgain = 5 * time.Second
 
-// run asks every questionInterval until ctx ends. Where the port cannot be opened nobody is asked and
-// nobody is answered, as if there were no other gateway.
+// run asks every questionInterval until ctx ends. If the port cannot be opened, it neither asks nor
+// answers, as if there were no other gateway.
 func (q *questioner) run(ctx context.Context) {
 	tick := time.NewTicker(questionInterval)
 	defer tick.Stop()
 	var conn net.PacketConn
-	var ended chan struct{} // closed when nobody reads conn any more
+	var ended chan struct{} // closed when reading of conn has ended
 	defer func() {
 		if conn != nil {
 			conn.Close()
@@ -193,7 +193,7 @@ func (q *questioner) run(ctx context.Context) {
 		if key := q.key.Load(); conn != nil && key != nil {
 			for _, o := range q.election.questions(time.Now()) {
 				m := message{kind: kindQuestion, nonce: o.nonce, from: q.election.id, to: o.id}
-				// One that is not sent is one that is not answered.
+				// An unsent question counts as unanswered.
 				_, _ = conn.WriteTo(m.seal(*key), net.UDPAddrFromAddrPort(netip.AddrPortFrom(o.addr, QuestionPort)))
 			}
 		}
@@ -206,13 +206,14 @@ func (q *questioner) run(ctx context.Context) {
 	}
 }
 
-// read takes what comes until the socket is closed.
+// read handles datagrams until the socket is closed.
 func (q *questioner) read(conn net.PacketConn) {
-	buf := make([]byte, questionLength+1) // longer ones are cut to a length that is refused
+	buf := make([]byte, questionLength+1) // a longer datagram is truncated to a length that is refused
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
 		if err != nil {
-			// An ICMP error for what was sent before is reported here, too, and concerns no other message.
+			// The kernel also reports ICMP errors for earlier messages here. They concern no other
+			// message.
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return
 			}
@@ -246,33 +247,33 @@ func (q *questioner) read(conn net.PacketConn) {
 	}
 }
 
-// other is another gateway, by its Pod.
+// other is another gateway, known by its Pod.
 type other struct {
 	pod      string
 	id       gatewayID
-	addr     netip.Addr // of its Pod as last read; zero: it has none yet
-	listed   bool       // the API server has said so in this life
-	leaving  bool       // its Pod is being deleted: it takes no Lease any more
+	addr     netip.Addr // of its Pod as last read; zero: none yet
+	listed   bool       // by the API server, since this process started
+	leaving  bool       // its Pod is being deleted, so it no longer takes the Lease
 	answered bool       // ever
-	last     account    // but for age
-	asked    time.Time  // when the question was sent that last answers
+	last     account    // without age
+	asked    time.Time  // when the question of the last answer was sent
 	open     map[nonce]time.Time
 }
 
-// question is one to be sent.
+// question is a question to send.
 type question struct {
 	nonce nonce
 	id    gatewayID
 	addr  netip.Addr
 }
 
-// questions are what to ask now.
+// questions returns the questions to send now.
 func (e *election) questions(now time.Time) (all []question) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for _, o := range e.others {
 		for n, at := range o.open {
-			if now.Sub(at) >= deferFor { // its answer would be of no use
+			if now.Sub(at) >= deferFor { // too old: an answer would not count
 				delete(o.open, n)
 			}
 		}
@@ -280,14 +281,14 @@ func (e *election) questions(now time.Time) (all []question) {
 			continue
 		}
 		var n nonce
-		rand.Read(n[:]) // it ends the program rather than fail
+		rand.Read(n[:]) // ends the program on failure
 		o.open[n] = now
 		all = append(all, question{n, o.id, o.addr})
 	}
 	return all
 }
 
-// answer says to another gateway what this one knows, and how long it leaves the Lease alone.
+// answer returns the claim of this gateway, and how long it leaves the Lease to the gateway that asked.
 func (e *election) answer(m message, now time.Time) message {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -302,7 +303,7 @@ func (e *election) answer(m message, now time.Time) message {
 	return a
 }
 
-// heard takes an answer; false: to no question of this gateway.
+// heard records an answer; false: no question of this gateway matches it.
 func (e *election) heard(m message, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -313,7 +314,7 @@ func (e *election) heard(m message, now time.Time) bool {
 		}
 		delete(o.open, m.nonce)
 		if asked.Before(o.asked) {
-			return true // overtaken by a later one
+			return true // a later answer came first
 		}
 		met := !o.answered
 		o.answered, o.asked = true, asked
@@ -327,7 +328,7 @@ func (e *election) heard(m message, now time.Time) bool {
 	return false
 }
 
-// see notes another gateway as the API server has it.
+// see records another gateway as the API server has it.
 func (e *election) see(pod string, addr netip.Addr, leaving bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -335,14 +336,14 @@ func (e *election) see(pod string, addr netip.Addr, leaving bool) {
 	o.addr, o.listed, o.leaving = addr, true, leaving
 }
 
-// unsee notes that another gateway is gone.
+// unsee records that another gateway is gone.
 func (e *election) unsee(pod string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	delete(e.others, pod)
 }
 
-// onlySeen forgets the gateways that the API server did not list when it was asked for all.
+// onlySeen forgets the gateways that are missing from a complete list of the API server.
 func (e *election) onlySeen() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -362,8 +363,7 @@ func (e *election) otherLocked(pod string) *other {
 	return o
 }
 
-// standbys is how many other gateways answer and could take over; ok is false where there is no other
-// one.
+// standbys is how many other gateways answer and can take over; ok is false if there is no other gateway.
 func (e *election) standbys(now time.Time) (n int, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -379,10 +379,10 @@ func (e *election) standbys(now time.Time) (n int, ok bool) {
 	return n, ok
 }
 
-// acquaintance is what a gateway keeps over a restart of what it knew of the Lease and of the others.
+// acquaintance is the state about the Lease and the other gateways that survives a restart.
 type acquaintance struct {
 	Transition int32                 `json:"transition,omitempty"` // of the Lease
-	Others     map[string]netip.Addr `json:"others,omitempty"`     // that have answered, by Pod
+	Others     map[string]netip.Addr `json:"others,omitempty"`     // gateways that have answered, by Pod
 }
 
 func (e *election) acquaintance() acquaintance {

@@ -2,28 +2,28 @@ package kube
 
 import "time"
 
-// Timing of what gateways ask each other.
+// Timing of the questions between gateways.
 const (
 	questionInterval = 250 * time.Millisecond
 
-	// deferFor is how long a standby leaves the Lease alone after it asked a gateway which answered that it
-	// holds the Lease. It is less than leaseDuration-retryPeriod, so that it delays no takeover from a
-	// gateway that has died.
+	// deferFor is how long a standby leaves the Lease alone, counted from its question to a gateway that
+	// answered "I hold the Lease". It is less than leaseDuration-retryPeriod, so that a takeover from a
+	// dead gateway is not delayed.
 	deferFor = 4 * time.Second
 
-	// vouchAfter is how long a holder that answers may not have renewed the Lease when a standby renews it
-	// in its name: before anybody takes the Lease for given up.
+	// vouchAfter is how long a holder that answers may fail to renew the Lease before a standby renews it
+	// in its name. The standby renews before any reader considers the Lease abandoned.
 	vouchAfter = 2 * retryPeriod
 
-	// stopEarly is how much earlier than a standby may take over an active gateway falls silent: timers are
-	// late on a busy machine, and the data plane needs a moment to end.
+	// stopEarly is the margin by which an active gateway stops before a standby may take over: timers are
+	// late on a busy machine, and the data plane needs a moment to stop.
 	stopEarly = time.Second
 )
 
-// A claim is what a gateway knows of the Lease.
+// A claim is the state of the Lease as one gateway knows it.
 type claim struct {
-	holds      bool  // it is the holder by what it last read, wrote or remembers
-	confirmed  bool  // it is the holder, and its last renewal is too young for anybody to have taken over
+	holds      bool  // it last read, wrote or remembered itself as the holder
+	confirmed  bool  // it is the holder, and its last renewal is so recent that no other can have taken over
 	transition int32 // of the Lease as last read or written; each takeover adds one
 }
 
@@ -31,51 +31,49 @@ type claim struct {
 type account struct {
 	claim
 	pod string
-	age time.Duration // since the question was sent that it answered
-	// defers is how long after that question it leaves the Lease to the gateway that asked; 0: it may take
-	// the Lease at any time.
+	age time.Duration // since its question was sent
+	// defers is how long after that question the other gateway leaves the Lease to the one that asked; 0:
+	// it may take the Lease at any time.
 	defers time.Duration
 }
 
-// fresh reports whether a may still be true.
+// fresh reports whether the answer is recent enough to rely on.
 func (a account) fresh() bool { return a.age < deferFor }
 
-// A view is all by which a gateway decides whether it may speak to peers, and whether it may take the
-// Lease.
+// A view is the input of decide.
 type view struct {
 	claim
-	free   bool          // the Lease, as last read, names nobody, or is not there
-	wait   time.Duration // that the Lease still protects the holder which it names; 0: it has expired
-	others []account     // of the gateways that have answered at least once
+	free   bool          // the Lease, as last read, has no holder or does not exist
+	wait   time.Duration // until the Lease expires; 0: expired
+	others []account     // gateways that have answered at least once
 }
 
-// A ruling is what follows from a view.
+// A ruling is the result of decide.
 type ruling struct {
 	speak bool // to peers
 
-	// Of a gateway that holds the Lease and may not speak.
-	lost      bool   // the Lease is another gateway's by now,
-	successor string // whose Pod this is; empty: not known
+	// Set for a gateway that holds the Lease and may not speak.
+	lost      bool   // another gateway holds the Lease
+	successor string // the Pod of that gateway; empty: unknown
 	unheard   string // the Pod of a gateway that does not answer, and may have taken the Lease
 
 	// wait is how long to leave the Lease alone; 0: write it.
 	wait time.Duration
-	// deferring says that the holder of the Lease answers.
+	// deferring: the holder of the Lease answers.
 	deferring bool
 }
 
-// decide applies the rules by which one gateway speaks to peers at a time:
+// decide applies the rules that let only one gateway speak to peers at a time:
 //
-//   - The holder speaks while its last renewal is young (confirmed). After that it needs every other gateway
-//     to have answered lately that it leaves the Lease alone. A gateway that never had another one goes on
-//     alone.
-//   - The holder gives way to a gateway that knows of a later takeover, or that holds the Lease beside it and
-//     can reach the API server.
-//   - A standby takes a Lease that is free, or that has expired while nobody answers to be its holder.
+//   - The holder speaks while its last renewal is recent (confirmed). After that, every other gateway must
+//     have answered recently that it leaves the Lease alone. A gateway that never had another one needs no answer.
+//   - The holder stops if another gateway knows of a later takeover, or also holds the Lease and reaches the
+//     API server.
+//   - A standby takes a Lease that is free. It takes an expired Lease if no gateway answers as its holder.
 //
-// What makes this safe is that the standby which answers "I leave the Lease alone" means a time after a question
-// of its own, and the holder counts the same time from before that question was answered, less stopEarly.
-// No two clocks are compared.
+// This is safe without comparing two clocks. A standby that answers "I leave the Lease alone" promises a
+// time that starts at its own question. The holder counts the same time, less stopEarly, from before that
+// question was answered.
 func decide(v view) ruling {
 	if !v.holds {
 		r := ruling{wait: v.wait}
@@ -104,8 +102,8 @@ func decide(v view) ruling {
 	return ruling{speak: true}
 }
 
-// defersTo reports whether a gateway that does not hold the Lease leaves it to another one. An answer from before a
-// takeover that v knows of is no claim.
+// defersTo reports whether a gateway without the Lease leaves it to o. An answer that is older than a
+// takeover known to v does not count.
 func (v view) defersTo(o account) bool {
 	return !v.holds && o.holds && o.fresh() && o.transition >= v.transition
 }
