@@ -10,18 +10,17 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 )
 
-// ReleaseHold is how long a released network stays refused on every node and is allocated to no other
-// cluster.
+// ReleaseHold is how long a released network is held: every node refuses it, and no other cluster gets it.
 const ReleaseHold = 24 * time.Hour
 
-// Released is what the IPAM state says about networks that peers gave up, in the annotation
-// isthmus.net/released-networks. The keys of the maps are times in RFC 3339, by the API server's clock.
+// Released is the annotation isthmus.net/released-networks of the IPAM state: the networks that peers gave
+// up. The keys of the maps are times in RFC 3339, by the API server's clock.
 type Released struct {
-	// Peers have left: the networks that the IPAM state still has for them are held.
+	// Peers are peers that have left. The networks that the IPAM state has for them are held.
 	Peers map[string][]string `json:"released,omitempty"`
 	// Replaced are held networks of peers that have other ones now, by cluster ID.
 	Replaced map[string]map[string][]string `json:"replaced,omitempty"`
-	// Unused are peers with networks that no object of a peering has named since then.
+	// Unused are peers with networks that no object of a peering names, by the time since when.
 	Unused map[string][]string `json:"unused,omitempty"`
 }
 
@@ -33,7 +32,7 @@ func ReleasedFrom(annotations map[string]string) (r Released, err error) {
 	return r, err
 }
 
-// Text returns the annotation; empty if there is nothing to say.
+// Text returns the annotation; empty if there is nothing to record.
 func (r Released) Text() string {
 	if len(r.Peers)+len(r.Replaced)+len(r.Unused) == 0 {
 		return ""
@@ -45,7 +44,7 @@ func (r Released) Text() string {
 	return string(text)
 }
 
-// replacedIn returns the networks of Replaced. What cannot be read is left out: the manager writes the
+// replacedIn returns the networks of Replaced. It skips invalid entries, because the manager writes the
 // annotation anew.
 func (r Released) replacedIn() (all []netip.Prefix) {
 	for _, at := range slices.Sorted(maps.Keys(r.Replaced)) {

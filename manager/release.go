@@ -21,15 +21,16 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipamstore"
 )
 
-// releaseInterval is how often holds of released networks and peers without objects are looked for.
+// releaseInterval is the interval of the search for expired holds and for peers without objects.
 const releaseInterval = 5 * time.Minute
 
-// reasonReleased is that of the Event about networks that were released because nothing named their peer.
+// reasonReleased is the reason of the Event for networks that were released because no object named their
+// peer.
 const reasonReleased = "NetworksReleased"
 
-// releases ends holds of released networks after fabric.ReleaseHold, and releases networks of peers that
-// vanished without un-peering, which no object has named for ipam.UnusedGrace. Both times are in the IPAM
-// state, so that a restart of the manager begins neither anew.
+// releases ends holds of released networks after fabric.ReleaseHold. It also releases the networks of
+// peers that vanished without un-peering, once no object has named them for ipam.UnusedGrace. Both times
+// are in the IPAM state, so a restart of the manager does not reset them.
 type releases struct {
 	Cache  client.Reader
 	Peers  Peers
@@ -38,7 +39,7 @@ type releases struct {
 	Log    *slog.Logger
 }
 
-// run looks now and then, until ctx ends.
+// run calls look every releaseInterval until ctx ends.
 func (r *releases) run(ctx context.Context) error {
 	tick := time.NewTicker(releaseInterval)
 	defer tick.Stop()
@@ -54,7 +55,7 @@ func (r *releases) run(ctx context.Context) error {
 	}
 }
 
-// look brings the IPAM state to the present.
+// look updates the IPAM state to the present time.
 func (r *releases) look(ctx context.Context) error {
 	named, err := r.named(ctx)
 	if err != nil {
@@ -83,7 +84,7 @@ func (r *releases) look(ctx context.Context) error {
 	return nil
 }
 
-// named has the clusters that some object of a peering names.
+// named returns the clusters that objects of a peering name.
 func (r *releases) named(ctx context.Context) (map[string]bool, error) {
 	var (
 		peerings  isthmus.PeeringList
@@ -118,8 +119,8 @@ func (r *releases) named(ctx context.Context) (map[string]bool, error) {
 	return named, nil
 }
 
-// serverClock returns the API server's time, to a second: the Date of its answer to a request, whatever
-// the answer is (RFC 9110, section 6.6.1). A clock of this machine that is set does not end a hold.
+// serverClock returns the API server's time, to a second: the Date of any response (RFC 9110, section
+// 6.6.1). So setting this machine's clock cannot end a hold.
 func serverClock(cfg *rest.Config) (func(context.Context) (time.Time, error), error) {
 	cfg = rest.CopyConfig(cfg)
 	cfg.Timeout = 10 * time.Second

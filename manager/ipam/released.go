@@ -13,26 +13,27 @@ import (
 )
 
 const (
-	// UnusedGrace is how long no object of a peering may name a peer before its networks are released.
+	// UnusedGrace is how long a peer may be named by no object of a peering before its networks are
+	// released.
 	UnusedGrace = 24 * time.Hour
-	// maxReplaced bounds the networks that are held though their peers have others, of all peers and of
-	// one. GrantedNetworks have 16 of a peer at most.
+	// maxReplaced and maxReplacedOfOne bound the replaced networks that are held, of all peers and of one.
+	// A peer has at most 16 entries in GrantedNetworks.
 	maxReplaced, maxReplacedOfOne = 64, 8
-	// maxAnnotations is how long the annotations of the IpamStorage may be together, in octets. The API
-	// server takes 256 KiB; the rest is for those of a fixed length.
+	// maxAnnotations bounds the annotations of the IpamStorage together, in octets. The API server accepts
+	// 256 KiB; the rest is for annotations of a fixed length.
 	maxAnnotations = 252 << 10
 )
 
-// A replaced network is held for a peer that has another one now.
+// A replaced network is held after its peer got another one.
 type replaced struct {
 	id      string
 	network netip.Prefix
 	at      time.Time // when it was released
 }
 
-// Part releases the networks of a peer that leaves: they are held from then on, so that nodes refuse them
-// and no other peer gets them. The peer's answer and the endpoints that were mapped for it alone are
-// forgotten. A peer that has left, or has no networks, is as good as parted.
+// Part releases the networks of a peer that leaves. They are held from then on: nodes refuse them, and no
+// other peer gets them. Part forgets the peer's answer and the endpoints that were mapped only for it. It
+// changes nothing for a peer that has left already or has no networks.
 func (b Book) Part(id string, now time.Time) Book {
 	p := b.peers[id]
 	switch {
@@ -44,11 +45,11 @@ func (b Book) Part(id string, now time.Time) Book {
 	return b.unmapAll(p).withPeer(id, &account{Grant: p.Grant, released: stored(now)})
 }
 
-// stored is a time as the annotation has it.
+// stored rounds a time as the annotation does.
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
-// hold notes which networks a peer gives up that gets others: they are held since then. What it has again
-// is not held any more.
+// hold records the networks that a peer gives up for others, and holds them from then on. A network that
+// the peer gets again is no longer held.
 func (b *Book) hold(id string, now, had Grant, at time.Time) *fabric.Refusal {
 	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
 	var kept []replaced
@@ -79,8 +80,7 @@ func (b *Book) hold(id string, now, had Grant, at time.Time) *fabric.Refusal {
 	return nil
 }
 
-// NetworksOf returns the networks of a peer that nodes refuse where there is no tunnel for them: those
-// that it has, and those that are held.
+// NetworksOf returns the networks of a peer that nodes refuse outside of a tunnel: present and held ones.
 func (b Book) NetworksOf(id string) (all []netip.Prefix) {
 	if p := b.peers[id]; p != nil && p.Pod.IsValid() {
 		all = append(all, p.Pod, p.External)
@@ -93,7 +93,7 @@ func (b Book) NetworksOf(id string) (all []netip.Prefix) {
 	return all
 }
 
-// ReleasedAt returns when a peer left whose networks are held; zero: there is no such peer.
+// ReleasedAt returns when a peer left whose networks are held; zero: no such peer.
 func (b Book) ReleasedAt(id string) time.Time {
 	if p := b.peers[id]; p != nil {
 		return p.released
@@ -101,10 +101,10 @@ func (b Book) ReleasedAt(id string) time.Time {
 	return time.Time{}
 }
 
-// Age brings the Book to a time: holds end that have lasted long enough, and peers that no object has
-// named for UnusedGrace are released, whose IDs it returns. named says which peers some object names.
+// Age ends the holds that have lasted long enough. It releases the networks of peers that no object has
+// named for UnusedGrace, and returns the IDs of these peers. named reports whether an object names a peer.
 //
-// A time that is ahead of now is of a clock that was wrong. It counts as now.
+// A recorded time in the future comes from a wrong clock and counts as now.
 func (b Book) Age(now time.Time, named func(id string) bool) (next Book, abandoned []string) {
 	now = stored(now)
 	next = b
@@ -143,7 +143,7 @@ func (b Book) Age(now time.Time, named func(id string) bool) (next Book, abandon
 	return next, abandoned
 }
 
-// heldObstacle is a network that is held for a peer.
+// heldObstacle describes a network that is held for a peer.
 func heldObstacle(id string, network netip.Prefix, at time.Time) obstacle {
 	return obstacle{name: "a network that stays refused until " + until(at) + " after it was released by ",
 		whose: "peer " + id, anonymous: "another peer", prefix: network}
@@ -151,7 +151,7 @@ func heldObstacle(id string, network netip.Prefix, at time.Time) obstacle {
 
 func until(released time.Time) string { return released.Add(fabric.ReleaseHold).Format(time.RFC3339) }
 
-// freeSoon names the held network that is free first, for a claim that gets none; empty: none would do.
+// freeSoon names the held network that becomes free first and would fit the claim; empty: none.
 func (b *Book) freeSoon(claim netip.Prefix) string {
 	var first replaced
 	held, now := 0, b.replaced
@@ -179,10 +179,10 @@ func (b *Book) freeSoon(claim netip.Prefix) string {
 	return text
 }
 
-// Releases returns the annotation that has what is held and since when, and which peers nothing names.
-// It is empty when there is nothing to say. Together with other annotations of that many octets it fits
-// the object. What does not fit is left out, the youngest first: those peers count as having networks
-// after a restart, until nothing names them for UnusedGrace.
+// Releases returns the annotation with the held networks, the times of their release, and the peers that
+// no object names. It is empty if there are none. others is the size of all other annotations, and the
+// result fits the object beside them. If there is too little room, the youngest peers are left out: after
+// a restart they count as having networks, until no object has named them for UnusedGrace.
 func (b Book) Releases(others int) string {
 	text := fabric.Released{}
 	for _, r := range b.replaced {
@@ -221,7 +221,8 @@ func (b Book) Releases(others int) string {
 	return text.Text()
 }
 
-// WithReleases returns the Book with what Releases said of it. Peers that have no networks are left out.
+// WithReleases returns the Book with the state from such an annotation. Peers without networks are left
+// out.
 func (b Book) WithReleases(annotations map[string]string) (Book, error) {
 	text, err := fabric.ReleasedFrom(annotations)
 	if err != nil {
