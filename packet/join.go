@@ -2,18 +2,18 @@ package packet
 
 import "slices"
 
-// Join puts the fragments of one datagram together, given in any order: whole IP packets that Parse
-// takes, of one family, source, destination and identification. The result is new memory, the
-// fragments stay as they are. It has the header of the first fragment (RFC 791, section 3.2; RFC
-// 8200, section 4.5), in IPv6 without the fragment header, in IPv4 without DF, because a datagram
-// that came in fragments may be cut again. The error is ErrJoin when the fragments leave a gap,
-// overlap, make a packet that its length field cannot describe, or mix senders with and without ECN.
+// Join reassembles the fragments of one datagram, in any order. They must be whole IP packets that Parse
+// accepts, with the same family, source, destination and identification. The result is new memory, and the
+// fragments stay unchanged. The result has the header of the first fragment (RFC 791, section 3.2; RFC
+// 8200, section 4.5): for IPv6 without the fragment header, for IPv4 without DF, because a fragmented
+// datagram may be fragmented again. Join returns ErrJoin if the fragments leave a gap, overlap, exceed the
+// length field, or mix senders with and without ECN.
 //
-// ECN follows Linux (net/ipv4/inet_fragment.c, ip_frag_ecn_table) and RFC 3168, section 5.3:
-// congestion that one fragment has met is the datagram's.
+// ECN follows Linux (net/ipv4/inet_fragment.c, ip_frag_ecn_table) and RFC 3168, section 5.3: a congestion
+// mark on one fragment marks the datagram.
 func Join(fragments [][]byte) ([]byte, error) {
 	parts := make([]part, len(fragments))
-	var first View // the last that is parsed is the first of the datagram
+	var first View // after the loop: the first fragment
 	for i, b := range fragments {
 		if err := first.Parse(b, ChecksumComplete); err != nil {
 			return nil, ErrJoin
@@ -32,7 +32,7 @@ func Join(fragments [][]byte) ([]byte, error) {
 	if len(parts) == 0 || marks&(1<<notECT) != 0 && marks != 1<<notECT {
 		return nil, ErrJoin
 	}
-	_ = first.Parse(parts[0].b, ChecksumComplete) // it did above
+	_ = first.Parse(parts[0].b, ChecksumComplete) // parsed successfully above
 	header, kindAt := first.headerOfDatagram()
 	length := header + size
 	if first.is4 && length > maxPacket || !first.is4 && length-ipv6Len > maxPacket {
@@ -63,11 +63,11 @@ func Join(fragments [][]byte) ([]byte, error) {
 type part struct {
 	off     int // octets
 	more    bool
-	b, data []byte // the packet, and what it carries of the datagram
+	b, data []byte // the packet, and its part of the datagram
 }
 
-// headerOfDatagram is the length of what stands in front of the fragmented part, without the
-// fragment header of IPv6, and for IPv6 the offset of the field that names the fragment header.
+// headerOfDatagram returns the length of the headers before the fragmented part, without the fragment
+// header of IPv6. For IPv6 it also returns the offset of the field that names the fragment header.
 func (v *View) headerOfDatagram() (length, kindAt int) {
 	if v.is4 {
 		return int(v.transport), 0
@@ -100,15 +100,15 @@ func setCongestion(b []byte) {
 	}
 }
 
-// minCut is the least that a fragment of Split6 carries, so that long headers, which each fragment
-// repeats, do not multiply a packet.
+// minCut is the smallest payload of a fragment of Split6. Each fragment repeats the headers, so long
+// headers with small payloads would multiply a packet.
 const minCut = 512
 
-// Split6 cuts an IPv6 packet into fragments of at most mtu octets with this identification (RFC
-// 8200, section 4.5). A packet that fits is one. The fragments are new memory, the packet stays as
-// it is. The result is nil for IPv4, for a fragment, for a partial checksum, for an mtu below 1280,
-// and for headers so long that the first fragment cannot hold all of them (RFC 7112) or each
-// fragment little else.
+// Split6 cuts an IPv6 packet into fragments of at most mtu octets with this identification (RFC 8200,
+// section 4.5). A packet that fits becomes one fragment. The fragments are new memory, and the packet
+// stays unchanged. The result is nil for IPv4, for a fragment, for a partial checksum, and for an mtu
+// below 1280. It is also nil if the headers do not fit the first fragment (RFC 7112), or leave less than
+// minCut in each.
 func (v *View) Split6(mtu int, id uint32) [][]byte {
 	if v.is4 || v.more || v.fragOff != 0 || v.csum == ChecksumPartial || mtu < minMTU6 {
 		return nil
@@ -146,8 +146,8 @@ func (v *View) Split6(mtu int, id uint32) [][]byte {
 
 const fragmentHeaderLen = 8
 
-// unfragmentable is the length of the part that each fragment repeats, the headers up to a routing
-// header, else up to a hop-by-hop header, and the offset of the field that names what follows.
+// unfragmentable returns the length of the part that each fragment repeats, and the offset of the field
+// that names the next header. The part ends with a routing header, or else with a hop-by-hop header.
 func (v *View) unfragmentable() (length, kindAt int) {
 	length, kindAt = ipv6Len, 6
 	for at, field := ipv6Len, 6; isExtension(v.b[field]); {
