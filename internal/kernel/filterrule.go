@@ -7,9 +7,8 @@ import (
 	"strings"
 )
 
-// A FilterRule is one rule of a FilterChain: the matches, which all have to hold, and then the
-// statement. String is its text for nft(8); package rtnl makes the kernel's expressions of the same
-// terms.
+// A FilterRule is one rule of a FilterChain: matches, which must all hold, and a statement. String is its
+// text for nft(8). Package rtnl compiles the same terms to the kernel's expressions.
 type FilterRule []Term
 
 func (r FilterRule) String() string {
@@ -20,7 +19,7 @@ func (r FilterRule) String() string {
 	return strings.Join(words, " ")
 }
 
-// A Term is a match or a statement of a FilterRule, one of the types of this file. Its text is that of
+// A Term is a match or a statement of a FilterRule, one of the types of this file. It prints as text of
 // nft(8).
 type Term interface {
 	fmt.Stringer
@@ -50,7 +49,7 @@ const (
 	DoKeepSource Fixed = "snat to ip saddr" // translate the source to itself, so that no later chain translates it
 )
 
-// A Field is a field of a packet that sets are searched for.
+// A Field is a packet field that can be looked up in sets.
 type Field string
 
 // Fields.
@@ -62,34 +61,33 @@ const (
 )
 
 type (
-	// InSet matches where a field is in a set.
+	// InSet matches if a field is in a set.
 	InSet struct {
 		Field Field
 		Set   string
 	}
-	// NotInSet matches where a field is not in a set.
+	// NotInSet matches if a field is not in a set.
 	NotInSet InSet
-	// NearSet matches where the network of length 16 that an IPv4 address is in is in a set.
+	// NearSet matches if a set contains the /16 network of an IPv4 address.
 	NearSet InSet
 
-	// From matches the name of the device that a packet comes by. A last "*" stands for any end.
+	// From matches the name of the incoming device. A trailing "*" matches any suffix.
 	From string
-	// To matches the name of the device that a packet leaves by, as From does.
+	// To matches the name of the outgoing device, in the form of From.
 	To string
-	// NotFrom matches every device but the one of that name, by which a packet comes.
+	// NotFrom matches every incoming device except the one of that name.
 	NotFrom string
-	// FromKind matches the kind of the device that a packet comes by (Linux 5.7 and later), such as veth.
+	// FromKind matches the kind of the incoming device (Linux 5.7 and later), such as veth.
 	FromKind string
 
 	// ToPort matches the destination port of UDP.
 	ToPort uint16
-	// EtherType matches what a frame says that it carries, where the VLAN tag that Linux took off does
-	// not count.
+	// EtherType matches the EtherType of a frame, after a VLAN tag that Linux removed.
 	EtherType uint16
-	// ICMPHead matches type and code, where the protocol is known to be ICMP.
+	// ICMPHead matches type and code. An earlier match must have selected ICMP.
 	ICMPHead struct{ Type, Code byte }
 
-	// Jump goes on in a chain and comes back where that chain decides nothing.
+	// Jump continues in a chain, and returns if that chain does not decide.
 	Jump string
 	// SourceTo translates the source to an address.
 	SourceTo struct{ Addr netip.Addr }
