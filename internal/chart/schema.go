@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 )
 
-// A schema is a part of values.schema.json, with those keywords of JSON Schema that the file uses.
+// A schema is a part of values.schema.json. It has only the keywords of JSON Schema that this file uses.
 // Helm reads the same file.
 type schema struct {
 	Type                 any                `json:"type"` // a name, or a list of names
@@ -49,7 +49,7 @@ func readSchema() (*schema, error) {
 	return s, nil
 }
 
-// kinds are the types of JSON Schema in words.
+// kinds name the types of JSON Schema in messages.
 var kinds = map[any]string{"string": "text", "integer": "a number", "number": "a number", "boolean": "true or false", "array": "a list", "object": "an object"}
 
 func kindOf(value any) string {
@@ -66,8 +66,8 @@ func kindOf(value any) string {
 	return kinds["string"]
 }
 
-// check returns an error for each value that the schema does not allow. at is the path of the value,
-// empty for all values. A null takes a value away and is always right.
+// check returns an error for each value that the schema does not allow. at is the path of the value, empty
+// for the root. A null removes a value and is always valid.
 func (s *schema) check(value any, at string) error {
 	if value == nil {
 		return nil
@@ -142,7 +142,7 @@ func (s *schema) checkObject(v Values, at string) error {
 		if below, known := s.Properties[key]; known {
 			wrong = append(wrong, below.check(v[key], name))
 		} else if s.AdditionalProperties != nil && !*s.AdditionalProperties {
-			// A typing error would do nothing, silently.
+			// Without an error a misspelt name would be ignored.
 			wrong = append(wrong, fmt.Errorf("value %s: the chart has no such value; `isthmus install --print-values` lists them", name))
 		}
 	}
@@ -159,9 +159,9 @@ func (s *schema) checkList(v []any, at string) error {
 	return errors.Join(wrong...)
 }
 
-// checkNetworks returns an error for what no pattern can see in the complete values: networks with host
-// bits, networks of this cluster that overlap, and ports beyond the last one. Managers and gateways
-// would end at once.
+// checkNetworks checks the complete values for errors that no pattern detects: networks with host bits,
+// overlapping networks of this cluster, and ports above 65535. With such values managers and gateways
+// would exit at once.
 func checkNetworks(values Values) error {
 	var wrong []error
 	own := map[string]netip.Prefix{}

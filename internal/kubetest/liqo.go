@@ -12,12 +12,13 @@ import (
 //go:embed liqo/*.yaml
 var liqoFiles embed.FS
 
-// liqoEnv names a checkout of Liqo v0.x, whose definitions LiqoCRDs then returns.
+// liqoEnv names the environment variable with a checkout of Liqo v0.x. LiqoCRDs then returns the
+// definitions in it.
 const liqoEnv = "ISTHMUS_LIQO"
 
-// LiqoCRDs returns Liqo's own definitions of the kinds of net.liqo.io, one YAML document each. They
-// have no status.conditions, so an API server that serves them drops ours. Without a checkout of
-// Liqo they are those in the folder liqo, which follow docs/liqo-v0.md.
+// LiqoCRDs returns Liqo's own definitions of the kinds of net.liqo.io, one YAML document each. They have
+// no status.conditions, so an API server that serves them drops ours. Without a checkout of Liqo it
+// returns the files in the folder liqo, which follow docs/liqo-v0.md.
 func LiqoCRDs() ([][]byte, error) {
 	checkout := os.Getenv(liqoEnv)
 	kinds, err := fs.Glob(liqoFiles, "liqo/*.yaml")
@@ -38,7 +39,7 @@ func LiqoCRDs() ([][]byte, error) {
 	return crds, nil
 }
 
-// findCRD reads the file with a definition, whose folder differs between versions of Liqo.
+// findCRD reads the file with a definition. Its folder differs between versions of Liqo.
 func findCRD(checkout, name string) ([]byte, error) {
 	for _, folder := range []string{"deployments/liqo/crds", "deployments/liqo/charts/liqo-crds/crds"} {
 		text, err := os.ReadFile(filepath.Join(checkout, folder, name))

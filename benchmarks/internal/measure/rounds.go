@@ -11,8 +11,8 @@ import (
 // Samples are figures by variant, figure and round.
 type Samples [][][]float64
 
-// Rounds measures every variant once a round. Each round begins with another one, so that none always
-// comes after the same. one returns the figures of a variant, as many each time.
+// Rounds measures every variant once per round. Each round starts with a different variant, so that none
+// always follows the same one. one returns the figures of a variant, always equally many.
 func Rounds(rounds int, variants []string, one func(variant int) ([]float64, error)) (Samples, error) {
 	s := make(Samples, len(variants))
 	for round := range rounds {
@@ -34,7 +34,7 @@ func Rounds(rounds int, variants []string, one func(variant int) ([]float64, err
 	return s, nil
 }
 
-// Pairs is a table with a row for each figure. Of each two variants that follow each other it has both,
+// Pairs returns a table with a row for each figure. For each two consecutive variants it has both values
 // and the ratio of the second to the first.
 func (s Samples) Pairs(variants, figures []string) string {
 	var b strings.Builder
@@ -56,12 +56,12 @@ func (s Samples) Pairs(variants, figures []string) string {
 	return b.String()
 }
 
-// Compared are three cells: two figures, and the ratio of the second to the first.
+// Compared returns three cells: two figures, and the ratio of the second to the first.
 func Compared(base, v []float64) string {
 	return fmt.Sprintf(" %s | %s | **%s** |", Spread(base), Spread(v), Spread(Ratios(v, base)))
 }
 
-// Ratios are those of v to base, round by round.
+// Ratios returns the ratios of v to base, round by round.
 func Ratios(v, base []float64) []float64 {
 	ratios := slices.Clone(v)
 	for round := range ratios {
@@ -70,7 +70,7 @@ func Ratios(v, base []float64) []float64 {
 	return ratios
 }
 
-// Spread is the median of v with the smallest and the largest. It shows three digits or more.
+// Spread returns the median of v with its minimum and maximum, with at least three digits.
 func Spread(v []float64) string {
 	digits := 2
 	if m := Median(v); m >= 100 {
