@@ -22,7 +22,7 @@ const (
 	checkThreshold = 5 // intervals without an answer until the peer counts as lost
 	checkObserve   = checkThreshold * checkInterval / 10
 	checkMaxLen    = 512 // octets of a message; a real one has about 113, and Liqo reads 1024
-	checkMaxColons = 16  // in a message, so that there are no more members; a real one has 6
+	checkMaxColons = 16  // bounds the members of a message; a real one has 6
 
 	// checkWindow is over how many probes loss is measured: one minute's.
 	checkWindow = 30
@@ -34,8 +34,7 @@ const (
 	checkStep  = checkInterval / checkSlots
 	checkFirst = 64 // new peers that are pinged at once; of more the rest counts as away, see sessions
 
-	// pathMessages is about how many probes of paths are sent at once, since packets have to wait
-	// meanwhile.
+	// pathMessages is about how many path probes are sent at once, because packets wait meanwhile.
 	pathMessages = 128
 )
 
@@ -108,8 +107,8 @@ type CheckResult struct {
 	Path     PathMTU
 }
 
-// A checkPort is how messages come and go: a datapath.Port. It bounds what one peer may send, so that
-// whatever the checker does for a message it does for each peer so many times a second at most.
+// A checkPort sends and receives messages: a datapath.Port. It limits the messages of each peer, and so
+// bounds the work of the checker per peer.
 type checkPort interface {
 	Receive() (message []byte, from netip.AddrPort, err error) // net.ErrClosed after Close
 	Send(message []byte, to netip.AddrPort, size int) error
@@ -397,7 +396,7 @@ func (c *checker) ping(peers []*checked) {
 	}
 	c.mu.Unlock()
 	for _, p := range pings {
-		_ = c.port.Send(p.text, p.to, 0) // lost or refused: no answer will come, which is what counts
+		_ = c.port.Send(p.text, p.to, 0) // lost or refused: the missing answer counts
 	}
 }
 
@@ -511,14 +510,14 @@ func (c *checker) receive() {
 	}
 }
 
-// message handles one message. Whatever is wrong with it is counted and has no other effect.
+// message handles one message. Every invalid message is counted and has no other effect.
 func (c *checker) message(b []byte, from netip.AddrPort) {
 	if len(b) > checkMaxLen {
 		c.reject(rejectOversize)
 		return
 	}
 	var m checkMessage
-	if bytes.Count(b, []byte{':'}) > checkMaxColons || json.Unmarshal(b, &m) != nil { // unknown fields are none of our business, as with Liqo
+	if bytes.Count(b, []byte{':'}) > checkMaxColons || json.Unmarshal(b, &m) != nil { // like Liqo, ignore unknown fields
 		c.reject(rejectMalformed)
 		return
 	}

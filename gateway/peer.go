@@ -38,9 +38,9 @@ type session struct {
 	stats    datapath.Stats // at the last look
 }
 
-// after is the session a moment later. Both now and the handshake have monotonic clock readings, so a
-// step of the wall clock changes no age. A peer that is heard is not down: no message is accepted under
-// a session of that age.
+// after returns the session a moment later. Both now and the handshake have monotonic clock readings, so a
+// step of the wall clock changes no age. A peer that is heard is not down, because no message is accepted
+// under a session of that age.
 func (s session) after(stats datapath.Stats, now time.Time) session {
 	s.stats = stats
 	if stats.Received != s.received {

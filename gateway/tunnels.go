@@ -76,7 +76,7 @@ func (g *gateway) openEnd(o Options, i, mtu int) (_ *tunnelEnd, err error) {
 	if i == 0 {
 		g.udpOffload = link.Offloads().USO4
 		send := func(text []byte, to netip.AddrPort, size int) {
-			_ = port.Send(text, to, size) // lost or refused: no answer will come, which is what counts
+			_ = port.Send(text, to, size) // lost or refused: the missing answer counts
 		}
 		t := datapath.New(link, wire, g.engine, local, datapath.Options{CoalesceUDP: g.udpOffload, Logger: wgLogger(o.Log)})
 		return &tunnelEnd{t, newChecker(port, o.Log, g.metrics.observeRTT, pathProber{send, g.compareSoon}), wire}, nil
@@ -180,9 +180,9 @@ func tunnelPeers(i int, peers []peer, of []int) (list []datapath.Peer) {
 	return list
 }
 
-// gatewayOf are the addresses of a peer's gateway inside the tunnel. Its PINGs come from the network
-// address of the peer's PodCIDR, as does everything that is no pod (docs/liqo-v0.md, section 7.2); its
-// PONGs come from the address that ours go to.
+// gatewayOf returns the addresses of a peer's gateway inside the tunnel. Its PINGs come from the network
+// address of the peer's PodCIDR, as all packets of non-pods do (docs/liqo-v0.md, section 7.2). Its PONGs
+// come from the address to which we send PINGs.
 func gatewayOf(p *fabric.GatewayPeer) [2]netip.Addr {
 	return [2]netip.Addr{p.AllowedIPs[0].Addr(), p.Probe.Addr()}
 }

@@ -3,21 +3,21 @@ package bind
 import "golang.zx2c4.com/wireguard/conn"
 
 const (
-	// MaxDatagram is the room that one datagram may take: more than any UDP payload.
+	// MaxDatagram is the room reserved for one datagram: more than any UDP payload.
 	MaxDatagram = 65535
 
 	slabLen   = 512<<10 + MaxDatagram
 	slabAlign = 64 // of a datagram: a cache line
 )
 
-// Batch is datagrams that were received, one behind the other in memory of its own. Some of them are
-// several of one size that the kernel has put together. Their octets are the caller's, to read and to
-// change, until Reset. Not for concurrent use. The zero value is empty.
+// Batch holds received datagrams, one after the other in its own memory. The kernel may have joined
+// several of one size. Until Reset the caller may read and change the octets. Not for concurrent use. The
+// zero value is empty.
 type Batch struct {
-	// More says that the last call stopped because it had received enough: the socket may have more.
+	// More: the last call stopped because it had received enough. The socket may have more.
 	More bool
-	// Lost counts the datagrams that the kernel had no room for, as the calls since Reset learned of
-	// them. The kernel counts those that it has put together as one.
+	// Lost counts the datagrams that the kernel dropped because the socket was full, as reported since
+	// Reset. The kernel counts datagrams that it joined as one.
 	Lost uint64
 
 	slab     []byte // nil until it is needed
@@ -33,7 +33,7 @@ type received struct {
 	from    conn.Endpoint
 }
 
-// Space is where the next datagram may be received: MaxDatagram octets, or nil when the batch is full.
+// Space returns the memory for the next datagram: MaxDatagram octets, or nil when the batch is full.
 func (b *Batch) Space() []byte {
 	if b.slab == nil {
 		b.slab = make([]byte, slabLen)
@@ -44,9 +44,9 @@ func (b *Batch) Space() []byte {
 	return b.slab[b.used : b.used+MaxDatagram]
 }
 
-// Received appends the datagram in the first n octets of Space, or several put together, each of them
-// segment octets long but for the last. segment 0 is one datagram. An empty datagram takes room too,
-// so that a batch of them is bounded.
+// Received appends the datagram in the first n octets of Space. With segment > 0 these are several
+// datagrams of segment octets, the last of which may be shorter. An empty datagram takes room too, so that
+// a batch of them is bounded.
 func (b *Batch) Received(n, segment int, from conn.Endpoint) {
 	end := b.used + n
 	b.received = append(b.received, received{b.slab[b.used:end:end], segment, from})
@@ -73,7 +73,7 @@ func (b *Batch) Next() ([]byte, conn.Endpoint) {
 	return m, from
 }
 
-// Reset empties the batch and takes its memory back.
+// Reset empties the batch and reclaims its memory.
 func (b *Batch) Reset() {
 	b.More, b.Lost = false, 0
 	b.received, b.used, b.at = b.received[:0], 0, 0

@@ -25,11 +25,11 @@ import (
 )
 
 const (
-	// sendBuffer and receiveBuffer are what the sockets may hold, in octets. The first is what
-	// wireguard-go asks for. All peers share the second one in the order in which messages come, so
-	// it bounds how long one waits behind those of others: its receiver drains it into queues of
-	// peers much faster than it opens messages, and what it holds is some ten thousand small ones.
-	// It takes CAP_NET_ADMIN to exceed net.core.{r,w}mem_max.
+	// sendBuffer and receiveBuffer are the sizes of the socket buffers, in octets. wireguard-go asks for
+	// the first. All peers share the receive buffer in order of arrival, so its size bounds how long a
+	// message waits behind those of other peers. The receiver drains it into per-peer queues much faster
+	// than it decrypts. It holds some ten thousand small messages. To exceed net.core.{r,w}mem_max takes
+	// CAP_NET_ADMIN.
 	sendBuffer    = 7 << 20
 	receiveBuffer = 4 << 20
 
@@ -130,8 +130,8 @@ func (b *Bind) IgnorePath(ignore bool) error {
 	return err
 }
 
-// SegmentationRefused counts the calls with UDP_SEGMENT that the kernel refused because the device
-// behind the route cannot do it. The datagrams left one by one.
+// SegmentationRefused counts the calls with UDP_SEGMENT that the kernel refused because the device of the
+// route cannot segment. The datagrams were sent one by one.
 func (b *Bind) SegmentationRefused() uint64 { return b.refused.Load() }
 
 // Endpoint is a place to send to. Its local address is the kernel's choice.
@@ -187,12 +187,12 @@ func prepare(network, _ string, c syscall.RawConn) error {
 	control := c.Control(func(fd uintptr) {
 		set := func(level, option, value int) error { return unix.SetsockoptInt(int(fd), level, option, value) }
 		for _, option := range []int{unix.SO_RCVBUF, unix.SO_RCVBUFFORCE} {
-			_ = set(unix.SOL_SOCKET, option, receiveBuffer) // as large as we may have
+			_ = set(unix.SOL_SOCKET, option, receiveBuffer) // as large as permitted
 		}
 		for _, option := range []int{unix.SO_SNDBUF, unix.SO_SNDBUFFORCE} {
 			_ = set(unix.SOL_SOCKET, option, sendBuffer)
 		}
-		_ = set(unix.SOL_SOCKET, unix.SO_RXQ_OVFL, 1) // how many it had no room for; Linux 2.6.33
+		_ = set(unix.SOL_SOCKET, unix.SO_RXQ_OVFL, 1) // report dropped datagrams; Linux 2.6.33
 		_ = set(unix.IPPROTO_UDP, unix.UDP_GRO, 1)    // Linux 5.0; without it datagrams come one by one
 		if network == "udp6" {
 			err = errors.Join(set(unix.IPPROTO_IPV6, unix.IPV6_V6ONLY, 1), set(unix.IPPROTO_IPV6, unix.IPV6_RECVPKTINFO, 1))

@@ -67,17 +67,17 @@ func (e *endpoint) SrcIP() netip.Addr {
 	return e.src
 }
 
-// segmentAgain is after how long the kernel is asked again to segment for an endpoint: its route may
-// lead to another device by then.
+// segmentAgain is the delay before UDP_SEGMENT is tried again for an endpoint, whose route may have
+// changed by then.
 const segmentAgain = 10 * time.Second
 
-// segments reports whether several datagrams may leave for e as one, which the kernel segments.
+// segments reports whether the kernel may segment datagrams to e.
 func (e *endpoint) segments() bool {
 	at := e.refused.Load()
 	return at == nil || time.Since(*at) >= segmentAgain
 }
 
-// refuse notes that the kernel refused to segment for e just now.
+// refuse records that the kernel just refused to segment for e.
 func (e *endpoint) refuse() {
 	now := time.Now()
 	e.refused.Store(&now)

@@ -14,12 +14,12 @@ import (
 // has a few per peer; when it is full it is begun anew.
 const maxEndpoints = 4096
 
-// maxReceive messages, or a full Batch, are received before anything is done with them. What is
-// received together is joined to larger packets for the pods: with half of this, one TCP stream was a
-// tenth slower; with twice, no faster.
+// maxReceive messages, or a full Batch, are received before they are processed. Messages that are received
+// together are coalesced for the pods. With half of this value one TCP stream was a tenth slower; with
+// twice the value, no faster.
 const maxReceive = 384
 
-// overflowSpace is what SO_RXQ_OVFL takes as a control message on a 64-bit machine.
+// overflowSpace is the length of the control message of SO_RXQ_OVFL on a 64-bit machine.
 const overflowSpace = 24
 
 // remote names a remote end and the local address that it talks to.
@@ -38,7 +38,7 @@ type receiver struct {
 	errno   unix.Errno
 	try     func(fd uintptr)
 	wait    func(fd uintptr) bool
-	lost    uint32 // datagrams that the kernel had no room for, as it last said
+	lost    uint32 // dropped datagrams, as the kernel last reported
 
 	endpoints map[remote]*endpoint
 	last      *endpoint // most datagrams come from where the one before came from
@@ -72,8 +72,8 @@ func (in *receiver) recvmsg(fd uintptr) {
 	}
 }
 
-// receive appends to a batch what is there. With wait it waits for the first datagram, without it
-// there may be none.
+// receive appends available datagrams to a batch. With wait it waits for the first one; without, there may
+// be none.
 func (s *socket) receive(b *Batch, wait bool) error {
 	in := &s.in
 	b.More = true
@@ -97,7 +97,7 @@ func (s *socket) receive(b *Batch, wait bool) error {
 			return in.errno
 		}
 		c := in.controls()
-		b.Received(in.n, c.segment, in.endpoint(c.source)) // an empty one too: somebody has to count it
+		b.Received(in.n, c.segment, in.endpoint(c.source)) // empty ones too, so that they are counted
 		if c.overflow {
 			b.Lost += uint64(c.lost - in.lost) // both wrap
 			in.lost = c.lost
@@ -109,12 +109,12 @@ func (s *socket) receive(b *Batch, wait bool) error {
 	return nil
 }
 
-// controls is what control messages say.
+// controls holds the values of the control messages.
 type controls struct {
 	segment  int    // size of a segment, 0 for none
 	source   []byte // the local address, of PKTINFO
-	lost     uint32 // datagrams that the socket had no room for before this one, since it was opened
-	overflow bool   // lost is there: the kernel leaves it out while it is 0
+	lost     uint32 // datagrams that the socket dropped before this one, since it was opened
+	overflow bool   // lost is valid: the kernel omits it while it is 0
 }
 
 // controls reads the control messages.

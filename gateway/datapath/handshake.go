@@ -17,42 +17,41 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// wireguard-go's device sees handshakes alone. Its conn.Bind is a queue of them, its tun.Device has
-// no packets.
+// wireguard-go's device gets only handshakes. Its conn.Bind is a queue of handshake messages, and its
+// tun.Device carries no packets.
 //
 //	socket ─ inbound ─┬─ data ─► open, NAT, write
 //	                  └─ handshakes ─┬─ of known sources ─┬─► admit ─► device ─ handshakes, keepalives ─► socket
 //	                                 └─ of others ────────┘     └─ cookies ─► socket
 //
-// An answer takes the device as long as a hundred packets, and anybody who knows our public key can
-// make it look at an initiation, with a forged source. So sources where peers are go first, each has a
-// budget of its own, and all others share one. Beyond its budget a message must show a cookie (section
-// 5.4.7 of the WireGuard paper), which proves that its source is no forged one. The device's own queue
-// stays so short that the device never asks for cookies itself.
+// To answer a handshake, the device needs as much time as for a hundred packets. Anybody who knows our
+// public key can make it process an initiation, with a forged source. So addresses of peers go first, and
+// each has a budget. All other sources share one budget. Beyond its budget a message must carry a cookie
+// (section 5.4.7 of the WireGuard paper), which proves that its source is not forged. The device's own
+// queue stays so short that the device never asks for cookies itself.
 
 const (
-	// knownHandshakes and otherHandshakes bound the two queues. The first one holds a handshake of each
-	// of a thousand peers, which may all begin at once when this gateway is back.
+	// knownHandshakes and otherHandshakes bound the two queues. The first holds one handshake each of a
+	// thousand peers, which may all start at once when this gateway returns.
 	knownHandshakes = 1024
 	otherHandshakes = 512
 	// handshakeBatch is how many the device takes at once. It has a buffer of 64 KiB for each.
 	handshakeBatch = 16
-	// deviceHandshakes may wait in the device when it is given more. It answers in the order in which
-	// they came, and asks for cookies when 128 wait.
+	// deviceHandshakes bounds the messages that wait in the device when it gets more. The device answers
+	// in order of arrival, and asks for cookies when 128 wait.
 	deviceHandshakes = 16
-	// devicePause is how long the device is left alone when that many wait.
+	// devicePause is the delay before the next batch when that many wait.
 	devicePause = time.Millisecond
 
-	// Budgets for handshakes: how often one may come, and of how many at once. A peer begins one in
-	// five seconds, and an address has a budget for each peer that is there. Of other sources all together
-	// have one budget. A source that shows a cookie has one of its own, and such sources where no peer is
-	// have one together.
+	// Budgets for handshakes: interval and burst. A peer starts one handshake in five seconds, and an
+	// address has a budget for each peer there. All other sources share one budget. A source that
+	// returned a cookie has its own; such sources share another one where no peer is.
 	knownEvery, knownBurst       = time.Second / 10, 20
 	strangerEvery, strangerBurst = time.Second / 200, 100
 	provenEvery, provenBurst     = time.Second / 20, 20
 	guestEvery, guestBurst       = time.Second / 500, 200
 
-	// maxBudgets bounds the sources whose budgets are remembered, beyond those of peers.
+	// maxBudgets bounds the sources whose budgets are stored, not counting peers.
 	maxBudgets = 8192
 
 	// receivePause is for a socket that fails without being closed.
@@ -61,8 +60,8 @@ const (
 
 // Wire is the UDP side of a tunnel: *bind.Bind, or memory. All methods may be called concurrently.
 type Wire interface {
-	// Listen opens a port, 0 for a free one. Each of the functions appends to the Batch what is there,
-	// and waits for a datagram first where wait says so; it is called by one goroutine and returns
+	// Listen opens a port, 0 for any free one. Each of the functions appends the datagrams of its socket
+	// to the Batch. With wait it first waits for a datagram. One goroutine calls it, and it returns
 	// net.ErrClosed after Close.
 	Listen(port uint16) ([]func(b *bind.Batch, wait bool) error, uint16, error)
 	// Close ends what Listen began. Listen may be called again.
@@ -94,7 +93,7 @@ func handshakeLen(messageType uint32) int {
 	return 0
 }
 
-// handshakes is the conn.Bind of the device: it receives from the queues and sends by the wire.
+// handshakes is the conn.Bind of the device: it receives from the queues and sends to the wire.
 type handshakes struct {
 	t             *Tunnel
 	known, others chan handshake
@@ -154,8 +153,8 @@ func (h *handshakes) refuse(m *handshake, why natengine.Drop) {
 	}
 }
 
-// next takes a message, of a known source if there is one, and waits for it if wait says so. It
-// reports false when there is none, or when the wire is closed.
+// next takes a message, preferring known sources. With wait it waits for one. It reports false when there
+// is none or the wire is closed.
 func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bool) {
 	select {
 	case m = <-h.known:
@@ -179,7 +178,7 @@ func (h *handshakes) next(closed <-chan struct{}, wait bool) (m handshake, ok bo
 	return m, true
 }
 
-// receive fills bufs with messages that the device may look at, and waits for the first of them.
+// receive fills bufs with admitted messages and waits for the first of them.
 func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int, eps []conn.Endpoint) (int, error) {
 	for handshakesWaiting(h.t.dev) > deviceHandshakes {
 		select {
@@ -208,11 +207,11 @@ func (h *handshakes) receive(closed <-chan struct{}, bufs [][]byte, sizes []int,
 	}
 }
 
-// admit reports whether the device is to look at a message. It answers one that is beyond its budget
+// admit reports whether the device may process a message. If the message exceeds its budget, admit answers
 // with a cookie.
 func (h *handshakes) admit(msg *handshake, now time.Time) bool {
 	m := msg.b[:msg.n]
-	if m[0] == device.MessageCookieReplyType { // takes the device no longer than this
+	if m[0] == device.MessageCookieReplyType { // as cheap for the device as this check
 		return true
 	}
 	checker := h.t.checker.Load()
@@ -252,23 +251,23 @@ func (h *handshakes) admit(msg *handshake, now time.Time) bool {
 	return false
 }
 
-// budget names what handshakes are charged to: the address of a peer, one that showed a cookie, or,
-// by the zero value, all others.
+// budget identifies the budget of a handshake: the address of a peer, a source that returned a cookie or,
+// as the zero value, all other sources.
 type budget struct {
 	addr   netip.Addr
 	source string // behind a relay: address and port
 	proven bool
 }
 
-// budgets are the times up to which budgets are spent (GCRA). One that is not spent takes no room.
-// The zero value is ready.
+// budgets holds the time at which each budget is full again (GCRA). A full budget uses no memory. The zero
+// value is ready.
 type budgets struct {
 	spent map[budget]time.Time
-	swept time.Time // when those that were not spent any more were forgotten
+	swept time.Time // when full budgets were last removed
 }
 
-// spend takes one from a budget that grows by one in every and holds burst at most. It reports false
-// when there is none left.
+// spend takes one token from a budget that gains one per every and holds at most burst. It reports false
+// when the budget is empty.
 func (b *budgets) spend(k budget, now time.Time, every time.Duration, burst int) bool {
 	at, ok := b.spent[k]
 	if at.Before(now) {
@@ -307,20 +306,20 @@ func (t *Tunnel) peersAt(addr netip.Addr) (n int) {
 	return n
 }
 
-// relay reports whether Services of ours relay messages from an address.
+// relay reports whether our Services relay messages from an address.
 func (t *Tunnel) relay(addr netip.Addr) bool {
 	relays := t.relays.Load()
 	return relays != nil && (*relays)(addr)
 }
 
-// heard is the addresses that peers were last heard from, by authentic messages. Methods may be called
+// heard holds the addresses at which peers were last heard by authentic messages. Methods may be called
 // concurrently.
 type heard struct {
 	mu    sync.RWMutex
-	peers map[netip.Addr]int // how many are at an address
+	peers map[netip.Addr]int // number of peers at an address
 }
 
-// note says that a peer is there. It costs a comparison while the peer stays where it is.
+// note records the address of a peer. It costs one comparison while the peer stays there.
 func (h *heard) note(p *peer, from conn.Endpoint) {
 	addr := from.DstIP()
 	if was := p.heardAt.Load(); was == nil || *was != addr {
@@ -329,7 +328,7 @@ func (h *heard) note(p *peer, from conn.Endpoint) {
 	}
 }
 
-// move says that a peer is at another address. After nil, for one that has gone, it stays so.
+// move records a new address of a peer; nil: the peer is removed, and later calls have no effect.
 func (h *heard) move(p *peer, to *netip.Addr) {
 	h.mu.Lock()
 	defer h.mu.Unlock()

@@ -15,18 +15,18 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// inbound is the goroutine that receives from one socket, and its scratch. It waits for nothing but
-// the socket. As long as it keeps up, messages go straight from the socket to their packets:
+// inbound is the goroutine that receives from one socket, and its scratch. It waits only for the socket.
+// While it keeps up, messages go straight from the socket to their packets:
 //
 //	socket ── slab ─┬───────────────────────────────── run ─ open, NAT, write
 //	                └─ backlog: a queue for each peer ──┘
 //
-// When there is more than one call receives, it drains the socket first, and messages wait in the
+// If more messages wait than one call receives, it drains the socket first. The messages then wait in the
 // backlog, in the slab where they were received.
 type inbound struct {
 	t     *Tunnel
-	slab  *slab   // the one that is being filled, nil for none
-	slabs int     // that there are, free ones among them
+	slab  *slab   // the slab being filled; nil: none
+	slabs int     // number of slabs, including free ones
 	free  []*slab // empty ones
 	now   time.Time
 	nonce [12]byte
@@ -35,15 +35,15 @@ type inbound struct {
 	write writer
 
 	backlog backlog
-	taken   []*slab // of the messages of the backlog that are being opened
+	taken   []*slab // slabs of the backlog messages being decrypted
 
 	source struct { // of the last message
 		from  conn.Endpoint
 		judge *func(netip.Addr) bool
 		may   bool
 	}
-	sender struct { // of the last message that waits
-		session bool // there is one, and what follows is of it
+	sender struct { // of the last queued message
+		session bool // some session has the index; otherwise the rest is unset
 		index   uint32
 		from    conn.Endpoint
 		peer    *peer
@@ -81,16 +81,16 @@ func (in *inbound) receiveAll(next func(b *bind.Batch, wait bool) error) {
 		}
 		if !in.backlog.empty() {
 			in.work()
-			runtime.Gosched() // others of this processor have waited meanwhile
+			runtime.Gosched() // let other goroutines of this processor run
 		}
 	}
 }
 
-// drain waits for messages, unless some wait already, and handles them when the socket has no more.
-// Else it puts them into the backlog, and those after them.
+// drain receives until the socket is empty, and handles the messages if one call was enough. Otherwise it
+// moves them and all later ones into the backlog. It waits for a message only if the backlog is empty.
 func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 	wait := in.backlog.empty()
-	in.sender.session = false // where peers are and which sessions they have may have changed
+	in.sender.session = false // addresses and sessions of peers may have changed
 	for range drainCalls {
 		s := in.room()
 		if s == nil {
@@ -126,7 +126,7 @@ func (in *inbound) drain(next func(b *bind.Batch, wait bool) error) error {
 	return nil
 }
 
-// room is a slab that has room for a datagram, nil when messages wait in all that there may be.
+// room returns a slab with room for a datagram, or nil when waiting messages use all slabs.
 func (in *inbound) room() *slab {
 	if s := in.slab; s != nil {
 		if s.waiting == 0 {
@@ -146,7 +146,7 @@ func (in *inbound) room() *slab {
 	return in.slab
 }
 
-// release notes that messages of slabs are not needed any more.
+// release records that messages of slabs are done.
 func (in *inbound) release() {
 	for i, s := range in.taken {
 		if s.waiting--; s.waiting == 0 && s != in.slab {
@@ -182,10 +182,11 @@ func (in *inbound) wait(m []byte, from conn.Endpoint, s *slab) {
 	in.refuse(state, m, from, natengine.DropReceiveQueue)
 }
 
-// senderOf is the peer that a data message is charged to before it is opened: the one whose receiver
-// index it names, if it comes from where that peer is. An index alone can be read on the way by
-// whoever then forges messages, from elsewhere. It is nil for nobody: also for a peer that has just
-// moved, until the first of its messages was opened. session reports whether a session has the index.
+// senderOf returns the peer that a data message is charged to before decryption: the peer with that
+// receiver index, if the message comes from its address. The index alone proves nothing, because an
+// observer on the path can read it and forge messages from elsewhere. The result is nil for all other
+// messages, also of a peer that has just moved, until its first message is decrypted. session reports
+// whether any session has the index.
 func (in *inbound) senderOf(m []byte, from conn.Endpoint) (p *peer, session bool) {
 	c, index := &in.sender, binary.LittleEndian.Uint32(m[4:])
 	if c.session && c.index == index && c.from == from {
@@ -211,7 +212,7 @@ func samePlace(a, b conn.Endpoint) bool {
 	return ok && too && x.AddrPort() == y.AddrPort()
 }
 
-// work opens some of what waits.
+// work handles some of the backlog.
 func (in *inbound) work() {
 	in.now = time.Now()
 	in.tap.begin()
@@ -225,7 +226,7 @@ func (in *inbound) work() {
 	in.release()
 }
 
-// accept handles one message of a batch: open has to follow the last one.
+// accept handles one message of a batch. The caller calls open after the last one.
 func (in *inbound) accept(m []byte, from conn.Endpoint) {
 	if in.sort(m, from) {
 		in.add(m, from)
@@ -241,8 +242,7 @@ func (in *inbound) add(m []byte, from conn.Endpoint) {
 	in.run.messages = append(in.run.messages, message{b: m, counter: binary.LittleEndian.Uint64(m[8:]), from: from})
 }
 
-// sort reports whether a message is data. Handshakes go into the device's queue, and what is neither
-// is refused.
+// sort reports whether a message is data. It queues handshakes for the device and refuses everything else.
 func (in *inbound) sort(m []byte, from conn.Endpoint) bool {
 	if !in.mayCome(from) {
 		in.refuse(nil, m, from, natengine.DropTunnelSource)

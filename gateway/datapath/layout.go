@@ -78,20 +78,20 @@ var (
 	keypairRemote    = fieldOf[device.Keypair, uint32]("remoteIndex")
 )
 
-// handshakesWaiting is how many handshake messages wait in the device.
+// handshakesWaiting returns how many handshake messages wait in the device.
 func handshakesWaiting(d *device.Device) int {
 	return reflect.ValueOf(d).Elem().FieldByIndex(deviceHandshakeQueue).Elem().FieldByIndex(queueChannel).Len()
 }
 
-// The device's queue of handshakes is of a type that has no name outside of its package: the path to
-// the pointer, and from there to the channel.
+// Paths to the device's queue of handshakes, whose type is not exported: first to the pointer, from there
+// to the channel.
 var (
 	deviceHandshakeQueue = indexOf(reflect.TypeFor[device.Device](), "queue", "handshake")
 	queueChannel         = indexOf(reflect.TypeFor[device.Device]().FieldByIndex(deviceHandshakeQueue).Type.Elem(), "c")
 	_                    = reflect.TypeFor[device.Device]().FieldByIndex(deviceHandshakeQueue).Type.Elem().FieldByIndex(queueChannel).Type.ChanDir()
 )
 
-// indexOf is the path to a field by its names from the outside in. It panics when there is none.
+// indexOf returns the path to a field by its names, outermost first. It panics if there is none.
 func indexOf(in reflect.Type, names ...string) (path []int) {
 	for _, name := range names {
 		f, ok := in.FieldByName(name)
@@ -103,8 +103,8 @@ func indexOf(in reflect.Type, names ...string) (path []int) {
 	return path
 }
 
-// What the device logs when it refuses a handshake message whose first MAC is right. It reports that
-// in no other way.
+// Texts that the device logs when it refuses a handshake message whose first MAC is valid. It reports the
+// refusal in no other way.
 var refusals = [...]string{
 	"Received invalid initiation message from %s",
 	"Received invalid response message from %s",

@@ -54,8 +54,8 @@ func NewLocal(addr4, addr6 netip.Addr, mtu int) (*Local, error) {
 		link:  &localLink{Endpoint: channel.New(localQueueLen, uint32(mtu), "")},
 		addrs: [2]netip.Addr{addr4, addr6},
 	}
-	// The stack's limit is one for all peers, so that one of them could use it up. Each has its own,
-	// see peer.others.
+	// The stack has one limit for all peers, which one peer could use up. Each peer has its own limit
+	// instead, see peer.others.
 	l.stack.SetICMPLimit(rate.Inf)
 	if err := l.configure(addr4, addr6); err != nil {
 		l.Close()
@@ -90,7 +90,7 @@ func (l *Local) configure(addr4, addr6 netip.Addr) error {
 	return nil
 }
 
-// udp is a whole packet of the endpoint.
+// udp builds a whole packet of the endpoint.
 func (l *Local) udp(payload []byte, from uint16, to netip.AddrPort) ([]byte, error) {
 	headers, src := header.IPv4MinimumSize, l.addrs[0]
 	if to.Addr().Is6() {
@@ -138,15 +138,15 @@ func (l *Local) Close() {
 	l.link.Endpoint.Close()
 }
 
-// attach sets what is called when a queue has got a packet, and when it had no place for one.
+// attach sets the functions to call when a queue has got a packet, and when it had no room for one.
 func (l *Local) attach(wake, overflow func()) {
 	l.link.overflow.Store(&overflow)
 	l.link.wake.Store(&wake)
 }
 
-// next copies the next packet of the endpoint into p. It returns its length, 0 when there is none, and
-// the size that it is to be padded to, 0 for none. Packets of the port go first: there are few of them,
-// and they decide whether peers count as connected.
+// next copies the next packet of the endpoint into p. It returns the length of the packet, 0 for none, and
+// the size to pad it to, 0 for no padding. Packets of the port go first: they are few, and they decide
+// whether peers count as connected.
 func (l *Local) next(p []byte) (n, size int) {
 	if d, ok := l.out.pop(); ok { // one load, as below: this is asked once per batch
 		return copy(p, d.b), d.size
@@ -167,8 +167,8 @@ func (l *Local) next(p []byte) (n, size int) {
 // hasPadded says whether the next packet is to be padded.
 func (l *Local) hasPadded() bool { return l.out.peek().size > 0 }
 
-// deliver hands the stack one whole packet, which it copies. Answers (ICMP echo) may be in the queue
-// before it returns.
+// deliver passes one whole packet to the stack, which copies it. Answers (ICMP echo) may be queued before
+// it returns.
 func (l *Local) deliver(b []byte) {
 	protocol := ipv4.ProtocolNumber
 	if b[0]>>4 == 6 {

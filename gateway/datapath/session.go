@@ -45,13 +45,15 @@ type peer struct {
 
 	staged staging // the outbound goroutine's
 
-	// What it may send to the in-process endpoint: messages, by address of its gateway, and all else.
+	// Limits for the in-process endpoint: messages, for each address of the peer's gateway, and all other
+	// packets.
 	gateway  atomic.Pointer[[2]netip.Addr] // Peer.Gateway; nil: none
 	messages [2]bucket
 	others   bucket
 
-	// windows guards the replay windows of all keypairs of dev, since it may be heard over IPv4 and IPv6 at
-	// once. The peer shares it with the one before it that had dev: an inbound goroutine may still have that.
+	// windows guards the replay windows of all keypairs of dev, because messages may arrive over IPv4 and
+	// IPv6 at once. A peer shares it with its predecessor for the same dev, which an inbound goroutine may
+	// still use.
 	windows *sync.Mutex
 
 	unanswered     atomic.Int64 // first data sent since anything was received
@@ -60,11 +62,11 @@ type peer struct {
 	asked          atomic.Int64 // when a handshake was last asked for
 	answers        atomic.Int64 // handshakes of the peer that were answered
 	answered       atomic.Int64 // when the last of them was
-	made           atomic.Int64 // when the session was made that there was last, see session
+	made           atomic.Int64 // creation time of the last session, see session
 	unsent         atomic.Pointer[unsent]
 	heardAt        atomic.Pointer[netip.Addr] // where it was last heard from; set by heard
-	gone           bool                       // it is not heard any more; guarded by heard
-	renewed        atomic.Int64               // when the session was made for which receive asked for the next one
+	gone           bool                       // the peer is removed; guarded by heard
+	renewed        atomic.Int64               // creation time of the session that receive asked to renew
 
 	crossedAt atomic.Int64 // answers when two handshakes had crossed
 	begun     initiation   // the last one here, guarded by handshakes.crossings
@@ -74,7 +76,7 @@ type peer struct {
 	keepalive, silence, initiation, crossing deadline
 }
 
-// newPeer is a peer in the place of old, which had the same dev; nil: there was none.
+// newPeer makes a peer that replaces old, which had the same dev; nil: there was none.
 func newPeer(t *Tunnel, state *natengine.PeerState, key device.NoisePublicKey, dev *device.Peer, old *peer) *peer {
 	p := &peer{t: t, state: state, key: key, dev: dev, windows: new(sync.Mutex)}
 	if old != nil {
@@ -94,7 +96,7 @@ func (p *peer) deadlines() []*deadline {
 	return []*deadline{&p.keepalive, &p.silence, &p.initiation, &p.crossing}
 }
 
-// gatewayOf is which of the addresses of the peer's gateway a is, -1 for none.
+// gatewayOf returns the index of a among the addresses of the peer's gateway; -1: none of them.
 func (p *peer) gatewayOf(a netip.Addr) int {
 	if gateway := p.gateway.Load(); gateway != nil {
 		return slices.Index(gateway[:], a)
@@ -212,9 +214,9 @@ func (p *peer) confirmed() {
 	p.t.lookSoon()
 }
 
-// session is when the present session was made, or the last one when the device has erased its keys;
-// zero: there was none. Messages are sent and accepted by that age (see fresh), which the monotonic
-// clock measures.
+// session returns the creation time of the present session, or of the last one if the device has erased
+// its keys; zero: there was none. Its age by the monotonic clock decides whether messages are sent and
+// accepted (see fresh).
 func (p *peer) session(now time.Time) time.Time {
 	if k := peerKeypairs.of(p.dev).Current(); k != nil {
 		p.made.Store(p.t.at(*keypairCreated.of(k)))

@@ -134,7 +134,7 @@ func newTunnel(link Link, wire Wire, engine *natengine.Engine, local *Local, sta
 	return t
 }
 
-// logger counts what the device refuses, besides logging it.
+// logger logs and counts the messages that the device refuses.
 func (t *Tunnel) logger() *device.Logger {
 	to := t.options.Logger
 	return &device.Logger{Errorf: to.Errorf, Verbosef: func(format string, args ...any) {
@@ -152,8 +152,8 @@ func (t *Tunnel) Now() time.Duration { return time.Since(t.start) }
 // at is a time as peers keep it: never 0, which stands for none.
 func (t *Tunnel) at(now time.Time) int64 { return max(1, int64(now.Sub(t.start))) }
 
-// when is the time that at made an integer of, zero for none. Its age at now is right whatever has
-// become of the wall clock in between.
+// when converts the result of at back to a time, zero for none. Its age is right even if the wall clock
+// was set in between.
 func (t *Tunnel) when(at int64, now time.Time) time.Time {
 	if at == 0 {
 		return time.Time{}
@@ -249,8 +249,8 @@ type Peer struct {
 	Key      [32]byte
 	Endpoint netip.AddrPort
 	Refused  bool
-	// Gateway holds the two addresses of the peer's gateway inside the tunnel: the one that its messages
-	// come from, and the one where it is reached and answers. The Port takes messages from nowhere else.
+	// Gateway holds the two addresses of the peer's gateway inside the tunnel: the source of its messages,
+	// and the address at which it answers. The Port accepts messages only from these.
 	Gateway [2]netip.Addr
 }
 
@@ -344,7 +344,7 @@ func (t *Tunnel) set(table *peerTable, peers []Peer) error {
 	return errors.Join(errs...)
 }
 
-// place sets where a peer is, and the addresses of its gateway. With t.mu.
+// place sets the endpoint of a peer and the addresses of its gateway. With t.mu.
 func (t *Tunnel) place(p *peer, want Peer) {
 	dev := p.dev
 	p.gateway.Store(&want.Gateway)
