@@ -79,8 +79,7 @@ func (c *crossing) flowOut(m *podMap, seen addr) (to addr, port int, drop Drop) 
 	return c.begin(naptFlow, &k, m.natAddr())
 }
 
-// midConnection reports whether the packet is a TCP segment that does not ask for a connection: any
-// but a SYN without ACK.
+// midConnection reports whether the packet is a TCP segment other than a SYN without ACK.
 func (c *crossing) midConnection() bool {
 	return c.v.Proto() == packet.TCP && c.v.TCPFlags()&(packet.TCPSyn|packet.TCPAck) != packet.TCPSyn
 }
@@ -113,8 +112,8 @@ func (e *Engine) inbound(v *packet.View, r *remote, now tick, tr *Trace) Verdict
 	return c.place(c.flowIn(local, endpoint))
 }
 
-// reach finds what the peer reaches at the destination of an inbound packet: the pod that the prefix
-// map leads to, the mapped endpoint, or neither at the NAPT address, where only flows lead on.
+// reach finds the target of an inbound packet: the pod by the prefix map, the mapped endpoint, or neither
+// at the NAPT address, which only flows can use.
 func (c *crossing) reach() (local addr, pod bool, endpoint addr, drop Drop) {
 	r, dst := c.r.rule, c.near
 	m := &r.pods[dst.family()]
@@ -235,8 +234,8 @@ func (c *crossing) begin(kind flowKind, k *key, other addr) (to addr, port int, 
 	return c.touch(&f)
 }
 
-// place ends the general path: it rewrites the packet to the address and port that were found, or
-// refuses it, and, outbound, tells the other fragments of the same datagram.
+// place ends the general path: it rewrites the packet to the address and port that were found, or refuses
+// it. Outbound, it passes the decision to the other fragments of the datagram.
 func (c *crossing) place(to addr, port int, drop Drop) Verdict {
 	var released *[][]byte
 	if c.tr == nil && c.v.IsFragment() {

@@ -69,9 +69,9 @@
 // address of IPv6 is a host too, as each pod has one and those of a node share a prefix; who sends
 // from many has the bound of his peer. A mapping needs a flow, so that the quota also keeps one
 // host from taking all ports of the NAPT address: by default it may have a quarter of them at most
-// (RFC 6888, REQ-4). Where all ports of a protocol are in use, a new mapping takes that of the oldest
-// half-open flows, so that forged sources, which nobody answers, leave ports to others. It fails while
-// all flows are established.
+// (RFC 6888, REQ-4). When all ports of a protocol are in use, a new mapping takes the port of the
+// oldest half-open flow. It fails only if all flows are established. Flows of forged sources stay
+// half-open, so they cannot use up the ports.
 //
 // Timeouts: UDP 300 s, TCP 7,440 s established and 240 s else, ICMP 60 s, other protocols 300 s.
 // Packets of either direction refresh a flow, RSTs and ICMP errors do not. Shorter ones than the

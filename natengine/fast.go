@@ -49,9 +49,9 @@ func (e *Engine) Inbound(v *packet.View, now time.Duration) Verdict {
 // p is DropSource, by the same rules that judge the rest of the packet, so that a range which moves
 // from one peer to another is never judged by half of each.
 //
-// A fragment is held until its datagram is whole, and the datagram then is one packet: v becomes it
-// and is forwarded, over memory that the caller owns. One of IPv6 larger than 1,280 octets leaves in
-// fragments of that size, v the first of them and the others in Verdict.Released.
+// A fragment is held until its datagram is complete. Then v becomes the datagram and is forwarded, in
+// memory that the caller owns. An IPv6 datagram larger than 1,280 octets leaves in fragments of that size:
+// v is the first, and Verdict.Released has the others.
 func (e *Engine) InboundFrom(p *PeerState, v *packet.View, now time.Duration) Verdict {
 	t := e.rules.Load()
 	if !v.Is4() {
@@ -154,9 +154,9 @@ func (m *map6) maps(a addr) bool {
 	return a.hi&m.mask.hi == m.from.hi && a.lo&m.mask.lo == m.from.lo && a != m.from
 }
 
-// known is the shortcut for a whole TCP or UDP packet of a flow that is there: the rules let it be
-// opened, and would have ended it since if they did not permit it any more, so that there is
-// nothing else to ask but where each address has to be asked for. Not for fragments.
+// known is the shortcut for a whole TCP or UDP packet of an existing flow. The rules permitted the flow,
+// and would have ended it otherwise, so no rule is checked again, except where every address must be
+// checked. Not for fragments.
 func (e *Engine) known(v *packet.View, r *remote, dir Direction, src, dst addr, now tick) (Verdict, bool) {
 	if !v.HasPorts() || r.guarded {
 		return Verdict{}, false

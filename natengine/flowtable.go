@@ -88,7 +88,7 @@ func (t *flowTable) side(i uint32) *side {
 	return &slab[i>>chunkBits].sides[i%chunkSize]
 }
 
-// order is when an entry has entered its queues, counted by flowTable.entered.
+// order returns the sequence number, by flowTable.entered, with which an entry entered its queues.
 func (t *flowTable) order(i uint32) *uint32 {
 	slab := *t.slab.Load()
 	return &slab[i>>chunkBits].orders[i%chunkSize]
@@ -247,10 +247,9 @@ func (t *flowTable) remove(i uint32, why FlowEnd) {
 	t.total.Add(-1)
 }
 
-// purge ends the flows that rule r, nil for none, does not permit. It reads without the lock, chunk by
-// chunk, and takes the lock only for a chunk in which there is something to end, so that new flows
-// never wait for more than one chunk. between is called after each chunk, without the lock. New flows
-// have to be permitted by r already.
+// purge ends the flows that rule r (nil: none) does not permit. It reads the chunks without the lock and
+// locks only a chunk with flows to end, so a new flow never waits for more than one chunk. between is
+// called after each chunk, without the lock. r must already be the rule for new flows.
 func (t *flowTable) purge(r *rule, between func()) {
 	slab := t.slab.Load()
 	if slab == nil {
@@ -282,8 +281,8 @@ func (t *flowTable) purgeChunk(c uint32, entries *[chunkSize]entry, r *rule) {
 	}
 }
 
-// stays reports whether the entry has no flow, or one that rule r, nil for none, permits. Without mu
-// it may be false for an entry that is written at that moment.
+// stays reports whether the entry has no flow, or a flow that rule r (nil: none) permits. Without mu it
+// may report false for an entry that is being written.
 func (e *entry) stays(r *rule) bool {
 	seq, word := e.seq.Load(), e.word.Load()
 	switch {

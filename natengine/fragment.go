@@ -10,45 +10,43 @@ import (
 
 // # Inbound
 //
-// A peer's fragments are held until their datagram is whole, whatever rule it will meet. The node
-// behind us reassembles in one small memory for everybody (nf_defrag, 4 MiB and 30 s by default), so
-// it must never see an incomplete datagram of a peer. A whole one is joined, judged and translated
-// like a packet that came in one piece.
+// A peer's fragments are held until their datagram is complete, whatever rule applies to it. The node
+// behind the gateway reassembles in one small memory for all peers and pods (nf_defrag, 4 MiB and 30 s by
+// default), so it must never see an incomplete datagram of a peer. A complete datagram is joined, filtered
+// and translated like an unfragmented packet.
 //
 //	IPv4   leaves as one packet without DF, which the kernel cuts again where a link needs it
 //	IPv6   leaves in fragments of 1,280 octets, since no router may cut it
 //
 // # Outbound
 //
-// Later fragments have no ports. A 1:1 map needs none and translates each fragment as it comes;
-// where a flow decides, the first fragment decides for its datagram. What it decided is remembered
-// until all octets of the datagram went by; later fragments that come before it are copied and
-// held. Nothing is reassembled: that is the receiver's business, and our own pods are bounded by the
-// peer's gateway.
+// Later fragments have no ports. A 1:1 map needs none and translates each fragment as it arrives. Where a
+// flow decides, the first fragment decides for its datagram. The decision is stored until all octets of
+// the datagram have passed. Later fragments that arrive before the first one are copied and held. Outbound
+// fragments are not reassembled: the receiver does that, and the peer's gateway bounds our pods.
 //
 // # Both
 //
-// Each octet of a datagram passes once, and all of them in one flow, so that nothing can be put over
-// a header that was judged. The rules are those of Linux's reassembly (net/ipv4/inet_fragment.c),
-// for both families:
+// Each octet of a datagram passes once, and all of them in one flow, so a fragment cannot overwrite a
+// header that was checked. The rules are those of Linux's reassembly (net/ipv4/inet_fragment.c), for both
+// families:
 //
 //	a fragment of octets that came already          is a duplicate and dropped
 //	one that overlaps in part, ends elsewhere than   ends the datagram: what is held, this and what may still come is
 //	  the last fragment said, or is another first      dropped until its time is over (RFC 5722, section 4)
 //	  fragment of the same identification
 //
-// So a datagram that uses an identification again while fragments of the one before are missing is
-// lost, not mixed with it (RFC 4963). Outbound the same holds for one that only looks so behind us,
-// because two hosts share an address there: the datagram that was first goes on, the other is
-// dropped, since the identification is not rewritten. Outbound fragments that a 1:1 map translates
-// are not compared: the map looks at no port, and the receiver reassembles.
+// A datagram that reuses an identification while fragments of the earlier one are missing is dropped, not
+// mixed with it (RFC 4963). Outbound, two hosts behind the NAPT address may use the same identification,
+// which is not rewritten. Then the earlier datagram passes and the other is dropped. Outbound fragments
+// under a 1:1 map are not compared: the map needs no port, and the receiver reassembles.
 
-// fragmentStore remembers datagrams of one peer and direction, of which fragments are missing. Its three bounds are in Config; at a
-// bound the oldest datagram gives way, with DropFragmentStoreFull for each of its held fragments,
-// because a datagram whose fragments do arrive needs its entry for milliseconds and a flood of ones
-// that do not would block a store that refuses new ones. One source may take a quarter; at that it
-// is its own oldest datagram that gives way, so that a flood of one host does not reach the
-// others'.
+// fragmentStore holds the incomplete datagrams of one peer and direction. Config has its three bounds. At
+// a bound the oldest datagram is evicted, and DropFragmentStoreFull counts each of its held fragments.
+// Refusing new datagrams instead would let a flood of incomplete ones block the store; a datagram whose
+// fragments arrive needs its entry only for milliseconds. One source may use a quarter of the store. At
+// that bound its own oldest datagram is evicted, so that a flood of one host does not displace the
+// datagrams of others.
 type fragmentStore struct {
 	mu    sync.Mutex
 	rule  *rule                        // outbound: by which the decisions here were made
@@ -84,7 +82,7 @@ type fragmentSet struct {
 	drop    Drop   // or why every fragment is dropped
 	first   uint64 // the octets of the first fragment that have the ports and, mostly, the checksum
 	held    [][]byte
-	seen    []span // what came, in order, not adjacent
+	seen    []span // octets that arrived, in order, not adjacent
 	total   int    // octets of the whole datagram, 0 while the last fragment is missing
 	links   [2]links
 }
@@ -148,8 +146,8 @@ func fragmentKeyOf(v *packet.View) fragmentKey {
 // minMTU6 is the largest packet of IPv6 that every link takes (RFC 8200, section 5).
 const minMTU6 = 1280
 
-// join holds an inbound fragment until its datagram is whole. The datagram is then judged like any
-// packet; a drop is counted once for each of its fragments.
+// join holds an inbound fragment until its datagram is complete, and then handles the datagram like any
+// packet. A drop is counted once for each fragment.
 func (c *crossing) join() Verdict {
 	if _, _, _, drop := c.reach(); drop != DropNone {
 		return c.refuse(drop)
@@ -173,8 +171,8 @@ func (c *crossing) join() Verdict {
 	return verdict
 }
 
-// joined judges the datagram of all these fragments. The packet becomes it, or the first fragment of
-// it, unless it is dropped.
+// joined translates the datagram of these fragments. The packet becomes the datagram or its first
+// fragment, unless it is dropped.
 func (c *crossing) joined(fragments [][]byte) Verdict {
 	whole, err := packet.Join(fragments)
 	if err != nil {
@@ -202,8 +200,8 @@ func (c *crossing) joined(fragments [][]byte) Verdict {
 	return verdict
 }
 
-// join enters v and returns all fragments of its datagram when v was the last one missing: v and
-// copies of the others, in no order, which are the caller's. Nil means that v was copied and is held.
+// join stores v. If v was the last missing fragment, it returns all fragments of the datagram in no order:
+// v and copies of the others, owned by the caller. Nil means that v was copied and is held.
 func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][]byte, drop Drop) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
@@ -226,9 +224,9 @@ func (s *fragmentStore) join(v *packet.View, now tick, e *Engine) (fragments [][
 	return nil, DropNone
 }
 
-// fragment enters an outbound fragment in its datagram. done says that there is no more to do: it
-// follows the first one, waits for it, or is refused. Otherwise it is the first and its flow has to
-// be found; firstFragment then tells the others.
+// fragment records an outbound fragment. done: nothing is left to do, because the fragment follows the
+// first one, waits for it, or is refused. Otherwise it is the first fragment, and the caller finds its
+// flow and calls firstFragment.
 func (c *crossing) fragment() (verdict Verdict, done bool) {
 	s := &c.r.peer.fragments[Outbound]
 	var to addr
@@ -373,7 +371,7 @@ const (
 	contradiction
 )
 
-// fitting is where a fragment belongs in its datagram.
+// fitting is the position of a fragment in its datagram.
 type fitting struct {
 	span
 	at   int // in fragmentSet.seen
@@ -382,7 +380,7 @@ type fitting struct {
 	kind placement
 }
 
-// fit finds where v belongs in the datagram, of which set has what came before.
+// fit finds the position of v among the earlier fragments in set.
 func (set *fragmentSet) fit(v *packet.View) fitting {
 	off, more, _, _ := v.Fragment()
 	end := off + v.FragmentLen()
@@ -397,7 +395,7 @@ func (set *fragmentSet) fit(v *packet.View) fitting {
 	return f
 }
 
-// enter notes that v came, which is fresh.
+// enter records that v arrived, which must be fresh.
 func (set *fragmentSet) enter(v *packet.View, f fitting) {
 	set.cover(f.at, f.span)
 	if f.from == 0 {
@@ -428,7 +426,7 @@ func (set *fragmentSet) completes(f fitting) bool {
 	return false
 }
 
-// place finds where part belongs among the octets that came.
+// place finds the position of part among the octets that arrived.
 func (set *fragmentSet) place(part span) (at int, kind placement) {
 	for at < len(set.seen) && set.seen[at].to <= part.from {
 		at++
@@ -442,7 +440,7 @@ func (set *fragmentSet) place(part span) (at int, kind placement) {
 	return at, contradiction
 }
 
-// cover notes that part came, which place has found to be fresh.
+// cover records that part arrived, which place has found to be fresh.
 func (set *fragmentSet) cover(at int, part span) {
 	left := at > 0 && set.seen[at-1].to == part.from
 	right := at < len(set.seen) && set.seen[at].from == part.to
@@ -459,7 +457,7 @@ func (set *fragmentSet) cover(at int, part span) {
 	}
 }
 
-// hold copies v to wait for others of its datagram; false when there is no room.
+// hold copies v until other fragments arrive; false: there is no room.
 func (s *fragmentStore) hold(set *fragmentSet, v *packet.View, e *Engine) bool {
 	n, limit := v.Len(), e.config.MaxFragmentBytes
 	if len(set.held) >= e.config.MaxFragmentsPerSet || n > limit {
@@ -583,8 +581,8 @@ func (s *fragmentStore) sweep(now tick, lifetime int32) {
 	s.expire(now, lifetime)
 }
 
-// setRule makes r the rule for what is decided from now on, and forgets what was decided by one that
-// differs. Inbound nothing is decided before a datagram is whole, so only the end of the peer counts.
+// setRule makes r the rule for further decisions, and forgets those of a rule that differs. Inbound, no
+// decision is made before a datagram is complete, so only removing the peer has an effect.
 func (s *fragmentStore) setRule(r *rule, differs bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()

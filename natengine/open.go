@@ -86,8 +86,8 @@ func (o *opening) enter() (f match, opened bool, drop Drop) {
 	h := hosts.hold(o.owner)
 	family, mappedPort := o.local.family(), port
 	hasPort := o.kind == naptFlow && o.class != noPorts
-	// Each eviction makes the place for the flow too. The host's own comes first, so that one at its
-	// bound takes no port from others.
+	// Each eviction also frees the entry that the flow needs. The host's own flow is evicted first, so
+	// that a host at its bound takes no port from others.
 	evicted := false
 	if hosts.at(h).flows > hosts.quota {
 		if evicted = t.evict(hosts.at(h)); !evicted {

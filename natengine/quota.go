@@ -166,10 +166,10 @@ func (t *hostTable) bytes() int {
 	return t.hosts.bytes() + t.chains.bytes()
 }
 
-// A half-open flow waits for its eviction in two queues, oldest first: one of its peer, which all
-// flows share that take ports of the same class and family, and that of its host. It enters both when
-// it is opened, or found closed by a sweep, and leaves them when it ends or is met, by a sweep or an
-// eviction, after it was established. stateQueued says that it is in them.
+// A half-open flow is in two eviction queues, oldest first: one of its peer, shared by flows that take
+// ports of the same class and family, and one of its host. It enters both when it is opened, or when a
+// sweep finds it closed. It leaves them when it ends, or when a sweep or an eviction finds that it is
+// established. stateQueued: the flow is in its queues.
 const (
 	queueOfPeer = iota
 	queueOfHost
@@ -178,15 +178,15 @@ const (
 
 type queue struct{ head, tail uint32 }
 
-// The queues of a peer: for each family one of ICMP queries, and of TCP and UDP one for each range of
-// ports at the NAPT address; and one for flows that take no port there. order tells which of two
+// The queues of a peer, for each family: one of ICMP queries, and one for each range of ports of TCP and
+// UDP at the NAPT address. A further one is for flows that take no port there. order tells which of two
 // flows has waited longer.
 const (
 	withoutPort   = 4 * int(noPorts)
 	waitingQueues = withoutPort + 1
 )
 
-// waitingSet is a set of queues of a peer, a bit for each.
+// waitingSet is a set of queues of a peer, one bit each.
 type waitingSet uint32
 
 const allWaiting waitingSet = 1<<waitingQueues - 1
@@ -198,7 +198,7 @@ func waitingIn(class portClass, family int, r portRange) int {
 	return (family*int(noPorts)+int(class))*2 + int(r)
 }
 
-// waitingFor are the queues of flows whose ports an inside port may get: see portSet.choose.
+// waitingFor returns the queues of flows whose ports an inside port can use: see portSet.choose.
 func waitingFor(class portClass, family int, port uint16) waitingSet {
 	set := waitingSet(1) << waitingIn(class, family, user)
 	if rangeOf(port) == wellKnown {
@@ -207,7 +207,7 @@ func waitingFor(class portClass, family int, port uint16) waitingSet {
 	return set
 }
 
-// queueFor is the queue of a flow that is there. With mu.
+// queueFor returns the queue of an existing flow. With mu.
 func (t *flowTable) queueFor(e *entry, word uint64) *queue {
 	local := addr{e.near[Outbound][0].Load(), e.near[Outbound][1].Load()}
 	class := classOf(protoOf(word), local.is4())
@@ -217,8 +217,8 @@ func (t *flowTable) queueFor(e *entry, word uint64) *queue {
 	return &t.waiting[waitingIn(class, local.family(), rangeOf(uint16(word>>nearShift[Inbound])))]
 }
 
-// longest is the index of that of the flows, heads of queues or 0, which has waited longest; -1 for
-// none. With mu.
+// longest returns the index of the flow that has waited longest among heads of queues, of which 0 is
+// empty; -1: none. With mu.
 func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
 	found := -1
 	for i, at := range heads {
@@ -229,7 +229,7 @@ func (t *flowTable) longest(heads *[waitingQueues]uint32) int {
 	return found
 }
 
-// heads are the flows that have waited longest: of host h, or where it is nil in each queue of a set.
+// heads returns the flow that has waited longest: of host h, or, if h is nil, in each queue of the set.
 // With mu.
 func (t *flowTable) heads(h *host, of waitingSet) (heads [waitingQueues]uint32) {
 	if h != nil {
@@ -281,8 +281,8 @@ func (t *flowTable) enqueue(i uint32, isNew bool) {
 	}
 }
 
-// dequeue takes a flow off its queues, if it is there; one that ends leaves the list of its host.
-// With mu.
+// dequeue removes a flow from its queues, if it is there. If the flow ends, it leaves the list of its host
+// too. With mu.
 func (t *flowTable) dequeue(i uint32, ends bool) {
 	e := t.entry(i)
 	word := e.word.Load()
@@ -317,8 +317,8 @@ const evictSteps = 32
 // evict removes the oldest half-open flow: of the peer, or of host h when it is not nil. With mu.
 func (t *flowTable) evict(h *host) bool { return t.evictFrom(h, allWaiting) }
 
-// evictPort removes the peer's oldest half-open flow whose port an inside port may get. That port is
-// free then, unless other flows share it. With mu.
+// evictPort removes the peer's oldest half-open flow whose port an inside port can use. The port is then
+// free, unless other flows share it. With mu.
 func (t *flowTable) evictPort(class portClass, family int, port uint16) bool {
 	return t.evictFrom(nil, waitingFor(class, family, port))
 }
@@ -341,7 +341,7 @@ func (t *flowTable) evictFrom(h *host, of waitingSet) bool {
 	return false
 }
 
-// evictable reports whether evictFrom would find something if the flows of late were gone. With mu.
+// evictable reports whether evictFrom would find a flow if the flows of late were gone. With mu.
 func (t *flowTable) evictable(h *host, of waitingSet, late []uint32) bool {
 	which := queueOfPeer
 	if h != nil {

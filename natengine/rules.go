@@ -63,8 +63,8 @@ type Peer struct {
 	MTU            uint16         // largest IP packet towards the peer in octets, see PeerState.MTU; 0 = no bound
 }
 
-// sameFlows reports whether p and q permit the same flows and translate fragments alike. MSS and MTU
-// have no part in that.
+// sameFlows reports whether p and q permit the same flows and translate fragments alike, whatever their
+// MSS and MTU.
 func (p Peer) sameFlows(q Peer) bool {
 	return p.ID == q.ID && slices.Equal(p.RemotePods, q.RemotePods) &&
 		slices.Equal(p.RemoteExternal, q.RemoteExternal) && slices.Equal(p.Pods, q.Pods) &&

@@ -50,9 +50,9 @@ type Verdict struct {
 	released *[][]byte // rare, so a pointer: a Verdict of three words is returned in registers
 }
 
-// Released are further fragments of the datagram of this packet, which take the same Action and go
-// after it: outbound those that waited for the first, inbound the rest of a datagram of IPv6 that was
-// whole and cut again. Each is a whole IP packet, already rewritten, owned by the caller.
+// Released returns further fragments of the packet's datagram, which take the same Action after it.
+// Outbound they had waited for the first fragment. Inbound they are the rest of an IPv6 datagram that was
+// joined and cut again. Each is a whole, rewritten IP packet that the caller owns.
 func (v Verdict) Released() [][]byte {
 	if v.released == nil {
 		return nil
@@ -86,7 +86,7 @@ const (
 	DropHostQuota         // flow bound of one host reached and none of its flows may be evicted
 	DropFlowClash         // the tuple belongs to another flow already
 	DropFragmentStoreFull // fragment bound reached
-	DropFragmentTimeout   // held, but the others of its datagram, or outbound the first, never came
+	DropFragmentTimeout   // held, but the rest of its datagram (outbound: the first fragment) never arrived
 	DropICMPError         // ICMP error that quotes no known flow or rule, is damaged, or is about an error
 	DropProtocol          // NAPT of a protocol without ports, when the remote address is taken or the type is link-local
 
@@ -96,7 +96,7 @@ const (
 	DropTUNWrite      // the kernel refused the packet
 	DropLocalQueue    // queue of the in-process endpoint is full
 	DropLocalSource   // inbound: a message for the in-process endpoint that is not from the peer's gateway
-	DropLocalRate     // inbound: the peer has sent the in-process endpoint as much as it may
+	DropLocalRate     // inbound: the peer exceeded its limit for the in-process endpoint
 	DropLocalPort     // inbound: nobody listens on that UDP port of the in-process endpoint
 	DropLocalProtocol // inbound: the in-process endpoint neither speaks the protocol nor answers such a message
 	DropTunnelSend    // outbound: the sealed message could not be sent
@@ -108,12 +108,12 @@ const (
 	DropTunnelType     // inbound: no known type of WireGuard message, or a handshake of a wrong length; the same
 	DropTunnelQueue    // outbound: gave way, by packets, octets or age, where packets wait for a session of their peer
 	DropTunnelSource   // inbound: a message from where no gateway of a peer can be, see fabric.Site; the peer is not known
-	DropHandshakeQueue // inbound: a handshake message for which a bounded queue or budget had no place; the peer is not known
+	DropHandshakeQueue // inbound: a handshake message beyond its budget or queue; the peer is not known
 
-	DropReceiveQueue     // inbound: a data message for which the queue of its peer, or of nobody, had no place
+	DropReceiveQueue     // inbound: a data message for which the queue of its peer, or without a peer, was full
 	DropSocketBuffer     // inbound: a message that the kernel dropped because the UDP socket was full; the peer is not known
 	DropHandshakeKey     // inbound: a handshake message that was made for another public key; the peer is not known
-	DropHandshakeRefused // inbound: a handshake message for our key, of no peer, a second time, or to none of ours
+	DropHandshakeRefused // inbound: a handshake message for our key that is of an unknown key, replayed, or answers none of ours
 
 	numDrops
 )
