@@ -272,7 +272,7 @@ func (g *Gateway) holder(ctx context.Context) string {
 	return holderOf(&lease)
 }
 
-// questioner asks the other gateways of e, and returns what the state directory has of them.
+// questioner returns the questioner of e, and the stored state of the other gateways.
 func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
 	q := &questioner{election: e, listen: g.listen, log: g.log,
 		refused: func(why string) { g.metrics.refused.WithLabelValues(why).Inc() },
@@ -293,7 +293,7 @@ func (g *Gateway) questioner(e *election) (*questioner, acquaintance) {
 	return q, known
 }
 
-// meet has e follow the other gateways, by their Pods.
+// meet lets e follow the Pods of the other gateways.
 func (g *Gateway) meet(e *election) toolscache.ResourceEventHandler {
 	set := func(o any) {
 		p, ok := o.(*corev1.Pod)
@@ -837,8 +837,9 @@ func (g *Gateway) Snapshots(ctx context.Context, deliver func(Snapshot, error)) 
 	}
 }
 
-// Ready says why this replica could become or be no active one, or nil. One that carries on with
-// what it remembers is not ready: it learns of no change. Nor is one that holds the Lease and may not speak.
+// Ready returns why this replica cannot become or be active, or nil. A replica that carries on from its
+// snapshot is not ready, because it learns of no change. Neither is a holder of the Lease that may not
+// speak.
 func (g *Gateway) Ready() error {
 	g.mu.Lock()
 	defer g.mu.Unlock()

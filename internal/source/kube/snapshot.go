@@ -83,8 +83,8 @@ type savedLease struct {
 	Active    time.Time `json:"active"`  // when this was written
 }
 
-// savedOthers is what a replica needs after a restart to ask the other gateways, and to answer them. A standby keeps
-// it, too: without an API server the active one goes on as long as its standby answers.
+// savedOthers is the state that a replica needs after a restart to ask the other gateways and to answer
+// them. Standbys store it too, because without an API server the active gateway needs their answers.
 type savedOthers struct {
 	Version int    `json:"version"`
 	Key     string `json:"key"` // questionKey, base64
@@ -189,8 +189,8 @@ func wantVersion(file string, version int) error {
 	return nil
 }
 
-// rememberOthers reads what keepOthers wrote. Whatever is wrong with it, this replica gets to know the others by
-// the API server.
+// rememberOthers reads the file of keepOthers. If it is invalid, this replica learns of the other gateways
+// from the API server.
 func rememberOthers(directory string) (key []byte, known acquaintance, err error) {
 	var s savedOthers
 	if err := statefile.Read(directory, othersFile, smallLimit, &s); err != nil {
@@ -213,7 +213,7 @@ func Forget(directory string) error {
 	return errors.Join(forgetSnapshot(directory), statefile.Remove(directory, othersFile))
 }
 
-// forgetSnapshot removes what only the active replica keeps.
+// forgetSnapshot removes the files that only the active replica keeps.
 func forgetSnapshot(directory string) error {
 	if err := statefile.Remove(directory, keyFile, leaseFile, objectsFile, placesFile); err != nil {
 		return fmt.Errorf("snapshot: %w", err)
@@ -314,7 +314,7 @@ func (k *keeper) run(ctx context.Context, e *election) {
 	}
 }
 
-// keepOthers writes what this replica knows of the other ones, when it is something else.
+// keepOthers stores the state of the other gateways when it has changed.
 func (k *keeper) keepOthers(known acquaintance) {
 	k.mu.Lock()
 	private := k.private

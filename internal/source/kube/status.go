@@ -119,9 +119,9 @@ func (w *writer) statuses(ctx context.Context, ask func() (Report, error)) {
 	}
 }
 
-// writeStatus writes the status of a TunnelEndpoint where what the API server would store differs
-// from what it has. Liqo's definition of TunnelEndpoints has no status.conditions: the API server
-// drops them, and a patch of conditions alone changes nothing, not even the version.
+// writeStatus patches the status of a TunnelEndpoint if the stored status would change. Liqo's definition
+// of TunnelEndpoints has no status.conditions: the API server drops them, and a patch with only conditions
+// changes nothing, not even the version.
 func (w *writer) writeStatus(ctx context.Context, have *v1alpha1.TunnelEndpoint, status v1alpha1.TunnelEndpointStatus, now time.Time) {
 	m, stored := w.of(have), status
 	if m.pruned {
