@@ -7,28 +7,29 @@ import (
 	"strings"
 )
 
-// Accept is rules in a chain of others: for what comes from our devices and what goes to them, and for
-// UDP and ICMP of gateways that are Pods on our node, whose outer packets the node forwards. The chain is one by which a packet filter looks at what is forwarded: FORWARD of iptables-nft
-// or iptables-legacy, or a chain of nftables of any name. They are the last before the chain's end, or
-// before a rule that drops or rejects everything, and are there only while the end of the chain drops
-// what nobody has accepted, as after `iptables -P FORWARD DROP`. An accept in a table of our own would
-// not do: each table has its own say. What is before, such as network policies, decides before.
+// Accept is our rules in a foreign chain. They accept packets from and to our devices, and UDP and ICMP of
+// gateways that are Pods on our node, whose outer packets the node forwards. The chain filters forwarded
+// packets: FORWARD of iptables-nft or iptables-legacy, or an nftables chain of any name. The rules are the
+// last before the chain's end, or before a rule that drops or rejects everything. They exist only while the
+// end of the chain drops all other packets, as after `iptables -P FORWARD DROP`. An accept in our own table
+// would not help, because each table decides separately. Earlier rules, such as network policies, still apply.
 //
-// In a wanted State one without a Chain stands for all such chains, and nothing else is asked for. Rules of
-// others are not touched. Ours say AcceptComment.
+// In a wanted State an Accept without a Chain stands for all such chains. Foreign rules are not touched. Our
+// rules carry AcceptComment.
 type Accept struct {
 	Program string // IptablesNFT, IptablesLegacy or NFT
 	Family  string // of an nftables table: "ip" or "inet"
 	Table   string
 	Chain   string
-	// Gateways are addresses of gateways that are Pods on our node, IPv4, sorted and separated by spaces.
+	// Gateways are the IPv4 addresses of gateways that are Pods on our node, sorted and separated by
+	// spaces.
 	Gateways string
 }
 
-// AcceptFor is wanted on a node with gateways that are Pods at these addresses, in any order.
+// AcceptFor returns the Accept for a node with gateway Pods at these addresses, in any order.
 func AcceptFor(gateways []netip.Addr) Accept { return Accept{Gateways: addresses(gateways)} }
 
-// InChain is the Accept of the same chain without Gateways.
+// InChain returns the Accept of the same chain, without Gateways.
 func (a Accept) InChain() Accept {
 	a.Gateways = ""
 	return a
@@ -41,12 +42,12 @@ const (
 	NFT            = "nft"
 )
 
-// AcceptComment begins the comment of our rules in chains of others: rules with it are ours to remove.
-// In those of a gateway a colon and its address follow.
+// AcceptComment begins the comment of our rules in foreign chains. We may remove every rule with it. In
+// rules of a gateway a colon and its address follow.
 const AcceptComment = "isthmus-route-agent"
 
-// Comments are those of the rules of an Accept, in their order: two for our devices, and for each gateway
-// four, UDP to it and from it, then ICMP to it and from it.
+// Comments returns the comments of the rules of an Accept, in order: two for our devices, and four for
+// each gateway, UDP to it and from it, then ICMP to it and from it.
 func (a Accept) Comments() []string {
 	all := []string{AcceptComment, AcceptComment}
 	for g := range strings.FieldsSeq(a.Gateways) {
@@ -55,8 +56,8 @@ func (a Accept) Comments() []string {
 	return all
 }
 
-// OwnComment reports whether a comment is that of a rule of ours, and the gateway that it is for; empty:
-// our devices.
+// OwnComment reports whether a comment marks our rule, and returns the gateway of the rule; empty: our
+// devices.
 func OwnComment(comment string) (gateway string, ours bool) {
 	if gateway, found := strings.CutPrefix(comment, AcceptComment+":"); found {
 		return gateway, true
@@ -101,7 +102,7 @@ func (a Accept) command(remove bool, _ string) string {
 	return strings.Join(a.rules(matches, a.Program+verb+a.Chain+" %s -m comment --comment %s -j ACCEPT"), "; ")
 }
 
-// rules are the matches, with their comments, in a format.
+// rules returns the matches with their comments, formatted.
 func (a Accept) rules(matches []string, format string) []string {
 	for i, comment := range a.Comments() {
 		matches[i] = fmt.Sprintf(format, matches[i], comment)

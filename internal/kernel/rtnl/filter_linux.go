@@ -246,7 +246,7 @@ func readTable(t *nftables.Table, sets []kernel.FilterSet, chains func(said func
 	return elements, true, nil
 }
 
-// comment is the text that a rule of ours has beside it.
+// comment returns the comment of a rule.
 func comment(r *nftables.Rule) string {
 	text, _ := userdata.GetString(r.UserData, userdata.TypeComment)
 	return text

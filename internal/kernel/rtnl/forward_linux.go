@@ -198,7 +198,7 @@ type forwarding struct {
 	fixed   bool // it cannot be changed soundly
 }
 
-// add takes the next rule of the chain into account.
+// add evaluates the next rule of the chain.
 func (f *forwarding) add(r foreignRule) {
 	gateway, ours := kernel.OwnComment(r.comment)
 	switch {
@@ -256,10 +256,11 @@ func forwards(c *nftables.Chain) bool {
 	return c.Type == nftables.ChainTypeFilter && c.Hooknum != nil && *c.Hooknum == *nftables.ChainHookForward
 }
 
-// gatewayProtocols are those that an Accept lets gateways have.
+// gatewayProtocols are the protocols that an Accept permits for gateways.
 var gatewayProtocols = []byte{unix.IPPROTO_UDP, unix.IPPROTO_ICMP}
 
-// acceptRules are the rules of an Accept in the order of its Comments, as iptables-nft would make them.
+// acceptRules returns the rules of an Accept in the order of its Comments, as iptables-nft would make
+// them.
 func acceptRules(a kernel.Accept) (all [][]expr.Any) {
 	accepting := func(c compiler) {
 		all = append(all, append(c.exprs, &expr.Counter{}, &expr.Verdict{Kind: expr.VerdictAccept}))
@@ -280,8 +281,8 @@ func acceptRules(a kernel.Accept) (all [][]expr.Any) {
 	return all
 }
 
-// gatewaysOf are the addresses of an Accept's gateways. One that is none, which somebody has put into a
-// comment of ours, is the zero address.
+// gatewaysOf returns the addresses of an Accept's gateways, with the zero address for an invalid one,
+// which only a foreign edit of our comments can cause.
 func gatewaysOf(a kernel.Accept) (all []netip.Addr) {
 	for text := range strings.FieldsSeq(a.Gateways) {
 		addr, err := netip.ParseAddr(text)

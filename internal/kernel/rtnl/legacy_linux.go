@@ -216,7 +216,7 @@ func conditionsOf(e []byte) (comment string, conditions bool) {
 	return comment, conditions
 }
 
-// Offsets of struct ipt_ip, with which an entry begins. Each address and name has a mask.
+// Offsets in struct ipt_ip, which begins an entry. Each address and name has a mask.
 const (
 	ipSource, ipSourceMask           = 0, 8
 	ipDestination, ipDestinationMask = 4, 12
@@ -225,8 +225,8 @@ const (
 	ipProtocol                       = 80
 )
 
-// acceptEntries are the rules of an Accept in the order of its Comments, such as
-// "-i isthmus+ -m comment --comment isthmus-route-agent -j ACCEPT".
+// acceptEntries returns the rules of an Accept in the order of its Comments, such as "-i isthmus+ -m
+// comment --comment isthmus-route-agent -j ACCEPT".
 func acceptEntries(a kernel.Accept) (all [][]byte) {
 	comments := a.Comments()
 	add := func(value []byte, at, mask, masked int, protocol byte) {
@@ -250,7 +250,7 @@ func acceptEntries(a kernel.Accept) (all [][]byte) {
 	return all
 }
 
-// acceptEntry is a rule that accepts everything, with a comment.
+// acceptEntry returns a rule with a comment that accepts everything.
 func acceptEntry(comment string) []byte {
 	const target = iptEntrySize + xtMatchSize + xtCommentSize
 	e := make([]byte, target+xtMatchSize+8)
@@ -307,8 +307,8 @@ func lockLegacy() (*os.File, error) {
 	return f, nil
 }
 
-// rewritten is struct ipt_replace with the table without some rules, and with others before an offset;
-// negative: without. kept says which of the old entries each of the new ones is, -1 for those that were added.
+// rewritten returns struct ipt_replace without the rules in gone, and with added before an offset;
+// negative: without added. kept maps each new entry to its old one, -1 for added entries.
 func (t legacyTable) rewritten(gone []foreignRule, added [][]byte, before int) (b []byte, kept []int, ok bool) {
 	moved := make(map[int]int) // where what jumps to an offset has to go
 	itself := make(map[int]int)

@@ -22,8 +22,8 @@ func exprsOf(family nftables.TableFamily, rule kernel.FilterRule) []expr.Any {
 	return c.exprs
 }
 
-// A compiler makes the expressions of one rule. Before the first match of an IP header it makes one of
-// the version of IP, in tables of families that have both, as nft(8) does.
+// A compiler makes the expressions of one rule. In tables of families with both versions of IP it matches
+// the version before the first match of an IP header, as nft(8) does.
 type compiler struct {
 	family  nftables.TableFamily
 	version byte // NFPROTO of the version that was matched; 0: none
@@ -97,7 +97,7 @@ func (c *compiler) fixed(term kernel.Fixed) {
 
 func (c *compiler) then(exprs ...expr.Any) { c.exprs = append(c.exprs, exprs...) }
 
-// load puts a field into register 1.
+// load loads a field into register 1.
 func (c *compiler) load(field kernel.Field) {
 	switch field {
 	case kernel.Source:
@@ -114,7 +114,7 @@ func (c *compiler) load(field kernel.Field) {
 	}
 }
 
-// ip matches a version of IP, where the family has both and the rule has not done so yet.
+// ip matches a version of IP, if the family has both and the rule has not matched it yet.
 func (c *compiler) ip(version byte) {
 	if c.version == version {
 		return
@@ -155,12 +155,13 @@ func sourceNAT() expr.Any {
 	return &expr.NAT{Type: expr.NATTypeSourceNAT, Family: unix.NFPROTO_IPV4, RegAddrMin: 1}
 }
 
-// connection matches where the connection has one of the bits.
+// connection matches a connection that has one of the bits.
 func connection(key expr.CtKey, bits uint32) []expr.Any {
 	return []expr.Any{&expr.Ct{Key: key, Register: 1}, masked(binaryutil.NativeEndian.PutUint32(bits)), isNot(make([]byte, 4))}
 }
 
-// named is what the kernel compares the name of a device with: all of it, or the octets before a last "*".
+// named returns the octets with which the kernel compares a device name: all of the name, or those before
+// a trailing "*".
 func named(name string) []byte {
 	if prefix, found := strings.CutSuffix(name, "*"); found {
 		return []byte(prefix)
