@@ -49,8 +49,7 @@ func distinct(a, b *Cluster) error {
 	return nil
 }
 
-// reachable refuses to give the peer a way to the API server that works here alone, unless a person has
-// chosen it by the flag.
+// reachable refuses a URL of the API server that works only on this machine, unless the flag names it.
 func (c *Cluster) reachable(flag string) error {
 	if c.chosen {
 		return nil

@@ -209,12 +209,12 @@ func (f components) judgeGateway(hop *Hop, h Holder, now time.Time) {
 	}
 }
 
-// reasonNoStandby is the reason of the hop of the standby.
+// reasonNoStandby is the reason of the hop standby.
 const reasonNoStandby = "NoStandby"
 
-// noStandby says why no Pod of the gateway could take over from the active one; empty: one could, or one gateway
-// is all that is wanted. wanted is how many Pods there are to be; -1: nobody tells, and those that are
-// there are wanted.
+// noStandby returns why no Pod of the gateway can take over from the active one; empty: one can, or only
+// one gateway is wanted. wanted is the number of wanted Pods; -1: unknown, and the existing Pods are
+// wanted.
 func (f components) noStandby(active string, wanted int) string {
 	gateways := f.gateways()
 	if wanted < 0 {

@@ -27,9 +27,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
-// detect finds out what the chart needs to know of the cluster and nobody has said, and reports
-// what it took from where. It refuses a cluster whose pods have no IPv4, and a PodCIDR that is chosen now
-// and that nothing is in. Of what it returns, Install remembers the PodCIDR.
+// detect finds the values of the cluster that the chart needs and that were not set, and reports their
+// sources. It refuses a cluster without IPv4 pods, and a newly chosen PodCIDR that contains nothing of the
+// cluster. Of its results, Install remembers the PodCIDR.
 func (c *Cluster) detect(ctx context.Context, chosen chart.Values, o InstallOptions) (chart.Values, error) {
 	var nodes corev1.NodeList
 	if err := c.client.List(ctx, &nodes); err != nil {
@@ -106,8 +106,8 @@ type address struct {
 	addr netip.Addr
 }
 
-// addresses returns those of IPv4, of all Pods, and whether any Pod has one of IPv6. Where they may not
-// be read, there are none.
+// addresses returns the IPv4 addresses of all Pods, and whether any Pod has an IPv6 address. Without
+// permission to read them there are none.
 func (c *Cluster) addresses(ctx context.Context) (all []address, six bool, err error) {
 	for next, more := "", true; more; more = next != "" {
 		var pods corev1.PodList
@@ -133,7 +133,7 @@ func (c *Cluster) addresses(ctx context.Context) (all []address, six bool, err e
 	return all, six, nil
 }
 
-// anyIPv6 reports whether a node has a network of IPv6 for its pods.
+// anyIPv6 reports whether a node has an IPv6 podCIDR.
 func anyIPv6(nodes []corev1.Node) bool {
 	return slices.ContainsFunc(nodes, func(n corev1.Node) bool {
 		return slices.ContainsFunc(append([]string{n.Spec.PodCIDR}, n.Spec.PodCIDRs...), func(text string) bool {
@@ -143,9 +143,9 @@ func anyIPv6(nodes []corev1.Node) bool {
 	})
 }
 
-// nothingIn is a sentence when the nodes have networks for their pods and none of them overlaps the
-// PodCIDR, and no Pod is in it; else empty. A CNI that gives out addresses by itself does not use the
-// networks of the nodes.
+// nothingIn returns a sentence if the nodes have podCIDRs, none of them overlaps the PodCIDR, and no Pod
+// is in it; otherwise it is empty. A CNI that allocates addresses by itself does not use the podCIDRs of
+// nodes.
 func nothingIn(podCIDR string, ofNodes []netip.Prefix, pods []address) string {
 	p, err := netip.ParsePrefix(podCIDR)
 	if err != nil || len(ofNodes) == 0 || slices.ContainsFunc(ofNodes, p.Overlaps) ||
@@ -167,9 +167,9 @@ func schedulable(nodes []corev1.Node) (n int) {
 	return n
 }
 
-// services reports the network of the Services, and where the DNS of the cluster is. The manager reads a
-// ServiceCIDR by itself. Where the API server does not serve that kind, before Kubernetes 1.33, services
-// returns the network that it has found elsewhere, or an error when nothing has it.
+// services reports the network of the Services and the cluster's DNS. The manager reads a ServiceCIDR by
+// itself. Where the API server does not serve that kind (before Kubernetes 1.33), services returns the
+// network from another source, or an error if no source has it.
 func (c *Cluster) services(ctx context.Context, chosen chart.Values, nodes []corev1.Node, report func(string)) (network string, err error) {
 	if said, _ := chart.Get(chosen, "networks", "serviceCIDR").(string); said != "" {
 		return "", nil
@@ -197,8 +197,8 @@ func (c *Cluster) services(ctx context.Context, chosen chart.Values, nodes []cor
 	return network, nil
 }
 
-// servicesElsewhere returns the network of the Services in IPv4 and the source of it; both are empty
-// when no source has one.
+// servicesElsewhere returns the IPv4 network of the Services and its source; both are empty if no source
+// has one.
 func (c *Cluster) servicesElsewhere(ctx context.Context, nodes []corev1.Node) (network, source string, err error) {
 	text, err := c.configMap(ctx, metav1.NamespaceSystem, "kubeadm-config", "ClusterConfiguration")
 	var cluster struct {
@@ -226,8 +226,7 @@ func (c *Cluster) servicesElsewhere(ctx context.Context, nodes []corev1.Node) (n
 	return "", "", nil
 }
 
-// flag returns a flag of a component of the control plane that runs as Pods; empty when it cannot be
-// seen.
+// flag returns a flag of a control plane component that runs as Pods; empty if it is not visible.
 func (c *Cluster) flag(ctx context.Context, component, name string) (string, error) {
 	var pods corev1.PodList
 	err := c.client.List(ctx, &pods, client.InNamespace(metav1.NamespaceSystem), client.MatchingLabels{"component": component})
@@ -306,8 +305,8 @@ func calicoNetworks(pools []unstructured.Unstructured) string {
 	return strings.Join(all, ",")
 }
 
-// k3s returns the value of a flag that k3s or RKE2 notes on its servers' Nodes, else usual, the default
-// of both; nothing when the nodes are not theirs.
+// k3s returns the value of a flag that k3s or RKE2 records on its servers' Nodes, else usual, the default
+// of both; empty if the nodes belong to neither.
 func k3s(nodes []corev1.Node, flag, usual string) string {
 	is := false
 	for i := range nodes {
@@ -392,7 +391,7 @@ func nodeNetworks(nodes []corev1.Node) (all []netip.Prefix) {
 	return all
 }
 
-// ofIPv4 returns the networks of IPv4 in a list.
+// ofIPv4 returns the IPv4 networks in a list.
 func ofIPv4(text string) (all []netip.Prefix) {
 	for one := range strings.FieldsFuncSeq(text, func(r rune) bool { return r == ',' || r == ' ' }) {
 		if p, err := netip.ParsePrefix(one); err == nil && p.Addr().Is4() {
@@ -402,8 +401,8 @@ func ofIPv4(text string) (all []netip.Prefix) {
 	return all
 }
 
-// around returns the one of the networks that holds all of them; false when there is none, and a person
-// has to choose.
+// around returns the network that contains all others; false if there is none, so that a person must
+// choose.
 func around(all []netip.Prefix) (netip.Prefix, bool) {
 	i := slices.IndexFunc(all, func(p netip.Prefix) bool {
 		return !slices.ContainsFunc(all, func(n netip.Prefix) bool { return !holds(p, n) })

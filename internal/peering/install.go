@@ -35,7 +35,7 @@ type InstallOptions struct {
 	Values chart.Values
 	// Forget leaves out what was chosen before.
 	Forget bool
-	// Force takes a PodCIDR of Values in which nothing of the cluster is.
+	// Force accepts a PodCIDR in Values that contains nothing of the cluster.
 	Force bool
 	// Version is the tag of the image where Values say nothing of it.
 	Version string
@@ -109,8 +109,8 @@ func (c *Cluster) Install(ctx context.Context, o InstallOptions) error {
 		return err
 	}
 	for _, object := range objects {
-		// What was chosen now is remembered when it is applied: until then it may be what the API server
-		// refuses. But a first installation that is interrupted must not look like one without workloads.
+		// New values are remembered once they are applied, because the API server may refuse them. But a
+		// first installation that is interrupted must not look like one without workloads.
 		if !known && object.GetKind() != "Namespace" {
 			if err := c.remember(ctx, before); err != nil {
 				return err
@@ -235,8 +235,8 @@ func (o InstallOptions) chart(namespace string, who v1alpha1.ClusterIdentity, ow
 
 func withWorkloads(chosen chart.Values) bool { return chart.Get(chosen, "workloads") != false }
 
-// before returns what a person chose in earlier installations and is not to be forgotten, and whether the
-// cluster remembers it.
+// before returns the values that were chosen in earlier installations and stay in force, and whether the
+// cluster remembers any.
 func (c *Cluster) before(ctx context.Context, o InstallOptions) (before chart.Values, known bool, err error) {
 	if o.Forget {
 		return nil, false, nil

@@ -450,7 +450,7 @@ func podProblem(p *corev1.Pod) string {
 	return ""
 }
 
-// pendingFor says, after a colon, for what a Pod waits that does not run; empty: nobody says.
+// pendingFor returns, after a colon, why a Pod does not run; empty: unknown.
 func pendingFor(p *corev1.Pod) string {
 	why := func(reason, message string) string {
 		if reason == "" {
@@ -474,7 +474,7 @@ func pendingFor(p *corev1.Pod) string {
 	return why(p.Status.Reason, p.Status.Message)
 }
 
-// gatewaysWanted is how many Pods of the gateway the Deployments want; -1: none tells.
+// gatewaysWanted returns how many Pods of the gateway the Deployments want; -1: unknown.
 func (c *Cluster) gatewaysWanted(ctx context.Context) int {
 	var deployments appsv1.DeploymentList // a help: who may not read it sees the Pods
 	if c.client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "gateway"}) != nil || len(deployments.Items) == 0 {

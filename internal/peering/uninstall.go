@@ -178,9 +178,9 @@ func (c *Cluster) anyOf(ctx context.Context, objects []*unstructured.Unstructure
 	return false, nil
 }
 
-// installed are the objects that no manifest names: those that Install, Uninstall and the components
-// make. The Secret with the key is among them when a gateway of ours has made it: in the namespace of a
-// Liqo there may be one of the same name.
+// installed returns the objects that no manifest names: those that Install, Uninstall and the components
+// make. It includes the Secret with the key only if our gateway made it, because the namespace of a Liqo
+// may have one of the same name.
 func (c *Cluster) installed(ctx context.Context) (all []*unstructured.Unstructured, err error) {
 	for _, o := range []struct{ version, kind, name string }{
 		{"v1", "ConfigMap", installConfigMap}, {"v1", "ConfigMap", uninstallConfigMap},

@@ -27,8 +27,8 @@ type UnpeerOptions struct {
 	// Name is the Peering or the peer's name in the first cluster; empty where the second cluster
 	// is given.
 	Name string
-	// Force does not wait for the peer: what lies there stays there. Nor does it need a manager: where
-	// none is at work, what managers made is taken down without one.
+	// Force does not wait for the peer, and leaves our objects there. If no manager runs, it takes down
+	// the manager's objects itself.
 	Force bool
 	// Timeout bounds the wait.
 	Timeout time.Duration
@@ -334,9 +334,9 @@ func until(ctx context.Context, sides []*farewell, o UnpeerOptions, step func(*f
 	}
 }
 
-// peeringGone waits until the manager has taken down what it made. With Force, and without a manager at
-// work, it takes that down itself. The next manager finds the networks of a peer that no object names, and
-// releases them later: until then they stay as they are, and refused.
+// peeringGone waits until the manager has taken down its objects. With Force, and without a running
+// manager, it takes them down itself. The networks of the peer stay allocated and refused until the next
+// manager finds that no object names the peer, and releases them.
 func (f *farewell) peeringGone(ctx context.Context, o UnpeerOptions) (string, error) {
 	if f.peering == "" {
 		return "", nil
@@ -371,9 +371,9 @@ func (f *farewell) peeringGone(ctx context.Context, o UnpeerOptions) (string, er
 	return "", &errWaiting{what}
 }
 
-// takeDown does what the manager would, without the peer: it deletes TunnelEndpoint and NetworkConfigs of
-// a Peering that is being deleted, and removes the finalizers that keep them and the Peering. Those of
-// others stay on the Peering.
+// takeDown does the manager's work without the peer. It deletes the TunnelEndpoint and NetworkConfigs of a
+// Peering that is being deleted, and removes the finalizers that keep them and the Peering. Foreign
+// finalizers stay on the Peering.
 func (f *farewell) takeDown(ctx context.Context, p *isthmus.Peering) error {
 	for _, kind := range []string{"TunnelEndpoint", "NetworkConfig"} {
 		o := &unstructured.Unstructured{}
