@@ -11,10 +11,9 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// GrantedIn returns the networks that the books of the IPAM give to peers. They are the manager's
-// alone, unlike what peers write about themselves, and name a network from before it is told to
-// anybody to the end of the hold that follows their release. An annotation has those that a peer had
-// before the ones that it has now.
+// GrantedIn returns the networks that the IPAM state allocates to peers. Only the manager writes it,
+// unlike what peers write about themselves. It contains a network from before its publication until the
+// end of the hold after its release. An annotation has the networks that a peer has replaced.
 func GrantedIn(books *v1alpha1.IpamStorage) ([]netip.Prefix, []Problem) {
 	var granted []netip.Prefix
 	r := report{origin: Origin{Kind: "IpamStorage", Name: books.Name}}

@@ -54,11 +54,11 @@ type GatewayPeer struct {
 // it returns, and the gateway carries that out.
 //
 // A peer is refused when it is wrong by itself or contradicts one that is kept: the same cluster
-// ID, the same public key, a network as we see it that overlaps with another peer's, or with what our
-// own networks are towards another one. Towards each peer our own networks are those that it has
-// answered, so that they differ while not all peers have followed a change. Peers are taken in the order of age, then ID, then origin, and the first of two is
-// kept. A mapping that is wrong is left out alone, so that its address is answered by nobody and
-// the peer's pods stay connected. Problems are sorted.
+// ID, the same public key, or a network as we see it that overlaps with a network of another peer or
+// with our own networks towards another peer. Our own networks towards a peer are those that it has
+// answered, so they differ until all peers have followed a change. Peers are taken in the order of
+// age, then ID, then origin, and the first of two is kept. A wrong mapping is left out alone, so that
+// its address gets no answer and the peer's pods stay connected. Problems are sorted.
 //
 // The gateway's own address is always mapped to the first host of Xa@B, with or without a
 // NatMapping that says so: the peer sends its connection check there and nowhere else. A NatMapping
@@ -187,7 +187,7 @@ func endpointsFor(p *Peer) ([]natengine.Endpoint, []Problem) {
 type keeper struct {
 	id    string     // our own cluster ID
 	own   [][32]byte // our own public keys
-	local []*local   // our own networks, sorted by prefix; few, since all peers have the same but during a change
+	local []*local   // our own networks, sorted by prefix; few, because they differ between peers only during a change
 	ids   map[string]*Peer
 	keys  map[[32]byte]*Peer // of all tunnels
 	nets  []*occupied        // disjoint, sorted by address
@@ -198,11 +198,11 @@ func newKeeper(in Intent) keeper {
 	return keeper{id: in.ClusterID, own: append([][32]byte{in.PublicKey}, in.FurtherKeys...), ids: map[string]*Peer{}, keys: map[[32]byte]*Peer{}}
 }
 
-// local is a network of ours as peers know it, of pods or of mapped endpoints.
+// local is one of our networks as peers know it, of pods or of mapped endpoints.
 type local struct {
 	prefix netip.Prefix
 	pods   bool
-	peers  int   // that know it
+	peers  int   // number of peers that know it
 	peer   *Peer // the first of them
 }
 
@@ -264,7 +264,7 @@ func (k *keeper) keep(p *Peer) {
 	}
 }
 
-// drop forgets a peer that was kept.
+// drop removes a peer that was kept.
 func (k *keeper) drop(p *Peer) {
 	for _, l := range localsOf(p) {
 		at, _ := slices.BinarySearchFunc(k.local, l, (*local).compare)
@@ -348,7 +348,7 @@ func (k *keeper) check(p *Peer) []Problem {
 		}
 	}
 	localPod, localExternal, remotePod, remoteExternal := p.pairs(at)
-	// Either would lead what one peer sends to us into the tunnel of another.
+	// Either would send packets of one peer into the tunnel of another.
 	for _, n := range []pair{localPod, localExternal} {
 		if _, other := k.find(n.own); other != nil {
 			r.addAt(n.ownAt, "%v overlaps %v of cluster %s (%s: %s); want a network that no peer has here",

@@ -235,8 +235,8 @@ func answerInForce(b ipam.Book, nc *v1alpha1.NetworkConfig) bool {
 	return granted && answered && grant == ipam.Grant{Pod: pod, External: external}
 }
 
-// write writes the status of a copy if the API server would store another one. All of it is ours:
-// conditions that the sender may have written there are gone.
+// write updates the status of a copy if the stored status would change. We own all of it, so conditions
+// that the sender wrote there are removed.
 func (r *AnswerReconciler) write(ctx context.Context, nc *v1alpha1.NetworkConfig, answer v1alpha1.NetworkConfigStatus, accepted metav1.Condition) error {
 	if old := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted); old != nil {
 		answer.Conditions = []metav1.Condition{*old}

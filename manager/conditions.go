@@ -223,8 +223,8 @@ func acceptedVerdict(s peeringState) verdict {
 	}
 }
 
-// inForceAsSeen reports whether the answer in a copy has the networks that the peer has in the books.
-// An answer to an older claim with other networks has others, read against the claim of now.
+// inForceAsSeen reports whether the answer in a copy, read against the present claim, has the networks
+// that the peer has in the IPAM state. An answer to an older claim does not.
 func (s peeringState) inForceAsSeen(nc *v1alpha1.NetworkConfig) bool {
 	pod, external, answered := fabric.SeenBy(nc)
 	return answered && s.granted == ipam.Grant{Pod: pod, External: external}

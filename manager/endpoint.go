@@ -15,9 +15,9 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 )
 
-// endpointOf returns where peers reach the gateway, by the rules of Liqo, or a sentence that says
-// why that is not known. Of the ports, the first is the gateway's, and those that follow are of
-// further tunnels. Beyond Liqo's rules, a node has its ExternalIP where there is one.
+// endpointOf returns where peers reach the gateway, by the rules of Liqo, or a sentence that explains why
+// that is unknown. The first port is the gateway's; those that follow are of further tunnels. Unlike Liqo,
+// it uses a node's ExternalIP if there is one.
 func endpointOf(namespace string, services []corev1.Service, nodes []corev1.Node) (host string, ports []uint16, missing string) {
 	const label = v1alpha1.LabelGateway + "=true"
 	if len(services) != 1 {
@@ -118,9 +118,9 @@ func exposed(s *corev1.Service, nodes []corev1.Node) (host string, ports []uint1
 	return host, ports, noHost, noPort
 }
 
-// outerAddress returns the address at which peers reach the node that has the given one: its first
-// ExternalIP of a family of the Service, else its first InternalIP of one. It is the given address when the
-// node is not known, or has no address of such a family.
+// outerAddress returns the address at which peers reach the node with the given address: its first
+// ExternalIP, else its first InternalIP, of a family of the Service. It returns the given address if the
+// node is unknown or has no address of these families.
 func outerAddress(inner string, families []corev1.IPFamily, nodes []corev1.Node) string {
 	given, err := netip.ParseAddr(inner)
 	if err != nil {

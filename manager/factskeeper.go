@@ -81,7 +81,7 @@ type FactsKeeper struct {
 	Cluster   v1alpha1.ClusterIdentity
 	Namespace string // of the gateway's Service and Secret
 	Plan      AddressPlan
-	// ServiceCIDRs says that the API server serves that kind, and Cache has it.
+	// ServiceCIDRs: the API server serves that kind, and Cache has it.
 	ServiceCIDRs bool
 	// BooksChanged gets the events of the Store.
 	BooksChanged <-chan event.GenericEvent

@@ -14,9 +14,9 @@ import (
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 )
 
-// listen answers on the addresses of o until the servers are closed. Those of controller-runtime
-// have no bounds for clients that are slow or many. waits has the reason while a manager that leads
-// cannot begin its work; a standby is ready.
+// listen serves the addresses of o until the servers are closed. controller-runtime's servers do not limit
+// slow or many clients. waits has the reason while the leading manager cannot begin its work; a standby is
+// ready.
 func listen(o Options, mgr ctrl.Manager, waits *atomic.Pointer[string]) (*httpserve.Servers, error) {
 	public, private := http.NewServeMux(), http.NewServeMux()
 	private.Handle("GET /metrics", o.MetricsSecure.Guarded(promhttp.HandlerFor(metrics.Registry, promhttp.HandlerOpts{ErrorHandling: promhttp.HTTPErrorOnError})))

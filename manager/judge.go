@@ -107,10 +107,10 @@ func (j judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, k
 	return false, nil
 }
 
-// standing tells copies of which we accepted what they say now (2) from those of which we accepted
-// what they said before (1), and both from all others. One that is edited so that it lists the key
-// of another peer falls behind that peer by the edit. Where the API server stores no conditions, all
-// that is known of an answered copy is that we accepted it once.
+// standing is 2 for a copy whose present content we accepted, 1 for a copy whose earlier content we
+// accepted, and less for all others. A copy that is edited to list the key of another peer thereby ranks
+// behind that peer. Where the API server stores no conditions, an answered copy is only known to have been
+// accepted once.
 func standing(nc *v1alpha1.NetworkConfig) int {
 	accepted := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
 	switch {

@@ -51,7 +51,7 @@ const component = "isthmus-manager"
 // renewDeadline is how long a leader goes on without its Lease; controller-runtime's.
 const renewDeadline = 10 * time.Second
 
-// lookForKinds is how often we look whether Liqo was installed: a few small requests.
+// lookForKinds is the interval of the check whether Liqo was installed, which takes a few small requests.
 const lookForKinds = 30 * time.Second
 
 // Options say what Run runs.
@@ -366,7 +366,7 @@ func (l *leader) lead(ctx context.Context) error {
 	return nil
 }
 
-// begin reads the books of the IPAM, puts our own networks into them, and learns what nodes refuse.
+// begin reads the IPAM state, puts our own networks into it, and learns which networks nodes refuse.
 func (l *leader) begin(ctx context.Context, own *FactsKeeper, warden *Warden) error {
 	if err := l.store.Load(ctx); err != nil {
 		return fmt.Errorf("books of the IPAM: %w", err)
@@ -461,13 +461,13 @@ func canList(ctx context.Context, direct client.Reader, list client.ObjectList) 
 	return err == nil, ignoreUnknown(err)
 }
 
-// looksForAbsence is how often in a row a kind has to be missing until it counts as gone. An API server
-// that starts, and one of several that is behind, deny for a moment that there are custom resources; and
-// without ForeignClusters, the tunnels to all peers that they stand for are taken down.
+// looksForAbsence is how often in a row a kind must be missing before it counts as removed. An API server
+// that starts or lags behind does not serve custom resources for a moment, and without ForeignClusters the
+// manager takes down the tunnels of all their peers.
 const looksForAbsence = 4
 
-// doubtAbsence returns an error when ForeignClusters are missing for the n-th time at the start of a
-// manager, and that is not to be believed yet: there are TunnelEndpoints that belong to some.
+// doubtAbsence returns an error if ForeignClusters are missing for the n-th time at the start of a manager
+// while TunnelEndpoints still belong to some, so that the absence is not credible yet.
 func doubtAbsence(ctx context.Context, direct client.Reader, n int) error {
 	if n >= looksForAbsence {
 		return nil
@@ -486,8 +486,8 @@ func doubtAbsence(ctx context.Context, direct client.Reader, n int) error {
 	return nil
 }
 
-// watchKinds calls changed when there are kinds where there were none, or the other way round: people
-// install Liqo later, and remove it, or upgrade in another order.
+// watchKinds calls changed when kinds appear or disappear: Liqo may be installed, removed or upgraded
+// later.
 func watchKinds(ctx context.Context, look func(context.Context) (present, error), had present, every time.Duration, changed func()) {
 	tick := time.NewTicker(every)
 	defer tick.Stop()
@@ -513,7 +513,7 @@ func watchKinds(ctx context.Context, look func(context.Context) (present, error)
 	}
 }
 
-// lost reports whether a kind is missing from now.
+// lost reports whether a kind of p is missing in now.
 func (p present) lost(now present) bool {
 	return p.foreignClusters && !now.foreignClusters || p.grantedNetworks && !now.grantedNetworks || p.serviceCIDRs && !now.serviceCIDRs
 }

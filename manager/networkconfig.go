@@ -204,7 +204,8 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 		}
 		if spec.PodCIDR != current.Spec.PodCIDR || spec.ExternalCIDR != current.Spec.ExternalCIDR {
 			if !peer.Replicated() {
-				// Liqo's replicator brings back whatever answer it finds. To a new NetworkConfig it is a new one.
+				// Liqo's replicator copies back any answer that it finds. A new NetworkConfig gets a new
+				// answer.
 				r.Log.Info("NetworkConfig is made anew, since our networks have changed", "peer", peer.Cluster.ClusterID, "namespace", want.Namespace, "name", want.Name)
 				return r.remove(ctx, current)
 			}
@@ -228,8 +229,8 @@ func (r *NetworkConfigReconciler) publish(ctx context.Context, peer Peer, curren
 	return err
 }
 
-// withdraw takes an answer to networks that we had before out of our NetworkConfig, and then the mark
-// that says so. The replicator brings back an answer to the new ones.
+// withdraw removes an answer to our former networks from our NetworkConfig, and then the annotation that
+// marks it. The replicator then copies back an answer to the new networks.
 func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha1.NetworkConfig) error {
 	if !equality.Semantic.DeepEqual(current.Status, v1alpha1.NetworkConfigStatus{}) {
 		before := current.DeepCopy()
@@ -243,7 +244,7 @@ func (r *NetworkConfigReconciler) withdraw(ctx context.Context, current *v1alpha
 	return r.Client.Patch(ctx, current, client.MergeFromWithOptions(before, client.MergeFromWithOptimisticLock{}))
 }
 
-// believed returns our NetworkConfig without an answer to networks that we had before.
+// believed returns our NetworkConfig without an answer to our former networks.
 func believed(nc *v1alpha1.NetworkConfig) *v1alpha1.NetworkConfig {
 	if nc.Annotations[isthmus.AnnotationUnanswered] == "" {
 		return nc

@@ -22,9 +22,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
-// detected are the networks found in the cluster's own configuration. They never change in the life
-// of a cluster, so that what was found is not read again. services are not needed where ServiceCIDRs
-// are watched.
+// detected holds the networks found in the cluster's own configuration. They never change during the life
+// of a cluster, so they are read only once. services is unused where ServiceCIDRs are watched.
 type detected struct{ pods, services []netip.Prefix }
 
 // networks finds PodCIDR and ServiceCIDR: what a person said, else what the cluster's configuration
@@ -68,8 +67,8 @@ func (k *FactsKeeper) networks(ctx context.Context, f *Facts) error {
 	return nil
 }
 
-// serviceCIDRs returns the networks of all ServiceCIDRs, those of the cluster's first one, kubernetes, at
-// the beginning. Others may come and go at any time. There are none where the kind is not served.
+// serviceCIDRs returns the networks of all ServiceCIDRs, starting with those of the cluster's first one,
+// kubernetes. Others may come and go at any time. There are none if the kind is not served.
 func (k *FactsKeeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err error) {
 	if !k.ServiceCIDRs {
 		return nil, nil
@@ -90,7 +89,7 @@ func (k *FactsKeeper) serviceCIDRs(ctx context.Context) (all []netip.Prefix, err
 	return all, nil
 }
 
-// outside returns the addresses of all networks without those of inner, as sorted networks.
+// outside returns the addresses of all networks except those of inner, as sorted networks.
 func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
 	for _, p := range all {
 		if !p.Overlaps(inner) {
@@ -108,8 +107,8 @@ func outside(all []netip.Prefix, inner netip.Prefix) (rest []netip.Prefix) {
 	return slices.Compact(rest)
 }
 
-// checkPodCIDR adds a sentence to f.Missing when nothing of this cluster is in its PodCIDR: no node's
-// podCIDR, and no Pod. A CNI that gives out addresses by itself does not use what the nodes have.
+// checkPodCIDR adds a sentence to f.Missing when the PodCIDR contains no node's podCIDR and no Pod. A CNI
+// that allocates addresses by itself does not use the podCIDRs of nodes.
 func (k *FactsKeeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1.Node) error {
 	network, node := strayNode(f.PodCIDR, nodes)
 	if node == "" || k.podsIn == f.PodCIDR {
@@ -133,7 +132,7 @@ func (k *FactsKeeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1
 	return nil
 }
 
-// strayNode returns a podCIDR outside of the PodCIDR and its node, when each podCIDR of its family lies
+// strayNode returns a podCIDR outside of the PodCIDR and its node, if every podCIDR of that family lies
 // outside.
 func strayNode(podCIDR netip.Prefix, nodes []corev1.Node) (stray netip.Prefix, node string) {
 	for i := range nodes {
@@ -151,7 +150,7 @@ func strayNode(podCIDR netip.Prefix, nodes []corev1.Node) (stray netip.Prefix, n
 	return stray, node
 }
 
-// readKubeadm reads the networks of pods that kubeadm was given.
+// readKubeadm reads the networks of pods from kubeadm's configuration.
 func (k *FactsKeeper) readKubeadm(ctx context.Context) error {
 	if len(k.detected.pods) > 0 {
 		return nil
@@ -161,8 +160,8 @@ func (k *FactsKeeper) readKubeadm(ctx context.Context) error {
 	return err
 }
 
-// kubeadm returns the networks that kubeadm was given, of each family at most one. A cluster without
-// its ConfigMap, or a missing permission to read it, is no error.
+// kubeadm returns the networks in kubeadm's configuration, at most one of each family. A missing
+// ConfigMap, or a missing permission to read it, is no error.
 func (k *FactsKeeper) kubeadm(ctx context.Context) (pods, services []netip.Prefix, err error) {
 	var cm corev1.ConfigMap
 	if err := k.Direct.Get(ctx, types.NamespacedName{Namespace: metav1.NamespaceSystem, Name: "kubeadm-config"}, &cm); ignoreUnknown(err) != nil {
@@ -175,8 +174,8 @@ func (k *FactsKeeper) kubeadm(ctx context.Context) (pods, services []netip.Prefi
 // serviceSources names what readServices reads, for messages.
 const serviceSources = "ServiceCIDR kubernetes, ConfigMap kube-system/kubeadm-config and the flags of API servers"
 
-// readServices reads the network of the Services. Kubernetes 1.31 and 1.32 do not serve the kind
-// ServiceCIDR: there only the configuration of the cluster has it, where it can be seen.
+// readServices reads the network of the Services where ServiceCIDR is not served (Kubernetes 1.31 and
+// 1.32). There only the cluster's configuration has it, if it is visible.
 func (k *FactsKeeper) readServices(ctx context.Context) error {
 	if len(k.detected.services) > 0 {
 		return nil
@@ -203,8 +202,8 @@ func (k *FactsKeeper) readServices(ctx context.Context) error {
 	return nil
 }
 
-// ignoreUnknown returns nil for an object that is absent, whose kind the API server does not serve, or
-// that we may not read.
+// ignoreUnknown returns nil for an object that does not exist, that we may not read, or whose kind the API
+// server does not serve.
 func ignoreUnknown(err error) error {
 	if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) || meta.IsNoMatchError(err) {
 		return nil

@@ -238,9 +238,9 @@ func (r *PeeringReconciler) weigh(ctx context.Context, s *peeringState, peer Pee
 	return err
 }
 
-// unstored returns the condition Accepted of a copy that has none. Liqo's definition of
-// NetworkConfigs drops conditions, so this says what the AnswerReconciler has found: that it refuses
-// the claim, or that the answer in the status is in force. nil: the copy is not answered yet.
+// unstored returns the condition Accepted for a copy that has none, because Liqo's definition of
+// NetworkConfigs drops conditions. It reports the result of the AnswerReconciler: the claim is refused, or
+// the answer in the status is in force. nil: the copy is not answered yet.
 func (r *PeeringReconciler) unstored(ctx context.Context, peer Peer, nc *v1alpha1.NetworkConfig) (*metav1.Condition, error) {
 	claim, refusals, err := judge{Reader: r.Client, Peers: r.Peers, Facts: r.Facts, Books: r.Store}.judge(ctx, peer, nc)
 	if err != nil {

@@ -188,8 +188,8 @@ func (r *TunnelEndpointReconciler) end(ctx context.Context, x *exchange) error {
 	return nil
 }
 
-// release takes the networks of a peer back, which are held from then on. It is false until the
-// NatMapping, which follows the books, is gone.
+// release releases the networks of a peer, which are held from then on. It returns false until the
+// NatMapping, which follows the IPAM state, is gone.
 func (r *TunnelEndpointReconciler) release(ctx context.Context, x *exchange) (gone bool, err error) {
 	now, err := r.Store.Now(ctx)
 	if err != nil {

@@ -141,8 +141,7 @@ func (b Book) Own() Config {
 	return c
 }
 
-// Peers returns the IDs of all peers that have a network, one that is held among it, or have answered,
-// sorted.
+// Peers returns the sorted IDs of all peers that have a network, also a held one, or have answered.
 func (b Book) Peers() []string { return slices.Sorted(maps.Keys(b.peers)) }
 
 // Answered notes how the peer sees our PodCIDR and ExternalCIDR; equal to our own when it does not
@@ -179,9 +178,9 @@ func fits(seen, own netip.Prefix) bool {
 	return own.IsValid() && fabric.CheckNetwork(seen) == "" && seen.Addr().BitLen() == own.Addr().BitLen() && seen.Bits() == own.Bits()
 }
 
-// Release forgets the peer: its answer, and the endpoints that were mapped for it alone. Its networks
-// are free at once, but it has them again if it comes back while they are. Unknown peers are as good as
-// released. A peer that leaves is Parted before.
+// Release forgets the peer: its answer, and the endpoints that were mapped for it alone. Its networks are
+// free at once, but a returning peer gets them again if they are still free. Unknown peers count as
+// released. Part comes before Release when a peer leaves.
 func (b Book) Release(id string) Book {
 	p := b.peers[id]
 	if p == nil {
@@ -229,8 +228,8 @@ func (b Book) Changed(since Book) []string {
 	return slices.Compact(changed)
 }
 
-// TakesBack reports whether nodes refused a network of a peer by the older Book that they do not have to
-// refuse any more.
+// TakesBack reports whether nodes may stop refusing a network of a peer that they had to refuse by the
+// older Book.
 func (b Book) TakesBack(since Book) bool {
 	return slices.ContainsFunc(b.Changed(since), func(id string) bool {
 		is := b.NetworksOf(id)

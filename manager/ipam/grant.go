@@ -26,8 +26,8 @@ type Request struct {
 	Allowed []netip.Prefix
 	// AlwaysRemap: neither network may be used as it is.
 	AlwaysRemap bool
-	// Now is the time. Networks that the peer has, and does not get again, are held from then on; zero:
-	// they are free at once.
+	// Now is the present time. Networks that the peer has and does not get again are held from then on;
+	// zero: they are free at once.
 	Now time.Time
 	// Consented: somebody here has seen this claim, and the peer may have for it what it has not
 	// had before.
@@ -82,11 +82,11 @@ func (b Book) UsedForAnother(id string, addr netip.Addr) bool {
 	return slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.id != id && r.network.Contains(addr) })
 }
 
-// Grant gives the peer its two networks, or none: the error is a *fabric.Refusal, and the Book is
-// the same as before. A peer that comes back has what it had, as far as that is free and permitted.
-// Networks that it has already stay as long as they have the family and length
-// of the claim and nothing else is wanted, even if the claim itself is another one: they are in use
-// on both sides. What is held for another peer is not free; what is held for this one is.
+// Grant allocates the peer its two networks, or none: the error is a *fabric.Refusal, and the Book is
+// unchanged. A returning peer gets its former networks as far as they are free and permitted. Networks
+// that it has now stay while they have the family and length of the claim and nothing else is wanted, even
+// if the claim has changed, because both sides use them. A network that is held for another peer is not
+// free; one that is held for this peer is.
 func (b Book) Grant(c Request) (Book, Grant, error) {
 	held, at := b, c.Now
 	if p := b.peers[c.ID]; p != nil && !p.released.IsZero() {
@@ -272,8 +272,7 @@ func (b *Book) free(p netip.Prefix) bool {
 	return !b.taken.overlaps(p) && !b.nodes.overlaps(p) && !slices.ContainsFunc(b.replaced, func(r replaced) bool { return r.network.Overlaps(p) })
 }
 
-// barred are the networks that no peer gets beside those that are taken: they do not cut free blocks into
-// smaller ones.
+// barred returns the networks, besides the taken ones, that no peer gets. They do not split free blocks.
 func (b *Book) barred() tree {
 	barred := b.nodes
 	for _, r := range b.replaced {

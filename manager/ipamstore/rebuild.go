@@ -108,8 +108,8 @@ func (s *Store) withTunnels(ctx context.Context, book ipam.Book) (ipam.Book, err
 	return book, nil
 }
 
-// withCopies holds the networks that only GrantedNetworks name, where the Book was lost: nodes refuse them,
-// and nobody knows any more when they were released.
+// withCopies holds the networks that only GrantedNetworks name after the Book was lost: nodes refuse them,
+// and the time of their release is unknown.
 func (s *Store) withCopies(ctx context.Context, book ipam.Book) (ipam.Book, error) {
 	now, err := s.Now(ctx)
 	if err != nil {

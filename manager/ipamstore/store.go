@@ -89,11 +89,11 @@ func New(c client.Client, reader client.Reader, log *slog.Logger) *Store {
 // and read the books. It is called before Load.
 func (s *Store) WithoutCopies() { s.alone = true }
 
-// WithClock has the Store take the time from now, such as that of the API server. It is called before
-// Load; without it the clock is that of this machine.
+// WithClock sets the clock of the Store, such as the API server's. It is called before Load. The default
+// is this machine's clock.
 func (s *Store) WithClock(now func(context.Context) (time.Time, error)) { s.now = now }
 
-// Now returns the time at which networks are released, and from which holds of released networks end.
+// Now returns the time for releasing networks and for ending holds.
 func (s *Store) Now(ctx context.Context) (time.Time, error) { return s.now(ctx) }
 
 // ObjectName is the name of the IpamStorage; empty: there is none.

@@ -86,9 +86,9 @@ func plan(peer string, original *v1alpha1.NetworkConfig, copies map[string]*v1al
 	return actions
 }
 
-// answers reports whether the status of the copy answers what the original says now. An Isthmus says
-// which generation of the copy it has answered. A Liqo does not, but a copy that it has answered never
-// gets other networks; see stale.
+// answers reports whether the status of the copy answers the present original. An Isthmus records the
+// generation that it has answered. A Liqo does not, but a copy that it has answered never gets other
+// networks; see stale.
 func answers(c, original *v1alpha1.NetworkConfig) bool {
 	if accepted := meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil {
 		return accepted.ObservedGeneration == c.Generation && equality.Semantic.DeepEqual(c.Spec, original.Spec)
@@ -96,9 +96,9 @@ func answers(c, original *v1alpha1.NetworkConfig) bool {
 	return sameNetworks(c, original)
 }
 
-// stale reports whether the copy has an answer to networks that we had before, and the answer to the
-// new ones could not be told from it: a Liqo says of no answer what it is to. Such a copy is replaced:
-// what is in the status of a new one answers the new networks.
+// stale reports whether the copy has an answer to our former networks that could not be told apart from an
+// answer to the new ones: a Liqo does not record which networks it has answered. Such a copy is replaced,
+// and the status of the new copy answers the new networks.
 func stale(c, original *v1alpha1.NetworkConfig) bool {
 	return c.Status.Processed && !sameNetworks(c, original) && meta.FindStatusCondition(c.Status.Conditions, v1alpha1.ConditionAccepted) == nil
 }
@@ -127,9 +127,8 @@ func answerOf(c *v1alpha1.NetworkConfig) v1alpha1.NetworkConfigStatus {
 	return answer
 }
 
-// copyOf returns the copy as it is created at the peer. What somebody here has put on the original for
-// tools of this cluster, labels and annotations, means nothing there, and an Isthmus refuses such
-// labels.
+// copyOf returns the copy as it is created at the peer. It omits labels and annotations that tools of this
+// cluster set on the original: they mean nothing there, and an Isthmus refuses such labels.
 func copyOf(original *v1alpha1.NetworkConfig, own, namespace string) *v1alpha1.NetworkConfig {
 	return &v1alpha1.NetworkConfig{
 		ObjectMeta: metav1.ObjectMeta{Name: original.Name, Namespace: namespace, Labels: map[string]string{

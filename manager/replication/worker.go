@@ -47,8 +47,8 @@ type worker struct {
 	listed bool                               // copies are from this API server, if not from just now
 	up     bool                               // it answered last time
 
-	// The last answer that was written into the original, and what the API server here stored of it:
-	// Liqo's definition drops the condition.
+	// The last answer that was written into the original, and how the API server here stored it: Liqo's
+	// definition drops the condition.
 	answer, stored v1alpha1.NetworkConfigStatus
 
 	state   State
@@ -464,9 +464,9 @@ func (w *worker) do(ctx context.Context, a action, original *v1alpha1.NetworkCon
 	return nil
 }
 
-// relabel turns the object in the place of the copy into the copy: somebody has taken its labels
-// away. It leaves an original of the peer as it is, and deletes what has an answer to other networks;
-// exists is then the reason why there is no copy.
+// relabel turns the object in the place of the copy into the copy, after its labels were removed. It
+// leaves an original of the peer alone, and deletes an object that answers other networks. exists is then
+// the reason why there is no copy.
 func (w *worker) relabel(ctx context.Context, want *v1alpha1.NetworkConfig, exists error) (*v1alpha1.NetworkConfig, error) {
 	found, err := w.link.get(ctx, want.Name)
 	if err != nil {
