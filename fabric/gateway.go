@@ -220,7 +220,7 @@ func (l *local) compare(m local) int {
 	return 1
 }
 
-// name says in a Site what l is.
+// name describes l in a Site.
 func (l *local) name() string {
 	if l.pods {
 		return "our PodCIDR"

@@ -9,8 +9,8 @@ import (
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
-// Where an agent reads the IPAM state itself, it finds there all that is held: networks of peers that have
-// left among those of the others, and what peers replaced in the annotation.
+// An agent that reads the IPAM state itself finds all held networks in it: those of peers that have left
+// among the others, and replaced ones in the annotation.
 func TestAnAgentThatReadsTheIPAMStateFindsWhatIsHeld(t *testing.T) {
 	books := &v1alpha1.IpamStorage{Spec: v1alpha1.IpamStorageSpec{ClusterSubnets: map[string]v1alpha1.Subnets{
 		"gone": {RemotePodCIDR: "10.64.0.0/16", RemoteExternalCIDR: "10.65.0.0/20"}}}}

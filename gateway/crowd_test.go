@@ -21,7 +21,7 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// farPeer is the gateway of a peer, which has a session with ours.
+// farPeer is the gateway of a peer that has a session with ours.
 type farPeer struct {
 	key     *ecdh.PrivateKey
 	index   uint32 // of its end of the session: messages for it carry that
@@ -176,8 +176,8 @@ func newCrowd(t *testing.T, peers int) *crowd {
 	return &crowd{g, e, s.peers, far, socket, network}
 }
 
-// A pod of one peer, and its gateway, flood ours with PINGs. Each PING of each other peer is answered,
-// and every message of the flood is answered or counted for that peer.
+// A pod of one peer and its gateway flood ours with PINGs. Every PING of every other peer is answered, and
+// every message of the flood is answered or counted for that peer.
 func TestAFloodOfPINGsByOnePeerOfAThousandCostsTheOthersNothing(t *testing.T) {
 	const (
 		peers  = 1000
@@ -241,8 +241,7 @@ func TestAFloodOfPINGsByOnePeerOfAThousandCostsTheOthersNothing(t *testing.T) {
 	}
 }
 
-// stepped is now as it would be had the wall clock been stepped by d, whole seconds, after the process
-// began.
+// stepped returns now with the wall clock set forward by d, whole seconds, after the process started.
 func stepped(t *testing.T, now time.Time, d time.Duration) time.Time {
 	t.Helper()
 	is := now
@@ -254,7 +253,7 @@ func stepped(t *testing.T, now time.Time, d time.Duration) time.Time {
 	return is
 }
 
-// Whatever the wall clock is set to, peers with a session that works are neither down nor away, and a
+// A step of the wall clock changes nothing: peers with a working session are neither down nor away, and a
 // peer whose session has ended is both.
 func TestAStepOfTheWallClockCutsOffNobody(t *testing.T) {
 	c := newCrowd(t, 30)

@@ -32,16 +32,16 @@ import (
 	"github.com/isthmus-net/isthmus/packet/packettest"
 )
 
-// TestOneHostilePeerAmongThousands measures in real time what an honest peer notices of a hostile one.
-// A victim with thousands of peers, an honest peer and a hostile one are real tunnels over UDP sockets
-// of this machine, in one process with one processor, where CPU is scarce as it is on a small node:
+// TestOneHostilePeerAmongThousands measures in real time how a hostile peer affects an honest one. A
+// victim with thousands of peers, an honest peer and a hostile one are real tunnels over UDP sockets of
+// this machine, in one process with one processor, where CPU is scarce as on a small node:
 //
 //	pods (memory) ── victim ══ 127.0.0.1 ══ honest peer ── pods (memory): echo, new flows, a stream, PINGs
 //	                   ╚═══════════════════ hostile peer, or a host that has no key
 //
-// Each row compares an attack with a quiet time right before it. A row that fails is tried twice more.
-// It is skipped where the process gets less than half of a processor, or where the quiet time itself is
-// bad: a busy machine fails no row.
+// Each row compares an attack with a quiet time right before it. A failed row is repeated twice. It is
+// skipped if the process gets less than half of a processor, or if the quiet time itself is bad, so a busy
+// machine fails no row.
 //
 // go test ./gateway -run OneHostilePeer -v prints the table of docs/fairness.md; -long has 4,000 peers
 // and takes longer.
@@ -73,11 +73,11 @@ const (
 	hostileID = 2
 	backID    = 3 // an honest peer that starts again
 
-	// mostTime is after how long no row is tried again.
+	// mostTime is the time after which no row is repeated.
 	mostTime = 30 * time.Second
 
-	// writeTime is what it takes to write one run of packets to a TUN and to forward it, on a node
-	// whose CPU is slow: the links here are memory, and cost nothing.
+	// writeTime simulates writing one run of packets to a TUN and forwarding it, on a node with a slow
+	// CPU. The links here are memory and cost nothing.
 	writeTime = 15 * time.Microsecond
 
 	echoEvery   = 10 * time.Millisecond
@@ -111,7 +111,7 @@ func nthKey(n int) (private, public [32]byte) {
 	return private, [32]byte(k.PublicKey().Bytes())
 }
 
-// fairWire keeps the last data message that was sent: whoever is on the underlay sees it. While it
+// fairWire keeps the last data message that was sent, which an observer on the underlay can read. While it
 // records, it keeps messages and sends none.
 type fairWire struct {
 	*bind.Bind
@@ -136,7 +136,7 @@ func (w *fairWire) Send(bufs [][]byte, to conn.Endpoint) error {
 	return w.Bind.Send(bufs, to)
 }
 
-// record sets whether messages are kept, and returns those that are.
+// record switches recording and returns the recorded messages.
 func (w *fairWire) record(on bool) [][]byte {
 	w.mu.Lock()
 	defer w.mu.Unlock()
@@ -146,7 +146,7 @@ func (w *fairWire) record(on bool) [][]byte {
 	return recorded
 }
 
-// junk is a data message that nobody can open, under the session that was seen last.
+// junk returns a data message that cannot be decrypted, under the session that was seen last.
 func (w *fairWire) junk() []byte {
 	m := make([]byte, 96)
 	w.mu.Lock()
@@ -166,7 +166,7 @@ type fairEnd struct {
 	public  [32]byte
 }
 
-// check gives an end a connection check of those peers.
+// check starts the connection check of these peers at an end.
 func (e *fairEnd) check(t *testing.T, local *datapath.Local, peers []checkPeer) {
 	port, err := local.Listen(fabric.ProbePort, checkMaxLen+1)
 	if err != nil {
@@ -278,7 +278,7 @@ func newFairness(t *testing.T) *fairness {
 	return f
 }
 
-// answer is the victim's pods: they take the stream, and send back all else.
+// answer plays the victim's pods: they consume the stream and return everything else.
 func (f *fairness) answer(bufs [][]byte) error {
 	for begin := time.Now(); time.Since(begin) < writeTime; {
 	}
@@ -300,7 +300,7 @@ func (f *fairness) answer(bufs [][]byte) error {
 	return nil
 }
 
-// came is the honest peer's pods: they take the answers.
+// came plays the honest peer's pods: they consume the answers.
 func (f *fairness) came(bufs [][]byte) error {
 	n := binary.BigEndian.Uint64(bufs[1][28:])
 	f.mu.Lock()
@@ -323,7 +323,7 @@ func fairPacket(peer int, to netip.Addr, port uint16, number uint64, size int) [
 
 func inject(e *fairEnd, b []byte) bool { return e.link.Inject(make([]byte, packet.VirtioHeaderLen), b) }
 
-// noticed is what the honest peer notices of some time.
+// noticed holds the measurements of the honest peer.
 type noticed struct {
 	median, worst [2]time.Duration // round trips, of known flows and of new ones
 	lost          [2]float64       // shares
@@ -332,7 +332,7 @@ type noticed struct {
 	got           float64          // share of the time that the process wanted to run and did
 }
 
-// notice has the honest peer work for some time.
+// notice measures the honest peer for some time.
 func (f *fairness) notice(d time.Duration) (r noticed) {
 	f.mu.Lock()
 	clear(f.sent)
@@ -399,7 +399,8 @@ func (f *fairness) notice(d time.Duration) (r noticed) {
 	return r
 }
 
-// schedstat is how long each thread of this process has run, and how long it was ready and did not.
+// schedstat returns how long each thread of this process has run, and how long it was runnable without
+// running.
 func schedstat() map[string][2]time.Duration {
 	all := make(map[string][2]time.Duration)
 	tasks, _ := filepath.Glob("/proc/self/task/*/schedstat")
@@ -412,8 +413,8 @@ func schedstat() map[string][2]time.Duration {
 	return all
 }
 
-// got is the share of a processor that the process got, of what it could have used: one thread of it runs
-// at a time, so what counts beside what all have run is the longest wait.
+// got returns the share of the wanted CPU time that the process got. Only one of its threads runs at a
+// time, so the longest wait counts against the run time of all.
 func got(before, after map[string][2]time.Duration) float64 {
 	var ran, waited time.Duration
 	for name, now := range after {
@@ -423,7 +424,7 @@ func got(before, after map[string][2]time.Duration) float64 {
 	return float64(ran) / float64(max(1, ran+waited))
 }
 
-// bad says what of a quiet time is so bad that an attack cannot be judged by it.
+// bad returns why a quiet time is too bad to compare an attack with it.
 func (r *noticed) bad() string {
 	switch {
 	case r.lost[0] > 0.02 || r.lost[1] > 0.05 || r.offered < 0.95:
@@ -436,7 +437,7 @@ func (r *noticed) bad() string {
 	return ""
 }
 
-// suffers says what the honest peer suffers from an attack, compared with the quiet time before it.
+// suffers returns how the attack affects the honest peer, compared with the quiet time before it.
 func (r *noticed) suffers(quiet *noticed) (list []string) {
 	for kind, name := range []string{"echoes", "new flows"} {
 		if most := 10*quiet.median[kind] + 60*time.Millisecond; r.median[kind] > most {
@@ -466,11 +467,11 @@ type attack struct {
 	rate int // messages a second
 	// prepare returns what sends n messages, and reports how many were sent.
 	prepare func(f *fairness) (send func(n int) int)
-	// handled are the messages of the attack that the victim has handled in any way.
+	// handled is the number of messages of the attack that the victim has counted or delivered.
 	handled func(f *fairness) uint64
 }
 
-// paced calls send a thousand times a second with how many are due.
+// paced calls send a thousand times a second with the number of messages that are due.
 func paced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent int) {
 	for begin, due := time.Now(), 0; ; time.Sleep(time.Millisecond) {
 		select {
@@ -486,7 +487,7 @@ func paced(stop <-chan struct{}, perSecond int, send func(n int) int) (sent int)
 	}
 }
 
-// batches sends the messages that next gives, of one size, as many at once as the kernel takes.
+// batches sends messages of one size from next, as many at once as the kernel accepts.
 func batches(w *bind.Bind, to netip.AddrPort, next func(n int) [][]byte) func(n int) int {
 	at := w.Endpoint(to)
 	return func(n int) (sent int) {
@@ -504,14 +505,14 @@ func batches(w *bind.Bind, to netip.AddrPort, next func(n int) [][]byte) func(n 
 	}
 }
 
-// same gives one message again and again.
+// same returns one message again and again.
 func same(m []byte) func(n int) [][]byte {
 	batch := slices.Repeat([][]byte{m}, 64)
 	return func(n int) [][]byte { return batch[:n] }
 }
 
-// podsFlood has a pod of the hostile peer send small packets. They were sealed before, so that they cost
-// nothing now but to send them.
+// podsFlood sends small packets of a pod of the hostile peer. They are sealed in advance, so sending is
+// the only cost.
 func (f *fairness) podsFlood() func(n int) int {
 	b := fairPacket(hostileID, victimPod, fairPort, 0, 36)
 	var all [][]byte
@@ -531,7 +532,7 @@ func (f *fairness) podsFlood() func(n int) int {
 	})
 }
 
-// stranger is a socket of somebody who has no key, at an address where no peer is.
+// stranger is a socket without a key, at an address without a peer.
 func (f *fairness) stranger(next func() []byte) func(n int) int {
 	c, err := net.DialUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 66)}, net.UDPAddrFromAddrPort(f.at))
 	if err != nil {
@@ -548,7 +549,7 @@ func (f *fairness) stranger(next func() []byte) func(n int) int {
 	}
 }
 
-// charged is what the victim counts of peer n: packets delivered, and dropped for the reasons.
+// charged returns what the victim counts for peer n: delivered packets, and drops for these reasons.
 func (f *fairness) charged(n int, delivered bool, reasons ...natengine.Drop) (sum uint64) {
 	state := f.states[fmt.Sprint(n)]
 	if delivered {
@@ -668,8 +669,8 @@ func (f *fairness) attack(a *attack) (failed []string, busy string) {
 	close(stop)
 	sent := <-done
 	failed = r.suffers(&quiet)
-	// All that was sent is counted, at the latest when the queues are empty. What the kernel drops it
-	// counts when the next message comes, and 64 that it has put together as one.
+	// All messages are counted at the latest when the queues are empty. The kernel reports its drops with
+	// the next message, and counts 64 datagrams that it joined as one.
 	var missing, most int
 	for end := time.Now().Add(3 * time.Second); time.Now().Before(end); time.Sleep(20 * time.Millisecond) {
 		inject(f.honest, fairPacket(honestID, victimPod, fairPort, 2, 36))
@@ -697,8 +698,7 @@ func (r *noticed) times() string {
 	return strings.Join(cells, " | ")
 }
 
-// restart judges how soon a peer is back that starts again while others send initiations with its
-// victim's key.
+// restart measures how soon a restarted peer is back while others send initiations for its victim's key.
 func (f *fairness) restart() (failed []string, busy string) {
 	quiet := f.returns()
 	if quiet > time.Second {

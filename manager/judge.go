@@ -108,7 +108,7 @@ func (j judge) acceptedBefore(ctx context.Context, nc *v1alpha1.NetworkConfig, k
 }
 
 // standing is 2 for a copy whose present content we accepted, 1 for a copy whose earlier content we
-// accepted, and less for all others. A copy that is edited to list the key of another peer thereby ranks
+// accepted, and 0 for all others. A copy that is edited to list the key of another peer thereby ranks
 // behind that peer. Where the API server stores no conditions, an answered copy is only known to have been
 // accepted once.
 func standing(nc *v1alpha1.NetworkConfig) int {

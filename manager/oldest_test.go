@@ -28,8 +28,8 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 )
 
-// An oldServer is the API server of all tests as Kubernetes 1.31 and 1.32 would be: it does not serve
-// the kind ServiceCIDR.
+// An oldServer makes the API server of all tests look like Kubernetes 1.31 and 1.32: it does not serve the
+// kind ServiceCIDR.
 type oldServer struct {
 	url string
 	// fail is the path of requests that get an error; nil inside: none.
@@ -152,8 +152,8 @@ func TestServiceCIDRWithoutItsKindIsFoundElsewhere(t *testing.T) {
 	}
 }
 
-// Of two managers that cannot read the cluster's configuration the one that leads is not ready and
-// says why; the other one has nothing to do and is ready.
+// If two managers cannot read the cluster's configuration, the leader is not ready and reports why. The
+// other one has nothing to do and is ready.
 func TestManagerThatCannotBeginIsNotReady(t *testing.T) {
 	w := bare(t)
 	old := startOldServer(t)

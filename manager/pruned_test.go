@@ -33,8 +33,8 @@ func (s pruningStatus) Patch(_ context.Context, o client.Object, _ client.Patch,
 	return nil
 }
 
-// Where the API server drops conditions, a status that is as it can be is not written again, whatever
-// the condition would say.
+// If the API server drops conditions, an unchanged status is not written again, whatever the condition
+// would be.
 func TestAStatusThatCannotHaveConditionsIsNotWrittenAgain(t *testing.T) {
 	api := new(pruning)
 	var r *AnswerReconciler

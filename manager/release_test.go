@@ -17,7 +17,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// endHolds lets the time pass for which networks are held that were released.
+// endHolds lets the hold of released networks expire.
 func (a *answering) endHolds() {
 	a.t.Helper()
 	_, err := a.store.Update(a.ctx, func(b ipam.Book) (ipam.Book, error) {
@@ -30,8 +30,8 @@ func (a *answering) endHolds() {
 	a.ok(err)
 }
 
-// A peer vanished while no manager ran: somebody removed finalizers, or deleted definitions. Its networks
-// are released after a day, with an Event, and free after another one.
+// A peer vanished while no manager ran, because finalizers were removed or definitions deleted. Its
+// networks are released after a day, with an Event, and free after another one.
 func TestNetworksOfAPeerThatVanishedAreReleased(t *testing.T) {
 	a := newAnswering(t)
 	there := a.partner("there", 2)

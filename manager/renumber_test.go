@@ -52,8 +52,8 @@ func ready(sides ...*side) {
 	}
 }
 
-// renumber starts the manager of a side again with another network of its pods, which the manager of
-// the other side, at work or not, may not have seen.
+// renumber restarts the manager of a side with another PodCIDR. The manager of the other side may or may
+// not run.
 func (s *side) renumber(pods string) {
 	s.t.Helper()
 	s.stop()
@@ -62,7 +62,7 @@ func (s *side) renumber(pods string) {
 	s.until("the other network is published here", func() bool { return s.peer.original().Spec.PodCIDR == pods })
 }
 
-// claims is the copy of the other side's NetworkConfig.
+// claims returns the copy of the other side's NetworkConfig.
 func (s *side) claims(other *side) *v1alpha1.NetworkConfig {
 	s.t.Helper()
 	nc := new(v1alpha1.NetworkConfig)
@@ -70,8 +70,8 @@ func (s *side) claims(other *side) *v1alpha1.NetworkConfig {
 	return nc
 }
 
-// While the peer's manager is away, its answer to the networks that we had before is not taken for
-// one to those that we have.
+// While the peer's manager is away, its answer to our former networks does not count as an answer to the
+// present ones.
 func TestAnAnswerCountsForTheNetworksThatItAnswers(t *testing.T) {
 	a, b := twoSides(t)
 	ready(a, b)
@@ -91,8 +91,8 @@ func TestAnAnswerCountsForTheNetworksThatItAnswers(t *testing.T) {
 	part(a, b)
 }
 
-// Beside Liqo's definitions, which have no conditions, a Peering becomes ready, also once more after a
-// change of networks, and at rest nothing is written.
+// With Liqo's definitions, which have no conditions, a Peering becomes ready, also after a change of
+// networks. At rest nothing is written.
 func TestBesideLiqosDefinitionsAPeeringBecomesReady(t *testing.T) {
 	a, b := twoSidesWith(t, connectToLiqo(t))
 	ready(a, b)
@@ -104,7 +104,7 @@ func TestBesideLiqosDefinitionsAPeeringBecomesReady(t *testing.T) {
 	part(a, b)
 }
 
-// part ends the peering, so that the next test finds books without it.
+// part ends the peering, so that the next test starts with an empty IPAM state.
 func part(sides ...*side) {
 	for _, s := range sides {
 		s.t.Helper()

@@ -29,8 +29,8 @@ func joinEngine(t testing.TB, c Config) *Engine {
 	return e
 }
 
-// received is what the node behind the gateway reads: the datagrams that left, each in one packet or
-// in all its fragments one behind the other. It wants no other fragment.
+// received returns the datagrams that left to the node, each in one packet or with all its fragments in
+// sequence. It accepts no other fragment.
 func received(t testing.TB, verdict Verdict, first []byte) (p packettest.Packet, transport []byte) {
 	t.Helper()
 	packets := slices.Concat([][]byte{first}, verdict.Released())
@@ -51,8 +51,8 @@ func received(t testing.TB, verdict Verdict, first []byte) (p packettest.Packet,
 	return p, transport
 }
 
-// Fragments of any size in any order become what the engine makes of the datagram in one piece. Until
-// the last is there nothing leaves.
+// Fragments of any size in any order give the same result as the whole datagram. Nothing leaves before the
+// last one arrives.
 func TestInboundFragmentsBecomeTheDatagram(t *testing.T) {
 	rng := rand.New(rand.NewPCG(4, 1))
 	for n := range 1500 {
@@ -104,10 +104,10 @@ func TestJoinedDatagramMayBeCutAgain(t *testing.T) {
 	packettest.Check(t, left[0], packettest.ValidChecksums())
 }
 
-// TestNodeSeesNoIncompleteDatagramOfAPeer floods the store with datagrams that never become whole,
-// through the prefix map, to a mapped endpoint and to the NAPT address. Nothing of them leaves, the
-// store stays within its bounds, each fragment is counted, and the datagrams of another pod of the
-// same peer and of another peer arrive meanwhile.
+// TestNodeSeesNoIncompleteDatagramOfAPeer floods the store with incomplete datagrams, through the prefix
+// map, to a mapped endpoint and to the NAPT address. None of their fragments leaves, the store stays
+// within its bounds, each fragment is counted, and the datagrams of another pod of the same peer and of
+// another peer still arrive.
 func TestNodeSeesNoIncompleteDatagramOfAPeer(t *testing.T) {
 	for name, parts := range map[string][]int{"only the first": {0}, "only the last": {2}, "the middle missing": {0, 2}, "only the middle": {1}} {
 		for _, spoofs := range []bool{false, true} { // one pod of the peer, or its gateway

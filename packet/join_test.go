@@ -177,8 +177,8 @@ func TestSplit6RefusesHeadersThatLeaveNoRoom(t *testing.T) {
 	}
 }
 
-// FuzzJoin cuts octets into fragments as they come, and compares with a receiver that has a table of
-// octets: Join agrees with it about which fragments make a datagram, and about its content.
+// FuzzJoin cuts octets into fragments, and compares Join with a receiver that has a table of octets: both
+// agree which fragments make a datagram, and on its content.
 func FuzzJoin(f *testing.F) {
 	whole := packettest.Build(packettest.IP{Src: netip.MustParseAddr("10.71.0.5"), Dst: netip.MustParseAddr("10.244.1.1")}, packettest.UDP{Data: make([]byte, 100)})
 	six := packettest.Build(packettest.IP{Src: netip.MustParseAddr("fd71::5"), Dst: netip.MustParseAddr("fd44::1")}, packettest.UDP{Data: make([]byte, 100)})
@@ -223,7 +223,8 @@ func FuzzJoin(f *testing.F) {
 	})
 }
 
-// slowJoin is what a receiver reads: the fragmented part of the datagram, or that there is none.
+// slowJoin returns the fragmented part of the datagram that a receiver reads, or reports that there is
+// none.
 func slowJoin(fragments [][]byte) (data []byte, ok bool) {
 	const room = 1 << 17
 	var octets [room]byte

@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/natengine"
 )
 
-// from is a message that waits, of peer n or, for 0, of nobody.
+// from is a waiting message of peer n; 0: without a peer.
 func from(n byte, size int) []byte {
 	m := make([]byte, size)
 	m[0] = n
@@ -43,7 +43,8 @@ func TestAMessageWaitsForOneTurnOfTheOthersAtMost(t *testing.T) {
 	}
 }
 
-// Large or small, each peer gets the same; nobody gets a quarter of that.
+// Each peer gets the same share for large and small messages. Messages without a peer get a quarter of
+// that.
 func TestPeersShareByCost(t *testing.T) {
 	sizes := map[byte]int{0: 64, 1: 64, 2: 1452, 3: 9000}
 	var b datapath.Backlog
@@ -66,7 +67,7 @@ func TestPeersShareByCost(t *testing.T) {
 	}
 }
 
-// The messages of each peer keep their order, none is lost or invented, and what waits is bounded.
+// The messages of each peer keep their order, none is lost or invented, and the backlog is bounded.
 func TestTheBacklogKeepsOrderAndBounds(t *testing.T) {
 	rng := rand.New(rand.NewPCG(1, 2))
 	var b datapath.Backlog
@@ -119,7 +120,7 @@ type arrival struct {
 	from conn.Endpoint
 }
 
-// socket gives batches one after the other, all of which were there already, and is closed after them.
+// socket returns batches one after the other, all immediately available, and is then closed.
 func socket(batches [][]arrival) func(*bind.Batch, bool) error {
 	return func(b *bind.Batch, wait bool) error {
 		if len(batches) == 0 {
@@ -141,8 +142,8 @@ func socket(batches [][]arrival) func(*bind.Batch, bool) error {
 	}
 }
 
-// flooded has a full socket with batches of a flood, of 300 each, and one message of a somewhere in
-// each batch, and reports how many messages of the flood were handled before each of them.
+// flooded fills a socket with batches of 300 flood messages and one message of a in each batch. It reports
+// how many flood messages were handled before each message of a.
 func flooded(t *testing.T, b, a *end, batches int, flood func() arrival) (before []int) {
 	t.Helper()
 	all := make([][]arrival, batches)
@@ -192,8 +193,8 @@ func TestAPeerThatSendsTooMuchWaitsForItself(t *testing.T) {
 	})
 }
 
-// A host on the underlay reads the index of a peer and sends junk with it, from elsewhere. That has its
-// own small queue; so has what the peer sends from a new address, until some of it was opened.
+// A host on the underlay reads the index of a peer and sends junk with it from another address. This junk
+// has a small separate queue. So have the peer's messages from a new address, until one is decrypted.
 func TestJunkWithTheIndexOfAPeerHurtsNobody(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		bad, n := b.wire.Endpoint(netip.MustParseAddrPort("192.0.2.66:9999")), uint64(0)
@@ -221,7 +222,7 @@ func TestJunkWithTheIndexOfAPeerHurtsNobody(t *testing.T) {
 	})
 }
 
-// What the kernel drops is counted with everything else.
+// Drops of the kernel are counted like all others.
 func TestDropsOfTheSocketAreCounted(t *testing.T) {
 	e := newEngine(t)
 	d := newDevice(t, newScript(), e, datapath.Options{})

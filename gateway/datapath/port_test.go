@@ -22,8 +22,8 @@ var endpointSeen = netip.MustParseAddr("10.90.0.1")
 
 // --- turns and buckets
 
-// Whatever is pushed and popped, addresses are served in turn, each in its order, and none takes the
-// room of another.
+// For any pushes and pops, addresses are served in turn, each in its order, and none takes the room of
+// another.
 func TestTurnsServeAddressesInTurn(t *testing.T) {
 	rng := rand.New(rand.NewPCG(24, 1))
 	var turns datapath.Turns
@@ -99,7 +99,7 @@ func TestTurnsAreBoundedAndAnAddressWithoutDatagramsMayAlwaysHaveOne(t *testing.
 	t.Error("it was not served")
 }
 
-// A bucket lets pass what a slow and obvious one does.
+// A bucket agrees with a slow and obvious one.
 func TestBucketIsATokenBucket(t *testing.T) {
 	rng := rand.New(rand.NewPCG(24, 2))
 	for range 200 {
@@ -127,7 +127,8 @@ func datagramFrom(from netip.Addr, text string) []byte {
 	return packettest.Build(packettest.IP{Src: from, Dst: endpointSeen}, packettest.UDP{SrcPort: 12345, DstPort: 12345, Data: []byte(text)})
 }
 
-// Only the peer's gateway may send messages, and so many; nothing else of the peer counts against that.
+// Only the peer's gateway may send messages, at a bounded rate. Nothing else from the peer counts against
+// that rate.
 func TestPortTakesMessagesOfTheGatewayAlone(t *testing.T) {
 	gateway, probe := netip.MustParseAddr("10.71.0.0"), netip.MustParseAddr("10.90.8.1")
 	local, err := datapath.NewLocal(self, netip.Addr{}, 1420)
@@ -216,8 +217,8 @@ func TestPortTakesMessagesOfTheGatewayAlone(t *testing.T) {
 	}
 }
 
-// Everything that the endpoint has no use for is counted for its peer under a reason; where RFC 1122
-// has it so, the sender is told.
+// Every packet that the endpoint does not use is counted for its peer under a reason. Where RFC 1122
+// demands it, the sender gets an error.
 func TestEndpointCountsWhatItDoesNotAnswer(t *testing.T) {
 	ip := packettest.IP{Src: podB, Dst: endpointSeen}
 	raw := func(proto uint8, data ...byte) []byte {
@@ -276,8 +277,8 @@ func TestEndpointCountsWhatItDoesNotAnswer(t *testing.T) {
 	}
 }
 
-// How much a peer may send to the endpoint does not depend on how its messages lie among those of
-// others: anybody may send messages of an index that is nobody's between them.
+// The limit of a peer does not depend on how its messages are interleaved with others. Anybody may send
+// messages with an unknown index in between.
 func TestBoundOfTheEndpointHoldsWhateverComesInBetween(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		external := netip.MustParsePrefix(pairPlan[1].external)

@@ -10,8 +10,8 @@ import (
 	"testing"
 )
 
-// TestContributingNamesWhatExists holds the table "Where things go" of CONTRIBUTING.md and the tree
-// together: each path in a row exists, and each identifier stands in a file that the row names.
+// TestContributingNamesWhatExists checks the table "Where things go" of CONTRIBUTING.md: each path in a
+// row exists, and each identifier occurs in a file that the row names.
 func TestContributingNamesWhatExists(t *testing.T) {
 	root := filepath.Join("..", "..")
 	text, err := os.ReadFile(filepath.Join(root, "CONTRIBUTING.md"))
@@ -50,8 +50,8 @@ var (
 	identifier = regexp.MustCompile(`^\w+$`)
 )
 
-// wrongInRow are the paths and identifiers of a row that do not exist. A name of a file without a folder
-// is in a folder that the row has named before.
+// wrongInRow returns the paths and identifiers of a row that do not exist. A file name without a folder
+// belongs to the folder that the row named before.
 func wrongInRow(t *testing.T, root, row string) (problems []string) {
 	t.Helper()
 	var named []string // paths that exist
@@ -88,7 +88,7 @@ func wrongInRow(t *testing.T, root, row string) (problems []string) {
 	return problems
 }
 
-// mentions reports whether a file, or one in a folder, has a word.
+// mentions reports whether a file, or a file in a folder, contains a word.
 func mentions(t *testing.T, path, word string) (found bool) {
 	t.Helper()
 	whole := regexp.MustCompile(`\b` + word + `\b`)

@@ -17,7 +17,7 @@ var noon = time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
 
 func nobody(string) bool { return false }
 
-// reopened is the Book after a restart, with what the annotations say.
+// reopened returns the Book after a restart, from the annotations.
 func reopened(t *testing.T, b Book) Book {
 	t.Helper()
 	read, err := restarted(b)
@@ -179,7 +179,7 @@ func TestReleasesOfTheFutureCountAsOfNow(t *testing.T) {
 	}
 }
 
-// Whatever does not fit the object is held all the same, and longer.
+// Networks that do not fit the object are held all the same, and longer.
 func TestReleasesFitTheObject(t *testing.T) {
 	spec := configured(t, ours()).Spec()
 	read, _ := Read(&spec)
@@ -223,8 +223,8 @@ func TestReleasesThatMakeNoSenseAreRefused(t *testing.T) {
 	}
 }
 
-// Whoever comes and goes: no other cluster ever gets an address that is held, a network goes from what
-// nodes refuse a day after its release at the earliest, and a restart changes nothing.
+// While peers come and go, no other cluster ever gets a held address. A network leaves the set that nodes
+// refuse a day after its release at the earliest. A restart changes nothing.
 func TestNoAddressIsAllocatedToAnotherClusterWithinADay(t *testing.T) {
 	for seed := range uint64(20) {
 		rng := rand.New(rand.NewPCG(seed, 39))

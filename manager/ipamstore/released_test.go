@@ -15,7 +15,7 @@ import (
 	"github.com/isthmus-net/isthmus/manager/ipam"
 )
 
-// Agents go by the copies, or by the IPAM state where these do not agree with it: both name what is held,
+// Agents read the copies, or the IPAM state where the copies disagree with it. Both name held networks
 // until the manager ends the hold with a higher edition.
 func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	noon := time.Date(2026, 11, 25, 12, 0, 0, 0, time.UTC)
@@ -83,8 +83,8 @@ func TestAgentsReadHeldNetworksUntilTheManagerEndsTheHold(t *testing.T) {
 	}
 }
 
-// Definitions are deleted, and with them every object, and a manager starts that knows of nothing: agents go
-// on to refuse what they know, because no IPAM state of a higher edition lacks it.
+// All definitions and objects are deleted, and a manager starts without any state. Agents keep refusing
+// what they know, because no IPAM state of a higher edition lacks it.
 func TestAnIPAMStateMadeAnewTakesNothingBack(t *testing.T) {
 	h := fresh(t)
 	h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))
@@ -106,7 +106,7 @@ func TestAnIPAMStateMadeAnewTakesNothingBack(t *testing.T) {
 	}
 }
 
-// Without the IPAM state the copies still say what nodes refuse.
+// Without the IPAM state the copies still name the networks that nodes refuse.
 func TestHeldNetworksOutliveTheIPAMState(t *testing.T) {
 	h := fresh(t)
 	had := h.grant(claim("b", "10.64.0.0/16", "10.65.0.0/20"))

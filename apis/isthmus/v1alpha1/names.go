@@ -14,9 +14,9 @@ const FinalizerPeering = "isthmus.net/peering"
 // lies there stays there, and an Event says what that is.
 const AnnotationForce = "isthmus.net/force-unpeer"
 
-// AnnotationUnanswered is "true" on our NetworkConfig from the moment in which its networks change
-// until the answer to the older ones is out of its status. It is set together with the networks, so
-// that no reader takes that answer for one to the new networks.
+// AnnotationUnanswered is "true" on our NetworkConfig from a change of its networks until its status no
+// longer has the answer to the older ones. It is set together with the networks, so that no reader takes
+// that answer for an answer to the new networks.
 const AnnotationUnanswered = "isthmus.net/unanswered"
 
 // LeaseGateway is the name of the Lease whose holder is the active gateway. It lasts 7 s and is
@@ -50,8 +50,8 @@ const AnnotationMappings = "isthmus.net/mappings"
 // last. A peer that comes back has them again while they are free.
 const AnnotationFormer = "isthmus.net/former-networks"
 
-// AnnotationReleased on the IpamStorage says which networks were released and when. They stay refused
-// on every node and are allocated to no other cluster for 24 hours (fabric.Released).
+// AnnotationReleased on the IpamStorage records which networks were released and when. For 24 hours every
+// node refuses them and no other cluster gets them (fabric.Released).
 const AnnotationReleased = "isthmus.net/released-networks"
 
 // AnnotationEdition on the IpamStorage is a decimal number that the manager raises in the same write

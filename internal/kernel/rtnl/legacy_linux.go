@@ -266,9 +266,8 @@ func acceptEntry(comment string) []byte {
 	return e
 }
 
-// changeLegacy replaces the table by one without rules of ours, or with those of an Accept where they
-// should be.
-// Whatever is there of others keeps its place, and its counters.
+// changeLegacy removes our rules from the table, or sets those of an Accept in their place. Foreign rules
+// keep their places and counters.
 func changeLegacy(remove bool, a kernel.Accept) error {
 	lock, err := lockLegacy()
 	if err != nil {

@@ -35,8 +35,8 @@ func (s *countedStatus) Patch(ctx context.Context, o client.Object, p client.Pat
 	return s.SubResourceWriter.Patch(ctx, o, p, opts...)
 }
 
-// Liqo's definition drops the conditions. The status follows the gateway nevertheless, also where
-// there was a write that changed nothing, and a gateway at rest writes nothing.
+// Liqo's definition drops the conditions. The status still follows the gateway, also after a write that
+// changed nothing, and a gateway at rest writes nothing.
 func TestAStatusWithoutConditionsFollowsTheGateway(t *testing.T) {
 	s := newAPIServer(t)
 	crds, err := kubetest.LiqoCRDs()

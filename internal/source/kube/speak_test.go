@@ -147,7 +147,7 @@ type world struct {
 	calm bool // no request is slow, and nothing is lost
 }
 
-// links say which way is open.
+// links are the states of the three links.
 type links struct {
 	api [2]bool // of each gateway
 	to  [2]bool // from the other gateway to each
@@ -180,7 +180,8 @@ type simGateway struct {
 func podOf(i int) string         { return string(rune('a' + i)) }
 func addressOf(i int) netip.Addr { return netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)}) }
 
-// start begins a life. Without an API server a standby waits for it, and the holder of before carries on.
+// start starts the process. Without an API server a standby waits for it, and the former holder carries
+// on.
 func (g *simGateway) start() {
 	g.w.mu.Lock()
 	api := g.w.now.api[g.i]
@@ -234,7 +235,7 @@ func (g *simGateway) start() {
 	}
 }
 
-// unsure reports whether a request is under way, or was lost, that makes a gateway the holder.
+// unsure reports whether a request that makes a gateway the holder is under way or was lost.
 func (e *election) unsure() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -309,7 +310,8 @@ func (l *simLeases) Update(_ context.Context, lease *coordinationv1.Lease, _ met
 	return l.store(lease)
 }
 
-// store keeps a Lease and tells who watches it; w.mu is held, and free afterwards. Now and then the answer is lost.
+// store stores a Lease and notifies the watchers. w.mu is held on entry and free on return. Now and then
+// the response is lost.
 func (l *simLeases) store(lease *coordinationv1.Lease) (*coordinationv1.Lease, error) {
 	w := l.g.w
 	w.rv++
@@ -395,12 +397,12 @@ func (p phase) String() string {
 	return fmt.Sprintf("%v hung %v, restarted %v, dead %v, %v", p.links, p.hung, p.restart, p.dead, p.lasts)
 }
 
-// settled is how long after a change somebody speaks: the Lease is seen to expire leaseDuration after the
+// settled is how long after a change a gateway is active again: the Lease expires leaseDuration after the
 // API server is reached again, which is tried every retryPeriod and may take leaseTimeout.
 const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
 
-// play goes through phases and checks, every 50 ms of them, that never two speak, and that nobody who can speak is
-// silent for long.
+// play goes through phases. Every 50 ms it checks that never two gateways speak, and that no gateway that
+// can speak is silent for long.
 func play(t *testing.T, seed uint64, phases []phase) {
 	const look = 50 * time.Millisecond
 	synctest.Test(t, func(t *testing.T) {
@@ -473,7 +475,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 	})
 }
 
-// allLinks are all states of the ways between two gateways and an API server.
+// allLinks returns all states of the links between two gateways and an API server.
 func allLinks() (all []links) {
 	for n := range 16 {
 		all = append(all, links{[2]bool{n&1 != 0, n&2 != 0}, [2]bool{n&4 != 0, n&8 != 0}})
@@ -503,7 +505,7 @@ func TestNeverTwoGatewaysSpeakAndAlwaysOneThatCan(t *testing.T) {
 	}
 }
 
-// A gateway that starts again has forgotten what it promised, and what others promised it.
+// A restarted gateway has forgotten its promises and those of others.
 func TestNeverTwoGatewaysSpeakThoughTheyStartAgain(t *testing.T) {
 	states := allLinks()
 	for seed := range uint64(20) {
@@ -525,8 +527,8 @@ func TestNeverTwoGatewaysSpeakThoughTheyStartAgain(t *testing.T) {
 	}
 }
 
-// The manager and others know by the Lease that a gateway is at work. What a standby writes there must not hold
-// up its own takeover.
+// The manager and others read from the Lease whether a gateway runs. A standby that renews it for the
+// holder must not delay its own takeover.
 func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &world{t: t, rng: rand.New(rand.NewPCG(1, 1)), key: newKey(), calm: true, now: links{[2]bool{true, true}, [2]bool{true, true}}}
@@ -579,7 +581,7 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 	})
 }
 
-// A gateway that starts again without an API server asks those that it knew before it speaks.
+// A gateway that restarts without an API server asks the gateways that it knew before it speaks.
 func TestAGatewayThatCarriesOnAsksFirst(t *testing.T) {
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 	now := time.Now()
@@ -611,7 +613,7 @@ func TestAGatewayThatCarriesOnAsksFirst(t *testing.T) {
 	}
 }
 
-// From the moment at which a standby asks for the Lease until it knows what became of that, it lets nobody go on.
+// While a standby does not know the outcome of its request for the Lease, it lets no other gateway go on.
 func TestAStandbyThatTakesTheLeasePromisesNothing(t *testing.T) {
 	now := time.Now()
 	lease := func(version string) *coordinationv1.Lease {
