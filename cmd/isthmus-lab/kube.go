@@ -16,8 +16,8 @@ func newKubeCommand() *cobra.Command {
 		Long: `Build etcd, kube-apiserver and kube-controller-manager from source where they are
 missing, and print the folder that has them. That takes some minutes, once, and works
 in a checkout of the source. With --nodes there are kube-scheduler, kubelet and
-kube-proxy besides, in a folder of their own. With --oldest they are of the oldest
-version of Kubernetes that Isthmus supports, in another folder.`,
+kube-proxy as well, in a separate folder. With --oldest all are of the oldest version
+of Kubernetes that Isthmus supports, in another folder.`,
 		Args: cobra.NoArgs,
 		RunE: func(cmd *cobra.Command, _ []string) error {
 			build := kubetest.Build

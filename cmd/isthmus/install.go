@@ -67,7 +67,7 @@ are. --print shows the manifests and needs no cluster.`,
 	cmd.Flags().StringVar(&o.Identity.ClusterName, "cluster-name", "", "how peers are to call the cluster (needed the first time)")
 	cmd.Flags().StringVar(&o.Identity.ClusterID, "cluster-id", "", "what tells the cluster from all others (default the UID of its namespace kube-system)")
 	f.add(cmd)
-	cmd.Flags().BoolVar(&o.Force, "force", false, "take a --pod-cidr in which neither a Pod nor a node's podCIDR lies")
+	cmd.Flags().BoolVar(&o.Force, "force", false, "accept a --pod-cidr that contains neither a Pod nor a node's podCIDR")
 	cmd.Flags().BoolVar(&o.Forget, "reset-values", false, "forget the values of earlier installations")
 	cmd.Flags().DurationVar(&o.Wait, "timeout", 5*time.Minute, "how long to wait until the components run; 0: not at all")
 	cmd.Flags().BoolVar(&show, "print", false, "print the manifests and apply nothing")

@@ -26,8 +26,8 @@ A manager waits for the other cluster's API server, so that nothing of ours stay
 there. With --force it does not wait, and reports what may stay. Where no manager
 runs, --force does the manager's work.
 
-Nodes refuse the networks of the other cluster for 24 hours more, and no other
-cluster gets them meanwhile.`,
+For 24 hours more, nodes refuse the networks of the other cluster, and no other
+cluster gets them.`,
 		Example:           "  isthmus unpeer --context paris --remote-context oslo\n  isthmus unpeer --context paris oslo --force",
 		Args:              cobra.MaximumNArgs(1),
 		ValidArgsFunction: completePeering(&local),
