@@ -148,8 +148,8 @@ func TestGatewayForTakesPeersOfBothFamilies(t *testing.T) {
 	engineAccepts(t, gw)
 }
 
-// A change of our own networks reaches one peer after the other, and some never. What the gateway does
-// for a peer does not depend on what our networks are towards others.
+// A change of our own networks reaches one peer after the other, and some peers never. The gateway's state
+// for a peer does not depend on our networks towards other peers.
 func TestOurNetworksArePeerByPeer(t *testing.T) {
 	rng := rand.New(rand.NewPCG(7, 8))
 	for range 500 {

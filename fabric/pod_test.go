@@ -176,8 +176,8 @@ func TestAGatewayThatIsNoPodOfOursIsNotBelieved(t *testing.T) {
 	}
 }
 
-// A node forwards the outer packets of the gateways' Pods that it has, whatever others say of what is
-// forwarded; those on other nodes are no business of its.
+// A node forwards the outer packets of its own gateway Pods, whatever foreign filters drop. Gateway Pods
+// on other nodes do not matter.
 func TestANodeAcceptsWhatItForwardsForGatewaysOfItsOwn(t *testing.T) {
 	for node, want := range map[string]string{"n1": "10.244.1.254", "n2": "10.244.2.254", "n3": ""} {
 		in := podIntent(t, node)

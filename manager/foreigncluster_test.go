@@ -102,8 +102,8 @@ func TestForeignClustersAreServedLikePeerings(t *testing.T) {
 		t.Error("Liqo's crd-replicator replicates for ForeignClusters, not we")
 	}
 
-	// Liqo's replicator brings back whatever answer it finds at the peer. So with other networks there is
-	// another NetworkConfig, and an answer to that one is to them.
+	// Liqo's replicator copies back any answer that it finds at the peer. So a change of networks makes a
+	// new NetworkConfig, whose answer is for the new networks.
 	nc := incoming.original()
 	edited := nc.DeepCopy()
 	edited.Spec.PodCIDR = "10.200.0.0/16"

@@ -150,8 +150,8 @@ func TestNetworkConfigEditedByHandIsPutRight(t *testing.T) {
 	}
 }
 
-// An answer is to the networks that it answers: with others it is taken out of our NetworkConfig, and
-// nothing says meanwhile that both sides agree.
+// An answer counts only for the networks that it answers. After a change of networks it is removed from
+// our NetworkConfig, and meanwhile no reader sees an agreement.
 func TestWithOtherNetworksTheAnswerIsWithdrawn(t *testing.T) {
 	w := newWorld(t, false)
 	w.gateway("192.0.2.1")
@@ -167,7 +167,7 @@ func TestWithOtherNetworksTheAnswerIsWithdrawn(t *testing.T) {
 	p.untilIs(isthmus.ConditionAnswered, isthmus.ReasonWaitingAnswer)
 	p.untilIs(isthmus.ConditionTunnelEndpoint, isthmus.ReasonWaiting)
 
-	// Whoever reads it in between believes nothing either.
+	// Readers in between see no agreement either.
 	nc = p.original()
 	nc.Status = v1alpha1.NetworkConfigStatus{Processed: true, PodCIDRNAT: v1alpha1.None, ExternalCIDRNAT: v1alpha1.None}
 	nc.Annotations = map[string]string{isthmus.AnnotationUnanswered: "true"}

@@ -174,7 +174,7 @@ func TestUnpeeringTakesDownInOrder(t *testing.T) {
 	p.untilAccepted("NotPeered: metadata.labels[liqo.io/originID]: the peering with cluster " + p.cluster.ClusterID + " is being taken down here")
 }
 
-// held checks that nodes go on to refuse the networks of a partner that has left.
+// held checks that nodes still refuse the networks of a partner that has left.
 func (p *partner) held(networks ...string) {
 	p.a.t.Helper()
 	var list isthmus.GrantedNetworksList

@@ -145,7 +145,7 @@ func TestChangesAreWhatAllOfThemMake(t *testing.T) {
 	}
 }
 
-// The path to a peer changes its MTU at any time, and a host on the underlay can bring that about.
+// The MTU of the path to a peer changes at any time, and a host on the underlay can cause that.
 func TestMTUChangeKeepsFlowsAndFragments(t *testing.T) {
 	p := peer46()
 	p.MSS, p.MTU = 1360, 1400

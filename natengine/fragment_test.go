@@ -152,7 +152,7 @@ func TestFragmentsShareTheFateOfTheFirst(t *testing.T) {
 	if n := e.Peers()[0].Drops(Inbound, DropNoFlow); n != 3 {
 		t.Errorf("%d drops counted for three fragments", n)
 	}
-	// Outbound the first decides.
+	// Outbound the first fragment decides.
 	p := peerB()
 	p.Pods = nil
 	e = newEngine(t, Config{}, p)
@@ -248,7 +248,7 @@ func TestDatagramsOfTwoHostsAreNotMixedBehindUs(t *testing.T) {
 	left, _ = sendAll(t, e, Outbound, other, []int{2, 0, 1}, 0)
 	reassembled(t, left)
 
-	// Inbound the NAPT address and a mapped one may lead to one host. It gets whole datagrams.
+	// Inbound, the NAPT address and a mapped one may lead to one host, which gets whole datagrams.
 	out(t, e, udp("192.168.7.7:4444", "10.71.0.5:53"), 0)
 	_, one = datagram("10.71.0.5:53", "10.246.0.0:4444", 78)
 	_, other = datagram("10.71.0.5:53", "10.247.0.9:80", 78)

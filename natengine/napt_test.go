@@ -300,8 +300,8 @@ func allAnswered(e *Engine) {
 	e.Peers()[0].flows.each(func(_ uint32, f *entry, _ uint64) { f.word.Or(stateSeen) })
 }
 
-// A pod of ours that forges sources looks like many hosts. What it takes are ports of flows that
-// nobody answers.
+// A pod of ours that forges sources looks like many hosts. The ports that it takes belong to flows without
+// an answer.
 func TestFullPortsTakeThatOfTheOldestHalfOpenFlow(t *testing.T) {
 	e := newEngine(t, Config{}, peer46(), peerC())
 	answered := established(t, e, "192.168.1.1:4000", "10.71.0.5:443", 0)

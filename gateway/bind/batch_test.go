@@ -35,7 +35,7 @@ func TestABatchIsTakenApart(t *testing.T) {
 	}
 }
 
-// What was taken stays where it is while more is received: messages wait in the memory of a batch.
+// Received messages stay in place while more are received, because they wait in the memory of a batch.
 func TestMessagesStayUntilReset(t *testing.T) {
 	var b Batch
 	var taken [][]byte

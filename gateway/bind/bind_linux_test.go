@@ -401,8 +401,8 @@ func TestAPathIsIgnored(t *testing.T) {
 	}
 }
 
-// A route without checksum offload, or by IPsec, refuses UDP_SEGMENT with EIO. That concerns one
-// endpoint, and is tried again.
+// A route without checksum offload, or with IPsec, refuses UDP_SEGMENT with EIO. Segmentation stops for
+// that endpoint alone, and is tried again.
 func TestARefusedSegmentationConcernsOneEndpointForAWhile(t *testing.T) {
 	a, b := newEnd(t), newEnd(t)
 	poor, rich := b.at(t, "127.0.0.1").(*endpoint), b.at(t, "127.0.0.2").(*endpoint)
@@ -448,7 +448,7 @@ func TestARefusedSegmentationConcernsOneEndpointForAWhile(t *testing.T) {
 	}
 }
 
-// Datagrams that find no room in the socket are counted, when the next one arrives.
+// Datagrams dropped by a full socket are counted when the next one arrives.
 func TestDatagramsThatFindNoRoomAreCounted(t *testing.T) {
 	b := New()
 	receive, port, err := b.Listen(0)

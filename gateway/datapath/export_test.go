@@ -49,7 +49,7 @@ func (b *buffers) take(_ *natengine.PeerState, p []byte) (more bool) {
 	return b.n < len(b.bufs)
 }
 
-// Write translates packets, each at offset of its buffer, of the tunnel's peer, or of anybody when the
+// Write translates packets, each at offset of its buffer, of the tunnel's peer, or without a peer if the
 // tunnel has none.
 func (t *Tunnel) Write(bufs [][]byte, offset int) (int, error) {
 	w := writes.Get().(*write)
@@ -201,17 +201,17 @@ func (t *Tunnel) Asked(key [32]byte) int {
 	return 0
 }
 
-// ReceiveAll has an inbound goroutine's work done for datagrams that next gives, until it is closed.
+// ReceiveAll does the work of an inbound goroutine for the datagrams of next, until it is closed.
 func ReceiveAll(t *Tunnel, next func(b *bind.Batch, wait bool) error) { newInbound(t).receiveAll(next) }
 
-// Backlog is a backlog of messages of numbered peers; 0 is nobody.
+// Backlog is a backlog of messages of numbered peers; 0: without a peer.
 type Backlog struct {
 	b     backlog
 	peers map[int]*peer
 	slab  slab
 }
 
-// Push has a message wait, of which the first octet is who sent it.
+// Push queues a message, whose first octet is the number of its peer.
 func (b *Backlog) Push(m []byte) bool {
 	p := b.peers[int(m[0])]
 	if p == nil && m[0] != 0 {
@@ -249,7 +249,7 @@ const MaxBudgets = maxBudgets
 // Knows reports whether a peer is at an address.
 func (t *Tunnel) Knows(addr netip.Addr) bool { return t.knows(addr) }
 
-// Turns is turns.
+// Turns exports turns.
 type Turns struct{ t turns }
 
 func (t *Turns) Push(at netip.AddrPort, b []byte) bool { return t.t.push(datagram{at: at, b: b}) }
@@ -258,7 +258,7 @@ func (t *Turns) Pop() (at netip.AddrPort, b []byte, ok bool) {
 	return d.at, d.b, ok
 }
 
-// Bucket is bucket.
+// Bucket exports bucket.
 type Bucket struct{ b bucket }
 
 func (b *Bucket) Take(now time.Duration, rate, burst int64) bool {
@@ -271,10 +271,10 @@ const (
 	TurnsAll   = turnsAll
 )
 
-// A Held holds the timers of a peer, as one that acts does.
+// A Held has the lock of a peer's timers.
 type Held struct{ p *peer }
 
-// Hold keeps the timers of a peer from acting, and those who wait for them, until Release.
+// Hold blocks the timers of a peer, and those who wait for them, until Release.
 func (t *Tunnel) Hold(key [32]byte) Held {
 	p := t.peer(key)
 	p.mu.Lock()
@@ -290,17 +290,17 @@ func (t *Tunnel) Peers() int { return len(t.peers.Load().byDevice) }
 // HasPeer reports whether the device has a peer.
 func (t *Tunnel) HasPeer(key [32]byte) bool { return t.dev.LookupPeer(key) != nil }
 
-// Replay is a session and the peer that the tunnel had for it at one moment.
+// Replay is a session and its peer in the tunnel at one moment.
 type Replay struct {
 	p *peer
 	k *device.Keypair
 }
 
-// Replay is the session with a peer now.
+// Replay returns the present session with a peer.
 func (t *Tunnel) Replay(key [32]byte) Replay { return Replay{t.peer(key), t.Keypair(key)} }
 
-// First has the replay window judge a message, as an inbound goroutine does, and reports whether it is
-// the first one with that counter.
+// First checks a message against the replay window, as an inbound goroutine does, and reports whether its
+// counter is new.
 func (r Replay) First(counter uint64) bool {
 	in := newInbound(r.p.t)
 	in.run.messages = []message{{b: make([]byte, headerLen+1), counter: counter, from: endpointOf(r.p.dev)}}
@@ -308,5 +308,5 @@ func (r Replay) First(counter uint64) bool {
 	return from != nil
 }
 
-// SameLock reports whether both take one lock.
+// SameLock reports whether two peers share one lock.
 func SameLock(a, b Replay) bool { return a.p != b.p && a.p.windows == b.p.windows }

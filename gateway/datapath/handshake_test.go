@@ -260,7 +260,7 @@ func initiationFor(public [32]byte, n uint32) []byte {
 	return m
 }
 
-// flood has somebody send initiations to an end, 5,000 a second, until the test ends.
+// flood sends initiations to an end, 5,000 a second, until the test ends.
 func (p *pair) flood(t *testing.T, to *end, offer func(m [][]byte)) {
 	stop := make(chan struct{})
 	var flooding sync.WaitGroup
@@ -286,10 +286,10 @@ func (p *pair) floodFromElsewhere(t *testing.T, to *end) {
 	p.flood(t, to, func(m [][]byte) { _ = bad.Send(m, to.wire.Endpoint(to.place)) })
 }
 
-// cookied reports whether an initiation shows a cookie.
+// cookied reports whether an initiation carries a cookie.
 func cookied(m message) bool { return string(m.b[132:]) != string(make([]byte, 16)) }
 
-// A peer at its place is answered at once, whoever else sends initiations.
+// A peer at its known address is answered at once during a flood of other initiations.
 func TestAKnownPeerIsBackAtOnceWhileOthersFlood(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		p := newPair(t, orderedKeys(true))
@@ -308,7 +308,7 @@ func TestAKnownPeerIsBackAtOnceWhileOthersFlood(t *testing.T) {
 	})
 }
 
-// One that nobody knows shows a cookie; so does one whose own address others forge.
+// An unknown source gets in with a cookie. So does a peer whose own address is forged.
 func TestCookiesLetAPeerInWhileOthersFlood(t *testing.T) {
 	for _, forged := range []bool{false, true} {
 		t.Run(fmt.Sprintf("forged=%v", forged), func(t *testing.T) {
@@ -359,7 +359,7 @@ func TestEachRefusedHandshakeIsCounted(t *testing.T) {
 	})
 }
 
-// A peer is known where it is configured and where it was heard last, and nowhere when it has gone.
+// A peer is known at its configured address and where it was heard last, and nowhere after its removal.
 func TestAPeerIsKnownWhereItIs(t *testing.T) {
 	inPair(t, func(t *testing.T, p *pair, a, b *end) {
 		elsewhere := netip.MustParseAddr("192.0.2.66")

@@ -781,8 +781,8 @@ func TestTimersOfAPeerEndBeforeTheDeviceForgetsIt(t *testing.T) {
 	}
 }
 
-// While a peer is replaced by another one with its key, one inbound goroutine may have the old one and
-// one the new: of each counter both let pass one message.
+// While a peer is replaced by another one with its key, one inbound goroutine may use the old peer and
+// another the new one. Together they accept each counter once.
 func TestTheReplayWindowHasOneLockWhileItsPeerIsReplaced(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		before := a.Replay(b.key.public)
@@ -815,8 +815,8 @@ func TestTheReplayWindowHasOneLockWhileItsPeerIsReplaced(t *testing.T) {
 	})
 }
 
-// A packet that comes after the MTU has grown meets the new one, although the goroutine began to wait
-// for it before.
+// A packet that arrives after the MTU has grown meets the new MTU, even if the goroutine began to wait
+// before the change.
 func TestALargerMTUIsInForceForTheFirstPacket(t *testing.T) {
 	inPair(t, func(t *testing.T, _ *pair, a, b *end) {
 		synctest.Wait() // it waits

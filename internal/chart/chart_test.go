@@ -48,8 +48,8 @@ var everything = Values{
 	"metrics": Values{"enabled": true, "podMonitor": Values{"enabled": true}, "prometheusRule": Values{"enabled": true}, "dashboard": Values{"enabled": true}},
 }
 
-// A reader of a change sees what it does to the default installation; test/helm renders other values by
-// Helm, too.
+// The recorded manifests show a reviewer how a change affects the default installation. test/helm renders
+// other values, with Helm as well.
 func TestManifestsAreAsRecorded(t *testing.T) {
 	const file = "testdata/defaults.yaml"
 	got, err := Render(Options{Namespace: deploy.Namespace, AppVersion: "0.0.0", Values: paris(Values{"crds": Values{"install": false}})})
@@ -162,7 +162,7 @@ func TestWrongValuesAreNamed(t *testing.T) {
 	}
 }
 
-// The defaults are right by the schema, and the schema has no value that they lack.
+// The defaults satisfy the schema, and the schema has no value without a default.
 func TestSchemaKnowsEachValue(t *testing.T) {
 	text, err := deploy.Chart.ReadFile(root + "/values.schema.json")
 	if err != nil {

@@ -111,7 +111,7 @@ func TestInstallingTwiceChangesNothing(t *testing.T) {
 	if *gateway.Spec.Replicas != 3 {
 		t.Errorf("%d gateways; want the 3 of the first time", *gateway.Spec.Replicas)
 	}
-	// What the chart or the API server refuses is not remembered.
+	// Values that the chart or the API server refuses are not remembered.
 	for nodePort, want := range map[float64]string{99999: "value gateway.service.nodePort: want a number from 0 to 65535", 20000: "nodePort"} {
 		options.Values = chart.Values{"gateway": chart.Values{"service": chart.Values{"nodePort": nodePort}}}
 		if err := c.Install(t.Context(), options); err == nil || !strings.Contains(err.Error(), want) {
@@ -510,8 +510,8 @@ func TestPodCIDRIsFoundWhereTheClusterSaysIt(t *testing.T) {
 	}
 }
 
-// refusesBeforeItWrites: a cluster whose pods Isthmus cannot join, or not with what was chosen, stays as
-// it is.
+// refusesBeforeItWrites checks that an installation that cannot work, or not with the chosen values,
+// changes nothing in the cluster.
 func refusesBeforeItWrites(t *testing.T, c *Cluster, o InstallOptions) {
 	t.Helper()
 	var said lines
@@ -537,7 +537,7 @@ func refusesBeforeItWrites(t *testing.T, c *Cluster, o InstallOptions) {
 		must(t, c.client.Delete(t.Context(), node))
 	}
 
-	// Without the kind ServiceCIDR the network of the Services has to be somewhere else.
+	// Without the kind ServiceCIDR the network of the Services must come from another source.
 	old := *c
 	old.client = withoutServiceCIDRs{c.client}
 	if _, err := old.services(t.Context(), nil, nil, said.report); err == nil || !strings.Contains(err.Error(), "want --set networks.serviceCIDR=NETWORK") {

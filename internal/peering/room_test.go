@@ -138,7 +138,8 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 		t.Errorf("%d bytes", len(text))
 	}
 
-	// What our own tools put on the copy holds up no update, and is not the peer's to touch.
+	// Labels and annotations that our own tools put on the copy block no update, and the peer cannot
+	// change them.
 	must(t, p.a.client.Get(t.Context(), key, mine))
 	maps.Copy(mine.Labels, many(20, "app.example.com/l%d", "v"))
 	mine.Annotations = many(20, "example.com/a%d", strings.Repeat("v", 600))

@@ -1027,7 +1027,8 @@ func TestARestartKnowsWhatPeersHadThatHaveLeft(t *testing.T) {
 	}
 }
 
-// Nobody else's write makes the manager forget what nodes reach: the object does not have it.
+// A foreign write does not make the manager forget the networks that nodes reach, which the object does
+// not contain.
 func TestWhatNodesReachOutlivesAWriteOfSomebodyElse(t *testing.T) {
 	h := fresh(t)
 	reached := ours

@@ -190,7 +190,7 @@ func (s pruningStatus) Patch(_ context.Context, o client.Object, _ client.Patch,
 	return nil
 }
 
-// Where the API server here drops the peer's condition, an answer is taken over once.
+// If the API server here drops the peer's condition, an answer is copied once.
 func TestAnAnswerWithoutItsConditionIsTakenOverOnce(t *testing.T) {
 	api := new(pruning)
 	original, c := config("n", held), config("n", received, answered1)

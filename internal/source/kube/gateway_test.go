@@ -848,7 +848,7 @@ func TestWhatIsRefusedOfAPodHoldsUpNothingElse(t *testing.T) {
 	}
 }
 
-// mutedConn is a socket of which nothing comes and goes while it is muted.
+// mutedConn is a socket that neither sends nor receives while it is muted.
 type mutedConn struct {
 	net.PacketConn
 	muted *atomic.Bool
