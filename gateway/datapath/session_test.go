@@ -761,7 +761,7 @@ func TestAChangeOfThePortDoesNotHang(t *testing.T) {
 
 // --- peers that change
 
-// The timers of a peer have ended before the device forgets it.
+// The timers of a peer end before the device forgets it.
 func TestTimersOfAPeerEndBeforeTheDeviceForgetsIt(t *testing.T) {
 	p := newPair(t, orderedKeys(true))
 	a, key := p.ends[0], p.ends[1].key.public
