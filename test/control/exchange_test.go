@@ -43,7 +43,7 @@ func TestExchange(t *testing.T) {
 		if x.RemoteNATPodCIDR != y.RemoteNATPodCIDR || x.RemoteNATExternalCIDR != y.RemoteNATExternalCIDR {
 			t.Errorf("a chose %s and %s, b %s and %s", x.RemoteNATPodCIDR, x.RemoteNATExternalCIDR, y.RemoteNATPodCIDR, y.RemoteNATExternalCIDR)
 		}
-		disjoin(a, b)
+		forgetEachOther(a, b)
 
 		wish := isthmus.Overrides{PodCIDR: new("10.246.0.0/16"), ExternalCIDR: new("10.247.0.0/20")}
 		a.join(b, wish)
@@ -56,7 +56,7 @@ func TestExchange(t *testing.T) {
 				t.Errorf("what the Peerings demand is not in force: %+v", s)
 			}
 		}
-		disjoin(a, b)
+		forgetEachOther(a, b)
 		a.reconfigure(podsOfA)
 		b.reconfigure(podsOfB)
 	})
@@ -78,7 +78,7 @@ func TestExchange(t *testing.T) {
 		in(t, sites...)
 		testChanges(t, a, b, c)
 	})
-	disjoin(sites...)
+	forgetEachOther(sites...)
 	for _, s := range sites {
 		s.clean()
 	}
@@ -97,7 +97,7 @@ func TestExchange(t *testing.T) {
 				}
 			}
 		}
-		disjoin(sites...)
+		forgetEachOther(sites...)
 		for _, s := range sites {
 			s.clean()
 		}
@@ -141,7 +141,7 @@ func TestExchange(t *testing.T) {
 					t.Errorf("%s sees the pods of %s as %s; want %s", one.at.name, one.of.name, got, one.want)
 				}
 			}
-			disjoin(a, b)
+			forgetEachOther(a, b)
 			a.clean()
 			b.clean()
 		})

@@ -42,6 +42,7 @@ import (
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/kubetest"
 	"github.com/isthmus-net/isthmus/test/internal/programs"
+	"github.com/isthmus-net/isthmus/test/internal/released"
 )
 
 // installed is the namespace of Isthmus.
@@ -551,6 +552,17 @@ func disjoin(sites ...*site) {
 				have = append(have, fmt.Sprintf("%s: %+v", p.Name, c))
 			}
 			return strings.Join(have, "; "), len(list.Items) == 0
+		})
+	}
+}
+
+// forgetEachOther does what disjoin does, and ends the holds of their networks.
+func forgetEachOther(sites ...*site) {
+	disjoin(sites...)
+	for _, s := range sites {
+		s.eventually("an IPAM state of "+s.name+" in which nothing is held", func() (string, bool) {
+			err := released.EndHolds(s.t.Context(), s.client)
+			return fmt.Sprint(err), err == nil && len(s.released()) == 0
 		})
 	}
 }

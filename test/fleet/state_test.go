@@ -9,7 +9,6 @@ import (
 	"net/http"
 	"net/netip"
 	"slices"
-	"strconv"
 	"strings"
 	"testing"
 	"time"
@@ -22,11 +21,10 @@ import (
 	"k8s.io/client-go/rest"
 	"k8s.io/client-go/tools/clientcmd"
 
-	isthmusv1 "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
-	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/internal/fleet"
 	"github.com/isthmus-net/isthmus/internal/lab"
+	"github.com/isthmus-net/isthmus/test/internal/released"
 )
 
 // kinds are all that a peering may make or change.
@@ -193,28 +191,7 @@ func sameInventory(t *testing.T, c *fleet.Cluster, had []string) {
 func endHolds(t *testing.T, c *fleet.Cluster) {
 	t.Helper()
 	eventually(t, "an IPAM state of cluster "+c.Name+" without networks that are held", func() error {
-		var list v1alpha1.IpamStorageList
-		if err := c.Client.List(t.Context(), &list); err != nil {
-			return err
-		}
-		for i := range list.Items {
-			o := &list.Items[i]
-			held, err := fabric.ReleasedFrom(o.Annotations)
-			if err != nil {
-				return err
-			}
-			for _, ids := range held.Peers {
-				for _, id := range ids {
-					delete(o.Spec.ClusterSubnets, id)
-				}
-			}
-			delete(o.Annotations, isthmusv1.AnnotationReleased)
-			o.Annotations[isthmusv1.AnnotationEdition] = strconv.FormatInt(time.Now().UnixMilli(), 10)
-			if err := c.Client.Update(t.Context(), o); err != nil {
-				return err
-			}
-		}
-		return nil
+		return released.EndHolds(t.Context(), c.Client)
 	})
 }
 
