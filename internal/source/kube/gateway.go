@@ -263,8 +263,12 @@ func (g *Gateway) successor() (pod string, waiting bool) {
 	return "", waiting
 }
 
-// holder is who has the Lease by the watch, which may be late; empty: nobody, or not known.
+// holder is who has the Lease by the watch, which may be late; empty: nobody, or not known, as before everything
+// has been read once.
 func (g *Gateway) holder(ctx context.Context) string {
+	if !g.reading.Load() { // then objects may not be there, and is being written
+		return ""
+	}
 	var lease coordinationv1.Lease
 	if g.objects.Get(ctx, client.ObjectKey{Namespace: g.o.Namespace, Name: isthmus.LeaseGateway}, &lease) != nil {
 		return ""

@@ -652,3 +652,11 @@ func TestAStandbyThatTakesTheLeasePromisesNothing(t *testing.T) {
 		t.Errorf("defers %v although the Lease is another's", defers())
 	}
 }
+
+// Without an API server the election of a gateway that carries on runs before the objects are there.
+func TestNobodyHoldsALeaseThatWasNeverWatched(t *testing.T) {
+	g := &Gateway{o: GatewayOptions{Namespace: "isthmus", Pod: "a"}}
+	if holder := g.holder(t.Context()); holder != "" {
+		t.Errorf("the holder is %q", holder)
+	}
+}
