@@ -285,7 +285,8 @@ func (e *election) judgeLocked(now time.Time) {
 	if r.lost {
 		e.log.Warn("another gateway has taken over, and says so", "pod", r.successor)
 		e.name = r.successor
-		e.look.set() // read the Lease, if that is possible
+		e.look.set()    // read the Lease, if that is possible
+		e.changed.set() // also where it did not speak before
 	}
 	e.unheard = r.unheard
 	if r.speak == e.speaking {

@@ -660,3 +660,38 @@ func TestNobodyHoldsALeaseThatWasNeverWatched(t *testing.T) {
 		t.Errorf("the holder is %q", holder)
 	}
 }
+
+// A gateway that carries on, is silent, and hears that it has lost clears what its earlier life has left.
+func TestASilentGatewayThatHasLostIsAStandby(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		g := &Gateway{log: quiet, keeper: newKeeper(GatewayOptions{}, func() {})}
+		e := electionWith(nil, "a", nil, quiet)
+		known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
+		e.recall(known)
+		e.carryOn(known)
+		ctx, cancel := context.WithCancel(t.Context())
+		serve := func(context.Context) error { return errors.New("it serves") }
+		cleared := false
+		ended := make(chan error)
+		go func() {
+			ended <- g.follow(ctx, e, serve, func() error {
+				cleared = true
+				return nil
+			})
+		}()
+		synctest.Wait()
+		if cleared {
+			t.Error("it clears what it may still need")
+		}
+		now := time.Now()
+		e.heard(message{kind: kindAnswer, claim: claim{transition: 4, holds: true}, nonce: e.questions(now)[0].nonce, from: idOf("b"), to: e.id}, now)
+		synctest.Wait()
+		if !cleared {
+			t.Error("nothing is cleared although another one has taken over")
+		}
+		cancel()
+		if err := <-ended; err != nil {
+			t.Error(err)
+		}
+	})
+}
