@@ -36,10 +36,10 @@ const (
 //   - This replica becomes active when it has written its name into the Lease, because nobody's was
 //     there or the Lease had not changed for leaseDuration.
 //   - It stays active, with or without an API server, until it reads another name, also over a
-//     restart (see remember). While it cannot renew the Lease it asks the other gateways, and stops
-//     sending if one of them does not answer (see decide).
-//   - A standby does not take an expired Lease while its holder answers. It renews the Lease in the
-//     holder's name when the holder does not, so that readers of the Lease see a running gateway.
+//     restart (see remember). While it cannot renew the Lease it asks the other gateways, and is
+//     silent where one does not answer (see decide).
+//   - A standby does not take an expired Lease while its holder answers, and speaks. It renews the Lease in the
+//     holder's name when the holder does not, so that whoever reads it knows a gateway is at work.
 //   - Time without contact to the API server does not count: a standby cannot tell an active
 //     replica that died from one that could not reach the API server either, and gives it another
 //     leaseDuration to show itself.
@@ -49,7 +49,7 @@ const (
 // every two to four seconds; this one is told of changes, and takes over as soon as the Lease has
 // expired. The Lease itself means the same to both.
 //
-// The holder is active only if it may also speak to peers.
+// Of the holder it is said that it is active when it may also speak to peers.
 type election struct {
 	leases   coordination.LeaseInterface
 	web      *http.Client // of leases alone
@@ -57,7 +57,7 @@ type election struct {
 	id       gatewayID // of identity
 	log      *slog.Logger
 	changed  signal        // what holder or active returns
-	met      func()        // called when another gateway answers for the first time; may be nil
+	met      func()        // another gateway has answered for the first time; may be nil
 	look     signal        // something happened to the Lease
 	cached   func() string // its holder by the watch, which may be late
 
@@ -73,10 +73,10 @@ type election struct {
 	seen       time.Time // since when the Lease is as it is, in contact with the API server
 	last       time.Time // contact with the API server
 	away       bool
-	taking     bool              // a request to become the holder is under way or was lost
-	speaking   bool              // the holder may speak
-	unheard    string            // the Pod for which the holder may not; empty: it may
-	others     map[string]*other // by Pod
+	taking     bool   // a request is under way, or was lost, that makes this replica the holder
+	speaking   bool   // the holder may speak
+	unheard    string // the Pod for which the holder may not; empty: it may
+	others     map[gatewayID]*other
 }
 
 func newElection(config *rest.Config, namespace, identity string, cached func() string, log *slog.Logger) (*election, error) {
@@ -101,7 +101,7 @@ func newElection(config *rest.Config, namespace, identity string, cached func() 
 }
 
 func electionWith(leases coordination.LeaseInterface, identity string, cached func() string, log *slog.Logger) *election {
-	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), others: make(map[string]*other)}
+	return &election{leases: leases, identity: identity, id: idOf(identity), cached: cached, log: log, changed: newSignal(), look: newSignal(), others: make(map[gatewayID]*other)}
 }
 
 // run takes part until ctx ends.
@@ -147,7 +147,7 @@ func (e *election) step(ctx context.Context) time.Duration {
 	}
 	want := take(e.lease, e.identity, now)
 	if e.lease == nil {
-		*want.Spec.LeaseTransitions += e.lastTransition() // of a deleted Lease: numbers only grow
+		*want.Spec.LeaseTransitions += e.lastTransition() // of one that was deleted: numbers only grow
 	}
 	lease, err := e.write(ctx, want)
 	if !e.reached(err) || err != nil { // in case of a conflict another replica was faster
@@ -161,9 +161,9 @@ func (e *election) step(ctx context.Context) time.Duration {
 	return retryPeriod
 }
 
-// begin returns how long to leave the Lease alone. If that is 0 and this replica is not the holder, it
-// gives no further promises until it knows the outcome of its request. vouch: the holder answers, but does
-// not renew the Lease.
+// begin says how long to leave the Lease alone. When that is 0 and this replica is not the holder, it promises
+// nothing any more until it has read what became of its request. vouch says that the holder answers, but does not
+// renew the Lease.
 func (e *election) begin(now time.Time) (wait time.Duration, vouch bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -174,8 +174,8 @@ func (e *election) begin(now time.Time) (wait time.Duration, vouch bool) {
 	return r.wait, r.deferring && now.Sub(e.seen) >= vouchAfter
 }
 
-// vouch renews the Lease in the name of its holder. It is no evidence that the holder runs: if the holder
-// stops answering, the takeover is not delayed.
+// vouch renews the Lease in the name of its holder. It does not count as a sign of the holder: a holder that stops
+// answering is followed as soon as it would have been without this.
 func (e *election) vouch(ctx context.Context, now time.Time) {
 	e.vouched = now
 	lease := e.lease.DeepCopy()
@@ -257,22 +257,23 @@ func (e *election) observe(lease *coordinationv1.Lease, now time.Time) {
 	e.judgeLocked(now)
 }
 
-// viewLocked returns what this replica knows; e.mu is held. begin adds the state of a foreign Lease.
+// viewLocked is what this replica knows; e.mu is held. What the Lease says of others is left to begin.
 func (e *election) viewLocked(now time.Time) view {
-	v := view{claim: claim{holds: e.name == e.identity, transition: e.transition}}
+	v := view{claim: claim{holds: e.name == e.identity, transition: e.transition}, reads: e.readsLocked()}
 	v.confirmed = v.holds && !e.renewed.IsZero() && now.Sub(e.renewed) < leaseDuration-stopEarly
 	for _, o := range e.others {
 		if o.answered && !o.leaving {
-			a := o.last
-			a.pod, a.age = o.pod, now.Sub(o.asked)
-			v.others = append(v.others, a)
+			v.others = append(v.others, o.account(now))
 		}
 	}
 	slices.SortFunc(v.others, func(a, b account) int { return cmp.Compare(a.pod, b.pod) })
 	return v
 }
 
-// judge decides again whether this replica may speak, which can end by time alone.
+// readsLocked reports whether the API server has answered when it was last asked; e.mu is held.
+func (e *election) readsLocked() bool { return !e.away && !e.last.IsZero() }
+
+// judge decides anew whether this replica may speak: time alone can end that.
 func (e *election) judge(now time.Time) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -301,7 +302,7 @@ func (e *election) judgeLocked(now time.Time) {
 	e.changed.set()
 }
 
-// lastTransition returns how often the Lease has been taken over, as far as this replica knows.
+// lastTransition is how often the Lease has been taken over, as far as this replica knows.
 func (e *election) lastTransition() int32 {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -342,7 +343,7 @@ func (e *election) active() bool {
 // holds reports whether this replica was named in the Lease when it was last seen.
 func (e *election) holds() bool { return e.holder() == e.identity }
 
-// silence returns why the holder may not speak; empty: it may, or this replica is not the holder.
+// silence says why the holder may not speak; empty: it may, or is not the holder.
 func (e *election) silence() string {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -381,8 +382,8 @@ func (e *election) ask(ctx context.Context) (holder string, refused bool, err er
 	return holderOf(lease), false, nil
 }
 
-// carryOn makes this replica the holder from its stored state, until it reads or hears of another holder.
-// It is called before run. Gateways that had answered before the restart must answer again before this one
+// carryOn makes this replica the holder by what it remembers, until it reads or hears of another one. To
+// be called before run. Gateways that had answered in its earlier life have to answer again before it
 // speaks.
 func (e *election) carryOn(known acquaintance) {
 	e.mu.Lock()
@@ -393,8 +394,8 @@ func (e *election) carryOn(known acquaintance) {
 	e.judgeLocked(time.Now())
 }
 
-// superseded reports whether another gateway has answered that this one has lost the Lease, which it held
-// according to known.
+// superseded reports whether another gateway has answered that this one, which held the Lease when it knew what is
+// known, does not hold it any more.
 func (e *election) superseded(known acquaintance, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -403,7 +404,7 @@ func (e *election) superseded(known acquaintance, now time.Time) bool {
 	return decide(v).lost
 }
 
-// recall restores the gateways that had answered before the restart.
+// recall notes the gateways that had answered in an earlier life of this one.
 func (e *election) recall(known acquaintance) {
 	e.mu.Lock()
 	defer e.mu.Unlock()

@@ -7,10 +7,12 @@ import (
 	"crypto/rand"
 	"crypto/sha256"
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"log/slog"
 	"net"
 	"net/netip"
+	"strings"
 	"sync/atomic"
 	"time"
 )
@@ -22,7 +24,7 @@ const QuestionPort = 5870
 //
 //	 0  magic    4
 //	 4  kind     1  question, answer
-//	 5  flags    1  flagHolds, flagConfirmed
+//	 5  flags    1  flagHolds, flagConfirmed, flagSilent
 //	 6  zero     2
 //	 8  transition  4  of the Lease
 //	12  defers   4  milliseconds after the question
@@ -31,9 +33,9 @@ const QuestionPort = 5870
 //	48  to      16  identity of the receiver
 //	64  tag     32  HMAC-SHA256 of all before
 //
-// A gateway accepts an answer only to its own nonce, so messages cannot be replayed. A question contains
-// only sender and receiver. Question and answer have the same length, and only a question with a valid tag
-// is answered, so the port cannot be used for amplification.
+// A question says nothing but who asks whom, and is at most asked back: only an answer to a nonce of one's own is
+// believed, so that nothing can be replayed. Both have one length and only a question with a valid tag is answered, so that nobody
+// gets more out than he puts in.
 const (
 	questionLength = 96
 	signedLength   = questionLength - sha256.Size
@@ -47,6 +49,7 @@ const (
 
 	flagHolds     = 1 << 0
 	flagConfirmed = 1 << 1
+	flagSilent    = 1 << 2
 )
 
 type (
@@ -54,7 +57,17 @@ type (
 	gatewayID [16]byte // a hash of the name of its Pod
 )
 
+// unnamed stands for the name of a Pod that is not known; no Pod has such a name.
+func unnamed(id gatewayID) string { return unnamedPrefix + hex.EncodeToString(id[:]) }
+
+const unnamedPrefix = "?"
+
 func idOf(pod string) gatewayID {
+	if text, ok := strings.CutPrefix(pod, unnamedPrefix); ok {
+		if id, err := hex.DecodeString(text); err == nil && len(id) == len(gatewayID{}) {
+			return gatewayID(id)
+		}
+	}
 	sum := sha256.Sum256([]byte(pod))
 	return gatewayID(sum[:16])
 }
@@ -68,8 +81,8 @@ type message struct {
 	from, to gatewayID
 }
 
-// questionKey derives the key that authenticates messages between the gateways of one installation.
-// private is the WireGuard private key that they share.
+// questionKey is what gateways of one installation authenticate their messages with; private is the WireGuard
+// private key that they share.
 func questionKey(private [32]byte) []byte {
 	key, err := hkdf.Key(sha256.New, private[:], nil, "isthmus gateway questions", sha256.Size)
 	if err != nil {
@@ -88,6 +101,9 @@ func (m message) seal(key []byte) []byte {
 	if m.claim.confirmed {
 		b[5] |= flagConfirmed
 	}
+	if m.claim.silent {
+		b[5] |= flagSilent
+	}
 	binary.BigEndian.PutUint32(b[8:], uint32(m.claim.transition))
 	binary.BigEndian.PutUint32(b[12:], uint32(max(0, m.defers)/time.Millisecond))
 	copy(b[16:], m.nonce[:])
@@ -102,7 +118,7 @@ func tagOf(signed, key []byte) []byte {
 	return h.Sum(nil)
 }
 
-// openMessage reads a sealed message made with the same key; refused is the reason if it is invalid.
+// openMessage reads what seal wrote with the same key; refused says why it is none.
 func openMessage(b, key []byte) (m message, refused string) {
 	if len(b) != questionLength || [4]byte(b) != questionMagic {
 		return m, refusedForm
@@ -113,25 +129,25 @@ func openMessage(b, key []byte) (m message, refused string) {
 	return message{
 		kind: b[4],
 		claim: claim{holds: b[5]&flagHolds != 0, confirmed: b[5]&flagConfirmed != 0,
-			transition: int32(binary.BigEndian.Uint32(b[8:]))},
+			transition: int32(binary.BigEndian.Uint32(b[8:])), silent: b[5]&flagSilent != 0},
 		defers: min(time.Duration(binary.BigEndian.Uint32(b[12:]))*time.Millisecond, deferFor),
 		nonce:  nonce(b[16:]), from: gatewayID(b[32:]), to: gatewayID(b[48:]),
 	}, ""
 }
 
-// Reasons to refuse a datagram.
+// Why a datagram is not believed.
 const (
 	refusedForm     = "malformed"       // of another length or version
 	refusedTag      = "unauthenticated" // made without our key
 	refusedReceiver = "misdirected"     // for another gateway, or our own
-	refusedNonce    = "unasked"         // an answer without a question of ours, or repeated
+	refusedNonce    = "unasked"         // an answer to no question of ours, or a second one
 )
 
-// questioner asks the other gateways and answers their questions. run starts it.
+// questioner asks the other gateways, and answers them. It starts with run.
 type questioner struct {
 	election *election
-	private  func() [32]byte // the WireGuard private key; zero: unknown yet
-	before   []byte          // key from before the restart, until private is known; nil: none
+	private  func() [32]byte // the WireGuard private key; zero: not known yet
+	before   []byte          // the key of an earlier life, until private is known; nil: none
 	listen   func() (net.PacketConn, error)
 	refused  func(why string) // counts
 	log      *slog.Logger
@@ -139,21 +155,21 @@ type questioner struct {
 	key atomic.Pointer[[]byte] // of the last private; nil: not known yet
 }
 
-// listenAt opens the port at the address of this gateway's Pod, at which other gateways know it.
+// listenAt opens the port at the address of this gateway's Pod, which others know it by.
 func listenAt(addr netip.Addr) (net.PacketConn, error) {
 	return net.ListenUDP("udp", net.UDPAddrFromAddrPort(netip.AddrPortFrom(addr, QuestionPort)))
 }
 
-// listenAgain is the delay before the port is opened again after a failure.
+// listenAgain is how long after a failure the port is opened again.
 const listenAgain = 5 * time.Second
 
-// run asks every questionInterval until ctx ends. If the port cannot be opened, it neither asks nor
-// answers, as if there were no other gateway.
+// run asks every questionInterval until ctx ends. Where the port cannot be opened nobody is asked and
+// nobody is answered, as if there were no other gateway.
 func (q *questioner) run(ctx context.Context) {
 	tick := time.NewTicker(questionInterval)
 	defer tick.Stop()
 	var conn net.PacketConn
-	var ended chan struct{} // closed when reading of conn has ended
+	var ended chan struct{} // closed when nobody reads conn any more
 	defer func() {
 		if conn != nil {
 			conn.Close()
@@ -193,7 +209,7 @@ func (q *questioner) run(ctx context.Context) {
 		if key := q.key.Load(); conn != nil && key != nil {
 			for _, o := range q.election.questions(time.Now()) {
 				m := message{kind: kindQuestion, nonce: o.nonce, from: q.election.id, to: o.id}
-				// An unsent question counts as unanswered.
+				// One that is not sent is one that is not answered.
 				_, _ = conn.WriteTo(m.seal(*key), net.UDPAddrFromAddrPort(netip.AddrPortFrom(o.addr, QuestionPort)))
 			}
 		}
@@ -206,14 +222,13 @@ func (q *questioner) run(ctx context.Context) {
 	}
 }
 
-// read handles datagrams until the socket is closed.
+// read takes what comes until the socket is closed.
 func (q *questioner) read(conn net.PacketConn) {
-	buf := make([]byte, questionLength+1) // a longer datagram is truncated to a length that is refused
+	buf := make([]byte, questionLength+1) // longer ones are cut to a length that is refused
 	for failures := 0; ; {
 		n, from, err := conn.ReadFrom(buf)
 		if err != nil {
-			// The kernel also reports ICMP errors for earlier messages here. They concern no other
-			// message.
+			// An ICMP error for what was sent before is reported here, too, and concerns no other message.
 			if failures++; failures > 100 || errors.Is(err, net.ErrClosed) {
 				return
 			}
@@ -232,7 +247,11 @@ func (q *questioner) read(conn net.PacketConn) {
 		if refused == "" {
 			switch m.kind {
 			case kindQuestion:
-				_, _ = conn.WriteTo(q.election.answer(m, time.Now()).seal(*key), from)
+				now := time.Now()
+				if at, ok := from.(*net.UDPAddr); ok {
+					q.election.askedBy(m.from, at.AddrPort().Addr().Unmap(), now)
+				}
+				_, _ = conn.WriteTo(q.election.answer(m, now).seal(*key), from)
 			case kindAnswer:
 				if !q.election.heard(m, time.Now()) {
 					refused = refusedNonce
@@ -247,33 +266,53 @@ func (q *questioner) read(conn net.PacketConn) {
 	}
 }
 
-// other is another gateway, known by its Pod.
+// other is another gateway, by its Pod.
 type other struct {
-	pod      string
+	pod      string // unnamed: it has asked, and the API server has not said in this life who it is
 	id       gatewayID
-	addr     netip.Addr // of its Pod as last read; zero: none yet
-	listed   bool       // by the API server, since this process started
-	leaving  bool       // its Pod is being deleted, so it no longer takes the Lease
+	addr     netip.Addr // of its Pod as last read; zero: it has none yet
+	listed   bool       // the API server has said so in this life
+	asks     time.Time  // when it has asked last
+	leaving  bool       // its Pod is being deleted: it takes no Lease any more
 	answered bool       // ever
-	last     account    // without age
-	asked    time.Time  // when the question of the last answer was sent
+	last     account    // but for age
+	asked    time.Time  // when the question was sent that last answers
+	promised time.Time  // until when the Lease is left to it
+	missed   int        // questions in a row without an answer, while the API server answered and did not list it
 	open     map[nonce]time.Time
 }
 
-// question is a question to send.
+// stranger reports whether nothing says that there is such a gateway but a question, which may be of long ago.
+func (o *other) stranger() bool { return !o.listed && !o.answered }
+
+// missedMost is how many questions a gateway leaves without an answer that the API server does not list until it is
+// forgotten: a minute's, in which a watch of Pods is up to date.
+const missedMost = int(time.Minute / questionInterval)
+
+// question is one to be sent.
 type question struct {
 	nonce nonce
 	id    gatewayID
 	addr  netip.Addr
 }
 
-// questions returns the questions to send now.
+// questions are what to ask now.
 func (e *election) questions(now time.Time) (all []question) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for _, o := range e.others {
+	for id, o := range e.others {
+		switch gone := now.Sub(o.asked) >= deferFor; {
+		case o.listed || !gone:
+			o.missed = 0
+		case e.readsLocked():
+			o.missed++
+		}
+		if o.stranger() && now.Sub(o.asks) >= deferFor || o.missed > missedMost {
+			delete(e.others, id)
+			continue
+		}
 		for n, at := range o.open {
-			if now.Sub(at) >= deferFor { // too old: an answer would not count
+			if now.Sub(at) >= deferFor { // its answer would be of no use
 				delete(o.open, n)
 			}
 		}
@@ -281,54 +320,83 @@ func (e *election) questions(now time.Time) (all []question) {
 			continue
 		}
 		var n nonce
-		rand.Read(n[:]) // ends the program on failure
+		rand.Read(n[:]) // it ends the program rather than fail
 		o.open[n] = now
 		all = append(all, question{n, o.id, o.addr})
 	}
 	return all
 }
 
-// answer returns the claim of this gateway, and how long it leaves the Lease to the gateway that asked.
+// answer says to another gateway what this one knows, and how long it leaves the Lease alone.
 func (e *election) answer(m message, now time.Time) message {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	e.judgeLocked(now)
 	v := e.viewLocked(now)
 	a := message{kind: kindAnswer, claim: v.claim, nonce: m.nonce, from: e.id, to: m.from}
-	for _, o := range v.others {
-		if !e.taking && idOf(o.pod) == m.from && v.defersTo(o) {
-			a.defers = deferFor - o.age
-		}
+	o := e.others[m.from]
+	if o == nil || !o.answered || o.leaving {
+		return a
+	}
+	a.claim.silent = v.holds && !e.speaking
+	if to := o.account(now); !e.taking && v.defersTo(to) {
+		a.defers, o.promised = deferFor-to.age, o.asked.Add(deferFor)
 	}
 	return a
 }
 
-// heard records an answer; false: no question of this gateway matches it.
+// askedBy notes that a gateway at an address has asked. One that the API server has not told of is asked, too, and
+// counts as soon as it answers: its Pod may be younger than our contact to the API server. It is asked at the
+// address that it first answered at, whoever repeats its questions elsewhere.
+func (e *election) askedBy(id gatewayID, addr netip.Addr, now time.Time) {
+	e.mu.Lock()
+	defer e.mu.Unlock()
+	o := e.others[id]
+	if o == nil {
+		o = e.otherLocked(unnamed(id))
+	}
+	if o.asks = now; o.stranger() {
+		o.addr = addr
+	}
+}
+
+// account is what o has answered last.
+func (o *other) account(now time.Time) account {
+	a := o.last
+	a.pod, a.age, a.promised = o.pod, now.Sub(o.asked), o.promised.Sub(now)
+	return a
+}
+
+// heard takes an answer; false: to no question of this gateway.
 func (e *election) heard(m message, now time.Time) bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for _, o := range e.others {
-		asked, open := o.open[m.nonce]
-		if !open || o.id != m.from {
-			continue
-		}
-		delete(o.open, m.nonce)
-		if asked.Before(o.asked) {
-			return true // a later answer came first
-		}
-		met := !o.answered
-		o.answered, o.asked = true, asked
-		o.last = account{claim: m.claim, pod: o.pod, defers: m.defers}
-		if met && e.met != nil {
-			e.met()
-		}
-		e.judgeLocked(now)
-		return true
+	o := e.others[m.from]
+	if o == nil {
+		return false
 	}
-	return false
+	asked, open := o.open[m.nonce]
+	if !open {
+		return false
+	}
+	delete(o.open, m.nonce)
+	if asked.Before(o.asked) {
+		return true // overtaken by a later one
+	}
+	met := !o.answered
+	last := account{claim: m.claim, defers: m.defers}
+	if m.claim.silent && o.last.silent {
+		last.mute = o.last.mute + asked.Sub(o.asked)
+	}
+	o.answered, o.asked, o.last = true, asked, last
+	if met && e.met != nil {
+		e.met()
+	}
+	e.judgeLocked(now)
+	return true
 }
 
-// see records another gateway as the API server has it.
+// see notes another gateway as the API server has it.
 func (e *election) see(pod string, addr netip.Addr, leaving bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -336,39 +404,42 @@ func (e *election) see(pod string, addr netip.Addr, leaving bool) {
 	o.addr, o.listed, o.leaving = addr, true, leaving
 }
 
-// unsee records that another gateway is gone.
+// unsee notes that another gateway is gone.
 func (e *election) unsee(pod string) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	delete(e.others, pod)
+	delete(e.others, idOf(pod))
 }
 
-// onlySeen forgets the gateways that are missing from a complete list of the API server.
+// onlySeen forgets the gateways that the API server did not list when it was asked for all.
 func (e *election) onlySeen() {
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for pod, o := range e.others {
+	for id, o := range e.others {
 		if !o.listed {
-			delete(e.others, pod)
+			delete(e.others, id)
 		}
 	}
 }
 
 func (e *election) otherLocked(pod string) *other {
-	o := e.others[pod]
+	id := idOf(pod)
+	o := e.others[id]
 	if o == nil {
-		o = &other{pod: pod, id: idOf(pod), open: make(map[nonce]time.Time)}
-		e.others[pod] = o
+		o = &other{id: id, open: make(map[nonce]time.Time)}
+		e.others[id] = o
 	}
+	o.pod = pod
 	return o
 }
 
-// standbys is how many other gateways answer and can take over; ok is false if there is no other gateway.
+// standbys is how many other gateways answer and could take over; ok is false where there is no other
+// one.
 func (e *election) standbys(now time.Time) (n int, ok bool) {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	for _, o := range e.others {
-		if o.leaving {
+		if o.leaving || o.stranger() {
 			continue
 		}
 		ok = true
@@ -379,22 +450,22 @@ func (e *election) standbys(now time.Time) (n int, ok bool) {
 	return n, ok
 }
 
-// acquaintance is the state about the Lease and the other gateways that survives a restart.
+// acquaintance is what a gateway keeps over a restart of what it knew of the Lease and of the others.
 type acquaintance struct {
 	Transition int32                 `json:"transition,omitempty"` // of the Lease
-	Others     map[string]netip.Addr `json:"others,omitempty"`     // gateways that have answered, by Pod
+	Others     map[string]netip.Addr `json:"others,omitempty"`     // that have answered, by Pod
 }
 
 func (e *election) acquaintance() acquaintance {
 	e.mu.Lock()
 	defer e.mu.Unlock()
 	a := acquaintance{Transition: e.transition}
-	for pod, o := range e.others {
+	for _, o := range e.others {
 		if o.answered && !o.leaving && o.addr.IsValid() {
 			if a.Others == nil {
 				a.Others = make(map[string]netip.Addr)
 			}
-			a.Others[pod] = o.addr
+			a.Others[o.pod] = o.addr
 		}
 	}
 	return a

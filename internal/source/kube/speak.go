@@ -2,84 +2,100 @@ package kube
 
 import "time"
 
-// Timing of the questions between gateways.
+// Timing of what gateways ask each other.
 const (
 	questionInterval = 250 * time.Millisecond
 
-	// deferFor is how long a standby leaves the Lease alone, counted from its question to a gateway that
-	// answered "I hold the Lease". It is less than leaseDuration-retryPeriod, so that a takeover from a
-	// dead gateway is not delayed.
+	// deferFor is how long a standby leaves the Lease alone after it asked a gateway which answered that it
+	// holds the Lease. It is less than leaseDuration-retryPeriod, so that it delays no takeover from a
+	// gateway that has died.
 	deferFor = 4 * time.Second
 
-	// vouchAfter is how long a holder that answers may fail to renew the Lease before a standby renews it
-	// in its name. The standby renews before any reader considers the Lease abandoned.
+	// vouchAfter is how long a holder that answers may not have renewed the Lease when a standby renews it
+	// in its name: before anybody takes the Lease for given up.
 	vouchAfter = 2 * retryPeriod
 
-	// stopEarly is the margin by which an active gateway stops before a standby may take over: timers are
-	// late on a busy machine, and the data plane needs a moment to stop.
+	// stopEarly is how much earlier than a standby may take over an active gateway falls silent: timers are
+	// late on a busy machine, and the data plane needs a moment to end.
 	stopEarly = time.Second
 )
 
-// A claim is the state of the Lease as one gateway knows it.
+// A claim is what a gateway knows of the Lease.
 type claim struct {
-	holds      bool  // it last read, wrote or remembered itself as the holder
-	confirmed  bool  // it is the holder, and its last renewal is so recent that no other can have taken over
+	holds      bool  // it is the holder by what it last read, wrote or remembers
+	confirmed  bool  // it is the holder, and its last renewal is too young for anybody to have taken over
 	transition int32 // of the Lease as last read or written; each takeover adds one
+	// silent: it is the holder, and speaks to nobody until others have answered, of which the gateway that is told this is
+	// one.
+	silent bool
 }
 
 // An account is the last answer of another gateway.
 type account struct {
 	claim
 	pod string
-	age time.Duration // since its question was sent
-	// defers is how long after that question the other gateway leaves the Lease to the one that asked; 0:
-	// it may take the Lease at any time.
+	age time.Duration // since the question was sent that it answered
+	// defers is how long after that question it leaves the Lease to the gateway that asked; 0: it may take
+	// the Lease at any time.
 	defers time.Duration
+	mute   time.Duration // that its answers have said that it is silent
+	// promised is how long from now this gateway has said that it leaves the Lease to it; 0 or less: it has not.
+	promised time.Duration
 }
 
-// fresh reports whether the answer is recent enough to rely on.
+// fresh reports whether a may still be true.
 func (a account) fresh() bool { return a.age < deferFor }
 
-// A view is the input of decide.
+// A view is all by which a gateway decides whether it may speak to peers, and whether it may take the
+// Lease.
 type view struct {
 	claim
-	free   bool          // the Lease, as last read, has no holder or does not exist
-	wait   time.Duration // until the Lease expires; 0: expired
-	others []account     // gateways that have answered at least once
+	reads  bool          // the API server answers
+	free   bool          // the Lease, as last read, names nobody, or is not there
+	wait   time.Duration // that the Lease still protects the holder which it names; 0: it has expired
+	others []account     // of the gateways that have answered at least once
 }
 
-// A ruling is the result of decide.
+// A ruling is what follows from a view.
 type ruling struct {
 	speak bool // to peers
 
-	// Set for a gateway that holds the Lease and may not speak.
-	lost      bool   // another gateway holds the Lease
-	successor string // the Pod of that gateway; empty: unknown
+	// Of a gateway that holds the Lease and may not speak.
+	lost      bool   // the Lease is another gateway's by now,
+	successor string // whose Pod this is; empty: not known
 	unheard   string // the Pod of a gateway that does not answer, and may have taken the Lease
 
 	// wait is how long to leave the Lease alone; 0: write it.
 	wait time.Duration
-	// deferring: the holder of the Lease answers.
+	// deferring says that the holder of the Lease answers, and speaks.
 	deferring bool
 }
 
-// decide applies the rules that let only one gateway speak to peers at a time:
+// decide applies the rules by which one gateway speaks to peers at a time:
 //
-//   - The holder speaks while its last renewal is recent (confirmed). After that, every other gateway must
-//     have answered recently that it leaves the Lease alone. A gateway that never had another one needs no answer.
-//   - The holder stops if another gateway knows of a later takeover, or also holds the Lease and reaches the
-//     API server.
-//   - A standby takes a Lease that is free. It takes an expired Lease if no gateway answers as its holder.
+//   - The holder speaks while its last renewal is young (confirmed). After that it needs every other gateway
+//     to have answered lately that it leaves the Lease alone. A gateway that never had another one goes on
+//     alone.
+//   - The holder gives way to a gateway that knows of a later takeover, or that holds the Lease beside it and
+//     can reach the API server.
+//   - A standby takes a Lease that is free, or that has expired while nobody answers to be its holder. It does not wait
+//     for ever for a holder that answers and does not speak: that one may wait for a gateway that is gone for good,
+//     whose successor it cannot read of.
 //
-// This is safe without comparing two clocks. A standby that answers "I leave the Lease alone" promises a
-// time that starts at its own question. The holder counts the same time, less stopEarly, from before that
-// question was answered.
+// What makes this safe is that the standby which answers "I leave the Lease alone" means a time after a question
+// of its own, and the holder counts the same time from before that question was answered, less stopEarly.
+// No two clocks are compared. What a standby has promised it keeps. A holder speaks for no longer than that: it says that it is
+// silent only to a gateway whose promise it needs.
 func decide(v view) ruling {
 	if !v.holds {
 		r := ruling{wait: v.wait}
 		for _, o := range v.others {
-			if v.defersTo(o) && !v.free {
-				r.wait, r.deferring = max(r.wait, deferFor-o.age), true
+			if v.free {
+				continue
+			}
+			r.wait = max(r.wait, o.promised)
+			if v.defersTo(o) {
+				r.wait, r.deferring = max(r.wait, deferFor-o.age), r.deferring || !o.silent
 			}
 		}
 		return r
@@ -102,8 +118,10 @@ func decide(v view) ruling {
 	return ruling{speak: true}
 }
 
-// defersTo reports whether a gateway without the Lease leaves it to o. An answer that is older than a
-// takeover known to v does not count.
+// defersTo reports whether a gateway that does not hold the Lease leaves it to another one. An answer from before a
+// takeover that v knows of is no claim. Nor is that of a holder which is silent for long, where this gateway could do better: it reads the
+// API server. Two that cannot, and have lost sight of each other, need the promise to go on.
 func (v view) defersTo(o account) bool {
-	return !v.holds && o.holds && o.fresh() && o.transition >= v.transition
+	mute := v.reads && o.silent && o.mute >= deferFor
+	return !v.holds && o.holds && o.fresh() && o.transition >= v.transition && !mute
 }

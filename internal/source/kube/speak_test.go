@@ -28,7 +28,10 @@ func TestWhoMaySpeak(t *testing.T) {
 		return view{claim: claim{transition: 5}, wait: wait, others: others}
 	}
 	other := func(holds, confirmed bool, transition int32, age, defers time.Duration) account {
-		return account{claim{holds, confirmed, transition}, "b", age, defers}
+		return account{claim: claim{holds: holds, confirmed: confirmed, transition: transition}, pod: "b", age: age, defers: defers}
+	}
+	silent := func(mute, promised time.Duration) account {
+		return account{claim: claim{holds: true, transition: 5, silent: true}, pod: "b", age: time.Second, mute: mute, promised: promised}
 	}
 	const ms, s = time.Millisecond, time.Second
 	for _, tc := range []struct {
@@ -57,6 +60,11 @@ func TestWhoMaySpeak(t *testing.T) {
 		{"... but its holder answers", standby(0, other(true, false, 5, s, 0)), ruling{wait: 3 * s, deferring: true}},
 		{"... did so too long ago", standby(0, other(true, false, 5, 4*s, 0)), ruling{}},
 		{"... or is of before a takeover", standby(0, other(true, false, 4, s, 0)), ruling{}},
+		{"... answers that it is silent", view{claim: claim{transition: 5}, reads: true, others: []account{silent(3*s, 2*s)}}, ruling{wait: 3 * s}},
+		{"... for long", view{claim: claim{transition: 5}, reads: true, others: []account{silent(4*s, 2*s)}}, ruling{wait: 2 * s}},
+		{"... and was promised nothing", view{claim: claim{transition: 5}, reads: true, others: []account{silent(4*s, -s)}}, ruling{}},
+		{"... and the API server does not answer", standby(0, silent(time.Hour, 2*s)), ruling{wait: 3 * s}},
+		{"... has just been promised the Lease, and does not hold it any more", standby(0, account{promised: 2 * s}), ruling{wait: 2 * s}},
 		{"... another standby answers", standby(0, other(false, false, 5, s, 0)), ruling{}},
 		{"the Lease was freed by its holder", view{claim: claim{transition: 5}, free: true, others: []account{other(true, true, 5, 0, 0)}}, ruling{}},
 	} {
@@ -147,7 +155,7 @@ type world struct {
 	calm bool // no request is slow, and nothing is lost
 }
 
-// links are the states of the three links.
+// links say which way is open.
 type links struct {
 	api [2]bool // of each gateway
 	to  [2]bool // from the other gateway to each
@@ -166,6 +174,7 @@ func (l links) joined() bool { return l.to[0] && l.to[1] }
 type simGateway struct {
 	w     *world
 	i     int
+	life  int          // of its Pod: how many it had before; w.mu is held when it is written
 	known acquaintance // that its state directory has
 	held  bool         // when it ran last
 	waits bool         // for the API server, before it takes part
@@ -174,14 +183,43 @@ type simGateway struct {
 
 	mu    sync.Mutex
 	e     *election // nil: the process does not run
-	inbox chan []byte
+	inbox chan datagram
 }
 
-func podOf(i int) string         { return string(rune('a' + i)) }
-func addressOf(i int) netip.Addr { return netip.AddrFrom4([4]byte{10, 0, 0, byte(i + 1)}) }
+type datagram struct {
+	from net.Addr
+	b    []byte
+}
 
-// start starts the process. Without an API server a standby waits for it, and the former holder carries
-// on.
+func (g *simGateway) pod() string {
+	return string(rune('a'+g.i)) + strings.Repeat("'", g.life)
+}
+
+func (g *simGateway) addr() netip.AddrPort {
+	return netip.AddrPortFrom(netip.AddrFrom4([4]byte{10, 0, byte(g.life), byte(g.i + 1)}), QuestionPort)
+}
+
+// list has it read the Pods.
+func (g *simGateway) list() {
+	other := g.w.gw[1-g.i]
+	g.e.mu.Lock()
+	for id, o := range g.e.others {
+		if o.listed && o.pod != other.pod() {
+			delete(g.e.others, id)
+		}
+	}
+	g.e.mu.Unlock()
+	g.e.see(other.pod(), other.addr().Addr(), false)
+}
+
+// knows reports whether the other gateway is the only one that it asks.
+func (g *simGateway) knows() bool {
+	g.e.mu.Lock()
+	defer g.e.mu.Unlock()
+	return len(g.e.others) == 1 && g.e.others[idOf(g.w.gw[1-g.i].pod())] != nil
+}
+
+// start begins a life. Without an API server a standby waits for it, and the holder of before carries on.
 func (g *simGateway) start() {
 	g.w.mu.Lock()
 	api := g.w.now.api[g.i]
@@ -193,14 +231,15 @@ func (g *simGateway) start() {
 		defer g.w.mu.Unlock()
 		return holderOf(g.w.old)
 	}
-	e := electionWith(&simLeases{g: g}, podOf(g.i), cached, quiet)
+	e := electionWith(&simLeases{g: g}, g.pod(), cached, quiet)
 	known := g.known
 	e.recall(known)
+	g.e, g.inbox = e, make(chan datagram, 100)
 	if api {
-		e.see(podOf(1-g.i), addressOf(1-g.i), false)
+		g.list()
+		e.onlySeen()
 	}
-	g.e, g.inbox = e, make(chan []byte, 100)
-	conn := &simConn{g: g, inbox: g.inbox, closed: make(chan struct{})}
+	conn := &simConn{g: g, addr: net.UDPAddrFromAddrPort(g.addr()), inbox: g.inbox, closed: make(chan struct{})}
 	q := &questioner{election: e, private: func() [32]byte { return g.w.key }, refused: func(string) {}, log: quiet,
 		listen: func() (net.PacketConn, error) { return conn, nil }}
 	ctx, cancel := context.WithCancel(g.w.t.Context())
@@ -235,7 +274,7 @@ func (g *simGateway) start() {
 	}
 }
 
-// unsure reports whether a request that makes a gateway the holder is under way or was lost.
+// unsure reports whether a request is under way, or was lost, that makes a gateway the holder.
 func (e *election) unsure() bool {
 	e.mu.Lock()
 	defer e.mu.Unlock()
@@ -310,8 +349,7 @@ func (l *simLeases) Update(_ context.Context, lease *coordinationv1.Lease, _ met
 	return l.store(lease)
 }
 
-// store stores a Lease and notifies the watchers. w.mu is held on entry and free on return. Now and then
-// the response is lost.
+// store keeps a Lease and tells who watches it; w.mu is held, and free afterwards. Now and then the answer is lost.
 func (l *simLeases) store(lease *coordinationv1.Lease) (*coordinationv1.Lease, error) {
 	w := l.g.w
 	w.rv++
@@ -335,7 +373,8 @@ func (l *simLeases) store(lease *coordinationv1.Lease) (*coordinationv1.Lease, e
 type simConn struct {
 	net.PacketConn
 	g      *simGateway
-	inbox  chan []byte
+	addr   net.Addr
+	inbox  chan datagram
 	once   sync.Once
 	closed chan struct{}
 }
@@ -350,7 +389,7 @@ func (c *simConn) ReadFrom(b []byte) (int, net.Addr, error) {
 	case <-c.closed:
 		return 0, nil, net.ErrClosed
 	case m := <-c.inbox:
-		return copy(b, m), net.UDPAddrFromAddrPort(netip.AddrPortFrom(addressOf(1-c.g.i), QuestionPort)), nil
+		return copy(b, m.b), m.from, nil
 	}
 }
 
@@ -358,14 +397,15 @@ func (c *simConn) WriteTo(b []byte, to net.Addr) (int, error) {
 	w, peer := c.g.w, c.g.w.gw[1-c.g.i]
 	w.mu.Lock()
 	defer w.mu.Unlock()
-	if to.String() != netip.AddrPortFrom(addressOf(peer.i), QuestionPort).String() {
+	at := to.(*net.UDPAddr).AddrPort()
+	if a := at.Addr().As4(); at.Port() != QuestionPort || int(a[3]) != peer.i+1 || int(a[2]) > peer.life {
 		w.t.Errorf("sent to %v", to)
 	}
 	copies := []int{0, 1, 1, 1, 1, 1, 1, 1, 1, 2}[w.rng.IntN(10)] // lost, or there twice
 	if w.calm {
 		copies = 1
 	}
-	if !w.now.to[peer.i] {
+	if !w.now.to[peer.i] || at != peer.addr() {
 		copies = 0
 	}
 	for range copies {
@@ -375,7 +415,7 @@ func (c *simConn) WriteTo(b []byte, to net.Addr) (int, error) {
 			defer peer.mu.Unlock()
 			if peer.e != nil {
 				select {
-				case peer.inbox <- append([]byte(nil), b...):
+				case peer.inbox <- datagram{c.addr, append([]byte(nil), b...)}:
 				default:
 				}
 			}
@@ -390,19 +430,20 @@ type phase struct {
 	lasts   time.Duration
 	hung    bool
 	restart [2]bool // which processes are ended and started again when it begins
+	replace [2]bool // which Pods are replaced by new ones then
 	dead    [2]bool // which do not run
 }
 
 func (p phase) String() string {
-	return fmt.Sprintf("%v hung %v, restarted %v, dead %v, %v", p.links, p.hung, p.restart, p.dead, p.lasts)
+	return fmt.Sprintf("%v hung %v, restarted %v, replaced %v, dead %v, %v", p.links, p.hung, p.restart, p.replace, p.dead, p.lasts)
 }
 
-// settled is how long after a change a gateway is active again: the Lease expires leaseDuration after the
+// settled is how long after a change somebody speaks: the Lease is seen to expire leaseDuration after the
 // API server is reached again, which is tried every retryPeriod and may take leaseTimeout.
 const settled = leaseDuration + deferFor + 2*(retryPeriod+leaseTimeout)
 
-// play goes through phases. Every 50 ms it checks that never two gateways speak, and that no gateway that
-// can speak is silent for long.
+// play goes through phases and checks, every 50 ms of them, that never two speak, and that nobody who can speak is
+// silent for long.
 func play(t *testing.T, seed uint64, phases []phase) {
 	const look = 50 * time.Millisecond
 	synctest.Test(t, func(t *testing.T) {
@@ -433,14 +474,26 @@ func play(t *testing.T, seed uint64, phases []phase) {
 			w.now, w.hung = p.links, p.hung
 			w.mu.Unlock()
 			for i, g := range w.gw {
-				if g.e != nil && (p.restart[i] || p.dead[i]) {
+				if g.e != nil && (p.restart[i] || p.replace[i] || p.dead[i]) {
 					g.stop()
 				}
+				if p.replace[i] {
+					w.mu.Lock()
+					g.life++
+					w.mu.Unlock()
+					g.known, g.held = acquaintance{}, false
+				}
+			}
+			for i, g := range w.gw {
 				if g.e == nil && !p.dead[i] {
 					g.start()
-				} else if g.e != nil && g.waits && p.api[i] {
+					continue
+				}
+				if g.e != nil && p.api[i] {
+					g.list()
+				}
+				if g.e != nil && g.waits && p.api[i] {
 					g.waits = false
-					g.e.see(podOf(1-i), addressOf(1-i), false)
 					g.join()
 				}
 			}
@@ -460,7 +513,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 				if a && b {
 					failed(n, after, "two gateways speak")
 				}
-				can := p.joined() && w.gw[0].e != nil && w.gw[1].e != nil && holders == 1 // they ask each other
+				can := p.joined() && w.gw[0].e != nil && w.gw[1].e != nil && holders == 1 && w.gw[0].knows() && w.gw[1].knows() // they ask each other
 				for i, g := range w.gw {
 					can = can || g.e != nil && p.api[i]
 				}
@@ -475,7 +528,7 @@ func play(t *testing.T, seed uint64, phases []phase) {
 	})
 }
 
-// allLinks returns all states of the links between two gateways and an API server.
+// allLinks are all states of the ways between two gateways and an API server.
 func allLinks() (all []links) {
 	for n := range 16 {
 		all = append(all, links{[2]bool{n&1 != 0, n&2 != 0}, [2]bool{n&4 != 0, n&8 != 0}})
@@ -505,7 +558,7 @@ func TestNeverTwoGatewaysSpeakAndAlwaysOneThatCan(t *testing.T) {
 	}
 }
 
-// A restarted gateway has forgotten its promises and those of others.
+// A gateway that starts again has forgotten what it promised, and what others promised it.
 func TestNeverTwoGatewaysSpeakThoughTheyStartAgain(t *testing.T) {
 	states := allLinks()
 	for seed := range uint64(20) {
@@ -527,8 +580,112 @@ func TestNeverTwoGatewaysSpeakThoughTheyStartAgain(t *testing.T) {
 	}
 }
 
-// The manager and others read from the Lease whether a gateway runs. A standby that renews it for the
-// holder must not delay its own takeover.
+// A gateway without an API server does not know whether the Pod that it asked is gone, or has taken over, nor of that one's
+// successor. The successor may read the API server, and hears that the holder of the Lease is silent.
+func TestNeverTwoGatewaysSpeakThoughTheirPodsAreReplaced(t *testing.T) {
+	joined := [2]bool{true, true}
+	for i := range 2 { // either may be the holder
+		var cut [2]bool
+		cut[1-i] = true
+		replace := cut
+		without := links{cut, joined}
+		for name, phases := range map[string][]phase{
+			"as the API server goes": {{links: without, replace: replace, lasts: 40 * time.Second}},
+			"later":                  {{links: without, lasts: 15 * time.Second}, {links: without, replace: replace, lasts: 40 * time.Second}},
+			"twice": {{links: without, lasts: 15 * time.Second}, {links: without, replace: replace, lasts: 5 * time.Second},
+				{links: without, replace: replace, lasts: 40 * time.Second}},
+			"and cut off": {{links: without, replace: replace, lasts: 6 * time.Second}, {links: links{api: cut}, lasts: 10 * time.Second}, {links: without, lasts: 20 * time.Second}},
+		} {
+			t.Run(fmt.Sprintf("%c, %s", 'a'+1-i, name), func(t *testing.T) { play(t, uint64(i), phases) })
+		}
+	}
+	states := allLinks()
+	for seed := range uint64(20) {
+		t.Run(fmt.Sprint("random ", seed), func(t *testing.T) {
+			rng := rand.New(rand.NewPCG(seed, 4))
+			var phases []phase
+			for range 6 {
+				p := phase{links: states[rng.IntN(len(states))], hung: rng.IntN(2) == 0, lasts: time.Duration(rng.IntN(40000)) * time.Millisecond}
+				if i := rng.IntN(3); i < 2 { // gateways that have never heard each other do not wait for each other
+					p.replace[i], p.api[i], p.to = true, true, joined
+					p.lasts += 10 * time.Second
+				}
+				phases = append(phases, p)
+			}
+			play(t, seed, phases)
+		})
+	}
+}
+
+// A gateway that only asks counts when it has answered. Not before is it told that the holder is silent: what it may do then is safe
+// because the holder needs its promise to speak again.
+func TestAGatewayThatAsksIsAsked(t *testing.T) {
+	now := time.Now()
+	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
+	a := electionWith(nil, "a", nil, quiet)
+	a.recall(known)
+	a.carryOn(known)
+	c, at := idOf("c"), netip.MustParseAddr("10.0.0.3")
+	asked := func() (n nonce, ok bool) {
+		for _, q := range a.questions(now) {
+			if q.id == c && q.addr == at {
+				return q.nonce, true
+			}
+		}
+		return n, false
+	}
+	silent := func() bool { return a.answer(message{kind: kindQuestion, from: c, to: a.id}, now).claim.silent }
+	promise := func() {
+		t.Helper()
+		n, ok := asked()
+		if !ok || !a.heard(message{kind: kindAnswer, claim: claim{transition: 3}, defers: deferFor, nonce: n, from: c, to: a.id}, now) {
+			t.Fatal("it is not asked")
+		}
+	}
+
+	a.askedBy(c, at, now)
+	if _, ok := asked(); !ok || silent() {
+		t.Errorf("asked: %v, silent: %v", ok, silent())
+	}
+	if n, _ := a.standbys(now); n != 0 || len(a.acquaintance().Others) != 1 {
+		t.Error("it counts before it has answered")
+	}
+	if now = now.Add(deferFor); len(a.questions(now)) != 1 {
+		t.Error("one that neither asks nor answers is asked for ever")
+	}
+	a.askedBy(c, at, now)
+	promise()
+	if !silent() {
+		t.Error("it is not told that the holder is silent, which needs its promise")
+	}
+	a.askedBy(c, netip.MustParseAddr("192.0.2.1"), now)
+	promise() // where it was
+
+	again := electionWith(nil, "a", nil, quiet)
+	again.recall(a.acquaintance())
+	if o := again.others[c]; o == nil || o.addr != at {
+		t.Errorf("not remembered: %+v", a.acquaintance())
+	}
+	a.see("c", at, false)
+	if a.others[c].pod != "c" || len(a.others) != 2 {
+		t.Errorf("the API server lists it as another one: %v", a.acquaintance())
+	}
+	a.unsee("b")
+	if promise(); !a.active() || silent() {
+		t.Error("it is silent although everybody defers to it")
+	}
+
+	again.away, again.last = false, now // the API server answers, and lists nobody
+	for range missedMost + 1 {
+		again.questions(now)
+	}
+	if len(again.others) > 0 {
+		t.Errorf("kept for ever: %v", again.acquaintance())
+	}
+}
+
+// The manager and others know by the Lease that a gateway is at work. What a standby writes there must not hold
+// up its own takeover.
 func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 	synctest.Test(t, func(t *testing.T) {
 		w := &world{t: t, rng: rand.New(rand.NewPCG(1, 1)), key: newKey(), calm: true, now: links{[2]bool{true, true}, [2]bool{true, true}}}
@@ -581,7 +738,7 @@ func TestAStandbyRenewsTheLeaseOfAHolderThatAnswers(t *testing.T) {
 	})
 }
 
-// A gateway that restarts without an API server asks the gateways that it knew before it speaks.
+// A gateway that starts again without an API server asks those that it knew before it speaks.
 func TestAGatewayThatCarriesOnAsksFirst(t *testing.T) {
 	known := acquaintance{Transition: 3, Others: map[string]netip.Addr{"b": netip.MustParseAddr("10.0.0.2")}}
 	now := time.Now()
@@ -613,7 +770,7 @@ func TestAGatewayThatCarriesOnAsksFirst(t *testing.T) {
 	}
 }
 
-// While a standby does not know the outcome of its request for the Lease, it lets no other gateway go on.
+// From the moment at which a standby asks for the Lease until it knows what became of that, it lets nobody go on.
 func TestAStandbyThatTakesTheLeasePromisesNothing(t *testing.T) {
 	now := time.Now()
 	lease := func(version string) *coordinationv1.Lease {
