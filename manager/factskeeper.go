@@ -274,13 +274,22 @@ func (k *FactsKeeper) configure(ctx context.Context, f *Facts) error {
 		PodCIDR: f.PodCIDR, ServiceCIDR: f.ServiceCIDR, ExternalCIDR: n.ExternalCIDR,
 		Pools: n.Pools, Reserved: slices.Concat(n.Reserved, f.MoreServices), Nodes: slices.Concat(f.Nodes, f.APIServers), Reached: f.Reached,
 	}
-	var conflicts []ipam.Conflict
+	var (
+		conflicts []ipam.Conflict
+		ended     []netip.Prefix
+	)
 	book, err := k.Store.Update(ctx, func(b ipam.Book) (ipam.Book, error) {
 		b, conflicts = b.Configure(config)
+		if b, ended = b.Yield(); len(ended) > 0 {
+			conflicts = b.Conflicts()
+		}
 		return b, nil
 	})
 	if err != nil {
 		return fmt.Errorf("configure the IPAM: %w", err)
+	}
+	if len(ended) > 0 {
+		k.Log.Warn("networks of former peers are not held any more, since something of this cluster lies in them", "networks", ended)
 	}
 	if !slices.Equal(conflicts, k.conflicts) {
 		for _, c := range conflicts {

@@ -2,10 +2,12 @@ package manager
 
 import (
 	"fmt"
+	"log/slog"
 	"net/netip"
 	"slices"
 	"strings"
 	"testing"
+	"time"
 
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
@@ -242,5 +244,31 @@ func TestOfANodeItsAddressesCount(t *testing.T) {
 	}
 	if !addressesChanged.Update(event.UpdateEvent{ObjectOld: before, ObjectNew: node("2", "192.0.2.2")}) {
 		t.Error("another address is no change")
+	}
+}
+
+func TestAHoldEndsWhenANodeLiesInTheNetwork(t *testing.T) {
+	p := netip.MustParsePrefix
+	facts := Facts{PodCIDR: p("10.244.0.0/16"), ServiceCIDR: p("10.96.0.0/12")}
+	b := new(stubBooks)
+	k := &FactsKeeper{Store: b, Log: slog.New(slog.DiscardHandler)}
+	configure := func() {
+		t.Helper()
+		if err := k.configure(t.Context(), &facts); err != nil {
+			t.Fatal(err)
+		}
+	}
+	configure()
+	var err error
+	if b.book, _, err = b.book.Grant(ipam.Request{ID: "b", Pod: p("10.50.0.0/16"), External: p("10.51.0.0/16")}); err != nil {
+		t.Fatal(err)
+	}
+	b.book = b.book.Part("b", time.Now())
+	if configure(); len(b.book.NetworksOf("b")) != 2 {
+		t.Errorf("nodes refuse %v of a former peer", b.book.NetworksOf("b"))
+	}
+	facts.Nodes = []netip.Addr{netip.MustParseAddr("10.50.0.7")}
+	if configure(); !slices.Equal(b.book.NetworksOf("b"), []netip.Prefix{p("10.51.0.0/16")}) || len(k.conflicts) > 0 {
+		t.Errorf("nodes refuse %v of a former peer; conflicts %v", b.book.NetworksOf("b"), k.conflicts)
 	}
 }

@@ -56,6 +56,7 @@ func (r *AnswerReconciler) decide(ctx context.Context, peer Peer, nc *v1alpha1.N
 		if had, has := b.GrantOf(id); err == nil && has && got != had { // what it had is held from now on
 			if asked.Now, err = r.Store.Now(ctx); err == nil {
 				next, got, inside, err = grantClearOf(b, asked, gateways)
+				next, _ = next.Yield()
 			}
 		}
 		if err != nil {

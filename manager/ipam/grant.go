@@ -98,7 +98,8 @@ func (b Book) Grant(c Request) (Book, Grant, error) {
 		return held, g, err
 	}
 	if had := held.peers[c.ID]; had != nil {
-		if refusal := next.hold(c.ID, g, had.Grant, at); refusal != nil {
+		next.hold(c.ID, g, had.Grant, at)
+		if refusal := next.tooManyHeld(c.ID, held.replaced); refusal != nil {
 			return held, Grant{}, refusal
 		}
 	}

@@ -31,9 +31,10 @@ type replaced struct {
 	at      time.Time // when it was released
 }
 
-// Part releases the networks of a peer that leaves. They are held from then on: nodes refuse them, and no
-// other peer gets them. Part forgets the peer's answer and the endpoints that were mapped only for it. It
-// changes nothing for a peer that has left already or has no networks.
+// Part releases the networks of a peer that leaves: they are held from then on, so that nodes refuse them
+// and no other peer gets them. The peer's answer and the endpoints that were mapped for it alone are
+// forgotten. A peer that has left, or has no networks, is as good as parted. Networks that Yield names are
+// not held.
 func (b Book) Part(id string, now time.Time) Book {
 	p := b.peers[id]
 	switch {
@@ -42,34 +43,66 @@ func (b Book) Part(id string, now time.Time) Book {
 	case !p.Pod.IsValid():
 		return b.Release(id)
 	}
-	return b.unmapAll(p).withPeer(id, &account{Grant: p.Grant, released: stored(now)})
+	b = b.unmapAll(p).withPeer(id, &account{Grant: p.Grant, released: stored(now)})
+	if b.inOurWay(p.Pod) || b.inOurWay(p.External) {
+		b, _ = b.Yield()
+	}
+	return b
+}
+
+// Yield ends the hold of each network in which something of this cluster lies by now: one of our networks,
+// a reserved one, a node or an API server. To go on refusing it would cut off what is ours. It returns the
+// networks whose hold it ends; none: the Book is as it was.
+//
+// What nodes reach does not count: those are networks of others, such as one that leads to a former peer.
+func (b Book) Yield() (next Book, ended []netip.Prefix) {
+	next = b
+	for _, id := range b.Peers() {
+		p := b.peers[id]
+		if p.released.IsZero() || !b.inOurWay(p.Pod) && !b.inOurWay(p.External) {
+			continue
+		}
+		next = next.Release(id)
+		next.hold(id, Grant{}, p.Grant, p.released)
+	}
+	inOurWay := func(r replaced) bool { return b.inOurWay(r.network) }
+	for _, r := range next.replaced {
+		if inOurWay(r) {
+			ended = append(ended, r.network)
+		}
+	}
+	if len(ended) > 0 {
+		next.replaced = slices.DeleteFunc(slices.Clone(next.replaced), inOurWay)
+	}
+	return next, ended
+}
+
+// inOurWay reports whether something of this cluster lies in p.
+func (b *Book) inOurWay(p netip.Prefix) bool {
+	if b.isOurs(p) || slices.ContainsFunc(b.own.Reserved, p.Overlaps) {
+		return true
+	}
+	i, _ := slices.BinarySearchFunc(b.own.Nodes, p.Addr(), netip.Addr.Compare)
+	return i < len(b.own.Nodes) && p.Contains(b.own.Nodes[i])
 }
 
 // stored rounds a time as the annotation does.
 func stored(t time.Time) time.Time { return t.UTC().Truncate(time.Second) }
 
-// hold records the networks that a peer gives up for others, and holds them from then on. A network that
-// the peer gets again is no longer held.
-func (b *Book) hold(id string, now, had Grant, at time.Time) *fabric.Refusal {
+// hold notes which networks a peer gives up that gets others: they are held since then. What it has again
+// is not held any more.
+func (b *Book) hold(id string, now, had Grant, at time.Time) {
 	again := func(p netip.Prefix) bool { return contains(now.Pod, p) || contains(now.External, p) }
 	var kept []replaced
-	held := 0
 	for _, r := range b.replaced {
-		if r.id == id && again(r.network) {
-			continue
-		}
-		if kept = append(kept, r); r.id == id {
-			held++
+		if r.id != id || !again(r.network) {
+			kept = append(kept, r)
 		}
 	}
 	for _, p := range []netip.Prefix{had.Pod, had.External} {
-		if !p.IsValid() || at.IsZero() || again(p) {
-			continue
+		if p.IsValid() && !at.IsZero() && !again(p) {
+			kept = append(kept, replaced{id, p, stored(at)})
 		}
-		if held++; len(kept) >= maxReplaced || held > maxReplacedOfOne {
-			return refuse(v1alpha1.ReasonExhausted, "", "too many networks were replaced within %v, and each is held as long; want the networks that it has, or a later change", fabric.ReleaseHold)
-		}
-		kept = append(kept, replaced{id, p, stored(at)})
 	}
 	slices.SortFunc(kept, func(a, b replaced) int {
 		return cmp.Or(a.at.Compare(b.at), cmp.Compare(a.id, b.id), a.network.Compare(b.network))
@@ -77,7 +110,21 @@ func (b *Book) hold(id string, now, had Grant, at time.Time) *fabric.Refusal {
 	if !slices.Equal(kept, b.replaced) {
 		b.replaced = slices.Compact(kept)
 	}
-	return nil
+}
+
+// tooManyHeld refuses a change by which more is held for a peer than was before, beyond the bounds.
+func (b *Book) tooManyHeld(id string, before []replaced) *fabric.Refusal {
+	others := func(r replaced) bool { return r.id != id }
+	ofOne := slices.DeleteFunc(slices.Clone(b.replaced), others)
+	full := b.replaced // the first is free first
+	switch grown := len(b.replaced) > len(before); {
+	case grown && len(ofOne) > maxReplacedOfOne:
+		full = ofOne
+	case !grown || len(b.replaced) <= maxReplaced:
+		return nil
+	}
+	return refuse(v1alpha1.ReasonExhausted, "", "too many networks were replaced within %v, and each is held as long; want the networks that it has, or a change after %s",
+		fabric.ReleaseHold, until(full[0].at))
 }
 
 // NetworksOf returns the networks of a peer that nodes refuse outside of a tunnel: present and held ones.
@@ -101,8 +148,8 @@ func (b Book) ReleasedAt(id string) time.Time {
 	return time.Time{}
 }
 
-// Age ends the holds that have lasted long enough. It releases the networks of peers that no object has
-// named for UnusedGrace, and returns the IDs of these peers. named reports whether an object names a peer.
+// Age brings the Book to a time: holds end that have lasted long enough, or as Yield says, and peers that no
+// object has named for UnusedGrace are released, whose IDs it returns. named says which peers some object names.
 //
 // A recorded time in the future comes from a wrong clock and counts as now.
 func (b Book) Age(now time.Time, named func(id string) bool) (next Book, abandoned []string) {
@@ -140,6 +187,7 @@ func (b Book) Age(now time.Time, named func(id string) bool) (next Book, abandon
 			next.replaced[i].at = now
 		}
 	}
+	next, _ = next.Yield()
 	return next, abandoned
 }
 
@@ -268,9 +316,7 @@ func (b Book) WithReleases(annotations map[string]string) (Book, error) {
 					return b, fmt.Errorf("%s of cluster %s is no network of a peer", quote(n), quote(id))
 				}
 				g, _ := next.GrantOf(id)
-				if refusal := next.hold(id, g, Grant{Pod: p}, t); refusal != nil {
-					return b, refusal
-				}
+				next.hold(id, g, Grant{Pod: p}, t)
 			}
 		}
 	}

@@ -132,6 +132,62 @@ func TestNetworksThatAPeerReplacesAreHeld(t *testing.T) {
 	t.Error("no bound")
 }
 
+// Something of ours comes to lie in a network of a peer, and a person makes the peering anew, as Ready says:
+// nodes let go of the network at once.
+func TestNetworksInWhichSomethingOfOursLiesAreNotHeld(t *testing.T) {
+	peered, had := grant(t, configured(t, ours()), claim("b", "10.50.0.0/16", "10.51.0.0/16"))
+	for name, change := range map[string]func(*Config){
+		"a node":                     func(c *Config) { c.Nodes = []netip.Addr{addr("10.49.0.1"), addr("10.50.3.4"), addr("192.0.2.1")} },
+		"the PodCIDR":                func(c *Config) { c.PodCIDR = pfx("10.50.128.0/17") },
+		"Services of another subnet": func(c *Config) { c.Reserved = []netip.Prefix{pfx("10.32.0.0/11")} },
+	} {
+		c := ours()
+		change(&c)
+		external := []netip.Prefix{had.External}
+		if name == "Services of another subnet" {
+			external = nil // it is in that, too
+		}
+		conflict, _ := peered.Configure(c)
+		if same, ended := conflict.Yield(); len(ended) > 0 || len(same.Changed(conflict)) > 0 || len(conflict.ConflictsOf("b")) == 0 {
+			t.Errorf("%s: a peer that is there yields %v", name, ended)
+		}
+		left := conflict.Part("b", noon)
+		if got := left.NetworksOf("b"); !slices.Equal(got, external) || !left.TakesBack(conflict) {
+			t.Errorf("%s: nodes refuse %v after un-peering; want %v", name, got, external)
+		}
+		left, _ = reopened(t, left).Configure(c)
+		again := claim("b", "10.50.0.0/16", "10.51.0.0/16")
+		again.Now = noon.Add(time.Minute)
+		back, g := grant(t, left, again)
+		if got := back.NetworksOf("b"); g.Pod.Overlaps(had.Pod) || slices.Contains(got, had.Pod) || len(external) > 0 && len(got) != 2 {
+			t.Errorf("%s: peered again b has %v, and nodes refuse %v", name, g, got)
+		}
+
+		// It gets another network without leaving, or left before.
+		other := claim("b", "10.60.0.0/16", "10.51.0.0/16")
+		other.WantPod, other.Now = pfx("10.60.0.0/16"), noon
+		moved, _ := grant(t, peered, other)
+		for when, b := range map[string]Book{"it has others": moved, "it left": peered.Part("b", noon)} {
+			changed, _ := b.Configure(c)
+			for _, next := range []func() Book{
+				func() Book { b, _ := changed.Yield(); return b },
+				func() Book { b, _ := changed.Age(noon, func(string) bool { return true }); return b },
+			} {
+				if b := next(); slices.Contains(b.NetworksOf("b"), had.Pod) || !b.TakesBack(changed) {
+					t.Errorf("%s, %s: nodes refuse %v", name, when, b.NetworksOf("b"))
+				}
+			}
+		}
+	}
+	// A network that a node reaches is another one's, and stays refused.
+	c := ours()
+	c.Reached = []Reached{{Prefix: had.Pod, Node: "n1"}}
+	left, _ := peered.Part("b", noon).Configure(c)
+	if same, ended := left.Yield(); len(ended) > 0 || len(same.NetworksOf("b")) != 2 {
+		t.Errorf("a network that a node reaches: %v", ended)
+	}
+}
+
 func TestPoolsThatAreHeldSayUntilWhen(t *testing.T) {
 	c := ours()
 	c.Pools, c.ExternalCIDR = []netip.Prefix{pfx("10.246.0.0/15")}, pfx("10.245.0.0/16")
