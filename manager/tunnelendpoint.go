@@ -250,7 +250,7 @@ func (r *TunnelEndpointReconciler) join(ctx context.Context, x *exchange) error 
 		return nil
 	}
 	copied := &live[0]
-	spec, err := r.decide(ctx, x.peer, original, copied)
+	spec, err := r.decide(ctx, x, original, copied)
 	if err != nil || spec == nil {
 		return err
 	}
@@ -279,7 +279,11 @@ func (x *exchange) original() *v1alpha1.NetworkConfig {
 //
 // The peer may write both NetworkConfigs and, in Liqo's RBAC, their status. So what is ours in them
 // is compared with what we know: an edit is not followed in the moment before it is undone.
-func (r *TunnelEndpointReconciler) decide(ctx context.Context, peer Peer, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
+//
+// A refusal is often about the networks alone, such as a spec.overrides that is not free. It leaves those
+// as they are that the tunnel has, and the rest of the claim, such as a new endpoint or key, is followed.
+func (r *TunnelEndpointReconciler) decide(ctx context.Context, x *exchange, original, copied *v1alpha1.NetworkConfig) (*v1alpha1.TunnelEndpointSpec, error) {
+	peer := x.peer
 	facts, err := r.Facts.Facts(ctx)
 	if err != nil {
 		return nil, err
@@ -287,9 +291,9 @@ func (r *TunnelEndpointReconciler) decide(ctx context.Context, peer Peer, origin
 	if original.Spec.PodCIDR != facts.PodCIDR.String() || original.Spec.ExternalCIDR != facts.ExternalCIDR.String() {
 		return nil, nil
 	}
-	if accepted := meta.FindStatusCondition(copied.Status.Conditions, v1alpha1.ConditionAccepted); accepted != nil &&
-		(accepted.Status != metav1.ConditionTrue || accepted.ObservedGeneration != copied.Generation) {
-		return nil, nil // what the peer claims now is refused, or not answered yet
+	accepted := meta.FindStatusCondition(copied.Status.Conditions, v1alpha1.ConditionAccepted)
+	if accepted != nil && accepted.ObservedGeneration != copied.Generation {
+		return nil, nil // what the peer claims now is not answered yet
 	}
 	if !answerInForce(r.Store.Book(), copied) {
 		return nil, nil
@@ -305,7 +309,17 @@ func (r *TunnelEndpointReconciler) decide(ctx context.Context, peer Peer, origin
 	if len(problems) > 0 {
 		return nil, nil
 	}
+	refused := accepted != nil && accepted.Status != metav1.ConditionTrue
+	if refused && !slices.ContainsFunc(x.endpoints, func(te v1alpha1.TunnelEndpoint) bool { return sameRemote(te.Spec, spec) }) {
+		return nil, nil
+	}
 	return &spec, nil
+}
+
+// sameRemote reports whether two have the same networks of the peer, as it has them and as they are here.
+func sameRemote(a, b v1alpha1.TunnelEndpointSpec) bool {
+	return a.RemotePodCIDR == b.RemotePodCIDR && a.RemoteNATPodCIDR == b.RemoteNATPodCIDR &&
+		a.RemoteExternalCIDR == b.RemoteExternalCIDR && a.RemoteNATExternalCIDR == b.RemoteNATExternalCIDR
 }
 
 // mapped puts the answer of the peer into the books. It is true when the NatMapping is there that

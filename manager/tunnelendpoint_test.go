@@ -9,6 +9,7 @@ import (
 	"testing"
 
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	"k8s.io/apimachinery/pkg/api/meta"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 	"sigs.k8s.io/controller-runtime/pkg/controller/controllerutil"
@@ -97,6 +98,41 @@ func TestHostileAnswersAreNotFollowed(t *testing.T) {
 	}
 	if uid := p.endpoint().UID; uid != before.UID {
 		t.Error("the TunnelEndpoint is another one")
+	}
+}
+
+// A refusal that is about networks keeps those of the tunnel, and nothing else of it.
+func TestATunnelFollowsItsPeerWhileNetworksAreRefused(t *testing.T) {
+	a := newAnswering(t)
+	p := a.partner("bravo", 2).claims("10.244.0.0/18", "10.130.0.0/20").publish().answer("None", "None")
+	p.untilAccepted("10.246.0.0/18 None")
+	before := p.joined()
+	taken := "10.244.64.0/18" // in our PodCIDR
+	edit(a, p.peering, func(peering *isthmus.Peering) { peering.Spec.Overrides.PodCIDR = &taken })
+	refused := func() bool {
+		nc := p.copied()
+		c := meta.FindStatusCondition(nc.Status.Conditions, v1alpha1.ConditionAccepted)
+		return c != nil && c.Status == metav1.ConditionFalse && c.ObservedGeneration == nc.Generation
+	}
+	a.until("the override is refused", refused)
+	edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) {
+		nc.Spec.EndpointIP, nc.Spec.BackendConfig["publicKey"] = "192.0.2.77", testKeyText(77)
+	})
+	a.until("the TunnelEndpoint has the new endpoint and key", func() bool {
+		spec := p.endpoint().Spec
+		return spec.EndpointIP == "192.0.2.77" && spec.BackendConfig["publicKey"] == testKeyText(77) && spec.RemoteNATPodCIDR == before.Spec.RemoteNATPodCIDR
+	})
+	now := p.endpoint()
+	for name, change := range map[string]func(*v1alpha1.NetworkConfigSpec){
+		"another network":                  func(s *v1alpha1.NetworkConfigSpec) { s.PodCIDR, s.EndpointIP = "10.50.0.0/18", "192.0.2.78" },
+		"an endpoint that it would tunnel": func(s *v1alpha1.NetworkConfigSpec) { s.EndpointIP = "10.246.0.9" },
+		"our own key":                      func(s *v1alpha1.NetworkConfigSpec) { s.BackendConfig["publicKey"] = testKeyText(1) },
+	} {
+		was := p.copied().DeepCopy().Spec
+		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) { change(&nc.Spec) })
+		a.until(name+" is refused", refused)
+		a.always(name+" is not followed", func() bool { return p.endpoint().ResourceVersion == now.ResourceVersion })
+		edit(a, p.copied(), func(nc *v1alpha1.NetworkConfig) { nc.Spec = was })
 	}
 }
 
