@@ -13,8 +13,9 @@ import (
 const (
 	// MaxAsked is how many mappings one caller may have.
 	MaxAsked = 4096
-	// MaxNotes bounds the text of Notes, in bytes. All annotations of an object may have 256 KiB.
-	MaxNotes = 192 << 10
+	// MaxNotes bounds the text of Notes, in bytes. All annotations of an object may have 256 KiB, which those
+	// of networks that are held share.
+	MaxNotes = 144 << 10
 	// maxCaller bounds the name of a caller, in bytes.
 	maxCaller = 256
 )

@@ -16,11 +16,11 @@ const (
 	// UnusedGrace is how long a peer may be named by no object of a peering before its networks are
 	// released.
 	UnusedGrace = 24 * time.Hour
-	// maxReplaced and maxReplacedOfOne bound the replaced networks that are held, of all peers and of one.
-	// A peer has at most 16 entries in GrantedNetworks.
-	maxReplaced, maxReplacedOfOne = 64, 8
-	// maxAnnotations bounds the annotations of the IpamStorage together, in octets. The API server accepts
-	// 256 KiB; the rest is for annotations of a fixed length.
+	// maxReplaced bounds the networks that are held though their peers have others, of all peers and of
+	// one. GrantedNetworks have 16 of a peer at most. The annotation has 143 octets for one of all.
+	maxReplaced, maxReplacedOfOne = 512, 8
+	// maxAnnotations is how long the annotations of the IpamStorage may be together, in octets. The API
+	// server takes 256 KiB; the rest is for those of a fixed length.
 	maxAnnotations = 252 << 10
 )
 
@@ -55,24 +55,39 @@ func (b Book) Part(id string, now time.Time) Book {
 // networks whose hold it ends; none: the Book is as it was.
 //
 // What nodes reach does not count: those are networks of others, such as one that leads to a former peer.
+// The other network of a peer that has left stays held. Where there is no room for it, both do.
 func (b Book) Yield() (next Book, ended []netip.Prefix) {
 	next = b
+	next.replaced = nil
+	for _, r := range b.replaced {
+		if b.inOurWay(r.network) {
+			ended = append(ended, r.network)
+		} else {
+			next.replaced = append(next.replaced, r)
+		}
+	}
+	if len(ended) == 0 {
+		next.replaced = b.replaced
+	}
 	for _, id := range b.Peers() {
 		p := b.peers[id]
-		if p.released.IsZero() || !b.inOurWay(p.Pod) && !b.inOurWay(p.External) {
+		if p.released.IsZero() {
 			continue
 		}
-		next = next.Release(id)
-		next.hold(id, Grant{}, p.Grant, p.released)
-	}
-	inOurWay := func(r replaced) bool { return b.inOurWay(r.network) }
-	for _, r := range next.replaced {
-		if inOurWay(r) {
-			ended = append(ended, r.network)
+		pod, external := b.inOurWay(p.Pod), b.inOurWay(p.External)
+		rest := Grant{} // what stays held
+		switch {
+		case !pod && !external, pod != external && len(next.replaced) >= maxReplaced:
+			continue
+		case pod && external:
+			ended = append(ended, p.Pod, p.External)
+		case pod:
+			ended, rest.External = append(ended, p.Pod), p.External
+		default:
+			ended, rest.Pod = append(ended, p.External), p.Pod
 		}
-	}
-	if len(ended) > 0 {
-		next.replaced = slices.DeleteFunc(slices.Clone(next.replaced), inOurWay)
+		next = next.Release(id)
+		next.hold(id, Grant{}, rest, p.released)
 	}
 	return next, ended
 }

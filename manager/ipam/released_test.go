@@ -267,6 +267,61 @@ func TestReleasesFitTheObject(t *testing.T) {
 	}
 }
 
+// Peers that come with ever shorter networks stop at their own bound, far from that of all, and what may be
+// held of all fits the object beside all that is noted.
+func TestPeersThatReplaceNetworksDoNotExhaustWhatOthersMayReplace(t *testing.T) {
+	b := configured(t, ours())
+	change := func(id string, i, bits int, now time.Time) error {
+		c := claim(id, fmt.Sprintf("10.%d.0.0/%d", i, bits), fmt.Sprintf("10.%d.128.0/24", i))
+		c.Now = now
+		next, _, err := b.Grant(c)
+		b = next
+		return err
+	}
+	for i := range 20 {
+		var err error
+		for bits := 17; bits <= 17+maxReplacedOfOne && err == nil; bits++ {
+			err = change(fmt.Sprint("hostile-", i), 20+i, bits, noon.Add(time.Duration(bits)*time.Minute))
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+		const when = "a change after 2026-11-26T12:18:00Z" // when the first of its own is free
+		if err := change(fmt.Sprint("hostile-", i), 20+i, 28, noon.Add(time.Hour)); !exhausted(err) || !strings.Contains(err.Error(), when) {
+			t.Fatalf("%v; want %s", err, when)
+		}
+	}
+	for bits := 17; bits <= 18; bits++ {
+		if err := change("honest", 60, bits, noon); err != nil {
+			t.Errorf("another peer: %v", err)
+		}
+	}
+
+	b.replaced = nil
+	for i := range maxReplaced {
+		n := netip.MustParsePrefix(fmt.Sprintf("fd00:1111:2222:3333:4444:5555:%x:0/112", 0x1000+i))
+		b.replaced = append(b.replaced, replaced{fmt.Sprintf("%063d", i), n, noon.Add(time.Duration(i) * time.Second)})
+	}
+	others := MaxNotes + MaxFormer*130
+	if n := len(b.Releases(others)) + others; n > maxAnnotations {
+		t.Errorf("annotations have %d octets; want at most %d", n, maxAnnotations)
+	}
+	if b, err := b.WithReleases(map[string]string{isthmus.AnnotationReleased: b.Releases(0)}); err != nil || len(b.replaced) != maxReplaced {
+		t.Errorf("read again %d, %v", len(b.replaced), err)
+	}
+	if err := change("honest", 60, 19, noon); !exhausted(err) || !strings.Contains(err.Error(), "a change after 2026-11-26T12:00:00Z") {
+		t.Errorf("beyond the bound of all: %v", err)
+	}
+	// Nothing is let go for which there is no room.
+	left, _ := grant(t, b, claim("left", "10.70.0.0/16", "10.71.0.0/16"))
+	c := ours()
+	c.Nodes = []netip.Addr{addr("10.70.0.1")}
+	left, _ = left.Part("left", noon).Configure(c)
+	if same, ended := left.Yield(); len(ended) > 0 || len(same.NetworksOf("left")) != 2 {
+		t.Errorf("without room ends %v", ended)
+	}
+}
+
 func TestReleasesThatMakeNoSenseAreRefused(t *testing.T) {
 	b, _ := grant(t, configured(t, ours()), claim("b", "10.244.0.0/16", "10.245.0.0/16"))
 	for _, text := range []string{"{", `{"released":{"yesterday":["b"]}}`, `{"replaced":{"2026-11-25T12:00:00Z":{"b":["169.254.0.0/16"]}}}`, `{"replaced":{"x":{}}}`} {
