@@ -59,7 +59,8 @@ func (c *Cluster) reachable(flag string) error {
 	if err != nil {
 		return fmt.Errorf("%s: API server: %w", c, err)
 	}
-	if addr, err := netip.ParseAddr(u.Hostname()); err == nil && addr.Unmap().IsLoopback() || u.Hostname() == "localhost" {
+	// One that is not specified, such as 0.0.0.0 in a kubeconfig of k3d, means this machine to a client.
+	if addr, err := netip.ParseAddr(u.Hostname()); err == nil && (addr.Unmap().IsLoopback() || addr.Unmap().IsUnspecified()) || u.Hostname() == "localhost" {
 		return fmt.Errorf("%s: the kubeconfig reaches the API server at %s, an address of this machine alone: "+want, c, u.Host, flag)
 	}
 	if c.config.Proxy != nil {

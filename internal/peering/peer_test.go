@@ -268,6 +268,7 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 func TestAServerOfThisMachineOrBehindAProxyIsForNoPeer(t *testing.T) {
 	for server, right := range map[string]bool{
 		"https://127.0.0.1:6443": false, "https://127.8.9.1": false, "https://localhost:6443": false, "https://[::1]:6443": false, "https://[::ffff:127.0.0.1]:6443": false,
+		"https://0.0.0.0:41234": false, "https://[::]:6443": false, "https://[::ffff:0.0.0.0]:6443": false,
 		"https://192.0.2.1:6443": true, "https://[2001:db8::1]:6443": true, "https://api.example.org": true,
 	} {
 		c := &Cluster{context: "c", server: server, config: &rest.Config{}}
