@@ -114,18 +114,21 @@ func (k *FactsKeeper) checkPodCIDR(ctx context.Context, f *Facts, nodes []corev1
 	if node == "" || k.podsIn == f.PodCIDR {
 		return nil
 	}
-	var pods corev1.PodList
-	err := k.Direct.List(ctx, &pods, client.Limit(500), client.MatchingFields{"status.phase": string(corev1.PodRunning), "spec.hostNetwork": "false"})
-	if ignoreUnknown(err) != nil {
-		return fmt.Errorf("addresses of Pods: %w", err)
-	}
-	in := apierrors.IsForbidden(err) || slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { // else nobody can say
-		addr, err := netip.ParseAddr(p.Status.PodIP)
-		return err == nil && f.PodCIDR.Contains(addr)
-	})
-	if in {
-		k.podsIn = f.PodCIDR
-		return nil
+	for more, page := true, ""; more; more = page != "" {
+		var pods corev1.PodList
+		err := k.Direct.List(ctx, &pods, client.Limit(500), client.Continue(page), client.MatchingFields{"status.phase": string(corev1.PodRunning), "spec.hostNetwork": "false"})
+		if ignoreUnknown(err) != nil {
+			return fmt.Errorf("addresses of Pods: %w", err)
+		}
+		in := apierrors.IsForbidden(err) || slices.ContainsFunc(pods.Items, func(p corev1.Pod) bool { // else nobody can say
+			addr, err := netip.ParseAddr(p.Status.PodIP)
+			return err == nil && f.PodCIDR.Contains(addr)
+		})
+		if in {
+			k.podsIn = f.PodCIDR
+			return nil
+		}
+		page = pods.Continue
 	}
 	f.Missing = append(f.Missing, fmt.Sprintf("PodCIDR %v: no Pod has an address in it, and every node's podCIDR lies outside, such as %v of node %s; correct --pod-cidr (value networks.podCIDR)",
 		f.PodCIDR, network, node))
