@@ -276,7 +276,12 @@ func (c *cluster) start(nodes ...*lab.Node) {
 	c.t.Helper()
 	for _, n := range nodes {
 		a := c.launch(n)
-		c.eventually(n, func() error { _, err := n.Get(c.ctx, "http://"+metricsAt+"/readyz"); return err })
+		c.eventually(n, func() error { // a connection that the agent before has taken is never answered
+			ctx, cancel := context.WithTimeout(c.ctx, 5*time.Second)
+			defer cancel()
+			_, err := n.Get(ctx, "http://"+metricsAt+"/readyz")
+			return err
+		})
 		c.agents[n] = a
 	}
 }
