@@ -143,7 +143,9 @@ func TestAPeerWritesOneSmallObjectOfItsOwn(t *testing.T) {
 	must(t, p.a.client.Get(t.Context(), key, mine))
 	maps.Copy(mine.Labels, many(20, "app.example.com/l%d", "v"))
 	mine.Annotations = many(20, "example.com/a%d", strings.Repeat("v", 600))
-	mine.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "ConfigMap", Name: "x", UID: "x"}}
+	owner := &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: mine.Namespace, Name: "owner"}} // without it the garbage collector would take the object
+	must(t, p.a.client.Create(t.Context(), owner))
+	mine.OwnerReferences = []metav1.OwnerReference{{APIVersion: "v1", Kind: "ConfigMap", Name: owner.Name, UID: owner.UID}}
 	mine.ManagedFields = append(mine.ManagedFields, managed(2000, "x")...)
 	must(t, p.a.client.Update(t.Context(), mine))
 	must(t, peer.Get(t.Context(), key, mine))
