@@ -276,7 +276,7 @@ func (c *cluster) start(nodes ...*lab.Node) {
 	c.t.Helper()
 	for _, n := range nodes {
 		a := c.launch(n)
-		c.eventually(n, func() error { // a connection that the agent before has taken is never answered
+		c.eventually(n, func() error { // each request has a limit of its own: one that hangs is made again
 			ctx, cancel := context.WithTimeout(c.ctx, 5*time.Second)
 			defer cancel()
 			_, err := n.Get(ctx, "http://"+metricsAt+"/readyz")
