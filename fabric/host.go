@@ -34,29 +34,33 @@ const metric6 = 1024
 // TunName is the device of a tunnel in the gateway's namespace.
 func TunName(tunnel int) string { return kernel.TunPrefix + strconv.Itoa(tunnel) }
 
-// TunnelSet is a set of further tunnels, bit i for tunnel i. That of the first is never set.
+// TunnelSet holds the tunnels that carry the flows to a peer, bit i for tunnel i. The empty set means the
+// first tunnel.
 type TunnelSet uint16
 
 // Has reports whether the tunnel is in the set.
 func (s TunnelSet) Has(tunnel int) bool { return s>>tunnel&1 != 0 }
 
-// With is the set and one tunnel more.
+// With returns the set with one tunnel more.
 func (s TunnelSet) With(tunnel int) TunnelSet { return s | 1<<tunnel }
 
-// devs are the TUNs among which the kernel shares out the flows to a peer.
+// devs returns the TUNs among which the kernel shares out the flows to a peer.
 func (s TunnelSet) devs() string {
-	names := []string{TunName(0)}
+	var names []string
 	for i := range MaxTunnels {
 		if s.Has(i) {
 			names = append(names, TunName(i))
 		}
+	}
+	if names == nil {
+		names = []string{TunName(0)}
 	}
 	return kernel.Devs(names...)
 }
 
 // GatewayHostFor decides what both namespaces of a gateway hold so that packets for its peers reach
 // the TUNs, of which there are that many, and everything else that leaves a TUN reaches the host.
-// further are the tunnels beside the first that are in use, by peer.
+// inUse holds the tunnels that carry flows, by peer. A peer without an entry uses the first one.
 //
 // Where several tunnels lead to a peer, the kernel of the gateway's namespace picks one by the hash
 // of addresses and ports, so that a flow stays in its tunnel. Fragments are without ports, and stay
@@ -68,7 +72,7 @@ func (s TunnelSet) devs() string {
 // this MTU, which is the largest of all peers, but not its own peer's, is answered by the engine. A
 // packet from a peer with a larger tunnel is answered by the gateway's namespace like one from a
 // pod, so that the sender learns the smaller of the two.
-func GatewayHostFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels int) kernel.State {
+func GatewayHostFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels int) kernel.State {
 	type remote struct {
 		prefix netip.Prefix
 		devs   string
@@ -77,7 +81,7 @@ func GatewayHostFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tun
 	six, first := false, TunnelSet(0).devs()
 	for _, p := range peers {
 		devs := first
-		if set := further[p.ID]; set != 0 {
+		if set := inUse[p.ID]; set != 0 {
 			devs = set.devs()
 		}
 		for _, prefix := range p.AllowedIPs {

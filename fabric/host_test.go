@@ -12,14 +12,14 @@ import (
 	"github.com/isthmus-net/isthmus/internal/kernel"
 )
 
-// behind is what a gateway wants with that many tunnels and peers of two networks each, which are
-// all behind the tunnels of further beside the first.
-func behind(mtu, tunnels int, further TunnelSet, networks ...string) kernel.State {
+// behind is what a gateway wants with that many tunnels and peers of two networks each, which all use the
+// same tunnels.
+func behind(mtu, tunnels int, inUse TunnelSet, networks ...string) kernel.State {
 	var peers []*GatewayPeer
 	sets := make(map[string]TunnelSet)
 	for pair := range slices.Chunk(networks, 2) {
 		peers = append(peers, &GatewayPeer{ID: pair[0], AllowedIPs: [2]netip.Prefix{pfx(pair[0]), pfx(pair[1])}})
-		sets[pair[0]] = further
+		sets[pair[0]] = inUse
 	}
 	return GatewayHostFor(peers, sets, mtu, tunnels)
 }
@@ -89,9 +89,10 @@ func TestPlanPrintsTheCommandsAnOperatorCouldType(t *testing.T) {
 		{"plan-veth-lost.txt", less(one, isVeth), one},
 		{"plan-leftover.txt", leftover(four...), one},
 		{"plan-teardown.txt", one, kernel.State{}},
-		{"plan-tunnels-fresh.txt", fresh(3), behind(1440, 3, 0b100, mixed...)},
-		{"plan-tunnel-found.txt", behind(1440, 3, 0, mixed...), behind(1440, 3, 0b110, mixed...)},
-		{"plan-tunnel-lost.txt", behind(1440, 3, 0b110, mixed...), behind(1440, 3, 0b100, mixed...)},
+		{"plan-tunnels-fresh.txt", fresh(3), behind(1440, 3, 0b101, mixed...)},
+		{"plan-tunnel-found.txt", behind(1440, 3, 0, mixed...), behind(1440, 3, 0b111, mixed...)},
+		{"plan-tunnel-lost.txt", behind(1440, 3, 0b111, mixed...), behind(1440, 3, 0b101, mixed...)},
+		{"plan-first-tunnel-lost.txt", behind(1440, 3, 0b111, mixed...), behind(1440, 3, 0b110, mixed...)},
 	} {
 		golden(t, tc.file, kernel.PlanFor(tc.have, tc.want).Commands("/proc/1/fd/9"))
 	}
@@ -121,9 +122,9 @@ ip -6 rule add priority 420 lookup 4200 protocol 71
 
 func TestGatewayHostForWhatIsThereChangesNothing(t *testing.T) {
 	for _, networks := range [][]string{nil, four, mixed} {
-		for _, further := range []TunnelSet{0, 0b10} {
-			s := behind(1400, 2, further, networks...)
-			if p := kernel.PlanFor(s, behind(1400, 2, further, networks...)); len(p) != 0 {
+		for _, inUse := range []TunnelSet{0, 0b11, 0b10} {
+			s := behind(1400, 2, inUse, networks...)
+			if p := kernel.PlanFor(s, behind(1400, 2, inUse, networks...)); len(p) != 0 {
 				t.Errorf("%v:\n%s", networks, p.Commands("NS"))
 			}
 		}

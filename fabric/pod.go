@@ -46,7 +46,7 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 //	eth0 ═ VXLAN ═ isthmus.vxlan ─ table 4200 ─► isthmus0 (TUN)
 //	                     ◄──────── table 4201 ───────┘
 //
-// further and tunnels are as in GatewayHostFor, mtu is that of the TUNs and underlayMTU that of the
+// inUse and tunnels are as in GatewayHostFor, mtu is that of the TUNs and underlayMTU that of the
 // device with the Pod's address. Nothing else is forwarded, and what the Pod itself sends to a peer
 // is refused. The addresses by which nodes are found in the overlay are those that they have in the
 // underlay. Outer packets are believed when they come from nodes: from their InternalIPs and, since
@@ -55,12 +55,12 @@ func GatewayMAC(pod netip.Addr) kernel.MAC { return OverlayMAC("gateway " + pod.
 // of these, which no pod has.
 //
 // A PodDecider decides the same for one PodNetwork after the other.
-func GatewayPodFor(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
-	d := decidePod(peers, further, mtu, tunnels, underlayMTU, in)
+func GatewayPodFor(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) (kernel.State, []Problem) {
+	d := decidePod(peers, inUse, mtu, tunnels, underlayMTU, in)
 	return d.node, SortProblems(d.problems)
 }
 
-func decidePod(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) *nodeDecision {
+func decidePod(peers []*GatewayPeer, inUse map[string]TunnelSet, mtu, tunnels, underlayMTU int, in PodNetwork) *nodeDecision {
 	if underlayMTU == 0 {
 		underlayMTU = defaultUnderlay
 	}
@@ -76,7 +76,7 @@ func decidePod(peers []*GatewayPeer, further map[string]TunnelSet, mtu, tunnels,
 				continue
 			}
 			remotes = append(remotes, prefix)
-			d.route(kernel.Route{Prefix: prefix, Dev: further[p.ID].devs(), Table: kernel.GatewayTable})
+			d.route(kernel.Route{Prefix: prefix, Dev: inUse[p.ID].devs(), Table: kernel.GatewayTable})
 			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.RefuseTable, Metric: kernel.UnreachableMetric})
 			d.route(kernel.Route{Prefix: prefix, Type: kernel.Unreachable, Table: kernel.NodeTable, Metric: kernel.UnreachableMetric})
 		}

@@ -306,7 +306,7 @@ ip rule add priority 422 lookup 4202 protocol 71
 
 func TestGatewayPodSharesFlowsOutAmongTunnels(t *testing.T) {
 	peers := gatewayPeers(t)
-	s, _ := GatewayPodFor(peers, map[string]TunnelSet{peers[0].ID: TunnelSet(0).With(1)}, 1340, 2, 0, podNetwork(t))
+	s, _ := GatewayPodFor(peers, map[string]TunnelSet{peers[0].ID: TunnelSet(0).With(0).With(1)}, 1340, 2, 0, podNetwork(t))
 	text := s.String()
 	for _, want := range []string{
 		"ip route replace 10.246.0.0/16 table 4200 proto 71 nexthop dev isthmus0 nexthop dev isthmus1\n",

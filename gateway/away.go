@@ -95,13 +95,10 @@ func (c *checker) sessions(stats map[[32]byte]datapath.Stats, now time.Time) (tr
 	return try, rest
 }
 
-// reach looks for the peers that are away, in every tunnel; stats are those of the first.
-func (g *gateway) reach(stats map[[32]byte]datapath.Stats, now time.Time) {
+// reach looks for the peers that are away, in every tunnel, by the stats of each.
+func (g *gateway) reach(stats []map[[32]byte]datapath.Stats, now time.Time) {
 	for i, e := range g.ends {
-		if i > 0 {
-			stats = e.Stats()
-		}
-		if try, rest := e.checker.sessions(stats, now); len(try)+len(rest) > 0 {
+		if try, rest := e.checker.sessions(stats[i], now); len(try)+len(rest) > 0 {
 			g.wg.Go(func() { e.reach(try, rest, g.done) })
 		}
 	}

@@ -187,10 +187,10 @@ func failedOf(id string, failed error) error {
 
 // causeOf is that of a peer.
 func (g *gateway) causeOf(v *view, failed error, now time.Time) Cause {
-	first := v.tunnels[0]
+	first := v.leading()
 	e := evidence{
 		now: now, check: first.check, endpoint: first.stats.Endpoint, hidden: first.stats.Endpoint.IsValid() && g.resolver.relaysFrom(first.stats.Endpoint.Addr()), configured: hostPort(v.Endpoint, v.Port), unresolved: v.unresolved,
-		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.session.heard, alone: v.alone,
+		failed: failedOf(v.ID, failed), handshake: first.stats.Handshake, heard: v.heard(), alone: v.alone,
 		remote: ranges{v.Remote.PodSeen, v.Remote.ExternalSeen}, local: ranges{v.Local.PodSeen, v.Local.ExternalSeen},
 	}
 	if v.state != nil {

@@ -107,6 +107,11 @@ type CheckResult struct {
 	Path     PathMTU
 }
 
+// late reports whether the last answer is more than that many intervals ago.
+func (r *CheckResult) late(now time.Time, intervals int) bool {
+	return now.Sub(r.Answered) > time.Duration(intervals)*checkInterval+r.RTT
+}
+
 // A checkPort sends and receives messages: a datapath.Port. It limits the messages of each peer, and so
 // bounds the work of the checker per peer.
 type checkPort interface {
@@ -405,11 +410,11 @@ func (c *checker) observe(now time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	for _, p := range c.peers {
-		last := p.result.Answered
-		if last.IsZero() {
-			last = p.begun
+		r := p.result
+		if r.Answered.IsZero() {
+			r.Answered = p.begun
 		}
-		if p.result.State != Disconnected && now.Sub(last) > time.Duration(cmp.Or(p.threshold, checkThreshold))*checkInterval+p.result.RTT {
+		if r.State != Disconnected && r.late(now, cmp.Or(p.threshold, checkThreshold)) {
 			p.result.RTT = 0
 			c.enter(p, Disconnected, now)
 		}

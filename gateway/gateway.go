@@ -37,6 +37,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/fabric"
 	"github.com/isthmus-net/isthmus/gateway/capture"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
@@ -704,37 +705,40 @@ func (g *gateway) objectsFor(s *survey) (kernel.State, []fabric.Problem, error) 
 
 // tick looks after the sessions, once a second.
 func (g *gateway) tick(now time.Time) {
-	stats, working := g.ends[0].Stats(), g.working()
+	stats := make([]map[[32]byte]datapath.Stats, len(g.ends))
+	for i, e := range g.ends {
+		stats[i] = e.Stats()
+	}
+	working := g.working(now)
 	peers := slices.Clone(g.now.peers)
 	changed := false
 	for i := range peers {
-		p, was := &peers[i], g.now.peers[i].session
-		p.session = was.after(stats[p.PublicKey], now)
-		if p.session.down != was.down {
-			if p.session.down {
+		p, was := &peers[i], &g.now.peers[i]
+		p.look(stats, now)
+		down := p.down()
+		if down != was.down() {
+			if down {
 				g.log.Warn("no session with peer, dropping its packets", "peer", p.ID)
 			} else {
 				g.log.Info("session with peer is back", "peer", p.ID)
 			}
 		}
 		if p.state != nil {
-			p.state.SetDown(p.session.down)
+			p.state.SetDown(down)
 		}
-		heard := now.Sub(p.session.heard) < silence
-		g.resolver.heard(p.ID, heard)
-		// A peer that went silent where it roamed to may be back where it is configured.
+		g.resolver.heard(p.ID, now.Sub(p.heard()) < silence)
+		// A peer that went silent where it roamed to, in one tunnel, may be back where it is configured.
 		at, _ := g.resolver.endpoint(p.ID)
-		if !heard && at.IsValid() && p.session.stats.Endpoint != at && now.Sub(p.session.asserted) > lookupRetry {
-			for i, e := range g.ends {
-				if theirs, ok := theirEnd(p.GatewayPeer, i); ok {
-					e.Forget(theirs.PublicKey)
-				}
+		for i, s := range p.sessions {
+			theirs, _ := theirEnd(p.GatewayPeer, i)
+			if at.IsValid() && now.Sub(s.heard) >= silence && now.Sub(s.asserted) > lookupRetry && s.stats.Endpoint != netip.AddrPortFrom(at.Addr(), theirs.Port) {
+				g.ends[i].Forget(theirs.PublicKey)
+				s.asserted, p.forgotten, changed = now, true, true
 			}
-			p.session.asserted, p.forgotten, changed = now, true, true
 		}
-		if p.session.stats.Endpoint.Addr() != was.stats.Endpoint.Addr() {
+		if p.session.stats.Endpoint.Addr() != was.session.stats.Endpoint.Addr() {
 			changed = true // the way to it may have another MTU
-			if was.stats.Endpoint.IsValid() {
+			if was.session.stats.Endpoint.IsValid() {
 				g.ends[0].checker.otherPath(p.ID)
 			}
 		}

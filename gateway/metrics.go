@@ -55,9 +55,9 @@ var (
 	familyTxPackets  = counter("peer_transmit_packets_total", "IP packets to the peer.", "peer")
 	familyWgRx       = counter("peer_wireguard_receive_bytes_total", "Octets of WireGuard messages from the peer, in all tunnels.", "peer")
 	familyWgTx       = counter("peer_wireguard_transmit_bytes_total", "Octets of WireGuard messages to the peer, in all tunnels.", "peer")
-	familyTunnelUp   = gauge("peer_tunnel_up", "1 if a further tunnel to the peer works and carries its share of the flows.", "peer", "tunnel")
-	familyTunnelRx   = counter("peer_tunnel_receive_bytes_total", "Octets of WireGuard messages from the peer in a further tunnel.", "peer", "tunnel")
-	familyTunnelTx   = counter("peer_tunnel_transmit_bytes_total", "Octets of WireGuard messages to the peer in a further tunnel.", "peer", "tunnel")
+	familyTunnelUp   = gauge("peer_tunnel_up", "1 if the tunnel carries its share of the flows to the peer. Peers with one tunnel have no such series.", "peer", "tunnel")
+	familyTunnelRx   = counter("peer_tunnel_receive_bytes_total", "Octets of WireGuard messages from the peer in one of several tunnels.", "peer", "tunnel")
+	familyTunnelTx   = counter("peer_tunnel_transmit_bytes_total", "Octets of WireGuard messages to the peer in one of several tunnels.", "peer", "tunnel")
 	familyHandshake  = gauge("peer_last_handshake_timestamp_seconds", "When the present WireGuard session began; no series before the first one.", "peer")
 	familyRTT        = gauge("peer_probe_rtt_last_seconds", "Round trip of the last probe that was answered, while the peer answers.", "peer")
 	familyLoss       = gauge("peer_probe_loss_ratio", "Share of the probes of the last minute that were not answered, 0 to 1.", "peer")
@@ -148,14 +148,14 @@ func (m *metrics) ofGateway(s *scrape, now current, stats natengine.Stats) {
 
 // ofPeer adds the series of one peer.
 func ofPeer(s *scrape, p *view) {
-	peer, first := labelled("peer", p.ID), p.tunnels[0]
+	peer, first := labelled("peer", p.ID), p.leading()
 	s.add(familyInfo, 1, peer.with("name", p.Name))
 	s.add(familyUp, truth(first.check.State == Connected), peer)
 	s.add(familyLoss, first.check.Loss, peer)
 	if first.check.State == Connected {
 		s.add(familyRTT, first.check.RTT.Seconds(), peer)
 	}
-	if path := first.check.Path; !path.Confirmed.IsZero() || path.Narrow() {
+	if path := p.tunnels[0].check.Path; !path.Confirmed.IsZero() || path.Narrow() {
 		s.add(familyPathMTU, float64(path.Bytes), peer)
 		s.add(familyWayMTU, float64(path.Ceiling), peer)
 	}
@@ -170,11 +170,13 @@ func ofPeer(s *scrape, p *view) {
 		s.count(familyFlowEvents, p.nat.Evicted, peer, "event", "evicted")
 		s.count(familyFlowEvents, p.nat.Purged, peer, "event", "purged")
 	}
-	for i, e := range p.tunnels[1:] {
-		tunnel := peer.with("tunnel", strconv.Itoa(i+1))
-		s.add(familyTunnelUp, truth(e.inUse), tunnel)
-		s.add(familyTunnelRx, float64(e.stats.Received), tunnel)
-		s.add(familyTunnelTx, float64(e.stats.Sent), tunnel)
+	if len(p.tunnels) > 1 {
+		for i, e := range p.tunnels {
+			tunnel := peer.with("tunnel", strconv.Itoa(i))
+			s.add(familyTunnelUp, truth(e.inUse), tunnel)
+			s.add(familyTunnelRx, float64(e.stats.Received), tunnel)
+			s.add(familyTunnelTx, float64(e.stats.Sent), tunnel)
+		}
 	}
 	received, sent := p.octets()
 	s.add(familyWgRx, float64(received), peer)

@@ -17,19 +17,21 @@ import (
 type peer struct {
 	*fabric.GatewayPeer                  // as it should be; never modified, and another one when something of it changes
 	session             session          // in the first tunnel, as seen from outside
+	further             []session        // in the further ones; never modified, and nil for a peer with one tunnel
 	at                  netip.AddrPort   // where it is configured to be; zero: not known
 	refused             bool             // it must not be sent to where it was before
 	asked               netip.Addr       // of which the kernel was asked how large packets may be; zero: of none
 	kernel              int              // what it said: MTU of the way, octets; 0: there is none
 	way                 int              // largest packet that fits the way to it, by what the kernel knows, octets
 	mtu                 int              // largest packet towards it: less where the path drops such packets
-	inUse               fabric.TunnelSet // further tunnels that carry flows
+	inUse               fabric.TunnelSet // tunnels that carry flows; empty: the first one
 	forgotten           bool             // the tunnels have to be told where it is again
 	state               *natengine.PeerState
 }
 
 // session is what a peer's WireGuard session looks like from outside.
 type session struct {
+	key      [32]byte  // the peer's
 	since    time.Time // configured
 	received uint64
 	heard    time.Time // when received last grew
@@ -52,6 +54,57 @@ func (s session) after(stats datapath.Stats, now time.Time) session {
 		s.down = now.Sub(stats.Handshake) > sessionGone
 	}
 	return s
+}
+
+// sessions returns the sessions in all tunnels, that in the first one first.
+func (p *peer) sessions(yield func(tunnel int, s *session) bool) {
+	if !yield(0, &p.session) {
+		return
+	}
+	for i := range p.further {
+		if !yield(i+1, &p.further[i]) {
+			return
+		}
+	}
+}
+
+// down reports whether the peer has had no session for long, in any tunnel.
+func (p *peer) down() bool {
+	for _, s := range p.sessions {
+		if !s.down {
+			return false
+		}
+	}
+	return true
+}
+
+// heard returns when something authentic last came from the peer, in any tunnel; zero: never.
+func (p *peer) heard() (last time.Time) {
+	for _, s := range p.sessions {
+		if s.heard.After(last) {
+			last = s.heard
+		}
+	}
+	return last
+}
+
+// look updates the sessions by the stats of each tunnel.
+func (p *peer) look(stats []map[[32]byte]datapath.Stats, now time.Time) {
+	p.session = p.session.after(stats[0][p.PublicKey], now)
+	if len(p.Tunnels) == 0 {
+		p.further = nil
+		return
+	}
+	was := p.further
+	p.further = make([]session, len(p.Tunnels))
+	for i := range p.further {
+		key := p.Tunnels[i].PublicKey
+		s := session{key: key, since: now}
+		if i < len(was) && was[i].key == key {
+			s = was[i]
+		}
+		p.further[i] = s.after(stats[i+1][key], now)
+	}
 }
 
 // wanted are the peers as they should be. The slice is the caller's.
@@ -80,7 +133,8 @@ type survey struct {
 func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey {
 	all := g.now.generation == 0 || g.now.applyErr != nil || c.PrivateKey != g.now.config.PrivateKey
 	s := survey{peers: make([]peer, len(want)), all: all}
-	inUse, now, old := g.working(), time.Now(), g.now.peers
+	now, old := time.Now(), g.now.peers
+	inUse := g.working(now)
 	before := make([]int, len(want)) // where they are in old, -1: nowhere
 	j := 0
 	for i, w := range want {
@@ -93,7 +147,7 @@ func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey
 			j++
 		}
 		if p.GatewayPeer == nil || p.PublicKey != w.PublicKey {
-			p.session = session{since: now}
+			p.session = session{key: w.PublicKey, since: now}
 		}
 		p.GatewayPeer, p.inUse, p.forgotten = w, inUse[w.ID], false
 	}
@@ -155,7 +209,7 @@ func (g *gateway) setRules(s *survey) error {
 // view is a peer with what those beside the loop know of it now. Status and metrics are made of it.
 type view struct {
 	*peer
-	tunnels    []tunnelView // of the tunnels to it, the first one first
+	tunnels    []tunnelView // to it, in order
 	nat        natengine.PeerStats
 	translated bool           // nat is known: the engine is the first to forget a peer that is removed
 	resolved   netip.AddrPort // address of the configured endpoint
@@ -169,6 +223,16 @@ type tunnelView struct {
 	check CheckResult
 	stats datapath.Stats
 	inUse bool // the kernel gives it its share of the flows
+}
+
+// leading returns the tunnel by which the peer is described: the first one that carries flows.
+func (v *view) leading() *tunnelView {
+	for i := range v.tunnels {
+		if v.tunnels[i].inUse {
+			return &v.tunnels[i]
+		}
+	}
+	return &v.tunnels[0]
 }
 
 // octets are those of WireGuard messages in all tunnels.
@@ -194,18 +258,18 @@ func (g *gateway) views(now current, stats natengine.Stats) []view {
 		for k := range views {
 			v := &views[k]
 			if theirs, ok := theirEnd(v.GatewayPeer, i); ok {
-				v.tunnels = append(v.tunnels, tunnelView{theirs.PublicKey, checks[v.ID], tunnel[theirs.PublicKey], i == 0 || v.inUse.Has(i)})
+				v.tunnels = append(v.tunnels, tunnelView{theirs.PublicKey, checks[v.ID], tunnel[theirs.PublicKey], v.inUse.Has(i) || i == 0 && v.inUse == 0})
 			}
 		}
 	}
 	lost := 0
 	for i := range views {
-		if views[i].tunnels[0].check.State != Connected {
+		if views[i].leading().check.State != Connected {
 			lost++
 		}
 	}
 	for i := range views {
-		views[i].alone = lost == 0 || lost == 1 && views[i].tunnels[0].check.State != Connected
+		views[i].alone = lost == 0 || lost == 1 && views[i].leading().check.State != Connected
 	}
 	for _, s := range stats.Peers {
 		if i, ok := at[s.ID]; ok {

@@ -107,9 +107,9 @@ type PeerStatus struct {
 		Transmit uint64 `json:"transmitBytes"`
 	} `json:"wireguard"`
 
-	// Tunnels are the further ones. What is said of WireGuard above is the first one's, but octets
-	// are those of all.
-	Tunnels []TunnelStatus `json:"furtherTunnels,omitempty"`
+	// Tunnels are all tunnels to the peer where there are several. What is said of WireGuard above is of the
+	// first one that carries flows, but octets are those of all.
+	Tunnels []TunnelStatus `json:"tunnels,omitempty"`
 
 	MTU      int          `json:"mtu"` // largest packet towards it
 	PathMTU  PathMTU      `json:"pathMTU"`
@@ -118,9 +118,9 @@ type PeerStatus struct {
 	Drops    []DropStatus `json:"drops,omitempty"`
 }
 
-// TunnelStatus is a further tunnel to a peer.
+// TunnelStatus is one of several tunnels to a peer.
 type TunnelStatus struct {
-	Tunnel       int        `json:"tunnel"` // 1 upwards
+	Tunnel       int        `json:"tunnel"` // 0 upwards
 	State        CheckState `json:"state"`  // Connected, Connecting or Error, by its own connection check
 	InUse        bool       `json:"inUse"`  // it carries its share of the flows, because it is connected
 	Endpoint     string     `json:"endpoint,omitempty"`
@@ -257,7 +257,7 @@ func (g *gateway) status(flows int) Status {
 	views := g.views(now, stats)
 	s.Peers = make([]PeerStatus, 0, len(views)) // it is asked for once a second, and one is most of a KiB
 	for _, p := range views {
-		first, cause := p.tunnels[0], g.causeOf(&p, now.failed(p.Origin), at)
+		first, cause := p.leading(), g.causeOf(&p, now.failed(p.Origin), at)
 		ps := PeerStatus{
 			ID: p.ID, Name: p.Name,
 			State: first.check.State, Reason: cause.Reason, Message: cause.Text, Since: first.check.Since,
@@ -270,7 +270,7 @@ func (g *gateway) status(flows int) Status {
 				NAPT: p.Local.PodSeen.Addr(), MSS: mssFor(p.mtu),
 			},
 			MTU:      p.nat.MTU,
-			PathMTU:  first.check.Path,
+			PathMTU:  p.tunnels[0].check.Path,
 			Sessions: p.nat.Flows,
 		}
 		for _, e := range p.Rules.Endpoints {
@@ -282,15 +282,17 @@ func (g *gateway) status(flows int) Status {
 		if p.unresolved != nil {
 			ps.Problem = p.unresolved.Error()
 		}
-		if heard := p.session.heard; !heard.IsZero() {
+		if heard := p.heard(); !heard.IsZero() {
 			ps.LastHeard = &heard
 		}
 		if h := first.stats.Handshake; !h.IsZero() {
 			ps.LastHandshake, ps.HandshakeAge = &h, at.Sub(h).Seconds()
 		}
 		ps.WireGuard.Receive, ps.WireGuard.Transmit = p.octets()
-		for i, e := range p.tunnels[1:] {
-			ps.Tunnels = append(ps.Tunnels, e.status(i+1, at))
+		if len(p.tunnels) > 1 {
+			for i, e := range p.tunnels {
+				ps.Tunnels = append(ps.Tunnels, e.status(i, at))
+			}
 		}
 		if state := p.state; state != nil {
 			ps.Down = state.Down()

@@ -23,12 +23,13 @@ import (
 //	kernel's hash ┤
 //	of the flow   └─ TUN isthmus1 ─ datapath.Tunnel, key 1 ─ UDP 5872 ══ tunnel 1 of the peer
 //
-// The first is used in any case. A further one is used while its own connection check is answered,
-// which each side finds out for itself: the two need not learn of it at the same moment, nor open
-// their firewalls for it.
+// A tunnel carries flows while its own connection check is answered. Each side finds that out for itself, so
+// the two need not learn of a tunnel at the same moment, nor open their firewalls for it. While no tunnel is
+// answered, the first one carries all flows.
 
-// furtherThreshold is less than Liqo's for the first tunnel, since flows have another way to go.
-const furtherThreshold = 2
+// severalThreshold is after how many intervals without an answer a tunnel carries no flows, where there are
+// several. It is less than checkThreshold, because the flows have another path.
+const severalThreshold = 2
 
 // tunnelEnd is our end of one tunnel to each peer.
 type tunnelEnd struct {
@@ -234,14 +235,14 @@ func checkPeers(i int, peers []peer, of []int) (all []checkPeer, without []strin
 		}
 		check := checkPeer{id: p.ID, probe: p.Probe, allowed: p.AllowedIPs, key: theirs.PublicKey, endpoint: p.Endpoint, port: theirs.Port}
 		if i > 0 {
-			check.threshold = furtherThreshold
+			check.threshold = severalThreshold
 		}
 		all = append(all, check)
 	}
 	return all, without
 }
 
-// status describes a further tunnel to a peer.
+// status describes one of several tunnels to a peer.
 func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 	s := TunnelStatus{Tunnel: tunnel, State: e.check.State, InUse: e.inUse, PublicKey: base64.StdEncoding.EncodeToString(e.key[:]),
 		RTT: e.check.RTT.Seconds(), Loss: e.check.Loss, Receive: e.stats.Received, Transmit: e.stats.Sent}
@@ -254,14 +255,24 @@ func (e tunnelView) status(tunnel int, now time.Time) TunnelStatus {
 	return s
 }
 
-// working are the further tunnels that work, by peer.
-func (g *gateway) working() map[string]fabric.TunnelSet {
+// working returns the tunnels that carry flows, by peer. A peer without an entry uses the first one, so there
+// is none for a peer with a single tunnel.
+func (g *gateway) working(now time.Time) map[string]fabric.TunnelSet {
 	sets := make(map[string]fabric.TunnelSet)
 	for i, e := range g.ends[1:] {
 		for id, r := range e.checker.results() {
 			if r.State == Connected {
 				sets[id] = sets[id].With(i + 1)
 			}
+		}
+	}
+	if len(sets) == 0 {
+		return sets
+	}
+	first := g.ends[0].checker.results()
+	for id, set := range sets {
+		if r := first[id]; r.State == Connected && !r.late(now, severalThreshold) {
+			sets[id] = set.With(0)
 		}
 	}
 	return sets

@@ -54,12 +54,12 @@ func (b *bench) waitTunnels(ctx context.Context, tunnels int) error {
 	for _, n := range b.nodes {
 		for {
 			up, err := b.lab.Metric(ctx, n.cluster, "isthmus_peer_tunnel_up")
-			if err == nil && int(up) == tunnels-1 {
+			if err == nil && int(up) == tunnels {
 				break
 			}
 			select {
 			case <-ctx.Done():
-				return fmt.Errorf("gateway of %s has %v further tunnels in use, %w; want %d", n.cluster, up, err, tunnels-1)
+				return fmt.Errorf("gateway of %s has %v tunnels in use, %w; want %d", n.cluster, up, err, tunnels)
 			case <-time.After(50 * time.Millisecond):
 			}
 		}

@@ -36,7 +36,7 @@ func sample() gateway.Status {
 		Rules: gateway.RulesStatus{RemotePods: p("10.244.0.0/16"), RemotePodsHere: p("10.246.0.0/16"), RemoteExternal: p("10.247.0.0/16"),
 			LocalPods: p("10.244.0.0/16"), LocalPodsThere: p("10.250.0.0/16"), LocalExternal: p("10.251.0.0/16"), NAPT: netip.MustParseAddr("10.250.0.0")},
 		Sessions: 2, MTU: 1392,
-		Tunnels: []gateway.TunnelStatus{{Tunnel: 1, State: gateway.Connected, InUse: true}, {Tunnel: 2, State: gateway.Disconnected}},
+		Tunnels: []gateway.TunnelStatus{{Tunnel: 0, State: gateway.Connected, InUse: true}, {Tunnel: 1, State: gateway.Connected, InUse: true}, {Tunnel: 2, State: gateway.Disconnected}},
 		Drops:   []gateway.DropStatus{{Direction: "inbound", Reason: "no_mapping", Packets: 3, Text: "nothing is mapped to this address of the ExternalCIDR"}},
 	}
 	charlie := gateway.PeerStatus{

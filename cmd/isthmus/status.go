@@ -157,7 +157,7 @@ func printStatus(w io.Writer, s gateway.Status, wide bool) error {
 			fmt.Fprintf(w, "%s: no WireGuard session for long, packets to it are dropped\n", nameOrID(p.Name, p.ID))
 		}
 		for _, t := range p.Tunnels {
-			if t.State == gateway.Disconnected && p.State == gateway.Connected {
+			if !t.InUse && t.State != gateway.Connecting && p.State == gateway.Connected {
 				fmt.Fprintf(w, "%s: tunnel %d is not used, because its connection check gets no answer: is its UDP port open at both ends?\n",
 					nameOrID(p.Name, p.ID), t.Tunnel)
 			}
@@ -307,15 +307,18 @@ func size(bytes uint64) string {
 	return fmt.Sprintf("%.1f %ciB", v, "KMGTP"[unit])
 }
 
-// tunnels is how many carry flows, of how many there are.
+// tunnels returns how many carry flows, of how many there are.
 func tunnels(p gateway.PeerStatus) string {
-	used := 1
+	if len(p.Tunnels) == 0 {
+		return "1/1"
+	}
+	used := 0
 	for _, t := range p.Tunnels {
 		if t.InUse {
 			used++
 		}
 	}
-	return fmt.Sprintf("%d/%d", used, 1+len(p.Tunnels))
+	return fmt.Sprintf("%d/%d", used, len(p.Tunnels))
 }
 
 func onOff(b bool) string {

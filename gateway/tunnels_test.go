@@ -1,0 +1,107 @@
+package gateway
+
+import (
+	"net/netip"
+	"testing"
+	"time"
+
+	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/gateway/datapath"
+)
+
+// withTwoTunnels returns a gateway with two tunnels to one peer, and that peer.
+func withTwoTunnels(t *testing.T) (*gateway, *peer) {
+	t.Helper()
+	g := changing(t)
+	g.take(t, Config{MTU: 1440, PrivateKey: key(40), Gateway: decided(t, fabric.Intent{ClusterID: "11111111-0000-4000-8000-000000000000", Peers: []fabric.Peer{twoTunnels(crowdOf(1)[0])}})}, true)
+	if len(g.now.peers) != 1 || len(g.now.peers[0].Tunnels) != 1 {
+		t.Fatalf("%+v; want a peer with a further tunnel", g.now.peers)
+	}
+	return g, &g.now.peers[0]
+}
+
+func twoTunnels(p fabric.Peer) fabric.Peer {
+	p.Tunnels = []fabric.TunnelEnd{{PublicKey: key(77), Port: p.Port + 1}}
+	return p
+}
+
+// Each tunnel carries flows only while its connection check is answered, the first one included.
+func TestFlowsAreInTheTunnelsThatAnswer(t *testing.T) {
+	g, p := withTwoTunnels(t)
+	now := time.Now()
+	for _, tc := range []struct {
+		name          string
+		first, second CheckState
+		answered      time.Duration // since the last answer in the first tunnel
+		want          fabric.TunnelSet
+	}{
+		{"none", Disconnected, Disconnected, time.Hour, 0},
+		{"none yet", Connecting, Connecting, time.Hour, 0},
+		{"the first", Connected, Disconnected, 0, 0},
+		{"both", Connected, Connected, time.Second, 0b11},
+		{"the second", Disconnected, Connected, time.Hour, 0b10},
+		{"the second, found first", Connecting, Connected, time.Hour, 0b10},
+		{"the second, the first silent for three intervals", Connected, Connected, 3 * checkInterval, 0b10},
+	} {
+		first, second := g.ends[0].checker.peers[p.ID], g.ends[1].checker.peers[p.ID]
+		first.result.State, first.result.Answered, second.result.State = tc.first, now.Add(-tc.answered), tc.second
+		if got := g.working(now)[p.ID]; got != tc.want {
+			t.Errorf("%s: flows are in the tunnels %b; want %b", tc.name, got, tc.want)
+		}
+		p.inUse = tc.want
+		v := g.views(g.current(), g.engine.Stats())[0]
+		want := tc.first
+		if tc.want != 0 && !tc.want.Has(0) {
+			want = tc.second
+		}
+		if got := v.leading().check.State; got != want {
+			t.Errorf("%s: the peer is %s; want %s", tc.name, got, want)
+		}
+	}
+}
+
+// A peer is down, and its packets are dropped, only when no tunnel has had a session for long.
+func TestAPeerIsDownOnlyWithoutASessionInAllTunnels(t *testing.T) {
+	_, p := withTwoTunnels(t)
+	begin := time.Now()
+	p.session.since = begin
+	stats := func(first, second datapath.Stats) []map[[32]byte]datapath.Stats {
+		return []map[[32]byte]datapath.Stats{{p.PublicKey: first}, {p.Tunnels[0].PublicKey: second}}
+	}
+	fresh := func(at time.Time, received uint64) datapath.Stats { return datapath.Stats{Handshake: at, Received: received} }
+	p.look(stats(datapath.Stats{}, datapath.Stats{}), begin)
+
+	at := begin.Add(time.Minute)
+	p.look(stats(datapath.Stats{}, fresh(at, 1)), at)
+	if p.down() || !p.heard().Equal(at) {
+		t.Errorf("with a session in the second tunnel alone: down %v, heard %v", p.down(), p.heard().Sub(begin))
+	}
+	at = begin.Add(time.Hour)
+	p.look(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at)
+	if p.down() || !p.heard().Equal(at) {
+		t.Errorf("with a session in the first tunnel alone: down %v, heard %v", p.down(), p.heard().Sub(begin))
+	}
+	p.look(stats(fresh(at, 1), fresh(begin.Add(time.Minute), 1)), at.Add(sessionGone+time.Second))
+	if !p.down() || !p.heard().Equal(at) {
+		t.Errorf("without a session in any tunnel: down %v, heard %v", p.down(), p.heard().Sub(begin))
+	}
+}
+
+// A tunnel in which the peer has roamed and is heard keeps its endpoint while another tunnel is silent.
+func TestASilentTunnelResetsNoOther(t *testing.T) {
+	g, p := withTwoTunnels(t)
+	at := netip.MustParseAddrPort("198.51.100.7:4000") // where both tunnels have roamed to
+	for i, e := range g.ends {
+		theirs, _ := theirEnd(p.GatewayPeer, i)
+		if err := e.Change([]datapath.Peer{{State: p.state, Key: theirs.PublicKey, Endpoint: at}}, nil); err != nil {
+			t.Fatal(err)
+		}
+	}
+	now := time.Now()
+	p.further = []session{{key: p.Tunnels[0].PublicKey, since: now, heard: now}}
+	g.tick(now)
+	p = &g.now.peers[0]
+	if !p.session.asserted.Equal(now) || !p.further[0].asserted.IsZero() {
+		t.Errorf("asserted: the first tunnel at %v, the second at %v; want only the first, which is silent", p.session.asserted, p.further[0].asserted)
+	}
+}
