@@ -133,10 +133,14 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 	if !s.peering.DeletionTimestamp.IsZero() {
 		return no(isthmus.ReasonUnpeering, "waiting for %s", cmp.Or(s.waiting, "the rest to be removed"))
 	}
+	apart := "" // why no change of either cluster reaches the other
 	for _, step := range steps {
 		v := verdicts[step]
 		switch {
 		case v.status == metav1.ConditionTrue:
+		case apart != "" && step == isthmus.ConditionPublished:
+		case step == isthmus.ConditionIdentity && v.reason == isthmus.ReasonUnreachable && carries(verdicts):
+			apart = v.message
 		case len(s.lacking) > 0: // the first cause; without it the others may be fine
 			return no(isthmus.ReasonLocalSetup, "%s", strings.Join(s.lacking, "; "))
 		case v.reason == isthmus.ReasonGatewaySilent:
@@ -153,7 +157,15 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 	if v := verdicts[isthmus.ConditionConnected]; v.reason == v1alpha1.CauseNarrowPath {
 		return v
 	}
+	if apart != "" {
+		return yes(isthmus.ReasonUnreachable, "traffic flows, but changes of either cluster do not reach the other: "+apart)
+	}
 	return yes(isthmus.ReasonConnected, "traffic can flow")
+}
+
+// carries reports whether packets pass by what both sides agreed, whatever their API servers do.
+func carries(verdicts map[string]verdict) bool {
+	return verdicts[isthmus.ConditionTunnelEndpoint].status == metav1.ConditionTrue && verdicts[isthmus.ConditionConnected].status == metav1.ConditionTrue
 }
 
 func publishedVerdict(s peeringState) verdict {

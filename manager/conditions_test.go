@@ -91,6 +91,13 @@ func TestConditionsOfAPeering(t *testing.T) {
 			isthmus.ConditionPublished, isthmus.ReasonUpToDate, isthmus.ReasonConnected, "traffic can flow"},
 		{"identity revoked", func(s *peeringState) { s.identity = no(isthmus.ReasonUnauthorized, "https://b: Unauthorized") },
 			isthmus.ConditionIdentity, isthmus.ReasonUnauthorized, isthmus.ReasonUnauthorized, "IdentityReady: https://b: Unauthorized"},
+		{"the peer's API server is away, and traffic flows", func(s *peeringState) {
+			s.identity, s.published = no(isthmus.ReasonUnreachable, "https://b does not answer"), no(isthmus.ReasonPublishing, "not done yet")
+		}, isthmus.ConditionIdentity, isthmus.ReasonUnreachable, isthmus.ReasonUnreachable, "traffic flows, but changes of either cluster do not reach the other: https://b does not answer"},
+		{"the peer's API server is away, and no traffic flows", func(s *peeringState) {
+			s.identity = no(isthmus.ReasonUnreachable, "https://b does not answer")
+			s.endpoint.Status.Connection = v1alpha1.Connection{Status: v1alpha1.ConnectionError, StatusMessage: "silence"}
+		}, isthmus.ConditionConnected, isthmus.ReasonLost, isthmus.ReasonUnreachable, "IdentityReady: https://b does not answer"},
 		{"not published", func(s *peeringState) { s.published = no(isthmus.ReasonForbidden, "https://b: forbidden") },
 			isthmus.ConditionPublished, isthmus.ReasonForbidden, isthmus.ReasonForbidden, "Published: https://b: forbidden"},
 		{"not answered", func(s *peeringState) { s.original.Status = v1alpha1.NetworkConfigStatus{} },
@@ -202,7 +209,7 @@ func TestConditionsOfAPeering(t *testing.T) {
 			if ready.Reason != c.ready || !strings.Contains(ready.Message, c.message) {
 				t.Errorf("Ready is %+v, want reason %s and %q", ready, c.ready, c.message)
 			}
-			if (ready.Status == metav1.ConditionTrue) != v1alpha1.Carries(c.ready) {
+			if (ready.Status == metav1.ConditionTrue) != (v1alpha1.Carries(c.ready) || strings.HasPrefix(c.message, "traffic flows")) {
 				t.Errorf("Ready is %s with reason %s", ready.Status, ready.Reason)
 			}
 		})

@@ -366,7 +366,7 @@ func (r *PeeringReconciler) announce(before, after *isthmus.Peering) {
 		case !isTrue && wasTrue && !ready && slices.Contains(isthmus.WaitReasons, c.Reason): // the Event of what it waits for is enough
 		case !isTrue && wasTrue, ready && old != nil && !isTrue && eventReason(old) != reason,
 			c.Type == isthmus.ConditionPeerConfig && c.Reason == v1alpha1.ReasonConsent && old != nil && old.Message != c.Message:
-			r.Log.Warn("peering not ready", "peering", after.Name, "condition", c.Type, "reason", c.Reason, "message", c.Message)
+			r.Log.Warn("peering has a problem", "peering", after.Name, "condition", c.Type, "reason", c.Reason, "message", c.Message)
 			r.Events.Eventf(about, nil, corev1.EventTypeWarning, reason, c.Type, "%s: %s", c.Type, c.Message)
 		}
 	}

@@ -24,7 +24,8 @@ With --remote-context, or --remote-kubeconfig, the other side is looked at too.
 Each side sees what the other cannot: whoever hears nothing does not know why.
 
 The exit code is 0 when everything works that was looked at, 1 when something is
-broken or unknown, and 2 when a cluster could not be asked.`,
+broken or unknown, and 2 when a cluster could not be asked. When only the other
+cluster could not be asked, the diagnosis of this one is printed first.`,
 		Example:           "  isthmus diagnose --context paris oslo\n  isthmus diagnose --context paris --remote-context oslo",
 		Args:              cobra.MaximumNArgs(1),
 		ValidArgsFunction: completePeering(&local),
@@ -43,19 +44,23 @@ broken or unknown, and 2 when a cluster could not be asked.`,
 					return err
 				}
 			}
-			d, err := peering.Diagnose(cmd.Context(), a, b, name)
+			d, unasked := peering.Diagnose(cmd.Context(), a, b, name)
 			switch {
-			case errors.Is(err, peering.ErrOtherPeer):
-				return cli.Usage("%w", err)
-			case err != nil:
-				return clusterError(err)
+			case errors.Is(unasked, peering.ErrOtherPeer):
+				return cli.Usage("%w", unasked)
+			case d == nil:
+				return clusterError(unasked)
 			}
 			if output.ForPrograms() {
 				err = output.Print(cmd.OutOrStdout(), d)
 			} else {
 				err = d.Print(cmd.OutOrStdout())
 			}
-			if err == nil && !d.Fine() {
+			switch {
+			case err != nil:
+			case unasked != nil:
+				err = clusterError(unasked)
+			case !d.Fine():
 				err = cli.ErrProblem
 			}
 			return err

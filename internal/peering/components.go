@@ -75,9 +75,13 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found componen
 // readyLag is how much later a kubelet may see that a Pod is not ready than the Pod has said why.
 const readyLag = 2 * time.Minute
 
-// lastWarnings are the latest warnings about Pods that are of now: not of long ago, not of before the
-// Pod was ready, and not taken back since by whoever warned. How old one is the API server knows, by whose
-// clock now is; what comes before what is by the clock of the Pod's node, where all these are written.
+// unrelated are reasons of Events that say nothing about why a Pod is not ready.
+var unrelated = []string{"MissingClusterDNS", "DNSConfigForming"}
+
+// lastWarnings returns the latest current warning about each Pod: not an old one, not one from before the Pod
+// was ready, and not one that its reporter has taken back. A warning of our own components comes before those
+// of a kubelet, which only repeat that the Pod is not ready. The API server, whose clock now is, knows how old
+// an Event is; their order is by the clock of the Pod's node, where all of them are written.
 func lastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Time) map[string]string {
 	after := make(map[string]time.Time)
 	for i := range pods {
@@ -96,14 +100,18 @@ func lastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Tim
 			mended[by] = at
 		}
 	}
-	said, latest := make(map[string]string), make(map[string]time.Time)
+	said, latest, own := make(map[string]string), make(map[string]time.Time), make(map[string]bool)
 	for i := range warnings {
 		e := &warnings[i]
 		pod, at := e.InvolvedObject.Name, eventTime(e)
-		if now.Sub(writtenAt(e)) >= eventsOfLate || at.Before(after[pod]) || !at.After(mended[reporter{pod, e.ReportingController}]) || !at.After(latest[pod]) {
+		if now.Sub(writtenAt(e)) >= eventsOfLate || at.Before(after[pod]) || !at.After(mended[reporter{pod, e.ReportingController}]) || slices.Contains(unrelated, e.Reason) {
 			continue
 		}
-		latest[pod], said[pod] = at, fmt.Sprintf("%s: %s", Printable(e.Reason), printable(strings.TrimSpace(e.Message), maxMessage))
+		ours := strings.HasPrefix(e.ReportingController, isthmus.GroupVersion.Group+"/")
+		if own[pod] && !ours || own[pod] == ours && !at.After(latest[pod]) {
+			continue
+		}
+		latest[pod], own[pod], said[pod] = at, ours, fmt.Sprintf("%s: %s", Printable(e.Reason), printable(strings.TrimSpace(e.Message), maxMessage))
 	}
 	return said
 }

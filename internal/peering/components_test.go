@@ -120,6 +120,8 @@ func TestWarningsOfWhatIsOverAreNotShown(t *testing.T) {
 		e.CreationTimestamp, e.ManagedFields = metav1.Time{Time: at.Add(-time.Hour)}, []metav1.ManagedFieldsEntry{{Time: &at}}
 		return e
 	}
+	unrelatedEvent := event(time.Minute, "kubelet", "kubelet does not have ClusterDNS IP configured")
+	unrelatedEvent.Reason = "MissingClusterDNS"
 	repeated := disk
 	repeated.Series = &corev1.EventSeries{LastObservedTime: metav1.NewMicroTime(now.Add(-time.Minute))}
 	for _, tc := range []struct {
@@ -130,7 +132,10 @@ func TestWarningsOfWhatIsOverAreNotShown(t *testing.T) {
 		want     string
 	}{
 		{"one", []corev1.Event{disk}, nil, nil, "R: no space left"},
-		{"the latest", []corev1.Event{kubelet, disk}, nil, nil, "R: Back-off"},
+		{"the latest", []corev1.Event{kubelet, event(3*time.Minute, "kubelet", "Unhealthy")}, nil, nil, "R: Unhealthy"},
+		{"ours before a kubelet's", []corev1.Event{kubelet, disk}, nil, nil, "R: no space left"},
+		{"ours before a kubelet's, in another order", []corev1.Event{disk, kubelet}, nil, nil, "R: no space left"},
+		{"one about something else", []corev1.Event{unrelatedEvent}, nil, nil, ""},
 		{"of long ago", []corev1.Event{event(time.Hour, "kubelet", "x")}, nil, nil, ""},
 		{"of long ago, by a clock that is an hour ahead", []corev1.Event{taken(event(0, "kubelet", "x"), time.Hour)}, nil, nil, ""},
 		{"of now, by a clock that is an hour behind", []corev1.Event{taken(event(time.Hour, "kubelet", "x"), time.Minute)}, nil, nil, "R: x"},

@@ -33,16 +33,20 @@ func (d *Diagnosis) Fine() bool {
 
 // Diagnose walks from a cluster to the peer of that name, or to all where it is empty, hop by hop.
 // remote is the other side, or nil where there is no way to ask it. The error is ErrOtherPeer where
-// both are given and the name is another peer's.
+// both are given and the name is another peer's. When the other side cannot be asked, the result is the
+// diagnosis of this side, beside an error.
 func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*Diagnosis, error) {
 	if err := local.Identify(ctx); err != nil {
 		return nil, err
 	}
 	meant := func(p *isthmus.Peering) bool { return name == "" || called(p, name) }
+	var unasked error // of the other side
 	if remote != nil {
-		if err := remote.Identify(ctx); err != nil {
-			return nil, err
+		if unasked = remote.Identify(ctx); unasked != nil {
+			remote = nil
 		}
+	}
+	if remote != nil {
 		if err := distinct(local, remote); err != nil {
 			return nil, err
 		}
@@ -57,20 +61,24 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*Diagno
 		if len(here.peerings) == 0 && name != "" {
 			return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, ErrNoPeering, Printable(name))
 		}
-		d.Hops = here.hops()
-		d.NotAsked = append(slices.Clone(here.notAsked), "the other side: with --remote-context it is looked at too")
+		d.Hops, d.NotAsked = here.hops(), here.notAsked
+		if unasked == nil {
+			d.NotAsked = append(slices.Clone(d.NotAsked), "the other side: with --remote-context it is looked at too")
+		}
 	} else {
 		if err := here.sameAs(name, remote); err != nil {
 			return nil, err
 		}
-		there, err := remote.examine(ctx, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == local.Identity.ClusterID })
-		if err != nil {
-			return nil, err
+		var there *examination
+		there, unasked = remote.examine(ctx, func(p *isthmus.Peering) bool { return p.Spec.Cluster.ClusterID == local.Identity.ClusterID })
+		if unasked == nil {
+			d.Hops, d.NotAsked = between(here, there), slices.Concat(here.notAsked, there.notAsked)
+		} else {
+			d.Hops, d.NotAsked = here.hops(), here.notAsked
 		}
-		d.Hops, d.NotAsked = between(here, there), slices.Concat(here.notAsked, there.notAsked)
 	}
 	d.Broken = FirstBroken(d.Hops)
-	return d, nil
+	return d, unasked
 }
 
 // ErrOtherPeer says that the two ways in which somebody named a peer lead to two.

@@ -113,7 +113,11 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 			Text: "you may not list Pods in " + c.Namespace}), manager, gateway, nil
 	}
 	found.judgeGateway(&hops[1], gateway, now)
-	if text := found.noStandby(gateway.Name, c.gatewaysWanted(ctx)); text != "" && !noneAtWork(&hops[1]) {
+	wanted := c.gatewaysWanted(ctx)
+	if wanted == 0 && noneAtWork(&hops[1]) {
+		hops[1].Text, hops[1].Source = "no gateway is at work, because its Deployment wants no Pods; scale it: kubectl -n "+c.Namespace+" scale deployment -l app.kubernetes.io/name=gateway --replicas=2", "Deployments in "+c.Namespace
+	}
+	if text := found.noStandby(gateway.Name, wanted); text != "" && !noneAtWork(&hops[1]) {
 		hops = append(hops, Hop{Cluster: c.String(), Name: hopStandby, State: Limited, Reason: reasonNoStandby, Source: "Pods in " + c.Namespace, Text: text})
 	}
 	nodes, err := c.nodeHops(ctx, found)
@@ -177,8 +181,9 @@ func heed(own []Hop, p *isthmus.Peering) {
 	}
 }
 
-// nodeHops look for a route agent on every node that takes one, as the kubelets tell. A node that is
-// not ready is a hop of its own: whatever its agent does, no pod on it is reached.
+// nodeHops look for a route agent on every node that takes one, as the kubelets report. A node that is not
+// ready is a hop of its own. Its kubelet may have lost the API server while its pods are reached, so nothing
+// is called broken.
 func (c *Cluster) nodeHops(ctx context.Context, found components) ([]Hop, error) {
 	hop := Hop{Cluster: c.String(), Name: hopAgents, Source: "Nodes, Pods in " + c.Namespace}
 	var nodes corev1.NodeList
@@ -196,8 +201,8 @@ func (c *Cluster) nodeHops(ctx context.Context, found components) ([]Hop, error)
 	a := agentsOf(nodes.Items, found, sets.Items)
 	var hops []Hop
 	if len(a.unready) > 0 {
-		hops = append(hops, Hop{Cluster: c.String(), Name: hopNodes, State: Broken, Source: "Nodes",
-			Text: fmt.Sprintf("pods on %d of %d nodes are not reached, because the nodes are not ready: %s; see `kubectl describe node`",
+		hops = append(hops, Hop{Cluster: c.String(), Name: hopNodes, State: Limited, Source: "Nodes",
+			Text: fmt.Sprintf("%d of %d nodes are not ready, so whether their pods are reached is not known: %s; see `kubectl describe node`",
 				len(a.unready), a.nodes+len(a.unready), firstFew(a.unready, "; "))})
 	}
 	hop.State, hop.Text = Works, fmt.Sprintf("on all %d nodes", a.nodes)
@@ -415,7 +420,7 @@ func agentsOf(nodes []corev1.Node, found components, sets []appsv1.DaemonSet) (a
 func notReady(n *corev1.Node) string {
 	for _, c := range n.Status.Conditions {
 		if c.Type == corev1.NodeReady && c.Status != corev1.ConditionTrue {
-			return cmp.Or(Printable(c.Message), "is not ready")
+			return Printable(cmp.Or(c.Message, c.Reason, "is not ready"))
 		}
 	}
 	return ""
@@ -444,7 +449,7 @@ func podProblem(p *corev1.Pod) string {
 	}
 	for _, c := range p.Status.Conditions {
 		if c.Type == corev1.PodReady && c.Status != corev1.ConditionTrue {
-			return "is not ready: " + cmp.Or(Printable(c.Message), Printable(c.Reason))
+			return "is not ready: " + Printable(cmp.Or(c.Message, c.Reason))
 		}
 	}
 	return ""

@@ -136,7 +136,7 @@ func rowOf(p *isthmus.Peering) Row {
 		}
 	}
 	for i := range p.Status.Conditions {
-		if c := &p.Status.Conditions[i]; s.Ready && c.Type != isthmus.ConditionReady && isthmus.Limited(c) {
+		if c := &p.Status.Conditions[i]; s.Ready && c.Type != isthmus.ConditionReady && (c.Status == metav1.ConditionFalse || isthmus.Limited(c)) {
 			s.Problems = append(s.Problems, problem(c))
 		}
 	}

@@ -66,6 +66,16 @@ func TestTheFirstProblemIsTheOneToActOn(t *testing.T) {
 	}
 }
 
+// Traffic decides whether a Peering is ready; what does not work beside it is a problem all the same.
+func TestAReadyPeeringShowsItsProblems(t *testing.T) {
+	p := &isthmus.Peering{ObjectMeta: metav1.ObjectMeta{Generation: 1}, Status: isthmus.PeeringStatus{
+		Conditions: conditions("True(Unreachable) traffic flows", "IdentityReady=False(Unreachable) https://b does not answer")}}
+	row := rowOf(p)
+	if want := "IdentityReady is False (Unreachable): https://b does not answer"; !row.Ready || row.Reason != isthmus.ReasonUnreachable || row.Problem != want {
+		t.Errorf("ready %v, reason %s, problem %q; want ready, %s, %q", row.Ready, row.Reason, row.Problem, isthmus.ReasonUnreachable, want)
+	}
+}
+
 func TestStatusIsATableWithoutSurprises(t *testing.T) {
 	peerings := []isthmus.Peering{
 		{ObjectMeta: metav1.ObjectMeta{Name: "b-1a2b3c", Generation: 1}, Spec: isthmus.PeeringSpec{Cluster: v1alpha1.ClusterIdentity{ClusterID: "B", ClusterName: "b"},

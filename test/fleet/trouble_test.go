@@ -258,7 +258,7 @@ func TestDiagnoseNamesWhatIsBroken(t *testing.T) {
 				w.Metrics = tellingMetrics(t.Context(), a)
 			}
 			var well bool
-			if w.Status, well = peeringStatus(t.Context(), f, a); well != (tr.alone == "" && !tr.unasked) {
+			if w.Status, well = peeringStatus(t.Context(), f, a); well != (tr.ready || tr.alone == "" && !tr.unasked) {
 				t.Errorf("isthmus status is fine: %v; %s", well, w.Status)
 			}
 			w.Trace = traceOf(t.Context(), s, senders[s.node].Addr.String(), to.String()) // from where the trouble is
@@ -378,6 +378,11 @@ func named(t *testing.T, s *troubleSite, tr *trouble, fine func(*testing.T)) {
 	is(false, tr.alone)
 	if !tr.deaf {
 		is(true, tr.both)
+		return
+	}
+	out, err := s.Isthmus(t.Context(), "diagnose", "--context", s.a.Name, "--remote-context", s.b.Name)
+	if exit := (interface{ ExitCode() int })(nil); !errors.As(err, &exit) || exit.ExitCode() != 2 || !strings.Contains(out, "identity") {
+		t.Errorf("isthmus diagnose with a peer that does not answer: %v; want exit code 2 and this side's hops\n%s", err, out)
 	}
 }
 

@@ -170,6 +170,7 @@ type trouble struct {
 	says        string // of the hop, beside its reason
 	unasked     bool   // a cannot be asked at all
 	deaf        bool   // b cannot be asked at all
+	ready       bool   // packets pass, so the peering stays READY
 	short       bool   // it is among those that are made without -long
 	fresh       bool   // gateways remember a path that was narrow, and let one that is so again be for ten minutes: they start anew before
 	breaks      func(t *testing.T, s *troubleSite)
@@ -341,7 +342,7 @@ var troubles = []trouble{
 		},
 	},
 	{
-		fault: "the identity leads to an address without an API server", alone: "a/identity Unreachable", both: "a/identity Unreachable",
+		fault: "the identity leads to an address without an API server", alone: "a/identity Unreachable", both: "a/identity Unreachable", ready: true,
 		breaks: func(t *testing.T, s *troubleSite) {
 			change(t, s.a, identitySecret(t, s), func(o *corev1.Secret) {
 				s.saved = o.DeepCopy()
@@ -460,7 +461,7 @@ var troubles = []trouble{
 		},
 	},
 	{
-		fault: "the peer's API server does not answer", alone: "a/identity Unreachable", deaf: true,
+		fault: "the peer's API server does not answer", alone: "a/identity Unreachable", deaf: true, ready: true, short: true,
 		breaks: func(t *testing.T, s *troubleSite) { must(t, s.b.Server.Freeze()) },
 		heals:  func(t *testing.T, s *troubleSite) { must(t, s.b.Server.Thaw()) },
 	},
@@ -580,7 +581,7 @@ var troubles = []trouble{
 		heals: func(t *testing.T, s *troubleSite) { ipCommand(t, s.a.Nodes[1].Host, "link", "del", "foreign") },
 	},
 	{
-		fault: "a node is not ready", alone: "a/nodes", both: "a/nodes",
+		fault: "a node is not ready", says: "whether their pods are reached is not known",
 		breaks: func(t *testing.T, s *troubleSite) { nodeReady(t, s.a, corev1.ConditionFalse) },
 		heals:  func(t *testing.T, s *troubleSite) { nodeReady(t, s.a, corev1.ConditionTrue) },
 	},

@@ -114,7 +114,7 @@ const (
 	ReasonSecretInvalid    = "SecretInvalid" // it holds neither a kubeconfig nor Liqo's identity
 	ReasonNotRenewed       = "NotRenewed"    // True: it answers, but our token is not renewed and will end; the message says why
 	ReasonUnauthorized     = "Unauthorized"  // revoked or expired
-	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer
+	ReasonUnreachable      = "Unreachable"   // the peer's API server does not answer; Ready has it too, and is True while traffic flows
 
 	// Published
 	ReasonUpToDate      = "UpToDate"      // it does
@@ -154,5 +154,5 @@ var WaitReasons = []string{
 
 // Limited reports whether a condition is true and says that something works less well than it should.
 func Limited(c *metav1.Condition) bool {
-	return c.Status == metav1.ConditionTrue && (c.Reason == net.CauseNarrowPath || c.Reason == ReasonNotRenewed)
+	return c.Status == metav1.ConditionTrue && (c.Reason == net.CauseNarrowPath || c.Reason == ReasonNotRenewed || c.Reason == ReasonUnreachable)
 }
