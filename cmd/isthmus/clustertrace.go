@@ -118,10 +118,10 @@ func (t *clusterTrace) end(c *peering.Cluster, name string) (peering.Place, erro
 	return c.Find(t.ctx, name)
 }
 
-// destination is the other end, at the address that this cluster knows it by: a Pod of the other
-// cluster where that is asked, else of whatever cluster the address is.
+// destination is the other end, at the address that this cluster knows it by. A name is one of the other
+// cluster where that is asked.
 func (t *clusterTrace) destination(name string) (peering.Place, error) {
-	if !strings.Contains(name, "/") || t.remote == nil || strings.HasPrefix(name, "svc/") || strings.HasPrefix(name, "service") {
+	if !strings.Contains(name, "/") || t.remote == nil {
 		return t.end(t.local, name)
 	}
 	p, err := t.remote.Find(t.ctx, name)
@@ -183,6 +183,11 @@ func (t *clusterTrace) arrive(w *way, c *peering.Cluster, sent *gateway.TraceSte
 	place, err := c.PlaceAt(t.ctx, dst)
 	if err != nil {
 		return nil, err
+	}
+	if place.Node == "" {
+		if hop, is, err := c.VacantHop(t.ctx, dst.Addr()); is || err != nil {
+			return step, w.add(hop, err)
+		}
 	}
 	return step, w.add(c.NodeHop(t.ctx, place.Node))
 }

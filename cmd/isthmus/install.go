@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"os"
@@ -60,7 +61,15 @@ are. --print shows the manifests and needs no cluster.`,
 				return err
 			}
 			o.Report = reporter(cmd)
-			return clusterError(c.Install(cmd.Context(), o))
+			if err := c.Install(cmd.Context(), o); err != nil {
+				return clusterError(err)
+			}
+			what := "installed; peer it with another cluster: isthmus peer --context " + cmp.Or(access.Context, "THIS") + " --remote-context OTHER"
+			if o.Wait == 0 {
+				what = "applied; whether the components run was not waited for: isthmus status"
+			}
+			o.Report(fmt.Sprintf("%s: %s", c, what))
+			return nil
 		},
 	}
 	addAccessFlags(cmd, &access, "", "")

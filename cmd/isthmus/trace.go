@@ -28,8 +28,8 @@ rewrite, or why it would be dropped. Nothing is sent.
 Where there is a kubeconfig, follow it through the cluster, as its objects say: the
 node of the pod, the gateway, the tunnel, and with --remote-context the other side;
 and then the answer back. SRC and DST are addresses, NAMESPACE/POD, svc/NAME or
-svc/NAMESPACE/NAME, which is the first endpoint that is ready; a Pod as DST is one of
-the other cluster where that is given. SRC is on this side.
+svc/NAMESPACE/NAME, which is the first endpoint that is ready. SRC is on this side. A
+name as DST is one of the other cluster where that is given.
 
 With --gateway or --address ask the NAT engine of the gateway that runs on this
 machine, which knows its flows; with --config an engine with the configuration of a

@@ -211,6 +211,25 @@ func (c *Cluster) NodeHop(ctx context.Context, node string) (Hop, error) {
 	return way[0], nil
 }
 
+// VacantHop reports whether an address is in the PodCIDR of a node. No running Pod has it, so the hop says that
+// nobody may answer: it may be an address of the node itself, such as that of its bridge.
+func (c *Cluster) VacantHop(ctx context.Context, addr netip.Addr) (hop Hop, is bool, err error) {
+	var nodes corev1.NodeList
+	if err := c.client.List(ctx, &nodes); err != nil {
+		return hop, false, c.explain("Nodes", err)
+	}
+	for i := range nodes.Items {
+		n := &nodes.Items[i]
+		for _, text := range append(slices.Clone(n.Spec.PodCIDRs), n.Spec.PodCIDR) {
+			if prefix, err := netip.ParsePrefix(text); err == nil && prefix.Contains(addr) {
+				return Hop{Cluster: c.String(), Name: "pod", State: Unknown, Source: "Pods, Nodes",
+					Text: fmt.Sprintf("no Pod that runs has %s, which is in the PodCIDR %s of Node %s: nobody answers, unless it is an address of the node", addr, prefix, Printable(n.Name))}, true, nil
+			}
+		}
+	}
+	return hop, false, nil
+}
+
 // GatewayHop says whether a gateway is at work, and on which Pod the overlay ends.
 func (c *Cluster) GatewayHop(ctx context.Context) (Hop, error) {
 	hops, _, _, err := clusterHops(ctx, c)

@@ -27,8 +27,12 @@ const (
 	maxSize, maxRequests = 16 << 20, 1000
 	// senders is how many requests a Pod has under way.
 	senders = 8
-	// attempt is how long one attempt may take, and attempts how many there are.
+	// attempt is how long one attempt may take without an octet, and attempts how many there are. A transfer
+	// that goes on may take slowest.
 	attempt, attempts = 3 * time.Second, 3
+	slowest           = 20 * time.Second
+	// large transfers may be slow on a busy machine.
+	large = 64 << 10
 	// maxConnections is how many clients an echo serves at a time.
 	maxConnections = 64
 )
@@ -128,14 +132,45 @@ func echoTCP(l net.Listener) error {
 }
 
 func answerTCP(c net.Conn) error {
-	if err := c.SetDeadline(time.Now().Add(2 * attempt)); err != nil {
-		return err
-	}
-	payload, err := readPiece(c)
+	t := &transfer{Conn: c, end: time.Now().Add(2 * slowest)}
+	payload, err := readPiece(t)
 	if err != nil {
 		return err
 	}
-	return errors.Join(writePiece(c, seenBy(c.RemoteAddr())), writePiece(c, payload))
+	return errors.Join(writePiece(t, seenBy(c.RemoteAddr())), writePiece(t, payload))
+}
+
+// A transfer is a connection that may stand still for as long as an attempt takes, and lasts until end.
+type transfer struct {
+	net.Conn
+	end  time.Time
+	came int // octets
+}
+
+func (t *transfer) Read(b []byte) (n int, err error) {
+	n, err = t.step(b, t.Conn.Read)
+	t.came += n
+	return n, err
+}
+
+func (t *transfer) Write(b []byte) (n int, err error) {
+	for n < len(b) && err == nil {
+		var moved int
+		moved, err = t.step(b[n:min(len(b), n+16<<10)], t.Conn.Write)
+		n += moved
+	}
+	return n, err
+}
+
+func (t *transfer) step(b []byte, do func([]byte) (int, error)) (n int, err error) {
+	until := time.Now().Add(attempt)
+	if until.After(t.end) {
+		until = t.end
+	}
+	if err := t.SetDeadline(until); err != nil {
+		return 0, err
+	}
+	return do(b)
 }
 
 func readPiece(r io.Reader) ([]byte, error) {
@@ -228,8 +263,12 @@ func Do(ctx context.Context, r Request) (a Answer) {
 	if send == nil || r.Size < 0 || r.Size > maxSize {
 		return Answer{Error: fmt.Sprintf("protocol %q, %d octets: want %s, %s or %s, and at most %d octets", r.Protocol, r.Size, TCP, UDP, ICMP, maxSize)}
 	}
+	limit := attempt
+	if r.Protocol == TCP {
+		limit = slowest
+	}
 	for a.Tries = 1; ; a.Tries++ {
-		one, cancel := context.WithTimeout(ctx, attempt)
+		one, cancel := context.WithTimeout(ctx, limit)
 		to, err := r.resolve(one)
 		start := time.Now()
 		var from netip.Addr
@@ -247,7 +286,8 @@ func Do(ctx context.Context, r Request) (a Answer) {
 		}
 		if r.Once || a.Tries == attempts || ctx.Err() != nil {
 			a.Error = err.Error()
-			if errors.Is(err, context.DeadlineExceeded) || isTimeout(err) {
+			var slow slowError
+			if !errors.As(err, &slow) && (errors.Is(err, context.DeadlineExceeded) || isTimeout(err)) {
 				a.Error = fmt.Sprintf("no answer within %v", attempt)
 			}
 			return a
@@ -256,6 +296,8 @@ func Do(ctx context.Context, r Request) (a Answer) {
 }
 
 func (r Request) resolve(ctx context.Context) (to netip.AddrPort, err error) {
+	ctx, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
 	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", r.Host)
 	if err != nil {
 		return to, err
@@ -295,12 +337,32 @@ func connect(ctx context.Context, network string, to netip.AddrPort) (net.Conn, 
 	return c, err
 }
 
+// A slowError says that a transfer went on, but did not end in time.
+type slowError struct{ came, of int }
+
+func (e slowError) Error() string {
+	return fmt.Sprintf("too slow: about %d of %d octets came back, and no more within %v, or not all within %v", e.came, e.of, attempt, slowest)
+}
+
 func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
-	c, err := connect(ctx, "tcp", to)
+	dialing, cancel := context.WithTimeout(ctx, attempt)
+	defer cancel()
+	conn, err := connect(dialing, "tcp", to)
 	if err != nil {
 		return from, err
 	}
-	defer c.Close()
+	defer conn.Close()
+	return exchange(conn, size)
+}
+
+// exchange sends so many octets, and takes them back.
+func exchange(conn net.Conn, size int) (from netip.Addr, err error) {
+	c := &transfer{Conn: conn, end: time.Now().Add(slowest)}
+	defer func() {
+		if c.came > 0 && isTimeout(err) {
+			err = slowError{c.came, size}
+		}
+	}()
 	sent := payload(size)
 	if err := writePiece(c, sent); err != nil {
 		return from, err

@@ -208,7 +208,7 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 		requests[i] = c.request()
 		requests[i].Once = once
 	}
-	ctx, cancel := context.WithTimeout(ctx, patience(len(requests), once))
+	ctx, cancel := context.WithTimeout(ctx, patience(requests, once))
 	defer cancel()
 	var answers []Answer
 	err := m.ask(ctx, http.MethodPost, "/run", requests, &answers)
@@ -229,14 +229,20 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 	return results
 }
 
-// patience is how long a Pod may take for so many requests none of which is answered, and the way
-// to it.
-func patience(requests int, once bool) time.Duration {
-	rounds := (requests + senders - 1) / senders
+// patience is how long a Pod may take for requests none of which is answered, and the way to it. Each large
+// transfer may be slow, too.
+func patience(requests []Request, once bool) time.Duration {
+	rounds := time.Duration((len(requests) + senders - 1) / senders)
 	if once {
-		return time.Duration(rounds)*attempt + 5*time.Second
+		return rounds*attempt + 5*time.Second
 	}
-	return time.Duration(rounds*attempts)*attempt + 10*time.Second
+	slow := time.Duration(0)
+	for i := range requests {
+		if requests[i].Protocol == TCP && requests[i].Size >= large {
+			slow += slowest - attempt
+		}
+	}
+	return rounds*attempts*attempt + slow/senders + slowest
 }
 
 // request is what the sender of a check is told.

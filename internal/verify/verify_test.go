@@ -210,6 +210,52 @@ func TestAProbeIsAnsweredInEverySize(t *testing.T) {
 	}
 }
 
+// A transfer that goes on is not given up, however slow the machine is; one that stands still is.
+func TestASlowTransferIsNotCalledLost(t *testing.T) {
+	const size = 160 << 10
+	for _, tc := range []struct {
+		name  string
+		pause time.Duration // before each of ten pieces of the answer
+		most  int           // octets that come back
+		want  string        // part of the error; empty: none
+	}{
+		{"slow", 1500 * time.Millisecond, 1 << 20, ""},
+		{"too slow", 2500 * time.Millisecond, 1 << 20, "too slow: about "},
+		{"stands still", 0, size / 2, "too slow: about "},
+		{"nothing comes back", 0, 0, "i/o timeout"},
+	} {
+		t.Run(tc.name, func(t *testing.T) {
+			synctest.Test(t, func(t *testing.T) {
+				here, there := net.Pipe()
+				defer here.Close()
+				go func() {
+					defer there.Close()
+					payload, err := readPiece(there)
+					if err != nil {
+						t.Error(err)
+						return
+					}
+					var answer bytes.Buffer
+					_ = writePiece(&answer, []byte("{}"))
+					_ = writePiece(&answer, payload)
+					for b := answer.Next(min(tc.most, answer.Len())); len(b) > 0; {
+						time.Sleep(tc.pause)
+						n, err := there.Write(b[:min(len(b), size/10+1)])
+						if b = b[n:]; err != nil {
+							return // given up
+						}
+					}
+					_, _ = there.Read(make([]byte, 1)) // until the other end closes
+				}()
+				_, err := exchange(here, size)
+				if (err == nil) != (tc.want == "") || err != nil && !strings.Contains(err.Error(), tc.want) {
+					t.Errorf("after %d octets: %v; want %q", size, err, tc.want)
+				}
+			})
+		})
+	}
+}
+
 // An echo that anybody reaches believes no length, and sends nobody more than they sent.
 func TestAnEchoBelievesNoLength(t *testing.T) {
 	echo, _ := serve(t)

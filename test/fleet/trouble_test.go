@@ -7,6 +7,7 @@ import (
 	"flag"
 	"fmt"
 	"maps"
+	"net/netip"
 	"os"
 	"regexp"
 	"slices"
@@ -326,7 +327,9 @@ func followed(t *testing.T, s *troubleSite) {
 			}
 		}
 	}
+	vacant := seen(t, s.a, s.b, vacantAddr(s.b))
 	for want, args := range map[string][]string{
+		"no Pod that runs has":          {from.Addr.String(), vacant.String(), "--remote-context", s.b.Name},
 		"no peer has 192.0.2.1":         {from.Addr.String(), "192.0.2.1"},
 		"Pod default/nobody: not found": {"default/nobody", there.String()},
 		"has no port 81":                {from.Addr.String(), "svc/kubernetes:81"},
@@ -336,6 +339,13 @@ func followed(t *testing.T, s *troubleSite) {
 			t.Errorf("isthmus trace %v: %v, and not %q:\n%s", args, err, want, out)
 		}
 	}
+}
+
+// vacantAddr returns an address in the PodCIDR of a node that neither a pod nor the node has.
+func vacantAddr(c *fleet.Cluster) netip.Addr {
+	b := c.Nodes[1].PodCIDR.Addr().As4()
+	b[3] += 200
+	return netip.AddrFrom4(b)
 }
 
 var observe = flag.Bool("observe", false, "go on with the next fault after one that is not named rightly")
