@@ -35,6 +35,10 @@ const (
 	pathRaise     = 30 * time.Second
 	pathRaiseMost = 10 * time.Minute
 
+	// pathRetry is how often PathError is put to the test. An interruption may have caused it, and the peer
+	// is not ready meanwhile.
+	pathRetry = 5 * time.Second
+
 	// pathSizes are probed in one round, besides the largest and the smallest in question. Twice
 	// that, and the controls, is less than a peer answers in a second.
 	pathSizes = 5
@@ -159,7 +163,7 @@ func (s *pathSearch) next(now time.Time, every time.Duration) []pathProbe {
 		return nil // a peer answers so many in a second
 	case s.State == PathSearching:
 		return s.probe(pathSearches, now)
-	case s.State == PathError && now.Sub(s.raised) >= pathRaise, s.Narrow() && now.Sub(s.raised) >= s.raise:
+	case s.State == PathError && now.Sub(s.raised) >= pathRetry, s.Narrow() && now.Sub(s.raised) >= s.raise:
 		s.raised, s.low, s.high = now, s.stepOf(s.Bytes), s.steps()
 		if s.State == PathError {
 			s.low = -1

@@ -152,7 +152,7 @@ func TestPathSearchLeavesItsErrorWhereTheBaseIsAllThereIs(t *testing.T) {
 		t.Fatalf("%+v, want %s", s.PathMTU, PathError)
 	}
 	p.takes = 1500
-	drive(&s, p, &now, pathRaiseMost+time.Minute, 1200)
+	drive(&s, p, &now, pathRetry+2*time.Second, 1200)
 	if s.State != PathSearchComplete || s.Bytes != 1200 {
 		t.Errorf("%+v after it has healed, want %s", s.PathMTU, PathSearchComplete)
 	}

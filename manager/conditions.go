@@ -139,6 +139,8 @@ func readyVerdict(s peeringState, verdicts map[string]verdict) verdict {
 		switch {
 		case v.status == metav1.ConditionTrue:
 		case apart != "" && step == isthmus.ConditionPublished:
+		case v.status == metav1.ConditionUnknown && (step == isthmus.ConditionIdentity || step == isthmus.ConditionPublished) && carries(verdicts) &&
+			meta.IsStatusConditionTrue(s.peering.Status.Conditions, isthmus.ConditionReady): // it is looked at again
 		case step == isthmus.ConditionIdentity && v.reason == isthmus.ReasonUnreachable && carries(verdicts):
 			apart = v.message
 		case len(s.lacking) > 0: // the first cause; without it the others may be fine

@@ -91,6 +91,10 @@ func TestConditionsOfAPeering(t *testing.T) {
 			isthmus.ConditionPublished, isthmus.ReasonUpToDate, isthmus.ReasonConnected, "traffic can flow"},
 		{"identity revoked", func(s *peeringState) { s.identity = no(isthmus.ReasonUnauthorized, "https://b: Unauthorized") },
 			isthmus.ConditionIdentity, isthmus.ReasonUnauthorized, isthmus.ReasonUnauthorized, "IdentityReady: https://b: Unauthorized"},
+		{"the identity is looked at again, and traffic flows", func(s *peeringState) {
+			s.identity, s.published = unknown, unknown
+			s.peering.Status.Conditions = []metav1.Condition{{Type: isthmus.ConditionReady, Status: metav1.ConditionTrue, LastTransitionTime: deleted}}
+		}, isthmus.ConditionIdentity, isthmus.ReasonUnknown, isthmus.ReasonConnected, "traffic can flow"},
 		{"the peer's API server is away, and traffic flows", func(s *peeringState) {
 			s.identity, s.published = no(isthmus.ReasonUnreachable, "https://b does not answer"), no(isthmus.ReasonPublishing, "not done yet")
 		}, isthmus.ConditionIdentity, isthmus.ReasonUnreachable, isthmus.ReasonUnreachable, "traffic flows, but changes of either cluster do not reach the other: https://b does not answer"},

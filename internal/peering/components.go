@@ -12,6 +12,7 @@ import (
 
 	corev1 "k8s.io/api/core/v1"
 	"k8s.io/apimachinery/pkg/api/meta"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -49,7 +50,7 @@ func (c *Cluster) components(ctx context.Context, now time.Time) (found componen
 	found.broken, found.refuses = make(map[string]*isthmus.BrokenOverlay), make(map[string]string)
 	var reports isthmus.NodeNetworksList // a help: who may not read it sees the agents' Pods
 	_ = c.client.List(ctx, &reports, client.InNamespace(c.Namespace))
-	connected := sync.OnceValue(func() bool { return c.anyConnected(ctx) })
+	connected := sync.OnceValue(func() bool { return c.anyConnected(ctx, now) })
 	for i := range reports.Items {
 		r := &reports.Items[i]
 		if o := r.Spec.BrokenOverlay; o != nil && (!o.Back || connected()) {
@@ -116,13 +117,19 @@ func lastWarnings(warnings, over []corev1.Event, pods []corev1.Pod, now time.Tim
 	return said
 }
 
-// anyConnected reports whether packets go both ways between this cluster and some peer: else it is no
-// wonder that none come back to a node.
-func (c *Cluster) anyConnected(ctx context.Context) bool {
+// agentsLag is how long an agent may take until it sees that packets come back to its node again.
+const agentsLag = 20 * time.Second
+
+// anyConnected reports whether packets have gone both ways between this cluster and some peer for agentsLag.
+// Otherwise an outage between the clusters explains why none came back to a node.
+func (c *Cluster) anyConnected(ctx context.Context, now time.Time) bool {
 	var list isthmus.PeeringList
-	return c.client.List(ctx, &list) == nil && slices.ContainsFunc(list.Items, func(p isthmus.Peering) bool {
-		return meta.IsStatusConditionTrue(p.Status.Conditions, isthmus.ConditionConnected)
-	})
+	return c.client.List(ctx, &list) == nil && slices.ContainsFunc(list.Items, func(p isthmus.Peering) bool { return connectedBefore(&p, now.Add(-agentsLag)) })
+}
+
+func connectedBefore(p *isthmus.Peering, at time.Time) bool {
+	c := meta.FindStatusCondition(p.Status.Conditions, isthmus.ConditionConnected)
+	return c != nil && c.Status == metav1.ConditionTrue && c.LastTransitionTime.Time.Before(at)
 }
 
 // eventTime is when an Event was last observed.

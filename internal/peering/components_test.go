@@ -8,6 +8,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
@@ -100,6 +101,24 @@ func TestAGatewayWithoutAStandbyIsTold(t *testing.T) {
 		got := components{pods: tc.pods}.noStandby("g1", tc.wanted)
 		if !strings.Contains(got, tc.says) || (got == "") != (tc.says == "") {
 			t.Errorf("%s: %q, want %q", tc.name, got, tc.says)
+		}
+	}
+}
+
+// After an outage between the clusters, what agents found during it blames no overlay.
+func TestAnOverlayIsBlamedOnlyWhenPeersHaveBeenConnectedForLong(t *testing.T) {
+	now := time.Date(2026, 11, 22, 12, 0, 0, 0, time.UTC)
+	for _, tc := range []struct {
+		status metav1.ConditionStatus
+		ago    time.Duration
+		want   bool
+	}{
+		{metav1.ConditionTrue, time.Hour, true}, {metav1.ConditionTrue, agentsLag / 2, false}, {metav1.ConditionFalse, time.Hour, false},
+	} {
+		p := &isthmus.Peering{Status: isthmus.PeeringStatus{Conditions: []metav1.Condition{
+			{Type: isthmus.ConditionConnected, Status: tc.status, LastTransitionTime: metav1.NewTime(now.Add(-tc.ago))}}}}
+		if got := connectedBefore(p, now.Add(-agentsLag)); got != tc.want {
+			t.Errorf("Connected is %s since %v: %v", tc.status, tc.ago, got)
 		}
 	}
 }
