@@ -41,6 +41,7 @@ type peeringState struct {
 	conflict string   // why nobody is joined because of it, or ""
 	lacking  []string // what keeps us from publishing
 	overlaps []string // of the peer's networks, as used here, with something of ours that came later
+	tenant   string   // what is wrong with the tenant namespace, or ""
 	ending   bool     // the tenant namespace is being deleted
 
 	identity, published verdict                  // from the replicator
@@ -214,6 +215,8 @@ func peerConfigVerdict(s peeringState) verdict {
 			s.remedyHere(&s.copies[0], v1alpha1.ReasonAmbiguous)))
 	case len(s.copies) == 1 && s.copies[0].DeletionTimestamp.IsZero():
 		return acceptedVerdict(s)
+	case s.tenant != "": // whatever the peer does, its NetworkConfig cannot be here
+		return no(isthmus.ReasonWaitingPeer, "%s", s.tenant)
 	case s.withdrew():
 		return no(isthmus.ReasonPeerWithdrew, "%s has deleted its NetworkConfig in namespace %s: it does not want to be joined any more; isthmus unpeer %s, or isthmus peer for both clusters",
 			s.who(), s.peering.Spec.TenantNamespace.Local, s.peering.Name)

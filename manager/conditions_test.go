@@ -115,6 +115,10 @@ func TestConditionsOfAPeering(t *testing.T) {
 		{"the peer's was here and is gone", func(s *peeringState) {
 			s.copies, s.endpoint, s.peering.Status.Conditions = nil, nil, remembered(isthmus.ReasonAnswered)
 		}, isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew, isthmus.ReasonPeerWithdrew, "deleted its NetworkConfig"},
+		{"the peer's was here, and our tenant namespace is gone", func(s *peeringState) {
+			s.copies, s.original, s.endpoint, s.peering.Status.Conditions = nil, nil, nil, remembered(isthmus.ReasonAnswered)
+			s.tenant, s.lacking = "tenant namespace tenant: not there", []string{"tenant namespace tenant: not there"}
+		}, isthmus.ConditionPeerConfig, isthmus.ReasonWaitingPeer, isthmus.ReasonLocalSetup, "tenant namespace tenant: not there"},
 		{"the peer's has been gone for long", func(s *peeringState) {
 			s.copies, s.endpoint, s.peering.Status.Conditions = nil, nil, remembered(isthmus.ReasonPeerWithdrew)
 		}, isthmus.ConditionPeerConfig, isthmus.ReasonPeerWithdrew, isthmus.ReasonPeerWithdrew, "deleted its NetworkConfig"},

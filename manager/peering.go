@@ -167,7 +167,7 @@ func (r *PeeringReconciler) gather(ctx context.Context, peering *isthmus.Peering
 	if problem, err := namespaceProblem(ctx, r.Client, peer.LocalNamespace); err != nil {
 		return s, err
 	} else if problem != "" {
-		s.lacking = append([]string{problem}, s.lacking...)
+		s.tenant, s.lacking = problem, append([]string{problem}, s.lacking...)
 	}
 	if s.ending, err = namespaceEnding(ctx, r.Client, peer.LocalNamespace); err != nil {
 		return s, err
