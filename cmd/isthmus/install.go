@@ -9,8 +9,10 @@ import (
 	"strings"
 	"time"
 
+	"github.com/go-logr/logr"
 	"github.com/spf13/cobra"
 	corev1 "k8s.io/api/core/v1"
+	"k8s.io/klog/v2"
 	"sigs.k8s.io/yaml"
 
 	"github.com/isthmus-net/isthmus/deploy"
@@ -238,6 +240,7 @@ func otherCluster(local, remote *peering.Access) bool {
 }
 
 func connect(a peering.Access) (*peering.Cluster, error) {
+	klog.SetLogger(logr.Discard()) // what the libraries say of a server that does not answer, our error says too
 	c, err := peering.Connect(a)
 	if err != nil {
 		return nil, cli.Unreachable(err)

@@ -227,8 +227,9 @@ func TestASlowTransferIsNotCalledLost(t *testing.T) {
 		t.Run(tc.name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
 				here, there := net.Pipe()
-				defer here.Close()
+				done := make(chan struct{})
 				go func() {
+					defer close(done)
 					defer there.Close()
 					payload, err := readPiece(there)
 					if err != nil {
@@ -248,6 +249,8 @@ func TestASlowTransferIsNotCalledLost(t *testing.T) {
 					_, _ = there.Read(make([]byte, 1)) // until the other end closes
 				}()
 				_, err := exchange(here, size)
+				here.Close()
+				<-done
 				if (err == nil) != (tc.want == "") || err != nil && !strings.Contains(err.Error(), tc.want) {
 					t.Errorf("after %d octets: %v; want %q", size, err, tc.want)
 				}
