@@ -68,7 +68,9 @@ func TestAPeerIsDownOnlyWithoutASessionInAllTunnels(t *testing.T) {
 	stats := func(first, second datapath.Stats) []map[[32]byte]datapath.Stats {
 		return []map[[32]byte]datapath.Stats{{p.PublicKey: first}, {p.Tunnels[0].PublicKey: second}}
 	}
-	fresh := func(at time.Time, received uint64) datapath.Stats { return datapath.Stats{Handshake: at, Received: received} }
+	fresh := func(at time.Time, received uint64) datapath.Stats {
+		return datapath.Stats{Handshake: at, Received: received}
+	}
 	p.look(stats(datapath.Stats{}, datapath.Stats{}), begin)
 
 	at := begin.Add(time.Minute)
