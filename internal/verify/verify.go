@@ -232,17 +232,17 @@ func (m *member) send(ctx context.Context, checks []Check, once bool) []Result {
 // patience is how long a Pod may take for requests none of which is answered, and the way to it. Each large
 // transfer may be slow, too.
 func patience(requests []Request, once bool) time.Duration {
-	rounds := time.Duration((len(requests) + senders - 1) / senders)
+	rounds := (len(requests) + senders - 1) / senders
 	if once {
-		return rounds*attempt + 5*time.Second
+		return time.Duration(rounds)*attempt + 5*time.Second
 	}
-	slow := time.Duration(0)
+	transfers := 0
 	for i := range requests {
 		if requests[i].Protocol == TCP && requests[i].Size >= large {
-			slow += slowest - attempt
+			transfers++
 		}
 	}
-	return rounds*attempts*attempt + slow/senders + slowest
+	return time.Duration(rounds*attempts)*attempt + time.Duration(transfers)*(slowest-attempt)/senders + slowest
 }
 
 // request is what the sender of a check is told.
