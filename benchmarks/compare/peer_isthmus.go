@@ -92,7 +92,11 @@ func (b *bench) isthmus(ctx context.Context, binary string, c crowd, args []stri
 	// Not as r.gateways end: the lab waits for them, and checks how they ended.
 	r.cleanup = append(r.cleanup, func() error {
 		r.gateways = nil
-		return errors.Join(b.lab.StopGateways(), b.lab.Unjoin(a.cluster, z.cluster))
+		errs := []error{b.lab.StopGateways(), b.lab.Unjoin(a.cluster, z.cluster)}
+		for _, n := range b.nodes { // a gateway that has ended still refuses its peers' networks, which other peers of the table need
+			errs = append(errs, b.run(context.WithoutCancel(ctx), n.host, "", binary, "gateway", "--cleanup"))
+		}
+		return errors.Join(errs...)
 	})
 	if c != (crowd{}) {
 		for _, n := range b.nodes {
