@@ -132,7 +132,7 @@ func echoTCP(l net.Listener) error {
 }
 
 func answerTCP(c net.Conn) error {
-	t := &transfer{Conn: c, end: time.Now().Add(2 * slowest)}
+	t := &transfer{Conn: c, end: time.Now().Add(slowest)} // as long as its client waits
 	payload, err := readPiece(t)
 	if err != nil {
 		return err
@@ -144,7 +144,7 @@ func answerTCP(c net.Conn) error {
 type transfer struct {
 	net.Conn
 	end  time.Time
-	came int // octets
+	came int // octets that were read
 }
 
 func (t *transfer) Read(b []byte) (n int, err error) {
@@ -263,12 +263,8 @@ func Do(ctx context.Context, r Request) (a Answer) {
 	if send == nil || r.Size < 0 || r.Size > maxSize {
 		return Answer{Error: fmt.Sprintf("protocol %q, %d octets: want %s, %s or %s, and at most %d octets", r.Protocol, r.Size, TCP, UDP, ICMP, maxSize)}
 	}
-	limit := attempt
-	if r.Protocol == TCP {
-		limit = slowest
-	}
 	for a.Tries = 1; ; a.Tries++ {
-		one, cancel := context.WithTimeout(ctx, limit)
+		one, cancel := context.WithTimeout(ctx, attempt)
 		to, err := r.resolve(one)
 		start := time.Now()
 		var from netip.Addr
@@ -296,8 +292,6 @@ func Do(ctx context.Context, r Request) (a Answer) {
 }
 
 func (r Request) resolve(ctx context.Context) (to netip.AddrPort, err error) {
-	ctx, cancel := context.WithTimeout(ctx, attempt)
-	defer cancel()
 	addrs, err := net.DefaultResolver.LookupNetIP(ctx, "ip", r.Host)
 	if err != nil {
 		return to, err
@@ -345,9 +339,7 @@ func (e slowError) Error() string {
 }
 
 func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr, err error) {
-	dialing, cancel := context.WithTimeout(ctx, attempt)
-	defer cancel()
-	conn, err := connect(dialing, "tcp", to)
+	conn, err := connect(ctx, "tcp", to)
 	if err != nil {
 		return from, err
 	}
@@ -355,7 +347,7 @@ func overTCP(ctx context.Context, to netip.AddrPort, size int) (from netip.Addr,
 	return exchange(conn, size)
 }
 
-// exchange sends so many octets, and takes them back.
+// exchange sends so many octets, and takes them back. It has its own deadlines, see transfer.
 func exchange(conn net.Conn, size int) (from netip.Addr, err error) {
 	c := &transfer{Conn: conn, end: time.Now().Add(slowest)}
 	defer func() {
