@@ -31,7 +31,7 @@ type peer struct {
 
 // session is what a peer's WireGuard session looks like from outside.
 type session struct {
-	key      [32]byte  // the peer's
+	key      [32]byte  // the peer's, of a further tunnel
 	since    time.Time // configured
 	received uint64
 	heard    time.Time // when received last grew
@@ -147,7 +147,7 @@ func (g *gateway) survey(c Config, want []*fabric.GatewayPeer, ways bool) survey
 			j++
 		}
 		if p.GatewayPeer == nil || p.PublicKey != w.PublicKey {
-			p.session = session{key: w.PublicKey, since: now}
+			p.session = session{since: now}
 		}
 		p.GatewayPeer, p.inUse, p.forgotten = w, inUse[w.ID], false
 	}

@@ -58,6 +58,9 @@ func Diagnose(ctx context.Context, local, remote *Cluster, name string) (*Diagno
 	}
 	d := &Diagnosis{At: time.Now()}
 	if remote == nil {
+		if len(here.peerings) == 0 && name != "" && unasked != nil { // it may be the name that the other side has for itself
+			return nil, unasked
+		}
 		if len(here.peerings) == 0 && name != "" {
 			return nil, fmt.Errorf("%s: %w: no Peering is called %s or for a cluster of that name; `isthmus status` shows the names", local, ErrNoPeering, Printable(name))
 		}

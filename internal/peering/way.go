@@ -215,7 +215,10 @@ func (c *Cluster) NodeHop(ctx context.Context, node string) (Hop, error) {
 // nobody may answer: it may be an address of the node itself, such as that of its bridge.
 func (c *Cluster) VacantHop(ctx context.Context, addr netip.Addr) (hop Hop, is bool, err error) {
 	var nodes corev1.NodeList
-	if err := c.client.List(ctx, &nodes); err != nil {
+	switch err := c.client.List(ctx, &nodes); {
+	case forbidden(err): // then it is taken for another machine's, as any address without a Pod
+		return hop, false, nil
+	case err != nil:
 		return hop, false, c.explain("Nodes", err)
 	}
 	for i := range nodes.Items {
