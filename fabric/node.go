@@ -345,7 +345,7 @@ func (d *nodeDecision) addFilter(ownPods []netip.Prefix, in NodeIntent) {
 			own = append(own, a)
 		}
 	}
-	s := kernel.FilterSets{Nodes: nodes, Gateways: gateways, Own: own, Elsewhere: elsewhere, Underlay: in.UnderlayDevices}
+	s := kernel.FilterSets{Nodes: nodes, Gateways: gateways, Own: own, Elsewhere: elsewhere, Pods: d.podNetworks(in, ownPods), Underlay: in.UnderlayDevices}
 	if len(in.Bridges) > 0 {
 		d.node.Bridges = []kernel.Bridge{kernel.BridgeFor(gateways, in.Uplinks)}
 	}
@@ -363,21 +363,7 @@ func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 	if len(d.node.Devices) == 0 {
 		return // no packet leaves for a peer
 	}
-	s := kernel.SourceNATSets{Underlay: in.UnderlayDevices, Self: d.self.Underlay()}
-	s.Pods = validOf(ownPods)
-	for _, n := range d.nodes {
-		s.Pods = append(s.Pods, validOf(n.PodCIDRs)...)
-	}
-	if d.trusted {
-		s.Local = validOf(d.self.PodCIDRs)
-	} else {
-		for _, p := range in.Pods {
-			if p.Node == d.self.Name && !slices.Contains(d.self.Addrs, p.Addr) {
-				s.Local = append(s.Local, hostPrefix(p.Addr))
-			}
-		}
-	}
-	s.Pods = append(s.Pods, s.Local...)
+	s := kernel.SourceNATSets{Local: d.localPods(in), Pods: d.podNetworks(in, ownPods), Underlay: in.UnderlayDevices, Self: d.self.Underlay()}
 	d.node.SourceNAT = []kernel.SourceNAT{kernel.SourceNATFor(s).WithSet("remote", d.remote.Networks)}
 	var here []netip.Addr // those of our node, standing by or not
 	for _, g := range in.Gateways {
@@ -386,6 +372,28 @@ func (d *nodeDecision) addSourceNAT(in NodeIntent, ownPods []netip.Prefix) {
 		}
 	}
 	d.node.Accepts = []kernel.Accept{kernel.AcceptFor(here)}
+}
+
+// localPods returns the networks of our node's own pods: the podCIDRs, or each pod's address.
+func (d *nodeDecision) localPods(in NodeIntent) (local []netip.Prefix) {
+	if d.trusted {
+		return validOf(d.self.PodCIDRs)
+	}
+	for _, p := range in.Pods {
+		if p.Node == d.self.Name && !slices.Contains(d.self.Addrs, p.Addr) {
+			local = append(local, hostPrefix(p.Addr))
+		}
+	}
+	return local
+}
+
+// podNetworks returns the networks of all pods of the cluster, as far as they are known.
+func (d *nodeDecision) podNetworks(in NodeIntent, ownPods []netip.Prefix) []netip.Prefix {
+	all := append(validOf(ownPods), d.localPods(in)...)
+	for _, n := range d.nodes {
+		all = append(all, validOf(n.PodCIDRs)...)
+	}
+	return all
 }
 
 // nameStrangers says when pods of our node are in none of the networks by which peers know our pods:

@@ -432,7 +432,7 @@ func TestNodeBelievesOverlayPacketsOfTheOtherNodesOnly(t *testing.T) {
 	in.Granted = []netip.Prefix{pfx("10.99.0.0/16"), pfx("10.246.8.0/24"), pfx("fd00:246::/48")}
 	in.UnderlayDevices = []string{"eth0"}
 	n, _ := NodeFor(in)
-	want := kernel.Filter{Nodes: "172.30.1.12 172.30.1.13", Own: "172.30.1.11 192.0.2.7", Underlay: "eth0",
+	want := kernel.Filter{Nodes: "172.30.1.12 172.30.1.13", Own: "172.30.1.11 192.0.2.7", Pods: "10.244.0.0/16", Underlay: "eth0",
 		Remote: kernel.Remote{Networks: "10.99.0.0/16 10.246.0.0/16 10.247.0.0/16", Networks6: "fd00:246::/48", Around: "10.99.0.0 10.246.0.0 10.247.0.0"}}
 	if len(n.Filters) != 1 || n.Filters[0] != want {
 		t.Errorf("%+v, want %+v", n.Filters, want)

@@ -15,6 +15,7 @@ type Filter struct {
 	Remote    Remote // networks of peers
 	Own       string // addresses of our node at which a peer may be given it as a mapped endpoint, IPv4
 	Elsewhere string // networks in which pods of other nodes are, and none of ours, IPv4
+	Pods      string // networks of all pods of the cluster, IPv4
 	Underlay  string // devices by which our node reaches the others
 	Bridges   string // of which a Bridge keeps pods off gateways, and by which other nodes reach these
 	// Gateways are addresses of gateways that are Pods, IPv4: what they send to the overlay of other
@@ -58,7 +59,8 @@ func around(sorted []netip.Prefix) string {
 type FilterSets struct {
 	Pod                  bool // that of a gateway's Pod, which needs Nodes and Remote alone
 	Nodes, Own, Gateways []netip.Addr
-	Remote, Elsewhere    []netip.Prefix
+	Remote               []netip.Prefix
+	Elsewhere, Pods      []netip.Prefix
 	Underlay, Bridges    []string
 }
 
@@ -67,7 +69,7 @@ type FilterSets struct {
 func FilterFor(s FilterSets) Filter {
 	return Filter{
 		Pod: s.Pod, Nodes: addresses(s.Nodes), Own: addresses(s.Own), Gateways: addresses(s.Gateways),
-		Remote: RemoteOf(s.Remote), Elsewhere: NetworkElements(s.Elsewhere),
+		Remote: RemoteOf(s.Remote), Elsewhere: NetworkElements(s.Elsewhere), Pods: NetworkElements(s.Pods),
 		Underlay: devices(s.Underlay), Bridges: devices(s.Bridges),
 	}
 }
@@ -180,7 +182,10 @@ func (c FilterChain) Kind() string {
 // A pod of ours may say that it is anybody, and most CNIs carry that. What has a peer's source came
 // out of the gateway, or over another node that brought it from there, and by no device of a pod,
 // which is one end of a veth pair or a bridge. Nor does what is for a peer and has the source of a
-// pod of another node: that may come from its node, to a NodePort here that leads to a peer.
+// pod of another node: that may come from its node, to a NodePort here that leads to a peer. A source
+// that no pod has (a container outside of Kubernetes has one) must have its route through the device
+// that the packet came by. Otherwise one pod could send as thousands of hosts, take all of the
+// gateway's NAPT ports towards a peer, and have the answers leave in the clear.
 //
 // Whatever leads a packet for a peer elsewhere (a rule of others before ours, a route that a redirect
 // made, somebody who took our routes away), it leaves by a device of ours or not at all. Within the
@@ -220,6 +225,10 @@ var FilterChains = []FilterChain{
 		{FromKind("bridge"), DoDrop},
 		{DoAccept},
 	}},
+	{Name: "nopod", Rules: []FilterRule{
+		{HasReturnPath, DoAccept},
+		{Jump("bydevice")},
+	}},
 	{Name: "forged", Drops: "forged_source", Rules: []FilterRule{
 		{To(OverlayDevice), DoDrop},
 		{Jump("bydevice")},
@@ -254,6 +263,7 @@ var FilterChains = []FilterChain{
 		{fromOurs, Jump("overlay")},
 		{fromNearRemote, fromRemote, Jump("forged")},
 		{toNearRemote, InSet{Source, "elsewhere"}, toRemote, Jump("bydevice")},
+		{toNearRemote, NotInSet{Source, "pods"}, toRemote, Jump("nopod")},
 	}},
 	leavingChain,
 }
@@ -312,7 +322,7 @@ func (f Filter) Chains() []FilterChain {
 // DropReasons are the reasons for which rules of a Filter and of a Bridge drop, each with a sentence.
 var DropReasons = []struct{ Reason, Explain string }{
 	{"in_the_clear", "it is for a peer and would leave by a device that is not ours"},
-	{"forged_source", "a pod says that it is a peer, or a pod of another node"},
+	{"forged_source", "a pod sends as a peer, as a pod of another node, or, to a peer, as a host that its device does not lead to"},
 	{"peer_to_node", "a peer sends to the node itself, or to a port of it that leads elsewhere"},
 	{"overlay_source", "it came to the overlay's port from no node or gateway, or by a device that does not lead there"},
 	{"overlay_port", "a pod, or a peer through us, sends to the overlay's port"},
@@ -341,6 +351,7 @@ func (f Filter) Sets() []FilterSet {
 		{"remote6", "ipv6_addr", true, 0, f.Remote.Networks6},
 		{"own", "ipv4_addr", false, 0, f.Own},
 		{"elsewhere", "ipv4_addr", true, 0, f.Elsewhere},
+		{"pods", "ipv4_addr", true, 0, f.Pods},
 		{"underlay", "ifname", false, 0, f.Underlay},
 		{"bridges", "ifname", false, 0, f.Bridges},
 		{"gateways", "ipv4_addr", false, 0, f.Gateways},
@@ -349,7 +360,7 @@ func (f Filter) Sets() []FilterSet {
 
 // set is the field for the set of a name.
 func (f *Filter) set(name string) *string {
-	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote.Networks, "remote16": &f.Remote.Around, "remote6": &f.Remote.Networks6, "own": &f.Own, "elsewhere": &f.Elsewhere, "underlay": &f.Underlay, "bridges": &f.Bridges, "gateways": &f.Gateways}[name]
+	return map[string]*string{"nodes": &f.Nodes, "remote": &f.Remote.Networks, "remote16": &f.Remote.Around, "remote6": &f.Remote.Networks6, "own": &f.Own, "elsewhere": &f.Elsewhere, "pods": &f.Pods, "underlay": &f.Underlay, "bridges": &f.Bridges, "gateways": &f.Gateways}[name]
 }
 
 // WithSet returns the Filter with other elements in the set of a name.

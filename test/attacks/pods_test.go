@@ -41,6 +41,13 @@ func podChapter() chapter {
 				v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
 				s.spoof(t, s.podOfA(s.other).Host, s.podOfA(s.third()).Addr, s.seen(t, s.a, s.b, b.Addr), v)
 			}},
+		{attacker: "a pod of a", attempt: "packets to a pod of b with the address of a host that is nowhere", before: "arrived from the NAPT address: in 20 s one pod took all ports",
+			now: "dropped on its node: a source that no pod has needs its route through the device that the packet came by",
+			run: func(t *testing.T, s *site) {
+				b := s.podOfB()
+				v := listen(t, b.Host, netip.AddrPortFrom(b.Addr, victimPort))
+				s.spoof(t, s.podOfA(s.other).Host, netip.MustParseAddr("203.0.113.77"), s.seen(t, s.a, s.b, b.Addr), v)
+			}},
 		{attacker: "a pod of a", attempt: "what is no WireGuard message, and messages of nobody's session, to its own gateway's port",
 			now: "dropped and counted; a gateway looks at keys, not at who sends", run: garbage},
 		{attacker: "a pod of a, a pod of c", attempt: "the gateway's and the agents' status, which names all peers and flows", now: "listens on the loopback address",

@@ -454,7 +454,7 @@ func TestFilterIsWhatItsTextSays(t *testing.T) {
 	for family, all := range map[string][]State{
 		"inet": {
 			{Filters: []Filter{{}}},
-			{Filters: []Filter{FilterFor(FilterSets{Nodes: nodes, Remote: remote, Own: own, Gateways: nodes[1:], Elsewhere: remote[:2], Underlay: []string{"eth1"}, Bridges: []string{"weave"}})}},
+			{Filters: []Filter{FilterFor(FilterSets{Nodes: nodes, Remote: remote, Own: own, Gateways: nodes[1:], Elsewhere: remote[:2], Pods: remote[1:4], Underlay: []string{"eth1"}, Bridges: []string{"weave"}})}},
 			{Filters: []Filter{FilterFor(FilterSets{Nodes: nodes[:1], Remote: remote[:1]})}},
 		},
 		"bridge": {
