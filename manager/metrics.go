@@ -24,7 +24,7 @@ func Families() []*metric.Family { return families.Families() }
 var (
 	familyPeering    = families.Gauge("manager_peering_ready", "1 if the Peering is Ready, else 0; reason is that of the condition.", "peering", "peer", "reason")
 	familyExpiry     = families.Gauge("manager_identity_expiry_timestamp_seconds", "When the identity at the peer ends. Of the manager that leads; no series for one that does not end.", "peer")
-	familyRenewal    = families.Gauge("manager_identity_renewal_timestamp_seconds", "From when on the token of the identity at the peer is renewed: two thirds of its life. No series for a certificate.", "peer")
+	familyRenewal    = families.Gauge("manager_identity_renewal_timestamp_seconds", "From when on the token of the identity at the peer is renewed: when a tenth of its life is over. No series for a certificate.", "peer")
 	familyReconciled = families.Gauge("manager_reconcile_success_timestamp_seconds", "When a controller last did all that one request wanted; no series before the first time.", "controller")
 	familyAddresses  = families.Gauge("ipam_addresses", "Addresses of a pool from which networks are given to peers, used and free; what is ours counts as used.", "pool", "state")
 	familyLeft       = families.Gauge("ipam_peers_left", "Peers with networks as long as ours that still get networks out of the pools; 0 while ours are not known.")

@@ -293,6 +293,7 @@ func (s *side) checkRights(ctx context.Context) error {
 	want(s.namespace, "", "serviceaccounts", "create", "patch", "delete")
 	want(s.namespace, "", "serviceaccounts/token", "create")
 	want(s.namespace, "", "secrets", "get", "list", "watch", "create", "patch")
+	want(s.namespace, "", "configmaps", "get")
 	want("", flowcontrolv1.GroupName, "flowschemas", "create", "patch")
 	want(s.namespace, rbacv1.GroupName, "roles", "create", "patch")
 	want(s.namespace, rbacv1.GroupName, "rolebindings", "create", "patch")

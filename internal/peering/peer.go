@@ -114,7 +114,7 @@ func check(ctx context.Context, a, b *side, o PeerOptions) error {
 		if err := s.agreed(); err != nil {
 			return err
 		}
-		if err := s.checkPin(o.Replace); err != nil {
+		if err := s.checkPin(ctx, o.Replace); err != nil {
 			return err
 		}
 		if err := s.checkConsent(ctx); err != nil {

@@ -14,6 +14,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	"k8s.io/apimachinery/pkg/types"
+	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -45,8 +46,9 @@ func fingerprint(ca []byte) string {
 }
 
 // checkPin refuses a peer that is not the cluster that the Peering was made with, unless that is
-// what the person wants. A Peering that a person wrote is for whoever is peered first.
-func (s *side) checkPin(replace bool) error {
+// what the person wants. A Peering that a person wrote is for whoever is peered first. Another certificate
+// authority is that of the same cluster if the cluster holds the identity that we gave it.
+func (s *side) checkPin(ctx context.Context, replace bool) error {
 	pin, err := s.peer.pin()
 	if err != nil {
 		return err
@@ -71,10 +73,49 @@ func (s *side) checkPin(replace bool) error {
 	if s.another = replace; replace {
 		return nil
 	}
+	if s.peering.Annotations[isthmus.AnnotationPeerUID] == pin[isthmus.AnnotationPeerUID] {
+		if ok, err := s.peer.holdsItsIdentity(ctx); err != nil || ok {
+			return err
+		}
+	}
 	return fmt.Errorf("%s: %s, which calls itself %s (%s), asks to be peered, and Peering %s was made with another cluster than that one, although ID and name are the same: %s. "+
 		"The Peering and the rights of the old one stay in force. "+
-		"If the cluster was made anew, or its authority changed, --replace revokes the rights of the old one and joins this one",
+		"If the cluster was made anew, or its authority changed and it does not hold a valid identity, --replace revokes the rights of the old one and joins this one",
 		s.Cluster, s.peer.context, Printable(s.peer.Identity.ClusterName), Printable(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
+}
+
+// holdsItsIdentity reports whether s has a token that its peer takes: nobody has that but the cluster that
+// it was given to.
+func (s *side) holdsItsIdentity(ctx context.Context) (bool, error) {
+	var secret corev1.Secret
+	err := s.client.Get(ctx, client.ObjectKey{Namespace: s.namespace, Name: s.secret}, &secret)
+	if apierrors.IsNotFound(err) || apierrors.IsForbidden(err) {
+		return false, nil
+	}
+	if err != nil {
+		return false, s.explain("Secret "+s.namespace+"/"+s.secret, err)
+	}
+	token := tokenIn(secret.Data[isthmus.SecretKubeconfig])
+	if token == "" {
+		return false, nil
+	}
+	wrong, err := s.peer.whatIsWrongWithToken(ctx, token)
+	if apierrors.IsNotFound(err) { // the account is gone
+		return false, nil
+	}
+	return err == nil && wrong == "", err
+}
+
+// tokenIn returns the token of a kubeconfig's current context; empty: it has none.
+func tokenIn(kubeconfig []byte) string {
+	config, err := clientcmd.Load(kubeconfig)
+	if err != nil || config.Contexts[config.CurrentContext] == nil {
+		return ""
+	}
+	if user := config.AuthInfos[config.Contexts[config.CurrentContext].AuthInfo]; user != nil {
+		return user.Token
+	}
+	return ""
 }
 
 // revokeAnother revokes all tokens of the cluster that was the peer before; also where the Peering

@@ -2,6 +2,7 @@ package peering
 
 import (
 	"encoding/pem"
+	"os"
 	"path/filepath"
 	"strings"
 	"testing"
@@ -10,6 +11,7 @@ import (
 	corev1 "k8s.io/api/core/v1"
 	apierrors "k8s.io/apimachinery/pkg/api/errors"
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+	"k8s.io/client-go/tools/clientcmd"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
@@ -70,6 +72,50 @@ func TestAClusterThatCopiesAnothersIdentityIsRefused(t *testing.T) {
 	if _, err = Peer(t.Context(), p.a, p.b, PeerOptions{Timeout: patient, Report: p.report}); err == nil || !strings.Contains(err.Error(), "--replace") {
 		t.Errorf("the one before comes back: %v", err)
 	}
+}
+
+func TestAClusterWithAnotherAuthorityIsTheSameIfItHoldsItsIdentity(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "authority")
+	must(t, p.peer(t))
+	account := client.ObjectKey{Namespace: p.b.Identity.TenantNamespace(), Name: peerAccount}
+	var was, is corev1.ServiceAccount
+	must(t, p.a.client.Get(t.Context(), account, &was))
+
+	config, err := clientcmd.LoadFromFile(files.b)
+	must(t, err)
+	other, err := os.ReadFile(files.a)
+	must(t, err)
+	added, err := clientcmd.Load(other)
+	must(t, err)
+	cluster := config.Clusters[config.Contexts[config.CurrentContext].Cluster]
+	for _, c := range added.Clusters {
+		cluster.CertificateAuthorityData = append(cluster.CertificateAuthorityData, c.CertificateAuthorityData...)
+	}
+	file := filepath.Join(t.TempDir(), "b.kubeconfig")
+	must(t, clientcmd.WriteToFile(*config, file))
+	rotated := connectTo(t, Access{Kubeconfig: file, Namespace: p.b.Namespace})
+	rotated.Identity = p.b.Identity
+	p.said()
+	_, err = Peer(t.Context(), p.a, rotated, PeerOptions{Timeout: patient, Report: p.report})
+	must(t, err)
+	contains(t, p.said(), "authority-a: has an identity at authority-b until ", "the old one was for another address or authority")
+	if must(t, p.a.client.Get(t.Context(), account, &is)); is.UID != was.UID {
+		t.Error("the account of b was revoked")
+	}
+	var secret corev1.Secret
+	must(t, p.a.client.Get(t.Context(), client.ObjectKey{Namespace: account.Namespace, Name: isthmus.DefaultIdentitySecret}, &secret))
+	if have, err := clientcmd.Load(secret.Data[isthmus.SecretKubeconfig]); err != nil || string(have.Clusters[p.b.Identity.ClusterName].CertificateAuthorityData) != string(cluster.CertificateAuthorityData) {
+		t.Errorf("a does not know b by the new authority: %v", err)
+	}
+
+	// Without the identity nothing tells it from another cluster: here it is back at the old authority.
+	must(t, p.b.client.Delete(t.Context(), &corev1.Secret{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Identity.TenantNamespace(), Name: isthmus.DefaultIdentitySecret}}))
+	_, err = Peer(t.Context(), p.a, p.b, PeerOptions{Timeout: patient, Report: p.report})
+	if err == nil {
+		t.Fatal("a cluster with another authority and without the identity was accepted")
+	}
+	contains(t, err.Error(), "certificate authority sha256:", "--replace")
 }
 
 func TestAnAccountThatNoPeeringNamesIsRevoked(t *testing.T) {

@@ -56,7 +56,7 @@ var verbs = []string{"get", "list", "watch", "create", "update", "patch", "delet
 var names = map[string][]string{
 	"secrets": {"wireguard-pubkey", isthmus.DefaultIdentitySecret}, "serviceaccounts": {peerAccount, "default"}, "serviceaccounts/token": {peerAccount, "default"},
 	"roles": {peerAccount, managerRole}, "rolebindings": {peerAccount, managerRole},
-	"leases": {"isthmus-manager", "isthmus-gateway"}, "configmaps": {"kubeadm-config"}, "namespaces": {"kube-system"}, "servicecidrs": {"kubernetes"}, "endpointslices": {"kubernetes"},
+	"leases": {"isthmus-manager", "isthmus-gateway"}, "configmaps": {"kubeadm-config", isthmus.ConfigMapRootCA}, "namespaces": {"kube-system"}, "servicecidrs": {"kubernetes"}, "endpointslices": {"kubernetes"},
 	"clusterroles": {"cluster-admin"}, "clusterrolebindings": {"cluster-admin"},
 }
 
@@ -230,6 +230,7 @@ func TestAPeersIdentityReachesItsNetworkConfigsAndNothingElse(t *testing.T) {
 		{"list watch create", "net.liqo.io", "networkconfigs", here, ""},
 		{"get update delete", "net.liqo.io", "networkconfigs", here, p.a.Identity.UniqueName()},
 		{"create", "", "serviceaccounts/token", here, peerAccount},
+		{"get", "", "configmaps", here, isthmus.ConfigMapRootCA},
 	})
 
 	// What it is for, done for real, as far as the quota lets it.

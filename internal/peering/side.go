@@ -76,6 +76,9 @@ func (s *side) peerRights() []client.Object {
 		}, rbacv1.PolicyRule{
 			// So that the peer can renew its token before it expires.
 			APIGroups: []string{""}, Resources: []string{"serviceaccounts/token"}, ResourceNames: []string{peerAccount}, Verbs: []string{"create"},
+		}, rbacv1.PolicyRule{
+			// So that it can follow the authority of our API server.
+			APIGroups: []string{""}, Resources: []string{"configmaps"}, ResourceNames: []string{isthmus.ConfigMapRootCA}, Verbs: []string{"get"},
 		})),
 		&rbacv1.RoleBinding{ObjectMeta: s.inTenant(peerAccount), RoleRef: roleRef(peerAccount),
 			Subjects: []rbacv1.Subject{{Kind: rbacv1.ServiceAccountKind, Namespace: s.namespace, Name: peerAccount}}},

@@ -21,6 +21,8 @@ type pace struct {
 	settled  time.Duration // a watch that lasted so long ends a series of failures
 	min, max time.Duration // pause after the first failure in a series, and after any
 	renew    time.Duration // least time between two attempts to renew a token
+	// authority is how often the certificate authority is read that the peer publishes.
+	authority time.Duration
 
 	// turns bounds the requests of all workers that wait for an answer together, where they go to one
 	// API server; nil: nothing does.
@@ -33,7 +35,7 @@ type pace struct {
 // tenth of what a new watch costs both sides.
 var usual = pace{
 	request: 10 * time.Second, watch: 2 * time.Hour, ask: 45 * time.Second, settled: 10 * time.Second,
-	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second,
+	min: 500 * time.Millisecond, max: 30 * time.Second, renew: 10 * time.Second, authority: time.Hour,
 }
 
 // ownTurns is how many of all workers ask our own API server at a time. It has a queue for each client,

@@ -241,5 +241,6 @@ func readToken(token string) (serviceToken, bool) {
 	return t, true
 }
 
-// renewal is the time at which two thirds of the token's life are over.
-func (t serviceToken) renewal() time.Time { return t.issued.Add(t.expires.Sub(t.issued) / 3 * 2) }
+// renewal is the time at which a tenth of the token's life is over. A cluster that is switched off
+// then has nine tenths of it left, whatever the API server grants.
+func (t serviceToken) renewal() time.Time { return t.issued.Add(t.expires.Sub(t.issued) / 10) }

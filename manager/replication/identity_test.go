@@ -135,7 +135,7 @@ func TestReadToken(t *testing.T) {
 	full := `{"aud":["x","y"],"iat":1000,"exp":4000,"kubernetes.io":{"namespace":"n","serviceaccount":{"name":"a"},"secret":{"name":"s","uid":"v"}}}`
 	got, ok := readToken(jwt(full))
 	if !ok || got.account != "a" || got.namespace != "n" || got.secret != "s" || got.secretUID != "v" ||
-		!slices.Equal(got.audiences, []string{"x", "y"}) || !got.renewal().Equal(time.Unix(3000, 0)) {
+		!slices.Equal(got.audiences, []string{"x", "y"}) || !got.renewal().Equal(time.Unix(1300, 0)) {
 		t.Errorf("%+v, %v", got, ok)
 	}
 	if got, ok := readToken(jwt(`{"aud":"x","iat":1,"exp":2,` + account + `}`)); !ok || !slices.Equal(got.audiences, []string{"x"}) {

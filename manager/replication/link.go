@@ -2,6 +2,7 @@ package replication
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
 	"io"
 	"net"
@@ -20,6 +21,7 @@ import (
 	"k8s.io/client-go/rest"
 	"sigs.k8s.io/controller-runtime/pkg/client"
 
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 )
 
@@ -31,7 +33,7 @@ const maxAnswer = 4 << 20
 var errAnswerTooLong = fmt.Errorf("sent more than %d MiB at once", maxAnswer>>20)
 
 // A link is a client of a peer's API server that knows NetworkConfigs in one namespace, and can ask
-// for a token.
+// for a token and for the certificate authority.
 type link struct {
 	identity
 	namespace string
@@ -138,6 +140,22 @@ func (l *link) delete(ctx context.Context, name string, uid types.UID) error {
 
 // wishedLife is the life of a new token. Most API servers grant it, some shorten it.
 const wishedLife = 90 * 24 * time.Hour
+
+// publishedAuthority returns the certificates by which the peer's API server wants to be known, in
+// PEM: every namespace of Kubernetes has them in this ConfigMap.
+func (l *link) publishedAuthority(ctx context.Context) (string, error) {
+	b, err := l.core.Get().Namespace(l.namespace).Resource("configmaps").Name(isthmus.ConfigMapRootCA).MaxRetries(0).DoRaw(ctx)
+	if err != nil {
+		return "", err
+	}
+	var published struct {
+		Data map[string]string `json:"data"`
+	}
+	if err := json.Unmarshal(b, &published); err != nil {
+		return "", fmt.Errorf("ConfigMap %s: %w", isthmus.ConfigMapRootCA, err)
+	}
+	return published.Data["ca.crt"], nil
+}
 
 // newToken asks for a token of the same account, for the same audience, bound to the same Secret.
 func (l *link) newToken(ctx context.Context, old serviceToken) (string, error) {

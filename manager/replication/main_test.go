@@ -147,7 +147,7 @@ func (c *cluster) freeze(ctx context.Context) error {
 // busy machine.
 var quick = pace{
 	request: 6 * time.Second, watch: time.Minute, ask: 2 * time.Second, settled: time.Second,
-	min: 50 * time.Millisecond, max: time.Second, renew: 200 * time.Millisecond,
+	min: 50 * time.Millisecond, max: time.Second, renew: 200 * time.Millisecond, authority: time.Hour,
 }
 
 // A pair is one peering between home and away, and a Replicator for it at home.

@@ -129,7 +129,7 @@ func failure(server string, err error) Condition {
 	reason, text := diagnose(err)
 	remedy := remedies[reason]
 	if cert := (*tls.CertificateVerificationError)(nil); errors.As(err, &cert) {
-		remedy = "if its authority has changed, run isthmus peer --replace; else somebody stands in between"
+		remedy = "if its authority has changed, run isthmus peer again with a kubeconfig that has the new one; else somebody stands in between"
 	}
 	if apierrors.IsAlreadyExists(err) { // and our watch does not show it
 		remedy = "what is there is the peer's own: delete it there"

@@ -54,6 +54,8 @@ type worker struct {
 	state   State
 	renewal renewal
 	life    Life // of the identity
+
+	authority time.Time // when to read the peer's authority again, by the real clock; zero: now
 }
 
 func newWorker(r *Replicator, p Target, cancel context.CancelFunc) *worker {
@@ -123,8 +125,13 @@ func deliver(ctx context.Context, to chan<- change) func(change) {
 // due is the time of the next thing to do that no event announces.
 func (w *worker) due() time.Time {
 	at := w.retry
-	if next := w.renewal.next; w.up && !next.IsZero() && (at.IsZero() || next.Before(at)) {
-		at = next
+	if !w.up {
+		return at
+	}
+	for _, next := range []time.Time{w.renewal.next, w.authority} {
+		if !next.IsZero() && (at.IsZero() || next.Before(at)) {
+			at = next
+		}
 	}
 	return at
 }
@@ -185,7 +192,7 @@ func (w *worker) takeSecret(ctx context.Context, c change) bool {
 	if w.link != nil && w.link.identity == id {
 		return false
 	}
-	w.renewal, w.life = newRenewal(id.token), id.life()
+	w.renewal, w.life, w.authority = newRenewal(id.token), id.life(), time.Time{}
 	w.tries.reset() // whatever failed did so with another identity
 	if err := w.connect(ctx, id, 0, &backoff{}); err != nil {
 		return without(isthmus.ReasonSecretInvalid, "%s: %v; run isthmus peer again, which makes it anew", where, err)
@@ -295,6 +302,7 @@ func (w *worker) sync(ctx context.Context) {
 	w.state.Answered = Condition{}
 	if w.up {
 		w.renew(ctx)
+		w.followAuthority(ctx)
 		w.carryOut(ctx, original)
 	}
 	w.tell(original)
@@ -543,7 +551,7 @@ func (r renewal) warning() string {
 	return fmt.Sprintf("; its token expires %s and is not renewed: %s", r.token.expires.Format(time.RFC3339), r.refusal)
 }
 
-// renew asks for a new token when two thirds of the life of this one are over, and writes it into
+// renew asks for a new token when a tenth of the life of this one is over, and writes it into
 // the Secret, from where it comes back like any other change. A refusal changes only the State: the
 // token is good until it expires.
 func (w *worker) renew(ctx context.Context) {
@@ -596,16 +604,22 @@ func (w *worker) renewToken(ctx context.Context) error {
 	if err != nil {
 		return err
 	}
+	return w.replaceKubeconfig(ctx, kubeconfig)
+}
+
+// replaceKubeconfig writes the Secret, unless somebody else has written another identity.
+func (w *worker) replaceKubeconfig(ctx context.Context, kubeconfig []byte) error {
 	patch, err := json.Marshal(map[string]any{
-		"metadata": map[string]string{"resourceVersion": w.secret.ResourceVersion}, // not over somebody else's new identity
+		"metadata": map[string]string{"resourceVersion": w.secret.ResourceVersion},
 		"data":     map[string][]byte{isthmus.SecretKubeconfig: kubeconfig},
 	})
 	if err != nil {
 		return err
 	}
-	_, err = w.r.secrets.Secrets(w.peer.LocalNamespace).Patch(ctx, w.peer.IdentitySecret, types.MergePatchType, patch, metav1.PatchOptions{})
+	written, err := w.r.secrets.Secrets(w.peer.LocalNamespace).Patch(ctx, w.peer.IdentitySecret, types.MergePatchType, patch, metav1.PatchOptions{})
 	if err != nil {
-		return fmt.Errorf("put the new token into Secret %s/%s: %w", w.peer.LocalNamespace, w.peer.IdentitySecret, err)
+		return fmt.Errorf("write the identity into Secret %s/%s: %w", w.peer.LocalNamespace, w.peer.IdentitySecret, err)
 	}
+	w.secret = written
 	return nil
 }

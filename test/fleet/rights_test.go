@@ -32,7 +32,7 @@ var unused = map[string]string{
 	"isthmus-manager: watch foreignclusters.discovery.liqo.io":             "the same",
 	"isthmus-manager: get namespaces":                                      "where no ConfigMap says who the cluster is: TestIdentityOfTheCluster in package manager",
 	"isthmus-manager: get configmaps":                                      "without --pod-cidr: TestNetworksOfTheClusterAreFoundOut in package manager",
-	"isthmus-manager: patch secrets":                                       "after two thirds of a token's 90 days: package replication",
+	"isthmus-manager: patch secrets":                                       "when a tenth of a token's life is over: package replication",
 	"isthmus-manager: patch grantednetworks.isthmus.net":                   "when networks are replaced, or a day after their release: TestReleasedNetworksAreHeldForADay in package manager",
 	"isthmus-manager: patch events.events.k8s.io":                          "when an Event is told again after minutes",
 	"isthmus-gateway: create events.events.k8s.io":                         "when something keeps it from working: TestDiagnoseNamesWhatIsBroken",
@@ -41,7 +41,7 @@ var unused = map[string]string{
 	"isthmus-route-agent: patch events.events.k8s.io":                      "the same, told again",
 	"isthmus-gateway: get namespaces":                                      "where no ConfigMap says who the cluster is",
 	"isthmus-gateway: patch secrets":                                       "when the number of tunnels changes: TestTunnels",
-	"isthmus-peer: create serviceaccounts/token":                           "after two thirds of a token's 90 days: TestAPeersTokensAreForThisClusterAndEnd in internal/peering",
+	"isthmus-peer: create serviceaccounts/token":                           "when a tenth of a token's life is over: TestAPeersTokensAreForThisClusterAndEnd in internal/peering",
 }
 
 // TestEveryRightIsUsed runs a fleet through what a fleet does, and compares what its components

@@ -28,6 +28,8 @@ const LeaseGateway = "isthmus-gateway"
 const (
 	// AnnotationPeerUID is the UID of its namespace kube-system.
 	AnnotationPeerUID = "isthmus.net/peer-uid"
+	// ConfigMapRootCA is where Kubernetes publishes, in each namespace, the certificates of its API server.
+	ConfigMapRootCA = "kube-root-ca.crt"
 	// AnnotationPeerAuthority is a hash of the certificates by which its API server is known, or
 	// "system" where that is known by the system's.
 	AnnotationPeerAuthority = "isthmus.net/peer-authority"

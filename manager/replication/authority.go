@@ -1,0 +1,102 @@
+package replication
+
+import (
+	"context"
+	"crypto/x509"
+	"encoding/pem"
+	"errors"
+	"fmt"
+	"slices"
+	"time"
+
+	"k8s.io/client-go/tools/clientcmd"
+
+	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+)
+
+// Bounds of what a peer publishes as its authority: it goes into a Secret of ours. A rotation takes two
+// certificates.
+const (
+	maxAuthority    = 64 << 10 // octets
+	maxCertificates = 16
+)
+
+// followAuthority writes the certificate authority that the peer publishes into the Secret. It is read
+// over a connection that the authority in the Secret verifies, and taken only if it verifies the same
+// API server: one that is reached through a load balancer may have a certificate of another authority.
+// So a rotation is followed while both authorities are valid. Later the connection fails, and nothing is
+// followed.
+func (w *worker) followAuthority(ctx context.Context) {
+	if now := time.Now(); w.link.ca == "" || w.link.user == "" || now.Before(w.authority) {
+		return // known by the system's authorities, or from a Secret of Liqo's
+	}
+	w.authority = time.Now().Add(w.r.pace.authority)
+	ctx, cancel := context.WithTimeout(ctx, 2*w.r.pace.request)
+	defer cancel()
+	published, err := w.link.publishedAuthority(ctx)
+	if err != nil {
+		w.log.Debug("read the peer's certificate authority", "err", err) // a Liqo, or one that does not allow it
+		return
+	}
+	if err := w.adopt(ctx, published); err != nil {
+		w.log.Warn("follow the peer's certificate authority", "err", err)
+	}
+}
+
+func (w *worker) adopt(ctx context.Context, published string) error {
+	have, _ := certificates(w.link.ca)
+	want, err := certificates(published)
+	if err != nil {
+		return fmt.Errorf("ConfigMap %s of the peer: %w", isthmus.ConfigMapRootCA, err)
+	}
+	if slices.Equal(have, want) {
+		return nil
+	}
+	id := w.link.identity
+	id.ca = published
+	next, err := newLink(&w.r.pool, id, w.peer.RemoteNamespace)
+	if err != nil {
+		return err
+	}
+	defer next.close()
+	if again, err := next.publishedAuthority(ctx); err != nil || again != published {
+		w.log.Debug("the peer publishes an authority that does not verify its API server", "err", err)
+		return nil
+	}
+	config, err := clientcmd.Load(w.secret.Data[isthmus.SecretKubeconfig])
+	if err != nil || config.Contexts[config.CurrentContext] == nil || config.Clusters[config.Contexts[config.CurrentContext].Cluster] == nil {
+		return errors.New("the Secret is no kubeconfig") // it was when the link was made
+	}
+	config.Clusters[config.Contexts[config.CurrentContext].Cluster].CertificateAuthorityData = []byte(published)
+	kubeconfig, err := clientcmd.Write(*config)
+	if err != nil {
+		return err
+	}
+	if err := w.replaceKubeconfig(ctx, kubeconfig); err != nil {
+		w.authority = time.Now().Add(w.r.pace.renew) // the Secret may have changed meanwhile
+		return err
+	}
+	w.log.Info("followed the peer's certificate authority", "certificates", len(want))
+	return nil
+}
+
+// certificates returns the certificates of a PEM text, sorted and each once.
+func certificates(text string) (all []string, err error) {
+	if len(text) > maxAuthority {
+		return nil, fmt.Errorf("%d octets; want at most %d", len(text), maxAuthority)
+	}
+	for block, rest := pem.Decode([]byte(text)); block != nil; block, rest = pem.Decode(rest) {
+		if block.Type != "CERTIFICATE" {
+			return nil, errors.New("holds something that is not a certificate")
+		}
+		if _, err := x509.ParseCertificate(block.Bytes); err != nil {
+			return nil, fmt.Errorf("certificate %d: %w", len(all)+1, err)
+		}
+		all = append(all, string(block.Bytes))
+	}
+	if len(all) == 0 || len(all) > maxCertificates {
+		return nil, fmt.Errorf("%d certificates; want 1 to %d", len(all), maxCertificates)
+	}
+	slices.Sort(all)
+	return slices.Compact(all), nil
+}
