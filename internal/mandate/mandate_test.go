@@ -1,0 +1,273 @@
+package mandate
+
+import (
+	"flag"
+	"math/rand/v2"
+	"slices"
+	"testing"
+	"time"
+)
+
+// whole searches also those systems to their end that take minutes.
+var whole = flag.Bool("whole", false, "search all systems to the end")
+
+// A system is what is searched; left says which faults there are in one history, and how often.
+type system struct {
+	voters int
+	left   limits
+	lists  []List
+	large  bool
+}
+
+var systems = map[string]system{
+	"one voter":                         {1, limits{claims: 2}, []List{list(0, 0)}, false},
+	"a voter is killed":                 {1, limits{claims: 2, kills: 1}, []List{list(0, 0)}, true},
+	"a voter ends":                      {1, limits{claims: 2, ends: 1}, []List{list(0, 0)}, true},
+	"a voter ends and is killed":        {1, limits{claims: 2, ends: 1, kills: 1}, []List{list(0, 0)}, true},
+	"a node reboots":                    {1, limits{claims: 2, reboots: 1}, []List{list(0, 0)}, false},
+	"a voter ends and its node reboots": {1, limits{claims: 2, ends: 1, reboots: 1}, []List{list(0, 0)}, true},
+	"a gateway restarts":                {1, limits{claims: 2, restarts: 1}, []List{list(0, 0)}, true},
+	"a gateway releases":                {1, limits{claims: 3, releases: 1}, []List{list(0, 0)}, true},
+	"two voters":                        {2, limits{claims: 2}, []List{list(0, 0, 1)}, true},
+	"three voters":                      {3, limits{claims: 2}, []List{list(0, 0, 1, 2)}, true},
+	"another voter, in two steps":       {2, limits{claims: 2, proposals: 2}, []List{list(0, 0), list(1, 0, 1), list(2, 1)}, true},
+	"two voters fewer":                  {3, limits{claims: 2, proposals: 2}, []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}, true},
+	"another voter at once":             {2, limits{claims: 2, proposals: 1}, []List{list(0, 0), list(1, 1)}, true},
+}
+
+const (
+	most  = 30_000    // of worlds of a large system, without -whole
+	found = 4_000_000 // until a bug has to be found
+)
+
+func TestNeverTwoMandates(t *testing.T) {
+	for name, s := range systems {
+		t.Run(name, func(t *testing.T) {
+			bound := 0
+			if s.large && !*whole {
+				bound = most
+			}
+			begin := time.Now()
+			w, n := search(newWorld(2, s.voters, s.left, s.lists, nil), bound)
+			t.Logf("%s: %d worlds in %v", name, n, time.Since(begin).Round(time.Millisecond))
+			if w != nil {
+				t.Errorf("%s:\n\t%s", w.violation(), w.history())
+			}
+		})
+	}
+}
+
+var bugs = []bug{
+	{rule: "2: a voter is not bound by its answers", where: "one voter", asked: func(v *Voter, _ *Ask, _ Time) { v.bound = 0 }},
+	{rule: "4: an answer counts as long as it binds", where: "one voter", timing: func(t *Timing) { t.Mandate = t.Bound + 1 }},
+	{rule: "4: an answer counts from when it comes", where: "one voter", took: func(g *Gateway, v *vote, a Answer, now Time) {
+		if a.Granted && g.epoch != 0 {
+			v.until = now + g.timing.Mandate
+		}
+	}},
+	{rule: "3: a lower epoch gets the vote", where: "one voter", asked: func(v *Voter, a *Ask, now Time) {
+		if now >= v.bound && a.Kind == Claim {
+			v.promise.Epoch = a.Epoch - 1
+		}
+	}},
+	{rule: "2: a voter that starts is not bound", where: "a voter is killed", started: func(v *Voter, _ *Promise) { v.bound = 0 }},
+	{rule: "1: nothing is stored", where: "a voter is killed", started: func(v *Voter, _ *Promise) { *v = *NewVoter(v.id, v.timing, v.incarnation, &Promise{}, 0, 0) }},
+	{rule: "6: a farewell is not stored", large: true, where: "a voter ends", started: func(v *Voter, _ *Promise) { v.farewell = 0 }},
+	{rule: "6: a farewell is forgotten at the next change", large: true, where: "a voter ends and is killed", asked: func(v *Voter, _ *Ask, _ Time) { v.farewell = 0 }},
+	{rule: "7: a voter without a promise answers", where: "a node reboots", started: func(v *Voter, _ *Promise) { v.silent = 0 }},
+	{rule: "7: a voter without a promise answers as soon as others", large: true, where: "a voter ends and its node reboots", started: func(v *Voter, stored *Promise) {
+		if stored == nil {
+			v.silent = v.silent - v.timing.Farewell + v.timing.Bound
+		}
+	}},
+	{rule: "5: a mandate lives on after a release", where: "a gateway releases", freed: func(g *Gateway, was Gateway) { *g = was }},
+	{rule: "5: answers from before a release count", large: true, where: "a gateway releases", heard: func(g *Gateway, _ *vote, _ Answer) { g.since = 0 }},
+	{rule: "5: a released epoch is used again", large: true, where: "a gateway releases", freed: func(g *Gateway, was Gateway) { g.seen = was.epoch - 1 }},
+	{rule: "8: lists differ by two voters", where: "another voter at once", proposes: func(g *Gateway, l List) {
+		g.next = &l
+		g.arrange()
+	}},
+}
+
+func TestTheSearchFindsABugInEachRule(t *testing.T) {
+	for _, b := range bugs {
+		if b.large && !*whole { // a million worlds and more
+			continue
+		}
+		t.Run(b.rule, func(t *testing.T) {
+			s := systems[b.where]
+			w, n := search(newWorld(2, s.voters, s.left, s.lists, &b), found)
+			if w == nil {
+				t.Fatalf("%s: not found in %d worlds", b.rule, n)
+			}
+			t.Logf("after %d worlds: %s:\n\t%s", n, w.violation(), w.history())
+		})
+	}
+}
+
+// A pair is one voter and one gateway, whose messages the test carries.
+type pair struct {
+	t *testing.T
+	v *Voter
+	g *Gateway
+}
+
+func newPair(t *testing.T) *pair {
+	t.Helper()
+	return &pair{t, NewVoter("1", Usual, 1, &Promise{}, 0, 0), NewGateway("a", Usual, 1, list(0, 0))}
+}
+
+// asks returns what the gateway sends now, and the answer; the caller delivers that.
+func (p *pair) asks(now Time) (Ask, Answer) {
+	p.t.Helper()
+	a := p.g.Tick(now)["1"]
+	answer, _, ok := p.v.Receive(a, now)
+	if !ok {
+		p.t.Fatal("no answer")
+	}
+	return a, answer
+}
+
+// frees reports whether another gateway could get the vote.
+func (p *pair) frees(now Time) bool {
+	v := *p.v
+	answer, _, ok := v.Receive(Ask{Kind: Claim, From: "b", Epoch: 100, Sent: now, Nonce: 9}, now)
+	return ok && answer.Granted
+}
+
+func TestAFarewellBindsUntilTheHolderHasHeardOfTheNextVoter(t *testing.T) {
+	p := newPair(t)
+	p.g.Claim(1 * time.Second)
+	_, answer := p.asks(1 * time.Second)
+	p.g.Receive(answer, 1*time.Second)
+	promise, farewell, ok := p.v.End(1100 * time.Millisecond)
+	if !ok {
+		t.Fatal("no farewell")
+	}
+	p.g.Receive(farewell, 1100*time.Millisecond)
+	if got := p.g.Until(); got != 1*time.Second+Usual.FarewellMandate {
+		t.Errorf("the farewell counts until %v", got)
+	}
+	p.v = NewVoter("1", Usual, 2, &promise, 0, 2*time.Second)
+	_, lost := p.asks(3 * time.Second)
+	if p.frees(5 * time.Second) {
+		t.Error("the first ask ends the farewell, and the holder does not know")
+	}
+	if p.g.Receive(lost, 3100*time.Millisecond); p.g.Until() != 3*time.Second+Usual.Mandate {
+		t.Errorf("the ordinary vote counts until %v", p.g.Until())
+	}
+	_, answer = p.asks(3200 * time.Millisecond)
+	p.g.Receive(answer, 3200*time.Millisecond)
+	if p.g.Receive(farewell, 3300*time.Millisecond); p.g.Until() != 3200*time.Millisecond+Usual.Mandate {
+		t.Errorf("a late farewell counts until %v", p.g.Until())
+	}
+	if end := 3200*time.Millisecond + Usual.Bound; p.frees(end-1) || !p.frees(end) {
+		t.Error("want the vote free when the last answer binds no more")
+	}
+}
+
+func TestAReleaseOfAnEarlierLifeFreesNobody(t *testing.T) {
+	p := newPair(t)
+	const now = time.Second
+	p.g.Claim(now)
+	late := p.g.Release(now)["1"] // no voter has heard of the claim
+	p.g = NewGateway("a", Usual, 2, list(0, 0))
+	p.g.Claim(now)
+	_, answer := p.asks(now)
+	p.g.Receive(answer, now)
+	p.v.Receive(late, now)
+	if !p.g.Holds(now) || p.frees(now) {
+		t.Error("the voter is free while the gateway counts on it")
+	}
+	release := p.g.Release(now)["1"]
+	if p.g.Holds(now) {
+		t.Error("a mandate after the release")
+	}
+	if p.v.Receive(release, now); !p.frees(now) {
+		t.Error("the voter is bound after the release")
+	}
+}
+
+// Two steps of the list leave a majority of the first one that knows nothing of the last one.
+func TestAGatewayWithAnOldListGetsNoMandate(t *testing.T) {
+	lists := []List{list(0, 0, 1, 2), list(1, 0, 1), list(2, 1)}
+	voters := make(map[ID]*Voter)
+	for _, id := range lists[0].Voters {
+		voters[id] = NewVoter(id, Usual, 1, &Promise{}, 0, 0)
+	}
+	beat := func(g *Gateway, now Time) {
+		for id, a := range g.Tick(now) {
+			if answer, _, ok := voters[id].Receive(a, now); ok {
+				g.Receive(answer, now)
+			}
+		}
+	}
+	a, now := NewGateway("a", Usual, 1, lists[0]), time.Second
+	a.Claim(now)
+	beat(a, now)
+	if a.Propose(lists[2], now) {
+		t.Error("a list was skipped")
+	}
+	for _, l := range lists[1:] {
+		if !a.Propose(l, now) || a.Propose(l, now) {
+			t.Fatalf("proposing list %d", l.Version)
+		}
+		if a.List().Version == l.Version {
+			t.Errorf("list %d counts before anybody has stored it", l.Version)
+		}
+		now += Usual.Beat
+		if beat(a, now); a.List().Version != l.Version || !a.Holds(now) {
+			t.Fatalf("list %d counts", a.List().Version)
+		}
+	}
+	for end := now + 2*Usual.Bound; now < end; now += Usual.Beat { // then voters 0 and 2 are bound to nobody
+		beat(a, now)
+	}
+	b := NewGateway("b", Usual, 2, lists[0])
+	b.seen = 10
+	b.Claim(now)
+	if beat(b, now); b.Holds(now) || !a.Holds(now) {
+		t.Error("a majority of a list that is over")
+	}
+	b.Learn(lists[2], now)
+	now += Usual.Bound
+	b.Claim(now)
+	if beat(b, now); !b.Holds(now) || a.Holds(now) {
+		t.Error("the newest list elects nobody")
+	}
+}
+
+// From wherever a history leads: when all messages arrive again, one gateway gets a mandate and keeps it.
+func TestThereIsOneMandateInTheEnd(t *testing.T) {
+	random := rand.New(rand.NewPCG(26, 11))
+	for round := range 200 {
+		s := systems[[]string{"one voter", "a voter ends", "a node reboots", "a gateway releases", "two voters", "three voters"}[round%6]]
+		w := newWorld(2, s.voters, s.left, s.lists, &bug{timing: func(t *Timing) { *t = Timing{Beat: 1, Bound: 6, Mandate: 4, Farewell: 20, FarewellMandate: 15} }})
+		for range random.IntN(40) {
+			var all []*world
+			w.next(func(n *world) { all = append(all, n) })
+			w = all[random.IntN(len(all))]
+		}
+		for step := range 400 {
+			w.now++
+			holding := 0
+			for i := range w.gateways {
+				g := &w.gateways[i]
+				for id, a := range g.Tick(w.now) {
+					j := slices.IndexFunc(w.voters, func(v Voter) bool { return v.id == id })
+					if answer, _, ok := w.voters[j].Receive(a, w.now); ok {
+						g.Receive(answer, w.now)
+					}
+				}
+			}
+			for i := range w.gateways {
+				if w.gateways[i].Holds(w.now) {
+					holding++
+				}
+			}
+			if holding > 1 || step > 300 && holding != 1 {
+				t.Fatalf("round %d, %d steps after the last loss: %d mandates; before:\n\t%s", round, step, holding, w.history())
+			}
+		}
+	}
+}

@@ -1,0 +1,443 @@
+package mandate
+
+import (
+	"encoding/binary"
+	"fmt"
+	"hash/maphash"
+	"slices"
+	"strings"
+)
+
+// coarse is a Timing of few steps. What counts is one step shorter than what binds.
+var coarse = Timing{Beat: 1, Bound: 2, Mandate: 1, Farewell: 4, FarewellMandate: 3}
+
+// slot holds the one message that is under way between a gateway and a voter: a newer one replaces it, so that an
+// older one is lost. It may be delivered late, never, or several times.
+type slot struct {
+	what   byte // 0: nothing, 1: ask, 2: answer
+	ask    Ask
+	answer Answer
+}
+
+// limits bound what happens in one history beside messages and time.
+type limits struct{ claims, kills, ends, reboots, restarts, releases, proposals int }
+
+// A world is a small system at one moment: all hosts have the same clock, and each may be slow to do anything.
+type world struct {
+	now      Time
+	gateways []Gateway
+	voters   []Voter
+	slots    [][]slot // by gateway and voter
+	released [][]slot // with releases alone, which may overtake asks and be overtaken
+	beaten   []bool   // in this step of time
+	left     limits
+	lists    []List // of the Lease
+	oldest   Time   // age from which nothing distinguishes points of time; a message does not live so long
+	trail    *step
+
+	latest uint64 // epoch of a mandate so far
+	by     ID     // whose that was
+	bug    *bug   // nil: none
+
+	amnesia bool // a node may reboot
+}
+
+// A bug breaks one rule. Each of its functions may be nil.
+type bug struct {
+	rule     string
+	large    bool   // it takes long to be found
+	where    string // name of the system that shows it
+	timing   func(*Timing)
+	asked    func(v *Voter, a *Ask, now Time)            // before a voter gets an ask
+	heard    func(g *Gateway, v *vote, a Answer)         // before a gateway gets an answer
+	took     func(g *Gateway, v *vote, a Answer, t Time) // after that
+	started  func(v *Voter, stored *Promise)             // a voter
+	freed    func(g *Gateway, was Gateway)               // after a release
+	proposes func(g *Gateway, l List)                    // in its place
+}
+
+// A step is how a world came about.
+type step struct {
+	what   string // with %[1]s for the gateway and %[2]s for the voter
+	i, j   int
+	before *step
+}
+
+func newWorld(gateways, voters int, left limits, lists []List, b *bug) *world {
+	timing := coarse
+	if b != nil && b.timing != nil {
+		b.timing(&timing)
+	}
+	w := &world{now: 100, left: left, lists: lists, bug: b, amnesia: left.reboots > 0, oldest: timing.Bound + 1}
+	if left.ends == 0 {
+		timing.Farewell, timing.FarewellMandate = 2, 1 // no farewells: the shorter the better
+	} else {
+		w.oldest = timing.Farewell + 1
+	}
+	for i := range voters {
+		w.voters = append(w.voters, *NewVoter(voterID(i), timing, 1, &Promise{}, 0, 0))
+	}
+	for i := range gateways {
+		w.gateways = append(w.gateways, *NewGateway(ID(rune('a'+i)), timing, uint64(i+1), lists[0]))
+		w.gateways[i].seen = uint64(i) // so that the second one may be first
+		w.slots, w.released = append(w.slots, make([]slot, voters)), append(w.released, make([]slot, voters))
+	}
+	w.beaten = make([]bool, gateways)
+	return w
+}
+
+func voterID(i int) ID { return ID(rune('1' + i)) }
+
+func (w *world) clone(what string, i, j int) *world {
+	c := *w
+	c.gateways, c.voters, c.beaten = slices.Clone(w.gateways), slices.Clone(w.voters), slices.Clone(w.beaten)
+	for i := range c.gateways {
+		c.gateways[i].votes = slices.Clone(c.gateways[i].votes)
+	}
+	c.slots, c.released = make([][]slot, len(w.slots)), make([][]slot, len(w.slots))
+	for i := range c.slots {
+		c.slots[i], c.released[i] = slices.Clone(w.slots[i]), slices.Clone(w.released[i])
+	}
+	c.trail = &step{what, i, j, w.trail}
+	return &c
+}
+
+// key is the same for worlds that differ in nothing that matters: times are relative, and what is over is over.
+func (w *world) key(b []byte) []byte {
+	ahead := func(t Time) { b = append(b, byte(max(t-w.now, 0))) }
+	back := func(t Time) { b = append(b, byte(min(w.now-t, w.oldest))) }
+	number := func(n uint64) { b = binary.AppendUvarint(b, n) }
+	flag := func(f bool) {
+		if b = append(b, 0); f {
+			b[len(b)-1] = 1
+		}
+	}
+	promise := func(p Promise) {
+		number(p.Epoch)
+		b = append(b, p.Holder...)
+		number(p.List)
+		b = append(b, 255)
+	}
+	for i := range w.gateways {
+		g := &w.gateways[i]
+		number(g.epoch)
+		number(g.seen)
+		number(g.nonce)
+		number(g.list.Version)
+		flag(g.next != nil)
+		back(g.since)
+		flag(w.beaten[i])
+	}
+	number(w.latest)
+	b = append(b, w.by...)
+	columns := make([]string, len(w.voters)) // of one voter each: which is which does not matter while all vote
+	for j := range w.voters {
+		begin := len(b)
+		if len(w.lists) > 1 {
+			number(uint64(j))
+		}
+		for i := range w.gateways {
+			for _, v := range w.gateways[i].votes {
+				if v.voter == w.voters[j].id {
+					back(v.heard)
+					number(v.incarnation)
+					ahead(v.until)
+					flag(v.until > 0)
+					number(v.list)
+				}
+			}
+			r, s := &w.released[i][j], &w.slots[i][j]
+			if b = append(b, r.what, s.what); r.what == 1 {
+				number(r.ask.Epoch)
+				number(r.ask.Nonce)
+				back(r.ask.Sent)
+			}
+			switch s.what {
+			case 1:
+				b = append(b, byte(s.ask.Kind))
+				number(s.ask.Epoch)
+				number(s.ask.List)
+				back(s.ask.Sent)
+				number(s.ask.Nonce)
+				number(s.ask.Heard)
+			case 2:
+				flag(s.answer.Granted)
+				flag(s.answer.Farewell)
+				promise(s.answer.Promise)
+				back(s.answer.Sent)
+				number(s.answer.Nonce)
+				number(s.answer.Incarnation)
+			}
+		}
+		v := &w.voters[j]
+		number(v.incarnation)
+		promise(v.promise)
+		ahead(v.silent)
+		ahead(v.bound)
+		ahead(v.farewell)
+		flag(v.released)
+		number(v.last.Nonce)
+		back(v.last.Sent)
+		columns[j] = string(b[begin:])
+		b = b[:begin]
+	}
+	if len(w.lists) == 1 {
+		slices.Sort(columns)
+	}
+	for _, c := range columns {
+		b = append(append(b, c...), 254)
+	}
+	for _, n := range []int{w.left.claims, w.left.kills, w.left.ends, w.left.reboots, w.left.restarts, w.left.releases, w.left.proposals, len(w.lists)} {
+		b = append(b, byte(n))
+	}
+	return b
+}
+
+// next calls yield with each world that can follow.
+func (w *world) next(yield func(*world)) {
+	c := w.clone("time passes", 0, 0)
+	c.now++
+	clear(c.beaten)
+	for i := range c.slots {
+		for j := range c.slots[i] {
+			if s := &c.slots[i][j]; s.what == 1 && c.now-s.ask.Sent >= w.oldest || s.what == 2 && c.now-s.answer.Sent >= w.oldest {
+				*s = slot{}
+			}
+			if s := &c.released[i][j]; s.what == 1 && c.now-s.ask.Sent >= w.oldest {
+				*s = slot{}
+			}
+		}
+	}
+	yield(c)
+	for i := range w.gateways {
+		w.gatewayActs(i, yield)
+		for j := range w.voters {
+			w.delivers(i, j, yield)
+		}
+	}
+	for j := range w.voters {
+		w.voterActs(j, yield)
+	}
+}
+
+func (w *world) gatewayActs(i int, yield func(*world)) {
+	g := &w.gateways[i]
+	send := func(c *world, all map[ID]Ask) {
+		for j := range c.voters {
+			if a, ok := all[voterID(j)]; ok {
+				c.slots[i][j] = slot{what: 1, ask: a}
+			}
+		}
+		yield(c)
+	}
+	if g.epoch == 0 && w.left.claims > 0 {
+		c := w.clone("%[1]s claims", i, 0)
+		c.left.claims--
+		c.gateways[i].Claim(c.now)
+		yield(c)
+	}
+	if g.epoch != 0 && !w.beaten[i] {
+		c := w.clone("%[1]s asks", i, 0)
+		c.beaten[i] = true
+		send(c, c.gateways[i].Tick(c.now))
+	}
+	if g.epoch != 0 && w.left.releases > 0 {
+		c := w.clone("%[1]s releases", i, 0)
+		c.left.releases--
+		was := c.gateways[i]
+		was.votes = slices.Clone(was.votes)
+		all := c.gateways[i].Release(c.now)
+		if w.bug != nil && w.bug.freed != nil {
+			w.bug.freed(&c.gateways[i], was)
+		}
+		for j := range c.voters {
+			c.released[i][j] = slot{what: 1, ask: all[voterID(j)]}
+		}
+		yield(c)
+	}
+	if w.left.restarts > 0 {
+		c := w.clone("%[1]s restarts", i, 0)
+		c.left.restarts--
+		c.gateways[i] = *NewGateway(g.id, g.timing, g.nonce+10, g.list)
+		yield(c)
+	}
+	if w.left.proposals > 0 && g.Holds(w.now) && g.next == nil && g.list.Version+1 < uint64(len(w.lists)) {
+		c := w.clone("%[1]s proposes the next list", i, 0)
+		c.left.proposals--
+		if w.bug != nil && w.bug.proposes != nil {
+			w.bug.proposes(&c.gateways[i], w.lists[g.list.Version+1])
+			yield(c)
+		} else if c.gateways[i].Propose(w.lists[g.list.Version+1], w.now) {
+			yield(c)
+		}
+	}
+	if newest := g.list.Version + 1; newest < uint64(len(w.lists)) && w.proposed(newest) && !g.Holds(w.now) && g.next == nil {
+		c := w.clone("%[1]s learns the next list", i, 0)
+		c.gateways[i].Learn(w.lists[newest], c.now)
+		yield(c)
+	}
+}
+
+// proposed reports whether a list is in the Lease.
+func (w *world) proposed(version uint64) bool {
+	for i := range w.gateways {
+		if g := &w.gateways[i]; g.list.Version >= version || g.next != nil && g.next.Version >= version {
+			return true
+		}
+	}
+	return false
+}
+
+func (w *world) delivers(i, j int, yield func(*world)) {
+	if r := &w.released[i][j]; r.what == 1 { // it may come again
+		c := w.clone("%[2]s gets the release of %[1]s", i, j)
+		ask := r.ask
+		if w.bug != nil && w.bug.asked != nil {
+			w.bug.asked(&c.voters[j], &ask, c.now)
+		}
+		c.voters[j].Receive(ask, c.now)
+		yield(c)
+	}
+	s := &w.slots[i][j]
+	switch s.what {
+	case 1:
+		c := w.clone("%[2]s gets the ask of %[1]s", i, j)
+		ask := s.ask
+		if w.bug != nil && w.bug.asked != nil {
+			w.bug.asked(&c.voters[j], &ask, c.now)
+		}
+		if answer, _, ok := c.voters[j].Receive(ask, c.now); ok {
+			again := c.clone("the answer of %[2]s to %[1]s is lost", i, j)
+			yield(again)
+			c.slots[i][j] = slot{what: 2, answer: answer}
+			yield(c)
+		}
+	case 2:
+		c := w.clone("%[1]s gets the answer of %[2]s", i, j)
+		g := &c.gateways[i]
+		at := slices.IndexFunc(g.votes, func(v vote) bool { return v.voter == s.answer.From })
+		if at < 0 {
+			return
+		}
+		if w.bug != nil && w.bug.heard != nil {
+			w.bug.heard(g, &g.votes[at], s.answer)
+		}
+		g.Receive(s.answer, c.now)
+		if w.bug != nil && w.bug.took != nil && at < len(g.votes) {
+			w.bug.took(g, &g.votes[at], s.answer, c.now)
+		}
+		again := c.clone("the answer of %[2]s to %[1]s may come again", i, j)
+		yield(again)
+		c.slots[i][j] = slot{}
+		yield(c)
+	}
+}
+
+func (w *world) voterActs(j int, yield func(*world)) {
+	v := &w.voters[j]
+	again := func(c *world, stored *Promise) {
+		version := uint64(0)
+		for w.proposed(version + 1) {
+			version++
+		}
+		c.voters[j] = *NewVoter(v.id, v.timing, v.incarnation+1, stored, version, c.now)
+		if w.bug != nil && w.bug.started != nil {
+			w.bug.started(&c.voters[j], stored)
+		}
+		yield(c)
+	}
+	if w.left.kills > 0 {
+		c := w.clone("%[2]s is killed and starts", 0, j)
+		c.left.kills--
+		stored := v.Stored()
+		again(c, &stored)
+	}
+	if w.left.reboots > 0 {
+		c := w.clone("the node of %[2]s reboots", 0, j)
+		c.left.reboots--
+		again(c, nil)
+	}
+	if w.left.ends > 0 {
+		c := w.clone("%[2]s ends and starts", 0, j)
+		c.left.ends--
+		if promise, answer, ok := c.voters[j].End(c.now); ok {
+			lost := c.clone("the farewell of %[2]s is lost", 0, j)
+			again(lost, &promise)
+			for i := range c.gateways {
+				if c.gateways[i].id == promise.Holder {
+					c.slots[i][j] = slot{what: 2, answer: answer}
+				}
+			}
+			again(c, &promise)
+		}
+	}
+}
+
+// violation says what must not be; empty: nothing.
+func (w *world) violation() string {
+	var holders []string
+	for i := range w.gateways {
+		if w.gateways[i].Holds(w.now) {
+			holders = append(holders, string(w.gateways[i].id))
+		}
+	}
+	if len(holders) > 1 {
+		return "a mandate each for " + strings.Join(holders, " and ")
+	}
+	for i := range w.gateways {
+		g := &w.gateways[i]
+		switch { // a voter that lost its promise orders nothing
+		case !g.Holds(w.now) || w.amnesia:
+		case g.epoch < w.latest && g.id != w.by, g.epoch == w.latest && g.id != w.by:
+			return fmt.Sprintf("%s has a mandate of epoch %d after %s had one of epoch %d", g.id, g.epoch, w.by, w.latest)
+		case g.epoch > w.latest:
+			w.latest, w.by = g.epoch, g.id
+		}
+	}
+	return ""
+}
+
+func (w *world) history() string {
+	var all []string
+	for s := w.trail; s != nil; s = s.before {
+		all = append(all, strings.TrimSpace(fmt.Sprintf(s.what+"%.0[1]s%.0[2]s", string(rune('a'+s.i)), voterID(s.j))))
+	}
+	slices.Reverse(all)
+	return strings.Join(all, "\n\t")
+}
+
+// search visits all worlds that follow, each once. It returns the first that violates, or nil, and how many there are.
+// most bounds them; 0: nothing does.
+func search(first *world, most int) (*world, int) {
+	seed := maphash.MakeSeed()
+	seen := make(map[uint64]struct{})
+	queue := []*world{first}
+	var b []byte
+	var found *world
+	for len(queue) > 0 && found == nil && (most == 0 || len(seen) < most) {
+		w := queue[len(queue)-1]
+		queue = queue[:len(queue)-1]
+		w.next(func(n *world) {
+			violation := n.violation()
+			b = n.key(b[:0])
+			h := maphash.Bytes(seed, b)
+			if _, ok := seen[h]; ok {
+				return
+			}
+			seen[h] = struct{}{}
+			if violation != "" && found == nil {
+				found = n
+			}
+			queue = append(queue, n)
+		})
+	}
+	return found, len(seen)
+}
+
+func list(version uint64, n ...int) List {
+	l := List{Version: version}
+	for _, i := range n {
+		l.Voters = append(l.Voters, voterID(i))
+	}
+	return l
+}
