@@ -80,7 +80,7 @@ func (s *side) checkPin(ctx context.Context, replace bool) error {
 	}
 	return fmt.Errorf("%s: %s, which calls itself %s (%s), asks to be peered, and Peering %s was made with another cluster than that one, although ID and name are the same: %s. "+
 		"The Peering and the rights of the old one stay in force. "+
-		"If the cluster was made anew, or its authority changed and it does not hold a valid identity, --replace revokes the rights of the old one and joins this one",
+		"If the cluster was made anew, or its authority changed, --replace revokes the rights of the old one and joins this one",
 		s.Cluster, s.peer.context, Printable(s.peer.Identity.ClusterName), Printable(s.peer.Identity.ClusterID), s.peering.Name, strings.Join(wrong, "; "))
 }
 
