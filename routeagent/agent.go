@@ -398,7 +398,8 @@ func (a *agent) compare() bool {
 		accepted := slices.ContainsFunc(changes, func(o kernel.Op) bool { _, is := o.Object.(kernel.Accept); return is })
 		now.limits = a.limits(now.node, in, look || accepted)
 	}
-	now.err = errors.Join(now.err, a.save(a.decided.refused))
+	unsaved := a.save(a.decided.refused)
+	now.limits = withSnapshot(now.limits, unsaved)
 	now.problems = fabric.SortProblems(append(append(now.problems, broken...), a.decided.held...))
 	if now.err == nil {
 		now.applied = time.Now()
@@ -410,7 +411,7 @@ func (a *agent) compare() bool {
 	if before.revision == 0 || !slices.Equal(reportedOf(a.opts.Node, before), reportedOf(a.opts.Node, now)) {
 		set(a.moved) // the first report waits for it
 	}
-	return now.err == nil
+	return now.err == nil && unsaved == nil
 }
 
 // tellReady tells people of what lasts longer than it takes to be mended.
@@ -610,6 +611,17 @@ func (a *agent) limits(node kernel.State, in fabric.NodeIntent, look bool) []ker
 		a.reach = reach{elsewhere, in.Bridged, a.outOfReach(elsewhere, in)}
 	}
 	return append(a.kernel.Limits(node.SourceNAT[0], look), a.reach.limits...)
+}
+
+// withSnapshot adds the Limit that the snapshot could not be kept, or takes it away. All traffic passes without one:
+// it is for a boot at which the API server does not answer.
+func withSnapshot(limits []kernel.Limit, err error) []kernel.Limit {
+	limits = slices.DeleteFunc(slices.Clone(limits), func(l kernel.Limit) bool { return l.Reason == kernel.LimitSnapshot })
+	if err != nil {
+		limits = append(limits, kernel.Limit{Reason: kernel.LimitSnapshot, Message: fmt.Sprintf(
+			"%v; until that is mended, this node refuses the networks of peers after a reboot only from the moment the API server answers", err)})
+	}
+	return limits
 }
 
 // outOfReach is the Limit that other nodes do not reach a gateway's Pod here, if that is so, from an

@@ -327,3 +327,35 @@ func TestWhateverLeadsAPacketForAPeerElsewhereItDoesNotLeave(t *testing.T) {
 		stop()
 	}
 }
+
+func TestASnapshotThatCannotBeWrittenIsReportedAndTrafficGoesOn(t *testing.T) {
+	t.Parallel()
+	c := newCluster(t, 2)
+	n := c.Nodes[1]
+	c.start(n)
+	before := c.snapshot(n)
+	_ = c.agents[n].end(unix.SIGTERM)
+	directory := filepath.Join(c.state, n.Name)
+	if err := errors.Join(os.RemoveAll(directory), os.WriteFile(directory, nil, 0o600)); err != nil {
+		t.Fatal(err)
+	}
+	c.agents[n] = c.launch(n)
+	reports := func(want bool) {
+		t.Helper()
+		c.eventually(n, func() error {
+			s, err := n.Get(c.ctx, "http://"+statusAt+"/status")
+			if err != nil || strings.Contains(s, kernel.LimitSnapshot) != want || !strings.Contains(s, `"ready": true`) {
+				return fmt.Errorf("want it to be ready, and %s %v: %s%w", kernel.LimitSnapshot, want, s, err)
+			}
+			return nil
+		})
+	}
+	reports(true)
+	if now := c.snapshot(n); now != before {
+		t.Errorf("before\n%s\nnow\n%s", before, now)
+	}
+	if err := os.Remove(directory); err != nil {
+		t.Fatal(err)
+	}
+	reports(false)
+}

@@ -125,4 +125,5 @@ const (
 	LimitBridge      = "GatewayUnguarded"    // pods on a bridge here can send to a gateway as nodes
 	LimitUncertain   = "ForwardingUncertain" // some may be
 	LimitRefused     = "Refused"             // something of an object is not believed
+	LimitSnapshot    = "SnapshotNotKept"     // a reboot forgets what the node refuses
 )

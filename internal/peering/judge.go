@@ -79,8 +79,8 @@ const (
 	hopStandby = "standby" // only where there should be one, and none could take over
 	hopNodes   = "nodes"   // only where one is not ready
 	hopAgents  = "route agents"
-	hopKernels = "nodes' kernels" // only where an agent says that something is not as it should be
-	hopRights  = "rights"         // of the ServiceAccounts of the three
+	hopKernels = "node problems" // only where an agent says that something is not as it should be
+	hopRights  = "rights"        // of the ServiceAccounts of the three
 )
 
 // accounts are the ServiceAccounts of the components that hops are about.

@@ -350,7 +350,7 @@ func TestWhatNodesLackIsNamedWithTheNodes(t *testing.T) {
 	// It works, so that nothing else waits for it, and is said all the same.
 	d := Diagnosis{Hops: []Hop{{Cluster: "a", Name: hopKernels, State: Limited, Text: "PodsMasqueraded on n1: no NAT"}}}
 	var b strings.Builder
-	if err := d.Print(&b); err != nil || !strings.Contains(b.String(), "less than it should: a: nodes' kernels: PodsMasqueraded on n1: no NAT") || !d.Fine() {
+	if err := d.Print(&b); err != nil || !strings.Contains(b.String(), "less than it should: a: node problems: PodsMasqueraded on n1: no NAT") || !d.Fine() {
 		t.Errorf("%v %s", err, b.String())
 	}
 }

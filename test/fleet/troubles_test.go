@@ -834,7 +834,7 @@ var troubles = []trouble{
 		heals:  func(t *testing.T, s *troubleSite) { must(t, s.a.Resume(fleet.Manager)) },
 	},
 	{
-		fault: "the disk of a node is full, and its route agent starts again", alone: "a/route agents", both: "a/route agents", says: "no space left",
+		fault: "the disk of a node is full, and its route agent starts again", says: "SnapshotNotKept",
 		breaks: func(t *testing.T, s *troubleSite) {
 			s.far(t)
 			without(t, s.a, fleet.Agent(s.node), fullDisk(s.a, fleet.Agent(s.node)))
