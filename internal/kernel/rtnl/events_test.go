@@ -68,6 +68,9 @@ func TestEventsOfOwnChangesAndOfPodsConcernNobody(t *testing.T) {
 	overlay := refusals(2)
 	overlay.Devices = []Device{{Name: OverlayDevice, VXLAN: VXLAN{ID: OverlayID, Port: OverlayPort}}}
 	overlay.Links = []Link{{Name: OverlayDevice, MAC: MAC{0x66, 1}, MTU: 1400, Up: true}}
+	// As fabric sets it. Without it the kernel gives the device a link-local address, and sends an event
+	// a second or more later, when duplicate address detection has ended.
+	overlay.Settings = []Setting{{Path: "net/ipv6/conf/" + OverlayDevice + "/addr_gen_mode", Value: "1"}}
 	gateway := func(mac byte, at string) State {
 		s := overlay
 		s.FDB = []FDBEntry{{Dev: OverlayDevice, MAC: MAC{0x66, mac}, Dst: netip.MustParseAddr(at)}}
