@@ -38,6 +38,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/internal/httpserve"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/metric"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 	"github.com/isthmus-net/isthmus/manager/ipamrpc"
@@ -308,7 +309,7 @@ func (l *leader) lead(ctx context.Context) error {
 	if !untilDone(ctx, l.Log, func() error {
 		err := l.begin(ctx, own, warden)
 		if err != nil {
-			l.waits.Store(ptr.To(err.Error()))
+			l.waits.Store(ptr.To(kubeerr.Plain("the API server", err).Error()))
 		}
 		return err
 	}) {

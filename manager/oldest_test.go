@@ -32,7 +32,7 @@ import (
 // kind ServiceCIDR.
 type oldServer struct {
 	url string
-	// fail is the path of requests that get an error; nil inside: none.
+	// fail is the path of requests that get no answer; nil inside: none.
 	fail atomic.Pointer[string]
 }
 
@@ -78,7 +78,7 @@ func startOldServer(t *testing.T) *oldServer {
 		case strings.HasPrefix(r.URL.Path, group+"/servicecidrs"):
 			http.NotFound(w, r)
 		case fail != nil && r.URL.Path == *fail:
-			http.Error(w, "not today", http.StatusInternalServerError)
+			panic(http.ErrAbortHandler)
 		default:
 			proxy.ServeHTTP(w, r)
 		}
@@ -173,7 +173,7 @@ func TestManagerThatCannotBeginIsNotReady(t *testing.T) {
 			ready[i] = get(t, "http://"+health[i]+"/readyz")
 		}
 		slices.Sort(ready[:])
-		return ready[0] == "ok\n" && strings.Contains(ready[1], "configuration of kubeadm")
+		return ready[0] == "ok\n" && strings.Contains(ready[1], "configuration of kubeadm: the API server closes the connection")
 	})
 	if !strings.HasPrefix(ready[1], "this manager leads and cannot begin: ") {
 		t.Errorf("the one that leads: %q", ready[1])

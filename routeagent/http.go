@@ -21,6 +21,7 @@ import (
 	"github.com/isthmus-net/isthmus/internal/httpserve"
 	"github.com/isthmus-net/isthmus/internal/kernel"
 	"github.com/isthmus-net/isthmus/internal/kernel/rtnl"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/metric"
 )
 
@@ -79,7 +80,7 @@ func (a *agent) status() Status {
 		s.Problems = append(s.Problems, l.Reason+": "+l.Message)
 	}
 	if told.err != nil { // no reason to be unready: traffic does not depend on it
-		s.Problems = append(s.Problems, told.err.Error())
+		s.Problems = append(s.Problems, kubeerr.Plain("the API server", told.err).Error())
 	}
 	var err error
 	if s.Dropped, err = rtnl.Dropped(); err != nil {

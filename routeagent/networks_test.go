@@ -5,7 +5,9 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"net"
 	"net/netip"
+	"net/url"
 	"os"
 	"path/filepath"
 	"slices"
@@ -206,5 +208,13 @@ func TestAnAgentThatCannotTellSaysSoAndWorks(t *testing.T) {
 	c.untilTold(n, "anything", func(r fabric.NodeNetworks) bool { return len(r.Networks) > 0 })
 	if err := c.agents[n].end(unix.SIGTERM); err != nil {
 		t.Error(err)
+	}
+}
+
+func TestAnAgentThatCannotReachTheAPIServerSaysSoInPlainWords(t *testing.T) {
+	a := new(agent)
+	a.told.err = fmt.Errorf("NodeNetworks isthmus-system/n: %w", &url.Error{Op: "Patch", URL: "https://10.96.0.1/apis", Err: &net.OpError{Op: "dial", Net: "tcp", Err: unix.EHOSTUNREACH}})
+	if got, want := a.status().Problems, "NodeNetworks isthmus-system/n: the API server does not answer: no route to host"; !slices.Contains(got, want) {
+		t.Errorf("got %q, want %q", got, want)
 	}
 }

@@ -39,6 +39,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/deploy"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
 // requestTimeout bounds each request: an API server that hangs is one that is away.
@@ -246,7 +247,7 @@ func (c *Cluster) explain(what string, err error) error {
 		return fmt.Errorf("%s: %s: %w: the API server does not accept the credentials of the kubeconfig", c, what, ErrUnreachable)
 	case apierrors.ReasonForError(err) == metav1.StatusReasonUnknown && !errors.Is(err, context.Canceled):
 		// No answer of an API server at all.
-		return fmt.Errorf("%s: %s: %w: %w", c, what, ErrUnreachable, err)
+		return fmt.Errorf("%s: %s: %w: %w", c, what, ErrUnreachable, kubeerr.Plain("API server "+Printable(c.config.Host), err))
 	}
 	return fmt.Errorf("%s: %s: %w", c, what, err)
 }

@@ -25,6 +25,7 @@ import (
 	"github.com/isthmus-net/isthmus/deploy"
 	"github.com/isthmus-net/isthmus/internal/cli"
 	"github.com/isthmus-net/isthmus/internal/kernel"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
 // HopState is what was found out about a hop.
@@ -235,7 +236,7 @@ func (c *Cluster) kernelHop(ctx context.Context, nodes []corev1.Node) (Hop, bool
 		if meta.IsNoMatchError(err) {
 			return hop, false // of an older version, whose agents say nothing
 		}
-		hop.State, hop.Text = Unknown, "NodeNetworks cannot be read: "+Printable(err.Error())
+		hop.State, hop.Text = Unknown, "NodeNetworks cannot be read: "+Printable(kubeerr.Plain("the API server", err).Error())
 		return hop, true
 	}
 	hop.State, hop.Text = judgeKernels(reports.Items, nodes)

@@ -225,7 +225,7 @@ func TestPeerRefusesBeforeItWrites(t *testing.T) {
 	refused("same cluster", p.a, again, PeerOptions{}, "are the same cluster")
 	refused("same ID", p.a, twin, PeerOptions{}, "have the same cluster ID no-A-0000", "--cluster-id")
 	refused("not installed", p.a, connectTo(t, Access{Kubeconfig: files.b, Namespace: "nowhere"}), PeerOptions{}, "run `isthmus install --context b")
-	if err := refused("unreachable", p.a, dead, PeerOptions{}, "unreachable", "127.0.0.1:1"); !errors.Is(err, ErrUnreachable) {
+	if err := refused("unreachable", p.a, dead, PeerOptions{}, "unreachable: API server https://127.0.0.1:1 does not answer: connection refused"); !errors.Is(err, ErrUnreachable) {
 		t.Error(err)
 	}
 	here := connectTo(t, Access{Kubeconfig: files.b, Namespace: p.b.Namespace})

@@ -1,18 +1,12 @@
 package replication
 
 import (
-	"context"
 	"crypto/tls"
-	"crypto/x509"
 	"errors"
 	"fmt"
-	"io"
-	"net"
 	"net/http"
 	"slices"
 	"strings"
-	"syscall"
-	"time"
 	"unicode"
 
 	corev1 "k8s.io/api/core/v1"
@@ -20,6 +14,7 @@ import (
 	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
 
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
 // diagnose says why a request to the peer's API server went wrong: a reason of package
@@ -27,7 +22,7 @@ import (
 // however often we try: it has no ports of ours and no times of day.
 func diagnose(err error) (reason, text string) {
 	var status apierrors.APIStatus
-	if !errors.As(err, &status) {
+	if !errors.As(err, &status) || !kubeerr.Answered(err) {
 		return isthmus.ReasonUnreachable, cause(err)
 	}
 	said := "says: " + quote(message(status.Status()))
@@ -66,30 +61,14 @@ func missingNamespace(s apierrors.APIStatus) bool {
 
 // cause finds what is stable in an error of the network.
 func cause(err error) string {
-	var (
-		name    *net.DNSError
-		cert    *tls.CertificateVerificationError
-		invalid x509.CertificateInvalidError
-		number  syscall.Errno
-		timeout interface{ Timeout() bool }
-	)
-	switch {
-	case errors.Is(err, errAnswerTooLong):
+	if errors.Is(err, errAnswerTooLong) {
 		return errAnswerTooLong.Error()
-	case errors.As(err, &name):
-		return fmt.Sprintf("has a name without address: %s: %s", quote(name.Name), name.Err)
-	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // its text has the time of day
-		return fmt.Sprintf("shows a certificate that is valid from %s to %s only",
-			invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339))
-	case errors.As(err, &cert):
+	}
+	if what, ok := kubeerr.Cause(err); ok {
+		return quote(what)
+	}
+	if cert := (*tls.CertificateVerificationError)(nil); errors.As(err, &cert) {
 		return "shows a certificate that the CA in the Secret does not vouch for: " + quote(cert.Err.Error())
-	case errors.As(err, &number):
-		return "does not answer: " + number.Error()
-	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &timeout) && timeout.Timeout():
-		return "does not answer in time"
-	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), strings.Contains(err.Error(), "connection lost"),
-		strings.Contains(err.Error(), "GOAWAY"):
-		return "closes the connection"
 	}
 	for next := err; next != nil; next = errors.Unwrap(next) {
 		err = next

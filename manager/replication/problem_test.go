@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"crypto/x509"
 	"encoding/pem"
+	"errors"
 	"fmt"
 	"io"
 	"net"
@@ -40,6 +41,8 @@ func TestDiagnose(t *testing.T) {
 	_, expired := cert.Verify(x509.VerifyOptions{Roots: x509.NewCertPool(), CurrentTime: time.Now()})
 	terminating := apierrors.NewForbidden(configs, "n", fmt.Errorf("it is being terminated"))
 	terminating.ErrStatus.Details.Causes = []metav1.StatusCause{{Type: corev1.NamespaceTerminatingCause}}
+	lostWatch := apierrors.FromObject(apierrors.NewClientErrorReporter(http.StatusInternalServerError, "GET", "ClientWatchDecoding").
+		AsObject(errors.New("unable to decode an event from the watch stream: http2: client connection lost")))
 	for name, tc := range map[string]struct {
 		err          error
 		reason, text string
@@ -63,6 +66,7 @@ func TestDiagnose(t *testing.T) {
 		"closed":           {overNetwork(1, io.ErrUnexpectedEOF), isthmus.ReasonUnreachable, "closes the connection"},
 		"expired":          {&tls.CertificateVerificationError{Err: expired}, isthmus.ReasonUnreachable, "to 2026-01-02T03:04:05Z only"},
 		"another CA":       {&tls.CertificateVerificationError{Err: x509.UnknownAuthorityError{}}, isthmus.ReasonUnreachable, "CA in the Secret"},
+		"a lost watch":     {lostWatch, isthmus.ReasonUnreachable, "does not answer any more: the connection was lost"},
 		"something else":   {overNetwork(1, fmt.Errorf("novel")), isthmus.ReasonUnreachable, "novel"},
 		"too much":         {overNetwork(1, errAnswerTooLong), isthmus.ReasonUnreachable, "4 MiB"},
 		"a book as answer": {apierrors.NewUnauthorized(strings.Repeat("lorem\nipsum\x00\u202e ", 1<<16)), isthmus.ReasonUnauthorized, "lorem ipsum lorem"},

@@ -30,6 +30,7 @@ import (
 	isthmus "github.com/isthmus-net/isthmus/apis/isthmus/v1alpha1"
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 	"github.com/isthmus-net/isthmus/internal/owncluster"
 )
 
@@ -628,7 +629,7 @@ func (g *Gateway) waiter() func(error) {
 			return
 		}
 		g.mu.Lock()
-		g.wait = err
+		g.wait = kubeerr.Plain("the API server", err)
 		g.mu.Unlock()
 		if text := err.Error(); text != last || time.Since(said) > 30*time.Second {
 			last, said = text, time.Now()

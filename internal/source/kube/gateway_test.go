@@ -288,7 +288,7 @@ func TestGatewayAgainstAnAPIServer(t *testing.T) {
 		config.Host = "https://127.0.0.1:1"
 		r := start(t, GatewayOptions{Config: config, Namespace: "waits", Pod: "p"})
 		within(t, "reason", func() error {
-			if err := r.Ready(); !strings.Contains(fmt.Sprint(err), "connection refused") {
+			if err := r.Ready(); fmt.Sprint(err) != "the API server does not answer: connection refused" {
 				return fmt.Errorf("it waits for something else: %w", err)
 			}
 			return nil

@@ -17,6 +17,7 @@ import (
 
 	"github.com/isthmus-net/isthmus/apis/net/v1alpha1"
 	"github.com/isthmus-net/isthmus/fabric"
+	"github.com/isthmus-net/isthmus/internal/kubeerr"
 )
 
 // The Secret with the WireGuard key that all replicas share, as Liqo has it (docs/liqo-v0.md,
@@ -110,7 +111,7 @@ func (g *Gateway) createKey(ctx context.Context, inUse [32]byte) error {
 	case apierrors.IsAlreadyExists(err):
 		return nil
 	case err != nil:
-		return fmt.Errorf("the Secret %s: %w", client.ObjectKeyFromObject(secret), err)
+		return fmt.Errorf("the Secret %s: %w", client.ObjectKeyFromObject(secret), kubeerr.Plain("the API server", err))
 	}
 	g.log.Info("key Secret made", "secret", KeySecret, "newKey", inUse == [32]byte{})
 	return nil
@@ -149,7 +150,7 @@ func (g *Gateway) tellTunnels(ctx context.Context, secret *corev1.Secret, privat
 		return nil
 	}
 	return []fabric.Problem{{Origin: fabric.Origin{Kind: "Secret", Namespace: secret.Namespace, Name: secret.Name}, Field: "data." + keyTunnels,
-		Message: fmt.Sprintf("does not hold the public keys of our %d further tunnels, of which peers will not be told, and writing them: %v", g.o.Tunnels-1, g.tellErr)}}
+		Message: fmt.Sprintf("does not hold the public keys of our %d further tunnels, of which peers will not be told, and writing them: %v", g.o.Tunnels-1, kubeerr.Plain("the API server", g.tellErr))}}
 }
 
 func (g *Gateway) writeTunnels(ctx context.Context, secret *corev1.Secret, tunnels string) error {

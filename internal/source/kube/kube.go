@@ -60,13 +60,13 @@ type objects struct {
 	log *slog.Logger
 
 	mu      sync.Mutex
-	trouble map[string]string // kind → why it is not read at the moment
+	trouble map[string]error // kind → why it is not read at the moment
 }
 
 // newObjects makes a cache of exactly the given kinds, each restricted to what is needed of it. It
 // asks the API server whether it has them.
 func newObjects(config *rest.Config, kinds map[client.Object]cache.ByObject, log *slog.Logger) (*objects, error) {
-	o := &objects{log: log, trouble: make(map[string]string)}
+	o := &objects{log: log, trouble: make(map[string]error)}
 	var err error
 	o.Cache, err = cache.New(config, cache.Options{
 		Scheme:                      newScheme(),
@@ -91,8 +91,8 @@ func (o *objects) failed(kind string, err error) {
 	kind = kind[strings.LastIndexByte(kind, '.')+1:] // "*v1alpha1.TunnelEndpoint"
 	o.mu.Lock()
 	defer o.mu.Unlock()
-	if text := err.Error(); o.trouble[kind] != text {
-		o.trouble[kind] = text
+	if before := o.trouble[kind]; before == nil || before.Error() != err.Error() {
+		o.trouble[kind] = err
 		o.log.Warn("not read, trying again; what is known stays in force", "kind", kind, "error", err)
 	}
 }
@@ -135,7 +135,10 @@ func (o *objects) watchBy(ctx context.Context, handler toolscache.ResourceEventH
 			}
 			o.mu.Lock()
 			defer o.mu.Unlock()
-			return fmt.Errorf("%s: not read yet: %s", name, o.trouble[name])
+			if why := o.trouble[name]; why != nil {
+				return fmt.Errorf("%s: not read yet: %w", name, why)
+			}
+			return fmt.Errorf("%s: not read yet", name)
 		})
 		if err != nil {
 			return err

@@ -1,0 +1,121 @@
+// Package kubeerr puts failed requests to an API server into words for people. Errors of client
+// libraries name the request and the socket, which belongs into a log.
+package kubeerr
+
+import (
+	"context"
+	"crypto/x509"
+	"errors"
+	"fmt"
+	"io"
+	"net"
+	"net/url"
+	"strings"
+	"syscall"
+	"time"
+
+	apierrors "k8s.io/apimachinery/pkg/api/errors"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// Plain returns err with a text for people. Where a request got no answer, the text is what became of it,
+// with server as the subject, instead of the library's words. An answer of the server keeps its words. The
+// result unwraps to err. Logs take err itself.
+func Plain(server string, err error) error {
+	if err == nil {
+		return nil
+	}
+	text := err.Error()
+	for _, part := range unanswered(err) {
+		if what, ok := Cause(part); ok {
+			text = strings.ReplaceAll(text, part.Error(), server+" "+what)
+		}
+	}
+	if text == err.Error() {
+		return err
+	}
+	return &plain{text, err}
+}
+
+type plain struct {
+	text string
+	err  error
+}
+
+func (p *plain) Error() string { return p.text }
+func (p *plain) Unwrap() error { return p.err }
+
+// unanswered returns the errors in a tree that stand for one request or watch without an answer, each with
+// what controller-runtime puts before it ("failed to get server groups"). No error of ours begins like that.
+func unanswered(err error) []error {
+	switch e := err.(type) { //nolint:errorlint // it walks the tree itself
+	case *url.Error:
+		return []error{e}
+	case interface{ Unwrap() error }:
+		all := unanswered(e.Unwrap())
+		if len(all) > 0 && strings.HasPrefix(err.Error(), "failed to ") {
+			return []error{err}
+		}
+		return all
+	case interface{ Unwrap() []error }:
+		var all []error
+		for _, one := range e.Unwrap() {
+			all = append(all, unanswered(one)...)
+		}
+		return all
+	}
+	if _, ok := brokenWatch(err); ok {
+		return []error{err}
+	}
+	return nil
+}
+
+// Cause says what a server did instead of answering a request, such as "does not answer in time". The
+// text is the same for the same cause: it has no ports of ours and no times of day. It is false where
+// err is an answer, or nothing that is known here.
+func Cause(err error) (string, bool) {
+	var (
+		name    *net.DNSError
+		invalid x509.CertificateInvalidError
+		network *net.OpError
+		number  syscall.Errno
+		timeout interface{ Timeout() bool }
+	)
+	broken, watch := brokenWatch(err)
+	text := err.Error()
+	switch {
+	case errors.As(err, &name):
+		return fmt.Sprintf("has a name without address: %s: %s", name.Name, name.Err), true
+	case errors.As(err, &invalid) && invalid.Reason == x509.Expired: // its text has the time of day
+		return fmt.Sprintf("shows a certificate that is valid from %s to %s only",
+			invalid.Cert.NotBefore.Format(time.RFC3339), invalid.Cert.NotAfter.Format(time.RFC3339)), true
+	case errors.As(err, &network) && errors.As(err, &number): // a number alone may be that of a file
+		return "does not answer: " + number.Error(), true
+	case errors.Is(err, context.DeadlineExceeded), errors.As(err, &timeout) && timeout.Timeout():
+		return "does not answer in time", true
+	case strings.Contains(text, "connection lost"): // it does not answer HTTP/2's pings
+		return "does not answer any more: the connection was lost", true
+	case errors.Is(err, io.EOF), errors.Is(err, io.ErrUnexpectedEOF), strings.Contains(text, "GOAWAY"):
+		return "closes the connection", true
+	case watch:
+		return "sends what cannot be read: " + broken, true
+	}
+	return "", false
+}
+
+// clientWatchDecoding marks a Status that client-go makes itself, with code 500, where the stream of a
+// watch breaks (newStreamWatcher in rest/request.go). It is no answer of the server.
+const clientWatchDecoding metav1.CauseType = "ClientWatchDecoding"
+
+// brokenWatch returns why the stream of a watch broke.
+func brokenWatch(err error) (string, bool) {
+	cause, ok := apierrors.StatusCause(err, clientWatchDecoding)
+	return strings.TrimPrefix(cause.Message, "unable to decode an event from the watch stream: "), ok
+}
+
+// Answered reports whether err is an answer of the server.
+func Answered(err error) bool {
+	var status apierrors.APIStatus
+	_, broken := brokenWatch(err)
+	return errors.As(err, &status) && !broken
+}
