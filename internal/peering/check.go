@@ -169,6 +169,7 @@ type Holder struct {
 	Problem string `json:"problem,omitempty"`
 
 	absent bool          // there is no Lease
+	rolls  bool          // nobody holds it between two steps of a rollout
 	since  *metav1.Time  // the holder has held it; nil: nobody does, or it is not said
 	ahead  time.Duration // of the API server's clock, the holder's; 0: not known
 }

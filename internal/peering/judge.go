@@ -109,6 +109,10 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 		c.leaseHop(hopManager, managerLease, manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
 		c.leaseHop(hopGateway, isthmus.LeaseGateway, gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
 	}
+	if text := c.managersRoll(ctx, now); text != "" && hops[0].State == Broken {
+		manager.Problem, manager.rolls = text+": "+manager.Problem, true
+		hops[0].State, hops[0].Text, hops[0].Source = Limited, "no manager is at work for the moment: "+manager.Problem, "Deployments in "+c.Namespace
+	}
 	if mayNot {
 		return append(hops, Hop{Cluster: c.String(), Name: hopAgents, State: Unknown, Source: "Pods in " + c.Namespace,
 			Text: "you may not list Pods in " + c.Namespace}), manager, gateway, nil
@@ -491,6 +495,30 @@ func (c *Cluster) gatewaysWanted(ctx context.Context) int {
 		n += int(ptr.Deref(deployments.Items[i].Spec.Replicas, 1))
 	}
 	return n
+}
+
+// rolloutStep is how long after a step of a rollout another manager may still be taking over: the Lease of one
+// that was killed lasts 15 seconds.
+const rolloutStep = 30 * time.Second
+
+// managersRoll says that the Deployment of the managers is being rolled out, or was just before, and a manager
+// is available to take over; empty: no, or it is not known.
+func (c *Cluster) managersRoll(ctx context.Context, now time.Time) string {
+	var deployments appsv1.DeploymentList // a help, as in gatewaysWanted
+	if c.client.List(ctx, &deployments, client.InNamespace(c.Namespace), client.MatchingLabels{"app.kubernetes.io/name": "manager"}) != nil {
+		return ""
+	}
+	for i := range deployments.Items {
+		d := &deployments.Items[i]
+		for _, p := range d.Status.Conditions {
+			// Its controller dates the condition at each Pod that comes or goes in a rollout, and not for one that
+			// crashes later.
+			if p.Type == appsv1.DeploymentProgressing && p.Status == corev1.ConditionTrue && now.Sub(p.LastUpdateTime.Time) < rolloutStep && d.Status.AvailableReplicas > 0 {
+				return fmt.Sprintf("another one takes over, since Deployment %s is being rolled out and %d of its Pods are available", Printable(d.Name), d.Status.AvailableReplicas)
+			}
+		}
+	}
+	return ""
 }
 
 // stepNames are the conditions of a Peering as hops.

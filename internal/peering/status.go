@@ -108,7 +108,7 @@ func (s *Status) noGateway() string {
 // status is a memory as soon as its writer is gone.
 func (s *Status) doubt() {
 	why, reason := "", isthmus.ReasonUnknown
-	if s.Manager.Name == "" {
+	if s.Manager.Name == "" && !s.Manager.rolls {
 		why = "no manager is at work, so that this is from before: " + s.Manager.Problem
 	} else if none := s.noGateway(); none != "" {
 		why, reason = "no gateway is at work: "+none, isthmus.ReasonGatewaySilent // as the manager will

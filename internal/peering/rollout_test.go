@@ -1,0 +1,59 @@
+package peering
+
+import (
+	"strings"
+	"testing"
+	"time"
+
+	appsv1 "k8s.io/api/apps/v1"
+	corev1 "k8s.io/api/core/v1"
+	metav1 "k8s.io/apimachinery/pkg/apis/meta/v1"
+)
+
+// In a rolling upgrade of the managers nobody holds their Lease for some seconds.
+func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "rollout")
+	must(t, p.peer(t))
+	p.managers[0].release(t)
+	labels := map[string]string{"app.kubernetes.io/name": "manager"}
+	d := &appsv1.Deployment{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: "isthmus-manager", Labels: labels},
+		Spec: appsv1.DeploymentSpec{Selector: &metav1.LabelSelector{MatchLabels: labels}, Template: corev1.PodTemplateSpec{
+			ObjectMeta: metav1.ObjectMeta{Labels: labels}, Spec: corev1.PodSpec{Containers: []corev1.Container{{Name: "manager", Image: "isthmus"}}}}}}
+	must(t, p.a.client.Create(t.Context(), d))
+	for _, tc := range []struct {
+		name      string
+		ago       time.Duration // the last step of the rollout
+		available int32
+		limited   bool
+	}{
+		{"it goes on", 0, 1, true},
+		{"no Pod is available", 0, 0, false},
+		{"it was long ago", time.Hour, 1, false},
+	} {
+		// A minute later than now, because a busy machine may take long until it looks.
+		step := metav1.NewTime(time.Now().Add(time.Minute - tc.ago))
+		d.Status = appsv1.DeploymentStatus{Replicas: 2, UpdatedReplicas: 1, ReadyReplicas: tc.available, AvailableReplicas: tc.available,
+			Conditions: []appsv1.DeploymentCondition{{Type: appsv1.DeploymentProgressing, Status: corev1.ConditionTrue, LastUpdateTime: step, LastTransitionTime: step}}}
+		must(t, p.a.client.Status().Update(t.Context(), d))
+		hops, _, _, err := clusterHops(t.Context(), p.a)
+		must(t, err)
+		var manager *Hop
+		for i := range hops {
+			if hops[i].Name == hopManager {
+				manager = &hops[i]
+			}
+		}
+		rolls := strings.Contains(manager.Text, "Deployment isthmus-manager is being rolled out and 1 of its Pods are available")
+		if limited := manager.State == Limited; limited != tc.limited || rolls != tc.limited {
+			t.Errorf("%s: %s: %s", tc.name, manager.State, manager.Text)
+		}
+		s, err := StatusOf(t.Context(), p.a)
+		must(t, err)
+		for _, row := range s.Peerings {
+			if row.Cluster == p.b.Identity && row.Ready != tc.limited {
+				t.Errorf("%s: the Peering is ready: %v, %s", tc.name, row.Ready, row.Problem)
+			}
+		}
+	}
+}
