@@ -185,14 +185,25 @@ func (c *Cluster) Identify(ctx context.Context) error {
 		return err
 	}
 	if identity == nil {
-		return fmt.Errorf("%s: namespace %s has no ConfigMap with the identity of the cluster: run `isthmus install --context %s --cluster-name NAME`",
-			c, c.Namespace, c.context)
+		return c.notInstalled(ctx)
 	}
 	if err := checkIdentity(*identity); err != nil {
 		return fmt.Errorf("%s: ConfigMap with the identity of the cluster in namespace %s: %w", c, c.Namespace, err)
 	}
 	c.Identity = *identity
 	return nil
+}
+
+// notInstalled says what to do about a cluster without an identity. If somebody has deleted the namespace of the
+// installation, the Peerings are still there.
+func (c *Cluster) notInstalled(ctx context.Context) error {
+	var peerings isthmus.PeeringList
+	more := ""
+	if c.client.List(ctx, &peerings) == nil && len(peerings.Items) > 0 {
+		more = fmt.Sprintf(" with the same choices as before, and its %d Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context %s --image IMAGE`", len(peerings.Items), c.context)
+	}
+	return fmt.Errorf("%s: namespace %s has no ConfigMap with the identity of the cluster: run `isthmus install --context %s --cluster-name NAME`%s",
+		c, c.Namespace, c.context, more)
 }
 
 func (c *Cluster) readUID(ctx context.Context) error {

@@ -57,3 +57,15 @@ func TestAManagerIsNotBrokenBetweenTwoStepsOfARollout(t *testing.T) {
 		}
 	}
 }
+
+func TestAClusterWhoseNamespaceWasDeletedIsToldHowToKeepItsPeerings(t *testing.T) {
+	t.Parallel()
+	p := newPair(t, "deleted")
+	must(t, p.peer(t))
+	must(t, p.a.client.Delete(t.Context(), &corev1.ConfigMap{ObjectMeta: metav1.ObjectMeta{Namespace: p.a.Namespace, Name: "who"}}))
+	_, err := Diagnose(t.Context(), connectTo(t, Access{Kubeconfig: files.a, Namespace: p.a.Namespace}), nil, "")
+	if err == nil {
+		t.Fatal("no error")
+	}
+	contains(t, err.Error(), "run `isthmus install --context a --cluster-name NAME` with the same choices as before, and its ", " Peerings work again. To remove Isthmus instead, run `isthmus uninstall --context a --image IMAGE`")
+}
