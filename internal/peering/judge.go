@@ -109,9 +109,11 @@ func clusterHops(ctx context.Context, c *Cluster) (hops []Hop, manager, gateway 
 		c.leaseHop(hopManager, managerLease, manager, "start `isthmus manager`, or see why its Pods do not run, or cannot reach the API server"),
 		c.leaseHop(hopGateway, isthmus.LeaseGateway, gateway, "see why the gateways' Pods do not run, or cannot reach the API server"),
 	}
-	if text := c.managersRoll(ctx, now); text != "" && hops[0].State == Broken {
-		manager.Problem, manager.rolls = text+": "+manager.Problem, true
-		hops[0].State, hops[0].Text, hops[0].Source = Limited, "no manager is at work for the moment: "+manager.Problem, "Deployments in "+c.Namespace
+	if hops[0].State == Broken {
+		if text := c.managersRoll(ctx, now); text != "" {
+			manager.Problem, manager.rolls = text+": "+manager.Problem, true
+			hops[0].State, hops[0].Text, hops[0].Source = Limited, "no manager is at work for the moment: "+manager.Problem, "Deployments in "+c.Namespace
+		}
 	}
 	if mayNot {
 		return append(hops, Hop{Cluster: c.String(), Name: hopAgents, State: Unknown, Source: "Pods in " + c.Namespace,
